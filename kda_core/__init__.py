@@ -1,0 +1,3 @@
+"""Kimi Delta Attention as one operator library."""
+
+__version__ = "0.1.0"

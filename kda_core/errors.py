@@ -1,0 +1,30 @@
+"""Errors of kda_core. Bad arguments raise the built-in ValueError and TypeError instead."""
+
+from __future__ import annotations
+
+
+class KdaError(Exception):
+    """Base class of every error that kda_core defines."""
+
+
+class UnsupportedCall(KdaError, NotImplementedError):
+    """A well-formed call that no installed backend (or not the named one) can serve.
+
+    The message lists every known backend with its reason and, for one that is not installed, the
+    command that installs it.
+    """
+
+
+class BackendNotFound(KdaError, LookupError):
+    """A backend was named (argument, ``use_backend`` or ``KDA_BACKEND``) that is not installed."""
+
+
+class BrokenBackend(KdaError, ImportError):
+    """A backend was named whose wheel is installed but could not be loaded.
+
+    The ledger of ``python -m kda_core info`` shows the same reason; other backends are not affected.
+    """
+
+
+class ContractViolation(KdaError, RuntimeError):
+    """A backend broke the plugin contract while serving a call (for example, a hook returned None)."""

@@ -1,0 +1,115 @@
+"""The plugin contract: the hooks that a backend wheel implements, and the contract's version.
+
+A backend is a module (or object) behind an entry point of the group ``kda_core.backends.v1``. Hook
+implementations take the documented arguments by name and without defaults: pluggy leaves out, in
+silence, an argument that has a default in an implementation.
+"""
+
+from __future__ import annotations
+
+import pluggy
+import torch
+from packaging.version import Version
+from torch import Tensor
+
+from kda_core.capabilities import Available, BackendInfo, Feature, Unavailable
+from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request, TensorSpec
+
+CONTRACT_VERSION = Version("1.0")
+"""Version of this contract. Minor: a hook, a request field or a feature was added. Major: a meaning changed."""
+
+PROJECT = "kda_core"
+ENTRY_POINT_GROUP = f"kda_core.backends.v{CONTRACT_VERSION.major}"
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@hookspec(firstresult=True)
+def kda_core_backend() -> BackendInfo:
+    """Say who the backend is and what it can serve.
+
+    Fires once, when the wheel is loaded. Data only: it touches no device and imports no kernel.
+    """
+    raise AssertionError("specification only")
+
+
+@hookspec(firstresult=True)
+def kda_core_availability(device: torch.device) -> Available | Unavailable:
+    """Say whether the backend can run on ``device`` (driver, architecture, versions of torch and others).
+
+    Fires once for each device that a call or ``info`` asks about; the answer is cached.
+    """
+    raise AssertionError("specification only")
+
+
+@hookspec(firstresult=True)
+def kda_core_reject(request: AnyRequest) -> str | None:
+    """Return the reason why this call cannot be served, or None to accept it.
+
+    Fires once for each request signature (shapes, strides, dtypes, devices, options), after the core
+    has compared the call with the declared capabilities. It must be cheap and pure, must look at
+    metadata only (tensors may be fake), and must not catch broadly: an exception is an error, never
+    a refusal.
+    """
+    raise AssertionError("specification only")
+
+
+@hookspec(firstresult=True)
+def kda_core_saved_spec(request: Request) -> tuple[TensorSpec, ...]:
+    """Announce what the forward of ``request`` saves for its backward, besides the inputs.
+
+    Fires when the forward is traced with fake tensors (``torch.compile``, ``torch.export``). Looks at
+    metadata only; shapes may be symbolic.
+    """
+    raise AssertionError("specification only")
+
+
+@hookspec(firstresult=True)
+def kda_core_chunk_forward(request: Request) -> ForwardResult:
+    """Run ``chunk_kda``. Fires once for each call."""
+    raise AssertionError("specification only")
+
+
+@hookspec(firstresult=True)
+def kda_core_chunk_backward(request: Request) -> BackwardResult:
+    """Run the backward of ``chunk_kda`` for ``request.needs_grad``. Fires once for each backward pass."""
+    raise AssertionError("specification only")
+
+
+@hookspec(firstresult=True)
+def kda_core_recurrent_forward(request: Request) -> ForwardResult:
+    """Run ``fused_recurrent_kda``. Fires once for each call."""
+    raise AssertionError("specification only")
+
+
+@hookspec(firstresult=True)
+def kda_core_recurrent_backward(request: Request) -> BackwardResult:
+    """Run the backward of ``fused_recurrent_kda``. Fires once for each backward pass."""
+    raise AssertionError("specification only")
+
+
+@hookspec(firstresult=True)
+def kda_core_gate_forward(request: GateRequest) -> Tensor:
+    """Run ``kda_gate``: the log decay, shape of g, float32 (float64 for float64 g). Fires once for each call."""
+    raise AssertionError("specification only")
+
+
+@hookspec(firstresult=True)
+def kda_core_gate_backward(request: GateRequest) -> BackwardResult:
+    """Run the backward of ``kda_gate``. Fires once for each backward pass."""
+    raise AssertionError("specification only")
+
+
+REQUIRED_HOOKS = ("kda_core_backend", "kda_core_availability", "kda_core_reject")
+"""Hooks that every backend implements."""
+
+HOOKS_OF_FEATURE: dict[Feature, tuple[str, ...]] = {
+    Feature.CHUNK: ("kda_core_chunk_forward",),
+    Feature.BACKWARD: ("kda_core_chunk_backward", "kda_core_saved_spec"),
+    Feature.RECURRENT: ("kda_core_recurrent_forward",),
+    Feature.RECURRENT_BACKWARD: ("kda_core_recurrent_backward", "kda_core_saved_spec"),
+    Feature.GATE: ("kda_core_gate_forward",),
+    Feature.GATE_BACKWARD: ("kda_core_gate_backward",),
+}
+"""Hooks that a backend implements because it declares a feature."""

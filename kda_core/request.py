@@ -1,0 +1,275 @@
+"""The one object that goes through every hook, and the results that come back.
+
+A request holds the caller's tensors as they came (any strides, never to be modified, pool and ``out``
+aside) and every option, already checked. Symbols: B batch, T tokens, H query/key heads, HV value
+heads, K and V head dimensions, N sequences, C chunk size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from kda_core.capabilities import Feature
+
+Op = Literal["chunk_kda", "fused_recurrent_kda"]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Request:
+    """One checked call of ``chunk_kda`` or ``fused_recurrent_kda``, forward or backward.
+
+    Attributes:
+        op: the public function that was called.
+        q, k: [B, T, H, K].
+        v: [B, T, HV, V], dtype of q.
+        g: [B, T, HV, K]; natural-log decay, or the raw gate input with ``use_gate_in_kernel``.
+        beta: [B, T, HV]; or logits with ``use_beta_sigmoid_in_kernel``.
+        A_log: [HV] or None.
+        dt_bias: [HV, K] or None (always two-dimensional here).
+        initial_state: [N, HV, K, V], or a pool [slots, HV, K, V] when ``inplace_final_state``;
+            [..., V, K] with ``state_v_first``; or None.
+        cu_seqlens: [N+1] or None.
+        cu_seqlens_cpu: [N+1] on the CPU or None; the same values as ``cu_seqlens``.
+        ssm_state_indices: [N] or [N, 1+S] slots of the pool, or None (row n is slot n).
+        num_accepted_tokens: [N] or None.
+        out: [B, T, HV, V] to be written in full, or None.
+        inplace_final_state: ``initial_state`` is a pool that is read and advanced in place; then the
+            result's ``final_state`` is None.
+        save_for_backward: the result's ``saved`` must match ``kda_core_saved_spec``.
+        saved: backward only: what the forward saved.
+        grad_o: backward only: [B, T, HV, V] or None.
+        grad_final_state: backward only: shape of the final state, or None.
+        needs_grad: backward only: names of the inputs whose gradient is asked for.
+    """
+
+    op: Op
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    scale: float
+    A_log: Tensor | None = None
+    dt_bias: Tensor | None = None
+    initial_state: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    cu_seqlens_cpu: Tensor | None = None
+    ssm_state_indices: Tensor | None = None
+    num_accepted_tokens: Tensor | None = None
+    out: Tensor | None = None
+    output_final_state: bool = False
+    use_qk_l2norm_in_kernel: bool = False
+    use_gate_in_kernel: bool = False
+    use_beta_sigmoid_in_kernel: bool = False
+    allow_neg_eigval: bool = False
+    safe_gate: bool = False
+    lower_bound: float | None = None
+    disable_recompute: bool = False
+    return_intermediate_states: bool = False
+    state_v_first: bool = False
+    inplace_final_state: bool = False
+    pad_slot_id: int = -1
+    chunk_size: int = 64
+    cp_context: Any = None
+    save_for_backward: bool = False
+    saved: tuple[Tensor, ...] = ()
+    grad_o: Tensor | None = None
+    grad_final_state: Tensor | None = None
+    needs_grad: frozenset[str] = frozenset()
+
+    @property
+    def device(self) -> torch.device:
+        return self.q.device
+
+    @property
+    def B(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def T(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def H(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def K(self) -> int:
+        return self.q.shape[3]
+
+    @property
+    def HV(self) -> int:
+        return self.v.shape[2]
+
+    @property
+    def V(self) -> int:
+        return self.v.shape[3]
+
+    @property
+    def N(self) -> int:
+        """Number of sequences: B, or len(cu_seqlens) - 1 when packed."""
+        return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype of state arithmetic: float32, or float64 when q is float64."""
+        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """Dtype of the final and the intermediate states: that of the initial state, or the compute dtype."""
+        return self.compute_dtype if self.initial_state is None else self.initial_state.dtype
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Shape of a dense state, [N, HV, K, V] or [N, HV, V, K]."""
+        last = (self.V, self.K) if self.state_v_first else (self.K, self.V)
+        return (self.N, self.HV, *last)
+
+    @cached_property
+    def features(self) -> frozenset[Feature]:
+        """The features that this call needs."""
+        return frozenset(_features(self))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class GateRequest:
+    """One checked call of ``kda_gate``, forward or backward.
+
+    Attributes:
+        g: [..., HV, K], the raw gate input.
+        A_log: [HV] or None (only with ``lower_bound``).
+        dt_bias: [HV, K] or None.
+        lower_bound: negative, or None for the softplus gate.
+        grad_output: backward only: shape of g, float32 or float64.
+        needs_grad: backward only: names among "g", "A_log", "dt_bias".
+    """
+
+    g: Tensor
+    A_log: Tensor | None = None
+    dt_bias: Tensor | None = None
+    lower_bound: float | None = None
+    save_for_backward: bool = False
+    grad_output: Tensor | None = None
+    needs_grad: frozenset[str] = frozenset()
+    op: Literal["kda_gate"] = "kda_gate"
+
+    @property
+    def device(self) -> torch.device:
+        return self.g.device
+
+    @property
+    def output_dtype(self) -> torch.dtype:
+        """float32, or float64 when g is float64."""
+        return torch.float64 if self.g.dtype == torch.float64 else torch.float32
+
+    @cached_property
+    def features(self) -> frozenset[Feature]:
+        """The features that this call needs."""
+        needed = {Feature.GATE, Feature.SOFTPLUS_GATE if self.lower_bound is None else Feature.LOWER_BOUND_GATE}
+        if self.save_for_backward or self.needs_grad:
+            needed.add(Feature.GATE_BACKWARD)
+        if not self.g.is_contiguous():
+            needed.add(Feature.STRIDED_INPUT)
+        return frozenset(needed)
+
+
+AnyRequest = Request | GateRequest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardResult:
+    """Result of a forward hook; every tensor is freshly made, contiguous and aliases no input.
+
+    Attributes:
+        o: [B, T, HV, V], dtype of q; the request's ``out`` when that was given.
+        final_state: ``request.state_shape`` in ``request.state_dtype``; None unless
+            ``output_final_state`` (and always None for a pool).
+        h: [B, NT, HV, K, V] (or [..., V, K]) in the state dtype; None unless asked for.
+        saved: tensors for the backward, as ``kda_core_saved_spec`` announced; () unless asked for.
+    """
+
+    o: Tensor
+    final_state: Tensor | None = None
+    h: Tensor | None = None
+    saved: tuple[Tensor, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BackwardResult:
+    """Result of a backward hook: gradients by input name, each in that input's shape and dtype, contiguous.
+
+    Holds at least the names in ``request.needs_grad``; dt_bias as [HV, K].
+    """
+
+    grads: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and dtype of one tensor that a forward saves for its backward."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _is_power_of_two(n: int) -> bool:
+    return n > 0 and n & (n - 1) == 0
+
+
+def _features(r: Request):
+    chunked = r.op == "chunk_kda"
+    differentiable = r.save_for_backward or bool(r.needs_grad)
+    yield Feature.CHUNK if chunked else Feature.RECURRENT
+    if differentiable:
+        yield Feature.BACKWARD if chunked else Feature.RECURRENT_BACKWARD
+        if r.initial_state is not None or r.output_final_state:
+            yield Feature.STATE_GRADIENT
+    if r.cu_seqlens is not None:
+        yield Feature.VARLEN
+    if r.HV != r.H:
+        yield Feature.GVA
+    if r.K != r.V:
+        yield Feature.UNEQUAL_HEAD_DIMS
+    if not (_is_power_of_two(r.K) and _is_power_of_two(r.V)):
+        yield Feature.ODD_HEAD_DIMS
+    if r.initial_state is not None:
+        yield Feature.INITIAL_STATE
+        if r.initial_state.dtype == torch.bfloat16:
+            yield Feature.BF16_STATE
+    if r.output_final_state:
+        yield Feature.FINAL_STATE
+    if r.state_v_first:
+        yield Feature.STATE_V_FIRST
+    if r.inplace_final_state:
+        yield Feature.PAGED_STATE
+    indices = r.ssm_state_indices
+    if r.num_accepted_tokens is not None or (indices is not None and indices.dim() == 2 and indices.shape[1] > 1):
+        yield Feature.SPEC_DECODE
+    if r.return_intermediate_states:
+        yield Feature.INTERMEDIATE_STATES
+    if r.use_qk_l2norm_in_kernel:
+        yield Feature.QK_L2NORM
+    if r.use_gate_in_kernel:
+        yield Feature.SOFTPLUS_GATE if r.lower_bound is None else Feature.LOWER_BOUND_GATE
+    if r.use_beta_sigmoid_in_kernel:
+        yield Feature.BETA_SIGMOID
+    if r.allow_neg_eigval:
+        yield Feature.NEG_EIGVAL
+    if r.safe_gate:
+        yield Feature.SAFE_GATE
+    if chunked and r.chunk_size == 32:
+        yield Feature.CHUNK_32
+    if r.disable_recompute:
+        yield Feature.DISABLE_RECOMPUTE
+    if r.out is not None:
+        yield Feature.OUT
+    if not all(t.is_contiguous() for t in (r.q, r.k, r.v, r.g, r.beta)):
+        yield Feature.STRIDED_INPUT
+    if r.cp_context is not None:
+        yield Feature.CONTEXT_PARALLEL
