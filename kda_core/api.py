@@ -1,0 +1,407 @@
+"""The public functions: build a request, choose a backend, call it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from kda_core import ops, plugins
+from kda_core.plugins import Explanation, LedgerEntry, registry
+from kda_core.request import GateRequest, Request
+
+
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    cp_context: Any = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    chunk_size: int = 64,
+    ssm_state_indices: Tensor | None = None,
+    pad_slot_id: int = -1,
+    out: Tensor | None = None,
+    transpose_state_layout: bool | None = None,
+    use_graph: bool = False,
+    max_num_seqs: int | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    r"""Kimi Delta Attention over whole sequences, in chunks: for training and prefill.
+
+    Per value head, with state S in R^{K x V}:
+    ``S_t = (I - beta_t k_t k_t^T) Diag(exp g_t) S_{t-1} + beta_t k_t v_t^T`` and ``o_t = scale * S_t^T q_t``.
+    Source: Kimi Linear, arXiv 2510.26692. Symbols: B batch, T tokens, H query/key heads, HV value heads
+    (a multiple of H; value head i reads query/key head i // (HV // H)), K and V head dimensions, N
+    sequences (B, or len(cu_seqlens) - 1). Tensors may have any strides; none is modified, except a pool
+    and ``out``.
+
+    Args:
+        q: [B, T, H, K], bfloat16, float16, float32 (or float64 where the backend takes it).
+        k: [B, T, H, K], dtype of q; of unit norm, or with ``use_qk_l2norm_in_kernel``.
+        v: [B, T, HV, V], dtype of q.
+        g: [B, T, HV, K], any floating dtype: natural-log decay <= 0, from the caller's gate; or the raw
+            gate input with ``use_gate_in_kernel``.
+        beta: [B, T, HV], any floating dtype: in [0, 1]; or logits with ``use_beta_sigmoid_in_kernel``.
+        scale: factor of the output; None: K ** -0.5.
+        initial_state: [N, HV, K, V] float32 or bfloat16 (float64 with float64 q): state before the first
+            token; None: zero. With ``ssm_state_indices`` a pool [slots, HV, K, V], read and advanced in place.
+        output_final_state: return the state after the last token.
+        use_qk_l2norm_in_kernel: replace q and k by x / sqrt(sum x^2 + 1e-6), computed in float32.
+        use_gate_in_kernel: g is raw; the decay is -exp(A_log) * softplus(g + dt_bias), or with
+            ``lower_bound`` b: b * sigmoid(exp(A_log) * (g + dt_bias)).
+        use_beta_sigmoid_in_kernel: beta holds logits; its sigmoid is used.
+        allow_neg_eigval: use 2 * sigmoid(beta); needs ``use_beta_sigmoid_in_kernel``.
+        safe_gate: a hint that decays lie within [lower_bound, 0) ([-5, 0) without one); changes speed only.
+        lower_bound: negative; chooses the bounded gate, or with ``safe_gate`` alone is the hint's bound.
+        disable_recompute: keep intermediates for the backward rather than compute them again: faster,
+            more memory.
+        return_intermediate_states: also return the state at the start of every chunk; not differentiable.
+        state_v_first: states are stored [..., V, K].
+        cu_seqlens: [N+1] int32 or int64, on the device of q: boundaries of packed sequences (B = 1), from
+            0, not decreasing. A sequence may be empty (its state passes through); the last boundary may
+            lie before T (the rest of ``o`` is zero).
+        cu_seqlens_cpu: [N+1] copy of ``cu_seqlens`` on the CPU; lets a backend plan without waiting.
+        cp_context: context parallelism; refused unless a backend declares it.
+        A_log: [HV], log of the gate's rate; optional with ``lower_bound``.
+        dt_bias: [HV * K] or [HV, K], added to g in the gate.
+        chunk_size: 32 or 64: distance of the intermediate states, and a backend's block size.
+        ssm_state_indices: [N] or [N, 1], int32 or int64, any stride: each sequence's slot of the pool.
+        pad_slot_id: a sequence with this index, or any negative one, is skipped: its output is zero and
+            no slot is touched.
+        out: [B, T, HV, V], dtype of q: written in full and returned as ``o``; no overlap with the inputs.
+        transpose_state_layout: deprecated name of ``state_v_first``.
+        use_graph: asks for a call that can be captured in a graph; every call here can.
+        max_num_seqs: with ``use_graph``, must equal len(cu_seqlens) - 1 (pad with empty sequences).
+        backend: name of the backend; never falls back to another. None: ``use_backend``, then
+            ``KDA_BACKEND``, then the best one for the tensors' device.
+
+    Returns:
+        ``(o, final_state)``, or ``(o, final_state, h)`` with ``return_intermediate_states``.
+        o: [B, T, HV, V], dtype of q.
+        final_state: [N, HV, K, V] in the initial state's dtype (default float32); the pool when one was
+            given; None unless ``output_final_state``.
+        h: [B, NT, HV, K, V], the state's dtype; NT = sum of ceil(length / chunk_size).
+
+    Raises:
+        ValueError: a wrong shape, device, value or combination; nothing has been written.
+        TypeError: a wrong type or dtype.
+        UnsupportedCall: no installed backend, or not the named one, can serve the call.
+        BackendNotFound, BrokenBackend: the named backend is not installed, or could not be loaded.
+    """
+    if transpose_state_layout is not None:
+        state_v_first = _renamed_layout(state_v_first, transpose_state_layout)
+    if max_num_seqs is not None:
+        _check_max_num_seqs(max_num_seqs, use_graph, cu_seqlens)
+    request = Request(
+        op="chunk_kda",
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        scale=_default_scale(q) if scale is None else scale,
+        A_log=A_log,
+        dt_bias=dt_bias if dt_bias is None else _by_head(dt_bias, g),
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        ssm_state_indices=ssm_state_indices,
+        out=out,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        safe_gate=safe_gate,
+        lower_bound=lower_bound,
+        disable_recompute=disable_recompute,
+        return_intermediate_states=return_intermediate_states,
+        state_v_first=state_v_first,
+        inplace_final_state=ssm_state_indices is not None,
+        pad_slot_id=pad_slot_id,
+        chunk_size=chunk_size,
+        cp_context=cp_context,
+        save_for_backward=_needs_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state),
+    )
+    return _run(request, backend)
+
+
+def fused_recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    inplace_final_state: bool = False,
+    pad_slot_id: int = -1,
+    out: Tensor | None = None,
+    transpose_state_layout: bool | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    r"""Kimi Delta Attention token by token, with the state kept on chip: for decoding and short sequences.
+
+    The same function as ``chunk_kda`` (see there for the equation, the symbols and every argument that is
+    not listed here), from T = 1 up. Differentiable when nothing of the caller's is written.
+
+    Args:
+        q, k, v, g, beta: as in ``chunk_kda``.
+        initial_state: [N, HV, K, V]; a pool [slots, HV, K, V] with ``ssm_state_indices``.
+        ssm_state_indices: [N], the slot of each sequence, read before its first token and written after
+            its last; or, for speculative decoding, [N, 1+S]: slot [n, i] is written after token i, and
+            the first is read unless ``num_accepted_tokens`` says otherwise. On the CPU, an index past
+            the pool or a slot that two rows use raises ValueError; on other devices nothing is read back
+            to check it, an index past the pool is the caller's error and rows that share a slot race.
+        num_accepted_tokens: [N], from 1 to 1+S: sequence n starts from slot [n, accepted - 1]. Out of
+            range: ValueError on the CPU; clamped into the range on other devices.
+        inplace_final_state: write the final state over ``initial_state`` [N, HV, K, V] (a pool always is
+            advanced in place).
+        pad_slot_id: a row that starts at this index, or at any negative one, is skipped: its output is
+            zero and no slot is touched; such an index for a later token means that its state is dropped.
+
+    Returns:
+        ``(o, final_state)``: o [B, T, HV, V], dtype of q; final_state as in ``chunk_kda`` (``initial_state``
+        itself when that was advanced in place), None unless ``output_final_state``.
+
+    Raises:
+        ValueError, TypeError, UnsupportedCall, BackendNotFound, BrokenBackend: as ``chunk_kda``.
+    """
+    if transpose_state_layout is not None:
+        state_v_first = _renamed_layout(state_v_first, transpose_state_layout)
+    request = Request(
+        op="fused_recurrent_kda",
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        scale=_default_scale(q) if scale is None else scale,
+        A_log=A_log,
+        dt_bias=dt_bias if dt_bias is None else _by_head(dt_bias, g),
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        ssm_state_indices=ssm_state_indices,
+        num_accepted_tokens=num_accepted_tokens,
+        out=out,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        lower_bound=lower_bound,
+        state_v_first=state_v_first,
+        inplace_final_state=inplace_final_state or ssm_state_indices is not None,
+        pad_slot_id=pad_slot_id,
+        save_for_backward=_needs_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state),
+    )
+    return _run(request, backend)
+
+
+def kda_gate(
+    g: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """The log decay that ``use_gate_in_kernel`` computes, as a function of its own; differentiable.
+
+    ``-exp(A_log) * softplus(g + dt_bias)``, or with ``lower_bound`` b: ``b * sigmoid(exp(A_log) * (g + dt_bias))``.
+    Source: Kimi Linear, arXiv 2510.26692.
+
+    Args:
+        g: [..., HV, K], any floating dtype: the raw gate input.
+        A_log: [HV]; optional with ``lower_bound``.
+        dt_bias: [HV * K] or [HV, K], or None.
+        lower_bound: negative, or None for the softplus gate.
+        backend: as in ``chunk_kda``.
+
+    Returns:
+        [..., HV, K], float32 (float64 for float64 g): natural-log decay, <= 0.
+
+    Raises:
+        ValueError, TypeError, UnsupportedCall: as ``chunk_kda``.
+    """
+    request = GateRequest(
+        g=g,
+        A_log=A_log,
+        dt_bias=dt_bias if dt_bias is None else _by_head(dt_bias, g),
+        lower_bound=lower_bound,
+        save_for_backward=_needs_gradient(g, A_log, dt_bias),
+    )
+    if type(backend) is _Question:
+        return registry.explain(request, backend.name)
+    name = _requested_name(backend)
+    if request.save_for_backward or _needs_operator(g):
+        return ops.call_gate(request, name)
+    return registry.choose(request, name).result("kda_core_gate_forward", request)
+
+
+class _Question:
+    """Stands in for ``backend=`` when a call is to be explained rather than run."""
+
+    def __init__(self, name: str | None) -> None:
+        self.name = name
+
+
+def explain(*args: Any, op: str = "chunk_kda", **kwargs: Any) -> Explanation:
+    """Say which backend would serve a call and why the others would not; runs nothing.
+
+    Args:
+        *args, **kwargs: the arguments of the call, as the function ``op`` takes them.
+        op: "chunk_kda", "fused_recurrent_kda" or "kda_gate".
+
+    Returns:
+        A verdict for every known backend; ``print`` shows it.
+
+    Raises:
+        ValueError, TypeError: the arguments are wrong, as in the call itself.
+        BackendNotFound, BrokenBackend: ``backend=`` names one that cannot be used at all.
+    """
+    functions: dict[str, Any] = {
+        "chunk_kda": chunk_kda,
+        "fused_recurrent_kda": fused_recurrent_kda,
+        "kda_gate": kda_gate,
+    }
+    if op not in functions:
+        raise ValueError(f"op: expected one of {', '.join(functions)}, got {op!r}")
+    name = plugins.requested_name(kwargs.pop("backend", None))
+    if name is not None:
+        registry.named(name)
+    return functions[op](*args, **kwargs, backend=_Question(name))
+
+
+def backends() -> tuple[LedgerEntry, ...]:
+    """Every backend wheel that was found, loaded or not, with its identity card or the reason.
+
+    The built-in oracle ``reference`` comes first; it serves only when it is named.
+    """
+    return registry.ledger
+
+
+def _renamed_layout(state_v_first: bool, transpose_state_layout: bool) -> bool:
+    if state_v_first:
+        raise ValueError(
+            "transpose_state_layout: expected None beside state_v_first (it is its deprecated name), "
+            f"got {transpose_state_layout!r}"
+        )
+    warnings.warn("transpose_state_layout is deprecated; its name is state_v_first", DeprecationWarning, stacklevel=3)
+    return transpose_state_layout
+
+
+def _check_max_num_seqs(max_num_seqs: int, use_graph: bool, cu_seqlens: Tensor | None) -> None:
+    if not use_graph or not isinstance(cu_seqlens, Tensor):
+        raise ValueError(f"max_num_seqs: expected use_graph=True and cu_seqlens beside it, got {max_num_seqs} alone")
+    if cu_seqlens.shape[0] != max_num_seqs + 1:
+        raise ValueError(
+            f"cu_seqlens: expected shape [max_num_seqs + 1] = [{max_num_seqs + 1}], got {list(cu_seqlens.shape)}"
+        )
+
+
+def _check_differentiable(request: Request) -> None:
+    for name, used in (
+        ("ssm_state_indices", request.ssm_state_indices is not None),
+        ("inplace_final_state", request.inplace_final_state),
+        ("out", request.out is not None),
+        ("return_intermediate_states", request.return_intermediate_states),
+    ):
+        if used:
+            raise ValueError(
+                f"{name}: expected no gradient to be needed (it is not differentiable; call it under torch.no_grad() "
+                "or torch.inference_mode()), got an input that requires a gradient"
+            )
+
+
+def _default_scale(q: Tensor) -> float:
+    # A q that is no tensor of rank 4 is refused, with its name, by the checks.
+    return q.shape[-1] ** -0.5 if isinstance(q, Tensor) and q.dim() == 4 and q.shape[-1] else 1.0
+
+
+def _by_head(dt_bias: Tensor, g: Tensor) -> Tensor:
+    """dt_bias [HV * K] as [HV, K]; any other shape as it came, for the checks to refuse."""
+    if isinstance(dt_bias, Tensor) and isinstance(g, Tensor) and dt_bias.dim() == 1 and g.dim() >= 2:
+        HV, K = g.shape[-2:]
+        if dt_bias.shape[0] == HV * K:
+            return dt_bias.reshape(HV, K)
+    return dt_bias
+
+
+def _needs_gradient(*tensors: Any) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+
+
+def _needs_operator(t: Any) -> bool:
+    """Whether something is watching that must see an operator: a compiler, a fake or wrapped tensor, a mode."""
+    return (
+        torch.compiler.is_compiling()
+        or (isinstance(t, Tensor) and type(t) is not Tensor and type(t) is not torch.nn.Parameter)
+        or is_in_torch_dispatch_mode()
+        or torch._C._functorch.maybe_current_level() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+def _traced_name() -> str | None:
+    return plugins.requested_name(None)
+
+
+# The name is a constant of a compiled graph: compile again after changing use_backend or KDA_BACKEND. This
+# is the mark that torch.compiler.assume_constant_result sets; calling that would import the compiler (a
+# second, and triton) into every process.
+_traced_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _requested_name(backend: str | None) -> str | None:
+    if backend is not None:
+        return backend
+    return _traced_name() if torch.compiler.is_compiling() else plugins.requested_name(None)
+
+
+def _run(request: Request, backend: str | _Question | None) -> Any:
+    if type(backend) is _Question:
+        return registry.explain(request, backend.name)
+    name = _requested_name(backend)
+    if request.save_for_backward:
+        _check_differentiable(request)
+    if (request.save_for_backward or _needs_operator(request.q)) and request.cp_context is None:
+        result = ops.call(request, name)
+    else:
+        result = ops.forward(registry.choose(request, name), request)
+        if ops.writes_to_caller(request):
+            ops.count_writes(request)
+    final_state = request.initial_state if request.inplace_final_state else result.final_state
+    outputs = (result.o, final_state if request.output_final_state else None)
+    return (*outputs, result.h) if request.return_intermediate_states else outputs

@@ -1,0 +1,319 @@
+"""The contract of the arguments, stated once and checked before any backend is asked.
+
+``check_metadata`` looks at types, shapes, dtypes, devices and combinations; it works on fake tensors and
+its answer depends on the request's signature alone, so that the router asks once a signature.
+``check_values`` looks at the contents of small index tensors, where they can be read without waiting
+for a device: only those on the CPU. Both raise ValueError or TypeError naming the argument, what was
+expected and what came; nothing has been written by then.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from kda_core.request import GateRequest, Request
+
+DATA_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+INDEX_DTYPES = (torch.int32, torch.int64)
+STATE_DTYPES = (torch.float32, torch.bfloat16)
+CHUNK_SIZES = (32, 64)
+FLAGS = (
+    "output_final_state",
+    "use_qk_l2norm_in_kernel",
+    "use_gate_in_kernel",
+    "use_beta_sigmoid_in_kernel",
+    "allow_neg_eigval",
+    "safe_gate",
+    "disable_recompute",
+    "return_intermediate_states",
+    "state_v_first",
+    "inplace_final_state",
+)
+
+
+def check_metadata(r: Request) -> None:
+    """Raise unless types, shapes, dtypes, devices and the combination of options are right."""
+    _check_data(r)
+    _check_options(r)
+    _check_gate(r.use_gate_in_kernel, r.A_log, r.dt_bias, r.lower_bound, r.safe_gate, (r.HV, r.K), r.device)
+    _check_packing(r)
+    _check_state(r)
+    _check_slots(r)
+    if r.out is not None:
+        _expect_tensor("out", r.out, (r.q.dtype,), r.device)
+        _expect_shape("out", r.out, (r.B, r.T, r.HV, r.V), "[B, T, HV, V]")
+        _expect_no_overlap("out", r.out)
+
+
+def check_gate_metadata(r: GateRequest) -> None:
+    """The same for ``kda_gate``."""
+    _expect_tensor("g", r.g, DATA_DTYPES)
+    if r.g.dim() < 2:
+        _fail("g", "at least two dimensions [..., HV, K]", f"{_shape(r.g)}")
+    _check_gate(True, r.A_log, r.dt_bias, r.lower_bound, False, tuple(r.g.shape[-2:]), r.device)
+
+
+def check_values(r: Request) -> None:
+    """Raise when index tensors on the CPU hold values that the contract forbids."""
+    bounds = _check_cu_seqlens_values(r)
+    if r.inplace_final_state:
+        _check_slot_values(r, bounds)
+    if r.out is not None:
+        for name in ("q", "k", "v", "g", "beta", "initial_state"):
+            t = getattr(r, name)
+            if t is not None and t.numel() and t.data_ptr() == r.out.data_ptr():
+                _fail("out", "memory of its own", f"the memory of {name}")
+
+
+def _fail(argument: str, expected: str, actual: str) -> NoReturn:
+    raise ValueError(f"{argument}: expected {expected}, got {actual}")
+
+
+def _shape(t: Tensor) -> str:
+    return str(list(t.shape))
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+
+
+def _expect_tensor(
+    name: str, t: Any, dtypes: Sequence[torch.dtype], device: torch.device | None = None, why: str = ""
+) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(t).__name__}")
+    if t.layout is not torch.strided:
+        raise TypeError(f"{name}: expected a dense (strided) tensor, got layout {t.layout}")
+    if t.dtype not in dtypes:
+        raise TypeError(f"{name}: expected dtype {_names(dtypes)}{why}, got {_names((t.dtype,))}")
+    if device is not None and t.device != device:
+        _fail(name, f"a tensor on {device}, where q is", f"one on {t.device}")
+
+
+def _expect_shape(name: str, t: Tensor, expected: tuple[int, ...], symbols: str) -> None:
+    if tuple(t.shape) != expected:
+        _fail(name, f"shape {symbols} = {list(expected)}", _shape(t))
+
+
+def _expect_int(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+
+
+def _expect_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+
+
+def _expect_no_overlap(name: str, t: Tensor) -> None:
+    """Refuse an expanded tensor as a place to write to."""
+    for size, stride in zip(t.shape, t.stride(), strict=True):
+        if size > 1 and stride == 0:
+            _fail(name, "memory of its own for every element", f"an expanded tensor with strides {tuple(t.stride())}")
+
+
+def _check_data(r: Request) -> None:
+    _expect_tensor("q", r.q, DATA_DTYPES)
+    for name in ("k", "v"):
+        _expect_tensor(name, getattr(r, name), (r.q.dtype,), r.device, ", the dtype of q")
+    for name in ("g", "beta"):
+        _expect_tensor(name, getattr(r, name), DATA_DTYPES, r.device)
+    if r.q.dim() != 4:
+        _fail("q", "shape [B, T, H, K]", _shape(r.q))
+    if r.v.dim() != 4:
+        _fail("v", "shape [B, T, HV, V]", _shape(r.v))
+    B, T, H, K = r.q.shape
+    if H < 1 or K < 1:
+        _fail("q", "at least one head and one channel", _shape(r.q))
+    _expect_shape("k", r.k, (B, T, H, K), "[B, T, H, K] of q")
+    if r.v.shape[0] != B or r.v.shape[1] != T:
+        _fail("v", f"shape [B, T, HV, V] with B, T = {B}, {T} of q", _shape(r.v))
+    HV, V = r.v.shape[2:]
+    if HV < 1 or V < 1:
+        _fail("v", "at least one head and one channel", _shape(r.v))
+    if HV % H != 0:
+        _fail(
+            "v", f"a number of heads HV that is a multiple of H = {H} of q {_shape(r.q)}", f"HV = {HV} in {_shape(r.v)}"
+        )
+    _expect_shape("g", r.g, (B, T, HV, K), "[B, T, HV, K]")
+    _expect_shape("beta", r.beta, (B, T, HV), "[B, T, HV]")
+
+
+def _check_options(r: Request) -> None:
+    for name in FLAGS:
+        if not isinstance(getattr(r, name), bool):
+            raise TypeError(f"{name}: expected True or False, got {getattr(r, name)!r}")
+    _expect_number("scale", r.scale)
+    if not math.isfinite(r.scale):
+        _fail("scale", "a finite number", f"{r.scale}")
+    _expect_int("chunk_size", r.chunk_size)
+    if r.chunk_size not in CHUNK_SIZES:
+        _fail("chunk_size", f"one of {CHUNK_SIZES}", f"{r.chunk_size}")
+    if r.allow_neg_eigval and not r.use_beta_sigmoid_in_kernel:
+        _fail("allow_neg_eigval", "use_beta_sigmoid_in_kernel=True beside it (beta is then 2·sigmoid)", "False")
+
+
+def _check_gate(
+    in_kernel: bool,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
+    safe_gate: bool,
+    heads: tuple[int, int],
+    device: torch.device,
+) -> None:
+    if lower_bound is not None:
+        _expect_number("lower_bound", lower_bound)
+        if not -math.inf < lower_bound < 0:
+            _fail("lower_bound", "a finite number below 0", f"{lower_bound}")
+        if not in_kernel and not safe_gate:
+            _fail(
+                "lower_bound",
+                "use_gate_in_kernel=True or safe_gate=True beside it",
+                "neither, so that it has no effect",
+            )
+    if not in_kernel:
+        for name, t in (("A_log", A_log), ("dt_bias", dt_bias)):
+            if t is not None:
+                _fail(name, "use_gate_in_kernel=True beside it", "False, so that it has no effect")
+        return
+    if A_log is None and lower_bound is None:
+        _fail("A_log", "a tensor [HV], which the softplus gate needs", "None without a lower_bound")
+    if safe_gate and lower_bound is None:
+        _fail("lower_bound", "a number, which safe_gate=True with use_gate_in_kernel=True needs", "None")
+    HV, K = heads
+    if A_log is not None:
+        _expect_tensor("A_log", A_log, DATA_DTYPES, device)
+        _expect_shape("A_log", A_log, (HV,), "[HV]")
+    if dt_bias is not None:
+        _expect_tensor("dt_bias", dt_bias, DATA_DTYPES, device)
+        if tuple(dt_bias.shape) != (HV, K):
+            _fail("dt_bias", f"shape [HV·K] = [{HV * K}] or [HV, K] = [{HV}, {K}]", _shape(dt_bias))
+
+
+def _check_packing(r: Request) -> None:
+    cu, cu_cpu = r.cu_seqlens, r.cu_seqlens_cpu
+    if cu is None:
+        if cu_cpu is not None:
+            _fail("cu_seqlens_cpu", "cu_seqlens beside it (it is a copy of it on the CPU)", "cu_seqlens=None")
+        return
+    _expect_tensor("cu_seqlens", cu, INDEX_DTYPES, r.device)
+    if cu.dim() != 1 or cu.shape[0] < 1:
+        _fail("cu_seqlens", "shape [N+1]", _shape(cu))
+    if r.B != 1:
+        _fail("q", "B = 1 with cu_seqlens (packed sequences lie one behind the other)", f"B = {r.B} in {_shape(r.q)}")
+    if cu_cpu is not None:
+        _expect_tensor("cu_seqlens_cpu", cu_cpu, INDEX_DTYPES, torch.device("cpu"))
+        _expect_shape("cu_seqlens_cpu", cu_cpu, tuple(cu.shape), "[N+1] of cu_seqlens")
+    elif r.return_intermediate_states and cu.device.type != "cpu":
+        _fail("cu_seqlens_cpu", "a copy of cu_seqlens on the CPU, which the shape of h depends on", "None")
+
+
+def _check_state(r: Request) -> None:
+    state = r.initial_state
+    if state is None:
+        if r.inplace_final_state:
+            _fail("initial_state", "the states that inplace_final_state=True writes to", "None")
+        return
+    dtypes = (*STATE_DTYPES, torch.float64) if r.q.dtype == torch.float64 else STATE_DTYPES
+    _expect_tensor("initial_state", state, dtypes, r.device)
+    symbols = "V, K" if r.state_v_first else "K, V"
+    if r.ssm_state_indices is None:
+        _expect_shape("initial_state", state, r.state_shape, f"[N, HV, {symbols}]")
+    elif state.dim() != 4 or tuple(state.shape[1:]) != r.state_shape[1:]:
+        _fail(
+            "initial_state",
+            f"a pool of shape [slots, HV, {symbols}] = [slots, {str(list(r.state_shape[1:]))[1:]}",
+            _shape(state),
+        )
+    if r.inplace_final_state:
+        _expect_no_overlap("initial_state", state)
+
+
+def _check_slots(r: Request) -> None:
+    indices, accepted = r.ssm_state_indices, r.num_accepted_tokens
+    _expect_int("pad_slot_id", r.pad_slot_id)
+    if indices is None:
+        if accepted is not None:
+            _fail("num_accepted_tokens", "ssm_state_indices [N, 1+S] beside it", "ssm_state_indices=None")
+        return
+    if r.initial_state is None:
+        _fail("initial_state", "the pool that ssm_state_indices points into", "None")
+    _expect_tensor("ssm_state_indices", indices, INDEX_DTYPES, r.device)
+    widths = "[N] or [N, 1]" if r.op == "chunk_kda" else "[N] or [N, 1+S]"
+    if indices.dim() not in (1, 2) or indices.shape[0] != r.N or (indices.dim() == 2 and indices.shape[1] < 1):
+        _fail("ssm_state_indices", f"shape {widths} with N = {r.N}", _shape(indices))
+    if indices.dim() == 2 and indices.shape[1] > 1:
+        if r.op == "chunk_kda":
+            _fail(
+                "ssm_state_indices",
+                f"shape {widths} (one slot a sequence; fused_recurrent_kda takes more)",
+                _shape(indices),
+            )
+        if r.cu_seqlens is None and r.T > indices.shape[1]:
+            _fail("ssm_state_indices", f"a slot for each of the T = {r.T} tokens", _shape(indices))
+    if accepted is not None:
+        _expect_tensor("num_accepted_tokens", accepted, INDEX_DTYPES, r.device)
+        _expect_shape("num_accepted_tokens", accepted, (r.N,), "[N]")
+        if indices.dim() != 2:
+            _fail("ssm_state_indices", "shape [N, 1+S] beside num_accepted_tokens", _shape(indices))
+
+
+def _check_cu_seqlens_values(r: Request) -> list[int] | None:
+    """Check boundaries that are on the CPU and return them."""
+    bounds = None
+    for name in ("cu_seqlens", "cu_seqlens_cpu"):
+        cu = getattr(r, name)
+        if cu is None or cu.device.type != "cpu":
+            continue
+        found = cu.tolist()
+        if found[0] != 0:
+            _fail(name, "to start at 0", f"{found[0]}")
+        if any(b < a for a, b in itertools.pairwise(found)):
+            _fail(name, "values that do not decrease", f"{found}")
+        if found[-1] > r.T:
+            _fail(name, f"to end at or before T = {r.T}", f"{found[-1]}")
+        if bounds is not None and bounds != found:
+            _fail("cu_seqlens_cpu", f"the values of cu_seqlens {bounds}", f"{found}")
+        bounds = found
+    return bounds
+
+
+def _check_slot_values(r: Request, bounds: list[int] | None) -> None:
+    indices, accepted, pool = r.ssm_state_indices, r.num_accepted_tokens, r.initial_state
+    if indices is None or pool is None or indices.device.type != "cpu":
+        return
+    rows = indices.reshape(r.N, -1).tolist()
+    width = indices.shape[1] if indices.dim() == 2 else 1
+    every_token = width > 1
+    lengths = [r.T] * r.N if bounds is None else [b - a for a, b in itertools.pairwise(bounds)]
+    if every_token and max(lengths, default=0) > width:
+        _fail(
+            "ssm_state_indices",
+            f"a slot for each of the {max(lengths)} tokens of the longest sequence",
+            _shape(indices),
+        )
+    counts = [1] * r.N if accepted is None else accepted.tolist()
+    for count in counts:
+        if not 1 <= count <= width:
+            _fail("num_accepted_tokens", f"values from 1 to {width}", f"{count}")
+    owner: dict[int, int] = {}
+    for n, (row, count, length) in enumerate(zip(rows, counts, lengths, strict=True)):
+        touched = [row[count - 1], *(row[:length] if every_token else row)]
+        used = {slot for slot in touched if slot >= 0 and slot != r.pad_slot_id}
+        written = [slot for slot in touched[1:] if slot >= 0 and slot != r.pad_slot_id]
+        for slot in used:
+            if slot >= pool.shape[0]:
+                _fail("ssm_state_indices", f"slots below {pool.shape[0]}, the size of the pool", f"{slot}")
+            if owner.setdefault(slot, n) != n:
+                _fail(
+                    "ssm_state_indices", "every slot in one sequence only", f"slot {slot} in rows {owner[slot]} and {n}"
+                )
+        if len(set(written)) != len(written):
+            _fail("ssm_state_indices", "different slots for the tokens of a sequence", f"{written} in row {n}")

@@ -1,0 +1,529 @@
+"""Load backend wheels, keep the ledger, choose a backend for a call and explain the choice.
+
+Entry points of the group ``kda_core.backends.v1`` are loaded one by one at the first call that needs a
+backend. A wheel that fails to import, has another contract, lacks hooks or claims a taken name goes
+into the ledger with its reason; it never takes the others down and raises only when it is named.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, fields
+from importlib import metadata
+from operator import itemgetter
+from typing import Any, Literal
+
+import pluggy
+import torch
+from packaging.specifiers import SpecifierSet
+from torch import Tensor
+
+from kda_core import checks, hookspecs, platforms
+from kda_core.capabilities import Available, BackendInfo, Unavailable
+from kda_core.errors import BackendNotFound, BrokenBackend, ContractViolation, UnsupportedCall
+from kda_core.reference import ReferenceBackend
+from kda_core.request import AnyRequest, GateRequest, Request
+
+ENVIRONMENT_VARIABLE = "KDA_BACKEND"
+
+# Serving engines call with few signatures, training with packed batches of many lengths: past this many
+# the cache starts afresh rather than grow without bound.
+MAX_CACHED_CHOICES = 4096
+
+State = Literal["loaded", "broken", "incompatible", "conflict"]
+Status = Literal["chosen", "accepted", "refused", "unavailable", "not installed", "broken"]
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerEntry:
+    """What became of one entry point (or of one plugin registered by hand).
+
+    Attributes:
+        name: the backend's name, or the entry point's when the backend could not say.
+        distribution: name and version of the wheel, or "" when it was registered by hand.
+        entry_point: ``module:attribute``.
+        state: "loaded", or why it is not.
+        reason: for users; "" when loaded.
+        info: the backend's identity card, when it could be read.
+    """
+
+    name: str
+    distribution: str
+    entry_point: str
+    state: State
+    reason: str = ""
+    info: BackendInfo | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one backend says of one call."""
+
+    backend: str
+    status: Status
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The answer of ``explain``: a verdict for every known backend, and which one would be chosen.
+
+    Attributes:
+        op: the public function that was asked about.
+        chosen: name of the backend that would serve the call, or None.
+        verdicts: one for each known backend, best priority first.
+    """
+
+    op: str
+    chosen: str | None
+    verdicts: tuple[Verdict, ...]
+
+    def __str__(self) -> str:
+        head = f"{self.op}: " + (f"served by {self.chosen!r}" if self.chosen else "no backend can serve this call")
+        lines = [f"  {v.backend}: {v.status}" + (f" ({v.reason})" if v.reason else "") for v in self.verdicts]
+        return "\n".join([head, *lines])
+
+
+@dataclass(eq=False)
+class Backend:
+    """A loaded backend with its hooks, called through pluggy so that wrappers see every call."""
+
+    info: BackendInfo
+    plugin: object
+    manager: pluggy.PluginManager
+    availability_of: dict[torch.device, Available | Unavailable] = field(default_factory=dict)
+    _callers: dict[str, Callable[..., Any]] = field(default_factory=dict)
+
+    def call(self, hook: str, **arguments: Any) -> Any:
+        """Call one hook of this backend and of every wrapper; the result may be None."""
+        caller = self._callers.get(hook)
+        if caller is None:
+            others = [
+                p for p in self.manager.get_plugins() if p is not self.plugin and p in _backend_plugins(self.manager)
+            ]
+            caller = self._callers[hook] = self.manager.subset_hook_caller(hook, remove_plugins=others)
+        return caller(**arguments)
+
+    def result(self, hook: str, request: AnyRequest) -> Any:
+        """Call a hook that must answer."""
+        answer = self.call(hook, request=request)
+        if answer is None:
+            raise ContractViolation(f"backend {self.info.name!r} returned None from {hook}")
+        return answer
+
+    def availability(self, device: torch.device) -> Available | Unavailable:
+        """Whether the backend runs on ``device``; asked once a device."""
+        known = self.availability_of.get(device)
+        if known is None:
+            if device.type not in self.info.device_types:
+                known = Unavailable(f"serves tensors on {' or '.join(self.info.device_types)}, not on {device.type}")
+            else:
+                known = self.call("kda_core_availability", device=device)
+                if not isinstance(known, (Available, Unavailable)):
+                    raise ContractViolation(
+                        f"backend {self.info.name!r} returned {known!r} from kda_core_availability, "
+                        "expected Available or Unavailable"
+                    )
+            self.availability_of[device] = known
+        return known
+
+    def refusal(self, request: AnyRequest) -> str | None:
+        """Why the backend cannot serve the call, or None: device, then capabilities, then its own word."""
+        available = self.availability(request.device)
+        if isinstance(available, Unavailable):
+            return available.reason
+        capabilities = self.info.capabilities
+        reasons = [capabilities.refusal(feature) for feature in sorted(request.features, key=lambda f: f.name)]
+        found = [reason for reason in reasons if reason is not None]
+        if isinstance(request, Request):
+            found += _limit_refusals(request, self.info)
+        if found:
+            return "; ".join(found)
+        reason = self.call("kda_core_reject", request=request)
+        if reason is not None and not isinstance(reason, str):
+            raise ContractViolation(f"backend {self.info.name!r} returned {reason!r} from kda_core_reject")
+        return reason
+
+
+def _limit_refusals(r: Request, info: BackendInfo) -> Iterator[str]:
+    c = info.capabilities
+    if r.q.dtype not in c.dtypes:
+        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in c.dtypes))
+        yield f"does not take {str(r.q.dtype).removeprefix('torch.')} (takes {names})"
+    for symbol, size, limit in (("K", r.K, c.max_head_dim_k), ("V", r.V, c.max_head_dim_v)):
+        if limit is not None and size > limit:
+            yield f"takes head dimensions {symbol} up to {limit}, not {size}"
+
+
+def _backend_plugins(manager: pluggy.PluginManager) -> set[object]:
+    return {impl.plugin for impl in manager.hook.kda_core_backend.get_hookimpls() if not impl.wrapper}
+
+
+class Registry:
+    """The backends of this process."""
+
+    def __init__(self, *, entry_points: bool = True) -> None:
+        self._entry_points = entry_points
+        self._lock = threading.RLock()
+        self._loaded = False
+        self.manager = pluggy.PluginManager(hookspecs.PROJECT)
+        self.manager.add_hookspecs(hookspecs)
+        self._backends: dict[str, Backend] = {}
+        self._ledger: list[LedgerEntry] = []
+        self._choices: dict[tuple, Backend] = {}
+
+    def load(self) -> None:
+        """Load the oracle and every installed wheel, once."""
+        if self._loaded:
+            return
+        with self._lock:
+            if self._loaded:
+                return
+            self.register(ReferenceBackend(), entry_point="kda_core.reference:ReferenceBackend")
+            if self._entry_points:
+                found = sorted(
+                    metadata.entry_points(group=hookspecs.ENTRY_POINT_GROUP), key=lambda e: (e.name, e.value)
+                )
+                for entry_point in found:
+                    self._load_entry_point(entry_point)
+            self._loaded = True
+
+    def _load_entry_point(self, entry_point: metadata.EntryPoint) -> None:
+        dist = entry_point.dist
+        origin = {"distribution": f"{dist.name} {dist.version}" if dist else "", "entry_point": entry_point.value}
+        try:
+            plugin = entry_point.load()
+        # A wheel may fail to import in any way, and must not take the others down; the ledger keeps its reason.
+        except Exception as error:
+            reason = f"import failed: {type(error).__name__}: {error}"
+            self._ledger.append(LedgerEntry(entry_point.name, state="broken", reason=reason, **origin))
+            return
+        self.register(plugin, fallback_name=entry_point.name, **origin)
+
+    def register(
+        self, plugin: object, *, fallback_name: str = "", distribution: str = "", entry_point: str = ""
+    ) -> LedgerEntry:
+        """Check a backend plugin against the contract and take it in, or record why not.
+
+        Returns:
+            The ledger's entry; look at its ``state``.
+        """
+        with self._lock:
+            name = fallback_name or getattr(plugin, "__name__", type(plugin).__name__)
+            entry_point = entry_point or f"{getattr(plugin, '__name__', type(plugin).__name__)}"
+
+            def record(state: State, reason: str = "", info: BackendInfo | None = None) -> LedgerEntry:
+                entry = LedgerEntry(info.name if info else name, distribution, entry_point, state, reason, info)
+                self._ledger.append(entry)
+                return entry
+
+            try:
+                info = self._read_info(plugin)
+            # The hook is foreign code that may raise anything; the ledger keeps its reason.
+            except Exception as error:
+                return record("broken", f"kda_core_backend failed: {type(error).__name__}: {error}")
+            if isinstance(info, str):
+                return record("broken", info)
+            version = hookspecs.CONTRACT_VERSION
+            if not info.contract.contains(version, prereleases=True):
+                return record(
+                    "incompatible", f"needs plugin contract {info.contract}, this kda-core has {version}", info
+                )
+            problem = self._contract_problem(plugin, info)
+            if problem is not None:
+                return record("broken", problem, info)
+            if self._name_taken(info.name):
+                self._withdraw(info.name, distribution)
+                return record("conflict", f"another installed wheel claims the name {info.name!r} too", info)
+            self.manager.register(plugin)
+            self._backends[info.name] = Backend(info, plugin, self.manager)
+            self._forget_choices()
+            return record("loaded", info=info)
+
+    def unregister(self, name: str) -> None:
+        """Take out a backend that was registered by hand."""
+        with self._lock:
+            backend = self._backends.pop(name)
+            self.manager.unregister(backend.plugin)
+            self._ledger = [e for e in self._ledger if e.name != name]
+            self._forget_choices()
+
+    def add_wrapper(self, plugin: object) -> None:
+        """Add a plugin of hook wrappers (``@hookimpl(wrapper=True)``), for tracing; it sees every backend's calls."""
+        self.load()
+        with self._lock:
+            self.manager.register(plugin)
+            self._forget_choices()
+
+    def remove_wrapper(self, plugin: object) -> None:
+        """Take out a plugin that ``add_wrapper`` added."""
+        with self._lock:
+            self.manager.unregister(plugin)
+            self._forget_choices()
+
+    def _forget_choices(self) -> None:
+        self._choices.clear()
+        for backend in self._backends.values():
+            backend._callers.clear()
+
+    def _name_taken(self, name: str) -> bool:
+        return any(
+            e.info is not None and e.info.name == name and e.state in ("loaded", "conflict") for e in self._ledger
+        )
+
+    def _withdraw(self, name: str, rival: str) -> None:
+        """Two wheels with one name: neither serves, so that installation order never decides."""
+        backend = self._backends.pop(name, None)
+        if backend is None:
+            return
+        self.manager.unregister(backend.plugin)
+        self._forget_choices()
+        reason = f"another installed wheel ({rival or 'registered by hand'}) claims the name {name!r} too"
+        self._ledger = [
+            LedgerEntry(e.name, e.distribution, e.entry_point, "conflict", reason, e.info)
+            if e.name == name and e.state == "loaded"
+            else e
+            for e in self._ledger
+        ]
+
+    def _read_info(self, plugin: object) -> BackendInfo | str:
+        """The identity card, or the reason why there is none."""
+        hook = getattr(plugin, "kda_core_backend", None)
+        if hook is None or self.manager.parse_hookimpl_opts(plugin, "kda_core_backend") is None:
+            return "missing hook kda_core_backend (is it decorated with kda_core.hookspecs.hookimpl?)"
+        info = hook()
+        if not isinstance(info, BackendInfo):
+            return f"kda_core_backend returned {type(info).__name__}, expected BackendInfo"
+        if not info.name or info.name != info.name.lower():
+            return f"kda_core_backend: name {info.name!r} is not lower case"
+        if not isinstance(info.contract, SpecifierSet):
+            return f"kda_core_backend: contract is {type(info.contract).__name__}, expected SpecifierSet"
+        return info
+
+    def _contract_problem(self, plugin: object, info: BackendInfo) -> str | None:
+        """What is wrong with the plugin's hooks, or None."""
+        needed = set(hookspecs.REQUIRED_HOOKS)
+        for feature, hooks in hookspecs.HOOKS_OF_FEATURE.items():
+            if feature in info.capabilities.features:
+                needed.update(hooks)
+        specified = {n for n in vars(hookspecs) if n.startswith("kda_core_")}
+        implemented = {
+            n
+            for n in dir(plugin)
+            if n.startswith("kda_core_") and self.manager.parse_hookimpl_opts(plugin, n) is not None
+        }
+        if missing := sorted(needed - implemented):
+            return f"missing hooks: {', '.join(missing)}"
+        if unknown := sorted(implemented - specified):
+            return f"unknown hooks: {', '.join(unknown)}"
+        for hook in sorted(implemented):
+            wanted = list(inspect.signature(getattr(hookspecs, hook)).parameters)
+            parameters = inspect.signature(getattr(plugin, hook)).parameters
+            if [p for p in parameters if p != "self"] != wanted:
+                return f"{hook} takes ({', '.join(parameters)}), expected ({', '.join(wanted)})"
+            defaults = [p for p, v in parameters.items() if v.default is not inspect.Parameter.empty]
+            if defaults:
+                return f"{hook} declares a default for {', '.join(defaults)}, which would never be passed"
+        return None
+
+    @property
+    def backends(self) -> tuple[Backend, ...]:
+        """Loaded backends, best priority first; those that serve only when named come last."""
+        self.load()
+
+        def order(b: Backend) -> tuple:
+            return (b.info.priority is None, -(b.info.priority or 0), b.info.name)
+
+        return tuple(sorted(self._backends.values(), key=order))
+
+    @property
+    def ledger(self) -> tuple[LedgerEntry, ...]:
+        """What became of every entry point."""
+        self.load()
+        return tuple(self._ledger)
+
+    def named(self, name: str) -> Backend:
+        """The backend of that name.
+
+        Raises:
+            BrokenBackend: its wheel is installed and could not be loaded.
+            BackendNotFound: no such wheel is installed.
+        """
+        self.load()
+        backend = self._backends.get(name)
+        if backend is not None:
+            return backend
+        for entry in self._ledger:
+            if entry.name == name:
+                raise BrokenBackend(
+                    f"backend {name!r} ({entry.distribution or entry.entry_point}) is {entry.state}: {entry.reason}"
+                )
+        installed = ", ".join(b.info.name for b in self.backends)
+        wheels = {b: w for w, b in platforms.BACKEND_OF_WHEEL.items()}
+        hint = f"; install it: {platforms.install_command(wheels[name])}" if name in wheels else ""
+        raise BackendNotFound(f"backend {name!r} is not installed (installed: {installed}){hint}")
+
+    def choose(self, request: AnyRequest, name: str | None) -> Backend:
+        """The backend that serves a call; checks the call's arguments on the way.
+
+        Raises:
+            ValueError, TypeError: the arguments are wrong.
+            UnsupportedCall: no installed backend, or not the named one, can serve the call.
+        """
+        key = _signature(request, name)
+        backend = self._choices.get(key) if key is not None else None
+        if backend is None:
+            self.load()
+            _check_metadata(request)
+            backend = self._choose(request, name)
+            if key is not None:
+                if len(self._choices) >= MAX_CACHED_CHOICES:
+                    self._choices.clear()
+                self._choices[key] = backend
+        if isinstance(request, Request) and _is_plain(request.q):
+            checks.check_values(request)
+        return backend
+
+    def _choose(self, request: AnyRequest, name: str | None) -> Backend:
+        if name is not None:
+            backend = self.named(name)
+            reason = backend.refusal(request)
+            if reason is not None:
+                raise UnsupportedCall(f"{request.op}: backend {name!r} cannot serve this call: {reason}")
+            return backend
+        for backend in self.backends:
+            if backend.info.priority is not None and backend.refusal(request) is None:
+                return backend
+        explanation = self.explain(request, None)
+        raise UnsupportedCall(str(explanation))
+
+    def explain(self, request: AnyRequest, name: str | None) -> Explanation:
+        """A verdict of every known backend on a checked call; runs nothing."""
+        self.load()
+        _check_metadata(request)
+        verdicts: list[Verdict] = []
+        chosen: str | None = None
+        for backend in self.backends:
+            own = backend.info.name
+            available = backend.availability(request.device)
+            reason = backend.refusal(request)
+            if isinstance(available, Unavailable):
+                verdicts.append(Verdict(own, "unavailable", available.reason))
+            elif reason is not None:
+                verdicts.append(Verdict(own, "refused", reason))
+            elif chosen is None and (own == name if name is not None else backend.info.priority is not None):
+                chosen = own
+                verdicts.append(Verdict(own, "chosen"))
+            elif name is None and backend.info.priority is None:
+                verdicts.append(Verdict(own, "accepted", "only when named"))
+            else:
+                verdicts.append(
+                    Verdict(own, "accepted", f"another backend was named: {name!r}" if name else "lower priority")
+                )
+        verdicts += [Verdict(e.name, "broken", e.reason) for e in self.ledger if e.state != "loaded"]
+        seen = {v.backend for v in verdicts}
+        for wheel, own in platforms.BACKEND_OF_WHEEL.items():
+            if own not in seen:
+                verdicts.append(Verdict(own, "not installed", platforms.install_command(wheel)))
+        return Explanation(request.op, chosen, tuple(verdicts))
+
+
+def _check_metadata(request: AnyRequest) -> None:
+    if isinstance(request, GateRequest):
+        checks.check_gate_metadata(request)
+    else:
+        checks.check_metadata(request)
+
+
+def _is_plain(t: Tensor) -> bool:
+    return type(t) is Tensor or type(t) is torch.nn.Parameter
+
+
+def _split_fields(cls: type) -> tuple[Callable[[dict], tuple], Callable[[dict], tuple]]:
+    """Getters of a request's tensors and of its options, from its __dict__."""
+    kinds = {f.name: str(f.type) for f in fields(cls) if f.name not in _BACKWARD_ONLY}
+    tensors = [n for n, kind in kinds.items() if kind.startswith("Tensor")]
+    return itemgetter(*tensors), itemgetter(*(n for n in kinds if n not in tensors))
+
+
+_BACKWARD_ONLY = ("saved", "grad_o", "grad_final_state", "grad_output", "needs_grad")
+_FIELDS = {cls: _split_fields(cls) for cls in (Request, GateRequest)}
+
+
+def _signature(request: AnyRequest, name: str | None) -> tuple | None:
+    """What the choice depends on, as a key; None when it has no key (fake tensors, unhashable options)."""
+    tensors, options = _FIELDS[type(request)]
+    values = request.__dict__
+    parts: list[Any] = [name, options(values)]
+    for t in tensors(values):
+        if t is None:
+            parts.append(None)
+        elif isinstance(t, Tensor) and _is_plain(t) and t.layout is torch.strided:
+            parts.append((t.shape, t.stride(), t.dtype, t.device))
+        else:
+            return None
+    key = tuple(parts)
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+registry = Registry()
+"""The backends of this process, loaded at the first use."""
+
+_override: ContextVar[str | None] = ContextVar("kda_core_backend", default=None)
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Within the block, every call without ``backend=`` goes to this backend, and never to another.
+
+    Args:
+        name: a backend's name, e.g. "cpu" or "reference".
+
+    Raises:
+        BackendNotFound, BrokenBackend: it cannot be used at all.
+    """
+    registry.named(name)
+    token = _override.set(name)
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
+def requested_name(backend: str | None) -> str | None:
+    """The backend that the caller asked for: argument, else ``use_backend``, else ``KDA_BACKEND``, else None."""
+    if backend is not None:
+        return backend
+    return _override.get() or os.environ.get(ENVIRONMENT_VARIABLE) or None
+
+
+def default_device() -> torch.device:
+    """The best device of this machine that an installed backend can serve.
+
+    Raises:
+        UnsupportedCall: no installed backend can serve any device of this machine.
+    """
+    reasons = []
+    for device_type in platforms.device_types():
+        index = torch.accelerator.current_device_index() if device_type != "cpu" else None
+        device = torch.device(device_type) if index is None else torch.device(device_type, index)
+        for backend in registry.backends:
+            if backend.info.priority is None:
+                continue
+            available = backend.availability(device)
+            if isinstance(available, Available):
+                return device
+            reasons.append(f"{backend.info.name} on {device}: {available.reason}")
+        wheel = platforms.WHEEL_OF_RUNTIME.get(platforms.runtime(device_type))
+        if wheel is not None and platforms.BACKEND_OF_WHEEL[wheel] not in {b.info.name for b in registry.backends}:
+            reasons.append(f"{device}: {platforms.install_command(wheel)}")
+    raise UnsupportedCall("no installed backend can serve a device of this machine: " + "; ".join(reasons))

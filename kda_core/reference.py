@@ -1,0 +1,290 @@
+r"""The oracle: Kimi Delta Attention token by token in float64, written like the equation.
+
+Per value head, with state S in R^{K x V}, log decay \gamma_t <= 0 in R^K and a scalar \beta_t:
+
+    S_t = (I - \beta_t k_t k_t^T) Diag(exp \gamma_t) S_{t-1} + \beta_t k_t v_t^T
+    o_t = scale * S_t^T q_t
+
+Source: Kimi Linear, arXiv 2510.26692. Slow on purpose: it shares no algorithm with any backend. It is
+also reachable as ``backend="reference"`` and is never chosen by itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from packaging.specifiers import SpecifierSet
+from torch import Tensor
+from torch.nn import functional as F
+
+from kda_core.capabilities import Available, BackendInfo, Capabilities, Feature, Unavailable
+from kda_core.hookspecs import hookimpl
+from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request, TensorSpec
+
+L2NORM_EPS = 1e-6
+DIFFERENTIABLE = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OracleResult:
+    """Everything in float64.
+
+    Attributes:
+        o: [B, T, HV, V].
+        final_state: [N, HV, K, V], K first whatever the request's layout; rows that a pool skips keep
+            the state they began with (zero).
+        h: [B, NT, HV, K, V], K first.
+        token_states: [N, L, HV, K, V] with L the longest sequence, or None unless asked for.
+        skipped: [N] bool, rows that a pool's indices skip.
+    """
+
+    o: Tensor
+    final_state: Tensor
+    h: Tensor
+    token_states: Tensor | None
+    skipped: Tensor
+
+
+def l2norm(x: Tensor) -> Tensor:
+    """x / sqrt(sum x^2 + 1e-6) over the last axis."""
+    return x * (x.square().sum(-1, keepdim=True) + L2NORM_EPS).rsqrt()
+
+
+def gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> Tensor:
+    """Log decay of [..., HV, K]: -exp(A_log) softplus(g + dt_bias), or b sigmoid(exp(A_log) (g + dt_bias))."""
+    x = g if dt_bias is None else g + dt_bias
+    if lower_bound is None:
+        if A_log is None:
+            raise ValueError("A_log: the softplus gate needs it, got None")
+        # logaddexp(x, 0) is softplus without the threshold of F.softplus, which is off by 2e-9 in float64.
+        return -A_log.exp()[:, None] * torch.logaddexp(x, torch.zeros_like(x))
+    return lower_bound * torch.sigmoid(x if A_log is None else A_log.exp()[:, None] * x)
+
+
+def recurrence(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor):
+    """The equation above over [N, L, HV, ...] from ``state`` [N, HV, K, V].
+
+    Returns:
+        o [N, L, HV, V] (without the scale) and the list of the L + 1 states.
+    """
+    outputs, states = [], [state]
+    for t in range(q.shape[1]):
+        decayed = log_decay[:, t].exp()[..., None] * states[-1]
+        k_t = k[:, t][..., None]
+        error = v[:, t] - (k_t * decayed).sum(-2)
+        state = decayed + k_t * (beta[:, t][..., None] * error)[..., None, :]
+        outputs.append((q[:, t][..., None] * state).sum(-2))
+        states.append(state)
+    o = torch.stack(outputs, 1) if outputs else v[:, :0]
+    return o, states
+
+
+def sequence_bounds(r: Request) -> list[tuple[int, int, int]]:
+    """(batch row, first token, end) of every sequence."""
+    if r.cu_seqlens is None:
+        return [(b, 0, r.T) for b in range(r.B)]
+    cuts = (r.cu_seqlens if r.cu_seqlens_cpu is None else r.cu_seqlens_cpu).tolist()
+    return [(0, start, end) for start, end in itertools.pairwise(cuts)]
+
+
+def _slots(r: Request) -> Tensor:
+    """[N, W] int64 slot indices of a pool, every skipped entry as -1."""
+    indices = torch.arange(r.N) if r.ssm_state_indices is None else r.ssm_state_indices.cpu().long()
+    indices = indices.reshape(r.N, -1)
+    return torch.where((indices < 0) | (indices == r.pad_slot_id), -1, indices)
+
+
+def _initial(r: Request, x: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The dense initial state [N, HV, K, V] and which rows are skipped."""
+    none = torch.zeros(r.N, dtype=torch.bool)
+    if x is None:
+        return r.v.new_zeros(r.N, r.HV, r.K, r.V, dtype=torch.float64), none
+    if r.inplace_final_state:
+        slots = _slots(r)
+        if r.num_accepted_tokens is None:
+            start = slots[:, 0]
+        else:
+            start = slots.gather(1, r.num_accepted_tokens.cpu().long()[:, None] - 1)[:, 0]
+        none = start < 0
+        x = x[start.clamp_min(0).to(x.device)]
+        # where(), not a product: a skipped row must not read NaN from the slot that stands in for it.
+        x = torch.where(none.to(x.device)[:, None, None, None], torch.zeros_like(x), x)
+    return (x.mT if r.state_v_first else x), none
+
+
+def oracle(r: Request, *, token_states: bool = False, inputs: dict[str, Tensor] | None = None) -> OracleResult:
+    """Compute a request in float64, differentiably with respect to ``inputs`` (float64 copies by name)."""
+    x = {name: getattr(r, name) for name in DIFFERENTIABLE}
+    x = {name: t if t is None else t.double() for name, t in x.items()} | (inputs or {})
+    q, k, v, g, beta = (x[name] for name in ("q", "k", "v", "g", "beta"))
+    if r.use_qk_l2norm_in_kernel:
+        q, k = l2norm(q), l2norm(k)
+    log_decay = gate(g, x["A_log"], x["dt_bias"], r.lower_bound) if r.use_gate_in_kernel else g
+    if r.use_beta_sigmoid_in_kernel:
+        beta = torch.sigmoid(beta) * (2.0 if r.allow_neg_eigval else 1.0)
+    group = r.HV // r.H
+    q, k = (t.repeat_interleave(group, dim=2) for t in (q, k))
+
+    # Every sequence becomes a row; the padding behind a short one has no decay and beta = 0, so that
+    # its state stays as it is.
+    bounds = sequence_bounds(r)
+    length = max((end - start for _, start, end in bounds), default=0)
+
+    def rows(t: Tensor) -> Tensor:
+        padded = [
+            F.pad(t[b, start:end].movedim(0, -1), (0, length - (end - start))).movedim(-1, 0)
+            for b, start, end in bounds
+        ]
+        return torch.stack(padded) if padded else t.new_zeros(0, length, *t.shape[2:])
+
+    state, skipped = _initial(r, x["initial_state"])
+    o_rows, states = recurrence(rows(q), rows(k), rows(v), rows(log_decay), rows(beta), state)
+    o_rows = r.scale * o_rows
+
+    o = v.new_zeros(r.B, r.T, r.HV, r.V)
+    h = []
+    for n, (b, start, end) in enumerate(bounds):
+        if not skipped[n]:
+            o[b, start:end] = o_rows[n, : end - start]
+        h += [states[t][n] for t in range(0, end - start, r.chunk_size)]
+    shape = (r.B, len(h) // r.B if r.B else 0, r.HV, r.K, r.V)
+    h_tensor = torch.stack(h).reshape(shape) if h else v.new_zeros(shape)
+    per_token = torch.stack(states[1:], 1) if token_states and length else None
+    return OracleResult(o, states[-1], h_tensor, per_token, skipped)
+
+
+def forward(r: Request) -> ForwardResult:
+    """A request's forward with the results in the contract's shapes and dtypes."""
+    result = oracle(r, token_states=r.inplace_final_state)
+
+    def layout(state: Tensor) -> Tensor:
+        return (state.mT if r.state_v_first else state).to(r.state_dtype).contiguous()
+
+    if r.inplace_final_state:
+        _write_pool(r, result)
+    o = result.o.to(r.q.dtype)
+    if r.out is not None:
+        o = r.out.copy_(o)
+    return ForwardResult(
+        o=o,
+        final_state=layout(result.final_state) if r.output_final_state and not r.inplace_final_state else None,
+        h=layout(result.h) if r.return_intermediate_states else None,
+    )
+
+
+def _write_pool(r: Request, result: OracleResult) -> None:
+    pool, slots = r.initial_state, _slots(r)
+    if pool is None:
+        return
+    every_token = r.ssm_state_indices is not None and r.ssm_state_indices.dim() == 2 and slots.shape[1] > 1
+    for n, (_, start, end) in enumerate(sequence_bounds(r)):
+        if result.skipped[n] or start == end or result.token_states is None:
+            continue
+        written = range(end - start) if every_token else [end - start - 1]
+        for t in written:
+            slot = int(slots[n, t if every_token else 0])
+            if slot >= 0:
+                state = result.token_states[n, t]
+                pool[slot] = (state.mT if r.state_v_first else state).to(pool.dtype)
+
+
+def _on_a_fresh_thread(compute: Callable[[], BackwardResult]) -> BackwardResult:
+    """Run ``compute`` where autograd records: inside an operator it is switched off for the calling thread."""
+    with ThreadPoolExecutor(max_workers=1) as executor:
+        return executor.submit(compute).result()
+
+
+def backward(r: Request) -> BackwardResult:
+    """Gradients of a request by autograd through the token recurrence."""
+    names = [name for name in DIFFERENTIABLE if name in r.needs_grad and getattr(r, name) is not None]
+    inputs = {name: getattr(r, name).detach().double().requires_grad_() for name in names}
+    result = oracle(r, inputs=inputs)
+    grad_state = r.grad_final_state
+    if grad_state is not None and r.state_v_first:
+        grad_state = grad_state.mT
+    pairs = [
+        (output, grad.double())
+        for output, grad in ((result.o, r.grad_o), (result.final_state, grad_state))
+        if grad is not None and output.requires_grad
+    ]
+    found = ()
+    if pairs:
+        outputs, grads = zip(*pairs, strict=True)
+        found = torch.autograd.grad(outputs, list(inputs.values()), grads, allow_unused=True)
+    result_grads = {}
+    for name, grad in zip(names, found or [None] * len(names), strict=True):
+        like = getattr(r, name)
+        full = torch.zeros_like(like, memory_format=torch.contiguous_format)
+        result_grads[name] = full if grad is None else full.copy_(grad)
+    return BackwardResult(result_grads)
+
+
+def gate_backward(r: GateRequest) -> BackwardResult:
+    """Gradients of ``kda_gate`` by autograd."""
+    values = {name: getattr(r, name) for name in ("g", "A_log", "dt_bias")}
+    x = {name: t if t is None else t.detach().double().requires_grad_() for name, t in values.items()}
+    names = [name for name in values if name in r.needs_grad]
+    y = gate(x["g"], x["A_log"], x["dt_bias"], r.lower_bound)
+    found = torch.autograd.grad(y, [x[name] for name in names], r.grad_output.double())
+    return BackwardResult({n: d.to(values[n].dtype).contiguous() for n, d in zip(names, found, strict=True)})
+
+
+class ReferenceBackend:
+    """The oracle behind the plugin contract."""
+
+    @hookimpl
+    def kda_core_backend(self) -> BackendInfo:
+        return BackendInfo(
+            name="reference",
+            version="1.0",
+            contract=SpecifierSet("~=1.0"),
+            device_types=("cpu",),
+            priority=None,
+            capabilities=Capabilities(
+                features=frozenset(Feature) - {Feature.CONTEXT_PARALLEL},
+                dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
+                closed={Feature.CONTEXT_PARALLEL: "the oracle runs on one device"},
+            ),
+            summary="float64 token recurrence, the oracle of the tests; only when named",
+        )
+
+    @hookimpl
+    def kda_core_availability(self, device: torch.device) -> Available | Unavailable:
+        return Available() if device.type == "cpu" else Unavailable("runs on the CPU only")
+
+    @hookimpl
+    def kda_core_reject(self, request: AnyRequest) -> str | None:
+        return None
+
+    @hookimpl
+    def kda_core_saved_spec(self, request: Request) -> tuple[TensorSpec, ...]:
+        return ()
+
+    @hookimpl
+    def kda_core_chunk_forward(self, request: Request) -> ForwardResult:
+        return forward(request)
+
+    @hookimpl
+    def kda_core_chunk_backward(self, request: Request) -> BackwardResult:
+        return _on_a_fresh_thread(lambda: backward(request))
+
+    @hookimpl
+    def kda_core_recurrent_forward(self, request: Request) -> ForwardResult:
+        return forward(request)
+
+    @hookimpl
+    def kda_core_recurrent_backward(self, request: Request) -> BackwardResult:
+        return _on_a_fresh_thread(lambda: backward(request))
+
+    @hookimpl
+    def kda_core_gate_forward(self, request: GateRequest) -> Tensor:
+        x = [t if t is None else t.double() for t in (request.g, request.A_log, request.dt_bias)]
+        return gate(*x, request.lower_bound).to(request.output_dtype).contiguous()
+
+    @hookimpl
+    def kda_core_gate_backward(self, request: GateRequest) -> BackwardResult:
+        return _on_a_fresh_thread(lambda: gate_backward(request))
