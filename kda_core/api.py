@@ -262,7 +262,7 @@ def kda_gate(
         lower_bound=lower_bound,
         save_for_backward=_needs_gradient(g, A_log, dt_bias),
     )
-    if type(backend) is _Question:
+    if isinstance(backend, _Question):
         return registry.explain(request, backend.name)
     name = _requested_name(backend)
     if request.save_for_backward or _needs_operator(g):
@@ -391,7 +391,7 @@ def _requested_name(backend: str | None) -> str | None:
 
 
 def _run(request: Request, backend: str | _Question | None) -> Any:
-    if type(backend) is _Question:
+    if isinstance(backend, _Question):
         return registry.explain(request, backend.name)
     name = _requested_name(backend)
     if request.save_for_backward:

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from kda_core.errors import ContractViolation
 from kda_core.plugins import Backend, registry
-from kda_core.request import BackwardResult, ForwardResult, GateRequest, Request
+from kda_core.request import BackwardResult, ForwardResult, GateRequest, Op, Request, TensorSpec
 
 NAMESPACE = "kda_core"
 HOOKS = {
@@ -122,10 +122,9 @@ def _nothing(ctx: Any, inputs: tuple, output: Any) -> None:
 
 
 def _fake_intermediate_states(r: Request) -> Tensor:
-    if r.cu_seqlens is None:
-        chunks = (r.T + r.chunk_size - 1) // r.chunk_size
-    else:
-        # The number of chunks depends on the values of cu_seqlens.
+    chunks: int | torch.SymInt = (r.T + r.chunk_size - 1) // r.chunk_size
+    if r.cu_seqlens is not None:
+        # Their number depends on the values of cu_seqlens.
         chunks = torch.library.get_ctx().new_dynamic_size()
     return r.v.new_empty((r.B, chunks, *r.state_shape[1:]), dtype=r.state_dtype)
 
@@ -138,21 +137,21 @@ def _fake_forward(r: Request) -> tuple[Tensor, Tensor, Tensor]:
     return o, final_state, h
 
 
-def _register(op: str) -> None:
+def _register(op: Op) -> None:
     """Define the three operators of a public function."""
 
     def functional(*args: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         *values, name = args
         r = Request(op=op, **dict(zip(_FUNCTIONAL_NAMES, values, strict=True)))
         result = forward(registry.choose(r, name or None), r)
-        tensors = (_or_absent(t, r.v) for t in (result.o, result.final_state, result.h))
-        return (*tensors, list(result.saved))
+        final_state, h = _or_absent(result.final_state, r.v), _or_absent(result.h, r.v)
+        return result.o, final_state, h, list(result.saved)
 
     def functional_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         *values, name = args
         r = Request(op=op, **dict(zip(_FUNCTIONAL_NAMES, values, strict=True)))
         backend = registry.choose(r, name or None)
-        saved = ()
+        saved: tuple[TensorSpec, ...] = ()
         if r.save_for_backward:
             saved = backend.result("kda_core_saved_spec", r)
         return (*_fake_forward(r), [r.v.new_empty(spec.shape, dtype=spec.dtype) for spec in saved])
@@ -171,27 +170,25 @@ def _register(op: str) -> None:
         registry.choose(r, name or None)
         return _fake_forward(r)
 
-    def backward_request(args: tuple) -> tuple[Request, str | None]:
+    def backward(*args: Any) -> list[Tensor]:
         grad_o, grad_final_state, *values, saved, needs, name = args
-        r = Request(op=op, **dict(zip(_BACKWARD_NAMES, values, strict=True)), save_for_backward=True)
-        return replace(
-            r,
+        forwarded = Request(op=op, **dict(zip(_BACKWARD_NAMES, values, strict=True)), save_for_backward=True)
+        # The choice is that of the forward: the same signature, so the same backend.
+        backend = registry.choose(forwarded, name or None)
+        r = replace(
+            forwarded,
             saved=tuple(saved),
             grad_o=grad_o,
             grad_final_state=grad_final_state,
             needs_grad=frozenset(n for n, needed in zip(DIFFERENTIABLE, needs, strict=True) if needed),
-        ), name or None
+        )
+        return _ordered_gradients(backend.result(HOOKS[op][1], r), r.needs_grad, DIFFERENTIABLE, backend.info.name)
 
-    def backward(*args: Any) -> list[Tensor]:
-        r, name = backward_request(args)
-        # The choice is that of the forward: the same signature, so the same backend.
-        plain = replace(r, saved=(), grad_o=None, grad_final_state=None, needs_grad=frozenset())
-        result = registry.choose(plain, name).result(HOOKS[op][1], r)
-        return _ordered_gradients(result, r.needs_grad, DIFFERENTIABLE, name or "chosen by device")
-
-    def backward_fake(*args: Any) -> list[Tensor]:
-        r, _ = backward_request(args)
-        return [torch.empty_like(getattr(r, n), memory_format=torch.contiguous_format) for n in _needed(r)]
+    def backward_fake(grad_o: Tensor | None, grad_final_state: Tensor | None, *args: Any) -> list[Tensor]:
+        *values, _, needs, _ = args
+        inputs = dict(zip(_BACKWARD_NAMES, values, strict=True))
+        wanted = [inputs[n] for n, needed in zip(DIFFERENTIABLE, needs, strict=True) if needed]
+        return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in wanted]
 
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
         *values, name = inputs
@@ -235,11 +232,6 @@ def _register(op: str) -> None:
     torch.library.register_autograd(
         f"{NAMESPACE}::{op}_backward", _missing_double_backward(op), setup_context=_nothing, lib=_library
     )
-
-
-def _needed(r: Request | GateRequest) -> list[str]:
-    order = GATE_DIFFERENTIABLE if isinstance(r, GateRequest) else DIFFERENTIABLE
-    return [n for n in order if n in r.needs_grad]
 
 
 def _ordered_gradients(result: Any, needs: frozenset[str], order: tuple[str, ...], backend: str) -> list[Tensor]:
@@ -300,8 +292,8 @@ def _register_gate() -> None:
     )
 
 
-_register("chunk_kda")
-_register("fused_recurrent_kda")
+for _op in get_args(Op):
+    _register(_op)
 _register_gate()
 
 

@@ -195,15 +195,15 @@ class Registry:
 
     def _load_entry_point(self, entry_point: metadata.EntryPoint) -> None:
         dist = entry_point.dist
-        origin = {"distribution": f"{dist.name} {dist.version}" if dist else "", "entry_point": entry_point.value}
+        distribution = f"{dist.name} {dist.version}" if dist else ""
         try:
             plugin = entry_point.load()
         # A wheel may fail to import in any way, and must not take the others down; the ledger keeps its reason.
         except Exception as error:
             reason = f"import failed: {type(error).__name__}: {error}"
-            self._ledger.append(LedgerEntry(entry_point.name, state="broken", reason=reason, **origin))
+            self._ledger.append(LedgerEntry(entry_point.name, distribution, entry_point.value, "broken", reason))
             return
-        self.register(plugin, fallback_name=entry_point.name, **origin)
+        self.register(plugin, fallback_name=entry_point.name, distribution=distribution, entry_point=entry_point.value)
 
     def register(
         self, plugin: object, *, fallback_name: str = "", distribution: str = "", entry_point: str = ""
@@ -385,8 +385,7 @@ class Registry:
                 if len(self._choices) >= MAX_CACHED_CHOICES:
                     self._choices.clear()
                 self._choices[key] = backend
-        if isinstance(request, Request) and _is_plain(request.q):
-            checks.check_values(request)
+        _check_values(request)
         return backend
 
     def _choose(self, request: AnyRequest, name: str | None) -> Backend:
@@ -406,6 +405,7 @@ class Registry:
         """A verdict of every known backend on a checked call; runs nothing."""
         self.load()
         _check_metadata(request)
+        _check_values(request)
         verdicts: list[Verdict] = []
         chosen: str | None = None
         for backend in self.backends:
@@ -438,6 +438,12 @@ def _check_metadata(request: AnyRequest) -> None:
         checks.check_gate_metadata(request)
     else:
         checks.check_metadata(request)
+
+
+def _check_values(request: AnyRequest) -> None:
+    """Check values where there are any: fake tensors have none."""
+    if isinstance(request, Request) and _is_plain(request.q):
+        checks.check_values(request)
 
 
 def _is_plain(t: Tensor) -> bool:

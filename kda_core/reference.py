@@ -211,12 +211,12 @@ def backward(r: Request) -> BackwardResult:
         for output, grad in ((result.o, r.grad_o), (result.final_state, grad_state))
         if grad is not None and output.requires_grad
     ]
-    found = ()
+    found: tuple[Tensor | None, ...] = (None,) * len(names)
     if pairs:
         outputs, grads = zip(*pairs, strict=True)
         found = torch.autograd.grad(outputs, list(inputs.values()), grads, allow_unused=True)
     result_grads = {}
-    for name, grad in zip(names, found or [None] * len(names), strict=True):
+    for name, grad in zip(names, found, strict=True):
         like = getattr(r, name)
         full = torch.zeros_like(like, memory_format=torch.contiguous_format)
         result_grads[name] = full if grad is None else full.copy_(grad)
@@ -225,12 +225,15 @@ def backward(r: Request) -> BackwardResult:
 
 def gate_backward(r: GateRequest) -> BackwardResult:
     """Gradients of ``kda_gate`` by autograd."""
-    values = {name: getattr(r, name) for name in ("g", "A_log", "dt_bias")}
-    x = {name: t if t is None else t.detach().double().requires_grad_() for name, t in values.items()}
-    names = [name for name in values if name in r.needs_grad]
-    y = gate(x["g"], x["A_log"], x["dt_bias"], r.lower_bound)
-    found = torch.autograd.grad(y, [x[name] for name in names], r.grad_output.double())
-    return BackwardResult({n: d.to(values[n].dtype).contiguous() for n, d in zip(names, found, strict=True)})
+    given = {"g": r.g, "A_log": r.A_log, "dt_bias": r.dt_bias}
+    inputs = {name: t.detach().double().requires_grad_() for name, t in given.items() if t is not None}
+    names = [name for name in inputs if name in r.needs_grad]
+    y = gate(inputs["g"], inputs.get("A_log"), inputs.get("dt_bias"), r.lower_bound)
+    grad_output = torch.zeros_like(y) if r.grad_output is None else r.grad_output.double()
+    found = torch.autograd.grad(y, [inputs[name] for name in names], grad_output)
+    return BackwardResult(
+        {name: grad.to(getattr(r, name).dtype).contiguous() for name, grad in zip(names, found, strict=True)}
+    )
 
 
 class ReferenceBackend:
@@ -282,8 +285,8 @@ class ReferenceBackend:
 
     @hookimpl
     def kda_core_gate_forward(self, request: GateRequest) -> Tensor:
-        x = [t if t is None else t.double() for t in (request.g, request.A_log, request.dt_bias)]
-        return gate(*x, request.lower_bound).to(request.output_dtype).contiguous()
+        A_log, dt_bias = (t if t is None else t.double() for t in (request.A_log, request.dt_bias))
+        return gate(request.g.double(), A_log, dt_bias, request.lower_bound).to(request.output_dtype).contiguous()
 
     @hookimpl
     def kda_core_gate_backward(self, request: GateRequest) -> BackwardResult:

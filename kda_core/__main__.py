@@ -1,0 +1,6 @@
+"""``python -m kda_core``."""
+
+from kda_core.cli import main
+
+if __name__ == "__main__":
+    main()

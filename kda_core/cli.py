@@ -1,0 +1,177 @@
+"""The command line, ``kda`` or ``python -m kda_core``: its entry point, and the facts that ``info`` shows.
+
+The commands themselves are in ``kda_core.commands``, which needs the extra ``cli``; nothing here does.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from kda_core import hookspecs, platforms, plugins
+from kda_core.capabilities import Available, BackendInfo, Unavailable
+from kda_core.errors import UnsupportedCall
+
+EXIT_BAD_ARGUMENTS = 2
+
+ENVIRONMENT_VARIABLES = {
+    plugins.ENVIRONMENT_VARIABLE: "backend of every call that names none",
+    "KDA_TEST_MODE": "tier of the conformance kit: fast, slow or all",
+    "TRITON_INTERPRET": "1: Triton kernels run in its interpreter, on the CPU",
+}
+"""Variables that change what kda_core, its kit or its kernels do."""
+
+DISTRIBUTIONS = ("kda-core", "torch", "triton", "pluggy", "packaging")
+"""Distributions whose versions matter in a bug report."""
+
+
+def main() -> None:
+    """Run the command line; exits with status 2 and the command to install when the extra ``cli`` is missing."""
+    try:
+        from kda_core.commands import app
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich"):
+            raise
+        print(f'The command line needs {error.name}: pip install "kda-core[cli]"', file=sys.stderr)
+        sys.exit(EXIT_BAD_ARGUMENTS)
+    app(prog_name="kda")
+
+
+def version_of(distribution: str) -> str | None:
+    """Version of an installed distribution, which is not imported; None when it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def machine_devices() -> list[torch.device]:
+    """Every device of this machine, accelerators first."""
+    devices = []
+    for device_type in platforms.device_types():
+        count = 1 if device_type == "cpu" else torch.accelerator.device_count()
+        devices += [torch.device(device_type, i) if device_type != "cpu" else torch.device("cpu") for i in range(count)]
+    return devices
+
+
+def device_name(device: torch.device) -> str:
+    """What the device calls itself."""
+    if device.type == "cpu":
+        return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    runtime = torch.get_device_module(device)
+    return runtime.get_device_name(device) if hasattr(runtime, "get_device_name") else device.type
+
+
+def info() -> dict[str, Any]:
+    """Everything that ``kda info`` shows, ready for JSON. Asks the machine's devices for their names."""
+    devices = machine_devices()
+    try:
+        default_device, reason = str(plugins.default_device()), ""
+    except UnsupportedCall as error:
+        default_device, reason = None, str(error)
+    return {
+        "versions": _versions(),
+        "devices": [{"device": str(d), "name": device_name(d)} for d in devices],
+        "default_device": default_device,
+        "default_device_reason": reason,
+        "backends": [*_found_backends(devices), *_wheels_not_installed()],
+        "entry_points": _entry_points(),
+        "environment": {name: os.environ.get(name) for name in ENVIRONMENT_VARIABLES},
+        "platform": platforms.flags(),
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    return {
+        **{name: version_of(name) for name in DISTRIBUTIONS},
+        "plugin contract": str(hookspecs.CONTRACT_VERSION),
+        "CUDA (of torch)": torch.version.cuda,
+        "HIP (of torch)": torch.version.hip,
+        "Python": platform.python_version(),
+    }
+
+
+def _entry_points() -> list[dict[str, str | None]]:
+    found = metadata.entry_points(group=hookspecs.ENTRY_POINT_GROUP)
+    return [
+        {
+            "name": e.name,
+            "value": e.value,
+            "group": e.group,
+            "distribution": f"{e.dist.name} {e.dist.version}" if e.dist else None,
+        }
+        for e in sorted(found, key=lambda e: (e.name, e.value))
+    ]
+
+
+def _found_backends(devices: list[torch.device]) -> Iterator[dict[str, Any]]:
+    loaded = {b.info.name: b for b in plugins.registry.backends}
+    for entry in plugins.registry.ledger:
+        backend = loaded.get(entry.name) if entry.state == "loaded" else None
+        yield {
+            "name": entry.name,
+            "state": entry.state,
+            "reason": entry.reason,
+            "distribution": entry.distribution,
+            "entry_point": entry.entry_point,
+            **(_identity(entry.info) if entry.info is not None else {}),
+            "availability": [] if backend is None else [_availability(backend, d) for d in _asked(backend, devices)],
+        }
+
+
+def _asked(backend: plugins.Backend, devices: list[torch.device]) -> list[torch.device]:
+    """The machine's devices that the backend is for; its device types where the machine has none of them."""
+    fitting = [d for d in devices if d.type in backend.info.device_types]
+    return fitting or [torch.device(t) for t in backend.info.device_types]
+
+
+def _availability(backend: plugins.Backend, device: torch.device) -> dict[str, Any]:
+    try:
+        answer: Available | Unavailable = backend.availability(device)
+    # A hook may raise anything; a report on what is wrong must survive it and say so.
+    except Exception as error:
+        answer = Unavailable(f"kda_core_availability failed: {type(error).__name__}: {error}")
+    available = isinstance(answer, Available)
+    return {
+        "device": str(device),
+        "available": available,
+        "detail": answer.detail if isinstance(answer, Available) else answer.reason,
+    }
+
+
+def _identity(card: BackendInfo) -> dict[str, Any]:
+    c = card.capabilities
+    return {
+        "version": card.version,
+        "contract": str(card.contract),
+        "device_types": list(card.device_types),
+        "priority": card.priority,
+        "summary": card.summary,
+        "dtypes": sorted(str(d).removeprefix("torch.") for d in c.dtypes),
+        "max_head_dim_k": c.max_head_dim_k,
+        "max_head_dim_v": c.max_head_dim_v,
+        "features": sorted(f.name for f in c.features),
+        "closed": {f.name: reason for f, reason in c.closed.items()},
+        "slack": [
+            {
+                "output": s.output,
+                "dtype": None if s.dtype is None else str(s.dtype).removeprefix("torch."),
+                "factor": s.factor,
+                "reason": s.reason,
+            }
+            for s in card.slack
+        ],
+    }
+
+
+def _wheels_not_installed() -> Iterator[dict[str, Any]]:
+    found = {entry.name for entry in plugins.registry.ledger}
+    for wheel, name in platforms.BACKEND_OF_WHEEL.items():
+        if name not in found:
+            yield {"name": name, "state": "not installed", "reason": platforms.install_command(wheel)}
