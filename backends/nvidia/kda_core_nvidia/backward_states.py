@@ -1,0 +1,94 @@
+"""The forward recurrence of the backward: scaled residuals z of all tokens and the state at the start of every slot.
+
+    r = v - ke S      z = X r      S <- Diag(D) S + kXᵀ r
+
+(β ⊙ z are the values that the delta rule writes.) Grid: (ceil(VP / BV), N · HV); one program runs a head's sequence for
+BV value channels. The state is held transposed, [BV, KP], in registers: it is the A operand of both products, and A
+operands need not pass through shared memory. Inputs and layouts: backward_prepare. z: [slots · SUB, HV, C, VP];
+states: [slots, HV, VP, KP].
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_state(state, i_nh, o_v, o_k, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
+    """Transposed block [BV, KP] of a dense state [N, HV, K, V] (or [N, HV, V, K]), in fp32."""
+    at = state + i_nh.to(tl.int64) * (K * V)
+    mask = (o_v < V)[:, None] & (o_k < K)[None, :]
+    if V_FIRST:
+        return tl.load(at + o_v[:, None] * K + o_k[None, :], mask=mask, other=0.0).to(tl.float32)
+    return tl.load(at + o_k[None, :] * V + o_v[:, None], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_state(state, b_s, i_nh, o_v, o_k, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
+    """The counterpart of :func:`load_state`."""
+    at = state + i_nh.to(tl.int64) * (K * V)
+    mask = (o_v < V)[:, None] & (o_k < K)[None, :]
+    b_s = b_s.to(state.dtype.element_ty)
+    if V_FIRST:
+        tl.store(at + o_v[:, None] * K + o_k[None, :], b_s, mask=mask)
+    else:
+        tl.store(at + o_k[None, :] * V + o_v[:, None], b_s, mask=mask)
+
+
+@triton.jit
+def slots_of(i_n, first_slot, cu_seqlens, NT, C: tl.constexpr, VARLEN: tl.constexpr):
+    """First slot of sequence ``i_n`` and the number of its slots."""
+    if VARLEN:
+        length = (tl.load(cu_seqlens + i_n + 1) - tl.load(cu_seqlens + i_n)).to(tl.int32)
+        return tl.load(first_slot + i_n), tl.cdiv(length, C)
+    return i_n * NT, NT
+
+
+@triton.jit(do_not_specialize=["T", "T_row", "NT"])
+def states_kernel(
+    v, ke, kx, X, decay, initial_state, z, states, first_slot, cu_seqlens, v_b, v_t, v_h, T, T_row, NT,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, SUB: tl.constexpr,
+    KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr,
+    HAS_STATE: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    i_v = tl.program_id(0)
+    i_nh = tl.program_id(1)
+    i_n = i_nh // HV
+    i_h = i_nh % HV
+    dt = ke.dtype.element_ty
+    slot0, n_slots = slots_of(i_n, first_slot, cu_seqlens, NT, C * SUB, VARLEN)
+    if VARLEN:
+        bos = tl.load(cu_seqlens + i_n).to(tl.int64)
+        length = (tl.load(cu_seqlens + i_n + 1) - bos).to(tl.int32)
+        v += bos * v_t + i_h * v_h
+    else:
+        i_b = i_n.to(tl.int64)
+        length = T
+        v += i_b * v_b + i_b * T_row * v_t + i_h * v_h
+    o_k = tl.arange(0, KP)
+    o_v = i_v * BV + tl.arange(0, BV)
+    o_c = tl.arange(0, C)
+    o_ck = o_c[:, None] * KP + o_k[None, :]
+    o_cv = o_c[:, None] * VP + o_v[None, :]
+    o_cc = o_c[:, None] * C + o_c[None, :]
+    o_s = o_v[:, None] * KP + o_k[None, :]
+    b_s = tl.zeros([BV, KP], tl.float32)
+    if HAS_STATE:
+        b_s = load_state(initial_state, i_nh, o_v, o_k, K, V, V_FIRST)
+    slot0 = slot0.to(tl.int64)
+    for i in tl.range(0, n_slots * SUB, num_stages=STAGES):
+        block = (slot0 * SUB + i) * HV + i_h
+        m_cv = (i * C + o_c < length)[:, None] & (o_v < V)[None, :]
+        b_v = tl.load(v + tl.cast(i, tl.int64) * C * v_t + o_c[:, None] * v_t + o_v[None, :], mask=m_cv, other=0.0)
+        b_ke = tl.load(ke + block * (C * KP) + o_ck)
+        b_kx = tl.load(kx + block * (C * KP) + o_ck)
+        b_x = tl.load(X + block * (C * C) + o_cc)
+        b_d = tl.load(decay + block * KP + o_k)
+        b_sh = b_s.to(dt)
+        if i % SUB == 0:
+            tl.store(states + ((slot0 + i // SUB) * HV + i_h) * (KP * VP) + o_s, b_sh)
+        b_r = tl.trans(b_v).to(tl.float32) - tl.dot(b_sh, tl.trans(b_ke), input_precision=PRECISION)
+        b_r = b_r.to(dt)
+        b_s = tl.dot(b_r, b_kx, b_s * b_d[None, :], input_precision=PRECISION)
+        b_z = tl.dot(b_r, tl.trans(b_x), input_precision=PRECISION)
+        tl.store(z + block * (C * VP) + o_cv, tl.trans(b_z.to(dt)))

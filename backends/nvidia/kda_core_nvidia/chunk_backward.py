@@ -1,0 +1,211 @@
+"""Backward of ``chunk_kda``: the inputs once more through prepare, two recurrences, one chunk-parallel kernel.
+
+1. prepare: what the recurrences need of every chunk (backward_prepare);
+2. states: forward recurrence, residuals and the state of every slot (backward_states);
+3. reverse: backward recurrence, dv and the state gradient of every slot (backward_reverse);
+4. gradients: dq, dk, dg, dβ and partial sums for A_log and dt_bias (backward_gradients).
+
+Nothing synchronises with the host: with ``cu_seqlens`` the slots of each sequence are found on the device, in buffers
+whose size T and N bound. Sums over value heads and over slots are ordered, so that results repeat bitwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kda_core.request import BackwardResult, Request
+from kda_core_nvidia.backward_gradients import gradients_kernel
+from kda_core_nvidia.backward_prepare import prepare_kernel
+from kda_core_nvidia.backward_reverse import reverse_kernel
+from kda_core_nvidia.backward_states import states_kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Tiles of the four kernels for one shape class.
+
+    Attributes:
+        chunk: rows of a step of the recurrences.
+        sub: steps a stored state; ``chunk * sub`` rows are a program of the gradients kernel.
+        prepare: channels at a time and warps.
+        recurrence: value channels of a program, warps and stages of both recurrences.
+        gradients: channels and value channels at a time, and warps.
+    """
+
+    chunk: int
+    sub: int
+    prepare: tuple[int, int]
+    recurrence: tuple[int, int, int]
+    gradients: tuple[int, int, int]
+
+
+def choose(request: Request, kp: int, vp: int) -> Config:
+    """The configuration for a request whose head dimensions are padded to ``kp`` and ``vp``."""
+    if request.q.dtype == torch.float32:
+        return Config(32, 1, (min(kp, 32), 4), (min(vp, 32), 4, 1), (min(kp, 32), min(vp, 32), 4))
+    return Config(32, 2, (min(kp, 64), 4), (min(vp, 64), 4, 2), (min(kp, 64), min(vp, 64), 8))
+
+
+@triton.jit(do_not_specialize=["T", "N", "n_slots"])
+def slots_kernel(cu_seqlens, slot_sequence, first_slot, T, N, n_slots, C: tl.constexpr, BLOCK: tl.constexpr):
+    """Number the slots of packed sequences; one program a sequence, and one more for the rows behind the last.
+
+    Writes first_slot [N+1] and slot_sequence [n_slots] (N behind the last sequence, -1 for unused slots).
+    """
+    i_n = tl.program_id(0)
+    first = 0
+    for i in range(0, tl.cdiv(i_n, BLOCK)):
+        o = i * BLOCK + tl.arange(0, BLOCK)
+        start = tl.load(cu_seqlens + o, mask=o < i_n, other=0).to(tl.int32)
+        end = tl.load(cu_seqlens + o + 1, mask=o < i_n, other=0).to(tl.int32)
+        first += tl.sum((end - start + C - 1) // C)
+    bos = tl.load(cu_seqlens + i_n).to(tl.int32)
+    eos = T
+    if i_n < N:
+        eos = tl.load(cu_seqlens + i_n + 1).to(tl.int32)
+    last = first + tl.cdiv(eos - bos, C)
+    tl.store(first_slot + i_n, first)
+    for i in range(first, last, BLOCK):
+        o = i + tl.arange(0, BLOCK)
+        tl.store(slot_sequence + o, o * 0 + i_n, mask=o < last)
+    if i_n == N:
+        for i in range(last, n_slots, BLOCK):
+            o = i + tl.arange(0, BLOCK)
+            tl.store(slot_sequence + o, o * 0 - 1, mask=o < n_slots)
+
+
+def _padded(size: int) -> int:
+    """Power of two of at least 16, the smallest side of a matrix product."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def _rows_first(x: Tensor) -> Tensor:
+    """``x`` itself if its last dimension is dense and a tile's offsets fit 32 bits, else a contiguous copy."""
+    if (x.shape[-1] == 1 or x.stride(-1) == 1 or x.dim() == 3) and x.stride(1) * 128 < 2**31:
+        return x
+    return x.contiguous()
+
+
+def _collapses(x: Tensor) -> bool:
+    """Whether batch and token strides are those of one long token axis."""
+    return x.shape[0] == 1 or x.stride(0) == x.stride(1) * x.shape[1]
+
+
+@torch.no_grad()
+def chunk_backward(request: Request) -> BackwardResult:
+    """Gradients of ``chunk_kda`` for ``request.grad_o`` and ``request.grad_final_state`` (either may be None).
+
+    Returns:
+        gradients of q, k, v, g, beta, and of A_log, dt_bias and initial_state where the call has them, each in the
+        shape and dtype of its input (dt_bias as [HV, K]), contiguous.
+    """
+    with torch.cuda.device(request.device) if request.device.type == "cuda" else torch.no_grad():
+        return BackwardResult(grads=_gradients(request))
+
+
+def _gradients(r: Request) -> dict[str, Tensor]:
+    B, T, H, HV, K, V, N = r.B, r.T, r.H, r.HV, r.K, r.V, r.N
+    kp, vp = _padded(K), _padded(V)
+    config = choose(r, kp, vp)
+    C, SUB = config.chunk, config.sub
+    slot_rows = C * SUB
+    varlen = r.cu_seqlens is not None
+    device, dtype = r.device, r.q.dtype
+    NT = triton.cdiv(T, slot_rows)
+    n_slots = T // slot_rows + N + 1 if varlen else B * NT
+    has_do = r.grad_o is not None
+
+    inputs = {name: _rows_first(getattr(r, name)) for name in ("q", "k", "v", "g", "beta")}
+    inputs["do"] = _rows_first(r.grad_o) if has_do else inputs["v"]
+    collapsed = all(_collapses(x) for x in inputs.values())
+    T_row = T if collapsed else 0
+    strides = {n: (0 if collapsed else x.stride(0), x.stride(1), x.stride(2)) for n, x in inputs.items()}
+    q, k, v, g, beta, do = inputs.values()
+
+    empty = lambda *shape, dtype=dtype: torch.empty(shape, dtype=dtype, device=device)  # noqa: E731
+    gate = (0 if not r.use_gate_in_kernel else 1 if r.lower_bound is None else 2)
+    has_a, has_bias = gate != 0 and r.A_log is not None, gate != 0 and r.dt_bias is not None
+    dt_bias = r.dt_bias.contiguous() if has_bias else g
+    A_log = r.A_log.contiguous() if has_a else g
+    lower_bound = 0.0 if r.lower_bound is None else float(r.lower_bound)
+    cu = r.cu_seqlens.contiguous() if varlen else g
+    if varlen:
+        slot_sequence, first_slot = empty(n_slots, dtype=torch.int32), empty(N + 1, dtype=torch.int32)
+        slots_kernel[(N + 1,)](cu, slot_sequence, first_slot, T, N, n_slots, C=slot_rows, BLOCK=1024)
+    else:
+        slot_sequence = first_slot = cu
+    where = (slot_sequence, first_slot, cu)
+    exact = dtype == torch.float32
+    precision = "ieee" if exact else "tf32"
+    gate_flags = dict(
+        GATE=gate, HAS_A=has_a, HAS_BIAS=has_bias, L2NORM=r.use_qk_l2norm_in_kernel,
+        BETA_SIGMOID=r.use_beta_sigmoid_in_kernel, BETA_SCALE=2.0 if r.allow_neg_eigval else 1.0, VARLEN=varlen,
+        PRECISION=precision,
+    )  # fmt: skip
+
+    chunks = n_slots * SUB
+    ke, qg, kx = (empty(chunks, HV, C, kp) for _ in range(3))
+    P, X = empty(chunks, HV, C, C), empty(chunks, HV, C, C)
+    decay, rstd = empty(chunks, HV, kp, dtype=torch.float32), empty(chunks, HV, 2, C, dtype=torch.float32)
+    bk, warps = config.prepare
+    prepare_kernel[(chunks, HV)](
+        q, k, g, beta, A_log, dt_bias, ke, qg, kx, P, X, decay, rstd, *where,
+        *strides["q"], *strides["k"], *strides["g"], *strides["beta"],
+        r.scale, lower_bound, T, T_row, NT, N, H=H, HV=HV, K=K, C=C, SUB=SUB, KP=kp, BK=bk,
+        INVERSE_PRECISION=precision, LEVELS=C.bit_length() - 1, num_warps=warps, num_stages=1, **gate_flags,
+    )  # fmt: skip
+
+    bv, warps, stages = config.recurrence
+    recurrence = dict(
+        HV=HV, K=K, V=V, C=C, SUB=SUB, KP=kp, VP=vp, BV=bv, V_FIRST=r.state_v_first, VARLEN=varlen,
+        PRECISION=precision, STAGES=stages, num_warps=warps,
+    )  # fmt: skip
+    grid = (vp // bv, N * HV)
+    has_state = r.initial_state is not None
+    z, states = empty(chunks, HV, C, vp), empty(n_slots, HV, vp, kp)
+    state = r.initial_state.contiguous() if has_state else z
+    states_kernel[grid](
+        v, ke, kx, X, decay, state, z, states, first_slot, cu, *strides["v"], T, T_row, NT,
+        HAS_STATE=has_state, **recurrence,
+    )  # fmt: skip
+    del X
+    has_final = r.grad_final_state is not None
+    want_initial = has_state and "initial_state" in r.needs_grad
+    dv = empty(B, T, HV, V)
+    state_grads = empty(n_slots, HV, vp, kp)
+    grad_state = torch.empty(r.state_shape, dtype=r.state_dtype, device=device) if want_initial else z
+    reverse_kernel[grid](
+        ke, qg, kx, P, decay, do, r.grad_final_state.contiguous() if has_final else z, dv, state_grads, grad_state,
+        first_slot, cu, *strides["do"], T, T_row, NT,
+        HAS_DO=has_do, HAS_FINAL=has_final, WANT_INITIAL=want_initial, **recurrence,
+    )  # fmt: skip
+    del ke, qg, kx, P, decay
+
+    grouped = HV != H
+    dq, dk = (empty(B, T, HV, K, dtype=torch.float32 if grouped else dtype) for _ in range(2))
+    dg, dbeta = empty(B, T, HV, K, dtype=g.dtype), empty(B, T, HV, dtype=beta.dtype)
+    dA = torch.zeros(n_slots, HV, dtype=torch.float32, device=device) if has_a else rstd
+    dbias = torch.zeros(n_slots, HV, K, dtype=torch.float32, device=device) if has_bias else rstd
+    bk, bv, warps = config.gradients
+    gradients_kernel[(n_slots, HV)](
+        q, k, g, beta, A_log, dt_bias, do, dv, z, states, state_grads, rstd, dq, dk, dg, dbeta, dA, dbias, *where,
+        *strides["q"], *strides["k"], *strides["g"], *strides["beta"], *strides["do"],
+        r.scale, lower_bound, T, T_row, NT, N, H=H, HV=HV, K=K, V=V, C=slot_rows, SUB=SUB, KP=kp, VP=vp, BK=bk, BV=bv,
+        HAS_DO=has_do, LEVELS=slot_rows.bit_length() - 1, num_warps=warps, num_stages=1, **gate_flags,
+    )  # fmt: skip
+    grads = {"q": dq, "k": dk, "v": dv, "g": dg, "beta": dbeta}
+    if grouped:
+        for name in ("q", "k"):
+            grads[name] = grads[name].view(B, T, H, HV // H, K).sum(3).to(dtype)
+    if want_initial:
+        grads["initial_state"] = grad_state
+    if has_a:
+        grads["A_log"] = dA.sum(0).to(r.A_log.dtype)
+    if has_bias:
+        grads["dt_bias"] = dbias.sum(0).to(r.dt_bias.dtype)
+    return grads
