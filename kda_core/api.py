@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kda_core import ops, plugins
@@ -265,6 +266,8 @@ def kda_gate(
     if isinstance(backend, _Question):
         return registry.explain(request, backend.name)
     name = _requested_name(backend)
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(request)
     if request.save_for_backward or _needs_operator(g):
         return ops.call_gate(request, name)
     return registry.choose(request, name).result("kda_core_gate_forward", request)
@@ -370,12 +373,18 @@ def _needs_operator(t: Any) -> bool:
         or (isinstance(t, Tensor) and type(t) is not Tensor and type(t) is not torch.nn.Parameter)
         or is_in_torch_dispatch_mode()
         or torch._C._functorch.maybe_current_level() is not None
-        or torch.autograd.forward_ad._current_level >= 0
     )
 
 
 def _traced_name() -> str | None:
     return plugins.requested_name(None)
+
+
+def _refuse_tangents(request: Request | GateRequest) -> None:
+    """Forward-mode differentiation would lose its tangents without a word: operators pass them over."""
+    for t in vars(request).values():
+        if isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None:
+            raise RuntimeError(f"{request.op}: forward-mode differentiation is not supported")
 
 
 # The name is a constant of a compiled graph: compile again after changing use_backend or KDA_BACKEND. This
@@ -394,6 +403,8 @@ def _run(request: Request, backend: str | _Question | None) -> Any:
     if isinstance(backend, _Question):
         return registry.explain(request, backend.name)
     name = _requested_name(backend)
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(request)
     if request.save_for_backward:
         _check_differentiable(request)
     if (request.save_for_backward or _needs_operator(request.q)) and request.cp_context is None:

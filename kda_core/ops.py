@@ -202,8 +202,9 @@ def _register(op: Op) -> None:
         ctx.backend = name
 
     def apply_backward(ctx: Any, grad_o: Tensor | None, grad_final_state: Tensor | None, *_: Any) -> tuple:
-        tensors = ctx.saved_tensors[: len(_TENSORS)]
-        saved = list(ctx.saved_tensors[len(_TENSORS) :])
+        # Read once: under activation checkpointing a second look at saved tensors is an error.
+        kept = ctx.saved_tensors
+        tensors, saved = kept[: len(_TENSORS)], list(kept[len(_TENSORS) :])
         needs = [ctx.needs_input_grad[_FUNCTIONAL_NAMES.index(n)] for n in DIFFERENTIABLE]
         results: list[Tensor | None] = [None] * (len(_FUNCTIONAL_NAMES) + 1)
         if not ctx.has_final_state:

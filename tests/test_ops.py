@@ -1,0 +1,366 @@
+"""The torch.library operators: compile, export, fake tensors, autocast, checkpointing, autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch._dynamo.testing
+import torch.utils.checkpoint
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+import kda_core
+from kda_core import ops
+from kda_core.reference import DIFFERENTIABLE
+
+HV, K, V = 4, 8, 6
+OPS = ("chunk_kda", "fused_recurrent_kda")
+
+
+def make(T=70, B=2, H=2, dtype=torch.float32, grad=False, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    arguments = {
+        "q": normal(B, T, H, K).to(dtype),
+        "k": normal(B, T, H, K).to(dtype),
+        "v": normal(B, T, HV, V).to(dtype),
+        "g": normal(B, T, HV, K),
+        "beta": normal(B, T, HV),
+        "A_log": normal(HV),
+        "dt_bias": normal(HV * K),
+        "initial_state": normal(B, HV, K, V),
+    }
+    if grad:
+        for t in arguments.values():
+            t.requires_grad_()
+    return arguments
+
+
+OPTIONS = {
+    "use_gate_in_kernel": True,
+    "use_qk_l2norm_in_kernel": True,
+    "use_beta_sigmoid_in_kernel": True,
+    "output_final_state": True,
+}
+
+
+def run(arguments, op="chunk_kda", **options):
+    return getattr(kda_core, op)(**arguments, **OPTIONS, **options)
+
+
+def gradients(function, arguments):
+    o, state = function(arguments)
+    loss = (o * torch.linspace(-1, 1, o.shape[-1])).sum() + (state * state).sum()
+    return [o, state, *torch.autograd.grad(loss, list(arguments.values()))]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_compiled_forward_and_backward_equal_eager(op):
+    eager = gradients(lambda a: run(a, op), make(grad=True))
+    compiled = torch.compile(lambda a: run(a, op), fullgraph=True, backend="aot_eager")
+    for found, expected in zip(gradients(compiled, make(grad=True)), eager, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_inductor_compiles_forward_and_backward():
+    eager = gradients(run, make(grad=True))
+    compiled = torch.compile(run, fullgraph=True)
+    for found, expected in zip(gradients(compiled, make(grad=True)), eager, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_dynamic_lengths_compile_once():
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(run, fullgraph=True, backend=counter, dynamic=True)
+    for T in (70, 3, 64, 129):
+        for found, expected in zip(
+            gradients(compiled, make(T, grad=True)), gradients(run, make(T, grad=True)), strict=True
+        ):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert counter.frame_count == 1
+
+
+def test_dynamic_packed_lengths_compile_once():
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(run, fullgraph=True, backend=counter, dynamic=True)
+    # The first number of sequences differs from every head count, or the compiler takes the two for one symbol.
+    for cuts in ([0, 5, 9, 70], [0, 60, 61, 65], [0, 0, 33], [0, 7, 50, 50, 77, 80]):
+        arguments = make(cuts[-1], B=1)
+        arguments["initial_state"] = torch.randn(len(cuts) - 1, HV, K, V)
+        arguments["cu_seqlens"] = torch.tensor(cuts)
+        for found, expected in zip(compiled(arguments), run(arguments), strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert counter.frame_count == 1
+
+
+def test_compiled_intermediate_states_of_packed_sequences_have_a_dynamic_size():
+    def states(arguments):
+        return run(arguments, return_intermediate_states=True)[2] * 2
+
+    arguments = make(100, B=1) | {
+        "initial_state": torch.randn(3, HV, K, V),
+        "cu_seqlens": torch.tensor([0, 65, 65, 100]),
+    }
+    with torch.no_grad():
+        found = torch.compile(states, fullgraph=True, backend="aot_eager")(arguments)
+        torch.testing.assert_close(found, states(arguments), rtol=0, atol=0)
+    assert found.shape == (1, 3, HV, K, V)
+
+
+def test_compiled_decoding_advances_the_pool_in_place():
+    def step(arguments, pool, indices, out):
+        arguments = arguments | {"initial_state": pool}
+        return run(arguments, "fused_recurrent_kda", ssm_state_indices=indices, out=out)
+
+    arguments, indices = make(1), torch.tensor([5, -1], dtype=torch.int32)
+    pools = [torch.randn(7, HV, K, V, generator=torch.Generator().manual_seed(1)) for _ in range(2)]
+    outs = [torch.full((2, 1, HV, V), float("nan")) for _ in range(2)]
+    with torch.no_grad():
+        compiled = torch.compile(step, fullgraph=True)
+        for function, pool, out in zip((step, compiled), pools, outs, strict=True):
+            o, state = function(arguments, pool, indices, out)
+            assert o.data_ptr() == out.data_ptr()
+            assert state.data_ptr() == pool.data_ptr()
+    torch.testing.assert_close(pools[1], pools[0], rtol=0, atol=0)
+    torch.testing.assert_close(outs[1], outs[0], rtol=0, atol=0)
+
+
+def test_a_compiled_graph_keeps_the_backend_it_was_traced_with():
+    arguments = make(9)
+    with kda_core.use_backend("reference"), torch.no_grad():
+        compiled = torch.compile(lambda a: run(a)[0], fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(arguments), run(arguments)[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_holds_one_opaque_operator(strict):
+    class Mixer(torch.nn.Module):
+        def forward(self, q, k, v, g, beta):
+            return kda_core.chunk_kda(q, k, v, g, beta, use_qk_l2norm_in_kernel=True, output_final_state=True)
+
+    arguments = make()
+    q, k, v, g, beta = (arguments[n] for n in ("q", "k", "v", "g", "beta"))
+    args = (q, k, v, -g.abs(), beta.sigmoid())
+    T = torch.export.Dim("T", min=2, max=4096)
+    program = torch.export.export(Mixer(), args, dynamic_shapes=[{1: T}] * 5, strict=strict)
+    targets = [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
+    assert targets.count("kda_core.chunk_kda.default") == 1
+    for found, expected in zip(program.module()(*args), Mixer()(*args), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def operator_arguments(op, backend, inplace=False, **changes):
+    arguments = make(5, grad=not inplace)
+    values = {
+        **arguments,
+        "dt_bias": arguments["dt_bias"].detach().reshape(HV, K).requires_grad_(not inplace),
+        "cu_seqlens": None,
+        "cu_seqlens_cpu": None,
+        "ssm_state_indices": None,
+        "num_accepted_tokens": None,
+        "out": None,
+        "scale": 0.5,
+        **dict.fromkeys((n for n, kind in ops._OPTIONS if kind == "bool"), False),
+        **OPTIONS,
+        "lower_bound": None,
+        "chunk_size": 64,
+        "inplace_final_state": inplace,
+        "pad_slot_id": -1,
+        "save_for_backward": not inplace,
+        **changes,
+    }
+    names = ops._INPLACE_NAMES if inplace else ops._FUNCTIONAL_NAMES
+    return (*(values[n] for n in names), backend)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("op", OPS)
+def test_opcheck_of_the_functional_operators(op, backend):
+    torch.library.opcheck(getattr(torch.ops.kda_core, op).default, operator_arguments(op, backend))
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("op", OPS)
+def test_opcheck_of_the_inplace_operators(op, backend):
+    arguments = operator_arguments(op, backend, inplace=True, out=torch.empty(2, 5, HV, V))
+    torch.library.opcheck(getattr(torch.ops.kda_core, f"{op}_").default, arguments)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_opcheck_of_the_gate(backend):
+    arguments = make(5, grad=True)
+    args = (arguments["g"], arguments["A_log"], arguments["dt_bias"].detach().reshape(HV, K), None, True, backend)
+    torch.library.opcheck(torch.ops.kda_core.kda_gate.default, args)
+
+
+def test_fake_tensors_have_the_real_shapes_and_dtypes():
+    options = {"return_intermediate_states": True, "state_v_first": True}
+    arguments = make(130, dtype=torch.bfloat16)
+    arguments["initial_state"] = arguments["initial_state"].mT.contiguous().bfloat16()
+    with FakeTensorMode() as mode:
+        fakes = {n: mode.from_tensor(t) for n, t in arguments.items()}
+        fake = run(fakes, **options)
+    for found, expected in zip(fake, run(arguments, **options), strict=True):
+        assert (found.shape, found.dtype, found.stride()) == (expected.shape, expected.dtype, expected.stride())
+
+
+def test_wrong_shapes_are_refused_for_fake_tensors_too():
+    with FakeTensorMode() as mode:
+        fakes = {n: mode.from_tensor(t) for n, t in make().items()}
+        with pytest.raises(ValueError, match=r"^beta: expected shape"):
+            run(fakes | {"beta": fakes["beta"][..., :1]})
+
+
+def test_autocast_leaves_the_inputs_dtypes_alone():
+    arguments = make(dtype=torch.bfloat16, grad=True)
+    plain = gradients(run, arguments)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        o, state = run(arguments)
+        assert (o.dtype, state.dtype) == (torch.bfloat16, torch.float32)
+        cast = gradients(run, arguments)
+    for found, expected in zip(cast, plain, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_inference_mode():
+    with torch.inference_mode():
+        found = run(make())
+        pool = make()["initial_state"]
+        run(make() | {"initial_state": pool}, "fused_recurrent_kda", inplace_final_state=True)
+    for a, b in zip(found, run(make()), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    torch.testing.assert_close(pool, run(make(), "fused_recurrent_kda")[1], rtol=0, atol=0)
+
+
+def test_checkpointing_recomputes_the_same_gradients():
+    def checkpointed(arguments):
+        return torch.utils.checkpoint.checkpoint(run, arguments, use_reentrant=False)
+
+    for found, expected in zip(gradients(checkpointed, make(grad=True)), gradients(run, make(grad=True)), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_double_backward_says_that_there_is_none(op):
+    arguments = make(5, grad=True)
+    (grad,) = torch.autograd.grad(run(arguments, op)[0].sum(), arguments["q"], create_graph=True)
+    with pytest.raises(RuntimeError, match=rf"{op}: double backward is not supported"):
+        grad.sum().backward()
+
+
+def test_only_the_gradients_that_are_needed_are_asked_for():
+    from kda_core.hookspecs import hookimpl
+    from kda_core.plugins import registry
+
+    asked = []
+
+    class Watcher:
+        @hookimpl(wrapper=True)
+        def kda_core_chunk_backward(self, request):
+            asked.append((request.needs_grad, request.grad_o is None, request.grad_final_state is None))
+            return (yield)
+
+    watcher = Watcher()
+    registry.add_wrapper(watcher)
+    try:
+        for name in DIFFERENTIABLE:
+            arguments = make(5)
+            arguments[name].requires_grad_()
+            run(arguments)[0].sum().backward()
+            run(arguments)[1].sum().backward()
+    finally:
+        registry.remove_wrapper(watcher)
+    expected = [(frozenset({n}), o, s) for n in DIFFERENTIABLE for o, s in ((False, True), (True, False))]
+    # q does not reach the final state: its gradient is asked for all the same, and is zero.
+    assert asked == expected
+
+
+def test_an_output_that_is_not_used_has_no_gradient_of_its_own():
+    arguments = make(5, grad=True)
+    o, state = run(arguments)
+    assert o.requires_grad
+    assert state.requires_grad
+    (o.sum() * 0 + state.sum()).backward()
+    assert all(torch.isfinite(t.grad).all() for t in arguments.values())
+
+
+def test_eager_calls_without_gradients_bypass_the_operator_layer():
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run(make())
+    assert not [e for e in profile.events() if e.name.startswith("kda_core::")]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run(make(grad=True))
+    assert [e.name for e in profile.events() if e.name.startswith("kda_core::")] == ["kda_core::chunk_kda"]
+
+
+def test_writes_to_a_pool_are_seen_by_autograd():
+    pool = torch.zeros(2, HV, K, V)
+    weight = torch.ones(2, HV, K, V, requires_grad=True)
+    product = (weight * pool).sum()
+    with torch.no_grad():
+        run(make(3) | {"initial_state": pool}, "fused_recurrent_kda", inplace_final_state=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+@pytest.mark.parametrize("op", [*OPS, "kda_gate"])
+def test_forward_mode_differentiation_is_refused_not_ignored(op):
+    def function(g):
+        if op == "kda_gate":
+            return kda_core.kda_gate(g, lower_bound=-5.0)
+        return run(make(3) | {"g": g}, op)[0]
+
+    g = make(3)["g"]
+    with pytest.raises(RuntimeError, match=rf"{op}: forward-mode differentiation is not supported"):
+        torch.func.jvp(function, (g,), (torch.ones_like(g),))
+
+
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_the_gate_is_the_gate_of_the_call(lower_bound):
+    arguments = make(9)
+    A_log, dt_bias = arguments.pop("A_log"), arguments.pop("dt_bias")
+    decay = kda_core.kda_gate(arguments["g"], A_log, dt_bias, lower_bound)
+    assert decay.dtype == torch.float32
+    outside, _ = kda_core.chunk_kda(**(arguments | {"g": decay}))
+    inside, _ = kda_core.chunk_kda(
+        **arguments, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, use_gate_in_kernel=True
+    )
+    torch.testing.assert_close(inside, outside)
+    with torch.no_grad():
+        x = arguments["g"].double() + dt_bias.double().reshape(HV, K)
+        rate = A_log.double().exp()[:, None]
+        expected = -rate * F.softplus(x) if lower_bound is None else lower_bound * torch.sigmoid(rate * x)
+    torch.testing.assert_close(decay.double(), expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_gates_gradients(lower_bound, compiled):
+    function = torch.compile(kda_core.kda_gate, fullgraph=True, backend="aot_eager") if compiled else kda_core.kda_gate
+    arguments = make(3, grad=True)
+    values = [arguments[n].detach().double().requires_grad_() for n in ("g", "A_log", "dt_bias")]
+    assert torch.autograd.gradcheck(lambda *a: function(*a, lower_bound), values)
+    found = torch.autograd.grad(
+        function(*(arguments[n] for n in ("g", "A_log", "dt_bias")), lower_bound).sum(), arguments["g"]
+    )
+    assert found[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_gradcheck_of_every_differentiable_input(op):
+    arguments = {n: t.detach().double().requires_grad_() for n, t in make(4, B=1, H=2, grad=True).items()}
+
+    def function(*values):
+        return run(dict(zip(arguments, values, strict=True)), op)
+
+    assert torch.autograd.gradcheck(function, tuple(arguments.values()), fast_mode=False)
