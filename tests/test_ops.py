@@ -94,7 +94,7 @@ def test_dynamic_packed_lengths_compile_once():
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(run, fullgraph=True, backend=counter, dynamic=True)
     # The first number of sequences differs from every head count, or the compiler takes the two for one symbol.
-    for cuts in ([0, 5, 9, 70], [0, 60, 61, 65], [0, 0, 33], [0, 7, 50, 50, 77, 80]):
+    for cuts in ([0, 5, 9, 9, 20, 30, 31, 40, 50, 60, 70], [0, 60, 61, 65], [0, 0, 33], [0, 7, 50, 50, 77, 80]):
         arguments = make(cuts[-1], B=1)
         arguments["initial_state"] = torch.randn(len(cuts) - 1, HV, K, V)
         arguments["cu_seqlens"] = torch.tensor(cuts)
