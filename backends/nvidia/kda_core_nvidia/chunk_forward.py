@@ -1,0 +1,243 @@
+"""Forward of ``chunk_kda``: two launches, ``prepare`` (chunk-parallel) and ``recurrence`` (sequential).
+
+The layout of what passes between them, and the equations, are in ``layout``.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kda_core.request import ForwardResult, Request
+from kda_core_nvidia.launch import INTERPRET, chip, dot_widths, prepare_config, recurrence_config
+from kda_core_nvidia.layout import CHUNK, padded, slots
+from kda_core_nvidia.prepare import prepare
+from kda_core_nvidia.recurrence import recurrence
+
+_NO_STRIDES = (0, 0, 0, 0)
+
+
+class Prepared(NamedTuple):
+    """What ``prepare`` wrote; shapes in ``layout``. X and M only when they were asked for."""
+
+    keys: Tensor
+    P: Tensor
+    D: Tensor
+    X: Tensor | None = None
+    M: Tensor | None = None
+
+
+def rows_contiguous(x: Tensor) -> Tensor:
+    """``x``, copied only when its last dimension is not contiguous (the kernels take every other stride)."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def on_device(device: torch.device):
+    """Make ``device`` current for launches, at no cost when it already is."""
+    if device.type != "cuda" or device.index is None or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+def gate_kind(request: Request) -> str:
+    """The kernels' name of the gate."""
+    if not request.use_gate_in_kernel:
+        return "none"
+    return "softplus" if request.lower_bound is None else "bounded"
+
+
+def decays_bounded(request: Request) -> bool:
+    """Whether each row's log decay is known, or promised, to be at least −5, in a dtype that can use it."""
+    if request.q.dtype == torch.float16:  # 2^58 does not fit
+        return False
+    if request.lower_bound is not None and request.lower_bound < -5:
+        return False
+    return request.safe_gate or gate_kind(request) == "bounded"
+
+
+def _unit(*tensors: Tensor) -> int:
+    """8 when every batch stride is a multiple of 8 elements (so that alignment shows in the kernel), else 1."""
+    return 1 if any(x.stride(0) % 8 for x in tensors) else 8
+
+
+def run_prepare(request: Request, o: Tensor, save: bool = False) -> Prepared:
+    """Launch ``prepare``.
+
+    Args:
+        request: the call.
+        o: [B, T, HV, V], to be zeroed where no sequence (or a skipped one) has rows.
+        save: also return X and M.
+    """
+    q, k, g = rows_contiguous(request.q), rows_contiguous(request.k), rows_contiguous(request.g)
+    beta = request.beta
+    B, T, H, K, HV, V = request.B, request.T, request.H, request.K, request.HV, request.V
+    KP = padded(K)
+    count = slots(request)
+    keys = q.new_empty((count, HV, 3, CHUNK, KP))
+    P = q.new_empty((count, HV, CHUNK, CHUNK))
+    D = q.new_empty((count, HV, KP), dtype=torch.float32)
+    X = M = None
+    if save:
+        X, M = D.new_empty((2, count, HV, CHUNK, CHUNK))
+    indices = request.ssm_state_indices
+    config = prepare_config(K, q.dtype)
+    terms, dot, small_dot = dot_widths(q.dtype)
+    gate = gate_kind(request)
+    unit = _unit(q, k, g, beta, o) if B > 1 else 8
+    s_qb, s_kb, s_gb, s_bb, s_ob = (x.stride(0) // unit if B > 1 else 0 for x in (q, k, g, beta, o))
+    prepare[(count * HV,)](
+        q,
+        k,
+        g,
+        beta,
+        request.A_log if gate != "none" else None,
+        request.dt_bias if gate != "none" else None,
+        keys,
+        P,
+        D,
+        X,
+        M,
+        o,
+        request.cu_seqlens,
+        indices,
+        request.scale,
+        0.0 if request.lower_bound is None else request.lower_bound,
+        T,
+        request.N,
+        -(-T // CHUNK),
+        s_qb,
+        q.stride(1),
+        q.stride(2),
+        s_kb,
+        k.stride(1),
+        k.stride(2),
+        s_gb,
+        g.stride(1),
+        g.stride(2),
+        s_bb,
+        beta.stride(1),
+        beta.stride(2),
+        s_ob,
+        o.stride(1),
+        o.stride(2),
+        0 if indices is None else indices.stride(0),
+        H=H,
+        HV=HV,
+        K=K,
+        V=V,
+        KP=KP,
+        BK=config.block_k,
+        C=CHUNK,
+        UNIT=unit,
+        GATE=gate,
+        BOUNDED=decays_bounded(request),
+        L2NORM=request.use_qk_l2norm_in_kernel,
+        SIGMOID=request.use_beta_sigmoid_in_kernel,
+        NEG_EIGVAL=request.allow_neg_eigval,
+        TERMS=terms,
+        DOT=dot,
+        SMALL_DOT=small_dot,
+        num_warps=config.num_warps,
+        num_stages=1,
+    )
+    return Prepared(keys, P, D, X, M)
+
+
+def _state_strides(state: Tensor | None, v_first: bool) -> tuple[int, int, int, int]:
+    """Strides of a state by (sequence, head, K, V)."""
+    if state is None:
+        return _NO_STRIDES
+    s_n, s_h, s_row, s_last = state.stride()
+    return (s_n, s_h, s_last, s_row) if v_first else (s_n, s_h, s_row, s_last)
+
+
+def run_recurrence(
+    request: Request, prepared: Prepared, o: Tensor, final_state: Tensor | None, h: Tensor | None
+) -> None:
+    """Launch ``recurrence``, which writes ``o``, ``final_state`` and ``h``."""
+    v = rows_contiguous(request.v)
+    B, K, HV, V, N = request.B, request.K, request.HV, request.V, request.N
+    KP = padded(K)
+    initial_state, indices = request.initial_state, request.ssm_state_indices
+    target = chip(request.device)
+    config = recurrence_config(target, v.dtype, K, V, N * HV)
+    unit = _unit(v, o) if B > 1 else 8
+    s_vb, s_ob = (v.stride(0) // unit, o.stride(0) // unit) if B > 1 else (0, 0)
+    keys, P = prepared.keys, prepared.P
+    descriptors = target.descriptors and keys.numel() // KP < 2**31
+    if descriptors:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        keys = TensorDescriptor(keys, [keys.numel() // KP, KP], [KP, 1], [CHUNK, KP])
+        P = TensorDescriptor(P, [P.numel() // CHUNK, CHUNK], [CHUNK, 1], [CHUNK, CHUNK])
+    states = [s for s in (initial_state, final_state) if s is not None]
+    recurrence[(N * HV, -(-V // config.block_v))](
+        keys,
+        P,
+        prepared.D,
+        v,
+        o,
+        initial_state,
+        final_state,
+        h,
+        request.cu_seqlens,
+        indices,
+        request.T,
+        -(-request.T // CHUNK),
+        s_vb,
+        v.stride(1),
+        v.stride(2),
+        s_ob,
+        o.stride(1),
+        o.stride(2),
+        *_state_strides(initial_state, request.state_v_first),
+        *_state_strides(final_state, request.state_v_first),
+        0 if indices is None else indices.stride(0),
+        HV=HV,
+        K=K,
+        V=V,
+        KP=KP,
+        BV=config.block_v,
+        C=CHUNK,
+        UNIT=unit,
+        V_FIRST=request.state_v_first,
+        LAST_CONTIGUOUS=all(s.stride(-1) == 1 for s in states),
+        H_EVERY=request.chunk_size // CHUNK,
+        DESCRIPTORS=descriptors,
+        STAGES=config.stages,
+        DOT=dot_widths(v.dtype)[1],
+        num_warps=config.num_warps,
+    )
+
+
+def _intermediate_states(request: Request) -> Tensor:
+    """An empty h. Packed, its length is Σ ceil(len / chunk_size), which only ``cu_seqlens_cpu`` tells without a wait."""
+    size = request.chunk_size
+    if request.cu_seqlens is None:
+        count = -(-request.T // size)
+    else:
+        bounds = request.cu_seqlens if request.cu_seqlens_cpu is None else request.cu_seqlens_cpu
+        count = int(((bounds[1:] - bounds[:-1] + size - 1) // size).sum())
+    shape = (request.B, count, *request.state_shape[1:])
+    return request.q.new_empty(shape, dtype=request.state_dtype)
+
+
+def chunk_forward(request: Request) -> ForwardResult:
+    """Run ``chunk_kda`` for a call that the plugin accepted."""
+    q = request.q
+    with on_device(q.device):
+        o = request.out
+        if o is None:
+            o = q.new_empty((request.B, request.T, request.HV, request.V))
+        final_state = None
+        if request.inplace_final_state:
+            final_state = request.initial_state
+        elif request.output_final_state:
+            final_state = q.new_empty(request.state_shape, dtype=request.state_dtype)
+        h = _intermediate_states(request) if request.return_intermediate_states else None
+        prepared = run_prepare(request, o)
+        run_recurrence(request, prepared, o, final_state, h)
+    return ForwardResult(o=o, final_state=None if request.inplace_final_state else final_state, h=h)

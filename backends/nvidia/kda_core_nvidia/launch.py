@@ -1,0 +1,77 @@
+"""Configurations, grids and descriptors of the forward's kernels. Frozen data: nothing is tuned at run time."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from kda_core_nvidia.layout import padded
+
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+"""Kernels run in Triton's interpreter, on CPU tensors (read once: triton reads it once as well)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareConfig:
+    """Launch configuration of ``prepare``: channels at a time, warps, and the widths of its products."""
+
+    block_k: int
+    num_warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrenceConfig:
+    """Launch configuration of ``recurrence``: value channels of a program, warps, depth of the load pipeline."""
+
+    block_v: int
+    num_warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """What the host needs to know about a device."""
+
+    capability: tuple[int, int]
+    multiprocessors: int
+
+    @property
+    def descriptors(self) -> bool:
+        """Whether tiles are loaded through TensorDescriptor (sm_90 and later)."""
+        return self.capability >= (9, 0)
+
+
+@cache
+def chip(device: torch.device) -> Chip:
+    """Facts about ``device``; the interpreter stands in for a Hopper chip, so that descriptors are exercised."""
+    if INTERPRET:
+        return Chip((9, 0), 132)
+    properties = torch.cuda.get_device_properties(device)
+    return Chip((properties.major, properties.minor), properties.multi_processor_count)
+
+
+def prepare_config(K: int, dtype: torch.dtype) -> PrepareConfig:
+    """Configuration of ``prepare``."""
+    return PrepareConfig(block_k=min(padded(K), 32 if dtype == torch.float32 else 64), num_warps=1)
+
+
+def recurrence_config(target: Chip, dtype: torch.dtype, K: int, V: int, sequences_heads: int) -> RecurrenceConfig:
+    """Configuration of ``recurrence``; few sequences and heads get narrow blocks, so that more programs share the work."""
+    wide = padded(V) >= 128 and sequences_heads * (-(-V // 128)) > target.multiprocessors * 0.6
+    if dtype == torch.float32:
+        return RecurrenceConfig(16, 4, 2)
+    if padded(K) > 128:
+        return RecurrenceConfig(min(padded(V), 64), 8, 2)
+    if wide:
+        return RecurrenceConfig(128, 8, 3)
+    return RecurrenceConfig(min(padded(V), 64), 4, 3)
+
+
+def dot_widths(dtype: torch.dtype) -> tuple[int, str, str]:
+    """(bfloat16 terms of a decay, precision of large products, precision of 16×16 products) for an input dtype."""
+    if dtype == torch.float32:
+        return (1 if INTERPRET else 3), "tf32x3", "tf32x3"
+    return (1 if INTERPRET else 2), "tf32", "tf32"

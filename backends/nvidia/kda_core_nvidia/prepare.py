@@ -1,0 +1,320 @@
+"""Chunk-parallel kernel of the forward: gate, norms, decays, products and the inverse, written to ``layout``'s tensors.
+
+One program a chunk slot and value head; the chunk's 32 rows are two tiles of 16 (0 and 1 below), so that every product
+is a plain one of the matrix unit's own shape and nothing needs a gather or a slice:
+
+    M = [M00  0 ]      L = [L00  0 ]      X = (I + L)⁻¹ = [X00              0 ]
+        [M10 M11]          [L10 L11]                      [−X11 L10 X00   X11]
+
+Pass 1 goes over the channels in blocks of BK, adds up M and L, and stores ke, qg and kg (in kA's place); pass 2 turns
+kg into kA = Aᵀ kg. Decays inside a tile are exact for any gate (hierarchical reference points), or take the short way
+when they are known to be at least exp(−5) a row (BOUNDED).
+
+Grid: slots · HV programs, heads fastest. Index arithmetic is int64 from the slot up.
+"""
+
+import triton
+import triton.language as tl
+
+from kda_core.triton_lib.decay import (
+    BOUNDED_LOG2_DECAY,
+    BOUNDED_SCALE,
+    BOUNDED_SHIFT,
+    after,
+    selected_sum,
+    split,
+    straddles,
+    through,
+    to_reference,
+)
+from kda_core.triton_lib.gate import LOG2_E, NORM_EPS, log2_decay, write_strength
+from kda_core.triton_lib.inverse import inverse_16
+from kda_core.triton_lib.packing import sequence_of_slot
+
+
+@triton.jit
+def _row_norms(q, k, p_q, p_k, s_qt, s_kt, rows, valid, K: tl.constexpr, BK: tl.constexpr, KP: tl.constexpr):
+    """Reciprocal norms of 16 rows of q and k."""
+    q_sum = tl.zeros([16], tl.float32)
+    k_sum = tl.zeros([16], tl.float32)
+    for i_k in range(KP // BK):
+        o_k = i_k * BK + tl.arange(0, BK)
+        mask = valid[:, None] & (o_k < K)[None, :]
+        b_q = tl.load(q + p_q + rows[:, None] * s_qt + o_k[None, :], mask=mask, other=0.0).to(tl.float32)
+        b_k = tl.load(k + p_k + rows[:, None] * s_kt + o_k[None, :], mask=mask, other=0.0).to(tl.float32)
+        q_sum += tl.sum(b_q * b_q, 1)
+        k_sum += tl.sum(b_k * b_k, 1)
+    return tl.rsqrt(q_sum + NORM_EPS), tl.rsqrt(k_sum + NORM_EPS)
+
+
+@triton.jit
+def _pairs(left_q, left_k, right, m, el, DOT: tl.constexpr):
+    """Add left_q · rightᵀ to m and left_k · rightᵀ to el."""
+    right = tl.trans(right)
+    return tl.dot(left_q, right, m, input_precision=DOT), tl.dot(left_k, right, el, input_precision=DOT)
+
+
+@triton.jit
+def _level(b_q, b_k, parts, m, el, b: tl.constexpr, TERMS: tl.constexpr, DOT: tl.constexpr, dtype: tl.constexpr):
+    """Add the pairs of a tile that straddle the middle of a 2b-block."""
+    r = tl.arange(0, 16)
+    e = tl.exp2(selected_sum(to_reference(r, r, b), parts, TERMS))
+    k_e = (b_k * e).to(dtype)
+    right = tl.trans(k_e)
+    pairs = straddles(r, r, b)
+    m += tl.where(pairs, tl.dot((b_q * e).to(dtype), right, input_precision=DOT), 0.0)
+    el += tl.where(pairs, tl.dot(k_e, right, input_precision=DOT), 0.0)
+    return m, el
+
+
+@triton.jit
+def _tile_any(b_q, b_k, parts, m, el, TERMS: tl.constexpr, DOT: tl.constexpr, dtype: tl.constexpr):
+    """Add a tile's own M and L, for any decay: hierarchical reference points, no exponent is ever positive."""
+    r = tl.arange(0, 16)
+    m += tl.where(r[:, None] == r[None, :], tl.sum(b_q * b_k, 1)[:, None], 0.0)
+    for level in tl.static_range(4):
+        m, el = _level(b_q, b_k, parts, m, el, 8 >> level, TERMS, DOT, dtype)
+    return m, el
+
+
+@triton.jit(do_not_specialize=["T", "N", "chunks", "s_qb", "s_kb", "s_gb", "s_bb", "s_ob", "scale", "lower_bound"])
+def prepare(
+    q,  # [B, T, H, K]
+    k,  # [B, T, H, K]
+    g,  # [B, T, HV, K]
+    beta,  # [B, T, HV]
+    A_log,  # [HV] or None
+    dt_bias,  # [HV, K] or None
+    keys,  # [slots, HV, 3, C, KP]
+    P,  # [slots, HV, C, C]
+    D,  # [slots, HV, KP]
+    X,  # [slots, HV, C, C] or None
+    M,  # [slots, HV, C, C] or None
+    o,  # [B, T, HV, V]; only rows that no recurrence writes
+    cu_seqlens,  # [N + 1] or None
+    indices,  # [N] or None
+    scale,
+    lower_bound,
+    T,
+    N,
+    chunks,  # chunks of a dense sequence
+    s_qb,
+    s_qt,
+    s_qh,
+    s_kb,
+    s_kt,
+    s_kh,
+    s_gb,
+    s_gt,
+    s_gh,
+    s_bb,
+    s_bt,
+    s_bh,
+    s_ob,
+    s_ot,
+    s_oh,
+    s_index,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    KP: tl.constexpr,
+    BK: tl.constexpr,
+    C: tl.constexpr,
+    UNIT: tl.constexpr,  # batch strides are given in this many elements, so that alignment shows
+    GATE: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    L2NORM: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    NEG_EIGVAL: tl.constexpr,
+    TERMS: tl.constexpr,
+    DOT: tl.constexpr,
+    SMALL_DOT: tl.constexpr,
+):
+    pid = tl.program_id(0).to(tl.int64)
+    i_slot = pid // HV
+    i_h = pid % HV
+    i_kh = i_h // (HV // H)
+    dtype = keys.dtype.element_ty
+
+    if cu_seqlens is None:
+        i_n = i_slot // chunks
+        i_b = i_n * UNIT
+        start = (i_slot % chunks) * C
+        length = T.to(tl.int64)
+        first_row = start
+    else:
+        i_n = sequence_of_slot(cu_seqlens, N, i_slot, C)
+        i_b = tl.zeros_like(i_slot)
+        bos = tl.load(cu_seqlens + i_n).to(tl.int64)
+        eos = T.to(tl.int64)
+        if i_n < N:
+            eos = tl.load(cu_seqlens + i_n + 1).to(tl.int64)
+        start = (i_slot - bos // C - i_n) * C
+        length = eos - bos
+        first_row = bos + start
+        if start >= length:
+            return
+    count = tl.minimum(length - start, C).to(tl.int32)
+
+    if (cu_seqlens is not None) | (indices is not None):
+        skip = i_n == N
+        if indices is not None:
+            if i_n < N:
+                skip = tl.load(indices + i_n * s_index) < 0
+        if skip:
+            # Rows that no recurrence visits: behind the last packed sequence, or of a padded slot.
+            o_r = tl.arange(0, C)
+            for i_v in range((V + 63) // 64):
+                o_v = i_v * 64 + tl.arange(0, 64)
+                p_o = o + i_b * s_ob + i_h * s_oh + (first_row + o_r)[:, None] * s_ot + o_v[None, :]
+                tl.store(p_o, tl.zeros([C, 64], o.dtype.element_ty), mask=(o_r < count)[:, None] & (o_v < V)[None, :])
+            return
+
+    r = tl.arange(0, 16)
+    valid0 = r < count
+    valid1 = r + 16 < count
+    rows0 = first_row + r
+    rows1 = rows0 + 16
+    p_q = i_b * s_qb + i_kh * s_qh
+    p_k = i_b * s_kb + i_kh * s_kh
+    p_g = i_b * s_gb + i_h * s_gh
+    p_beta = beta + i_b * s_bb + i_h * s_bh
+    beta0 = write_strength(tl.load(p_beta + rows0 * s_bt, mask=valid0, other=0.0), SIGMOID, NEG_EIGVAL)
+    beta1 = write_strength(tl.load(p_beta + rows1 * s_bt, mask=valid1, other=0.0), SIGMOID, NEG_EIGVAL)
+
+    a = 1.0
+    if A_log is not None:
+        a = tl.exp2(tl.load(A_log + i_h).to(tl.float32) * LOG2_E)
+    if L2NORM:
+        q_norm0, k_norm0 = _row_norms(q, k, p_q, p_k, s_qt, s_kt, rows0, valid0, K, BK, KP)
+        q_norm1, k_norm1 = _row_norms(q, k, p_q, p_k, s_qt, s_kt, rows1, valid1, K, BK, KP)
+
+    m00 = tl.zeros([16, 16], tl.float32)
+    m10 = tl.zeros([16, 16], tl.float32)
+    m11 = tl.zeros([16, 16], tl.float32)
+    l00 = tl.zeros([16, 16], tl.float32)
+    l10 = tl.zeros([16, 16], tl.float32)
+    l11 = tl.zeros([16, 16], tl.float32)
+    p_chunk = (i_slot * HV + i_h) * (3 * C * KP)
+    o_tile = r[:, None] * KP
+    for i_k in range(KP // BK):
+        o_k = i_k * BK + tl.arange(0, BK)
+        m_k = o_k < K
+        mask0 = valid0[:, None] & m_k[None, :]
+        mask1 = valid1[:, None] & m_k[None, :]
+        b_g0 = tl.load(g + p_g + rows0[:, None] * s_gt + o_k[None, :], mask=mask0, other=0.0).to(tl.float32)
+        b_g1 = tl.load(g + p_g + rows1[:, None] * s_gt + o_k[None, :], mask=mask1, other=0.0).to(tl.float32)
+        b_q0 = tl.load(q + p_q + rows0[:, None] * s_qt + o_k[None, :], mask=mask0, other=0.0).to(tl.float32)
+        b_q1 = tl.load(q + p_q + rows1[:, None] * s_qt + o_k[None, :], mask=mask1, other=0.0).to(tl.float32)
+        b_k0 = tl.load(k + p_k + rows0[:, None] * s_kt + o_k[None, :], mask=mask0, other=0.0).to(tl.float32)
+        b_k1 = tl.load(k + p_k + rows1[:, None] * s_kt + o_k[None, :], mask=mask1, other=0.0).to(tl.float32)
+        bias = tl.zeros([1, BK], tl.float32)
+        if dt_bias is not None:
+            bias = tl.load(dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)[None, :]
+        y0 = log2_decay(b_g0, a, bias, lower_bound, GATE)
+        y1 = log2_decay(b_g1, a, bias, lower_bound, GATE)
+        if BOUNDED and GATE != "bounded":
+            # A broken promise costs accuracy, never a NaN.
+            y0 = tl.maximum(y0, BOUNDED_LOG2_DECAY)
+            y1 = tl.maximum(y1, BOUNDED_LOG2_DECAY)
+        if GATE != "none":
+            y0 = tl.where(mask0, y0, 0.0)
+            y1 = tl.where(mask1, y1, 0.0)
+        total0 = tl.exp2(tl.sum(y0, 0))
+        total1 = tl.exp2(tl.sum(y1, 0))
+        tl.store(D + (i_slot * HV + i_h) * KP + o_k, total0 * total1)
+        parts0 = split(y0, TERMS)
+        parts1 = split(y1, TERMS)
+        if L2NORM:
+            b_q0 *= (q_norm0 * scale)[:, None]
+            b_q1 *= (q_norm1 * scale)[:, None]
+            b_k0 *= k_norm0[:, None]
+            b_k1 *= k_norm1[:, None]
+        else:
+            b_q0 *= scale
+            b_q1 *= scale
+        x0 = selected_sum(through(r, r), parts0, TERMS)
+        x1 = selected_sum(through(r, r), parts1, TERMS)
+        p_block = keys + p_chunk + o_tile + o_k[None, :]
+        if BOUNDED:
+            x0 += BOUNDED_SHIFT
+            x1 += BOUNDED_SHIFT
+            e0 = tl.exp2(x0)
+            e1 = tl.exp2(x1)
+            f0 = tl.exp2(-x0)
+            f1 = tl.exp2(-x1)
+            q_e1 = (b_q1 * e1).to(dtype)
+            k_e1 = (b_k1 * e1).to(dtype)
+            k_f0 = b_k0 * f0
+            k_f1 = b_k1 * f1
+            m00, l00 = _pairs((b_q0 * e0).to(dtype), (b_k0 * e0).to(dtype), k_f0.to(dtype), m00, l00, DOT)
+            m11, l11 = _pairs(q_e1, k_e1, k_f1.to(dtype), m11, l11, DOT)
+            k_f0 *= total0[None, :]
+            m10, l10 = _pairs(q_e1, k_e1, k_f0.to(dtype), m10, l10, DOT)
+            e0 *= 1.0 / BOUNDED_SCALE
+            e1 *= (total0 * (1.0 / BOUNDED_SCALE))[None, :]
+            to_end = (total1 * BOUNDED_SCALE)[None, :]
+            k_g0 = k_f0 * to_end
+            k_g1 = k_f1 * to_end
+        else:
+            m00, l00 = _tile_any(b_q0, b_k0, parts0, m00, l00, TERMS, DOT, dtype)
+            m11, l11 = _tile_any(b_q1, b_k1, parts1, m11, l11, TERMS, DOT, dtype)
+            e0 = tl.exp2(x0)
+            e1 = tl.exp2(x1)
+            k_g0 = b_k0 * tl.exp2(selected_sum(after(r, r), parts0, TERMS))
+            k_g1 = b_k1 * tl.exp2(selected_sum(after(r, r), parts1, TERMS))
+            m10, l10 = _pairs((b_q1 * e1).to(dtype), (b_k1 * e1).to(dtype), k_g0.to(dtype), m10, l10, DOT)
+            e1 *= total0[None, :]
+            k_g0 *= total1[None, :]
+        tl.store(p_block, (b_k0 * e0).to(dtype))
+        tl.store(p_block + 16 * KP, (b_k1 * e1).to(dtype))
+        tl.store(p_block + C * KP, (b_q0 * e0).to(dtype))
+        tl.store(p_block + C * KP + 16 * KP, (b_q1 * e1).to(dtype))
+        tl.store(p_block + 2 * C * KP, k_g0.to(dtype))
+        tl.store(p_block + 2 * C * KP + 16 * KP, k_g1.to(dtype))
+
+    lower = r[:, None] >= r[None, :]
+    m00 = tl.where(lower, m00, 0.0)
+    m11 = tl.where(lower, m11, 0.0)
+    x00 = inverse_16(l00 * beta0[:, None], r, r, SMALL_DOT)
+    x11 = inverse_16(l11 * beta1[:, None], r, r, SMALL_DOT)
+    x10 = -tl.dot(
+        x11, tl.dot(l10 * beta1[:, None], x00, input_precision=SMALL_DOT), input_precision=SMALL_DOT
+    )
+    p_square = (i_slot * HV + i_h) * (C * C) + r[:, None] * C + r[None, :]
+    zero = tl.zeros([16, 16], tl.float32)
+    if X is not None:
+        _store_square(X + p_square, x00, zero, x10, x11, C)
+        _store_square(M + p_square, m00, zero, m10, m11, C)
+    a00 = x00 * beta0[None, :]
+    a10 = x10 * beta0[None, :]
+    a11 = x11 * beta1[None, :]
+    p00 = tl.dot(m00, a00, input_precision=SMALL_DOT)
+    p11 = tl.dot(m11, a11, input_precision=SMALL_DOT)
+    p10 = tl.dot(m11, a10, tl.dot(m10, a00, input_precision=SMALL_DOT), input_precision=SMALL_DOT)
+    _store_square(P + p_square, p00, zero, p10, p11, C)
+
+    # kg was written by other threads of this program.
+    tl.debug_barrier()
+    a00 = tl.trans(a00).to(dtype)
+    a10 = tl.trans(a10).to(dtype)
+    a11 = tl.trans(a11).to(dtype)
+    for i_k in range(KP // BK):
+        p_block = keys + p_chunk + 2 * C * KP + o_tile + i_k * BK + tl.arange(0, BK)[None, :]
+        k_g0 = tl.load(p_block)
+        k_g1 = tl.load(p_block + 16 * KP)
+        k_a0 = tl.dot(a10, k_g1, tl.dot(a00, k_g0, input_precision=DOT), input_precision=DOT)
+        k_a1 = tl.dot(a11, k_g1, input_precision=DOT)
+        tl.store(p_block, k_a0.to(dtype))
+        tl.store(p_block + 16 * KP, k_a1.to(dtype))
+
+
+@triton.jit
+def _store_square(p_square, b00, b01, b10, b11, C: tl.constexpr):
+    """Store a 32×32 matrix from its four 16×16 blocks."""
+    dtype = p_square.dtype.element_ty
+    tl.store(p_square, b00.to(dtype))
+    tl.store(p_square + 16, b01.to(dtype))
+    tl.store(p_square + 16 * C, b10.to(dtype))
+    tl.store(p_square + 16 * C + 16, b11.to(dtype))

@@ -1,0 +1,155 @@
+"""Sequential kernel of the forward: from ``prepare``'s tensors to outputs, final and intermediate states.
+
+    r = v − ke S        o = qg S + P r        S ← D ⊙ S + kAᵀ r
+
+The state is held transposed, Sᵀ [BV, KP] in float32 registers, so that it (and r) is the left operand of every product:
+wgmma takes left operands from registers, and no product waits for the state to pass through shared memory.
+
+Grid: (N · HV, ceil(V / BV)); one program a sequence, value head and block of BV value channels. Index arithmetic is
+int64 from the sequence up.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["T", "chunks", "s_vb", "s_ob"])
+def recurrence(
+    keys,  # [slots, HV, 3, C, KP]: a pointer, or a descriptor of [slots · HV · 3 · C, KP] with blocks [C, KP]
+    P,  # [slots, HV, C, C]: a pointer, or a descriptor of [slots · HV · C, C] with blocks [C, C]
+    D,  # [slots, HV, KP]
+    v,  # [B, T, HV, V]
+    o,  # [B, T, HV, V]
+    initial_state,  # [N or slots of a pool, HV, K, V] (or [..., V, K]) or None
+    final_state,  # likewise; the pool itself when indices is given
+    h,  # [B, NT, HV, K, V] (or [..., V, K]) contiguous, or None
+    cu_seqlens,  # [N + 1] or None
+    indices,  # [N] or None
+    T,
+    chunks,  # chunks of a dense sequence
+    s_vb,
+    s_vt,
+    s_vh,
+    s_ob,
+    s_ot,
+    s_oh,
+    s_in,
+    s_ih,
+    s_ik,
+    s_iv,
+    s_fn,
+    s_fh,
+    s_fk,
+    s_fv,
+    s_index,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    KP: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    UNIT: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    LAST_CONTIGUOUS: tl.constexpr,  # the states' last stride is 1
+    H_EVERY: tl.constexpr,  # a state goes to h every so many chunks
+    DESCRIPTORS: tl.constexpr,
+    STAGES: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    i_n = (tl.program_id(0) // HV).to(tl.int64)
+    i_h = (tl.program_id(0) % HV).to(tl.int64)
+    i_v = tl.program_id(1)
+    o_k = tl.arange(0, KP)
+    o_v = i_v * BV + tl.arange(0, BV)
+    o_r = tl.arange(0, C)
+    m_k = o_k < K
+    m_v = o_v < V
+
+    if cu_seqlens is None:
+        i_b = i_n * UNIT
+        bos = tl.zeros_like(i_n)
+        length = T
+        first_slot = i_n * chunks
+    else:
+        i_b = tl.zeros_like(i_n)
+        bos = tl.load(cu_seqlens + i_n).to(tl.int64)
+        length = (tl.load(cu_seqlens + i_n + 1).to(tl.int64) - bos).to(tl.int32)
+        first_slot = bos // C + i_n
+    i_state = i_n
+    if indices is not None:
+        i_state = tl.load(indices + i_n * s_index).to(tl.int64)
+        if i_state < 0:
+            return
+
+    if LAST_CONTIGUOUS:
+        if V_FIRST:
+            s_ik = 1
+            s_fk = 1
+        else:
+            s_iv = 1
+            s_fv = 1
+    m_state = m_v[:, None] & m_k[None, :]
+    S = tl.zeros([BV, KP], tl.float32)
+    if initial_state is not None:
+        p_state = initial_state + i_state * s_in + i_h * s_ih
+        p_state += o_v[:, None].to(tl.int64) * s_iv + o_k[None, :].to(tl.int64) * s_ik
+        S = tl.load(p_state, mask=m_state, other=0.0).to(tl.float32)
+
+    dtype = v.dtype.element_ty
+    p_v = v + i_b * s_vb + bos * s_vt + i_h * s_vh + o_v[None, :]
+    p_o = o + i_b * s_ob + bos * s_ot + i_h * s_oh + o_v[None, :]
+    if h is not None:
+        i_state_out = _first_state(cu_seqlens, i_n, C * H_EVERY, length)
+    for i in tl.range(0, tl.cdiv(length, C), num_stages=STAGES):
+        slot = (first_slot + i) * HV + i_h
+        row = slot * (3 * C)
+        if DESCRIPTORS:
+            k_e = keys.load([row.to(tl.int32), 0])
+            q_g = keys.load([(row + C).to(tl.int32), 0])
+            k_a = keys.load([(row + 2 * C).to(tl.int32), 0])
+            b_p = P.load([(slot * C).to(tl.int32), 0])
+        else:
+            p_keys = keys + row * KP + o_r[:, None] * KP + o_k[None, :]
+            k_e = tl.load(p_keys)
+            q_g = tl.load(p_keys + C * KP)
+            k_a = tl.load(p_keys + 2 * C * KP)
+            b_p = tl.load(P + slot * (C * C) + o_r[:, None] * C + o_r[None, :])
+        b_d = tl.load(D + slot * KP + o_k)
+        rows = i * C + o_r
+        m_o = (rows < length)[:, None] & m_v[None, :]
+        b_v = tl.load(p_v + rows[:, None].to(tl.int64) * s_vt, mask=m_o, other=0.0)
+        if h is not None:
+            if i % H_EVERY == 0:
+                p_h = h + ((i_state_out + i // H_EVERY) * HV + i_h) * (K * V)
+                if V_FIRST:
+                    p_h += o_v[:, None] * K + o_k[None, :]
+                else:
+                    p_h += o_v[:, None] + o_k[None, :] * V
+                tl.store(p_h, S.to(h.dtype.element_ty), mask=m_state)
+        b_s = S.to(dtype)
+        b_r = tl.trans(b_v).to(tl.float32) - tl.dot(b_s, tl.trans(k_e), input_precision=DOT)
+        b_o = tl.dot(b_s, tl.trans(q_g), input_precision=DOT)
+        b_r = b_r.to(dtype)
+        b_o = tl.dot(b_r, tl.trans(b_p), b_o, input_precision=DOT)
+        S = tl.dot(b_r, k_a, S * b_d[None, :], input_precision=DOT)
+        tl.store(p_o + rows[:, None].to(tl.int64) * s_ot, tl.trans(b_o.to(o.dtype.element_ty)), mask=m_o)
+
+    if final_state is not None:
+        p_state = final_state + i_state * s_fn + i_h * s_fh
+        p_state += o_v[:, None].to(tl.int64) * s_fv + o_k[None, :].to(tl.int64) * s_fk
+        tl.store(p_state, S.to(final_state.dtype.element_ty), mask=m_state)
+
+
+@triton.jit
+def _first_state(cu_seqlens, i_n, ROWS: tl.constexpr, length):
+    """Index in h of a sequence's first state: chunks of ROWS rows of the sequences before it."""
+    if cu_seqlens is None:
+        return i_n * ((length + ROWS - 1) // ROWS)
+    before = tl.zeros_like(i_n)
+    for i_first in range(0, i_n, 64):
+        o_n = i_first + tl.arange(0, 64)
+        m_n = o_n < i_n
+        begin = tl.load(cu_seqlens + o_n, mask=m_n, other=0).to(tl.int64)
+        end = tl.load(cu_seqlens + o_n + 1, mask=m_n, other=0).to(tl.int64)
+        before += tl.sum((end - begin + ROWS - 1) // ROWS)
+    return before

@@ -1,0 +1,79 @@
+"""Device functions for decays inside a tile of 16 rows, on matrix units, without a gather and without overflow.
+
+Every exponent that a tile needs (decay since the tile's start, decay to its end, decay to a reference row) is a sum of
+log decays over rows that row r selects, that is, a product of a 16×16 matrix of zeros and ones with the [16, BK]
+block of log2 decays. Such sums have terms of one sign, so they neither cancel nor turn inf − inf into NaN, and their
+result comes in the layout in which the matrix unit wants q and k scaled.
+"""
+
+import math
+
+import triton
+import triton.language as tl
+
+TILE = tl.constexpr(16)
+
+BOUND = tl.constexpr(-5.0)
+"""Least natural-log decay of a row for which the bounded form below holds."""
+
+BOUNDED_LOG2_DECAY = tl.constexpr(-5.0 / math.log(2))
+
+BOUNDED_SHIFT = tl.constexpr(float(round(8 * 5.0 / math.log(2))))
+"""With decays of at least BOUND a row, sums over a tile lie in [−115.5, 0] in log2 units; shifted by half of that,
+2^(x + shift) and its reciprocal both stay within 2^±58, far from the ends of what bf16 and fp32 can hold."""
+
+BOUNDED_SCALE = tl.constexpr(2.0 ** round(8 * 5.0 / math.log(2)))
+"""2^BOUNDED_SHIFT."""
+
+
+@triton.jit
+def split(y, TERMS: tl.constexpr):
+    """Split float32 into TERMS bfloat16 parts (8 significand bits each) that add up to it; TERMS = 1 leaves float32."""
+    if TERMS == 1:
+        return y, y, y
+    high = y.to(tl.bfloat16)
+    rest = y - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    low = middle
+    if TERMS == 3:
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    return high, middle, low
+
+
+@triton.jit
+def selected_sum(select, parts, TERMS: tl.constexpr):
+    """Sum over rows s of y[s, c] where select[r, s]: [16, BK] float32, from ``parts = split(y, TERMS)``."""
+    if TERMS == 1:
+        return tl.dot(select.to(tl.float32), parts[0], input_precision="ieee")
+    ones = select.to(tl.bfloat16)
+    total = tl.dot(ones, parts[0])
+    total = tl.dot(ones, parts[1], total)
+    if TERMS == 3:
+        total = tl.dot(ones, parts[2], total)
+    return total
+
+
+@triton.jit
+def through(r, s):
+    """Rows up to and including r: decay since the tile's start."""
+    return s[None, :] <= r[:, None]
+
+
+@triton.jit
+def after(r, s):
+    """Rows after r: decay from r to the tile's end."""
+    return s[None, :] > r[:, None]
+
+
+@triton.jit
+def to_reference(r, s, b: tl.constexpr):
+    """Rows between r and the last row of the first half of r's 2b-block (hierarchical reference point)."""
+    second = (r // b) % 2 == 1
+    between = tl.where(second[:, None], s[None, :] <= r[:, None], s[None, :] > r[:, None])
+    return between & (r[:, None] // b == s[None, :] // b)
+
+
+@triton.jit
+def straddles(r, s, b: tl.constexpr):
+    """Pairs (r, s) of one 2b-block with r in its second half and s in its first."""
+    return (r[:, None] // (2 * b) == s[None, :] // (2 * b)) & (r[:, None] // b > s[None, :] // b)

@@ -1,0 +1,64 @@
+"""Device functions for the gate, beta and row norms; log decays are in log2 units, so that ``exp2`` undoes them.
+
+Source of the gates: Kimi Linear, arXiv 2510.26692; K3's bounded form is ``lower_bound · sigmoid(exp(A_log) · x)``.
+"""
+
+import math
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1 / math.log(2))
+LOG_2 = tl.constexpr(math.log(2))
+
+LOG2_DECAY_FLOOR = tl.constexpr(-1e30)
+"""Stands for −inf: sums of it stay finite, and 0 · floor is 0 where 0 · −inf would be NaN."""
+
+NORM_EPS = tl.constexpr(1e-6)
+"""Added to the sum of squares of a q or k row, as in every KDA implementation."""
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(−x)); exp may overflow to inf, whose reciprocal is the right 0."""
+    return 1.0 / (1.0 + tl.exp2(x * -LOG2_E))
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)), to a few units in the last place for every x."""
+    u = tl.exp2(tl.abs(x) * -LOG2_E)
+    # log(1 + u) loses u's low digits once u is small; there three terms of the series are exact in fp32.
+    tail = tl.where(u < 2e-3, u * (1.0 - u * (0.5 - u * (1.0 / 3.0))), tl.log2(1.0 + u) * LOG_2)
+    return tl.maximum(x, 0.0) + tail
+
+
+@triton.jit
+def log2_decay(b_g, a, bias, lower_bound, GATE: tl.constexpr):
+    """Log2 decay of a block of g, float32, floored so that it is finite (NaN stays NaN).
+
+    Args:
+        b_g: float32 block of g.
+        a: exp(A_log), or 1; unused without a gate.
+        bias: dt_bias, broadcastable, or 0; unused without a gate.
+        lower_bound: bound of the bounded gate; unused otherwise.
+        GATE: "none" (g is the natural-log decay), "softplus" or "bounded".
+    """
+    if GATE == "softplus":
+        y = (a * -LOG2_E) * softplus(b_g + bias)
+    elif GATE == "bounded":
+        y = (lower_bound * LOG2_E) * sigmoid(a * (b_g + bias))
+    else:
+        y = b_g * LOG2_E
+    return tl.where(y < LOG2_DECAY_FLOOR, LOG2_DECAY_FLOOR, y)
+
+
+@triton.jit
+def write_strength(b_beta, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr):
+    """beta in float32 from what the caller gave: the value itself, or logits; doubled for negative eigenvalues."""
+    b_beta = b_beta.to(tl.float32)
+    if SIGMOID:
+        b_beta = sigmoid(b_beta)
+    if NEG_EIGVAL:
+        b_beta = 2.0 * b_beta
+    return b_beta
