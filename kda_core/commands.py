@@ -1,0 +1,306 @@
+"""The commands of ``kda``: ``info``, ``explain`` and ``verify``. Needs the extra ``cli`` (typer and rich).
+
+Exit status: 0 when all is well, 1 when a call is not served or a check fails, 2 for bad arguments.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import time
+from collections.abc import Iterable
+from typing import Annotated, Any, NoReturn
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import kda_core
+from kda_core import cli, platforms, plugins
+from kda_core.capabilities import Available, Unavailable
+from kda_core.errors import BackendNotFound, BrokenBackend, KdaError, UnsupportedCall
+from kda_core.example_call import TENSORS, CallShape, example_call
+
+EXIT_NOT_SERVED = 1
+CPU_WHEEL = platforms.WHEEL_OF_RUNTIME["cpu"]
+OPS: dict[str, Any] = {
+    "chunk_kda": kda_core.chunk_kda,
+    "fused_recurrent_kda": kda_core.fused_recurrent_kda,
+    "kda_gate": kda_core.kda_gate,
+}
+CALL_OPTIONS = sorted(
+    {name for function in OPS.values() for name in inspect.signature(function).parameters}
+    - {*TENSORS, "cp_context", "backend"}
+)
+"""Arguments of the public functions that are plain values; each is an option of ``explain`` under its own name."""
+STYLES = {
+    **dict.fromkeys(("chosen", "available", "passed"), "green"),
+    **dict.fromkeys(("refused", "unavailable", "not installed"), "yellow"),
+    **dict.fromkeys(("broken", "incompatible", "conflict", "FAILED"), "red"),
+}
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    # The rich help cuts long option names off on a narrow terminal.
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Kimi Delta Attention: what is installed, which backend serves a call, and whether it is right.",
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+BackendName = Annotated[str | None, typer.Option(help="Name of the backend; no other one is tried.")]
+DeviceName = Annotated[str | None, typer.Option(help="A torch device; the best one when left out.")]
+
+
+def _print_json(data: Any) -> None:
+    typer.echo(json.dumps(data, indent=2))
+
+
+def _print_table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(f"[{STYLES[cell]}]{cell}[/]" if cell in STYLES else escape(cell) for cell in row))
+    Console().print(table)
+
+
+@app.command()
+def info(as_json: AsJson = False) -> None:
+    """Show versions, devices, every backend with its state and reason, entry points and environment variables."""
+    found = cli.info()
+    if as_json:
+        _print_json(found)
+        return
+    _print_table("Versions", ("what", "version"), [(n, v or "none") for n, v in found["versions"].items()])
+    default = found["default_device"]
+    devices = [(d["device"], d["name"], "default" if d["device"] == default else "") for d in found["devices"]]
+    _print_table("Devices", ("device", "name", ""), devices)
+    if default is None:
+        Console().print(escape(found["default_device_reason"]))
+    backends = [row for backend in found["backends"] for row in _backend_rows(backend)]
+    _print_table("Backends", ("backend", "device", "state", "priority", "about"), backends)
+    entry_points = [(e["name"], e["value"], e["distribution"] or "") for e in found["entry_points"]]
+    _print_table("Entry points", ("name", "module", "distribution"), entry_points)
+    environment = [
+        (name, "(unset)" if value is None else value, cli.ENVIRONMENT_VARIABLES[name])
+        for name, value in found["environment"].items()
+    ]
+    _print_table("Environment", ("variable", "value", "meaning"), environment)
+    flags = ", ".join(name for name, value in found["platform"].items() if value)
+    Console().print(f"Platform flags that are set: {flags or 'none'}")
+
+
+def _backend_rows(backend: dict[str, Any]) -> list[tuple[str, ...]]:
+    """One row for each device that a loaded backend was asked about, or one with the reason why it is not loaded."""
+    title = f"{backend['name']} {backend.get('version', '')}".rstrip()
+    if backend["state"] != "loaded":
+        return [(title, "", backend["state"], "", backend["reason"])]
+    priority = "if named" if backend["priority"] is None else str(backend["priority"])
+    return [
+        (
+            title,
+            answer["device"],
+            "available" if answer["available"] else "unavailable",
+            priority,
+            answer["detail"] or backend["summary"],
+        )
+        for answer in backend["availability"]
+    ]
+
+
+@app.command()
+def explain(
+    ctx: typer.Context,
+    op: Annotated[str, typer.Option(help="chunk_kda, fused_recurrent_kda or kda_gate.")] = "chunk_kda",
+    shape: Annotated[str, typer.Option(metavar="B,T,H,K,V", help="Sizes of the call.")] = "1,128,2,64,64",
+    hv: Annotated[int | None, typer.Option(min=1, help="Value heads HV; H when left out.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of q, k and v: bfloat16, float16, float32 or float64.")] = "float32",
+    gate_dtype: Annotated[str | None, typer.Option(help="Of g and beta; that of q when left out.")] = None,
+    state_dtype: Annotated[str, typer.Option(help="Of the initial state or the pool.")] = "float32",
+    device: DeviceName = None,
+    strided: Annotated[bool, typer.Option("--strided", help="q, k and v are slices of wider tensors.")] = False,
+    backward: Annotated[bool, typer.Option("--backward", help="The inputs require a gradient.")] = False,
+    varlen: Annotated[str | None, typer.Option(metavar="0,5,9", help="cu_seqlens of packed sequences.")] = None,
+    slots: Annotated[int | None, typer.Option(min=0, help="Size of a pool, with ssm_state_indices.")] = None,
+    slots_per_sequence: Annotated[int, typer.Option(min=1, help="Columns 1+S of ssm_state_indices.")] = 1,
+    a_log: Annotated[bool | None, typer.Option(help="Pass A_log; left out: where the gate needs it.")] = None,
+    dt_bias: Annotated[bool, typer.Option("--dt-bias", help="Pass dt_bias.")] = False,
+    initial_state: Annotated[bool, typer.Option("--initial-state", help="Pass an initial state.")] = False,
+    cu_seqlens_cpu: Annotated[
+        bool, typer.Option("--cu-seqlens-cpu", help="Pass the copy of cu_seqlens on the CPU.")
+    ] = False,
+    num_accepted_tokens: Annotated[
+        bool, typer.Option("--num-accepted-tokens", help="Pass num_accepted_tokens.")
+    ] = False,
+    out: Annotated[bool, typer.Option("--out", help="Pass an output buffer.")] = False,
+    cp_context: Annotated[bool, typer.Option("--cp-context", help="Pass a context-parallel context.")] = False,
+    scale: float | None = None,
+    lower_bound: float | None = None,
+    chunk_size: int = 64,
+    pad_slot_id: int = -1,
+    max_num_seqs: Annotated[int | None, typer.Option(min=0)] = None,
+    output_final_state: Annotated[bool, typer.Option("--output-final-state")] = False,
+    use_qk_l2norm_in_kernel: Annotated[bool, typer.Option("--use-qk-l2norm-in-kernel")] = False,
+    use_gate_in_kernel: Annotated[bool, typer.Option("--use-gate-in-kernel")] = False,
+    use_beta_sigmoid_in_kernel: Annotated[bool, typer.Option("--use-beta-sigmoid-in-kernel")] = False,
+    allow_neg_eigval: Annotated[bool, typer.Option("--allow-neg-eigval")] = False,
+    safe_gate: Annotated[bool, typer.Option("--safe-gate")] = False,
+    disable_recompute: Annotated[bool, typer.Option("--disable-recompute")] = False,
+    return_intermediate_states: Annotated[bool, typer.Option("--return-intermediate-states")] = False,
+    state_v_first: Annotated[bool, typer.Option("--state-v-first")] = False,
+    transpose_state_layout: Annotated[bool, typer.Option("--transpose-state-layout")] = False,
+    inplace_final_state: Annotated[bool, typer.Option("--inplace-final-state")] = False,
+    use_graph: Annotated[bool, typer.Option("--use-graph")] = False,
+    backend: BackendName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say which backend would serve a call, and why the others would not; runs nothing.
+
+    Exit status: 0 when a backend serves it, 1 when none does, 2 when the call itself is wrong.
+    """
+    if op not in OPS:
+        raise typer.BadParameter(f"expected one of {', '.join(OPS)}, got {op!r}", param_hint="--op")
+    if a_log is None:
+        a_log = (use_gate_in_kernel or op == "kda_gate") and lower_bound is None
+    tensors = {
+        "A_log": a_log,
+        "dt_bias": dt_bias,
+        "initial_state": initial_state or slots is not None,
+        "cu_seqlens": varlen is not None,
+        "cu_seqlens_cpu": cu_seqlens_cpu,
+        "ssm_state_indices": slots is not None,
+        "num_accepted_tokens": num_accepted_tokens,
+        "out": out,
+    }
+    # Only what the user wrote is passed on, so that the defaults are those of the call itself.
+    options = {name: ctx.params[name] for name in CALL_OPTIONS if _is_written(ctx, name)}
+    if cp_context:
+        options["cp_context"] = object()
+    try:
+        call_shape = CallShape(
+            sizes=_sizes(shape),
+            HV=hv,
+            dtype=dtype,
+            gate_dtype=gate_dtype,
+            state_dtype=state_dtype,
+            device=_device(device),
+            bounds=None if varlen is None else _integers(varlen),
+            slots=slots,
+            slots_per_sequence=slots_per_sequence,
+            strided=strided,
+            backward=backward,
+            present=frozenset(name for name, passed in tensors.items() if passed),
+        )
+        explanation = kda_core.explain(**example_call(OPS[op], call_shape, options), op=op, backend=backend)
+    except (BackendNotFound, BrokenBackend) as error:
+        _fail(str(error), EXIT_NOT_SERVED)
+    except (ValueError, TypeError) as error:
+        _fail(str(error), cli.EXIT_BAD_ARGUMENTS)
+    if as_json:
+        verdicts = [{"backend": v.backend, "status": v.status, "reason": v.reason} for v in explanation.verdicts]
+        _print_json({"op": explanation.op, "chosen": explanation.chosen, "verdicts": verdicts})
+    else:
+        title = f"{op} is served by {explanation.chosen}" if explanation.chosen else f"no backend serves this {op}"
+        rows = [(v.backend, v.status, v.reason) for v in explanation.verdicts]
+        _print_table(title, ("backend", "verdict", "reason"), rows)
+    if explanation.chosen is None:
+        raise typer.Exit(EXIT_NOT_SERVED)
+
+
+@app.command()
+def verify(backend: BackendName = None, device: DeviceName = None, as_json: AsJson = False) -> None:
+    """Compare a backend with the float64 oracle on the conformance kit's quick cases.
+
+    Without --backend: every installed backend that can run on the device. Exit status: 0 when every output
+    is within its budget, 1 when one is not or nothing could be run, 2 for bad arguments.
+    """
+    # Imported here: the kit's cases take longer to load than the other commands take to run.
+    from kda_core.testing import verify as kit
+
+    started = time.perf_counter()
+    try:
+        names, where = _to_verify(backend, device)
+        with Console(stderr=True).status(f"checking {', '.join(names)} on {where}"):
+            rows = {name: list(kit.run(name, where)) for name in names}
+    except KdaError as error:
+        _fail(str(error), EXIT_NOT_SERVED)
+    except ValueError as error:
+        _fail(str(error), cli.EXIT_BAD_ARGUMENTS)
+    checked = [row for name in names for row in rows[name]]
+    failed = sum(not row.passed for row in checked)
+    if as_json:
+        _print_json({"device": str(where), "backends": {n: [_row(r) for r in rows[n]] for n in names}})
+    else:
+        for name in names:
+            _print_table(
+                f"{name} on {where}, against the float64 oracle",
+                ("case", "output", "error", "budget", "verdict"),
+                [(r.case, r.output, f"{r.error:.1e}", f"{r.budget:.1e}", _verdict(r)) for r in rows[name]],
+            )
+        seconds = time.perf_counter() - started
+        typer.echo(f"{len(checked) - failed} of {len(checked)} outputs within their budgets, in {seconds:.1f} s")
+    # A check that compared nothing has shown nothing.
+    if failed or not checked:
+        raise typer.Exit(EXIT_NOT_SERVED)
+
+
+def _row(row: Any) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in ("case", "output", "error", "budget", "passed")}
+
+
+def _verdict(row: Any) -> str:
+    return "passed" if row.passed else "FAILED"
+
+
+def _to_verify(name: str | None, device: str | None) -> tuple[list[str], torch.device]:
+    """Which backends to check, and where; UnsupportedCall when none can run there."""
+    found = plugins.registry.backends if name is None else (plugins.registry.named(name),)
+    wanted = cli.machine_devices() if device is None else [_device(device)]
+    reasons = []
+    for where in wanted:
+        answers = {b.info.name: b.availability(where) for b in found if name is not None or b.info.priority is not None}
+        if able := [own for own, answer in answers.items() if isinstance(answer, Available)]:
+            return able, where
+        reasons += [f"{own} on {where}: {a.reason}" for own, a in answers.items() if isinstance(a, Unavailable)]
+    raise UnsupportedCall("; ".join(reasons) or f"no backend is installed: {platforms.install_command(CPU_WHEEL)}")
+
+
+def _is_written(ctx: typer.Context, name: str) -> bool:
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"expected whole numbers with commas between them, got {text!r}") from None
+
+
+def _sizes(text: str) -> tuple[int, int, int, int, int]:
+    numbers = _integers(text)
+    if len(numbers) != 5 or min(numbers) < 0:
+        raise ValueError(f"--shape: expected five sizes B,T,H,K,V, got {text!r}")
+    return numbers  # type: ignore[return-value]  # the length was checked
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        try:
+            return kda_core.default_device()
+        except UnsupportedCall:
+            return cli.machine_devices()[0]
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device: expected a torch device such as cpu or cuda:0, got {name!r}") from None
+
+
+def _fail(message: str, status: int) -> NoReturn:
+    typer.echo(message, err=True)
+    raise typer.Exit(status)

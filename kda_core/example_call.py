@@ -1,0 +1,133 @@
+"""The arguments of a call, made out of sizes and switches: what ``kda explain`` asks about.
+
+The tensors are fake: a call of any size, on a device that this machine may not have, takes no memory.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kda_core import checks
+
+DATA_DTYPES = {str(d).removeprefix("torch."): d for d in checks.DATA_DTYPES}
+DATA = ("q", "k", "v", "g", "beta")
+DIFFERENTIABLE = (*DATA, "A_log", "dt_bias", "initial_state")
+TENSORS = (*DIFFERENTIABLE, "cu_seqlens", "cu_seqlens_cpu", "ssm_state_indices", "num_accepted_tokens", "out")
+"""Arguments of the public functions that are tensors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallShape:
+    """Sizes, dtypes and the tensors that are there; everything about a call that is not one of its own options.
+
+    Attributes:
+        sizes: B, T, H, K, V.
+        HV: value heads; None: H.
+        dtype: of q, k, v and out.
+        gate_dtype: of g and beta; None: that of q.
+        state_dtype: of the initial state or the pool.
+        device: of every tensor but ``cu_seqlens_cpu``.
+        bounds: values of ``cu_seqlens``, or None.
+        slots: size of the pool that ``ssm_state_indices`` points into, or None.
+        slots_per_sequence: columns of ``ssm_state_indices``.
+        strided: q, k and v are slices of wider tensors.
+        backward: floating inputs require a gradient.
+        present: names of the optional tensors to pass.
+    """
+
+    sizes: tuple[int, int, int, int, int]
+    HV: int | None = None
+    dtype: str = "float32"
+    gate_dtype: str | None = None
+    state_dtype: str = "float32"
+    device: torch.device
+    bounds: tuple[int, ...] | None = None
+    slots: int | None = None
+    slots_per_sequence: int = 1
+    strided: bool = False
+    backward: bool = False
+    present: frozenset[str] = frozenset()
+
+
+def example_call(function: Callable[..., Any], shape: CallShape, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of ``function`` (a public function of kda_core).
+
+    Args:
+        function: ``chunk_kda``, ``fused_recurrent_kda`` or ``kda_gate``.
+        shape: its tensors.
+        options: its other arguments.
+
+    Raises:
+        ValueError: a size, a dtype or ``bounds`` is wrong, or the function has no such argument.
+    """
+    parameters = inspect.signature(function).parameters
+    asked = {*shape.present, *options}
+    # kda_gate takes g alone of the data; whatever else a function does not take was asked for by mistake.
+    if unknown := sorted(asked - parameters.keys()):
+        raise ValueError(f"{', '.join(unknown)}: not taken by {function.__name__}")
+    v_first = bool(options.get("state_v_first") or options.get("transpose_state_layout"))
+    passed = {name: t for name, t in _tensors(shape, v_first).items() if name in (*DATA, *shape.present)}
+    return {name: value for name, value in (passed | dict(options)).items() if name in parameters}
+
+
+def _tensors(shape: CallShape, v_first: bool) -> dict[str, Tensor]:
+    B, T, H, K, V = shape.sizes
+    HV = H if shape.HV is None else shape.HV
+    data, state_dtype = _dtype(shape.dtype), _dtype(shape.state_dtype)
+    gate_data = data if shape.gate_dtype is None else _dtype(shape.gate_dtype)
+    _check_bounds(shape)
+    N = B if shape.bounds is None else len(shape.bounds) - 1
+    rows = N if shape.slots is None else shape.slots
+
+    def tensor(*size: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=shape.device)
+
+    def activation(*size: int) -> Tensor:
+        if not shape.strided:
+            return tensor(*size, dtype=data)
+        wider = tensor(*size[:-1], 2 * size[-1], dtype=data)
+        return torch.empty_strided(size, wider.stride(), dtype=data, device=shape.device)
+
+    with FakeTensorMode():
+        made = {
+            "q": activation(B, T, H, K),
+            "k": activation(B, T, H, K),
+            "v": activation(B, T, HV, V),
+            "g": tensor(B, T, HV, K, dtype=gate_data),
+            "beta": tensor(B, T, HV, dtype=gate_data),
+            "A_log": tensor(HV, dtype=torch.float32),
+            "dt_bias": tensor(HV, K, dtype=torch.float32),
+            "initial_state": tensor(rows, HV, *((V, K) if v_first else (K, V)), dtype=state_dtype),
+            "ssm_state_indices": tensor(N, shape.slots_per_sequence, dtype=torch.int64),
+            "num_accepted_tokens": tensor(N, dtype=torch.int32),
+            "cu_seqlens": tensor(N + 1, dtype=torch.int64),
+            "cu_seqlens_cpu": torch.empty(N + 1, dtype=torch.int64),
+            "out": tensor(B, T, HV, V, dtype=data),
+        }
+        # Last: no view may follow, for recording one on a device that torch was not built for ends the process.
+        for name in DIFFERENTIABLE:
+            made[name].requires_grad_(shape.backward)
+    return made
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in DATA_DTYPES:
+        raise ValueError(f"dtype: expected one of {', '.join(DATA_DTYPES)}, got {name!r}")
+    return DATA_DTYPES[name]
+
+
+def _check_bounds(shape: CallShape) -> None:
+    """Fake tensors hold no values for the call's own checks to look at."""
+    bounds, T = shape.bounds, shape.sizes[1]
+    if bounds is None:
+        return
+    if not bounds or bounds[0] != 0 or bounds[-1] > T or any(b < a for a, b in itertools.pairwise(bounds)):
+        raise ValueError(f"cu_seqlens: expected values from 0 to at most T = {T} that do not decrease, got {bounds}")
