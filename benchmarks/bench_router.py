@@ -1,0 +1,221 @@
+"""What kda_core adds to a call and to ``import torch``.
+
+    python benchmarks/bench_router.py [--json FILE] [--import-limit-ms MS] [--call-limit-us US]
+
+A null backend answers every call with tensors made beforehand. What the router adds is the time of the
+public call minus that of the backend's hook called directly with the same request. Each figure is the
+median over many batches of calls (``least``: that of the quickest batch); public and direct calls
+alternate batch by batch, so that both meet the same machine. The import is timed in fresh processes that
+have imported torch already.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from packaging.specifiers import SpecifierSet
+
+import kda_core
+from kda_core.capabilities import Available, BackendInfo, Capabilities, Feature
+from kda_core.hookspecs import hookimpl
+from kda_core.plugins import registry
+from kda_core.request import ForwardResult
+
+TARGET_CALL_US = 10.0
+TARGET_IMPORT_MS = 50.0
+NO_BACKWARD = {Feature.BACKWARD, Feature.RECURRENT_BACKWARD, Feature.GATE_BACKWARD, Feature.STATE_GRADIENT}
+
+# The child imports torch first, and then times what kda_core adds to it.
+IMPORT_SCRIPT = """
+import time, torch
+start = time.perf_counter()
+import kda_core
+print(time.perf_counter() - start)
+"""
+
+
+class NullBackend:
+    """Accepts everything that needs no gradient and computes nothing."""
+
+    def __init__(self) -> None:
+        self.result: object = None
+        self.request: object = None
+
+    @hookimpl
+    def kda_core_backend(self) -> BackendInfo:
+        capabilities = Capabilities(frozenset(Feature) - NO_BACKWARD, frozenset({torch.float32, torch.bfloat16}))
+        return BackendInfo("null", "1.0", SpecifierSet("~=1.0"), ("cpu",), 1_000_000, capabilities)
+
+    @hookimpl
+    def kda_core_availability(self, device):
+        return Available()
+
+    @hookimpl
+    def kda_core_reject(self, request):
+        return None
+
+    @hookimpl
+    def kda_core_chunk_forward(self, request):
+        self.request = request
+        return self.result
+
+    @hookimpl
+    def kda_core_recurrent_forward(self, request):
+        self.request = request
+        return self.result
+
+    @hookimpl
+    def kda_core_gate_forward(self, request):
+        self.request = request
+        return self.result
+
+
+@contextmanager
+def null_backend():
+    backend = NullBackend()
+    registry.load()
+    entry = registry.register(backend)
+    if entry.state != "loaded":
+        raise RuntimeError(f"the null backend is {entry.state}: {entry.reason}")
+    try:
+        yield backend
+    finally:
+        registry.unregister("null")
+
+
+def calls() -> dict[str, tuple[str, Callable[[], object], object]]:
+    """Name -> (hook, public call, the null backend's answer)."""
+    B, T, H, K = 8, 1, 4, 64
+    q, k, v = (torch.zeros(B, T, H, K) for _ in range(3))
+    g, beta = torch.zeros(B, T, H, K), torch.zeros(B, T, H)
+    A_log, dt_bias = torch.zeros(H), torch.zeros(H, K)
+    state, pool = torch.zeros(B, H, K, K), torch.zeros(2 * B, H, K, K)
+    indices, out = torch.arange(B), torch.empty_like(v)
+    packed = tuple(t.reshape(1, B * T, *t.shape[2:]) for t in (q, k, v, g, beta))
+    cu_seqlens = torch.arange(B + 1)
+    in_kernel = {
+        "use_qk_l2norm_in_kernel": True,
+        "use_gate_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True,
+        "A_log": A_log,
+        "dt_bias": dt_bias,
+    }
+    answer, with_state = ForwardResult(v), ForwardResult(v, state)
+    chunk, recurrent, gate = "kda_core_chunk_forward", "kda_core_recurrent_forward", "kda_core_gate_forward"
+    return {
+        "chunk_kda, no option": (chunk, lambda: kda_core.chunk_kda(q, k, v, g, beta), answer),
+        "chunk_kda, backend named": (chunk, lambda: kda_core.chunk_kda(q, k, v, g, beta, backend="null"), answer),
+        "chunk_kda, all in the kernel, states": (
+            chunk,
+            lambda: kda_core.chunk_kda(
+                q, k, v, g, beta, initial_state=state, output_final_state=True, **in_kernel, lower_bound=-5.0
+            ),
+            with_state,
+        ),
+        "chunk_kda, packed": (chunk, lambda: kda_core.chunk_kda(*packed, cu_seqlens=cu_seqlens), answer),
+        "fused_recurrent_kda, no option": (
+            recurrent,
+            lambda: kda_core.fused_recurrent_kda(q, k, v, g, beta),
+            answer,
+        ),
+        "fused_recurrent_kda, decode over a pool": (
+            recurrent,
+            lambda: kda_core.fused_recurrent_kda(
+                q, k, v, g, beta, initial_state=pool, ssm_state_indices=indices, out=out, **in_kernel
+            ),
+            ForwardResult(out),
+        ),
+        "kda_gate": (gate, lambda: kda_core.kda_gate(g, A_log, dt_bias), torch.zeros_like(g)),
+    }
+
+
+def batch_us(function: Callable[[], object], calls_a_batch: int) -> float:
+    """Processor time of a call in microseconds: a call waits for nothing, and other processes must not count."""
+    start = time.thread_time_ns()
+    for _ in range(calls_a_batch):
+        function()
+    return (time.thread_time_ns() - start) / calls_a_batch / 1e3
+
+
+def added_by_the_router(batches: int, calls_a_batch: int) -> list[dict[str, float | str]]:
+    """A row for each kind of call, in microseconds a call."""
+    rows: list[dict[str, float | str]] = []
+    with null_backend() as backend, torch.no_grad():
+        for name, (hook, call, result) in calls().items():
+            backend.result = result
+            call()
+            request, implementation = backend.request, getattr(backend, hook)
+
+            def direct(implementation=implementation, request=request) -> object:
+                return implementation(request=request)
+
+            pairs = [(batch_us(call, calls_a_batch), batch_us(direct, calls_a_batch)) for _ in range(batches)]
+            public, hook_alone = zip(*pairs, strict=True)
+            rows.append(
+                {
+                    "call": name,
+                    "public_us": statistics.median(public),
+                    "direct_us": statistics.median(hook_alone),
+                    "added_us": statistics.median(p - h for p, h in pairs),
+                    "least_us": min(public) - min(hook_alone),
+                }
+            )
+    return rows
+
+
+def import_ms(processes: int) -> list[float]:
+    """Milliseconds that ``import kda_core`` takes after ``import torch``, sorted, one fresh process each."""
+    found = []
+    for i in range(processes + 1):
+        child = subprocess.run([sys.executable, "-c", IMPORT_SCRIPT], capture_output=True, text=True, check=True)
+        if i:  # the first one may still compile bytecode
+            found.append(float(child.stdout) * 1e3)
+    return sorted(found)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, default=300)
+    parser.add_argument("--calls", type=int, default=200, help="calls a batch")
+    parser.add_argument("--processes", type=int, default=9, help="fresh processes that time the import")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--call-limit-us", type=float, help="fail when the plainest call costs more")
+    parser.add_argument("--import-limit-ms", type=float, help="fail when the import's median is more")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+
+    rows = added_by_the_router(options.batches, options.calls)
+    print(f"{'':42}{'public':>10}{'hook alone':>12}{'added':>10}{'least':>10}   (µs a call)")
+    for r in rows:
+        print(f"{r['call']:42}{r['public_us']:10.2f}{r['direct_us']:12.2f}{r['added_us']:10.2f}{r['least_us']:10.2f}")
+    print(f"target: below {TARGET_CALL_US:.0f} µs added\n")
+
+    imports = import_ms(options.processes)
+    median = statistics.median(imports)
+    print(f"import kda_core after import torch: median {median:.1f} ms, least {imports[0]:.1f}, most {imports[-1]:.1f}")
+    print(f"target: below {TARGET_IMPORT_MS:.0f} ms")
+    if options.json is not None:
+        options.json.write_text(json.dumps({"torch": torch.__version__, "calls": rows, "import_ms": imports}, indent=2))
+    too_slow = [
+        f"{what}: {figure:.1f} is above the limit {limit:.1f}"
+        for what, figure, limit in (
+            ("µs added to a call", rows[0]["added_us"], options.call_limit_us),
+            ("ms of import", median, options.import_limit_ms),
+        )
+        if limit is not None and figure > limit
+    ]
+    print(*too_slow, sep="\n", file=sys.stderr, end="\n" if too_slow else "")
+    return 1 if too_slow else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
