@@ -1,0 +1,242 @@
+"""``chunk_kda`` backward, derived by hand.
+
+With the forward's notation (chunk_forward.py, levels.py), from do and the gradient dS of the state after the chunk:
+
+    dv_new = Mᵀ do + (k'⊙exp(G_C − G)) dS      dr = Aᵀ dv_new
+    d(q'⊙exp G) = do Sᵀ     d(βk'⊙exp G) = −dr Sᵀ     d(k'⊙exp(G_C − G)) = v_new dSᵀ
+    dM = do v_newᵀ          dL = −dr v_newᵀ           d log exp(G_C) = exp(G_C) ⊙ Σ_v S⊙dS
+    dS ← exp(G_C)⊙dS + (q'⊙exp G)ᵀ do − (βk'⊙exp G)ᵀ dr
+
+(dL = −Aᵀ(dv_new rᵀ)Aᵀ = −dr v_newᵀ: A's gradient is never formed.) With D = (do, −dr) interleaved like X, the three
+pairs above are D Sᵀ, D v_newᵀ and XᵀD: one product each. Only dv_new, dr and dS are sequential; they are scanned
+from the last chunk to the first with all lanes of a group in one batch, everything else is done for a window at once.
+levels.py takes the gradients of the decayed rows and of M and L back to q', k' and γ.
+
+The states at chunk starts come from the forward; M, A and v_new are computed again unless ``disable_recompute``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kda_core.request import BackwardResult, Request
+from kda_core_cpu.chunk_forward import Saved, chunk_forward
+from kda_core_cpu.inputs import RowInputs, inverse_norm_backward
+from kda_core_cpu.launch import Sequences, Window, Workspace, lane_budget, lane_groups, rows_per_chunk, window_budget
+from kda_core_cpu.levels import pairwise, pairwise_backward
+from kda_core_cpu.states import key_first
+
+_ROW_INPUTS = frozenset({"q", "k", "g", "beta", "A_log", "dt_bias"})
+"""Inputs whose gradient needs that of the decayed rows."""
+
+_BACKWARD_SHARE = 2
+"""A backward window keeps about twice as many operands as a forward one, so it has half the chunks."""
+
+
+def chunk_backward(request: Request) -> BackwardResult:
+    """Gradients of ``chunk_kda`` for the inputs in ``request.needs_grad``."""
+    C = rows_per_chunk(request)
+    sequences = Sequences.of(request, C)
+    saved = Saved.of(request.saved)
+    workspace, inputs = Workspace(request.compute_dtype), RowInputs(request)
+    grads = _Gradients(request)
+    budget = max(1, window_budget(request, C) // _BACKWARD_SHARE)
+    for group in lane_groups(sequences, request, C, lane_budget(request)):
+        dS = torch.zeros(len(group.ids), group.n_heads, request.K, request.V, dtype=request.compute_dtype)
+        if request.grad_final_state is not None:
+            dS.copy_(group.rows_of(key_first(request.grad_final_state, request)))
+        lanes = dS.flatten(0, 1)
+        for i0, i1 in reversed(group.windows(budget)):
+            _Backstep(workspace, inputs, group.window(i0, i1), saved, grads).run(lanes)
+        if grads.initial_state is not None:
+            index = group.ids if group.span is None else group.span
+            grads.initial_state[index, group.heads] = dS.to(grads.initial_state.dtype)
+    return grads.result()
+
+
+def recurrent_backward(request: Request) -> BackwardResult:
+    """Gradients of ``fused_recurrent_kda``: the same function of the same inputs, so the chunk form serves it."""
+    forward = replace(
+        request,
+        save_for_backward=True,
+        output_final_state=False,
+        return_intermediate_states=False,
+        disable_recompute=False,
+        out=None,
+        saved=(),
+        grad_o=None,
+        grad_final_state=None,
+        needs_grad=frozenset(),
+    )
+    return chunk_backward(replace(request, disable_recompute=False, saved=chunk_forward(forward).saved))
+
+
+class _Gradients:
+    """Gradients by input, filled window by window; None where none is asked for."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.rows = bool(request.needs_grad & _ROW_INPUTS)
+        self.decay = bool(request.needs_grad & {"g", "A_log", "dt_bias"})
+        self.tensors: dict[str, Tensor] = {}
+        for name in ("q", "k", "v", "g", "beta", "initial_state"):
+            if name in request.needs_grad:
+                like = getattr(request, name)
+                # Rows that belong to no sequence have no gradient; only packed layouts have such rows.
+                make = torch.empty if request.cu_seqlens is None or name == "initial_state" else torch.zeros
+                self.tensors[name] = make(like.shape, dtype=like.dtype)
+        # Sums over all tokens stay in the compute dtype until the end.
+        if "A_log" in request.needs_grad:
+            self.tensors["A_log"] = torch.zeros(request.HV, dtype=request.compute_dtype)
+        if "dt_bias" in request.needs_grad:
+            self.tensors["dt_bias"] = torch.zeros(request.HV, request.K, dtype=request.compute_dtype)
+        initial = self.tensors.get("initial_state")
+        self.initial_state = None if initial is None else key_first(initial, request)
+
+    def store(self, name: str, window: Window, x: Tensor, shared: int = 1) -> None:
+        """Write rows [Z, C, D]; ``shared`` value heads that read one query/key head are summed."""
+        if name not in self.tensors:
+            return
+        if shared > 1:
+            x = x.unflatten(0, (-1, shared)).sum(1)
+        into = self.tensors[name]
+        window.store(x, into.unsqueeze(-1) if name == "beta" else into, shared)
+
+    def add(self, name: str, window: Window, x: Tensor) -> None:
+        """Add sums over a window's tokens to a parameter's gradient."""
+        if name in self.tensors:
+            self.tensors[name][window.group.heads] += x
+
+    def result(self) -> BackwardResult:
+        grads = dict(self.tensors)
+        for name in ("A_log", "dt_bias"):
+            if name in grads:
+                grads[name] = grads[name].to(getattr(self.request, name).dtype)
+        return BackwardResult(grads)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of a window before any decay (inputs.py): what turns their gradients back into those of the inputs."""
+
+    q: Tensor
+    q_inverse_norm: Tensor | None
+    k: Tensor
+    k_inverse_norm: Tensor | None
+    v: Tensor
+    beta: Tensor
+    d: Tensor
+
+
+@dataclass(frozen=True)
+class _Backstep:
+    """The backward of one window."""
+
+    workspace: Workspace
+    inputs: RowInputs
+    window: Window
+    saved: Saved
+    grads: _Gradients
+
+    def run(self, dS: Tensor) -> None:
+        """Take the gradients ``dS`` [lanes, K, V] of a group's states back through the window, in place."""
+        request, workspace, window, saved = self.inputs.request, self.workspace, self.window, self.saved
+        Z, C, K, V = window.Z, window.group.chunk, request.K, request.V
+        rows = self._load_rows()
+        X, F = workspace("X", Z, C, 2, K), workspace("F", Z, C, K)
+        torch.mul(rows.q, request.scale, out=X[:, :, 0])
+        torch.mul(rows.k, rows.beta, out=X[:, :, 1])
+        F.copy_(rows.k)
+        recompute = saved.v_new is None
+        M, A, total = pairwise(workspace, X, F, rows.d, keep=self.grads.rows, square=recompute)
+        total = total.unsqueeze(-1)
+        S = saved.states.get(window, workspace("S", Z, K, V))
+        v_new = workspace("v_new", Z, C, V)
+        if recompute:
+            r = torch.bmm(X[:, :, 1], S, out=workspace("r", Z, C, V))
+            torch.bmm(A, torch.addcmul(r.neg_(), rows.v, rows.beta, out=r), out=v_new)
+        else:
+            saved.v_new.get(window, v_new)
+            M = saved.M.get(window, workspace("M", Z, C, C))
+            A = saved.A.get(window, workspace("A", Z, C, C))
+
+        D = workspace("D", Z, C, 2, V)
+        dv_new = workspace("dv_new", Z, C, V)
+        if request.grad_o is None:
+            D[:, :, 0] = 0
+            dv_new.zero_()
+        else:
+            do = window.load(request.grad_o, workspace("do", Z, C, V))
+            D[:, :, 0] = do
+            torch.bmm(M.transpose(1, 2), do, out=dv_new)
+        dF, dlog_total = workspace("dF", Z, C, K), workspace("dlog_total", Z, K)
+        dr = workspace("dr", Z, C, V)
+        for step in reversed(range(len(window.steps))):
+            lanes = window.lanes(step)
+            n = lanes.stop - lanes.start
+            state_grad = dS[:n]
+            dv_new[lanes].baddbmm_(F[lanes], state_grad)
+            torch.bmm(A[lanes].transpose(1, 2), dv_new[lanes], out=dr[lanes])
+            torch.neg(dr[lanes], out=D[lanes, :, 1])
+            if self.grads.rows:
+                torch.bmm(v_new[lanes], state_grad.transpose(1, 2), out=dF[lanes])
+                products = torch.mul(S[lanes], state_grad, out=workspace("state products", n, K, V))
+                torch.sum(products, -1, out=dlog_total[lanes])
+            state_grad.mul_(total[lanes]).baddbmm_(X[lanes].flatten(1, 2).transpose(1, 2), D[lanes].flatten(1, 2))
+        dbeta = torch.mul(rows.v, dr, out=workspace("v products", Z, C, V)).sum(-1, keepdim=True)
+        self.grads.store("v", window, dr.mul_(rows.beta))
+        if not self.grads.rows:
+            return
+        dX = torch.bmm(D.flatten(1, 2), S.transpose(1, 2), out=workspace("dX", Z, 2 * C, K)).view(Z, C, 2, K)
+        dP = torch.bmm(D.flatten(1, 2), v_new.transpose(1, 2), out=workspace("dP", Z, 2 * C, C)).view(Z, C, 2, C)
+        dlog_total.mul_(total.squeeze(-1))
+        dlog = pairwise_backward(workspace, rows.d, dX, dF, dP, dlog_total)
+        diagonal = dP[:, :, 0].diagonal(dim1=1, dim2=2).unsqueeze(-1)
+        self._row_gradients(rows, dX, dF, dlog, diagonal, dbeta)
+
+    def _load_rows(self) -> _Rows:
+        workspace, inputs, window = self.workspace, self.inputs, self.window
+        request, Z, C = inputs.request, window.Z, window.group.chunk
+        q, k = workspace("q", Z, C, request.K), workspace("k", Z, C, request.K)
+        q_inverse_norm = inputs.load_unit(request.q, window, q)
+        k_inverse_norm = inputs.load_unit(request.k, window, k)
+        beta = inputs.load_beta(window, workspace("beta", Z, C, 1))
+        d = inputs.load_decay(window, workspace("d", Z, C, request.K))
+        v = window.load(request.v, workspace("v", Z, C, request.V))
+        return _Rows(q, q_inverse_norm, k, k_inverse_norm, v, beta, d)
+
+    def _row_gradients(
+        self, rows: _Rows, dX: Tensor, dF: Tensor, dlog: Tensor, diagonal: Tensor, dbeta: Tensor
+    ) -> None:
+        """From gradients of (q', βk'), k', the diagonal of M and what γ has so far, those of the inputs."""
+        request, window, inputs, grads = self.inputs.request, self.window, self.inputs, self.grads
+        dq, dbk = dX[:, :, 0], dX[:, :, 1]
+        k_products = torch.mul(rows.k, dbk, out=self.workspace("products", *rows.k.shape))
+        grads.store("beta", window, inputs.beta_backward(rows.beta, dbeta + k_products.sum(-1, keepdim=True)))
+        if grads.decay:
+            dlog.addcmul_(k_products, rows.beta)
+            dlog.addcmul_(torch.mul(rows.q, dq, out=k_products), dq.new_tensor(request.scale))
+            self._gate_gradients(dlog)
+        dF.addcmul_(dbk, rows.beta).addcmul_(rows.q, diagonal * request.scale)
+        dq.addcmul_(rows.k, diagonal).mul_(request.scale)
+        for name, unit, inverse, grad in (
+            ("q", rows.q, rows.q_inverse_norm, dq),
+            ("k", rows.k, rows.k_inverse_norm, dF),
+        ):
+            if inverse is not None:
+                inverse_norm_backward(unit, inverse, grad)
+            grads.store(name, window, grad, inputs.shared)
+
+    def _gate_gradients(self, dlog: Tensor) -> None:
+        """From dγ [Z, C, K], gradients of g, A_log and dt_bias."""
+        grads, window = self.grads, self.window
+        if not self.inputs.request.use_gate_in_kernel:
+            grads.store("g", window, dlog)
+            return
+        grad, summand = self.inputs.gate_backward(window, self.workspace("g", *dlog.shape), dlog)
+        grads.add("dt_bias", window, grad.sum((0, 2)))
+        grads.add("A_log", window, summand.sum((0, 2, 3)))
+        grads.store("g", window, grad.flatten(0, 1))

@@ -1,0 +1,96 @@
+"""The gate: the log decay γ of the raw gate input g. With x = g + dt_bias,
+
+    γ = −exp(A_log)·softplus(x), or with a lower bound b, γ = b·sigmoid(exp(A_log)·x).
+
+Gradients, with z = exp(A_log)·x, from dγ:
+
+    softplus      dx = −exp(A_log)·sigmoid(x)·dγ             dA_log = Σ γ·dγ
+    lower bound   dx = b·sigmoid(z)·sigmoid(−z)·exp(A_log)·dγ    dA_log = Σ x·dx          dg = dx,  ddt_bias = Σ dx
+
+sigmoid(z)·sigmoid(−z) rather than s·(1 − s), which loses all digits for large z. A rate or a decay that
+overflows is held at the largest finite number, so that 0·∞ never turns a vanished gradient into NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kda_core.request import BackwardResult, GateRequest
+
+_SOFTPLUS_IS_LINEAR = 40.0
+"""From here on log(1 + exp(x)) is x, in fp64 too; exp(40) is far from overflow in fp32."""
+
+
+def rate_of(A_log: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """exp(A_log) [HV], finite, or None for a rate of 1."""
+    if A_log is None:
+        return None
+    return A_log.to(dtype).exp().clamp_(max=torch.finfo(dtype).max)
+
+
+def log_decay(x: Tensor, rate: Tensor | None, bias: Tensor | None, lower_bound: float | None) -> Tensor:
+    """γ of the raw gate input ``x``, which is overwritten; ``rate`` and ``bias`` broadcast against it."""
+    if bias is not None:
+        x.add_(bias)
+    if lower_bound is None:
+        x = F.softplus(x, threshold=_SOFTPLUS_IS_LINEAR)
+        return x.neg_() if rate is None else x.mul_(-rate)
+    if rate is not None:
+        x.mul_(rate)
+    return x.sigmoid_().mul_(lower_bound)
+
+
+def log_decay_backward(
+    x: Tensor, rate: Tensor | None, bias: Tensor | None, lower_bound: float | None, grad: Tensor
+) -> tuple[Tensor, Tensor]:
+    """From dγ, the gradient of the raw gate input ``x`` (overwritten) and the summands of dA_log, of x's shape."""
+    if bias is not None:
+        x.add_(bias)
+    if lower_bound is None:
+        summand = F.softplus(x, threshold=_SOFTPLUS_IS_LINEAR)
+        grad_x = x.sigmoid_()
+        if rate is not None:
+            summand.mul_(rate).clamp_(max=torch.finfo(x.dtype).max)
+            grad_x.mul_(rate)
+        return grad_x.mul_(grad).neg_(), summand.mul_(grad).neg_()
+    z = x if rate is None else x * rate
+    grad_x = torch.sigmoid(z).mul_(torch.sigmoid(-z)).mul_(grad).mul_(lower_bound)
+    if rate is not None:
+        grad_x.mul_(rate)
+    return grad_x, x.mul_(grad_x)
+
+
+def gate_forward(request: GateRequest) -> Tensor:
+    """``kda_gate``: a fresh contiguous tensor of g's shape, float32 (float64 for float64 g)."""
+    dtype = request.output_dtype
+    x = torch.empty(request.g.shape, dtype=dtype).copy_(request.g)
+    rate, bias = _parameters(request)
+    return log_decay(x, rate, bias, request.lower_bound)
+
+
+def gate_backward(request: GateRequest) -> BackwardResult:
+    """Gradients of ``kda_gate`` for the inputs in ``request.needs_grad``."""
+    dtype = request.output_dtype
+    g, needs = request.g, request.needs_grad
+    x = torch.empty(g.shape, dtype=dtype).copy_(g)
+    rate, bias = _parameters(request)
+    grad_x, summand = log_decay_backward(x, rate, bias, request.lower_bound, request.grad_output.to(dtype))
+    leading = tuple(range(g.dim() - 2))
+    grads = {}
+    if "g" in needs:
+        grads["g"] = grad_x.to(g.dtype)
+    if "A_log" in needs and request.A_log is not None:
+        grads["A_log"] = summand.sum((*leading, -1)).to(request.A_log.dtype)
+    if "dt_bias" in needs and request.dt_bias is not None:
+        total = grad_x.sum(leading) if leading else grad_x.clone()
+        grads["dt_bias"] = total.to(request.dt_bias.dtype)
+    return BackwardResult(grads)
+
+
+def _parameters(request: GateRequest) -> tuple[Tensor | None, Tensor | None]:
+    """Rate [HV, 1] and bias [HV, K] in the compute dtype."""
+    rate = rate_of(request.A_log, request.output_dtype)
+    bias = None if request.dt_bias is None else request.dt_bias.to(request.output_dtype)
+    return None if rate is None else rate[:, None], bias

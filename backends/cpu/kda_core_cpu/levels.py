@@ -1,0 +1,152 @@
+"""Pairwise decays of a chunk and its triangular inverse, by blocks that double: b = 1, 2, 4, …, C/2.
+
+Every pair (r, s), s < r, straddles the middle of exactly one 2b-block, with r in its second half and s in its
+first. With d_t = exp(γ_t), let inside each b-block
+
+    E_r = Π d_t over its rows up to and including r          F_s = Π d_t over its rows after s
+
+so that exp(G_r − G_s) = E_r·F_s for a pair that straddles: no exponent is ever formed that could be positive,
+no difference of two large sums is taken, and γ = −∞ is an ordinary zero. Going from b to 2b, rows of the second
+half gain the first half's total decay in E and rows of the first half the second half's total in F, so all levels
+together need one exp an element. After the last level E and F are exp(G) and exp(G_C − G).
+
+    M_rs = q'_r·(k'_s ⊙ exp(G_r − G_s))  (s ≤ r)      L_rs = β_r k'_r·(k'_s ⊙ exp(G_r − G_s))  (s < r)
+    A = (I + L)⁻¹ by block doubling:  A₂₁ = −A₂₂ L₂₁ A₁₁
+
+Query and key rows are interleaved, X [Z, C, 2, K] = (q', β k') ⊙ E, so that the second half of a 2b-block is one
+matrix of 2b rows, and one product serves M and L.
+
+The backward walks the levels down. It never divides by a decay, and each γ_t collects only pairs that its decay
+separates (a tree, not a reverse sum over the chunk whose terms would have to cancel), so its error is relative to
+what crosses t, however negative γ is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kda_core_cpu.launch import Workspace
+
+
+def block_sizes(C: int) -> list[int]:
+    """Half block sizes of the levels of a chunk of ``C`` rows, smallest first."""
+    return [1 << i for i in range(C.bit_length() - 1)]
+
+
+def _halves(X: Tensor, F: Tensor, b: int) -> tuple[Tensor, Tensor]:
+    """X of the second halves [n, 2b, K] and F of the first halves [n, b, K] of the 2b-blocks, as views."""
+    K = F.shape[-1]
+    return X.view(-1, 2, 2 * b, K)[:, 1], F.view(-1, 2, b, K)[:, 0]
+
+
+def _corners(square: Tensor, b: int) -> Tensor:
+    """View the lower left b×b corners of the diagonal 2b-blocks of ``square`` [Z, C, ..., C] as [Z, n, b, ..., b]."""
+    C = square.shape[-1]
+    blocks = square.unflatten(-1, (C // (2 * b), 2 * b)).unflatten(1, (C // (2 * b), 2 * b))
+    return blocks.diagonal(dim1=1, dim2=-2).movedim(-1, 1)[:, :, b:, ..., :b]
+
+
+def _next_inverse(workspace: Workspace, inverse: Tensor | None, lower: Tensor, b: int) -> Tensor:
+    """Inverses of the diagonal 2b-blocks [n, 2b, 2b] from those of the b-blocks and the corners of L [n, b, b]."""
+    n = lower.shape[0]
+    # Above the diagonal the buffer keeps the zeros that it was made with.
+    result = workspace(f"inverse{b}", n, 2 * b, 2 * b)
+    if inverse is None:
+        result.diagonal(dim1=1, dim2=2).fill_(1)
+        torch.neg(lower[:, 0], out=result[:, 1, :1])
+        return result
+    first, second = inverse.view(n, 2, b, b).unbind(1)
+    half = torch.bmm(lower, first, out=workspace("inverse half", n, b, b))
+    corner = torch.bmm(second, half, out=workspace("inverse corner", n, b, b))
+    result[:, :b, :b] = first
+    result[:, b:, b:] = second
+    torch.neg(corner, out=result[:, b:, :b])
+    return result
+
+
+def pairwise(
+    workspace: Workspace, X: Tensor, F: Tensor, d: Tensor, keep: bool = False, square: bool = True
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """Decay all pairs of rows of every chunk.
+
+    Args:
+        X: [Z, C, 2, K], rows (q', β k'); overwritten with (q', β k') ⊙ exp(G).
+        F: [Z, C, K], rows k'; overwritten with k' ⊙ exp(G_C − G).
+        d: [Z, C, K], exp(γ).
+        keep: leave every level's operands in the workspace for ``pairwise_backward``.
+        square: whether M and A are wanted.
+
+    Returns:
+        M [Z, C, C] and A [Z, C, C] (None unless ``square``), and the chunks' total decay exp(G_C) [Z, K].
+    """
+    Z, C, K = F.shape
+    M = inverse = None
+    if square:
+        M = workspace("M", Z, C, C)
+        diagonal = torch.mul(X[:, :, 0], F, out=workspace("products", Z, C, K)).sum(-1)
+        M.diagonal(dim1=1, dim2=2).copy_(diagonal)
+    X.mul_(d[:, :, None])
+    total = d
+    for b in block_sizes(C):
+        second, first = _halves(X, F, b)
+        n = first.shape[0]
+        if keep:
+            workspace(f"second{b}", n, 2 * b, K).copy_(second)
+            workspace(f"first{b}", n, b, K).copy_(first)
+        if square:
+            block = torch.bmm(second, first.transpose(1, 2), out=workspace("block", n, 2 * b, b)).view(n, b, 2, b)
+            _corners(M, b).copy_(block[:, :, 0].view(Z, -1, b, b))
+            inverse = _next_inverse(workspace, inverse, block[:, :, 1], b)
+        halves = total.view(n, 2, 1, K)
+        second.mul_(halves[:, 0])
+        first.mul_(halves[:, 1])
+        total = torch.mul(halves[:, 0], halves[:, 1], out=workspace(f"total{2 * b}", n, 1, K))
+    return M, inverse, total.view(Z, K)
+
+
+def _levels_down(workspace: Workspace, d: Tensor) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+    """(b, second-half operands, first-half operands, total decays of the b-blocks [n, 2, 1, K]), largest b first."""
+    Z, C, K = d.shape
+    for b in reversed(block_sizes(C)):
+        n = Z * C // (2 * b)
+        total = d if b == 1 else workspace(f"total{b}", 2 * n, 1, K)
+        yield b, workspace(f"second{b}", n, 2 * b, K), workspace(f"first{b}", n, b, K), total.view(n, 2, 1, K)
+
+
+def pairwise_backward(
+    workspace: Workspace, d: Tensor, dX: Tensor, dF: Tensor, dP: Tensor, dlog_total: Tensor
+) -> Tensor:
+    """Gradients through ``pairwise``, whose operands were kept; the diagonal of M is the caller's.
+
+    Args:
+        d: [Z, C, K], as it was.
+        dX, dF: [Z, C, 2, K], [Z, C, K]: gradients of the decayed rows; overwritten with those of the rows
+            (q', β k') and k'.
+        dP: [Z, C, 2, C]: gradients of M and L, interleaved like X; only pairs s < r are read.
+        dlog_total: [Z, K], gradient of log exp(G_C).
+
+    Returns:
+        What dγ [Z, C, K] collects from all decays but a row's own in X, which is (q', β k')⊙dX.
+    """
+    Z, C, K = d.shape
+    dlog = dlog_total.view(Z, 1, 1, K)
+    for b, second, first, total in _levels_down(workspace, d):
+        n = first.shape[0]
+        dsecond, dfirst = _halves(dX, dF, b)
+        products = workspace("products", n, 2 * b, K)
+        dlog_halves = workspace(f"dlog{b}", n, 2, 1, K)
+        torch.mul(second, dsecond, out=products)
+        torch.sum(products, 1, keepdim=True, out=dlog_halves[:, 0])
+        torch.mul(first, dfirst, out=products[:, :b])
+        torch.sum(products[:, :b], 1, keepdim=True, out=dlog_halves[:, 1])
+        dlog = dlog_halves.mul_(total).add_(dlog.view(n, 1, 1, K))
+        block = workspace("block", n, 2 * b, b)
+        block.view(Z, -1, b, 2, b).copy_(_corners(dP, b))
+        torch.addcmul(torch.bmm(block, first, out=products), dsecond, total[:, 0], out=dsecond)
+        products = workspace("products", n, b, K)
+        torch.addcmul(torch.bmm(block.transpose(1, 2), second, out=products), dfirst, total[:, 1], out=dfirst)
+    dX.mul_(d[:, :, None])
+    return dlog.view(Z, C, K)

@@ -1,0 +1,89 @@
+"""The CPU backend's hooks and what it declares."""
+
+from __future__ import annotations
+
+import torch
+from packaging.specifiers import SpecifierSet
+from torch import Tensor
+
+from kda_core.capabilities import Available, BackendInfo, Capabilities, Feature, Unavailable
+from kda_core.hookspecs import hookimpl
+from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request, TensorSpec
+from kda_core_cpu import __version__, chunk_backward, chunk_forward, gate, recurrent
+from kda_core_cpu.launch import plain_arithmetic
+
+_CLOSED = {
+    Feature.CONTEXT_PARALLEL: "one process serves the whole sequence on a CPU; leave cp_context out",
+}
+
+_INFO = BackendInfo(
+    name="cpu",
+    version=__version__,
+    contract=SpecifierSet("~=1.0"),
+    device_types=("cpu",),
+    priority=10,
+    capabilities=Capabilities(
+        features=frozenset(Feature) - _CLOSED.keys(),
+        dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64}),
+        closed=_CLOSED,
+    ),
+    summary="vectorised torch: chunk and recurrent form, hand-derived backward, any log decay",
+)
+
+
+@hookimpl
+def kda_core_backend() -> BackendInfo:
+    return _INFO
+
+
+@hookimpl
+def kda_core_availability(device: torch.device) -> Available | Unavailable:
+    if device.type != "cpu":
+        return Unavailable(f"serves cpu tensors, not {device.type}")
+    return Available(f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}")
+
+
+@hookimpl
+def kda_core_reject(request: AnyRequest) -> str | None:
+    return None
+
+
+@hookimpl
+def kda_core_saved_spec(request: Request) -> tuple[TensorSpec, ...]:
+    return chunk_forward.saved_spec(request) if request.op == "chunk_kda" else ()
+
+
+@hookimpl
+def kda_core_chunk_forward(request: Request) -> ForwardResult:
+    with plain_arithmetic():
+        return chunk_forward.chunk_forward(request)
+
+
+@hookimpl
+def kda_core_chunk_backward(request: Request) -> BackwardResult:
+    with plain_arithmetic():
+        return chunk_backward.chunk_backward(request)
+
+
+@hookimpl
+def kda_core_recurrent_forward(request: Request) -> ForwardResult:
+    with plain_arithmetic():
+        return recurrent.recurrent_forward(request)
+
+
+@hookimpl
+def kda_core_recurrent_backward(request: Request) -> BackwardResult:
+    with plain_arithmetic():
+        return chunk_backward.recurrent_backward(request)
+
+
+@hookimpl
+def kda_core_gate_forward(request: GateRequest) -> Tensor:
+    with plain_arithmetic():
+        return gate.gate_forward(request)
+
+
+@hookimpl
+def kda_core_gate_backward(request: GateRequest) -> BackwardResult:
+    with plain_arithmetic():
+        return gate.gate_backward(request)

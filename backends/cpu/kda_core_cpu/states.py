@@ -1,0 +1,124 @@
+"""States of a call: where they are read from and written to.
+
+Inside the backend a state is [K, V] in the compute dtype; V-first tensors are seen through a transposed view.
+A pool is only ever indexed with the slots that a call uses, so that nothing in another slot can leak in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kda_core.request import Request
+
+
+@dataclass(frozen=True)
+class PoolRows:
+    """Which slots of the pool the sequences use; the core has checked their values.
+
+    Attributes:
+        slot: [N] slot that is read first, and written last when there is no table.
+        skip: [N] sequences that touch no slot and whose output is zero.
+        table: [N, 1+S] slot to write after each token, negative for none; or None.
+    """
+
+    slot: Tensor
+    skip: Tensor
+    table: Tensor | None = None
+
+    @classmethod
+    def of(cls, request: Request) -> PoolRows | None:
+        """The slots of ``request``; None when its states are dense."""
+        if not request.inplace_final_state:
+            return None
+        if request.ssm_state_indices is None:
+            slot = torch.arange(request.N)
+            return cls(slot, slot < 0)
+        table = request.ssm_state_indices.long().reshape(request.N, -1)
+        table = table.masked_fill(table == request.pad_slot_id, -1)
+        first = torch.zeros(request.N, 1, dtype=torch.long)
+        if request.num_accepted_tokens is not None:
+            first += request.num_accepted_tokens[:, None] - 1
+        slot = table.gather(1, first).squeeze(1)
+        return cls(slot, slot < 0, table if table.shape[1] > 1 else None)
+
+
+class States:
+    """Reads the initial and writes the final states of lanes: some heads of some sequences, [lanes, K, V]."""
+
+    def __init__(self, request: Request, pool: PoolRows | None = None) -> None:
+        self.dtype = request.compute_dtype
+        self.pool = pool
+        self._every_token = pool is not None and pool.table is not None
+        self.shape = (request.K, request.V)
+        self.result: Tensor | None = None
+        self.initial = None if request.initial_state is None else key_first(request.initial_state, request)
+        self.home: Tensor | None = self.initial if pool is not None else None
+        if request.output_final_state and pool is None:
+            self.result = torch.empty(request.state_shape, dtype=request.state_dtype)
+            self.home = key_first(self.result, request)
+
+    def read(self, ids: Tensor, heads: slice, into: Tensor) -> Tensor:
+        """Copy the states before the first token of sequences ``ids`` to ``into``."""
+        source = self.source(ids, heads)
+        return into.zero_() if source is None else into.copy_(source)
+
+    def source(self, ids: Tensor, heads: slice) -> Tensor | None:
+        """The states before the first token as stored, maybe a view; None when they are zero."""
+        if self.initial is None:
+            return None
+        index = self._index(ids)
+        view = _view(self.initial, index, heads)
+        return self.initial[index, heads].flatten(0, 1) if view is None else view
+
+    def in_place(self, ids: Tensor, heads: slice) -> Tensor | None:
+        """A view of where the last states of ``ids`` belong, if there is one in the compute dtype."""
+        if self.home is None or self.home.dtype != self.dtype or self._every_token:
+            return None
+        return _view(self.home, self._index(ids), heads)
+
+    def write(self, ids: Tensor, heads: slice, states: Tensor) -> None:
+        """Store the states after the last token."""
+        if self.home is not None and not self._every_token:
+            self._put(self._index(ids), heads, states)
+
+    def write_token(self, ids: Tensor, heads: slice, states: Tensor, token: int) -> None:
+        """Store the states after token number ``token`` in its slots; does nothing unless every token has one."""
+        if not self._every_token:
+            return
+        slots = self.pool.table[ids, token]
+        if bool((slots < 0).any()):
+            kept = (slots >= 0).nonzero().squeeze(1)
+            slots, states = slots[kept], states.unflatten(0, (len(ids), -1))[kept].flatten(0, 1)
+        self._put(slots, heads, states)
+
+    def _index(self, ids: Tensor) -> Tensor:
+        return ids if self.pool is None else self.pool.slot[ids]
+
+    def _put(self, index: Tensor, heads: slice, states: Tensor) -> None:
+        if len(index) == 0:
+            return
+        view = _view(self.home, index, heads)
+        if view is None:
+            self.home[index, heads] = states.unflatten(0, (len(index), -1)).to(self.home.dtype)
+        else:
+            view.copy_(states)
+
+
+def _view(states: Tensor, index: Tensor, heads: slice) -> Tensor | None:
+    """``states[index, heads]`` as [lanes, K, V] without a copy, or None where strides forbid it."""
+    first, n = int(index[0]), len(index)
+    if n == 1:
+        return states[first, heads]
+    HV = states.shape[1]
+    whole = heads.stop - heads.start == HV and states.stride(0) == HV * states.stride(1)
+    if not whole or not bool((index == torch.arange(first, first + n)).all()):
+        return None
+    return states[first : first + n].flatten(0, 1)
+
+
+def key_first(states: Tensor, request: Request) -> Tensor:
+    """View stored states as [..., K, V]."""
+    return states.transpose(-1, -2) if request.state_v_first else states
