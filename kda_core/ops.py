@@ -11,6 +11,7 @@ optional results.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, get_args
@@ -145,7 +146,7 @@ def _register(op: Op) -> None:
         r = Request(op=op, **dict(zip(_FUNCTIONAL_NAMES, values, strict=True)))
         result = forward(registry.choose(r, name or None), r)
         final_state, h = _or_absent(result.final_state, r.v), _or_absent(result.h, r.v)
-        return result.o, final_state, h, list(result.saved)
+        return result.o, final_state, h, [t.reshape(-1) for t in result.saved]
 
     def functional_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         *values, name = args
@@ -154,7 +155,7 @@ def _register(op: Op) -> None:
         saved: tuple[TensorSpec, ...] = ()
         if r.save_for_backward:
             saved = backend.result("kda_core_saved_spec", r)
-        return (*_fake_forward(r), [r.v.new_empty(spec.shape, dtype=spec.dtype) for spec in saved])
+        return (*_fake_forward(r), [r.v.new_empty(math.prod(spec.shape), dtype=spec.dtype) for spec in saved])
 
     def inplace(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         *values, name = args
@@ -177,7 +178,7 @@ def _register(op: Op) -> None:
         backend = registry.choose(forwarded, name or None)
         r = replace(
             forwarded,
-            saved=tuple(saved),
+            saved=_shaped(backend, forwarded, saved),
             grad_o=grad_o,
             grad_final_state=grad_final_state,
             needs_grad=frozenset(n for n, needed in zip(DIFFERENTIABLE, needs, strict=True) if needed),
@@ -233,6 +234,23 @@ def _register(op: Op) -> None:
     torch.library.register_autograd(
         f"{NAMESPACE}::{op}_backward", _missing_double_backward(op), setup_context=_nothing, lib=_library
     )
+
+
+def _shaped(backend: Backend, forwarded: Request, saved: list[Tensor]) -> tuple[Tensor, ...]:
+    """What the forward saved, in its announced shapes.
+
+    It travels flat: among the sizes there are numbers of chunks, and a compiler that meets such a size
+    compiles one graph for 1 and another for the rest.
+    """
+    if not saved:
+        return ()
+    specs = backend.result("kda_core_saved_spec", forwarded)
+    found, expected = [t.numel() for t in saved], [math.prod(spec.shape) for spec in specs]
+    if found != expected:
+        raise ContractViolation(
+            f"backend {backend.info.name!r} saved tensors of {found} elements, kda_core_saved_spec says {expected}"
+        )
+    return tuple(t.view(spec.shape) for t, spec in zip(saved, specs, strict=True))
 
 
 def _ordered_gradients(result: Any, needs: frozenset[str], order: tuple[str, ...], backend: str) -> list[Tensor]:

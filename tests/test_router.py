@@ -57,7 +57,9 @@ class Toy:
     def kda_core_chunk_forward(self, request):
         if isinstance(self.value, Exception):
             raise self.value
-        return None if self.value is None else ForwardResult(torch.full_like(request.v, self.value))
+        if self.value is None:
+            return None
+        return ForwardResult(torch.full_like(request.v, self.value), saved=self.options.get("saved", ()))
 
     @hookimpl
     def kda_core_chunk_backward(self, request):
@@ -226,6 +228,15 @@ def test_breaking_the_contract_while_serving_is_an_error():
         q, *rest = inputs()
         o, _ = kda_core.chunk_kda(q.clone().requires_grad_(), *rest)
         with pytest.raises(kda_core.ContractViolation, match="no gradient of q"):
+            o.sum().backward()
+
+
+def test_saving_something_else_than_announced_is_an_error():
+    toy = Toy("toy", 9000, features=(Feature.CHUNK, Feature.BACKWARD), saved=(torch.zeros(3, 2),))
+    with installed(toy):
+        q, *rest = inputs()
+        o, _ = kda_core.chunk_kda(q.clone().requires_grad_(), *rest)
+        with pytest.raises(kda_core.ContractViolation, match=r"saved tensors of \[6\] elements, .* says \[\]"):
             o.sum().backward()
 
 
