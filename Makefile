@@ -1,0 +1,103 @@
+# make demo and make test do all the set-up on a fresh machine; a second run re-uses what has not changed.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+BACKENDS ?= cpu
+BACKEND ?= cpu
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+
+DIST := dist
+STAMPS := $(VENV)/.stamps
+VENV_PYTHON := $(VENV)/bin/python
+PIP := $(VENV_PYTHON) -m pip --disable-pip-version-check -qq
+CONSTRAINTS := requirements/constraints.txt
+
+ALL_BACKENDS := $(notdir $(patsubst %/pyproject.toml,%,$(wildcard backends/*/pyproject.toml)))
+WHEELS = $(patsubst %,$(DIST)/.%.stamp,$(1))
+SOURCE_FILES = $(shell find $(1) -type f -not -path '*/__pycache__/*')
+
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+.PHONY: help demo test bench lint typecheck environment wheels clean FORCE
+
+help: ## Show this list.
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@echo
+	@echo "  Variables: PYTHON=$(PYTHON)  VENV=$(VENV)  TORCH=$(TORCH)  BACKENDS=\"$(BACKENDS)\" (wheels to install)"
+	@echo "             BACKEND=$(BACKEND) (the one under test)  DEMO_ARGS  PYTEST_ARGS  BENCH_ARGS"
+
+demo: $(STAMPS)/demo $(STAMPS)/installed ## Set everything up, train the example's language model, let it write.
+	$(VENV_PYTHON) examples/train_lm.py $(DEMO_ARGS)
+
+# The console script, not "python -m pytest": that would import kda_core from this folder instead of from the wheel.
+test: environment ## Set everything up, run all tests on BACKEND.
+	$(VENV)/bin/pytest --backend=$(BACKEND) $(PYTEST_ARGS)
+
+bench: environment ## Compare the CPU backend with other libraries.
+	$(VENV_PYTHON) benchmarks/bench_cpu.py $(BENCH_ARGS)
+
+lint: $(STAMPS)/lint ## Check style and formatting.
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+typecheck: $(STAMPS)/lint $(STAMPS)/test ## Check the types of the core.
+	$(VENV)/bin/mypy kda_core
+
+environment: $(STAMPS)/test $(STAMPS)/installed ## Set up what the tests need, wheels included, and run nothing.
+
+wheels: $(call WHEELS,core $(ALL_BACKENDS)) ## Build the wheels of the core and of every backend.
+	@ls $(DIST)/*.whl
+
+clean: ## Remove the environment, the wheels and caches (not demo-output).
+	@if [ -d "$(STAMPS)" ]; then rm -rf "$(VENV)"; fi
+	rm -rf $(DIST) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find kda_core backends tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A file that holds the value of a variable and is touched only when that changes.
+$(STAMPS)/%.value: FORCE
+	@mkdir -p $(@D)
+	@echo '$($*)' | cmp -s - $@ || echo '$($*)' > $@
+
+$(STAMPS)/venv: $(STAMPS)/PYTHON.value
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "The pinned versions need Python 3.11 or newer; name one with PYTHON=..., got $$($(PYTHON) -V 2>&1)"; exit 1; }
+	@echo "environment: $(VENV)"
+	@rm -rf $(VENV)/bin $(VENV)/lib $(VENV)/lib64 $(VENV)/include $(VENV)/pyvenv.cfg
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# torch comes first and alone: a plain requirement of it might fetch another build, of several gigabytes.
+$(STAMPS)/torch: $(STAMPS)/venv $(STAMPS)/TORCH.value $(CONSTRAINTS)
+	@echo "environment: $(TORCH)"
+	@$(PIP) install -c $(CONSTRAINTS) '$(TORCH)'
+	@touch $@
+
+$(STAMPS)/build $(STAMPS)/demo $(STAMPS)/test $(STAMPS)/lint: $(STAMPS)/%: requirements/%.txt $(CONSTRAINTS) $(STAMPS)/torch
+	@echo "environment: requirements/$*.txt"
+	@$(PIP) install -r $<
+	@touch $@
+
+$(STAMPS)/test: requirements/demo.txt requirements/build.txt
+
+# $(1) short name, $(2) folder of its pyproject.toml, $(3) sources
+define WHEEL_RULE
+$(DIST)/.$(1).stamp: $(3) | $(STAMPS)/build
+	@echo "wheel: kda-$(if $(filter core,$(1)),core,core-$(1))"
+	@rm -f $(DIST)/kda_$(if $(filter core,$(1)),core,core_$(1))-*.whl
+	@$(VENV_PYTHON) -m build --wheel --no-isolation --outdir $(DIST) $(2) > $(STAMPS)/wheel.log 2>&1 || \
+		{ cat $(STAMPS)/wheel.log; exit 1; }
+	@touch $$@
+endef
+CORE_SOURCES := pyproject.toml README.md LICENSE $(call SOURCE_FILES,kda_core)
+$(eval $(call WHEEL_RULE,core,.,$(CORE_SOURCES)))
+$(foreach b,$(ALL_BACKENDS),$(eval $(call WHEEL_RULE,$(b),backends/$(b),$(call SOURCE_FILES,backends/$(b)))))
+
+# --no-deps: what the wheels need is there by now, in its pinned version (triton comes with the torch builds that use it).
+$(STAMPS)/installed: $(STAMPS)/BACKENDS.value $(STAMPS)/demo $(call WHEELS,core $(BACKENDS))
+	@echo "environment: wheels of kda-core and of its backends: $(BACKENDS)"
+	@$(PIP) install --no-deps --force-reinstall $(DIST)/kda_core-*.whl $(foreach b,$(BACKENDS),$(DIST)/kda_core_$(b)-*.whl)
+	@touch $@

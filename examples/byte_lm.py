@@ -1,0 +1,117 @@
+"""A byte-level language model: an embedding, blocks of KDA and SwiGLU, a head over the 256 bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from kda_mixer import KimiDeltaAttention, MixerCache
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+VOCABULARY = 256
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a model.
+
+    Attributes:
+        dim: width of the residual stream.
+        layers: number of blocks.
+        heads: KDA heads in a block.
+        head_dim: dimension of keys and values of a head.
+        mlp_dim: hidden width of the SwiGLU.
+    """
+
+    dim: int = 128
+    layers: int = 3
+    heads: int = 2
+    head_dim: int = 64
+    mlp_dim: int = 352
+
+
+class SwiGLU(nn.Module):
+    """The usual gated MLP."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * value)
+
+
+class Block(nn.Module):
+    """Mix tokens, then channels, each behind a norm and beside a residual."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.mixer_norm = nn.RMSNorm(config.dim)
+        self.mixer = KimiDeltaAttention(config.dim, config.heads, config.head_dim)
+        self.mlp_norm = nn.RMSNorm(config.dim)
+        self.mlp = SwiGLU(config.dim, config.mlp_dim)
+
+    def forward(self, x: Tensor, cache: MixerCache | None = None) -> Tensor:
+        x = x + self.mixer(self.mixer_norm(x), cache)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class ByteLM(nn.Module):
+    """Logits of the next byte. No position encoding: the recurrence knows the order."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(VOCABULARY, config.dim)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.dim)
+        self.head = nn.Linear(config.dim, VOCABULARY, bias=False)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+
+    def forward(self, tokens: Tensor, caches: list[MixerCache] | None = None) -> Tensor:
+        """Predict the byte behind each of ``tokens`` [B, T] (int64): logits [B, T, 256].
+
+        With ``caches`` (from ``new_caches``) the tokens go on where the last call ended.
+        """
+        x = self.embedding(tokens)
+        for i, block in enumerate(self.blocks):
+            x = block(x, None if caches is None else caches[i])
+        return self.head(self.norm(x))
+
+    def new_caches(self) -> list[MixerCache]:
+        """Empty caches, one for each block."""
+        return [MixerCache() for _ in self.blocks]
+
+    @torch.inference_mode()
+    def generate(self, prompt: bytes, length: int, temperature: float, top_k: int, seed: int) -> Iterator[int]:
+        """Yield ``length`` bytes behind ``prompt``, one by one.
+
+        Args:
+            prompt: at least one byte; goes through ``chunk_kda`` at once.
+            length: bytes to make; each goes through ``fused_recurrent_kda``.
+            temperature: divides the logits; 0 takes the likeliest byte.
+            top_k: choose among the likeliest k bytes; 0: among all.
+            seed: of the random choice; the same seed gives the same text on the same machine.
+        """
+        device = self.head.weight.device
+        generator = torch.Generator().manual_seed(seed)
+        caches = self.new_caches()
+        tokens = torch.tensor([list(prompt)], device=device)
+        for _ in range(length):
+            logits = self(tokens, caches)[0, -1].float().cpu()
+            byte = sample(logits, temperature, top_k, generator)
+            yield byte
+            tokens = torch.tensor([[byte]], device=device)
+
+
+def sample(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    """Draw one index from ``logits`` [256] on the CPU."""
+    if temperature == 0:
+        return int(logits.argmax())
+    if 0 < top_k < logits.shape[0]:
+        logits = logits.where(logits >= logits.topk(top_k).values[-1], -torch.inf)
+    return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))

@@ -1,0 +1,187 @@
+"""The example: generation agrees with training, and its command line does what it says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import astuple
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import train_lm  # noqa: E402
+from byte_lm import ByteLM, ModelConfig, sample  # noqa: E402
+from training import Text, Trainer, TrainingConfig, python_help_text, read_checkpoint  # noqa: E402
+
+TINY = ModelConfig(dim=24, layers=2, heads=2, head_dim=12, mlp_dim=32)
+TINY_OPTIONS = ["--dim=24", "--layers=2", "--heads=2", "--head-dim=12", "--mlp-dim=32", "--device=cpu"]
+SHORT_RUN = ["--batch-size=4", "--context=80", "--learning-rate=0.02", "--length=20"]
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+WORDS = b"the quick brown fox jumps over the lazy dog and comes back again\n"
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_bytes(WORDS * 200)
+    return path
+
+
+def tiny_model() -> ByteLM:
+    torch.manual_seed(7)
+    return ByteLM(TINY)
+
+
+def test_prefill_and_decoding_equal_the_whole_text_at_once():
+    """A prompt through chunk_kda and a token at a time through fused_recurrent_kda, against one chunk_kda."""
+    model = tiny_model().double()
+    tokens = torch.randint(256, (2, 100), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = model(tokens)
+        caches = model.new_caches()
+        # Two pieces of prompt, the first past a chunk of 64; then single tokens.
+        pieces = [tokens[:, :70], tokens[:, 70:81], *tokens[:, 81:].split(1, dim=1)]
+        actual = torch.cat([model(piece, caches) for piece in pieces], dim=1)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_generation_takes_the_likeliest_byte_of_the_whole_text_at_temperature_zero():
+    model = tiny_model().double()
+    prompt = b"The text so far"
+    made = bytes(model.generate(prompt, length=12, temperature=0.0, top_k=0, seed=0))
+    with torch.no_grad():
+        logits = model(torch.tensor([list(prompt + made)]))[0]
+    assert bytes(logits[len(prompt) - 1 : -1].argmax(-1).tolist()) == made
+
+
+def test_generation_repeats_with_the_same_seed_and_changes_with_another():
+    model = tiny_model()
+    runs = [bytes(model.generate(b"a", length=16, temperature=1.0, top_k=0, seed=seed)) for seed in (1, 1, 2)]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_top_k_draws_only_from_the_likeliest():
+    logits = torch.arange(256.0)
+    generator = torch.Generator().manual_seed(0)
+    drawn = {sample(logits, temperature=50.0, top_k=3, generator=generator) for _ in range(200)}
+    assert drawn == {253, 254, 255}
+
+
+def test_held_out_paragraphs_of_the_help_text_are_not_in_the_training_part():
+    text = Text.of(python_help_text(), context=256)
+    paragraphs = [bytes(part.tolist()).split(b"\n\n") for part in (text.train, text.held_out)]
+    # The first and the last paragraph of a part may be cut by the split.
+    assert not set(paragraphs[0]) & set(paragraphs[1][1:])
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path):
+    text = Text.of(WORDS * 200, context=32)
+    config = TrainingConfig(steps=6, batch_size=2, context=32)
+    whole = Trainer(tiny_model(), config, text, torch.device("cpu"))
+    losses = list(whole.train())
+
+    interrupted = Trainer(tiny_model(), config, text, torch.device("cpu"))
+    steps = interrupted.train()
+    for _ in range(3):
+        next(steps)
+    interrupted.save(tmp_path / "checkpoint.pt")
+    torch.manual_seed(99)
+    resumed = Trainer(ByteLM(TINY), config, text, torch.device("cpu"))
+    resumed.restore(read_checkpoint(tmp_path / "checkpoint.pt"))
+    assert [*losses[:3], *resumed.train()] == losses == resumed.history
+    for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_the_command_line_trains_resumes_and_generates(text_file: Path, tmp_path: Path):
+    """As a person runs it, in processes of their own."""
+    folder = tmp_path / "out"
+
+    def example(*arguments: str) -> str:
+        command = [sys.executable, str(EXAMPLES / "train_lm.py"), f"--output={folder}", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", cwd=tmp_path, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    shown = example(f"--text={text_file}", "--steps=12", "--prompt=the quick ", *SHORT_RUN, *TINY_OPTIONS)
+    checkpoint = read_checkpoint(folder / "checkpoint.pt")
+    assert len(checkpoint["history"]) == 12
+    assert checkpoint["history"][-1] < checkpoint["history"][0] - 1
+    assert "validation loss" in shown
+    assert "the quick " in shown
+    assert (folder / "loss.png").read_bytes().startswith(PNG_SIGNATURE)
+
+    example(f"--text={text_file}", "--resume", "--steps=16", "--length=0")
+    resumed = read_checkpoint(folder / "checkpoint.pt")
+    assert resumed["history"][:12] == checkpoint["history"]
+    assert len(resumed["history"]) == 16
+    assert astuple(resumed["model_config"]) == astuple(TINY)
+
+    once, again = (example("--generate-only", "--prompt=the ", "--length=30", "--seed=5") for _ in range(2))
+    text = [shown.splitlines()[2] for shown in (once, again)]
+    assert text[0] == text[1]
+    assert text[0].startswith("the ")
+
+
+def refused(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        train_lm.run([str(a) for a in arguments])
+    return int(stopped.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--text=missing.txt"], "does not exist"),
+        (["--text=."], "is a directory"),
+        (["--text=empty.txt"], "0 bytes"),
+        (["--text=short.txt"], "longer file"),
+        (["--generate-only"], "no checkpoint"),
+        (["--resume"], "no checkpoint"),
+        (["--steps=0"], "--steps"),
+        (["--prompt="], "--prompt"),
+        (["--device=toaster"], "--device"),
+        (["--backend=toaster"], "not installed"),
+        (["--output=short.txt"], "short.txt"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_bad_input_ends_with_a_message_and_a_status(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    monkeypatch.chdir(tmp_path)
+    Path("empty.txt").touch()
+    Path("short.txt").write_bytes(b"too short")
+    assert refused(*arguments) != 0
+    shown = " ".join(capsys.readouterr().err.split())
+    assert message in shown
+    assert "Traceback" not in shown
+
+
+def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture):
+    for damage in (b"", b"not a checkpoint", b"PK\x03\x04 cut short"):
+        (tmp_path / "checkpoint.pt").write_bytes(damage)
+        assert refused("--generate-only", f"--output={tmp_path}") == 1
+        assert "is no checkpoint" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_checkpoint_of_another_model_is_refused(text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    trainer = Trainer(tiny_model(), TrainingConfig(steps=1), Text.of(WORDS * 200, 32), torch.device("cpu"))
+    trainer.save(tmp_path / "checkpoint.pt")
+    assert refused("--resume", "--dim=48", f"--text={text_file}", f"--output={tmp_path}") == 1
+    assert "another model" in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_interrupted_run_leaves_a_checkpoint(text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def interrupted(trainer: Trainer):
+        trainer.history.append(5.0)
+        yield 5.0
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "train", interrupted)
+    assert refused(f"--text={text_file}", f"--output={tmp_path}", "--steps=4", *SHORT_RUN, *TINY_OPTIONS) != 0
+    assert read_checkpoint(tmp_path / "checkpoint.pt")["history"] == [5.0]
