@@ -1,0 +1,195 @@
+"""How far a result may be from the float64 oracle: derived from the dtypes of the call, never typed.
+
+The budget of an output is FACTOR times the error that the same computation makes when it is rounded to
+the dtype of its inputs. That error is measured, call by call, on samples of ``rounding.sample``: the
+chunk form, whose products take operands rounded to the dtype of q and accumulate in float32, with all
+else in float32 (float64 for float64 inputs), and results rounded to their own dtype. What a call's
+inputs do to rounding errors (nearly parallel keys amplify them, decay forgets them) is therefore in
+its budget. float32 inputs give float32-accurate budgets: a backend that uses shorter products must
+declare a ``Slack``. ``fused_recurrent_kda`` uses no matrix units: its forward is held to float32
+operands whatever the dtype of q.
+
+Two errors are held to a budget each, so that neither a small error everywhere nor a large one in one
+place can hide:
+
+- ``frobenius``: |x - ref| / |ref| over the whole output;
+- ``worst_row``: the largest |x_r - ref_r| of any row r (a token's vector of one head, a row of a
+  state, a single number of dbeta and dA_log), relative to the rms of the rows of its head.
+
+No environment variable and no option changes a budget.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kda_core.capabilities import Slack
+from kda_core.reference import DIFFERENTIABLE
+from kda_core.request import Request
+from kda_core.testing import references
+from kda_core.testing.inputs import Call
+from kda_core.testing.rounding import Noise, in_float64, sample, unit_roundoff
+
+FACTOR = 2.0
+"""Budget over the measured error of rounding."""
+
+HEAD_AXIS = {
+    "o": 2,
+    "final_state": 1,
+    "h": 2,
+    "dq": 2,
+    "dk": 2,
+    "dv": 2,
+    "dg": 2,
+    "dbeta": 2,
+    "dA_log": None,
+    "ddt_bias": 0,
+    "dinitial_state": 1,
+    "gate": -2,
+}
+"""Outputs, with the axis of their heads; rows are compared within a head. None: the output is one head."""
+
+SINGLE_NUMBERS = frozenset({"dbeta", "dA_log"})
+"""Outputs whose rows are single numbers; the rows of all others are vectors along their last axis."""
+
+MIN_SAMPLES, MAX_SAMPLES = 2, 8
+SAMPLED_ELEMENTS = 2**21
+"""Few numbers make a sample's error vary, so that small calls are sampled more often: about this many each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """Distance of a result from the oracle, both parts relative (module docstring).
+
+    Attributes:
+        frobenius, worst_row: the two errors; infinite when the result is not finite where the oracle is.
+        where: index of the worst row.
+    """
+
+    frobenius: float
+    worst_row: float
+    where: tuple[int, ...] = ()
+
+    def share(self, budget: Budget) -> float:
+        """The larger of the two errors as a share of its budget: at most 1 passes."""
+        pairs = ((self.frobenius, budget.frobenius), (self.worst_row, budget.worst_row))
+        return max((math.inf if not allowed else error / allowed) if error else 0.0 for error, allowed in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The two errors that an output may have at most."""
+
+    frobenius: float
+    worst_row: float
+
+    def scaled(self, factor: float) -> Budget:
+        return Budget(self.frobenius * factor, self.worst_row * factor)
+
+
+def result_dtypes(r: Request) -> dict[str, torch.dtype]:
+    """The dtype that each result of a request is stored in."""
+    dtypes = {"o": r.q.dtype, "final_state": r.state_dtype, "h": r.state_dtype}
+    return dtypes | {f"d{n}": getattr(r, n).dtype for n in DIFFERENTIABLE if getattr(r, n) is not None}
+
+
+def _smallest(dtype: torch.dtype) -> float:
+    """What a magnitude is measured against at least: below it the dtype has no full precision.
+
+    Not less than where float32, in which every backend computes, starts to lose digits.
+    """
+    float32 = torch.finfo(torch.float32)
+    return max(torch.finfo(dtype).tiny, float32.tiny / unit_roundoff(torch.float32))
+
+
+def measure(name: str, got: Tensor, expected: Tensor, dtype: torch.dtype) -> Error:
+    """The error of a result.
+
+    Args:
+        name: the output, a key of ``HEAD_AXIS``.
+        got: the result, any floating dtype.
+        expected: the oracle's, float64, same shape.
+        dtype: the dtype that the result is stored in.
+    """
+    return _measure(name, got.detach().to("cpu", torch.float64)[None], expected, dtype)[0]
+
+
+def _measure(name: str, got: Tensor, expected: Tensor, dtype: torch.dtype) -> list[Error]:
+    """The same for results with a leading axis of samples."""
+    if got.shape[1:] != expected.shape:
+        raise ValueError(f"{name}: expected shape {list(expected.shape)}, got {list(got.shape[1:])}")
+    if not expected.numel():
+        return [Error(0.0, 0.0)] * len(got)
+    if name in SINGLE_NUMBERS:
+        got, expected = got[..., None], expected[..., None]
+    axis = HEAD_AXIS[name]
+    rows = expected.square().sum(-1)
+    smallest = _smallest(dtype) * math.sqrt(expected.shape[-1])
+    if axis is None:
+        scale = rows.mean().sqrt()
+    else:
+        axis = axis % expected.dim()
+        scale = rows.mean([d for d in range(rows.dim()) if d != axis], keepdim=True).sqrt()
+    scale = scale.clamp_min(smallest)
+    whole = rows.sum().sqrt().clamp_min(smallest)
+    errors = []
+    for one in got:
+        difference = (one - expected).square().sum(-1)
+        difference = torch.where(difference.isfinite(), difference, math.inf)
+        relative = difference.sqrt() / scale
+        where = tuple(int(i) for i in torch.unravel_index(relative.argmax(), relative.shape))
+        frobenius = (difference.sum().sqrt() / whole).item()
+        errors.append(Error(frobenius, relative[where].item(), where))
+    return errors
+
+
+_cache: dict[str, dict[str, Budget]] = {}
+
+
+def budgets(call: Call) -> dict[str, Budget]:
+    """The budget of every output of a call, by name ("o", "final_state", "h", "dq", ...)."""
+    call = call.without_pool()
+    key = call.digest()
+    if key not in _cache:
+        _cache[key] = _budgets(call, random.Random(key))
+    return _cache[key]
+
+
+def _budgets(call: Call, offsets: random.Random) -> dict[str, Budget]:
+    request = call.request()
+    expected = references.results(call)
+    accumulate = unit_roundoff(request.compute_dtype)
+    # Rounding errors in float64 cannot be told from the oracle's own: take those of float32 and scale them.
+    rescale = 1.0
+    if request.compute_dtype == torch.float64:
+        rescale, accumulate = accumulate / unit_roundoff(torch.float32), unit_roundoff(torch.float32)
+    units = {n: max(unit_roundoff(d), accumulate) for n, d in result_dtypes(request).items()}
+    operand = max(unit_roundoff(request.q.dtype), accumulate)
+    r = in_float64(request)
+    grads = {n: t.double() for n, t in call.grads.items()}
+    work = r.N * r.HV * (r.T if r.cu_seqlens is None else -(-r.T // r.N)) * (r.K + r.V) if r.N else 1
+    samples = max(MIN_SAMPLES, min(MAX_SAMPLES, SAMPLED_ELEMENTS // max(work, 1)))
+    found = sample(r, Noise(operand, accumulate, offsets), samples, grads, units)
+    if request.op == "fused_recurrent_kda" and operand != accumulate:
+        strict = sample(r, Noise(accumulate, accumulate, offsets), samples, {}, units)
+        found |= {n: t for n, t in strict.items() if n in found}
+    dtypes = result_dtypes(request)
+    result = {}
+    for name, samples_of in found.items():
+        if name not in expected:
+            continue
+        errors = _measure(name, samples_of.double(), expected[name], dtypes[name])
+        budget = Budget(max(e.frobenius for e in errors), max(e.worst_row for e in errors))
+        result[name] = budget.scaled(FACTOR * rescale)
+    return result
+
+
+def slack_of(slack: tuple[Slack, ...], output: str, dtype: torch.dtype) -> Slack | None:
+    """The declared slack that applies to an output of a call with inputs of ``dtype``: the widest one."""
+    fitting = [s for s in slack if s.output in (output, "*") and s.dtype in (None, dtype)]
+    return max(fitting, key=lambda s: s.factor, default=None)

@@ -1,0 +1,360 @@
+"""The named cases that tests, benchmarks and ``kda verify`` share: what they are, and the inputs they stand for.
+
+A case is data: shape, layout, dtypes, distribution of the inputs, and options. Its inputs are the same on every
+machine: random numbers come from the CPU generator, seeded by the case's name.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kda_core.testing.inputs import Call
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+Gate = Literal["given", "softplus", "lower bound"]
+Beta = Literal["given", "sigmoid", "negative eigenvalues"]
+Keys = Literal["random", "equal", "nearly parallel"]
+Decay = Literal["mild", "slow", "none", "bounded", "isolated"]
+
+LOWER_BOUND = -5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A call of ``chunk_kda`` or ``fused_recurrent_kda``, as data.
+
+    Attributes:
+        name: unique; also the seed.
+        tags: what it is chosen by; "slow" keeps it out of the fast tier.
+        B, T, H, HV, K, V: shape; HV = 0 means H, V = 0 means K.
+        dtype: of q, k, v. gate_dtype: of g and beta.
+        lengths: of packed sequences; they may end before T. Empty: dense.
+        gate: where the decay comes from. decay: its distribution when given (a number: constant).
+        A_log, dt_bias: whether the gate has them.
+        rate: largest exp(A_log) (smallest 1). raw_scale: standard deviation of the raw gate input.
+        beta: how beta is given. keys: how the keys lie to each other.
+        l2norm: q and k are normalised by the operator.
+        state: dtype of the initial state, or None.
+        final_state: ask for it. backward: the case has gradients of every output.
+        options: further options of the call.
+    """
+
+    name: str
+    tags: frozenset[str] = frozenset()
+    op: str = "chunk_kda"
+    B: int = 1
+    T: int = 130
+    H: int = 2
+    HV: int = 0
+    K: int = 32
+    V: int = 0
+    dtype: torch.dtype = FP32
+    gate_dtype: torch.dtype = FP32
+    lengths: tuple[int, ...] = ()
+    index_dtype: torch.dtype = torch.int32
+    gate: Gate = "given"
+    decay: Decay | float = "mild"
+    A_log: bool = True
+    dt_bias: bool = True
+    rate: float = 16.0
+    raw_scale: float = 1.0
+    beta: Beta | float = "given"
+    keys: Keys = "random"
+    l2norm: bool = False
+    state: torch.dtype | None = None
+    final_state: bool = True
+    backward: bool = False
+    strided: frozenset[str] = frozenset()
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def N(self) -> int:
+        """Number of sequences."""
+        return len(self.lengths) if self.lengths else self.B
+
+    def having(self, **changes: Any) -> Case:
+        """The case with some fields changed; ``options`` are added to its own."""
+        options = self.options | changes.pop("options", {})
+        return replace(self, options=options, **changes)
+
+    def call(self) -> Call:
+        """The inputs of the case, on the CPU."""
+        return _call(self)
+
+
+def _call(c: Case) -> Call:
+    generator = torch.Generator().manual_seed(zlib.crc32(c.name.encode()))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    HV, V = c.HV or c.H, c.V or c.K
+    q, k, v = normal(c.B, c.T, c.H, c.K), _keys(c, normal), normal(c.B, c.T, HV, V)
+    if not c.l2norm:
+        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+    tensors = {"q": q.to(c.dtype), "k": k.to(c.dtype), "v": v.to(c.dtype)}
+    options: dict[str, Any] = {"output_final_state": c.final_state} | c.options
+    tensors["g"] = (_raw_gate(c, tensors, options, normal) if c.gate != "given" else _decay(c, normal)).to(c.gate_dtype)
+    logits = normal(c.B, c.T, HV)
+    if isinstance(c.beta, float):
+        tensors["beta"] = torch.full_like(logits, c.beta).to(c.gate_dtype)
+    elif c.beta == "given":
+        tensors["beta"] = torch.sigmoid(logits).to(c.gate_dtype)
+    else:
+        tensors["beta"] = logits.to(c.gate_dtype)
+        options |= {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": c.beta == "negative eigenvalues"}
+    if c.l2norm:
+        options["use_qk_l2norm_in_kernel"] = True
+    if c.lengths:
+        bounds = torch.tensor([0, *c.lengths]).cumsum(0)
+        tensors["cu_seqlens"] = bounds.to(c.index_dtype)
+    shape = (c.N, HV, V, c.K) if options.get("state_v_first") else (c.N, HV, c.K, V)
+    if c.state is not None:
+        tensors["initial_state"] = normal(*shape).mul_(0.5).to(c.state)
+    if c.op == "chunk_kda" and options.get("return_intermediate_states") and c.lengths:
+        tensors["cu_seqlens_cpu"] = tensors["cu_seqlens"].clone()
+    grads = {}
+    if c.backward:
+        grads["o"] = normal(c.B, c.T, HV, V).to(c.dtype)
+        if c.final_state:
+            grads["final_state"] = normal(*shape).to(c.state or (FP64 if c.dtype == FP64 else FP32))
+    return Call(c.op, tensors, options, grads, c.strided, name=c.name)
+
+
+def _keys(c: Case, normal: Any) -> Tensor:
+    if c.keys == "random":
+        return normal(c.B, c.T, c.H, c.K)
+    common = normal(c.B, 1, c.H, c.K).expand(c.B, c.T, c.H, c.K)
+    return common if c.keys == "equal" else common + 0.1 * normal(c.B, c.T, c.H, c.K)
+
+
+def _decay(c: Case, normal: Any) -> Tensor:
+    x = normal(c.B, c.T, c.HV or c.H, c.K)
+    if isinstance(c.decay, float):
+        return torch.full_like(x, c.decay)
+    if c.decay == "isolated":
+        # Now and then a token that forgets everything, in every channel or in one.
+        g = F.logsigmoid(x)
+        g[:, 7::29] = -1e30
+        g[:, 3::11, :, 0] = -1e4
+        return g
+    return {
+        "mild": F.logsigmoid,
+        "slow": lambda x: -1e-3 * torch.sigmoid(x),
+        "none": torch.zeros_like,
+        "bounded": lambda x: LOWER_BOUND * torch.sigmoid(x),
+    }[c.decay](x)
+
+
+def _raw_gate(c: Case, tensors: dict[str, Tensor], options: dict[str, Any], normal: Any) -> Tensor:
+    """The raw gate input; puts the gate's other arguments where they belong."""
+    HV = c.HV or c.H
+    options["use_gate_in_kernel"] = True
+    if c.gate == "lower bound":
+        options["lower_bound"] = LOWER_BOUND
+    if c.A_log:
+        # exp(A_log) from 1 to the largest rate over the heads.
+        tensors["A_log"] = torch.linspace(0, 1, HV).mul_(torch.tensor(c.rate).log())
+    if c.dt_bias:
+        tensors["dt_bias"] = normal(HV * c.K)
+    return c.raw_scale * normal(c.B, c.T, HV, c.K)
+
+
+def _case(name: str, tags: str = "", **fields: Any) -> Case:
+    return Case(name=name, tags=frozenset(tags.split()), **fields)
+
+
+# Kimi-Linear 48B-A3B: 32 heads of 128, no grouping; q, k and v in bfloat16, the gate's input too.
+_MODEL = {"H": 32, "K": 128, "dtype": BF16, "gate_dtype": BF16, "gate": "softplus", "l2norm": True, "beta": "sigmoid"}
+
+CASES: tuple[Case, ...] = (
+    # Forward: lengths below, at and past a chunk, shapes, dtypes.
+    _case("one token", "forward verify", T=1, state=FP32),
+    _case("below a chunk", "forward", T=63, B=2),
+    _case("one chunk", "forward", T=64, HV=4),
+    _case("past a chunk", "forward verify", T=65, state=FP32),
+    _case("plain", "forward verify", B=2, H=3, K=64),
+    _case("bfloat16", "forward verify", B=2, K=64, dtype=BF16, gate_dtype=BF16, state=FP32),
+    _case("float16", "forward verify", B=2, K=64, dtype=FP16, gate_dtype=FP16, state=FP32),
+    _case("bfloat16 with float32 gate", "forward", K=64, dtype=BF16, state=FP32),
+    _case("float32 with bfloat16 gate", "forward", K=64, gate_dtype=BF16),
+    _case("float64", "forward", T=70, dtype=FP64, gate_dtype=FP64, state=FP64),
+    _case("no final state", "forward", T=70, final_state=False),
+    _case("scale", "forward verify", T=70, options={"scale": 0.3}),
+    _case("K below V", "forward", T=70, K=32, V=64, state=FP32),
+    _case("K above V", "forward", T=70, K=64, V=32, state=FP32),
+    _case("K 60 V 36", "forward verify", B=2, T=70, K=60, V=36, state=FP32),
+    _case("K 100 V 100 bfloat16", "forward", T=70, K=100, dtype=BF16, state=FP32),
+    _case("K 1 V 1", "forward", T=20, K=1, V=1, state=FP32),
+    _case("K 256", "forward", T=70, H=1, K=256, V=128, dtype=BF16, state=FP32),
+    _case("grouped values", "forward verify", B=2, HV=6, T=70, state=FP32),
+    _case("chunk 32", "forward verify", T=100, state=FP32, options={"chunk_size": 32}),
+    _case("slow decay", "forward", T=200, K=64, decay="slow", state=FP32),
+    _case("bounded decay, safe_gate", "forward verify", T=100, decay="bounded", options={"safe_gate": True}),
+    _case(
+        "bounded decay bfloat16, safe_gate",
+        "forward",
+        T=100,
+        K=64,
+        dtype=BF16,
+        gate_dtype=BF16,
+        decay="bounded",
+        options={"safe_gate": True},
+    ),
+    _case("Kimi-Linear 48B-A3B", "forward model verify", T=96, state=FP32, **_MODEL),
+    # Everything in the operator at once.
+    _case(
+        "all in kernel",
+        "forward verify",
+        B=2,
+        T=100,
+        HV=4,
+        K=64,
+        V=32,
+        dtype=BF16,
+        gate_dtype=BF16,
+        gate="lower bound",
+        l2norm=True,
+        beta="negative eigenvalues",
+        state=FP32,
+        options={"state_v_first": True, "safe_gate": True},
+    ),
+    # Backward.
+    _case("gradients", "backward verify", B=2, T=70, K=32, V=64, state=FP32, backward=True),
+    _case("gradients bfloat16", "backward verify", T=130, K=64, dtype=BF16, state=FP32, backward=True),
+    _case(
+        "gradients packed, grouped values, softplus gate",
+        "backward verify",
+        T=140,
+        HV=4,
+        lengths=(1, 64, 0, 70),
+        gate="softplus",
+        l2norm=True,
+        beta="sigmoid",
+        state=FP32,
+        backward=True,
+    ),
+    _case(
+        "gradients all in kernel",
+        "backward",
+        T=70,
+        HV=4,
+        K=36,
+        V=24,
+        gate="lower bound",
+        l2norm=True,
+        beta="negative eigenvalues",
+        state=FP32,
+        backward=True,
+        options={"state_v_first": True, "safe_gate": True},
+    ),
+    _case("gradients one token", "backward", T=1, state=FP32, backward=True),
+    _case("gradients without states", "backward", T=70, final_state=False, backward=True),
+    _case("gradients chunk 32", "backward", T=70, state=FP32, backward=True, options={"chunk_size": 32}),
+    _case("gradients float16", "backward slow", T=70, K=64, dtype=FP16, gate_dtype=FP16, state=FP32, backward=True),
+    _case(
+        "gradients model",
+        "backward model slow",
+        T=256,
+        state=FP32,
+        backward=True,
+        lengths=(100, 156),
+        **(_MODEL | {"H": 8}),
+    ),
+    # Packed sequences.
+    _case("packed", "packed verify", T=140, lengths=(5, 64, 1, 70), state=FP32),
+    _case("packed with empty sequences", "packed", T=71, lengths=(0, 1, 0, 64, 6, 0), state=FP32),
+    _case("packed, ends before T", "packed", T=100, lengths=(30, 40), state=FP32),
+    _case("packed int64, grouped values", "packed", T=100, HV=4, lengths=(33, 67), index_dtype=torch.int64),
+    _case("packed chunk 32", "packed", T=100, lengths=(33, 67), state=FP32, options={"chunk_size": 32}),
+    _case("packed bfloat16", "packed", T=200, K=64, dtype=BF16, lengths=(1, 129, 70), state=FP32),
+    # The shapes of fla 0.6's own KDA tests.
+    _case("fla 1x63", "forward backward slow", T=63, H=1, K=64, state=FP32, backward=True),
+    _case("fla 2x500", "forward backward slow", B=2, T=500, H=3, K=60, state=FP32, backward=True),
+    _case("fla 2x1000", "forward backward slow", B=2, T=1000, H=3, K=64, state=FP32, backward=True),
+    _case("fla 3x1024", "forward backward slow", B=3, T=1024, H=4, K=100, state=FP32, backward=True, l2norm=True),
+    _case(
+        "fla 4x1024 bfloat16", "forward backward slow", B=4, T=1024, H=4, K=128, dtype=BF16, state=FP32, backward=True
+    ),
+    _case("fla 2x1500", "forward backward slow", B=2, T=1500, H=4, K=128, dtype=BF16, state=FP32, backward=True),
+    _case("fla 4x2048", "forward backward slow", B=4, T=2048, H=8, K=64, dtype=BF16, state=FP32, backward=True),
+    _case(
+        "fla packed 15",
+        "packed backward slow",
+        T=15,
+        lengths=(15,),
+        K=60,
+        state=FP32,
+        backward=True,
+        gate="softplus",
+        l2norm=True,
+    ),
+    _case(
+        "fla packed 1000",
+        "packed backward slow",
+        T=1000,
+        H=3,
+        K=60,
+        lengths=(256, 244, 200, 300),
+        state=FP32,
+        backward=True,
+    ),
+    _case(
+        "fla packed 1000, uneven",
+        "packed backward slow",
+        T=1000,
+        H=4,
+        K=64,
+        dtype=FP16,
+        lengths=(15, 85, 200, 700),
+        state=FP32,
+        backward=True,
+    ),
+    _case(
+        "fla packed 3000",
+        "packed backward slow",
+        T=3000,
+        H=4,
+        K=100,
+        dtype=BF16,
+        lengths=(1, 99, 200, 700, 1000, 1000),
+        state=FP32,
+        backward=True,
+    ),
+    # Long and ragged traces.
+    _case("8k ragged", "packed slow", T=8192, H=2, K=64, dtype=BF16, lengths=(1300, 547, 2048, 963, 271, 3063)),
+    _case("64k", "packed slow", T=65536, H=1, K=64, dtype=BF16, lengths=(1, 65535)),
+    _case(
+        "64k ragged",
+        "packed slow",
+        T=65536,
+        H=1,
+        K=64,
+        dtype=BF16,
+        lengths=tuple(1 + (i * 7919) % 1021 for i in range(128)),
+        state=FP32,
+    ),
+)
+
+
+def select(*tags: str, among: Iterable[Case] = CASES) -> list[Case]:
+    """The cases that have every one of these tags; a tag with "-" before it must be absent."""
+    wanted = {t for t in tags if not t.startswith("-")}
+    unwanted = {t[1:] for t in tags if t.startswith("-")}
+    return [c for c in among if wanted <= c.tags and not unwanted & c.tags]
+
+
+def named(name: str) -> Case:
+    """The case of that name."""
+    for case in CASES:
+        if case.name == name:
+            return case
+    raise KeyError(name)

@@ -1,0 +1,177 @@
+"""Calls of the public functions as data, and tensors that lie in poisoned memory."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import kda_core
+from kda_core.request import Request
+
+GUARD = 512
+"""Poisoned elements before and behind every input: more than any tile's reach past an end."""
+
+INDEX_POISON = 2**30
+"""What surrounds index tensors: an index that no pool and no sequence has."""
+
+POISON = {torch.int32: INDEX_POISON, torch.int64: INDEX_POISON}
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a public function, with its tensors on the CPU.
+
+    Attributes:
+        op: "chunk_kda" or "fused_recurrent_kda".
+        tensors: every tensor argument that is given, by name.
+        options: every other argument that is given, by name.
+        grads: gradients of "o" and "final_state" for a backward; empty: forward only.
+        strided: names of the tensors to be passed as slices of wider ones.
+        given_out: pass a buffer full of NaN as ``out``.
+        name: for messages.
+    """
+
+    op: str
+    tensors: dict[str, Tensor]
+    options: dict[str, Any] = field(default_factory=dict)
+    grads: dict[str, Tensor] = field(default_factory=dict)
+    strided: frozenset[str] = frozenset()
+    given_out: bool = False
+    name: str = ""
+
+    def having(self, **changes: Any) -> Call:
+        """The call with some arguments changed; None takes a tensor out."""
+        tensors, options = dict(self.tensors), dict(self.options)
+        for name, value in changes.items():
+            tensors.pop(name, None)
+            options.pop(name, None)
+            if isinstance(value, Tensor):
+                tensors[name] = value
+            elif value is not None:
+                options[name] = value
+        return replace(self, tensors=tensors, options=options)
+
+    @property
+    def has_pool(self) -> bool:
+        """Whether the call advances states in place."""
+        return "ssm_state_indices" in self.tensors or self.options.get("inplace_final_state", False)
+
+    def lengths(self) -> list[int]:
+        """Tokens of every sequence."""
+        cu = self.tensors.get("cu_seqlens")
+        B, T = self.tensors["q"].shape[:2]
+        return [T] * B if cu is None else cu.diff().tolist()
+
+    def _slots(self) -> list[list[int]]:
+        """[N, W] slots of a pool, None where one is to be skipped."""
+        N = len(self.lengths())
+        indices = self.tensors.get("ssm_state_indices")
+        rows = [[n] for n in range(N)] if indices is None else indices.reshape(N, -1).tolist()
+        pad = self.options.get("pad_slot_id", -1)
+        return [[-1 if slot < 0 or slot == pad else slot for slot in row] for row in rows]
+
+    def starting_slots(self) -> list[int]:
+        """The slot that every sequence starts from; -1: the sequence is skipped."""
+        accepted = self.tensors.get("num_accepted_tokens")
+        rows = self._slots()
+        return [row[0 if accepted is None else int(accepted[n]) - 1] for n, row in enumerate(rows)]
+
+    def written_slots(self) -> list[int]:
+        """The slots of the pool that the call writes, in order of sequence and token."""
+        written = []
+        for start, row, length in zip(self.starting_slots(), self._slots(), self.lengths(), strict=True):
+            if start >= 0 and length:
+                written += [slot for slot in (row[:length] if len(row) > 1 else row) if slot >= 0]
+        return written
+
+    def without_pool(self) -> Call:
+        """The call on the states that its pool holds for its sequences; a skipped one starts from zero."""
+        if not self.has_pool:
+            return self
+        pool, start = self.tensors["initial_state"], torch.tensor(self.starting_slots())
+        dense = torch.where((start < 0)[:, None, None, None], 0, pool[start.clamp_min(0)])
+        gone = dict.fromkeys(("ssm_state_indices", "num_accepted_tokens", "inplace_final_state", "out"))
+        return self.having(initial_state=dense, **gone)
+
+    def written_names(self) -> frozenset[str]:
+        """The arguments that the call writes to."""
+        return frozenset(["initial_state"] * self.has_pool + ["out"] * self.given_out)
+
+    def request_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor in the request (dt_bias is [HV, K] there)."""
+        return tuple(getattr(self.request(), name).shape)
+
+    def forward_only(self) -> Call:
+        """The call without its backward."""
+        return replace(self, grads={})
+
+    def slice_tokens(self, start: int, end: int) -> Call:
+        """Tokens ``start`` to ``end`` of a dense call, forward only."""
+        parts = {n: self.tensors[n][:, start:end].contiguous() for n in ("q", "k", "v", "g", "beta")}
+        return replace(self.forward_only(), tensors=self.tensors | parts)
+
+    def request(self) -> Request:
+        """The request that the public function makes of this call."""
+        tensors = dict(self.tensors)
+        options = {n: v for n, v in self.options.items() if n not in ("use_graph", "max_num_seqs")}
+        q, g = tensors["q"], tensors["g"]
+        options.setdefault("scale", q.shape[-1] ** -0.5)
+        if tensors.get("dt_bias") is not None:
+            tensors["dt_bias"] = tensors["dt_bias"].reshape(g.shape[-2:])
+        if "ssm_state_indices" in tensors:
+            options["inplace_final_state"] = True
+        return Request(op=self.op, save_for_backward=bool(self.grads), **tensors, **options)
+
+    def digest(self) -> str:
+        """A key of everything that decides the result."""
+        h = hashlib.sha256(repr((self.op, sorted(self.options.items()))).encode())
+        for kind, tensors in (("", self.tensors), ("d", self.grads)):
+            for name in sorted(tensors):
+                t = tensors[name].detach().contiguous()
+                h.update(f"{kind}{name}{t.dtype}{tuple(t.shape)}".encode())
+                h.update(t.flatten().view(torch.uint8).numpy() if t.numel() else b"")
+        return h.hexdigest()
+
+    def __call__(self, tensors: dict[str, Tensor], backend: str) -> tuple:
+        """Make the call on these tensors."""
+        return getattr(kda_core, self.op)(**tensors, **self.options, backend=backend)
+
+
+def _poison(t: Tensor) -> Tensor:
+    return t.fill_(POISON.get(t.dtype, float("nan")))
+
+
+def placed(t: Tensor, device: torch.device, strided: bool = False) -> Tensor:
+    """A copy of ``t`` on ``device`` inside a larger, poisoned buffer.
+
+    Args:
+        strided: make it a slice of a tensor whose last two axes are wider (as q is of a fused projection).
+    """
+    shape = list(t.shape)
+    if strided and t.dim() >= 1:
+        shape[-1] = 2 * shape[-1] + 3
+        if t.dim() >= 2:
+            shape[-2] += 1
+    size = 1
+    for n in shape:
+        size *= n
+    buffer = _poison(torch.empty(size + 2 * GUARD, dtype=t.dtype, device=device))
+    view = buffer[GUARD : GUARD + size].view(shape)
+    for axis in range(max(t.dim() - 2, 0), t.dim()):
+        view = view.narrow(axis, 0, t.shape[axis])
+    return view.copy_(t)
+
+
+def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A buffer to be written that is full of NaN, with poisoned memory round it."""
+    return placed(torch.full(shape, float("nan"), dtype=dtype), device)
+
+
+def guards(t: Tensor) -> Tensor:
+    """The bytes of the whole buffer that a placed tensor lies in."""
+    storage = t.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage)

@@ -1,0 +1,32 @@
+"""Decorators of the kit's tests: the features that a test is about, and the cases that it runs over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from kda_core.capabilities import Feature
+from kda_core.testing.cases import Case, select
+
+slow = pytest.mark.slow
+
+
+def requires(*features: Feature) -> pytest.MarkDecorator:
+    """Say which features a test is about.
+
+    On a backend that does not declare them all, the test still runs: it must end in a call that is refused
+    with the declared reason. A test that passes there fails.
+    """
+    return pytest.mark.kda_requires(*(f.name for f in features))
+
+
+def each(cases: Iterable[Case]) -> pytest.MarkDecorator:
+    """Run a test once for each case, as its argument ``case``; cases tagged "slow" are slow tests."""
+    params = [pytest.param(c, id=c.name, marks=slow if "slow" in c.tags else ()) for c in cases]
+    return pytest.mark.parametrize("case", params)
+
+
+def each_tagged(*tags: str) -> pytest.MarkDecorator:
+    """Run a test once for each case that has all of these tags (see ``cases.select``)."""
+    return each(select(*tags))

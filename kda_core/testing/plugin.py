@@ -1,0 +1,253 @@
+"""pytest plugin of the conformance kit: ``pytest -p kda_core.testing.plugin --pyargs kda_core.testing.suite``.
+
+Options: ``--backend=NAME`` (repeatable) names the backends to test; without it every installed one that this
+machine can run is tested, the oracle aside. ``--interpret`` runs Triton kernels in Triton's interpreter on the CPU.
+``--kda-report=FILE`` writes the summary as JSON. Tests marked ``slow`` run with ``-m slow``, or with KDA_TEST_MODE=slow
+(only those) or KDA_TEST_MODE=all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.register_assert_rewrite("kda_core.testing.suite")
+
+import torch  # noqa: E402
+
+import kda_core  # noqa: E402
+from kda_core.errors import KdaError, UnsupportedCall  # noqa: E402
+from kda_core.hookspecs import CONTRACT_VERSION  # noqa: E402
+from kda_core.plugins import registry  # noqa: E402
+from kda_core.testing.report import BackendReport  # noqa: E402
+from kda_core.testing.subject import Refused, Subject, Target, find_target  # noqa: E402
+
+MODE_VARIABLE = "KDA_TEST_MODE"
+MODES = ("fast", "slow", "all")
+INTERPRETER_VARIABLE = "TRITON_INTERPRET"
+ORACLE = "reference"
+
+TARGETS = pytest.StashKey[list[Target]]()
+GATHERED = pytest.StashKey[dict[str, BackendReport]]()
+SUBJECT = pytest.StashKey[Subject]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("kda_core", "conformance of kda_core backends")
+    group.addoption(
+        "--backend",
+        action="append",
+        default=None,
+        metavar="NAME",
+        help="test this backend (repeatable); without it: every installed one that this machine can run",
+    )
+    group.addoption("--interpret", action="store_true", help="run Triton kernels in Triton's interpreter, on the CPU")
+    group.addoption("--kda-report", default=None, metavar="FILE", help="write the summary as JSON")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", f"slow: runs with -m slow, {MODE_VARIABLE}=slow or {MODE_VARIABLE}=all")
+    config.addinivalue_line("markers", "kda_requires(*features): the features of a backend that a test is about")
+    if _mode() not in MODES:
+        raise pytest.UsageError(f"{MODE_VARIABLE}: expected one of {', '.join(MODES)}, got {_mode()!r}")
+    if config.getoption("interpret"):
+        _switch_interpreter_on()
+    config.stash[TARGETS] = _targets(config)
+    config.stash[GATHERED] = {}
+
+
+def _mode() -> str:
+    return os.environ.get(MODE_VARIABLE, "fast")
+
+
+def _switch_interpreter_on() -> None:
+    if os.environ.get(INTERPRETER_VARIABLE) == "1":
+        return
+    if "triton" in sys.modules:
+        raise pytest.UsageError(
+            f"--interpret: triton was imported before this plugin could set {INTERPRETER_VARIABLE}=1; set it yourself"
+        )
+    os.environ[INTERPRETER_VARIABLE] = "1"
+
+
+def _targets(config: pytest.Config) -> list[Target]:
+    interpret = config.getoption("interpret")
+    names = config.getoption("backend")
+    if names is not None:
+        try:
+            return [find_target(name, interpret) for name in dict.fromkeys(names)]
+        except KdaError as error:
+            raise pytest.UsageError(f"--backend: {error}") from None
+    targets = []
+    for backend in registry.backends:
+        if backend.info.name == ORACLE:
+            continue
+        try:
+            targets.append(find_target(backend.info.name, interpret))
+        except UnsupportedCall:
+            # Nobody named it; the header says why it is left out.
+            continue
+    return targets
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    lines = [
+        f"kda-core {kda_core.__version__} (contract {CONTRACT_VERSION}), torch {torch.__version__}, "
+        f"Python {platform.python_version()}, {_mode()} tests"
+    ]
+    for t in config.stash[TARGETS]:
+        info = registry.named(t.backend).info
+        how = ", interpreted" if t.interpreted else ""
+        lines.append(f"backend {info.name} {info.version} (contract {info.contract}) on {_device_name(t.device)}{how}")
+    tested = {t.backend for t in config.stash[TARGETS]} | {ORACLE}
+    for backend in registry.backends if config.getoption("backend") is None else ():
+        if backend.info.name not in tested:
+            lines.append(f"not tested: {_why_not(backend.info.name, config.getoption('interpret'))}")
+    return lines
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return f"cpu ({torch.get_num_threads()} threads)"
+    module = getattr(torch, device.type, None)
+    name = getattr(module, "get_device_name", None)
+    return f"{device} ({name(device)})" if name is not None else str(device)
+
+
+def _why_not(name: str, interpret: bool) -> str:
+    try:
+        find_target(name, interpret)
+    except KdaError as error:
+        return str(error)
+    return f"backend {name!r}"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "kda" in metafunc.fixturenames:
+        targets = metafunc.config.stash[TARGETS]
+        metafunc.parametrize("kda", targets, ids=[t.backend for t in targets], indirect=True)
+
+
+@pytest.fixture
+def kda(request: pytest.FixtureRequest) -> Subject:
+    """The backend under test."""
+    subject = Subject(request.param)
+    request.node.stash[SUBJECT] = subject
+    return subject
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mode = _mode()
+    if mode == "all" or "slow" in (config.getoption("markexpr") or ""):
+        return
+    wanted = mode == "slow"
+    kept = [item for item in items if (item.get_closest_marker("slow") is not None) == wanted]
+    dropped = [item for item in items if (item.get_closest_marker("slow") is not None) != wanted]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = kept
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    try:
+        yield
+    except Refused as refusal:
+        raise pytest.skip.Exception(str(refusal), _use_item_location=True) from None
+    subject = item.stash.get(SUBJECT, None)
+    if subject is None:
+        return
+    wanted = {name for mark in item.iter_markers("kda_requires") for name in mark.args}
+    declared = {f.name for f in subject.info.capabilities.features}
+    if wanted - declared:
+        raise AssertionError(
+            f"the test passed, though {subject.name!r} does not declare {', '.join(sorted(wanted - declared))}: "
+            "either the backend serves what it does not declare, or the test never asked for it"
+        )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
+    report = yield
+    subject = item.stash.get(SUBJECT, None)
+    if subject is not None and report.when == "call":
+        # A plain attribute travels from the workers of pytest-xdist to the process that reports.
+        report.kda_core = {
+            "backend": subject.name,
+            "device": str(subject.device),
+            "records": [asdict(r) for r in subject.records],
+        }
+    return report
+
+
+class _Gatherer:
+    """Lives in the process that reports: not in the workers of pytest-xdist."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.reports: dict[str, BackendReport] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        found: dict[str, Any] | None = getattr(report, "kda_core", None)
+        if found is None:
+            return
+        name = found["backend"]
+        if name not in self.reports:
+            self.reports[name] = BackendReport(registry.named(name).info, found["device"])
+        self.reports[name].add(report.outcome, found["records"])
+
+    def problems(self) -> list[str]:
+        """Why the run fails although no test failed."""
+        explicit = self.config.getoption("backend") or []
+        found = []
+        for name in dict.fromkeys(explicit):
+            report = self.reports.get(name)
+            if report is None or not report.outcomes.keys() & {"passed", "failed"}:
+                found.append(f"--backend={name}: no test of the conformance kit was executed")
+        for name, report in self.reports.items():
+            for feature in report.never_served():
+                found.append(f"{name} declares {feature}, and turned down every call that needs it")
+        return found
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.config.getoption("collectonly"):
+            return
+        file = self.config.getoption("kda_report")
+        if file is not None:
+            content = {
+                "kda_core": kda_core.__version__,
+                "contract": str(CONTRACT_VERSION),
+                "torch": torch.__version__,
+                "mode": _mode(),
+                "problems": self.problems(),
+                "backends": [r.as_json() for r in self.reports.values()],
+            }
+            Path(file).write_text(json.dumps(content, indent=2) + "\n")
+        if self.problems() and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if self.config.getoption("collectonly"):
+            return
+        problems = self.problems()
+        if self.reports or problems:
+            terminalreporter.section("kda_core conformance")
+        for report in self.reports.values():
+            for line in report.lines():
+                terminalreporter.line(line)
+        for problem in problems:
+            terminalreporter.line(f"ERROR: {problem}", red=True)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if not hasattr(session.config, "workerinput"):
+        session.config.pluginmanager.register(_Gatherer(session.config), "kda_core_gatherer")

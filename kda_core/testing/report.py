@@ -1,0 +1,136 @@
+"""What a run of the kit found, gathered from every test's records: for the terminal and as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from kda_core.capabilities import BackendInfo, Feature
+from kda_core.testing.axes import AXES
+
+STATUSES = ("served", "refused", "rejected", "left out")
+MEANING = {
+    "refused": "refused as declared",
+    "rejected": "refused by its own word, beyond what it declares",
+    "left out": "left out",
+}
+
+
+@dataclass
+class BackendReport:
+    """The records of one backend.
+
+    Attributes:
+        info: its identity card.
+        device: what it was tested on.
+        coverage: axis -> value -> status -> number of calls.
+        worst: (output, input dtype) -> the error that came closest to its budget.
+        reasons: status -> reason -> number of calls.
+        features: status -> features of the calls that ended so.
+        outcomes: how the tests ended.
+    """
+
+    info: BackendInfo
+    device: str
+    coverage: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
+    worst: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+    reasons: dict[str, dict[str, int]] = field(default_factory=dict)
+    features: dict[str, set[str]] = field(default_factory=dict)
+    outcomes: dict[str, int] = field(default_factory=dict)
+
+    def add(self, outcome: str, records: list[dict[str, Any]]) -> None:
+        """Take in one test."""
+        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
+        for record in records:
+            status = record["status"]
+            for axis, values in record["axes"].items():
+                for value in values:
+                    counts = self.coverage.setdefault(axis, {}).setdefault(value, {})
+                    counts[status] = counts.get(status, 0) + 1
+            self.features.setdefault(status, set()).update(record["features"])
+            if record["reason"]:
+                reasons = self.reasons.setdefault(status, {})
+                reasons[record["reason"]] = reasons.get(record["reason"], 0) + 1
+            for error in record["errors"]:
+                key = (error["output"], error["input_dtype"])
+                if key not in self.worst or error["share"] > self.worst[key]["share"]:
+                    self.worst[key] = error
+
+    def never_served(self) -> list[str]:
+        """Declared features whose every call the backend turned down by its own word."""
+        declared = {f.name for f in self.info.capabilities.features}
+        return sorted((self.features.get("rejected", set()) & declared) - self.features.get("served", set()))
+
+    def state_of(self, axis: str, value: str) -> str:
+        """ "covered", "refused", "rejected", "left out" or "not covered"."""
+        counts = self.coverage.get(axis, {}).get(value, {})
+        found = [status for status in STATUSES if counts.get(status)]
+        return "not covered" if not found else "covered" if found[0] == "served" else found[0]
+
+    def slack_used(self) -> list[dict[str, Any]]:
+        """Every declared slack, with the largest share of the unwidened budget that it was needed for."""
+        used = []
+        for slack in self.info.slack:
+            dtype = None if slack.dtype is None else str(slack.dtype).removeprefix("torch.")
+            shares = [
+                e["share"]
+                for (output, input_dtype), e in self.worst.items()
+                if slack.output in (output, "*") and dtype in (None, input_dtype)
+            ]
+            entry = {"output": slack.output, "dtype": dtype, "factor": slack.factor, "reason": slack.reason}
+            used.append(entry | {"used": max(shares, default=0.0)})
+        return used
+
+    def as_json(self) -> dict[str, Any]:
+        """The report as JSON values."""
+        return {
+            "backend": self.info.name,
+            "version": self.info.version,
+            "contract": str(self.info.contract),
+            "device": self.device,
+            "outcomes": self.outcomes,
+            "features": {f.name: f in self.info.capabilities.features for f in Feature},
+            "coverage": {
+                axis: {v: {"state": self.state_of(axis, v), **self.coverage.get(axis, {}).get(v, {})} for v in values}
+                for axis, values in AXES.items()
+            },
+            "reasons": self.reasons,
+            "never_served": self.never_served(),
+            "worst": [e | {"share": _finite(e["share"])} for _, e in sorted(self.worst.items())],
+            "slack": self.slack_used(),
+        }
+
+    def lines(self) -> Iterator[str]:
+        """The report for the terminal."""
+        outcomes = ", ".join(f"{n} {outcome}" for outcome, n in sorted(self.outcomes.items()))
+        yield f"{self.info.name} {self.info.version} on {self.device}: {outcomes}"
+        width = max(map(len, AXES))
+        for axis, values in AXES.items():
+            by_state: dict[str, list[str]] = {}
+            for value in values:
+                count = self.coverage.get(axis, {}).get(value, {}).get("served", 0)
+                state = self.state_of(axis, value)
+                by_state.setdefault(state, []).append(f"{value} {count}" if state == "covered" else value)
+            parts = [", ".join(by_state.pop("covered", []))] + [f"{s}: {', '.join(v)}" for s, v in by_state.items()]
+            yield f"  {axis:<{width}}  " + " | ".join(p for p in parts if p)
+        for status, meaning in MEANING.items():
+            for reason, count in sorted(self.reasons.get(status, {}).items(), key=lambda item: -item[1]):
+                yield f"  {meaning} ({count} calls): {reason}"
+        if self.worst:
+            yield "  largest error as a share of its budget (slack aside):"
+        for (output, dtype), e in sorted(self.worst.items()):
+            yield (
+                f"    {output:<14} {dtype:<9} {e['share']:5.2f}  frobenius {e['frobenius']:.1e} of "
+                f"{e['budget_frobenius']:.1e}, worst row {e['worst_row']:.1e} of {e['budget_worst_row']:.1e}  ({e['case']})"
+            )
+        for slack in self.slack_used():
+            dtype = slack["dtype"] or "any dtype"
+            yield f"  slack: {slack['output']} {dtype} x{slack['factor']:g}, used {slack['used']:.2f}: {slack['reason']}"
+        for name in self.never_served():
+            yield f"  FAILED: declares {name}, and turned down every call that needs it"
+
+
+def _finite(x: float) -> float | str:
+    return x if math.isfinite(x) else str(x)

@@ -1,0 +1,291 @@
+r"""What rounding does to KDA: the chunked computation, with noise where a kernel of a given dtype rounds.
+
+The numerical budgets of the kit come from here. A kernel that works in a dtype D on matrix units rounds the
+operands of every product to D and accumulates in float32; all else is float32. This module computes
+the chunk form in float64, multiplies at every such place by (1 + \delta) with random \delta, and so
+yields samples of the error that a right kernel makes. Gradients come from autograd through the same
+products: their operands, gradients included, are perturbed in the same way.
+
+The noise. Round-to-nearest with unit roundoff u makes, on a significand m in [1, 2) that is
+log-uniform (Benford), an error that is uniform in +-u / m: its relative rms is u sqrt(E[1 / m^2] / 3) with
+E[1 / m^2] = 3 / (8 ln 2). A sum of n products in floating point has, for partial sums that grow like
+a random walk, the error u rms sqrt(n / 2) |a * b|_2 (Higham and Mary 2019); when all terms have one
+sign, at most u rms sqrt(n / 2) |a . b|. Both are taken, in quadrature.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kda_core import reference
+from kda_core.request import Request
+
+RELATIVE_RMS = math.sqrt(3 / (8 * math.log(2)) / 3)
+"""Root mean square of a rounding error, in unit roundoffs."""
+
+
+NOISE_POOL = 2**22
+"""Random numbers made once; every place takes them from a random offset on, which costs far less than new ones."""
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """Half the distance from 1 to the next number."""
+    return torch.finfo(dtype).eps / 2
+
+
+@cache
+def _pool(dtype: torch.dtype) -> Tensor:
+    """Uniform numbers with the variance of a rounding error of unit roundoff 1."""
+    sample = torch.rand(NOISE_POOL, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    return (sample - 0.5).mul_(math.sqrt(12) * RELATIVE_RMS)
+
+
+@dataclass(frozen=True, eq=False)
+class Noise:
+    """Where and how much to perturb.
+
+    Attributes:
+        operand: unit roundoff of the operands of products.
+        accumulate: unit roundoff of sums, exponentials and whatever is done element by element.
+        offsets: chooses the random numbers.
+    """
+
+    operand: float
+    accumulate: float
+    offsets: random.Random
+
+    def errors(self, like: Tensor) -> Tensor:
+        """Rounding errors of unit roundoff 1, in the shape of ``like``."""
+        pool = _pool(like.dtype)
+        size = like.numel()
+        if size > NOISE_POOL // 2:
+            pool = pool.roll(self.offsets.randrange(NOISE_POOL)).repeat(-(-size // NOISE_POOL))
+            return pool[:size].view(like.shape)
+        start = self.offsets.randrange(NOISE_POOL - size)
+        return pool[start : start + size].view(like.shape)
+
+    def relative(self, x: Tensor, unit: float) -> Tensor:
+        """x with an error of ``unit``'s rounding."""
+        return torch.addcmul(x, x, self.errors(x), value=unit)
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        """a @ b of operands that are rounded already."""
+        out = a @ b
+        # With half operands the error of a float32 sum drowns in theirs.
+        if self.operand <= self.accumulate:
+            spread = (a.square() @ b.square()).add_(out.square()).sqrt_()
+            unit = self.accumulate * math.sqrt(a.shape[-1] / 2)
+            out.addcmul_(spread, self.errors(out), value=unit)
+        return out
+
+
+class _Rounded(torch.autograd.Function):
+    """Round a value, and its gradient on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, unit: float, noise: Noise) -> Tensor:
+        ctx.unit, ctx.noise = unit, noise
+        return noise.relative(x, unit)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.noise.relative(grad, ctx.unit), None, None
+
+
+class _Product(torch.autograd.Function):
+    """A product with rounded operands; so are the two products of its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, noise: Noise) -> Tensor:
+        a, b = noise.relative(a, noise.operand), noise.relative(b, noise.operand)
+        ctx.save_for_backward(a, b)
+        ctx.noise = noise
+        return noise.product(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        a, b = ctx.saved_tensors
+        noise = ctx.noise
+        grad = noise.relative(grad, noise.operand)
+        return noise.product(grad, b.mT), noise.product(a.mT, grad), None
+
+
+class _Exp(torch.autograd.Function):
+    """exp of a sum of up to ``length`` rounded terms: the error of the sum becomes a relative one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, length: int, noise: Noise) -> Tensor:
+        # Every x is a sum of terms <= 0; below -700 the result is 0 in float64 whatever its error.
+        depth = x.clamp_min(-700).abs().mul_(math.sqrt(length / 2)).add_(1)
+        y = x.exp()
+        y = torch.addcmul(y, y, depth.mul_(noise.errors(x)), value=noise.accumulate)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad * ctx.saved_tensors[0], None, None
+
+
+def _pairs(left: Tensor, right: Tensor, log_decay: Tensor, noise: Noise) -> Tensor:
+    """[..., C, C] lower triangle of sum_c left_rc right_sc exp(sum of log_decay_c over rows s+1 .. r).
+
+    ``left`` is [2, ..., C, K] (q and k at once). Halves meet at their boundary, so that no exponent is
+    positive and every exponent is a sum over rows of one half.
+    """
+    length = right.shape[-2]
+    if length == 1:
+        return _Product.apply(left, right.mT.expand(2, *right.mT.shape), noise)
+    half = length // 2
+    halves = [t.unflatten(-2, (2, half)) for t in (left, right, log_decay)]
+    inner = _pairs(*halves, noise)
+    second, first = halves[2][..., 1, :, :], halves[2][..., 0, :, :]
+    after = first.flip(-2).cumsum(-2).flip(-2)
+    after = torch.cat([after[..., 1:, :], torch.zeros_like(after[..., :1, :])], -2)
+    reach = halves[0][..., 1, :, :] * _Exp.apply(second.cumsum(-2), half, noise)
+    source = halves[1][..., 0, :, :] * _Exp.apply(after, half, noise)
+    across = _Product.apply(reach, source.mT.expand(2, *source.mT.shape), noise)
+    zero = torch.zeros_like(across)
+    top = torch.cat([inner[..., 0, :, :], zero], -1)
+    return torch.cat([top, torch.cat([across, inner[..., 1, :, :]], -1)], -2)
+
+
+def _recurrence(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, noise: Noise
+) -> tuple[Tensor, list[Tensor]]:
+    """The chunk form over [..., NT, C, .]: o (without the scale) and the NT + 1 states at chunk starts and end."""
+    C = q.shape[-2]
+    G = log_decay.cumsum(-2)
+    into = _Exp.apply(G, C, noise)
+    after = log_decay.flip(-2).cumsum(-2).flip(-2)
+    after = torch.cat([after[..., 1:, :], torch.zeros_like(after[..., :1, :])], -2)
+    qk, kk = _pairs(torch.stack([q, k]), k, log_decay, noise)
+    L = _Rounded.apply((beta * kk).tril(-1), noise.accumulate, noise)
+    eye = torch.eye(C, dtype=L.dtype, device=L.device)
+    A = torch.linalg.solve_triangular(L + eye, eye.expand_as(L), upper=False)
+    u = _Rounded.apply(_Product.apply(A, beta * v, noise), noise.operand, noise)
+    w = _Product.apply(A, beta * k * into, noise)
+    q_in, k_out, through = q * into, k * _Exp.apply(after, C, noise), into[..., -1, :, None]
+    # A state sums up C rank-one updates in float32, in whatever order.
+    state_unit = noise.accumulate * math.sqrt(C)
+    outputs, states = [], [state]
+    for i in range(q.shape[-3]):
+        at = (..., i, slice(None), slice(None))
+        v_new = u[at] - _Product.apply(w[at], state, noise)
+        outputs.append(_Product.apply(q_in[at], state, noise) + _Product.apply(qk[at], v_new, noise))
+        state = through[at] * state + _Product.apply(k_out[at].mT, v_new, noise)
+        state = _Rounded.apply(state, state_unit, noise)
+        states.append(state)
+    return torch.stack(outputs, -3), states
+
+
+def _initial_state(r: Request) -> Tensor:
+    """The states [N, HV, K, V] that the sequences start from."""
+    state = r.v.new_zeros(r.state_shape) if r.initial_state is None else r.initial_state
+    return state.mT if r.state_v_first else state
+
+
+def sample(r: Request, noise: Noise, samples: int, grads: dict[str, Tensor], rounded: dict[str, float]):
+    """Samples of every result of a request, perturbed as a kernel's rounding would.
+
+    Args:
+        r: the request with float64 tensors on the CPU (``in_float64``), without a pool.
+        noise: what to perturb.
+        samples: how many independent samples.
+        grads: gradients of "o" and "final_state" (layout of the request), or empty: forward only.
+        rounded: unit roundoff of each result when it is stored.
+
+    Returns:
+        Results by name, each with a leading axis of ``samples``: "o", "final_state", "h" and, with ``grads``,
+        "dq", ..., in the layout of the request.
+    """
+    # float32 arithmetic is exact enough to show the rounding of half types, and twice as fast.
+    working = torch.float32 if noise.operand > 64 * unit_roundoff(torch.float32) else torch.float64
+    names = [n for n in reference.DIFFERENTIABLE if getattr(r, n) is not None and n != "initial_state"]
+    x = {n: getattr(r, n) for n in names} | {"initial_state": _initial_state(r)}
+    x = {n: t.expand(samples, *t.shape).to(working, copy=True) for n, t in x.items()}
+    if grads:
+        x = {n: t.requires_grad_() for n, t in x.items()}
+    with torch.set_grad_enabled(bool(grads)):
+        o, states = _forward(r, x, noise)
+        bounds = reference.sequence_bounds(r)
+        final = torch.stack([states[_chunks(e - s, r.chunk_size)][:, n] for n, (_, s, e) in enumerate(bounds)], 1)
+        at_chunks = [
+            states[i][:, n] for n, (_, s, e) in enumerate(bounds) for i in range(_chunks(e - s, r.chunk_size))
+        ]
+        h = torch.stack(at_chunks, 1).unflatten(1, (r.B, -1)) if at_chunks else None
+        if r.state_v_first:
+            final, h = final.mT, h if h is None else h.mT
+        results = {"o": o, "final_state": final}
+        found: tuple = ()
+        if grads:
+            outputs = [results[n] for n in grads]
+            cotangents = [g.to(working).expand(samples, *g.shape) for g in grads.values()]
+            found = torch.autograd.grad(outputs, list(x.values()), cotangents, allow_unused=True)
+    if h is not None:
+        results["h"] = h
+    for n, grad in zip(x, found, strict=bool(found)):
+        grad = torch.zeros_like(x[n]) if grad is None else grad
+        results[f"d{n}"] = grad.mT if n == "initial_state" and r.state_v_first else grad
+    return {n: noise.relative(t.detach(), rounded.get(n, noise.accumulate)) for n, t in results.items()}
+
+
+def _chunks(length: int, C: int) -> int:
+    return -(-length // C)
+
+
+def _forward(r: Request, x: dict[str, Tensor], noise: Noise) -> tuple[Tensor, list[Tensor]]:
+    """o [S, B, T, HV, V] and the list of the states [S, N, HV, K, V] at every chunk."""
+    q, k, v, g, beta = (x[n] for n in ("q", "k", "v", "g", "beta"))
+    if r.use_qk_l2norm_in_kernel:
+        q, k = (_Rounded.apply(reference.l2norm(t), noise.operand, noise) for t in (q, k))
+    if r.use_gate_in_kernel:
+        g = _Rounded.apply(_gate(r, g, x.get("A_log"), x.get("dt_bias")), noise.accumulate, noise)
+    if r.use_beta_sigmoid_in_kernel:
+        beta = torch.sigmoid(beta) * (2.0 if r.allow_neg_eigval else 1.0)
+    q, k = (t.repeat_interleave(r.HV // r.H, dim=3) for t in (q, k))
+    bounds = reference.sequence_bounds(r)
+    C = r.chunk_size
+    length = C * max((_chunks(e - s, C) for _, s, e in bounds), default=0)
+
+    def rows(t: Tensor) -> Tensor:
+        """[S, B, T, HV, D] as [S, N, HV, NT, C, D], short sequences padded."""
+        cut = [F.pad(t[:, b, s:e], (0, 0, 0, 0, 0, length - (e - s))) for b, s, e in bounds]
+        return torch.stack(cut, 1).unflatten(2, (-1, C)).movedim(4, 2)
+
+    state = x["initial_state"]
+    if length == 0:
+        return torch.zeros_like(v), [state]
+    o_rows, states = _recurrence(*(rows(t) for t in (q, k, v, g, beta[..., None])), state, noise)
+    o_rows = r.scale * o_rows.movedim(2, 4).flatten(2, 3)
+    o = torch.zeros_like(v)
+    for n, (b, s, e) in enumerate(bounds):
+        o[:, b, s:e] = o_rows[:, n, : e - s]
+    return o, states
+
+
+def _gate(r: Request, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> Tensor:
+    """The gate with a leading axis of samples on every argument."""
+    g = g if dt_bias is None else g + dt_bias[:, None, None]
+    rate = 1.0 if A_log is None else A_log.exp()[:, None, None, :, None]
+    if r.lower_bound is None:
+        return -rate * torch.logaddexp(g, torch.zeros_like(g))
+    return r.lower_bound * torch.sigmoid(rate * g)
+
+
+def in_float64(r: Request) -> Request:
+    """The request with float64 copies of its floating tensors, all on the CPU."""
+    changes = {}
+    for name, value in vars(r).items():
+        if isinstance(value, Tensor):
+            copy = value.detach().to("cpu", copy=True)
+            changes[name] = copy.double() if copy.is_floating_point() else copy
+    return replace(r, **changes)

@@ -1,0 +1,374 @@
+"""The backend under test: makes calls on it, with everything checked that holds for every call.
+
+Needs no pytest. A call that the backend does not declare is made all the same: it must be refused with the
+declared reason, and ends in ``Refused``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kda_core.capabilities import Available, BackendInfo, Feature
+from kda_core.errors import UnsupportedCall
+from kda_core.plugins import registry
+from kda_core.reference import DIFFERENTIABLE
+from kda_core.request import Request
+from kda_core.testing import budgets, references
+from kda_core.testing.axes import DTYPES, axes
+from kda_core.testing.inputs import Call, guards, placed, poisoned
+
+INTERPRETER_LEAVES_OUT = "left out: Triton's interpreter multiplies bfloat16 operands wrongly"
+
+
+class Refused(Exception):
+    """The backend does not serve the call.
+
+    Attributes:
+        status: "refused" (a feature or limit that it declares), "rejected" (its own word on this call)
+            or "left out" (the interpreter cannot run it).
+    """
+
+    def __init__(self, status: str, reason: str) -> None:
+        super().__init__(f"{status}: {reason}")
+        self.status = status
+
+
+class Mismatch(AssertionError):
+    """A result, or what a call left behind, is not what the contract says."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A backend and the device that it is tested on.
+
+    Attributes:
+        interpreted: kernels run in Triton's interpreter, on the CPU.
+    """
+
+    backend: str
+    device: torch.device
+    interpreted: bool = False
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a call gave back, on the CPU, by name ("o", "final_state", "h", "pool", "dq", ...)."""
+
+    tensors: dict[str, Tensor]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+
+@dataclass
+class Record:
+    """What happened to one call, for the report."""
+
+    backend: str
+    status: str
+    reason: str
+    axes: dict[str, list[str]]
+    dtype: str
+    features: list[str]
+    name: str
+    errors: list[dict[str, Any]] = field(default_factory=list)
+
+
+def undeclared(info: BackendInfo, r: Request) -> list[str]:
+    """The reasons with which a backend's declared capabilities refuse a request; empty when they do not."""
+    c = info.capabilities
+    reasons = [c.refusal(f) for f in sorted(r.features, key=lambda f: f.name)]
+    found = [reason for reason in reasons if reason is not None]
+    if r.q.dtype not in c.dtypes:
+        found.append(f"does not take {DTYPES[r.q.dtype]}")
+    for symbol, size, limit in (("K", r.K, c.max_head_dim_k), ("V", r.V, c.max_head_dim_v)):
+        if limit is not None and size > limit:
+            found.append(f"takes head dimensions {symbol} up to {limit}")
+    return found
+
+
+class Subject:
+    """A backend under test on a device.
+
+    Attributes:
+        target: which, and where.
+        info: the backend's identity card.
+        records: one for every call made so far.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.info = registry.named(target.backend).info
+        self.records: list[Record] = []
+
+    @property
+    def name(self) -> str:
+        return self.target.backend
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.device
+
+    def declares(self, *features: Feature) -> bool:
+        """Whether the backend promises all of these features."""
+        return set(features) <= self.info.capabilities.features
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Whether q, k and v may have this dtype here."""
+        wrong_here = self.target.interpreted and dtype == torch.bfloat16
+        return dtype in self.info.capabilities.dtypes and not wrong_here
+
+    def run(self, call: Call) -> Results:
+        """Make the call on copies of its tensors in poisoned memory, with everything but the numbers checked.
+
+        Checked: a call outside the declared capabilities is refused with the declared reasons; inputs (and the
+        memory round everything) stay as they are, bit for bit; slots of a pool that the call does not write stay too;
+        results have the shapes, dtypes and device of the contract; optional results are there exactly when asked for.
+
+        Raises:
+            Refused: the backend does not serve the call.
+            Mismatch: it breaks the contract.
+        """
+        request = call.request()
+        record = Record(
+            self.name,
+            "served",
+            "",
+            axes(request) | self._placement_axes(call),
+            DTYPES[request.q.dtype],
+            sorted(f.name for f in self._features(request, call)),
+            call.name,
+        )
+        self.records.append(record)
+        tensors = {n: self._place(n, t, call) for n, t in call.tensors.items()}
+        if call.given_out:
+            tensors["out"] = poisoned(self._o_shape(request), request.q.dtype, self.device)
+        before = {n: guards(t).clone() for n, t in tensors.items()}
+        reasons = self._refusals(request, call)
+        if self.target.interpreted and request.q.dtype == torch.bfloat16 and not reasons:
+            record.status, record.reason = "left out", INTERPRETER_LEAVES_OUT
+            raise Refused("left out", INTERPRETER_LEAVES_OUT)
+        try:
+            results = self._differentiated(call, tensors) if call.grads else self._plain(call, request, tensors)
+        except UnsupportedCall as error:
+            self._expect_untouched(before, tensors, frozenset())
+            missing = [reason for reason in reasons if reason not in str(error)]
+            if missing:
+                raise Mismatch(f"refused without the declared reason {missing[0]!r}: {error}") from error
+            record.status, record.reason = ("refused", "; ".join(reasons)) if reasons else ("rejected", str(error))
+            raise Refused(record.status, record.reason) from None
+        if reasons:
+            raise Mismatch(f"served a call that it does not declare: {'; '.join(reasons)}")
+        self._expect_untouched(before, tensors, call.written_names())
+        self._expect_pool(call, before, tensors)
+        return Results(results)
+
+    def check(self, call: Call, outputs: tuple[str, ...] | None = None) -> Results:
+        """Make the call and compare every result (or the named ones) with the oracle, within the budgets.
+
+        Raises:
+            Refused, Mismatch: as ``run``.
+        """
+        results = self.run(call)
+        self.compare(call, results, outputs)
+        return results
+
+    def compare(self, call: Call, results: Results, outputs: tuple[str, ...] | None = None) -> None:
+        """Compare results of a call with the oracle's; each must be within its budget, widened by declared slack.
+
+        Raises:
+            Mismatch: naming every output that is off, by how much and where.
+        """
+        expected = references.results(call)
+        allowed = budgets.budgets(call)
+        request = call.request()
+        dtypes = budgets.result_dtypes(request)
+        compared = results.tensors if outputs is None else {n: results[n] for n in outputs}
+        wrong = []
+        for name, got in compared.items():
+            if name not in allowed or name not in expected:
+                continue
+            error = budgets.measure(name, got, expected[name], dtypes[name])
+            slack = budgets.slack_of(self.info.slack, name, request.q.dtype)
+            share = error.share(allowed[name])
+            factor = 1.0 if slack is None else slack.factor
+            self._note(name, dtypes[name], error, allowed[name], share, factor, call)
+            if not share <= factor:
+                wrong.append(_describe(name, got, expected[name], error, allowed[name], factor))
+        if wrong:
+            raise Mismatch(f"{call.op} of {call.name!r} on {self.name!r}:\n  " + "\n  ".join(wrong))
+
+    def _note(self, name: str, dtype: torch.dtype, error: Any, budget: Any, share: float, slack: float, call: Call):
+        if self.records:
+            entry = {
+                "output": name,
+                "input_dtype": DTYPES[call.tensors["q"].dtype],
+                "frobenius": error.frobenius,
+                "worst_row": error.worst_row,
+                "budget_frobenius": budget.frobenius,
+                "budget_worst_row": budget.worst_row,
+                "share": share,
+                "slack": slack,
+                "case": call.name,
+                "op": call.op,
+            }
+            self.records[-1].errors.append(entry)
+
+    def _features(self, r: Request, call: Call) -> set[Feature]:
+        strided = {Feature.STRIDED_INPUT} if call.strided & {"q", "k", "v", "g", "beta"} else set()
+        out = {Feature.OUT} if call.given_out else set()
+        return set(r.features) | strided | out
+
+    def _placement_axes(self, call: Call) -> dict[str, list[str]]:
+        strided = call.strided & {"q", "k", "v", "g", "beta"}
+        return {
+            "inputs": ["strided" if strided else "contiguous"],
+            "out": ["given" if call.given_out else "fresh"],
+        }
+
+    def _refusals(self, r: Request, call: Call) -> list[str]:
+        reasons = undeclared(self.info, r)
+        more = self._features(r, call) - r.features
+        found = [self.info.capabilities.refusal(f) for f in sorted(more, key=lambda f: f.name)]
+        return reasons + [reason for reason in found if reason is not None]
+
+    def _place(self, name: str, t: Tensor, call: Call) -> Tensor:
+        device = torch.device("cpu") if name == "cu_seqlens_cpu" else self.device
+        return placed(t, device, strided=name in call.strided)
+
+    def _o_shape(self, r: Request) -> tuple[int, ...]:
+        return (r.B, r.T, r.HV, r.V)
+
+    def _plain(self, call: Call, r: Request, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        with torch.no_grad():
+            answer = call(tensors, self.name)
+        results = self._named(call, r, answer)
+        if call.given_out and results["o"].data_ptr() != tensors["out"].data_ptr():
+            raise Mismatch("o is not the buffer that was passed as out")
+        if call.has_pool:
+            if "final_state" in results and results["final_state"].data_ptr() != tensors["initial_state"].data_ptr():
+                raise Mismatch("final_state is not the pool that was advanced in place")
+            results["pool"] = tensors["initial_state"]
+        moved = {n: t.to("cpu", copy=True) for n, t in results.items()}
+        if call.has_pool:
+            moved["final_state"] = moved["pool"][call.written_slots()]
+        return moved
+
+    def _named(self, call: Call, r: Request, answer: tuple) -> dict[str, Tensor]:
+        """The results by name, their presence, shapes, dtypes and device checked."""
+        expected = {"o": (self._o_shape(r), r.q.dtype)}
+        if r.output_final_state:
+            state = tuple(r.initial_state.shape) if r.inplace_final_state else r.state_shape
+            expected["final_state"] = (state, r.state_dtype)
+        if r.return_intermediate_states:
+            chunks = sum(-(-length // r.chunk_size) for length in call.lengths()) // r.B
+            expected["h"] = ((r.B, chunks, *r.state_shape[1:]), r.state_dtype)
+        names = ("o", "final_state", "h") if r.return_intermediate_states else ("o", "final_state")
+        if not isinstance(answer, tuple) or len(answer) != len(names):
+            raise Mismatch(f"returned {answer!r}, expected a tuple of {', '.join(names)}")
+        results = {n: t for n, t in zip(names, answer, strict=True) if t is not None}
+        if results.keys() != expected.keys():
+            raise Mismatch(f"returned {', '.join(results)}, expected {', '.join(expected)}")
+        for name, (shape, dtype) in expected.items():
+            t = results[name]
+            if tuple(t.shape) != shape or t.dtype != dtype or t.device != self.device:
+                got = f"{list(t.shape)} {t.dtype} on {t.device}"
+                raise Mismatch(f"{name}: expected {list(shape)} {dtype} on {self.device}, got {got}")
+        return results
+
+    def _differentiated(self, call: Call, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        names = [n for n in DIFFERENTIABLE if n in tensors]
+        for n in names:
+            tensors[n].requires_grad_()
+        outputs = self._named(call, call.request(), call(tensors, self.name))
+        given = {n: placed(g, self.device) for n, g in call.grads.items()}
+        before = {n: guards(t).clone() for n, t in given.items()}
+        found = torch.autograd.grad(
+            [outputs[n] for n in given], [tensors[n] for n in names], list(given.values()), allow_unused=True
+        )
+        self._expect_untouched(before, given, frozenset())
+        results = {n: t.detach().to("cpu", copy=True) for n, t in outputs.items()}
+        for n, grad in zip(names, found, strict=True):
+            like = tensors[n]
+            if grad is None:
+                raise Mismatch(f"d{n}: expected a gradient, got None")
+            if grad.shape != like.shape or grad.dtype != like.dtype or grad.device != like.device:
+                got = f"{list(grad.shape)} {grad.dtype} on {grad.device}"
+                raise Mismatch(f"d{n}: expected {list(like.shape)} {like.dtype} on {like.device}, got {got}")
+            expected = call.request_shape(n)
+            results[f"d{n}"] = grad.to("cpu", copy=True).reshape(expected)
+            like.requires_grad_(False)
+        return results
+
+    def _expect_untouched(self, before: dict[str, Tensor], now: dict[str, Tensor], written: frozenset[str]) -> None:
+        for name, old in before.items():
+            if name not in written and not torch.equal(guards(now[name]), old):
+                raise Mismatch(f"{name} was modified, or memory round it was")
+
+    def _expect_pool(self, call: Call, before: dict[str, Tensor], now: dict[str, Tensor]) -> None:
+        """Everything of a pool (and of ``out``'s surroundings) that the call does not write stays as it was."""
+        for name in call.written_names():
+            t = now[name]
+            restored = guards(t).clone()
+            layout = (t.shape, t.stride(), t.storage_offset())
+            view, old_view = (x.view(t.dtype).as_strided(*layout) for x in (restored, before[name]))
+            if name == "out":
+                view.copy_(old_view)
+            else:
+                slots = torch.tensor(call.written_slots(), dtype=torch.long, device=t.device)
+                view[slots] = old_view[slots]
+            if not torch.equal(restored, before[name]):
+                raise Mismatch(f"{name}: memory was written that this call must not touch")
+
+
+def _describe(name: str, got: Tensor, expected: Tensor, error: Any, budget: Any, slack: float) -> str:
+    where = error.where
+    there, wanted = got[where].flatten()[:3].tolist(), expected[where].flatten()[:3].tolist()
+    widened = "" if slack == 1 else f", widened by the declared slack {slack}"
+    return (
+        f"{name}: relative error {error.frobenius:.3g} (budget {budget.frobenius:.3g}), worst row {list(where)} "
+        f"{error.worst_row:.3g} (budget {budget.worst_row:.3g}){widened}; there {there}, expected {wanted}"
+    )
+
+
+def devices_of(info: BackendInfo, only_cpu: bool) -> Iterator[torch.device]:
+    """The devices of this machine that a backend may run on, the accelerator before the CPU."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and not only_cpu and accelerator.type in info.device_types:
+        yield torch.device(accelerator.type, torch.accelerator.current_device_index())
+    known = {"cpu"} | ({accelerator.type} if accelerator is not None else set())
+    if not only_cpu:
+        yield from (torch.device(t) for t in info.device_types if t not in known)
+    if "cpu" in info.device_types:
+        yield torch.device("cpu")
+
+
+def find_target(backend: str, interpret: bool = False) -> Target:
+    """The backend on the best device of this machine that it can run on.
+
+    Args:
+        interpret: run kernels in Triton's interpreter, on the CPU.
+
+    Raises:
+        BackendNotFound, BrokenBackend: no such backend can be used.
+        UnsupportedCall: it cannot run here; the message holds its reasons.
+    """
+    loaded = registry.named(backend)
+    reasons = []
+    for device in devices_of(loaded.info, only_cpu=interpret):
+        available = loaded.availability(device)
+        if isinstance(available, Available):
+            # A backend of accelerators that serves the CPU beside them does so through the interpreter.
+            return Target(backend, device, interpret and set(loaded.info.device_types) != {"cpu"})
+        reasons.append(f"{device}: {available.reason}")
+    serves = " or ".join(loaded.info.device_types)
+    where = "the CPU, where the interpreter runs" if interpret else "this machine"
+    raise UnsupportedCall(
+        f"backend {backend!r} cannot run on {where}: "
+        + ("; ".join(reasons) or f"it serves tensors on {serves}, of which there is none")
+    )
