@@ -159,7 +159,7 @@ class _Backstep:
             r = torch.bmm(X[:, :, 1], S, out=workspace("r", Z, C, V))
             torch.bmm(A, torch.addcmul(r.neg_(), rows.v, rows.beta, out=r), out=v_new)
         else:
-            saved.v_new.get(window, v_new)
+            v_new = saved.v_new.get(window, v_new)
             M = saved.M.get(window, workspace("M", Z, C, C))
             A = saved.A.get(window, workspace("A", Z, C, C))
 

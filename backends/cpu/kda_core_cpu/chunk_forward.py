@@ -43,14 +43,23 @@ class ChunkRecord:
 
     def put(self, window: Window, x: Tensor, step: int | None = None) -> None:
         """Store [Z, ...] of a window, or [lanes, ...] of one of its steps."""
-        pairs = slice(None) if step is None else window.steps[step]
-        heads = window.group.heads
-        index = window.chunk_index[pairs]
-        self.flat[index, heads] = x.unflatten(0, (len(index), -1)).to(self.flat.dtype)
+        pairs = slice(0, window.pairs) if step is None else window.steps[step]
+        heads, rows = window.group.heads, x.unflatten(0, (pairs.stop - pairs.start, -1))
+        first = window.first_of_run
+        if first is None:
+            self.flat[window.chunk_index[pairs], heads] = rows.to(self.flat.dtype)
+        else:
+            self.flat[first + pairs.start : first + pairs.stop, heads] = rows
 
     def get(self, window: Window, into: Tensor) -> Tensor:
-        """Load [Z, ...] of a window."""
-        rows = self.flat[window.chunk_index, window.group.heads]
+        """[Z, ...] of a window: a view where the chunks lie together, else loaded into ``into``."""
+        heads, first = window.group.heads, window.first_of_run
+        if first is None:
+            rows = self.flat[window.chunk_index, heads]
+        else:
+            rows = self.flat[first : first + window.pairs, heads]
+            if rows.shape[1] == self.flat.shape[1]:
+                return rows.flatten(0, 1)
         return into.view_as(rows).copy_(rows).view_as(into)
 
 

@@ -51,14 +51,21 @@ class Workspace:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._buffers: dict[str, Tensor] = {}
+        self._views: dict[str, dict[tuple[int, ...], Tensor]] = {}
 
-    def __call__(self, name: str, *shape: int) -> Tensor:
-        """A contiguous tensor of ``shape`` with stale content (zero when it is new)."""
+    def __call__(self, name: str, *shape: int, zero: bool = False) -> Tensor:
+        """A contiguous tensor of ``shape`` with stale content; with ``zero``, a buffer is zero when it is new."""
+        views = self._views.setdefault(name, {})
+        view = views.get(shape)
+        if view is not None:
+            return view
         numel = math.prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < numel:
-            buffer = self._buffers[name] = torch.zeros(numel, dtype=self.dtype)
-        return buffer[:numel].view(shape)
+            views.clear()
+            buffer = self._buffers[name] = (torch.zeros if zero else torch.empty)(numel, dtype=self.dtype)
+        view = views[shape] = buffer[:numel].view(shape)
+        return view
 
 
 def rows_per_chunk(request: Request) -> int:
@@ -240,6 +247,12 @@ class Window:
         """Position of every pair in per-chunk results [B·NT, ...]."""
         sequence, step = self._pair_index
         return self.group.sequences.first_chunk[sequence] + step
+
+    @cached_property
+    def first_of_run(self) -> int | None:
+        """The first pair's position there when all pairs follow one another, else None."""
+        index = self.chunk_index
+        return int(index[0]) if bool((index.diff() == 1).all()) else None
 
     @cached_property
     def _box(self) -> tuple[slice, int, int, int] | None:

@@ -49,11 +49,32 @@ def _corners(square: Tensor, b: int) -> Tensor:
     return blocks.diagonal(dim1=1, dim2=-2).movedim(-1, 1)[:, :, b:, ..., :b]
 
 
+def _products(workspace: Workspace, second: Tensor, first: Tensor, b: int) -> Tensor:
+    """second·firstᵀ, [n, 2b, b]."""
+    if b == 1:
+        # Batched products of vectors are slow: no library kernel takes them.
+        n, _, K = first.shape
+        return torch.mul(second, first, out=workspace("products", n, 2, K)).sum(-1, keepdim=True)
+    return torch.bmm(second, first.transpose(1, 2), out=workspace("block", *second.shape[:2], b))
+
+
+def _products_backward(workspace: Workspace, block: Tensor, second: Tensor, first: Tensor, b: int) -> Iterator[Tensor]:
+    """block·first [n, 2b, K], then blockᵀ·second [n, b, K], each to be used before the next."""
+    n, _, K = first.shape
+    if b == 1:
+        yield torch.mul(block, first, out=workspace("products", n, 2, K))
+        one = torch.mul(block[:, :1], second[:, :1], out=workspace("products", n, 1, K))
+        yield one.addcmul_(block[:, 1:], second[:, 1:])
+    else:
+        yield torch.bmm(block, first, out=workspace("products", n, 2 * b, K))
+        yield torch.bmm(block.transpose(1, 2), second, out=workspace("products", n, b, K))
+
+
 def _next_inverse(workspace: Workspace, inverse: Tensor | None, lower: Tensor, b: int) -> Tensor:
     """Inverses of the diagonal 2b-blocks [n, 2b, 2b] from those of the b-blocks and the corners of L [n, b, b]."""
     n = lower.shape[0]
-    # Above the diagonal the buffer keeps the zeros that it was made with.
-    result = workspace(f"inverse{b}", n, 2 * b, 2 * b)
+    # Above the diagonal it stays zero.
+    result = workspace(f"inverse{b}", n, 2 * b, 2 * b, zero=True)
     if inverse is None:
         result.diagonal(dim1=1, dim2=2).fill_(1)
         torch.neg(lower[:, 0], out=result[:, 1, :1])
@@ -85,7 +106,7 @@ def pairwise(
     Z, C, K = F.shape
     M = inverse = None
     if square:
-        M = workspace("M", Z, C, C)
+        M = workspace("M", Z, C, C, zero=True)
         diagonal = torch.mul(X[:, :, 0], F, out=workspace("products", Z, C, K)).sum(-1)
         M.diagonal(dim1=1, dim2=2).copy_(diagonal)
     X.mul_(d[:, :, None])
@@ -97,7 +118,7 @@ def pairwise(
             workspace(f"second{b}", n, 2 * b, K).copy_(second)
             workspace(f"first{b}", n, b, K).copy_(first)
         if square:
-            block = torch.bmm(second, first.transpose(1, 2), out=workspace("block", n, 2 * b, b)).view(n, b, 2, b)
+            block = _products(workspace, second, first, b).view(n, b, 2, b)
             _corners(M, b).copy_(block[:, :, 0].view(Z, -1, b, b))
             inverse = _next_inverse(workspace, inverse, block[:, :, 1], b)
         halves = total.view(n, 2, 1, K)
@@ -145,8 +166,8 @@ def pairwise_backward(
         dlog = dlog_halves.mul_(total).add_(dlog.view(n, 1, 1, K))
         block = workspace("block", n, 2 * b, b)
         block.view(Z, -1, b, 2, b).copy_(_corners(dP, b))
-        torch.addcmul(torch.bmm(block, first, out=products), dsecond, total[:, 0], out=dsecond)
-        products = workspace("products", n, b, K)
-        torch.addcmul(torch.bmm(block.transpose(1, 2), second, out=products), dfirst, total[:, 1], out=dfirst)
+        gains = _products_backward(workspace, block, second, first, b)
+        torch.addcmul(next(gains), dsecond, total[:, 0], out=dsecond)
+        torch.addcmul(next(gains), dfirst, total[:, 1], out=dfirst)
     dX.mul_(d[:, :, None])
     return dlog.view(Z, C, K)
