@@ -59,8 +59,8 @@ class Text:
         needed = HELD_OUT_PART * (context + 1)
         if len(data) < needed:
             raise ExampleError(
-                f"The text has {len(data):,} bytes; a context of {context} needs at least {needed:,}, since one part in "
-                f"{HELD_OUT_PART} is held out. Give a longer file with --text, or a smaller --context."
+                f"The text has {len(data):,} bytes; a context of {context} needs at least {needed:,}, "
+                f"since one part in {HELD_OUT_PART} is held out. Give a longer file with --text, or a smaller --context."
             )
         held_out = len(data) // HELD_OUT_PART
         whole = torch.frombuffer(bytearray(data), dtype=torch.uint8)
