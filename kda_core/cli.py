@@ -71,10 +71,7 @@ def device_name(device: torch.device) -> str:
 def info() -> dict[str, Any]:
     """Everything that ``kda info`` shows, ready for JSON. Asks the machine's devices for their names."""
     devices = machine_devices()
-    try:
-        default_device, reason = str(plugins.default_device()), ""
-    except UnsupportedCall as error:
-        default_device, reason = None, str(error)
+    default_device, reason = _default_device()
     return {
         "versions": _versions(),
         "devices": [{"device": str(d), "name": device_name(d)} for d in devices],
@@ -85,6 +82,16 @@ def info() -> dict[str, Any]:
         "environment": {name: os.environ.get(name) for name in ENVIRONMENT_VARIABLES},
         "platform": platforms.flags(),
     }
+
+
+def _default_device() -> tuple[str | None, str]:
+    try:
+        return str(plugins.default_device()), ""
+    except UnsupportedCall as error:
+        return None, str(error)
+    # It asks the backends' hooks, which may raise anything; a report on what is wrong must survive that and say so.
+    except Exception as error:
+        return None, f"a backend failed when it was asked: {type(error).__name__}: {error}"
 
 
 def _versions() -> dict[str, str | None]:
@@ -134,7 +141,7 @@ def _asked(backend: plugins.Backend, devices: list[torch.device]) -> list[torch.
 def _availability(backend: plugins.Backend, device: torch.device) -> dict[str, Any]:
     try:
         answer: Available | Unavailable = backend.availability(device)
-    # A hook may raise anything; a report on what is wrong must survive it and say so.
+    # As above.
     except Exception as error:
         answer = Unavailable(f"kda_core_availability failed: {type(error).__name__}: {error}")
     available = isinstance(answer, Available)

@@ -1,0 +1,289 @@
+"""The command line: info, explain, verify."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+from contextlib import contextmanager
+from importlib import metadata
+
+import pytest
+import torch
+from packaging.specifiers import SpecifierSet
+from typer.testing import CliRunner
+
+import kda_core
+from kda_core import cli, commands, platforms
+from kda_core.capabilities import Available, BackendInfo, Capabilities, Feature, Unavailable
+from kda_core.example_call import TENSORS
+from kda_core.hookspecs import CONTRACT_VERSION, hookimpl
+from kda_core.plugins import registry
+from kda_core.request import ForwardResult
+
+
+AVAILABLE = Available("a detail")
+
+
+class Toy:
+    """A backend that accepts everything by default and remembers what it was asked about."""
+
+    def __init__(self, name="toy", availability=AVAILABLE, value=0.0):
+        self.name, self.answer, self.value = name, availability, value
+        self.asked = []
+
+    @hookimpl
+    def kda_core_backend(self):
+        every = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+        hooks_missing = {Feature.BACKWARD, Feature.RECURRENT_BACKWARD, Feature.GATE, Feature.GATE_BACKWARD}
+        capabilities = Capabilities(frozenset(Feature) - hooks_missing, every)
+        return BackendInfo(self.name, "1.2", SpecifierSet("~=1.0"), ("cpu",), None, capabilities, summary="a toy")
+
+    @hookimpl
+    def kda_core_availability(self, device):
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    @hookimpl
+    def kda_core_reject(self, request):
+        self.asked.append(request)
+
+    @hookimpl
+    def kda_core_chunk_forward(self, request):
+        return ForwardResult(torch.full_like(request.v, self.value))
+
+    @hookimpl
+    def kda_core_recurrent_forward(self, request):
+        return ForwardResult(torch.full_like(request.v, self.value))
+
+
+@contextmanager
+def installed(toy):
+    registry.load()
+    entry = registry.register(toy)
+    assert entry.state == "loaded", entry.reason
+    try:
+        yield toy
+    finally:
+        registry.unregister(toy.name)
+
+
+def run(*arguments):
+    return CliRunner().invoke(commands.app, [str(a) for a in arguments])
+
+
+def run_json(*arguments):
+    return json.loads(run(*arguments, "--json").stdout)
+
+
+def test_info_shows_every_part_as_tables(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    result = run("info")
+    assert result.exit_code == 0
+    for text in ("Versions", "Devices", "Backends", "Entry points", "Environment", "Platform flags", "reference 1.0"):
+        assert text in result.stdout
+
+
+def test_info_as_json(monkeypatch):
+    monkeypatch.setenv("KDA_BACKEND", "reference")
+    found = run_json("info")
+    assert found["versions"]["plugin contract"] == str(CONTRACT_VERSION)
+    assert found["versions"]["torch"] == metadata.version("torch")
+    assert found["devices"][-1]["device"] == "cpu"
+    assert found["environment"]["KDA_BACKEND"] == "reference"
+    assert found["platform"].keys() == platforms.flags().keys()
+    (oracle,) = (b for b in found["backends"] if b["name"] == "reference")
+    assert oracle["state"] == "loaded"
+    assert oracle["availability"] == [{"device": "cpu", "available": True, "detail": ""}]
+    assert set(oracle["features"]) == {f.name for f in Feature} - {"CONTEXT_PARALLEL"}
+    assert list(oracle["closed"]) == ["CONTEXT_PARALLEL"]
+
+
+def test_versions_come_from_the_distributions():
+    assert cli.version_of("pluggy") == metadata.version("pluggy")
+    assert cli.version_of("a-distribution-that-nobody-installed") is None
+
+
+def test_info_names_wheels_that_are_not_installed(monkeypatch):
+    monkeypatch.setitem(platforms.BACKEND_OF_WHEEL, "kda-core-nochip", "nochip")
+    (wheel,) = (b for b in run_json("info")["backends"] if b["name"] == "nochip")
+    assert wheel == {"name": "nochip", "state": "not installed", "reason": "pip install kda-core-nochip"}
+    assert "not installed" in run("info").stdout
+
+
+def test_info_shows_a_broken_backend_with_its_reason():
+    registry.load()
+    # No hook but this one.
+    broken = type("Broken", (), {"kda_core_backend": Toy.kda_core_backend, "name": "broken-toy"})()
+    assert registry.register(broken).state == "broken"
+    try:
+        (found,) = (b for b in run_json("info")["backends"] if b["name"] == "broken-toy")
+        assert found["state"] == "broken"
+        assert "missing hooks" in found["reason"]
+        assert "kda_core_chunk_forward" in found["reason"]
+    finally:
+        registry._ledger[:] = [e for e in registry._ledger if e.name != "broken-toy"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "available", "detail"),
+    [
+        (Available("a detail"), True, "a detail"),
+        (Unavailable("the driver is too old"), False, "the driver is too old"),
+        (RuntimeError("no driver"), False, "kda_core_availability failed: RuntimeError: no driver"),
+    ],
+)
+def test_info_says_whether_a_backend_can_run_here_even_when_its_hook_raises(answer, available, detail):
+    with installed(Toy(availability=answer)):
+        (toy,) = (b for b in run_json("info")["backends"] if b["name"] == "toy")
+        assert toy["availability"] == [{"device": "cpu", "available": available, "detail": detail}]
+
+
+def test_info_without_a_backend_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(cli.plugins.registry, "_backends", {})
+    result = run("info")
+    assert result.exit_code == 0
+    assert "pip install kda-core-cpu" in " ".join(result.stdout.split())
+
+
+def test_explain_exits_with_0_when_the_call_is_served():
+    result = run("explain", "--backend", "reference", "--shape", "2,7,2,8,8", "--device", "cpu")
+    assert result.exit_code == 0
+    assert "chunk_kda is served by reference" in result.stdout
+    found = run_json("explain", "--backend", "reference", "--device", "cpu")
+    assert found["chosen"] == "reference"
+    assert {"backend": "reference", "status": "chosen", "reason": ""} in found["verdicts"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--cp-context", "--backend", "reference"), "the oracle runs on one device"),
+        (("--backend", "nochip"), "backend 'nochip' is not installed"),
+    ],
+)
+def test_explain_exits_with_1_when_the_call_is_not_served(arguments, reason, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    result = run("explain", "--device", "cpu", *arguments)
+    assert result.exit_code == 1
+    assert reason in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--op", "flash_kda"), "chunk_kda, fused_recurrent_kda, kda_gate"),
+        (("--shape", "1,2,3"), "B,T,H,K,V"),
+        (("--shape", "1,2,x,4,5"), "whole numbers"),
+        (("--shape", "1,8,3,8,8", "--hv", "4"), "multiple of H = 3"),
+        (("--dtype", "int8"), "bfloat16, float16, float32, float64"),
+        (("--device", "abacus"), "--device"),
+        (("--varlen", "0,9,5"), "do not decrease"),
+        (("--varlen", "1,9"), "cu_seqlens"),
+        (("--varlen", "0,9", "--shape", "2,9,1,8,8"), "B = 1"),
+        (("--cu-seqlens-cpu",), "cu_seqlens"),
+        (("--lower-bound", "1", "--use-gate-in-kernel"), "lower_bound"),
+        (("--use-gate-in-kernel", "--no-a-log"), "A_log"),
+        (("--chunk-size", "48"), "chunk_size"),
+        (("--allow-neg-eigval",), "use_beta_sigmoid_in_kernel"),
+        (("--num-accepted-tokens", "--slots", "4"), "num_accepted_tokens: not taken by chunk_kda"),
+        (("--op", "kda_gate", "--safe-gate"), "safe_gate: not taken by kda_gate"),
+        (("--no-such-option",), "--no-such-option"),
+    ],
+)
+def test_explain_exits_with_2_when_the_call_is_wrong(arguments, message):
+    result = run("explain", "--device", "cpu", *arguments)
+    assert result.exit_code == 2, result.output
+    assert message in result.output
+
+
+def test_explain_has_every_option_and_every_tensor_of_the_public_functions():
+    options = {name.lower() for name in inspect.signature(commands.explain).parameters}
+    named_otherwise = {"q", "k", "v", "g", "beta", "cu_seqlens", "ssm_state_indices"}
+    for function in commands.OPS.values():
+        wanted = {name.lower() for name in inspect.signature(function).parameters} - named_otherwise
+        assert wanted <= options, function.__name__
+    assert set(TENSORS) <= {n for f in commands.OPS.values() for n in inspect.signature(f).parameters}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("--shape 2,9,2,8,16 --hv 4", {"B": 2, "T": 9, "H": 2, "HV": 4, "K": 8, "V": 16}),
+        ("--dtype bfloat16", {"q.dtype": torch.bfloat16, "g.dtype": torch.bfloat16}),
+        ("--dtype bfloat16 --gate-dtype float32", {"q.dtype": torch.bfloat16, "beta.dtype": torch.float32}),
+        ("--strided", {"q.is_contiguous": False, "v.is_contiguous": False, "g.is_contiguous": True}),
+        ("--varlen 0,3,3,7 --cu-seqlens-cpu", {"N": 3, "cu_seqlens_cpu.device": torch.device("cpu")}),
+        ("--initial-state --state-dtype bfloat16", {"state_dtype": torch.bfloat16}),
+        ("--initial-state --state-v-first", {"state_v_first": True, "state_shape": (1, 2, 64, 32)}),
+        ("--initial-state --transpose-state-layout", {"state_v_first": True, "initial_state.shape": (1, 2, 64, 32)}),
+        ("--use-gate-in-kernel --dt-bias", {"A_log.shape": (2,), "dt_bias.shape": (2, 32), "lower_bound": None}),
+        ("--use-gate-in-kernel --lower-bound -4 --safe-gate", {"A_log": None, "lower_bound": -4.0, "safe_gate": True}),
+        ("--use-gate-in-kernel --lower-bound -4 --a-log", {"A_log.shape": (2,)}),
+        ("--use-beta-sigmoid-in-kernel --allow-neg-eigval", {"allow_neg_eigval": True}),
+        ("--use-qk-l2norm-in-kernel --scale 0.5", {"use_qk_l2norm_in_kernel": True, "scale": 0.5}),
+        ("--output-final-state --return-intermediate-states", {"return_intermediate_states": True}),
+        ("--disable-recompute --chunk-size 32", {"disable_recompute": True, "chunk_size": 32}),
+        ("--slots 9 --pad-slot-id -7", {"ssm_state_indices.shape": (1, 1), "pad_slot_id": -7}),
+        ("--out", {"out.shape": (1, 128, 2, 64)}),
+        ("--varlen 0,3,7 --use-graph --max-num-seqs 2", {"N": 2}),
+        ("--op fused_recurrent_kda --initial-state --inplace-final-state", {"inplace_final_state": True}),
+        (
+            "--op fused_recurrent_kda --shape 3,2,2,32,64 --slots 9 --slots-per-sequence 4 --num-accepted-tokens",
+            {
+                "ssm_state_indices.shape": (3, 4),
+                "num_accepted_tokens.shape": (3,),
+                "initial_state.shape": (9, 2, 32, 64),
+            },
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:transpose_state_layout:DeprecationWarning")
+def test_explain_passes_every_option_on(arguments, expected):
+    with installed(Toy()) as toy:
+        result = run("explain", "--shape", "1,128,2,32,64", "--device", "cpu", "--backend", "toy", *arguments.split())
+        assert result.exit_code == 0, result.output
+    (request,) = {id(r): r for r in toy.asked}.values()
+    for path, value in expected.items():
+        found = request
+        for name in path.split("."):
+            found = getattr(found, name)
+        assert (found() if callable(found) else found) == value, path
+
+
+def test_explain_of_a_call_of_any_size_takes_no_memory():
+    found = run_json("explain", "--shape", "64,1048576,96,128,128", "--device", "cpu", "--backend", "reference")
+    assert found["chosen"] == "reference"
+
+
+def test_explain_of_a_device_that_torch_was_not_built_for_answers():
+    """In a process of its own: autograd on such a device ends it."""
+    options = "--device cuda --strided --backward --use-gate-in-kernel --dt-bias --initial-state --json"
+    child = subprocess.run(
+        [sys.executable, "-m", "kda_core", "explain", *options.split()], capture_output=True, text=True, check=False
+    )
+    assert child.returncode in (0, 1), child.stderr
+    assert json.loads(child.stdout)["op"] == "chunk_kda"
+
+
+@pytest.mark.parametrize("package", ["typer", "rich"])
+def test_without_the_extra_it_says_which_one_to_install(package, monkeypatch, capsys):
+    for module in [m for m in sys.modules if m.startswith(f"{package}.")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, "kda_core.commands")
+    monkeypatch.delattr(kda_core, "commands")
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 2
+    assert 'pip install "kda-core[cli]"' in capsys.readouterr().err
+
+
+def test_an_import_that_fails_for_another_reason_is_not_taken_for_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "kda_core.example_call", None)
+    monkeypatch.delitem(sys.modules, "kda_core.commands")
+    monkeypatch.delattr(kda_core, "commands")
+    with pytest.raises(ModuleNotFoundError, match="example_call"):
+        cli.main()
