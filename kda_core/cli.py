@@ -36,9 +36,10 @@ def main() -> None:
     try:
         from kda_core.commands import app
     except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich"):
+        missing = (error.name or "").partition(".")[0]
+        if missing not in ("typer", "rich"):
             raise
-        print(f'The command line needs {error.name}: pip install "kda-core[cli]"', file=sys.stderr)
+        print(f'The command line needs {missing}: pip install "kda-core[cli]"', file=sys.stderr)
         sys.exit(EXIT_BAD_ARGUMENTS)
     app(prog_name="kda")
 

@@ -22,7 +22,6 @@ from kda_core.hookspecs import CONTRACT_VERSION, hookimpl
 from kda_core.plugins import registry
 from kda_core.request import ForwardResult
 
-
 AVAILABLE = Available("a detail")
 
 
