@@ -289,8 +289,13 @@ def _check_slot_values(r: Request, bounds: list[int] | None) -> None:
     indices, accepted, pool = r.ssm_state_indices, r.num_accepted_tokens, r.initial_state
     if indices is None or pool is None or indices.device.type != "cpu":
         return
-    rows = indices.reshape(r.N, -1).tolist()
     width = indices.shape[1] if indices.dim() == 2 else 1
+    rows = indices.reshape(-1, width).tolist()
+    if width == 1 and accepted is None:
+        # Decoding comes by here once a token: what is right is let through at once.
+        used = [slot for (slot,) in rows if slot >= 0 and slot != r.pad_slot_id]
+        if len(set(used)) == len(used) and max(used, default=-1) < pool.shape[0]:
+            return
     every_token = width > 1
     lengths = [r.T] * r.N if bounds is None else [b - a for a, b in itertools.pairwise(bounds)]
     if every_token and max(lengths, default=0) > width:

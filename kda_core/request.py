@@ -7,7 +7,7 @@ heads, K and V head dimensions, N sequences, C chunk size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal
 
@@ -135,6 +135,27 @@ class Request:
     def features(self) -> frozenset[Feature]:
         """The features that this call needs."""
         return frozenset(_features(self))
+
+
+_DEFAULTS = {f.name: f.default for f in fields(Request) if f.default is not MISSING}
+_FIELD_COUNT = len(fields(Request))
+
+
+def build_request(**values: Any) -> Request:
+    """``Request(**values)`` in a quarter of the time.
+
+    The initialiser of a frozen dataclass sets its fields one by one, which costs a call more than the rest
+    of the routing. A compiler that traces the call knows the initialiser and not this shortcut.
+    """
+    if torch.compiler.is_compiling():
+        return Request(**values)
+    request = object.__new__(Request)
+    own = request.__dict__
+    own.update(_DEFAULTS)
+    own.update(values)
+    if len(own) != _FIELD_COUNT:
+        return Request(**values)  # which says what is missing, or what there is no field for
+    return request
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
