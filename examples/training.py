@@ -60,7 +60,7 @@ class Text:
         if len(data) < needed:
             raise ExampleError(
                 f"The text has {len(data):,} bytes; a context of {context} needs at least {needed:,}, "
-                f"since one part in {HELD_OUT_PART} is held out. Give a longer file with --text, or a smaller --context."
+                f"since a part in {HELD_OUT_PART} is held out. Give a longer file with --text, or a smaller --context."
             )
         held_out = len(data) // HELD_OUT_PART
         whole = torch.frombuffer(bytearray(data), dtype=torch.uint8)
