@@ -27,26 +27,35 @@ BOUNDED_SCALE = tl.constexpr(2.0 ** round(8 * 5.0 / math.log(2)))
 
 
 @triton.jit
-def split(y, TERMS: tl.constexpr):
-    """Split float32 into TERMS bfloat16 parts (8 significand bits each) that add up to it; TERMS = 1 leaves float32."""
-    if TERMS == 1:
-        return y, y, y
-    high = y.to(tl.bfloat16)
-    rest = y - high.to(tl.float32)
-    middle = rest.to(tl.bfloat16)
-    low = middle
-    if TERMS == 3:
-        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-    return high, middle, low
+def _upper_half(y):
+    """The float32 whose sign, exponent and first seven fraction bits are y's and whose other bits are zero.
+
+    It is a bfloat16 already, so that the conversion can be the packed one; rounding to nearest and back is not.
+    """
+    return (y.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def selected_sum(select, parts, TERMS: tl.constexpr):
-    """Sum over rows s of y[s, c] where select[r, s]: [16, BK] float32, from ``parts = split(y, TERMS)``."""
+def split(y, TERMS: tl.constexpr):
+    """Split float32 into TERMS bfloat16 parts that add up to it to 16 bits (2) or in full (3); 1 leaves float32."""
     if TERMS == 1:
-        return tl.dot(select.to(tl.float32), parts[0], input_precision="ieee")
+        return y, y, y
+    high = _upper_half(y)
+    rest = y - high
+    if TERMS == 2:
+        return high.to(tl.bfloat16), rest.to(tl.bfloat16), rest.to(tl.bfloat16)
+    middle = _upper_half(rest)
+    return high.to(tl.bfloat16), middle.to(tl.bfloat16), (rest - middle).to(tl.bfloat16)
+
+
+@triton.jit
+def selected_sum(select, parts, TERMS: tl.constexpr, START: tl.constexpr = 0.0):
+    """START plus the sum over rows s of y[s, c] where select[r, s]: [16, BK] float32, ``parts = split(y, TERMS)``."""
+    total = tl.full(parts[0].shape, START, tl.float32)
+    if TERMS == 1:
+        return tl.dot(select.to(tl.float32), parts[0], total, input_precision="ieee")
     ones = select.to(tl.bfloat16)
-    total = tl.dot(ones, parts[0])
+    total = tl.dot(ones, parts[0], total)
     total = tl.dot(ones, parts[1], total)
     if TERMS == 3:
         total = tl.dot(ones, parts[2], total)

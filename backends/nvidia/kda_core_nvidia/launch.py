@@ -16,10 +16,11 @@ INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
 @dataclass(frozen=True, slots=True)
 class PrepareConfig:
-    """Launch configuration of ``prepare``: channels at a time, warps, and the widths of its products."""
+    """Launch configuration of ``prepare``: channels at a time, warps, depth of the load pipeline."""
 
     block_k: int
     num_warps: int
+    stages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,8 @@ def chip(device: torch.device) -> Chip:
 
 def prepare_config(K: int, dtype: torch.dtype) -> PrepareConfig:
     """Configuration of ``prepare``."""
-    return PrepareConfig(block_k=min(padded(K), 32 if dtype == torch.float32 else 64), num_warps=1)
+    # One warp: chunks are many and small, and what a warp does alone needs no barrier. More than 16 channels spill.
+    return PrepareConfig(block_k=16, num_warps=1, stages=4)
 
 
 def recurrence_config(target: Chip, dtype: torch.dtype, K: int, V: int, sequences_heads: int) -> RecurrenceConfig:

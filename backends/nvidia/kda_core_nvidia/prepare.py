@@ -33,18 +33,48 @@ from kda_core.triton_lib.packing import sequence_of_slot
 
 
 @triton.jit
-def _row_norms(q, k, p_q, p_k, s_qt, s_kt, rows, valid, K: tl.constexpr, BK: tl.constexpr, KP: tl.constexpr):
-    """Reciprocal norms of 16 rows of q and k."""
-    q_sum = tl.zeros([16], tl.float32)
-    k_sum = tl.zeros([16], tl.float32)
-    for i_k in range(KP // BK):
+def _diagonal(x):
+    """Diagonal of a 16×16 matrix."""
+    r = tl.arange(0, 16)
+    return tl.sum(tl.where(r[:, None] == r[None, :], x, 0.0), 1)
+
+
+@triton.jit
+def _row_norms(
+    x,
+    rows0,
+    rows1,
+    valid0,
+    valid1,
+    s_t,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    KP: tl.constexpr,
+    DOT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Reciprocal norms of both tiles' rows of q or k: the diagonals of x xᵀ."""
+    gram0 = tl.zeros([16, 16], tl.float32)
+    gram1 = tl.zeros([16, 16], tl.float32)
+    for i_k in tl.range(0, KP // BK, num_stages=STAGES):
         o_k = i_k * BK + tl.arange(0, BK)
-        mask = valid[:, None] & (o_k < K)[None, :]
-        b_q = tl.load(q + p_q + rows[:, None] * s_qt + o_k[None, :], mask=mask, other=0.0).to(tl.float32)
-        b_k = tl.load(k + p_k + rows[:, None] * s_kt + o_k[None, :], mask=mask, other=0.0).to(tl.float32)
-        q_sum += tl.sum(b_q * b_q, 1)
-        k_sum += tl.sum(b_k * b_k, 1)
-    return tl.rsqrt(q_sum + NORM_EPS), tl.rsqrt(k_sum + NORM_EPS)
+        m_k = (o_k < K)[None, :]
+        b_x0 = tl.load(x + rows0[:, None] * s_t + o_k[None, :], mask=valid0[:, None] & m_k, other=0.0)
+        b_x1 = tl.load(x + rows1[:, None] * s_t + o_k[None, :], mask=valid1[:, None] & m_k, other=0.0)
+        gram0 = tl.dot(b_x0, tl.trans(b_x0), gram0, input_precision=DOT)
+        gram1 = tl.dot(b_x1, tl.trans(b_x1), gram1, input_precision=DOT)
+    return tl.rsqrt(_diagonal(gram0) + NORM_EPS), tl.rsqrt(_diagonal(gram1) + NORM_EPS)
+
+
+@triton.jit
+def _widen(x, BK: tl.constexpr):
+    """A loaded block in float32. 16-bit blocks go through an exact product with the identity: operands of a product are
+    fetched to shared memory ahead of their use, and the result is laid out as the other products are."""
+    dtype = x.dtype
+    if dtype == tl.float32 or dtype == tl.float64:
+        return x.to(tl.float32)
+    r = tl.arange(0, BK)
+    return tl.dot(x, (r[:, None] == r[None, :]).to(dtype))
 
 
 @triton.jit
@@ -77,7 +107,7 @@ def _tile_any(b_q, b_k, parts, m, el, TERMS: tl.constexpr, DOT: tl.constexpr, dt
     return m, el
 
 
-@triton.jit(do_not_specialize=["T", "N", "chunks", "s_qb", "s_kb", "s_gb", "s_bb", "s_ob", "scale", "lower_bound"])
+@triton.jit(do_not_specialize=["T", "N", "chunks", "HV", "group", "s_qb", "s_kb", "s_gb", "s_bb", "s_ob"])
 def prepare(
     q,  # [B, T, H, K]
     k,  # [B, T, H, K]
@@ -98,6 +128,8 @@ def prepare(
     T,
     N,
     chunks,  # chunks of a dense sequence
+    HV,
+    group,  # value heads a key head
     s_qb,
     s_qt,
     s_qh,
@@ -114,13 +146,12 @@ def prepare(
     s_ot,
     s_oh,
     s_index,
-    H: tl.constexpr,
-    HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     KP: tl.constexpr,
     BK: tl.constexpr,
     C: tl.constexpr,
+    STAGES: tl.constexpr,
     UNIT: tl.constexpr,  # batch strides are given in this many elements, so that alignment shows
     GATE: tl.constexpr,
     BOUNDED: tl.constexpr,
@@ -134,7 +165,7 @@ def prepare(
     pid = tl.program_id(0).to(tl.int64)
     i_slot = pid // HV
     i_h = pid % HV
-    i_kh = i_h // (HV // H)
+    i_kh = i_h // group
     dtype = keys.dtype.element_ty
 
     if cu_seqlens is None:
@@ -186,9 +217,18 @@ def prepare(
     a = 1.0
     if A_log is not None:
         a = tl.exp2(tl.load(A_log + i_h).to(tl.float32) * LOG2_E)
+    # q and k stay as they came inside products; their norms (and scale) multiply rows and columns of the results.
+    q_norm0 = tl.full([16], 1.0, tl.float32)
+    q_norm1 = q_norm0
+    k_norm0 = q_norm0
+    k_norm1 = q_norm0
     if L2NORM:
-        q_norm0, k_norm0 = _row_norms(q, k, p_q, p_k, s_qt, s_kt, rows0, valid0, K, BK, KP)
-        q_norm1, k_norm1 = _row_norms(q, k, p_q, p_k, s_qt, s_kt, rows1, valid1, K, BK, KP)
+        q_norm0, q_norm1 = _row_norms(q + p_q, rows0, rows1, valid0, valid1, s_qt, K, BK, KP, DOT, STAGES)
+        k_norm0, k_norm1 = _row_norms(k + p_k, rows0, rows1, valid0, valid1, s_kt, K, BK, KP, DOT, STAGES)
+    q_norm0 *= scale
+    q_norm1 *= scale
+    bound0 = tl.where(valid0, lower_bound, 0.0)[:, None]
+    bound1 = tl.where(valid1, lower_bound, 0.0)[:, None]
 
     m00 = tl.zeros([16, 16], tl.float32)
     m10 = tl.zeros([16, 16], tl.float32)
@@ -198,90 +238,90 @@ def prepare(
     l11 = tl.zeros([16, 16], tl.float32)
     p_chunk = (i_slot * HV + i_h) * (3 * C * KP)
     o_tile = r[:, None] * KP
-    for i_k in range(KP // BK):
+    everything = (r[:, None] + r[None, :]) >= 0
+    for i_k in tl.range(0, KP // BK, num_stages=STAGES):
         o_k = i_k * BK + tl.arange(0, BK)
         m_k = o_k < K
         mask0 = valid0[:, None] & m_k[None, :]
         mask1 = valid1[:, None] & m_k[None, :]
-        b_g0 = tl.load(g + p_g + rows0[:, None] * s_gt + o_k[None, :], mask=mask0, other=0.0).to(tl.float32)
-        b_g1 = tl.load(g + p_g + rows1[:, None] * s_gt + o_k[None, :], mask=mask1, other=0.0).to(tl.float32)
-        b_q0 = tl.load(q + p_q + rows0[:, None] * s_qt + o_k[None, :], mask=mask0, other=0.0).to(tl.float32)
-        b_q1 = tl.load(q + p_q + rows1[:, None] * s_qt + o_k[None, :], mask=mask1, other=0.0).to(tl.float32)
-        b_k0 = tl.load(k + p_k + rows0[:, None] * s_kt + o_k[None, :], mask=mask0, other=0.0).to(tl.float32)
-        b_k1 = tl.load(k + p_k + rows1[:, None] * s_kt + o_k[None, :], mask=mask1, other=0.0).to(tl.float32)
+        b_g0 = _widen(tl.load(g + p_g + rows0[:, None] * s_gt + o_k[None, :], mask=mask0, other=0.0), BK)
+        b_g1 = _widen(tl.load(g + p_g + rows1[:, None] * s_gt + o_k[None, :], mask=mask1, other=0.0), BK)
+        b_q0 = _widen(tl.load(q + p_q + rows0[:, None] * s_qt + o_k[None, :], mask=mask0, other=0.0), BK)
+        b_q1 = _widen(tl.load(q + p_q + rows1[:, None] * s_qt + o_k[None, :], mask=mask1, other=0.0), BK)
+        b_k0 = _widen(tl.load(k + p_k + rows0[:, None] * s_kt + o_k[None, :], mask=mask0, other=0.0), BK)
+        b_k1 = _widen(tl.load(k + p_k + rows1[:, None] * s_kt + o_k[None, :], mask=mask1, other=0.0), BK)
         bias = tl.zeros([1, BK], tl.float32)
         if dt_bias is not None:
             bias = tl.load(dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)[None, :]
-        y0 = log2_decay(b_g0, a, bias, lower_bound, GATE)
-        y1 = log2_decay(b_g1, a, bias, lower_bound, GATE)
+        y0 = log2_decay(b_g0, a, bias, bound0, GATE)
+        y1 = log2_decay(b_g1, a, bias, bound1, GATE)
         if BOUNDED and GATE != "bounded":
             # A broken promise costs accuracy, never a NaN.
             y0 = tl.maximum(y0, BOUNDED_LOG2_DECAY)
             y1 = tl.maximum(y1, BOUNDED_LOG2_DECAY)
-        if GATE != "none":
+        if GATE == "softplus" or (GATE == "bounded" and K < KP):
             y0 = tl.where(mask0, y0, 0.0)
             y1 = tl.where(mask1, y1, 0.0)
-        total0 = tl.exp2(tl.sum(y0, 0))
-        total1 = tl.exp2(tl.sum(y1, 0))
-        tl.store(D + (i_slot * HV + i_h) * KP + o_k, total0 * total1)
         parts0 = split(y0, TERMS)
         parts1 = split(y1, TERMS)
-        if L2NORM:
-            b_q0 *= (q_norm0 * scale)[:, None]
-            b_q1 *= (q_norm1 * scale)[:, None]
-            b_k0 *= k_norm0[:, None]
-            b_k1 *= k_norm1[:, None]
-        else:
-            b_q0 *= scale
-            b_q1 *= scale
-        x0 = selected_sum(through(r, r), parts0, TERMS)
-        x1 = selected_sum(through(r, r), parts1, TERMS)
+        # A tile's whole decay, the same in each of 16 rows: cheaper from the matrix unit than by shuffles.
+        total0 = tl.exp2(selected_sum(everything, parts0, TERMS))
+        total1 = tl.exp2(selected_sum(everything, parts1, TERMS))
+        tl.store(D + (i_slot * HV + i_h) * KP + o_k[None, :] + r[:, None] * 0, total0 * total1, mask=r[:, None] == 0)
         p_block = keys + p_chunk + o_tile + o_k[None, :]
         if BOUNDED:
-            x0 += BOUNDED_SHIFT
-            x1 += BOUNDED_SHIFT
+            x0 = selected_sum(through(r, r), parts0, TERMS, BOUNDED_SHIFT)
+            x1 = selected_sum(through(r, r), parts1, TERMS, BOUNDED_SHIFT)
             e0 = tl.exp2(x0)
             e1 = tl.exp2(x1)
-            f0 = tl.exp2(-x0)
-            f1 = tl.exp2(-x1)
-            q_e1 = (b_q1 * e1).to(dtype)
-            k_e1 = (b_k1 * e1).to(dtype)
-            k_f0 = b_k0 * f0
-            k_f1 = b_k1 * f1
-            m00, l00 = _pairs((b_q0 * e0).to(dtype), (b_k0 * e0).to(dtype), k_f0.to(dtype), m00, l00, DOT)
-            m11, l11 = _pairs(q_e1, k_e1, k_f1.to(dtype), m11, l11, DOT)
-            k_f0 *= total0[None, :]
-            m10, l10 = _pairs(q_e1, k_e1, k_f0.to(dtype), m10, l10, DOT)
-            e0 *= 1.0 / BOUNDED_SCALE
-            e1 *= (total0 * (1.0 / BOUNDED_SCALE))[None, :]
-            to_end = (total1 * BOUNDED_SCALE)[None, :]
+            q_e0 = b_q0 * e0
+            k_e0 = b_k0 * e0
+            q_e1 = b_q1 * e1
+            k_e1 = b_k1 * e1
+            k_f0 = b_k0 * tl.exp2(-x0)
+            k_f1 = b_k1 * tl.exp2(-x1)
+            m00, l00 = _pairs(q_e0.to(dtype), k_e0.to(dtype), k_f0.to(dtype), m00, l00, DOT)
+            m11, l11 = _pairs(q_e1.to(dtype), k_e1.to(dtype), k_f1.to(dtype), m11, l11, DOT)
+            k_f0 *= total0
+            m10, l10 = _pairs(q_e1.to(dtype), k_e1.to(dtype), k_f0.to(dtype), m10, l10, DOT)
+            to_start = total0 * (1.0 / BOUNDED_SCALE)
+            to_end = total1 * BOUNDED_SCALE
+            q_e0 *= 1.0 / BOUNDED_SCALE
+            k_e0 *= 1.0 / BOUNDED_SCALE
+            q_e1 *= to_start
+            k_e1 *= to_start
             k_g0 = k_f0 * to_end
             k_g1 = k_f1 * to_end
         else:
             m00, l00 = _tile_any(b_q0, b_k0, parts0, m00, l00, TERMS, DOT, dtype)
             m11, l11 = _tile_any(b_q1, b_k1, parts1, m11, l11, TERMS, DOT, dtype)
-            e0 = tl.exp2(x0)
-            e1 = tl.exp2(x1)
+            e0 = tl.exp2(selected_sum(through(r, r), parts0, TERMS))
+            e1 = tl.exp2(selected_sum(through(r, r), parts1, TERMS))
+            q_e0 = b_q0 * e0
+            k_e0 = b_k0 * e0
+            q_e1 = b_q1 * e1
+            k_e1 = b_k1 * e1
             k_g0 = b_k0 * tl.exp2(selected_sum(after(r, r), parts0, TERMS))
             k_g1 = b_k1 * tl.exp2(selected_sum(after(r, r), parts1, TERMS))
-            m10, l10 = _pairs((b_q1 * e1).to(dtype), (b_k1 * e1).to(dtype), k_g0.to(dtype), m10, l10, DOT)
-            e1 *= total0[None, :]
-            k_g0 *= total1[None, :]
-        tl.store(p_block, (b_k0 * e0).to(dtype))
-        tl.store(p_block + 16 * KP, (b_k1 * e1).to(dtype))
-        tl.store(p_block + C * KP, (b_q0 * e0).to(dtype))
-        tl.store(p_block + C * KP + 16 * KP, (b_q1 * e1).to(dtype))
+            m10, l10 = _pairs(q_e1.to(dtype), k_e1.to(dtype), k_g0.to(dtype), m10, l10, DOT)
+            q_e1 *= total0
+            k_e1 *= total0
+            k_g0 *= total1
+        tl.store(p_block, (k_e0 * k_norm0[:, None]).to(dtype))
+        tl.store(p_block + 16 * KP, (k_e1 * k_norm1[:, None]).to(dtype))
+        tl.store(p_block + C * KP, (q_e0 * q_norm0[:, None]).to(dtype))
+        tl.store(p_block + C * KP + 16 * KP, (q_e1 * q_norm1[:, None]).to(dtype))
         tl.store(p_block + 2 * C * KP, k_g0.to(dtype))
         tl.store(p_block + 2 * C * KP + 16 * KP, k_g1.to(dtype))
 
     lower = r[:, None] >= r[None, :]
-    m00 = tl.where(lower, m00, 0.0)
-    m11 = tl.where(lower, m11, 0.0)
-    x00 = inverse_16(l00 * beta0[:, None], r, r, SMALL_DOT)
-    x11 = inverse_16(l11 * beta1[:, None], r, r, SMALL_DOT)
-    x10 = -tl.dot(
-        x11, tl.dot(l10 * beta1[:, None], x00, input_precision=SMALL_DOT), input_precision=SMALL_DOT
-    )
+    m00 = tl.where(lower, m00, 0.0) * (q_norm0[:, None] * k_norm0[None, :])
+    m11 = tl.where(lower, m11, 0.0) * (q_norm1[:, None] * k_norm1[None, :])
+    m10 *= q_norm1[:, None] * k_norm0[None, :]
+    x00 = inverse_16(l00 * ((beta0 * k_norm0)[:, None] * k_norm0[None, :]), r, r, SMALL_DOT)
+    x11 = inverse_16(l11 * ((beta1 * k_norm1)[:, None] * k_norm1[None, :]), r, r, SMALL_DOT)
+    l10 *= (beta1 * k_norm1)[:, None] * k_norm0[None, :]
+    x10 = -tl.dot(x11, tl.dot(l10, x00, input_precision=SMALL_DOT), input_precision=SMALL_DOT)
     p_square = (i_slot * HV + i_h) * (C * C) + r[:, None] * C + r[None, :]
     zero = tl.zeros([16, 16], tl.float32)
     if X is not None:
@@ -295,12 +335,12 @@ def prepare(
     p10 = tl.dot(m11, a10, tl.dot(m10, a00, input_precision=SMALL_DOT), input_precision=SMALL_DOT)
     _store_square(P + p_square, p00, zero, p10, p11, C)
 
-    # kg was written by other threads of this program.
+    # kg was written by other threads of this program, without the norms of k.
     tl.debug_barrier()
-    a00 = tl.trans(a00).to(dtype)
-    a10 = tl.trans(a10).to(dtype)
-    a11 = tl.trans(a11).to(dtype)
-    for i_k in range(KP // BK):
+    a00 = tl.trans(a00 * k_norm0[:, None]).to(dtype)
+    a10 = tl.trans(a10 * k_norm1[:, None]).to(dtype)
+    a11 = tl.trans(a11 * k_norm1[:, None]).to(dtype)
+    for i_k in tl.range(0, KP // BK, num_stages=STAGES):
         p_block = keys + p_chunk + 2 * C * KP + o_tile + i_k * BK + tl.arange(0, BK)[None, :]
         k_g0 = tl.load(p_block)
         k_g1 = tl.load(p_block + 16 * KP)

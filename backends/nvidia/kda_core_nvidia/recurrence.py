@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["T", "chunks", "s_vb", "s_ob"])
+@triton.jit(do_not_specialize=["T", "chunks", "HV", "s_vb", "s_ob"])
 def recurrence(
     keys,  # [slots, HV, 3, C, KP]: a pointer, or a descriptor of [slots · HV · 3 · C, KP] with blocks [C, KP]
     P,  # [slots, HV, C, C]: a pointer, or a descriptor of [slots · HV · C, C] with blocks [C, C]
@@ -27,6 +27,7 @@ def recurrence(
     indices,  # [N] or None
     T,
     chunks,  # chunks of a dense sequence
+    HV,
     s_vb,
     s_vt,
     s_vh,
@@ -42,7 +43,6 @@ def recurrence(
     s_fk,
     s_fv,
     s_index,
-    HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     KP: tl.constexpr,
@@ -96,28 +96,33 @@ def recurrence(
         S = tl.load(p_state, mask=m_state, other=0.0).to(tl.float32)
 
     dtype = v.dtype.element_ty
-    p_v = v + i_b * s_vb + bos * s_vt + i_h * s_vh + o_v[None, :]
-    p_o = o + i_b * s_ob + bos * s_ot + i_h * s_oh + o_v[None, :]
+    o_vr = o_r[:, None].to(tl.int64) * s_vt + o_v[None, :]
+    o_or = o_r[:, None].to(tl.int64) * s_ot + o_v[None, :]
+    p_v = v + i_b * s_vb + bos * s_vt + i_h * s_vh
+    p_o = o + i_b * s_ob + bos * s_ot + i_h * s_oh
+    rows_of_chunk = tl.full([], C, tl.int64)
+    minus_one = tl.where(o_r[:, None] == o_r[None, :], -1.0, 0.0).to(dtype)
     if h is not None:
         i_state_out = _first_state(cu_seqlens, i_n, C * H_EVERY, length)
     for i in tl.range(0, tl.cdiv(length, C), num_stages=STAGES):
         slot = (first_slot + i) * HV + i_h
-        row = slot * (3 * C)
         if DESCRIPTORS:
-            k_e = keys.load([row.to(tl.int32), 0])
-            q_g = keys.load([(row + C).to(tl.int32), 0])
-            k_a = keys.load([(row + 2 * C).to(tl.int32), 0])
-            b_p = P.load([(slot * C).to(tl.int32), 0])
+            row = slot.to(tl.int32) * (3 * C)
+            k_e = keys.load([row, 0])
+            q_g = keys.load([row + C, 0])
+            k_a = keys.load([row + 2 * C, 0])
+            b_p = P.load([slot.to(tl.int32) * C, 0])
         else:
-            p_keys = keys + row * KP + o_r[:, None] * KP + o_k[None, :]
+            p_keys = keys + slot * (3 * C * KP) + (o_r[:, None] * KP + o_k[None, :])
             k_e = tl.load(p_keys)
             q_g = tl.load(p_keys + C * KP)
             k_a = tl.load(p_keys + 2 * C * KP)
-            b_p = tl.load(P + slot * (C * C) + o_r[:, None] * C + o_r[None, :])
+            b_p = tl.load(P + slot * (C * C) + (o_r[:, None] * C + o_r[None, :]))
         b_d = tl.load(D + slot * KP + o_k)
-        rows = i * C + o_r
-        m_o = (rows < length)[:, None] & m_v[None, :]
-        b_v = tl.load(p_v + rows[:, None].to(tl.int64) * s_vt, mask=m_o, other=0.0)
+        first = rows_of_chunk * i
+        m_r = o_r < length - i * C
+        m_o = m_r[:, None] & m_v[None, :]
+        b_v = tl.load(p_v + first * s_vt + o_vr, mask=m_o, other=0.0)
         if h is not None:
             if i % H_EVERY == 0:
                 p_h = h + ((i_state_out + i // H_EVERY) * HV + i_h) * (K * V)
@@ -127,12 +132,17 @@ def recurrence(
                     p_h += o_v[:, None] + o_k[None, :] * V
                 tl.store(p_h, S.to(h.dtype.element_ty), mask=m_state)
         b_s = S.to(dtype)
-        b_r = tl.trans(b_v).to(tl.float32) - tl.dot(b_s, tl.trans(k_e), input_precision=DOT)
-        b_o = tl.dot(b_s, tl.trans(q_g), input_precision=DOT)
+        if dtype == tl.float32:
+            b_r = tl.trans(b_v) - tl.dot(b_s, tl.trans(k_e), input_precision=DOT)
+        else:
+            # A product with −I, which is exact: only an operand of a product is fetched to shared memory ahead of its
+            # use in 16-bit types, and no thread then has to gather its transposed elements.
+            b_r = -tl.dot(b_s, tl.trans(k_e), tl.dot(tl.trans(b_v), minus_one))
         b_r = b_r.to(dtype)
+        b_o = tl.dot(b_s, tl.trans(q_g), input_precision=DOT)
         b_o = tl.dot(b_r, tl.trans(b_p), b_o, input_precision=DOT)
         S = tl.dot(b_r, k_a, S * b_d[None, :], input_precision=DOT)
-        tl.store(p_o + rows[:, None].to(tl.int64) * s_ot, tl.trans(b_o.to(o.dtype.element_ty)), mask=m_o)
+        tl.store(p_o + first * s_ot + o_or, tl.trans(b_o.to(o.dtype.element_ty)), mask=m_o)
 
     if final_state is not None:
         p_state = final_state + i_state * s_fn + i_h * s_fh
