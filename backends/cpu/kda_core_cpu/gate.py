@@ -30,16 +30,23 @@ def rate_of(A_log: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return A_log.to(dtype).exp().clamp_(max=torch.finfo(dtype).max)
 
 
-def log_decay(x: Tensor, rate: Tensor | None, bias: Tensor | None, lower_bound: float | None) -> Tensor:
-    """γ of the raw gate input ``x``, which is overwritten; ``rate`` and ``bias`` broadcast against it."""
+def log_decay(
+    x: Tensor, rate: Tensor | None, bias: Tensor | None, lower_bound: float | None, memory: Tensor | None = None
+) -> Tensor:
+    """γ of the raw gate input, in place on ``x``.
+
+    ``rate`` and ``bias`` broadcast against ``x``; ``memory`` is the memory of ``x``, maybe with slack behind it.
+    """
+    memory = x if memory is None else memory
     if bias is not None:
         x.add_(bias)
     if lower_bound is None:
-        x = F.softplus(x, threshold=_SOFTPLUS_IS_LINEAR)
+        torch.ops.aten.softplus.out(memory, 1, _SOFTPLUS_IS_LINEAR, out=memory)
         return x.neg_() if rate is None else x.mul_(-rate)
     if rate is not None:
         x.mul_(rate)
-    return x.sigmoid_().mul_(lower_bound)
+    memory.sigmoid_()
+    return x.mul_(lower_bound)
 
 
 def log_decay_backward(

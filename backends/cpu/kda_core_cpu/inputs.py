@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kda_core.request import Request
 from kda_core_cpu.gate import log_decay, log_decay_backward, rate_of
-from kda_core_cpu.launch import Group, Window
+from kda_core_cpu.launch import Group, Window, with_slack
 
 L2NORM_EPSILON = 1e-6
 
@@ -50,21 +50,22 @@ class RowInputs:
         return inverse
 
     def load_decay(self, window: Window, into: Tensor) -> Tensor:
-        """d = exp(γ)."""
+        """d = exp(γ); ``into`` is scratch."""
         window.load(self.request.g, into)
-        if not self.request.use_gate_in_kernel:
-            return into.exp_()
-        heads = into.unflatten(0, (window.pairs, -1))
-        gate = log_decay(heads, *self._gate_parameters(window.group), self.request.lower_bound)
-        torch.exp(gate, out=heads)
-        window.pad(into, 1.0)
+        memory = with_slack(into)
+        if self.request.use_gate_in_kernel:
+            heads = into.unflatten(0, (window.pairs, -1))
+            log_decay(heads, *self._gate_parameters(window.group), self.request.lower_bound, memory)
+        memory.exp_()
+        if self.request.use_gate_in_kernel:
+            window.pad(into, 1.0)
         return into
 
     def load_beta(self, window: Window, into: Tensor) -> Tensor:
-        """β, [Z, C, 1]."""
+        """β, [Z, C, 1]; ``into`` is scratch."""
         window.load(self.request.beta.unsqueeze(-1), into)
         if self.request.use_beta_sigmoid_in_kernel:
-            into.sigmoid_()
+            with_slack(into).sigmoid_()
             if self.request.allow_neg_eigval:
                 into.mul_(2)
             window.pad(into, 0.0)

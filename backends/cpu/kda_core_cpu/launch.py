@@ -33,6 +33,9 @@ Measured at K = V = 128 on two cores: half of it costs 10%, for the calls; twice
 
 _MIN_CHUNK = 16
 
+_VECTOR_LOOP = 64
+"""Elements that divide evenly over torch's vector loops (two registers of up to 16 elements) in each of two threads."""
+
 
 @contextmanager
 def plain_arithmetic() -> Iterator[None]:
@@ -59,23 +62,44 @@ class Workspace:
         view = views.get(shape)
         if view is not None:
             return view
-        numel = math.prod(shape)
+        numel = _whole_vectors(math.prod(shape))
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < numel:
             views.clear()
             buffer = self._buffers[name] = (torch.zeros if zero else torch.empty)(numel, dtype=self.dtype)
-        view = views[shape] = buffer[:numel].view(shape)
+        view = views[shape] = buffer[: math.prod(shape)].view(shape)
         return view
 
 
-def rows_per_chunk(request: Request) -> int:
-    """Rows of one chunk: ``chunk_size``, or a smaller power of two when no sequence can fill it.
+def with_slack(scratch: Tensor) -> Tensor:
+    """A scratch tensor, flat, with what lies behind it up to a multiple of the widest vector loop.
 
-    What ``disable_recompute`` saves has ``chunk_size`` rows, because its shape must follow from symbolic sizes.
+    torch computes the last few elements of a tensor with another exp than the rest. Elementwise functions run on
+    this view instead, so that a row's bits do not depend on how many rows there are.
     """
-    if request.disable_recompute or request.T >= request.chunk_size:
+    return scratch.as_strided((_whole_vectors(scratch.numel()),), (1,))
+
+
+def _whole_vectors(numel: int) -> int:
+    return -(-numel // _VECTOR_LOOP) * _VECTOR_LOOP
+
+
+def rows_per_chunk(request: Request) -> int:
+    """Rows of one chunk: ``chunk_size``, or a smaller power of two when every sequence fits one.
+
+    What ``disable_recompute`` saves has ``chunk_size`` rows, because its shape must follow from metadata alone.
+    """
+    longest = request.T if request.cu_seqlens is None else int(token_counts(request).amax()) if request.N else 0
+    if request.disable_recompute or longest >= request.chunk_size:
         return request.chunk_size
-    return min(request.chunk_size, max(_MIN_CHUNK, 1 << (request.T - 1).bit_length()))
+    return min(request.chunk_size, max(_MIN_CHUNK, 1 << max(0, longest - 1).bit_length()))
+
+
+def token_counts(request: Request) -> Tensor:
+    """[N] tokens of every sequence, int64."""
+    if request.cu_seqlens is None:
+        return torch.full((request.N,), request.T, dtype=torch.long)
+    return (request.cu_seqlens if request.cu_seqlens_cpu is None else request.cu_seqlens_cpu).long().diff()
 
 
 def chunk_bound(request: Request) -> int:
@@ -110,22 +134,16 @@ class Sequences:
     @classmethod
     def of(cls, request: Request, chunk: int, skip: Tensor | None = None) -> Sequences:
         """Lay out ``request`` in chunks of ``chunk`` rows; ``skip`` [N] marks rows that must not be touched."""
-        N, T = request.N, request.T
+        N, length = request.N, token_counts(request)
+        counts = (length + chunk - 1) // chunk
+        first_chunk = counts.cumsum(0) - counts
         packed = request.cu_seqlens is not None
         if packed:
-            bounds = (request.cu_seqlens if request.cu_seqlens_cpu is None else request.cu_seqlens_cpu).long()
-            start, length = bounds[:-1], bounds.diff()
-            counts = (length + chunk - 1) // chunk
-            ends = counts.cumsum(0)
-            first_chunk, chunks = ends - counts, int(ends[-1]) if N else 0
-            batch = torch.zeros(N, dtype=torch.long)
+            start, batch, chunks = length.cumsum(0) - length, torch.zeros(N, dtype=torch.long), int(counts.sum())
+            ids = length.argsort(descending=True, stable=True)
         else:
-            start = torch.zeros(N, dtype=torch.long)
-            length = torch.full((N,), T, dtype=torch.long)
-            chunks = (T + chunk - 1) // chunk
-            batch = torch.arange(N)
-            first_chunk = batch * chunks
-        ids = length.argsort(descending=True, stable=True) if packed else batch
+            start, batch, chunks = torch.zeros(N, dtype=torch.long), torch.arange(N), -(-request.T // chunk)
+            ids = batch
         if skip is not None:
             length = length.masked_fill(skip, 0)
             ids = ids[~skip[ids]]
