@@ -156,7 +156,8 @@ def budgets(call: Call) -> dict[str, Budget]:
     call = call.without_pool()
     key = call.digest()
     if key not in _cache:
-        _cache[key] = _budgets(call, random.Random(key))
+        with references.single_threaded():
+            _cache[key] = _budgets(call, random.Random(key))
     return _cache[key]
 
 

@@ -30,7 +30,7 @@ class Call:
         tensors: every tensor argument that is given, by name.
         options: every other argument that is given, by name.
         grads: gradients of "o" and "final_state" for a backward; empty: forward only.
-        strided: names of the tensors to be passed as slices of wider ones.
+        strided: names of the tensors ("grad_o" and "grad_final_state" too) to be passed as slices of wider ones.
         given_out: pass a buffer full of NaN as ``out``.
         name: for messages.
     """
@@ -97,6 +97,16 @@ class Call:
         gone = dict.fromkeys(("ssm_state_indices", "num_accepted_tokens", "inplace_final_state", "out"))
         return self.having(initial_state=dense, **gone)
 
+    def in_pool(self, indices: Tensor, slots: int, accepted: Tensor | None = None) -> Call:
+        """The call on a pool of that many slots, full of NaN but for the states that its sequences start from."""
+        states = self.tensors["initial_state"]
+        pool = torch.full((slots, *states.shape[1:]), float("nan"), dtype=states.dtype)
+        call = self.having(initial_state=pool, ssm_state_indices=indices, num_accepted_tokens=accepted)
+        for n, slot in enumerate(call.starting_slots()):
+            if slot >= 0:
+                pool[slot] = states[n]
+        return call.forward_only()
+
     def written_names(self) -> frozenset[str]:
         """The arguments that the call writes to."""
         return frozenset(["initial_state"] * self.has_pool + ["out"] * self.given_out)
@@ -104,6 +114,11 @@ class Call:
     def request_shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor in the request (dt_bias is [HV, K] there)."""
         return tuple(getattr(self.request(), name).shape)
+
+    def decoding(self) -> Call:
+        """The same sequences for ``fused_recurrent_kda``, which has no chunks."""
+        chunked = ("chunk_size", "safe_gate", "disable_recompute", "return_intermediate_states", "cu_seqlens_cpu")
+        return replace(self.having(**dict.fromkeys(chunked)), op="fused_recurrent_kda")
 
     def forward_only(self) -> Call:
         """The call without its backward."""
@@ -139,6 +154,13 @@ class Call:
     def __call__(self, tensors: dict[str, Tensor], backend: str) -> tuple:
         """Make the call on these tensors."""
         return getattr(kda_core, self.op)(**tensors, **self.options, backend=backend)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype are equal bit for bit, NaN included."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) if a.numel() else True
 
 
 def _poison(t: Tensor) -> Tensor:

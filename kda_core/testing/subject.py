@@ -6,7 +6,7 @@ declared reason, and ends in ``Refused``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,12 +123,15 @@ class Subject:
         wrong_here = self.target.interpreted and dtype == torch.bfloat16
         return dtype in self.info.capabilities.dtypes and not wrong_here
 
-    def run(self, call: Call) -> Results:
+    def run(self, call: Call, wrt: Collection[str] = DIFFERENTIABLE) -> Results:
         """Make the call on copies of its tensors in poisoned memory, with everything but the numbers checked.
 
         Checked: a call outside the declared capabilities is refused with the declared reasons; inputs (and the
         memory round everything) stay as they are, bit for bit; slots of a pool that the call does not write stay too;
         results have the shapes, dtypes and device of the contract; optional results are there exactly when asked for.
+
+        Args:
+            wrt: the arguments whose gradient a call with gradients asks for.
 
         Raises:
             Refused: the backend does not serve the call.
@@ -154,7 +157,7 @@ class Subject:
             record.status, record.reason = "left out", INTERPRETER_LEAVES_OUT
             raise Refused("left out", INTERPRETER_LEAVES_OUT)
         try:
-            results = self._differentiated(call, tensors) if call.grads else self._plain(call, request, tensors)
+            results = self._differentiated(call, tensors, wrt) if call.grads else self._plain(call, request, tensors)
         except UnsupportedCall as error:
             self._expect_untouched(before, tensors, frozenset())
             missing = [reason for reason in reasons if reason not in str(error)]
@@ -191,7 +194,8 @@ class Subject:
         compared = results.tensors if outputs is None else {n: results[n] for n in outputs}
         wrong = []
         for name, got in compared.items():
-            if name not in allowed or name not in expected:
+            # Slots of a pool are compared as final states; the rest of it is compared bit for bit.
+            if name == "pool":
                 continue
             error = budgets.measure(name, got, expected[name], dtypes[name])
             slack = budgets.slack_of(self.info.slack, name, request.q.dtype)
@@ -202,6 +206,23 @@ class Subject:
                 wrong.append(_describe(name, got, expected[name], error, allowed[name], factor))
         if wrong:
             raise Mismatch(f"{call.op} of {call.name!r} on {self.name!r}:\n  " + "\n  ".join(wrong))
+
+    def expect(self, call: Call, name: str, got: Tensor, expected: Tensor, what: str = "") -> None:
+        """Compare a tensor with an expected one, within the budget that output ``name`` of ``call`` has.
+
+        Raises:
+            Mismatch: it is further away.
+        """
+        request = call.request()
+        dtype = budgets.result_dtypes(request)[name]
+        budget = budgets.budgets(call)[name]
+        error = budgets.measure(name, got, expected.double(), dtype)
+        slack = budgets.slack_of(self.info.slack, name, request.q.dtype)
+        share, factor = error.share(budget), 1.0 if slack is None else slack.factor
+        self._note(name, dtype, error, budget, share, factor, call)
+        if not share <= factor:
+            about = f"{what}: " if what else ""
+            raise Mismatch(f"{about}{call.name!r}: " + _describe(name, got, expected, error, budget, factor))
 
     def _note(self, name: str, dtype: torch.dtype, error: Any, budget: Any, share: float, slack: float, call: Call):
         if self.records:
@@ -281,12 +302,12 @@ class Subject:
                 raise Mismatch(f"{name}: expected {list(shape)} {dtype} on {self.device}, got {got}")
         return results
 
-    def _differentiated(self, call: Call, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        names = [n for n in DIFFERENTIABLE if n in tensors]
+    def _differentiated(self, call: Call, tensors: dict[str, Tensor], wrt: Collection[str]) -> dict[str, Tensor]:
+        names = [n for n in DIFFERENTIABLE if n in tensors and n in wrt]
         for n in names:
             tensors[n].requires_grad_()
         outputs = self._named(call, call.request(), call(tensors, self.name))
-        given = {n: placed(g, self.device) for n, g in call.grads.items()}
+        given = {n: placed(g, self.device, f"grad_{n}" in call.strided) for n, g in call.grads.items()}
         before = {n: guards(t).clone() for n, t in given.items()}
         found = torch.autograd.grad(
             [outputs[n] for n in given], [tensors[n] for n in names], list(given.values()), allow_unused=True

@@ -1,13 +1,99 @@
-"""Gradients of chunk_kda: every case against the oracle."""
+"""Gradients of chunk_kda against the oracle."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from kda_core.capabilities import Feature
+from kda_core.reference import DIFFERENTIABLE
 from kda_core.testing.cases import Case
+from kda_core.testing.inputs import same_bits
 from kda_core.testing.marks import each_tagged, requires
+
+GATED = Case(
+    name="gated gradients",
+    T=20,
+    HV=4,
+    K=16,
+    gate="softplus",
+    l2norm=True,
+    beta="sigmoid",
+    state=None,
+    final_state=False,
+    backward=True,
+)
 
 
 @requires(Feature.CHUNK, Feature.BACKWARD)
 @each_tagged("backward")
 def test_backward(kda, case: Case):
+    """Outputs and every gradient are within their budgets."""
     kda.check(case.call())
+
+
+@requires(Feature.CHUNK, Feature.BACKWARD, Feature.DISABLE_RECOMPUTE)
+def test_backward_without_recompute(kda):
+    """disable_recompute changes no gradient."""
+    case = Case(name="gradients without recompute", T=70, final_state=False, backward=True)
+    kda.check(case.call().having(disable_recompute=True))
+
+
+@requires(Feature.CHUNK, Feature.BACKWARD, Feature.STATE_GRADIENT)
+@pytest.mark.parametrize("output", ["o", "final_state"])
+def test_backward_from_one_output(kda, output: str):
+    """The gradient of one output alone."""
+    call = Case(name="gradient of one output", T=70, state=None, backward=True).call()
+    kda.check(replace(call, grads={output: call.grads[output]}))
+
+
+@requires(Feature.CHUNK, Feature.BACKWARD)
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "A_log", "dt_bias"])
+def test_backward_of_one_input(kda, name: str):
+    """The gradient of one input alone is the one that it has among all."""
+    call = GATED.call()
+    kda.compare(call, kda.run(call, wrt=(name,)))
+
+
+@requires(Feature.CHUNK, Feature.BACKWARD, Feature.LOWER_BOUND_GATE)
+@pytest.mark.parametrize(("A_log", "dt_bias"), [(True, False), (False, True), (False, False)])
+def test_backward_lower_bound_gate_arguments(kda, A_log: bool, dt_bias: bool):
+    """A_log and dt_bias are optional with a lower bound."""
+    case = GATED.having(name=f"bounded gradients {A_log} {dt_bias}", gate="lower bound", A_log=A_log, dt_bias=dt_bias)
+    kda.check(case.call())
+
+
+@requires(Feature.CHUNK, Feature.BACKWARD, Feature.STRIDED_INPUT)
+def test_backward_strided(kda):
+    """Strided inputs, and gradients of the outputs that are slices."""
+    call = Case(name="strided gradients", T=70, final_state=False, backward=True).call()
+    names = frozenset(call.tensors) | {"grad_o"}
+    kda.check(replace(call, strided=names))
+
+
+@requires(Feature.CHUNK, Feature.BACKWARD, Feature.VARLEN)
+def test_backward_packed_neighbours(kda):
+    """FAILURES 28: gradients of a packed sequence do not depend on its neighbours, bit for bit."""
+    case = Case(name="gradients of neighbours", T=100, lengths=(40, 35, 25), final_state=False, backward=True)
+    call = case.call()
+    first = kda.run(call)
+    other = case.having(name="other neighbours").call()
+    tensors = dict(call.tensors)
+    for name in ("q", "k", "v", "g", "beta"):
+        tensors[name] = tensors[name].clone()
+        for outside in (slice(0, 40), slice(75, 100)):
+            tensors[name][:, outside] = other.tensors[name][:, outside]
+    second = kda.run(replace(call, tensors=tensors))
+    for name in DIFFERENTIABLE[:5]:
+        a, b = (r[f"d{name}"][:, 40:75] for r in (first, second))
+        assert same_bits(a, b), f"d{name} of the middle sequence changed with its neighbours"
+
+
+@requires(Feature.CHUNK, Feature.BACKWARD, Feature.VARLEN)
+def test_backward_behind_the_last_sequence(kda):
+    """Tokens behind the end of the last sequence have no influence: their gradients are zero."""
+    call = Case(name="gradients behind the end", T=90, lengths=(30, 40), final_state=False, backward=True).call()
+    results = kda.check(call)
+    for name in DIFFERENTIABLE[:5]:
+        assert not results[f"d{name}"][:, 70:].any(), f"d{name} behind the end"

@@ -1,14 +1,59 @@
-"""Forward of chunk_kda: every case against the oracle."""
+"""Forward of chunk_kda against the oracle."""
 
 from __future__ import annotations
 
+import pytest
 
 from kda_core.capabilities import Feature
+from kda_core.testing import references
 from kda_core.testing.cases import Case
 from kda_core.testing.marks import each_tagged, requires
 
 
 @requires(Feature.CHUNK)
-@each_tagged("forward")
+@each_tagged("forward", "-backward")
 def test_forward(kda, case: Case):
-    kda.check(case.call().forward_only())
+    """Output and final state are within their budgets."""
+    kda.check(case.call())
+
+
+@requires(Feature.CHUNK)
+@pytest.mark.parametrize("decay", [-1.0, -8.0, -100.0])
+def test_forward_shorter_than_a_chunk(kda, decay: float):
+    """FAILURES 3: every length from 1 to 63, with mild and with strong decay."""
+    whole = Case(name=f"short, decay {decay}", T=63, K=16, decay=decay).call()
+    expected = references.results(whole)["o"]
+    for T in range(1, 64):
+        got = kda.run(whole.slice_tokens(0, T))["o"]
+        # The budget is that of the longest call; rows that are not there cannot be wrong.
+        padded = expected.clone()
+        padded[:, :T] = got.double()
+        kda.expect(whole, "o", padded, expected, f"T = {T}")
+
+
+@requires(Feature.CHUNK)
+def test_forward_no_tokens(kda):
+    """T = 0: an empty output, and the state passes through."""
+    call = Case(name="no tokens", T=8, state=None).call().slice_tokens(0, 0)
+    results = kda.run(call)
+    assert results["o"].shape[1] == 0
+    assert not results["final_state"].any()
+
+
+@requires(Feature.CHUNK, Feature.SAFE_GATE)
+def test_forward_safe_gate_is_a_hint(kda):
+    """With decays in the promised range, safe_gate may only change the speed."""
+    case = Case(name="hint", T=100, decay="bounded", dtype=next(d for d in _dtypes() if kda.takes(d)))
+    kda.check(case.call().having(safe_gate=True))
+
+
+def _dtypes():
+    from kda_core.testing.cases import BF16, FP16, FP32
+
+    return BF16, FP16, FP32
+
+
+@requires(Feature.CHUNK, Feature.DISABLE_RECOMPUTE)
+def test_forward_without_recompute(kda):
+    """disable_recompute changes no result of a forward."""
+    kda.check(Case(name="without recompute", T=70).call().having(disable_recompute=True))

@@ -1,0 +1,154 @@
+"""``kda_gate`` on the backend under test, against the oracle.
+
+The budget is that of float32 evaluation: the formula's own float32 error on these inputs, doubled, as for
+every other output.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import kda_core
+from kda_core import reference
+from kda_core.errors import UnsupportedCall
+from kda_core.request import GateRequest
+from kda_core.testing.axes import DTYPES
+from kda_core.testing.budgets import FACTOR, Budget, Error, measure
+from kda_core.testing.inputs import guards, placed
+from kda_core.testing.rounding import RELATIVE_RMS, unit_roundoff
+from kda_core.testing.subject import Mismatch, Record, Refused, Subject
+
+DIFFERENTIABLE = ("g", "A_log", "dt_bias")
+
+
+def arguments(
+    shape: tuple[int, ...] = (2, 40, 4, 16),
+    dtype: torch.dtype = torch.float32,
+    A_log: bool = True,
+    dt_bias: bool = True,
+) -> dict[str, Tensor]:
+    """Arguments of ``kda_gate`` on the CPU, the same at every call."""
+    generator = torch.Generator().manual_seed(1)
+    HV, K = shape[-2:]
+    tensors = {"g": (3 * torch.randn(shape, generator=generator)).to(dtype)}
+    if A_log:
+        tensors["A_log"] = torch.linspace(0, 3, HV)
+    if dt_bias:
+        tensors["dt_bias"] = torch.randn(HV * K, generator=generator)
+    return tensors
+
+
+def check(
+    subject: Subject, tensors: dict[str, Tensor], lower_bound: float | None = None, backward: bool = False
+) -> None:
+    """Call ``kda_gate`` and compare its result (and gradients) with the oracle's.
+
+    Raises:
+        Refused: the backend does not serve the call.
+        Mismatch: a result is off.
+    """
+    g = tensors["g"]
+    by_head = {n: t.reshape(g.shape[-2:]) if n == "dt_bias" else t for n, t in tensors.items()}
+    request = GateRequest(**by_head, lower_bound=lower_bound, save_for_backward=backward)
+    record = Record(
+        subject.name,
+        "served",
+        "",
+        {"function": ["kda_gate"], "direction": ["forward", "backward"] if backward else ["forward"]},
+        DTYPES[g.dtype],
+        sorted(f.name for f in request.features),
+        "kda_gate",
+    )
+    subject.records.append(record)
+    capabilities = subject.info.capabilities
+    reasons = [r for f in sorted(request.features, key=lambda f: f.name) if (r := capabilities.refusal(f)) is not None]
+    there = {n: placed(t, subject.device).requires_grad_(backward) for n, t in tensors.items()}
+    before = {n: guards(t.detach()).clone() for n, t in there.items()}
+    cotangent = torch.ones_like(g, dtype=request.output_dtype)
+    try:
+        got = _call(there, lower_bound, subject, cotangent if backward else None)
+    except UnsupportedCall as error:
+        missing = [reason for reason in reasons if reason not in str(error)]
+        if missing:
+            raise Mismatch(f"refused without the declared reason {missing[0]!r}: {error}") from error
+        record.status, record.reason = ("refused", "; ".join(reasons)) if reasons else ("rejected", str(error))
+        raise Refused(record.status, record.reason) from None
+    if reasons:
+        raise Mismatch(f"served a call that it does not declare: {'; '.join(reasons)}")
+    for name, old in before.items():
+        if not torch.equal(guards(there[name].detach()), old):
+            raise Mismatch(f"{name} was modified, or memory round it was")
+    exact = _evaluate(tensors, lower_bound, torch.float64, cotangent if backward else None)
+    rounded = _evaluate(tensors, lower_bound, torch.float32, cotangent if backward else None)
+    for name, expected in exact.items():
+        dtype = request.output_dtype if name == "gate" else tensors[name[1:]].dtype
+        if got[name].shape != expected.shape or got[name].dtype != dtype:
+            raise Mismatch(f"{name}: expected {list(expected.shape)} {dtype}, got {got[name].shape} {got[name].dtype}")
+        error = measure(name, _by_head(name, got[name], g), _by_head(name, expected, g), dtype)
+        budget = _budget(_measure(name, rounded[name], expected, dtype, g), unit_roundoff(dtype))
+        record.errors.append(_entry(name, error, budget, DTYPES[g.dtype]))
+        if not error.share(budget) <= 1:
+            raise Mismatch(
+                f"kda_gate, {name}: relative error {error.frobenius:.3g} (budget {budget.frobenius:.3g}), worst row "
+                f"{list(error.where)} {error.worst_row:.3g} (budget {budget.worst_row:.3g})"
+            )
+
+
+def _budget(rounded: Error, unit: float) -> Budget:
+    """Twice the error of float32 evaluation, which is not taken to be less than that of rounding the result."""
+    least = RELATIVE_RMS * unit
+    return Budget(FACTOR * max(rounded.frobenius, least), FACTOR * max(rounded.worst_row, unit))
+
+
+def _measure(name: str, got: Tensor, expected: Tensor, dtype: torch.dtype, g: Tensor) -> Error:
+    return measure(name, _by_head(name, got, g), _by_head(name, expected, g), dtype)
+
+
+def _by_head(name: str, t: Tensor, g: Tensor) -> Tensor:
+    """dg like the gate itself; ddt_bias as [HV, K]."""
+    return t.reshape(g.shape[-2:]) if name == "ddt_bias" else t
+
+
+def _call(there: dict[str, Tensor], bound: float | None, subject: Subject, cotangent: Tensor | None) -> dict[str, Tensor]:
+    y = kda_core.kda_gate(**there, lower_bound=bound, backend=subject.name)
+    results = {"gate": y.detach().cpu()}
+    if cotangent is not None:
+        names = [n for n in DIFFERENTIABLE if n in there]
+        found = torch.autograd.grad(y, [there[n] for n in names], cotangent.to(subject.device))
+        results |= {f"d{n}": d.cpu() for n, d in zip(names, found, strict=True)}
+    return results
+
+
+def _evaluate(
+    tensors: dict[str, Tensor], bound: float | None, dtype: torch.dtype, cotangent: Tensor | None
+) -> dict[str, Tensor]:
+    x = {n: t.to(dtype, copy=True) for n, t in tensors.items()}
+    g = x["g"]
+    with torch.enable_grad():
+        leaves = {n: t.requires_grad_() for n, t in x.items()}
+        bias = leaves["dt_bias"].reshape(g.shape[-2:]) if "dt_bias" in leaves else None
+        y = reference.gate(leaves["g"], leaves.get("A_log"), bias, bound)
+    results: dict[str, Any] = {"gate": y.detach().double()}
+    if cotangent is not None:
+        names = [n for n in DIFFERENTIABLE if n in leaves]
+        found = torch.autograd.grad(y, [leaves[n] for n in names], cotangent.to(dtype))
+        results |= {f"d{n}": d.double() for n, d in zip(names, found, strict=True)}
+    return results
+
+
+def _entry(name: str, error: Error, budget: Budget, dtype: str) -> dict[str, Any]:
+    return {
+        "output": name,
+        "input_dtype": dtype,
+        "frobenius": error.frobenius,
+        "worst_row": error.worst_row,
+        "budget_frobenius": budget.frobenius,
+        "budget_worst_row": budget.worst_row,
+        "share": error.share(budget),
+        "slack": 1.0,
+        "case": "kda_gate",
+        "op": "kda_gate",
+    }

@@ -1,0 +1,110 @@
+"""The gate: in the operator, and as a function of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kda_core.capabilities import Feature
+from kda_core.testing import gate
+from kda_core.testing.cases import BF16, FP32, Case
+from kda_core.testing.marks import requires
+
+OPTIONAL = pytest.mark.parametrize(
+    ("A_log", "dt_bias"),
+    [(True, True), (True, False), (False, True), (False, False)],
+    ids=["A_log and dt_bias", "A_log", "dt_bias", "neither"],
+)
+
+
+@requires(Feature.CHUNK, Feature.SOFTPLUS_GATE)
+@pytest.mark.parametrize("dt_bias", [True, False], ids=["dt_bias", "no dt_bias"])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
+def test_softplus_gate(kda, dt_bias: bool, dtype: torch.dtype):
+    """-exp(A_log) softplus(g + dt_bias) in the operator."""
+    case = Case(name=f"softplus {dt_bias} {dtype}", T=70, HV=4, gate="softplus", dt_bias=dt_bias, gate_dtype=dtype)
+    kda.check(case.call())
+
+
+@requires(Feature.CHUNK, Feature.LOWER_BOUND_GATE)
+@OPTIONAL
+def test_lower_bound_gate(kda, A_log: bool, dt_bias: bool):
+    """b sigmoid(exp(A_log) (g + dt_bias)) in the operator; A_log and dt_bias are optional."""
+    case = Case(name=f"lower bound {A_log} {dt_bias}", T=70, HV=4, gate="lower bound", A_log=A_log, dt_bias=dt_bias)
+    kda.check(case.call())
+
+
+@requires(Feature.CHUNK, Feature.LOWER_BOUND_GATE, Feature.SAFE_GATE)
+@pytest.mark.parametrize("bound", [-5.0, -1.0, -0.1, -40.0])
+def test_lower_bound_gate_bounds(kda, bound: float):
+    """Other bounds than -5, with the hint that decays keep to them."""
+    case = Case(name=f"bound {bound}", T=70, gate="lower bound", rate=2.0)
+    kda.check(case.call().having(lower_bound=bound, safe_gate=True))
+
+
+@requires(Feature.CHUNK, Feature.SOFTPLUS_GATE)
+def test_gate_bias_by_head_and_channel(kda):
+    """dt_bias as [HV, K] is dt_bias as [HV K]."""
+    call = Case(name="bias by head", T=30, gate="softplus").call()
+    kda.check(call.having(dt_bias=call.tensors["dt_bias"].reshape(2, 32)))
+
+
+@requires(Feature.CHUNK, Feature.SOFTPLUS_GATE)
+def test_gate_large_inputs(kda):
+    """softplus far out on both sides: neither exp overflows nor is the tail lost."""
+    call = Case(name="large gate inputs", T=70, gate="softplus", rate=1.0, raw_scale=60.0).call()
+    kda.check(call)
+
+
+@requires(Feature.CHUNK, Feature.SOFTPLUS_GATE, Feature.BACKWARD)
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_gate_of_real_models(kda, backward: bool):
+    """FAILURES 4: exp(A_log) up to 201 and decays to -2661 a token, as trained models have; forward and backward."""
+    case = Case(
+        name="real gate",
+        T=70,
+        gate="softplus",
+        rate=201.0,
+        raw_scale=4.0,
+        l2norm=True,
+        beta="sigmoid",
+        state=None,
+        final_state=False,
+        backward=backward,
+    )
+    kda.check(case.call())
+
+
+@requires(Feature.GATE, Feature.SOFTPLUS_GATE)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dt_bias", [True, False], ids=["dt_bias", "no dt_bias"])
+def test_gate_function_softplus(kda, dt_bias: bool, dtype: torch.dtype):
+    """kda_gate without a bound."""
+    gate.check(kda, gate.arguments(dtype=dtype, dt_bias=dt_bias))
+
+
+@requires(Feature.GATE, Feature.LOWER_BOUND_GATE)
+@OPTIONAL
+def test_gate_function_lower_bound(kda, A_log: bool, dt_bias: bool):
+    """kda_gate with a bound."""
+    gate.check(kda, gate.arguments(A_log=A_log, dt_bias=dt_bias), lower_bound=-5.0)
+
+
+@requires(Feature.GATE, Feature.GATE_BACKWARD, Feature.SOFTPLUS_GATE)
+def test_gate_function_softplus_backward(kda):
+    """Gradients of kda_gate without a bound."""
+    gate.check(kda, gate.arguments(), backward=True)
+
+
+@requires(Feature.GATE, Feature.GATE_BACKWARD, Feature.LOWER_BOUND_GATE)
+@OPTIONAL
+def test_gate_function_lower_bound_backward(kda, A_log: bool, dt_bias: bool):
+    """Gradients of kda_gate with a bound."""
+    gate.check(kda, gate.arguments(A_log=A_log, dt_bias=dt_bias), lower_bound=-5.0, backward=True)
+
+
+@requires(Feature.GATE, Feature.SOFTPLUS_GATE)
+@pytest.mark.parametrize("shape", [(4, 16), (3, 4, 16), (2, 3, 5, 4, 16), (0, 4, 16)], ids=str)
+def test_gate_function_shapes(kda, shape: tuple[int, ...]):
+    """kda_gate takes any leading axes."""
+    gate.check(kda, gate.arguments(shape=shape))

@@ -1,0 +1,122 @@
+"""Packed sequences (cu_seqlens) against the oracle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kda_core.capabilities import Feature
+from kda_core.testing.cases import BF16, FP32, Case
+from kda_core.testing.inputs import same_bits
+from kda_core.testing.marks import each_tagged, requires, slow
+
+
+@requires(Feature.CHUNK, Feature.VARLEN)
+@each_tagged("packed", "-backward")
+def test_packed(kda, case: Case):
+    """Output and final states are within their budgets."""
+    kda.check(case.call())
+
+
+@requires(Feature.CHUNK, Feature.VARLEN)
+def test_packed_single_tokens_before_a_long_one(kda):
+    """FAILURES 1: sequences of one token beside a long one, ``cu_seqlens=[0, 1, 2, 2050]``."""
+    kda.check(Case(name="single tokens", T=2050, H=1, K=16, lengths=(1, 1, 2048), state=FP32).call())
+
+
+@requires(Feature.CHUNK, Feature.VARLEN)
+def test_packed_one_token_tail(kda):
+    """FAILURES 25: a tail of one token, ``cu_seqlens=[0, 8191, 8192]``."""
+    kda.check(Case(name="one-token tail", T=8192, H=1, K=16, lengths=(8191, 1)).call())
+
+
+@requires(Feature.CHUNK, Feature.VARLEN)
+def test_packed_neighbours(kda):
+    """FAILURES 28: a sequence's results do not depend on its neighbours, bit for bit, and equal its own run."""
+    case = Case(name="neighbours", T=170, lengths=(70, 65, 35), state=FP32)
+    call, other = case.call(), case.having(name="other neighbours").call()
+    first = kda.check(call)
+    mixed = dict(call.tensors)
+    for name in ("q", "k", "v", "g", "beta"):
+        mixed[name] = other.tensors[name].clone()
+        mixed[name][:, 70:135] = call.tensors[name][:, 70:135]
+    mixed["initial_state"] = other.tensors["initial_state"].clone()
+    mixed["initial_state"][1] = call.tensors["initial_state"][1]
+    second = kda.run(replace(call, tensors=mixed))
+    assert same_bits(first["o"][:, 70:135], second["o"][:, 70:135])
+    assert same_bits(first["final_state"][1], second["final_state"][1])
+    alone = call.slice_tokens(70, 135).having(cu_seqlens=None, initial_state=call.tensors["initial_state"][1:2])
+    results = kda.run(alone)
+    kda.expect(alone, "o", results["o"], first["o"][:, 70:135], "alone against packed")
+    kda.expect(alone, "final_state", results["final_state"], first["final_state"][1:2], "alone against packed")
+
+
+@requires(Feature.CHUNK, Feature.VARLEN)
+def test_packed_behind_the_end(kda):
+    """FAILURES 9: the output behind the last sequence is zero."""
+    results = kda.check(Case(name="behind the end", T=150, lengths=(30, 40)).call())
+    assert not results["o"][:, 70:].any()
+
+
+@requires(Feature.CHUNK, Feature.VARLEN, Feature.OUT)
+def test_packed_behind_the_end_of_out(kda):
+    """FAILURES 9: it is zero in a given buffer that was full of NaN, too."""
+    call = replace(Case(name="behind the end of out", T=150, lengths=(30, 40)).call(), given_out=True)
+    assert not kda.check(call)["o"][:, 70:].any()
+
+
+@requires(Feature.CHUNK, Feature.VARLEN, Feature.INITIAL_STATE)
+def test_packed_empty_sequences(kda):
+    """The state of an empty sequence passes through, bit for bit."""
+    call = Case(name="empty sequences", T=71, lengths=(0, 1, 0, 64, 6, 0), state=FP32).call()
+    results = kda.check(call)
+    for n in (0, 2, 5):
+        assert same_bits(results["final_state"][n], call.tensors["initial_state"][n])
+
+
+@requires(Feature.CHUNK, Feature.VARLEN, Feature.INITIAL_STATE)
+def test_packed_nothing_but_empty_sequences(kda):
+    """Only empty sequences: the output is zero, the states pass through."""
+    call = Case(name="all empty", T=10, lengths=(0, 0), state=FP32).call()
+    results = kda.run(call)
+    assert not results["o"].any()
+    assert same_bits(results["final_state"], call.tensors["initial_state"])
+
+
+@requires(Feature.CHUNK, Feature.VARLEN)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
+def test_packed_boundaries_on_both_sides(kda, dtype: torch.dtype):
+    """A copy of the boundaries on the CPU changes nothing, bit for bit, whatever their dtype."""
+    call = Case(name="boundaries", T=100, lengths=(33, 67), index_dtype=dtype).call()
+    plain = kda.check(call)
+    beside = kda.run(call.having(cu_seqlens_cpu=call.tensors["cu_seqlens"].clone()))
+    assert same_bits(plain["o"], beside["o"])
+
+
+@requires(Feature.CHUNK, Feature.VARLEN)
+def test_packed_many_sequences(kda):
+    """More sequences than chunks: 200 of lengths 0 to 3."""
+    lengths = tuple(i % 4 for i in range(200))
+    kda.check(Case(name="many sequences", T=sum(lengths), H=1, K=16, lengths=lengths).call())
+
+
+@requires(Feature.CHUNK)
+def test_gate_dtypes_one_after_the_other(kda):
+    """FAILURES 27: float32 g, then bfloat16 g with the same shapes, and a masked tail (T = 1500)."""
+    case = Case(name="gate dtypes", T=1500, H=1, K=16)
+    kda.check(case.call())
+    kda.check(case.having(name="gate dtypes, half", gate_dtype=BF16).call())
+
+
+@slow
+@requires(Feature.CHUNK, Feature.VARLEN)
+def test_packed_random_traces(kda):
+    """Random boundaries: 40 traces of up to 2,000 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    for i in range(40):
+        N = int(torch.randint(1, 30, (), generator=generator))
+        lengths = tuple(torch.randint(0, 150, (N,), generator=generator).tolist())
+        T = sum(lengths) + i % 3
+        kda.check(Case(name=f"trace {i}", T=max(T, 1), H=1, K=16, lengths=lengths, state=FP32).call())

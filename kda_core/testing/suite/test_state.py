@@ -1,0 +1,97 @@
+"""Initial and final states: layouts, dtypes, continuation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kda_core.capabilities import Feature
+from kda_core.testing import references
+from kda_core.testing.cases import BF16, FP32, Case
+from kda_core.testing.inputs import same_bits
+from kda_core.testing.marks import requires
+
+LAYOUTS = pytest.mark.parametrize("v_first", [False, True], ids=["K first", "V first"])
+
+
+@requires(Feature.CHUNK, Feature.INITIAL_STATE, Feature.FINAL_STATE)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("K,V", [(32, 32), (32, 64)], ids=["square", "K below V"])
+@LAYOUTS
+def test_state(kda, v_first: bool, K: int, V: int, dtype: torch.dtype):
+    """Both layouts and dtypes; with K = V a mix-up of the layouts is right in shape and wrong in value."""
+    case = Case(name=f"state {v_first} {K} {V} {dtype}", T=70, K=K, V=V, state=dtype)
+    kda.check(case.having(options={"state_v_first": v_first}).call())
+
+
+@requires(Feature.CHUNK, Feature.INITIAL_STATE)
+def test_state_alone(kda):
+    """An initial state without a final one."""
+    kda.check(Case(name="initial state alone", T=70, state=FP32, final_state=False).call())
+
+
+@requires(Feature.CHUNK, Feature.FINAL_STATE, Feature.STATE_V_FIRST)
+def test_final_state_alone(kda):
+    """A final state, V first, without an initial one."""
+    kda.check(Case(name="final state alone", T=70, V=16, options={"state_v_first": True}).call())
+
+
+@requires(Feature.CHUNK, Feature.INITIAL_STATE, Feature.FINAL_STATE, Feature.VARLEN, Feature.STATE_V_FIRST)
+def test_state_packed_v_first(kda):
+    """One state a sequence, V first."""
+    case = Case(name="packed states", T=100, V=48, lengths=(30, 0, 70), state=FP32, options={"state_v_first": True})
+    kda.check(case.call())
+
+
+@requires(Feature.CHUNK, Feature.RECURRENT, Feature.INITIAL_STATE, Feature.FINAL_STATE)
+@LAYOUTS
+def test_state_from_prefill_to_decoding(kda, v_first: bool):
+    """FAILURES 7: K = 64, V = 128: prefill, then decode from its state, in both layouts."""
+    case = Case(name="prefill and decode", T=80, K=64, V=128, state=FP32, options={"state_v_first": v_first})
+    whole = case.call()
+    expected = references.results(whole)
+    prefix = whole.slice_tokens(0, 76)
+    state = kda.check(prefix)["final_state"]
+    for t in range(76, 80):
+        step = whole.slice_tokens(t, t + 1).having(initial_state=state).decoding()
+        results = kda.check(step)
+        state = results["final_state"]
+    kda.expect(whole, "final_state", state, expected["final_state"], "after decoding")
+
+
+@requires(Feature.CHUNK, Feature.INITIAL_STATE, Feature.FINAL_STATE)
+@pytest.mark.parametrize("cut", [1, 64, 100])
+def test_state_continues(kda, cut: int):
+    """Two calls, the second from the first one's state, are one call."""
+    whole = Case(name="continued", T=130, state=FP32).call()
+    expected = references.results(whole)
+    first = kda.run(whole.slice_tokens(0, cut))
+    second = kda.run(whole.slice_tokens(cut, 130).having(initial_state=first["final_state"]))
+    o = torch.cat([first["o"], second["o"]], 1)
+    kda.expect(whole, "o", o, expected["o"], "in two calls")
+    kda.expect(whole, "final_state", second["final_state"], expected["final_state"], "in two calls")
+
+
+@requires(Feature.CHUNK, Feature.INITIAL_STATE, Feature.FINAL_STATE)
+def test_state_passes_through(kda):
+    """T = 0: the final state is the initial one, bit for bit."""
+    call = Case(name="state without tokens", T=8, state=FP32).call().slice_tokens(0, 0)
+    assert same_bits(kda.run(call)["final_state"], call.tensors["initial_state"])
+
+
+@requires(Feature.CHUNK, Feature.INITIAL_STATE)
+def test_state_zero_is_none(kda):
+    """A zero initial state is the same as none."""
+    call = Case(name="zero state", T=70).call()
+    with_zero = call.having(initial_state=torch.zeros(1, 2, 32, 32))
+    kda.compare(call, kda.run(with_zero))
+
+
+@requires(Feature.CHUNK, Feature.INITIAL_STATE, Feature.FINAL_STATE)
+def test_state_of_batch_rows(kda):
+    """Every batch row has its own state."""
+    call = Case(name="batch rows", B=3, T=40, state=FP32).call()
+    results = kda.check(call)
+    swapped = call.having(initial_state=call.tensors["initial_state"].flip(0))
+    kda.check(swapped)
+    assert not same_bits(kda.run(swapped)["o"], results["o"])
