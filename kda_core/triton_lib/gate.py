@@ -28,7 +28,7 @@ def sigmoid(x):
 @triton.jit
 def softplus(x):
     """log(1 + exp(x)), to a few units in the last place for every x."""
-    # log(1 + u) = 2 artanh(u / (2 + u)), with u = exp(−|x|) <= 1 and so s <= 1/3: eight terms reach float32's last digit.
+    # log(1 + u) = 2 artanh(u / (2 + u)), u = exp(−|x|) <= 1, so that s <= 1/3: eight terms reach float32's last digit.
     u = tl.exp2(tl.abs(x) * -LOG2_E)
     root = tl.rsqrt(2.0 + u)
     s = u * root * root

@@ -5,14 +5,13 @@ The layout of what passes between them, and the equations, are in ``layout``.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kda_core.request import ForwardResult, Request
-from kda_core_nvidia.launch import INTERPRET, chip, dot_widths, prepare_config, recurrence_config
+from kda_core_nvidia.launch import chip, dot_widths, on_device, prepare_config, recurrence_config
 from kda_core_nvidia.layout import CHUNK, padded, slots
 from kda_core_nvidia.prepare import prepare
 from kda_core_nvidia.recurrence import recurrence
@@ -35,11 +34,9 @@ def rows_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def on_device(device: torch.device):
-    """Make ``device`` current for launches, at no cost when it already is."""
-    if device.type != "cuda" or device.index is None or device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(device)
+def _dense(x: Tensor | None) -> Tensor | None:
+    """A small tensor of parameters or boundaries, contiguous."""
+    return None if x is None else x.contiguous()
 
 
 def gate_kind(request: Request) -> str:
@@ -93,15 +90,15 @@ def run_prepare(request: Request, o: Tensor, save: bool = False) -> Prepared:
         k,
         g,
         beta,
-        request.A_log if gate != "none" else None,
-        request.dt_bias if gate != "none" else None,
+        _dense(request.A_log) if gate != "none" else None,
+        _dense(request.dt_bias) if gate != "none" else None,
         keys,
         P,
         D,
         X,
         M,
         o,
-        request.cu_seqlens,
+        _dense(request.cu_seqlens),
         indices,
         request.scale,
         0.0 if request.lower_bound is None else request.lower_bound,
@@ -126,6 +123,7 @@ def run_prepare(request: Request, o: Tensor, save: bool = False) -> Prepared:
         o.stride(1),
         o.stride(2),
         0 if indices is None else indices.stride(0),
+        request.pad_slot_id,
         K=K,
         V=V,
         KP=KP,
@@ -167,7 +165,7 @@ def run_recurrence(
     unit = _unit(v, o) if B > 1 else 8
     s_vb, s_ob = (v.stride(0) // unit, o.stride(0) // unit) if B > 1 else (0, 0)
     keys, P = prepared.keys, prepared.P
-    descriptors = target.descriptors and keys.numel() // KP < 2**31
+    descriptors = target.descriptors and 0 < keys.numel() // KP < 2**31
     if descriptors:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -183,7 +181,7 @@ def run_recurrence(
         initial_state,
         final_state,
         h,
-        request.cu_seqlens,
+        _dense(request.cu_seqlens),
         indices,
         request.T,
         -(-request.T // CHUNK),
@@ -197,6 +195,7 @@ def run_recurrence(
         *_state_strides(initial_state, request.state_v_first),
         *_state_strides(final_state, request.state_v_first),
         0 if indices is None else indices.stride(0),
+        request.pad_slot_id,
         K=K,
         V=V,
         KP=KP,
@@ -214,11 +213,12 @@ def run_recurrence(
 
 
 def _intermediate_states(request: Request) -> Tensor:
-    """An empty h. Packed, its length is Σ ceil(len / chunk_size), which only ``cu_seqlens_cpu`` tells without a wait."""
+    """An empty h. Packed, its length is Σ ceil(len / chunk_size), which the host knows from ``cu_seqlens_cpu``."""
     size = request.chunk_size
     if request.cu_seqlens is None:
         count = -(-request.T // size)
     else:
+        # Without the copy on the CPU the core lets only CPU tensors come this far.
         bounds = request.cu_seqlens if request.cu_seqlens_cpu is None else request.cu_seqlens_cpu
         count = int(((bounds[1:] - bounds[:-1] + size - 1) // size).sum())
     shape = (request.B, count, *request.state_shape[1:])

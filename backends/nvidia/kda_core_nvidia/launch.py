@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 
@@ -54,6 +55,13 @@ def chip(device: torch.device) -> Chip:
     return Chip((properties.major, properties.minor), properties.multi_processor_count)
 
 
+def on_device(device: torch.device):
+    """Make ``device`` current for launches, at no cost when it already is."""
+    if device.type != "cuda" or device.index is None or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
 def prepare_config(K: int, dtype: torch.dtype) -> PrepareConfig:
     """Configuration of ``prepare``."""
     # One warp: chunks are many and small, and what a warp does alone needs no barrier. More than 16 channels spill.
@@ -61,7 +69,7 @@ def prepare_config(K: int, dtype: torch.dtype) -> PrepareConfig:
 
 
 def recurrence_config(target: Chip, dtype: torch.dtype, K: int, V: int, sequences_heads: int) -> RecurrenceConfig:
-    """Configuration of ``recurrence``; few sequences and heads get narrow blocks, so that more programs share the work."""
+    """Configuration of ``recurrence``; few sequences and heads get narrow blocks, so that more programs share them."""
     wide = padded(V) >= 128 and sequences_heads * (-(-V // 128)) > target.multiprocessors * 0.6
     if dtype == torch.float32:
         return RecurrenceConfig(16, 4, 2)

@@ -6,7 +6,8 @@ rows (``CHUNK``, whatever ``chunk_size`` the caller asked for), G the inclusive 
 X = (I + L)⁻¹ and A = X diag(β)  (L_rs = β_r Σ_c k_rc k_sc exp(G_rc − G_sc), s < r):
 
     ke = k ⊙ exp G            qg = scale · q ⊙ exp G         kg = k ⊙ exp(G_C − G)
-    P  = M A                  kA = Aᵀ kg                      D  = exp G_C        (M_rs = scale Σ_c q_rc k_sc exp(G_rc − G_sc), s ≤ r)
+    P  = M A                  kA = Aᵀ kg                      D  = exp G_C
+    M_rs = scale · Σ_c q_rc k_sc exp(G_rc − G_sc), s ≤ r
 
     r   = v − ke S            (residual of the chunk: what its keys do not yet predict; v_new of the WY form is A r)
     o   = qg S + P r
@@ -32,7 +33,7 @@ HV is the value-head count and KP = ``padded(K)``; every tensor is contiguous, a
     keys   [slots, HV, 3, C, KP]   dtype of q     ke, qg, kA in this order; rows past the sequence's end and
                                                   columns past K are zero
     P      [slots, HV, C, C]       dtype of q     [row r, column s]; zero for s > r and past the end
-    D      [slots, HV, KP]         float32        exp G_C; 1 past K
+    D      [slots, HV, KP]         float32        exp G_C; anything finite past K
     X      [slots, HV, C, C]       float32        only for the backward; identity rows past the end
     M      [slots, HV, C, C]       float32        only for the backward; scale included, zero for s > r
 """

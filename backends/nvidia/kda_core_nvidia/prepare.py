@@ -107,7 +107,9 @@ def _tile_any(b_q, b_k, parts, m, el, TERMS: tl.constexpr, DOT: tl.constexpr, dt
     return m, el
 
 
-@triton.jit(do_not_specialize=["T", "N", "chunks", "HV", "group", "s_qb", "s_kb", "s_gb", "s_bb", "s_ob"])
+@triton.jit(
+    do_not_specialize=["T", "N", "chunks", "HV", "group", "s_qb", "s_kb", "s_gb", "s_bb", "s_ob", "pad_slot_id"]
+)
 def prepare(
     q,  # [B, T, H, K]
     k,  # [B, T, H, K]
@@ -146,6 +148,7 @@ def prepare(
     s_ot,
     s_oh,
     s_index,
+    pad_slot_id,
     K: tl.constexpr,
     V: tl.constexpr,
     KP: tl.constexpr,
@@ -190,9 +193,10 @@ def prepare(
 
     if (cu_seqlens is not None) | (indices is not None):
         skip = i_n == N
-        if indices is not None:
+        if indices is not None:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
             if i_n < N:
-                skip = tl.load(indices + i_n * s_index) < 0
+                i_state = tl.load(indices + i_n * s_index)
+                skip = (i_state < 0) | (i_state == pad_slot_id)
         if skip:
             # Rows that no recurrence visits: behind the last packed sequence, or of a padded slot.
             o_r = tl.arange(0, C)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["T", "chunks", "HV", "s_vb", "s_ob"])
+@triton.jit(do_not_specialize=["T", "chunks", "HV", "s_vb", "s_ob", "pad_slot_id"])
 def recurrence(
     keys,  # [slots, HV, 3, C, KP]: a pointer, or a descriptor of [slots · HV · 3 · C, KP] with blocks [C, KP]
     P,  # [slots, HV, C, C]: a pointer, or a descriptor of [slots · HV · C, C] with blocks [C, C]
@@ -43,6 +43,7 @@ def recurrence(
     s_fk,
     s_fv,
     s_index,
+    pad_slot_id,
     K: tl.constexpr,
     V: tl.constexpr,
     KP: tl.constexpr,
@@ -78,7 +79,7 @@ def recurrence(
     i_state = i_n
     if indices is not None:
         i_state = tl.load(indices + i_n * s_index).to(tl.int64)
-        if i_state < 0:
+        if (i_state < 0) | (i_state == pad_slot_id):
             return
 
     if LAST_CONTIGUOUS:
@@ -123,7 +124,7 @@ def recurrence(
         m_r = o_r < length - i * C
         m_o = m_r[:, None] & m_v[None, :]
         b_v = tl.load(p_v + first * s_vt + o_vr, mask=m_o, other=0.0)
-        if h is not None:
+        if h is not None:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
             if i % H_EVERY == 0:
                 p_h = h + ((i_state_out + i // H_EVERY) * HV + i_h) * (K * V)
                 if V_FIRST:

@@ -1,0 +1,115 @@
+"""The NVIDIA backend's hooks and what it declares. Kernels (and triton) are imported by the hooks that run them."""
+
+from __future__ import annotations
+
+import os
+from importlib import metadata
+
+import torch
+from packaging.specifiers import SpecifierSet
+from torch import Tensor
+
+from kda_core.capabilities import Available, BackendInfo, Capabilities, Feature, Unavailable
+from kda_core.hookspecs import hookimpl
+from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request, TensorSpec
+from kda_core_nvidia import __version__
+
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+"""Triton's interpreter runs the kernels, on CPU tensors."""
+
+TRITON = SpecifierSet(">=3.6")
+LEAST_CAPABILITY = (8, 0)
+
+_CLOSED = {
+    Feature.CONTEXT_PARALLEL: "one device serves the whole sequence; leave cp_context out",
+    Feature.RECURRENT: "this backend serves chunk_kda and kda_gate",
+    Feature.RECURRENT_BACKWARD: "this backend serves chunk_kda and kda_gate",
+    Feature.SPEC_DECODE: "this backend serves chunk_kda and kda_gate",
+}
+
+_INFO = BackendInfo(
+    name="nvidia",
+    version=__version__,
+    contract=SpecifierSet("~=1.0"),
+    device_types=("cuda", "cpu") if INTERPRET else ("cuda",),
+    priority=100,
+    capabilities=Capabilities(
+        features=frozenset(Feature) - _CLOSED.keys(),
+        dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
+        max_head_dim_k=256,
+        max_head_dim_v=256,
+        closed=_CLOSED,
+    ),
+    summary="Triton for sm_80 and later, TensorDescriptor from sm_90: forward and backward, any log decay",
+)
+
+
+@hookimpl
+def kda_core_backend() -> BackendInfo:
+    return _INFO
+
+
+@hookimpl
+def kda_core_availability(device: torch.device) -> Available | Unavailable:
+    try:
+        version = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return Unavailable(f"triton is not installed (triton{TRITON} is needed)")
+    if not TRITON.contains(version, prereleases=True):
+        return Unavailable(f"triton {version} is installed, triton{TRITON} is needed")
+    if INTERPRET:
+        return Available(f"triton {version}, interpreted on the CPU")
+    if device.type != "cuda":
+        return Unavailable(f"serves cuda tensors, not {device.type}")
+    if torch.version.hip is not None:
+        return Unavailable("this torch is built for ROCm")
+    if not torch.cuda.is_available():
+        return Unavailable("torch sees no CUDA device")
+    major, minor = torch.cuda.get_device_capability(device)
+    name = f"{torch.cuda.get_device_name(device)}, sm_{major}{minor}"
+    if (major, minor) < LEAST_CAPABILITY:
+        return Unavailable(f"{name}: sm_{LEAST_CAPABILITY[0]}{LEAST_CAPABILITY[1]} or later is needed")
+    return Available(f"{name}, triton {version}")
+
+
+@hookimpl
+def kda_core_reject(request: AnyRequest) -> str | None:
+    if isinstance(request, GateRequest):
+        if request.g.dtype == torch.float64:
+            return "computes in float32; a float64 gate input would lose digits"
+        if request.g.shape[-1] > _INFO.capabilities.max_head_dim_k:
+            return f"K = {request.g.shape[-1]} is above {_INFO.capabilities.max_head_dim_k}"
+    return None
+
+
+@hookimpl
+def kda_core_saved_spec(request: Request) -> tuple[TensorSpec, ...]:
+    return ()
+
+
+@hookimpl
+def kda_core_chunk_forward(request: Request) -> ForwardResult:
+    from kda_core_nvidia.chunk_forward import chunk_forward
+
+    return chunk_forward(request)
+
+
+@hookimpl
+def kda_core_chunk_backward(request: Request) -> BackwardResult:
+    from kda_core_nvidia.chunk_backward import chunk_backward
+
+    return chunk_backward(request)
+
+
+@hookimpl
+def kda_core_gate_forward(request: GateRequest) -> Tensor:
+    from kda_core_nvidia.gate import gate_forward
+
+    return gate_forward(request)
+
+
+@hookimpl
+def kda_core_gate_backward(request: GateRequest) -> BackwardResult:
+    from kda_core_nvidia.gate import gate_backward
+
+    return gate_backward(request)
