@@ -58,7 +58,7 @@ SINGLE_NUMBERS = frozenset({"dbeta", "dA_log"})
 """Outputs whose rows are single numbers; the rows of all others are vectors along their last axis."""
 
 MIN_SAMPLES, MAX_SAMPLES = 2, 8
-SAMPLED_ELEMENTS = 2**21
+SAMPLED_ELEMENTS = 2**19
 """Few numbers make a sample's error vary, so that small calls are sampled more often: about this many each."""
 
 

@@ -1,7 +1,7 @@
 """``kda_gate`` on the backend under test, against the oracle.
 
-The budget is that of float32 evaluation: the formula's own float32 error on these inputs, doubled, as for
-every other output.
+The budget is that of float32 evaluation, doubled as for every other output: the formula's own float32 error on
+these inputs, and no less than that of the elementary functions of accelerators.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from kda_core.testing.rounding import RELATIVE_RMS, unit_roundoff
 from kda_core.testing.subject import Mismatch, Record, Refused, Subject
 
 DIFFERENTIABLE = ("g", "A_log", "dt_bias")
+
+FUNCTION_ULPS = 2
+"""What exp and log of accelerators may be off by, in units in the last place (CUDA and HIP state 1 to 2)."""
 
 
 def arguments(
@@ -98,9 +101,9 @@ def check(
 
 
 def _budget(rounded: Error, unit: float) -> Budget:
-    """Twice the error of float32 evaluation, which is not taken to be less than that of rounding the result."""
-    least = RELATIVE_RMS * unit
-    return Budget(FACTOR * max(rounded.frobenius, least), FACTOR * max(rounded.worst_row, unit))
+    """Twice the error of float32 evaluation; an ulp is two unit roundoffs."""
+    least = 2 * FUNCTION_ULPS * unit
+    return Budget(FACTOR * max(rounded.frobenius, RELATIVE_RMS * least), FACTOR * max(rounded.worst_row, least))
 
 
 def _measure(name: str, got: Tensor, expected: Tensor, dtype: torch.dtype, g: Tensor) -> Error:

@@ -253,8 +253,10 @@ def _forward(r: Request, x: dict[str, Tensor], noise: Noise) -> tuple[Tensor, li
         beta = torch.sigmoid(beta) * (2.0 if r.allow_neg_eigval else 1.0)
     q, k = (t.repeat_interleave(r.HV // r.H, dim=3) for t in (q, k))
     bounds = reference.sequence_bounds(r)
-    C = r.chunk_size
-    length = C * max((_chunks(e - s, C) for _, s, e in bounds), default=0)
+    longest = max((e - s for _, s, e in bounds), default=0)
+    # The padding behind a few tokens would cost much and change nothing.
+    C = min(r.chunk_size, 1 << max(longest - 1, 0).bit_length())
+    length = C * _chunks(longest, C)
 
     def rows(t: Tensor) -> Tensor:
         """[S, B, T, HV, D] as [S, N, HV, NT, C, D], short sequences padded."""
@@ -263,7 +265,7 @@ def _forward(r: Request, x: dict[str, Tensor], noise: Noise) -> tuple[Tensor, li
 
     state = x["initial_state"]
     if length == 0:
-        return torch.zeros_like(v), [state]
+        return 0 * v, [state]
     o_rows, states = _recurrence(*(rows(t) for t in (q, k, v, g, beta[..., None])), state, noise)
     o_rows = r.scale * o_rows.movedim(2, 4).flatten(2, 3)
     o = torch.zeros_like(v)

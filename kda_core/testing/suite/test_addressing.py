@@ -1,0 +1,130 @@
+"""Strides, poisoned surroundings, large offsets, large grids."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import kda_core
+from kda_core.capabilities import Feature
+from kda_core.testing import references
+from kda_core.testing.cases import FP32, Case
+from kda_core.testing.marks import requires, slow
+
+INPUTS = ("q", "k", "v", "g", "beta")
+
+
+@requires(Feature.CHUNK, Feature.STRIDED_INPUT)
+@pytest.mark.parametrize("names", [*[(n,) for n in INPUTS], INPUTS], ids=[*INPUTS, "all"])
+def test_strided_inputs(kda, names: tuple[str, ...]):
+    """FAILURES 10, 26: inputs that are slices of wider tensors."""
+    kda.check(replace(Case(name="strided", B=2, T=70).call(), strided=frozenset(names)))
+
+
+@requires(Feature.CHUNK, Feature.INITIAL_STATE)
+def test_strided_arguments(kda):
+    """Strided state, A_log, dt_bias and boundaries."""
+    case = Case(name="strided arguments", T=70, HV=4, gate="softplus", lengths=(30, 40), state=FP32)
+    kda.check(replace(case.call(), strided=frozenset({"initial_state", "A_log", "dt_bias", "cu_seqlens"})))
+
+
+@requires(Feature.CHUNK, Feature.STRIDED_INPUT)
+def test_transposed_inputs(kda):
+    """Heads before tokens in memory, and an input that is expanded over the batch."""
+    call = Case(name="transposed", B=2, T=70).call()
+    tensors = {n: t.transpose(1, 2).contiguous().transpose(1, 2) for n, t in call.tensors.items()}
+    tensors["k"] = call.tensors["k"][:1].expand(2, -1, -1, -1)
+    on_device = {n: t.to(kda.device) for n, t in tensors.items()}
+    on_device["k"] = tensors["k"][:1].contiguous().to(kda.device).expand(2, -1, -1, -1)
+    same = replace(call, tensors={n: t.contiguous() for n, t in tensors.items()})
+    # The plain call first: a refusal ends the test there.
+    kda.check(replace(same, strided=frozenset(INPUTS)))
+    with torch.no_grad():
+        o, _ = kda_core.chunk_kda(**on_device, **same.options, backend=kda.name)
+    kda.expect(same, "o", o.cpu(), references.results(same)["o"])
+
+
+@requires(Feature.CHUNK, Feature.ODD_HEAD_DIMS)
+@pytest.mark.parametrize("K,V", [(60, 60), (17, 33), (100, 50)])
+def test_reads_stay_inside(kda, K: int, V: int):
+    """FAILURES 16: head dimensions that are no power of two, with NaN in the memory round every input."""
+    kda.check(Case(name=f"inside {K} {V}", B=2, T=70, K=K, V=V).call())
+
+
+@requires(Feature.CHUNK, Feature.ODD_HEAD_DIMS, Feature.BACKWARD)
+def test_reads_of_the_backward_stay_inside(kda):
+    """FAILURES 16: the same for gradients."""
+    kda.check(Case(name="inside gradients", T=70, K=60, V=20, final_state=False, backward=True).call())
+
+
+@requires(Feature.CHUNK, Feature.OUT)
+def test_out_is_written_in_full(kda):
+    """FAILURES 9: a buffer full of NaN; nothing round it is touched."""
+    call = replace(Case(name="out", B=2, T=70).call(), given_out=True)
+    assert kda.check(call)["o"].isfinite().all()
+
+
+@requires(Feature.RECURRENT, Feature.OUT)
+def test_out_of_a_step_is_written_in_full(kda):
+    """FAILURES 9: the same for fused_recurrent_kda."""
+    call = Case(name="out of a step", op="fused_recurrent_kda", B=3, T=1, state=FP32).call()
+    assert kda.check(replace(call, given_out=True))["o"].isfinite().all()
+
+
+@slow
+@requires(Feature.CHUNK, Feature.STRIDED_INPUT)
+@pytest.mark.parametrize("name", ["q", "v", "g"])
+def test_offsets_past_31_bits(kda, name: str):
+    """FAILURES 15: a tensor whose last tokens lie more than 2**31 elements behind its first."""
+    call = Case(name="far apart", T=40, K=16).call()
+    kda.check(replace(call, strided=frozenset(INPUTS)))
+    tensors = {n: t.to(kda.device) for n, t in call.tensors.items()}
+    tensors[name] = _spread(tensors[name], 2**31 // 32)
+    with torch.no_grad():
+        o, _ = kda_core.chunk_kda(**tensors, **call.options, backend=kda.name)
+    kda.expect(call, "o", o.cpu(), references.results(call)["o"], f"{name} spread out")
+
+
+@slow
+@requires(Feature.RECURRENT, Feature.PAGED_STATE)
+def test_pool_offsets_past_31_bits(kda):
+    """FAILURES 15: a pool whose last slot begins more than 2**31 elements behind its first."""
+    call = Case(name="far slot", op="fused_recurrent_kda", B=2, T=1, H=1, K=16, state=FP32).call()
+    call = call.in_pool(torch.tensor([32, 0], dtype=torch.int32), 33)
+    kda.check(call)
+    tensors = {n: t.to(kda.device) for n, t in call.tensors.items()}
+    pool = tensors["initial_state"] = _spread(tensors["initial_state"].transpose(0, 1), 2**31 // 31).transpose(0, 1)
+    with torch.no_grad():
+        o, _ = kda_core.fused_recurrent_kda(**tensors, **call.options, backend=kda.name)
+    expected = references.results(call)
+    kda.expect(call, "o", o.cpu(), expected["o"], "slot far away")
+    kda.expect(call, "final_state", pool[[32, 0]].cpu(), expected["final_state"], "slot far away")
+
+
+def _spread(t: torch.Tensor, stride: int) -> torch.Tensor:
+    """A copy of t [B, T, ...] whose neighbouring tokens lie ``stride`` elements apart."""
+    B, T = t.shape[:2]
+    rest = t[0, 0].numel()
+    try:
+        buffer = torch.empty((T - 1) * stride + B * rest, dtype=t.dtype, device=t.device)
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        pytest.skip(f"not enough memory for a tensor that is spread out: {error}")
+    strides = torch.empty(t.shape[2:]).stride()
+    view = buffer.as_strided(t.shape, (rest, stride, *strides))
+    return view.copy_(t)
+
+
+@slow
+@requires(Feature.CHUNK)
+def test_many_programs(kda):
+    """FAILURES 24: B H = 65,568 is past a narrow grid axis."""
+    kda.check(Case(name="many programs", B=683, T=2, H=96, K=16).call())
+
+
+@slow
+@requires(Feature.RECURRENT)
+def test_many_decoding_programs(kda):
+    """FAILURES 24: the same for a decoding step."""
+    kda.check(Case(name="many steps", op="fused_recurrent_kda", B=683, T=1, H=96, K=16).call())

@@ -1,0 +1,50 @@
+"""Beta: as given, as logits, with negative eigenvalues."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kda_core.capabilities import Feature
+from kda_core.testing.cases import BF16, FP32, Beta, Case
+from kda_core.testing.marks import requires
+
+LOGITS = pytest.mark.parametrize(
+    "beta",
+    [
+        pytest.param("sigmoid", marks=requires(Feature.BETA_SIGMOID)),
+        pytest.param("negative eigenvalues", marks=requires(Feature.BETA_SIGMOID, Feature.NEG_EIGVAL)),
+    ],
+)
+
+
+@requires(Feature.CHUNK)
+@LOGITS
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
+def test_beta(kda, beta: Beta, dtype: torch.dtype):
+    """sigmoid(beta), or twice that, in the operator."""
+    kda.check(Case(name=f"beta {beta} {dtype}", T=70, HV=4, beta=beta, gate_dtype=dtype, state=None).call())
+
+
+@requires(Feature.CHUNK, Feature.BACKWARD)
+@LOGITS
+def test_beta_backward(kda, beta: Beta):
+    """The gradient goes through the sigmoid."""
+    case = Case(name=f"beta gradient {beta}", T=20, HV=4, K=16, beta=beta, final_state=False, backward=True)
+    kda.check(case.call())
+
+
+@requires(Feature.CHUNK)
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_beta_at_its_ends(kda, value: float):
+    """beta = 0 writes nothing to the state; beta = 1 replaces what a key held."""
+    results = kda.check(Case(name=f"beta {value}", T=70, beta=value).call())
+    if value == 0:
+        assert not results["final_state"].any()
+
+
+@requires(Feature.CHUNK, Feature.BETA_SIGMOID)
+def test_beta_large_logits(kda):
+    """Logits of +-100: the sigmoid is 0 or 1, not NaN."""
+    call = Case(name="large logits", T=70, beta="sigmoid").call()
+    kda.check(call.having(beta=100 * call.tensors["beta"]))

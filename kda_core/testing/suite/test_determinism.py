@@ -1,0 +1,131 @@
+"""Results are the same bits at every call, and compiled code does not depend on lengths."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+import kda_core
+from kda_core.capabilities import Feature
+from kda_core.testing.cases import BF16, FP32, Case
+from kda_core.testing.inputs import same_bits
+from kda_core.testing.marks import requires, slow
+
+REPEATS = 30
+
+
+@requires(Feature.CHUNK)
+def test_forward_repeats(kda):
+    """FAILURES 19: 30 forwards, bit for bit."""
+    call = Case(name="repeated", B=2, T=130, H=3, state=None).call()
+    first = kda.run(call)
+    for _ in range(REPEATS):
+        again = kda.run(call)
+        assert all(same_bits(t, again[n]) for n, t in first.tensors.items())
+        del kda.records[1:]
+
+
+@requires(Feature.CHUNK, Feature.BACKWARD)
+def test_backward_repeats(kda):
+    """FAILURES 19: 30 backwards, bit for bit, reductions over tokens included."""
+    case = Case(
+        name="repeated gradients",
+        B=2,
+        T=70,
+        HV=4,
+        K=16,
+        gate="lower bound",
+        l2norm=True,
+        beta="sigmoid",
+        final_state=False,
+        backward=True,
+    )
+    call = case.call()
+    first = kda.run(call)
+    for _ in range(REPEATS):
+        again = kda.run(call)
+        for name, t in first.tensors.items():
+            assert same_bits(t, again[name]), f"{name} differs from one run to the next"
+        del kda.records[1:]
+
+
+@requires(Feature.CHUNK, Feature.BACKWARD)
+def test_backward_twice_of_one_forward(kda):
+    """What the forward saved is not used up: two backwards of one graph are the same bits."""
+    call = Case(name="one graph", T=70, final_state=False, backward=True).call()
+    kda.run(call)
+    leaves = {n: t.to(kda.device).requires_grad_() for n, t in call.tensors.items()}
+    o, _ = kda_core.chunk_kda(**leaves, **call.options, backend=kda.name)
+    grad = call.grads["o"].to(kda.device)
+    first = torch.autograd.grad(o, list(leaves.values()), grad, retain_graph=True)
+    second = torch.autograd.grad(o, list(leaves.values()), grad)
+    assert all(same_bits(a, b) for a, b in zip(first, second, strict=True))
+
+
+@requires(Feature.RECURRENT)
+def test_recurrent_repeats(kda):
+    """FAILURES 19: 30 decoding steps from the same state, bit for bit."""
+    call = Case(name="repeated step", op="fused_recurrent_kda", B=4, T=1, state=FP32).call()
+    first = kda.run(call)
+    for _ in range(REPEATS):
+        again = kda.run(call)
+        assert all(same_bits(t, again[n]) for n, t in first.tensors.items())
+        del kda.records[1:]
+
+
+@slow
+@requires(Feature.CHUNK)
+@pytest.mark.parametrize("C", [64, 32])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
+def test_forward_repeats_at_length(kda, dtype: torch.dtype, C: int):
+    """FAILURES 2: T = 4096, 50 runs, bit for bit."""
+    case = Case(name=f"repeated at length {dtype} {C}", T=4096, H=4, K=64, dtype=dtype, options={"chunk_size": C})
+    call = case.call()
+    first = kda.check(call)
+    for _ in range(50):
+        again = kda.run(call)
+        assert all(same_bits(t, again[n]) for n, t in first.tensors.items())
+        del kda.records[1:]
+
+
+@requires(Feature.CHUNK)
+def test_compiled_code_does_not_depend_on_length(kda):
+    """FAILURES 20: 100 random lengths: nothing is compiled after the first few."""
+    whole = Case(name="lengths", T=400, H=1, K=16, final_state=False).call()
+    # Lengths that a compiler may treat as special: 1, multiples of 16, and neither; below and past a chunk.
+    for T in (1, 7, 16, 48, 63, 64, 65, 128, 300, 384):
+        kda.run(whole.slice_tokens(0, T))
+    generator = torch.Generator().manual_seed(0)
+    with _compilations() as compiled:
+        for _ in range(100):
+            T = int(torch.randint(1, 400, (), generator=generator))
+            kda.run(whole.slice_tokens(0, T))
+            del kda.records[1:]
+    assert not compiled, f"compiled again: {compiled}"
+
+
+@contextmanager
+def _compilations() -> Iterator[list[str]]:
+    """The names of what Triton compiles within the block; a backend that did not import it compiles nothing."""
+    names: list[str] = []
+    if "triton" not in sys.modules:
+        yield names
+        return
+    from triton import knobs
+
+    before = knobs.runtime.jit_post_compile_hook
+
+    def note(*args, **kwargs) -> None:
+        names.append(str(kwargs.get("repr", kwargs.get("fn"))))
+        if before is not None:
+            before(*args, **kwargs)
+
+    knobs.runtime.jit_post_compile_hook = note
+    try:
+        yield names
+    finally:
+        knobs.runtime.jit_post_compile_hook = before

@@ -1,0 +1,156 @@
+"""Numerical extremes: strong and isolated decays, repeating keys, very long sequences."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kda_core
+from kda_core.capabilities import Feature
+from kda_core.testing.cases import BF16, FP32, Beta, Case, Keys
+from kda_core.testing.inputs import same_bits
+from kda_core.testing.marks import requires, slow
+
+DECAYS = pytest.mark.parametrize("decay", [-1.0, -5.0, -40.0, -1000.0, -1e30, "isolated"], ids=str)
+
+
+@requires(Feature.CHUNK)
+@DECAYS
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
+def test_decay(kda, decay, dtype: torch.dtype):
+    """FAILURES 4: no decay overflows, and what survives an isolated one is exact."""
+    kda.check(Case(name=f"decay {decay} {dtype}", T=130, dtype=dtype, decay=decay, state=None).call())
+
+
+@requires(Feature.CHUNK, Feature.BACKWARD)
+@pytest.mark.parametrize("decay", [-5.0, -1000.0, "isolated"], ids=str)
+def test_decay_backward(kda, decay):
+    """FAILURES 6: gradients stay finite and right."""
+    case = Case(name=f"decay gradients {decay}", T=70, K=16, decay=decay, final_state=False, backward=True)
+    kda.check(case.call())
+
+
+@requires(Feature.RECURRENT)
+@DECAYS
+def test_decay_recurrent(kda, decay):
+    """The same for fused_recurrent_kda."""
+    kda.check(Case(name=f"decay steps {decay}", op="fused_recurrent_kda", T=40, K=16, decay=decay).call())
+
+
+@requires(Feature.CHUNK)
+@pytest.mark.parametrize("decay", ["none", "mild"])
+@pytest.mark.parametrize("keys", ["equal", "nearly parallel"])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
+def test_repeating_keys(kda, keys: Keys, decay, dtype: torch.dtype):
+    """FAILURES 5: beta = 1 and keys that repeat, where a series for the triangular inverse cancels."""
+    kda.check(Case(name=f"keys {keys} {decay} {dtype}", T=130, keys=keys, decay=decay, beta=1.0, dtype=dtype).call())
+
+
+@requires(Feature.CHUNK, Feature.NEG_EIGVAL)
+@pytest.mark.parametrize("keys", ["equal", "nearly parallel"])
+def test_repeating_keys_negative_eigenvalues(kda, keys: Keys):
+    """FAILURES 5: the same with beta up to 2."""
+    beta: Beta = "negative eigenvalues"
+    kda.check(Case(name=f"keys {keys} 2 sigmoid", T=130, keys=keys, decay="none", beta=beta).call())
+
+
+@requires(Feature.CHUNK, Feature.BACKWARD)
+def test_repeating_keys_backward(kda):
+    """FAILURES 5: gradients, too."""
+    case = Case(name="key gradients", T=70, K=16, keys="equal", decay="none", beta=1.0, final_state=False, backward=True)
+    kda.check(case.call())
+
+
+@requires(Feature.CHUNK)
+def test_zero_inputs(kda):
+    """All-zero q, k and v: zero output, not NaN."""
+    call = Case(name="zeros", T=70, l2norm=True, final_state=False).call()
+    zeros = {n: torch.zeros_like(call.tensors[n]) for n in ("q", "k", "v")}
+    assert not kda.run(call.having(**zeros))["o"].any()
+
+
+@requires(Feature.CHUNK, Feature.BACKWARD, Feature.QK_L2NORM)
+def test_zero_inputs_backward(kda):
+    """The gradient of the normalisation of a zero vector is finite."""
+    call = Case(name="zero gradients", T=20, K=16, l2norm=True, final_state=False, backward=True).call()
+    zeros = {n: call.tensors[n].clone() for n in ("q", "k")}
+    for t in zeros.values():
+        t[:, 5] = 0
+    kda.check(call.having(**zeros))
+
+
+@slow
+@requires(Feature.CHUNK, Feature.INITIAL_STATE, Feature.FINAL_STATE)
+@pytest.mark.parametrize("decay", ["slow", -1e-9, -100.0], ids=str)
+def test_very_long_sequence(kda, decay):
+    """FAILURES 31: T = 300,000: finite, and the state is that of a prefill in pieces."""
+    call = Case(name=f"very long {decay}", T=300_000, H=1, K=16, decay=decay, final_state=True).call()
+    whole = kda.run(call)
+    assert all(t.isfinite().all() for t in whole.tensors.values())
+    state = None
+    for start in range(0, 300_000, 30_000):
+        piece = call.slice_tokens(start, start + 30_000).having(initial_state=state)
+        state = kda.run(piece)["final_state"]
+    if decay == -100.0:
+        last = call.slice_tokens(300_000 - 64, 300_000)
+        kda.expect(last, "final_state", state, whole["final_state"].double(), "in pieces")
+        kda.compare(last, kda.run(last.having(initial_state=state.new_zeros(state.shape))))
+    else:
+        kda.expect(piece, "final_state", state, whole["final_state"].double(), "in pieces")
+
+
+@slow
+@requires(Feature.CHUNK)
+def test_memory_is_linear(kda):
+    """FAILURES 6: no tensor of pairwise decays: a forward stays below half of what such a tensor alone takes."""
+    T, H, K, C = 4096, 4, 64, 64
+    call = Case(name="memory", T=T, H=H, K=K, final_state=False).call()
+    kda.run(call)
+    tensors = {n: t.to(kda.device) for n, t in call.tensors.items()}
+    pairwise = T * H * K * C * 4
+    assert _peak(kda, tensors, call.options) < pairwise / 2
+
+
+def _peak(kda, tensors: dict[str, torch.Tensor], options: dict) -> int:
+    """Bytes that a forward allocates at its peak."""
+
+    def forward() -> None:
+        with torch.no_grad():
+            kda_core.chunk_kda(**tensors, **options, backend=kda.name)
+
+    if kda.device.type != "cpu":
+        module = getattr(torch, kda.device.type)
+        module.reset_peak_memory_stats()
+        before = module.memory_allocated()
+        forward()
+        return module.max_memory_allocated() - before
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        forward()
+    now = peak = 0
+    for event in sorted(profile.events(), key=lambda e: e.time_range.start):
+        if event.name == "[memory]":
+            now += event.cpu_memory_usage
+            peak = max(peak, now)
+    return peak
+
+
+@requires(Feature.CHUNK)
+def test_extreme_magnitudes(kda):
+    """v of 1e4 and of 1e-6, q of 1e3: results scale with them."""
+    call = Case(name="magnitudes", T=70).call()
+    kda.check(call.having(v=1e4 * call.tensors["v"], q=1e3 * call.tensors["q"]))
+    kda.check(call.having(v=1e-6 * call.tensors["v"]))
+
+
+@requires(Feature.CHUNK, Feature.INITIAL_STATE)
+def test_state_that_is_forgotten(kda):
+    """A token that forgets everything: a state of 1e30 before it leaves no trace."""
+    call = Case(name="forgotten", T=70, state=FP32).call()
+    g = call.tensors["g"].clone()
+    g[:, 0] = -1e30
+    call = call.having(g=g)
+    first = kda.run(call)
+    second = kda.run(call.having(initial_state=1e30 * call.tensors["initial_state"]))
+    assert same_bits(first["o"], second["o"])
+    assert same_bits(first["final_state"], second["final_state"])

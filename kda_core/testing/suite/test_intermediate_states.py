@@ -1,0 +1,38 @@
+"""States at the start of every chunk (return_intermediate_states)."""
+
+from __future__ import annotations
+
+import pytest
+
+from kda_core.capabilities import Feature
+from kda_core.testing.cases import BF16, FP32, Case
+from kda_core.testing.marks import each, requires
+
+WITH_H = {"return_intermediate_states": True}
+
+CASES = [
+    Case(name="h", B=2, T=130, state=FP32, options=WITH_H),
+    Case(name="h without states", T=130, final_state=False, options=WITH_H),
+    Case(name="h chunk 32", T=100, state=FP32, options=WITH_H | {"chunk_size": 32}),
+    Case(name="h V first", T=130, V=16, state=FP32, options=WITH_H | {"state_v_first": True}),
+    Case(name="h bfloat16", T=130, K=64, dtype=BF16, state=BF16, options=WITH_H),
+    Case(name="h packed", T=200, lengths=(1, 0, 64, 65, 70), state=FP32, options=WITH_H),
+]
+
+
+@requires(Feature.CHUNK, Feature.INTERMEDIATE_STATES)
+@each(CASES)
+def test_intermediate_states(kda, case: Case):
+    """Every state is within its budget."""
+    kda.check(case.call())
+
+
+@requires(Feature.CHUNK, Feature.INTERMEDIATE_STATES)
+@pytest.mark.parametrize("C", [64, 32])
+def test_intermediate_state_is_a_final_state(kda, C: int):
+    """FAILURES 14: T = 130: the state at 128 is the final state of the first 128 tokens."""
+    call = Case(name="prefix", T=130, options=WITH_H | {"chunk_size": C}).call()
+    whole = kda.check(call)
+    prefix = call.slice_tokens(0, 128)
+    final = kda.check(prefix)["final_state"]
+    kda.expect(prefix, "final_state", whole["h"][:, 128 // C], final, "h at 128 against the final state")

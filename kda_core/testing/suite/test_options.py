@@ -1,0 +1,115 @@
+"""FAILURES 29: every option changes the result exactly as stated, or is refused; none is swallowed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from kda_core.capabilities import Feature
+from kda_core.testing import budgets, references
+from kda_core.testing.cases import Case
+from kda_core.testing.inputs import Call
+from kda_core.testing.marks import requires
+
+# The weakest effect that an option must have on its test case, in budgets: the test can then tell.
+POWER = 50.0
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option: how a call looks with it and, for the effect, without it.
+
+    Attributes:
+        changes: the arguments that the option adds.
+        feature: what it needs.
+        on: name of the prepared call it is tried on.
+        effect: whether it changes the results.
+    """
+
+    changes: dict[str, Any]
+    feature: Feature | None = None
+    on: str = "plain"
+    effect: bool = True
+
+
+OPTIONS = {
+    "scale": Option({"scale": 0.4}),
+    "initial_state": Option({"initial_state": "state"}, Feature.INITIAL_STATE),
+    "use_qk_l2norm_in_kernel": Option({"use_qk_l2norm_in_kernel": True}, Feature.QK_L2NORM, "unnormalised"),
+    "use_gate_in_kernel": Option({"use_gate_in_kernel": True, "A_log": "rate"}, Feature.SOFTPLUS_GATE),
+    "A_log": Option({"A_log": "rate"}, Feature.LOWER_BOUND_GATE, "lower bound"),
+    "dt_bias": Option({"dt_bias": "bias"}, Feature.SOFTPLUS_GATE, "softplus"),
+    "lower_bound": Option({"lower_bound": -3.0}, Feature.LOWER_BOUND_GATE, "softplus"),
+    "use_beta_sigmoid_in_kernel": Option({"use_beta_sigmoid_in_kernel": True}, Feature.BETA_SIGMOID),
+    "allow_neg_eigval": Option({"allow_neg_eigval": True}, Feature.NEG_EIGVAL, "sigmoid"),
+    "state_v_first": Option({"state_v_first": True}, Feature.STATE_V_FIRST, "state"),
+    "cu_seqlens": Option({"cu_seqlens": "bounds"}, Feature.VARLEN),
+    "safe_gate": Option({"safe_gate": True}, Feature.SAFE_GATE, "bounded", effect=False),
+    "disable_recompute": Option({"disable_recompute": True}, Feature.DISABLE_RECOMPUTE, effect=False),
+    "chunk_size": Option({"chunk_size": 32}, Feature.CHUNK_32, effect=False),
+    "return_intermediate_states": Option(
+        {"return_intermediate_states": True}, Feature.INTERMEDIATE_STATES, effect=False
+    ),
+}
+
+_BASES = {
+    "plain": Case(name="option", T=70, K=16),
+    "unnormalised": Case(name="option l2norm", T=70, K=16, l2norm=True),
+    "softplus": Case(name="option softplus", T=70, K=16, gate="softplus", dt_bias=False, rate=2.0),
+    "lower bound": Case(name="option bound", T=70, K=16, gate="lower bound", A_log=False),
+    "sigmoid": Case(name="option sigmoid", T=70, K=16, beta="sigmoid"),
+    "state": Case(name="option state", T=70, K=16, state=torch.float32),
+    "bounded": Case(name="option bounded", T=70, K=16, decay="bounded"),
+}
+_TENSORS = {
+    "state": torch.linspace(-1, 1, 2 * 16 * 16).reshape(1, 2, 16, 16),
+    "rate": torch.tensor([0.1, 0.9]),
+    "bias": torch.linspace(-1, 1, 32),
+    "bounds": torch.tensor([0, 30, 70], dtype=torch.int32),
+}
+_NOT_FOR_DECODING = ("cu_seqlens", "safe_gate", "disable_recompute", "chunk_size", "return_intermediate_states")
+
+
+def _calls(option: Option) -> tuple[Call, Call]:
+    """The call without and with the option."""
+    base = _BASES[option.on].call().having(use_qk_l2norm_in_kernel=None)
+    changes = {n: _TENSORS.get(v, v) if isinstance(v, str) else v for n, v in option.changes.items()}
+    return base, base.having(**changes)
+
+
+@requires(Feature.CHUNK)
+@pytest.mark.parametrize(
+    "option", [pytest.param(o, id=n, marks=requires(o.feature) if o.feature else ()) for n, o in OPTIONS.items()]
+)
+def test_option(kda, option: Option):
+    """The result with the option is the oracle's, which is far from the one without it."""
+    base, call = _calls(option)
+    kda.check(call)
+    if option.effect:
+        _expect_effect(base, call)
+
+
+@requires(Feature.RECURRENT)
+@pytest.mark.parametrize(
+    "option",
+    [
+        pytest.param(o, id=n, marks=requires(o.feature) if o.feature else ())
+        for n, o in OPTIONS.items()
+        if n not in _NOT_FOR_DECODING
+    ],
+)
+def test_option_of_recurrent(kda, option: Option):
+    """The same for fused_recurrent_kda."""
+    base, call = (c.slice_tokens(0, 6).decoding() for c in _calls(option))
+    kda.check(call)
+    if option.effect:
+        _expect_effect(base, call)
+
+
+def _expect_effect(base: Call, call: Call) -> None:
+    without, expected = references.results(base)["o"], references.results(call)["o"]
+    error = budgets.measure("o", without, expected, torch.float32)
+    assert error.share(budgets.budgets(call)["o"]) > POWER, "the case does not show whether the option is honoured"

@@ -1,0 +1,158 @@
+"""A pool of states that calls read and advance in place, by slot."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kda_core.capabilities import Feature
+from kda_core.testing.cases import BF16, FP32, Case
+from kda_core.testing.inputs import Call, same_bits
+from kda_core.testing.marks import requires
+
+FUNCTIONS = pytest.mark.parametrize(
+    ("op", "T"),
+    [
+        pytest.param("chunk_kda", 70, marks=requires(Feature.CHUNK, Feature.PAGED_STATE), id="chunk"),
+        pytest.param("fused_recurrent_kda", 1, marks=requires(Feature.RECURRENT, Feature.PAGED_STATE), id="recurrent"),
+    ],
+)
+
+
+def _call(op: str, T: int, N: int = 3, **fields) -> Call:
+    """N sequences of T tokens: a dense batch for decoding, packed ones for prefill."""
+    name = f"pool {op} {sorted(map(str, fields.items()))}"
+    layout = {"T": N * T, "lengths": (T,) * N} if op == "chunk_kda" else {"T": T, "B": N}
+    return Case(name=name, op=op, **({"state": FP32} | layout | fields)).call()
+
+
+def _indices(*slots: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.tensor(slots, dtype=dtype)
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
+def test_pool(kda, op: str, T: int, dtype: torch.dtype):
+    """FAILURES 12: slots in any order, among slots full of NaN that nobody may read or write."""
+    kda.check(_call(op, T).in_pool(_indices(4, 0, 2, dtype=dtype), 6))
+
+
+@FUNCTIONS
+def test_pool_v_first(kda, op: str, T: int):
+    """States stored V first, K != V."""
+    kda.check(_call(op, T, V=16, options={"state_v_first": True}).in_pool(_indices(1, 3, 0), 5))
+
+
+@FUNCTIONS
+def test_pool_bfloat16(kda, op: str, T: int):
+    """A pool in bfloat16."""
+    kda.check(_call(op, T, state=BF16).in_pool(_indices(1, 3, 0), 5))
+
+
+@FUNCTIONS
+def test_pool_all_in_kernel(kda, op: str, T: int):
+    """Half inputs, gate, beta and l2norm in the operator, grouped values."""
+    fields = {"dtype": BF16, "gate_dtype": BF16, "gate": "softplus", "beta": "sigmoid", "l2norm": True, "HV": 4}
+    kda.check(_call(op, T, **fields).in_pool(_indices(1, 3, 0), 5))
+
+
+@FUNCTIONS
+def test_pool_skips_padding(kda, op: str, T: int):
+    """FAILURES 8: indices [-1, 3, -1]: no other slot changes, least of all the last; the skipped rows' output is zero."""
+    call = _call(op, T).in_pool(_indices(-1, 3, -1), 6)
+    results = kda.check(call)
+    o = results["o"].reshape(3, T, *results["o"].shape[2:])
+    assert not o[0].any()
+    assert not o[2].any()
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("pad", [2, -7])
+def test_pool_own_padding_index(kda, op: str, T: int, pad: int):
+    """pad_slot_id is skipped, and so is every other negative index."""
+    call = _call(op, T).having(pad_slot_id=pad).in_pool(_indices(pad, 4, -3), 6)
+    kda.check(call)
+
+
+@FUNCTIONS
+def test_pool_of_padding_only(kda, op: str, T: int):
+    """Nothing but padding: zero output, no slot touched."""
+    results = kda.run(_call(op, T).in_pool(_indices(-1, -1, -1), 2))
+    assert not results["o"].any()
+
+
+@FUNCTIONS
+@requires(Feature.OUT)
+def test_pool_into_out(kda, op: str, T: int):
+    """FAILURES 9: a buffer full of NaN is written in full, padded rows with zero."""
+    call = replace(_call(op, T).in_pool(_indices(-1, 3, 0), 6), given_out=True)
+    results = kda.check(call)
+    assert results["o"].isfinite().all()
+
+
+@FUNCTIONS
+def test_pool_strided_indices(kda, op: str, T: int):
+    """FAILURES 10: indices that are a column of a block table."""
+    call = _call(op, T).in_pool(_indices(4, 0, 2), 6)
+    kda.check(replace(call, strided=frozenset({"ssm_state_indices"})))
+
+
+@FUNCTIONS
+@requires(Feature.STRIDED_INPUT)
+def test_pool_strided_everything(kda, op: str, T: int):
+    """FAILURES 10: strided q, beta and pool."""
+    call = _call(op, T).in_pool(_indices(4, 0, 2), 6)
+    kda.check(replace(call, strided=frozenset({"q", "k", "v", "g", "beta", "initial_state"})))
+
+
+@FUNCTIONS
+def test_pool_single_column(kda, op: str, T: int):
+    """Indices [N, 1]."""
+    kda.check(_call(op, T).in_pool(_indices(4, 0, 2)[:, None], 6))
+
+
+@FUNCTIONS
+def test_pool_without_final_state(kda, op: str, T: int):
+    """The pool is advanced whether or not the final state is asked for."""
+    kda.check(_call(op, T, final_state=False).in_pool(_indices(4, 0, 2), 6))
+
+
+@FUNCTIONS
+def test_pool_fresh_sequence_in_a_used_slot(kda, op: str, T: int):
+    """FAILURES 12: what a slot held before its sequence's own state was set leaves no trace."""
+    call = _call(op, T)
+    clean = call.in_pool(_indices(1, 0, 2), 3)
+    dirty = call.in_pool(_indices(1, 0, 2), 8)
+    first, second = kda.run(clean), kda.run(dirty)
+    assert same_bits(first["o"], second["o"])
+    assert same_bits(first["final_state"], second["final_state"])
+
+
+@FUNCTIONS
+def test_pool_repeats(kda, op: str, T: int):
+    """FAILURES 22: calls in place are right from the first one on, and equal bit for bit from equal pools."""
+    call = _call(op, T).in_pool(_indices(4, 0, 2), 6)
+    first = kda.check(call)
+    for _ in range(3):
+        again = kda.run(call)
+        assert same_bits(first["pool"], again["pool"])
+        assert same_bits(first["o"], again["o"])
+
+
+@requires(Feature.CHUNK, Feature.RECURRENT, Feature.PAGED_STATE)
+def test_pool_from_prefill_to_decoding(kda):
+    """A server's life of a slot: prefill two sequences, then decode both for a few steps, out of order."""
+    call = _call("chunk_kda", 70, N=2).in_pool(_indices(2, 1), 4)
+    pool = kda.check(call)["pool"]
+    step = _call("fused_recurrent_kda", 1, N=2)
+    for order in ((1, 2), (2, 1), (1, 2)):
+        pool = kda.check(step.having(initial_state=pool, ssm_state_indices=_indices(*order)))["pool"]
+
+
+@requires(Feature.CHUNK, Feature.PAGED_STATE)
+def test_pool_empty_sequence(kda):
+    """A sequence without tokens leaves its slot as it is, bit for bit."""
+    call = Case(name="empty in a pool", T=40, lengths=(20, 0, 20), state=FP32).call()
+    kda.check(call.in_pool(_indices(1, 4, 0), 5))

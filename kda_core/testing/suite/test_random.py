@@ -1,0 +1,116 @@
+"""Random calls: shapes, packing, strides and options drawn together, against the oracle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kda_core.capabilities import Feature
+from kda_core.testing.cases import BF16, FP16, FP32, Case
+from kda_core.testing.inputs import Call
+from kda_core.testing.marks import requires, slow
+from kda_core.testing.subject import Refused, Subject, undeclared
+
+hypothesis = pytest.importorskip("hypothesis")
+st = hypothesis.strategies
+
+FAST = hypothesis.settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+THOROUGH = hypothesis.settings(FAST, max_examples=400)
+
+DIMENSIONS = st.sampled_from([1, 3, 8, 16, 20, 33, 64])
+DTYPES = st.sampled_from([FP32, FP32, BF16, FP16])
+
+
+@st.composite
+def calls(draw, op: str, max_tokens: int, backward: bool) -> Call:
+    """A call of ``op``: everything that may vary does."""
+    lengths = draw(st.one_of(st.just(()), st.lists(st.integers(0, max_tokens // 2), min_size=1, max_size=5).map(tuple)))
+    T = sum(lengths) + draw(st.integers(0, 3)) if lengths else draw(st.integers(1, max_tokens))
+    H = draw(st.integers(1, 3))
+    beta = draw(st.sampled_from(["given", "sigmoid", "negative eigenvalues"]))
+    dtype = draw(DTYPES)
+    options = {"state_v_first": draw(st.booleans())}
+    if op == "chunk_kda":
+        options |= {"chunk_size": draw(st.sampled_from([64, 32])), "disable_recompute": draw(st.booleans())}
+    case = Case(
+        name=f"random {draw(st.integers(0, 99))}",
+        op=op,
+        B=1 if lengths else draw(st.integers(1, 3)),
+        T=max(T, 1),
+        H=H,
+        HV=H * draw(st.integers(1, 3)),
+        K=draw(DIMENSIONS),
+        V=draw(DIMENSIONS),
+        dtype=dtype,
+        gate_dtype=draw(st.sampled_from([FP32, dtype])),
+        lengths=lengths,
+        gate=draw(st.sampled_from(["given", "softplus", "lower bound"])),
+        decay=draw(st.sampled_from(["mild", "slow", "none", "bounded", "isolated", -8.0])),
+        dt_bias=draw(st.booleans()),
+        beta=beta,
+        l2norm=draw(st.booleans()),
+        state=draw(st.sampled_from([None, FP32, BF16])),
+        final_state=draw(st.booleans()),
+        backward=backward,
+        options=options,
+    )
+    strided = draw(st.sets(st.sampled_from(["q", "k", "v", "g", "beta", "initial_state"])))
+    return replace(case.call(), strided=frozenset(strided))
+
+
+def _check(kda: Subject, call: Call) -> None:
+    try:
+        kda.check(call)
+    except Refused as refusal:
+        # What is not declared may be refused; run() has compared the reasons.
+        assert refusal.status != "rejected" or undeclared(kda.info, call.request()), str(refusal)
+    del kda.records[1:-1]
+
+
+@requires(Feature.CHUNK)
+@hypothesis.given(call=calls("chunk_kda", 100, backward=False))
+@FAST
+def test_random_forward(kda, call: Call):
+    """Forward of chunk_kda."""
+    _check(kda, call)
+
+
+@requires(Feature.CHUNK, Feature.BACKWARD)
+@hypothesis.given(call=calls("chunk_kda", 70, backward=True))
+@hypothesis.settings(FAST, max_examples=10)
+def test_random_backward(kda, call: Call):
+    """Gradients of chunk_kda."""
+    _check(kda, call)
+
+
+@requires(Feature.RECURRENT)
+@hypothesis.given(call=calls("fused_recurrent_kda", 12, backward=False))
+@FAST
+def test_random_recurrent(kda, call: Call):
+    """Forward of fused_recurrent_kda."""
+    _check(kda, call)
+
+
+@slow
+@requires(Feature.CHUNK)
+@hypothesis.given(call=calls("chunk_kda", 300, backward=False))
+@THOROUGH
+def test_random_forward_thorough(kda, call: Call):
+    """Forward of chunk_kda, many more."""
+    _check(kda, call)
+
+
+@slow
+@requires(Feature.CHUNK, Feature.BACKWARD)
+@hypothesis.given(call=calls("chunk_kda", 150, backward=True))
+@THOROUGH
+def test_random_backward_thorough(kda, call: Call):
+    """Gradients of chunk_kda, many more."""
+    _check(kda, call)

@@ -1,0 +1,135 @@
+"""fused_recurrent_kda against the oracle: decoding and short sequences."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kda_core.capabilities import Feature
+from kda_core.testing import references
+from kda_core.testing.cases import BF16, FP16, FP32, FP64, Case
+from kda_core.testing.marks import each, requires, slow
+
+R = "fused_recurrent_kda"
+
+FORWARD = [
+    Case(name="step", op=R, B=8, T=1, K=64, state=FP32),
+    Case(name="step bfloat16", op=R, B=8, T=1, HV=4, K=64, V=128, dtype=BF16, gate_dtype=BF16, state=FP32),
+    Case(name="step float16", op=R, B=3, T=1, K=64, dtype=FP16, state=FP32),
+    Case(name="step float64", op=R, B=3, T=1, dtype=FP64, gate_dtype=FP64, state=FP64),
+    Case(name="step bfloat16 state", op=R, B=3, T=1, K=64, dtype=BF16, state=BF16),
+    Case(name="step V first", op=R, B=3, T=1, V=16, state=FP32, options={"state_v_first": True}),
+    Case(name="step K 60 V 36", op=R, B=3, T=1, K=60, V=36, state=FP32),
+    Case(
+        name="step of a model",
+        op=R,
+        B=2,
+        T=1,
+        H=32,
+        K=128,
+        dtype=BF16,
+        gate_dtype=BF16,
+        gate="softplus",
+        l2norm=True,
+        beta="sigmoid",
+        state=FP32,
+    ),
+    Case(name="several tokens", op=R, B=2, T=7, HV=4, state=FP32),
+    Case(name="several tokens without states", op=R, B=2, T=7, final_state=False),
+    Case(name="many tokens", op=R, T=100, state=FP32),
+    Case(name="many tokens bfloat16", op=R, T=100, K=64, dtype=BF16, state=FP32),
+    Case(name="scaled", op=R, T=5, state=FP32, options={"scale": 0.3}),
+    Case(
+        name="lower bound",
+        op=R,
+        T=5,
+        HV=4,
+        gate="lower bound",
+        A_log=False,
+        l2norm=True,
+        beta="negative eigenvalues",
+        state=FP32,
+    ),
+    Case(name="packed steps", op=R, T=8, lengths=(1, 0, 3, 1, 2), state=FP32),
+    Case(name="packed steps int64", op=R, T=4, lengths=(1, 1, 1, 1), index_dtype=torch.int64, state=FP32),
+]
+
+BACKWARD = [
+    Case(name="recurrent gradients", op=R, T=20, K=32, V=16, state=FP32, backward=True),
+    Case(
+        name="recurrent gradients all in kernel",
+        op=R,
+        T=20,
+        HV=4,
+        K=16,
+        lengths=(1, 12, 0, 7),
+        gate="softplus",
+        l2norm=True,
+        beta="negative eigenvalues",
+        state=FP32,
+        backward=True,
+        options={"state_v_first": True},
+    ),
+]
+
+
+@requires(Feature.RECURRENT)
+@each(FORWARD)
+def test_recurrent(kda, case: Case):
+    """Output and final state are within their budgets: float32 arithmetic whatever the inputs."""
+    kda.check(case.call())
+
+
+@requires(Feature.RECURRENT, Feature.RECURRENT_BACKWARD)
+@each(BACKWARD)
+def test_recurrent_backward(kda, case: Case):
+    """Gradients are within their budgets."""
+    kda.check(case.call())
+
+
+@requires(Feature.RECURRENT, Feature.CHUNK)
+def test_recurrent_equals_chunk(kda):
+    """Both functions compute the same."""
+    call = Case(name="both functions", T=70, state=FP32).call()
+    results = kda.run(call.decoding())
+    kda.compare(call, results)
+
+
+@requires(Feature.RECURRENT, Feature.INITIAL_STATE, Feature.FINAL_STATE)
+def test_recurrent_drift(kda):
+    """FAILURES 23: an error in every step (beta rounded to bfloat16, say) adds up: 200 steps against the oracle."""
+    _drift(kda, 200)
+
+
+@slow
+@requires(Feature.RECURRENT, Feature.INITIAL_STATE, Feature.FINAL_STATE)
+def test_recurrent_drift_of_a_long_decode(kda):
+    """FAILURES 23: the same over 100,000 steps."""
+    _drift(kda, 100_000)
+
+
+def _drift(kda, steps: int) -> None:
+    whole = Case(name=f"drift {steps}", op=R, T=steps, H=1, K=16, decay="slow", state=FP32).call()
+    state = whole.tensors["initial_state"]
+    for t in range(steps):
+        state = kda.run(whole.slice_tokens(t, t + 1).having(initial_state=state))["final_state"]
+        del kda.records[1:]
+    kda.expect(whole, "final_state", state, references.results(whole)["final_state"], f"after {steps} steps")
+
+
+@requires(Feature.RECURRENT, Feature.PAGED_STATE)
+def test_recurrent_advances_the_initial_state_in_place(kda):
+    """inplace_final_state without indices: row n is state n."""
+    call = Case(name="in place", op=R, B=3, T=2, state=FP32).call()
+    kda.check(call.having(inplace_final_state=True))
+    kda.check(call.having(inplace_final_state=True, output_final_state=False))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "initial_state"])
+@requires(Feature.RECURRENT, Feature.STRIDED_INPUT)
+def test_recurrent_strided(kda, name: str):
+    """FAILURES 10, 26: every input as a slice of a wider tensor."""
+    from dataclasses import replace
+
+    call = Case(name="strided step", op=R, B=3, T=2, state=FP32).call()
+    kda.check(replace(call, strided=frozenset({name, "q"})))

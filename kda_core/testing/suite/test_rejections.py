@@ -1,0 +1,150 @@
+"""What a backend does not declare it refuses, with the declared reason; what it declares it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+import kda_core
+from kda_core.capabilities import Feature
+from kda_core.testing import gate
+from kda_core.testing.cases import BF16, FP16, FP32, FP64, Case
+from kda_core.testing.inputs import Call
+from kda_core.testing.subject import Refused, Subject, undeclared
+
+R = "fused_recurrent_kda"
+
+
+def _case(**fields) -> Call:
+    return Case(name="rejection", **({"T": 5, "K": 16, "final_state": False} | fields)).call()
+
+
+def _pool(call: Call, indices: list) -> Call:
+    return call.in_pool(torch.tensor(indices, dtype=torch.int32), 8)
+
+
+# The smallest call that needs each feature; a call of the other function when only that one is served.
+CALLS: dict[Feature, Callable[[str], Call]] = {
+    Feature.CHUNK: lambda op: _case(),
+    Feature.RECURRENT: lambda op: _case(op=R),
+    Feature.BACKWARD: lambda op: _case(backward=True),
+    Feature.RECURRENT_BACKWARD: lambda op: _case(op=R, backward=True),
+    Feature.VARLEN: lambda op: _case(op=op, lengths=(2, 3)),
+    Feature.GVA: lambda op: _case(op=op, HV=4),
+    Feature.UNEQUAL_HEAD_DIMS: lambda op: _case(op=op, V=32),
+    Feature.ODD_HEAD_DIMS: lambda op: _case(op=op, K=20),
+    Feature.INITIAL_STATE: lambda op: _case(op=op, state=FP32),
+    Feature.FINAL_STATE: lambda op: _case(op=op, final_state=True),
+    Feature.STATE_GRADIENT: lambda op: _case(op=op, final_state=True, backward=True),
+    Feature.STATE_V_FIRST: lambda op: _case(op=op, final_state=True, options={"state_v_first": True}),
+    Feature.BF16_STATE: lambda op: _case(op=op, state=BF16),
+    Feature.INTERMEDIATE_STATES: lambda op: _case(options={"return_intermediate_states": True}),
+    Feature.PAGED_STATE: lambda op: _pool(_case(op=op, state=FP32), [3]),
+    Feature.SPEC_DECODE: lambda op: _pool(_case(op=R, state=FP32), [[1, 2, 3, 4, 5]]),
+    Feature.QK_L2NORM: lambda op: _case(op=op, l2norm=True),
+    Feature.SOFTPLUS_GATE: lambda op: _case(op=op, gate="softplus"),
+    Feature.LOWER_BOUND_GATE: lambda op: _case(op=op, gate="lower bound"),
+    Feature.BETA_SIGMOID: lambda op: _case(op=op, beta="sigmoid"),
+    Feature.NEG_EIGVAL: lambda op: _case(op=op, beta="negative eigenvalues"),
+    Feature.SAFE_GATE: lambda op: _case(decay="bounded", options={"safe_gate": True}),
+    Feature.CHUNK_32: lambda op: _case(options={"chunk_size": 32}),
+    Feature.DISABLE_RECOMPUTE: lambda op: _case(options={"disable_recompute": True}),
+    Feature.OUT: lambda op: replace(_case(op=op), given_out=True),
+    Feature.STRIDED_INPUT: lambda op: replace(_case(op=op), strided=frozenset({"q"})),
+}
+
+
+def _function(kda: Subject) -> str:
+    return "chunk_kda" if kda.declares(Feature.CHUNK) or not kda.declares(Feature.RECURRENT) else R
+
+
+@pytest.mark.parametrize("feature", CALLS, ids=lambda f: f.name)
+def test_feature_is_served_or_refused(kda, feature: Feature):
+    """Every feature: right when it is declared, refused with the declared reason when it is not."""
+    call = CALLS[feature](_function(kda))
+    needs = call.request().features
+    try:
+        kda.check(call)
+    except Refused as refusal:
+        assert refusal.status in ("refused", "left out"), f"declares all that the call needs, and says: {refusal}"
+        assert refusal.status == "left out" or not kda.declares(*needs, feature) or undeclared(kda.info, call.request())
+
+
+@pytest.mark.parametrize("feature", [Feature.GATE, Feature.GATE_BACKWARD], ids=lambda f: f.name)
+def test_gate_function_is_served_or_refused(kda, feature: Feature):
+    """The same for kda_gate."""
+    try:
+        gate.check(kda, gate.arguments(), lower_bound=-5.0, backward=feature is Feature.GATE_BACKWARD)
+    except Refused as refusal:
+        assert refusal.status == "refused", str(refusal)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64], ids=str)
+def test_dtype_is_served_or_refused(kda, dtype: torch.dtype):
+    """Every dtype of q: right when it is declared, refused when it is not."""
+    try:
+        kda.check(_case(op=_function(kda), dtype=dtype))
+    except Refused as refusal:
+        assert refusal.status == "left out" or not kda.takes(dtype), str(refusal)
+
+
+@pytest.mark.parametrize("symbol", ["K", "V"])
+def test_head_dimension_limits(kda, symbol: str):
+    """The largest head dimension that is declared is served, the next one is refused."""
+    limit = getattr(kda.info.capabilities, f"max_head_dim_{symbol.lower()}")
+    if limit is None:
+        kda.check(_case(op=_function(kda), **{symbol: 272}))
+        return
+    kda.check(_case(op=_function(kda), **{symbol: limit}))
+    with pytest.raises(Refused, match="up to"):
+        kda.run(_case(op=_function(kda), **{symbol: limit + 16}))
+
+
+def test_context_parallel_is_refused_unless_declared(kda):
+    """cp_context is never ignored."""
+    if kda.declares(Feature.CONTEXT_PARALLEL):
+        pytest.skip("the backend declares context parallelism, which needs a process group to test")
+    with pytest.raises(Refused, match="refused"):
+        kda.run(_case().having(cp_context=object()))
+
+
+@pytest.mark.parametrize("feature", CALLS, ids=lambda f: f.name)
+def test_explanation_agrees(kda, feature: Feature):
+    """explain says what the call would do, with the same reason, and runs nothing."""
+    call = CALLS[feature](_function(kda))
+    if call.grads or call.given_out or call.strided:
+        call = replace(call, grads={}, given_out=False, strided=frozenset())
+    reasons = undeclared(kda.info, call.request())
+    tensors = {n: t.to("cpu" if n == "cu_seqlens_cpu" else kda.device) for n, t in call.tensors.items()}
+    verdicts = kda_core.explain(op=call.op, **tensors, **call.options, backend=kda.name).verdicts
+    verdict = next(v for v in verdicts if v.backend == kda.name)
+    if reasons:
+        assert verdict.status == "refused"
+        assert all(reason in verdict.reason for reason in reasons)
+    else:
+        assert verdict.status == "chosen"
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("k", lambda t: t[:, :-1]),
+        ("v", lambda t: t[..., 0]),
+        ("g", lambda t: t[..., :-1]),
+        ("beta", lambda t: t[:, :, :1]),
+        ("initial_state", lambda t: t[:, :, 1:]),
+        ("v", lambda t: t.double()),
+        ("initial_state", lambda t: t.half()),
+    ],
+    ids=["k", "v", "g", "beta", "initial_state", "v dtype", "initial_state dtype"],
+)
+def test_bad_input_raises(kda, name: str, wrong: Callable):
+    """A wrong shape or dtype raises ValueError or TypeError that names the argument, and nothing is modified."""
+    call = _case(state=FP32)
+    tensors = {n: t.to(kda.device) for n, t in call.tensors.items()}
+    tensors[name] = wrong(tensors[name])
+    with pytest.raises((ValueError, TypeError), match=name):
+        call(tensors, kda.name)

@@ -1,0 +1,74 @@
+"""Speculative decoding: a slot for every token, and a start at the last accepted one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kda_core.capabilities import Feature
+from kda_core.testing.cases import BF16, FP32, Case
+from kda_core.testing.inputs import Call
+from kda_core.testing.marks import requires
+
+SPEC = requires(Feature.RECURRENT, Feature.PAGED_STATE, Feature.SPEC_DECODE)
+
+
+def _call(N: int = 3, T: int = 3, **fields) -> Call:
+    case = Case(name=f"draft {N} {T} {sorted(map(str, fields.items()))}", op="fused_recurrent_kda", B=N, T=T, state=FP32)
+    return case.having(**fields).call()
+
+
+def _table(*rows: list[int]) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+@SPEC
+@pytest.mark.parametrize("accepted", [None, [1, 2, 3], [3, 3, 1]], ids=["from the first", "mixed", "other"])
+def test_draft(kda, accepted: list[int] | None):
+    """Slot [n, i] holds the state after token i; the start is slot [n, accepted - 1]."""
+    counts = None if accepted is None else torch.tensor(accepted, dtype=torch.int32)
+    kda.check(_call().in_pool(_table([8, 1, 2], [0, 4, 9], [6, 3, 7]), 11, counts))
+
+
+@SPEC
+def test_draft_shorter_than_its_slots(kda):
+    """Fewer tokens than slots: the slots behind stay as they are."""
+    kda.check(_call(T=2).in_pool(_table([8, 1, 2, 5], [0, 4, 9, 10], [6, 3, 7, 11]), 12, torch.tensor([1, 4, 2])))
+
+
+@SPEC
+def test_draft_skips_padding(kda):
+    """FAILURES 8: a row that starts at a negative index is skipped; a negative index later drops that token's state."""
+    results = kda.check(_call().in_pool(_table([-1, -1, -1], [0, 4, -1], [6, -1, 7]), 9))
+    assert not results["o"][0].any()
+
+
+@SPEC
+def test_draft_packed(kda):
+    """Packed drafts of different lengths."""
+    case = Case(name="packed drafts", op="fused_recurrent_kda", T=6, lengths=(3, 1, 2), state=FP32)
+    call = case.call().in_pool(_table([8, 1, 2], [0, 4, 9], [6, 3, 7]), 10, torch.tensor([2, 1, 3]))
+    kda.check(call)
+
+
+@SPEC
+def test_draft_all_in_kernel(kda):
+    """Half inputs, gate, beta and l2norm in the operator, V first, bfloat16 pool."""
+    fields = {"dtype": BF16, "gate_dtype": BF16, "gate": "softplus", "beta": "sigmoid", "l2norm": True, "HV": 4}
+    call = _call(**fields, state=BF16, V=16, options={"state_v_first": True})
+    kda.check(call.in_pool(_table([8, 1, 2], [0, 4, 9], [6, 3, 7]), 10, torch.tensor([2, 1, 3])))
+
+
+@SPEC
+@pytest.mark.parametrize("accepted", [0, 4], ids=["below", "above"])
+def test_draft_accepted_out_of_range(kda, accepted: int):
+    """FAILURES 11: a count out of [1, 1 + S]: ValueError on the CPU, clamped elsewhere; nothing else is touched."""
+    counts = torch.tensor([1, accepted, 2], dtype=torch.int32)
+    table = _table([8, 1, 2], [0, 4, 9], [6, 3, 7])
+    clamped = _call().in_pool(table, 10, counts.clamp(1, 3))
+    if kda.device.type == "cpu":
+        with pytest.raises(ValueError, match="num_accepted_tokens"):
+            kda.run(clamped.having(num_accepted_tokens=counts))
+    else:
+        results = kda.run_as(clamped.having(num_accepted_tokens=counts), clamped)
+        kda.compare(clamped, results)
