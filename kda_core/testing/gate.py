@@ -18,13 +18,10 @@ from kda_core.request import GateRequest
 from kda_core.testing.axes import DTYPES
 from kda_core.testing.budgets import FACTOR, Budget, Error, measure
 from kda_core.testing.inputs import guards, placed
-from kda_core.testing.rounding import RELATIVE_RMS, unit_roundoff
+from kda_core.testing.rounding import FUNCTION_ULPS, RELATIVE_RMS, unit_roundoff
 from kda_core.testing.subject import Mismatch, Record, Refused, Subject
 
 DIFFERENTIABLE = ("g", "A_log", "dt_bias")
-
-FUNCTION_ULPS = 2
-"""What exp and log of accelerators may be off by, in units in the last place (CUDA and HIP state 1 to 2)."""
 
 
 def arguments(

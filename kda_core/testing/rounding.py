@@ -32,6 +32,9 @@ RELATIVE_RMS = math.sqrt(3 / (8 * math.log(2)) / 3)
 """Root mean square of a rounding error, in unit roundoffs."""
 
 
+FUNCTION_ULPS = 2
+"""What exp, log and 1 / sqrt of accelerators may be off by, in units in the last place (two unit roundoffs each)."""
+
 NOISE_POOL = 2**22
 """Random numbers made once; every place takes them from a random offset on, which costs far less than new ones."""
 
@@ -76,11 +79,23 @@ class Noise:
         """x with an error of ``unit``'s rounding."""
         return torch.addcmul(x, x, self.errors(x), value=unit)
 
+    @property
+    def fine(self) -> bool:
+        """Whether errors of float32 arithmetic count: with half operands they drown in theirs."""
+        return self.operand <= self.accumulate
+
+    def step(self, x: Tensor) -> Tensor:
+        """The result of an addition or multiplication, element by element."""
+        return _Rounded.apply(x, self.accumulate, self) if self.fine else x
+
+    def function(self, x: Tensor) -> Tensor:
+        """The result of an elementary function."""
+        return _Rounded.apply(x, 2 * FUNCTION_ULPS * self.accumulate, self) if self.fine else x
+
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         """a @ b of operands that are rounded already."""
         out = a @ b
-        # With half operands the error of a float32 sum drowns in theirs.
-        if self.operand <= self.accumulate:
+        if self.fine:
             spread = (a.square() @ b.square()).add_(out.square()).sqrt_()
             unit = self.accumulate * math.sqrt(a.shape[-1] / 2)
             out.addcmul_(spread, self.errors(out), value=unit)
@@ -88,7 +103,7 @@ class Noise:
 
 
 class _Rounded(torch.autograd.Function):
-    """Round a value, and its gradient on the way back."""
+    """A value with a rounding error, and its gradient too, on the way back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, unit: float, noise: Noise) -> Tensor:
@@ -124,7 +139,7 @@ class _Exp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, length: int, noise: Noise) -> Tensor:
         # Every x is a sum of terms <= 0; below -700 the result is 0 in float64 whatever its error.
-        depth = x.clamp_min(-700).abs().mul_(math.sqrt(length / 2)).add_(1)
+        depth = x.clamp_min(-700).abs().mul_(math.sqrt(length / 2)).add_(2 * FUNCTION_ULPS)
         y = x.exp()
         y = torch.addcmul(y, y, depth.mul_(noise.errors(x)), value=noise.accumulate)
         ctx.save_for_backward(y)
@@ -163,25 +178,25 @@ def _recurrence(
 ) -> tuple[Tensor, list[Tensor]]:
     """The chunk form over [..., NT, C, .]: o (without the scale) and the NT + 1 states at chunk starts and end."""
     C = q.shape[-2]
-    G = log_decay.cumsum(-2)
-    into = _Exp.apply(G, C, noise)
+    step = noise.step
+    into = _Exp.apply(log_decay.cumsum(-2), C, noise)
     after = log_decay.flip(-2).cumsum(-2).flip(-2)
     after = torch.cat([after[..., 1:, :], torch.zeros_like(after[..., :1, :])], -2)
     qk, kk = _pairs(torch.stack([q, k]), k, log_decay, noise)
-    L = _Rounded.apply((beta * kk).tril(-1), noise.accumulate, noise)
+    L = step((beta * kk).tril(-1))
     eye = torch.eye(C, dtype=L.dtype, device=L.device)
     A = torch.linalg.solve_triangular(L + eye, eye.expand_as(L), upper=False)
-    u = _Rounded.apply(_Product.apply(A, beta * v, noise), noise.operand, noise)
-    w = _Product.apply(A, beta * k * into, noise)
-    q_in, k_out, through = q * into, k * _Exp.apply(after, C, noise), into[..., -1, :, None]
+    u = _Rounded.apply(_Product.apply(A, step(beta * v), noise), noise.operand, noise)
+    w = _Product.apply(A, step(step(beta * k) * into), noise)
+    q_in, k_out, through = step(q * into), step(k * _Exp.apply(after, C, noise)), into[..., -1, :, None]
     # A state sums up C rank-one updates in float32, in whatever order.
     state_unit = noise.accumulate * math.sqrt(C)
     outputs, states = [], [state]
     for i in range(q.shape[-3]):
         at = (..., i, slice(None), slice(None))
-        v_new = u[at] - _Product.apply(w[at], state, noise)
-        outputs.append(_Product.apply(q_in[at], state, noise) + _Product.apply(qk[at], v_new, noise))
-        state = through[at] * state + _Product.apply(k_out[at].mT, v_new, noise)
+        v_new = step(u[at] - _Product.apply(w[at], state, noise))
+        outputs.append(step(_Product.apply(q_in[at], state, noise) + _Product.apply(qk[at], v_new, noise)))
+        state = step(through[at] * state) + _Product.apply(k_out[at].mT, v_new, noise)
         state = _Rounded.apply(state, state_unit, noise)
         states.append(state)
     return torch.stack(outputs, -3), states
@@ -246,11 +261,11 @@ def _forward(r: Request, x: dict[str, Tensor], noise: Noise) -> tuple[Tensor, li
     """o [S, B, T, HV, V] and the list of the states [S, N, HV, K, V] at every chunk."""
     q, k, v, g, beta = (x[n] for n in ("q", "k", "v", "g", "beta"))
     if r.use_qk_l2norm_in_kernel:
-        q, k = (_Rounded.apply(reference.l2norm(t), noise.operand, noise) for t in (q, k))
+        q, k = (_Rounded.apply(noise.function(reference.l2norm(t)), noise.operand, noise) for t in (q, k))
     if r.use_gate_in_kernel:
-        g = _Rounded.apply(_gate(r, g, x.get("A_log"), x.get("dt_bias")), noise.accumulate, noise)
+        g = noise.function(_gate(r, g, x.get("A_log"), x.get("dt_bias"), noise))
     if r.use_beta_sigmoid_in_kernel:
-        beta = torch.sigmoid(beta) * (2.0 if r.allow_neg_eigval else 1.0)
+        beta = noise.function(torch.sigmoid(beta) * (2.0 if r.allow_neg_eigval else 1.0))
     q, k = (t.repeat_interleave(r.HV // r.H, dim=3) for t in (q, k))
     bounds = reference.sequence_bounds(r)
     longest = max((e - s for _, s, e in bounds), default=0)
@@ -267,20 +282,20 @@ def _forward(r: Request, x: dict[str, Tensor], noise: Noise) -> tuple[Tensor, li
     if length == 0:
         return 0 * v, [state]
     o_rows, states = _recurrence(*(rows(t) for t in (q, k, v, g, beta[..., None])), state, noise)
-    o_rows = r.scale * o_rows.movedim(2, 4).flatten(2, 3)
+    o_rows = noise.step(r.scale * o_rows).movedim(2, 4).flatten(2, 3)
     o = torch.zeros_like(v)
     for n, (b, s, e) in enumerate(bounds):
         o[:, b, s:e] = o_rows[:, n, : e - s]
     return o, states
 
 
-def _gate(r: Request, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> Tensor:
+def _gate(r: Request, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, noise: Noise) -> Tensor:
     """The gate with a leading axis of samples on every argument."""
-    g = g if dt_bias is None else g + dt_bias[:, None, None]
-    rate = 1.0 if A_log is None else A_log.exp()[:, None, None, :, None]
+    g = g if dt_bias is None else noise.step(g + dt_bias[:, None, None])
+    rate = 1.0 if A_log is None else noise.function(A_log.exp())[:, None, None, :, None]
     if r.lower_bound is None:
         return -rate * torch.logaddexp(g, torch.zeros_like(g))
-    return r.lower_bound * torch.sigmoid(rate * g)
+    return r.lower_bound * torch.sigmoid(noise.step(rate * g))
 
 
 def in_float64(r: Request) -> Request:
