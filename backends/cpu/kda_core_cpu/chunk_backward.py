@@ -108,7 +108,7 @@ class _Gradients:
     def add(self, name: str, window: Window, x: Tensor) -> None:
         """Add sums over a window's tokens to a parameter's gradient."""
         if name in self.tensors:
-            self.tensors[name][window.group.heads] += x
+            self.tensors[name][window.heads] += x
 
     def result(self) -> BackwardResult:
         grads = dict(self.tensors)
@@ -144,7 +144,7 @@ class _Backstep:
     def run(self, dS: Tensor) -> None:
         """Take the gradients ``dS`` [lanes, K, V] of a group's states back through the window, in place."""
         request, workspace, window, saved = self.inputs.request, self.workspace, self.window, self.saved
-        Z, C, K, V = window.Z, window.group.chunk, request.K, request.V
+        Z, C, K, V = window.Z, window.rows, request.K, request.V
         rows = self._load_rows()
         X, F = workspace("X", Z, C, 2, K), workspace("F", Z, C, K)
         torch.mul(rows.q, request.scale, out=X[:, :, 0])
@@ -199,7 +199,7 @@ class _Backstep:
 
     def _load_rows(self) -> _Rows:
         workspace, inputs, window = self.workspace, self.inputs, self.window
-        request, Z, C = inputs.request, window.Z, window.group.chunk
+        request, Z, C = inputs.request, window.Z, window.rows
         q, k = workspace("q", Z, C, request.K), workspace("k", Z, C, request.K)
         q_inverse_norm = inputs.load_unit(request.q, window, q)
         k_inverse_norm = inputs.load_unit(request.k, window, k)

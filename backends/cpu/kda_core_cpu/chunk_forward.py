@@ -44,7 +44,7 @@ class ChunkRecord:
     def put(self, window: Window, x: Tensor, step: int | None = None) -> None:
         """Store [Z, ...] of a window, or [lanes, ...] of one of its steps."""
         pairs = slice(0, window.pairs) if step is None else window.steps[step]
-        heads, rows = window.group.heads, x.unflatten(0, (pairs.stop - pairs.start, -1))
+        heads, rows = window.heads, x.unflatten(0, (pairs.stop - pairs.start, -1))
         first = window.first_of_run
         if first is None:
             self.flat[window.chunk_index[pairs], heads] = rows.to(self.flat.dtype)
@@ -53,7 +53,7 @@ class ChunkRecord:
 
     def get(self, window: Window, into: Tensor) -> Tensor:
         """[Z, ...] of a window: a view where the chunks lie together, else loaded into ``into``."""
-        heads, first = window.group.heads, window.first_of_run
+        heads, first = window.heads, window.first_of_run
         if first is None:
             rows = self.flat[window.chunk_index, heads]
         else:
@@ -95,19 +95,21 @@ def chunk_forward(request: Request) -> ForwardResult:
     """Run ``chunk_kda``."""
     pool = PoolRows.of(request)
     C = rows_per_chunk(request)
-    sequences = Sequences.of(request, C, None if pool is None else pool.skip)
+    sequences = Sequences.of(request, C, None if pool is None else pool.skipped)
     states = States(request, pool)
-    o = empty_output(request, sequences)
+    o = empty_output(request)
+    if int(sequences.length.sum()) < request.B * request.T:
+        o.zero_()
     h = _intermediate_states(request, sequences)
     saved = Saved.of(_blank(request)) if request.save_for_backward else None
     workspace, inputs = Workspace(request.compute_dtype), RowInputs(request)
     budget = window_budget(request, C)
     for group in lane_groups(sequences, request, C, lane_budget(request)):
         S = torch.empty(len(group.ids) * group.n_heads, request.K, request.V, dtype=request.compute_dtype)
-        states.read(group.ids, group.heads, into=S)
+        states.read(group.ids.tolist(), group.heads, into=S)
         for i0, i1 in group.windows(budget):
             _run_window(workspace, inputs, group.window(i0, i1), S, o, h, saved)
-        states.write(group.ids, group.heads, S)
+        states.write(group.ids.tolist(), group.heads, S)
     return ForwardResult(
         o=o,
         final_state=states.result,
@@ -116,11 +118,9 @@ def chunk_forward(request: Request) -> ForwardResult:
     )
 
 
-def load_rows(
-    workspace: Workspace, inputs: RowInputs, window: Window
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def load_rows(workspace: Workspace, inputs: RowInputs, window: Window) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """X = (q', β k') [Z, C, 2, K], F = k' [Z, C, K], d [Z, C, K] and βv [Z, C, V] of a window, not decayed yet."""
-    request, Z, C = inputs.request, window.Z, window.group.chunk
+    request, Z, C = inputs.request, window.Z, window.rows
     X = workspace("X", Z, C, 2, request.K)
     F = workspace("F", Z, C, request.K)
     inputs.load_unit(request.q, window, X[:, :, 0])
@@ -133,13 +133,10 @@ def load_rows(
     return X, F, d, bv
 
 
-def empty_output(request: Request, sequences: Sequences) -> Tensor:
-    """The tensor for o; zero wherever no sequence will write."""
+def empty_output(request: Request) -> Tensor:
+    """The tensor for o, with any content."""
     shape = (request.B, request.T, request.HV, request.V)
-    o = torch.empty(shape, dtype=request.q.dtype) if request.out is None else request.out
-    if int(sequences.length.sum()) < request.B * request.T:
-        o.zero_()
-    return o
+    return torch.empty(shape, dtype=request.q.dtype) if request.out is None else request.out
 
 
 def _intermediate_states(request: Request, sequences: Sequences) -> ChunkRecord | None:
@@ -167,7 +164,7 @@ def _run_window(
     saved: Saved | None,
 ) -> None:
     """Advance the states ``S`` [lanes, K, V] of a group through a window and write its outputs."""
-    Z, C, V = window.Z, window.group.chunk, S.shape[-1]
+    Z, C, V = window.Z, window.rows, S.shape[-1]
     X, F, d, r = load_rows(workspace, inputs, window)
     M, A, total = pairwise(workspace, X, F, d)
     X, total = X.flatten(1, 2), total.unsqueeze(-1)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kda_core.request import Request
 from kda_core_cpu.gate import log_decay, log_decay_backward, rate_of
-from kda_core_cpu.launch import Group, Window, with_slack
+from kda_core_cpu.launch import TokenWindow, Window, with_slack
 
 L2NORM_EPSILON = 1e-6
 
@@ -40,7 +40,7 @@ class RowInputs:
             self.rate = rate_of(request.A_log, self.dtype)
             self.bias = None if request.dt_bias is None else request.dt_bias.to(self.dtype)
 
-    def load_unit(self, x: Tensor, window: Window, into: Tensor) -> Tensor | None:
+    def load_unit(self, x: Tensor, window: Window | TokenWindow, into: Tensor) -> Tensor | None:
         """Rows of q or k; with l2norm they are normalised, and their inverse norms [Z, C, 1] are returned."""
         window.load(x, into, shared=self.shared)
         if not self.request.use_qk_l2norm_in_kernel:
@@ -49,19 +49,19 @@ class RowInputs:
         into.mul_(inverse)
         return inverse
 
-    def load_decay(self, window: Window, into: Tensor) -> Tensor:
+    def load_decay(self, window: Window | TokenWindow, into: Tensor) -> Tensor:
         """d = exp(γ); ``into`` is scratch."""
         window.load(self.request.g, into)
         memory = with_slack(into)
         if self.request.use_gate_in_kernel:
             heads = into.unflatten(0, (window.pairs, -1))
-            log_decay(heads, *self._gate_parameters(window.group), self.request.lower_bound, memory)
+            log_decay(heads, *self._gate_parameters(window.heads), self.request.lower_bound, memory)
         memory.exp_()
         if self.request.use_gate_in_kernel:
             window.pad(into, 1.0)
         return into
 
-    def load_beta(self, window: Window, into: Tensor) -> Tensor:
+    def load_beta(self, window: Window | TokenWindow, into: Tensor) -> Tensor:
         """β, [Z, C, 1]; ``into`` is scratch."""
         window.load(self.request.beta.unsqueeze(-1), into)
         if self.request.use_beta_sigmoid_in_kernel:
@@ -83,11 +83,11 @@ class RowInputs:
         """From dγ [Z, C, K]: gradient of g, and the summands of dA_log, both [pairs, heads, C, K]."""
         window.pad(grad, 0.0)
         x = window.load(self.request.g, into).unflatten(0, (window.pairs, -1))
-        parameters = self._gate_parameters(window.group)
+        parameters = self._gate_parameters(window.heads)
         return log_decay_backward(x, *parameters, self.request.lower_bound, grad.view_as(x))
 
-    def _gate_parameters(self, group: Group) -> tuple[Tensor | None, Tensor | None]:
-        """Rate [heads, 1, 1] and bias [heads, 1, K] of the group's heads."""
-        rate = None if self.rate is None else self.rate[group.heads, None, None]
-        bias = None if self.bias is None else self.bias[group.heads, None, :]
+    def _gate_parameters(self, heads: slice) -> tuple[Tensor | None, Tensor | None]:
+        """Rate [heads, 1, 1] and bias [heads, 1, K]."""
+        rate = None if self.rate is None else self.rate[heads, None, None]
+        bias = None if self.bias is None else self.bias[heads, None, :]
         return rate, bias

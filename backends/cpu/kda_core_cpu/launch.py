@@ -13,15 +13,18 @@ Peak memory of a call is its results plus the scratch of one window, whatever T 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from kda_core.request import Request
+
+Call = TypeVar("Call")
+Result = TypeVar("Result")
 
 _LANE_BUDGET = 1 << 19
 """State elements (lanes·K·V) of one group: 2 MiB of fp32, what two cores hold in their second-level caches."""
@@ -37,15 +40,15 @@ _VECTOR_LOOP = 64
 """Elements that divide evenly over torch's vector loops (two registers of up to 16 elements) in each of two threads."""
 
 
-@contextmanager
-def plain_arithmetic() -> Iterator[None]:
-    """Keep a surrounding autograd or autocast from touching the arithmetic of a hook."""
-    with ExitStack() as stack:
-        if torch.is_grad_enabled():
-            stack.enter_context(torch.no_grad())
-        if torch.is_autocast_enabled("cpu"):
-            stack.enter_context(torch.autocast("cpu", enabled=False))
-        yield
+def plainly(compute: Callable[[Call], Result], request: Call) -> Result:
+    """Run a hook's work where neither autograd nor autocast of the caller touches its arithmetic."""
+    if torch.is_autocast_enabled("cpu"):
+        with torch.autocast("cpu", enabled=False):
+            return plainly(compute, request)
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return compute(request)
+    return compute(request)
 
 
 class Workspace:
@@ -244,6 +247,15 @@ class Window:
         object.__setattr__(self, "pairs", pair)
 
     @property
+    def heads(self) -> slice:
+        return self.group.heads
+
+    @property
+    def rows(self) -> int:
+        """Rows of a chunk."""
+        return self.group.chunk
+
+    @property
     def Z(self) -> int:
         """Chunks of the window: pairs times heads."""
         return self.pairs * self.group.n_heads
@@ -353,3 +365,48 @@ class Window:
         if part:
             tail = into[rows, t + whole * C : t + whole * C + part, heads]
             tail.transpose(1, 2).copy_(source[whole, :, :, :part])
+
+
+@dataclass(frozen=True)
+class TokenWindow:
+    """One token of every sequence, the rows of a decoding step: a light ``Window`` of [N·HV, 1, ·]."""
+
+    request: Request
+
+    @classmethod
+    def of(cls, request: Request) -> TokenWindow | None:
+        """The window of ``request``, or None unless each of its sequences has one token."""
+        if request.cu_seqlens is None:
+            return cls(request) if request.T == 1 and request.N else None
+        one_each = request.N and bool((token_counts(request) == 1).all())
+        return cls(request) if one_each else None
+
+    @property
+    def heads(self) -> slice:
+        return slice(0, self.request.HV)
+
+    @property
+    def rows(self) -> int:
+        return 1
+
+    @property
+    def pairs(self) -> int:
+        return self.request.N
+
+    @property
+    def Z(self) -> int:
+        return self.pairs * self.request.HV
+
+    def _tokens(self, x: Tensor) -> Tensor:
+        """[N, heads, D] of ``x`` [B, T, heads, D]."""
+        return x[:, 0] if self.request.cu_seqlens is None else x[0, : self.pairs]
+
+    def load(self, x: Tensor, into: Tensor, pad: float | None = 0.0, shared: int = 1) -> Tensor:
+        into.view(self.pairs, -1, shared, x.shape[-1]).copy_(self._tokens(x).unsqueeze(2))
+        return into
+
+    def pad(self, x: Tensor, value: float) -> None:
+        """No row is padding."""
+
+    def store(self, x: Tensor, into: Tensor) -> None:
+        self._tokens(into).copy_(x.view(self.pairs, -1, x.shape[-1]))

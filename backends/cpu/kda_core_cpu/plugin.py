@@ -10,7 +10,7 @@ from kda_core.capabilities import Available, BackendInfo, Capabilities, Feature,
 from kda_core.hookspecs import hookimpl
 from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request, TensorSpec
 from kda_core_cpu import __version__, chunk_backward, chunk_forward, gate, recurrent
-from kda_core_cpu.launch import plain_arithmetic
+from kda_core_cpu.launch import plainly
 
 _CLOSED = {
     Feature.CONTEXT_PARALLEL: "one process serves the whole sequence on a CPU; leave cp_context out",
@@ -55,35 +55,29 @@ def kda_core_saved_spec(request: Request) -> tuple[TensorSpec, ...]:
 
 @hookimpl
 def kda_core_chunk_forward(request: Request) -> ForwardResult:
-    with plain_arithmetic():
-        return chunk_forward.chunk_forward(request)
+    return plainly(chunk_forward.chunk_forward, request)
 
 
 @hookimpl
 def kda_core_chunk_backward(request: Request) -> BackwardResult:
-    with plain_arithmetic():
-        return chunk_backward.chunk_backward(request)
+    return plainly(chunk_backward.chunk_backward, request)
 
 
 @hookimpl
 def kda_core_recurrent_forward(request: Request) -> ForwardResult:
-    with plain_arithmetic():
-        return recurrent.recurrent_forward(request)
+    return plainly(recurrent.recurrent_forward, request)
 
 
 @hookimpl
 def kda_core_recurrent_backward(request: Request) -> BackwardResult:
-    with plain_arithmetic():
-        return chunk_backward.recurrent_backward(request)
+    return plainly(chunk_backward.recurrent_backward, request)
 
 
 @hookimpl
 def kda_core_gate_forward(request: GateRequest) -> Tensor:
-    with plain_arithmetic():
-        return gate.gate_forward(request)
+    return plainly(gate.gate_forward, request)
 
 
 @hookimpl
 def kda_core_gate_backward(request: GateRequest) -> BackwardResult:
-    with plain_arithmetic():
-        return gate.gate_backward(request)
+    return plainly(gate.gate_backward, request)

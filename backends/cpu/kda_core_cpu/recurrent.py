@@ -12,6 +12,9 @@ of it, else in the scratch memory of one block. Nothing of a state's size is mad
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +23,7 @@ from torch import Tensor
 from kda_core.request import ForwardResult, Request
 from kda_core_cpu.chunk_forward import empty_output
 from kda_core_cpu.inputs import RowInputs
-from kda_core_cpu.launch import Group, Sequences, Window, Workspace, lane_budget, lane_groups
+from kda_core_cpu.launch import Sequences, TokenWindow, Window, Workspace, lane_budget, lane_groups
 from kda_core_cpu.states import PoolRows, States
 
 _RUN = 64
@@ -29,23 +32,66 @@ _RUN = 64
 _ROW_BUDGET = 1 << 19
 """Elements of one [lanes, tokens, K] operand when one run serves every token."""
 
+_WORTH_A_CALL = 1 << 16
+"""State elements of a sequence from which on its slot is updated where it lies, rather than gathered with others."""
+
 
 def recurrent_forward(request: Request) -> ForwardResult:
     """Run ``fused_recurrent_kda``."""
     pool = PoolRows.of(request)
-    run = max(1, min(_RUN, request.T))
-    sequences = Sequences.of(request, run, None if pool is None else pool.skip)
     states = States(request, pool)
-    o = empty_output(request, sequences)
+    o = empty_output(request)
     workspace, inputs = Workspace(request.compute_dtype), RowInputs(request)
+    step = TokenWindow.of(request)
+    if step is None:
+        _run_sequences(request, states, workspace, inputs, o)
+    else:
+        _run_step(step, states, workspace, inputs, o)
+    return ForwardResult(o=o, final_state=states.result)
+
+
+def _run_step(step: TokenWindow, states: States, workspace: Workspace, inputs: RowInputs, o: Tensor) -> None:
+    """One token for every sequence."""
+    request, pool = step.request, states.pool
+    rows = _load_rows(workspace, inputs, step)
+    live = [(0, request.N)]
+    if pool is not None and min(pool.slot) < 0:
+        live = list(_runs_of(slot >= 0 for slot in pool.slot))
+        rows.o.zero_()
+    for first, last in live:
+        whole = _Block(list(range(first, last)), [1] * (last - first), step.heads, first * request.HV)
+        for block in whole.cut(lane_budget(request), states):
+            block.begin(states, workspace)
+            block.walk(rows, states, workspace, 0)
+            block.end(states)
+    if request.N < request.B * request.T:
+        o.zero_()
+    step.store(rows.o, o)
+
+
+def _runs_of(flags: Iterable[bool]) -> Iterator[tuple[int, int]]:
+    """[first, last) of every run of true flags."""
+    position = 0
+    for flag, run in itertools.groupby(flags):
+        first, position = position, position + sum(1 for _ in run)
+        if flag:
+            yield first, position
+
+
+def _run_sequences(request: Request, states: States, workspace: Workspace, inputs: RowInputs, o: Tensor) -> None:
+    """Any number of tokens."""
+    run = max(1, min(_RUN, request.T))
+    sequences = Sequences.of(request, run, None if states.pool is None else states.pool.skipped)
+    if int(sequences.length.sum()) < request.B * request.T:
+        o.zero_()
     lanes = lane_budget(request)
-    # Decoding is bound by calls: one run prepares the rows of many blocks. A longer sequence keeps one block of
-    # states in cache from its first run to its last.
+    # One run prepares the rows of many blocks, because a block is bound by calls. A longer sequence keeps one block
+    # of states in cache from its first run to its last.
     group_lanes = max(lanes, _ROW_BUDGET // (run * max(request.K, request.V))) if request.T <= run else lanes
     for group in lane_groups(sequences, request, run, group_lanes):
         runs = len(group.alive)
-        whole = _Block(group, slice(0, len(group.ids)), group.heads)
-        blocks = whole.cut(lanes) if runs == 1 else [whole]
+        whole = _Block(group.ids.tolist(), sequences.length[group.ids].tolist(), group.heads, 0)
+        blocks = whole.cut(lanes, states) if runs == 1 else [whole]
         for i in range(runs):
             window = group.window(i, i + 1)
             rows = _load_rows(workspace, inputs, window)
@@ -59,7 +105,6 @@ def recurrent_forward(request: Request) -> ForwardResult:
         if runs == 0:
             whole.begin(states, workspace)
             whole.end(states)
-    return ForwardResult(o=o, final_state=states.result)
 
 
 @dataclass(frozen=True)
@@ -74,49 +119,55 @@ class _Rows:
     o: Tensor
 
 
-def _load_rows(workspace: Workspace, inputs: RowInputs, window: Window) -> _Rows:
+def _load_rows(workspace: Workspace, inputs: RowInputs, window: Window | TokenWindow) -> _Rows:
     """Prepare kq = (βk'⊙d, q'⊙d), k', d, βv and q'·k'; padding rows leave a state as it is."""
-    request, Z, run = inputs.request, window.Z, window.group.chunk
+    request, Z, run = inputs.request, window.Z, window.rows
     K, V = request.K, request.V
     kq, k = workspace("kq", Z, run, 2, K), workspace("k", Z, run, K)
-    inputs.load_unit(request.q, window, kq[:, :, 1])
-    kq[:, :, 1].mul_(request.scale)
+    bk, q = kq.unbind(2)
+    inputs.load_unit(request.q, window, q)
+    q.mul_(request.scale)
     inputs.load_unit(request.k, window, k)
     beta = inputs.load_beta(window, workspace("beta", Z, run, 1))
     d = inputs.load_decay(window, workspace("d", Z, run, K))
     bv = window.load(request.v, workspace("v", Z, run, V)).mul_(beta)
-    qk = torch.mul(kq[:, :, 1], k, out=workspace("products", Z, run, K)).sum(-1, keepdim=True)
-    torch.mul(k, beta, out=kq[:, :, 0])
+    qk = torch.mul(q, k, out=workspace("products", Z, run, K)).sum(-1, keepdim=True)
+    torch.mul(k, beta, out=bk)
     kq.mul_(d.unsqueeze(2))
     return _Rows(kq, k, d, bv, qk, workspace("o", Z, run, V))
 
 
 class _Block:
-    """Lanes of a group whose states are walked together: all heads of some sequences, or some heads of one.
+    """Lanes whose states are walked together: some heads of some sequences, the longest first.
 
     Args:
-        group: the group.
-        rows: its sequences, as positions within the group.
-        heads: its value heads.
+        ids: the sequences.
+        lengths: their tokens.
+        heads: the value heads.
+        lane: the first lane within the rows.
     """
 
-    def __init__(self, group: Group, rows: slice, heads: slice) -> None:
-        self.group, self.rows, self.heads = group, rows, heads
-        self.ids = group.ids[rows]
-        self.lengths = group.sequences.length[self.ids].tolist()
+    def __init__(self, ids: list[int], lengths: list[int], heads: slice, lane: int) -> None:
+        self.ids, self.lengths, self.heads, self.lane = ids, lengths, heads, lane
         self.n_heads = heads.stop - heads.start
         self.S: Tensor
         self.source: Tensor
         self.in_place = False
 
-    def cut(self, lanes: int) -> list[_Block]:
+    def cut(self, lanes: int, states: States) -> list[_Block]:
         """Blocks of about ``lanes`` lanes."""
         count = lanes // self.n_heads
-        if count >= 1:
-            starts = range(0, self.rows.stop, count)
-            return [_Block(self.group, slice(i, min(i + count, self.rows.stop)), self.heads) for i in starts]
-        heads = [slice(h, min(h + lanes, self.heads.stop)) for h in range(self.heads.start, self.heads.stop, lanes)]
-        return [_Block(self.group, slice(i, i + 1), part) for i in range(self.rows.stop) for part in heads]
+        if count > 1 and self.n_heads * math.prod(states.shape) >= _WORTH_A_CALL:
+            count = count if states.in_place(self.ids, self.heads) is not None else 1
+        if count >= len(self.ids):
+            return [self]
+        blocks = []
+        for i in range(0, len(self.ids), max(1, count)):
+            ids, lengths = self.ids[i : i + max(1, count)], self.lengths[i : i + max(1, count)]
+            for h in range(0, self.n_heads, lanes):
+                heads = slice(self.heads.start + h, min(self.heads.start + h + lanes, self.heads.stop))
+                blocks.append(_Block(ids, lengths, heads, self.lane + i * self.n_heads + h))
+        return blocks
 
     def begin(self, states: States, workspace: Workspace) -> None:
         """Find S, where the states will be, and ``source``, where they are read before the first token."""
@@ -125,14 +176,14 @@ class _Block:
         self.S = workspace("S", len(self.ids) * self.n_heads, *states.shape) if home is None else home
         source = states.source(self.ids, self.heads)
         self.source = self.S
-        # Lanes without a token have no first token to read their state.
-        live = sum(length > 0 for length in self.lengths) * self.n_heads
         if source is None:
             self.S.zero_()
         elif source.dtype != self.S.dtype:
             self.S.copy_(source)
         elif source.data_ptr() != self.S.data_ptr():
             self.source = source
+            # Lanes without a token have no first token to read their state.
+            live = sum(length > 0 for length in self.lengths) * self.n_heads
             self.S[live:].copy_(source[live:])
 
     def end(self, states: States) -> None:
@@ -142,20 +193,29 @@ class _Block:
 
     def walk(self, rows: _Rows, states: States, workspace: Workspace, first: int) -> None:
         """Advance the states through the run of tokens from token ``first`` on and fill the block's part of rows.o."""
-        offset = self.rows.start * self.group.n_heads + self.heads.start - self.group.heads.start
-        per_token = [x[offset:].unbind(1) for x in (rows.kq, rows.k.unsqueeze(-1), rows.d.unsqueeze(-1), rows.bv)]
-        qk, o = rows.qk[offset:].unbind(1), rows.o[offset:].unbind(1)
-        n = len(self.lengths)
-        for t, (kq, k, d, bv) in enumerate(zip(*per_token, strict=True)):
+        n, V = len(self.lengths), self.S.shape[-1]
+        lanes, S, source = n * self.n_heads, self.S, self.source
+        kqs, ks, ds, bvs, qks, os = (
+            x[self.lane : self.lane + lanes].unbind(1)
+            for x in (rows.kq, rows.k.unsqueeze(-1), rows.d.unsqueeze(-1), rows.bv, rows.qk, rows.o)
+        )
+        y, u = workspace("y", lanes, 2, V), workspace("u", lanes, 1, V)
+        for t in range(len(kqs)):
             while n and self.lengths[n - 1] <= first + t:
                 n -= 1
             if n == 0:
                 break
-            lanes = n * self.n_heads
-            S = self.S[:lanes]
-            y = torch.bmm(kq[:lanes], self.source[:lanes], out=workspace("y", lanes, 2, S.shape[-1]))
-            u = torch.sub(bv[:lanes], y[:, 0], out=workspace("u", lanes, S.shape[-1]))
-            torch.addcmul(y[:, 1], qk[t][:lanes], u, out=o[t][:lanes])
-            torch.mul(self.source[:lanes], d[:lanes], out=S).addcmul_(k[:lanes], u.unsqueeze(1))
-            self.source = self.S
+            kq, k, d, bv, qk, o = kqs[t], ks[t], ds[t], bvs[t], qks[t], os[t]
+            if n * self.n_heads < lanes:
+                # The shortest sequences have ended: their lanes are the last.
+                lanes = n * self.n_heads
+                S, source, y, u = S[:lanes], source[:lanes], y[:lanes], u[:lanes]
+            if lanes < len(kq):
+                kq, k, d, bv, qk, o = (x[:lanes] for x in (kq, k, d, bv, qk, o))
+            torch.bmm(kq, source, out=y)
+            torch.sub(bv, y[:, 0], out=u[:, 0])
+            torch.addcmul(y[:, 1], qk, u[:, 0], out=o)
+            torch.mul(source, d, out=S).addcmul_(k, u)
+            source = S
             states.write_token(self.ids[:n], self.heads, S, first + t)
+        self.source = self.S

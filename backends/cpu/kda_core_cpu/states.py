@@ -19,14 +19,13 @@ class PoolRows:
     """Which slots of the pool the sequences use; the core has checked their values.
 
     Attributes:
-        slot: [N] slot that is read first, and written last when there is no table.
-        skip: [N] sequences that touch no slot and whose output is zero.
-        table: [N, 1+S] slot to write after each token, negative for none; or None.
+        slot: [N] slot that is read first, and written last when there is no table; -1: the sequence is skipped,
+            touches no slot and has zero output.
+        table: [N][1+S] slot to write after each token, -1 for none; or None.
     """
 
-    slot: Tensor
-    skip: Tensor
-    table: Tensor | None = None
+    slot: list[int]
+    table: list[list[int]] | None = None
 
     @classmethod
     def of(cls, request: Request) -> PoolRows | None:
@@ -34,15 +33,21 @@ class PoolRows:
         if not request.inplace_final_state:
             return None
         if request.ssm_state_indices is None:
-            slot = torch.arange(request.N)
-            return cls(slot, slot < 0)
-        table = request.ssm_state_indices.long().reshape(request.N, -1)
-        table = table.masked_fill(table == request.pad_slot_id, -1)
-        first = torch.zeros(request.N, 1, dtype=torch.long)
-        if request.num_accepted_tokens is not None:
-            first += request.num_accepted_tokens[:, None] - 1
-        slot = table.gather(1, first).squeeze(1)
-        return cls(slot, slot < 0, table if table.shape[1] > 1 else None)
+            return cls(list(range(request.N)))
+        pad = request.pad_slot_id
+        rows = request.ssm_state_indices.reshape(request.N, -1).tolist()
+        table = [[-1 if slot < 0 or slot == pad else slot for slot in row] for row in rows]
+        if request.num_accepted_tokens is None:
+            first = [row[0] for row in table]
+        else:
+            first = [row[count - 1] for row, count in zip(table, request.num_accepted_tokens.tolist(), strict=True)]
+        every_token = request.ssm_state_indices.dim() == 2 and request.ssm_state_indices.shape[1] > 1
+        return cls(first, table if every_token else None)
+
+    @property
+    def skipped(self) -> Tensor | None:
+        """[N] bool, or None when no sequence is skipped."""
+        return torch.tensor(self.slot) < 0 if min(self.slot, default=0) < 0 else None
 
 
 class States:
@@ -60,61 +65,61 @@ class States:
             self.result = torch.empty(request.state_shape, dtype=request.state_dtype)
             self.home = key_first(self.result, request)
 
-    def read(self, ids: Tensor, heads: slice, into: Tensor) -> Tensor:
+    def read(self, ids: list[int], heads: slice, into: Tensor) -> Tensor:
         """Copy the states before the first token of sequences ``ids`` to ``into``."""
         source = self.source(ids, heads)
         return into.zero_() if source is None else into.copy_(source)
 
-    def source(self, ids: Tensor, heads: slice) -> Tensor | None:
+    def source(self, ids: list[int], heads: slice) -> Tensor | None:
         """The states before the first token as stored, maybe a view; None when they are zero."""
         if self.initial is None:
             return None
         index = self._index(ids)
         view = _view(self.initial, index, heads)
-        return self.initial[index, heads].flatten(0, 1) if view is None else view
+        return self.initial[torch.tensor(index), heads].flatten(0, 1) if view is None else view
 
-    def in_place(self, ids: Tensor, heads: slice) -> Tensor | None:
+    def in_place(self, ids: list[int], heads: slice) -> Tensor | None:
         """A view of where the last states of ``ids`` belong, if there is one in the compute dtype."""
         if self.home is None or self.home.dtype != self.dtype or self._every_token:
             return None
         return _view(self.home, self._index(ids), heads)
 
-    def write(self, ids: Tensor, heads: slice, states: Tensor) -> None:
+    def write(self, ids: list[int], heads: slice, states: Tensor) -> None:
         """Store the states after the last token."""
         if self.home is not None and not self._every_token:
             self._put(self._index(ids), heads, states)
 
-    def write_token(self, ids: Tensor, heads: slice, states: Tensor, token: int) -> None:
+    def write_token(self, ids: list[int], heads: slice, states: Tensor, token: int) -> None:
         """Store the states after token number ``token`` in its slots; does nothing unless every token has one."""
         if not self._every_token:
             return
-        slots = self.pool.table[ids, token]
-        if bool((slots < 0).any()):
-            kept = (slots >= 0).nonzero().squeeze(1)
-            slots, states = slots[kept], states.unflatten(0, (len(ids), -1))[kept].flatten(0, 1)
-        self._put(slots, heads, states)
+        slots = [self.pool.table[i][token] for i in ids]
+        kept = [i for i, slot in enumerate(slots) if slot >= 0]
+        if len(kept) < len(slots):
+            states = states.unflatten(0, (len(ids), -1))[kept].flatten(0, 1)
+        self._put([slots[i] for i in kept], heads, states)
 
-    def _index(self, ids: Tensor) -> Tensor:
-        return ids if self.pool is None else self.pool.slot[ids]
+    def _index(self, ids: list[int]) -> list[int]:
+        return ids if self.pool is None else [self.pool.slot[i] for i in ids]
 
-    def _put(self, index: Tensor, heads: slice, states: Tensor) -> None:
-        if len(index) == 0:
+    def _put(self, index: list[int], heads: slice, states: Tensor) -> None:
+        if not index:
             return
         view = _view(self.home, index, heads)
         if view is None:
-            self.home[index, heads] = states.unflatten(0, (len(index), -1)).to(self.home.dtype)
+            self.home[torch.tensor(index), heads] = states.unflatten(0, (len(index), -1)).to(self.home.dtype)
         else:
             view.copy_(states)
 
 
-def _view(states: Tensor, index: Tensor, heads: slice) -> Tensor | None:
+def _view(states: Tensor, index: list[int], heads: slice) -> Tensor | None:
     """``states[index, heads]`` as [lanes, K, V] without a copy, or None where strides forbid it."""
-    first, n = int(index[0]), len(index)
+    first, n = index[0], len(index)
     if n == 1:
         return states[first, heads]
     HV = states.shape[1]
     whole = heads.stop - heads.start == HV and states.stride(0) == HV * states.stride(1)
-    if not whole or not bool((index == torch.arange(first, first + n)).all()):
+    if not whole or index != list(range(first, first + n)):
         return None
     return states[first : first + n].flatten(0, 1)
 
