@@ -5,6 +5,7 @@ Exit status: 0 when all is well, 1 when a call is not served or a check fails, 2
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import time
@@ -231,30 +232,29 @@ def verify(backend: BackendName = None, device: DeviceName = None, as_json: AsJs
         _fail(str(error), EXIT_NOT_SERVED)
     except ValueError as error:
         _fail(str(error), cli.EXIT_BAD_ARGUMENTS)
-    checked = [row for name in names for row in rows[name]]
-    failed = sum(not row.passed for row in checked)
+    compared = [row for name in names for row in rows[name] if row.output]
+    failed = sum(not row.passed for name in names for row in rows[name])
     if as_json:
-        _print_json({"device": str(where), "backends": {n: [_row(r) for r in rows[n]] for n in names}})
+        found = {name: [dataclasses.asdict(row) for row in rows[name]] for name in names}
+        _print_json({"device": str(where), "passed": bool(compared) and not failed, "backends": found})
     else:
         for name in names:
-            _print_table(
-                f"{name} on {where}, against the float64 oracle",
-                ("case", "output", "error", "budget", "verdict"),
-                [(r.case, r.output, f"{r.error:.1e}", f"{r.budget:.1e}", _verdict(r)) for r in rows[name]],
-            )
+            title = f"{name} on {where}, against the float64 oracle"
+            columns = ("case", "output", "error", "budget", "used", "verdict")
+            _print_table(title, columns, map(_verdict_row, rows[name]))
         seconds = time.perf_counter() - started
-        typer.echo(f"{len(checked) - failed} of {len(checked)} outputs within their budgets, in {seconds:.1f} s")
+        typer.echo(f"{len(compared)} outputs compared, {failed} failures, in {seconds:.1f} s")
     # A check that compared nothing has shown nothing.
-    if failed or not checked:
+    if failed or not compared:
         raise typer.Exit(EXIT_NOT_SERVED)
 
 
-def _row(row: Any) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in ("case", "output", "error", "budget", "passed")}
-
-
-def _verdict(row: Any) -> str:
-    return "passed" if row.passed else "FAILED"
+def _verdict_row(row: Any) -> tuple[str, ...]:
+    verdict = "passed" if row.passed else "FAILED"
+    if not row.output:
+        return (row.case, row.note, "", "", "", "refused" if row.passed else verdict)
+    # The share is that of the worse of two errors, of which the relative one is shown.
+    return (row.case, row.output, f"{row.error:.1e}", f"{row.budget:.1e}", f"{row.share:.0%}", verdict)
 
 
 def _to_verify(name: str | None, device: str | None) -> tuple[list[str], torch.device]:
