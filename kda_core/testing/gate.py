@@ -112,7 +112,9 @@ def _by_head(name: str, t: Tensor, g: Tensor) -> Tensor:
     return t.reshape(g.shape[-2:]) if name == "ddt_bias" else t
 
 
-def _call(there: dict[str, Tensor], bound: float | None, subject: Subject, cotangent: Tensor | None) -> dict[str, Tensor]:
+def _call(
+    there: dict[str, Tensor], bound: float | None, subject: Subject, cotangent: Tensor | None
+) -> dict[str, Tensor]:
     y = kda_core.kda_gate(**there, lower_bound=bound, backend=subject.name)
     results = {"gate": y.detach().cpu()}
     if cotangent is not None:

@@ -122,12 +122,13 @@ class BackendReport:
             yield "  largest error as a share of its budget (slack aside):"
         for (output, dtype), e in sorted(self.worst.items()):
             yield (
-                f"    {output:<14} {dtype:<9} {e['share']:5.2f}  frobenius {e['frobenius']:.1e} of "
-                f"{e['budget_frobenius']:.1e}, worst row {e['worst_row']:.1e} of {e['budget_worst_row']:.1e}  ({e['case']})"
+                f"    {output:<14} {dtype:<9} {e['share']:5.2f}  "
+                f"frobenius {e['frobenius']:.1e} of {e['budget_frobenius']:.1e}, "
+                f"worst row {e['worst_row']:.1e} of {e['budget_worst_row']:.1e}  ({e['case']})"
             )
-        for slack in self.slack_used():
-            dtype = slack["dtype"] or "any dtype"
-            yield f"  slack: {slack['output']} {dtype} x{slack['factor']:g}, used {slack['used']:.2f}: {slack['reason']}"
+        for s in self.slack_used():
+            dtype = s["dtype"] or "any dtype"
+            yield f"  slack: {s['output']} {dtype} x{s['factor']:g}, used {s['used']:.2f}: {s['reason']}"
         for name in self.never_served():
             yield f"  FAILED: declares {name}, and turned down every call that needs it"
 

@@ -233,9 +233,7 @@ def sample(r: Request, noise: Noise, samples: int, grads: dict[str, Tensor], rou
         o, states = _forward(r, x, noise)
         bounds = reference.sequence_bounds(r)
         final = torch.stack([states[_chunks(e - s, r.chunk_size)][:, n] for n, (_, s, e) in enumerate(bounds)], 1)
-        at_chunks = [
-            states[i][:, n] for n, (_, s, e) in enumerate(bounds) for i in range(_chunks(e - s, r.chunk_size))
-        ]
+        at_chunks = [states[i][:, n] for n, (_, s, e) in enumerate(bounds) for i in range(_chunks(e - s, r.chunk_size))]
         h = torch.stack(at_chunks, 1).unflatten(1, (r.B, -1)) if at_chunks else None
         if r.state_v_first:
             final, h = final.mT, h if h is None else h.mT

@@ -6,7 +6,7 @@ declared reason, and ends in ``Refused``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +77,15 @@ class Record:
     features: list[str]
     name: str
     errors: list[dict[str, Any]] = field(default_factory=list)
+
+
+def refusal_of(action: Callable[[], object]) -> Refused | None:
+    """Do something with a backend, and answer its refusal, if it refuses, rather than raise it."""
+    try:
+        action()
+    except Refused as refusal:
+        return refusal
+    return None
 
 
 def undeclared(info: BackendInfo, r: Request) -> list[str]:

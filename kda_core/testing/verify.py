@@ -53,8 +53,9 @@ def run(backend: str, device: torch.device | None = None) -> list[Row]:
         BackendNotFound, BrokenBackend: no such backend can be used.
         UnsupportedCall: it cannot run here.
     """
-    target = find_target(backend) if device is None else Target(backend, device)
-    subject = Subject(target)
+    # A device without an index becomes the current one's.
+    there = None if device is None else torch.empty(0, device=device).device
+    subject = Subject(find_target(backend) if there is None else Target(backend, there))
     return [row for case in select("verify") for row in _rows(subject, case.call())]
 
 

@@ -47,7 +47,7 @@ def test_transposed_inputs(kda):
 
 
 @requires(Feature.CHUNK, Feature.ODD_HEAD_DIMS)
-@pytest.mark.parametrize("K,V", [(60, 60), (17, 33), (100, 50)])
+@pytest.mark.parametrize(("K", "V"), [(60, 60), (17, 33), (100, 50)])
 def test_reads_stay_inside(kda, K: int, V: int):
     """FAILURES 16: head dimensions that are no power of two, with NaN in the memory round every input."""
     kda.check(Case(name=f"inside {K} {V}", B=2, T=70, K=K, V=V).call())

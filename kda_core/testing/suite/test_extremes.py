@@ -57,7 +57,9 @@ def test_repeating_keys_negative_eigenvalues(kda, keys: Keys):
 @requires(Feature.CHUNK, Feature.BACKWARD)
 def test_repeating_keys_backward(kda):
     """FAILURES 5: gradients, too."""
-    case = Case(name="key gradients", T=70, K=16, keys="equal", decay="none", beta=1.0, final_state=False, backward=True)
+    case = Case(
+        name="key gradients", T=70, K=16, keys="equal", decay="none", beta=1.0, final_state=False, backward=True
+    )
     kda.check(case.call())
 
 

@@ -23,7 +23,7 @@ FUNCTIONS = pytest.mark.parametrize(
 
 def _call(op: str, T: int, N: int = 3, **fields) -> Call:
     """N sequences of T tokens: a dense batch for decoding, packed ones for prefill."""
-    name = f"pool {op} {sorted(map(str, fields.items()))}"
+    name = " ".join(["pool", op, *sorted(fields)])
     layout = {"T": N * T, "lengths": (T,) * N} if op == "chunk_kda" else {"T": T, "B": N}
     return Case(name=name, op=op, **({"state": FP32} | layout | fields)).call()
 
@@ -60,7 +60,7 @@ def test_pool_all_in_kernel(kda, op: str, T: int):
 
 @FUNCTIONS
 def test_pool_skips_padding(kda, op: str, T: int):
-    """FAILURES 8: indices [-1, 3, -1]: no other slot changes, least of all the last; the skipped rows' output is zero."""
+    """FAILURES 8: indices [-1, 3, -1]: no other slot changes, least of all the last; skipped rows are zero."""
     call = _call(op, T).in_pool(_indices(-1, 3, -1), 6)
     results = kda.check(call)
     o = results["o"].reshape(3, T, *results["o"].shape[2:])

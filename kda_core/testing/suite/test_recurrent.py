@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -129,7 +131,5 @@ def test_recurrent_advances_the_initial_state_in_place(kda):
 @requires(Feature.RECURRENT, Feature.STRIDED_INPUT)
 def test_recurrent_strided(kda, name: str):
     """FAILURES 10, 26: every input as a slice of a wider tensor."""
-    from dataclasses import replace
-
     call = Case(name="strided step", op=R, B=3, T=2, state=FP32).call()
     kda.check(replace(call, strided=frozenset({name, "q"})))

@@ -16,7 +16,7 @@ LAYOUTS = pytest.mark.parametrize("v_first", [False, True], ids=["K first", "V f
 
 @requires(Feature.CHUNK, Feature.INITIAL_STATE, Feature.FINAL_STATE)
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("K,V", [(32, 32), (32, 64)], ids=["square", "K below V"])
+@pytest.mark.parametrize(("K", "V"), [(32, 32), (32, 64)], ids=["square", "K below V"])
 @LAYOUTS
 def test_state(kda, v_first: bool, K: int, V: int, dtype: torch.dtype):
     """Both layouts and dtypes; with K = V a mix-up of the layouts is right in shape and wrong in value."""
