@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import math
 import time
 from collections.abc import Iterable
 from typing import Annotated, Any, NoReturn
@@ -58,7 +59,7 @@ DeviceName = Annotated[str | None, typer.Option(help="A torch device; the best o
 
 
 def _print_json(data: Any) -> None:
-    typer.echo(json.dumps(data, indent=2))
+    typer.echo(json.dumps(data, indent=2, allow_nan=False))
 
 
 def _print_table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
@@ -235,7 +236,7 @@ def verify(backend: BackendName = None, device: DeviceName = None, as_json: AsJs
     compared = [row for name in names for row in rows[name] if row.output]
     failed = sum(not row.passed for name in names for row in rows[name])
     if as_json:
-        found = {name: [dataclasses.asdict(row) for row in rows[name]] for name in names}
+        found = {name: [_json_row(row) for row in rows[name]] for name in names}
         _print_json({"device": str(where), "passed": bool(compared) and not failed, "backends": found})
     else:
         for name in names:
@@ -247,6 +248,12 @@ def verify(backend: BackendName = None, device: DeviceName = None, as_json: AsJs
     # A check that compared nothing has shown nothing.
     if failed or not compared:
         raise typer.Exit(EXIT_NOT_SERVED)
+
+
+def _json_row(row: Any) -> dict[str, Any]:
+    # JSON has no infinity, which is the error of a result that is not finite.
+    fields = dataclasses.asdict(row)
+    return {n: None if isinstance(x, float) and not math.isfinite(x) else x for n, x in fields.items()}
 
 
 def _verdict_row(row: Any) -> tuple[str, ...]:

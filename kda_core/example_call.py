@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import warnings
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kda_core import checks
+from kda_core.reference import DIFFERENTIABLE
 
 DATA_DTYPES = {str(d).removeprefix("torch."): d for d in checks.DATA_DTYPES}
 DATA = ("q", "k", "v", "g", "beta")
-DIFFERENTIABLE = (*DATA, "A_log", "dt_bias", "initial_state")
 TENSORS = (*DIFFERENTIABLE, "cu_seqlens", "cu_seqlens_cpu", "ssm_state_indices", "num_accepted_tokens", "out")
 """Arguments of the public functions that are tensors."""
 
@@ -97,7 +96,7 @@ def _tensors(shape: CallShape, v_first: bool) -> dict[str, Tensor]:
         wider = tensor(*size[:-1], 2 * size[-1], dtype=data)
         return torch.empty_strided(size, wider.stride(), dtype=data, device=shape.device)
 
-    with _fake_tensors():
+    with FakeTensorMode():
         made = {
             "q": activation(B, T, H, K),
             "k": activation(B, T, H, K),
@@ -117,14 +116,6 @@ def _tensors(shape: CallShape, v_first: bool) -> dict[str, Tensor]:
         for name in DIFFERENTIABLE:
             made[name].requires_grad_(shape.backward)
     return made
-
-
-def _fake_tensors() -> AbstractContextManager[Any]:
-    with warnings.catch_warnings():
-        # torch looks for NumPy here, which nothing of this needs.
-        warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-        from torch._subclasses.fake_tensor import FakeTensorMode
-    return FakeTensorMode()
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -21,23 +22,26 @@ from kda_core.example_call import TENSORS
 from kda_core.hookspecs import CONTRACT_VERSION, hookimpl
 from kda_core.plugins import registry
 from kda_core.request import ForwardResult
+from kda_core.testing import verify
+from kda_core.testing.cases import named
 
 AVAILABLE = Available("a detail")
+HOOKS_MISSING = {Feature.BACKWARD, Feature.RECURRENT_BACKWARD, Feature.GATE, Feature.GATE_BACKWARD}
 
 
 class Toy:
     """A backend that accepts everything by default and remembers what it was asked about."""
 
-    def __init__(self, name="toy", availability=AVAILABLE, value=0.0):
-        self.name, self.answer, self.value = name, availability, value
+    def __init__(self, availability=AVAILABLE, features=None, value=0.0, with_state=False):
+        self.answer, self.value, self.with_state = availability, value, with_state
+        self.features = frozenset(Feature) - HOOKS_MISSING if features is None else frozenset(features)
         self.asked = []
 
     @hookimpl
     def kda_core_backend(self):
         every = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
-        hooks_missing = {Feature.BACKWARD, Feature.RECURRENT_BACKWARD, Feature.GATE, Feature.GATE_BACKWARD}
-        capabilities = Capabilities(frozenset(Feature) - hooks_missing, every)
-        return BackendInfo(self.name, "1.2", SpecifierSet("~=1.0"), ("cpu",), None, capabilities, summary="a toy")
+        capabilities = Capabilities(self.features, every)
+        return BackendInfo("toy", "1.2", SpecifierSet("~=1.0"), ("cpu",), None, capabilities, summary="a toy")
 
     @hookimpl
     def kda_core_availability(self, device):
@@ -51,11 +55,14 @@ class Toy:
 
     @hookimpl
     def kda_core_chunk_forward(self, request):
-        return ForwardResult(torch.full_like(request.v, self.value))
+        final_state = None
+        if self.with_state:
+            final_state = torch.full(request.state_shape, self.value, dtype=request.state_dtype)
+        return ForwardResult(torch.full_like(request.v, self.value), final_state)
 
     @hookimpl
     def kda_core_recurrent_forward(self, request):
-        return ForwardResult(torch.full_like(request.v, self.value))
+        return self.kda_core_chunk_forward(request)
 
 
 @contextmanager
@@ -66,7 +73,7 @@ def installed(toy):
     try:
         yield toy
     finally:
-        registry.unregister(toy.name)
+        registry.unregister("toy")
 
 
 def run(*arguments):
@@ -112,18 +119,18 @@ def test_info_names_wheels_that_are_not_installed(monkeypatch):
     assert "not installed" in run("info").stdout
 
 
-def test_info_shows_a_broken_backend_with_its_reason():
+class Hookless(Toy):
+    kda_core_chunk_forward = None
+
+
+def test_info_shows_a_broken_backend_with_its_reason(monkeypatch):
     registry.load()
-    # No hook but this one.
-    broken = type("Broken", (), {"kda_core_backend": Toy.kda_core_backend, "name": "broken-toy"})()
-    assert registry.register(broken).state == "broken"
-    try:
-        (found,) = (b for b in run_json("info")["backends"] if b["name"] == "broken-toy")
-        assert found["state"] == "broken"
-        assert "missing hooks" in found["reason"]
-        assert "kda_core_chunk_forward" in found["reason"]
-    finally:
-        registry._ledger[:] = [e for e in registry._ledger if e.name != "broken-toy"]
+    monkeypatch.setattr(registry, "_ledger", list(registry.ledger))
+    assert registry.register(Hookless()).state == "broken"
+    (found,) = (b for b in run_json("info")["backends"] if b["name"] == "toy")
+    assert found["state"] == "broken"
+    assert found["reason"] == "missing hooks: kda_core_chunk_forward"
+    assert found["availability"] == []
 
 
 @pytest.mark.parametrize(
@@ -265,6 +272,62 @@ def test_explain_of_a_device_that_torch_was_not_built_for_answers():
     )
     assert child.returncode in (0, 1), child.stderr
     assert json.loads(child.stdout)["op"] == "chunk_kda"
+
+
+@pytest.fixture
+def quick_cases(monkeypatch):
+    monkeypatch.setattr(verify, "select", lambda tag: [named("one token"), named("K 60 V 36")])
+
+
+def test_verify_compares_with_the_oracle(quick_cases):
+    result = run("verify", "--backend", "reference")
+    assert result.exit_code == 0, result.output
+    assert "reference on cpu" in result.stdout
+    assert "4 outputs compared, 0 failures" in result.stdout
+    found = run_json("verify", "--backend", "reference")
+    assert found["passed"] is True
+    assert [row["output"] for row in found["backends"]["reference"]] == ["o", "final_state"] * 2
+    assert all(row["error"] <= row["budget"] for row in found["backends"]["reference"])
+
+
+@pytest.mark.parametrize("value", [0.0, math.nan])
+def test_verify_exits_with_1_when_a_result_is_wrong(quick_cases, value):
+    with installed(Toy(value=value, with_state=True)):
+        result, found = run("verify", "--backend", "toy"), run_json("verify", "--backend", "toy")
+    assert result.exit_code == 1
+    assert "FAILED" in result.stdout
+    assert found["passed"] is False
+    assert not any(row["passed"] for row in found["backends"]["toy"] if row["output"] == "o")
+
+
+def test_verify_exits_with_1_when_the_contract_is_broken(quick_cases, monkeypatch):
+    """A final state was asked for and does not come."""
+    monkeypatch.setenv("COLUMNS", "200")
+    with installed(Toy()):
+        result = run("verify", "--backend", "toy")
+    assert result.exit_code == 1
+    assert "expected o, final_state" in result.stdout
+
+
+def test_verify_that_compared_nothing_has_not_passed(quick_cases):
+    with installed(Toy(features=())):
+        result = run("verify", "--backend", "toy")
+    assert result.exit_code == 1
+    assert "0 outputs compared, 0 failures" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (("--backend", "nochip"), 1, "backend 'nochip' is not installed"),
+        (("--backend", "reference", "--device", "meta"), 1, "serves tensors on cpu, not on meta"),
+        (("--device", "abacus"), 2, "--device"),
+    ],
+)
+def test_verify_says_why_it_cannot_run(arguments, status, message):
+    result = run("verify", *arguments)
+    assert result.exit_code == status
+    assert message in result.output
 
 
 @pytest.mark.parametrize("package", ["typer", "rich"])
