@@ -26,10 +26,10 @@ class ModelConfig:
     """
 
     dim: int = 128
-    layers: int = 3
+    layers: int = 2
     heads: int = 2
     head_dim: int = 64
-    mlp_dim: int = 352
+    mlp_dim: int = 384
 
 
 class SwiGLU(nn.Module):

@@ -112,5 +112,6 @@ class KimiDeltaAttention(nn.Module):
             # A copy: a view would keep the projections of the whole prompt alive.
             cache.state, cache.conv = state, conv.clone()
 
-        gated = self.norm(o) * torch.sigmoid(self.output_gate(x)).unflatten(-1, (self.heads, -1))
+        normed = self.norm(o.to(self.norm.weight.dtype))  # under autocast o has half precision
+        gated = normed * torch.sigmoid(self.output_gate(x)).unflatten(-1, (self.heads, -1))
         return self.out(gated.flatten(-2))

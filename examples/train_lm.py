@@ -28,7 +28,7 @@ from training import ExampleError, Text, Trainer, TrainingConfig, python_help_te
 
 import kda_core
 
-VALIDATIONS = 8
+VALIDATIONS = 9
 VALIDATION_WINDOWS = 32
 
 console = Console(highlight=False)

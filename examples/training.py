@@ -39,8 +39,8 @@ class TrainingConfig:
         seed: of the weights and of the windows' places.
     """
 
-    steps: int = 400
-    batch_size: int = 16
+    steps: int = 900
+    batch_size: int = 4
     context: int = 256
     learning_rate: float = 3e-3
     seed: int = 0

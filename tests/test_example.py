@@ -49,6 +49,18 @@ def test_prefill_and_decoding_equal_the_whole_text_at_once():
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
+def test_the_model_runs_in_half_precision_autocast():
+    """As on an accelerator: q, k, v and the gates reach the operator in bfloat16, the loss hardly changes."""
+    model = tiny_model()
+    tokens = torch.randint(256, (2, 100), generator=torch.Generator().manual_seed(1))
+    expected = model(tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = model(tokens)
+    assert actual.dtype == torch.bfloat16
+    # A few roundings in a row, of 2^-8 each.
+    assert (actual - expected).norm() < 8 * torch.finfo(torch.bfloat16).eps / 2 * expected.norm()
+
+
 def test_generation_takes_the_likeliest_byte_of_the_whole_text_at_temperature_zero():
     model = tiny_model().double()
     prompt = b"The text so far"
