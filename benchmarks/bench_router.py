@@ -179,8 +179,14 @@ def import_ms(processes: int) -> list[float]:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     found = []
     for i in range(processes + 1):
+        # Not in the checkout, whose kda_core would be taken instead of the installed one.
         child = subprocess.run(
-            [sys.executable, "-c", IMPORT_SCRIPT], env=environment, capture_output=True, text=True, check=True
+            [sys.executable, "-c", IMPORT_SCRIPT],
+            cwd=Path(__file__).parent,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         if i:
             found.append(float(child.stdout) * 1e3)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
@@ -267,9 +268,9 @@ def test_explain_of_a_call_of_any_size_takes_no_memory():
 def test_explain_of_a_device_that_torch_was_not_built_for_answers():
     """In a process of its own: autograd on such a device ends it."""
     options = "--device cuda --strided --backward --use-gate-in-kernel --dt-bias --initial-state --json"
-    child = subprocess.run(
-        [sys.executable, "-m", "kda_core", "explain", *options.split()], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-m", "kda_core", "explain", *options.split()]
+    # Not in the checkout, whose kda_core would be taken instead of the installed one.
+    child = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     assert child.returncode in (0, 1), child.stderr
     assert json.loads(child.stdout)["op"] == "chunk_kda"
 

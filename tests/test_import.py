@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+HERE = Path(__file__).parent
 NOT_FOR_THE_CORE = ("hypothesis", "matplotlib", "pytest", "rich", "transformers", "triton", "typer")
 
 # Prints the top-level modules that a statement loads beyond those of torch, and whether a device was started.
@@ -26,7 +28,8 @@ kda_core.chunk_kda(q, q, q, q, torch.zeros(1, 2, 1), backend="reference")
 
 
 def last_line(program: str) -> str:
-    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    # Not in the checkout, whose kda_core would be taken instead of the installed one.
+    child = subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stderr
     return child.stdout.splitlines()[-1]
 
