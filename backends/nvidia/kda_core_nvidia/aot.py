@@ -24,6 +24,8 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kda_core_nvidia.launch import Launcher
+
 SPILL_LIMIT = 64
 """Bytes of stack that a thread may use: a few registers saved around a loop cost nothing that can be measured."""
 
@@ -56,23 +58,32 @@ class _Recorder:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def record(*args: Any, **kwargs: Any) -> None:
-            self.launches.append(Launch(self.kernel, dict(zip(self.kernel.arg_names, args, strict=False)) | kwargs))
+            named = zip(self.kernel.arg_names, args, strict=False)
+            self.launches.append(Launch(self.kernel, dict(named) | kwargs))
 
         return record
 
 
 @contextmanager
 def recorded(*modules: Any) -> Iterator[list[Launch]]:
-    """Replace every kernel that ``modules`` launch by a recorder."""
+    """Record what ``modules`` launch, whether kernels are called directly or through a Launcher."""
     launches: list[Launch] = []
-    replaced = [(m, n, f) for m in modules for n, f in vars(m).items() if isinstance(f, JITFunction)]
-    for module, name, kernel in replaced:
-        setattr(module, name, _Recorder(kernel, launches))
+    replaced = [(m, n, x) for m in modules for n, x in vars(m).items() if isinstance(x, (JITFunction, Launcher))]
+    for module, name, x in replaced:
+        if isinstance(x, Launcher):
+            recorder = _Recorder(x.kernel, launches)
+
+            def launch(grid, arguments, constants, num_warps, recorder=recorder):
+                recorder[grid](*arguments, **constants, num_warps=num_warps)
+
+            setattr(module, name, launch)
+        else:
+            setattr(module, name, _Recorder(x, launches))
     try:
         yield launches
     finally:
-        for module, name, kernel in replaced:
-            setattr(module, name, kernel)
+        for module, name, x in replaced:
+            setattr(module, name, x)
 
 
 def source(launch: Launch) -> tuple[ASTSource, dict[str, int]]:

@@ -9,14 +9,18 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kda_core.request import ForwardResult, Request
-from kda_core_nvidia.launch import chip, dot_widths, on_device, prepare_config, recurrence_config
+from kda_core_nvidia.launch import Launcher, chip, dot_widths, on_device, prepare_config, recurrence_config
 from kda_core_nvidia.layout import CHUNK, padded, slots
 from kda_core_nvidia.prepare import prepare
 from kda_core_nvidia.recurrence import recurrence
 
 _NO_STRIDES = (0, 0, 0, 0)
+
+_prepare = Launcher(prepare)
+_recurrence = Launcher(recurrence)
 
 
 class Prepared(NamedTuple):
@@ -31,7 +35,12 @@ class Prepared(NamedTuple):
 
 def rows_contiguous(x: Tensor) -> Tensor:
     """``x``, copied only when its last dimension is not contiguous (the kernels take every other stride)."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    return x if _writable(x) else x.contiguous()
+
+
+def _writable(x: Tensor) -> bool:
+    """Whether the kernels can write to ``x`` themselves: its last dimension is contiguous."""
+    return x.stride(-1) == 1 or x.shape[-1] == 1
 
 
 def _dense(x: Tensor | None) -> Tensor | None:
@@ -85,7 +94,7 @@ def run_prepare(request: Request, o: Tensor, save: bool = False) -> Prepared:
     gate = gate_kind(request)
     unit = _unit(q, k, g, beta, o) if B > 1 else 8
     s_qb, s_kb, s_gb, s_bb, s_ob = (x.stride(0) // unit if B > 1 else 0 for x in (q, k, g, beta, o))
-    prepare[(count * HV,)](
+    arguments = (
         q,
         k,
         g,
@@ -100,8 +109,8 @@ def run_prepare(request: Request, o: Tensor, save: bool = False) -> Prepared:
         o,
         _dense(request.cu_seqlens),
         indices,
-        request.scale,
-        0.0 if request.lower_bound is None else request.lower_bound,
+        float(request.scale),
+        0.0 if request.lower_bound is None else float(request.lower_bound),
         T,
         request.N,
         -(-T // CHUNK),
@@ -124,23 +133,25 @@ def run_prepare(request: Request, o: Tensor, save: bool = False) -> Prepared:
         o.stride(2),
         0 if indices is None else indices.stride(0),
         request.pad_slot_id,
-        K=K,
-        V=V,
-        KP=KP,
-        BK=config.block_k,
-        STAGES=config.stages,
-        C=CHUNK,
-        UNIT=unit,
-        GATE=gate,
-        BOUNDED=decays_bounded(request),
-        L2NORM=request.use_qk_l2norm_in_kernel,
-        SIGMOID=request.use_beta_sigmoid_in_kernel,
-        NEG_EIGVAL=request.allow_neg_eigval,
-        TERMS=terms,
-        DOT=dot,
-        SMALL_DOT=small_dot,
-        num_warps=config.num_warps,
     )
+    constants = {
+        "K": K,
+        "V": V,
+        "KP": KP,
+        "BK": config.block_k,
+        "C": CHUNK,
+        "STAGES": config.stages,
+        "UNIT": unit,
+        "GATE": gate,
+        "BOUNDED": decays_bounded(request),
+        "L2NORM": request.use_qk_l2norm_in_kernel,
+        "SIGMOID": request.use_beta_sigmoid_in_kernel,
+        "NEG_EIGVAL": request.allow_neg_eigval,
+        "TERMS": terms,
+        "DOT": dot,
+        "SMALL_DOT": small_dot,
+    }
+    _prepare((count * HV, 1, 1), arguments, constants, config.num_warps)
     return Prepared(keys, P, D, X, M)
 
 
@@ -165,14 +176,13 @@ def run_recurrence(
     unit = _unit(v, o) if B > 1 else 8
     s_vb, s_ob = (v.stride(0) // unit, o.stride(0) // unit) if B > 1 else (0, 0)
     keys, P = prepared.keys, prepared.P
-    descriptors = target.descriptors and 0 < keys.numel() // KP < 2**31
+    rows = keys.numel() // KP
+    descriptors = target.descriptors and 0 < rows < 2**31
     if descriptors:
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        keys = TensorDescriptor(keys, [keys.numel() // KP, KP], [KP, 1], [CHUNK, KP])
+        keys = TensorDescriptor(keys, [rows, KP], [KP, 1], [CHUNK, KP])
         P = TensorDescriptor(P, [P.numel() // CHUNK, CHUNK], [CHUNK, 1], [CHUNK, CHUNK])
     states = [s for s in (initial_state, final_state) if s is not None]
-    recurrence[(N * HV, -(-V // config.block_v))](
+    arguments = (
         keys,
         P,
         prepared.D,
@@ -196,20 +206,22 @@ def run_recurrence(
         *_state_strides(final_state, request.state_v_first),
         0 if indices is None else indices.stride(0),
         request.pad_slot_id,
-        K=K,
-        V=V,
-        KP=KP,
-        BV=config.block_v,
-        C=CHUNK,
-        UNIT=unit,
-        V_FIRST=request.state_v_first,
-        LAST_CONTIGUOUS=all(s.stride(-1) == 1 for s in states),
-        H_EVERY=request.chunk_size // CHUNK,
-        DESCRIPTORS=descriptors,
-        STAGES=config.stages,
-        DOT=dot_widths(v.dtype)[1],
-        num_warps=config.num_warps,
     )
+    constants = {
+        "K": K,
+        "V": V,
+        "KP": KP,
+        "BV": config.block_v,
+        "C": CHUNK,
+        "UNIT": unit,
+        "V_FIRST": request.state_v_first,
+        "LAST_CONTIGUOUS": all(s.stride(-1) == 1 for s in states),
+        "H_EVERY": request.chunk_size // CHUNK,
+        "DESCRIPTORS": descriptors,
+        "STAGES": config.stages,
+        "DOT": dot_widths(v.dtype)[1],
+    }
+    _recurrence((N * HV, -(-V // config.block_v), 1), arguments, constants, config.num_warps)
 
 
 def _intermediate_states(request: Request) -> Tensor:
@@ -230,7 +242,7 @@ def chunk_forward(request: Request) -> ForwardResult:
     q = request.q
     with on_device(q.device):
         o = request.out
-        if o is None:
+        if o is None or not _writable(o):
             o = q.new_empty((request.B, request.T, request.HV, request.V))
         final_state = None
         if request.inplace_final_state:
@@ -240,4 +252,6 @@ def chunk_forward(request: Request) -> ForwardResult:
         h = _intermediate_states(request) if request.return_intermediate_states else None
         prepared = run_prepare(request, o)
         run_recurrence(request, prepared, o, final_state, h)
+        if request.out is not None and o is not request.out:
+            o = request.out.copy_(o)
     return ForwardResult(o=o, final_state=None if request.inplace_final_state else final_state, h=h)

@@ -1,4 +1,4 @@
-"""Configurations, grids and descriptors of the forward's kernels. Frozen data: nothing is tuned at run time."""
+"""Configurations of the forward's kernels (frozen data: nothing is tuned at run time) and how they are launched."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import os
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
+from operator import itemgetter
+from typing import Any
 
 import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kda_core_nvidia.layout import padded
 
@@ -85,3 +89,61 @@ def dot_widths(dtype: torch.dtype) -> tuple[int, str, str]:
     if dtype == torch.float32:
         return (1 if INTERPRET else 3), "tf32x3", "tf32x3"
     return (1 if INTERPRET else 2), "tf32", "tf32"
+
+
+def _specialised(x: Tensor | TensorDescriptor | None) -> Any:
+    """What triton compiles into a kernel about a tensor."""
+    if x is None:
+        return None
+    if isinstance(x, TensorDescriptor):
+        return x.base.dtype, tuple(x.block_shape)
+    return x.dtype, x.data_ptr() & 15 == 0
+
+
+class Launcher:
+    """Launches one kernel, and remembers what was compiled for which kind of arguments.
+
+    Triton finds a compiled kernel again by going through all arguments in Python, which costs more than these kernels
+    take for short inputs; here the few that matter make the key. The rules are triton's own: dtypes, 16-byte alignment
+    of tensors, the values of integers that may be specialised, and constants.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self._compiled: dict[Any, Any] = {}
+        if INTERPRET:
+            return
+        # Strides (s_...) are the only numbers that the kernels let triton specialise; the other parameters are tensors.
+        free = [p for p in kernel.params if not p.is_constexpr and not p.do_not_specialize]
+        self._strides = itemgetter(*(p.num for p in free if p.name.startswith("s_")))
+        self._tensors = itemgetter(*(p.num for p in free if not p.name.startswith("s_")))
+
+    def __call__(
+        self, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: dict[str, Any], num_warps: int
+    ) -> None:
+        """Launch.
+
+        Args:
+            grid: programs along each axis.
+            arguments: the kernel's first parameters, in order.
+            constants: its remaining parameters, all constexpr.
+            num_warps: warps of a program.
+        """
+        if INTERPRET:
+            self.kernel[grid](*arguments, **constants)
+            return
+        key = (
+            torch.cuda.current_device(),
+            num_warps,
+            *constants.values(),
+            *self._strides(arguments),
+            *map(_specialised, self._tensors(arguments)),
+        )
+        found = self._compiled.get(key)
+        if found is None:
+            compiled = self.kernel[grid](*arguments, **constants, num_warps=num_warps)
+            rest = tuple(constants[name] for name in self.kernel.arg_names[len(arguments) :])
+            self._compiled[key] = compiled, rest
+        else:
+            compiled, rest = found
+            compiled[grid](*arguments, *rest)

@@ -31,6 +31,24 @@ from kda_core.triton_lib.gate import LOG2_E, NORM_EPS, log2_decay, write_strengt
 from kda_core.triton_lib.inverse import inverse_16
 from kda_core.triton_lib.packing import sequence_of_slot
 
+_NUMBERS = [
+    "scale",
+    "lower_bound",
+    "T",
+    "N",
+    "chunks",
+    "HV",
+    "group",
+    "s_qb",
+    "s_kb",
+    "s_gb",
+    "s_bb",
+    "s_ob",
+    "s_index",
+    "pad_slot_id",
+]
+"""Parameters that the compiler must not look at: most of them change with the lengths of the sequences."""
+
 
 @triton.jit
 def _diagonal(x):
@@ -67,11 +85,11 @@ def _row_norms(
 
 
 @triton.jit
-def _widen(x, BK: tl.constexpr):
+def _widen(x, BK: tl.constexpr, TERMS: tl.constexpr):
     """A loaded block in float32. 16-bit blocks go through an exact product with the identity: operands of a product are
     fetched to shared memory ahead of their use, and the result is laid out as the other products are."""
     dtype = x.dtype
-    if dtype == tl.float32 or dtype == tl.float64:
+    if dtype == tl.float32 or dtype == tl.float64 or TERMS == 1:
         return x.to(tl.float32)
     r = tl.arange(0, BK)
     return tl.dot(x, (r[:, None] == r[None, :]).to(dtype))
@@ -107,9 +125,7 @@ def _tile_any(b_q, b_k, parts, m, el, TERMS: tl.constexpr, DOT: tl.constexpr, dt
     return m, el
 
 
-@triton.jit(
-    do_not_specialize=["T", "N", "chunks", "HV", "group", "s_qb", "s_kb", "s_gb", "s_bb", "s_ob", "pad_slot_id"]
-)
+@triton.jit(do_not_specialize=_NUMBERS)
 def prepare(
     q,  # [B, T, H, K]
     k,  # [B, T, H, K]
@@ -248,12 +264,12 @@ def prepare(
         m_k = o_k < K
         mask0 = valid0[:, None] & m_k[None, :]
         mask1 = valid1[:, None] & m_k[None, :]
-        b_g0 = _widen(tl.load(g + p_g + rows0[:, None] * s_gt + o_k[None, :], mask=mask0, other=0.0), BK)
-        b_g1 = _widen(tl.load(g + p_g + rows1[:, None] * s_gt + o_k[None, :], mask=mask1, other=0.0), BK)
-        b_q0 = _widen(tl.load(q + p_q + rows0[:, None] * s_qt + o_k[None, :], mask=mask0, other=0.0), BK)
-        b_q1 = _widen(tl.load(q + p_q + rows1[:, None] * s_qt + o_k[None, :], mask=mask1, other=0.0), BK)
-        b_k0 = _widen(tl.load(k + p_k + rows0[:, None] * s_kt + o_k[None, :], mask=mask0, other=0.0), BK)
-        b_k1 = _widen(tl.load(k + p_k + rows1[:, None] * s_kt + o_k[None, :], mask=mask1, other=0.0), BK)
+        b_g0 = _widen(tl.load(g + p_g + rows0[:, None] * s_gt + o_k[None, :], mask=mask0, other=0.0), BK, TERMS)
+        b_g1 = _widen(tl.load(g + p_g + rows1[:, None] * s_gt + o_k[None, :], mask=mask1, other=0.0), BK, TERMS)
+        b_q0 = _widen(tl.load(q + p_q + rows0[:, None] * s_qt + o_k[None, :], mask=mask0, other=0.0), BK, TERMS)
+        b_q1 = _widen(tl.load(q + p_q + rows1[:, None] * s_qt + o_k[None, :], mask=mask1, other=0.0), BK, TERMS)
+        b_k0 = _widen(tl.load(k + p_k + rows0[:, None] * s_kt + o_k[None, :], mask=mask0, other=0.0), BK, TERMS)
+        b_k1 = _widen(tl.load(k + p_k + rows1[:, None] * s_kt + o_k[None, :], mask=mask1, other=0.0), BK, TERMS)
         bias = tl.zeros([1, BK], tl.float32)
         if dt_bias is not None:
             bias = tl.load(dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)[None, :]

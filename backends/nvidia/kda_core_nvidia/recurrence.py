@@ -12,11 +12,14 @@ int64 from the sequence up.
 import triton
 import triton.language as tl
 
+_NUMBERS = ["T", "chunks", "HV", "s_vb", "s_ob", "s_index", "pad_slot_id"]
+"""Parameters that the compiler must not look at: most of them change with the lengths of the sequences."""
 
-@triton.jit(do_not_specialize=["T", "chunks", "HV", "s_vb", "s_ob", "pad_slot_id"])
+
+@triton.jit(do_not_specialize=_NUMBERS)
 def recurrence(
-    keys,  # [slots, HV, 3, C, KP]: a pointer, or a descriptor of [slots · HV · 3 · C, KP] with blocks [C, KP]
-    P,  # [slots, HV, C, C]: a pointer, or a descriptor of [slots · HV · C, C] with blocks [C, C]
+    keys,  # [slots, HV, 3, C, KP]: a pointer, or a descriptor of [slots · HV · 3 · C, KP] by [C, KP]
+    P,  # [slots, HV, C, C]: a pointer, or a descriptor of [slots · HV · C, C] by [C, C]
     D,  # [slots, HV, KP]
     v,  # [B, T, HV, V]
     o,  # [B, T, HV, V]
@@ -136,8 +139,8 @@ def recurrence(
         if dtype == tl.float32:
             b_r = tl.trans(b_v) - tl.dot(b_s, tl.trans(k_e), input_precision=DOT)
         else:
-            # A product with −I, which is exact: only an operand of a product is fetched to shared memory ahead of its
-            # use in 16-bit types, and no thread then has to gather its transposed elements.
+            # vᵀ enters through a product with −I, which is exact: only operands of products are fetched to shared
+            # memory ahead of their use in 16-bit types, and no thread has to gather transposed elements.
             b_r = -tl.dot(b_s, tl.trans(k_e), tl.dot(tl.trans(b_v), minus_one))
         b_r = b_r.to(dtype)
         b_o = tl.dot(b_s, tl.trans(q_g), input_precision=DOT)
@@ -154,13 +157,14 @@ def recurrence(
 @triton.jit
 def _first_state(cu_seqlens, i_n, ROWS: tl.constexpr, length):
     """Index in h of a sequence's first state: chunks of ROWS rows of the sequences before it."""
-    if cu_seqlens is None:
-        return i_n * ((length + ROWS - 1) // ROWS)
     before = tl.zeros_like(i_n)
-    for i_first in range(0, i_n, 64):
-        o_n = i_first + tl.arange(0, 64)
-        m_n = o_n < i_n
-        begin = tl.load(cu_seqlens + o_n, mask=m_n, other=0).to(tl.int64)
-        end = tl.load(cu_seqlens + o_n + 1, mask=m_n, other=0).to(tl.int64)
-        before += tl.sum((end - begin + ROWS - 1) // ROWS)
+    if cu_seqlens is None:
+        before += i_n * ((length + ROWS - 1) // ROWS)
+    else:
+        for i_first in range(0, i_n, 64):
+            o_n = i_first + tl.arange(0, 64)
+            m_n = o_n < i_n
+            begin = tl.load(cu_seqlens + o_n, mask=m_n, other=0).to(tl.int64)
+            end = tl.load(cu_seqlens + o_n + 1, mask=m_n, other=0).to(tl.int64)
+            before += tl.sum((end - begin + ROWS - 1) // ROWS)
     return before
