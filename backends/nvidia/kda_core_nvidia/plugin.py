@@ -22,9 +22,6 @@ LEAST_CAPABILITY = (8, 0)
 
 _CLOSED = {
     Feature.CONTEXT_PARALLEL: "one device serves the whole sequence; leave cp_context out",
-    Feature.RECURRENT: "this backend serves chunk_kda and kda_gate",
-    Feature.RECURRENT_BACKWARD: "this backend serves chunk_kda and kda_gate",
-    Feature.SPEC_DECODE: "this backend serves chunk_kda and kda_gate",
 }
 
 _INFO = BackendInfo(
@@ -99,6 +96,20 @@ def kda_core_chunk_backward(request: Request) -> BackwardResult:
     from kda_core_nvidia.chunk_backward import chunk_backward
 
     return chunk_backward(request)
+
+
+@hookimpl
+def kda_core_recurrent_forward(request: Request) -> ForwardResult:
+    from kda_core_nvidia.recurrent_launch import recurrent_forward
+
+    return recurrent_forward(request)
+
+
+@hookimpl
+def kda_core_recurrent_backward(request: Request) -> BackwardResult:
+    from kda_core_nvidia.recurrent_launch import recurrent_backward
+
+    return recurrent_backward(request)
 
 
 @hookimpl

@@ -1,0 +1,269 @@
+"""Kernel of ``fused_recurrent_kda``: token by token, the state in registers from its one load to its last store.
+
+With q', k' after the norm (and the scale, for q'), d = exp γ and S the state before the token, per value head:
+
+    y = Sᵀ(k'⊙d)      u = β(v − y)      o = Sᵀ(q'⊙d) + (q'·k') u      S ← S + (d − 1)⊙S + k' uᵀ
+
+so that both products wait for the old state only. The update uses d − 1, formed without cancellation: a slow channel keeps
+the digits of its decay over any number of steps (d itself, rounded to float32, is off by up to 3e-8 in every one).
+
+Tiles: the state is [KP, BV], or [BV, KP] when it is stored V first, all key channels and BV value channels of one head.
+Grid: (N [+ 1] · HV · ceil(V / BV)), value blocks fastest, then heads; with packed sequences, "sequence" N is the rows behind
+the last one. Index arithmetic is int64 from the sequence up.
+"""
+
+import math
+
+import triton
+import triton.language as tl
+
+from kda_core.triton_lib.gate import LOG2_E, NORM_EPS, log2_decay, write_strength
+
+LN_2 = tl.constexpr(math.log(2))
+
+SERIES_REACH = tl.constexpr(0.5)
+"""|log2 decay| below which d − 1 comes from the series; beyond it 2^y − 1 loses at most two bits."""
+
+_C2, _C3, _C4, _C5, _C6, _C7 = (tl.constexpr(1 / math.factorial(n)) for n in range(2, 8))
+
+ZERO_ROWS = tl.constexpr(8)
+"""Rows of output that are zeroed at once."""
+
+
+@triton.jit
+def decay_minus_one(y):
+    """2^y − 1 in float32, y <= 0, to a few units in the last place of the result."""
+    x = y * LN_2
+    # Seven terms: the next one is below 2⁻²⁵ of the sum for |x| up to ln(2) / 2.
+    series = _C7 * x + _C6
+    series = series * x + _C5
+    series = series * x + _C4
+    series = series * x + _C3
+    series = series * x + _C2
+    series = series * x + 1.0
+    return tl.where(tl.abs(y) < SERIES_REACH, series * x, tl.exp2(y) - 1.0)
+
+
+@triton.jit
+def load_row(p_q, p_k, p_v, p_g, p_beta, o_k, o_v, live, K: tl.constexpr, V: tl.constexpr):
+    """One token's inputs as the caller wrote them; zeros past K, past V, and everywhere unless ``live``."""
+    m_k = o_k < tl.where(live, K, 0)
+    m_v = o_v < tl.where(live, V, 0)
+    b_q = tl.load(p_q + o_k, mask=m_k, other=0.0)
+    b_k = tl.load(p_k + o_k, mask=m_k, other=0.0)
+    b_g = tl.load(p_g + o_k, mask=m_k, other=0.0)
+    b_v = tl.load(p_v + o_v, mask=m_v, other=0.0)
+    b_beta = tl.load(p_beta, mask=live, other=0.0)
+    return b_q, b_k, b_v, b_g, b_beta
+
+
+@triton.jit
+def zero_rows(p_o, s_t, s_v, first, end, share, SHARES: tl.constexpr, V: tl.constexpr, VP: tl.constexpr):
+    """Zero the rows [first, end) of one head; every one of SHARES programs takes its share."""
+    o_v = tl.arange(0, VP)
+    o_r = tl.arange(0, ZERO_ROWS)
+    zeros = tl.zeros([ZERO_ROWS, VP], p_o.dtype.element_ty)
+    for block in range(first + share * ZERO_ROWS, end, SHARES * ZERO_ROWS):
+        rows = block + o_r
+        p_rows = p_o + rows[:, None].to(tl.int64) * s_t + o_v[None, :].to(tl.int64) * s_v
+        tl.store(p_rows, zeros, mask=(rows < end)[:, None] & (o_v < V)[None, :])
+
+
+@triton.jit(
+    do_not_specialize=[
+        "T",
+        "N",
+        "s_bb",
+        "s_bt",
+        "s_bh",
+        "s_index",
+        "s_slot",
+        "s_accepted",
+        "width",
+        "pad_slot_id",
+    ]
+)
+def recurrent(
+    q,  # [B, T, H, K]
+    k,  # [B, T, H, K]
+    v,  # [B, T, HV, V]
+    g,  # [B, T, HV, K]
+    beta,  # [B, T, HV]
+    A_log,  # [HV] or None
+    dt_bias,  # [HV, K] or None
+    initial_state,  # [N or slots of a pool, HV, K, V] (or [..., V, K]) or None
+    final_state,  # likewise; the same tensor when it is advanced in place
+    o,  # [B, T, HV, V]
+    cu_seqlens,  # [N + 1] or None
+    indices,  # [N, width] slots or None
+    accepted,  # [N] or None
+    scale,
+    lower_bound,
+    T,
+    N,
+    s_qn,  # strides by sequence (the token's when packed), token, head
+    s_qt,
+    s_qh,
+    s_kn,
+    s_kt,
+    s_kh,
+    s_vn,
+    s_vt,
+    s_vh,
+    s_gn,
+    s_gt,
+    s_gh,
+    s_bn,
+    s_bt,
+    s_bh,
+    s_on,
+    s_ot,
+    s_oh,
+    s_ov,
+    s_in,
+    s_ih,
+    s_ik,
+    s_iv,
+    s_fn,
+    s_fh,
+    s_fk,
+    s_fv,
+    s_index,
+    s_slot,
+    s_accepted,
+    width,
+    pad_slot_id,
+    HV: tl.constexpr,
+    GROUP: tl.constexpr,  # value heads a key head
+    K: tl.constexpr,
+    V: tl.constexpr,
+    KP: tl.constexpr,
+    VP: tl.constexpr,
+    BV: tl.constexpr,
+    GATE: tl.constexpr,
+    L2NORM: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    NEG_EIGVAL: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    EVERY_TOKEN: tl.constexpr,  # a slot for every token rather than one for the last
+    ONE_TOKEN: tl.constexpr,  # dense and T = 1: there is no loop
+):
+    BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0)
+    i_v = pid % BLOCKS
+    i_h = (pid // BLOCKS % HV).to(tl.int64)
+    i_n = (pid // (BLOCKS * HV)).to(tl.int64)
+    o_k = tl.arange(0, KP)
+    o_v = i_v * BV + tl.arange(0, BV)
+    m_k = o_k < K
+    m_v = o_v < V
+
+    length = tl.full([], 1, tl.int32)
+    if not ONE_TOKEN:
+        length *= T
+    row = i_n
+    if cu_seqlens is not None:
+        row = tl.load(cu_seqlens + i_n).to(tl.int64)
+        if i_n == N:
+            zero_rows(o + i_h * s_oh, s_ot, s_ov, row, row * 0 + T, i_v, BLOCKS, V, VP)
+            return
+        length = (tl.load(cu_seqlens + i_n + 1).to(tl.int64) - row).to(tl.int32)
+    p_o = o + row * s_on + i_h * s_oh
+
+    i_state = i_n
+    if indices is not None:
+        p_slot = indices + i_n * s_index
+        i_first = 0
+        if accepted is not None:
+            i_first = tl.load(accepted + i_n * s_accepted).to(tl.int32) - 1
+            # Out of range is clamped: the device has nobody to tell, and must not read past the table.
+            i_first = tl.minimum(tl.maximum(i_first, 0), width - 1)
+        i_state = tl.load(p_slot + i_first * s_slot).to(tl.int64)
+        if (i_state < 0) | (i_state == pad_slot_id):
+            zero_rows(p_o, s_ot, s_ov, 0, length, i_v, BLOCKS, V, VP)
+            return
+
+    if IN_PLACE:
+        # The slot of a sequence without tokens is nobody's to write, not even with what it holds.
+        if length == 0:
+            return
+
+    if V_FIRST:
+        m_state = m_v[:, None] & m_k[None, :]
+        S = tl.zeros([BV, KP], tl.float32)
+    else:
+        m_state = m_k[:, None] & m_v[None, :]
+        S = tl.zeros([KP, BV], tl.float32)
+    if initial_state is not None:
+        p_state = initial_state + i_state * s_in + i_h * s_ih
+        S = tl.load(p_state + _tile(o_k, o_v, s_ik, s_iv, V_FIRST), mask=m_state, other=0.0).to(tl.float32)
+
+    p_q = q + row * s_qn + i_h // GROUP * s_qh
+    p_k = k + row * s_kn + i_h // GROUP * s_kh
+    p_v = v + row * s_vn + i_h * s_vh
+    p_g = g + row * s_gn + i_h * s_gh
+    p_beta = beta + row * s_bn + i_h * s_bh
+    next_q, next_k, next_v, next_g, next_beta = load_row(p_q, p_k, p_v, p_g, p_beta, o_k, o_v, length > 0, K, V)
+    rate = 1.0
+    bias = 0.0
+    if A_log is not None:
+        rate = tl.exp2(tl.load(A_log + i_h).to(tl.float32) * LOG2_E)
+    if dt_bias is not None:
+        bias = tl.load(dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+
+    for t in range(0, length):
+        b_q = next_q.to(tl.float32)
+        b_k = next_k.to(tl.float32)
+        b_v = next_v.to(tl.float32)
+        b_beta = write_strength(next_beta, SIGMOID, NEG_EIGVAL)
+        y = log2_decay(next_g.to(tl.float32), rate, bias, lower_bound, GATE)
+        if not ONE_TOKEN:
+            # Fetched while this token is computed: a row takes longer to come from memory than a step takes.
+            p_q += s_qt
+            p_k += s_kt
+            p_v += s_vt
+            p_g += s_gt
+            p_beta += s_bt
+            live = t + 1 < length
+            next_q, next_k, next_v, next_g, next_beta = load_row(p_q, p_k, p_v, p_g, p_beta, o_k, o_v, live, K, V)
+        if L2NORM:
+            b_q *= tl.rsqrt(tl.sum(b_q * b_q) + NORM_EPS)
+            b_k *= tl.rsqrt(tl.sum(b_k * b_k) + NORM_EPS)
+        b_q *= scale
+        loss = decay_minus_one(y)
+        qk = tl.sum(b_q * b_k)
+        q_d = b_q * loss + b_q
+        k_d = b_k * loss + b_k
+        if V_FIRST:
+            u = b_beta * (b_v - tl.sum(S * k_d[None, :], 1))
+            b_o = tl.sum(S * q_d[None, :], 1) + qk * u
+            S += S * loss[None, :]
+            S += u[:, None] * b_k[None, :]
+        else:
+            u = b_beta * (b_v - tl.sum(S * k_d[:, None], 0))
+            b_o = tl.sum(S * q_d[:, None], 0) + qk * u
+            S += S * loss[:, None]
+            S += b_k[:, None] * u[None, :]
+        tl.store(p_o + o_v.to(tl.int64) * s_ov, b_o.to(o.dtype.element_ty), mask=m_v)
+        p_o += s_ot
+        if EVERY_TOKEN:
+            i_slot = tl.load(p_slot + t * s_slot, mask=t < width, other=-1).to(tl.int64)
+            if (i_slot >= 0) & (i_slot != pad_slot_id):
+                p_state = final_state + i_slot * s_fn + i_h * s_fh + _tile(o_k, o_v, s_fk, s_fv, V_FIRST)
+                tl.store(p_state, S.to(final_state.dtype.element_ty), mask=m_state)
+
+    if final_state is not None:  # noqa: SIM102 (known when the kernel is compiled)
+        if not EVERY_TOKEN:
+            p_state = final_state + i_state * s_fn + i_h * s_fh
+            tl.store(p_state + _tile(o_k, o_v, s_fk, s_fv, V_FIRST), S.to(final_state.dtype.element_ty), mask=m_state)
+
+
+@triton.jit
+def _tile(o_k, o_v, s_k, s_v, V_FIRST: tl.constexpr):
+    """Offsets of a tile of one head's state."""
+    if V_FIRST:
+        offsets = o_v[:, None].to(tl.int64) * s_v + o_k[None, :].to(tl.int64) * s_k
+    else:
+        offsets = o_k[:, None].to(tl.int64) * s_k + o_v[None, :].to(tl.int64) * s_v
+    return offsets
