@@ -45,7 +45,7 @@ lint: $(STAMPS)/lint ## Check style and formatting.
 	$(VENV)/bin/ruff format --check .
 
 typecheck: $(STAMPS)/lint $(STAMPS)/test ## Check the types of the core.
-	$(VENV)/bin/mypy kda_core
+	$(VENV)/bin/mypy --follow-imports=silent kda_core/*.py
 
 environment: $(STAMPS)/test $(STAMPS)/installed ## Set up what the tests need, wheels included, and run nothing.
 
@@ -54,7 +54,7 @@ wheels: $(call WHEELS,core $(ALL_BACKENDS)) ## Build the wheels of the core and 
 
 clean: ## Remove the environment, the wheels and caches (not demo-output).
 	@if [ -d "$(STAMPS)" ]; then rm -rf "$(VENV)"; fi
-	rm -rf $(DIST) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(DIST) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find kda_core backends tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A file that holds the value of a variable and is touched only when that changes.
