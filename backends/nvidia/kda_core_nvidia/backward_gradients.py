@@ -11,12 +11,14 @@ recurrences, do scaled by the output scale, E_rs = exp(G_r - G_s), and Mu = do z
 The sums over pairs run over the levels of backward_levels: in each, every row is either a second half's (row part) or a
 first half's (column part), so that one product [C, C] x [C, BK] serves both for k.
 
-Decays: dγ_t collects q ⊙ dq and k ⊙ dk of the pairs (r, s), s < t <= r. Within a level those are the rows from t to the
-end of t's second half, or from the start of t's first half to the row before t: sums of what straddles the row, in which
-nothing has to cancel (as it must in a reverse cumulative sum of q dq - k dk). The terms through S reach rows r >= t, those
-through dS rows s < t, and exp G_C ⊙ Σ_v S ⊙ dS reaches all.
+Decays: dγ_t collects q ⊙ dq and k ⊙ dk of the pairs (r, s), s < t <= r. Within a level those are the rows from t to
+the end of t's second half, or from the start of t's first half to the row before t: sums of what straddles the row, in
+which nothing has to cancel (as it must in a reverse cumulative sum of q dq - k dk). The terms through S reach rows
+r >= t, those through dS rows s < t, and exp G_C ⊙ Σ_v S ⊙ dS reaches all.
 
-Grid: (slots, HV). Outputs per value head, contiguous [B, T, HV, K or 1]. Addresses: int64 from the program's base.
+Grid: slots · HV · KP / BK, channel blocks fastest, then heads, so that what runs at one time is close in memory. Outputs
+per value head, contiguous [B, T, HV, K]; dbeta [KP / BK, B, T, HV] to be summed; dq and dk are with respect to the
+normalised rows (backward_finish undoes the norm). Addresses: int64 from the program's base.
 """
 
 import triton
@@ -25,9 +27,8 @@ import triton.language as tl
 from kda_core_nvidia.backward_levels import (
     interval_sum,
     level_interval,
-    level_mirror,
-    level_pairs,
     level_reach,
+    level_straddles,
     load_gate,
     locate,
     log2_decay,
@@ -36,207 +37,233 @@ from kda_core_nvidia.backward_levels import (
 )
 
 
+@triton.jit
+def _level(
+    b_dq, b_dkr, b_dkc, b_dgamma, b_q, b_k, b_beta, b_mu, b_lu, hi, mid, lo, o_c, j,
+    dt: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add the pairs of the level with half-blocks of 2^j rows.
+
+    Rows of second halves give row parts, those of first halves column parts. b_mu, b_lu: Mu and Lu below the diagonal,
+    each with its transpose added, so that one product serves both.
+    """
+    second = (((o_c >> j) & 1) == 1)[None, :]
+    straddles = level_straddles(o_c, o_c, j)
+    b_m = tl.where(straddles, b_mu, 0.0).to(dt)
+    b_l = tl.where(straddles, b_lu, 0.0).to(dt)
+    e = tl.exp2(interval_sum(hi, mid, lo, level_interval(o_c, o_c, j), 3 if PRECISION == "ieee" else 2))
+    b_ke = (b_k * (e * tl.where(second, 1.0, b_beta[None, :]))).to(dt)
+    b_qe = tl.where(second, b_q * e, 0.0).to(dt)
+    b_dql = tl.where(second, e, 0.0) * tl.dot(b_ke, b_m, input_precision=PRECISION)
+    b_dkl = tl.dot(b_ke, b_l, input_precision=PRECISION)
+    b_dkl = e * tl.dot(b_qe, b_m, b_dkl, input_precision=PRECISION)
+    b_p = (b_q * b_dql + b_k * (b_dkl * tl.where(second, 1.0, b_beta[None, :]))).to(dt)
+    b_dgamma = tl.dot(b_p, level_reach(o_c, o_c, j).to(dt), b_dgamma, input_precision=PRECISION)
+    b_dkr += tl.where(second, b_dkl, 0.0)
+    b_dkc += tl.where(second, 0.0, b_dkl)
+    return b_dq + b_dql, b_dkr, b_dkc, b_dgamma
+
+
+@triton.jit
+def _any_decay(
+    b_dq, b_dkr, b_dkc, b_dgamma, b_q, b_k, b_beta, b_mu, b_lu, hi, mid, lo, o_c, scale,
+    LEVELS: tl.constexpr, dt: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add to dq, to the row and the column part of dk and to dgamma, by levels: right for every decay.
+
+    b_dq, b_dkr and b_dkc come as the products with the states, which are scaled here.
+    """
+    TERMS: tl.constexpr = 3 if PRECISION == "ieee" else 2
+    e = tl.exp2(interval_sum(hi, mid, lo, o_c[:, None] <= o_c[None, :], TERMS))
+    b_dq *= e * scale
+    b_dkr *= -e
+    b_p = (b_q * b_dq + b_k * b_dkr).to(dt)
+    b_dgamma = tl.dot(b_p, (o_c[:, None] >= o_c[None, :]).to(dt), b_dgamma, input_precision=PRECISION)
+    b_dkc *= tl.exp2(interval_sum(hi, mid, lo, o_c[:, None] > o_c[None, :], TERMS))
+    b_p = (b_k * b_dkc * b_beta[None, :]).to(dt)
+    b_dgamma = tl.dot(b_p, (o_c[:, None] < o_c[None, :]).to(dt), b_dgamma, input_precision=PRECISION)
+    for j in tl.range(0, LEVELS, disable_licm=True):
+        b_dq, b_dkr, b_dkc, b_dgamma = _level(
+            b_dq, b_dkr, b_dkc, b_dgamma, b_q, b_k, b_beta, b_mu, b_lu, hi, mid, lo, o_c, j, dt, PRECISION
+        )
+    return b_dq, b_dkr, b_dkc, b_dgamma
+
+
+@triton.jit
+def _mild_decay(
+    b_dq, b_dkr, b_dkc, b_dgamma, b_q, b_k, b_beta, b_mu, b_lu, total, hi, mid, lo, o_c, scale, dt: tl.constexpr,
+):  # fmt: skip
+    """The same for a block whose decays over the chunk stay within MILD: one reference, half the chunk's decay.
+
+    The terms of the decay gradient are formed from the rounded factors that the matrix units saw, so that what a pair
+    gives to its row and takes from its column is the same number, and cancels in the sum from row t on.
+    """
+    half = 0.5 * total
+    shift = tl.exp2(half)[:, None]
+    x = interval_sum(hi, mid, lo, o_c[:, None] <= o_c[None, :], 2) - half[:, None]
+    rise = tl.exp2(x)
+    fall = tl.exp2(-x)
+    below = o_c[:, None] > o_c[None, :]
+    above = o_c[:, None] < o_c[None, :]
+    b_kb = (b_k * fall * b_beta[None, :]).to(dt)
+    b_kr = (b_k * rise).to(dt)
+    b_qr = (b_q * rise).to(dt)
+    b_dq = tl.dot(b_kb, tl.where(above, b_mu, 0.0).to(dt), b_dq * (shift * scale))
+    b_dkr = tl.dot(b_kb, tl.where(above, b_lu, 0.0).to(dt), b_dkr * -shift)
+    b_dkc *= shift
+    ends = tl.sum(b_kb.to(tl.float32) * b_dkc, 1)
+    b_dkc = tl.dot(b_qr, tl.where(below, b_mu, 0.0).to(dt), b_dkc)
+    b_dkc = tl.dot(b_kr, tl.where(below, b_lu, 0.0).to(dt), b_dkc)
+    b_p = b_qr.to(tl.float32) * b_dq + b_kr.to(tl.float32) * b_dkr - b_kb.to(tl.float32) * b_dkc
+    p_hi = b_p.to(dt)
+    reach = (o_c[:, None] >= o_c[None, :]).to(dt)
+    b_dgamma = tl.dot(p_hi, reach, b_dgamma)
+    b_dgamma = tl.dot((b_p - p_hi.to(tl.float32)).to(dt), reach, b_dgamma) + ends[:, None]
+    return b_dq * rise, b_dkr * rise, b_dkc * fall, b_dgamma
+
+
 @triton.jit(do_not_specialize=["T", "T_row", "NT", "N"])
 def gradients_kernel(
-    q, k, g, beta, A_log, dt_bias, do, dv, z, states, state_grads, rstd,
+    q, k, g, beta, A_log, dt_bias, do, dv, z, states, state_grads, total_decay, mild, rstd,
     dq, dk, dg, dbeta, dA_partial, dbias_partial,
     slot_sequence, first_slot, cu_seqlens,
     q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, beta_b, beta_t, beta_h, do_b, do_t, do_h,
-    scale, lower_bound, T, T_row, NT, N,
+    scale, lower_bound, T, T_row, NT, N, rows,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, SUB: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, L2NORM: tl.constexpr,
     BETA_SIGMOID: tl.constexpr, BETA_SCALE: tl.constexpr, HAS_DO: tl.constexpr, VARLEN: tl.constexpr,
-    PRECISION: tl.constexpr, LEVELS: tl.constexpr,
+    PRECISION: tl.constexpr, LEVELS: tl.constexpr, MILD: tl.constexpr,
 ):  # fmt: skip
-    i_slot = tl.program_id(0)
-    i_h = tl.program_id(1)
+    NK: tl.constexpr = KP // BK
+    i_k = tl.program_id(0) % NK
+    i_h = (tl.program_id(0) // NK) % HV
+    i_slot = tl.program_id(0) // (NK * HV)
     i_b, eos, t0, i_n = locate(i_slot, slot_sequence, first_slot, cu_seqlens, T, NT, N, C, VARLEN)
-    if VARLEN:
+    if VARLEN:  # noqa: SIM102
         if i_n < 0:
             return
     dt = z.dtype.element_ty
-    EXACT: tl.constexpr = PRECISION == "ieee"
+    i_b = i_b.to(tl.int64)
     o_c = tl.arange(0, C)
+    o_k = i_k * BK + tl.arange(0, BK)
     m_c = t0 + o_c < eos
-    out = (i_b.to(tl.int64) * T + t0) * HV + i_h
+    m_k = o_k < K
+    m_kc = m_k[:, None] & m_c[None, :]
+    out = (i_b * T + t0) * HV + i_h
     dq += out * K
     dk += out * K
     dg += out * K
     dv += out * V
-    dbeta += out
-    if VARLEN:
+    dbeta += i_k.to(tl.int64) * rows * HV + out
+    o_out = o_c[None, :] * (HV * K) + o_k[:, None]
+    if VARLEN:  # noqa: SIM102
         if i_n >= N:
             # Rows behind the last sequence: their gradients are zero.
-            for i_k in range(0, KP // BK):
-                o_k = i_k * BK + tl.arange(0, BK)
-                m_ck = m_c[:, None] & (o_k < K)[None, :]
-                o_out = o_c[:, None] * (HV * K) + o_k[None, :]
-                zero = tl.zeros([C, BK], tl.float32)
-                tl.store(dq + o_out, zero.to(dq.dtype.element_ty), mask=m_ck)
-                tl.store(dk + o_out, zero.to(dk.dtype.element_ty), mask=m_ck)
-                tl.store(dg + o_out, zero.to(dg.dtype.element_ty), mask=m_ck)
+            zero = tl.zeros([BK, C], tl.float32)
+            tl.store(dq + o_out, zero.to(dq.dtype.element_ty), mask=m_kc)
+            tl.store(dk + o_out, zero.to(dk.dtype.element_ty), mask=m_kc)
+            tl.store(dg + o_out, zero.to(dg.dtype.element_ty), mask=m_kc)
             for i_v in range(0, VP // BV):
                 o_v = i_v * BV + tl.arange(0, BV)
-                o_out = o_c[:, None] * (HV * V) + o_v[None, :]
-                zero = tl.zeros([C, BV], dv.dtype.element_ty)
-                tl.store(dv + o_out, zero, mask=m_c[:, None] & (o_v < V)[None, :])
+                o_dv = o_c[None, :] * (HV * V) + o_v[:, None]
+                tl.store(dv + o_dv, tl.zeros([BV, C], dt), mask=(o_v < V)[:, None] & m_c[None, :])
             tl.store(dbeta + o_c * HV, tl.zeros([C], dbeta.dtype.element_ty), mask=m_c)
             return
-    i_b = i_b.to(tl.int64)
     row0 = i_b * T_row + t0
     q += i_b * q_b + row0 * q_t + (i_h // (HV // H)) * q_h
     k += i_b * k_b + row0 * k_t + (i_h // (HV // H)) * k_h
     g += i_b * g_b + row0 * g_t + i_h * g_h
     beta += i_b * beta_b + row0 * beta_t + i_h * beta_h
     do += i_b * do_b + row0 * do_t + i_h * do_h
-    slot = i_slot.to(tl.int64)
-    states += (slot * HV + i_h) * (KP * VP)
-    state_grads += (slot * HV + i_h) * (KP * VP)
-    # Rows of a slot lie in SUB chunks, HV chunks apart.
-    CS: tl.constexpr = C // SUB
-    block = (slot * SUB + o_c // CS) * HV + i_h
-    z += block * (CS * VP) + (o_c % CS) * VP
+    block = i_slot.to(tl.int64) * HV + i_h
+    states += block * (KP * VP)
+    state_grads += block * (KP * VP)
+    z += block * (C * VP)
+
+    b_g = tl.load(g + o_c[None, :] * g_t + o_k[:, None], mask=m_kc, other=0.0).to(tl.float32)
+    b_q = tl.load(q + o_c[None, :] * q_t + o_k[:, None], mask=m_kc, other=0.0)
+    b_k = tl.load(k + o_c[None, :] * k_t + o_k[:, None], mask=m_kc, other=0.0)
+    # Blocks are transposed, [channels, C], here and below.
+    b_mu = tl.zeros([C, C], tl.float32)
+    b_lu = tl.zeros([C, C], tl.float32)
+    b_dq = tl.zeros([BK, C], tl.float32)
+    b_dkr = tl.zeros([BK, C], tl.float32)
+    b_dkc = tl.zeros([BK, C], tl.float32)
+    through_state = tl.zeros([BK, C], tl.float32)
+    for i_v in tl.static_range(VP // BV):
+        o_v = i_v * BV + tl.arange(0, BV)
+        m_vc = (o_v < V)[:, None] & m_c[None, :]
+        o_s = o_v[None, :] * KP + o_k[:, None]
+        b_s = tl.load(states + o_s)
+        b_ds = tl.load(state_grads + o_s)
+        # Σ_v S ⊙ dS, the same for every row, as a product with ones.
+        if dt == tl.bfloat16:
+            through_state = tl.dot(b_s * b_ds, tl.full([BV, C], 1.0, tl.bfloat16), through_state)
+        else:
+            b_sds = b_s.to(tl.float32) * b_ds.to(tl.float32)
+            ones = tl.full([BV, C], 1.0, tl.float32)
+            through_state = tl.dot(b_sds, ones, through_state, input_precision=PRECISION)
+        b_z = tl.load(z + o_c[None, :] * VP + o_v[:, None])
+        b_dv = tl.load(dv + o_c[None, :] * (HV * V) + o_v[:, None], mask=m_vc, other=0.0)
+        b_lu = tl.dot(tl.trans(b_dv), b_z, b_lu, input_precision=PRECISION)
+        b_dkr = tl.dot(b_s, b_dv, b_dkr, input_precision=PRECISION)
+        b_dkc = tl.dot(b_ds, b_z, b_dkc, input_precision=PRECISION)
+        if HAS_DO:
+            b_do = tl.load(do + o_c[None, :] * do_t + o_v[:, None], mask=m_vc, other=0.0).to(dt)
+            b_mu = tl.dot(tl.trans(b_do), b_z, b_mu, input_precision=PRECISION)
+            b_dq = tl.dot(b_s, b_do, b_dq, input_precision=PRECISION)
+    b_mu *= scale
+    b_lu = -b_lu
+    diagonal = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_mu, 0.0), 1)
+    below = o_c[:, None] > o_c[None, :]
+    b_mu = tl.where(below, b_mu, 0.0).to(dt)
+    b_mu += tl.trans(b_mu)
+    b_lu = tl.where(below, b_lu, 0.0).to(dt)
+    b_lu += tl.trans(b_lu)
 
     b_beta = tl.load(beta + o_c * beta_t, mask=m_c, other=0.0).to(tl.float32)
     beta_slope = tl.full([C], 1.0, tl.float32)
     if BETA_SIGMOID:
-        b_sigmoid = tl.sigmoid(b_beta)
-        b_beta = tl.where(m_c, BETA_SCALE * b_sigmoid, 0.0)
-        beta_slope = b_beta * (1.0 - b_sigmoid)
-    rq = tl.full([C], 1.0, tl.float32)
-    rk = tl.full([C], 1.0, tl.float32)
+        beta_slope = tl.sigmoid(b_beta)
+        b_beta = tl.where(m_c, BETA_SCALE * beta_slope, 0.0)
+        beta_slope = b_beta * (1.0 - beta_slope)
+    a, b_bias = load_gate(A_log, dt_bias, i_h, o_k, m_k, K, HAS_A, HAS_BIAS)
+    hi, mid, lo = split3(tl.where(m_kc, log2_decay(b_g, a, b_bias, lower_bound, GATE), 0.0), dt)
+    total = tl.load(total_decay + block * KP + o_k)
+    b_dgamma = through_state * tl.exp2(total)[:, None]
+    b_q = b_q.to(tl.float32)
+    b_k = b_k.to(tl.float32)
     if L2NORM:
-        rq = tl.load(rstd + block * (2 * CS) + o_c % CS)
-        rk = tl.load(rstd + block * (2 * CS) + CS + o_c % CS)
-
-    b_mu = tl.zeros([C, C], tl.float32)
-    b_lu = tl.zeros([C, C], tl.float32)
-    for i_v in range(0, VP // BV):
-        o_v = i_v * BV + tl.arange(0, BV)
-        m_cv = m_c[:, None] & (o_v < V)[None, :]
-        b_z = tl.trans(tl.load(z[:, None] + o_v[None, :]))
-        if HAS_DO:
-            b_do = tl.load(do + o_c[:, None] * do_t + o_v[None, :], mask=m_cv, other=0.0).to(dt)
-            b_mu = tl.dot(b_do, b_z, b_mu, input_precision=PRECISION)
-        b_dv = tl.load(dv + o_c[:, None] * (HV * V) + o_v[None, :], mask=m_cv, other=0.0)
-        b_lu = tl.dot(b_dv, b_z, b_lu, input_precision=PRECISION)
-    b_mu *= scale
-    b_lu = -b_lu
-    diagonal = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_mu, 0.0), 1)
-    b_mt = tl.trans(b_mu.to(dt))
-    b_mr = (b_mu * b_beta[None, :]).to(dt)
-    below = o_c[:, None] > o_c[None, :]
-    b_x = tl.where(below, b_lu * b_beta[None, :], 0.0).to(dt) + tl.trans(tl.where(below, b_lu, 0.0).to(dt))
-
-    b_dbeta = tl.zeros([C], tl.float32)
-    sum_q = tl.zeros([C], tl.float32)
-    sum_k = tl.zeros([C], tl.float32)
-    dA = 0.0
-    for i_k in range(0, KP // BK):
-        o_k = i_k * BK + tl.arange(0, BK)
-        m_k = o_k < K
-        m_ck = m_c[:, None] & m_k[None, :]
-        b_dq = tl.zeros([C, BK], tl.float32)
-        b_dkr = tl.zeros([C, BK], tl.float32)
-        b_dkc = tl.zeros([C, BK], tl.float32)
-        through_state = tl.zeros([BK], tl.float32)
-        for i_v in range(0, VP // BV):
-            o_v = i_v * BV + tl.arange(0, BV)
-            m_cv = m_c[:, None] & (o_v < V)[None, :]
-            o_s = o_v[:, None] * KP + o_k[None, :]
-            b_s = tl.load(states + o_s)
-            b_ds = tl.load(state_grads + o_s)
-            if HAS_DO:
-                b_do = tl.load(do + o_c[:, None] * do_t + o_v[None, :], mask=m_cv, other=0.0).to(dt)
-                b_dq = tl.dot(b_do, b_s, b_dq, input_precision=PRECISION)
-            b_dv = tl.load(dv + o_c[:, None] * (HV * V) + o_v[None, :], mask=m_cv, other=0.0)
-            b_dkr = tl.dot(b_dv, b_s, b_dkr, input_precision=PRECISION)
-            b_z = tl.load(z[:, None] + o_v[None, :])
-            b_dkc = tl.dot(b_z, b_ds, b_dkc, input_precision=PRECISION)
-            through_state += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), 0)
-
-        b_g = tl.load(g + o_c[:, None] * g_t + o_k[None, :], mask=m_ck, other=0.0).to(tl.float32)
-        a, b_bias = load_gate(A_log, dt_bias, i_h, o_k, m_k, K, HAS_A, HAS_BIAS)
-        b_g = tl.where(m_ck, log2_decay(b_g, a, b_bias, lower_bound, GATE), 0.0)
-        through_state *= tl.exp2(tl.sum(b_g, 0))
-        hi, mid, lo = split3(b_g, EXACT)
-        b_q = tl.load(q + o_c[:, None] * q_t + o_k[None, :], mask=m_ck, other=0.0).to(tl.float32) * rq[:, None]
-        b_k = tl.load(k + o_c[:, None] * k_t + o_k[None, :], mask=m_ck, other=0.0).to(tl.float32) * rk[:, None]
-
-        e = tl.exp2(interval_sum(o_c[:, None] >= o_c[None, :], hi, mid, lo, EXACT))
-        b_dq *= e * scale
-        b_dk = -e * b_dkr
-        b_p = (b_q * b_dq + b_k * b_dk).to(dt)
-        b_dgamma = tl.dot((o_c[:, None] <= o_c[None, :]).to(dt), b_p, input_precision=PRECISION)
-        e = tl.exp2(interval_sum(o_c[:, None] < o_c[None, :], hi, mid, lo, EXACT))
-        b_dkc *= e
-        b_dbeta += tl.sum(b_k * b_dkc, 1)
-        b_dkc *= b_beta[:, None]
-        b_dk += b_dkc
-        b_p = (b_k * b_dkc).to(dt)
-        b_dgamma = tl.dot((o_c[:, None] > o_c[None, :]).to(dt), b_p, b_dgamma, input_precision=PRECISION)
-        b_dgamma += through_state[None, :]
-        b_dq += (diagonal * b_beta)[:, None] * b_k
-        b_dbeta += diagonal * tl.sum(b_q * b_k, 1)
-        b_dk += (diagonal * b_beta)[:, None] * b_q
-        for level in tl.static_range(LEVELS):
-            b: tl.constexpr = C >> (level + 1)
-            second = ((o_c // b) % 2 == 1)[:, None]
-            pairs = level_pairs(o_c, o_c, b)
-            mirror = level_mirror(o_c, o_c, b)
-            e = tl.exp2(interval_sum(level_interval(o_c, o_c, b), hi, mid, lo, EXACT))
-            b_ke = (b_k * e).to(dt)
-            b_qe = (b_q * e).to(dt)
-            b_dql = e * tl.dot(tl.where(pairs, b_mr, 0.0).to(dt), b_ke, input_precision=PRECISION)
-            b_dkl = tl.dot(tl.where(pairs | mirror, b_x, 0.0).to(dt), b_ke, input_precision=PRECISION)
-            b_dkl = tl.dot(tl.where(mirror, b_mt, 0.0).to(dt), b_qe, b_dkl, input_precision=PRECISION)
-            b_dkl *= e
-            b_dbeta += tl.sum(tl.where(second, 0.0, b_k * b_dkl), 1)
-            b_dkl *= tl.where(second, 1.0, b_beta[:, None])
-            b_dq += b_dql
-            b_dk += b_dkl
-            b_p = (b_q * b_dql + b_k * b_dkl).to(dt)
-            b_dgamma = tl.dot(level_reach(o_c, o_c, b).to(dt), b_p, b_dgamma, input_precision=PRECISION)
-
-        o_out = o_c[:, None] * (HV * K) + o_k[None, :]
-        if L2NORM:
-            sum_q += tl.sum(b_q * b_dq, 1)
-            sum_k += tl.sum(b_k * b_dk, 1)
-            if KP == BK:
-                b_dq = rq[:, None] * (b_dq - b_q * sum_q[:, None])
-                b_dk = rk[:, None] * (b_dk - b_k * sum_k[:, None])
-        tl.store(dq + o_out, b_dq.to(dq.dtype.element_ty), mask=m_ck)
-        tl.store(dk + o_out, b_dk.to(dk.dtype.element_ty), mask=m_ck)
-        if GATE != 0:
-            b_x0 = tl.load(g + o_c[:, None] * g_t + o_k[None, :], mask=m_ck, other=0.0).to(tl.float32)
-            b_x0 += b_bias[None, :]
-            b_dgamma = tl.where(m_ck, b_dgamma, 0.0)
-            if GATE == 1:
-                dA += tl.sum(b_dgamma * (-a * softplus(b_x0)))
-                b_dgamma *= -a * tl.sigmoid(b_x0)
-            else:
-                b_sig = tl.sigmoid(a * b_x0)
-                b_dgamma *= (lower_bound * a) * b_sig * (1.0 - b_sig)
-                dA += tl.sum(b_dgamma * b_x0)
-            if HAS_BIAS:
-                tl.store(dbias_partial + (slot * HV + i_h) * K + o_k, tl.sum(b_dgamma, 0), mask=m_k)
-        tl.store(dg + o_out, b_dgamma.to(dg.dtype.element_ty), mask=m_ck)
-    if HAS_A:
-        tl.store(dA_partial + slot * HV + i_h, dA)
-    tl.store(dbeta + o_c * HV, (b_dbeta * beta_slope).to(dbeta.dtype.element_ty), mask=m_c)
-    if L2NORM and KP != BK:
-        # The norm's gradient needs the sum over all channels: correct what this program has just written.
-        tl.debug_barrier()
-        for i_k in range(0, KP // BK):
-            o_k = i_k * BK + tl.arange(0, BK)
-            m_ck = m_c[:, None] & (o_k < K)[None, :]
-            o_out = o_c[:, None] * (HV * K) + o_k[None, :]
-            b_q = tl.load(q + o_c[:, None] * q_t + o_k[None, :], mask=m_ck, other=0.0).to(tl.float32) * rq[:, None]
-            b_dq = tl.load(dq + o_out, mask=m_ck, other=0.0).to(tl.float32)
-            b_dq = rq[:, None] * (b_dq - b_q * sum_q[:, None])
-            tl.store(dq + o_out, b_dq.to(dq.dtype.element_ty), mask=m_ck)
-            b_k = tl.load(k + o_c[:, None] * k_t + o_k[None, :], mask=m_ck, other=0.0).to(tl.float32) * rk[:, None]
-            b_dk = tl.load(dk + o_out, mask=m_ck, other=0.0).to(tl.float32)
-            b_dk = rk[:, None] * (b_dk - b_k * sum_k[:, None])
-            tl.store(dk + o_out, b_dk.to(dk.dtype.element_ty), mask=m_ck)
+        b_q *= tl.load(rstd + block * (2 * C) + o_c)[None, :]
+        b_k *= tl.load(rstd + block * (2 * C) + C + o_c)[None, :]
+    if MILD > 0 and tl.load(mild + block) != 0:
+        b_dq, b_dkr, b_dkc, b_dgamma = _mild_decay(
+            b_dq, b_dkr, b_dkc, b_dgamma, b_q, b_k, b_beta, b_mu, b_lu, total, hi, mid, lo, o_c, scale, dt
+        )
+    else:
+        b_dq, b_dkr, b_dkc, b_dgamma = _any_decay(
+            b_dq, b_dkr, b_dkc, b_dgamma, b_q, b_k, b_beta, b_mu, b_lu, hi, mid, lo, o_c, scale, LEVELS, dt, PRECISION
+        )
+    # The diagonal of M has no decay.
+    b_dkc += diagonal[None, :] * b_q
+    b_dq += (diagonal * b_beta)[None, :] * b_k
+    tl.store(dq + o_out, b_dq.to(dq.dtype.element_ty), mask=m_kc)
+    tl.store(dk + o_out, (b_dkr + b_dkc * b_beta[None, :]).to(dk.dtype.element_ty), mask=m_kc)
+    b_dbeta = tl.sum(b_k * b_dkc, 0) * beta_slope
+    tl.store(dbeta + o_c * HV, b_dbeta.to(dbeta.dtype.element_ty), mask=m_c)
+    if GATE != 0:
+        b_g = tl.where(m_kc, b_g + b_bias[:, None], 0.0)
+        b_dgamma = tl.where(m_kc, b_dgamma, 0.0)
+        if GATE == 1:
+            dA = tl.sum(b_dgamma * (-a * softplus(b_g)))
+            b_dgamma *= -a * tl.sigmoid(b_g)
+        else:
+            b_sigmoid = tl.sigmoid(a * b_g)
+            b_dgamma *= (lower_bound * a) * b_sigmoid * (1.0 - b_sigmoid)
+            dA = tl.sum(b_dgamma * b_g)
+        if HAS_BIAS:
+            tl.store(dbias_partial + block * K + o_k, tl.sum(b_dgamma, 1), mask=m_k)
+        if HAS_A:
+            tl.store(dA_partial + block * NK + i_k, dA)
+    tl.store(dg + o_out, b_dgamma.to(dg.dtype.element_ty), mask=m_kc)

@@ -3,10 +3,14 @@
 Decays inside a chunk are needed as exp of a sum over an interval of rows: from the chunk's start to a row,
 from a row to the chunk's end, or, for the level with half-blocks of b rows, from a row to the middle of its
 block of 2 b rows (KERNELS: hierarchical reference points). Every one of those sums is a product of a 0/1
-matrix [C, C] with the block's log2 decays [C, BK]. Sums of non-positive terms do not cancel, as differences
-of cumulative sums do after one very negative decay, and the matrix units return them in the layout in which
-the neighbouring products are. The decays enter as two or three fp16 terms (22 or 33 significant bits); the
-products with 0 and 1 are exact.
+matrix [C, C] with the block's log2 decays. Sums of non-positive terms do not cancel, as differences of
+cumulative sums do after one very negative decay, and the matrix units return them in the layout in which the
+neighbouring products are.
+
+Blocks are held transposed, [BK channels, C rows]: the products over rows, with [C, C] matrices of masks or scores, then
+have the channels as their A operand, which comes straight from the registers in which it was scaled. The decays enter
+as two or three half-precision terms (16 significant bits for bf16, 22 for fp16 and 33 for fp32 inputs); the products with
+0 and 1 are exact.
 """
 
 import math
@@ -16,7 +20,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1 / math.log(2))
 L2NORM_EPS = tl.constexpr(1e-6)
-# exp2 of anything below is 0 in fp32, so that a clamp there changes no result; the chunk's sums stay within fp16.
+# exp2 of anything below is 0 in fp32, so that a clamp there changes no result; fp16 holds it, and 0 times it is 0.
 MIN_LOG2_DECAY = tl.constexpr(-512.0)
 
 
@@ -55,11 +59,11 @@ def softplus(x):
 
 @triton.jit
 def log2_decay(b_g, a, b_bias, lower_bound, GATE: tl.constexpr):
-    """Log2 decay of a block of g. GATE: 0 g is the natural-log decay, 1 softplus gate, 2 lower-bound gate."""
+    """Log2 decay of a block [BK, C] of g. GATE: 0 g is the natural-log decay, 1 softplus gate, 2 lower-bound gate."""
     if GATE == 1:
-        b_g = -a * softplus(b_g + b_bias[None, :])
+        b_g = -a * softplus(b_g + b_bias[:, None])
     elif GATE == 2:
-        b_g = lower_bound * tl.sigmoid(a * (b_g + b_bias[None, :]))
+        b_g = lower_bound * tl.sigmoid(a * (b_g + b_bias[:, None]))
     return tl.maximum(b_g * LOG2E, MIN_LOG2_DECAY)
 
 
@@ -76,53 +80,50 @@ def load_gate(A_log, dt_bias, i_h, o_k, m_k, K: tl.constexpr, HAS_A: tl.constexp
 
 
 @triton.jit
-def split3(b_x, EXACT: tl.constexpr):
-    """fp16 terms that sum to ``b_x``: two, or three when EXACT (else the third is unused)."""
-    hi = b_x.to(tl.float16)
+def split3(b_x, dt: tl.constexpr):
+    """Three terms that sum to ``b_x``: bf16 when ``dt`` is (8 significant bits each), else fp16 (11 each)."""
+    half: tl.constexpr = tl.bfloat16 if dt == tl.bfloat16 else tl.float16
+    hi = b_x.to(half)
     rest = b_x - hi.to(tl.float32)
-    mid = rest.to(tl.float16)
-    lo = mid
-    if EXACT:
-        lo = (rest - mid.to(tl.float32)).to(tl.float16)
-    return hi, mid, lo
+    mid = rest.to(half)
+    return hi, mid, (rest - mid.to(tl.float32)).to(half)
 
 
 @triton.jit
-def interval_sum(b_w, hi, mid, lo, EXACT: tl.constexpr):
-    """The 0/1 matrix ``b_w`` (bool [C, C]) times a block that was split by :func:`split3`, in fp32."""
-    w = b_w.to(tl.float16)
-    out = tl.dot(w, hi)
-    out = tl.dot(w, mid, out)
-    if EXACT:
-        out = tl.dot(w, lo, out)
+def interval_sum(hi, mid, lo, b_w, TERMS: tl.constexpr):
+    """Sum over rows s of x[c, s] where ``b_w[s, r]``, as [BK, C] in fp32, from TERMS of ``hi, mid, lo = split3(x)``."""
+    w = b_w.to(hi.dtype)
+    out = tl.dot(hi, w)
+    out = tl.dot(mid, w, out)
+    if TERMS == 3:
+        out = tl.dot(lo, w, out)
     return out
 
 
 @triton.jit
-def level_interval(o_r, o_s, b: tl.constexpr):
-    """Rows between row r and the middle of its 2b-block: (start, r] in a second half, (r, end] of a first half."""
-    half = (o_r // b)[:, None] == (o_s // b)[None, :]
-    second = ((o_r // b) % 2 == 1)[:, None]
-    return half & ((second & (o_s[None, :] <= o_r[:, None])) | ((second == 0) & (o_s[None, :] > o_r[:, None])))
+def level_interval(o_s, o_r, j):
+    """[s, r]: rows between row r and the middle of its 2b-block, b = 2^j: (start, r] in a second half, (r, end] in a
+    first one."""
+    half = (o_s >> j)[:, None] == (o_r >> j)[None, :]
+    second = (((o_r >> j) & 1) == 1)[None, :]
+    return half & ((o_s[:, None] <= o_r[None, :]) == second)
 
 
 @triton.jit
-def level_pairs(o_r, o_s, b: tl.constexpr):
-    """Pairs (r, s) with r in the second and s in the first half of the same 2b-block."""
-    same = (o_r // (2 * b))[:, None] == (o_s // (2 * b))[None, :]
-    return same & (((o_r // b) % 2 == 1)[:, None]) & (((o_s // b) % 2 == 0)[None, :])
+def level_reach(o_s, o_t, j):
+    """[s, t]: rows s of row t's half whose pairs straddle the decay of row t: s >= t in a second half, s < t in a first."""
+    half = (o_s >> j)[:, None] == (o_t >> j)[None, :]
+    second = (((o_t >> j) & 1) == 1)[None, :]
+    return half & ((o_s[:, None] >= o_t[None, :]) == second)
 
 
 @triton.jit
-def level_mirror(o_r, o_s, b: tl.constexpr):
-    """The transpose of :func:`level_pairs`: r in the first and s in the second half of the same 2b-block."""
-    same = (o_r // (2 * b))[:, None] == (o_s // (2 * b))[None, :]
-    return same & (((o_r // b) % 2 == 0)[:, None]) & (((o_s // b) % 2 == 1)[None, :])
+def level_straddles(o_r, o_s, j):
+    """Pairs in different halves of the same 2b-block, b = 2^j, in either order."""
+    return ((o_r >> j) ^ 1)[:, None] == (o_s >> j)[None, :]
 
 
 @triton.jit
-def level_reach(o_r, o_s, b: tl.constexpr):
-    """Rows s of row r's half whose pairs straddle the decay of row r: s >= r in a second half, s < r in a first."""
-    half = (o_r // b)[:, None] == (o_s // b)[None, :]
-    second = ((o_r // b) % 2 == 1)[:, None]
-    return half & ((second & (o_s[None, :] >= o_r[:, None])) | ((second == 0) & (o_s[None, :] < o_r[:, None])))
+def level_pairs(o_r, o_s, j):
+    """Pairs (r, s) with r in the second and s in the first half of the same 2b-block, b = 2^j."""
+    return level_straddles(o_r, o_s, j) & (o_r[:, None] > o_s[None, :])

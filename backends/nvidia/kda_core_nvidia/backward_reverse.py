@@ -16,7 +16,7 @@ from kda_core_nvidia.backward_states import load_state, slots_of, store_state
 def reverse_kernel(
     ke, qg, kx, P, decay, do, grad_final_state, dv, state_grads, grad_initial_state,
     first_slot, cu_seqlens, do_b, do_t, do_h, T, T_row, NT,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, SUB: tl.constexpr,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr, HAS_DO: tl.constexpr, HAS_FINAL: tl.constexpr,
     WANT_INITIAL: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -26,7 +26,7 @@ def reverse_kernel(
     i_n = i_nh // HV
     i_h = i_nh % HV
     dt = qg.dtype.element_ty
-    slot0, n_slots = slots_of(i_n, first_slot, cu_seqlens, NT, C * SUB, VARLEN)
+    slot0, n_slots = slots_of(i_n, first_slot, cu_seqlens, NT, C, VARLEN)
     if VARLEN:
         bos = tl.load(cu_seqlens + i_n).to(tl.int64)
         length = (tl.load(cu_seqlens + i_n + 1) - bos).to(tl.int32)
@@ -46,9 +46,9 @@ def reverse_kernel(
     b_s = tl.zeros([BV, KP], tl.float32)
     if HAS_FINAL:
         b_s = load_state(grad_final_state, i_nh, o_v, o_k, K, V, V_FIRST)
-    block0 = slot0.to(tl.int64) * SUB * HV + i_h
-    for j in tl.range(0, n_slots * SUB, num_stages=STAGES):
-        i = n_slots * SUB - 1 - j
+    block0 = slot0.to(tl.int64) * HV + i_h
+    for j in tl.range(0, n_slots, num_stages=STAGES):
+        i = n_slots - 1 - j
         block = block0 + tl.cast(i, tl.int64) * HV
         b_ke = tl.load(ke + block * (C * KP) + o_ck)
         b_kx = tl.load(kx + block * (C * KP) + o_ck)
@@ -56,9 +56,7 @@ def reverse_kernel(
         t = i * C + o_c
         m_cv = (t < length)[:, None] & (o_v < V)[None, :]
         b_sh = b_s.to(dt)
-        if i % SUB == SUB - 1:
-            slot = slot0.to(tl.int64) + i // SUB
-            tl.store(state_grads + (slot * HV + i_h) * (KP * VP) + o_s, b_sh)
+        tl.store(state_grads + block * (KP * VP) + o_s, b_sh)
         b_dv = tl.dot(b_sh, tl.trans(b_kx), input_precision=PRECISION)
         b_s *= b_d[None, :]
         if HAS_DO:

@@ -4,7 +4,7 @@
 
 (β ⊙ z are the values that the delta rule writes.) Grid: (ceil(VP / BV), N · HV); one program runs a head's sequence for
 BV value channels. The state is held transposed, [BV, KP], in registers: it is the A operand of both products, and A
-operands need not pass through shared memory. Inputs and layouts: backward_prepare. z: [slots · SUB, HV, C, VP];
+operands need not pass through shared memory. Inputs and layouts: backward_prepare. z: [slots, HV, C, VP];
 states: [slots, HV, VP, KP].
 """
 
@@ -46,7 +46,7 @@ def slots_of(i_n, first_slot, cu_seqlens, NT, C: tl.constexpr, VARLEN: tl.conste
 @triton.jit(do_not_specialize=["T", "T_row", "NT"])
 def states_kernel(
     v, ke, kx, X, decay, initial_state, z, states, first_slot, cu_seqlens, v_b, v_t, v_h, T, T_row, NT,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, SUB: tl.constexpr,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr,
     HAS_STATE: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -56,7 +56,7 @@ def states_kernel(
     i_n = i_nh // HV
     i_h = i_nh % HV
     dt = ke.dtype.element_ty
-    slot0, n_slots = slots_of(i_n, first_slot, cu_seqlens, NT, C * SUB, VARLEN)
+    slot0, n_slots = slots_of(i_n, first_slot, cu_seqlens, NT, C, VARLEN)
     if VARLEN:
         bos = tl.load(cu_seqlens + i_n).to(tl.int64)
         length = (tl.load(cu_seqlens + i_n + 1) - bos).to(tl.int32)
@@ -75,9 +75,10 @@ def states_kernel(
     b_s = tl.zeros([BV, KP], tl.float32)
     if HAS_STATE:
         b_s = load_state(initial_state, i_nh, o_v, o_k, K, V, V_FIRST)
+    minus_eye = tl.where(o_c[:, None] == o_c[None, :], -1.0, 0.0).to(dt)
     slot0 = slot0.to(tl.int64)
-    for i in tl.range(0, n_slots * SUB, num_stages=STAGES):
-        block = (slot0 * SUB + i) * HV + i_h
+    for i in tl.range(0, n_slots, num_stages=STAGES):
+        block = (slot0 + i) * HV + i_h
         m_cv = (i * C + o_c < length)[:, None] & (o_v < V)[None, :]
         b_v = tl.load(v + tl.cast(i, tl.int64) * C * v_t + o_c[:, None] * v_t + o_v[None, :], mask=m_cv, other=0.0)
         b_ke = tl.load(ke + block * (C * KP) + o_ck)
@@ -85,10 +86,14 @@ def states_kernel(
         b_x = tl.load(X + block * (C * C) + o_cc)
         b_d = tl.load(decay + block * KP + o_k)
         b_sh = b_s.to(dt)
-        if i % SUB == 0:
-            tl.store(states + ((slot0 + i // SUB) * HV + i_h) * (KP * VP) + o_s, b_sh)
-        b_r = tl.trans(b_v).to(tl.float32) - tl.dot(b_sh, tl.trans(b_ke), input_precision=PRECISION)
-        b_r = b_r.to(dt)
+        tl.store(states + block * (KP * VP) + o_s, b_sh)
+        if BV >= 64:
+            # v enters through a product with -I: as an operand of wgmma it needs no change of layout.
+            b_r = tl.dot(tl.trans(b_v.to(dt)), minus_eye, input_precision=PRECISION)
+            b_r = (-tl.dot(b_sh, tl.trans(b_ke), b_r, input_precision=PRECISION)).to(dt)
+        else:
+            b_r = tl.dot(b_sh, tl.trans(b_ke), input_precision=PRECISION)
+            b_r = (tl.trans(b_v).to(tl.float32) - b_r).to(dt)
         b_s = tl.dot(b_r, b_kx, b_s * b_d[None, :], input_precision=PRECISION)
         b_z = tl.dot(b_r, tl.trans(b_x), input_precision=PRECISION)
         tl.store(z + block * (C * VP) + o_cv, tl.trans(b_z.to(dt)))

@@ -3,7 +3,8 @@
 1. prepare: what the recurrences need of every chunk (backward_prepare);
 2. states: forward recurrence, residuals and the state of every slot (backward_states);
 3. reverse: backward recurrence, dv and the state gradient of every slot (backward_reverse);
-4. gradients: dq, dk, dg, dβ and partial sums for A_log and dt_bias (backward_gradients).
+4. gradients: dq, dk, dg, dβ and partial sums for A_log and dt_bias (backward_gradients);
+5. finish: sums over channel blocks and grouped heads, the gradient of the row norms (backward_finish).
 
 Nothing synchronises with the host: with ``cu_seqlens`` the slots of each sequence are found on the device, in buffers
 whose size T and N bound. Sums over value heads and over slots are ordered, so that results repeat bitwise.
@@ -19,36 +20,45 @@ import triton.language as tl
 from torch import Tensor
 
 from kda_core.request import BackwardResult, Request
+from kda_core_nvidia.backward_finish import finish_kernel
 from kda_core_nvidia.backward_gradients import gradients_kernel
 from kda_core_nvidia.backward_prepare import prepare_kernel
 from kda_core_nvidia.backward_reverse import reverse_kernel
 from kda_core_nvidia.backward_states import states_kernel
 
 
+CHUNK = 32
+"""Rows of a chunk; the states before and after each are kept for the gradients kernel."""
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Tiles of the four kernels for one shape class.
+    """Tiles of the kernels for one shape class.
 
     Attributes:
-        chunk: rows of a step of the recurrences.
-        sub: steps a stored state; ``chunk * sub`` rows are a program of the gradients kernel.
-        prepare: channels at a time and warps.
-        recurrence: value channels of a program, warps and stages of both recurrences.
-        gradients: channels and value channels at a time, and warps.
+        prepare: channels at a time, warps.
+        states, reverse: value channels of a program, warps, stages.
+        gradients: channels of a program, value channels at a time, warps.
     """
 
-    chunk: int
-    sub: int
     prepare: tuple[int, int]
-    recurrence: tuple[int, int, int]
+    states: tuple[int, int, int]
+    reverse: tuple[int, int, int]
     gradients: tuple[int, int, int]
+
+
+MILD = {torch.bfloat16: 160.0, torch.float16: 12.0, torch.float32: 0.0}
+"""Log2 decay over a chunk up to which one reference point serves all its pairs: 2^(+-MILD/2) leaves room for operands and
+sums in the dtype of the products. float32 keeps to the levels, whose exponents are small where they matter."""
 
 
 def choose(request: Request, kp: int, vp: int) -> Config:
     """The configuration for a request whose head dimensions are padded to ``kp`` and ``vp``."""
     if request.q.dtype == torch.float32:
-        return Config(32, 1, (min(kp, 32), 4), (min(vp, 32), 4, 1), (min(kp, 32), min(vp, 32), 4))
-    return Config(32, 2, (min(kp, 64), 4), (min(vp, 64), 4, 2), (min(kp, 64), min(vp, 64), 8))
+        small = (min(vp, 32), 4, 1)
+        return Config((min(kp, 32), 4), small, small, (min(kp, 32), min(vp, 32), 4))
+    recurrence = (min(vp, 64), 4, 2)
+    return Config((min(kp, 64), 2), recurrence, recurrence, (min(kp, 64), min(vp, 128), 4))
 
 
 @triton.jit(do_not_specialize=["T", "N", "n_slots"])
@@ -112,12 +122,11 @@ def _gradients(r: Request) -> dict[str, Tensor]:
     B, T, H, HV, K, V, N = r.B, r.T, r.H, r.HV, r.K, r.V, r.N
     kp, vp = _padded(K), _padded(V)
     config = choose(r, kp, vp)
-    C, SUB = config.chunk, config.sub
-    slot_rows = C * SUB
+    C = CHUNK
     varlen = r.cu_seqlens is not None
     device, dtype = r.device, r.q.dtype
-    NT = triton.cdiv(T, slot_rows)
-    n_slots = T // slot_rows + N + 1 if varlen else B * NT
+    NT = triton.cdiv(T, C)
+    n_slots = T // C + N + 1 if varlen else B * NT
     has_do = r.grad_o is not None
 
     inputs = {name: _rows_first(getattr(r, name)) for name in ("q", "k", "v", "g", "beta")}
@@ -136,7 +145,7 @@ def _gradients(r: Request) -> dict[str, Tensor]:
     cu = r.cu_seqlens.contiguous() if varlen else g
     if varlen:
         slot_sequence, first_slot = empty(n_slots, dtype=torch.int32), empty(N + 1, dtype=torch.int32)
-        slots_kernel[(N + 1,)](cu, slot_sequence, first_slot, T, N, n_slots, C=slot_rows, BLOCK=1024)
+        slots_kernel[(N + 1,)](cu, slot_sequence, first_slot, T, N, n_slots, C=C, BLOCK=1024)
     else:
         slot_sequence = first_slot = cu
     where = (slot_sequence, first_slot, cu)
@@ -145,33 +154,30 @@ def _gradients(r: Request) -> dict[str, Tensor]:
     gate_flags = dict(
         GATE=gate, HAS_A=has_a, HAS_BIAS=has_bias, L2NORM=r.use_qk_l2norm_in_kernel,
         BETA_SIGMOID=r.use_beta_sigmoid_in_kernel, BETA_SCALE=2.0 if r.allow_neg_eigval else 1.0, VARLEN=varlen,
-        PRECISION=precision,
+        PRECISION=precision, MILD=MILD[dtype],
     )  # fmt: skip
 
-    chunks = n_slots * SUB
-    ke, qg, kx = (empty(chunks, HV, C, kp) for _ in range(3))
-    P, X = empty(chunks, HV, C, C), empty(chunks, HV, C, C)
-    decay, rstd = empty(chunks, HV, kp, dtype=torch.float32), empty(chunks, HV, 2, C, dtype=torch.float32)
+    ke, qg, kx = (empty(n_slots, HV, C, kp) for _ in range(3))
+    P, X = empty(n_slots, HV, C, C), empty(n_slots, HV, C, C)
+    decay, total_decay = (empty(n_slots, HV, kp, dtype=torch.float32) for _ in range(2))
+    rstd, mild = empty(n_slots, HV, 2, C, dtype=torch.float32), empty(n_slots, HV, dtype=torch.int8)
     bk, warps = config.prepare
-    prepare_kernel[(chunks, HV)](
-        q, k, g, beta, A_log, dt_bias, ke, qg, kx, P, X, decay, rstd, *where,
+    prepare_kernel[(n_slots * HV,)](
+        q, k, g, beta, A_log, dt_bias, ke, qg, kx, P, X, decay, total_decay, mild, rstd, *where,
         *strides["q"], *strides["k"], *strides["g"], *strides["beta"],
-        r.scale, lower_bound, T, T_row, NT, N, H=H, HV=HV, K=K, C=C, SUB=SUB, KP=kp, BK=bk,
+        r.scale, lower_bound, T, T_row, NT, N, H=H, HV=HV, K=K, C=C, KP=kp, BK=bk,
         INVERSE_PRECISION=precision, LEVELS=C.bit_length() - 1, num_warps=warps, num_stages=1, **gate_flags,
     )  # fmt: skip
 
-    bv, warps, stages = config.recurrence
-    recurrence = dict(
-        HV=HV, K=K, V=V, C=C, SUB=SUB, KP=kp, VP=vp, BV=bv, V_FIRST=r.state_v_first, VARLEN=varlen,
-        PRECISION=precision, STAGES=stages, num_warps=warps,
-    )  # fmt: skip
-    grid = (vp // bv, N * HV)
+    shape = {"HV": HV, "K": K, "V": V, "C": C, "KP": kp, "VP": vp, "V_FIRST": r.state_v_first, "VARLEN": varlen}
+    shape |= {"PRECISION": precision}
     has_state = r.initial_state is not None
-    z, states = empty(chunks, HV, C, vp), empty(n_slots, HV, vp, kp)
+    z, states = empty(n_slots, HV, C, vp), empty(n_slots, HV, vp, kp)
     state = r.initial_state.contiguous() if has_state else z
-    states_kernel[grid](
+    bv, warps, stages = config.states
+    states_kernel[(vp // bv, N * HV)](
         v, ke, kx, X, decay, state, z, states, first_slot, cu, *strides["v"], T, T_row, NT,
-        HAS_STATE=has_state, **recurrence,
+        HAS_STATE=has_state, BV=bv, STAGES=stages, num_warps=warps, **shape,
     )  # fmt: skip
     del X
     has_final = r.grad_final_state is not None
@@ -179,33 +185,40 @@ def _gradients(r: Request) -> dict[str, Tensor]:
     dv = empty(B, T, HV, V)
     state_grads = empty(n_slots, HV, vp, kp)
     grad_state = torch.empty(r.state_shape, dtype=r.state_dtype, device=device) if want_initial else z
-    reverse_kernel[grid](
+    bv, warps, stages = config.reverse
+    reverse_kernel[(vp // bv, N * HV)](
         ke, qg, kx, P, decay, do, r.grad_final_state.contiguous() if has_final else z, dv, state_grads, grad_state,
         first_slot, cu, *strides["do"], T, T_row, NT,
-        HAS_DO=has_do, HAS_FINAL=has_final, WANT_INITIAL=want_initial, **recurrence,
+        HAS_DO=has_do, HAS_FINAL=has_final, WANT_INITIAL=want_initial, BV=bv, STAGES=stages, num_warps=warps, **shape,
     )  # fmt: skip
     del ke, qg, kx, P, decay
 
-    grouped = HV != H
-    dq, dk = (empty(B, T, HV, K, dtype=torch.float32 if grouped else dtype) for _ in range(2))
-    dg, dbeta = empty(B, T, HV, K, dtype=g.dtype), empty(B, T, HV, dtype=beta.dtype)
-    dA = torch.zeros(n_slots, HV, dtype=torch.float32, device=device) if has_a else rstd
-    dbias = torch.zeros(n_slots, HV, K, dtype=torch.float32, device=device) if has_bias else rstd
     bk, bv, warps = config.gradients
-    gradients_kernel[(n_slots, HV)](
-        q, k, g, beta, A_log, dt_bias, do, dv, z, states, state_grads, rstd, dq, dk, dg, dbeta, dA, dbias, *where,
+    NK, grouped = kp // bk, HV != H
+    dq_hat, dk_hat = (empty(B, T, HV, K, dtype=torch.float32 if grouped else dtype) for _ in range(2))
+    dbeta_partial = empty(NK, B, T, HV, dtype=torch.float32)
+    dg, dbeta = empty(B, T, HV, K, dtype=g.dtype), empty(B, T, HV, dtype=beta.dtype)
+    zeros = lambda *shape: torch.zeros(shape, dtype=torch.float32, device=device)  # noqa: E731
+    dA, dbias = zeros(n_slots, HV, NK) if has_a else rstd, zeros(n_slots, HV, K) if has_bias else rstd
+    gradients_kernel[(n_slots * HV * NK,)](
+        q, k, g, beta, A_log, dt_bias, do, dv, z, states, state_grads, total_decay, mild, rstd,
+        dq_hat, dk_hat, dg, dbeta_partial, dA, dbias, *where,
         *strides["q"], *strides["k"], *strides["g"], *strides["beta"], *strides["do"],
-        r.scale, lower_bound, T, T_row, NT, N, H=H, HV=HV, K=K, V=V, C=slot_rows, SUB=SUB, KP=kp, VP=vp, BK=bk, BV=bv,
-        HAS_DO=has_do, LEVELS=slot_rows.bit_length() - 1, num_warps=warps, num_stages=1, **gate_flags,
+        r.scale, lower_bound, T, T_row, NT, N, B * T, H=H, HV=HV, K=K, V=V, C=C, KP=kp, VP=vp, BK=bk, BV=bv,
+        HAS_DO=has_do, LEVELS=C.bit_length() - 1, num_warps=warps, num_stages=1, **gate_flags,
+    )  # fmt: skip
+    del z, states, state_grads
+    dq, dk = (empty(B, T, H, K), empty(B, T, H, K)) if grouped else (dq_hat, dk_hat)
+    R = max(1, 2048 // kp)
+    finish_kernel[(triton.cdiv(B * T, R), H)](
+        q, k, dq_hat, dk_hat, dbeta_partial, dq, dk, dbeta, *strides["q"], *strides["k"], T, T_row, B * T,
+        H=H, HV=HV, K=K, KP=kp, NK=NK, R=R, L2NORM=r.use_qk_l2norm_in_kernel, num_warps=4,
     )  # fmt: skip
     grads = {"q": dq, "k": dk, "v": dv, "g": dg, "beta": dbeta}
-    if grouped:
-        for name in ("q", "k"):
-            grads[name] = grads[name].view(B, T, H, HV // H, K).sum(3).to(dtype)
     if want_initial:
         grads["initial_state"] = grad_state
     if has_a:
-        grads["A_log"] = dA.sum(0).to(r.A_log.dtype)
+        grads["A_log"] = dA.sum((0, 2)).to(r.A_log.dtype)
     if has_bias:
         grads["dt_bias"] = dbias.sum(0).to(r.dt_bias.dtype)
     return grads
