@@ -1,0 +1,243 @@
+"""``python -m kda_core_amd.aot``: compile every shipped configuration without a GPU and print what it takes.
+
+The launch functions run on small CPU tensors with the launch itself replaced by a recorder, so that what is compiled
+is what a call would compile. For each kernel: vector registers, spills and local data share, as the assembler's
+metadata has them, and the waves that fit on a SIMD unit. Exit status 1 when a kernel spills more registers than
+SPILL_LIMIT or needs more local data share than the chip has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kda_core.request import GateRequest, Request
+from kda_core_amd import chunk_forward, gate, launch
+from kda_core_amd.launch import ARCHITECTURES, FOREIGN_ARCHITECTURE, Architecture, Config
+
+SPILL_LIMIT = 0
+"""Vector registers of a lane that may be kept in memory."""
+
+POINTER_RANGE = 32
+"""Bits that reach every byte of a tensor below 2 GiB; triton's ROCm launcher says so of such a tensor."""
+
+_TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One recorded launch: what a call would compile."""
+
+    name: str
+    kernel: Any
+    arguments: dict[str, Any]
+    config: Config
+    target: Architecture
+
+
+@contextmanager
+def recorded(target: Architecture, name: str) -> Iterator[list[Launch]]:
+    """Record, under a name, what is launched on ``target``, and launch nothing."""
+    found: list[Launch] = []
+
+    def record(kernel, programs, arguments, constants, chosen, target):
+        named = dict(zip(kernel.arg_names, arguments, strict=False)) | constants
+        found.append(Launch(name, kernel, named, chosen, target))
+
+    saved = launch.launch, launch.architecture
+    launch.launch, launch.architecture = record, lambda device: target
+    try:
+        yield found
+    finally:
+        launch.launch, launch.architecture = saved
+
+
+def source(recorded: Launch, small: bool) -> ASTSource:
+    """What triton compiles for a launch, by triton's own rules of specialisation.
+
+    Args:
+        small: every tensor is below 2 GiB, as triton's ROCm launcher tells the compiler.
+    """
+    signature, constants, attributes = {}, {}, {}
+    for i, parameter in enumerate(recorded.kernel.params):
+        value = recorded.arguments[parameter.name]
+        if parameter.is_constexpr or value is None:
+            kind = "constexpr"
+        elif isinstance(value, Tensor):
+            kind = "*" + _TYPES[value.dtype]
+            attributes[(i,)] = [["tt.divisibility", 16]] + [["tt.pointer_range", POINTER_RANGE]] * small
+        elif isinstance(value, float):
+            kind = "fp32"
+        elif parameter.do_not_specialize or not (value == 1 or value % 16 == 0):
+            kind = "i32"
+        elif value == 1:
+            kind = "constexpr"
+        else:
+            kind = "i32"
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        signature[parameter.name] = kind
+        if kind == "constexpr":
+            constants[(i,)] = value
+    return ASTSource(recorded.kernel, signature, constants, attributes)
+
+
+def compiled(recorded: Launch, small: bool = True) -> Any:
+    """Compile a launch for its architecture; the result's ``asm`` holds every stage's text."""
+    target = GPUTarget("hip", recorded.target.name, recorded.target.wave)
+    options = launch.compile_options(recorded.config, recorded.target)
+    return triton.compile(source(recorded, small), target=target, options=options)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a compiled kernel takes: registers of a lane, spilled registers, bytes of stack and of local data share."""
+
+    vgprs: int
+    vgpr_spills: int
+    sgpr_spills: int
+    stack: int
+    lds: int
+
+    @classmethod
+    def of(cls, kernel: Any) -> Resources:
+        text = kernel.asm["amdgcn"]
+
+        def number(name: str) -> int:
+            return int(re.search(rf"\.{name}:\s*(\d+)", text)[1])
+
+        return cls(
+            number("vgpr_count"),
+            number("vgpr_spill_count"),
+            number("sgpr_spill_count"),
+            number("private_segment_fixed_size"),
+            kernel.metadata.shared,
+        )
+
+    def occupancy(self, target: Architecture, num_warps: int) -> int:
+        """Waves that fit on a SIMD unit, by registers and by local data share."""
+        granted = -(-max(self.vgprs, 1) // target.granule) * target.granule
+        waves = min(target.waves, target.registers // granted)
+        if self.lds:
+            waves = min(waves, target.lds // self.lds * num_warps // target.simds)
+        return waves
+
+    def problems(self, target: Architecture) -> list[str]:
+        """Why a configuration must not be shipped."""
+        found = []
+        if self.vgpr_spills > SPILL_LIMIT:
+            found.append(f"{self.vgpr_spills} spilled registers, at most {SPILL_LIMIT} allowed")
+        if self.lds > target.lds:
+            found.append(f"{self.lds} bytes of local data share, {target.lds} available")
+        return found
+
+
+_GATES: dict[str, dict[str, Any]] = {
+    "given": {},
+    "given, safe": {"safe_gate": True},
+    "softplus": {"use_gate_in_kernel": True},
+    "bounded": {"use_gate_in_kernel": True, "lower_bound": -5.0},
+}
+_SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def _request(op: str, dtype: torch.dtype, K: int, gate_options: dict[str, Any], T: int = 64) -> Request:
+    """A call with everything in the kernel; packed, into a pool for the recurrent function."""
+    H, HV, N = 2, 4, 2
+    q = torch.empty(1, T, H, K, dtype=dtype)
+    g = torch.empty(1, T, HV, K, dtype=dtype)
+    options = dict(gate_options)
+    if options.get("use_gate_in_kernel"):
+        options |= {"A_log": torch.empty(HV), "dt_bias": torch.empty(HV, K)}
+    return Request(
+        op=op,
+        q=q,
+        k=torch.empty_like(q),
+        v=torch.empty(1, T, HV, K, dtype=dtype),
+        g=g,
+        beta=torch.empty(1, T, HV, dtype=dtype),
+        scale=K**-0.5,
+        initial_state=torch.empty(N, HV, K, K),
+        cu_seqlens=torch.zeros(N + 1, dtype=torch.int32),
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        **options,
+    )
+
+
+def _shipped(target: Architecture) -> Iterator[tuple[str, Callable[[], object]]]:
+    """(name, call) of every configuration."""
+    for dtype, K in itertools.product(_SHORT, (64, 128, 256)):
+        for gate_name, options in _GATES.items():
+            request = _request("chunk_kda", dtype, K, options)
+            yield f"{_SHORT[dtype]} K {K} {gate_name}", lambda r=request: chunk_forward.chunk_forward(r)
+    for bound in (None, -5.0):
+        g = torch.empty(64, 4, 128, dtype=torch.bfloat16)
+        parameters = {"A_log": torch.empty(4), "dt_bias": torch.empty(4, 128), "lower_bound": bound}
+        needs = frozenset({"g", "A_log", "dt_bias"})
+        request = GateRequest(g=g, **parameters, grad_output=torch.empty(64, 4, 128), needs_grad=needs)
+        name = "softplus" if bound is None else "bounded"
+        yield name, lambda r=request: (gate.gate_forward(r), gate.gate_backward(r))
+
+
+def shipped(target: Architecture, only: str = "") -> list[Launch]:
+    """Every launch to be compiled for an architecture, each once; ``only`` is a part of its name or kernel's."""
+    found: dict[Any, Launch] = {}
+    for name, call in _shipped(target):
+        with recorded(target, name) as launches:
+            call()
+        for one in launches:
+            if only not in f"{one.kernel.fn.__name__} {one.name}":
+                continue
+            kinds = [str(v.dtype) if isinstance(v, Tensor) else v for v in one.arguments.values()]
+            found.setdefault((one.kernel.fn.__name__, *kinds), one)
+    return list(found.values())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compile, print a line for each kernel, and answer the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m kda_core_amd.aot", description=__doc__.split("\n\n")[1])
+    known = [name for name in ARCHITECTURES if name != FOREIGN_ARCHITECTURE]
+    parser.add_argument("--arch", nargs="+", default=known, choices=known, help="architectures; all of them if left out")
+    parser.add_argument("--only", default="", help="only kernels whose line begins with or contains this")
+    parser.add_argument("--large", action="store_true", help="compile for tensors of 2 GiB and more")
+    chosen = parser.parse_args(arguments)
+    print(f"triton {triton.__version__}, tensors {'of any size' if chosen.large else 'below 2 GiB'}")
+    print(f"{'arch':8} {'kernel':20} {'case':24} {'waves':>5} {'VGPRs':>5} {'spills':>6} {'stack':>5} {'LDS':>7} waves/SIMD")
+    failed = 0
+    for name in chosen.arch:
+        target = ARCHITECTURES[name]
+        for one in shipped(target, chosen.only):
+            taken = Resources.of(compiled(one, small=not chosen.large))
+            problems = taken.problems(target)
+            failed += bool(problems)
+            print(
+                f"{name:8} {one.kernel.fn.__name__:20} {one.name:24} {one.config.num_warps:5} {taken.vgprs:5} "
+                f"{taken.vgpr_spills:6} {taken.stack:5} {taken.lds:7} {taken.occupancy(target, one.config.num_warps):5}"
+                + "".join(f"  ERROR: {p}" for p in problems),
+                flush=True,
+            )
+    print(f"{failed} failed" if failed else "no spills, local data share within limits")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

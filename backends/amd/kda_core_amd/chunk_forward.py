@@ -1,0 +1,192 @@
+"""Forward of ``chunk_kda``: two launches, ``prepare`` (chunk-parallel) and ``recurrence`` (sequential).
+
+The layout of what passes between them, and the equations, are in ``layout``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kda_core.request import ForwardResult, Request
+from kda_core.triton_lib.decay import BOUND
+from kda_core_amd import launch
+from kda_core_amd.launch import batch_strides, dense, dot_widths, gate_kind, rows_contiguous, state_strides
+from kda_core_amd.layout import CHUNK, padded, slots
+from kda_core_amd.prepare import prepare
+from kda_core_amd.recurrence import recurrence
+
+
+class Prepared(NamedTuple):
+    """What ``prepare`` wrote; shapes in ``layout``."""
+
+    keys: Tensor
+    P: Tensor
+    D: Tensor
+
+
+def decays_bounded(request: Request) -> bool:
+    """Whether each row's log decay is known, or promised, to be at least −5, in a dtype that can use it."""
+    if request.q.dtype == torch.float16:  # 2^58 does not fit
+        return False
+    if request.lower_bound is not None and request.lower_bound < BOUND.value:
+        return False
+    return request.safe_gate or gate_kind(request) == "bounded"
+
+
+def run_prepare(request: Request, o: Tensor) -> Prepared:
+    """Launch ``prepare``, which also zeroes the rows of ``o`` [B, T, HV, V] that no recurrence writes."""
+    q, k, g = rows_contiguous(request.q), rows_contiguous(request.k), rows_contiguous(request.g)
+    beta, indices = request.beta, request.ssm_state_indices
+    T, K, HV = request.T, request.K, request.HV
+    KP, count = padded(K), slots(request)
+    keys = q.new_empty((count, HV, 3, CHUNK, KP))
+    P = q.new_empty((count, HV, CHUNK, CHUNK))
+    D = q.new_empty((count, HV, KP), dtype=torch.float32)
+    gate = gate_kind(request)
+    terms, dot = dot_widths(q.dtype)
+    target = launch.architecture(request.device)
+    config = launch.config("prepare", target, q.dtype, KP)
+    unit, (s_qb, s_kb, s_gb, s_bb, s_ob) = batch_strides(q, k, g, beta, o)
+    arguments = (
+        q,
+        k,
+        g,
+        beta,
+        dense(request.A_log) if gate != "none" else None,
+        dense(request.dt_bias) if gate != "none" else None,
+        keys,
+        P,
+        D,
+        o,
+        dense(request.cu_seqlens),
+        indices,
+        float(request.scale),
+        0.0 if request.lower_bound is None else float(request.lower_bound),
+        T,
+        request.N,
+        -(-T // CHUNK),
+        HV,
+        HV // request.H,
+        s_qb,
+        *q.stride()[1:3],
+        s_kb,
+        *k.stride()[1:3],
+        s_gb,
+        *g.stride()[1:3],
+        s_bb,
+        *beta.stride()[1:3],
+        s_ob,
+        *o.stride()[1:3],
+        0 if indices is None else indices.stride(0),
+        request.pad_slot_id,
+    )
+    constants = {
+        "K": K,
+        "V": request.V,
+        "KP": KP,
+        "BK": min(config.block, KP),
+        "C": CHUNK,
+        "UNIT": unit,
+        "GATE": gate,
+        "BOUNDED": decays_bounded(request),
+        "L2NORM": request.use_qk_l2norm_in_kernel,
+        "SIGMOID": request.use_beta_sigmoid_in_kernel,
+        "NEG_EIGVAL": request.allow_neg_eigval,
+        "TERMS": terms,
+        "DOT": dot,
+    }
+    launch.launch(prepare, count * HV, arguments, constants, config, target)
+    return Prepared(keys, P, D)
+
+
+def run_recurrence(
+    request: Request, prepared: Prepared, o: Tensor, final_state: Tensor | None, h: Tensor | None
+) -> None:
+    """Launch ``recurrence``, which writes ``o``, ``final_state`` and ``h``."""
+    v = rows_contiguous(request.v)
+    K, V, HV, sequences = request.K, request.V, request.HV, request.N
+    KP = padded(K)
+    initial_state, indices = request.initial_state, request.ssm_state_indices
+    target = launch.architecture(request.device)
+    config = launch.config("recurrence", target, v.dtype, KP)
+    block_v = min(config.block, padded(V))
+    unit, (s_vb, s_ob) = batch_strides(v, o)
+    arguments = (
+        *prepared,
+        v,
+        o,
+        initial_state,
+        final_state,
+        h,
+        dense(request.cu_seqlens),
+        indices,
+        request.T,
+        -(-request.T // CHUNK),
+        HV,
+        sequences * HV,
+        s_vb,
+        *v.stride()[1:3],
+        s_ob,
+        *o.stride()[1:3],
+        *state_strides(initial_state, request.state_v_first),
+        *state_strides(final_state, request.state_v_first),
+        0 if indices is None else indices.stride(0),
+        request.pad_slot_id,
+    )
+    constants = {
+        "K": K,
+        "V": V,
+        "KP": KP,
+        "BV": block_v,
+        "C": CHUNK,
+        "UNIT": unit,
+        "V_FIRST": request.state_v_first,
+        "H_EVERY": request.chunk_size // CHUNK,
+        "STAGES": config.stages,
+        "DOT": dot_widths(v.dtype)[1],
+    }
+    launch.launch(recurrence, sequences * HV * -(-V // block_v), arguments, constants, config, target)
+
+
+def _intermediate_states(request: Request) -> Tensor:
+    """An empty h. Packed, its length is Σ ceil(len / chunk_size), which the host knows from ``cu_seqlens_cpu``."""
+    size = request.chunk_size
+    if request.cu_seqlens is None:
+        count = -(-request.T // size)
+    else:
+        # Without the copy on the CPU the core lets only CPU tensors come this far.
+        bounds = request.cu_seqlens if request.cu_seqlens_cpu is None else request.cu_seqlens_cpu
+        count = int(((bounds.diff() + size - 1) // size).sum())
+    return request.q.new_empty((request.B, count, *request.state_shape[1:]), dtype=request.state_dtype)
+
+
+def output_buffers(request: Request) -> tuple[Tensor, Tensor | None]:
+    """``o`` as the kernels can write it (``finished`` puts it where the caller wants it) and the final state."""
+    q, o = request.q, request.out
+    if o is None or not launch.writable(o):
+        o = q.new_empty((request.B, request.T, request.HV, request.V))
+    final_state = None
+    if request.inplace_final_state:
+        final_state = request.initial_state
+    elif request.output_final_state:
+        final_state = q.new_empty(request.state_shape, dtype=request.state_dtype)
+    return o, final_state
+
+
+def finished(request: Request, o: Tensor, final_state: Tensor | None, h: Tensor | None = None) -> ForwardResult:
+    """The result, with ``o`` in the caller's buffer if there is one; a pool is not a result."""
+    if request.out is not None and o is not request.out:
+        o = request.out.copy_(o)
+    return ForwardResult(o=o, final_state=None if request.inplace_final_state else final_state, h=h)
+
+
+def chunk_forward(request: Request) -> ForwardResult:
+    """Run ``chunk_kda`` for a call that the plugin accepted."""
+    with launch.on_device(request.device):
+        o, final_state = output_buffers(request)
+        h = _intermediate_states(request) if request.return_intermediate_states else None
+        run_recurrence(request, run_prepare(request, o), o, final_state, h)
+        return finished(request, o, final_state, h)

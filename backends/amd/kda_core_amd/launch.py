@@ -1,0 +1,203 @@
+"""What the host knows about a chip, the kernels' configurations (frozen data: nothing is tuned at run time), and launches.
+
+Configurations are chosen by architecture, operand width and padded head dimensions alone: never by T or N, so that no
+length compiles anything anew, and results do not change with the batch that a sequence travels in.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kda_core_amd.plugin import FOREIGN, INTERPRET
+
+KIB = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What kernels and tests need to know about a chip.
+
+    Attributes:
+        name: gfx..., or FOREIGN_ARCHITECTURE.
+        wave: lanes of a wave.
+        lds: bytes of local data share that one workgroup may use.
+        registers: 32-bit registers of one lane that a SIMD unit shares among its waves.
+        granule: registers are given to a wave in multiples of this.
+        waves: waves that a SIMD unit can hold.
+        simds: SIMD units that share one local data share.
+    """
+
+    name: str
+    wave: int
+    lds: int
+    registers: int
+    granule: int
+    waves: int
+    simds: int = 4
+
+
+FOREIGN_ARCHITECTURE = "foreign"
+"""Any other GPU, under the test-only switch of ``plugin``: the same kernels as plain Triton."""
+
+# Sources: LLVM's AMDGPU target description (register granules, waves a SIMD), AMD's CDNA and RDNA 3 ISA manuals (LDS).
+ARCHITECTURES = MappingProxyType(
+    {
+        "gfx90a": Architecture("gfx90a", 64, 64 * KIB, 512, 8, 8),
+        "gfx942": Architecture("gfx942", 64, 64 * KIB, 512, 8, 8),
+        "gfx950": Architecture("gfx950", 64, 160 * KIB, 512, 8, 8),
+        "gfx1100": Architecture("gfx1100", 32, 64 * KIB, 1536, 24, 16, simds=2),
+        FOREIGN_ARCHITECTURE: Architecture(FOREIGN_ARCHITECTURE, 32, 99 * KIB, 512, 8, 16),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Launch configuration of one kernel.
+
+    Attributes:
+        block: channels of a program's tile: keys for ``prepare``, values for ``recurrence`` and the decoding step.
+        num_warps: waves of a program.
+        stages: depth of the load pipeline of its loop; 1 is none, and more than 2 is not used.
+        waves_per_eu: waves a SIMD unit that the compiler's register budget is to leave room for; 0: its own choice.
+    """
+
+    block: int
+    num_warps: int
+    stages: int = 1
+    waves_per_eu: int = 0
+
+
+GATE = Config(0, 4)
+"""Configuration of ``kda_gate`` on every architecture: it streams, and its tile is a head's channels."""
+
+MATRIX_SIDE = 16
+"""``matrix_instr_nonkdim``: tiles are 16 rows, so that the 16×16 instructions fit them."""
+
+# (operand bytes, padded K up to) -> configuration. K is padded to 16 at least and limited to 256.
+_CDNA = MappingProxyType(
+    {
+        "prepare": {(2, 128): Config(32, 1), (2, 256): Config(32, 1), (4, 128): Config(32, 1), (4, 256): Config(32, 1)},
+        "recurrence": {
+            (2, 128): Config(32, 2, 2),
+            (2, 256): Config(32, 2, 1),
+            (4, 128): Config(16, 1, 1),
+            (4, 256): Config(16, 1, 1),
+        },
+        "step": {(2, 128): Config(16, 1), (2, 256): Config(16, 1), (4, 128): Config(16, 1), (4, 256): Config(16, 1)},
+    }
+)
+CONFIGS = MappingProxyType(
+    {"gfx90a": _CDNA, "gfx942": _CDNA, "gfx950": _CDNA, "gfx1100": _CDNA, FOREIGN_ARCHITECTURE: _CDNA}
+)
+
+
+def config(kernel: str, architecture: Architecture, dtype: torch.dtype, KP: int) -> Config:
+    """The configuration of a kernel for operands of ``dtype`` and padded key channels KP."""
+    return CONFIGS[architecture.name][kernel][dtype.itemsize, 128 if KP <= 128 else 256]
+
+
+@cache
+def architecture(device: torch.device) -> Architecture:
+    """The architecture of ``device``; the interpreter stands in for gfx942."""
+    if INTERPRET:
+        return ARCHITECTURES["gfx942"]
+    if FOREIGN and torch.version.hip is None:
+        return ARCHITECTURES[FOREIGN_ARCHITECTURE]
+    return ARCHITECTURES[torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]]
+
+
+def on_device(device: torch.device):
+    """Make ``device`` current for launches, at no cost when it already is."""
+    if device.type != "cuda" or device.index is None or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+def dot_widths(dtype: torch.dtype) -> tuple[int, str]:
+    """(bfloat16 terms of a decay, precision of products of operands) for an input dtype.
+
+    Products of the inverse are float32 ("ieee") on all: of these architectures only gfx942 has a shorter float32 product.
+    The interpreter multiplies bfloat16 operands wrongly, so that decays stay float32 there.
+    """
+    if INTERPRET:
+        return 1, "ieee"
+    return (3 if dtype == torch.float32 else 2), "ieee"
+
+
+def launch(
+    kernel: Any,
+    programs: int,
+    arguments: tuple[Any, ...],
+    constants: dict[str, Any],
+    chosen: Config,
+    target: Architecture,
+) -> None:
+    """Launch ``programs`` programs along axis 0.
+
+    Args:
+        kernel: the kernel.
+        arguments: its first parameters, in order.
+        constants: its remaining parameters, all constexpr.
+        chosen: its configuration.
+        target: what it runs on.
+    """
+    if programs == 0:
+        return
+    if INTERPRET:
+        kernel[(programs,)](*arguments, **constants)
+        return
+    kernel[(programs,)](*arguments, **constants, **compile_options(chosen, target))
+
+
+def compile_options(chosen: Config, target: Architecture) -> dict[str, int]:
+    """Triton's options for a configuration; those of AMD's compiler are unknown to others."""
+    options = {"num_warps": chosen.num_warps, "num_stages": chosen.stages}
+    if target.name != FOREIGN_ARCHITECTURE:
+        options |= {"waves_per_eu": chosen.waves_per_eu, "matrix_instr_nonkdim": MATRIX_SIDE}
+    return options
+
+
+def rows_contiguous(x: Tensor) -> Tensor:
+    """``x``, copied only when its last dimension is not contiguous (the kernels take every other stride)."""
+    return x if writable(x) else x.contiguous()
+
+
+def writable(x: Tensor) -> bool:
+    """Whether the kernels can write to ``x`` themselves: its last dimension is contiguous."""
+    return x.stride(-1) == 1 or x.shape[-1] == 1
+
+
+def dense(x: Tensor | None) -> Tensor | None:
+    """A small tensor of parameters or boundaries, contiguous."""
+    return None if x is None else x.contiguous()
+
+
+def batch_strides(*tensors: Tensor) -> tuple[int, tuple[int, ...]]:
+    """A unit (8 elements when all batch strides are multiples of that, else 1) and the batch strides in units."""
+    if tensors[0].shape[0] == 1:
+        return 8, (0,) * len(tensors)
+    unit = 1 if any(x.stride(0) % 8 for x in tensors) else 8
+    return unit, tuple(x.stride(0) // unit for x in tensors)
+
+
+def state_strides(state: Tensor | None, v_first: bool) -> tuple[int, int, int, int]:
+    """Strides of a state by (sequence, head, K, V)."""
+    if state is None:
+        return 0, 0, 0, 0
+    s_n, s_h, s_row, s_last = state.stride()
+    return (s_n, s_h, s_last, s_row) if v_first else (s_n, s_h, s_row, s_last)
+
+
+def gate_kind(request: Any) -> str:
+    """The kernels' name of a request's gate."""
+    if not request.use_gate_in_kernel:
+        return "none"
+    return "softplus" if request.lower_bound is None else "bounded"

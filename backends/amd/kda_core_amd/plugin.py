@@ -1,0 +1,133 @@
+"""The AMD backend's hooks and what it declares. Kernels (and triton) are imported by the hooks that run them."""
+
+from __future__ import annotations
+
+import os
+from importlib import metadata
+
+import torch
+from packaging.specifiers import SpecifierSet
+from torch import Tensor
+
+from kda_core.capabilities import Available, BackendInfo, Capabilities, Feature, Unavailable
+from kda_core.hookspecs import hookimpl
+from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request
+from kda_core_amd import __version__
+
+NAME = "amd"
+
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+"""Triton's interpreter runs the kernels, on CPU tensors (read once: triton reads it once as well)."""
+
+FOREIGN_VARIABLE = "KDA_FOREIGN_DEVICE"
+"""For tests only: a comma-separated list of backends that may run on a GPU that they are not made for. It is read when
+backends are loaded. The kernels are plain Triton: on another vendor's GPU their arithmetic and addresses can be checked
+at full size, and nothing about speed, registers or instructions of an AMD chip."""
+
+FOREIGN = NAME in os.environ.get(FOREIGN_VARIABLE, "").split(",")
+
+SERVED_ARCHITECTURES = ("gfx90a", "gfx942", "gfx950", "gfx1100")
+
+TRITON = SpecifierSet(">=3.6")
+TRITON_DISTRIBUTIONS = ("triton", "triton-rocm", "pytorch-triton-rocm")
+"""Names under which triton is distributed; those of ROCm builds of torch come after the plain one."""
+
+MAX_PROGRAMS = 2**24
+"""A launch counts its lanes in 32 bits: this many programs of four waves."""
+
+_CLOSED = {
+    Feature.CONTEXT_PARALLEL: "one device serves the whole sequence; leave cp_context out",
+    Feature.BACKWARD: "not written yet",
+    Feature.RECURRENT_BACKWARD: "not written yet",
+    Feature.STATE_GRADIENT: "not written yet",
+    Feature.RECURRENT: "not written yet",
+    Feature.SPEC_DECODE: "not written yet",
+}
+
+_INFO = BackendInfo(
+    name=NAME,
+    version=__version__,
+    contract=SpecifierSet("~=1.0"),
+    device_types=("cuda", "cpu") if INTERPRET else ("cuda",),
+    # Neither the interpreter nor a foreign device may serve a call that did not ask for it by name.
+    priority=None if INTERPRET or FOREIGN else 100,
+    capabilities=Capabilities(
+        features=frozenset(Feature) - _CLOSED.keys(),
+        dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
+        max_head_dim_k=256,
+        max_head_dim_v=256,
+        closed=_CLOSED,
+    ),
+    summary=f"Triton for ROCm ({', '.join(SERVED_ARCHITECTURES)}), any log decay; not yet run on AMD hardware",
+)
+
+
+@hookimpl
+def kda_core_backend() -> BackendInfo:
+    return _INFO
+
+
+@hookimpl
+def kda_core_availability(device: torch.device) -> Available | Unavailable:
+    version = _triton_version()
+    if version is None:
+        return Unavailable(f"triton is not installed (triton{TRITON} is needed)")
+    if not TRITON.contains(version, prereleases=True):
+        return Unavailable(f"triton {version} is installed, triton{TRITON} is needed")
+    if INTERPRET:
+        return Available(f"triton {version}, interpreted on the CPU")
+    if device.type != "cuda":
+        return Unavailable(f"serves cuda tensors of a ROCm build of torch, not {device.type}")
+    if not torch.cuda.is_available():
+        return Unavailable("torch sees no GPU")
+    if torch.version.hip is None:
+        if FOREIGN:
+            return Available(f"{torch.cuda.get_device_name(device)}, a foreign device ({FOREIGN_VARIABLE}): for tests")
+        return Unavailable("this torch is not built for ROCm")
+    name = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+    if name not in SERVED_ARCHITECTURES:
+        return Unavailable(f"{name}: kernels are configured for {', '.join(SERVED_ARCHITECTURES)}")
+    return Available(f"{torch.cuda.get_device_name(device)}, {name}, triton {version}")
+
+
+def _triton_version() -> str | None:
+    for distribution in TRITON_DISTRIBUTIONS:
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+@hookimpl
+def kda_core_reject(request: AnyRequest) -> str | None:
+    if isinstance(request, GateRequest):
+        if request.g.dtype == torch.float64:
+            return "computes in float32; a float64 gate input would lose digits"
+        if request.g.shape[-1] > _INFO.capabilities.max_head_dim_k:
+            return f"K = {request.g.shape[-1]} is above {_INFO.capabilities.max_head_dim_k}"
+        return None
+    if (request.B * request.T // 16 + request.N + 1) * request.HV > MAX_PROGRAMS:
+        return f"B · T · HV = {request.B * request.T * request.HV} is more than one launch holds; split the batch"
+    return None
+
+
+@hookimpl
+def kda_core_chunk_forward(request: Request) -> ForwardResult:
+    from kda_core_amd.chunk_forward import chunk_forward
+
+    return chunk_forward(request)
+
+
+@hookimpl
+def kda_core_gate_forward(request: GateRequest) -> Tensor:
+    from kda_core_amd.gate import gate_forward
+
+    return gate_forward(request)
+
+
+@hookimpl
+def kda_core_gate_backward(request: GateRequest) -> BackwardResult:
+    from kda_core_amd.gate import gate_backward
+
+    return gate_backward(request)
