@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import doctest
 import inspect
+import os
 import re
 import shlex
 import subprocess
@@ -45,11 +45,20 @@ def test_the_quick_start_runs_and_prints_what_it_says(capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.splitlines() == printed
 
 
-def test_the_session_about_errors_and_backends_answers_as_shown(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("KDA_BACKEND", raising=False)
+def test_the_session_about_errors_and_backends_answers_as_shown(tmp_path: Path):
+    """In a process that sees no backend but the CPU's: what else is installed would lengthen the answers."""
     (session,) = code_blocks(section("Errors, and choosing a backend"), "pycon")
-    test = doctest.DocTestParser().get_doctest(session, {}, "README.md", "README.md", 0)
-    assert not doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test).failed
+    (tmp_path / "session.txt").write_text(session, encoding="utf-8")
+    run = """
+import doctest, importlib.metadata as metadata, sys
+found = metadata.entry_points
+metadata.entry_points = lambda **selection: [e for e in found(**selection) if e.name == "cpu"]
+sys.exit(doctest.testfile(sys.argv[1], module_relative=False, optionflags=doctest.ELLIPSIS, encoding="utf-8").failed)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "KDA_BACKEND"}
+    command = [sys.executable, "-c", run, tmp_path / "session.txt"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("line", re.findall(r"^python -m kda_core [^#\n]*[^# \n]", README, flags=re.M))
@@ -90,6 +99,15 @@ with pytest.raises(kda_core.UnsupportedCall, match="does not fit"):
     kda_core.chunk_kda(wide, wide, wide, wide, wide[..., 0], backend="mychip")
 """
     subprocess.run([sys.executable, "-c", check, site], check=True, cwd="/", timeout=120)
+
+    (kit,) = re.findall(r"`(pytest [^`]*--backend=mychip)`", text)
+    command = [sys.executable, "-m", *shlex.split(kit.replace("testing.suite", "testing.suite.test_forward"))]
+    environment = os.environ | {"PYTHONPATH": str(site)}
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider"], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300
+    )
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"[1-9]\d* passed", done.stdout)
 
 
 def test_the_argument_table_lists_every_argument_of_every_function():
