@@ -1,17 +1,22 @@
-"""``python -m kda_core_nvidia.aot``: compile every shipped configuration without a GPU and print what it takes.
+"""``python -m kda_core_nvidia.aot --arch 80 89 90 100 120``: compile every shipped configuration without a GPU.
 
 The launch functions run on small CPU tensors with their kernels replaced by recorders, so that what is compiled is
-what a call would compile. For each kernel: registers, stack (spills) and shared memory, read from the machine code by
-the ``cuobjdump`` that comes with triton. Exit status 1 when a kernel spills more than SPILL_LIMIT bytes or needs more
-shared memory than the chip has.
+what a call would compile. For each kernel it prints registers, stack (spills) and shared memory, read from the machine
+code by the ``cuobjdump`` that comes with triton. Exit status 1 when a kernel spills more than SPILL_LIMIT bytes or
+needs more shared memory than the chip has.
 """
 
 from __future__ import annotations
 
+import argparse
+import itertools
+import os
 import re
 import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +29,9 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kda_core_nvidia.launch import Launcher
+from kda_core.request import Request
+from kda_core_nvidia import chunk_forward
+from kda_core_nvidia.launch import Chip, Launcher
 
 SPILL_LIMIT = 64
 """Bytes of stack that a thread may use: a few registers saved around a loop cost nothing that can be measured."""
@@ -138,3 +145,119 @@ def compiled(launch: Launch, arch: int) -> Resources:
         ).stdout
     registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
     return Resources(registers, stack, kernel.metadata.shared, cubin)
+
+
+MULTIPROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 160, 110: 20, 120: 188, 121: 48}
+"""Of the largest chip of an architecture; only decides between the configurations for many and for few programs."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call that stands for a class of shapes and options."""
+
+    dtype: torch.dtype
+    K: int
+    V: int
+    H: int
+    gate: str
+    everything: bool = False
+
+    def __str__(self) -> str:
+        extra = " packed, pool, h" if self.everything else ""
+        return f"{_TYPES[self.dtype]} K {self.K} V {self.V} H {self.H} {self.gate}{extra}"
+
+    def request(self) -> Request:
+        """A request on the CPU; only its metadata matters."""
+        B, T, H, K, V = 1, 64, self.H, self.K, self.V
+        qk = torch.empty(2, B, T, H, K, dtype=self.dtype)
+        v = torch.empty(B, T, H, V, dtype=self.dtype)
+        options: dict[str, Any] = {"output_final_state": True}
+        if self.everything:
+            bounds = torch.tensor([0, T])
+            options = {
+                "cu_seqlens": bounds,
+                "cu_seqlens_cpu": bounds,
+                "ssm_state_indices": torch.zeros(1, dtype=torch.int64),
+                "inplace_final_state": True,
+                "return_intermediate_states": True,
+                "state_v_first": True,
+            }
+        if self.gate != "given":
+            options |= {
+                "use_gate_in_kernel": True,
+                "A_log": torch.empty(H),
+                "dt_bias": torch.empty(H, K),
+                "lower_bound": -5.0 if self.gate == "bounded" else None,
+            }
+        state = (V, K) if self.everything else (K, V)
+        return Request(
+            op="chunk_kda",
+            q=qk[0],
+            k=qk[1],
+            v=v,
+            g=torch.empty(B, T, H, K, dtype=self.dtype if self.gate != "given" else torch.float32),
+            beta=torch.empty(B, T, H, dtype=self.dtype),
+            scale=1.0,
+            initial_state=torch.empty(1, H, *state),
+            use_qk_l2norm_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            **options,
+        )
+
+
+def cases() -> list[Case]:
+    """One call for every class of shapes and options that has a configuration of its own."""
+    few, many = 4, 256
+    found = [
+        Case(dtype, size, size, heads, gate)
+        for dtype, size, heads in itertools.product((torch.bfloat16, torch.float32), (64, 128, 256), (few, many))
+        for gate in ("bounded", "softplus")
+    ]
+    found += [Case(torch.float16, 128, 128, heads, "softplus") for heads in (few, many)]
+    found += [Case(torch.bfloat16, 100, 60, few, "given")]
+    found += [
+        Case(torch.bfloat16, size, size, heads, "given", True) for size, heads in ((128, few), (128, many), (256, many))
+    ]
+    return found
+
+
+def check(case: Case, arch: int) -> list[tuple[str, Resources]]:
+    """Compile what one call launches for one architecture."""
+    chip = Chip((arch // 10, arch % 10), MULTIPROCESSORS[arch])
+    with recorded(chunk_forward) as launches:
+        actual, chunk_forward.chip = chunk_forward.chip, lambda device: chip
+        try:
+            chunk_forward.chunk_forward(case.request())
+        finally:
+            chunk_forward.chip = actual
+    return [(launch.kernel.__name__, compiled(launch, arch)) for launch in launches]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compile, print a table, and return 1 when something spills or does not fit."""
+    parser = argparse.ArgumentParser(prog="python -m kda_core_nvidia.aot", description=__doc__)
+    parser.add_argument("--arch", type=int, nargs="+", default=[80, 89, 90, 100, 120], choices=sorted(SHARED_LIMIT))
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    options = parser.parse_args(arguments)
+    work = list(itertools.product(options.arch, cases()))
+    bad = 0
+    with ProcessPoolExecutor(options.jobs) as pool:
+        results = pool.map(check, (case for _, case in work), (arch for arch, _ in work))
+        for (arch, case), kernels in zip(work, results, strict=True):
+            for name, resources in kernels:
+                spills = resources.stack > SPILL_LIMIT
+                large = resources.shared > SHARED_LIMIT[arch] * 1024
+                bad += spills or large
+                print(
+                    f"sm_{arch:<4} {name:12s} {case!s:44s} {resources.registers:3d} registers "
+                    f"{resources.stack:5d} B stack {resources.shared / 1024:6.1f} KiB shared"
+                    + ("  SPILLS" if spills else "")
+                    + ("  TOO LARGE" if large else ""),
+                    flush=True,
+                )
+    print(f"{bad} of the kernels spill more than {SPILL_LIMIT} bytes or do not fit" if bad else "all fit")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

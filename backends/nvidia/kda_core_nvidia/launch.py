@@ -73,13 +73,20 @@ def prepare_config(K: int, dtype: torch.dtype) -> PrepareConfig:
 
 
 def recurrence_config(target: Chip, dtype: torch.dtype, K: int, V: int, sequences_heads: int) -> RecurrenceConfig:
-    """Configuration of ``recurrence``; few sequences and heads get narrow blocks, so that more programs share them."""
-    wide = padded(V) >= 128 and sequences_heads * (-(-V // 128)) > target.multiprocessors * 0.6
+    """Configuration of ``recurrence``.
+
+    Blocks of 128 value channels read the keys' tiles half as often, but only wgmma holds their state without spills,
+    and with few sequences and heads they would leave most of the chip idle.
+    """
     if dtype == torch.float32:
-        return RecurrenceConfig(16, 4, 2)
+        return RecurrenceConfig(16, 4, 2 if padded(K) <= 128 or target.capability[0] == 9 else 1)
     if padded(K) > 128:
         return RecurrenceConfig(min(padded(V), 64), 8, 2)
-    if wide:
+    if (
+        target.capability[0] == 9
+        and padded(V) >= 128
+        and sequences_heads * (-(-V // 128)) > 0.6 * target.multiprocessors
+    ):
         return RecurrenceConfig(128, 8, 3)
     return RecurrenceConfig(min(padded(V), 64), 4, 3)
 

@@ -1,0 +1,296 @@
+"""The NVIDIA backend's kernels in Triton's interpreter, small and hard cases against an fp64 token loop.
+
+The interpreter must be chosen before triton is imported, so that child processes (this file, run as a script) do the
+work and print what they found; the tests look at that. bfloat16 operands are left out: the interpreter multiplies
+them wrongly.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("kda_core_nvidia")
+pytest.importorskip("triton")
+
+FP32, FP16 = 3e-6, 2e-3
+
+
+def normalised(x):
+    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def token_loop(q, k, v, log_decay, beta, state, scale):
+    """Outputs and final state of one sequence in fp64: [T, HV, K] and so on, state [HV, K, V]."""
+    q, k, v, log_decay, beta, S = (x.double() for x in (q, k, v, log_decay, beta, state))
+    group = v.shape[1] // q.shape[1]
+    q, k = q.repeat_interleave(group, 1), k.repeat_interleave(group, 1)
+    o = torch.zeros_like(v)
+    for t in range(q.shape[0]):
+        S = S * log_decay[t, :, :, None].exp()
+        S = S + (beta[t, :, None] * k[t])[..., None] * (v[t] - torch.einsum("hkv,hk->hv", S, k[t]))[:, None]
+        o[t] = scale * torch.einsum("hkv,hk->hv", S, q[t])
+    return o, S
+
+
+def relative(actual, expected):
+    """‖actual − expected‖ / ‖expected‖; NaN never passes a comparison."""
+    return ((actual.double() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
+
+
+def operands(T=40, B=1, H=1, HV=1, K=16, V=16, dtype=torch.float32, decay=1.0, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator)
+
+    return {
+        "q": normalised(normal(B, T, H, K)).to(dtype),
+        "k": normalised(normal(B, T, H, K)).to(dtype),
+        "v": normal(B, T, HV, V).to(dtype),
+        "g": -decay * torch.rand((B, T, HV, K), generator=generator),
+        "beta": torch.rand((B, T, HV), generator=generator),
+        "initial_state": normal(B, HV, K, V),
+    }
+
+
+class Found(dict):
+    """What the child found: name -> [error, limit]; an error at or under the limit is right."""
+
+    def close(self, name, actual, expected, limit=FP32):
+        self[name] = [relative(actual, expected), limit]
+
+    def true(self, name, value):
+        self[name] = [0.0 if bool(value) else 1.0, 0.0]
+
+    def against_loop(self, name, call, limit=FP32, log_decay=None, beta=None, **options):
+        """Compare a dense call with the token loop; ``log_decay`` and ``beta``: what the call's g and beta stand for."""
+        import kda_core
+
+        o, final = kda_core.chunk_kda(**call, output_final_state=True, backend="nvidia", **options)
+        if options.get("state_v_first"):
+            final = final.transpose(-1, -2)
+            call = call | {"initial_state": call["initial_state"].transpose(-1, -2)}
+        log_decay = call["g"] if log_decay is None else log_decay
+        beta = call["beta"] if beta is None else beta
+        B, K = call["q"].shape[0], call["q"].shape[-1]
+        expected = [
+            token_loop(
+                *(x[b] for x in (call["q"], call["k"], call["v"], log_decay, beta, call["initial_state"])), K**-0.5
+            )
+            for b in range(B)
+        ]
+        self.close(f"{name}: o", o, torch.stack([e[0] for e in expected]), limit)
+        rounding = 4e-3 if final.dtype == torch.bfloat16 else 0.0
+        self.close(f"{name}: state", final, torch.stack([e[1] for e in expected]), limit + rounding)
+
+
+def decays(found):
+    for decay in (1e-4, 5.0, 1000.0):
+        found.against_loop(f"decay to -{decay:g}", operands(decay=decay, K=32))
+        if decay <= 5:
+            found.against_loop(f"decay to -{decay:g}, safe", operands(decay=decay, K=32), safe_gate=True)
+    call = operands(T=70)
+    call["g"][:, ::7, :, ::3] = -math.inf
+    call["g"][:, 3, :, 1] = -1e30
+    found.against_loop("infinite decays", call)
+    import kda_core
+
+    o, _ = kda_core.chunk_kda(**call, safe_gate=True, backend="nvidia")
+    found.true("broken promise is finite", torch.isfinite(o).all())
+    call = operands(T=64, decay=0.0)
+    call["k"] = call["k"][:, :1].expand_as(call["k"]).contiguous()
+    call["beta"] = torch.ones_like(call["beta"])
+    found.against_loop("equal keys", call)
+    found.against_loop("equal keys, safe", call, safe_gate=True)
+
+
+def options(found):
+    call = operands(HV=2, K=24, V=40)
+    A_log, dt_bias = torch.tensor([5.3, -1.0]), torch.randn(2, 24, generator=torch.Generator().manual_seed(1))
+    call["g"] = 8 * torch.randn(call["g"].shape, generator=torch.Generator().manual_seed(2))
+    x = call["g"].double() + dt_bias.double()
+    rate = A_log.double().exp()[:, None]
+    gate = {"use_gate_in_kernel": True, "dt_bias": dt_bias.flatten()}
+    softplus = -rate * torch.nn.functional.softplus(x, threshold=40)
+    found.against_loop("softplus gate", call, log_decay=softplus, A_log=A_log, **gate)
+    for bound in (-5.0, -30.0):
+        bounded = bound * torch.sigmoid(rate * x)
+        found.against_loop(
+            f"gate bounded by {bound:g}", call, log_decay=bounded, A_log=A_log, lower_bound=bound, **gate
+        )
+    bounded = -5.0 * torch.sigmoid(x)
+    found.against_loop("bounded gate without A_log", call, log_decay=bounded, lower_bound=-5.0, **gate)
+    call = operands()
+    call["beta"] = torch.randn(call["beta"].shape, generator=torch.Generator().manual_seed(3))
+    beta = call["beta"].double().sigmoid()
+    found.against_loop("beta logits", call, beta=beta, use_beta_sigmoid_in_kernel=True)
+    found.against_loop(
+        "negative eigenvalues", call, beta=2 * beta, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True
+    )
+
+
+def shapes(found):
+    found.against_loop("two sequences, grouped values, odd sizes", operands(B=2, T=37, H=2, HV=4, K=20, V=50))
+    found.against_loop("more channels than a block", operands(T=33, K=72, V=130))
+    found.against_loop("one token", operands(T=1))
+    found.against_loop("float16", operands(dtype=torch.float16, K=32), limit=FP16)
+    call = operands(B=2, HV=2, K=16, V=24)
+    first = {"initial_state": call["initial_state"].transpose(-1, -2).contiguous()}
+    found.against_loop("V first", call | first, state_v_first=True)
+    found.against_loop("bfloat16 state", call | {"initial_state": call["initial_state"].bfloat16()})
+    call["k"] = call["k"].permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    call["v"] = torch.cat([call["v"], call["v"]], -1)[..., 24:]
+    call["beta"] = call["beta"].repeat_interleave(3, -1)[..., ::3]
+    out = torch.empty(2, 40, 24, 2).transpose(2, 3)
+    found.against_loop("strided", call, out=out)
+
+
+def packing(found):
+    import kda_core
+
+    cu = [0, 0, 1, 34, 66, 67, 90]
+    call = operands(T=100, HV=2, V=24)
+    call["initial_state"] = torch.randn(6, 2, 16, 24, generator=torch.Generator().manual_seed(4))
+    run = {"output_final_state": True, "backend": "nvidia"}
+    bounds = torch.tensor(cu, dtype=torch.int32)
+    o, final, h = kda_core.chunk_kda(**call, cu_seqlens=bounds, return_intermediate_states=True, chunk_size=32, **run)
+    found.true("rows behind the last sequence", (o[:, 90:] == 0).all())
+    starts = []
+    for n in range(6):
+        rows = slice(cu[n], cu[n + 1])
+        one = {name: call[name][:, rows] for name in ("q", "k", "v", "g", "beta")}
+        one["initial_state"] = call["initial_state"][n : n + 1]
+        starts += [n] * -(-(cu[n + 1] - cu[n]) // 32)
+        if cu[n] == cu[n + 1]:
+            found.true("empty sequence", torch.equal(final[n], call["initial_state"][n]))
+            continue
+        alone, last = kda_core.chunk_kda(**one, **run)
+        found.true(f"sequence {n} alone", torch.equal(o[:, rows], alone) and torch.equal(final[n], last[0]))
+    found.true("h", h.shape[1] == len(starts) and torch.equal(h[0, 0], call["initial_state"][1]))
+    found.true("h of a later sequence", torch.equal(h[0, starts.index(3)], call["initial_state"][3]))
+    spoiled = {name: call[name].clone() for name in ("q", "k", "v", "g", "beta")}
+    for x in spoiled.values():
+        x[:, 34:66] = math.nan
+    other, _ = kda_core.chunk_kda(**(call | spoiled), cu_seqlens=bounds, **run)
+    found.true("NaN in a neighbour", torch.equal(other[:, :34], o[:, :34]) and torch.equal(other[:, 66:], o[:, 66:]))
+
+    pool = torch.full((9, 2, 16, 24), math.nan)
+    slots = [3, 8, -1, 0, 5, 7]
+    for n, slot in enumerate(slots):
+        if slot >= 0:
+            pool[slot] = call["initial_state"][n]
+    before = pool.clone()
+    table = torch.full((6, 2), -1)
+    table[:, 0] = torch.tensor(slots)
+    out = torch.full_like(o, math.nan)
+    paged = call | {"initial_state": pool}
+    kda_core.chunk_kda(
+        **paged, cu_seqlens=bounds, ssm_state_indices=table[:, 0], pad_slot_id=5, out=out, backend="nvidia"
+    )
+    expected = o.clone()
+    expected[:, 1:34] = 0
+    expected[:, 66:67] = 0
+    found.true("pool: outputs, padded rows zero", torch.equal(out, expected))
+    used = {slot: n for n, slot in enumerate(slots) if slot >= 0 and slot != 5}
+    found.true("pool: slots", all(torch.equal(pool[slot], final[n]) for slot, n in used.items()))
+    rest = [slot for slot in range(9) if slot not in used]
+    found.true("pool: other slots", torch.equal(pool[rest].view(torch.int32), before[rest].view(torch.int32)))
+
+
+def intermediate_states(found):
+    import kda_core
+
+    call = operands(T=130)
+    run = {"output_final_state": True, "backend": "nvidia"}
+    for size in (32, 64):
+        h = kda_core.chunk_kda(**call, return_intermediate_states=True, chunk_size=size, **run)[2]
+        cut = call | {name: call[name][:, :128] for name in ("q", "k", "v", "g", "beta")}
+        found.true(f"h every {size}", torch.equal(h[:, 128 // size], kda_core.chunk_kda(**cut, **run)[1]))
+
+
+def gate(found):
+    import kda_core
+
+    generator = torch.Generator().manual_seed(5)
+    for bound in (None, -5.0):
+        g, grad = (8 * torch.randn(2, 45, 3, 20, generator=generator) for _ in range(2))
+        A_log, bias = torch.randn(3, generator=generator), torch.randn(60, generator=generator)
+        leaves = [x.clone().requires_grad_() for x in (g, A_log, bias)]
+        with kda_core.use_backend("nvidia"):
+            y = kda_core.kda_gate(*leaves, lower_bound=bound)
+            y.backward(grad)
+        exact = [x.double().requires_grad_() for x in (g, A_log, bias)]
+        x = exact[0] + exact[2].view(3, 20)
+        rate = exact[1].exp()[:, None]
+        expected = (
+            -rate * torch.nn.functional.softplus(x, threshold=40) if bound is None else bound * torch.sigmoid(rate * x)
+        )
+        expected.backward(grad.double())
+        name = "softplus" if bound is None else "bounded"
+        found.close(f"kda_gate {name}", y.detach(), expected.detach(), 1e-6)
+        for leaf, right, what in zip(leaves, exact, ("dg", "dA_log", "ddt_bias"), strict=True):
+            found.close(f"kda_gate {name} {what}", leaf.grad, right.grad, 1e-5)
+
+
+PARTS = {f.__name__: f for f in (decays, options, shapes, packing, intermediate_states, gate)}
+
+
+@pytest.fixture(scope="module", params=list(PARTS))
+def found(request):
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    child = subprocess.run(
+        [sys.executable, __file__, request.param], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert child.returncode == 0, child.stderr[-3000:]
+    return json.loads(child.stdout.splitlines()[-1])
+
+
+def test_interpreted(found):
+    wrong = {name: pair for name, pair in found.items() if not pair[0] <= pair[1]}
+    assert not wrong
+
+
+def test_loading_the_plugin_imports_no_triton():
+    code = "import sys, kda_core_nvidia.plugin as p; p.kda_core_backend(); sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the launcher steps aside in the interpreter")
+def test_launcher_knows_what_is_compiled_in():
+    from kda_core_nvidia import chunk_forward
+
+    for launcher in (chunk_forward._prepare, chunk_forward._recurrence):
+        names = launcher.kernel.arg_names
+        strides, tensors = launcher._strides(names), launcher._tensors(names)
+        assert all(name.startswith("s_") for name in strides)
+        assert {"P", "D", "o", "cu_seqlens", "indices"} <= set(tensors)
+        rest = {p.name for p in launcher.kernel.params if not p.is_constexpr} - set(strides) - set(tensors)
+        assert rest == {p.name for p in launcher.kernel.params if p.do_not_specialize}
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize("heads", [1, 500])
+def test_configurations_fit_their_sizes(capability, heads):
+    from kda_core_nvidia import launch
+
+    chip = launch.Chip(capability, 132)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for size in (1, 16, 60, 128, 200, 256):
+            assert launch.prepare_config(size, dtype).block_k <= launch.padded(size)
+            config = launch.recurrence_config(chip, dtype, size, size, heads)
+            assert config.block_v >= 16
+            assert config.block_v <= launch.padded(size)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    results = Found()
+    PARTS[sys.argv[1]](results)
+    print(json.dumps(results))
