@@ -150,6 +150,26 @@ class _Exp(torch.autograd.Function):
         return grad * ctx.saved_tensors[0], None, None
 
 
+class _L2Norm(torch.autograd.Function):
+    """x / sqrt(sum x^2 + eps), stored rounded; its gradient dy - y (y . dy) cancels along x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, noise: Noise) -> Tensor:
+        ulps = 2 * FUNCTION_ULPS * noise.accumulate
+        rate = noise.relative((x.square().sum(-1, keepdim=True) + reference.L2NORM_EPS).rsqrt(), ulps)
+        y = noise.relative(x * rate, noise.operand)
+        ctx.save_for_backward(y, rate)
+        ctx.noise = noise
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        y, rate = ctx.saved_tensors
+        noise = ctx.noise
+        along = noise.relative((y * grad).sum(-1, keepdim=True), noise.accumulate * math.sqrt(y.shape[-1] / 2))
+        return rate * (grad - noise.relative(y * along, noise.accumulate)), None
+
+
 def _pairs(left: Tensor, right: Tensor, log_decay: Tensor, noise: Noise) -> Tensor:
     """[..., C, C] lower triangle of sum_c left_rc right_sc exp(sum of log_decay_c over rows s+1 .. r).
 
@@ -259,7 +279,7 @@ def _forward(r: Request, x: dict[str, Tensor], noise: Noise) -> tuple[Tensor, li
     """o [S, B, T, HV, V] and the list of the states [S, N, HV, K, V] at every chunk."""
     q, k, v, g, beta = (x[n] for n in ("q", "k", "v", "g", "beta"))
     if r.use_qk_l2norm_in_kernel:
-        q, k = (_Rounded.apply(noise.function(reference.l2norm(t)), noise.operand, noise) for t in (q, k))
+        q, k = (_L2Norm.apply(t, noise) for t in (q, k))
     if r.use_gate_in_kernel:
         g = noise.function(_gate(r, g, x.get("A_log"), x.get("dt_bias"), noise))
     if r.use_beta_sigmoid_in_kernel:

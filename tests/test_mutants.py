@@ -1,0 +1,79 @@
+"""The conformance kit finds deliberately wrong backends (tests/mutants.py), and passes a faultless copy."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import mutants
+import pytest
+
+from kda_core.testing.plugin import MODE_VARIABLE
+
+# What the fast tier of this repository tries; the slow one tries all.
+FAST = (
+    "dropped-decay",
+    "decay-after-the-update",
+    "transposed-state",
+    "wrong-head",
+    "negative-eigenvalues-ignored",
+    "scale-ignored",
+    "bound-ignored",
+    "leaked-neighbour",
+    "tail-unwritten",
+    "state-of-the-chunk-before",
+    "beta-missing-in-the-backward",
+    "bias-gradient-of-the-wrong-head",
+    "padding-slot-written",
+    "bfloat16-accumulation",
+    "non-deterministic-sum",
+    "input-modified",
+    "one-wrong-row",
+    "first-slot-read",
+)
+ALL = tuple(mutant().name for mutant in mutants.mutants())
+
+
+def run(file: Path, *names: str) -> dict[str, str]:
+    """The test that found each of the named mutants, from the kit's fast tier in a process of its own."""
+    environment = {n: v for n, v in os.environ.items() if not n.startswith("PYTEST_")} | {MODE_VARIABLE: "fast"}
+    child = subprocess.run(
+        [sys.executable, mutants.__file__, str(file), *names],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        cwd=file.parent,
+    )
+    assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-4000:]
+    return json.loads(file.read_text())
+
+
+@pytest.fixture(scope="module")
+def found_fast(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("mutants") / "found.json", *FAST)
+
+
+@pytest.fixture(scope="module")
+def found_all(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("mutants") / "found.json")
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_mutant_is_found(found_fast, name: str):
+    assert name in found_fast
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL)
+def test_every_mutant_is_found(found_all, name: str):
+    assert name in found_all
+
+
+@pytest.mark.slow
+def test_faultless_backend_passes(found_all):
+    """What finds the mutants is their fault, not the way that they are made."""
+    assert mutants.Faultless().name not in found_all
