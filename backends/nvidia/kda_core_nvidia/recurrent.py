@@ -4,12 +4,12 @@ With q', k' after the norm (and the scale, for q'), d = exp γ and S the state b
 
     y = Sᵀ(k'⊙d)      u = β(v − y)      o = Sᵀ(q'⊙d) + (q'·k') u      S ← S + (d − 1)⊙S + k' uᵀ
 
-so that both products wait for the old state only. The update uses d − 1, formed without cancellation: a slow channel keeps
-the digits of its decay over any number of steps (d itself, rounded to float32, is off by up to 3e-8 in every one).
+so that both products wait for the old state only. The update uses d − 1, formed without cancellation: a slow channel
+keeps the digits of its decay over any number of steps (d, rounded to float32, is off by up to 3e-8 in every one).
 
-Tiles: the state is [KP, BV], or [BV, KP] when it is stored V first, all key channels and BV value channels of one head.
-Grid: (N [+ 1] · HV · ceil(V / BV)), value blocks fastest, then heads; with packed sequences, "sequence" N is the rows behind
-the last one. Index arithmetic is int64 from the sequence up.
+Tiles: the state is [KP, BV], or [BV, KP] when it is stored V first: all key channels and BV value channels of one head.
+Grid: (N [+ 1] · HV · ceil(V / BV)), value blocks fastest, then heads; with packed sequences, "sequence" N is the rows
+behind the last one. Index arithmetic is int64 from the sequence up.
 """
 
 import math
@@ -148,6 +148,7 @@ def recurrent(
     IN_PLACE: tl.constexpr,
     EVERY_TOKEN: tl.constexpr,  # a slot for every token rather than one for the last
     ONE_TOKEN: tl.constexpr,  # dense and T = 1: there is no loop
+    EVICTION: tl.constexpr,  # eviction policy of the states: "" or "evict_first"
 ):
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
@@ -184,7 +185,7 @@ def recurrent(
             zero_rows(p_o, s_ot, s_ov, 0, length, i_v, BLOCKS, V, VP)
             return
 
-    if IN_PLACE:
+    if IN_PLACE:  # noqa: SIM102 (known when the kernel is compiled)
         # The slot of a sequence without tokens is nobody's to write, not even with what it holds.
         if length == 0:
             return
@@ -197,7 +198,8 @@ def recurrent(
         S = tl.zeros([KP, BV], tl.float32)
     if initial_state is not None:
         p_state = initial_state + i_state * s_in + i_h * s_ih
-        S = tl.load(p_state + _tile(o_k, o_v, s_ik, s_iv, V_FIRST), mask=m_state, other=0.0).to(tl.float32)
+        p_state += _tile(o_k, o_v, s_ik, s_iv, V_FIRST)
+        S = tl.load(p_state, mask=m_state, other=0.0, eviction_policy=EVICTION).to(tl.float32)
 
     p_q = q + row * s_qn + i_h // GROUP * s_qh
     p_k = k + row * s_kn + i_h // GROUP * s_kh
@@ -250,13 +252,13 @@ def recurrent(
         if EVERY_TOKEN:
             i_slot = tl.load(p_slot + t * s_slot, mask=t < width, other=-1).to(tl.int64)
             if (i_slot >= 0) & (i_slot != pad_slot_id):
-                p_state = final_state + i_slot * s_fn + i_h * s_fh + _tile(o_k, o_v, s_fk, s_fv, V_FIRST)
-                tl.store(p_state, S.to(final_state.dtype.element_ty), mask=m_state)
+                p_kept = final_state + i_slot * s_fn + i_h * s_fh + _tile(o_k, o_v, s_fk, s_fv, V_FIRST)
+                tl.store(p_kept, S.to(final_state.dtype.element_ty), mask=m_state, eviction_policy=EVICTION)
 
     if final_state is not None:  # noqa: SIM102 (known when the kernel is compiled)
         if not EVERY_TOKEN:
-            p_state = final_state + i_state * s_fn + i_h * s_fh
-            tl.store(p_state + _tile(o_k, o_v, s_fk, s_fv, V_FIRST), S.to(final_state.dtype.element_ty), mask=m_state)
+            p_last = final_state + i_state * s_fn + i_h * s_fh + _tile(o_k, o_v, s_fk, s_fv, V_FIRST)
+            tl.store(p_last, S.to(final_state.dtype.element_ty), mask=m_state, eviction_policy=EVICTION)
 
 
 @triton.jit

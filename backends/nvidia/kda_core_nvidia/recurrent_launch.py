@@ -1,8 +1,8 @@
 """Host side of ``fused_recurrent_kda``: configurations, one launch, and the backward (the one of ``chunk_kda``).
 
-Nothing waits for the device, and nothing but the result is allocated, so that a call can be captured in a CUDA graph whose
-replays read whatever the indices hold by then. Inputs are read where they lie, at any stride of batch, token and head; one
-whose last dimension is not contiguous (or parameters, boundaries that are not contiguous) is copied first.
+Nothing waits for the device, and nothing but the result is allocated, so that a call can be captured in a CUDA graph
+whose replays read whatever the indices hold by then. Inputs are read where they lie, at any stride of batch, token and
+head; one whose last dimension is not contiguous is copied first, and so are parameters and boundaries with gaps.
 """
 
 from __future__ import annotations
@@ -23,28 +23,39 @@ from kda_core_nvidia.recurrent import recurrent
 
 @dataclass(frozen=True, slots=True)
 class RecurrentConfig:
-    """Launch configuration of ``recurrent``: value channels of a program, warps."""
+    """Launch configuration of ``recurrent``: value channels of a program, warps, eviction policy of the states."""
 
     block_v: int
     num_warps: int
+    eviction: str = ""
 
 
-FEW_STATES = 256
-"""N · HV up to which states are spread over as many programs as there are: less than two of them a multiprocessor."""
+# Measured on an H200 at K = V = 128, H = 32: one step at N = 1 to 256 with float32 and bfloat16 pools, T = 8 and 64 at
+# N = 1 to 64. A row serves the calls with at most so many states, N · HV, that no row before it serves.
+_MANY = 1 << 62
+_STEP = {
+    # (V first, bfloat16): (most states, configuration)
+    (False, False): ((64, RecurrentConfig(16, 1)), (_MANY, RecurrentConfig(64, 2))),
+    (False, True): ((64, RecurrentConfig(16, 1)), (1024, RecurrentConfig(32, 1)), (_MANY, RecurrentConfig(64, 2))),
+    (True, False): ((_MANY, RecurrentConfig(8, 1)),),
+    (True, True): ((_MANY, RecurrentConfig(16, 1, "evict_first")),),
+}
+_TOKENS = {
+    # V first: (most states, configuration)
+    False: ((256, RecurrentConfig(16, 1)), (_MANY, RecurrentConfig(32, 1))),
+    True: ((256, RecurrentConfig(4, 1)), (_MANY, RecurrentConfig(16, 1))),
+}
 
 
 @cache
-def recurrent_config(states: int, K: int, V: int, v_first: bool, state_dtype: torch.dtype) -> RecurrentConfig:
-    """Configuration for ``states`` = N · HV states. Measured on an H200 at K = V = 128, H = 32."""
-    if v_first:
-        block_v, num_warps = 8, 1
-    elif states <= FEW_STATES:
-        block_v, num_warps = 16, 1
-    else:
-        block_v, num_warps = 64, 4
-    if K > 128:
-        block_v //= 2  # the same registers a thread
-    return RecurrentConfig(min(block_v, triton.next_power_of_2(V)), num_warps)
+def recurrent_config(
+    states: int, one_token: bool, K: int, V: int, v_first: bool, state_dtype: torch.dtype
+) -> RecurrentConfig:
+    """Configuration for ``states`` = N · HV states; ``one_token``: a dense step, T = 1."""
+    rows = _STEP[v_first, state_dtype == torch.bfloat16] if one_token else _TOKENS[v_first]
+    config = next(config for most, config in rows if states <= most)
+    block_v = config.block_v if K <= 128 else config.block_v // 2  # the same registers a thread
+    return replace(config, block_v=min(block_v, triton.next_power_of_2(V)))
 
 
 def _strides(x: Tensor, packed: bool) -> tuple[int, int, int]:
@@ -100,7 +111,8 @@ def _launch(request: Request, o: Tensor, final_state: Tensor | None) -> None:
         s_index = indices.stride(0)
         if indices.dim() == 2:
             s_slot, width = indices.stride(1), indices.shape[1]
-    config = recurrent_config(N * HV, K, V, request.state_v_first, request.state_dtype)
+    one_token = T == 1 and not packed
+    config = recurrent_config(N * HV, one_token, K, V, request.state_v_first, request.state_dtype)
     # With packed sequences one more set of programs zeroes the rows behind the last one.
     programs = (N + packed) * HV * -(-V // config.block_v)
     recurrent[(programs,)](
@@ -149,7 +161,8 @@ def _launch(request: Request, o: Tensor, final_state: Tensor | None) -> None:
         V_FIRST=request.state_v_first,
         IN_PLACE=request.inplace_final_state,
         EVERY_TOKEN=width > 1,
-        ONE_TOKEN=T == 1 and not packed,
+        ONE_TOKEN=one_token,
+        EVICTION=config.eviction,
         num_warps=config.num_warps,
     )
 
@@ -165,18 +178,35 @@ def recurrent_backward(request: Request) -> BackwardResult:
 
 
 def shipped() -> Iterator[tuple[str, Request]]:
-    """Small calls, on the CPU, that between them launch every configuration; for compilation without a GPU."""
+    """Small calls, on the CPU, that between them launch every configuration and take every path of the kernel."""
     for v_first in (False, True):
         for state_dtype in (torch.float32, torch.bfloat16):
-            for N in (1, 9):
-                for T in (1, 2):
-                    name = f"recurrent N={N} T={T} {'V first' if v_first else 'K first'} {str(state_dtype)[6:]}"
-                    yield name, _example(N, T, v_first, state_dtype)
+            for T in (1, 2):
+                for N in (1, 9, 33):
+                    layout = "V first" if v_first else "K first"
+                    yield f"recurrent, {layout}, {state_dtype}, N={N}, T={T}", _example(N, T, v_first, state_dtype)
+    for v_first in (False, True):
+        wide = _example(9, 2, v_first, torch.float32, K=256)
+        yield f"recurrent, K = V = 256, {v_first=}", wide
+        step = _example(2, 1, v_first, torch.float32, K=256)
+        yield f"recurrent, K = V = 256, T = 1, {v_first=}", step
+    few = _example(2, 3, False, torch.float32)
+    table = torch.zeros(2, 3, dtype=torch.int32)
+    yield "recurrent, drafts", replace(few, ssm_state_indices=table, num_accepted_tokens=table[:, 0])
+    own = {"ssm_state_indices": None, "inplace_final_state": False, "output_final_state": True}
+    yield "recurrent, softplus gate, states in and out", replace(few, lower_bound=None, **own)
+    bounds = torch.zeros(3, dtype=torch.int32)
+    packed = {n: getattr(few, n).flatten(0, 1)[None] for n in ("q", "k", "v", "g", "beta")}
+    plain = {"use_gate_in_kernel": False, "A_log": None, "dt_bias": None, "lower_bound": None}
+    yield (
+        "recurrent, packed, decay given, no states",
+        replace(few, cu_seqlens=bounds, initial_state=None, **packed, **own, **plain),
+    )
 
 
-def _example(N: int, T: int, v_first: bool, state_dtype: torch.dtype) -> Request:
+def _example(N: int, T: int, v_first: bool, state_dtype: torch.dtype, K: int = 128) -> Request:
     """A decoding step (or a short prefill) of K3: everything in the kernel, states in a pool."""
-    H, K = 32, 128
+    H = 32
     x = torch.empty(N, T, H, K, dtype=torch.bfloat16)
     return Request(
         op="fused_recurrent_kda",
