@@ -156,8 +156,9 @@ class _Backstep:
         S = saved.states.get(window, workspace("S", Z, K, V))
         v_new = workspace("v_new", Z, C, V)
         if recompute:
-            r = torch.bmm(X[:, :, 1], S, out=workspace("r", Z, C, V))
-            torch.bmm(A, torch.addcmul(r.neg_(), rows.v, rows.beta, out=r), out=v_new)
+            read = torch.bmm(X[:, :, 1], S, out=workspace("dr", Z, C, V))
+            r = torch.mul(rows.v, rows.beta, out=workspace("dv_new", Z, C, V)).sub_(read)
+            torch.bmm(A, r, out=v_new)
         else:
             v_new = saved.v_new.get(window, v_new)
             M = saved.M.get(window, workspace("M", Z, C, C))

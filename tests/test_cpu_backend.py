@@ -1,0 +1,450 @@
+"""What is the CPU backend's own: windows, lanes, scratch memory, saved tensors, decay gradients, bitwise promises."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+import kda_core
+from kda_core import reference
+from kda_core.capabilities import Available, Feature, Unavailable
+from kda_core.reference import DIFFERENTIABLE
+from kda_core.request import GateRequest, Request
+
+launch = pytest.importorskip("kda_core_cpu.launch", reason="kda-core-cpu is not installed")
+from kda_core_cpu import gate, plugin, recurrent  # noqa: E402  (after the check that the wheel is there)
+
+PACKING = [0, 5, 5, 6, 70, 134, 199]
+CHUNK, RECURRENT = "chunk_kda", "fused_recurrent_kda"
+
+
+@pytest.fixture(autouse=True)
+def threads(request):
+    """One thread, because a second only waits at these sizes; two where ``@pytest.mark.usefixtures("two_threads")``."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2 if "two_threads" in request.fixturenames else 1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def two_threads():
+    """Asks ``threads`` for two."""
+
+
+def make_request(
+    op=CHUNK, B=1, T=None, H=2, HV=None, K=12, V=10, dtype=torch.float32, cu=None, in_kernel=True, state=True, **options
+):
+    """A request with everything in the kernel, or with pre-computed gates; packed when ``cu`` is given."""
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    HV, T = HV or H, T or (199 if cu is None else cu[-1])
+    N = B if cu is None else len(cu) - 1
+    q, k, v, g, beta = (
+        normal(B, T, H, K),
+        normal(B, T, H, K),
+        normal(B, T, HV, V),
+        normal(B, T, HV, K),
+        normal(B, T, HV),
+    )
+    wide = torch.promote_types(dtype, torch.float32)
+    if in_kernel:
+        options |= {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "use_qk_l2norm_in_kernel": True}
+        options |= {"A_log": normal(HV).to(wide), "dt_bias": normal(HV, K).to(wide)}
+    else:
+        k, g, beta = torch.nn.functional.normalize(k, dim=-1), -g.abs(), beta.sigmoid()
+    if state:
+        last = (V, K) if options.get("state_v_first") else (K, V)
+        options.setdefault("initial_state", normal(N, HV, *last).to(wide))
+    if cu is not None:
+        options["cu_seqlens"] = torch.tensor(cu)
+    options.setdefault("output_final_state", not options.get("inplace_final_state", False))
+    rows = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    return Request(op=op, scale=K**-0.5, **{name: x.to(dtype) for name, x in rows.items()}, **options)
+
+
+def hooks(op):
+    name = "chunk" if op == CHUNK else "recurrent"
+    return getattr(plugin, f"kda_core_{name}_forward"), getattr(plugin, f"kda_core_{name}_backward")
+
+
+def forward(r):
+    return hooks(r.op)[0](r)
+
+
+def gradients(r, names=None, grad_o=True, grad_final_state=True):
+    """(forward result, gradients by name) for fixed output gradients."""
+    generator = torch.Generator().manual_seed(2)
+    run, back = hooks(r.op)
+    result = run(replace(r, save_for_backward=True))
+    do = torch.randn(result.o.shape, generator=generator).to(result.o.dtype)
+    dS = torch.randn(r.state_shape, generator=generator).to(r.state_dtype)
+    backward = replace(
+        r,
+        saved=result.saved,
+        grad_o=do if grad_o else None,
+        grad_final_state=dS if grad_final_state else None,
+        needs_grad=frozenset(names or (n for n in DIFFERENTIABLE if getattr(r, n) is not None)),
+    )
+    return result, back(backward).grads, backward
+
+
+def relative_error(x, expected):
+    return ((x.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)).item()
+
+
+def assert_equal(x, expected):
+    assert x.keys() == expected.keys()
+    for name in x:
+        assert torch.equal(x[name], expected[name]), name
+
+
+LAYOUTS = {
+    "dense": {"B": 3, "T": 70, "HV": 4},
+    "packed": {"cu": PACKING, "HV": 4},
+    "one sequence": {"cu": [0, 150], "T": 160},
+    "v first": {"B": 2, "T": 33, "state_v_first": True, "chunk_size": 32},
+}
+
+
+@pytest.mark.parametrize("op", [CHUNK, RECURRENT])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_float64_agrees_with_the_oracle_to_rounding(op, layout):
+    options = {"return_intermediate_states": True} if op == CHUNK else {}
+    r = make_request(op, dtype=torch.float64, **LAYOUTS[layout], **options)
+    expected = reference.forward(r)
+    result, found, backward = gradients(r)
+    assert relative_error(result.o, expected.o) < 1e-14
+    assert relative_error(result.final_state, expected.final_state) < 1e-14
+    if result.h is not None:
+        assert result.h.shape == expected.h.shape
+        assert relative_error(result.h, expected.h) < 1e-14
+    for name, grad in reference.backward(backward).grads.items():
+        assert relative_error(found[name], grad) < 1e-14, name
+        assert found[name].is_contiguous()
+
+
+def test_gradcheck_of_every_differentiable_input():
+    r = make_request(B=1, T=3, H=1, HV=2, K=3, V=2, dtype=torch.float64)
+    names = [name for name in DIFFERENTIABLE if getattr(r, name) is not None]
+    inputs = [getattr(r, name).clone().requires_grad_() for name in names]
+
+    def call(function, *tensors):
+        return function(
+            **dict(zip(names, tensors, strict=True)),
+            use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            output_final_state=True,
+            backend="cpu",
+        )
+
+    for function in (kda_core.chunk_kda, kda_core.fused_recurrent_kda):
+        assert torch.autograd.gradcheck(lambda *x, f=function: call(f, *x), inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_gradcheck_of_the_gate(lower_bound):
+    r = make_request(T=3, HV=4, K=3, dtype=torch.float64)
+    inputs = [x.clone().requires_grad_() for x in (r.g, r.A_log, r.dt_bias)]
+    assert torch.autograd.gradcheck(
+        lambda g, A_log, bias: kda_core.kda_gate(g, A_log, bias, lower_bound, backend="cpu"), inputs
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("disable_recompute", [False, True])
+@pytest.mark.parametrize("op", [CHUNK, RECURRENT])
+def test_saved_tensors_are_as_announced(op, layout, disable_recompute):
+    r = make_request(op, **LAYOUTS[layout], disable_recompute=disable_recompute, save_for_backward=True)
+    announced = [(tuple(spec.shape), spec.dtype) for spec in plugin.kda_core_saved_spec(r)]
+    assert announced == [(tuple(x.shape), x.dtype) for x in forward(r).saved]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_saved_spec_is_symbolic_in_length(packed):
+    shapes = ShapeEnv()
+    r = make_request(cu=PACKING if packed else None, disable_recompute=True, save_for_backward=True)
+    sizes = [DimDynamic.STATIC, DimDynamic.DYNAMIC, DimDynamic.STATIC, DimDynamic.STATIC]
+    fake = FakeTensorMode(shape_env=shapes)
+    q = fake.from_tensor(r.q, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
+    specs = plugin.kda_core_saved_spec(replace(r, q=q))
+    assert all(isinstance(spec.shape[1], torch.SymInt) for spec in specs)
+    assert not shapes.guards
+
+
+@pytest.mark.parametrize("layout", ["dense", "packed"])
+def test_disable_recompute_gives_the_same_bits(layout):
+    """Where K and V fill vectors; otherwise a product of other rows may round its last columns differently."""
+    _, expected, _ = gradients(make_request(**LAYOUTS[layout], K=16, V=32))
+    _, found, _ = gradients(make_request(**LAYOUTS[layout], K=16, V=32, disable_recompute=True))
+    assert_equal(found, expected)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("op", [CHUNK, RECURRENT])
+def test_runs_repeat_bitwise(op, layout):
+    r = make_request(op, **LAYOUTS[layout])
+    first, expected, _ = gradients(r)
+    for _ in range(2):
+        again, found, _ = gradients(r)
+        assert torch.equal(again.o, first.o)
+        assert torch.equal(again.final_state, first.final_state)
+        assert_equal(found, expected)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("op", [CHUNK, RECURRENT])
+@pytest.mark.parametrize(("K", "V"), [(12, 10), (64, 64)])
+def test_a_sequence_does_not_depend_on_its_neighbours(op, K, V):
+    r = make_request(op, cu=PACKING, K=K, V=V)
+    packed, packed_grads, backward = gradients(r, ("q", "k", "v", "g", "beta", "initial_state"))
+    for n, (start, end) in enumerate(itertools.pairwise(PACKING)):
+        if start == end:
+            continue
+        rows = {name: getattr(r, name)[:, start:end] for name in ("q", "k", "v", "g", "beta")}
+        alone = replace(r, cu_seqlens=None, initial_state=r.initial_state[n : n + 1], **rows)
+        run, back = hooks(op)
+        result = run(replace(alone, save_for_backward=True))
+        assert torch.equal(result.o, packed.o[:, start:end])
+        assert torch.equal(result.final_state[0], packed.final_state[n])
+        grads = back(
+            replace(
+                alone,
+                saved=result.saved,
+                grad_o=backward.grad_o[:, start:end],
+                grad_final_state=backward.grad_final_state[n : n + 1],
+                needs_grad=backward.needs_grad,
+            )
+        ).grads
+        assert torch.equal(grads.pop("initial_state")[0], packed_grads["initial_state"][n])
+        assert_equal(grads, {name: packed_grads[name][:, start:end] for name in grads})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_results_do_not_depend_on_how_work_is_cut(layout, monkeypatch):
+    """Windows of one step and groups of one lane against one window and one group."""
+    r = make_request(**LAYOUTS[layout], return_intermediate_states=True)
+    expected, expected_grads, _ = gradients(r)
+    monkeypatch.setattr(launch, "_WINDOW_BUDGET", 1)
+    monkeypatch.setattr(launch, "_LANE_BUDGET", 1)
+    found, grads, _ = gradients(r)
+    assert torch.equal(found.o, expected.o)
+    assert torch.equal(found.final_state, expected.final_state)
+    assert torch.equal(found.h, expected.h)
+    for name in ("A_log", "dt_bias"):
+        # Their sums over tokens are cut as the work is.
+        assert relative_error(grads.pop(name), expected_grads.pop(name)) < 1e-6
+    assert_equal(grads, expected_grads)
+
+
+@pytest.mark.parametrize("op", [CHUNK, RECURRENT])
+def test_neither_pass_modifies_an_input(op):
+    r = make_request(op, cu=PACKING, HV=4)
+    wide = {name: torch.randn(1, 199, *getattr(r, name).shape[2:-1], 40) for name in ("q", "k", "v", "g")}
+    r = replace(r, **{name: x[..., 3 : 3 + getattr(r, name).shape[-1]] for name, x in wide.items()})
+    tensors = [x for x in vars(r).values() if isinstance(x, torch.Tensor)] + list(wide.values())
+    before = [x.clone() for x in tensors]
+    gradients(r)
+    assert all(torch.equal(x, y) for x, y in zip(tensors, before, strict=True))
+
+
+def test_results_alias_nothing():
+    r = make_request(T=64, in_kernel=False, dtype=torch.float32)
+    result, grads, backward = gradients(r)
+    theirs = {x.untyped_storage().data_ptr() for x in vars(backward).values() if isinstance(x, torch.Tensor)}
+    ours = [result.o, result.final_state, *grads.values()]
+    pointers = [x.untyped_storage().data_ptr() for x in ours]
+    assert len(set(pointers)) == len(pointers)
+    assert not theirs & set(pointers)
+
+
+def _peak_bytes(call):
+    """Most bytes of tensors that were alive at once while ``call`` ran."""
+    with torch.autograd.profiler.profile(profile_memory=True, use_kineto=True) as profile:
+        call()
+    live = peak = 0
+    for event in sorted(profile.kineto_results.events(), key=lambda e: e.start_ns()):
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return peak
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_scratch_memory_does_not_grow_with_length(packed, monkeypatch):
+    monkeypatch.setattr(launch, "_WINDOW_BUDGET", 1 << 12)
+
+    def scratch(T):
+        r = make_request(T=T, K=16, V=16, cu=[0, T // 3, T] if packed else None)
+        o = r.v.numel() * r.v.element_size()
+        _, grads, backward = gradients(r)
+        made = sum(x.numel() * x.element_size() for x in grads.values())
+        back = _peak_bytes(lambda: hooks(CHUNK)[1](backward)) - made
+        return _peak_bytes(lambda: forward(r)) - o, back
+
+    short, long = scratch(192), scratch(768)
+    assert short[0] > 0
+    assert long[0] <= 1.05 * short[0]
+    assert long[1] <= 1.05 * short[1]
+
+
+@pytest.mark.parametrize("names", [("v",), ("q",), ("g",), ("A_log",), ("initial_state",), ("beta", "dt_bias")])
+@pytest.mark.parametrize("op", [CHUNK, RECURRENT])
+def test_asking_for_some_gradients_changes_none(op, names):
+    r = make_request(op, cu=PACKING, HV=4)
+    _, everything, _ = gradients(r)
+    _, some, _ = gradients(r, names)
+    assert_equal(some, {name: everything[name] for name in names})
+
+
+@pytest.mark.parametrize(("grad_o", "grad_final_state"), [(True, False), (False, True), (False, False)])
+def test_missing_output_gradients_are_zero(grad_o, grad_final_state):
+    r = make_request(cu=PACKING, dtype=torch.float64)
+    _, found, backward = gradients(r, grad_o=grad_o, grad_final_state=grad_final_state)
+    for name, grad in reference.backward(backward).grads.items():
+        assert (found[name] - grad).abs().max() <= 1e-13 * max(1.0, grad.abs().max().item()), name
+
+
+INFINITE = float("inf")
+
+
+@pytest.mark.parametrize("gamma", [-1e-4, -8.0, -100.0, -3000.0, -1e30, -INFINITE])
+@pytest.mark.parametrize("share", [1.0, 0.02])
+def test_decay_gradients_for_any_decay(gamma, share):
+    """fp32 gradients stay at fp32 rounding of the oracle's, also where decays cut all ties."""
+    r = make_request(in_kernel=False, K=16, V=16)
+    cut = torch.rand(r.g.shape, generator=torch.Generator().manual_seed(3)) < share
+    r = replace(r, g=torch.where(cut, torch.tensor(gamma), -0.01 * torch.rand_like(r.g)))
+    result, found, backward = gradients(r)
+    expected = reference.forward(r)
+    assert relative_error(result.o, expected.o) < 1e-6
+    assert relative_error(result.final_state, expected.final_state) < 1e-6
+    for name, grad in reference.backward(backward).grads.items():
+        assert relative_error(found[name], grad) < 2e-6, name
+    assert not found["g"][cut].any() or gamma > -1000
+
+
+def test_gate_gradients_at_the_magnitudes_of_real_models():
+    """exp(A_log) = 201 and |γ| to 2,600: what dA_log sums is γ·dγ, so dγ must vanish where it is truly zero."""
+    r = make_request(T=150, K=16, V=16)
+    r = replace(r, A_log=torch.full_like(r.A_log, 201.0).log(), g=4 * r.g)
+    _, found, backward = gradients(r)
+    for name, grad in reference.backward(backward).grads.items():
+        assert relative_error(found[name], grad) < 3e-6, name
+
+
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+@pytest.mark.parametrize("A_log", [-200.0, 80.0, 200.0])
+def test_gate_never_gives_nan(lower_bound, A_log):
+    g = torch.tensor([-INFINITE, -200.0, -1.0, 0.0, 1.0, 200.0]).view(6, 1, 1)
+    r = GateRequest(g=g, A_log=torch.tensor([A_log]), lower_bound=lower_bound)
+    gamma = gate.gate_forward(r)
+    finite = g.isfinite()
+    assert not gamma.isnan()[finite].any()
+    assert (gamma <= 0)[finite].all()
+    back = replace(r, grad_output=torch.zeros_like(g), needs_grad=frozenset({"g", "A_log"}))
+    grads = gate.gate_backward(replace(back, g=g[finite].view(-1, 1, 1), grad_output=torch.zeros(5, 1, 1))).grads
+    assert not any(x.any() or x.isnan().any() for x in grads.values())
+
+
+@pytest.mark.parametrize("layout", [{"B": 5, "T": 1}, {"cu": [0, 1, 2, 3], "T": 5}])
+@pytest.mark.parametrize("pooled", [False, True])
+def test_the_decoding_path_is_the_general_one(layout, pooled, monkeypatch):
+    N = 5 if "B" in layout else 3
+    options = {}
+    if pooled:
+        pool = torch.randn(7, 4, 12, 10)
+        options = {"inplace_final_state": True, "ssm_state_indices": torch.tensor([6, -1, 0, 3, 2])[:N]}
+
+    def run():
+        own = {**options, "initial_state": pool.clone()} if pooled else {}
+        r = make_request(RECURRENT, **layout, HV=4, **own)
+        result = forward(r)
+        return result.o, r.initial_state if pooled else result.final_state
+
+    o, state = run()
+    monkeypatch.setattr(recurrent.TokenWindow, "of", classmethod(lambda cls, request: None))
+    general_o, general_state = run()
+    assert torch.equal(o, general_o)
+    assert torch.equal(state, general_state)
+
+
+def test_a_bf16_pool_is_rounded_once_however_long_the_call():
+    pool = torch.randn(3, 2, 12, 10).bfloat16()
+    options = {"inplace_final_state": True, "ssm_state_indices": torch.tensor([2])}
+    half = make_request(RECURRENT, T=150, initial_state=pool.clone(), **options)
+    full = make_request(RECURRENT, T=150, initial_state=pool.float(), **options)
+    assert torch.equal(forward(half).o, forward(full).o)
+    assert torch.equal(half.initial_state, full.initial_state.bfloat16())
+
+
+@pytest.mark.parametrize("op", [CHUNK, RECURRENT])
+@pytest.mark.parametrize("T", [1, 3, 70])
+@pytest.mark.parametrize("v_first", [False, True])
+def test_a_strided_pool_is_advanced_where_it_lies(op, T, v_first):
+    """Gaps between slots, heads, rows and columns; NaN in every slot and gap that the call does not own."""
+    N, HV, K, V = 3, 2, 12, 10
+    last = (V, K) if v_first else (K, V)
+    memory = torch.full((6, HV + 1, last[0] + 2, 2 * last[1]), float("nan"))
+    pool = memory[:, :HV, : last[0], ::2]
+    slots = torch.tensor([[4, 9], [-1, 9], [1, 9]])[:, 0]
+    used = slots[slots >= 0]
+    pool[used] = torch.randn(len(used), HV, *last)
+    options = {"initial_state": pool, "inplace_final_state": True, "ssm_state_indices": slots}
+    r = make_request(op, B=N, T=T, HV=HV, state_v_first=v_first, **options)
+    expected = replace(r, initial_state=pool.clone())
+    o = reference.forward(expected).o
+    untouched = memory.clone()
+    result = forward(r)
+    assert relative_error(result.o, o) < 1e-6
+    assert relative_error(pool[used], expected.initial_state[used]) < 1e-6
+    untouched[:, :HV, : last[0], ::2][used] = pool[used]
+    assert torch.equal(untouched.nan_to_num(7.0), memory.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("op", [CHUNK, RECURRENT])
+def test_out_is_written_in_full_whatever_it_held(op):
+    expected = forward(make_request(op, cu=[0, 0, 40, 41], T=45)).o
+    out = torch.full((1, 45, 2, 20), float("nan"))[..., ::2]
+    result = forward(make_request(op, cu=[0, 0, 40, 41], T=45, out=out))
+    assert result.o is out
+    assert torch.equal(out, expected)
+    assert not out[:, 41:].any()
+
+
+def test_float64_states_and_half_inputs():
+    """Half inputs compute in float32; only the output is rounded."""
+    r = make_request(dtype=torch.bfloat16, T=80)
+    exact = reference.oracle(r)
+    result = forward(r)
+    assert result.final_state.dtype == torch.float32
+    assert relative_error(result.final_state, exact.final_state) < 1e-6
+    assert relative_error(result.o, exact.o.bfloat16()) < 1e-3
+
+
+def test_autocast_and_grad_mode_do_not_reach_the_arithmetic():
+    r = make_request(T=70)
+    expected = forward(r)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.enable_grad():
+        r.q.requires_grad_()
+        result = forward(r)
+    assert torch.equal(result.o, expected.o)
+    assert not result.o.requires_grad
+
+
+def test_what_the_backend_declares():
+    info = plugin.kda_core_backend()
+    assert info.capabilities.features == frozenset(Feature) - {Feature.CONTEXT_PARALLEL}
+    assert "cp_context" in info.capabilities.refusal(Feature.CONTEXT_PARALLEL)
+    assert isinstance(plugin.kda_core_availability(torch.device("cpu")), Available)
+    assert isinstance(plugin.kda_core_availability(torch.device("meta")), Unavailable)
