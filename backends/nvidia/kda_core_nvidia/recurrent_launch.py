@@ -54,7 +54,10 @@ def recurrent_config(
     """Configuration for ``states`` = N · HV states; ``one_token``: a dense step, T = 1."""
     rows = _STEP[v_first, state_dtype == torch.bfloat16] if one_token else _TOKENS[v_first]
     config = next(config for most, config in rows if states <= most)
-    block_v = config.block_v if K <= 128 else config.block_v // 2  # the same registers a thread
+    block_v = config.block_v
+    if K > 128:
+        # A thread holds a share of the state, and K first also a share of every row, which grows with K as well.
+        block_v //= 2 if v_first else 4
     return replace(config, block_v=min(block_v, triton.next_power_of_2(V)))
 
 
