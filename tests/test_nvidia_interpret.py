@@ -70,7 +70,7 @@ class Found(dict):
         self[name] = [0.0 if bool(value) else 1.0, 0.0]
 
     def against_loop(self, name, call, limit=FP32, log_decay=None, beta=None, **options):
-        """Compare a dense call with the token loop; ``log_decay`` and ``beta``: what the call's g and beta stand for."""
+        """Compare a dense call with the token loop; ``log_decay``, ``beta``: what the call's g and beta stand for."""
         import kda_core
 
         o, final = kda_core.chunk_kda(**call, output_final_state=True, backend="nvidia", **options)

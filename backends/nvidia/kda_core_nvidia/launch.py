@@ -79,7 +79,8 @@ def recurrence_config(target: Chip, dtype: torch.dtype, K: int, V: int, sequence
     and with few sequences and heads they would leave most of the chip idle.
     """
     if dtype == torch.float32:
-        return RecurrenceConfig(16, 4, 2 if padded(K) <= 128 or target.capability[0] == 9 else 1)
+        wide = padded(K) > 128 and target.capability[0] != 9
+        return RecurrenceConfig(16, 8, 1) if wide else RecurrenceConfig(16, 4, 2)
     if padded(K) > 128:
         return RecurrenceConfig(min(padded(V), 64), 8, 2)
     if (

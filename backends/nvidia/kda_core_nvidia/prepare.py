@@ -103,29 +103,26 @@ def _pairs(left_q, left_k, right, m, el, DOT: tl.constexpr):
 
 
 @triton.jit
-def _level(b_q, b_k, e, both, b: tl.constexpr, DOT: tl.constexpr, dtype: tl.constexpr):
-    """Add the pairs of a tile that straddle the middle of a 2b-block, given the decay to or from that middle."""
+def _level(b_q, b_k, parts, m, el, b: tl.constexpr, TERMS: tl.constexpr, DOT: tl.constexpr, dtype: tl.constexpr):
+    """Add the pairs of a tile that straddle the middle of a 2b-block."""
     r = tl.arange(0, 16)
+    e = tl.exp2(selected_sum(to_reference(r, r, b), parts, TERMS))
     k_e = (b_k * e).to(dtype)
     right = tl.trans(k_e)
-    m = tl.dot((b_q * e).to(dtype), right, input_precision=DOT)
-    el = tl.dot(k_e, right, input_precision=DOT)
-    return both + tl.where(straddles(r, r, b), m, tl.where(tl.trans(straddles(r, r, b)), el, 0.0))
+    pairs = straddles(r, r, b)
+    m += tl.where(pairs, tl.dot((b_q * e).to(dtype), right, input_precision=DOT), 0.0)
+    el += tl.where(pairs, tl.dot(k_e, right, input_precision=DOT), 0.0)
+    return m, el
 
 
 @triton.jit
-def _tile_any(b_q, b_k, y, parts, both, TERMS: tl.constexpr, DOT: tl.constexpr, dtype: tl.constexpr):
-    """Add a tile's own M, and its L above the diagonal, for any decay: no exponent is ever positive.
-
-    Products of a level's keys with themselves are symmetric, so that both fit in one matrix.
-    """
+def _tile_any(b_q, b_k, parts, m, el, TERMS: tl.constexpr, DOT: tl.constexpr, dtype: tl.constexpr):
+    """Add a tile's own M and L, for any decay: hierarchical reference points, no exponent is ever positive."""
     r = tl.arange(0, 16)
-    both += tl.where(r[:, None] == r[None, :], tl.sum(b_q * b_k, 1)[:, None], 0.0)
-    for level in tl.static_range(3):
-        e = tl.exp2(selected_sum(to_reference(r, r, 8 >> level), parts, TERMS))
-        both = _level(b_q, b_k, e, both, 8 >> level, DOT, dtype)
-    e = tl.exp2(tl.where((r % 2 == 1)[:, None], y, 0.0))
-    return _level(b_q, b_k, e, both, 1, DOT, dtype)
+    m += tl.where(r[:, None] == r[None, :], tl.sum(b_q * b_k, 1)[:, None], 0.0)
+    for level in tl.static_range(4):
+        m, el = _level(b_q, b_k, parts, m, el, 8 >> level, TERMS, DOT, dtype)
+    return m, el
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -316,8 +313,8 @@ def prepare(
             k_g0 = k_f0 * to_end
             k_g1 = k_f1 * to_end
         else:
-            m00 = _tile_any(b_q0, b_k0, y0, parts0, m00, TERMS, DOT, dtype)
-            m11 = _tile_any(b_q1, b_k1, y1, parts1, m11, TERMS, DOT, dtype)
+            m00, l00 = _tile_any(b_q0, b_k0, parts0, m00, l00, TERMS, DOT, dtype)
+            m11, l11 = _tile_any(b_q1, b_k1, parts1, m11, l11, TERMS, DOT, dtype)
             e0 = tl.exp2(selected_sum(through(r, r), parts0, TERMS))
             e1 = tl.exp2(selected_sum(through(r, r), parts1, TERMS))
             q_e0 = b_q0 * e0
@@ -338,9 +335,6 @@ def prepare(
         tl.store(p_block + 2 * C * KP + 16 * KP, k_g1.to(dtype))
 
     lower = r[:, None] >= r[None, :]
-    if not BOUNDED:
-        l00 = tl.trans(m00)
-        l11 = tl.trans(m11)
     m00 = tl.where(lower, m00, 0.0) * (q_norm0[:, None] * k_norm0[None, :])
     m11 = tl.where(lower, m11, 0.0) * (q_norm1[:, None] * k_norm1[None, :])
     m10 *= q_norm1[:, None] * k_norm0[None, :]
