@@ -1,0 +1,298 @@
+"""The NVIDIA kernel of fused_recurrent_kda in Triton's interpreter, against the oracle: what the kit leaves out there.
+
+The kit's own suites run in the interpreter too, with float32 and float16 inputs; here are bfloat16, which this kernel
+(unlike those with matrix products) computes rightly there, and what only a device without checks of values meets.
+Triton reads TRITON_INTERPRET when it is imported, so all checks run in one process of their own, this file as a
+script, which reports on each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import Tensor
+
+import kda_core
+
+H, HV, K, V = 2, 4, 20, 12
+GATES = {
+    "given": {},
+    "softplus": {"use_gate_in_kernel": True},
+    "bounded": {"use_gate_in_kernel": True, "lower_bound": -5.0},
+}
+CHECKS: dict[str, Callable[[], None]] = {}
+
+
+def check(function: Callable[[], None]) -> Callable[[], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def inputs(N: int, T: int, gate: str = "given", dtype: torch.dtype = torch.float32, K: int = K, V: int = V) -> dict:
+    """Arguments of a call, rows of q, k, v, g and beta cut out of one wide projection."""
+    torch.manual_seed(0)
+    widths = {"q": (H, K), "k": (H, K), "v": (HV, V), "g": (HV, K), "beta": (HV,)}
+    sizes = [torch.Size(w).numel() for w in widths.values()]
+    parts = torch.randn(N, T, sum(sizes) + 3).to(dtype)[..., 1:-2].split(sizes, dim=-1)
+    call = {n: x.unflatten(-1, w) for (n, w), x in zip(widths.items(), parts, strict=True)}
+    call |= {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
+    if gate == "given":
+        call["g"] = -call["g"].abs()
+    else:
+        call |= GATES[gate] | {"A_log": torch.rand(HV), "dt_bias": torch.randn(HV * K)}
+    return call
+
+
+def packed(call: dict, bounds: list[int], dtype: torch.dtype = torch.int32) -> dict:
+    """The call with its sequences one behind the other, cut anew."""
+    rows = {n: call[n].flatten(0, 1)[None] for n in ("q", "k", "v", "g", "beta")}
+    return call | rows | {"cu_seqlens": torch.tensor(bounds, dtype=dtype)}
+
+
+def pool(slots: int, dtype: torch.dtype = torch.float32, v_first: bool = False, K: int = K, V: int = V) -> Tensor:
+    """States with gaps between slots and between heads."""
+    shape = (V, K) if v_first else (K, V)
+    return torch.randn(slots, 2 * HV, *shape).to(dtype)[:, ::2]
+
+
+def same(call: dict, digits: float = 1e-5) -> tuple[Tensor, Tensor | None]:
+    """Make the call on both sides, each with states and a buffer of its own, and compare all that they wrote."""
+    before = {n: x.clone() for n, x in call.items() if isinstance(x, Tensor)}
+    results = []
+    for name in ("nvidia", "reference"):
+        own = {n: call[n].clone() for n in ("initial_state",) if n in call}
+        own |= {"out": torch.full_like(call["out"], float("nan"))} if "out" in call else {}
+        o, state = kda_core.fused_recurrent_kda(**call | own, backend=name)
+        results.append((o, state, own.get("initial_state")))
+    for got, expected in zip(*results, strict=True):
+        if expected is not None:
+            torch.testing.assert_close(got, expected, rtol=digits, atol=digits / 10, equal_nan=True)
+    for n, x in before.items():
+        torch.testing.assert_close(call[n], x, rtol=0, atol=0, equal_nan=True, msg=f"{n} was modified")
+    return results[0][0], results[0][2]
+
+
+@check
+def gates_and_dtypes() -> None:
+    """Every gate with float32, float16 and bfloat16 rows; one token and several."""
+    for gate in GATES:
+        for dtype, digits in ((torch.float32, 1e-5), (torch.float16, 2**-10), (torch.bfloat16, 2**-7)):
+            for T in (1, 3):
+                call = inputs(2, T, gate, dtype) | {"initial_state": pool(2), "output_final_state": True}
+                # The oracle rounds once, the kernel may round the other way.
+                same(call, digits)
+
+
+@check
+def state_dtypes_and_layouts() -> None:
+    """Pools in float32 and bfloat16, both layouts, with gaps; int64 indices in any order."""
+    for v_first in (False, True):
+        for dtype, digits in ((torch.float32, 1e-5), (torch.bfloat16, 2**-7)):
+            states = pool(5, dtype, v_first)
+            for T in (1, 2):
+                call = inputs(3, T, "bounded") | {"initial_state": states, "state_v_first": v_first}
+                same(call | {"ssm_state_indices": torch.tensor([4, 0, 2])}, digits)
+
+
+@check
+def large_heads() -> None:
+    """Head dimensions above 128, where blocks are narrower, and of one channel."""
+    for k, v in ((130, 5), (1, 1), (16, 70)):
+        call = inputs(1, 2, K=k, V=v) | {"output_final_state": True}
+        same(call)
+        same(call | {"state_v_first": True})
+
+
+@check
+def block_table_columns() -> None:
+    """Indices that are a column of a wide table; skipped rows; the slots around stay, bit for bit."""
+    table = torch.full((4, 5), 7, dtype=torch.int32)
+    table[:, 0] = torch.tensor([3, -1, 1, -5])
+    states = pool(6)
+    states[[0, 2, 4, 5]] = float("nan")
+    call = inputs(4, 1, "bounded") | {"initial_state": states, "ssm_state_indices": table[:, 0]}
+    o, _ = same(call | {"out": torch.empty(4, 1, HV, V)})
+    assert not o[[1, 3]].any()
+    o, _ = same(call | {"pad_slot_id": 3})
+    assert not o[[0, 1, 3]].any()
+
+
+@check
+def packed_with_empty_sequences_and_a_tail() -> None:
+    """Empty sequences pass their state through, bit for bit; rows behind the last boundary are zero."""
+    for dtype in (torch.int32, torch.int64):
+        call = packed(inputs(1, 30, "softplus"), [0, 0, 3, 3, 5], dtype)
+        o, _ = same(call | {"out": torch.empty(1, 30, V, HV).transpose(-1, -2)})
+        assert not o[0, 5:].any()
+        states = pool(4)
+        call |= {"initial_state": states, "output_final_state": True}
+        _, final = kda_core.fused_recurrent_kda(**call, backend="nvidia")
+        assert torch.equal(final[[0, 2]], states[[0, 2]])
+        nothing = packed(inputs(1, 3), [0])
+        o, _ = kda_core.fused_recurrent_kda(**nothing, backend="nvidia")
+        assert not o.any()
+
+
+@check
+def empty_sequences_in_a_pool() -> None:
+    """Their slots are not written, nor is anything of a batch without tokens."""
+    states = pool(4)
+    states[1] = float("nan")
+    call = packed(inputs(1, 3), [0, 2, 2, 3]) | {"initial_state": states}
+    same(call | {"ssm_state_indices": torch.tensor([0, 1, 3])})
+    empty = inputs(2, 0) | {"initial_state": pool(2), "output_final_state": True}
+    _, final = kda_core.fused_recurrent_kda(**empty, backend="nvidia")
+    assert torch.equal(final, empty["initial_state"])
+
+
+@check
+def drafts() -> None:
+    """A slot for every token, from the slot of the last accepted one; negative slots keep nothing; strided tables."""
+    table = torch.tensor([[0, 1, 2, 9], [3, -1, 5, 9], [-1, 6, 7, 9]]).t().contiguous().t()
+    for accepted in (None, [1, 1, 1], [3, 1, 2], [2, 3, 3]):
+        for T in (1, 3):
+            call = inputs(3, T, "bounded") | {"initial_state": pool(8), "ssm_state_indices": table[:, :3]}
+            if accepted is not None and table[1, accepted[1] - 1] >= 0:
+                call["num_accepted_tokens"] = torch.tensor([accepted, [7, 7, 7]], dtype=torch.int32).t()[:, 0]
+            same(call)
+    call = packed(inputs(1, 6), [0, 1, 4, 6]) | {"initial_state": pool(8), "ssm_state_indices": table[:, :3]}
+    same(call)
+
+
+@check
+def values_that_a_device_cannot_refuse() -> None:
+    """Counts out of range are clamped; tokens past the table keep no state. (The core refuses both on the CPU.)"""
+    from kda_core_nvidia.recurrent_launch import recurrent_forward
+
+    from kda_core.request import Request
+
+    def run(indices: Tensor, accepted: Tensor | None, T: int) -> tuple[Tensor, Tensor, Tensor]:
+        x = {n: inputs(2, T)[n] for n in ("q", "k", "v", "g", "beta")}
+        states = pool(6)
+        before = states.clone()
+        if T > indices.shape[1]:
+            x = {n: t.flatten(0, 1)[None] for n, t in x.items()}
+            x["cu_seqlens"] = torch.tensor([0, T, 2 * T])
+        request = Request(
+            op="fused_recurrent_kda",
+            **x,
+            scale=1.0,
+            initial_state=states,
+            ssm_state_indices=indices,
+            num_accepted_tokens=accepted,
+            inplace_final_state=True,
+        )
+        return recurrent_forward(request).o, states, before
+
+    table = torch.tensor([[0, 1], [2, 3]])
+    for wrong, right in (([0, 9], [1, 2]), ([-3, 1], [1, 1])):
+        got, expected = run(table, torch.tensor(wrong), 2), run(table, torch.tensor(right), 2)
+        assert all(map(torch.equal, got, expected))
+    # The table is a window of a wider one: reading past it would find slots 4 and 5.
+    wide = torch.tensor([[0, 1, 4, 4], [2, 3, 5, 5]])
+    _, states, before = run(wide[:, :2], None, 4)
+    assert torch.equal(states[4:], before[4:])
+    assert not torch.equal(states[1], before[1])
+
+
+@check
+def in_place_without_indices() -> None:
+    """Row n is state n."""
+    same(inputs(3, 2) | {"initial_state": pool(3), "inplace_final_state": True})
+
+
+@check
+def one_launch() -> None:
+    """Whatever the call asks for, one kernel is launched."""
+    from kda_core_nvidia import recurrent_launch
+
+    kernel, launches = recurrent_launch.recurrent, []
+
+    class Counter:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable:
+            launches.append(grid)
+            return kernel[grid]
+
+    recurrent_launch.recurrent = Counter()
+    try:
+        call = packed(inputs(1, 4, "softplus"), [0, 2, 3]) | {"initial_state": pool(3)}
+        kda_core.fused_recurrent_kda(**call, ssm_state_indices=torch.tensor([2, -1]), backend="nvidia")
+    finally:
+        recurrent_launch.recurrent = kernel
+    assert len(launches) == 1
+
+
+@check
+def gradients() -> None:
+    """Those of the chunk form's backward, against autograd through the oracle."""
+    found = []
+    for name in ("nvidia", "reference"):
+        call = inputs(1, 5, "bounded") | {"initial_state": pool(1), "output_final_state": True}
+        wanted = {n: call[n].clone().requires_grad_() for n in ("q", "k", "v", "g", "beta", "initial_state")}
+        o, state = kda_core.fused_recurrent_kda(**call | wanted, backend=name)
+        torch.manual_seed(1)
+        loss = (o * torch.randn_like(o)).sum() + (state * torch.randn_like(state)).sum()
+        found.append(torch.autograd.grad(loss, list(wanted.values())))
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@check
+def decay_keeps_its_digits() -> None:
+    """d − 1 is right to a few units in its last place from −1e-12 to −1e3, where d would round to 1 and beyond."""
+    global tl, decay_minus_one  # a kernel sees no names of the function round it
+    import triton
+    import triton.language as tl
+    from kda_core_nvidia.recurrent import decay_minus_one
+
+    @triton.jit
+    def kernel(x, y, SIZE: tl.constexpr):
+        o = tl.arange(0, SIZE)
+        tl.store(y + o, decay_minus_one(tl.load(x + o)))
+
+    x = -torch.logspace(-12, 3, 1024)
+    y = torch.empty_like(x)
+    kernel[(1,)](x, y, SIZE=1024)
+    expected = torch.expm1(x.double() * torch.tensor(2.0, dtype=torch.float64).log())
+    assert ((y - expected) / expected).abs().max() < 4 * torch.finfo(torch.float32).eps
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    failures = {}
+    for name, function in CHECKS.items():
+        try:
+            function()
+            failures[name] = ""
+        except Exception:  # reported, check by check, to the process that asked
+            failures[name] = traceback.format_exc()
+    print(json.dumps(failures))
+
+
+@pytest.fixture(scope="module")
+def failures() -> dict[str, str]:
+    """What went wrong, by check; "" where nothing did."""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.skipif(
+    find_spec("triton") is None or find_spec("kda_core_nvidia") is None, reason="needs triton and kda-core-nvidia"
+)
+@pytest.mark.parametrize("name", CHECKS)
+def test_interpreted(failures: dict[str, str], name: str) -> None:
+    assert not failures[name], failures[name]
+
+
+if __name__ == "__main__":
+    main()
