@@ -19,7 +19,7 @@ from kda_core.testing.axes import DTYPES
 from kda_core.testing.budgets import FACTOR, Budget, Error, measure
 from kda_core.testing.inputs import guards, placed
 from kda_core.testing.rounding import FUNCTION_ULPS, RELATIVE_RMS, unit_roundoff
-from kda_core.testing.subject import Mismatch, Record, Refused, Subject
+from kda_core.testing.subject import Mismatch, Record, Subject
 
 DIFFERENTIABLE = ("g", "A_log", "dt_bias")
 
@@ -55,8 +55,6 @@ def check(
     request = GateRequest(**by_head, lower_bound=lower_bound, save_for_backward=backward)
     record = Record(
         subject.name,
-        "served",
-        "",
         {"function": ["kda_gate"], "direction": ["forward", "backward"] if backward else ["forward"]},
         DTYPES[g.dtype],
         sorted(f.name for f in request.features),
@@ -71,11 +69,7 @@ def check(
     try:
         got = _call(there, lower_bound, subject, cotangent if backward else None)
     except UnsupportedCall as error:
-        missing = [reason for reason in reasons if reason not in str(error)]
-        if missing:
-            raise Mismatch(f"refused without the declared reason {missing[0]!r}: {error}") from error
-        record.status, record.reason = ("refused", "; ".join(reasons)) if reasons else ("rejected", str(error))
-        raise Refused(record.status, record.reason) from None
+        raise record.refused(error, reasons) from None
     if reasons:
         raise Mismatch(f"served a call that it does not declare: {'; '.join(reasons)}")
     for name, old in before.items():
@@ -89,7 +83,7 @@ def check(
             raise Mismatch(f"{name}: expected {list(expected.shape)} {dtype}, got {got[name].shape} {got[name].dtype}")
         error = measure(name, _by_head(name, got[name], g), _by_head(name, expected, g), dtype)
         budget = _budget(_measure(name, rounded[name], expected, dtype, g), unit_roundoff(dtype))
-        record.errors.append(_entry(name, error, budget, DTYPES[g.dtype]))
+        record.note(name, error, budget)
         if not error.share(budget) <= 1:
             raise Mismatch(
                 f"kda_gate, {name}: relative error {error.frobenius:.3g} (budget {budget.frobenius:.3g}), worst row "
@@ -139,18 +133,3 @@ def _evaluate(
         found = torch.autograd.grad(y, [leaves[n] for n in names], cotangent.to(dtype))
         results |= {f"d{n}": d.double() for n, d in zip(names, found, strict=True)}
     return results
-
-
-def _entry(name: str, error: Error, budget: Budget, dtype: str) -> dict[str, Any]:
-    return {
-        "output": name,
-        "input_dtype": dtype,
-        "frobenius": error.frobenius,
-        "worst_row": error.worst_row,
-        "budget_frobenius": budget.frobenius,
-        "budget_worst_row": budget.worst_row,
-        "share": error.share(budget),
-        "slack": 1.0,
-        "case": "kda_gate",
-        "op": "kda_gate",
-    }

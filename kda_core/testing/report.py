@@ -50,9 +50,9 @@ class BackendReport:
                     counts = self.coverage.setdefault(axis, {}).setdefault(value, {})
                     counts[status] = counts.get(status, 0) + 1
             self.features.setdefault(status, set()).update(record["features"])
-            if record["reason"]:
-                reasons = self.reasons.setdefault(status, {})
-                reasons[record["reason"]] = reasons.get(record["reason"], 0) + 1
+            for reason in record["reasons"]:
+                counts = self.reasons.setdefault(status, {})
+                counts[reason] = counts.get(reason, 0) + 1
             for error in record["errors"]:
                 key = (error["output"], error["input_dtype"])
                 if key not in self.worst or error["share"] > self.worst[key]["share"]:

@@ -20,9 +20,10 @@ from kda_core.reference import DIFFERENTIABLE
 from kda_core.request import Request
 from kda_core.testing import budgets, references
 from kda_core.testing.axes import DTYPES, axes
+from kda_core.testing.budgets import Budget, Error
 from kda_core.testing.inputs import Call, guards, placed, poisoned
 
-INTERPRETER_LEAVES_OUT = "left out: Triton's interpreter multiplies bfloat16 operands wrongly"
+INTERPRETER_LEAVES_OUT = "Triton's interpreter multiplies bfloat16 operands wrongly"
 
 
 class Refused(Exception):
@@ -67,16 +68,47 @@ class Results:
 
 @dataclass
 class Record:
-    """What happened to one call, for the report."""
+    """What happened to one call, for the report.
+
+    Attributes:
+        status: "served", or that of the ``Refused`` it ended in, for these ``reasons``.
+        axes: what the call exercises (``axes.axes``).
+        dtype: of q, k and v.
+        features: names of the features that it needs.
+        name: of its case.
+        errors: of its results, as shares of their budgets.
+    """
 
     backend: str
-    status: str
-    reason: str
     axes: dict[str, list[str]]
     dtype: str
     features: list[str]
     name: str
+    status: str = "served"
+    reasons: list[str] = field(default_factory=list)
     errors: list[dict[str, Any]] = field(default_factory=list)
+
+    def turned_down(self, status: str, *reasons: str) -> Refused:
+        """Note that the call was not served; returns the exception that says so."""
+        self.status, self.reasons = status, list(reasons)
+        return Refused(status, "; ".join(reasons))
+
+    def refused(self, error: UnsupportedCall, declared: list[str]) -> Refused:
+        """Note that the backend refused the call; returns the exception that says so.
+
+        Raises:
+            Mismatch: the message lacks a declared reason.
+        """
+        missing = [reason for reason in declared if reason not in str(error)]
+        if missing:
+            raise Mismatch(f"refused without the declared reason {missing[0]!r}: {error}") from error
+        return self.turned_down("refused", *declared) if declared else self.turned_down("rejected", str(error))
+
+    def note(self, output: str, error: Error, budget: Budget, slack: float = 1.0) -> None:
+        """Note the error of a result."""
+        entry = {"output": output, "input_dtype": self.dtype, "case": self.name, "slack": slack}
+        entry |= {"frobenius": error.frobenius, "worst_row": error.worst_row, "share": error.share(budget)}
+        self.errors.append(entry | {"budget_frobenius": budget.frobenius, "budget_worst_row": budget.worst_row})
 
 
 def refusal_of(action: Callable[[], object]) -> Refused | None:
@@ -149,8 +181,6 @@ class Subject:
         request = call.request()
         record = Record(
             self.name,
-            "served",
-            "",
             axes(request) | self._placement_axes(call),
             DTYPES[request.q.dtype],
             sorted(f.name for f in self._features(request, call)),
@@ -163,34 +193,29 @@ class Subject:
         before = {n: guards(t).clone() for n, t in tensors.items()}
         reasons = self._refusals(request, call)
         if self.target.interpreted and request.q.dtype == torch.bfloat16 and not reasons:
-            record.status, record.reason = "left out", INTERPRETER_LEAVES_OUT
-            raise Refused("left out", INTERPRETER_LEAVES_OUT)
+            raise record.turned_down("left out", INTERPRETER_LEAVES_OUT)
         try:
             results = self._differentiated(call, tensors, wrt) if call.grads else self._plain(call, request, tensors)
         except UnsupportedCall as error:
             self._expect_untouched(before, tensors, frozenset())
-            missing = [reason for reason in reasons if reason not in str(error)]
-            if missing:
-                raise Mismatch(f"refused without the declared reason {missing[0]!r}: {error}") from error
-            record.status, record.reason = ("refused", "; ".join(reasons)) if reasons else ("rejected", str(error))
-            raise Refused(record.status, record.reason) from None
+            raise record.refused(error, reasons) from None
         if reasons:
             raise Mismatch(f"served a call that it does not declare: {'; '.join(reasons)}")
         self._expect_untouched(before, tensors, call.written_names())
         self._expect_pool(call, before, tensors)
         return Results(results)
 
-    def check(self, call: Call, outputs: tuple[str, ...] | None = None) -> Results:
-        """Make the call and compare every result (or the named ones) with the oracle, within the budgets.
+    def check(self, call: Call) -> Results:
+        """Make the call and compare every result with the oracle, within the budgets.
 
         Raises:
             Refused, Mismatch: as ``run``.
         """
         results = self.run(call)
-        self.compare(call, results, outputs)
+        self.compare(call, results)
         return results
 
-    def compare(self, call: Call, results: Results, outputs: tuple[str, ...] | None = None) -> None:
+    def compare(self, call: Call, results: Results) -> None:
         """Compare results of a call with the oracle's; each must be within its budget, widened by declared slack.
 
         Raises:
@@ -200,54 +225,37 @@ class Subject:
         allowed = budgets.budgets(call)
         request = call.request()
         dtypes = budgets.result_dtypes(request)
-        compared = results.tensors if outputs is None else {n: results[n] for n in outputs}
         wrong = []
-        for name, got in compared.items():
+        for name, got in results.tensors.items():
             # Slots of a pool are compared as final states; the rest of it is compared bit for bit.
             if name == "pool":
                 continue
-            error = budgets.measure(name, got, expected[name], dtypes[name])
-            slack = budgets.slack_of(self.info.slack, name, request.q.dtype)
-            share = error.share(allowed[name])
-            factor = 1.0 if slack is None else slack.factor
-            self._note(name, dtypes[name], error, allowed[name], share, factor, call)
-            if not share <= factor:
-                wrong.append(_describe(name, got, expected[name], error, allowed[name], factor))
+            wrong += self._compare(name, got, expected[name], allowed[name], dtypes[name], request)
         if wrong:
             raise Mismatch(f"{call.op} of {call.name!r} on {self.name!r}:\n  " + "\n  ".join(wrong))
 
-    def expect(self, call: Call, name: str, got: Tensor, expected: Tensor, what: str = "") -> None:
+    def expect(self, call: Call, name: str, got: Tensor, expected: Tensor, what: str) -> None:
         """Compare a tensor with an expected one, within the budget that output ``name`` of ``call`` has.
 
         Raises:
             Mismatch: it is further away.
         """
         request = call.request()
-        dtype = budgets.result_dtypes(request)[name]
-        budget = budgets.budgets(call)[name]
-        error = budgets.measure(name, got, expected.double(), dtype)
-        slack = budgets.slack_of(self.info.slack, name, request.q.dtype)
-        share, factor = error.share(budget), 1.0 if slack is None else slack.factor
-        self._note(name, dtype, error, budget, share, factor, call)
-        if not share <= factor:
-            about = f"{what}: " if what else ""
-            raise Mismatch(f"{about}{call.name!r}: " + _describe(name, got, expected, error, budget, factor))
+        budget, dtype = budgets.budgets(call)[name], budgets.result_dtypes(request)[name]
+        wrong = self._compare(name, got, expected.double(), budget, dtype, request)
+        if wrong:
+            raise Mismatch(f"{what}, {call.name!r}: {wrong[0]}")
 
-    def _note(self, name: str, dtype: torch.dtype, error: Any, budget: Any, share: float, slack: float, call: Call):
+    def _compare(
+        self, name: str, got: Tensor, expected: Tensor, budget: Budget, dtype: torch.dtype, r: Request
+    ) -> list[str]:
+        """What is wrong with a result, in at most one entry."""
+        error = budgets.measure(name, got, expected, dtype)
+        slack = budgets.slack_of(self.info.slack, name, r.q.dtype)
+        factor = 1.0 if slack is None else slack.factor
         if self.records:
-            entry = {
-                "output": name,
-                "input_dtype": DTYPES[call.tensors["q"].dtype],
-                "frobenius": error.frobenius,
-                "worst_row": error.worst_row,
-                "budget_frobenius": budget.frobenius,
-                "budget_worst_row": budget.worst_row,
-                "share": share,
-                "slack": slack,
-                "case": call.name,
-                "op": call.op,
-            }
-            self.records[-1].errors.append(entry)
+            self.records[-1].note(name, error, budget, factor)
+        return [] if error.share(budget) <= factor else [_describe(name, got, expected, error, budget, factor)]
 
     def _features(self, r: Request, call: Call) -> set[Feature]:
         strided = {Feature.STRIDED_INPUT} if call.strided & {"q", "k", "v", "g", "beta"} else set()
@@ -356,7 +364,7 @@ class Subject:
                 raise Mismatch(f"{name}: memory was written that this call must not touch")
 
 
-def _describe(name: str, got: Tensor, expected: Tensor, error: Any, budget: Any, slack: float) -> str:
+def _describe(name: str, got: Tensor, expected: Tensor, error: Error, budget: Budget, slack: float) -> str:
     where = error.where
     there, wanted = got[where].flatten()[:3].tolist(), expected[where].flatten()[:3].tolist()
     widened = "" if slack == 1 else f", widened by the declared slack {slack}"

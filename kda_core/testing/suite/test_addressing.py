@@ -43,7 +43,7 @@ def test_transposed_inputs(kda):
     kda.check(replace(same, strided=frozenset(INPUTS)))
     with torch.no_grad():
         o, _ = kda_core.chunk_kda(**on_device, **same.options, backend=kda.name)
-    kda.expect(same, "o", o.cpu(), references.results(same)["o"])
+    kda.expect(same, "o", o.cpu(), references.results(same)["o"], "transposed")
 
 
 @requires(Feature.CHUNK, Feature.ODD_HEAD_DIMS)

@@ -69,7 +69,6 @@ def _check(kda: Subject, call: Call) -> None:
     refusal = refusal_of(lambda: kda.check(call))
     # What is not declared may be refused; run() has compared the reasons.
     assert refusal is None or refusal.status != "rejected", str(refusal)
-    del kda.records[1:-1]
 
 
 @requires(Feature.CHUNK)
