@@ -6,7 +6,7 @@ A null backend answers every call with tensors made beforehand. What the router 
 public call minus that of the backend's hook called directly with the same request. Each figure is the
 median over many batches of calls (``least``: that of the quickest batch); public and direct calls
 alternate batch by batch, so that both meet the same machine. The import is timed in fresh processes that
-have imported torch already.
+have imported torch already. Limits are compared with processor time, which a busy machine changes least.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ TARGET_CALL_US = 10.0
 TARGET_IMPORT_MS = 50.0
 NO_BACKWARD = {Feature.BACKWARD, Feature.RECURRENT_BACKWARD, Feature.GATE_BACKWARD, Feature.STATE_GRADIENT}
 
-# The child imports torch first, and then times what kda_core adds to it.
+# The child imports torch first, and then times what kda_core adds to it, on the clock and on the processor.
 IMPORT_SCRIPT = """
 import time, torch
-start = time.perf_counter()
+start = time.perf_counter(), time.thread_time()
 import kda_core
-print(time.perf_counter() - start)
+print(time.perf_counter() - start[0], time.thread_time() - start[1])
 """
 
 
@@ -173,7 +173,7 @@ def added_by_the_router(batches: int, calls_a_batch: int) -> list[dict[str, floa
     return rows
 
 
-def import_ms(processes: int) -> list[float]:
+def import_ms(processes: int) -> dict[str, list[float]]:
     """Milliseconds that ``import kda_core`` takes after ``import torch``, sorted, one fresh process each."""
     # As installed: with bytecode, which the first process may still have to write.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
@@ -189,8 +189,8 @@ def import_ms(processes: int) -> list[float]:
             check=True,
         )
         if i:
-            found.append(float(child.stdout) * 1e3)
-    return sorted(found)
+            found.append([float(seconds) * 1e3 for seconds in child.stdout.split()])
+    return {name: sorted(times) for name, times in zip(("wall", "processor"), zip(*found, strict=True), strict=True)}
 
 
 def main() -> int:
@@ -200,7 +200,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=9, help="fresh processes that time the import")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--call-limit-us", type=float, help="fail when the plainest call costs more")
-    parser.add_argument("--import-limit-ms", type=float, help="fail when the import's median is more")
+    parser.add_argument("--import-limit-ms", type=float, help="fail when the import takes the processor longer")
     options = parser.parse_args()
     torch.set_num_threads(1)
 
@@ -211,8 +211,9 @@ def main() -> int:
     print(f"target: below {TARGET_CALL_US:.0f} µs added\n")
 
     imports = import_ms(options.processes)
-    median = statistics.median(imports)
-    print(f"import kda_core after import torch: median {median:.1f} ms, least {imports[0]:.1f}, most {imports[-1]:.1f}")
+    print(f"{'import kda_core after import torch (ms)':42}{'median':>10}{'least':>12}{'most':>10}")
+    for clock, times in imports.items():
+        print(f"{clock + ' time':42}{statistics.median(times):10.1f}{times[0]:12.1f}{times[-1]:10.1f}")
     print(f"target: below {TARGET_IMPORT_MS:.0f} ms")
     if options.json is not None:
         options.json.write_text(json.dumps({"torch": torch.__version__, "calls": rows, "import_ms": imports}, indent=2))
@@ -220,7 +221,7 @@ def main() -> int:
         f"{what}: {figure:.1f} is above the limit {limit:.1f}"
         for what, figure, limit in (
             ("µs added to a call", rows[0]["added_us"], options.call_limit_us),
-            ("ms of import", median, options.import_limit_ms),
+            ("ms of import", statistics.median(imports["processor"]), options.import_limit_ms),
         )
         if limit is not None and figure > limit
     ]
