@@ -25,9 +25,10 @@ from torch import Tensor
 from kda_core.request import BackwardResult, Request
 from kda_core_cpu.chunk_forward import Saved, chunk_forward
 from kda_core_cpu.inputs import RowInputs, inverse_norm_backward
-from kda_core_cpu.launch import Sequences, Window, Workspace, lane_budget, lane_groups, rows_per_chunk, window_budget
-from kda_core_cpu.levels import pairwise, pairwise_backward
+from kda_core_cpu.launch import Sequences, Workspace, lane_budget, lane_groups, rows_per_chunk, window_budget
+from kda_core_cpu.levels import decay_rows, pairwise, pairwise_backward
 from kda_core_cpu.states import key_first
+from kda_core_cpu.windows import Window
 
 _ROW_INPUTS = frozenset({"q", "k", "g", "beta", "A_log", "dt_bias"})
 """Inputs whose gradient needs that of the decayed rows."""
@@ -50,7 +51,7 @@ def chunk_backward(request: Request) -> BackwardResult:
             dS.copy_(group.rows_of(key_first(request.grad_final_state, request)))
         lanes = dS.flatten(0, 1)
         for i0, i1 in reversed(group.windows(budget)):
-            _Backstep(workspace, inputs, group.window(i0, i1), saved, grads).run(lanes)
+            _Backstep(workspace, inputs, Window(group, i0, i1), saved, grads).run(lanes)
         if grads.initial_state is not None:
             index = group.ids if group.span is None else group.span
             grads.initial_state[index, group.heads] = dS.to(grads.initial_state.dtype)
@@ -150,19 +151,18 @@ class _Backstep:
         torch.mul(rows.q, request.scale, out=X[:, :, 0])
         torch.mul(rows.k, rows.beta, out=X[:, :, 1])
         F.copy_(rows.k)
-        recompute = saved.v_new is None
-        M, A, total = pairwise(workspace, X, F, rows.d, keep=self.grads.rows, square=recompute)
-        total = total.unsqueeze(-1)
         S = saved.states.get(window, workspace("S", Z, K, V))
         v_new = workspace("v_new", Z, C, V)
-        if recompute:
+        if saved.products is None:
+            M, A, total = pairwise(workspace, X, F, rows.d, keep=self.grads.rows)
             read = torch.bmm(X[:, :, 1], S, out=workspace("dr", Z, C, V))
             r = torch.mul(rows.v, rows.beta, out=workspace("dv_new", Z, C, V)).sub_(read)
             torch.bmm(A, r, out=v_new)
         else:
-            v_new = saved.v_new.get(window, v_new)
-            M = saved.M.get(window, workspace("M", Z, C, C))
-            A = saved.A.get(window, workspace("A", Z, C, C))
+            total = decay_rows(workspace, X, F, rows.d, keep=self.grads.rows)
+            scratch = (v_new, workspace("M", Z, C, C), workspace("A", Z, C, C))
+            v_new, M, A = (record.get(window, x) for record, x in zip(saved.products, scratch, strict=True))
+        total = total.unsqueeze(-1)
 
         D = workspace("D", Z, C, 2, V)
         dv_new = workspace("dv_new", Z, C, V)

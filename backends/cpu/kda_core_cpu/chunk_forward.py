@@ -22,7 +22,6 @@ from kda_core.request import ForwardResult, Request, TensorSpec
 from kda_core_cpu.inputs import RowInputs
 from kda_core_cpu.launch import (
     Sequences,
-    Window,
     Workspace,
     chunk_bound,
     lane_budget,
@@ -32,6 +31,7 @@ from kda_core_cpu.launch import (
 )
 from kda_core_cpu.levels import pairwise
 from kda_core_cpu.states import PoolRows, States, key_first
+from kda_core_cpu.windows import Window
 
 
 class ChunkRecord:
@@ -65,20 +65,23 @@ class ChunkRecord:
 
 @dataclass(frozen=True)
 class Saved:
-    """What the forward leaves for the backward: S at every chunk's start; with ``disable_recompute`` v_new, M and A."""
+    """What the forward leaves for the backward.
+
+    Attributes:
+        states: S at every chunk's start.
+        products: v_new, M and A, with ``disable_recompute``; else None.
+    """
 
     states: ChunkRecord
-    v_new: ChunkRecord | None = None
-    M: ChunkRecord | None = None
-    A: ChunkRecord | None = None
+    products: tuple[ChunkRecord, ChunkRecord, ChunkRecord] | None = None
 
     @classmethod
     def of(cls, tensors: tuple[Tensor, ...]) -> Saved:
-        return cls(*map(ChunkRecord, tensors))
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        records = (self.states, self.v_new, self.M, self.A)
-        return tuple(record.tensor for record in records if record is not None)
+        """View the tensors that ``saved_spec`` announces."""
+        if len(tensors) == 1:
+            return cls(ChunkRecord(tensors[0]))
+        states, v_new, M, A = map(ChunkRecord, tensors)
+        return cls(states, (v_new, M, A))
 
 
 def saved_spec(request: Request) -> tuple[TensorSpec, ...]:
@@ -101,21 +104,17 @@ def chunk_forward(request: Request) -> ForwardResult:
     if int(sequences.length.sum()) < request.B * request.T:
         o.zero_()
     h = _intermediate_states(request, sequences)
-    saved = Saved.of(_blank(request)) if request.save_for_backward else None
+    tensors = _blank(request) if request.save_for_backward else ()
+    saved = Saved.of(tensors) if tensors else None
     workspace, inputs = Workspace(request.compute_dtype), RowInputs(request)
     budget = window_budget(request, C)
     for group in lane_groups(sequences, request, C, lane_budget(request)):
         S = torch.empty(len(group.ids) * group.n_heads, request.K, request.V, dtype=request.compute_dtype)
         states.read(group.ids.tolist(), group.heads, into=S)
         for i0, i1 in group.windows(budget):
-            _run_window(workspace, inputs, group.window(i0, i1), S, o, h, saved)
+            _run_window(workspace, inputs, Window(group, i0, i1), S, o, h, saved)
         states.write(group.ids.tolist(), group.heads, S)
-    return ForwardResult(
-        o=o,
-        final_state=states.result,
-        h=None if h is None else h.tensor,
-        saved=() if saved is None else saved.tensors(),
-    )
+    return ForwardResult(o=o, final_state=states.result, h=None if h is None else h.tensor, saved=tensors)
 
 
 def load_rows(workspace: Workspace, inputs: RowInputs, window: Window) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -181,7 +180,6 @@ def _run_window(
         torch.baddbmm(read[:, :, 0], M[lanes], v_new[lanes], out=outputs[lanes])
         state.mul_(total[lanes]).baddbmm_(F[lanes].transpose(1, 2), v_new[lanes])
     window.store(outputs, o)
-    if saved is not None and saved.v_new is not None:
-        saved.v_new.put(window, v_new)
-        saved.M.put(window, M)
-        saved.A.put(window, A)
+    if saved is not None and saved.products is not None:
+        for record, x in zip(saved.products, (v_new, M, A), strict=True):
+            record.put(window, x)

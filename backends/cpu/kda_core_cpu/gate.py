@@ -83,7 +83,8 @@ def gate_backward(request: GateRequest) -> BackwardResult:
     g, needs = request.g, request.needs_grad
     x = torch.empty(g.shape, dtype=dtype).copy_(g)
     rate, bias = _parameters(request)
-    grad_x, summand = log_decay_backward(x, rate, bias, request.lower_bound, request.grad_output.to(dtype))
+    grad = torch.zeros_like(x) if request.grad_output is None else request.grad_output.to(dtype)
+    grad_x, summand = log_decay_backward(x, rate, bias, request.lower_bound, grad)
     leading = tuple(range(g.dim() - 2))
     grads = {}
     if "g" in needs:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from kda_core.request import Request
 from kda_core_cpu.gate import log_decay, log_decay_backward, rate_of
-from kda_core_cpu.launch import TokenWindow, Window, with_slack
+from kda_core_cpu.launch import with_slack
+from kda_core_cpu.windows import TokenWindow, Window
 
 L2NORM_EPSILON = 1e-6
 

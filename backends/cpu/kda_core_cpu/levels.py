@@ -70,12 +70,12 @@ def _products_backward(workspace: Workspace, block: Tensor, second: Tensor, firs
         yield torch.bmm(block.transpose(1, 2), second, out=workspace("products", n, b, K))
 
 
-def _next_inverse(workspace: Workspace, inverse: Tensor | None, lower: Tensor, b: int) -> Tensor:
+def _next_inverse(workspace: Workspace, inverse: Tensor, lower: Tensor, b: int) -> Tensor:
     """Inverses of the diagonal 2b-blocks [n, 2b, 2b] from those of the b-blocks and the corners of L [n, b, b]."""
     n = lower.shape[0]
     # Above the diagonal it stays zero.
     result = workspace(f"inverse{b}", n, 2 * b, 2 * b, zero=True)
-    if inverse is None:
+    if b == 1:
         result.diagonal(dim1=1, dim2=2).fill_(1)
         torch.neg(lower[:, 0], out=result[:, 1, :1])
         return result
@@ -89,8 +89,8 @@ def _next_inverse(workspace: Workspace, inverse: Tensor | None, lower: Tensor, b
 
 
 def pairwise(
-    workspace: Workspace, X: Tensor, F: Tensor, d: Tensor, keep: bool = False, square: bool = True
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    workspace: Workspace, X: Tensor, F: Tensor, d: Tensor, keep: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Decay all pairs of rows of every chunk.
 
     Args:
@@ -98,34 +98,52 @@ def pairwise(
         F: [Z, C, K], rows k'; overwritten with k' ⊙ exp(G_C − G).
         d: [Z, C, K], exp(γ).
         keep: leave every level's operands in the workspace for ``pairwise_backward``.
-        square: whether M and A are wanted.
 
     Returns:
-        M [Z, C, C] and A [Z, C, C] (None unless ``square``), and the chunks' total decay exp(G_C) [Z, K].
+        M [Z, C, C], A [Z, C, C] and the chunks' total decay exp(G_C) [Z, K].
     """
     Z, C, K = F.shape
-    M = inverse = None
-    if square:
-        M = workspace("M", Z, C, C, zero=True)
-        diagonal = torch.mul(X[:, :, 0], F, out=workspace("products", Z, C, K)).sum(-1)
-        M.diagonal(dim1=1, dim2=2).copy_(diagonal)
+    M = workspace("M", Z, C, C, zero=True)
+    diagonal = torch.mul(X[:, :, 0], F, out=workspace("products", Z, C, K)).sum(-1)
+    M.diagonal(dim1=1, dim2=2).copy_(diagonal)
+    inverse = M  # A 1-block's inverse is 1: the first level reads none.
+    for b, second, first in _levels_up(workspace, X, F, d, keep):
+        block = _products(workspace, second, first, b).view(-1, b, 2, b)
+        _corners(M, b).copy_(block[:, :, 0].view(Z, -1, b, b))
+        inverse = _next_inverse(workspace, inverse, block[:, :, 1], b)
+    return M, inverse, _total(workspace, d, C).view(Z, K)
+
+
+def decay_rows(workspace: Workspace, X: Tensor, F: Tensor, d: Tensor, keep: bool = False) -> Tensor:
+    """``pairwise`` where M and A are known: decays X and F and returns the total decay."""
+    for _ in _levels_up(workspace, X, F, d, keep):
+        pass
+    return _total(workspace, d, d.shape[1]).view(d.shape[0], d.shape[2])
+
+
+def _total(workspace: Workspace, d: Tensor, b: int) -> Tensor:
+    """Total decay of every b-block [blocks, K]."""
+    Z, C, K = d.shape
+    return d.view(-1, K) if b == 1 else workspace(f"total{b}", Z * C // b, K)
+
+
+def _levels_up(
+    workspace: Workspace, X: Tensor, F: Tensor, d: Tensor, keep: bool
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(b, second-half operands, first-half operands), smallest b first; the rows gain a level's decay after each."""
+    _, C, K = F.shape
     X.mul_(d[:, :, None])
-    total = d
     for b in block_sizes(C):
         second, first = _halves(X, F, b)
         n = first.shape[0]
         if keep:
             workspace(f"second{b}", n, 2 * b, K).copy_(second)
             workspace(f"first{b}", n, b, K).copy_(first)
-        if square:
-            block = _products(workspace, second, first, b).view(n, b, 2, b)
-            _corners(M, b).copy_(block[:, :, 0].view(Z, -1, b, b))
-            inverse = _next_inverse(workspace, inverse, block[:, :, 1], b)
-        halves = total.view(n, 2, 1, K)
+        yield b, second, first
+        halves = _total(workspace, d, b).view(n, 2, 1, K)
         second.mul_(halves[:, 0])
         first.mul_(halves[:, 1])
-        total = torch.mul(halves[:, 0], halves[:, 1], out=workspace(f"total{2 * b}", n, 1, K))
-    return M, inverse, total.view(Z, K)
+        torch.mul(halves[:, 0, 0], halves[:, 1, 0], out=_total(workspace, d, 2 * b))
 
 
 def _levels_down(workspace: Workspace, d: Tensor) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
@@ -133,8 +151,8 @@ def _levels_down(workspace: Workspace, d: Tensor) -> Iterator[tuple[int, Tensor,
     Z, C, K = d.shape
     for b in reversed(block_sizes(C)):
         n = Z * C // (2 * b)
-        total = d if b == 1 else workspace(f"total{b}", 2 * n, 1, K)
-        yield b, workspace(f"second{b}", n, 2 * b, K), workspace(f"first{b}", n, b, K), total.view(n, 2, 1, K)
+        total = _total(workspace, d, b).view(n, 2, 1, K)
+        yield b, workspace(f"second{b}", n, 2 * b, K), workspace(f"first{b}", n, b, K), total
 
 
 def pairwise_backward(

@@ -23,8 +23,9 @@ from torch import Tensor
 from kda_core.request import ForwardResult, Request
 from kda_core_cpu.chunk_forward import empty_output
 from kda_core_cpu.inputs import RowInputs
-from kda_core_cpu.launch import Sequences, TokenWindow, Window, Workspace, lane_budget, lane_groups
+from kda_core_cpu.launch import Sequences, Workspace, lane_budget, lane_groups
 from kda_core_cpu.states import PoolRows, States
+from kda_core_cpu.windows import TokenWindow, Window
 
 _RUN = 64
 """Tokens whose rows are prepared at once."""
@@ -93,7 +94,7 @@ def _run_sequences(request: Request, states: States, workspace: Workspace, input
         whole = _Block(group.ids.tolist(), sequences.length[group.ids].tolist(), group.heads, 0)
         blocks = whole.cut(lanes, states) if runs == 1 else [whole]
         for i in range(runs):
-            window = group.window(i, i + 1)
+            window = Window(group, i, i + 1)
             rows = _load_rows(workspace, inputs, window)
             for block in blocks:
                 if i == 0:

@@ -56,7 +56,7 @@ class States:
     def __init__(self, request: Request, pool: PoolRows | None = None) -> None:
         self.dtype = request.compute_dtype
         self.pool = pool
-        self._every_token = pool is not None and pool.table is not None
+        self._table = None if pool is None else pool.table
         self.shape = (request.K, request.V)
         self.result: Tensor | None = None
         self.initial = None if request.initial_state is None else key_first(request.initial_state, request)
@@ -80,36 +80,38 @@ class States:
 
     def in_place(self, ids: list[int], heads: slice) -> Tensor | None:
         """A view of where the last states of ``ids`` belong, if there is one in the compute dtype."""
-        if self.home is None or self.home.dtype != self.dtype or self._every_token:
+        if self.home is None or self.home.dtype != self.dtype or self._table is not None:
             return None
         return _view(self.home, self._index(ids), heads)
 
     def write(self, ids: list[int], heads: slice, states: Tensor) -> None:
         """Store the states after the last token."""
-        if self.home is not None and not self._every_token:
-            self._put(self._index(ids), heads, states)
+        if self.home is not None and self._table is None:
+            _put(self.home, self._index(ids), heads, states)
 
     def write_token(self, ids: list[int], heads: slice, states: Tensor, token: int) -> None:
         """Store the states after token number ``token`` in its slots; does nothing unless every token has one."""
-        if not self._every_token:
+        if self._table is None or self.home is None:
             return
-        slots = [self.pool.table[i][token] for i in ids]
+        slots = [self._table[i][token] for i in ids]
         kept = [i for i, slot in enumerate(slots) if slot >= 0]
         if len(kept) < len(slots):
             states = states.unflatten(0, (len(ids), -1))[kept].flatten(0, 1)
-        self._put([slots[i] for i in kept], heads, states)
+        _put(self.home, [slots[i] for i in kept], heads, states)
 
     def _index(self, ids: list[int]) -> list[int]:
         return ids if self.pool is None else [self.pool.slot[i] for i in ids]
 
-    def _put(self, index: list[int], heads: slice, states: Tensor) -> None:
-        if not index:
-            return
-        view = _view(self.home, index, heads)
-        if view is None:
-            self.home[torch.tensor(index), heads] = states.unflatten(0, (len(index), -1)).to(self.home.dtype)
-        else:
-            view.copy_(states)
+
+def _put(home: Tensor, index: list[int], heads: slice, states: Tensor) -> None:
+    """``home[index, heads]`` ← [lanes, K, V]."""
+    if not index:
+        return
+    view = _view(home, index, heads)
+    if view is None:
+        home[torch.tensor(index), heads] = states.unflatten(0, (len(index), -1)).to(home.dtype)
+    else:
+        view.copy_(states)
 
 
 def _view(states: Tensor, index: list[int], heads: slice) -> Tensor | None:

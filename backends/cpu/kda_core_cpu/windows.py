@@ -1,0 +1,200 @@
+"""Windows: the rows of a run of chunk steps, and how they travel between the caller's tensors and scratch memory.
+
+All chunks of a window (step-major, then sequence, then head) are one batch [Z = pairs·heads, C, ·] of everything
+that does not depend on the state; a pair is one (sequence, step). Rows past a sequence's end are padding: they are
+filled so that they change nothing (q = k = v = β = 0, decay 1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from kda_core.request import Request
+from kda_core_cpu.launch import Group, token_counts
+
+
+class Window:
+    """The chunks of steps [i0, i1) of a group.
+
+    Rows are taken as strided views where the window is a box of the batch (a dense layout, or one packed
+    sequence), else through an index; either way a row of [K] is read once, whatever the caller's strides are.
+
+    Attributes:
+        group: the group.
+        steps: the pairs of every step.
+        pairs: number of pairs.
+        heads: the value heads.
+        rows: rows of a chunk, C.
+        Z: number of chunks, pairs times heads.
+    """
+
+    def __init__(self, group: Group, i0: int, i1: int) -> None:
+        self.group, self.i0, self.i1 = group, i0, i1
+        self.heads, self.rows = group.heads, group.chunk
+        self.steps: list[slice] = []
+        pair = 0
+        for alive in group.alive[i0:i1]:
+            self.steps.append(slice(pair, pair + alive))
+            pair += alive
+        self.pairs = pair
+        self.Z = pair * group.n_heads
+
+    def lanes(self, step: int) -> slice:
+        """The chunks of the window's ``step``-th step within [Z, ...]."""
+        pairs, heads = self.steps[step], self.group.n_heads
+        return slice(pairs.start * heads, pairs.stop * heads)
+
+    @cached_property
+    def _pair_index(self) -> tuple[Tensor, Tensor]:
+        """Sequence and step of every pair."""
+        alive = torch.tensor([s.stop - s.start for s in self.steps])
+        order = torch.cat([torch.arange(n) for n in alive.tolist()])
+        return self.group.ids[order], torch.arange(self.i0, self.i1).repeat_interleave(alive)
+
+    @cached_property
+    def chunk_index(self) -> Tensor:
+        """Position of every pair in per-chunk results [B·NT, ...]."""
+        sequence, step = self._pair_index
+        return self.group.sequences.first_chunk[sequence] + step
+
+    @cached_property
+    def first_of_run(self) -> int | None:
+        """The first pair's position there when all pairs follow one another, else None."""
+        index = self.chunk_index
+        return int(index[0]) if bool((index.diff() == 1).all()) else None
+
+    @cached_property
+    def _box(self) -> tuple[slice, int, int, int] | None:
+        """(batch rows, first token, whole chunks, rows of a last partial chunk), or None when rows are scattered."""
+        group, sequences = self.group, self.group.sequences
+        first = self.steps[0].stop
+        if first == 1:
+            i = int(group.ids[0])
+            batch = int(sequences.batch[i])
+            rows = slice(batch, batch + 1)
+        elif not sequences.packed and group.span is not None:
+            i, rows = group.span.start, group.span
+        else:
+            return None
+        tokens = min(int(sequences.length[i]) - self.i0 * group.chunk, len(self.steps) * group.chunk)
+        return rows, int(sequences.start[i]) + self.i0 * group.chunk, *divmod(tokens, group.chunk)
+
+    @cached_property
+    def _rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Batch row [pairs, 1], token [pairs, C], which are padding [pairs, C], and the rows that are not, or None."""
+        sequences, chunk = self.group.sequences, self.group.chunk
+        sequence, step = self._pair_index
+        offset = (step * chunk)[:, None] + torch.arange(chunk)
+        padding = offset >= sequences.length[sequence][:, None]
+        # A padding row reads its own sequence's first row and is overwritten, so that no neighbour leaks in.
+        token = sequences.start[sequence][:, None] + offset.masked_fill(padding, 0)
+        real = (~padding).flatten().nonzero().squeeze(1) if bool(padding.any()) else None
+        return sequences.batch[sequence][:, None], token, padding, real
+
+    def load(self, x: Tensor, into: Tensor, shared: int = 1) -> Tensor:
+        """Copy the window's rows of ``x`` [B, T, HV/shared, D] to ``into`` [Z, C, D], any strides and dtypes.
+
+        ``shared`` value heads read each head of ``x``; padding rows become zero.
+        """
+        heads = slice(self.group.heads.start // shared, self.group.heads.stop // shared)
+        target = into.unflatten(0, (self.pairs, heads.stop - heads.start, shared))
+        if self._box is None:
+            batch, token, _, _ = self._rows
+            found = x[0, :, heads][token] if self.group.sequences.packed else x[:, :, heads][batch, token]
+            target.copy_(found.transpose(1, 2).unsqueeze(2))
+        else:
+            rows, t, whole, part = self._box
+            C = self.group.chunk
+            target = target.unflatten(0, (len(self.steps), -1))
+            body = x[rows, t : t + whole * C, heads].unflatten(1, (whole, C))
+            target[:whole].copy_(body.permute(1, 0, 3, 2, 4).unsqueeze(3))
+            if part:
+                tail = x[rows, t + whole * C : t + whole * C + part, heads]
+                target[whole, :, :, :, :part].copy_(tail.transpose(1, 2).unsqueeze(2))
+        self.pad(into, 0.0)
+        return into
+
+    def pad(self, x: Tensor, value: float) -> None:
+        """Fill the padding rows of ``x`` [Z, C, D]."""
+        if self._box is None:
+            _, _, padding, real = self._rows
+            if real is not None:
+                x.unflatten(0, (self.pairs, -1)).masked_fill_(padding[:, None, :, None], value)
+        elif self._box[3]:
+            x.unflatten(0, (len(self.steps), -1))[self._box[2], :, self._box[3] :] = value
+
+    def store(self, x: Tensor, into: Tensor, shared: int = 1) -> None:
+        """Copy the real rows of ``x`` [Z/shared, C, D] to their places in ``into`` [B, T, heads, D]."""
+        heads = slice(self.group.heads.start // shared, self.group.heads.stop // shared)
+        source = x.unflatten(0, (self.pairs, -1))
+        if self._box is None:
+            batch, token, _, real = self._rows
+            found, batch = source.transpose(1, 2).flatten(0, 1), batch.expand_as(token).flatten()
+            token = token.flatten()
+            if real is not None:
+                found, batch, token = found[real], batch[real], token[real]
+            into[:, :, heads].index_put_((batch, token), found.to(into.dtype))
+            return
+        rows, t, whole, part = self._box
+        C = self.group.chunk
+        source = source.unflatten(0, (len(self.steps), -1))
+        body = into[rows, t : t + whole * C, heads].unflatten(1, (whole, C))
+        body.permute(1, 0, 3, 2, 4).copy_(source[:whole])
+        if part:
+            tail = into[rows, t + whole * C : t + whole * C + part, heads]
+            tail.transpose(1, 2).copy_(source[whole, :, :, :part])
+
+
+@dataclass(frozen=True)
+class TokenWindow:
+    """One token of every sequence, the rows of a decoding step: a light ``Window`` of [N·HV, 1, ·]."""
+
+    request: Request
+
+    @classmethod
+    def of(cls, request: Request) -> TokenWindow | None:
+        """The window of ``request``, or None unless each of its sequences has one token."""
+        if request.cu_seqlens is None:
+            return cls(request) if request.T == 1 and request.N else None
+        one_each = request.N and bool((token_counts(request) == 1).all())
+        return cls(request) if one_each else None
+
+    @property
+    def heads(self) -> slice:
+        """All value heads."""
+        return slice(0, self.request.HV)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a chunk."""
+        return 1
+
+    @property
+    def pairs(self) -> int:
+        """One for every sequence."""
+        return self.request.N
+
+    @property
+    def Z(self) -> int:
+        """Number of chunks, pairs times heads."""
+        return self.pairs * self.request.HV
+
+    def _tokens(self, x: Tensor) -> Tensor:
+        """[N, heads, D] of ``x`` [B, T, heads, D]."""
+        return x[:, 0] if self.request.cu_seqlens is None else x[0, : self.pairs]
+
+    def load(self, x: Tensor, into: Tensor, shared: int = 1) -> Tensor:
+        """Copy the rows of ``x`` [B, T, HV/shared, D] to ``into`` [N·HV, 1, D]."""
+        into.view(self.pairs, -1, shared, x.shape[-1]).copy_(self._tokens(x).unsqueeze(2))
+        return into
+
+    def pad(self, x: Tensor, value: float) -> None:
+        """No row is padding."""
+
+    def store(self, x: Tensor, into: Tensor) -> None:
+        """Copy the rows of ``x`` [N·HV, 1, D] to their places in ``into`` [B, T, HV, D]."""
+        self._tokens(into).copy_(x.view(self.pairs, -1, x.shape[-1]))
