@@ -95,6 +95,7 @@ def run_prepare(request: Request, o: Tensor) -> Prepared:
         "L2NORM": request.use_qk_l2norm_in_kernel,
         "SIGMOID": request.use_beta_sigmoid_in_kernel,
         "NEG_EIGVAL": request.allow_neg_eigval,
+        "FEW_REGISTERS": target.wave == 32,
         "TERMS": terms,
         "DOT": dot,
     }

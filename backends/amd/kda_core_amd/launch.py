@@ -1,4 +1,4 @@
-"""What the host knows about a chip, the kernels' configurations (frozen data: nothing is tuned at run time), and launches.
+"""What the host knows of a chip, the kernels' configurations (frozen data: nothing is tuned at run time), launches.
 
 Configurations are chosen by architecture, operand width and padded head dimensions alone: never by T or N, so that no
 length compiles anything anew, and results do not change with the batch that a sequence travels in.
@@ -63,7 +63,7 @@ class Config:
     """Launch configuration of one kernel.
 
     Attributes:
-        block: channels of a program's tile: keys for ``prepare``, values for ``recurrence`` and the decoding step.
+        block: channels of a program's tile: keys for ``prepare``, values for ``recurrence`` and ``recurrent``.
         num_warps: waves of a program.
         stages: depth of the load pipeline of its loop; 1 is none, and more than 2 is not used.
         waves_per_eu: waves a SIMD unit that the compiler's register budget is to leave room for; 0: its own choice.
@@ -82,20 +82,46 @@ MATRIX_SIDE = 16
 """``matrix_instr_nonkdim``: tiles are 16 rows, so that the 16×16 instructions fit them."""
 
 # (operand bytes, padded K up to) -> configuration. K is padded to 16 at least and limited to 256.
+_STEP = {(2, 128): Config(32, 2), (2, 256): Config(32, 4), (4, 128): Config(32, 2), (4, 256): Config(32, 4)}
 _CDNA = MappingProxyType(
     {
         "prepare": {(2, 128): Config(32, 1), (2, 256): Config(32, 1), (4, 128): Config(32, 1), (4, 256): Config(32, 1)},
         "recurrence": {
             (2, 128): Config(32, 2, 2),
-            (2, 256): Config(32, 2, 1),
-            (4, 128): Config(16, 1, 1),
-            (4, 256): Config(16, 1, 1),
+            (2, 256): Config(32, 2),
+            (4, 128): Config(32, 4),
+            (4, 256): Config(32, 4),
         },
-        "step": {(2, 128): Config(16, 1), (2, 256): Config(16, 1), (4, 128): Config(16, 1), (4, 256): Config(16, 1)},
+        "recurrent": _STEP,
+    }
+)
+_RDNA = MappingProxyType(
+    {
+        "prepare": {(2, 128): Config(16, 2), (2, 256): Config(16, 2), (4, 128): Config(16, 4), (4, 256): Config(16, 4)},
+        "recurrence": {
+            (2, 128): Config(64, 8),
+            (2, 256): Config(64, 8),
+            (4, 128): Config(32, 4),
+            (4, 256): Config(32, 4),
+        },
+        "recurrent": {shape: Config(c.block, 2 * c.num_warps) for shape, c in _STEP.items()},
+    }
+)
+# On an NVIDIA GPU a lane may have 255 registers, and warps are those of RDNA.
+_FOREIGN = MappingProxyType(
+    {
+        "prepare": {(2, 128): Config(16, 1), (2, 256): Config(16, 1), (4, 128): Config(16, 2), (4, 256): Config(16, 2)},
+        "recurrence": {
+            (2, 128): Config(64, 4, 2),
+            (2, 256): Config(32, 4),
+            (4, 128): Config(16, 4),
+            (4, 256): Config(16, 4),
+        },
+        "recurrent": _RDNA["recurrent"],
     }
 )
 CONFIGS = MappingProxyType(
-    {"gfx90a": _CDNA, "gfx942": _CDNA, "gfx950": _CDNA, "gfx1100": _CDNA, FOREIGN_ARCHITECTURE: _CDNA}
+    {"gfx90a": _CDNA, "gfx942": _CDNA, "gfx950": _CDNA, "gfx1100": _RDNA, FOREIGN_ARCHITECTURE: _FOREIGN}
 )
 
 
@@ -124,7 +150,7 @@ def on_device(device: torch.device):
 def dot_widths(dtype: torch.dtype) -> tuple[int, str]:
     """(bfloat16 terms of a decay, precision of products of operands) for an input dtype.
 
-    Products of the inverse are float32 ("ieee") on all: of these architectures only gfx942 has a shorter float32 product.
+    Products of the inverse are float32 ("ieee"): of these architectures only gfx942 has a shorter product.
     The interpreter multiplies bfloat16 operands wrongly, so that decays stay float32 there.
     """
     if INTERPRET:

@@ -40,8 +40,6 @@ _CLOSED = {
     Feature.BACKWARD: "not written yet",
     Feature.RECURRENT_BACKWARD: "not written yet",
     Feature.STATE_GRADIENT: "not written yet",
-    Feature.RECURRENT: "not written yet",
-    Feature.SPEC_DECODE: "not written yet",
 }
 
 _INFO = BackendInfo(
@@ -78,12 +76,12 @@ def kda_core_availability(device: torch.device) -> Available | Unavailable:
         return Available(f"triton {version}, interpreted on the CPU")
     if device.type != "cuda":
         return Unavailable(f"serves cuda tensors of a ROCm build of torch, not {device.type}")
+    if torch.version.hip is None and not FOREIGN:
+        return Unavailable("this torch is not built for ROCm")
     if not torch.cuda.is_available():
         return Unavailable("torch sees no GPU")
     if torch.version.hip is None:
-        if FOREIGN:
-            return Available(f"{torch.cuda.get_device_name(device)}, a foreign device ({FOREIGN_VARIABLE}): for tests")
-        return Unavailable("this torch is not built for ROCm")
+        return Available(f"{torch.cuda.get_device_name(device)}, a foreign device ({FOREIGN_VARIABLE}): for tests only")
     name = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
     if name not in SERVED_ARCHITECTURES:
         return Unavailable(f"{name}: kernels are configured for {', '.join(SERVED_ARCHITECTURES)}")
@@ -117,6 +115,13 @@ def kda_core_chunk_forward(request: Request) -> ForwardResult:
     from kda_core_amd.chunk_forward import chunk_forward
 
     return chunk_forward(request)
+
+
+@hookimpl
+def kda_core_recurrent_forward(request: Request) -> ForwardResult:
+    from kda_core_amd.recurrent import recurrent_forward
+
+    return recurrent_forward(request)
 
 
 @hookimpl

@@ -18,7 +18,6 @@ import triton.language as tl
 
 from kda_core.triton_lib.decay import (
     BOUNDED_LOG2_DECAY,
-    BOUNDED_SCALE,
     BOUNDED_SHIFT,
     after,
     selected_sum,
@@ -32,7 +31,22 @@ from kda_core.triton_lib.inverse import inverse_16
 from kda_core.triton_lib.packing import sequence_of_slot
 from kda_core_amd.gate import gate_rate
 
-_NUMBERS = "scale lower_bound T N chunks HV group s_qb s_kb s_gb s_bb s_ob s_index pad_slot_id".split()
+_NUMBERS = [
+    "scale",
+    "lower_bound",
+    "T",
+    "N",
+    "chunks",
+    "HV",
+    "group",
+    "s_qb",
+    "s_kb",
+    "s_gb",
+    "s_bb",
+    "s_ob",
+    "s_index",
+    "pad_slot_id",
+]
 """Parameters that the compiler must not look at: most of them change with the lengths of the sequences."""
 
 
@@ -159,6 +173,7 @@ def prepare(
     L2NORM: tl.constexpr,
     SIGMOID: tl.constexpr,
     NEG_EIGVAL: tl.constexpr,
+    FEW_REGISTERS: tl.constexpr,  # form masks anew in every block of channels
     TERMS: tl.constexpr,
     DOT: tl.constexpr,
 ):
@@ -229,7 +244,7 @@ def prepare(
     squares_q1 = tl.zeros([16, BK], tl.float32)
     squares_k0 = tl.zeros([16, BK], tl.float32)
     squares_k1 = tl.zeros([16, BK], tl.float32)
-    for i_k in range(0, KP, BK):
+    for i_k in tl.range(0, KP, BK, disable_licm=FEW_REGISTERS):
         o_k = i_k + tl.arange(0, BK)
         b_q0 = _rows(q, o_0, s_qt, valid0, o_k, K)
         b_q1 = _rows(q, o_1, s_qt, valid1, o_k, K)
@@ -280,7 +295,7 @@ def prepare(
     a10 = tl.trans(a10).to(dtype)
     a11 = tl.trans(a11).to(dtype)
     everything = (r[:, None] + r[None, :]) >= 0
-    for i_k in range(0, KP, BK):
+    for i_k in tl.range(0, KP, BK, disable_licm=FEW_REGISTERS):
         o_k = i_k + tl.arange(0, BK)
         parts0 = _log2_decays(g, dt_bias, o_0, s_gt, valid0, o_k, rate, lower_bound, K, GATE, BOUNDED, TERMS)
         parts1 = _log2_decays(g, dt_bias, o_1, s_gt, valid1, o_k, rate, lower_bound, K, GATE, BOUNDED, TERMS)

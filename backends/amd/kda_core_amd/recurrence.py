@@ -132,25 +132,23 @@ def recurrence(
             o_h = o_v[:, None] * K + o_k[None, :]
         else:
             o_h = o_v[:, None] + o_k[None, :] * V
-    for i in tl.range(0, ((length + C - 1) // C).to(tl.int32), num_stages=STAGES):
-        i_chunk = tl.cast(i, tl.int64)
+    for i in tl.range(0, (length + C - 1) // C, num_stages=STAGES):
+        i_chunk = tl.cast(i, tl.int64)  # plain Python numbers in the interpreter
         p_keys = keys + i_chunk * HV * (3 * C * KP)
         first = i_chunk * C
         m_row = (o_r < length - first)[None, :] & m_v[:, None]
-        k_e = tl.load(p_keys + o_kc)
-        q_g = tl.load(p_keys + C * KP + o_kc)
-        k_a = tl.load(p_keys + 2 * C * KP + o_ck)
-        b_p = tl.load(P + i_chunk * HV * (C * C) + (o_r[None, :] * C + o_r[:, None]))
+        b_v = tl.load(v + first * s_vt + o_vr, mask=m_row, other=0.0).to(tl.float32)
         b_d = tl.load(D + i_chunk * HV * KP + o_k)
-        b_v = tl.load(v + first * s_vt + o_vr, mask=m_row, other=0.0)
+        b_s = S.to(dtype)
         if h is not None:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
             if i % H_EVERY == 0:
                 p_h = h + (i_chunk // H_EVERY) * HV * (K * V)
                 tl.store(p_h + o_h, S.to(h.dtype.element_ty), mask=m_state)
-        b_s = S.to(dtype)
-        b_r = (b_v.to(tl.float32) - tl.dot(b_s, k_e, input_precision=DOT)).to(dtype)
-        b_o = tl.dot(b_r, b_p, tl.dot(b_s, q_g, input_precision=DOT), input_precision=DOT)
-        S = tl.dot(b_r, k_a, S * b_d[None, :], input_precision=DOT)
+        b_o = tl.dot(b_s, tl.load(p_keys + C * KP + o_kc), input_precision=DOT)
+        b_r = (b_v - tl.dot(b_s, tl.load(p_keys + o_kc), input_precision=DOT)).to(dtype)
+        b_p = tl.load(P + i_chunk * HV * (C * C) + (o_r[None, :] * C + o_r[:, None]))
+        b_o = tl.dot(b_r, b_p, b_o, input_precision=DOT)
+        S = tl.dot(b_r, tl.load(p_keys + 2 * C * KP + o_ck), S * b_d[None, :], input_precision=DOT)
         tl.store(o + first * s_ot + o_or, b_o.to(o.dtype.element_ty), mask=m_row)
 
     if final_state is not None:

@@ -1,0 +1,307 @@
+"""``fused_recurrent_kda`` forward: token by token, the state in registers; for decoding and short sequences.
+
+    S ← exp(γ) ⊙ S        S ← S + k (β (v − Sᵀ k))ᵀ        o = Sᵀ q · scale
+
+All in float32, on vector units: nothing is rounded to the inputs' dtype but o and the stored states. The block of the
+state keeps its memory's order, [BV, KP] when V comes first and [KP, BV] otherwise, so that lanes read whole lines.
+
+A pool: sequence n starts from slot indices[n, accepted − 1] (the first without counts) and leaves its last state in
+indices[n, 0], or, when a sequence has a slot for every token, the state after token i in indices[n, i]. A negative
+index or pad_slot_id as the first slot skips the sequence (its output is zero), as a later one it drops that state.
+
+Grid: (N + 1 if packed) · HV · ceil(V / BV) programs along axis 0; "sequence" N zeroes the rows behind the last one.
+Every offset is int64, from the program id up.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kda_core.request import ForwardResult, Request
+from kda_core.triton_lib.gate import NORM_EPS, log2_decay, write_strength
+from kda_core_amd import launch
+from kda_core_amd.chunk_forward import finished, output_buffers
+from kda_core_amd.gate import gate_rate
+from kda_core_amd.launch import batch_strides, dense, gate_kind, rows_contiguous, state_strides
+from kda_core_amd.layout import padded
+
+_NUMBERS = [
+    "scale",
+    "lower_bound",
+    "T",
+    "N",
+    "HV",
+    "programs",
+    "group",
+    "width",
+    "s_qb",
+    "s_kb",
+    "s_vb",
+    "s_gb",
+    "s_bb",
+    "s_ob",
+    "s_row",
+    "s_column",
+    "pad_slot_id",
+]
+"""Parameters that the compiler must not look at: most of them change with the lengths of the sequences."""
+
+
+@triton.jit
+def _zero_rows(p_o, begin, end, s_ot, o_v, m_v):
+    """Zero rows [begin, end) of a block of value channels."""
+    o_r = tl.arange(0, 16).to(tl.int64)
+    for first in range(begin, end, 16):
+        rows = first + o_r
+        zero = tl.zeros([16, o_v.shape[0]], p_o.dtype.element_ty)
+        tl.store(p_o + rows[:, None] * s_ot + o_v[None, :], zero, mask=(rows < end)[:, None] & m_v[None, :])
+
+
+@triton.jit
+def _row_in(x, V_FIRST: tl.constexpr):
+    """A vector over key channels as a row of the state's block."""
+    if V_FIRST:
+        block = x[None, :]
+    else:
+        block = x[:, None]
+    return block
+
+
+@triton.jit
+def _value_in(x, V_FIRST: tl.constexpr):
+    """A vector over value channels likewise."""
+    if V_FIRST:
+        block = x[:, None]
+    else:
+        block = x[None, :]
+    return block
+
+
+@triton.jit
+def _is_slot(i_state, pad_slot_id):
+    """Whether an index is a slot and not padding."""
+    return (i_state >= 0) & (i_state != pad_slot_id)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def recurrent(
+    q,  # [B, T, H, K]
+    k,  # [B, T, H, K]
+    v,  # [B, T, HV, V]
+    g,  # [B, T, HV, K]
+    beta,  # [B, T, HV]
+    A_log,  # [HV] or None
+    dt_bias,  # [HV, K] or None
+    o,  # [B, T, HV, V]
+    initial_state,  # [N or slots of a pool, HV, K, V] (or [..., V, K]) or None
+    final_state,  # likewise, the pool itself when it is advanced in place; or None
+    cu_seqlens,  # [N + 1] or None
+    indices,  # [N] or [N, width], or None
+    accepted,  # [N] or None
+    scale,
+    lower_bound,
+    T,
+    N,
+    HV,
+    programs,  # sequences (the one behind the last included) · HV
+    group,  # value heads a key head
+    width,
+    s_qb,
+    s_qt,
+    s_qh,
+    s_kb,
+    s_kt,
+    s_kh,
+    s_vb,
+    s_vt,
+    s_vh,
+    s_gb,
+    s_gt,
+    s_gh,
+    s_bb,
+    s_bt,
+    s_bh,
+    s_ob,
+    s_ot,
+    s_oh,
+    s_in,
+    s_ih,
+    s_ik,
+    s_iv,
+    s_fn,
+    s_fh,
+    s_fk,
+    s_fv,
+    s_row,
+    s_column,
+    s_accepted,
+    pad_slot_id,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    KP: tl.constexpr,
+    BV: tl.constexpr,
+    UNIT: tl.constexpr,  # batch strides are given in this many elements, so that alignment shows
+    V_FIRST: tl.constexpr,
+    EVERY_TOKEN: tl.constexpr,  # each token has a slot
+    GATE: tl.constexpr,
+    L2NORM: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    NEG_EIGVAL: tl.constexpr,
+):
+    pid = tl.program_id(0).to(tl.int64)
+    i_v = pid // programs
+    i_n = pid % programs // HV
+    i_h = pid % programs % HV
+    i_kh = i_h // group
+    o_k = tl.arange(0, KP)
+    o_v = i_v * BV + tl.arange(0, BV)
+    m_k = o_k < K
+    m_v = o_v < V
+
+    if cu_seqlens is None:
+        i_b = i_n * UNIT
+        bos = tl.zeros_like(i_n)
+        eos = T.to(tl.int64)
+    else:
+        i_b = tl.zeros_like(i_n)
+        bos = tl.load(cu_seqlens + i_n).to(tl.int64)
+        eos = T.to(tl.int64)
+        if i_n < N:
+            eos = tl.load(cu_seqlens + i_n + 1).to(tl.int64)
+    o += i_b * s_ob + i_h * s_oh
+    if i_n == N:
+        _zero_rows(o, bos, eos, s_ot, o_v, m_v)
+        return
+
+    i_state = i_n
+    if indices is not None:
+        indices += i_n * s_row
+        first = tl.zeros_like(i_n)
+        if accepted is not None:
+            count = tl.load(accepted + i_n * s_accepted).to(tl.int64)
+            # A count out of range is the caller's error; clamped, it reads no memory that is not a table's.
+            first = tl.minimum(tl.maximum(count, 1), width.to(tl.int64)) - 1
+        i_state = tl.load(indices + first * s_column).to(tl.int64)
+        if not _is_slot(i_state, pad_slot_id):
+            _zero_rows(o, bos, eos, s_ot, o_v, m_v)
+            return
+        if bos >= eos:
+            return
+
+    m_state = _value_in(m_v, V_FIRST) & _row_in(m_k, V_FIRST)
+    S = tl.zeros(m_state.shape, tl.float32)
+    if initial_state is not None:
+        o_state = _value_in(o_v * s_iv, V_FIRST) + _row_in(o_k.to(tl.int64) * s_ik, V_FIRST)
+        p_state = initial_state + i_state * s_in + i_h * s_ih + o_state
+        S = tl.load(p_state, mask=m_state, other=0.0).to(tl.float32)
+    o_state = _value_in(o_v * s_fv, V_FIRST) + _row_in(o_k.to(tl.int64) * s_fk, V_FIRST)
+
+    rate = gate_rate(A_log, i_h)
+    bound = tl.where(m_k, lower_bound, 0.0)
+    bias = tl.zeros([KP], tl.float32)
+    if dt_bias is not None:
+        bias = tl.load(dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+    q += i_b * s_qb + i_kh * s_qh
+    k += i_b * s_kb + i_kh * s_kh
+    v += i_b * s_vb + i_h * s_vh
+    g += i_b * s_gb + i_h * s_gh
+    beta += i_b * s_bb + i_h * s_bh
+    channels: tl.constexpr = 1 if V_FIRST else 0
+    for t in range(bos, eos):
+        b_q = tl.load(q + t * s_qt + o_k, mask=m_k, other=0.0).to(tl.float32)
+        b_k = tl.load(k + t * s_kt + o_k, mask=m_k, other=0.0).to(tl.float32)
+        b_g = tl.load(g + t * s_gt + o_k, mask=m_k, other=0.0).to(tl.float32)
+        b_v = tl.load(v + t * s_vt + o_v, mask=m_v, other=0.0).to(tl.float32)
+        b_beta = write_strength(tl.load(beta + t * s_bt), SIGMOID, NEG_EIGVAL)
+        if L2NORM:
+            b_q *= tl.rsqrt(tl.sum(b_q * b_q, 0) + NORM_EPS)
+            b_k *= tl.rsqrt(tl.sum(b_k * b_k, 0) + NORM_EPS)
+        decay = tl.exp2(log2_decay(b_g, rate, bias, bound, GATE))
+        b_k = _row_in(b_k, V_FIRST)
+        S *= _row_in(decay, V_FIRST)
+        b_u = b_beta * (b_v - tl.sum(S * b_k, channels))
+        S += b_k * _value_in(b_u, V_FIRST)
+        b_o = tl.sum(S * _row_in(b_q * scale, V_FIRST), channels)
+        tl.store(o + t * s_ot + o_v, b_o.to(o.dtype.element_ty), mask=m_v)
+        if EVERY_TOKEN:
+            i_state = tl.load(indices + (t - bos) * s_column).to(tl.int64)
+            if _is_slot(i_state, pad_slot_id):
+                p_state = final_state + i_state * s_fn + i_h * s_fh + o_state
+                tl.store(p_state, S.to(final_state.dtype.element_ty), mask=m_state)
+    if (final_state is not None) and (not EVERY_TOKEN):
+        p_state = final_state + i_state * s_fn + i_h * s_fh + o_state
+        tl.store(p_state, S.to(final_state.dtype.element_ty), mask=m_state)
+
+
+def recurrent_forward(request: Request) -> ForwardResult:
+    """Run ``fused_recurrent_kda`` for a call that the plugin accepted."""
+    with launch.on_device(request.device):
+        o, final_state = output_buffers(request)
+        q, k, v, g = (rows_contiguous(x) for x in (request.q, request.k, request.v, request.g))
+        beta, indices, accepted = request.beta, request.ssm_state_indices, request.num_accepted_tokens
+        K, V, HV = request.K, request.V, request.HV
+        KP = padded(K)
+        sequences = request.N + (request.cu_seqlens is not None)
+        target = launch.architecture(request.device)
+        config = launch.config("recurrent", target, q.dtype, KP)
+        block_v = min(config.block, padded(V))
+        gate = gate_kind(request)
+        unit, (s_qb, s_kb, s_vb, s_gb, s_bb, s_ob) = batch_strides(q, k, v, g, beta, o)
+        width = 1 if indices is None or indices.dim() == 1 else indices.shape[1]
+        arguments = (
+            q,
+            k,
+            v,
+            g,
+            beta,
+            dense(request.A_log) if gate != "none" else None,
+            dense(request.dt_bias) if gate != "none" else None,
+            o,
+            request.initial_state,
+            final_state,
+            dense(request.cu_seqlens),
+            indices,
+            accepted,
+            float(request.scale),
+            0.0 if request.lower_bound is None else float(request.lower_bound),
+            request.T,
+            request.N,
+            HV,
+            sequences * HV,
+            HV // request.H,
+            width,
+            s_qb,
+            *q.stride()[1:3],
+            s_kb,
+            *k.stride()[1:3],
+            s_vb,
+            *v.stride()[1:3],
+            s_gb,
+            *g.stride()[1:3],
+            s_bb,
+            *beta.stride()[1:3],
+            s_ob,
+            *o.stride()[1:3],
+            *state_strides(request.initial_state, request.state_v_first),
+            *state_strides(final_state, request.state_v_first),
+            0 if indices is None else indices.stride(0),
+            0 if width == 1 else indices.stride(1),
+            0 if accepted is None else accepted.stride(0),
+            request.pad_slot_id,
+        )
+        constants = {
+            "K": K,
+            "V": V,
+            "KP": KP,
+            "BV": block_v,
+            "UNIT": unit,
+            "V_FIRST": request.state_v_first,
+            "EVERY_TOKEN": width > 1,
+            "GATE": gate,
+            "L2NORM": request.use_qk_l2norm_in_kernel,
+            "SIGMOID": request.use_beta_sigmoid_in_kernel,
+            "NEG_EIGVAL": request.allow_neg_eigval,
+        }
+        launch.launch(recurrent, sequences * HV * -(-V // block_v), arguments, constants, config, target)
+        return finished(request, o, final_state)
