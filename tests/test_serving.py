@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,13 @@ BANK = 4096
 """Tokens that sequences take their inputs from."""
 
 PER_TOKEN = ("q", "k", "v", "g", "beta")
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu_backend() -> Iterator[None]:
+    """An interpreter of GPU kernels, if one runs in this process, would serve CPU tensors first."""
+    with kda_core.use_backend("cpu"):
+        yield
 
 
 @pytest.fixture(scope="module")
