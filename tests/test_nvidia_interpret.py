@@ -100,15 +100,37 @@ def decays(found):
     call["g"][:, ::7, :, ::3] = -math.inf
     call["g"][:, 3, :, 1] = -1e30
     found.against_loop("infinite decays", call)
-    import kda_core
-
-    o, _ = kda_core.chunk_kda(**call, safe_gate=True, backend="nvidia")
-    found.true("broken promise is finite", torch.isfinite(o).all())
     call = operands(T=64, decay=0.0)
     call["k"] = call["k"][:, :1].expand_as(call["k"]).contiguous()
     call["beta"] = torch.ones_like(call["beta"])
     found.against_loop("equal keys", call)
-    found.against_loop("equal keys, safe", call, safe_gate=True)
+
+
+def bounded_decays(found):
+    """The short way for bounded decays, which real calls take in bfloat16 only."""
+    from kda_core_nvidia import chunk_forward
+
+    import kda_core
+
+    chunk_forward.decays_bounded = lambda request: True
+    for decay in (1e-4, 1.0, 5.0):
+        found.against_loop(
+            f"bounded, decay to -{decay:g}", operands(T=70, decay=decay, K=32), limit=1e-5, safe_gate=True
+        )
+    call = operands(T=64)
+    call["g"] = torch.full_like(call["g"], -5.0)
+    found.against_loop("bounded, all at the bound", call, limit=1e-5)
+    call["q"], call["k"] = call["q"] * 1e-6, call["k"] * 1e-6
+    found.against_loop("bounded, tiny rows", call, limit=1e-5, use_qk_l2norm_in_kernel=False)
+    call = operands(T=64, decay=0.0)
+    call["k"] = call["k"][:, :1].expand_as(call["k"]).contiguous()
+    call["beta"] = torch.ones_like(call["beta"])
+    found.against_loop("bounded, equal keys", call, limit=1e-5)
+    call = operands(T=70)
+    call["g"][:, ::7, :, ::3] = -math.inf
+    call["g"][:, 3] = -1e30
+    o, _ = kda_core.chunk_kda(**call, safe_gate=True, backend="nvidia")
+    found.true("a broken promise is finite", torch.isfinite(o).all())
 
 
 def options(found):
@@ -239,7 +261,7 @@ def gate(found):
             found.close(f"kda_gate {name} {what}", leaf.grad, right.grad, 1e-5)
 
 
-PARTS = {f.__name__: f for f in (decays, options, shapes, packing, intermediate_states, gate)}
+PARTS = {f.__name__: f for f in (decays, bounded_decays, options, shapes, packing, intermediate_states, gate)}
 
 
 @pytest.fixture(scope="module", params=list(PARTS))

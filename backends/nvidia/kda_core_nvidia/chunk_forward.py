@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kda_core.request import ForwardResult, Request
+from kda_core.triton_lib.decay import BOUND
 from kda_core_nvidia.launch import Launcher, chip, dot_widths, on_device, prepare_config, recurrence_config
 from kda_core_nvidia.layout import CHUNK, padded, slots
 from kda_core_nvidia.prepare import prepare
@@ -56,10 +57,13 @@ def gate_kind(request: Request) -> str:
 
 
 def decays_bounded(request: Request) -> bool:
-    """Whether each row's log decay is known, or promised, to be at least −5, in a dtype that can use it."""
-    if request.q.dtype == torch.float16:  # 2^58 does not fit
+    """Whether each row's log decay is known, or promised, to be at least −5, in a dtype that can use it.
+
+    Factors of 2^58 do not fit float16, and an exponent of 58 in float32 has lost digits that a float32 result needs.
+    """
+    if request.q.dtype != torch.bfloat16:
         return False
-    if request.lower_bound is not None and request.lower_bound < -5:
+    if request.lower_bound is not None and request.lower_bound < BOUND.value:
         return False
     return request.safe_gate or gate_kind(request) == "bounded"
 
