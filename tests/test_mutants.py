@@ -10,6 +10,7 @@ from pathlib import Path
 
 import mutants
 import pytest
+import run_mutants
 
 from kda_core.testing.plugin import MODE_VARIABLE
 
@@ -41,7 +42,7 @@ def run(file: Path, *names: str) -> dict[str, str]:
     """The test that found each of the named mutants, from the kit's fast tier in a process of its own."""
     environment = {n: v for n, v in os.environ.items() if not n.startswith("PYTEST_")} | {MODE_VARIABLE: "fast"}
     child = subprocess.run(
-        [sys.executable, mutants.__file__, str(file), *names],
+        [sys.executable, run_mutants.__file__, str(file), *names],
         capture_output=True,
         text=True,
         check=False,

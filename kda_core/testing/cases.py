@@ -330,6 +330,7 @@ CASES: tuple[Case, ...] = (
         backward=True,
     ),
     # Long and ragged traces.
+    _case("Kimi-Linear 48B-A3B ragged", "packed model slow", T=300, lengths=(1, 130, 169), state=FP32, **_MODEL),
     _case("8k ragged", "packed slow", T=8192, H=2, K=64, dtype=BF16, lengths=(1300, 547, 2048, 963, 271, 3063)),
     _case("64k", "packed slow", T=65536, H=1, K=64, dtype=BF16, lengths=(1, 65535)),
     _case(

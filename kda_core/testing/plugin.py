@@ -28,7 +28,8 @@ from kda_core.errors import KdaError, UnsupportedCall  # noqa: E402
 from kda_core.hookspecs import CONTRACT_VERSION  # noqa: E402
 from kda_core.plugins import registry  # noqa: E402
 from kda_core.testing.report import BackendReport  # noqa: E402
-from kda_core.testing.subject import Refused, Subject, Target, find_target  # noqa: E402
+from kda_core.testing.subject import Refused, Subject  # noqa: E402
+from kda_core.testing.targets import Target, find_target  # noqa: E402
 
 MODE_VARIABLE = "KDA_TEST_MODE"
 MODES = ("fast", "slow", "all")

@@ -98,7 +98,7 @@ class BackendReport:
             },
             "reasons": self.reasons,
             "never_served": self.never_served(),
-            "worst": [e | {"share": _finite(e["share"])} for _, e in sorted(self.worst.items())],
+            "worst": [{n: _finite(v) for n, v in e.items()} for _, e in sorted(self.worst.items())],
             "slack": self.slack_used(),
         }
 
@@ -133,5 +133,6 @@ class BackendReport:
             yield f"  FAILED: declares {name}, and turned down every call that needs it"
 
 
-def _finite(x: float) -> float | str:
-    return x if math.isfinite(x) else str(x)
+def _finite(value: Any) -> Any:
+    """JSON has no infinity."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -6,14 +6,14 @@ declared reason, and ends in ``Refused``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kda_core.capabilities import Available, BackendInfo, Feature
+from kda_core.capabilities import BackendInfo, Feature
 from kda_core.errors import UnsupportedCall
 from kda_core.plugins import registry
 from kda_core.reference import DIFFERENTIABLE
@@ -22,6 +22,7 @@ from kda_core.testing import budgets, references
 from kda_core.testing.axes import DTYPES, axes
 from kda_core.testing.budgets import Budget, Error
 from kda_core.testing.inputs import Call, guards, placed, poisoned
+from kda_core.testing.targets import Target
 
 INTERPRETER_LEAVES_OUT = "Triton's interpreter multiplies bfloat16 operands wrongly"
 
@@ -41,19 +42,6 @@ class Refused(Exception):
 
 class Mismatch(AssertionError):
     """A result, or what a call left behind, is not what the contract says."""
-
-
-@dataclass(frozen=True)
-class Target:
-    """A backend and the device that it is tested on.
-
-    Attributes:
-        interpreted: kernels run in Triton's interpreter, on the CPU.
-    """
-
-    backend: str
-    device: torch.device
-    interpreted: bool = False
 
 
 @dataclass(frozen=True)
@@ -317,6 +305,9 @@ class Subject:
             if tuple(t.shape) != shape or t.dtype != dtype or t.device != self.device:
                 got = f"{list(t.shape)} {t.dtype} on {t.device}"
                 raise Mismatch(f"{name}: expected {list(shape)} {dtype} on {self.device}, got {got}")
+            written = {"o": call.given_out, "final_state": call.has_pool}
+            if not t.is_contiguous() and not written.get(name, False):
+                raise Mismatch(f"{name}: expected a contiguous tensor, got strides {t.stride()}")
         return results
 
     def _differentiated(self, call: Call, tensors: dict[str, Tensor], wrt: Collection[str]) -> dict[str, Tensor]:
@@ -371,42 +362,4 @@ def _describe(name: str, got: Tensor, expected: Tensor, error: Error, budget: Bu
     return (
         f"{name}: relative error {error.frobenius:.3g} (budget {budget.frobenius:.3g}), worst row {list(where)} "
         f"{error.worst_row:.3g} (budget {budget.worst_row:.3g}){widened}; there {there}, expected {wanted}"
-    )
-
-
-def devices_of(info: BackendInfo, only_cpu: bool) -> Iterator[torch.device]:
-    """The devices of this machine that a backend may run on, the accelerator before the CPU."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is not None and not only_cpu and accelerator.type in info.device_types:
-        yield torch.device(accelerator.type, torch.accelerator.current_device_index())
-    known = {"cpu"} | ({accelerator.type} if accelerator is not None else set())
-    if not only_cpu:
-        yield from (torch.device(t) for t in info.device_types if t not in known)
-    if "cpu" in info.device_types:
-        yield torch.device("cpu")
-
-
-def find_target(backend: str, interpret: bool = False) -> Target:
-    """The backend on the best device of this machine that it can run on.
-
-    Args:
-        interpret: run kernels in Triton's interpreter, on the CPU.
-
-    Raises:
-        BackendNotFound, BrokenBackend: no such backend can be used.
-        UnsupportedCall: it cannot run here; the message holds its reasons.
-    """
-    loaded = registry.named(backend)
-    reasons = []
-    for device in devices_of(loaded.info, only_cpu=interpret):
-        available = loaded.availability(device)
-        if isinstance(available, Available):
-            # A backend of accelerators that serves the CPU beside them does so through the interpreter.
-            return Target(backend, device, interpret and set(loaded.info.device_types) != {"cpu"})
-        reasons.append(f"{device}: {available.reason}")
-    serves = " or ".join(loaded.info.device_types)
-    where = "the CPU, where the interpreter runs" if interpret else "this machine"
-    raise UnsupportedCall(
-        f"backend {backend!r} cannot run on {where}: "
-        + ("; ".join(reasons) or f"it serves tensors on {serves}, of which there is none")
     )

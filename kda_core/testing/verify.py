@@ -13,7 +13,8 @@ import torch
 from kda_core.testing import budgets, references
 from kda_core.testing.cases import select
 from kda_core.testing.inputs import Call
-from kda_core.testing.subject import Mismatch, Refused, Subject, Target, find_target
+from kda_core.testing.subject import Mismatch, Refused, Subject
+from kda_core.testing.targets import Target, find_target
 
 
 @dataclass(frozen=True, slots=True)

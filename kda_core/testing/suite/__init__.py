@@ -1,0 +1,1 @@
+"""The tests of the conformance kit. Their names are public."""

@@ -115,8 +115,7 @@ def _compilations() -> Iterator[list[str]]:
     if "triton" not in sys.modules:
         yield names
         return
-    from triton import knobs
-
+    knobs = pytest.importorskip("triton.knobs", reason="compilations are counted through triton.knobs, of Triton 3.4")
     before = knobs.runtime.jit_post_compile_hook
 
     def note(*args, **kwargs) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
+import kda_core
 from kda_core.capabilities import Feature
 from kda_core.testing.cases import BF16, FP32, Case
 from kda_core.testing.inputs import Call, same_bits
-from kda_core.testing.marks import requires
+from kda_core.testing.marks import requires, slow
 
 FUNCTIONS = pytest.mark.parametrize(
     ("op", "T"),
@@ -132,7 +135,7 @@ def test_pool_fresh_sequence_in_a_used_slot(kda, op: str, T: int):
 
 @FUNCTIONS
 def test_pool_repeats(kda, op: str, T: int):
-    """FAILURES 22: calls in place are right from the first one on, and equal bit for bit from equal pools."""
+    """Calls in place are right from the first one on, and equal bit for bit from equal pools."""
     call = _call(op, T).in_pool(_indices(4, 0, 2), 6)
     first = kda.check(call)
     for _ in range(3):
@@ -156,3 +159,28 @@ def test_pool_empty_sequence(kda):
     """A sequence without tokens leaves its slot as it is, bit for bit."""
     call = Case(name="empty in a pool", T=40, lengths=(20, 0, 20), state=FP32).call()
     kda.check(call.in_pool(_indices(1, 4, 0), 5))
+
+
+FIRST_CALL = """
+import sys
+import torch
+from kda_core.testing.subject import Subject
+from kda_core.testing.suite.test_paged_pool import _call, _indices
+from kda_core.testing.targets import Target
+
+backend, device, op, T = sys.argv[1:]
+subject = Subject(Target(backend, torch.device(device)))
+subject.check(_call(op, int(T)).in_pool(_indices(4, 0, 2), 6))
+"""
+
+
+@slow
+@FUNCTIONS
+def test_pool_at_the_first_call_of_a_process(kda, op: str, T: int):
+    """FAILURES 22: whatever a backend tunes or compiles at its first call, the pool is advanced once."""
+    kda.check(_call(op, T).in_pool(_indices(4, 0, 2), 6))
+    if not any(entry.name == kda.name and entry.distribution for entry in kda_core.backends()):
+        pytest.skip("the backend was registered by hand: another process does not have it")
+    command = [sys.executable, "-c", FIRST_CALL, kda.name, str(kda.device), op, str(T)]
+    child = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr

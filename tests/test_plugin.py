@@ -1,0 +1,140 @@
+"""The kit's pytest plugin, in runs of pytest within this one."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+
+import pytest
+
+from kda_core.testing.plugin import INTERPRETER_VARIABLE, MODE_VARIABLE
+
+TINY = """
+from kda_core.capabilities import Feature
+from kda_core.testing.cases import named
+from kda_core.testing.marks import requires, slow
+
+def test_forward(kda):
+    kda.check(named("past a chunk").call())
+
+@slow
+def test_long(kda):
+    kda.check(named("one chunk").call())
+
+@requires(Feature.CONTEXT_PARALLEL)
+def test_never_asked(kda):
+    pass
+
+def test_of_no_backend():
+    pass
+"""
+
+
+@pytest.fixture
+def pytest_in(tmp_path, monkeypatch):
+    """Runs pytest with the plugin on a small test module; returns exit status and output."""
+    (tmp_path / "test_tiny.py").write_text(TINY)
+    monkeypatch.chdir(tmp_path)
+    alone = ("-p", "kda_core.testing.plugin", "-p", "no:cacheprovider", "--import-mode=importlib", "--capture=no")
+
+    def run(*arguments: str, mode: str = "fast") -> tuple[int, str]:
+        monkeypatch.setenv(MODE_VARIABLE, mode)
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            status = pytest.main([*alone, *arguments])
+        return int(status), output.getvalue()
+
+    return run
+
+
+def test_plugin_reports(pytest_in, tmp_path):
+    """A named backend: header, summary, JSON; a test that never asked for what it requires fails."""
+    status, text = pytest_in("--backend=reference", "--kda-report=report.json", "test_tiny.py")
+    assert status == pytest.ExitCode.TESTS_FAILED
+    assert "backend reference" in text
+    assert "2 passed" in text
+    assert "does not declare CONTEXT_PARALLEL" in text
+    assert "1 deselected" in text
+    report = json.loads((tmp_path / "report.json").read_text())
+    (backend,) = report["backends"]
+    assert backend["backend"] == "reference"
+    assert backend["coverage"]["length"]["past a chunk"]["state"] == "covered"
+    assert backend["coverage"]["layout"]["packed"]["state"] == "not covered"
+    assert {e["output"] for e in backend["worst"]} == {"o", "final_state"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--backend=nowhere",), "backend 'nowhere' is not installed"),
+        (("--backend=reference", "--backend=nowhere"), "backend 'nowhere' is not installed"),
+    ],
+    ids=["alone", "beside another"],
+)
+def test_plugin_refuses_a_backend_that_cannot_run(pytest_in, arguments, message: str):
+    status, text = pytest_in(*arguments, "test_tiny.py")
+    assert status == pytest.ExitCode.USAGE_ERROR
+    assert message in text
+
+
+def test_plugin_fails_when_nothing_ran(pytest_in):
+    """An explicit run in which no test of the kit ran has not shown anything."""
+    status, text = pytest_in("--backend=reference", "test_tiny.py", "-k", "no_backend")
+    assert status == pytest.ExitCode.TESTS_FAILED
+    assert "no test of the conformance kit was executed" in text
+
+
+@pytest.mark.parametrize(
+    ("mode", "arguments", "passed"),
+    [("fast", (), 1), ("slow", (), 1), ("all", (), 2), ("fast", ("-m", "slow"), 1)],
+)
+def test_plugin_tiers(pytest_in, mode: str, arguments: tuple[str, ...], passed: int):
+    status, text = pytest_in("--backend=reference", "test_tiny.py", "-k", "forward or long", *arguments, mode=mode)
+    assert status == pytest.ExitCode.OK, text
+    assert f"{passed} passed" in text
+
+
+def test_plugin_refuses_an_unknown_tier(pytest_in):
+    status, text = pytest_in("test_tiny.py", mode="quick")
+    assert status == pytest.ExitCode.USAGE_ERROR
+    assert MODE_VARIABLE in text
+
+
+def test_plugin_without_names_takes_every_backend_but_the_oracle(pytest_in):
+    status, text = pytest_in("test_tiny.py", "-k", "forward")
+    assert status == pytest.ExitCode.OK, text
+    assert "backend cpu" in text
+    assert "backend reference" not in text
+
+
+def test_plugin_interprets_only_before_triton_is_there(pytest_in, monkeypatch):
+    monkeypatch.delenv(INTERPRETER_VARIABLE, raising=False)
+    monkeypatch.setitem(sys.modules, "triton", object())
+    status, text = pytest_in("--interpret", "--backend=reference", "test_tiny.py")
+    assert status == pytest.ExitCode.USAGE_ERROR
+    assert f"set {INTERPRETER_VARIABLE}=1" in text
+
+
+def test_plugin_interprets(pytest_in, monkeypatch):
+    """With the interpreter switched on, a backend of the CPU alone is tested as ever."""
+    monkeypatch.setenv(INTERPRETER_VARIABLE, "1")
+    status, text = pytest_in("--interpret", "--backend=reference", "test_tiny.py", "-k", "forward")
+    assert status == pytest.ExitCode.OK, text
+
+
+def test_plugin_runs_the_installed_suite(pytest_in):
+    """From any folder: ``--pyargs kda_core.testing.suite``."""
+    status, text = pytest_in("--pyargs", "kda_core.testing.suite", "--backend=reference", "-k", "test_beta_at_its_ends")
+    assert status == pytest.ExitCode.OK, text
+    assert "2 passed" in text
+
+
+@pytest.mark.slow
+def test_plugin_gathers_from_workers(pytest_in):
+    """pytest-xdist: the summary holds what the workers found."""
+    pytest.importorskip("xdist")
+    status, text = pytest_in("--backend=reference", "-n", "2", "test_tiny.py", "-k", "forward or no_backend")
+    assert status == pytest.ExitCode.OK, text
+    assert "reference 1.0 on cpu: 1 passed" in text
