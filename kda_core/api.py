@@ -36,6 +36,8 @@ def chunk_kda(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     cp_context: Any = None,
+    use_graph: bool = False,
+    max_num_seqs: int | None = None,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     chunk_size: int = 64,
@@ -43,8 +45,6 @@ def chunk_kda(
     pad_slot_id: int = -1,
     out: Tensor | None = None,
     transpose_state_layout: bool | None = None,
-    use_graph: bool = False,
-    max_num_seqs: int | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     r"""Kimi Delta Attention over whole sequences, in chunks: for training and prefill.
@@ -83,6 +83,8 @@ def chunk_kda(
             lie before T (the rest of ``o`` is zero).
         cu_seqlens_cpu: [N+1] copy of ``cu_seqlens`` on the CPU; lets a backend plan without waiting.
         cp_context: context parallelism; refused unless a backend declares it.
+        use_graph: asks for a call that can be captured in a graph; every call here can.
+        max_num_seqs: with ``use_graph``, must equal len(cu_seqlens) - 1 (pad with empty sequences).
         A_log: [HV], log of the gate's rate; optional with ``lower_bound``.
         dt_bias: [HV * K] or [HV, K], added to g in the gate.
         chunk_size: 32 or 64: distance of the intermediate states, and a backend's block size.
@@ -91,8 +93,6 @@ def chunk_kda(
             no slot is touched.
         out: [B, T, HV, V], dtype of q: written in full and returned as ``o``; no overlap with the inputs.
         transpose_state_layout: deprecated name of ``state_v_first``.
-        use_graph: asks for a call that can be captured in a graph; every call here can.
-        max_num_seqs: with ``use_graph``, must equal len(cu_seqlens) - 1 (pad with empty sequences).
         backend: name of the backend; never falls back to another. None: ``use_backend``, then
             ``KDA_BACKEND``, then the best one for the tensors' device.
 

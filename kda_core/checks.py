@@ -56,7 +56,7 @@ def check_gate_metadata(r: GateRequest) -> None:
     _expect_tensor("g", r.g, DATA_DTYPES)
     if r.g.dim() < 2:
         _fail("g", "at least two dimensions [..., HV, K]", f"{_shape(r.g)}")
-    _check_gate(True, r.A_log, r.dt_bias, r.lower_bound, False, tuple(r.g.shape[-2:]), r.device)
+    _check_gate(True, r.A_log, r.dt_bias, r.lower_bound, False, (r.g.shape[-2], r.g.shape[-1]), r.device)
 
 
 def check_values(r: Request) -> None:
@@ -293,8 +293,8 @@ def _check_slot_values(r: Request, bounds: list[int] | None) -> None:
     rows = indices.reshape(-1, width).tolist()
     if width == 1 and accepted is None:
         # Decoding comes by here once a token: what is right is let through at once.
-        used = [slot for (slot,) in rows if slot >= 0 and slot != r.pad_slot_id]
-        if len(set(used)) == len(used) and max(used, default=-1) < pool.shape[0]:
+        slots = [slot for (slot,) in rows if slot >= 0 and slot != r.pad_slot_id]
+        if len(set(slots)) == len(slots) and max(slots, default=-1) < pool.shape[0]:
             return
     every_token = width > 1
     lengths = [r.T] * r.N if bounds is None else [b - a for a, b in itertools.pairwise(bounds)]

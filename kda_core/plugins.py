@@ -474,7 +474,9 @@ def _signature(request: AnyRequest, name: str | None) -> tuple | None:
     """What the choice depends on, as a key; None when there is none (fake tensors, arguments of a wrong type)."""
     tensors, options = _FIELDS[type(request)]
     values = request.__dict__
-    parts: list[Any] = [name, options(values)]
+    chosen = options(values)
+    # With their types: True == 1 and 64 == 64.0, but the checks refuse the one and take the other.
+    parts: list[Any] = [name, chosen, *map(type, chosen)]
     for t in tensors(values):
         if t is None:
             parts.append(None)

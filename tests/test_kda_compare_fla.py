@@ -74,10 +74,6 @@ ADDED = {
     "out": "a caller's buffer, which fla has not",
     "backend": "fla chooses by environment variables",
 }
-BY_KEYWORD = {
-    "use_graph": "stands behind A_log and its neighbours, which fla's callers pass by keyword as well",
-    "max_num_seqs": "stands behind use_graph",
-}
 LEFT_OUT = {
     "kwargs": "every parameter is named; an unknown one raises TypeError where fla would swallow it",
     "output_dtype": "the log decay is float32 (float64 for float64 input), as fla's default",
@@ -254,7 +250,7 @@ def test_parameters_have_flas_names_order_and_defaults(fla, ours, theirs):
     other = inspect.signature(getattr(fla, theirs)).parameters
     assert set(own) - set(other) <= ADDED.keys()
     assert set(other) - set(own) <= LEFT_OUT.keys()
-    positional = [n for n in other if n in own and n not in BY_KEYWORD]
+    positional = [n for n in other if n in own]
     assert list(own)[: len(positional)] == positional
     for n in own.keys() & other.keys():
         assert own[n].default == other[n].default, n

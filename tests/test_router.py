@@ -399,3 +399,13 @@ def test_every_hook_is_documented_and_implemented_by_the_oracle():
         text = getattr(hookspecs, name).__doc__
         assert "Fires" in text, name
         assert callable(getattr(ReferenceBackend, name)), name
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"), [("output_final_state", True, 1), ("chunk_size", 64, 64.0), ("scale", 1.0, True)]
+)
+def test_a_wrong_type_is_refused_after_an_equal_value_was_served(name, right, wrong):
+    """True == 1 == 1.0, and the choice is cached by the options' values."""
+    kda_core.chunk_kda(*inputs(), **{name: right}, backend="reference")
+    with pytest.raises(TypeError, match=f"^{name}: expected"):
+        kda_core.chunk_kda(*inputs(), **{name: wrong}, backend="reference")
