@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kda_core.request import GateRequest, Request
-from kda_core_amd import chunk_forward, gate, launch, recurrent
+from kda_core_amd import chunk_backward, chunk_forward, gate, launch, recurrent
 from kda_core_amd.addresses import hazards
 from kda_core_amd.launch import ARCHITECTURES, FOREIGN_ARCHITECTURE, Architecture, Config
 
@@ -208,6 +208,13 @@ def _shipped(target: Architecture) -> Iterator[tuple[str, Callable[[], object]]]
             request = _request("chunk_kda", dtype, K, options)
             yield f"{_SHORT[dtype]} K {K} {gate_name}", lambda r=request: chunk_forward.chunk_forward(r)
             if "safe" not in gate_name:
+                backward = replace(
+                    request,
+                    grad_o=request.v,
+                    grad_final_state=request.initial_state,
+                    needs_grad=frozenset({"q", "k", "v", "g", "beta", "initial_state"}),
+                )
+                yield f"{_SHORT[dtype]} K {K} {gate_name}", lambda r=backward: chunk_backward.chunk_backward(r)
                 for v_first in (False, True):
                     pool = _in_pool(_request("fused_recurrent_kda", dtype, K, options), v_first)
                     name = f"{_SHORT[dtype]} K {K} {gate_name}" + ", V first" * v_first

@@ -25,6 +25,7 @@ class Prepared(NamedTuple):
     keys: Tensor
     P: Tensor
     D: Tensor
+    Z: Tensor | None = None
 
 
 def decays_bounded(request: Request) -> bool:
@@ -36,8 +37,14 @@ def decays_bounded(request: Request) -> bool:
     return request.safe_gate or gate_kind(request) == "bounded"
 
 
-def run_prepare(request: Request, o: Tensor) -> Prepared:
-    """Launch ``prepare``, which also zeroes the rows of ``o`` [B, T, HV, V] that no recurrence writes."""
+def run_prepare(request: Request, o: Tensor, for_backward: bool = False) -> Prepared:
+    """Launch ``prepare``.
+
+    Args:
+        request: the call.
+        o: [B, T, HV, V], zeroed in the rows that no recurrence writes.
+        for_backward: also return Z.
+    """
     q, k, g = rows_contiguous(request.q), rows_contiguous(request.k), rows_contiguous(request.g)
     beta, indices = request.beta, request.ssm_state_indices
     T, K, HV = request.T, request.K, request.HV
@@ -45,6 +52,7 @@ def run_prepare(request: Request, o: Tensor) -> Prepared:
     keys = q.new_empty((count, HV, 3, CHUNK, KP))
     P = q.new_empty((count, HV, CHUNK, CHUNK))
     D = q.new_empty((count, HV, KP), dtype=torch.float32)
+    Z = torch.empty_like(P) if for_backward else None
     gate = gate_kind(request)
     terms, dot = dot_widths(q.dtype)
     target = launch.architecture(request.device)
@@ -60,6 +68,7 @@ def run_prepare(request: Request, o: Tensor) -> Prepared:
         keys,
         P,
         D,
+        Z,
         o,
         dense(request.cu_seqlens),
         indices,
@@ -100,7 +109,7 @@ def run_prepare(request: Request, o: Tensor) -> Prepared:
         "DOT": dot,
     }
     launch.launch(prepare, count * HV, arguments, constants, config, target)
-    return Prepared(keys, P, D)
+    return Prepared(keys, P, D, Z)
 
 
 def run_recurrence(
@@ -116,7 +125,9 @@ def run_recurrence(
     block_v = min(config.block, padded(V))
     unit, (s_vb, s_ob) = batch_strides(v, o)
     arguments = (
-        *prepared,
+        prepared.keys,
+        prepared.P,
+        prepared.D,
         v,
         o,
         initial_state,

@@ -93,6 +93,18 @@ _CDNA = MappingProxyType(
             (4, 256): Config(32, 4),
         },
         "recurrent": _STEP,
+        "backward_recurrence": {
+            (2, 128): Config(32, 2),
+            (2, 256): Config(32, 2),
+            (4, 128): Config(32, 4),
+            (4, 256): Config(32, 4),
+        },
+        "gradients": {
+            (2, 128): Config(32, 2),
+            (2, 256): Config(32, 2),
+            (4, 128): Config(32, 4),
+            (4, 256): Config(32, 4),
+        },
     }
 )
 _RDNA = MappingProxyType(
@@ -105,6 +117,18 @@ _RDNA = MappingProxyType(
             (4, 256): Config(32, 4),
         },
         "recurrent": {shape: Config(c.block, 2 * c.num_warps) for shape, c in _STEP.items()},
+        "backward_recurrence": {
+            (2, 128): Config(32, 4),
+            (2, 256): Config(32, 4),
+            (4, 128): Config(32, 4),
+            (4, 256): Config(32, 4),
+        },
+        "gradients": {
+            (2, 128): Config(16, 4),
+            (2, 256): Config(16, 4),
+            (4, 128): Config(16, 4),
+            (4, 256): Config(16, 4),
+        },
     }
 )
 # On an NVIDIA GPU a lane may have 255 registers, and warps are those of RDNA.
@@ -118,6 +142,18 @@ _FOREIGN = MappingProxyType(
             (4, 256): Config(16, 4),
         },
         "recurrent": _RDNA["recurrent"],
+        "backward_recurrence": {
+            (2, 128): Config(32, 4),
+            (2, 256): Config(32, 4),
+            (4, 128): Config(16, 4),
+            (4, 256): Config(16, 4),
+        },
+        "gradients": {
+            (2, 128): Config(32, 4),
+            (2, 256): Config(32, 4),
+            (4, 128): Config(16, 4),
+            (4, 256): Config(16, 4),
+        },
     }
 )
 CONFIGS = MappingProxyType(

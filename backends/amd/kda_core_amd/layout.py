@@ -1,4 +1,4 @@
-"""Layout of the intermediates that ``prepare`` writes and ``recurrence`` reads.
+"""Layout of the intermediates that ``prepare`` writes and the recurrences read.
 
 The chunk form is the transpose of the usual WY form: the inverse is applied to the keys that write the state rather
 than to the values, so that a value enters the recurrence as the caller wrote it. With chunks of C = 32 rows
@@ -25,6 +25,7 @@ KP is K padded to a power of two; every tensor is contiguous.
                                                   columns past K are zero
     P      [slots, HV, C, C]       dtype of q     [row r, column s]; zero for s > r and past the end
     D      [slots, HV, KP]         float32        exp G_C; 1 past K
+    Z      [slots, HV, C, C]       dtype of q     only for the backward: z = Z r, see chunk_backward
 """
 
 from __future__ import annotations

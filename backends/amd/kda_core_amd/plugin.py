@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kda_core.capabilities import Available, BackendInfo, Capabilities, Feature, Unavailable
 from kda_core.hookspecs import hookimpl
-from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request
+from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request, TensorSpec
 from kda_core_amd import __version__
 
 NAME = "amd"
@@ -37,9 +37,6 @@ MAX_PROGRAMS = 2**24
 
 _CLOSED = {
     Feature.CONTEXT_PARALLEL: "one device serves the whole sequence; leave cp_context out",
-    Feature.BACKWARD: "not written yet",
-    Feature.RECURRENT_BACKWARD: "not written yet",
-    Feature.STATE_GRADIENT: "not written yet",
 }
 
 _INFO = BackendInfo(
@@ -111,6 +108,11 @@ def kda_core_reject(request: AnyRequest) -> str | None:
 
 
 @hookimpl
+def kda_core_saved_spec(request: Request) -> tuple[TensorSpec, ...]:
+    return ()
+
+
+@hookimpl
 def kda_core_chunk_forward(request: Request) -> ForwardResult:
     from kda_core_amd.chunk_forward import chunk_forward
 
@@ -118,10 +120,24 @@ def kda_core_chunk_forward(request: Request) -> ForwardResult:
 
 
 @hookimpl
+def kda_core_chunk_backward(request: Request) -> BackwardResult:
+    from kda_core_amd.chunk_backward import chunk_backward
+
+    return chunk_backward(request)
+
+
+@hookimpl
 def kda_core_recurrent_forward(request: Request) -> ForwardResult:
     from kda_core_amd.recurrent import recurrent_forward
 
     return recurrent_forward(request)
+
+
+@hookimpl
+def kda_core_recurrent_backward(request: Request) -> BackwardResult:
+    from kda_core_amd.chunk_backward import chunk_backward
+
+    return chunk_backward(request)
 
 
 @hookimpl

@@ -28,8 +28,8 @@ from kda_core.triton_lib.decay import (
 )
 from kda_core.triton_lib.gate import NORM_EPS, log2_decay, write_strength
 from kda_core.triton_lib.inverse import inverse_16
-from kda_core.triton_lib.packing import sequence_of_slot
 from kda_core_amd.gate import gate_rate
+from kda_core_amd.slots import rows_of_slot
 
 _NUMBERS = [
     "scale",
@@ -135,6 +135,7 @@ def prepare(
     keys,  # [slots, HV, 3, C, KP]
     P,  # [slots, HV, C, C]
     D,  # [slots, HV, KP]
+    Z,  # [slots, HV, C, C] or None
     o,  # [B, T, HV, V]; only rows that no recurrence writes
     cu_seqlens,  # [N + 1] or None
     indices,  # [N] or None
@@ -183,25 +184,10 @@ def prepare(
     i_kh = i_h // group
     dtype = keys.dtype.element_ty
 
-    if cu_seqlens is None:
-        i_n = i_slot // chunks
-        i_b = i_n * UNIT
-        start = (i_slot % chunks) * C
-        length = T.to(tl.int64)
-        first_row = start
-    else:
-        i_n = sequence_of_slot(cu_seqlens, N.to(tl.int64), i_slot, C)
-        i_b = tl.zeros_like(i_slot)
-        bos = tl.load(cu_seqlens + i_n).to(tl.int64)
-        eos = T.to(tl.int64)
-        if i_n < N:
-            eos = tl.load(cu_seqlens + i_n + 1).to(tl.int64)
-        start = (i_slot - bos // C - i_n) * C
-        length = eos - bos
-        first_row = bos + start
-        if start >= length:
-            return
-    count = tl.minimum(length - start, C)
+    i_n, i_b, first_row, count = rows_of_slot(cu_seqlens, i_slot, T, N, chunks, C)
+    if count <= 0:
+        return
+    i_b *= UNIT
     r = tl.arange(0, 16)
 
     if (cu_seqlens is not None) | (indices is not None):
@@ -280,7 +266,8 @@ def prepare(
     m10 *= q_norm1[:, None] * k_norm0[None, :]
     x00 = inverse_16(l00 * ((beta0 * k_norm0)[:, None] * k_norm0[None, :]), r, r, "ieee")
     x11 = inverse_16(l11 * ((beta1 * k_norm1)[:, None] * k_norm1[None, :]), r, r, "ieee")
-    l10 *= (beta1 * k_norm1)[:, None] * k_norm0[None, :]
+    lk10 = l10 * (k_norm1[:, None] * k_norm0[None, :])
+    l10 = lk10 * beta1[:, None]
     x10 = -tl.dot(x11, tl.dot(l10, x00, input_precision="ieee"), input_precision="ieee")
     a00 = x00 * beta0[None, :]
     a10 = x10 * beta0[None, :]
@@ -290,6 +277,16 @@ def prepare(
     p10 = tl.dot(m11, a10, tl.dot(m10, a00, input_precision="ieee"), input_precision="ieee")
     i_chunk = i_slot * HV + i_h
     _store_square(P + i_chunk * (C * C) + r[:, None] * C + r[None, :], p00, p10, p11, C)
+
+    if Z is not None:
+        # Z = I − Lk A, Lk = L without its β.
+        l00 = tl.where(r[:, None] > r[None, :], l00, 0.0) * (k_norm0[:, None] * k_norm0[None, :])
+        l11 = tl.where(r[:, None] > r[None, :], l11, 0.0) * (k_norm1[:, None] * k_norm1[None, :])
+        eye = tl.where(r[:, None] == r[None, :], 1.0, 0.0)
+        z00 = eye - tl.dot(l00, a00, input_precision="ieee")
+        z11 = eye - tl.dot(l11, a11, input_precision="ieee")
+        z10 = -tl.dot(l11, a10, tl.dot(lk10, a00, input_precision="ieee"), input_precision="ieee")
+        _store_square(Z + i_chunk * (C * C) + r[:, None] * C + r[None, :], z00, z10, z11, C)
 
     a00 = tl.trans(a00).to(dtype)
     a10 = tl.trans(a10).to(dtype)

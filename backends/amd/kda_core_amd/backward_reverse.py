@@ -1,0 +1,106 @@
+"""The reverse recurrence: dv of all rows and the gradient of the state at the end of every slot.
+
+    dv = Pᵀ do + kA dS        dS ← D ⊙ dS + qgᵀ do − keᵀ dv
+
+dS is held transposed, [BV, KP], and ends as the gradient of the initial state. Grid and block order are those of
+``recurrence``. Every offset is int64, from the program id up.
+"""
+
+import triton
+import triton.language as tl
+
+from kda_core_amd.recurrence import state_offsets
+
+
+@triton.jit(do_not_specialize=["T", "chunks", "HV", "programs", "s_ob", "s_vb"])
+def reverse_kernel(
+    keys,  # [slots, HV, 3, C, KP]
+    P,  # [slots, HV, C, C]
+    D,  # [slots, HV, KP]
+    do,  # [B, T, HV, V]
+    grad_final_state,  # [N, HV, K, V] (or [..., V, K]) or None
+    dv,  # [B, T, HV, V]
+    state_grads,  # [slots, HV, VP, KP]
+    grad_initial_state,  # as grad_final_state
+    cu_seqlens,  # [N + 1] or None
+    T,
+    chunks,  # chunks of a dense sequence
+    HV,
+    programs,  # N · HV
+    s_ob,
+    s_ot,
+    s_oh,
+    s_vb,
+    s_vt,
+    s_vh,
+    s_fn,
+    s_fh,
+    s_fk,
+    s_fv,
+    s_in,
+    s_ih,
+    s_ik,
+    s_iv,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    KP: tl.constexpr,
+    VP: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    UNIT: tl.constexpr,  # batch strides are given in this many elements, so that alignment shows
+    STAGES: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    pid = tl.program_id(0).to(tl.int64)
+    i_v = pid // programs
+    i_n = pid % programs // HV
+    i_h = pid % programs % HV
+    o_k = tl.arange(0, KP)
+    o_v = i_v * BV + tl.arange(0, BV)
+    o_r = tl.arange(0, C)
+    m_v = o_v < V
+    m_state = m_v[:, None] & (o_k < K)[None, :]
+    if cu_seqlens is None:
+        i_b = i_n * UNIT
+        bos = tl.zeros_like(i_n)
+        length = T.to(tl.int64)
+        first_slot = i_n * chunks
+    else:
+        i_b = tl.zeros_like(i_n)
+        bos = tl.load(cu_seqlens + i_n).to(tl.int64)
+        length = tl.load(cu_seqlens + i_n + 1).to(tl.int64) - bos
+        first_slot = bos // C + i_n
+    dS = tl.zeros([BV, KP], tl.float32)
+    if grad_final_state is not None:
+        p_state = grad_final_state + i_n * s_fn + i_h * s_fh + state_offsets(o_v, o_k, s_fk, s_fv)
+        dS = tl.load(p_state, mask=m_state, other=0.0).to(tl.float32)
+
+    dtype = do.dtype.element_ty
+    do += i_b * s_ob + bos * s_ot + i_h * s_oh
+    dv += i_b * s_vb + bos * s_vt + i_h * s_vh
+    o_row = o_r.to(tl.int64)[None, :]
+    o_or = o_row * s_ot + o_v[:, None]
+    o_vr = o_row * s_vt + o_v[:, None]
+    o_ck = o_r[:, None] * KP + o_k[None, :]
+    o_kc = o_r[None, :] * KP + o_k[:, None]
+    o_cc = o_r[:, None] * C + o_r[None, :]
+    o_s = o_v[:, None] * KP + o_k[None, :]
+    count = (length + C - 1) // C
+    for j in tl.range(0, count, num_stages=STAGES):
+        i = count - 1 - j
+        i_row = i * C
+        i_chunk = (first_slot + i) * HV + i_h
+        m_row = (o_r < length - i_row)[None, :] & m_v[:, None]
+        b_do = tl.load(do + i_row * s_ot + o_or, mask=m_row, other=0.0)
+        b_d = tl.load(D + i_chunk * KP + o_k)
+        b_s = dS.to(dtype)
+        tl.store(state_grads + i_chunk * (VP * KP) + o_s, b_s)
+        p_keys = keys + i_chunk * (3 * C * KP)
+        b_dv = tl.dot(b_s, tl.load(p_keys + 2 * C * KP + o_kc), input_precision=DOT)
+        b_dv = tl.dot(b_do, tl.load(P + i_chunk * (C * C) + o_cc), b_dv, input_precision=DOT).to(dtype)
+        tl.store(dv + i_row * s_vt + o_vr, b_dv, mask=m_row)
+        dS = tl.dot(b_do, tl.load(p_keys + C * KP + o_ck), dS * b_d[None, :], input_precision=DOT)
+        dS -= tl.dot(b_dv, tl.load(p_keys + o_ck), input_precision=DOT)
+    if grad_initial_state is not None:
+        p_state = grad_initial_state + i_n * s_in + i_h * s_ih + state_offsets(o_v, o_k, s_ik, s_iv)
+        tl.store(p_state, dS.to(grad_initial_state.dtype.element_ty), mask=m_state)

@@ -1,0 +1,89 @@
+"""Forward recurrence of the backward: z of every row and the state at the start of every slot.
+
+    r = v − ke S        z = Z r        S ← D ⊙ S + kAᵀ r
+
+(β ⊙ z are the values that the delta rule writes.) The state is held transposed, [BV, KP], as in ``recurrence``, whose
+grid and block order this kernel shares. Every offset is int64, from the program id up.
+"""
+
+import triton
+import triton.language as tl
+
+from kda_core_amd.recurrence import state_offsets
+
+
+@triton.jit(do_not_specialize=["T", "chunks", "HV", "programs", "s_vb"])
+def states_kernel(
+    keys,  # [slots, HV, 3, C, KP]
+    Z,  # [slots, HV, C, C]
+    D,  # [slots, HV, KP]
+    v,  # [B, T, HV, V]
+    initial_state,  # [N, HV, K, V] (or [..., V, K]) or None
+    z,  # [slots, HV, C, VP]
+    states,  # [slots, HV, VP, KP]
+    cu_seqlens,  # [N + 1] or None
+    T,
+    chunks,  # chunks of a dense sequence
+    HV,
+    programs,  # N · HV
+    s_vb,
+    s_vt,
+    s_vh,
+    s_in,
+    s_ih,
+    s_ik,
+    s_iv,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    KP: tl.constexpr,
+    VP: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    UNIT: tl.constexpr,  # the batch stride is given in this many elements, so that alignment shows
+    STAGES: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    pid = tl.program_id(0).to(tl.int64)
+    i_v = pid // programs
+    i_n = pid % programs // HV
+    i_h = pid % programs % HV
+    o_k = tl.arange(0, KP)
+    o_v = i_v * BV + tl.arange(0, BV)
+    o_r = tl.arange(0, C)
+    m_v = o_v < V
+    if cu_seqlens is None:
+        i_b = i_n * UNIT
+        bos = tl.zeros_like(i_n)
+        length = T.to(tl.int64)
+        first_slot = i_n * chunks
+    else:
+        i_b = tl.zeros_like(i_n)
+        bos = tl.load(cu_seqlens + i_n).to(tl.int64)
+        length = tl.load(cu_seqlens + i_n + 1).to(tl.int64) - bos
+        first_slot = bos // C + i_n
+    S = tl.zeros([BV, KP], tl.float32)
+    if initial_state is not None:
+        p_state = initial_state + i_n * s_in + i_h * s_ih + state_offsets(o_v, o_k, s_ik, s_iv)
+        S = tl.load(p_state, mask=m_v[:, None] & (o_k < K)[None, :], other=0.0).to(tl.float32)
+
+    dtype = v.dtype.element_ty
+    v += i_b * s_vb + bos * s_vt + i_h * s_vh
+    o_vr = o_r.to(tl.int64)[None, :] * s_vt + o_v[:, None]
+    o_ck = o_r[:, None] * KP + o_k[None, :]
+    o_kc = o_r[None, :] * KP + o_k[:, None]
+    o_cc = o_r[None, :] * C + o_r[:, None]
+    o_zr = o_r[None, :] * VP + o_v[:, None]
+    o_s = o_v[:, None] * KP + o_k[None, :]
+    for i in tl.range(0, (length + C - 1) // C, num_stages=STAGES):
+        i_row = tl.cast(i, tl.int64) * C
+        i_chunk = (first_slot + tl.cast(i, tl.int64)) * HV + i_h
+        m_row = (o_r < length - i_row)[None, :] & m_v[:, None]
+        b_v = tl.load(v + i_row * s_vt + o_vr, mask=m_row, other=0.0).to(tl.float32)
+        b_d = tl.load(D + i_chunk * KP + o_k)
+        b_s = S.to(dtype)
+        tl.store(states + i_chunk * (VP * KP) + o_s, b_s)
+        p_keys = keys + i_chunk * (3 * C * KP)
+        b_r = (b_v - tl.dot(b_s, tl.load(p_keys + o_kc), input_precision=DOT)).to(dtype)
+        b_z = tl.dot(b_r, tl.load(Z + i_chunk * (C * C) + o_cc), input_precision=DOT)
+        tl.store(z + i_chunk * (C * VP) + o_zr, b_z.to(dtype))
+        S = tl.dot(b_r, tl.load(p_keys + 2 * C * KP + o_ck), S * b_d[None, :], input_precision=DOT)
