@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -123,6 +124,10 @@ def block_table_columns() -> None:
     assert not o[[1, 3]].any()
     o, _ = same(call | {"pad_slot_id": 3})
     assert not o[[0, 1, 3]].any()
+    far = 2**40
+    o, _ = same(call | {"ssm_state_indices": torch.tensor([3, far, 1, -5]), "pad_slot_id": far})
+    assert not o[[1, 3]].any()
+    same(call | {"scale": 1, "lower_bound": -3})  # integers, which must not be compiled as such
 
 
 @check
@@ -214,20 +219,19 @@ def one_launch() -> None:
     """Whatever the call asks for, one kernel is launched."""
     from kda_core_nvidia import recurrent_launch
 
-    kernel, launches = recurrent_launch.recurrent, []
+    launch, grids = recurrent_launch._recurrent, []
 
-    class Counter:
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-            launches.append(grid)
-            return kernel[grid]
+    def counted(grid: tuple[int, ...], *rest: Any) -> None:
+        grids.append(grid)
+        launch(grid, *rest)
 
-    recurrent_launch.recurrent = Counter()
+    recurrent_launch._recurrent = counted
     try:
         call = packed(inputs(1, 4, "softplus"), [0, 2, 3]) | {"initial_state": pool(3)}
         kda_core.fused_recurrent_kda(**call, ssm_state_indices=torch.tensor([2, -1]), backend="nvidia")
     finally:
-        recurrent_launch.recurrent = kernel
-    assert len(launches) == 1
+        recurrent_launch._recurrent = launch
+    assert len(grids) == 1
 
 
 @check

@@ -70,18 +70,7 @@ def zero_rows(p_o, s_t, s_v, first, end, share, SHARES: tl.constexpr, V: tl.cons
 
 
 @triton.jit(
-    do_not_specialize=[
-        "T",
-        "N",
-        "s_bb",
-        "s_bt",
-        "s_bh",
-        "s_index",
-        "s_slot",
-        "s_accepted",
-        "width",
-        "pad_slot_id",
-    ]
+    do_not_specialize=["scale", "lower_bound", "T", "N", "s_index", "s_slot", "s_accepted", "width", "pad_slot_id"]
 )
 def recurrent(
     q,  # [B, T, H, K]
@@ -128,11 +117,11 @@ def recurrent(
     s_fh,
     s_fk,
     s_fv,
-    s_index,
-    s_slot,
-    s_accepted,
+    s_index: tl.int64,
+    s_slot: tl.int64,
+    s_accepted: tl.int64,
     width,
-    pad_slot_id,
+    pad_slot_id: tl.int64,
     HV: tl.constexpr,
     GROUP: tl.constexpr,  # value heads a key head
     K: tl.constexpr,

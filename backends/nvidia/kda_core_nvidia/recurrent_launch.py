@@ -17,8 +17,10 @@ from torch import Tensor
 
 from kda_core.request import BackwardResult, ForwardResult, Request
 from kda_core_nvidia.chunk_forward import gate_kind, rows_contiguous
-from kda_core_nvidia.launch import on_device
+from kda_core_nvidia.launch import Launcher, on_device
 from kda_core_nvidia.recurrent import recurrent
+
+_recurrent = Launcher(recurrent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ def _launch(request: Request, o: Tensor, final_state: Tensor | None) -> None:
     config = recurrent_config(N * HV, one_token, K, V, request.state_v_first, request.state_dtype)
     # With packed sequences one more set of programs zeroes the rows behind the last one.
     programs = (N + packed) * HV * -(-V // config.block_v)
-    recurrent[(programs,)](
+    arguments = (
         q,
         k,
         v,
@@ -132,8 +134,8 @@ def _launch(request: Request, o: Tensor, final_state: Tensor | None) -> None:
         _contiguous(request.cu_seqlens),
         indices,
         accepted,
-        request.scale,
-        0.0 if request.lower_bound is None else request.lower_bound,
+        float(request.scale),
+        float(request.lower_bound or 0.0),
         T,
         N,
         *_strides(q, packed),
@@ -150,24 +152,26 @@ def _launch(request: Request, o: Tensor, final_state: Tensor | None) -> None:
         0 if accepted is None else accepted.stride(0),
         width,
         request.pad_slot_id,
-        HV=HV,
-        GROUP=HV // H,
-        K=K,
-        V=V,
-        KP=triton.next_power_of_2(K),
-        VP=triton.next_power_of_2(V),
-        BV=config.block_v,
-        GATE=gate,
-        L2NORM=request.use_qk_l2norm_in_kernel,
-        SIGMOID=request.use_beta_sigmoid_in_kernel,
-        NEG_EIGVAL=request.allow_neg_eigval,
-        V_FIRST=request.state_v_first,
-        IN_PLACE=request.inplace_final_state,
-        EVERY_TOKEN=width > 1,
-        ONE_TOKEN=one_token,
-        EVICTION=config.eviction,
-        num_warps=config.num_warps,
     )
+    constants = {
+        "HV": HV,
+        "GROUP": HV // H,
+        "K": K,
+        "V": V,
+        "KP": triton.next_power_of_2(K),
+        "VP": triton.next_power_of_2(V),
+        "BV": config.block_v,
+        "GATE": gate,
+        "L2NORM": request.use_qk_l2norm_in_kernel,
+        "SIGMOID": request.use_beta_sigmoid_in_kernel,
+        "NEG_EIGVAL": request.allow_neg_eigval,
+        "V_FIRST": request.state_v_first,
+        "IN_PLACE": request.inplace_final_state,
+        "EVERY_TOKEN": width > 1,
+        "ONE_TOKEN": one_token,
+        "EVICTION": config.eviction,
+    }
+    _recurrent((programs, 1, 1), arguments, constants, config.num_warps)
 
 
 def recurrent_backward(request: Request) -> BackwardResult:
