@@ -2,8 +2,8 @@
 
     dx = (dx̂ - x̂ (x̂ · dx̂)) / |x|,    x = q, k, with dx̂ summed over the value heads that share the row
 
-Grid: (ceil(B · T / R), H), one program R rows of a query/key head. Sums are in a fixed order. Without groups dq and dk are
-done in place. Addresses: int64 from the program's base.
+Grid: (ceil(B · T / R), H), one program R rows of a query/key head. Sums are in a fixed order. Without groups dq and dk
+are done in place. Addresses: int64 from the program's base.
 """
 
 import triton

@@ -16,9 +16,9 @@ the end of t's second half, or from the start of t's first half to the row befor
 which nothing has to cancel (as it must in a reverse cumulative sum of q dq - k dk). The terms through S reach rows
 r >= t, those through dS rows s < t, and exp G_C ⊙ Σ_v S ⊙ dS reaches all.
 
-Grid: slots · HV · KP / BK, channel blocks fastest, then heads, so that what runs at one time is close in memory. Outputs
-per value head, contiguous [B, T, HV, K]; dbeta [KP / BK, B, T, HV] to be summed; dq and dk are with respect to the
-normalised rows (backward_finish undoes the norm). Addresses: int64 from the program's base.
+Grid: slots · HV · KP / BK, channel blocks fastest, then heads, so that what runs at one time is close in memory.
+Outputs per value head, contiguous [B, T, HV, K]; dbeta [KP / BK, B, T, HV] to be summed; dq and dk are with respect to
+the normalised rows (backward_finish undoes the norm). Addresses: int64 from the program's base.
 """
 
 import triton
@@ -190,20 +190,18 @@ def gradients_kernel(
     b_dq = tl.zeros([BK, C], tl.float32)
     b_dkr = tl.zeros([BK, C], tl.float32)
     b_dkc = tl.zeros([BK, C], tl.float32)
-    through_state = tl.zeros([BK, C], tl.float32)
-    for i_v in tl.static_range(VP // BV):
+    b_dgamma = tl.zeros([BK, C], tl.float32)
+    for i_v in tl.range(0, VP // BV, disable_licm=True):
         o_v = i_v * BV + tl.arange(0, BV)
         m_vc = (o_v < V)[:, None] & m_c[None, :]
         o_s = o_v[None, :] * KP + o_k[:, None]
         b_s = tl.load(states + o_s)
         b_ds = tl.load(state_grads + o_s)
-        # Σ_v S ⊙ dS, the same for every row, as a product with ones.
         if dt == tl.bfloat16:
-            through_state = tl.dot(b_s * b_ds, tl.full([BV, C], 1.0, tl.bfloat16), through_state)
+            # Σ_v S ⊙ dS, for every row alike, as a product with ones.
+            b_dgamma = tl.dot(b_s * b_ds, tl.full([BV, C], 1.0, dt), b_dgamma)
         else:
-            b_sds = b_s.to(tl.float32) * b_ds.to(tl.float32)
-            ones = tl.full([BV, C], 1.0, tl.float32)
-            through_state = tl.dot(b_sds, ones, through_state, input_precision=PRECISION)
+            b_dgamma += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), 1)[:, None]
         b_z = tl.load(z + o_c[None, :] * VP + o_v[:, None])
         b_dv = tl.load(dv + o_c[None, :] * (HV * V) + o_v[:, None], mask=m_vc, other=0.0)
         b_lu = tl.dot(tl.trans(b_dv), b_z, b_lu, input_precision=PRECISION)
@@ -231,7 +229,7 @@ def gradients_kernel(
     a, b_bias = load_gate(A_log, dt_bias, i_h, o_k, m_k, K, HAS_A, HAS_BIAS)
     hi, mid, lo = split3(tl.where(m_kc, log2_decay(b_g, a, b_bias, lower_bound, GATE), 0.0), dt)
     total = tl.load(total_decay + block * KP + o_k)
-    b_dgamma = through_state * tl.exp2(total)[:, None]
+    b_dgamma *= tl.exp2(total)[:, None]
     b_q = b_q.to(tl.float32)
     b_k = b_k.to(tl.float32)
     if L2NORM:

@@ -9,8 +9,8 @@ neighbouring products are.
 
 Blocks are held transposed, [BK channels, C rows]: the products over rows, with [C, C] matrices of masks or scores, then
 have the channels as their A operand, which comes straight from the registers in which it was scaled. The decays enter
-as two or three half-precision terms (16 significant bits for bf16, 22 for fp16 and 33 for fp32 inputs); the products with
-0 and 1 are exact.
+as two or three half-precision terms (16 significant bits for bf16, 22 for fp16 and 33 for fp32 inputs); the products
+with 0 and 1 are exact.
 """
 
 import math
@@ -111,7 +111,8 @@ def level_interval(o_s, o_r, j):
 
 @triton.jit
 def level_reach(o_s, o_t, j):
-    """[s, t]: rows s of row t's half whose pairs straddle the decay of row t: s >= t in a second half, s < t in a first."""
+    """[s, t]: rows s of row t's half whose pairs straddle the decay of row t: s >= t in a second half, s < t in a
+    first one."""
     half = (o_s >> j)[:, None] == (o_t >> j)[None, :]
     second = (((o_t >> j) & 1) == 1)[None, :]
     return half & ((o_s[:, None] >= o_t[None, :]) == second)

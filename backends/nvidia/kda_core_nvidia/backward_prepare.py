@@ -8,7 +8,7 @@ With the decays E_rs = exp(G_r - G_s), Lk_rs = Σ_c k_rc k_sc E_rsc (s < r), M_r
 β stays on the side of the columns, unlike in the forward (whose A is Diag(β) X; P, kX, ke and qg are the same), so that
 X times the residual is what β multiplies: dβ then needs no division, and β = 0 is no special case.
 
-Grid: slots · HV, heads fastest (close in memory). A slot holds one chunk of C rows; packed sequences start on a new one.
+Grid: slots · HV, heads fastest (close in memory). A slot is a chunk of C rows; packed sequences start on a new one.
 Outputs are laid out by slot, [slots, HV, C, KP] with zeros in the rows and columns that do not exist, so that the
 recurrences need no masks: KP is K padded to a power of two. Further: D and log2 D [.., KP], whether no channel of the
 chunk decays beyond MILD, and the reciprocal norms of q and k [.., 2, C]. Addresses: int64 from the program's base.

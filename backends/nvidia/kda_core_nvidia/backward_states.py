@@ -48,8 +48,8 @@ def states_kernel(
     v, ke, kx, X, decay, initial_state, z, states, first_slot, cu_seqlens, v_b, v_t, v_h, T, T_row, NT,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr,
-    HAS_STATE: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    HAS_STATE: tl.constexpr, V_AS_OPERAND: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     i_v = tl.program_id(0)
     i_nh = tl.program_id(1)
@@ -87,8 +87,8 @@ def states_kernel(
         b_d = tl.load(decay + block * KP + o_k)
         b_sh = b_s.to(dt)
         tl.store(states + block * (KP * VP) + o_s, b_sh)
-        if BV >= 64:
-            # v enters through a product with -I: as an operand of wgmma it needs no change of layout.
+        if V_AS_OPERAND:
+            # A product with -I: as an operand of wgmma, v needs no change of layout.
             b_r = tl.dot(tl.trans(b_v.to(dt)), minus_eye, input_precision=PRECISION)
             b_r = (-tl.dot(b_sh, tl.trans(b_ke), b_r, input_precision=PRECISION)).to(dt)
         else:

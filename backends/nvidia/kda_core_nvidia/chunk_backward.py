@@ -12,6 +12,8 @@ whose size T and N bound. Sums over value heads and over slots are ordered, so t
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +27,6 @@ from kda_core_nvidia.backward_gradients import gradients_kernel
 from kda_core_nvidia.backward_prepare import prepare_kernel
 from kda_core_nvidia.backward_reverse import reverse_kernel
 from kda_core_nvidia.backward_states import states_kernel
-
 
 CHUNK = 32
 """Rows of a chunk; the states before and after each are kept for the gradients kernel."""
@@ -47,18 +48,44 @@ class Config:
     gradients: tuple[int, int, int]
 
 
+ROOMY = {80, 90, 100, 103}
+"""Architectures whose programs can have 160 KiB of shared memory and more; the others have 99 KiB."""
+
 MILD = {torch.bfloat16: 160.0, torch.float16: 12.0, torch.float32: 0.0}
-"""Log2 decay over a chunk up to which one reference point serves all its pairs: 2^(+-MILD/2) leaves room for operands and
-sums in the dtype of the products. float32 keeps to the levels, whose exponents are small where they matter."""
+"""Log2 decay over a chunk up to which one reference point serves all its pairs: 2^(+-MILD/2) leaves room for operands
+and sums in the dtype of the products. float32 keeps to the levels, whose exponents are small where they matter."""
 
 
-def choose(request: Request, kp: int, vp: int) -> Config:
-    """The configuration for a request whose head dimensions are padded to ``kp`` and ``vp``."""
-    if request.q.dtype == torch.float32:
-        small = (min(vp, 32), 4, 1)
-        return Config((min(kp, 32), 4), small, small, (min(kp, 32), min(vp, 32), 4))
-    recurrence = (min(vp, 64), 4, 2)
-    return Config((min(kp, 64), 2), recurrence, recurrence, (min(kp, 64), min(vp, 128), 4))
+def choose(dtype: torch.dtype, kp: int, vp: int, heads: int, arch: int) -> Config:
+    """The configuration for head dimensions padded to ``kp`` and ``vp``.
+
+    Args:
+        dtype: of q, k and v.
+        heads: sequences times value heads, the programs of a recurrence that keeps V whole.
+        arch: compute capability, as two digits.
+    """
+    if dtype == torch.float32:
+        # Products in full precision run on scalar units: small tiles, many warps.
+        small = (min(vp, 32), 8, 1)
+        return Config((min(kp, 32), 4), small, small, (16, min(vp, 32), 4))
+    bk = min(kp, 64)
+    bv = min(vp, 64)
+    # A warp holds 16 channels of the transposed blocks. Two warps, so that the products stay with mma.sync: with wgmma
+    # (four warps, no faster) ptxas 12.8 spills its descriptors and restores some from the stack pointer.
+    gradients = (min(kp, 32), vp if vp <= 128 and arch in ROOMY else min(vp, 64), min(kp, 32) // 16)
+    prepare = (bk, max(1, bk // 32))
+    if arch not in (90, 100, 103):
+        # Products take both operands from registers there: less of the state to a warp, or nothing in flight.
+        if kp > 128:
+            return Config(prepare, (16, 4, 2), (min(vp, 32), 8, 2), gradients)
+        return Config(prepare, (bv, bv // 16, 1), (bv, bv // 16, 1), gradients)
+    recurrence = (bv, bv // 16, 3)
+    if kp > 128:
+        recurrence = (bv, 8, 2)
+    elif kp == 128 and vp >= 128 and heads * vp >= 96 * 128:
+        # Enough programs to fill the chip with 128 value channels each.
+        recurrence = (128, 8, 3)
+    return Config(prepare, recurrence, recurrence, gradients)
 
 
 @triton.jit(do_not_specialize=["T", "N", "n_slots"])
@@ -89,6 +116,15 @@ def slots_kernel(cu_seqlens, slot_sequence, first_slot, T, N, n_slots, C: tl.con
             tl.store(slot_sequence + o, o * 0 - 1, mask=o < n_slots)
 
 
+@functools.cache
+def architecture(device: torch.device) -> int:
+    """Compute capability as two digits; that of Hopper for the interpreter."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
 def _padded(size: int) -> int:
     """Power of two of at least 16, the smallest side of a matrix product."""
     return max(16, triton.next_power_of_2(size))
@@ -114,17 +150,19 @@ def chunk_backward(request: Request) -> BackwardResult:
         gradients of q, k, v, g, beta, and of A_log, dt_bias and initial_state where the call has them, each in the
         shape and dtype of its input (dt_bias as [HV, K]), contiguous.
     """
-    with torch.cuda.device(request.device) if request.device.type == "cuda" else torch.no_grad():
+    on_device = torch.cuda.device(request.device) if request.device.type == "cuda" else contextlib.nullcontext()
+    with on_device:
         return BackwardResult(grads=_gradients(request))
 
 
 def _gradients(r: Request) -> dict[str, Tensor]:
     B, T, H, HV, K, V, N = r.B, r.T, r.H, r.HV, r.K, r.V, r.N
     kp, vp = _padded(K), _padded(V)
-    config = choose(r, kp, vp)
     C = CHUNK
     varlen = r.cu_seqlens is not None
     device, dtype = r.device, r.q.dtype
+    arch = architecture(device)
+    config = choose(dtype, kp, vp, N * HV, arch)
     NT = triton.cdiv(T, C)
     n_slots = T // C + N + 1 if varlen else B * NT
     has_do = r.grad_o is not None
@@ -151,11 +189,17 @@ def _gradients(r: Request) -> dict[str, Tensor]:
     where = (slot_sequence, first_slot, cu)
     exact = dtype == torch.float32
     precision = "ieee" if exact else "tf32"
-    gate_flags = dict(
-        GATE=gate, HAS_A=has_a, HAS_BIAS=has_bias, L2NORM=r.use_qk_l2norm_in_kernel,
-        BETA_SIGMOID=r.use_beta_sigmoid_in_kernel, BETA_SCALE=2.0 if r.allow_neg_eigval else 1.0, VARLEN=varlen,
-        PRECISION=precision, MILD=MILD[dtype],
-    )  # fmt: skip
+    gate_flags = {
+        "GATE": gate,
+        "HAS_A": has_a,
+        "HAS_BIAS": has_bias,
+        "L2NORM": r.use_qk_l2norm_in_kernel,
+        "BETA_SIGMOID": r.use_beta_sigmoid_in_kernel,
+        "BETA_SCALE": 2.0 if r.allow_neg_eigval else 1.0,
+        "VARLEN": varlen,
+        "PRECISION": precision,
+        "MILD": MILD[dtype],
+    }
 
     ke, qg, kx = (empty(n_slots, HV, C, kp) for _ in range(3))
     P, X = empty(n_slots, HV, C, C), empty(n_slots, HV, C, C)
@@ -177,7 +221,7 @@ def _gradients(r: Request) -> dict[str, Tensor]:
     bv, warps, stages = config.states
     states_kernel[(vp // bv, N * HV)](
         v, ke, kx, X, decay, state, z, states, first_slot, cu, *strides["v"], T, T_row, NT,
-        HAS_STATE=has_state, BV=bv, STAGES=stages, num_warps=warps, **shape,
+        HAS_STATE=has_state, V_AS_OPERAND=arch == 90 and bv >= 64, BV=bv, STAGES=stages, num_warps=warps, **shape,
     )  # fmt: skip
     del X
     has_final = r.grad_final_state is not None
