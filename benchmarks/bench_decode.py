@@ -1,6 +1,6 @@
 """Decoding beside other implementations, in one run: microseconds a step, share of the device's copy bandwidth.
 
-    python benchmarks/bench_decode.py [--device cuda] [--quick] [--json FILE] [--plot FILE]
+    python benchmarks/bench_decode.py [--device cuda] [--quick] [--threads N] [--json FILE] [--plot FILE]
 
 A step is one token for each of N sequences whose states lie in a pool, with everything in the operator (q/k norm, the
 bounded gate, sigmoid of beta), as a server calls it. On a GPU it is compared with fla's ``fused_recurrent_kda_fwd``
@@ -321,10 +321,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sizes", type=int, nargs="+", metavar="N", help="default: 1 to 512; on a CPU 1 to 16")
     parser.add_argument("--prefill-sizes", type=int, nargs="*", metavar="N", help="default: 1 16 64; on a CPU 1 8")
     parser.add_argument("--lengths", type=int, nargs="*", metavar="T", default=[2, 4, 8, 16, 32, 64])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch, on a CPU")
     parser.add_argument("--quick", action="store_true", help="few sizes, few repetitions")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything to this file as well")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the share of the copy bandwidth")
     options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     options.device = options.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     gpu = options.device.type == "cuda"
     options.rounds = 5 if options.quick else 15

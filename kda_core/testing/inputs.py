@@ -147,10 +147,10 @@ class Call:
         h = hashlib.sha256(repr((self.op, sorted(self.options.items()))).encode())
         for kind, tensors in (("", self.tensors), ("d", self.grads)):
             for name in sorted(tensors):
-                t = tensors[name].detach().contiguous()
+                t = tensors[name].detach().cpu().contiguous()
                 h.update(f"{kind}{name}{t.dtype}{tuple(t.shape)}".encode())
                 # Not through NumPy, which neither torch nor this needs.
-                h.update(ctypes.string_at(t.cpu().data_ptr(), t.nbytes))
+                h.update(ctypes.string_at(t.data_ptr(), t.nbytes))
         return h.hexdigest()
 
     def __call__(self, tensors: dict[str, Tensor], backend: str) -> tuple:

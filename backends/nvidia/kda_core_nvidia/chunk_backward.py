@@ -175,7 +175,7 @@ def _gradients(r: Request) -> dict[str, Tensor]:
     q, k, v, g, beta, do = inputs.values()
 
     empty = lambda *shape, dtype=dtype: torch.empty(shape, dtype=dtype, device=device)  # noqa: E731
-    gate = (0 if not r.use_gate_in_kernel else 1 if r.lower_bound is None else 2)
+    gate = 0 if not r.use_gate_in_kernel else 1 if r.lower_bound is None else 2
     has_a, has_bias = gate != 0 and r.A_log is not None, gate != 0 and r.dt_bias is not None
     dt_bias = r.dt_bias.contiguous() if has_bias else g
     A_log = r.A_log.contiguous() if has_a else g
