@@ -306,7 +306,10 @@ def plot(decoding: list[Row], copy: float, file: Path) -> None:
                 share = [100 * row.bytes / (1e-6 * row.us[name]) / copy for row in rows]
                 line = "-" if name == OURS else "--"
                 panel.plot([row.N for row in rows], share, line, marker="o", label=f"{name}, {layout}")
+        sizes = sorted({row.N for row in decoding})
         panel.set(title=f"{state} pool", xlabel="sequences N", xscale="log")
+        panel.set_xticks(sizes, [str(N) for N in sizes])
+        panel.set_xticks([], minor=True)
         panel.axhline(100, color="gray", linewidth=0.5)
         panel.legend(fontsize="small")
     panels[0][0].set_ylabel("bandwidth, % of a copy")
