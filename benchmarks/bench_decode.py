@@ -129,13 +129,19 @@ class Work:
         )
 
     def fallback(self) -> Step | None:
-        """The torch code of transformers, on the first N states."""
+        """The torch code of transformers, on N neighbouring states; going round the pool, it finds them cold as well."""
         step = _transformers_step()
         if step is None or self.v_first or self.pool.dtype != torch.float32:
             return None
         inputs = [self.tensors[n] for n in ("q", "k", "v", "g", "beta")]
-        state = self.pool[: self.N]
-        return lambda slots: step(*inputs, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True)
+        places = self.pool.shape[0] - self.N + 1
+
+        def run(slots: Tensor) -> object:
+            first = int(slots[0]) % places
+            states = self.pool[first : first + self.N]
+            return step(*inputs, initial_state=states, output_final_state=True, use_qk_l2norm_in_kernel=True)
+
+        return run
 
 
 def _fla_forward() -> Callable | None:
