@@ -56,7 +56,7 @@ def run_kit(python: Path, folder: Path, *arguments: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("choice", "passed"),
     [
-        pytest.param(("-k", "test_forward or served_or_refused"), 40, id="part"),
+        pytest.param(("-k", "served_or_refused or limits"), 30, id="part"),
         pytest.param((), 100, id="whole", marks=pytest.mark.slow),
     ],
 )

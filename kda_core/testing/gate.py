@@ -68,8 +68,8 @@ def check(
     cotangent = torch.ones_like(g, dtype=request.output_dtype)
     try:
         got = _call(there, lower_bound, subject, cotangent if backward else None)
-    except UnsupportedCall as error:
-        raise record.refused(error, reasons) from None
+    except UnsupportedCall as refusal:
+        raise record.refused(refusal, reasons) from None
     if reasons:
         raise Mismatch(f"served a call that it does not declare: {'; '.join(reasons)}")
     for name, old in before.items():
