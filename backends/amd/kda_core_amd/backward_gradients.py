@@ -208,7 +208,8 @@ def gradients_kernel(
     b_dbeta = tl.zeros([C], tl.float32)
     dA = tl.zeros([C], tl.float32)
     everything = (r[:, None] + r[None, :]) >= 0
-    for i_k in range(0, KP, BK):
+    # Masks formed anew in every block of channels: kept from one to the next they would fill the registers.
+    for i_k in tl.range(0, KP, BK, disable_licm=True):
         o_k = i_k + tl.arange(0, BK)
         m_k = o_k < K
         mask = m_row[:, None] & m_k[None, :]

@@ -100,8 +100,8 @@ _CDNA = MappingProxyType(
             (4, 256): Config(32, 4),
         },
         "gradients": {
-            (2, 128): Config(32, 2),
-            (2, 256): Config(32, 2),
+            (2, 128): Config(32, 4),
+            (2, 256): Config(32, 4),
             (4, 128): Config(32, 4),
             (4, 256): Config(32, 4),
         },
@@ -124,10 +124,10 @@ _RDNA = MappingProxyType(
             (4, 256): Config(32, 4),
         },
         "gradients": {
-            (2, 128): Config(16, 4),
-            (2, 256): Config(16, 4),
-            (4, 128): Config(16, 4),
-            (4, 256): Config(16, 4),
+            (2, 128): Config(32, 8),
+            (2, 256): Config(32, 8),
+            (4, 128): Config(16, 8),
+            (4, 256): Config(16, 8),
         },
     }
 )
