@@ -114,7 +114,7 @@ class Work:
                 yield order[i * self.N : (i + 1) * self.N].contiguous()
 
     def ours(self, function: Callable) -> Step:
-        """A public function of kda_core on the pool."""
+        """A public function of kda_core on the pool, served by whatever ``use_backend`` names."""
         options = self.options | {"state_v_first": self.v_first, "out": self.out, "initial_state": self.pool}
         return lambda slots: function(**self.tensors, **options, ssm_state_indices=slots)
 
@@ -129,7 +129,7 @@ class Work:
         )
 
     def fallback(self) -> Step | None:
-        """The torch code of transformers, on N neighbouring states; going round the pool, it finds them cold as well."""
+        """The torch code of transformers, on N neighbouring states; it goes round the pool as well."""
         step = _transformers_step()
         if step is None or self.v_first or self.pool.dtype != torch.float32:
             return None
@@ -326,6 +326,7 @@ def plot(decoding: list[Row], copy: float, file: Path) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", type=torch.device, help="default: cuda when there is one, else cpu")
+    parser.add_argument("--backend", help="default: nvidia for cuda, else the device's own name")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--sizes", type=int, nargs="+", metavar="N", help="default: 1 to 512; on a CPU 1 to 16")
     parser.add_argument("--prefill-sizes", type=int, nargs="*", metavar="N", help="default: 1 16 64; on a CPU 1 8")
@@ -338,6 +339,7 @@ def parse() -> argparse.Namespace:
     torch.set_num_threads(options.threads)
     options.device = options.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     gpu = options.device.type == "cuda"
+    options.backend = options.backend or ("nvidia" if gpu else options.device.type)
     options.rounds = 5 if options.quick else 15
     if options.sizes is None:
         largest = (6 if options.quick else 9) if gpu else (3 if options.quick else 4)
@@ -352,7 +354,8 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     copy = copy_bandwidth(options.device, options.rounds)
-    decoding, prefill = measure(options)
+    with kda_core.use_backend(options.backend):
+        decoding, prefill = measure(options)
     name = torch.cuda.get_device_name(options.device) if options.device.type == "cuda" else "cpu"
     title = f"one step, H = {options.heads}, K = V = {K}, {name}; a copy moves {copy / 1e9:.0f} GB/s"
     report(decoding, prefill, copy, title)
