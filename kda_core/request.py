@@ -7,7 +7,7 @@ heads, K and V head dimensions, N sequences, C chunk size.
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -137,24 +137,17 @@ class Request:
         return frozenset(_features(self))
 
 
-_DEFAULTS = {f.name: f.default for f in fields(Request) if f.default is not MISSING}
-_FIELD_COUNT = len(fields(Request))
-
-
 def build_request(**values: Any) -> Request:
-    """``Request(**values)`` in a quarter of the time.
+    """``Request(**values)`` in a fifth of the time, for callers that name every field of a forward.
 
     The initialiser of a frozen dataclass sets its fields one by one, which costs a call more than the rest
-    of the routing. A compiler that traces the call knows the initialiser and not this shortcut.
+    of the routing. Fields that are not named are found on the class, as the dataclass left their defaults
+    there. A compiler that traces the call knows the initialiser and not this shortcut.
     """
     if torch.compiler.is_compiling():
         return Request(**values)
     request = object.__new__(Request)
-    own = request.__dict__
-    own.update(_DEFAULTS)
-    own.update(values)
-    if len(own) != _FIELD_COUNT:
-        return Request(**values)  # which says what is missing, or what there is no field for
+    object.__setattr__(request, "__dict__", values)
     return request
 
 
