@@ -64,7 +64,7 @@ def _recurrent_launch(request: Request) -> tuple[launch.Architecture, launch.Con
         "BV": block_v,
         "C": CHUNK,
         "STAGES": config.stages,
-        "DOT": dot_widths(request.q.dtype)[1],
+        "DOT": dot_widths(request.q.dtype, target)[1],
     }
     return target, config, constants, request.N * request.HV * (padded(V) // block_v)
 
@@ -150,7 +150,7 @@ def _run_gradients(
     ddt_bias = None if dt_bias is None else torch.zeros((count, HV, K), dtype=torch.float32, device=q.device)
     target = launch.architecture(request.device)
     config = launch.config("gradients", target, q.dtype, KP)
-    terms, dot = dot_widths(q.dtype)
+    terms, dot, _ = dot_widths(q.dtype, target)
     unit, (s_qb, s_kb, s_gb, s_bb, s_ob) = batch_strides(q, k, g, beta, do)
     arguments = (
         q,

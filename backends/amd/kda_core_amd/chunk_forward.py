@@ -54,8 +54,8 @@ def run_prepare(request: Request, o: Tensor, for_backward: bool = False) -> Prep
     D = q.new_empty((count, HV, KP), dtype=torch.float32)
     Z = torch.empty_like(P) if for_backward else None
     gate = gate_kind(request)
-    terms, dot = dot_widths(q.dtype)
     target = launch.architecture(request.device)
+    terms, dot, small_dot = dot_widths(q.dtype, target)
     config = launch.config("prepare", target, q.dtype, KP)
     unit, (s_qb, s_kb, s_gb, s_bb, s_ob) = batch_strides(q, k, g, beta, o)
     arguments = (
@@ -107,6 +107,7 @@ def run_prepare(request: Request, o: Tensor, for_backward: bool = False) -> Prep
         "FEW_REGISTERS": target.wave == 32,
         "TERMS": terms,
         "DOT": dot,
+        "SMALL_DOT": small_dot,
     }
     launch.launch(prepare, count * HV, arguments, constants, config, target)
     return Prepared(keys, P, D, Z)
@@ -158,7 +159,7 @@ def run_recurrence(
         "V_FIRST": request.state_v_first,
         "H_EVERY": request.chunk_size // CHUNK,
         "STAGES": config.stages,
-        "DOT": dot_widths(v.dtype)[1],
+        "DOT": dot_widths(v.dtype, target)[1],
     }
     launch.launch(recurrence, sequences * HV * -(-V // block_v), arguments, constants, config, target)
 

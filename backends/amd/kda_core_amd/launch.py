@@ -183,15 +183,20 @@ def on_device(device: torch.device):
     return torch.cuda.device(device)
 
 
-def dot_widths(dtype: torch.dtype) -> tuple[int, str]:
-    """(bfloat16 terms of a decay, precision of products of operands) for an input dtype.
+def dot_widths(dtype: torch.dtype, target: Architecture) -> tuple[int, str, str]:
+    """(bfloat16 terms of a decay, precision of products of operands, precision of the inverse's products).
 
-    Products of the inverse are float32 ("ieee"): of these architectures only gfx942 has a shorter product.
-    The interpreter multiplies bfloat16 operands wrongly, so that decays stay float32 there.
+    On AMD float32 products are full ones ("ieee"): only gfx942 has a shorter kind. A foreign device's matrix unit may
+    have none, and takes what comes near. The interpreter multiplies bfloat16 operands wrongly, so that decays stay
+    float32 there.
     """
     if INTERPRET:
-        return 1, "ieee"
-    return (3 if dtype == torch.float32 else 2), "ieee"
+        return 1, "ieee", "ieee"
+    terms = 3 if dtype == torch.float32 else 2
+    if target.name != FOREIGN_ARCHITECTURE:
+        return terms, "ieee", "ieee"
+    precision = "tf32x3" if dtype == torch.float32 else "tf32"
+    return terms, precision, precision
 
 
 def launch(

@@ -177,6 +177,7 @@ def prepare(
     FEW_REGISTERS: tl.constexpr,  # form masks anew in every block of channels
     TERMS: tl.constexpr,
     DOT: tl.constexpr,
+    SMALL_DOT: tl.constexpr,
 ):
     pid = tl.program_id(0).to(tl.int64)
     i_slot = pid // HV
@@ -264,17 +265,17 @@ def prepare(
     m00 = tl.where(lower, m00, 0.0) * (q_norm0[:, None] * k_norm0[None, :])
     m11 = tl.where(lower, m11, 0.0) * (q_norm1[:, None] * k_norm1[None, :])
     m10 *= q_norm1[:, None] * k_norm0[None, :]
-    x00 = inverse_16(l00 * ((beta0 * k_norm0)[:, None] * k_norm0[None, :]), r, r, "ieee")
-    x11 = inverse_16(l11 * ((beta1 * k_norm1)[:, None] * k_norm1[None, :]), r, r, "ieee")
+    x00 = inverse_16(l00 * ((beta0 * k_norm0)[:, None] * k_norm0[None, :]), r, r, SMALL_DOT)
+    x11 = inverse_16(l11 * ((beta1 * k_norm1)[:, None] * k_norm1[None, :]), r, r, SMALL_DOT)
     lk10 = l10 * (k_norm1[:, None] * k_norm0[None, :])
     l10 = lk10 * beta1[:, None]
-    x10 = -tl.dot(x11, tl.dot(l10, x00, input_precision="ieee"), input_precision="ieee")
+    x10 = -tl.dot(x11, tl.dot(l10, x00, input_precision=SMALL_DOT), input_precision=SMALL_DOT)
     a00 = x00 * beta0[None, :]
     a10 = x10 * beta0[None, :]
     a11 = x11 * beta1[None, :]
-    p00 = tl.dot(m00, a00, input_precision="ieee")
-    p11 = tl.dot(m11, a11, input_precision="ieee")
-    p10 = tl.dot(m11, a10, tl.dot(m10, a00, input_precision="ieee"), input_precision="ieee")
+    p00 = tl.dot(m00, a00, input_precision=SMALL_DOT)
+    p11 = tl.dot(m11, a11, input_precision=SMALL_DOT)
+    p10 = tl.dot(m11, a10, tl.dot(m10, a00, input_precision=SMALL_DOT), input_precision=SMALL_DOT)
     i_chunk = i_slot * HV + i_h
     _store_square(P + i_chunk * (C * C) + r[:, None] * C + r[None, :], p00, p10, p11, C)
 
@@ -283,9 +284,9 @@ def prepare(
         l00 = tl.where(r[:, None] > r[None, :], l00, 0.0) * (k_norm0[:, None] * k_norm0[None, :])
         l11 = tl.where(r[:, None] > r[None, :], l11, 0.0) * (k_norm1[:, None] * k_norm1[None, :])
         eye = tl.where(r[:, None] == r[None, :], 1.0, 0.0)
-        z00 = eye - tl.dot(l00, a00, input_precision="ieee")
-        z11 = eye - tl.dot(l11, a11, input_precision="ieee")
-        z10 = -tl.dot(l11, a10, tl.dot(lk10, a00, input_precision="ieee"), input_precision="ieee")
+        z00 = eye - tl.dot(l00, a00, input_precision=SMALL_DOT)
+        z11 = eye - tl.dot(l11, a11, input_precision=SMALL_DOT)
+        z10 = -tl.dot(l11, a10, tl.dot(lk10, a00, input_precision=SMALL_DOT), input_precision=SMALL_DOT)
         _store_square(Z + i_chunk * (C * C) + r[:, None] * C + r[None, :], z00, z10, z11, C)
 
     a00 = tl.trans(a00).to(dtype)

@@ -1,0 +1,137 @@
+"""The AMD backend's kernels compiled for AMD chips, without one: registers, local data share, and 64-bit addresses.
+
+``python -m kda_core_amd.aot`` compiles every shipped configuration for every architecture; here are those of one call.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("kda_core_amd")
+triton = pytest.importorskip("triton")
+
+import triton.language as tl  # noqa: E402
+from kda_core_amd import aot  # noqa: E402
+from kda_core_amd.addresses import hazards  # noqa: E402
+from kda_core_amd.launch import ARCHITECTURES, CONFIGS, FOREIGN_ARCHITECTURE  # noqa: E402
+from kda_core_amd.plugin import SERVED_ARCHITECTURES  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+CASE = "bf16 K 64 bounded"
+KERNELS = (
+    "prepare",
+    "recurrence",
+    "recurrent",
+    "states_kernel",
+    "reverse_kernel",
+    "gradients_kernel",
+    "finish_kernel",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quiet():
+    """Triton 3.9 warns that a later version will not fuse multiplications and additions by itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+        yield
+
+
+def _launch(architecture: str, kernel: str, case: str = CASE) -> aot.Launch:
+    found = [x for x in aot.shipped(ARCHITECTURES[architecture], case) if x.kernel.fn.__name__ == kernel]
+    return found[-1]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_resources(kernel: str):
+    """No spills, and no more local data share than gfx942 has."""
+    launch = _launch("gfx942", kernel)
+    assert aot.Resources.of(aot.compiled(launch)).problems(launch) == []
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_addresses_are_64_bit(kernel: str):
+    """FAILURES 15: in the IR that triton emits, and again after AMD's pointer canonicalisation, no offset may wrap."""
+    compiled = aot.compiled(_launch("gfx942", kernel), small=False)
+    assert "tt.addptr" in compiled.asm["ttir"]
+    for stage in ("ttir", "ttgir"):
+        assert hazards(compiled.asm[stage]) == []
+
+
+@triton.jit
+def _program_times_stride(x, s, n):
+    tl.store(x + tl.program_id(0) * s + tl.arange(0, 64), 1.0)
+
+
+@triton.jit
+def _widened_too_late(x, s, n):
+    rows = tl.arange(0, 64) * s
+    tl.store(x + rows.to(tl.int64), 1.0)
+
+
+@triton.jit
+def _loop_times_chunk(x, s, n):
+    for i in range(n):
+        tl.store(x + i * 32 + tl.arange(0, 64), 1.0)
+
+
+@triton.jit
+def _carried_offset(x, s, n):
+    offset = 0
+    for _ in range(n):
+        tl.store(x + offset + tl.arange(0, 64), 1.0)
+        offset += s
+
+
+@triton.jit
+def _cut_to_32_bits(x, s, n):
+    offset = tl.program_id(0).to(tl.int64) * s
+    tl.store(x + offset.to(tl.int32) + tl.arange(0, 64), 1.0)
+
+
+@triton.jit
+def _wide(x, s, n):
+    pid = tl.program_id(0).to(tl.int64)
+    rows = tl.arange(0, 64).to(tl.int64)
+    for i in range(n):
+        tl.store(x + pid * s + i.to(tl.int64) * 32 + rows * s, 1.0)
+
+
+def _hazards(kernel, stage: str) -> int:
+    source = ASTSource(kernel, {"x": "*fp32", "s": "i32", "n": "i32"}, {})
+    return len(hazards(triton.compile(source, target=GPUTarget("hip", "gfx942", 64)).asm[stage]))
+
+
+@pytest.mark.parametrize("stage", ["ttir", "ttgir"])
+@pytest.mark.parametrize(
+    "kernel",
+    [_program_times_stride, _widened_too_late, _loop_times_chunk, _carried_offset, _cut_to_32_bits],
+    ids=lambda kernel: kernel.fn.__name__,
+)
+def test_32_bit_addresses_are_found(kernel, stage: str):
+    """The check fails on kernels that are deliberately wrong."""
+    assert _hazards(kernel, stage) > 0
+
+
+@pytest.mark.parametrize("stage", ["ttir", "ttgir"])
+def test_64_bit_addresses_pass(stage: str):
+    """And passes on the same arithmetic done in 64 bits."""
+    assert _hazards(_wide, stage) == 0
+
+
+def test_every_architecture_is_configured():
+    """Plugin, chips and configurations name the same architectures; no pipeline is deeper than two stages."""
+    assert set(SERVED_ARCHITECTURES) == ARCHITECTURES.keys() - {FOREIGN_ARCHITECTURE}
+    assert CONFIGS.keys() == ARCHITECTURES.keys()
+    for kernels in CONFIGS.values():
+        for shapes in kernels.values():
+            assert shapes.keys() == {(2, 128), (2, 256), (4, 128), (4, 256)}
+            assert all(config.stages <= 2 for config in shapes.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", SERVED_ARCHITECTURES)
+def test_everything_that_is_shipped(architecture: str):
+    """The command that CI runs, for tensors of any size: resources and addresses of every configuration."""
+    assert aot.main(["--arch", architecture, "--large"]) == 0

@@ -1,0 +1,107 @@
+"""The AMD backend's kernels in Triton's interpreter, each in a process of its own: triton reads its switch once.
+
+The conformance kit tests every promise (``pytest tests/test_kda.py --backend=amd --interpret``); here are one small
+call of each kernel and what the kit cannot ask: where the backend is (not) available.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("kda_core_amd")
+pytest.importorskip("triton")
+
+CASES = {
+    "forward": "Case(name='amd forward', T=40, HV=4, K=20, V=16, H=2, state=FP32)",
+    "packed, all in kernel": (
+        "Case(name='amd packed', T=45, lengths=(1, 0, 34, 5), H=1, K=16, state=FP32, gate='lower bound', l2norm=True,"
+        " beta='negative eigenvalues', options={'state_v_first': True})"
+    ),
+    "float16, isolated decays": "Case(name='amd half', T=33, H=1, K=16, dtype=FP16, decay='isolated')",
+    "gradients": (
+        "Case(name='amd gradients', T=37, HV=2, H=1, K=16, V=20, state=FP32, gate='softplus', l2norm=True,"
+        " beta='sigmoid', backward=True)"
+    ),
+    "tokens": "Case(name='amd tokens', op='fused_recurrent_kda', B=2, T=3, H=1, HV=2, K=16, state=FP32, l2norm=True)",
+}
+
+CHECK = """
+import torch
+from kda_core.testing.cases import FP16, FP32, Case
+from kda_core.testing.subject import Subject
+from kda_core.testing.targets import find_target
+Subject(find_target("amd", interpret=True)).check({case}.call())
+"""
+
+
+def _python(code: str, **environment: str) -> subprocess.CompletedProcess:
+    clean = {n: v for n, v in os.environ.items() if n not in ("TRITON_INTERPRET", "KDA_FOREIGN_DEVICE", "KDA_BACKEND")}
+    settings = clean | {"OMP_NUM_THREADS": "1"} | environment
+    return subprocess.run([sys.executable, "-c", code], env=settings, capture_output=True, text=True, timeout=600)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted_kernels_are_right(name: str):
+    """Every kernel, within the kit's budgets."""
+    done = _python(CHECK.format(case=CASES[name]), TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+
+
+INFO = """
+import json, torch, kda_core
+from kda_core.plugins import registry
+amd = registry.named("amd")
+x = torch.zeros(1, 1, 1, 16)
+call = dict(q=x, k=x, v=x, g=x, beta=x[..., 0])
+print(json.dumps({
+    "priority": amd.info.priority,
+    "devices": amd.info.device_types,
+    "cuda": str(amd.availability(torch.device("cuda", 0))),
+    "chosen": kda_core.explain(**call).chosen,
+}))
+"""
+
+
+def _info(**environment: str) -> dict:
+    done = _python(INFO, **environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.skipif("__import__('torch').version.hip is not None", reason="this is a ROCm build of torch")
+def test_other_builds_are_refused_with_the_reason():
+    """Without ROCm the backend says what is missing."""
+    info = _info()
+    assert info["priority"] == 100
+    assert "not built for ROCm" in info["cuda"]
+
+
+def test_interpreted_calls_must_name_the_backend():
+    """The interpreter is thousands of times slower than the CPU backend: it never serves by itself."""
+    info = _info(TRITON_INTERPRET="1")
+    assert info["priority"] is None
+    assert "cpu" in info["devices"]
+    assert info["chosen"] != "amd"
+
+
+def test_foreign_device_is_an_explicit_choice():
+    """The switch is for tests: it takes the backend out of the automatic choice, and needs a GPU."""
+    info = _info(KDA_FOREIGN_DEVICE="nvidia,amd")
+    assert info["priority"] is None
+    assert "not built for ROCm" not in info["cuda"]
+
+
+@pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="this machine has a GPU")
+def test_kit_without_a_device_is_a_usage_error():
+    """``--backend=amd`` without ROCm and without ``--interpret`` ends at once and says so."""
+    done = _python(
+        "import sys, pytest; sys.exit(pytest.main(['-p', 'kda_core.testing.plugin', '--pyargs', "
+        "'kda_core.testing.suite', '--backend=amd', '-q', '-p', 'no:cacheprovider']))"
+    )
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "not built for ROCm" in done.stdout + done.stderr
