@@ -93,8 +93,9 @@ def sequence_bounds(r: Request) -> list[tuple[int, int, int]]:
 
 def _slots(r: Request) -> Tensor:
     """[N, W] int64 slot indices of a pool, every skipped entry as -1."""
-    indices = torch.arange(r.N) if r.ssm_state_indices is None else r.ssm_state_indices.cpu().long()
-    indices = indices.reshape(r.N, -1)
+    if r.ssm_state_indices is None:
+        return torch.arange(r.N)[:, None]
+    indices = r.ssm_state_indices.cpu().long().reshape(r.N, -1)
     return torch.where((indices < 0) | (indices == r.pad_slot_id), -1, indices)
 
 

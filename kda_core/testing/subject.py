@@ -24,7 +24,9 @@ from kda_core.testing.budgets import Budget, Error
 from kda_core.testing.inputs import Call, guards, placed, poisoned
 from kda_core.testing.targets import Target
 
-INTERPRETER_LEAVES_OUT = "Triton's interpreter multiplies bfloat16 operands wrongly"
+INTERPRETER_LEAVES_OUT = (
+    "Triton's interpreter multiplies bfloat16 operands wrongly, and truncates where it should round to bfloat16"
+)
 
 
 class Refused(Exception):
@@ -152,6 +154,11 @@ class Subject:
         wrong_here = self.target.interpreted and dtype == torch.bfloat16
         return dtype in self.info.capabilities.dtypes and not wrong_here
 
+    def _rounds_to_bfloat16(self, request: Request, call: Call) -> bool:
+        """Whether a result of the call is stored in bfloat16."""
+        dtypes = budgets.result_dtypes(request)
+        return any(d == torch.bfloat16 for n, d in dtypes.items() if call.grads or n in ("o", "final_state", "h"))
+
     def run(self, call: Call, wrt: Collection[str] = DIFFERENTIABLE) -> Results:
         """Make the call on copies of its tensors in poisoned memory, with everything but the numbers checked.
 
@@ -180,7 +187,7 @@ class Subject:
             tensors["out"] = poisoned(self._o_shape(request), request.q.dtype, self.device)
         before = {n: guards(t).clone() for n, t in tensors.items()}
         reasons = self._refusals(request, call)
-        if self.target.interpreted and request.q.dtype == torch.bfloat16 and not reasons:
+        if self.target.interpreted and not reasons and self._rounds_to_bfloat16(request, call):
             raise record.turned_down("left out", INTERPRETER_LEAVES_OUT)
         try:
             results = self._differentiated(call, tensors, wrt) if call.grads else self._plain(call, request, tensors)
