@@ -36,6 +36,9 @@ _ROW_BUDGET = 1 << 19
 _WORTH_A_CALL = 1 << 16
 """State elements of a sequence from which on its slot is updated where it lies, rather than gathered with others."""
 
+_WORTH_A_BAG = 1 << 13
+"""Elements of one state from which on a weighted sum of its rows beats a matrix product of two rows."""
+
 
 def recurrent_forward(request: Request) -> ForwardResult:
     """Run ``fused_recurrent_kda``."""
@@ -54,20 +57,21 @@ def recurrent_forward(request: Request) -> ForwardResult:
 def _run_step(step: TokenWindow, states: States, workspace: Workspace, inputs: RowInputs, o: Tensor) -> None:
     """One token for every sequence."""
     request, pool = step.request, states.pool
-    rows = _load_rows(workspace, inputs, step)
+    tokens, rows = _load_tokens(workspace, inputs, step)
+    reader = _Reader(workspace, states)
     live = [(0, request.N)]
     if pool is not None and min(pool.slot) < 0:
         live = list(_runs_of(slot >= 0 for slot in pool.slot))
-        rows.o.zero_()
+        rows.zero_()
     for first, last in live:
         whole = _Block(list(range(first, last)), [1] * (last - first), step.heads, first * request.HV)
         for block in whole.cut(lane_budget(request), states):
             block.begin(states, workspace)
-            block.walk(rows, states, workspace, 0)
+            block.walk(tokens, states, reader, 0)
             block.end(states)
     if request.N < request.B * request.T:
         o.zero_()
-    step.store(rows.o, o)
+    step.store(rows, o)
 
 
 def _runs_of(flags: Iterable[bool]) -> Iterator[tuple[int, int]]:
@@ -85,7 +89,7 @@ def _run_sequences(request: Request, states: States, workspace: Workspace, input
     sequences = Sequences.of(request, run, None if states.pool is None else states.pool.skipped)
     if int(sequences.length.sum()) < request.B * request.T:
         o.zero_()
-    lanes = lane_budget(request)
+    lanes, reader = lane_budget(request), _Reader(workspace, states)
     # One run prepares the rows of many blocks, because a block is bound by calls. A longer sequence keeps one block
     # of states in cache from its first run to its last.
     group_lanes = max(lanes, _ROW_BUDGET // (run * max(request.K, request.V))) if request.T <= run else lanes
@@ -95,22 +99,22 @@ def _run_sequences(request: Request, states: States, workspace: Workspace, input
         blocks = whole.cut(lanes, states) if runs == 1 else [whole]
         for i in range(runs):
             window = Window(group, i, i + 1)
-            rows = _load_rows(workspace, inputs, window)
+            tokens, rows = _load_tokens(workspace, inputs, window)
             for block in blocks:
                 if i == 0:
                     block.begin(states, workspace)
-                block.walk(rows, states, workspace, i * run)
+                block.walk(tokens, states, reader, i * run)
                 if i == runs - 1:
                     block.end(states)
-            window.store(rows.o, o)
+            window.store(rows, o)
         if runs == 0:
             whole.begin(states, workspace)
             whole.end(states)
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """Rows of one run: [lanes, tokens, ...] of a group's live sequences, longest first."""
+class _Token:
+    """One token of a group's live sequences, longest first."""
 
     kq: Tensor
     k: Tensor
@@ -119,9 +123,18 @@ class _Rows:
     qk: Tensor
     o: Tensor
 
+    def part(self, first: int, lanes: int) -> _Token:
+        """``lanes`` lanes from ``first`` on."""
+        if lanes == len(self.kq):
+            return self
+        return _Token(*(getattr(self, name)[first : first + lanes] for name in _TOKEN_FIELDS))
 
-def _load_rows(workspace: Workspace, inputs: RowInputs, window: Window | TokenWindow) -> _Rows:
-    """Prepare kq = (βk'⊙d, q'⊙d), k', d, βv and q'·k'; padding rows leave a state as it is."""
+
+_TOKEN_FIELDS = tuple(_Token.__dataclass_fields__)
+
+
+def _load_tokens(workspace: Workspace, inputs: RowInputs, window: Window | TokenWindow) -> tuple[list[_Token], Tensor]:
+    """The tokens of a run, and o [lanes, tokens, V] that they fill; padding rows leave a state as it is."""
     request, Z, run = inputs.request, window.Z, window.rows
     K, V = request.K, request.V
     kq, k = workspace("kq", Z, run, 2, K), workspace("k", Z, run, K)
@@ -135,7 +148,35 @@ def _load_rows(workspace: Workspace, inputs: RowInputs, window: Window | TokenWi
     qk = torch.mul(q, k, out=workspace("products", Z, run, K)).sum(-1, keepdim=True)
     torch.mul(k, beta, out=bk)
     kq.mul_(d.unsqueeze(2))
-    return _Rows(kq, k, d, bv, qk, workspace("o", Z, run, V))
+    o = workspace("o", Z, run, V)
+    fields = (x.unbind(1) for x in (kq, k.unsqueeze(-1), d.unsqueeze(-1), bv, qk, o))
+    return [_Token(*token) for token in zip(*fields, strict=True)], o
+
+
+class _Reader:
+    """Forms kq·S [lanes, 2, V], both products in one pass over the states.
+
+    A matrix product of two rows copies S into a packed layout before it reads it, which costs twice its own time
+    when S comes from memory. Summing S's rows with weights reads it once: an embedding bag, with kq as weights.
+    The choice looks at one state, not at how many there are, so that a row's bits do not depend on the batch.
+    """
+
+    def __init__(self, workspace: Workspace, states: States) -> None:
+        K, V = states.shape
+        self.workspace, self.K = workspace, K
+        self.bagged = states.dtype == torch.float32 and K * V >= _WORTH_A_BAG
+        self.rows = self.bags = torch.empty(0, 0, dtype=torch.long)
+
+    def read(self, kq: Tensor, states: Tensor) -> Tensor:
+        """[lanes, 2, K] times [lanes, K, V]."""
+        lanes, K, V = states.shape
+        if not self.bagged or not states.is_contiguous():
+            return torch.bmm(kq, states, out=self.workspace("y", lanes, 2, V))
+        if len(self.rows) < lanes:
+            self.rows = torch.arange(lanes * K).view(lanes, 1, K).expand(lanes, 2, K).reshape(lanes, 2 * K)
+            self.bags = torch.arange(0, 2 * lanes * K, K)
+        rows, bags, weights = self.rows[:lanes].view(-1), self.bags[: 2 * lanes], kq.reshape(-1)
+        return torch.embedding_bag(states.view(-1, V), rows, bags, False, 0, False, weights)[0].view(lanes, 2, V)
 
 
 class _Block:
@@ -192,31 +233,25 @@ class _Block:
         if not self.in_place:
             states.write(self.ids, self.heads, self.S)
 
-    def walk(self, rows: _Rows, states: States, workspace: Workspace, first: int) -> None:
-        """Advance the states through the run of tokens from token ``first`` on and fill the block's part of rows.o."""
-        n, V = len(self.lengths), self.S.shape[-1]
-        lanes, S, source = n * self.n_heads, self.S, self.source
-        kqs, ks, ds, bvs, qks, os = (
-            x[self.lane : self.lane + lanes].unbind(1)
-            for x in (rows.kq, rows.k.unsqueeze(-1), rows.d.unsqueeze(-1), rows.bv, rows.qk, rows.o)
-        )
-        y, u = workspace("y", lanes, 2, V), workspace("u", lanes, 1, V)
-        for t in range(len(kqs)):
+    def walk(self, tokens: list[_Token], states: States, reader: _Reader, first: int) -> None:
+        """Advance the states through a run of tokens, of which the first is token ``first``, and fill its outputs."""
+        n, S, source = len(self.lengths), self.S, self.source
+        lanes = n * self.n_heads
+        u = reader.workspace("u", lanes, 1, S.shape[-1])
+        for t, whole in enumerate(tokens):
             while n and self.lengths[n - 1] <= first + t:
                 n -= 1
             if n == 0:
                 break
-            kq, k, d, bv, qk, o = kqs[t], ks[t], ds[t], bvs[t], qks[t], os[t]
             if n * self.n_heads < lanes:
                 # The shortest sequences have ended: their lanes are the last.
                 lanes = n * self.n_heads
-                S, source, y, u = S[:lanes], source[:lanes], y[:lanes], u[:lanes]
-            if lanes < len(kq):
-                kq, k, d, bv, qk, o = (x[:lanes] for x in (kq, k, d, bv, qk, o))
-            torch.bmm(kq, source, out=y)
-            torch.sub(bv, y[:, 0], out=u[:, 0])
-            torch.addcmul(y[:, 1], qk, u[:, 0], out=o)
-            torch.mul(source, d, out=S).addcmul_(k, u)
+                S, source, u = S[:lanes], source[:lanes], u[:lanes]
+            token = whole.part(self.lane, lanes)
+            y, error = reader.read(token.kq, source), u[:, 0]
+            torch.sub(token.bv, y[:, 0], out=error)
+            torch.addcmul(y[:, 1], token.qk, error, out=token.o)
+            torch.mul(source, token.d, out=S).addcmul_(token.k, u)
             source = S
             states.write_token(self.ids[:n], self.heads, S, first + t)
         self.source = self.S
