@@ -194,3 +194,25 @@ def test_packed_sequences_equal_each_sequence_alone(call):
             close(o[:, start:end], alone, "o")
             close(final[n : n + 1], last, "final_state")
     assert not o[:, cuts[-1] :].any()
+
+
+@given(st.sampled_from(["cpu", "reference"]), st.integers(-2, 3))
+@settings(max_examples=12, deadline=None, derandomize=True)
+def test_a_dense_state_in_place_has_no_padding_index(backend, pad_slot_id):
+    """pad_slot_id is about indices: without them every row is its own slot, whatever its number."""
+    q, k, v = (torch.randn(3, 2, 1, 4) for _ in range(3))
+    call = (q, k, v, -k.abs(), torch.rand(3, 2, 1))
+    state = torch.randn(3, 1, 4, 4)
+    with torch.no_grad():
+        o, final = kda_core.fused_recurrent_kda(*call, initial_state=state, output_final_state=True, backend=backend)
+        same, written = kda_core.fused_recurrent_kda(
+            *call,
+            initial_state=state,
+            output_final_state=True,
+            inplace_final_state=True,
+            pad_slot_id=pad_slot_id,
+            backend=backend,
+        )
+    assert written is state
+    torch.testing.assert_close(same, o)
+    torch.testing.assert_close(written, final)
