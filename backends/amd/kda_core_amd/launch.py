@@ -149,8 +149,8 @@ _FOREIGN = MappingProxyType(
             (4, 256): Config(16, 4),
         },
         "gradients": {
-            (2, 128): Config(32, 4),
-            (2, 256): Config(32, 4),
+            (2, 128): Config(32, 8),
+            (2, 256): Config(32, 8),
             (4, 128): Config(16, 4),
             (4, 256): Config(16, 4),
         },
