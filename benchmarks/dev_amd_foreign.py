@@ -1,8 +1,8 @@
 """Check and time the AMD backend's kernels as plain Triton on another vendor's GPU.
 
-``python benchmarks/dev_amd_foreign.py``: small cases against the float64 oracle, forward and backward, with three runs compared bitwise; then median times beside
-fla's Triton kernels when that is installed. About a minute, most of it compilation. Speed here says nothing about an
-AMD chip; no slower than fla's plain Triton is what is asked.
+``python benchmarks/dev_amd_foreign.py``: small cases against the float64 oracle, forward and backward, with three runs
+compared bitwise; then median times beside fla's Triton kernels when that is installed. About a minute, most of it
+compilation. Speed here says nothing about an AMD chip; no slower than fla's plain Triton is what is asked.
 """
 
 from __future__ import annotations
