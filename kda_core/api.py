@@ -389,8 +389,8 @@ def _needs_operator(t: Any) -> bool:
     )
 
 
-def _traced_name() -> str | None:
-    return plugins.requested_name(None)
+def _traced_name(backend: str | None) -> str:
+    return plugins.traced_name(backend)
 
 
 def _refuse_tangents(request: Request | GateRequest) -> None:
@@ -407,9 +407,7 @@ _traced_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _requested_name(backend: str | None) -> str | None:
-    if backend is not None:
-        return backend
-    return _traced_name() if torch.compiler.is_compiling() else plugins.requested_name(None)
+    return _traced_name(backend) if torch.compiler.is_compiling() else plugins.requested_name(backend)
 
 
 def _run(request: Request, backend: str | _Question | None) -> Any:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kda_core.errors import ContractViolation
-from kda_core.plugins import Backend, registry
+from kda_core.plugins import TRACED, Backend, registry
 from kda_core.request import BackwardResult, ForwardResult, GateRequest, Op, Request, TensorSpec
 
 NAMESPACE = "kda_core"
@@ -89,6 +89,11 @@ def _schema(arguments: tuple[tuple[str, str], ...]) -> str:
     return ", ".join(f"{kind} {name}" for name, kind in arguments)
 
 
+def _asked(name: str) -> str | None:
+    """The backend that the caller asked for, from the operator's argument (``plugins.traced_name`` adds to it)."""
+    return name.partition(TRACED)[0] or None
+
+
 def _absent(like: Tensor) -> Tensor:
     return like.new_empty(0)
 
@@ -144,14 +149,14 @@ def _register(op: Op) -> None:
     def functional(*args: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         *values, name = args
         r = Request(op=op, **dict(zip(_FUNCTIONAL_NAMES, values, strict=True)))
-        result = forward(registry.choose(r, name or None), r)
+        result = forward(registry.choose(r, _asked(name)), r)
         final_state, h = _or_absent(result.final_state, r.v), _or_absent(result.h, r.v)
         return result.o, final_state, h, [t.reshape(-1) for t in result.saved]
 
     def functional_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         *values, name = args
         r = Request(op=op, **dict(zip(_FUNCTIONAL_NAMES, values, strict=True)))
-        backend = registry.choose(r, name or None)
+        backend = registry.choose(r, _asked(name))
         saved: tuple[TensorSpec, ...] = ()
         if r.save_for_backward:
             saved = backend.result("kda_core_saved_spec", r)
@@ -160,7 +165,7 @@ def _register(op: Op) -> None:
     def inplace(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         *values, name = args
         r = Request(op=op, **dict(zip(_INPLACE_NAMES, values, strict=True)))
-        result = forward(registry.choose(r, name or None), r)
+        result = forward(registry.choose(r, _asked(name)), r)
         count_writes(r)
         o = None if r.out is not None else result.o
         return _or_absent(o, r.v), _or_absent(result.final_state, r.v), _or_absent(result.h, r.v)
@@ -168,14 +173,14 @@ def _register(op: Op) -> None:
     def inplace_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         *values, name = args
         r = Request(op=op, **dict(zip(_INPLACE_NAMES, values, strict=True)))
-        registry.choose(r, name or None)
+        registry.choose(r, _asked(name))
         return _fake_forward(r)
 
     def backward(*args: Any) -> list[Tensor]:
         grad_o, grad_final_state, *values, saved, needs, name = args
         forwarded = Request(op=op, **dict(zip(_BACKWARD_NAMES, values, strict=True)), save_for_backward=True)
         # The choice is that of the forward: the same signature, so the same backend.
-        backend = registry.choose(forwarded, name or None)
+        backend = registry.choose(forwarded, _asked(name))
         r = replace(
             forwarded,
             saved=_shaped(backend, forwarded, saved),
@@ -265,7 +270,7 @@ def _ordered_gradients(result: Any, needs: frozenset[str], order: tuple[str, ...
 def _register_gate() -> None:
     def request(args: tuple, **more: Any) -> tuple[GateRequest, str | None]:
         g, A_log, dt_bias, lower_bound, *_, name = args
-        return GateRequest(g=g, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, **more), name or None
+        return GateRequest(g=g, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, **more), _asked(name)
 
     def functional(*args: Any) -> Tensor:
         r, name = request(args, save_for_backward=args[4])

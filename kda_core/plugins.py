@@ -521,6 +521,20 @@ def requested_name(backend: str | None) -> str | None:
     return _override.get() or os.environ.get(ENVIRONMENT_VARIABLE) or None
 
 
+TRACED = "@"
+"""Stands between a backend's name and the versions in the name that a compiled graph holds."""
+
+
+def traced_name(backend: str | None) -> str:
+    """The name of a backend as a constant of a compiled graph: with the versions of all that could serve the call.
+
+    Compilers keep graphs on disk by what is in them. What a backend saves for its backward is not, so that a
+    graph of an earlier version of a wheel would be taken for one of now.
+    """
+    versions = [f"{b.info.name} {b.info.version}" for b in registry.backends]
+    return f"{requested_name(backend) or ''}{TRACED}{', '.join(versions)}"
+
+
 def default_device() -> torch.device:
     """The best device of this machine that an installed backend can serve.
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import kda_core
 from kda_core import ops
+from kda_core.plugins import registry
 from kda_core.reference import DIFFERENTIABLE
 
 HV, K, V = 4, 8, 6
@@ -58,7 +59,9 @@ def gradients(function, arguments):
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler():
+def fresh_compiler(tmp_path, monkeypatch):
+    # Graphs on disk from earlier versions of this checkout, whose number has not changed, must not serve here.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -140,6 +143,21 @@ def test_a_compiled_graph_keeps_the_backend_it_was_traced_with():
     with kda_core.use_backend("reference"), torch.no_grad():
         compiled = torch.compile(lambda a: run(a)[0], fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(compiled(arguments), run(arguments)[0], rtol=0, atol=0)
+
+
+def test_a_compiled_graph_names_the_versions_of_the_backends():
+    """Graphs on disk are found by what is in them; what a backend saves for its backward changes with its version."""
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch.compile(run, fullgraph=True, backend=keep)(make(3))
+    (call,) = [n for n in graphs[0].graph.nodes if "kda_core" in str(n.target)]
+    versions = [f"{b.info.name} {b.info.version}" for b in registry.backends]
+    assert call.args[-1] == "@" + ", ".join(versions)
+    assert any(v.startswith("cpu ") for v in versions)
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -260,7 +278,6 @@ def test_double_backward_says_that_there_is_none(op):
 
 def test_only_the_gradients_that_are_needed_are_asked_for():
     from kda_core.hookspecs import hookimpl
-    from kda_core.plugins import registry
 
     asked = []
 
