@@ -31,7 +31,13 @@ from kda_core_amd.launch import ARCHITECTURES, FOREIGN_ARCHITECTURE, Architectur
 SPILL_LIMIT = 8
 """Vector registers of a lane that may be kept in memory: a few saved round a loop cost nothing that can be measured."""
 
-KNOWN_SPILLS = {("gfx1100", "recurrence"): 2048}
+KNOWN_SPILLS = {
+    ("gfx1100", "prepare"): 32,
+    ("gfx1100", "gradients_kernel"): 256,
+    ("gfx1100", "recurrence"): 2048,
+    ("gfx1100", "states_kernel"): 2048,
+    ("gfx1100", "reverse_kernel"): 2048,
+}
 """Kernels that are served in spite of more. gfx1100's matrix unit wants every operand in both halves of a wave, it has
 none for float32, and a lane has 256 registers: the state and one chunk's operands do not fit."""
 

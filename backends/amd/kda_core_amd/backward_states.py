@@ -74,7 +74,8 @@ def states_kernel(
     o_cc = o_r[None, :] * C + o_r[:, None]
     o_zr = o_r[None, :] * VP + o_v[:, None]
     o_s = o_v[:, None] * KP + o_k[None, :]
-    for i in tl.range(0, (length + C - 1) // C, num_stages=STAGES):
+    # Masks and offsets formed anew in every chunk: kept from one to the next they would fill the registers.
+    for i in tl.range(0, (length + C - 1) // C, num_stages=STAGES, disable_licm=True):
         i_row = tl.cast(i, tl.int64) * C
         i_chunk = (first_slot + tl.cast(i, tl.int64)) * HV + i_h
         m_row = (o_r < length - i_row)[None, :] & m_v[:, None]

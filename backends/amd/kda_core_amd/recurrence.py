@@ -132,7 +132,8 @@ def recurrence(
             o_h = o_v[:, None] * K + o_k[None, :]
         else:
             o_h = o_v[:, None] + o_k[None, :] * V
-    for i in tl.range(0, (length + C - 1) // C, num_stages=STAGES):
+    # Masks and offsets formed anew in every chunk: kept from one to the next they would fill the registers.
+    for i in tl.range(0, (length + C - 1) // C, num_stages=STAGES, disable_licm=True):
         i_chunk = tl.cast(i, tl.int64)  # plain Python numbers in the interpreter
         p_keys = keys + i_chunk * HV * (3 * C * KP)
         first = i_chunk * C
