@@ -31,15 +31,10 @@ from kda_core_amd.launch import ARCHITECTURES, FOREIGN_ARCHITECTURE, Architectur
 SPILL_LIMIT = 8
 """Vector registers of a lane that may be kept in memory: a few saved round a loop cost nothing that can be measured."""
 
-KNOWN_SPILLS = {
-    ("gfx1100", "prepare"): 32,
-    ("gfx1100", "gradients_kernel"): 256,
-    ("gfx1100", "recurrence"): 2048,
-    ("gfx1100", "states_kernel"): 2048,
-    ("gfx1100", "reverse_kernel"): 2048,
-}
-"""Kernels that are served in spite of more. gfx1100's matrix unit wants every operand in both halves of a wave, it has
-none for float32, and a lane has 256 registers: the state and one chunk's operands do not fit."""
+KNOWN_SPILLS = {("gfx1100", 2): 1024, ("gfx1100", 4): 8192}
+"""(architecture, bytes of an operand) -> registers kept in memory by kernels that are served in spite of it. gfx1100's
+matrix unit wants every operand in both halves of a wave, it has none for float32, and a lane has 256 registers: the
+state and one chunk's operands do not fit."""
 
 POINTER_RANGE = 32
 """Bits that reach every byte of a tensor below 2 GiB; triton's ROCm launcher says so of such a tensor."""
@@ -154,7 +149,8 @@ class Resources:
         """Why a configuration must not be shipped."""
         found = []
         target = recorded.target
-        limit = KNOWN_SPILLS.get((target.name, recorded.kernel.fn.__name__), SPILL_LIMIT)
+        operand = next(x for x in recorded.arguments.values() if isinstance(x, Tensor)).dtype.itemsize
+        limit = KNOWN_SPILLS.get((target.name, operand), SPILL_LIMIT)
         if self.vgpr_spills > limit:
             found.append(f"{self.vgpr_spills} spilled registers, at most {limit} allowed")
         if self.lds > target.lds:
