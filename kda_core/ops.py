@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kda_core.errors import ContractViolation
 from kda_core.plugins import TRACED, Backend, registry
+from kda_core.reference import DIFFERENTIABLE
 from kda_core.request import BackwardResult, ForwardResult, GateRequest, Op, Request, TensorSpec
 
 NAMESPACE = "kda_core"
@@ -29,7 +30,6 @@ HOOKS = {
     "fused_recurrent_kda": ("kda_core_recurrent_forward", "kda_core_recurrent_backward"),
 }
 
-DIFFERENTIABLE = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 GATE_DIFFERENTIABLE = ("g", "A_log", "dt_bias")
 
 _TENSORS = (
