@@ -92,6 +92,10 @@ class Noise:
         """The result of an elementary function."""
         return _Rounded.apply(x, 2 * FUNCTION_ULPS * self.accumulate, self) if self.fine else x
 
+    def gate_step(self, x: Tensor) -> Tensor:
+        """``step`` inside the gate, whose input and result may be infinite, and then have no error."""
+        return torch.where(x.isinf(), x, self.step(x))
+
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         """a @ b of operands that are rounded already."""
         out = a @ b
@@ -281,7 +285,8 @@ def _forward(r: Request, x: dict[str, Tensor], noise: Noise) -> tuple[Tensor, li
     if r.use_qk_l2norm_in_kernel:
         q, k = (_L2Norm.apply(t, noise) for t in (q, k))
     if r.use_gate_in_kernel:
-        g = noise.function(_gate(r, g, x.get("A_log"), x.get("dt_bias"), noise))
+        g = _gate(r, g, x.get("A_log"), x.get("dt_bias"), noise)
+        g = torch.where(g.isinf(), g, noise.function(g))
     if r.use_beta_sigmoid_in_kernel:
         beta = noise.function(torch.sigmoid(beta) * (2.0 if r.allow_neg_eigval else 1.0))
     q, k = (t.repeat_interleave(r.HV // r.H, dim=3) for t in (q, k))
@@ -309,11 +314,11 @@ def _forward(r: Request, x: dict[str, Tensor], noise: Noise) -> tuple[Tensor, li
 
 def _gate(r: Request, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, noise: Noise) -> Tensor:
     """The gate with a leading axis of samples on every argument."""
-    g = g if dt_bias is None else noise.step(g + dt_bias[:, None, None])
+    g = g if dt_bias is None else noise.gate_step(g + dt_bias[:, None, None])
     rate = 1.0 if A_log is None else noise.function(A_log.exp())[:, None, None, :, None]
     if r.lower_bound is None:
         return -rate * torch.logaddexp(g, torch.zeros_like(g))
-    return r.lower_bound * torch.sigmoid(noise.step(rate * g))
+    return r.lower_bound * torch.sigmoid(noise.gate_step(rate * g))
 
 
 def in_float64(r: Request) -> Request:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 import kda_core
 from kda_core.capabilities import Feature
-from kda_core.testing.cases import BF16, FP32, Beta, Case, Keys
-from kda_core.testing.inputs import same_bits
+from kda_core.testing.cases import BF16, FP16, FP32, Beta, Case, Gate, Keys
+from kda_core.testing.inputs import Call, same_bits
 from kda_core.testing.marks import requires, slow
 
 DECAYS = pytest.mark.parametrize("decay", [-1.0, -5.0, -40.0, -1000.0, -1e30, "isolated"], ids=str)
@@ -35,6 +37,57 @@ def test_decay_backward(kda, decay):
 def test_decay_recurrent(kda, decay):
     """The same for fused_recurrent_kda."""
     kda.check(Case(name=f"decay steps {decay}", op="fused_recurrent_kda", T=40, K=16, decay=decay).call())
+
+
+INFINITE = pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=["float32", "bfloat16", "float16"])
+HEAD_SIZE = pytest.mark.parametrize("K", [1, 20, 64])
+
+
+def _with_infinite(call: Call, value: float = -math.inf) -> Call:
+    """The call with g infinite in whole tokens (the first, the last, two in a row) and in single channels."""
+    g = call.tensors["g"].clone()
+    g[:, [0, 5, 6, 21, -1]] = value
+    g[:, 3::9, :, 0] = value
+    g[:, 8::13, :, -1] = value
+    return call.having(g=g)
+
+
+@requires(Feature.CHUNK, Feature.BACKWARD)
+@INFINITE
+@HEAD_SIZE
+def test_infinite_decay(kda, dtype: torch.dtype, K: int):
+    """A log decay of -inf (what -1e30 rounds to in float16) forgets, and has no gradient; its neighbours are exact."""
+    case = Case(
+        name=f"-inf {dtype} {K}", T=40, K=K, V=16, dtype=dtype, gate_dtype=dtype, state=FP32, final_state=True
+    )
+    kda.check(_with_infinite(case.having(backward=True).call()))
+
+
+@requires(Feature.RECURRENT, Feature.RECURRENT_BACKWARD)
+@INFINITE
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_infinite_decay_recurrent(kda, dtype: torch.dtype, backward: bool):
+    """The same for fused_recurrent_kda."""
+    case = Case(name=f"-inf steps {dtype}", op="fused_recurrent_kda", T=24, K=20, dtype=dtype, gate_dtype=dtype)
+    kda.check(_with_infinite(case.having(state=FP32, backward=backward).call()))
+
+
+@requires(Feature.CHUNK, Feature.SOFTPLUS_GATE, Feature.LOWER_BOUND_GATE)
+@INFINITE
+@pytest.mark.parametrize("gate", ["softplus", "lower bound"])
+@pytest.mark.parametrize("value", [-math.inf, math.inf], ids=str)
+def test_infinite_gate_input(kda, dtype: torch.dtype, gate: Gate, value: float):
+    """A raw gate input of +-inf is the gate's limit there, and touches no other channel."""
+    case = Case(name=f"{value} {gate} {dtype}", T=40, K=20, gate=gate, dtype=dtype, gate_dtype=dtype)
+    kda.check(_with_infinite(case.call(), value))
+
+
+@requires(Feature.CHUNK, Feature.BACKWARD, Feature.SOFTPLUS_GATE)
+@INFINITE
+def test_infinite_gate_input_backward(kda, dtype: torch.dtype):
+    """Where the gate has a limit with a gradient (no decay at all), gradients are that limit's."""
+    case = Case(name=f"gradients at -inf {dtype}", T=40, K=20, gate="softplus", dtype=dtype, gate_dtype=dtype)
+    kda.check(_with_infinite(case.having(backward=True).call()))
 
 
 @requires(Feature.CHUNK)
