@@ -85,14 +85,39 @@ def _row_norms(
 
 
 @triton.jit
-def _widen(x, BK: tl.constexpr, TERMS: tl.constexpr):
+def _widen(x, BK: tl.constexpr):
     """A loaded block in float32. 16-bit blocks go through an exact product with the identity: operands of a product are
     fetched to shared memory ahead of their use, and the result is laid out as the other products are."""
     dtype = x.dtype
-    if dtype == tl.float32 or dtype == tl.float64 or TERMS == 1:
+    if dtype == tl.float32 or dtype == tl.float64:
         return x.to(tl.float32)
     r = tl.arange(0, BK)
     return tl.dot(x, (r[:, None] == r[None, :]).to(dtype))
+
+
+@triton.jit
+def _widen_gate(x, BK: tl.constexpr):
+    """``_widen`` for g, which may be infinite: 0 · inf would be NaN in the row's other channels."""
+    if x.dtype == tl.float16:
+        x = tl.clamp(x, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
+    elif x.dtype == tl.bfloat16:
+        x = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 bound;
+            mov.b32 bound, 0xff7fff7f;
+            max.NaN.bf16x2 $0, $1, bound;
+            mov.b32 bound, 0x7f7f7f7f;
+            min.NaN.bf16x2 $0, $0, bound;
+            }
+            """,
+            "=r,r",
+            [x],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    return _widen(x, BK)
 
 
 @triton.jit
@@ -264,12 +289,12 @@ def prepare(
         m_k = o_k < K
         mask0 = valid0[:, None] & m_k[None, :]
         mask1 = valid1[:, None] & m_k[None, :]
-        b_g0 = _widen(tl.load(g + p_g + rows0[:, None] * s_gt + o_k[None, :], mask=mask0, other=0.0), BK, TERMS)
-        b_g1 = _widen(tl.load(g + p_g + rows1[:, None] * s_gt + o_k[None, :], mask=mask1, other=0.0), BK, TERMS)
-        b_q0 = _widen(tl.load(q + p_q + rows0[:, None] * s_qt + o_k[None, :], mask=mask0, other=0.0), BK, TERMS)
-        b_q1 = _widen(tl.load(q + p_q + rows1[:, None] * s_qt + o_k[None, :], mask=mask1, other=0.0), BK, TERMS)
-        b_k0 = _widen(tl.load(k + p_k + rows0[:, None] * s_kt + o_k[None, :], mask=mask0, other=0.0), BK, TERMS)
-        b_k1 = _widen(tl.load(k + p_k + rows1[:, None] * s_kt + o_k[None, :], mask=mask1, other=0.0), BK, TERMS)
+        b_g0 = _widen_gate(tl.load(g + p_g + rows0[:, None] * s_gt + o_k[None, :], mask=mask0, other=0.0), BK)
+        b_g1 = _widen_gate(tl.load(g + p_g + rows1[:, None] * s_gt + o_k[None, :], mask=mask1, other=0.0), BK)
+        b_q0 = _widen(tl.load(q + p_q + rows0[:, None] * s_qt + o_k[None, :], mask=mask0, other=0.0), BK)
+        b_q1 = _widen(tl.load(q + p_q + rows1[:, None] * s_qt + o_k[None, :], mask=mask1, other=0.0), BK)
+        b_k0 = _widen(tl.load(k + p_k + rows0[:, None] * s_kt + o_k[None, :], mask=mask0, other=0.0), BK)
+        b_k1 = _widen(tl.load(k + p_k + rows1[:, None] * s_kt + o_k[None, :], mask=mask1, other=0.0), BK)
         bias = tl.zeros([1, BK], tl.float32)
         if dt_bias is not None:
             bias = tl.load(dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)[None, :]
