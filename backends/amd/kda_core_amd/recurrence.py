@@ -26,15 +26,17 @@ def state_offsets(o_v, o_k, s_k, s_v):
 @triton.jit
 def _states_before(cu_seqlens, i_n, length, ROWS: tl.constexpr):
     """Index in h of a sequence's first state: the chunks of ROWS rows of the sequences before it."""
+    # One exit: Triton 3.6 compiles what follows a return in a branch that is known at compile time.
     if cu_seqlens is None:
-        return i_n * ((length + ROWS - 1) // ROWS)
-    before = tl.zeros_like(i_n)
-    for first in range(0, i_n, 64):
-        o_n = first + tl.arange(0, 64)
-        m_n = o_n < i_n
-        begin = tl.load(cu_seqlens + o_n, mask=m_n, other=0).to(tl.int64)
-        end = tl.load(cu_seqlens + o_n + 1, mask=m_n, other=0).to(tl.int64)
-        before += tl.sum((end - begin + ROWS - 1) // ROWS)
+        before = i_n * ((length + ROWS - 1) // ROWS)
+    else:
+        before = tl.zeros_like(i_n)
+        for first in range(0, i_n, 64):
+            o_n = first + tl.arange(0, 64)
+            m_n = o_n < i_n
+            begin = tl.load(cu_seqlens + o_n, mask=m_n, other=0).to(tl.int64)
+            end = tl.load(cu_seqlens + o_n + 1, mask=m_n, other=0).to(tl.int64)
+            before += tl.sum((end - begin + ROWS - 1) // ROWS)
     return before
 
 
