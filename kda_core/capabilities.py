@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -111,6 +112,8 @@ class BackendInfo:
         capabilities: what it can serve.
         slack: declared numerical slack; empty for most backends.
         summary: one line for ``kda_core info``.
+        foreign_device: for tests, it can run on a device that it is not made for (``runs_on_foreign_device``); it then
+            serves only when named.
     """
 
     name: str
@@ -121,6 +124,7 @@ class BackendInfo:
     capabilities: Capabilities
     slack: tuple[Slack, ...] = ()
     summary: str = ""
+    foreign_device: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,3 +139,12 @@ class Unavailable:
     """The backend cannot run on the device that it was asked about."""
 
     reason: str
+
+
+FOREIGN_VARIABLE = "KDA_FOREIGN_DEVICE"
+"""For tests only: names of backends, separated by commas, that are to run on a device that they are not made for."""
+
+
+def runs_on_foreign_device(backend: str) -> bool:
+    """Whether the environment says so; a backend that declares ``foreign_device`` asks when it is loaded."""
+    return backend in os.environ.get(FOREIGN_VARIABLE, "").split(",")

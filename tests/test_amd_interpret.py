@@ -95,12 +95,24 @@ def test_foreign_device_is_an_explicit_choice():
     assert "not built for ROCm" not in info["cuda"]
 
 
+KIT = (
+    "import sys, pytest; sys.exit(pytest.main(['-p', 'kda_core.testing.plugin', '--pyargs', 'kda_core.testing.suite', "
+    "'--backend=amd', {options}'-q', '-p', 'no:cacheprovider']))"
+)
+
+
 @pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="this machine has a GPU")
 def test_kit_without_a_device_is_a_usage_error():
-    """``--backend=amd`` without ROCm and without ``--interpret`` ends at once and says so."""
-    done = _python(
-        "import sys, pytest; sys.exit(pytest.main(['-p', 'kda_core.testing.plugin', '--pyargs', "
-        "'kda_core.testing.suite', '--backend=amd', '-q', '-p', 'no:cacheprovider']))"
-    )
+    """``--backend=amd`` without ROCm ends at once, says so, and names the two other ways."""
+    done = _python(KIT.format(options=""))
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "not built for ROCm" in done.stdout + done.stderr
+    for words in ("not built for ROCm", "--interpret", "--foreign-device"):
+        assert words in done.stdout + done.stderr
+
+
+@pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="this machine has a GPU")
+def test_foreign_device_needs_a_device():
+    """``--foreign-device`` lifts the demand for ROCm and not that for a GPU."""
+    done = _python(KIT.format(options="'--foreign-device', "))
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "torch sees no GPU" in done.stdout + done.stderr

@@ -6,9 +6,14 @@ import contextlib
 import io
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 
+from kda_core.capabilities import FOREIGN_VARIABLE, Available, Unavailable, runs_on_foreign_device
+from kda_core.hookspecs import hookimpl
+from kda_core.plugins import registry
+from kda_core.reference import ReferenceBackend
 from kda_core.testing.plugin import INTERPRETER_VARIABLE, MODE_VARIABLE
 
 TINY = """
@@ -122,6 +127,76 @@ def test_plugin_interprets(pytest_in, monkeypatch):
     monkeypatch.setenv(INTERPRETER_VARIABLE, "1")
     status, text = pytest_in("--interpret", "--backend=reference", "test_tiny.py", "-k", "forward")
     assert status == pytest.ExitCode.OK, text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--foreign-device",), "say which backend"),
+        (("--foreign-device", "--backend=reference"), "does not declare that it can run on a foreign device"),
+        (("--foreign-device", "--backend=reference", "--interpret"), "leave one of the two options out"),
+    ],
+    ids=["no backend named", "a backend that cannot", "beside the interpreter"],
+)
+def test_plugin_refuses_a_foreign_device(pytest_in, monkeypatch, arguments, message: str):
+    monkeypatch.setenv(INTERPRETER_VARIABLE, "1")
+    monkeypatch.setenv(FOREIGN_VARIABLE, "")
+    status, text = pytest_in(*arguments, "test_tiny.py")
+    assert status == pytest.ExitCode.USAGE_ERROR
+    assert message in text
+
+
+class Traveller(ReferenceBackend):
+    """The oracle under another name: for a device that no machine has, and for any other when it is allowed to."""
+
+    def __init__(self, priority: int | None = None) -> None:
+        self.priority = priority
+
+    @hookimpl
+    def kda_core_backend(self):
+        return replace(super().kda_core_backend(), name="traveller", priority=self.priority, foreign_device=True)
+
+    @hookimpl
+    def kda_core_availability(self, device):
+        return Available() if runs_on_foreign_device("traveller") else Unavailable("its device is not here")
+
+
+@pytest.fixture
+def traveller(monkeypatch):
+    """Registers a ``Traveller``."""
+    monkeypatch.setenv(FOREIGN_VARIABLE, "")
+
+    def register(**options) -> None:
+        registry.load()
+        assert registry.register(Traveller(**options)).state == "loaded"
+
+    yield register
+    registry.unregister("traveller")
+
+
+def test_plugin_says_how_to_test_without_the_device(pytest_in, traveller):
+    """Both options are named to whoever tests a backend whose device is not here."""
+    traveller()
+    status, text = pytest_in("--backend=traveller", "test_tiny.py")
+    assert status == pytest.ExitCode.USAGE_ERROR
+    assert "its device is not here" in text
+    assert "--interpret" in text
+    assert "--foreign-device" in text
+
+
+def test_plugin_tests_on_a_foreign_device(pytest_in, traveller):
+    traveller()
+    status, text = pytest_in("--backend=traveller", "--foreign-device", "test_tiny.py", "-k", "forward")
+    assert status == pytest.ExitCode.OK, text
+    assert "a foreign device" in text
+
+
+def test_plugin_refuses_a_foreign_device_that_would_serve(pytest_in, traveller):
+    """On a device that it is not made for, a backend never serves calls that do not name it."""
+    traveller(priority=1)
+    status, text = pytest_in("--backend=traveller", "--foreign-device", "test_tiny.py")
+    assert status == pytest.ExitCode.USAGE_ERROR
+    assert "would serve calls that do not name it" in text
 
 
 def test_plugin_runs_the_installed_suite(pytest_in):

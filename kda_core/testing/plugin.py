@@ -2,6 +2,7 @@
 
 Options: ``--backend=NAME`` (repeatable) names the backends to test; without it every installed one that this
 machine can run is tested, the oracle aside. ``--interpret`` runs Triton kernels in Triton's interpreter on the CPU.
+``--foreign-device`` tests a named backend on a device that it is not made for, where the backend can do so.
 ``--kda-report=FILE`` writes the summary as JSON. Tests marked ``slow`` run with ``-m slow``, or with KDA_TEST_MODE=slow
 (only those) or KDA_TEST_MODE=all.
 """
@@ -24,6 +25,7 @@ pytest.register_assert_rewrite("kda_core.testing.suite")
 import torch  # noqa: E402
 
 import kda_core  # noqa: E402
+from kda_core.capabilities import FOREIGN_VARIABLE  # noqa: E402
 from kda_core.errors import KdaError, UnsupportedCall  # noqa: E402
 from kda_core.hookspecs import CONTRACT_VERSION  # noqa: E402
 from kda_core.plugins import registry  # noqa: E402
@@ -51,6 +53,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="test this backend (repeatable); without it: every installed one that this machine can run",
     )
     group.addoption("--interpret", action="store_true", help="run Triton kernels in Triton's interpreter, on the CPU")
+    group.addoption(
+        "--foreign-device",
+        action="store_true",
+        help="test the named backends on a device that they are not made for; only those that declare that they can",
+    )
     group.addoption("--kda-report", default=None, metavar="FILE", help="write the summary as JSON")
 
 
@@ -61,6 +68,8 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"{MODE_VARIABLE}: expected one of {', '.join(MODES)}, got {_mode()!r}")
     if config.getoption("interpret"):
         _switch_interpreter_on()
+    if config.getoption("foreign_device"):
+        _allow_foreign_device(config)
     config.stash[TARGETS] = _targets(config)
     config.stash[GATHERED] = {}
 
@@ -79,12 +88,24 @@ def _switch_interpreter_on() -> None:
     os.environ[INTERPRETER_VARIABLE] = "1"
 
 
+def _allow_foreign_device(config: pytest.Config) -> None:
+    """Let the named backends run on any device; they look when they are loaded."""
+    names = config.getoption("backend")
+    if names is None:
+        raise pytest.UsageError("--foreign-device: say which backend, with --backend=NAME")
+    if config.getoption("interpret"):
+        raise pytest.UsageError("--foreign-device: the interpreter runs on the CPU; leave one of the two options out")
+    os.environ[FOREIGN_VARIABLE] = ",".join(dict.fromkeys(names))
+
+
 def _targets(config: pytest.Config) -> list[Target]:
-    interpret = config.getoption("interpret")
+    interpret, foreign = config.getoption("interpret"), config.getoption("foreign_device")
     names = config.getoption("backend")
     if names is not None:
         try:
-            return [find_target(name, interpret) for name in dict.fromkeys(names)]
+            return [find_target(name, interpret, foreign) for name in dict.fromkeys(names)]
+        except UnsupportedCall as error:
+            raise pytest.UsageError(f"--backend: {error}{_other_ways(names, interpret or foreign)}") from None
         except KdaError as error:
             raise pytest.UsageError(f"--backend: {error}") from None
     targets = []
@@ -99,6 +120,16 @@ def _targets(config: pytest.Config) -> list[Target]:
     return targets
 
 
+def _other_ways(names: list[str], chosen: bool) -> str:
+    """How backends can be tested without the device that they are made for; nothing once such a way was chosen."""
+    if chosen:
+        return ""
+    ways = "; --interpret runs kernels that are written in Triton on the CPU"
+    if any(registry.named(name).info.foreign_device for name in names):
+        ways += ", --foreign-device runs them on whatever accelerator there is"
+    return ways
+
+
 def pytest_report_header(config: pytest.Config) -> list[str]:
     lines = [
         f"kda-core {kda_core.__version__} (contract {CONTRACT_VERSION}), torch {torch.__version__}, "
@@ -106,7 +137,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     ]
     for t in config.stash[TARGETS]:
         info = registry.named(t.backend).info
-        how = ", interpreted" if t.interpreted else ""
+        how = ", interpreted" * t.interpreted + ", a foreign device" * t.foreign
         lines.append(f"backend {info.name} {info.version} (contract {info.contract}) on {_device_name(t.device)}{how}")
     tested = {t.backend for t in config.stash[TARGETS]} | {ORACLE}
     for backend in registry.backends if config.getoption("backend") is None else ():

@@ -18,11 +18,13 @@ class Target:
 
     Attributes:
         interpreted: kernels run in Triton's interpreter, on the CPU.
+        foreign: the device is one that the backend is not made for.
     """
 
     backend: str
     device: torch.device
     interpreted: bool = False
+    foreign: bool = False
 
 
 def devices_of(info: BackendInfo, only_cpu: bool) -> Iterator[torch.device]:
@@ -37,23 +39,29 @@ def devices_of(info: BackendInfo, only_cpu: bool) -> Iterator[torch.device]:
         yield torch.device("cpu")
 
 
-def find_target(backend: str, interpret: bool = False) -> Target:
+def find_target(backend: str, interpret: bool = False, foreign: bool = False) -> Target:
     """The backend on the best device of this machine that it can run on.
 
     Args:
         interpret: run kernels in Triton's interpreter, on the CPU.
+        foreign: the environment allowed it a device that it is not made for before it was loaded
+            (``kda_core.capabilities.FOREIGN_VARIABLE``).
 
     Raises:
         BackendNotFound, BrokenBackend: no such backend can be used.
         UnsupportedCall: it cannot run here; the message holds its reasons.
     """
     loaded = registry.named(backend)
+    if foreign and not loaded.info.foreign_device:
+        raise UnsupportedCall(f"backend {backend!r} does not declare that it can run on a foreign device")
+    if foreign and loaded.info.priority is not None:
+        raise UnsupportedCall(f"backend {backend!r} would serve calls that do not name it from a foreign device")
     reasons = []
     for device in devices_of(loaded.info, only_cpu=interpret):
         available = loaded.availability(device)
         if isinstance(available, Available):
             # A backend of accelerators that serves the CPU beside them does so through the interpreter.
-            return Target(backend, device, interpret and set(loaded.info.device_types) != {"cpu"})
+            return Target(backend, device, interpret and set(loaded.info.device_types) != {"cpu"}, foreign)
         reasons.append(f"{device}: {available.reason}")
     serves = " or ".join(loaded.info.device_types)
     where = "the CPU, where the interpreter runs" if interpret else "this machine"

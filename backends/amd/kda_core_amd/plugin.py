@@ -9,7 +9,15 @@ import torch
 from packaging.specifiers import SpecifierSet
 from torch import Tensor
 
-from kda_core.capabilities import Available, BackendInfo, Capabilities, Feature, Unavailable
+from kda_core.capabilities import (
+    FOREIGN_VARIABLE,
+    Available,
+    BackendInfo,
+    Capabilities,
+    Feature,
+    Unavailable,
+    runs_on_foreign_device,
+)
 from kda_core.hookspecs import hookimpl
 from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request, TensorSpec
 from kda_core_amd import __version__
@@ -19,12 +27,9 @@ NAME = "amd"
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton's interpreter runs the kernels, on CPU tensors (read once: triton reads it once as well)."""
 
-FOREIGN_VARIABLE = "KDA_FOREIGN_DEVICE"
-"""For tests only: a comma-separated list of backends that may run on a GPU that they are not made for. It is read when
-backends are loaded. The kernels are plain Triton: on another vendor's GPU their arithmetic and addresses can be checked
-at full size, and nothing about speed, registers or instructions of an AMD chip."""
-
-FOREIGN = NAME in os.environ.get(FOREIGN_VARIABLE, "").split(",")
+FOREIGN = runs_on_foreign_device(NAME)
+"""For tests only: on another vendor's GPU the arithmetic and the addresses of these kernels, which are plain Triton,
+can be checked at full size, and nothing about speed, registers or instructions of an AMD chip."""
 
 SERVED_ARCHITECTURES = ("gfx90a", "gfx942", "gfx950", "gfx1100")
 
@@ -55,6 +60,7 @@ _INFO = BackendInfo(
         closed=_CLOSED,
     ),
     summary=f"Triton for ROCm ({', '.join(SERVED_ARCHITECTURES)}), any log decay; not yet run on AMD hardware",
+    foreign_device=True,
 )
 
 
