@@ -13,6 +13,9 @@ LOG2_E = tl.constexpr(1 / math.log(2))
 LOG2_DECAY_FLOOR = tl.constexpr(-1e30)
 """Stands for −inf: sums of it stay finite, and 0 · floor is 0 where 0 · −inf would be NaN."""
 
+MAX_RATE = tl.constexpr(2.0**100)
+"""Stands for a rate exp(A_log) that overflows, so that neither 0 · rate nor differences of products become NaN."""
+
 NORM_EPS = tl.constexpr(1e-6)
 """Added to the sum of squares of a q or k row, as in every KDA implementation."""
 
@@ -41,6 +44,33 @@ def softplus(x):
     series = series * square + 1 / 3
     series = series * square + 1.0
     return tl.maximum(x, 0.0) + 2.0 * s * series
+
+
+@triton.jit
+def gate_rate(A_log, i_h):
+    """exp(A_log) of head ``i_h``, or 1 without A_log."""
+    rate = 1.0
+    if A_log is not None:
+        rate = tl.minimum(tl.exp2(tl.load(A_log + i_h).to(tl.float32) * LOG2_E), MAX_RATE)
+    return rate
+
+
+@triton.jit
+def gate_gradient(x, rate, lower_bound, grad, GATE: tl.constexpr):
+    """Gradient of x = g + dt_bias and the summands of dA_log, from ``grad`` of the natural-log decay.
+
+    With γ = −rate·softplus(x): dx = −rate·sigmoid(x)·dγ and dA_log = Σ γ·dγ. With γ = b·sigmoid(rate·x):
+    dx = b·rate·s(z)·s(−z)·dγ, z = rate·x, and dA_log = Σ x·dx. Where x is infinite, a gradient that vanishes stays 0.
+    """
+    if GATE == "bounded":
+        z = x * rate
+        # s(z)·s(−z) and not s·(1 − s), which loses every digit for large z.
+        dx = sigmoid(z) * sigmoid(-z) * grad * lower_bound * rate
+        summand = tl.where(dx == 0.0, 0.0, x * dx)
+    else:
+        dx = -(sigmoid(x) * rate * grad)
+        summand = tl.where(grad == 0.0, 0.0, -(softplus(x) * rate * grad))
+    return dx, summand
 
 
 @triton.jit

@@ -24,8 +24,7 @@ import triton
 import triton.language as tl
 
 from kda_core.triton_lib.decay import after, selected_sum, split, straddles, through, to_reference
-from kda_core.triton_lib.gate import NORM_EPS, log2_decay, sigmoid, softplus, write_strength
-from kda_core_amd.gate import gate_rate
+from kda_core.triton_lib.gate import NORM_EPS, gate_gradient, gate_rate, log2_decay, sigmoid, write_strength
 from kda_core_amd.slots import rows_of_slot
 
 _NUMBERS = ["scale", "lower_bound", "T", "N", "chunks", "HV", "group", "s_qb", "s_kb", "s_gb", "s_bb", "s_ob"]
@@ -263,14 +262,8 @@ def gradients_kernel(
         tl.store(dk + offsets, b_dk.to(dk.dtype.element_ty), mask=mask)
         if GATE != "none":
             b_dgamma = tl.where(mask, b_dgamma, 0.0)
-            x = b_g + bias
-            if GATE == "softplus":
-                dA += tl.sum(-(softplus(x) * rate * b_dgamma), 1)
-                b_dgamma = -(sigmoid(x) * rate * b_dgamma)
-            else:
-                # s(x)·s(−x) and not s·(1 − s), which loses every digit for large x.
-                b_dgamma = sigmoid(x * rate) * sigmoid(-(x * rate)) * b_dgamma * lower_bound * rate
-                dA += tl.sum(x * b_dgamma, 1)
+            b_dgamma, summand = gate_gradient(b_g + bias, rate, lower_bound, b_dgamma, GATE)
+            dA += tl.sum(summand, 1)
             if ddt_bias is not None:
                 tl.store(ddt_bias + i_chunk * K + o_k, tl.sum(b_dgamma, 0), mask=m_k)
         tl.store(dg + offsets, b_dgamma.to(dg.dtype.element_ty), mask=mask)

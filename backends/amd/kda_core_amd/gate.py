@@ -2,10 +2,7 @@
 
     γ = −exp(A_log)·softplus(x), or with a lower bound b, γ = b·sigmoid(exp(A_log)·x).
 
-Gradients, from dγ, with z = exp(A_log)·x:
-
-    softplus      dx = −exp(A_log)·sigmoid(x)·dγ                 dA_log = Σ γ·dγ
-    lower bound   dx = b·sigmoid(z)·sigmoid(−z)·exp(A_log)·dγ    dA_log = Σ x·dx        dg = dx,  ddt_bias = Σ dx
+Gradients: ``gate_gradient`` of triton_lib.
 
 Grid: ceil(R / ROWS) · HV programs along axis 0, heads fastest; R rows, ROWS of them a program, all channels of one head
 at once. Sums over rows leave one partial result a program, added up afterwards in a fixed order. Offsets are int64.
@@ -19,24 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from kda_core.request import BackwardResult, GateRequest
-from kda_core.triton_lib.gate import LOG2_E, sigmoid, softplus
+from kda_core.triton_lib.gate import gate_gradient, gate_rate, sigmoid, softplus
 from kda_core_amd import launch
 from kda_core_amd.layout import padded
 
 ROWS = 32
 """Rows of a program."""
-
-MAX_RATE = tl.constexpr(2.0**100)
-"""Stands for a rate exp(A_log) that overflows, so that neither 0 · rate nor differences of products become NaN."""
-
-
-@triton.jit
-def gate_rate(A_log, i_h):
-    """exp(A_log) of head ``i_h``, or 1 without A_log."""
-    rate = 1.0
-    if A_log is not None:
-        rate = tl.minimum(tl.exp2(tl.load(A_log + i_h).to(tl.float32) * LOG2_E), MAX_RATE)
-    return rate
 
 
 @triton.jit
@@ -95,14 +80,7 @@ def gate_backward_kernel(
 ):
     pid, offsets, mask, x, rate = _inputs(g, A_log, dt_bias, R, HV, K, KP, ROWS)
     b_grad = tl.load(grad + offsets, mask=mask, other=0.0).to(tl.float32)
-    if BOUNDED:
-        z = x * rate
-        # s(z)·s(−z) and not s·(1 − s), which loses every digit for large z.
-        dx = sigmoid(z) * sigmoid(-z) * b_grad * lower_bound * rate
-        summand = x * dx
-    else:
-        dx = -(sigmoid(x) * rate * b_grad)
-        summand = -(softplus(x) * rate * b_grad)
+    dx, summand = gate_gradient(x, rate, lower_bound, b_grad, "bounded" if BOUNDED else "softplus")
     dx = tl.where(mask, dx, 0.0)
     tl.store(dg + offsets, dx.to(dg.dtype.element_ty), mask=mask)
     if dA_log is not None:

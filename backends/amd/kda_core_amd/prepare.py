@@ -26,9 +26,8 @@ from kda_core.triton_lib.decay import (
     through,
     to_reference,
 )
-from kda_core.triton_lib.gate import NORM_EPS, log2_decay, write_strength
+from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
 from kda_core.triton_lib.inverse import inverse_16
-from kda_core_amd.gate import gate_rate
 from kda_core_amd.slots import rows_of_slot
 
 _NUMBERS = [

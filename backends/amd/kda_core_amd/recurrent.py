@@ -19,10 +19,9 @@ import triton
 import triton.language as tl
 
 from kda_core.request import ForwardResult, Request
-from kda_core.triton_lib.gate import NORM_EPS, log2_decay, write_strength
+from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
 from kda_core_amd import launch
 from kda_core_amd.chunk_forward import finished, output_buffers
-from kda_core_amd.gate import gate_rate
 from kda_core_amd.launch import batch_strides, dense, gate_kind, rows_contiguous, state_strides
 from kda_core_amd.layout import padded
 

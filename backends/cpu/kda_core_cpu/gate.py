@@ -7,8 +7,8 @@ Gradients, with z = exp(A_log)·x, from dγ:
     softplus      dx = −exp(A_log)·sigmoid(x)·dγ             dA_log = Σ γ·dγ
     lower bound   dx = b·sigmoid(z)·sigmoid(−z)·exp(A_log)·dγ    dA_log = Σ x·dx          dg = dx,  ddt_bias = Σ dx
 
-sigmoid(z)·sigmoid(−z) rather than s·(1 − s), which loses all digits for large z. A rate or a decay that
-overflows is held at the largest finite number, so that 0·∞ never turns a vanished gradient into NaN.
+sigmoid(z)·sigmoid(−z) rather than s·(1 − s), which loses all digits for large z. A rate, a decay or an
+input that overflows is held at the largest finite number, so that 0·∞ never turns a vanished gradient into NaN.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def log_decay_backward(
     grad_x = torch.sigmoid(z).mul_(torch.sigmoid(-z)).mul_(grad).mul_(lower_bound)
     if rate is not None:
         grad_x.mul_(rate)
-    return grad_x, x.mul_(grad_x)
+    largest = torch.finfo(x.dtype).max
+    return grad_x, x.clamp_(-largest, largest).mul_(grad_x)
 
 
 def gate_forward(request: GateRequest) -> Tensor:

@@ -24,6 +24,7 @@ the normalised rows (backward_finish undoes the norm). Addresses: int64 from the
 import triton
 import triton.language as tl
 
+from kda_core.triton_lib.gate import gate_gradient
 from kda_core_nvidia.backward_levels import (
     interval_sum,
     level_interval,
@@ -32,7 +33,6 @@ from kda_core_nvidia.backward_levels import (
     load_gate,
     locate,
     log2_decay,
-    softplus,
     split3,
 )
 
@@ -250,18 +250,12 @@ def gradients_kernel(
     tl.store(dk + o_out, (b_dkr + b_dkc * b_beta[None, :]).to(dk.dtype.element_ty), mask=m_kc)
     b_dbeta = tl.sum(b_k * b_dkc, 0) * beta_slope
     tl.store(dbeta + o_c * HV, b_dbeta.to(dbeta.dtype.element_ty), mask=m_c)
-    if GATE != 0:
+    if GATE != "none":
         b_g = tl.where(m_kc, b_g + b_bias[:, None], 0.0)
         b_dgamma = tl.where(m_kc, b_dgamma, 0.0)
-        if GATE == 1:
-            dA = tl.sum(b_dgamma * (-a * softplus(b_g)))
-            b_dgamma *= -a * tl.sigmoid(b_g)
-        else:
-            b_sigmoid = tl.sigmoid(a * b_g)
-            b_dgamma *= (lower_bound * a) * b_sigmoid * (1.0 - b_sigmoid)
-            dA = tl.sum(b_dgamma * b_g)
+        b_dgamma, summand = gate_gradient(b_g, a, lower_bound, b_dgamma, GATE)
         if HAS_BIAS:
             tl.store(dbias_partial + block * K + o_k, tl.sum(b_dgamma, 1), mask=m_k)
         if HAS_A:
-            tl.store(dA_partial + block * NK + i_k, dA)
+            tl.store(dA_partial + block * NK + i_k, tl.sum(summand))
     tl.store(dg + o_out, b_dgamma.to(dg.dtype.element_ty), mask=m_kc)

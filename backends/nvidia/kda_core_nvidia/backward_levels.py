@@ -13,12 +13,11 @@ as two or three half-precision terms (16 significant bits for bf16, 22 for fp16 
 with 0 and 1 are exact.
 """
 
-import math
-
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1 / math.log(2))
+from kda_core.triton_lib import gate
+
 L2NORM_EPS = tl.constexpr(1e-6)
 # exp2 of anything below is 0 in fp32, so that a clamp there changes no result; fp16 holds it, and 0 times it is 0.
 MIN_LOG2_DECAY = tl.constexpr(-512.0)
@@ -48,23 +47,10 @@ def locate(i_slot, slot_sequence, first_slot, cu_seqlens, T, NT, N, C: tl.conste
 
 
 @triton.jit
-def softplus(x):
-    """log(1 + exp x), accurate for very negative x too."""
-    y = tl.exp(-tl.abs(x))
-    y1 = 1.0 + y
-    # log1p(y) = y log(1 + y) / ((1 + y) - 1): the rounding of 1 + y divides out.
-    log1p = tl.where(y1 == 1.0, y, y * tl.log(y1) / tl.where(y1 == 1.0, 1.0, y1 - 1.0))
-    return tl.maximum(x, 0.0) + log1p
-
-
-@triton.jit
 def log2_decay(b_g, a, b_bias, lower_bound, GATE: tl.constexpr):
-    """Log2 decay of a block [BK, C] of g. GATE: 0 g is the natural-log decay, 1 softplus gate, 2 lower-bound gate."""
-    if GATE == 1:
-        b_g = -a * softplus(b_g + b_bias[:, None])
-    elif GATE == 2:
-        b_g = lower_bound * tl.sigmoid(a * (b_g + b_bias[:, None]))
-    return tl.maximum(b_g * LOG2E, MIN_LOG2_DECAY)
+    """Log2 decay of a block [BK, C] of g, where it makes a difference: floored at MIN_LOG2_DECAY (NaN stays NaN)."""
+    y = gate.log2_decay(b_g, a, b_bias[:, None], lower_bound, GATE)
+    return tl.where(y < MIN_LOG2_DECAY, MIN_LOG2_DECAY, y)
 
 
 @triton.jit
@@ -72,7 +58,7 @@ def load_gate(A_log, dt_bias, i_h, o_k, m_k, K: tl.constexpr, HAS_A: tl.constexp
     """exp(A_log) of a head (1 without it) and its block of dt_bias (0 without it)."""
     a = 1.0
     if HAS_A:
-        a = tl.exp(tl.load(A_log + i_h).to(tl.float32))
+        a = gate.gate_rate(A_log, i_h)
     b_bias = tl.zeros(o_k.shape, tl.float32)
     if HAS_BIAS:
         b_bias = tl.load(dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)

@@ -27,6 +27,7 @@ from kda_core_nvidia.backward_gradients import gradients_kernel
 from kda_core_nvidia.backward_prepare import prepare_kernel
 from kda_core_nvidia.backward_reverse import reverse_kernel
 from kda_core_nvidia.backward_states import states_kernel
+from kda_core_nvidia.chunk_forward import gate_kind
 
 CHUNK = 32
 """Rows of a chunk; the states before and after each are kept for the gradients kernel."""
@@ -175,8 +176,8 @@ def _gradients(r: Request) -> dict[str, Tensor]:
     q, k, v, g, beta, do = inputs.values()
 
     empty = lambda *shape, dtype=dtype: torch.empty(shape, dtype=dtype, device=device)  # noqa: E731
-    gate = 0 if not r.use_gate_in_kernel else 1 if r.lower_bound is None else 2
-    has_a, has_bias = gate != 0 and r.A_log is not None, gate != 0 and r.dt_bias is not None
+    gate = gate_kind(r)
+    has_a, has_bias = gate != "none" and r.A_log is not None, gate != "none" and r.dt_bias is not None
     dt_bias = r.dt_bias.contiguous() if has_bias else g
     A_log = r.A_log.contiguous() if has_a else g
     lower_bound = 0.0 if r.lower_bound is None else float(r.lower_bound)

@@ -2,10 +2,7 @@
 
     γ = −exp(A_log)·softplus(x), or with a lower bound b, γ = b·sigmoid(exp(A_log)·x).
 
-Gradients, from dγ, with z = exp(A_log)·x:
-
-    softplus      dx = −exp(A_log)·sigmoid(x)·dγ                 dA_log = Σ γ·dγ
-    lower bound   dx = b·sigmoid(z)·sigmoid(−z)·exp(A_log)·dγ    dA_log = Σ x·dx        dg = dx,  ddt_bias = Σ dx
+Gradients: ``gate_gradient`` of triton_lib.
 
 One program takes ROWS rows of one head, all its channels at once; sums over rows leave one partial result a program,
 added up afterwards in a fixed order. Index arithmetic is int64.
@@ -19,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kda_core.request import BackwardResult, GateRequest
-from kda_core.triton_lib.gate import LOG2_E, sigmoid, softplus
+from kda_core.triton_lib.gate import gate_gradient, gate_rate, sigmoid, softplus
 from kda_core_nvidia.launch import on_device
 
 ROWS = 32
@@ -35,11 +32,7 @@ def _inputs(g, A_log, dt_bias, i_h, rows, m_row, HV, K: tl.constexpr, KP: tl.con
     x = tl.load(g + offsets, mask=mask, other=0.0).to(tl.float32)
     if dt_bias is not None:
         x += tl.load(dt_bias + i_h * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)[None, :]
-    rate = 1.0
-    if A_log is not None:
-        # The largest finite float32 stands for a rate that overflows, so that 0 · rate stays 0.
-        rate = tl.minimum(tl.exp2(tl.load(A_log + i_h).to(tl.float32) * LOG2_E), 3.4028234663852886e38)
-    return offsets, mask, x, rate
+    return offsets, mask, x, gate_rate(A_log, i_h)
 
 
 @triton.jit(do_not_specialize=["R", "HV"])
@@ -89,14 +82,7 @@ def gate_backward_kernel(
     rows = pid // HV * ROWS + tl.arange(0, ROWS)
     offsets, mask, x, rate = _inputs(g, A_log, dt_bias, i_h, rows, rows < R, HV, K, KP)
     b_grad = tl.load(grad + offsets, mask=mask, other=0.0).to(tl.float32)
-    if BOUNDED:
-        z = x * rate
-        # s(z)·s(−z) and not s·(1 − s), which loses every digit for large z.
-        dx = sigmoid(z) * sigmoid(-z) * b_grad * lower_bound * rate
-        summand = x * dx
-    else:
-        dx = -(sigmoid(x) * rate * b_grad)
-        summand = -(softplus(x) * rate * b_grad)
+    dx, summand = gate_gradient(x, rate, lower_bound, b_grad, "bounded" if BOUNDED else "softplus")
     dx = tl.where(mask, dx, 0.0)
     tl.store(dg + offsets, dx.to(dg.dtype.element_ty), mask=mask)
     if dA_log is not None:

@@ -27,7 +27,7 @@ from kda_core.triton_lib.decay import (
     through,
     to_reference,
 )
-from kda_core.triton_lib.gate import LOG2_E, NORM_EPS, log2_decay, write_strength
+from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
 from kda_core.triton_lib.inverse import inverse_16
 from kda_core.triton_lib.packing import sequence_of_slot
 
@@ -259,9 +259,7 @@ def prepare(
     beta0 = write_strength(tl.load(p_beta + rows0 * s_bt, mask=valid0, other=0.0), SIGMOID, NEG_EIGVAL)
     beta1 = write_strength(tl.load(p_beta + rows1 * s_bt, mask=valid1, other=0.0), SIGMOID, NEG_EIGVAL)
 
-    a = 1.0
-    if A_log is not None:
-        a = tl.exp2(tl.load(A_log + i_h).to(tl.float32) * LOG2_E)
+    a = gate_rate(A_log, i_h)
     # q and k stay as they came inside products; their norms (and scale) multiply rows and columns of the results.
     q_norm0 = tl.full([16], 1.0, tl.float32)
     q_norm1 = q_norm0

@@ -57,9 +57,7 @@ def _with_infinite(call: Call, value: float = -math.inf) -> Call:
 @HEAD_SIZE
 def test_infinite_decay(kda, dtype: torch.dtype, K: int):
     """A log decay of -inf (what -1e30 rounds to in float16) forgets, and has no gradient; its neighbours are exact."""
-    case = Case(
-        name=f"-inf {dtype} {K}", T=40, K=K, V=16, dtype=dtype, gate_dtype=dtype, state=FP32, final_state=True
-    )
+    case = Case(name=f"-inf {dtype} {K}", T=40, K=K, V=16, dtype=dtype, gate_dtype=dtype, state=FP32, final_state=True)
     kda.check(_with_infinite(case.having(backward=True).call()))
 
 
@@ -72,22 +70,16 @@ def test_infinite_decay_recurrent(kda, dtype: torch.dtype, backward: bool):
     kda.check(_with_infinite(case.having(state=FP32, backward=backward).call()))
 
 
-@requires(Feature.CHUNK, Feature.SOFTPLUS_GATE, Feature.LOWER_BOUND_GATE)
+@requires(Feature.CHUNK, Feature.BACKWARD, Feature.SOFTPLUS_GATE, Feature.LOWER_BOUND_GATE)
 @INFINITE
 @pytest.mark.parametrize("gate", ["softplus", "lower bound"])
 @pytest.mark.parametrize("value", [-math.inf, math.inf], ids=str)
 def test_infinite_gate_input(kda, dtype: torch.dtype, gate: Gate, value: float):
-    """A raw gate input of +-inf is the gate's limit there, and touches no other channel."""
-    case = Case(name=f"{value} {gate} {dtype}", T=40, K=20, gate=gate, dtype=dtype, gate_dtype=dtype)
-    kda.check(_with_infinite(case.call(), value))
-
-
-@requires(Feature.CHUNK, Feature.BACKWARD, Feature.SOFTPLUS_GATE)
-@INFINITE
-def test_infinite_gate_input_backward(kda, dtype: torch.dtype):
-    """Where the gate has a limit with a gradient (no decay at all), gradients are that limit's."""
-    case = Case(name=f"gradients at -inf {dtype}", T=40, K=20, gate="softplus", dtype=dtype, gate_dtype=dtype)
-    kda.check(_with_infinite(case.having(backward=True).call()))
+    """A raw gate input of +-inf is the gate's limit, as +-1e4 already is, in results and gradients."""
+    case = Case(name=f"{value} {gate} {dtype}", T=40, K=20, gate=gate, dtype=dtype, gate_dtype=dtype, backward=True)
+    call = case.call()
+    # The oracle's autograd has 0 * inf at the limit itself.
+    kda.compare(_with_infinite(call, math.copysign(1e4, value)), kda.run(_with_infinite(call, value)))
 
 
 @requires(Feature.CHUNK)

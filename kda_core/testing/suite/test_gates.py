@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
+import kda_core
 from kda_core.capabilities import Feature
 from kda_core.testing import gate
-from kda_core.testing.cases import BF16, FP32, Case
+from kda_core.testing.cases import BF16, FP16, FP32, Case
 from kda_core.testing.marks import requires
 
 OPTIONAL = pytest.mark.parametrize(
@@ -101,6 +104,29 @@ def test_gate_function_softplus_backward(kda):
 def test_gate_function_lower_bound_backward(kda, A_log: bool, dt_bias: bool):
     """Gradients of kda_gate with a bound."""
     gate.check(kda, gate.arguments(A_log=A_log, dt_bias=dt_bias), lower_bound=-5.0, backward=True)
+
+
+@requires(Feature.GATE, Feature.GATE_BACKWARD, Feature.SOFTPLUS_GATE, Feature.LOWER_BOUND_GATE)
+@pytest.mark.parametrize("bound", [None, -5.0])
+@pytest.mark.parametrize("value", [-math.inf, math.inf], ids=str)
+@pytest.mark.parametrize("dtype", [FP32, FP16], ids=["float32", "float16"])
+def test_gate_function_infinite(kda, dtype: torch.dtype, value: float, bound: float | None):
+    """An input of +-inf gives the limit, and what does not flow back through it disturbs no gradient."""
+    tensors = gate.arguments(dtype=dtype)
+    infinite = torch.zeros(tensors["g"].shape, dtype=torch.bool)
+    infinite[:, ::7, :, 3] = True
+    found = []
+    for stand_in in (value, math.copysign(1e4, value)):
+        there = {n: t.clone().to(kda.device).requires_grad_() for n, t in tensors.items()}
+        g = torch.where(infinite.to(kda.device), stand_in, there["g"])
+        y = kda_core.kda_gate(**there | {"g": g}, lower_bound=bound, backend=kda.name)
+        cotangent = torch.where(infinite, 0.0, 1.0).to(kda.device)
+        found.append([y.detach().cpu(), *(t.cpu() for t in torch.autograd.grad(y, list(there.values()), cotangent))])
+    limit = -math.inf if bound is None else bound
+    assert (found[0][0][infinite] == (limit if value > 0 else 0.0)).all()
+    assert torch.equal(found[0][0][~infinite], found[1][0][~infinite])
+    for at_infinity, far_out in zip(found[0][1:], found[1][1:], strict=True):
+        assert torch.equal(at_infinity, far_out)
 
 
 @requires(Feature.GATE, Feature.SOFTPLUS_GATE)
