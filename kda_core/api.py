@@ -114,36 +114,38 @@ def chunk_kda(
     if max_num_seqs is not None:
         _check_max_num_seqs(max_num_seqs, use_graph, cu_seqlens)
     request = build_request(
-        op="chunk_kda",
-        q=q,
-        k=k,
-        v=v,
-        g=g,
-        beta=beta,
-        scale=_default_scale(q) if scale is None else scale,
-        A_log=A_log,
-        dt_bias=dt_bias if dt_bias is None else _by_head(dt_bias, g),
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu,
-        ssm_state_indices=ssm_state_indices,
-        num_accepted_tokens=None,
-        out=out,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        safe_gate=safe_gate,
-        lower_bound=lower_bound,
-        disable_recompute=disable_recompute,
-        return_intermediate_states=return_intermediate_states,
-        state_v_first=state_v_first,
-        inplace_final_state=ssm_state_indices is not None,
-        pad_slot_id=pad_slot_id,
-        chunk_size=chunk_size,
-        cp_context=cp_context,
-        save_for_backward=_needs_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state),
+        {
+            "op": "chunk_kda",
+            "q": q,
+            "k": k,
+            "v": v,
+            "g": g,
+            "beta": beta,
+            "scale": _default_scale(q) if scale is None else scale,
+            "A_log": A_log,
+            "dt_bias": dt_bias if dt_bias is None else _by_head(dt_bias, g),
+            "initial_state": initial_state,
+            "cu_seqlens": cu_seqlens,
+            "cu_seqlens_cpu": cu_seqlens_cpu,
+            "ssm_state_indices": ssm_state_indices,
+            "num_accepted_tokens": None,
+            "out": out,
+            "output_final_state": output_final_state,
+            "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+            "use_gate_in_kernel": use_gate_in_kernel,
+            "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
+            "allow_neg_eigval": allow_neg_eigval,
+            "safe_gate": safe_gate,
+            "lower_bound": lower_bound,
+            "disable_recompute": disable_recompute,
+            "return_intermediate_states": return_intermediate_states,
+            "state_v_first": state_v_first,
+            "inplace_final_state": ssm_state_indices is not None,
+            "pad_slot_id": pad_slot_id,
+            "chunk_size": chunk_size,
+            "cp_context": cp_context,
+            "save_for_backward": _needs_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state),
+        }
     )
     return _run(request, backend)
 
@@ -204,36 +206,38 @@ def fused_recurrent_kda(
     if transpose_state_layout is not None:
         state_v_first = _renamed_layout(state_v_first, transpose_state_layout)
     request = build_request(
-        op="fused_recurrent_kda",
-        q=q,
-        k=k,
-        v=v,
-        g=g,
-        beta=beta,
-        scale=_default_scale(q) if scale is None else scale,
-        A_log=A_log,
-        dt_bias=dt_bias if dt_bias is None else _by_head(dt_bias, g),
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=None,
-        ssm_state_indices=ssm_state_indices,
-        num_accepted_tokens=num_accepted_tokens,
-        out=out,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        safe_gate=False,
-        lower_bound=lower_bound,
-        disable_recompute=False,
-        return_intermediate_states=False,
-        state_v_first=state_v_first,
-        inplace_final_state=inplace_final_state or ssm_state_indices is not None,
-        pad_slot_id=pad_slot_id,
-        chunk_size=64,
-        cp_context=None,
-        save_for_backward=_needs_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state),
+        {
+            "op": "fused_recurrent_kda",
+            "q": q,
+            "k": k,
+            "v": v,
+            "g": g,
+            "beta": beta,
+            "scale": _default_scale(q) if scale is None else scale,
+            "A_log": A_log,
+            "dt_bias": dt_bias if dt_bias is None else _by_head(dt_bias, g),
+            "initial_state": initial_state,
+            "cu_seqlens": cu_seqlens,
+            "cu_seqlens_cpu": None,
+            "ssm_state_indices": ssm_state_indices,
+            "num_accepted_tokens": num_accepted_tokens,
+            "out": out,
+            "output_final_state": output_final_state,
+            "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+            "use_gate_in_kernel": use_gate_in_kernel,
+            "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
+            "allow_neg_eigval": allow_neg_eigval,
+            "safe_gate": False,
+            "lower_bound": lower_bound,
+            "disable_recompute": False,
+            "return_intermediate_states": False,
+            "state_v_first": state_v_first,
+            "inplace_final_state": inplace_final_state or ssm_state_indices is not None,
+            "pad_slot_id": pad_slot_id,
+            "chunk_size": 64,
+            "cp_context": None,
+            "save_for_backward": _needs_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state),
+        }
     )
     return _run(request, backend)
 
@@ -272,10 +276,11 @@ def kda_gate(
     )
     if isinstance(backend, _Question):
         return registry.explain(request, backend.name)
-    name = _requested_name(backend)
+    compiling = torch.compiler.is_compiling()
+    name = _traced_name(backend) if compiling else plugins.requested_name(backend)
     if forward_ad._current_level >= 0:
         _refuse_tangents(request)
-    if request.save_for_backward or _needs_operator(g):
+    if request.save_for_backward or compiling or _needs_operator(g):
         return ops.call_gate(request, name)
     return registry.choose(request, name).result("kda_core_gate_forward", request)
 
@@ -380,10 +385,9 @@ def _needs_gradient(*tensors: Any) -> bool:
 
 
 def _needs_operator(t: Any) -> bool:
-    """Whether something is watching that must see an operator: a compiler, a fake or wrapped tensor, a mode."""
+    """Whether something beside a compiler is watching that must see an operator: a fake or wrapped tensor, a mode."""
     return (
-        torch.compiler.is_compiling()
-        or (isinstance(t, Tensor) and type(t) is not Tensor and type(t) is not torch.nn.Parameter)
+        (type(t) is not Tensor and type(t) is not torch.nn.Parameter and isinstance(t, Tensor))
         or is_in_torch_dispatch_mode()
         or torch._C._functorch.maybe_current_level() is not None
     )
@@ -406,19 +410,16 @@ def _refuse_tangents(request: Request | GateRequest) -> None:
 _traced_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _requested_name(backend: str | None) -> str | None:
-    return _traced_name(backend) if torch.compiler.is_compiling() else plugins.requested_name(backend)
-
-
 def _run(request: Request, backend: str | _Question | None) -> Any:
     if isinstance(backend, _Question):
         return registry.explain(request, backend.name)
-    name = _requested_name(backend)
+    compiling = torch.compiler.is_compiling()
+    name = _traced_name(backend) if compiling else plugins.requested_name(backend)
     if forward_ad._current_level >= 0:
         _refuse_tangents(request)
     if request.save_for_backward:
         _check_differentiable(request)
-    if (request.save_for_backward or _needs_operator(request.q)) and request.cp_context is None:
+    if (request.save_for_backward or compiling or _needs_operator(request.q)) and request.cp_context is None:
         result = ops.call(request, name)
     else:
         result = ops.forward(registry.choose(request, name), request)

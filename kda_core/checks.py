@@ -61,13 +61,16 @@ def check_gate_metadata(r: GateRequest) -> None:
 
 def check_values(r: Request) -> None:
     """Raise when index tensors on the CPU hold values that the contract forbids."""
+    if r.cu_seqlens is None and r.out is None and not r.inplace_final_state:
+        return
     bounds = _check_cu_seqlens_values(r)
     if r.inplace_final_state:
         _check_slot_values(r, bounds)
     if r.out is not None:
-        for name in ("q", "k", "v", "g", "beta", "initial_state"):
-            t = getattr(r, name)
-            if t is not None and t.numel() and t.data_ptr() == r.out.data_ptr():
+        place = r.out.data_ptr()
+        for t in (r.q, r.k, r.v, r.g, r.beta, r.initial_state):
+            if t is not None and t.data_ptr() == place and t.numel():
+                name = next(n for n in ("q", "k", "v", "g", "beta", "initial_state") if getattr(r, n) is t)
                 _fail("out", "memory of its own", f"the memory of {name}")
 
 
@@ -275,7 +278,7 @@ def _check_cu_seqlens_values(r: Request) -> list[int] | None:
         found = cu.tolist()
         if found[0] != 0:
             _fail(name, "to start at 0", f"{found[0]}")
-        if any(b < a for a, b in itertools.pairwise(found)):
+        if found != sorted(found):
             _fail(name, "values that do not decrease", f"{found}")
         if found[-1] > r.T:
             _fail(name, f"to end at or before T = {r.T}", f"{found[-1]}")
@@ -290,12 +293,17 @@ def _check_slot_values(r: Request, bounds: list[int] | None) -> None:
     if indices is None or pool is None or indices.device.type != "cpu":
         return
     width = indices.shape[1] if indices.dim() == 2 else 1
-    rows = indices.reshape(-1, width).tolist()
     if width == 1 and accepted is None:
-        # Decoding comes by here once a token: what is right is let through at once.
-        slots = [slot for (slot,) in rows if slot >= 0 and slot != r.pad_slot_id]
-        if len(set(slots)) == len(slots) and max(slots, default=-1) < pool.shape[0]:
+        # Decoding comes by here once a token: what is right, with no row to skip, is let through at once.
+        slots = set((indices if indices.dim() == 1 else indices[:, 0]).tolist())
+        if (
+            len(slots) == r.N
+            and min(slots, default=0) >= 0
+            and r.pad_slot_id not in slots
+            and max(slots, default=-1) < pool.shape[0]
+        ):
             return
+    rows = indices.reshape(-1, width).tolist()
     every_token = width > 1
     lengths = [r.T] * r.N if bounds is None else [b - a for a, b in itertools.pairwise(bounds)]
     if every_token and max(lengths, default=0) > width:

@@ -13,22 +13,20 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from importlib import metadata
-from operator import itemgetter
 from typing import Any, Literal
 
 import pluggy
 import torch
 from packaging.specifiers import SpecifierSet
-from torch import Tensor
-from torch.nn import Parameter
 
 from kda_core import checks, hookspecs, platforms
 from kda_core.capabilities import Available, BackendInfo, Unavailable
 from kda_core.errors import BackendNotFound, BrokenBackend, ContractViolation, UnsupportedCall
 from kda_core.reference import ReferenceBackend
 from kda_core.request import AnyRequest, GateRequest, Request
+from kda_core.signature import is_plain, signature
 
 ENVIRONMENT_VARIABLE = "KDA_BACKEND"
 
@@ -117,7 +115,8 @@ class Backend:
 
     def result(self, hook: str, request: AnyRequest) -> Any:
         """Call a hook that must answer."""
-        answer = self.call(hook, request=request)
+        caller = self._callers.get(hook)
+        answer = self.call(hook, request=request) if caller is None else caller(request=request)
         if answer is None:
             raise ContractViolation(f"backend {self.info.name!r} returned None from {hook}")
         return answer
@@ -381,7 +380,7 @@ class Registry:
             ValueError, TypeError: the arguments are wrong.
             UnsupportedCall: no installed backend, or not the named one, can serve the call.
         """
-        key = _signature(request, name)
+        key = signature(request, name)
         try:
             backend = None if key is None else self._choices.get(key)
         except TypeError:  # an option that has no hash
@@ -451,43 +450,8 @@ def _check_metadata(request: AnyRequest) -> None:
 
 def _check_values(request: AnyRequest) -> None:
     """Check values where there are any: fake tensors have none."""
-    if isinstance(request, Request) and _is_plain(request.q):
+    if isinstance(request, Request) and is_plain(request.q):
         checks.check_values(request)
-
-
-def _is_plain(t: Tensor) -> bool:
-    return type(t) is Tensor or type(t) is Parameter
-
-
-def _split_fields(cls: type) -> tuple[Callable[[dict], tuple], Callable[[dict], tuple]]:
-    """Getters of a request's tensors and of its options, from its __dict__."""
-    kinds = {f.name: str(f.type) for f in fields(cls) if f.name not in _BACKWARD_ONLY}
-    tensors = [n for n, kind in kinds.items() if kind.startswith("Tensor")]
-    return itemgetter(*tensors), itemgetter(*(n for n in kinds if n not in tensors))
-
-
-_BACKWARD_ONLY = ("saved", "grad_o", "grad_final_state", "grad_output", "needs_grad")
-_FIELDS = {cls: _split_fields(cls) for cls in (Request, GateRequest)}
-
-
-def _signature(request: AnyRequest, name: str | None) -> tuple | None:
-    """What the choice depends on, as a key; None when there is none (fake tensors, arguments of a wrong type)."""
-    tensors, options = _FIELDS[type(request)]
-    values = request.__dict__
-    chosen = options(values)
-    # With their types: True == 1 and 64 == 64.0, but the checks refuse the one and take the other.
-    parts: list[Any] = [name, chosen, *map(type, chosen)]
-    for t in tensors(values):
-        if t is None:
-            parts.append(None)
-        elif type(t) is Tensor or type(t) is Parameter:
-            try:
-                parts.append((t.shape, t.stride(), t.dtype, t.device))
-            except RuntimeError:  # sparse layouts have no strides; the checks refuse them by name
-                return None
-        else:
-            return None
-    return tuple(parts)
 
 
 registry = Registry()
@@ -518,7 +482,19 @@ def requested_name(backend: str | None) -> str | None:
     """The backend that the caller asked for: argument, else ``use_backend``, else ``KDA_BACKEND``, else None."""
     if backend is not None:
         return backend
-    return _override.get() or os.environ.get(ENVIRONMENT_VARIABLE) or None
+    return _override.get() or _environment() or None
+
+
+def _environment_reader() -> Callable[[], str | None]:
+    """``os.environ.get(ENVIRONMENT_VARIABLE)``, which encodes the name anew each time: a microsecond of every call."""
+    try:
+        found, name = os.environ._data, os.environ.encodekey(ENVIRONMENT_VARIABLE)  # type: ignore[attr-defined]
+    except AttributeError:
+        return lambda: os.environ.get(ENVIRONMENT_VARIABLE)
+    return lambda: os.environ[ENVIRONMENT_VARIABLE] if name in found else None
+
+
+_environment = _environment_reader()
 
 
 TRACED = "@"

@@ -137,8 +137,8 @@ class Request:
         return frozenset(_features(self))
 
 
-def build_request(**values: Any) -> Request:
-    """``Request(**values)`` in a fifth of the time, for callers that name every field of a forward.
+def build_request(values: dict[str, Any]) -> Request:
+    """``Request(**values)`` in a fifth of the time, for callers that name every field of a forward; keeps ``values``.
 
     The initialiser of a frozen dataclass sets its fields one by one, which costs a call more than the rest
     of the routing. Fields that are not named are found on the class, as the dataclass left their defaults
