@@ -1,55 +1,68 @@
 """``python -m kda_core_nvidia.aot --arch 80 89 90 100 120``: compile every shipped configuration without a GPU.
 
-The launch functions run on small CPU tensors with their kernels replaced by recorders, so that what is compiled is
-what a call would compile. For each kernel it prints registers, stack (spills) and shared memory, read from the machine
-code by the ``cuobjdump`` that comes with triton. Exit status 1 when a kernel spills more than SPILL_LIMIT and
-its neighbours say, or needs more shared memory than the chip has.
+The hooks' functions run on small CPU tensors with their kernels replaced by recorders, so that what is compiled is what a
+call would compile. For each kernel the table shows registers, stack (spills) and shared memory, read from the machine
+code by the ``cuobjdump`` that comes with triton. Exit status 1 when a kernel uses more stack than STACK_LIMITS states, or
+more shared memory than the chip has, or builds a warp-group product's descriptor from the stack pointer.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kda_core.request import Request
-from kda_core_nvidia import chunk_forward
+from kda_core.request import GateRequest, Request
+from kda_core_nvidia import chunk_backward, chunk_forward, gate, launch, recurrent_launch
 from kda_core_nvidia.launch import Chip, Launcher
 
-SPILL_LIMIT = 160
-"""Bytes of stack a thread may use with 16-bit inputs: loop constants, read a few times in 1,400 instructions."""
+MODULES = (chunk_forward, chunk_backward, gate, recurrent_launch)
+"""The modules that launch kernels."""
 
-SPILL_LIMIT_FLOAT32 = 400
-"""The same with float32 inputs, whose products take three times the operands."""
-
-SPILL_LIMIT_FLOAT32_WIDE = 8192
-"""The same above 128 channels: the state and its tf32 parts do not fit in registers. Right, but slow."""
+STACK_LIMITS = {
+    # (bytes of an element of q, K above 128): bytes of stack that a thread may use
+    (2, False): 160,
+    (2, True): 160,
+    (4, False): 400,
+    (4, True): 8192,
+}
+"""What may spill: with 16-bit inputs loop constants, read a few times in 1,400 instructions; with float32 inputs the parts
+of operands of products in full precision. Above 128 channels float32's state and its parts fit no registers: right, but
+slow."""
 
 SHARED_LIMIT = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
 """KiB of shared memory that one program may use, by architecture (CUDA C++ Programming Guide, compute capabilities)."""
+
+MULTIPROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 160, 110: 20, 120: 188, 121: 48}
+"""Of the largest chip of an architecture; only decides between the configurations for many and for few programs."""
+
+FROM_STACK_POINTER = re.compile(r"R2UR UR\d+, R1\b")
+"""ptxas 12.8 has restored spilled descriptors of warp-group products from the stack pointer itself: wrong results."""
 
 _TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.float32: "fp32",
     torch.float64: "fp64",
+    torch.int8: "i8",
     torch.int32: "i32",
     torch.int64: "i64",
 }
@@ -57,10 +70,19 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Launch:
-    """One recorded launch."""
+    """One recorded launch, of a call that ``name`` describes, for sm_``arch``."""
 
     kernel: JITFunction
     arguments: dict[str, Any]
+    name: str = ""
+    arch: int = 0
+
+    @property
+    def stack_limit(self) -> int:
+        """Bytes of stack that a thread may use."""
+        first = next(x for x in self.arguments.values() if isinstance(x, (Tensor, TensorDescriptor)))
+        dtype = first.base.dtype if isinstance(first, TensorDescriptor) else first.dtype
+        return STACK_LIMITS[dtype.itemsize, self.arguments.get("K", 0) > 128]
 
 
 class _Recorder:
@@ -86,14 +108,29 @@ def recorded(*modules: Any) -> Iterator[list[Launch]]:
         if isinstance(x, Launcher):
             recorder = _Recorder(x.kernel, launches)
 
-            def launch(grid, arguments, constants, num_warps, recorder=recorder):
+            def record(grid, arguments, constants, num_warps, recorder=recorder):
                 recorder[grid](*arguments, **constants, num_warps=num_warps)
 
-            setattr(module, name, launch)
+            setattr(module, name, record)
         else:
             setattr(module, name, _Recorder(x, launches))
     try:
         yield launches
+    finally:
+        for module, name, x in replaced:
+            setattr(module, name, x)
+
+
+@contextmanager
+def chip_of(arch: int) -> Iterator[None]:
+    """Let the modules that launch take every device for one of sm_``arch``."""
+    chip = Chip((arch // 10, arch % 10), MULTIPROCESSORS[arch])
+    stand_ins = {"chip": lambda device: chip, "architecture": lambda device: arch}
+    replaced = [(m, n, vars(m)[n]) for m in (launch, *MODULES) for n in stand_ins if n in vars(m)]
+    for module, name, _ in replaced:
+        setattr(module, name, stand_ins[name])
+    try:
+        yield
     finally:
         for module, name, x in replaced:
             setattr(module, name, x)
@@ -108,23 +145,32 @@ def source(launch: Launch) -> tuple[ASTSource, dict[str, int]]:
             kind = "constexpr"
         elif isinstance(value, TensorDescriptor):
             kind = f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}>"
-        elif isinstance(value, torch.Tensor):
+        elif isinstance(value, Tensor):
             kind = "*" + _TYPES[value.dtype]
             attributes[(i,)] = [["tt.divisibility", 16]]
         elif isinstance(value, float):
             kind = "fp32"
         elif parameter.do_not_specialize or not (value == 1 or value % 16 == 0):
-            kind = "i32"
+            kind = parameter.annotation_type or "i32"
         elif value == 1:
             kind = "constexpr"
         else:
-            kind = "i32"
+            kind = parameter.annotation_type or "i32"
             attributes[(i,)] = [["tt.divisibility", 16]]
         signature[parameter.name] = kind
         if kind == "constexpr":
             constants[(i,)] = value
     options = {n: v for n, v in launch.arguments.items() if n not in signature}
     return ASTSource(launch.kernel, signature, constants, attributes), options
+
+
+def _tool(option: str, cubin: bytes) -> str:
+    """What ``cuobjdump`` says about machine code."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
 
 
 @dataclass(frozen=True)
@@ -136,30 +182,31 @@ class Resources:
     shared: int
     machine_code: bytes
 
+    def problems(self, launch: Launch) -> list[str]:
+        """Why the configuration must not be shipped."""
+        found = []
+        if self.stack > launch.stack_limit:
+            found.append(f"{self.stack} bytes of stack, at most {launch.stack_limit} allowed")
+        if self.shared > SHARED_LIMIT[launch.arch] * 1024:
+            found.append(f"{self.shared} bytes of shared memory, {SHARED_LIMIT[launch.arch]} KiB available")
+        if launch.arch == 90 and FROM_STACK_POINTER.search(_tool("-sass", self.machine_code)):
+            found.append("a descriptor is built from the stack pointer")
+        return found
+
 
 def compiled(launch: Launch, arch: int) -> Resources:
     """Compile a launch for sm_``arch``."""
     src, options = source(launch)
     kernel = triton.compile(src, target=GPUTarget("cuda", arch, 32), options=options)
     cubin = kernel.asm["cubin"]
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage = subprocess.run(
-            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
+    usage = _tool("--dump-resource-usage", cubin)
     registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
     return Resources(registers, stack, kernel.metadata.shared, cubin)
 
 
-MULTIPROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 160, 110: 20, 120: 188, 121: 48}
-"""Of the largest chip of an architecture; only decides between the configurations for many and for few programs."""
-
-
 @dataclass(frozen=True)
 class Case:
-    """A call that stands for a class of shapes and options."""
+    """A call of ``chunk_kda`` that stands for a class of shapes and options."""
 
     dtype: torch.dtype
     K: int
@@ -171,13 +218,6 @@ class Case:
     def __str__(self) -> str:
         extra = " packed, pool, h" if self.everything else ""
         return f"{_TYPES[self.dtype]} K {self.K} V {self.V} H {self.H} {self.gate}{extra}"
-
-    @property
-    def spill_limit(self) -> int:
-        """Bytes of stack that a thread may use."""
-        if self.dtype != torch.float32:
-            return SPILL_LIMIT
-        return SPILL_LIMIT_FLOAT32 if self.K <= 128 else SPILL_LIMIT_FLOAT32_WIDE
 
     def request(self) -> Request:
         """A request on the CPU; only its metadata matters."""
@@ -217,59 +257,116 @@ class Case:
             **options,
         )
 
+    def gradients(self) -> Request:
+        """The request for gradients of the same call, without the pool; grouped heads where everything is asked for."""
+        r = self.request()
+        pool = dict.fromkeys(("ssm_state_indices", "cu_seqlens_cpu"))
+        off = dict.fromkeys(("inplace_final_state", "return_intermediate_states"), False)
+        needs = {"q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias"}
+        r = replace(r, **pool, **off, output_final_state=True)
+        if self.everything:
+            r = replace(r, q=r.q[:, :, : self.H // 2], k=r.k[:, :, : self.H // 2])
+        return replace(r, grad_o=r.v, grad_final_state=r.initial_state, needs_grad=frozenset(needs))
 
-def cases() -> list[Case]:
-    """One call for every class of shapes and options that has a configuration of its own."""
-    few, many = 4, 256
-    found = [
-        Case(dtype, size, size, heads, gate)
-        for dtype, size, heads in itertools.product((torch.bfloat16, torch.float32), (64, 128, 256), (few, many))
-        for gate in ("bounded", "softplus")
-    ]
-    found += [Case(torch.float16, 128, 128, heads, "softplus") for heads in (few, many)]
-    found += [Case(torch.bfloat16, 100, 60, few, "given")]
-    found += [
-        Case(torch.bfloat16, size, size, heads, "given", True) for size, heads in ((128, few), (128, many), (256, many))
-    ]
+
+FEW, MANY = 16, 256
+"""Heads that leave most of a chip idle, and heads that fill it."""
+
+
+def cases(quick: bool = False) -> list[Case]:
+    """One call for every class of shapes and options that has a configuration of its own; ``quick``: the commonest."""
+    if quick:
+        return [Case(torch.bfloat16, 128, 128, MANY, "bounded"), Case(torch.float32, 64, 64, FEW, "softplus")]
+    sizes = itertools.product((torch.bfloat16, torch.float32), (64, 128, 256), (FEW, MANY))
+    found = [Case(dtype, size, size, heads, gate) for dtype, size, heads in sizes for gate in ("bounded", "softplus")]
+    found += [Case(torch.float16, 128, 128, heads, "softplus") for heads in (FEW, MANY)]
+    found += [Case(torch.bfloat16, 100, 60, FEW, "given")]
+    found += [Case(torch.bfloat16, 128, 128, heads, "given", True) for heads in (FEW, MANY)]
+    found += [Case(torch.bfloat16, 256, 256, MANY, "given", True), Case(torch.float32, 64, 64, FEW, "given", True)]
     return found
 
 
-def check(case: Case, arch: int) -> list[tuple[str, Resources]]:
-    """Compile what one call launches for one architecture."""
-    chip = Chip((arch // 10, arch % 10), MULTIPROCESSORS[arch])
-    with recorded(chunk_forward) as launches:
-        actual, chunk_forward.chip = chunk_forward.chip, lambda device: chip
-        try:
-            chunk_forward.chunk_forward(case.request())
-        finally:
-            chunk_forward.chip = actual
-    return [(launch.kernel.__name__, compiled(launch, arch)) for launch in launches]
+def _calls(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
+    """(name, call) of what launches every kernel."""
+    for case in cases(quick):
+        yield str(case), lambda r=case.request(): chunk_forward.chunk_forward(r)
+        yield str(case), lambda r=case.gradients(): chunk_backward.chunk_backward(r)
+    steps = recurrent_launch.shipped()
+    for name, request in itertools.islice(steps, 1) if quick else steps:
+        yield name, lambda r=request: recurrent_launch.recurrent_forward(r)
+    for dtype, bound in ((torch.bfloat16, -5.0), (torch.float32, None)):
+        request = GateRequest(
+            g=torch.empty(64, 4, 128, dtype=dtype),
+            A_log=torch.empty(4),
+            dt_bias=torch.empty(4, 128),
+            lower_bound=bound,
+            grad_output=torch.empty(64, 4, 128),
+            needs_grad=frozenset({"g", "A_log", "dt_bias"}),
+        )
+        name = f"gate, {_TYPES[dtype]}, {'softplus' if bound is None else 'bounded'}"
+        yield name, lambda r=request: (gate.gate_forward(r), gate.gate_backward(r))
+
+
+def shipped(arch: int, only: str = "", quick: bool = False) -> list[Launch]:
+    """Every launch to be compiled for an architecture, each once.
+
+    Args:
+        arch: 90 for sm_90.
+        only: a part of the kernel's name, or of the call's.
+        quick: the commonest configuration of every kernel, rather than all.
+    """
+    found: dict[Any, Launch] = {}
+    with chip_of(arch):
+        for name, call in _calls(quick):
+            with recorded(*MODULES) as launches:
+                call()
+            for one in launches:
+                one = replace(one, name=name, arch=arch)
+                if only in f"{one.kernel.__name__} {name}":
+                    src, options = source(one)
+                    constants = {n: v for n, v in one.arguments.items() if src.signature.get(n) == "constexpr"}
+                    # Counts of heads only enter addresses.
+                    constants |= dict.fromkeys(constants.keys() & {"H", "HV"})
+                    compiles = (str(x) for x in (src.signature, constants, src.attrs, options))
+                    found.setdefault((one.kernel.__name__, *compiles), one)
+    return list(found.values())
+
+
+_JOBS: list[Launch] = []
+"""What the workers compile: they are forked, so that launches need not travel."""
+
+
+def _line(index: int) -> tuple[str, bool]:
+    """Compile a launch; its line of the table, and whether it may be shipped."""
+    one = _JOBS[index]
+    taken = compiled(one, one.arch)
+    problems = taken.problems(one)
+    line = (
+        f"sm_{one.arch:<4} {one.kernel.__name__:20s} {one.name:44s} {taken.registers:3d} registers "
+        f"{taken.stack:5d} B stack {taken.shared / 1024:6.1f} KiB shared"
+    )
+    return line + "".join(f"  ERROR: {p}" for p in problems), not problems
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile, print a table, and return 1 when something spills or does not fit."""
-    parser = argparse.ArgumentParser(prog="python -m kda_core_nvidia.aot", description=__doc__)
+    """Compile, print a line for each kernel, and answer the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m kda_core_nvidia.aot", description=__doc__.split("\n\n")[1])
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 89, 90, 100, 120], choices=sorted(SHARED_LIMIT))
-    parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    options = parser.parse_args(arguments)
-    work = list(itertools.product(options.arch, cases()))
-    bad = 0
-    with ProcessPoolExecutor(options.jobs) as pool:
-        results = pool.map(check, (case for _, case in work), (arch for arch, _ in work))
-        for (arch, case), kernels in zip(work, results, strict=True):
-            for name, resources in kernels:
-                spills = resources.stack > case.spill_limit
-                large = resources.shared > SHARED_LIMIT[arch] * 1024
-                bad += spills or large
-                print(
-                    f"sm_{arch:<4} {name:12s} {case!s:44s} {resources.registers:3d} registers "
-                    f"{resources.stack:5d} B stack {resources.shared / 1024:6.1f} KiB shared"
-                    + ("  SPILLS" if spills else "")
-                    + ("  TOO LARGE" if large else ""),
-                    flush=True,
-                )
-    print(f"{bad} of the kernels spill too much or do not fit" if bad else "all fit")
-    return 1 if bad else 0
+    parser.add_argument("--only", default="", help="only kernels whose name or case contains this")
+    parser.add_argument("--quick", action="store_true", help="only the commonest configuration of every kernel")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="compile so many at once")
+    chosen = parser.parse_args(arguments)
+    # Triton 3.9 warns that a later version will not fuse multiplications and additions by itself.
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+    _JOBS[:] = [one for arch in chosen.arch for one in shipped(arch, chosen.only, chosen.quick)]
+    print(f"triton {triton.__version__}, {len(_JOBS)} kernels")
+    failed = 0
+    with multiprocessing.get_context("fork").Pool(chosen.jobs) as pool:
+        for line, right in pool.imap(_line, range(len(_JOBS))):
+            print(line, flush=True)
+            failed += not right
+    print(f"{failed} of {len(_JOBS)} kernels must not be shipped" if failed else "all within limits")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
