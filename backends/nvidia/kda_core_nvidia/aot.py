@@ -1,9 +1,9 @@
 """``python -m kda_core_nvidia.aot --arch 80 89 90 100 120``: compile every shipped configuration without a GPU.
 
-The hooks' functions run on small CPU tensors with their kernels replaced by recorders, so that what is compiled is what a
-call would compile. For each kernel the table shows registers, stack (spills) and shared memory, read from the machine
-code by the ``cuobjdump`` that comes with triton. Exit status 1 when a kernel uses more stack than STACK_LIMITS states, or
-more shared memory than the chip has, or builds a warp-group product's descriptor from the stack pointer.
+The hooks' functions run on small CPU tensors with their kernels replaced by recorders, so that what is compiled is
+what a call would compile. For each kernel the table shows registers, stack (spills) and shared memory, read from the
+machine code by the ``cuobjdump`` that comes with triton. Exit status 1 when a kernel uses more stack than STACK_LIMITS
+states, or more shared memory than the chip has, or builds a product's descriptor from the stack pointer.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,9 @@ STACK_LIMITS = {
     (4, False): 400,
     (4, True): 8192,
 }
-"""What may spill: with 16-bit inputs loop constants, read a few times in 1,400 instructions; with float32 inputs the parts
-of operands of products in full precision. Above 128 channels float32's state and its parts fit no registers: right, but
-slow."""
+"""What may spill: with 16-bit inputs loop constants, read a few times in 1,400 instructions; with float32 inputs the
+parts of operands of products in full precision. Above 128 channels float32's state and its parts fit no registers:
+right, but slow."""
 
 SHARED_LIMIT = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
 """KiB of shared memory that one program may use, by architecture (CUDA C++ Programming Guide, compute capabilities)."""
@@ -289,11 +290,11 @@ def cases(quick: bool = False) -> list[Case]:
 def _calls(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     """(name, call) of what launches every kernel."""
     for case in cases(quick):
-        yield str(case), lambda r=case.request(): chunk_forward.chunk_forward(r)
-        yield str(case), lambda r=case.gradients(): chunk_backward.chunk_backward(r)
+        yield str(case), partial(chunk_forward.chunk_forward, case.request())
+        yield str(case), partial(chunk_backward.chunk_backward, case.gradients())
     steps = recurrent_launch.shipped()
     for name, request in itertools.islice(steps, 1) if quick else steps:
-        yield name, lambda r=request: recurrent_launch.recurrent_forward(r)
+        yield name, partial(recurrent_launch.recurrent_forward, request)
     for dtype, bound in ((torch.bfloat16, -5.0), (torch.float32, None)):
         request = GateRequest(
             g=torch.empty(64, 4, 128, dtype=dtype),
