@@ -135,6 +135,8 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
         f"kda-core {kda_core.__version__} (contract {CONTRACT_VERSION}), torch {torch.__version__}, "
         f"Python {platform.python_version()}, {_mode()} tests"
     ]
+    if any(t.interpreted for t in config.stash[TARGETS]):
+        lines.append("interpreted: calls are repeated once, fewer are drawn at random, no compilations are counted")
     for t in config.stash[TARGETS]:
         info = registry.named(t.backend).info
         how = ", interpreted" * t.interpreted + ", a foreign device" * t.foreign

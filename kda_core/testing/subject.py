@@ -28,6 +28,9 @@ INTERPRETER_LEAVES_OUT = (
     "Triton's interpreter multiplies bfloat16 operands wrongly, and truncates where it should round to bfloat16"
 )
 
+INTERPRETER_DRAWS_FEWER = 4
+"""In the interpreter a test draws so many times fewer random calls than on a device."""
+
 
 class Refused(Exception):
     """The backend does not serve the call.
@@ -153,6 +156,14 @@ class Subject:
         """Whether q, k and v may have this dtype here."""
         wrong_here = self.target.interpreted and dtype == torch.bfloat16
         return dtype in self.info.capabilities.dtypes and not wrong_here
+
+    def repeats(self, count: int) -> int:
+        """How often a test makes a call again: once in the interpreter, which runs one program after another."""
+        return 1 if self.target.interpreted else count
+
+    def draws(self, count: int) -> int:
+        """How many calls a test draws at random: fewer in the interpreter, thousands of times slower than a device."""
+        return -(-count // INTERPRETER_DRAWS_FEWER) if self.target.interpreted else count
 
     def _rounds_to_bfloat16(self, request: Request, call: Call) -> bool:
         """Whether a result of the call is stored in bfloat16."""

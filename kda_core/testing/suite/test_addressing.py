@@ -10,7 +10,7 @@ import torch
 import kda_core
 from kda_core.capabilities import Feature
 from kda_core.testing import references
-from kda_core.testing.cases import FP32, Case
+from kda_core.testing.cases import BF16, FP32, Case
 from kda_core.testing.marks import requires, slow
 
 INPUTS = ("q", "k", "v", "g", "beta")
@@ -101,6 +101,56 @@ def test_pool_offsets_past_31_bits(kda):
     expected = references.results(call)
     kda.expect(call, "o", o.cpu(), expected["o"], "slot far away")
     kda.expect(call, "final_state", pool[[32, 0]].cpu(), expected["final_state"], "slot far away")
+
+
+@slow
+@requires(Feature.CHUNK, Feature.BACKWARD, Feature.STRIDED_INPUT)
+@pytest.mark.parametrize("name", ["k", "v", "g", "grad_o"])
+def test_gradient_offsets_past_31_bits(kda, name: str):
+    """FAILURES 15: the same for gradients, o's own among the spread tensors."""
+    call = Case(name="far apart gradients", T=40, K=16, final_state=False, backward=True).call()
+    kda.check(replace(call, strided=frozenset({*INPUTS, "grad_o"})))
+    tensors = {n: t.to(kda.device) for n, t in call.tensors.items()}
+    grad = call.grads["o"].to(kda.device)
+    if name == "grad_o":
+        grad = _spread(grad, 2**31 // 32)
+    else:
+        tensors[name] = _spread(tensors[name], 2**31 // 32)
+    leaves = [tensors[n].requires_grad_() for n in INPUTS]
+    o, _ = kda_core.chunk_kda(**tensors, **call.options, backend=kda.name)
+    found = torch.autograd.grad(o, leaves, grad)
+    expected = references.results(call)
+    for n, gradient in zip(INPUTS, found, strict=True):
+        kda.expect(call, f"d{n}", gradient.cpu(), expected[f"d{n}"], f"{name} spread out")
+
+
+@slow
+@requires(Feature.CHUNK, Feature.BACKWARD, Feature.QK_L2NORM)
+def test_more_than_31_bits_of_elements(kda):
+    """FAILURES 15: inputs, results and whatever lies between them have more than 2**31 elements; against single heads."""
+    if kda.device.type == "cpu":
+        pytest.skip("too much work for a CPU")
+    kda.check(Case(name="many elements", T=70, K=64, dtype=BF16, l2norm=True, backward=True, final_state=False).call())
+    B, T, H, K = 1, 65536, 544, 64
+    assert B * T * H * K > 2**31
+
+    def run(q, k, v, g, beta, grad) -> tuple[torch.Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in (q, k, v, g, beta)]
+        o, _ = kda_core.chunk_kda(*leaves, use_qk_l2norm_in_kernel=True, backend=kda.name)
+        return o.detach(), *torch.autograd.grad(o, leaves, grad)
+
+    try:
+        q, k, v, grad = (torch.randn(B, T, H, K, dtype=BF16, device=kda.device) for _ in range(4))
+        g = torch.randn(B, T, H, K, dtype=BF16, device=kda.device).sigmoid_().neg_()
+        beta = torch.rand(B, T, H, dtype=BF16, device=kda.device)
+        whole = run(q, k, v, g, beta, grad)
+    except torch.OutOfMemoryError as error:
+        pytest.skip(f"not enough memory for that many elements: {error}")
+    for h in (0, H // 2, H - 1):
+        alone = run(*(t[:, :, h : h + 1].contiguous() for t in (q, k, v, g, beta, grad)))
+        for n, all_heads, one in zip(("o", *INPUTS), whole, alone, strict=True):
+            difference = (all_heads[:, :, h : h + 1].float() - one.float()).norm() / one.float().norm()
+            assert difference < 2**-7, f"head {h} of {n if n == 'o' else 'd' + n}: relative difference {difference:.1e}"
 
 
 def _spread(t: torch.Tensor, stride: int) -> torch.Tensor:

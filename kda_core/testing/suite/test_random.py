@@ -22,6 +22,7 @@ FAST = hypothesis.settings(
     database=None,
     suppress_health_check=list(hypothesis.HealthCheck),
 )
+BACKWARD = hypothesis.settings(FAST, max_examples=10)
 THOROUGH = hypothesis.settings(FAST, max_examples=400)
 
 DIMENSIONS = st.sampled_from([1, 3, 8, 16, 20, 33, 64])
@@ -65,7 +66,9 @@ def calls(draw, op: str, max_tokens: int, backward: bool) -> Call:
     return replace(case.call(), strided=frozenset(strided))
 
 
-def _check(kda: Subject, call: Call) -> None:
+def _check(kda: Subject, call: Call, settings: hypothesis.settings) -> None:
+    if len(kda.records) >= kda.draws(settings.max_examples):
+        return
     refusal = refusal_of(lambda: kda.check(call))
     # What is not declared may be refused; run() has compared the reasons.
     assert refusal is None or refusal.status != "rejected", str(refusal)
@@ -76,15 +79,15 @@ def _check(kda: Subject, call: Call) -> None:
 @FAST
 def test_random_forward(kda, call: Call):
     """Forward of chunk_kda."""
-    _check(kda, call)
+    _check(kda, call, FAST)
 
 
 @requires(Feature.CHUNK, Feature.BACKWARD)
 @hypothesis.given(call=calls("chunk_kda", 70, backward=True))
-@hypothesis.settings(FAST, max_examples=10)
+@BACKWARD
 def test_random_backward(kda, call: Call):
     """Gradients of chunk_kda."""
-    _check(kda, call)
+    _check(kda, call, BACKWARD)
 
 
 @requires(Feature.RECURRENT)
@@ -92,7 +95,7 @@ def test_random_backward(kda, call: Call):
 @FAST
 def test_random_recurrent(kda, call: Call):
     """Forward of fused_recurrent_kda."""
-    _check(kda, call)
+    _check(kda, call, FAST)
 
 
 @slow
@@ -101,7 +104,7 @@ def test_random_recurrent(kda, call: Call):
 @THOROUGH
 def test_random_forward_thorough(kda, call: Call):
     """Forward of chunk_kda, many more."""
-    _check(kda, call)
+    _check(kda, call, THOROUGH)
 
 
 @slow
@@ -110,4 +113,4 @@ def test_random_forward_thorough(kda, call: Call):
 @THOROUGH
 def test_random_backward_thorough(kda, call: Call):
     """Gradients of chunk_kda, many more."""
-    _check(kda, call)
+    _check(kda, call, THOROUGH)
