@@ -41,7 +41,7 @@ MODULES = (chunk_forward, chunk_backward, gate, recurrent_launch)
 STACK_LIMITS = {
     # (bytes of an element of q, K above 128): bytes of stack that a thread may use
     (2, False): 160,
-    (2, True): 160,
+    (2, True): 320,
     (4, False): 400,
     (4, True): 8192,
 }

@@ -78,16 +78,17 @@ def recurrence_config(target: Chip, dtype: torch.dtype, K: int, V: int, sequence
     Blocks of 128 value channels read the keys' tiles half as often, but only wgmma holds their state without spills,
     and with few sequences and heads they would leave most of the chip idle.
     """
+    major, wide = target.capability[0], padded(K) > 128
     if dtype == torch.float32:
-        wide = padded(K) > 128 and target.capability[0] != 9
-        return RecurrenceConfig(16, 8, 1) if wide else RecurrenceConfig(16, 4, 2)
-    if padded(K) > 128:
+        if wide:
+            return RecurrenceConfig(16, 4 if major == 9 else 8, 1)
+        return RecurrenceConfig(16, 4, 2)
+    if major == 10:
+        # Fewer warps spill there, and so do blocks of 64 where the state takes all of them.
+        return RecurrenceConfig(32, 8, 2) if wide else RecurrenceConfig(min(padded(V), 64), 8, 3)
+    if wide:
         return RecurrenceConfig(min(padded(V), 64), 8, 2)
-    if (
-        target.capability[0] == 9
-        and padded(V) >= 128
-        and sequences_heads * (-(-V // 128)) > 0.6 * target.multiprocessors
-    ):
+    if major == 9 and padded(V) >= 128 and sequences_heads * (-(-V // 128)) > 0.6 * target.multiprocessors:
         return RecurrenceConfig(128, 8, 3)
     return RecurrenceConfig(min(padded(V), 64), 4, 3)
 
