@@ -1,3 +1,32 @@
-"""Loads the conformance kit's plugin: ``--backend``, the fixture ``kda``, and fast and slow tiers."""
+"""Loads the kit's plugin (``--backend``, the fixture ``kda``, fast and slow tiers); leaves end-to-end tests to runs that
+ask for them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
 
 pytest_plugins = ["kda_core.testing.plugin"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "end_to_end: builds wheels, environments or kernels, or drives other processes; "
+        "runs with -m end_to_end, when its file is named, or with KDA_TEST_MODE=slow or all",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "end_to_end" in (config.getoption("markexpr") or "") or os.environ.get("KDA_TEST_MODE") in ("slow", "all"):
+        return
+    here = config.invocation_params.dir
+    named = {Path(here, str(argument).partition("::")[0]) for argument in config.invocation_params.args}
+    dropped = [item for item in items if item.get_closest_marker("end_to_end") is not None and item.path not in named]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        left_out = set(dropped)
+        items[:] = [item for item in items if item not in left_out]

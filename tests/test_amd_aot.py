@@ -18,6 +18,8 @@ from kda_core_amd.plugin import SERVED_ARCHITECTURES  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+pytestmark = pytest.mark.end_to_end
+
 CASE = "bf16 K 64 bounded"
 KERNELS = (
     "prepare",

@@ -13,6 +13,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.end_to_end
+
 pytest.importorskip("kda_core_amd")
 pytest.importorskip("triton")
 

@@ -14,6 +14,8 @@ import run_mutants
 
 from kda_core.testing.plugin import MODE_VARIABLE
 
+pytestmark = pytest.mark.end_to_end
+
 # What the fast tier of this repository tries; the slow one tries all.
 FAST = (
     "dropped-decay",

@@ -16,6 +16,8 @@ import sys
 import pytest
 import torch
 
+pytestmark = pytest.mark.end_to_end
+
 pytest.importorskip("kda_core_nvidia")
 pytest.importorskip("triton")
 

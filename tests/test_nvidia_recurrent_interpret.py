@@ -23,6 +23,8 @@ from torch import Tensor
 
 import kda_core
 
+pytestmark = pytest.mark.end_to_end
+
 H, HV, K, V = 2, 4, 20, 12
 GATES = {
     "given": {},

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from test_wheels import link_torch, pip
 
+pytestmark = pytest.mark.end_to_end
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "write_a_backend.md"
 

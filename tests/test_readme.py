@@ -15,6 +15,8 @@ import pytest
 import kda_core
 from kda_core.capabilities import Feature
 
+pytestmark = pytest.mark.end_to_end
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FUNCTIONS = (kda_core.chunk_kda, kda_core.fused_recurrent_kda, kda_core.kda_gate)

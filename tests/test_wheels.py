@@ -17,6 +17,8 @@ import pluggy
 import pytest
 import torch
 
+pytestmark = pytest.mark.end_to_end
+
 ROOT = Path(__file__).parents[1]
 SOURCES = Path(__file__).parent / "wheels"
 TOYS = sorted(path.parent for path in SOURCES.glob("*/pyproject.toml"))
