@@ -22,10 +22,10 @@ SOURCE_FILES = $(shell find $(1) -type f -not -path '*/__pycache__/*')
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench lint typecheck environment wheels clean FORCE
+.PHONY: help demo test test-end-to-end bench lint typecheck environment wheels clean FORCE
 
 help: ## Show this list.
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo "  Variables: PYTHON=$(PYTHON)  VENV=$(VENV)  TORCH=$(TORCH)  BACKENDS=\"$(BACKENDS)\" (wheels to install)"
 	@echo "             BACKEND=$(BACKEND) (the one under test)  DEMO_ARGS  PYTEST_ARGS  BENCH_ARGS"
@@ -34,8 +34,11 @@ demo: $(STAMPS)/demo $(STAMPS)/installed ## Set everything up, train the example
 	$(VENV_PYTHON) examples/train_lm.py $(DEMO_ARGS)
 
 # The console script, not "python -m pytest": that would import kda_core from this folder instead of from the wheel.
-test: environment ## Set everything up, run all tests on BACKEND.
+test: environment ## Set everything up, run the fast tests on BACKEND.
 	$(VENV)/bin/pytest --backend=$(BACKEND) $(PYTEST_ARGS)
+
+test-end-to-end: environment ## The same for tests of wheels, environments, interpreted and compiled kernels (minutes).
+	$(VENV)/bin/pytest --backend=$(BACKEND) -m end_to_end $(PYTEST_ARGS)
 
 bench: environment ## Compare the CPU backend with other libraries.
 	$(VENV_PYTHON) benchmarks/bench_cpu.py $(BENCH_ARGS)

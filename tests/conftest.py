@@ -1,5 +1,4 @@
-"""Loads the kit's plugin (``--backend``, the fixture ``kda``, fast and slow tiers); leaves end-to-end tests to runs that
-ask for them."""
+"""Loads the conformance kit's plugin, and leaves end-to-end tests to runs that ask for them."""
 
 from __future__ import annotations
 
