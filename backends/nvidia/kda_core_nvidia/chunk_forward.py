@@ -9,11 +9,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kda_core.request import ForwardResult, Request
+from kda_core.request import ForwardResult, Request, TensorSpec
 from kda_core.triton_lib.decay import BOUND
-from kda_core_nvidia.launch import Launcher, chip, dot_widths, on_device, prepare_config, recurrence_config
+from kda_core_nvidia.launch import Launcher, chip, dot_widths, on_device, prepare_config, recurrence_config, row_blocks
 from kda_core_nvidia.layout import CHUNK, padded, slots
 from kda_core_nvidia.prepare import prepare
 from kda_core_nvidia.recurrence import recurrence
@@ -25,13 +24,13 @@ _recurrence = Launcher(recurrence)
 
 
 class Prepared(NamedTuple):
-    """What ``prepare`` wrote; shapes in ``layout``. X and M only when they were asked for."""
+    """What ``prepare`` wrote; shapes in ``layout``. X and norms only for a backward."""
 
     keys: Tensor
     P: Tensor
     D: Tensor
     X: Tensor | None = None
-    M: Tensor | None = None
+    norms: Tensor | None = None
 
 
 def rows_contiguous(x: Tensor) -> Tensor:
@@ -73,25 +72,30 @@ def _unit(*tensors: Tensor) -> int:
     return 1 if any(x.stride(0) % 8 for x in tensors) else 8
 
 
-def run_prepare(request: Request, o: Tensor, save: bool = False) -> Prepared:
+def prepared_specs(request: Request, backward: bool) -> tuple[TensorSpec, ...]:
+    """Shapes and dtypes of what ``prepare`` writes, in the order of ``Prepared``."""
+    count, HV, KP, dtype = slots(request), request.HV, padded(request.K), request.q.dtype
+    square = TensorSpec((count, HV, CHUNK, CHUNK), dtype)
+    specs = (TensorSpec((count, HV, 3, CHUNK, KP), dtype), square, TensorSpec((count, HV, KP), torch.float32))
+    if backward:
+        specs += (square,)
+        if request.use_qk_l2norm_in_kernel:
+            specs += (TensorSpec((count, HV, 2, CHUNK), torch.float32),)
+    return specs
+
+
+def run_prepare(request: Request, o: Tensor, backward: bool = False) -> Prepared:
     """Launch ``prepare``.
 
     Args:
         request: the call.
         o: [B, T, HV, V], to be zeroed where no sequence (or a skipped one) has rows.
-        save: also return X and M.
+        backward: also return what only the backward needs.
     """
     q, k, g = rows_contiguous(request.q), rows_contiguous(request.k), rows_contiguous(request.g)
     beta = request.beta
     B, T, H, K, HV, V = request.B, request.T, request.H, request.K, request.HV, request.V
-    KP = padded(K)
-    count = slots(request)
-    keys = q.new_empty((count, HV, 3, CHUNK, KP))
-    P = q.new_empty((count, HV, CHUNK, CHUNK))
-    D = q.new_empty((count, HV, KP), dtype=torch.float32)
-    X = M = None
-    if save:
-        X, M = D.new_empty((2, count, HV, CHUNK, CHUNK))
+    prepared = Prepared(*(q.new_empty(spec.shape, dtype=spec.dtype) for spec in prepared_specs(request, backward)))
     indices = request.ssm_state_indices
     config = prepare_config(K, q.dtype)
     terms, dot, small_dot = dot_widths(q.dtype)
@@ -105,11 +109,7 @@ def run_prepare(request: Request, o: Tensor, save: bool = False) -> Prepared:
         beta,
         _dense(request.A_log) if gate != "none" else None,
         _dense(request.dt_bias) if gate != "none" else None,
-        keys,
-        P,
-        D,
-        X,
-        M,
+        *prepared,
         o,
         _dense(request.cu_seqlens),
         indices,
@@ -141,7 +141,7 @@ def run_prepare(request: Request, o: Tensor, save: bool = False) -> Prepared:
     constants = {
         "K": K,
         "V": V,
-        "KP": KP,
+        "KP": padded(K),
         "BK": config.block_k,
         "C": CHUNK,
         "STAGES": config.stages,
@@ -155,8 +155,8 @@ def run_prepare(request: Request, o: Tensor, save: bool = False) -> Prepared:
         "DOT": dot,
         "SMALL_DOT": small_dot,
     }
-    _prepare((count * HV, 1, 1), arguments, constants, config.num_warps)
-    return Prepared(keys, P, D, X, M)
+    _prepare((slots(request) * HV, 1, 1), arguments, constants, config.num_warps)
+    return prepared
 
 
 def _state_strides(state: Tensor | None, v_first: bool) -> tuple[int, int, int, int]:
@@ -183,8 +183,7 @@ def run_recurrence(
     rows = keys.numel() // KP
     descriptors = target.descriptors and 0 < rows < 2**31
     if descriptors:
-        keys = TensorDescriptor(keys, [rows, KP], [KP, 1], [CHUNK, KP])
-        P = TensorDescriptor(P, [P.numel() // CHUNK, CHUNK], [CHUNK, 1], [CHUNK, CHUNK])
+        keys, P = row_blocks(keys, KP, CHUNK), row_blocks(P, CHUNK, CHUNK)
     states = [s for s in (initial_state, final_state) if s is not None]
     arguments = (
         keys,
@@ -254,8 +253,10 @@ def chunk_forward(request: Request) -> ForwardResult:
         elif request.output_final_state:
             final_state = q.new_empty(request.state_shape, dtype=request.state_dtype)
         h = _intermediate_states(request) if request.return_intermediate_states else None
-        prepared = run_prepare(request, o)
+        keep = request.save_for_backward and request.disable_recompute
+        prepared = run_prepare(request, o, keep)
         run_recurrence(request, prepared, o, final_state, h)
         if request.out is not None and o is not request.out:
             o = request.out.copy_(o)
-    return ForwardResult(o=o, final_state=None if request.inplace_final_state else final_state, h=h)
+    saved = tuple(t for t in prepared if t is not None) if keep else ()
+    return ForwardResult(o=o, final_state=None if request.inplace_final_state else final_state, h=h, saved=saved)

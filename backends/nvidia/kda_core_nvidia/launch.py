@@ -100,13 +100,38 @@ def dot_widths(dtype: torch.dtype) -> tuple[int, str, str]:
     return (1 if INTERPRET else 2), "tf32", "tf32"
 
 
-def _specialised(x: Tensor | TensorDescriptor | None) -> Any:
-    """What triton compiles into a kernel about a tensor."""
-    if x is None:
-        return None
-    if isinstance(x, TensorDescriptor):
-        return x.base.dtype, tuple(x.block_shape)
-    return x.dtype, x.data_ptr() & 15 == 0
+@cache
+def _descriptor(device: torch.device, dtype: torch.dtype, columns: int, rows: int) -> dict[str, Any]:
+    """The fields of a checked descriptor of blocks [rows, columns] of a contiguous matrix of that width."""
+    matrix = torch.empty(rows, columns, dtype=dtype, device=device)
+    return vars(TensorDescriptor(matrix, [rows, columns], [columns, 1], [rows, columns]))
+
+
+def row_blocks(x: Tensor, columns: int, rows: int) -> TensorDescriptor:
+    """A descriptor of blocks [rows, columns] of ``x``, contiguous and freshly allocated, as [.., columns].
+
+    Checking a descriptor takes longer than the rest of it; those of one kind differ in base and length only.
+    """
+    found = object.__new__(TensorDescriptor)
+    vars(found).update(_descriptor(x.device, x.dtype, columns, rows), base=x, shape=[x.numel() // columns, columns])
+    return found
+
+
+def _specialised(arguments: tuple[Tensor | TensorDescriptor | None, ...]) -> tuple[Any, ...]:
+    """What triton compiles into a kernel about its tensors: dtypes and 16-byte alignment."""
+    kinds: list[Any] = []
+    addresses = 0
+    for x in arguments:
+        if x is None:
+            kinds.append(None)
+        elif type(x) is TensorDescriptor:
+            kinds.append(tuple(x.block_shape))
+        else:
+            kinds.append(x.dtype)
+            addresses |= x.data_ptr()
+    if addresses & 15:
+        kinds += [isinstance(x, Tensor) and x.data_ptr() & 15 == 0 for x in arguments]
+    return tuple(kinds)
 
 
 class Launcher:
@@ -146,7 +171,7 @@ class Launcher:
             num_warps,
             *constants.values(),
             *self._strides(arguments),
-            *map(_specialised, self._tensors(arguments)),
+            *_specialised(self._tensors(arguments)),
         )
         found = self._compiled.get(key)
         if found is None:
