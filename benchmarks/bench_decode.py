@@ -8,8 +8,9 @@ advancing the same pool in place; each implementation is captured in a CUDA grap
 pool's slots, so that no state is found in the cache, and the graphs are replayed by turns. On a CPU the other side is
 the torch fallback of transformers' kimi_linear, which takes dense states and no gate, so that both get those.
 
-Bandwidth counts every state read once and written once, and the rows of q, k, v, g, beta and o; it is divided by what a
-large copy on the same device moves, measured in the same run. Times are medians, ratios are ratios of medians.
+Bandwidth counts every state read once and written once, and the rows of q, k, v, g, beta and o. It is divided by that
+of a large copy on the same device, and by that of a copy of as many states as the step advances, timed like the step
+and by turns with it: what a launch costs at least is in both. Times are medians, ratios are ratios of medians.
 
 The second table is prefill of short sequences: ``fused_recurrent_kda`` beside ``chunk_kda``, same pool.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import itertools
 import json
 import logging
 import statistics
@@ -25,7 +27,9 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -34,6 +38,8 @@ from torch import Tensor
 import kda_core
 
 OURS = "kda_core"
+COPY = "copy"
+"""The copy of N states that is timed beside the implementations."""
 K = V = 128
 LOWER_BOUND = -5.0
 COLD = 4
@@ -54,7 +60,7 @@ class Row:
         N, T: sequences and tokens of each.
         state: dtype of the pool. layout: "K first" or "V first".
         us: median microseconds of a call, by implementation.
-        bytes: what a call moves at least.
+        bytes: what a call moves at least. states: those of them that are states, read and written.
     """
 
     N: int
@@ -63,10 +69,15 @@ class Row:
     layout: str
     us: dict[str, float]
     bytes: int
+    states: int
 
     def bandwidth(self) -> float:
         """Bytes a second of ours."""
         return self.bytes / (1e-6 * self.us[OURS])
+
+    def share(self) -> float:
+        """Bandwidth of ours over that of a copy of the same states."""
+        return self.bandwidth() * 1e-6 * self.us[COPY] / self.states
 
     def ratio(self, other: str) -> float:
         """How many times slower ``other`` is."""
@@ -97,12 +108,11 @@ class Work:
             self.tensors |= {"g": LOWER_BOUND * torch.sigmoid(g), "beta": torch.sigmoid(beta)}
         self.out = torch.empty_like(self.tensors["v"])
 
-    @property
-    def bytes(self) -> int:
-        """Bytes that a call has to move: states both ways, rows once."""
-        states = 2 * self.N * self.pool[0].numel() * self.pool.element_size()
-        rows = ("q", "k", "v", "g", "beta")
-        return states + sum(self.tensors[n].nbytes for n in rows) + self.out.nbytes
+    def row(self, state: str, layout: str, us: dict[str, float]) -> Row:
+        """A line of a table: states are moved both ways, rows once."""
+        states = 2 * self.N * self.pool[0].nbytes
+        rows = sum(self.tensors[n].nbytes for n in ("q", "k", "v", "g", "beta")) + self.out.nbytes
+        return Row(self.N, self.T, state, layout, us, states + rows, states)
 
     def slots(self) -> Iterator[Tensor]:
         """Indices for call after call, going round the pool in no order of memory."""
@@ -117,6 +127,19 @@ class Work:
         """A public function of kda_core on the pool, served by whatever ``use_backend`` names."""
         options = self.options | {"state_v_first": self.v_first, "out": self.out, "initial_state": self.pool}
         return lambda slots: function(**self.tensors, **options, ssm_state_indices=slots)
+
+    def copy(self, target: Tensor) -> Step:
+        """A copy of N states after the other from the pool to ``target``, by an elementwise kernel.
+
+        In a CUDA graph a memcpy may be left to a copy engine, which is slower.
+        """
+        places = itertools.cycle(range(0, self.pool.shape[0] - self.N + 1, self.N))
+
+        def run(slots: Tensor) -> object:
+            first = next(places)
+            return torch.abs(self.pool[first : first + self.N], out=target[first : first + self.N])
+
+        return run
 
     def fla(self) -> Step | None:
         """fla's kernel on the pool."""
@@ -215,20 +238,23 @@ def time_on_cpu(steps: dict[str, Step], work: Work, rounds: int) -> dict[str, fl
 
 
 def copy_bandwidth(device: torch.device, rounds: int) -> float:
-    """Bytes a second, read and written, of a large copy."""
-    size = (2 * 2**30 if device.type == "cuda" else 256 * 2**20) // 8
-    source = torch.randint(2**62, (size,), device=device)
+    """Bytes a second, read and written, of a large copy: the faster of a memcpy and an elementwise kernel."""
+    size = (2 * 2**30 if device.type == "cuda" else 256 * 2**20) // 4
+    source = torch.randn(size, device=device)
     target = torch.empty_like(source)
     times = []
-    for _ in range(rounds + 2):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        target.copy_(source)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return 2 * source.nbytes / statistics.median(times[2:])
+    for copy in (lambda: target.copy_(source), lambda: torch.abs(source, out=target)):
+        found = []
+        for _ in range(rounds + 2):
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            copy()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            found.append(time.perf_counter() - start)
+        times.append(statistics.median(found[2:]))
+    return 2 * source.nbytes / min(times)
 
 
 @torch.inference_mode()
@@ -241,7 +267,8 @@ def measure(options: argparse.Namespace) -> tuple[list[Row], list[Row]]:
     for dtype in (torch.float32, torch.bfloat16):
         slots = max(*options.sizes, COLD * CACHE // (H * K * V * dtype.itemsize))
         # A random walk of the states would overflow bfloat16; steps with unit keys and decays keep them small.
-        pool = torch.randn(slots, H, K, V, device=device).to(dtype)
+        pool = torch.empty(slots, H, K, V, device=device, dtype=dtype).normal_()
+        target = torch.empty_like(pool)
         for v_first in (False, True):
             label = (str(dtype).removeprefix("torch."), "V first" if v_first else "K first")
             for N in options.sizes:
@@ -250,14 +277,14 @@ def measure(options: argparse.Namespace) -> tuple[list[Row], list[Row]]:
                 other = work.fla() if gpu else work.fallback()
                 if other is not None:
                     steps["fla" if gpu else "transformers"] = other
-                decoding.append(Row(N, 1, *label, timed(steps, work, options.rounds), work.bytes))
+                steps[COPY] = work.copy(target)
+                decoding.append(work.row(*label, timed(steps, work, options.rounds)))
         for N in options.prefill_sizes if dtype == torch.float32 else ():
             for T in options.lengths:
                 work = Work(N, T, H, pool, False, gate=True, dtype=torch.bfloat16 if gpu else torch.float32)
                 steps = {OURS: work.ours(kda_core.fused_recurrent_kda), "chunk_kda": work.ours(_chunk)}
-                row = Row(N, T, "float32", "K first", timed(steps, work, options.rounds), work.bytes)
-                prefill.append(row)
-        del pool
+                prefill.append(work.row("float32", "K first", timed(steps, work, options.rounds)))
+        del pool, target
     return decoding, prefill
 
 
@@ -272,9 +299,8 @@ def report(decoding: list[Row], prefill: list[Row], copy: float, title: str) -> 
 
     console = Console(width=None if sys.stdout.isatty() else 120)
     others = list(dict.fromkeys(name for row in decoding for name in row.us if name != OURS))
-    table = Table(
-        "pool", "layout", "N", f"{OURS} µs", *(f"{name} µs" for name in others), "GB/s", "of copy", title=title
-    )
+    columns = [f"{name} µs" for name in (OURS, *others)]
+    table = Table("pool", "layout", "N", *columns, "GB/s", "of a large copy", "of this copy", title=title)
     for row in decoding:
         cells = [f"{row.us[n]:.1f} ({row.ratio(n):.2f}×)" if n in row.us else "–" for n in others]
         speed = row.bandwidth()
@@ -285,7 +311,8 @@ def report(decoding: list[Row], prefill: list[Row], copy: float, title: str) -> 
             f"{row.us[OURS]:.1f}",
             *cells,
             f"{speed / 1e9:.0f}",
-            f"{speed / copy:.0%}",
+            f"{speed / copy:.1%}",
+            f"{row.share():.1%}",
         )
     console.print(table)
     table = Table("N", "T", "fused_recurrent_kda µs", "chunk_kda µs", title="prefill of short sequences, float32 pool")
@@ -294,6 +321,15 @@ def report(decoding: list[Row], prefill: list[Row], copy: float, title: str) -> 
             str(row.N), str(row.T), f"{row.us[OURS]:.1f}", f"{row.us['chunk_kda']:.1f} ({row.ratio('chunk_kda'):.2f}×)"
         )
     console.print(table)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what was measured, as far as it is installed."""
+    found = {"cuda": str(torch.version.cuda)}
+    for name in ("kda-core", "kda-core-nvidia", "torch", "triton", "fla-core", "transformers"):
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def plot(decoding: list[Row], copy: float, file: Path) -> None:
@@ -329,7 +365,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--backend", help="default: nvidia for cuda, else the device's own name")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--sizes", type=int, nargs="+", metavar="N", help="default: 1 to 512; on a CPU 1 to 16")
-    parser.add_argument("--prefill-sizes", type=int, nargs="*", metavar="N", help="default: 1 16 64; on a CPU 1 8")
+    parser.add_argument("--prefill-sizes", type=int, nargs="*", metavar="N", help="default: 1 8 64; on a CPU 1 8")
     parser.add_argument("--lengths", type=int, nargs="*", metavar="T", default=[2, 4, 8, 16, 32, 64])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch, on a CPU")
     parser.add_argument("--quick", action="store_true", help="few sizes, few repetitions")
@@ -345,7 +381,7 @@ def parse() -> argparse.Namespace:
         largest = (6 if options.quick else 9) if gpu else (3 if options.quick else 4)
         options.sizes = [2**i for i in range(largest + 1)]
     if options.prefill_sizes is None:
-        options.prefill_sizes = [1, 16, 64] if gpu else [1, 8]
+        options.prefill_sizes = [1, 8, 64] if gpu else [1, 8]
     if options.quick:
         options.lengths = options.lengths[::2]
     return options
@@ -362,7 +398,7 @@ def main() -> None:
     if options.plot:
         plot(decoding, copy, options.plot)
     if options.json:
-        content = {"device": name, "torch": torch.__version__, "kda_core": kda_core.__version__, "copy": copy}
+        content = {"device": name, "copy": copy, "versions": versions()}
         content |= {"decoding": [asdict(r) for r in decoding], "prefill": [asdict(r) for r in prefill]}
         options.json.write_text(json.dumps(content, indent=2) + "\n")
 

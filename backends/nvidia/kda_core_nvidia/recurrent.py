@@ -1,13 +1,18 @@
 """Kernel of ``fused_recurrent_kda``: token by token, the state in registers from its one load to its last store.
 
-With q', k' after the norm (and the scale, for q'), d = exp γ and S the state before the token, per value head:
+With q and k as the caller gave them, r_q and r_k their factors (norm and, for q, scale), d = exp γ and S the state
+before the token, per value head:
 
-    y = Sᵀ(k'⊙d)      u = β(v − y)      o = Sᵀ(q'⊙d) + (q'·k') u      S ← S + (d − 1)⊙S + k' uᵀ
+    y = r_k Sᵀ(k⊙d)      u = β(v − y)      o = r_q Sᵀ(q⊙d) + r_q r_k (q·k) u      S ← S + (d − 1)⊙S + k (r_k u)ᵀ
 
-so that both products wait for the old state only. The update uses d − 1, formed without cancellation: a slow channel
-keeps the digits of its decay over any number of steps (d, rounded to float32, is off by up to 3e-8 in every one).
+so that both products wait for the old state only, and not for the norms. The update uses d − 1, formed without
+cancellation: a slow channel keeps the digits of its decay over any number of steps (d, rounded to float32, is off by up
+to 3e-8 in every one).
 
-Tiles: the state is [KP, BV], or [BV, KP] when it is stored V first: all key channels and BV value channels of one head.
+Tiles: all key channels and BV value channels of one head, [BV, KP / KS, KS] when the state is stored V first and
+[KP / KS, KS, BV] otherwise. Triton gives the last dimension to neighbouring lanes and the one that it knows least about
+to registers, so that KS decides how many lanes share a row: a whole row each would be read best and summed worst (five
+shuffles a row and product, where three do for 32 float32 channels).
 Grid: (N [+ 1] · HV · ceil(V / BV)), value blocks fastest, then heads; with packed sequences, "sequence" N is the rows
 behind the last one. Index arithmetic is int64 from the sequence up.
 """
@@ -17,7 +22,7 @@ import math
 import triton
 import triton.language as tl
 
-from kda_core.triton_lib.gate import LOG2_E, NORM_EPS, log2_decay, write_strength
+from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
 
 LN_2 = tl.constexpr(math.log(2))
 
@@ -42,6 +47,31 @@ def decay_minus_one(y):
     series = series * x + _C2
     series = series * x + 1.0
     return tl.where(tl.abs(y) < SERIES_REACH, series * x, tl.exp2(y) - 1.0)
+
+
+@triton.jit
+def along_k(x, V_FIRST: tl.constexpr):
+    """[KP / KS, KS] key channels against a tile."""
+    return x[None, :, :] if V_FIRST else x[:, :, None]
+
+
+@triton.jit
+def along_v(x, V_FIRST: tl.constexpr):
+    """[BV] value channels against a tile."""
+    return x[:, None, None] if V_FIRST else x[None, None, :]
+
+
+@triton.jit
+def contract(x, V_FIRST: tl.constexpr):
+    """Sum of a tile over its key channels: [BV]."""
+    AXIS: tl.constexpr = 1 if V_FIRST else 0
+    return tl.sum(tl.sum(x, AXIS), AXIS)
+
+
+@triton.jit
+def tile_offsets(o_k, o_v, S_K: tl.constexpr, S_V: tl.constexpr, V_FIRST: tl.constexpr):
+    """Offsets of a tile in its head's state; with strides that are known they become immediate operands."""
+    return along_k(o_k.to(tl.int64) * S_K, V_FIRST) + along_v(o_v.to(tl.int64) * S_V, V_FIRST)
 
 
 @triton.jit
@@ -70,7 +100,9 @@ def zero_rows(p_o, s_t, s_v, first, end, share, SHARES: tl.constexpr, V: tl.cons
 
 
 @triton.jit(
-    do_not_specialize=["scale", "lower_bound", "T", "N", "s_index", "s_slot", "s_accepted", "width", "pad_slot_id"]
+    do_not_specialize=["scale", "lower_bound", "T", "N", "s_index", "s_slot", "s_accepted", "width", "pad_slot_id"],
+    # Slices of a server's buffers, which begin anywhere.
+    do_not_specialize_on_alignment=["cu_seqlens", "indices", "accepted"],
 )
 def recurrent(
     q,  # [B, T, H, K]
@@ -111,12 +143,8 @@ def recurrent(
     s_ov,
     s_in,
     s_ih,
-    s_ik,
-    s_iv,
     s_fn,
     s_fh,
-    s_fk,
-    s_fv,
     s_index: tl.int64,
     s_slot: tl.int64,
     s_accepted: tl.int64,
@@ -128,7 +156,12 @@ def recurrent(
     V: tl.constexpr,
     KP: tl.constexpr,
     VP: tl.constexpr,
+    KS: tl.constexpr,
     BV: tl.constexpr,
+    I_K: tl.constexpr,  # strides within a state, by key and value channel, of initial_state and final_state
+    I_V: tl.constexpr,
+    F_K: tl.constexpr,
+    F_V: tl.constexpr,
     GATE: tl.constexpr,
     L2NORM: tl.constexpr,
     SIGMOID: tl.constexpr,
@@ -137,14 +170,14 @@ def recurrent(
     IN_PLACE: tl.constexpr,
     EVERY_TOKEN: tl.constexpr,  # a slot for every token rather than one for the last
     ONE_TOKEN: tl.constexpr,  # dense and T = 1: there is no loop
-    EVICTION: tl.constexpr,  # eviction policy of the states: "" or "evict_first"
+    EVICTION: tl.constexpr,  # eviction policy of the load of the states
 ):
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
     i_v = pid % BLOCKS
     i_h = (pid // BLOCKS % HV).to(tl.int64)
     i_n = (pid // (BLOCKS * HV)).to(tl.int64)
-    o_k = tl.arange(0, KP)
+    o_k = tl.arange(0, KP // KS)[:, None] * KS + tl.arange(0, KS)[None, :]
     o_v = i_v * BV + tl.arange(0, BV)
     m_k = o_k < K
     m_v = o_v < V
@@ -179,15 +212,10 @@ def recurrent(
         if length == 0:
             return
 
-    if V_FIRST:
-        m_state = m_v[:, None] & m_k[None, :]
-        S = tl.zeros([BV, KP], tl.float32)
-    else:
-        m_state = m_k[:, None] & m_v[None, :]
-        S = tl.zeros([KP, BV], tl.float32)
+    m_state = along_k(m_k, V_FIRST) & along_v(m_v, V_FIRST)
+    S = tl.zeros(m_state.shape, tl.float32)
     if initial_state is not None:
-        p_state = initial_state + i_state * s_in + i_h * s_ih
-        p_state += _tile(o_k, o_v, s_ik, s_iv, V_FIRST)
+        p_state = initial_state + i_state * s_in + i_h * s_ih + tile_offsets(o_k, o_v, I_K, I_V, V_FIRST)
         S = tl.load(p_state, mask=m_state, other=0.0, eviction_policy=EVICTION).to(tl.float32)
 
     p_q = q + row * s_qn + i_h // GROUP * s_qh
@@ -196,10 +224,8 @@ def recurrent(
     p_g = g + row * s_gn + i_h * s_gh
     p_beta = beta + row * s_bn + i_h * s_bh
     next_q, next_k, next_v, next_g, next_beta = load_row(p_q, p_k, p_v, p_g, p_beta, o_k, o_v, length > 0, K, V)
-    rate = 1.0
+    rate = gate_rate(A_log, i_h)
     bias = 0.0
-    if A_log is not None:
-        rate = tl.exp2(tl.load(A_log + i_h).to(tl.float32) * LOG2_E)
     if dt_bias is not None:
         bias = tl.load(dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)
 
@@ -218,43 +244,31 @@ def recurrent(
             p_beta += s_bt
             live = t + 1 < length
             next_q, next_k, next_v, next_g, next_beta = load_row(p_q, p_k, p_v, p_g, p_beta, o_k, o_v, live, K, V)
+        r_q = scale
+        r_k = 1.0
         if L2NORM:
-            b_q *= tl.rsqrt(tl.sum(b_q * b_q) + NORM_EPS)
-            b_k *= tl.rsqrt(tl.sum(b_k * b_k) + NORM_EPS)
-        b_q *= scale
+            r_q *= tl.rsqrt(tl.sum(b_q * b_q) + NORM_EPS)
+            r_k *= tl.rsqrt(tl.sum(b_k * b_k) + NORM_EPS)
+        qk = tl.sum(b_q * b_k) * (r_q * r_k)
         loss = decay_minus_one(y)
-        qk = tl.sum(b_q * b_k)
-        q_d = b_q * loss + b_q
         k_d = b_k * loss + b_k
-        if V_FIRST:
-            u = b_beta * (b_v - tl.sum(S * k_d[None, :], 1))
-            b_o = tl.sum(S * q_d[None, :], 1) + qk * u
-            S += S * loss[None, :]
-            S += u[:, None] * b_k[None, :]
-        else:
-            u = b_beta * (b_v - tl.sum(S * k_d[:, None], 0))
-            b_o = tl.sum(S * q_d[:, None], 0) + qk * u
-            S += S * loss[:, None]
-            S += b_k[:, None] * u[None, :]
+        q_d = b_q * loss + b_q
+        u = b_beta * (b_v - r_k * contract(S * along_k(k_d, V_FIRST), V_FIRST))
+        b_o = r_q * contract(S * along_k(q_d, V_FIRST), V_FIRST) + qk * u
+        S += S * along_k(loss, V_FIRST)
+        S += along_v(r_k * u, V_FIRST) * along_k(b_k, V_FIRST)
         tl.store(p_o + o_v.to(tl.int64) * s_ov, b_o.to(o.dtype.element_ty), mask=m_v)
         p_o += s_ot
         if EVERY_TOKEN:
             i_slot = tl.load(p_slot + t * s_slot, mask=t < width, other=-1).to(tl.int64)
             if (i_slot >= 0) & (i_slot != pad_slot_id):
-                p_kept = final_state + i_slot * s_fn + i_h * s_fh + _tile(o_k, o_v, s_fk, s_fv, V_FIRST)
-                tl.store(p_kept, S.to(final_state.dtype.element_ty), mask=m_state, eviction_policy=EVICTION)
+                p_kept = final_state + i_slot * s_fn + i_h * s_fh + tile_offsets(o_k, o_v, F_K, F_V, V_FIRST)
+                tl.store(p_kept, S.to(final_state.dtype.element_ty), mask=m_state)
 
     if final_state is not None:  # noqa: SIM102 (known when the kernel is compiled)
         if not EVERY_TOKEN:
-            p_last = final_state + i_state * s_fn + i_h * s_fh + _tile(o_k, o_v, s_fk, s_fv, V_FIRST)
-            tl.store(p_last, S.to(final_state.dtype.element_ty), mask=m_state, eviction_policy=EVICTION)
-
-
-@triton.jit
-def _tile(o_k, o_v, s_k, s_v, V_FIRST: tl.constexpr):
-    """Offsets of a tile of one head's state."""
-    if V_FIRST:
-        offsets = o_v[:, None].to(tl.int64) * s_v + o_k[None, :].to(tl.int64) * s_k
-    else:
-        offsets = o_k[:, None].to(tl.int64) * s_k + o_v[None, :].to(tl.int64) * s_v
-    return offsets
+            if IN_PLACE:
+                p_last = p_state
+            else:
+                p_last = final_state + i_state * s_fn + i_h * s_fh + tile_offsets(o_k, o_v, F_K, F_V, V_FIRST)
+            tl.store(p_last, S.to(final_state.dtype.element_ty), mask=m_state)

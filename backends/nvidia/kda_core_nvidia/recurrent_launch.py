@@ -25,27 +25,41 @@ _recurrent = Launcher(recurrent)
 
 @dataclass(frozen=True, slots=True)
 class RecurrentConfig:
-    """Launch configuration of ``recurrent``: value channels of a program, warps, eviction policy of the states."""
+    """Launch configuration of ``recurrent``.
+
+    Attributes:
+        block_v: value channels of a program.
+        num_warps: its warps.
+        row_bytes: V first: how much of a row neighbouring lanes read at once; the rest lies in registers.
+        eviction: policy of the load of the states. With "evict_last" a state is still in the L2 cache when it is
+            written back, and lines leave the cache in the order in which they were written, which memory is faster at;
+            a few states fit the cache anyway.
+    """
 
     block_v: int
     num_warps: int
+    row_bytes: int = 128
     eviction: str = ""
 
 
-# Measured on an H200 at K = V = 128, H = 32: one step at N = 1 to 256 with float32 and bfloat16 pools, T = 8 and 64 at
+# Measured on an H200 at K = V = 128, H = 32: one step at N = 1 to 256 with float32 and bfloat16 pools, T = 4 to 64 at
 # N = 1 to 64. A row serves the calls with at most so many states, N · HV, that no row before it serves.
 _MANY = 1 << 62
 _STEP = {
     # (V first, bfloat16): (most states, configuration)
-    (False, False): ((64, RecurrentConfig(16, 1)), (_MANY, RecurrentConfig(64, 2))),
-    (False, True): ((64, RecurrentConfig(16, 1)), (1024, RecurrentConfig(32, 1)), (_MANY, RecurrentConfig(64, 2))),
-    (True, False): ((_MANY, RecurrentConfig(8, 1)),),
-    (True, True): ((_MANY, RecurrentConfig(16, 1, "evict_first")),),
+    (False, False): ((512, RecurrentConfig(16, 1)), (_MANY, RecurrentConfig(64, 2, eviction="evict_last"))),
+    (False, True): ((512, RecurrentConfig(32, 1)), (_MANY, RecurrentConfig(64, 2, eviction="evict_last"))),
+    (True, False): (
+        (128, RecurrentConfig(8, 1)),
+        (512, RecurrentConfig(8, 1, 256)),
+        (_MANY, RecurrentConfig(8, 1, 256, "evict_last")),
+    ),
+    (True, True): ((512, RecurrentConfig(16, 1)), (_MANY, RecurrentConfig(16, 1, eviction="evict_last"))),
 }
 _TOKENS = {
     # V first: (most states, configuration)
     False: ((256, RecurrentConfig(16, 1)), (_MANY, RecurrentConfig(32, 1))),
-    True: ((256, RecurrentConfig(4, 1)), (_MANY, RecurrentConfig(16, 1))),
+    True: ((128, RecurrentConfig(8, 1)), (_MANY, RecurrentConfig(16, 1))),
 }
 
 
@@ -53,7 +67,7 @@ _TOKENS = {
 def recurrent_config(
     states: int, one_token: bool, K: int, V: int, v_first: bool, state_dtype: torch.dtype
 ) -> RecurrentConfig:
-    """Configuration for ``states`` = N · HV states; ``one_token``: a dense step, T = 1."""
+    """Configuration for ``states`` = N · HV states; ``one_token``: hardly a sequence has more than one."""
     rows = _STEP[v_first, state_dtype == torch.bfloat16] if one_token else _TOKENS[v_first]
     config = next(config for most, config in rows if states <= most)
     block_v = config.block_v
@@ -116,8 +130,12 @@ def _launch(request: Request, o: Tensor, final_state: Tensor | None) -> None:
         s_index = indices.stride(0)
         if indices.dim() == 2:
             s_slot, width = indices.stride(1), indices.shape[1]
-    one_token = T == 1 and not packed
-    config = recurrent_config(N * HV, one_token, K, V, request.state_v_first, request.state_dtype)
+    v_first, state_dtype = request.state_v_first, request.state_dtype
+    # Packed, a batch of as many rows as sequences is most likely a step (if it is not, it is only slower).
+    config = recurrent_config(N * HV, T <= N if packed else T == 1, K, V, v_first, state_dtype)
+    KP = triton.next_power_of_2(K)
+    s_in, s_ih, I_K, I_V = _state_strides(initial_state, v_first)
+    s_fn, s_fh, F_K, F_V = _state_strides(final_state, v_first)
     # With packed sequences one more set of programs zeroes the rows behind the last one.
     programs = (N + packed) * HV * -(-V // config.block_v)
     arguments = (
@@ -145,8 +163,10 @@ def _launch(request: Request, o: Tensor, final_state: Tensor | None) -> None:
         *_strides(beta, packed),
         *_strides(o, packed),
         o.stride(3),
-        *_state_strides(initial_state, request.state_v_first),
-        *_state_strides(final_state, request.state_v_first),
+        s_in,
+        s_ih,
+        s_fn,
+        s_fh,
         s_index,
         s_slot,
         0 if accepted is None else accepted.stride(0),
@@ -158,17 +178,22 @@ def _launch(request: Request, o: Tensor, final_state: Tensor | None) -> None:
         "GROUP": HV // H,
         "K": K,
         "V": V,
-        "KP": triton.next_power_of_2(K),
+        "KP": KP,
         "VP": triton.next_power_of_2(V),
+        "KS": min(KP, config.row_bytes // state_dtype.itemsize) if v_first else KP,
         "BV": config.block_v,
+        "I_K": I_K,
+        "I_V": I_V,
+        "F_K": F_K,
+        "F_V": F_V,
         "GATE": gate,
         "L2NORM": request.use_qk_l2norm_in_kernel,
         "SIGMOID": request.use_beta_sigmoid_in_kernel,
         "NEG_EIGVAL": request.allow_neg_eigval,
-        "V_FIRST": request.state_v_first,
+        "V_FIRST": v_first,
         "IN_PLACE": request.inplace_final_state,
         "EVERY_TOKEN": width > 1,
-        "ONE_TOKEN": one_token,
+        "ONE_TOKEN": T == 1 and not packed,
         "EVICTION": config.eviction,
     }
     _recurrent((programs, 1, 1), arguments, constants, config.num_warps)
