@@ -7,23 +7,23 @@ into the ledger with its reason; it never takes the others down and raises only 
 
 from __future__ import annotations
 
-import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
-from typing import Any, Literal
+from typing import Literal
 
 import pluggy
 import torch
-from packaging.specifiers import SpecifierSet
 
 from kda_core import checks, hookspecs, platforms
 from kda_core.capabilities import Available, BackendInfo, Unavailable
-from kda_core.errors import BackendNotFound, BrokenBackend, ContractViolation, UnsupportedCall
+from kda_core.contract import contract_problem, read_info
+from kda_core.errors import BackendNotFound, BrokenBackend, UnsupportedCall
+from kda_core.loaded import Backend
 from kda_core.reference import ReferenceBackend
 from kda_core.request import AnyRequest, GateRequest, Request
 from kda_core.signature import is_plain, signature
@@ -88,87 +88,6 @@ class Explanation:
         return "\n".join([head, *lines])
 
 
-@dataclass(eq=False)
-class Backend:
-    """A loaded backend with its hooks, called through pluggy so that wrappers see every call."""
-
-    info: BackendInfo
-    plugin: object
-    manager: pluggy.PluginManager
-    availability_of: dict[torch.device, Available | Unavailable] = field(default_factory=dict)
-    _callers: dict[str, Callable[..., Any]] = field(default_factory=dict)
-
-    def call(self, hook: str, **arguments: Any) -> Any:
-        """Call one hook of this backend and of every wrapper; the result may be None."""
-        caller = self._callers.get(hook)
-        if caller is None:
-            caller = self._callers[hook] = self._caller(hook)
-        return caller(**arguments)
-
-    def _caller(self, hook: str) -> Callable[..., Any]:
-        others = _backend_plugins(self.manager) - {self.plugin}
-        caller = self.manager.subset_hook_caller(hook, remove_plugins=others)
-        implementations = [impl for impl in caller.get_hookimpls() if impl.plugin not in others]
-        # With no wrapper about, the one implementation is all that pluggy would call, at 2 µs less. A
-        # wrapper that comes later makes the registry drop its callers.
-        return implementations[0].function if len(implementations) == 1 else caller
-
-    def result(self, hook: str, request: AnyRequest) -> Any:
-        """Call a hook that must answer."""
-        caller = self._callers.get(hook)
-        answer = self.call(hook, request=request) if caller is None else caller(request=request)
-        if answer is None:
-            raise ContractViolation(f"backend {self.info.name!r} returned None from {hook}")
-        return answer
-
-    def availability(self, device: torch.device) -> Available | Unavailable:
-        """Whether the backend runs on ``device``; asked once a device."""
-        known = self.availability_of.get(device)
-        if known is None:
-            if device.type not in self.info.device_types:
-                known = Unavailable(f"serves tensors on {' or '.join(self.info.device_types)}, not on {device.type}")
-            else:
-                known = self.call("kda_core_availability", device=device)
-                if not isinstance(known, (Available, Unavailable)):
-                    raise ContractViolation(
-                        f"backend {self.info.name!r} returned {known!r} from kda_core_availability, "
-                        "expected Available or Unavailable"
-                    )
-            self.availability_of[device] = known
-        return known
-
-    def refusal(self, request: AnyRequest) -> str | None:
-        """Why the backend cannot serve the call, or None: device, then capabilities, then its own word."""
-        available = self.availability(request.device)
-        if isinstance(available, Unavailable):
-            return available.reason
-        capabilities = self.info.capabilities
-        reasons = [capabilities.refusal(feature) for feature in sorted(request.features, key=lambda f: f.name)]
-        found = [reason for reason in reasons if reason is not None]
-        if isinstance(request, Request):
-            found += _limit_refusals(request, self.info)
-        if found:
-            return "; ".join(found)
-        reason = self.call("kda_core_reject", request=request)
-        if reason is not None and not isinstance(reason, str):
-            raise ContractViolation(f"backend {self.info.name!r} returned {reason!r} from kda_core_reject")
-        return reason
-
-
-def _limit_refusals(r: Request, info: BackendInfo) -> Iterator[str]:
-    c = info.capabilities
-    if r.q.dtype not in c.dtypes:
-        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in c.dtypes))
-        yield f"does not take {str(r.q.dtype).removeprefix('torch.')} (takes {names})"
-    for symbol, size, limit in (("K", r.K, c.max_head_dim_k), ("V", r.V, c.max_head_dim_v)):
-        if limit is not None and size > limit:
-            yield f"takes head dimensions {symbol} up to {limit}, not {size}"
-
-
-def _backend_plugins(manager: pluggy.PluginManager) -> set[object]:
-    return {impl.plugin for impl in manager.hook.kda_core_backend.get_hookimpls() if not impl.wrapper}
-
-
 class Registry:
     """The backends of this process."""
 
@@ -228,7 +147,7 @@ class Registry:
                 return entry
 
             try:
-                info = self._read_info(plugin)
+                info = read_info(self.manager, plugin)
             # The hook is foreign code that may raise anything; the ledger keeps its reason.
             except Exception as error:
                 return record("broken", f"kda_core_backend failed: {type(error).__name__}: {error}")
@@ -239,7 +158,7 @@ class Registry:
                 return record(
                     "incompatible", f"needs plugin contract {info.contract}, this kda-core has {version}", info
                 )
-            problem = self._contract_problem(plugin, info)
+            problem = contract_problem(self.manager, plugin, info)
             if problem is not None:
                 return record("broken", problem, info)
             if self._name_taken(info.name):
@@ -295,46 +214,6 @@ class Registry:
             else e
             for e in self._ledger
         ]
-
-    def _read_info(self, plugin: object) -> BackendInfo | str:
-        """The identity card, or the reason why there is none."""
-        hook = getattr(plugin, "kda_core_backend", None)
-        if hook is None or self.manager.parse_hookimpl_opts(plugin, "kda_core_backend") is None:
-            return "missing hook kda_core_backend (is it decorated with kda_core.hookspecs.hookimpl?)"
-        info = hook()
-        if not isinstance(info, BackendInfo):
-            return f"kda_core_backend returned {type(info).__name__}, expected BackendInfo"
-        if not info.name or info.name != info.name.lower():
-            return f"kda_core_backend: name {info.name!r} is not lower case"
-        if not isinstance(info.contract, SpecifierSet):
-            return f"kda_core_backend: contract is {type(info.contract).__name__}, expected SpecifierSet"
-        return info
-
-    def _contract_problem(self, plugin: object, info: BackendInfo) -> str | None:
-        """What is wrong with the plugin's hooks, or None."""
-        needed = set(hookspecs.REQUIRED_HOOKS)
-        for feature, hooks in hookspecs.HOOKS_OF_FEATURE.items():
-            if feature in info.capabilities.features:
-                needed.update(hooks)
-        specified = {n for n in vars(hookspecs) if n.startswith("kda_core_")}
-        implemented = {
-            n
-            for n in dir(plugin)
-            if n.startswith("kda_core_") and self.manager.parse_hookimpl_opts(plugin, n) is not None
-        }
-        if missing := sorted(needed - implemented):
-            return f"missing hooks: {', '.join(missing)}"
-        if unknown := sorted(implemented - specified):
-            return f"unknown hooks: {', '.join(unknown)}"
-        for hook in sorted(implemented):
-            wanted = list(inspect.signature(getattr(hookspecs, hook)).parameters)
-            parameters = inspect.signature(getattr(plugin, hook)).parameters
-            if [p for p in parameters if p != "self"] != wanted:
-                return f"{hook} takes ({', '.join(parameters)}), expected ({', '.join(wanted)})"
-            defaults = [p for p, v in parameters.items() if v.default is not inspect.Parameter.empty]
-            if defaults:
-                return f"{hook} declares a default for {', '.join(defaults)}, which would never be passed"
-        return None
 
     @property
     def backends(self) -> tuple[Backend, ...]:
