@@ -144,6 +144,34 @@ def test_pool_repeats(kda, op: str, T: int):
         assert same_bits(first["o"], again["o"])
 
 
+@FUNCTIONS
+def test_pool_in_a_graph_with_other_slots(kda, op: str, T: int):
+    """A call captured in a graph and replayed after its indices were overwritten does what a new call does."""
+    if kda.device.type != "cuda":
+        pytest.skip(f"torch has no graphs for {kda.device.type}")
+    call = replace(_call(op, T).in_pool(_indices(4, 0, 2), 6), given_out=True)
+    kda.check(call)  # whatever is compiled at a first call
+    tensors = {n: t.to(kda.device) for n, t in call.tensors.items() if n != "cu_seqlens_cpu"}
+    tensors |= {n: t for n, t in call.tensors.items() if n == "cu_seqlens_cpu"}
+    tensors["out"] = torch.empty_like(tensors["v"])
+    pool, out, slots = (tensors[n] for n in ("initial_state", "out", "ssm_state_indices"))
+    before = pool.nan_to_num(0.25)
+    graph = torch.cuda.CUDAGraph()
+    with torch.inference_mode():
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            call(tensors, kda.name)
+        for rows in ((4, 0, 2), (1, -1, 5), (-1, -1, -1), (2, 4, 0)):
+            slots.copy_(_indices(*rows))
+            pool.copy_(before)
+            graph.replay()
+            replayed = pool.clone(), out.clone()
+            pool.copy_(before)
+            call(tensors, kda.name)
+            assert same_bits(replayed[0], pool), f"slots {rows}"
+            assert same_bits(replayed[1], out), f"slots {rows}"
+
+
 @requires(Feature.CHUNK, Feature.RECURRENT, Feature.PAGED_STATE)
 def test_pool_from_prefill_to_decoding(kda):
     """A server's life of a slot: prefill two sequences, then decode both for a few steps, out of order."""
