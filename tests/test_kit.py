@@ -167,6 +167,17 @@ def test_interpreter_leaves_bfloat16_out():
     assert Subject(Target("reference", CPU)).takes(BF16)
 
 
+def test_interpreter_does_less():
+    """One repeat, fewer random calls, no long calls (a record says so); a device does everything."""
+    subject, device = (Subject(Target("reference", CPU, interpreted=i)) for i in (True, False))
+    assert (subject.repeats(30), device.repeats(30)) == (1, 30)
+    assert (subject.draws(25), device.draws(25)) == (7, 25)
+    with pytest.raises(Refused, match="takes too long"):
+        subject.run(Case(name="long", T=8192, K=1).call())
+    assert subject.records[-1].status == "left out"
+    subject.run(Case(name="three steps", op="fused_recurrent_kda", B=4, T=3, K=4).call())
+
+
 # The suite
 
 

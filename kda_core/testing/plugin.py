@@ -136,7 +136,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
         f"Python {platform.python_version()}, {_mode()} tests"
     ]
     if any(t.interpreted for t in config.stash[TARGETS]):
-        lines.append("interpreted: calls are repeated once, fewer are drawn at random, no compilations are counted")
+        lines.append("interpreted: one repeat of a call, fewer lengths and random calls, no count of compilations")
     for t in config.stash[TARGETS]:
         info = registry.named(t.backend).info
         how = ", interpreted" * t.interpreted + ", a foreign device" * t.foreign

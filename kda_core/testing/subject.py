@@ -31,6 +31,13 @@ INTERPRETER_LEAVES_OUT = (
 INTERPRETER_DRAWS_FEWER = 4
 """In the interpreter a test draws so many times fewer random calls than on a device."""
 
+INTERPRETER_MOST_CHUNKS = 50
+"""Chunks of all sequences and heads in one call; each takes the interpreter a tenth of a second, forward."""
+
+INTERPRETER_LEAVES_LONG_CALLS_OUT = (
+    f"Triton's interpreter takes too long over more than {INTERPRETER_MOST_CHUNKS} chunks of all sequences and heads"
+)
+
 
 class Refused(Exception):
     """The backend does not serve the call.
@@ -102,6 +109,12 @@ class Record:
         entry = {"output": output, "input_dtype": self.dtype, "case": self.name, "slack": slack}
         entry |= {"frobenius": error.frobenius, "worst_row": error.worst_row, "share": error.share(budget)}
         self.errors.append(entry | {"budget_frobenius": budget.frobenius, "budget_worst_row": budget.worst_row})
+
+
+def _chunks(r: Request) -> int:
+    """Chunks of all sequences and heads, about; those of ``fused_recurrent_kda`` are one token long."""
+    rows = r.chunk_size if r.op == "chunk_kda" else 1
+    return (r.B * r.T // rows + r.N) * r.HV
 
 
 def refusal_of(action: Callable[[], object]) -> Refused | None:
@@ -198,8 +211,11 @@ class Subject:
             tensors["out"] = poisoned(self._o_shape(request), request.q.dtype, self.device)
         before = {n: guards(t).clone() for n, t in tensors.items()}
         reasons = self._refusals(request, call)
-        if self.target.interpreted and not reasons and self._rounds_to_bfloat16(request, call):
-            raise record.turned_down("left out", INTERPRETER_LEAVES_OUT)
+        if self.target.interpreted and not reasons:
+            if self._rounds_to_bfloat16(request, call):
+                raise record.turned_down("left out", INTERPRETER_LEAVES_OUT)
+            if _chunks(request) > INTERPRETER_MOST_CHUNKS:
+                raise record.turned_down("left out", INTERPRETER_LEAVES_LONG_CALLS_OUT)
         try:
             results = self._differentiated(call, tensors, wrt) if call.grads else self._plain(call, request, tensors)
         except UnsupportedCall as error:

@@ -127,7 +127,7 @@ def test_gradient_offsets_past_31_bits(kda, name: str):
 @slow
 @requires(Feature.CHUNK, Feature.BACKWARD, Feature.QK_L2NORM)
 def test_more_than_31_bits_of_elements(kda):
-    """FAILURES 15: inputs, results and whatever lies between them have more than 2**31 elements; against single heads."""
+    """FAILURES 15: inputs, results and what lies between them have more than 2**31 elements: against single heads."""
     if kda.device.type == "cpu":
         pytest.skip("too much work for a CPU")
     kda.check(Case(name="many elements", T=70, K=64, dtype=BF16, l2norm=True, backward=True, final_state=False).call())

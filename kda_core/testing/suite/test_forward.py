@@ -23,7 +23,8 @@ def test_forward_shorter_than_a_chunk(kda, decay: float):
     """FAILURES 3: every length from 1 to 63, with mild and with strong decay."""
     whole = Case(name=f"short, decay {decay}", T=63, K=16, decay=decay).call()
     expected = references.results(whole)["o"]
-    for T in range(1, 64):
+    lengths = (1, 2, 15, 16, 17, 32, 33, 63) if kda.target.interpreted else range(1, 64)
+    for T in lengths:
         got = kda.run(whole.slice_tokens(0, T))["o"]
         # The budget is that of the longest call; rows that are not there cannot be wrong.
         padded = expected.clone()
