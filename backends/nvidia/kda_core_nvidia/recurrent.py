@@ -203,6 +203,20 @@ def recurrent(
             # Out of range is clamped: the device has nobody to tell, and must not read past the table.
             i_first = tl.minimum(tl.maximum(i_first, 0), width - 1)
         i_state = tl.load(p_slot + i_first * s_slot).to(tl.int64)
+
+    # On their way while the slot is, which the state has to wait for.
+    p_q = q + row * s_qn + i_h // GROUP * s_qh
+    p_k = k + row * s_kn + i_h // GROUP * s_kh
+    p_v = v + row * s_vn + i_h * s_vh
+    p_g = g + row * s_gn + i_h * s_gh
+    p_beta = beta + row * s_bn + i_h * s_bh
+    next_q, next_k, next_v, next_g, next_beta = load_row(p_q, p_k, p_v, p_g, p_beta, o_k, o_v, length > 0, K, V)
+    rate = gate_rate(A_log, i_h)
+    bias = 0.0
+    if dt_bias is not None:
+        bias = tl.load(dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+
+    if indices is not None:  # noqa: SIM102 (known when the kernel is compiled)
         if (i_state < 0) | (i_state == pad_slot_id):
             zero_rows(p_o, s_ot, s_ov, 0, length, i_v, BLOCKS, V, VP)
             return
@@ -217,17 +231,6 @@ def recurrent(
     if initial_state is not None:
         p_state = initial_state + i_state * s_in + i_h * s_ih + tile_offsets(o_k, o_v, I_K, I_V, V_FIRST)
         S = tl.load(p_state, mask=m_state, other=0.0, eviction_policy=EVICTION).to(tl.float32)
-
-    p_q = q + row * s_qn + i_h // GROUP * s_qh
-    p_k = k + row * s_kn + i_h // GROUP * s_kh
-    p_v = v + row * s_vn + i_h * s_vh
-    p_g = g + row * s_gn + i_h * s_gh
-    p_beta = beta + row * s_bn + i_h * s_bh
-    next_q, next_k, next_v, next_g, next_beta = load_row(p_q, p_k, p_v, p_g, p_beta, o_k, o_v, length > 0, K, V)
-    rate = gate_rate(A_log, i_h)
-    bias = 0.0
-    if dt_bias is not None:
-        bias = tl.load(dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)
 
     for t in range(0, length):
         b_q = next_q.to(tl.float32)

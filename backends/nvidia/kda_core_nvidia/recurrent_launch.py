@@ -47,19 +47,23 @@ class RecurrentConfig:
 _MANY = 1 << 62
 _STEP = {
     # (V first, bfloat16): (most states, configuration)
-    (False, False): ((512, RecurrentConfig(16, 1)), (_MANY, RecurrentConfig(64, 2, eviction="evict_last"))),
+    (False, False): ((256, RecurrentConfig(16, 1)), (_MANY, RecurrentConfig(64, 2, eviction="evict_last"))),
     (False, True): ((512, RecurrentConfig(32, 1)), (_MANY, RecurrentConfig(64, 2, eviction="evict_last"))),
     (True, False): (
         (128, RecurrentConfig(8, 1)),
-        (512, RecurrentConfig(8, 1, 256)),
+        (256, RecurrentConfig(8, 1, 256)),
         (_MANY, RecurrentConfig(8, 1, 256, "evict_last")),
     ),
-    (True, True): ((512, RecurrentConfig(16, 1)), (_MANY, RecurrentConfig(16, 1, eviction="evict_last"))),
+    (True, True): (
+        (128, RecurrentConfig(16, 1)),
+        (1024, RecurrentConfig(16, 1, 256)),
+        (_MANY, RecurrentConfig(16, 1, eviction="evict_last")),
+    ),
 }
 _TOKENS = {
     # V first: (most states, configuration)
-    False: ((256, RecurrentConfig(16, 1)), (_MANY, RecurrentConfig(32, 1))),
-    True: ((128, RecurrentConfig(8, 1)), (_MANY, RecurrentConfig(16, 1))),
+    False: ((128, RecurrentConfig(16, 1)), (_MANY, RecurrentConfig(32, 1))),
+    True: ((128, RecurrentConfig(8, 1)), (_MANY, RecurrentConfig(32, 1))),
 }
 
 
