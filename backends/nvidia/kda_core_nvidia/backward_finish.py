@@ -9,7 +9,7 @@ are done in place. Addresses: int64 from the program's base.
 import triton
 import triton.language as tl
 
-from kda_core_nvidia.backward_levels import L2NORM_EPS
+from kda_core.triton_lib.gate import NORM_EPS
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def _row_gradient(
         b_d += tl.load(dx_hat + (o_r[:, None] * (H * G) + i) * K + o_k[None, :], mask=m, other=0.0).to(tl.float32)
     if L2NORM:
         b_x = tl.load(x + at[:, None] + o_k[None, :], mask=m, other=0.0).to(tl.float32)
-        rstd = tl.rsqrt(tl.sum(b_x * b_x, 1) + L2NORM_EPS)[:, None]
+        rstd = tl.rsqrt(tl.sum(b_x * b_x, 1) + NORM_EPS)[:, None]
         b_x *= rstd
         b_d = rstd * (b_d - b_x * tl.sum(b_x * b_d, 1)[:, None])
     tl.store(dx + o_r[:, None] * (H * K) + o_k[None, :], b_d.to(dx.dtype.element_ty), mask=m)
@@ -30,7 +30,7 @@ def _row_gradient(
 
 @triton.jit(do_not_specialize=["T", "T_row", "rows"])
 def finish_kernel(
-    q, k, dq_hat, dk_hat, dbeta_partial, dq, dk, dbeta, q_b, q_t, q_h, k_b, k_t, k_h, T, T_row, rows,
+    q, k, dq_hat, dk_hat, dbeta_partial, dq, dk, dbeta, s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, T, T_row, rows,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, NK: tl.constexpr, R: tl.constexpr,
     L2NORM: tl.constexpr,
 ):  # fmt: skip
@@ -46,9 +46,9 @@ def finish_kernel(
         m = m_r[:, None] & (o_k < K)[None, :]
         first = (row0 * HV + i_h * G) * K
         out = (row0 * H + i_h) * K
-        at = i_b * q_b + t * q_t + i_h * q_h
+        at = i_b * s_qb + t * s_qt + i_h * s_qh
         _row_gradient(q, dq_hat + first, dq + out, at, o_r, o_k, m, G, H, K, L2NORM)
-        at = i_b * k_b + t * k_t + i_h * k_h
+        at = i_b * s_kb + t * s_kt + i_h * s_kh
         _row_gradient(k, dk_hat + first, dk + out, at, o_r, o_k, m, G, H, K, L2NORM)
     for i in tl.static_range(G):
         at = (row0 + o_r) * HV + i_h * G + i

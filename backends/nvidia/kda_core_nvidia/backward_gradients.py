@@ -24,13 +24,12 @@ the normalised rows (backward_finish undoes the norm). Addresses: int64 from the
 import triton
 import triton.language as tl
 
-from kda_core.triton_lib.gate import gate_gradient
+from kda_core.triton_lib.gate import gate_gradient, gate_rate
 from kda_core_nvidia.backward_levels import (
     interval_sum,
     level_interval,
     level_reach,
     level_straddles,
-    load_gate,
     locate,
     log2_decay,
     split3,
@@ -122,27 +121,28 @@ def _mild_decay(
     return b_dq * rise, b_dkr * rise, b_dkc * fall, b_dgamma
 
 
-@triton.jit(do_not_specialize=["T", "T_row", "NT", "N"])
+_NUMBERS = ["scale", "lower_bound", "T", "T_row", "NT", "N", "rows"]
+"""Parameters that the compiler must not look at: most of them change with the lengths of the sequences."""
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
 def gradients_kernel(
-    q, k, g, beta, A_log, dt_bias, do, dv, z, states, state_grads, total_decay, mild, rstd,
-    dq, dk, dg, dbeta, dA_partial, dbias_partial,
-    slot_sequence, first_slot, cu_seqlens,
-    q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, beta_b, beta_t, beta_h, do_b, do_t, do_h,
+    q, k, g, beta, A_log, dt_bias, do, dv, z, states, state_grads, D, norms,
+    dq, dk, dg, dbeta, dA_partial, dbias_partial, cu_seqlens,
+    s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh, s_ob, s_ot, s_oh,
     scale, lower_bound, T, T_row, NT, N, rows,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, L2NORM: tl.constexpr,
-    BETA_SIGMOID: tl.constexpr, BETA_SCALE: tl.constexpr, HAS_DO: tl.constexpr, VARLEN: tl.constexpr,
-    PRECISION: tl.constexpr, LEVELS: tl.constexpr, MILD: tl.constexpr,
+    GATE: tl.constexpr, BETA_SIGMOID: tl.constexpr, BETA_SCALE: tl.constexpr,
+    PRECISION: tl.constexpr, LEVELS: tl.constexpr, MILD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     NK: tl.constexpr = KP // BK
     i_k = tl.program_id(0) % NK
     i_h = (tl.program_id(0) // NK) % HV
     i_slot = tl.program_id(0) // (NK * HV)
-    i_b, eos, t0, i_n = locate(i_slot, slot_sequence, first_slot, cu_seqlens, T, NT, N, C, VARLEN)
-    if VARLEN:  # noqa: SIM102
-        if i_n < 0:
-            return
+    i_b, t0, eos, i_n = locate(i_slot, cu_seqlens, T, NT, N, C)
+    if t0 >= eos:
+        return
     dt = z.dtype.element_ty
     i_b = i_b.to(tl.int64)
     o_c = tl.arange(0, C)
@@ -157,7 +157,7 @@ def gradients_kernel(
     dv += out * V
     dbeta += i_k.to(tl.int64) * rows * HV + out
     o_out = o_c[None, :] * (HV * K) + o_k[:, None]
-    if VARLEN:  # noqa: SIM102
+    if cu_seqlens is not None:  # noqa: SIM102
         if i_n >= N:
             # Rows behind the last sequence: their gradients are zero.
             zero = tl.zeros([BK, C], tl.float32)
@@ -168,22 +168,23 @@ def gradients_kernel(
                 o_v = i_v * BV + tl.arange(0, BV)
                 o_dv = o_c[None, :] * (HV * V) + o_v[:, None]
                 tl.store(dv + o_dv, tl.zeros([BV, C], dt), mask=(o_v < V)[:, None] & m_c[None, :])
-            tl.store(dbeta + o_c * HV, tl.zeros([C], dbeta.dtype.element_ty), mask=m_c)
+            tl.store(dbeta + o_c * HV, tl.zeros([C], tl.float32), mask=m_c)
             return
     row0 = i_b * T_row + t0
-    q += i_b * q_b + row0 * q_t + (i_h // (HV // H)) * q_h
-    k += i_b * k_b + row0 * k_t + (i_h // (HV // H)) * k_h
-    g += i_b * g_b + row0 * g_t + i_h * g_h
-    beta += i_b * beta_b + row0 * beta_t + i_h * beta_h
-    do += i_b * do_b + row0 * do_t + i_h * do_h
+    q += i_b * s_qb + row0 * s_qt + (i_h // (HV // H)) * s_qh
+    k += i_b * s_kb + row0 * s_kt + (i_h // (HV // H)) * s_kh
+    g += i_b * s_gb + row0 * s_gt + i_h * s_gh
+    beta += i_b * s_bb + row0 * s_bt + i_h * s_bh
+    if do is not None:
+        do += i_b * s_ob + row0 * s_ot + i_h * s_oh
     block = i_slot.to(tl.int64) * HV + i_h
     states += block * (KP * VP)
     state_grads += block * (KP * VP)
     z += block * (C * VP)
 
-    b_g = tl.load(g + o_c[None, :] * g_t + o_k[:, None], mask=m_kc, other=0.0).to(tl.float32)
-    b_q = tl.load(q + o_c[None, :] * q_t + o_k[:, None], mask=m_kc, other=0.0)
-    b_k = tl.load(k + o_c[None, :] * k_t + o_k[:, None], mask=m_kc, other=0.0)
+    b_g = tl.load(g + o_c[None, :] * s_gt + o_k[:, None], mask=m_kc, other=0.0)
+    b_q = tl.load(q + o_c[None, :] * s_qt + o_k[:, None], mask=m_kc, other=0.0)
+    b_k = tl.load(k + o_c[None, :] * s_kt + o_k[:, None], mask=m_kc, other=0.0)
     # Blocks are transposed, [channels, C], here and below.
     b_mu = tl.zeros([C, C], tl.float32)
     b_lu = tl.zeros([C, C], tl.float32)
@@ -191,7 +192,7 @@ def gradients_kernel(
     b_dkr = tl.zeros([BK, C], tl.float32)
     b_dkc = tl.zeros([BK, C], tl.float32)
     b_dgamma = tl.zeros([BK, C], tl.float32)
-    for i_v in tl.range(0, VP // BV, disable_licm=True):
+    for i_v in tl.range(0, VP // BV, disable_licm=True, num_stages=STAGES):
         o_v = i_v * BV + tl.arange(0, BV)
         m_vc = (o_v < V)[:, None] & m_c[None, :]
         o_s = o_v[None, :] * KP + o_k[:, None]
@@ -207,8 +208,8 @@ def gradients_kernel(
         b_lu = tl.dot(tl.trans(b_dv), b_z, b_lu, input_precision=PRECISION)
         b_dkr = tl.dot(b_s, b_dv, b_dkr, input_precision=PRECISION)
         b_dkc = tl.dot(b_ds, b_z, b_dkc, input_precision=PRECISION)
-        if HAS_DO:
-            b_do = tl.load(do + o_c[None, :] * do_t + o_v[:, None], mask=m_vc, other=0.0).to(dt)
+        if do is not None:
+            b_do = tl.load(do + o_c[None, :] * s_ot + o_v[:, None], mask=m_vc, other=0.0).to(dt)
             b_mu = tl.dot(tl.trans(b_do), b_z, b_mu, input_precision=PRECISION)
             b_dq = tl.dot(b_s, b_do, b_dq, input_precision=PRECISION)
     b_mu *= scale
@@ -220,22 +221,27 @@ def gradients_kernel(
     b_lu = tl.where(below, b_lu, 0.0).to(dt)
     b_lu += tl.trans(b_lu)
 
-    b_beta = tl.load(beta + o_c * beta_t, mask=m_c, other=0.0).to(tl.float32)
+    b_beta = tl.load(beta + o_c * s_bt, mask=m_c, other=0.0).to(tl.float32)
     beta_slope = tl.full([C], 1.0, tl.float32)
     if BETA_SIGMOID:
         beta_slope = tl.sigmoid(b_beta)
         b_beta = tl.where(m_c, BETA_SCALE * beta_slope, 0.0)
         beta_slope = b_beta * (1.0 - beta_slope)
-    a, b_bias = load_gate(A_log, dt_bias, i_h, o_k, m_k, K, HAS_A, HAS_BIAS)
-    hi, mid, lo = split3(tl.where(m_kc, log2_decay(b_g, a, b_bias, lower_bound, GATE), 0.0), dt)
-    total = tl.load(total_decay + block * KP + o_k)
-    b_dgamma *= tl.exp2(total)[:, None]
+    a = gate_rate(A_log, i_h)
+    b_bias = tl.zeros([BK], tl.float32)
+    if dt_bias is not None:
+        b_bias = tl.load(dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+    b_g = b_g.to(tl.float32)
+    b_y = tl.where(m_kc, log2_decay(b_g, a, b_bias, lower_bound, GATE), 0.0)
+    hi, mid, lo = split3(b_y, dt)
+    b_dgamma *= tl.load(D + block * KP + o_k)[:, None]
     b_q = b_q.to(tl.float32)
     b_k = b_k.to(tl.float32)
-    if L2NORM:
-        b_q *= tl.load(rstd + block * (2 * C) + o_c)[None, :]
-        b_k *= tl.load(rstd + block * (2 * C) + C + o_c)[None, :]
-    if MILD > 0 and tl.load(mild + block) != 0:
+    if norms is not None:
+        b_q *= tl.load(norms + block * (2 * C) + o_c)[None, :]
+        b_k *= tl.load(norms + block * (2 * C) + C + o_c)[None, :]
+    total = tl.sum(b_y, 1)
+    if MILD > 0 and tl.min(total) >= -MILD:
         b_dq, b_dkr, b_dkc, b_dgamma = _mild_decay(
             b_dq, b_dkr, b_dkc, b_dgamma, b_q, b_k, b_beta, b_mu, b_lu, total, hi, mid, lo, o_c, scale, dt
         )
@@ -248,14 +254,13 @@ def gradients_kernel(
     b_dq += (diagonal * b_beta)[None, :] * b_k
     tl.store(dq + o_out, b_dq.to(dq.dtype.element_ty), mask=m_kc)
     tl.store(dk + o_out, (b_dkr + b_dkc * b_beta[None, :]).to(dk.dtype.element_ty), mask=m_kc)
-    b_dbeta = tl.sum(b_k * b_dkc, 0) * beta_slope
-    tl.store(dbeta + o_c * HV, b_dbeta.to(dbeta.dtype.element_ty), mask=m_c)
+    tl.store(dbeta + o_c * HV, tl.sum(b_k * b_dkc, 0) * beta_slope, mask=m_c)
     if GATE != "none":
         b_g = tl.where(m_kc, b_g + b_bias[:, None], 0.0)
         b_dgamma = tl.where(m_kc, b_dgamma, 0.0)
         b_dgamma, summand = gate_gradient(b_g, a, lower_bound, b_dgamma, GATE)
-        if HAS_BIAS:
+        if dt_bias is not None:
             tl.store(dbias_partial + block * K + o_k, tl.sum(b_dgamma, 1), mask=m_k)
-        if HAS_A:
+        if A_log is not None:
             tl.store(dA_partial + block * NK + i_k, tl.sum(summand))
     tl.store(dg + o_out, b_dgamma.to(dg.dtype.element_ty), mask=m_kc)

@@ -2,7 +2,7 @@
 
 Decays inside a chunk are needed as exp of a sum over an interval of rows: from the chunk's start to a row,
 from a row to the chunk's end, or, for the level with half-blocks of b rows, from a row to the middle of its
-block of 2 b rows (KERNELS: hierarchical reference points). Every one of those sums is a product of a 0/1
+block of 2 b rows (hierarchical reference points). Every one of those sums is a product of a 0/1
 matrix [C, C] with the block's log2 decays. Sums of non-positive terms do not cancel, as differences of
 cumulative sums do after one very negative decay, and the matrix units return them in the layout in which the
 neighbouring products are.
@@ -17,33 +17,32 @@ import triton
 import triton.language as tl
 
 from kda_core.triton_lib import gate
+from kda_core.triton_lib.packing import sequence_of_slot
 
-L2NORM_EPS = tl.constexpr(1e-6)
 # exp2 of anything below is 0 in fp32, so that a clamp there changes no result; fp16 holds it, and 0 times it is 0.
 MIN_LOG2_DECAY = tl.constexpr(-512.0)
 
 
 @triton.jit
-def locate(i_slot, slot_sequence, first_slot, cu_seqlens, T, NT, N, C: tl.constexpr, VARLEN: tl.constexpr):
-    """Where chunk ``i_slot`` lies: (batch row, end of its sequence, first token, sequence).
+def locate(i_slot, cu_seqlens, T, NT, N, C: tl.constexpr):
+    """Where chunk ``i_slot`` lies: (batch row, first row of the chunk, end of its sequence, sequence).
 
-    Tokens count within the batch row. Packed: sequence N is the rest of the row behind the last sequence, and
-    a slot that holds nothing has sequence -1.
+    Rows count within the batch row. Packed: sequence N is the rest of the row behind the last sequence; a slot that
+    holds nothing starts past its end.
     """
-    if VARLEN:
-        i_n = tl.load(slot_sequence + i_slot)
-        i_s = tl.maximum(i_n, 0)
-        bos = tl.load(cu_seqlens + i_s).to(tl.int32)
-        eos = tl.load(cu_seqlens + tl.minimum(i_s + 1, N)).to(tl.int32)
-        eos = tl.where(i_n == N, T, eos)
-        t0 = bos + (i_slot - tl.load(first_slot + i_s)) * C
-        i_b = i_n * 0
-    else:
+    if cu_seqlens is None:
         i_n = i_slot // NT
         i_b = i_n
-        eos = T
         t0 = (i_slot % NT) * C
-    return i_b, eos, t0, i_n
+        eos = T
+    else:
+        i_n = sequence_of_slot(cu_seqlens, N, i_slot, C)
+        i_b = i_n * 0
+        bos = tl.load(cu_seqlens + i_n).to(tl.int32)
+        t0 = bos + (i_slot - bos // C - i_n) * C
+        eos = tl.load(cu_seqlens + tl.minimum(i_n + 1, N)).to(tl.int32)
+        eos = tl.where(i_n == N, T, eos)
+    return i_b, t0, eos, i_n
 
 
 @triton.jit
@@ -51,18 +50,6 @@ def log2_decay(b_g, a, b_bias, lower_bound, GATE: tl.constexpr):
     """Log2 decay of a block [BK, C] of g, where it makes a difference: floored at MIN_LOG2_DECAY (NaN stays NaN)."""
     y = gate.log2_decay(b_g, a, b_bias[:, None], lower_bound, GATE)
     return tl.where(y < MIN_LOG2_DECAY, MIN_LOG2_DECAY, y)
-
-
-@triton.jit
-def load_gate(A_log, dt_bias, i_h, o_k, m_k, K: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """exp(A_log) of a head (1 without it) and its block of dt_bias (0 without it)."""
-    a = 1.0
-    if HAS_A:
-        a = gate.gate_rate(A_log, i_h)
-    b_bias = tl.zeros(o_k.shape, tl.float32)
-    if HAS_BIAS:
-        b_bias = tl.load(dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)
-    return a, b_bias
 
 
 @triton.jit
@@ -108,9 +95,3 @@ def level_reach(o_s, o_t, j):
 def level_straddles(o_r, o_s, j):
     """Pairs in different halves of the same 2b-block, b = 2^j, in either order."""
     return ((o_r >> j) ^ 1)[:, None] == (o_s >> j)[None, :]
-
-
-@triton.jit
-def level_pairs(o_r, o_s, j):
-    """Pairs (r, s) with r in the second and s in the first half of the same 2b-block, b = 2^j."""
-    return level_straddles(o_r, o_s, j) & (o_r[:, None] > o_s[None, :])

@@ -1,11 +1,10 @@
 """The forward recurrence of the backward: scaled residuals z of all tokens and the state at the start of every slot.
 
-    r = v - ke S      z = X r      S <- Diag(D) S + kXᵀ r
+    r = v − ke S      z = X r      S ← D ⊙ S + kAᵀ r
 
 (β ⊙ z are the values that the delta rule writes.) Grid: (ceil(VP / BV), N · HV); one program runs a head's sequence for
 BV value channels. The state is held transposed, [BV, KP], in registers: it is the A operand of both products, and A
-operands need not pass through shared memory. Inputs and layouts: backward_prepare. z: [slots, HV, C, VP];
-states: [slots, HV, VP, KP].
+operands need not pass through shared memory. Inputs: ``layout``. z: [slots, HV, C, VP]; states: [slots, HV, VP, KP].
 """
 
 import triton
@@ -35,36 +34,35 @@ def store_state(state, b_s, i_nh, o_v, o_k, K: tl.constexpr, V: tl.constexpr, V_
 
 
 @triton.jit
-def slots_of(i_n, first_slot, cu_seqlens, NT, C: tl.constexpr, VARLEN: tl.constexpr):
-    """First slot of sequence ``i_n`` and the number of its slots."""
-    if VARLEN:
-        length = (tl.load(cu_seqlens + i_n + 1) - tl.load(cu_seqlens + i_n)).to(tl.int32)
-        return tl.load(first_slot + i_n), tl.cdiv(length, C)
-    return i_n * NT, NT
+def rows_of(i_n, cu_seqlens, T, T_row, NT, s_b, s_t, C: tl.constexpr):
+    """(first slot, length, offset of the first row, first row of a contiguous [B · T] axis) of sequence ``i_n``."""
+    i_n = i_n.to(tl.int64)
+    if cu_seqlens is None:
+        slot0 = i_n * NT
+        length = T
+        first = i_n * s_b + i_n * T_row * s_t
+        bos = i_n * T
+    else:
+        bos = tl.load(cu_seqlens + i_n).to(tl.int64)
+        slot0 = bos // C + i_n
+        length = (tl.load(cu_seqlens + i_n + 1).to(tl.int64) - bos).to(tl.int32)
+        first = bos * s_t
+    return slot0, length, first, bos
 
 
 @triton.jit(do_not_specialize=["T", "T_row", "NT"])
 def states_kernel(
-    v, ke, kx, X, decay, initial_state, z, states, first_slot, cu_seqlens, v_b, v_t, v_h, T, T_row, NT,
+    v, keys, X, D, initial_state, z, states, cu_seqlens, s_vb, s_vt, s_vh, T, T_row, NT,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr,
-    HAS_STATE: tl.constexpr, V_AS_OPERAND: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    V_AS_OPERAND: tl.constexpr, V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     i_v = tl.program_id(0)
     i_nh = tl.program_id(1)
-    i_n = i_nh // HV
     i_h = i_nh % HV
-    dt = ke.dtype.element_ty
-    slot0, n_slots = slots_of(i_n, first_slot, cu_seqlens, NT, C, VARLEN)
-    if VARLEN:
-        bos = tl.load(cu_seqlens + i_n).to(tl.int64)
-        length = (tl.load(cu_seqlens + i_n + 1) - bos).to(tl.int32)
-        v += bos * v_t + i_h * v_h
-    else:
-        i_b = i_n.to(tl.int64)
-        length = T
-        v += i_b * v_b + i_b * T_row * v_t + i_h * v_h
+    dt = keys.dtype.element_ty
+    slot0, length, first, _ = rows_of(i_nh // HV, cu_seqlens, T, T_row, NT, s_vb, s_vt, C)
+    v += first + i_h * s_vh
     o_k = tl.arange(0, KP)
     o_v = i_v * BV + tl.arange(0, BV)
     o_c = tl.arange(0, C)
@@ -73,18 +71,18 @@ def states_kernel(
     o_cc = o_c[:, None] * C + o_c[None, :]
     o_s = o_v[:, None] * KP + o_k[None, :]
     b_s = tl.zeros([BV, KP], tl.float32)
-    if HAS_STATE:
+    if initial_state is not None:
         b_s = load_state(initial_state, i_nh, o_v, o_k, K, V, V_FIRST)
     minus_eye = tl.where(o_c[:, None] == o_c[None, :], -1.0, 0.0).to(dt)
-    slot0 = slot0.to(tl.int64)
-    for i in tl.range(0, n_slots, num_stages=STAGES):
+    for i in tl.range(0, tl.cdiv(length, C), num_stages=STAGES):
         block = (slot0 + i) * HV + i_h
         m_cv = (i * C + o_c < length)[:, None] & (o_v < V)[None, :]
-        b_v = tl.load(v + tl.cast(i, tl.int64) * C * v_t + o_c[:, None] * v_t + o_v[None, :], mask=m_cv, other=0.0)
-        b_ke = tl.load(ke + block * (C * KP) + o_ck)
-        b_kx = tl.load(kx + block * (C * KP) + o_ck)
+        b_v = tl.load(v + tl.cast(i, tl.int64) * C * s_vt + o_c[:, None] * s_vt + o_v[None, :], mask=m_cv, other=0.0)
+        p_keys = keys + block * (3 * C * KP)
+        b_ke = tl.load(p_keys + o_ck)
+        b_ka = tl.load(p_keys + 2 * C * KP + o_ck)
         b_x = tl.load(X + block * (C * C) + o_cc)
-        b_d = tl.load(decay + block * KP + o_k)
+        b_d = tl.load(D + block * KP + o_k)
         b_sh = b_s.to(dt)
         tl.store(states + block * (KP * VP) + o_s, b_sh)
         if V_AS_OPERAND:
@@ -94,6 +92,6 @@ def states_kernel(
         else:
             b_r = tl.dot(b_sh, tl.trans(b_ke), input_precision=PRECISION)
             b_r = (tl.trans(b_v).to(tl.float32) - b_r).to(dt)
-        b_s = tl.dot(b_r, b_kx, b_s * b_d[None, :], input_precision=PRECISION)
+        b_s = tl.dot(b_r, b_ka, b_s * b_d[None, :], input_precision=PRECISION)
         b_z = tl.dot(b_r, tl.trans(b_x), input_precision=PRECISION)
         tl.store(z + block * (C * VP) + o_cv, tl.trans(b_z.to(dt)))

@@ -3,22 +3,22 @@
 The chunk form used here is the transpose of the usual WY form: the inverse is applied to the keys that write the
 state rather than to the values, so that a value enters the recurrence as the caller wrote it. With chunks of C = 32
 rows (``CHUNK``, whatever ``chunk_size`` the caller asked for), G the inclusive cumulative log decay inside the chunk,
-X = (I + L)⁻¹ and A = X diag(β)  (L_rs = β_r Σ_c k_rc k_sc exp(G_rc − G_sc), s < r):
+X = (I + L)⁻¹ and A = diag(β) X  (L_rs = β_s Σ_c k_rc k_sc exp(G_rc − G_sc), s < r):
 
     ke = k ⊙ exp G            qg = scale · q ⊙ exp G         kg = k ⊙ exp(G_C − G)
     P  = M A                  kA = Aᵀ kg                      D  = exp G_C
     M_rs = scale · Σ_c q_rc k_sc exp(G_rc − G_sc), s ≤ r
 
-    r   = v − ke S            (residual of the chunk: what its keys do not yet predict; v_new of the WY form is A r)
+    r   = v − ke S            (what the keys of the chunk do not yet predict; v_new of the WY form is A r = β ⊙ X r)
     o   = qg S + P r
     S' = D ⊙ S + kAᵀ r
 
 so that the reverse recurrence is, with dS' the gradient of the state after the chunk:
 
-    dr = Pᵀ do + kA dS'       dv = dr
-    dS = D ⊙ dS' + qgᵀ do − keᵀ dr
-    dP = do rᵀ    dkA = r dS'ᵀ    dke = −dr Sᵀ    dqg = do Sᵀ    dD = Σ_v S ⊙ dS'
-    dA = Mᵀ dP + kg dkAᵀ     dkg = A dkA     dM = dP Aᵀ     dβ_s = Σ_r X_rs dA_rs     dL = −Xᵀ (dA diag(β)) Xᵀ, s < r
+    dv = Pᵀ do + kA dS'       dS = D ⊙ dS' + qgᵀ do − keᵀ dv
+
+β stands on the side of the columns, so that z = X r is what β multiplies: dβ needs no division, and β = 0 is no
+special case. The gradients of the rest are in ``backward_gradients``.
 
 q and k above are normalised when the call asks for it, and decays are formed after the gate.
 
@@ -34,8 +34,8 @@ HV is the value-head count and KP = ``padded(K)``; every tensor is contiguous, a
                                                   columns past K are zero
     P      [slots, HV, C, C]       dtype of q     [row r, column s]; zero for s > r and past the end
     D      [slots, HV, KP]         float32        exp G_C; anything finite past K
-    X      [slots, HV, C, C]       float32        only for the backward; identity rows past the end
-    M      [slots, HV, C, C]       float32        only for the backward; scale included, zero for s > r
+    X      [slots, HV, C, C]       dtype of q     only for the backward; identity rows past the end
+    norms  [slots, HV, 2, C]       float32        only for the backward of normalised rows: 1 / |q|, 1 / |k|
 """
 
 from __future__ import annotations

@@ -82,7 +82,11 @@ def kda_core_reject(request: AnyRequest) -> str | None:
 
 @hookimpl
 def kda_core_saved_spec(request: Request) -> tuple[TensorSpec, ...]:
-    return ()
+    if request.op != "chunk_kda" or not request.disable_recompute:
+        return ()
+    from kda_core_nvidia.chunk_forward import prepared_specs
+
+    return prepared_specs(request, backward=True)
 
 
 @hookimpl

@@ -162,7 +162,7 @@ def prepare(
     P,  # [slots, HV, C, C]
     D,  # [slots, HV, KP]
     X,  # [slots, HV, C, C] or None
-    M,  # [slots, HV, C, C] or None
+    norms,  # [slots, HV, 2, C] or None
     o,  # [B, T, HV, V]; only rows that no recurrence writes
     cu_seqlens,  # [N + 1] or None
     indices,  # [N] or None
@@ -268,6 +268,12 @@ def prepare(
     if L2NORM:
         q_norm0, q_norm1 = _row_norms(q + p_q, rows0, rows1, valid0, valid1, s_qt, K, BK, KP, DOT, STAGES)
         k_norm0, k_norm1 = _row_norms(k + p_k, rows0, rows1, valid0, valid1, s_kt, K, BK, KP, DOT, STAGES)
+    if norms is not None:
+        p_norms = norms + (i_slot * HV + i_h) * (2 * C) + r
+        tl.store(p_norms, q_norm0)
+        tl.store(p_norms + 16, q_norm1)
+        tl.store(p_norms + C, k_norm0)
+        tl.store(p_norms + C + 16, k_norm1)
     q_norm0 *= scale
     q_norm1 *= scale
     bound0 = tl.where(valid0, lower_bound, 0.0)[:, None]
@@ -361,18 +367,17 @@ def prepare(
     m00 = tl.where(lower, m00, 0.0) * (q_norm0[:, None] * k_norm0[None, :])
     m11 = tl.where(lower, m11, 0.0) * (q_norm1[:, None] * k_norm1[None, :])
     m10 *= q_norm1[:, None] * k_norm0[None, :]
-    x00 = inverse_16(l00 * ((beta0 * k_norm0)[:, None] * k_norm0[None, :]), r, r, SMALL_DOT)
-    x11 = inverse_16(l11 * ((beta1 * k_norm1)[:, None] * k_norm1[None, :]), r, r, SMALL_DOT)
-    l10 *= (beta1 * k_norm1)[:, None] * k_norm0[None, :]
+    x00 = inverse_16(l00 * (k_norm0[:, None] * (beta0 * k_norm0)[None, :]), r, r, SMALL_DOT)
+    x11 = inverse_16(l11 * (k_norm1[:, None] * (beta1 * k_norm1)[None, :]), r, r, SMALL_DOT)
+    l10 *= k_norm1[:, None] * (beta0 * k_norm0)[None, :]
     x10 = -tl.dot(x11, tl.dot(l10, x00, input_precision=SMALL_DOT), input_precision=SMALL_DOT)
     p_square = (i_slot * HV + i_h) * (C * C) + r[:, None] * C + r[None, :]
     zero = tl.zeros([16, 16], tl.float32)
     if X is not None:
         _store_square(X + p_square, x00, zero, x10, x11, C)
-        _store_square(M + p_square, m00, zero, m10, m11, C)
-    a00 = x00 * beta0[None, :]
-    a10 = x10 * beta0[None, :]
-    a11 = x11 * beta1[None, :]
+    a00 = x00 * beta0[:, None]
+    a10 = x10 * beta1[:, None]
+    a11 = x11 * beta1[:, None]
     p00 = tl.dot(m00, a00, input_precision=SMALL_DOT)
     p11 = tl.dot(m11, a11, input_precision=SMALL_DOT)
     p10 = tl.dot(m11, a10, tl.dot(m10, a00, input_precision=SMALL_DOT), input_precision=SMALL_DOT)
