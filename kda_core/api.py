@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from kda_core import ops, plugins
+from kda_core import eager, ops, plugins
 from kda_core.plugins import Explanation, LedgerEntry, registry
 from kda_core.request import GateRequest, Request, build_request
 
@@ -280,9 +279,12 @@ def kda_gate(
     name = _traced_name(backend) if compiling else plugins.requested_name(backend)
     if forward_ad._current_level >= 0:
         _refuse_tangents(request)
-    if request.save_for_backward or compiling or _needs_operator(g):
+    if compiling or eager.needs_operator(g):
         return ops.call_gate(request, name)
-    return registry.choose(request, name).result("kda_core_gate_forward", request)
+    chosen = registry.choose(request, name)
+    if request.save_for_backward:
+        return eager.call_gate(chosen, request)
+    return chosen.result("kda_core_gate_forward", request)
 
 
 class _Question:
@@ -384,15 +386,6 @@ def _needs_gradient(*tensors: Any) -> bool:
     return False
 
 
-def _needs_operator(t: Any) -> bool:
-    """Whether something beside a compiler is watching that must see an operator: a fake or wrapped tensor, a mode."""
-    return (
-        (type(t) is not Tensor and type(t) is not torch.nn.Parameter and isinstance(t, Tensor))
-        or is_in_torch_dispatch_mode()
-        or torch._C._functorch.maybe_current_level() is not None
-    )
-
-
 def _traced_name(backend: str | None) -> str:
     return plugins.traced_name(backend)
 
@@ -419,8 +412,10 @@ def _run(request: Request, backend: str | _Question | None) -> Any:
         _refuse_tangents(request)
     if request.save_for_backward:
         _check_differentiable(request)
-    if (request.save_for_backward or compiling or _needs_operator(request.q)) and request.cp_context is None:
+    if (compiling or eager.needs_operator(request.q)) and request.cp_context is None:
         result = ops.call(request, name)
+    elif request.save_for_backward:
+        result = eager.call(registry.choose(request, name), request)
     else:
         result = ops.forward(registry.choose(request, name), request)
         if ops.writes_to_caller(request):

@@ -72,9 +72,11 @@ _INPLACE = (
     *_OPTIONS,
     *_SLOT_OPTIONS,
 )
+TENSOR_NAMES = tuple(name for name, _ in _TENSORS)
+OPTION_NAMES = tuple(name for name, _ in _OPTIONS)
 _FUNCTIONAL_NAMES = tuple(name for name, _ in _FUNCTIONAL)
 _INPLACE_NAMES = tuple(name for name, _ in _INPLACE)
-_BACKWARD_NAMES = tuple(name for name, _ in (*_TENSORS, *_OPTIONS))
+_BACKWARD_NAMES = (*TENSOR_NAMES, *OPTION_NAMES)
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 
@@ -114,6 +116,26 @@ def forward(backend: Backend, r: Request) -> ForwardResult:
             f"backend {backend.info.name!r} returned {type(result).__name__}, expected ForwardResult"
         )
     return result
+
+
+def backward(backend: Backend, r: Request) -> dict[str, Tensor]:
+    """Run a request's backward on a backend: a gradient for every name in ``needs_grad``."""
+    return _complete(backend, backend.result(HOOKS[r.op][1], r), r.needs_grad)
+
+
+def gate_backward(backend: Backend, r: GateRequest) -> dict[str, Tensor]:
+    """The same for ``kda_gate``."""
+    return _complete(backend, backend.result("kda_core_gate_backward", r), r.needs_grad)
+
+
+def _complete(backend: Backend, result: Any, needs: frozenset[str]) -> dict[str, Tensor]:
+    name = backend.info.name
+    if not isinstance(result, BackwardResult):
+        raise ContractViolation(f"backend ({name}) returned {type(result).__name__}, expected BackwardResult")
+    missing = sorted(needs - result.grads.keys())
+    if missing:
+        raise ContractViolation(f"backend ({name}) returned no gradient of {', '.join(missing)}")
+    return result.grads
 
 
 def _missing_double_backward(name: str) -> Callable:
@@ -176,7 +198,7 @@ def _register(op: Op) -> None:
         registry.choose(r, _asked(name))
         return _fake_forward(r)
 
-    def backward(*args: Any) -> list[Tensor]:
+    def differentiated(*args: Any) -> list[Tensor]:
         grad_o, grad_final_state, *values, saved, needs, name = args
         forwarded = Request(op=op, **dict(zip(_BACKWARD_NAMES, values, strict=True)), save_for_backward=True)
         # The choice is that of the forward: the same signature, so the same backend.
@@ -188,9 +210,10 @@ def _register(op: Op) -> None:
             grad_final_state=grad_final_state,
             needs_grad=frozenset(n for n, needed in zip(DIFFERENTIABLE, needs, strict=True) if needed),
         )
-        return _ordered_gradients(backend.result(HOOKS[op][1], r), r.needs_grad, DIFFERENTIABLE, backend.info.name)
+        found = backward(backend, r)
+        return [found[n] for n in DIFFERENTIABLE if n in r.needs_grad]
 
-    def backward_fake(grad_o: Tensor | None, grad_final_state: Tensor | None, *args: Any) -> list[Tensor]:
+    def differentiated_fake(grad_o: Tensor | None, grad_final_state: Tensor | None, *args: Any) -> list[Tensor]:
         *values, _, needs, _ = args
         inputs = dict(zip(_BACKWARD_NAMES, values, strict=True))
         wanted = [inputs[n] for n, needed in zip(DIFFERENTIABLE, needs, strict=True) if needed]
@@ -232,8 +255,8 @@ def _register(op: Op) -> None:
         "Tensor? grad_o, Tensor? grad_final_state, "
         f"{_schema((*_TENSORS, *_OPTIONS))}, Tensor[] saved, bool[] needs, str backend",
         "Tensor[]",
-        backward,
-        backward_fake,
+        differentiated,
+        differentiated_fake,
     )
     torch.library.register_autograd(f"{NAMESPACE}::{op}", apply_backward, setup_context=setup_context, lib=_library)
     torch.library.register_autograd(
@@ -258,15 +281,6 @@ def _shaped(backend: Backend, forwarded: Request, saved: list[Tensor]) -> tuple[
     return tuple(t.view(spec.shape) for t, spec in zip(saved, specs, strict=True))
 
 
-def _ordered_gradients(result: Any, needs: frozenset[str], order: tuple[str, ...], backend: str) -> list[Tensor]:
-    if not isinstance(result, BackwardResult):
-        raise ContractViolation(f"backend ({backend}) returned {type(result).__name__}, expected BackwardResult")
-    missing = sorted(needs - result.grads.keys())
-    if missing:
-        raise ContractViolation(f"backend ({backend}) returned no gradient of {', '.join(missing)}")
-    return [result.grads[n] for n in order if n in needs]
-
-
 def _register_gate() -> None:
     def request(args: tuple, **more: Any) -> tuple[GateRequest, str | None]:
         g, A_log, dt_bias, lower_bound, *_, name = args
@@ -281,14 +295,14 @@ def _register_gate() -> None:
         registry.choose(r, name)
         return r.g.new_empty(r.g.shape, dtype=r.output_dtype)
 
-    def backward(grad_output: Tensor, *args: Any) -> list[Tensor]:
+    def differentiated(grad_output: Tensor, *args: Any) -> list[Tensor]:
         r, name = request(args, save_for_backward=True)
         needs = frozenset(n for n, needed in zip(GATE_DIFFERENTIABLE, args[4], strict=True) if needed)
         backend = registry.choose(r, name)
-        result = backend.result("kda_core_gate_backward", replace(r, grad_output=grad_output, needs_grad=needs))
-        return _ordered_gradients(result, needs, GATE_DIFFERENTIABLE, backend.info.name)
+        found = gate_backward(backend, replace(r, grad_output=grad_output, needs_grad=needs))
+        return [found[n] for n in GATE_DIFFERENTIABLE if n in needs]
 
-    def backward_fake(grad_output: Tensor, *args: Any) -> list[Tensor]:
+    def differentiated_fake(grad_output: Tensor, *args: Any) -> list[Tensor]:
         tensors = [t for t, needed in zip(args[:3], args[4], strict=True) if needed]
         return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
 
@@ -307,8 +321,8 @@ def _register_gate() -> None:
         "kda_gate_backward",
         f"Tensor grad_output, {tensors}, bool[] needs, str backend",
         "Tensor[]",
-        backward,
-        backward_fake,
+        differentiated,
+        differentiated_fake,
     )
     torch.library.register_autograd(f"{NAMESPACE}::kda_gate", apply_backward, setup_context=setup_context, lib=_library)
     torch.library.register_autograd(

@@ -56,7 +56,10 @@ def l2norm(x: Tensor) -> Tensor:
 
 def gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> Tensor:
     """Log decay of [..., HV, K]: -exp(A_log) softplus(g + dt_bias), or b sigmoid(exp(A_log) (g + dt_bias))."""
-    x = g if dt_bias is None else g + dt_bias
+    # An infinite input stands for its limit; autograd would multiply it by the zero slope there.
+    largest = torch.finfo(g.dtype).max
+    x = g.clamp(-largest, largest)
+    x = x if dt_bias is None else x + dt_bias
     if lower_bound is None:
         if A_log is None:
             raise ValueError("A_log: the softplus gate needs it, got None")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch._dynamo.testing
 import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kda_core
 from kda_core import ops
@@ -311,13 +314,42 @@ def test_an_output_that_is_not_used_has_no_gradient_of_its_own():
     assert all(torch.isfinite(t.grad).all() for t in arguments.values())
 
 
-def test_eager_calls_without_gradients_bypass_the_operator_layer():
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        run(make())
-    assert not [e for e in profile.events() if e.name.startswith("kda_core::")]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        run(make(grad=True))
-    assert [e.name for e in profile.events() if e.name.startswith("kda_core::")] == ["kda_core::chunk_kda"]
+class Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_eager_calls_bypass_the_operator_layer_where_nothing_looks_at_operators(grad: bool):
+    def operators(mode):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            with mode:
+                o = run(make(grad=grad))[0]
+            if grad:
+                o.sum().backward()
+            with mode:
+                kda_core.kda_gate(make(grad=grad)["g"], lower_bound=-5.0)
+        return {e.name for e in profile.events() if e.name.startswith("kda_core::")}
+
+    assert operators(nullcontext()) == set()
+    backward = {"kda_core::chunk_kda_backward"} if grad else set()
+    assert operators(Passing()) == {"kda_core::chunk_kda", "kda_core::kda_gate"} | backward
+
+
+def of_g(op: str):
+    """A public function of g alone."""
+    if op == "kda_gate":
+        return lambda g: kda_core.kda_gate(g, lower_bound=-5.0)
+    return lambda g: run(make(3) | {"g": g}, op)[0]
+
+
+@pytest.mark.parametrize("op", [*OPS, "kda_gate"])
+def test_batched_gradients_of_eager_calls_are_refused(op):
+    """Not handed to a backend, which cannot read them."""
+    g = make(3)["g"].requires_grad_()
+    o = of_g(op)(g)
+    with pytest.raises(RuntimeError, match=f"{op}: batched gradients"):
+        torch.autograd.grad(o, g, torch.ones(2, *o.shape, dtype=o.dtype), is_grads_batched=True)
 
 
 def test_writes_to_a_pool_are_seen_by_autograd():
