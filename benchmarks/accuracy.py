@@ -1,6 +1,6 @@
 """Relative errors of ``chunk_kda`` against the float64 oracle: every output and gradient, beside fla 0.6 if installed.
 
-    python benchmarks/accuracy.py [--backend nvidia] [--device cuda] [--one-config] [--only TEXT] [--json FILE]
+    python benchmarks/accuracy.py [--backend nvidia] [--device cuda] [--one-config] [--only CASE] [--json FILE]
                                   [--write docs/accuracy.md]
 
 Both get the same inputs and the same gradients of o and of the final state. The error of a result x is |x - r| / |r|
@@ -99,10 +99,14 @@ def fla_chunk_kda(one_config: bool) -> Function | None:
     except metadata.PackageNotFoundError:
         return None
     if one_config:
-        import triton
+        from triton.runtime.autotuner import Autotuner
 
-        autotune = triton.autotune
-        triton.autotune = lambda configs, **options: autotune(configs[:1], **options)
+        tune = Autotuner.__init__
+
+        def first_only(self, fn, arg_names, configs, *arguments, **options):
+            tune(self, fn, arg_names, configs[:1], *arguments, **options)
+
+        Autotuner.__init__ = first_only
     from fla.ops.kda import chunk_kda
 
     return chunk_kda
@@ -171,13 +175,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--backend", default="nvidia")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--one-config", action="store_true", help="spare fla's autotuning")
-    parser.add_argument("--only", default="", help="only cases whose name contains this")
+    parser.add_argument("--only", default="", help="only the case of this name")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--read", type=Path, help="print what --json wrote rather than measure")
+    parser.add_argument("--read", type=Path, nargs="+", help="print what runs wrote with --json, rather than measure")
     parser.add_argument("--write", type=Path, help="a Markdown file with markers")
     chosen = parser.parse_args(arguments)
     if chosen.read:
-        measured = json.loads(chosen.read.read_text())
+        parts = [json.loads(path.read_text()) for path in chosen.read]
+        order = [case.name for case in CASES]
+        rows = sorted((row for part in parts for row in part["rows"]), key=lambda row: order.index(row["case"]))
+        measured = parts[0] | {"rows": rows}
     else:
         device = torch.device(chosen.device)
         ours = lambda **options: kda_core.chunk_kda(**options, backend=chosen.backend)  # noqa: E731
@@ -186,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             functions[FLA] = theirs
         rows = []
         for case in CASES:
-            if chosen.only in case.name:
+            if chosen.only in (case.name, ""):
                 rows.append(compare(case, functions, device))
                 print(*table(rows[-1:]).splitlines()[2:], sep="\n", flush=True)
         measured = {"where": where(device), "backend": chosen.backend, "rows": rows}
