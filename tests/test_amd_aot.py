@@ -5,9 +5,13 @@
 
 from __future__ import annotations
 
+import ast
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
-pytest.importorskip("kda_core_amd")
+kda_core_amd = pytest.importorskip("kda_core_amd")
 triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
@@ -17,6 +21,8 @@ from kda_core_amd.launch import ARCHITECTURES, CONFIGS, FOREIGN_ARCHITECTURE  # 
 from kda_core_amd.plugin import SERVED_ARCHITECTURES  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
+
+from kda_core import triton_lib  # noqa: E402
 
 pytestmark = pytest.mark.end_to_end
 
@@ -50,6 +56,30 @@ def test_resources(kernel: str):
     """No spills, and no more local data share than gfx942 has."""
     launch = _launch("gfx942", kernel)
     assert aot.Resources.of(aot.compiled(launch)).problems(launch) == []
+
+
+def test_limits_are_held():
+    """Spilled registers and local data share past what is stated are problems, and a kernel that has them fails."""
+    launch = _launch("gfx942", "recurrence")
+    right = aot.Resources(vgprs=128, vgpr_spills=aot.SPILL_LIMIT, sgpr_spills=0, stack=0, lds=64 * 1024)
+    assert right.problems(launch) == []
+    (spills,) = replace(right, vgpr_spills=aot.SPILL_LIMIT + 1).problems(launch)
+    assert "spilled registers" in spills
+    (lds,) = replace(right, lds=64 * 1024 + 1).problems(launch)
+    assert "local data share" in lds
+
+
+def test_known_spills_are_of_one_architecture():
+    """No chip but gfx1100 has kernels that spill, and none keeps more registers in memory than two lanes have."""
+    assert {architecture for architecture, *_ in aot.KNOWN_SPILLS} == {"gfx1100"}
+    assert max(aot.KNOWN_SPILLS.values()) < 2 * 256
+
+
+def test_quick_is_a_part_of_everything():
+    """``--quick`` compiles fewer kernels, and each kernel at least once."""
+    quick, every = (aot.shipped(ARCHITECTURES["gfx942"], quick=q) for q in (True, False))
+    assert len(quick) < len(every) / 3
+    assert {x.kernel.fn.__name__ for x in quick} == {x.kernel.fn.__name__ for x in every} >= set(KERNELS)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -120,6 +150,17 @@ def test_32_bit_addresses_are_found(kernel, stage: str):
 def test_64_bit_addresses_pass(stage: str):
     """And passes on the same arithmetic done in 64 bits."""
     assert _hazards(_wide, stage) == 0
+
+
+@pytest.mark.parametrize("package", [kda_core_amd, triton_lib], ids=lambda package: package.__name__)
+def test_no_return_from_a_branch_on_none(package):
+    """Triton 3.6 compiles what follows such a return, with None in it: calls without ``cu_seqlens`` would fail."""
+    for file in Path(package.__file__).parent.glob("*.py"):
+        functions = [f for f in ast.walk(ast.parse(file.read_text())) if isinstance(f, ast.FunctionDef)]
+        for f in functions:
+            if any("triton.jit" in ast.unparse(d) for d in f.decorator_list):
+                branches = [b for b in ast.walk(f) if isinstance(b, ast.If) and "None" in ast.unparse(b.test)]
+                assert not [b for b in branches if isinstance(b.body[-1], ast.Return)], f"{file.name}: {f.name}"
 
 
 def test_every_architecture_is_configured():

@@ -3,18 +3,20 @@
 The launch functions run on small CPU tensors with the launch itself replaced by a recorder, so that what is compiled
 is what a call would compile. For each kernel: vector registers, spills and local data share, as the assembler's
 metadata has them, and the waves that fit on a SIMD unit. Exit status 1 when a kernel spills more registers than
-SPILL_LIMIT or needs more local data share than the chip has.
+stated (SPILL_LIMIT, KNOWN_SPILLS) or needs more local data share than the chip has.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import multiprocessing
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,10 +33,29 @@ from kda_core_amd.launch import ARCHITECTURES, FOREIGN_ARCHITECTURE, Architectur
 SPILL_LIMIT = 8
 """Vector registers of a lane that may be kept in memory: a few saved round a loop cost nothing that can be measured."""
 
-KNOWN_SPILLS = {("gfx1100", 2): 1024, ("gfx1100", 4): 8192}
-"""(architecture, bytes of an operand) -> registers kept in memory by kernels that are served in spite of it. gfx1100's
-matrix unit wants every operand in both halves of a wave, it has none for float32, and a lane has 256 registers: the
-state and one chunk's operands do not fit."""
+KNOWN_SPILLS = {
+    ("gfx1100", "prepare", 2, 128): 16,
+    ("gfx1100", "prepare", 2, 256): 16,
+    ("gfx1100", "recurrence", 2, 256): 184,
+    ("gfx1100", "recurrence", 4, 128): 104,
+    ("gfx1100", "recurrence", 4, 256): 352,
+    ("gfx1100", "recurrence, h", 2, 128): 56,
+    ("gfx1100", "recurrence, h", 2, 256): 376,
+    ("gfx1100", "recurrence, h", 4, 128): 104,
+    ("gfx1100", "recurrence, h", 4, 256): 352,
+    ("gfx1100", "states_kernel", 2, 256): 136,
+    ("gfx1100", "states_kernel", 4, 256): 56,
+    ("gfx1100", "reverse_kernel", 2, 128): 40,
+    ("gfx1100", "reverse_kernel", 2, 256): 312,
+    ("gfx1100", "reverse_kernel", 4, 256): 64,
+    ("gfx1100", "gradients_kernel", 2, 128): 40,
+    ("gfx1100", "gradients_kernel", 2, 256): 40,
+    ("gfx1100", "gradients_kernel", 4, 128): 72,
+    ("gfx1100", "gradients_kernel", 4, 256): 72,
+}
+"""(architecture, kernel, bytes of an operand, padded K up to) -> registers of a lane that are kept in memory by kernels
+that are served in spite of it ("h": with intermediate states). gfx1100's matrix unit wants every operand in both halves of a wave, it has none for
+float32, and a lane has 256 registers: the state and one chunk's operands do not fit."""
 
 POINTER_RANGE = 32
 """Bits that reach every byte of a tensor below 2 GiB; triton's ROCm launcher says so of such a tensor."""
@@ -150,7 +171,9 @@ class Resources:
         found = []
         target = recorded.target
         operand = next(x for x in recorded.arguments.values() if isinstance(x, Tensor)).dtype.itemsize
-        limit = KNOWN_SPILLS.get((target.name, operand), SPILL_LIMIT)
+        width = 128 if recorded.arguments["KP"] <= 128 else 256
+        name = recorded.kernel.fn.__name__ + ", h" * isinstance(recorded.arguments.get("h"), Tensor)
+        limit = KNOWN_SPILLS.get((target.name, name, operand, width), SPILL_LIMIT)
         if self.vgpr_spills > limit:
             found.append(f"{self.vgpr_spills} spilled registers, at most {limit} allowed")
         if self.lds > target.lds:
@@ -203,12 +226,34 @@ def _in_pool(request: Request, v_first: bool) -> Request:
     )
 
 
-def _shipped(target: Architecture) -> Iterator[tuple[str, Callable[[], object]]]:
-    """(name, call) of every configuration."""
-    for dtype, K in itertools.product(_SHORT, (64, 128, 256)):
-        for gate_name, options in _GATES.items():
+_EVERY_GATE = tuple(_GATES)
+_SHIPPED = (
+    (torch.bfloat16, 64, ("bounded",)),
+    (torch.bfloat16, 128, _EVERY_GATE),
+    (torch.bfloat16, 256, _EVERY_GATE),
+    (torch.float16, 128, ("given",)),
+    (torch.float32, 128, _EVERY_GATE),
+    (torch.float32, 256, _EVERY_GATE),
+)
+"""(dtype, K, gates) that stand for every configuration: float16 has bfloat16's, and K up to 128 has that of 128."""
+
+_QUICK = (
+    (torch.bfloat16, 128, ("bounded",)),
+    (torch.float32, 256, ("softplus",)),
+)
+"""The most common shape and the largest."""
+
+
+def _calls(shapes: Sequence[tuple]) -> Iterator[tuple[str, Callable[[], object]]]:
+    """(name, call) of every kernel at these shapes."""
+    for dtype, K, gates in shapes:
+        for gate_name in gates:
+            options = _GATES[gate_name]
             request = _request("chunk_kda", dtype, K, options)
             yield f"{_SHORT[dtype]} K {K} {gate_name}", lambda r=request: chunk_forward.chunk_forward(r)
+            if gate_name == "given":
+                states = replace(request, return_intermediate_states=True, cu_seqlens_cpu=request.cu_seqlens)
+                yield f"{_SHORT[dtype]} K {K} states", lambda r=states: chunk_forward.chunk_forward(r)
             if "safe" not in gate_name:
                 backward = replace(
                     request,
@@ -230,18 +275,53 @@ def _shipped(target: Architecture) -> Iterator[tuple[str, Callable[[], object]]]
         yield name, lambda r=request: (gate.gate_forward(r), gate.gate_backward(r))
 
 
-def shipped(target: Architecture, only: str = "") -> list[Launch]:
-    """Every launch to be compiled for an architecture, each once; ``only`` is a part of its name or kernel's."""
+def shipped(target: Architecture, only: str = "", quick: bool = False) -> list[Launch]:
+    """Every launch to be compiled for an architecture, each once.
+
+    Args:
+        only: a part of the kernel's name, or of the launch's.
+        quick: the most common shape and the largest, rather than all.
+    """
     found: dict[Any, Launch] = {}
-    for name, call in _shipped(target):
+    for name, call in _calls(_QUICK if quick else _SHIPPED):
         with recorded(target, name) as launches:
             call()
         for one in launches:
-            if only not in f"{one.kernel.fn.__name__} {one.name}":
-                continue
-            kinds = [str(v.dtype) if isinstance(v, Tensor) else v for v in one.arguments.values()]
-            found.setdefault((one.kernel.fn.__name__, *kinds), one)
+            if only in f"{one.kernel.fn.__name__} {one.name}":
+                what = source(one, small=True)
+                compiles = (str(x) for x in (what.signature, what.constants, what.attrs, one.config))
+                found.setdefault((one.kernel.fn.__name__, *compiles), one)
     return list(found.values())
+
+
+_JOBS: list[Launch] = []
+"""What the workers of ``report`` compile: they are forked, so that launches need not travel."""
+
+
+def _line(index: int, small: bool) -> tuple[str, bool]:
+    """Compile a launch; its line of the table, and whether it may be shipped."""
+    one = _JOBS[index]
+    kernel, waves = compiled(one, small), one.config.num_warps
+    taken = Resources.of(kernel)
+    problems = taken.problems(one)
+    if not small:
+        problems += [f"32-bit address: {h.line} ({h.reason})" for h in hazards(kernel.asm["ttgir"])]
+    line = (
+        f"{one.target.name:8} {one.kernel.fn.__name__:20} {one.name:24} {waves:5} {taken.vgprs:5} "
+        f"{taken.vgpr_spills:6} {taken.stack:5} {taken.lds:7} {taken.occupancy(one.target, waves):5g}"
+    )
+    return line + "".join(f"  ERROR: {p}" for p in problems), not problems
+
+
+def report(launches: list[Launch], small: bool, jobs: int) -> int:
+    """Compile launches, print a line for each, and answer how many of them must not be shipped."""
+    _JOBS[:] = launches
+    failed = 0
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        for line, right in pool.imap(partial(_line, small=small), range(len(launches))):
+            print(line, flush=True)
+            failed += not right
+    return failed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -249,28 +329,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kda_core_amd.aot", description=__doc__.split("\n\n")[1])
     known = [name for name in ARCHITECTURES if name != FOREIGN_ARCHITECTURE]
     parser.add_argument("--arch", nargs="+", default=known, choices=known, help="architectures; default: all of them")
-    parser.add_argument("--only", default="", help="only kernels whose line begins with or contains this")
+    parser.add_argument("--only", default="", help="only kernels whose name or case contains this")
+    parser.add_argument("--quick", action="store_true", help="only the most common shape and the largest")
     parser.add_argument("--large", action="store_true", help="for tensors of any size; checks addresses, too")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="compile so many at once")
     chosen = parser.parse_args(arguments)
+    # Triton 3.9 warns that a later version will not fuse multiplications and additions by itself.
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     print(f"triton {triton.__version__}, tensors {'of any size' if chosen.large else 'below 2 GiB'}")
     print(f"{'':8} {'kernel':20} {'case':24} waves VGPRs spills stack     LDS waves/SIMD")
-    failed = 0
-    for name in chosen.arch:
-        target = ARCHITECTURES[name]
-        for one in shipped(target, chosen.only):
-            kernel, waves = compiled(one, small=not chosen.large), one.config.num_warps
-            taken = Resources.of(kernel)
-            problems = taken.problems(one)
-            if chosen.large:
-                problems += [f"32-bit address: {h.line} ({h.reason})" for h in hazards(kernel.asm["ttgir"])]
-            failed += bool(problems)
-            print(
-                f"{name:8} {one.kernel.fn.__name__:20} {one.name:24} {waves:5} {taken.vgprs:5} {taken.vgpr_spills:6} "
-                f"{taken.stack:5} {taken.lds:7} {taken.occupancy(target, waves):5g}"
-                + "".join(f"  ERROR: {p}" for p in problems),
-                flush=True,
-            )
-    print(f"{failed} failed" if failed else "spills and local data share within limits")
+    launches = [one for name in chosen.arch for one in shipped(ARCHITECTURES[name], chosen.only, chosen.quick)]
+    failed = report(launches, not chosen.large, chosen.jobs)
+    print(f"{failed} of {len(launches)} failed" if failed else f"{len(launches)} kernels within limits")
     return 1 if failed else 0
 
 

@@ -50,11 +50,11 @@ def chunk_backward(request: Request) -> BackwardResult:
     return BackwardResult(grads)
 
 
-def _recurrent_launch(request: Request) -> tuple[launch.Architecture, launch.Config, dict, int]:
-    """Target, configuration, constants and number of programs of both recurrences."""
+def _recurrent_launch(kernel: str, request: Request) -> tuple[launch.Architecture, launch.Config, dict, int]:
+    """Target, configuration, constants and number of programs of a recurrence, "states" or "reverse"."""
     KP, V = padded(request.K), request.V
     target = launch.architecture(request.device)
-    config = launch.config("backward_recurrence", target, request.q.dtype, KP)
+    config = launch.config(kernel, target, request.q.dtype, KP)
     block_v = min(config.block, padded(V))
     constants = {
         "K": request.K,
@@ -71,7 +71,7 @@ def _recurrent_launch(request: Request) -> tuple[launch.Architecture, launch.Con
 
 def _run_states(request: Request, prepared: Prepared) -> tuple[Tensor, Tensor]:
     """z [slots, HV, C, VP] and the states [slots, HV, VP, KP] at the starts of the slots."""
-    target, config, constants, programs = _recurrent_launch(request)
+    target, config, constants, programs = _recurrent_launch("states", request)
     v, state, HV = rows_contiguous(request.v), request.initial_state, request.HV
     count, VP = slots(request), constants["VP"]
     z = v.new_empty((count, HV, CHUNK, VP))
@@ -100,7 +100,7 @@ def _run_states(request: Request, prepared: Prepared) -> tuple[Tensor, Tensor]:
 
 def _run_reverse(request: Request, prepared: Prepared, do: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """dv, the state gradients [slots, HV, VP, KP] at the ends of the slots and that of the initial state."""
-    target, config, constants, programs = _recurrent_launch(request)
+    target, config, constants, programs = _recurrent_launch("reverse", request)
     HV, grad_final = request.HV, request.grad_final_state
     dv = torch.empty(request.v.shape, dtype=request.v.dtype, device=request.device)
     state_grads = do.new_empty((slots(request), HV, constants["VP"], constants["KP"]))

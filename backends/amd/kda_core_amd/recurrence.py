@@ -131,9 +131,9 @@ def recurrence(
     if h is not None:
         h += (_states_before(cu_seqlens, i_n, length, C * H_EVERY) * HV + i_h) * (K * V)
         if V_FIRST:
-            o_h = o_v[:, None] * K + o_k[None, :]
+            h += i_v * (BV * K)
         else:
-            o_h = o_v[:, None] + o_k[None, :] * V
+            h += i_v * BV
     # Masks and offsets formed anew in every chunk: kept from one to the next they would fill the registers.
     for i in tl.range(0, (length + C - 1) // C, num_stages=STAGES, disable_licm=True):
         i_chunk = tl.cast(i, tl.int64)  # plain Python numbers in the interpreter
@@ -146,6 +146,11 @@ def recurrence(
         if h is not None:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
             if i % H_EVERY == 0:
                 p_h = h + (i_chunk // H_EVERY) * HV * (K * V)
+                o_block = tl.arange(0, BV)
+                if V_FIRST:
+                    o_h = o_block[:, None] * K + o_k[None, :]
+                else:
+                    o_h = o_block[:, None] + o_k[None, :] * V
                 tl.store(p_h + o_h, S.to(h.dtype.element_ty), mask=m_state)
         b_o = tl.dot(b_s, tl.load(p_keys + C * KP + o_kc), input_precision=DOT)
         b_r = (b_v - tl.dot(b_s, tl.load(p_keys + o_kc), input_precision=DOT)).to(dtype)
