@@ -87,12 +87,9 @@ def recurrence_config(target: Chip, dtype: torch.dtype, K: int, V: int, sequence
         # Fewer warps spill there, and so do blocks of 64 where the state takes all of them.
         return RecurrenceConfig(32, 8, 2) if wide else RecurrenceConfig(min(padded(V), 64), 8, 3)
     if wide:
-        # On sm_90 wgmma holds the state of 128 channels, and each tile of keys is read half as often.
-        return (
-            RecurrenceConfig(128, 8, 3)
-            if major == 9 and padded(V) >= 128
-            else RecurrenceConfig(min(padded(V), 64), 8, 2)
-        )
+        # wgmma holds the state of 128 channels, and each tile of keys is read half as often.
+        many = major == 9 and padded(V) >= 128
+        return RecurrenceConfig(128, 8, 3) if many else RecurrenceConfig(min(padded(V), 64), 8, 2)
     if major == 9 and padded(V) >= 128 and sequences_heads * (-(-V // 128)) > 0.6 * target.multiprocessors:
         return RecurrenceConfig(128, 8, 3)
     return RecurrenceConfig(min(padded(V), 64), 4, 3)
