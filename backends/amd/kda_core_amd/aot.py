@@ -54,8 +54,8 @@ KNOWN_SPILLS = {
     ("gfx1100", "gradients_kernel", 4, 256): 72,
 }
 """(architecture, kernel, bytes of an operand, padded K up to) -> registers of a lane that are kept in memory by kernels
-that are served in spite of it ("h": with intermediate states). gfx1100's matrix unit wants every operand in both halves of a wave, it has none for
-float32, and a lane has 256 registers: the state and one chunk's operands do not fit."""
+that are served in spite of it ("h": with intermediate states). gfx1100's matrix unit wants every operand in both halves
+of a wave, it has none for float32, and a lane has 256 registers: the state and one chunk's operands do not fit."""
 
 POINTER_RANGE = 32
 """Bits that reach every byte of a tensor below 2 GiB; triton's ROCm launcher says so of such a tensor."""
