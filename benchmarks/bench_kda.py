@@ -366,13 +366,14 @@ def main() -> None:
             own = INFERENCE if mode == "inference" else TRAINING
             for shape in options.shapes or (SMALL if options.quick else own):
                 rows.append(measure(mode, shape, fla, copy, options))
-                print(f"{mode} {shape}: {rows[-1].median(OURS):.3f} ms", file=sys.stderr, flush=True)
-    found = versions(options.device)
-    report(rows, f"{', '.join(f'{n} {v}' for n, v in found.items())}; a copy moves {copy / 1e9:.0f} GB/s")
+                found = ", ".join(f"{name} {rows[-1].median(name):.3f} ms" for name in rows[-1].ms)
+                print(f"{mode} {shape}: {found}", file=sys.stderr, flush=True)
+    environment = versions(options.device)
+    report(rows, f"{', '.join(f'{n} {v}' for n, v in environment.items())}; a copy moves {copy / 1e9:.0f} GB/s")
     if options.plot:
         plot(rows, options.plot)
     if options.json:
-        content = found | {"copy": copy, "rows": [row.as_dict() for row in rows]}
+        content = environment | {"copy": copy, "rows": [row.as_dict() for row in rows]}
         options.json.write_text(json.dumps(content, indent=2) + "\n")
 
 
