@@ -51,7 +51,7 @@ KNOWN_SPILLS = {
     ("gfx1100", "gradients_kernel", 2, 128): 40,
     ("gfx1100", "gradients_kernel", 2, 256): 40,
     ("gfx1100", "gradients_kernel", 4, 128): 72,
-    ("gfx1100", "gradients_kernel", 4, 256): 72,
+    ("gfx1100", "gradients_kernel", 4, 256): 64,
 }
 """(architecture, kernel, bytes of an operand, padded K up to) -> registers of a lane that are kept in memory by kernels
 that are served in spite of it ("h": with intermediate states). gfx1100's matrix unit wants every operand in both halves
