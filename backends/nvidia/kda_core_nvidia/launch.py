@@ -99,7 +99,8 @@ def dot_widths(dtype: torch.dtype) -> tuple[int, str, str]:
     """(bfloat16 terms of a decay, precision of large products, precision of 16×16 products) for an input dtype."""
     if dtype == torch.float32:
         return (1 if INTERPRET else 3), "tf32x3", "tf32x3"
-    return (1 if INTERPRET else 2), "tf32", "tf32"
+    # tf32 operands are cut to 11 bits, not rounded: a bias that bfloat16 results hide and float16 ones do not.
+    return (1 if INTERPRET else 2), "tf32", "tf32" if dtype == torch.bfloat16 else "tf32x3"
 
 
 @cache
