@@ -1,0 +1,78 @@
+"""What ``python -m kda_core_nvidia.aot`` compiles, and what it objects to; the sweep is a step of its own in CI."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("kda_core_nvidia")
+pytest.importorskip("triton")
+
+from kda_core_nvidia import aot
+
+KERNELS = {
+    "prepare",
+    "recurrence",
+    "states_kernel",
+    "reverse_kernel",
+    "gradients_kernel",
+    "finish_kernel",
+    "recurrent",
+    "gate_forward_kernel",
+    "gate_backward_kernel",
+}
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch):
+    """Triton 3.9 warns that a later version will not fuse multiplications and additions by itself."""
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_every_kernel_is_compiled(arch: int):
+    """Forward, backward, gate and decoding, with --quick, too."""
+    assert {launch.kernel.__name__ for launch in aot.shipped(arch)} == KERNELS
+    assert {launch.kernel.__name__ for launch in aot.shipped(arch, quick=True)} == KERNELS
+
+
+def test_recording_leaves_the_modules_as_they_were():
+    """Kernels and the chip are put back, whatever happens in between."""
+    before = [dict(vars(module)) for module in aot.MODULES]
+    with pytest.raises(ZeroDivisionError), aot.chip_of(80), aot.recorded(*aot.MODULES):
+        raise ZeroDivisionError
+    assert [dict(vars(module)) for module in aot.MODULES] == before
+
+
+def test_descriptors_only_where_the_chip_has_them():
+    """TensorDescriptor from sm_90 on, pointers before."""
+
+    def kinds(arch: int) -> set[str]:
+        recurrence = aot.shipped(arch, "recurrence bf16", quick=True)
+        return {type(launch.arguments["keys"]).__name__ for launch in recurrence}
+
+    assert kinds(90) == {"TensorDescriptor"}
+    assert kinds(80) == {"Tensor"}
+
+
+def test_problems():
+    """Stack beyond the stated bytes, more shared memory than the chip has."""
+    launch = aot.shipped(80, "prepare bf16", quick=True)[0]
+    limit = launch.stack_limit
+    assert aot.Resources(255, limit, 163 * 1024, b"").problems(launch) == []
+    spilled, large = aot.Resources(255, limit + 8, 163 * 1024 + 1, b"").problems(launch)
+    assert "stack" in spilled
+    assert "shared memory" in large
+
+
+def test_descriptors_from_the_stack_pointer_are_found():
+    """As ptxas 12.8 wrote them; other moves to uniform registers are none."""
+    assert aot.FROM_STACK_POINTER.search("        /*1a30*/                   R2UR UR8, R1 ;")
+    assert not aot.FROM_STACK_POINTER.search("        /*1a30*/                   R2UR UR8, R14 ;")
+
+
+def test_one_kernel_compiles():
+    """Registers and stack are read from the machine code."""
+    (launch,) = aot.shipped(90, "finish_kernel bf16", quick=True)
+    found = aot.compiled(launch, 90)
+    assert 16 < found.registers < 255
+    assert found.problems(launch) == []
