@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -68,6 +69,9 @@ CASES = {
     "half, one reference": {"T": 70, "dtype": torch.float16, "decay": lambda s: -0.2 * torch.rand(s)},
 }
 
+KEPT = ("plain", "several channel blocks, norm", "packed, empty sequences, rows behind")
+"""Cases whose forward also keeps its chunk results (``disable_recompute``): the same gradients, to the bit."""
+
 
 def request(
     B=1, T=70, H=1, HV=None, K=16, V=16, dtype=torch.float32, decay=lambda s: -torch.rand(s), gate=False,
@@ -113,6 +117,8 @@ def request(
 def errors():
     """Relative error of every gradient of every case."""
     from kda_core_nvidia.chunk_backward import chunk_backward
+    from kda_core_nvidia.chunk_forward import chunk_forward
+    from kda_core_nvidia.plugin import kda_core_saved_spec
 
     from kda_core import reference
 
@@ -123,6 +129,12 @@ def errors():
         before = {name: x.clone() for name, x in vars(r).items() if isinstance(x, torch.Tensor)}
         got, ref = chunk_backward(r).grads, reference.backward(r).grads
         found[case] = {"inputs changed": [n for n, x in before.items() if not torch.equal(x, getattr(r, n))]}
+        if case in KEPT:
+            kept = replace(r, disable_recompute=True)
+            saved = chunk_forward(replace(kept, grad_o=None, grad_final_state=None, save_for_backward=True)).saved
+            assert [(t.shape, t.dtype) for t in saved] == [(s.shape, s.dtype) for s in kda_core_saved_spec(kept)]
+            again = chunk_backward(replace(kept, saved=saved)).grads
+            assert all(torch.equal(again[name], x) for name, x in got.items()), case
         for name in r.needs_grad:
             a, b = got[name], ref[name].double()
             assert a.shape == b.shape, name

@@ -231,8 +231,7 @@ def gradients_kernel(
     b_bias = tl.zeros([BK], tl.float32)
     if dt_bias is not None:
         b_bias = tl.load(dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)
-    b_g = b_g.to(tl.float32)
-    b_y = tl.where(m_kc, log2_decay(b_g, a, b_bias, lower_bound, GATE), 0.0)
+    b_y = tl.where(m_kc, log2_decay(b_g.to(tl.float32), a, b_bias, lower_bound, GATE), 0.0)
     hi, mid, lo = split3(b_y, dt)
     b_dgamma *= tl.load(D + block * KP + o_k)[:, None]
     b_q = b_q.to(tl.float32)
@@ -256,6 +255,8 @@ def gradients_kernel(
     tl.store(dk + o_out, (b_dkr + b_dkc * b_beta[None, :]).to(dk.dtype.element_ty), mask=m_kc)
     tl.store(dbeta + o_c * HV, tl.sum(b_k * b_dkc, 0) * beta_slope, mask=m_c)
     if GATE != "none":
+        # Read again rather than kept in registers, which are all taken in between.
+        b_g = tl.load(g + o_c[None, :] * s_gt + o_k[:, None], mask=m_kc, other=0.0).to(tl.float32)
         b_g = tl.where(m_kc, b_g + b_bias[:, None], 0.0)
         b_dgamma = tl.where(m_kc, b_dgamma, 0.0)
         b_dgamma, summand = gate_gradient(b_g, a, lower_bound, b_dgamma, GATE)

@@ -67,7 +67,8 @@ def choose(dtype: torch.dtype, kp: int, vp: int, heads: int, arch: int) -> Confi
     bv = min(vp, 64)
     # A warp holds 16 channels of the transposed blocks. Two warps, so that the products stay with mma.sync: with wgmma
     # (four warps, no faster) ptxas 12.8 spills its descriptors and restores some from the stack pointer.
-    gradients = (min(kp, 32), bv, min(kp, 32) // 16, 3)
+    # Two blocks of value channels: a loop's loads run ahead through shared memory, one body's take registers.
+    gradients = (min(kp, 32), min(64, max(16, vp // 2)), min(kp, 32) // 16, 3)
     if arch not in (90, 100, 103):
         # Products take both operands from registers there: less of the state to a warp, or nothing in flight.
         if kp > 128:
