@@ -31,6 +31,9 @@ from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_stre
 from kda_core.triton_lib.inverse import inverse_16
 from kda_core.triton_lib.packing import sequence_of_slot
 
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+"""The interpreter knows no assembly, and multiplies bfloat16 operands wrongly."""
+
 _NUMBERS = [
     "scale",
     "lower_bound",
@@ -89,7 +92,7 @@ def _widen(x, BK: tl.constexpr):
     """A loaded block in float32. 16-bit blocks go through an exact product with the identity: operands of a product are
     fetched to shared memory ahead of their use, and the result is laid out as the other products are."""
     dtype = x.dtype
-    if dtype == tl.float32 or dtype == tl.float64:
+    if dtype == tl.float32 or dtype == tl.float64 or (dtype == tl.bfloat16 and INTERPRETED):
         return x.to(tl.float32)
     r = tl.arange(0, BK)
     return tl.dot(x, (r[:, None] == r[None, :]).to(dtype))
@@ -100,7 +103,7 @@ def _widen_gate(x, BK: tl.constexpr):
     """``_widen`` for g, which may be infinite: 0 · inf would be NaN in the row's other channels."""
     if x.dtype == tl.float16:
         x = tl.clamp(x, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
-    elif x.dtype == tl.bfloat16:
+    elif x.dtype == tl.bfloat16 and not INTERPRETED:
         x = tl.inline_asm_elementwise(
             """
             {
