@@ -112,9 +112,8 @@ class Record:
 
 
 def _chunks(r: Request) -> int:
-    """Chunks of all sequences and heads, about; those of ``fused_recurrent_kda`` are one token long."""
-    rows = r.chunk_size if r.op == "chunk_kda" else 1
-    return (r.B * r.T // rows + r.N) * r.HV
+    """Chunks of all sequences and heads, about."""
+    return (r.B * r.T // r.chunk_size + r.N) * r.HV
 
 
 def refusal_of(action: Callable[[], object]) -> Refused | None:
