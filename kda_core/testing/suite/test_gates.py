@@ -113,6 +113,8 @@ def test_gate_function_lower_bound_backward(kda, A_log: bool, dt_bias: bool):
 def test_gate_function_infinite(kda, dtype: torch.dtype, value: float, bound: float | None):
     """An input of +-inf gives the limit, and what does not flow back through it disturbs no gradient."""
     tensors = gate.arguments(dtype=dtype)
+    # A backend without the function refuses here, with its reason.
+    gate.check(kda, tensors, lower_bound=bound, backward=True)
     infinite = torch.zeros(tensors["g"].shape, dtype=torch.bool)
     infinite[:, ::7, :, 3] = True
     found = []
