@@ -38,7 +38,7 @@ test: environment ## Set everything up, run the fast tests on BACKEND.
 	$(VENV)/bin/pytest --backend=$(BACKEND) $(PYTEST_ARGS)
 
 test-end-to-end: environment ## The same for tests of wheels, environments, interpreted and compiled kernels (minutes).
-	$(VENV)/bin/pytest --backend=$(BACKEND) -m end_to_end $(PYTEST_ARGS)
+	$(VENV)/bin/pytest -m end_to_end $(PYTEST_ARGS)
 
 bench: environment ## Compare the CPU backend with other libraries.
 	$(VENV_PYTHON) benchmarks/bench_cpu.py $(BENCH_ARGS)
