@@ -146,7 +146,7 @@ def test_pool_repeats(kda, op: str, T: int):
 
 @FUNCTIONS
 def test_pool_in_a_graph_with_other_slots(kda, op: str, T: int):
-    """A call captured in a graph and replayed after its indices were overwritten does what a new call does."""
+    """FAILURES 13: a call captured in a graph and replayed with other indices does what a new call does."""
     if kda.device.type != "cuda":
         pytest.skip(f"torch has no graphs for {kda.device.type}")
     call = replace(_call(op, T).in_pool(_indices(4, 0, 2), 6), given_out=True)
