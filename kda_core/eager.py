@@ -6,7 +6,6 @@ derivatives. They cost an eager training step half a millisecond, more than the 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -112,9 +111,14 @@ class _GateCall(torch.autograd.Function):
             found = iter(torch.ops.kda_core.kda_gate_backward(*arguments))
             return (None, None, *(next(found) if needed else None for needed in needs))
         names = ops.GATE_DIFFERENTIABLE
-        r = GateRequest(**dict(zip(names, tensors, strict=True)), lower_bound=ctx.lower_bound)
-        needed = frozenset(name for name, wanted in zip(names, needs, strict=True) if wanted)
-        grads = ops.gate_backward(ctx.backend, replace(r, save_for_backward=True, grad_output=grad, needs_grad=needed))
+        r = GateRequest(
+            **dict(zip(names, tensors, strict=True)),
+            lower_bound=ctx.lower_bound,
+            save_for_backward=True,
+            grad_output=grad,
+            needs_grad=frozenset(name for name, wanted in zip(names, needs, strict=True) if wanted),
+        )
+        grads = ops.gate_backward(ctx.backend, r)
         return (None, None, *(grads[name] if wanted else None for name, wanted in zip(names, needs, strict=True)))
 
 

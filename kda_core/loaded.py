@@ -32,7 +32,7 @@ class Backend:
         return caller(**arguments)
 
     def _caller(self, hook: str) -> Callable[..., Any]:
-        others = backend_plugins(self.manager) - {self.plugin}
+        others = _backend_plugins(self.manager) - {self.plugin}
         caller = self.manager.subset_hook_caller(hook, remove_plugins=others)
         implementations = [impl for impl in caller.get_hookimpls() if impl.plugin not in others]
         # With no wrapper about, the one implementation is all that pluggy would call, at 2 µs less. A
@@ -91,5 +91,5 @@ def _limit_refusals(r: Request, info: BackendInfo) -> Iterator[str]:
             yield f"takes head dimensions {symbol} up to {limit}, not {size}"
 
 
-def backend_plugins(manager: pluggy.PluginManager) -> set[object]:
+def _backend_plugins(manager: pluggy.PluginManager) -> set[object]:
     return {impl.plugin for impl in manager.hook.kda_core_backend.get_hookimpls() if not impl.wrapper}

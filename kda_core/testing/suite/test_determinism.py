@@ -18,15 +18,21 @@ from kda_core.testing.marks import requires, slow
 REPEATS = 30
 
 
+def _check_repeats(kda, call, first, count: int) -> None:
+    """Make a call ``count`` times more: every tensor is the same bits as in ``first``."""
+    for _ in range(kda.repeats(count)):
+        again = kda.run(call)
+        for name, t in first.tensors.items():
+            assert same_bits(t, again[name]), f"{name} differs from one run to the next"
+        del kda.records[1:]
+
+
 @requires(Feature.CHUNK)
 def test_forward_repeats(kda):
     """FAILURES 19: 30 forwards, bit for bit."""
     call = Case(name="repeated", B=2, T=130, H=3, state=None).call()
     first = kda.run(call)
-    for _ in range(kda.repeats(REPEATS)):
-        again = kda.run(call)
-        assert all(same_bits(t, again[n]) for n, t in first.tensors.items())
-        del kda.records[1:]
+    _check_repeats(kda, call, first, REPEATS)
 
 
 @requires(Feature.CHUNK, Feature.BACKWARD)
@@ -46,11 +52,7 @@ def test_backward_repeats(kda):
     )
     call = case.call()
     first = kda.run(call)
-    for _ in range(kda.repeats(REPEATS)):
-        again = kda.run(call)
-        for name, t in first.tensors.items():
-            assert same_bits(t, again[name]), f"{name} differs from one run to the next"
-        del kda.records[1:]
+    _check_repeats(kda, call, first, REPEATS)
 
 
 @requires(Feature.CHUNK, Feature.BACKWARD)
@@ -71,10 +73,7 @@ def test_recurrent_repeats(kda):
     """FAILURES 19: 30 decoding steps from the same state, bit for bit."""
     call = Case(name="repeated step", op="fused_recurrent_kda", B=4, T=1, state=FP32).call()
     first = kda.run(call)
-    for _ in range(kda.repeats(REPEATS)):
-        again = kda.run(call)
-        assert all(same_bits(t, again[n]) for n, t in first.tensors.items())
-        del kda.records[1:]
+    _check_repeats(kda, call, first, REPEATS)
 
 
 @slow
@@ -86,10 +85,7 @@ def test_forward_repeats_at_length(kda, dtype: torch.dtype, C: int):
     case = Case(name=f"repeated at length {dtype} {C}", T=4096, H=2, K=64, dtype=dtype, options={"chunk_size": C})
     call = case.call()
     first = kda.check(call)
-    for _ in range(kda.repeats(50)):
-        again = kda.run(call)
-        assert all(same_bits(t, again[n]) for n, t in first.tensors.items())
-        del kda.records[1:]
+    _check_repeats(kda, call, first, 50)
 
 
 @slow
@@ -113,11 +109,7 @@ def test_backward_repeats_at_length(kda, dtype: torch.dtype, K: int):
     )
     call = case.call()
     first = kda.check(call)
-    for _ in range(kda.repeats(REPEATS)):
-        again = kda.run(call)
-        for name, t in first.tensors.items():
-            assert same_bits(t, again[name]), f"{name} differs from one run to the next"
-        del kda.records[1:]
+    _check_repeats(kda, call, first, REPEATS)
 
 
 @requires(Feature.CHUNK)
