@@ -13,6 +13,8 @@ to share a die's cache. Every offset is int64, from the program id up.
 import triton
 import triton.language as tl
 
+from kda_core.triton_lib.packing import chunks_before
+
 _NUMBERS = ["T", "chunks", "HV", "programs", "s_vb", "s_ob", "s_index", "pad_slot_id"]
 """Parameters that the compiler must not look at: most of them change with the lengths of the sequences."""
 
@@ -21,23 +23,6 @@ _NUMBERS = ["T", "chunks", "HV", "programs", "s_vb", "s_ob", "s_index", "pad_slo
 def state_offsets(o_v, o_k, s_k, s_v):
     """Offsets of a transposed block [BV, KP] inside one state; o_v is int64."""
     return o_v[:, None] * s_v + o_k[None, :].to(tl.int64) * s_k
-
-
-@triton.jit
-def _states_before(cu_seqlens, i_n, length, ROWS: tl.constexpr):
-    """Index in h of a sequence's first state: the chunks of ROWS rows of the sequences before it."""
-    # One exit: Triton 3.6 compiles what follows a return in a branch that is known at compile time.
-    if cu_seqlens is None:
-        before = i_n * ((length + ROWS - 1) // ROWS)
-    else:
-        before = tl.zeros_like(i_n)
-        for first in range(0, i_n, 64):
-            o_n = first + tl.arange(0, 64)
-            m_n = o_n < i_n
-            begin = tl.load(cu_seqlens + o_n, mask=m_n, other=0).to(tl.int64)
-            end = tl.load(cu_seqlens + o_n + 1, mask=m_n, other=0).to(tl.int64)
-            before += tl.sum((end - begin + ROWS - 1) // ROWS)
-    return before
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -129,7 +114,7 @@ def recurrence(
     o_ck = o_r[:, None] * KP + o_k[None, :]
     o_kc = o_r[None, :] * KP + o_k[:, None]
     if h is not None:
-        h += (_states_before(cu_seqlens, i_n, length, C * H_EVERY) * HV + i_h) * (K * V)
+        h += (chunks_before(cu_seqlens, i_n, length, C * H_EVERY) * HV + i_h) * (K * V)
         if V_FIRST:
             h += i_v * (BV * K)
         else:

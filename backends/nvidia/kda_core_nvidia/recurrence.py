@@ -12,6 +12,8 @@ int64 from the sequence up.
 import triton
 import triton.language as tl
 
+from kda_core.triton_lib.packing import chunks_before
+
 _NUMBERS = ["T", "chunks", "HV", "s_vb", "s_ob", "s_index", "pad_slot_id"]
 """Parameters that the compiler must not look at: most of them change with the lengths of the sequences."""
 
@@ -107,7 +109,7 @@ def recurrence(
     rows_of_chunk = tl.full([], C, tl.int64)
     minus_one = tl.where(o_r[:, None] == o_r[None, :], -1.0, 0.0).to(dtype)
     if h is not None:
-        i_state_out = _first_state(cu_seqlens, i_n, C * H_EVERY, length)
+        i_state_out = chunks_before(cu_seqlens, i_n, length, C * H_EVERY)
     for i in tl.range(0, tl.cdiv(length, C), num_stages=STAGES):
         slot = (first_slot + i) * HV + i_h
         if DESCRIPTORS:
@@ -152,19 +154,3 @@ def recurrence(
         p_state = final_state + i_state * s_fn + i_h * s_fh
         p_state += o_v[:, None].to(tl.int64) * s_fv + o_k[None, :].to(tl.int64) * s_fk
         tl.store(p_state, S.to(final_state.dtype.element_ty), mask=m_state)
-
-
-@triton.jit
-def _first_state(cu_seqlens, i_n, ROWS: tl.constexpr, length):
-    """Index in h of a sequence's first state: chunks of ROWS rows of the sequences before it."""
-    before = tl.zeros_like(i_n)
-    if cu_seqlens is None:
-        before += i_n * ((length + ROWS - 1) // ROWS)
-    else:
-        for i_first in range(0, i_n, 64):
-            o_n = i_first + tl.arange(0, 64)
-            m_n = o_n < i_n
-            begin = tl.load(cu_seqlens + o_n, mask=m_n, other=0).to(tl.int64)
-            end = tl.load(cu_seqlens + o_n + 1, mask=m_n, other=0).to(tl.int64)
-            before += tl.sum((end - begin + ROWS - 1) // ROWS)
-    return before
