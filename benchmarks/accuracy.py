@@ -1,11 +1,13 @@
 """Relative errors of ``chunk_kda`` against the float64 oracle: every output and gradient, beside fla 0.6 if installed.
 
-    python benchmarks/accuracy.py [--backend nvidia] [--device cuda] [--one-config] [--only CASE] [--json FILE]
-                                  [--write docs/accuracy.md]
+    python benchmarks/accuracy.py [--backend nvidia] [--device cuda] [--one-config] [--only CASE] [--draws N]
+                                  [--json FILE] [--write docs/accuracy.md]
 
 Both get the same inputs and the same gradients of o and of the final state. The error of a result x is |x - r| / |r|
 with the oracle's r, computed in float64 from the inputs as they were rounded. ``--one-config`` takes the first
 configuration of each of fla's autotuning lists, whose choice changes tiles and not precisions, and spares minutes.
+``--draws`` takes the root mean square of the errors over so many draws of a case's inputs: one draw's errors move by a
+tenth, and those of dA_log, one number a head, by more.
 ``--write`` puts the table between the markers of a Markdown file.
 """
 
@@ -112,19 +114,28 @@ def fla_chunk_kda(one_config: bool) -> Function | None:
     return chunk_kda
 
 
-def compare(case: Case, functions: dict[str, Function], device: torch.device) -> dict[str, Any]:
+def compare(case: Case, functions: dict[str, Function], device: torch.device, draws: int = 1) -> dict[str, Any]:
     """Errors of one case by implementation; an implementation that fails has its message in their place."""
-    call = case.call()
-    expected = oracle(call, device)
-    row: dict[str, Any] = {"case": case.name, "dtype": _SHORT[case.dtype], "errors": {}}
-    for name, function in functions.items():
-        try:
-            row["errors"][name] = errors(results(function, call, device), expected)
-        except Exception as error:  # another library's failure is a result, too
-            if name == OURS:
-                raise
-            row["errors"][name] = f"{type(error).__name__}: {error}"[:200]
-    return row
+    found: dict[str, Any] = {name: [] for name in functions}
+    for draw in range(draws):
+        # The name is the seed.
+        call = case.having(name=f"{case.name}, draw {draw}" if draw else case.name).call()
+        expected = oracle(call, device)
+        for name, function in functions.items():
+            if isinstance(found[name], str):
+                continue
+            try:
+                found[name].append(errors(results(function, call, device), expected))
+            except Exception as error:  # another library's failure is a result, too
+                if name == OURS:
+                    raise
+                found[name] = f"{type(error).__name__}: {error}"[:200]
+    means = {name: x if isinstance(x, str) else _root_mean_square(x) for name, x in found.items()}
+    return {"case": case.name, "dtype": _SHORT[case.dtype], "errors": means}
+
+
+def _root_mean_square(draws: list[dict[str, float]]) -> dict[str, float]:
+    return {n: math.sqrt(sum(d[n] ** 2 for d in draws) / len(draws)) for n in draws[0]}
 
 
 def _cell(row: dict[str, Any], name: str, output: str) -> str:
@@ -176,6 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--one-config", action="store_true", help="spare fla's autotuning")
     parser.add_argument("--only", default="", help="only the case of this name")
+    parser.add_argument("--draws", type=int, default=1, help="draws of every case's inputs")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--read", type=Path, nargs="+", help="print what runs wrote with --json, rather than measure")
     parser.add_argument("--write", type=Path, help="a Markdown file with markers")
@@ -194,10 +206,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = []
         for case in CASES:
             if chosen.only in (case.name, ""):
-                rows.append(compare(case, functions, device))
+                rows.append(compare(case, functions, device, chosen.draws))
                 print(*table(rows[-1:]).splitlines()[2:], sep="\n", flush=True)
-        measured = {"where": where(device), "backend": chosen.backend, "rows": rows}
-    text = f"{measured['where']}; backend `{measured['backend']}`.\n\n{table(measured['rows'])}"
+        measured = {"where": where(device), "backend": chosen.backend, "draws": chosen.draws, "rows": rows}
+    draws = f"; root mean square of {n} draws" if (n := measured.get("draws", 1)) > 1 else ""
+    text = f"{measured['where']}; backend `{measured['backend']}`{draws}.\n\n{table(measured['rows'])}"
     print(text)
     if chosen.json:
         chosen.json.write_text(json.dumps(measured, indent=1))

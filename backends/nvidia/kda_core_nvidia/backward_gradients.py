@@ -32,6 +32,7 @@ from kda_core_nvidia.backward_levels import (
     level_straddles,
     locate,
     log2_decay,
+    rounded,
     split3,
 )
 
@@ -44,7 +45,7 @@ def _level(
     """Add the pairs of the level with half-blocks of 2^j rows.
 
     Rows of second halves give row parts, those of first halves column parts. b_mu, b_lu: Mu and Lu below the diagonal,
-    each with its transpose added, so that one product serves both.
+    each with its transpose added.
     """
     second = (((o_c >> j) & 1) == 1)[None, :]
     straddles = level_straddles(o_c, o_c, j)
@@ -81,6 +82,9 @@ def _any_decay(
     b_dkc *= tl.exp2(interval_sum(hi, mid, lo, o_c[:, None] > o_c[None, :], TERMS))
     b_p = (b_k * b_dkc * b_beta[None, :]).to(dt)
     b_dgamma = tl.dot(b_p, (o_c[:, None] < o_c[None, :]).to(dt), b_dgamma, input_precision=PRECISION)
+    # Each with its transpose added, so that one product a level serves both.
+    b_mu += tl.trans(b_mu)
+    b_lu += tl.trans(b_lu)
     for j in tl.range(0, LEVELS, disable_licm=True):
         b_dq, b_dkr, b_dkc, b_dgamma = _level(
             b_dq, b_dkr, b_dkc, b_dgamma, b_q, b_k, b_beta, b_mu, b_lu, hi, mid, lo, o_c, j, dt, PRECISION
@@ -102,22 +106,20 @@ def _mild_decay(
     x = interval_sum(hi, mid, lo, o_c[:, None] <= o_c[None, :], 2) - half[:, None]
     rise = tl.exp2(x)
     fall = tl.exp2(-x)
-    below = o_c[:, None] > o_c[None, :]
-    above = o_c[:, None] < o_c[None, :]
-    b_kb = (b_k * fall * b_beta[None, :]).to(dt)
-    b_kr = (b_k * rise).to(dt)
-    b_qr = (b_q * rise).to(dt)
-    b_dq = tl.dot(b_kb, tl.where(above, b_mu, 0.0).to(dt), b_dq * (shift * scale))
-    b_dkr = tl.dot(b_kb, tl.where(above, b_lu, 0.0).to(dt), b_dkr * -shift)
+    b_kb, kb = rounded(b_k * fall * b_beta[None, :], dt)
+    b_kr, kr = rounded(b_k * rise, dt)
+    b_qr, qr = rounded(b_q * rise, dt)
+    b_dq = tl.dot(b_kb, tl.trans(b_mu), b_dq * (shift * scale))
+    b_dkr = tl.dot(b_kb, tl.trans(b_lu), b_dkr * -shift)
     b_dkc *= shift
-    ends = tl.sum(b_kb.to(tl.float32) * b_dkc, 1)
-    b_dkc = tl.dot(b_qr, tl.where(below, b_mu, 0.0).to(dt), b_dkc)
-    b_dkc = tl.dot(b_kr, tl.where(below, b_lu, 0.0).to(dt), b_dkc)
-    b_p = b_qr.to(tl.float32) * b_dq + b_kr.to(tl.float32) * b_dkr - b_kb.to(tl.float32) * b_dkc
-    p_hi = b_p.to(dt)
+    ends = tl.sum(kb * b_dkc, 1)
+    b_dkc = tl.dot(b_qr, b_mu, b_dkc)
+    b_dkc = tl.dot(b_kr, b_lu, b_dkc)
+    b_p = qr * b_dq + kr * b_dkr - kb * b_dkc
+    p_hi, p_wide = rounded(b_p, dt)
     reach = (o_c[:, None] >= o_c[None, :]).to(dt)
     b_dgamma = tl.dot(p_hi, reach, b_dgamma)
-    b_dgamma = tl.dot((b_p - p_hi.to(tl.float32)).to(dt), reach, b_dgamma) + ends[:, None]
+    b_dgamma = tl.dot((b_p - p_wide).to(dt), reach, b_dgamma) + ends[:, None]
     return b_dq * rise, b_dkr * rise, b_dkc * fall, b_dgamma
 
 
@@ -191,7 +193,7 @@ def gradients_kernel(
     b_dq = tl.zeros([BK, C], tl.float32)
     b_dkr = tl.zeros([BK, C], tl.float32)
     b_dkc = tl.zeros([BK, C], tl.float32)
-    b_dgamma = tl.zeros([BK, C], tl.float32)
+    b_sums = tl.zeros([BK, 16], tl.float32)
     for i_v in tl.range(0, VP // BV, disable_licm=True, num_stages=STAGES):
         o_v = i_v * BV + tl.arange(0, BV)
         m_vc = (o_v < V)[:, None] & m_c[None, :]
@@ -199,10 +201,10 @@ def gradients_kernel(
         b_s = tl.load(states + o_s)
         b_ds = tl.load(state_grads + o_s)
         if dt == tl.bfloat16:
-            # Σ_v S ⊙ dS, for every row alike, as a product with ones.
-            b_dgamma = tl.dot(b_s * b_ds, tl.full([BV, C], 1.0, dt), b_dgamma)
+            # Σ_v S ⊙ dS as a product with ones; each of its columns is the sum.
+            b_sums = tl.dot(b_s * b_ds, tl.full([BV, 16], 1.0, dt), b_sums)
         else:
-            b_dgamma += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), 1)[:, None]
+            b_sums += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), 1)[:, None]
         b_z = tl.load(z + o_c[None, :] * VP + o_v[:, None])
         b_dv = tl.load(dv + o_c[None, :] * (HV * V) + o_v[:, None], mask=m_vc, other=0.0)
         b_lu = tl.dot(tl.trans(b_dv), b_z, b_lu, input_precision=PRECISION)
@@ -217,9 +219,7 @@ def gradients_kernel(
     diagonal = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_mu, 0.0), 1)
     below = o_c[:, None] > o_c[None, :]
     b_mu = tl.where(below, b_mu, 0.0).to(dt)
-    b_mu += tl.trans(b_mu)
     b_lu = tl.where(below, b_lu, 0.0).to(dt)
-    b_lu += tl.trans(b_lu)
 
     b_beta = tl.load(beta + o_c * s_bt, mask=m_c, other=0.0).to(tl.float32)
     beta_slope = tl.full([C], 1.0, tl.float32)
@@ -233,7 +233,9 @@ def gradients_kernel(
         b_bias = tl.load(dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)
     b_y = tl.where(m_kc, log2_decay(b_g.to(tl.float32), a, b_bias, lower_bound, GATE), 0.0)
     hi, mid, lo = split3(b_y, dt)
-    b_dgamma *= tl.load(D + block * KP + o_k)[:, None]
+    # The sum of 16 equal numbers is exact.
+    b_sums = tl.sum(b_sums, 1) * (tl.load(D + block * KP + o_k) * (1 / 16))
+    b_dgamma = tl.zeros([BK, C], tl.float32) + b_sums[:, None]
     b_q = b_q.to(tl.float32)
     b_k = b_k.to(tl.float32)
     if norms is not None:

@@ -22,6 +22,9 @@ from kda_core.triton_lib.packing import sequence_of_slot
 # exp2 of anything below is 0 in fp32, so that a clamp there changes no result; fp16 holds it, and 0 times it is 0.
 MIN_LOG2_DECAY = tl.constexpr(-512.0)
 
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+"""The interpreter knows no assembly."""
+
 
 @triton.jit
 def locate(i_slot, cu_seqlens, T, NT, N, C: tl.constexpr):
@@ -53,11 +56,37 @@ def log2_decay(b_g, a, b_bias, lower_bound, GATE: tl.constexpr):
 
 
 @triton.jit
+def rounded(b_x, dt: tl.constexpr):
+    """``b_x`` in ``dt``, and that in fp32 again.
+
+    In bf16 by a packed conversion of two elements: a compiler that needs both forms takes one for each element, at a
+    fraction of the rate.
+    """
+    if dt == tl.bfloat16 and not INTERPRETED:
+        narrow, wide = tl.inline_asm_elementwise(
+            """
+            cvt.rn.bf16x2.f32 $0, $4, $3;
+            shl.b32 $1, $0, 16;
+            and.b32 $2, $0, 0xffff0000;
+            """,
+            "=&r,=&r,=&r,r,r",
+            [b_x],
+            dtype=(tl.bfloat16, tl.float32),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        narrow = b_x.to(dt)
+        wide = narrow.to(tl.float32)
+    return narrow, wide
+
+
+@triton.jit
 def split3(b_x, dt: tl.constexpr):
     """Three terms that sum to ``b_x``: bf16 when ``dt`` is (8 significant bits each), else fp16 (11 each)."""
     half: tl.constexpr = tl.bfloat16 if dt == tl.bfloat16 else tl.float16
-    hi = b_x.to(half)
-    rest = b_x - hi.to(tl.float32)
+    hi, wide = rounded(b_x, half)
+    rest = b_x - wide
     mid = rest.to(half)
     return hi, mid, (rest - mid.to(tl.float32)).to(half)
 

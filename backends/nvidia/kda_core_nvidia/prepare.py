@@ -388,31 +388,42 @@ def prepare(
 
     # kg was written by other threads of this program, without the norms of k.
     tl.debug_barrier()
-    a00 = tl.trans(a00 * k_norm0[:, None])
-    a10 = tl.trans(a10 * k_norm1[:, None])
-    a11 = tl.trans(a11 * k_norm1[:, None])
+    a00, a00_rest = _two_parts(tl.trans(a00 * k_norm0[:, None]), dtype)
+    a10, a10_rest = _two_parts(tl.trans(a10 * k_norm1[:, None]), dtype)
+    a11, a11_rest = _two_parts(tl.trans(a11 * k_norm1[:, None]), dtype)
+    zero = tl.zeros([16, BK], tl.float32)
     for i_k in tl.range(0, KP // BK, num_stages=STAGES):
         p_block = keys + p_chunk + 2 * C * KP + o_tile + i_k * BK + tl.arange(0, BK)[None, :]
         k_g0 = tl.load(p_block)
         k_g1 = tl.load(p_block + 16 * KP)
-        k_a0 = _apply(a10, k_g1, _apply(a00, k_g0, tl.zeros([16, BK], tl.float32), DOT), DOT)
-        k_a1 = _apply(a11, k_g1, tl.zeros([16, BK], tl.float32), DOT)
+        k_a0 = _product(a00, a00_rest, k_g0, zero, DOT)
+        k_a0 = _product(a10, a10_rest, k_g1, k_a0, DOT)
+        k_a1 = _product(a11, a11_rest, k_g1, zero, DOT)
         tl.store(p_block, k_a0.to(dtype))
         tl.store(p_block + 16 * KP, k_a1.to(dtype))
 
 
 @triton.jit
-def _apply(a, b, total, DOT: tl.constexpr):
-    """total + a · b, with a as it is to 16 bits where b is bfloat16.
+def _two_parts(a, dtype: tl.constexpr):
+    """``a`` in ``dtype`` and, for bfloat16, what that leaves of it.
 
-    a rounded to bfloat16 would be an error of every row that it forms, which the states and dv show: theirs falls by
-    a tenth to a half with the second part.
+    An inverse rounded to bfloat16 is an error in all that its rows write: final states and dv show it, up to twice
+    their other errors.
     """
-    dtype = b.dtype
-    high = a.to(dtype)
     if dtype == tl.bfloat16:
-        total = tl.dot((a - high.to(tl.float32)).to(dtype), b, total)
-    return tl.dot(high, b, total, input_precision=DOT)
+        a, rest, _ = split(a, 2)
+    else:
+        a = a.to(dtype)
+        rest = a
+    return a, rest
+
+
+@triton.jit
+def _product(a, rest, b, total, DOT: tl.constexpr):
+    """total + (both parts of a) · b."""
+    if b.dtype == tl.bfloat16:
+        total = tl.dot(rest, b, total)
+    return tl.dot(a, b, total, input_precision=DOT)
 
 
 @triton.jit
