@@ -64,6 +64,13 @@ CASES = {
     "only the output's gradient, no state": {"state": False, "final": False},
     "only the final state's gradient": {"output": False},
     "strided": {"B": 2, "T": 35, "strided": True},
+    "three sequences by turns": {
+        "B": 3,
+        "T": 40,
+        "gate": True,
+        "use_qk_l2norm_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True,
+    },
     "one token": {"T": 1},
     "half, levels": {"T": 70, "dtype": torch.float16, "K": 32, "V": 32, "use_qk_l2norm_in_kernel": True},
     "half, one reference": {"T": 70, "dtype": torch.float16, "decay": lambda s: -0.2 * torch.rand(s)},
@@ -71,6 +78,10 @@ CASES = {
 
 KEPT = ("plain", "several channel blocks, norm", "packed, empty sequences, rows behind")
 """Cases whose forward also keeps its chunk results (``disable_recompute``): the same gradients, to the bit."""
+
+
+TURNS = {"grouped heads, odd dimensions": (1, 2), "strided": (1, 2), "three sequences by turns": (2, 3)}
+"""Cases whose batch is also gone through by turns, up to these sequences, as wide heads' is: the same, to the bit."""
 
 
 def request(
@@ -116,6 +127,7 @@ def request(
 
 def errors():
     """Relative error of every gradient of every case."""
+    import kda_core_nvidia.chunk_backward as chunk_module
     from kda_core_nvidia.chunk_backward import chunk_backward
     from kda_core_nvidia.chunk_forward import chunk_forward
     from kda_core_nvidia.plugin import kda_core_saved_spec
@@ -134,6 +146,12 @@ def errors():
             saved = chunk_forward(replace(kept, grad_o=None, grad_final_state=None, save_for_backward=True)).saved
             assert [(t.shape, t.dtype) for t in saved] == [(s.shape, s.dtype) for s in kda_core_saved_spec(kept)]
             again = chunk_backward(replace(kept, saved=saved)).grads
+            assert all(torch.equal(again[name], x) for name, x in got.items()), case
+        if case in TURNS:
+            whole, (first, second) = chunk_module._turns, TURNS[case]
+            chunk_module._turns = lambda *_, a=first, b=second: (slice(0, a), slice(a, b))
+            again = chunk_backward(r).grads
+            chunk_module._turns = whole
             assert all(torch.equal(again[name], x) for name, x in got.items()), case
         for name in r.needs_grad:
             a, b = got[name], ref[name].double()

@@ -97,6 +97,28 @@ def _collapses(x: Tensor) -> bool:
     return x.shape[0] == 1 or x.stride(0) == x.stride(1) * x.shape[1]
 
 
+WHOLE = (None,)
+"""All sequences in one turn."""
+
+
+def _turns(r: Request, kp: int, vp: int, multiprocessors: int) -> tuple[slice | None, ...]:
+    """The sequences of a call by turns, so that states and their gradients are held for one turn at a time.
+
+    Wide heads' states are more than half of a step's memory. Half of the batch at a time is as fast when it still has a
+    program of the recurrences for every multiprocessor, and changes no result: no kernel looks beyond a sequence.
+    """
+    half = -(-r.B // 2)
+    wide = kp * vp > 128 * 128
+    if r.cu_seqlens is None and r.B > 1 and wide and r.B // 2 * r.HV * -(-vp // 128) >= multiprocessors:
+        return slice(0, half), slice(half, r.B)
+    return WHOLE
+
+
+def _cut(x: Tensor | None, rows: slice | None) -> Tensor | None:
+    """``x[rows]``; ``x`` itself when it is None or ``rows`` is."""
+    return x if x is None or rows is None else x[rows]
+
+
 @torch.no_grad()
 def chunk_backward(request: Request) -> BackwardResult:
     """Gradients of ``chunk_kda`` for ``request.grad_o`` and ``request.grad_final_state`` (either may be None).
@@ -135,56 +157,74 @@ def _backward(r: Request) -> dict[str, Tensor]:
     keys, P, D, X, norms = prepared
     shape = {"HV": HV, "K": K, "V": V, "C": C, "KP": kp, "VP": vp}
     precision = {"PRECISION": "ieee" if dtype == torch.float32 else "tf32"}
-
-    z, states = q.new_empty((n_slots, HV, C, vp)), q.new_empty((n_slots, HV, vp, kp))
-    bv, warps, stages = config.states
-    operand = {"V_AS_OPERAND": arch == 90 and bv >= 64, "V_FIRST": r.state_v_first}
     state = None if r.initial_state is None else r.initial_state.contiguous()
-    _states(
-        (vp // bv, N * HV, 1),
-        (v, keys, X, D, state, z, states, cu, *strides["v"], T, T_row, NT),
-        shape | {"BV": bv} | operand | precision | {"STAGES": stages},
-        warps,
-    )
+    grad_final = None if r.grad_final_state is None else r.grad_final_state.contiguous()
     want_initial = state is not None and "initial_state" in r.needs_grad
     grad_state = q.new_empty(r.state_shape, dtype=r.state_dtype) if want_initial else None
-    grad_final = None if r.grad_final_state is None else r.grad_final_state.contiguous()
-    state_grads = torch.empty_like(states)
-    bv, warps, stages = config.reverse
-    _reverse(
-        (vp // bv, N * HV, 1),
-        (keys, P, D, do, grad_final, dv, state_grads, grad_state, cu, *strides["do"], T, T_row, NT),
-        shape | {"BV": bv, "V_FIRST": r.state_v_first} | precision | {"STAGES": stages},
-        warps,
-    )
-    del prepared, keys, P, X
 
-    bk, bv, warps, stages = config.gradients
+    turns = _turns(r, kp, vp, chip(device).multiprocessors)
+    most = n_slots if turns == WHOLE else max(turn.stop - turn.start for turn in turns) * NT
+    z, states = q.new_empty((most, HV, C, vp)), q.new_empty((most, HV, vp, kp))
+    state_grads = torch.empty_like(states)
     grouped = HV != H
-    dq_hat, dk_hat = (q.new_empty((B, T, HV, K), dtype=torch.float32 if grouped else dtype) for _ in range(2))
+    bk = config.gradients[0]
     NK = kp // bk
-    dbeta_partial = D.new_empty((NK, B, T, HV))
-    dg, dbeta = g.new_empty((B, T, HV, K)), beta.new_empty((B, T, HV))
-    # Slots that hold nothing write no summand.
-    dA = None if A_log is None else D.new_zeros((n_slots, HV, NK))
-    dbias = None if dt_bias is None else D.new_zeros((n_slots, HV, K))
-    _gradients(
-        (n_slots * HV * NK, 1, 1),
-        (
-            *(q, k, g, beta, A_log, dt_bias, do, dv, z, states, state_grads, D, norms),
-            *(dq_hat, dk_hat, dg, dbeta_partial, dA, dbias, cu),
-            *(s for name in ("q", "k", "g", "beta", "do") for s in strides[name]),
-            *(float(r.scale), 0.0 if r.lower_bound is None else float(r.lower_bound), T, T_row, NT, N, B * T),
-        ),
-        {"H": H}
-        | shape
-        | {"BK": bk, "BV": bv, "GATE": gate, "BETA_SIGMOID": r.use_beta_sigmoid_in_kernel}
-        | {"BETA_SCALE": 2.0 if r.allow_neg_eigval else 1.0}
-        | precision
-        | {"LEVELS": C.bit_length() - 1, "MILD": MILD[dtype], "STAGES": stages},
-        warps,
-    )
+    dq_hat = dk_hat = dg = dbeta_partial = dA = dbias = None
+    for turn in turns:
+        # The sequences of a turn, and their slots.
+        own = turn and slice(turn.start * NT, turn.stop * NT)
+        count = N if turn is None else turn.stop - turn.start
+        bv, warps, stages = config.states
+        operand = {"V_AS_OPERAND": arch == 90 and bv >= 64, "V_FIRST": r.state_v_first}
+        _states(
+            (vp // bv, count * HV, 1),
+            (
+                *(_cut(v, turn), _cut(keys, own), _cut(X, own), _cut(D, own), _cut(state, turn), z, states, cu),
+                *(*strides["v"], T, T_row, NT),
+            ),
+            shape | {"BV": bv} | operand | precision | {"STAGES": stages},
+            warps,
+        )
+        bv, warps, stages = config.reverse
+        _reverse(
+            (vp // bv, count * HV, 1),
+            (
+                *(_cut(keys, own), _cut(P, own), _cut(D, own), _cut(do, turn), _cut(grad_final, turn)),
+                *(_cut(dv, turn), state_grads, _cut(grad_state, turn), cu, *strides["do"], T, T_row, NT),
+            ),
+            shape | {"BV": bv, "V_FIRST": r.state_v_first} | precision | {"STAGES": stages},
+            warps,
+        )
+        if turn is turns[-1]:
+            prepared = keys = P = X = None
+        if dg is None:
+            hat = torch.float32 if grouped else dtype
+            dq_hat, dk_hat = (q.new_empty((B, T, HV, K), dtype=hat) for _ in range(2))
+            dg, dbeta_partial = g.new_empty((B, T, HV, K)), D.new_empty((NK, B, T, HV))
+            # Slots that hold nothing write no summand.
+            dA = None if A_log is None else D.new_zeros((n_slots, HV, NK))
+            dbias = None if dt_bias is None else D.new_zeros((n_slots, HV, K))
+        bk, bv, warps, stages = config.gradients
+        _gradients(
+            ((n_slots if turn is None else count * NT) * HV * NK, 1, 1),
+            (
+                *(_cut(q, turn), _cut(k, turn), _cut(g, turn), _cut(beta, turn), A_log, dt_bias, _cut(do, turn)),
+                *(_cut(dv, turn), z, states, state_grads, _cut(D, own), _cut(norms, own)),
+                *(_cut(dq_hat, turn), _cut(dk_hat, turn), _cut(dg, turn)),
+                *(dbeta_partial if turn is None else dbeta_partial[:, turn], _cut(dA, own), _cut(dbias, own), cu),
+                *(s for name in ("q", "k", "g", "beta", "do") for s in strides[name]),
+                *(float(r.scale), 0.0 if r.lower_bound is None else float(r.lower_bound), T, T_row, NT, N, B * T),
+            ),
+            {"H": H}
+            | shape
+            | {"BK": bk, "BV": bv, "GATE": gate, "BETA_SIGMOID": r.use_beta_sigmoid_in_kernel}
+            | {"BETA_SCALE": 2.0 if r.allow_neg_eigval else 1.0}
+            | precision
+            | {"LEVELS": C.bit_length() - 1, "MILD": MILD[dtype], "STAGES": stages},
+            warps,
+        )
     del z, states, state_grads
+    dbeta = beta.new_empty((B, T, HV))
     dq, dk = (q.new_empty((B, T, H, K)), q.new_empty((B, T, H, K))) if grouped else (dq_hat, dk_hat)
     R = max(1, 2048 // kp)
     _finish(
