@@ -62,29 +62,44 @@ def _diagonal(x):
 
 @triton.jit
 def _row_norms(
-    x,
+    q,
+    k,
     rows0,
     rows1,
     valid0,
     valid1,
-    s_t,
+    s_qt,
+    s_kt,
     K: tl.constexpr,
     BK: tl.constexpr,
     KP: tl.constexpr,
     DOT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Reciprocal norms of both tiles' rows of q or k: the diagonals of x xᵀ."""
-    gram0 = tl.zeros([16, 16], tl.float32)
-    gram1 = tl.zeros([16, 16], tl.float32)
+    """Reciprocal norms of both tiles' rows of q, then of k: the diagonals of q qᵀ and k kᵀ."""
+    gram_q0 = tl.zeros([16, 16], tl.float32)
+    gram_q1 = tl.zeros([16, 16], tl.float32)
+    gram_k0 = tl.zeros([16, 16], tl.float32)
+    gram_k1 = tl.zeros([16, 16], tl.float32)
+    # One loop for both: the way to memory is waited for once.
     for i_k in tl.range(0, KP // BK, num_stages=STAGES):
         o_k = i_k * BK + tl.arange(0, BK)
-        m_k = (o_k < K)[None, :]
-        b_x0 = tl.load(x + rows0[:, None] * s_t + o_k[None, :], mask=valid0[:, None] & m_k, other=0.0)
-        b_x1 = tl.load(x + rows1[:, None] * s_t + o_k[None, :], mask=valid1[:, None] & m_k, other=0.0)
-        gram0 = tl.dot(b_x0, tl.trans(b_x0), gram0, input_precision=DOT)
-        gram1 = tl.dot(b_x1, tl.trans(b_x1), gram1, input_precision=DOT)
-    return tl.rsqrt(_diagonal(gram0) + NORM_EPS), tl.rsqrt(_diagonal(gram1) + NORM_EPS)
+        mask0 = valid0[:, None] & (o_k < K)[None, :]
+        mask1 = valid1[:, None] & (o_k < K)[None, :]
+        b_q0 = tl.load(q + rows0[:, None] * s_qt + o_k[None, :], mask=mask0, other=0.0)
+        b_q1 = tl.load(q + rows1[:, None] * s_qt + o_k[None, :], mask=mask1, other=0.0)
+        b_k0 = tl.load(k + rows0[:, None] * s_kt + o_k[None, :], mask=mask0, other=0.0)
+        b_k1 = tl.load(k + rows1[:, None] * s_kt + o_k[None, :], mask=mask1, other=0.0)
+        gram_q0 = tl.dot(b_q0, tl.trans(b_q0), gram_q0, input_precision=DOT)
+        gram_q1 = tl.dot(b_q1, tl.trans(b_q1), gram_q1, input_precision=DOT)
+        gram_k0 = tl.dot(b_k0, tl.trans(b_k0), gram_k0, input_precision=DOT)
+        gram_k1 = tl.dot(b_k1, tl.trans(b_k1), gram_k1, input_precision=DOT)
+    return (
+        tl.rsqrt(_diagonal(gram_q0) + NORM_EPS),
+        tl.rsqrt(_diagonal(gram_q1) + NORM_EPS),
+        tl.rsqrt(_diagonal(gram_k0) + NORM_EPS),
+        tl.rsqrt(_diagonal(gram_k1) + NORM_EPS),
+    )
 
 
 @triton.jit
@@ -269,8 +284,9 @@ def prepare(
     k_norm0 = q_norm0
     k_norm1 = q_norm0
     if L2NORM:
-        q_norm0, q_norm1 = _row_norms(q + p_q, rows0, rows1, valid0, valid1, s_qt, K, BK, KP, DOT, STAGES)
-        k_norm0, k_norm1 = _row_norms(k + p_k, rows0, rows1, valid0, valid1, s_kt, K, BK, KP, DOT, STAGES)
+        q_norm0, q_norm1, k_norm0, k_norm1 = _row_norms(
+            q + p_q, k + p_k, rows0, rows1, valid0, valid1, s_qt, s_kt, K, BK, KP, DOT, STAGES
+        )
     if norms is not None:
         p_norms = norms + (i_slot * HV + i_h) * (2 * C) + r
         tl.store(p_norms, q_norm0)
