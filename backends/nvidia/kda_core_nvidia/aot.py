@@ -28,6 +28,8 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -82,8 +84,8 @@ class Launch:
     @property
     def stack_limit(self) -> int:
         """Bytes of stack that a thread may use."""
-        first = next(x for x in self.arguments.values() if isinstance(x, (Tensor, TensorDescriptor)))
-        dtype = first.base.dtype if isinstance(first, TensorDescriptor) else first.dtype
+        first = next(x for x in self.arguments.values() if isinstance(x, (Tensor, TensorDescriptor, GluonDescriptor)))
+        dtype = first.dtype if isinstance(first, Tensor) else first.base.dtype
         return STACK_LIMITS[dtype.itemsize, self.arguments.get("K", 0) > 128]
 
 
@@ -110,8 +112,8 @@ def recorded(*modules: Any) -> Iterator[list[Launch]]:
         if isinstance(x, Launcher):
             recorder = _Recorder(x.kernel, launches)
 
-            def record(grid, arguments, constants, num_warps, recorder=recorder):
-                recorder[grid](*arguments, **constants, num_warps=num_warps)
+            def record(grid, arguments, constants, num_warps, recorder=recorder, **options):
+                recorder[grid](*arguments, **constants, num_warps=num_warps, **options)
 
             setattr(module, name, record)
         else:
@@ -147,6 +149,8 @@ def source(launch: Launch) -> tuple[ASTSource, dict[str, int]]:
             kind = "constexpr"
         elif isinstance(value, TensorDescriptor):
             kind = f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}>"
+        elif isinstance(value, GluonDescriptor):
+            kind = f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)},{value.layout!r}>"
         elif isinstance(value, Tensor):
             kind = "*" + _TYPES[value.dtype]
             attributes[(i,)] = [["tt.divisibility", 16]]
@@ -163,7 +167,8 @@ def source(launch: Launch) -> tuple[ASTSource, dict[str, int]]:
         if kind == "constexpr":
             constants[(i,)] = value
     options = {n: v for n, v in launch.arguments.items() if n not in signature}
-    return ASTSource(launch.kernel, signature, constants, attributes), options
+    kind = GluonASTSource if launch.kernel.is_gluon() else ASTSource
+    return kind(launch.kernel, signature, constants, attributes), options
 
 
 def _tool(option: str, cubin: bytes) -> str:

@@ -21,14 +21,18 @@ from torch import Tensor
 from kda_core.request import BackwardResult, Request
 from kda_core_nvidia.backward_finish import finish_kernel
 from kda_core_nvidia.backward_gradients import gradients_kernel
+from kda_core_nvidia.backward_hopper import reverse_hopper, states_hopper
 from kda_core_nvidia.backward_reverse import reverse_kernel
 from kda_core_nvidia.backward_states import states_kernel
 from kda_core_nvidia.chunk_forward import Prepared, gate_kind, run_prepare
+from kda_core_nvidia.hopper import blocks, hopper_config, serves, token_blocks
 from kda_core_nvidia.launch import Launcher, chip, on_device
 from kda_core_nvidia.layout import CHUNK, padded, slots
 
 _states = Launcher(states_kernel)
+_states_hopper = Launcher(states_hopper)
 _reverse = Launcher(reverse_kernel)
+_reverse_hopper = Launcher(reverse_hopper)
 _gradients = Launcher(gradients_kernel)
 _finish = Launcher(finish_kernel)
 
@@ -135,7 +139,8 @@ def _backward(r: Request) -> dict[str, Tensor]:
     B, T, H, HV, K, V, N = r.B, r.T, r.H, r.HV, r.K, r.V, r.N
     kp, vp, C = padded(K), padded(V), CHUNK
     device, dtype, q = r.device, r.q.dtype, r.q
-    major, minor = chip(device).capability
+    target = chip(device)
+    major, minor = target.capability
     arch = 10 * major + minor
     config = choose(dtype, kp, vp, N * HV, arch)
     NT, n_slots = -(-T // C), slots(r)
@@ -162,7 +167,7 @@ def _backward(r: Request) -> dict[str, Tensor]:
     want_initial = state is not None and "initial_state" in r.needs_grad
     grad_state = q.new_empty(r.state_shape, dtype=r.state_dtype) if want_initial else None
 
-    turns = _turns(r, kp, vp, chip(device).multiprocessors)
+    turns = _turns(r, kp, vp, target.multiprocessors)
     most = n_slots if turns == WHOLE else max(turn.stop - turn.start for turn in turns) * NT
     z, states = q.new_empty((most, HV, C, vp)), q.new_empty((most, HV, vp, kp))
     state_grads = torch.empty_like(states)
@@ -174,29 +179,74 @@ def _backward(r: Request) -> dict[str, Tensor]:
         # The sequences of a turn, and their slots.
         own = turn and slice(turn.start * NT, turn.stop * NT)
         count = N if turn is None else turn.stop - turn.start
-        bv, warps, stages = config.states
-        operand = {"V_AS_OPERAND": arch == 90 and bv >= 64, "V_FIRST": r.state_v_first}
-        _states(
-            (vp // bv, count * HV, 1),
-            (
-                *(_cut(v, turn), _cut(keys, own), _cut(X, own), _cut(D, own), _cut(state, turn), z, states, cu),
-                *(*strides["v"], T, T_row, NT),
-            ),
-            shape | {"BV": bv} | operand | precision | {"STAGES": stages},
-            warps,
-        )
-        bv, warps, stages = config.reverse
-        _reverse(
-            (vp // bv, count * HV, 1),
-            (
-                *(_cut(keys, own), _cut(P, own), _cut(D, own), _cut(do, turn), _cut(grad_final, turn)),
-                *(_cut(dv, turn), state_grads, _cut(grad_state, turn), cu, *strides["do"], T, T_row, NT),
-            ),
-            shape | {"BV": bv, "V_FIRST": r.state_v_first} | precision | {"STAGES": stages},
-            warps,
-        )
+        own_keys, own_D, own_v = _cut(keys, own), _cut(D, own), _cut(v, turn)
+        hopper = hopper_config(target, V, count * HV)
+        hopper_shape = {"HV": HV, "K": K, "V": V, "C": C, "KP": kp, "BV": hopper.block_v}
+        hopper_shape |= {"V_FIRST": r.state_v_first, "STAGES": hopper.stages}
+        hopper_grid = (V // hopper.block_v, count * HV, 1)
+        if vp == V and serves(target, own_keys, own_v, K, V):
+            _states_hopper(
+                hopper_grid,
+                (
+                    *(
+                        token_blocks(own_v, C, hopper.block_v),
+                        own_v,
+                        blocks(own_keys, C, kp),
+                        blocks(_cut(X, own), C, C),
+                    ),
+                    *(blocks(own_D, 1, kp), _cut(state, turn), z, blocks(states, hopper.block_v, kp), cu),
+                    *(*strides["v"], T, T_row, NT),
+                ),
+                hopper_shape,
+                hopper.num_warps,
+                maxnreg=hopper.registers,
+            )
+        else:
+            bv, warps, stages = config.states
+            operand = {"V_AS_OPERAND": arch == 90 and bv >= 64, "V_FIRST": r.state_v_first}
+            _states(
+                (vp // bv, count * HV, 1),
+                (
+                    *(own_v, own_keys, _cut(X, own), own_D, _cut(state, turn), z, states, cu),
+                    *(*strides["v"], T, T_row, NT),
+                ),
+                shape | {"BV": bv} | operand | precision | {"STAGES": stages},
+                warps,
+            )
+        own_do = _cut(do, turn)
+        if vp == V and own_do is not None and serves(target, own_keys, own_do, K, V):
+            _reverse_hopper(
+                hopper_grid,
+                (
+                    *(token_blocks(own_do, C, hopper.block_v), blocks(own_keys, 2 * C, kp), blocks(own_keys, C, kp)),
+                    *(blocks(_cut(P, own), C, C), blocks(own_D, 1, kp), own_do, _cut(grad_final, turn), _cut(dv, turn)),
+                    *(
+                        blocks(state_grads, hopper.block_v, kp),
+                        _cut(grad_state, turn),
+                        cu,
+                        *strides["do"],
+                        T,
+                        T_row,
+                        NT,
+                    ),
+                ),
+                hopper_shape,
+                hopper.num_warps,
+                maxnreg=hopper.registers,
+            )
+        else:
+            bv, warps, stages = config.reverse
+            _reverse(
+                (vp // bv, count * HV, 1),
+                (
+                    *(own_keys, _cut(P, own), own_D, own_do, _cut(grad_final, turn)),
+                    *(_cut(dv, turn), state_grads, _cut(grad_state, turn), cu, *strides["do"], T, T_row, NT),
+                ),
+                shape | {"BV": bv, "V_FIRST": r.state_v_first} | precision | {"STAGES": stages},
+                warps,
+            )
         if turn is turns[-1]:
-            prepared = keys = P = X = None
+            prepared = keys = P = X = own_keys = None
         if dg is None:
             hat = torch.float32 if grouped else dtype
             dq_hat, dk_hat = (q.new_empty((B, T, HV, K), dtype=hat) for _ in range(2))

@@ -12,15 +12,18 @@ from torch import Tensor
 
 from kda_core.request import ForwardResult, Request, TensorSpec
 from kda_core.triton_lib.decay import BOUND
+from kda_core_nvidia.hopper import blocks, hopper_config, serves, token_blocks
 from kda_core_nvidia.launch import Launcher, chip, dot_widths, on_device, prepare_config, recurrence_config, row_blocks
 from kda_core_nvidia.layout import CHUNK, padded, slots
 from kda_core_nvidia.prepare import prepare
 from kda_core_nvidia.recurrence import recurrence
+from kda_core_nvidia.recurrence_hopper import recurrence_hopper
 
 _NO_STRIDES = (0, 0, 0, 0)
 
 _prepare = Launcher(prepare)
 _recurrence = Launcher(recurrence)
+_recurrence_hopper = Launcher(recurrence_hopper)
 
 
 class Prepared(NamedTuple):
@@ -176,26 +179,12 @@ def run_recurrence(
     KP = padded(K)
     initial_state, indices = request.initial_state, request.ssm_state_indices
     target = chip(request.device)
-    config = recurrence_config(target, v.dtype, K, V, N * HV)
     unit = _unit(v, o) if B > 1 else 8
     s_vb, s_ob = (v.stride(0) // unit, o.stride(0) // unit) if B > 1 else (0, 0)
     keys, P = prepared.keys, prepared.P
-    rows = keys.numel() // KP
-    descriptors = target.descriptors and 0 < rows < 2**31
-    if descriptors:
-        keys, P = row_blocks(keys, KP, CHUNK), row_blocks(P, CHUNK, CHUNK)
     states = [s for s in (initial_state, final_state) if s is not None]
-    arguments = (
-        keys,
-        P,
-        prepared.D,
-        v,
-        o,
-        initial_state,
-        final_state,
-        h,
-        _dense(request.cu_seqlens),
-        indices,
+    cu_seqlens = _dense(request.cu_seqlens)
+    numbers = (
         request.T,
         -(-request.T // CHUNK),
         HV,
@@ -214,11 +203,34 @@ def run_recurrence(
         "K": K,
         "V": V,
         "KP": KP,
-        "BV": config.block_v,
         "C": CHUNK,
         "UNIT": unit,
         "V_FIRST": request.state_v_first,
         "LAST_CONTIGUOUS": all(s.stride(-1) == 1 for s in states),
+    }
+    if h is None and serves(target, keys, v, K, V):
+        hopper = hopper_config(target, V, N * HV)
+        arguments = (
+            blocks(keys, 2 * CHUNK, KP),
+            blocks(keys, CHUNK, KP),
+            blocks(P, CHUNK, CHUNK),
+            blocks(prepared.D, 1, KP),
+            token_blocks(v, CHUNK, hopper.block_v),
+            *(v, o, initial_state, final_state, cu_seqlens, indices),
+            *numbers,
+        )
+        constants |= {"BV": hopper.block_v, "STAGES": hopper.stages}
+        grid = (N * HV, V // hopper.block_v, 1)
+        _recurrence_hopper(grid, arguments, constants, hopper.num_warps, maxnreg=hopper.registers)
+        return
+    config = recurrence_config(target, v.dtype, K, V, N * HV)
+    rows = keys.numel() // KP
+    descriptors = target.descriptors and 0 < rows < 2**31
+    if descriptors:
+        keys, P = row_blocks(keys, KP, CHUNK), row_blocks(P, CHUNK, CHUNK)
+    arguments = (keys, P, prepared.D, v, o, initial_state, final_state, h, cu_seqlens, indices, *numbers)
+    constants |= {
+        "BV": config.block_v,
         "H_EVERY": request.chunk_size // CHUNK,
         "DESCRIPTORS": descriptors,
         "STAGES": config.stages,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kda_core_nvidia.layout import padded
@@ -120,14 +121,27 @@ def row_blocks(x: Tensor, columns: int, rows: int) -> TensorDescriptor:
     return found
 
 
-def _specialised(arguments: tuple[Tensor | TensorDescriptor | None, ...]) -> tuple[Any, ...]:
+def gluon_descriptor(
+    x: Tensor, shape: list[int], strides: list[int], block_shape: list[int], layout: Any
+) -> GluonDescriptor:
+    """A descriptor for a kernel written in Gluon, without the checks of its constructor."""
+    found = object.__new__(GluonDescriptor)
+    fields = {"base": x, "shape": shape, "strides": strides, "block_shape": block_shape, "layout": layout}
+    vars(found).update(_GLUON_DEFAULTS, **fields)
+    return found
+
+
+_GLUON_DEFAULTS = {f.name: f.default for f in fields(GluonDescriptor) if f.default is not MISSING}
+
+
+def _specialised(arguments: tuple[Tensor | TensorDescriptor | GluonDescriptor | None, ...]) -> tuple[Any, ...]:
     """What triton compiles into a kernel about its tensors: dtypes and 16-byte alignment."""
     kinds: list[Any] = []
     addresses = 0
     for x in arguments:
         if x is None:
             kinds.append(None)
-        elif type(x) is TensorDescriptor:
+        elif type(x) is TensorDescriptor or type(x) is GluonDescriptor:
             kinds.append(tuple(x.block_shape))
         else:
             kinds.append(x.dtype)
@@ -156,7 +170,12 @@ class Launcher:
         self._tensors = itemgetter(*(p.num for p in free if not p.name.startswith("s_")))
 
     def __call__(
-        self, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: dict[str, Any], num_warps: int
+        self,
+        grid: tuple[int, int, int],
+        arguments: tuple[Any, ...],
+        constants: dict[str, Any],
+        num_warps: int,
+        **options: Any,
     ) -> None:
         """Launch.
 
@@ -165,6 +184,7 @@ class Launcher:
             arguments: the kernel's first parameters, in order.
             constants: its remaining parameters, all constexpr.
             num_warps: warps of a program.
+            options: further options of the compiler; the same ones whenever the constants and warps are.
         """
         if INTERPRET:
             self.kernel[grid](*arguments, **constants)
@@ -178,7 +198,7 @@ class Launcher:
         )
         found = self._compiled.get(key)
         if found is None:
-            compiled = self.kernel[grid](*arguments, **constants, num_warps=num_warps)
+            compiled = self.kernel[grid](*arguments, **constants, num_warps=num_warps, **options)
             rest = tuple(constants[name] for name in self.kernel.arg_names[len(arguments) :])
             self._compiled[key] = compiled, rest
         else:

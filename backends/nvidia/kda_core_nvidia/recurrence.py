@@ -52,11 +52,11 @@ def recurrence(
     K: tl.constexpr,
     V: tl.constexpr,
     KP: tl.constexpr,
-    BV: tl.constexpr,
     C: tl.constexpr,
     UNIT: tl.constexpr,
     V_FIRST: tl.constexpr,
     LAST_CONTIGUOUS: tl.constexpr,  # the states' last stride is 1
+    BV: tl.constexpr,
     H_EVERY: tl.constexpr,  # a state goes to h every so many chunks
     DESCRIPTORS: tl.constexpr,
     STAGES: tl.constexpr,

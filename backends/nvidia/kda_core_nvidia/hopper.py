@@ -1,0 +1,101 @@
+"""When the kernels written for Hopper take a recurrence, their configurations (frozen data), and their descriptors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+from kda_core_nvidia.launch import INTERPRET, Chip, gluon_descriptor
+from kda_core_nvidia.layout import CHUNK
+
+
+@dataclass(frozen=True, slots=True)
+class HopperConfig:
+    """Launch configuration of a recurrence: value channels of a program, stages of loads, registers of a thread at first.
+
+    One warp group for 64 value channels, and one more warp group of which a single warp loads: the registers at first
+    are what a multiprocessor has for so many threads and programs; the loading warp gives most of its own away.
+    """
+
+    block_v: int
+    stages: int
+    registers: int
+
+    @property
+    def num_warps(self) -> int:
+        """Warps that multiply."""
+        return self.block_v // 16
+
+
+def hopper_config(target: Chip, V: int, sequences_heads: int) -> HopperConfig:
+    """The configuration for so many programs of each block of value channels.
+
+    A program of 64 channels takes less time than one of 128, but where there are more of them than multiprocessors, two
+    of them share the loads of a chunk when they are one.
+    """
+    if V % 128 == 0 and sequences_heads * (V // 64) > target.multiprocessors:
+        return HopperConfig(128, 4, 168)
+    return HopperConfig(64, 4, 128)
+
+
+def _row_aligned(x: Tensor) -> bool:
+    """Whether ``x`` [B, T, H, D] is a matrix of B · T rows of which blocks can be copied through a descriptor."""
+    s_b, s_t, s_h, s_last = x.stride()
+    B, T, H, D = x.shape
+    return (
+        s_last == 1
+        and not (x.data_ptr() & 15 or s_t & 7 or s_h & 7)
+        and (B == 1 or s_b == s_t * T)
+        and 0 <= s_h * (H - 1) <= s_t - D
+        and B * T < 2**31
+    )
+
+
+def serves(target: Chip, keys: Tensor, rows: Tensor, K: int, V: int) -> bool:
+    """Whether the kernels for Hopper take a recurrence.
+
+    Args:
+        keys: what ``prepare`` wrote.
+        rows: v or the output's gradient.
+        K, V: head dimensions.
+    """
+    slots, HV, _, _, KP = keys.shape
+    return (
+        target.capability == (9, 0)
+        and not INTERPRET
+        and keys.dtype.itemsize == 2
+        and KP == 128
+        and V in (64, 128, 256)
+        # Rows of a descriptor are counted in 32 bits.
+        and 0 < slots * HV * max(3 * CHUNK, V) < 2**31
+        and _row_aligned(rows)
+    )
+
+
+@cache
+def _shared_layout(dtype: torch.dtype, rows: int, columns: int) -> Any:
+    """How a block [rows, columns] lies in shared memory."""
+    if dtype == torch.float32:
+        return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    kind = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[dtype]
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], kind)
+
+
+def blocks(x: Tensor, rows: int, columns: int) -> GluonDescriptor:
+    """A descriptor of blocks [rows, columns] of ``x``, contiguous, as a matrix with rows of ``columns``."""
+    layout = _shared_layout(x.dtype, rows, columns)
+    return gluon_descriptor(x, [x.numel() // columns, columns], [columns, 1], [rows, columns], layout)
+
+
+def token_blocks(x: Tensor, rows: int, columns: int) -> GluonDescriptor:
+    """A descriptor of blocks of ``rows`` tokens and ``columns`` channels of ``x`` [B, T, H, D], as B · T rows."""
+    B, T, H, D = x.shape
+    _, s_t, s_h, _ = x.stride()
+    layout = _shared_layout(x.dtype, rows, columns)
+    return gluon_descriptor(x, [B * T, (H - 1) * s_h + D], [s_t, 1], [rows, columns], layout)

@@ -1,0 +1,282 @@
+"""``recurrence`` for Hopper, written in Gluon: the same equations, with loads in a warp of their own and the matrix
+unit kept busy.
+
+    r = v − ke S        o = qg S + P r        S ← D ⊙ S + kAᵀ r
+
+Triton waits for every product before it starts the next one, and the warps that multiply also start the loads, with a
+barrier for each. Here one more warp loads, a few chunks ahead. The products of a chunk are ke S and qg S at once (of 64
+columns, which takes the unit as long as 32), then the new state and P r; while they run, the previous chunk's output is
+stored.
+
+The state is held transposed, Sᵀ [BV, KP], as there. Every block of value channels is whole (V is a multiple of BV) and
+rows of v and o are 16-byte aligned; other calls take ``recurrence``.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+# Later versions of triton renamed these.
+copy_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+block_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+_NUMBERS = ["T", "chunks", "HV", "s_vb", "s_ob", "s_index", "pad_slot_id"]
+
+
+@gluon.jit
+def _load(
+    pairs,
+    single,
+    P,
+    decays,
+    values,
+    value_row,
+    value_column,
+    first_slot,
+    HV,
+    i_h,
+    length,
+    ready,
+    free,
+    pair_buffer,
+    a_buffer,
+    p_buffer,
+    d_buffer,
+    v_buffer,
+    C: gl.constexpr,
+    KP: gl.constexpr,
+    BV: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """The warp that loads: chunk by chunk into free stages; values only where all rows of a chunk exist."""
+    for i in range((length + C - 1) // C):
+        stage = i % STAGES
+        slot = ((first_slot + i) * HV + i_h).to(gl.int32)
+        whole = length >= (i + 1) * C
+        bar = ready.index(stage)
+        mbarrier.wait(free.index(stage), ((i // STAGES) & 1) ^ 1)
+        mbarrier.expect(bar, (3 * C * KP + C * C + C * BV) * 2 + KP * 4, pred=whole)
+        mbarrier.expect(bar, (3 * C * KP + C * C) * 2 + KP * 4, pred=whole == 0)
+        copy_block(pairs, [slot * (3 * C), 0], bar, pair_buffer.index(stage))
+        copy_block(decays, [slot, 0], bar, d_buffer.index(stage))
+        copy_block(values, [value_row + i * C, value_column], bar, v_buffer.index(stage), pred=whole)
+        copy_block(single, [slot * (3 * C) + 2 * C, 0], bar, a_buffer.index(stage))
+        copy_block(P, [slot * C, 0], bar, p_buffer.index(stage))
+
+
+@gluon.jit
+def _multiply(
+    S,
+    p_v,
+    p_o,
+    s_vt,
+    s_ot,
+    length,
+    ready,
+    free,
+    pair_buffer,
+    a_buffer,
+    p_buffer,
+    d_buffer,
+    v_buffer,
+    minus_eye,
+    L_ROWS: gl.constexpr,
+    BV: gl.constexpr,
+    C: gl.constexpr,
+    KP: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """The warps that multiply; answers the final state."""
+    num_warps: gl.constexpr = gl.num_warps()
+    dtype: gl.constexpr = p_v.dtype.element_ty
+    L_SMALL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, C, 16])
+    L_PAIR: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 2 * C, 16])
+    L_STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KP, 16])
+    L_LEFT: gl.constexpr = gl.DotOperandLayout(0, L_STATE, 2)
+    o_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_ROWS))
+    every_v = (gl.arange(0, BV, layout=gl.SliceLayout(0, L_ROWS)) >= 0)[None, :]
+    rows_of_chunk = gl.to_tensor(C).to(gl.int64)
+    n = (length + C - 1) // C
+    out = gl.full([BV, C], 0.0, gl.float32, L_SMALL)
+    # Accumulators of products that start from nothing are given those of the previous chunk, which are not read:
+    # registers set to zero here would make the compiler wait for every product in flight.
+    both = gl.full([BV, 2 * C], 0.0, gl.float32, L_PAIR)
+    for i in range(n):
+        stage = i % STAGES
+        left = gl.convert_layout(S.to(dtype), L_LEFT)
+        rows = out.to(dtype)
+        mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
+        if length < (i + 1) * C:
+            # The last rows of a sequence: what follows them is another's, and not to be read.
+            m_v = (o_r < length - i * C)[:, None] & every_v
+            v_buffer.index(stage).store(gl.load(p_v + (rows_of_chunk * i) * s_vt, mask=m_v, other=0.0))
+            fence_async_shared()
+            block_barrier()
+        S = S * d_buffer.index(stage).load(L_STATE)
+        # [ke S − v | qg S]
+        v_block = v_buffer.index(stage).permute((1, 0))
+        both = warpgroup_mma(v_block, minus_eye, both, use_acc=False, is_async=True)
+        both = warpgroup_mma(left, pair_buffer.index(stage).permute((1, 0)), both, is_async=True)
+        # Every warp has done with the previous stage.
+        block_barrier()
+        mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
+        m_o = (o_r < length - (i - 1) * C)[:, None] & (i - 1 + every_v.to(gl.int32) > 0)
+        gl.store(p_o + (rows_of_chunk * (i - 1)) * s_ot, gl.convert_layout(rows.trans(), L_ROWS), mask=m_o)
+        both, left = warpgroup_mma_wait(0, deps=(both, left))
+        r, out = both.reshape([BV, 2, C]).permute([0, 2, 1]).split()
+        residual = gl.convert_layout((-r).to(dtype), L_LEFT)
+        out = gl.convert_layout(out, L_SMALL)
+        S = warpgroup_mma(residual, a_buffer.index(stage), S, is_async=True)
+        out = warpgroup_mma(residual, p_buffer.index(stage).permute((1, 0)), out, is_async=True)
+        S, residual = warpgroup_mma_wait(1, deps=(S, residual))
+        out, residual = warpgroup_mma_wait(0, deps=(out, residual))
+    m_o = (o_r < length - (n - 1) * C)[:, None] & ((n - 1) + every_v.to(gl.int32) > 0)
+    gl.store(p_o + (rows_of_chunk * (n - 1)) * s_ot, gl.convert_layout(out.to(dtype).trans(), L_ROWS), mask=m_o)
+    return S, n
+
+
+@gluon.jit(do_not_specialize=_NUMBERS)
+def recurrence_hopper(
+    pairs,  # descriptor of keys as [slots · HV · 3 · C, KP] by [2 C, KP]: ke and qg of a chunk
+    single,  # the same by [C, KP]: kA
+    P,  # descriptor of [slots · HV · C, C] by [C, C]
+    decays,  # descriptor of D as [slots · HV, KP] by [1, KP]
+    values,  # descriptor of v as a matrix with a row for each of B · T, by [C, BV]
+    v,  # [B, T, HV, V]
+    o,  # [B, T, HV, V]
+    initial_state,  # [N or slots of a pool, HV, K, V] (or [..., V, K]) or None
+    final_state,  # likewise; the pool itself when indices is given
+    cu_seqlens,  # [N + 1] or None
+    indices,  # [N] or None
+    T,
+    chunks,  # chunks of a dense sequence
+    HV,
+    s_vb,
+    s_vt,
+    s_vh,
+    s_ob,
+    s_ot,
+    s_oh,
+    s_in,
+    s_ih,
+    s_ik,
+    s_iv,
+    s_fn,
+    s_fh,
+    s_fk,
+    s_fv,
+    s_index,
+    pad_slot_id,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    KP: gl.constexpr,
+    C: gl.constexpr,
+    UNIT: gl.constexpr,
+    V_FIRST: gl.constexpr,
+    LAST_CONTIGUOUS: gl.constexpr,  # the states' last stride is 1
+    BV: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    num_warps: gl.constexpr = gl.num_warps()
+    dtype: gl.constexpr = v.dtype.element_ty
+    L_STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KP, 16])
+    L_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [num_warps, 1], [1, 0])
+
+    i_n = (gl.program_id(0) // HV).to(gl.int64)
+    i_h = (gl.program_id(0) % HV).to(gl.int64)
+    i_v = gl.program_id(1)
+    if cu_seqlens is None:
+        i_b = i_n * UNIT
+        bos = gl.to_tensor(0).to(gl.int64)
+        length = T
+        first_slot = i_n * chunks
+        value_row = (i_n * T).to(gl.int32)
+    else:
+        i_b = gl.to_tensor(0).to(gl.int64)
+        bos = gl.load(cu_seqlens + i_n).to(gl.int64)
+        length = (gl.load(cu_seqlens + i_n + 1).to(gl.int64) - bos).to(gl.int32)
+        first_slot = bos // C + i_n
+        value_row = bos.to(gl.int32)
+    i_state = i_n
+    if indices is not None:
+        i_state = gl.load(indices + i_n * s_index).to(gl.int64)
+        if (i_state < 0) | (i_state == pad_slot_id):
+            return
+
+    if LAST_CONTIGUOUS:
+        if V_FIRST:
+            s_ik = 1
+            s_fk = 1
+        else:
+            s_iv = 1
+            s_fv = 1
+    o_sv = (i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, L_STATE))).to(gl.int64)
+    o_sk = gl.arange(0, KP, layout=gl.SliceLayout(0, L_STATE))
+    m_state = ((o_sk < K)[None, :]) & ((o_sv >= 0)[:, None])
+    S = gl.full([BV, KP], 0.0, gl.float32, L_STATE)
+    if initial_state is not None:
+        p_state = initial_state + i_state * s_in + i_h * s_ih
+        p_state = p_state + o_sv[:, None] * s_iv + o_sk[None, :].to(gl.int64) * s_ik
+        S = gl.load(p_state, mask=m_state, other=0.0).to(gl.float32)
+    o_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_ROWS))
+    o_v = i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(0, L_ROWS))
+    p_v = v + i_b * s_vb + bos * s_vt + i_h * s_vh + (o_r[:, None].to(gl.int64) * s_vt + o_v[None, :])
+    p_o = o + i_b * s_ob + bos * s_ot + i_h * s_oh + (o_r[:, None].to(gl.int64) * s_ot + o_v[None, :])
+    value_column = (i_h * s_vh).to(gl.int32) + i_v * BV
+
+    PAIR: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * C, KP], dtype)
+    SINGLE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, KP], dtype)
+    SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
+    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BV], dtype)
+    ROW: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    pair_buffer = gl.allocate_shared_memory(dtype, [STAGES, 2 * C, KP], PAIR)
+    a_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, KP], SINGLE)
+    p_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, C], SQUARE)
+    v_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, BV], VALUES)
+    d_buffer = gl.allocate_shared_memory(gl.float32, [STAGES, 1, KP], ROW)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(ready.index(s), count=1)
+        mbarrier.init(free.index(s), count=1)
+    # −I: as an operand of a product, v needs no change of layout.
+    L_EYE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [num_warps, 1], [1, 0])
+    e_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_EYE))
+    e_c = gl.arange(0, 2 * C, layout=gl.SliceLayout(0, L_EYE))
+    eye = gl.where(e_r[:, None] == e_c[None, :], -1.0, 0.0).to(dtype)
+    EYE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, 2 * C], dtype)
+    minus_eye = gl.allocate_shared_memory(dtype, [C, 2 * C], EYE, eye)
+    fence_async_shared()
+    block_barrier()
+
+    S, _ = gl.warp_specialize(
+        [
+            (
+                _multiply,
+                (
+                    S, p_v, p_o, s_vt, s_ot, length, ready, free, pair_buffer, a_buffer, p_buffer, d_buffer, v_buffer,
+                    minus_eye, L_ROWS, BV, C, KP, STAGES,
+                ),
+            ),
+            (
+                _load,
+                (
+                    pairs, single, P, decays, values, value_row, value_column, first_slot, HV, i_h, length, ready, free,
+                    pair_buffer, a_buffer, p_buffer, d_buffer, v_buffer, C, KP, BV, STAGES,
+                ),
+            ),
+        ],
+        [1],
+        [32],
+    )  # fmt: skip
+
+    if final_state is not None:
+        p_state = final_state + i_state * s_fn + i_h * s_fh
+        p_state = p_state + o_sv[:, None] * s_fv + o_sk[None, :].to(gl.int64) * s_fk
+        gl.store(p_state, S.to(final_state.dtype.element_ty), mask=m_state)

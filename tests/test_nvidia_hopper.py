@@ -1,0 +1,126 @@
+"""The kernels for Hopper give what the plain ones give, bit for bit or to single roundings of dv; needs an sm_90 GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kda_core
+
+pytest.importorskip("kda_core_nvidia")
+if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("needs an sm_90 GPU", allow_module_level=True)
+
+from kda_core_nvidia import chunk_backward, chunk_forward
+
+DEVICE = "cuda"
+
+CALLS = {
+    # name: (B, T, H, HV, K, V, boundaries, state V first)
+    "one token": (1, 1, 2, 2, 128, 128, None, False),
+    "less than a chunk": (1, 31, 2, 2, 128, 128, None, True),
+    "batch": (2, 100, 3, 3, 128, 128, None, False),
+    "grouped": (2, 256, 2, 6, 128, 128, None, True),
+    "wide values": (1, 160, 2, 2, 128, 256, None, False),
+    "narrow values": (3, 97, 2, 2, 128, 64, None, False),
+    "padded keys": (1, 130, 2, 2, 100, 128, None, False),
+    "packed": (1, 1000, 4, 4, 128, 128, [0, 0, 1, 33, 400, 400, 990], False),
+    "many programs": (8, 320, 32, 32, 128, 128, None, True),
+    "few programs": (1, 4096, 4, 4, 128, 128, None, False),
+}
+
+
+def arguments(name: str, dtype: torch.dtype) -> dict:
+    B, T, H, HV, K, V, bounds, v_first = CALLS[name]
+    torch.manual_seed(len(name))
+    N = B if bounds is None else len(bounds) - 1
+
+    def normal(*shape):
+        return torch.randn(*shape, device=DEVICE)
+
+    state = (N, HV, V, K) if v_first else (N, HV, K, V)
+    return {
+        "q": normal(B, T, H, K).to(dtype),
+        "k": normal(B, T, H, K).to(dtype),
+        # Slices of one projection, as models have them.
+        "v": normal(B, T, HV * (V + 64))[..., : HV * V].to(dtype).view(B, T, HV, V),
+        "g": -2 * torch.rand(B, T, HV, K, device=DEVICE),
+        "beta": normal(B, T, HV).sigmoid().to(dtype),
+        "initial_state": normal(*state),
+        "cu_seqlens": None if bounds is None else torch.tensor(bounds, device=DEVICE),
+        "state_v_first": v_first,
+        "use_qk_l2norm_in_kernel": True,
+        "output_final_state": True,
+        "backend": "nvidia",
+    }
+
+
+def results(call: dict, hopper: bool, monkeypatch) -> dict[str, torch.Tensor]:
+    """Outputs and gradients of a call."""
+    taken = []
+
+    def serves(*facts):
+        taken.append(hopper and chosen(*facts))
+        return taken[-1]
+
+    chosen = chunk_forward.serves
+    with monkeypatch.context() as patch:
+        patch.setattr(chunk_forward, "serves", serves)
+        patch.setattr(chunk_backward, "serves", serves)
+        names = ("q", "k", "v", "g", "beta", "initial_state")
+        leaves = {n: call[n].detach().requires_grad_() for n in names}
+        o, state = kda_core.chunk_kda(**(call | leaves))
+        torch.manual_seed(1)
+        upstream = [torch.randn_like(o), torch.randn_like(state)]
+        grads = torch.autograd.grad([o, state], list(leaves.values()), upstream)
+    assert taken == [hopper] * 3, "forward, states and reverse take the kernels meant"
+    return {"o": o.detach(), "final_state": state.detach(), **{f"d{n}": x for n, x in zip(names, grads, strict=True)}}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_hopper_gives_what_the_plain_kernels_give(name, dtype, monkeypatch):
+    call = arguments(name, dtype)
+    plain, hopper = results(call, False, monkeypatch), results(call, True, monkeypatch)
+    for n in ("o", "final_state"):
+        assert torch.equal(plain[n], hopper[n]), n
+    for n in plain:
+        difference = (plain[n].double() - hopper[n].double()).norm() / plain[n].double().norm().clamp_min(1e-30)
+        # P do + kA dS is summed in another order: single elements of dv round the other way.
+        assert difference <= 1e-4, (n, float(difference))
+
+
+@pytest.mark.parametrize("name", ["packed", "many programs"])
+def test_hopper_repeats_bitwise(name, monkeypatch):
+    call = arguments(name, torch.bfloat16)
+    first = results(call, True, monkeypatch)
+    for _ in range(10):
+        again = results(call, True, monkeypatch)
+        for n, x in first.items():
+            assert torch.equal(x, again[n]), n
+
+
+def test_a_sequence_does_not_see_what_follows_it(monkeypatch):
+    """NaN and infinities behind a sequence's last row, inside the block of rows that a copy would take."""
+    call = arguments("packed", torch.bfloat16)
+    clean = results(call, True, monkeypatch)
+    dirty = call | {n: call[n].clone() for n in ("q", "k", "v", "g", "beta")}
+    for n in ("q", "k", "v", "beta"):
+        dirty[n][:, 400:] = float("nan")
+    seen = results(dirty, True, monkeypatch)
+    for n in ("o", "dq", "dk", "dv", "dg", "dbeta"):
+        assert torch.equal(clean[n][:, :400], seen[n][:, :400]), n
+
+
+def test_rows_that_are_not_aligned_take_the_plain_kernels(monkeypatch):
+    call = arguments("batch", torch.bfloat16)
+    B, T, HV, V = call["v"].shape
+    call["v"] = torch.randn(B, T, HV, V + 1, device=DEVICE).bfloat16()[..., 1:]
+    asked = []
+    chosen = chunk_forward.serves
+    monkeypatch.setattr(chunk_forward, "serves", lambda *facts: asked.append(chosen(*facts)) or asked[-1])
+    o, _ = kda_core.chunk_kda(**call)
+    assert asked == [False]
+    whole, _ = kda_core.chunk_kda(**(call | {"v": call["v"].contiguous()}))
+    assert asked == [False, True]
+    assert torch.equal(o, whole)
