@@ -74,7 +74,22 @@ CASES = {
     "one token": {"T": 1},
     "half, levels": {"T": 70, "dtype": torch.float16, "K": 32, "V": 32, "use_qk_l2norm_in_kernel": True},
     "half, one reference": {"T": 70, "dtype": torch.float16, "decay": lambda s: -0.2 * torch.rand(s)},
+    "segments": {"T": 300, "H": 2, "HV": 4, "K": 24, "V": 40, "decay": lambda s: -0.05 * torch.rand(s)},
+    "segments, V-first states, no decay": {"T": 200, "state_v_first": True, "decay": torch.zeros},
+    "segments, isolated -1e30": {"T": 160, "decay": mixed, "state": False},
+    "segments, only the final state's gradient": {"T": 160, "output": False, "decay": lambda s: -0.05 * torch.rand(s)},
+    "segments, half": {
+        "T": 260,
+        "strided": True,
+        "dtype": torch.float16,
+        "K": 32,
+        "V": 16,
+        "decay": lambda s: -0.1 * torch.rand(s),
+    },
 }
+
+SEGMENTS = {name: 64 for name in CASES if name.startswith("segments")}
+"""Cases that are cut into segments of so many rows, as long sequences of few heads are; outputs are compared, too."""
 
 KEPT = ("plain", "several channel blocks, norm", "packed, empty sequences, rows behind")
 """Cases whose forward also keeps its chunk results (``disable_recompute``): the same gradients, to the bit."""
@@ -128,6 +143,7 @@ def request(
 def errors():
     """Relative error of every gradient of every case."""
     import kda_core_nvidia.chunk_backward as chunk_module
+    import kda_core_nvidia.chunk_forward as forward_module
     from kda_core_nvidia.chunk_backward import chunk_backward
     from kda_core_nvidia.chunk_forward import chunk_forward
     from kda_core_nvidia.plugin import kda_core_saved_spec
@@ -139,7 +155,9 @@ def errors():
     for case, arguments in CASES.items():
         r = request(**arguments)
         before = {name: x.clone() for name, x in vars(r).items() if isinstance(x, torch.Tensor)}
-        got, ref = chunk_backward(r).grads, reference.backward(r).grads
+        rows = SEGMENTS.get(case, 0)
+        chunk_module.segment_rows = forward_module.segment_rows = lambda *_, rows=rows: rows
+        got, ref = dict(chunk_backward(r).grads), dict(reference.backward(r).grads)
         found[case] = {"inputs changed": [n for n, x in before.items() if not torch.equal(x, getattr(r, n))]}
         if case in KEPT:
             kept = replace(r, disable_recompute=True)
@@ -153,10 +171,18 @@ def errors():
             again = chunk_backward(r).grads
             chunk_module._turns = whole
             assert all(torch.equal(again[name], x) for name, x in got.items()), case
-        for name in r.needs_grad:
+        compared = set(r.needs_grad)
+        if rows:
+            forward = replace(r, grad_o=None, grad_final_state=None, output_final_state=True)
+            ours, oracle = chunk_forward(forward), reference.forward(forward)
+            assert ours.o.dtype == r.q.dtype
+            got |= {"o": ours.o, "final_state": ours.final_state}
+            ref |= {"o": oracle.o, "final_state": oracle.final_state}
+            compared |= {"o", "final_state"}
+        for name in compared:
             a, b = got[name], ref[name].double()
             assert a.shape == b.shape, name
-            assert a.dtype == getattr(r, name).dtype, name
+            assert name in ("o", "final_state") or a.dtype == getattr(r, name).dtype, name
             norm = b.norm().item()
             found[case][name] = (a.double() - b).norm().item() / norm if norm > 0 else a.double().norm().item()
     return found

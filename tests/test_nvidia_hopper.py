@@ -1,4 +1,4 @@
-"""The kernels for Hopper give what the plain ones give, bit for bit or to single roundings of dv; needs an sm_90 GPU."""
+"""The kernels for Hopper give what the plain ones give, bit for bit or to roundings of dv; needs an sm_90 GPU."""
 
 from __future__ import annotations
 

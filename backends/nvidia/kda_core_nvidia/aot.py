@@ -34,10 +34,10 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kda_core.request import GateRequest, Request
-from kda_core_nvidia import chunk_backward, chunk_forward, gate, launch, recurrent_launch
+from kda_core_nvidia import chunk_backward, chunk_forward, gate, launch, recurrent_launch, segments
 from kda_core_nvidia.launch import Chip, Launcher
 
-MODULES = (chunk_forward, chunk_backward, gate, recurrent_launch)
+MODULES = (chunk_forward, chunk_backward, gate, recurrent_launch, segments)
 """The modules that launch kernels."""
 
 STACK_LIMITS = {
@@ -221,14 +221,15 @@ class Case:
     H: int
     gate: str
     everything: bool = False
+    T: int = 64
 
     def __str__(self) -> str:
-        extra = " packed, pool, h" if self.everything else ""
+        extra = " packed, pool, h" if self.everything else f" T {self.T}" if self.T > 64 else ""
         return f"{_TYPES[self.dtype]} K {self.K} V {self.V} H {self.H} {self.gate}{extra}"
 
     def request(self) -> Request:
         """A request on the CPU; only its metadata matters."""
-        B, T, H, K, V = 1, 64, self.H, self.K, self.V
+        B, T, H, K, V = 1, self.T, self.H, self.K, self.V
         qk = torch.empty(2, B, T, H, K, dtype=self.dtype)
         v = torch.empty(B, T, H, V, dtype=self.dtype)
         options: dict[str, Any] = {"output_final_state": True}
@@ -289,6 +290,8 @@ def cases(quick: bool = False) -> list[Case]:
     found += [Case(torch.float16, 128, 128, heads, "softplus") for heads in (FEW, MANY)]
     found += [Case(torch.bfloat16, 100, 60, FEW, "given")]
     found += [Case(torch.bfloat16, 128, 128, heads, "given", True) for heads in (FEW, MANY)]
+    # Long enough for few heads to be cut into segments.
+    found += [Case(torch.bfloat16, size, size, 4, "given", T=32768) for size in (64, 128, 256)]
     found += [Case(torch.bfloat16, 256, 256, MANY, "given", True), Case(torch.float32, 64, 64, FEW, "given", True)]
     return found
 

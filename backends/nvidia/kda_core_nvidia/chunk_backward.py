@@ -28,6 +28,7 @@ from kda_core_nvidia.chunk_forward import Prepared, gate_kind, run_prepare
 from kda_core_nvidia.hopper import blocks, hopper_config, serves, token_blocks
 from kda_core_nvidia.launch import Launcher, chip, on_device
 from kda_core_nvidia.layout import CHUNK, padded, slots
+from kda_core_nvidia.segments import as_packed, ends, segment_rows, starts
 
 _states = Launcher(states_kernel)
 _states_hopper = Launcher(states_hopper)
@@ -135,11 +136,13 @@ def chunk_backward(request: Request) -> BackwardResult:
         return BackwardResult(grads=_backward(request))
 
 
-def _backward(r: Request) -> dict[str, Tensor]:
+def _backward(call: Request) -> dict[str, Tensor]:
+    target = chip(call.device)
+    rows = segment_rows(call, target)
+    r = as_packed(call, rows) if rows else call
     B, T, H, HV, K, V, N = r.B, r.T, r.H, r.HV, r.K, r.V, r.N
     kp, vp, C = padded(K), padded(V), CHUNK
-    device, dtype, q = r.device, r.q.dtype, r.q
-    target = chip(device)
+    dtype, q = r.q.dtype, r.q
     major, minor = target.capability
     arch = 10 * major + minor
     config = choose(dtype, kp, vp, N * HV, arch)
@@ -162,10 +165,21 @@ def _backward(r: Request) -> dict[str, Tensor]:
     keys, P, D, X, norms = prepared
     shape = {"HV": HV, "K": K, "V": V, "C": C, "KP": kp, "VP": vp}
     precision = {"PRECISION": "ieee" if dtype == torch.float32 else "tf32"}
-    state = None if r.initial_state is None else r.initial_state.contiguous()
-    grad_final = None if r.grad_final_state is None else r.grad_final_state.contiguous()
+    state = None if call.initial_state is None else call.initial_state.contiguous()
+    grad_final = None if call.grad_final_state is None else call.grad_final_state.contiguous()
     want_initial = state is not None and "initial_state" in r.needs_grad
-    grad_state = q.new_empty(r.state_shape, dtype=r.state_dtype) if want_initial else None
+    grad_state = q.new_empty(call.state_shape, dtype=call.state_dtype) if want_initial else None
+    grad_states = grad_state
+    if r is not call:
+        # The states at the starts of the segments and their gradients at the ends stand for those of packed sequences.
+        v_first = call.state_v_first
+        state, transitions = starts(r, target, v, keys, D, state, v_first)
+        if do is None:
+            do = torch.zeros_like(v)
+            strides["do"] = do.stride()[:3]
+        grad_final = ends(r, target, do, (keys, P, D), transitions, grad_final, v_first)
+        grad_states = torch.empty_like(state) if want_initial else None
+        del transitions
 
     turns = _turns(r, kp, vp, target.multiprocessors)
     most = n_slots if turns == WHOLE else max(turn.stop - turn.start for turn in turns) * NT
@@ -222,7 +236,7 @@ def _backward(r: Request) -> dict[str, Tensor]:
                     *(blocks(_cut(P, own), C, C), blocks(own_D, 1, kp), own_do, _cut(grad_final, turn), _cut(dv, turn)),
                     *(
                         blocks(state_grads, hopper.block_v, kp),
-                        _cut(grad_state, turn),
+                        _cut(grad_states, turn),
                         cu,
                         *strides["do"],
                         T,
@@ -240,7 +254,7 @@ def _backward(r: Request) -> dict[str, Tensor]:
                 (vp // bv, count * HV, 1),
                 (
                     *(own_keys, _cut(P, own), own_D, own_do, _cut(grad_final, turn)),
-                    *(_cut(dv, turn), state_grads, _cut(grad_state, turn), cu, *strides["do"], T, T_row, NT),
+                    *(_cut(dv, turn), state_grads, _cut(grad_states, turn), cu, *strides["do"], T, T_row, NT),
                 ),
                 shape | {"BV": bv, "V_FIRST": r.state_v_first} | precision | {"STAGES": stages},
                 warps,
@@ -285,6 +299,8 @@ def _backward(r: Request) -> dict[str, Tensor]:
     )
     grads = {"q": dq, "k": dk, "v": dv, "g": dg, "beta": dbeta}
     if grad_state is not None:
+        if grad_states is not grad_state:
+            grad_state.copy_(grad_states[:1] if call.state_v_first else grad_states[:1].transpose(-1, -2))
         grads["initial_state"] = grad_state
     if dA is not None:
         grads["A_log"] = dA.sum((0, 2)).to(A_log.dtype)

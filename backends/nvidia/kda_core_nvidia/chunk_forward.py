@@ -5,6 +5,7 @@ The layout of what passes between them, and the equations, are in ``layout``.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from kda_core_nvidia.layout import CHUNK, padded, slots
 from kda_core_nvidia.prepare import prepare
 from kda_core_nvidia.recurrence import recurrence
 from kda_core_nvidia.recurrence_hopper import recurrence_hopper
+from kda_core_nvidia.segments import as_packed, segment_rows, starts
 
 _NO_STRIDES = (0, 0, 0, 0)
 
@@ -252,6 +254,19 @@ def _intermediate_states(request: Request) -> Tensor:
     return request.q.new_empty(shape, dtype=request.state_dtype)
 
 
+def _run_segments(request: Request, rows: int, o: Tensor, final_state: Tensor | None) -> None:
+    """Run both kernels with the sequence cut into segments of ``rows`` rows; they write ``o`` and ``final_state``."""
+    packed = as_packed(request, rows)
+    prepared = run_prepare(packed, o)
+    given = _dense(request.initial_state)
+    v = rows_contiguous(request.v)
+    first, _ = starts(packed, chip(request.device), v, prepared.keys, prepared.D, given, request.state_v_first)
+    last = None if final_state is None else torch.empty_like(first)
+    run_recurrence(replace(packed, initial_state=first), prepared, o, last, None)
+    if final_state is not None:
+        final_state.copy_(last[-1:] if request.state_v_first else last[-1:].transpose(-1, -2))
+
+
 def chunk_forward(request: Request) -> ForwardResult:
     """Run ``chunk_kda`` for a call that the plugin accepted."""
     q = request.q
@@ -266,8 +281,13 @@ def chunk_forward(request: Request) -> ForwardResult:
             final_state = q.new_empty(request.state_shape, dtype=request.state_dtype)
         h = _intermediate_states(request) if request.return_intermediate_states else None
         keep = request.save_for_backward and request.disable_recompute
-        prepared = run_prepare(request, o, keep)
-        run_recurrence(request, prepared, o, final_state, h)
+        rows = segment_rows(request, chip(request.device))
+        if rows:
+            prepared = ()
+            _run_segments(request, rows, o, final_state)
+        else:
+            prepared = run_prepare(request, o, keep)
+            run_recurrence(request, prepared, o, final_state, h)
         if request.out is not None and o is not request.out:
             o = request.out.copy_(o)
     saved = tuple(t for t in prepared if t is not None) if keep else ()

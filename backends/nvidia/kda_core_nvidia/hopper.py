@@ -17,10 +17,10 @@ from kda_core_nvidia.layout import CHUNK
 
 @dataclass(frozen=True, slots=True)
 class HopperConfig:
-    """Launch configuration of a recurrence: value channels of a program, stages of loads, registers of a thread at first.
+    """Launch configuration of a recurrence: value channels of a program, stages of loads, registers of a thread.
 
-    One warp group for 64 value channels, and one more warp group of which a single warp loads: the registers at first
-    are what a multiprocessor has for so many threads and programs; the loading warp gives most of its own away.
+    One warp group for 64 value channels, and one more warp group of which a single warp loads: the registers are
+    what a multiprocessor has for so many threads and programs; the loading warp gives most of its own away.
     """
 
     block_v: int

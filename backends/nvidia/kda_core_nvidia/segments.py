@@ -1,0 +1,304 @@
+"""One long sequence with few heads, cut into segments that the recurrences run side by side.
+
+A recurrence takes the same time for a chunk whether one head runs or a hundred. Over a segment the state changes by
+S' = M S + b, with a matrix M [K, K] for each head; M is what the recurrence makes of the identity without values, b
+what it makes of nothing with them. So:
+
+1. transitions: M and b of every segment but the last, all side by side, without any output;
+2. join: the state at the start of every segment, one after another, in float32 products;
+3. the recurrence as ever, with the segments as if they were packed sequences with these initial states.
+
+The backward does the same from the end: the gradient of the state goes through Mᵀ, and what the segment's own outputs
+add to it comes from the reverse recurrence without outputs.
+
+That is three times the arithmetic, and pays where a recurrence would leave three quarters of the chip idle. Only calls
+of one dense sequence are cut, by their length and heads alone, and neither with a pool nor with intermediate states.
+
+Matrices are held as the recurrences hold states, transposed: starts, ends and b [.., V, K], Mᵀ [.., K, K].
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kda_core.request import Request
+from kda_core_nvidia.backward_states import load_state, rows_of
+from kda_core_nvidia.launch import INTERPRET, Chip, Launcher
+from kda_core_nvidia.layout import CHUNK, padded
+
+LEAST_ROWS = 2048
+"""Rows of a segment, at least: shorter ones spend more on their transitions than they save."""
+
+LEAST_SEGMENTS = 4
+
+
+def segment_rows(request: Request, target: Chip) -> int:
+    """Rows of each segment of a call, or 0 when it is not cut."""
+    if request.cu_seqlens is not None or request.B != 1 or request.q.dtype.itemsize != 2:
+        return 0
+    if request.inplace_final_state or request.ssm_state_indices is not None:
+        return 0
+    if request.return_intermediate_states or request.disable_recompute:
+        return 0
+    programs = request.HV * -(-padded(request.V) // 64)
+    count = min(target.multiprocessors // programs, request.T // LEAST_ROWS)
+    if count < LEAST_SEGMENTS:
+        return 0
+    rows = -(-request.T // count)
+    return -(-rows // CHUNK) * CHUNK
+
+
+def as_packed(request: Request, rows: int) -> Request:
+    """The call with its segments as packed sequences, states V first and none given."""
+    count = -(-request.T // rows)
+    bounds = torch.arange(0, count * rows + 1, rows, device=request.device).clamp_(max=request.T)
+    return replace(request, cu_seqlens=bounds, initial_state=None, state_v_first=True)
+
+
+@triton.jit(do_not_specialize=["T", "count"])
+def transitions_kernel(
+    v, keys, D, initial_state, transitions, cu_seqlens, s_vt, s_vh, T, count,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Rows of [b | Mᵀ] of one segment and head: transitions [count - 1, HV, VP + KP, KP] in float32.
+
+    The first segment's b starts from the call's own state, and its M is not needed.
+    Grid: ((VP + KP) / BV, (count - 1) · HV).
+    """
+    i_row = tl.program_id(0) * BV
+    i_nh = tl.program_id(1)
+    i_n = i_nh // HV
+    i_h = i_nh % HV
+    if (i_n == 0) & (i_row >= VP):
+        return
+    dt = keys.dtype.element_ty
+    slot0, length, first, _ = rows_of(i_n, cu_seqlens, T, 0, 0, 0, s_vt, C)
+    v += first + i_h * s_vh
+    o_k = tl.arange(0, KP)
+    o_v = i_row + tl.arange(0, BV)
+    o_c = tl.arange(0, C)
+    o_ck = o_c[:, None] * KP + o_k[None, :]
+    # A row of Mᵀ starts as one of the identity's.
+    b_s = tl.where((o_v - VP)[:, None] == o_k[None, :], 1.0, 0.0)
+    if initial_state is not None:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
+        if i_n == 0:
+            b_s = load_state(initial_state, i_h, o_v, o_k, K, V, V_FIRST)
+    for i in tl.range(0, tl.cdiv(length, C), num_stages=STAGES):
+        block = (slot0 + i) * HV + i_h
+        m_cv = (i * C + o_c < length)[:, None] & (o_v < V)[None, :]
+        b_v = tl.load(v + tl.cast(i, tl.int64) * C * s_vt + o_c[:, None] * s_vt + o_v[None, :], mask=m_cv, other=0.0)
+        p_keys = keys + block * (3 * C * KP)
+        b_ke = tl.load(p_keys + o_ck)
+        b_ka = tl.load(p_keys + 2 * C * KP + o_ck)
+        b_d = tl.load(D + block * KP + o_k)
+        b_r = tl.dot(b_s.to(dt), tl.trans(b_ke), input_precision=PRECISION)
+        b_r = (tl.trans(b_v).to(tl.float32) - b_r).to(dt)
+        b_s = tl.dot(b_r, b_ka, b_s * b_d[None, :], input_precision=PRECISION)
+    out = transitions + (i_n.to(tl.int64) * HV + i_h) * ((VP + KP) * KP)
+    tl.store(out + o_v[:, None] * KP + o_k[None, :], b_s)
+
+
+@triton.jit(do_not_specialize=["T", "count"])
+def reverse_transitions_kernel(
+    keys, P, D, do, grad_final_state, additions, cu_seqlens, s_ot, s_oh, T, count,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """What a segment's outputs add to the gradient of the state at its start, of segments 1 to count - 1: additions
+    [count - 1, HV, VP, KP] in float32. The last one's starts from the final state's gradient.
+
+    Grid: (VP / BV, (count - 1) · HV).
+    """
+    i_v = tl.program_id(0)
+    i_nh = tl.program_id(1)
+    i_n = i_nh // HV + 1
+    i_h = i_nh % HV
+    dt = keys.dtype.element_ty
+    slot0, length, first, _ = rows_of(i_n, cu_seqlens, T, 0, 0, 0, s_ot, C)
+    do += first + i_h * s_oh
+    o_k = tl.arange(0, KP)
+    o_v = i_v * BV + tl.arange(0, BV)
+    o_c = tl.arange(0, C)
+    o_ck = o_c[:, None] * KP + o_k[None, :]
+    o_cc = o_c[:, None] * C + o_c[None, :]
+    b_s = tl.zeros([BV, KP], tl.float32)
+    if grad_final_state is not None:  # noqa: SIM102
+        if i_n == count - 1:
+            b_s = load_state(grad_final_state, i_h, o_v, o_k, K, V, V_FIRST)
+    last = tl.cdiv(length, C) - 1
+    for j in tl.range(0, last + 1, num_stages=STAGES):
+        i = last - j
+        block = (slot0 + i) * HV + i_h
+        p_keys = keys + block * (3 * C * KP)
+        b_ke = tl.load(p_keys + o_ck)
+        b_qg = tl.load(p_keys + C * KP + o_ck)
+        b_ka = tl.load(p_keys + 2 * C * KP + o_ck)
+        b_d = tl.load(D + block * KP + o_k)
+        m_cv = (i * C + o_c < length)[:, None] & (o_v < V)[None, :]
+        o_do = tl.cast(i, tl.int64) * C * s_ot + o_c[:, None] * s_ot + o_v[None, :]
+        b_do = tl.trans(tl.load(do + o_do, mask=m_cv, other=0.0).to(dt))
+        b_p = tl.load(P + block * (C * C) + o_cc)
+        b_dv = tl.dot(b_s.to(dt), tl.trans(b_ka), input_precision=PRECISION)
+        b_dv = tl.dot(b_do, b_p, b_dv, input_precision=PRECISION).to(dt)
+        b_s = tl.dot(b_do, b_qg, b_s * b_d[None, :], input_precision=PRECISION)
+        b_s = tl.dot(-b_dv, b_ke, b_s, input_precision=PRECISION)
+    out = additions + ((i_n - 1).to(tl.int64) * HV + i_h) * (VP * KP)
+    tl.store(out + o_v[:, None] * KP + o_k[None, :], b_s)
+
+
+@triton.jit(do_not_specialize=["count"])
+def join_kernel(
+    given, transitions, additions, states, count,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr,
+    BK: tl.constexpr, V_FIRST: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """States [count, HV, V, K] (float32) at the starts of the segments, or, in reverse, state gradients at their ends.
+
+    Forward: x(0) is given, x(1) = b(0), x(s + 1) = M(s) x(s) + b(s). Reverse: x(count - 1) is given,
+    x(count - 2) = a(count - 1), x(s - 1) = M(s)ᵀ x(s) + a(s). Products in float32; M(s) is used for 0 < s < count - 1.
+    Grid: (VP / BV, HV).
+    """
+    i_v = tl.program_id(0)
+    i_h = tl.program_id(1).to(tl.int64)
+    o_v = i_v * BV + tl.arange(0, BV)
+    o_k = tl.arange(0, KP)
+    mask = (o_v < V)[:, None] & (o_k < K)[None, :]
+    at = states + i_h * (V * K) + o_v[:, None] * K + o_k[None, :]
+    step = tl.full([], HV * V * K, tl.int64)
+    matrices = transitions + i_h * ((VP + KP) * KP)
+    matrix_step = tl.full([], HV * (VP + KP) * KP, tl.int64)
+    b_x = tl.zeros([BV, KP], tl.float32)
+    if given is not None:
+        b_x = load_state(given, i_h, o_v, o_k, K, V, V_FIRST)
+    i = (count - 1) * REVERSE
+    tl.store(at + i * step, b_x, mask=mask)
+    for j in range(1, count):
+        if REVERSE:
+            # The state gradient at the end of segment i - 1.
+            own = additions + ((i - 1) * HV + i_h) * (VP * KP)
+        else:
+            own = matrices + i * matrix_step
+        b_x = tl.load(own + o_v[:, None] * KP + o_k[None, :])
+        if j > 1:
+            # What this program has just stored is read again, in blocks, by other threads of it.
+            tl.debug_barrier()
+            m = matrices + i * matrix_step + VP * KP
+            for first in range(0, KP, BK):
+                o_b = first + tl.arange(0, BK)
+                m_b = (o_v < V)[:, None] & (o_b < K)[None, :]
+                b_a = tl.load(states + i * step + i_h * (V * K) + o_v[:, None] * K + o_b[None, :], mask=m_b, other=0.0)
+                if REVERSE:
+                    # Σ_k x[v, k] Mᵀ[j, k]
+                    b_m = tl.trans(tl.load(m + o_k[:, None] * KP + o_b[None, :]))
+                else:
+                    # Σ_j x[v, j] Mᵀ[j, k]
+                    b_m = tl.load(m + o_b[:, None] * KP + o_k[None, :])
+                b_x = tl.dot(b_a, b_m, b_x, input_precision=PRECISION)
+        i += 1 - 2 * REVERSE
+        tl.store(at + i * step, b_x, mask=mask)
+
+
+_transitions = Launcher(transitions_kernel)
+_reverse_transitions = Launcher(reverse_transitions_kernel)
+_join = Launcher(join_kernel)
+
+
+def _block_v(target: Chip, kp: int, vp: int) -> tuple[int, int, int]:
+    """(rows of a program, warps, stages) of both transition kernels."""
+    block = min(kp, vp, 64)
+    if target.capability[0] == 9:
+        return block, 8 if kp > 128 else max(4, block // 16), 2 if kp > 128 else 3
+    if target.capability[0] == 10:
+        return min(block, 32) if kp > 128 else block, 8, 2
+    return (16, 4, 2) if kp > 128 else (block, max(1, block // 16), 1)
+
+
+_JOIN_PRECISION = "ieee" if INTERPRET else "tf32x3"
+
+
+def _shape(r: Request) -> dict[str, int]:
+    return {"HV": r.HV, "K": r.K, "V": r.V, "KP": padded(r.K), "VP": padded(r.V)}
+
+
+def starts(
+    r: Request, target: Chip, v: Tensor, keys: Tensor, D: Tensor, initial_state: Tensor | None, v_first: bool
+) -> tuple[Tensor, Tensor]:
+    """The state at the start of every segment, and the transitions.
+
+    Args:
+        r: the call as ``as_packed`` gave it.
+        v: [1, T, HV, V], last dimension contiguous.
+        keys, D: what ``prepare`` wrote for ``r``.
+        initial_state: the call's own, contiguous, or None.
+        v_first: its layout.
+
+    Returns:
+        states [count, HV, V, K] in float32, transitions [count - 1, HV, VP + KP, KP] in float32.
+    """
+    shape, count = _shape(r), r.N
+    KP, VP = shape["KP"], shape["VP"]
+    transitions = D.new_empty((count - 1, r.HV, VP + KP, KP))
+    bv, warps, stages = _block_v(target, KP, VP)
+    _transitions(
+        ((VP + KP) // bv, (count - 1) * r.HV, 1),
+        (v, keys, D, initial_state, transitions, r.cu_seqlens, v.stride(1), v.stride(2), r.T, count),
+        shape | {"C": CHUNK, "BV": bv, "V_FIRST": v_first, "PRECISION": "tf32", "STAGES": stages},
+        warps,
+    )
+    found = D.new_empty((count, r.HV, r.V, r.K))
+    _run_join(shape, initial_state, transitions, None, found, v_first)
+    return found, transitions
+
+
+def ends(
+    r: Request,
+    target: Chip,
+    do: Tensor,
+    prepared: tuple[Tensor, Tensor, Tensor],
+    transitions: Tensor,
+    grad_final_state: Tensor | None,
+    v_first: bool,
+) -> Tensor:
+    """The gradient of the state at the end of every segment, [count, HV, V, K] in float32.
+
+    Args:
+        do: [1, T, HV, V], last dimension contiguous.
+        prepared: keys, P and D, as ``prepare`` wrote them for ``r``.
+        transitions: from ``starts``.
+        grad_final_state: the call's own, contiguous, or None; ``v_first``: its layout.
+    """
+    shape, count = _shape(r), r.N
+    keys, P, D = prepared
+    KP, VP = shape["KP"], shape["VP"]
+    additions = D.new_empty((count - 1, r.HV, VP, KP))
+    bv, warps, stages = _block_v(target, KP, VP)
+    _reverse_transitions(
+        (VP // bv, (count - 1) * r.HV, 1),
+        (keys, P, D, do, grad_final_state, additions, r.cu_seqlens, do.stride(1), do.stride(2), r.T, count),
+        shape | {"C": CHUNK, "BV": bv, "V_FIRST": v_first, "PRECISION": "tf32", "STAGES": stages},
+        warps,
+    )
+    found = D.new_empty((count, r.HV, r.V, r.K))
+    _run_join(shape, grad_final_state, transitions, additions, found, v_first)
+    return found
+
+
+def _run_join(
+    shape: dict[str, int],
+    given: Tensor | None,
+    transitions: Tensor,
+    additions: Tensor | None,
+    found: Tensor,
+    v_first: bool,
+) -> None:
+    constants = shape | {"BV": 16, "BK": min(32, shape["KP"]), "V_FIRST": v_first, "REVERSE": additions is not None}
+    grid = (shape["VP"] // 16, shape["HV"], 1)
+    _join(grid, (given, transitions, additions, found, found.shape[0]), constants | {"PRECISION": _JOIN_PRECISION}, 4)
