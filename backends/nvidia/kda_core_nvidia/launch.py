@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
@@ -151,6 +152,12 @@ def _specialised(arguments: tuple[Tensor | TensorDescriptor | GluonDescriptor | 
     return tuple(kinds)
 
 
+def _several(positions: Iterable[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """A function that picks what is at these positions (itemgetter answers a tuple for two or more only)."""
+    chosen = tuple(positions)
+    return itemgetter(*chosen) if len(chosen) > 1 else lambda arguments: tuple(arguments[n] for n in chosen)
+
+
 class Launcher:
     """Launches one kernel, and remembers what was compiled for which kind of arguments.
 
@@ -166,8 +173,8 @@ class Launcher:
             return
         # Strides (s_...) are the only numbers that the kernels let triton specialise; the other parameters are tensors.
         free = [p for p in kernel.params if not p.is_constexpr and not p.do_not_specialize]
-        self._strides = itemgetter(*(p.num for p in free if p.name.startswith("s_")))
-        self._tensors = itemgetter(*(p.num for p in free if not p.name.startswith("s_")))
+        self._strides = _several(p.num for p in free if p.name.startswith("s_"))
+        self._tensors = _several(p.num for p in free if not p.name.startswith("s_"))
 
     def __call__(
         self,
