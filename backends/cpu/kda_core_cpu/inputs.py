@@ -50,6 +50,18 @@ class RowInputs:
         into.mul_(inverse)
         return inverse
 
+    def load_units(self, window: Window | TokenWindow, kq: Tensor) -> None:
+        """Rows of k and of scale·q side by side in ``kq`` [Z, C, 2, K], in half the calls that two loads take."""
+        k, q = kq.unbind(2)
+        window.load(self.request.k, k, shared=self.shared)
+        window.load(self.request.q, q, shared=self.shared)
+        if self.request.use_qk_l2norm_in_kernel:
+            inverse = inverse_norm(kq)
+            inverse[:, :, 1].mul_(self.request.scale)
+            kq.mul_(inverse)
+        else:
+            q.mul_(self.request.scale)
+
     def load_decay(self, window: Window | TokenWindow, into: Tensor) -> Tensor:
         """d = exp(γ); ``into`` is scratch."""
         window.load(self.request.g, into)

@@ -2,20 +2,24 @@
 
 With q', k', d, β as in inputs.py:
 
-    (y₀, y₁) = (βk'⊙d, q'⊙d) S      u = βv − y₀      S ← d ⊙ S + k' uᵀ      o = y₁ + (q'·k') u
+    S ← d ⊙ S      (y₀, y₁) = (k', q') S      u = βv − βy₀      S ← S + k' uᵀ      o = y₁ + (q'·k') u
 
-Both products with the old state are one pass over it; the update is the other. Rows are prepared for many lanes and
-a run of tokens at once; states are walked in blocks of lanes that stay in cache for the whole run. A state is updated
-where it belongs (the final state or the pool's slot) when that memory has the compute dtype and the block is a view
-of it, else in the scratch memory of one block. Nothing of a state's size is made for a token.
+The first line streams the states; what follows finds them in cache, and both products read them together. Rows are
+prepared for many lanes and a run of tokens at once; states are walked in blocks of lanes that stay in cache for the
+whole run. A state is updated where it belongs (the final state or the pool's slot) when that memory has the compute
+dtype and the block is a view of it, else in the scratch memory of one block. Nothing of a state's size is made for
+a token.
+
+A decoding step is bound by the calls to torch as much as by memory: calls that could be spared are.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,17 +61,19 @@ def recurrent_forward(request: Request) -> ForwardResult:
 def _run_step(step: TokenWindow, states: States, workspace: Workspace, inputs: RowInputs, o: Tensor) -> None:
     """One token for every sequence."""
     request, pool = step.request, states.pool
-    tokens, rows = _load_tokens(workspace, inputs, step)
-    reader = _Reader(workspace, states)
-    live = [(0, request.N)]
+    (token,), rows = _load_tokens(workspace, inputs, step)
+    reader, heads = _Reader(workspace, states), step.heads
+    live = [(0, step.pairs)]
     if pool is not None and min(pool.slot) < 0:
         live = list(_runs_of(slot >= 0 for slot in pool.slot))
         rows.zero_()
     for first, last in live:
-        whole = _Block(list(range(first, last)), [1] * (last - first), step.heads, first * request.HV)
-        for block in whole.cut(lane_budget(request), states):
+        whole = _Block(list(range(first, last)), [1] * (last - first), heads)
+        blocks = whole.cut(lane_budget(request), states)
+        of_these = token if last - first == step.pairs else token.lanes(first * heads.stop, last * heads.stop)
+        for block, part in zip(blocks, of_these.split([block.live for block in blocks]), strict=True):
             block.begin(states, workspace)
-            block.walk(tokens, states, reader, 0)
+            block.walk((part,), states, reader, 0)
             block.end(states)
     if request.N < request.B * request.T:
         o.zero_()
@@ -95,15 +101,17 @@ def _run_sequences(request: Request, states: States, workspace: Workspace, input
     group_lanes = max(lanes, _ROW_BUDGET // (run * max(request.K, request.V))) if request.T <= run else lanes
     for group in lane_groups(sequences, request, run, group_lanes):
         runs = len(group.alive)
-        whole = _Block(group.ids.tolist(), sequences.length[group.ids].tolist(), group.heads, 0)
+        whole = _Block(group.ids.tolist(), sequences.length[group.ids].tolist(), group.heads)
         blocks = whole.cut(lanes, states) if runs == 1 else [whole]
+        sizes = [block.live for block in blocks]
         for i in range(runs):
             window = Window(group, i, i + 1)
             tokens, rows = _load_tokens(workspace, inputs, window)
-            for block in blocks:
+            parts = zip(*(token.split(sizes) for token in tokens), strict=True)
+            for block, part in zip(blocks, parts, strict=True):
                 if i == 0:
                     block.begin(states, workspace)
-                block.walk(tokens, states, reader, i * run)
+                block.walk(part, states, reader, i * run)
                 if i == runs - 1:
                     block.end(states)
             window.store(rows, o)
@@ -112,45 +120,42 @@ def _run_sequences(request: Request, states: States, workspace: Workspace, input
             whole.end(states)
 
 
-@dataclass(frozen=True)
-class _Token:
-    """One token of a group's live sequences, longest first."""
+class _Token(NamedTuple):
+    """One token of some lanes."""
 
     kq: Tensor
     k: Tensor
     d: Tensor
+    beta: Tensor
     bv: Tensor
     qk: Tensor
     o: Tensor
 
-    def part(self, first: int, lanes: int) -> _Token:
-        """``lanes`` lanes from ``first`` on."""
-        if lanes == len(self.kq):
-            return self
-        return _Token(*(getattr(self, name)[first : first + lanes] for name in _TOKEN_FIELDS))
+    def split(self, lanes: list[int]) -> Iterator[_Token]:
+        """The token cut into as many lanes each."""
+        if len(lanes) == 1:
+            return iter((self,))
+        return map(_Token._make, zip(*(x.split_with_sizes(lanes) for x in self), strict=True))
 
-
-_TOKEN_FIELDS = tuple(_Token.__dataclass_fields__)
+    def lanes(self, first: int, last: int) -> _Token:
+        """The lanes from ``first`` up to ``last``."""
+        return _Token._make(x[first:last] for x in self)
 
 
 def _load_tokens(workspace: Workspace, inputs: RowInputs, window: Window | TokenWindow) -> tuple[list[_Token], Tensor]:
     """The tokens of a run, and o [lanes, tokens, V] that they fill; padding rows leave a state as it is."""
     request, Z, run = inputs.request, window.Z, window.rows
     K, V = request.K, request.V
-    kq, k = workspace("kq", Z, run, 2, K), workspace("k", Z, run, K)
-    bk, q = kq.unbind(2)
-    inputs.load_unit(request.q, window, q)
-    q.mul_(request.scale)
-    inputs.load_unit(request.k, window, k)
+    kq = workspace("kq", Z, run, 2, K)
+    inputs.load_units(window, kq)
+    k, q = kq.unbind(2)
     beta = inputs.load_beta(window, workspace("beta", Z, run, 1))
     d = inputs.load_decay(window, workspace("d", Z, run, K))
     bv = window.load(request.v, workspace("v", Z, run, V)).mul_(beta)
     qk = torch.mul(q, k, out=workspace("products", Z, run, K)).sum(-1, keepdim=True)
-    torch.mul(k, beta, out=bk)
-    kq.mul_(d.unsqueeze(2))
     o = workspace("o", Z, run, V)
-    fields = (x.unbind(1) for x in (kq, k.unsqueeze(-1), d.unsqueeze(-1), bv, qk, o))
-    return [_Token(*token) for token in zip(*fields, strict=True)], o
+    fields = (x.unbind(1) for x in (kq, k.unsqueeze(-1), d.unsqueeze(-1), beta, bv, qk, o))
+    return list(map(_Token._make, zip(*fields, strict=True))), o
 
 
 class _Reader:
@@ -163,20 +168,26 @@ class _Reader:
 
     def __init__(self, workspace: Workspace, states: States) -> None:
         K, V = states.shape
-        self.workspace, self.K = workspace, K
+        self.workspace, self.K, self.V = workspace, K, V
         self.bagged = states.dtype == torch.float32 and K * V >= _WORTH_A_BAG
-        self.rows = self.bags = torch.empty(0, 0, dtype=torch.long)
 
-    def read(self, kq: Tensor, states: Tensor) -> Tensor:
-        """[lanes, 2, K] times [lanes, K, V]."""
-        lanes, K, V = states.shape
+    def read(self, kq: Tensor, states: Tensor) -> tuple[Tensor, ...]:
+        """[lanes, 2, K] times [lanes, K, V], as two of [lanes, V]."""
+        lanes, V = len(kq), self.V
         if not self.bagged or not states.is_contiguous():
-            return torch.bmm(kq, states, out=self.workspace("y", lanes, 2, V))
-        if len(self.rows) < lanes:
-            self.rows = torch.arange(lanes * K).view(lanes, 1, K).expand(lanes, 2, K).reshape(lanes, 2 * K)
-            self.bags = torch.arange(0, 2 * lanes * K, K)
-        rows, bags, weights = self.rows[:lanes].view(-1), self.bags[: 2 * lanes], kq.reshape(-1)
-        return torch.embedding_bag(states.view(-1, V), rows, bags, False, 0, False, weights)[0].view(lanes, 2, V)
+            return torch.bmm(kq, states, out=self.workspace("y", lanes, 2, V)).unbind(1)
+        rows, bags = _bags(lanes, self.K)
+        sums = torch.embedding_bag(states.view(-1, V), rows, bags, False, 0, False, kq.reshape(-1))[0]
+        return sums.view(lanes, 2, V).unbind(1)
+
+
+@functools.lru_cache(maxsize=8)
+def _bags(lanes: int, K: int) -> tuple[Tensor, Tensor]:
+    """Rows of the states of ``lanes`` lanes that each of their bags sums, two bags a lane, and where bags begin."""
+    # These outlive the call: made in inference mode they would stay tensors of that mode.
+    with torch.inference_mode(False):
+        rows = torch.arange(lanes * K, device="cpu").view(lanes, 1, K).expand(lanes, 2, K).reshape(-1)
+        return rows, torch.arange(0, 2 * lanes * K, K, device="cpu")
 
 
 class _Block:
@@ -186,15 +197,19 @@ class _Block:
         ids: the sequences.
         lengths: their tokens.
         heads: the value heads.
-        lane: the first lane within the rows.
     """
 
-    def __init__(self, ids: list[int], lengths: list[int], heads: slice, lane: int) -> None:
-        self.ids, self.lengths, self.heads, self.lane = ids, lengths, heads, lane
+    def __init__(self, ids: list[int], lengths: list[int], heads: slice) -> None:
+        self.ids, self.lengths, self.heads = ids, lengths, heads
         self.n_heads = heads.stop - heads.start
         self.S: Tensor
         self.source: Tensor
         self.in_place = False
+
+    @property
+    def live(self) -> int:
+        """Lanes with a token at all; they come first."""
+        return sum(length > 0 for length in self.lengths) * self.n_heads
 
     def cut(self, lanes: int, states: States) -> list[_Block]:
         """Blocks of about ``lanes`` lanes."""
@@ -208,13 +223,16 @@ class _Block:
             ids, lengths = self.ids[i : i + max(1, count)], self.lengths[i : i + max(1, count)]
             for h in range(0, self.n_heads, lanes):
                 heads = slice(self.heads.start + h, min(self.heads.start + h + lanes, self.heads.stop))
-                blocks.append(_Block(ids, lengths, heads, self.lane + i * self.n_heads + h))
+                blocks.append(_Block(ids, lengths, heads))
         return blocks
 
     def begin(self, states: States, workspace: Workspace) -> None:
         """Find S, where the states will be, and ``source``, where they are read before the first token."""
         home = states.in_place(self.ids, self.heads)
         self.in_place = home is not None
+        if home is not None and states.pool is not None:
+            self.S = self.source = home
+            return
         self.S = workspace("S", len(self.ids) * self.n_heads, *states.shape) if home is None else home
         source = states.source(self.ids, self.heads)
         self.source = self.S
@@ -225,33 +243,35 @@ class _Block:
         elif source.data_ptr() != self.S.data_ptr():
             self.source = source
             # Lanes without a token have no first token to read their state.
-            live = sum(length > 0 for length in self.lengths) * self.n_heads
-            self.S[live:].copy_(source[live:])
+            if self.live < len(source):
+                self.S[self.live :].copy_(source[self.live :])
 
     def end(self, states: States) -> None:
         """Put the states where they belong, unless they are there."""
         if not self.in_place:
             states.write(self.ids, self.heads, self.S)
 
-    def walk(self, tokens: list[_Token], states: States, reader: _Reader, first: int) -> None:
-        """Advance the states through a run of tokens, of which the first is token ``first``, and fill its outputs."""
+    def walk(self, tokens: Iterable[_Token], states: States, reader: _Reader, first: int) -> None:
+        """Advance the states through a run of the block's tokens, the first is number ``first``; fill its outputs."""
         n, S, source = len(self.lengths), self.S, self.source
         lanes = n * self.n_heads
         u = reader.workspace("u", lanes, 1, S.shape[-1])
-        for t, whole in enumerate(tokens):
-            while n and self.lengths[n - 1] <= first + t:
-                n -= 1
-            if n == 0:
-                break
-            if n * self.n_heads < lanes:
+        error = u.view(lanes, -1)
+        for t, token in enumerate(tokens, first):
+            if self.lengths[n - 1] <= t:
                 # The shortest sequences have ended: their lanes are the last.
+                n = sum(length > t for length in self.lengths)
+                if n == 0:
+                    break
                 lanes = n * self.n_heads
-                S, source, u = S[:lanes], source[:lanes], u[:lanes]
-            token = whole.part(self.lane, lanes)
-            y, error = reader.read(token.kq, source), u[:, 0]
-            torch.sub(token.bv, y[:, 0], out=error)
-            torch.addcmul(y[:, 1], token.qk, error, out=token.o)
-            torch.mul(source, token.d, out=S).addcmul_(token.k, u)
+                S, source, u, error = S[:lanes], source[:lanes], u[:lanes], error[:lanes]
+            if lanes < len(token.kq):
+                token = token.lanes(0, lanes)
+            torch.mul(source, token.d, out=S)
+            along_k, along_q = reader.read(token.kq, S)
+            torch.addcmul(token.bv, token.beta, along_k, value=-1, out=error)
+            S.addcmul_(token.k, u)
+            torch.addcmul(along_q, token.qk, error, out=token.o)
             source = S
-            states.write_token(self.ids[:n], self.heads, S, first + t)
+            states.write_token(self.ids[:n], self.heads, S, t)
         self.source = self.S
