@@ -69,7 +69,7 @@ def _run_step(step: TokenWindow, states: States, workspace: Workspace, inputs: R
         rows.zero_()
     for first, last in live:
         whole = _Block(list(range(first, last)), [1] * (last - first), heads)
-        blocks = whole.cut(lane_budget(request), states)
+        blocks = whole.cut(lane_budget(request, step=True), states)
         of_these = token if last - first == step.pairs else token.lanes(first * heads.stop, last * heads.stop)
         for block, part in zip(blocks, of_these.split([block.live for block in blocks]), strict=True):
             block.begin(states, workspace)

@@ -116,12 +116,11 @@ def _put(home: Tensor, index: list[int], heads: slice, states: Tensor) -> None:
 
 def _view(states: Tensor, index: list[int], heads: slice) -> Tensor | None:
     """``states[index, heads]`` as [lanes, K, V] without a copy, or None where strides forbid it."""
-    first, n = index[0], len(index)
+    first, n, HV = index[0], len(index), states.shape[1]
+    every_head = heads.stop - heads.start == HV
     if n == 1:
-        return states[first, heads]
-    HV = states.shape[1]
-    whole = heads.stop - heads.start == HV and states.stride(0) == HV * states.stride(1)
-    if not whole or index != list(range(first, first + n)):
+        return states[first] if every_head else states[first, heads]
+    if not every_head or states.stride(0) != HV * states.stride(1) or index != list(range(first, first + n)):
         return None
     return states[first : first + n].flatten(0, 1)
 
