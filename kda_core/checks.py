@@ -9,6 +9,7 @@ expected and what came; nothing has been written by then.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -67,11 +68,14 @@ def check_values(r: Request) -> None:
     if r.inplace_final_state:
         _check_slot_values(r, bounds)
     if r.out is not None:
+        state = r.initial_state
+        places = [r.q.data_ptr(), r.k.data_ptr(), r.v.data_ptr(), r.g.data_ptr(), r.beta.data_ptr()]
+        places.append(0 if state is None else state.data_ptr())
+        # An empty tensor's place is 0.
         place = r.out.data_ptr()
-        for t in (r.q, r.k, r.v, r.g, r.beta, r.initial_state):
-            if t is not None and t.data_ptr() == place and t.numel():
-                name = next(n for n in ("q", "k", "v", "g", "beta", "initial_state") if getattr(r, n) is t)
-                _fail("out", "memory of its own", f"the memory of {name}")
+        if place and place in places:
+            name = ("q", "k", "v", "g", "beta", "initial_state")[places.index(place)]
+            _fail("out", "memory of its own", f"the memory of {name}")
 
 
 def _fail(argument: str, expected: str, actual: str) -> NoReturn:
@@ -271,9 +275,8 @@ def _check_slots(r: Request) -> None:
 def _check_cu_seqlens_values(r: Request) -> list[int] | None:
     """Check boundaries that are on the CPU and return them."""
     bounds = None
-    for name in ("cu_seqlens", "cu_seqlens_cpu"):
-        cu = getattr(r, name)
-        if cu is None or cu.device.type != "cpu":
+    for name, cu in (("cu_seqlens", r.cu_seqlens), ("cu_seqlens_cpu", r.cu_seqlens_cpu)):
+        if cu is None or not cu.is_cpu:
             continue
         found = cu.tolist()
         if found[0] != 0:
@@ -288,20 +291,21 @@ def _check_cu_seqlens_values(r: Request) -> list[int] | None:
     return bounds
 
 
+@functools.lru_cache(maxsize=64)
+def _are_slots_of_their_own(slots: tuple[int, ...], pool_size: int, pad_slot_id: int) -> bool:
+    """Whether every sequence has one slot within the pool and none is skipped."""
+    return len(set(slots)) == len(slots) and 0 <= min(slots) <= max(slots) < pool_size and pad_slot_id not in slots
+
+
 def _check_slot_values(r: Request, bounds: list[int] | None) -> None:
     indices, accepted, pool = r.ssm_state_indices, r.num_accepted_tokens, r.initial_state
-    if indices is None or pool is None or indices.device.type != "cpu":
+    if indices is None or pool is None or not indices.is_cpu:
         return
     width = indices.shape[1] if indices.dim() == 2 else 1
     if width == 1 and accepted is None:
-        # Decoding comes by here once a token: what is right, with no row to skip, is let through at once.
-        slots = set((indices if indices.dim() == 1 else indices[:, 0]).tolist())
-        if (
-            len(slots) == r.N
-            and min(slots, default=0) >= 0
-            and r.pad_slot_id not in slots
-            and max(slots, default=-1) < pool.shape[0]
-        ):
+        # Decoding comes by here once a token and layer: what is right, with no row to skip, is let through at once.
+        slots = (indices if indices.dim() == 1 else indices[:, 0]).tolist()
+        if not slots or _are_slots_of_their_own(tuple(slots), pool.shape[0], r.pad_slot_id):
             return
     rows = indices.reshape(-1, width).tolist()
     every_token = width > 1

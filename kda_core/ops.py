@@ -342,9 +342,11 @@ def writes_to_caller(r: Request) -> bool:
 
 def count_writes(r: Request) -> None:
     """Tell autograd that a pool or ``out`` was written, so that a stale use of it in a backward is found."""
-    for t, written in ((r.initial_state, r.inplace_final_state), (r.out, r.out is not None)):
-        if t is not None and written and not t.is_inference():
-            torch.autograd.graph.increment_version(t)
+    pool = r.initial_state if r.inplace_final_state else None
+    if pool is not None and not pool.is_inference():
+        torch.autograd.graph.increment_version(pool)
+    if r.out is not None and not r.out.is_inference():
+        torch.autograd.graph.increment_version(r.out)
 
 
 def call(r: Request, backend: str | None) -> ForwardResult:
