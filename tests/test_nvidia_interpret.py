@@ -12,6 +12,7 @@ import math
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -292,11 +293,103 @@ def test_launcher_knows_what_is_compiled_in():
 
     for launcher in (chunk_forward._prepare, chunk_forward._recurrence):
         names = launcher.kernel.arg_names
-        strides, tensors = launcher._strides(names), launcher._tensors(names)
+        strides, tensors = launcher._strides(names), [names[i] for i in launcher._tensors]
         assert all(name.startswith("s_") for name in strides)
         assert {"P", "D", "o", "cu_seqlens", "indices"} <= set(tensors)
         rest = {p.name for p in launcher.kernel.params if not p.is_constexpr} - set(strides) - set(tensors)
         assert rest == {p.name for p in launcher.kernel.params if p.do_not_specialize}
+
+
+class _Kernel:
+    """Stands for a jitted kernel of tensors x and y, strides s_x and s_y, a number n and a constant K."""
+
+    arg_names = ("x", "y", "s_x", "s_y", "n", "K")
+    params = tuple(
+        SimpleNamespace(name=name, num=i, is_constexpr=name == "K", do_not_specialize=name == "n")
+        for i, name in enumerate(arg_names)
+    )
+
+    def __init__(self):
+        self.calls = []
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **options):
+            self.calls.append(("jit", grid, arguments, options))
+            return _Compiled(self.calls)
+
+        return launch
+
+
+class _Compiled:
+    """Stands for triton's compiled kernel."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.calls.append(("watched", grid, arguments))
+
+    def run(self, *arguments):
+        self.calls.append(("run", arguments))
+
+
+@pytest.fixture
+def launcher(monkeypatch):
+    from kda_core_nvidia import launch
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    active = SimpleNamespace(get_current_stream=lambda device: f"stream of {device}")
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
+    return launch.Launcher(_Kernel())
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the launcher steps aside in the interpreter")
+def test_launcher_compiles_once_a_kind_and_then_passes_addresses(launcher):
+    calls, grid = launcher.kernel.calls, (3, 2, 1)
+    x, y = torch.zeros(64), torch.zeros(64)
+    launcher(grid, (x, None, 7, 1, 5), {"K": 16}, 4)
+    assert [call[0] for call in calls] == ["jit"]
+    assert calls[0][3] == {"K": 16, "num_warps": 4}
+    launcher(grid, (y, None, 7, 1, 6), {"K": 16}, 4)
+    hooks = (None, None, None)
+    assert calls[1] == ("run", (*grid, "stream of 0", "function", "metadata", *hooks, y.data_ptr(), None, 7, 1, 6, 16))
+    for arguments, constants, warps in (
+        ((x[1:], None, 7, 1, 5), {"K": 16}, 4),  # no 16-byte alignment
+        ((x.double(), None, 7, 1, 5), {"K": 16}, 4),
+        ((x, y, 7, 1, 5), {"K": 16}, 4),
+        ((x, y[1:], 7, 1, 5), {"K": 16}, 4),
+        ((x, None, 8, 1, 5), {"K": 16}, 4),
+        ((x, None, 7, 1, 5), {"K": 32}, 4),
+        ((x, None, 7, 1, 5), {"K": 16}, 8),
+    ):
+        before = len(calls)
+        launcher(grid, arguments, constants, warps)
+        launcher(grid, arguments, constants, warps)
+        assert [call[0] for call in calls[before:]] == ["jit", "run"], (arguments, constants, warps)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the launcher steps aside in the interpreter")
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_who_watches_launches_sees_them(launcher, name):
+    import triton
+
+    calls, arguments = launcher.kernel.calls, (torch.zeros(64), None, 7, 1, 5)
+
+    def watch(metadata):
+        pass
+
+    launcher((1, 1, 1), arguments, {"K": 16}, 4)
+    hook = getattr(triton.knobs.runtime, name)
+    hook.add(watch)
+    try:
+        launcher((1, 1, 1), arguments, {"K": 16}, 4)
+    finally:
+        hook.remove(watch)
+    launcher((1, 1, 1), arguments, {"K": 16}, 4)
+    assert [call[0] for call in calls] == ["jit", "watched", "run"]
+    assert calls[1] == ("watched", (1, 1, 1), (*arguments, 16))
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])

@@ -14,6 +14,8 @@ whose size T and N bound. Sums over value heads and over slots are ordered, so t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +27,8 @@ from kda_core_nvidia.backward_hopper import reverse_hopper, states_hopper
 from kda_core_nvidia.backward_reverse import reverse_kernel
 from kda_core_nvidia.backward_states import states_kernel
 from kda_core_nvidia.chunk_forward import Prepared, gate_kind, run_prepare
-from kda_core_nvidia.hopper import blocks, hopper_config, serves, token_blocks
-from kda_core_nvidia.launch import Launcher, chip, on_device
+from kda_core_nvidia.hopper import HopperConfig, blocks, hopper_config, serves, token_blocks
+from kda_core_nvidia.launch import Chip, Launcher, chip, on_device
 from kda_core_nvidia.layout import CHUNK, padded, slots
 from kda_core_nvidia.segments import as_packed, ends, segment_rows, starts
 
@@ -90,16 +92,69 @@ def choose(dtype: torch.dtype, kp: int, vp: int, heads: int, arch: int) -> Confi
     return Config(recurrence, recurrence, gradients)
 
 
-def _rows_first(x: Tensor) -> Tensor:
-    """``x`` itself if its last dimension is dense and a tile's offsets fit 32 bits, else a contiguous copy."""
-    if (x.shape[-1] == 1 or x.stride(-1) == 1 or x.dim() == 3) and x.stride(1) * 128 < 2**31:
-        return x
-    return x.contiguous()
+class _Constants(NamedTuple):
+    """The kernels' constants for one kind of call, and the configuration that they follow from."""
+
+    config: Config
+    states: dict[str, Any]
+    reverse: dict[str, Any]
+    gradients: dict[str, Any]
+    finish: dict[str, Any]
 
 
-def _collapses(x: Tensor) -> bool:
-    """Whether batch and token strides are those of one long token axis."""
-    return x.shape[0] == 1 or x.stride(0) == x.stride(1) * x.shape[1]
+@cache
+def _constants(
+    dtype: torch.dtype,
+    H: int,
+    HV: int,
+    K: int,
+    V: int,
+    heads: int,
+    arch: int,
+    v_first: bool,
+    gate: str,
+    sigmoid: bool,
+    neg_eigval: bool,
+    l2norm: bool,
+) -> _Constants:
+    kp, vp = padded(K), padded(V)
+    config = choose(dtype, kp, vp, heads, arch)
+    shape = {"HV": HV, "K": K, "V": V, "C": CHUNK, "KP": kp, "VP": vp}
+    precision = {"PRECISION": "ieee" if dtype == torch.float32 else "tf32"}
+    bv, _, stages = config.states
+    operand = {"V_AS_OPERAND": arch == 90 and bv >= 64, "V_FIRST": v_first}
+    states = shape | {"BV": bv} | operand | precision | {"STAGES": stages}
+    bv, _, stages = config.reverse
+    reverse = shape | {"BV": bv, "V_FIRST": v_first} | precision | {"STAGES": stages}
+    bk, bv, _, stages = config.gradients
+    gradients = (
+        {"H": H}
+        | shape
+        | {"BK": bk, "BV": bv, "GATE": gate, "BETA_SIGMOID": sigmoid, "BETA_SCALE": 2.0 if neg_eigval else 1.0}
+        | precision
+        | {"LEVELS": CHUNK.bit_length() - 1, "MILD": MILD[dtype], "STAGES": stages}
+    )
+    finish = {"H": H, "HV": HV, "K": K, "KP": kp, "NK": kp // bk, "R": max(1, 2048 // kp), "L2NORM": l2norm}
+    return _Constants(config, states, reverse, gradients, finish)
+
+
+@cache
+def _hopper_constants(
+    target: Chip, HV: int, K: int, V: int, heads: int, v_first: bool
+) -> tuple[HopperConfig, dict[str, Any]]:
+    """The configuration of the kernels for Hopper, and their constants."""
+    config = hopper_config(target, V, heads)
+    shape = {"HV": HV, "K": K, "V": V, "C": CHUNK, "KP": padded(K), "BV": config.block_v}
+    return config, shape | {"V_FIRST": v_first, "STAGES": config.stages}
+
+
+def _rows_first(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """``x`` itself if its last dimension is dense and a tile's offsets fit 32 bits, else a copy; and its strides."""
+    strides, shape = x.stride(), x.shape
+    if (strides[-1] == 1 or len(shape) == 3 or shape[-1] == 1) and strides[1] * 128 < 2**31:
+        return x, strides
+    x = x.contiguous()
+    return x, x.stride()
 
 
 WHOLE = (None,)
@@ -140,44 +195,44 @@ def _backward(call: Request) -> dict[str, Tensor]:
     target = chip(call.device)
     rows = segment_rows(call, target)
     r = as_packed(call, rows) if rows else call
-    B, T, H, HV, K, V, N = r.B, r.T, r.H, r.HV, r.K, r.V, r.N
+    B, T, H, K = r.q.shape
+    HV, V = r.v.shape[2:]
+    N, dtype, needs = r.N, r.q.dtype, r.needs_grad
     kp, vp, C = padded(K), padded(V), CHUNK
-    dtype, q = r.q.dtype, r.q
     major, minor = target.capability
-    arch = 10 * major + minor
-    config = choose(dtype, kp, vp, N * HV, arch)
+    gate = gate_kind(r)
+    sigmoid, l2norm = r.use_beta_sigmoid_in_kernel, r.use_qk_l2norm_in_kernel
+    arch, v_first, neg_eigval = 10 * major + minor, r.state_v_first, r.allow_neg_eigval
+    constants = _constants(dtype, H, HV, K, V, N * HV, arch, v_first, gate, sigmoid, neg_eigval, l2norm)
+    config = constants.config
     NT, n_slots = -(-T // C), slots(r)
 
-    inputs = {name: _rows_first(getattr(r, name)) for name in ("q", "k", "v", "g", "beta")}
-    inputs["do"] = _rows_first(inputs["v"] if r.grad_o is None else r.grad_o)
-    collapsed = all(_collapses(x) for x in inputs.values())
-    T_row = T if collapsed else 0
-    strides = {n: (0 if collapsed else x.stride(0), x.stride(1), x.stride(2)) for n, x in inputs.items()}
-    q, k, v, g, beta, do = inputs.values()
+    found = [_rows_first(x) for x in (r.q, r.k, r.v, r.g, r.beta, r.v if r.grad_o is None else r.grad_o)]
+    q, k, v, g, beta, do = (x for x, _ in found)
     do = None if r.grad_o is None else do
+    # Batch and token strides of one long token axis.
+    collapsed = B == 1 or all(s[0] == s[1] * T for _, s in found)
+    T_row = T if collapsed else 0
+    s_q, s_k, s_v, s_g, s_b, s_do = ((0 if collapsed else s[0], s[1], s[2]) for _, s in found)
     cu = None if r.cu_seqlens is None else r.cu_seqlens.contiguous()
-    gate = gate_kind(r)
     A_log = r.A_log.contiguous() if gate != "none" and r.A_log is not None else None
     dt_bias = r.dt_bias.contiguous() if gate != "none" and r.dt_bias is not None else None
 
     dv = q.new_empty((B, T, HV, V))
     prepared = Prepared(*r.saved) if r.saved else run_prepare(r, dv, backward=True)
     keys, P, D, X, norms = prepared
-    shape = {"HV": HV, "K": K, "V": V, "C": C, "KP": kp, "VP": vp}
-    precision = {"PRECISION": "ieee" if dtype == torch.float32 else "tf32"}
     state = None if call.initial_state is None else call.initial_state.contiguous()
     grad_final = None if call.grad_final_state is None else call.grad_final_state.contiguous()
-    want_initial = state is not None and "initial_state" in r.needs_grad
+    want_initial = state is not None and "initial_state" in needs
     grad_state = q.new_empty(call.state_shape, dtype=call.state_dtype) if want_initial else None
     grad_states = grad_state
     if r is not call:
         # The states at the starts of the segments and their gradients at the ends stand for those of packed sequences.
-        v_first = call.state_v_first
-        state, transitions = starts(r, target, v, keys, D, state, v_first)
+        state, transitions = starts(r, target, v, keys, D, state, call.state_v_first)
         if do is None:
             do = torch.zeros_like(v)
-            strides["do"] = do.stride()[:3]
-        grad_final = ends(r, target, do, (keys, P, D), transitions, grad_final, v_first)
+            s_do = do.stride()[:3]
+        grad_final = ends(r, target, do, (keys, P, D), transitions, grad_final, call.state_v_first)
         grad_states = torch.empty_like(state) if want_initial else None
         del transitions
 
@@ -193,70 +248,57 @@ def _backward(call: Request) -> dict[str, Tensor]:
         # The sequences of a turn, and their slots.
         own = turn and slice(turn.start * NT, turn.stop * NT)
         count = N if turn is None else turn.stop - turn.start
-        own_keys, own_D, own_v = _cut(keys, own), _cut(D, own), _cut(v, turn)
-        hopper = hopper_config(target, V, count * HV)
-        hopper_shape = {"HV": HV, "K": K, "V": V, "C": C, "KP": kp, "BV": hopper.block_v}
-        hopper_shape |= {"V_FIRST": r.state_v_first, "STAGES": hopper.stages}
+        own_keys, own_D, own_v, own_do = _cut(keys, own), _cut(D, own), _cut(v, turn), _cut(do, turn)
+        hopper, hopper_constants = _hopper_constants(target, HV, K, V, count * HV, v_first)
         hopper_grid = (V // hopper.block_v, count * HV, 1)
         if vp == V and serves(target, own_keys, own_v, K, V):
             _states_hopper(
                 hopper_grid,
                 (
-                    *(
-                        token_blocks(own_v, C, hopper.block_v),
-                        own_v,
-                        blocks(own_keys, C, kp),
-                        blocks(_cut(X, own), C, C),
-                    ),
-                    *(blocks(own_D, 1, kp), _cut(state, turn), z, blocks(states, hopper.block_v, kp), cu),
-                    *(*strides["v"], T, T_row, NT),
+                    token_blocks(own_v, C, hopper.block_v),
+                    own_v,
+                    blocks(own_keys, C, kp),
+                    blocks(_cut(X, own), C, C),
+                    blocks(own_D, 1, kp),
+                    *(_cut(state, turn), z, blocks(states, hopper.block_v, kp), cu, *s_v, T, T_row, NT),
                 ),
-                hopper_shape,
+                hopper_constants,
                 hopper.num_warps,
                 maxnreg=hopper.registers,
             )
         else:
-            bv, warps, stages = config.states
-            operand = {"V_AS_OPERAND": arch == 90 and bv >= 64, "V_FIRST": r.state_v_first}
+            bv, warps, _ = config.states
             _states(
                 (vp // bv, count * HV, 1),
-                (
-                    *(own_v, own_keys, _cut(X, own), own_D, _cut(state, turn), z, states, cu),
-                    *(*strides["v"], T, T_row, NT),
-                ),
-                shape | {"BV": bv} | operand | precision | {"STAGES": stages},
+                (own_v, own_keys, _cut(X, own), own_D, _cut(state, turn), z, states, cu, *s_v, T, T_row, NT),
+                constants.states,
                 warps,
             )
-        own_do = _cut(do, turn)
         if vp == V and own_do is not None and serves(target, own_keys, own_do, K, V):
             _reverse_hopper(
                 hopper_grid,
                 (
-                    *(token_blocks(own_do, C, hopper.block_v), blocks(own_keys, 2 * C, kp), blocks(own_keys, C, kp)),
-                    *(blocks(_cut(P, own), C, C), blocks(own_D, 1, kp), own_do, _cut(grad_final, turn), _cut(dv, turn)),
-                    *(
-                        blocks(state_grads, hopper.block_v, kp),
-                        _cut(grad_states, turn),
-                        cu,
-                        *strides["do"],
-                        T,
-                        T_row,
-                        NT,
-                    ),
+                    token_blocks(own_do, C, hopper.block_v),
+                    blocks(own_keys, 2 * C, kp),
+                    blocks(own_keys, C, kp),
+                    blocks(_cut(P, own), C, C),
+                    blocks(own_D, 1, kp),
+                    *(own_do, _cut(grad_final, turn), _cut(dv, turn), blocks(state_grads, hopper.block_v, kp)),
+                    *(_cut(grad_states, turn), cu, *s_do, T, T_row, NT),
                 ),
-                hopper_shape,
+                hopper_constants,
                 hopper.num_warps,
                 maxnreg=hopper.registers,
             )
         else:
-            bv, warps, stages = config.reverse
+            bv, warps, _ = config.reverse
             _reverse(
                 (vp // bv, count * HV, 1),
                 (
                     *(own_keys, _cut(P, own), own_D, own_do, _cut(grad_final, turn)),
-                    *(_cut(dv, turn), state_grads, _cut(grad_states, turn), cu, *strides["do"], T, T_row, NT),
+                    *(_cut(dv, turn), state_grads, _cut(grad_states, turn), cu, *s_do, T, T_row, NT),
                 ),
-                shape | {"BV": bv, "V_FIRST": r.state_v_first} | precision | {"STAGES": stages},
+                constants.reverse,
                 warps,
             )
         if turn is turns[-1]:
@@ -268,7 +310,6 @@ def _backward(call: Request) -> dict[str, Tensor]:
             # Slots that hold nothing write no summand.
             dA = None if A_log is None else D.new_zeros((n_slots, HV, NK))
             dbias = None if dt_bias is None else D.new_zeros((n_slots, HV, K))
-        bk, bv, warps, stages = config.gradients
         _gradients(
             ((n_slots if turn is None else count * NT) * HV * NK, 1, 1),
             (
@@ -276,25 +317,19 @@ def _backward(call: Request) -> dict[str, Tensor]:
                 *(_cut(dv, turn), z, states, state_grads, _cut(D, own), _cut(norms, own)),
                 *(_cut(dq_hat, turn), _cut(dk_hat, turn), _cut(dg, turn)),
                 *(dbeta_partial if turn is None else dbeta_partial[:, turn], _cut(dA, own), _cut(dbias, own), cu),
-                *(s for name in ("q", "k", "g", "beta", "do") for s in strides[name]),
+                *(*s_q, *s_k, *s_g, *s_b, *s_do),
                 *(float(r.scale), 0.0 if r.lower_bound is None else float(r.lower_bound), T, T_row, NT, N, B * T),
             ),
-            {"H": H}
-            | shape
-            | {"BK": bk, "BV": bv, "GATE": gate, "BETA_SIGMOID": r.use_beta_sigmoid_in_kernel}
-            | {"BETA_SCALE": 2.0 if r.allow_neg_eigval else 1.0}
-            | precision
-            | {"LEVELS": C.bit_length() - 1, "MILD": MILD[dtype], "STAGES": stages},
-            warps,
+            constants.gradients,
+            config.gradients[2],
         )
     del z, states, state_grads
     dbeta = beta.new_empty((B, T, HV))
     dq, dk = (q.new_empty((B, T, H, K)), q.new_empty((B, T, H, K))) if grouped else (dq_hat, dk_hat)
-    R = max(1, 2048 // kp)
     _finish(
-        (-(-B * T // R), H, 1),
-        (q, k, dq_hat, dk_hat, dbeta_partial, dq, dk, dbeta, *strides["q"], *strides["k"], T, T_row, B * T),
-        {"H": H, "HV": HV, "K": K, "KP": kp, "NK": NK, "R": R, "L2NORM": r.use_qk_l2norm_in_kernel},
+        (-(-B * T // constants.finish["R"]), H, 1),
+        (q, k, dq_hat, dk_hat, dbeta_partial, dq, dk, dbeta, *s_q, *s_k, T, T_row, B * T),
+        constants.finish,
         4,
     )
     grads = {"q": dq, "k": dk, "v": dv, "g": dg, "beta": dbeta}

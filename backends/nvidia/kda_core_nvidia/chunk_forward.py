@@ -6,15 +6,25 @@ The layout of what passes between them, and the equations, are in ``layout``.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kda_core.request import ForwardResult, Request, TensorSpec
 from kda_core.triton_lib.decay import BOUND
-from kda_core_nvidia.hopper import blocks, hopper_config, serves, token_blocks
-from kda_core_nvidia.launch import Launcher, chip, dot_widths, on_device, prepare_config, recurrence_config, row_blocks
+from kda_core_nvidia.hopper import HopperConfig, blocks, hopper_config, serves, token_blocks
+from kda_core_nvidia.launch import (
+    Chip,
+    Launcher,
+    chip,
+    dot_widths,
+    on_device,
+    prepare_config,
+    recurrence_config,
+    row_blocks,
+)
 from kda_core_nvidia.layout import CHUNK, padded, slots
 from kda_core_nvidia.prepare import prepare
 from kda_core_nvidia.recurrence import recurrence
@@ -41,6 +51,15 @@ class Prepared(NamedTuple):
 def rows_contiguous(x: Tensor) -> Tensor:
     """``x``, copied only when its last dimension is not contiguous (the kernels take every other stride)."""
     return x if _writable(x) else x.contiguous()
+
+
+def _rows(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """``rows_contiguous(x)`` and its strides: asking for one at a time costs a call more than the kernel's launch."""
+    strides = x.stride()
+    if strides[-1] == 1 or x.shape[-1] == 1:
+        return x, strides
+    x = x.contiguous()
+    return x, x.stride()
 
 
 def _writable(x: Tensor) -> bool:
@@ -72,21 +91,53 @@ def decays_bounded(request: Request) -> bool:
     return request.safe_gate or gate_kind(request) == "bounded"
 
 
-def _unit(*tensors: Tensor) -> int:
-    """8 when every batch stride is a multiple of 8 elements (so that alignment shows in the kernel), else 1."""
-    return 1 if any(x.stride(0) % 8 for x in tensors) else 8
+def _prepared_shapes(count: int, HV: int, KP: int) -> tuple[tuple[int, ...], ...]:
+    """Shapes of what ``prepare`` writes for so many slots, in the order of ``Prepared``."""
+    square = (count, HV, CHUNK, CHUNK)
+    return (count, HV, 3, CHUNK, KP), square, (count, HV, KP), square, (count, HV, 2, CHUNK)
 
 
 def prepared_specs(request: Request, backward: bool) -> tuple[TensorSpec, ...]:
     """Shapes and dtypes of what ``prepare`` writes, in the order of ``Prepared``."""
-    count, HV, KP, dtype = slots(request), request.HV, padded(request.K), request.q.dtype
-    square = TensorSpec((count, HV, CHUNK, CHUNK), dtype)
-    specs = (TensorSpec((count, HV, 3, CHUNK, KP), dtype), square, TensorSpec((count, HV, KP), torch.float32))
-    if backward:
-        specs += (square,)
-        if request.use_qk_l2norm_in_kernel:
-            specs += (TensorSpec((count, HV, 2, CHUNK), torch.float32),)
-    return specs
+    count = 3 if not backward else 5 if request.use_qk_l2norm_in_kernel else 4
+    dtypes = (request.q.dtype, request.q.dtype, torch.float32, request.q.dtype, torch.float32)
+    shapes = _prepared_shapes(slots(request), request.HV, padded(request.K))
+    return tuple(map(TensorSpec, shapes[:count], dtypes[:count]))
+
+
+@cache
+def _prepare_constants(
+    dtype: torch.dtype,
+    K: int,
+    V: int,
+    unit: int,
+    gate: str,
+    bounded: bool,
+    l2norm: bool,
+    sigmoid: bool,
+    neg_eigval: bool,
+) -> tuple[dict[str, Any], int]:
+    """The kernel's constants, and its warps."""
+    config = prepare_config(K, dtype)
+    terms, dot, small_dot = dot_widths(dtype)
+    constants = {
+        "K": K,
+        "V": V,
+        "KP": padded(K),
+        "BK": config.block_k,
+        "C": CHUNK,
+        "STAGES": config.stages,
+        "UNIT": unit,
+        "GATE": gate,
+        "BOUNDED": bounded,
+        "L2NORM": l2norm,
+        "SIGMOID": sigmoid,
+        "NEG_EIGVAL": neg_eigval,
+        "TERMS": terms,
+        "DOT": dot,
+        "SMALL_DOT": small_dot,
+    }
+    return constants, config.num_warps
 
 
 def run_prepare(request: Request, o: Tensor, backward: bool = False) -> Prepared:
@@ -97,16 +148,43 @@ def run_prepare(request: Request, o: Tensor, backward: bool = False) -> Prepared
         o: [B, T, HV, V], to be zeroed where no sequence (or a skipped one) has rows.
         backward: also return what only the backward needs.
     """
-    q, k, g = rows_contiguous(request.q), rows_contiguous(request.k), rows_contiguous(request.g)
+    q, (s_qb, s_qt, s_qh, _) = _rows(request.q)
+    k, (s_kb, s_kt, s_kh, _) = _rows(request.k)
+    g, (s_gb, s_gt, s_gh, _) = _rows(request.g)
     beta = request.beta
-    B, T, H, K, HV, V = request.B, request.T, request.H, request.K, request.HV, request.V
-    prepared = Prepared(*(q.new_empty(spec.shape, dtype=spec.dtype) for spec in prepared_specs(request, backward)))
-    indices = request.ssm_state_indices
-    config = prepare_config(K, q.dtype)
-    terms, dot, small_dot = dot_widths(q.dtype)
-    gate = gate_kind(request)
-    unit = _unit(q, k, g, beta, o) if B > 1 else 8
-    s_qb, s_kb, s_gb, s_bb, s_ob = (x.stride(0) // unit if B > 1 else 0 for x in (q, k, g, beta, o))
+    s_bb, s_bt, s_bh = beta.stride()
+    s_ob, s_ot, s_oh, _ = o.stride()
+    B, T, H, K = q.shape
+    HV, V = o.shape[2:]
+    if B <= 1:
+        # No batch stride is used. 8: each is a multiple of 8 elements, so that alignment shows in the kernel.
+        unit = 8
+        s_qb = s_kb = s_gb = s_bb = s_ob = 0
+    else:
+        unit = 1 if (s_qb | s_kb | s_gb | s_bb | s_ob) % 8 else 8
+        s_qb, s_kb, s_gb, s_bb, s_ob = s_qb // unit, s_kb // unit, s_gb // unit, s_bb // unit, s_ob // unit
+    dtype, l2norm, gate = q.dtype, request.use_qk_l2norm_in_kernel, gate_kind(request)
+    constants, num_warps = _prepare_constants(
+        dtype,
+        K,
+        V,
+        unit,
+        gate,
+        decays_bounded(request),
+        l2norm,
+        request.use_beta_sigmoid_in_kernel,
+        request.allow_neg_eigval,
+    )
+    count = slots(request)
+    shapes = _prepared_shapes(count, HV, constants["KP"])
+    prepared = Prepared(
+        q.new_empty(shapes[0]),
+        q.new_empty(shapes[1]),
+        q.new_empty(shapes[2], dtype=torch.float32),
+        q.new_empty(shapes[3]) if backward else None,
+        q.new_empty(shapes[4], dtype=torch.float32) if backward and l2norm else None,
+    )
+    indices, bound = request.ssm_state_indices, request.lower_bound
     arguments = (
         q,
         k,
@@ -119,48 +197,31 @@ def run_prepare(request: Request, o: Tensor, backward: bool = False) -> Prepared
         _dense(request.cu_seqlens),
         indices,
         float(request.scale),
-        0.0 if request.lower_bound is None else float(request.lower_bound),
+        0.0 if bound is None else float(bound),
         T,
         request.N,
         -(-T // CHUNK),
         HV,
         HV // H,
         s_qb,
-        q.stride(1),
-        q.stride(2),
+        s_qt,
+        s_qh,
         s_kb,
-        k.stride(1),
-        k.stride(2),
+        s_kt,
+        s_kh,
         s_gb,
-        g.stride(1),
-        g.stride(2),
+        s_gt,
+        s_gh,
         s_bb,
-        beta.stride(1),
-        beta.stride(2),
+        s_bt,
+        s_bh,
         s_ob,
-        o.stride(1),
-        o.stride(2),
+        s_ot,
+        s_oh,
         0 if indices is None else indices.stride(0),
         request.pad_slot_id,
     )
-    constants = {
-        "K": K,
-        "V": V,
-        "KP": padded(K),
-        "BK": config.block_k,
-        "C": CHUNK,
-        "STAGES": config.stages,
-        "UNIT": unit,
-        "GATE": gate,
-        "BOUNDED": decays_bounded(request),
-        "L2NORM": request.use_qk_l2norm_in_kernel,
-        "SIGMOID": request.use_beta_sigmoid_in_kernel,
-        "NEG_EIGVAL": request.allow_neg_eigval,
-        "TERMS": terms,
-        "DOT": dot,
-        "SMALL_DOT": small_dot,
-    }
-    _prepare((slots(request) * HV, 1, 1), arguments, constants, config.num_warps)
+    _prepare((count * HV, 1, 1), arguments, constants, num_warps)
     return prepared
 
 
@@ -172,73 +233,103 @@ def _state_strides(state: Tensor | None, v_first: bool) -> tuple[int, int, int, 
     return (s_n, s_h, s_last, s_row) if v_first else (s_n, s_h, s_row, s_last)
 
 
+@cache
+def _shared_constants(K: int, V: int, unit: int, v_first: bool, last_contiguous: bool) -> dict[str, Any]:
+    """Constants of both recurrences."""
+    return {
+        "K": K,
+        "V": V,
+        "KP": padded(K),
+        "C": CHUNK,
+        "UNIT": unit,
+        "V_FIRST": v_first,
+        "LAST_CONTIGUOUS": last_contiguous,
+    }
+
+
+@cache
+def _recurrence_constants(
+    target: Chip, dtype: torch.dtype, sequences_heads: int, chunk_size: int, descriptors: bool, *shared: Any
+) -> tuple[dict[str, Any], int]:
+    """The plain recurrence's constants, and its warps; ``shared``: as for ``_shared_constants``."""
+    constants = _shared_constants(*shared)
+    config = recurrence_config(target, dtype, constants["K"], constants["V"], sequences_heads)
+    own = {
+        "BV": config.block_v,
+        "H_EVERY": chunk_size // CHUNK,
+        "DESCRIPTORS": descriptors,
+        "STAGES": config.stages,
+        "DOT": dot_widths(dtype)[1],
+    }
+    return constants | own, config.num_warps
+
+
+@cache
+def _hopper_constants(target: Chip, sequences_heads: int, *shared: Any) -> tuple[dict[str, Any], HopperConfig]:
+    """The same of the recurrence for Hopper, and its configuration."""
+    constants = _shared_constants(*shared)
+    config = hopper_config(target, constants["V"], sequences_heads)
+    return constants | {"BV": config.block_v, "STAGES": config.stages}, config
+
+
 def run_recurrence(
     request: Request, prepared: Prepared, o: Tensor, final_state: Tensor | None, h: Tensor | None
 ) -> None:
     """Launch ``recurrence``, which writes ``o``, ``final_state`` and ``h``."""
-    v = rows_contiguous(request.v)
-    B, K, HV, V, N = request.B, request.K, request.HV, request.V, request.N
-    KP = padded(K)
+    v, (s_vb, s_vt, s_vh, _) = _rows(request.v)
+    s_ob, s_ot, s_oh, _ = o.stride()
+    B, T, HV, V = v.shape
+    N, K, v_first = request.N, request.K, request.state_v_first
     initial_state, indices = request.initial_state, request.ssm_state_indices
-    target = chip(request.device)
-    unit = _unit(v, o) if B > 1 else 8
-    s_vb, s_ob = (v.stride(0) // unit, o.stride(0) // unit) if B > 1 else (0, 0)
-    keys, P = prepared.keys, prepared.P
-    states = [s for s in (initial_state, final_state) if s is not None]
+    if B <= 1:
+        unit, s_vb, s_ob = 8, 0, 0
+    else:
+        unit = 1 if (s_vb | s_ob) % 8 else 8
+        s_vb, s_ob = s_vb // unit, s_ob // unit
+    target = chip(v.device)
+    keys, P, D = prepared[:3]
+    KP = D.shape[-1]
+    initial, final = _state_strides(initial_state, v_first), _state_strides(final_state, v_first)
+    last = 2 if v_first else 3
+    last_contiguous = (initial_state is None or initial[last] == 1) and (final_state is None or final[last] == 1)
+    shared = (K, V, unit, v_first, last_contiguous)
     cu_seqlens = _dense(request.cu_seqlens)
     numbers = (
-        request.T,
-        -(-request.T // CHUNK),
+        T,
+        -(-T // CHUNK),
         HV,
         s_vb,
-        v.stride(1),
-        v.stride(2),
+        s_vt,
+        s_vh,
         s_ob,
-        o.stride(1),
-        o.stride(2),
-        *_state_strides(initial_state, request.state_v_first),
-        *_state_strides(final_state, request.state_v_first),
+        s_ot,
+        s_oh,
+        *initial,
+        *final,
         0 if indices is None else indices.stride(0),
         request.pad_slot_id,
     )
-    constants = {
-        "K": K,
-        "V": V,
-        "KP": KP,
-        "C": CHUNK,
-        "UNIT": unit,
-        "V_FIRST": request.state_v_first,
-        "LAST_CONTIGUOUS": all(s.stride(-1) == 1 for s in states),
-    }
     if h is None and serves(target, keys, v, K, V):
-        hopper = hopper_config(target, V, N * HV)
+        constants, hopper = _hopper_constants(target, N * HV, *shared)
         arguments = (
             blocks(keys, 2 * CHUNK, KP),
             blocks(keys, CHUNK, KP),
             blocks(P, CHUNK, CHUNK),
-            blocks(prepared.D, 1, KP),
+            blocks(D, 1, KP),
             token_blocks(v, CHUNK, hopper.block_v),
             *(v, o, initial_state, final_state, cu_seqlens, indices),
             *numbers,
         )
-        constants |= {"BV": hopper.block_v, "STAGES": hopper.stages}
         grid = (N * HV, V // hopper.block_v, 1)
         _recurrence_hopper(grid, arguments, constants, hopper.num_warps, maxnreg=hopper.registers)
         return
-    config = recurrence_config(target, v.dtype, K, V, N * HV)
     rows = keys.numel() // KP
     descriptors = target.descriptors and 0 < rows < 2**31
     if descriptors:
         keys, P = row_blocks(keys, KP, CHUNK), row_blocks(P, CHUNK, CHUNK)
-    arguments = (keys, P, prepared.D, v, o, initial_state, final_state, h, cu_seqlens, indices, *numbers)
-    constants |= {
-        "BV": config.block_v,
-        "H_EVERY": request.chunk_size // CHUNK,
-        "DESCRIPTORS": descriptors,
-        "STAGES": config.stages,
-        "DOT": dot_widths(v.dtype)[1],
-    }
-    _recurrence((N * HV, -(-V // config.block_v), 1), arguments, constants, config.num_warps)
+    constants, num_warps = _recurrence_constants(target, v.dtype, N * HV, request.chunk_size, descriptors, *shared)
+    arguments = (keys, P, D, v, o, initial_state, final_state, h, cu_seqlens, indices, *numbers)
+    _recurrence((N * HV, -(-V // constants["BV"]), 1), arguments, constants, num_warps)
 
 
 def _intermediate_states(request: Request) -> Tensor:
@@ -281,7 +372,7 @@ def chunk_forward(request: Request) -> ForwardResult:
             final_state = q.new_empty(request.state_shape, dtype=request.state_dtype)
         h = _intermediate_states(request) if request.return_intermediate_states else None
         keep = request.save_for_backward and request.disable_recompute
-        rows = segment_rows(request, chip(request.device))
+        rows = segment_rows(request, chip(q.device))
         if rows:
             prepared = ()
             _run_segments(request, rows, o, final_state)

@@ -8,11 +8,13 @@ from contextlib import nullcontext
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kda_core_nvidia.layout import padded
@@ -39,8 +41,7 @@ class RecurrenceConfig:
     stages: int
 
 
-@dataclass(frozen=True, slots=True)
-class Chip:
+class Chip(NamedTuple):
     """What the host needs to know about a device."""
 
     capability: tuple[int, int]
@@ -61,10 +62,14 @@ def chip(device: torch.device) -> Chip:
     return Chip((properties.major, properties.minor), properties.multi_processor_count)
 
 
+_NOTHING_TO_DO = nullcontext()
+
+
 def on_device(device: torch.device):
     """Make ``device`` current for launches, at no cost when it already is."""
-    if device.type != "cuda" or device.index is None or device.index == torch.cuda.current_device():
-        return nullcontext()
+    index = device.index
+    if INTERPRET or index is None or index == torch.cuda.current_device():
+        return _NOTHING_TO_DO
     return torch.cuda.device(device)
 
 
@@ -118,7 +123,8 @@ def row_blocks(x: Tensor, columns: int, rows: int) -> TensorDescriptor:
     Checking a descriptor takes longer than the rest of it; those of one kind differ in base and length only.
     """
     found = object.__new__(TensorDescriptor)
-    vars(found).update(_descriptor(x.device, x.dtype, columns, rows), base=x, shape=[x.numel() // columns, columns])
+    fields = _descriptor(x.device, x.dtype, columns, rows)
+    found.__dict__ = {**fields, "base": x, "shape": [x.numel() // columns, columns]}
     return found
 
 
@@ -127,29 +133,20 @@ def gluon_descriptor(
 ) -> GluonDescriptor:
     """A descriptor for a kernel written in Gluon, without the checks of its constructor."""
     found = object.__new__(GluonDescriptor)
-    fields = {"base": x, "shape": shape, "strides": strides, "block_shape": block_shape, "layout": layout}
-    vars(found).update(_GLUON_DEFAULTS, **fields)
+    own = {"base": x, "shape": shape, "strides": strides, "block_shape": block_shape, "layout": layout}
+    found.__dict__ = _GLUON_DEFAULTS | own
     return found
 
 
 _GLUON_DEFAULTS = {f.name: f.default for f in fields(GluonDescriptor) if f.default is not MISSING}
 
 
-def _specialised(arguments: tuple[Tensor | TensorDescriptor | GluonDescriptor | None, ...]) -> tuple[Any, ...]:
-    """What triton compiles into a kernel about its tensors: dtypes and 16-byte alignment."""
-    kinds: list[Any] = []
-    addresses = 0
-    for x in arguments:
-        if x is None:
-            kinds.append(None)
-        elif type(x) is TensorDescriptor or type(x) is GluonDescriptor:
-            kinds.append(tuple(x.block_shape))
-        else:
-            kinds.append(x.dtype)
-            addresses |= x.data_ptr()
-    if addresses & 15:
-        kinds += [isinstance(x, Tensor) and x.data_ptr() & 15 == 0 for x in arguments]
-    return tuple(kinds)
+def _watched() -> bool:
+    """Whether somebody hooked into triton's launches (profilers do)."""
+    runtime = triton.knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    # Chains that are empty unless somebody adds to them, or what somebody put in their places.
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def _several(positions: Iterable[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
@@ -163,7 +160,8 @@ class Launcher:
 
     Triton finds a compiled kernel again by going through all arguments in Python, which costs more than these kernels
     take for short inputs; here the few that matter make the key. The rules are triton's own: dtypes, 16-byte alignment
-    of tensors, the values of integers that may be specialised, and constants.
+    of tensors, the values of integers that may be specialised, and constants. What is found is launched with addresses
+    for tensors: of a tensor triton would ask the driver where its memory is, which the core has checked.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -174,7 +172,7 @@ class Launcher:
         # Strides (s_...) are the only numbers that the kernels let triton specialise; the other parameters are tensors.
         free = [p for p in kernel.params if not p.is_constexpr and not p.do_not_specialize]
         self._strides = _several(p.num for p in free if p.name.startswith("s_"))
-        self._tensors = _several(p.num for p in free if not p.name.startswith("s_"))
+        self._tensors = tuple(p.num for p in free if not p.name.startswith("s_"))
 
     def __call__(
         self,
@@ -196,18 +194,30 @@ class Launcher:
         if INTERPRET:
             self.kernel[grid](*arguments, **constants)
             return
-        key = (
-            torch.cuda.current_device(),
-            num_warps,
-            *constants.values(),
-            *self._strides(arguments),
-            *_specialised(self._tensors(arguments)),
-        )
+        device = torch.cuda.current_device()
+        values, kinds, addresses = list(arguments), [], 0
+        for i in self._tensors:
+            x = arguments[i]
+            if x is None:
+                kinds.append(None)
+            elif isinstance(x, Tensor):
+                address = values[i] = x.data_ptr()
+                addresses |= address
+                kinds.append(x.dtype)
+            else:
+                kinds += x.block_shape
+        if addresses & 15:
+            kinds += [isinstance(arguments[i], Tensor) and values[i] & 15 == 0 for i in self._tensors]
+        key = (device, num_warps, *constants.values(), *self._strides(arguments), *kinds)
         found = self._compiled.get(key)
         if found is None:
             compiled = self.kernel[grid](*arguments, **constants, num_warps=num_warps, **options)
             rest = tuple(constants[name] for name in self.kernel.arg_names[len(arguments) :])
-            self._compiled[key] = compiled, rest
-        else:
-            compiled, rest = found
+            self._compiled[key] = compiled, compiled.run, compiled.function, compiled.packed_metadata, rest
+            return
+        compiled, run, function, metadata, rest = found
+        if _watched():
             compiled[grid](*arguments, *rest)
+            return
+        stream = driver.active.get_current_stream(device)
+        run(*grid, stream, function, metadata, None, None, None, *values, *rest)

@@ -56,6 +56,5 @@ def padded(size: int) -> int:
 
 def slots(request: Request) -> int:
     """Number of chunk slots of a call: exact when dense, a bound when packed."""
-    if request.cu_seqlens is None:
-        return request.B * -(-request.T // CHUNK)
-    return request.T // CHUNK + request.N + 1
+    B, T = request.q.shape[:2]
+    return B * -(-T // CHUNK) if request.cu_seqlens is None else T // CHUNK + request.cu_seqlens.shape[0]

@@ -39,7 +39,10 @@ LEAST_SEGMENTS = 4
 
 def segment_rows(request: Request, target: Chip) -> int:
     """Rows of each segment of a call, or 0 when it is not cut."""
-    if request.cu_seqlens is not None or request.B != 1 or request.q.dtype.itemsize != 2:
+    q = request.q
+    if q.shape[1] < LEAST_SEGMENTS * LEAST_ROWS or q.shape[0] != 1 or request.cu_seqlens is not None:
+        return 0
+    if q.dtype.itemsize != 2:
         return 0
     if request.inplace_final_state or request.ssm_state_indices is not None:
         return 0
