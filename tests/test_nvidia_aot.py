@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 pytest.importorskip("kda_core_nvidia")
 pytest.importorskip("triton")
 
-from kda_core_nvidia import aot
+from kda_core_nvidia import aot, chunk_backward
 
 KERNELS = {
     "prepare",
@@ -52,6 +55,18 @@ def test_descriptors_only_where_the_chip_has_them():
 
     assert kinds(90) == {"TensorDescriptor"}
     assert kinds(80) == {"Tensor"}
+
+
+@pytest.mark.parametrize(("size", "heads", "held"), [(256, 64, [4, 4]), (256, 16, [8]), (128, 64, [8])])
+def test_states_of_wide_heads_are_held_for_half_of_the_batch(size: int, heads: int, held: list[int]):
+    """Slots of the buffer of states in each turn of a batch of four; where half would leave the chip idle, one turn."""
+    r = aot.Case(torch.bfloat16, size, size, heads, "given").gradients()
+    names = ("q", "k", "v", "g", "beta", "initial_state", "grad_o", "grad_final_state")
+    r = replace(r, **{n: torch.cat([getattr(r, n)] * 4) for n in names})
+    with aot.chip_of(90), aot.recorded(*aot.MODULES) as launches:
+        chunk_backward.chunk_backward(r)
+    states = [x.arguments["states"] for x in launches if x.kernel.__name__ == "gradients_kernel"]
+    assert [x.shape[0] for x in states] == held
 
 
 def test_problems():
