@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
-from kda_core_nvidia.launch import INTERPRET, Chip, gluon_descriptor
+from kda_core_nvidia.launch import INTERPRET, Chip, gluon_descriptor, gluon_fields
 from kda_core_nvidia.layout import CHUNK
 
 
@@ -87,15 +87,20 @@ def _shared_layout(dtype: torch.dtype, rows: int, columns: int) -> Any:
     return gl.NVMMASharedLayout.get_default_for([rows, columns], kind)
 
 
+@cache
+def _kind(dtype: torch.dtype, rows: int, columns: int) -> dict[str, Any]:
+    """What descriptors of blocks [rows, columns] of contiguous matrices with such rows have in common."""
+    return gluon_fields([columns, 1], [rows, columns], _shared_layout(dtype, rows, columns))
+
+
 def blocks(x: Tensor, rows: int, columns: int) -> GluonDescriptor:
     """A descriptor of blocks [rows, columns] of ``x``, contiguous, as a matrix with rows of ``columns``."""
-    layout = _shared_layout(x.dtype, rows, columns)
-    return gluon_descriptor(x, [x.numel() // columns, columns], [columns, 1], [rows, columns], layout)
+    return gluon_descriptor(_kind(x.dtype, rows, columns), x, [x.numel() // columns, columns])
 
 
 def token_blocks(x: Tensor, rows: int, columns: int) -> GluonDescriptor:
     """A descriptor of blocks of ``rows`` tokens and ``columns`` channels of ``x`` [B, T, H, D], as B · T rows."""
     B, T, H, D = x.shape
     _, s_t, s_h, _ = x.stride()
-    layout = _shared_layout(x.dtype, rows, columns)
-    return gluon_descriptor(x, [B * T, (H - 1) * s_h + D], [s_t, 1], [rows, columns], layout)
+    fields = gluon_fields([s_t, 1], [rows, columns], _shared_layout(x.dtype, rows, columns))
+    return gluon_descriptor(fields, x, [B * T, (H - 1) * s_h + D])

@@ -128,17 +128,19 @@ def row_blocks(x: Tensor, columns: int, rows: int) -> TensorDescriptor:
     return found
 
 
-def gluon_descriptor(
-    x: Tensor, shape: list[int], strides: list[int], block_shape: list[int], layout: Any
-) -> GluonDescriptor:
+_GLUON_DEFAULTS = {f.name: f.default for f in fields(GluonDescriptor) if f.default is not MISSING}
+
+
+def gluon_fields(strides: list[int], block_shape: list[int], layout: Any) -> dict[str, Any]:
+    """What ``gluon_descriptor`` needs to know beside a tensor and a shape."""
+    return {**_GLUON_DEFAULTS, "strides": strides, "block_shape": block_shape, "layout": layout}
+
+
+def gluon_descriptor(fields: dict[str, Any], x: Tensor, shape: list[int]) -> GluonDescriptor:
     """A descriptor for a kernel written in Gluon, without the checks of its constructor."""
     found = object.__new__(GluonDescriptor)
-    own = {"base": x, "shape": shape, "strides": strides, "block_shape": block_shape, "layout": layout}
-    found.__dict__ = _GLUON_DEFAULTS | own
+    found.__dict__ = {**fields, "base": x, "shape": shape}
     return found
-
-
-_GLUON_DEFAULTS = {f.name: f.default for f in fields(GluonDescriptor) if f.default is not MISSING}
 
 
 def _watched() -> bool:
