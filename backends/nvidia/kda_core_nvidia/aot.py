@@ -280,18 +280,21 @@ class Case:
 FEW, MANY = 16, 256
 """Heads that leave most of a chip idle, and heads that fill it."""
 
+LONG = 32768
+"""Rows of a sequence that is cut into segments, with few heads."""
+
 
 def cases(quick: bool = False) -> list[Case]:
     """One call for every class of shapes and options that has a configuration of its own; ``quick``: the commonest."""
     if quick:
-        return [Case(torch.bfloat16, 128, 128, MANY, "bounded"), Case(torch.float32, 64, 64, FEW, "softplus")]
+        found = [Case(torch.bfloat16, 128, 128, MANY, "bounded"), Case(torch.float32, 64, 64, FEW, "softplus")]
+        return [*found, Case(torch.bfloat16, 128, 128, 4, "given", T=LONG)]
     sizes = itertools.product((torch.bfloat16, torch.float32), (64, 128, 256), (FEW, MANY))
     found = [Case(dtype, size, size, heads, gate) for dtype, size, heads in sizes for gate in ("bounded", "softplus")]
     found += [Case(torch.float16, 128, 128, heads, "softplus") for heads in (FEW, MANY)]
     found += [Case(torch.bfloat16, 100, 60, FEW, "given")]
     found += [Case(torch.bfloat16, 128, 128, heads, "given", True) for heads in (FEW, MANY)]
-    # Long enough for few heads to be cut into segments.
-    found += [Case(torch.bfloat16, size, size, 4, "given", T=32768) for size in (64, 128, 256)]
+    found += [Case(torch.bfloat16, size, size, 4, "given", T=LONG) for size in (64, 128, 256)]
     found += [Case(torch.bfloat16, 256, 256, MANY, "given", True), Case(torch.float32, 64, 64, FEW, "given", True)]
     return found
 
