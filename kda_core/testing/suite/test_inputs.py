@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import kda_core
@@ -54,3 +55,26 @@ def test_results_alias_nothing(kda):
     assert same_bits(o, before["o"])
     o.fill_(float("nan"))
     assert all(same_bits(t, before[n]) for n, t in tensors.items())
+
+
+@requires(Feature.CHUNK, Feature.BACKWARD)
+@pytest.mark.parametrize("op", ["chunk_kda", "fused_recurrent_kda"])
+def test_device_that_is_not_current(kda, op: str):
+    """Tensors on another device than the current one: the same bits from there, and the current device stays."""
+    devices = torch.get_device_module(kda.device.type)
+    if devices.device_count() < 2:
+        pytest.skip(f"needs two devices of type {kda.device.type}")
+    call = ALL.call() if op == "chunk_kda" else ALL.call().slice_tokens(0, 100).decoding()
+    current = devices.current_device()
+
+    def run(device: torch.device) -> list[torch.Tensor]:
+        tensors = {n: t if n == "cu_seqlens_cpu" else t.to(device) for n, t in call.tensors.items()}
+        inputs = {n: tensors[n].requires_grad_() for n in ("q", "k", "v", "g", "beta")}
+        o, state, *_ = call(tensors | inputs, kda.name)
+        return [o, state, *torch.autograd.grad([o, state], list(inputs.values()), [o.detach(), state.detach()])]
+
+    here = run(torch.device(kda.device.type, current))
+    there = run(torch.device(kda.device.type, (current + 1) % devices.device_count()))
+    assert all(x.device.index != current for x in there)
+    assert all(same_bits(a, b.to(a.device)) for a, b in zip(here, there, strict=True))
+    assert devices.current_device() == current
