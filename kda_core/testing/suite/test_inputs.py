@@ -57,7 +57,7 @@ def test_results_alias_nothing(kda):
     assert all(same_bits(t, before[n]) for n, t in tensors.items())
 
 
-@requires(Feature.CHUNK, Feature.BACKWARD)
+@requires(Feature.CHUNK, Feature.BACKWARD, Feature.RECURRENT, Feature.RECURRENT_BACKWARD)
 @pytest.mark.parametrize("op", ["chunk_kda", "fused_recurrent_kda"])
 def test_device_that_is_not_current(kda, op: str):
     """Tensors on another device than the current one: the same bits from there, and the current device stays."""
