@@ -20,6 +20,8 @@ KERNELS = {
     "gradients_kernel",
     "finish_kernel",
     "recurrent",
+    "blocks_prepare",
+    "blocks_recurrence",
     "gate_forward_kernel",
     "gate_backward_kernel",
     "transitions_kernel",

@@ -211,29 +211,134 @@ def values_that_a_device_cannot_refuse() -> None:
 
 
 @check
+def prompts() -> None:
+    """More than eight tokens: every gate and layout, strided rows, states in a pool and out of it, heads of any size."""
+    for gate in GATES:
+        for dtype, digits in ((torch.float32, 1e-5), (torch.float16, 2**-10)):
+            call = inputs(1, 18, gate, dtype) | {"initial_state": pool(1), "output_final_state": True}
+            same(call, digits)
+    for v_first in (False, True):
+        states = pool(5, torch.float32, v_first)
+        call = inputs(3, 17, "bounded") | {"initial_state": states, "state_v_first": v_first, "scale": 0.3}
+        same(call | {"ssm_state_indices": torch.tensor([4, 0, 2]), "out": torch.empty(3, 17, V, HV).transpose(-1, -2)})
+        same(inputs(2, 9, "bounded") | {"state_v_first": v_first, "output_final_state": True})
+    for k, v in ((130, 5), (1, 1), (16, 70), (64, 32)):
+        same(inputs(1, 10, K=k, V=v) | {"output_final_state": True})
+
+
+@check
+def prompts_with_hard_inputs() -> None:
+    """Decays that forget everything, keys that repeat, rows of zeros and of very different sizes."""
+    call = inputs(1, 40) | {"initial_state": pool(1), "output_final_state": True}
+    g = call["g"].clone()
+    g[:, 7::9] = -1e30
+    g[:, 3::5, :, 0] = -1e4
+    g[:, 11, :, 1:3] = -float("inf")
+    same(call | {"g": g})
+    same(call | {"g": torch.full_like(g, -1e30)})
+    same(call | {"g": torch.full_like(g, -1e-7)})
+    k = torch.nn.functional.normalize(call["k"][:, :1].expand(1, 40, H, K), dim=-1)
+    plain = {"use_qk_l2norm_in_kernel": False, "use_beta_sigmoid_in_kernel": False, "allow_neg_eigval": False}
+    equal = call | plain | {"k": k, "g": torch.zeros_like(g), "beta": torch.ones_like(call["beta"])}
+    same(equal)
+    twice = {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True, "beta": torch.full_like(call["beta"], 30.0)}
+    same(equal | twice, 3e-4)
+    sizes = torch.logspace(-12, 12, 40)[None, :, None, None]
+    same(call | {"q": call["q"] * sizes, "k": call["k"] * sizes.flip(1)})
+    same(call | {"v": torch.zeros_like(call["v"]), "q": torch.zeros_like(call["q"])})
+
+
+@check
+def prompts_packed() -> None:
+    """Long sequences among short and empty ones, skipped ones, a tail; bounds in both integer types."""
+    bounds = [0, 0, 9, 17, 17, 18, 42, 43, 59]
+    for dtype in (torch.int32, torch.int64):
+        call = packed(inputs(1, 66, "softplus"), bounds, dtype)
+        o, _ = same(call | {"out": torch.empty(1, 66, HV, V)})
+        assert not o[0, 59:].any()
+        states = pool(8)
+        call |= {"initial_state": states, "output_final_state": True}
+        same(call)
+    slots = torch.tensor([3, 0, -1, 5, 9, -7, 4, 1])
+    states = pool(11)
+    states[[2, 6, 7, 8, 10]] = float("nan")
+    call = packed(inputs(1, 66, "bounded"), bounds) | {"initial_state": states, "ssm_state_indices": slots}
+    o, _ = same(call | {"out": torch.empty(1, 66, HV, V), "pad_slot_id": 1})
+    assert not o[0, 9:17].any()
+    assert not o[0, 18:42].any()
+    assert not o[0, 43:].any()
+
+
+@check
+def prompts_among_hundreds() -> None:
+    """More sequences than a program looks at at once, long ones on both sides of where it begins anew."""
+    lengths = torch.zeros(520, dtype=torch.int64)
+    lengths[[0, 3, 100, 255, 256, 511, 512, 519]] = torch.tensor([17, 1, 9, 20, 10, 8, 16, 9])
+    bounds = [0, *lengths.cumsum(0).tolist()]
+    same(packed(inputs(1, bounds[-1] + 3), bounds) | {"output_final_state": True})
+
+
+@check
+def prompts_do_not_see_their_neighbours() -> None:
+    """Bit for bit: a sequence alone, in a batch, and packed anywhere, on either side of the shortest prompt."""
+    for T in (8, 9, 17):
+        call = inputs(3, T) | {"initial_state": pool(3), "output_final_state": True}
+        rows = ("q", "k", "v", "g", "beta", "initial_state")
+        _, whole = kda_core.fused_recurrent_kda(**call, backend="nvidia")
+        o, state = kda_core.fused_recurrent_kda(**call | {n: call[n][1:2] for n in rows}, backend="nvidia")
+        assert torch.equal(state[0], whole[1])
+        neighbours = {n: torch.cat([call[n][0, :5], call[n][1], call[n][2]])[None] for n in rows[:-1]}
+        bounds = torch.tensor([0, 1, 5, 5 + T, 5 + 2 * T])
+        states = torch.cat([call["initial_state"][:1], call["initial_state"]])
+        other = call | neighbours | {"cu_seqlens": bounds, "initial_state": states[[0, 1, 2, 3]]}
+        packed_o, packed_state = kda_core.fused_recurrent_kda(**other, backend="nvidia")
+        assert torch.equal(packed_o[0, 5 : 5 + T], o[0])
+        assert torch.equal(packed_state[2], state[0])
+
+
+@check
 def in_place_without_indices() -> None:
     """Row n is state n."""
     same(inputs(3, 2) | {"initial_state": pool(3), "inplace_final_state": True})
 
 
 @check
-def one_launch() -> None:
-    """Whatever the call asks for, one kernel is launched."""
+def launches() -> None:
+    """One kernel for a step, a draft and a short sequence; two for a prompt; three where packed ones may be either."""
     from kda_core_nvidia import recurrent_launch
 
-    launch, grids = recurrent_launch._recurrent, []
+    names = ("_recurrent", "_blocks_prepare", "_blocks_recurrence")
+    before = {n: getattr(recurrent_launch, n) for n in names}
+    launched: list[str] = []
 
-    def counted(grid: tuple[int, ...], *rest: Any) -> None:
-        grids.append(grid)
-        launch(grid, *rest)
+    def counted(name: str) -> Callable[..., None]:
+        def launch(*arguments: Any) -> None:
+            launched.append(name)
+            before[name](*arguments)
 
-    recurrent_launch._recurrent = counted
+        return launch
+
+    def of(call: dict) -> tuple[str, ...]:
+        launched.clear()
+        kda_core.fused_recurrent_kda(**call, backend="nvidia")
+        return tuple(launched)
+
+    for n in names:
+        setattr(recurrent_launch, n, counted(n))
     try:
         call = packed(inputs(1, 4, "softplus"), [0, 2, 3]) | {"initial_state": pool(3)}
-        kda_core.fused_recurrent_kda(**call, ssm_state_indices=torch.tensor([2, -1]), backend="nvidia")
+        assert of(call | {"ssm_state_indices": torch.tensor([2, -1])}) == names[:1]
+        assert of(inputs(2, 8)) == names[:1]
+        assert of(inputs(2, 9)) == names[1:]
+        assert of(packed(inputs(1, 9), [0, 3, 8])) == names
+        draft = {"initial_state": pool(30), "ssm_state_indices": torch.arange(20).view(2, 10)}
+        assert of(inputs(2, 10) | draft) == names[:1]
+        one = {"initial_state": pool(3), "ssm_state_indices": torch.tensor([[2], [0]])}
+        assert of(inputs(2, 9) | one) == names[1:]
+        assert of(inputs(2, 9) | one | {"num_accepted_tokens": torch.tensor([1, 1])}) == names[:1]
     finally:
-        recurrent_launch._recurrent = launch
-    assert len(grids) == 1
+        for n, x in before.items():
+            setattr(recurrent_launch, n, x)
 
 
 @check

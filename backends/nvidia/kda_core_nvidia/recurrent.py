@@ -170,6 +170,7 @@ def recurrent(
     IN_PLACE: tl.constexpr,
     EVERY_TOKEN: tl.constexpr,  # a slot for every token rather than one for the last
     ONE_TOKEN: tl.constexpr,  # dense and T = 1: there is no loop
+    MOST: tl.constexpr,  # tokens of a packed sequence; longer ones are left to other kernels. 0: no bound
     EVICTION: tl.constexpr,  # eviction policy of the load of the states
 ):
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
@@ -192,6 +193,9 @@ def recurrent(
             zero_rows(o + i_h * s_oh, s_ot, s_ov, row, row * 0 + T, i_v, BLOCKS, V, VP)
             return
         length = (tl.load(cu_seqlens + i_n + 1).to(tl.int64) - row).to(tl.int32)
+        if MOST:  # noqa: SIM102 (known when the kernel is compiled)
+            if length > MOST:
+                return
     p_o = o + row * s_on + i_h * s_oh
 
     i_state = i_n

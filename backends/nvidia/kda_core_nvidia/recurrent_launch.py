@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -17,10 +18,16 @@ from torch import Tensor
 
 from kda_core.request import BackwardResult, ForwardResult, Request
 from kda_core_nvidia.chunk_forward import gate_kind, rows_contiguous
-from kda_core_nvidia.launch import Launcher, on_device
+from kda_core_nvidia.launch import INTERPRET, Launcher, chip, on_device
+from kda_core_nvidia.layout import padded
 from kda_core_nvidia.recurrent import recurrent
+from kda_core_nvidia.recurrent_blocks import ROWS, SHORT
+from kda_core_nvidia.recurrent_blocks_prepare import blocks_prepare
+from kda_core_nvidia.recurrent_blocks_recurrence import blocks_recurrence
 
 _recurrent = Launcher(recurrent)
+_blocks_prepare = Launcher(blocks_prepare)
+_blocks_recurrence = Launcher(blocks_recurrence)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +72,36 @@ _TOKENS = {
     False: ((128, RecurrentConfig(16, 1)), (_MANY, RecurrentConfig(32, 1))),
     True: ((128, RecurrentConfig(8, 1)), (_MANY, RecurrentConfig(32, 1))),
 }
+
+
+OVERLAP = True
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksConfig:
+    """Launch configuration of ``blocks_recurrence`` (``blocks_prepare`` has one warp).
+
+    Attributes:
+        block_v: value channels of a program.
+        num_warps: its warps.
+        stages: depth of the load pipeline, of both kernels.
+        registers: the most that a thread may take, of both kernels.
+    """
+
+    block_v: int
+    num_warps: int
+    stages: tuple[int, int] = (4, 2)
+    registers: tuple[int, int] = (255, 255)
+
+
+@cache
+def blocks_config(K: int, V: int) -> BlocksConfig:
+    """Configuration of a prompt. It depends on no number of sequences, and so do the last bits of its results."""
+    if K > 128:
+        # Four warps share the channels: the state of one would not fit its registers.
+        return BlocksConfig(16, 4)
+    block_v = min(padded(V), 64)
+    return BlocksConfig(block_v, block_v // 16)
 
 
 @cache
@@ -116,11 +153,18 @@ def recurrent_forward(request: Request) -> ForwardResult:
     """Run ``fused_recurrent_kda`` for a call that the plugin accepted."""
     with on_device(request.device):
         o, final_state = _allocated(request)
-        _launch(request, o, final_state)
+        # A slot for every token: such calls are drafts, which are short.
+        every_token = request.ssm_state_indices is not None and request.ssm_state_indices.shape[1:].numel() > 1
+        blocks = request.T > SHORT.value and not every_token and request.num_accepted_tokens is None
+        if request.cu_seqlens is not None or not blocks:
+            _launch(request, o, final_state, blocks)
+        if blocks:
+            _launch_blocks(request, o, final_state)
     return ForwardResult(o=o, final_state=None if request.inplace_final_state else final_state)
 
 
-def _launch(request: Request, o: Tensor, final_state: Tensor | None) -> None:
+def _launch(request: Request, o: Tensor, final_state: Tensor | None, short_only: bool) -> None:
+    """Run ``recurrent``; ``short_only``: packed sequences of more than SHORT tokens are left to others."""
     q, k, v, g = (rows_contiguous(x) for x in (request.q, request.k, request.v, request.g))
     beta, initial_state = request.beta, request.initial_state
     H, K = q.shape[2:]
@@ -198,9 +242,124 @@ def _launch(request: Request, o: Tensor, final_state: Tensor | None) -> None:
         "IN_PLACE": request.inplace_final_state,
         "EVERY_TOKEN": width > 1,
         "ONE_TOKEN": T == 1 and not packed,
+        "MOST": SHORT.value if short_only else 0,
         "EVICTION": config.eviction,
     }
     _recurrent((programs, 1, 1), arguments, constants, config.num_warps)
+
+
+def _launch_blocks(request: Request, o: Tensor, final_state: Tensor | None) -> None:
+    """Run ``blocks_prepare`` and ``blocks_recurrence`` for every sequence of more than SHORT tokens."""
+    q, k, v, g = (rows_contiguous(x) for x in (request.q, request.k, request.v, request.g))
+    beta, initial_state = request.beta, request.initial_state
+    H, K = q.shape[2:]
+    HV, V = v.shape[2:]
+    N, T = request.N, q.shape[1]
+    packed = request.cu_seqlens is not None
+    gate = gate_kind(request)
+    indices = request.ssm_state_indices
+    KP = padded(K)
+    exact_out = o.dtype != torch.bfloat16
+    config = blocks_config(K, V)
+    overlap = OVERLAP and not INTERPRET and chip(request.device).capability >= (9, 0)
+    blocks = -(-T // ROWS.value)
+    sequences, slots = N, N * blocks
+    if packed:
+        # Bounds for sequences of at least SHORT + 1 tokens: ROWS + 1 of them fill two blocks.
+        sequences, slots = min(N, T // (SHORT.value + 1)), 2 * T // (ROWS.value + 1)
+    planes = q.new_empty((slots, HV, 6 if exact_out else 5, ROWS.value, KP), dtype=torch.float16)
+    squares = q.new_empty((slots, HV, 2, ROWS.value, ROWS.value), dtype=torch.float16)
+    factors = q.new_empty((slots, HV, 3 * ROWS.value + KP), dtype=torch.float32)
+    bounds = _contiguous(request.cu_seqlens)
+    s_index = 0 if indices is None else indices.stride(0)
+    arguments: tuple[Any, ...] = (
+        q,
+        k,
+        g,
+        beta,
+        _contiguous(request.A_log) if gate != "none" else None,
+        _contiguous(request.dt_bias) if gate != "none" else None,
+        planes,
+        squares,
+        factors,
+        o,
+        bounds,
+        indices,
+        float(request.scale),
+        float(request.lower_bound or 0.0),
+        T,
+        N,
+        blocks,
+        *_strides(q, packed),
+        *_strides(k, packed),
+        *_strides(g, packed),
+        *_strides(beta, packed),
+        *_strides(o, packed),
+        o.stride(3),
+        s_index,
+        request.pad_slot_id,
+    )
+    constants = {
+        "HV": HV,
+        "GROUP": HV // H,
+        "K": K,
+        "V": V,
+        "KP": KP,
+        "VP": triton.next_power_of_2(V),
+        "GATE": gate,
+        "L2NORM": request.use_qk_l2norm_in_kernel,
+        "SIGMOID": request.use_beta_sigmoid_in_kernel,
+        "NEG_EIGVAL": request.allow_neg_eigval,
+        "EXACT_OUT": exact_out,
+        "TERMS": 1 if INTERPRET else 3,
+        "STAGES": config.stages[0],
+        "OVERLAP": overlap,
+        "maxnreg": config.registers[0],
+    }
+    _blocks_prepare((slots * HV, 1, 1), arguments, constants, 1)
+    s_in, s_ih, I_K, I_V = _state_strides(initial_state, request.state_v_first)
+    s_fn, s_fh, F_K, F_V = _state_strides(final_state, request.state_v_first)
+    arguments = (
+        planes,
+        squares,
+        factors,
+        v,
+        initial_state,
+        final_state,
+        o,
+        bounds,
+        indices,
+        T,
+        N,
+        blocks,
+        *_strides(v, packed),
+        *_strides(o, packed),
+        o.stride(3),
+        s_in,
+        s_ih,
+        s_fn,
+        s_fh,
+        s_index,
+        request.pad_slot_id,
+    )
+    constants = {
+        "HV": HV,
+        "K": K,
+        "V": V,
+        "KP": KP,
+        "BV": config.block_v,
+        "I_K": I_K,
+        "I_V": I_V,
+        "F_K": F_K,
+        "F_V": F_V,
+        "EXACT_OUT": exact_out,
+        "STAGES": config.stages[1],
+        "OVERLAP": overlap,
+        "maxnreg": config.registers[1],
+        "launch_pdl": overlap,
+    }
+    programs = sequences * HV * -(-V // config.block_v)
+    _blocks_recurrence((programs, 1, 1), arguments, constants, config.num_warps)
 
 
 def recurrent_backward(request: Request) -> BackwardResult:
@@ -214,7 +373,21 @@ def recurrent_backward(request: Request) -> BackwardResult:
 
 
 def shipped() -> Iterator[tuple[str, Request]]:
-    """Small calls, on the CPU, that between them launch every configuration and take every path of the kernel."""
+    """Small calls, on the CPU, that between them launch every configuration and take every path of the kernels.
+
+    The first two launch every kernel.
+    """
+    yield "recurrent, a step", _example(1, 1, False, torch.float32)
+    yield "recurrent, prompts", _example(8, 64, False, torch.float32)
+    for v_first in (False, True):
+        for state_dtype in (torch.float32, torch.bfloat16):
+            name = f"recurrent, prompts, {v_first=}, {state_dtype}"
+            yield name, _example(8, 64, v_first, state_dtype)
+    for K, V in ((16, 16), (64, 32), (128, 64), (256, 256)):
+        yield f"recurrent, prompts, {K=}, {V=}", _example(2, 9, True, torch.float32, K, V)
+    exact = _example(2, 9, False, torch.float32)
+    exact = replace(exact, **{n: getattr(exact, n).float() for n in ("q", "k", "v", "g", "beta")})
+    yield "recurrent, prompts, float32", exact
     for v_first in (False, True):
         for state_dtype in (torch.float32, torch.bfloat16):
             for T in (1, 2):
@@ -232,7 +405,10 @@ def shipped() -> Iterator[tuple[str, Request]]:
     own = {"ssm_state_indices": None, "inplace_final_state": False, "output_final_state": True}
     yield "recurrent, softplus gate, states in and out", replace(few, lower_bound=None, **own)
     bounds = torch.zeros(3, dtype=torch.int32)
-    packed = {n: getattr(few, n).flatten(0, 1)[None] for n in ("q", "k", "v", "g", "beta")}
+    many = _example(2, 9, True, torch.float32)
+    for name, call in (("recurrent, prompts packed", many), ("recurrent, packed", few)):
+        packed = {n: getattr(call, n).flatten(0, 1)[None] for n in ("q", "k", "v", "g", "beta")}
+        yield name, replace(call, cu_seqlens=bounds, **packed)
     plain = {"use_gate_in_kernel": False, "A_log": None, "dt_bias": None, "lower_bound": None}
     yield (
         "recurrent, packed, decay given, no states",
@@ -240,21 +416,21 @@ def shipped() -> Iterator[tuple[str, Request]]:
     )
 
 
-def _example(N: int, T: int, v_first: bool, state_dtype: torch.dtype, K: int = 128) -> Request:
-    """A decoding step (or a short prefill) of K3: everything in the kernel, states in a pool."""
-    H = 32
+def _example(N: int, T: int, v_first: bool, state_dtype: torch.dtype, K: int = 128, V: int = 0) -> Request:
+    """A decoding step (or a short prefill) of K3: everything in the kernel, states in a pool. V = 0 means K."""
+    H, V = 32, V or K
     x = torch.empty(N, T, H, K, dtype=torch.bfloat16)
     return Request(
         op="fused_recurrent_kda",
         q=x,
         k=x,
-        v=x,
+        v=torch.empty(N, T, H, V, dtype=torch.bfloat16),
         g=x,
         beta=x[..., 0].contiguous(),
         scale=K**-0.5,
         A_log=torch.empty(H),
         dt_bias=torch.empty(H, K),
-        initial_state=torch.empty(N, H, K, K, dtype=state_dtype),
+        initial_state=torch.empty(N, H, *((V, K) if v_first else (K, V)), dtype=state_dtype),
         ssm_state_indices=torch.empty(N, dtype=torch.int32),
         lower_bound=-5.0,
         use_qk_l2norm_in_kernel=True,

@@ -11,6 +11,7 @@ import kda_core
 from kda_core.capabilities import Feature
 from kda_core.testing import references
 from kda_core.testing.cases import BF16, FP16, FP32, FP64, Case
+from kda_core.testing.inputs import same_bits
 from kda_core.testing.marks import each, requires, slow
 
 R = "fused_recurrent_kda"
@@ -57,6 +58,65 @@ FORWARD = [
     Case(name="packed steps int64", op=R, T=4, lengths=(1, 1, 1, 1), index_dtype=torch.int64, state=FP32),
 ]
 
+# More than a few tokens, for which a backend may have another kernel: still exact to float32.
+PROMPTS = [
+    Case(name="prompt", op=R, B=2, T=40, K=64, state=FP32),
+    Case(name="prompt bfloat16", op=R, B=2, T=64, HV=4, K=128, dtype=BF16, gate_dtype=BF16, state=FP32),
+    Case(name="prompt float16", op=R, T=33, K=64, dtype=FP16, state=FP32),
+    Case(name="prompt bfloat16 state V first", op=R, T=24, K=64, V=128, state=BF16, options={"state_v_first": True}),
+    Case(name="prompt without states", op=R, B=2, T=17, V=16, dtype=BF16, final_state=False),
+    Case(name="prompt K 60 V 36", op=R, T=50, K=60, V=36, state=FP32),
+    Case(name="prompt K 256", op=R, T=20, H=1, K=256, V=64, dtype=BF16, state=FP32),
+    Case(
+        name="prompt of a model",
+        op=R,
+        B=2,
+        T=64,
+        H=8,
+        K=128,
+        dtype=BF16,
+        gate_dtype=BF16,
+        gate="softplus",
+        l2norm=True,
+        beta="sigmoid",
+        state=FP32,
+        options={"state_v_first": True},
+    ),
+    Case(
+        name="prompt lower bound",
+        op=R,
+        T=40,
+        HV=4,
+        gate="lower bound",
+        l2norm=True,
+        beta="negative eigenvalues",
+        state=FP32,
+    ),
+    Case(name="prompt slow decay", op=R, T=200, K=64, decay="slow", state=FP32),
+    Case(name="prompt isolated decays", op=R, T=64, K=64, decay="isolated", state=FP32),
+    Case(name="prompt -1e30", op=R, T=40, K=64, decay=-1e30, state=FP32),
+    Case(name="prompt equal keys", op=R, T=64, K=64, decay="none", keys="equal", beta=1.0, state=FP32),
+    Case(name="prompt equal keys bfloat16", op=R, T=64, decay="none", keys="equal", beta=1.0, dtype=BF16, state=FP32),
+    Case(name="prompt parallel keys", op=R, T=64, decay="none", keys="nearly parallel", beta=1.0, state=FP32),
+    Case(name="prompt reflections", op=R, T=40, decay="none", keys="equal", beta="negative eigenvalues"),
+    Case(name="prompts packed", op=R, T=120, HV=4, V=16, lengths=(1, 0, 17, 8, 9, 40, 16, 25), state=FP32),
+    Case(
+        name="prompts packed all in kernel",
+        op=R,
+        T=80,
+        HV=4,
+        K=64,
+        lengths=(30, 1, 49),
+        dtype=BF16,
+        gate_dtype=BF16,
+        gate="softplus",
+        l2norm=True,
+        beta="sigmoid",
+        state=FP32,
+        options={"state_v_first": True},
+    ),
+]
+
 BACKWARD = [
     Case(name="recurrent gradients", op=R, T=20, K=32, V=16, state=FP32, backward=True),
     Case(
@@ -81,6 +141,46 @@ BACKWARD = [
 def test_recurrent(kda, case: Case):
     """Output and final state are within their budgets: float32 arithmetic whatever the inputs."""
     kda.check(case.call())
+
+
+@requires(Feature.RECURRENT)
+@each(PROMPTS)
+def test_recurrent_prompt(kda, case: Case):
+    """FAILURES 4, 5: the same for prompts of many tokens, with hard decays and keys among them."""
+    kda.check(case.call())
+
+
+@requires(Feature.RECURRENT, Feature.VARLEN)
+@pytest.mark.parametrize("middle", [1, 8, 9, 40])
+def test_recurrent_prompt_among_others(kda, middle: int):
+    """FAILURES 28: a sequence's results do not depend on what it is packed with, bit for bit."""
+    T = 30 + middle + 12
+    first = Case(name=f"prompt and neighbours {middle}", op=R, T=T, lengths=(30, middle, 12), state=FP32).call()
+    other = Case(name=f"prompt and others {middle}", op=R, T=T, lengths=(30, middle, 12), state=FP32).call()
+    changed = {}
+    for n in ("q", "k", "v", "g", "beta"):
+        changed[n] = other.tensors[n].clone()
+        changed[n][:, 30 : 30 + middle] = first.tensors[n][:, 30 : 30 + middle]
+    state = other.tensors["initial_state"].clone()
+    state[1] = first.tensors["initial_state"][1]
+    # Neighbours of other lengths, too: 1 + 29 tokens before it.
+    bounds = torch.tensor([0, 1, 30, 30 + middle, T], dtype=torch.int32)
+    states = torch.cat([state[:1], state])
+    again = first.having(**changed, initial_state=states, cu_seqlens=bounds)
+    a, b = kda.run(first), kda.run(again)
+    assert same_bits(a["o"][:, 30 : 30 + middle], b["o"][:, 30 : 30 + middle])
+    assert same_bits(a["final_state"][1], b["final_state"][2])
+
+
+@requires(Feature.RECURRENT)
+@pytest.mark.parametrize("T", [1, 8, 9, 40])
+def test_recurrent_prompt_in_a_batch(kda, T: int):
+    """FAILURES 28: nor on the batch that it is in."""
+    call = Case(name=f"prompts in a batch {T}", op=R, B=3, T=T, state=FP32).call()
+    own = {n: call.tensors[n][1:2] for n in ("q", "k", "v", "g", "beta", "initial_state")}
+    a, b = kda.run(call), kda.run(call.having(**own))
+    assert same_bits(a["o"][1:2], b["o"])
+    assert same_bits(a["final_state"][1:2], b["final_state"])
 
 
 @requires(Feature.RECURRENT, Feature.RECURRENT_BACKWARD)

@@ -1,0 +1,206 @@
+"""Block-parallel kernel for prompts of ``fused_recurrent_kda``: gate, norms, decays, products and the inverse.
+
+One program, one warp, a block of 16 rows and value head; what it writes and why it is exact: ``recurrent_blocks``.
+Pass 1 sums squares of q and k, which scale their rows. Pass 2 goes over the channels in blocks of 16, adds up M and L
+by levels (decays from hierarchical reference points: no exponent is ever positive), and stores ke, qg and kg in kA's
+place. Pass 3 turns kg into kA = Aᵀ kg.
+
+Grid: blocks · HV programs, heads fastest.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from kda_core.triton_lib.decay import after, selected_sum, split, through
+from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
+from kda_core.triton_lib.inverse import inverse_16
+from kda_core_nvidia.prepare import _widen, _widen_gate
+from kda_core_nvidia.recurrent import decay_minus_one, zero_rows
+from kda_core_nvidia.recurrent_blocks import ROWS, TOP, exponent, halves, level, locate, of_level, power, product
+
+_NUMBERS = ["scale", "lower_bound", "T", "N", "blocks", "s_index", "pad_slot_id"]
+
+
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=["cu_seqlens", "indices"])
+def blocks_prepare(
+    q,  # [B, T, H, K]
+    k,  # [B, T, H, K]
+    g,  # [B, T, HV, K]
+    beta,  # [B, T, HV]
+    A_log,  # [HV] or None
+    dt_bias,  # [HV, K] or None
+    planes,  # [slots, HV, PLANES, 16, KP] float16
+    squares,  # [slots, HV, 4, 16, 16] float16
+    factors,  # [slots, HV, 3 * 16 + KP] float32
+    o,  # [B, T, HV, V]; only rows that no recurrence writes
+    cu_seqlens,  # [N + 1] or None
+    indices,  # [N] or None
+    scale,
+    lower_bound,
+    T,
+    N,
+    blocks,  # blocks of a dense sequence
+    s_qn,
+    s_qt,
+    s_qh,
+    s_kn,
+    s_kt,
+    s_kh,
+    s_gn,
+    s_gt,
+    s_gh,
+    s_bn,
+    s_bt,
+    s_bh,
+    s_on,
+    s_ot,
+    s_oh,
+    s_ov,
+    s_index: tl.int64,
+    pad_slot_id: tl.int64,
+    HV: tl.constexpr,
+    GROUP: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    KP: tl.constexpr,
+    VP: tl.constexpr,
+    GATE: tl.constexpr,
+    L2NORM: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    NEG_EIGVAL: tl.constexpr,
+    EXACT_OUT: tl.constexpr,
+    TERMS: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,  # the recurrence may start, and wait, before this kernel ends
+):
+    PLANES: tl.constexpr = 6 if EXACT_OUT else 5
+    if OVERLAP:
+        gdc_launch_dependents()
+    pid = tl.program_id(0).to(tl.int64)
+    i_slot = pid // HV
+    i_h = pid % HV
+    r = tl.arange(0, ROWS)
+    if cu_seqlens is None:
+        i_n = i_slot // blocks
+        row = i_n
+        start = ((i_slot % blocks) * ROWS).to(tl.int32)
+        length = T
+    else:
+        n, before = locate(cu_seqlens, N, i_slot, True)
+        if n == N:
+            return
+        i_n = n.to(tl.int64)
+        row = tl.load(cu_seqlens + i_n).to(tl.int64)
+        start = ((i_slot - before) * ROWS).to(tl.int32)
+        length = (tl.load(cu_seqlens + i_n + 1).to(tl.int64) - row).to(tl.int32)
+    rows = start + r
+    valid = rows < length
+    rows = rows.to(tl.int64)
+    if indices is not None:
+        i_state = tl.load(indices + i_n * s_index).to(tl.int64)
+        if (i_state < 0) | (i_state == pad_slot_id):
+            p_o = o + row * s_on + i_h * s_oh
+            zero_rows(p_o, s_ot, s_ov, start, tl.minimum(length, start + ROWS), 0, 1, V, VP)
+            return
+
+    p_q = q + row * s_qn + i_h // GROUP * s_qh + rows[:, None] * s_qt
+    p_k = k + row * s_kn + i_h // GROUP * s_kh + rows[:, None] * s_kt
+    p_g = g + row * s_gn + i_h * s_gh + rows[:, None] * s_gt
+    b_beta = tl.load(beta + row * s_bn + i_h * s_bh + rows * s_bt, mask=valid, other=0.0)
+    b_beta = write_strength(b_beta, SIGMOID, NEG_EIGVAL)
+    rate = gate_rate(A_log, i_h)
+
+    # Rows of q and k at a norm of 2^TOP; factors hold what their results are to be multiplied with.
+    q_square = tl.zeros([ROWS, ROWS], tl.float32)
+    k_square = tl.zeros([ROWS, ROWS], tl.float32)
+    for i_k in tl.range(0, KP // 16, num_stages=STAGES):
+        o_k = i_k * 16 + r
+        mask = valid[:, None] & (o_k < K)[None, :]
+        b_q = _widen(tl.load(p_q + o_k[None, :], mask=mask, other=0.0), 16)
+        b_k = _widen(tl.load(p_k + o_k[None, :], mask=mask, other=0.0), 16)
+        q_square += b_q * b_q
+        k_square += b_k * b_k
+    q_square = tl.sum(q_square, 1)
+    k_square = tl.sum(k_square, 1)
+    q_e = (exponent(q_square) >> 1) - (TOP - 1)
+    k_e = (exponent(k_square) >> 1) - (TOP - 1)
+    q_factor = power(q_e) * scale
+    k_factor = power(k_e)
+    if L2NORM:
+        q_factor *= tl.rsqrt(q_square + NORM_EPS)
+        k_factor *= tl.rsqrt(k_square + NORM_EPS)
+    q_scale = power(-q_e)[:, None]
+    k_scale = power(-k_e)[:, None]
+
+    diagonal = tl.zeros([ROWS, ROWS], tl.float32)
+    m8 = diagonal
+    m4 = diagonal
+    m2 = diagonal
+    m1 = diagonal
+    l8 = diagonal
+    l4 = diagonal
+    l2 = diagonal
+    l1 = diagonal
+    p_factor = factors + pid * (3 * ROWS + KP)
+    for i_k in tl.range(0, KP // 16, num_stages=STAGES):
+        o_k = i_k * 16 + r
+        mask = valid[:, None] & (o_k < K)[None, :]
+        b_g = _widen_gate(tl.load(p_g + o_k[None, :], mask=mask, other=0.0), 16)
+        b_q = _widen(tl.load(p_q + o_k[None, :], mask=mask, other=0.0), 16) * q_scale
+        b_k = _widen(tl.load(p_k + o_k[None, :], mask=mask, other=0.0), 16) * k_scale
+        bias = 0.0
+        if dt_bias is not None:
+            bias = tl.load(dt_bias + i_h * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)[None, :]
+        y = tl.where(mask, log2_decay(b_g, rate, bias, lower_bound, GATE), 0.0)
+        parts = split(y, TERMS)
+        p_plane = planes + pid * (PLANES * ROWS * KP) + r[:, None] * KP + o_k[None, :]
+        total = selected_sum(through(r, r), parts, TERMS)
+        tl.store(p_factor + 3 * ROWS + o_k[None, :] + r[:, None] * 0, total, mask=r[:, None] == ROWS - 1)
+        decay = tl.exp2(total)
+        high, low = halves(b_k * decay)
+        tl.store(p_plane, high)
+        tl.store(p_plane + 2 * ROWS * KP, low)
+        high, low = halves(b_q * decay)
+        tl.store(p_plane + ROWS * KP, high)
+        if EXACT_OUT:
+            tl.store(p_plane + 5 * ROWS * KP, low)
+        decay = tl.exp2(selected_sum(after(r, r), parts, TERMS))
+        high, low = halves(b_k * decay)
+        tl.store(p_plane + 3 * ROWS * KP, high)
+        tl.store(p_plane + 4 * ROWS * KP, low)
+        # M and L: decays by hierarchical reference points, no exponent is ever positive.
+        diagonal += b_q * b_k
+        m8, l8 = level(b_q, b_k, parts, m8, l8, 8, TERMS, EXACT_OUT)
+        m4, l4 = level(b_q, b_k, parts, m4, l4, 4, TERMS, EXACT_OUT)
+        m2, l2 = level(b_q, b_k, parts, m2, l2, 2, TERMS, EXACT_OUT)
+        m1, l1 = level(b_q, b_k, parts, m1, l1, 1, TERMS, EXACT_OUT)
+    M = tl.where(r[:, None] == r[None, :], tl.sum(diagonal, 1)[:, None], of_level(m8, m4, m2, m1))
+    L = of_level(l8, l4, l2, l1) * (k_factor[:, None] * (b_beta * k_factor)[None, :])
+    A = inverse_16(L, r, r, "tf32x3") * (b_beta * k_factor)[:, None]
+    # Columns of A at a sum of 2^0: kA, sums of rows of a norm of 2^TOP, is then of at most that norm.
+    a_e = exponent(tl.sum(tl.abs(A), 0)) + 1
+    A *= power(-a_e)[None, :]
+    p_square = squares + pid * (2 * ROWS * ROWS) + r[:, None] * ROWS + r[None, :]
+    # Norms of 2^TOP each: |M| <= 2^(2 TOP), and |P| likewise.
+    P = tl.dot(M * 2.0**-TOP, A, input_precision="tf32x3" if EXACT_OUT else "tf32")
+    p_high, p_low = halves(P)
+    tl.store(p_square, p_high)
+    if EXACT_OUT:
+        tl.store(p_square + ROWS * ROWS, p_low)
+    tl.store(p_factor + r, k_factor)
+    tl.store(p_factor + ROWS + r, power(a_e))
+    tl.store(p_factor + 2 * ROWS + r, q_factor)
+
+    # kg was written by other threads of this program, and so were the sums of decays.
+    tl.debug_barrier()
+    a_high, a_low = halves(tl.trans(A) * 2.0**TOP)
+    for i_k in tl.range(0, KP // 16, num_stages=STAGES):
+        p_plane = planes + pid * (PLANES * ROWS * KP) + 3 * ROWS * KP + r[:, None] * KP + (i_k * 16 + r)[None, :]
+        kg_high = tl.load(p_plane)
+        kg_low = tl.load(p_plane + ROWS * KP)
+        high, low = halves(product(a_high, a_low, kg_high, kg_low, None, True) * 2.0**-TOP)
+        tl.store(p_plane, high)
+        tl.store(p_plane + ROWS * KP, low)
+    p_loss = p_factor + 3 * ROWS + tl.arange(0, KP)
+    tl.store(p_loss, decay_minus_one(tl.load(p_loss)))

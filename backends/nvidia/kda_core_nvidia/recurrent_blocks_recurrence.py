@@ -1,0 +1,144 @@
+"""Sequential kernel for prompts of ``fused_recurrent_kda``: from the blocks' tensors to outputs and final states.
+
+    r = v − ke S        o = qg S + P r        S ← S + (exp(G_C) − 1) ⊙ S + kAᵀ r
+
+The state is held transposed, Sᵀ [BV, KP] in float32 registers, so that its halves are the left operands of products,
+which wgmma takes from registers. Where the chip can, this kernel starts before ``blocks_prepare`` ends, loads its
+state, and waits.
+
+Grid: sequences · HV · ceil(V / BV) programs, value blocks fastest, then heads.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from kda_core_nvidia.recurrent_blocks import ROWS, TOP, locate, product, scaled_halves
+
+
+@triton.jit(
+    do_not_specialize=["T", "N", "blocks", "s_index", "pad_slot_id"],
+    do_not_specialize_on_alignment=["cu_seqlens", "indices"],
+)
+def blocks_recurrence(
+    planes,
+    squares,
+    factors,
+    v,  # [B, T, HV, V]
+    initial_state,  # [N or slots of a pool, HV, K, V] (or [..., V, K]) or None
+    final_state,  # likewise; the same tensor when it is advanced in place
+    o,  # [B, T, HV, V]
+    cu_seqlens,  # [N + 1] or None
+    indices,  # [N] slots or None
+    T,
+    N,
+    blocks,
+    s_vn,
+    s_vt,
+    s_vh,
+    s_on,
+    s_ot,
+    s_oh,
+    s_ov,
+    s_in,
+    s_ih,
+    s_fn,
+    s_fh,
+    s_index: tl.int64,
+    pad_slot_id: tl.int64,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    KP: tl.constexpr,
+    BV: tl.constexpr,
+    I_K: tl.constexpr,
+    I_V: tl.constexpr,
+    F_K: tl.constexpr,
+    F_V: tl.constexpr,
+    EXACT_OUT: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    PLANES: tl.constexpr = 6 if EXACT_OUT else 5
+    BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0)
+    i_v = pid % BLOCKS
+    i_h = (pid // BLOCKS % HV).to(tl.int64)
+    i_n = (pid // (BLOCKS * HV)).to(tl.int64)
+    r = tl.arange(0, ROWS)
+    o_k = tl.arange(0, KP)
+    o_v = i_v * BV + tl.arange(0, BV)
+    m_v = o_v < V
+    if cu_seqlens is None:
+        row = i_n
+        length = tl.full([], 1, tl.int32) * T
+        slot = i_n * blocks
+    else:
+        n, before = locate(cu_seqlens, N, i_n, False)
+        if n == N:
+            return
+        i_n = n.to(tl.int64)
+        slot = before.to(tl.int64)
+        row = tl.load(cu_seqlens + i_n).to(tl.int64)
+        length = (tl.load(cu_seqlens + i_n + 1).to(tl.int64) - row).to(tl.int32)
+    i_state = i_n
+    if indices is not None:
+        i_state = tl.load(indices + i_n * s_index).to(tl.int64)
+        if (i_state < 0) | (i_state == pad_slot_id):
+            return
+
+    m_state = m_v[:, None] & (o_k < K)[None, :]
+    S = tl.zeros([BV, KP], tl.float32)
+    if initial_state is not None:
+        p_state = initial_state + i_state * s_in + i_h * s_ih
+        p_state += o_v[:, None].to(tl.int64) * I_V + o_k[None, :].to(tl.int64) * I_K
+        S = tl.load(p_state, mask=m_state, other=0.0).to(tl.float32)
+    if OVERLAP:
+        # Boundaries, indices and states are older than the kernel whose results are awaited.
+        gdc_wait()
+    p_v = v + row * s_vn + i_h * s_vh + o_v[None, :]
+    p_o = o + row * s_on + i_h * s_oh + o_v[None, :].to(tl.int64) * s_ov
+    o_plane = r[:, None] * KP + o_k[None, :]
+    o_both = tl.arange(0, 2 * ROWS)[:, None] * KP + o_k[None, :]
+    for i in tl.range(0, tl.cdiv(length, ROWS), num_stages=STAGES):
+        at = (slot + i) * HV + i_h
+        p_plane = planes + at * (PLANES * ROWS * KP)
+        both = tl.load(p_plane + o_both)
+        ke_low = tl.load(p_plane + 2 * ROWS * KP + o_plane)
+        ka_high = tl.load(p_plane + 3 * ROWS * KP + o_plane)
+        ka_low = tl.load(p_plane + 4 * ROWS * KP + o_plane)
+        p_square = squares + at * (2 * ROWS * ROWS) + r[:, None] * ROWS + r[None, :]
+        p_high = tl.load(p_square)
+        p_factor = factors + at * (3 * ROWS + KP)
+        k_factor = tl.load(p_factor + r)
+        a_factor = tl.load(p_factor + ROWS + r)
+        q_factor = tl.load(p_factor + 2 * ROWS + r)
+        loss = tl.load(p_factor + 3 * ROWS + o_k)
+        rows = i * ROWS + r
+        m_o = (rows < length)[:, None] & m_v[None, :]
+        rows = rows.to(tl.int64)
+        b_v = tl.load(p_v + rows[:, None] * s_vt, mask=m_o, other=0.0).to(tl.float32)
+
+        s_high, s_low, s_factor = scaled_halves(S)
+        # ke and qg at once: sixteen columns more cost the matrix unit nothing.
+        known = tl.dot(s_low, tl.trans(both))
+        known = tl.dot(s_high, tl.trans(both), known)
+        known, b_o = tl.split(tl.permute(tl.reshape(known, [BV, 2, ROWS]), (0, 2, 1)))
+        known += tl.dot(s_high, tl.trans(ke_low))
+        if EXACT_OUT:
+            b_o += tl.dot(s_high, tl.trans(tl.load(p_plane + 5 * ROWS * KP + o_plane)))
+        b_r = tl.trans(b_v) - known * s_factor[:, None] * k_factor[None, :]
+        r_high, r_low, r_factor = scaled_halves(b_r * a_factor[None, :])
+        p_low = p_high
+        if EXACT_OUT:
+            p_low = tl.load(p_square + ROWS * ROWS)
+        b_p = product(r_high, r_low, tl.trans(p_high), tl.trans(p_low), None, EXACT_OUT)
+        b_o = (b_o * s_factor[:, None] + b_p * (r_factor * 2.0**TOP)[:, None]) * q_factor[None, :]
+        S += S * loss[None, :]
+        S += product(r_high, r_low, ka_high, ka_low, None, True) * r_factor[:, None]
+        tl.store(p_o + rows[:, None] * s_ot, tl.trans(b_o).to(o.dtype.element_ty), mask=m_o)
+
+    if final_state is not None:
+        p_state = final_state + i_state * s_fn + i_h * s_fh
+        p_state += o_v[:, None].to(tl.int64) * F_V + o_k[None, :].to(tl.int64) * F_K
+        tl.store(p_state, S.to(final_state.dtype.element_ty), mask=m_state)
