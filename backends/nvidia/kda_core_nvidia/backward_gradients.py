@@ -187,16 +187,6 @@ def gradients_kernel(
     b_g = tl.load(g + o_c[None, :] * s_gt + o_k[:, None], mask=m_kc, other=0.0)
     b_q = tl.load(q + o_c[None, :] * s_qt + o_k[:, None], mask=m_kc, other=0.0)
     b_k = tl.load(k + o_c[None, :] * s_kt + o_k[:, None], mask=m_kc, other=0.0)
-    # What the loop does not need is loaded before it all the same: afterwards nothing would hide the way to memory.
-    b_beta = tl.load(beta + o_c * s_bt, mask=m_c, other=0.0).to(tl.float32)
-    b_d = tl.load(D + block * KP + o_k)
-    if norms is not None:
-        q_norm = tl.load(norms + block * (2 * C) + o_c)
-        k_norm = tl.load(norms + block * (2 * C) + C + o_c)
-    a = gate_rate(A_log, i_h)
-    b_bias = tl.zeros([BK], tl.float32)
-    if dt_bias is not None:
-        b_bias = tl.load(dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)
     # Blocks are transposed, [channels, C], here and below.
     b_mu = tl.zeros([C, C], tl.float32)
     b_lu = tl.zeros([C, C], tl.float32)
@@ -231,21 +221,26 @@ def gradients_kernel(
     b_mu = tl.where(below, b_mu, 0.0).to(dt)
     b_lu = tl.where(below, b_lu, 0.0).to(dt)
 
+    b_beta = tl.load(beta + o_c * s_bt, mask=m_c, other=0.0).to(tl.float32)
     beta_slope = tl.full([C], 1.0, tl.float32)
     if BETA_SIGMOID:
         beta_slope = tl.sigmoid(b_beta)
         b_beta = tl.where(m_c, BETA_SCALE * beta_slope, 0.0)
         beta_slope = b_beta * (1.0 - beta_slope)
+    a = gate_rate(A_log, i_h)
+    b_bias = tl.zeros([BK], tl.float32)
+    if dt_bias is not None:
+        b_bias = tl.load(dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)
     b_y = tl.where(m_kc, log2_decay(b_g.to(tl.float32), a, b_bias, lower_bound, GATE), 0.0)
     hi, mid, lo = split3(b_y, dt)
     # The sum of 16 equal numbers is exact.
-    b_sums = tl.sum(b_sums, 1) * (b_d * (1 / 16))
+    b_sums = tl.sum(b_sums, 1) * (tl.load(D + block * KP + o_k) * (1 / 16))
     b_dgamma = tl.zeros([BK, C], tl.float32) + b_sums[:, None]
     b_q = b_q.to(tl.float32)
     b_k = b_k.to(tl.float32)
     if norms is not None:
-        b_q *= q_norm[None, :]
-        b_k *= k_norm[None, :]
+        b_q *= tl.load(norms + block * (2 * C) + o_c)[None, :]
+        b_k *= tl.load(norms + block * (2 * C) + C + o_c)[None, :]
     total = tl.sum(b_y, 1)
     if MILD > 0 and tl.min(total) >= -MILD:
         b_dq, b_dkr, b_dkc, b_dgamma = _mild_decay(
