@@ -97,14 +97,14 @@ def sequence_bounds(r: Request) -> list[tuple[int, int, int]]:
 def _slots(r: Request) -> Tensor:
     """[N, W] int64 slot indices of a pool, every skipped entry as -1."""
     if r.ssm_state_indices is None:
-        return torch.arange(r.N)[:, None]
+        return torch.arange(r.N, device="cpu")[:, None]
     indices = r.ssm_state_indices.cpu().long().reshape(r.N, -1)
     return torch.where((indices < 0) | (indices == r.pad_slot_id), -1, indices)
 
 
 def _initial(r: Request, x: Tensor | None) -> tuple[Tensor, Tensor]:
     """The dense initial state [N, HV, K, V] and which rows are skipped."""
-    none = torch.zeros(r.N, dtype=torch.bool)
+    none = torch.zeros(r.N, dtype=torch.bool, device="cpu")
     if x is None:
         return r.v.new_zeros(r.N, r.HV, r.K, r.V, dtype=torch.float64), none
     if r.inplace_final_state:

@@ -359,15 +359,16 @@ def test_gate_never_gives_nan(lower_bound, A_log):
 
 @pytest.mark.parametrize("layout", [{"B": 5, "T": 1}, {"cu": [0, 1, 2, 3], "T": 5}])
 @pytest.mark.parametrize("pooled", [False, True])
-def test_the_decoding_path_is_the_general_one(layout, pooled, monkeypatch):
+@pytest.mark.parametrize(("K", "V"), [(12, 10), (128, 96)])
+def test_the_decoding_path_is_the_general_one(layout, pooled, K, V, monkeypatch):
     N = 5 if "B" in layout else 3
-    options = {}
+    options = {"K": K, "V": V}
     if pooled:
-        pool = torch.randn(7, 4, 12, 10)
-        options = {"inplace_final_state": True, "ssm_state_indices": torch.tensor([6, -1, 0, 3, 2])[:N]}
+        pool = torch.randn(7, 4, K, V)
+        options |= {"inplace_final_state": True, "ssm_state_indices": torch.tensor([6, -1, 0, 3, 2])[:N]}
 
     def run():
-        own = {**options, "initial_state": pool.clone()} if pooled else {}
+        own = {**options, "initial_state": pool.clone()} if pooled else options
         r = make_request(RECURRENT, **layout, HV=4, **own)
         result = forward(r)
         return result.o, r.initial_state if pooled else result.final_state
@@ -440,6 +441,45 @@ def test_autocast_and_grad_mode_do_not_reach_the_arithmetic():
         result = forward(r)
     assert torch.equal(result.o, expected.o)
     assert not result.o.requires_grad
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("op", [CHUNK, RECURRENT])
+@pytest.mark.parametrize("layout", [{"B": 2, "T": 40}, {"B": 2, "T": 1}, {"cu": [0, 5, 5, 40], "T": 44}])
+def test_the_default_device_is_not_where_the_tensors_are(op, layout, backend):
+    r = make_request(op, **layout)
+    inputs = {name: getattr(r, name) for name in DIFFERENTIABLE}
+    own = {**inputs, "cu_seqlens": r.cu_seqlens, "output_final_state": True, "use_gate_in_kernel": True}
+    function, pool = getattr(kda_core, op), torch.randn(5, 2, 12, 10)
+    slots = torch.tensor([3, -1, 0])[: r.N]
+
+    def run():
+        leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+        o, state = function(**(own | leaves), backend=backend)
+        grads = torch.autograd.grad(o.sum() + state.sum(), list(leaves.values()))
+        states = pool.clone()
+        paged, _ = function(**own | {"initial_state": states, "ssm_state_indices": slots}, backend=backend)
+        gate = kda_core.kda_gate(r.g, r.A_log, r.dt_bias, backend=backend)
+        return [o, state, *grads, paged, states, gate]
+
+    expected = run()
+    with torch.device("meta"):
+        found = run()
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_a_call_after_one_in_inference_mode_can_be_differentiated():
+    def run():
+        r = make_request(RECURRENT, B=3, T=1, H=3, K=128, V=64)
+        x = {name: getattr(r, name) for name in ("q", "k", "v", "g", "beta")}
+        x["q"].requires_grad_(not torch.is_inference_mode_enabled())
+        return x["q"], kda_core.fused_recurrent_kda(**x, backend="cpu")[0]
+
+    with torch.inference_mode():
+        _, expected = run()
+    q, o = run()
+    assert torch.equal(o, expected)
+    assert torch.autograd.grad(o.sum(), q)[0].isfinite().all()
 
 
 def test_what_the_backend_declares():

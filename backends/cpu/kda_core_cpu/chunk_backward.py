@@ -46,7 +46,7 @@ def chunk_backward(request: Request) -> BackwardResult:
     grads = _Gradients(request)
     budget = max(1, window_budget(request, C) // _BACKWARD_SHARE)
     for group in lane_groups(sequences, request, C, lane_budget(request)):
-        dS = torch.zeros(len(group.ids), group.n_heads, request.K, request.V, dtype=request.compute_dtype)
+        dS = torch.zeros(len(group.ids), group.n_heads, request.K, request.V, dtype=request.compute_dtype, device="cpu")
         if request.grad_final_state is not None:
             dS.copy_(group.rows_of(key_first(request.grad_final_state, request)))
         lanes = dS.flatten(0, 1)
@@ -88,12 +88,12 @@ class _Gradients:
                 like = getattr(request, name)
                 # Rows that belong to no sequence have no gradient; only packed layouts have such rows.
                 make = torch.empty if request.cu_seqlens is None or name == "initial_state" else torch.zeros
-                self.tensors[name] = make(like.shape, dtype=like.dtype)
+                self.tensors[name] = make(like.shape, dtype=like.dtype, device="cpu")
         # Sums over all tokens stay in the compute dtype until the end.
         if "A_log" in request.needs_grad:
-            self.tensors["A_log"] = torch.zeros(request.HV, dtype=request.compute_dtype)
+            self.tensors["A_log"] = torch.zeros(request.HV, dtype=request.compute_dtype, device="cpu")
         if "dt_bias" in request.needs_grad:
-            self.tensors["dt_bias"] = torch.zeros(request.HV, request.K, dtype=request.compute_dtype)
+            self.tensors["dt_bias"] = torch.zeros(request.HV, request.K, dtype=request.compute_dtype, device="cpu")
         initial = self.tensors.get("initial_state")
         self.initial_state = None if initial is None else key_first(initial, request)
 

@@ -109,7 +109,7 @@ def chunk_forward(request: Request) -> ForwardResult:
     workspace, inputs = Workspace(request.compute_dtype), RowInputs(request)
     budget = window_budget(request, C)
     for group in lane_groups(sequences, request, C, lane_budget(request)):
-        S = torch.empty(len(group.ids) * group.n_heads, request.K, request.V, dtype=request.compute_dtype)
+        S = torch.empty(len(group.ids) * group.n_heads, request.K, request.V, dtype=request.compute_dtype, device="cpu")
         states.read(group.ids.tolist(), group.heads, into=S)
         for i0, i1 in group.windows(budget):
             _run_window(workspace, inputs, Window(group, i0, i1), S, o, h, saved)
@@ -135,7 +135,7 @@ def load_rows(workspace: Workspace, inputs: RowInputs, window: Window) -> tuple[
 def empty_output(request: Request) -> Tensor:
     """The tensor for o, with any content."""
     shape = (request.B, request.T, request.HV, request.V)
-    return torch.empty(shape, dtype=request.q.dtype) if request.out is None else request.out
+    return torch.empty(shape, dtype=request.q.dtype, device="cpu") if request.out is None else request.out
 
 
 def _intermediate_states(request: Request, sequences: Sequences) -> ChunkRecord | None:
@@ -143,14 +143,14 @@ def _intermediate_states(request: Request, sequences: Sequences) -> ChunkRecord 
         return None
     shape = (request.B, sequences.chunks, request.HV, *request.state_shape[2:])
     # Skipped rows of a pool have no state to report.
-    h = torch.zeros(shape, dtype=request.state_dtype)
+    h = torch.zeros(shape, dtype=request.state_dtype, device="cpu")
     return ChunkRecord(h, key_first(h, request))
 
 
 def _blank(request: Request) -> tuple[Tensor, ...]:
     """Unfilled saved tensors; for packed sequences zero, because the bound leaves some chunks unused."""
     make = torch.empty if request.cu_seqlens is None else torch.zeros
-    return tuple(make(spec.shape, dtype=spec.dtype) for spec in saved_spec(request))
+    return tuple(make(spec.shape, dtype=spec.dtype, device="cpu") for spec in saved_spec(request))
 
 
 def _run_window(

@@ -73,7 +73,7 @@ def log_decay_backward(
 def gate_forward(request: GateRequest) -> Tensor:
     """``kda_gate``: a fresh contiguous tensor of g's shape, float32 (float64 for float64 g)."""
     dtype = request.output_dtype
-    x = torch.empty(request.g.shape, dtype=dtype).copy_(request.g)
+    x = torch.empty(request.g.shape, dtype=dtype, device="cpu").copy_(request.g)
     rate, bias = _parameters(request)
     return log_decay(x, rate, bias, request.lower_bound)
 
@@ -82,7 +82,7 @@ def gate_backward(request: GateRequest) -> BackwardResult:
     """Gradients of ``kda_gate`` for the inputs in ``request.needs_grad``."""
     dtype = request.output_dtype
     g, needs = request.g, request.needs_grad
-    x = torch.empty(g.shape, dtype=dtype).copy_(g)
+    x = torch.empty(g.shape, dtype=dtype, device="cpu").copy_(g)
     rate, bias = _parameters(request)
     grad = torch.zeros_like(x) if request.grad_output is None else request.grad_output.to(dtype)
     grad_x, summand = log_decay_backward(x, rate, bias, request.lower_bound, grad)

@@ -71,7 +71,7 @@ class Workspace:
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < whole:
             views.clear()
-            buffer = self._buffers[name] = (torch.zeros if zero else torch.empty)(whole, dtype=self.dtype)
+            buffer = self._buffers[name] = (torch.zeros if zero else torch.empty)(whole, dtype=self.dtype, device="cpu")
         view = views[shape] = (buffer if buffer.numel() == numel else buffer[:numel]).view(shape)
         return view
 
@@ -103,7 +103,7 @@ def rows_per_chunk(request: Request) -> int:
 def token_counts(request: Request) -> Tensor:
     """[N] tokens of every sequence, int64."""
     if request.cu_seqlens is None:
-        return torch.full((request.N,), request.T, dtype=torch.long)
+        return torch.full((request.N,), request.T, dtype=torch.long, device="cpu")
     return (request.cu_seqlens if request.cu_seqlens_cpu is None else request.cu_seqlens_cpu).long().diff()
 
 
@@ -144,10 +144,18 @@ class Sequences:
         first_chunk = counts.cumsum(0) - counts
         packed = request.cu_seqlens is not None
         if packed:
-            start, batch, chunks = length.cumsum(0) - length, torch.zeros(N, dtype=torch.long), int(counts.sum())
+            start, batch, chunks = (
+                length.cumsum(0) - length,
+                torch.zeros(N, dtype=torch.long, device="cpu"),
+                int(counts.sum()),
+            )
             ids = length.argsort(descending=True, stable=True)
         else:
-            start, batch, chunks = torch.zeros(N, dtype=torch.long), torch.arange(N), -(-request.T // chunk)
+            start, batch, chunks = (
+                torch.zeros(N, dtype=torch.long, device="cpu"),
+                torch.arange(N, device="cpu"),
+                -(-request.T // chunk),
+            )
             ids = batch
         if skip is not None:
             length = length.masked_fill(skip, 0)
@@ -176,7 +184,7 @@ class Group:
     def span(self) -> slice | None:
         """The sequences as a slice when they are neighbours in order, else None."""
         first, n = int(self.ids[0]), len(self.ids)
-        neighbours = n == 1 or bool((self.ids == torch.arange(first, first + n)).all())
+        neighbours = n == 1 or bool((self.ids == torch.arange(first, first + n, device="cpu")).all())
         return slice(first, first + n) if neighbours else None
 
     def rows_of(self, x: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class PoolRows:
     @property
     def skipped(self) -> Tensor | None:
         """[N] bool, or None when no sequence is skipped."""
-        return torch.tensor(self.slot) < 0 if min(self.slot, default=0) < 0 else None
+        return torch.tensor(self.slot, device="cpu") < 0 if min(self.slot, default=0) < 0 else None
 
 
 class States:
@@ -62,7 +62,7 @@ class States:
         self.initial = None if request.initial_state is None else key_first(request.initial_state, request)
         self.home: Tensor | None = self.initial if pool is not None else None
         if request.output_final_state and pool is None:
-            self.result = torch.empty(request.state_shape, dtype=request.state_dtype)
+            self.result = torch.empty(request.state_shape, dtype=request.state_dtype, device="cpu")
             self.home = key_first(self.result, request)
 
     def read(self, ids: list[int], heads: slice, into: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class States:
             return None
         index = self._index(ids)
         view = _view(self.initial, index, heads)
-        return self.initial[torch.tensor(index), heads].flatten(0, 1) if view is None else view
+        return self.initial[torch.tensor(index, device="cpu"), heads].flatten(0, 1) if view is None else view
 
     def in_place(self, ids: list[int], heads: slice) -> Tensor | None:
         """A view of where the last states of ``ids`` belong, if there is one in the compute dtype."""
@@ -109,7 +109,7 @@ def _put(home: Tensor, index: list[int], heads: slice, states: Tensor) -> None:
         return
     view = _view(home, index, heads)
     if view is None:
-        home[torch.tensor(index), heads] = states.unflatten(0, (len(index), -1)).to(home.dtype)
+        home[torch.tensor(index, device="cpu"), heads] = states.unflatten(0, (len(index), -1)).to(home.dtype)
     else:
         view.copy_(states)
 

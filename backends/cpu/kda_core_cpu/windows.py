@@ -51,9 +51,9 @@ class Window:
     @cached_property
     def _pair_index(self) -> tuple[Tensor, Tensor]:
         """Sequence and step of every pair."""
-        alive = torch.tensor([s.stop - s.start for s in self.steps])
-        order = torch.cat([torch.arange(n) for n in alive.tolist()])
-        return self.group.ids[order], torch.arange(self.i0, self.i1).repeat_interleave(alive)
+        alive = torch.tensor([s.stop - s.start for s in self.steps], device="cpu")
+        order = torch.cat([torch.arange(n, device="cpu") for n in alive.tolist()])
+        return self.group.ids[order], torch.arange(self.i0, self.i1, device="cpu").repeat_interleave(alive)
 
     @cached_property
     def chunk_index(self) -> Tensor:
@@ -88,7 +88,7 @@ class Window:
         """Batch row [pairs, 1], token [pairs, C], which are padding [pairs, C], and the rows that are not, or None."""
         sequences, chunk = self.group.sequences, self.group.chunk
         sequence, step = self._pair_index
-        offset = (step * chunk)[:, None] + torch.arange(chunk)
+        offset = (step * chunk)[:, None] + torch.arange(chunk, device="cpu")
         padding = offset >= sequences.length[sequence][:, None]
         # A padding row reads its own sequence's first row and is overwritten, so that no neighbour leaks in.
         token = sequences.start[sequence][:, None] + offset.masked_fill(padding, 0)

@@ -307,9 +307,10 @@ def _backward(call: Request) -> dict[str, Tensor]:
             hat = torch.float32 if grouped else dtype
             dq_hat, dk_hat = (q.new_empty((B, T, HV, K), dtype=hat) for _ in range(2))
             dg, dbeta_partial = g.new_empty((B, T, HV, K)), D.new_empty((NK, B, T, HV))
-            # Slots that hold nothing write no summand.
-            dA = None if A_log is None else D.new_zeros((n_slots, HV, NK))
-            dbias = None if dt_bias is None else D.new_zeros((n_slots, HV, K))
+            # Slots that hold nothing write no summand; only packed calls have such.
+            summands = D.new_empty if cu is None else D.new_zeros
+            dA = None if A_log is None else summands((n_slots, HV, NK))
+            dbias = None if dt_bias is None else summands((n_slots, HV, K))
         _gradients(
             ((n_slots if turn is None else count * NT) * HV * NK, 1, 1),
             (
