@@ -41,6 +41,12 @@ Subject(find_target("amd", interpret=True)).check({case}.call())
 """
 
 
+FEW_REGISTERS = """
+from kda_core_amd import launch
+launch.architecture = lambda device: launch.ARCHITECTURES["gfx1100"]
+"""
+
+
 def _python(code: str, **environment: str) -> subprocess.CompletedProcess:
     clean = {n: v for n, v in os.environ.items() if n not in ("TRITON_INTERPRET", "KDA_FOREIGN_DEVICE", "KDA_BACKEND")}
     settings = clean | {"OMP_NUM_THREADS": "1"} | environment
@@ -51,6 +57,17 @@ def _python(code: str, **environment: str) -> subprocess.CompletedProcess:
 def test_interpreted_kernels_are_right(name: str):
     """Every kernel, within the kit's budgets."""
     done = _python(CHECK.format(case=CASES[name]), TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("dtype", ["FP16", "FP32"])
+def test_few_registers(dtype: str):
+    """gfx1100's way of the kernels: a state in blocks of key channels, and one level of a tile at a time."""
+    case = (
+        f"Case(name='amd gfx1100', T=37, lengths=(35, 2), HV=2, H=1, K=40, V=20, dtype={dtype}, state=FP32,"
+        " gate='softplus', l2norm=True, beta='sigmoid', backward=True, options={'state_v_first': True})"
+    )
+    done = _python(FEW_REGISTERS + CHECK.format(case=case), TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
 
 

@@ -3,7 +3,7 @@
 The launch functions run on small CPU tensors with the launch itself replaced by a recorder, so that what is compiled
 is what a call would compile. For each kernel: vector registers, spills and local data share, as the assembler's
 metadata has them, and the waves that fit on a SIMD unit. Exit status 1 when a kernel spills more registers than
-stated (SPILL_LIMIT, KNOWN_SPILLS) or needs more local data share than the chip has.
+stated (SPILL_LIMIT, KNOWN_LARGE_SPILLS) or needs more local data share than the chip has.
 """
 
 from __future__ import annotations
@@ -33,29 +33,18 @@ from kda_core_amd.launch import ARCHITECTURES, FOREIGN_ARCHITECTURE, Architectur
 SPILL_LIMIT = 8
 """Vector registers of a lane that may be kept in memory: a few saved round a loop cost nothing that can be measured."""
 
-KNOWN_SPILLS = {
-    ("gfx1100", "prepare", 2, 128): 16,
-    ("gfx1100", "prepare", 2, 256): 16,
-    ("gfx1100", "recurrence", 2, 256): 184,
-    ("gfx1100", "recurrence", 4, 128): 104,
-    ("gfx1100", "recurrence", 4, 256): 352,
+KNOWN_LARGE_SPILLS = {
+    ("gfx1100", "recurrence", 2, 128): 16,
+    ("gfx1100", "recurrence", 2, 256): 16,
+    ("gfx1100", "recurrence", 4, 256): 24,
     ("gfx1100", "recurrence, h", 2, 128): 56,
-    ("gfx1100", "recurrence, h", 2, 256): 376,
-    ("gfx1100", "recurrence, h", 4, 128): 104,
-    ("gfx1100", "recurrence, h", 4, 256): 352,
-    ("gfx1100", "states_kernel", 2, 256): 136,
-    ("gfx1100", "states_kernel", 4, 256): 56,
-    ("gfx1100", "reverse_kernel", 2, 128): 40,
-    ("gfx1100", "reverse_kernel", 2, 256): 312,
-    ("gfx1100", "reverse_kernel", 4, 256): 64,
-    ("gfx1100", "gradients_kernel", 2, 128): 40,
-    ("gfx1100", "gradients_kernel", 2, 256): 40,
-    ("gfx1100", "gradients_kernel", 4, 128): 72,
-    ("gfx1100", "gradients_kernel", 4, 256): 64,
+    ("gfx1100", "recurrence, h", 2, 256): 160,
+    ("gfx1100", "reverse_kernel", 2, 128): 16,
+    ("gfx1100", "reverse_kernel", 2, 256): 40,
 }
 """(architecture, kernel, bytes of an operand, padded K up to) -> registers of a lane that are kept in memory by kernels
-that are served in spite of it ("h": with intermediate states). gfx1100's matrix unit wants every operand in both halves
-of a wave, it has none for float32, and a lane has 256 registers: the state and one chunk's operands do not fit."""
+that are served in spite of it, for tensors of 2 GiB and more alone ("h": with intermediate states). A lane of gfx1100
+has 256 registers, its matrix unit wants every operand in both halves of a wave, and an address of 64 bits takes two."""
 
 POINTER_RANGE = 32
 """Bits that reach every byte of a tensor below 2 GiB; triton's ROCm launcher says so of such a tensor."""
@@ -166,14 +155,15 @@ class Resources:
             waves = min(waves, target.lds // self.lds * num_warps / target.simds)
         return waves
 
-    def problems(self, recorded: Launch) -> list[str]:
-        """Why a configuration must not be shipped."""
+    def problems(self, recorded: Launch, small: bool = True) -> list[str]:
+        """Why a configuration must not be shipped; ``small`` as it was compiled."""
         found = []
         target = recorded.target
         operand = next(x for x in recorded.arguments.values() if isinstance(x, Tensor)).dtype.itemsize
         width = 128 if recorded.arguments["KP"] <= 128 else 256
         name = recorded.kernel.fn.__name__ + ", h" * isinstance(recorded.arguments.get("h"), Tensor)
-        limit = KNOWN_SPILLS.get((target.name, name, operand, width), SPILL_LIMIT)
+        stated = {} if small else KNOWN_LARGE_SPILLS
+        limit = stated.get((target.name, name, operand, width), SPILL_LIMIT)
         if self.vgpr_spills > limit:
             found.append(f"{self.vgpr_spills} spilled registers, at most {limit} allowed")
         if self.lds > target.lds:
@@ -303,7 +293,7 @@ def _line(index: int, small: bool) -> tuple[str, bool]:
     one = _JOBS[index]
     kernel, waves = compiled(one, small), one.config.num_warps
     taken = Resources.of(kernel)
-    problems = taken.problems(one)
+    problems = taken.problems(one, small)
     if not small:
         problems += [f"32-bit address: {h.line} ({h.reason})" for h in hazards(kernel.asm["ttgir"])]
     line = (

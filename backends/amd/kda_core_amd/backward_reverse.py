@@ -2,14 +2,14 @@
 
     dv = Pᵀ do + kA dS        dS ← D ⊙ dS + qgᵀ do − keᵀ dv
 
-dS is held transposed, [BV, KP], and ends as the gradient of the initial state. Grid and block order are those of
-``recurrence``. Every offset is int64, from the program id up.
+dS is held transposed, in blocks as the state in ``recurrence``, and ends as the gradient of the initial state. Grid and
+block order are those of ``recurrence``. Every offset is int64, from the program id up.
 """
 
 import triton
 import triton.language as tl
 
-from kda_core_amd.recurrence import state_offsets
+from kda_core_amd.recurrence import load_state, store_state
 
 
 @triton.jit(do_not_specialize=["T", "chunks", "HV", "programs", "s_ob", "s_vb"])
@@ -46,6 +46,7 @@ def reverse_kernel(
     KP: tl.constexpr,
     VP: tl.constexpr,
     BV: tl.constexpr,
+    BK: tl.constexpr,  # key channels of a block of the state
     C: tl.constexpr,
     UNIT: tl.constexpr,  # batch strides are given in this many elements, so that alignment shows
     STAGES: tl.constexpr,
@@ -55,11 +56,10 @@ def reverse_kernel(
     i_v = pid // programs
     i_n = pid % programs // HV
     i_h = pid % programs % HV
-    o_k = tl.arange(0, KP)
+    o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
     o_r = tl.arange(0, C)
     m_v = o_v < V
-    m_state = m_v[:, None] & (o_k < K)[None, :]
     if cu_seqlens is None:
         i_b = i_n * UNIT
         bos = tl.zeros_like(i_n)
@@ -70,10 +70,10 @@ def reverse_kernel(
         bos = tl.load(cu_seqlens + i_n).to(tl.int64)
         length = tl.load(cu_seqlens + i_n + 1).to(tl.int64) - bos
         first_slot = bos // C + i_n
-    dS = tl.zeros([BV, KP], tl.float32)
+    p_state = grad_final_state
     if grad_final_state is not None:
-        p_state = grad_final_state + i_n * s_fn + i_h * s_fh + state_offsets(o_v, o_k, s_fk, s_fv)
-        dS = tl.load(p_state, mask=m_state, other=0.0).to(tl.float32)
+        p_state += i_n * s_fn + i_h * s_fh
+    dS = load_state(p_state, o_v, m_v, s_fk, s_fv, K, KP, BV, BK)
 
     dtype = do.dtype.element_ty
     do += i_b * s_ob + bos * s_ot + i_h * s_oh
@@ -93,15 +93,20 @@ def reverse_kernel(
         i_chunk = (first_slot + i) * HV + i_h
         m_row = (o_r < length - i_row)[None, :] & m_v[:, None]
         b_do = tl.load(do + i_row * s_ot + o_or, mask=m_row, other=0.0)
-        b_d = tl.load(D + i_chunk * KP + o_k)
-        b_s = dS.to(dtype)
-        tl.store(state_grads + i_chunk * (VP * KP) + o_s, b_s)
         p_keys = keys + i_chunk * (3 * C * KP)
-        b_dv = tl.dot(b_s, tl.load(p_keys + 2 * C * KP + o_kc), input_precision=DOT)
+        b_dv = tl.zeros([BV, C], tl.float32)
+        for i_k in tl.static_range(KP // BK):
+            b_s = dS[i_k].to(dtype)
+            tl.store(state_grads + i_chunk * (VP * KP) + i_k * BK + o_s, b_s)
+            b_dv = tl.dot(b_s, tl.load(p_keys + 2 * C * KP + i_k * BK + o_kc), b_dv, input_precision=DOT)
         b_dv = tl.dot(b_do, tl.load(P + i_chunk * (C * C) + o_cc), b_dv, input_precision=DOT).to(dtype)
         tl.store(dv + i_row * s_vt + o_vr, b_dv, mask=m_row)
-        dS = tl.dot(b_do, tl.load(p_keys + C * KP + o_ck), dS * b_d[None, :], input_precision=DOT)
-        dS -= tl.dot(b_dv, tl.load(p_keys + o_ck), input_precision=DOT)
+        following = ()
+        for i_k in tl.static_range(KP // BK):
+            block = dS[i_k] * tl.load(D + i_chunk * KP + i_k * BK + o_k)[None, :]
+            block = tl.dot(b_do, tl.load(p_keys + C * KP + i_k * BK + o_ck), block, input_precision=DOT)
+            block -= tl.dot(b_dv, tl.load(p_keys + i_k * BK + o_ck), input_precision=DOT)
+            following += (block,)
+        dS = following
     if grad_initial_state is not None:
-        p_state = grad_initial_state + i_n * s_in + i_h * s_ih + state_offsets(o_v, o_k, s_ik, s_iv)
-        tl.store(p_state, dS.to(grad_initial_state.dtype.element_ty), mask=m_state)
+        store_state(grad_initial_state + i_n * s_in + i_h * s_ih, dS, o_v, m_v, s_ik, s_iv, K, KP, BK)

@@ -2,14 +2,14 @@
 
     r = v − ke S        z = Z r        S ← D ⊙ S + kAᵀ r
 
-(β ⊙ z are the values that the delta rule writes.) The state is held transposed, [BV, KP], as in ``recurrence``, whose
+(β ⊙ z are the values that the delta rule writes.) The state is held transposed, in blocks, as in ``recurrence``, whose
 grid and block order this kernel shares. Every offset is int64, from the program id up.
 """
 
 import triton
 import triton.language as tl
 
-from kda_core_amd.recurrence import state_offsets
+from kda_core_amd.recurrence import load_state
 
 
 @triton.jit(do_not_specialize=["T", "chunks", "HV", "programs", "s_vb"])
@@ -38,6 +38,7 @@ def states_kernel(
     KP: tl.constexpr,
     VP: tl.constexpr,
     BV: tl.constexpr,
+    BK: tl.constexpr,  # key channels of a block of the state
     C: tl.constexpr,
     UNIT: tl.constexpr,  # the batch stride is given in this many elements, so that alignment shows
     STAGES: tl.constexpr,
@@ -47,7 +48,7 @@ def states_kernel(
     i_v = pid // programs
     i_n = pid % programs // HV
     i_h = pid % programs % HV
-    o_k = tl.arange(0, KP)
+    o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
     o_r = tl.arange(0, C)
     m_v = o_v < V
@@ -61,10 +62,10 @@ def states_kernel(
         bos = tl.load(cu_seqlens + i_n).to(tl.int64)
         length = tl.load(cu_seqlens + i_n + 1).to(tl.int64) - bos
         first_slot = bos // C + i_n
-    S = tl.zeros([BV, KP], tl.float32)
+    p_state = initial_state
     if initial_state is not None:
-        p_state = initial_state + i_n * s_in + i_h * s_ih + state_offsets(o_v, o_k, s_ik, s_iv)
-        S = tl.load(p_state, mask=m_v[:, None] & (o_k < K)[None, :], other=0.0).to(tl.float32)
+        p_state += i_n * s_in + i_h * s_ih
+    S = load_state(p_state, o_v, m_v, s_ik, s_iv, K, KP, BV, BK)
 
     dtype = v.dtype.element_ty
     v += i_b * s_vb + bos * s_vt + i_h * s_vh
@@ -80,11 +81,18 @@ def states_kernel(
         i_chunk = (first_slot + tl.cast(i, tl.int64)) * HV + i_h
         m_row = (o_r < length - i_row)[None, :] & m_v[:, None]
         b_v = tl.load(v + i_row * s_vt + o_vr, mask=m_row, other=0.0).to(tl.float32)
-        b_d = tl.load(D + i_chunk * KP + o_k)
-        b_s = S.to(dtype)
-        tl.store(states + i_chunk * (VP * KP) + o_s, b_s)
         p_keys = keys + i_chunk * (3 * C * KP)
-        b_r = (b_v - tl.dot(b_s, tl.load(p_keys + o_kc), input_precision=DOT)).to(dtype)
+        known = tl.zeros([BV, C], tl.float32)
+        for i_k in tl.static_range(KP // BK):
+            b_s = S[i_k].to(dtype)
+            tl.store(states + i_chunk * (VP * KP) + i_k * BK + o_s, b_s)
+            known = tl.dot(b_s, tl.load(p_keys + i_k * BK + o_kc), known, input_precision=DOT)
+        b_r = (b_v - known).to(dtype)
         b_z = tl.dot(b_r, tl.load(Z + i_chunk * (C * C) + o_cc), input_precision=DOT)
         tl.store(z + i_chunk * (C * VP) + o_zr, b_z.to(dtype))
-        S = tl.dot(b_r, tl.load(p_keys + 2 * C * KP + o_ck), S * b_d[None, :], input_precision=DOT)
+        following = ()
+        for i_k in tl.static_range(KP // BK):
+            decayed = S[i_k] * tl.load(D + i_chunk * KP + i_k * BK + o_k)[None, :]
+            kept = tl.load(p_keys + 2 * C * KP + i_k * BK + o_ck)
+            following += (tl.dot(b_r, kept, decayed, input_precision=DOT),)
+        S = following

@@ -62,6 +62,7 @@ def _recurrent_launch(kernel: str, request: Request) -> tuple[launch.Architectur
         "KP": KP,
         "VP": padded(V),
         "BV": block_v,
+        "BK": min(config.keys or KP, KP),
         "C": CHUNK,
         "STAGES": config.stages,
         "DOT": dot_widths(request.q.dtype, target)[1],
@@ -202,6 +203,8 @@ def _run_gradients(
         "L2NORM": request.use_qk_l2norm_in_kernel,
         "SIGMOID": request.use_beta_sigmoid_in_kernel,
         "NEG_EIGVAL": request.allow_neg_eigval,
+        "ROWS": config.rows,
+        "FEW_REGISTERS": target.wave == 32 and target.name != launch.FOREIGN_ARCHITECTURE,
         "TERMS": terms,
         "DOT": dot,
     }

@@ -157,6 +157,7 @@ def run_recurrence(
         "V": V,
         "KP": KP,
         "BV": block_v,
+        "BK": min(config.keys or KP, KP),
         "C": CHUNK,
         "UNIT": unit,
         "V_FIRST": request.state_v_first,

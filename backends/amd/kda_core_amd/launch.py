@@ -67,12 +67,16 @@ class Config:
         num_warps: waves of a program.
         stages: depth of the load pipeline of its loop; 1 is none, and more than 2 is not used.
         waves_per_eu: waves a SIMD unit that the compiler's register budget is to leave room for; 0: its own choice.
+        keys: key channels of a block of a recurrence's state; 0: all of them.
+        rows: rows of a tile of ``gradients``: 16, or the chunk's 32.
     """
 
     block: int
     num_warps: int
     stages: int = 1
     waves_per_eu: int = 0
+    keys: int = 0
+    rows: int = 32
 
 
 GATE = Config(0, 4)
@@ -93,6 +97,7 @@ _CDNA = MappingProxyType(
             (4, 256): Config(32, 4),
         },
         "recurrent": _STEP,
+        "recurrent, V first": _STEP,
         "states": {(2, 128): Config(32, 2), (2, 256): Config(32, 2), (4, 128): Config(32, 4), (4, 256): Config(32, 4)},
         "reverse": {(2, 128): Config(32, 2), (2, 256): Config(32, 2), (4, 128): Config(32, 4), (4, 256): Config(32, 4)},
         "gradients": {
@@ -103,33 +108,35 @@ _CDNA = MappingProxyType(
         },
     }
 )
+_WIDE_STEP = {shape: Config(c.block, 2 * c.num_warps) for shape, c in _STEP.items()}
 # Chosen for the fewest spilled registers: a lane has 256, operands of the matrix unit lie in both halves of a wave, and
-# float32 has no matrix unit, so that whole rows of its operands lie in every lane.
+# float32 has no matrix unit, so that whole rows of its operands lie in every lane. Hence few key channels at a time.
 _RDNA = MappingProxyType(
     {
         "prepare": {(2, 128): Config(16, 4), (2, 256): Config(16, 4), (4, 128): Config(16, 8), (4, 256): Config(16, 8)},
         "recurrence": {
-            (2, 128): Config(16, 2),
-            (2, 256): Config(16, 4),
-            (4, 128): Config(16, 16),
-            (4, 256): Config(16, 16),
+            (2, 128): Config(16, 2, keys=32),
+            (2, 256): Config(16, 4, keys=32),
+            (4, 128): Config(16, 16, keys=64),
+            (4, 256): Config(16, 16, keys=64),
         },
-        "recurrent": {shape: Config(c.block, 2 * c.num_warps) for shape, c in _STEP.items()},
+        "recurrent": _WIDE_STEP,
+        "recurrent, V first": _WIDE_STEP,
         "states": {
-            (2, 128): Config(16, 2),
-            (2, 256): Config(16, 4),
-            (4, 128): Config(16, 16),
-            (4, 256): Config(16, 16),
+            (2, 128): Config(16, 2, keys=32),
+            (2, 256): Config(16, 4, keys=32),
+            (4, 128): Config(16, 16, keys=64),
+            (4, 256): Config(16, 16, keys=64),
         },
         "reverse": {
-            (2, 128): Config(16, 4),
-            (2, 256): Config(16, 16),
-            (4, 128): Config(16, 16),
-            (4, 256): Config(16, 16),
+            (2, 128): Config(16, 2, keys=32),
+            (2, 256): Config(16, 4, keys=16),
+            (4, 128): Config(16, 8, keys=32),
+            (4, 256): Config(16, 8, keys=32),
         },
         "gradients": {
-            (2, 128): Config(16, 8),
-            (2, 256): Config(16, 8),
+            (2, 128): Config(16, 16),
+            (2, 256): Config(16, 16),
             (4, 128): Config(16, 16),
             (4, 256): Config(16, 16),
         },
@@ -145,7 +152,8 @@ _FOREIGN = MappingProxyType(
             (4, 128): Config(16, 4),
             (4, 256): Config(16, 4),
         },
-        "recurrent": {shape: Config(64, 8) for shape in _STEP},
+        "recurrent": {shape: Config(64, 2) for shape in _STEP},
+        "recurrent, V first": {shape: Config(16, 1) for shape in _STEP},
         "states": {
             (2, 128): Config(32, 2, 2),
             (2, 256): Config(32, 4),
@@ -159,8 +167,8 @@ _FOREIGN = MappingProxyType(
             (4, 256): Config(16, 4),
         },
         "gradients": {
-            (2, 128): Config(128, 8),
-            (2, 256): Config(128, 8),
+            (2, 128): Config(128, 8, rows=16),
+            (2, 256): Config(128, 8, rows=16),
             (4, 128): Config(16, 4),
             (4, 256): Config(16, 4),
         },

@@ -22,12 +22,11 @@ from kda_core.triton_lib.decay import (
     after,
     selected_sum,
     split,
-    straddles,
     through,
-    to_reference,
 )
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
 from kda_core.triton_lib.inverse import inverse_16
+from kda_core_amd.levels import straddles, to_reference
 from kda_core_amd.slots import rows_of_slot
 
 _NUMBERS = [
@@ -93,8 +92,30 @@ def _pairs(left_q, left_k, right, m, el, DOT: tl.constexpr):
 
 
 @triton.jit
+def _level(b_q, b_k, parts, m, el, r, log2_b, TERMS: tl.constexpr, DOT: tl.constexpr, dtype: tl.constexpr):
+    """Add a tile's pairs of the level with half blocks of 2^log2_b rows."""
+    e = tl.exp2(selected_sum(to_reference(r, log2_b), parts, TERMS))
+    k_e = (b_k * e).to(dtype)
+    right = tl.trans(k_e)
+    pairs = straddles(r, log2_b)
+    m += tl.where(pairs, tl.dot((b_q * e).to(dtype), right, input_precision=DOT), 0.0)
+    el += tl.where(pairs, tl.dot(k_e, right, input_precision=DOT), 0.0)
+    return m, el
+
+
+@triton.jit
 def _own_pairs(
-    b_q, b_k, parts, m, el, r, BOUNDED: tl.constexpr, TERMS: tl.constexpr, DOT: tl.constexpr, dtype: tl.constexpr
+    b_q,
+    b_k,
+    parts,
+    m,
+    el,
+    r,
+    BOUNDED: tl.constexpr,
+    FEW_REGISTERS: tl.constexpr,
+    TERMS: tl.constexpr,
+    DOT: tl.constexpr,
+    dtype: tl.constexpr,
 ):
     """Add the pairs inside a tile to its M (whose part above the diagonal is rubbish) and L."""
     if BOUNDED:
@@ -103,13 +124,12 @@ def _own_pairs(
         m, el = _pairs((b_q * e).to(dtype), (b_k * e).to(dtype), (b_k * tl.exp2(-x)).to(dtype), m, el, DOT)
     else:
         m += tl.where(r[:, None] == r[None, :], tl.sum(b_q * b_k, 1)[:, None], 0.0)
-        for level in tl.static_range(4):
-            e = tl.exp2(selected_sum(to_reference(r, r, 8 >> level), parts, TERMS))
-            k_e = (b_k * e).to(dtype)
-            right = tl.trans(k_e)
-            pairs = straddles(r, r, 8 >> level)
-            m += tl.where(pairs, tl.dot((b_q * e).to(dtype), right, input_precision=DOT), 0.0)
-            el += tl.where(pairs, tl.dot(k_e, right, input_precision=DOT), 0.0)
+        if FEW_REGISTERS:
+            for log2_b in tl.range(0, 4, disable_licm=True):
+                m, el = _level(b_q, b_k, parts, m, el, r, log2_b, TERMS, DOT, dtype)
+        else:
+            for log2_b in tl.static_range(4):
+                m, el = _level(b_q, b_k, parts, m, el, r, log2_b, TERMS, DOT, dtype)
     return m, el
 
 
@@ -173,7 +193,7 @@ def prepare(
     L2NORM: tl.constexpr,
     SIGMOID: tl.constexpr,
     NEG_EIGVAL: tl.constexpr,
-    FEW_REGISTERS: tl.constexpr,  # form masks anew in every block of channels
+    FEW_REGISTERS: tl.constexpr,  # one level at a time, and masks formed anew in every block of channels
     TERMS: tl.constexpr,
     DOT: tl.constexpr,
     SMALL_DOT: tl.constexpr,
@@ -243,8 +263,8 @@ def prepare(
             squares_q1 += b_q1 * b_q1
             squares_k0 += b_k0 * b_k0
             squares_k1 += b_k1 * b_k1
-        m00, l00 = _own_pairs(b_q0, b_k0, parts0, m00, l00, r, BOUNDED, TERMS, DOT, dtype)
-        m11, l11 = _own_pairs(b_q1, b_k1, parts1, m11, l11, r, BOUNDED, TERMS, DOT, dtype)
+        m00, l00 = _own_pairs(b_q0, b_k0, parts0, m00, l00, r, BOUNDED, FEW_REGISTERS, TERMS, DOT, dtype)
+        m11, l11 = _own_pairs(b_q1, b_k1, parts1, m11, l11, r, BOUNDED, FEW_REGISTERS, TERMS, DOT, dtype)
         # Rows of tile 1 against those of tile 0: the reference is the border between the tiles.
         into = tl.exp2(selected_sum(through(r, r), parts1, TERMS))
         k_out = (b_k0 * tl.exp2(selected_sum(after(r, r), parts0, TERMS))).to(dtype)

@@ -3,7 +3,9 @@
     r = v − ke S        o = qg S + P r        S ← D ⊙ S + kAᵀ r
 
 The state is held transposed, Sᵀ [BV, KP] in float32 registers, so that it (and r) is the left operand of every product
-and its accumulator: an accumulator's rows stay in the lanes that hold them, and turn into a left operand there.
+and its accumulator: an accumulator's rows stay in the lanes that hold them, and turn into a left operand there. It is a
+tuple of KP / BK blocks of key channels: a product holds the operands of one block at a time, which is what bounds its
+registers on chips whose lanes hold whole rows of them.
 
 Grid: N · HV · ceil(V / BV) programs along axis 0, one a sequence, value head and block of BV value channels. Blocks of
 one head are N · HV apart: workgroups go round the dies of a chip in turn, and those that read the same keys then tend
@@ -23,6 +25,30 @@ _NUMBERS = ["T", "chunks", "HV", "programs", "s_vb", "s_ob", "s_index", "pad_slo
 def state_offsets(o_v, o_k, s_k, s_v):
     """Offsets of a transposed block [BV, KP] inside one state; o_v is int64."""
     return o_v[:, None] * s_v + o_k[None, :].to(tl.int64) * s_k
+
+
+@triton.jit
+def load_state(p_state, o_v, m_v, s_k, s_v, K: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr):
+    """A transposed state as a tuple of KP / BK blocks [BV, BK], zero past K and V and where there is none."""
+    blocks = ()
+    for i_k in tl.static_range(KP // BK):
+        block = tl.zeros([BV, BK], tl.float32)
+        if p_state is not None:
+            o_k = i_k * BK + tl.arange(0, BK)
+            mask = m_v[:, None] & (o_k < K)[None, :]
+            block = tl.load(p_state + state_offsets(o_v, o_k, s_k, s_v), mask=mask, other=0.0).to(tl.float32)
+        blocks += (block,)
+    return blocks
+
+
+@triton.jit
+def store_state(p_state, blocks, o_v, m_v, s_k, s_v, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr):
+    """Store what ``load_state`` loads."""
+    for i_k in tl.static_range(KP // BK):
+        o_k = i_k * BK + tl.arange(0, BK)
+        mask = m_v[:, None] & (o_k < K)[None, :]
+        block = blocks[i_k].to(p_state.dtype.element_ty)
+        tl.store(p_state + state_offsets(o_v, o_k, s_k, s_v), block, mask=mask)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -61,6 +87,7 @@ def recurrence(
     V: tl.constexpr,
     KP: tl.constexpr,
     BV: tl.constexpr,
+    BK: tl.constexpr,  # key channels of a block of the state
     C: tl.constexpr,
     UNIT: tl.constexpr,  # batch strides are given in this many elements, so that alignment shows
     V_FIRST: tl.constexpr,
@@ -73,10 +100,9 @@ def recurrence(
     i_nh = pid % programs
     i_n = i_nh // HV
     i_h = i_nh % HV
-    o_k = tl.arange(0, KP)
+    o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
     o_r = tl.arange(0, C)
-    m_k = o_k < K
     m_v = o_v < V
 
     if cu_seqlens is None:
@@ -95,11 +121,10 @@ def recurrence(
         if (i_state < 0) | (i_state == pad_slot_id):
             return
 
-    m_state = m_v[:, None] & m_k[None, :]
-    S = tl.zeros([BV, KP], tl.float32)
+    p_state = initial_state
     if initial_state is not None:
-        p_state = initial_state + i_state * s_in + i_h * s_ih + state_offsets(o_v, o_k, s_ik, s_iv)
-        S = tl.load(p_state, mask=m_state, other=0.0).to(tl.float32)
+        p_state += i_state * s_in + i_h * s_ih
+    S = load_state(p_state, o_v, m_v, s_ik, s_iv, K, KP, BV, BK)
 
     dtype = v.dtype.element_ty
     first_chunk = first_slot * HV + i_h
@@ -126,24 +151,34 @@ def recurrence(
         first = i_chunk * C
         m_row = (o_r < length - first)[None, :] & m_v[:, None]
         b_v = tl.load(v + first * s_vt + o_vr, mask=m_row, other=0.0).to(tl.float32)
-        b_d = tl.load(D + i_chunk * HV * KP + o_k)
-        b_s = S.to(dtype)
+        p_decay = D + i_chunk * HV * KP + o_k
         if h is not None:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
             if i % H_EVERY == 0:
                 p_h = h + (i_chunk // H_EVERY) * HV * (K * V)
                 o_block = tl.arange(0, BV)
-                if V_FIRST:
-                    o_h = o_block[:, None] * K + o_k[None, :]
-                else:
-                    o_h = o_block[:, None] + o_k[None, :] * V
-                tl.store(p_h + o_h, S.to(h.dtype.element_ty), mask=m_state)
-        b_o = tl.dot(b_s, tl.load(p_keys + C * KP + o_kc), input_precision=DOT)
-        b_r = (b_v - tl.dot(b_s, tl.load(p_keys + o_kc), input_precision=DOT)).to(dtype)
+                for i_k in tl.static_range(KP // BK):
+                    if V_FIRST:
+                        o_h = o_block[:, None] * K + (i_k * BK + o_k)[None, :]
+                    else:
+                        o_h = o_block[:, None] + (i_k * BK + o_k)[None, :] * V
+                    m_state = m_v[:, None] & (i_k * BK + o_k < K)[None, :]
+                    tl.store(p_h + o_h, S[i_k].to(h.dtype.element_ty), mask=m_state)
+        b_o = tl.zeros([BV, C], tl.float32)
+        known = tl.zeros([BV, C], tl.float32)
+        for i_k in tl.static_range(KP // BK):
+            b_s = S[i_k].to(dtype)
+            b_o = tl.dot(b_s, tl.load(p_keys + C * KP + i_k * BK + o_kc), b_o, input_precision=DOT)
+            known = tl.dot(b_s, tl.load(p_keys + i_k * BK + o_kc), known, input_precision=DOT)
+        b_r = (b_v - known).to(dtype)
         b_p = tl.load(P + i_chunk * HV * (C * C) + (o_r[None, :] * C + o_r[:, None]))
         b_o = tl.dot(b_r, b_p, b_o, input_precision=DOT)
-        S = tl.dot(b_r, tl.load(p_keys + 2 * C * KP + o_ck), S * b_d[None, :], input_precision=DOT)
+        following = ()
+        for i_k in tl.static_range(KP // BK):
+            decayed = S[i_k] * tl.load(p_decay + i_k * BK)[None, :]
+            kept = tl.load(p_keys + 2 * C * KP + i_k * BK + o_ck)
+            following += (tl.dot(b_r, kept, decayed, input_precision=DOT),)
+        S = following
         tl.store(o + first * s_ot + o_or, b_o.to(o.dtype.element_ty), mask=m_row)
 
     if final_state is not None:
-        p_state = final_state + i_state * s_fn + i_h * s_fh + state_offsets(o_v, o_k, s_fk, s_fv)
-        tl.store(p_state, S.to(final_state.dtype.element_ty), mask=m_state)
+        store_state(final_state + i_state * s_fn + i_h * s_fh, S, o_v, m_v, s_fk, s_fv, K, KP, BK)

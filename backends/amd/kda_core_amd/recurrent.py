@@ -243,7 +243,8 @@ def recurrent_forward(request: Request) -> ForwardResult:
         KP = padded(K)
         sequences = request.N + (request.cu_seqlens is not None)
         target = launch.architecture(request.device)
-        config = launch.config("recurrent", target, q.dtype, KP)
+        name = "recurrent, V first" if request.state_v_first else "recurrent"
+        config = launch.config(name, target, q.dtype, KP)
         block_v = min(config.block, padded(V))
         gate = gate_kind(request)
         unit, (s_qb, s_kb, s_vb, s_gb, s_bb, s_ob) = batch_strides(q, k, v, g, beta, o)
