@@ -212,7 +212,7 @@ def values_that_a_device_cannot_refuse() -> None:
 
 @check
 def prompts() -> None:
-    """More than eight tokens: every gate and layout, strided rows, states in a pool and out of it, heads of any size."""
+    """More than eight tokens: every gate and layout, strided rows, states in a pool or not, heads of any size."""
     for gate in GATES:
         for dtype, digits in ((torch.float32, 1e-5), (torch.float16, 2**-10)):
             call = inputs(1, 18, gate, dtype) | {"initial_state": pool(1), "output_final_state": True}

@@ -1,8 +1,12 @@
-"""Host side of ``fused_recurrent_kda``: configurations, one launch, and the backward (the one of ``chunk_kda``).
+"""Host side of ``fused_recurrent_kda``: configurations, launches, and the backward (the one of ``chunk_kda``).
 
-Nothing waits for the device, and nothing but the result is allocated, so that a call can be captured in a CUDA graph
-whose replays read whatever the indices hold by then. Inputs are read where they lie, at any stride of batch, token and
-head; one whose last dimension is not contiguous is copied first, and so are parameters and boundaries with gaps.
+Sequences of at most SHORT tokens, and all drafts, are one launch of ``recurrent``, longer ones two of the kernels for
+prompts. Dense sequences are all of one kind; packed ones may be of both, and only the device knows: where they have
+more than SHORT tokens together, all three kernels are launched, and each passes over what is not its own.
+
+Nothing waits for the device, so that a call can be captured in a CUDA graph whose replays read whatever the indices
+hold by then. Inputs are read where they lie, at any stride of batch, token and head; one whose last dimension is not
+contiguous is copied first, and so are parameters and boundaries with gaps.
 """
 
 from __future__ import annotations
@@ -49,54 +53,54 @@ class RecurrentConfig:
     eviction: str = ""
 
 
-# Measured on an H200 at K = V = 128, H = 32: one step at N = 1 to 256 with float32 and bfloat16 pools, T = 4 to 64 at
-# N = 1 to 64. A row serves the calls with at most so many states, N · HV, that no row before it serves.
+# Measured on an H200 at K = V = 128, H = 32: one step at N = 1 to 512 with float32 and bfloat16 pools, T = 2 to 8 at
+# N = 1 to 64. A row serves the calls with at most so many states, N · HV, that no row before it serves. How many states
+# there are must not show in any bit of a result: the configurations of one layout and dtype, of steps and of tokens,
+# all sum in the same order (found by comparing; K first, 64 channels and 2 warps, for example, do not).
 _MANY = 1 << 62
 _STEP = {
     # (V first, bfloat16): (most states, configuration)
-    (False, False): ((256, RecurrentConfig(16, 1)), (_MANY, RecurrentConfig(64, 2, eviction="evict_last"))),
-    (False, True): ((512, RecurrentConfig(32, 1)), (_MANY, RecurrentConfig(64, 2, eviction="evict_last"))),
+    (False, False): (
+        (128, RecurrentConfig(16, 1)),
+        (256, RecurrentConfig(32, 2)),
+        (512, RecurrentConfig(64, 4)),
+        (_MANY, RecurrentConfig(64, 4, eviction="evict_last")),
+    ),
+    (False, True): ((1024, RecurrentConfig(32, 1)), (_MANY, RecurrentConfig(32, 1, eviction="evict_last"))),
     (True, False): (
-        (128, RecurrentConfig(8, 1)),
-        (256, RecurrentConfig(8, 1, 256)),
-        (_MANY, RecurrentConfig(8, 1, 256, "evict_last")),
+        (512, RecurrentConfig(8, 1, 256)),
+        (1024, RecurrentConfig(8, 1, 256, "evict_last")),
+        (_MANY, RecurrentConfig(16, 1, 256, "evict_last")),
     ),
     (True, True): (
-        (128, RecurrentConfig(16, 1)),
-        (1024, RecurrentConfig(16, 1, 256)),
+        (4096, RecurrentConfig(8, 1, eviction="evict_last")),
         (_MANY, RecurrentConfig(16, 1, eviction="evict_last")),
     ),
 }
 _TOKENS = {
-    # V first: (most states, configuration)
-    False: ((128, RecurrentConfig(16, 1)), (_MANY, RecurrentConfig(32, 1))),
-    True: ((128, RecurrentConfig(8, 1)), (_MANY, RecurrentConfig(32, 1))),
+    # (V first, bfloat16): (most states, configuration)
+    (False, False): ((256, RecurrentConfig(16, 1)), (_MANY, RecurrentConfig(16, 1, eviction="evict_last"))),
+    (False, True): ((_MANY, RecurrentConfig(32, 1)),),
+    (True, False): ((128, RecurrentConfig(8, 1, 256)), (_MANY, RecurrentConfig(32, 1, 256))),
+    (True, True): ((128, RecurrentConfig(8, 1)), (_MANY, RecurrentConfig(32, 1))),
 }
-
-
-OVERLAP = True
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksConfig:
-    """Launch configuration of ``blocks_recurrence`` (``blocks_prepare`` has one warp).
-
-    Attributes:
-        block_v: value channels of a program.
-        num_warps: its warps.
-        stages: depth of the load pipeline, of both kernels.
-        registers: the most that a thread may take, of both kernels.
-    """
+    """Launch configuration of ``blocks_recurrence``: value channels of a program, and its warps."""
 
     block_v: int
     num_warps: int
-    stages: tuple[int, int] = (4, 2)
-    registers: tuple[int, int] = (255, 255)
+
+
+PREPARE_STAGES, RECURRENCE_STAGES = 4, 2
+"""Depths of the pipelines of loads of ``blocks_prepare`` (which has one warp) and ``blocks_recurrence``."""
 
 
 @cache
 def blocks_config(K: int, V: int) -> BlocksConfig:
-    """Configuration of a prompt. It depends on no number of sequences, and so do the last bits of its results."""
+    """Configuration of a prompt; it depends on no number of sequences."""
     if K > 128:
         # Four warps share the channels: the state of one would not fit its registers.
         return BlocksConfig(16, 4)
@@ -109,7 +113,7 @@ def recurrent_config(
     states: int, one_token: bool, K: int, V: int, v_first: bool, state_dtype: torch.dtype
 ) -> RecurrentConfig:
     """Configuration for ``states`` = N · HV states; ``one_token``: hardly a sequence has more than one."""
-    rows = _STEP[v_first, state_dtype == torch.bfloat16] if one_token else _TOKENS[v_first]
+    rows = (_STEP if one_token else _TOKENS)[v_first, state_dtype == torch.bfloat16]
     config = next(config for most, config in rows if states <= most)
     block_v = config.block_v
     if K > 128:
@@ -261,7 +265,8 @@ def _launch_blocks(request: Request, o: Tensor, final_state: Tensor | None) -> N
     KP = padded(K)
     exact_out = o.dtype != torch.bfloat16
     config = blocks_config(K, V)
-    overlap = OVERLAP and not INTERPRET and chip(request.device).capability >= (9, 0)
+    # Programmatic dependent launch.
+    overlap = not INTERPRET and chip(request.device).capability >= (9, 0)
     blocks = -(-T // ROWS.value)
     sequences, slots = N, N * blocks
     if packed:
@@ -312,9 +317,8 @@ def _launch_blocks(request: Request, o: Tensor, final_state: Tensor | None) -> N
         "NEG_EIGVAL": request.allow_neg_eigval,
         "EXACT_OUT": exact_out,
         "TERMS": 1 if INTERPRET else 3,
-        "STAGES": config.stages[0],
+        "STAGES": PREPARE_STAGES,
         "OVERLAP": overlap,
-        "maxnreg": config.registers[0],
     }
     _blocks_prepare((slots * HV, 1, 1), arguments, constants, 1)
     s_in, s_ih, I_K, I_V = _state_strides(initial_state, request.state_v_first)
@@ -353,9 +357,8 @@ def _launch_blocks(request: Request, o: Tensor, final_state: Tensor | None) -> N
         "F_K": F_K,
         "F_V": F_V,
         "EXACT_OUT": exact_out,
-        "STAGES": config.stages[1],
+        "STAGES": RECURRENCE_STAGES,
         "OVERLAP": overlap,
-        "maxnreg": config.registers[1],
         "launch_pdl": overlap,
     }
     programs = sequences * HV * -(-V // config.block_v)

@@ -183,6 +183,29 @@ def test_recurrent_prompt_in_a_batch(kda, T: int):
     assert same_bits(a["final_state"][1:2], b["final_state"])
 
 
+@slow
+@requires(Feature.RECURRENT, Feature.PAGED_STATE)
+@pytest.mark.parametrize("T", [1, 2, 8, 20])
+@pytest.mark.parametrize("state", [FP32, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("v_first", [False, True], ids=["K first", "V first"])
+def test_recurrent_in_a_batch_of_any_size(kda, T: int, state: torch.dtype, v_first: bool):
+    """FAILURES 28: nor on how many there are, up to more than any backend's largest class of sizes."""
+    options = {"state_v_first": v_first}
+    case = Case(name=f"sizes {T}", op=R, B=130, T=T, H=32, K=128, dtype=BF16, state=state, options=options)
+    call = case.having(gate_dtype=BF16, gate="lower bound", l2norm=True, beta="sigmoid").call()
+    rows = {n: call.tensors[n] for n in ("q", "k", "v", "g", "beta", "initial_state")}
+    whole = kda.run(call)
+    for N in (1, 2, 4, 8, 16, 33, 65):
+        some = kda.run(call.having(**{n: x[:N] for n, x in rows.items()}))
+        assert same_bits(some["o"], whole["o"][:N]), f"o of {N} sequences"
+        assert same_bits(some["final_state"], whole["final_state"][:N]), f"states of {N} sequences"
+    if T == 1:
+        packed = {n: x.transpose(0, 1) for n, x in rows.items() if n != "initial_state"}
+        steps = kda.run(call.having(**packed, cu_seqlens=torch.arange(131, dtype=torch.int32)))
+        assert same_bits(steps["o"].transpose(0, 1), whole["o"])
+        assert same_bits(steps["final_state"], whole["final_state"])
+
+
 @requires(Feature.RECURRENT, Feature.RECURRENT_BACKWARD)
 @each(BACKWARD)
 def test_recurrent_backward(kda, case: Case):
