@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("kda_core_nvidia")
 pytest.importorskip("triton")
 
-from kda_core_nvidia import aot, chunk_backward
+from kda_core_nvidia import aot, chunk_backward, recurrent_launch
 
 KERNELS = {
     "prepare",
@@ -43,6 +43,24 @@ def test_every_kernel_is_compiled(arch: int):
     kernels = KERNELS | HOPPER if arch == 90 else KERNELS
     assert {launch.kernel.__name__ for launch in aot.shipped(arch)} == kernels
     assert {launch.kernel.__name__ for launch in aot.shipped(arch, quick=True)} == kernels
+
+
+def test_every_configuration_of_decoding_is_compiled():
+    """Each row of the tables for steps and for a few tokens is among what is compiled."""
+    names = ("V_FIRST", "BV", "KS", "EVICTION", "num_warps")
+    compiled = set()
+    for launch in aot.shipped(90, "recurrent recurrent"):
+        state = launch.arguments["initial_state"]
+        if launch.arguments["K"] == 128 and state is not None:
+            compiled.add((state.dtype, *(launch.arguments[n] for n in names)))
+    for table in (recurrent_launch._STEP, recurrent_launch._TOKENS):
+        for (v_first, half), rows in table.items():
+            dtype = torch.bfloat16 if half else torch.float32
+            for _, c in rows:
+                share = c.row_bytes // dtype.itemsize if v_first else 128
+                assert (dtype, v_first, c.block_v, share, c.eviction, c.num_warps) in compiled, (
+                    f"{dtype}, {v_first}, {c}"
+                )
 
 
 def test_recording_leaves_the_modules_as_they_were():

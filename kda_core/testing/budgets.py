@@ -6,8 +6,8 @@ chunk form, whose products take operands rounded to the dtype of q and accumulat
 else in float32 (float64 for float64 inputs), and results rounded to their own dtype. What a call's
 inputs do to rounding errors (nearly parallel keys amplify them, decay forgets them) is therefore in
 its budget. float32 inputs give float32-accurate budgets: a backend that uses shorter products must
-declare a ``Slack``. ``fused_recurrent_kda`` uses no matrix units: its forward is held to float32
-operands whatever the dtype of q.
+declare a ``Slack``. ``fused_recurrent_kda`` is the exact one of the two functions: its forward is held to
+float32 operands whatever the dtype of q.
 
 Two errors are held to a budget each, so that neither a small error everywhere nor a large one in one
 place can hide:

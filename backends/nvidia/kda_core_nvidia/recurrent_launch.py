@@ -394,7 +394,7 @@ def shipped() -> Iterator[tuple[str, Request]]:
     for v_first in (False, True):
         for state_dtype in (torch.float32, torch.bfloat16):
             for T in (1, 2):
-                for N in (1, 8, 33):
+                for N in (1, 8, 16, 32, 33, 129):
                     layout = "V first" if v_first else "K first"
                     yield f"recurrent, {layout}, {state_dtype}, N={N}, T={T}", _example(N, T, v_first, state_dtype)
     for v_first in (False, True):
