@@ -99,11 +99,14 @@ PREPARE_STAGES, RECURRENCE_STAGES = 4, 2
 
 
 @cache
-def blocks_config(K: int, V: int) -> BlocksConfig:
-    """Configuration of a prompt; it depends on no number of sequences."""
+def blocks_config(major: int, K: int, V: int) -> BlocksConfig:
+    """Configuration of a prompt for chips of compute capability ``major``; it depends on no number of sequences."""
     if K > 128:
         # Four warps share the channels: the state of one would not fit its registers.
         return BlocksConfig(16, 4)
+    if major != 9:
+        # Only wgmma holds more without spills.
+        return BlocksConfig(16, 2)
     block_v = min(padded(V), 64)
     return BlocksConfig(block_v, block_v // 16)
 
@@ -264,9 +267,10 @@ def _launch_blocks(request: Request, o: Tensor, final_state: Tensor | None) -> N
     indices = request.ssm_state_indices
     KP = padded(K)
     exact_out = o.dtype != torch.bfloat16
-    config = blocks_config(K, V)
+    major = chip(request.device).capability[0]
+    config = blocks_config(major, K, V)
     # Programmatic dependent launch.
-    overlap = not INTERPRET and chip(request.device).capability >= (9, 0)
+    overlap = not INTERPRET and major >= 9
     blocks = -(-T // ROWS.value)
     sequences, slots = N, N * blocks
     if packed:
