@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -46,21 +47,28 @@ def test_every_kernel_is_compiled(arch: int):
 
 
 def test_every_configuration_of_decoding_is_compiled():
-    """Each row of the tables for steps and for a few tokens is among what is compiled."""
+    """Each row of the table, with both policies of loading, is among what is compiled."""
     names = ("V_FIRST", "BV", "KS", "EVICTION", "num_warps")
     compiled = set()
     for launch in aot.shipped(90, "recurrent recurrent"):
         state = launch.arguments["initial_state"]
         if launch.arguments["K"] == 128 and state is not None:
             compiled.add((state.dtype, *(launch.arguments[n] for n in names)))
-    for table in (recurrent_launch._STEP, recurrent_launch._TOKENS):
-        for (v_first, half), rows in table.items():
-            dtype = torch.bfloat16 if half else torch.float32
-            for _, c in rows:
-                share = c.row_bytes // dtype.itemsize if v_first else 128
-                assert (dtype, v_first, c.block_v, share, c.eviction, c.num_warps) in compiled, (
-                    f"{dtype}, {v_first}, {c}"
-                )
+    for (v_first, half), (c, least) in recurrent_launch._CONFIGS.items():
+        dtype = torch.bfloat16 if half else torch.float32
+        share = c.row_bytes // dtype.itemsize if v_first else 128
+        for eviction in ("evict_last", "") if least else ("evict_last",):
+            assert (dtype, v_first, c.block_v, share, eviction, c.num_warps) in compiled, f"{dtype}, {v_first}, {c}"
+
+
+def test_tiles_of_decoding_do_not_depend_on_the_number_of_states():
+    """With another tile sums are taken in another order, and a sequence's bits would show its company (FAILURES 28)."""
+    for v_first, dtype in itertools.product((False, True), (torch.float32, torch.bfloat16)):
+        tiles = set()
+        for states in (1, 32, 512, 513, 4096, 10**6):
+            c = recurrent_launch.recurrent_config(states, 128, 128, v_first, dtype)
+            tiles.add((c.block_v, c.num_warps, c.row_bytes))
+        assert len(tiles) == 1, (v_first, dtype)
 
 
 def test_recording_leaves_the_modules_as_they_were():

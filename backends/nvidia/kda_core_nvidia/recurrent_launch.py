@@ -54,35 +54,14 @@ class RecurrentConfig:
 
 
 # Measured on an H200 at K = V = 128, H = 32: one step at N = 1 to 512 with float32 and bfloat16 pools, T = 2 to 8 at
-# N = 1 to 64. A row serves the calls with at most so many states, N · HV, that no row before it serves. How many states
-# there are must not show in any bit of a result: the configurations of one layout and dtype, of steps and of tokens,
-# all sum in the same order (found by comparing; K first, 64 channels and 2 warps, for example, do not).
-_MANY = 1 << 62
-_STEP = {
-    # (V first, bfloat16): (most states, configuration)
-    (False, False): (
-        (128, RecurrentConfig(16, 1)),
-        (256, RecurrentConfig(32, 2)),
-        (512, RecurrentConfig(64, 4)),
-        (_MANY, RecurrentConfig(64, 4, eviction="evict_last")),
-    ),
-    (False, True): ((1024, RecurrentConfig(32, 1)), (_MANY, RecurrentConfig(32, 1, eviction="evict_last"))),
-    (True, False): (
-        (512, RecurrentConfig(8, 1, 256)),
-        (1024, RecurrentConfig(8, 1, 256, "evict_last")),
-        (_MANY, RecurrentConfig(16, 1, 256, "evict_last")),
-    ),
-    (True, True): (
-        (4096, RecurrentConfig(8, 1, eviction="evict_last")),
-        (_MANY, RecurrentConfig(16, 1, eviction="evict_last")),
-    ),
-}
-_TOKENS = {
-    # (V first, bfloat16): (most states, configuration)
-    (False, False): ((256, RecurrentConfig(16, 1)), (_MANY, RecurrentConfig(16, 1, eviction="evict_last"))),
-    (False, True): ((_MANY, RecurrentConfig(32, 1)),),
-    (True, False): ((128, RecurrentConfig(8, 1, 256)), (_MANY, RecurrentConfig(32, 1, 256))),
-    (True, True): ((128, RecurrentConfig(8, 1)), (_MANY, RecurrentConfig(32, 1))),
+# N = 1 to 64. One tile for each layout and dtype, whatever the number of sequences and tokens: with another tile sums
+# are taken in another order, and how many states there are must not show in any bit of a result.
+_CONFIGS = {
+    # (V first, bfloat16): (the configuration, the least states N · HV that are read with "evict_last")
+    (False, False): (RecurrentConfig(64, 2), 513),
+    (False, True): (RecurrentConfig(32, 1), 1025),
+    (True, False): (RecurrentConfig(16, 1, 256), 513),
+    (True, True): (RecurrentConfig(16, 1), 0),
 }
 
 
@@ -112,17 +91,15 @@ def blocks_config(major: int, K: int, V: int) -> BlocksConfig:
 
 
 @cache
-def recurrent_config(
-    states: int, one_token: bool, K: int, V: int, v_first: bool, state_dtype: torch.dtype
-) -> RecurrentConfig:
-    """Configuration for ``states`` = N · HV states; ``one_token``: hardly a sequence has more than one."""
-    rows = (_STEP if one_token else _TOKENS)[v_first, state_dtype == torch.bfloat16]
-    config = next(config for most, config in rows if states <= most)
+def recurrent_config(states: int, K: int, V: int, v_first: bool, state_dtype: torch.dtype) -> RecurrentConfig:
+    """Configuration for ``states`` = N · HV states; only the policy of loads depends on how many there are."""
+    config, least = _CONFIGS[v_first, state_dtype == torch.bfloat16]
     block_v = config.block_v
     if K > 128:
         # A thread holds a share of the state, and K first also a share of every row, which grows with K as well.
         block_v //= 2 if v_first else 4
-    return replace(config, block_v=min(block_v, triton.next_power_of_2(V)))
+    eviction = "evict_last" if states >= least else ""
+    return replace(config, block_v=min(block_v, triton.next_power_of_2(V)), eviction=eviction)
 
 
 def _strides(x: Tensor, packed: bool) -> tuple[int, int, int]:
@@ -186,8 +163,7 @@ def _launch(request: Request, o: Tensor, final_state: Tensor | None, short_only:
         if indices.dim() == 2:
             s_slot, width = indices.stride(1), indices.shape[1]
     v_first, state_dtype = request.state_v_first, request.state_dtype
-    # Packed, a batch of as many rows as sequences is most likely a step (if it is not, it is only slower).
-    config = recurrent_config(N * HV, T <= N if packed else T == 1, K, V, v_first, state_dtype)
+    config = recurrent_config(N * HV, K, V, v_first, state_dtype)
     KP = triton.next_power_of_2(K)
     s_in, s_ih, I_K, I_V = _state_strides(initial_state, v_first)
     s_fn, s_fh, F_K, F_V = _state_strides(final_state, v_first)
@@ -398,7 +374,7 @@ def shipped() -> Iterator[tuple[str, Request]]:
     for v_first in (False, True):
         for state_dtype in (torch.float32, torch.bfloat16):
             for T in (1, 2):
-                for N in (1, 8, 16, 32, 33, 129):
+                for N in (1, 129):
                     layout = "V first" if v_first else "K first"
                     yield f"recurrent, {layout}, {state_dtype}, N={N}, T={T}", _example(N, T, v_first, state_dtype)
     for v_first in (False, True):
