@@ -91,9 +91,16 @@ def blocks_config(major: int, K: int, V: int) -> BlocksConfig:
 
 
 @cache
-def recurrent_config(states: int, K: int, V: int, v_first: bool, state_dtype: torch.dtype) -> RecurrentConfig:
-    """Configuration for ``states`` = N · HV states; only the policy of loads depends on how many there are."""
-    config, least = _CONFIGS[v_first, state_dtype == torch.bfloat16]
+def recurrent_config(
+    states: int, K: int, V: int, v_first: bool, state_dtype: torch.dtype, given: bool = True
+) -> RecurrentConfig:
+    """Configuration for ``states`` = N · HV states; only the policy of loads depends on how many there are.
+
+    Without a given state there is none to load, and triton 3.6 finds the large tile no layout without spills.
+    """
+    config, least = (
+        _CONFIGS[v_first, state_dtype == torch.bfloat16] if given or v_first else (RecurrentConfig(16, 1), 0)
+    )
     block_v = config.block_v
     if K > 128:
         # A thread holds a share of the state, and K first also a share of every row, which grows with K as well.
@@ -163,7 +170,7 @@ def _launch(request: Request, o: Tensor, final_state: Tensor | None, short_only:
         if indices.dim() == 2:
             s_slot, width = indices.stride(1), indices.shape[1]
     v_first, state_dtype = request.state_v_first, request.state_dtype
-    config = recurrent_config(N * HV, K, V, v_first, state_dtype)
+    config = recurrent_config(N * HV, K, V, v_first, state_dtype, initial_state is not None)
     KP = triton.next_power_of_2(K)
     s_in, s_ih, I_K, I_V = _state_strides(initial_state, v_first)
     s_fn, s_fh, F_K, F_V = _state_strides(final_state, v_first)
