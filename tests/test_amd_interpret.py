@@ -41,9 +41,9 @@ Subject(find_target("amd", interpret=True)).check({case}.call())
 """
 
 
-FEW_REGISTERS = """
+ON = """
 from kda_core_amd import launch
-launch.architecture = lambda device: launch.ARCHITECTURES["gfx1100"]
+launch.architecture = lambda device: launch.ARCHITECTURES["{architecture}"]
 """
 
 
@@ -60,14 +60,14 @@ def test_interpreted_kernels_are_right(name: str):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("dtype", ["FP16", "FP32"])
-def test_few_registers(dtype: str):
-    """gfx1100's way of the kernels: a state in blocks of key channels, and one level of a tile at a time."""
+@pytest.mark.parametrize(("architecture", "dtype"), [("gfx1100", "FP16"), ("gfx1100", "FP32"), ("foreign", "FP16")])
+def test_other_architectures_kernels_are_right(architecture: str, dtype: str):
+    """What the interpreter's stand-in does not take: a state in blocks of key channels, levels in a loop, two tiles."""
     case = (
-        f"Case(name='amd gfx1100', T=37, lengths=(35, 2), HV=2, H=1, K=40, V=20, dtype={dtype}, state=FP32,"
+        f"Case(name='amd other', T=37, lengths=(35, 2), HV=2, H=1, K=40, V=20, dtype={dtype}, state=FP32,"
         " gate='softplus', l2norm=True, beta='sigmoid', backward=True, options={'state_v_first': True})"
     )
-    done = _python(FEW_REGISTERS + CHECK.format(case=case), TRITON_INTERPRET="1")
+    done = _python(ON.format(architecture=architecture) + CHECK.format(case=case), TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
 
 

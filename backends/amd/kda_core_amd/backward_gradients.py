@@ -135,7 +135,7 @@ def gradients_kernel(
     SIGMOID: tl.constexpr,
     NEG_EIGVAL: tl.constexpr,
     ROWS: tl.constexpr,  # of a tile: C or C / 2
-    FEW_REGISTERS: tl.constexpr,  # one level at a time
+    LEVEL_LOOP: tl.constexpr,  # one level at a time
     TERMS: tl.constexpr,
     DOT: tl.constexpr,
 ):
@@ -323,7 +323,7 @@ def gradients_kernel(
             sums = (b_dq[t], b_row[t], b_column[t], dgamma)
             b_mu = mu[t] * scale
             b_lu = -lu[t]
-            if FEW_REGISTERS:
+            if LEVEL_LOOP:
                 for level in tl.range(0, levels, disable_licm=True):
                     sums = _level(b_q[t], b_k[t], b_beta[t], b_mu, b_lu, parts[t], r, level, sums, TERMS, DOT, dtype)
             else:

@@ -204,7 +204,7 @@ def _run_gradients(
         "SIGMOID": request.use_beta_sigmoid_in_kernel,
         "NEG_EIGVAL": request.allow_neg_eigval,
         "ROWS": config.rows,
-        "FEW_REGISTERS": target.wave == 32 and target.name != launch.FOREIGN_ARCHITECTURE,
+        "LEVEL_LOOP": config.level_loop,
         "TERMS": terms,
         "DOT": dot,
     }

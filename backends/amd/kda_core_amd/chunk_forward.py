@@ -108,6 +108,7 @@ def run_prepare(request: Request, o: Tensor, for_backward: bool = False) -> Prep
         "SIGMOID": request.use_beta_sigmoid_in_kernel,
         "NEG_EIGVAL": request.allow_neg_eigval,
         "FEW_REGISTERS": target.wave == 32,
+        "LEVEL_LOOP": config.level_loop,
         "TERMS": terms,
         "DOT": dot,
         "SMALL_DOT": small_dot,

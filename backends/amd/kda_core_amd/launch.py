@@ -69,6 +69,7 @@ class Config:
         waves_per_eu: waves a SIMD unit that the compiler's register budget is to leave room for; 0: its own choice.
         keys: key channels of a block of a recurrence's state; 0: all of them.
         rows: rows of a tile of ``gradients``: 16, or the chunk's 32.
+        level_loop: ``prepare`` and ``gradients`` take a tile's levels in a loop, so that one is alive at a time.
     """
 
     block: int
@@ -77,6 +78,7 @@ class Config:
     waves_per_eu: int = 0
     keys: int = 0
     rows: int = 32
+    level_loop: bool = False
 
 
 GATE = Config(0, 4)
@@ -113,7 +115,12 @@ _WIDE_STEP = {shape: Config(c.block, 2 * c.num_warps) for shape, c in _STEP.item
 # float32 has no matrix unit, so that whole rows of its operands lie in every lane. Hence few key channels at a time.
 _RDNA = MappingProxyType(
     {
-        "prepare": {(2, 128): Config(16, 4), (2, 256): Config(16, 4), (4, 128): Config(16, 8), (4, 256): Config(16, 8)},
+        "prepare": {
+            (2, 128): Config(16, 4, level_loop=True),
+            (2, 256): Config(16, 4, level_loop=True),
+            (4, 128): Config(16, 8, level_loop=True),
+            (4, 256): Config(16, 8, level_loop=True),
+        },
         "recurrence": {
             (2, 128): Config(16, 2, keys=32),
             (2, 256): Config(16, 4, keys=32),
@@ -135,10 +142,10 @@ _RDNA = MappingProxyType(
             (4, 256): Config(16, 8, keys=32),
         },
         "gradients": {
-            (2, 128): Config(16, 16),
-            (2, 256): Config(16, 16),
-            (4, 128): Config(16, 16),
-            (4, 256): Config(16, 16),
+            (2, 128): Config(16, 16, level_loop=True),
+            (2, 256): Config(16, 16, level_loop=True),
+            (4, 128): Config(16, 16, level_loop=True),
+            (4, 256): Config(16, 16, level_loop=True),
         },
     }
 )

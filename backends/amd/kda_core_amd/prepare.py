@@ -112,7 +112,7 @@ def _own_pairs(
     el,
     r,
     BOUNDED: tl.constexpr,
-    FEW_REGISTERS: tl.constexpr,
+    LEVEL_LOOP: tl.constexpr,
     TERMS: tl.constexpr,
     DOT: tl.constexpr,
     dtype: tl.constexpr,
@@ -124,7 +124,7 @@ def _own_pairs(
         m, el = _pairs((b_q * e).to(dtype), (b_k * e).to(dtype), (b_k * tl.exp2(-x)).to(dtype), m, el, DOT)
     else:
         m += tl.where(r[:, None] == r[None, :], tl.sum(b_q * b_k, 1)[:, None], 0.0)
-        if FEW_REGISTERS:
+        if LEVEL_LOOP:
             for log2_b in tl.range(0, 4, disable_licm=True):
                 m, el = _level(b_q, b_k, parts, m, el, r, log2_b, TERMS, DOT, dtype)
         else:
@@ -193,7 +193,8 @@ def prepare(
     L2NORM: tl.constexpr,
     SIGMOID: tl.constexpr,
     NEG_EIGVAL: tl.constexpr,
-    FEW_REGISTERS: tl.constexpr,  # one level at a time, and masks formed anew in every block of channels
+    FEW_REGISTERS: tl.constexpr,  # form masks anew in every block of channels
+    LEVEL_LOOP: tl.constexpr,  # one level at a time
     TERMS: tl.constexpr,
     DOT: tl.constexpr,
     SMALL_DOT: tl.constexpr,
@@ -263,8 +264,8 @@ def prepare(
             squares_q1 += b_q1 * b_q1
             squares_k0 += b_k0 * b_k0
             squares_k1 += b_k1 * b_k1
-        m00, l00 = _own_pairs(b_q0, b_k0, parts0, m00, l00, r, BOUNDED, FEW_REGISTERS, TERMS, DOT, dtype)
-        m11, l11 = _own_pairs(b_q1, b_k1, parts1, m11, l11, r, BOUNDED, FEW_REGISTERS, TERMS, DOT, dtype)
+        m00, l00 = _own_pairs(b_q0, b_k0, parts0, m00, l00, r, BOUNDED, LEVEL_LOOP, TERMS, DOT, dtype)
+        m11, l11 = _own_pairs(b_q1, b_k1, parts1, m11, l11, r, BOUNDED, LEVEL_LOOP, TERMS, DOT, dtype)
         # Rows of tile 1 against those of tile 0: the reference is the border between the tiles.
         into = tl.exp2(selected_sum(through(r, r), parts1, TERMS))
         k_out = (b_k0 * tl.exp2(selected_sum(after(r, r), parts0, TERMS))).to(dtype)
