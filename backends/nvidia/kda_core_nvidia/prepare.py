@@ -421,23 +421,24 @@ def prepare(
 
 @triton.jit
 def _two_parts(a, dtype: tl.constexpr):
-    """``a`` in ``dtype`` and, for bfloat16, what that leaves of it.
+    """``a`` in ``dtype`` and, for 16-bit types, what that leaves of it.
 
-    An inverse rounded to bfloat16 is an error in all that its rows write: final states and dv show it, up to twice
+    An inverse rounded to 16 bits is an error in all that its rows write: final states and dv show it, up to twice
     their other errors.
     """
     if dtype == tl.bfloat16:
         a, rest, _ = split(a, 2)
     else:
-        a = a.to(dtype)
-        rest = a
+        whole = a
+        a = whole.to(dtype)
+        rest = (whole - a.to(tl.float32)).to(dtype)
     return a, rest
 
 
 @triton.jit
 def _product(a, rest, b, total, DOT: tl.constexpr):
     """total + (both parts of a) · b."""
-    if b.dtype == tl.bfloat16:
+    if b.dtype != tl.float32:
         total = tl.dot(rest, b, total)
     return tl.dot(a, b, total, input_precision=DOT)
 
