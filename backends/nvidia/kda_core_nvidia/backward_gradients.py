@@ -74,6 +74,9 @@ def _any_decay(
     b_dq, b_dkr and b_dkc come as the products with the states, which are scaled here.
     """
     TERMS: tl.constexpr = 3 if PRECISION == "ieee" else 2
+    # Each with its transpose added, so that one product a level serves both.
+    b_mu += tl.trans(b_mu)
+    b_lu += tl.trans(b_lu)
     e = tl.exp2(interval_sum(hi, mid, lo, o_c[:, None] <= o_c[None, :], TERMS))
     b_dq *= e * scale
     b_dkr *= -e
@@ -82,9 +85,6 @@ def _any_decay(
     b_dkc *= tl.exp2(interval_sum(hi, mid, lo, o_c[:, None] > o_c[None, :], TERMS))
     b_p = (b_k * b_dkc * b_beta[None, :]).to(dt)
     b_dgamma = tl.dot(b_p, (o_c[:, None] < o_c[None, :]).to(dt), b_dgamma, input_precision=PRECISION)
-    # Each with its transpose added, so that one product a level serves both.
-    b_mu += tl.trans(b_mu)
-    b_lu += tl.trans(b_lu)
     for j in tl.range(0, LEVELS, disable_licm=True):
         b_dq, b_dkr, b_dkc, b_dgamma = _level(
             b_dq, b_dkr, b_dkc, b_dgamma, b_q, b_k, b_beta, b_mu, b_lu, hi, mid, lo, o_c, j, dt, PRECISION
