@@ -15,6 +15,8 @@ Tiles: all key channels and BV value channels of one head, [BV, KP / KS, KS] whe
 [KP / KS, KS, BV] otherwise. Triton gives the last dimension to neighbouring lanes and the one that it knows least about
 to registers, so that KS decides how many lanes share a row: a whole row each would be read best and summed worst (five
 shuffles a row and product, where three do for 32 float32 channels).
+Multiplications and additions are fused where this file says so and nowhere else: a compiler that chooses does so
+differently for one token and for several, and a step's bits would show how it was asked for.
 Grid: (N [+ 1] · HV · ceil(V / BV)), value blocks fastest, then heads; with packed sequences, "sequence" N is the rows
 behind the last one. Index arithmetic is int64 from the sequence up.
 """
@@ -42,12 +44,12 @@ def decay_minus_one(y):
     """2^y − 1 in float32, y <= 0, to a few units in the last place of the result."""
     x = y * LN_2
     # Seven terms: the next one is below 2⁻²⁵ of the sum for |x| up to ln(2) / 2.
-    series = _C7 * x + _C6
-    series = series * x + _C5
-    series = series * x + _C4
-    series = series * x + _C3
-    series = series * x + _C2
-    series = series * x + 1.0
+    series = tl.fma(x, _C7, _C6)
+    series = tl.fma(series, x, _C5)
+    series = tl.fma(series, x, _C4)
+    series = tl.fma(series, x, _C3)
+    series = tl.fma(series, x, _C2)
+    series = tl.fma(series, x, 1.0)
     return tl.where(tl.abs(y) < SERIES_REACH, series * x, tl.exp2(y) - 1.0)
 
 
@@ -260,12 +262,12 @@ def recurrent(
             r_k *= tl.rsqrt(tl.sum(b_k * b_k) + NORM_EPS)
         qk = tl.sum(b_q * b_k) * (r_q * r_k)
         loss = decay_minus_one(y)
-        k_d = b_k * loss + b_k
-        q_d = b_q * loss + b_q
+        k_d = tl.fma(b_k, loss, b_k)
+        q_d = tl.fma(b_q, loss, b_q)
         u = b_beta * (b_v - r_k * contract(S * along_k(k_d, V_FIRST), V_FIRST))
         b_o = r_q * contract(S * along_k(q_d, V_FIRST), V_FIRST) + qk * u
-        S += S * along_k(loss, V_FIRST)
-        S += along_v(r_k * u, V_FIRST) * along_k(b_k, V_FIRST)
+        S = tl.fma(S, along_k(loss, V_FIRST), S)
+        S = tl.fma(along_v(r_k * u, V_FIRST), along_k(b_k, V_FIRST), S)
         tl.store(p_o + o_v.to(tl.int64) * s_ov, b_o.to(o.dtype.element_ty), mask=m_v)
         p_o += s_ot
         if EVERY_TOKEN:

@@ -234,6 +234,7 @@ def _launch(request: Request, o: Tensor, final_state: Tensor | None, short_only:
         "ONE_TOKEN": T == 1 and not packed,
         "MOST": SHORT.value if short_only else 0,
         "EVICTION": config.eviction,
+        "enable_fp_fusion": False,
     }
     _recurrent((programs, 1, 1), arguments, constants, config.num_warps)
 
