@@ -1,4 +1,4 @@
-"""The kernels for Hopper give what the plain ones give, bit for bit or to roundings of dv; needs an sm_90 GPU."""
+"""The recurrence for Hopper gives what the plain one gives, bit for bit; needs an sm_90 GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ pytest.importorskip("kda_core_nvidia")
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs an sm_90 GPU", allow_module_level=True)
 
-from kda_core_nvidia import chunk_backward, chunk_forward
+from kda_core_nvidia import chunk_forward
 
 DEVICE = "cuda"
 
@@ -56,38 +56,28 @@ def arguments(name: str, dtype: torch.dtype) -> dict:
 
 
 def results(call: dict, hopper: bool, monkeypatch) -> dict[str, torch.Tensor]:
-    """Outputs and gradients of a call."""
+    """Outputs of a call."""
     taken = []
+    chosen = chunk_forward.serves
 
     def serves(*facts):
         taken.append(hopper and chosen(*facts))
         return taken[-1]
 
-    chosen = chunk_forward.serves
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, torch.no_grad():
         patch.setattr(chunk_forward, "serves", serves)
-        patch.setattr(chunk_backward, "serves", serves)
-        names = ("q", "k", "v", "g", "beta", "initial_state")
-        leaves = {n: call[n].detach().requires_grad_() for n in names}
-        o, state = kda_core.chunk_kda(**(call | leaves))
-        torch.manual_seed(1)
-        upstream = [torch.randn_like(o), torch.randn_like(state)]
-        grads = torch.autograd.grad([o, state], list(leaves.values()), upstream)
-    assert taken == [hopper] * 3, "forward, states and reverse take the kernels meant"
-    return {"o": o.detach(), "final_state": state.detach(), **{f"d{n}": x for n, x in zip(names, grads, strict=True)}}
+        o, state = kda_core.chunk_kda(**call)
+    assert taken == [hopper], "the kernel that was meant"
+    return {"o": o, "final_state": state}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", CALLS)
-def test_hopper_gives_what_the_plain_kernels_give(name, dtype, monkeypatch):
+def test_hopper_gives_what_the_plain_kernel_gives(name, dtype, monkeypatch):
     call = arguments(name, dtype)
     plain, hopper = results(call, False, monkeypatch), results(call, True, monkeypatch)
-    for n in ("o", "final_state"):
-        assert torch.equal(plain[n], hopper[n]), n
     for n in plain:
-        difference = (plain[n].double() - hopper[n].double()).norm() / plain[n].double().norm().clamp_min(1e-30)
-        # P do + kA dS is summed in another order: single elements of dv round the other way.
-        assert difference <= 1e-4, (n, float(difference))
+        assert torch.equal(plain[n], hopper[n]), n
 
 
 @pytest.mark.parametrize("name", ["packed", "many programs"])
@@ -108,8 +98,7 @@ def test_a_sequence_does_not_see_what_follows_it(monkeypatch):
     for n in ("q", "k", "v", "beta"):
         dirty[n][:, 400:] = float("nan")
     seen = results(dirty, True, monkeypatch)
-    for n in ("o", "dq", "dk", "dv", "dg", "dbeta"):
-        assert torch.equal(clean[n][:, :400], seen[n][:, :400]), n
+    assert torch.equal(clean["o"][:, :400], seen["o"][:, :400])
 
 
 def test_rows_that_are_not_aligned_take_the_plain_kernels(monkeypatch):

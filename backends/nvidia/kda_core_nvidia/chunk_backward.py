@@ -23,19 +23,15 @@ from torch import Tensor
 from kda_core.request import BackwardResult, Request
 from kda_core_nvidia.backward_finish import finish_kernel
 from kda_core_nvidia.backward_gradients import gradients_kernel
-from kda_core_nvidia.backward_hopper import reverse_hopper, states_hopper
 from kda_core_nvidia.backward_reverse import reverse_kernel
 from kda_core_nvidia.backward_states import states_kernel
 from kda_core_nvidia.chunk_forward import Prepared, gate_kind, run_prepare
-from kda_core_nvidia.hopper import HopperConfig, blocks, hopper_config, serves, token_blocks
-from kda_core_nvidia.launch import Chip, Launcher, chip, on_device
+from kda_core_nvidia.launch import Launcher, chip, on_device
 from kda_core_nvidia.layout import CHUNK, padded, slots
 from kda_core_nvidia.segments import as_packed, ends, segment_rows, starts
 
 _states = Launcher(states_kernel)
-_states_hopper = Launcher(states_hopper)
 _reverse = Launcher(reverse_kernel)
-_reverse_hopper = Launcher(reverse_hopper)
 _gradients = Launcher(gradients_kernel)
 _finish = Launcher(finish_kernel)
 
@@ -141,16 +137,6 @@ def _constants(
     return _Constants(config, states, reverse, gradients, finish)
 
 
-@cache
-def _hopper_constants(
-    target: Chip, HV: int, K: int, V: int, heads: int, v_first: bool
-) -> tuple[HopperConfig, dict[str, Any]]:
-    """The configuration of the kernels for Hopper, and their constants."""
-    config = hopper_config(target, V, heads)
-    shape = {"HV": HV, "K": K, "V": V, "C": CHUNK, "KP": padded(K), "BV": config.block_v}
-    return config, shape | {"V_FIRST": v_first, "STAGES": config.stages}
-
-
 def _rows_first(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """``x`` itself if its last dimension is dense and a tile's offsets fit 32 bits, else a copy; and its strides."""
     strides, shape = x.stride(), x.shape
@@ -252,58 +238,23 @@ def _backward(call: Request) -> dict[str, Tensor]:
         own = turn and slice(turn.start * NT, turn.stop * NT)
         count = N if turn is None else turn.stop - turn.start
         own_keys, own_D, own_v, own_do = _cut(keys, own), _cut(D, own), _cut(v, turn), _cut(do, turn)
-        hopper, hopper_constants = _hopper_constants(target, HV, K, V, count * HV, v_first)
-        hopper_grid = (V // hopper.block_v, count * HV, 1)
-        if vp == V and serves(target, own_keys, own_v, K, V):
-            _states_hopper(
-                hopper_grid,
-                (
-                    token_blocks(own_v, C, hopper.block_v),
-                    own_v,
-                    blocks(own_keys, C, kp),
-                    blocks(_cut(X, own), C, C),
-                    blocks(own_D, 1, kp),
-                    *(_cut(state, turn), z, blocks(states, hopper.block_v, kp), cu, *s_v, T, T_row, NT),
-                ),
-                hopper_constants,
-                hopper.num_warps,
-                maxnreg=hopper.registers,
-            )
-        else:
-            bv, warps, _ = config.states
-            _states(
-                (vp // bv, count * HV, 1),
-                (own_v, own_keys, _cut(X, own), own_D, _cut(state, turn), z, states, cu, *s_v, T, T_row, NT),
-                constants.states,
-                warps,
-            )
-        if vp == V and own_do is not None and serves(target, own_keys, own_do, K, V):
-            _reverse_hopper(
-                hopper_grid,
-                (
-                    token_blocks(own_do, C, hopper.block_v),
-                    blocks(own_keys, 2 * C, kp),
-                    blocks(own_keys, C, kp),
-                    blocks(_cut(P, own), C, C),
-                    blocks(own_D, 1, kp),
-                    *(own_do, _cut(grad_final, turn), _cut(dv, turn), blocks(state_grads, hopper.block_v, kp)),
-                    *(_cut(grad_states, turn), cu, *s_do, T, T_row, NT),
-                ),
-                hopper_constants,
-                hopper.num_warps,
-                maxnreg=hopper.registers,
-            )
-        else:
-            bv, warps, _ = config.reverse
-            _reverse(
-                (vp // bv, count * HV, 1),
-                (
-                    *(own_keys, _cut(P, own), own_D, own_do, _cut(grad_final, turn)),
-                    *(_cut(dv, turn), state_grads, _cut(grad_states, turn), cu, *s_do, T, T_row, NT),
-                ),
-                constants.reverse,
-                warps,
-            )
+        bv, warps, _ = config.states
+        _states(
+            (vp // bv, count * HV, 1),
+            (own_v, own_keys, _cut(X, own), own_D, _cut(state, turn), z, states, cu, *s_v, T, T_row, NT),
+            constants.states,
+            warps,
+        )
+        bv, warps, _ = config.reverse
+        _reverse(
+            (vp // bv, count * HV, 1),
+            (
+                *(own_keys, _cut(P, own), own_D, own_do, _cut(grad_final, turn)),
+                *(_cut(dv, turn), state_grads, _cut(grad_states, turn), cu, *s_do, T, T_row, NT),
+            ),
+            constants.reverse,
+            warps,
+        )
         if turn is turns[-1]:
             prepared = keys = P = X = own_keys = None
         if dg is None:

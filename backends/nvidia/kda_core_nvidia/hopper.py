@@ -1,4 +1,4 @@
-"""When the kernels written for Hopper take a recurrence, their configurations (frozen data), and their descriptors."""
+"""When the kernel written for Hopper takes the forward's recurrence; its configurations (frozen data) and descriptors."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def _row_aligned(x: Tensor) -> bool:
 
 
 def serves(target: Chip, keys: Tensor, rows: Tensor, K: int, V: int) -> bool:
-    """Whether the kernels for Hopper take a recurrence.
+    """Whether the kernel for Hopper takes a recurrence.
 
     Args:
         keys: what ``prepare`` wrote.
-        rows: v or the output's gradient.
+        rows: v.
         K, V: head dimensions.
     """
     slots, HV, _, _, KP = keys.shape
