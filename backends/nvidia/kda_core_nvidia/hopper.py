@@ -1,4 +1,4 @@
-"""When the kernel written for Hopper takes the forward's recurrence; its configurations (frozen data) and descriptors."""
+"""When the kernel written for Hopper takes a forward recurrence; its configurations (frozen data) and descriptors."""
 
 from __future__ import annotations
 
