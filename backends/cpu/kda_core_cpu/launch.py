@@ -28,7 +28,7 @@ _LANE_BUDGET = 1 << 19
 
 _STEP_BUDGET = 1 << 20
 """The same of a decoding step, which walks its states three times and not once more for every token to come: twice
-as many cost a fetch from the next cache and save half of the calls, 5% of a step with two cores."""
+as many cost a fetch from the next cache and save half of the calls."""
 
 _WINDOW_BUDGET = 1 << 18
 """Elements of one [rows, K] operand of one window (1 MiB of fp32; about twelve such operands are live at once).
