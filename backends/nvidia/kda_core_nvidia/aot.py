@@ -112,8 +112,8 @@ def recorded(*modules: Any) -> Iterator[list[Launch]]:
         if isinstance(x, Launcher):
             recorder = _Recorder(x.kernel, launches)
 
-            def record(grid, arguments, constants, num_warps, recorder=recorder, **options):
-                recorder[grid](*arguments, **constants, num_warps=num_warps, **options)
+            def record(grid, arguments, constants, num_warps, recorder=recorder):
+                recorder[grid](*arguments, **constants, num_warps=num_warps)
 
             setattr(module, name, record)
         else:

@@ -268,8 +268,8 @@ def _backward(call: Request) -> dict[str, Tensor]:
         _gradients(
             ((n_slots if turn is None else count * NT) * HV * NK, 1, 1),
             (
-                *(_cut(q, turn), _cut(k, turn), _cut(g, turn), _cut(beta, turn), A_log, dt_bias, _cut(do, turn)),
-                *(_cut(dv, turn), z, states, state_grads, _cut(D, own), _cut(norms, own)),
+                *(_cut(q, turn), _cut(k, turn), _cut(g, turn), _cut(beta, turn), A_log, dt_bias, own_do),
+                *(_cut(dv, turn), z, states, state_grads, own_D, _cut(norms, own)),
                 *(_cut(dq_hat, turn), _cut(dk_hat, turn), _cut(dg, turn)),
                 *(dbeta_partial if turn is None else dbeta_partial[:, turn], _cut(dA, own), _cut(dbias, own), cu),
                 *(*s_q, *s_k, *s_g, *s_b, *s_do),

@@ -225,7 +225,7 @@ def run_prepare(request: Request, o: Tensor, backward: bool = False) -> Prepared
     return prepared
 
 
-def _state_strides(state: Tensor | None, v_first: bool) -> tuple[int, int, int, int]:
+def state_strides(state: Tensor | None, v_first: bool) -> tuple[int, int, int, int]:
     """Strides of a state by (sequence, head, K, V)."""
     if state is None:
         return _NO_STRIDES
@@ -269,7 +269,7 @@ def _hopper_constants(target: Chip, sequences_heads: int, *shared: Any) -> tuple
     """The same of the recurrence for Hopper, and its configuration."""
     constants = _shared_constants(*shared)
     config = hopper_config(target, constants["V"], sequences_heads)
-    return constants | {"BV": config.block_v, "STAGES": config.stages}, config
+    return constants | {"BV": config.block_v, "STAGES": config.stages, "maxnreg": config.registers}, config
 
 
 def run_recurrence(
@@ -289,7 +289,7 @@ def run_recurrence(
     target = chip(v.device)
     keys, P, D = prepared[:3]
     KP = D.shape[-1]
-    initial, final = _state_strides(initial_state, v_first), _state_strides(final_state, v_first)
+    initial, final = state_strides(initial_state, v_first), state_strides(final_state, v_first)
     last = 2 if v_first else 3
     last_contiguous = (initial_state is None or initial[last] == 1) and (final_state is None or final[last] == 1)
     shared = (K, V, unit, v_first, last_contiguous)
@@ -321,7 +321,7 @@ def run_recurrence(
             *numbers,
         )
         grid = (N * HV, V // hopper.block_v, 1)
-        _recurrence_hopper(grid, arguments, constants, hopper.num_warps, maxnreg=hopper.registers)
+        _recurrence_hopper(grid, arguments, constants, hopper.num_warps)
         return
     rows = keys.numel() // KP
     descriptors = target.descriptors and 0 < rows < 2**31

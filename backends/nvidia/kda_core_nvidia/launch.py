@@ -177,21 +177,15 @@ class Launcher:
         self._tensors = tuple(p.num for p in free if not p.name.startswith("s_"))
 
     def __call__(
-        self,
-        grid: tuple[int, int, int],
-        arguments: tuple[Any, ...],
-        constants: dict[str, Any],
-        num_warps: int,
-        **options: Any,
+        self, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: dict[str, Any], num_warps: int
     ) -> None:
         """Launch.
 
         Args:
             grid: programs along each axis.
             arguments: the kernel's first parameters, in order.
-            constants: its remaining parameters, all constexpr.
+            constants: its remaining parameters, all constexpr, and further options of the compiler.
             num_warps: warps of a program.
-            options: further options of the compiler; the same ones whenever the constants and warps are.
         """
         if INTERPRET:
             self.kernel[grid](*arguments, **constants)
@@ -213,7 +207,7 @@ class Launcher:
         key = (device, num_warps, *constants.values(), *self._strides(arguments), *kinds)
         found = self._compiled.get(key)
         if found is None:
-            compiled = self.kernel[grid](*arguments, **constants, num_warps=num_warps, **options)
+            compiled = self.kernel[grid](*arguments, **constants, num_warps=num_warps)
             rest = tuple(constants[name] for name in self.kernel.arg_names[len(arguments) :])
             self._compiled[key] = compiled, compiled.run, compiled.function, compiled.packed_metadata, rest
             return

@@ -21,7 +21,7 @@ import triton
 from torch import Tensor
 
 from kda_core.request import BackwardResult, ForwardResult, Request
-from kda_core_nvidia.chunk_forward import gate_kind, rows_contiguous
+from kda_core_nvidia.chunk_forward import gate_kind, rows_contiguous, state_strides
 from kda_core_nvidia.launch import INTERPRET, Launcher, chip, on_device
 from kda_core_nvidia.layout import padded
 from kda_core_nvidia.recurrent import recurrent
@@ -98,9 +98,9 @@ def recurrent_config(
 
     Without a given state there is none to load, and triton 3.6 finds the large tile no layout without spills.
     """
-    config, least = (
-        _CONFIGS[v_first, state_dtype == torch.bfloat16] if given or v_first else (RecurrentConfig(16, 1), 0)
-    )
+    config, least = _CONFIGS[v_first, state_dtype == torch.bfloat16]
+    if not given and not v_first:
+        config, least = RecurrentConfig(16, 1), 0
     block_v = config.block_v
     if K > 128:
         # A thread holds a share of the state, and K first also a share of every row, which grows with K as well.
@@ -113,14 +113,6 @@ def _strides(x: Tensor, packed: bool) -> tuple[int, int, int]:
     """Strides by sequence (a token's, when sequences are found by their first token), token and head."""
     s_b, s_t, s_h = x.stride()[:3]
     return (s_t if packed else s_b), s_t, s_h
-
-
-def _state_strides(state: Tensor | None, v_first: bool) -> tuple[int, int, int, int]:
-    """Strides by sequence or slot, head, key channel and value channel."""
-    if state is None:
-        return 0, 0, 0, 0
-    s_n, s_h, s_row, s_last = state.stride()
-    return (s_n, s_h, s_last, s_row) if v_first else (s_n, s_h, s_row, s_last)
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:
@@ -172,8 +164,8 @@ def _launch(request: Request, o: Tensor, final_state: Tensor | None, short_only:
     v_first, state_dtype = request.state_v_first, request.state_dtype
     config = recurrent_config(N * HV, K, V, v_first, state_dtype, initial_state is not None)
     KP = triton.next_power_of_2(K)
-    s_in, s_ih, I_K, I_V = _state_strides(initial_state, v_first)
-    s_fn, s_fh, F_K, F_V = _state_strides(final_state, v_first)
+    s_in, s_ih, I_K, I_V = state_strides(initial_state, v_first)
+    s_fn, s_fh, F_K, F_V = state_strides(final_state, v_first)
     # With packed sequences one more set of programs zeroes the rows behind the last one.
     programs = (N + packed) * HV * -(-V // config.block_v)
     arguments = (
@@ -309,8 +301,8 @@ def _launch_blocks(request: Request, o: Tensor, final_state: Tensor | None) -> N
         "OVERLAP": overlap,
     }
     _blocks_prepare((slots * HV, 1, 1), arguments, constants, 1)
-    s_in, s_ih, I_K, I_V = _state_strides(initial_state, request.state_v_first)
-    s_fn, s_fh, F_K, F_V = _state_strides(final_state, request.state_v_first)
+    s_in, s_ih, I_K, I_V = state_strides(initial_state, request.state_v_first)
+    s_fn, s_fh, F_K, F_V = state_strides(final_state, request.state_v_first)
     arguments = (
         planes,
         squares,
