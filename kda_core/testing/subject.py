@@ -29,7 +29,7 @@ INTERPRETER_LEAVES_OUT = (
 )
 
 INTERPRETER_DRAWS_FEWER = 4
-"""In the interpreter a test draws so many times fewer random calls than on a device."""
+"""In the interpreter a test draws so many times fewer random calls than on a device, but not fewer than two."""
 
 INTERPRETER_MOST_CHUNKS = 50
 """Chunks of all sequences and heads in one call; each takes the interpreter a tenth of a second, forward."""
@@ -175,7 +175,9 @@ class Subject:
 
     def draws(self, count: int) -> int:
         """How many calls a test draws at random: fewer in the interpreter, thousands of times slower than a device."""
-        return -(-count // INTERPRETER_DRAWS_FEWER) if self.target.interpreted else count
+        if not self.target.interpreted:
+            return count
+        return min(count, max(2, -(-count // INTERPRETER_DRAWS_FEWER)))
 
     def _rounds_to_bfloat16(self, request: Request, call: Call) -> bool:
         """Whether a result of the call is stored in bfloat16."""

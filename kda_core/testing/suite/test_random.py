@@ -1,4 +1,9 @@
-"""Random calls: shapes, packing, strides and options drawn together, against the oracle."""
+"""Random calls: shapes, packing, strides and options drawn together, against the oracle.
+
+Every test comes in parts, each with draws of its own (hypothesis seeds by a test's identifier), so that the parts run
+side by side: on a backend that compiles, new kinds of calls take most of the time. The first draw of every part is the
+simplest call there is.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +21,17 @@ hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies
 
 FAST = hypothesis.settings(
-    max_examples=25,
+    max_examples=6,
     deadline=None,
     derandomize=True,
     database=None,
     suppress_health_check=list(hypothesis.HealthCheck),
 )
-BACKWARD = hypothesis.settings(FAST, max_examples=10)
-THOROUGH = hypothesis.settings(FAST, max_examples=400)
+BACKWARD = hypothesis.settings(FAST, max_examples=3)
+THOROUGH = hypothesis.settings(FAST, max_examples=21)
+
+in_parts = pytest.mark.parametrize("part", range(5))
+in_many_parts = pytest.mark.parametrize("part", range(20))
 
 DIMENSIONS = st.sampled_from([1, 3, 8, 16, 20, 33, 64])
 DTYPES = st.sampled_from([FP32, FP32, BF16, FP16])
@@ -74,43 +82,48 @@ def _check(kda: Subject, call: Call, settings: hypothesis.settings) -> None:
     assert refusal is None or refusal.status != "rejected", str(refusal)
 
 
+@in_parts
 @requires(Feature.CHUNK)
 @hypothesis.given(call=calls("chunk_kda", 100, backward=False))
 @FAST
-def test_random_forward(kda, call: Call):
+def test_random_forward(kda, part: int, call: Call):
     """Forward of chunk_kda."""
     _check(kda, call, FAST)
 
 
+@in_parts
 @requires(Feature.CHUNK, Feature.BACKWARD)
 @hypothesis.given(call=calls("chunk_kda", 70, backward=True))
 @BACKWARD
-def test_random_backward(kda, call: Call):
+def test_random_backward(kda, part: int, call: Call):
     """Gradients of chunk_kda."""
     _check(kda, call, BACKWARD)
 
 
+@in_parts
 @requires(Feature.RECURRENT)
 @hypothesis.given(call=calls("fused_recurrent_kda", 12, backward=False))
 @FAST
-def test_random_recurrent(kda, call: Call):
+def test_random_recurrent(kda, part: int, call: Call):
     """Forward of fused_recurrent_kda."""
     _check(kda, call, FAST)
 
 
 @slow
+@in_many_parts
 @requires(Feature.CHUNK)
 @hypothesis.given(call=calls("chunk_kda", 300, backward=False))
 @THOROUGH
-def test_random_forward_thorough(kda, call: Call):
+def test_random_forward_thorough(kda, part: int, call: Call):
     """Forward of chunk_kda, many more."""
     _check(kda, call, THOROUGH)
 
 
 @slow
+@in_many_parts
 @requires(Feature.CHUNK, Feature.BACKWARD)
 @hypothesis.given(call=calls("chunk_kda", 150, backward=True))
 @THOROUGH
-def test_random_backward_thorough(kda, call: Call):
+def test_random_backward_thorough(kda, part: int, call: Call):
     """Gradients of chunk_kda, many more."""
     _check(kda, call, THOROUGH)
