@@ -35,8 +35,10 @@ CASES = {
 CHECK = """
 import torch
 from kda_core.testing.cases import FP16, FP32, Case
+from kda_core.testing.interpreter import quicken
 from kda_core.testing.subject import Subject
 from kda_core.testing.targets import find_target
+quicken()
 Subject(find_target("amd", interpret=True)).check({case}.call())
 """
 

@@ -211,4 +211,7 @@ def test_gradients(found, case):
 
 
 if __name__ == "__main__":
+    from kda_core.testing.interpreter import quicken
+
+    quicken()
     print(json.dumps(errors()))

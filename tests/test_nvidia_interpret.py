@@ -407,6 +407,9 @@ def test_configurations_fit_their_sizes(capability, heads):
 
 
 if __name__ == "__main__":
+    from kda_core.testing.interpreter import quicken
+
+    quicken()
     torch.set_num_threads(1)
     results = Found()
     PARTS[sys.argv[1]](results)

@@ -377,6 +377,9 @@ def decay_keeps_its_digits() -> None:
 
 
 def main() -> None:
+    from kda_core.testing.interpreter import quicken
+
+    quicken()
     torch.set_num_threads(1)
     failures = {}
     for name, function in CHECKS.items():
