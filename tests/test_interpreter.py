@@ -60,5 +60,5 @@ def test_quickened_interpreter_gives_the_same_bits(backend: str):
 
 def test_without_triton_there_is_nothing_to_quicken():
     """A machine without triton: no error."""
-    code = "import sys; sys.modules['triton'] = None; from kda_core.testing import interpreter as i; assert not i.quicken()"
+    code = "import sys; sys.modules['triton'] = None; import kda_core.testing.interpreter as i; assert not i.quicken()"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
