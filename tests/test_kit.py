@@ -167,6 +167,22 @@ def test_interpreter_leaves_bfloat16_out():
     assert Subject(Target("reference", CPU)).takes(BF16)
 
 
+def test_a_wrong_random_call_is_made_again():
+    """A random test that passed over the call that had failed would end as "flaky", without the call."""
+    from kda_core.testing.suite import test_random
+
+    made = []
+    subject = Subject(Target("reference", CPU, interpreted=True))
+    subject.check = made.append
+    for wrong, expected in ((False, 2), (True, 5)):
+        subject.wrong, subject.records = wrong, []
+        made.clear()
+        for number in range(5):
+            test_random._check(subject, number, test_random.FAST)
+            subject.records.append(number)
+        assert len(made) == expected
+
+
 def test_interpreter_does_less():
     """One repeat, fewer random calls, no long calls (a record says so); a device does everything."""
     subject, device = (Subject(Target("reference", CPU, interpreted=i)) for i in (True, False))

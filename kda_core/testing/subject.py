@@ -145,12 +145,14 @@ class Subject:
         target: which, and where.
         info: the backend's identity card.
         records: one for every call made so far.
+        wrong: whether a comparison has failed.
     """
 
     def __init__(self, target: Target) -> None:
         self.target = target
         self.info = registry.named(target.backend).info
         self.records: list[Record] = []
+        self.wrong = False
 
     @property
     def name(self) -> str:
@@ -255,6 +257,7 @@ class Subject:
                 continue
             wrong += self._compare(name, got, expected[name], allowed[name], dtypes[name], request)
         if wrong:
+            self.wrong = True
             raise Mismatch(f"{call.op} of {call.name!r} on {self.name!r}:\n  " + "\n  ".join(wrong))
 
     def expect(self, call: Call, name: str, got: Tensor, expected: Tensor, what: str) -> None:

@@ -220,7 +220,7 @@ def dot_widths(dtype: torch.dtype, target: Architecture) -> tuple[int, str, str]
     terms = 3 if dtype == torch.float32 else 2
     if target.name != FOREIGN_ARCHITECTURE:
         return terms, "ieee", "ieee"
-    precision = "tf32x3" if dtype == torch.float32 else "tf32"
+    precision = "tf32" if dtype == torch.bfloat16 else "tf32x3"
     return terms, precision, precision
 
 
