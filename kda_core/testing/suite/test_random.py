@@ -76,7 +76,7 @@ def calls(draw, op: str, max_tokens: int, backward: bool) -> Call:
 
 
 def _check(kda: Subject, call: Call, settings: hypothesis.settings) -> None:
-    # The interpreter makes fewer than hypothesis draws; after a wrong one, all that hypothesis asks for to make it small.
+    # The interpreter makes fewer calls than hypothesis draws, but after a wrong one all that making it small takes.
     if len(kda.records) >= kda.draws(settings.max_examples) and kda.target.interpreted and not kda.wrong:
         return
     refusal = refusal_of(lambda: kda.check(call))
