@@ -87,7 +87,8 @@ GATE = Config(0, 4)
 MATRIX_SIDE = 16
 """``matrix_instr_nonkdim``: tiles are 16 rows, so that the 16×16 instructions fit them."""
 
-# (operand bytes, padded K up to) -> configuration. K is padded to 16 at least and limited to 256.
+# (operand bytes, padded K up to) -> configuration; for ``recurrent`` the bytes of a state's elements. K is padded to 16
+# at least and limited to 256.
 _STEP = {(2, 128): Config(32, 2), (2, 256): Config(32, 4), (4, 128): Config(32, 2), (4, 256): Config(32, 4)}
 _CDNA = MappingProxyType(
     {
@@ -159,7 +160,7 @@ _FOREIGN = MappingProxyType(
             (4, 128): Config(16, 4),
             (4, 256): Config(16, 4),
         },
-        "recurrent": {shape: Config(64, 2) for shape in _STEP},
+        "recurrent": {(size, K): Config(32, 1) if size == 2 else Config(64, 2) for size, K in _STEP},
         "recurrent, V first": {shape: Config(16, 1) for shape in _STEP},
         "states": {
             (2, 128): Config(32, 2, 2),
@@ -187,7 +188,7 @@ CONFIGS = MappingProxyType(
 
 
 def config(kernel: str, architecture: Architecture, dtype: torch.dtype, KP: int) -> Config:
-    """The configuration of a kernel for operands of ``dtype`` and padded key channels KP."""
+    """The configuration of a kernel for operands (``recurrent``: states) of ``dtype`` and padded key channels KP."""
     return CONFIGS[architecture.name][kernel][dtype.itemsize, 128 if KP <= 128 else 256]
 
 

@@ -1,20 +1,25 @@
 """``fused_recurrent_kda`` forward: token by token, the state in registers; for decoding and short sequences.
 
-    S ← exp(γ) ⊙ S        S ← S + k (β (v − Sᵀ k))ᵀ        o = Sᵀ q · scale
+With d = exp γ and S the state before the token, q and k as the caller gave them and r_q, r_k their factors (norm and,
+for q, scale):
 
-All in float32, on vector units: nothing is rounded to the inputs' dtype but o and the stored states. The block of the
+    u = β (v − r_k Sᵀ(k⊙d))      o = r_q Sᵀ(q⊙d) + r_q r_k (q·k) u      S ← d ⊙ S + k (r_k u)ᵀ
+
+so that both sums over the key channels wait for the old state only, and not for each other or for the norms. All in
+float32, on vector units: nothing is rounded to the inputs' dtype but o and the stored states. The block of the
 state keeps its memory's order, [BV, KP] when V comes first and [KP, BV] otherwise, so that lanes read whole lines.
 
 A pool: sequence n starts from slot indices[n, accepted − 1] (the first without counts) and leaves its last state in
 indices[n, 0], or, when a sequence has a slot for every token, the state after token i in indices[n, i]. A negative
 index or pad_slot_id as the first slot skips the sequence (its output is zero), as a later one it drops that state.
 
-Grid: (N + 1 if packed) · HV · ceil(V / BV) programs along axis 0; "sequence" N zeroes the rows behind the last one.
-Every offset is int64, from the program id up.
+Grid: (N + 1 if packed) · HV · ceil(V / BV) programs along axis 0, value blocks fastest, then heads; "sequence" N zeroes
+the rows behind the last one. Every offset is int64, from the sequence and head up.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -31,7 +36,6 @@ _NUMBERS = [
     "T",
     "N",
     "HV",
-    "programs",
     "group",
     "width",
     "s_qb",
@@ -103,7 +107,6 @@ def recurrent(
     T,
     N,
     HV,
-    programs,  # sequences (the one behind the last included) · HV
     group,  # value heads a key head
     width,
     s_qb,
@@ -126,12 +129,8 @@ def recurrent(
     s_oh,
     s_in,
     s_ih,
-    s_ik,
-    s_iv,
     s_fn,
     s_fh,
-    s_fk,
-    s_fv,
     s_row,
     s_column,
     s_accepted,
@@ -141,6 +140,10 @@ def recurrent(
     KP: tl.constexpr,
     BV: tl.constexpr,
     UNIT: tl.constexpr,  # batch strides are given in this many elements, so that alignment shows
+    I_K: tl.constexpr,  # strides within a state, by key and value channel, of initial_state and final_state
+    I_V: tl.constexpr,
+    F_K: tl.constexpr,
+    F_V: tl.constexpr,
     V_FIRST: tl.constexpr,
     EVERY_TOKEN: tl.constexpr,  # each token has a slot
     GATE: tl.constexpr,
@@ -148,11 +151,14 @@ def recurrent(
     SIGMOID: tl.constexpr,
     NEG_EIGVAL: tl.constexpr,
 ):
-    pid = tl.program_id(0).to(tl.int64)
-    i_v = pid // programs
-    i_n = pid % programs // HV
-    i_h = pid % programs % HV
-    i_kh = i_h // group
+    # Divisions take long in 64 bits, and a program id has 32.
+    pid = tl.program_id(0)
+    BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    i_v = pid % BLOCKS
+    i_h = pid // BLOCKS % HV
+    i_kh = (i_h // group).to(tl.int64)
+    i_n = (pid // BLOCKS // HV).to(tl.int64)
+    i_h = i_h.to(tl.int64)
     o_k = tl.arange(0, KP)
     o_v = i_v * BV + tl.arange(0, BV)
     m_k = o_k < K
@@ -191,10 +197,10 @@ def recurrent(
     m_state = _value_in(m_v, V_FIRST) & _row_in(m_k, V_FIRST)
     S = tl.zeros(m_state.shape, tl.float32)
     if initial_state is not None:
-        o_state = _value_in(o_v * s_iv, V_FIRST) + _row_in(o_k.to(tl.int64) * s_ik, V_FIRST)
+        o_state = _value_in(o_v.to(tl.int64) * I_V, V_FIRST) + _row_in(o_k.to(tl.int64) * I_K, V_FIRST)
         p_state = initial_state + i_state * s_in + i_h * s_ih + o_state
         S = tl.load(p_state, mask=m_state, other=0.0).to(tl.float32)
-    o_state = _value_in(o_v * s_fv, V_FIRST) + _row_in(o_k.to(tl.int64) * s_fk, V_FIRST)
+    o_state = _value_in(o_v.to(tl.int64) * F_V, V_FIRST) + _row_in(o_k.to(tl.int64) * F_K, V_FIRST)
 
     rate = gate_rate(A_log, i_h)
     bound = tl.where(m_k, lower_bound, 0.0)
@@ -213,15 +219,17 @@ def recurrent(
         b_g = tl.load(g + t * s_gt + o_k, mask=m_k, other=0.0).to(tl.float32)
         b_v = tl.load(v + t * s_vt + o_v, mask=m_v, other=0.0).to(tl.float32)
         b_beta = write_strength(tl.load(beta + t * s_bt), SIGMOID, NEG_EIGVAL)
+        r_q = scale
+        r_k = 1.0
         if L2NORM:
-            b_q *= tl.rsqrt(tl.sum(b_q * b_q, 0) + NORM_EPS)
-            b_k *= tl.rsqrt(tl.sum(b_k * b_k, 0) + NORM_EPS)
+            r_q *= tl.rsqrt(tl.sum(b_q * b_q, 0) + NORM_EPS)
+            r_k *= tl.rsqrt(tl.sum(b_k * b_k, 0) + NORM_EPS)
         decay = tl.exp2(log2_decay(b_g, rate, bias, bound, GATE))
-        b_k = _row_in(b_k, V_FIRST)
-        S *= _row_in(decay, V_FIRST)
-        b_u = b_beta * (b_v - tl.sum(S * b_k, channels))
-        S += b_k * _value_in(b_u, V_FIRST)
-        b_o = tl.sum(S * _row_in(b_q * scale, V_FIRST), channels)
+        b_y = tl.sum(S * _row_in(b_k * decay, V_FIRST), channels)
+        b_p = tl.sum(S * _row_in(b_q * decay, V_FIRST), channels)
+        b_u = b_beta * (b_v - r_k * b_y)
+        b_o = r_q * b_p + tl.sum(b_q * b_k, 0) * (r_q * r_k) * b_u
+        S = S * _row_in(decay, V_FIRST) + _row_in(b_k * r_k, V_FIRST) * _value_in(b_u, V_FIRST)
         tl.store(o + t * s_ot + o_v, b_o.to(o.dtype.element_ty), mask=m_v)
         if EVERY_TOKEN:
             i_state = tl.load(indices + (t - bos) * s_column).to(tl.int64)
@@ -244,11 +252,13 @@ def recurrent_forward(request: Request) -> ForwardResult:
         sequences = request.N + (request.cu_seqlens is not None)
         target = launch.architecture(request.device)
         name = "recurrent, V first" if request.state_v_first else "recurrent"
-        config = launch.config(name, target, q.dtype, KP)
+        state = final_state if request.initial_state is None else request.initial_state
+        config = launch.config(name, target, torch.float32 if state is None else state.dtype, KP)
         block_v = min(config.block, padded(V))
         gate = gate_kind(request)
         unit, (s_qb, s_kb, s_vb, s_gb, s_bb, s_ob) = batch_strides(q, k, v, g, beta, o)
         width = 1 if indices is None or indices.dim() == 1 else indices.shape[1]
+        initial, final = (state_strides(x, request.state_v_first) for x in (request.initial_state, final_state))
         arguments = (
             q,
             k,
@@ -268,7 +278,6 @@ def recurrent_forward(request: Request) -> ForwardResult:
             request.T,
             request.N,
             HV,
-            sequences * HV,
             HV // request.H,
             width,
             s_qb,
@@ -283,8 +292,8 @@ def recurrent_forward(request: Request) -> ForwardResult:
             *beta.stride()[1:3],
             s_ob,
             *o.stride()[1:3],
-            *state_strides(request.initial_state, request.state_v_first),
-            *state_strides(final_state, request.state_v_first),
+            *initial[:2],
+            *final[:2],
             0 if indices is None else indices.stride(0),
             0 if width == 1 else indices.stride(1),
             0 if accepted is None else accepted.stride(0),
@@ -296,6 +305,7 @@ def recurrent_forward(request: Request) -> ForwardResult:
             "KP": KP,
             "BV": block_v,
             "UNIT": unit,
+            **dict(zip(("I_K", "I_V", "F_K", "F_V"), initial[2:] + final[2:], strict=True)),
             "V_FIRST": request.state_v_first,
             "EVERY_TOKEN": width > 1,
             "GATE": gate,
