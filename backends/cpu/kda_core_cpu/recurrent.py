@@ -77,11 +77,9 @@ def _run_step(step: TokenWindow, states: States, workspace: Workspace, inputs: R
     for first, last in live:
         whole = _Block(list(range(first, last)), [1] * (last - first), heads)
         of_these = token if last - first == step.pairs else token.lanes(first * heads.stop, last * heads.stop)
-        S = states.in_place(whole.ids, heads)
-        source = None if S is None else states.view(whole.ids, heads)
-        if S is not None and source is not None:
-            sizes = [min(lanes, len(S) - i) for i in range(0, len(S), lanes)]
-            places = zip(source.split_with_sizes(sizes), S.split_with_sizes(sizes), strict=True)
+        places = whole.places(lanes, states)
+        if places:
+            sizes = [S.shape[0] for _, S in places]
             for part, place in zip(of_these.split(sizes), places, strict=True):
                 reader.advance(part, *place)
             continue
@@ -201,7 +199,7 @@ class _Reader:
 
     def read(self, kq: Tensor, S: Tensor) -> tuple[Tensor, ...]:
         """[lanes, 2, K] times [lanes, K, V], as two of [lanes, V]."""
-        lanes, V = len(kq), self.V
+        lanes, V = kq.shape[0], self.V
         if not self.bagged:
             return torch.bmm(kq, S, out=self.workspace("y", lanes, 2, V)).unbind(1)
         rows, bags = _bags(lanes, self.K)
@@ -254,6 +252,27 @@ class _Block:
                 blocks.append(_Block(ids, lengths, heads))
         return blocks
 
+    def places(self, lanes: int, states: States) -> list[tuple[Tensor, Tensor]]:
+        """Where the states lie and where the next ones belong, by about ``lanes`` lanes; none if that takes copies.
+
+        What a step with nothing else to do needs to know, in fewer calls than blocks take.
+        """
+        found = _place(self.ids, self.heads, states)
+        places = [found]
+        if found is None and states.pool is not None and self.n_heads * math.prod(states.shape) >= _WORTH_A_CALL:
+            places = [_place([i], self.heads, states) for i in self.ids]
+        cut: list[tuple[Tensor, Tensor]] = []
+        for place in places:
+            if place is None:
+                return []
+            size = place[1].shape[0]
+            if size <= lanes:
+                cut.append(place)
+            else:
+                sizes = [min(lanes, size - i) for i in range(0, size, lanes)]
+                cut += zip(*(x.split_with_sizes(sizes) for x in place), strict=True)
+        return cut
+
     def begin(self, states: States, workspace: Workspace) -> None:
         """Find S, where the states will be, and ``source``, where they are read before the first token."""
         home = states.in_place(self.ids, self.heads)
@@ -291,7 +310,14 @@ class _Block:
                     break
                 lanes = n * self.n_heads
                 S, source = S[:lanes], source[:lanes]
-            reader.advance(token if lanes == len(token.o) else token.lanes(0, lanes), source, S)
+            reader.advance(token if lanes == token.o.shape[0] else token.lanes(0, lanes), source, S)
             source = S
             states.write_token(self.ids[:n], self.heads, S, t)
         self.source = self.S
+
+
+def _place(ids: list[int], heads: slice, states: States) -> tuple[Tensor, Tensor] | None:
+    """Views of where the states of ``ids`` lie and of where the next ones belong, or None."""
+    home = states.in_place(ids, heads)
+    source = home if states.pool is not None else states.view(ids, heads)
+    return None if home is None or source is None else (source, home)
