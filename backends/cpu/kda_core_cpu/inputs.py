@@ -82,7 +82,7 @@ class RowInputs:
         torch.linalg.vector_norm(k, dim=-1, keepdim=True, out=of_k)
         torch.linalg.vector_norm(q, dim=-1, keepdim=True, out=of_q)
         epsilon, factors = _norm_constants(request.scale, self.dtype, inverses.dim())
-        inverses.square_().add_(epsilon).rsqrt_().mul_(factors)
+        torch.mul(inverses, inverses, out=inverses).add_(epsilon).rsqrt_().mul_(factors)
         torch.mul(k, of_k, out=into_k)
         torch.mul(q, of_q, out=into_q)
         return into_k, into_q

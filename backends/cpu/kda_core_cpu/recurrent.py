@@ -266,7 +266,8 @@ class _Block:
             if place is None:
                 return []
             size = place[1].shape[0]
-            if size <= lanes:
+            # Twice as many at most: what calls cost outweighs what the cache loses once, not again and again.
+            if size <= 2 * lanes:
                 cut.append(place)
             else:
                 sizes = [min(lanes, size - i) for i in range(0, size, lanes)]
