@@ -230,6 +230,19 @@ def test_a_sequence_does_not_depend_on_its_neighbours(op, K, V):
         assert_equal(grads, {name: packed_grads[name][:, start:end] for name in grads})
 
 
+@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize(("K", "V"), [(64, 5), (33, 10), (33, 31), (128, 65)])
+def test_rows_of_odd_lengths_do_not_depend_on_the_batch_either(T, v_first, K, V):
+    r = make_request(RECURRENT, B=6, T=T, H=3, K=K, V=V, state_v_first=v_first)
+    whole = forward(r)
+    for rows in (slice(1, 2), slice(5, 6), slice(1, 4)):
+        part = {name: getattr(r, name)[rows] for name in ("q", "k", "v", "g", "beta", "initial_state")}
+        found = forward(replace(r, **part))
+        assert torch.equal(found.o, whole.o[rows])
+        assert torch.equal(found.final_state, whole.final_state[rows])
+
+
 @pytest.mark.parametrize("op", [CHUNK, RECURRENT])
 @pytest.mark.parametrize("T", [1, 5])
 @pytest.mark.parametrize("HV", [1, 5])

@@ -180,13 +180,14 @@ class _Reader:
     What it asks of them is kq·S [lanes, 2, V], both products in one pass. A matrix product of two rows copies S into a
     packed layout before it reads it, which costs twice its own time when S comes from memory. Summing S's rows with
     weights reads it once: an embedding bag, with kq as weights. The choice looks at one state, not at where or how
-    many they are, so that a row's bits do not depend on the batch.
+    many they are, so that a row's bits do not depend on the batch; MKL's product would make rows of an odd length do.
     """
 
     def __init__(self, workspace: Workspace, states: States) -> None:
         K, V = states.shape
         self.workspace, self.K, self.V = workspace, K, V
-        self.bagged = states.dtype == torch.float32 and not states.v_first and K * V >= _WORTH_A_BAG
+        worth = K * V >= _WORTH_A_BAG or V % 2 == 1
+        self.bagged = states.dtype == torch.float32 and not states.v_first and worth
 
     def advance(self, token: _Token, source: Tensor, S: Tensor) -> None:
         """Write to ``S`` the states after a token of all its lanes, from those before it, and fill its outputs."""
