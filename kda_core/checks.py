@@ -62,19 +62,15 @@ def check_gate_metadata(r: GateRequest) -> None:
 
 def check_values(r: Request) -> None:
     """Raise when index tensors on the CPU hold values that the contract forbids."""
-    if r.cu_seqlens is None and r.out is None and not r.inplace_final_state:
-        return
-    bounds = _check_cu_seqlens_values(r)
+    bounds = None if r.cu_seqlens is None else _check_cu_seqlens_values(r)
     if r.inplace_final_state:
         _check_slot_values(r, bounds)
     if r.out is not None:
-        state = r.initial_state
-        places = [r.q.data_ptr(), r.k.data_ptr(), r.v.data_ptr(), r.g.data_ptr(), r.beta.data_ptr()]
-        places.append(0 if state is None else state.data_ptr())
         # An empty tensor's place is 0.
-        place = r.out.data_ptr()
-        if place and place in places:
-            name = ("q", "k", "v", "g", "beta", "initial_state")[places.index(place)]
+        place, state = r.out.data_ptr(), r.initial_state
+        places = (r.q.data_ptr(), r.k.data_ptr(), r.v.data_ptr(), r.g.data_ptr(), r.beta.data_ptr())
+        if place and (place in places or (state is not None and place == state.data_ptr())):
+            name = ("q", "k", "v", "g", "beta", "initial_state")[[*places, place].index(place)]
             _fail("out", "memory of its own", f"the memory of {name}")
 
 
@@ -301,11 +297,11 @@ def _check_slot_values(r: Request, bounds: list[int] | None) -> None:
     indices, accepted, pool = r.ssm_state_indices, r.num_accepted_tokens, r.initial_state
     if indices is None or pool is None or not indices.is_cpu:
         return
-    width = indices.shape[1] if indices.dim() == 2 else 1
+    width = 1 if indices.dim() == 1 else indices.shape[1]
     if width == 1 and accepted is None:
         # Decoding comes by here once a token and layer: what is right, with no row to skip, is let through at once.
         slots = (indices if indices.dim() == 1 else indices[:, 0]).tolist()
-        if not slots or _are_slots_of_their_own(tuple(slots), pool.shape[0], r.pad_slot_id):
+        if not slots or _are_slots_of_their_own(tuple(slots), pool.size(0), r.pad_slot_id):
             return
     rows = indices.reshape(-1, width).tolist()
     every_token = width > 1

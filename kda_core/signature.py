@@ -51,13 +51,14 @@ def _of_call(r: Any, name: str | None) -> tuple | None:
         r.pad_slot_id,
         r.chunk_size,
         r.save_for_backward,
+        r.cp_context,
     )
+    # Types first: two keys are compared up to the first difference, and values of other types may not compare.
     return (
         name,
         r.op,
-        options,
         *map(type, options),
-        r.cp_context,
+        options,
         (q.shape, q.is_contiguous() or q.stride(), q.dtype, q.device),
         (k.shape, k.is_contiguous() or k.stride(), k.dtype, k.device),
         (v.shape, v.is_contiguous() or v.stride(), v.dtype, v.device),
@@ -78,8 +79,8 @@ def _of_gate(r: Any, name: str | None) -> tuple:
     options = (r.lower_bound, r.save_for_backward)
     return (
         name,
-        options,
         *map(type, options),
+        options,
         _metadata(r.g),
         None if r.A_log is None else _metadata(r.A_log),
         None if r.dt_bias is None else _metadata(r.dt_bias),

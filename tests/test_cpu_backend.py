@@ -230,6 +230,44 @@ def test_a_sequence_does_not_depend_on_its_neighbours(op, K, V):
         assert_equal(grads, {name: packed_grads[name][:, start:end] for name in grads})
 
 
+@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize(("K", "V"), [(64, 5), (33, 10), (33, 31), (128, 65)])
+def test_rows_of_odd_lengths_do_not_depend_on_the_batch_either(T, v_first, K, V):
+    r = make_request(RECURRENT, B=6, T=T, H=3, K=K, V=V, state_v_first=v_first)
+    whole = forward(r)
+    for rows in (slice(1, 2), slice(5, 6), slice(1, 4)):
+        part = {name: getattr(r, name)[rows] for name in ("q", "k", "v", "g", "beta", "initial_state")}
+        found = forward(replace(r, **part))
+        assert torch.equal(found.o, whole.o[rows])
+        assert torch.equal(found.final_state, whole.final_state[rows])
+
+
+@pytest.mark.parametrize("op", [CHUNK, RECURRENT])
+@pytest.mark.parametrize("T", [1, 5])
+@pytest.mark.parametrize("HV", [1, 5])
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("gap", [0, 1])
+def test_a_sequence_of_a_pool_does_not_depend_on_its_neighbours(op, T, HV, v_first, gap):
+    """Slots of one sequence are a view that those of several are not, and a state is read in the same order in both."""
+    K, V = 128, 96
+    memory = torch.randn(9, HV + gap, *((V, K) if v_first else (K, V)))
+    slots = torch.tensor([7, 2, 4])
+    whole = make_request(op, B=3, T=T, H=HV, K=K, V=V, state=False, state_v_first=v_first)
+
+    def run(rows):
+        pool = memory.clone()[:, :HV]
+        inputs = {name: getattr(whole, name)[rows] for name in ("q", "k", "v", "g", "beta")}
+        own = {"initial_state": pool, "ssm_state_indices": slots[rows], "inplace_final_state": True}
+        return forward(replace(whole, **inputs, **own, output_final_state=False)).o, pool[slots[rows]]
+
+    o, states = run([0, 1, 2])
+    for rows in ([0], [1], [2], [2, 0]):
+        own_o, own_states = run(rows)
+        assert torch.equal(own_o, o[rows])
+        assert torch.equal(own_states, states[rows])
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_results_do_not_depend_on_how_work_is_cut(layout, monkeypatch):
     """Windows of one step and groups of one lane against one window and one group."""
@@ -378,6 +416,23 @@ def test_the_decoding_path_is_the_general_one(layout, pooled, K, V, monkeypatch)
     general_o, general_state = run()
     assert torch.equal(o, general_o)
     assert torch.equal(state, general_state)
+
+
+@pytest.mark.parametrize("layout", [{"B": 5, "T": 1}, {"cu": [0, 1, 2, 3], "T": 5}])
+@pytest.mark.parametrize("in_kernel", [False, True])
+@pytest.mark.parametrize(("K", "V"), [(12, 10), (128, 96)])
+def test_a_step_reads_rows_where_they_lie_and_writes_none_of_them(layout, in_kernel, K, V):
+    """Rows that lie as the arithmetic wants them are not copied; what comes of them is what comes of copies."""
+    r = make_request(RECURRENT, **layout, HV=2, K=K, V=V, in_kernel=in_kernel)
+    names = ("q", "k", "v", "g", "beta", "initial_state")
+    before = {name: getattr(r, name).clone() for name in names}
+    found = forward(r)
+    assert all(torch.equal(getattr(r, name), x) for name, x in before.items())
+    scattered = {name: x.repeat_interleave(2, -1)[..., ::2] for name, x in before.items()}
+    out = torch.full((*r.v.shape[:-1], 2 * V), float("nan"))[..., ::2]
+    copied = forward(replace(r, **scattered, out=out))
+    assert torch.equal(copied.o, found.o)
+    assert torch.equal(copied.final_state, found.final_state)
 
 
 def test_a_bf16_pool_is_rounded_once_however_long_the_call():

@@ -198,6 +198,23 @@ def test_the_choice_is_cached_by_signature_and_forgotten_when_backends_change():
         assert kda_core.chunk_kda(*inputs())[0].unique().tolist() == [1.0]
 
 
+def test_calls_of_two_kinds_in_turn_keep_their_own_backends():
+    """The last choice is tried first, and only for its like."""
+    with installed(Toy("short", 5000, reject=None, max_head_dim=4, value=2.0)), installed(Toy("long", 4000)):
+        for _ in range(3):
+            assert kda_core.chunk_kda(*inputs(K=4))[0].unique().tolist() == [2.0]
+            assert kda_core.chunk_kda(*inputs(K=8))[0].unique().tolist() == [1.0]
+            assert kda_core.chunk_kda(*inputs(K=4), backend="long")[0].unique().tolist() == [1.0]
+
+
+@pytest.mark.parametrize("scale", [torch.tensor([0.5, 0.25]), torch.tensor(0.5), "0.5"])
+def test_a_value_that_does_not_compare_is_refused_by_name_after_a_call_that_was_served(scale):
+    with installed(Toy("toy", 5000)):
+        kda_core.chunk_kda(*inputs(), scale=0.5)
+        with pytest.raises(TypeError, match="scale: expected a number"):
+            kda_core.chunk_kda(*inputs(), scale=scale)
+
+
 def test_the_cache_stays_bounded(monkeypatch):
     monkeypatch.setattr(plugins, "MAX_CACHED_CHOICES", 4)
     with installed(Toy("toy")):

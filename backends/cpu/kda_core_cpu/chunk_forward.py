@@ -135,7 +135,7 @@ def load_rows(workspace: Workspace, inputs: RowInputs, window: Window) -> tuple[
 def empty_output(request: Request) -> Tensor:
     """The tensor for o, with any content."""
     shape = (request.B, request.T, request.HV, request.V)
-    return torch.empty(shape, dtype=request.q.dtype, device="cpu") if request.out is None else request.out
+    return torch.empty(shape, dtype=request.q.dtype, device=request.q.device) if request.out is None else request.out
 
 
 def _intermediate_states(request: Request, sequences: Sequences) -> ChunkRecord | None:

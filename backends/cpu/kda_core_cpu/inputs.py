@@ -7,12 +7,14 @@ each only where the request asks for it, in the compute dtype, with padding rows
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from kda_core.request import Request
 from kda_core_cpu.gate import log_decay, log_decay_backward, rate_of
-from kda_core_cpu.launch import with_slack
+from kda_core_cpu.launch import Workspace, with_slack
 from kda_core_cpu.windows import TokenWindow, Window
 
 L2NORM_EPSILON = 1e-6
@@ -29,6 +31,15 @@ def inverse_norm_backward(unit: Tensor, inverse: Tensor, grad: Tensor) -> Tensor
     return grad.addcmul_(unit, along, value=-1).mul_(inverse)
 
 
+@functools.lru_cache(maxsize=64)
+def _norm_constants(scale: float, dtype: torch.dtype, dims: int) -> tuple[Tensor, Tensor]:
+    """ε, and (1, scale) along the first of ``dims`` dimensions: as tensors they cost a call a third of numbers."""
+    # These outlive the call: made in inference mode they would stay tensors of that mode.
+    with torch.inference_mode(False):
+        factors = torch.tensor([1.0, scale], dtype=dtype, device="cpu")
+        return torch.tensor(L2NORM_EPSILON, dtype=dtype, device="cpu"), factors.view(2, *[1] * (dims - 1))
+
+
 class RowInputs:
     """Loads the rows of windows for one request, and turns gradients back into those of what the caller passed."""
 
@@ -41,7 +52,7 @@ class RowInputs:
             self.rate = rate_of(request.A_log, self.dtype)
             self.bias = None if request.dt_bias is None else request.dt_bias.to(self.dtype)
 
-    def load_unit(self, x: Tensor, window: Window | TokenWindow, into: Tensor) -> Tensor | None:
+    def load_unit(self, x: Tensor, window: Window, into: Tensor) -> Tensor | None:
         """Rows of q or k; with l2norm they are normalised, and their inverse norms [Z, C, 1] are returned."""
         window.load(x, into, shared=self.shared)
         if not self.request.use_qk_l2norm_in_kernel:
@@ -50,29 +61,56 @@ class RowInputs:
         into.mul_(inverse)
         return inverse
 
-    def load_units(self, window: Window | TokenWindow, kq: Tensor) -> None:
-        """Rows of k and of scale·q side by side in ``kq`` [Z, C, 2, K], in half the calls that two loads take."""
-        k, q = kq.unbind(2)
-        window.load(self.request.k, k, shared=self.shared)
-        window.load(self.request.q, q, shared=self.shared)
-        if self.request.use_qk_l2norm_in_kernel:
-            inverse = inverse_norm(kq)
-            inverse[:, :, 1].mul_(self.request.scale)
-            kq.mul_(inverse)
-        else:
-            q.mul_(self.request.scale)
+    def read(self, x: Tensor, window: Window | TokenWindow, scratch: Tensor, shared: int = 1) -> Tensor:
+        """Rows of ``x``, to be read: the caller's own memory if they lie there as in ``scratch``, else the latter."""
+        own = window.view(x, self.dtype, shared)
+        return window.load(x, scratch, shared=shared) if own is None else own
+
+    def load_units(self, window: Window | TokenWindow, workspace: Workspace, kq: Tensor) -> tuple[Tensor, ...]:
+        """Rows of k' and q', side by side in ``kq`` [..., 2, K]; returns both halves."""
+        request = self.request
+        into_k, into_q = kq.unbind(-2)
+        k = self.read(request.k, window, into_k, self.shared)
+        q = self.read(request.q, window, into_q, self.shared)
+        if not request.use_qk_l2norm_in_kernel:
+            if k is not into_k:
+                into_k.copy_(k)
+            torch.mul(q, request.scale, out=into_q)
+            return into_k, into_q
+        inverses = workspace("inverses", 2, *window.shape, 1)
+        of_k, of_q = inverses.unbind(0)
+        torch.linalg.vector_norm(k, dim=-1, keepdim=True, out=of_k)
+        torch.linalg.vector_norm(q, dim=-1, keepdim=True, out=of_q)
+        epsilon, factors = _norm_constants(request.scale, self.dtype, inverses.dim())
+        torch.mul(inverses, inverses, out=inverses).add_(epsilon).rsqrt_().mul_(factors)
+        torch.mul(k, of_k, out=into_k)
+        torch.mul(q, of_q, out=into_q)
+        return into_k, into_q
 
     def load_decay(self, window: Window | TokenWindow, into: Tensor) -> Tensor:
         """d = exp(γ); ``into`` is scratch."""
-        window.load(self.request.g, into)
         memory = with_slack(into)
+        if not self.request.use_gate_in_kernel:
+            own = window.view(self.request.g, self.dtype)
+            # Memory of the caller's has no slack behind it.
+            if own is not None and memory.numel() == into.numel():
+                return torch.exp(own, out=into)
+        window.load(self.request.g, into)
         if self.request.use_gate_in_kernel:
             heads = into.unflatten(0, (window.pairs, -1))
-            log_decay(heads, *self._gate_parameters(window.heads), self.request.lower_bound, memory)
+            log_decay(heads, *self._gate_parameters(window), self.request.lower_bound, memory)
         memory.exp_()
         if self.request.use_gate_in_kernel:
             window.pad(into, 1.0)
         return into
+
+    def read_beta(self, window: Window | TokenWindow, workspace: Workspace) -> Tensor:
+        """β [..., 1], to be read."""
+        if not self.request.use_beta_sigmoid_in_kernel:
+            own = window.view(self.request.beta.unsqueeze(-1), self.dtype)
+            if own is not None:
+                return own
+        return self.load_beta(window, workspace("beta", *window.shape, 1))
 
     def load_beta(self, window: Window | TokenWindow, into: Tensor) -> Tensor:
         """β, [Z, C, 1]; ``into`` is scratch."""
@@ -96,11 +134,13 @@ class RowInputs:
         """From dγ [Z, C, K]: gradient of g, and the summands of dA_log, both [pairs, heads, C, K]."""
         window.pad(grad, 0.0)
         x = window.load(self.request.g, into).unflatten(0, (window.pairs, -1))
-        parameters = self._gate_parameters(window.heads)
+        parameters = self._gate_parameters(window)
         return log_decay_backward(x, *parameters, self.request.lower_bound, grad.view_as(x))
 
-    def _gate_parameters(self, heads: slice) -> tuple[Tensor | None, Tensor | None]:
-        """Rate [heads, 1, 1] and bias [heads, 1, K]."""
-        rate = None if self.rate is None else self.rate[heads, None, None]
-        bias = None if self.bias is None else self.bias[heads, None, :]
-        return rate, bias
+    def _gate_parameters(self, window: Window | TokenWindow) -> tuple[Tensor | None, Tensor | None]:
+        """Rate and bias of the window's heads, to broadcast against [pairs, heads, ..., K]."""
+        rate = None if self.rate is None else self.rate[window.heads, None]
+        bias = None if self.bias is None else self.bias[window.heads]
+        if len(window.shape) == 1:
+            return rate, bias
+        return None if rate is None else rate.unsqueeze(-1), None if bias is None else bias.unsqueeze(1)

@@ -10,7 +10,9 @@ whole run. A state is updated where it belongs (the final state or the pool's sl
 dtype and the block is a view of it, else in the scratch memory of one block. Nothing of a state's size is made for
 a token.
 
-A decoding step is bound by the calls to torch as much as by memory: calls that could be spared are.
+A decoding step is bound by the calls to torch as much as by memory: calls that could be spared are. What a state's
+walk leaves in cache is not much else, so rows take little memory too: βv, u and o lie in one place one after the
+other, and what the caller passed as the arithmetic wants it is read where it lies.
 """
 
 from __future__ import annotations
@@ -60,24 +62,35 @@ def recurrent_forward(request: Request) -> ForwardResult:
 
 def _run_step(step: TokenWindow, states: States, workspace: Workspace, inputs: RowInputs, o: Tensor) -> None:
     """One token for every sequence."""
-    request, pool = step.request, states.pool
-    (token,), rows = _load_tokens(workspace, inputs, step)
-    reader, heads = _Reader(workspace, states), step.heads
+    request, pool, heads = step.request, states.pool, step.heads
+    if step.pairs < request.B * request.T:
+        o.zero_()
+    own = step.view(o, request.compute_dtype)
+    rows = workspace("o", step.Z, request.V) if own is None else own
+    token = _Token(*_load_rows(workspace, inputs, step, rows))
     live = [(0, step.pairs)]
     if pool is not None and min(pool.slot) < 0:
         live = list(_runs_of(slot >= 0 for slot in pool.slot))
-        rows.zero_()
+        for first, last in _runs_of(slot < 0 for slot in pool.slot):
+            rows[first * heads.stop : last * heads.stop].zero_()
+    lanes, reader = lane_budget(request, step=True), _Reader(workspace, states)
     for first, last in live:
         whole = _Block(list(range(first, last)), [1] * (last - first), heads)
-        blocks = whole.cut(lane_budget(request, step=True), states)
         of_these = token if last - first == step.pairs else token.lanes(first * heads.stop, last * heads.stop)
+        places = whole.places(lanes, states)
+        if places:
+            sizes = [S.shape[0] for _, S in places]
+            for part, place in zip(of_these.split(sizes), places, strict=True):
+                reader.advance(part, *place)
+            continue
+        blocks = whole.cut(lanes, states)
         for block, part in zip(blocks, of_these.split([block.live for block in blocks]), strict=True):
             block.begin(states, workspace)
-            block.walk((part,), states, reader, 0)
+            reader.advance(part, block.source, block.S)
+            states.write_token(block.ids, heads, block.S, 0)
             block.end(states)
-    if request.N < request.B * request.T:
-        o.zero_()
-    step.store(rows, o)
+    if own is None:
+        step.store(rows, o)
 
 
 def _runs_of(flags: Iterable[bool]) -> Iterator[tuple[int, int]]:
@@ -106,7 +119,8 @@ def _run_sequences(request: Request, states: States, workspace: Workspace, input
         sizes = [block.live for block in blocks]
         for i in range(runs):
             window = Window(group, i, i + 1)
-            tokens, rows = _load_tokens(workspace, inputs, window)
+            rows = workspace("o", window.Z, run, request.V)
+            tokens = _load_tokens(workspace, inputs, window, rows)
             parts = zip(*(token.split(sizes) for token in tokens), strict=True)
             for block, part in zip(blocks, parts, strict=True):
                 if i == 0:
@@ -121,14 +135,14 @@ def _run_sequences(request: Request, states: States, workspace: Workspace, input
 
 
 class _Token(NamedTuple):
-    """One token of some lanes."""
+    """One token of some lanes. ``u`` is a view of ``o``, which holds βv first, then u, and o last."""
 
     kq: Tensor
     k: Tensor
     d: Tensor
     beta: Tensor
-    bv: Tensor
     qk: Tensor
+    u: Tensor
     o: Tensor
 
     def split(self, lanes: list[int]) -> Iterator[_Token]:
@@ -142,42 +156,55 @@ class _Token(NamedTuple):
         return _Token._make(x[first:last] for x in self)
 
 
-def _load_tokens(workspace: Workspace, inputs: RowInputs, window: Window | TokenWindow) -> tuple[list[_Token], Tensor]:
-    """The tokens of a run, and o [lanes, tokens, V] that they fill; padding rows leave a state as it is."""
-    request, Z, run = inputs.request, window.Z, window.rows
-    K, V = request.K, request.V
-    kq = workspace("kq", Z, run, 2, K)
-    inputs.load_units(window, kq)
-    k, q = kq.unbind(2)
-    beta = inputs.load_beta(window, workspace("beta", Z, run, 1))
-    d = inputs.load_decay(window, workspace("d", Z, run, K))
-    bv = window.load(request.v, workspace("v", Z, run, V)).mul_(beta)
-    qk = torch.mul(q, k, out=workspace("products", Z, run, K)).sum(-1, keepdim=True)
-    o = workspace("o", Z, run, V)
-    fields = (x.unbind(1) for x in (kq, k.unsqueeze(-1), d.unsqueeze(-1), beta, bv, qk, o))
-    return list(map(_Token._make, zip(*fields, strict=True))), o
+def _load_rows(workspace: Workspace, inputs: RowInputs, window: Window | TokenWindow, o: Tensor) -> tuple[Tensor, ...]:
+    """The fields of ``_Token`` for all rows of a window, with results in ``o``; padding rows leave a state as it is."""
+    K = inputs.request.K
+    kq, d = workspace("kq", *window.shape, 2, K), workspace("d", *window.shape, K)
+    k, q = inputs.load_units(window, workspace, kq)
+    qk = torch.mul(q, k, out=d).sum(-1, keepdim=True)
+    inputs.load_decay(window, d)
+    beta = inputs.read_beta(window, workspace)
+    torch.mul(inputs.read(inputs.request.v, window, o), beta, out=o)
+    return kq, k.unsqueeze(-1), d.unsqueeze(-1), beta, qk, o.unsqueeze(-2), o
+
+
+def _load_tokens(workspace: Workspace, inputs: RowInputs, window: Window, o: Tensor) -> list[_Token]:
+    """The tokens of a run, with results in ``o`` [lanes, tokens, V]."""
+    fields = (x.unbind(1) for x in _load_rows(workspace, inputs, window, o))
+    return list(map(_Token._make, zip(*fields, strict=True)))
 
 
 class _Reader:
-    """Forms kq·S [lanes, 2, V], both products in one pass over the states.
+    """Takes states through a token.
 
-    A matrix product of two rows copies S into a packed layout before it reads it, which costs twice its own time
-    when S comes from memory. Summing S's rows with weights reads it once: an embedding bag, with kq as weights.
-    The choice looks at one state, not at how many there are, so that a row's bits do not depend on the batch.
+    What it asks of them is kq·S [lanes, 2, V], both products in one pass. A matrix product of two rows copies S into a
+    packed layout before it reads it, which costs twice its own time when S comes from memory. Summing S's rows with
+    weights reads it once: an embedding bag, with kq as weights. The choice looks at one state, not at where or how
+    many they are, so that a row's bits do not depend on the batch; MKL's product would make rows of an odd length do.
     """
 
     def __init__(self, workspace: Workspace, states: States) -> None:
         K, V = states.shape
         self.workspace, self.K, self.V = workspace, K, V
-        self.bagged = states.dtype == torch.float32 and K * V >= _WORTH_A_BAG
+        worth = K * V >= _WORTH_A_BAG or V % 2 == 1
+        self.bagged = states.dtype == torch.float32 and not states.v_first and worth
 
-    def read(self, kq: Tensor, states: Tensor) -> tuple[Tensor, ...]:
+    def advance(self, token: _Token, source: Tensor, S: Tensor) -> None:
+        """Write to ``S`` the states after a token of all its lanes, from those before it, and fill its outputs."""
+        kq, k, d, beta, qk, u, o = token
+        torch.mul(source, d, out=S)
+        along_k, along_q = self.read(kq, S)
+        o.addcmul_(beta, along_k, value=-1)
+        S.addcmul_(k, u)
+        torch.addcmul(along_q, qk, o, out=o)
+
+    def read(self, kq: Tensor, S: Tensor) -> tuple[Tensor, ...]:
         """[lanes, 2, K] times [lanes, K, V], as two of [lanes, V]."""
-        lanes, V = len(kq), self.V
-        if not self.bagged or not states.is_contiguous():
-            return torch.bmm(kq, states, out=self.workspace("y", lanes, 2, V)).unbind(1)
+        lanes, V = kq.shape[0], self.V
+        if not self.bagged:
+            return torch.bmm(kq, S, out=self.workspace("y", lanes, 2, V)).unbind(1)
         rows, bags = _bags(lanes, self.K)
-        sums = torch.embedding_bag(states.view(-1, V), rows, bags, False, 0, False, kq.reshape(-1))[0]
+        sums = torch.embedding_bag(S.view(-1, V), rows, bags, False, 0, False, kq.reshape(-1))[0]
         return sums.view(lanes, 2, V).unbind(1)
 
 
@@ -226,6 +253,28 @@ class _Block:
                 blocks.append(_Block(ids, lengths, heads))
         return blocks
 
+    def places(self, lanes: int, states: States) -> list[tuple[Tensor, Tensor]]:
+        """Where the states lie and where the next ones belong, by about ``lanes`` lanes; none if that takes copies.
+
+        What a step with nothing else to do needs to know, in fewer calls than blocks take.
+        """
+        found = _place(self.ids, self.heads, states)
+        places = [found]
+        if found is None and states.pool is not None and self.n_heads * math.prod(states.shape) >= _WORTH_A_CALL:
+            places = [_place([i], self.heads, states) for i in self.ids]
+        cut: list[tuple[Tensor, Tensor]] = []
+        for place in places:
+            if place is None:
+                return []
+            size = place[1].shape[0]
+            # Twice as many at most: what calls cost outweighs what the cache loses once, not again and again.
+            if size <= 2 * lanes:
+                cut.append(place)
+            else:
+                sizes = [min(lanes, size - i) for i in range(0, size, lanes)]
+                cut += zip(*(x.split_with_sizes(sizes) for x in place), strict=True)
+        return cut
+
     def begin(self, states: States, workspace: Workspace) -> None:
         """Find S, where the states will be, and ``source``, where they are read before the first token."""
         home = states.in_place(self.ids, self.heads)
@@ -233,7 +282,7 @@ class _Block:
         if home is not None and states.pool is not None:
             self.S = self.source = home
             return
-        self.S = workspace("S", len(self.ids) * self.n_heads, *states.shape) if home is None else home
+        self.S = states.scratch(workspace, len(self.ids) * self.n_heads) if home is None else home
         source = states.source(self.ids, self.heads)
         self.source = self.S
         if source is None:
@@ -255,8 +304,6 @@ class _Block:
         """Advance the states through a run of the block's tokens, the first is number ``first``; fill its outputs."""
         n, S, source = len(self.lengths), self.S, self.source
         lanes = n * self.n_heads
-        u = reader.workspace("u", lanes, 1, S.shape[-1])
-        error = u.view(lanes, -1)
         for t, token in enumerate(tokens, first):
             if self.lengths[n - 1] <= t:
                 # The shortest sequences have ended: their lanes are the last.
@@ -264,14 +311,15 @@ class _Block:
                 if n == 0:
                     break
                 lanes = n * self.n_heads
-                S, source, u, error = S[:lanes], source[:lanes], u[:lanes], error[:lanes]
-            if lanes < len(token.kq):
-                token = token.lanes(0, lanes)
-            torch.mul(source, token.d, out=S)
-            along_k, along_q = reader.read(token.kq, S)
-            torch.addcmul(token.bv, token.beta, along_k, value=-1, out=error)
-            S.addcmul_(token.k, u)
-            torch.addcmul(along_q, token.qk, error, out=token.o)
+                S, source = S[:lanes], source[:lanes]
+            reader.advance(token if lanes == token.o.shape[0] else token.lanes(0, lanes), source, S)
             source = S
             states.write_token(self.ids[:n], self.heads, S, t)
         self.source = self.S
+
+
+def _place(ids: list[int], heads: slice, states: States) -> tuple[Tensor, Tensor] | None:
+    """Views of where the states of ``ids`` lie and of where the next ones belong, or None."""
+    home = states.in_place(ids, heads)
+    source = home if states.pool is not None else states.view(ids, heads)
+    return None if home is None or source is None else (source, home)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kda_core.request import Request
+from kda_core_cpu.launch import Workspace
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,11 @@ class States:
         self.dtype = request.compute_dtype
         self.pool = pool
         self._table = None if pool is None else pool.table
-        self.shape = (request.K, request.V)
+        K, V = self.shape = (request.K, request.V)
+        # MKL computes a batch member's product with rows of an odd length in another order when it lies elsewhere in
+        # the batch: such states are walked K first, where a sum of rows serves (recurrent.py).
+        self.v_first = request.state_v_first and K % 2 == 0
+        self._strides = (K * V, 1, K) if self.v_first else (K * V, V, 1)
         self.result: Tensor | None = None
         self.initial = None if request.initial_state is None else key_first(request.initial_state, request)
         self.home: Tensor | None = self.initial if pool is not None else None
@@ -74,15 +79,29 @@ class States:
         """The states before the first token as stored, maybe a view; None when they are zero."""
         if self.initial is None:
             return None
-        index = self._index(ids)
-        view = _view(self.initial, index, heads)
-        return self.initial[torch.tensor(index, device="cpu"), heads].flatten(0, 1) if view is None else view
+        view = self.view(ids, heads)
+        if view is not None:
+            return view
+        return self.initial[torch.tensor(self._index(ids), device="cpu"), heads].flatten(0, 1)
+
+    def view(self, ids: list[int], heads: slice) -> Tensor | None:
+        """The states before the first token where they are stored, if there is a view of them."""
+        return None if self.initial is None else _view(self.initial, self._index(ids), heads)
 
     def in_place(self, ids: list[int], heads: slice) -> Tensor | None:
-        """A view of where the last states of ``ids`` belong, if there is one in the compute dtype."""
+        """A view of where the last states of ``ids`` belong, if they lie there as they do in ``scratch``.
+
+        What reads them finds one layout then, whoever else is in the batch, and computes the same bits.
+        """
         if self.home is None or self.home.dtype != self.dtype or self._table is not None:
             return None
-        return _view(self.home, self._index(ids), heads)
+        view = _view(self.home, self._index(ids), heads)
+        return view if view is not None and view.stride() == self._strides else None
+
+    def scratch(self, workspace: Workspace, lanes: int) -> Tensor:
+        """Memory for the states of ``lanes`` lanes, in the layout and order of dimensions of a fresh final state."""
+        K, V = self.shape
+        return workspace("S", lanes, V, K).transpose(1, 2) if self.v_first else workspace("S", lanes, K, V)
 
     def write(self, ids: list[int], heads: slice, states: Tensor) -> None:
         """Store the states after the last token."""

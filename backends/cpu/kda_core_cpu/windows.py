@@ -7,7 +7,6 @@ filled so that they change nothing (q = k = v = β = 0, decay 1).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -30,6 +29,7 @@ class Window:
         heads: the value heads.
         rows: rows of a chunk, C.
         Z: number of chunks, pairs times heads.
+        shape: what the rows' own dimension comes after, [Z, C].
     """
 
     def __init__(self, group: Group, i0: int, i1: int) -> None:
@@ -42,6 +42,7 @@ class Window:
             pair += alive
         self.pairs = pair
         self.Z = pair * group.n_heads
+        self.shape = (self.Z, self.rows)
 
     def lanes(self, step: int) -> slice:
         """The chunks of the window's ``step``-th step within [Z, ...]."""
@@ -94,6 +95,9 @@ class Window:
         token = sequences.start[sequence][:, None] + offset.masked_fill(padding, 0)
         real = (~padding).flatten().nonzero().squeeze(1) if bool(padding.any()) else None
         return sequences.batch[sequence][:, None], token, padding, real
+
+    def view(self, x: Tensor, dtype: torch.dtype, shared: int = 1) -> None:
+        """Rows that lie in ``x`` as they should are not looked for: a window has many, and copying them is cheap."""
 
     def load(self, x: Tensor, into: Tensor, shared: int = 1) -> Tensor:
         """Copy the window's rows of ``x`` [B, T, HV/shared, D] to ``into`` [Z, C, D], any strides and dtypes.
@@ -149,11 +153,21 @@ class Window:
             tail.transpose(1, 2).copy_(source[whole, :, :, :part])
 
 
-@dataclass(frozen=True)
 class TokenWindow:
-    """One token of every sequence, the rows of a decoding step: a light ``Window`` of [N·HV, 1, ·]."""
+    """One token of every sequence, the rows of a decoding step: a light ``Window`` of [N·HV, ·].
 
-    request: Request
+    Attributes:
+        request: the request.
+        pairs: one for every sequence.
+        heads: all value heads.
+        Z: number of rows, pairs times heads.
+        shape: what the rows' own dimension comes after, [Z].
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request, self.pairs, self.heads = request, request.N, slice(0, request.HV)
+        self.Z = self.pairs * self.heads.stop
+        self.shape = (self.Z,)
 
     @classmethod
     def of(cls, request: Request) -> TokenWindow | None:
@@ -163,32 +177,24 @@ class TokenWindow:
         one_each = request.N and bool((token_counts(request) == 1).all())
         return cls(request) if one_each else None
 
-    @property
-    def heads(self) -> slice:
-        """All value heads."""
-        return slice(0, self.request.HV)
-
-    @property
-    def rows(self) -> int:
-        """Rows of a chunk."""
-        return 1
-
-    @property
-    def pairs(self) -> int:
-        """One for every sequence."""
-        return self.request.N
-
-    @property
-    def Z(self) -> int:
-        """Number of chunks, pairs times heads."""
-        return self.pairs * self.request.HV
-
     def _tokens(self, x: Tensor) -> Tensor:
         """[N, heads, D] of ``x`` [B, T, heads, D]."""
         return x[:, 0] if self.request.cu_seqlens is None else x[0, : self.pairs]
 
+    def view(self, x: Tensor, dtype: torch.dtype, shared: int = 1) -> Tensor | None:
+        """The rows of ``x`` as a contiguous [N·HV, D] where they lie, or None where they do not lie so."""
+        if shared > 1 or x.dtype != dtype:
+            return None
+        if not x.is_contiguous():
+            x = self._tokens(x)
+            if not x.is_contiguous():
+                return None
+        elif self.pairs < x.shape[0] * x.shape[1]:
+            x = x[0, : self.pairs]
+        return x.view(self.Z, x.shape[-1])
+
     def load(self, x: Tensor, into: Tensor, shared: int = 1) -> Tensor:
-        """Copy the rows of ``x`` [B, T, HV/shared, D] to ``into`` [N·HV, 1, D]."""
+        """Copy the rows of ``x`` [B, T, HV/shared, D] to ``into`` [N·HV, D]."""
         into.view(self.pairs, -1, shared, x.shape[-1]).copy_(self._tokens(x).unsqueeze(2))
         return into
 
@@ -196,5 +202,5 @@ class TokenWindow:
         """No row is padding."""
 
     def store(self, x: Tensor, into: Tensor) -> None:
-        """Copy the rows of ``x`` [N·HV, 1, D] to their places in ``into`` [B, T, HV, D]."""
+        """Copy the rows of ``x`` [N·HV, D] to their places in ``into`` [B, T, HV, D]."""
         self._tokens(into).copy_(x.view(self.pairs, -1, x.shape[-1]))
