@@ -29,7 +29,7 @@ KERNELS = {
     "reverse_transitions_kernel",
     "join_kernel",
 }
-HOPPER = {"recurrence_hopper"}
+HOPPER = {"recurrence_hopper", "states_hopper", "reverse_hopper"}
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""When the kernel written for Hopper takes a forward recurrence; its configurations (frozen data) and descriptors."""
+"""When the kernels written for Hopper take a recurrence; their configurations (frozen data) and descriptors."""
 
 from __future__ import annotations
 
@@ -17,14 +17,21 @@ from kda_core_nvidia.layout import CHUNK
 
 @dataclass(frozen=True, slots=True)
 class HopperConfig:
-    """Launch configuration of a recurrence: value channels of a program, stages of loads, registers of a thread.
+    """Launch configuration of a recurrence.
 
-    One warp group for 64 value channels, and one more warp group of which a single warp loads: the registers are
-    what a multiprocessor has for so many threads and programs; the loading warp gives most of its own away.
+    One warp group for 64 value channels, and one more of which one warp loads and one stores: the registers are what a
+    multiprocessor has for so many threads; the other warps give most of their own away.
+
+    Attributes:
+        block_v: value channels of a program.
+        stages: chunks that are loaded ahead.
+        out: chunks that wait to be stored.
+        registers: of a thread, at launch.
     """
 
     block_v: int
     stages: int
+    out: int
     registers: int
 
     @property
@@ -33,15 +40,31 @@ class HopperConfig:
         return self.block_v // 16
 
 
-def hopper_config(target: Chip, V: int, sequences_heads: int) -> HopperConfig:
+_CONFIGS = {
+    # (kernel, padded K, value channels of a program)
+    ("recurrence", 128, 64): HopperConfig(64, 4, 2, 160),
+    ("recurrence", 128, 128): HopperConfig(128, 4, 2, 168),
+    ("recurrence", 256, 64): HopperConfig(64, 3, 2, 255),
+    ("states", 128, 64): HopperConfig(64, 4, 2, 160),
+    ("states", 128, 128): HopperConfig(128, 4, 2, 168),
+    ("states", 256, 64): HopperConfig(64, 3, 2, 255),
+    ("reverse", 128, 64): HopperConfig(64, 4, 2, 160),
+    ("reverse", 128, 128): HopperConfig(128, 3, 2, 168),
+    ("reverse", 256, 64): HopperConfig(64, 3, 1, 255),
+}
+
+
+def hopper_config(kernel: str, target: Chip, KP: int, V: int, sequences_heads: int) -> HopperConfig:
     """The configuration for so many programs of each block of value channels.
 
     A program of 64 channels takes less time than one of 128, but where there are more of them than multiprocessors, two
-    of them share the loads of a chunk when they are one.
+    of them share the loads of a chunk when they are one. Above 128 key channels only 64 leave the products in flight.
+
+    Args:
+        kernel: recurrence, states or reverse.
     """
-    if V % 128 == 0 and sequences_heads * (V // 64) > target.multiprocessors:
-        return HopperConfig(128, 4, 168)
-    return HopperConfig(64, 4, 128)
+    wide = KP == 128 and V % 128 == 0 and sequences_heads * (V // 64) > target.multiprocessors
+    return _CONFIGS[kernel, KP, 128 if wide else 64]
 
 
 def _row_aligned(x: Tensor) -> bool:
@@ -57,24 +80,24 @@ def _row_aligned(x: Tensor) -> bool:
     )
 
 
-def serves(target: Chip, keys: Tensor, rows: Tensor, K: int, V: int) -> bool:
+def serves(target: Chip, keys: Tensor, V: int, *rows: Tensor) -> bool:
     """Whether the kernel for Hopper takes a recurrence.
 
     Args:
         keys: what ``prepare`` wrote.
-        rows: v.
-        K, V: head dimensions.
+        V: head dimension of the values.
+        rows: what it reads and writes of every token.
     """
     slots, HV, _, _, KP = keys.shape
     return (
         target.capability == (9, 0)
         and not INTERPRET
         and keys.dtype.itemsize == 2
-        and KP == 128
+        and KP in (128, 256)
         and V in (64, 128, 256)
         # Rows of a descriptor are counted in 32 bits.
         and 0 < slots * HV * max(3 * CHUNK, V) < 2**31
-        and _row_aligned(rows)
+        and all(map(_row_aligned, rows))
     )
 
 
@@ -96,6 +119,13 @@ def _kind(dtype: torch.dtype, rows: int, columns: int) -> dict[str, Any]:
 def blocks(x: Tensor, rows: int, columns: int) -> GluonDescriptor:
     """A descriptor of blocks [rows, columns] of ``x``, contiguous, as a matrix with rows of ``columns``."""
     return gluon_descriptor(_kind(x.dtype, rows, columns), x, [x.numel() // columns, columns])
+
+
+def row_blocks(x: Tensor, rows: int, columns: int) -> GluonDescriptor:
+    """A descriptor of blocks [rows, columns] of ``x``, contiguous, as a matrix with the rows of its last dimension."""
+    width = x.shape[-1]
+    fields = gluon_fields([width, 1], [rows, columns], _shared_layout(x.dtype, rows, columns))
+    return gluon_descriptor(fields, x, [x.numel() // width, width])
 
 
 def token_blocks(x: Tensor, rows: int, columns: int) -> GluonDescriptor:

@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 # Later versions of triton renamed these.
 copy_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+store_block = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 block_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 _NUMBERS = ["T", "chunks", "HV", "s_vb", "s_ob", "s_index", "pad_slot_id"]
@@ -71,26 +72,68 @@ def _load(
 
 
 @gluon.jit
+def _store(
+    outputs,
+    p_o,
+    s_ot,
+    output_row,
+    output_column,
+    length,
+    free,
+    full,
+    empty,
+    o_buffer,
+    C: gl.constexpr,
+    BV: gl.constexpr,
+    STAGES: gl.constexpr,
+    OUT: gl.constexpr,
+):
+    """The warp that stores: the output of chunk i - 1 when chunk i's first products have begun."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [1, 1], [1, 0])
+    n = (length + C - 1) // C
+    for i in range(n + (n > 0).to(gl.int32)):
+        out = i % OUT
+        mbarrier.wait(full.index(out), (i // OUT) & 1)
+        # Whoever hands over has done with what was loaded for the chunk before.
+        mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
+        if i > 0:
+            if length >= i * C:
+                store_block(outputs, [output_row + (i - 1) * C, output_column], o_buffer.index(out))
+            else:
+                # Rows behind these are another sequence's. A few at a time: this warp has few registers.
+                for first in gl.static_range(0, C, 8):
+                    row = first + gl.arange(0, 8, layout=gl.SliceLayout(1, LAYOUT))
+                    column = gl.arange(0, BV, layout=gl.SliceLayout(0, LAYOUT))
+                    at = p_o + (gl.to_tensor((i - 1) * C).to(gl.int64) * s_ot) + (row[:, None] * s_ot + column[None, :])
+                    mask = (row < length - (i - 1) * C)[:, None] & (column >= 0)[None, :]
+                    gl.store(at, o_buffer.index(out).slice(first, 8).load(LAYOUT), mask=mask)
+        tma.store_wait(0)
+        block_barrier()
+        mbarrier.arrive(empty.index(out), count=1)
+
+
+@gluon.jit
 def _multiply(
     S,
     p_v,
-    p_o,
     s_vt,
-    s_ot,
     length,
     ready,
-    free,
+    full,
+    empty,
     pair_buffer,
     a_buffer,
     p_buffer,
     d_buffer,
     v_buffer,
+    o_buffer,
     minus_eye,
     L_ROWS: gl.constexpr,
     BV: gl.constexpr,
     C: gl.constexpr,
     KP: gl.constexpr,
     STAGES: gl.constexpr,
+    OUT: gl.constexpr,
 ):
     """The warps that multiply; answers the final state."""
     num_warps: gl.constexpr = gl.num_warps()
@@ -123,11 +166,12 @@ def _multiply(
         v_block = v_buffer.index(stage).permute((1, 0))
         both = warpgroup_mma(v_block, minus_eye, both, use_acc=False, is_async=True)
         both = warpgroup_mma(left, pair_buffer.index(stage).permute((1, 0)), both, is_async=True)
-        # Every warp has done with the previous stage.
+        # Meanwhile the previous chunk's output is handed to the warp that stores.
+        mbarrier.wait(empty.index(i % OUT), ((i // OUT) & 1) ^ 1)
+        o_buffer.index(i % OUT).permute((1, 0)).store(rows)
+        fence_async_shared()
         block_barrier()
-        mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
-        m_o = (o_r < length - (i - 1) * C)[:, None] & (i - 1 + every_v.to(gl.int32) > 0)
-        gl.store(p_o + (rows_of_chunk * (i - 1)) * s_ot, gl.convert_layout(rows.trans(), L_ROWS), mask=m_o)
+        mbarrier.arrive(full.index(i % OUT), count=1)
         both, left = warpgroup_mma_wait(0, deps=(both, left))
         r, out = both.reshape([BV, 2, C]).permute([0, 2, 1]).split()
         residual = gl.convert_layout((-r).to(dtype), L_LEFT)
@@ -136,8 +180,12 @@ def _multiply(
         out = warpgroup_mma(residual, p_buffer.index(stage).permute((1, 0)), out, is_async=True)
         S, residual = warpgroup_mma_wait(1, deps=(S, residual))
         out, residual = warpgroup_mma_wait(0, deps=(out, residual))
-    m_o = (o_r < length - (n - 1) * C)[:, None] & ((n - 1) + every_v.to(gl.int32) > 0)
-    gl.store(p_o + (rows_of_chunk * (n - 1)) * s_ot, gl.convert_layout(out.to(dtype).trans(), L_ROWS), mask=m_o)
+    if n > 0:
+        mbarrier.wait(empty.index(n % OUT), ((n // OUT) & 1) ^ 1)
+        o_buffer.index(n % OUT).permute((1, 0)).store(out.to(dtype))
+        fence_async_shared()
+        block_barrier()
+        mbarrier.arrive(full.index(n % OUT), count=1)
     return S, n
 
 
@@ -148,6 +196,7 @@ def recurrence_hopper(
     P,  # descriptor of [slots · HV · C, C] by [C, C]
     decays,  # descriptor of D as [slots · HV, KP] by [1, KP]
     values,  # descriptor of v as a matrix with a row for each of B · T, by [C, BV]
+    outputs,  # the same of o
     v,  # [B, T, HV, V]
     o,  # [B, T, HV, V]
     initial_state,  # [N or slots of a pool, HV, K, V] (or [..., V, K]) or None
@@ -182,6 +231,7 @@ def recurrence_hopper(
     LAST_CONTIGUOUS: gl.constexpr,  # the states' last stride is 1
     BV: gl.constexpr,
     STAGES: gl.constexpr,
+    OUT: gl.constexpr,
 ):
     num_warps: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = v.dtype.element_ty
@@ -227,7 +277,7 @@ def recurrence_hopper(
     o_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_ROWS))
     o_v = i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(0, L_ROWS))
     p_v = v + i_b * s_vb + bos * s_vt + i_h * s_vh + (o_r[:, None].to(gl.int64) * s_vt + o_v[None, :])
-    p_o = o + i_b * s_ob + bos * s_ot + i_h * s_oh + (o_r[:, None].to(gl.int64) * s_ot + o_v[None, :])
+    p_o = o + i_b * s_ob + bos * s_ot + i_h * s_oh + i_v * BV
     value_column = (i_h * s_vh).to(gl.int32) + i_v * BV
 
     PAIR: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * C, KP], dtype)
@@ -242,9 +292,15 @@ def recurrence_hopper(
     d_buffer = gl.allocate_shared_memory(gl.float32, [STAGES, 1, KP], ROW)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    o_buffer = gl.allocate_shared_memory(dtype, [OUT, C, BV], VALUES)
+    full = gl.allocate_shared_memory(gl.int64, [OUT, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [OUT, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(ready.index(s), count=1)
         mbarrier.init(free.index(s), count=1)
+    for s in gl.static_range(OUT):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=1)
     # −I: as an operand of a product, v needs no change of layout.
     L_EYE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [num_warps, 1], [1, 0])
     e_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_EYE))
@@ -260,8 +316,8 @@ def recurrence_hopper(
             (
                 _multiply,
                 (
-                    S, p_v, p_o, s_vt, s_ot, length, ready, free, pair_buffer, a_buffer, p_buffer, d_buffer, v_buffer,
-                    minus_eye, L_ROWS, BV, C, KP, STAGES,
+                    S, p_v, s_vt, length, ready, full, empty, pair_buffer, a_buffer, p_buffer, d_buffer, v_buffer,
+                    o_buffer, minus_eye, L_ROWS, BV, C, KP, STAGES, OUT,
                 ),
             ),
             (
@@ -271,9 +327,16 @@ def recurrence_hopper(
                     pair_buffer, a_buffer, p_buffer, d_buffer, v_buffer, C, KP, BV, STAGES,
                 ),
             ),
+            (
+                _store,
+                (
+                    outputs, p_o, s_ot, value_row, (i_h * s_oh).to(gl.int32) + i_v * BV, length, free, full, empty,
+                    o_buffer, C, BV, STAGES, OUT,
+                ),
+            ),
         ],
-        [1],
-        [32],
+        [1, 1],
+        [32, 32],
     )  # fmt: skip
 
     if final_state is not None:

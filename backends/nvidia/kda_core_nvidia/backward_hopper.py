@@ -1,0 +1,525 @@
+"""The recurrences of the backward for Hopper, written in Gluon: the equations of ``backward_states`` and
+``backward_reverse``, with a warp that loads and a warp that stores beside those that multiply.
+
+As in ``recurrence_hopper`` the loading warp runs a few chunks ahead. Every chunk's state leaves the chip, which is more
+than what is loaded; so it passes through shared memory, from where the storing warp starts the copies: the multiplying
+warps have no store to global memory of their own under way, for which their fence would wait. What they hand over are
+the state at a chunk's start and the rows of the chunk before it, while the chunk's first products run.
+
+They take calls whose value channels fill whole blocks of BV (V = VP) and whose rows of v, or of the output's gradient,
+are 16-byte aligned; other calls take the plain kernels.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block
+
+# Later versions of triton renamed it.
+store_block = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+
+@gluon.jit
+def _rows_of(i_n, cu_seqlens, T, T_row, NT, s_b, s_t, C: gl.constexpr):
+    """(first slot, length, offset of the first row, first row of a contiguous [B · T] axis) of sequence ``i_n``."""
+    i_n = i_n.to(gl.int64)
+    if cu_seqlens is None:
+        slot0 = i_n * NT
+        length = T
+        first = i_n * s_b + i_n * T_row * s_t
+        bos = i_n * T
+    else:
+        bos = gl.load(cu_seqlens + i_n).to(gl.int64)
+        slot0 = bos // C + i_n
+        length = (gl.load(cu_seqlens + i_n + 1).to(gl.int64) - bos).to(gl.int32)
+        first = bos * s_t
+    return slot0, length, first, bos
+
+
+@gluon.jit
+def _state_pointers(
+    state, i_nh, i_v, first, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, COLUMNS: gl.constexpr,
+    V_FIRST: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Addresses [BV, COLUMNS] of a part of a dense state [N, HV, K, V] (or [N, HV, V, K]), and which of them exist."""
+    o_v = i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, LAYOUT))
+    o_k = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
+    at = state + i_nh.to(gl.int64) * (K * V)
+    mask = (o_v >= 0)[:, None] & (o_k < K)[None, :]
+    if V_FIRST:
+        at = at + (o_v[:, None] * K + o_k[None, :])
+    else:
+        at = at + (o_k[None, :] * V + o_v[:, None])
+    return at, mask
+
+
+@gluon.jit
+def _halves(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """The first and the last half of the columns."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, COLUMNS // 2, 16])
+    first, last = x.reshape([ROWS, 2, COLUMNS // 2]).permute([0, 2, 1]).split()
+    return gl.convert_layout(first, LAYOUT), gl.convert_layout(last, LAYOUT)
+
+
+@gluon.jit
+def _store_part(
+    state, x, i_nh, i_v, first, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, COLUMNS: gl.constexpr,
+    V_FIRST: gl.constexpr,
+):  # fmt: skip
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, COLUMNS, 16])
+    # Offsets that the compiler cannot know before: it would keep registers for those of all parts, or for those of the
+    # state at the other end of the recurrence.
+    first = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [first], dtype=gl.int32, is_pure=False, pack=1)
+    at, mask = _state_pointers(state, i_nh, i_v, first, K, V, BV, COLUMNS, V_FIRST, LAYOUT)
+    gl.store(at, x.to(state.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def _store_state(
+    state, S, i_nh, i_v, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, KP: gl.constexpr, V_FIRST: gl.constexpr,
+):  # fmt: skip
+    """A quarter after the other."""
+    Q: gl.constexpr = KP // 4
+    first, last = _halves(S, BV, KP)
+    a, b = _halves(first, BV, KP // 2)
+    c, d = _halves(last, BV, KP // 2)
+    _store_part(state, a, i_nh, i_v, gl.to_tensor(0), K, V, BV, Q, V_FIRST)
+    _store_part(state, b, i_nh, i_v, gl.to_tensor(Q), K, V, BV, Q, V_FIRST)
+    _store_part(state, c, i_nh, i_v, gl.to_tensor(2 * Q), K, V, BV, Q, V_FIRST)
+    _store_part(state, d, i_nh, i_v, gl.to_tensor(3 * Q), K, V, BV, Q, V_FIRST)
+
+
+@gluon.jit
+def _load_for_states(
+    values, pairs, X, decays, value_row, value_column, slot0, i_h, length, ready, free,
+    ke_buffer, ka_buffer, x_buffer, v_buffer, d_buffer,
+    HV: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The warp that loads for ``states_hopper``."""
+    for i in range((length + C - 1) // C):
+        stage = i % STAGES
+        slot = ((slot0 + i) * HV + i_h).to(gl.int32)
+        whole = length >= (i + 1) * C
+        bar = ready.index(stage)
+        mbarrier.wait(free.index(stage), ((i // STAGES) & 1) ^ 1)
+        mbarrier.expect(bar, (2 * C * KP + C * C + C * BV) * 2 + KP * 4, pred=whole)
+        mbarrier.expect(bar, (2 * C * KP + C * C) * 2 + KP * 4, pred=whole == 0)
+        copy_block(pairs, [slot * (3 * C), 0], bar, ke_buffer.index(stage))
+        copy_block(decays, [slot, 0], bar, d_buffer.index(stage))
+        copy_block(values, [value_row + i * C, value_column], bar, v_buffer.index(stage), pred=whole)
+        copy_block(pairs, [slot * (3 * C) + 2 * C, 0], bar, ka_buffer.index(stage))
+        copy_block(X, [slot * C, 0], bar, x_buffer.index(stage))
+
+
+@gluon.jit
+def _store_for_states(
+    states, z, slot0, i_h, i_v, length, free, full, empty, s_buffer, z_buffer,
+    HV: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
+    OUT: gl.constexpr,
+):  # fmt: skip
+    """The warp that stores for ``states_hopper``: the state at the start of chunk i, and z of chunk i - 1."""
+    n = (length + C - 1) // C
+    for i in range(n + (n > 0).to(gl.int32)):
+        out = i % OUT
+        slot = ((slot0 + i) * HV + i_h).to(gl.int32)
+        mbarrier.wait(full.index(out), (i // OUT) & 1)
+        # Whoever hands over chunk i has done with what was loaded for the one before.
+        mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
+        if i < n:
+            store_block(states, [slot * V + i_v * BV, 0], s_buffer.index(out))
+        if i > 0:
+            store_block(z, [(slot - HV) * C, i_v * BV], z_buffer.index(out))
+        tma.store_wait(0)
+        block_barrier()
+        mbarrier.arrive(empty.index(out), count=1)
+
+
+@gluon.jit
+def _states(
+    S, p_v, s_vt, length, ready, full, empty, ke_buffer, ka_buffer, x_buffer, v_buffer, d_buffer,
+    s_buffer, z_buffer, minus_eye,
+    L_ROWS: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr,
+):  # fmt: skip
+    """The warps that multiply in ``states_hopper``."""
+    num_warps: gl.constexpr = gl.num_warps()
+    dtype: gl.constexpr = p_v.dtype.element_ty
+    L_SMALL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, C, 16])
+    L_STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KP, 16])
+    L_LEFT: gl.constexpr = gl.DotOperandLayout(0, L_STATE, 2)
+    o_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_ROWS))
+    every_v = (gl.arange(0, BV, layout=gl.SliceLayout(0, L_ROWS)) >= 0)[None, :]
+    rows_of_chunk = gl.to_tensor(C).to(gl.int64)
+    n = (length + C - 1) // C
+    # Accumulators of products that start from nothing are given those of the previous chunk, which are not read:
+    # registers set to zero here would make the compiler wait for every product in flight.
+    r = gl.full([BV, C], 0.0, gl.float32, L_SMALL)
+    scaled = gl.full([BV, C], 0.0, gl.float32, L_SMALL)
+    for i in range(n):
+        stage = i % STAGES
+        out = i % OUT
+        rounded = S.to(dtype)
+        left = gl.convert_layout(rounded, L_LEFT)
+        rows = scaled.to(dtype)
+        mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
+        if length < (i + 1) * C:
+            # The last rows of a sequence: what follows them is another's, and not to be read.
+            m_v = (o_r < length - i * C)[:, None] & every_v
+            v_buffer.index(stage).store(gl.load(p_v + (rows_of_chunk * i) * s_vt, mask=m_v, other=0.0))
+            fence_async_shared()
+            block_barrier()
+        S = S * d_buffer.index(stage).load(L_STATE)
+        v_block = v_buffer.index(stage).permute((1, 0))
+        r = warpgroup_mma(v_block, minus_eye, r, use_acc=False, is_async=True)
+        r = warpgroup_mma(left, ke_buffer.index(stage).permute((1, 0)), r, is_async=True)
+        # Meanwhile this chunk's state and the previous chunk's z are handed to the warp that stores.
+        mbarrier.wait(empty.index(out), ((i // OUT) & 1) ^ 1)
+        s_buffer.index(out).store(rounded)
+        z_buffer.index(out).permute((1, 0)).store(rows)
+        fence_async_shared()
+        block_barrier()
+        mbarrier.arrive(full.index(out), count=1)
+        r, left = warpgroup_mma_wait(0, deps=(r, left))
+        residual = gl.convert_layout((-r).to(dtype), L_LEFT)
+        S = warpgroup_mma(residual, ka_buffer.index(stage), S, is_async=True)
+        x_block = x_buffer.index(stage).permute((1, 0))
+        scaled = warpgroup_mma(residual, x_block, scaled, use_acc=False, is_async=True)
+        S, residual = warpgroup_mma_wait(1, deps=(S, residual))
+        scaled, residual = warpgroup_mma_wait(0, deps=(scaled, residual))
+    if n > 0:
+        out = n % OUT
+        mbarrier.wait(empty.index(out), ((n // OUT) & 1) ^ 1)
+        z_buffer.index(out).permute((1, 0)).store(scaled.to(dtype))
+        fence_async_shared()
+        block_barrier()
+        mbarrier.arrive(full.index(out), count=1)
+    return S, n
+
+
+@gluon.jit(do_not_specialize=["T", "T_row", "NT"])
+def states_hopper(
+    values,  # descriptor of v as a matrix with a row for each of B · T, by [C, BV]
+    v,
+    single,  # descriptor of keys as [slots · HV · 3 · C, KP] by [C, KP]
+    X,  # descriptor of [slots · HV · C, C] by [C, C]
+    decays,  # descriptor of D as [slots · HV, KP] by [1, KP]
+    initial_state,
+    z,  # descriptor of [slots · HV · C, VP] by [C, BV]
+    states,  # descriptor of [slots · HV · VP, KP] by [BV, KP]
+    cu_seqlens,
+    s_vb,
+    s_vt,
+    s_vh,
+    T,
+    T_row,
+    NT,
+    HV: gl.constexpr,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    C: gl.constexpr,
+    KP: gl.constexpr,
+    BV: gl.constexpr,
+    V_FIRST: gl.constexpr,
+    STAGES: gl.constexpr,
+    OUT: gl.constexpr,
+):
+    num_warps: gl.constexpr = gl.num_warps()
+    dtype: gl.constexpr = v.dtype.element_ty
+    L_STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KP, 16])
+    L_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [num_warps, 1], [1, 0])
+    SINGLE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, KP], dtype)
+    SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
+    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BV], dtype)
+    STATE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BV, KP], dtype)
+    ROW: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+
+    i_v = gl.program_id(0)
+    i_nh = gl.program_id(1)
+    i_h = i_nh % HV
+    slot0, length, first, row0 = _rows_of(i_nh // HV, cu_seqlens, T, T_row, NT, s_vb, s_vt, C)
+    o_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_ROWS))
+    o_v = i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(0, L_ROWS))
+    p_v = v + first + i_h * s_vh + (o_r[:, None].to(gl.int64) * s_vt + o_v[None, :])
+    S = gl.full([BV, KP], 0.0, gl.float32, L_STATE)
+    if initial_state is not None:
+        p_state, m_state = _state_pointers(initial_state, i_nh, i_v, 0, K, V, BV, KP, V_FIRST, L_STATE)
+        S = gl.load(p_state, mask=m_state, other=0.0).to(gl.float32)
+
+    ke_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, KP], SINGLE)
+    ka_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, KP], SINGLE)
+    x_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, C], SQUARE)
+    v_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, BV], VALUES)
+    d_buffer = gl.allocate_shared_memory(gl.float32, [STAGES, 1, KP], ROW)
+    s_buffer = gl.allocate_shared_memory(dtype, [OUT, BV, KP], STATE)
+    z_buffer = gl.allocate_shared_memory(dtype, [OUT, C, BV], VALUES)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [OUT, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [OUT, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(ready.index(s), count=1)
+        mbarrier.init(free.index(s), count=1)
+    for s in gl.static_range(OUT):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=1)
+    # −I: as an operand of a product, v needs no change of layout.
+    L_EYE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [num_warps, 1], [1, 0])
+    e_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_EYE))
+    e_c = gl.arange(0, C, layout=gl.SliceLayout(0, L_EYE))
+    eye = gl.where(e_r[:, None] == e_c[None, :], -1.0, 0.0).to(dtype)
+    minus_eye = gl.allocate_shared_memory(dtype, [C, C], SQUARE, eye)
+    fence_async_shared()
+    block_barrier()
+
+    gl.warp_specialize(
+        [
+            (
+                _states,
+                (
+                    S, p_v, s_vt, length, ready, full, empty, ke_buffer, ka_buffer, x_buffer, v_buffer,
+                    d_buffer, s_buffer, z_buffer, minus_eye, L_ROWS, BV, C, KP, STAGES, OUT,
+                ),
+            ),
+            (
+                _load_for_states,
+                (
+                    values, single, X, decays, row0.to(gl.int32), i_h * s_vh + i_v * BV, slot0, i_h, length, ready,
+                    free, ke_buffer, ka_buffer, x_buffer, v_buffer, d_buffer, HV, C, KP, BV, STAGES,
+                ),
+            ),
+            (
+                _store_for_states,
+                (
+                    states, z, slot0, i_h, i_v, length, free, full, empty, s_buffer, z_buffer, HV, V, C, BV, STAGES,
+                    OUT,
+                ),
+            ),
+        ],
+        [1, 1],
+        [32, 32],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _load_for_reverse(
+    gradients, pairs, single, P, decays, row0, column, slot0, i_h, length, ready, free,
+    pair_buffer, a_buffer, p_buffer, o_buffer, d_buffer,
+    HV: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The warp that loads for ``reverse_hopper``, last chunk first."""
+    n = (length + C - 1) // C
+    for j in range(n):
+        i = n - 1 - j
+        stage = j % STAGES
+        slot = ((slot0 + i) * HV + i_h).to(gl.int32)
+        whole = length >= (i + 1) * C
+        bar = ready.index(stage)
+        mbarrier.wait(free.index(stage), ((j // STAGES) & 1) ^ 1)
+        mbarrier.expect(bar, (3 * C * KP + C * C + C * BV) * 2 + KP * 4, pred=whole)
+        mbarrier.expect(bar, (3 * C * KP + C * C) * 2 + KP * 4, pred=whole == 0)
+        copy_block(single, [slot * (3 * C) + 2 * C, 0], bar, a_buffer.index(stage))
+        copy_block(decays, [slot, 0], bar, d_buffer.index(stage))
+        copy_block(gradients, [row0 + i * C, column], bar, o_buffer.index(stage), pred=whole)
+        copy_block(P, [slot * C, 0], bar, p_buffer.index(stage))
+        copy_block(pairs, [slot * (3 * C), 0], bar, pair_buffer.index(stage))
+
+
+@gluon.jit
+def _store_for_reverse(
+    state_grads, dv, p_dv, row0, slot0, i_h, i_v, length, free, full, empty, s_buffer, v_buffer,
+    HV: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
+    OUT: gl.constexpr,
+):  # fmt: skip
+    """The warp that stores for ``reverse_hopper``: the gradient of the state at the end of chunk i, dv of i + 1."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [1, 1], [1, 0])
+    n = (length + C - 1) // C
+    for j in range(n + (n > 0).to(gl.int32)):
+        i = n - 1 - j
+        out = j % OUT
+        slot = ((slot0 + i) * HV + i_h).to(gl.int32)
+        mbarrier.wait(full.index(out), (j // OUT) & 1)
+        mbarrier.arrive(free.index((j + STAGES - 1) % STAGES), count=1, pred=j > 0)
+        if j < n:
+            store_block(state_grads, [slot * V + i_v * BV, 0], s_buffer.index(out))
+        if j > 0:
+            if length >= (i + 2) * C:
+                store_block(dv, [row0 + (i + 1) * C, i_h * V + i_v * BV], v_buffer.index(out))
+            else:
+                # Rows behind these are another sequence's. A few at a time: this warp has few registers.
+                for first in gl.static_range(0, C, 8):
+                    row = first + gl.arange(0, 8, layout=gl.SliceLayout(1, LAYOUT))
+                    column = gl.arange(0, BV, layout=gl.SliceLayout(0, LAYOUT))
+                    at = p_dv + (i + 1) * C * (HV * V) + (row[:, None] * (HV * V) + column[None, :])
+                    mask = (row < length - (i + 1) * C)[:, None] & (column >= 0)[None, :]
+                    gl.store(at, v_buffer.index(out).slice(first, 8).load(LAYOUT), mask=mask)
+        tma.store_wait(0)
+        block_barrier()
+        mbarrier.arrive(empty.index(out), count=1)
+
+
+@gluon.jit
+def _reverse(
+    S, p_do, s_ot, length, ready, full, empty, pair_buffer, a_buffer, p_buffer, o_buffer, d_buffer,
+    s_buffer, v_buffer,
+    L_ROWS: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr,
+):  # fmt: skip
+    """The warps that multiply in ``reverse_hopper``; answers the gradient of the initial state."""
+    num_warps: gl.constexpr = gl.num_warps()
+    dtype: gl.constexpr = p_do.dtype.element_ty
+    L_SMALL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, C, 16])
+    L_STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KP, 16])
+    L_LEFT: gl.constexpr = gl.DotOperandLayout(0, L_STATE, 2)
+    o_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_ROWS))
+    every_v = (gl.arange(0, BV, layout=gl.SliceLayout(0, L_ROWS)) >= 0)[None, :]
+    rows_of_chunk = gl.to_tensor(C).to(gl.int64)
+    n = (length + C - 1) // C
+    b_dv = gl.full([BV, C], 0.0, gl.float32, L_SMALL)
+    for j in range(n):
+        i = n - 1 - j
+        stage = j % STAGES
+        out = j % OUT
+        rounded = S.to(dtype)
+        left = gl.convert_layout(rounded, L_LEFT)
+        rows = b_dv.to(dtype)
+        mbarrier.wait(ready.index(stage), (j // STAGES) & 1)
+        if length < (i + 1) * C:
+            m_o = (o_r < length - i * C)[:, None] & every_v
+            o_buffer.index(stage).store(gl.load(p_do + (rows_of_chunk * i) * s_ot, mask=m_o, other=0.0))
+            fence_async_shared()
+            block_barrier()
+        S = S * d_buffer.index(stage).load(L_STATE)
+        do_block = o_buffer.index(stage).permute((1, 0))
+        pair = pair_buffer.index(stage)
+        b_dv = warpgroup_mma(do_block, p_buffer.index(stage), b_dv, use_acc=False, is_async=True)
+        b_dv = warpgroup_mma(left, a_buffer.index(stage).permute((1, 0)), b_dv, is_async=True)
+        S = warpgroup_mma(do_block, pair.slice(C, C), S, is_async=True)
+        # Meanwhile this chunk's gradient of the state and the previous dv are handed to the warp that stores.
+        mbarrier.wait(empty.index(out), ((j // OUT) & 1) ^ 1)
+        s_buffer.index(out).store(rounded)
+        v_buffer.index(out).permute((1, 0)).store(rows)
+        fence_async_shared()
+        block_barrier()
+        mbarrier.arrive(full.index(out), count=1)
+        b_dv, left = warpgroup_mma_wait(1, deps=(b_dv, left))
+        minus_dv = gl.convert_layout((-b_dv).to(dtype), L_LEFT)
+        S = warpgroup_mma(minus_dv, pair.slice(0, C), S, is_async=True)
+        S, minus_dv = warpgroup_mma_wait(0, deps=(S, minus_dv))
+    if n > 0:
+        out = n % OUT
+        mbarrier.wait(empty.index(out), ((n // OUT) & 1) ^ 1)
+        v_buffer.index(out).permute((1, 0)).store(b_dv.to(dtype))
+        fence_async_shared()
+        block_barrier()
+        mbarrier.arrive(full.index(out), count=1)
+    return S, n
+
+
+@gluon.jit(do_not_specialize=["T", "T_row", "NT"])
+def reverse_hopper(
+    gradients,  # descriptor of do as a matrix with a row for each of B · T, by [C, BV]
+    pairs,  # descriptor of keys as [slots · HV · 3 · C, KP] by [2 C, KP]: ke and qg of a chunk
+    single,  # the same by [C, KP]: kA
+    P,  # descriptor of [slots · HV · C, C] by [C, C]
+    decays,  # descriptor of D as [slots · HV, KP] by [1, KP]
+    do,
+    grad_final_state,
+    dv_blocks,  # descriptor of dv as [B · T, HV · V] by [C, BV]
+    dv,
+    state_grads,  # descriptor of [slots · HV · VP, KP] by [BV, KP]
+    grad_initial_state,
+    cu_seqlens,
+    s_ob,
+    s_ot,
+    s_oh,
+    T,
+    T_row,
+    NT,
+    HV: gl.constexpr,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    C: gl.constexpr,
+    KP: gl.constexpr,
+    BV: gl.constexpr,
+    V_FIRST: gl.constexpr,
+    STAGES: gl.constexpr,
+    OUT: gl.constexpr,
+):
+    num_warps: gl.constexpr = gl.num_warps()
+    dtype: gl.constexpr = dv.dtype.element_ty
+    L_STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KP, 16])
+    L_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [num_warps, 1], [1, 0])
+    PAIR: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * C, KP], dtype)
+    SINGLE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, KP], dtype)
+    SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
+    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BV], dtype)
+    STATE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BV, KP], dtype)
+    ROW: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+
+    i_v = gl.program_id(0)
+    i_nh = gl.program_id(1)
+    i_h = i_nh % HV
+    slot0, length, first, row0 = _rows_of(i_nh // HV, cu_seqlens, T, T_row, NT, s_ob, s_ot, C)
+    o_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_ROWS))
+    o_v = i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(0, L_ROWS))
+    p_do = do + first + i_h * s_oh + (o_r[:, None].to(gl.int64) * s_ot + o_v[None, :])
+    p_dv = dv + (row0 * HV + i_h) * V + i_v * BV
+    S = gl.full([BV, KP], 0.0, gl.float32, L_STATE)
+    if grad_final_state is not None:
+        p_state, m_state = _state_pointers(grad_final_state, i_nh, i_v, 0, K, V, BV, KP, V_FIRST, L_STATE)
+        S = gl.load(p_state, mask=m_state, other=0.0).to(gl.float32)
+
+    pair_buffer = gl.allocate_shared_memory(dtype, [STAGES, 2 * C, KP], PAIR)
+    a_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, KP], SINGLE)
+    p_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, C], SQUARE)
+    o_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, BV], VALUES)
+    d_buffer = gl.allocate_shared_memory(gl.float32, [STAGES, 1, KP], ROW)
+    s_buffer = gl.allocate_shared_memory(dtype, [OUT, BV, KP], STATE)
+    v_buffer = gl.allocate_shared_memory(dtype, [OUT, C, BV], VALUES)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [OUT, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [OUT, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(ready.index(s), count=1)
+        mbarrier.init(free.index(s), count=1)
+    for s in gl.static_range(OUT):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=1)
+    fence_async_shared()
+    block_barrier()
+
+    S, _ = gl.warp_specialize(
+        [
+            (
+                _reverse,
+                (
+                    S, p_do, s_ot, length, ready, full, empty, pair_buffer, a_buffer, p_buffer, o_buffer,
+                    d_buffer, s_buffer, v_buffer, L_ROWS, BV, C, KP, STAGES, OUT,
+                ),
+            ),
+            (
+                _load_for_reverse,
+                (
+                    gradients, pairs, single, P, decays, row0.to(gl.int32), i_h * s_oh + i_v * BV, slot0, i_h, length,
+                    ready, free, pair_buffer, a_buffer, p_buffer, o_buffer, d_buffer, HV, C, KP, BV, STAGES,
+                ),
+            ),
+            (
+                _store_for_reverse,
+                (
+                    state_grads, dv_blocks, p_dv, row0.to(gl.int32), slot0, i_h, i_v, length, free, full, empty,
+                    s_buffer, v_buffer, HV, V, C, BV, STAGES, OUT,
+                ),
+            ),
+        ],
+        [1, 1],
+        [32, 32],
+    )  # fmt: skip
+    if grad_initial_state is not None:
+        _store_state(grad_initial_state, S, i_nh, i_v, K, V, BV, KP, V_FIRST)
