@@ -396,8 +396,9 @@ def _reverse(
         S = S * d_buffer.index(stage).load(L_STATE)
         do_block = o_buffer.index(stage).permute((1, 0))
         pair = pair_buffer.index(stage)
-        b_dv = warpgroup_mma(do_block, p_buffer.index(stage), b_dv, use_acc=False, is_async=True)
-        b_dv = warpgroup_mma(left, a_buffer.index(stage).permute((1, 0)), b_dv, is_async=True)
+        a_block = a_buffer.index(stage).permute((1, 0))
+        b_dv = warpgroup_mma(left, a_block, b_dv, use_acc=False, is_async=True)
+        b_dv = warpgroup_mma(do_block, p_buffer.index(stage), b_dv, is_async=True)
         S = warpgroup_mma(do_block, pair.slice(C, C), S, is_async=True)
         # Meanwhile this chunk's gradient of the state and the previous dv are handed to the warp that stores.
         mbarrier.wait(empty.index(out), ((j // OUT) & 1) ^ 1)
