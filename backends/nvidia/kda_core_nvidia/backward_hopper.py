@@ -355,7 +355,7 @@ def _store_for_reverse(
                 for first in gl.static_range(0, C, 8):
                     row = first + gl.arange(0, 8, layout=gl.SliceLayout(1, LAYOUT))
                     column = gl.arange(0, BV, layout=gl.SliceLayout(0, LAYOUT))
-                    at = p_dv + (i + 1) * C * (HV * V) + (row[:, None] * (HV * V) + column[None, :])
+                    at = p_dv + ((i + 1) * C + row)[:, None].to(gl.int64) * (HV * V) + column[None, :]
                     mask = (row < length - (i + 1) * C)[:, None] & (column >= 0)[None, :]
                     gl.store(at, v_buffer.index(out).slice(first, 8).load(LAYOUT), mask=mask)
         tma.store_wait(0)

@@ -104,7 +104,7 @@ def _store(
                 for first in gl.static_range(0, C, 8):
                     row = first + gl.arange(0, 8, layout=gl.SliceLayout(1, LAYOUT))
                     column = gl.arange(0, BV, layout=gl.SliceLayout(0, LAYOUT))
-                    at = p_o + (gl.to_tensor((i - 1) * C).to(gl.int64) * s_ot) + (row[:, None] * s_ot + column[None, :])
+                    at = p_o + ((i - 1) * C + row)[:, None].to(gl.int64) * s_ot + column[None, :]
                     mask = (row < length - (i - 1) * C)[:, None] & (column >= 0)[None, :]
                     gl.store(at, o_buffer.index(out).slice(first, 8).load(LAYOUT), mask=mask)
         tma.store_wait(0)
