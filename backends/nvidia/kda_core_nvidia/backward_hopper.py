@@ -20,10 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block
-
-# Later versions of triton renamed it.
-store_block = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block, store_block, store_state
 
 
 @gluon.jit
@@ -44,56 +41,19 @@ def _rows_of(i_n, cu_seqlens, T, T_row, NT, s_b, s_t, C: gl.constexpr):
 
 
 @gluon.jit
-def _state_pointers(
-    state, i_nh, i_v, first, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, COLUMNS: gl.constexpr,
-    V_FIRST: gl.constexpr, LAYOUT: gl.constexpr,
+def _load_state(
+    state, i_nh, i_v, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, KP: gl.constexpr, V_FIRST: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Addresses [BV, COLUMNS] of a part of a dense state [N, HV, K, V] (or [N, HV, V, K]), and which of them exist."""
+    """Transposed block [BV, KP] of a dense state [N, HV, K, V] (or [N, HV, V, K]), in float32."""
     o_v = i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, LAYOUT))
-    o_k = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
+    o_k = gl.arange(0, KP, layout=gl.SliceLayout(0, LAYOUT))
     at = state + i_nh.to(gl.int64) * (K * V)
-    mask = (o_v >= 0)[:, None] & (o_k < K)[None, :]
     if V_FIRST:
         at = at + (o_v[:, None] * K + o_k[None, :])
     else:
         at = at + (o_k[None, :] * V + o_v[:, None])
-    return at, mask
-
-
-@gluon.jit
-def _halves(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """The first and the last half of the columns."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, COLUMNS // 2, 16])
-    first, last = x.reshape([ROWS, 2, COLUMNS // 2]).permute([0, 2, 1]).split()
-    return gl.convert_layout(first, LAYOUT), gl.convert_layout(last, LAYOUT)
-
-
-@gluon.jit
-def _store_part(
-    state, x, i_nh, i_v, first, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, COLUMNS: gl.constexpr,
-    V_FIRST: gl.constexpr,
-):  # fmt: skip
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, COLUMNS, 16])
-    # Offsets that the compiler cannot know before: it would keep registers for those of all parts, or for those of the
-    # state at the other end of the recurrence.
-    first = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [first], dtype=gl.int32, is_pure=False, pack=1)
-    at, mask = _state_pointers(state, i_nh, i_v, first, K, V, BV, COLUMNS, V_FIRST, LAYOUT)
-    gl.store(at, x.to(state.dtype.element_ty), mask=mask)
-
-
-@gluon.jit
-def _store_state(
-    state, S, i_nh, i_v, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, KP: gl.constexpr, V_FIRST: gl.constexpr,
-):  # fmt: skip
-    """A quarter after the other."""
-    Q: gl.constexpr = KP // 4
-    first, last = _halves(S, BV, KP)
-    a, b = _halves(first, BV, KP // 2)
-    c, d = _halves(last, BV, KP // 2)
-    _store_part(state, a, i_nh, i_v, gl.to_tensor(0), K, V, BV, Q, V_FIRST)
-    _store_part(state, b, i_nh, i_v, gl.to_tensor(Q), K, V, BV, Q, V_FIRST)
-    _store_part(state, c, i_nh, i_v, gl.to_tensor(2 * Q), K, V, BV, Q, V_FIRST)
-    _store_part(state, d, i_nh, i_v, gl.to_tensor(3 * Q), K, V, BV, Q, V_FIRST)
+    return gl.load(at, mask=(o_v >= 0)[:, None] & (o_k < K)[None, :], other=0.0).to(gl.float32)
 
 
 @gluon.jit
@@ -248,8 +208,7 @@ def states_hopper(
     p_v = v + first + i_h * s_vh + (o_r[:, None].to(gl.int64) * s_vt + o_v[None, :])
     S = gl.full([BV, KP], 0.0, gl.float32, L_STATE)
     if initial_state is not None:
-        p_state, m_state = _state_pointers(initial_state, i_nh, i_v, 0, K, V, BV, KP, V_FIRST, L_STATE)
-        S = gl.load(p_state, mask=m_state, other=0.0).to(gl.float32)
+        S = _load_state(initial_state, i_nh, i_v, K, V, BV, KP, V_FIRST, L_STATE)
 
     ke_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, KP], SINGLE)
     ka_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, KP], SINGLE)
@@ -302,7 +261,7 @@ def states_hopper(
             ),
         ],
         [1, 1],
-        [32, 32],
+        [32, 64],
     )  # fmt: skip
 
 
@@ -338,6 +297,7 @@ def _store_for_reverse(
 ):  # fmt: skip
     """The warp that stores for ``reverse_hopper``: the gradient of the state at the end of chunk i, dv of i + 1."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [1, 1], [1, 0])
+    rows_of_chunk = gl.to_tensor(C).to(gl.int64)
     n = (length + C - 1) // C
     for j in range(n + (n > 0).to(gl.int32)):
         i = n - 1 - j
@@ -355,7 +315,7 @@ def _store_for_reverse(
                 for first in gl.static_range(0, C, 8):
                     row = first + gl.arange(0, 8, layout=gl.SliceLayout(1, LAYOUT))
                     column = gl.arange(0, BV, layout=gl.SliceLayout(0, LAYOUT))
-                    at = p_dv + ((i + 1) * C + row)[:, None].to(gl.int64) * (HV * V) + column[None, :]
+                    at = p_dv + rows_of_chunk * (i + 1) * (HV * V) + (row[:, None] * (HV * V) + column[None, :])
                     mask = (row < length - (i + 1) * C)[:, None] & (column >= 0)[None, :]
                     gl.store(at, v_buffer.index(out).slice(first, 8).load(LAYOUT), mask=mask)
         tma.store_wait(0)
@@ -397,8 +357,13 @@ def _reverse(
         do_block = o_buffer.index(stage).permute((1, 0))
         pair = pair_buffer.index(stage)
         a_block = a_buffer.index(stage).permute((1, 0))
-        b_dv = warpgroup_mma(left, a_block, b_dv, use_acc=False, is_async=True)
-        b_dv = warpgroup_mma(do_block, p_buffer.index(stage), b_dv, is_async=True)
+        if KP > 128:
+            # In the other order registers are spilled.
+            b_dv = warpgroup_mma(do_block, p_buffer.index(stage), b_dv, use_acc=False, is_async=True)
+            b_dv = warpgroup_mma(left, a_block, b_dv, is_async=True)
+        else:
+            b_dv = warpgroup_mma(left, a_block, b_dv, use_acc=False, is_async=True)
+            b_dv = warpgroup_mma(do_block, p_buffer.index(stage), b_dv, is_async=True)
         S = warpgroup_mma(do_block, pair.slice(C, C), S, is_async=True)
         # Meanwhile this chunk's gradient of the state and the previous dv are handed to the warp that stores.
         mbarrier.wait(empty.index(out), ((j // OUT) & 1) ^ 1)
@@ -472,8 +437,7 @@ def reverse_hopper(
     p_dv = dv + (row0 * HV + i_h) * V + i_v * BV
     S = gl.full([BV, KP], 0.0, gl.float32, L_STATE)
     if grad_final_state is not None:
-        p_state, m_state = _state_pointers(grad_final_state, i_nh, i_v, 0, K, V, BV, KP, V_FIRST, L_STATE)
-        S = gl.load(p_state, mask=m_state, other=0.0).to(gl.float32)
+        S = _load_state(grad_final_state, i_nh, i_v, K, V, BV, KP, V_FIRST, L_STATE)
 
     pair_buffer = gl.allocate_shared_memory(dtype, [STAGES, 2 * C, KP], PAIR)
     a_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, KP], SINGLE)
@@ -520,7 +484,11 @@ def reverse_hopper(
             ),
         ],
         [1, 1],
-        [32, 32],
+        [32, 64],
     )  # fmt: skip
     if grad_initial_state is not None:
-        _store_state(grad_initial_state, S, i_nh, i_v, K, V, BV, KP, V_FIRST)
+        p_state = grad_initial_state + i_nh.to(gl.int64) * (K * V)
+        if V_FIRST:
+            store_state(p_state + i_v * BV * K, S, K, 1, K, BV, KP)
+        else:
+            store_state(p_state + i_v * BV, S, 1, V, K, BV, KP)

@@ -76,6 +76,8 @@ def _row_aligned(x: Tensor) -> bool:
         and not (x.data_ptr() & 15 or s_t & 7 or s_h & 7)
         and (B == 1 or s_b == s_t * T)
         and 0 <= s_h * (H - 1) <= s_t - D
+        # Offsets within a chunk are counted in 32 bits.
+        and s_t * CHUNK < 2**31
         and B * T < 2**31
     )
 

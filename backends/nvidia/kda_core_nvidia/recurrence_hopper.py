@@ -31,6 +31,39 @@ _NUMBERS = ["T", "chunks", "HV", "s_vb", "s_ob", "s_index", "pad_slot_id"]
 
 
 @gluon.jit
+def _halves(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """The first and the last half of the columns."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, COLUMNS // 2, 16])
+    first, last = x.reshape([ROWS, 2, COLUMNS // 2]).permute([0, 2, 1]).split()
+    return gl.convert_layout(first, LAYOUT), gl.convert_layout(last, LAYOUT)
+
+
+@gluon.jit
+def _store_columns(p_state, x, first, s_v, s_k, K: gl.constexpr, BV: gl.constexpr, COLUMNS: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, COLUMNS, 16])
+    # An offset that the compiler cannot know before: it would keep registers for the addresses of all parts, or for
+    # those of the state at the other end of the recurrence.
+    first = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [first], dtype=gl.int32, is_pure=False, pack=1)
+    o_v = gl.arange(0, BV, layout=gl.SliceLayout(1, LAYOUT))
+    o_k = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
+    at = p_state + o_v[:, None].to(gl.int64) * s_v + o_k[None, :].to(gl.int64) * s_k
+    gl.store(at, x.to(p_state.dtype.element_ty), mask=(o_v >= 0)[:, None] & (o_k < K)[None, :])
+
+
+@gluon.jit
+def store_state(p_state, S, s_v, s_k, K: gl.constexpr, BV: gl.constexpr, KP: gl.constexpr):
+    """Store a block [BV, KP] of a state, a quarter of the columns after the other."""
+    Q: gl.constexpr = KP // 4
+    first, last = _halves(S, BV, KP)
+    a, b = _halves(first, BV, KP // 2)
+    c, d = _halves(last, BV, KP // 2)
+    _store_columns(p_state, a, gl.to_tensor(0), s_v, s_k, K, BV, Q)
+    _store_columns(p_state, b, gl.to_tensor(Q), s_v, s_k, K, BV, Q)
+    _store_columns(p_state, c, gl.to_tensor(2 * Q), s_v, s_k, K, BV, Q)
+    _store_columns(p_state, d, gl.to_tensor(3 * Q), s_v, s_k, K, BV, Q)
+
+
+@gluon.jit
 def _load(
     pairs,
     single,
@@ -90,6 +123,7 @@ def _store(
 ):
     """The warp that stores: the output of chunk i - 1 when chunk i's first products have begun."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [1, 1], [1, 0])
+    rows_of_chunk = gl.to_tensor(C).to(gl.int64)
     n = (length + C - 1) // C
     for i in range(n + (n > 0).to(gl.int32)):
         out = i % OUT
@@ -104,7 +138,7 @@ def _store(
                 for first in gl.static_range(0, C, 8):
                     row = first + gl.arange(0, 8, layout=gl.SliceLayout(1, LAYOUT))
                     column = gl.arange(0, BV, layout=gl.SliceLayout(0, LAYOUT))
-                    at = p_o + ((i - 1) * C + row)[:, None].to(gl.int64) * s_ot + column[None, :]
+                    at = p_o + rows_of_chunk * (i - 1) * s_ot + (row[:, None] * s_ot + column[None, :])
                     mask = (row < length - (i - 1) * C)[:, None] & (column >= 0)[None, :]
                     gl.store(at, o_buffer.index(out).slice(first, 8).load(LAYOUT), mask=mask)
         tma.store_wait(0)
@@ -336,10 +370,9 @@ def recurrence_hopper(
             ),
         ],
         [1, 1],
-        [32, 32],
+        [32, 64],
     )  # fmt: skip
 
     if final_state is not None:
-        p_state = final_state + i_state * s_fn + i_h * s_fh
-        p_state = p_state + o_sv[:, None] * s_fv + o_sk[None, :].to(gl.int64) * s_fk
-        gl.store(p_state, S.to(final_state.dtype.element_ty), mask=m_state)
+        p_state = final_state + i_state * s_fn + i_h * s_fh + i_v.to(gl.int64) * BV * s_fv
+        store_state(p_state, S, s_fv, s_fk, K, BV, KP)
