@@ -1,4 +1,4 @@
-"""The recurrences for Hopper give what the plain ones give; needs an sm_90 GPU."""
+"""The recurrences for Hopper give what the plain ones give, bit for bit; needs an sm_90 GPU."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ CALLS = {
     "wide keys": (2, 330, 2, 2, 256, 256, None, False),
     "wide keys, narrow values, packed": (1, 1000, 2, 4, 200, 64, [0, 0, 1, 33, 400, 400, 990], True),
     "wide keys, many programs": (4, 200, 40, 40, 256, 128, None, True),
+    "wide keys and values, many programs": (3, 90, 16, 16, 256, 256, None, False),
 }
 
 
@@ -86,15 +87,10 @@ def test_hopper_gives_what_the_plain_kernels_give(name, dtype, monkeypatch):
     call = arguments(name, dtype)
     plain, hopper = results(call, False, monkeypatch), results(call, True, monkeypatch)
     for n in plain:
-        if call["k"].shape[-1] <= 128 or not n.startswith("d"):
-            assert torch.equal(plain[n], hopper[n]), n
-            continue
-        # With more key channels P do + kA dS is summed in another order: single elements of dv round the other way.
-        difference = (plain[n].double() - hopper[n].double()).norm() / plain[n].double().norm().clamp_min(1e-30)
-        assert difference <= 1e-4, (n, float(difference))
+        assert torch.equal(plain[n], hopper[n]), n
 
 
-@pytest.mark.parametrize("name", ["packed", "many programs", "wide keys, many programs"])
+@pytest.mark.parametrize("name", ["packed", "many programs", "wide keys", "wide keys and values, many programs"])
 def test_hopper_repeats_bitwise(name, monkeypatch):
     call = arguments(name, torch.bfloat16)
     first = results(call, True, monkeypatch)

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block, store_block, store_state
+from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block, halves, store_block, store_state
 
 
 @gluon.jit
@@ -112,7 +112,9 @@ def _states(
     dtype: gl.constexpr = p_v.dtype.element_ty
     L_SMALL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, C, 16])
     L_STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KP, 16])
-    L_LEFT: gl.constexpr = gl.DotOperandLayout(0, L_STATE, 2)
+    WIDE: gl.constexpr = KP > 128
+    PART: gl.constexpr = KP // 2 if WIDE else KP
+    L_LEFT: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, PART, 16]), 2)
     o_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_ROWS))
     every_v = (gl.arange(0, BV, layout=gl.SliceLayout(0, L_ROWS)) >= 0)[None, :]
     rows_of_chunk = gl.to_tensor(C).to(gl.int64)
@@ -124,7 +126,11 @@ def _states(
     for i in range(n):
         stage = i % STAGES
         out = i % OUT
-        rounded = S.to(dtype)
+        if WIDE:
+            part, rest = halves(S, BV, KP)
+        else:
+            part = S
+        rounded = part.to(dtype)
         left = gl.convert_layout(rounded, L_LEFT)
         rows = scaled.to(dtype)
         mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
@@ -134,14 +140,24 @@ def _states(
             v_buffer.index(stage).store(gl.load(p_v + (rows_of_chunk * i) * s_vt, mask=m_v, other=0.0))
             fence_async_shared()
             block_barrier()
-        S = S * d_buffer.index(stage).load(L_STATE)
+        if not WIDE:
+            S = S * d_buffer.index(stage).load(L_STATE)
         v_block = v_buffer.index(stage).permute((1, 0))
+        ke = ke_buffer.index(stage)
         r = warpgroup_mma(v_block, minus_eye, r, use_acc=False, is_async=True)
-        r = warpgroup_mma(left, ke_buffer.index(stage).permute((1, 0)), r, is_async=True)
+        r = warpgroup_mma(left, ke.slice(0, PART, dim=1).permute((1, 0)), r, is_async=True)
         # Meanwhile this chunk's state and the previous chunk's z are handed to the warp that stores.
         mbarrier.wait(empty.index(out), ((i // OUT) & 1) ^ 1)
-        s_buffer.index(out).store(rounded)
+        s_buffer.index(out).slice(0, PART, dim=1).store(rounded)
         z_buffer.index(out).permute((1, 0)).store(rows)
+        if WIDE:
+            # All of the state as an operand, beside the state itself, would be more than the registers hold.
+            r, left = warpgroup_mma_wait(0, deps=(r, left))
+            rounded = rest.to(dtype)
+            left = gl.convert_layout(rounded, L_LEFT)
+            S = S * d_buffer.index(stage).load(L_STATE)
+            r = warpgroup_mma(left, ke.slice(PART, PART, dim=1).permute((1, 0)), r, is_async=True)
+            s_buffer.index(out).slice(PART, PART, dim=1).store(rounded)
         fence_async_shared()
         block_barrier()
         mbarrier.arrive(full.index(out), count=1)
@@ -334,7 +350,9 @@ def _reverse(
     dtype: gl.constexpr = p_do.dtype.element_ty
     L_SMALL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, C, 16])
     L_STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KP, 16])
-    L_LEFT: gl.constexpr = gl.DotOperandLayout(0, L_STATE, 2)
+    WIDE: gl.constexpr = KP > 128
+    PART: gl.constexpr = KP // 2 if WIDE else KP
+    L_LEFT: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, PART, 16]), 2)
     o_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_ROWS))
     every_v = (gl.arange(0, BV, layout=gl.SliceLayout(0, L_ROWS)) >= 0)[None, :]
     rows_of_chunk = gl.to_tensor(C).to(gl.int64)
@@ -344,7 +362,11 @@ def _reverse(
         i = n - 1 - j
         stage = j % STAGES
         out = j % OUT
-        rounded = S.to(dtype)
+        if WIDE:
+            part, rest = halves(S, BV, KP)
+        else:
+            part = S
+        rounded = part.to(dtype)
         left = gl.convert_layout(rounded, L_LEFT)
         rows = b_dv.to(dtype)
         mbarrier.wait(ready.index(stage), (j // STAGES) & 1)
@@ -353,21 +375,25 @@ def _reverse(
             o_buffer.index(stage).store(gl.load(p_do + (rows_of_chunk * i) * s_ot, mask=m_o, other=0.0))
             fence_async_shared()
             block_barrier()
-        S = S * d_buffer.index(stage).load(L_STATE)
+        if not WIDE:
+            S = S * d_buffer.index(stage).load(L_STATE)
         do_block = o_buffer.index(stage).permute((1, 0))
-        pair = pair_buffer.index(stage)
-        a_block = a_buffer.index(stage).permute((1, 0))
-        if KP > 128:
-            # In the other order registers are spilled.
-            b_dv = warpgroup_mma(do_block, p_buffer.index(stage), b_dv, use_acc=False, is_async=True)
-            b_dv = warpgroup_mma(left, a_block, b_dv, is_async=True)
-        else:
-            b_dv = warpgroup_mma(left, a_block, b_dv, use_acc=False, is_async=True)
-            b_dv = warpgroup_mma(do_block, p_buffer.index(stage), b_dv, is_async=True)
+        pair, ka = pair_buffer.index(stage), a_buffer.index(stage)
+        b_dv = warpgroup_mma(left, ka.slice(0, PART, dim=1).permute((1, 0)), b_dv, use_acc=False, is_async=True)
+        if WIDE:
+            mbarrier.wait(empty.index(out), ((j // OUT) & 1) ^ 1)
+            s_buffer.index(out).slice(0, PART, dim=1).store(rounded)
+            b_dv, left = warpgroup_mma_wait(0, deps=(b_dv, left))
+            rounded = rest.to(dtype)
+            left = gl.convert_layout(rounded, L_LEFT)
+            S = S * d_buffer.index(stage).load(L_STATE)
+            b_dv = warpgroup_mma(left, ka.slice(PART, PART, dim=1).permute((1, 0)), b_dv, is_async=True)
+        b_dv = warpgroup_mma(do_block, p_buffer.index(stage), b_dv, is_async=True)
         S = warpgroup_mma(do_block, pair.slice(C, C), S, is_async=True)
         # Meanwhile this chunk's gradient of the state and the previous dv are handed to the warp that stores.
-        mbarrier.wait(empty.index(out), ((j // OUT) & 1) ^ 1)
-        s_buffer.index(out).store(rounded)
+        if not WIDE:
+            mbarrier.wait(empty.index(out), ((j // OUT) & 1) ^ 1)
+        s_buffer.index(out).slice(KP - PART, PART, dim=1).store(rounded)
         v_buffer.index(out).permute((1, 0)).store(rows)
         fence_async_shared()
         block_barrier()

@@ -45,12 +45,15 @@ _CONFIGS = {
     ("recurrence", 128, 64): HopperConfig(64, 4, 2, 160),
     ("recurrence", 128, 128): HopperConfig(128, 4, 2, 168),
     ("recurrence", 256, 64): HopperConfig(64, 3, 2, 255),
+    ("recurrence", 256, 128): HopperConfig(128, 3, 2, 168),
     ("states", 128, 64): HopperConfig(64, 4, 2, 160),
     ("states", 128, 128): HopperConfig(128, 4, 2, 168),
     ("states", 256, 64): HopperConfig(64, 3, 2, 255),
+    ("states", 256, 128): HopperConfig(128, 3, 1, 168),
     ("reverse", 128, 64): HopperConfig(64, 4, 2, 160),
     ("reverse", 128, 128): HopperConfig(128, 3, 2, 168),
     ("reverse", 256, 64): HopperConfig(64, 3, 1, 255),
+    ("reverse", 256, 128): HopperConfig(128, 2, 1, 168),
 }
 
 
@@ -63,7 +66,7 @@ def hopper_config(kernel: str, target: Chip, KP: int, V: int, sequences_heads: i
     Args:
         kernel: recurrence, states or reverse.
     """
-    wide = KP == 128 and V % 128 == 0 and sequences_heads * (V // 64) > target.multiprocessors
+    wide = V % 128 == 0 and sequences_heads * (V // 64) > target.multiprocessors
     return _CONFIGS[kernel, KP, 128 if wide else 64]
 
 

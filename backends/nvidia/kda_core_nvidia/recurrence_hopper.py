@@ -31,7 +31,7 @@ _NUMBERS = ["T", "chunks", "HV", "s_vb", "s_ob", "s_index", "pad_slot_id"]
 
 
 @gluon.jit
-def _halves(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+def halves(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """The first and the last half of the columns."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, COLUMNS // 2, 16])
     first, last = x.reshape([ROWS, 2, COLUMNS // 2]).permute([0, 2, 1]).split()
@@ -54,9 +54,9 @@ def _store_columns(p_state, x, first, s_v, s_k, K: gl.constexpr, BV: gl.constexp
 def store_state(p_state, S, s_v, s_k, K: gl.constexpr, BV: gl.constexpr, KP: gl.constexpr):
     """Store a block [BV, KP] of a state, a quarter of the columns after the other."""
     Q: gl.constexpr = KP // 4
-    first, last = _halves(S, BV, KP)
-    a, b = _halves(first, BV, KP // 2)
-    c, d = _halves(last, BV, KP // 2)
+    first, last = halves(S, BV, KP)
+    a, b = halves(first, BV, KP // 2)
+    c, d = halves(last, BV, KP // 2)
     _store_columns(p_state, a, gl.to_tensor(0), s_v, s_k, K, BV, Q)
     _store_columns(p_state, b, gl.to_tensor(Q), s_v, s_k, K, BV, Q)
     _store_columns(p_state, c, gl.to_tensor(2 * Q), s_v, s_k, K, BV, Q)
@@ -175,7 +175,9 @@ def _multiply(
     L_SMALL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, C, 16])
     L_PAIR: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 2 * C, 16])
     L_STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KP, 16])
-    L_LEFT: gl.constexpr = gl.DotOperandLayout(0, L_STATE, 2)
+    WIDE: gl.constexpr = KP > 128
+    PART: gl.constexpr = KP // 2 if WIDE else KP
+    L_LEFT: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, PART, 16]), 2)
     o_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_ROWS))
     every_v = (gl.arange(0, BV, layout=gl.SliceLayout(0, L_ROWS)) >= 0)[None, :]
     rows_of_chunk = gl.to_tensor(C).to(gl.int64)
@@ -186,7 +188,11 @@ def _multiply(
     both = gl.full([BV, 2 * C], 0.0, gl.float32, L_PAIR)
     for i in range(n):
         stage = i % STAGES
-        left = gl.convert_layout(S.to(dtype), L_LEFT)
+        if WIDE:
+            part, rest = halves(S, BV, KP)
+        else:
+            part = S
+        left = gl.convert_layout(part.to(dtype), L_LEFT)
         rows = out.to(dtype)
         mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
         if length < (i + 1) * C:
@@ -195,17 +201,25 @@ def _multiply(
             v_buffer.index(stage).store(gl.load(p_v + (rows_of_chunk * i) * s_vt, mask=m_v, other=0.0))
             fence_async_shared()
             block_barrier()
-        S = S * d_buffer.index(stage).load(L_STATE)
+        if not WIDE:
+            S = S * d_buffer.index(stage).load(L_STATE)
         # [ke S − v | qg S]
         v_block = v_buffer.index(stage).permute((1, 0))
+        pair = pair_buffer.index(stage)
         both = warpgroup_mma(v_block, minus_eye, both, use_acc=False, is_async=True)
-        both = warpgroup_mma(left, pair_buffer.index(stage).permute((1, 0)), both, is_async=True)
+        both = warpgroup_mma(left, pair.slice(0, PART, dim=1).permute((1, 0)), both, is_async=True)
         # Meanwhile the previous chunk's output is handed to the warp that stores.
         mbarrier.wait(empty.index(i % OUT), ((i // OUT) & 1) ^ 1)
         o_buffer.index(i % OUT).permute((1, 0)).store(rows)
         fence_async_shared()
         block_barrier()
         mbarrier.arrive(full.index(i % OUT), count=1)
+        if WIDE:
+            # All of the state as an operand, beside the state itself, would be more than the registers hold.
+            both, left = warpgroup_mma_wait(0, deps=(both, left))
+            left = gl.convert_layout(rest.to(dtype), L_LEFT)
+            S = S * d_buffer.index(stage).load(L_STATE)
+            both = warpgroup_mma(left, pair.slice(PART, PART, dim=1).permute((1, 0)), both, is_async=True)
         both, left = warpgroup_mma_wait(0, deps=(both, left))
         r, out = both.reshape([BV, 2, C]).permute([0, 2, 1]).split()
         residual = gl.convert_layout((-r).to(dtype), L_LEFT)
