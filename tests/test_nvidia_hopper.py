@@ -126,7 +126,7 @@ def test_rows_that_are_not_aligned_take_the_plain_kernels(monkeypatch):
     assert torch.equal(o, whole)
 
 
-def test_an_output_that_is_not_aligned_takes_the_plain_kernel():
+def test_an_output_that_is_not_aligned():
     call = arguments("packed", torch.bfloat16)
     B, T, HV, V = call["v"].shape
     out = torch.full((B, T, HV, V + 1), 7.0, device=DEVICE, dtype=torch.bfloat16)

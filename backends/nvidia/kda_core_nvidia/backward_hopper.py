@@ -15,12 +15,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block, halves, store_block, store_state
+from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block, halves, store_state
 
 
 @gluon.jit
@@ -79,24 +78,37 @@ def _load_for_states(
 
 
 @gluon.jit
+def _store_state_block(at, block, BV: gl.constexpr, KP: gl.constexpr, STORERS: gl.constexpr):
+    """Copy a block [BV, KP] from shared memory to ``at``, sixteen rows at a time: these warps have few registers."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // KP, KP // 8], [STORERS, 1], [1, 0])
+    row = gl.arange(0, 16, layout=gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, KP, layout=gl.SliceLayout(0, LAYOUT))
+    for first in gl.static_range(0, BV, 16):
+        gl.store(at + first * KP + (row[:, None] * KP + column[None, :]), block.slice(first, 16).load(LAYOUT))
+
+
+@gluon.jit
 def _store_for_states(
     states, z, slot0, i_h, i_v, length, free, full, empty, s_buffer, z_buffer,
-    HV: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
-    OUT: gl.constexpr,
+    HV: gl.constexpr, V: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
+    OUT: gl.constexpr, STORERS: gl.constexpr,
 ):  # fmt: skip
-    """The warp that stores for ``states_hopper``: the state at the start of chunk i, and z of chunk i - 1."""
+    """The warps that store for ``states_hopper``: the state at the start of chunk i, and z of chunk i - 1."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [STORERS, 1], [1, 0])
+    row = gl.arange(0, C, layout=gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, BV, layout=gl.SliceLayout(0, LAYOUT))
     n = (length + C - 1) // C
     for i in range(n + (n > 0).to(gl.int32)):
         out = i % OUT
-        slot = ((slot0 + i) * HV + i_h).to(gl.int32)
+        slot = (slot0 + i) * HV + i_h
         mbarrier.wait(full.index(out), (i // OUT) & 1)
         # Whoever hands over chunk i has done with what was loaded for the one before.
         mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
         if i < n:
-            store_block(states, [slot * V + i_v * BV, 0], s_buffer.index(out))
+            _store_state_block(states + (slot * V + i_v * BV) * KP, s_buffer.index(out), BV, KP, STORERS)
         if i > 0:
-            store_block(z, [(slot - HV) * C, i_v * BV], z_buffer.index(out))
-        tma.store_wait(0)
+            at = z + (slot - HV) * (C * V) + i_v * BV + (row[:, None] * V + column[None, :])
+            gl.store(at, z_buffer.index(out).load(LAYOUT))
         block_barrier()
         mbarrier.arrive(empty.index(out), count=1)
 
@@ -158,7 +170,6 @@ def _states(
             S = S * d_buffer.index(stage).load(L_STATE)
             r = warpgroup_mma(left, ke.slice(PART, PART, dim=1).permute((1, 0)), r, is_async=True)
             s_buffer.index(out).slice(PART, PART, dim=1).store(rounded)
-        fence_async_shared()
         block_barrier()
         mbarrier.arrive(full.index(out), count=1)
         r, left = warpgroup_mma_wait(0, deps=(r, left))
@@ -172,7 +183,6 @@ def _states(
         out = n % OUT
         mbarrier.wait(empty.index(out), ((n // OUT) & 1) ^ 1)
         z_buffer.index(out).permute((1, 0)).store(scaled.to(dtype))
-        fence_async_shared()
         block_barrier()
         mbarrier.arrive(full.index(out), count=1)
     return S, n
@@ -186,8 +196,8 @@ def states_hopper(
     X,  # descriptor of [slots · HV · C, C] by [C, C]
     decays,  # descriptor of D as [slots · HV, KP] by [1, KP]
     initial_state,
-    z,  # descriptor of [slots · HV · C, VP] by [C, BV]
-    states,  # descriptor of [slots · HV · VP, KP] by [BV, KP]
+    z,  # [slots, HV, C, VP]
+    states,  # [slots, HV, VP, KP]
     cu_seqlens,
     s_vb,
     s_vt,
@@ -204,6 +214,7 @@ def states_hopper(
     V_FIRST: gl.constexpr,
     STAGES: gl.constexpr,
     OUT: gl.constexpr,
+    STORERS: gl.constexpr,
 ):
     num_warps: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = v.dtype.element_ty
@@ -271,13 +282,13 @@ def states_hopper(
             (
                 _store_for_states,
                 (
-                    states, z, slot0, i_h, i_v, length, free, full, empty, s_buffer, z_buffer, HV, V, C, BV, STAGES,
-                    OUT,
+                    states, z, slot0, i_h, i_v, length, free, full, empty, s_buffer, z_buffer, HV, V, C, KP, BV, STAGES,
+                    OUT, STORERS,
                 ),
             ),
         ],
-        [1, 1],
-        [32, 64],
+        [1, STORERS],
+        [40, 40],
     )  # fmt: skip
 
 
@@ -307,34 +318,28 @@ def _load_for_reverse(
 
 @gluon.jit
 def _store_for_reverse(
-    state_grads, dv, p_dv, row0, slot0, i_h, i_v, length, free, full, empty, s_buffer, v_buffer,
-    HV: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
-    OUT: gl.constexpr,
+    state_grads, p_dv, slot0, i_h, i_v, length, free, full, empty, s_buffer, v_buffer,
+    HV: gl.constexpr, V: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
+    OUT: gl.constexpr, STORERS: gl.constexpr,
 ):  # fmt: skip
-    """The warp that stores for ``reverse_hopper``: the gradient of the state at the end of chunk i, dv of i + 1."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [1, 1], [1, 0])
+    """The warps that store for ``reverse_hopper``: the gradient of the state at the end of chunk i, dv of i + 1."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [STORERS, 1], [1, 0])
+    row = gl.arange(0, C, layout=gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, BV, layout=gl.SliceLayout(0, LAYOUT))
     rows_of_chunk = gl.to_tensor(C).to(gl.int64)
     n = (length + C - 1) // C
     for j in range(n + (n > 0).to(gl.int32)):
         i = n - 1 - j
         out = j % OUT
-        slot = ((slot0 + i) * HV + i_h).to(gl.int32)
+        slot = (slot0 + i) * HV + i_h
         mbarrier.wait(full.index(out), (j // OUT) & 1)
         mbarrier.arrive(free.index((j + STAGES - 1) % STAGES), count=1, pred=j > 0)
         if j < n:
-            store_block(state_grads, [slot * V + i_v * BV, 0], s_buffer.index(out))
+            _store_state_block(state_grads + (slot * V + i_v * BV) * KP, s_buffer.index(out), BV, KP, STORERS)
         if j > 0:
-            if length >= (i + 2) * C:
-                store_block(dv, [row0 + (i + 1) * C, i_h * V + i_v * BV], v_buffer.index(out))
-            else:
-                # Rows behind these are another sequence's. A few at a time: this warp has few registers.
-                for first in gl.static_range(0, C, 8):
-                    row = first + gl.arange(0, 8, layout=gl.SliceLayout(1, LAYOUT))
-                    column = gl.arange(0, BV, layout=gl.SliceLayout(0, LAYOUT))
-                    at = p_dv + rows_of_chunk * (i + 1) * (HV * V) + (row[:, None] * (HV * V) + column[None, :])
-                    mask = (row < length - (i + 1) * C)[:, None] & (column >= 0)[None, :]
-                    gl.store(at, v_buffer.index(out).slice(first, 8).load(LAYOUT), mask=mask)
-        tma.store_wait(0)
+            at = p_dv + rows_of_chunk * (i + 1) * (HV * V) + (row[:, None] * (HV * V) + column[None, :])
+            mask = (row < length - (i + 1) * C)[:, None] & (column >= 0)[None, :]
+            gl.store(at, v_buffer.index(out).load(LAYOUT), mask=mask)
         block_barrier()
         mbarrier.arrive(empty.index(out), count=1)
 
@@ -395,7 +400,6 @@ def _reverse(
             mbarrier.wait(empty.index(out), ((j // OUT) & 1) ^ 1)
         s_buffer.index(out).slice(KP - PART, PART, dim=1).store(rounded)
         v_buffer.index(out).permute((1, 0)).store(rows)
-        fence_async_shared()
         block_barrier()
         mbarrier.arrive(full.index(out), count=1)
         b_dv, left = warpgroup_mma_wait(1, deps=(b_dv, left))
@@ -406,7 +410,6 @@ def _reverse(
         out = n % OUT
         mbarrier.wait(empty.index(out), ((n // OUT) & 1) ^ 1)
         v_buffer.index(out).permute((1, 0)).store(b_dv.to(dtype))
-        fence_async_shared()
         block_barrier()
         mbarrier.arrive(full.index(out), count=1)
     return S, n
@@ -421,9 +424,8 @@ def reverse_hopper(
     decays,  # descriptor of D as [slots · HV, KP] by [1, KP]
     do,
     grad_final_state,
-    dv_blocks,  # descriptor of dv as [B · T, HV · V] by [C, BV]
     dv,
-    state_grads,  # descriptor of [slots · HV · VP, KP] by [BV, KP]
+    state_grads,
     grad_initial_state,
     cu_seqlens,
     s_ob,
@@ -441,6 +443,7 @@ def reverse_hopper(
     V_FIRST: gl.constexpr,
     STAGES: gl.constexpr,
     OUT: gl.constexpr,
+    STORERS: gl.constexpr,
 ):
     num_warps: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = dv.dtype.element_ty
@@ -504,13 +507,13 @@ def reverse_hopper(
             (
                 _store_for_reverse,
                 (
-                    state_grads, dv_blocks, p_dv, row0.to(gl.int32), slot0, i_h, i_v, length, free, full, empty,
-                    s_buffer, v_buffer, HV, V, C, BV, STAGES, OUT,
+                    state_grads, p_dv, slot0, i_h, i_v, length, free, full, empty, s_buffer, v_buffer, HV, V, C, KP, BV,
+                    STAGES, OUT, STORERS,
                 ),
             ),
         ],
-        [1, 1],
-        [32, 64],
+        [1, STORERS],
+        [40, 40],
     )  # fmt: skip
     if grad_initial_state is not None:
         p_state = grad_initial_state + i_nh.to(gl.int64) * (K * V)

@@ -27,7 +27,7 @@ from kda_core_nvidia.backward_hopper import reverse_hopper, states_hopper
 from kda_core_nvidia.backward_reverse import reverse_kernel
 from kda_core_nvidia.backward_states import states_kernel
 from kda_core_nvidia.chunk_forward import Prepared, gate_kind, run_prepare
-from kda_core_nvidia.hopper import HopperConfig, blocks, hopper_config, row_blocks, serves, token_blocks
+from kda_core_nvidia.hopper import HopperConfig, blocks, hopper_config, serves, token_blocks
 from kda_core_nvidia.launch import Chip, Launcher, chip, on_device
 from kda_core_nvidia.layout import CHUNK, padded, slots
 from kda_core_nvidia.segments import as_packed, ends, segment_rows, starts
@@ -147,8 +147,8 @@ def _hopper_constants(
 ) -> tuple[dict[str, Any], HopperConfig]:
     """The constants of a kernel for Hopper, and its configuration."""
     config = hopper_config(kernel, target, padded(K), V, heads)
-    shape = {"HV": HV, "K": K, "V": V, "C": CHUNK, "KP": padded(K), "BV": config.block_v, "V_FIRST": v_first}
-    return shape | {"STAGES": config.stages, "OUT": config.out, "maxnreg": config.registers}, config
+    shape = {"HV": HV, "K": K, "V": V, "C": CHUNK, "KP": padded(K), "V_FIRST": v_first}
+    return shape | config.constants, config
 
 
 def _run_states_hopper(
@@ -162,7 +162,7 @@ def _run_states_hopper(
     KP, BV = constants["KP"], config.block_v
     arguments = (
         *(token_blocks(v, CHUNK, BV), v, blocks(keys, CHUNK, KP), blocks(X, CHUNK, CHUNK), blocks(D, 1, KP), state),
-        *(row_blocks(z, CHUNK, BV), blocks(states, BV, KP), *rest),
+        *(z, states, *rest),
     )
     _states_hopper((V // BV, heads, 1), arguments, constants, config.num_warps)
     return True
@@ -179,7 +179,7 @@ def _run_reverse_hopper(
     KP, BV = constants["KP"], config.block_v
     arguments = (
         *(token_blocks(do, CHUNK, BV), blocks(keys, 2 * CHUNK, KP), blocks(keys, CHUNK, KP), blocks(P, CHUNK, CHUNK)),
-        *(blocks(D, 1, KP), do, grad_final_state, token_blocks(dv, CHUNK, BV), dv, blocks(state_grads, BV, KP), *rest),
+        *(blocks(D, 1, KP), do, grad_final_state, dv, state_grads, *rest),
     )
     _reverse_hopper((V // BV, heads, 1), arguments, constants, config.num_warps)
     return True

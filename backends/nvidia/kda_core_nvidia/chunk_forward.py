@@ -269,8 +269,7 @@ def _hopper_constants(target: Chip, sequences_heads: int, *shared: Any) -> tuple
     """The same of the recurrence for Hopper, and its configuration."""
     constants = _shared_constants(*shared)
     config = hopper_config("recurrence", target, constants["KP"], constants["V"], sequences_heads)
-    own = {"BV": config.block_v, "STAGES": config.stages, "OUT": config.out, "maxnreg": config.registers}
-    return constants | own, config
+    return constants | config.constants, config
 
 
 def run_recurrence(
@@ -310,7 +309,7 @@ def run_recurrence(
         0 if indices is None else indices.stride(0),
         request.pad_slot_id,
     )
-    if h is None and serves(target, keys, V, v, o):
+    if h is None and serves(target, keys, V, v):
         constants, hopper = _hopper_constants(target, N * HV, *shared)
         arguments = (
             blocks(keys, 2 * CHUNK, KP),
@@ -318,7 +317,6 @@ def run_recurrence(
             blocks(P, CHUNK, CHUNK),
             blocks(D, 1, KP),
             token_blocks(v, CHUNK, hopper.block_v),
-            token_blocks(o, CHUNK, hopper.block_v),
             *(v, o, initial_state, final_state, cu_seqlens, indices),
             *numbers,
         )

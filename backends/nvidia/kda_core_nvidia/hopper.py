@@ -19,7 +19,7 @@ from kda_core_nvidia.layout import CHUNK
 class HopperConfig:
     """Launch configuration of a recurrence.
 
-    One warp group for 64 value channels, and one more of which one warp loads and one stores: the registers are what a
+    One warp group for 64 value channels, and one more of which one warp loads and two store: the registers are what a
     multiprocessor has for so many threads; the other warps give most of their own away.
 
     Attributes:
@@ -27,30 +27,38 @@ class HopperConfig:
         stages: chunks that are loaded ahead.
         out: chunks that wait to be stored.
         registers: of a thread, at launch.
+        storers: warps that store.
     """
 
     block_v: int
     stages: int
     out: int
     registers: int
+    storers: int = 2
 
     @property
     def num_warps(self) -> int:
         """Warps that multiply."""
         return self.block_v // 16
 
+    @property
+    def constants(self) -> dict[str, int]:
+        """The kernel's constants that follow from it, and the compiler's option."""
+        shared = {"BV": self.block_v, "STAGES": self.stages, "OUT": self.out, "STORERS": self.storers}
+        return shared | {"maxnreg": self.registers}
+
 
 _CONFIGS = {
     # (kernel, padded K, value channels of a program)
-    ("recurrence", 128, 64): HopperConfig(64, 4, 2, 160),
+    ("recurrence", 128, 64): HopperConfig(64, 6, 2, 160),
     ("recurrence", 128, 128): HopperConfig(128, 4, 2, 168),
     ("recurrence", 256, 64): HopperConfig(64, 3, 2, 255),
     ("recurrence", 256, 128): HopperConfig(128, 3, 2, 168),
-    ("states", 128, 64): HopperConfig(64, 4, 2, 160),
+    ("states", 128, 64): HopperConfig(64, 6, 2, 160),
     ("states", 128, 128): HopperConfig(128, 4, 2, 168),
     ("states", 256, 64): HopperConfig(64, 3, 2, 255),
     ("states", 256, 128): HopperConfig(128, 3, 1, 168),
-    ("reverse", 128, 64): HopperConfig(64, 4, 2, 160),
+    ("reverse", 128, 64): HopperConfig(64, 5, 2, 160),
     ("reverse", 128, 128): HopperConfig(128, 3, 2, 168),
     ("reverse", 256, 64): HopperConfig(64, 3, 1, 255),
     ("reverse", 256, 128): HopperConfig(128, 2, 1, 168),
@@ -85,13 +93,13 @@ def _row_aligned(x: Tensor) -> bool:
     )
 
 
-def serves(target: Chip, keys: Tensor, V: int, *rows: Tensor) -> bool:
+def serves(target: Chip, keys: Tensor, V: int, rows: Tensor) -> bool:
     """Whether the kernel for Hopper takes a recurrence.
 
     Args:
         keys: what ``prepare`` wrote.
         V: head dimension of the values.
-        rows: what it reads and writes of every token.
+        rows: what it reads of every token.
     """
     slots, HV, _, _, KP = keys.shape
     return (
@@ -102,7 +110,7 @@ def serves(target: Chip, keys: Tensor, V: int, *rows: Tensor) -> bool:
         and V in (64, 128, 256)
         # Rows of a descriptor are counted in 32 bits.
         and 0 < slots * HV * max(3 * CHUNK, V) < 2**31
-        and all(map(_row_aligned, rows))
+        and _row_aligned(rows)
     )
 
 
@@ -124,13 +132,6 @@ def _kind(dtype: torch.dtype, rows: int, columns: int) -> dict[str, Any]:
 def blocks(x: Tensor, rows: int, columns: int) -> GluonDescriptor:
     """A descriptor of blocks [rows, columns] of ``x``, contiguous, as a matrix with rows of ``columns``."""
     return gluon_descriptor(_kind(x.dtype, rows, columns), x, [x.numel() // columns, columns])
-
-
-def row_blocks(x: Tensor, rows: int, columns: int) -> GluonDescriptor:
-    """A descriptor of blocks [rows, columns] of ``x``, contiguous, as a matrix with the rows of its last dimension."""
-    width = x.shape[-1]
-    fields = gluon_fields([width, 1], [rows, columns], _shared_layout(x.dtype, rows, columns))
-    return gluon_descriptor(fields, x, [x.numel() // width, width])
 
 
 def token_blocks(x: Tensor, rows: int, columns: int) -> GluonDescriptor:

@@ -24,7 +24,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 # Later versions of triton renamed these.
 copy_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-store_block = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 block_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 _NUMBERS = ["T", "chunks", "HV", "s_vb", "s_ob", "s_index", "pad_slot_id"]
@@ -106,11 +105,8 @@ def _load(
 
 @gluon.jit
 def _store(
-    outputs,
     p_o,
     s_ot,
-    output_row,
-    output_column,
     length,
     free,
     full,
@@ -120,9 +116,12 @@ def _store(
     BV: gl.constexpr,
     STAGES: gl.constexpr,
     OUT: gl.constexpr,
+    STORERS: gl.constexpr,
 ):
-    """The warp that stores: the output of chunk i - 1 when chunk i's first products have begun."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [1, 1], [1, 0])
+    """The warps that store: the output of chunk i - 1 when chunk i's first products have begun."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [STORERS, 1], [1, 0])
+    row = gl.arange(0, C, layout=gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, BV, layout=gl.SliceLayout(0, LAYOUT))
     rows_of_chunk = gl.to_tensor(C).to(gl.int64)
     n = (length + C - 1) // C
     for i in range(n + (n > 0).to(gl.int32)):
@@ -131,17 +130,9 @@ def _store(
         # Whoever hands over has done with what was loaded for the chunk before.
         mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
         if i > 0:
-            if length >= i * C:
-                store_block(outputs, [output_row + (i - 1) * C, output_column], o_buffer.index(out))
-            else:
-                # Rows behind these are another sequence's. A few at a time: this warp has few registers.
-                for first in gl.static_range(0, C, 8):
-                    row = first + gl.arange(0, 8, layout=gl.SliceLayout(1, LAYOUT))
-                    column = gl.arange(0, BV, layout=gl.SliceLayout(0, LAYOUT))
-                    at = p_o + rows_of_chunk * (i - 1) * s_ot + (row[:, None] * s_ot + column[None, :])
-                    mask = (row < length - (i - 1) * C)[:, None] & (column >= 0)[None, :]
-                    gl.store(at, o_buffer.index(out).slice(first, 8).load(LAYOUT), mask=mask)
-        tma.store_wait(0)
+            at = p_o + rows_of_chunk * (i - 1) * s_ot + (row[:, None] * s_ot + column[None, :])
+            mask = (row < length - (i - 1) * C)[:, None] & (column >= 0)[None, :]
+            gl.store(at, o_buffer.index(out).load(LAYOUT), mask=mask)
         block_barrier()
         mbarrier.arrive(empty.index(out), count=1)
 
@@ -211,7 +202,6 @@ def _multiply(
         # Meanwhile the previous chunk's output is handed to the warp that stores.
         mbarrier.wait(empty.index(i % OUT), ((i // OUT) & 1) ^ 1)
         o_buffer.index(i % OUT).permute((1, 0)).store(rows)
-        fence_async_shared()
         block_barrier()
         mbarrier.arrive(full.index(i % OUT), count=1)
         if WIDE:
@@ -231,7 +221,6 @@ def _multiply(
     if n > 0:
         mbarrier.wait(empty.index(n % OUT), ((n // OUT) & 1) ^ 1)
         o_buffer.index(n % OUT).permute((1, 0)).store(out.to(dtype))
-        fence_async_shared()
         block_barrier()
         mbarrier.arrive(full.index(n % OUT), count=1)
     return S, n
@@ -244,7 +233,6 @@ def recurrence_hopper(
     P,  # descriptor of [slots · HV · C, C] by [C, C]
     decays,  # descriptor of D as [slots · HV, KP] by [1, KP]
     values,  # descriptor of v as a matrix with a row for each of B · T, by [C, BV]
-    outputs,  # the same of o
     v,  # [B, T, HV, V]
     o,  # [B, T, HV, V]
     initial_state,  # [N or slots of a pool, HV, K, V] (or [..., V, K]) or None
@@ -280,6 +268,7 @@ def recurrence_hopper(
     BV: gl.constexpr,
     STAGES: gl.constexpr,
     OUT: gl.constexpr,
+    STORERS: gl.constexpr,
 ):
     num_warps: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = v.dtype.element_ty
@@ -378,13 +367,12 @@ def recurrence_hopper(
             (
                 _store,
                 (
-                    outputs, p_o, s_ot, value_row, (i_h * s_oh).to(gl.int32) + i_v * BV, length, free, full, empty,
-                    o_buffer, C, BV, STAGES, OUT,
+                    p_o, s_ot, length, free, full, empty, o_buffer, C, BV, STAGES, OUT, STORERS,
                 ),
             ),
         ],
-        [1, 1],
-        [32, 64],
+        [1, STORERS],
+        [40, 40],
     )  # fmt: skip
 
     if final_state is not None:
