@@ -27,7 +27,7 @@ from kda_core_nvidia.backward_hopper import reverse_hopper, states_hopper
 from kda_core_nvidia.backward_reverse import reverse_kernel
 from kda_core_nvidia.backward_states import states_kernel
 from kda_core_nvidia.chunk_forward import Prepared, gate_kind, run_prepare
-from kda_core_nvidia.hopper import HopperConfig, blocks, hopper_config, serves, token_blocks
+from kda_core_nvidia.hopper import HopperConfig, backward_gains, blocks, hopper_config, serves, token_blocks
 from kda_core_nvidia.launch import Chip, Launcher, chip, on_device
 from kda_core_nvidia.layout import CHUNK, padded, slots
 from kda_core_nvidia.segments import as_packed, ends, segment_rows, starts
@@ -156,7 +156,8 @@ def _run_states_hopper(
 ) -> bool:
     """Launch ``states`` in its form for Hopper, with the plain one's arguments; False where that one is to be taken."""
     v, keys, X, D, state, z, states, *rest = given
-    if z.shape[-1] != V or not serves(target, keys, V, v):
+    T = rest[-3]
+    if z.shape[-1] != V or not (backward_gains(target, padded(K), V, heads, T) and serves(target, keys, V, v)):
         return False
     constants, config = _hopper_constants("states", target, HV, K, V, heads, v_first)
     KP, BV = constants["KP"], config.block_v
@@ -173,7 +174,10 @@ def _run_reverse_hopper(
 ) -> bool:
     """The same of ``reverse``."""
     keys, P, D, do, grad_final_state, dv, state_grads, *rest = given
-    if do is None or state_grads.shape[2] != V or not serves(target, keys, V, do):
+    T = rest[-3]
+    if do is None or state_grads.shape[2] != V:
+        return False
+    if not (backward_gains(target, padded(K), V, heads, T) and serves(target, keys, V, do)):
         return False
     constants, config = _hopper_constants("reverse", target, HV, K, V, heads, v_first)
     KP, BV = constants["KP"], config.block_v

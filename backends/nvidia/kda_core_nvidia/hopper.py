@@ -19,22 +19,22 @@ from kda_core_nvidia.layout import CHUNK
 class HopperConfig:
     """Launch configuration of a recurrence.
 
-    One warp group for 64 value channels, and one more of which one warp loads and two store: the registers are what a
-    multiprocessor has for so many threads; the other warps give most of their own away.
+    One warp group for 64 value channels, and others of which one warp loads and ``storers`` store: the registers are
+    what a multiprocessor has for so many threads; the warps that do not multiply give most of their own away.
 
     Attributes:
         block_v: value channels of a program.
         stages: chunks that are loaded ahead.
+        storers: warps that store; 0: those that multiply do it themselves.
         out: chunks that wait to be stored.
         registers: of a thread, at launch.
-        storers: warps that store.
     """
 
     block_v: int
     stages: int
+    storers: int
     out: int
     registers: int
-    storers: int = 2
 
     @property
     def num_warps(self) -> int:
@@ -50,32 +50,42 @@ class HopperConfig:
 
 _CONFIGS = {
     # (kernel, padded K, value channels of a program)
-    ("recurrence", 128, 64): HopperConfig(64, 6, 2, 160),
-    ("recurrence", 128, 128): HopperConfig(128, 4, 2, 168),
-    ("recurrence", 256, 64): HopperConfig(64, 3, 2, 255),
-    ("recurrence", 256, 128): HopperConfig(128, 3, 2, 168),
-    ("states", 128, 64): HopperConfig(64, 6, 2, 160),
-    ("states", 128, 128): HopperConfig(128, 4, 2, 168),
-    ("states", 256, 64): HopperConfig(64, 3, 2, 255),
-    ("states", 256, 128): HopperConfig(128, 3, 1, 168),
-    ("reverse", 128, 64): HopperConfig(64, 5, 2, 160),
-    ("reverse", 128, 128): HopperConfig(128, 3, 2, 168),
-    ("reverse", 256, 64): HopperConfig(64, 3, 1, 255),
-    ("reverse", 256, 128): HopperConfig(128, 2, 1, 168),
+    ("recurrence", 128, 64): HopperConfig(64, 4, 0, 1, 128),
+    ("recurrence", 128, 128): HopperConfig(128, 4, 0, 1, 168),
+    ("recurrence", 256, 64): HopperConfig(64, 3, 2, 2, 255),
+    ("recurrence", 256, 128): HopperConfig(128, 3, 2, 2, 168),
+    ("states", 128, 64): HopperConfig(64, 6, 2, 2, 160),
+    ("states", 256, 64): HopperConfig(64, 4, 2, 1, 255),
+    ("reverse", 128, 64): HopperConfig(64, 5, 2, 2, 160),
+    ("reverse", 256, 64): HopperConfig(64, 3, 2, 1, 255),
 }
+
+_LEAST_ROWS = {128: 4096, 256: 1024}
+"""Rows of a call, by padded K, from which the backward gains more on the chip than the descriptors cost the host."""
 
 
 def hopper_config(kernel: str, target: Chip, KP: int, V: int, sequences_heads: int) -> HopperConfig:
     """The configuration for so many programs of each block of value channels.
 
     A program of 64 channels takes less time than one of 128, but where there are more of them than multiprocessors, two
-    of them share the loads of a chunk when they are one. Above 128 key channels only 64 leave the products in flight.
+    of them share the loads of a chunk when they are one. Only the forward does that: the backward stores so much that
+    it is no faster.
 
     Args:
         kernel: recurrence, states or reverse.
     """
-    wide = V % 128 == 0 and sequences_heads * (V // 64) > target.multiprocessors
+    wide = kernel == "recurrence" and V % 128 == 0 and sequences_heads * (V // 64) > target.multiprocessors
     return _CONFIGS[kernel, KP, 128 if wide else 64]
+
+
+def backward_gains(target: Chip, KP: int, V: int, sequences_heads: int, rows: int) -> bool:
+    """Whether the backward's recurrences are faster in their form for Hopper.
+
+    With 128 key channels and a program of 64 value channels for every multiprocessor, the plain kernels, of which
+    several share one, keep the memory as busy.
+    """
+    few = KP > 128 or sequences_heads * -(-V // 64) <= target.multiprocessors
+    return few and rows >= _LEAST_ROWS.get(KP, rows + 1)
 
 
 def _row_aligned(x: Tensor) -> bool:

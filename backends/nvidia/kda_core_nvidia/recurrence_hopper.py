@@ -141,9 +141,12 @@ def _store(
 def _multiply(
     S,
     p_v,
+    p_o,
     s_vt,
+    s_ot,
     length,
     ready,
+    free,
     full,
     empty,
     pair_buffer,
@@ -159,6 +162,7 @@ def _multiply(
     KP: gl.constexpr,
     STAGES: gl.constexpr,
     OUT: gl.constexpr,
+    STORERS: gl.constexpr,
 ):
     """The warps that multiply; answers the final state."""
     num_warps: gl.constexpr = gl.num_warps()
@@ -199,11 +203,18 @@ def _multiply(
         pair = pair_buffer.index(stage)
         both = warpgroup_mma(v_block, minus_eye, both, use_acc=False, is_async=True)
         both = warpgroup_mma(left, pair.slice(0, PART, dim=1).permute((1, 0)), both, is_async=True)
-        # Meanwhile the previous chunk's output is handed to the warp that stores.
-        mbarrier.wait(empty.index(i % OUT), ((i // OUT) & 1) ^ 1)
-        o_buffer.index(i % OUT).permute((1, 0)).store(rows)
-        block_barrier()
-        mbarrier.arrive(full.index(i % OUT), count=1)
+        # Meanwhile the previous chunk's output is stored, or handed to the warps that store.
+        if STORERS == 0:
+            # Every warp has done with the previous stage.
+            block_barrier()
+            mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
+            m_o = (o_r < length - (i - 1) * C)[:, None] & (i - 1 + every_v.to(gl.int32) > 0)
+            gl.store(p_o + (rows_of_chunk * (i - 1)) * s_ot, gl.convert_layout(rows.trans(), L_ROWS), mask=m_o)
+        else:
+            mbarrier.wait(empty.index(i % OUT), ((i // OUT) & 1) ^ 1)
+            o_buffer.index(i % OUT).permute((1, 0)).store(rows)
+            block_barrier()
+            mbarrier.arrive(full.index(i % OUT), count=1)
         if WIDE:
             # All of the state as an operand, beside the state itself, would be more than the registers hold.
             both, left = warpgroup_mma_wait(0, deps=(both, left))
@@ -218,9 +229,13 @@ def _multiply(
         out = warpgroup_mma(residual, p_buffer.index(stage).permute((1, 0)), out, is_async=True)
         S, residual = warpgroup_mma_wait(1, deps=(S, residual))
         out, residual = warpgroup_mma_wait(0, deps=(out, residual))
-    if n > 0:
+    rows = out.to(dtype)
+    if STORERS == 0:
+        m_o = (o_r < length - (n - 1) * C)[:, None] & ((n - 1) + every_v.to(gl.int32) > 0)
+        gl.store(p_o + (rows_of_chunk * (n - 1)) * s_ot, gl.convert_layout(rows.trans(), L_ROWS), mask=m_o)
+    elif n > 0:
         mbarrier.wait(empty.index(n % OUT), ((n // OUT) & 1) ^ 1)
-        o_buffer.index(n % OUT).permute((1, 0)).store(out.to(dtype))
+        o_buffer.index(n % OUT).permute((1, 0)).store(rows)
         block_barrier()
         mbarrier.arrive(full.index(n % OUT), count=1)
     return S, n
@@ -314,7 +329,8 @@ def recurrence_hopper(
     o_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_ROWS))
     o_v = i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(0, L_ROWS))
     p_v = v + i_b * s_vb + bos * s_vt + i_h * s_vh + (o_r[:, None].to(gl.int64) * s_vt + o_v[None, :])
-    p_o = o + i_b * s_ob + bos * s_ot + i_h * s_oh + i_v * BV
+    p_o = o + i_b * s_ob + bos * s_ot + i_h * s_oh
+    rows_o = p_o + (o_r[:, None].to(gl.int64) * s_ot + o_v[None, :])
     value_column = (i_h * s_vh).to(gl.int32) + i_v * BV
 
     PAIR: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * C, KP], dtype)
@@ -329,15 +345,17 @@ def recurrence_hopper(
     d_buffer = gl.allocate_shared_memory(gl.float32, [STAGES, 1, KP], ROW)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    o_buffer = gl.allocate_shared_memory(dtype, [OUT, C, BV], VALUES)
-    full = gl.allocate_shared_memory(gl.int64, [OUT, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [OUT, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(ready.index(s), count=1)
         mbarrier.init(free.index(s), count=1)
-    for s in gl.static_range(OUT):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=1)
+    o_buffer, full, empty = v_buffer, free, free
+    if STORERS > 0:
+        o_buffer = gl.allocate_shared_memory(dtype, [OUT, C, BV], VALUES)
+        full = gl.allocate_shared_memory(gl.int64, [OUT, 1], mbarrier.MBarrierLayout())
+        empty = gl.allocate_shared_memory(gl.int64, [OUT, 1], mbarrier.MBarrierLayout())
+        for s in gl.static_range(OUT):
+            mbarrier.init(full.index(s), count=1)
+            mbarrier.init(empty.index(s), count=1)
     # −I: as an operand of a product, v needs no change of layout.
     L_EYE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [num_warps, 1], [1, 0])
     e_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_EYE))
@@ -348,32 +366,52 @@ def recurrence_hopper(
     fence_async_shared()
     block_barrier()
 
-    S, _ = gl.warp_specialize(
-        [
-            (
-                _multiply,
+    if STORERS == 0:
+        S, _ = gl.warp_specialize(
+            [
                 (
-                    S, p_v, s_vt, length, ready, full, empty, pair_buffer, a_buffer, p_buffer, d_buffer, v_buffer,
-                    o_buffer, minus_eye, L_ROWS, BV, C, KP, STAGES, OUT,
+                    _multiply,
+                    (
+                        S, p_v, rows_o, s_vt, s_ot, length, ready, free, full, empty, pair_buffer, a_buffer, p_buffer,
+                        d_buffer, v_buffer, o_buffer, minus_eye, L_ROWS, BV, C, KP, STAGES, OUT, STORERS,
+                    ),
                 ),
-            ),
-            (
-                _load,
                 (
-                    pairs, single, P, decays, values, value_row, value_column, first_slot, HV, i_h, length, ready, free,
-                    pair_buffer, a_buffer, p_buffer, d_buffer, v_buffer, C, KP, BV, STAGES,
+                    _load,
+                    (
+                        pairs, single, P, decays, values, value_row, value_column, first_slot, HV, i_h, length, ready,
+                        free, pair_buffer, a_buffer, p_buffer, d_buffer, v_buffer, C, KP, BV, STAGES,
+                    ),
                 ),
-            ),
-            (
-                _store,
+            ],
+            [1],
+            [40],
+        )  # fmt: skip
+    else:
+        S, _ = gl.warp_specialize(
+            [
                 (
-                    p_o, s_ot, length, free, full, empty, o_buffer, C, BV, STAGES, OUT, STORERS,
+                    _multiply,
+                    (
+                        S, p_v, rows_o, s_vt, s_ot, length, ready, free, full, empty, pair_buffer, a_buffer, p_buffer,
+                        d_buffer, v_buffer, o_buffer, minus_eye, L_ROWS, BV, C, KP, STAGES, OUT, STORERS,
+                    ),
                 ),
-            ),
-        ],
-        [1, STORERS],
-        [40, 40],
-    )  # fmt: skip
+                (
+                    _load,
+                    (
+                        pairs, single, P, decays, values, value_row, value_column, first_slot, HV, i_h, length, ready,
+                        free, pair_buffer, a_buffer, p_buffer, d_buffer, v_buffer, C, KP, BV, STAGES,
+                    ),
+                ),
+                (
+                    _store,
+                    (p_o + i_v * BV, s_ot, length, free, full, empty, o_buffer, C, BV, STAGES, OUT, STORERS),
+                ),
+            ],
+            [1, STORERS],
+            [40, 40],
+        )  # fmt: skip
 
     if final_state is not None:
         p_state = final_state + i_state * s_fn + i_h * s_fh + i_v.to(gl.int64) * BV * s_fv
