@@ -1,10 +1,10 @@
 """The recurrences of the backward for Hopper, written in Gluon: the equations of ``backward_states`` and
-``backward_reverse``, with a warp that loads and a warp that stores beside those that multiply.
+``backward_reverse``, with warps that load and that store beside those that multiply.
 
 As in ``recurrence_hopper`` the loading warp runs a few chunks ahead. Every chunk's state leaves the chip, which is more
-than what is loaded; so it passes through shared memory, from where the storing warp starts the copies: the multiplying
-warps have no store to global memory of their own under way, for which their fence would wait. What they hand over are
-the state at a chunk's start and the rows of the chunk before it, while the chunk's first products run.
+than what is loaded. The warps that multiply only put it into shared memory, while the chunk's first products run, with
+the rows of the chunk before it; from there others copy it, whole rows at a time. (A copy through a descriptor would have
+to be fenced by the warps that multiply, and the fence waits for all that they have under way.)
 
 They take calls whose value channels fill whole blocks of BV (V = VP) and whose rows of v, or of the output's gradient,
 are 16-byte aligned; other calls take the plain kernels.
@@ -158,7 +158,7 @@ def _states(
         ke = ke_buffer.index(stage)
         r = warpgroup_mma(v_block, minus_eye, r, use_acc=False, is_async=True)
         r = warpgroup_mma(left, ke.slice(0, PART, dim=1).permute((1, 0)), r, is_async=True)
-        # Meanwhile this chunk's state and the previous chunk's z are handed to the warp that stores.
+        # Meanwhile this chunk's state and the previous chunk's z are handed to the warps that store.
         mbarrier.wait(empty.index(out), ((i // OUT) & 1) ^ 1)
         s_buffer.index(out).slice(0, PART, dim=1).store(rounded)
         z_buffer.index(out).permute((1, 0)).store(rows)
@@ -395,7 +395,7 @@ def _reverse(
             b_dv = warpgroup_mma(left, ka.slice(PART, PART, dim=1).permute((1, 0)), b_dv, is_async=True)
         b_dv = warpgroup_mma(do_block, p_buffer.index(stage), b_dv, is_async=True)
         S = warpgroup_mma(do_block, pair.slice(C, C), S, is_async=True)
-        # Meanwhile this chunk's gradient of the state and the previous dv are handed to the warp that stores.
+        # Meanwhile this chunk's gradient of the state and the previous dv are handed to the warps that store.
         if not WIDE:
             mbarrier.wait(empty.index(out), ((j // OUT) & 1) ^ 1)
         s_buffer.index(out).slice(KP - PART, PART, dim=1).store(rounded)

@@ -6,10 +6,10 @@ unit kept busy.
 Triton waits for every product before it starts the next one, and the warps that multiply also start the loads, with a
 barrier for each. Here one more warp loads, a few chunks ahead. The products of a chunk are ke S and qg S at once (of 64
 columns, which takes the unit as long as 32), then the new state and P r; while they run, the previous chunk's output is
-stored.
+stored. Where 256 key channels leave the multiplying warps no registers for that, others store it (STORERS).
 
 The state is held transposed, Sᵀ [BV, KP], as there. Every block of value channels is whole (V is a multiple of BV) and
-rows of v and o are 16-byte aligned; other calls take ``recurrence``.
+rows of v are 16-byte aligned; other calls take ``recurrence``.
 """
 
 from triton.experimental import gluon
@@ -118,7 +118,7 @@ def _store(
     OUT: gl.constexpr,
     STORERS: gl.constexpr,
 ):
-    """The warps that store: the output of chunk i - 1 when chunk i's first products have begun."""
+    """Warps that store: the output of chunk i - 1 when chunk i's first products have begun."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [STORERS, 1], [1, 0])
     row = gl.arange(0, C, layout=gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, BV, layout=gl.SliceLayout(0, LAYOUT))
