@@ -3,8 +3,8 @@
 
 As in ``recurrence_hopper`` the loading warp runs a few chunks ahead. Every chunk's state leaves the chip, which is more
 than what is loaded. The warps that multiply only put it into shared memory, while the chunk's first products run, with
-the rows of the chunk before it; from there others copy it, whole rows at a time. (A copy through a descriptor would have
-to be fenced by the warps that multiply, and the fence waits for all that they have under way.)
+the rows of the chunk before it; from there others copy it, whole rows at a time. (Copies through descriptors would need
+a fence of the warps that multiply, which waits for all that they have under way.)
 
 They take calls whose value channels fill whole blocks of BV (V = VP) and whose rows of v, or of the output's gradient,
 are 16-byte aligned; other calls take the plain kernels.
