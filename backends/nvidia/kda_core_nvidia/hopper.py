@@ -55,9 +55,9 @@ _CONFIGS = {
     ("recurrence", 256, 64): HopperConfig(64, 3, 2, 2, 255),
     ("recurrence", 256, 128): HopperConfig(128, 3, 2, 2, 168),
     ("states", 128, 64): HopperConfig(64, 6, 2, 2, 160),
-    ("states", 256, 64): HopperConfig(64, 4, 2, 1, 255),
+    ("states", 256, 64): HopperConfig(64, 3, 4, 2, 168),
     ("reverse", 128, 64): HopperConfig(64, 5, 2, 2, 160),
-    ("reverse", 256, 64): HopperConfig(64, 3, 2, 1, 255),
+    ("reverse", 256, 64): HopperConfig(64, 3, 4, 1, 168),
 }
 
 _LEAST_ROWS = {128: 4096, 256: 1024}
