@@ -11,7 +11,8 @@ import torch
 pytest.importorskip("kda_core_nvidia")
 pytest.importorskip("triton")
 
-from kda_core_nvidia import aot, chunk_backward, hopper, launch, recurrent_launch
+from kda_core_nvidia import aot, chunk_backward, hopper, recurrent_launch
+from kda_core_nvidia.launch import Chip
 
 KERNELS = {
     "prepare",
@@ -73,7 +74,7 @@ def test_tiles_of_decoding_do_not_depend_on_the_number_of_states():
 
 def test_the_backward_takes_kernels_for_hopper_where_they_gain():
     """With 128 key channels few programs and many rows; above, any number of programs; else never."""
-    chip = launch.Chip((9, 0), 132)
+    chip = Chip((9, 0), 132)
     assert hopper.backward_gains(chip, 128, 128, 66, 4096)
     assert not hopper.backward_gains(chip, 128, 128, 67, 4096)
     assert not hopper.backward_gains(chip, 128, 128, 66, 4095)
