@@ -11,7 +11,8 @@ import torch
 pytest.importorskip("kda_core_nvidia")
 pytest.importorskip("triton")
 
-from kda_core_nvidia import aot, chunk_backward, recurrent_launch
+from kda_core_nvidia import aot, chunk_backward, hopper, recurrent_launch
+from kda_core_nvidia.launch import Chip
 
 KERNELS = {
     "prepare",
@@ -29,7 +30,7 @@ KERNELS = {
     "reverse_transitions_kernel",
     "join_kernel",
 }
-HOPPER = {"recurrence_hopper"}
+HOPPER = {"recurrence_hopper", "states_hopper", "reverse_hopper"}
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +70,17 @@ def test_tiles_of_decoding_do_not_depend_on_the_number_of_states():
             c = recurrent_launch.recurrent_config(states, 128, 128, v_first, dtype)
             tiles.add((c.block_v, c.num_warps, c.row_bytes))
         assert len(tiles) == 1, (v_first, dtype)
+
+
+def test_the_backward_takes_kernels_for_hopper_where_they_gain():
+    """With 128 key channels few programs and many rows; above, any number of programs; else never."""
+    chip = Chip((9, 0), 132)
+    assert hopper.backward_gains(chip, 128, 128, 66, 4096)
+    assert not hopper.backward_gains(chip, 128, 128, 67, 4096)
+    assert not hopper.backward_gains(chip, 128, 128, 66, 4095)
+    assert hopper.backward_gains(chip, 256, 256, 1000, 1024)
+    assert not hopper.backward_gains(chip, 256, 256, 1000, 1023)
+    assert not hopper.backward_gains(chip, 64, 64, 8, 1 << 20)
 
 
 def test_recording_leaves_the_modules_as_they_were():

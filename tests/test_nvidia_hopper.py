@@ -1,4 +1,4 @@
-"""The recurrence for Hopper gives what the plain one gives, bit for bit; needs an sm_90 GPU."""
+"""The recurrences for Hopper give what the plain ones give, bit for bit; needs an sm_90 GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ pytest.importorskip("kda_core_nvidia")
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs an sm_90 GPU", allow_module_level=True)
 
-from kda_core_nvidia import chunk_forward
+from kda_core_nvidia import chunk_backward, chunk_forward
 
 DEVICE = "cuda"
 
@@ -27,6 +27,10 @@ CALLS = {
     "packed": (1, 1000, 4, 4, 128, 128, [0, 0, 1, 33, 400, 400, 990], False),
     "many programs": (8, 320, 32, 32, 128, 128, None, True),
     "few programs": (1, 4096, 4, 4, 128, 128, None, False),
+    "wide keys": (2, 330, 2, 2, 256, 256, None, False),
+    "wide keys, narrow values, packed": (1, 1000, 2, 4, 200, 64, [0, 0, 1, 33, 400, 400, 990], True),
+    "wide keys, many programs": (4, 200, 40, 40, 256, 128, None, True),
+    "wide keys and values, many programs": (3, 90, 16, 16, 256, 256, None, False),
 }
 
 
@@ -56,7 +60,7 @@ def arguments(name: str, dtype: torch.dtype) -> dict:
 
 
 def results(call: dict, hopper: bool, monkeypatch) -> dict[str, torch.Tensor]:
-    """Outputs of a call."""
+    """Outputs and gradients of a call."""
     taken = []
     chosen = chunk_forward.serves
 
@@ -64,23 +68,31 @@ def results(call: dict, hopper: bool, monkeypatch) -> dict[str, torch.Tensor]:
         taken.append(hopper and chosen(*facts))
         return taken[-1]
 
-    with monkeypatch.context() as patch, torch.no_grad():
+    with monkeypatch.context() as patch:
         patch.setattr(chunk_forward, "serves", serves)
-        o, state = kda_core.chunk_kda(**call)
-    assert taken == [hopper], "the kernel that was meant"
-    return {"o": o, "final_state": state}
+        patch.setattr(chunk_backward, "serves", serves)
+        # Where it gains nothing, too.
+        patch.setattr(chunk_backward, "backward_gains", lambda *facts: True)
+        names = ("q", "k", "v", "g", "beta", "initial_state")
+        leaves = {n: call[n].detach().requires_grad_() for n in names}
+        o, state = kda_core.chunk_kda(**(call | leaves))
+        torch.manual_seed(1)
+        upstream = [torch.randn_like(o), torch.randn_like(state)]
+        grads = torch.autograd.grad([o, state], list(leaves.values()), upstream)
+    assert taken == [hopper] * 3, "forward, states and reverse take the kernels that were meant"
+    return {"o": o.detach(), "final_state": state.detach(), **{f"d{n}": x for n, x in zip(names, grads, strict=True)}}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", CALLS)
-def test_hopper_gives_what_the_plain_kernel_gives(name, dtype, monkeypatch):
+def test_hopper_gives_what_the_plain_kernels_give(name, dtype, monkeypatch):
     call = arguments(name, dtype)
     plain, hopper = results(call, False, monkeypatch), results(call, True, monkeypatch)
     for n in plain:
         assert torch.equal(plain[n], hopper[n]), n
 
 
-@pytest.mark.parametrize("name", ["packed", "many programs"])
+@pytest.mark.parametrize("name", ["packed", "many programs", "wide keys", "wide keys and values, many programs"])
 def test_hopper_repeats_bitwise(name, monkeypatch):
     call = arguments(name, torch.bfloat16)
     first = results(call, True, monkeypatch)
@@ -98,7 +110,8 @@ def test_a_sequence_does_not_see_what_follows_it(monkeypatch):
     for n in ("q", "k", "v", "beta"):
         dirty[n][:, 400:] = float("nan")
     seen = results(dirty, True, monkeypatch)
-    assert torch.equal(clean["o"][:, :400], seen["o"][:, :400])
+    for n in ("o", "dq", "dk", "dv", "dg", "dbeta"):
+        assert torch.equal(clean[n][:, :400], seen[n][:, :400]), n
 
 
 def test_rows_that_are_not_aligned_take_the_plain_kernels(monkeypatch):
@@ -113,3 +126,14 @@ def test_rows_that_are_not_aligned_take_the_plain_kernels(monkeypatch):
     whole, _ = kda_core.chunk_kda(**(call | {"v": call["v"].contiguous()}))
     assert asked == [False, True]
     assert torch.equal(o, whole)
+
+
+def test_an_output_that_is_not_aligned():
+    call = arguments("packed", torch.bfloat16)
+    B, T, HV, V = call["v"].shape
+    out = torch.full((B, T, HV, V + 1), 7.0, device=DEVICE, dtype=torch.bfloat16)
+    with torch.no_grad():
+        o, _ = kda_core.chunk_kda(**call)
+        kda_core.chunk_kda(**call, out=out[..., 1:])
+    assert torch.equal(o, out[..., 1:])
+    assert bool((out[..., 0] == 7).all())

@@ -283,6 +283,9 @@ FEW, MANY = 16, 256
 LONG = 32768
 """Rows of a sequence that is cut into segments, with few heads."""
 
+WHOLE = 4096
+"""Rows from which the backward's recurrences have their form for Hopper, in a sequence that is not cut."""
+
 
 def cases(quick: bool = False) -> list[Case]:
     """One call for every class of shapes and options that has a configuration of its own; ``quick``: the commonest."""
@@ -295,6 +298,8 @@ def cases(quick: bool = False) -> list[Case]:
     found += [Case(torch.bfloat16, 100, 60, FEW, "given")]
     found += [Case(torch.bfloat16, 128, 128, heads, "given", True) for heads in (FEW, MANY)]
     found += [Case(torch.bfloat16, size, size, 4, "given", T=LONG) for size in (64, 128, 256)]
+    wholes = ((torch.bfloat16, 128), (torch.float16, 128), (torch.bfloat16, 256))
+    found += [Case(dtype, size, size, FEW, "given", T=WHOLE) for dtype, size in wholes]
     found += [Case(torch.bfloat16, 256, 256, MANY, "given", True), Case(torch.float32, 64, 64, FEW, "given", True)]
     return found
 

@@ -23,15 +23,19 @@ from torch import Tensor
 from kda_core.request import BackwardResult, Request
 from kda_core_nvidia.backward_finish import finish_kernel
 from kda_core_nvidia.backward_gradients import gradients_kernel
+from kda_core_nvidia.backward_hopper import reverse_hopper, states_hopper
 from kda_core_nvidia.backward_reverse import reverse_kernel
 from kda_core_nvidia.backward_states import states_kernel
 from kda_core_nvidia.chunk_forward import Prepared, gate_kind, run_prepare
-from kda_core_nvidia.launch import Launcher, chip, on_device
+from kda_core_nvidia.hopper import HopperConfig, backward_gains, blocks, hopper_config, serves, token_blocks
+from kda_core_nvidia.launch import Chip, Launcher, chip, on_device
 from kda_core_nvidia.layout import CHUNK, padded, slots
 from kda_core_nvidia.segments import as_packed, ends, segment_rows, starts
 
 _states = Launcher(states_kernel)
+_states_hopper = Launcher(states_hopper)
 _reverse = Launcher(reverse_kernel)
+_reverse_hopper = Launcher(reverse_hopper)
 _gradients = Launcher(gradients_kernel)
 _finish = Launcher(finish_kernel)
 
@@ -137,6 +141,54 @@ def _constants(
     return _Constants(config, states, reverse, gradients, finish)
 
 
+@cache
+def _hopper_constants(
+    kernel: str, target: Chip, HV: int, K: int, V: int, heads: int, v_first: bool
+) -> tuple[dict[str, Any], HopperConfig]:
+    """The constants of a kernel for Hopper, and its configuration."""
+    config = hopper_config(kernel, target, padded(K), V, heads)
+    shape = {"HV": HV, "K": K, "V": V, "C": CHUNK, "KP": padded(K), "V_FIRST": v_first}
+    return shape | config.constants, config
+
+
+def _run_states_hopper(
+    given: tuple[Any, ...], target: Chip, HV: int, K: int, V: int, heads: int, v_first: bool
+) -> bool:
+    """Launch ``states`` in its form for Hopper, with the plain one's arguments; False where that one is to be taken."""
+    v, keys, X, D, state, z, states, *rest = given
+    T = rest[-3]
+    if z.shape[-1] != V or not (backward_gains(target, padded(K), V, heads, T) and serves(target, keys, V, v)):
+        return False
+    constants, config = _hopper_constants("states", target, HV, K, V, heads, v_first)
+    KP, BV = constants["KP"], config.block_v
+    arguments = (
+        *(token_blocks(v, CHUNK, BV), v, blocks(keys, CHUNK, KP), blocks(X, CHUNK, CHUNK), blocks(D, 1, KP), state),
+        *(z, states, *rest),
+    )
+    _states_hopper((V // BV, heads, 1), arguments, constants, config.num_warps)
+    return True
+
+
+def _run_reverse_hopper(
+    given: tuple[Any, ...], target: Chip, HV: int, K: int, V: int, heads: int, v_first: bool
+) -> bool:
+    """The same of ``reverse``."""
+    keys, P, D, do, grad_final_state, dv, state_grads, *rest = given
+    T = rest[-3]
+    if do is None or state_grads.shape[2] != V:
+        return False
+    if not (backward_gains(target, padded(K), V, heads, T) and serves(target, keys, V, do)):
+        return False
+    constants, config = _hopper_constants("reverse", target, HV, K, V, heads, v_first)
+    KP, BV = constants["KP"], config.block_v
+    arguments = (
+        *(token_blocks(do, CHUNK, BV), blocks(keys, 2 * CHUNK, KP), blocks(keys, CHUNK, KP), blocks(P, CHUNK, CHUNK)),
+        *(blocks(D, 1, KP), do, grad_final_state, dv, state_grads, *rest),
+    )
+    _reverse_hopper((V // BV, heads, 1), arguments, constants, config.num_warps)
+    return True
+
+
 def _rows_first(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """``x`` itself if its last dimension is dense and a tile's offsets fit 32 bits, else a copy; and its strides."""
     strides, shape = x.stride(), x.shape
@@ -238,23 +290,17 @@ def _backward(call: Request) -> dict[str, Tensor]:
         own = turn and slice(turn.start * NT, turn.stop * NT)
         count = N if turn is None else turn.stop - turn.start
         own_keys, own_D, own_v, own_do = _cut(keys, own), _cut(D, own), _cut(v, turn), _cut(do, turn)
-        bv, warps, _ = config.states
-        _states(
-            (vp // bv, count * HV, 1),
-            (own_v, own_keys, _cut(X, own), own_D, _cut(state, turn), z, states, cu, *s_v, T, T_row, NT),
-            constants.states,
-            warps,
-        )
-        bv, warps, _ = config.reverse
-        _reverse(
-            (vp // bv, count * HV, 1),
-            (
-                *(own_keys, _cut(P, own), own_D, own_do, _cut(grad_final, turn)),
-                *(_cut(dv, turn), state_grads, _cut(grad_states, turn), cu, *s_do, T, T_row, NT),
-            ),
-            constants.reverse,
-            warps,
-        )
+        facts = (target, HV, K, V, count * HV, v_first)
+        given = own_v, own_keys, _cut(X, own), own_D, _cut(state, turn), z, states, cu, *s_v, T, T_row, NT
+        if not _run_states_hopper(given, *facts):
+            bv, warps, _ = config.states
+            _states((vp // bv, count * HV, 1), given, constants.states, warps)
+        given = own_keys, _cut(P, own), own_D, own_do, _cut(grad_final, turn), _cut(dv, turn), state_grads
+        given = *given, _cut(grad_states, turn), cu, *s_do, T, T_row, NT
+        if not _run_reverse_hopper(given, *facts):
+            bv, warps, _ = config.reverse
+            _reverse((vp // bv, count * HV, 1), given, constants.reverse, warps)
+        del given
         if turn is turns[-1]:
             prepared = keys = P = X = own_keys = None
         if dg is None:

@@ -268,8 +268,8 @@ def _recurrence_constants(
 def _hopper_constants(target: Chip, sequences_heads: int, *shared: Any) -> tuple[dict[str, Any], HopperConfig]:
     """The same of the recurrence for Hopper, and its configuration."""
     constants = _shared_constants(*shared)
-    config = hopper_config(target, constants["V"], sequences_heads)
-    return constants | {"BV": config.block_v, "STAGES": config.stages, "maxnreg": config.registers}, config
+    config = hopper_config("recurrence", target, constants["KP"], constants["V"], sequences_heads)
+    return constants | config.constants, config
 
 
 def run_recurrence(
@@ -309,7 +309,7 @@ def run_recurrence(
         0 if indices is None else indices.stride(0),
         request.pad_slot_id,
     )
-    if h is None and serves(target, keys, v, K, V):
+    if h is None and serves(target, keys, V, v):
         constants, hopper = _hopper_constants(target, N * HV, *shared)
         arguments = (
             blocks(keys, 2 * CHUNK, KP),

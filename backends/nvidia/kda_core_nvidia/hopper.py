@@ -1,4 +1,4 @@
-"""When the kernel written for Hopper takes a forward recurrence; its configurations (frozen data) and descriptors."""
+"""When the kernels written for Hopper take a recurrence; their configurations (frozen data) and descriptors."""
 
 from __future__ import annotations
 
@@ -17,14 +17,23 @@ from kda_core_nvidia.layout import CHUNK
 
 @dataclass(frozen=True, slots=True)
 class HopperConfig:
-    """Launch configuration of a recurrence: value channels of a program, stages of loads, registers of a thread.
+    """Launch configuration of a recurrence.
 
-    One warp group for 64 value channels, and one more warp group of which a single warp loads: the registers are
-    what a multiprocessor has for so many threads and programs; the loading warp gives most of its own away.
+    One warp group for 64 value channels, and others of which one warp loads and ``storers`` store: the registers are
+    what a multiprocessor has for so many threads; the warps that do not multiply give most of their own away.
+
+    Attributes:
+        block_v: value channels of a program.
+        stages: chunks that are loaded ahead.
+        storers: warps that store; 0: those that multiply do it themselves.
+        out: chunks that wait to be stored.
+        registers: of a thread, at launch.
     """
 
     block_v: int
     stages: int
+    storers: int
+    out: int
     registers: int
 
     @property
@@ -32,16 +41,51 @@ class HopperConfig:
         """Warps that multiply."""
         return self.block_v // 16
 
+    @property
+    def constants(self) -> dict[str, int]:
+        """The kernel's constants that follow from it, and the compiler's option."""
+        shared = {"BV": self.block_v, "STAGES": self.stages, "OUT": self.out, "STORERS": self.storers}
+        return shared | {"maxnreg": self.registers}
 
-def hopper_config(target: Chip, V: int, sequences_heads: int) -> HopperConfig:
+
+_CONFIGS = {
+    # (kernel, padded K, value channels of a program)
+    ("recurrence", 128, 64): HopperConfig(64, 4, 0, 1, 128),
+    ("recurrence", 128, 128): HopperConfig(128, 4, 0, 1, 168),
+    ("recurrence", 256, 64): HopperConfig(64, 3, 2, 2, 255),
+    ("recurrence", 256, 128): HopperConfig(128, 3, 2, 2, 168),
+    ("states", 128, 64): HopperConfig(64, 6, 2, 2, 160),
+    ("states", 256, 64): HopperConfig(64, 3, 4, 2, 168),
+    ("reverse", 128, 64): HopperConfig(64, 5, 2, 2, 160),
+    ("reverse", 256, 64): HopperConfig(64, 3, 4, 1, 168),
+}
+
+_LEAST_ROWS = {128: 4096, 256: 1024}
+"""Rows of a call, by padded K, from which the backward gains more on the chip than the descriptors cost the host."""
+
+
+def hopper_config(kernel: str, target: Chip, KP: int, V: int, sequences_heads: int) -> HopperConfig:
     """The configuration for so many programs of each block of value channels.
 
     A program of 64 channels takes less time than one of 128, but where there are more of them than multiprocessors, two
-    of them share the loads of a chunk when they are one.
+    of them share the loads of a chunk when they are one. Only the forward does that: the backward stores so much that
+    it is no faster.
+
+    Args:
+        kernel: recurrence, states or reverse.
     """
-    if V % 128 == 0 and sequences_heads * (V // 64) > target.multiprocessors:
-        return HopperConfig(128, 4, 168)
-    return HopperConfig(64, 4, 128)
+    wide = kernel == "recurrence" and V % 128 == 0 and sequences_heads * (V // 64) > target.multiprocessors
+    return _CONFIGS[kernel, KP, 128 if wide else 64]
+
+
+def backward_gains(target: Chip, KP: int, V: int, sequences_heads: int, rows: int) -> bool:
+    """Whether the backward's recurrences are faster in their form for Hopper.
+
+    With 128 key channels and a program of 64 value channels for every multiprocessor, the plain kernels, of which
+    several share one, keep the memory as busy.
+    """
+    few = KP > 128 or sequences_heads * -(-V // 64) <= target.multiprocessors
+    return few and rows >= _LEAST_ROWS.get(KP, rows + 1)
 
 
 def _row_aligned(x: Tensor) -> bool:
@@ -53,24 +97,26 @@ def _row_aligned(x: Tensor) -> bool:
         and not (x.data_ptr() & 15 or s_t & 7 or s_h & 7)
         and (B == 1 or s_b == s_t * T)
         and 0 <= s_h * (H - 1) <= s_t - D
+        # Offsets within a chunk are counted in 32 bits.
+        and s_t * CHUNK < 2**31
         and B * T < 2**31
     )
 
 
-def serves(target: Chip, keys: Tensor, rows: Tensor, K: int, V: int) -> bool:
+def serves(target: Chip, keys: Tensor, V: int, rows: Tensor) -> bool:
     """Whether the kernel for Hopper takes a recurrence.
 
     Args:
         keys: what ``prepare`` wrote.
-        rows: v.
-        K, V: head dimensions.
+        V: head dimension of the values.
+        rows: what it reads of every token.
     """
     slots, HV, _, _, KP = keys.shape
     return (
         target.capability == (9, 0)
         and not INTERPRET
         and keys.dtype.itemsize == 2
-        and KP == 128
+        and KP in (128, 256)
         and V in (64, 128, 256)
         # Rows of a descriptor are counted in 32 bits.
         and 0 < slots * HV * max(3 * CHUNK, V) < 2**31

@@ -6,10 +6,10 @@ unit kept busy.
 Triton waits for every product before it starts the next one, and the warps that multiply also start the loads, with a
 barrier for each. Here one more warp loads, a few chunks ahead. The products of a chunk are ke S and qg S at once (of 64
 columns, which takes the unit as long as 32), then the new state and P r; while they run, the previous chunk's output is
-stored.
+stored. Where 256 key channels leave the multiplying warps no registers for that, others store it (STORERS).
 
 The state is held transposed, Sᵀ [BV, KP], as there. Every block of value channels is whole (V is a multiple of BV) and
-rows of v and o are 16-byte aligned; other calls take ``recurrence``.
+rows of v are 16-byte aligned; other calls take ``recurrence``.
 """
 
 from triton.experimental import gluon
@@ -27,6 +27,39 @@ copy_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 block_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 _NUMBERS = ["T", "chunks", "HV", "s_vb", "s_ob", "s_index", "pad_slot_id"]
+
+
+@gluon.jit
+def halves(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """The first and the last half of the columns."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, COLUMNS // 2, 16])
+    first, last = x.reshape([ROWS, 2, COLUMNS // 2]).permute([0, 2, 1]).split()
+    return gl.convert_layout(first, LAYOUT), gl.convert_layout(last, LAYOUT)
+
+
+@gluon.jit
+def _store_columns(p_state, x, first, s_v, s_k, K: gl.constexpr, BV: gl.constexpr, COLUMNS: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, COLUMNS, 16])
+    # An offset that the compiler cannot know before: it would keep registers for the addresses of all parts, or for
+    # those of the state at the other end of the recurrence.
+    first = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [first], dtype=gl.int32, is_pure=False, pack=1)
+    o_v = gl.arange(0, BV, layout=gl.SliceLayout(1, LAYOUT))
+    o_k = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
+    at = p_state + o_v[:, None].to(gl.int64) * s_v + o_k[None, :].to(gl.int64) * s_k
+    gl.store(at, x.to(p_state.dtype.element_ty), mask=(o_v >= 0)[:, None] & (o_k < K)[None, :])
+
+
+@gluon.jit
+def store_state(p_state, S, s_v, s_k, K: gl.constexpr, BV: gl.constexpr, KP: gl.constexpr):
+    """Store a block [BV, KP] of a state, a quarter of the columns after the other."""
+    Q: gl.constexpr = KP // 4
+    first, last = halves(S, BV, KP)
+    a, b = halves(first, BV, KP // 2)
+    c, d = halves(last, BV, KP // 2)
+    _store_columns(p_state, a, gl.to_tensor(0), s_v, s_k, K, BV, Q)
+    _store_columns(p_state, b, gl.to_tensor(Q), s_v, s_k, K, BV, Q)
+    _store_columns(p_state, c, gl.to_tensor(2 * Q), s_v, s_k, K, BV, Q)
+    _store_columns(p_state, d, gl.to_tensor(3 * Q), s_v, s_k, K, BV, Q)
 
 
 @gluon.jit
@@ -71,6 +104,40 @@ def _load(
 
 
 @gluon.jit
+def _store(
+    p_o,
+    s_ot,
+    length,
+    free,
+    full,
+    empty,
+    o_buffer,
+    C: gl.constexpr,
+    BV: gl.constexpr,
+    STAGES: gl.constexpr,
+    OUT: gl.constexpr,
+    STORERS: gl.constexpr,
+):
+    """Warps that store: the output of chunk i - 1 when chunk i's first products have begun."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [STORERS, 1], [1, 0])
+    row = gl.arange(0, C, layout=gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, BV, layout=gl.SliceLayout(0, LAYOUT))
+    rows_of_chunk = gl.to_tensor(C).to(gl.int64)
+    n = (length + C - 1) // C
+    for i in range(n + (n > 0).to(gl.int32)):
+        out = i % OUT
+        mbarrier.wait(full.index(out), (i // OUT) & 1)
+        # Whoever hands over has done with what was loaded for the chunk before.
+        mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
+        if i > 0:
+            at = p_o + rows_of_chunk * (i - 1) * s_ot + (row[:, None] * s_ot + column[None, :])
+            mask = (row < length - (i - 1) * C)[:, None] & (column >= 0)[None, :]
+            gl.store(at, o_buffer.index(out).load(LAYOUT), mask=mask)
+        block_barrier()
+        mbarrier.arrive(empty.index(out), count=1)
+
+
+@gluon.jit
 def _multiply(
     S,
     p_v,
@@ -80,17 +147,22 @@ def _multiply(
     length,
     ready,
     free,
+    full,
+    empty,
     pair_buffer,
     a_buffer,
     p_buffer,
     d_buffer,
     v_buffer,
+    o_buffer,
     minus_eye,
     L_ROWS: gl.constexpr,
     BV: gl.constexpr,
     C: gl.constexpr,
     KP: gl.constexpr,
     STAGES: gl.constexpr,
+    OUT: gl.constexpr,
+    STORERS: gl.constexpr,
 ):
     """The warps that multiply; answers the final state."""
     num_warps: gl.constexpr = gl.num_warps()
@@ -98,7 +170,9 @@ def _multiply(
     L_SMALL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, C, 16])
     L_PAIR: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 2 * C, 16])
     L_STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KP, 16])
-    L_LEFT: gl.constexpr = gl.DotOperandLayout(0, L_STATE, 2)
+    WIDE: gl.constexpr = KP > 128
+    PART: gl.constexpr = KP // 2 if WIDE else KP
+    L_LEFT: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, PART, 16]), 2)
     o_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_ROWS))
     every_v = (gl.arange(0, BV, layout=gl.SliceLayout(0, L_ROWS)) >= 0)[None, :]
     rows_of_chunk = gl.to_tensor(C).to(gl.int64)
@@ -109,7 +183,11 @@ def _multiply(
     both = gl.full([BV, 2 * C], 0.0, gl.float32, L_PAIR)
     for i in range(n):
         stage = i % STAGES
-        left = gl.convert_layout(S.to(dtype), L_LEFT)
+        if WIDE:
+            part, rest = halves(S, BV, KP)
+        else:
+            part = S
+        left = gl.convert_layout(part.to(dtype), L_LEFT)
         rows = out.to(dtype)
         mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
         if length < (i + 1) * C:
@@ -118,16 +196,31 @@ def _multiply(
             v_buffer.index(stage).store(gl.load(p_v + (rows_of_chunk * i) * s_vt, mask=m_v, other=0.0))
             fence_async_shared()
             block_barrier()
-        S = S * d_buffer.index(stage).load(L_STATE)
+        if not WIDE:
+            S = S * d_buffer.index(stage).load(L_STATE)
         # [ke S − v | qg S]
         v_block = v_buffer.index(stage).permute((1, 0))
+        pair = pair_buffer.index(stage)
         both = warpgroup_mma(v_block, minus_eye, both, use_acc=False, is_async=True)
-        both = warpgroup_mma(left, pair_buffer.index(stage).permute((1, 0)), both, is_async=True)
-        # Every warp has done with the previous stage.
-        block_barrier()
-        mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
-        m_o = (o_r < length - (i - 1) * C)[:, None] & (i - 1 + every_v.to(gl.int32) > 0)
-        gl.store(p_o + (rows_of_chunk * (i - 1)) * s_ot, gl.convert_layout(rows.trans(), L_ROWS), mask=m_o)
+        both = warpgroup_mma(left, pair.slice(0, PART, dim=1).permute((1, 0)), both, is_async=True)
+        # Meanwhile the previous chunk's output is stored, or handed to the warps that store.
+        if STORERS == 0:
+            # Every warp has done with the previous stage.
+            block_barrier()
+            mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
+            m_o = (o_r < length - (i - 1) * C)[:, None] & (i - 1 + every_v.to(gl.int32) > 0)
+            gl.store(p_o + (rows_of_chunk * (i - 1)) * s_ot, gl.convert_layout(rows.trans(), L_ROWS), mask=m_o)
+        else:
+            mbarrier.wait(empty.index(i % OUT), ((i // OUT) & 1) ^ 1)
+            o_buffer.index(i % OUT).permute((1, 0)).store(rows)
+            block_barrier()
+            mbarrier.arrive(full.index(i % OUT), count=1)
+        if WIDE:
+            # All of the state as an operand, beside the state itself, would be more than the registers hold.
+            both, left = warpgroup_mma_wait(0, deps=(both, left))
+            left = gl.convert_layout(rest.to(dtype), L_LEFT)
+            S = S * d_buffer.index(stage).load(L_STATE)
+            both = warpgroup_mma(left, pair.slice(PART, PART, dim=1).permute((1, 0)), both, is_async=True)
         both, left = warpgroup_mma_wait(0, deps=(both, left))
         r, out = both.reshape([BV, 2, C]).permute([0, 2, 1]).split()
         residual = gl.convert_layout((-r).to(dtype), L_LEFT)
@@ -136,8 +229,15 @@ def _multiply(
         out = warpgroup_mma(residual, p_buffer.index(stage).permute((1, 0)), out, is_async=True)
         S, residual = warpgroup_mma_wait(1, deps=(S, residual))
         out, residual = warpgroup_mma_wait(0, deps=(out, residual))
-    m_o = (o_r < length - (n - 1) * C)[:, None] & ((n - 1) + every_v.to(gl.int32) > 0)
-    gl.store(p_o + (rows_of_chunk * (n - 1)) * s_ot, gl.convert_layout(out.to(dtype).trans(), L_ROWS), mask=m_o)
+    rows = out.to(dtype)
+    if STORERS == 0:
+        m_o = (o_r < length - (n - 1) * C)[:, None] & ((n - 1) + every_v.to(gl.int32) > 0)
+        gl.store(p_o + (rows_of_chunk * (n - 1)) * s_ot, gl.convert_layout(rows.trans(), L_ROWS), mask=m_o)
+    elif n > 0:
+        mbarrier.wait(empty.index(n % OUT), ((n // OUT) & 1) ^ 1)
+        o_buffer.index(n % OUT).permute((1, 0)).store(rows)
+        block_barrier()
+        mbarrier.arrive(full.index(n % OUT), count=1)
     return S, n
 
 
@@ -182,6 +282,8 @@ def recurrence_hopper(
     LAST_CONTIGUOUS: gl.constexpr,  # the states' last stride is 1
     BV: gl.constexpr,
     STAGES: gl.constexpr,
+    OUT: gl.constexpr,
+    STORERS: gl.constexpr,
 ):
     num_warps: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = v.dtype.element_ty
@@ -227,7 +329,8 @@ def recurrence_hopper(
     o_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_ROWS))
     o_v = i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(0, L_ROWS))
     p_v = v + i_b * s_vb + bos * s_vt + i_h * s_vh + (o_r[:, None].to(gl.int64) * s_vt + o_v[None, :])
-    p_o = o + i_b * s_ob + bos * s_ot + i_h * s_oh + (o_r[:, None].to(gl.int64) * s_ot + o_v[None, :])
+    p_o = o + i_b * s_ob + bos * s_ot + i_h * s_oh
+    rows_o = p_o + (o_r[:, None].to(gl.int64) * s_ot + o_v[None, :])
     value_column = (i_h * s_vh).to(gl.int32) + i_v * BV
 
     PAIR: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * C, KP], dtype)
@@ -245,6 +348,14 @@ def recurrence_hopper(
     for s in gl.static_range(STAGES):
         mbarrier.init(ready.index(s), count=1)
         mbarrier.init(free.index(s), count=1)
+    o_buffer, full, empty = v_buffer, free, free
+    if STORERS > 0:
+        o_buffer = gl.allocate_shared_memory(dtype, [OUT, C, BV], VALUES)
+        full = gl.allocate_shared_memory(gl.int64, [OUT, 1], mbarrier.MBarrierLayout())
+        empty = gl.allocate_shared_memory(gl.int64, [OUT, 1], mbarrier.MBarrierLayout())
+        for s in gl.static_range(OUT):
+            mbarrier.init(full.index(s), count=1)
+            mbarrier.init(empty.index(s), count=1)
     # −I: as an operand of a product, v needs no change of layout.
     L_EYE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [num_warps, 1], [1, 0])
     e_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_EYE))
@@ -255,28 +366,53 @@ def recurrence_hopper(
     fence_async_shared()
     block_barrier()
 
-    S, _ = gl.warp_specialize(
-        [
-            (
-                _multiply,
+    if STORERS == 0:
+        S, _ = gl.warp_specialize(
+            [
                 (
-                    S, p_v, p_o, s_vt, s_ot, length, ready, free, pair_buffer, a_buffer, p_buffer, d_buffer, v_buffer,
-                    minus_eye, L_ROWS, BV, C, KP, STAGES,
+                    _multiply,
+                    (
+                        S, p_v, rows_o, s_vt, s_ot, length, ready, free, full, empty, pair_buffer, a_buffer, p_buffer,
+                        d_buffer, v_buffer, o_buffer, minus_eye, L_ROWS, BV, C, KP, STAGES, OUT, STORERS,
+                    ),
                 ),
-            ),
-            (
-                _load,
                 (
-                    pairs, single, P, decays, values, value_row, value_column, first_slot, HV, i_h, length, ready, free,
-                    pair_buffer, a_buffer, p_buffer, d_buffer, v_buffer, C, KP, BV, STAGES,
+                    _load,
+                    (
+                        pairs, single, P, decays, values, value_row, value_column, first_slot, HV, i_h, length, ready,
+                        free, pair_buffer, a_buffer, p_buffer, d_buffer, v_buffer, C, KP, BV, STAGES,
+                    ),
                 ),
-            ),
-        ],
-        [1],
-        [32],
-    )  # fmt: skip
+            ],
+            [1],
+            [40],
+        )  # fmt: skip
+    else:
+        S, _ = gl.warp_specialize(
+            [
+                (
+                    _multiply,
+                    (
+                        S, p_v, rows_o, s_vt, s_ot, length, ready, free, full, empty, pair_buffer, a_buffer, p_buffer,
+                        d_buffer, v_buffer, o_buffer, minus_eye, L_ROWS, BV, C, KP, STAGES, OUT, STORERS,
+                    ),
+                ),
+                (
+                    _load,
+                    (
+                        pairs, single, P, decays, values, value_row, value_column, first_slot, HV, i_h, length, ready,
+                        free, pair_buffer, a_buffer, p_buffer, d_buffer, v_buffer, C, KP, BV, STAGES,
+                    ),
+                ),
+                (
+                    _store,
+                    (p_o + i_v * BV, s_ot, length, free, full, empty, o_buffer, C, BV, STAGES, OUT, STORERS),
+                ),
+            ],
+            [1, STORERS],
+            [40, 40],
+        )  # fmt: skip
 
     if final_state is not None:
-        p_state = final_state + i_state * s_fn + i_h * s_fh
-        p_state = p_state + o_sv[:, None] * s_fv + o_sk[None, :].to(gl.int64) * s_fk
-        gl.store(p_state, S.to(final_state.dtype.element_ty), mask=m_state)
+        p_state = final_state + i_state * s_fn + i_h * s_fh + i_v.to(gl.int64) * BV * s_fv
+        store_state(p_state, S, s_fv, s_fk, K, BV, KP)
