@@ -193,19 +193,17 @@ def _halved(r: Request, multiprocessors: int) -> bool:
 
 
 def _by_halves(call: Request) -> dict[str, Tensor]:
-    """The gradients, half of the heads at a time."""
+    """The gradients, half of the heads at a time; those of q, k and g are written in place."""
     H, HV = call.q.shape[2], call.HV
-    axes = {"v": 2, "beta": 2, "initial_state": 1, "A_log": 0, "dt_bias": 0}
-    given = {n: getattr(call, n) for n in ("q", "k", "g", *axes) if getattr(call, n) is not None}
-    grads = {n: torch.empty_like(x, memory_format=torch.contiguous_format) for n, x in given.items()}
+    grads = {n: torch.empty_like(getattr(call, n), memory_format=torch.contiguous_format) for n in "qkg"}
+    parts = []
     for i in range(2):
         own, own_v = (slice(i * n // 2, (i + 1) * n // 2) for n in (H, HV))
         into = {"q": grads["q"][:, :, own], "k": grads["k"][:, :, own], "g": grads["g"][:, :, own_v]}
         found = _backward(_heads_of(call, own, own_v), into)
-        for name in found.keys() & axes:
-            grads[name].narrow(axes[name], own_v.start, HV // 2).copy_(found[name])
-        del found
-    return {n: x for n, x in grads.items() if n in (*"qkvg", "beta") or n in call.needs_grad}
+        parts.append({n: x for n, x in found.items() if n not in into})
+    axes = {"v": 2, "beta": 2, "initial_state": 1, "A_log": 0, "dt_bias": 0}
+    return grads | {n: torch.cat([part[n] for part in parts], axes[n]) for n in parts[0]}
 
 
 def _heads_of(call: Request, own: slice, own_v: slice) -> Request:
