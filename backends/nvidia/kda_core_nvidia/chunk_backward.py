@@ -1,7 +1,7 @@
-"""Backward of ``chunk_kda``: prepare once more (unless the forward kept its results), two recurrences, one
+"""Backward of ``chunk_kda``: prepare once more (unless the forward kept all its results), two recurrences, one
 chunk-parallel kernel.
 
-1. prepare: what the recurrences need of every chunk, as in the forward (prepare);
+1. prepare: what the recurrences need of every chunk, from the inverses that the forward kept (prepare);
 2. states: forward recurrence, residuals and the state of every slot (backward_states);
 3. reverse: backward recurrence, dv and the state gradient of every slot (backward_reverse);
 4. gradients: dq, dk, dg, dβ and partial sums for A_log and dt_bias (backward_gradients);
