@@ -107,11 +107,21 @@ def test_states_of_wide_heads_are_held_for_half_of_the_batch(size: int, heads: i
     """Slots of the buffer of states in each turn of a batch of four; where half would leave the chip idle, one turn."""
     r = aot.Case(torch.bfloat16, size, size, heads, "given").gradients()
     names = ("q", "k", "v", "g", "beta", "initial_state", "grad_o", "grad_final_state")
-    r = replace(r, **{n: torch.cat([getattr(r, n)] * 4) for n in names})
+    r = replace(r, **{n: torch.cat([getattr(r, n)] * 4) for n in names}, saved=())
     with aot.chip_of(90), aot.recorded(*aot.MODULES) as launches:
         chunk_backward.chunk_backward(r)
     states = [x.arguments["states"] for x in launches if x.kernel.__name__ == "gradients_kernel"]
     assert [x.shape[0] for x in states] == held
+
+
+@pytest.mark.parametrize(("size", "heads", "held"), [(256, 256, [128, 128]), (256, 64, [64]), (128, 256, [256])])
+def test_states_of_wide_heads_are_held_for_half_of_them(size: int, heads: int, held: list[int]):
+    """Heads of the buffer of states in each turn of a packed call; where half would leave the chip idle, one turn."""
+    r = aot.Case(torch.bfloat16, size, size, heads, "given", everything=True).gradients()
+    with aot.chip_of(90), aot.recorded(*aot.MODULES) as launches:
+        found = chunk_backward.chunk_backward(r).grads
+    assert [x.arguments["states"].shape[1] for x in launches if x.kernel.__name__ == "gradients_kernel"] == held
+    assert {n: x.shape for n, x in found.items()} == {n: getattr(r, n).shape for n in r.needs_grad if n in found}
 
 
 def test_problems():

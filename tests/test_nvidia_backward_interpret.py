@@ -71,6 +71,14 @@ CASES = {
         "use_qk_l2norm_in_kernel": True,
         "use_beta_sigmoid_in_kernel": True,
     },
+    "halves of the heads": {"B": 2, "T": 40, "H": 2, "HV": 4, "gate": True, "use_qk_l2norm_in_kernel": True},
+    "halves of the heads, packed": {
+        "T": 60,
+        "H": 2,
+        "state_v_first": True,
+        "use_qk_l2norm_in_kernel": True,
+        "cu_seqlens": [0, 0, 1, 50],
+    },
     "one token": {"T": 1},
     "half, levels": {"T": 70, "dtype": torch.float16, "K": 32, "V": 32, "use_qk_l2norm_in_kernel": True},
     "half, one reference": {"T": 70, "dtype": torch.float16, "decay": lambda s: -0.2 * torch.rand(s)},
@@ -92,11 +100,15 @@ SEGMENTS = {name: 64 for name in CASES if name.startswith("segments")}
 """Cases that are cut into segments of so many rows, as long sequences of few heads are; outputs are compared, too."""
 
 KEPT = ("plain", "several channel blocks, norm", "packed, empty sequences, rows behind")
-"""Cases whose forward also keeps its chunk results (``disable_recompute``): the same gradients, to the bit."""
+"""Cases whose forward also keeps all its chunk results (``disable_recompute``): the same gradients, to the bit, as
+from the little that every forward keeps, and as from inputs alone."""
 
 
 TURNS = {"grouped heads, odd dimensions": (1, 2), "strided": (1, 2), "three sequences by turns": (2, 3)}
 """Cases whose batch is also gone through by turns, up to these sequences, as wide heads' is: the same, to the bit."""
+
+HALVES = ("halves of the heads", "halves of the heads, packed")
+"""Cases whose heads are also gone through by halves, as those of packed wide heads are: the same, to the bit."""
 
 
 def request(
@@ -147,6 +159,7 @@ def errors():
     from kda_core_nvidia.chunk_backward import chunk_backward
     from kda_core_nvidia.chunk_forward import chunk_forward
     from kda_core_nvidia.plugin import kda_core_saved_spec
+    from kda_core_nvidia.segments import LEAST_ROWS
 
     from kda_core import reference
 
@@ -156,11 +169,12 @@ def errors():
         r = request(**arguments)
         before = {name: x.clone() for name, x in vars(r).items() if isinstance(x, torch.Tensor)}
         rows = SEGMENTS.get(case, 0)
+        forward_module.LEAST_ROWS = rows or LEAST_ROWS
         chunk_module.segment_rows = forward_module.segment_rows = lambda *_, rows=rows: rows
         got, ref = dict(chunk_backward(r).grads), dict(reference.backward(r).grads)
         found[case] = {"inputs changed": [n for n, x in before.items() if not torch.equal(x, getattr(r, n))]}
-        if case in KEPT:
-            kept = replace(r, disable_recompute=True)
+        for everything in (False, True)[: 1 + (case in KEPT)]:
+            kept = replace(r, disable_recompute=everything)
             saved = chunk_forward(replace(kept, grad_o=None, grad_final_state=None, save_for_backward=True)).saved
             assert [(t.shape, t.dtype) for t in saved] == [(s.shape, s.dtype) for s in kda_core_saved_spec(kept)]
             again = chunk_backward(replace(kept, saved=saved)).grads
@@ -171,6 +185,14 @@ def errors():
             again = chunk_backward(r).grads
             chunk_module._turns = whole
             assert all(torch.equal(again[name], x) for name, x in got.items()), case
+        if case in HALVES:
+            split, chunk_module._halved = chunk_module._halved, lambda *_: True
+            again = chunk_backward(r).grads
+            saved = chunk_forward(replace(r, grad_o=None, grad_final_state=None, save_for_backward=True)).saved
+            kept = chunk_backward(replace(r, saved=saved)).grads
+            chunk_module._halved = split
+            assert again.keys() == kept.keys() == got.keys()
+            assert all(torch.equal(again[n], x) and torch.equal(kept[n], x) for n, x in got.items()), case
         compared = set(r.needs_grad)
         if rows:
             forward = replace(r, grad_o=None, grad_final_state=None, output_final_state=True)

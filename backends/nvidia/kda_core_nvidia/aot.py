@@ -265,16 +265,22 @@ class Case:
             **options,
         )
 
-    def gradients(self) -> Request:
-        """The request for gradients of the same call, without the pool; grouped heads where everything is asked for."""
+    def training(self) -> Request:
+        """The forward of a training step: the same call, without the pool; grouped heads with ``everything``."""
         r = self.request()
         pool = dict.fromkeys(("ssm_state_indices", "cu_seqlens_cpu"))
         off = dict.fromkeys(("inplace_final_state", "return_intermediate_states"), False)
-        needs = {"q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias"}
-        r = replace(r, **pool, **off, output_final_state=True)
+        r = replace(r, **pool, **off, output_final_state=True, save_for_backward=True)
         if self.everything:
             r = replace(r, q=r.q[:, :, : self.H // 2], k=r.k[:, :, : self.H // 2])
-        return replace(r, grad_o=r.v, grad_final_state=r.initial_state, needs_grad=frozenset(needs))
+        return r
+
+    def gradients(self) -> Request:
+        """The request for gradients of ``training``."""
+        r = self.training()
+        needs = {"q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias"}
+        saved = tuple(torch.empty(spec.shape, dtype=spec.dtype) for spec in chunk_forward.saved_specs(r))
+        return replace(r, saved=saved, grad_o=r.v, grad_final_state=r.initial_state, needs_grad=frozenset(needs))
 
 
 FEW, MANY = 16, 256
@@ -308,6 +314,9 @@ def _calls(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     """(name, call) of what launches every kernel."""
     for case in cases(quick):
         yield str(case), partial(chunk_forward.chunk_forward, case.request())
+        yield str(case), partial(chunk_forward.chunk_forward, case.training())
+        if case.everything:
+            yield str(case), partial(chunk_forward.chunk_forward, replace(case.training(), disable_recompute=True))
         yield str(case), partial(chunk_backward.chunk_backward, case.gradients())
     steps = recurrent_launch.shipped()
     for name, request in itertools.islice(steps, 2) if quick else steps:
@@ -344,7 +353,7 @@ def shipped(arch: int, only: str = "", quick: bool = False) -> list[Launch]:
                     src, options = source(one)
                     constants = {n: v for n, v in one.arguments.items() if src.signature.get(n) == "constexpr"}
                     # Counts of heads only enter addresses.
-                    constants |= dict.fromkeys(constants.keys() & {"H", "HV"})
+                    constants |= dict.fromkeys(constants.keys() & {"H", "HV", "HO"})
                     compiles = (str(x) for x in (src.signature, constants, src.attrs, options))
                     found.setdefault((one.kernel.__name__, *compiles), one)
     return list(found.values())

@@ -13,43 +13,54 @@ from kda_core.triton_lib.gate import NORM_EPS
 
 
 @triton.jit
-def _row_gradient(
-    x, dx_hat, dx, at, o_r, o_k, m, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, L2NORM: tl.constexpr,
-):  # fmt: skip
-    """Rows of dq or dk: sum of G heads' blocks of ``dx_hat`` and, with L2NORM, the gradient of the norm."""
+def _sum_of_heads(dx_hat, m, G: tl.constexpr, K: tl.constexpr):
+    """Rows of dq or dk with respect to the normalised ones: the sum of G heads' blocks."""
     b_d = tl.zeros(m.shape, tl.float32)
     for i in tl.static_range(G):
-        b_d += tl.load(dx_hat + (o_r[:, None] * (H * G) + i) * K + o_k[None, :], mask=m, other=0.0).to(tl.float32)
-    if L2NORM:
-        b_x = tl.load(x + at[:, None] + o_k[None, :], mask=m, other=0.0).to(tl.float32)
-        rstd = tl.rsqrt(tl.sum(b_x * b_x, 1) + NORM_EPS)[:, None]
-        b_x *= rstd
-        b_d = rstd * (b_d - b_x * tl.sum(b_x * b_d, 1)[:, None])
-    tl.store(dx + o_r[:, None] * (H * K) + o_k[None, :], b_d.to(dx.dtype.element_ty), mask=m)
+        b_d += tl.load(dx_hat + i * K, mask=m, other=0.0).to(tl.float32)
+    return b_d
+
+
+@triton.jit
+def _of_row(b_x, b_d):
+    """Gradient of the rows ``b_x`` from that of the normalised ones."""
+    b_x = b_x.to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(b_x * b_x, 1) + NORM_EPS)[:, None]
+    b_x *= rstd
+    return rstd * (b_d - b_x * tl.sum(b_x * b_d, 1)[:, None])
 
 
 @triton.jit(do_not_specialize=["T", "T_row", "rows"])
 def finish_kernel(
     q, k, dq_hat, dk_hat, dbeta_partial, dq, dk, dbeta, s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, T, T_row, rows,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, NK: tl.constexpr, R: tl.constexpr,
-    L2NORM: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, HO: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, NK: tl.constexpr,
+    R: tl.constexpr, L2NORM: tl.constexpr,
 ):  # fmt: skip
     row0 = tl.program_id(0).to(tl.int64) * R
     i_h = tl.program_id(1)
     G: tl.constexpr = HV // H
+    # dq and dk may have more heads than the call.
+    HH: tl.constexpr = HO if G == 1 else HV
+    HQ: tl.constexpr = HO // G
     o_r = tl.arange(0, R)
-    o_k = tl.arange(0, KP)
+    o_k = tl.arange(0, KP)[None, :]
     m_r = row0 + o_r < rows
     if L2NORM or G > 1:
         i_b = (row0 + o_r) // T
         t = row0 + o_r - i_b * T + i_b * T_row
-        m = m_r[:, None] & (o_k < K)[None, :]
-        first = (row0 * HV + i_h * G) * K
-        out = (row0 * H + i_h) * K
-        at = i_b * s_qb + t * s_qt + i_h * s_qh
-        _row_gradient(q, dq_hat + first, dq + out, at, o_r, o_k, m, G, H, K, L2NORM)
-        at = i_b * s_kb + t * s_kt + i_h * s_kh
-        _row_gradient(k, dk_hat + first, dk + out, at, o_r, o_k, m, G, H, K, L2NORM)
+        m = m_r[:, None] & (o_k < K)
+        hat = (row0 * HH + i_h * G) * K + o_r[:, None] * (HH * K) + o_k
+        out = (row0 * HQ + i_h) * K + o_r[:, None] * (HQ * K) + o_k
+        b_dq = _sum_of_heads(dq_hat + hat, m, G, K)
+        if L2NORM:
+            at = i_b * s_qb + t * s_qt + i_h * s_qh
+            b_dq = _of_row(tl.load(q + at[:, None] + o_k, mask=m, other=0.0), b_dq)
+        tl.store(dq + out, b_dq.to(dq.dtype.element_ty), mask=m)
+        b_dk = _sum_of_heads(dk_hat + hat, m, G, K)
+        if L2NORM:
+            at = i_b * s_kb + t * s_kt + i_h * s_kh
+            b_dk = _of_row(tl.load(k + at[:, None] + o_k, mask=m, other=0.0), b_dk)
+        tl.store(dk + out, b_dk.to(dk.dtype.element_ty), mask=m)
     for i in tl.static_range(G):
         at = (row0 + o_r) * HV + i_h * G + i
         b_dbeta = tl.zeros([R], tl.float32)

@@ -17,8 +17,9 @@ which nothing has to cancel (as it must in a reverse cumulative sum of q dq - k 
 r >= t, those through dS rows s < t, and exp G_C ⊙ Σ_v S ⊙ dS reaches all.
 
 Grid: slots · HV · KP / BK, channel blocks fastest, then heads, so that what runs at one time is close in memory.
-Outputs per value head, contiguous [B, T, HV, K]; dbeta [KP / BK, B, T, HV] to be summed; dq and dk are with respect to
-the normalised rows (backward_finish undoes the norm). Addresses: int64 from the program's base.
+Outputs per value head, [B, T, HV, K], dense or some heads of a wider tensor; dbeta [KP / BK, B, T, HV] to be summed; dq
+and dk are with respect to the normalised rows (backward_finish undoes the norm). Addresses: int64 from the program's
+base.
 """
 
 import triton
@@ -133,7 +134,7 @@ def gradients_kernel(
     dq, dk, dg, dbeta, dA_partial, dbias_partial, cu_seqlens,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh, s_ob, s_ot, s_oh,
     scale, lower_bound, T, T_row, NT, N, rows,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, HO: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     GATE: tl.constexpr, BETA_SIGMOID: tl.constexpr, BETA_SCALE: tl.constexpr,
     PRECISION: tl.constexpr, LEVELS: tl.constexpr, MILD: tl.constexpr, STAGES: tl.constexpr,
@@ -152,20 +153,23 @@ def gradients_kernel(
     m_c = t0 + o_c < eos
     m_k = o_k < K
     m_kc = m_k[:, None] & m_c[None, :]
-    out = (i_b * T + t0) * HV + i_h
-    dq += out * K
-    dk += out * K
-    dg += out * K
-    dv += out * V
-    dbeta += i_k.to(tl.int64) * rows * HV + out
-    o_out = o_c[None, :] * (HV * K) + o_k[:, None]
+    row = i_b * T + t0
+    dv += (row * HV + i_h) * V
+    dbeta += (i_k.to(tl.int64) * rows + row) * HV + i_h
+    # Rows of dg hold HO heads, which may be more than the call's; so do those of dq and dk, but for grouped heads.
+    HH: tl.constexpr = HO if H == HV else HV
+    dg += (row * HO + i_h) * K
+    dq += (row * HH + i_h) * K
+    dk += (row * HH + i_h) * K
+    o_dg = o_c[None, :] * (HO * K) + o_k[:, None]
+    o_out = o_c[None, :] * (HH * K) + o_k[:, None]
     if cu_seqlens is not None:  # noqa: SIM102
         if i_n >= N:
             # Rows behind the last sequence: their gradients are zero.
             zero = tl.zeros([BK, C], tl.float32)
             tl.store(dq + o_out, zero.to(dq.dtype.element_ty), mask=m_kc)
             tl.store(dk + o_out, zero.to(dk.dtype.element_ty), mask=m_kc)
-            tl.store(dg + o_out, zero.to(dg.dtype.element_ty), mask=m_kc)
+            tl.store(dg + o_dg, zero.to(dg.dtype.element_ty), mask=m_kc)
             for i_v in range(0, VP // BV):
                 o_v = i_v * BV + tl.arange(0, BV)
                 o_dv = o_c[None, :] * (HV * V) + o_v[:, None]
@@ -266,4 +270,4 @@ def gradients_kernel(
             tl.store(dbias_partial + block * K + o_k, tl.sum(b_dgamma, 1), mask=m_k)
         if A_log is not None:
             tl.store(dA_partial + block * NK + i_k, tl.sum(summand))
-    tl.store(dg + o_out, b_dgamma.to(dg.dtype.element_ty), mask=m_kc)
+    tl.store(dg + o_dg, b_dgamma.to(dg.dtype.element_ty), mask=m_kc)

@@ -1,7 +1,7 @@
-"""Backward of ``chunk_kda``: prepare once more (unless the forward kept its results), two recurrences, one
+"""Backward of ``chunk_kda``: prepare once more (unless the forward kept all its results), two recurrences, one
 chunk-parallel kernel.
 
-1. prepare: what the recurrences need of every chunk, as in the forward (prepare);
+1. prepare: what the recurrences need of every chunk, from the inverses that the forward kept (prepare);
 2. states: forward recurrence, residuals and the state of every slot (backward_states);
 3. reverse: backward recurrence, dv and the state gradient of every slot (backward_reverse);
 4. gradients: dq, dk, dg, dβ and partial sums for A_log and dt_bias (backward_gradients);
@@ -13,7 +13,7 @@ whose size T and N bound. Sums over value heads and over slots are ordered, so t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from kda_core_nvidia.backward_gradients import gradients_kernel
 from kda_core_nvidia.backward_hopper import reverse_hopper, states_hopper
 from kda_core_nvidia.backward_reverse import reverse_kernel
 from kda_core_nvidia.backward_states import states_kernel
-from kda_core_nvidia.chunk_forward import Prepared, gate_kind, run_prepare
+from kda_core_nvidia.chunk_forward import Kept, Prepared, gate_kind, run_prepare
 from kda_core_nvidia.hopper import HopperConfig, backward_gains, blocks, hopper_config, serves, token_blocks
 from kda_core_nvidia.launch import Chip, Launcher, chip, on_device
 from kda_core_nvidia.layout import CHUNK, padded, slots
@@ -110,6 +110,7 @@ def _constants(
     dtype: torch.dtype,
     H: int,
     HV: int,
+    HO: int,
     K: int,
     V: int,
     heads: int,
@@ -131,13 +132,13 @@ def _constants(
     reverse = shape | {"BV": bv, "V_FIRST": v_first} | precision | {"STAGES": stages}
     bk, bv, _, stages = config.gradients
     gradients = (
-        {"H": H}
+        {"H": H, "HO": HO}
         | shape
         | {"BK": bk, "BV": bv, "GATE": gate, "BETA_SIGMOID": sigmoid, "BETA_SCALE": 2.0 if neg_eigval else 1.0}
         | precision
         | {"LEVELS": CHUNK.bit_length() - 1, "MILD": MILD[dtype], "STAGES": stages}
     )
-    finish = {"H": H, "HV": HV, "K": K, "KP": kp, "NK": kp // bk, "R": max(1, 2048 // kp), "L2NORM": l2norm}
+    finish = {"H": H, "HV": HV, "HO": HO, "K": K, "KP": kp, "NK": kp // bk, "R": max(1, 2048 // kp), "L2NORM": l2norm}
     return _Constants(config, states, reverse, gradients, finish)
 
 
@@ -229,10 +230,46 @@ def chunk_backward(request: Request) -> BackwardResult:
         shape and dtype of its input (dt_bias as [HV, K]), contiguous.
     """
     with on_device(request.device):
+        target = chip(request.device)
+        if _halved(request, target.multiprocessors):
+            return BackwardResult(grads=_by_halves(request))
         return BackwardResult(grads=_backward(request))
 
 
-def _backward(call: Request) -> dict[str, Tensor]:
+def _halved(r: Request, multiprocessors: int) -> bool:
+    """Whether half of the heads are gone through at a time: ``_turns``, where the batch is packed or one."""
+    kp, vp = padded(r.K), padded(r.V)
+    if kp * vp <= 128 * 128 or r.q.shape[2] % 2 or _turns(r, kp, vp, multiprocessors) != WHOLE:
+        return False
+    return r.N * r.HV // 2 * -(-vp // 128) >= multiprocessors
+
+
+def _by_halves(call: Request) -> dict[str, Tensor]:
+    """The gradients, half of the heads at a time; those of q, k and g are written in place."""
+    H, HV = call.q.shape[2], call.HV
+    grads = {n: torch.empty_like(getattr(call, n), memory_format=torch.contiguous_format) for n in "qkg"}
+    parts = []
+    for i in range(2):
+        own, own_v = (slice(i * n // 2, (i + 1) * n // 2) for n in (H, HV))
+        into = {"q": grads["q"][:, :, own], "k": grads["k"][:, :, own], "g": grads["g"][:, :, own_v]}
+        found = _backward(_heads_of(call, own, own_v), into)
+        parts.append({n: x for n, x in found.items() if n not in into})
+    axes = {"v": 2, "beta": 2, "initial_state": 1, "A_log": 0, "dt_bias": 0}
+    return grads | {n: torch.cat([part[n] for part in parts], axes[n]) for n in parts[0]}
+
+
+def _heads_of(call: Request, own: slice, own_v: slice) -> Request:
+    """The call for some of its heads: those of queries and keys, and the value heads that share them."""
+    heads = {"q": own, "k": own, "v": own_v, "g": own_v, "beta": own_v, "grad_o": own_v}
+    changed = {n: getattr(call, n)[:, :, cut] for n, cut in heads.items() if getattr(call, n) is not None}
+    states = {n: getattr(call, n) for n in ("initial_state", "grad_final_state")}
+    changed |= {n: x[:, own_v] for n, x in states.items() if x is not None}
+    changed |= {n: x[own_v] for n, x in (("A_log", call.A_log), ("dt_bias", call.dt_bias)) if x is not None}
+    return replace(call, **changed, saved=tuple(x[:, own_v].contiguous() for x in call.saved))
+
+
+def _backward(call: Request, into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The gradients; those of q, k and g are written ``into`` some heads of tensors where these are given."""
     target = chip(call.device)
     rows = segment_rows(call, target)
     r = as_packed(call, rows) if rows else call
@@ -244,7 +281,8 @@ def _backward(call: Request) -> dict[str, Tensor]:
     gate = gate_kind(r)
     sigmoid, l2norm = r.use_beta_sigmoid_in_kernel, r.use_qk_l2norm_in_kernel
     arch, v_first, neg_eigval = 10 * major + minor, r.state_v_first, r.allow_neg_eigval
-    constants = _constants(dtype, H, HV, K, V, N * HV, arch, v_first, gate, sigmoid, neg_eigval, l2norm)
+    wider = into["g"].stride(1) // K if into else HV
+    constants = _constants(dtype, H, HV, wider, K, V, N * HV, arch, v_first, gate, sigmoid, neg_eigval, l2norm)
     config = constants.config
     NT, n_slots = -(-T // C), slots(r)
 
@@ -260,7 +298,10 @@ def _backward(call: Request) -> dict[str, Tensor]:
     dt_bias = r.dt_bias.contiguous() if gate != "none" and r.dt_bias is not None else None
 
     dv = q.new_empty((B, T, HV, V))
-    prepared = Prepared(*r.saved) if r.saved else run_prepare(r, dv, backward=True)
+    if r.saved and r.disable_recompute:
+        prepared = Prepared(*r.saved)
+    else:
+        prepared = run_prepare(r, dv, backward=True, kept=Kept(*r.saved) if r.saved else None)
     keys, P, D, X, norms = prepared
     state = None if call.initial_state is None else call.initial_state.contiguous()
     grad_final = None if call.grad_final_state is None else call.grad_final_state.contiguous()
@@ -284,7 +325,7 @@ def _backward(call: Request) -> dict[str, Tensor]:
     grouped = HV != H
     bk = config.gradients[0]
     NK = kp // bk
-    dq_hat = dk_hat = dg = dbeta_partial = dA = dbias = None
+    dq_hat = dk_hat = dq = dk = dg = dbeta_partial = dA = dbias = None
     for turn in turns:
         # The sequences of a turn, and their slots.
         own = turn and slice(turn.start * NT, turn.stop * NT)
@@ -304,9 +345,15 @@ def _backward(call: Request) -> dict[str, Tensor]:
         if turn is turns[-1]:
             prepared = keys = P = X = own_keys = None
         if dg is None:
-            hat = torch.float32 if grouped else dtype
-            dq_hat, dk_hat = (q.new_empty((B, T, HV, K), dtype=hat) for _ in range(2))
-            dg, dbeta_partial = g.new_empty((B, T, HV, K)), D.new_empty((NK, B, T, HV))
+            if into is None:
+                dg = g.new_empty((B, T, HV, K))
+            else:
+                dq, dk, dg = into["q"], into["k"], into["g"]
+            dq_hat, dk_hat = dq, dk
+            if grouped or into is None:
+                hat = torch.float32 if grouped else dtype
+                dq_hat, dk_hat = (q.new_empty((B, T, HV, K), dtype=hat) for _ in range(2))
+            dbeta_partial = D.new_empty((NK, B, T, HV))
             # Slots that hold nothing write no summand; only packed calls have such.
             summands = D.new_empty if cu is None else D.new_zeros
             dA = None if A_log is None else summands((n_slots, HV, NK))
@@ -326,7 +373,8 @@ def _backward(call: Request) -> dict[str, Tensor]:
         )
     del z, states, state_grads
     dbeta = beta.new_empty((B, T, HV))
-    dq, dk = (q.new_empty((B, T, H, K)), q.new_empty((B, T, H, K))) if grouped else (dq_hat, dk_hat)
+    if into is None:
+        dq, dk = (q.new_empty((B, T, H, K)), q.new_empty((B, T, H, K))) if grouped else (dq_hat, dk_hat)
     _finish(
         (-(-B * T // constants.finish["R"]), H, 1),
         (q, k, dq_hat, dk_hat, dbeta_partial, dq, dk, dbeta, *s_q, *s_k, T, T_row, B * T),

@@ -29,7 +29,7 @@ from kda_core_nvidia.layout import CHUNK, padded, slots
 from kda_core_nvidia.prepare import prepare
 from kda_core_nvidia.recurrence import recurrence
 from kda_core_nvidia.recurrence_hopper import recurrence_hopper
-from kda_core_nvidia.segments import as_packed, segment_rows, starts
+from kda_core_nvidia.segments import LEAST_ROWS, as_packed, segment_rows, starts
 
 _NO_STRIDES = (0, 0, 0, 0)
 
@@ -45,6 +45,14 @@ class Prepared(NamedTuple):
     P: Tensor
     D: Tensor
     X: Tensor | None = None
+    norms: Tensor | None = None
+
+
+class Kept(NamedTuple):
+    """What a forward keeps of that for its backward without ``disable_recompute``; ``inverse``: X in float32."""
+
+    P: Tensor
+    inverse: Tensor
     norms: Tensor | None = None
 
 
@@ -97,16 +105,37 @@ def _prepared_shapes(count: int, HV: int, KP: int) -> tuple[tuple[int, ...], ...
     return (count, HV, 3, CHUNK, KP), square, (count, HV, KP), square, (count, HV, 2, CHUNK)
 
 
-def prepared_specs(request: Request, backward: bool) -> tuple[TensorSpec, ...]:
-    """Shapes and dtypes of what ``prepare`` writes, in the order of ``Prepared``."""
-    count = 3 if not backward else 5 if request.use_qk_l2norm_in_kernel else 4
-    dtypes = (request.q.dtype, request.q.dtype, torch.float32, request.q.dtype, torch.float32)
-    shapes = _prepared_shapes(slots(request), request.HV, padded(request.K))
-    return tuple(map(TensorSpec, shapes[:count], dtypes[:count]))
+def saved_specs(request: Request) -> tuple[TensorSpec, ...]:
+    """Shapes and dtypes of what a forward keeps for its backward.
+
+    With ``disable_recompute``: everything that ``prepare`` wrote, in the order of ``Prepared``. Without: P, the inverse
+    in float32 and the norms, from which a second ``prepare`` need not multiply pairs nor invert.
+    """
+    everything = request.disable_recompute
+    rows = slots(request) if everything else _kept_slots(request)
+    keys, square, decay, _, norms = _prepared_shapes(rows, request.HV, padded(request.K))
+    dtype = request.q.dtype
+    specs = [TensorSpec(square, dtype), TensorSpec(square, torch.float32)]
+    if everything:
+        specs = [TensorSpec(keys, dtype), specs[0], TensorSpec(decay, torch.float32), TensorSpec(square, dtype)]
+    if request.use_qk_l2norm_in_kernel:
+        specs.append(TensorSpec(norms, torch.float32))
+    return tuple(specs)
+
+
+def _kept_slots(request: Request) -> int:
+    """Slots of what is kept without ``disable_recompute``: a bound that a call cut into segments keeps to as well.
+
+    Whether it is cut depends on the device; shapes must not.
+    """
+    if request.B == 1 and request.cu_seqlens is None:
+        return request.T // CHUNK + request.T // LEAST_ROWS + 2
+    return slots(request)
 
 
 @cache
 def _prepare_constants(
+    again: bool,
     dtype: torch.dtype,
     K: int,
     V: int,
@@ -118,15 +147,17 @@ def _prepare_constants(
     neg_eigval: bool,
 ) -> tuple[dict[str, Any], int]:
     """The kernel's constants, and its warps."""
-    config = prepare_config(K, dtype)
+    config = prepare_config(K, dtype, again)
     terms, dot, small_dot = dot_widths(dtype)
     constants = {
         "K": K,
         "V": V,
         "KP": padded(K),
         "BK": config.block_k,
+        "BW": config.wide,
         "C": CHUNK,
         "STAGES": config.stages,
+        "WIDE_STAGES": config.wide_stages,
         "UNIT": unit,
         "GATE": gate,
         "BOUNDED": bounded,
@@ -140,13 +171,17 @@ def _prepare_constants(
     return constants, config.num_warps
 
 
-def run_prepare(request: Request, o: Tensor, backward: bool = False) -> Prepared:
+def run_prepare(
+    request: Request, o: Tensor, backward: bool = False, keep: int = 0, kept: Kept | None = None
+) -> Prepared:
     """Launch ``prepare``.
 
     Args:
         request: the call.
         o: [B, T, HV, V], to be zeroed where no sequence (or a skipped one) has rows.
         backward: also return what only the backward needs.
+        keep: the same, but X in float32, and P, X and norms with room for so many slots: what can be ``kept``.
+        kept: what an earlier run kept; for a backward.
     """
     q, (s_qb, s_qt, s_qh, _) = _rows(request.q)
     k, (s_kb, s_kt, s_kh, _) = _rows(request.k)
@@ -165,6 +200,7 @@ def run_prepare(request: Request, o: Tensor, backward: bool = False) -> Prepared
         s_qb, s_kb, s_gb, s_bb, s_ob = s_qb // unit, s_kb // unit, s_gb // unit, s_bb // unit, s_ob // unit
     dtype, l2norm, gate = q.dtype, request.use_qk_l2norm_in_kernel, gate_kind(request)
     constants, num_warps = _prepare_constants(
+        kept is not None,
         dtype,
         K,
         V,
@@ -177,13 +213,22 @@ def run_prepare(request: Request, o: Tensor, backward: bool = False) -> Prepared
     )
     count = slots(request)
     shapes = _prepared_shapes(count, HV, constants["KP"])
-    prepared = Prepared(
-        q.new_empty(shapes[0]),
-        q.new_empty(shapes[1]),
-        q.new_empty(shapes[2], dtype=torch.float32),
-        q.new_empty(shapes[3]) if backward else None,
-        q.new_empty(shapes[4], dtype=torch.float32) if backward and l2norm else None,
-    )
+    keys, D = q.new_empty(shapes[0]), q.new_empty(shapes[2], dtype=torch.float32)
+    inverse = None
+    if kept is not None:
+        P, inverse, norms = kept
+        exact = dtype == torch.float32
+        X = None if exact else q.new_empty(shapes[3])
+        written = (keys, None, D, X, norms)
+        prepared = Prepared(keys, P, D, inverse if exact else X, norms)
+    else:
+        if keep:
+            shapes = _prepared_shapes(keep, HV, constants["KP"])
+        X = norms = None
+        if backward or keep:
+            X = q.new_empty(shapes[3], dtype=torch.float32 if keep else dtype)
+            norms = q.new_empty(shapes[4], dtype=torch.float32) if l2norm else None
+        written = prepared = Prepared(keys, q.new_empty(shapes[1]), D, X, norms)
     indices, bound = request.ssm_state_indices, request.lower_bound
     arguments = (
         q,
@@ -192,7 +237,8 @@ def run_prepare(request: Request, o: Tensor, backward: bool = False) -> Prepared
         beta,
         _dense(request.A_log) if gate != "none" else None,
         _dense(request.dt_bias) if gate != "none" else None,
-        *prepared,
+        *written,
+        inverse,
         o,
         _dense(request.cu_seqlens),
         indices,
@@ -345,10 +391,10 @@ def _intermediate_states(request: Request) -> Tensor:
     return request.q.new_empty(shape, dtype=request.state_dtype)
 
 
-def _run_segments(request: Request, rows: int, o: Tensor, final_state: Tensor | None) -> None:
+def _run_segments(request: Request, rows: int, o: Tensor, final_state: Tensor | None, keep: int) -> Prepared:
     """Run both kernels with the sequence cut into segments of ``rows`` rows; they write ``o`` and ``final_state``."""
     packed = as_packed(request, rows)
-    prepared = run_prepare(packed, o)
+    prepared = run_prepare(packed, o, keep=keep)
     given = _dense(request.initial_state)
     v = rows_contiguous(request.v)
     first, _ = starts(packed, chip(request.device), v, prepared.keys, prepared.D, given, request.state_v_first)
@@ -356,6 +402,7 @@ def _run_segments(request: Request, rows: int, o: Tensor, final_state: Tensor | 
     run_recurrence(replace(packed, initial_state=first), prepared, o, last, None)
     if final_state is not None:
         final_state.copy_(last[-1:] if request.state_v_first else last[-1:].transpose(-1, -2))
+    return prepared
 
 
 def chunk_forward(request: Request) -> ForwardResult:
@@ -371,15 +418,18 @@ def chunk_forward(request: Request) -> ForwardResult:
         elif request.output_final_state:
             final_state = q.new_empty(request.state_shape, dtype=request.state_dtype)
         h = _intermediate_states(request) if request.return_intermediate_states else None
-        keep = request.save_for_backward and request.disable_recompute
+        training, everything = request.save_for_backward, request.disable_recompute
+        keep = _kept_slots(request) if training and not everything else 0
         rows = segment_rows(request, chip(q.device))
         if rows:
-            prepared = ()
-            _run_segments(request, rows, o, final_state)
+            prepared = _run_segments(request, rows, o, final_state, keep)
         else:
-            prepared = run_prepare(request, o, keep)
+            prepared = run_prepare(request, o, training and everything, keep)
             run_recurrence(request, prepared, o, final_state, h)
         if request.out is not None and o is not request.out:
             o = request.out.copy_(o)
-    saved = tuple(t for t in prepared if t is not None) if keep else ()
+    saved = ()
+    if training:
+        found = prepared if everything else (prepared.P, prepared.X, prepared.norms)
+        saved = tuple(t for t in found if t is not None)
     return ForwardResult(o=o, final_state=None if request.inplace_final_state else final_state, h=h, saved=saved)

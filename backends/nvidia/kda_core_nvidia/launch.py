@@ -25,11 +25,16 @@ INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
 @dataclass(frozen=True, slots=True)
 class PrepareConfig:
-    """Launch configuration of ``prepare``: channels at a time, warps, depth of the load pipeline."""
+    """Launch configuration of ``prepare``: channels at a time, warps, depth of the load pipeline.
+
+    ``wide`` and ``wide_stages``: channels and depth of the loops that only multiply what they load.
+    """
 
     block_k: int
     num_warps: int
     stages: int
+    wide: int
+    wide_stages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +78,17 @@ def on_device(device: torch.device):
     return torch.cuda.device(device)
 
 
-def prepare_config(K: int, dtype: torch.dtype) -> PrepareConfig:
-    """Configuration of ``prepare``."""
+def prepare_config(K: int, dtype: torch.dtype, again: bool = False) -> PrepareConfig:
+    """Configuration of ``prepare``; ``again``: of its second run, with what the first one kept."""
+    if dtype.itemsize != 2:
+        return PrepareConfig(block_k=16, num_warps=1, stages=4, wide=16, wide_stages=4)
+    # The way to memory takes so many rows of a block at a time, however short they are: blocks as wide as registers
+    # allow, up to a cache line.
+    wide = min(64, padded(K))
+    if again and wide > 16:
+        return PrepareConfig(block_k=32, num_warps=2, stages=4, wide=wide, wide_stages=3)
     # One warp: chunks are many and small, and what a warp does alone needs no barrier. More than 16 channels spill.
-    return PrepareConfig(block_k=16, num_warps=1, stages=4)
+    return PrepareConfig(block_k=16, num_warps=1, stages=4, wide=wide, wide_stages=3)
 
 
 def recurrence_config(target: Chip, dtype: torch.dtype, K: int, V: int, sequences_heads: int) -> RecurrenceConfig:

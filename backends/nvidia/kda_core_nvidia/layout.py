@@ -34,7 +34,8 @@ HV is the value-head count and KP = ``padded(K)``; every tensor is contiguous, a
                                                   columns past K are zero
     P      [slots, HV, C, C]       dtype of q     [row r, column s]; zero for s > r and past the end
     D      [slots, HV, KP]         float32        exp G_C; anything finite past K
-    X      [slots, HV, C, C]       dtype of q     only for the backward; identity rows past the end
+    X      [slots, HV, C, C]       dtype of q     only for the backward; identity rows past the end; float32 where a
+                                                  forward keeps it
     norms  [slots, HV, 2, C]       float32        only for the backward of normalised rows: 1 / |q|, 1 / |k|
 """
 

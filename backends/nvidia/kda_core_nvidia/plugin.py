@@ -82,11 +82,11 @@ def kda_core_reject(request: AnyRequest) -> str | None:
 
 @hookimpl
 def kda_core_saved_spec(request: Request) -> tuple[TensorSpec, ...]:
-    if request.op != "chunk_kda" or not request.disable_recompute:
+    if request.op != "chunk_kda":
         return ()
-    from kda_core_nvidia.chunk_forward import prepared_specs
+    from kda_core_nvidia.chunk_forward import saved_specs
 
-    return prepared_specs(request, backward=True)
+    return saved_specs(request)
 
 
 @hookimpl

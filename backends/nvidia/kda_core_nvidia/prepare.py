@@ -7,8 +7,12 @@ is a plain one of the matrix unit's own shape and nothing needs a gather or a sl
         [M10 M11]          [L10 L11]                      [−X11 L10 X00   X11]
 
 Pass 1 goes over the channels in blocks of BK, adds up M and L, and stores ke, qg and kg (in kA's place); pass 2 turns
-kg into kA = Aᵀ kg. Decays inside a tile are exact for any gate (hierarchical reference points), or take the short way
-when they are known to be at least exp(−5) a row (BOUNDED).
+kg into kA = Aᵀ kg. It and the norms, which need few registers, take blocks of BW. Decays inside a tile are exact for
+any gate (hierarchical reference points), or take the short way when they are known to be at least exp(−5) a row
+(BOUNDED).
+
+A backward runs it once more with what a forward kept of every chunk, the inverse and the norms: then no norms, no pair
+products and no inverse are computed, kA needs no pass of its own, and the results are the same bits.
 
 Grid: slots · HV programs, heads fastest. Index arithmetic is int64 from the slot up.
 """
@@ -177,10 +181,11 @@ def prepare(
     A_log,  # [HV] or None
     dt_bias,  # [HV, K] or None
     keys,  # [slots, HV, 3, C, KP]
-    P,  # [slots, HV, C, C]
+    P,  # [slots, HV, C, C] or None with an inverse
     D,  # [slots, HV, KP]
     X,  # [slots, HV, C, C] or None
-    norms,  # [slots, HV, 2, C] or None
+    norms,  # [slots, HV, 2, C] or None; read with an inverse, else written
+    inverse,  # [slots, HV, C, C] float32 or None: X as an earlier run wrote it
     o,  # [B, T, HV, V]; only rows that no recurrence writes
     cu_seqlens,  # [N + 1] or None
     indices,  # [N] or None
@@ -212,8 +217,10 @@ def prepare(
     V: tl.constexpr,
     KP: tl.constexpr,
     BK: tl.constexpr,
+    BW: tl.constexpr,
     C: tl.constexpr,
     STAGES: tl.constexpr,
+    WIDE_STAGES: tl.constexpr,
     UNIT: tl.constexpr,  # batch strides are given in this many elements, so that alignment shows
     GATE: tl.constexpr,
     BOUNDED: tl.constexpr,
@@ -283,12 +290,28 @@ def prepare(
     q_norm1 = q_norm0
     k_norm0 = q_norm0
     k_norm1 = q_norm0
-    if L2NORM:
-        q_norm0, q_norm1, k_norm0, k_norm1 = _row_norms(
-            q + p_q, k + p_k, rows0, rows1, valid0, valid1, s_qt, s_kt, K, BK, KP, DOT, STAGES
+    p_square = (i_slot * HV + i_h) * (C * C) + r[:, None] * C + r[None, :]
+    p_norms = (i_slot * HV + i_h) * (2 * C) + r
+    if inverse is not None:
+        x00 = tl.load(inverse + p_square)
+        x10 = tl.load(inverse + p_square + 16 * C)
+        x11 = tl.load(inverse + p_square + 16 * C + 16)
+        if L2NORM:
+            q_norm0 = tl.load(norms + p_norms)
+            q_norm1 = tl.load(norms + p_norms + 16)
+            k_norm0 = tl.load(norms + p_norms + C)
+            k_norm1 = tl.load(norms + p_norms + C + 16)
+        if X is not None:
+            _store_square(X + p_square, x00, tl.zeros([16, 16], tl.float32), x10, x11, C)
+        a00, a00_rest, a10, a10_rest, a11, a11_rest = _writing(
+            x00 * beta0[:, None], x10 * beta1[:, None], x11 * beta1[:, None], k_norm0, k_norm1, dtype
         )
-    if norms is not None:
-        p_norms = norms + (i_slot * HV + i_h) * (2 * C) + r
+    elif L2NORM:
+        q_norm0, q_norm1, k_norm0, k_norm1 = _row_norms(
+            q + p_q, k + p_k, rows0, rows1, valid0, valid1, s_qt, s_kt, K, BW, KP, DOT, WIDE_STAGES
+        )
+    if inverse is None and norms is not None:
+        p_norms += norms
         tl.store(p_norms, q_norm0)
         tl.store(p_norms + 16, q_norm1)
         tl.store(p_norms + C, k_norm0)
@@ -304,6 +327,7 @@ def prepare(
     l00 = tl.zeros([16, 16], tl.float32)
     l10 = tl.zeros([16, 16], tl.float32)
     l11 = tl.zeros([16, 16], tl.float32)
+    zero = tl.zeros([16, BK], tl.float32)
     p_chunk = (i_slot * HV + i_h) * (3 * C * KP)
     o_tile = r[:, None] * KP
     everything = (r[:, None] + r[None, :]) >= 0
@@ -348,10 +372,12 @@ def prepare(
             k_e1 = b_k1 * e1
             k_f0 = b_k0 * tl.exp2(-x0)
             k_f1 = b_k1 * tl.exp2(-x1)
-            m00, l00 = _pairs(q_e0.to(dtype), k_e0.to(dtype), k_f0.to(dtype), m00, l00, DOT)
-            m11, l11 = _pairs(q_e1.to(dtype), k_e1.to(dtype), k_f1.to(dtype), m11, l11, DOT)
+            if inverse is None:
+                m00, l00 = _pairs(q_e0.to(dtype), k_e0.to(dtype), k_f0.to(dtype), m00, l00, DOT)
+                m11, l11 = _pairs(q_e1.to(dtype), k_e1.to(dtype), k_f1.to(dtype), m11, l11, DOT)
             k_f0 *= total0
-            m10, l10 = _pairs(q_e1.to(dtype), k_e1.to(dtype), k_f0.to(dtype), m10, l10, DOT)
+            if inverse is None:
+                m10, l10 = _pairs(q_e1.to(dtype), k_e1.to(dtype), k_f0.to(dtype), m10, l10, DOT)
             to_start = total0 * (1.0 / BOUNDED_SCALE)
             to_end = total1 * BOUNDED_SCALE
             q_e0 *= 1.0 / BOUNDED_SCALE
@@ -361,8 +387,9 @@ def prepare(
             k_g0 = k_f0 * to_end
             k_g1 = k_f1 * to_end
         else:
-            m00, l00 = _tile_any(b_q0, b_k0, parts0, m00, l00, TERMS, DOT, dtype)
-            m11, l11 = _tile_any(b_q1, b_k1, parts1, m11, l11, TERMS, DOT, dtype)
+            if inverse is None:
+                m00, l00 = _tile_any(b_q0, b_k0, parts0, m00, l00, TERMS, DOT, dtype)
+                m11, l11 = _tile_any(b_q1, b_k1, parts1, m11, l11, TERMS, DOT, dtype)
             e0 = tl.exp2(selected_sum(through(r, r), parts0, TERMS))
             e1 = tl.exp2(selected_sum(through(r, r), parts1, TERMS))
             q_e0 = b_q0 * e0
@@ -371,7 +398,8 @@ def prepare(
             k_e1 = b_k1 * e1
             k_g0 = b_k0 * tl.exp2(selected_sum(after(r, r), parts0, TERMS))
             k_g1 = b_k1 * tl.exp2(selected_sum(after(r, r), parts1, TERMS))
-            m10, l10 = _pairs(q_e1.to(dtype), k_e1.to(dtype), k_g0.to(dtype), m10, l10, DOT)
+            if inverse is None:
+                m10, l10 = _pairs(q_e1.to(dtype), k_e1.to(dtype), k_g0.to(dtype), m10, l10, DOT)
             q_e1 *= total0
             k_e1 *= total0
             k_g0 *= total1
@@ -379,44 +407,44 @@ def prepare(
         tl.store(p_block + 16 * KP, (k_e1 * k_norm1[:, None]).to(dtype))
         tl.store(p_block + C * KP, (q_e0 * q_norm0[:, None]).to(dtype))
         tl.store(p_block + C * KP + 16 * KP, (q_e1 * q_norm1[:, None]).to(dtype))
-        tl.store(p_block + 2 * C * KP, k_g0.to(dtype))
-        tl.store(p_block + 2 * C * KP + 16 * KP, k_g1.to(dtype))
+        k_g0 = k_g0.to(dtype)
+        k_g1 = k_g1.to(dtype)
+        if inverse is not None:
+            k_g0, k_g1 = _written(a00, a00_rest, a10, a10_rest, a11, a11_rest, k_g0, k_g1, zero, DOT)
+        tl.store(p_block + 2 * C * KP, k_g0)
+        tl.store(p_block + 2 * C * KP + 16 * KP, k_g1)
 
-    lower = r[:, None] >= r[None, :]
-    m00 = tl.where(lower, m00, 0.0) * (q_norm0[:, None] * k_norm0[None, :])
-    m11 = tl.where(lower, m11, 0.0) * (q_norm1[:, None] * k_norm1[None, :])
-    m10 *= q_norm1[:, None] * k_norm0[None, :]
-    x00 = inverse_16(l00 * (k_norm0[:, None] * (beta0 * k_norm0)[None, :]), r, r, SMALL_DOT)
-    x11 = inverse_16(l11 * (k_norm1[:, None] * (beta1 * k_norm1)[None, :]), r, r, SMALL_DOT)
-    l10 *= k_norm1[:, None] * (beta0 * k_norm0)[None, :]
-    x10 = -tl.dot(x11, tl.dot(l10, x00, input_precision=SMALL_DOT), input_precision=SMALL_DOT)
-    p_square = (i_slot * HV + i_h) * (C * C) + r[:, None] * C + r[None, :]
-    zero = tl.zeros([16, 16], tl.float32)
-    if X is not None:
-        _store_square(X + p_square, x00, zero, x10, x11, C)
-    a00 = x00 * beta0[:, None]
-    a10 = x10 * beta1[:, None]
-    a11 = x11 * beta1[:, None]
-    p00 = tl.dot(m00, a00, input_precision=SMALL_DOT)
-    p11 = tl.dot(m11, a11, input_precision=SMALL_DOT)
-    p10 = tl.dot(m11, a10, tl.dot(m10, a00, input_precision=SMALL_DOT), input_precision=SMALL_DOT)
-    _store_square(P + p_square, p00, zero, p10, p11, C)
+    if inverse is None:
+        lower = r[:, None] >= r[None, :]
+        m00 = tl.where(lower, m00, 0.0) * (q_norm0[:, None] * k_norm0[None, :])
+        m11 = tl.where(lower, m11, 0.0) * (q_norm1[:, None] * k_norm1[None, :])
+        m10 *= q_norm1[:, None] * k_norm0[None, :]
+        x00 = inverse_16(l00 * (k_norm0[:, None] * (beta0 * k_norm0)[None, :]), r, r, SMALL_DOT)
+        x11 = inverse_16(l11 * (k_norm1[:, None] * (beta1 * k_norm1)[None, :]), r, r, SMALL_DOT)
+        l10 *= k_norm1[:, None] * (beta0 * k_norm0)[None, :]
+        x10 = -tl.dot(x11, tl.dot(l10, x00, input_precision=SMALL_DOT), input_precision=SMALL_DOT)
+        above = tl.zeros([16, 16], tl.float32)
+        if X is not None:
+            _store_square(X + p_square, x00, above, x10, x11, C)
+        a00 = x00 * beta0[:, None]
+        a10 = x10 * beta1[:, None]
+        a11 = x11 * beta1[:, None]
+        p00 = tl.dot(m00, a00, input_precision=SMALL_DOT)
+        p11 = tl.dot(m11, a11, input_precision=SMALL_DOT)
+        p10 = tl.dot(m11, a10, tl.dot(m10, a00, input_precision=SMALL_DOT), input_precision=SMALL_DOT)
+        _store_square(P + p_square, p00, above, p10, p11, C)
 
-    # kg was written by other threads of this program, without the norms of k.
-    tl.debug_barrier()
-    a00, a00_rest = _two_parts(tl.trans(a00 * k_norm0[:, None]), dtype)
-    a10, a10_rest = _two_parts(tl.trans(a10 * k_norm1[:, None]), dtype)
-    a11, a11_rest = _two_parts(tl.trans(a11 * k_norm1[:, None]), dtype)
-    zero = tl.zeros([16, BK], tl.float32)
-    for i_k in tl.range(0, KP // BK, num_stages=STAGES):
-        p_block = keys + p_chunk + 2 * C * KP + o_tile + i_k * BK + tl.arange(0, BK)[None, :]
-        k_g0 = tl.load(p_block)
-        k_g1 = tl.load(p_block + 16 * KP)
-        k_a0 = _product(a00, a00_rest, k_g0, zero, DOT)
-        k_a0 = _product(a10, a10_rest, k_g1, k_a0, DOT)
-        k_a1 = _product(a11, a11_rest, k_g1, zero, DOT)
-        tl.store(p_block, k_a0.to(dtype))
-        tl.store(p_block + 16 * KP, k_a1.to(dtype))
+        # kg was written by other threads of this program, without the norms of k.
+        tl.debug_barrier()
+        a00, a00_rest, a10, a10_rest, a11, a11_rest = _writing(a00, a10, a11, k_norm0, k_norm1, dtype)
+        zero = tl.zeros([16, BW], tl.float32)
+        for i_k in tl.range(0, KP // BW, num_stages=WIDE_STAGES):
+            p_block = keys + p_chunk + 2 * C * KP + o_tile + i_k * BW + tl.arange(0, BW)[None, :]
+            k_g0 = tl.load(p_block)
+            k_g1 = tl.load(p_block + 16 * KP)
+            k_a0, k_a1 = _written(a00, a00_rest, a10, a10_rest, a11, a11_rest, k_g0, k_g1, zero, DOT)
+            tl.store(p_block, k_a0)
+            tl.store(p_block + 16 * KP, k_a1)
 
 
 @triton.jit
@@ -441,6 +469,24 @@ def _product(a, rest, b, total, DOT: tl.constexpr):
     if b.dtype != tl.float32:
         total = tl.dot(rest, b, total)
     return tl.dot(a, b, total, input_precision=DOT)
+
+
+@triton.jit
+def _writing(a00, a10, a11, k_norm0, k_norm1, dtype: tl.constexpr):
+    """Transposes of the blocks of A, which the norms of k multiply as well, in two parts each."""
+    a00, a00_rest = _two_parts(tl.trans(a00 * k_norm0[:, None]), dtype)
+    a10, a10_rest = _two_parts(tl.trans(a10 * k_norm1[:, None]), dtype)
+    a11, a11_rest = _two_parts(tl.trans(a11 * k_norm1[:, None]), dtype)
+    return a00, a00_rest, a10, a10_rest, a11, a11_rest
+
+
+@triton.jit
+def _written(a00, a00_rest, a10, a10_rest, a11, a11_rest, k_g0, k_g1, zero, DOT: tl.constexpr):
+    """Both tiles of kA = Aᵀ kg."""
+    k_a0 = _product(a00, a00_rest, k_g0, zero, DOT)
+    k_a0 = _product(a10, a10_rest, k_g1, k_a0, DOT)
+    k_a1 = _product(a11, a11_rest, k_g1, zero, DOT)
+    return k_a0.to(k_g0.dtype), k_a1.to(k_g0.dtype)
 
 
 @triton.jit
