@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,8 +12,10 @@ import torch
 pytest.importorskip("kda_core_nvidia")
 pytest.importorskip("triton")
 
+import triton
 from kda_core_nvidia import aot, chunk_backward, hopper, recurrent_launch
 from kda_core_nvidia.launch import Chip
+from triton.backends.compiler import GPUTarget
 
 KERNELS = {
     "prepare",
@@ -48,28 +51,54 @@ def test_every_kernel_is_compiled(arch: int):
 
 
 def test_every_configuration_of_decoding_is_compiled():
-    """Each row of the table, with both policies of loading, is among what is compiled."""
+    """Each row of the table is among what is compiled."""
     names = ("V_FIRST", "BV", "KS", "EVICTION", "num_warps")
     compiled = set()
     for launch in aot.shipped(90, "recurrent recurrent"):
         state = launch.arguments["initial_state"]
         if launch.arguments["K"] == 128 and state is not None:
             compiled.add((state.dtype, *(launch.arguments[n] for n in names)))
-    for (v_first, half), (c, least) in recurrent_launch._CONFIGS.items():
+    for (v_first, half), table in recurrent_launch._CONFIGS.items():
         dtype = torch.bfloat16 if half else torch.float32
-        share = c.row_bytes // dtype.itemsize if v_first else 128
-        for eviction in ("evict_last", "") if least else ("evict_last",):
-            assert (dtype, v_first, c.block_v, share, eviction, c.num_warps) in compiled, f"{dtype}, {v_first}, {c}"
+        for _, c in table:
+            share = c.row_bytes // dtype.itemsize if v_first else 128
+            assert (dtype, v_first, c.block_v, share, c.eviction, c.num_warps) in compiled, f"{dtype}, {v_first}, {c}"
 
 
 def test_tiles_of_decoding_do_not_depend_on_the_number_of_states():
     """With another tile sums are taken in another order, and a sequence's bits would show its company (FAILURES 28)."""
     for v_first, dtype in itertools.product((False, True), (torch.float32, torch.bfloat16)):
-        tiles = set()
-        for states in (1, 32, 512, 513, 4096, 10**6):
-            c = recurrent_launch.recurrent_config(states, 128, 128, v_first, dtype)
-            tiles.add((c.block_v, c.num_warps, c.row_bytes))
-        assert len(tiles) == 1, (v_first, dtype)
+        for K in (32, 64, 128, 256):
+            tiles = set()
+            for states in (1, 32, 64, 65, 512, 513, 1024, 1025, 4096, 10**6):
+                c = recurrent_launch.recurrent_config(states, K, 128, v_first, dtype)
+                # Stored V first, a row is summed on its own: see the next test.
+                block_v = 0 if v_first and K == 128 else c.block_v
+                tiles.add((block_v, c.num_warps, c.row_bytes))
+            assert len(tiles) == 1, (v_first, dtype, K)
+
+
+@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("form", ["a step", "two tokens", "packed"])
+def test_rows_of_a_tile_are_summed_alike_in_tiles_of_any_size(state: torch.dtype, form: str):
+    """Where the number of states decides how many rows (V first) a tile has, no other part of its layout changes."""
+    layouts = set()
+    for N in (1, 8, 129):
+        request = recurrent_launch._example(N, 2 if form == "two tokens" else 1, True, state)
+        if form == "packed":
+            rows = {n: getattr(request, n).flatten(0, 1)[None] for n in ("q", "k", "v", "g", "beta")}
+            request = replace(request, **rows, cu_seqlens=torch.zeros(N + 1, dtype=torch.int32))
+        with aot.chip_of(90), aot.recorded(*aot.MODULES) as launches:
+            recurrent_launch.recurrent_forward(request)
+        one = replace(launches[0], arch=90)
+        src, options = aot.source(one)
+        code = triton.compile(src, target=GPUTarget("cuda", 90, 32), options=options).asm["ttgir"]
+        share = one.arguments["KS"]
+        tile = rf"tensor<{one.arguments['BV']}x{128 // share}x{share}xf32, (#\w+)>"
+        kinds = dict(re.findall(r"^(#\w+) = (#ttg\.\w+<{.*}>)", code, re.MULTILINE))
+        layouts.add(frozenset(kinds[name] for name in re.findall(tile, code)))
+    assert len(layouts) == 1
+    assert all(layouts)
 
 
 def test_the_backward_takes_kernels_for_hopper_where_they_gain():

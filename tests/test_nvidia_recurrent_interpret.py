@@ -143,9 +143,10 @@ def packed_with_empty_sequences_and_a_tail() -> None:
         call |= {"initial_state": states, "output_final_state": True}
         _, final = kda_core.fused_recurrent_kda(**call, backend="nvidia")
         assert torch.equal(final[[0, 2]], states[[0, 2]])
-        nothing = packed(inputs(1, 3), [0])
-        o, _ = kda_core.fused_recurrent_kda(**nothing, backend="nvidia")
-        assert not o.any()
+        for rows in (3, 12):
+            nothing = packed(inputs(1, rows), [0])
+            o, _ = kda_core.fused_recurrent_kda(**nothing, backend="nvidia")
+            assert not o.any()
 
 
 @check
@@ -267,6 +268,25 @@ def prompts_packed() -> None:
     assert not o[0, 9:17].any()
     assert not o[0, 18:42].any()
     assert not o[0, 43:].any()
+
+
+@check
+def prompts_one_behind_the_other() -> None:
+    """Few long sequences are expected among many short ones; a program takes more than one where there are more."""
+    from kda_core_nvidia import recurrent_launch
+
+    before = recurrent_launch.chip
+    recurrent_launch.chip = lambda device: before(device)._replace(multiprocessors=1)
+    lengths = torch.tensor([20, 0, 0, 9, 1, 17, 0, 0, 3, 12, 0, 0])
+    bounds = [0, *lengths.cumsum(0).tolist()]
+    states, slots = pool(13), torch.arange(12)
+    slots[5] = -1
+    try:
+        call = packed(inputs(1, bounds[-1] + 2, "bounded"), bounds)
+        same(call | {"output_final_state": True})
+        same(call | {"initial_state": states, "ssm_state_indices": slots, "pad_slot_id": 9})
+    finally:
+        recurrent_launch.chip = before
 
 
 @check

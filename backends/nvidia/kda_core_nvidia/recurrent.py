@@ -25,6 +25,7 @@ import math
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
 
@@ -176,7 +177,10 @@ def recurrent(
     ONE_TOKEN: tl.constexpr,  # dense and T = 1: there is no loop
     MOST: tl.constexpr,  # tokens of a packed sequence; longer ones are left to other kernels. 0: no bound
     EVICTION: tl.constexpr,  # eviction policy of the load of the states
+    LEADS: tl.constexpr,  # the kernels for prompts follow, and may start before this one ends
 ):
+    if LEADS:
+        gdc_launch_dependents()
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
     i_v = pid % BLOCKS

@@ -10,7 +10,7 @@ Grid: blocks · HV programs, heads fastest.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kda_core.triton_lib.decay import after, selected_sum, split, through
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
@@ -87,6 +87,10 @@ def blocks_prepare(
         start = ((i_slot % blocks) * ROWS).to(tl.int32)
         length = T
     else:
+        if OVERLAP:  # noqa: SIM102 (known when the kernel is compiled)
+            # Begun before ``recurrent`` ended: one program waits, so that no kernel behind this one finds that running.
+            if pid == 0:
+                gdc_wait()
         n, before = locate(cu_seqlens, N, i_slot, True)
         if n == N:
             return

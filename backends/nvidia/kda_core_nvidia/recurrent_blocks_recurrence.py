@@ -16,23 +16,21 @@ from triton.language.extra.cuda import gdc_wait
 from kda_core_nvidia.recurrent_blocks import ROWS, TOP, locate, product, scaled_halves
 
 
-@triton.jit(
-    do_not_specialize=["T", "N", "blocks", "s_index", "pad_slot_id"],
-    do_not_specialize_on_alignment=["cu_seqlens", "indices"],
-)
-def blocks_recurrence(
+@triton.jit
+def follow(
     planes,
     squares,
     factors,
-    v,  # [B, T, HV, V]
-    initial_state,  # [N or slots of a pool, HV, K, V] (or [..., V, K]) or None
-    final_state,  # likewise; the same tensor when it is advanced in place
-    o,  # [B, T, HV, V]
-    cu_seqlens,  # [N + 1] or None
-    indices,  # [N] slots or None
-    T,
-    N,
-    blocks,
+    v,
+    initial_state,
+    final_state,
+    o,
+    i_state,
+    row,
+    length,
+    slot,
+    i_h,
+    i_v,
     s_vn,
     s_vt,
     s_vh,
@@ -44,8 +42,6 @@ def blocks_recurrence(
     s_ih,
     s_fn,
     s_fh,
-    s_index: tl.int64,
-    pad_slot_id: tl.int64,
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -59,34 +55,17 @@ def blocks_recurrence(
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """One sequence: its state from its one load to its one store.
+
+    Args:
+        i_state: where its state lies; row, length, slot: its first row, its rows, its first block.
+        i_h, i_v: value head, block of value channels. The others are those of ``blocks_recurrence``.
+    """
     PLANES: tl.constexpr = 6 if EXACT_OUT else 5
-    BLOCKS: tl.constexpr = (V + BV - 1) // BV
-    pid = tl.program_id(0)
-    i_v = pid % BLOCKS
-    i_h = (pid // BLOCKS % HV).to(tl.int64)
-    i_n = (pid // (BLOCKS * HV)).to(tl.int64)
     r = tl.arange(0, ROWS)
     o_k = tl.arange(0, KP)
     o_v = i_v * BV + tl.arange(0, BV)
     m_v = o_v < V
-    if cu_seqlens is None:
-        row = i_n
-        length = tl.full([], 1, tl.int32) * T
-        slot = i_n * blocks
-    else:
-        n, before = locate(cu_seqlens, N, i_n, False)
-        if n == N:
-            return
-        i_n = n.to(tl.int64)
-        slot = before.to(tl.int64)
-        row = tl.load(cu_seqlens + i_n).to(tl.int64)
-        length = (tl.load(cu_seqlens + i_n + 1).to(tl.int64) - row).to(tl.int32)
-    i_state = i_n
-    if indices is not None:
-        i_state = tl.load(indices + i_n * s_index).to(tl.int64)
-        if (i_state < 0) | (i_state == pad_slot_id):
-            return
-
     m_state = m_v[:, None] & (o_k < K)[None, :]
     S = tl.zeros([BV, KP], tl.float32)
     if initial_state is not None:
@@ -142,3 +121,103 @@ def blocks_recurrence(
         p_state = final_state + i_state * s_fn + i_h * s_fh
         p_state += o_v[:, None].to(tl.int64) * F_V + o_k[None, :].to(tl.int64) * F_K
         tl.store(p_state, S.to(final_state.dtype.element_ty), mask=m_state)
+
+
+@triton.jit(
+    do_not_specialize=["T", "N", "blocks", "s_index", "pad_slot_id"],
+    do_not_specialize_on_alignment=["cu_seqlens", "indices"],
+)
+def blocks_recurrence(
+    planes,
+    squares,
+    factors,
+    v,  # [B, T, HV, V]
+    initial_state,  # [N or slots of a pool, HV, K, V] (or [..., V, K]) or None
+    final_state,  # likewise; the same tensor when it is advanced in place
+    o,  # [B, T, HV, V]
+    cu_seqlens,  # [N + 1] or None
+    indices,  # [N] slots or None
+    T,
+    N,
+    blocks,
+    s_vn,
+    s_vt,
+    s_vh,
+    s_on,
+    s_ot,
+    s_oh,
+    s_ov,
+    s_in,
+    s_ih,
+    s_fn,
+    s_fh,
+    s_index: tl.int64,
+    pad_slot_id: tl.int64,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    KP: tl.constexpr,
+    BV: tl.constexpr,
+    I_K: tl.constexpr,
+    I_V: tl.constexpr,
+    F_K: tl.constexpr,
+    F_V: tl.constexpr,
+    EXACT_OUT: tl.constexpr,
+    STAGES: tl.constexpr,
+    STEP: tl.constexpr,  # packed: a program takes every STEP-th long sequence; 0: one each
+    OVERLAP: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0)
+    i_v = pid % BLOCKS
+    i_h = (pid // BLOCKS % HV).to(tl.int64)
+    i_n = (pid // (BLOCKS * HV)).to(tl.int64)
+    if cu_seqlens is None:
+        row = i_n
+        length = tl.full([], 1, tl.int32) * T
+        slot = i_n * blocks
+        i_state = i_n
+        if indices is not None:
+            i_state = tl.load(indices + i_n * s_index).to(tl.int64)
+            if (i_state < 0) | (i_state == pad_slot_id):
+                if OVERLAP:  # noqa: SIM102 (known when the kernel is compiled)
+                    # One program waits, so that no kernel behind this one finds those before it still running.
+                    if pid == 0:
+                        gdc_wait()
+                return
+        follow(
+            planes, squares, factors, v, initial_state, final_state, o,
+            i_state, row, length, slot, i_h, i_v,
+            s_vn, s_vt, s_vh, s_on,
+            s_ot, s_oh, s_ov, s_in, s_ih, s_fn, s_fh,
+            HV, K, V, KP, BV, I_K,
+            I_V, F_K, F_V, EXACT_OUT, STAGES, OVERLAP,
+        )  # fmt: skip
+    else:
+        rank = i_n.to(tl.int32)
+        while rank < N:
+            n, before = locate(cu_seqlens, N, rank, False)
+            rank = tl.where((n < N) & (STEP > 0), rank + STEP, N)
+            if n < N:
+                i_n = n.to(tl.int64)
+                slot = before.to(tl.int64)
+                row = tl.load(cu_seqlens + i_n).to(tl.int64)
+                length = (tl.load(cu_seqlens + i_n + 1).to(tl.int64) - row).to(tl.int32)
+                i_state = i_n
+                skip = n < 0
+                if indices is not None:
+                    i_state = tl.load(indices + i_n * s_index).to(tl.int64)
+                    skip = (i_state < 0) | (i_state == pad_slot_id)
+                if not skip:
+                    follow(
+                        planes, squares, factors, v, initial_state, final_state, o,
+                        i_state, row, length, slot, i_h, i_v,
+                        s_vn, s_vt, s_vh, s_on,
+                        s_ot, s_oh, s_ov, s_in, s_ih, s_fn, s_fh,
+                        HV, K, V, KP, BV, I_K,
+                        I_V, F_K, F_V, EXACT_OUT, STAGES, OVERLAP,
+                    )  # fmt: skip
+        if OVERLAP:  # noqa: SIM102 (known when the kernel is compiled)
+            # One program of those that found nothing waits, too.
+            if pid == 0:
+                gdc_wait()

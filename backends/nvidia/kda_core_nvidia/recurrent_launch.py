@@ -2,7 +2,8 @@
 
 Sequences of at most SHORT tokens, and all drafts, are one launch of ``recurrent``, longer ones two of the kernels for
 prompts. Dense sequences are all of one kind; packed ones may be of both, and only the device knows: where they have
-more than SHORT tokens together, all three kernels are launched, and each passes over what is not its own.
+more than SHORT tokens together, all three kernels are launched, and each passes over what is not its own. In steps the
+later two find nothing: they start before the first one ends, and of the last one no more programs than run at once.
 
 Nothing waits for the device, so that a call can be captured in a CUDA graph whose replays read whatever the indices
 hold by then. Inputs are read where they lie, at any stride of batch, token and head; one whose last dimension is not
@@ -39,8 +40,8 @@ class RecurrentConfig:
     """Launch configuration of ``recurrent``.
 
     Attributes:
-        block_v: value channels of a program.
-        num_warps: its warps.
+        block_v: value channels of a tile.
+        num_warps: warps of a program.
         row_bytes: V first: how much of a row neighbouring lanes read at once; the rest lies in registers.
         eviction: policy of the load of the states. With "evict_last" a state is still in the L2 cache when it is
             written back, and lines leave the cache in the order in which they were written, which memory is faster at;
@@ -55,13 +56,26 @@ class RecurrentConfig:
 
 # Measured on an H200 at K = V = 128, H = 32: one step at N = 1 to 512 with float32 and bfloat16 pools, T = 2 to 8 at
 # N = 1 to 64. One tile for each layout and dtype, whatever the number of sequences and tokens: with another tile sums
-# are taken in another order, and how many states there are must not show in any bit of a result.
+# are taken in another order, and how many states there are must not show in any bit of a result. Only V first may a
+# tile have more rows or fewer: each is summed on its own, by the same threads in the same order.
 _CONFIGS = {
-    # (V first, bfloat16): (the configuration, the least states N · HV that are read with "evict_last")
-    (False, False): (RecurrentConfig(64, 2), 513),
-    (False, True): (RecurrentConfig(32, 1), 1025),
-    (True, False): (RecurrentConfig(16, 1, 256), 513),
-    (True, True): (RecurrentConfig(16, 1), 0),
+    # (V first, bfloat16): (the least states N · HV for it, the configuration), by number of states
+    (False, False): (
+        (0, RecurrentConfig(64, 2, 128, "evict_last")),
+        (65, RecurrentConfig(64, 2)),
+        (513, RecurrentConfig(64, 2, 128, "evict_last")),
+    ),
+    (False, True): ((0, RecurrentConfig(32, 1)), (1025, RecurrentConfig(32, 1, 128, "evict_last"))),
+    (True, False): (
+        (0, RecurrentConfig(16, 1, 256, "evict_last")),
+        (65, RecurrentConfig(8, 1, 256)),
+        (513, RecurrentConfig(16, 1, 256, "evict_last")),
+    ),
+    (True, True): (
+        (0, RecurrentConfig(8, 1, 128, "evict_last")),
+        (65, RecurrentConfig(8, 1)),
+        (513, RecurrentConfig(16, 1, 128, "evict_last")),
+    ),
 }
 
 
@@ -94,19 +108,27 @@ def blocks_config(major: int, K: int, V: int) -> BlocksConfig:
 def recurrent_config(
     states: int, K: int, V: int, v_first: bool, state_dtype: torch.dtype, given: bool = True
 ) -> RecurrentConfig:
-    """Configuration for ``states`` = N · HV states; only the policy of loads depends on how many there are.
+    """Configuration for ``states`` = N · HV states; how many there are decides over nothing that shows in a result.
 
     Without a given state there is none to load, and triton 3.6 finds the large tile no layout without spills.
     """
-    config, least = _CONFIGS[v_first, state_dtype == torch.bfloat16]
+    table = _CONFIGS[v_first, state_dtype == torch.bfloat16]
+    config = [c for least, c in table if states >= least][-1]
+    if triton.next_power_of_2(K) != 128:
+        # That tiles of several sizes sum alike has been seen there only.
+        config = replace(config, block_v=table[-1][1].block_v)
     if not given and not v_first:
-        config, least = RecurrentConfig(16, 1), 0
+        config = RecurrentConfig(16, 1)
     block_v = config.block_v
     if K > 128:
         # A thread holds a share of the state, and K first also a share of every row, which grows with K as well.
         block_v //= 2 if v_first else 4
-    eviction = "evict_last" if states >= least else ""
-    return replace(config, block_v=min(block_v, triton.next_power_of_2(V)), eviction=eviction)
+    return replace(config, block_v=min(block_v, triton.next_power_of_2(V)))
+
+
+def _overlap(device: torch.device) -> bool:
+    """Whether kernels of a call may start before the one ahead of them ends (programmatic dependent launch)."""
+    return not INTERPRET and chip(device).capability[0] >= 9
 
 
 def _strides(x: Tensor, packed: bool) -> tuple[int, int, int]:
@@ -168,6 +190,8 @@ def _launch(request: Request, o: Tensor, final_state: Tensor | None, short_only:
     s_fn, s_fh, F_K, F_V = state_strides(final_state, v_first)
     # With packed sequences one more set of programs zeroes the rows behind the last one.
     programs = (N + packed) * HV * -(-V // config.block_v)
+    # The kernels for prompts follow, and mostly find nothing: they can do so while the last programs run.
+    leads = short_only and _overlap(request.device)
     arguments = (
         q,
         k,
@@ -226,6 +250,7 @@ def _launch(request: Request, o: Tensor, final_state: Tensor | None, short_only:
         "ONE_TOKEN": T == 1 and not packed,
         "MOST": SHORT.value if short_only else 0,
         "EVICTION": config.eviction,
+        "LEADS": leads,
         "enable_fp_fusion": False,
     }
     _recurrent((programs, 1, 1), arguments, constants, config.num_warps)
@@ -245,8 +270,7 @@ def _launch_blocks(request: Request, o: Tensor, final_state: Tensor | None) -> N
     exact_out = o.dtype != torch.bfloat16
     major = chip(request.device).capability[0]
     config = blocks_config(major, K, V)
-    # Programmatic dependent launch.
-    overlap = not INTERPRET and major >= 9
+    overlap = _overlap(request.device)
     blocks = -(-T // ROWS.value)
     sequences, slots = N, N * blocks
     if packed:
@@ -299,33 +323,13 @@ def _launch_blocks(request: Request, o: Tensor, final_state: Tensor | None) -> N
         "TERMS": 1 if INTERPRET else 3,
         "STAGES": PREPARE_STAGES,
         "OVERLAP": overlap,
+        "launch_pdl": overlap and packed,
     }
     _blocks_prepare((slots * HV, 1, 1), arguments, constants, 1)
     s_in, s_ih, I_K, I_V = state_strides(initial_state, request.state_v_first)
     s_fn, s_fh, F_K, F_V = state_strides(final_state, request.state_v_first)
-    arguments = (
-        planes,
-        squares,
-        factors,
-        v,
-        initial_state,
-        final_state,
-        o,
-        bounds,
-        indices,
-        T,
-        N,
-        blocks,
-        *_strides(v, packed),
-        *_strides(o, packed),
-        o.stride(3),
-        s_in,
-        s_ih,
-        s_fn,
-        s_fh,
-        s_index,
-        request.pad_slot_id,
-    )
+    states = (v, initial_state, final_state, o)
+    strides = (*_strides(v, packed), *_strides(o, packed), o.stride(3), s_in, s_ih, s_fn, s_fh)
     constants = {
         "HV": HV,
         "K": K,
@@ -337,12 +341,17 @@ def _launch_blocks(request: Request, o: Tensor, final_state: Tensor | None) -> N
         "F_K": F_K,
         "F_V": F_V,
         "EXACT_OUT": exact_out,
-        "STAGES": RECURRENCE_STAGES,
-        "OVERLAP": overlap,
-        "launch_pdl": overlap,
     }
-    programs = sequences * HV * -(-V // config.block_v)
-    _blocks_recurrence((programs, 1, 1), arguments, constants, config.num_warps)
+    heads = HV * -(-V // config.block_v)
+    where = (bounds, indices, T, N, blocks)
+    arguments = (planes, squares, factors, *states, *where, *strides, s_index, request.pad_slot_id)
+    step = 0
+    if packed and T <= SHORT.value * N:
+        # There may be as many long sequences as that, but most likely there are few or none: as many programs as run
+        # at once, which is two on a multiprocessor of Hopper.
+        sequences = step = min(sequences, max(1, 2 * chip(request.device).multiprocessors // heads))
+    constants |= {"STAGES": RECURRENCE_STAGES, "STEP": step, "OVERLAP": overlap, "launch_pdl": overlap}
+    _blocks_recurrence((sequences * heads, 1, 1), arguments, constants, config.num_warps)
 
 
 def recurrent_backward(request: Request) -> BackwardResult:
@@ -374,7 +383,7 @@ def shipped() -> Iterator[tuple[str, Request]]:
     for v_first in (False, True):
         for state_dtype in (torch.float32, torch.bfloat16):
             for T in (1, 2):
-                for N in (1, 129):
+                for N in (1, 8, 129):
                     layout = "V first" if v_first else "K first"
                     yield f"recurrent, {layout}, {state_dtype}, N={N}, T={T}", _example(N, T, v_first, state_dtype)
     for v_first in (False, True):
