@@ -183,6 +183,24 @@ def test_a_wrong_random_call_is_made_again():
         assert len(made) == expected
 
 
+@pytest.mark.parametrize(
+    "error", [RuntimeError("a kernel"), Mismatch("an input was changed"), Refused("rejected", "no")], ids=repr
+)
+def test_whatever_makes_a_random_call_fail_is_made_again(error):
+    """Not only results beyond their budgets: a crash, a broken promise, a refusal of what was declared."""
+    from kda_core.testing.suite import test_random
+
+    def failing(call):
+        raise error
+
+    subject = Subject(Target("reference", CPU, interpreted=True))
+    subject.check = failing
+    for number in range(5):
+        with pytest.raises((RuntimeError, AssertionError)):
+            test_random._check(subject, number, test_random.FAST)
+        subject.records.append(number)
+
+
 def test_interpreter_does_less():
     """One repeat, fewer random calls, no long calls (a record says so); a device does everything."""
     subject, device = (Subject(Target("reference", CPU, interpreted=i)) for i in (True, False))

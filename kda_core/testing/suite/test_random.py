@@ -79,9 +79,13 @@ def _check(kda: Subject, call: Call, settings: hypothesis.settings) -> None:
     # The interpreter makes fewer calls than hypothesis draws, but after a wrong one all that making it small takes.
     if len(kda.records) >= kda.draws(settings.max_examples) and kda.target.interpreted and not kda.wrong:
         return
-    refusal = refusal_of(lambda: kda.check(call))
-    # What is not declared may be refused; run() has compared the reasons.
-    assert refusal is None or refusal.status != "rejected", str(refusal)
+    try:
+        refusal = refusal_of(lambda: kda.check(call))
+        # What is not declared may be refused; run() has compared the reasons.
+        assert refusal is None or refusal.status != "rejected", str(refusal)
+    except Exception:
+        kda.wrong = True
+        raise
 
 
 @in_parts
