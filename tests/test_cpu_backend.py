@@ -204,7 +204,9 @@ def test_runs_repeat_bitwise(op, layout):
 
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("op", [CHUNK, RECURRENT])
-@pytest.mark.parametrize(("K", "V"), [(12, 10), (64, 64)])
+@pytest.mark.parametrize(
+    ("K", "V"), [(12, 10), (64, 64), (1, 1), (1, 17), (3, 5), (4, 2), (6, 9), (16, 1), (17, 10), (33, 5), (33, 1)]
+)
 def test_a_sequence_does_not_depend_on_its_neighbours(op, K, V):
     r = make_request(op, cu=PACKING, K=K, V=V)
     packed, packed_grads, backward = gradients(r, ("q", "k", "v", "g", "beta", "initial_state"))

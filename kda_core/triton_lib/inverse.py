@@ -25,7 +25,7 @@ def inverse_16(L, r, s, PRECISION: tl.constexpr):
     Args:
         L: [16, 16] float32.
         r, s: tl.arange(0, 16).
-        PRECISION: "tf32", or "tf32x3" for float32 accuracy.
+        PRECISION: "tf32"; "tf32x3" for 22 bits; "bf16x6" or "ieee" for float32 accuracy.
     """
     X = tl.where(r[:, None] == s[None, :], 1.0, 0.0) - tl.where(straddles(r, s, 1), L, 0.0)
     X = double(X, L, r, s, 2, PRECISION)

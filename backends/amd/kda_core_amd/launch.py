@@ -221,7 +221,7 @@ def dot_widths(dtype: torch.dtype, target: Architecture) -> tuple[int, str, str]
     terms = 3 if dtype == torch.float32 else 2
     if target.name != FOREIGN_ARCHITECTURE:
         return terms, "ieee", "ieee"
-    precision = "tf32" if dtype == torch.bfloat16 else "tf32x3"
+    precision = {torch.bfloat16: "tf32", torch.float16: "tf32x3"}.get(dtype, "bf16x6")
     return terms, precision, precision
 
 

@@ -25,7 +25,15 @@ from torch import Tensor
 from kda_core.request import BackwardResult, Request
 from kda_core_cpu.chunk_forward import Saved, chunk_forward
 from kda_core_cpu.inputs import RowInputs, inverse_norm_backward
-from kda_core_cpu.launch import Sequences, Workspace, lane_budget, lane_groups, rows_per_chunk, window_budget
+from kda_core_cpu.launch import (
+    Sequences,
+    Workspace,
+    lane_budget,
+    lane_groups,
+    product_dims,
+    rows_per_chunk,
+    window_budget,
+)
 from kda_core_cpu.levels import decay_rows, pairwise, pairwise_backward
 from kda_core_cpu.states import key_first
 from kda_core_cpu.windows import Window
@@ -42,19 +50,21 @@ def chunk_backward(request: Request) -> BackwardResult:
     C = rows_per_chunk(request)
     sequences = Sequences.of(request, C)
     saved = Saved.of(request.saved)
-    workspace, inputs = Workspace(request.compute_dtype), RowInputs(request)
+    K, V = product_dims(request)
+    workspace, inputs = Workspace(request.compute_dtype), RowInputs(request, K)
     grads = _Gradients(request)
-    budget = max(1, window_budget(request, C) // _BACKWARD_SHARE)
-    for group in lane_groups(sequences, request, C, lane_budget(request)):
-        dS = torch.zeros(len(group.ids), group.n_heads, request.K, request.V, dtype=request.compute_dtype, device="cpu")
+    budget = max(1, window_budget(K, V, C) // _BACKWARD_SHARE)
+    for group in lane_groups(sequences, request, C, lane_budget(K, V)):
+        dS = torch.zeros(len(group.ids), group.n_heads, K, V, dtype=request.compute_dtype, device="cpu")
+        of_states = dS[..., : request.K, : request.V]
         if request.grad_final_state is not None:
-            dS.copy_(group.rows_of(key_first(request.grad_final_state, request)))
+            of_states.copy_(group.rows_of(key_first(request.grad_final_state, request)))
         lanes = dS.flatten(0, 1)
         for i0, i1 in reversed(group.windows(budget)):
             _Backstep(workspace, inputs, Window(group, i0, i1), saved, grads).run(lanes)
         if grads.initial_state is not None:
             index = group.ids if group.span is None else group.span
-            grads.initial_state[index, group.heads] = dS.to(grads.initial_state.dtype)
+            grads.initial_state[index, group.heads] = of_states.to(grads.initial_state.dtype)
     return grads.result()
 
 
@@ -145,7 +155,7 @@ class _Backstep:
     def run(self, dS: Tensor) -> None:
         """Take the gradients ``dS`` [lanes, K, V] of a group's states back through the window, in place."""
         request, workspace, window, saved = self.inputs.request, self.workspace, self.window, self.saved
-        Z, C, K, V = window.Z, window.rows, request.K, request.V
+        Z, C, (K, V) = window.Z, window.rows, product_dims(request)
         rows = self._load_rows()
         X, F = workspace("X", Z, C, 2, K), workspace("F", Z, C, K)
         torch.mul(rows.q, request.scale, out=X[:, :, 0])
@@ -201,12 +211,13 @@ class _Backstep:
     def _load_rows(self) -> _Rows:
         workspace, inputs, window = self.workspace, self.inputs, self.window
         request, Z, C = inputs.request, window.Z, window.rows
-        q, k = workspace("q", Z, C, request.K), workspace("k", Z, C, request.K)
+        K, V = product_dims(request)
+        q, k = workspace("q", Z, C, K), workspace("k", Z, C, K)
         q_inverse_norm = inputs.load_unit(request.q, window, q)
         k_inverse_norm = inputs.load_unit(request.k, window, k)
         beta = inputs.load_beta(window, workspace("beta", Z, C, 1))
-        d = inputs.load_decay(window, workspace("d", Z, C, request.K))
-        v = window.load(request.v, workspace("v", Z, C, request.V))
+        d = inputs.load_decay(window, workspace("d", Z, C, K))
+        v = window.load(request.v, workspace("v", Z, C, V))
         return _Rows(q, q_inverse_norm, k, k_inverse_norm, v, beta, d)
 
     def _row_gradients(
@@ -238,6 +249,6 @@ class _Backstep:
             grads.store("g", window, dlog)
             return
         grad, summand = self.inputs.gate_backward(window, self.workspace("g", *dlog.shape), dlog)
-        grads.add("dt_bias", window, grad.sum((0, 2)))
+        grads.add("dt_bias", window, grad[..., : self.inputs.request.K].sum((0, 2)))
         grads.add("A_log", window, summand.sum((0, 2, 3)))
         grads.store("g", window, grad.flatten(0, 1))

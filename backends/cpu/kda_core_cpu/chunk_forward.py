@@ -26,6 +26,7 @@ from kda_core_cpu.launch import (
     chunk_bound,
     lane_budget,
     lane_groups,
+    product_dims,
     rows_per_chunk,
     window_budget,
 )
@@ -42,9 +43,11 @@ class ChunkRecord:
         self.flat = (tensor if view is None else view).flatten(0, 1)
 
     def put(self, window: Window, x: Tensor, step: int | None = None) -> None:
-        """Store [Z, ...] of a window, or [lanes, ...] of one of its steps."""
+        """Store [Z, ...] of a window, or [lanes, ...] of one of its steps; of larger matrices, what has room."""
         pairs = slice(0, window.pairs) if step is None else window.steps[step]
         heads, rows = window.heads, x.unflatten(0, (pairs.stop - pairs.start, -1))
+        if rows.shape[-2:] != self.flat.shape[-2:]:
+            rows = rows[..., : self.flat.shape[-2], : self.flat.shape[-1]]
         first = window.first_of_run
         if first is None:
             self.flat[window.chunk_index[pairs], heads] = rows.to(self.flat.dtype)
@@ -86,7 +89,7 @@ class Saved:
 
 def saved_spec(request: Request) -> tuple[TensorSpec, ...]:
     """What ``Saved`` holds for ``request``: [B, NT, HV, ...], NT an upper bound for packed sequences."""
-    C, K, V = request.chunk_size, request.K, request.V
+    C, (K, V) = request.chunk_size, product_dims(request)
     tails = [(K, V)]
     if request.disable_recompute:
         tails += [(C, V), (C, C), (C, C)]
@@ -106,10 +109,11 @@ def chunk_forward(request: Request) -> ForwardResult:
     h = _intermediate_states(request, sequences)
     tensors = _blank(request) if request.save_for_backward else ()
     saved = Saved.of(tensors) if tensors else None
-    workspace, inputs = Workspace(request.compute_dtype), RowInputs(request)
-    budget = window_budget(request, C)
-    for group in lane_groups(sequences, request, C, lane_budget(request)):
-        S = torch.empty(len(group.ids) * group.n_heads, request.K, request.V, dtype=request.compute_dtype, device="cpu")
+    K, V = product_dims(request)
+    workspace, inputs = Workspace(request.compute_dtype), RowInputs(request, K)
+    budget = window_budget(K, V, C)
+    for group in lane_groups(sequences, request, C, lane_budget(K, V)):
+        S = torch.empty(len(group.ids) * group.n_heads, K, V, dtype=request.compute_dtype, device="cpu")
         states.read(group.ids.tolist(), group.heads, into=S)
         for i0, i1 in group.windows(budget):
             _run_window(workspace, inputs, Window(group, i0, i1), S, o, h, saved)
@@ -118,17 +122,21 @@ def chunk_forward(request: Request) -> ForwardResult:
 
 
 def load_rows(workspace: Workspace, inputs: RowInputs, window: Window) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """X = (q', β k') [Z, C, 2, K], F = k' [Z, C, K], d [Z, C, K] and βv [Z, C, V] of a window, not decayed yet."""
+    """X = (q', β k') [Z, C, 2, K], F = k' [Z, C, K], d [Z, C, K] and βv [Z, C, V] of a window, not decayed yet.
+
+    K and V are those of ``product_dims``.
+    """
     request, Z, C = inputs.request, window.Z, window.rows
-    X = workspace("X", Z, C, 2, request.K)
-    F = workspace("F", Z, C, request.K)
+    K, V = product_dims(request)
+    X = workspace("X", Z, C, 2, K)
+    F = workspace("F", Z, C, K)
     inputs.load_unit(request.q, window, X[:, :, 0])
     X[:, :, 0].mul_(request.scale)
     inputs.load_unit(request.k, window, F)
     beta = inputs.load_beta(window, workspace("beta", Z, C, 1))
     torch.mul(F, beta, out=X[:, :, 1])
-    d = inputs.load_decay(window, workspace("d", Z, C, request.K))
-    bv = window.load(request.v, workspace("v", Z, C, request.V)).mul_(beta)
+    d = inputs.load_decay(window, workspace("d", Z, C, K))
+    bv = window.load(request.v, workspace("v", Z, C, V)).mul_(beta)
     return X, F, d, bv
 
 

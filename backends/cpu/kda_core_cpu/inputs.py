@@ -43,14 +43,17 @@ def _norm_constants(scale: float, dtype: torch.dtype, dims: int) -> tuple[Tensor
 class RowInputs:
     """Loads the rows of windows for one request, and turns gradients back into those of what the caller passed."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, K: int | None = None) -> None:
+        """Rows of q, k and g are loaded with ``K`` channels, those past ``request.K`` zero before any gate."""
         self.request = request
         self.dtype = request.compute_dtype
         self.shared = request.HV // request.H
         self.rate = self.bias = None
         if request.use_gate_in_kernel:
             self.rate = rate_of(request.A_log, self.dtype)
-            self.bias = None if request.dt_bias is None else request.dt_bias.to(self.dtype)
+            if request.dt_bias is not None:
+                bias = request.dt_bias.to(self.dtype)
+                self.bias = bias if K in (None, request.K) else torch.nn.functional.pad(bias, (0, K - request.K))
 
     def load_unit(self, x: Tensor, window: Window, into: Tensor) -> Tensor | None:
         """Rows of q or k; with l2norm they are normalised, and their inverse norms [Z, C, 1] are returned."""

@@ -39,6 +39,9 @@ Measured at K = V = 128 on two cores: half of it costs 10%, for the calls; twice
 
 _MIN_CHUNK = 16
 
+_PRODUCT_DIM = 8
+"""Head dimensions of the chunk form's products are multiples of this."""
+
 _CPU = torch.device("cpu")
 """As an object: torch reads its name anew in every call."""
 
@@ -212,9 +215,19 @@ class Group:
         return cuts
 
 
-def lane_budget(request: Request, step: bool = False) -> int:
-    """Lanes whose states stay in cache together, for a run of tokens or for one ``step``."""
-    return max(1, (_STEP_BUDGET if step else _LANE_BUDGET) // (request.K * request.V))
+def product_dims(request: Request) -> tuple[int, int]:
+    """K and V of the chunk form's products: those of ``request``, with channels of zeros up to a multiple of 8.
+
+    MKL computes a member of a batched product with rows of an odd length, or of very few elements, in another order
+    when it lies elsewhere in the batch or alone. A sequence's bits would depend on what it is packed with.
+    """
+    K, V = (-(-d // _PRODUCT_DIM) * _PRODUCT_DIM for d in (request.K, request.V))
+    return K, V
+
+
+def lane_budget(K: int, V: int, step: bool = False) -> int:
+    """Lanes whose states [K, V] stay in cache together, for a run of tokens or for one ``step``."""
+    return max(1, (_STEP_BUDGET if step else _LANE_BUDGET) // (K * V))
 
 
 def lane_groups(sequences: Sequences, request: Request, chunk: int, lanes: int) -> Iterator[Group]:
@@ -232,6 +245,6 @@ def lane_groups(sequences: Sequences, request: Request, chunk: int, lanes: int) 
             yield Group(sequences, ids, slice(h, min(h + heads, request.HV)), chunk, alive)
 
 
-def window_budget(request: Request, chunk: int) -> int:
-    """Chunks of a window."""
-    return max(1, _WINDOW_BUDGET // (chunk * max(request.K, request.V)))
+def window_budget(K: int, V: int, chunk: int) -> int:
+    """Chunks of ``chunk`` rows of a window."""
+    return max(1, _WINDOW_BUDGET // (chunk * max(K, V)))

@@ -73,7 +73,7 @@ def _run_step(step: TokenWindow, states: States, workspace: Workspace, inputs: R
         live = list(_runs_of(slot >= 0 for slot in pool.slot))
         for first, last in _runs_of(slot < 0 for slot in pool.slot):
             rows[first * heads.stop : last * heads.stop].zero_()
-    lanes, reader = lane_budget(request, step=True), _Reader(workspace, states)
+    lanes, reader = lane_budget(request.K, request.V, step=True), _Reader(workspace, states)
     for first, last in live:
         whole = _Block(list(range(first, last)), [1] * (last - first), heads)
         of_these = token if last - first == step.pairs else token.lanes(first * heads.stop, last * heads.stop)
@@ -108,7 +108,7 @@ def _run_sequences(request: Request, states: States, workspace: Workspace, input
     sequences = Sequences.of(request, run, None if states.pool is None else states.pool.skipped)
     if int(sequences.length.sum()) < request.B * request.T:
         o.zero_()
-    lanes, reader = lane_budget(request), _Reader(workspace, states)
+    lanes, reader = lane_budget(request.K, request.V), _Reader(workspace, states)
     # One run prepares the rows of many blocks, because a block is bound by calls. A longer sequence keeps one block
     # of states in cache from its first run to its last.
     group_lanes = max(lanes, _ROW_BUDGET // (run * max(request.K, request.V))) if request.T <= run else lanes

@@ -71,9 +71,18 @@ class States:
             self.home = key_first(self.result, request)
 
     def read(self, ids: list[int], heads: slice, into: Tensor) -> Tensor:
-        """Copy the states before the first token of sequences ``ids`` to ``into``."""
+        """Copy the states before the first token of sequences ``ids`` to ``into`` [lanes, K or more, V or more].
+
+        What is more becomes zero.
+        """
         source = self.source(ids, heads)
-        return into.zero_() if source is None else into.copy_(source)
+        if source is None:
+            return into.zero_()
+        if into.shape == source.shape:
+            return into.copy_(source)
+        K, V = self.shape
+        into.zero_()[:, :K, :V] = source
+        return into
 
     def source(self, ids: list[int], heads: slice) -> Tensor | None:
         """The states before the first token as stored, maybe a view; None when they are zero."""
@@ -104,9 +113,10 @@ class States:
         return workspace("S", lanes, V, K).transpose(1, 2) if self.v_first else workspace("S", lanes, K, V)
 
     def write(self, ids: list[int], heads: slice, states: Tensor) -> None:
-        """Store the states after the last token."""
+        """Store the states [lanes, K or more, V or more] after the last token."""
         if self.home is not None and self._table is None:
-            _put(self.home, self._index(ids), heads, states)
+            K, V = self.shape
+            _put(self.home, self._index(ids), heads, states[:, :K, :V])
 
     def write_token(self, ids: list[int], heads: slice, states: Tensor, token: int) -> None:
         """Store the states after token number ``token`` in its slots; does nothing unless every token has one."""

@@ -102,8 +102,12 @@ class Window:
     def load(self, x: Tensor, into: Tensor, shared: int = 1) -> Tensor:
         """Copy the window's rows of ``x`` [B, T, HV/shared, D] to ``into`` [Z, C, D], any strides and dtypes.
 
-        ``shared`` value heads read each head of ``x``; padding rows become zero.
+        ``shared`` value heads read each head of ``x``; padding rows become zero, and channels that ``x`` does not have.
         """
+        loaded, D = into, x.shape[-1]
+        if D < into.shape[-1]:
+            into[..., D:] = 0
+            into = into[..., :D]
         heads = slice(self.group.heads.start // shared, self.group.heads.stop // shared)
         target = into.unflatten(0, (self.pairs, heads.stop - heads.start, shared))
         if self._box is None:
@@ -120,7 +124,7 @@ class Window:
                 tail = x[rows, t + whole * C : t + whole * C + part, heads]
                 target[whole, :, :, :, :part].copy_(tail.transpose(1, 2).unsqueeze(2))
         self.pad(into, 0.0)
-        return into
+        return loaded
 
     def pad(self, x: Tensor, value: float) -> None:
         """Fill the padding rows of ``x`` [Z, C, D]."""
@@ -132,7 +136,8 @@ class Window:
             x.unflatten(0, (len(self.steps), -1))[self._box[2], :, self._box[3] :] = value
 
     def store(self, x: Tensor, into: Tensor, shared: int = 1) -> None:
-        """Copy the real rows of ``x`` [Z/shared, C, D] to their places in ``into`` [B, T, heads, D]."""
+        """Copy the real rows of ``x`` [Z/shared, C, D or more] to their places in ``into`` [B, T, heads, D]."""
+        x = x[..., : into.shape[-1]]
         heads = slice(self.group.heads.start // shared, self.group.heads.stop // shared)
         source = x.unflatten(0, (self.pairs, -1))
         if self._box is None:
