@@ -55,7 +55,7 @@ class _Call(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *result.saved)
         # Not the request, which holds the tensors: what must stay alive is autograd's to say.
-        ctx.backend, ctx.op = backend, r.op
+        ctx.backend, ctx.op, ctx.memo = backend, r.op, r.memo
         ctx.options = {name: getattr(r, name) for name in ops.OPTION_NAMES}
         return result.o, result.final_state
 
@@ -89,6 +89,7 @@ class _Call(torch.autograd.Function):
                     "needs_grad": needed,
                 }
             )
+            r.__dict__["memo"] = ctx.memo
             grads = ops.backward(ctx.backend, r)
         return (None, None, *(grads[name] if needed else None for name, needed in needs.items()))
 

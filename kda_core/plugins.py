@@ -99,9 +99,10 @@ class Registry:
         self.manager.add_hookspecs(hookspecs)
         self._backends: dict[str, Backend] = {}
         self._ledger: list[LedgerEntry] = []
-        self._choices: dict[tuple, Backend] = {}
-        # By operator, the last call's key and backend: comparing two keys takes half the time of finding one.
-        self._latest: dict[str, tuple[tuple, Backend]] = {}
+        # By signature, the backend and the calls' memo.
+        self._choices: dict[tuple, tuple[Backend, dict]] = {}
+        # By operator, the last call's key and choice: comparing two keys takes half the time of finding one.
+        self._latest: dict[str, tuple[tuple, tuple[Backend, dict]]] = {}
 
     def load(self) -> None:
         """Load the oracle and every installed wheel, once."""
@@ -267,7 +268,7 @@ class Registry:
             return self._chosen_anew(request, name, None)
         latest = self._latest.get(request.op)
         if latest is not None and latest[0] == key:
-            backend = latest[1]
+            backend, memo = latest[1]
         else:
             try:
                 found = self._choices.get(key)
@@ -275,9 +276,10 @@ class Registry:
                 return self._chosen_anew(request, name, None)
             if found is None:
                 return self._chosen_anew(request, name, key)
-            backend = found
-            self._latest[request.op] = key, backend
+            backend, memo = found
+            self._latest[request.op] = key, found
         if type(request) is Request:
+            request.__dict__["memo"] = memo
             checks.check_values(request)
         return backend
 
@@ -289,7 +291,9 @@ class Registry:
         if key is not None:
             if len(self._choices) >= MAX_CACHED_CHOICES:
                 self._choices.clear()
-            self._choices[key] = backend
+            memo: dict = {}
+            self._choices[key] = backend, memo
+            request.__dict__["memo"] = memo
         _check_values(request)
         return backend
 

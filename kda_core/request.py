@@ -45,6 +45,9 @@ class Request:
         grad_o: backward only: [B, T, HV, V] or None.
         grad_final_state: backward only: shape of the final state, or None.
         needs_grad: backward only: names of the inputs whose gradient is asked for.
+        memo: None, or a dictionary that all calls with these options and metadata of tensors (shapes, strides, dtypes,
+            device) share, a forward's and its backward's: for what a backend derives from these. Calls of several
+            threads share it as well, and it may be dropped at any time. A copy of a request (``replace``) has none.
     """
 
     op: Op
@@ -81,6 +84,7 @@ class Request:
     grad_o: Tensor | None = None
     grad_final_state: Tensor | None = None
     needs_grad: frozenset[str] = frozenset()
+    memo: dict[Any, Any] | None = field(default=None, init=False)
 
     @property
     def device(self) -> torch.device:

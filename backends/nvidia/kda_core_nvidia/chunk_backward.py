@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from kda_core_nvidia.chunk_forward import Kept, Prepared, gate_kind, run_prepare
 from kda_core_nvidia.hopper import HopperConfig, backward_gains, blocks, hopper_config, serves, token_blocks
 from kda_core_nvidia.launch import Chip, Launcher, chip, on_device
 from kda_core_nvidia.layout import CHUNK, padded, slots
+from kda_core_nvidia.plan import done_with, new_result, new_scratch, planned
 from kda_core_nvidia.segments import as_packed, ends, segment_rows, starts
 
 _states = Launcher(states_kernel)
@@ -221,6 +223,16 @@ def _cut(x: Tensor | None, rows: slice | None) -> Tensor | None:
     return x if x is None or rows is None else x[rows]
 
 
+_INPUTS = attrgetter(
+    *("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "grad_o", "grad_final_state")
+)
+
+
+def _kind(x: Tensor | None) -> Any:
+    """What launches follow from of a gradient that is given: its shape follows from the call's."""
+    return None if x is None else (x.is_contiguous() or x.stride(), x.dtype)
+
+
 @torch.no_grad()
 def chunk_backward(request: Request) -> BackwardResult:
     """Gradients of ``chunk_kda`` for ``request.grad_o`` and ``request.grad_final_state`` (either may be None).
@@ -233,7 +245,19 @@ def chunk_backward(request: Request) -> BackwardResult:
         target = chip(request.device)
         if _halved(request, target.multiprocessors):
             return BackwardResult(grads=_by_halves(request))
-        return BackwardResult(grads=_backward(request))
+        key = "backward", _kind(request.grad_o), _kind(request.grad_final_state), "initial_state" in request.needs_grad
+        inputs = (*_INPUTS(request), *request.saved)
+        return BackwardResult(grads=_summed(request, planned(request, key, inputs, lambda: _backward(request))))
+
+
+def _summed(call: Request, made: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    """The gradients, of those of parameters only slots' parts are ``made``."""
+    grads = {n: x for n, x in made.items() if x is not None}
+    if "A_log" in grads:
+        grads["A_log"] = grads["A_log"].sum((0, 2)).to(call.A_log.dtype)
+    if "dt_bias" in grads:
+        grads["dt_bias"] = grads["dt_bias"].sum(0).to(call.dt_bias.dtype)
+    return grads
 
 
 def _halved(r: Request, multiprocessors: int) -> bool:
@@ -252,7 +276,8 @@ def _by_halves(call: Request) -> dict[str, Tensor]:
     for i in range(2):
         own, own_v = (slice(i * n // 2, (i + 1) * n // 2) for n in (H, HV))
         into = {"q": grads["q"][:, :, own], "k": grads["k"][:, :, own], "g": grads["g"][:, :, own_v]}
-        found = _backward(_heads_of(call, own, own_v), into)
+        part = _heads_of(call, own, own_v)
+        found = _summed(part, _backward(part, into))
         parts.append({n: x for n, x in found.items() if n not in into})
     axes = {"v": 2, "beta": 2, "initial_state": 1, "A_log": 0, "dt_bias": 0}
     return grads | {n: torch.cat([part[n] for part in parts], axes[n]) for n in parts[0]}
@@ -268,8 +293,11 @@ def _heads_of(call: Request, own: slice, own_v: slice) -> Request:
     return replace(call, **changed, saved=tuple(x[:, own_v].contiguous() for x in call.saved))
 
 
-def _backward(call: Request, into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The gradients; those of q, k and g are written ``into`` some heads of tensors where these are given."""
+def _backward(call: Request, into: dict[str, Tensor] | None = None) -> dict[str, Tensor | None]:
+    """The gradients; those of q, k and g are written ``into`` some heads of tensors where these are given.
+
+    Of A_log and dt_bias each slot's part: [slots, HV, ..] and [slots, HV, K].
+    """
     target = chip(call.device)
     rows = segment_rows(call, target)
     r = as_packed(call, rows) if rows else call
@@ -297,7 +325,7 @@ def _backward(call: Request, into: dict[str, Tensor] | None = None) -> dict[str,
     A_log = r.A_log.contiguous() if gate != "none" and r.A_log is not None else None
     dt_bias = r.dt_bias.contiguous() if gate != "none" and r.dt_bias is not None else None
 
-    dv = q.new_empty((B, T, HV, V))
+    dv = new_result(q, (B, T, HV, V))
     if r.saved and r.disable_recompute:
         prepared = Prepared(*r.saved)
     else:
@@ -306,7 +334,7 @@ def _backward(call: Request, into: dict[str, Tensor] | None = None) -> dict[str,
     state = None if call.initial_state is None else call.initial_state.contiguous()
     grad_final = None if call.grad_final_state is None else call.grad_final_state.contiguous()
     want_initial = state is not None and "initial_state" in needs
-    grad_state = q.new_empty(call.state_shape, dtype=call.state_dtype) if want_initial else None
+    grad_state = new_result(q, call.state_shape, call.state_dtype) if want_initial else None
     grad_states = grad_state
     if r is not call:
         # The states at the starts of the segments and their gradients at the ends stand for those of packed sequences.
@@ -320,8 +348,7 @@ def _backward(call: Request, into: dict[str, Tensor] | None = None) -> dict[str,
 
     turns = _turns(r, kp, vp, target.multiprocessors)
     most = n_slots if turns == WHOLE else max(turn.stop - turn.start for turn in turns) * NT
-    z, states = q.new_empty((most, HV, C, vp)), q.new_empty((most, HV, vp, kp))
-    state_grads = torch.empty_like(states)
+    z, states, state_grads = (new_scratch(q, (most, HV, *shape)) for shape in ((C, vp), (vp, kp), (vp, kp)))
     grouped = HV != H
     bk = config.gradients[0]
     NK = kp // bk
@@ -343,21 +370,23 @@ def _backward(call: Request, into: dict[str, Tensor] | None = None) -> dict[str,
             _reverse((vp // bv, count * HV, 1), given, constants.reverse, warps)
         del given
         if turn is turns[-1]:
+            done_with(keys, P, X)
             prepared = keys = P = X = own_keys = None
         if dg is None:
             if into is None:
-                dg = g.new_empty((B, T, HV, K))
+                dg = new_result(g, (B, T, HV, K))
             else:
                 dq, dk, dg = into["q"], into["k"], into["g"]
             dq_hat, dk_hat = dq, dk
             if grouped or into is None:
                 hat = torch.float32 if grouped else dtype
-                dq_hat, dk_hat = (q.new_empty((B, T, HV, K), dtype=hat) for _ in range(2))
-            dbeta_partial = D.new_empty((NK, B, T, HV))
+                new = new_scratch if grouped else new_result
+                dq_hat, dk_hat = (new(q, (B, T, HV, K), hat) for _ in range(2))
+            dbeta_partial = new_scratch(D, (NK, B, T, HV))
             # Slots that hold nothing write no summand; only packed calls have such.
-            summands = D.new_empty if cu is None else D.new_zeros
-            dA = None if A_log is None else summands((n_slots, HV, NK))
-            dbias = None if dt_bias is None else summands((n_slots, HV, K))
+            packed = cu is not None
+            dA = None if A_log is None else new_result(D, (n_slots, HV, NK), zeros=packed)
+            dbias = None if dt_bias is None else new_result(D, (n_slots, HV, K), zeros=packed)
         _gradients(
             ((n_slots if turn is None else count * NT) * HV * NK, 1, 1),
             (
@@ -371,23 +400,18 @@ def _backward(call: Request, into: dict[str, Tensor] | None = None) -> dict[str,
             constants.gradients,
             config.gradients[2],
         )
+    done_with(z, states, state_grads, D, norms)
     del z, states, state_grads
-    dbeta = beta.new_empty((B, T, HV))
+    dbeta = new_result(beta, (B, T, HV))
     if into is None:
-        dq, dk = (q.new_empty((B, T, H, K)), q.new_empty((B, T, H, K))) if grouped else (dq_hat, dk_hat)
+        dq, dk = (new_result(q, (B, T, H, K)) for _ in range(2)) if grouped else (dq_hat, dk_hat)
     _finish(
         (-(-B * T // constants.finish["R"]), H, 1),
         (q, k, dq_hat, dk_hat, dbeta_partial, dq, dk, dbeta, *s_q, *s_k, T, T_row, B * T),
         constants.finish,
         4,
     )
+    if grad_states is not grad_state:
+        grad_state.copy_(grad_states[:1] if call.state_v_first else grad_states[:1].transpose(-1, -2))
     grads = {"q": dq, "k": dk, "v": dv, "g": dg, "beta": dbeta}
-    if grad_state is not None:
-        if grad_states is not grad_state:
-            grad_state.copy_(grad_states[:1] if call.state_v_first else grad_states[:1].transpose(-1, -2))
-        grads["initial_state"] = grad_state
-    if dA is not None:
-        grads["A_log"] = dA.sum((0, 2)).to(A_log.dtype)
-    if dbias is not None:
-        grads["dt_bias"] = dbias.sum(0).to(dt_bias.dtype)
-    return grads
+    return grads | {"initial_state": grad_state, "A_log": dA, "dt_bias": dbias}

@@ -5,8 +5,10 @@ The layout of what passes between them, and the equations, are in ``layout``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +28,7 @@ from kda_core_nvidia.launch import (
     row_blocks,
 )
 from kda_core_nvidia.layout import CHUNK, padded, slots
+from kda_core_nvidia.plan import new_result, new_scratch, planned
 from kda_core_nvidia.prepare import prepare
 from kda_core_nvidia.recurrence import recurrence
 from kda_core_nvidia.recurrence_hopper import recurrence_hopper
@@ -172,7 +175,12 @@ def _prepare_constants(
 
 
 def run_prepare(
-    request: Request, o: Tensor, backward: bool = False, keep: int = 0, kept: Kept | None = None
+    request: Request,
+    o: Tensor,
+    backward: bool = False,
+    keep: int = 0,
+    kept: Kept | None = None,
+    new: Callable[..., Tensor] = new_scratch,
 ) -> Prepared:
     """Launch ``prepare``.
 
@@ -182,6 +190,7 @@ def run_prepare(
         backward: also return what only the backward needs.
         keep: the same, but X in float32, and P, X and norms with room for so many slots: what can be ``kept``.
         kept: what an earlier run kept; for a backward.
+        new: allocates all that is not kept.
     """
     q, (s_qb, s_qt, s_qh, _) = _rows(request.q)
     k, (s_kb, s_kt, s_kh, _) = _rows(request.k)
@@ -213,22 +222,22 @@ def run_prepare(
     )
     count = slots(request)
     shapes = _prepared_shapes(count, HV, constants["KP"])
-    keys, D = q.new_empty(shapes[0]), q.new_empty(shapes[2], dtype=torch.float32)
+    keys, D = new(q, shapes[0]), new(q, shapes[2], torch.float32)
     inverse = None
     if kept is not None:
         P, inverse, norms = kept
         exact = dtype == torch.float32
-        X = None if exact else q.new_empty(shapes[3])
+        X = None if exact else new(q, shapes[3])
         written = (keys, None, D, X, norms)
         prepared = Prepared(keys, P, D, inverse if exact else X, norms)
     else:
         if keep:
-            shapes = _prepared_shapes(keep, HV, constants["KP"])
-        X = norms = None
+            shapes, new = _prepared_shapes(keep, HV, constants["KP"]), new_result
+        P, X, norms = new(q, shapes[1]), None, None
         if backward or keep:
-            X = q.new_empty(shapes[3], dtype=torch.float32 if keep else dtype)
-            norms = q.new_empty(shapes[4], dtype=torch.float32) if l2norm else None
-        written = prepared = Prepared(keys, q.new_empty(shapes[1]), D, X, norms)
+            X = new(q, shapes[3], torch.float32 if keep else dtype)
+            norms = new(q, shapes[4], torch.float32) if l2norm else None
+        written = prepared = Prepared(keys, P, D, X, norms)
     indices, bound = request.ssm_state_indices, request.lower_bound
     arguments = (
         q,
@@ -388,7 +397,7 @@ def _intermediate_states(request: Request) -> Tensor:
         bounds = request.cu_seqlens if request.cu_seqlens_cpu is None else request.cu_seqlens_cpu
         count = int(((bounds[1:] - bounds[:-1] + size - 1) // size).sum())
     shape = (request.B, count, *request.state_shape[1:])
-    return request.q.new_empty(shape, dtype=request.state_dtype)
+    return new_result(request.q, shape, request.state_dtype)
 
 
 def _run_segments(request: Request, rows: int, o: Tensor, final_state: Tensor | None, keep: int) -> Prepared:
@@ -405,31 +414,48 @@ def _run_segments(request: Request, rows: int, o: Tensor, final_state: Tensor | 
     return prepared
 
 
+_INPUTS = attrgetter(
+    *("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "ssm_state_indices", "out")
+)
+
+
+def _forward(request: Request) -> dict[str, Tensor | None]:
+    """Launch; the result's tensors by name, and what of ``Prepared`` is to be kept."""
+    q, o = request.q, request.out
+    if o is None or not _writable(o):
+        o = new_result(q, (request.B, request.T, request.HV, request.V))
+    final_state = None
+    if request.inplace_final_state:
+        final_state = request.initial_state
+    elif request.output_final_state:
+        final_state = new_result(q, request.state_shape, request.state_dtype)
+    h = _intermediate_states(request) if request.return_intermediate_states else None
+    training, everything = request.save_for_backward, request.disable_recompute
+    keep = _kept_slots(request) if training and not everything else 0
+    rows = segment_rows(request, chip(q.device))
+    if rows:
+        prepared = _run_segments(request, rows, o, final_state, keep)
+    else:
+        everything = everything and training
+        prepared = run_prepare(request, o, everything, keep, new=new_result if everything else new_scratch)
+        run_recurrence(request, prepared, o, final_state, h)
+    made = {"o": o, "final_state": final_state, "h": h}
+    if training:
+        kept = prepared._asdict() if everything else {"P": prepared.P, "X": prepared.X, "norms": prepared.norms}
+        made |= kept
+    return made
+
+
 def chunk_forward(request: Request) -> ForwardResult:
     """Run ``chunk_kda`` for a call that the plugin accepted."""
-    q = request.q
-    with on_device(q.device):
-        o = request.out
-        if o is None or not _writable(o):
-            o = q.new_empty((request.B, request.T, request.HV, request.V))
-        final_state = None
-        if request.inplace_final_state:
-            final_state = request.initial_state
-        elif request.output_final_state:
-            final_state = q.new_empty(request.state_shape, dtype=request.state_dtype)
-        h = _intermediate_states(request) if request.return_intermediate_states else None
-        training, everything = request.save_for_backward, request.disable_recompute
-        keep = _kept_slots(request) if training and not everything else 0
-        rows = segment_rows(request, chip(q.device))
-        if rows:
-            prepared = _run_segments(request, rows, o, final_state, keep)
+    with on_device(request.q.device):
+        if request.return_intermediate_states and request.cu_seqlens is not None:
+            # The shape of h follows from values.
+            made = _forward(request)
         else:
-            prepared = run_prepare(request, o, training and everything, keep)
-            run_recurrence(request, prepared, o, final_state, h)
+            made = planned(request, "forward", _INPUTS(request), lambda: _forward(request))
+        o, final_state, h, *kept = made.values()
         if request.out is not None and o is not request.out:
             o = request.out.copy_(o)
-    saved = ()
-    if training:
-        found = prepared if everything else (prepared.P, prepared.X, prepared.norms)
-        saved = tuple(t for t in found if t is not None)
+    saved = tuple(t for t in kept if t is not None)
     return ForwardResult(o=o, final_state=None if request.inplace_final_state else final_state, h=h, saved=saved)

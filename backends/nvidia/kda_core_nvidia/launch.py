@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import MISSING, dataclass, fields
@@ -157,7 +158,7 @@ def gluon_descriptor(fields: dict[str, Any], x: Tensor, shape: list[int]) -> Glu
     return found
 
 
-def _watched() -> bool:
+def watched() -> bool:
     """Whether somebody hooked into triton's launches (profilers do)."""
     runtime = triton.knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
@@ -169,6 +170,70 @@ def _several(positions: Iterable[int]) -> Callable[[tuple[Any, ...]], tuple[Any,
     """A function that picks what is at these positions (itemgetter answers a tuple for two or more only)."""
     chosen = tuple(positions)
     return itemgetter(*chosen) if len(chosen) > 1 else lambda arguments: tuple(arguments[n] for n in chosen)
+
+
+class _Thread(threading.local):
+    """What a thread is doing: noting the launches of a call (``plan.Tape``), or not."""
+
+    tape: Any = None
+
+
+thread = _Thread()
+
+STREAM = object()
+"""Where the stream goes in ``Entry.head``."""
+
+# Triton's own launcher in Python goes through all arguments and encodes descriptors anew for each launch. What it calls
+# in the end is the same function for any launch of a kernel, whose arguments differ from version to version.
+_KNOWN_DRIVER = triton.__version__.startswith("3.6.")
+
+
+def is_descriptor(x: Any) -> bool:
+    """Whether ``x`` is a descriptor of blocks of a tensor."""
+    return isinstance(x, (TensorDescriptor, GluonDescriptor))
+
+
+class Entry(NamedTuple):
+    """How a compiled kernel is launched once more.
+
+    Attributes:
+        call: takes the grid, ``head`` and the kernel's arguments, with what is ``beside`` a descriptor behind it.
+        head: with STREAM where the stream goes.
+        encode: (position of an argument, descriptor): what is passed for it.
+        beside: of a descriptor, what is passed behind it.
+    """
+
+    call: Callable[..., Any]
+    head: tuple[Any, ...]
+    encode: Callable[[int, Any], Any]
+    beside: Callable[[Any], tuple[int, ...]]
+
+
+def entry(compiled: Any, arguments: tuple[Any, ...]) -> Entry | None:
+    """How ``compiled`` is launched again with arguments like these; None when every launch needs memory of its own."""
+    run = compiled.run
+    if getattr(run, "global_scratch_size", 0) or getattr(run, "profile_scratch_size", 0):
+        return None
+    hooks = None, None, None
+    if _KNOWN_DRIVER:
+        from triton.backends.nvidia.driver import make_tensordesc_arg
+
+        positions = [i for i, x in enumerate(arguments) if is_descriptor(x)]
+        call, kinds = run.launch, compiled.metadata.tensordesc_meta if positions else ()
+        if positions:
+            # The function that triton wraps: with descriptors encoded, and their shapes and strides behind them.
+            call = dict(zip(call.__code__.co_freevars, call.__closure__, strict=True))["launcher"].cell_contents
+        if len(kinds or ()) == len(positions) and all(kinds or ()):
+            numbers = dict(zip(positions, kinds or (), strict=True))
+            head = (STREAM, compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None)
+            return Entry(
+                call,
+                (*head, compiled.packed_metadata, *hooks),
+                lambda position, x: make_tensordesc_arg(x, numbers[position])[0],
+                lambda x: (*x.shape, *x.strides),
+            )
+    head = (STREAM, compiled.function, compiled.packed_metadata, *hooks)
+    return Entry(run, head, lambda position, x: x, lambda x: ())
 
 
 class Launcher:
@@ -224,10 +289,14 @@ class Launcher:
             compiled = self.kernel[grid](*arguments, **constants, num_warps=num_warps)
             rest = tuple(constants[name] for name in self.kernel.arg_names[len(arguments) :])
             self._compiled[key] = compiled, compiled.run, compiled.function, compiled.packed_metadata, rest
+            if thread.tape is not None:
+                thread.tape.note_launch(entry(compiled, arguments), grid, (*arguments, *rest))
             return
         compiled, run, function, metadata, rest = found
-        if _watched():
+        if watched():
             compiled[grid](*arguments, *rest)
             return
+        if thread.tape is not None:
+            thread.tape.note_launch(entry(compiled, arguments), grid, (*arguments, *rest))
         stream = driver.active.get_current_stream(device)
         run(*grid, stream, function, metadata, None, None, None, *values, *rest)

@@ -1,0 +1,371 @@
+"""Calls like one that came before repeat its launches, with addresses of their own.
+
+What a call launches follows from the shapes, strides, dtypes and options of its arguments, and from nothing else but
+where its tensors lie: the way there (descriptors, constants, keys of what is compiled) costs the host more than short
+kernels take. So the second call of a kind is noted as it runs, and the ones after it fill in addresses.
+
+Whoever allocates for a call says what for: ``new_result`` (a tensor that outlives it) or ``new_scratch``, which ends with
+``done_with`` or the call. Scratch that begins and ends together is one allocation when it is repeated, never held for
+longer than the call that was noted held it. A launch with a tensor from elsewhere (a copy, a part) makes the kind one
+that is not repeated.
+
+A plan holds no tensor and is never changed: threads share it. It is kept in the memo that the core gives to the calls
+of one signature, beside which it takes for granted that no tensor is misaligned: other calls go the long way.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from functools import reduce
+from operator import itemgetter, or_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.runtime import driver
+
+from kda_core.request import Request
+from kda_core_nvidia.launch import INTERPRET, STREAM, Entry, is_descriptor, thread, watched
+
+MAX_PLANS = 1024
+"""Plans that are kept, of some 20 KB each: the oldest gives way."""
+
+MAX_ENCODED = 32
+"""Addresses for which a launch keeps one of its descriptors: the allocator's come back again and again."""
+
+ALIGNMENT = 512
+"""Bytes; as torch allocates."""
+
+_NOT_REPEATED = object()
+_SEEN = object()
+
+
+def new_result(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None, zeros: bool = False) -> Tensor:
+    """A tensor that outlives the call, of the dtype of ``like`` unless told otherwise."""
+    x = (like.new_zeros if zeros else like.new_empty)(shape, dtype=dtype)
+    if thread.tape is not None:
+        thread.tape.note_result(x, zeros)
+    return x
+
+
+def new_scratch(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor that lasts until ``done_with`` or the end of the call."""
+    x = like.new_empty(shape, dtype=dtype)
+    if thread.tape is not None:
+        thread.tape.note_scratch(x)
+    return x
+
+
+def done_with(*tensors: Tensor | None) -> None:
+    """Say that no later launch uses this scratch; the caller drops its own references."""
+    if thread.tape is not None:
+        thread.tape.note_end([x for x in tensors if x is not None])
+
+
+class _Place:
+    """Stands for a tensor of which nothing but its address matters."""
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class _Scratch(NamedTuple):
+    """Scratch as it was noted: its slot among the values, bytes, and the epoch in which it begins."""
+
+    slot: int
+    size: int
+    epoch: int
+
+
+class _Map(NamedTuple):
+    """A descriptor of a launch: where it goes, where its address is, what encodes it, and what has been encoded."""
+
+    slot: int
+    address: int
+    encode: Callable[[int], Any]
+    known: dict[int, Any]
+
+
+class _Launch(NamedTuple):
+    """One launch: its descriptors, the function, and what picks its arguments from the values."""
+
+    maps: tuple[_Map, ...]
+    call: Callable[..., Any]
+    pick: Callable[[list[Any]], tuple[Any, ...]]
+
+
+class _Epoch(NamedTuple):
+    """Launches between two ends of scratch, what is allocated ahead of them and what ends behind them."""
+
+    results: tuple[Any, ...]
+    """(slot, shape, dtype, zeros)"""
+    arenas: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+    """(bytes, ((slot, offset), ...)); numbered through all epochs"""
+    launches: tuple[_Launch, ...]
+    ended: tuple[int, ...]
+    """Numbers of arenas."""
+
+
+_STREAM = -1
+"""The slot of the stream, as noted; input n is -2 - n, and the template counts from 0."""
+
+
+class Tape:
+    """Notes what a call allocates and launches.
+
+    The values of a call when it is repeated: its stream, the addresses of those of its inputs that are used, then the
+    template, where constants stand and what is allocated and encoded is filled in.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor | None]) -> None:
+        self.usable = True
+        self._template: list[Any] = []
+        self._constants: dict[Any, int] = {}
+        # By id, which is a tensor's own while it lives: the tensor and its slot.
+        self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._alive: dict[int, _Scratch] = {}
+        self._ended: list[tuple[_Scratch, int]] = []
+        # By epoch: (slot, shape, dtype, zeros); (maps, function, slots)
+        self._results: list[list[tuple[int, tuple[int, ...], torch.dtype, bool]]] = [[]]
+        self._launches: list[list[tuple[list[_Map], Callable[..., Any], list[int]]]] = [[]]
+        for n, x in enumerate(inputs):
+            if x is not None:
+                self._known.setdefault(id(x), (weakref.ref(x), -2 - n))
+
+    @property
+    def _epoch(self) -> int:
+        return len(self._launches) - 1
+
+    def _slot(self, value: Any = None) -> int:
+        self._template.append(value)
+        return len(self._template) - 1
+
+    def _constant(self, value: Any) -> int:
+        try:
+            # By type and text as well: 1 == True, and 0.0 == -0.0.
+            key = type(value), value, repr(value)
+            found = self._constants.get(key)
+        except TypeError:
+            return self._slot(value)
+        if found is None:
+            found = self._constants[key] = self._slot(value)
+        return found
+
+    def _slot_of(self, x: Tensor) -> int | None:
+        known = self._known.get(id(x))
+        if known is None or known[0]() is not x:
+            self.usable = False
+            return None
+        return known[1]
+
+    def note_result(self, x: Tensor, zeros: bool) -> None:
+        slot = self._slot()
+        self._known[id(x)] = weakref.ref(x), slot
+        self._results[-1].append((slot, tuple(x.shape), x.dtype, zeros))
+
+    def note_scratch(self, x: Tensor) -> None:
+        slot = self._slot()
+        self._known[id(x)] = weakref.ref(x), slot
+        self._alive[id(x)] = _Scratch(slot, x.numel() * x.itemsize, self._epoch)
+
+    def note_end(self, tensors: list[Tensor]) -> None:
+        ended = [x for x in tensors if id(x) in self._alive]
+        for x in ended:
+            self._ended.append((self._alive.pop(id(x)), self._epoch))
+            del self._known[id(x)]
+        if ended:
+            self._results.append([])
+            self._launches.append([])
+
+    def note_launch(self, found: Entry | None, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
+        """Note a launch of what ``found`` says; ``arguments``: all of the kernel's, its constants among them."""
+        if found is None:
+            self.usable = False
+            return
+        slots = [self._constant(x) for x in grid]
+        slots += [_STREAM if x is STREAM else self._constant(x) for x in found.head]
+        maps = []
+        for i, x in enumerate(arguments):
+            if isinstance(x, Tensor):
+                slot = self._slot_of(x)
+                if slot is None:
+                    return
+                slots.append(slot)
+            elif is_descriptor(x):
+                address = self._slot_of(x.base)
+                if address is None:
+                    return
+                maps.append(_Map(self._slot(), address, _encoder(found, i, x), {}))
+                slots.append(maps[-1].slot)
+                slots += [self._constant(n) for n in found.beside(x)]
+            else:
+                slots.append(self._constant(x))
+        self._launches[-1].append((maps, found.call, slots))
+
+    def plan(self, made: dict[str, Tensor | None], device: torch.device) -> Plan | None:
+        """The plan of what was noted, whose results are ``made``; None when it cannot be repeated."""
+        if not self.usable:
+            return None
+        arenas: dict[tuple[int, int], list[_Scratch]] = {}
+        for x, end in (*self._ended, *((x, self._epoch) for x in self._alive.values())):
+            arenas.setdefault((x.epoch, end), []).append(x)
+        order = sorted(arenas)
+        results = [slot for epoch in self._results for slot, *_ in epoch]
+        sources: list[tuple[str, int | None, int | None]] = []
+        for name, x in made.items():
+            slot = None if x is None else self._slot_of(x)
+            if slot is None:
+                sources.append((name, None, None))
+            elif slot <= _STREAM:
+                sources.append((name, -2 - slot, None))
+            elif slot in results:
+                sources.append((name, None, results.index(slot)))
+            else:
+                self.usable = False
+        slots = [slot for epoch in self._launches for maps, _, slots in epoch for slot in (*slots, *(m.address for m in maps))]
+        used = sorted({-2 - slot for slot in slots if slot < _STREAM})
+        if not self.usable or not slots:
+            return None
+
+        def final(slot: int) -> int:
+            if slot == _STREAM:
+                return 0
+            return 1 + used.index(-2 - slot) if slot < 0 else 1 + len(used) + slot
+
+        epochs = []
+        for n, (made_here, launched) in enumerate(zip(self._results, self._launches, strict=True)):
+            launches = []
+            for maps, call, chosen in launched:
+                final_maps = tuple(m._replace(slot=final(m.slot), address=final(m.address)) for m in maps)
+                launches.append(_Launch(final_maps, call, itemgetter(*map(final, chosen))))
+            epochs.append(
+                _Epoch(
+                    tuple((final(slot), *rest) for slot, *rest in made_here),
+                    tuple(_arena(arenas[key], final) for key in order if key[0] == n),
+                    tuple(launches),
+                    tuple(i for i, key in enumerate(order) if key[1] == n),
+                )
+            )
+        return Plan(tuple(epochs), tuple(self._template), tuple(used), tuple(sources), device)
+
+
+def _arena(parts: list[_Scratch], final: Callable[[int], int]) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """Bytes of an allocation that holds these parts, and (slot, offset) of each."""
+    size, places = 0, []
+    for x in parts:
+        places.append((final(x.slot), size))
+        size += -(-x.size // ALIGNMENT) * ALIGNMENT
+    return size, tuple(places)
+
+
+def _encoder(found: Entry, position: int, descriptor: Any) -> Callable[[int], Any]:
+    """What makes a launch's argument of an address, for a descriptor like this one."""
+    kind, fields = type(descriptor), {**vars(descriptor), "base": None}
+
+    def encode(address: int) -> Any:
+        new = object.__new__(kind)
+        new.__dict__ = {**fields, "base": _Place(address)}
+        return found.encode(position, new)
+
+    return encode
+
+
+class Plan:
+    """The launches of a call of one kind."""
+
+    def __init__(
+        self,
+        epochs: tuple[_Epoch, ...],
+        template: tuple[Any, ...],
+        used: tuple[int, ...],
+        sources: tuple[tuple[str, int | None, int | None], ...],
+        device: torch.device,
+    ) -> None:
+        self._epochs, self._template, self._used, self._sources = epochs, template, used, sources
+        self._device = device
+        self._stream = driver.active.get_current_stream
+
+    def repeat(self, inputs: Sequence[Tensor | None]) -> dict[str, Tensor | None] | None:
+        """Launch again; None, and nothing done, where an input is misaligned."""
+        device = self._device
+        places = [inputs[n].data_ptr() for n in self._used]  # type: ignore[union-attr]
+        if reduce(or_, places, 0) & 15:
+            return None
+        values = [self._stream(device.index), *places, *self._template]
+        made: list[Tensor] = []
+        held: list[Any] = []
+        for results, arenas, launches, ended in self._epochs:
+            for slot, shape, dtype, zeros in results:
+                x = (torch.zeros if zeros else torch.empty)(shape, dtype=dtype, device=device)
+                made.append(x)
+                values[slot] = x.data_ptr()
+            for size, parts in arenas:
+                held.append(torch.empty(size, dtype=torch.uint8, device=device))
+                first = held[-1].data_ptr()
+                for slot, offset in parts:
+                    values[slot] = first + offset
+            for maps, call, pick in launches:
+                for slot, place, encode, known in maps:
+                    address = values[place]
+                    found = known.get(address)
+                    if found is None:
+                        found = encode(address)
+                        if len(known) >= MAX_ENCODED:
+                            known.clear()
+                        known[address] = found
+                    values[slot] = found
+                call(*pick(values))
+            for n in ended:
+                held[n] = None
+        return {
+            name: inputs[given] if given is not None else None if n is None else made[n]
+            for name, given, n in self._sources
+        }
+
+
+_holders: deque[tuple[dict[Any, Any], Hashable]] = deque()
+
+
+def planned(
+    request: Request,
+    key: Hashable,
+    inputs: Sequence[Tensor | None],
+    run: Callable[[], dict[str, Tensor | None]],
+) -> dict[str, Tensor | None]:
+    """What ``run()`` returns, by name: results that it allocated and inputs; its launches are repeated where they can be.
+
+    The device of the request is current.
+
+    Args:
+        key: tells kinds of calls with one memo apart: all beside the request's signature that launches follow from.
+        inputs: every tensor that launches may read or write and ``run`` does not allocate.
+    """
+    memo = request.memo
+    if memo is None or INTERPRET or not request.scale or watched():
+        return run()
+    plan = memo.get(key)
+    if isinstance(plan, Plan):
+        found = plan.repeat(inputs)
+        return run() if found is None else found
+    if plan is None:
+        # Lengths that never come again are not worth a plan.
+        memo[key] = _SEEN
+        return run()
+    if plan is _NOT_REPEATED or any(x is not None and x.data_ptr() & 15 for x in inputs):
+        return run()
+    tape = thread.tape = Tape(inputs)
+    try:
+        made = run()
+    finally:
+        thread.tape = None
+    memo[key] = tape.plan(made, request.device) or _NOT_REPEATED
+    _holders.append((memo, key))
+    if len(_holders) > MAX_PLANS:
+        old, name = _holders.popleft()
+        old.pop(name, None)
+    return made
