@@ -6,6 +6,7 @@ derivatives. They cost an eager training step half a millisecond, more than the 
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -28,9 +29,39 @@ def needs_operator(t: Any) -> bool:
     )
 
 
+class _Kind:
+    """What is the same in all calls of one signature.
+
+    Attributes:
+        names: of the tensors that are given.
+        tensors: takes them from a request.
+        values: the request's other values, as those of a backward.
+        needed: by what autograd asks for (``needs_input_grad``), the names.
+        checked: whether the backend has been seen to save what it announces.
+    """
+
+    def __init__(self, r: Request) -> None:
+        self.names = tuple(name for name in ops.TENSOR_NAMES if getattr(r, name) is not None)
+        self.tensors = attrgetter(*self.names)
+        options = {name: getattr(r, name) for name in ops.OPTION_NAMES}
+        self.values = {"op": r.op, "save_for_backward": True, **options}
+        self.needed: dict[tuple[bool, ...], frozenset[str]] = {}
+        self.checked = False
+
+
+def _kind(r: Request) -> _Kind:
+    if r.memo is None:
+        return _Kind(r)
+    kind = r.memo.get(_Kind)
+    if kind is None:
+        kind = r.memo[_Kind] = _Kind(r)
+    return kind
+
+
 def call(backend: Backend, r: Request) -> ForwardResult:
     """Run a request whose inputs require gradients."""
-    o, final_state = _Call.apply(backend, r, *(getattr(r, name) for name in ops.TENSOR_NAMES))
+    kind = _kind(r)
+    o, final_state = _Call.apply(backend, r, kind, *kind.tensors(r))
     return ForwardResult(o, final_state)
 
 
@@ -45,53 +76,57 @@ def _refuse_batched(name: str, *grads: Tensor | None) -> None:
             raise RuntimeError(f"{name}: batched gradients (is_grads_batched) are not supported")
 
 
+_BEFORE = 3
+"""Arguments of ``_Call`` ahead of the tensors."""
+
+
 class _Call(torch.autograd.Function):
-    """``chunk_kda`` or ``fused_recurrent_kda`` of the tensors ``ops.TENSOR_NAMES``."""
+    """``chunk_kda`` or ``fused_recurrent_kda`` of the tensors that a call has."""
 
     @staticmethod
-    def forward(ctx: Any, backend: Backend, r: Request, *tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        ctx: Any, backend: Backend, r: Request, kind: _Kind, *tensors: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         result = ops.forward(backend, r)
-        _check_saved(backend, r, result.saved)
+        saved = result.saved
+        if not kind.checked:
+            _check_saved(backend, r, saved)
+            kind.checked = True
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *result.saved)
+        ctx.save_for_backward(*tensors, *saved)
         # Not the request, which holds the tensors: what must stay alive is autograd's to say.
-        ctx.backend, ctx.op, ctx.memo = backend, r.op, r.memo
-        ctx.options = {name: getattr(r, name) for name in ops.OPTION_NAMES}
+        ctx.call = backend, kind, r.memo
         return result.o, result.final_state
 
     @staticmethod
     def backward(ctx: Any, grad_o: Tensor | None, grad_final_state: Tensor | None) -> tuple:
         # Read once: under activation checkpointing a second look at saved tensors is an error.
         kept = ctx.saved_tensors
-        tensors, saved = kept[: len(ops.TENSOR_NAMES)], kept[len(ops.TENSOR_NAMES) :]
-        needs = dict(zip(ops.TENSOR_NAMES, ctx.needs_input_grad[2:], strict=True))
+        backend, kind, memo = ctx.call
+        names, needs = kind.names, ctx.needs_input_grad[_BEFORE:]
+        tensors = dict(zip(names, kept, strict=False))
+        saved = kept[len(names) :]
         grad = grad_final_state if grad_o is None else grad_o
         if grad is None:
-            return (None,) * len(ctx.needs_input_grad)
-        _refuse_batched(ctx.op, grad_o, grad_final_state)
+            return (None,) * (_BEFORE + len(names))
+        op = kind.values["op"]
+        _refuse_batched(op, grad_o, grad_final_state)
+        needed = kind.needed.get(needs)
+        if needed is None:
+            needed = kind.needed[needs] = frozenset(n for n, wanted in zip(names, needs, strict=True) if wanted)
         if torch.is_grad_enabled() or needs_operator(grad):
-            operator = getattr(torch.ops.kda_core, f"{ctx.op}_backward")
-            wanted = [needs[name] for name in DIFFERENTIABLE]
-            flat, name = [t.reshape(-1) for t in saved], ctx.backend.info.name
-            found = operator(grad_o, grad_final_state, *tensors, *ctx.options.values(), flat, wanted, name)
-            grads = dict(zip((n for n in DIFFERENTIABLE if needs[n]), found, strict=True))
+            operator = getattr(torch.ops.kda_core, f"{op}_backward")
+            wanted = [name in needed for name in DIFFERENTIABLE]
+            flat, name = [t.reshape(-1) for t in saved], backend.info.name
+            inputs = (*map(tensors.get, ops.TENSOR_NAMES), *map(kind.values.get, ops.OPTION_NAMES))
+            found = operator(grad_o, grad_final_state, *inputs, flat, wanted, name)
+            grads = dict(zip((n for n in DIFFERENTIABLE if n in needed), found, strict=True))
         else:
-            needed = frozenset(name for name in DIFFERENTIABLE if needs[name])
-            r = build_request(
-                {
-                    "op": ctx.op,
-                    **dict(zip(ops.TENSOR_NAMES, tensors, strict=True)),
-                    **ctx.options,
-                    "save_for_backward": True,
-                    "saved": tuple(saved),
-                    "grad_o": grad_o,
-                    "grad_final_state": grad_final_state,
-                    "needs_grad": needed,
-                }
-            )
-            r.__dict__["memo"] = ctx.memo
-            grads = ops.backward(ctx.backend, r)
-        return (None, None, *(grads[name] if needed else None for name, needed in needs.items()))
+            gradients = {"grad_o": grad_o, "grad_final_state": grad_final_state, "needs_grad": needed}
+            r = build_request({**kind.values, **tensors, "saved": saved, **gradients})
+            r.__dict__["memo"] = memo
+            grads = ops.backward(backend, r)
+        return (None, None, None, *(grads[name] if name in needed else None for name in names))
 
 
 class _GateCall(torch.autograd.Function):

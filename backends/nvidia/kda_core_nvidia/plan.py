@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from operator import itemgetter, or_
 from typing import Any, NamedTuple
 
@@ -102,10 +102,10 @@ class _Launch(NamedTuple):
 class _Epoch(NamedTuple):
     """Launches between two ends of scratch, what is allocated ahead of them and what ends behind them."""
 
-    results: tuple[Any, ...]
-    """(slot, shape, dtype, zeros)"""
-    arenas: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
-    """(bytes, ((slot, offset), ...)); numbered through all epochs"""
+    results: tuple[tuple[int, Callable[[], Tensor]], ...]
+    """Each one's slot and what makes it."""
+    arenas: tuple[tuple[Callable[[], Tensor], tuple[tuple[int, int], ...]], ...]
+    """What makes it, and the slots and offsets of its parts; numbered through all epochs."""
     launches: tuple[_Launch, ...]
     ended: tuple[int, ...]
     """Numbers of arenas."""
@@ -245,8 +245,8 @@ class Tape:
                 launches.append(_Launch(final_maps, call, itemgetter(*map(final, chosen))))
             epochs.append(
                 _Epoch(
-                    tuple((final(slot), *rest) for slot, *rest in made_here),
-                    tuple(_arena(arenas[key], final) for key in order if key[0] == n),
+                    tuple((final(slot), _maker(*rest, device)) for slot, *rest in made_here),
+                    tuple(_arena(arenas[key], final, device) for key in order if key[0] == n),
                     tuple(launches),
                     tuple(i for i, key in enumerate(order) if key[1] == n),
                 )
@@ -254,13 +254,24 @@ class Tape:
         return Plan(tuple(epochs), tuple(self._template), tuple(used), tuple(sources), device)
 
 
-def _arena(parts: list[_Scratch], final: Callable[[int], int]) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """Bytes of an allocation that holds these parts, and (slot, offset) of each."""
+def _maker(shape: tuple[int, ...], dtype: torch.dtype, zeros: bool, device: torch.device) -> Callable[[], Tensor]:
+    """What makes a contiguous tensor."""
+    if zeros:
+        return partial(torch.zeros, shape, dtype=dtype, device=device)
+    # The quickest of all functions that allocate.
+    strides = torch.empty(shape, device="meta").stride()
+    return partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
+
+
+def _arena(
+    parts: list[_Scratch], final: Callable[[int], int], device: torch.device
+) -> tuple[Callable[[], Tensor], tuple[tuple[int, int], ...]]:
+    """What makes an allocation that holds these parts, and (slot, offset) of each."""
     size, places = 0, []
     for x in parts:
         places.append((final(x.slot), size))
         size += -(-x.size // ALIGNMENT) * ALIGNMENT
-    return size, tuple(places)
+    return _maker((size,), torch.uint8, False, device), tuple(places)
 
 
 def _encoder(found: Entry, position: int, descriptor: Any) -> Callable[[int], Any]:
@@ -287,26 +298,29 @@ class Plan:
         device: torch.device,
     ) -> None:
         self._epochs, self._template, self._used, self._sources = epochs, template, used, sources
-        self._device = device
+        self._device = device.index
         self._stream = driver.active.get_current_stream
 
     def repeat(self, inputs: Sequence[Tensor | None]) -> dict[str, Tensor | None] | None:
         """Launch again; None, and nothing done, where an input is misaligned."""
-        device = self._device
         places = [inputs[n].data_ptr() for n in self._used]  # type: ignore[union-attr]
         if reduce(or_, places, 0) & 15:
             return None
-        values = [self._stream(device.index), *places, *self._template]
+        values = [self._stream(self._device), *places, *self._template]
         made: list[Tensor] = []
-        held: list[Any] = []
+        held: list[Tensor | None] = []
+        x: Any
         for results, arenas, launches, ended in self._epochs:
-            for slot, shape, dtype, zeros in results:
-                x = (torch.zeros if zeros else torch.empty)(shape, dtype=dtype, device=device)
+            for slot, make in results:
+                x = make()
                 made.append(x)
                 values[slot] = x.data_ptr()
-            for size, parts in arenas:
-                held.append(torch.empty(size, dtype=torch.uint8, device=device))
-                first = held[-1].data_ptr()
+            for make, parts in arenas:
+                x = make()
+                held.append(x)
+                first = x.data_ptr()
+                # Whoever holds it is to be the only one.
+                x = None
                 for slot, offset in parts:
                     values[slot] = first + offset
             for maps, call, pick in launches:
