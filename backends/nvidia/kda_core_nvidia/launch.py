@@ -219,7 +219,7 @@ def entry(compiled: Any, arguments: tuple[Any, ...]) -> Entry | None:
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
         positions = [i for i, x in enumerate(arguments) if is_descriptor(x)]
-        call, kinds = run.launch, compiled.metadata.tensordesc_meta if positions else ()
+        call, kinds = run.launch, getattr(compiled.metadata, "tensordesc_meta", None) if positions else ()
         if positions:
             # The function that triton wraps: with descriptors encoded, and their shapes and strides behind them.
             call = dict(zip(call.__code__.co_freevars, call.__closure__, strict=True))["launcher"].cell_contents

@@ -10,7 +10,7 @@ longer than the call that was noted held it. A launch with a tensor from elsewhe
 that is not repeated.
 
 A plan holds no tensor and is never changed: threads share it. It is kept in the memo that the core gives to the calls
-of one signature, beside which it takes for granted that no tensor is misaligned: other calls go the long way.
+of one signature, one for each set of tensors that are not aligned to 16 bytes.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from triton.runtime import driver
 from kda_core.request import Request
 from kda_core_nvidia.launch import INTERPRET, STREAM, Entry, is_descriptor, thread, watched
 
-MAX_PLANS = 1024
+MAX_PLANS = 512
 """Plans that are kept, of some 20 KB each: the oldest gives way."""
 
-MAX_ENCODED = 32
+MAX_ENCODED = 16
 """Addresses for which a launch keeps one of its descriptors: the allocator's come back again and again."""
 
 ALIGNMENT = 512
@@ -111,19 +111,20 @@ class _Epoch(NamedTuple):
     """Numbers of arenas."""
 
 
-_STREAM = -1
-"""The slot of the stream, as noted; input n is -2 - n, and the template counts from 0."""
+_STREAM = 0
+"""The slot of the stream."""
 
 
 class Tape:
     """Notes what a call allocates and launches.
 
-    The values of a call when it is repeated: its stream, the addresses of those of its inputs that are used, then the
-    template, where constants stand and what is allocated and encoded is filled in.
+    The values of a call when it is repeated: its stream, the addresses of its inputs, then the template, where constants
+    stand and what is allocated and encoded is filled in.
     """
 
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
         self.usable = True
+        self._given = 1 + len(inputs)
         self._template: list[Any] = []
         self._constants: dict[Any, int] = {}
         # By id, which is a tensor's own while it lives: the tensor and its slot.
@@ -135,7 +136,7 @@ class Tape:
         self._launches: list[list[tuple[list[_Map], Callable[..., Any], list[int]]]] = [[]]
         for n, x in enumerate(inputs):
             if x is not None:
-                self._known.setdefault(id(x), (weakref.ref(x), -2 - n))
+                self._known[id(x)] = weakref.ref(x), 1 + n
 
     @property
     def _epoch(self) -> int:
@@ -143,7 +144,7 @@ class Tape:
 
     def _slot(self, value: Any = None) -> int:
         self._template.append(value)
-        return len(self._template) - 1
+        return self._given + len(self._template) - 1
 
     def _constant(self, value: Any) -> int:
         try:
@@ -221,37 +222,25 @@ class Tape:
             slot = None if x is None else self._slot_of(x)
             if slot is None:
                 sources.append((name, None, None))
-            elif slot <= _STREAM:
-                sources.append((name, -2 - slot, None))
+            elif slot < self._given:
+                sources.append((name, slot - 1, None))
             elif slot in results:
                 sources.append((name, None, results.index(slot)))
             else:
                 self.usable = False
-        slots = [slot for epoch in self._launches for maps, _, slots in epoch for slot in (*slots, *(m.address for m in maps))]
-        used = sorted({-2 - slot for slot in slots if slot < _STREAM})
-        if not self.usable or not slots:
+        if not self.usable:
             return None
-
-        def final(slot: int) -> int:
-            if slot == _STREAM:
-                return 0
-            return 1 + used.index(-2 - slot) if slot < 0 else 1 + len(used) + slot
-
         epochs = []
         for n, (made_here, launched) in enumerate(zip(self._results, self._launches, strict=True)):
-            launches = []
-            for maps, call, chosen in launched:
-                final_maps = tuple(m._replace(slot=final(m.slot), address=final(m.address)) for m in maps)
-                launches.append(_Launch(final_maps, call, itemgetter(*map(final, chosen))))
             epochs.append(
                 _Epoch(
-                    tuple((final(slot), _maker(*rest, device)) for slot, *rest in made_here),
-                    tuple(_arena(arenas[key], final, device) for key in order if key[0] == n),
-                    tuple(launches),
+                    tuple((slot, _maker(*rest, device)) for slot, *rest in made_here),
+                    tuple(_arena(arenas[key], device) for key in order if key[0] == n),
+                    tuple(_Launch(tuple(maps), call, itemgetter(*slots)) for maps, call, slots in launched),
                     tuple(i for i, key in enumerate(order) if key[1] == n),
                 )
             )
-        return Plan(tuple(epochs), tuple(self._template), tuple(used), tuple(sources), device)
+        return Plan(tuple(epochs), tuple(self._template), tuple(sources), device)
 
 
 def _maker(shape: tuple[int, ...], dtype: torch.dtype, zeros: bool, device: torch.device) -> Callable[[], Tensor]:
@@ -264,12 +253,12 @@ def _maker(shape: tuple[int, ...], dtype: torch.dtype, zeros: bool, device: torc
 
 
 def _arena(
-    parts: list[_Scratch], final: Callable[[int], int], device: torch.device
+    parts: list[_Scratch], device: torch.device
 ) -> tuple[Callable[[], Tensor], tuple[tuple[int, int], ...]]:
     """What makes an allocation that holds these parts, and (slot, offset) of each."""
     size, places = 0, []
     for x in parts:
-        places.append((final(x.slot), size))
+        places.append((x.slot, size))
         size += -(-x.size // ALIGNMENT) * ALIGNMENT
     return _maker((size,), torch.uint8, False, device), tuple(places)
 
@@ -293,19 +282,15 @@ class Plan:
         self,
         epochs: tuple[_Epoch, ...],
         template: tuple[Any, ...],
-        used: tuple[int, ...],
         sources: tuple[tuple[str, int | None, int | None], ...],
         device: torch.device,
     ) -> None:
-        self._epochs, self._template, self._used, self._sources = epochs, template, used, sources
+        self._epochs, self._template, self._sources = epochs, template, sources
         self._device = device.index
         self._stream = driver.active.get_current_stream
 
-    def repeat(self, inputs: Sequence[Tensor | None]) -> dict[str, Tensor | None] | None:
-        """Launch again; None, and nothing done, where an input is misaligned."""
-        places = [inputs[n].data_ptr() for n in self._used]  # type: ignore[union-attr]
-        if reduce(or_, places, 0) & 15:
-            return None
+    def repeat(self, inputs: Sequence[Tensor | None], places: list[int]) -> dict[str, Tensor | None]:
+        """Launch again, with these inputs, which are at ``places``."""
         values = [self._stream(self._device), *places, *self._template]
         made: list[Tensor] = []
         held: list[Tensor | None] = []
@@ -360,17 +345,23 @@ def planned(
         inputs: every tensor that launches may read or write and ``run`` does not allocate.
     """
     memo = request.memo
+    # Of a number that is 0 the sign matters, but two calls with 0.0 and -0.0 are of one signature.
     if memo is None or INTERPRET or not request.scale or watched():
         return run()
+    places = [0 if x is None else x.data_ptr() for x in inputs]
+    if reduce(or_, places) & 15:
+        # What is compiled depends on which of them are aligned, and so does which kernel is taken.
+        key = key, tuple(place & 15 == 0 for place in places)
     plan = memo.get(key)
     if isinstance(plan, Plan):
-        found = plan.repeat(inputs)
-        return run() if found is None else found
+        return plan.repeat(inputs, places)
     if plan is None:
         # Lengths that never come again are not worth a plan.
         memo[key] = _SEEN
         return run()
-    if plan is _NOT_REPEATED or any(x is not None and x.data_ptr() & 15 for x in inputs):
+    given = [id(x) for x in inputs if x is not None]
+    if plan is _NOT_REPEATED or len(set(given)) < len(given):
+        # Of a tensor that is given twice nobody could say which one a launch takes.
         return run()
     tape = thread.tape = Tape(inputs)
     try:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from kda_core.request import BackwardResult, ForwardResult, Request
 from kda_core_nvidia.chunk_forward import gate_kind, rows_contiguous, state_strides
 from kda_core_nvidia.launch import INTERPRET, Launcher, chip, on_device
 from kda_core_nvidia.layout import padded
+from kda_core_nvidia.plan import new_result, new_scratch, planned
 from kda_core_nvidia.recurrent import recurrent
 from kda_core_nvidia.recurrent_blocks import ROWS, SHORT
 from kda_core_nvidia.recurrent_blocks_prepare import blocks_prepare
@@ -146,26 +148,38 @@ def _allocated(request: Request) -> tuple[Tensor, Tensor | None]:
     q = request.q
     o = request.out
     if o is None:
-        o = q.new_empty((request.B, request.T, request.HV, request.V))
+        o = new_result(q, (request.B, request.T, request.HV, request.V))
     if request.inplace_final_state:
         return o, request.initial_state
     if not request.output_final_state:
         return o, None
-    return o, q.new_empty(request.state_shape, dtype=request.state_dtype)
+    return o, new_result(q, request.state_shape, request.state_dtype)
+
+
+_INPUTS = attrgetter(
+    *("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens"),
+    *("ssm_state_indices", "num_accepted_tokens", "out"),
+)
+
+
+def _forward(request: Request) -> dict[str, Tensor | None]:
+    """Launch; the result's tensors by name."""
+    o, final_state = _allocated(request)
+    # A slot for every token: such calls are drafts, which are short.
+    every_token = request.ssm_state_indices is not None and request.ssm_state_indices.shape[1:].numel() > 1
+    blocks = request.T > SHORT.value and not every_token and request.num_accepted_tokens is None
+    if request.cu_seqlens is not None or not blocks:
+        _launch(request, o, final_state, blocks)
+    if blocks:
+        _launch_blocks(request, o, final_state)
+    return {"o": o, "final_state": final_state}
 
 
 def recurrent_forward(request: Request) -> ForwardResult:
     """Run ``fused_recurrent_kda`` for a call that the plugin accepted."""
     with on_device(request.device):
-        o, final_state = _allocated(request)
-        # A slot for every token: such calls are drafts, which are short.
-        every_token = request.ssm_state_indices is not None and request.ssm_state_indices.shape[1:].numel() > 1
-        blocks = request.T > SHORT.value and not every_token and request.num_accepted_tokens is None
-        if request.cu_seqlens is not None or not blocks:
-            _launch(request, o, final_state, blocks)
-        if blocks:
-            _launch_blocks(request, o, final_state)
-    return ForwardResult(o=o, final_state=None if request.inplace_final_state else final_state)
+        made = planned(request, "forward", _INPUTS(request), lambda: _forward(request))
+    return ForwardResult(o=made["o"], final_state=None if request.inplace_final_state else made["final_state"])
 
 
 def _launch(request: Request, o: Tensor, final_state: Tensor | None, short_only: bool) -> None:
@@ -276,9 +290,9 @@ def _launch_blocks(request: Request, o: Tensor, final_state: Tensor | None) -> N
     if packed:
         # Bounds for sequences of at least SHORT + 1 tokens: ROWS + 1 of them fill two blocks.
         sequences, slots = min(N, T // (SHORT.value + 1)), 2 * T // (ROWS.value + 1)
-    planes = q.new_empty((slots, HV, 6 if exact_out else 5, ROWS.value, KP), dtype=torch.float16)
-    squares = q.new_empty((slots, HV, 2, ROWS.value, ROWS.value), dtype=torch.float16)
-    factors = q.new_empty((slots, HV, 3 * ROWS.value + KP), dtype=torch.float32)
+    planes = new_scratch(q, (slots, HV, 6 if exact_out else 5, ROWS.value, KP), torch.float16)
+    squares = new_scratch(q, (slots, HV, 2, ROWS.value, ROWS.value), torch.float16)
+    factors = new_scratch(q, (slots, HV, 3 * ROWS.value + KP), torch.float32)
     bounds = _contiguous(request.cu_seqlens)
     s_index = 0 if indices is None else indices.stride(0)
     arguments: tuple[Any, ...] = (
@@ -361,7 +375,9 @@ def recurrent_backward(request: Request) -> BackwardResult:
     """
     from kda_core_nvidia.chunk_backward import chunk_backward
 
-    return chunk_backward(replace(request, op="chunk_kda"))
+    own = replace(request, op="chunk_kda")
+    own.__dict__["memo"] = request.memo
+    return chunk_backward(own)
 
 
 def shipped() -> Iterator[tuple[str, Request]]:
