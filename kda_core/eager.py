@@ -84,9 +84,7 @@ class _Call(torch.autograd.Function):
     """``chunk_kda`` or ``fused_recurrent_kda`` of the tensors that a call has."""
 
     @staticmethod
-    def forward(
-        ctx: Any, backend: Backend, r: Request, kind: _Kind, *tensors: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx: Any, backend: Backend, r: Request, kind: _Kind, *tensors: Tensor) -> tuple[Tensor, Tensor | None]:
         result = ops.forward(backend, r)
         saved = result.saved
         if not kind.checked:

@@ -4,10 +4,10 @@ What a call launches follows from the shapes, strides, dtypes and options of its
 where its tensors lie: the way there (descriptors, constants, keys of what is compiled) costs the host more than short
 kernels take. So the second call of a kind is noted as it runs, and the ones after it fill in addresses.
 
-Whoever allocates for a call says what for: ``new_result`` (a tensor that outlives it) or ``new_scratch``, which ends with
-``done_with`` or the call. Scratch that begins and ends together is one allocation when it is repeated, never held for
-longer than the call that was noted held it. A launch with a tensor from elsewhere (a copy, a part) makes the kind one
-that is not repeated.
+Whoever allocates for a call says what for: ``new_result`` (a tensor that outlives it) or ``new_scratch``, which ends
+with ``done_with`` or the call. Scratch that begins and ends together is one allocation when it is repeated, never held
+for longer than the call that was noted held it. A launch with a tensor from elsewhere (a copy, a part) makes the kind
+one that is not repeated.
 
 A plan holds no tensor and is never changed: threads share it. It is kept in the memo that the core gives to the calls
 of one signature, one for each set of tensors that are not aligned to 16 bytes.
@@ -118,8 +118,8 @@ _STREAM = 0
 class Tape:
     """Notes what a call allocates and launches.
 
-    The values of a call when it is repeated: its stream, the addresses of its inputs, then the template, where constants
-    stand and what is allocated and encoded is filled in.
+    The values of a call when it is repeated: its stream, the addresses of its inputs, then the template, where
+    constants stand and what is allocated and encoded is filled in.
     """
 
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
@@ -252,9 +252,7 @@ def _maker(shape: tuple[int, ...], dtype: torch.dtype, zeros: bool, device: torc
     return partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
 
 
-def _arena(
-    parts: list[_Scratch], device: torch.device
-) -> tuple[Callable[[], Tensor], tuple[tuple[int, int], ...]]:
+def _arena(parts: list[_Scratch], device: torch.device) -> tuple[Callable[[], Tensor], tuple[tuple[int, int], ...]]:
     """What makes an allocation that holds these parts, and (slot, offset) of each."""
     size, places = 0, []
     for x in parts:
@@ -336,7 +334,7 @@ def planned(
     inputs: Sequence[Tensor | None],
     run: Callable[[], dict[str, Tensor | None]],
 ) -> dict[str, Tensor | None]:
-    """What ``run()`` returns, by name: results that it allocated and inputs; its launches are repeated where they can be.
+    """What ``run()`` returns, by name: results that it allocates and inputs. Repeats its launches where they are known.
 
     The device of the request is current.
 
