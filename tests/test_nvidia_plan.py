@@ -147,13 +147,17 @@ def launched(gpu: Any, run: Any) -> list[Any]:
     return [(function, grid, stream, tuple(map(number, a))) for function, grid, stream, a in gpu.launches]
 
 
-def trained(function: Any, tensors: dict[str, Any], **options: Any) -> list[torch.Tensor]:
-    leaves = {n: x.requires_grad_() for n, x in tensors.items()}
-    given = {n: x for n, x in options.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
-    leaves |= {n: x.requires_grad_() for n, x in given.items()}
-    o, state = function(**leaves, **{n: x for n, x in options.items() if n not in given})
-    outputs = [x for x in (o, state) if x is not None]
-    return [*torch.autograd.grad(outputs, list(leaves.values()), [torch.ones_like(x) for x in outputs]), *outputs]
+def trained(
+    function: Any, tensors: dict[str, Any], of: str = "os", to: str = "", shape: Any = torch.ones_like, **options: Any
+) -> list[torch.Tensor]:
+    """Gradients of the output (o) and the final state (s), to all inputs in a floating dtype or to these alone."""
+    leaves = {n: x for n, x in (tensors | options).items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
+    for n, x in leaves.items():
+        x.requires_grad_(to in ("", n))
+    o, state = function(**tensors, **options)
+    outputs = [x for name, x in (("o", o), ("s", state)) if x is not None and name in of]
+    wanted = [x for x in leaves.values() if x.requires_grad]
+    return [*torch.autograd.grad(outputs, wanted, [shape(x) for x in outputs], allow_unused=True), *outputs]
 
 
 def misaligned(x: torch.Tensor) -> torch.Tensor:
@@ -231,13 +235,15 @@ def kinds() -> dict[str, Any]:
         "training, all kept": lambda: chunk(inputs(), True, disable_recompute=True, **NORM),
         "training, gate, states": lambda: chunk(inputs(), True, **parameters(), **states()),
         "training, gate, packed": lambda: chunk(inputs(B=1), True, **parameters(), cu_seqlens=bounds),
-        "training, a gradient that must be copied": lambda: torch.autograd.grad(
-            chunk_kda(**(a := {n: x.requires_grad_() for n, x in inputs().items()}))[0].sum(), list(a.values())
+        "training, a gradient by heads": lambda: chunk(inputs(), True, shape=lambda x: by_heads(torch.ones_like(x))),
+        "training, a gradient that must be copied": lambda: chunk(
+            inputs(), True, shape=lambda x: torch.ones(1, dtype=x.dtype).expand(x.shape)
         ),
-        "training, one gradient": lambda: torch.autograd.grad(
-            chunk_kda(**inputs(), **(s := {"initial_state": torch.zeros(2, 2, 64, 64).requires_grad_()}))[0].mean(),
-            s["initial_state"],
-        ),
+        "training, states": lambda: chunk(inputs(), True, **states()),
+        "training, states, o alone": lambda: chunk(inputs(), True, of="o", **states()),
+        "training, states, the last alone": lambda: chunk(inputs(), True, of="s", **states()),
+        "training, states, to q alone": lambda: chunk(inputs(), True, to="q", **states()),
+        "training, states, to the first alone": lambda: chunk(inputs(), True, to="initial_state", **states()),
         "training token by token": lambda: trained(fused_recurrent_kda, inputs()),
         "training, 128 channels": lambda: chunk(inputs(K=128), True),
         "training, long, 128 channels": lambda: chunk(inputs(B=1, T=4096, K=128), True),
