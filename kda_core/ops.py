@@ -132,8 +132,8 @@ def _complete(backend: Backend, result: Any, needs: frozenset[str]) -> dict[str,
     name = backend.info.name
     if not isinstance(result, BackwardResult):
         raise ContractViolation(f"backend ({name}) returned {type(result).__name__}, expected BackwardResult")
-    missing = sorted(needs - result.grads.keys())
-    if missing:
+    if not needs <= result.grads.keys():
+        missing = sorted(needs - result.grads.keys())
         raise ContractViolation(f"backend ({name}) returned no gradient of {', '.join(missing)}")
     return result.grads
 

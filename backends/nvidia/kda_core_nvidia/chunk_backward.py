@@ -233,7 +233,6 @@ def _kind(x: Tensor | None) -> Any:
     return None if x is None else (x.is_contiguous() or x.stride(), x.dtype)
 
 
-@torch.no_grad()
 def chunk_backward(request: Request) -> BackwardResult:
     """Gradients of ``chunk_kda`` for ``request.grad_o`` and ``request.grad_final_state`` (either may be None).
 
@@ -241,34 +240,37 @@ def chunk_backward(request: Request) -> BackwardResult:
         gradients of q, k, v, g, beta, and of A_log, dt_bias and initial_state where the call has them, each in the
         shape and dtype of its input (dt_bias as [HV, K]), contiguous.
     """
-    with on_device(request.device):
-        target = chip(request.device)
-        if _halved(request, target.multiprocessors):
-            return BackwardResult(grads=_by_halves(request))
-        key = "backward", _kind(request.grad_o), _kind(request.grad_final_state), "initial_state" in request.needs_grad
+    if torch.is_grad_enabled():
+        # Autograd has it off already, and the context takes as long as a launch.
+        with torch.no_grad():
+            return chunk_backward(request)
+    key = "backward", _kind(request.grad_o), _kind(request.grad_final_state), "initial_state" in request.needs_grad
+    with on_device(request.q.device):
         inputs = (*_INPUTS(request), *request.saved)
-        return BackwardResult(grads=_summed(request, planned(request, key, inputs, lambda: _backward(request))))
+        made = planned(request, key, inputs, lambda: _by_halves(request) if _halved(request) else _backward(request))
+        return BackwardResult(grads=_summed(request, made))
 
 
 def _summed(call: Request, made: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    """The gradients, of those of parameters only slots' parts are ``made``."""
+    """The gradients, of which ``made`` holds those of A_log and dt_bias in parts."""
     grads = {n: x for n, x in made.items() if x is not None}
-    if "A_log" in grads:
-        grads["A_log"] = grads["A_log"].sum((0, 2)).to(call.A_log.dtype)
-    if "dt_bias" in grads:
-        grads["dt_bias"] = grads["dt_bias"].sum(0).to(call.dt_bias.dtype)
+    if "A_log parts" in grads:
+        grads["A_log"] = grads.pop("A_log parts").sum((0, 2)).to(call.A_log.dtype)
+    if "dt_bias parts" in grads:
+        grads["dt_bias"] = grads.pop("dt_bias parts").sum(0).to(call.dt_bias.dtype)
     return grads
 
 
-def _halved(r: Request, multiprocessors: int) -> bool:
+def _halved(r: Request) -> bool:
     """Whether half of the heads are gone through at a time: ``_turns``, where the batch is packed or one."""
+    multiprocessors = chip(r.device).multiprocessors
     kp, vp = padded(r.K), padded(r.V)
     if kp * vp <= 128 * 128 or r.q.shape[2] % 2 or _turns(r, kp, vp, multiprocessors) != WHOLE:
         return False
     return r.N * r.HV // 2 * -(-vp // 128) >= multiprocessors
 
 
-def _by_halves(call: Request) -> dict[str, Tensor]:
+def _by_halves(call: Request) -> dict[str, Tensor | None]:
     """The gradients, half of the heads at a time; those of q, k and g are written in place."""
     H, HV = call.q.shape[2], call.HV
     grads = {n: torch.empty_like(getattr(call, n), memory_format=torch.contiguous_format) for n in "qkg"}
@@ -296,7 +298,7 @@ def _heads_of(call: Request, own: slice, own_v: slice) -> Request:
 def _backward(call: Request, into: dict[str, Tensor] | None = None) -> dict[str, Tensor | None]:
     """The gradients; those of q, k and g are written ``into`` some heads of tensors where these are given.
 
-    Of A_log and dt_bias each slot's part: [slots, HV, ..] and [slots, HV, K].
+    Of A_log and dt_bias the parts of every slot: [slots, HV, ..] and [slots, HV, K].
     """
     target = chip(call.device)
     rows = segment_rows(call, target)
@@ -414,4 +416,4 @@ def _backward(call: Request, into: dict[str, Tensor] | None = None) -> dict[str,
     if grad_states is not grad_state:
         grad_state.copy_(grad_states[:1] if call.state_v_first else grad_states[:1].transpose(-1, -2))
     grads = {"q": dq, "k": dk, "v": dv, "g": dg, "beta": dbeta}
-    return grads | {"initial_state": grad_state, "A_log": dA, "dt_bias": dbias}
+    return grads | {"initial_state": grad_state, "A_log parts": dA, "dt_bias parts": dbias}
