@@ -180,60 +180,66 @@ class _Thread(threading.local):
 
 thread = _Thread()
 
-STREAM = object()
-"""Where the stream goes in ``Entry.head``."""
-
-# Triton's own launcher in Python goes through all arguments and encodes descriptors anew for each launch. What it calls
-# in the end is the same function for any launch of a kernel, whose arguments differ from version to version.
-_KNOWN_DRIVER = triton.__version__.startswith("3.6.")
+_DESCRIPTORS = frozenset({TensorDescriptor, GluonDescriptor})
 
 
 def is_descriptor(x: Any) -> bool:
     """Whether ``x`` is a descriptor of blocks of a tensor."""
-    return isinstance(x, (TensorDescriptor, GluonDescriptor))
+    return type(x) in _DESCRIPTORS
 
 
 class Entry(NamedTuple):
     """How a compiled kernel is launched once more.
 
     Attributes:
-        call: takes the grid, ``head`` and the kernel's arguments, with what is ``beside`` a descriptor behind it.
-        head: with STREAM where the stream goes.
-        encode: (position of an argument, descriptor): what is passed for it.
-        beside: of a descriptor, what is passed behind it.
+        compiled: as triton gave it.
+        call: takes the grid, the stream, ``head`` and the kernel's arguments.
+        head: what is the same for every launch.
+        descriptors: positions of descriptors that are not passed as they are, the last one first.
+        encode: (position, descriptor): what is passed in its place, and ahead of its shape and strides.
+        repeats: whether a launch needs nothing but its arguments.
     """
 
+    compiled: Any
     call: Callable[..., Any]
     head: tuple[Any, ...]
-    encode: Callable[[int, Any], Any]
-    beside: Callable[[Any], tuple[int, ...]]
+    descriptors: tuple[int, ...] = ()
+    encode: Callable[[int, Any], Any] = lambda position, x: x
+    repeats: bool = True
 
 
-def entry(compiled: Any, arguments: tuple[Any, ...]) -> Entry | None:
-    """How ``compiled`` is launched again with arguments like these; None when every launch needs memory of its own."""
+# Triton's own launcher in Python goes through all arguments of every launch. What it calls in the end differs from
+# version to version; where it is not known, triton's launcher it is.
+_KNOWN_DRIVER = triton.__version__.startswith("3.6.")
+
+_NO_HOOKS = (None, None, None)
+
+
+def entry(compiled: Any, arguments: tuple[Any, ...]) -> Entry:
+    """How ``compiled`` is launched again with arguments like these."""
     run = compiled.run
-    if getattr(run, "global_scratch_size", 0) or getattr(run, "profile_scratch_size", 0):
-        return None
-    hooks = None, None, None
-    if _KNOWN_DRIVER:
-        from triton.backends.nvidia.driver import make_tensordesc_arg
+    repeats = not (getattr(run, "global_scratch_size", 0) or getattr(run, "profile_scratch_size", 0))
+    found = Entry(compiled, run, (compiled.function, compiled.packed_metadata, *_NO_HOOKS), repeats=repeats)
+    if not _KNOWN_DRIVER or not repeats:
+        return found
+    call = run.launch
+    head = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata)
+    positions = tuple(i for i, x in enumerate(arguments) if is_descriptor(x))
+    if not positions:
+        return Entry(compiled, call, (*head, *_NO_HOOKS))
+    from triton.backends.nvidia.driver import make_tensordesc_arg
 
-        positions = [i for i, x in enumerate(arguments) if is_descriptor(x)]
-        call, kinds = run.launch, getattr(compiled.metadata, "tensordesc_meta", None) if positions else ()
-        if positions:
-            # The function that triton wraps: with descriptors encoded, and their shapes and strides behind them.
-            call = dict(zip(call.__code__.co_freevars, call.__closure__, strict=True))["launcher"].cell_contents
-        if len(kinds or ()) == len(positions) and all(kinds or ()):
-            numbers = dict(zip(positions, kinds or (), strict=True))
-            head = (STREAM, compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None)
-            return Entry(
-                call,
-                (*head, compiled.packed_metadata, *hooks),
-                lambda position, x: make_tensordesc_arg(x, numbers[position])[0],
-                lambda x: (*x.shape, *x.strides),
-            )
-    head = (STREAM, compiled.function, compiled.packed_metadata, *hooks)
-    return Entry(run, head, lambda position, x: x, lambda x: ())
+    # ``launch`` encodes descriptors, puts their shapes and strides behind them, and calls this.
+    inner = dict(zip(call.__code__.co_freevars, call.__closure__, strict=True)).get("launcher")
+    kinds = getattr(compiled.metadata, "tensordesc_meta", None) or ()
+    if inner is None or len(kinds) != len(positions) or not all(kinds):
+        return found
+    kind = dict(zip(positions, kinds, strict=True))
+
+    def encode(position: int, x: Any) -> Any:
+        return make_tensordesc_arg(x, kind[position])[0]
+
+    return Entry(compiled, inner.cell_contents, (*head, *_NO_HOOKS), positions[::-1], encode)
 
 
 class Launcher:
@@ -285,18 +291,22 @@ class Launcher:
             kinds += [isinstance(arguments[i], Tensor) and values[i] & 15 == 0 for i in self._tensors]
         key = (device, num_warps, *constants.values(), *self._strides(arguments), *kinds)
         found = self._compiled.get(key)
+        tape = thread.tape
         if found is None:
             compiled = self.kernel[grid](*arguments, **constants, num_warps=num_warps)
             rest = tuple(constants[name] for name in self.kernel.arg_names[len(arguments) :])
-            self._compiled[key] = compiled, compiled.run, compiled.function, compiled.packed_metadata, rest
-            if thread.tape is not None:
-                thread.tape.note_launch(entry(compiled, arguments), grid, (*arguments, *rest))
+            self._compiled[key] = entry(compiled, arguments), rest
+            if tape is not None:
+                tape.note_launch(self._compiled[key][0], grid, (*arguments, *rest))
             return
-        compiled, run, function, metadata, rest = found
+        known, rest = found
         if watched():
-            compiled[grid](*arguments, *rest)
+            known.compiled[grid](*arguments, *rest)
             return
-        if thread.tape is not None:
-            thread.tape.note_launch(entry(compiled, arguments), grid, (*arguments, *rest))
+        if tape is not None:
+            tape.note_launch(known, grid, (*arguments, *rest))
+        for i in known.descriptors:
+            x = values[i]
+            values[i : i + 1] = known.encode(i, x), *x.shape, *x.strides
         stream = driver.active.get_current_stream(device)
-        run(*grid, stream, function, metadata, None, None, None, *values, *rest)
+        known.call(*grid, stream, *known.head, *values, *rest)

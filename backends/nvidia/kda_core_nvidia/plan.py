@@ -15,6 +15,7 @@ of one signature, one for each set of tensors that are not aligned to 16 bytes.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -27,7 +28,7 @@ from torch import Tensor
 from triton.runtime import driver
 
 from kda_core.request import Request
-from kda_core_nvidia.launch import INTERPRET, STREAM, Entry, is_descriptor, thread, watched
+from kda_core_nvidia.launch import INTERPRET, Entry, is_descriptor, thread, watched
 
 MAX_PLANS = 512
 """Plans that are kept, of some 20 KB each: the oldest gives way."""
@@ -44,17 +45,20 @@ _SEEN = object()
 
 def new_result(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None, zeros: bool = False) -> Tensor:
     """A tensor that outlives the call, of the dtype of ``like`` unless told otherwise."""
-    x = (like.new_zeros if zeros else like.new_empty)(shape, dtype=dtype)
-    if thread.tape is not None:
-        thread.tape.note_result(x, zeros)
+    new = like.new_zeros if zeros else like.new_empty
+    x = new(shape) if dtype is None else new(shape, dtype=dtype)
+    tape = thread.tape
+    if tape is not None:
+        tape.note_result(x, zeros)
     return x
 
 
 def new_scratch(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
     """A tensor that lasts until ``done_with`` or the end of the call."""
-    x = like.new_empty(shape, dtype=dtype)
-    if thread.tape is not None:
-        thread.tape.note_scratch(x)
+    x = like.new_empty(shape) if dtype is None else like.new_empty(shape, dtype=dtype)
+    tape = thread.tape
+    if tape is not None:
+        tape.note_scratch(x)
     return x
 
 
@@ -111,6 +115,9 @@ class _Epoch(NamedTuple):
     """Numbers of arenas."""
 
 
+_SHARED = frozenset({int, bool, str, type(None)})
+"""Types of constants that share a slot when they are equal. Not floats: 0.0 == -0.0."""
+
 _STREAM = 0
 """The slot of the stream."""
 
@@ -147,14 +154,12 @@ class Tape:
         return self._given + len(self._template) - 1
 
     def _constant(self, value: Any) -> int:
-        try:
-            # By type and text as well: 1 == True, and 0.0 == -0.0.
-            key = type(value), value, repr(value)
-            found = self._constants.get(key)
-        except TypeError:
+        kind = type(value)
+        if kind not in _SHARED:
             return self._slot(value)
+        found = self._constants.get((kind, value))
         if found is None:
-            found = self._constants[key] = self._slot(value)
+            found = self._constants[kind, value] = self._slot(value)
         return found
 
     def _slot_of(self, x: Tensor) -> int | None:
@@ -183,16 +188,18 @@ class Tape:
             self._results.append([])
             self._launches.append([])
 
-    def note_launch(self, found: Entry | None, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
+    def note_launch(self, found: Entry, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
         """Note a launch of what ``found`` says; ``arguments``: all of the kernel's, its constants among them."""
-        if found is None:
+        if not found.repeats:
             self.usable = False
             return
         slots = [self._constant(x) for x in grid]
-        slots += [_STREAM if x is STREAM else self._constant(x) for x in found.head]
+        slots += [_STREAM, *(self._constant(x) for x in found.head)]
         maps = []
         for i, x in enumerate(arguments):
-            if isinstance(x, Tensor):
+            if type(x) in _SHARED:
+                slots.append(self._constant(x))
+            elif isinstance(x, Tensor):
                 slot = self._slot_of(x)
                 if slot is None:
                     return
@@ -203,9 +210,10 @@ class Tape:
                     return
                 maps.append(_Map(self._slot(), address, _encoder(found, i, x), {}))
                 slots.append(maps[-1].slot)
-                slots += [self._constant(n) for n in found.beside(x)]
+                if i in found.descriptors:
+                    slots += [self._constant(n) for n in (*x.shape, *x.strides)]
             else:
-                slots.append(self._constant(x))
+                slots.append(self._slot(x))
         self._launches[-1].append((maps, found.call, slots))
 
     def plan(self, made: dict[str, Tensor | None], device: torch.device) -> Plan | None:
@@ -248,7 +256,7 @@ def _maker(shape: tuple[int, ...], dtype: torch.dtype, zeros: bool, device: torc
     if zeros:
         return partial(torch.zeros, shape, dtype=dtype, device=device)
     # The quickest of all functions that allocate.
-    strides = torch.empty(shape, device="meta").stride()
+    strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     return partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
 
 
