@@ -149,6 +149,30 @@ def test_subject_finds_writes_round_a_tensor(altered):
         altered(write_behind).check(named("past a chunk").call())
 
 
+def test_subject_finds_bits_that_differ_when_a_call_is_made_again(altered, monkeypatch):
+    """On devices every small call is made three times: what is kept of the first ones serves the last."""
+    count = []
+
+    def third(r, y):
+        count.append(0)
+        return replace(y, o=y.o.nextafter(torch.full_like(y.o, 9.0))) if len(count) % 3 == 0 else y
+
+    subject, call = altered(third), named("past a chunk").call()
+    assert subject.calls(call) == 1
+    monkeypatch.setattr(Subject, "device", torch.device("cuda"))
+    assert subject.calls(call) == 3
+    large = torch.zeros(1).expand(2**23)
+    assert subject.calls(call.having(dt_bias=large)) == 1
+    monkeypatch.undo()
+    monkeypatch.setattr(Subject, "calls", lambda *_: 2)
+    subject.run(call)
+    count.clear()
+    monkeypatch.setattr(Subject, "calls", lambda *_: 3)
+    with pytest.raises(Mismatch, match="o: other bits when the call was made again"):
+        subject.run(call)
+    assert len(count) == 3
+
+
 def test_subject_demands_the_declared_reason():
     subject = Subject(Target("reference", CPU))
     with pytest.raises(Refused, match="the oracle runs on one device"):

@@ -39,6 +39,12 @@ INTERPRETER_LEAVES_LONG_CALLS_OUT = (
 )
 
 
+CALLS = 3
+"""How often a small call is made on a device."""
+
+MOST_BYTES_OF_REPEATED_CALLS = 2**24
+
+
 class Refused(Exception):
     """The backend does not serve the call.
 
@@ -116,6 +122,10 @@ def _chunks(r: Request) -> int:
     return (r.B * r.T // r.chunk_size + r.N) * r.HV
 
 
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
 def refusal_of(action: Callable[[], object]) -> Refused | None:
     """Do something with a backend, and answer its refusal, if it refuses, rather than raise it."""
     try:
@@ -191,7 +201,8 @@ class Subject:
 
         Checked: a call outside the declared capabilities is refused with the declared reasons; inputs (and the
         memory round everything) stay as they are, bit for bit; slots of a pool that the call does not write stay too;
-        results have the shapes, dtypes and device of the contract; optional results are there exactly when asked for.
+        results have the shapes, dtypes and device of the contract; optional results are there exactly when asked for;
+        made again, small calls have the same bits on devices.
 
         Args:
             wrt: the arguments whose gradient a call with gradients asks for.
@@ -209,16 +220,36 @@ class Subject:
             call.name,
         )
         self.records.append(record)
-        tensors = {n: self._place(n, t, call) for n, t in call.tensors.items()}
-        if call.given_out:
-            tensors["out"] = poisoned(self._o_shape(request), request.q.dtype, self.device)
-        before = {n: guards(t).clone() for n, t in tensors.items()}
         reasons = self._refusals(request, call)
         if self.target.interpreted and not reasons:
             if self._rounds_to_bfloat16(request, call):
                 raise record.turned_down("left out", INTERPRETER_LEAVES_OUT)
             if _chunks(request) > INTERPRETER_MOST_CHUNKS:
                 raise record.turned_down("left out", INTERPRETER_LEAVES_LONG_CALLS_OUT)
+        results = self._made(call, wrt, request, record, reasons)
+        for _ in range(self.calls(call) - 1):
+            again = self._made(call, wrt, request, record, reasons)
+            other = [n for n, x in results.items() if not _same_bits(x, again[n])]
+            if other:
+                raise Mismatch(f"{', '.join(other)}: other bits when the call was made again")
+        return Results(results)
+
+    def calls(self, call: Call) -> int:
+        """How often ``run`` makes a call: what a backend keeps of one call for the next shows in the later ones.
+
+        On the CPU, where a call takes as long as everything round it, and with large tensors, once.
+        """
+        small = sum(t.numel() * t.element_size() for t in call.tensors.values()) <= MOST_BYTES_OF_REPEATED_CALLS
+        return CALLS if small and self.device.type != "cpu" else 1
+
+    def _made(
+        self, call: Call, wrt: Collection[str], request: Request, record: Record, reasons: list[str]
+    ) -> dict[str, Tensor]:
+        """Make the call once, on copies of its own, with the checks of ``run``."""
+        tensors = {n: self._place(n, t, call) for n, t in call.tensors.items()}
+        if call.given_out:
+            tensors["out"] = poisoned(self._o_shape(request), request.q.dtype, self.device)
+        before = {n: guards(t).clone() for n, t in tensors.items()}
         try:
             results = self._differentiated(call, tensors, wrt) if call.grads else self._plain(call, request, tensors)
         except UnsupportedCall as error:
@@ -228,7 +259,7 @@ class Subject:
             raise Mismatch(f"served a call that it does not declare: {'; '.join(reasons)}")
         self._expect_untouched(before, tensors, call.written_names())
         self._expect_pool(call, before, tensors)
-        return Results(results)
+        return results
 
     def check(self, call: Call) -> Results:
         """Make the call and compare every result with the oracle, within the budgets.
