@@ -230,7 +230,8 @@ def entry(compiled: Any, arguments: tuple[Any, ...]) -> Entry:
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
     # ``launch`` encodes descriptors, puts their shapes and strides behind them, and calls this.
-    inner = dict(zip(call.__code__.co_freevars, call.__closure__, strict=True)).get("launcher")
+    names, cells = getattr(getattr(call, "__code__", None), "co_freevars", ()), getattr(call, "__closure__", None) or ()
+    inner = dict(zip(names, cells, strict=False)).get("launcher")
     kinds = getattr(compiled.metadata, "tensordesc_meta", None) or ()
     if inner is None or len(kinds) != len(positions) or not all(kinds):
         return found

@@ -9,8 +9,8 @@ with ``done_with`` or the call. Scratch that begins and ends together is one all
 for longer than the call that was noted held it. A launch with a tensor from elsewhere (a copy, a part) makes the kind
 one that is not repeated.
 
-A plan holds no tensor and is never changed: threads share it. It is kept in the memo that the core gives to the calls
-of one signature, one for each set of tensors that are not aligned to 16 bytes.
+A plan holds no tensor, and threads share it. It is kept in the memo that the core gives to the calls of one signature,
+one for each set of tensors that are not aligned to 16 bytes.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from triton.runtime import driver
 from kda_core.request import Request
 from kda_core_nvidia.launch import INTERPRET, Entry, is_descriptor, thread, watched
 
-MAX_PLANS = 512
-"""Plans that are kept, of some 20 KB each: the oldest gives way."""
+MAX_PLANS = 1024
+"""Plans that are kept, of some 10 KB each: the oldest gives way."""
 
-MAX_ENCODED = 16
-"""Addresses for which a launch keeps one of its descriptors: the allocator's come back again and again."""
+MAX_ENCODED = 64
+"""Addresses for which a launch keeps each of its descriptors, of 0.4 KB: in a model's next step the same come again."""
 
 ALIGNMENT = 512
 """Bytes; as torch allocates."""
