@@ -210,6 +210,7 @@ def _register(op: Op) -> None:
             grad_final_state=grad_final_state,
             needs_grad=frozenset(n for n, needed in zip(DIFFERENTIABLE, needs, strict=True) if needed),
         )
+        r.__dict__["memo"] = forwarded.memo
         found = backward(backend, r)
         return [found[n] for n in DIFFERENTIABLE if n in r.needs_grad]
 

@@ -22,6 +22,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 import triton
 from kda_core_nvidia import chunk_backward, chunk_forward, launch, plan, plugin, recurrent_launch, segments
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kda_core import api, chunk_kda, eager, fused_recurrent_kda, ops
 from kda_core.plugins import Registry
@@ -108,7 +109,8 @@ def gpu(monkeypatch):
     monkeypatch.setattr(plugin, "INTERPRET", True)
     registry = Registry(entry_points=False)
     assert registry.register(plugin).state == "loaded"
-    monkeypatch.setattr(api, "registry", registry)
+    for module in (api, ops):
+        monkeypatch.setattr(module, "registry", registry)
 
     # An address means one tensor only as long as none is given back.
     for owner, name in (
@@ -270,6 +272,28 @@ def test_repeated_calls_launch_what_the_long_way_launches(gpu, monkeypatch):
             assert launched(gpu, run) == expected[name], name
             repeated |= {name} if repeats else set()
     assert found.keys() - repeated == {"no scale", "no scale, negative", "q that must be copied"}
+
+
+def test_calls_through_operators_repeat_their_launches_as_well(gpu, monkeypatch):
+    """Forward and backward, as in compiled graphs and under modes."""
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return function(*args, **(kwargs or {}))
+
+    def run() -> Any:
+        with Mode():
+            return trained(chunk_kda, inputs(), **NORM)
+
+    repeats = []
+    monkeypatch.setattr(plan.Plan, "repeat", lambda *a, f=plan.Plan.repeat: repeats.append(0) or f(*a))
+    expected = launched(gpu, run)
+    counts = []
+    for _ in range(4):
+        repeats.clear()
+        assert launched(gpu, run) == expected
+        counts.append(len(repeats))
+    assert counts == [0, 2, 2, 2]
 
 
 def plain() -> Any:
