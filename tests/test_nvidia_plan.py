@@ -342,6 +342,67 @@ def test_scratch_is_given_back_as_early_as_in_the_call_that_was_noted(gpu, monke
     assert alive == [[True, True]] * 3 + [[False, True, True], [False, False, True]]
 
 
+class Triton36:
+    """Stands for triton 3.6's launcher of a compiled kernel, of which nothing but the function in the end is called."""
+
+    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid, launch_pdl = "cooperative", "pdl"
+
+    def __init__(self, compiled: Compiled) -> None:
+        head = (compiled.function, "cooperative", "pdl", None, None, "metadata", None, None, None)
+
+        def function(x: int, y: int, z: int, stream: str, *arguments: Any) -> None:
+            assert arguments[:9] == head
+            compiled.note((x, y, z), stream, arguments[9:])
+
+        def wrapped(launcher: Any) -> Any:
+            return lambda *_: pytest.fail(f"{launcher} was to be called")
+
+        # (dtype, rows, columns); of tensors (dtype, aligned).
+        descriptors = [kind for kind in compiled.function[2] if isinstance(kind, tuple) and len(kind) == 3]
+        self.kinds = [f"kind {n}" for n in range(len(descriptors))]
+        self.launch = wrapped(function) if descriptors else function
+
+
+def flat(x: Any) -> list[Any]:
+    return [z for y in x for z in flat(y)] if isinstance(x, tuple) else [x]
+
+
+@pytest.mark.parametrize("K", [64, 128])
+def test_where_triton_is_known_its_last_function_is_called_with_encoded_descriptors(gpu, monkeypatch, K):
+    """The long way and again: the same addresses, shapes and strides as triton's own launcher is given elsewhere."""
+
+    def encoded(descriptor: Any, kind: str) -> list[Any]:
+        assert kind.startswith("kind ")
+        return [descriptor.base.data_ptr(), "shape", "strides"]
+
+    def run() -> Any:
+        with torch.no_grad():
+            return chunk_kda(**inputs(K=K), **NORM)
+
+    def arguments() -> list[Any]:
+        return [flat(arguments) for *_, arguments in launched(gpu, run)]
+
+    expected = arguments()
+    assert len(expected) == 2
+    monkeypatch.setattr(launch, "_KNOWN_DRIVER", True)
+    monkeypatch.setattr("triton.backends.nvidia.driver.make_tensordesc_arg", encoded)
+    for x in vars(chunk_forward).values():
+        if isinstance(x, launch.Launcher):
+            x._compiled.clear()
+            x.kernel.compiled.clear()
+
+    def compiled(self: Compiled, key: Any, launches: list[Any]) -> None:
+        self.function, self.launches = key, launches
+        self.run = Triton36(self)
+        self.metadata = SimpleNamespace(tensordesc_meta=self.run.kinds)
+
+    monkeypatch.setattr(Compiled, "__init__", compiled)
+    gpu.registry._forget_choices()
+    for _ in range(5):
+        assert arguments() == expected
+
+
 def test_tensors_that_are_given_twice_are_told_apart_afterwards(gpu):
     """A first call whose q is its k must not make those after it read k from q."""
     with torch.no_grad():

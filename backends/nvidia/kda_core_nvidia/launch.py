@@ -220,9 +220,9 @@ def entry(compiled: Any, arguments: tuple[Any, ...]) -> Entry:
     run = compiled.run
     repeats = not (getattr(run, "global_scratch_size", 0) or getattr(run, "profile_scratch_size", 0))
     found = Entry(compiled, run, (compiled.function, compiled.packed_metadata, *_NO_HOOKS), repeats=repeats)
-    if not _KNOWN_DRIVER or not repeats:
+    call = getattr(run, "launch", None)
+    if call is None or not _KNOWN_DRIVER or not repeats:
         return found
-    call = run.launch
     head = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata)
     positions = tuple(i for i, x in enumerate(arguments) if is_descriptor(x))
     if not positions:
