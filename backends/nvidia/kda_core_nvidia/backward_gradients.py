@@ -124,7 +124,7 @@ def _mild_decay(
     return b_dq * rise, b_dkr * rise, b_dkc * fall, b_dgamma
 
 
-_NUMBERS = ["scale", "lower_bound", "T", "T_row", "NT", "N", "rows"]
+_NUMBERS = ["scale", "o_scale", "lower_bound", "T", "T_row", "NT", "N", "rows"]
 """Parameters that the compiler must not look at: most of them change with the lengths of the sequences."""
 
 
@@ -133,7 +133,7 @@ def gradients_kernel(
     q, k, g, beta, A_log, dt_bias, do, dv, z, states, state_grads, D, norms,
     dq, dk, dg, dbeta, dA_partial, dbias_partial, cu_seqlens,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh, s_ob, s_ot, s_oh,
-    scale, lower_bound, T, T_row, NT, N, rows,
+    scale, o_scale, lower_bound, T, T_row, NT, N, rows,
     H: tl.constexpr, HV: tl.constexpr, HO: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     GATE: tl.constexpr, BETA_SIGMOID: tl.constexpr, BETA_SCALE: tl.constexpr,
@@ -220,6 +220,8 @@ def gradients_kernel(
             b_dq = tl.dot(b_s, b_do, b_dq, input_precision=PRECISION)
     b_mu *= scale
     b_lu = -b_lu
+    # The state gradients come without the part of the scale that is no power of two (backward_reverse).
+    b_dkc *= o_scale
     diagonal = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_mu, 0.0), 1)
     below = o_c[:, None] > o_c[None, :]
     b_mu = tl.where(below, b_mu, 0.0).to(dt)
@@ -238,7 +240,7 @@ def gradients_kernel(
     b_y = tl.where(m_kc, log2_decay(b_g.to(tl.float32), a, b_bias, lower_bound, GATE), 0.0)
     hi, mid, lo = split3(b_y, dt)
     # The sum of 16 equal numbers is exact.
-    b_sums = tl.sum(b_sums, 1) * (tl.load(D + block * KP + o_k) * (1 / 16))
+    b_sums = tl.sum(b_sums, 1) * (tl.load(D + block * KP + o_k) * (o_scale / 16))
     b_dgamma = tl.zeros([BK, C], tl.float32) + b_sums[:, None]
     b_q = b_q.to(tl.float32)
     b_k = b_k.to(tl.float32)

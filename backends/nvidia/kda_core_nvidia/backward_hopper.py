@@ -346,7 +346,7 @@ def _store_for_reverse(
 
 @gluon.jit
 def _reverse(
-    S, p_do, s_ot, length, ready, full, empty, pair_buffer, a_buffer, p_buffer, o_buffer, d_buffer,
+    S, p_do, s_ot, length, o_scale, ready, full, empty, pair_buffer, a_buffer, p_buffer, o_buffer, d_buffer,
     s_buffer, v_buffer,
     L_ROWS: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
@@ -373,7 +373,7 @@ def _reverse(
             part = S
         rounded = part.to(dtype)
         left = gl.convert_layout(rounded, L_LEFT)
-        rows = b_dv.to(dtype)
+        rows = (b_dv * o_scale).to(dtype)
         mbarrier.wait(ready.index(stage), (j // STAGES) & 1)
         if length < (i + 1) * C:
             m_o = (o_r < length - i * C)[:, None] & every_v
@@ -409,13 +409,13 @@ def _reverse(
     if n > 0:
         out = n % OUT
         mbarrier.wait(empty.index(out), ((n // OUT) & 1) ^ 1)
-        v_buffer.index(out).permute((1, 0)).store(b_dv.to(dtype))
+        v_buffer.index(out).permute((1, 0)).store((b_dv * o_scale).to(dtype))
         block_barrier()
         mbarrier.arrive(full.index(out), count=1)
     return S, n
 
 
-@gluon.jit(do_not_specialize=["T", "T_row", "NT"])
+@gluon.jit(do_not_specialize=["T", "T_row", "NT", "o_scale"])
 def reverse_hopper(
     gradients,  # descriptor of do as a matrix with a row for each of B · T, by [C, BV]
     pairs,  # descriptor of keys as [slots · HV · 3 · C, KP] by [2 C, KP]: ke and qg of a chunk
@@ -434,6 +434,7 @@ def reverse_hopper(
     T,
     T_row,
     NT,
+    o_scale,  # as for reverse_kernel
     HV: gl.constexpr,
     K: gl.constexpr,
     V: gl.constexpr,
@@ -466,7 +467,7 @@ def reverse_hopper(
     p_dv = dv + (row0 * HV + i_h) * V + i_v * BV
     S = gl.full([BV, KP], 0.0, gl.float32, L_STATE)
     if grad_final_state is not None:
-        S = _load_state(grad_final_state, i_nh, i_v, K, V, BV, KP, V_FIRST, L_STATE)
+        S = _load_state(grad_final_state, i_nh, i_v, K, V, BV, KP, V_FIRST, L_STATE) * (1.0 / o_scale)
 
     pair_buffer = gl.allocate_shared_memory(dtype, [STAGES, 2 * C, KP], PAIR)
     a_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, KP], SINGLE)
@@ -493,7 +494,7 @@ def reverse_hopper(
             (
                 _reverse,
                 (
-                    S, p_do, s_ot, length, ready, full, empty, pair_buffer, a_buffer, p_buffer, o_buffer,
+                    S, p_do, s_ot, length, o_scale, ready, full, empty, pair_buffer, a_buffer, p_buffer, o_buffer,
                     d_buffer, s_buffer, v_buffer, L_ROWS, BV, C, KP, STAGES, OUT,
                 ),
             ),
@@ -517,6 +518,7 @@ def reverse_hopper(
     )  # fmt: skip
     if grad_initial_state is not None:
         p_state = grad_initial_state + i_nh.to(gl.int64) * (K * V)
+        S = S * o_scale
         if V_FIRST:
             store_state(p_state + i_v * BV * K, S, K, 1, K, BV, KP)
         else:

@@ -2,6 +2,9 @@
 
     dv = Pᵀ do + kA dS      dS ← D ⊙ dS + qgᵀ do − keᵀ dv
 
+qg and P hold a power of two of the scale (``split_scale``), and the rest, ``o_scale``, belongs to do: all is divided by
+it on the way, dv and the initial state's gradient are multiplied at their end, the stored dS are not.
+
 Grid: (ceil(VP / BV), N · HV), as in backward_states; dS is held transposed, [BV, KP], and ends as the gradient of the
 initial state. dv: [B, T, HV, V] in v's dtype, finished; state_grads: [slots, HV, VP, KP].
 """
@@ -12,9 +15,10 @@ import triton.language as tl
 from kda_core_nvidia.backward_states import load_state, rows_of, store_state
 
 
-@triton.jit(do_not_specialize=["T", "T_row", "NT"])
+@triton.jit(do_not_specialize=["T", "T_row", "NT", "o_scale"])
 def reverse_kernel(
     keys, P, D, do, grad_final_state, dv, state_grads, grad_initial_state, cu_seqlens, s_ob, s_ot, s_oh, T, T_row, NT,
+    o_scale,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr,
     V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -35,7 +39,7 @@ def reverse_kernel(
     o_s = o_v[:, None] * KP + o_k[None, :]
     b_s = tl.zeros([BV, KP], tl.float32)
     if grad_final_state is not None:
-        b_s = load_state(grad_final_state, i_nh, o_v, o_k, K, V, V_FIRST)
+        b_s = load_state(grad_final_state, i_nh, o_v, o_k, K, V, V_FIRST) * (1.0 / o_scale)
     last = tl.cdiv(length, C) - 1
     for j in tl.range(0, last + 1, num_stages=STAGES):
         i = last - j
@@ -56,9 +60,8 @@ def reverse_kernel(
             b_qg = tl.load(p_keys + C * KP + o_ck)
             b_dv = tl.dot(b_do, b_p, b_dv, input_precision=PRECISION)
             b_s = tl.dot(b_do, b_qg, b_s, input_precision=PRECISION)
-        b_dv = b_dv.to(dt)
-        b_s = tl.dot(-b_dv, b_ke, b_s, input_precision=PRECISION)
+        b_s = tl.dot(-b_dv.to(dt), b_ke, b_s, input_precision=PRECISION)
         o_dv = tl.cast(i, tl.int64) * (C * HV * V) + o_c[:, None] * (HV * V) + o_v[None, :]
-        tl.store(dv + o_dv, tl.trans(b_dv), mask=m_cv)
+        tl.store(dv + o_dv, tl.trans((b_dv * o_scale).to(dt)), mask=m_cv)
     if grad_initial_state is not None:
-        store_state(grad_initial_state, b_s, i_nh, o_v, o_k, K, V, V_FIRST)
+        store_state(grad_initial_state, b_s * o_scale, i_nh, o_v, o_k, K, V, V_FIRST)

@@ -29,7 +29,7 @@ from kda_core_nvidia.backward_reverse import reverse_kernel
 from kda_core_nvidia.backward_states import states_kernel
 from kda_core_nvidia.chunk_forward import Kept, Prepared, gate_kind, run_prepare
 from kda_core_nvidia.hopper import HopperConfig, backward_gains, blocks, hopper_config, serves, token_blocks
-from kda_core_nvidia.launch import Chip, Launcher, chip, on_device
+from kda_core_nvidia.launch import Chip, Launcher, chip, on_device, split_scale
 from kda_core_nvidia.layout import CHUNK, padded, slots
 from kda_core_nvidia.plan import done_with, new_result, new_scratch, planned
 from kda_core_nvidia.segments import as_packed, ends, segment_rows, starts
@@ -177,7 +177,7 @@ def _run_reverse_hopper(
 ) -> bool:
     """The same of ``reverse``."""
     keys, P, D, do, grad_final_state, dv, state_grads, *rest = given
-    T = rest[-3]
+    T = rest[-4]
     if do is None or state_grads.shape[2] != V:
         return False
     if not (backward_gains(target, padded(K), V, heads, T) and serves(target, keys, V, do)):
@@ -315,6 +315,7 @@ def _backward(call: Request, into: dict[str, Tensor] | None = None) -> dict[str,
     constants = _constants(dtype, H, HV, wider, K, V, N * HV, arch, v_first, gate, sigmoid, neg_eigval, l2norm)
     config = constants.config
     NT, n_slots = -(-T // C), slots(r)
+    _, o_scale = split_scale(r.scale, dtype)
 
     found = [_rows_first(x) for x in (r.q, r.k, r.v, r.g, r.beta, r.v if r.grad_o is None else r.grad_o)]
     q, k, v, g, beta, do = (x for x, _ in found)
@@ -366,7 +367,7 @@ def _backward(call: Request, into: dict[str, Tensor] | None = None) -> dict[str,
             bv, warps, _ = config.states
             _states((vp // bv, count * HV, 1), given, constants.states, warps)
         given = own_keys, _cut(P, own), own_D, own_do, _cut(grad_final, turn), _cut(dv, turn), state_grads
-        given = *given, _cut(grad_states, turn), cu, *s_do, T, T_row, NT
+        given = *given, _cut(grad_states, turn), cu, *s_do, T, T_row, NT, o_scale
         if not _run_reverse_hopper(given, *facts):
             bv, warps, _ = config.reverse
             _reverse((vp // bv, count * HV, 1), given, constants.reverse, warps)
@@ -397,7 +398,8 @@ def _backward(call: Request, into: dict[str, Tensor] | None = None) -> dict[str,
                 *(_cut(dq_hat, turn), _cut(dk_hat, turn), _cut(dg, turn)),
                 *(dbeta_partial if turn is None else dbeta_partial[:, turn], _cut(dA, own), _cut(dbias, own), cu),
                 *(*s_q, *s_k, *s_g, *s_b, *s_do),
-                *(float(r.scale), 0.0 if r.lower_bound is None else float(r.lower_bound), T, T_row, NT, N, B * T),
+                *(float(r.scale), o_scale, 0.0 if r.lower_bound is None else float(r.lower_bound)),
+                *(T, T_row, NT, N, B * T),
             ),
             constants.gradients,
             config.gradients[2],

@@ -26,6 +26,7 @@ from kda_core_nvidia.launch import (
     prepare_config,
     recurrence_config,
     row_blocks,
+    split_scale,
 )
 from kda_core_nvidia.layout import CHUNK, padded, slots
 from kda_core_nvidia.plan import new_result, new_scratch, planned
@@ -251,7 +252,7 @@ def run_prepare(
         o,
         _dense(request.cu_seqlens),
         indices,
-        float(request.scale),
+        split_scale(request.scale, dtype)[0],
         0.0 if bound is None else float(bound),
         T,
         request.N,
@@ -363,6 +364,7 @@ def run_recurrence(
         *final,
         0 if indices is None else indices.stride(0),
         request.pad_slot_id,
+        split_scale(request.scale, v.dtype)[1],
     )
     if h is None and serves(target, keys, V, v):
         constants, hopper = _hopper_constants(target, N * HV, *shared)

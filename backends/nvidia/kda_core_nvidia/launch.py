@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Iterable
@@ -113,6 +114,21 @@ def recurrence_config(target: Chip, dtype: torch.dtype, K: int, V: int, sequence
     if major == 9 and padded(V) >= 128 and sequences_heads * (-(-V // 128)) > 0.6 * target.multiprocessors:
         return RecurrenceConfig(128, 8, 3)
     return RecurrenceConfig(min(padded(V), 64), 4, 3)
+
+
+def split_scale(scale: float, dtype: torch.dtype) -> tuple[float, float]:
+    """The output's scale as (power of two, rest): the former enters q, where it rounds nothing, the latter the output.
+
+    An operand that is rounded to 16 bits is the better for every product that it need not hold: without decays, q is
+    its own operand. With float32 operands there is nothing to gain, and the rest is 1.
+    """
+    mantissa, exponent = math.frexp(scale)
+    if dtype.itemsize > 2 or not math.isfinite(scale) or abs(exponent) > 100 or scale == 0:
+        return scale, 1.0
+    if abs(mantissa) < math.sqrt(0.5):
+        exponent -= 1
+    power = math.ldexp(1.0, exponent)
+    return power, scale / power
 
 
 def dot_widths(dtype: torch.dtype) -> tuple[int, str, str]:

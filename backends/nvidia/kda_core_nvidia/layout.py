@@ -5,15 +5,15 @@ state rather than to the values, so that a value enters the recurrence as the ca
 rows (``CHUNK``, whatever ``chunk_size`` the caller asked for), G the inclusive cumulative log decay inside the chunk,
 X = (I + L)⁻¹ and A = diag(β) X  (L_rs = β_s Σ_c k_rc k_sc exp(G_rc − G_sc), s < r):
 
-    ke = k ⊙ exp G            qg = scale · q ⊙ exp G         kg = k ⊙ exp(G_C − G)
+    ke = k ⊙ exp G            qg = s · q ⊙ exp G             kg = k ⊙ exp(G_C − G)
     P  = M A                  kA = Aᵀ kg                      D  = exp G_C
-    M_rs = scale · Σ_c q_rc k_sc exp(G_rc − G_sc), s ≤ r
+    M_rs = s · Σ_c q_rc k_sc exp(G_rc − G_sc), s ≤ r
 
     r   = v − ke S            (what the keys of the chunk do not yet predict; v_new of the WY form is A r = β ⊙ X r)
-    o   = qg S + P r
+    o   = m (qg S + P r)      (s · m the output's scale, s a power of two: ``launch.split_scale``)
     S' = D ⊙ S + kAᵀ r
 
-so that the reverse recurrence is, with dS' the gradient of the state after the chunk:
+so that the reverse recurrence is, with dS' the gradient of the state after the chunk (and do times m):
 
     dv = Pᵀ do + kA dS'       dS = D ⊙ dS' + qgᵀ do − keᵀ dv
 

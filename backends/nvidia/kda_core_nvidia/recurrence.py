@@ -1,6 +1,6 @@
 """Sequential kernel of the forward: from ``prepare``'s tensors to outputs, final and intermediate states.
 
-    r = v − ke S        o = qg S + P r        S ← D ⊙ S + kAᵀ r
+    r = v − ke S        o = m (qg S + P r)        S ← D ⊙ S + kAᵀ r
 
 The state is held transposed, Sᵀ [BV, KP] in float32 registers, so that it (and r) is the left operand of every product:
 wgmma takes left operands from registers, and no product waits for the state to pass through shared memory.
@@ -14,7 +14,7 @@ import triton.language as tl
 
 from kda_core.triton_lib.packing import chunks_before
 
-_NUMBERS = ["T", "chunks", "HV", "s_vb", "s_ob", "s_index", "pad_slot_id"]
+_NUMBERS = ["T", "chunks", "HV", "s_vb", "s_ob", "s_index", "pad_slot_id", "o_scale"]
 """Parameters that the compiler must not look at: most of them change with the lengths of the sequences."""
 
 
@@ -49,6 +49,7 @@ def recurrence(
     s_fv,
     s_index,
     pad_slot_id,
+    o_scale,  # what qg and P leave of the scale
     K: tl.constexpr,
     V: tl.constexpr,
     KP: tl.constexpr,
@@ -148,7 +149,7 @@ def recurrence(
         b_o = tl.dot(b_s, tl.trans(q_g), input_precision=DOT)
         b_o = tl.dot(b_r, tl.trans(b_p), b_o, input_precision=DOT)
         S = tl.dot(b_r, k_a, S * b_d[None, :], input_precision=DOT)
-        tl.store(p_o + first * s_ot + o_or, tl.trans(b_o.to(o.dtype.element_ty)), mask=m_o)
+        tl.store(p_o + first * s_ot + o_or, tl.trans((b_o * o_scale).to(o.dtype.element_ty)), mask=m_o)
 
     if final_state is not None:
         p_state = final_state + i_state * s_fn + i_h * s_fh

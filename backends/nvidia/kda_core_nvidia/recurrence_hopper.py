@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 copy_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 block_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
-_NUMBERS = ["T", "chunks", "HV", "s_vb", "s_ob", "s_index", "pad_slot_id"]
+_NUMBERS = ["T", "chunks", "HV", "s_vb", "s_ob", "s_index", "pad_slot_id", "o_scale"]
 
 
 @gluon.jit
@@ -156,6 +156,7 @@ def _multiply(
     v_buffer,
     o_buffer,
     minus_eye,
+    o_scale,
     L_ROWS: gl.constexpr,
     BV: gl.constexpr,
     C: gl.constexpr,
@@ -188,7 +189,7 @@ def _multiply(
         else:
             part = S
         left = gl.convert_layout(part.to(dtype), L_LEFT)
-        rows = out.to(dtype)
+        rows = (out * o_scale).to(dtype)
         mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
         if length < (i + 1) * C:
             # The last rows of a sequence: what follows them is another's, and not to be read.
@@ -229,7 +230,7 @@ def _multiply(
         out = warpgroup_mma(residual, p_buffer.index(stage).permute((1, 0)), out, is_async=True)
         S, residual = warpgroup_mma_wait(1, deps=(S, residual))
         out, residual = warpgroup_mma_wait(0, deps=(out, residual))
-    rows = out.to(dtype)
+    rows = (out * o_scale).to(dtype)
     if STORERS == 0:
         m_o = (o_r < length - (n - 1) * C)[:, None] & ((n - 1) + every_v.to(gl.int32) > 0)
         gl.store(p_o + (rows_of_chunk * (n - 1)) * s_ot, gl.convert_layout(rows.trans(), L_ROWS), mask=m_o)
@@ -273,6 +274,7 @@ def recurrence_hopper(
     s_fv,
     s_index,
     pad_slot_id,
+    o_scale,  # what qg and P leave of the scale
     K: gl.constexpr,
     V: gl.constexpr,
     KP: gl.constexpr,
@@ -373,7 +375,7 @@ def recurrence_hopper(
                     _multiply,
                     (
                         S, p_v, rows_o, s_vt, s_ot, length, ready, free, full, empty, pair_buffer, a_buffer, p_buffer,
-                        d_buffer, v_buffer, o_buffer, minus_eye, L_ROWS, BV, C, KP, STAGES, OUT, STORERS,
+                        d_buffer, v_buffer, o_buffer, minus_eye, o_scale, L_ROWS, BV, C, KP, STAGES, OUT, STORERS,
                     ),
                 ),
                 (
@@ -394,7 +396,7 @@ def recurrence_hopper(
                     _multiply,
                     (
                         S, p_v, rows_o, s_vt, s_ot, length, ready, free, full, empty, pair_buffer, a_buffer, p_buffer,
-                        d_buffer, v_buffer, o_buffer, minus_eye, L_ROWS, BV, C, KP, STAGES, OUT, STORERS,
+                        d_buffer, v_buffer, o_buffer, minus_eye, o_scale, L_ROWS, BV, C, KP, STAGES, OUT, STORERS,
                     ),
                 ),
                 (

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from kda_core.request import Request
 from kda_core_nvidia.backward_states import load_state, rows_of
-from kda_core_nvidia.launch import INTERPRET, Chip, Launcher
+from kda_core_nvidia.launch import INTERPRET, Chip, Launcher, split_scale
 from kda_core_nvidia.layout import CHUNK, padded
 
 LEAST_ROWS = 2048
@@ -108,15 +108,16 @@ def transitions_kernel(
     tl.store(out + o_v[:, None] * KP + o_k[None, :], b_s)
 
 
-@triton.jit(do_not_specialize=["T", "count"])
+@triton.jit(do_not_specialize=["T", "count", "o_scale"])
 def reverse_transitions_kernel(
-    keys, P, D, do, grad_final_state, additions, cu_seqlens, s_ot, s_oh, T, count,
+    keys, P, D, do, grad_final_state, additions, cu_seqlens, s_ot, s_oh, T, count, o_scale,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """What a segment's outputs add to the gradient of the state at its start, of segments 1 to count - 1: additions
-    [count - 1, HV, VP, KP] in float32. The last one's starts from the final state's gradient.
+    [count - 1, HV, VP, KP] in float32. The last one's starts from the final state's gradient. ``o_scale``: as for
+    ``reverse_kernel``.
 
     Grid: (VP / BV, (count - 1) · HV).
     """
@@ -135,7 +136,7 @@ def reverse_transitions_kernel(
     b_s = tl.zeros([BV, KP], tl.float32)
     if grad_final_state is not None:  # noqa: SIM102
         if i_n == count - 1:
-            b_s = load_state(grad_final_state, i_h, o_v, o_k, K, V, V_FIRST)
+            b_s = load_state(grad_final_state, i_h, o_v, o_k, K, V, V_FIRST) * (1.0 / o_scale)
     last = tl.cdiv(length, C) - 1
     for j in tl.range(0, last + 1, num_stages=STAGES):
         i = last - j
@@ -154,7 +155,7 @@ def reverse_transitions_kernel(
         b_s = tl.dot(b_do, b_qg, b_s * b_d[None, :], input_precision=PRECISION)
         b_s = tl.dot(-b_dv, b_ke, b_s, input_precision=PRECISION)
     out = additions + ((i_n - 1).to(tl.int64) * HV + i_h) * (VP * KP)
-    tl.store(out + o_v[:, None] * KP + o_k[None, :], b_s)
+    tl.store(out + o_v[:, None] * KP + o_k[None, :], b_s * o_scale)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -282,10 +283,11 @@ def ends(
     keys, P, D = prepared
     KP, VP = shape["KP"], shape["VP"]
     additions = D.new_empty((count - 1, r.HV, VP, KP))
+    _, o_scale = split_scale(r.scale, r.q.dtype)
     bv, warps, stages = _block_v(target, KP, VP)
     _reverse_transitions(
         (VP // bv, (count - 1) * r.HV, 1),
-        (keys, P, D, do, grad_final_state, additions, r.cu_seqlens, do.stride(1), do.stride(2), r.T, count),
+        (keys, P, D, do, grad_final_state, additions, r.cu_seqlens, *do.stride()[1:3], r.T, count, o_scale),
         shape | {"C": CHUNK, "BV": bv, "V_FIRST": v_first, "PRECISION": "tf32", "STAGES": stages},
         warps,
     )
