@@ -35,7 +35,12 @@ KERNELS = (
     "reverse_kernel",
     "gradients_kernel",
     "finish_kernel",
+    "transitions_kernel",
+    "reverse_transitions_kernel",
+    "join_kernel",
 )
+CASES = dict.fromkeys(KERNELS[-3:], "bf16 K 128 segments")
+"""Of those that CASE does not launch."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,8 +51,10 @@ def _quiet():
         yield
 
 
-def _launch(architecture: str, kernel: str, case: str = CASE) -> aot.Launch:
-    found = [x for x in aot.shipped(ARCHITECTURES[architecture], case) if x.kernel.fn.__name__ == kernel]
+def _launch(architecture: str, kernel: str) -> aot.Launch:
+    found = [
+        x for x in aot.shipped(ARCHITECTURES[architecture], CASES.get(kernel, CASE)) if x.kernel.fn.__name__ == kernel
+    ]
     return found[-1]
 
 

@@ -73,6 +73,117 @@ def test_other_architectures_kernels_are_right(architecture: str, dtype: str):
     assert done.returncode == 0, done.stderr
 
 
+SEGMENTS = {
+    "grouped values, odd dimensions": (
+        "Case(name='amd segments', T=300, HV=2, H=1, K=24, V=40, decay='slow', state=FP32, backward=True)"
+    ),
+    "V first, no decay, everything in kernel": (
+        "Case(name='amd segments V first', T=200, H=1, K=40, V=16, decay='none', beta='sigmoid', l2norm=True,"
+        " state=FP32, backward=True, options={'state_v_first': True})"
+    ),
+    "isolated decays, no states": (
+        "Case(name='amd segments isolated', T=160, H=1, K=16, decay='isolated', final_state=False, backward=True)"
+    ),
+    "float16, strided": (
+        "Case(name='amd segments half', T=260, H=1, K=32, V=16, dtype=FP16, decay='slow', state=FP32, backward=True,"
+        " strided=frozenset({'q', 'k', 'v', 'g', 'beta', 'initial_state', 'grad_o', 'grad_final_state'}))"
+    ),
+}
+"""Calls of one sequence, to be cut into segments of 64 rows, the last one shorter."""
+
+CUT = """
+from dataclasses import replace
+import torch
+from kda_core.testing.cases import FP16, FP32, Case
+from kda_core.testing.interpreter import quicken
+from kda_core.testing.subject import Subject
+from kda_core.testing.targets import find_target
+from kda_core_amd import chunk_backward, chunk_forward
+quicken()
+cut = []
+def rule(request):
+    cut.append(request.op)
+    return 64
+chunk_forward.segment_rows = chunk_backward.segment_rows = rule
+subject = Subject(find_target("amd", interpret=True))
+call = {case}.call()
+found = subject.check(call)
+assert len(cut) == 2
+again = subject.run(call)
+assert all(torch.equal(x, again[name]) for name, x in found.tensors.items())
+chunk_forward.segment_rows = chunk_backward.segment_rows = lambda request: 0
+whole = subject.run(call)
+assert found.tensors.keys() == whole.tensors.keys()
+for name, x in whole.tensors.items():
+    distance = (found[name].double() - x.double()).norm() / x.double().norm().clamp_min(1e-30)
+    assert distance < {apart}, (name, distance)
+"""
+
+INTO = """
+chunk_forward.segment_rows = rule
+plain = replace(call, grads={}, given_out=True)
+assert all(torch.equal(x, found[name]) for name, x in subject.run(plain).tensors.items())
+"""
+
+
+@pytest.mark.parametrize("name", SEGMENTS)
+def test_segments_are_right(name: str):
+    """A sequence cut into segments, forward and gradients: within the kit's budgets, near the whole, the same bits."""
+    apart = 2e-3 if "float16" in name else 1e-5
+    done = _python(CUT.format(case=SEGMENTS[name], apart=apart) + INTO, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("architecture", ["gfx1100", "foreign"])
+def test_other_architectures_segments_are_right(architecture: str):
+    """The same with states in blocks of key channels, that are joined in turn."""
+    case = (
+        "Case(name='amd other segments', T=200, H=1, K=72, V=20, dtype=FP16, decay='slow', state=FP32, backward=True)"
+    )
+    code = ON.format(architecture=architecture) + CUT.format(case=case, apart=2e-3)
+    done = _python(code, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+
+
+RULE = """
+import torch
+from kda_core.request import Request
+from kda_core_amd import launch, segments
+
+def rows(B=1, T=65536, H=8, K=128, dtype=torch.bfloat16, units=132, **options):
+    launch.compute_units = lambda device: units
+    x = torch.empty(1, dtype=dtype).expand(B, T, H, K)
+    return segments.segment_rows(Request(op="chunk_kda", q=x, k=x, v=x, g=x, beta=x[..., 0], scale=1.0, **options))
+
+found = rows()
+assert segments.LEAST_ROWS <= found < 65536 // segments.LEAST_SEGMENTS + 32 and found % 32 == 0
+assert rows(output_final_state=True) == rows(save_for_backward=True) == found, "a sequence's bits"
+assert rows(units=304) < found, "more compute units take more segments"
+assert rows(T=1_000_000, H=1) >= 1_000_000 // segments.MOST_SEGMENTS, "states pass on one after another"
+pool = dict(ssm_state_indices=torch.zeros(1, dtype=torch.int32), inplace_final_state=True)
+bounds = torch.tensor([0, 65536])
+whole = [
+    dict(B=2),
+    dict(H=128),
+    dict(T=2048),
+    dict(dtype=torch.float32),
+    dict(K=256),
+    dict(cu_seqlens=bounds),
+    dict(cu_seqlens=bounds, cu_seqlens_cpu=bounds),
+    dict(return_intermediate_states=True),
+    pool,
+]
+for call in whole:
+    assert rows(**call) == 0, call
+"""
+
+
+def test_only_one_long_sequence_of_few_heads_is_cut():
+    """By lengths that the host knows: nothing batched or packed, whose bits must not depend on what is beside it."""
+    done = _python(RULE, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+
+
 INFO = """
 import json, torch, kda_core
 from kda_core.plugins import registry

@@ -345,7 +345,18 @@ CASES: tuple[Case, ...] = (
         state=FP32,
         backward=True,
     ),
-    # Long and ragged traces.
+    # Long and ragged traces; one sequence with few heads, whose state outlives any piece of it.
+    _case(
+        "9k, two heads",
+        "forward backward slow",
+        T=9000,
+        H=2,
+        K=128,
+        dtype=BF16,
+        decay="slow",
+        state=FP32,
+        backward=True,
+    ),
     _case("Kimi-Linear 48B-A3B ragged", "packed model slow", T=300, lengths=(1, 130, 169), state=FP32, **_MODEL),
     _case("8k ragged", "packed slow", T=8192, H=2, K=64, dtype=BF16, lengths=(1300, 547, 2048, 963, 271, 3063)),
     _case("64k", "packed slow", T=65536, H=1, K=64, dtype=BF16, lengths=(1, 65535)),

@@ -29,6 +29,8 @@ from kda_core.request import GateRequest, Request
 from kda_core_amd import chunk_backward, chunk_forward, gate, launch, recurrent
 from kda_core_amd.addresses import hazards
 from kda_core_amd.launch import ARCHITECTURES, FOREIGN_ARCHITECTURE, Architecture, Config
+from kda_core_amd.layout import CHUNK
+from kda_core_amd.segments import MOST_KEYS
 
 SPILL_LIMIT = 8
 """Vector registers of a lane that may be kept in memory: a few saved round a loop cost nothing that can be measured."""
@@ -205,6 +207,12 @@ def _request(op: str, dtype: torch.dtype, K: int, gate_options: dict[str, Any], 
     )
 
 
+def _one_sequence(request: Request) -> Request:
+    """The same call with one dense sequence, to be cut into segments."""
+    states = {name: getattr(request, name) for name in ("initial_state", "grad_final_state")}
+    return replace(request, cu_seqlens=None, **{name: x if x is None else x[:1] for name, x in states.items()})
+
+
 def _in_pool(request: Request, v_first: bool) -> Request:
     """The same call on a pool, with a slot for every token."""
     return replace(
@@ -252,6 +260,10 @@ def _calls(shapes: Sequence[tuple]) -> Iterator[tuple[str, Callable[[], object]]
                     needs_grad=frozenset({"q", "k", "v", "g", "beta", "initial_state"}),
                 )
                 yield f"{_SHORT[dtype]} K {K} {gate_name}", lambda r=backward: chunk_backward.chunk_backward(r)
+                if gate_name == "bounded" and dtype.itemsize == 2 and K == MOST_KEYS:
+                    name = f"{_SHORT[dtype]} K {K} segments"
+                    yield name, lambda r=request: chunk_forward.chunk_forward(_one_sequence(r), CHUNK)
+                    yield name, lambda r=backward: chunk_backward.chunk_backward(_one_sequence(r), CHUNK)
                 for v_first in (False, True):
                     pool = _in_pool(_request("fused_recurrent_kda", dtype, K, options), v_first)
                     name = f"{_SHORT[dtype]} K {K} {gate_name}" + ", V first" * v_first

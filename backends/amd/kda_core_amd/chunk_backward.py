@@ -10,10 +10,14 @@ With w = β ⊙ z what the delta rule writes at each row, a chunk is (notation o
 4. gradients: dq, dk, dg, dβ and partial sums for A_log and dt_bias (backward_gradients);
 5. finish: sums over value heads and the gradient of the norms, where there are any (backward_finish).
 
+One long sequence with few heads is cut (segments), which takes four more between 1 and 2.
+
 Nothing synchronises with the host, and every sum is ordered, so that results repeat bitwise.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -27,27 +31,47 @@ from kda_core_amd.backward_states import states_kernel
 from kda_core_amd.chunk_forward import Prepared, run_prepare
 from kda_core_amd.launch import batch_strides, dense, dot_widths, gate_kind, rows_contiguous, state_strides
 from kda_core_amd.layout import CHUNK, padded, slots
+from kda_core_amd.segments import as_packed, ends, segment_rows, starts
 
 FINISH_ROWS = 16
 """Rows of a program of the last kernel."""
 
 
-def chunk_backward(request: Request) -> BackwardResult:
-    """Gradients of a call that the plugin accepted, for ``request.grad_o`` and ``request.grad_final_state``.
+def chunk_backward(call: Request, rows: int | None = None) -> BackwardResult:
+    """Gradients of a call that the plugin accepted, for ``call.grad_o`` and ``call.grad_final_state``.
+
+    Args:
+        rows: of a segment, 0 for none; ``segment_rows`` decides when it is None.
 
     Returns:
         gradients of q, k, v, g, beta, and of A_log, dt_bias and initial_state where the call has them, each in the
         shape and dtype of its input (dt_bias as [HV, K]), contiguous.
     """
-    with launch.on_device(request.device), torch.no_grad():
-        do = request.v.new_zeros(request.v.shape) if request.grad_o is None else rows_contiguous(request.grad_o)
+    with launch.on_device(call.device), torch.no_grad():
+        do = call.v.new_zeros(call.v.shape) if call.grad_o is None else rows_contiguous(call.grad_o)
+        rows = segment_rows(call) if rows is None else rows
+        request = as_packed(call, rows) if rows else call
         prepared = run_prepare(request, torch.empty_like(do), for_backward=True)
+        if rows:
+            # States at the starts of the segments and their gradients at the ends, as if these were given.
+            request = _with_states(request, call, rows, prepared, do)
         z, states = _run_states(request, prepared)
         dv, state_grads, grad_state = _run_reverse(request, prepared, do)
         grads = _run_gradients(request, do, z, states, state_grads, dv)
+        if grad_state is not None and rows:
+            grad_state = grad_state[:1].transpose(-1, -2) if call.state_v_first else grad_state[:1]
+            grad_state = grad_state.to(call.state_dtype, memory_format=torch.contiguous_format, copy=True)
     if grad_state is not None:
         grads["initial_state"] = grad_state
     return BackwardResult(grads)
+
+
+def _with_states(request: Request, call: Request, rows: int, prepared: Prepared, do: Tensor) -> Request:
+    """The segments of a call as packed sequences, with initial states and final states' gradients of their own."""
+    keys, P, D = prepared[:3]
+    first, transitions = starts(request, rows, keys, D, call.initial_state, call.state_v_first)
+    last = ends(request, rows, do, (keys, P, D), transitions, call.grad_final_state, call.state_v_first)
+    return replace(request, initial_state=first, grad_final_state=last)
 
 
 def _recurrent_launch(kernel: str, request: Request) -> tuple[launch.Architecture, launch.Config, dict, int]:

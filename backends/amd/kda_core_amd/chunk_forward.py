@@ -1,10 +1,13 @@
 """Forward of ``chunk_kda``: two launches, ``prepare`` (chunk-parallel) and ``recurrence`` (sequential).
 
+One long sequence with few heads is cut (``segments``), which takes two more between them.
+
 The layout of what passes between them, and the equations, are in ``layout``.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -17,6 +20,7 @@ from kda_core_amd.launch import batch_strides, dense, dot_widths, gate_kind, row
 from kda_core_amd.layout import CHUNK, padded, slots
 from kda_core_amd.prepare import prepare
 from kda_core_amd.recurrence import recurrence
+from kda_core_amd.segments import as_packed, segment_rows, starts
 
 
 class Prepared(NamedTuple):
@@ -201,10 +205,29 @@ def finished(request: Request, o: Tensor, final_state: Tensor | None, h: Tensor 
     return ForwardResult(o=o, final_state=None if request.inplace_final_state else final_state, h=h)
 
 
-def chunk_forward(request: Request) -> ForwardResult:
-    """Run ``chunk_kda`` for a call that the plugin accepted."""
+def _run_segments(request: Request, rows: int, o: Tensor, final_state: Tensor | None) -> None:
+    """Run all kernels with the sequence cut into segments of ``rows`` rows; they write ``o`` and ``final_state``."""
+    packed = as_packed(request, rows)
+    prepared = run_prepare(packed, o)
+    first, _ = starts(packed, rows, prepared.keys, prepared.D, request.initial_state, request.state_v_first)
+    last = None if final_state is None else torch.empty_like(first)
+    run_recurrence(replace(packed, initial_state=first), prepared, o, last, None)
+    if final_state is not None:
+        final_state.copy_(last[-1:].transpose(-1, -2) if request.state_v_first else last[-1:])
+
+
+def chunk_forward(request: Request, rows: int | None = None) -> ForwardResult:
+    """Run ``chunk_kda`` for a call that the plugin accepted.
+
+    Args:
+        rows: of a segment, 0 for none; ``segment_rows`` decides when it is None.
+    """
     with launch.on_device(request.device):
         o, final_state = output_buffers(request)
         h = _intermediate_states(request) if request.return_intermediate_states else None
-        run_recurrence(request, run_prepare(request, o), o, final_state, h)
+        rows = segment_rows(request) if rows is None else rows
+        if rows:
+            _run_segments(request, rows, o, final_state)
+        else:
+            run_recurrence(request, run_prepare(request, o), o, final_state, h)
         return finished(request, o, final_state, h)

@@ -63,13 +63,15 @@ class Config:
     """Launch configuration of one kernel.
 
     Attributes:
-        block: channels of a program's tile: keys for ``prepare``, values for ``recurrence`` and ``recurrent``.
+        block: channels of a program's tile: keys for ``prepare``, values for the recurrences, ``recurrent`` and
+            ``join``.
         num_warps: waves of a program.
         stages: depth of the load pipeline of its loop; 1 is none, and more than 2 is not used.
         waves_per_eu: waves a SIMD unit that the compiler's register budget is to leave room for; 0: its own choice.
-        keys: key channels of a block of a recurrence's state; 0: all of them.
+        keys: key channels of a block of a recurrence's state (or of ``join``'s); 0: all of them.
         rows: rows of a tile of ``gradients``: 16, or the chunk's 32.
-        level_loop: ``prepare`` and ``gradients`` take a tile's levels in a loop, so that one is alive at a time.
+        level_loop: ``prepare`` and ``gradients`` take a tile's levels in a loop, ``join`` a state's blocks in turn, so
+            that the operands of one are alive at a time.
     """
 
     block: int
@@ -90,6 +92,8 @@ MATRIX_SIDE = 16
 # (operand bytes, padded K up to) -> configuration; for ``recurrent`` the bytes of a state's elements. K is padded to 16
 # at least and limited to 256.
 _STEP = {(2, 128): Config(32, 2), (2, 256): Config(32, 4), (4, 128): Config(32, 2), (4, 256): Config(32, 4)}
+# Between segments, products of float32: blocks of key channels that leave room for the operands in local data share.
+_JOIN = {shape: Config(16, 4, keys=32) for shape in _STEP}
 _CDNA = MappingProxyType(
     {
         "prepare": {(2, 128): Config(32, 1), (2, 256): Config(32, 1), (4, 128): Config(32, 1), (4, 256): Config(32, 1)},
@@ -101,6 +105,7 @@ _CDNA = MappingProxyType(
         },
         "recurrent": _STEP,
         "recurrent, V first": _STEP,
+        "join": _JOIN,
         "states": {(2, 128): Config(32, 2), (2, 256): Config(32, 2), (4, 128): Config(32, 4), (4, 256): Config(32, 4)},
         "reverse": {(2, 128): Config(32, 2), (2, 256): Config(32, 2), (4, 128): Config(32, 4), (4, 256): Config(32, 4)},
         "gradients": {
@@ -130,6 +135,7 @@ _RDNA = MappingProxyType(
         },
         "recurrent": _WIDE_STEP,
         "recurrent, V first": _WIDE_STEP,
+        "join": {shape: Config(16, 16, keys=32, level_loop=True) for shape in _STEP},
         "states": {
             (2, 128): Config(16, 2, keys=32),
             (2, 256): Config(16, 4, keys=32),
@@ -162,6 +168,7 @@ _FOREIGN = MappingProxyType(
         },
         "recurrent": {(size, K): Config(32, 1) if size == 2 else Config(64, 2) for size, K in _STEP},
         "recurrent, V first": {shape: Config(16, 1) for shape in _STEP},
+        "join": _JOIN,
         "states": {
             (2, 128): Config(32, 2, 2),
             (2, 256): Config(32, 4),
@@ -200,6 +207,12 @@ def architecture(device: torch.device) -> Architecture:
     if FOREIGN and torch.version.hip is None:
         return ARCHITECTURES[FOREIGN_ARCHITECTURE]
     return ARCHITECTURES[torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]]
+
+
+@cache
+def compute_units(device: torch.device) -> int:
+    """Compute units of ``device``: what its programs spread over."""
+    return 304 if INTERPRET else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def on_device(device: torch.device):

@@ -1,0 +1,419 @@
+"""One long sequence with few heads, cut into segments that the recurrences run side by side.
+
+A recurrence takes the same time for a chunk whether one head runs or a hundred. Over a segment the state changes by
+S' = M S + b, with a matrix M [K, K] for each head; M is what the recurrence makes of the identity without values, b
+what it makes of nothing with them. So:
+
+1. transitions: M and b of every segment but the last, all side by side, without any output;
+2. join: the state at the start of every segment, one after another, in products of float32;
+3. the recurrence as ever, with the segments as if they were packed sequences with these initial states.
+
+The backward does the same from the end: the gradient of the state goes through Mᵀ, and what a segment's own outputs add
+to it comes from the reverse recurrence without its results.
+
+That is three times the arithmetic, and pays where a recurrence would leave most of the chip idle. Only calls of one
+dense sequence are cut, by their length and heads alone, and neither with a pool nor with intermediate states: what is
+packed or batched keeps its bits whatever it travels with, and the host never waits for lengths.
+
+Matrices are held as the recurrences hold states, transposed and in blocks of key channels; states at the boundaries
+are stored K first. Every offset is int64, from
+the program id up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kda_core.request import Request
+from kda_core_amd import launch
+from kda_core_amd.launch import dot_widths, rows_contiguous, state_strides
+from kda_core_amd.layout import CHUNK, padded
+from kda_core_amd.recurrence import load_state, store_state
+
+LEAST_ROWS = 1024
+"""Rows of a segment, at least: shorter ones spend more on their transitions than they save."""
+
+LEAST_SEGMENTS = 8
+"""Where there is no room for so many, as with 32 heads on 132 compute units, a cut gains nothing or loses."""
+
+MOST_SEGMENTS = 32
+"""States pass from one segment to the next, one after another."""
+
+MOST_KEYS = 128
+"""Key channels of a head, at most: wider ones have not been timed."""
+
+PROGRAMS_A_UNIT = 4
+"""The recurrence gets as many segments as make so many programs of it for each compute unit, at most."""
+
+
+def segment_rows(request: Request) -> int:
+    """Rows of each segment of a call, or 0 when it is not cut."""
+    q = request.q
+    if q.shape[1] < LEAST_SEGMENTS * LEAST_ROWS or q.shape[0] != 1 or request.cu_seqlens is not None:
+        return 0
+    if q.dtype.itemsize != 2 or q.shape[3] > MOST_KEYS:
+        return 0
+    if request.inplace_final_state or request.ssm_state_indices is not None or request.return_intermediate_states:
+        return 0
+    target, VP = launch.architecture(request.device), padded(request.V)
+    block = min(launch.config("recurrence", target, q.dtype, padded(request.K)).block, VP)
+    programs = request.HV * VP // block
+    room = PROGRAMS_A_UNIT * launch.compute_units(request.device) // programs
+    count = min(room, request.T // LEAST_ROWS, MOST_SEGMENTS)
+    if count < LEAST_SEGMENTS:
+        return 0
+    return -(-request.T // (count * CHUNK)) * CHUNK
+
+
+def as_packed(request: Request, rows: int) -> Request:
+    """The call with its segments as packed sequences, states K first and none given."""
+    count = -(-request.T // rows)
+    bounds = torch.arange(0, count * rows + 1, rows, dtype=torch.int32, device=request.device).clamp_(max=request.T)
+    return replace(request, cu_seqlens=bounds, initial_state=None, grad_final_state=None, state_v_first=False)
+
+
+@triton.jit(do_not_specialize=["rows", "HV", "programs"])
+def transitions_kernel(
+    keys,  # [slots, HV, 3, C, KP]
+    D,  # [slots, HV, KP]
+    v,  # [1, T, HV, V]
+    initial_state,  # the call's own, [1, HV, K, V] (or [..., V, K]), or None
+    transitions,  # [segments - 1, HV, VP + KP, KP]: bᵀ and below it Mᵀ; M of the first segment is not needed
+    rows,  # of a segment; only the last one, which has no part here, may have fewer
+    HV,
+    programs,  # (segments - 1) · HV
+    s_vt,
+    s_vh,
+    s_ih,
+    s_ik,
+    s_iv,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    KP: tl.constexpr,
+    VP: tl.constexpr,
+    BV: tl.constexpr,
+    BK: tl.constexpr,  # key channels of a block of the state
+    C: tl.constexpr,
+    STAGES: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    pid = tl.program_id(0).to(tl.int64)
+    i_v = pid // programs
+    i_n = pid % programs // HV
+    i_h = pid % programs % HV
+    if (i_n == 0) & (i_v * BV >= VP):
+        return
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)  # past VP: a row of Mᵀ, which starts as one of the identity's and has no values
+    o_r = tl.arange(0, C)
+    m_v = o_v < V
+    p_state = initial_state
+    if initial_state is not None:
+        p_state += i_h * s_ih
+    given = load_state(p_state, o_v, o_v < tl.where(i_n == 0, V, 0), s_ik, s_iv, K, KP, BV, BK)
+    S = ()
+    for i_k in tl.static_range(KP // BK):
+        one = (o_v - VP)[:, None] == (i_k * BK + o_k)[None, :]
+        S += (given[i_k] + one.to(tl.float32),)
+
+    dtype = v.dtype.element_ty
+    bos = i_n * rows
+    first_slot = bos // C + i_n
+    v += bos * s_vt + i_h * s_vh
+    o_vr = o_r.to(tl.int64)[None, :] * s_vt + o_v[:, None]
+    o_ck = o_r[:, None] * KP + o_k[None, :]
+    o_kc = o_r[None, :] * KP + o_k[:, None]
+    # Offsets formed anew in every chunk: kept from one to the next they would fill the registers.
+    for i in tl.range(0, rows // C, num_stages=STAGES, disable_licm=True):
+        i_row = tl.cast(i, tl.int64) * C
+        i_chunk = (first_slot + tl.cast(i, tl.int64)) * HV + i_h
+        b_v = tl.load(v + i_row * s_vt + o_vr, mask=m_v[:, None], other=0.0).to(tl.float32)
+        p_keys = keys + i_chunk * (3 * C * KP)
+        known = tl.zeros([BV, C], tl.float32)
+        for i_k in tl.static_range(KP // BK):
+            known = tl.dot(S[i_k].to(dtype), tl.load(p_keys + i_k * BK + o_kc), known, input_precision=DOT)
+        b_r = (b_v - known).to(dtype)
+        following = ()
+        for i_k in tl.static_range(KP // BK):
+            decayed = S[i_k] * tl.load(D + i_chunk * KP + i_k * BK + o_k)[None, :]
+            kept = tl.load(p_keys + 2 * C * KP + i_k * BK + o_ck)
+            following += (tl.dot(b_r, kept, decayed, input_precision=DOT),)
+        S = following
+    p_out = transitions + (i_n * HV + i_h) * ((VP + KP) * KP)
+    store_state(p_out, S, o_v, o_v < VP + KP, 1, KP, KP, KP, BK)
+
+
+@triton.jit(do_not_specialize=["T", "rows", "HV", "programs"])
+def reverse_transitions_kernel(
+    keys,  # [slots, HV, 3, C, KP]
+    P,  # [slots, HV, C, C]
+    D,  # [slots, HV, KP]
+    do,  # [1, T, HV, V]
+    grad_final_state,  # the call's own, [1, HV, K, V] (or [..., V, K]), or None
+    additions,  # [segments - 1, HV, VP, KP]: what each segment but the first adds to the gradient at its start
+    T,
+    rows,  # of a segment
+    HV,
+    programs,  # (segments - 1) · HV
+    s_ot,
+    s_oh,
+    s_fh,
+    s_fk,
+    s_fv,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    KP: tl.constexpr,
+    VP: tl.constexpr,
+    BV: tl.constexpr,
+    BK: tl.constexpr,  # key channels of a block of the state
+    C: tl.constexpr,
+    STAGES: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    pid = tl.program_id(0).to(tl.int64)
+    i_v = pid // programs
+    i_n = pid % programs // HV + 1
+    i_h = pid % programs % HV
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    o_r = tl.arange(0, C)
+    m_v = o_v < V
+    p_state = grad_final_state
+    if grad_final_state is not None:
+        p_state += i_h * s_fh
+    dS = load_state(p_state, o_v, o_v < tl.where(i_n == programs // HV, V, 0), s_fk, s_fv, K, KP, BV, BK)
+
+    dtype = do.dtype.element_ty
+    bos = i_n * rows
+    length = tl.minimum(T - bos, rows)
+    first_slot = bos // C + i_n
+    do += bos * s_ot + i_h * s_oh
+    o_or = o_r.to(tl.int64)[None, :] * s_ot + o_v[:, None]
+    o_ck = o_r[:, None] * KP + o_k[None, :]
+    o_kc = o_r[None, :] * KP + o_k[:, None]
+    o_cc = o_r[:, None] * C + o_r[None, :]
+    count = (length + C - 1) // C
+    # Masks and offsets formed anew in every chunk: kept from one to the next they would fill the registers.
+    for j in tl.range(0, count, num_stages=STAGES, disable_licm=True):
+        i = count - 1 - j
+        i_row = i * C
+        i_chunk = (first_slot + i) * HV + i_h
+        m_row = (o_r < length - i_row)[None, :] & m_v[:, None]
+        b_do = tl.load(do + i_row * s_ot + o_or, mask=m_row, other=0.0)
+        p_keys = keys + i_chunk * (3 * C * KP)
+        b_dv = tl.zeros([BV, C], tl.float32)
+        for i_k in tl.static_range(KP // BK):
+            b_s = dS[i_k].to(dtype)
+            b_dv = tl.dot(b_s, tl.load(p_keys + 2 * C * KP + i_k * BK + o_kc), b_dv, input_precision=DOT)
+        b_dv = tl.dot(b_do, tl.load(P + i_chunk * (C * C) + o_cc), b_dv, input_precision=DOT).to(dtype)
+        following = ()
+        for i_k in tl.static_range(KP // BK):
+            block = dS[i_k] * tl.load(D + i_chunk * KP + i_k * BK + o_k)[None, :]
+            block = tl.dot(b_do, tl.load(p_keys + C * KP + i_k * BK + o_ck), block, input_precision=DOT)
+            block -= tl.dot(b_dv, tl.load(p_keys + i_k * BK + o_ck), input_precision=DOT)
+            following += (block,)
+        dS = following
+    p_out = additions + ((i_n - 1) * HV + i_h) * (VP * KP)
+    store_state(p_out, dS, o_v, o_v < VP, 1, KP, KP, KP, BK)
+
+
+@triton.jit(do_not_specialize=["count", "HV"])
+def join_kernel(
+    given,  # the call's own state, or its final state's gradient, [1, HV, K, V] (or [..., V, K]), or None
+    transitions,  # [count - 1, HV, VP + KP, KP]
+    additions,  # [count - 1, HV, VP, KP], in reverse; else None
+    states,  # [count, HV, K, V]: states at the starts of the segments, or gradients at their ends
+    count,  # segments
+    HV,
+    s_gh,
+    s_gk,
+    s_gv,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    KP: tl.constexpr,
+    VP: tl.constexpr,
+    BV: tl.constexpr,
+    BK: tl.constexpr,  # key channels of a block of a state
+    REVERSE: tl.constexpr,
+    IN_TURN: tl.constexpr,  # blocks of the new state one after another
+    STAGES: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Forward: x(0) is given, x(1) = b(0), x(s + 1) = M(s) x(s) + b(s). Reverse, with n segments: x(n - 1) is given,
+    x(n - 2) = a(n - 1), x(s - 1) = M(s)ᵀ x(s) + a(s). One program a head and block of BV value channels.
+    """
+    SIZE: tl.constexpr = (VP + KP) * KP
+    pid = tl.program_id(0).to(tl.int64)
+    i_v = pid // HV
+    i_h = pid % HV
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    m_v = o_v < V
+    m_all = o_v < VP
+    p_given = given
+    if given is not None:
+        p_given += i_h * s_gh
+    states += i_h * (V * K)
+    last = tl.cast(count, tl.int64) - 1
+    i = tl.zeros_like(last)
+    own = transitions + i_h * SIZE
+    if REVERSE:
+        i = last
+        own = additions + ((last - 1) * HV + i_h) * (VP * KP)
+    x = load_state(p_given, o_v, m_v, s_gk, s_gv, K, KP, BV, BK)
+    store_state(states + i * HV * (V * K), x, o_v, m_v, V, 1, K, KP, BK)
+    x = load_state(own, o_v, m_all, 1, KP, KP, KP, BV, BK)
+    o_xx = o_k[:, None] * KP + o_k[None, :]
+    if REVERSE:
+        o_xx = o_k[:, None] + o_k[None, :] * KP
+    for j in tl.range(1, last, num_stages=STAGES, disable_licm=True):
+        i = tl.cast(j, tl.int64)
+        if REVERSE:
+            i = last - i
+        store_state(states + i * HV * (V * K), x, o_v, m_v, V, 1, K, KP, BK)
+        own = transitions + (i * HV + i_h) * SIZE
+        matrix = own + VP * KP
+        if REVERSE:
+            own = additions + ((i - 1) * HV + i_h) * (VP * KP)
+        x = _step(x, own, matrix, o_v, m_all, o_xx, KP, BV, BK, REVERSE, IN_TURN, DOT)
+    i = last
+    if REVERSE:
+        i = tl.zeros_like(last)
+    store_state(states + i * HV * (V * K), x, o_v, m_v, V, 1, K, KP, BK)
+
+
+@triton.jit
+def _step(
+    x, own, matrix, o_v, m_all, o_xx,
+    KP: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, REVERSE: tl.constexpr, IN_TURN: tl.constexpr,
+    DOT: tl.constexpr,
+):  # fmt: skip
+    """x Mᵀ (in reverse: x M) + own, by blocks."""
+    following = ()
+    sums = load_state(own, o_v, m_all, 1, KP, KP, KP, BV, BK)
+    for i_to in tl.static_range(KP // BK):
+        if IN_TURN:
+            # Or the compiler would load the operands of all blocks first, more than a lane has registers for.
+            tl.debug_barrier()
+        block = sums[i_to]
+        for i_from in tl.static_range(KP // BK):
+            if REVERSE:
+                part = matrix + (i_to * BK * KP + i_from * BK)
+            else:
+                part = matrix + (i_from * BK * KP + i_to * BK)
+            block = tl.dot(x[i_from], tl.load(part + o_xx), block, input_precision=DOT)
+        following += (block,)
+    return following
+
+
+def starts(
+    request: Request,
+    rows: int,
+    keys: Tensor,
+    D: Tensor,
+    initial_state: Tensor | None,
+    v_first: bool,
+) -> tuple[Tensor, Tensor]:
+    """The state at the start of every segment, and the transitions.
+
+    Args:
+        request: the call as ``as_packed`` gave it.
+        rows: of a segment.
+        keys, D: what ``prepare`` wrote for ``request``.
+        initial_state: the call's own, or None.
+        v_first: its layout.
+
+    Returns:
+        states [segments, HV, K, V] and transitions [segments - 1, HV, VP + KP, KP], both in float32.
+    """
+    target, config, constants = _constants("states", request)
+    v, HV, count = rows_contiguous(request.v), request.HV, request.N
+    KP, VP = constants["KP"], constants["VP"]
+    transitions = D.new_empty((count - 1, HV, VP + KP, KP))
+    strides = state_strides(initial_state, v_first)[1:]
+    arguments = (keys, D, v, initial_state, transitions, rows, HV, (count - 1) * HV, *v.stride()[1:3], *strides)
+    programs = (VP + KP) // constants["BV"] * (count - 1) * HV
+    launch.launch(transitions_kernel, programs, arguments, constants, config, target)
+    return _joined(request, initial_state, v_first, transitions), transitions
+
+
+def ends(
+    request: Request,
+    rows: int,
+    do: Tensor,
+    prepared: tuple[Tensor, Tensor, Tensor],
+    transitions: Tensor,
+    grad_final_state: Tensor | None,
+    v_first: bool,
+) -> Tensor:
+    """The gradient of the state at the end of every segment, [segments, HV, K, V] in float32.
+
+    Args:
+        request: the call as ``as_packed`` gave it.
+        rows: of a segment.
+        do: [1, T, HV, V], its last dimension contiguous.
+        prepared: keys, P and D, as ``prepare`` wrote them for ``request``.
+        transitions: from ``starts``.
+        grad_final_state: the call's own, or None; ``v_first``: its layout.
+    """
+    target, config, constants = _constants("reverse", request)
+    HV, count = request.HV, request.N
+    additions = transitions.new_empty((count - 1, HV, constants["VP"], constants["KP"]))
+    strides = state_strides(grad_final_state, v_first)[1:]
+    numbers = (request.T, rows, HV, (count - 1) * HV, *do.stride()[1:3], *strides)
+    programs = constants["VP"] // constants["BV"] * (count - 1) * HV
+    arguments = (*prepared, do, grad_final_state, additions, *numbers)
+    launch.launch(reverse_transitions_kernel, programs, arguments, constants, config, target)
+    return _joined(request, grad_final_state, v_first, transitions, additions)
+
+
+def _constants(kernel: str, request: Request) -> tuple[launch.Architecture, launch.Config, dict[str, Any]]:
+    """Target, configuration and constants of a recurrence without results, those of ``kernel`` with them."""
+    KP, VP = padded(request.K), padded(request.V)
+    target = launch.architecture(request.device)
+    config = launch.config(kernel, target, request.q.dtype, KP)
+    constants = {
+        "K": request.K,
+        "V": request.V,
+        "KP": KP,
+        "VP": VP,
+        "BV": min(config.block, VP, KP),
+        "BK": min(config.keys or KP, KP),
+        "C": CHUNK,
+        "STAGES": config.stages,
+        "DOT": dot_widths(request.q.dtype, target)[1],
+    }
+    return target, config, constants
+
+
+def _joined(
+    request: Request, given: Tensor | None, v_first: bool, transitions: Tensor, additions: Tensor | None = None
+) -> Tensor:
+    """States at the starts of the segments, or gradients at their ends."""
+    KP, VP, HV, count = padded(request.K), padded(request.V), request.HV, request.N
+    target = launch.architecture(request.device)
+    config = launch.config("join", target, torch.float32, KP)
+    states = transitions.new_empty((count, HV, request.K, request.V))
+    strides = state_strides(given, v_first)[1:]
+    arguments = (given, transitions, additions, states, count, HV, *strides)
+    constants = {
+        "K": request.K,
+        "V": request.V,
+        "KP": KP,
+        "VP": VP,
+        "BV": config.block,
+        "BK": min(config.keys, KP),
+        "REVERSE": additions is not None,
+        "IN_TURN": config.level_loop,
+        "STAGES": config.stages,
+        # As float16's: where a foreign device's matrix unit has no float32, 22 bits are enough beside rounded operands.
+        "DOT": dot_widths(torch.float16, target)[1],
+    }
+    launch.launch(join_kernel, VP // config.block * HV, arguments, constants, config, target)
+    return states
