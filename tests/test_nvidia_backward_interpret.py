@@ -80,6 +80,8 @@ CASES = {
         "cu_seqlens": [0, 0, 1, 50],
     },
     "one token": {"T": 1},
+    "whole chunks": {"B": 2, "T": 64, "HV": 2, "K": 40, "V": 32, "gate": True, "use_qk_l2norm_in_kernel": True},
+    "whole chunks, strided": {"B": 2, "T": 96, "HV": 3, "strided": True},
     "half, levels": {"T": 70, "dtype": torch.float16, "K": 32, "V": 32, "use_qk_l2norm_in_kernel": True},
     "half, one reference": {"T": 70, "dtype": torch.float16, "decay": lambda s: -0.2 * torch.rand(s)},
     "segments": {"T": 300, "H": 2, "HV": 4, "K": 24, "V": 40, "decay": lambda s: -0.05 * torch.rand(s)},
@@ -107,7 +109,13 @@ from the little that every forward keeps, and as from inputs alone."""
 TURNS = {"grouped heads, odd dimensions": (1, 2), "strided": (1, 2), "three sequences by turns": (2, 3)}
 """Cases whose batch is also gone through by turns, up to these sequences, as wide heads' is: the same, to the bit."""
 
-POINTERS = ("several channel blocks, norm", "packed, empty sequences, rows behind", "half, one reference")
+POINTERS = (
+    "whole chunks",
+    "whole chunks, strided",
+    "several channel blocks, norm",
+    "packed, empty sequences, rows behind",
+    "half, one reference",
+)
 """Cases whose chunk-parallel kernel is also run without descriptors, as small calls are."""
 
 HALVES = ("halves of the heads", "halves of the heads, packed")

@@ -19,8 +19,9 @@ r >= t, those through dS rows s < t, and exp G_C ⊙ Σ_v S ⊙ dS reaches all.
 Grid: slots · HV · KP / BK, channel blocks fastest, then heads, so that what runs at one time is close in memory.
 Outputs per value head, [B, T, HV, K], dense or some heads of a wider tensor; dbeta [KP / BK, B, T, HV] to be summed; dq
 and dk are with respect to the normalised rows (backward_finish undoes the norm). states, state_grads and z: pointers;
-with DESCRIPTORS, descriptors of them as rows of KP or VP channels, by [BV, BK] and [C, BV]. Addresses: int64 from the
-program's base.
+with DESCRIPTORS, descriptors of them as rows of KP or VP channels, by [BV, BK] and [C, BV]. So are, with TOKENS, dv and
+do, as B · T rows of all heads, by [C, BV]: where all chunks are whole, since what follows a sequence is another's.
+Addresses: int64 from the program's base.
 """
 
 import triton
@@ -107,7 +108,8 @@ def _mild_decay(
     shift = tl.exp2(half)[:, None]
     x = interval_sum(hi, mid, lo, o_c[:, None] <= o_c[None, :], 2) - half[:, None]
     rise = tl.exp2(x)
-    fall = tl.exp2(-x)
+    # Not a difference from 0: a product with -1 becomes a modifier of exp2's operand.
+    fall = tl.exp2(x * -1.0)
     b_kb, kb = rounded(b_k * fall * b_beta[None, :], dt)
     b_kr, kr = rounded(b_k * rise, dt)
     b_qr, qr = rounded(b_q * rise, dt)
@@ -139,7 +141,7 @@ def gradients_kernel(
     C: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     GATE: tl.constexpr, BETA_SIGMOID: tl.constexpr, BETA_SCALE: tl.constexpr,
     PRECISION: tl.constexpr, LEVELS: tl.constexpr, MILD: tl.constexpr, STAGES: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     NK: tl.constexpr = KP // BK
     i_k = tl.program_id(0) % NK
@@ -148,7 +150,7 @@ def gradients_kernel(
     i_b, t0, eos, i_n = locate(i_slot, cu_seqlens, T, NT, N, C)
     if t0 >= eos:
         return
-    dt = dv.dtype.element_ty
+    dt = q.dtype.element_ty
     i_b = i_b.to(tl.int64)
     o_c = tl.arange(0, C)
     o_k = i_k * BK + tl.arange(0, BK)
@@ -156,7 +158,8 @@ def gradients_kernel(
     m_k = o_k < K
     m_kc = m_k[:, None] & m_c[None, :]
     row = i_b * T + t0
-    dv += (row * HV + i_h) * V
+    if not TOKENS:
+        dv += (row * HV + i_h) * V
     dbeta += (i_k.to(tl.int64) * rows + row) * HV + i_h
     # Rows of dg hold HO heads, which may be more than the call's; so do those of dq and dk, but for grouped heads.
     HH: tl.constexpr = HO if H == HV else HV
@@ -183,7 +186,7 @@ def gradients_kernel(
     k += i_b * s_kb + row0 * s_kt + (i_h // (HV // H)) * s_kh
     g += i_b * s_gb + row0 * s_gt + i_h * s_gh
     beta += i_b * s_bb + row0 * s_bt + i_h * s_bh
-    if do is not None:
+    if do is not None and not TOKENS:
         do += i_b * s_ob + row0 * s_ot + i_h * s_oh
     block = i_slot.to(tl.int64) * HV + i_h
     if not DESCRIPTORS:
@@ -219,12 +222,18 @@ def gradients_kernel(
             b_sums = tl.dot(b_s * b_ds, tl.full([BV, 16], 1.0, dt), b_sums)
         else:
             b_sums += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), 1)[:, None]
-        b_dv = tl.load(dv + o_c[None, :] * (HV * V) + o_v[:, None], mask=m_vc, other=0.0)
+        if TOKENS:
+            b_dv = tl.trans(dv.load([row.to(tl.int32), i_h * V + i_v * BV]))
+        else:
+            b_dv = tl.load(dv + o_c[None, :] * (HV * V) + o_v[:, None], mask=m_vc, other=0.0)
         b_lu = tl.dot(tl.trans(b_z), b_dv, b_lu, input_precision=PRECISION)
         b_dkr = tl.dot(b_s, b_dv, b_dkr, input_precision=PRECISION)
         b_dkc = tl.dot(b_ds, b_z, b_dkc, input_precision=PRECISION)
         if do is not None:
-            b_do = tl.load(do + o_c[None, :] * s_ot + o_v[:, None], mask=m_vc, other=0.0).to(dt)
+            if TOKENS:
+                b_do = tl.trans(do.load([row.to(tl.int32), (i_h * s_oh).to(tl.int32) + i_v * BV]))
+            else:
+                b_do = tl.load(do + o_c[None, :] * s_ot + o_v[:, None], mask=m_vc, other=0.0).to(dt)
             b_mu = tl.dot(tl.trans(b_z), b_do, b_mu, input_precision=PRECISION)
             b_dq = tl.dot(b_s, b_do, b_dq, input_precision=PRECISION)
     b_mu *= scale

@@ -159,6 +159,16 @@ def row_blocks(x: Tensor, columns: int, rows: int, width: int = 0) -> TensorDesc
     return found
 
 
+def token_tiles(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """A descriptor of blocks of ``rows`` tokens and ``columns`` channels of ``x`` [B, T, H, D], as B · T rows."""
+    B, T, H, D = x.shape
+    _, s_t, s_h, _ = x.stride()
+    found = object.__new__(TensorDescriptor)
+    fields = _descriptor(x.device, x.dtype, columns, rows, columns)
+    found.__dict__ = {**fields, "base": x, "shape": [B * T, (H - 1) * s_h + D], "strides": [s_t, 1]}
+    return found
+
+
 _GLUON_DEFAULTS = {f.name: f.default for f in fields(GluonDescriptor) if f.default is not MISSING}
 
 
