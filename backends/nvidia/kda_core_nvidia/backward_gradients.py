@@ -198,7 +198,9 @@ def gradients_kernel(
     b_q = tl.load(q + o_c[None, :] * s_qt + o_k[:, None], mask=m_kc, other=0.0)
     b_k = tl.load(k + o_c[None, :] * s_kt + o_k[:, None], mask=m_kc, other=0.0)
     # Blocks are transposed, [channels, C], here and below; so are Mu and Lu, [column, row]: then one operand from z
-    # serves both, and the others are those of the products with the states.
+    # serves both, and the others are those of the products with the states. Products in full precision, on scalar
+    # units, would spill for it.
+    SCALAR: tl.constexpr = dt == tl.float32
     b_mu = tl.zeros([C, C], tl.float32)
     b_lu = tl.zeros([C, C], tl.float32)
     b_dq = tl.zeros([BK, C], tl.float32)
@@ -226,7 +228,10 @@ def gradients_kernel(
             b_dv = tl.trans(dv.load([row.to(tl.int32), i_h * V + i_v * BV]))
         else:
             b_dv = tl.load(dv + o_c[None, :] * (HV * V) + o_v[:, None], mask=m_vc, other=0.0)
-        b_lu = tl.dot(tl.trans(b_z), b_dv, b_lu, input_precision=PRECISION)
+        if SCALAR:
+            b_lu = tl.dot(tl.trans(b_dv), b_z, b_lu, input_precision=PRECISION)
+        else:
+            b_lu = tl.dot(tl.trans(b_z), b_dv, b_lu, input_precision=PRECISION)
         b_dkr = tl.dot(b_s, b_dv, b_dkr, input_precision=PRECISION)
         b_dkc = tl.dot(b_ds, b_z, b_dkc, input_precision=PRECISION)
         if do is not None:
@@ -234,8 +239,13 @@ def gradients_kernel(
                 b_do = tl.trans(do.load([row.to(tl.int32), (i_h * s_oh).to(tl.int32) + i_v * BV]))
             else:
                 b_do = tl.load(do + o_c[None, :] * s_ot + o_v[:, None], mask=m_vc, other=0.0).to(dt)
-            b_mu = tl.dot(tl.trans(b_z), b_do, b_mu, input_precision=PRECISION)
+            if SCALAR:
+                b_mu = tl.dot(tl.trans(b_do), b_z, b_mu, input_precision=PRECISION)
+            else:
+                b_mu = tl.dot(tl.trans(b_z), b_do, b_mu, input_precision=PRECISION)
             b_dq = tl.dot(b_s, b_do, b_dq, input_precision=PRECISION)
+    if SCALAR:
+        b_mu, b_lu = tl.trans(b_mu), tl.trans(b_lu)
     b_mu *= scale
     b_lu = -b_lu
     # The state gradients come without the part of the scale that is no power of two (backward_reverse).

@@ -223,8 +223,8 @@ def _with_descriptors(
 ) -> tuple[dict[str, Any], tuple[Any, ...]]:  # fmt: skip
     """The constants of ``gradients``, and what it takes for do, dv, z, the states and their gradients."""
     count, HV, VP, KP = states.shape
-    # Rows of a descriptor are counted in 32 bits.
-    if not target.descriptors or not _MANY <= count * HV < 2**31 // max(VP, CHUNK):
+    # Products on scalar units spill more with them. Rows of a descriptor are counted in 32 bits.
+    if not target.descriptors or z.dtype.itemsize > 2 or not _MANY <= count * HV < 2**31 // max(VP, CHUNK):
         return constants, (do, dv, z, states, grads)
     BV, BK = constants["BV"], constants["BK"]
     # Rows of the call's own tensors only where no block reaches beyond a sequence, or beyond a head's channels.
