@@ -80,6 +80,25 @@ CASES = {
         "cu_seqlens": [0, 0, 1, 50],
     },
     "one token": {"T": 1},
+    "half, whole chunks": {
+        "B": 2,
+        "T": 64,
+        "HV": 2,
+        "K": 40,
+        "V": 32,
+        "dtype": torch.float16,
+        "gate": True,
+        "use_qk_l2norm_in_kernel": True,
+    },
+    "half, whole chunks, strided": {
+        "B": 2,
+        "T": 96,
+        "HV": 3,
+        "dtype": torch.float16,
+        "strided": True,
+        "decay": lambda s: -0.2 * torch.rand(s),
+    },
+    "half, packed": {"T": 90, "dtype": torch.float16, "cu_seqlens": [0, 0, 1, 2, 50, 50, 80]},
     "half, levels": {"T": 70, "dtype": torch.float16, "K": 32, "V": 32, "use_qk_l2norm_in_kernel": True},
     "half, one reference": {"T": 70, "dtype": torch.float16, "decay": lambda s: -0.2 * torch.rand(s)},
     "segments": {"T": 300, "H": 2, "HV": 4, "K": 24, "V": 40, "decay": lambda s: -0.05 * torch.rand(s)},
@@ -106,6 +125,9 @@ from the little that every forward keeps, and as from inputs alone."""
 
 TURNS = {"grouped heads, odd dimensions": (1, 2), "strided": (1, 2), "three sequences by turns": (2, 3)}
 """Cases whose batch is also gone through by turns, up to these sequences, as wide heads' is: the same, to the bit."""
+
+POINTERS = ("half, whole chunks", "half, whole chunks, strided", "half, packed", "half, one reference")
+"""Cases whose chunk-parallel kernel is also run without descriptors, as small calls are."""
 
 HALVES = ("halves of the heads", "halves of the heads, packed")
 """Cases whose heads are also gone through by halves, as those of packed wide heads are: the same, to the bit."""
@@ -164,6 +186,7 @@ def errors():
     from kda_core import reference
 
     torch.set_num_threads(2)
+    chunk_module._MANY = 0
     found = {}
     for case, arguments in CASES.items():
         r = request(**arguments)
@@ -185,6 +208,12 @@ def errors():
             again = chunk_backward(r).grads
             chunk_module._turns = whole
             assert all(torch.equal(again[name], x) for name, x in got.items()), case
+        if case in POINTERS:
+            chunk_module._MANY = 2**31
+            again = chunk_backward(r).grads
+            chunk_module._MANY = 0
+            # The interpreter's products of transposed blocks round in another order.
+            assert all((again[name] - x).norm() <= FP16 * x.norm() for name, x in got.items()), case
         if case in HALVES:
             split, chunk_module._halved = chunk_module._halved, lambda *_: True
             again = chunk_backward(r).grads

@@ -102,6 +102,23 @@ def test_hopper_repeats_bitwise(name, monkeypatch):
             assert torch.equal(x, again[n]), n
 
 
+@pytest.mark.parametrize("name", ["batch", "grouped", "packed", "few programs", "wide keys, many programs"])
+def test_gradients_are_the_same_through_descriptors(name, monkeypatch):
+    """What the chunk-parallel kernel reads through descriptors where a call is large."""
+    call = arguments(name, torch.bfloat16)
+    names = ("q", "k", "v", "g", "beta", "initial_state")
+    leaves = {n: call[n].detach().requires_grad_() for n in names}
+    # Every call goes the long way: launches that are repeated have been decided on.
+    monkeypatch.setattr(chunk_backward, "planned", lambda request, key, inputs, run: run())
+    found = []
+    for many in (0, 2**31):
+        monkeypatch.setattr(chunk_backward, "_MANY", many)
+        o, state = kda_core.chunk_kda(**(call | leaves))
+        found.append(torch.autograd.grad([o, state], list(leaves.values()), [torch.ones_like(o), state.detach()]))
+    for n, with_descriptors, with_pointers in zip(names, *found, strict=True):
+        assert torch.equal(with_descriptors, with_pointers), n
+
+
 def test_a_sequence_does_not_see_what_follows_it(monkeypatch):
     """NaN and infinities behind a sequence's last row, inside the block of rows that a copy would take."""
     call = arguments("packed", torch.bfloat16)

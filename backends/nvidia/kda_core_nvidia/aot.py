@@ -310,6 +310,15 @@ def cases(quick: bool = False) -> list[Case]:
     return found
 
 
+def _backward_of_many(request: Request) -> None:
+    """The backward as calls with many slots have it."""
+    many, chunk_backward._MANY = chunk_backward._MANY, 0
+    try:
+        chunk_backward.chunk_backward(request)
+    finally:
+        chunk_backward._MANY = many
+
+
 def _calls(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     """(name, call) of what launches every kernel."""
     for case in cases(quick):
@@ -318,6 +327,8 @@ def _calls(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
         if case.everything:
             yield str(case), partial(chunk_forward.chunk_forward, replace(case.training(), disable_recompute=True))
         yield str(case), partial(chunk_backward.chunk_backward, case.gradients())
+        if case.gate == "bounded" or case.everything:
+            yield f"{case}, descriptors", partial(_backward_of_many, case.gradients())
     steps = recurrent_launch.shipped()
     for name, request in itertools.islice(steps, 2) if quick else steps:
         yield name, partial(recurrent_launch.recurrent_forward, request)

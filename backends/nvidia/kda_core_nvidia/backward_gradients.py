@@ -18,8 +18,10 @@ r >= t, those through dS rows s < t, and exp G_C ⊙ Σ_v S ⊙ dS reaches all.
 
 Grid: slots · HV · KP / BK, channel blocks fastest, then heads, so that what runs at one time is close in memory.
 Outputs per value head, [B, T, HV, K], dense or some heads of a wider tensor; dbeta [KP / BK, B, T, HV] to be summed; dq
-and dk are with respect to the normalised rows (backward_finish undoes the norm). Addresses: int64 from the program's
-base.
+and dk are with respect to the normalised rows (backward_finish undoes the norm). states, state_grads and z: pointers;
+with DESCRIPTORS, descriptors of them as rows of KP or VP channels, by [BV, BK] and [C, BV]. So are, with TOKENS, dv and
+do, as B · T rows of all heads, by [C, BV]: where all chunks are whole, since what follows a sequence is another's.
+Addresses: int64 from the program's base.
 """
 
 import triton
@@ -45,8 +47,8 @@ def _level(
 ):  # fmt: skip
     """Add the pairs of the level with half-blocks of 2^j rows.
 
-    Rows of second halves give row parts, those of first halves column parts. b_mu, b_lu: Mu and Lu below the diagonal,
-    each with its transpose added.
+    Rows of second halves give row parts, those of first halves column parts. b_mu, b_lu: Mu and Lu without their
+    diagonals, each with its transpose added.
     """
     second = (((o_c >> j) & 1) == 1)[None, :]
     straddles = level_straddles(o_c, o_c, j)
@@ -106,16 +108,17 @@ def _mild_decay(
     shift = tl.exp2(half)[:, None]
     x = interval_sum(hi, mid, lo, o_c[:, None] <= o_c[None, :], 2) - half[:, None]
     rise = tl.exp2(x)
-    fall = tl.exp2(-x)
+    # Not a difference from 0: a product with -1 becomes a modifier of exp2's operand.
+    fall = tl.exp2(x * -1.0)
     b_kb, kb = rounded(b_k * fall * b_beta[None, :], dt)
     b_kr, kr = rounded(b_k * rise, dt)
     b_qr, qr = rounded(b_q * rise, dt)
-    b_dq = tl.dot(b_kb, tl.trans(b_mu), b_dq * (shift * scale))
-    b_dkr = tl.dot(b_kb, tl.trans(b_lu), b_dkr * -shift)
+    b_dq = tl.dot(b_kb, b_mu, b_dq * (shift * scale))
+    b_dkr = tl.dot(b_kb, b_lu, b_dkr * -shift)
     b_dkc *= shift
     ends = tl.sum(kb * b_dkc, 1)
-    b_dkc = tl.dot(b_qr, b_mu, b_dkc)
-    b_dkc = tl.dot(b_kr, b_lu, b_dkc)
+    b_dkc = tl.dot(b_qr, tl.trans(b_mu), b_dkc)
+    b_dkc = tl.dot(b_kr, tl.trans(b_lu), b_dkc)
     b_p = qr * b_dq + kr * b_dkr - kb * b_dkc
     p_hi, p_wide = rounded(b_p, dt)
     reach = (o_c[:, None] >= o_c[None, :]).to(dt)
@@ -138,6 +141,7 @@ def gradients_kernel(
     C: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     GATE: tl.constexpr, BETA_SIGMOID: tl.constexpr, BETA_SCALE: tl.constexpr,
     PRECISION: tl.constexpr, LEVELS: tl.constexpr, MILD: tl.constexpr, STAGES: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     NK: tl.constexpr = KP // BK
     i_k = tl.program_id(0) % NK
@@ -146,7 +150,7 @@ def gradients_kernel(
     i_b, t0, eos, i_n = locate(i_slot, cu_seqlens, T, NT, N, C)
     if t0 >= eos:
         return
-    dt = z.dtype.element_ty
+    dt = q.dtype.element_ty
     i_b = i_b.to(tl.int64)
     o_c = tl.arange(0, C)
     o_k = i_k * BK + tl.arange(0, BK)
@@ -154,7 +158,8 @@ def gradients_kernel(
     m_k = o_k < K
     m_kc = m_k[:, None] & m_c[None, :]
     row = i_b * T + t0
-    dv += (row * HV + i_h) * V
+    if not TOKENS:
+        dv += (row * HV + i_h) * V
     dbeta += (i_k.to(tl.int64) * rows + row) * HV + i_h
     # Rows of dg hold HO heads, which may be more than the call's; so do those of dq and dk, but for grouped heads.
     HH: tl.constexpr = HO if H == HV else HV
@@ -181,17 +186,21 @@ def gradients_kernel(
     k += i_b * s_kb + row0 * s_kt + (i_h // (HV // H)) * s_kh
     g += i_b * s_gb + row0 * s_gt + i_h * s_gh
     beta += i_b * s_bb + row0 * s_bt + i_h * s_bh
-    if do is not None:
+    if do is not None and not TOKENS:
         do += i_b * s_ob + row0 * s_ot + i_h * s_oh
     block = i_slot.to(tl.int64) * HV + i_h
-    states += block * (KP * VP)
-    state_grads += block * (KP * VP)
-    z += block * (C * VP)
+    if not DESCRIPTORS:
+        states += block * (KP * VP)
+        state_grads += block * (KP * VP)
+        z += block * (C * VP)
 
     b_g = tl.load(g + o_c[None, :] * s_gt + o_k[:, None], mask=m_kc, other=0.0)
     b_q = tl.load(q + o_c[None, :] * s_qt + o_k[:, None], mask=m_kc, other=0.0)
     b_k = tl.load(k + o_c[None, :] * s_kt + o_k[:, None], mask=m_kc, other=0.0)
-    # Blocks are transposed, [channels, C], here and below.
+    # Blocks are transposed, [channels, C], here and below; so are Mu and Lu, [column, row]: then one operand from z
+    # serves both, and the others are those of the products with the states. Products in full precision, on scalar
+    # units, would spill for it.
+    SCALAR: tl.constexpr = dt == tl.float32
     b_mu = tl.zeros([C, C], tl.float32)
     b_lu = tl.zeros([C, C], tl.float32)
     b_dq = tl.zeros([BK, C], tl.float32)
@@ -201,31 +210,50 @@ def gradients_kernel(
     for i_v in tl.range(0, VP // BV, disable_licm=True, num_stages=STAGES):
         o_v = i_v * BV + tl.arange(0, BV)
         m_vc = (o_v < V)[:, None] & m_c[None, :]
-        o_s = o_v[None, :] * KP + o_k[:, None]
-        b_s = tl.load(states + o_s)
-        b_ds = tl.load(state_grads + o_s)
+        if DESCRIPTORS:
+            b_s = tl.trans(states.load([(block * VP).to(tl.int32) + i_v * BV, i_k * BK]))
+            b_ds = tl.trans(state_grads.load([(block * VP).to(tl.int32) + i_v * BV, i_k * BK]))
+            b_z = tl.trans(z.load([(block * C).to(tl.int32), i_v * BV]))
+        else:
+            o_s = o_v[None, :] * KP + o_k[:, None]
+            b_s = tl.load(states + o_s)
+            b_ds = tl.load(state_grads + o_s)
+            b_z = tl.load(z + o_c[None, :] * VP + o_v[:, None])
         if dt == tl.bfloat16:
             # Σ_v S ⊙ dS as a product with ones; each of its columns is the sum.
             b_sums = tl.dot(b_s * b_ds, tl.full([BV, 16], 1.0, dt), b_sums)
         else:
             b_sums += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), 1)[:, None]
-        b_z = tl.load(z + o_c[None, :] * VP + o_v[:, None])
-        b_dv = tl.load(dv + o_c[None, :] * (HV * V) + o_v[:, None], mask=m_vc, other=0.0)
-        b_lu = tl.dot(tl.trans(b_dv), b_z, b_lu, input_precision=PRECISION)
+        if TOKENS:
+            b_dv = tl.trans(dv.load([row.to(tl.int32), i_h * V + i_v * BV]))
+        else:
+            b_dv = tl.load(dv + o_c[None, :] * (HV * V) + o_v[:, None], mask=m_vc, other=0.0)
+        if SCALAR:
+            b_lu = tl.dot(tl.trans(b_dv), b_z, b_lu, input_precision=PRECISION)
+        else:
+            b_lu = tl.dot(tl.trans(b_z), b_dv, b_lu, input_precision=PRECISION)
         b_dkr = tl.dot(b_s, b_dv, b_dkr, input_precision=PRECISION)
         b_dkc = tl.dot(b_ds, b_z, b_dkc, input_precision=PRECISION)
         if do is not None:
-            b_do = tl.load(do + o_c[None, :] * s_ot + o_v[:, None], mask=m_vc, other=0.0).to(dt)
-            b_mu = tl.dot(tl.trans(b_do), b_z, b_mu, input_precision=PRECISION)
+            if TOKENS:
+                b_do = tl.trans(do.load([row.to(tl.int32), (i_h * s_oh).to(tl.int32) + i_v * BV]))
+            else:
+                b_do = tl.load(do + o_c[None, :] * s_ot + o_v[:, None], mask=m_vc, other=0.0).to(dt)
+            if SCALAR:
+                b_mu = tl.dot(tl.trans(b_do), b_z, b_mu, input_precision=PRECISION)
+            else:
+                b_mu = tl.dot(tl.trans(b_z), b_do, b_mu, input_precision=PRECISION)
             b_dq = tl.dot(b_s, b_do, b_dq, input_precision=PRECISION)
+    if SCALAR:
+        b_mu, b_lu = tl.trans(b_mu), tl.trans(b_lu)
     b_mu *= scale
     b_lu = -b_lu
     # The state gradients come without the part of the scale that is no power of two (backward_reverse).
     b_dkc *= o_scale
     diagonal = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_mu, 0.0), 1)
-    below = o_c[:, None] > o_c[None, :]
-    b_mu = tl.where(below, b_mu, 0.0).to(dt)
-    b_lu = tl.where(below, b_lu, 0.0).to(dt)
+    above = o_c[:, None] < o_c[None, :]
+    b_mu = tl.where(above, b_mu, 0.0).to(dt)
+    b_lu = tl.where(above, b_lu, 0.0).to(dt)
 
     b_beta = tl.load(beta + o_c * s_bt, mask=m_c, other=0.0).to(tl.float32)
     beta_slope = tl.full([C], 1.0, tl.float32)
@@ -247,7 +275,9 @@ def gradients_kernel(
     if norms is not None:
         b_q *= tl.load(norms + block * (2 * C) + o_c)[None, :]
         b_k *= tl.load(norms + block * (2 * C) + C + o_c)[None, :]
-    total = tl.sum(b_y, 1)
+    # The matrix unit adds up the rows in the layout that the products have.
+    ones = tl.full([C, 16], 1.0, hi.dtype)
+    total = tl.sum(tl.dot(mid, ones, tl.dot(hi, ones)), 1) * (1 / 16)
     if MILD > 0 and tl.min(total) >= -MILD:
         b_dq, b_dkr, b_dkc, b_dgamma = _mild_decay(
             b_dq, b_dkr, b_dkc, b_dgamma, b_q, b_k, b_beta, b_mu, b_lu, total, hi, mid, lo, o_c, scale, dt

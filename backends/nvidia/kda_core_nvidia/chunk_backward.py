@@ -28,8 +28,16 @@ from kda_core_nvidia.backward_hopper import reverse_hopper, states_hopper
 from kda_core_nvidia.backward_reverse import reverse_kernel
 from kda_core_nvidia.backward_states import states_kernel
 from kda_core_nvidia.chunk_forward import Kept, Prepared, gate_kind, run_prepare
-from kda_core_nvidia.hopper import HopperConfig, backward_gains, blocks, hopper_config, serves, token_blocks
-from kda_core_nvidia.launch import Chip, Launcher, chip, on_device, split_scale
+from kda_core_nvidia.hopper import (
+    HopperConfig,
+    backward_gains,
+    blocks,
+    hopper_config,
+    row_aligned,
+    serves,
+    token_blocks,
+)
+from kda_core_nvidia.launch import Chip, Launcher, chip, on_device, row_blocks, split_scale, token_tiles
 from kda_core_nvidia.layout import CHUNK, padded, slots
 from kda_core_nvidia.plan import done_with, new_result, new_scratch, planned
 from kda_core_nvidia.segments import as_packed, ends, segment_rows, starts
@@ -139,6 +147,7 @@ def _constants(
         | {"BK": bk, "BV": bv, "GATE": gate, "BETA_SIGMOID": sigmoid, "BETA_SCALE": 2.0 if neg_eigval else 1.0}
         | precision
         | {"LEVELS": CHUNK.bit_length() - 1, "MILD": MILD[dtype], "STAGES": stages}
+        | {"DESCRIPTORS": False, "TOKENS": False}
     )
     finish = {"H": H, "HV": HV, "HO": HO, "K": K, "KP": kp, "NK": kp // bk, "R": max(1, 2048 // kp), "L2NORM": l2norm}
     return _Constants(config, states, reverse, gradients, finish)
@@ -203,6 +212,29 @@ def _rows_first(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 WHOLE = (None,)
 """All sequences in one turn."""
+
+_MANY = 8192
+"""Slots times heads of a turn from which gradients gain more by descriptors than these cost the host."""
+
+
+def _with_descriptors(
+    constants: dict[str, Any], target: Chip, do: Tensor | None, dv: Tensor, z: Tensor, states: Tensor, grads: Tensor,
+    packed: bool,
+) -> tuple[dict[str, Any], tuple[Any, ...]]:  # fmt: skip
+    """The constants of ``gradients``, and what it takes for do, dv, z, the states and their gradients."""
+    count, HV, VP, KP = states.shape
+    # Products on scalar units spill more with them. Rows of a descriptor are counted in 32 bits.
+    if not target.descriptors or z.dtype.itemsize > 2 or not _MANY <= count * HV < 2**31 // max(VP, CHUNK):
+        return constants, (do, dv, z, states, grads)
+    BV, BK = constants["BV"], constants["BK"]
+    # Rows of the call's own tensors only where no block reaches beyond a sequence, or beyond a head's channels.
+    tokens = not packed and do is not None and dv.shape[1] % CHUNK == 0 and dv.shape[3] == VP
+    if tokens and do.dtype == dv.dtype and row_aligned(do) and row_aligned(dv):
+        do, dv = token_tiles(do, CHUNK, BV), token_tiles(dv, CHUNK, BV)
+    else:
+        tokens = False
+    blocks = row_blocks(z, VP, CHUNK, BV), row_blocks(states, KP, BV, BK), row_blocks(grads, KP, BV, BK)
+    return {**constants, "DESCRIPTORS": True, "TOKENS": tokens}, (do, dv, *blocks)
 
 
 def _turns(r: Request, kp: int, vp: int, multiprocessors: int) -> tuple[slice | None, ...]:
@@ -390,22 +422,26 @@ def _backward(call: Request, into: dict[str, Tensor] | None = None) -> dict[str,
             packed = cu is not None
             dA = None if A_log is None else new_result(D, (n_slots, HV, NK), zeros=packed)
             dbias = None if dt_bias is None else new_result(D, (n_slots, HV, K), zeros=packed)
+        own_dv = _cut(dv, turn)
+        gradient_constants, (read_do, *read) = _with_descriptors(
+            constants.gradients, target, own_do, own_dv, z, states, state_grads, cu is not None
+        )
         _gradients(
             ((n_slots if turn is None else count * NT) * HV * NK, 1, 1),
             (
-                *(_cut(q, turn), _cut(k, turn), _cut(g, turn), _cut(beta, turn), A_log, dt_bias, own_do),
-                *(_cut(dv, turn), z, states, state_grads, own_D, _cut(norms, own)),
+                *(_cut(q, turn), _cut(k, turn), _cut(g, turn), _cut(beta, turn), A_log, dt_bias, read_do),
+                *(*read, own_D, _cut(norms, own)),
                 *(_cut(dq_hat, turn), _cut(dk_hat, turn), _cut(dg, turn)),
                 *(dbeta_partial if turn is None else dbeta_partial[:, turn], _cut(dA, own), _cut(dbias, own), cu),
                 *(*s_q, *s_k, *s_g, *s_b, *s_do),
                 *(float(r.scale), o_scale, 0.0 if r.lower_bound is None else float(r.lower_bound)),
                 *(T, T_row, NT, N, B * T),
             ),
-            constants.gradients,
+            gradient_constants,
             config.gradients[2],
         )
     done_with(z, states, state_grads, D, norms)
-    del z, states, state_grads
+    del z, states, state_grads, read
     dbeta = new_result(beta, (B, T, HV))
     if into is None:
         dq, dk = (new_result(q, (B, T, H, K)) for _ in range(2)) if grouped else (dq_hat, dk_hat)

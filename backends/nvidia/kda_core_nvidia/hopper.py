@@ -88,7 +88,7 @@ def backward_gains(target: Chip, KP: int, V: int, sequences_heads: int, rows: in
     return few and rows >= _LEAST_ROWS.get(KP, rows + 1)
 
 
-def _row_aligned(x: Tensor) -> bool:
+def row_aligned(x: Tensor) -> bool:
     """Whether ``x`` [B, T, H, D] is a matrix of B · T rows of which blocks can be copied through a descriptor."""
     s_b, s_t, s_h, s_last = x.stride()
     B, T, H, D = x.shape
@@ -120,7 +120,7 @@ def serves(target: Chip, keys: Tensor, V: int, rows: Tensor) -> bool:
         and V in (64, 128, 256)
         # Rows of a descriptor are counted in 32 bits.
         and 0 < slots * HV * max(3 * CHUNK, V) < 2**31
-        and _row_aligned(rows)
+        and row_aligned(rows)
     )
 
 

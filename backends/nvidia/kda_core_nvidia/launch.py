@@ -142,20 +142,30 @@ def dot_widths(dtype: torch.dtype) -> tuple[int, str, str]:
 
 
 @cache
-def _descriptor(device: torch.device, dtype: torch.dtype, columns: int, rows: int) -> dict[str, Any]:
-    """The fields of a checked descriptor of blocks [rows, columns] of a contiguous matrix of that width."""
+def _descriptor(device: torch.device, dtype: torch.dtype, columns: int, rows: int, width: int) -> dict[str, Any]:
+    """The fields of a checked descriptor of blocks [rows, width] of a contiguous matrix with so many columns."""
     matrix = torch.empty(rows, columns, dtype=dtype, device=device)
-    return vars(TensorDescriptor(matrix, [rows, columns], [columns, 1], [rows, columns]))
+    return vars(TensorDescriptor(matrix, [rows, columns], [columns, 1], [rows, width]))
 
 
-def row_blocks(x: Tensor, columns: int, rows: int) -> TensorDescriptor:
-    """A descriptor of blocks [rows, columns] of ``x``, contiguous and freshly allocated, as [.., columns].
+def row_blocks(x: Tensor, columns: int, rows: int, width: int = 0) -> TensorDescriptor:
+    """A descriptor of blocks [rows, width or columns] of ``x``, contiguous and freshly allocated, as [.., columns].
 
     Checking a descriptor takes longer than the rest of it; those of one kind differ in base and length only.
     """
     found = object.__new__(TensorDescriptor)
-    fields = _descriptor(x.device, x.dtype, columns, rows)
+    fields = _descriptor(x.device, x.dtype, columns, rows, width or columns)
     found.__dict__ = {**fields, "base": x, "shape": [x.numel() // columns, columns]}
+    return found
+
+
+def token_tiles(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """A descriptor of blocks of ``rows`` tokens and ``columns`` channels of ``x`` [B, T, H, D], as B · T rows."""
+    B, T, H, D = x.shape
+    _, s_t, s_h, _ = x.stride()
+    found = object.__new__(TensorDescriptor)
+    fields = _descriptor(x.device, x.dtype, columns, rows, columns)
+    found.__dict__ = {**fields, "base": x, "shape": [B * T, (H - 1) * s_h + D], "strides": [s_t, 1]}
     return found
 
 

@@ -336,8 +336,13 @@ def prepare(
         m_k = o_k < K
         mask0 = valid0[:, None] & m_k[None, :]
         mask1 = valid1[:, None] & m_k[None, :]
-        b_g0 = _widen_gate(tl.load(g + p_g + rows0[:, None] * s_gt + o_k[None, :], mask=mask0, other=0.0), BK)
-        b_g1 = _widen_gate(tl.load(g + p_g + rows1[:, None] * s_gt + o_k[None, :], mask=mask1, other=0.0), BK)
+        b_g0 = tl.load(g + p_g + rows0[:, None] * s_gt + o_k[None, :], mask=mask0, other=0.0)
+        b_g1 = tl.load(g + p_g + rows1[:, None] * s_gt + o_k[None, :], mask=mask1, other=0.0)
+        if GATE == "none":
+            # What little is done to them is done in the layout in which products take decays.
+            b_g0, b_g1 = b_g0.to(tl.float32), b_g1.to(tl.float32)
+        else:
+            b_g0, b_g1 = _widen_gate(b_g0, BK), _widen_gate(b_g1, BK)
         b_q0 = _widen(tl.load(q + p_q + rows0[:, None] * s_qt + o_k[None, :], mask=mask0, other=0.0), BK)
         b_q1 = _widen(tl.load(q + p_q + rows1[:, None] * s_qt + o_k[None, :], mask=mask1, other=0.0), BK)
         b_k0 = _widen(tl.load(k + p_k + rows0[:, None] * s_kt + o_k[None, :], mask=mask0, other=0.0), BK)
