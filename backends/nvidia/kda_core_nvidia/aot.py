@@ -319,7 +319,7 @@ def _calls(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
             yield str(case), partial(chunk_forward.chunk_forward, replace(case.training(), disable_recompute=True))
         yield str(case), partial(chunk_backward.chunk_backward, case.gradients())
     steps = recurrent_launch.shipped()
-    for name, request in itertools.islice(steps, 2) if quick else steps:
+    for name, request in itertools.islice(steps, recurrent_launch.QUICK) if quick else steps:
         yield name, partial(recurrent_launch.recurrent_forward, request)
     for dtype, bound in ((torch.bfloat16, -5.0), (torch.float32, None)):
         request = GateRequest(
