@@ -33,7 +33,7 @@ KERNELS = {
     "reverse_transitions_kernel",
     "join_kernel",
 }
-HOPPER = {"recurrence_hopper", "states_hopper", "reverse_hopper"}
+HOPPER = {"recurrence_hopper", "states_hopper", "reverse_hopper", "recurrent_step"}
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +63,8 @@ def test_every_configuration_of_decoding_is_compiled():
         for _, c in table:
             share = c.row_bytes // dtype.itemsize if v_first else 128
             assert (dtype, v_first, c.block_v, share, c.eviction, c.num_warps) in compiled, f"{dtype}, {v_first}, {c}"
+    steps = {(x.arguments["maxnreg"], x.arguments["PARTS"]) for x in aot.shipped(90, "recurrent_step recurrent")}
+    assert steps == {(c.registers, c.parts) for _, c in recurrent_launch._STEP_CONFIGS}
 
 
 def test_tiles_of_decoding_do_not_depend_on_the_number_of_states():
@@ -80,8 +82,10 @@ def test_tiles_of_decoding_do_not_depend_on_the_number_of_states():
 
 @pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("form", ["a step", "two tokens", "packed"])
-def test_rows_of_a_tile_are_summed_alike_in_tiles_of_any_size(state: torch.dtype, form: str):
+def test_rows_of_a_tile_are_summed_alike_in_tiles_of_any_size(state: torch.dtype, form: str, monkeypatch):
     """Where the number of states decides how many rows (V first) a tile has, no other part of its layout changes."""
+    # What another kernel takes when it can: see the next test.
+    monkeypatch.setattr(recurrent_launch, "_step_serves", lambda *call: False)
     layouts = set()
     for N in (1, 8, 129):
         request = recurrent_launch._example(N, 2 if form == "two tokens" else 1, True, state)
@@ -99,6 +103,25 @@ def test_rows_of_a_tile_are_summed_alike_in_tiles_of_any_size(state: torch.dtype
         layouts.add(frozenset(kinds[name] for name in re.findall(tile, code)))
     assert len(layouts) == 1
     assert all(layouts)
+
+
+def test_both_kernels_of_a_step_sum_a_tile_alike():
+    """The threads of ``recurrent_step`` hold the channels that those of ``recurrent`` hold: the same bits."""
+    layouts = []
+    for T in (1, 2):
+        with aot.chip_of(90), aot.recorded(*aot.MODULES) as launches:
+            recurrent_launch.recurrent_forward(recurrent_launch._example(129, T, False, torch.bfloat16))
+        one = replace(launches[0], arch=90)
+        assert one.kernel.__name__ == ("recurrent_step" if T == 1 else "recurrent")
+        src, options = aot.source(one)
+        code = triton.compile(src, target=GPUTarget("cuda", 90, 32), options=options).asm["ttgir"]
+        kinds = re.findall(r"^(#\w+) = #ttg.blocked<{(.*), warpsPerCTA = .*}>", code, re.MULTILINE)
+        # ``recurrent`` has one more dimension, of one.
+        kinds = {name: kind.replace("[1, 1, 8]", "[1, 8]").replace("[1, 8, 4]", "[8, 4]") for name, kind in kinds}
+        tile = r"tensor<(?:1x)?128x(?:32|128)xf32, (#\w+)>"
+        layouts.append({kinds[name] for name in re.findall(tile, code)})
+    assert layouts[0] == layouts[1]
+    assert len(layouts[0]) == 1
 
 
 def test_the_backward_takes_kernels_for_hopper_where_they_gain():

@@ -330,7 +330,7 @@ def _calls(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
         if case.gate == "bounded" or case.everything:
             yield f"{case}, descriptors", partial(_backward_of_many, case.gradients())
     steps = recurrent_launch.shipped()
-    for name, request in itertools.islice(steps, 2) if quick else steps:
+    for name, request in itertools.islice(steps, recurrent_launch.QUICK) if quick else steps:
         yield name, partial(recurrent_launch.recurrent_forward, request)
     for dtype, bound in ((torch.bfloat16, -5.0), (torch.float32, None)):
         request = GateRequest(

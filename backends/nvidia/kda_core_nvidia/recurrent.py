@@ -1,6 +1,7 @@
 """Kernel of ``fused_recurrent_kda``: token by token, the state in registers from its one load to its last store.
 
-For steps, drafts and short sequences; prompts of more tokens have kernels of their own (``recurrent_blocks``).
+For steps, drafts and short sequences; prompts of more tokens have kernels of their own (``recurrent_blocks``), and so
+have some steps (``recurrent_step``).
 
 With q and k as the caller gave them, r_q and r_k their factors (norm and, for q, scale), d = exp γ and S the state
 before the token, per value head:

@@ -4,6 +4,7 @@ Sequences of at most SHORT tokens, and all drafts, are one launch of ``recurrent
 prompts. Dense sequences are all of one kind; packed ones may be of both, and only the device knows: where they have
 more than SHORT tokens together, all three kernels are launched, and each passes over what is not its own. In steps the
 later two find nothing: they start before the first one ends, and of the last one no more programs than run at once.
+Dense steps with many states in bfloat16, stored K first, are one of ``recurrent_step`` on Hopper.
 
 Nothing waits for the device, so that a call can be captured in a CUDA graph whose replays read whatever the indices
 hold by then. Inputs are read where they lie, at any stride of batch, token and head; one whose last dimension is not
@@ -31,8 +32,10 @@ from kda_core_nvidia.recurrent import recurrent
 from kda_core_nvidia.recurrent_blocks import ROWS, SHORT
 from kda_core_nvidia.recurrent_blocks_prepare import blocks_prepare
 from kda_core_nvidia.recurrent_blocks_recurrence import blocks_recurrence
+from kda_core_nvidia.recurrent_step import COLUMNS, SIZE, recurrent_step
 
 _recurrent = Launcher(recurrent)
+_recurrent_step = Launcher(recurrent_step)
 _blocks_prepare = Launcher(blocks_prepare)
 _blocks_recurrence = Launcher(blocks_recurrence)
 
@@ -79,6 +82,22 @@ _CONFIGS = {
         (513, RecurrentConfig(16, 1, 128, "evict_last")),
     ),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class StepConfig:
+    """Launch configuration of ``recurrent_step``: registers of a thread, parts in which a state is stored (or 0)."""
+
+    registers: int
+    parts: int
+
+
+STEP_WARPS = 4
+"""Of ``recurrent_step``: together they load whole rows of a state."""
+
+# Measured as the tables above were, for bfloat16 K first; ``recurrent`` is faster for fewer states, and V first.
+_STEP_CONFIGS = ((256, StepConfig(80, 0)), (8192, StepConfig(80, 4)))
+"""(the least states N · HV for it, the configuration), by number of states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +187,9 @@ def _forward(request: Request) -> dict[str, Tensor | None]:
     # A slot for every token: such calls are drafts, which are short.
     every_token = request.ssm_state_indices is not None and request.ssm_state_indices.shape[1:].numel() > 1
     blocks = request.T > SHORT.value and not every_token and request.num_accepted_tokens is None
-    if request.cu_seqlens is not None or not blocks:
+    if _step_serves(request, o, final_state):
+        _launch_step(request, o, final_state)
+    elif request.cu_seqlens is not None or not blocks:
         _launch(request, o, final_state, blocks)
     if blocks:
         _launch_blocks(request, o, final_state)
@@ -180,6 +201,91 @@ def recurrent_forward(request: Request) -> ForwardResult:
     with on_device(request.device):
         made = planned(request, "forward", _INPUTS(request), lambda: _forward(request))
     return ForwardResult(o=made["o"], final_state=None if request.inplace_final_state else made["final_state"])
+
+
+def _rows_aligned(x: Tensor) -> bool:
+    """Whether triton sees that rows of ``x`` [N, 1, H, K] begin at multiples of 16 bytes: its layout goes by that."""
+    s_n, _, s_h, _ = x.stride()
+    return not (s_n & 15 or s_h & 15 or x.data_ptr() & 15)
+
+
+def _tiles_aligned(state: Tensor) -> bool:
+    """Whether every row of a state can be copied 16 bytes at a time, and so that triton sees it."""
+    s_n, s_h, s_row, s_last = state.stride()
+    return s_last == 1 and not (s_n & 15 or s_h & 15 or s_row & 7 or state.data_ptr() & 15)
+
+
+def _step_serves(request: Request, o: Tensor, final_state: Tensor | None) -> bool:
+    """Whether ``recurrent_step`` takes a call; its results are the bits of ``recurrent``."""
+    state = request.initial_state
+    return (
+        request.T == 1
+        and state is not None
+        and state.dtype == torch.bfloat16
+        and not request.state_v_first
+        and request.K == request.V == SIZE.value
+        and request.N * request.HV >= _STEP_CONFIGS[0][0]
+        and request.cu_seqlens is None
+        and request.num_accepted_tokens is None
+        and (request.ssm_state_indices is None or request.ssm_state_indices.shape[1:].numel() == 1)
+        and o.stride(3) == 1
+        and _rows_aligned(request.q)
+        and _rows_aligned(request.k)
+        and _rows_aligned(request.g)
+        and _tiles_aligned(state)
+        and (final_state is None or final_state is state or _tiles_aligned(final_state))
+        and chip(request.device).capability[0] == 9
+        and not INTERPRET
+    )
+
+
+def _launch_step(request: Request, o: Tensor, final_state: Tensor | None) -> None:
+    """Run ``recurrent_step``."""
+    q, k, v, g = (rows_contiguous(x) for x in (request.q, request.k, request.v, request.g))
+    beta, indices = request.beta, request.ssm_state_indices
+    states = request.N * request.HV
+    gate = gate_kind(request)
+    config = [c for least, c in _STEP_CONFIGS if states >= least][-1]
+    s_in, s_ih, I_K, _ = state_strides(request.initial_state, False)
+    s_fn, s_fh, F_K, _ = state_strides(final_state, False)
+    strides = [s for x in (q, k, v, g, beta, o) for s in (x.stride(0), x.stride(2))]
+    arguments = (
+        q,
+        k,
+        v,
+        g,
+        beta,
+        _contiguous(request.A_log) if gate != "none" else None,
+        _contiguous(request.dt_bias) if gate != "none" else None,
+        request.initial_state,
+        final_state,
+        o,
+        indices,
+        float(request.scale),
+        float(request.lower_bound or 0.0),
+        *strides,
+        s_in,
+        s_ih,
+        s_fn,
+        s_fh,
+        0 if indices is None else indices.stride(0),
+        request.pad_slot_id,
+    )
+    constants = {
+        "HV": request.HV,
+        "GROUP": request.HV // request.H,
+        "I_ROW": I_K,
+        "F_ROW": F_K,
+        "GATE": gate,
+        "L2NORM": request.use_qk_l2norm_in_kernel,
+        "SIGMOID": request.use_beta_sigmoid_in_kernel,
+        "NEG_EIGVAL": request.allow_neg_eigval,
+        "PARTS": config.parts,
+        "enable_fp_fusion": False,
+        "maxnreg": config.registers,
+    }
+    programs = states * (SIZE.value // (STEP_WARPS * COLUMNS.value))
+    _recurrent_step((programs, 1, 1), arguments, constants, STEP_WARPS)
 
 
 def _launch(request: Request, o: Tensor, final_state: Tensor | None, short_only: bool) -> None:
@@ -380,12 +486,16 @@ def recurrent_backward(request: Request) -> BackwardResult:
     return chunk_backward(own)
 
 
+QUICK = 3
+
+
 def shipped() -> Iterator[tuple[str, Request]]:
     """Small calls, on the CPU, that between them launch every configuration and take every path of the kernels.
 
-    The first two launch every kernel.
+    The first QUICK ones launch every kernel.
     """
     yield "recurrent, a step", _example(1, 1, False, torch.float32)
+    yield "recurrent, a step, bfloat16", _example(8, 1, False, torch.bfloat16)
     yield "recurrent, prompts", _example(8, 64, False, torch.float32)
     for v_first in (False, True):
         for state_dtype in (torch.float32, torch.bfloat16):
@@ -399,7 +509,7 @@ def shipped() -> Iterator[tuple[str, Request]]:
     for v_first in (False, True):
         for state_dtype in (torch.float32, torch.bfloat16):
             for T in (1, 2):
-                for N in (1, 8, 129):
+                for N in (1, 8, 129, 256):
                     layout = "V first" if v_first else "K first"
                     yield f"recurrent, {layout}, {state_dtype}, N={N}, T={T}", _example(N, T, v_first, state_dtype)
     for v_first in (False, True):
