@@ -222,8 +222,8 @@ def gradients_kernel(
         if SCALAR:
             b_sums += tl.sum(b_s * b_ds, 1)[:, None]
         else:
-            # Σ_v S ⊙ dS as the diagonal of a product, whose operands are those of others. Terms rounded to 16 bits, for a
-            # product with ones, would be the largest error of a short sequence's dg.
+            # Σ_v S ⊙ dS as the diagonal of a product, whose operands are those of others. Terms rounded to 16 bits, for
+            # a product with ones, would be the largest error of a short sequence's dg.
             b_sums = tl.dot(b_s, tl.trans(b_ds), b_sums)
         if TOKENS:
             b_dv = tl.trans(dv.load([row.to(tl.int32), i_h * V + i_v * BV]))
