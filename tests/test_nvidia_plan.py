@@ -199,6 +199,10 @@ def kinds() -> dict[str, Any]:
 
         return run
 
+    def step(a: dict[str, Any]) -> Any:
+        pool = torch.zeros(128, 2, 128, 128, dtype=torch.bfloat16)
+        return fused_recurrent_kda(**a, initial_state=pool, ssm_state_indices=torch.arange(128))
+
     bounds = torch.tensor([0, 30, 64])
     found = {
         "plain": lambda: chunk(inputs()),
@@ -232,6 +236,10 @@ def kinds() -> dict[str, Any]:
         "out that is written in a copy": lambda: chunk(inputs(), out=torch.empty(2, 64, 64, 2).bfloat16().mT),
         "token by token": lambda: fused_recurrent_kda(**inputs()),
         "one token": lambda: fused_recurrent_kda(**inputs(T=1), **states()),
+        "a step of many states": lambda: step(inputs(B=128, T=1, K=128)),
+        "a step of many states, q misaligned": lambda: (
+            (a := inputs(B=128, T=1, K=128)) and step({**a, "q": misaligned(a["q"])})
+        ),
         "training": lambda: chunk(inputs(), True),
         "training, norms": lambda: chunk(inputs(), True, **NORM),
         "training, all kept": lambda: chunk(inputs(), True, disable_recompute=True, **NORM),
@@ -263,6 +271,7 @@ def test_repeated_calls_launch_what_the_long_way_launches(gpu, monkeypatch):
         m.setattr(plan, "INTERPRET", True)
         expected = {name: launched(gpu, run) for name, run in found.items()}
     assert all(expected.values())
+    assert {function[0] for found in expected.values() for function, *_ in found} >= {"recurrent", "recurrent_step"}
     repeats = []
     monkeypatch.setattr(plan.Plan, "repeat", lambda *a, f=plan.Plan.repeat: repeats.append(0) or f(*a))
     repeated = set()
