@@ -206,7 +206,7 @@ def gradients_kernel(
     b_dq = tl.zeros([BK, C], tl.float32)
     b_dkr = tl.zeros([BK, C], tl.float32)
     b_dkc = tl.zeros([BK, C], tl.float32)
-    b_sums = tl.zeros([BK, BK], tl.float32)
+    b_sums = tl.zeros([BK, 16], tl.float32)
     for i_v in tl.range(0, VP // BV, disable_licm=True, num_stages=STAGES):
         o_v = i_v * BV + tl.arange(0, BV)
         m_vc = (o_v < V)[:, None] & m_c[None, :]
@@ -219,12 +219,15 @@ def gradients_kernel(
             b_s = tl.load(states + o_s)
             b_ds = tl.load(state_grads + o_s)
             b_z = tl.load(z + o_c[None, :] * VP + o_v[:, None])
-        if SCALAR:
-            b_sums += tl.sum(b_s * b_ds, 1)[:, None]
+        if dt == tl.bfloat16:
+            # Σ_v S ⊙ dS as a product with ones; each of its columns is the sum. The terms go in as two parts: rounded
+            # to bfloat16 they would be the largest error of a short sequence's dg. (The diagonal of S dSᵀ spills more.)
+            b_sd = b_s.to(tl.float32) * b_ds.to(tl.float32)
+            b_hi, hi_wide = rounded(b_sd, dt)
+            ones = tl.full([BV, 16], 1.0, dt)
+            b_sums = tl.dot((b_sd - hi_wide).to(dt), ones, tl.dot(b_hi, ones, b_sums))
         else:
-            # Σ_v S ⊙ dS as the diagonal of a product, whose operands are those of others. Terms rounded to 16 bits, for
-            # a product with ones, would be the largest error of a short sequence's dg.
-            b_sums = tl.dot(b_s, tl.trans(b_ds), b_sums)
+            b_sums += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), 1)[:, None]
         if TOKENS:
             b_dv = tl.trans(dv.load([row.to(tl.int32), i_h * V + i_v * BV]))
         else:
@@ -268,8 +271,8 @@ def gradients_kernel(
         b_bias = tl.load(dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)
     b_y = tl.where(m_kc, log2_decay(b_g.to(tl.float32), a, b_bias, lower_bound, GATE), 0.0)
     hi, mid, lo = split3(b_y, dt)
-    b_sums = tl.sum(tl.where(o_k[:, None] == o_k[None, :], b_sums, 0.0), 1)
-    b_sums *= tl.load(D + block * KP + o_k) * o_scale
+    # The sum of 16 equal numbers is exact.
+    b_sums = tl.sum(b_sums, 1) * (tl.load(D + block * KP + o_k) * (o_scale / 16))
     b_dgamma = tl.zeros([BK, C], tl.float32) + b_sums[:, None]
     b_q = b_q.to(tl.float32)
     b_k = b_k.to(tl.float32)
