@@ -26,7 +26,7 @@ from kda_core.errors import BackendNotFound, BrokenBackend, UnsupportedCall
 from kda_core.loaded import Backend
 from kda_core.reference import ReferenceBackend
 from kda_core.request import AnyRequest, GateRequest, Request
-from kda_core.signature import is_plain, signature
+from kda_core.signature import Like, is_plain, signature
 
 ENVIRONMENT_VARIABLE = "KDA_BACKEND"
 
@@ -101,8 +101,8 @@ class Registry:
         self._ledger: list[LedgerEntry] = []
         # By signature, the backend and the calls' memo.
         self._choices: dict[tuple, tuple[Backend, dict]] = {}
-        # By operator, the last call's key and choice: comparing two keys takes half the time of finding one.
-        self._latest: dict[str, tuple[tuple, tuple[Backend, dict]]] = {}
+        # By operator, what knows calls like the last one, and its choice.
+        self._latest: dict[str, tuple[Like, tuple[Backend, dict]]] = {}
 
     def load(self) -> None:
         """Load the oracle and every installed wheel, once."""
@@ -263,13 +263,13 @@ class Registry:
             ValueError, TypeError: the arguments are wrong.
             UnsupportedCall: no installed backend, or not the named one, can serve the call.
         """
-        key = signature(request, name)
-        if key is None:
-            return self._chosen_anew(request, name, None)
         latest = self._latest.get(request.op)
-        if latest is not None and latest[0] == key:
+        if latest is not None and latest[0](request, name):
             backend, memo = latest[1]
         else:
+            key = signature(request, name)
+            if key is None:
+                return self._chosen_anew(request, name, None)
             try:
                 found = self._choices.get(key)
             except TypeError:  # an option that has no hash
@@ -277,7 +277,10 @@ class Registry:
             if found is None:
                 return self._chosen_anew(request, name, key)
             backend, memo = found
-            self._latest[request.op] = key, found
+            like = memo.get(Like)
+            if like is None:
+                like = memo[Like] = Like(request, name)
+            self._latest[request.op] = like, found
         if type(request) is Request:
             request.__dict__["memo"] = memo
             checks.check_values(request)

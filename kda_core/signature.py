@@ -5,12 +5,14 @@ Every call passes by here, so that the functions are written out field by field:
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from kda_core.request import AnyRequest, GateRequest
+from kda_core.request import AnyRequest, GateRequest, Request
 
 _PLAIN = frozenset({Tensor, Parameter})
 
@@ -73,6 +75,80 @@ def _of_call(r: Any, name: str | None) -> tuple | None:
         None if r.num_accepted_tokens is None else _metadata(r.num_accepted_tokens),
         None if r.out is None else _metadata(r.out),
     )
+
+
+_TENSORS = {
+    Request: (
+        *("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu"),
+        *("ssm_state_indices", "num_accepted_tokens", "out"),
+    ),
+    GateRequest: ("g", "A_log", "dt_bias"),
+}
+_OPTIONS = {
+    Request: (
+        *("op", "scale", "output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel"),
+        *("use_beta_sigmoid_in_kernel", "allow_neg_eigval", "safe_gate", "lower_bound", "disable_recompute"),
+        *("return_intermediate_states", "state_v_first", "inplace_final_state", "pad_slot_id", "chunk_size"),
+        *("save_for_backward", "cp_context"),
+    ),
+    GateRequest: ("op", "lower_bound", "save_for_backward"),
+}
+
+
+def _guards() -> Any:
+    """What torch's compiled graphs use to see whether tensors are like those they were made for; None without it.
+
+    It is no public part of torch: where another version has another one, keys are compared.
+    """
+    try:
+        from torch._C._dynamo import guards
+
+        made: Any = guards.TensorGuards
+        one = torch.empty(1, 2, device="cpu")
+        like = made(one, dynamic_dims_sizes=[[1, 2]], dynamic_dims_strides=[[2, 1]]).check
+        works = like(one) and not like(one.t()) and not like(one.double()) and not like(None)
+    except Exception:
+        return None
+    return made if works else None
+
+
+_GUARDS: list[Any] = []
+
+
+class Like:
+    """Whether a call has the signature of one that was seen, found in half the time that its key takes.
+
+    Of tensors it wants more than the key does (all strides, ``requires_grad``, the mode), so that "no" says nothing.
+
+    Args:
+        request, name: the call that was seen, one with a key.
+    """
+
+    def __init__(self, request: AnyRequest, name: str | None) -> None:
+        if not _GUARDS:
+            _GUARDS.append(_guards())
+        kind = type(request)
+        given = [n for n in _TENSORS[kind] if getattr(request, n) is not None]
+        absent = [n for n in _TENSORS[kind] if n not in given]
+        self._rest = attrgetter(*_OPTIONS[kind], *absent)
+        self._name, self._values = name, self._rest(request)
+        self._types = tuple(map(type, self._values))
+        # Of one name attrgetter answers no tuple.
+        self._tensors = attrgetter(*given) if len(given) > 1 else lambda r: (getattr(r, given[0]),)
+        self._check: Any = None
+        if _GUARDS[0] is not None:
+            tensors = self._tensors(request)
+            sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+            self._check = _GUARDS[0](*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+
+    def __call__(self, request: AnyRequest, name: str | None) -> bool:
+        if self._check is None or name != self._name:
+            return False
+        rest = self._rest(request)
+        # Types first: values of other types may not compare.
+        if tuple(map(type, rest)) != self._types or rest != self._values:
+            return False
+        return self._check(*self._tensors(request))
 
 
 def _of_gate(r: Any, name: str | None) -> tuple:

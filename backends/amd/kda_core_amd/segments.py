@@ -16,8 +16,7 @@ dense sequence are cut, by their length and heads alone, and neither with a pool
 packed or batched keeps its bits whatever it travels with, and the host never waits for lengths.
 
 Matrices are held as the recurrences hold states, transposed and in blocks of key channels; states at the boundaries
-are stored K first. Every offset is int64, from
-the program id up.
+are stored K first. Every offset is int64, from the program id up.
 """
 
 from __future__ import annotations
