@@ -5,6 +5,8 @@ Every call passes by here, so that the functions are written out field by field:
 
 from __future__ import annotations
 
+from dataclasses import fields
+from functools import cache
 from operator import attrgetter
 from typing import Any
 
@@ -77,24 +79,18 @@ def _of_call(r: Any, name: str | None) -> tuple | None:
     )
 
 
+# A request's fields that a choice may depend on, told apart by their annotations.
 _TENSORS = {
-    Request: (
-        *("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu"),
-        *("ssm_state_indices", "num_accepted_tokens", "out"),
-    ),
-    GateRequest: ("g", "A_log", "dt_bias"),
+    kind: tuple(f.name for f in fields(kind) if f.type in ("Tensor", "Tensor | None") and f.name not in BACKWARD_ONLY)
+    for kind in (Request, GateRequest)
 }
 _OPTIONS = {
-    Request: (
-        *("op", "scale", "output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel"),
-        *("use_beta_sigmoid_in_kernel", "allow_neg_eigval", "safe_gate", "lower_bound", "disable_recompute"),
-        *("return_intermediate_states", "state_v_first", "inplace_final_state", "pad_slot_id", "chunk_size"),
-        *("save_for_backward", "cp_context"),
-    ),
-    GateRequest: ("op", "lower_bound", "save_for_backward"),
+    kind: tuple(f.name for f in fields(kind) if f.name not in {*tensors, *BACKWARD_ONLY, "memo"})
+    for kind, tensors in _TENSORS.items()
 }
 
 
+@cache
 def _guards() -> Any:
     """What torch's compiled graphs use to see whether tensors are like those they were made for; None without it.
 
@@ -107,12 +103,9 @@ def _guards() -> Any:
         one = torch.empty(1, 2, device="cpu")
         like = made(one, dynamic_dims_sizes=[[1, 2]], dynamic_dims_strides=[[2, 1]]).check
         works = like(one) and not like(one.t()) and not like(one.double()) and not like(None)
-    except Exception:
+    except Exception:  # whatever a private function that has changed may raise: SystemError was seen
         return None
     return made if works else None
-
-
-_GUARDS: list[Any] = []
 
 
 class Like:
@@ -125,9 +118,7 @@ class Like:
     """
 
     def __init__(self, request: AnyRequest, name: str | None) -> None:
-        if not _GUARDS:
-            _GUARDS.append(_guards())
-        kind = type(request)
+        kind, guards = type(request), _guards()
         given = [n for n in _TENSORS[kind] if getattr(request, n) is not None]
         absent = [n for n in _TENSORS[kind] if n not in given]
         self._rest = attrgetter(*_OPTIONS[kind], *absent)
@@ -136,10 +127,10 @@ class Like:
         # Of one name attrgetter answers no tuple.
         self._tensors = attrgetter(*given) if len(given) > 1 else lambda r: (getattr(r, given[0]),)
         self._check: Any = None
-        if _GUARDS[0] is not None:
+        if guards is not None:
             tensors = self._tensors(request)
             sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
-            self._check = _GUARDS[0](*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+            self._check = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
     def __call__(self, request: AnyRequest, name: str | None) -> bool:
         if self._check is None or name != self._name:

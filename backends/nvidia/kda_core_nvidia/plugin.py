@@ -29,8 +29,8 @@ _INFO = BackendInfo(
     version=__version__,
     contract=SpecifierSet("~=1.0"),
     device_types=("cuda", "cpu") if INTERPRET else ("cuda",),
-    # The conformance kit has passed on an H200 with the kernels as they are (docs/nvidia.md: how much of it, and where
-    # not). Tensors on the CPU belong to others: the interpreter is for tests.
+    # How much of the conformance kit has passed on an H200, with which code, and what has not: docs/nvidia.md.
+    # Tensors on the CPU belong to others: the interpreter is for tests.
     priority=None if INTERPRET else 100,
     capabilities=Capabilities(
         features=frozenset(Feature) - _CLOSED.keys(),

@@ -83,7 +83,7 @@ def _check(kda: Subject, call: Call, settings: hypothesis.settings) -> None:
         refusal = refusal_of(lambda: kda.check(call))
         # What is not declared may be refused; run() has compared the reasons.
         assert refusal is None or refusal.status != "rejected", str(refusal)
-    except Exception:
+    except Exception:  # any failure, a crash of the backend's too
         kda.wrong = True
         raise
 
