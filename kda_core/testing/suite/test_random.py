@@ -26,6 +26,9 @@ FAST = hypothesis.settings(
     derandomize=True,
     database=None,
     suppress_health_check=list(hypothesis.HealthCheck),
+    # Without shrinking: draws are small calls that describe themselves, and every smaller one that is tried would be
+    # compiled on a device, which takes minutes before the first word on what failed.
+    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
 )
 BACKWARD = hypothesis.settings(FAST, max_examples=3)
 THOROUGH = hypothesis.settings(FAST, max_examples=8)
