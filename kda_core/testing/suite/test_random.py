@@ -79,7 +79,7 @@ def calls(draw, op: str, max_tokens: int, backward: bool) -> Call:
 
 
 def _check(kda: Subject, call: Call, settings: hypothesis.settings) -> None:
-    # The interpreter makes fewer calls than hypothesis draws, but after a wrong one all that making it small takes.
+    # The interpreter makes fewer calls than hypothesis draws, but makes a wrong one as often as it is asked to.
     if len(kda.records) >= kda.draws(settings.max_examples) and kda.target.interpreted and not kda.wrong:
         return
     try:
