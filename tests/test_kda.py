@@ -11,6 +11,7 @@ from kda_core.testing.suite.test_determinism import *  # noqa: F403
 from kda_core.testing.suite.test_extremes import *  # noqa: F403
 from kda_core.testing.suite.test_forward import *  # noqa: F403
 from kda_core.testing.suite.test_gates import *  # noqa: F403
+from kda_core.testing.suite.test_graphs import *  # noqa: F403
 from kda_core.testing.suite.test_inputs import *  # noqa: F403
 from kda_core.testing.suite.test_intermediate_states import *  # noqa: F403
 from kda_core.testing.suite.test_options import *  # noqa: F403
