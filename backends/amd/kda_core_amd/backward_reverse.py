@@ -48,6 +48,7 @@ def reverse_kernel(
     BV: tl.constexpr,
     BK: tl.constexpr,  # key channels of a block of the state
     C: tl.constexpr,
+    LIFT: tl.constexpr,
     UNIT: tl.constexpr,  # batch strides are given in this many elements, so that alignment shows
     STAGES: tl.constexpr,
     DOT: tl.constexpr,
@@ -104,8 +105,12 @@ def reverse_kernel(
         following = ()
         for i_k in tl.static_range(KP // BK):
             block = dS[i_k] * tl.load(D + i_chunk * KP + i_k * BK + o_k)[None, :]
+            if LIFT != 1:
+                block *= LIFT
             block = tl.dot(b_do, tl.load(p_keys + C * KP + i_k * BK + o_ck), block, input_precision=DOT)
             block -= tl.dot(b_dv, tl.load(p_keys + i_k * BK + o_ck), input_precision=DOT)
+            if LIFT != 1:
+                block *= 1 / LIFT
             following += (block,)
         dS = following
     if grad_initial_state is not None:

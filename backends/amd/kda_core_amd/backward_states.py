@@ -40,6 +40,7 @@ def states_kernel(
     BV: tl.constexpr,
     BK: tl.constexpr,  # key channels of a block of the state
     C: tl.constexpr,
+    LIFT: tl.constexpr,
     UNIT: tl.constexpr,  # the batch stride is given in this many elements, so that alignment shows
     STAGES: tl.constexpr,
     DOT: tl.constexpr,
@@ -87,6 +88,8 @@ def states_kernel(
             b_s = S[i_k].to(dtype)
             tl.store(states + i_chunk * (VP * KP) + i_k * BK + o_s, b_s)
             known = tl.dot(b_s, tl.load(p_keys + i_k * BK + o_kc), known, input_precision=DOT)
+        if LIFT != 1:
+            known *= 1 / LIFT
         b_r = (b_v - known).to(dtype)
         b_z = tl.dot(b_r, tl.load(Z + i_chunk * (C * C) + o_cc), input_precision=DOT)
         tl.store(z + i_chunk * (C * VP) + o_zr, b_z.to(dtype))

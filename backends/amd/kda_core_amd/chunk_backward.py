@@ -30,7 +30,7 @@ from kda_core_amd.backward_reverse import reverse_kernel
 from kda_core_amd.backward_states import states_kernel
 from kda_core_amd.chunk_forward import Prepared, run_prepare
 from kda_core_amd.launch import batch_strides, dense, dot_widths, gate_kind, rows_contiguous, state_strides
-from kda_core_amd.layout import CHUNK, padded, slots
+from kda_core_amd.layout import CHUNK, lift, padded, slots
 from kda_core_amd.segments import as_packed, ends, segment_rows, starts
 
 FINISH_ROWS = 16
@@ -88,6 +88,7 @@ def _recurrent_launch(kernel: str, request: Request) -> tuple[launch.Architectur
         "BV": block_v,
         "BK": min(config.keys or KP, KP),
         "C": CHUNK,
+        "LIFT": lift(request),
         "STAGES": config.stages,
         "DOT": dot_widths(request.q.dtype, target)[1],
     }

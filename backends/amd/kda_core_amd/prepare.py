@@ -187,6 +187,7 @@ def prepare(
     KP: tl.constexpr,
     BK: tl.constexpr,
     C: tl.constexpr,
+    LIFT: tl.constexpr,
     UNIT: tl.constexpr,  # batch strides are given in this many elements, so that alignment shows
     GATE: tl.constexpr,
     BOUNDED: tl.constexpr,
@@ -327,12 +328,12 @@ def prepare(
         p_block = keys + i_chunk * (3 * C * KP) + r[:, None] * KP + o_k[None, :]
         b_k0 = _rows(k, o_0, s_kt, valid0, o_k, K) * k_norm0[:, None]
         b_k1 = _rows(k, o_1, s_kt, valid1, o_k, K) * k_norm1[:, None]
-        tl.store(p_block, (b_k0 * into0).to(dtype))
-        tl.store(p_block + 16 * KP, (b_k1 * into1).to(dtype))
+        tl.store(p_block, (b_k0 * into0 * LIFT).to(dtype))
+        tl.store(p_block + 16 * KP, (b_k1 * into1 * LIFT).to(dtype))
         b_q0 = _rows(q, o_0, s_qt, valid0, o_k, K) * q_norm0[:, None]
         b_q1 = _rows(q, o_1, s_qt, valid1, o_k, K) * q_norm1[:, None]
-        tl.store(p_block + C * KP, (b_q0 * into0).to(dtype))
-        tl.store(p_block + (C + 16) * KP, (b_q1 * into1).to(dtype))
+        tl.store(p_block + C * KP, (b_q0 * into0 * LIFT).to(dtype))
+        tl.store(p_block + (C + 16) * KP, (b_q1 * into1 * LIFT).to(dtype))
         k_out0 = (b_k0 * tl.exp2(selected_sum(after(r, r), parts0, TERMS)) * total1).to(dtype)
         k_out1 = (b_k1 * tl.exp2(selected_sum(after(r, r), parts1, TERMS))).to(dtype)
         k_a0 = tl.dot(a10, k_out1, tl.dot(a00, k_out0, input_precision=DOT), input_precision=DOT)

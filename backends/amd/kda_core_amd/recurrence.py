@@ -89,6 +89,7 @@ def recurrence(
     BV: tl.constexpr,
     BK: tl.constexpr,  # key channels of a block of the state
     C: tl.constexpr,
+    LIFT: tl.constexpr,
     UNIT: tl.constexpr,  # batch strides are given in this many elements, so that alignment shows
     V_FIRST: tl.constexpr,
     H_EVERY: tl.constexpr,  # a state goes to h every so many chunks
@@ -169,6 +170,9 @@ def recurrence(
             b_s = S[i_k].to(dtype)
             b_o = tl.dot(b_s, tl.load(p_keys + C * KP + i_k * BK + o_kc), b_o, input_precision=DOT)
             known = tl.dot(b_s, tl.load(p_keys + i_k * BK + o_kc), known, input_precision=DOT)
+        if LIFT != 1:
+            b_o *= 1 / LIFT
+            known *= 1 / LIFT
         b_r = (b_v - known).to(dtype)
         b_p = tl.load(P + i_chunk * HV * (C * C) + (o_r[None, :] * C + o_r[:, None]))
         b_o = tl.dot(b_r, b_p, b_o, input_precision=DOT)

@@ -32,7 +32,7 @@ from torch import Tensor
 from kda_core.request import Request
 from kda_core_amd import launch
 from kda_core_amd.launch import dot_widths, rows_contiguous, state_strides
-from kda_core_amd.layout import CHUNK, padded
+from kda_core_amd.layout import CHUNK, lift, padded
 from kda_core_amd.recurrence import load_state, store_state
 
 LEAST_ROWS = 1024
@@ -99,6 +99,7 @@ def transitions_kernel(
     BV: tl.constexpr,
     BK: tl.constexpr,  # key channels of a block of the state
     C: tl.constexpr,
+    LIFT: tl.constexpr,
     STAGES: tl.constexpr,
     DOT: tl.constexpr,
 ):
@@ -137,6 +138,8 @@ def transitions_kernel(
         known = tl.zeros([BV, C], tl.float32)
         for i_k in tl.static_range(KP // BK):
             known = tl.dot(S[i_k].to(dtype), tl.load(p_keys + i_k * BK + o_kc), known, input_precision=DOT)
+        if LIFT != 1:
+            known *= 1 / LIFT
         b_r = (b_v - known).to(dtype)
         following = ()
         for i_k in tl.static_range(KP // BK):
@@ -172,6 +175,7 @@ def reverse_transitions_kernel(
     BV: tl.constexpr,
     BK: tl.constexpr,  # key channels of a block of the state
     C: tl.constexpr,
+    LIFT: tl.constexpr,
     STAGES: tl.constexpr,
     DOT: tl.constexpr,
 ):
@@ -214,8 +218,12 @@ def reverse_transitions_kernel(
         following = ()
         for i_k in tl.static_range(KP // BK):
             block = dS[i_k] * tl.load(D + i_chunk * KP + i_k * BK + o_k)[None, :]
+            if LIFT != 1:
+                block *= LIFT
             block = tl.dot(b_do, tl.load(p_keys + C * KP + i_k * BK + o_ck), block, input_precision=DOT)
             block -= tl.dot(b_dv, tl.load(p_keys + i_k * BK + o_ck), input_precision=DOT)
+            if LIFT != 1:
+                block *= 1 / LIFT
             following += (block,)
         dS = following
     p_out = additions + ((i_n - 1) * HV + i_h) * (VP * KP)
@@ -385,6 +393,7 @@ def _constants(kernel: str, request: Request) -> tuple[launch.Architecture, laun
         "BV": min(config.block, VP, KP),
         "BK": min(config.keys or KP, KP),
         "C": CHUNK,
+        "LIFT": lift(request),
         "STAGES": config.stages,
         "DOT": dot_widths(request.q.dtype, target)[1],
     }
