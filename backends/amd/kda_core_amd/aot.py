@@ -41,7 +41,7 @@ KNOWN_LARGE_SPILLS = {
     ("gfx1100", "recurrence", 4, 256): 24,
     ("gfx1100", "recurrence, h", 2, 128): 56,
     ("gfx1100", "recurrence, h", 2, 256): 160,
-    ("gfx1100", "reverse_kernel", 2, 128): 16,
+    ("gfx1100", "reverse_kernel", 2, 128): 24,
     ("gfx1100", "reverse_kernel", 2, 256): 40,
 }
 """(architecture, kernel, bytes of an operand, padded K up to) -> registers of a lane that are kept in memory by kernels
