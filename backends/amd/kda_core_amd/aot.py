@@ -254,8 +254,8 @@ def _calls(shapes: Sequence[tuple]) -> Iterator[tuple[str, Callable[[], object]]
                 yield f"{_SHORT[dtype]} K {K} states", lambda r=states: chunk_forward.chunk_forward(r)
             if gate_name == gates[0]:
                 # What a layout of states changes has nothing to do with gates.
-                states = replace(request, state_v_first=True)
-                yield f"{_SHORT[dtype]} K {K}, V first", lambda r=states: chunk_forward.chunk_forward(r)
+                transposed = replace(request, state_v_first=True)
+                yield f"{_SHORT[dtype]} K {K}, V first", lambda r=transposed: chunk_forward.chunk_forward(r)
             if "safe" not in gate_name:
                 backward = replace(
                     request,

@@ -48,7 +48,7 @@ def lift(request: Request) -> float:
 
     float16 has fewer digits below 2⁻¹⁴, and ke and qg of rows that decay by e⁻⁶ are below. Where every channel
     decays like that they are all that o has of the state before, or the state's gradient of the rows after. Rows of
-    norm 1 leave room for 2⁸; rows as they come are left theirs, to 4,000.
+    norm 1 leave room for 2⁸; rows that are not normalised may have elements up to 4,000.
     """
     if request.q.dtype != torch.float16:
         return 1.0
