@@ -1,133 +1,30 @@
-"""``kda_gate`` on its own: the log decay γ of the raw gate input g, and its gradients. With x = g + dt_bias,
-
-    γ = −exp(A_log)·softplus(x), or with a lower bound b, γ = b·sigmoid(exp(A_log)·x).
-
-Gradients: ``gate_gradient`` of triton_lib.
-
-Grid: ceil(R / ROWS) · HV programs along axis 0, heads fastest; R rows, ROWS of them a program, all channels of one head
-at once. Sums over rows leave one partial result a program, added up afterwards in a fixed order. Offsets are int64.
-"""
+"""``kda_gate`` on its own: the kernels of ``kda_core.triton_lib.gate_kernels``."""
 
 from __future__ import annotations
 
-import torch
-import triton
-import triton.language as tl
+from functools import partial
+from typing import Any
+
 from torch import Tensor
 
 from kda_core.request import BackwardResult, GateRequest
-from kda_core.triton_lib.gate import gate_gradient, gate_rate, sigmoid, softplus
+from kda_core.triton_lib.gate_kernels import backward, forward, gate_backward_kernel, gate_forward_kernel
 from kda_core_amd import launch
-from kda_core_amd.layout import padded
-
-ROWS = 32
-"""Rows of a program."""
 
 
-@triton.jit
-def _inputs(g, A_log, dt_bias, R, HV, K: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr):
-    """Program, head, offsets, mask, x = g + dt_bias [ROWS, KP] and the rate exp(A_log)."""
-    pid = tl.program_id(0).to(tl.int64)
-    i_h = pid % HV
-    rows = pid // HV * ROWS + tl.arange(0, ROWS)
-    o_k = tl.arange(0, KP)
-    offsets = (rows[:, None] * HV + i_h) * K + o_k[None, :]
-    mask = (rows < R)[:, None] & (o_k < K)[None, :]
-    x = tl.load(g + offsets, mask=mask, other=0.0).to(tl.float32)
-    if dt_bias is not None:
-        x += tl.load(dt_bias + i_h * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)[None, :]
-    return pid, offsets, mask, x, gate_rate(A_log, i_h)
-
-
-@triton.jit(do_not_specialize=["lower_bound", "R", "HV"])
-def gate_forward_kernel(
-    g,  # [R, HV, K]
-    A_log,  # [HV] or None
-    dt_bias,  # [HV, K] or None
-    log_decay,  # [R, HV, K] float32
-    lower_bound,
-    R,
-    HV,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    ROWS: tl.constexpr,
-    BOUNDED: tl.constexpr,
-):
-    _, offsets, mask, x, rate = _inputs(g, A_log, dt_bias, R, HV, K, KP, ROWS)
-    if BOUNDED:
-        y = sigmoid(x * rate) * lower_bound
-    else:
-        y = -(softplus(x) * rate)
-    tl.store(log_decay + offsets, y, mask=mask)
-
-
-@triton.jit(do_not_specialize=["lower_bound", "R", "HV"])
-def gate_backward_kernel(
-    g,  # [R, HV, K]
-    A_log,  # [HV] or None
-    dt_bias,  # [HV, K] or None
-    grad,  # [R, HV, K]
-    dg,  # [R, HV, K]
-    dA_log,  # [blocks, HV] float32 or None
-    ddt_bias,  # [blocks, HV, K] float32 or None
-    lower_bound,
-    R,
-    HV,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    ROWS: tl.constexpr,
-    BOUNDED: tl.constexpr,
-):
-    pid, offsets, mask, x, rate = _inputs(g, A_log, dt_bias, R, HV, K, KP, ROWS)
-    b_grad = tl.load(grad + offsets, mask=mask, other=0.0).to(tl.float32)
-    dx, summand = gate_gradient(x, rate, lower_bound, b_grad, "bounded" if BOUNDED else "softplus")
-    dx = tl.where(mask, dx, 0.0)
-    tl.store(dg + offsets, dx.to(dg.dtype.element_ty), mask=mask)
-    if dA_log is not None:
-        tl.store(dA_log + pid, tl.sum(tl.sum(tl.where(mask, summand, 0.0), 1), 0))
-    if ddt_bias is not None:
-        o_k = tl.arange(0, KP)
-        tl.store(ddt_bias + pid * K + o_k, tl.sum(dx, 0), mask=o_k < K)
-
-
-def _flat(request: GateRequest) -> tuple[Tensor, Tensor | None, Tensor | None, dict]:
-    """g as [R, HV, K], the parameters, all contiguous, and the constants of both kernels."""
-    g = request.g.reshape(-1, *request.g.shape[-2:]).contiguous()
-    constants = {"K": g.shape[2], "KP": padded(g.shape[2]), "ROWS": ROWS, "BOUNDED": request.lower_bound is not None}
-    return g, launch.dense(request.A_log), launch.dense(request.dt_bias), constants
+def _launch(
+    kernel: Any, request: GateRequest, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]
+) -> None:
+    launch.launch(kernel, programs, arguments, constants, launch.GATE, launch.architecture(request.device))
 
 
 def gate_forward(request: GateRequest) -> Tensor:
     """Run ``kda_gate``: float32, shape of g."""
     with launch.on_device(request.device):
-        g, A_log, dt_bias, constants = _flat(request)
-        R, HV, _ = g.shape
-        log_decay = torch.empty(request.g.shape, dtype=torch.float32, device=g.device)
-        arguments = (g, A_log, dt_bias, log_decay, float(request.lower_bound or 0.0), R, HV)
-        target = launch.architecture(request.device)
-        launch.launch(gate_forward_kernel, -(-R // ROWS) * HV, arguments, constants, launch.GATE, target)
-    return log_decay
+        return forward(request, partial(_launch, gate_forward_kernel, request))
 
 
 def gate_backward(request: GateRequest) -> BackwardResult:
     """Run the backward of ``kda_gate`` for ``request.needs_grad``."""
     with launch.on_device(request.device):
-        g, A_log, dt_bias, constants = _flat(request)
-        R, HV, K = g.shape
-        blocks = -(-R // ROWS)
-        grad = request.grad_output.reshape(g.shape).contiguous()
-        dg = torch.empty_like(g)
-        dA_log = ddt_bias = None
-        if "A_log" in request.needs_grad and A_log is not None:
-            dA_log = torch.empty((blocks, HV), dtype=torch.float32, device=g.device)
-        if "dt_bias" in request.needs_grad and dt_bias is not None:
-            ddt_bias = torch.empty((blocks, HV, K), dtype=torch.float32, device=g.device)
-        arguments = (g, A_log, dt_bias, grad, dg, dA_log, ddt_bias, float(request.lower_bound or 0.0), R, HV)
-        target = launch.architecture(request.device)
-        launch.launch(gate_backward_kernel, blocks * HV, arguments, constants, launch.GATE, target)
-        grads = {"g": dg.view(request.g.shape)}
-        if dA_log is not None:
-            grads["A_log"] = dA_log.sum(0).to(request.A_log.dtype)
-        if ddt_bias is not None:
-            grads["dt_bias"] = ddt_bias.sum(0).to(request.dt_bias.dtype)
-    return BackwardResult(grads)
+        return backward(request, partial(_launch, gate_backward_kernel, request))

@@ -96,13 +96,20 @@ def _any_decay(
 
 
 @triton.jit
+def _two_parts(b_x, dt: tl.constexpr):
+    """``b_x`` in ``dt``, and what that leaves of it."""
+    narrow, wide = rounded(b_x, dt)
+    return narrow, (b_x - wide).to(dt)
+
+
+@triton.jit
 def _mild_decay(
     b_dq, b_dkr, b_dkc, b_dgamma, b_q, b_k, b_beta, b_mu, b_lu, total, hi, mid, lo, o_c, scale, dt: tl.constexpr,
 ):  # fmt: skip
     """The same for a block whose decays over the chunk stay within MILD: one reference, half the chunk's decay.
 
-    The terms of the decay gradient are formed from the rounded factors that the matrix units saw, so that what a pair
-    gives to its row and takes from its column is the same number, and cancels in the sum from row t on.
+    Factors go into products as two parts, rounded to 16 bits together: what a pair gives to its row and takes from its
+    column cancels in the decay gradient, the sum from row t on, of which a factor rounded to 8 bits leaves an error.
     """
     half = 0.5 * total
     shift = tl.exp2(half)[:, None]
@@ -110,20 +117,25 @@ def _mild_decay(
     rise = tl.exp2(x)
     # Not a difference from 0: a product with -1 becomes a modifier of exp2's operand.
     fall = tl.exp2(x * -1.0)
-    b_kb, kb = rounded(b_k * fall * b_beta[None, :], dt)
-    b_kr, kr = rounded(b_k * rise, dt)
-    b_qr, qr = rounded(b_q * rise, dt)
-    b_dq = tl.dot(b_kb, b_mu, b_dq * (shift * scale))
-    b_dkr = tl.dot(b_kb, b_lu, b_dkr * -shift)
+    kb = b_k * fall * b_beta[None, :]
+    kr = b_k * rise
+    qr = b_q * rise
+    kb_hi, kb_lo = _two_parts(kb, dt)
+    b_dq = tl.dot(kb_lo, b_mu, tl.dot(kb_hi, b_mu, b_dq * (shift * scale)))
+    b_dkr = tl.dot(kb_lo, b_lu, tl.dot(kb_hi, b_lu, b_dkr * -shift))
     b_dkc *= shift
     ends = tl.sum(kb * b_dkc, 1)
-    b_dkc = tl.dot(b_qr, tl.trans(b_mu), b_dkc)
-    b_dkc = tl.dot(b_kr, tl.trans(b_lu), b_dkc)
+    hi, lo = _two_parts(qr, dt)
+    b_mu = tl.trans(b_mu)
+    b_dkc = tl.dot(lo, b_mu, tl.dot(hi, b_mu, b_dkc))
+    hi, lo = _two_parts(kr, dt)
+    b_lu = tl.trans(b_lu)
+    b_dkc = tl.dot(lo, b_lu, tl.dot(hi, b_lu, b_dkc))
     b_p = qr * b_dq + kr * b_dkr - kb * b_dkc
-    p_hi, p_wide = rounded(b_p, dt)
+    p_hi, p_lo = _two_parts(b_p, dt)
     reach = (o_c[:, None] >= o_c[None, :]).to(dt)
     b_dgamma = tl.dot(p_hi, reach, b_dgamma)
-    b_dgamma = tl.dot((b_p - p_wide).to(dt), reach, b_dgamma) + ends[:, None]
+    b_dgamma = tl.dot(p_lo, reach, b_dgamma) + ends[:, None]
     return b_dq * rise, b_dkr * rise, b_dkc * fall, b_dgamma
 
 

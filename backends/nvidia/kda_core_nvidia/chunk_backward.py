@@ -79,7 +79,7 @@ def choose(dtype: torch.dtype, kp: int, vp: int, heads: int, arch: int) -> Confi
     """
     if dtype == torch.float32:
         # Products in full precision run on scalar units: small tiles, many warps.
-        small = (min(vp, 32), 8, 1)
+        small = (16 if kp > 128 else min(vp, 32), 8, 1)
         return Config(small, small, (16, min(vp, 32), 4, 1))
     bv = min(vp, 64)
     # A warp holds 16 channels of the transposed blocks. Two warps, so that the products stay with mma.sync: with wgmma

@@ -102,7 +102,7 @@ def recurrence_config(target: Chip, dtype: torch.dtype, K: int, V: int, sequence
     major, wide = target.capability[0], padded(K) > 128
     if dtype == torch.float32:
         if wide:
-            return RecurrenceConfig(16, 4 if major == 9 else 8, 1)
+            return RecurrenceConfig(16, 8, 1)
         return RecurrenceConfig(16, 4, 2)
     if major == 10:
         # Fewer warps spill there, and so do blocks of 64 where the state takes all of them.

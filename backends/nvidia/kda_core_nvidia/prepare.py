@@ -65,7 +65,7 @@ def _diagonal(x):
 
 
 @triton.jit
-def _row_norms(
+def _row_products(
     q,
     k,
     rows0,
@@ -79,13 +79,19 @@ def _row_norms(
     KP: tl.constexpr,
     DOT: tl.constexpr,
     STAGES: tl.constexpr,
+    NORMS: tl.constexpr,
+    OWN: tl.constexpr,
 ):
-    """Reciprocal norms of both tiles' rows of q, then of k: the diagonals of q qᵀ and k kᵀ."""
-    gram_q0 = tl.zeros([16, 16], tl.float32)
-    gram_q1 = tl.zeros([16, 16], tl.float32)
-    gram_k0 = tl.zeros([16, 16], tl.float32)
-    gram_k1 = tl.zeros([16, 16], tl.float32)
-    # One loop for both: the way to memory is waited for once.
+    """Of both tiles' rows, from the diagonals of q qᵀ, k kᵀ and q kᵀ: reciprocal norms of q and of k (NORMS), and
+    products of q with a row's own k (OWN); ones and zeros where they are not asked for."""
+    zero = tl.zeros([16, 16], tl.float32)
+    gram_q0 = zero
+    gram_q1 = zero
+    gram_k0 = zero
+    gram_k1 = zero
+    own0 = zero
+    own1 = zero
+    # One loop for all: the way to memory is waited for once.
     for i_k in tl.range(0, KP // BK, num_stages=STAGES):
         o_k = i_k * BK + tl.arange(0, BK)
         mask0 = valid0[:, None] & (o_k < K)[None, :]
@@ -94,16 +100,25 @@ def _row_norms(
         b_q1 = tl.load(q + rows1[:, None] * s_qt + o_k[None, :], mask=mask1, other=0.0)
         b_k0 = tl.load(k + rows0[:, None] * s_kt + o_k[None, :], mask=mask0, other=0.0)
         b_k1 = tl.load(k + rows1[:, None] * s_kt + o_k[None, :], mask=mask1, other=0.0)
-        gram_q0 = tl.dot(b_q0, tl.trans(b_q0), gram_q0, input_precision=DOT)
-        gram_q1 = tl.dot(b_q1, tl.trans(b_q1), gram_q1, input_precision=DOT)
-        gram_k0 = tl.dot(b_k0, tl.trans(b_k0), gram_k0, input_precision=DOT)
-        gram_k1 = tl.dot(b_k1, tl.trans(b_k1), gram_k1, input_precision=DOT)
-    return (
-        tl.rsqrt(_diagonal(gram_q0) + NORM_EPS),
-        tl.rsqrt(_diagonal(gram_q1) + NORM_EPS),
-        tl.rsqrt(_diagonal(gram_k0) + NORM_EPS),
-        tl.rsqrt(_diagonal(gram_k1) + NORM_EPS),
-    )
+        if NORMS:
+            gram_q0 = tl.dot(b_q0, tl.trans(b_q0), gram_q0, input_precision=DOT)
+            gram_q1 = tl.dot(b_q1, tl.trans(b_q1), gram_q1, input_precision=DOT)
+            gram_k0 = tl.dot(b_k0, tl.trans(b_k0), gram_k0, input_precision=DOT)
+            gram_k1 = tl.dot(b_k1, tl.trans(b_k1), gram_k1, input_precision=DOT)
+        if OWN:
+            own0 = tl.dot(b_q0, tl.trans(b_k0), own0, input_precision=DOT)
+            own1 = tl.dot(b_q1, tl.trans(b_k1), own1, input_precision=DOT)
+    if NORMS:
+        q_norm0 = tl.rsqrt(_diagonal(gram_q0) + NORM_EPS)
+        q_norm1 = tl.rsqrt(_diagonal(gram_q1) + NORM_EPS)
+        k_norm0 = tl.rsqrt(_diagonal(gram_k0) + NORM_EPS)
+        k_norm1 = tl.rsqrt(_diagonal(gram_k1) + NORM_EPS)
+    else:
+        q_norm0 = tl.full([16], 1.0, tl.float32)
+        q_norm1 = q_norm0
+        k_norm0 = q_norm0
+        k_norm1 = q_norm0
+    return q_norm0, q_norm1, k_norm0, k_norm1, _diagonal(own0), _diagonal(own1)
 
 
 @triton.jit
@@ -306,9 +321,9 @@ def prepare(
         a00, a00_rest, a10, a10_rest, a11, a11_rest = _writing(
             x00 * beta0[:, None], x10 * beta1[:, None], x11 * beta1[:, None], k_norm0, k_norm1, dtype
         )
-    elif L2NORM:
-        q_norm0, q_norm1, k_norm0, k_norm1 = _row_norms(
-            q + p_q, k + p_k, rows0, rows1, valid0, valid1, s_qt, s_kt, K, BW, KP, DOT, WIDE_STAGES
+    elif L2NORM or BOUNDED:
+        q_norm0, q_norm1, k_norm0, k_norm1, own0, own1 = _row_products(
+            q + p_q, k + p_k, rows0, rows1, valid0, valid1, s_qt, s_kt, K, BW, KP, DOT, WIDE_STAGES, L2NORM, BOUNDED
         )
     if inverse is None and norms is not None:
         p_norms += norms
@@ -420,6 +435,12 @@ def prepare(
         tl.store(p_block + 2 * C * KP + 16 * KP, k_g1)
 
     if inverse is None:
+        if BOUNDED:
+            # No decay lies between a row and its own key: with strong decays that pair is most of the output, and the
+            # rounded factors of the other pairs would be most of its error.
+            same = r[:, None] == r[None, :]
+            m00 = tl.where(same, own0[:, None], m00)
+            m11 = tl.where(same, own1[:, None], m11)
         lower = r[:, None] >= r[None, :]
         m00 = tl.where(lower, m00, 0.0) * (q_norm0[:, None] * k_norm0[None, :])
         m11 = tl.where(lower, m11, 0.0) * (q_norm1[:, None] * k_norm1[None, :])
