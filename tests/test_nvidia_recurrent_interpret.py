@@ -250,6 +250,30 @@ def prompts_with_hard_inputs() -> None:
 
 
 @check
+def prompts_with_bounded_decays() -> None:
+    """All decays at the bound or none, in any order: exponents reach both ends of what one reference leaves."""
+    call = inputs(1, 40, "bounded") | {"initial_state": pool(1), "output_final_state": True}
+    rows = torch.arange(40)[None, :, None, None]
+    end = torch.full_like(call["g"], 1e4)
+    for g in (end, -end, torch.where(rows % 2 == 0, end, -end), torch.where(rows % 16 < 12, end, -end)):
+        same(call | {"g": g})
+    # Each channel its own pattern, and infinite inputs.
+    g = torch.where(torch.rand(call["g"].shape) < 0.5, end, -end)
+    g[:, 5::7] = float("inf")
+    g[:, 6::7] = -float("inf")
+    same(call | {"g": g})
+    # Strong decays up to the middle of a block, and weak ones behind them.
+    same(call | {"g": torch.where(rows % 16 < 8, end, torch.full_like(end, -6.0)), "A_log": torch.zeros(HV)})
+    for bound in (-4.9, -5.1, -60.0):
+        same(call | {"g": call["g"] * 30, "lower_bound": bound})
+    for missing in ("A_log", "dt_bias"):
+        same({n: x for n, x in call.items() if n != missing})
+    same(inputs(1, 17, "bounded", K=130, V=5) | {"output_final_state": True})
+    sizes = torch.logspace(-12, 12, 40)[None, :, None, None]
+    same(call | {"q": call["q"] * sizes, "k": call["k"] * sizes.flip(1)})
+
+
+@check
 def prompts_packed() -> None:
     """Long sequences among short and empty ones, skipped ones, a tail; bounds in both integer types."""
     bounds = [0, 0, 9, 17, 17, 18, 42, 43, 59]
@@ -301,8 +325,8 @@ def prompts_among_hundreds() -> None:
 @check
 def prompts_do_not_see_their_neighbours() -> None:
     """Bit for bit: a sequence alone, in a batch, and packed anywhere, on either side of the shortest prompt."""
-    for T in (8, 9, 17):
-        call = inputs(3, T) | {"initial_state": pool(3), "output_final_state": True}
+    for T, gate in ((8, "given"), (9, "given"), (17, "given"), (17, "bounded")):
+        call = inputs(3, T, gate) | {"initial_state": pool(3), "output_final_state": True}
         rows = ("q", "k", "v", "g", "beta", "initial_state")
         _, whole = kda_core.fused_recurrent_kda(**call, backend="nvidia")
         o, state = kda_core.fused_recurrent_kda(**call | {n: call[n][1:2] for n in rows}, backend="nvidia")

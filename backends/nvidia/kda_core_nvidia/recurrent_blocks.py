@@ -6,10 +6,12 @@ Two launches, as for ``chunk_kda``: ``blocks_prepare`` (one program a block and 
 Float32 from 16-bit products. Rows and columns of both factors are scaled by powers of two to the upper end of
 float16's range and split into a float16 and what it leaves, another one: 22 bits. The product of two remainders is
 below float32's last bit and left out, so that three products of 16-bit operands give one of float32 (bfloat16 would
-need six). An element keeps its 22 bits down to 2⁻¹⁶ of its row's norm (q and k: before they decay); what is smaller has
-an error of at most 2⁻³⁸ of that norm. What only enters o takes one or two products where o is bfloat16: an error of
-2⁻¹² beside the 2⁻⁹ of o's own rounding. Sums onto the state are ordinary float32 additions: the matrix unit's do not
-round but cut.
+need six). Where decays span more than float16 can (``pairs``), the parts are tf32, and for the inverse three bfloat16
+ones. An element keeps its 22 bits down to 2⁻¹⁶ of its row's norm (q and k: before they decay); what is smaller has an
+error of at most 2⁻³⁸ of that norm. What only enters o takes one or two products where o is bfloat16: an error of 2⁻¹²
+beside the 2⁻⁹ of o's own rounding. Sums onto the state are ordinary float32 additions: the matrix unit's do not round
+but cut. Multiplications and additions are fused where the code says so and nowhere else: a compiler that chooses may
+do so differently for dense and packed sequences.
 
 Which sequences: those of more than SHORT tokens, whatever lies beside them; ``recurrent`` has the others. Both go by a
 sequence's own length, and nothing here depends on how many sequences there are, so that no bit of the results does.
@@ -28,7 +30,8 @@ Rows past a sequence's end are zero (their factors are finite). Index arithmetic
 import triton
 import triton.language as tl
 
-from kda_core.triton_lib.decay import selected_sum, straddles, to_reference
+from kda_core.triton_lib.decay import selected_sum, split, straddles, to_reference
+from kda_core_nvidia.prepare import INTERPRETED, _widen
 
 ROWS = tl.constexpr(16)
 """Rows of a block."""
@@ -86,6 +89,44 @@ def power(e):
 
 
 @triton.jit
+def power_of(x):
+    """2^x; below 2^−126 zero, which spares what keeps denormal results."""
+    if INTERPRETED:
+        return tl.exp2(x)
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def bounded_decay(b_g, slope, bias, reach):
+    """``gate.log2_decay`` of the bounded gate: reach · sigmoid, by the instructions that keep no denormal numbers.
+
+    Args:
+        slope: −log2(e) times the rate. bias: dt_bias times that.
+        reach: the bound in log2 units; 0 in rows whose decay must be 0.
+    """
+    x = 1.0 + power_of(tl.fma(b_g, slope, bias))
+    if INTERPRETED:
+        root = tl.rsqrt(x)
+    else:
+        root = tl.inline_asm_elementwise(
+            "rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return reach * root * root
+
+
+@triton.jit
+def scaled(x, scale):
+    """A loaded block [16, 16] in float32, its rows times powers of two, by one product that rounds nothing.
+
+    What is infinite or NaN in a row becomes NaN in all rows, which it does to keys in any case: (I + L)⁻¹ mixes them.
+    """
+    if x.dtype == tl.bfloat16 and not INTERPRETED:
+        r = tl.arange(0, 16)
+        return tl.dot(tl.where(r[:, None] == r[None, :], scale[:, None], 0.0).to(tl.bfloat16), x)
+    return _widen(x, 16) * scale[:, None]
+
+
+@triton.jit
 def halves(x):
     """float16 and the rest, float16: x to 22 bits."""
     high = x.to(tl.float16)
@@ -105,7 +146,7 @@ def product(a_high, a_low, b_high, b_low, start, EXACT: tl.constexpr):
 def level(b_q, b_k, parts, m, el, b: tl.constexpr, TERMS: tl.constexpr, EXACT_OUT: tl.constexpr):
     """Add q kᵀ and k kᵀ, right for the pairs that straddle the middle of a 2b-block, to m and el."""
     r = tl.arange(0, 16)
-    decay = tl.exp2(selected_sum(to_reference(r, r, b), parts, TERMS))
+    decay = power_of(selected_sum(to_reference(r, r, b), parts, TERMS))
     k_high, k_low = halves(b_k * decay)
     q_high, q_low = halves(b_q * decay)
     right_high = tl.trans(k_high)
@@ -113,6 +154,100 @@ def level(b_q, b_k, parts, m, el, b: tl.constexpr, TERMS: tl.constexpr, EXACT_OU
     el = product(k_high, k_low, right_high, right_low, el, True)
     m = product(q_high, q_low, right_high, right_low, m, EXACT_OUT)
     return m, el
+
+
+@triton.jit
+def signed(r, s):
+    """Rows between r and the last one of the first half: 1 where r is behind it, −1 where r lies before it."""
+    later = (r >= 8)[:, None] & (s >= 8)[None, :] & (s[None, :] <= r[:, None])
+    earlier = (r < 8)[:, None] & (s < 8)[None, :] & (s[None, :] > r[:, None])
+    return later.to(tl.float32) - earlier.to(tl.float32)
+
+
+@triton.jit
+def rounded(x):
+    """float32 rounded to the 11 bits of tf32, the rest of the bits not zero: the matrix unit cuts them off."""
+    return (x.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def cut(x):
+    """``rounded``, and the rest of the bits zero."""
+    return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def alternating(x):
+    """Channels of x [16, BK] in the order in which results of products are operands of tf32 products where they lie.
+
+    A thread has two neighbouring channels of every eight, and is to have one of the first and one of the last four.
+    """
+    return tl.reshape(tl.permute(tl.reshape(x, [16, x.shape[1] // 8, 4, 2]), (0, 1, 3, 2)), x.shape)
+
+
+@triton.jit
+def pairs(b_q, b_k, parts, m, el, TERMS: tl.constexpr, EXACT_OUT: tl.constexpr):
+    """Add q kᵀ and k kᵀ, right for all pairs below the diagonal, to m and el; decays are at least BOUND a row.
+
+    No exponent is then beyond ±58. What is above the diagonal may overflow, and is not looked at.
+    """
+    r = tl.arange(0, 16)
+    distance = selected_sum(signed(r, r), parts, TERMS)
+    decay = power_of(distance)
+    left = alternating(b_k * decay)
+    left_q = alternating(b_q * decay)
+    right = tl.trans(alternating(b_k * power_of(-distance)))
+    if TERMS == 1:
+        el = tl.dot(left, right, el, input_precision="ieee")
+        m = tl.dot(left_q, right, m, input_precision="ieee")
+    else:
+        left_high = cut(left)
+        left_low = left - left_high
+        right_high = cut(right)
+        right_low = right - right_high
+        el = tl.dot(left_low, right_high, el, input_precision="tf32")
+        el = tl.dot(left_high, right_low, el, input_precision="tf32")
+        el = tl.dot(left_high, right_high, el, input_precision="tf32")
+        if EXACT_OUT:
+            q_high = cut(left_q)
+            m = tl.dot(left_q - q_high, right_high, m, input_precision="tf32")
+            m = tl.dot(q_high, right_low, m, input_precision="tf32")
+            m = tl.dot(q_high, right_high, m, input_precision="tf32")
+        else:
+            m = tl.dot(rounded(left_q), right_high, m, input_precision="tf32")
+    return m, el
+
+
+@triton.jit
+def exact(a, b, TERMS: tl.constexpr):
+    """a · b from three bfloat16 parts of each, ``decay.split``: 24 bits; what is below them is left out."""
+    if TERMS == 1:
+        return tl.dot(a[0], b[0], input_precision="ieee")
+    c = tl.dot(a[2], b[0])
+    c = tl.dot(a[0], b[2], c)
+    c = tl.dot(a[1], b[1], c)
+    c = tl.dot(a[1], b[0], c)
+    c = tl.dot(a[0], b[1], c)
+    return tl.dot(a[0], b[0], c)
+
+
+@triton.jit
+def double(X, L, b: tl.constexpr, TERMS: tl.constexpr):
+    """``inverse.double``."""
+    r = tl.arange(0, 16)
+    parts = split(X, TERMS)
+    step = exact(parts, split(tl.where(straddles(r, r, b), L, 0.0), TERMS), TERMS)
+    return X - exact(split(step, TERMS), parts, TERMS)
+
+
+@triton.jit
+def inverse(L, TERMS: tl.constexpr):
+    """(I + L)⁻¹ for 16×16 float32 L, of which only the part below the diagonal is read: ``inverse.inverse_16``."""
+    r = tl.arange(0, 16)
+    X = tl.where(r[:, None] == r[None, :], 1.0, 0.0) - tl.where(straddles(r, r, 1), L, 0.0)
+    X = double(X, L, 2, TERMS)
+    X = double(X, L, 4, TERMS)
+    return double(X, L, 8, TERMS)
 
 
 @triton.jit

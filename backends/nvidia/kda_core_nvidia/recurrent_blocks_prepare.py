@@ -2,8 +2,8 @@
 
 One program, one warp, a block of 16 rows and value head; what it writes and why it is exact: ``recurrent_blocks``.
 Pass 1 sums squares of q and k, which scale their rows. Pass 2 goes over the channels in blocks of 16, adds up M and L
-by levels (decays from hierarchical reference points: no exponent is ever positive), and stores ke, qg and kg in kA's
-place. Pass 3 turns kg into kA = Aᵀ kg.
+(from one reference where decays are BOUNDED, otherwise by levels), and stores ke, qg and kg in kA's place. Pass 3 turns
+kg into kA = Aᵀ kg.
 
 Grid: blocks · HV programs, heads fastest.
 """
@@ -13,11 +13,25 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kda_core.triton_lib.decay import after, selected_sum, split, through
-from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
-from kda_core.triton_lib.inverse import inverse_16
-from kda_core_nvidia.prepare import _widen, _widen_gate
+from kda_core.triton_lib.gate import LOG2_E, NORM_EPS, gate_rate, log2_decay, write_strength
+from kda_core_nvidia.prepare import _widen
 from kda_core_nvidia.recurrent import decay_minus_one, zero_rows
-from kda_core_nvidia.recurrent_blocks import ROWS, TOP, exponent, halves, level, locate, of_level, power, product
+from kda_core_nvidia.recurrent_blocks import (
+    ROWS,
+    TOP,
+    bounded_decay,
+    exponent,
+    halves,
+    inverse,
+    level,
+    locate,
+    of_level,
+    pairs,
+    power,
+    power_of,
+    product,
+    scaled,
+)
 
 _NUMBERS = ["scale", "lower_bound", "T", "N", "blocks", "s_index", "pad_slot_id"]
 
@@ -70,6 +84,7 @@ def blocks_prepare(
     SIGMOID: tl.constexpr,
     NEG_EIGVAL: tl.constexpr,
     EXACT_OUT: tl.constexpr,
+    BOUNDED: tl.constexpr,  # decays are at least exp(−5) a row
     TERMS: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,  # the recurrence may start, and wait, before this kernel ends
@@ -116,17 +131,17 @@ def blocks_prepare(
     rate = gate_rate(A_log, i_h)
 
     # Rows of q and k at a norm of 2^TOP; factors hold what their results are to be multiplied with.
-    q_square = tl.zeros([ROWS, ROWS], tl.float32)
-    k_square = tl.zeros([ROWS, ROWS], tl.float32)
+    q_squares = tl.zeros([ROWS, 16], tl.float32)
+    k_squares = tl.zeros([ROWS, 16], tl.float32)
     for i_k in tl.range(0, KP // 16, num_stages=STAGES):
         o_k = i_k * 16 + r
         mask = valid[:, None] & (o_k < K)[None, :]
         b_q = _widen(tl.load(p_q + o_k[None, :], mask=mask, other=0.0), 16)
         b_k = _widen(tl.load(p_k + o_k[None, :], mask=mask, other=0.0), 16)
-        q_square += b_q * b_q
-        k_square += b_k * b_k
-    q_square = tl.sum(q_square, 1)
-    k_square = tl.sum(k_square, 1)
+        q_squares = tl.fma(b_q, b_q, q_squares)
+        k_squares = tl.fma(b_k, b_k, k_squares)
+    q_square = tl.sum(q_squares, 1)
+    k_square = tl.sum(k_squares, 1)
     q_e = (exponent(q_square) >> 1) - (TOP - 1)
     k_e = (exponent(k_square) >> 1) - (TOP - 1)
     q_factor = power(q_e) * scale
@@ -135,7 +150,7 @@ def blocks_prepare(
         q_factor *= tl.rsqrt(q_square + NORM_EPS)
         k_factor *= tl.rsqrt(k_square + NORM_EPS)
     q_scale = power(-q_e)[:, None]
-    k_scale = power(-k_e)[:, None]
+    k_scale = power(-k_e)
 
     diagonal = tl.zeros([ROWS, ROWS], tl.float32)
     m8 = diagonal
@@ -147,21 +162,27 @@ def blocks_prepare(
     l2 = diagonal
     l1 = diagonal
     p_factor = factors + pid * (3 * ROWS + KP)
+    slope = tl.full([], -LOG2_E, tl.float32) * rate
+    reach = tl.where(valid, lower_bound * LOG2_E, 0.0)[:, None]
     for i_k in tl.range(0, KP // 16, num_stages=STAGES):
         o_k = i_k * 16 + r
         mask = valid[:, None] & (o_k < K)[None, :]
-        b_g = _widen_gate(tl.load(p_g + o_k[None, :], mask=mask, other=0.0), 16)
+        # Not by way of a product, as q and k: what is done to it is done where products take their right operands.
+        b_g = tl.load(p_g + o_k[None, :], mask=mask, other=0.0).to(tl.float32)
         b_q = _widen(tl.load(p_q + o_k[None, :], mask=mask, other=0.0), 16) * q_scale
-        b_k = _widen(tl.load(p_k + o_k[None, :], mask=mask, other=0.0), 16) * k_scale
+        b_k = scaled(tl.load(p_k + o_k[None, :], mask=mask, other=0.0), k_scale)
         bias = 0.0
         if dt_bias is not None:
             bias = tl.load(dt_bias + i_h * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)[None, :]
-        y = tl.where(mask, log2_decay(b_g, rate, bias, lower_bound, GATE), 0.0)
+        if GATE == "bounded":
+            y = bounded_decay(b_g, slope, bias * slope, reach)
+        else:
+            y = tl.where(mask, log2_decay(b_g, rate, bias, lower_bound, GATE), 0.0)
         parts = split(y, TERMS)
         p_plane = planes + pid * (PLANES * ROWS * KP) + r[:, None] * KP + o_k[None, :]
         total = selected_sum(through(r, r), parts, TERMS)
         tl.store(p_factor + 3 * ROWS + o_k[None, :] + r[:, None] * 0, total, mask=r[:, None] == ROWS - 1)
-        decay = tl.exp2(total)
+        decay = power_of(total)
         high, low = halves(b_k * decay)
         tl.store(p_plane, high)
         tl.store(p_plane + 2 * ROWS * KP, low)
@@ -169,19 +190,30 @@ def blocks_prepare(
         tl.store(p_plane + ROWS * KP, high)
         if EXACT_OUT:
             tl.store(p_plane + 5 * ROWS * KP, low)
-        decay = tl.exp2(selected_sum(after(r, r), parts, TERMS))
+        decay = power_of(selected_sum(after(r, r), parts, TERMS))
         high, low = halves(b_k * decay)
         tl.store(p_plane + 3 * ROWS * KP, high)
         tl.store(p_plane + 4 * ROWS * KP, low)
-        # M and L: decays by hierarchical reference points, no exponent is ever positive.
-        diagonal += b_q * b_k
-        m8, l8 = level(b_q, b_k, parts, m8, l8, 8, TERMS, EXACT_OUT)
-        m4, l4 = level(b_q, b_k, parts, m4, l4, 4, TERMS, EXACT_OUT)
-        m2, l2 = level(b_q, b_k, parts, m2, l2, 2, TERMS, EXACT_OUT)
-        m1, l1 = level(b_q, b_k, parts, m1, l1, 1, TERMS, EXACT_OUT)
-    M = tl.where(r[:, None] == r[None, :], tl.sum(diagonal, 1)[:, None], of_level(m8, m4, m2, m1))
-    L = of_level(l8, l4, l2, l1) * (k_factor[:, None] * (b_beta * k_factor)[None, :])
-    A = inverse_16(L, r, r, "tf32x3") * (b_beta * k_factor)[:, None]
+        diagonal = tl.fma(b_q, b_k, diagonal)
+        # M and L.
+        if BOUNDED:
+            m8, l8 = pairs(b_q, b_k, parts, m8, l8, TERMS, EXACT_OUT)
+        else:
+            # Hierarchical reference points: no exponent is ever positive.
+            m8, l8 = level(b_q, b_k, parts, m8, l8, 8, TERMS, EXACT_OUT)
+            m4, l4 = level(b_q, b_k, parts, m4, l4, 4, TERMS, EXACT_OUT)
+            m2, l2 = level(b_q, b_k, parts, m2, l2, 2, TERMS, EXACT_OUT)
+            m1, l1 = level(b_q, b_k, parts, m1, l1, 1, TERMS, EXACT_OUT)
+    if BOUNDED:
+        below = r[:, None] > r[None, :]
+        M = tl.where(below, m8, 0.0)
+        L = tl.where(below, l8, 0.0)
+    else:
+        M = of_level(m8, m4, m2, m1)
+        L = of_level(l8, l4, l2, l1)
+    M = tl.where(r[:, None] == r[None, :], tl.sum(diagonal, 1)[:, None], M)
+    L *= k_factor[:, None] * (b_beta * k_factor)[None, :]
+    A = inverse(L, TERMS) * (b_beta * k_factor)[:, None]
     # Columns of A at a sum of 2^0: kA, sums of rows of a norm of 2^TOP, is then of at most that norm.
     a_e = exponent(tl.sum(tl.abs(A), 0)) + 1
     A *= power(-a_e)[None, :]
@@ -200,7 +232,8 @@ def blocks_prepare(
     tl.debug_barrier()
     a_high, a_low = halves(tl.trans(A) * 2.0**TOP)
     for i_k in tl.range(0, KP // 16, num_stages=STAGES):
-        p_plane = planes + pid * (PLANES * ROWS * KP) + 3 * ROWS * KP + r[:, None] * KP + (i_k * 16 + r)[None, :]
+        o_k = i_k * 16 + r
+        p_plane = planes + pid * (PLANES * ROWS * KP) + 3 * ROWS * KP + r[:, None] * KP + o_k[None, :]
         kg_high = tl.load(p_plane)
         kg_low = tl.load(p_plane + ROWS * KP)
         high, low = halves(product(a_high, a_low, kg_high, kg_low, None, True) * 2.0**-TOP)

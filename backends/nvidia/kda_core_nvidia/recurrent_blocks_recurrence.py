@@ -72,14 +72,21 @@ def follow(
         p_state = initial_state + i_state * s_in + i_h * s_ih
         p_state += o_v[:, None].to(tl.int64) * I_V + o_k[None, :].to(tl.int64) * I_K
         S = tl.load(p_state, mask=m_state, other=0.0).to(tl.float32)
+    p_v = v + row * s_vn + i_h * s_vh + o_v[None, :]
+    # Values are fetched a block ahead, here and below: the compiler does that only to what products take.
+    next_v = tl.load(p_v + r[:, None].to(tl.int64) * s_vt, mask=(r < length)[:, None] & m_v[None, :], other=0.0)
     if OVERLAP:
         # Boundaries, indices and states are older than the kernel whose results are awaited.
         gdc_wait()
-    p_v = v + row * s_vn + i_h * s_vh + o_v[None, :]
     p_o = o + row * s_on + i_h * s_oh + o_v[None, :].to(tl.int64) * s_ov
     o_plane = r[:, None] * KP + o_k[None, :]
     o_both = tl.arange(0, 2 * ROWS)[:, None] * KP + o_k[None, :]
     for i in tl.range(0, tl.cdiv(length, ROWS), num_stages=STAGES):
+        rows = i * ROWS + r
+        m_o = (rows < length)[:, None] & m_v[None, :]
+        b_v = next_v.to(tl.float32)
+        m_next = (rows + ROWS < length)[:, None] & m_v[None, :]
+        next_v = tl.load(p_v + (rows + ROWS)[:, None].to(tl.int64) * s_vt, mask=m_next, other=0.0)
         at = (slot + i) * HV + i_h
         p_plane = planes + at * (PLANES * ROWS * KP)
         both = tl.load(p_plane + o_both)
@@ -93,10 +100,7 @@ def follow(
         a_factor = tl.load(p_factor + ROWS + r)
         q_factor = tl.load(p_factor + 2 * ROWS + r)
         loss = tl.load(p_factor + 3 * ROWS + o_k)
-        rows = i * ROWS + r
-        m_o = (rows < length)[:, None] & m_v[None, :]
         rows = rows.to(tl.int64)
-        b_v = tl.load(p_v + rows[:, None] * s_vt, mask=m_o, other=0.0).to(tl.float32)
 
         s_high, s_low, s_factor = scaled_halves(S)
         # ke and qg at once: sixteen columns more cost the matrix unit nothing.
@@ -106,15 +110,15 @@ def follow(
         known += tl.dot(s_high, tl.trans(ke_low))
         if EXACT_OUT:
             b_o += tl.dot(s_high, tl.trans(tl.load(p_plane + 5 * ROWS * KP + o_plane)))
-        b_r = tl.trans(b_v) - known * s_factor[:, None] * k_factor[None, :]
+        b_r = tl.fma(known * s_factor[:, None], -k_factor[None, :], tl.trans(b_v))
         r_high, r_low, r_factor = scaled_halves(b_r * a_factor[None, :])
         p_low = p_high
         if EXACT_OUT:
             p_low = tl.load(p_square + ROWS * ROWS)
         b_p = product(r_high, r_low, tl.trans(p_high), tl.trans(p_low), None, EXACT_OUT)
-        b_o = (b_o * s_factor[:, None] + b_p * (r_factor * 2.0**TOP)[:, None]) * q_factor[None, :]
-        S += S * loss[None, :]
-        S += product(r_high, r_low, ka_high, ka_low, None, True) * r_factor[:, None]
+        b_o = tl.fma(b_p, (r_factor * 2.0**TOP)[:, None], b_o * s_factor[:, None]) * q_factor[None, :]
+        S = tl.fma(S, loss[None, :], S)
+        S = tl.fma(product(r_high, r_low, ka_high, ka_low, None, True), r_factor[:, None], S)
         tl.store(p_o + rows[:, None] * s_ot, tl.trans(b_o).to(o.dtype.element_ty), mask=m_o)
 
     if final_state is not None:
@@ -164,11 +168,14 @@ def blocks_recurrence(
     F_V: tl.constexpr,
     EXACT_OUT: tl.constexpr,
     STAGES: tl.constexpr,
+    REVERSED: tl.constexpr,  # the last heads first: what was written for them last is still in the L2 cache
     STEP: tl.constexpr,  # packed: a program takes every STEP-th long sequence; 0: one each
     OVERLAP: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
+    if REVERSED:
+        pid = tl.num_programs(0) - 1 - pid
     i_v = pid % BLOCKS
     i_h = (pid // BLOCKS % HV).to(tl.int64)
     i_n = (pid // (BLOCKS * HV)).to(tl.int64)

@@ -24,6 +24,7 @@ import triton
 from torch import Tensor
 
 from kda_core.request import BackwardResult, ForwardResult, Request
+from kda_core.triton_lib.decay import BOUND
 from kda_core_nvidia.chunk_forward import gate_kind, rows_contiguous, state_strides
 from kda_core_nvidia.launch import INTERPRET, Launcher, chip, on_device
 from kda_core_nvidia.layout import padded
@@ -102,14 +103,18 @@ _STEP_CONFIGS = ((256, StepConfig(80, 0)), (8192, StepConfig(80, 4)))
 
 @dataclass(frozen=True, slots=True)
 class BlocksConfig:
-    """Launch configuration of ``blocks_recurrence``: value channels of a program, and its warps."""
+    """Launch configuration of ``blocks_recurrence``: value channels of a program, its warps, depth of its pipeline.
+
+    With two stages a block's loads begin when the one before it has been computed; with three they take its whole time.
+    """
 
     block_v: int
     num_warps: int
+    stages: int = 2
 
 
-PREPARE_STAGES, RECURRENCE_STAGES = 4, 2
-"""Depths of the pipelines of loads of ``blocks_prepare`` (which has one warp) and ``blocks_recurrence``."""
+PREPARE_STAGES = 4
+"""Depth of the pipeline of loads of ``blocks_prepare``, which has one warp."""
 
 
 @cache
@@ -122,7 +127,7 @@ def blocks_config(major: int, K: int, V: int) -> BlocksConfig:
         # Only wgmma holds more without spills.
         return BlocksConfig(16, 2)
     block_v = min(padded(V), 64)
-    return BlocksConfig(block_v, block_v // 16)
+    return BlocksConfig(block_v, block_v // 16, 3)
 
 
 @cache
@@ -440,10 +445,12 @@ def _launch_blocks(request: Request, o: Tensor, final_state: Tensor | None) -> N
         "SIGMOID": request.use_beta_sigmoid_in_kernel,
         "NEG_EIGVAL": request.allow_neg_eigval,
         "EXACT_OUT": exact_out,
+        "BOUNDED": gate == "bounded" and request.lower_bound >= BOUND.value,
         "TERMS": 1 if INTERPRET else 3,
         "STAGES": PREPARE_STAGES,
         "OVERLAP": overlap,
         "launch_pdl": overlap and packed,
+        "enable_fp_fusion": False,
     }
     _blocks_prepare((slots * HV, 1, 1), arguments, constants, 1)
     s_in, s_ih, I_K, I_V = state_strides(initial_state, request.state_v_first)
@@ -470,7 +477,8 @@ def _launch_blocks(request: Request, o: Tensor, final_state: Tensor | None) -> N
         # There may be as many long sequences as that, but most likely there are few or none: as many programs as run
         # at once, which is two on a multiprocessor of Hopper.
         sequences = step = min(sequences, max(1, 2 * chip(request.device).multiprocessors // heads))
-    constants |= {"STAGES": RECURRENCE_STAGES, "STEP": step, "OVERLAP": overlap, "launch_pdl": overlap}
+    constants |= {"STAGES": config.stages, "REVERSED": True, "STEP": step, "OVERLAP": overlap}
+    constants |= {"launch_pdl": overlap, "enable_fp_fusion": False}
     _blocks_recurrence((sequences * heads, 1, 1), arguments, constants, config.num_warps)
 
 
@@ -503,6 +511,7 @@ def shipped() -> Iterator[tuple[str, Request]]:
             yield name, _example(8, 64, v_first, state_dtype)
     for K, V in ((16, 16), (64, 32), (128, 64), (256, 256)):
         yield f"recurrent, prompts, {K=}, {V=}", _example(2, 9, True, torch.float32, K, V)
+    yield "recurrent, prompts, softplus gate", replace(_example(2, 9, False, torch.float32), lower_bound=None)
     exact = _example(2, 9, False, torch.float32)
     exact = replace(exact, **{n: getattr(exact, n).float() for n in ("q", "k", "v", "g", "beta")})
     yield "recurrent, prompts, float32", exact
