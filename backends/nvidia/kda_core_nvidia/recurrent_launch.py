@@ -103,18 +103,14 @@ _STEP_CONFIGS = ((256, StepConfig(80, 0)), (8192, StepConfig(80, 4)))
 
 @dataclass(frozen=True, slots=True)
 class BlocksConfig:
-    """Launch configuration of ``blocks_recurrence``: value channels of a program, its warps, depth of its pipeline.
-
-    With two stages a block's loads begin when the one before it has been computed; with three they take its whole time.
-    """
+    """Launch configuration of ``blocks_recurrence``: value channels of a program, and its warps."""
 
     block_v: int
     num_warps: int
-    stages: int = 2
 
 
-PREPARE_STAGES = 4
-"""Depth of the pipeline of loads of ``blocks_prepare``, which has one warp."""
+PREPARE_STAGES, RECURRENCE_STAGES = 4, 2
+"""Depths of the pipelines of loads of ``blocks_prepare`` (which has one warp) and ``blocks_recurrence``."""
 
 
 @cache
@@ -127,7 +123,7 @@ def blocks_config(major: int, K: int, V: int) -> BlocksConfig:
         # Only wgmma holds more without spills.
         return BlocksConfig(16, 2)
     block_v = min(padded(V), 64)
-    return BlocksConfig(block_v, block_v // 16, 3)
+    return BlocksConfig(block_v, block_v // 16)
 
 
 @cache
@@ -477,7 +473,7 @@ def _launch_blocks(request: Request, o: Tensor, final_state: Tensor | None) -> N
         # There may be as many long sequences as that, but most likely there are few or none: as many programs as run
         # at once, which is two on a multiprocessor of Hopper.
         sequences = step = min(sequences, max(1, 2 * chip(request.device).multiprocessors // heads))
-    constants |= {"STAGES": config.stages, "REVERSED": True, "STEP": step, "OVERLAP": overlap}
+    constants |= {"STAGES": RECURRENCE_STAGES, "REVERSED": True, "STEP": step, "OVERLAP": overlap}
     constants |= {"launch_pdl": overlap, "enable_fp_fusion": False}
     _blocks_recurrence((sequences * heads, 1, 1), arguments, constants, config.num_warps)
 
