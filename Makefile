@@ -73,15 +73,16 @@ $(STAMPS)/venv: $(STAMPS)/PYTHON.value
 	@$(PYTHON) -m venv $(VENV)
 	@touch $@
 
+# --no-compile: of thousands of files few are ever imported, and compiling them all takes longer than the rest.
 # torch comes first and alone: a plain requirement of it might fetch another build, of several gigabytes.
 $(STAMPS)/torch: $(STAMPS)/venv $(STAMPS)/TORCH.value $(CONSTRAINTS)
 	@echo "environment: $(TORCH)"
-	@$(PIP) install -c $(CONSTRAINTS) '$(TORCH)'
+	@$(PIP) install --no-compile -c $(CONSTRAINTS) '$(TORCH)'
 	@touch $@
 
 $(STAMPS)/build $(STAMPS)/demo $(STAMPS)/test $(STAMPS)/lint: $(STAMPS)/%: requirements/%.txt $(CONSTRAINTS) $(STAMPS)/torch
 	@echo "environment: requirements/$*.txt"
-	@$(PIP) install -r $<
+	@$(PIP) install --no-compile -r $<
 	@touch $@
 
 $(STAMPS)/test: requirements/demo.txt requirements/build.txt
@@ -102,5 +103,5 @@ $(foreach b,$(ALL_BACKENDS),$(eval $(call WHEEL_RULE,$(b),backends/$(b),$(call S
 # --no-deps: what the wheels need is there by now, in its pinned version (triton comes with the torch builds that use it).
 $(STAMPS)/installed: $(STAMPS)/BACKENDS.value $(STAMPS)/demo $(call WHEELS,core $(BACKENDS))
 	@echo "environment: wheels of kda-core and of its backends: $(BACKENDS)"
-	@$(PIP) install --no-deps --force-reinstall $(DIST)/kda_core-*.whl $(foreach b,$(BACKENDS),$(DIST)/kda_core_$(b)-*.whl)
+	@$(PIP) install --no-compile --no-deps --force-reinstall $(DIST)/kda_core-*.whl $(foreach b,$(BACKENDS),$(DIST)/kda_core_$(b)-*.whl)
 	@touch $@

@@ -25,10 +25,6 @@ CASES = {
         " beta='negative eigenvalues', options={'state_v_first': True})"
     ),
     "float16, isolated decays": "Case(name='amd half', T=33, H=1, K=16, dtype=FP16, decay='isolated')",
-    "float16, strong decays": (
-        "Case(name='amd strong decays', T=70, H=1, K=16, V=20, dtype=FP16, gate_dtype=FP32, decay=-8.0, l2norm=True,"
-        " state=FP32, backward=True)"
-    ),
     "gradients": (
         "Case(name='amd gradients', T=37, HV=2, H=1, K=16, V=20, state=FP32, gate='softplus', l2norm=True,"
         " beta='sigmoid', backward=True)"

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kda_core.request import BackwardResult, Request
+from kda_core.triton_lib.lift import lift
 from kda_core_amd import launch
 from kda_core_amd.backward_finish import finish_kernel
 from kda_core_amd.backward_gradients import gradients_kernel
@@ -30,7 +31,7 @@ from kda_core_amd.backward_reverse import reverse_kernel
 from kda_core_amd.backward_states import states_kernel
 from kda_core_amd.chunk_forward import Prepared, run_prepare
 from kda_core_amd.launch import batch_strides, dense, dot_widths, gate_kind, rows_contiguous, state_strides
-from kda_core_amd.layout import CHUNK, lift, padded, slots
+from kda_core_amd.layout import CHUNK, padded, slots
 from kda_core_amd.segments import as_packed, ends, segment_rows, starts
 
 FINISH_ROWS = 16
@@ -88,7 +89,7 @@ def _recurrent_launch(kernel: str, request: Request) -> tuple[launch.Architectur
         "BV": block_v,
         "BK": min(config.keys or KP, KP),
         "C": CHUNK,
-        "LIFT": lift(request),
+        "LIFT": lift(request.q.dtype, request.use_qk_l2norm_in_kernel),
         "STAGES": config.stages,
         "DOT": dot_widths(request.q.dtype, target)[1],
     }

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from kda_core.request import ForwardResult, Request
 from kda_core.triton_lib.decay import BOUND
+from kda_core.triton_lib.lift import lift
 from kda_core_amd import launch
 from kda_core_amd.launch import batch_strides, dense, dot_widths, gate_kind, rows_contiguous, state_strides
-from kda_core_amd.layout import CHUNK, lift, padded, slots
+from kda_core_amd.layout import CHUNK, padded, slots
 from kda_core_amd.prepare import prepare
 from kda_core_amd.recurrence import recurrence
 from kda_core_amd.segments import as_packed, segment_rows, starts
@@ -105,7 +106,7 @@ def run_prepare(request: Request, o: Tensor, for_backward: bool = False) -> Prep
         "KP": KP,
         "BK": min(config.block, KP),
         "C": CHUNK,
-        "LIFT": lift(request),
+        "LIFT": lift(request.q.dtype, request.use_qk_l2norm_in_kernel),
         "UNIT": unit,
         "GATE": gate,
         "BOUNDED": decays_bounded(request),
@@ -165,7 +166,7 @@ def run_recurrence(
         "BV": block_v,
         "BK": min(config.keys or KP, KP),
         "C": CHUNK,
-        "LIFT": lift(request),
+        "LIFT": lift(request.q.dtype, request.use_qk_l2norm_in_kernel),
         "UNIT": unit,
         "V_FIRST": request.state_v_first,
         "H_EVERY": request.chunk_size // CHUNK,

@@ -21,7 +21,7 @@ A chunk's results live in a *slot*; slots are numbered so that no program needs 
 Packed slots leave gaps (never read); "sequence" N is the rows behind cu_seqlens[N], whose output is zero.
 KP is K padded to a power of two; every tensor is contiguous.
 
-    keys   [slots, HV, 3, C, KP]   dtype of q     ke and qg times ``lift``, and kA; rows past the sequence's end
+    keys   [slots, HV, 3, C, KP]   dtype of q     ke and qg times ``lift.lift``, and kA; rows past the sequence's end
                                                   and columns past K are zero
     P      [slots, HV, C, C]       dtype of q     [row r, column s]; zero for s > r and past the end
     D      [slots, HV, KP]         float32        exp G_C; 1 past K
@@ -29,8 +29,6 @@ KP is K padded to a power of two; every tensor is contiguous.
 """
 
 from __future__ import annotations
-
-import torch
 
 from kda_core.request import Request
 
@@ -41,18 +39,6 @@ CHUNK = 32
 def padded(size: int) -> int:
     """The power of two, at least 16 (the least that matrix units take), that holds ``size`` channels."""
     return max(16, 1 << (size - 1).bit_length())
-
-
-def lift(request: Request) -> float:
-    """Power of two that ke and qg are stored times: sums of their products are divided by it again, in float32.
-
-    float16 has fewer digits below 2⁻¹⁴, and ke and qg of rows that decay by e⁻⁶ are below. Where every channel
-    decays like that they are all that o has of the state before, or the state's gradient of the rows after. Rows of
-    norm 1 leave room for 2⁸; rows that are not normalised may have elements up to 4,000.
-    """
-    if request.q.dtype != torch.float16:
-        return 1.0
-    return 256.0 if request.use_qk_l2norm_in_kernel else 16.0
 
 
 def slots(request: Request) -> int:

@@ -30,9 +30,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kda_core.request import Request
+from kda_core.triton_lib.lift import lift
 from kda_core_amd import launch
 from kda_core_amd.launch import dot_widths, rows_contiguous, state_strides
-from kda_core_amd.layout import CHUNK, lift, padded
+from kda_core_amd.layout import CHUNK, padded
 from kda_core_amd.recurrence import load_state, store_state
 
 LEAST_ROWS = 1024
@@ -393,7 +394,7 @@ def _constants(kernel: str, request: Request) -> tuple[launch.Architecture, laun
         "BV": min(config.block, VP, KP),
         "BK": min(config.keys or KP, KP),
         "C": CHUNK,
-        "LIFT": lift(request),
+        "LIFT": lift(request.q.dtype, request.use_qk_l2norm_in_kernel),
         "STAGES": config.stages,
         "DOT": dot_widths(request.q.dtype, target)[1],
     }

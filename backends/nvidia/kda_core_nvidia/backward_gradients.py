@@ -29,6 +29,7 @@ import triton.language as tl
 
 from kda_core.triton_lib.gate import gate_gradient, gate_rate
 from kda_core_nvidia.backward_levels import (
+    INTERPRETED,
     interval_sum,
     level_interval,
     level_reach,
@@ -38,6 +39,36 @@ from kda_core_nvidia.backward_levels import (
     rounded,
     split3,
 )
+
+
+@triton.jit
+def _two_parts(b_x, dt: tl.constexpr):
+    """``b_x`` in ``dt``, and what that leaves of it."""
+    narrow, wide = rounded(b_x, dt)
+    return narrow, (b_x - wide).to(dt)
+
+
+@triton.jit
+def _summands(b_p, dt: tl.constexpr):
+    """``b_p`` as ``_sums`` takes it: in ``dt``, but for float16 as two bfloat16 parts (of which other types use one).
+
+    Where every channel decays by e⁻¹⁰ a token, what a pair gives to the decay gradient lies below what float16 holds.
+    """
+    if dt == tl.float16 and not INTERPRETED:
+        p_hi, p_lo = _two_parts(b_p, tl.bfloat16)
+    else:
+        p_hi = b_p if dt == tl.float16 else b_p.to(dt)
+        p_lo = p_hi
+    return p_hi, p_lo
+
+
+@triton.jit
+def _sums(p_hi, p_lo, reach, b_dgamma, dt: tl.constexpr, PRECISION: tl.constexpr):
+    """Add to dgamma, for each row t, the sum of the summands over rows s where ``reach[s, t]``."""
+    reach = reach.to(p_hi.dtype)
+    if dt == tl.float16 and not INTERPRETED:
+        b_dgamma = tl.dot(p_lo, reach, b_dgamma)
+    return tl.dot(p_hi, reach, b_dgamma, input_precision=PRECISION)
 
 
 @triton.jit
@@ -60,8 +91,8 @@ def _level(
     b_dql = tl.where(second, e, 0.0) * tl.dot(b_ke, b_m, input_precision=PRECISION)
     b_dkl = tl.dot(b_ke, b_l, input_precision=PRECISION)
     b_dkl = e * tl.dot(b_qe, b_m, b_dkl, input_precision=PRECISION)
-    b_p = (b_q * b_dql + b_k * (b_dkl * tl.where(second, 1.0, b_beta[None, :]))).to(dt)
-    b_dgamma = tl.dot(b_p, level_reach(o_c, o_c, j).to(dt), b_dgamma, input_precision=PRECISION)
+    p_hi, p_lo = _summands(b_q * b_dql + b_k * (b_dkl * tl.where(second, 1.0, b_beta[None, :])), dt)
+    b_dgamma = _sums(p_hi, p_lo, level_reach(o_c, o_c, j), b_dgamma, dt, PRECISION)
     b_dkr += tl.where(second, b_dkl, 0.0)
     b_dkc += tl.where(second, 0.0, b_dkl)
     return b_dq + b_dql, b_dkr, b_dkc, b_dgamma
@@ -83,23 +114,16 @@ def _any_decay(
     e = tl.exp2(interval_sum(hi, mid, lo, o_c[:, None] <= o_c[None, :], TERMS))
     b_dq *= e * scale
     b_dkr *= -e
-    b_p = (b_q * b_dq + b_k * b_dkr).to(dt)
-    b_dgamma = tl.dot(b_p, (o_c[:, None] >= o_c[None, :]).to(dt), b_dgamma, input_precision=PRECISION)
+    p_hi, p_lo = _summands(b_q * b_dq + b_k * b_dkr, dt)
+    b_dgamma = _sums(p_hi, p_lo, o_c[:, None] >= o_c[None, :], b_dgamma, dt, PRECISION)
     b_dkc *= tl.exp2(interval_sum(hi, mid, lo, o_c[:, None] > o_c[None, :], TERMS))
-    b_p = (b_k * b_dkc * b_beta[None, :]).to(dt)
-    b_dgamma = tl.dot(b_p, (o_c[:, None] < o_c[None, :]).to(dt), b_dgamma, input_precision=PRECISION)
+    p_hi, p_lo = _summands(b_k * b_dkc * b_beta[None, :], dt)
+    b_dgamma = _sums(p_hi, p_lo, o_c[:, None] < o_c[None, :], b_dgamma, dt, PRECISION)
     for j in tl.range(0, LEVELS, disable_licm=True):
         b_dq, b_dkr, b_dkc, b_dgamma = _level(
             b_dq, b_dkr, b_dkc, b_dgamma, b_q, b_k, b_beta, b_mu, b_lu, hi, mid, lo, o_c, j, dt, PRECISION
         )
     return b_dq, b_dkr, b_dkc, b_dgamma
-
-
-@triton.jit
-def _two_parts(b_x, dt: tl.constexpr):
-    """``b_x`` in ``dt``, and what that leaves of it."""
-    narrow, wide = rounded(b_x, dt)
-    return narrow, (b_x - wide).to(dt)
 
 
 @triton.jit

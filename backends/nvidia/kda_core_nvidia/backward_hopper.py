@@ -117,7 +117,8 @@ def _store_for_states(
 def _states(
     S, p_v, s_vt, length, ready, full, empty, ke_buffer, ka_buffer, x_buffer, v_buffer, d_buffer,
     s_buffer, z_buffer, minus_eye,
-    L_ROWS: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr,
+    L_ROWS: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, LIFT: gl.constexpr, STAGES: gl.constexpr,
+    OUT: gl.constexpr,
 ):  # fmt: skip
     """The warps that multiply in ``states_hopper``."""
     num_warps: gl.constexpr = gl.num_warps()
@@ -173,7 +174,7 @@ def _states(
         block_barrier()
         mbarrier.arrive(full.index(out), count=1)
         r, left = warpgroup_mma_wait(0, deps=(r, left))
-        residual = gl.convert_layout((-r).to(dtype), L_LEFT)
+        residual = gl.convert_layout((-r * (1 / LIFT)).to(dtype), L_LEFT)
         S = warpgroup_mma(residual, ka_buffer.index(stage), S, is_async=True)
         x_block = x_buffer.index(stage).permute((1, 0))
         scaled = warpgroup_mma(residual, x_block, scaled, use_acc=False, is_async=True)
@@ -209,6 +210,7 @@ def states_hopper(
     K: gl.constexpr,
     V: gl.constexpr,
     C: gl.constexpr,
+    LIFT: gl.constexpr,
     KP: gl.constexpr,
     BV: gl.constexpr,
     V_FIRST: gl.constexpr,
@@ -254,11 +256,11 @@ def states_hopper(
     for s in gl.static_range(OUT):
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(empty.index(s), count=1)
-    # −I: as an operand of a product, v needs no change of layout.
+    # −I, times LIFT: as an operand of a product, v needs no change of layout.
     L_EYE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [num_warps, 1], [1, 0])
     e_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_EYE))
     e_c = gl.arange(0, C, layout=gl.SliceLayout(0, L_EYE))
-    eye = gl.where(e_r[:, None] == e_c[None, :], -1.0, 0.0).to(dtype)
+    eye = gl.where(e_r[:, None] == e_c[None, :], -LIFT, 0.0).to(dtype)
     minus_eye = gl.allocate_shared_memory(dtype, [C, C], SQUARE, eye)
     fence_async_shared()
     block_barrier()
@@ -269,7 +271,7 @@ def states_hopper(
                 _states,
                 (
                     S, p_v, s_vt, length, ready, full, empty, ke_buffer, ka_buffer, x_buffer, v_buffer,
-                    d_buffer, s_buffer, z_buffer, minus_eye, L_ROWS, BV, C, KP, STAGES, OUT,
+                    d_buffer, s_buffer, z_buffer, minus_eye, L_ROWS, BV, C, KP, LIFT, STAGES, OUT,
                 ),
             ),
             (
@@ -348,9 +350,10 @@ def _store_for_reverse(
 def _reverse(
     S, p_do, s_ot, length, o_scale, ready, full, empty, pair_buffer, a_buffer, p_buffer, o_buffer, d_buffer,
     s_buffer, v_buffer,
-    L_ROWS: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr,
+    L_ROWS: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, LIFT: gl.constexpr, STAGES: gl.constexpr,
+    OUT: gl.constexpr,
 ):  # fmt: skip
-    """The warps that multiply in ``reverse_hopper``; answers the gradient of the initial state."""
+    """The warps that multiply in ``reverse_hopper``; answers the gradient of the initial state, times LIFT as S is."""
     num_warps: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = p_do.dtype.element_ty
     L_SMALL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, C, 16])
@@ -371,7 +374,7 @@ def _reverse(
             part, rest = halves(S, BV, KP)
         else:
             part = S
-        rounded = part.to(dtype)
+        rounded = (part * (1 / LIFT)).to(dtype)
         left = gl.convert_layout(rounded, L_LEFT)
         rows = (b_dv * o_scale).to(dtype)
         mbarrier.wait(ready.index(stage), (j // STAGES) & 1)
@@ -389,7 +392,7 @@ def _reverse(
             mbarrier.wait(empty.index(out), ((j // OUT) & 1) ^ 1)
             s_buffer.index(out).slice(0, PART, dim=1).store(rounded)
             b_dv, left = warpgroup_mma_wait(0, deps=(b_dv, left))
-            rounded = rest.to(dtype)
+            rounded = (rest * (1 / LIFT)).to(dtype)
             left = gl.convert_layout(rounded, L_LEFT)
             S = S * d_buffer.index(stage).load(L_STATE)
             b_dv = warpgroup_mma(left, ka.slice(PART, PART, dim=1).permute((1, 0)), b_dv, is_async=True)
@@ -439,6 +442,7 @@ def reverse_hopper(
     K: gl.constexpr,
     V: gl.constexpr,
     C: gl.constexpr,
+    LIFT: gl.constexpr,
     KP: gl.constexpr,
     BV: gl.constexpr,
     V_FIRST: gl.constexpr,
@@ -467,7 +471,7 @@ def reverse_hopper(
     p_dv = dv + (row0 * HV + i_h) * V + i_v * BV
     S = gl.full([BV, KP], 0.0, gl.float32, L_STATE)
     if grad_final_state is not None:
-        S = _load_state(grad_final_state, i_nh, i_v, K, V, BV, KP, V_FIRST, L_STATE) * (1.0 / o_scale)
+        S = _load_state(grad_final_state, i_nh, i_v, K, V, BV, KP, V_FIRST, L_STATE) * (LIFT / o_scale)
 
     pair_buffer = gl.allocate_shared_memory(dtype, [STAGES, 2 * C, KP], PAIR)
     a_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, KP], SINGLE)
@@ -495,7 +499,7 @@ def reverse_hopper(
                 _reverse,
                 (
                     S, p_do, s_ot, length, o_scale, ready, full, empty, pair_buffer, a_buffer, p_buffer, o_buffer,
-                    d_buffer, s_buffer, v_buffer, L_ROWS, BV, C, KP, STAGES, OUT,
+                    d_buffer, s_buffer, v_buffer, L_ROWS, BV, C, KP, LIFT, STAGES, OUT,
                 ),
             ),
             (
@@ -518,7 +522,7 @@ def reverse_hopper(
     )  # fmt: skip
     if grad_initial_state is not None:
         p_state = grad_initial_state + i_nh.to(gl.int64) * (K * V)
-        S = S * o_scale
+        S = S * (o_scale * (1 / LIFT))
         if V_FIRST:
             store_state(p_state + i_v * BV * K, S, K, 1, K, BV, KP)
         else:

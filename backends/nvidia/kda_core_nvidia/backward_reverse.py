@@ -3,7 +3,8 @@
     dv = Pᵀ do + kA dS      dS ← D ⊙ dS + qgᵀ do − keᵀ dv
 
 qg and P hold a power of two of the scale (``split_scale``), and the rest, ``o_scale``, belongs to do: all is divided by
-it on the way, dv and the initial state's gradient are multiplied at their end, the stored dS are not.
+it on the way, dv and the initial state's gradient are multiplied at their end, the stored dS are not. dS is held times
+LIFT, as qg and ke come, and stored without it.
 
 Grid: (ceil(VP / BV), N · HV), as in backward_states; dS is held transposed, [BV, KP], and ends as the gradient of the
 initial state. dv: [B, T, HV, V] in v's dtype, finished; state_grads: [slots, HV, VP, KP].
@@ -19,7 +20,7 @@ from kda_core_nvidia.backward_states import load_state, rows_of, store_state
 def reverse_kernel(
     keys, P, D, do, grad_final_state, dv, state_grads, grad_initial_state, cu_seqlens, s_ob, s_ot, s_oh, T, T_row, NT,
     o_scale,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, LIFT: tl.constexpr,
     KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr,
     V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -39,7 +40,7 @@ def reverse_kernel(
     o_s = o_v[:, None] * KP + o_k[None, :]
     b_s = tl.zeros([BV, KP], tl.float32)
     if grad_final_state is not None:
-        b_s = load_state(grad_final_state, i_nh, o_v, o_k, K, V, V_FIRST) * (1.0 / o_scale)
+        b_s = load_state(grad_final_state, i_nh, o_v, o_k, K, V, V_FIRST) * (LIFT / o_scale)
     last = tl.cdiv(length, C) - 1
     for j in tl.range(0, last + 1, num_stages=STAGES):
         i = last - j
@@ -49,7 +50,7 @@ def reverse_kernel(
         b_ka = tl.load(p_keys + 2 * C * KP + o_ck)
         b_d = tl.load(D + block * KP + o_k)
         m_cv = (i * C + o_c < length)[:, None] & (o_v < V)[None, :]
-        b_sh = b_s.to(dt)
+        b_sh = (b_s * (1 / LIFT)).to(dt)
         tl.store(state_grads + block * (KP * VP) + o_s, b_sh)
         b_dv = tl.dot(b_sh, tl.trans(b_ka), input_precision=PRECISION)
         b_s *= b_d[None, :]
@@ -64,4 +65,4 @@ def reverse_kernel(
         o_dv = tl.cast(i, tl.int64) * (C * HV * V) + o_c[:, None] * (HV * V) + o_v[None, :]
         tl.store(dv + o_dv, tl.trans((b_dv * o_scale).to(dt)), mask=m_cv)
     if grad_initial_state is not None:
-        store_state(grad_initial_state, b_s * o_scale, i_nh, o_v, o_k, K, V, V_FIRST)
+        store_state(grad_initial_state, b_s * (o_scale * (1 / LIFT)), i_nh, o_v, o_k, K, V, V_FIRST)

@@ -53,7 +53,7 @@ def rows_of(i_n, cu_seqlens, T, T_row, NT, s_b, s_t, C: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "T_row", "NT"])
 def states_kernel(
     v, keys, X, D, initial_state, z, states, cu_seqlens, s_vb, s_vt, s_vh, T, T_row, NT,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, LIFT: tl.constexpr,
     KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr,
     V_AS_OPERAND: tl.constexpr, V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -73,7 +73,7 @@ def states_kernel(
     b_s = tl.zeros([BV, KP], tl.float32)
     if initial_state is not None:
         b_s = load_state(initial_state, i_nh, o_v, o_k, K, V, V_FIRST)
-    minus_eye = tl.where(o_c[:, None] == o_c[None, :], -1.0, 0.0).to(dt)
+    minus_eye = tl.where(o_c[:, None] == o_c[None, :], -LIFT, 0.0).to(dt)
     for i in tl.range(0, tl.cdiv(length, C), num_stages=STAGES):
         block = (slot0 + i) * HV + i_h
         m_cv = (i * C + o_c < length)[:, None] & (o_v < V)[None, :]
@@ -88,9 +88,9 @@ def states_kernel(
         if V_AS_OPERAND:
             # A product with -I: as an operand of wgmma, v needs no change of layout.
             b_r = tl.dot(tl.trans(b_v.to(dt)), minus_eye, input_precision=PRECISION)
-            b_r = (-tl.dot(b_sh, tl.trans(b_ke), b_r, input_precision=PRECISION)).to(dt)
+            b_r = (-tl.dot(b_sh, tl.trans(b_ke), b_r, input_precision=PRECISION) * (1 / LIFT)).to(dt)
         else:
-            b_r = tl.dot(b_sh, tl.trans(b_ke), input_precision=PRECISION)
+            b_r = tl.dot(b_sh, tl.trans(b_ke), input_precision=PRECISION) * (1 / LIFT)
             b_r = (tl.trans(b_v).to(tl.float32) - b_r).to(dt)
         b_s = tl.dot(b_r, b_ka, b_s * b_d[None, :], input_precision=PRECISION)
         b_z = tl.dot(b_r, tl.trans(b_x), input_precision=PRECISION)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from kda_core.request import BackwardResult, Request
+from kda_core.triton_lib.lift import lift
 from kda_core_nvidia.backward_finish import finish_kernel
 from kda_core_nvidia.backward_gradients import gradients_kernel
 from kda_core_nvidia.backward_hopper import reverse_hopper, states_hopper
@@ -134,12 +135,13 @@ def _constants(
     kp, vp = padded(K), padded(V)
     config = choose(dtype, kp, vp, heads, arch)
     shape = {"HV": HV, "K": K, "V": V, "C": CHUNK, "KP": kp, "VP": vp}
+    lifted = {"LIFT": lift(dtype, l2norm)}
     precision = {"PRECISION": "ieee" if dtype == torch.float32 else "tf32"}
     bv, _, stages = config.states
     operand = {"V_AS_OPERAND": arch == 90 and bv >= 64, "V_FIRST": v_first}
-    states = shape | {"BV": bv} | operand | precision | {"STAGES": stages}
+    states = shape | lifted | {"BV": bv} | operand | precision | {"STAGES": stages}
     bv, _, stages = config.reverse
-    reverse = shape | {"BV": bv, "V_FIRST": v_first} | precision | {"STAGES": stages}
+    reverse = shape | lifted | {"BV": bv, "V_FIRST": v_first} | precision | {"STAGES": stages}
     bk, bv, _, stages = config.gradients
     gradients = (
         {"H": H, "HO": HO}
@@ -155,23 +157,23 @@ def _constants(
 
 @cache
 def _hopper_constants(
-    kernel: str, target: Chip, HV: int, K: int, V: int, heads: int, v_first: bool
+    kernel: str, target: Chip, lifted: float, HV: int, K: int, V: int, heads: int, v_first: bool
 ) -> tuple[dict[str, Any], HopperConfig]:
     """The constants of a kernel for Hopper, and its configuration."""
     config = hopper_config(kernel, target, padded(K), V, heads)
-    shape = {"HV": HV, "K": K, "V": V, "C": CHUNK, "KP": padded(K), "V_FIRST": v_first}
+    shape = {"HV": HV, "K": K, "V": V, "C": CHUNK, "LIFT": lifted, "KP": padded(K), "V_FIRST": v_first}
     return shape | config.constants, config
 
 
 def _run_states_hopper(
-    given: tuple[Any, ...], target: Chip, HV: int, K: int, V: int, heads: int, v_first: bool
+    given: tuple[Any, ...], target: Chip, lifted: float, HV: int, K: int, V: int, heads: int, v_first: bool
 ) -> bool:
     """Launch ``states`` in its form for Hopper, with the plain one's arguments; False where that one is to be taken."""
     v, keys, X, D, state, z, states, *rest = given
     T = rest[-3]
     if z.shape[-1] != V or not (backward_gains(target, padded(K), V, heads, T) and serves(target, keys, V, v)):
         return False
-    constants, config = _hopper_constants("states", target, HV, K, V, heads, v_first)
+    constants, config = _hopper_constants("states", target, lifted, HV, K, V, heads, v_first)
     KP, BV = constants["KP"], config.block_v
     arguments = (
         *(token_blocks(v, CHUNK, BV), v, blocks(keys, CHUNK, KP), blocks(X, CHUNK, CHUNK), blocks(D, 1, KP), state),
@@ -182,7 +184,7 @@ def _run_states_hopper(
 
 
 def _run_reverse_hopper(
-    given: tuple[Any, ...], target: Chip, HV: int, K: int, V: int, heads: int, v_first: bool
+    given: tuple[Any, ...], target: Chip, lifted: float, HV: int, K: int, V: int, heads: int, v_first: bool
 ) -> bool:
     """The same of ``reverse``."""
     keys, P, D, do, grad_final_state, dv, state_grads, *rest = given
@@ -191,7 +193,7 @@ def _run_reverse_hopper(
         return False
     if not (backward_gains(target, padded(K), V, heads, T) and serves(target, keys, V, do)):
         return False
-    constants, config = _hopper_constants("reverse", target, HV, K, V, heads, v_first)
+    constants, config = _hopper_constants("reverse", target, lifted, HV, K, V, heads, v_first)
     KP, BV = constants["KP"], config.block_v
     arguments = (
         *(token_blocks(do, CHUNK, BV), blocks(keys, 2 * CHUNK, KP), blocks(keys, CHUNK, KP), blocks(P, CHUNK, CHUNK)),
@@ -393,7 +395,7 @@ def _backward(call: Request, into: dict[str, Tensor] | None = None) -> dict[str,
         own = turn and slice(turn.start * NT, turn.stop * NT)
         count = N if turn is None else turn.stop - turn.start
         own_keys, own_D, own_v, own_do = _cut(keys, own), _cut(D, own), _cut(v, turn), _cut(do, turn)
-        facts = (target, HV, K, V, count * HV, v_first)
+        facts = (target, constants.states["LIFT"], HV, K, V, count * HV, v_first)
         given = own_v, own_keys, _cut(X, own), own_D, _cut(state, turn), z, states, cu, *s_v, T, T_row, NT
         if not _run_states_hopper(given, *facts):
             bv, warps, _ = config.states

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kda_core.request import ForwardResult, Request, TensorSpec
 from kda_core.triton_lib.decay import BOUND
+from kda_core.triton_lib.lift import lift
 from kda_core_nvidia.hopper import HopperConfig, blocks, hopper_config, serves, token_blocks
 from kda_core_nvidia.launch import (
     Chip,
@@ -160,6 +161,7 @@ def _prepare_constants(
         "BK": config.block_k,
         "BW": config.wide,
         "C": CHUNK,
+        "LIFT": lift(dtype, l2norm),
         "STAGES": config.stages,
         "WIDE_STAGES": config.wide_stages,
         "UNIT": unit,
@@ -290,13 +292,14 @@ def state_strides(state: Tensor | None, v_first: bool) -> tuple[int, int, int, i
 
 
 @cache
-def _shared_constants(K: int, V: int, unit: int, v_first: bool, last_contiguous: bool) -> dict[str, Any]:
+def _shared_constants(K: int, V: int, lifted: float, unit: int, v_first: bool, last_contiguous: bool) -> dict[str, Any]:
     """Constants of both recurrences."""
     return {
         "K": K,
         "V": V,
         "KP": padded(K),
         "C": CHUNK,
+        "LIFT": lifted,
         "UNIT": unit,
         "V_FIRST": v_first,
         "LAST_CONTIGUOUS": last_contiguous,
@@ -348,7 +351,7 @@ def run_recurrence(
     initial, final = state_strides(initial_state, v_first), state_strides(final_state, v_first)
     last = 2 if v_first else 3
     last_contiguous = (initial_state is None or initial[last] == 1) and (final_state is None or final[last] == 1)
-    shared = (K, V, unit, v_first, last_contiguous)
+    shared = (K, V, lift(v.dtype, request.use_qk_l2norm_in_kernel), unit, v_first, last_contiguous)
     cu_seqlens = _dense(request.cu_seqlens)
     numbers = (
         T,

@@ -30,8 +30,8 @@ Slots. A chunk's results live in a *slot*; slots are numbered so that no program
 Packed slots leave gaps (never read); "sequence" N is the rows behind cu_seqlens[N], whose output is zero.
 HV is the value-head count and KP = ``padded(K)``; every tensor is contiguous, and index arithmetic is int64.
 
-    keys   [slots, HV, 3, C, KP]   dtype of q     ke, qg, kA in this order; rows past the sequence's end and
-                                                  columns past K are zero
+    keys   [slots, HV, 3, C, KP]   dtype of q     ke and qg times ``lift.lift``, and kA; rows past the sequence's end
+                                                  and columns past K are zero
     P      [slots, HV, C, C]       dtype of q     [row r, column s]; zero for s > r and past the end
     D      [slots, HV, KP]         float32        exp G_C; anything finite past K
     X      [slots, HV, C, C]       dtype of q     only for the backward; identity rows past the end; float32 where a

@@ -234,6 +234,7 @@ def prepare(
     BK: tl.constexpr,
     BW: tl.constexpr,
     C: tl.constexpr,
+    LIFT: tl.constexpr,
     STAGES: tl.constexpr,
     WIDE_STAGES: tl.constexpr,
     UNIT: tl.constexpr,  # batch strides are given in this many elements, so that alignment shows
@@ -423,10 +424,10 @@ def prepare(
             q_e1 *= total0
             k_e1 *= total0
             k_g0 *= total1
-        tl.store(p_block, (k_e0 * k_norm0[:, None]).to(dtype))
-        tl.store(p_block + 16 * KP, (k_e1 * k_norm1[:, None]).to(dtype))
-        tl.store(p_block + C * KP, (q_e0 * q_norm0[:, None]).to(dtype))
-        tl.store(p_block + C * KP + 16 * KP, (q_e1 * q_norm1[:, None]).to(dtype))
+        tl.store(p_block, (k_e0 * (k_norm0 * LIFT)[:, None]).to(dtype))
+        tl.store(p_block + 16 * KP, (k_e1 * (k_norm1 * LIFT)[:, None]).to(dtype))
+        tl.store(p_block + C * KP, (q_e0 * (q_norm0 * LIFT)[:, None]).to(dtype))
+        tl.store(p_block + C * KP + 16 * KP, (q_e1 * (q_norm1 * LIFT)[:, None]).to(dtype))
         k_g0 = k_g0.to(dtype)
         k_g1 = k_g1.to(dtype)
         if inverse is not None:

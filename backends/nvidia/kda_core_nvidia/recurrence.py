@@ -54,6 +54,7 @@ def recurrence(
     V: tl.constexpr,
     KP: tl.constexpr,
     C: tl.constexpr,
+    LIFT: tl.constexpr,
     UNIT: tl.constexpr,
     V_FIRST: tl.constexpr,
     LAST_CONTIGUOUS: tl.constexpr,  # the states' last stride is 1
@@ -108,7 +109,7 @@ def recurrence(
     p_v = v + i_b * s_vb + bos * s_vt + i_h * s_vh
     p_o = o + i_b * s_ob + bos * s_ot + i_h * s_oh
     rows_of_chunk = tl.full([], C, tl.int64)
-    minus_one = tl.where(o_r[:, None] == o_r[None, :], -1.0, 0.0).to(dtype)
+    minus_one = tl.where(o_r[:, None] == o_r[None, :], -LIFT, 0.0).to(dtype)
     if h is not None:
         i_state_out = chunks_before(cu_seqlens, i_n, length, C * H_EVERY)
     for i in tl.range(0, tl.cdiv(length, C), num_stages=STAGES):
@@ -142,11 +143,11 @@ def recurrence(
         if dtype == tl.float32:
             b_r = tl.trans(b_v) - tl.dot(b_s, tl.trans(k_e), input_precision=DOT)
         else:
-            # vᵀ enters through a product with −I, which is exact: only operands of products are fetched to shared
-            # memory ahead of their use in 16-bit types, and no thread has to gather transposed elements.
-            b_r = -tl.dot(b_s, tl.trans(k_e), tl.dot(tl.trans(b_v), minus_one))
+            # vᵀ enters through a product with −I (times LIFT), which is exact: only operands of products are fetched to
+            # shared memory ahead of their use in 16-bit types, and no thread has to gather transposed elements.
+            b_r = -tl.dot(b_s, tl.trans(k_e), tl.dot(tl.trans(b_v), minus_one)) * (1 / LIFT)
         b_r = b_r.to(dtype)
-        b_o = tl.dot(b_s, tl.trans(q_g), input_precision=DOT)
+        b_o = tl.dot(b_s, tl.trans(q_g), input_precision=DOT) * (1 / LIFT)
         b_o = tl.dot(b_r, tl.trans(b_p), b_o, input_precision=DOT)
         S = tl.dot(b_r, k_a, S * b_d[None, :], input_precision=DOT)
         tl.store(p_o + first * s_ot + o_or, tl.trans((b_o * o_scale).to(o.dtype.element_ty)), mask=m_o)

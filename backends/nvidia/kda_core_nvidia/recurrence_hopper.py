@@ -161,6 +161,7 @@ def _multiply(
     BV: gl.constexpr,
     C: gl.constexpr,
     KP: gl.constexpr,
+    LIFT: gl.constexpr,
     STAGES: gl.constexpr,
     OUT: gl.constexpr,
     STORERS: gl.constexpr,
@@ -199,7 +200,7 @@ def _multiply(
             block_barrier()
         if not WIDE:
             S = S * d_buffer.index(stage).load(L_STATE)
-        # [ke S − v | qg S]
+        # [ke S − v | qg S], times LIFT
         v_block = v_buffer.index(stage).permute((1, 0))
         pair = pair_buffer.index(stage)
         both = warpgroup_mma(v_block, minus_eye, both, use_acc=False, is_async=True)
@@ -224,8 +225,8 @@ def _multiply(
             both = warpgroup_mma(left, pair.slice(PART, PART, dim=1).permute((1, 0)), both, is_async=True)
         both, left = warpgroup_mma_wait(0, deps=(both, left))
         r, out = both.reshape([BV, 2, C]).permute([0, 2, 1]).split()
-        residual = gl.convert_layout((-r).to(dtype), L_LEFT)
-        out = gl.convert_layout(out, L_SMALL)
+        residual = gl.convert_layout((-r * (1 / LIFT)).to(dtype), L_LEFT)
+        out = gl.convert_layout(out, L_SMALL) * (1 / LIFT)
         S = warpgroup_mma(residual, a_buffer.index(stage), S, is_async=True)
         out = warpgroup_mma(residual, p_buffer.index(stage).permute((1, 0)), out, is_async=True)
         S, residual = warpgroup_mma_wait(1, deps=(S, residual))
@@ -279,6 +280,7 @@ def recurrence_hopper(
     V: gl.constexpr,
     KP: gl.constexpr,
     C: gl.constexpr,
+    LIFT: gl.constexpr,
     UNIT: gl.constexpr,
     V_FIRST: gl.constexpr,
     LAST_CONTIGUOUS: gl.constexpr,  # the states' last stride is 1
@@ -358,11 +360,11 @@ def recurrence_hopper(
         for s in gl.static_range(OUT):
             mbarrier.init(full.index(s), count=1)
             mbarrier.init(empty.index(s), count=1)
-    # −I: as an operand of a product, v needs no change of layout.
+    # −I, times LIFT: as an operand of a product, v needs no change of layout.
     L_EYE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [num_warps, 1], [1, 0])
     e_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_EYE))
     e_c = gl.arange(0, 2 * C, layout=gl.SliceLayout(0, L_EYE))
-    eye = gl.where(e_r[:, None] == e_c[None, :], -1.0, 0.0).to(dtype)
+    eye = gl.where(e_r[:, None] == e_c[None, :], -LIFT, 0.0).to(dtype)
     EYE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, 2 * C], dtype)
     minus_eye = gl.allocate_shared_memory(dtype, [C, 2 * C], EYE, eye)
     fence_async_shared()
@@ -375,7 +377,7 @@ def recurrence_hopper(
                     _multiply,
                     (
                         S, p_v, rows_o, s_vt, s_ot, length, ready, free, full, empty, pair_buffer, a_buffer, p_buffer,
-                        d_buffer, v_buffer, o_buffer, minus_eye, o_scale, L_ROWS, BV, C, KP, STAGES, OUT, STORERS,
+                        d_buffer, v_buffer, o_buffer, minus_eye, o_scale, L_ROWS, BV, C, KP, LIFT, STAGES, OUT, STORERS,
                     ),
                 ),
                 (
@@ -396,7 +398,7 @@ def recurrence_hopper(
                     _multiply,
                     (
                         S, p_v, rows_o, s_vt, s_ot, length, ready, free, full, empty, pair_buffer, a_buffer, p_buffer,
-                        d_buffer, v_buffer, o_buffer, minus_eye, o_scale, L_ROWS, BV, C, KP, STAGES, OUT, STORERS,
+                        d_buffer, v_buffer, o_buffer, minus_eye, o_scale, L_ROWS, BV, C, KP, LIFT, STAGES, OUT, STORERS,
                     ),
                 ),
                 (

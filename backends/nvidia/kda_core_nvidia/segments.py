@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kda_core.request import Request
+from kda_core.triton_lib.lift import lift
 from kda_core_nvidia.backward_states import load_state, rows_of
 from kda_core_nvidia.launch import INTERPRET, Chip, Launcher, split_scale
 from kda_core_nvidia.layout import CHUNK, padded
@@ -66,7 +67,7 @@ def as_packed(request: Request, rows: int) -> Request:
 @triton.jit(do_not_specialize=["T", "count"])
 def transitions_kernel(
     v, keys, D, initial_state, transitions, cu_seqlens, s_vt, s_vh, T, count,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, LIFT: tl.constexpr,
     KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -101,7 +102,7 @@ def transitions_kernel(
         b_ke = tl.load(p_keys + o_ck)
         b_ka = tl.load(p_keys + 2 * C * KP + o_ck)
         b_d = tl.load(D + block * KP + o_k)
-        b_r = tl.dot(b_s.to(dt), tl.trans(b_ke), input_precision=PRECISION)
+        b_r = tl.dot(b_s.to(dt), tl.trans(b_ke), input_precision=PRECISION) * (1 / LIFT)
         b_r = (tl.trans(b_v).to(tl.float32) - b_r).to(dt)
         b_s = tl.dot(b_r, b_ka, b_s * b_d[None, :], input_precision=PRECISION)
     out = transitions + (i_n.to(tl.int64) * HV + i_h) * ((VP + KP) * KP)
@@ -111,7 +112,7 @@ def transitions_kernel(
 @triton.jit(do_not_specialize=["T", "count", "o_scale"])
 def reverse_transitions_kernel(
     keys, P, D, do, grad_final_state, additions, cu_seqlens, s_ot, s_oh, T, count, o_scale,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, LIFT: tl.constexpr,
     KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -136,7 +137,7 @@ def reverse_transitions_kernel(
     b_s = tl.zeros([BV, KP], tl.float32)
     if grad_final_state is not None:  # noqa: SIM102
         if i_n == count - 1:
-            b_s = load_state(grad_final_state, i_h, o_v, o_k, K, V, V_FIRST) * (1.0 / o_scale)
+            b_s = load_state(grad_final_state, i_h, o_v, o_k, K, V, V_FIRST) * (LIFT / o_scale)
     last = tl.cdiv(length, C) - 1
     for j in tl.range(0, last + 1, num_stages=STAGES):
         i = last - j
@@ -150,12 +151,12 @@ def reverse_transitions_kernel(
         o_do = tl.cast(i, tl.int64) * C * s_ot + o_c[:, None] * s_ot + o_v[None, :]
         b_do = tl.trans(tl.load(do + o_do, mask=m_cv, other=0.0).to(dt))
         b_p = tl.load(P + block * (C * C) + o_cc)
-        b_dv = tl.dot(b_s.to(dt), tl.trans(b_ka), input_precision=PRECISION)
+        b_dv = tl.dot((b_s * (1 / LIFT)).to(dt), tl.trans(b_ka), input_precision=PRECISION)
         b_dv = tl.dot(b_do, b_p, b_dv, input_precision=PRECISION).to(dt)
         b_s = tl.dot(b_do, b_qg, b_s * b_d[None, :], input_precision=PRECISION)
         b_s = tl.dot(-b_dv, b_ke, b_s, input_precision=PRECISION)
     out = additions + ((i_n - 1).to(tl.int64) * HV + i_h) * (VP * KP)
-    tl.store(out + o_v[:, None] * KP + o_k[None, :], b_s * o_scale)
+    tl.store(out + o_v[:, None] * KP + o_k[None, :], b_s * (o_scale * (1 / LIFT)))
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -228,6 +229,10 @@ def _block_v(target: Chip, kp: int, vp: int) -> tuple[int, int, int]:
 _JOIN_PRECISION = "ieee" if INTERPRET else "tf32x3"
 
 
+def _lift(r: Request) -> float:
+    return lift(r.q.dtype, r.use_qk_l2norm_in_kernel)
+
+
 def _shape(r: Request) -> dict[str, int]:
     return {"HV": r.HV, "K": r.K, "V": r.V, "KP": padded(r.K), "VP": padded(r.V)}
 
@@ -254,7 +259,7 @@ def starts(
     _transitions(
         ((VP + KP) // bv, (count - 1) * r.HV, 1),
         (v, keys, D, initial_state, transitions, r.cu_seqlens, v.stride(1), v.stride(2), r.T, count),
-        shape | {"C": CHUNK, "BV": bv, "V_FIRST": v_first, "PRECISION": "tf32", "STAGES": stages},
+        shape | {"C": CHUNK, "LIFT": _lift(r), "BV": bv, "V_FIRST": v_first, "PRECISION": "tf32", "STAGES": stages},
         warps,
     )
     found = D.new_empty((count, r.HV, r.V, r.K))
@@ -288,7 +293,7 @@ def ends(
     _reverse_transitions(
         (VP // bv, (count - 1) * r.HV, 1),
         (keys, P, D, do, grad_final_state, additions, r.cu_seqlens, *do.stride()[1:3], r.T, count, o_scale),
-        shape | {"C": CHUNK, "BV": bv, "V_FIRST": v_first, "PRECISION": "tf32", "STAGES": stages},
+        shape | {"C": CHUNK, "LIFT": _lift(r), "BV": bv, "V_FIRST": v_first, "PRECISION": "tf32", "STAGES": stages},
         warps,
     )
     found = D.new_empty((count, r.HV, r.V, r.K))

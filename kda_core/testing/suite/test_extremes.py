@@ -32,6 +32,14 @@ def test_decay_backward(kda, decay):
     kda.check(case.call())
 
 
+@requires(Feature.CHUNK, Feature.BACKWARD)
+@pytest.mark.parametrize("decay", [-6.0, -8.0, -10.0])
+def test_decay_backward_float16(kda, decay: float):
+    """float16 has few digits below 6e-5: operands that decay to there lose no more than they must."""
+    case = Case(name=f"float16, decay {decay}", T=70, K=16, V=20, dtype=FP16, gate_dtype=FP32, decay=decay)
+    kda.check(case.having(l2norm=True, state=FP32, backward=True).call())
+
+
 @requires(Feature.RECURRENT)
 @DECAYS
 def test_decay_recurrent(kda, decay):
