@@ -3,6 +3,9 @@
 The interpreter must be chosen before triton is imported, so one child process (this file, run as a script) computes
 every case and prints the errors; the tests look at those. bfloat16 operands are left out: the interpreter multiplies
 them wrongly.
+
+The kit's own suites run in the interpreter too; here is what calls take by size or device (segments, turns, halves of
+heads, descriptors), gradients from inputs alone and from all that a forward can keep, and inputs that the kit lacks.
 """
 
 from __future__ import annotations
@@ -32,37 +35,20 @@ def mixed(shape):
     return g
 
 
+# What the kit has in the interpreter, within budgets, is not here: given decays of one kind, gates, layouts of states,
+# gradients of one output, equal keys, one token.
 CASES = {
     "plain": {},
-    "grouped heads, odd dimensions": {"B": 2, "T": 40, "HV": 3, "K": 20, "V": 40},
-    "several channel blocks, norm": {"T": 35, "K": 72, "V": 40, "use_qk_l2norm_in_kernel": True},
-    "decays to -1000": {"decay": lambda s: -1000 * torch.rand(s)},
-    "isolated -1e30": {"decay": mixed},
+    "grouped heads, odd dimensions": {"B": 2, "T": 24, "HV": 3, "K": 20, "V": 40},
+    "several channel blocks, norm": {"T": 20, "K": 72, "V": 40, "use_qk_l2norm_in_kernel": True},
     "decays from 1e-5 to 1e3": {"decay": lambda s: -(10 ** (8 * torch.rand(s) - 5))},
-    "equal keys": {"equal_keys": True, "decay": torch.zeros},
     "beta of zero": {"zero_beta": True},
-    "softplus gate": {
-        "T": 33,
-        "gate": True,
-        "use_beta_sigmoid_in_kernel": True,
-        "use_qk_l2norm_in_kernel": True,
-    },
-    "lower-bound gate": {
-        "gate": True,
-        "lower_bound": -5.0,
-        "use_beta_sigmoid_in_kernel": True,
-        "allow_neg_eigval": True,
-        "use_qk_l2norm_in_kernel": True,
-    },
     "packed, empty sequences, rows behind": {
         "T": 90,
         "HV": 2,
         "gate": True,
         "cu_seqlens": [0, 0, 1, 2, 50, 50, 80],
     },
-    "V-first states": {"K": 24, "V": 8, "state_v_first": True},
-    "only the output's gradient, no state": {"state": False, "final": False},
-    "only the final state's gradient": {"output": False},
     "strided": {"B": 2, "T": 35, "strided": True},
     "three sequences by turns": {
         "B": 3,
@@ -71,7 +57,7 @@ CASES = {
         "use_qk_l2norm_in_kernel": True,
         "use_beta_sigmoid_in_kernel": True,
     },
-    "halves of the heads": {"B": 2, "T": 40, "H": 2, "HV": 4, "gate": True, "use_qk_l2norm_in_kernel": True},
+    "halves of the heads": {"B": 2, "T": 24, "H": 2, "HV": 4, "gate": True, "use_qk_l2norm_in_kernel": True},
     "halves of the heads, packed": {
         "T": 60,
         "H": 2,
@@ -79,10 +65,9 @@ CASES = {
         "use_qk_l2norm_in_kernel": True,
         "cu_seqlens": [0, 0, 1, 50],
     },
-    "one token": {"T": 1},
     "half, whole chunks": {
         "B": 2,
-        "T": 64,
+        "T": 32,
         "HV": 2,
         "K": 40,
         "V": 32,
@@ -92,7 +77,7 @@ CASES = {
     },
     "half, whole chunks, strided": {
         "B": 2,
-        "T": 96,
+        "T": 64,
         "HV": 3,
         "dtype": torch.float16,
         "strided": True,
@@ -101,12 +86,13 @@ CASES = {
     "half, packed": {"T": 90, "dtype": torch.float16, "cu_seqlens": [0, 0, 1, 2, 50, 50, 80]},
     "half, levels": {"T": 70, "dtype": torch.float16, "K": 32, "V": 32, "use_qk_l2norm_in_kernel": True},
     "half, one reference": {"T": 70, "dtype": torch.float16, "decay": lambda s: -0.2 * torch.rand(s)},
-    "segments": {"T": 300, "H": 2, "HV": 4, "K": 24, "V": 40, "decay": lambda s: -0.05 * torch.rand(s)},
-    "segments, V-first states, no decay": {"T": 200, "state_v_first": True, "decay": torch.zeros},
+    "segments": {"T": 172, "HV": 2, "K": 24, "V": 40, "decay": lambda s: -0.05 * torch.rand(s)},
+    # Four segments and two blocks of key channels: transitions one after the other, each by a loop.
+    "segments, V-first states, no decay": {"T": 200, "K": 40, "state_v_first": True, "decay": torch.zeros},
     "segments, isolated -1e30": {"T": 160, "decay": mixed, "state": False},
     "segments, only the final state's gradient": {"T": 160, "output": False, "decay": lambda s: -0.05 * torch.rand(s)},
     "segments, half": {
-        "T": 260,
+        "T": 200,
         "strided": True,
         "dtype": torch.float16,
         "K": 32,
