@@ -1,7 +1,9 @@
-"""The AMD backend's kernels in Triton's interpreter, each in a process of its own: triton reads its switch once.
+"""The AMD backend's kernels in Triton's interpreter, in processes of their own: triton reads its switch once.
 
-The conformance kit tests every promise (``pytest tests/test_kda.py --backend=amd --interpret``); here are one small
-call of each kernel and what the kit cannot ask: where the backend is (not) available.
+The conformance kit tests every promise (``pytest tests/test_kda.py --backend=amd --interpret``); here are what depends
+on the device, and the kit cannot ask for: other architectures' configurations, long sequences cut into segments, where
+the backend is (not) available. One child for each architecture (this file, run as a script) makes all calls and prints
+what went wrong, for importing torch takes longer than a small call.
 """
 
 from __future__ import annotations
@@ -10,139 +12,195 @@ import json
 import os
 import subprocess
 import sys
+import traceback
+from dataclasses import replace
 
 import pytest
+import torch
+
+from kda_core.testing.cases import FP16, FP32, Case
 
 pytestmark = pytest.mark.end_to_end
 
 pytest.importorskip("kda_core_amd")
 pytest.importorskip("triton")
 
-CASES = {
-    "forward": "Case(name='amd forward', T=40, HV=4, K=20, V=16, H=2, state=FP32)",
-    "packed, all in kernel": (
-        "Case(name='amd packed', T=45, lengths=(1, 0, 34, 5), H=1, K=16, state=FP32, gate='lower bound', l2norm=True,"
-        " beta='negative eigenvalues', options={'state_v_first': True})"
+
+def _other(dtype: torch.dtype) -> Case:
+    """What the interpreter's stand-in does not take: a state in blocks of key channels, levels in a loop, two tiles."""
+    return Case(
+        name="amd other",
+        T=37,
+        lengths=(35, 2),
+        HV=2,
+        H=1,
+        K=40,
+        V=20,
+        dtype=dtype,
+        state=FP32,
+        gate="softplus",
+        l2norm=True,
+        beta="sigmoid",
+        backward=True,
+        options={"state_v_first": True},
+    )
+
+
+STAND_IN = "gfx942"
+"""The architecture that the kit's interpreted calls take."""
+
+KERNELS = {("gfx1100", "float16"): FP16, ("gfx1100", "float32"): FP32, ("foreign", "float16"): FP16}
+"""Calls as they are, by architecture and name."""
+
+# With states in blocks of key channels, that are joined in turn.
+_OTHER = Case(name="amd other segments", T=200, H=1, K=72, V=20, dtype=FP16, decay="slow", state=FP32, backward=True)
+_STRIDED = ("q", "k", "v", "g", "beta", "initial_state", "grad_o", "grad_final_state")
+SEGMENTS = {
+    (STAND_IN, "grouped values, odd dimensions"): Case(
+        name="amd segments", T=172, HV=2, H=1, K=24, V=40, decay="slow", state=FP32, backward=True
     ),
-    "float16, isolated decays": "Case(name='amd half', T=33, H=1, K=16, dtype=FP16, decay='isolated')",
-    "gradients": (
-        "Case(name='amd gradients', T=37, HV=2, H=1, K=16, V=20, state=FP32, gate='softplus', l2norm=True,"
-        " beta='sigmoid', backward=True)"
+    # Four segments, two blocks of key channels.
+    (STAND_IN, "V first, no decay, everything in kernel"): Case(
+        name="amd segments V first",
+        T=200,
+        H=1,
+        K=40,
+        V=16,
+        decay="none",
+        beta="sigmoid",
+        l2norm=True,
+        state=FP32,
+        backward=True,
+        options={"state_v_first": True},
     ),
-    "tokens": "Case(name='amd tokens', op='fused_recurrent_kda', B=2, T=3, H=1, HV=2, K=16, state=FP32, l2norm=True)",
+    (STAND_IN, "isolated decays, no states"): Case(
+        name="amd segments isolated", T=160, H=1, K=16, decay="isolated", final_state=False, backward=True
+    ),
+    (STAND_IN, "float16, strided"): Case(
+        name="amd segments half",
+        T=200,
+        H=1,
+        K=32,
+        V=16,
+        dtype=FP16,
+        decay="slow",
+        state=FP32,
+        backward=True,
+        strided=frozenset(_STRIDED),
+    ),
+    ("gfx1100", "blocks of key channels"): _OTHER,
+    ("foreign", "blocks of key channels"): _OTHER,
 }
+"""Calls of one sequence, to be cut into segments of 64 rows, the last one shorter; by architecture and name."""
 
-CHECK = """
-import torch
-from kda_core.testing.cases import FP16, FP32, Case
-from kda_core.testing.interpreter import quicken
-from kda_core.testing.subject import Subject
-from kda_core.testing.targets import find_target
-quicken()
-Subject(find_target("amd", interpret=True)).check({case}.call())
-"""
+APART = {"isolated decays, no states": 1e-5, "float16, strided": 2e-3}
+"""Calls that are also made whole, and how far their results may be from those; the rest are held to budgets alone."""
 
 
-ON = """
-from kda_core_amd import launch
-launch.architecture = lambda device: launch.ARCHITECTURES["{architecture}"]
-"""
+def check_kernels(subject, case: Case) -> None:
+    """Within the kit's budgets."""
+    subject.check(case.call())
 
 
-def _python(code: str, **environment: str) -> subprocess.CompletedProcess:
+def check_segments(subject, case: Case, forward: bool, apart: float | None) -> None:
+    """Forward and gradients within the kit's budgets.
+
+    Args:
+        forward: also make a forward alone, into a given buffer: the same bits.
+        apart: also make the call again (the same bits) and whole, and compare the results.
+    """
+    from kda_core_amd import chunk_backward, chunk_forward
+
+    cut = []
+
+    def rule(request):
+        cut.append(request.op)
+        return 64
+
+    def segments(found):
+        before = chunk_forward.segment_rows, chunk_backward.segment_rows
+        chunk_forward.segment_rows = chunk_backward.segment_rows = found
+        return before
+
+    before = segments(rule)
+    try:
+        call = case.call()
+        found = subject.check(call)
+        assert len(cut) == 2
+        if apart is not None:
+            again = subject.run(call)
+            assert all(torch.equal(x, again[name]) for name, x in found.tensors.items())
+        if forward:
+            plain = replace(call, grads={}, given_out=True)
+            assert all(torch.equal(x, found[name]) for name, x in subject.run(plain).tensors.items())
+        if apart is not None:
+            segments(lambda request: 0)
+            whole = subject.run(call)
+            assert found.tensors.keys() == whole.tensors.keys()
+            for name, x in whole.tensors.items():
+                distance = (found[name].double() - x.double()).norm() / x.double().norm().clamp_min(1e-30)
+                assert distance < apart, (name, distance)
+    finally:
+        chunk_forward.segment_rows, chunk_backward.segment_rows = before
+
+
+def checks(architecture: str) -> None:
+    """Print what went wrong with every call of an architecture, by name; "" where nothing did."""
+    from kda_core_amd import launch
+
+    from kda_core.testing.interpreter import quicken
+    from kda_core.testing.subject import Subject
+    from kda_core.testing.targets import find_target
+
+    quicken()
+    torch.set_num_threads(1)
+    launch.architecture = lambda device: launch.ARCHITECTURES[architecture]
+    subject = Subject(find_target("amd", interpret=True))
+    work = {name: (check_kernels, _other(x)) for (a, name), x in KERNELS.items() if a == architecture}
+    segments = {name: case for (a, name), case in SEGMENTS.items() if a == architecture}
+    forward = architecture == STAND_IN
+    work |= {name: (check_segments, case, forward, APART.get(name)) for name, case in segments.items()}
+    failures = {}
+    for name, (function, *arguments) in work.items():
+        try:
+            function(subject, *arguments)
+            failures[name] = ""
+        except Exception:  # reported, call by call, to the process that asked
+            failures[name] = traceback.format_exc()
+    print(json.dumps(failures))
+
+
+def _python(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     clean = {n: v for n, v in os.environ.items() if n not in ("TRITON_INTERPRET", "KDA_FOREIGN_DEVICE", "KDA_BACKEND")}
     settings = clean | {"OMP_NUM_THREADS": "1"} | environment
-    return subprocess.run([sys.executable, "-c", code], env=settings, capture_output=True, text=True, timeout=600)
+    return subprocess.run([sys.executable, *arguments], env=settings, capture_output=True, text=True, timeout=600)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_interpreted_kernels_are_right(name: str):
-    """Every kernel, within the kit's budgets."""
-    done = _python(CHECK.format(case=CASES[name]), TRITON_INTERPRET="1")
-    assert done.returncode == 0, done.stderr
+@pytest.fixture(scope="module")
+def failures():
+    """What went wrong, by name of the call, for an architecture."""
+    found: dict[str, dict[str, str]] = {}
+
+    def of(architecture: str) -> dict[str, str]:
+        if architecture not in found:
+            done = _python(__file__, architecture, TRITON_INTERPRET="1")
+            assert done.returncode == 0, done.stderr
+            found[architecture] = json.loads(done.stdout.splitlines()[-1])
+        return found[architecture]
+
+    return of
 
 
-@pytest.mark.parametrize(("architecture", "dtype"), [("gfx1100", "FP16"), ("gfx1100", "FP32"), ("foreign", "FP16")])
-def test_other_architectures_kernels_are_right(architecture: str, dtype: str):
-    """What the interpreter's stand-in does not take: a state in blocks of key channels, levels in a loop, two tiles."""
-    case = (
-        f"Case(name='amd other', T=37, lengths=(35, 2), HV=2, H=1, K=40, V=20, dtype={dtype}, state=FP32,"
-        " gate='softplus', l2norm=True, beta='sigmoid', backward=True, options={'state_v_first': True})"
-    )
-    done = _python(ON.format(architecture=architecture) + CHECK.format(case=case), TRITON_INTERPRET="1")
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize(("architecture", "name"), KERNELS)
+def test_other_architectures_kernels_are_right(failures, architecture: str, name: str):
+    """Every kernel of a chunk call, within the kit's budgets."""
+    assert not failures(architecture)[name], failures(architecture)[name]
 
 
-SEGMENTS = {
-    "grouped values, odd dimensions": (
-        "Case(name='amd segments', T=300, HV=2, H=1, K=24, V=40, decay='slow', state=FP32, backward=True)"
-    ),
-    "V first, no decay, everything in kernel": (
-        "Case(name='amd segments V first', T=200, H=1, K=40, V=16, decay='none', beta='sigmoid', l2norm=True,"
-        " state=FP32, backward=True, options={'state_v_first': True})"
-    ),
-    "isolated decays, no states": (
-        "Case(name='amd segments isolated', T=160, H=1, K=16, decay='isolated', final_state=False, backward=True)"
-    ),
-    "float16, strided": (
-        "Case(name='amd segments half', T=260, H=1, K=32, V=16, dtype=FP16, decay='slow', state=FP32, backward=True,"
-        " strided=frozenset({'q', 'k', 'v', 'g', 'beta', 'initial_state', 'grad_o', 'grad_final_state'}))"
-    ),
-}
-"""Calls of one sequence, to be cut into segments of 64 rows, the last one shorter."""
-
-CUT = """
-from dataclasses import replace
-import torch
-from kda_core.testing.cases import FP16, FP32, Case
-from kda_core.testing.interpreter import quicken
-from kda_core.testing.subject import Subject
-from kda_core.testing.targets import find_target
-from kda_core_amd import chunk_backward, chunk_forward
-quicken()
-cut = []
-def rule(request):
-    cut.append(request.op)
-    return 64
-chunk_forward.segment_rows = chunk_backward.segment_rows = rule
-subject = Subject(find_target("amd", interpret=True))
-call = {case}.call()
-found = subject.check(call)
-assert len(cut) == 2
-again = subject.run(call)
-assert all(torch.equal(x, again[name]) for name, x in found.tensors.items())
-chunk_forward.segment_rows = chunk_backward.segment_rows = lambda request: 0
-whole = subject.run(call)
-assert found.tensors.keys() == whole.tensors.keys()
-for name, x in whole.tensors.items():
-    distance = (found[name].double() - x.double()).norm() / x.double().norm().clamp_min(1e-30)
-    assert distance < {apart}, (name, distance)
-"""
-
-INTO = """
-chunk_forward.segment_rows = rule
-plain = replace(call, grads={}, given_out=True)
-assert all(torch.equal(x, found[name]) for name, x in subject.run(plain).tensors.items())
-"""
-
-
-@pytest.mark.parametrize("name", SEGMENTS)
-def test_segments_are_right(name: str):
-    """A sequence cut into segments, forward and gradients: within the kit's budgets, near the whole, the same bits."""
-    apart = 2e-3 if "float16" in name else 1e-5
-    done = _python(CUT.format(case=SEGMENTS[name], apart=apart) + INTO, TRITON_INTERPRET="1")
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("architecture", ["gfx1100", "foreign"])
-def test_other_architectures_segments_are_right(architecture: str):
-    """The same with states in blocks of key channels, that are joined in turn."""
-    case = (
-        "Case(name='amd other segments', T=200, H=1, K=72, V=20, dtype=FP16, decay='slow', state=FP32, backward=True)"
-    )
-    code = ON.format(architecture=architecture) + CUT.format(case=case, apart=2e-3)
-    done = _python(code, TRITON_INTERPRET="1")
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize(("architecture", "name"), SEGMENTS)
+def test_segments_are_right(failures, architecture: str, name: str):
+    """A sequence cut into segments, forward and gradients, also where states are in blocks of key channels."""
+    assert not failures(architecture)[name], failures(architecture)[name]
 
 
 RULE = """
@@ -180,7 +238,7 @@ for call in whole:
 
 def test_only_one_long_sequence_of_few_heads_is_cut():
     """By lengths that the host knows: nothing batched or packed, whose bits must not depend on what is beside it."""
-    done = _python(RULE, TRITON_INTERPRET="1")
+    done = _python("-c", RULE, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
 
 
@@ -200,7 +258,7 @@ print(json.dumps({
 
 
 def _info(**environment: str) -> dict:
-    done = _python(INFO, **environment)
+    done = _python("-c", INFO, **environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -236,7 +294,7 @@ KIT = (
 @pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="this machine has a GPU")
 def test_kit_without_a_device_is_a_usage_error():
     """``--backend=amd`` without ROCm ends at once, says so, and names the two other ways."""
-    done = _python(KIT.format(options=""))
+    done = _python("-c", KIT.format(options=""))
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     for words in ("not built for ROCm", "--interpret", "--foreign-device"):
         assert words in done.stdout + done.stderr
@@ -245,6 +303,10 @@ def test_kit_without_a_device_is_a_usage_error():
 @pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="this machine has a GPU")
 def test_foreign_device_needs_a_device():
     """``--foreign-device`` lifts the demand for ROCm and not that for a GPU."""
-    done = _python(KIT.format(options="'--foreign-device', "))
+    done = _python("-c", KIT.format(options="'--foreign-device', "))
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "torch sees no GPU" in done.stdout + done.stderr
+
+
+if __name__ == "__main__":
+    checks(sys.argv[1])

@@ -3,6 +3,9 @@
 The interpreter must be chosen before triton is imported, so one child process (this file, run as a script) computes
 every case and prints the errors; the tests look at those. bfloat16 operands are left out: the interpreter multiplies
 them wrongly.
+
+The kit's own suites run in the interpreter too; here is what calls take by size or device (segments, turns, halves of
+heads, descriptors), gradients from inputs alone and from all that a forward can keep, and inputs that the kit lacks.
 """
 
 from __future__ import annotations
@@ -32,37 +35,20 @@ def mixed(shape):
     return g
 
 
+# What the kit has in the interpreter, within budgets, is not here: given decays of one kind, gates, layouts of states,
+# gradients of one output, equal keys, one token.
 CASES = {
     "plain": {},
-    "grouped heads, odd dimensions": {"B": 2, "T": 40, "HV": 3, "K": 20, "V": 40},
-    "several channel blocks, norm": {"T": 35, "K": 72, "V": 40, "use_qk_l2norm_in_kernel": True},
-    "decays to -1000": {"decay": lambda s: -1000 * torch.rand(s)},
-    "isolated -1e30": {"decay": mixed},
+    "grouped heads, odd dimensions": {"B": 2, "T": 24, "HV": 3, "K": 20, "V": 40},
+    "several channel blocks, norm": {"T": 20, "K": 72, "V": 40, "use_qk_l2norm_in_kernel": True},
     "decays from 1e-5 to 1e3": {"decay": lambda s: -(10 ** (8 * torch.rand(s) - 5))},
-    "equal keys": {"equal_keys": True, "decay": torch.zeros},
     "beta of zero": {"zero_beta": True},
-    "softplus gate": {
-        "T": 33,
-        "gate": True,
-        "use_beta_sigmoid_in_kernel": True,
-        "use_qk_l2norm_in_kernel": True,
-    },
-    "lower-bound gate": {
-        "gate": True,
-        "lower_bound": -5.0,
-        "use_beta_sigmoid_in_kernel": True,
-        "allow_neg_eigval": True,
-        "use_qk_l2norm_in_kernel": True,
-    },
     "packed, empty sequences, rows behind": {
         "T": 90,
         "HV": 2,
         "gate": True,
         "cu_seqlens": [0, 0, 1, 2, 50, 50, 80],
     },
-    "V-first states": {"K": 24, "V": 8, "state_v_first": True},
-    "only the output's gradient, no state": {"state": False, "final": False},
-    "only the final state's gradient": {"output": False},
     "strided": {"B": 2, "T": 35, "strided": True},
     "three sequences by turns": {
         "B": 3,
@@ -71,7 +57,7 @@ CASES = {
         "use_qk_l2norm_in_kernel": True,
         "use_beta_sigmoid_in_kernel": True,
     },
-    "halves of the heads": {"B": 2, "T": 40, "H": 2, "HV": 4, "gate": True, "use_qk_l2norm_in_kernel": True},
+    "halves of the heads": {"B": 2, "T": 24, "H": 2, "HV": 4, "gate": True, "use_qk_l2norm_in_kernel": True},
     "halves of the heads, packed": {
         "T": 60,
         "H": 2,
@@ -79,10 +65,9 @@ CASES = {
         "use_qk_l2norm_in_kernel": True,
         "cu_seqlens": [0, 0, 1, 50],
     },
-    "one token": {"T": 1},
     "half, whole chunks": {
         "B": 2,
-        "T": 64,
+        "T": 32,
         "HV": 2,
         "K": 40,
         "V": 32,
@@ -92,7 +77,7 @@ CASES = {
     },
     "half, whole chunks, strided": {
         "B": 2,
-        "T": 96,
+        "T": 64,
         "HV": 3,
         "dtype": torch.float16,
         "strided": True,
@@ -101,12 +86,13 @@ CASES = {
     "half, packed": {"T": 90, "dtype": torch.float16, "cu_seqlens": [0, 0, 1, 2, 50, 50, 80]},
     "half, levels": {"T": 70, "dtype": torch.float16, "K": 32, "V": 32, "use_qk_l2norm_in_kernel": True},
     "half, one reference": {"T": 70, "dtype": torch.float16, "decay": lambda s: -0.2 * torch.rand(s)},
-    "segments": {"T": 300, "H": 2, "HV": 4, "K": 24, "V": 40, "decay": lambda s: -0.05 * torch.rand(s)},
-    "segments, V-first states, no decay": {"T": 200, "state_v_first": True, "decay": torch.zeros},
+    "segments": {"T": 172, "HV": 2, "K": 24, "V": 40, "decay": lambda s: -0.05 * torch.rand(s)},
+    # Four segments and two blocks of key channels: transitions one after the other, each by a loop.
+    "segments, V-first states, no decay": {"T": 200, "K": 40, "state_v_first": True, "decay": torch.zeros},
     "segments, isolated -1e30": {"T": 160, "decay": mixed, "state": False},
     "segments, only the final state's gradient": {"T": 160, "output": False, "decay": lambda s: -0.05 * torch.rand(s)},
     "segments, half": {
-        "T": 260,
+        "T": 200,
         "strided": True,
         "dtype": torch.float16,
         "K": 32,
@@ -120,8 +106,11 @@ SEGMENTS = {name: 64 for name in CASES if name.startswith("segments")}
 
 KEPT = ("plain", "several channel blocks, norm", "packed, empty sequences, rows behind")
 """Cases whose forward also keeps all its chunk results (``disable_recompute``): the same gradients, to the bit, as
-from the little that every forward keeps, and as from inputs alone."""
+from the little that every forward keeps."""
 
+ALONE = (*KEPT, "half, packed", "half, levels", "segments, V-first states, no decay", "segments, half")
+"""Cases whose gradients are also computed from inputs alone, as those of ``fused_recurrent_kda`` are: the same, to the
+bit. So are all that are gone through in another way, below."""
 
 TURNS = {"grouped heads, odd dimensions": (1, 2), "strided": (1, 2), "three sequences by turns": (2, 3)}
 """Cases whose batch is also gone through by turns, up to these sequences, as wide heads' is: the same, to the bit."""
@@ -185,7 +174,7 @@ def errors():
 
     from kda_core import reference
 
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     chunk_module._MANY = 0
     found = {}
     for case, arguments in CASES.items():
@@ -194,14 +183,22 @@ def errors():
         rows = SEGMENTS.get(case, 0)
         forward_module.LEAST_ROWS = rows or LEAST_ROWS
         chunk_module.segment_rows = forward_module.segment_rows = lambda *_, rows=rows: rows
-        got, ref = dict(chunk_backward(r).grads), dict(reference.backward(r).grads)
-        found[case] = {"inputs changed": [n for n, x in before.items() if not torch.equal(x, getattr(r, n))]}
+        ref = dict(reference.backward(r).grads)
+        kept = []
         for everything in (False, True)[: 1 + (case in KEPT)]:
-            kept = replace(r, disable_recompute=everything)
-            saved = chunk_forward(replace(kept, grad_o=None, grad_final_state=None, save_for_backward=True)).saved
-            assert [(t.shape, t.dtype) for t in saved] == [(s.shape, s.dtype) for s in kda_core_saved_spec(kept)]
-            again = chunk_backward(replace(kept, saved=saved)).grads
-            assert all(torch.equal(again[name], x) for name, x in got.items()), case
+            of = replace(r, disable_recompute=everything)
+            made = chunk_forward(replace(of, grad_o=None, grad_final_state=None, save_for_backward=True))
+            assert [(t.shape, t.dtype) for t in made.saved] == [(s.shape, s.dtype) for s in kda_core_saved_spec(of)]
+            kept.append((made, chunk_backward(replace(of, saved=made.saved)).grads))
+        made, first = kept[0]
+        got = dict(first)
+        others = [grads for _, grads in kept[1:]]
+        if case in ALONE:
+            others.append(chunk_backward(r).grads)
+        for grads in others:
+            assert grads.keys() == got.keys()
+            assert all(torch.equal(grads[name], x) for name, x in got.items()), case
+        found[case] = {"inputs changed": [n for n, x in before.items() if not torch.equal(x, getattr(r, n))]}
         if case in TURNS:
             whole, (first, second) = chunk_module._turns, TURNS[case]
             chunk_module._turns = lambda *_, a=first, b=second: (slice(0, a), slice(a, b))
@@ -217,17 +214,20 @@ def errors():
         if case in HALVES:
             split, chunk_module._halved = chunk_module._halved, lambda *_: True
             again = chunk_backward(r).grads
-            saved = chunk_forward(replace(r, grad_o=None, grad_final_state=None, save_for_backward=True)).saved
-            kept = chunk_backward(replace(r, saved=saved)).grads
+            others = chunk_backward(replace(r, saved=made.saved)).grads
             chunk_module._halved = split
-            assert again.keys() == kept.keys() == got.keys()
-            assert all(torch.equal(again[n], x) and torch.equal(kept[n], x) for n, x in got.items()), case
+            assert again.keys() == others.keys() == got.keys()
+            assert all(torch.equal(again[n], x) and torch.equal(others[n], x) for n, x in got.items()), case
         compared = set(r.needs_grad)
         if rows:
             forward = replace(r, grad_o=None, grad_final_state=None, output_final_state=True)
-            ours, oracle = chunk_forward(forward), reference.forward(forward)
-            assert ours.o.dtype == r.q.dtype
-            got |= {"o": ours.o, "final_state": ours.final_state}
+            oracle = reference.forward(forward)
+            assert made.o.dtype == r.q.dtype
+            if case in ALONE:
+                ours = chunk_forward(forward)
+                assert torch.equal(ours.o, made.o)
+                assert torch.equal(ours.final_state, made.final_state)
+            got |= {"o": made.o, "final_state": made.final_state}
             ref |= {"o": oracle.o, "final_state": oracle.final_state}
             compared |= {"o", "final_state"}
         for name in compared:
