@@ -95,6 +95,15 @@ def test_correct_result_rounded_is_within_the_budget(dtype: torch.dtype):
     assert budgets.measure("o", expected.to(dtype), expected, dtype).share(budgets.budgets(call)["o"]) < 0.6
 
 
+def test_gradients_below_what_float16_holds_in_full_are_within_the_budget():
+    """Of decays of e⁻⁸ in every channel all gradients of g are below 6e-5, where float16 has few digits."""
+    case = Case(name="random 33", T=15, lengths=(10, 5), H=3, HV=9, K=20, V=1, dtype=FP16, gate_dtype=FP16, decay=-8.0)
+    call = case.having(beta="sigmoid", final_state=False, backward=True).call()
+    expected = references.results(call)["dg"]
+    share = budgets.measure("dg", expected.half(), expected, FP16).share(budgets.budgets(call)["dg"])
+    assert 0.3 < share < 0.6
+
+
 def test_wrong_row_of_a_long_sequence_cannot_hide():
     """A row that is 10% off among 2,000 is invisible in the norm of the whole."""
     call = Case(name="long", T=2000, H=1, K=16, dtype=BF16).call()

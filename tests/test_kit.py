@@ -207,6 +207,23 @@ def test_a_wrong_random_call_is_made_again():
         assert len(made) == expected
 
 
+def test_random_calls_are_the_same_for_every_backend():
+    """And in every folder: hypothesis would seed by the whole identifier of a test."""
+    from kda_core.testing.suite import test_random
+
+    def drawn(name: str, part: int, backend: str) -> list[str]:
+        made = []
+        subject = Subject(Target(backend, CPU))
+        subject.check = made.append
+        getattr(test_random, name)(subject, part)
+        return [call.digest() for call in made]
+
+    first = drawn("test_random_forward", 1, "reference")
+    assert len(set(first)) > 1
+    assert first == drawn("test_random_forward", 1, "cpu")
+    assert not set(first[1:]) & set(drawn("test_random_forward", 2, "cpu"))
+
+
 @pytest.mark.parametrize(
     "error", [RuntimeError("a kernel"), Mismatch("an input was changed"), Refused("rejected", "no")], ids=repr
 )

@@ -1,8 +1,10 @@
 """Random calls: shapes, packing, strides and options drawn together, against the oracle.
 
-Every test comes in parts, each with draws of its own (hypothesis seeds by a test's identifier), so that the parts run
-side by side: on a backend that compiles, new kinds of calls take most of the time. The first draw of every part is the
-simplest call there is.
+Every test comes in parts, each with draws of its own, so that the parts run side by side: on a backend that compiles,
+new kinds of calls take most of the time. The first draw of every part is the simplest call there is.
+
+A part's draws are the same for every backend and wherever the kit is started from: hypothesis seeds by a test's whole
+identifier, in which both occur, if it is not told a seed.
 """
 
 from __future__ import annotations
@@ -91,48 +93,50 @@ def _check(kda: Subject, call: Call, settings: hypothesis.settings) -> None:
         raise
 
 
+def _check_part(kda: Subject, name: str, part: int, drawn: st.SearchStrategy, settings: hypothesis.settings) -> None:
+    """Check the calls that part ``part`` of the test ``name`` draws."""
+
+    @hypothesis.seed(f"{name} {part}")
+    @settings
+    @hypothesis.given(call=drawn)
+    def check(call: Call) -> None:
+        _check(kda, call, settings)
+
+    check()
+
+
 @in_parts
 @requires(Feature.CHUNK)
-@hypothesis.given(call=calls("chunk_kda", 100, backward=False))
-@FAST
-def test_random_forward(kda, part: int, call: Call):
+def test_random_forward(kda, part: int):
     """Forward of chunk_kda."""
-    _check(kda, call, FAST)
+    _check_part(kda, "forward", part, calls("chunk_kda", 100, backward=False), FAST)
 
 
 @in_parts
 @requires(Feature.CHUNK, Feature.BACKWARD)
-@hypothesis.given(call=calls("chunk_kda", 70, backward=True))
-@BACKWARD
-def test_random_backward(kda, part: int, call: Call):
+def test_random_backward(kda, part: int):
     """Gradients of chunk_kda."""
-    _check(kda, call, BACKWARD)
+    _check_part(kda, "backward", part, calls("chunk_kda", 70, backward=True), BACKWARD)
 
 
 @in_parts
 @requires(Feature.RECURRENT)
-@hypothesis.given(call=calls("fused_recurrent_kda", 12, backward=False))
-@FAST
-def test_random_recurrent(kda, part: int, call: Call):
+def test_random_recurrent(kda, part: int):
     """Forward of fused_recurrent_kda."""
-    _check(kda, call, FAST)
+    _check_part(kda, "recurrent", part, calls("fused_recurrent_kda", 12, backward=False), FAST)
 
 
 @slow
 @in_many_parts
 @requires(Feature.CHUNK)
-@hypothesis.given(call=calls("chunk_kda", 300, backward=False))
-@THOROUGH
-def test_random_forward_thorough(kda, part: int, call: Call):
+def test_random_forward_thorough(kda, part: int):
     """Forward of chunk_kda, many more."""
-    _check(kda, call, THOROUGH)
+    _check_part(kda, "forward, thorough", part, calls("chunk_kda", 300, backward=False), THOROUGH)
 
 
 @slow
 @in_many_parts
 @requires(Feature.CHUNK, Feature.BACKWARD)
-@hypothesis.given(call=calls("chunk_kda", 150, backward=True))
-@THOROUGH_BACKWARD
-def test_random_backward_thorough(kda, part: int, call: Call):
+def test_random_backward_thorough(kda, part: int):
     """Gradients of chunk_kda, many more."""
-    _check(kda, call, THOROUGH_BACKWARD)
+    _check_part(kda, "backward, thorough", part, calls("chunk_kda", 150, backward=True), THOROUGH_BACKWARD)
