@@ -224,6 +224,14 @@ def prompts() -> None:
     for gate, (dtype, digits) in (("given", half), ("softplus", (torch.float32, 1e-5)), ("bounded", half)):
         call = inputs(1, 18, gate, dtype, **GROUP) | {"initial_state": pool(1, HV=2), "output_final_state": True}
         same(call, digits)
+    # Outputs in bfloat16 need fewer parts of some operands; states are as exact as ever.
+    for gate in ("given", "bounded"):
+        call = inputs(1, 18, gate, torch.bfloat16, **GROUP) | {"initial_state": pool(1, HV=2)}
+        same(call | {"output_final_state": True}, 2**-7)
+        wide = {n: x.float() for n, x in call.items() if isinstance(x, Tensor)}
+        _, exact = kda_core.fused_recurrent_kda(**call | wide, output_final_state=True, backend="reference")
+        _, got = kda_core.fused_recurrent_kda(**call, output_final_state=True, backend="nvidia")
+        torch.testing.assert_close(got, exact.to(got.dtype), rtol=1e-5, atol=1e-6)
     for v_first in (False, True):
         states = pool(5, torch.float32, v_first, HV=2)
         call = inputs(3, 17, "bounded", **GROUP) | {"initial_state": states, "state_v_first": v_first, "scale": 0.3}
