@@ -192,6 +192,23 @@ def test_descriptors_from_the_stack_pointer_are_found():
     assert not aot.FROM_STACK_POINTER.search("        /*1a30*/                   R2UR UR8, R14 ;")
 
 
+def test_blocks_of_states_that_are_stored_fit_shared_memory():
+    """128 value channels with 256 key channels took 306 KiB where states are stored at chunks, of the 227 of sm_90."""
+    found = {}
+    for launch in aot.shipped(90, "recurrence bf16 K 256 V 256"):
+        arguments = launch.arguments
+        if launch.kernel.__name__ == "recurrence":
+            found.setdefault(arguments["h"] is not None, set()).add(arguments["BV"])
+    assert found[True] == {64}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 89, 90, 100, 120])
+def test_everything_that_is_shipped(arch: int):
+    """Resources of every configuration: CI compiles the commonest ones."""
+    assert aot.main(["--arch", str(arch), "--jobs", "2"]) == 0
+
+
 def test_one_kernel_compiles():
     """Registers and stack are read from the machine code."""
     (launch,) = aot.shipped(90, "finish_kernel bf16", quick=True)

@@ -42,7 +42,7 @@ MODULES = (chunk_forward, chunk_backward, gate, recurrent_launch, segments)
 
 STACK_LIMITS = {
     # (bytes of an element of q, K above 128): bytes of stack that a thread may use
-    (2, False): 240,
+    (2, False): 256,
     (2, True): 400,
     (4, False): 400,
     (4, True): 800,

@@ -308,11 +308,11 @@ def _shared_constants(K: int, V: int, lifted: float, unit: int, v_first: bool, l
 
 @cache
 def _recurrence_constants(
-    target: Chip, dtype: torch.dtype, sequences_heads: int, chunk_size: int, descriptors: bool, *shared: Any
+    target: Chip, dtype: torch.dtype, sequences_heads: int, h: bool, chunk_size: int, descriptors: bool, *shared: Any
 ) -> tuple[dict[str, Any], int]:
     """The plain recurrence's constants, and its warps; ``shared``: as for ``_shared_constants``."""
     constants = _shared_constants(*shared)
-    config = recurrence_config(target, dtype, constants["K"], constants["V"], sequences_heads)
+    config = recurrence_config(target, dtype, constants["K"], constants["V"], sequences_heads, h)
     own = {
         "BV": config.block_v,
         "H_EVERY": chunk_size // CHUNK,
@@ -387,7 +387,9 @@ def run_recurrence(
     descriptors = target.descriptors and 0 < rows < 2**31
     if descriptors:
         keys, P = row_blocks(keys, KP, CHUNK), row_blocks(P, CHUNK, CHUNK)
-    constants, num_warps = _recurrence_constants(target, v.dtype, N * HV, request.chunk_size, descriptors, *shared)
+    constants, num_warps = _recurrence_constants(
+        target, v.dtype, N * HV, h is not None, request.chunk_size, descriptors, *shared
+    )
     arguments = (keys, P, D, v, o, initial_state, final_state, h, cu_seqlens, indices, *numbers)
     _recurrence((N * HV, -(-V // constants["BV"]), 1), arguments, constants, num_warps)
 

@@ -93,11 +93,16 @@ def prepare_config(K: int, dtype: torch.dtype, again: bool = False) -> PrepareCo
     return PrepareConfig(block_k=16, num_warps=1, stages=4, wide=wide, wide_stages=3)
 
 
-def recurrence_config(target: Chip, dtype: torch.dtype, K: int, V: int, sequences_heads: int) -> RecurrenceConfig:
+def recurrence_config(
+    target: Chip, dtype: torch.dtype, K: int, V: int, sequences_heads: int, h: bool = False
+) -> RecurrenceConfig:
     """Configuration of ``recurrence``.
 
     Blocks of 128 value channels read the keys' tiles half as often, but only wgmma holds their state without spills,
     and with few sequences and heads they would leave most of the chip idle.
+
+    Args:
+        h: whether states are stored at chunks: on the way there a whole block passes through shared memory.
     """
     major, wide = target.capability[0], padded(K) > 128
     if dtype == torch.float32:
@@ -109,7 +114,7 @@ def recurrence_config(target: Chip, dtype: torch.dtype, K: int, V: int, sequence
         return RecurrenceConfig(32, 8, 2) if wide else RecurrenceConfig(min(padded(V), 64), 8, 3)
     if wide:
         # wgmma holds the state of 128 channels, and each tile of keys is read half as often.
-        many = major == 9 and padded(V) >= 128
+        many = major == 9 and padded(V) >= 128 and not h
         return RecurrenceConfig(128, 8, 3) if many else RecurrenceConfig(min(padded(V), 64), 8, 2)
     if major == 9 and padded(V) >= 128 and sequences_heads * (-(-V // 128)) > 0.6 * target.multiprocessors:
         return RecurrenceConfig(128, 8, 3)

@@ -16,6 +16,8 @@ CASES = [
     Case(name="h chunk 32", T=100, state=FP32, options=WITH_H | {"chunk_size": 32}),
     Case(name="h V first", T=130, V=16, state=FP32, options=WITH_H | {"state_v_first": True}),
     Case(name="h bfloat16", T=130, K=64, dtype=BF16, state=BF16, options=WITH_H),
+    # A state of which a kernel that keeps it in registers may have no room to store it as well.
+    Case(name="h wide heads", T=70, HV=4, H=2, K=256, dtype=BF16, state=FP32, options=WITH_H),
     Case(name="h packed", T=200, lengths=(1, 0, 64, 65, 70), state=FP32, options=WITH_H),
 ]
 
