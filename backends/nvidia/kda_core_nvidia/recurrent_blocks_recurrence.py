@@ -168,14 +168,13 @@ def blocks_recurrence(
     F_V: tl.constexpr,
     EXACT_OUT: tl.constexpr,
     STAGES: tl.constexpr,
-    REVERSED: tl.constexpr,  # the last heads first: what was written for them last is still in the L2 cache
     STEP: tl.constexpr,  # packed: a program takes every STEP-th long sequence; 0: one each
     OVERLAP: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
-    if REVERSED:
-        pid = tl.num_programs(0) - 1 - pid
+    # The last heads first: what was written for them last is still in the L2 cache.
+    pid = tl.num_programs(0) - 1 - pid
     i_v = pid % BLOCKS
     i_h = (pid // BLOCKS % HV).to(tl.int64)
     i_n = (pid // (BLOCKS * HV)).to(tl.int64)

@@ -473,7 +473,7 @@ def _launch_blocks(request: Request, o: Tensor, final_state: Tensor | None) -> N
         # There may be as many long sequences as that, but most likely there are few or none: as many programs as run
         # at once, which is two on a multiprocessor of Hopper.
         sequences = step = min(sequences, max(1, 2 * chip(request.device).multiprocessors // heads))
-    constants |= {"STAGES": RECURRENCE_STAGES, "REVERSED": True, "STEP": step, "OVERLAP": overlap}
+    constants |= {"STAGES": RECURRENCE_STAGES, "STEP": step, "OVERLAP": overlap}
     constants |= {"launch_pdl": overlap, "enable_fp_fusion": False}
     _blocks_recurrence((sequences * heads, 1, 1), arguments, constants, config.num_warps)
 

@@ -20,6 +20,7 @@ Matrices are held as the recurrences hold states, transposed: starts, ends and b
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
@@ -229,12 +230,16 @@ def _block_v(target: Chip, kp: int, vp: int) -> tuple[int, int, int]:
 _JOIN_PRECISION = "ieee" if INTERPRET else "tf32x3"
 
 
-def _lift(r: Request) -> float:
-    return lift(r.q.dtype, r.use_qk_l2norm_in_kernel)
-
-
 def _shape(r: Request) -> dict[str, int]:
     return {"HV": r.HV, "K": r.K, "V": r.V, "KP": padded(r.K), "VP": padded(r.V)}
+
+
+def _transition_constants(r: Request, target: Chip, v_first: bool) -> tuple[dict[str, Any], int]:
+    """Constants of both transition kernels, and their warps."""
+    shape = _shape(r)
+    bv, warps, stages = _block_v(target, shape["KP"], shape["VP"])
+    own = {"C": CHUNK, "LIFT": lift(r.q.dtype, r.use_qk_l2norm_in_kernel), "BV": bv, "V_FIRST": v_first}
+    return shape | own | {"PRECISION": "tf32", "STAGES": stages}, warps
 
 
 def starts(
@@ -255,11 +260,11 @@ def starts(
     shape, count = _shape(r), r.N
     KP, VP = shape["KP"], shape["VP"]
     transitions = D.new_empty((count - 1, r.HV, VP + KP, KP))
-    bv, warps, stages = _block_v(target, KP, VP)
+    constants, warps = _transition_constants(r, target, v_first)
     _transitions(
-        ((VP + KP) // bv, (count - 1) * r.HV, 1),
+        ((VP + KP) // constants["BV"], (count - 1) * r.HV, 1),
         (v, keys, D, initial_state, transitions, r.cu_seqlens, v.stride(1), v.stride(2), r.T, count),
-        shape | {"C": CHUNK, "LIFT": _lift(r), "BV": bv, "V_FIRST": v_first, "PRECISION": "tf32", "STAGES": stages},
+        constants,
         warps,
     )
     found = D.new_empty((count, r.HV, r.V, r.K))
@@ -289,11 +294,11 @@ def ends(
     KP, VP = shape["KP"], shape["VP"]
     additions = D.new_empty((count - 1, r.HV, VP, KP))
     _, o_scale = split_scale(r.scale, r.q.dtype)
-    bv, warps, stages = _block_v(target, KP, VP)
+    constants, warps = _transition_constants(r, target, v_first)
     _reverse_transitions(
-        (VP // bv, (count - 1) * r.HV, 1),
+        (VP // constants["BV"], (count - 1) * r.HV, 1),
         (keys, P, D, do, grad_final_state, additions, r.cu_seqlens, *do.stride()[1:3], r.T, count, o_scale),
-        shape | {"C": CHUNK, "LIFT": _lift(r), "BV": bv, "V_FIRST": v_first, "PRECISION": "tf32", "STAGES": stages},
+        constants,
         warps,
     )
     found = D.new_empty((count, r.HV, r.V, r.K))
