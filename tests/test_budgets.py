@@ -104,6 +104,21 @@ def test_gradients_below_what_float16_holds_in_full_are_within_the_budget():
     assert 0.3 < share < 0.6
 
 
+def test_states_of_a_pool_are_measured_where_they_are_advanced():
+    """What a call leaves alone (no token, skipped) is no measure of the rest: here its states are larger by far.
+
+    One row of the others is much larger than the rest of them. An exactly rounded one exceeded the budget.
+    """
+    case = Case(name="budget of a pool", T=80, lengths=(0, 40, 40), K=32, dtype=BF16, state=BF16)
+    call = case.having(options={"state_v_first": True}).call()
+    call.tensors["initial_state"][0] *= 1000
+    call.tensors["v"][..., 3] *= 100
+    call = call.in_pool(torch.tensor([3, 1, 2], dtype=torch.int32), 5)
+    expected = references.results(call)["final_state"]
+    rounded = budgets.measure("final_state", expected.to(BF16), expected, BF16)
+    assert 0 < rounded.share(budgets.budgets(call)["final_state"]) < 1
+
+
 def test_wrong_row_of_a_long_sequence_cannot_hide():
     """A row that is 10% off among 2,000 is invisible in the norm of the whole."""
     call = Case(name="long", T=2000, H=1, K=16, dtype=BF16).call()

@@ -81,12 +81,18 @@ class Call:
         rows = self._slots()
         return [row[0 if accepted is None else int(accepted[n]) - 1] for n, row in enumerate(rows)]
 
+    def advanced_sequences(self) -> list[int]:
+        """The sequences whose states in the pool the call reads and writes: none that is skipped or has no token."""
+        starts = zip(self.starting_slots(), self.lengths(), strict=True)
+        return [n for n, (start, length) in enumerate(starts) if start >= 0 and length]
+
     def written_slots(self) -> list[int]:
         """The slots of the pool that the call writes, in order of sequence and token."""
+        rows, lengths = self._slots(), self.lengths()
         written = []
-        for start, row, length in zip(self.starting_slots(), self._slots(), self.lengths(), strict=True):
-            if start >= 0 and length:
-                written += [slot for slot in (row[:length] if len(row) > 1 else row) if slot >= 0]
+        for n in self.advanced_sequences():
+            row = rows[n]
+            written += [slot for slot in (row[: lengths[n]] if len(row) > 1 else row) if slot >= 0]
         return written
 
     def without_pool(self) -> Call:

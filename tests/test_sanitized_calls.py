@@ -1,0 +1,47 @@
+"""The program that runs under compute-sanitizer tells right from wrong, and makes the calls that it lists."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import sanitized_calls
+
+from kda_core.testing.subject import Mismatch
+
+pytest.importorskip("kda_core_cpu")
+
+
+def run(monkeypatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["sanitized_calls.py", "--backend", "cpu", *arguments])
+    return sanitized_calls.main()
+
+
+@pytest.mark.parametrize("only", ["K 20 V 16", "draft True", "kda_gate", "descriptors 64", "packed torch.float16 64"])
+def test_calls_are_right(monkeypatch, capsys, only: str):
+    assert run(monkeypatch, "--only", only) == 0
+    assert "0 wrong" in capsys.readouterr().out
+
+
+def test_a_wrong_call_is_told(monkeypatch, capsys):
+    def wrong(subject):
+        raise Mismatch("other bits")
+
+    monkeypatch.setattr(sanitized_calls, "checks", lambda: [("first", wrong), ("second", lambda subject: None)])
+    assert run(monkeypatch) == 1
+    assert "WRONG: other bits" in capsys.readouterr().out
+    assert run(monkeypatch, "--part", "2/2") == 0
+
+
+def test_nothing_done_is_not_right(monkeypatch):
+    assert run(monkeypatch, "--only", "no such call") == 1
+    assert run(monkeypatch, "--only", "kda_gate", "--seconds", "-1") == 1
+
+
+def test_parts_hold_every_call(monkeypatch, capsys):
+    everything = [str(i) for i in range(7)]
+    monkeypatch.setattr(sanitized_calls, "checks", lambda: [(name, lambda subject: None) for name in everything])
+    for part in ("1/3", "2/3", "3/3"):
+        assert run(monkeypatch, "--part", part) == 0
+    found = capsys.readouterr().out.splitlines()
+    assert sorted(line.split()[2].rstrip(":") for line in found if "right" in line) == everything
