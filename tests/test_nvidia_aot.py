@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 import triton
 from kda_core_nvidia import aot, chunk_backward, hopper, recurrent_launch
 from kda_core_nvidia.launch import Chip
+from kda_core_nvidia.machine_code import uses_stack_pointer
 from triton.backends.compiler import GPUTarget
 
 KERNELS = {
@@ -186,10 +187,31 @@ def test_problems():
     assert "shared memory" in large
 
 
-def test_descriptors_from_the_stack_pointer_are_found():
-    """As ptxas 12.8 wrote them; other moves to uniform registers are none."""
-    assert aot.FROM_STACK_POINTER.search("        /*1a30*/                   R2UR UR8, R1 ;")
-    assert not aot.FROM_STACK_POINTER.search("        /*1a30*/                   R2UR UR8, R14 ;")
+@pytest.mark.parametrize(
+    ("code", "used"),
+    [
+        # As ptxas 12.8 wrote them: a descriptor restored from R1, itself or moved.
+        ("R2UR UR8, R1 ; UMOV UR9, 0x40 ; HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24 ;", True),
+        ("R2UR UR9, R1 ; UMOV UR13, UR9 ; UMOV UR9, URZ ; HGMMA.64x64x16.F32.BF16 R24, gdesc[UR12], R24 ;", True),
+        # The upper half of a pair, moved and written anew; two coordinates are what the load reads.
+        ("R2UR UR21, R1 ; UMOV UR29, UR21 ; UIADD3 UR21, UR53, 0x3, URZ ; UTMALDG.2D [UR24], [UR40] ; "
+         "UTMALDG.2D [UR20], [UR32] ; UIADD3.X UR29, URZ, UR15, URZ, UP6, !UPT ; UMOV UR23, UR29 ;", False),
+        ("R2UR UR21, R1 ; UTMALDG.4D [UR16], [UR40] ; UMOV UR21, URZ ;", True),
+        ("R2UR UR21, R1 ; UIADD3 UR30, UR21, 0x3, URZ ; UMOV UR21, URZ ;", True),
+        ("R2UR UR21, R1 ; UIMAD.WIDE UR30, UR20, 0x3, UR10 ; UMOV UR21, URZ ;", True),
+        ("R2UR UR21, R1 ; STG.E.128 desc[UR20][R4.64], R12 ; UMOV UR21, URZ ;", True),
+        ("R2UR UR21, R1 ; STG.E.128 desc[UR14][R4.64], R12 ; UMOV UR21, URZ ;", False),
+        ("R2UR UR21, R1 ; ULDC.64 UR20, c[0x0][0x198] ; UMOV UR2, UR21 ; BRA 0x10 ;", False),
+        # What is written under a predicate, or still there at a branch, may be read.
+        ("R2UR UR21, R1 ; @P0 UMOV UR21, URZ ; UIADD3 UR30, UR21, 0x3, URZ ;", True),
+        ("R2UR UR21, R1 ; @P0 BRA 0x7f0 ; UMOV UR21, URZ ;", True),
+        ("R2UR UR8, R14 ; HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24 ;", False),
+    ],
+)  # fmt: skip
+def test_computing_with_the_stack_pointer_is_found(code: str, used: bool):
+    """In machine code as ``cuobjdump`` prints it."""
+    lines = [f"        /*{16 * i:04x}*/    {x.strip()} ;   /* 0x0000 */" for i, x in enumerate(code.split(";")[:-1])]
+    assert uses_stack_pointer("\n".join(lines)) == used
 
 
 def test_blocks_of_states_that_are_stored_fit_shared_memory():

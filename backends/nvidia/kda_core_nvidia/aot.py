@@ -3,7 +3,7 @@
 The hooks' functions run on small CPU tensors with their kernels replaced by recorders, so that what is compiled is
 what a call would compile. For each kernel the table shows registers, stack (spills) and shared memory, read from the
 machine code by the ``cuobjdump`` that comes with triton. Exit status 1 when a kernel uses more stack than STACK_LIMITS
-states, or more shared memory than the chip has, or builds a product's descriptor from the stack pointer.
+states, or more shared memory than the chip has, or computes with a copy of the stack pointer.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kda_core.request import GateRequest, Request
 from kda_core_nvidia import chunk_backward, chunk_forward, gate, launch, recurrent_launch, segments
 from kda_core_nvidia.launch import Chip, Launcher
+from kda_core_nvidia.machine_code import uses_stack_pointer
 
 MODULES = (chunk_forward, chunk_backward, gate, recurrent_launch, segments)
 """The modules that launch kernels."""
@@ -56,9 +57,6 @@ SHARED_LIMIT = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 1
 
 MULTIPROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 160, 110: 20, 120: 188, 121: 48}
 """Of the largest chip of an architecture; only decides between the configurations for many and for few programs."""
-
-FROM_STACK_POINTER = re.compile(r"R2UR UR\d+, R1\b")
-"""ptxas 12.8 has restored spilled descriptors of warp-group products from the stack pointer itself: wrong results."""
 
 _TYPES = {
     torch.bfloat16: "bf16",
@@ -195,8 +193,8 @@ class Resources:
             found.append(f"{self.stack} bytes of stack, at most {launch.stack_limit} allowed")
         if self.shared > SHARED_LIMIT[launch.arch] * 1024:
             found.append(f"{self.shared} bytes of shared memory, {SHARED_LIMIT[launch.arch]} KiB available")
-        if launch.arch == 90 and FROM_STACK_POINTER.search(_tool("-sass", self.machine_code)):
-            found.append("a descriptor is built from the stack pointer")
+        if launch.arch == 90 and uses_stack_pointer(_tool("-sass", self.machine_code)):
+            found.append("something is computed from a copy of the stack pointer")
         return found
 
 
