@@ -100,7 +100,8 @@ def chunk_kda(
         o: [B, T, HV, V], dtype of q.
         final_state: [N, HV, K, V] in the initial state's dtype (default float32); the pool when one was
             given; None unless ``output_final_state``.
-        h: [B, NT, HV, K, V], the state's dtype; NT = sum of ceil(length / chunk_size).
+        h: [B, NT, HV, K, V], the state's dtype; NT = sum of ceil(length / chunk_size); zero where a
+            sequence is skipped.
 
     Raises:
         ValueError: a wrong shape, device, value or combination; nothing has been written.

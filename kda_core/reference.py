@@ -154,7 +154,8 @@ def oracle(r: Request, *, token_states: bool = False, inputs: dict[str, Tensor] 
     for n, (b, start, end) in enumerate(bounds):
         if not skipped[n]:
             o[b, start:end] = o_rows[n, : end - start]
-        h += [states[t][n] for t in range(0, end - start, r.chunk_size)]
+        at_chunks = [states[t][n] for t in range(0, end - start, r.chunk_size)]
+        h += [torch.zeros_like(state) for state in at_chunks] if skipped[n] else at_chunks
     shape = (r.B, len(h) // r.B if r.B else 0, r.HV, r.K, r.V)
     h_tensor = torch.stack(h).reshape(shape) if h else v.new_zeros(shape)
     per_token = torch.stack(states[1:], 1) if token_states and length else None

@@ -28,6 +28,7 @@ import triton.language as tl
 from kda_core.triton_lib.decay import after, selected_sum, split, through
 from kda_core.triton_lib.gate import NORM_EPS, gate_gradient, gate_rate, log2_decay, sigmoid, write_strength
 from kda_core_amd.levels import straddles, to_reference
+from kda_core_amd.recurrence import state_offsets
 from kda_core_amd.slots import rows_of_slot
 
 _NUMBERS = ["scale", "lower_bound", "T", "N", "chunks", "HV", "group", "s_qb", "s_kb", "s_gb", "s_bb", "s_ob"]
@@ -80,6 +81,22 @@ def _level(b_q, b_k, b_beta, b_mu, b_lu, parts, r, log2_b, sums, TERMS: tl.const
     return sums[0] + dq, sums[1] + row, sums[2] + column, sums[3] + reached
 
 
+@triton.jit
+def _sum_of_ends(
+    initial_state, grad_final_state, o_k, s_ik, s_iv, s_fk, s_fv, K: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
+    BV: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Σ_v of an initial state times the gradient of the final one, for channels ``o_k``, as they were given."""
+    products = tl.zeros([BV, BK], tl.float32)
+    for i_v in range(0, VP, BV):
+        o_v = (i_v + tl.arange(0, BV)).to(tl.int64)
+        mask = (o_v < V)[:, None] & (o_k < K)[None, :]
+        b_s = tl.load(initial_state + state_offsets(o_v, o_k, s_ik, s_iv), mask=mask, other=0.0).to(tl.float32)
+        b_ds = tl.load(grad_final_state + state_offsets(o_v, o_k, s_fk, s_fv), mask=mask, other=0.0)
+        products += b_s * b_ds.to(tl.float32)
+    return tl.sum(products, 0)
+
+
 @triton.jit(do_not_specialize=_NUMBERS)
 def gradients_kernel(
     q,  # [B, T, H, K]
@@ -99,6 +116,8 @@ def gradients_kernel(
     dbeta,  # [B, T, HV]
     dA_log,  # [slots, HV] float32 or None
     ddt_bias,  # [slots, HV, K] float32 or None
+    initial_state,  # [N, HV, K, V] (or [..., V, K]) or None
+    grad_final_state,  # likewise; both or none
     cu_seqlens,  # [N + 1] or None
     scale,
     lower_bound,
@@ -122,6 +141,14 @@ def gradients_kernel(
     s_ob,
     s_ot,
     s_oh,
+    s_in,
+    s_ih,
+    s_ik,
+    s_iv,
+    s_fn,
+    s_fh,
+    s_fk,
+    s_fv,
     K: tl.constexpr,
     V: tl.constexpr,
     KP: tl.constexpr,
@@ -189,6 +216,15 @@ def gradients_kernel(
     states += i_chunk * (VP * KP)
     state_grads += i_chunk * (VP * KP)
     dtype = z.dtype.element_ty
+    # Of a sequence of one chunk both states are the call's own: as they were given, not as they were stored.
+    one_chunk = False
+    if initial_state is not None:
+        initial_state += i_n * s_in + i_h * s_ih
+        grad_final_state += i_n * s_fn + i_h * s_fh
+        if cu_seqlens is None:
+            one_chunk = T <= C
+        else:
+            one_chunk = tl.load(cu_seqlens + i_n + 1) - tl.load(cu_seqlens + i_n) <= C
     rate = gate_rate(A_log, i_h)
     if dt_bias is not None:
         dt_bias += i_h * K
@@ -264,6 +300,10 @@ def gradients_kernel(
             b_dq = new_dq
             b_row = new_row
             b_column = new_column
+        summed = tl.sum(products, 0)
+        if initial_state is not None:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
+            if one_chunk:
+                summed = _sum_of_ends(initial_state, grad_final_state, o_k, s_ik, s_iv, s_fk, s_fv, K, V, VP, BV, BK)
 
         b_q = ()
         b_k = ()
@@ -286,7 +326,7 @@ def gradients_kernel(
             dq0, dq1 = b_dq[0] * (into[0] * scale), b_dq[1] * (into[1] * total * scale)
             row0, row1 = b_row[0] * -into[0], b_row[1] * -(into[1] * total)
             column0, column1 = b_column[0] * (out_of[0] * total1), b_column[1] * out_of[1]
-            whole = total * total1 * tl.sum(products, 0)[None, :]
+            whole = total * total1 * summed[None, :]
             # They reach every row of the other tile.
             reach = split(b_q[1] * dq1 + b_k[1] * row1, TERMS)
             dgamma0 = whole + selected_sum(everything, reach, TERMS)
@@ -310,7 +350,7 @@ def gradients_kernel(
             b_dq = (b_dq[0] * (into[0] * scale),)
             b_row = (b_row[0] * -into[0],)
             b_column = (b_column[0] * out_of[0],)
-            b_dgamma = (total * tl.sum(products, 0)[None, :],)
+            b_dgamma = (total * summed[None, :],)
 
         new_dbeta = ()
         b_bias = tl.zeros([BK], tl.float32)

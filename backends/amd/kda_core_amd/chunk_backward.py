@@ -179,6 +179,10 @@ def _run_gradients(
     config = launch.config("gradients", target, q.dtype, KP)
     terms, dot, _ = dot_widths(q.dtype, target)
     unit, (s_qb, s_kb, s_gb, s_bb, s_ob) = batch_strides(q, k, g, beta, do)
+    # Exact ends of sequences of one chunk, where there may be such, and their states are stored in 16 bits.
+    ends_given = request.initial_state is not None and request.grad_final_state is not None
+    exact = ends_given and q.dtype.itemsize == 2 and (request.cu_seqlens is not None or T <= CHUNK)
+    first, last = (request.initial_state, request.grad_final_state) if exact else (None, None)
     arguments = (
         q,
         k,
@@ -197,6 +201,8 @@ def _run_gradients(
         dbeta,
         dA_log,
         ddt_bias,
+        first,
+        last,
         dense(request.cu_seqlens),
         float(request.scale),
         0.0 if request.lower_bound is None else float(request.lower_bound),
@@ -215,6 +221,8 @@ def _run_gradients(
         *beta.stride()[1:3],
         s_ob,
         *do.stride()[1:3],
+        *state_strides(first, request.state_v_first),
+        *state_strides(last, request.state_v_first),
     )
     constants = {
         "K": K,

@@ -177,7 +177,10 @@ def run_recurrence(
 
 
 def _intermediate_states(request: Request) -> Tensor:
-    """An empty h. Packed, its length is Σ ceil(len / chunk_size), which the host knows from ``cu_seqlens_cpu``."""
+    """h, to be written but for sequences that are skipped, whose states are zero.
+
+    Packed, its length is Σ ceil(len / chunk_size), which the host knows from ``cu_seqlens_cpu``.
+    """
     size = request.chunk_size
     if request.cu_seqlens is None:
         count = -(-request.T // size)
@@ -185,7 +188,8 @@ def _intermediate_states(request: Request) -> Tensor:
         # Without the copy on the CPU the core lets only CPU tensors come this far.
         bounds = request.cu_seqlens if request.cu_seqlens_cpu is None else request.cu_seqlens_cpu
         count = int(((bounds.diff() + size - 1) // size).sum())
-    return request.q.new_empty((request.B, count, *request.state_shape[1:]), dtype=request.state_dtype)
+    new = request.q.new_empty if request.ssm_state_indices is None else request.q.new_zeros
+    return new((request.B, count, *request.state_shape[1:]), dtype=request.state_dtype)
 
 
 def output_buffers(request: Request) -> tuple[Tensor, Tensor | None]:

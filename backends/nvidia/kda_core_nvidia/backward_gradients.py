@@ -39,6 +39,7 @@ from kda_core_nvidia.backward_levels import (
     rounded,
     split3,
 )
+from kda_core_nvidia.backward_states import load_state
 
 
 @triton.jit
@@ -163,6 +164,20 @@ def _mild_decay(
     return b_dq * rise, b_dkr * rise, b_dkc * fall, b_dgamma
 
 
+@triton.jit
+def _sum_of_ends(
+    initial_state, grad_final_state, i_nh, o_k, K: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
+    V_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Σ_v of a sequence's initial state times the gradient of its final one, for channels ``o_k``."""
+    b_sums = tl.zeros(o_k.shape, tl.float32)
+    for i_v in tl.range(0, VP // 16, disable_licm=True):
+        o_v = i_v * 16 + tl.arange(0, 16)
+        b_s = load_state(initial_state, i_nh, o_v, o_k, K, V, V_FIRST)
+        b_sums += tl.sum(b_s * load_state(grad_final_state, i_nh, o_v, o_k, K, V, V_FIRST), 0)
+    return b_sums
+
+
 _NUMBERS = ["scale", "o_scale", "lower_bound", "T", "T_row", "NT", "N", "rows"]
 """Parameters that the compiler must not look at: most of them change with the lengths of the sequences."""
 
@@ -170,14 +185,14 @@ _NUMBERS = ["scale", "o_scale", "lower_bound", "T", "T_row", "NT", "N", "rows"]
 @triton.jit(do_not_specialize=_NUMBERS)
 def gradients_kernel(
     q, k, g, beta, A_log, dt_bias, do, dv, z, states, state_grads, D, norms,
-    dq, dk, dg, dbeta, dA_partial, dbias_partial, cu_seqlens,
+    dq, dk, dg, dbeta, dA_partial, dbias_partial, initial_state, grad_final_state, cu_seqlens,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh, s_ob, s_ot, s_oh,
     scale, o_scale, lower_bound, T, T_row, NT, N, rows,
     H: tl.constexpr, HV: tl.constexpr, HO: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     GATE: tl.constexpr, BETA_SIGMOID: tl.constexpr, BETA_SCALE: tl.constexpr,
     PRECISION: tl.constexpr, LEVELS: tl.constexpr, MILD: tl.constexpr, STAGES: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, TOKENS: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, TOKENS: tl.constexpr, V_FIRST: tl.constexpr,
 ):  # fmt: skip
     NK: tl.constexpr = KP // BK
     i_k = tl.program_id(0) % NK
@@ -186,6 +201,8 @@ def gradients_kernel(
     i_b, t0, eos, i_n = locate(i_slot, cu_seqlens, T, NT, N, C)
     if t0 >= eos:
         return
+    # Of fewer rows less may decay: what cancels in sums over rows would be large beside what is left of them.
+    mildest = tl.minimum(eos - t0, C) * (-MILD / C)
     dt = q.dtype.element_ty
     i_b = i_b.to(tl.int64)
     o_c = tl.arange(0, C)
@@ -308,7 +325,15 @@ def gradients_kernel(
     b_y = tl.where(m_kc, log2_decay(b_g.to(tl.float32), a, b_bias, lower_bound, GATE), 0.0)
     hi, mid, lo = split3(b_y, dt)
     # The sum of 16 equal numbers is exact.
-    b_sums = tl.sum(b_sums, 1) * (tl.load(D + block * KP + o_k) * (o_scale / 16))
+    decay = tl.load(D + block * KP + o_k)
+    b_sums = tl.sum(b_sums, 1) * (decay * (o_scale / 16))
+    if initial_state is not None:
+        # Of a sequence of one chunk both states are the call's own: as they were given, not as they were stored.
+        start = 0
+        if cu_seqlens is not None:
+            start = tl.load(cu_seqlens + i_n).to(tl.int32)
+        if eos - start <= C:
+            b_sums = decay * _sum_of_ends(initial_state, grad_final_state, i_n * HV + i_h, o_k, K, V, VP, V_FIRST)
     b_dgamma = tl.zeros([BK, C], tl.float32) + b_sums[:, None]
     b_q = b_q.to(tl.float32)
     b_k = b_k.to(tl.float32)
@@ -318,7 +343,7 @@ def gradients_kernel(
     # The matrix unit adds up the rows in the layout that the products have.
     ones = tl.full([C, 16], 1.0, hi.dtype)
     total = tl.sum(tl.dot(mid, ones, tl.dot(hi, ones)), 1) * (1 / 16)
-    if MILD > 0 and tl.min(total) >= -MILD:
+    if MILD > 0 and tl.min(total) >= mildest:
         b_dq, b_dkr, b_dkc, b_dgamma = _mild_decay(
             b_dq, b_dkr, b_dkc, b_dgamma, b_q, b_k, b_beta, b_mu, b_lu, total, hi, mid, lo, o_c, scale, dt
         )

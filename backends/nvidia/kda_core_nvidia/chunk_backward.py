@@ -66,8 +66,9 @@ class Config:
 
 
 MILD = {torch.bfloat16: 160.0, torch.float16: 12.0, torch.float32: 0.0}
-"""Log2 decay over a chunk up to which one reference point serves all its pairs: 2^(+-MILD/2) leaves room for operands
-and sums in the dtype of the products. float32 keeps to the levels, whose exponents are small where they matter."""
+"""Log2 decay over a chunk up to which one reference point serves all its pairs (over fewer rows a part of that):
+2^(+-MILD/2) leaves room for operands and sums in the dtype of the products. float32 keeps to the levels, whose
+exponents are small where they matter."""
 
 
 def choose(dtype: torch.dtype, kp: int, vp: int, heads: int, arch: int) -> Config:
@@ -149,7 +150,7 @@ def _constants(
         | {"BK": bk, "BV": bv, "GATE": gate, "BETA_SIGMOID": sigmoid, "BETA_SCALE": 2.0 if neg_eigval else 1.0}
         | precision
         | {"LEVELS": CHUNK.bit_length() - 1, "MILD": MILD[dtype], "STAGES": stages}
-        | {"DESCRIPTORS": False, "TOKENS": False}
+        | {"DESCRIPTORS": False, "TOKENS": False, "V_FIRST": v_first}
     )
     finish = {"H": H, "HV": HV, "HO": HO, "K": K, "KP": kp, "NK": kp // bk, "R": max(1, 2048 // kp), "L2NORM": l2norm}
     return _Constants(config, states, reverse, gradients, finish)
@@ -373,6 +374,9 @@ def _backward(call: Request, into: dict[str, Tensor] | None = None) -> dict[str,
     want_initial = state is not None and "initial_state" in needs
     grad_state = new_result(q, call.state_shape, call.state_dtype) if want_initial else None
     grad_states = grad_state
+    # Exact ends of sequences of one chunk, where there may be such, and their states are stored in 16 bits.
+    short = r is call and dtype.itemsize == 2 and (cu is not None or T <= C)
+    exact = (state, grad_final) if short and state is not None and grad_final is not None else (None, None)
     if r is not call:
         # The states at the starts of the segments and their gradients at the ends stand for those of packed sequences.
         state, transitions = starts(r, target, v, keys, D, state, call.state_v_first)
@@ -434,7 +438,8 @@ def _backward(call: Request, into: dict[str, Tensor] | None = None) -> dict[str,
                 *(_cut(q, turn), _cut(k, turn), _cut(g, turn), _cut(beta, turn), A_log, dt_bias, read_do),
                 *(*read, own_D, _cut(norms, own)),
                 *(_cut(dq_hat, turn), _cut(dk_hat, turn), _cut(dg, turn)),
-                *(dbeta_partial if turn is None else dbeta_partial[:, turn], _cut(dA, own), _cut(dbias, own), cu),
+                *(dbeta_partial if turn is None else dbeta_partial[:, turn], _cut(dA, own), _cut(dbias, own)),
+                *(*(_cut(x, turn) for x in exact), cu),
                 *(*s_q, *s_k, *s_g, *s_b, *s_do),
                 *(float(r.scale), o_scale, 0.0 if r.lower_bound is None else float(r.lower_bound)),
                 *(T, T_row, NT, N, B * T),

@@ -395,7 +395,10 @@ def run_recurrence(
 
 
 def _intermediate_states(request: Request) -> Tensor:
-    """An empty h. Packed, its length is Σ ceil(len / chunk_size), which the host knows from ``cu_seqlens_cpu``."""
+    """h, to be written but for sequences that are skipped, whose states are zero.
+
+    Packed, its length is Σ ceil(len / chunk_size), which the host knows from ``cu_seqlens_cpu``.
+    """
     size = request.chunk_size
     if request.cu_seqlens is None:
         count = -(-request.T // size)
@@ -404,7 +407,7 @@ def _intermediate_states(request: Request) -> Tensor:
         bounds = request.cu_seqlens if request.cu_seqlens_cpu is None else request.cu_seqlens_cpu
         count = int(((bounds[1:] - bounds[:-1] + size - 1) // size).sum())
     shape = (request.B, count, *request.state_shape[1:])
-    return new_result(request.q, shape, request.state_dtype)
+    return new_result(request.q, shape, request.state_dtype, zeros=request.ssm_state_indices is not None)
 
 
 def _run_segments(request: Request, rows: int, o: Tensor, final_state: Tensor | None, keep: int) -> Prepared:

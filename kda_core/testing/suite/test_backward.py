@@ -8,9 +8,9 @@ import pytest
 
 from kda_core.capabilities import Feature
 from kda_core.reference import DIFFERENTIABLE
-from kda_core.testing.cases import Case
+from kda_core.testing.cases import BF16, FP16, FP32, Case
 from kda_core.testing.inputs import same_bits
-from kda_core.testing.marks import each_tagged, requires
+from kda_core.testing.marks import each, each_tagged, requires
 
 GATED = Case(
     name="gated gradients",
@@ -25,11 +25,32 @@ GATED = Case(
     backward=True,
 )
 
+# The gradient of the decay is that of a whole state, which nothing that the call computes has rounded yet.
+SHORT = [
+    Case(name="gradients of a token float16", T=1, K=64, dtype=FP16, state=FP32, backward=True),
+    Case(name="gradients of a token bfloat16", T=1, K=128, dtype=BF16, state=FP32, backward=True),
+    Case(name="gradients of a token K 256", B=3, T=1, HV=4, K=256, V=128, dtype=BF16, state=FP32, backward=True),
+    Case(name="gradients of few tokens", T=20, K=64, decay="slow", dtype=FP16, state=BF16, backward=True),
+    Case(name="gradients of few tokens V first", T=20, K=64, V=20, decay="slow", dtype=FP16, state=FP32, backward=True)
+    .having(options={"state_v_first": True}),
+    Case(name="gradients of short sequences", T=78, HV=4, K=64, lengths=(0, 1, 33, 0, 12, 32), dtype=FP16, state=FP32)
+    .having(backward=True),
+    Case(name="gradients of short sequences bfloat16", T=80, K=128, lengths=(1, 33, 12, 32), dtype=BF16, state=FP32)
+    .having(backward=True, options={"state_v_first": True}),
+]  # fmt: skip
+
 
 @requires(Feature.CHUNK, Feature.BACKWARD)
 @each_tagged("backward")
 def test_backward(kda, case: Case):
     """Outputs and every gradient are within their budgets."""
+    kda.check(case.call())
+
+
+@requires(Feature.CHUNK, Feature.BACKWARD, Feature.STATE_GRADIENT)
+@each(SHORT)
+def test_backward_short(kda, case: Case):
+    """Sequences of less than a chunk, whose states are the call's own at both ends."""
     kda.check(case.call())
 
 

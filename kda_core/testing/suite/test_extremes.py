@@ -40,6 +40,15 @@ def test_decay_backward_float16(kda, decay: float):
     kda.check(case.having(l2norm=True, state=FP32, backward=True).call())
 
 
+@requires(Feature.CHUNK, Feature.BACKWARD)
+@pytest.mark.parametrize("decay", [-3.0, -8.0, -14.0])
+@pytest.mark.parametrize("T", [37, 70])
+def test_decay_backward_of_few_rows(kda, decay: float, T: int):
+    """Strong decays in the few rows after the last whole chunk: little is left beside what cancels."""
+    case = Case(name=f"{T} rows, decay {decay}", T=T, K=128, dtype=BF16, decay=decay, state=FP32, backward=True)
+    kda.check(case.call())
+
+
 @requires(Feature.RECURRENT)
 @DECAYS
 def test_decay_recurrent(kda, decay):

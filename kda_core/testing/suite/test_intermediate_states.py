@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from kda_core.capabilities import Feature
 from kda_core.testing.cases import BF16, FP32, Case
@@ -38,3 +39,16 @@ def test_intermediate_state_is_a_final_state(kda, C: int):
     prefix = call.slice_tokens(0, 128)
     final = kda.check(prefix)["final_state"]
     kda.expect(prefix, "final_state", whole["h"][:, 128 // C], final, "h at 128 against the final state")
+
+
+@requires(Feature.CHUNK, Feature.INTERMEDIATE_STATES, Feature.PAGED_STATE)
+@pytest.mark.parametrize("layout", [{"B": 3, "T": 70}, {"T": 150, "lengths": (70, 1, 79)}], ids=["dense", "packed"])
+@pytest.mark.parametrize("options", [WITH_H, WITH_H | {"state_v_first": True, "chunk_size": 32}], ids=["", "V first"])
+def test_intermediate_states_of_skipped_sequences(kda, layout: dict, options: dict):
+    """Sequences without a slot have none: zeros, whatever lay in memory before."""
+    call = Case(name=f"h skipped {sorted(layout)}", V=16, state=FP32, options=options, **layout).call()
+    results = kda.check(call.in_pool(torch.tensor([-1, 2, -1], dtype=torch.int32), 4))
+    served = results["h"].flatten(0, 1)
+    written = served.flatten(1).any(1)
+    assert written.any()
+    assert not written.all()
