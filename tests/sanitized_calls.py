@@ -18,8 +18,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
+import noted
 import torch
 
 from kda_core.capabilities import FOREIGN_VARIABLE
@@ -106,7 +108,8 @@ def _chunked() -> Iterator[tuple[Case, Callable[[Case], Check]]]:
         case = Case(name=f"packed {dtype} {size} {v_first}", **(packed | {"state": state}))
         case = case.having(options={"state_v_first": v_first})
         yield case.having(backward=True, options={"disable_recompute": v_first}), _checked
-        yield case.having(options={"return_intermediate_states": True}), _in_pool
+        pooled = case.having(name=f"pool {dtype} {size} {v_first}", options={"return_intermediate_states": True})
+        yield pooled, _in_pool
     for K, V in ((1, 3), (20, 16), (100, 60), (128, 64), (128, 256), (200, 64), (256, 128)):
         for dtype in (BF16, FP32):
             case = Case(name=f"K {K} V {V} {dtype}", B=2, T=70, HV=4, K=K, V=V, dtype=dtype, state=FP32, backward=True)
@@ -174,6 +177,19 @@ def checks() -> list[tuple[str, Check]]:
     return [*cases, *_gates()]
 
 
+def _outcome(subject: Subject, check: Check) -> tuple[str, str]:
+    """What comes of a call, in pytest's words and in ours."""
+    try:
+        check(subject)
+    except Refused as refusal:
+        # What a backend declares it may refuse; all else it must serve.
+        rejected = refusal.status == "rejected"
+        return ("failed", f"WRONG: {refusal}") if rejected else ("skipped", str(refusal))
+    except Mismatch as mismatch:
+        return "failed", f"WRONG: {mismatch}"
+    return "passed", "right"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--backend", required=True)
@@ -181,27 +197,31 @@ def main() -> int:
     parser.add_argument("--part", default="1/1", metavar="I/N", help="every N-th call, from the I-th")
     parser.add_argument("--only", default="", help="calls whose name contains this")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no call after so many seconds")
+    parser.add_argument("--notes", type=Path, help="note every call there, and leave out those noted as right")
     chosen = parser.parse_args()
     if chosen.foreign_device:
         os.environ[FOREIGN_VARIABLE] = chosen.backend
     subject = Subject(find_target(chosen.backend, foreign=chosen.foreign_device))
     first, step = (int(n) for n in chosen.part.split("/"))
     wanted = [(name, check) for name, check in checks()[first - 1 :: step] if chosen.only in name]
+    notes = noted.read(chosen.notes) if chosen.notes else []
+    before = noted.done(notes)
+    if chosen.notes and not notes:
+        noted.write(chosen.notes, {"collected": len(wanted)})
     begin, done, wrong = time.perf_counter(), 0, 0
     for name, check in wanted:
+        if name in before:
+            done += 1
+            continue
         if time.perf_counter() - begin > chosen.seconds:
             break
         start = time.perf_counter()
-        outcome = "right"
-        try:
-            check(subject)
-        except Refused as refusal:
-            outcome = str(refusal)
-        except Mismatch as mismatch:
-            outcome = f"WRONG: {mismatch}"
-            wrong += 1
+        outcome, message = _outcome(subject, check)
+        wrong += outcome == "failed"
         done += 1
-        print(f"{time.perf_counter() - start:6.1f} s  {name}: {outcome}", flush=True)
+        if chosen.notes:
+            noted.write(chosen.notes, {"test": name, "outcome": outcome, "message": message})
+        print(f"{time.perf_counter() - start:6.1f} s  {name}: {message}", flush=True)
     print(f"{chosen.backend} on {subject.device}: {done} of {len(wanted)} checks done, {wrong} wrong")
     return 0 if wanted and not wrong and done == len(wanted) else 1
 

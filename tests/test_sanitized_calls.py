@@ -33,6 +33,19 @@ def test_a_wrong_call_is_told(monkeypatch, capsys):
     assert run(monkeypatch, "--part", "2/2") == 0
 
 
+def test_names_are_unique():
+    names = [name for name, _ in sanitized_calls.checks()]
+    assert len(names) == len(set(names)) > 150
+
+
+def test_what_was_noted_as_right_is_left_out(monkeypatch, capsys, tmp_path):
+    notes = tmp_path / "calls.jsonl"
+    assert run(monkeypatch, "--only", "kda_gate", "--notes", str(notes)) == 0
+    assert capsys.readouterr().out.count("right") == 6
+    assert run(monkeypatch, "--only", "kda_gate", "--notes", str(notes)) == 0
+    assert capsys.readouterr().out.count("right") == 0
+
+
 def test_nothing_done_is_not_right(monkeypatch):
     assert run(monkeypatch, "--only", "no such call") == 1
     assert run(monkeypatch, "--only", "kda_gate", "--seconds", "-1") == 1

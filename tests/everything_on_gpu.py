@@ -1,0 +1,185 @@
+"""All that GPUs can say about a backend, at once and on every GPU of a machine.
+
+    python tests/everything_on_gpu.py --backend nvidia --minutes 30 --out found
+    python tests/everything_on_gpu.py --backend amd --foreign-device --minutes 30 --out found-amd
+
+The conformance kit in both tiers, the backend's own tests that need a GPU, and compute-sanitizer, where it is
+installed, over ``sanitized_calls.py``. Most of the time kernels are compiled: an hour and more of a dozen cores. When
+the minutes are over it stops; called again with the same folder it goes on with what is left. It needs pytest-xdist,
+and the wheels of the core and the backend. The folder keeps a log of every job and its outcomes (``noted.py``). Exit
+status 0: everything was right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import noted
+
+HERE = Path(__file__).resolve().parent
+KIT = ("-p", "kda_core.testing.plugin", "--pyargs", "kda_core.testing.suite")
+OWN = {"nvidia": ("test_nvidia_hopper.py", "test_nvidia_step.py", "test_nvidia_accuracy.py")}
+PARTS = 4
+"""Processes of each tool of compute-sanitizer."""
+
+CLEAN = re.compile(r"=========( COMPUTE-SANITIZER| Target application returned an error|.* SUMMARY: 0 .*)?\s*")
+"""What compute-sanitizer prints that is no finding; the program that it runs ends with an error when calls are left."""
+
+LAST_CALL = 60
+"""Seconds before the end from which on no call is begun under a sanitizer, where one may take so long."""
+
+GRACE = 15
+"""Seconds in which an interrupted job may end by itself."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Tests, or calls under a sanitizer, in a process of their own.
+
+    Attributes:
+        arguments: of pytest; of ``sanitized_calls.py`` where there is a ``tool`` of compute-sanitizer's.
+        share: of the machine's cores, for workers of pytest.
+        most: workers at most: large tests fill a GPU's memory.
+        gpus: how many it sees, where there are as many.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    share: float = 0.0
+    most: int = 1000
+    gpus: int = 1
+    tool: str = ""
+
+
+def jobs(backend: str, foreign: bool, sanitizer: bool) -> list[Job]:
+    """Everything there is to do for a backend, the longest first."""
+    flag = ("--foreign-device",) if foreign else ()
+    kit = (*KIT, f"--backend={backend}", *flag)
+    found = [
+        Job("thorough", (*kit, "-m", "slow", "-k", "thorough"), 0.4),
+        Job("fast", (*kit, "-k", "not random"), 0.25, gpus=2),
+        Job("slow", (*kit, "-m", "slow", "-k", "not thorough and not gradient_offsets"), 0.1, most=4),
+        # Each of them takes most of a GPU's memory.
+        Job("gradient_offsets", (*kit, "-m", "slow", "-k", "gradient_offsets"), most=1),
+        Job("random", (*kit, "-k", "random"), 0.1),
+    ]
+    if backend in OWN and not foreign:
+        found.append(Job("own", tuple(str(HERE / name) for name in OWN[backend]), 0.1))
+    for tool in ("memcheck", "racecheck") if sanitizer else ():
+        for i in range(1, PARTS + 1):
+            arguments = ("--backend", backend, *flag, "--part", f"{i}/{PARTS}")
+            found.append(Job(f"{tool}_{i}", arguments, tool=tool))
+    return found
+
+
+def command(job: Job, notes: Path, cores: int, seconds: float) -> list[str]:
+    """What runs a job."""
+    if job.tool:
+        sanitizer = ["compute-sanitizer", "--tool", job.tool]
+        ending = ["--notes", str(notes), "--seconds", str(max(seconds - LAST_CALL, 0))]
+        return [*sanitizer, sys.executable, str(HERE / "sanitized_calls.py"), *job.arguments, *ending]
+    workers = max(1, min(job.most, int(job.share * cores)))
+    parallel = ["-n", str(workers), "--dist", "worksteal"]
+    return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "noted", *parallel, *job.arguments]
+
+
+def visible(job: Job, index: int, gpus: Sequence[str]) -> str:
+    """The GPUs that a job sees: jobs go round them."""
+    return ",".join(gpus[(index + i) % len(gpus)] for i in range(min(job.gpus, len(gpus))))
+
+
+def run(todo: Sequence[Job], out: Path, gpus: Sequence[str], cores: int, seconds: float) -> None:
+    """Run jobs side by side, and note the exit status of those that end in time."""
+    end = time.monotonic() + seconds
+    running = []
+    for index, job in enumerate(todo):
+        notes = _notes(job, out)
+        environment = os.environ | {noted.VARIABLE: str(notes), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+        if gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = visible(job, index, gpus)
+        # Not in the checkout, whose kda_core must not be taken for the wheel's.
+        place = {"cwd": out, "env": environment, "start_new_session": True}
+        with (out / f"{job.name}.log").open("a") as log:
+            line = command(job, notes, cores, seconds)
+            running.append((notes, subprocess.Popen(line, stdout=log, stderr=log, **place)))
+    stopped = []
+    for notes, process in running:
+        try:
+            noted.write(notes, {"status": process.wait(max(end - time.monotonic(), 0))})
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGINT)
+            stopped.append(process)
+    last = time.monotonic() + GRACE
+    for process in stopped:
+        try:
+            process.wait(max(last - time.monotonic(), 0))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _notes(job: Job, out: Path) -> Path:
+    return out / f"{job.name}.jsonl"
+
+
+def findings(log: Path) -> int:
+    """Lines of a sanitizer's findings in a log, also of a job that was stopped."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return sum(line.startswith("=========") and not CLEAN.fullmatch(line) for line in lines)
+
+
+def summary(job: Job, out: Path) -> tuple[str, bool]:
+    """A line on what has become of a job so far, and whether it is done and right."""
+    notes = noted.read(_notes(job, out))
+    outcomes = {note["test"]: note["outcome"] for note in notes if "test" in note}
+    counts = {kind: list(outcomes.values()).count(kind) for kind in ("passed", "failed", "skipped")}
+    left = next((note["collected"] for note in notes if "collected" in note), len(outcomes)) - len(outcomes)
+    statuses = [note["status"] for note in notes if "status" in note]
+    found = findings(out / f"{job.name}.log") if job.tool else 0
+    right = bool(outcomes) and not counts["failed"] and not left and statuses[-1:] == [0] and not found
+    numbers = ", ".join(f"{n} {kind}" for kind, n in counts.items())
+    ending = "right" if right else f"exit status {statuses[-1]}" if statuses else "stopped"
+    ending = f"{found} lines of findings" if found else ending
+    return f"{job.name:18s} {numbers}, {left} left: {ending}", right
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--backend", required=True)
+    parser.add_argument("--foreign-device", action="store_true", help="run it on a device that it is not made for")
+    parser.add_argument("--minutes", type=float, default=120.0)
+    parser.add_argument("--out", type=Path, required=True, help="folder of logs and outcomes; goes on from those there")
+    parser.add_argument("--only", nargs="+", default=[], metavar="JOB", help="only jobs whose names begin so")
+    parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)), help="workers altogether, about")
+    chosen = parser.parse_args()
+    import torch
+
+    gpus = [str(i) for i in range(torch.cuda.device_count())]
+    sanitizer = shutil.which("compute-sanitizer") is not None
+    if not sanitizer:
+        print("compute-sanitizer is not installed: its jobs are left out")
+    todo = jobs(chosen.backend, chosen.foreign_device, sanitizer)
+    todo = [job for job in todo if not chosen.only or job.name.startswith(tuple(chosen.only))]
+    if not todo:
+        parser.error(f"--only: no job begins with {' or '.join(chosen.only)}")
+    out = chosen.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    run([job for job in todo if not summary(job, out)[1]], out, gpus, chosen.cores, 60 * chosen.minutes)
+    found = [summary(job, out) for job in todo]
+    print(*(line for line, _ in found), sep="\n")
+    return 0 if all(right for _, right in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

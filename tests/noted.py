@@ -1,0 +1,72 @@
+"""pytest plugin: note every outcome at once, and leave out what an earlier run noted as passed or skipped.
+
+    KDA_NOTES=fast.jsonl pytest -p noted ...
+
+A run that is stopped keeps what it found, failures with their messages, and the next one goes on from there. Each line
+of the file is a JSON object: {"collected": number}, or "test", "outcome" and "seconds", and "message" unless it passed.
+Tests are known by their file's name without its folder: an installed suite may move.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+VARIABLE = "KDA_NOTES"
+WORKER = "PYTEST_XDIST_WORKER"
+MESSAGE = 4000
+"""Characters that are kept of a message, from its end."""
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The notes of a file, none where it does not exist; without a last line that was cut off."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def write(path: Path, note: dict[str, Any]) -> None:
+    """Add a note."""
+    with path.open("a") as file:
+        file.write(json.dumps(note) + "\n")
+
+
+def done(notes: list[dict[str, Any]]) -> set[str]:
+    """What needs no other run."""
+    return {note["test"] for note in notes if note.get("outcome") in ("passed", "skipped")}
+
+
+def _path() -> Path:
+    return Path(os.environ[VARIABLE])
+
+
+def _name(nodeid: str) -> str:
+    return nodeid.rsplit("/", 1)[-1]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    notes = read(_path())
+    before = done(notes)
+    left_out = [item for item in items if _name(item.nodeid) in before]
+    # Workers of pytest-xdist collect, all the same, and the process that reports does not.
+    if os.environ.get(WORKER, "gw0") == "gw0" and not any("collected" in note for note in notes):
+        write(_path(), {"collected": len(items)})
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if _name(item.nodeid) not in before]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if WORKER in os.environ or (report.when != "call" and report.passed):
+        return
+    note = {"test": _name(report.nodeid), "outcome": report.outcome, "seconds": round(report.duration, 1)}
+    if report.failed:
+        note["message"] = report.longreprtext[-MESSAGE:]
+    elif report.skipped:
+        note["message"] = str(report.longrepr)[-MESSAGE:]
+    write(_path(), note)

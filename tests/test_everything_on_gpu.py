@@ -1,0 +1,116 @@
+"""Jobs side by side that go on where an earlier call stopped, on the CPU backend."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import everything_on_gpu
+import noted
+import pytest
+from everything_on_gpu import KIT, Job
+
+pytest.importorskip("kda_core_cpu")
+pytest.importorskip("xdist")
+
+SMALL = Job("small", (*KIT, "--backend=cpu", "-k", "test_beta"))
+
+
+def call(monkeypatch, out: Path, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["everything_on_gpu.py", "--backend", "cpu", "--out", str(out), *arguments])
+    return everything_on_gpu.main()
+
+
+def note(path: Path, *notes: dict) -> None:
+    path.write_text("".join(json.dumps(n) + "\n" for n in notes))
+
+
+@pytest.mark.end_to_end
+def test_goes_on_where_it_stopped(monkeypatch, capsys, tmp_path: Path):
+    monkeypatch.setattr(everything_on_gpu, "jobs", lambda *facts: [SMALL])
+    assert call(monkeypatch, tmp_path, "--minutes", "0.001") == 1
+    assert "stopped" in capsys.readouterr().out
+    assert call(monkeypatch, tmp_path) == 0
+    assert " 0 left: right" in capsys.readouterr().out
+    notes = noted.read(tmp_path / "small.jsonl")
+    passed = [n["test"] for n in notes if n.get("outcome") == "passed"]
+    assert len(passed) == len(set(passed)) > 3
+    # As if the last of them had not been run.
+    note(tmp_path / "small.jsonl", *(n for n in notes if n.get("test") != passed[-1] and "status" not in n))
+    assert call(monkeypatch, tmp_path) == 0
+    again = noted.read(tmp_path / "small.jsonl")
+    assert [n["test"] for n in again if n.get("outcome") == "passed"] == passed
+    # Nothing is left: nothing runs.
+    size = (tmp_path / "small.log").stat().st_size
+    assert call(monkeypatch, tmp_path) == 0
+    assert (tmp_path / "small.log").stat().st_size == size
+
+
+RIGHT = ({"collected": 2}, {"test": "a", "outcome": "passed"}, {"test": "b", "outcome": "skipped"}, {"status": 0})
+
+
+def test_what_counts_as_right(tmp_path: Path):
+    job = Job("one", ())
+    file = tmp_path / "one.jsonl"
+    assert not everything_on_gpu.summary(job, tmp_path)[1]
+    note(file, *RIGHT)
+    assert everything_on_gpu.summary(job, tmp_path) == (
+        f"{'one':18s} 1 passed, 0 failed, 1 skipped, 0 left: right",
+        True,
+    )
+    note(file, *RIGHT[:2], RIGHT[3])
+    assert "1 left" in everything_on_gpu.summary(job, tmp_path)[0]
+    assert not everything_on_gpu.summary(job, tmp_path)[1]
+    note(file, *RIGHT[:3], {"test": "b", "outcome": "failed"}, {"status": 0})
+    assert not everything_on_gpu.summary(job, tmp_path)[1]
+    note(file, *RIGHT[:3], {"status": 1})
+    assert not everything_on_gpu.summary(job, tmp_path)[1]
+    # A test that failed and passed when it was run again.
+    note(file, {"test": "a", "outcome": "failed"}, {"status": 1}, *RIGHT)
+    assert everything_on_gpu.summary(job, tmp_path)[1]
+
+
+@pytest.mark.parametrize(
+    ("log", "lines"),
+    [
+        ("========= COMPUTE-SANITIZER\n  0.1 s  a: right\n========= ERROR SUMMARY: 0 errors\n", 0),
+        ("========= COMPUTE-SANITIZER\n========= \n========= Target application returned an error\n", 0),
+        ("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n", 0),
+        ("========= RACECHECK SUMMARY: 10 hazards displayed (10 errors, 0 warnings)\n", 1),
+        (
+            "========= COMPUTE-SANITIZER\n========= Invalid __global__ read of size 4 bytes\n=========     at f+0x10\n",
+            2,
+        ),
+        ("========= Error: Race reported between Read access at f+0xf0 in f.py:24\n", 1),
+    ],
+)
+def test_what_a_sanitizer_found_counts_even_if_it_was_stopped(tmp_path: Path, log: str, lines: int):
+    (tmp_path / "one.log").write_text(log)
+    note(tmp_path / "one.jsonl", *RIGHT)
+    assert everything_on_gpu.findings(tmp_path / "one.log") == lines
+    assert everything_on_gpu.summary(Job("one", (), tool="memcheck"), tmp_path)[1] == (not lines)
+
+
+def test_jobs_go_round_the_gpus():
+    one, two = Job("one", ()), Job("two", (), gpus=2)
+    assert [everything_on_gpu.visible(one, i, "0123") for i in range(5)] == ["0", "1", "2", "3", "0"]
+    assert everything_on_gpu.visible(two, 3, "0123") == "3,0"
+    assert everything_on_gpu.visible(two, 5, "0") == "0"
+
+
+def test_a_backend_has_its_own_jobs():
+    names = [job.name for job in everything_on_gpu.jobs("nvidia", False, True)]
+    assert len(names) == len(set(names))
+    assert {"thorough", "fast", "slow", "own", "memcheck_1", "racecheck_4"} <= set(names)
+    foreign = everything_on_gpu.jobs("amd", True, False)
+    assert all("--foreign-device" in job.arguments for job in foreign)
+    assert not {"own", "memcheck_1"} & {job.name for job in foreign}
+    for job in everything_on_gpu.jobs("nvidia", False, False):
+        if job.name == "own":
+            assert all(Path(name).exists() for name in job.arguments)
+
+
+def test_a_name_that_no_job_has(monkeypatch, tmp_path: Path):
+    with pytest.raises(SystemExit):
+        call(monkeypatch, tmp_path, "--only", "nothing")
