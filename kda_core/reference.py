@@ -150,7 +150,7 @@ def oracle(r: Request, *, token_states: bool = False, inputs: dict[str, Tensor] 
     o_rows = r.scale * o_rows
 
     o = v.new_zeros(r.B, r.T, r.HV, r.V)
-    h = []
+    h: list[Tensor] = []
     for n, (b, start, end) in enumerate(bounds):
         if not skipped[n]:
             o[b, start:end] = o_rows[n, : end - start]

@@ -29,7 +29,6 @@ import triton.language as tl
 
 from kda_core.triton_lib.gate import gate_gradient, gate_rate
 from kda_core_nvidia.backward_levels import (
-    INTERPRETED,
     interval_sum,
     level_interval,
     level_reach,
@@ -40,6 +39,7 @@ from kda_core_nvidia.backward_levels import (
     split3,
 )
 from kda_core_nvidia.backward_states import load_state
+from kda_core_nvidia.prepare import INTERPRETED
 
 
 @triton.jit

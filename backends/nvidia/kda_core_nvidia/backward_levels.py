@@ -18,12 +18,10 @@ import triton.language as tl
 
 from kda_core.triton_lib import gate
 from kda_core.triton_lib.packing import sequence_of_slot
+from kda_core_nvidia.prepare import INTERPRETED
 
 # exp2 of anything below is 0 in fp32, so that a clamp there changes no result; fp16 holds it, and 0 times it is 0.
 MIN_LOG2_DECAY = tl.constexpr(-512.0)
-
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-"""The interpreter knows no assembly."""
 
 
 @triton.jit

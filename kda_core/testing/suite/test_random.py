@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from kda_core.capabilities import Feature
 from kda_core.testing.cases import BF16, FP16, FP32, Case
@@ -80,6 +81,32 @@ def calls(draw, op: str, max_tokens: int, backward: bool) -> Call:
     return replace(case.call(), strided=frozenset(strided))
 
 
+@st.composite
+def pooled_calls(draw, op: str, max_tokens: int) -> Call:
+    """A forward of ``op`` on slots of a pool, some of its sequences skipped; drafts of several tokens among them."""
+    with_states = calls(op, max_tokens, backward=False).filter(lambda call: "initial_state" in call.tensors)
+    call = draw(with_states)
+    lengths = call.lengths()
+    # A slot for every token, where the sequences are equally long.
+    drafts = op == "fused_recurrent_kda" and len(set(lengths)) == 1 and lengths[0] > 1 and draw(st.booleans())
+    width = lengths[0] if drafts else 1
+    pool = len(lengths) * width + 2
+    slots = draw(st.permutations(range(pool)))[: len(lengths) * width]
+    table = torch.tensor(slots, dtype=draw(st.sampled_from([torch.int32, torch.int64]))).view(len(lengths), width)
+    pad = draw(st.sampled_from([-1, pool + 3]))
+    for n in range(len(lengths)):
+        if draw(st.integers(0, 3)) == 3:
+            table[n] = draw(st.sampled_from([-1, -7, pad]))
+    accepted = torch.tensor([draw(st.integers(1, width)) for _ in lengths]) if drafts else None
+    call = call.having(pad_slot_id=pad)
+    if op == "chunk_kda" and draw(st.booleans()):
+        call = call.having(return_intermediate_states=True)
+        if "cu_seqlens" in call.tensors:
+            call = call.having(cu_seqlens_cpu=call.tensors["cu_seqlens"].clone())
+    call = call.in_pool(table if drafts or draw(st.booleans()) else table[:, 0], pool, accepted)
+    return replace(call, given_out=draw(st.booleans()))
+
+
 def _check(kda: Subject, call: Call, settings: hypothesis.settings) -> None:
     # The interpreter makes fewer calls than hypothesis draws, but makes a wrong one as often as it is asked to.
     if len(kda.records) >= kda.draws(settings.max_examples) and kda.target.interpreted and not kda.wrong:
@@ -124,6 +151,20 @@ def test_random_backward(kda, part: int):
 def test_random_recurrent(kda, part: int):
     """Forward of fused_recurrent_kda."""
     _check_part(kda, "recurrent", part, calls("fused_recurrent_kda", 12, backward=False), FAST)
+
+
+@in_parts
+@requires(Feature.CHUNK, Feature.PAGED_STATE)
+def test_random_pool(kda, part: int):
+    """Forward of chunk_kda in place, with intermediate states or without."""
+    _check_part(kda, "pool", part, pooled_calls("chunk_kda", 100), FAST)
+
+
+@in_parts
+@requires(Feature.RECURRENT, Feature.PAGED_STATE)
+def test_random_pool_recurrent(kda, part: int):
+    """Decoding in place, drafts among it."""
+    _check_part(kda, "recurrent pool", part, pooled_calls("fused_recurrent_kda", 12), FAST)
 
 
 @slow
