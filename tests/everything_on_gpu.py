@@ -29,6 +29,7 @@ import noted
 HERE = Path(__file__).resolve().parent
 KIT = ("-p", "kda_core.testing.plugin", "--pyargs", "kda_core.testing.suite")
 OWN = {"nvidia": ("test_nvidia_hopper.py", "test_nvidia_step.py", "test_nvidia_accuracy.py")}
+VISIBLE = "CUDA_VISIBLE_DEVICES"  # ROCm honours it, too
 PARTS = 4
 """Processes of each tool of compute-sanitizer."""
 
@@ -93,6 +94,12 @@ def command(job: Job, notes: Path, cores: int, seconds: float) -> list[str]:
     return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "noted", *parallel, *job.arguments]
 
 
+def visible_gpus(count: int) -> list[str]:
+    """The GPUs by the names that a child process is given: those that the caller may use."""
+    given = os.environ.get(VISIBLE)
+    return given.split(",")[:count] if given else [str(i) for i in range(count)]
+
+
 def visible(job: Job, index: int, gpus: Sequence[str]) -> str:
     """The GPUs that a job sees: jobs go round them."""
     return ",".join(gpus[(index + i) % len(gpus)] for i in range(min(job.gpus, len(gpus))))
@@ -107,7 +114,7 @@ def run(todo: Sequence[Job], out: Path, gpus: Sequence[str], cores: int, seconds
         environment = os.environ | {noted.VARIABLE: str(notes), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
         if gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = visible(job, index, gpus)
+            environment[VISIBLE] = visible(job, index, gpus)
         # Not in the checkout, whose kda_core must not be taken for the wheel's.
         place = {"cwd": out, "env": environment, "start_new_session": True}
         with (out / f"{job.name}.log").open("a") as log:
@@ -165,7 +172,7 @@ def main() -> int:
     chosen = parser.parse_args()
     import torch
 
-    gpus = [str(i) for i in range(torch.cuda.device_count())]
+    gpus = visible_gpus(torch.cuda.device_count())
     sanitizer = shutil.which("compute-sanitizer") is not None
     if not sanitizer:
         print("compute-sanitizer is not installed: its jobs are left out")

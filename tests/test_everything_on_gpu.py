@@ -99,6 +99,14 @@ def test_jobs_go_round_the_gpus():
     assert everything_on_gpu.visible(two, 5, "0") == "0"
 
 
+def test_only_the_gpus_that_the_caller_may_use(monkeypatch):
+    monkeypatch.delenv(everything_on_gpu.VISIBLE, raising=False)
+    assert everything_on_gpu.visible_gpus(2) == ["0", "1"]
+    monkeypatch.setenv(everything_on_gpu.VISIBLE, "3,GPU-1f")
+    assert everything_on_gpu.visible_gpus(2) == ["3", "GPU-1f"]
+    assert everything_on_gpu.visible_gpus(0) == []
+
+
 def test_a_backend_has_its_own_jobs():
     names = [job.name for job in everything_on_gpu.jobs("nvidia", False, True)]
     assert len(names) == len(set(names))
