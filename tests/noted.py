@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 VARIABLE = "KDA_NOTES"
-WORKER = "PYTEST_XDIST_WORKER"
 MESSAGE = 4000
 """Characters that are kept of a message, from its end."""
 
@@ -54,19 +53,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     before = done(notes)
     left_out = [item for item in items if _name(item.nodeid) in before]
     # Workers of pytest-xdist collect, all the same, and the process that reports does not.
-    if os.environ.get(WORKER, "gw0") == "gw0" and not any("collected" in note for note in notes):
+    worker = getattr(config, "workerinput", {}).get("workerid", "gw0")
+    if worker == "gw0" and not any("collected" in note for note in notes):
         write(_path(), {"collected": len(items)})
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if _name(item.nodeid) not in before]
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if WORKER in os.environ or (report.when != "call" and report.passed):
-        return
-    note = {"test": _name(report.nodeid), "outcome": report.outcome, "seconds": round(report.duration, 1)}
-    if report.failed:
-        note["message"] = report.longreprtext[-MESSAGE:]
-    elif report.skipped:
-        note["message"] = str(report.longrepr)[-MESSAGE:]
-    write(_path(), note)
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Notes())
+
+
+class _Notes:
+    """Lives in the process that reports: not in the workers of pytest-xdist."""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when != "call" and report.passed:
+            return
+        note = {"test": _name(report.nodeid), "outcome": report.outcome, "seconds": round(report.duration, 1)}
+        if report.failed:
+            note["message"] = report.longreprtext[-MESSAGE:]
+        elif report.skipped:
+            note["message"] = str(report.longrepr)[-MESSAGE:]
+        write(_path(), note)
