@@ -122,6 +122,20 @@ def test_gradients_are_the_same_through_descriptors(name, monkeypatch):
         assert torch.equal(with_descriptors, with_pointers), n
 
 
+@pytest.mark.parametrize("name", ["less than a chunk", "grouped", "packed", "few programs", "wide keys"])
+def test_gradients_are_the_same_from_all_that_the_forward_made(name):
+    """What a training step keeps of its forward, or everything: the factors come out the same."""
+    call = arguments(name, torch.bfloat16)
+    names = ("q", "k", "v", "g", "beta", "initial_state")
+    leaves = {n: call[n].detach().requires_grad_() for n in names}
+    found = []
+    for everything in (False, True):
+        o, state = kda_core.chunk_kda(**(call | leaves), disable_recompute=everything)
+        found.append(torch.autograd.grad([o, state], list(leaves.values()), [torch.ones_like(o), state.detach()]))
+    for n, made_again, kept in zip(names, *found, strict=True):
+        assert torch.equal(made_again, kept), n
+
+
 def test_a_sequence_does_not_see_what_follows_it(monkeypatch):
     """NaN and infinities behind a sequence's last row, inside the block of rows that a copy would take."""
     call = arguments("packed", torch.bfloat16)
