@@ -164,7 +164,7 @@ def request(
 
 
 def _alike(a, b):
-    """The same but for rounding: NumPy may add up products of transposed blocks in another order, by processor.
+    """The same but for rounding: on some machines NumPy adds up products of transposed blocks in another order.
 
     What is launched is the same where this is used; on a GPU bits are compared.
     """
