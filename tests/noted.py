@@ -52,13 +52,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     notes = read(_path())
     before = done(notes)
     left_out = [item for item in items if _name(item.nodeid) in before]
+    left = [item for item in items if _name(item.nodeid) not in before]
     # Workers of pytest-xdist collect, all the same, and the process that reports does not.
     worker = getattr(config, "workerinput", {}).get("workerid", "gw0")
     if worker == "gw0" and not any("collected" in note for note in notes):
         write(_path(), {"collected": len(items)})
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if _name(item.nodeid) not in before]
+        items[:] = left
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -165,7 +165,7 @@ def budgets(call: Call) -> dict[str, Budget]:
 
 
 def _budgets(call: Call, offsets: random.Random, advanced: list[int] | None = None) -> dict[str, Budget]:
-    """The budgets, that of the final states from the ``advanced`` sequences alone."""
+    """The budgets, those of states from the ``advanced`` sequences alone (None: from all)."""
     request = call.request()
     expected = references.results(call)
     accumulate = unit_roundoff(request.compute_dtype)
