@@ -30,7 +30,7 @@ HERE = Path(__file__).resolve().parent
 KIT = ("-p", "kda_core.testing.plugin", "--pyargs", "kda_core.testing.suite")
 OWN = {"nvidia": ("test_nvidia_hopper.py", "test_nvidia_step.py", "test_nvidia_accuracy.py")}
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # ROCm honours it, too
-PARTS = 4
+PARTS = 6
 """Processes of each tool of compute-sanitizer."""
 
 CLEAN = re.compile(r"=========( COMPUTE-SANITIZER| Target application returned an error|.* SUMMARY: 0 .*)?\s*")
