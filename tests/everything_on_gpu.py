@@ -13,6 +13,8 @@ status 0: everything was right.
 from __future__ import annotations
 
 import argparse
+import ast
+import importlib.util
 import os
 import re
 import shutil
@@ -20,7 +22,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +38,9 @@ PARTS = 6
 
 CLEAN = re.compile(r"=========( COMPUTE-SANITIZER| Target application returned an error|.* SUMMARY: 0 .*)?\s*")
 """What compute-sanitizer prints that is no finding; the program that it runs ends with an error when calls are left."""
+
+RACE = re.compile(r"========= (?:Error: Race reported between|    and) \w+ access at \w+\+0x\w+ in (\w+\.py):(\d+)")
+"""A line of racecheck's on one of the accesses of a hazard."""
 
 LAST_CALL = 60
 """Seconds before the end from which on no call is begun under a sanitizer, where one may take so long."""
@@ -125,35 +131,69 @@ def run(todo: Sequence[Job], out: Path, gpus: Sequence[str], cores: int, seconds
         try:
             noted.write(notes, {"status": process.wait(max(end - time.monotonic(), 0))})
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGINT)
+            # Only the process that was started: a worker whose compiler is interrupted would report a test that failed.
+            process.send_signal(signal.SIGINT)
             stopped.append(process)
     last = time.monotonic() + GRACE
     for process in stopped:
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(max(last - time.monotonic(), 0))
-        except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):  # nobody of its group is left
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        process.wait()
 
 
 def _notes(job: Job, out: Path) -> Path:
     return out / f"{job.name}.jsonl"
 
 
-def findings(log: Path) -> int:
-    """Lines of a sanitizer's findings in a log, also of a job that was stopped."""
+def dispatch_lines(backend: str) -> set[tuple[str, int]]:
+    """(file, line) of the code by which Triton hands a backend's kernels out to their warps, where they specialise.
+
+    Idle warps read what to do next from a shared byte, which racecheck reports for kernels whose partitions share
+    nothing, too (docs/nvidia.md). That code has the line of the kernel's ``def``, of ``warp_specialize`` or of the
+    statement after it; what a partition does has lines of its own.
+    """
+    spec = importlib.util.find_spec(f"kda_core_{backend}")
+    found = set()
+    for folder in spec.submodule_search_locations or [] if spec else []:
+        for file in Path(folder).glob("*.py"):
+            for kernel in ast.walk(ast.parse(file.read_text())):
+                if isinstance(kernel, ast.FunctionDef):
+                    found |= {(file.name, line) for line in _dispatch(kernel)}
+    return found
+
+
+def _dispatch(kernel: ast.FunctionDef) -> set[int]:
+    statements = sorted(node.lineno for node in ast.walk(kernel) if isinstance(node, ast.stmt))
+    calls = [node for node in ast.walk(kernel) if isinstance(node, ast.Call)]
+    lines: set[int] = set()
+    for call in calls:
+        if ast.unparse(call.func).endswith("warp_specialize"):
+            after = [line for line in statements if line > call.end_lineno][:1]
+            lines |= {kernel.lineno, call.lineno, *after}
+    return lines
+
+
+def findings(log: Path, dispatch: Collection[tuple[str, int]] = ()) -> int:
+    """Lines of a sanitizer's findings in a log, also of one that was stopped; none of hazards between ``dispatch``."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    return sum(line.startswith("=========") and not CLEAN.fullmatch(line) for line in lines)
+    found = [line for line in lines if line.startswith("=========") and not CLEAN.fullmatch(line)]
+    # A hazard is its first access and each one that it has been seen with.
+    hazards = [match.groups() for line in found if (match := RACE.match(line))]
+    if not hazards or any((file, int(line)) not in dispatch for file, line in hazards):
+        return len(found)
+    return sum(not RACE.match(line) and not line.startswith("========= RACECHECK SUMMARY") for line in found)
 
 
-def summary(job: Job, out: Path) -> tuple[str, bool]:
-    """A line on what has become of a job so far, and whether it is done and right."""
+def summary(job: Job, out: Path, dispatch: Collection[tuple[str, int]] = ()) -> tuple[str, bool]:
+    """A line on what has become of a job so far, and whether it is done and right; ``dispatch`` as in ``findings``."""
     notes = noted.read(_notes(job, out))
     outcomes = {note["test"]: note["outcome"] for note in notes if "test" in note}
     counts = {kind: list(outcomes.values()).count(kind) for kind in ("passed", "failed", "skipped")}
     left = next((note["collected"] for note in notes if "collected" in note), len(outcomes)) - len(outcomes)
     statuses = [note["status"] for note in notes if "status" in note]
-    found = findings(out / f"{job.name}.log") if job.tool else 0
+    found = findings(out / f"{job.name}.log", dispatch) if job.tool else 0
     right = bool(outcomes) and not counts["failed"] and not left and statuses[-1:] == [0] and not found
     numbers = ", ".join(f"{n} {kind}" for kind, n in counts.items())
     ending = "right" if right else f"exit status {statuses[-1]}" if statuses else "stopped"
@@ -170,6 +210,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[], metavar="JOB", help="only jobs whose names begin so")
     parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)), help="workers altogether, about")
     chosen = parser.parse_args()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell starts so what it puts into the background. The jobs would inherit it, and not end when told to.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     import torch
 
     gpus = visible_gpus(torch.cuda.device_count())
@@ -182,8 +225,9 @@ def main() -> int:
         parser.error(f"--only: no job begins with {' or '.join(chosen.only)}")
     out = chosen.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    run([job for job in todo if not summary(job, out)[1]], out, gpus, chosen.cores, 60 * chosen.minutes)
-    found = [summary(job, out) for job in todo]
+    dispatch = dispatch_lines(chosen.backend)
+    run([job for job in todo if not summary(job, out, dispatch)[1]], out, gpus, chosen.cores, 60 * chosen.minutes)
+    found = [summary(job, out, dispatch) for job in todo]
     print(*(line for line, _ in found), sep="\n")
     return 0 if all(right for _, right in found) else 1
 

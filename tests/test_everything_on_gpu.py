@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -45,6 +47,31 @@ def test_goes_on_where_it_stopped(monkeypatch, capsys, tmp_path: Path):
     size = (tmp_path / "small.log").stat().st_size
     assert call(monkeypatch, tmp_path) == 0
     assert (tmp_path / "small.log").stat().st_size == size
+
+
+@pytest.mark.end_to_end
+def test_what_is_stopped_has_not_failed(monkeypatch, tmp_path: Path):
+    """A test that waits for a program of its own, as for a compiler, when the time is over; and all of it ends.
+
+    A shell lets what it puts into the background ignore interrupts; ptxas does not.
+    """
+    file, began = tmp_path / "test_waits.py", tmp_path / "began"
+    program = (
+        "import os, signal, time; signal.signal(signal.SIGINT, signal.SIG_DFL);"
+        f"open({str(began)!r}, 'w').write(str(os.getpid())); time.sleep(300)"
+    )
+    line = f"subprocess.run([sys.executable, '-c', {program!r}], check=True)"
+    file.write_text(f"import subprocess, sys\n\ndef test_waits():\n    {line}\n")
+    monkeypatch.setattr(everything_on_gpu, "jobs", lambda *facts: [Job("waits", (str(file),))])
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert call(monkeypatch, tmp_path, "--minutes", "0.15") == 1
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    pid = int(began.read_text())
+    assert [note for note in noted.read(tmp_path / "waits.jsonl") if "outcome" in note or "status" in note] == []
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 RIGHT = ({"collected": 2}, {"test": "a", "outcome": "passed"}, {"test": "b", "outcome": "skipped"}, {"status": 0})
@@ -90,6 +117,54 @@ def test_what_a_sanitizer_found_counts_even_if_it_was_stopped(tmp_path: Path, lo
     note(tmp_path / "one.jsonl", *RIGHT)
     assert everything_on_gpu.findings(tmp_path / "one.log") == lines
     assert everything_on_gpu.summary(Job("one", (), tool="memcheck"), tmp_path)[1] == (not lines)
+
+
+KERNEL = """\
+@jit
+def kernel(x):
+    if x:
+        gl.warp_specialize(
+            [(one, (x,)), (two, (x,))],
+            [1],
+        )
+    else:
+        y = gl.warp_specialize([(one, (x,))], [1])
+
+    store(x)
+
+
+@jit
+def plain(x):
+    store(x)
+"""
+HAZARD = """\
+========= Error: Race reported between Read access at kernel+0xf0 in kernels.py:2
+=========     and Write access at kernel+0x2ee0 in kernels.py:{} [157 hazards]
+=========
+========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
+"""
+
+
+def test_hazards_of_a_dispatch_between_warps(monkeypatch, tmp_path: Path):
+    package = tmp_path / "kda_core_made_up"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "kernels.py").write_text(KERNEL)
+    monkeypatch.syspath_prepend(tmp_path)
+    dispatch = everything_on_gpu.dispatch_lines("made_up")
+    assert dispatch == {("kernels.py", line) for line in (2, 4, 9, 11)}
+    assert everything_on_gpu.dispatch_lines("that_is_not_installed") == set()
+    log = tmp_path / "one.log"
+    for line, found in ((2, 0), (4, 0), (11, 0), (5, 3), (15, 3)):
+        log.write_text(HAZARD.format(line))
+        assert everything_on_gpu.findings(log, dispatch) == found
+        assert everything_on_gpu.findings(log) == 3
+    # One hazard elsewhere, and all of them are shown.
+    log.write_text(HAZARD.format(11) + HAZARD.format(12))
+    assert everything_on_gpu.findings(log, dispatch) == 6
+    # Another tool's finding beside them.
+    log.write_text("========= Invalid __global__ read of size 4 bytes\n" + HAZARD.format(11))
+    assert everything_on_gpu.findings(log, dispatch) == 1
 
 
 def test_jobs_go_round_the_gpus():
