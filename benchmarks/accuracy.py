@@ -8,7 +8,8 @@ with the oracle's r, computed in float64 from the inputs as they were rounded. `
 configuration of each of fla's autotuning lists, whose choice changes tiles and not precisions, and spares minutes.
 ``--draws`` takes the root mean square of the errors over so many draws of a case's inputs: one draw's errors move by a
 tenth, and those of dA_log, one number a head, by more.
-``--write`` puts the table between the markers of a Markdown file.
+Below the table stands whatever is larger than the other's, with the standard error of its ratio over the draws.
+``--write`` puts both between the markers of a Markdown file.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -131,7 +133,7 @@ def compare(case: Case, functions: dict[str, Function], device: torch.device, dr
                     raise
                 found[name] = f"{type(error).__name__}: {error}"[:200]
     means = {name: x if isinstance(x, str) else _root_mean_square(x) for name, x in found.items()}
-    return {"case": case.name, "dtype": _SHORT[case.dtype], "errors": means}
+    return {"case": case.name, "dtype": _SHORT[case.dtype], "errors": means, "draws": found}
 
 
 def _root_mean_square(draws: list[dict[str, float]]) -> dict[str, float]:
@@ -159,6 +161,27 @@ def table(rows: list[dict[str, Any]]) -> str:
             what = f"{row['case']} | {row['dtype']}" if i == 0 else " | "
             lines.append(f"| {what} | {name} | " + " | ".join(_cell(row, name, o) for o in outputs) + " |")
     return "\n".join(lines)
+
+
+def larger(rows: list[dict[str, Any]]) -> str:
+    """Where our error is larger than the other's: how much, also draw by draw, and how sure that is."""
+    lines = []
+    for row in rows:
+        ours, theirs = (row["errors"].get(name) for name in (OURS, FLA))
+        if not isinstance(ours, dict) or not isinstance(theirs, dict):
+            continue
+        for output in (o for o in ours if ours[o] > theirs[o]):
+            pairs = zip(row["draws"][OURS], row["draws"][FLA], strict=True)
+            logs = [math.log(a[output] / b[output]) for a, b in pairs]
+            ratio = f"{math.exp(statistics.mean(logs)):.3f}"
+            if len(logs) > 1:
+                ratio += f" ± {statistics.stdev(logs) / math.sqrt(len(logs)):.3f}"
+            means = f"{ours[output] / theirs[output]:.3f}"
+            lines.append(f"| {row['case']} | {row['dtype']} | {output} | {means} | {ratio} |")
+    if not lines:
+        return ""
+    head = "| ours is the larger in | dtype | | root mean squares | geometric mean of the draws, standard error |"
+    return "\n".join([head, "|---|---|---|---|---|", *lines])
 
 
 def where(device: torch.device) -> str:
@@ -210,7 +233,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(*table(rows[-1:]).splitlines()[2:], sep="\n", flush=True)
         measured = {"where": where(device), "backend": chosen.backend, "draws": chosen.draws, "rows": rows}
     draws = f"; root mean square of {n} draws" if (n := measured.get("draws", 1)) > 1 else ""
-    text = f"{measured['where']}; backend `{measured['backend']}`{draws}.\n\n{table(measured['rows'])}"
+    tables = [table(measured["rows"]), larger(measured["rows"])]
+    text = "\n\n".join([f"{measured['where']}; backend `{measured['backend']}`{draws}.", *filter(None, tables)])
     print(text)
     if chosen.json:
         chosen.json.write_text(json.dumps(measured, indent=1))
