@@ -119,6 +119,16 @@ def test_states_of_a_pool_are_measured_where_they_are_advanced():
     assert 0 < rounded.share(budgets.budgets(call)["final_state"]) < 1
 
 
+def test_sequences_without_tokens_have_no_intermediate_states():
+    """An empty h has a budget, too: no call is left that the kit cannot check."""
+    case = Case(name="no tokens", T=1, lengths=(0, 0), K=8, state=FP32)
+    call = case.having(options={"return_intermediate_states": True}).call()
+    expected = references.results(call)["h"]
+    assert expected.shape[:2] == (1, 0)
+    budget = budgets.budgets(call)["h"]
+    assert budgets.measure("h", torch.zeros_like(expected), expected, FP32).share(budget) <= 1
+
+
 def test_wrong_row_of_a_long_sequence_cannot_hide():
     """A row that is 10% off among 2,000 is invisible in the norm of the whole."""
     call = Case(name="long", T=2000, H=1, K=16, dtype=BF16).call()

@@ -258,17 +258,18 @@ def sample(r: Request, noise: Noise, samples: int, grads: dict[str, Tensor], rou
         bounds = reference.sequence_bounds(r)
         final = torch.stack([states[_chunks(e - s, r.chunk_size)][:, n] for n, (_, s, e) in enumerate(bounds)], 1)
         at_chunks = [states[i][:, n] for n, (_, s, e) in enumerate(bounds) for i in range(_chunks(e - s, r.chunk_size))]
-        h = torch.stack(at_chunks, 1).unflatten(1, (r.B, -1)) if at_chunks else None
+        # Sequences without tokens have no chunk.
+        h = torch.stack(at_chunks, 1) if at_chunks else states[0][:, :0]
+        h = h.reshape(samples, r.B, len(at_chunks) // max(r.B, 1), *h.shape[2:])
         if r.state_v_first:
-            final, h = final.mT, h if h is None else h.mT
+            final, h = final.mT, h.mT
         results = {"o": o, "final_state": final}
         found: tuple = ()
         if grads:
             outputs = [results[n] for n in grads]
             cotangents = [g.to(working).expand(samples, *g.shape) for g in grads.values()]
             found = torch.autograd.grad(outputs, list(x.values()), cotangents, allow_unused=True)
-    if h is not None:
-        results["h"] = h
+    results["h"] = h
     for n, grad in zip(x, found, strict=bool(found)):
         grad = torch.zeros_like(x[n]) if grad is None else grad
         results[f"d{n}"] = grad.mT if n == "initial_state" and r.state_v_first else grad

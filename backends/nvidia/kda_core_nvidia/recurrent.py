@@ -8,9 +8,9 @@ before the token, per value head:
 
     y = r_k Sᵀ(k⊙d)      u = β(v − y)      o = r_q Sᵀ(q⊙d) + r_q r_k (q·k) u      S ← S + (d − 1)⊙S + k (r_k u)ᵀ
 
-so that both products wait for the old state only, and not for the norms. The update uses d − 1, formed without
-cancellation: a slow channel keeps the digits of its decay over any number of steps (d, rounded to float32, is off by up
-to 3e-8 in every one).
+so that both products wait for the old state only, and not for the norms. Slow channels use d − 1, formed without
+cancellation: they keep the digits of their decay over any number of steps (d, rounded to float32, is off by up to 3e-8
+in every one). Fast ones use d: S + (d − 1)⊙S would be off by 3e-8 of the old state, however little of it is left.
 
 Tiles: all key channels and BV value channels of one head, [BV, KP / KS, KS] when the state is stored V first and
 [KP / KS, KS, BV] otherwise. Triton gives the last dimension to neighbouring lanes and the one that it knows least about
@@ -35,6 +35,8 @@ LN_2 = tl.constexpr(math.log(2))
 SERIES_REACH = tl.constexpr(0.5)
 """|log2 decay| below which d − 1 comes from the series; beyond it 2^y − 1 loses at most two bits."""
 
+NOTHING = tl.constexpr(2.0**-100)
+
 _C2, _C3, _C4, _C5, _C6, _C7 = (tl.constexpr(1 / math.factorial(n)) for n in range(2, 8))
 
 ZERO_ROWS = tl.constexpr(8)
@@ -53,6 +55,22 @@ def decay_minus_one(y):
     series = tl.fma(series, x, _C2)
     series = tl.fma(series, x, 1.0)
     return tl.where(tl.abs(y) < SERIES_REACH, series * x, tl.exp2(y) - 1.0)
+
+
+@triton.jit
+def decay_factor(y):
+    """What ``decayed`` multiplies with, y <= 0 the log2 decay: 2^y − 1 down to y = −1, and below it 2^y.
+
+    Its sign tells which: 2^y − 1 is not zero here, but so small that it changes nothing.
+    """
+    slow = tl.minimum(decay_minus_one(y), -NOTHING, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(y < -1.0, tl.exp2(y), slow)
+
+
+@triton.jit
+def decayed(x, factor):
+    """x times the decay, rounded once."""
+    return tl.fma(x, factor, tl.where(factor < 0.0, x, 0.0))
 
 
 @triton.jit
@@ -266,12 +284,12 @@ def recurrent(
             r_q *= tl.rsqrt(tl.sum(b_q * b_q) + NORM_EPS)
             r_k *= tl.rsqrt(tl.sum(b_k * b_k) + NORM_EPS)
         qk = tl.sum(b_q * b_k) * (r_q * r_k)
-        loss = decay_minus_one(y)
-        k_d = tl.fma(b_k, loss, b_k)
-        q_d = tl.fma(b_q, loss, b_q)
+        factor = decay_factor(y)
+        k_d = decayed(b_k, factor)
+        q_d = decayed(b_q, factor)
         u = b_beta * (b_v - r_k * contract(S * along_k(k_d, V_FIRST), V_FIRST))
         b_o = r_q * contract(S * along_k(q_d, V_FIRST), V_FIRST) + qk * u
-        S = tl.fma(S, along_k(loss, V_FIRST), S)
+        S = decayed(S, along_k(factor, V_FIRST))
         S = tl.fma(along_v(r_k * u, V_FIRST), along_k(b_k, V_FIRST), S)
         tl.store(p_o + o_v.to(tl.int64) * s_ov, b_o.to(o.dtype.element_ty), mask=m_v)
         p_o += s_ot

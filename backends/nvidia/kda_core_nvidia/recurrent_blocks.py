@@ -22,7 +22,7 @@ Layout, in the order of blocks, n · ceil(T / 16) + i when dense; every tensor i
     planes   [blocks, HV, 5 or 6, 16, KP]   float16   ke, qg (high halves), ke (low), kA (high, low); qg (low) where o
                                                       is not bfloat16. Rows are scaled: q and k to a norm of 2^TOP
     squares  [blocks, HV, 2, 16, 16]        float16   P, [row r, column s], times 2^-TOP; high and low
-    factors  [blocks, HV, 48 + KP]          float32   by row: what ke, kA and qg are to be multiplied with; exp(G_C) − 1
+    factors  [blocks, HV, 48 + KP]          float32   by row: what ke, kA and qg are to be multiplied with; decays
 
 Rows past a sequence's end are zero (their factors are finite). Index arithmetic is int64 from the block up.
 """

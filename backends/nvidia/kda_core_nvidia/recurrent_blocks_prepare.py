@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kda_core.triton_lib.decay import after, selected_sum, split, through
 from kda_core.triton_lib.gate import LOG2_E, NORM_EPS, gate_rate, log2_decay, write_strength
 from kda_core_nvidia.prepare import _widen
-from kda_core_nvidia.recurrent import decay_minus_one, zero_rows
+from kda_core_nvidia.recurrent import decay_factor, zero_rows
 from kda_core_nvidia.recurrent_blocks import (
     ROWS,
     TOP,
@@ -239,5 +239,5 @@ def blocks_prepare(
         high, low = halves(product(a_high, a_low, kg_high, kg_low, None, True) * 2.0**-TOP)
         tl.store(p_plane, high)
         tl.store(p_plane + ROWS * KP, low)
-    p_loss = p_factor + 3 * ROWS + tl.arange(0, KP)
-    tl.store(p_loss, decay_minus_one(tl.load(p_loss)))
+    p_total = p_factor + 3 * ROWS + tl.arange(0, KP)
+    tl.store(p_total, decay_factor(tl.load(p_total)))

@@ -1,6 +1,6 @@
 """Sequential kernel for prompts of ``fused_recurrent_kda``: from the blocks' tensors to outputs and final states.
 
-    r = v − ke S        o = qg S + P r        S ← S + (exp(G_C) − 1) ⊙ S + kAᵀ r
+    r = v − ke S        o = qg S + P r        S ← exp(G_C) ⊙ S + kAᵀ r
 
 The state is held transposed, Sᵀ [BV, KP] in float32 registers, so that its halves are the left operands of products,
 which wgmma takes from registers. Where the chip can, this kernel starts before ``blocks_prepare`` ends, loads its
@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from kda_core_nvidia.recurrent import decayed
 from kda_core_nvidia.recurrent_blocks import ROWS, TOP, locate, product, scaled_halves
 
 
@@ -99,7 +100,7 @@ def follow(
         k_factor = tl.load(p_factor + r)
         a_factor = tl.load(p_factor + ROWS + r)
         q_factor = tl.load(p_factor + 2 * ROWS + r)
-        loss = tl.load(p_factor + 3 * ROWS + o_k)
+        decay = tl.load(p_factor + 3 * ROWS + o_k)
         rows = rows.to(tl.int64)
 
         s_high, s_low, s_factor = scaled_halves(S)
@@ -117,7 +118,7 @@ def follow(
             p_low = tl.load(p_square + ROWS * ROWS)
         b_p = product(r_high, r_low, tl.trans(p_high), tl.trans(p_low), None, EXACT_OUT)
         b_o = tl.fma(b_p, (r_factor * 2.0**TOP)[:, None], b_o * s_factor[:, None]) * q_factor[None, :]
-        S = tl.fma(S, loss[None, :], S)
+        S = decayed(S, decay[None, :])
         S = tl.fma(product(r_high, r_low, ka_high, ka_low, None, True), r_factor[:, None], S)
         tl.store(p_o + rows[:, None] * s_ot, tl.trans(b_o).to(o.dtype.element_ty), mask=m_o)
 

@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
-from kda_core_nvidia.recurrent import decay_minus_one
+from kda_core_nvidia.recurrent import decay_factor, decayed
 
 # Later versions of triton renamed these.
 copy_tile = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -135,9 +135,9 @@ def recurrent_step(
         r_q *= gl.rsqrt(gl.sum(b_q * b_q, 0) + NORM_EPS)
         r_k *= gl.rsqrt(gl.sum(b_k * b_k, 0) + NORM_EPS)
     qk = gl.sum(b_q * b_k, 0) * (r_q * r_k)
-    loss = decay_minus_one(y)
-    k_d = gl.convert_layout(gl.fma(b_k, loss, b_k), KEYS)[:, None]
-    q_d = gl.convert_layout(gl.fma(b_q, loss, b_q), KEYS)[:, None]
+    factor = decay_factor(y)
+    k_d = gl.convert_layout(decayed(b_k, factor), KEYS)[:, None]
+    q_d = gl.convert_layout(decayed(b_q, factor), KEYS)[:, None]
     async_copy.wait_group(0)
     S = _widen(tile.load(L))
     u = b_beta * (b_v - r_k * gl.sum(S * k_d, 0))
@@ -148,22 +148,22 @@ def recurrent_step(
         if PARTS == 0:
             # The tile is not read before this, for whose registers it would wait.
             block_barrier()
-            loss = gl.convert_layout(loss, KEYS)
+            factor = gl.convert_layout(factor, KEYS)
             b_k = gl.convert_layout(b_k, KEYS)
             S = _widen(tile.load(L))
-            S = gl.fma(S, loss[:, None], S)
+            S = decayed(S, factor[:, None])
             S = gl.fma((r_k * u)[None, :], b_k[:, None], S)
             o_row = gl.arange(0, SIZE, layout=KEYS).to(gl.int64)[:, None]
             gl.store(p_state + (o_row * F_ROW + o_v[None, :]), S.to(final_state.dtype.element_ty))
         else:
             PART: gl.constexpr = SIZE // PARTS
-            losses = gl.allocate_shared_memory(gl.float32, [SIZE], FLAT, loss)
+            factors = gl.allocate_shared_memory(gl.float32, [SIZE], FLAT, factor)
             keys = gl.allocate_shared_memory(gl.float32, [SIZE], FLAT, b_k)
             block_barrier()
             for i in gl.static_range(PARTS):
                 part = tile.slice(i * PART, PART)
                 S = _widen(part.load(L))
-                S = gl.fma(S, losses.slice(i * PART, PART).load(KEYS)[:, None], S)
+                S = decayed(S, factors.slice(i * PART, PART).load(KEYS)[:, None])
                 S = gl.fma((r_k * u)[None, :], keys.slice(i * PART, PART).load(KEYS)[:, None], S)
                 part.store(S.to(final_state.dtype.element_ty))
             o_row = gl.arange(0, PART, layout=gl.SliceLayout(1, LINES)).to(gl.int64)[:, None]

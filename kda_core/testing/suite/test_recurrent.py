@@ -234,6 +234,13 @@ def test_recurrent_drift_of_a_long_decode(kda):
     _drift(kda, 100_000)
 
 
+@requires(Feature.RECURRENT, Feature.INITIAL_STATE, Feature.FINAL_STATE)
+@pytest.mark.parametrize(("T", "decay"), [(1, -8.0), (1, -30.0), (5, -12.0), (12, -2.0), (40, -0.5)])
+def test_recurrent_forgets(kda, T: int, decay: float):
+    """Nothing is written, and what little is left of a state is all there is: S + (d − 1) S has no digits of it."""
+    kda.check(Case(name=f"forgets {T} {decay}", op=R, T=T, K=64, decay=decay, beta=0.0, state=FP32).call())
+
+
 def _drift(kda, steps: int) -> None:
     whole = Case(name=f"drift {steps}", op=R, T=steps, H=1, K=16, decay="slow", state=FP32).call()
     kda.check(whole.slice_tokens(0, 1))
