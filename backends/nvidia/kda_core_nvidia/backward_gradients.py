@@ -73,6 +73,28 @@ def _sums(p_hi, p_lo, reach, b_dgamma, dt: tl.constexpr, PRECISION: tl.constexpr
 
 
 @triton.jit
+def _cancelling_sums(b_p, b_dgamma, o_c, dt: tl.constexpr):
+    """Add to dgamma, for each row t, the sum of ``b_p`` over rows s >= t, in which terms cancel: two parts of 16 bits.
+
+    Of float16 three parts of bfloat16, for the reason that ``_summands`` has.
+    """
+    reach = o_c[:, None] >= o_c[None, :]
+    if dt != tl.float16:
+        p_hi, p_lo = _two_parts(b_p, dt)
+        b_dgamma = tl.dot(p_hi, reach.to(dt), b_dgamma)
+        b_dgamma = tl.dot(p_lo, reach.to(dt), b_dgamma)
+    elif INTERPRETED:
+        b_dgamma = tl.dot(b_p, reach.to(tl.float32), b_dgamma, input_precision="ieee")
+    else:
+        p_hi, wide = rounded(b_p, tl.bfloat16)
+        p_mid, p_lo = _two_parts(b_p - wide, tl.bfloat16)
+        b_dgamma = tl.dot(p_lo, reach.to(tl.bfloat16), b_dgamma)
+        b_dgamma = tl.dot(p_mid, reach.to(tl.bfloat16), b_dgamma)
+        b_dgamma = tl.dot(p_hi, reach.to(tl.bfloat16), b_dgamma)
+    return b_dgamma
+
+
+@triton.jit
 def _level(
     b_dq, b_dkr, b_dkc, b_dgamma, b_q, b_k, b_beta, b_mu, b_lu, hi, mid, lo, o_c, j,
     dt: tl.constexpr, PRECISION: tl.constexpr,
@@ -156,11 +178,7 @@ def _mild_decay(
     hi, lo = _two_parts(kr, dt)
     b_lu = tl.trans(b_lu)
     b_dkc = tl.dot(lo, b_lu, tl.dot(hi, b_lu, b_dkc))
-    b_p = qr * b_dq + kr * b_dkr - kb * b_dkc
-    p_hi, p_lo = _two_parts(b_p, dt)
-    reach = (o_c[:, None] >= o_c[None, :]).to(dt)
-    b_dgamma = tl.dot(p_hi, reach, b_dgamma)
-    b_dgamma = tl.dot(p_lo, reach, b_dgamma) + ends[:, None]
+    b_dgamma = _cancelling_sums(qr * b_dq + kr * b_dkr - kb * b_dkc, b_dgamma, o_c, dt) + ends[:, None]
     return b_dq * rise, b_dkr * rise, b_dkc * fall, b_dgamma
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from kda_core.capabilities import Feature
 from kda_core.reference import DIFFERENTIABLE
@@ -52,6 +53,16 @@ def test_backward(kda, case: Case):
 def test_backward_short(kda, case: Case):
     """Sequences of less than a chunk, whose states are the call's own at both ends."""
     kda.check(case.call())
+
+
+@requires(Feature.CHUNK, Feature.BACKWARD)
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("decay", ["slow", -8.0])
+def test_backward_of_small_rows(kda, dtype: torch.dtype, decay: str | float):
+    """Queries and values a hundred times smaller: what the decays collect lies below what float16 holds in full."""
+    case = Case(name=f"small rows {decay}", T=70, K=64, dtype=dtype, decay=decay, final_state=False, backward=True)
+    call = case.call()
+    kda.check(replace(call, tensors=call.tensors | {n: 0.01 * call.tensors[n] for n in ("q", "v")}))
 
 
 @requires(Feature.CHUNK, Feature.BACKWARD, Feature.DISABLE_RECOMPUTE)
