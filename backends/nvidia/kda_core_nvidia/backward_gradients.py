@@ -78,19 +78,21 @@ def _cancelling_sums(b_p, b_dgamma, o_c, dt: tl.constexpr):
 
     Of float16 three parts of bfloat16, for the reason that ``_summands`` has.
     """
-    reach = o_c[:, None] >= o_c[None, :]
     if dt != tl.float16:
         p_hi, p_lo = _two_parts(b_p, dt)
-        b_dgamma = tl.dot(p_hi, reach.to(dt), b_dgamma)
-        b_dgamma = tl.dot(p_lo, reach.to(dt), b_dgamma)
+        reach = (o_c[:, None] >= o_c[None, :]).to(dt)
+        b_dgamma = tl.dot(p_hi, reach, b_dgamma)
+        b_dgamma = tl.dot(p_lo, reach, b_dgamma)
     elif INTERPRETED:
-        b_dgamma = tl.dot(b_p, reach.to(tl.float32), b_dgamma, input_precision="ieee")
+        reach = (o_c[:, None] >= o_c[None, :]).to(tl.float32)
+        b_dgamma = tl.dot(b_p, reach, b_dgamma, input_precision="ieee")
     else:
         p_hi, wide = rounded(b_p, tl.bfloat16)
         p_mid, p_lo = _two_parts(b_p - wide, tl.bfloat16)
-        b_dgamma = tl.dot(p_lo, reach.to(tl.bfloat16), b_dgamma)
-        b_dgamma = tl.dot(p_mid, reach.to(tl.bfloat16), b_dgamma)
-        b_dgamma = tl.dot(p_hi, reach.to(tl.bfloat16), b_dgamma)
+        reach = (o_c[:, None] >= o_c[None, :]).to(tl.bfloat16)
+        b_dgamma = tl.dot(p_lo, reach, b_dgamma)
+        b_dgamma = tl.dot(p_mid, reach, b_dgamma)
+        b_dgamma = tl.dot(p_hi, reach, b_dgamma)
     return b_dgamma
 
 
