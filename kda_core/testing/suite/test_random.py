@@ -50,11 +50,18 @@ def calls(draw, op: str, max_tokens: int, backward: bool) -> Call:
     lengths = draw(st.one_of(st.just(()), st.lists(st.integers(0, max_tokens // 2), min_size=1, max_size=5).map(tuple)))
     T = sum(lengths) + draw(st.integers(0, 3)) if lengths else draw(st.integers(1, max_tokens))
     H = draw(st.integers(1, 3))
-    beta = draw(st.sampled_from(["given", "sigmoid", "negative eigenvalues"]))
+    beta = draw(st.sampled_from(["given", "sigmoid", "negative eigenvalues", 1.0, 0.01]))
     dtype = draw(DTYPES)
+    gate = draw(st.sampled_from(["given", "softplus", "lower bound"]))
+    decay = draw(st.sampled_from(["mild", "slow", "none", "bounded", "isolated", -0.5, -8.0, -30.0]))
     options = {"state_v_first": draw(st.booleans())}
+    scale = draw(st.sampled_from([None, 1.0, 0.3]))
+    if scale is not None:
+        options["scale"] = scale
     if op == "chunk_kda":
         options |= {"chunk_size": draw(st.sampled_from([64, 32])), "disable_recompute": draw(st.booleans())}
+        if gate == "lower bound" or (gate == "given" and decay in ("bounded", -0.5)):
+            options["safe_gate"] = draw(st.booleans())
     case = Case(
         name=f"random {draw(st.integers(0, 99))}",
         op=op,
@@ -67,18 +74,26 @@ def calls(draw, op: str, max_tokens: int, backward: bool) -> Call:
         dtype=dtype,
         gate_dtype=draw(st.sampled_from([FP32, dtype])),
         lengths=lengths,
-        gate=draw(st.sampled_from(["given", "softplus", "lower bound"])),
-        decay=draw(st.sampled_from(["mild", "slow", "none", "bounded", "isolated", -8.0])),
+        gate=gate,
+        decay=decay,
         dt_bias=draw(st.booleans()),
         beta=beta,
+        keys=draw(st.sampled_from(["random", "random", "equal", "nearly parallel"])),
         l2norm=draw(st.booleans()),
         state=draw(st.sampled_from([None, FP32, BF16])),
         final_state=draw(st.booleans()),
         backward=backward,
         options=options,
     )
+    call = case.call()
+    if draw(st.integers(0, 5)) == 5:
+        # Rows of zeros, of which a norm is none.
+        for name in ("q", "k"):
+            rows = call.tensors[name].clone()  # equal keys share memory
+            rows[:, draw(st.integers(0, 2)) :: 3] = 0
+            call.tensors[name] = rows
     strided = draw(st.sets(st.sampled_from(["q", "k", "v", "g", "beta", "initial_state"])))
-    return replace(case.call(), strided=frozenset(strided))
+    return replace(call, strided=frozenset(strided))
 
 
 @st.composite
