@@ -85,8 +85,8 @@ def log2_decay(b_g, a, bias, lower_bound, GATE: tl.constexpr):
         GATE: "none" (g is the natural-log decay), "softplus" or "bounded".
     """
     if GATE == "bounded":
-        slope = a * -LOG2_E
-        root = tl.rsqrt(1.0 + tl.exp2(b_g * slope + bias * slope))
+        # The sum first: products with the rate would be rounded, of which a sum that cancels leaves more.
+        root = tl.rsqrt(1.0 + tl.exp2((b_g + bias) * (a * -LOG2_E)))
         return (lower_bound * LOG2_E) * root * root
     if GATE == "softplus":
         y = (a * -LOG2_E) * softplus(b_g + bias)

@@ -101,10 +101,10 @@ def bounded_decay(b_g, slope, bias, reach):
     """``gate.log2_decay`` of the bounded gate: reach · sigmoid, by the instructions that keep no denormal numbers.
 
     Args:
-        slope: −log2(e) times the rate. bias: dt_bias times that.
+        slope: −log2(e) times the rate. bias: dt_bias, or 0.
         reach: the bound in log2 units; 0 in rows whose decay must be 0.
     """
-    x = 1.0 + power_of(tl.fma(b_g, slope, bias))
+    x = 1.0 + power_of((b_g + bias) * slope)
     if INTERPRETED:
         root = tl.rsqrt(x)
     else:

@@ -175,7 +175,7 @@ def blocks_prepare(
         if dt_bias is not None:
             bias = tl.load(dt_bias + i_h * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)[None, :]
         if GATE == "bounded":
-            y = bounded_decay(b_g, slope, bias * slope, reach)
+            y = bounded_decay(b_g, slope, bias, reach)
         else:
             y = tl.where(mask, log2_decay(b_g, rate, bias, lower_bound, GATE), 0.0)
         parts = split(y, TERMS)

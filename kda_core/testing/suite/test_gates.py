@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -43,6 +44,19 @@ def test_lower_bound_gate_bounds(kda, bound: float):
     """Other bounds than -5, with the hint that decays keep to them."""
     case = Case(name=f"bound {bound}", T=70, gate="lower bound", rate=2.0)
     kda.check(case.call().having(lower_bound=bound, safe_gate=True))
+
+
+@requires(Feature.LOWER_BOUND_GATE, Feature.INITIAL_STATE)
+@pytest.mark.parametrize("T", [1, 12, 40])
+@pytest.mark.parametrize("what", ["forward", "gradients", "recurrent"])
+def test_lower_bound_gate_where_the_bias_cancels(kda, what: str, T: int):
+    """g + dt_bias comes before the rate: a sum of products with the rate is off by the rate times as much."""
+    op = "fused_recurrent_kda" if what == "recurrent" else "chunk_kda"
+    case = Case(name=f"bias cancels {T}", op=op, T=T, H=3, K=64, gate="lower bound", l2norm=True, state=FP32)
+    call = case.having(backward=what == "gradients").call()
+    g, bias = call.tensors["g"], 4 * call.tensors["dt_bias"]
+    tensors = {"dt_bias": bias, "g": 0.05 * g - bias.view(1, 1, *g.shape[2:])}
+    kda.check(replace(call, tensors=call.tensors | tensors))
 
 
 @requires(Feature.CHUNK, Feature.SOFTPLUS_GATE)

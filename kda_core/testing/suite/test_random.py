@@ -53,7 +53,9 @@ def calls(draw, op: str, max_tokens: int, backward: bool) -> Call:
     beta = draw(st.sampled_from(["given", "sigmoid", "negative eigenvalues", 1.0, 0.01]))
     dtype = draw(DTYPES)
     gate = draw(st.sampled_from(["given", "softplus", "lower bound"]))
-    decay = draw(st.sampled_from(["mild", "slow", "none", "bounded", "isolated", -0.5, -8.0, -30.0]))
+    # Of e⁻³⁰ a token float16 holds nothing between a backward's kernels.
+    strongest = -8.0 if dtype == FP16 else -30.0
+    decay = draw(st.sampled_from(["mild", "slow", "none", "bounded", "isolated", -0.5, -8.0, strongest]))
     options = {"state_v_first": draw(st.booleans())}
     scale = draw(st.sampled_from([None, 1.0, 0.3]))
     if scale is not None:
