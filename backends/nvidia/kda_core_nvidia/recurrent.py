@@ -36,6 +36,7 @@ SERIES_REACH = tl.constexpr(0.5)
 """|log2 decay| below which d − 1 comes from the series; beyond it 2^y − 1 loses at most two bits."""
 
 NOTHING = tl.constexpr(2.0**-100)
+"""So little of x that x less it is x."""
 
 _C2, _C3, _C4, _C5, _C6, _C7 = (tl.constexpr(1 / math.factorial(n)) for n in range(2, 8))
 

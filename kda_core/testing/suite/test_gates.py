@@ -12,6 +12,7 @@ import kda_core
 from kda_core.capabilities import Feature
 from kda_core.testing import gate
 from kda_core.testing.cases import BF16, FP16, FP32, Case
+from kda_core.testing.inputs import Call
 from kda_core.testing.marks import requires
 
 OPTIONAL = pytest.mark.parametrize(
@@ -46,17 +47,36 @@ def test_lower_bound_gate_bounds(kda, bound: float):
     kda.check(case.call().having(lower_bound=bound, safe_gate=True))
 
 
-@requires(Feature.LOWER_BOUND_GATE, Feature.INITIAL_STATE)
-@pytest.mark.parametrize("T", [1, 12, 40])
-@pytest.mark.parametrize("what", ["forward", "gradients", "recurrent"])
-def test_lower_bound_gate_where_the_bias_cancels(kda, what: str, T: int):
-    """g + dt_bias comes before the rate: a sum of products with the rate is off by the rate times as much."""
-    op = "fused_recurrent_kda" if what == "recurrent" else "chunk_kda"
-    case = Case(name=f"bias cancels {T}", op=op, T=T, H=3, K=64, gate="lower bound", l2norm=True, state=FP32)
-    call = case.having(backward=what == "gradients").call()
+def _bias_cancels(T: int, **fields) -> Call:
+    """g and dt_bias are large, and their sums small: of products with the rate, rounding would be left."""
+    case = Case(name=f"bias cancels {T}", T=T, H=3, K=64, gate="lower bound", l2norm=True, state=FP32, **fields)
+    call = case.call()
     g, bias = call.tensors["g"], 4 * call.tensors["dt_bias"]
-    tensors = {"dt_bias": bias, "g": 0.05 * g - bias.view(1, 1, *g.shape[2:])}
-    kda.check(replace(call, tensors=call.tensors | tensors))
+    return replace(call, tensors=call.tensors | {"dt_bias": bias, "g": 0.05 * g - bias.view(1, 1, *g.shape[2:])})
+
+
+SHORT_AND_LONG = pytest.mark.parametrize("T", [1, 12, 40])
+
+
+@requires(Feature.CHUNK, Feature.LOWER_BOUND_GATE, Feature.INITIAL_STATE, Feature.FINAL_STATE)
+@SHORT_AND_LONG
+def test_lower_bound_gate_where_the_bias_cancels(kda, T: int):
+    """g + dt_bias comes before the rate."""
+    kda.check(_bias_cancels(T))
+
+
+@requires(Feature.BACKWARD, Feature.LOWER_BOUND_GATE, Feature.STATE_GRADIENT)
+@SHORT_AND_LONG
+def test_lower_bound_gate_backward_where_the_bias_cancels(kda, T: int):
+    """The gradients' decays likewise."""
+    kda.check(_bias_cancels(T, backward=True))
+
+
+@requires(Feature.RECURRENT, Feature.LOWER_BOUND_GATE, Feature.INITIAL_STATE, Feature.FINAL_STATE)
+@SHORT_AND_LONG
+def test_recurrent_lower_bound_gate_where_the_bias_cancels(kda, T: int):
+    """One token, and prompts."""
+    kda.check(_bias_cancels(T, op="fused_recurrent_kda"))
 
 
 @requires(Feature.CHUNK, Feature.SOFTPLUS_GATE)
