@@ -81,6 +81,7 @@ def test_tiles_of_decoding_do_not_depend_on_the_number_of_states():
             assert len(tiles) == 1, (v_first, dtype, K)
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("form", ["a step", "two tokens", "packed"])
 def test_rows_of_a_tile_are_summed_alike_in_tiles_of_any_size(state: torch.dtype, form: str, monkeypatch):
@@ -106,6 +107,7 @@ def test_rows_of_a_tile_are_summed_alike_in_tiles_of_any_size(state: torch.dtype
     assert all(layouts)
 
 
+@pytest.mark.end_to_end
 def test_both_kernels_of_a_step_sum_a_tile_alike():
     """The threads of ``recurrent_step`` hold the channels that those of ``recurrent`` hold: the same bits."""
     layouts = []
