@@ -166,12 +166,11 @@ def dispatch_lines(backend: str) -> set[tuple[str, int]]:
 
 def _dispatch(kernel: ast.FunctionDef) -> set[int]:
     statements = sorted(node.lineno for node in ast.walk(kernel) if isinstance(node, ast.stmt))
-    calls = [node for node in ast.walk(kernel) if isinstance(node, ast.Call)]
     lines: set[int] = set()
-    for call in calls:
-        if ast.unparse(call.func).endswith("warp_specialize"):
-            after = [line for line in statements if line > call.end_lineno][:1]
-            lines |= {kernel.lineno, call.lineno, *after}
+    for node in ast.walk(kernel):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("warp_specialize"):
+            after = [line for line in statements if line > node.end_lineno][:1]
+            lines |= {kernel.lineno, node.lineno, *after}
     return lines
 
 

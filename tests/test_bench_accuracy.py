@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -22,10 +21,16 @@ def accuracy():
     return module
 
 
-def row(case: str, ours: list[dict], theirs: list[dict] | str) -> dict:
-    mean = lambda draws: {n: math.sqrt(sum(d[n] ** 2 for d in draws) / len(draws)) for n in draws[0]}  # noqa: E731
-    errors = {"kda_core": mean(ours), "fla": theirs if isinstance(theirs, str) else mean(theirs)}
-    return {"case": case, "dtype": "bf16", "errors": errors, "draws": {"kda_core": ours, "fla": theirs}}
+@pytest.fixture(scope="module")
+def row(accuracy):
+    """Makes a row of results from the errors of every draw."""
+
+    def made(case: str, ours: list[dict], theirs: list[dict] | str) -> dict:
+        draws = {"kda_core": ours, "fla": theirs}
+        errors = {n: x if isinstance(x, str) else accuracy._root_mean_square(x) for n, x in draws.items()}
+        return {"case": case, "dtype": "bf16", "errors": errors, "draws": draws}
+
+    return made
 
 
 @pytest.mark.end_to_end
@@ -46,7 +51,7 @@ def test_cpu_run(accuracy, tmp_path: Path):
     assert page.read_text() == first
 
 
-def test_the_larger_errors_are_named(accuracy):
+def test_the_larger_errors_are_named(accuracy, row):
     ours = [{"o": 1e-3, "dq": 2.2e-3}, {"o": 1e-3, "dq": 2e-3}]
     theirs = [{"o": 2e-3, "dq": 2e-3}, {"o": 2e-3, "dq": 2e-3}]
     rows = [row("one", ours, theirs), row("two", ours, "fails")]
