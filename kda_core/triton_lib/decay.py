@@ -50,16 +50,23 @@ def split(y, TERMS: tl.constexpr):
 
 @triton.jit
 def selected_sum(select, parts, TERMS: tl.constexpr, START: tl.constexpr = 0.0):
-    """START plus the sum over rows s of y[s, c] where select[r, s]: [16, BK] float32, ``parts = split(y, TERMS)``."""
-    total = tl.full(parts[0].shape, START, tl.float32)
+    """START plus the sum over rows s of y[s, c] where select[r, s]: [16, BK] float32, ``parts = split(y, TERMS)``.
+
+    A matrix unit cuts every number that it adds below the 25th bit or so of the largest (NVIDIA's Hopper: the 25th).
+    Sums of three parts are to be float32's own, so that the small ones are added up among themselves, and what they
+    come to is added by an instruction that rounds.
+    """
     if TERMS == 1:
+        total = tl.full(parts[0].shape, START, tl.float32)
         return tl.dot(select.to(tl.float32), parts[0], total, input_precision="ieee")
     ones = select.to(tl.bfloat16)
-    total = tl.dot(ones, parts[0], total)
-    total = tl.dot(ones, parts[1], total)
     if TERMS == 3:
-        total = tl.dot(ones, parts[2], total)
-    return total
+        rest = tl.dot(ones, parts[1], tl.dot(ones, parts[2]))
+        total = tl.dot(ones, parts[0]) + rest
+        return total + START if START != 0.0 else total
+    total = tl.full(parts[0].shape, START, tl.float32)
+    total = tl.dot(ones, parts[0], total)
+    return tl.dot(ones, parts[1], total)
 
 
 @triton.jit

@@ -91,13 +91,14 @@ def split3(b_x, dt: tl.constexpr):
 
 @triton.jit
 def interval_sum(hi, mid, lo, b_w, TERMS: tl.constexpr):
-    """Sum over rows s of x[c, s] where ``b_w[s, r]``, as [BK, C] in fp32, from TERMS of ``hi, mid, lo = split3(x)``."""
+    """Sum over rows s of x[c, s] where ``b_w[s, r]``, as [BK, C] in fp32, from TERMS of ``hi, mid, lo = split3(x)``.
+
+    Of three terms the small ones are added up among themselves, for the reason that ``decay.selected_sum`` has.
+    """
     w = b_w.to(hi.dtype)
-    out = tl.dot(hi, w)
-    out = tl.dot(mid, w, out)
     if TERMS == 3:
-        out = tl.dot(lo, w, out)
-    return out
+        return tl.dot(hi, w) + tl.dot(mid, w, tl.dot(lo, w))
+    return tl.dot(mid, w, tl.dot(hi, w))
 
 
 @triton.jit

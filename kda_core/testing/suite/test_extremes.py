@@ -56,6 +56,13 @@ def test_decay_recurrent(kda, decay):
     kda.check(Case(name=f"decay steps {decay}", op="fused_recurrent_kda", T=40, K=16, decay=decay).call())
 
 
+@requires(Feature.CHUNK, Feature.INITIAL_STATE, Feature.FINAL_STATE)
+@pytest.mark.parametrize(("T", "decay"), [(16, -2.0), (64, "mild"), (150, -0.05)])
+def test_state_that_only_decays(kda, T: int, decay: str | float):
+    """Nothing is written: the final state shows every error of a sum of decays, all of the same sign."""
+    kda.check(Case(name=f"only decays {T} {decay}", T=T, K=64, decay=decay, beta=0.0, state=FP32).call())
+
+
 INFINITE = pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=["float32", "bfloat16", "float16"])
 HEAD_SIZE = pytest.mark.parametrize("K", [1, 20, 64])
 
