@@ -411,7 +411,8 @@ def decay_keeps_its_digits() -> None:
     global tl, decay_minus_one  # a kernel sees no names of the function round it
     import triton
     import triton.language as tl
-    from kda_core_nvidia.recurrent import decay_minus_one
+
+    from kda_core.triton_lib.factor import decay_minus_one
 
     @triton.jit
     def kernel(x, y, SIZE: tl.constexpr):

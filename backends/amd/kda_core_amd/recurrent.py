@@ -5,7 +5,8 @@ for q, scale):
 
     u = β (v − r_k Sᵀ(k⊙d))      o = r_q Sᵀ(q⊙d) + r_q r_k (q·k) u      S ← d ⊙ S + k (r_k u)ᵀ
 
-so that both sums over the key channels wait for the old state only, and not for each other or for the norms. All in
+so that both sums over the key channels wait for the old state only, and not for each other or for the norms. What
+decays takes d − 1 in slow channels, without cancellation, and d in fast ones (``factor``). All in
 float32, on vector units: nothing is rounded to the inputs' dtype but o and the stored states. The block of the
 state keeps its memory's order, [BV, KP] when V comes first and [KP, BV] otherwise, so that lanes read whole lines.
 
@@ -24,6 +25,7 @@ import triton
 import triton.language as tl
 
 from kda_core.request import ForwardResult, Request
+from kda_core.triton_lib.factor import decay_factor, decayed
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
 from kda_core_amd import launch
 from kda_core_amd.chunk_forward import finished, output_buffers
@@ -224,12 +226,12 @@ def recurrent(
         if L2NORM:
             r_q *= tl.rsqrt(tl.sum(b_q * b_q, 0) + NORM_EPS)
             r_k *= tl.rsqrt(tl.sum(b_k * b_k, 0) + NORM_EPS)
-        decay = tl.exp2(log2_decay(b_g, rate, bias, bound, GATE))
-        b_y = tl.sum(S * _row_in(b_k * decay, V_FIRST), channels)
-        b_p = tl.sum(S * _row_in(b_q * decay, V_FIRST), channels)
+        factor = decay_factor(log2_decay(b_g, rate, bias, bound, GATE))
+        b_y = tl.sum(S * _row_in(decayed(b_k, factor), V_FIRST), channels)
+        b_p = tl.sum(S * _row_in(decayed(b_q, factor), V_FIRST), channels)
         b_u = b_beta * (b_v - r_k * b_y)
         b_o = r_q * b_p + tl.sum(b_q * b_k, 0) * (r_q * r_k) * b_u
-        S = S * _row_in(decay, V_FIRST) + _row_in(b_k * r_k, V_FIRST) * _value_in(b_u, V_FIRST)
+        S = decayed(S, _row_in(factor, V_FIRST)) + _row_in(b_k * r_k, V_FIRST) * _value_in(b_u, V_FIRST)
         tl.store(o + t * s_ot + o_v, b_o.to(o.dtype.element_ty), mask=m_v)
         if EVERY_TOKEN:
             i_state = tl.load(indices + (t - bos) * s_column).to(tl.int64)

@@ -131,7 +131,10 @@ class _Gradients:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows of a window before any decay (inputs.py): what turns their gradients back into those of the inputs."""
+    """Rows of a window before any decay (inputs.py): what turns their gradients back into those of the inputs.
+
+    ``decay`` is γ, and d from where the rows are decayed.
+    """
 
     q: Tensor
     q_inverse_norm: Tensor | None
@@ -139,7 +142,7 @@ class _Rows:
     k_inverse_norm: Tensor | None
     v: Tensor
     beta: Tensor
-    d: Tensor
+    decay: Tensor
 
 
 @dataclass(frozen=True)
@@ -164,12 +167,12 @@ class _Backstep:
         S = saved.states.get(window, workspace("S", Z, K, V))
         v_new = workspace("v_new", Z, C, V)
         if saved.products is None:
-            M, A, total = pairwise(workspace, X, F, rows.d, keep=self.grads.rows)
+            M, A, total = pairwise(workspace, X, F, rows.decay, keep=self.grads.rows)
             read = torch.bmm(X[:, :, 1], S, out=workspace("dr", Z, C, V))
             r = torch.mul(rows.v, rows.beta, out=workspace("dv_new", Z, C, V)).sub_(read)
             torch.bmm(A, r, out=v_new)
         else:
-            total = decay_rows(workspace, X, F, rows.d, keep=self.grads.rows)
+            total = decay_rows(workspace, X, F, rows.decay, keep=self.grads.rows)
             scratch = (v_new, workspace("M", Z, C, C), workspace("A", Z, C, C))
             v_new, M, A = (record.get(window, x) for record, x in zip(saved.products, scratch, strict=True))
         total = total.unsqueeze(-1)
@@ -204,7 +207,7 @@ class _Backstep:
         dX = torch.bmm(D.flatten(1, 2), S.transpose(1, 2), out=workspace("dX", Z, 2 * C, K)).view(Z, C, 2, K)
         dP = torch.bmm(D.flatten(1, 2), v_new.transpose(1, 2), out=workspace("dP", Z, 2 * C, C)).view(Z, C, 2, C)
         dlog_total.mul_(total.squeeze(-1))
-        dlog = pairwise_backward(workspace, rows.d, dX, dF, dP, dlog_total)
+        dlog = pairwise_backward(workspace, rows.decay, dX, dF, dP, dlog_total)
         diagonal = dP[:, :, 0].diagonal(dim1=1, dim2=2).unsqueeze(-1)
         self._row_gradients(rows, dX, dF, dlog, diagonal, dbeta)
 
@@ -216,9 +219,9 @@ class _Backstep:
         q_inverse_norm = inputs.load_unit(request.q, window, q)
         k_inverse_norm = inputs.load_unit(request.k, window, k)
         beta = inputs.load_beta(window, workspace("beta", Z, C, 1))
-        d = inputs.load_decay(window, workspace("d", Z, C, K))
+        decay = inputs.load_log_decay(window, workspace("decay", Z, C, K))
         v = window.load(request.v, workspace("v", Z, C, V))
-        return _Rows(q, q_inverse_norm, k, k_inverse_norm, v, beta, d)
+        return _Rows(q, q_inverse_norm, k, k_inverse_norm, v, beta, decay)
 
     def _row_gradients(
         self, rows: _Rows, dX: Tensor, dF: Tensor, dlog: Tensor, diagonal: Tensor, dbeta: Tensor

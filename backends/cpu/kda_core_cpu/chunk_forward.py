@@ -122,7 +122,7 @@ def chunk_forward(request: Request) -> ForwardResult:
 
 
 def load_rows(workspace: Workspace, inputs: RowInputs, window: Window) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """X = (q', β k') [Z, C, 2, K], F = k' [Z, C, K], d [Z, C, K] and βv [Z, C, V] of a window, not decayed yet.
+    """X = (q', β k') [Z, C, 2, K], F = k' [Z, C, K], γ [Z, C, K] and βv [Z, C, V] of a window, not decayed yet.
 
     K and V are those of ``product_dims``.
     """
@@ -135,9 +135,9 @@ def load_rows(workspace: Workspace, inputs: RowInputs, window: Window) -> tuple[
     inputs.load_unit(request.k, window, F)
     beta = inputs.load_beta(window, workspace("beta", Z, C, 1))
     torch.mul(F, beta, out=X[:, :, 1])
-    d = inputs.load_decay(window, workspace("d", Z, C, K))
+    decay = inputs.load_log_decay(window, workspace("decay", Z, C, K))
     bv = window.load(request.v, workspace("v", Z, C, V)).mul_(beta)
-    return X, F, d, bv
+    return X, F, decay, bv
 
 
 def empty_output(request: Request) -> Tensor:
@@ -172,8 +172,8 @@ def _run_window(
 ) -> None:
     """Advance the states ``S`` [lanes, K, V] of a group through a window and write its outputs."""
     Z, C, V = window.Z, window.rows, S.shape[-1]
-    X, F, d, r = load_rows(workspace, inputs, window)
-    M, A, total = pairwise(workspace, X, F, d)
+    X, F, decay, r = load_rows(workspace, inputs, window)
+    M, A, total = pairwise(workspace, X, F, decay)
     X, total = X.flatten(1, 2), total.unsqueeze(-1)
     outputs, v_new = workspace("o", Z, C, V), workspace("v_new", Z, C, V)
     for step in range(len(window.steps)):

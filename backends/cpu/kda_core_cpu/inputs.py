@@ -98,13 +98,17 @@ class RowInputs:
             # Memory of the caller's has no slack behind it.
             if own is not None and memory.numel() == into.numel():
                 return torch.exp(own, out=into)
+        self.load_log_decay(window, into)
+        memory.exp_()
+        return into
+
+    def load_log_decay(self, window: Window | TokenWindow, into: Tensor) -> Tensor:
+        """γ; ``into`` is scratch."""
         window.load(self.request.g, into)
         if self.request.use_gate_in_kernel:
             heads = into.unflatten(0, (window.pairs, -1))
-            log_decay(heads, *self._gate_parameters(window), self.request.lower_bound, memory)
-        memory.exp_()
-        if self.request.use_gate_in_kernel:
-            window.pad(into, 1.0)
+            log_decay(heads, *self._gate_parameters(window), self.request.lower_bound, with_slack(into))
+            window.pad(into, 0.0)
         return into
 
     def read_beta(self, window: Window | TokenWindow, workspace: Workspace) -> Tensor:

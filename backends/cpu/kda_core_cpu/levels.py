@@ -3,12 +3,15 @@
 Every pair (r, s), s < r, straddles the middle of exactly one 2b-block, with r in its second half and s in its
 first. With d_t = exp(γ_t), let inside each b-block
 
-    E_r = Π d_t over its rows up to and including r          F_s = Π d_t over its rows after s
+    E_r = Π d_t over its rows up to and including r          F_s = Π d_t over its rows after s        D = Π d_t
 
 so that exp(G_r − G_s) = E_r·F_s for a pair that straddles: no exponent is ever formed that could be positive,
 no difference of two large sums is taken, and γ = −∞ is an ordinary zero. Going from b to 2b, rows of the second
-half gain the first half's total decay in E and rows of the first half the second half's total in F, so all levels
-together need one exp an element. After the last level E and F are exp(G) and exp(G_C − G).
+half gain the first half's total decay D in E and rows of the first half the second half's in F. After the last level
+E and F are exp(G) and exp(G_C − G).
+
+Totals of 8 rows and more are exponentials of sums, and not products of their halves' totals: where decays are
+constant, so is the rounding of d, and a product of 64 carries 64 of it. E and F are products of one factor a level.
 
     M_rs = q'_r·(k'_s ⊙ exp(G_r − G_s))  (s ≤ r)      L_rs = β_r k'_r·(k'_s ⊙ exp(G_r − G_s))  (s < r)
     A = (I + L)⁻¹ by block doubling:  A₂₁ = −A₂₂ L₂₁ A₁₁
@@ -28,7 +31,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kda_core_cpu.launch import Workspace
+from kda_core_cpu.launch import Workspace, with_slack
+
+_SUMMED = 8
+"""Rows from which on a total decay comes from a sum: an eighth of the exponentials that all totals would take."""
 
 
 def block_sizes(C: int) -> list[int]:
@@ -89,14 +95,14 @@ def _next_inverse(workspace: Workspace, inverse: Tensor, lower: Tensor, b: int) 
 
 
 def pairwise(
-    workspace: Workspace, X: Tensor, F: Tensor, d: Tensor, keep: bool = False
+    workspace: Workspace, X: Tensor, F: Tensor, decay: Tensor, keep: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Decay all pairs of rows of every chunk.
 
     Args:
         X: [Z, C, 2, K], rows (q', β k'); overwritten with (q', β k') ⊙ exp(G).
         F: [Z, C, K], rows k'; overwritten with k' ⊙ exp(G_C − G).
-        d: [Z, C, K], exp(γ).
+        decay: [Z, C, K], γ; overwritten with d.
         keep: leave every level's operands in the workspace for ``pairwise_backward``.
 
     Returns:
@@ -107,32 +113,36 @@ def pairwise(
     diagonal = torch.mul(X[:, :, 0], F, out=workspace("products", Z, C, K)).sum(-1)
     M.diagonal(dim1=1, dim2=2).copy_(diagonal)
     inverse = M  # A 1-block's inverse is 1: the first level reads none.
-    for b, second, first in _levels_up(workspace, X, F, d, keep):
+    for b, second, first in _levels_up(workspace, X, F, decay, keep):
         block = _products(workspace, second, first, b).view(-1, b, 2, b)
         _corners(M, b).copy_(block[:, :, 0].view(Z, -1, b, b))
         inverse = _next_inverse(workspace, inverse, block[:, :, 1], b)
-    return M, inverse, _total(workspace, d, C).view(Z, K)
+    return M, inverse, _totals(workspace, decay, C)
 
 
-def decay_rows(workspace: Workspace, X: Tensor, F: Tensor, d: Tensor, keep: bool = False) -> Tensor:
+def decay_rows(workspace: Workspace, X: Tensor, F: Tensor, decay: Tensor, keep: bool = False) -> Tensor:
     """``pairwise`` where M and A are known: decays X and F and returns the total decay."""
-    for _ in _levels_up(workspace, X, F, d, keep):
+    for _ in _levels_up(workspace, X, F, decay, keep):
         pass
-    return _total(workspace, d, d.shape[1]).view(d.shape[0], d.shape[2])
+    return _totals(workspace, decay, decay.shape[1])
 
 
-def _total(workspace: Workspace, d: Tensor, b: int) -> Tensor:
-    """Total decay of every b-block [blocks, K]."""
+def _totals(workspace: Workspace, d: Tensor, b: int) -> Tensor:
+    """Total decay D of every b-block [blocks, K], where ``_levels_up`` leaves them."""
     Z, C, K = d.shape
     return d.view(-1, K) if b == 1 else workspace(f"total{b}", Z * C // b, K)
 
 
 def _levels_up(
-    workspace: Workspace, X: Tensor, F: Tensor, d: Tensor, keep: bool
+    workspace: Workspace, X: Tensor, F: Tensor, decay: Tensor, keep: bool
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """(b, second-half operands, first-half operands), smallest b first; the rows gain a level's decay after each."""
-    _, C, K = F.shape
-    X.mul_(d[:, :, None])
+    Z, C, K = F.shape
+    summed = min(_SUMMED, C)
+    sums = workspace("log total", Z * C // summed, K)
+    torch.sum(decay.view(-1, summed, K), 1, out=sums)
+    with_slack(decay).exp_()
+    X.mul_(decay[:, :, None])
     for b in block_sizes(C):
         second, first = _halves(X, F, b)
         n = first.shape[0]
@@ -140,10 +150,17 @@ def _levels_up(
             workspace(f"second{b}", n, 2 * b, K).copy_(second)
             workspace(f"first{b}", n, b, K).copy_(first)
         yield b, second, first
-        halves = _total(workspace, d, b).view(n, 2, 1, K)
+        halves = _totals(workspace, decay, b).view(n, 2, 1, K)
         second.mul_(halves[:, 0])
         first.mul_(halves[:, 1])
-        torch.mul(halves[:, 0, 0], halves[:, 1, 0], out=_total(workspace, d, 2 * b))
+        total = _totals(workspace, decay, 2 * b)
+        if 2 * b < summed:
+            torch.mul(halves[:, 0, 0], halves[:, 1, 0], out=total)
+            continue
+        if 2 * b > summed:
+            of_halves = sums.view(n, 2, K)
+            sums = torch.add(of_halves[:, 0], of_halves[:, 1], out=workspace(f"log total{2 * b}", n, K))
+        torch.exp(with_slack(sums), out=with_slack(total))
 
 
 def _levels_down(workspace: Workspace, d: Tensor) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
@@ -151,7 +168,7 @@ def _levels_down(workspace: Workspace, d: Tensor) -> Iterator[tuple[int, Tensor,
     Z, C, K = d.shape
     for b in reversed(block_sizes(C)):
         n = Z * C // (2 * b)
-        total = _total(workspace, d, b).view(n, 2, 1, K)
+        total = _totals(workspace, d, b).view(n, 2, 1, K)
         yield b, workspace(f"second{b}", n, 2 * b, K), workspace(f"first{b}", n, b, K), total
 
 
@@ -161,7 +178,7 @@ def pairwise_backward(
     """Gradients through ``pairwise``, whose operands were kept; the diagonal of M is the caller's.
 
     Args:
-        d: [Z, C, K], as it was.
+        d: [Z, C, K], as ``pairwise`` left it.
         dX, dF: [Z, C, 2, K], [Z, C, K]: gradients of the decayed rows; overwritten with those of the rows
             (q', β k') and k'.
         dP: [Z, C, 2, C]: gradients of M and L, interleaved like X; only pairs s < r are read.

@@ -22,56 +22,15 @@ Grid: (N [+ 1] · HV · ceil(V / BV)), value blocks fastest, then heads; with pa
 behind the last one. Index arithmetic is int64 from the sequence up.
 """
 
-import math
-
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from kda_core.triton_lib.factor import decay_factor, decayed
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
-
-LN_2 = tl.constexpr(math.log(2))
-
-SERIES_REACH = tl.constexpr(0.5)
-"""|log2 decay| below which d − 1 comes from the series; beyond it 2^y − 1 loses at most two bits."""
-
-NOTHING = tl.constexpr(2.0**-100)
-"""So little of x that x less it is x."""
-
-_C2, _C3, _C4, _C5, _C6, _C7 = (tl.constexpr(1 / math.factorial(n)) for n in range(2, 8))
 
 ZERO_ROWS = tl.constexpr(8)
 """Rows of output that are zeroed at once."""
-
-
-@triton.jit
-def decay_minus_one(y):
-    """2^y − 1 in float32, y <= 0, to a few units in the last place of the result."""
-    x = y * LN_2
-    # Seven terms: the next one is below 2⁻²⁵ of the sum for |x| up to ln(2) / 2.
-    series = tl.fma(x, _C7, _C6)
-    series = tl.fma(series, x, _C5)
-    series = tl.fma(series, x, _C4)
-    series = tl.fma(series, x, _C3)
-    series = tl.fma(series, x, _C2)
-    series = tl.fma(series, x, 1.0)
-    return tl.where(tl.abs(y) < SERIES_REACH, series * x, tl.exp2(y) - 1.0)
-
-
-@triton.jit
-def decay_factor(y):
-    """What ``decayed`` multiplies with, y <= 0 the log2 decay: 2^y − 1 down to y = −1, and below it 2^y.
-
-    Its sign tells which: 2^y − 1 is not zero here, but so small that it changes nothing.
-    """
-    slow = tl.minimum(decay_minus_one(y), -NOTHING, propagate_nan=tl.PropagateNan.ALL)
-    return tl.where(y < -1.0, tl.exp2(y), slow)
-
-
-@triton.jit
-def decayed(x, factor):
-    """x times the decay, rounded once."""
-    return tl.fma(x, factor, tl.where(factor < 0.0, x, 0.0))
 
 
 @triton.jit
