@@ -23,6 +23,9 @@ from kda_core_nvidia.prepare import INTERPRETED
 # exp2 of anything below is 0 in fp32, so that a clamp there changes no result; fp16 holds it, and 0 times it is 0.
 MIN_LOG2_DECAY = tl.constexpr(-512.0)
 
+UNIT = tl.constexpr(2.0**6)
+"""Of the terms of a float32 decay: MIN_LOG2_DECAY times this is within what fp16 holds."""
+
 
 @triton.jit
 def locate(i_slot, cu_seqlens, T, NT, N, C: tl.constexpr):
@@ -81,8 +84,13 @@ def rounded(b_x, dt: tl.constexpr):
 
 @triton.jit
 def split3(b_x, dt: tl.constexpr):
-    """Three terms that sum to ``b_x``: bf16 when ``dt`` is (8 significant bits each), else fp16 (11 each)."""
+    """Three terms that sum to ``b_x``: bf16 when ``dt`` is (8 significant bits each), else fp16 (11 each).
+
+    For fp32 to UNIT times ``b_x``: fp16 holds nothing below 6e-8, which for decays near 1 is where float32 goes on.
+    """
     half: tl.constexpr = tl.bfloat16 if dt == tl.bfloat16 else tl.float16
+    if dt == tl.float32:
+        b_x *= UNIT
     hi, wide = rounded(b_x, half)
     rest = b_x - wide
     mid = rest.to(half)
@@ -93,11 +101,12 @@ def split3(b_x, dt: tl.constexpr):
 def interval_sum(hi, mid, lo, b_w, TERMS: tl.constexpr):
     """Sum over rows s of x[c, s] where ``b_w[s, r]``, as [BK, C] in fp32, from TERMS of ``hi, mid, lo = split3(x)``.
 
-    Of three terms the small ones are added up among themselves, for the reason that ``decay.selected_sum`` has.
+    Of three terms, which fp32 takes, the small ones are added up among themselves, for the reason that
+    ``decay.selected_sum`` has.
     """
     w = b_w.to(hi.dtype)
     if TERMS == 3:
-        return tl.dot(hi, w) + tl.dot(mid, w, tl.dot(lo, w))
+        return (tl.dot(hi, w) + tl.dot(mid, w, tl.dot(lo, w))) * (1 / UNIT)
     return tl.dot(mid, w, tl.dot(hi, w))
 
 
