@@ -70,6 +70,18 @@ def selected_sum(select, parts, TERMS: tl.constexpr, START: tl.constexpr = 0.0):
 
 
 @triton.jit
+def chained_sum(select, parts, TERMS: tl.constexpr):
+    """``selected_sum`` in one accumulator, large parts first, for kernels that have no registers for more.
+
+    Each small part may lose 2⁻²⁵ of the sum.
+    """
+    if TERMS == 3:
+        ones = select.to(tl.bfloat16)
+        return tl.dot(ones, parts[2], tl.dot(ones, parts[1], tl.dot(ones, parts[0])))
+    return selected_sum(select, parts, TERMS)
+
+
+@triton.jit
 def through(r, s):
     """Rows up to and including r: decay since the tile's start."""
     return s[None, :] <= r[:, None]

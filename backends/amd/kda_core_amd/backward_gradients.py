@@ -25,7 +25,7 @@ id up.
 import triton
 import triton.language as tl
 
-from kda_core.triton_lib.decay import after, selected_sum, split, through
+from kda_core.triton_lib.decay import after, chained_sum, split, through
 from kda_core.triton_lib.gate import NORM_EPS, gate_gradient, gate_rate, log2_decay, sigmoid, write_strength
 from kda_core_amd.levels import straddles, to_reference
 from kda_core_amd.recurrence import state_offsets
@@ -68,7 +68,7 @@ def _level(b_q, b_k, b_beta, b_mu, b_lu, parts, r, log2_b, sums, TERMS: tl.const
     mu = tl.where(pairs, b_mu, 0.0).to(dtype)
     lu = tl.where(pairs, b_lu, 0.0).to(dtype)
     reference = to_reference(r, log2_b)
-    e = tl.exp2(selected_sum(reference, parts, TERMS))
+    e = tl.exp2(chained_sum(reference, parts, TERMS))
     k_e = b_k * e
     written = (k_e * b_beta[:, None]).to(dtype)
     # Rows of second halves have entries in mu and lu, rows of first halves in their transposes; the others get zeros.
@@ -77,7 +77,7 @@ def _level(b_q, b_k, b_beta, b_mu, b_lu, parts, r, log2_b, sums, TERMS: tl.const
     column = tl.dot(tl.trans(lu), k_e.to(dtype), input_precision=DOT)
     column = tl.dot(tl.trans(mu), (b_q * e).to(dtype), column, input_precision=DOT) * e
     reach = b_q * dq + b_k * (row + b_beta[:, None] * column)
-    reached = selected_sum(tl.trans(reference.to(tl.float32)), split(reach, TERMS), TERMS)
+    reached = chained_sum(tl.trans(reference.to(tl.float32)), split(reach, TERMS), TERMS)
     return sums[0] + dq, sums[1] + row, sums[2] + column, sums[3] + reached
 
 
@@ -317,21 +317,21 @@ def gradients_kernel(
             y = tl.where(m_row[t][:, None] & (o_k < K)[None, :], y, 0.0)
             parts += (split(y, TERMS),)
             # Decays from the tile's start through a row, and behind it to the tile's end.
-            into += (tl.exp2(selected_sum(through(r, r), parts[t], TERMS)),)
-            out_of += (tl.exp2(selected_sum(after(r, r), parts[t], TERMS)),)
+            into += (tl.exp2(chained_sum(through(r, r), parts[t], TERMS)),)
+            out_of += (tl.exp2(chained_sum(after(r, r), parts[t], TERMS)),)
         # What goes through the states. The decay of the whole slot is the same in each row of ``total``.
-        total = tl.exp2(selected_sum(everything, parts[0], TERMS))
+        total = tl.exp2(chained_sum(everything, parts[0], TERMS))
         if tiles == 2:
-            total1 = tl.exp2(selected_sum(everything, parts[1], TERMS))
+            total1 = tl.exp2(chained_sum(everything, parts[1], TERMS))
             dq0, dq1 = b_dq[0] * (into[0] * scale), b_dq[1] * (into[1] * total * scale)
             row0, row1 = b_row[0] * -into[0], b_row[1] * -(into[1] * total)
             column0, column1 = b_column[0] * (out_of[0] * total1), b_column[1] * out_of[1]
             whole = total * total1 * summed[None, :]
             # They reach every row of the other tile.
             reach = split(b_q[1] * dq1 + b_k[1] * row1, TERMS)
-            dgamma0 = whole + selected_sum(everything, reach, TERMS)
+            dgamma0 = whole + chained_sum(everything, reach, TERMS)
             reach = split(b_k[0] * column0 * b_beta[0][:, None], TERMS)
-            dgamma1 = whole + selected_sum(everything, reach, TERMS)
+            dgamma1 = whole + chained_sum(everything, reach, TERMS)
             # Pairs of a row of tile 1 and one of tile 0; the reference is the border between the tiles.
             m10 = (mu10 * scale).to(dtype)
             l10 = (-lu10).to(dtype)
@@ -357,9 +357,9 @@ def gradients_kernel(
         for t in tl.static_range(tiles):
             # The same inside their own tile, then the pairs that lie inside it.
             reach = split(b_q[t] * b_dq[t] + b_k[t] * b_row[t], TERMS)
-            dgamma = b_dgamma[t] + selected_sum(from_row, reach, TERMS)
+            dgamma = b_dgamma[t] + chained_sum(from_row, reach, TERMS)
             reach = split(b_k[t] * b_column[t] * b_beta[t][:, None], TERMS)
-            dgamma += selected_sum(before_row, reach, TERMS)
+            dgamma += chained_sum(before_row, reach, TERMS)
             sums = (b_dq[t], b_row[t], b_column[t], dgamma)
             b_mu = mu[t] * scale
             b_lu = -lu[t]
