@@ -49,36 +49,32 @@ def split(y, TERMS: tl.constexpr):
 
 
 @triton.jit
-def selected_sum(select, parts, TERMS: tl.constexpr, START: tl.constexpr = 0.0):
-    """START plus the sum over rows s of y[s, c] where select[r, s]: [16, BK] float32, ``parts = split(y, TERMS)``.
-
-    A matrix unit cuts every number that it adds below the 25th bit or so of the largest (NVIDIA's Hopper: the 25th).
-    Sums of three parts are to be float32's own, so that the small ones are added up among themselves, and what they
-    come to is added by an instruction that rounds.
-    """
+def chained_sum(select, parts, TERMS: tl.constexpr, START: tl.constexpr = 0.0):
+    """``selected_sum`` in one accumulator, large parts first: of three, each small one may lose 2⁻²⁵ of the sum."""
+    total = tl.full(parts[0].shape, START, tl.float32)
     if TERMS == 1:
-        total = tl.full(parts[0].shape, START, tl.float32)
         return tl.dot(select.to(tl.float32), parts[0], total, input_precision="ieee")
     ones = select.to(tl.bfloat16)
-    if TERMS == 3:
-        rest = tl.dot(ones, parts[1], tl.dot(ones, parts[2]))
-        total = tl.dot(ones, parts[0]) + rest
-        return total + START if START != 0.0 else total
-    total = tl.full(parts[0].shape, START, tl.float32)
     total = tl.dot(ones, parts[0], total)
-    return tl.dot(ones, parts[1], total)
+    total = tl.dot(ones, parts[1], total)
+    if TERMS == 3:
+        total = tl.dot(ones, parts[2], total)
+    return total
 
 
 @triton.jit
-def chained_sum(select, parts, TERMS: tl.constexpr):
-    """``selected_sum`` in one accumulator, large parts first, for kernels that have no registers for more.
+def selected_sum(select, parts, TERMS: tl.constexpr, START: tl.constexpr = 0.0):
+    """START plus the sum over rows s of y[s, c] where select[r, s]: [16, BK] float32, ``parts = split(y, TERMS)``.
 
-    Each small part may lose 2⁻²⁵ of the sum.
+    A matrix unit may cut every number that it adds at about the 25th bit of the largest. Sums of three parts are to be
+    float32's own, so that the small ones are added up among themselves, and what they come to is added by an
+    instruction that rounds.
     """
-    if TERMS == 3:
-        ones = select.to(tl.bfloat16)
-        return tl.dot(ones, parts[2], tl.dot(ones, parts[1], tl.dot(ones, parts[0])))
-    return selected_sum(select, parts, TERMS)
+    if TERMS != 3:
+        return chained_sum(select, parts, TERMS, START)
+    ones = select.to(tl.bfloat16)
+    total = tl.dot(ones, parts[0]) + tl.dot(ones, parts[1], tl.dot(ones, parts[2]))
+    return total + START if START != 0.0 else total
 
 
 @triton.jit

@@ -8,9 +8,8 @@ before the token, per value head:
 
     y = r_k Sᵀ(k⊙d)      u = β(v − y)      o = r_q Sᵀ(q⊙d) + r_q r_k (q·k) u      S ← S + (d − 1)⊙S + k (r_k u)ᵀ
 
-so that both products wait for the old state only, and not for the norms. Slow channels use d − 1, formed without
-cancellation: they keep the digits of their decay over any number of steps (d, rounded to float32, is off by up to 3e-8
-in every one). Fast ones use d: S + (d − 1)⊙S would be off by 3e-8 of the old state, however little of it is left.
+so that both products wait for the old state only, and not for the norms. Slow channels use d − 1, fast ones d, for the
+reasons that ``triton_lib.factor`` has.
 
 Tiles: all key channels and BV value channels of one head, [BV, KP / KS, KS] when the state is stored V first and
 [KP / KS, KS, BV] otherwise. Triton gives the last dimension to neighbouring lanes and the one that it knows least about
