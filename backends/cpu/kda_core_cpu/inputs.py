@@ -19,6 +19,9 @@ from kda_core_cpu.windows import TokenWindow, Window
 
 L2NORM_EPSILON = 1e-6
 
+_KEPT_WITHIN = 16
+"""Rows of a sequence after which decays have caught up with what their rounding took; a power of two."""
+
 
 def inverse_norm(x: Tensor) -> Tensor:
     """1 / sqrt(Σx² + ε) over the last dimension, kept."""
@@ -90,7 +93,7 @@ class RowInputs:
         torch.mul(q, of_q, out=into_q)
         return into_k, into_q
 
-    def load_decay(self, window: Window | TokenWindow, into: Tensor) -> Tensor:
+    def load_decay(self, window: TokenWindow, into: Tensor) -> Tensor:
         """d = exp(γ); ``into`` is scratch."""
         memory = with_slack(into)
         if not self.request.use_gate_in_kernel:
@@ -100,6 +103,30 @@ class RowInputs:
                 return torch.exp(own, out=into)
         self.load_log_decay(window, into)
         memory.exp_()
+        return into
+
+    def load_decays(self, window: Window, into: Tensor, workspace: Workspace) -> Tensor:
+        """d = exp(γ) for rows that multiply a state one after another; ``into`` is scratch.
+
+        Rounded to the compute dtype, d is off by up to half a unit in the last place, and where γ is constant by as much
+        in every row, so that a slow channel would drift. So what rounding took from _KEPT_WITHIN rows goes into the last of
+        them. 1 + expm1(γ) has the digits that d lost; d − 1 is exact down to 1/2, and channels that decay faster keep
+        nothing for long.
+        """
+        log_decay = self.load_log_decay(window, workspace("lost", *window.shape, into.shape[-1]))
+        torch.exp(with_slack(log_decay), out=with_slack(into))
+        count = into.shape[-2] // _KEPT_WITHIN
+        if not count:
+            return into
+        lost = with_slack(log_decay).expm1_()[: into.numel()].view(into.shape)
+        lost.sub_(into - 1).mul_(into >= 0.5)
+        rows, lost = (x[:, : count * _KEPT_WITHIN].unflatten(1, (count, _KEPT_WITHIN)) for x in (into, lost))
+        # Halves are added up, not summed: torch sums in an order that depends on how much there is.
+        while lost.shape[2] > 1:
+            half = lost.shape[2] // 2
+            lost = lost[:, :, :half].add_(lost[:, :, half:])
+        last = rows[:, :, -1]
+        last += last * lost[:, :, 0]
         return into
 
     def load_log_decay(self, window: Window | TokenWindow, into: Tensor) -> Tensor:

@@ -162,7 +162,10 @@ def _load_rows(workspace: Workspace, inputs: RowInputs, window: Window | TokenWi
     kq, d = workspace("kq", *window.shape, 2, K), workspace("d", *window.shape, K)
     k, q = inputs.load_units(window, workspace, kq)
     qk = torch.mul(q, k, out=d).sum(-1, keepdim=True)
-    inputs.load_decay(window, d)
+    if isinstance(window, TokenWindow):
+        inputs.load_decay(window, d)
+    else:
+        inputs.load_decays(window, d, workspace)
     beta = inputs.read_beta(window, workspace)
     torch.mul(inputs.read(inputs.request.v, window, o), beta, out=o)
     return kq, k.unsqueeze(-1), d.unsqueeze(-1), beta, qk, o.unsqueeze(-2), o

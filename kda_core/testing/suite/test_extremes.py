@@ -63,6 +63,15 @@ def test_state_that_only_decays(kda, T: int, decay: str | float):
     kda.check(Case(name=f"only decays {T} {decay}", T=T, K=64, decay=decay, beta=0.0, state=FP32).call())
 
 
+@requires(Feature.RECURRENT, Feature.INITIAL_STATE, Feature.FINAL_STATE)
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+@pytest.mark.parametrize(("T", "decay"), [(64, "mild"), (150, -0.05), (300, -0.003)])
+def test_state_that_only_decays_recurrent(kda, T: int, decay: str | float, beta: float):
+    """The same token by token: a constant decay is rounded the same way in every one of them."""
+    case = Case(name=f"decay of steps {T} {decay} {beta}", op="fused_recurrent_kda", T=T, K=64, decay=decay, beta=beta)
+    kda.check(case.having(state=FP32).call())
+
+
 INFINITE = pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=["float32", "bfloat16", "float16"])
 HEAD_SIZE = pytest.mark.parametrize("K", [1, 20, 64])
 
