@@ -5,10 +5,11 @@ for q, scale):
 
     u = β (v − r_k Sᵀ(k⊙d))      o = r_q Sᵀ(q⊙d) + r_q r_k (q·k) u      S ← d ⊙ S + k (r_k u)ᵀ
 
-so that both sums over the key channels wait for the old state only, and not for each other or for the norms. What
-decays takes d − 1 in slow channels, without cancellation, and d in fast ones (``factor``). All in
-float32, on vector units: nothing is rounded to the inputs' dtype but o and the stored states. The block of the
-state keeps its memory's order, [BV, KP] when V comes first and [KP, BV] otherwise, so that lanes read whole lines.
+so that both sums over the key channels wait for the old state only, and not for each other or for the norms. All in
+float32, on vector units: nothing is rounded to the inputs' dtype but o and the stored states. d is rounded, too: what
+that takes from a slow channel goes into the next token's d, so that a constant decay does not drift; a second product
+for every element of the state would cost a step up to a fifth of its time. The block of the state keeps its memory's
+order, [BV, KP] when V comes first and [KP, BV] otherwise, so that lanes read whole lines.
 
 A pool: sequence n starts from slot indices[n, accepted − 1] (the first without counts) and leaves its last state in
 indices[n, 0], or, when a sequence has a slot for every token, the state after token i in indices[n, i]. A negative
@@ -25,7 +26,7 @@ import triton
 import triton.language as tl
 
 from kda_core.request import ForwardResult, Request
-from kda_core.triton_lib.factor import decay_factor, decayed
+from kda_core.triton_lib.factor import decay_minus_one
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
 from kda_core_amd import launch
 from kda_core_amd.chunk_forward import finished, output_buffers
@@ -87,6 +88,19 @@ def _value_in(x, V_FIRST: tl.constexpr):
 def _is_slot(i_state, pad_slot_id):
     """Whether an index is a slot and not padding."""
     return (i_state >= 0) & (i_state != pad_slot_id)
+
+
+@triton.jit
+def _decay(y, lost):
+    """2^y rounded, y <= 0, and what rounding took from it; ``lost`` was taken from the decays before it.
+
+    1 + expm1 has the digits that 2^y lost, and the rounded sum less 1 is exact down to 1/2. A channel that decays
+    faster keeps nothing for long.
+    """
+    exact = decay_minus_one(y) + lost
+    slow = exact + 1.0
+    fast = y < -1.0
+    return tl.where(fast, tl.exp2(y), slow), tl.where(fast, 0.0, exact - (slow - 1.0))
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -215,6 +229,7 @@ def recurrent(
     g += i_b * s_gb + i_h * s_gh
     beta += i_b * s_bb + i_h * s_bh
     channels: tl.constexpr = 1 if V_FIRST else 0
+    lost = tl.zeros([KP], tl.float32)
     for t in range(bos, eos):
         b_q = tl.load(q + t * s_qt + o_k, mask=m_k, other=0.0).to(tl.float32)
         b_k = tl.load(k + t * s_kt + o_k, mask=m_k, other=0.0).to(tl.float32)
@@ -226,12 +241,12 @@ def recurrent(
         if L2NORM:
             r_q *= tl.rsqrt(tl.sum(b_q * b_q, 0) + NORM_EPS)
             r_k *= tl.rsqrt(tl.sum(b_k * b_k, 0) + NORM_EPS)
-        factor = decay_factor(log2_decay(b_g, rate, bias, bound, GATE))
-        b_y = tl.sum(S * _row_in(decayed(b_k, factor), V_FIRST), channels)
-        b_p = tl.sum(S * _row_in(decayed(b_q, factor), V_FIRST), channels)
+        decay, lost = _decay(log2_decay(b_g, rate, bias, bound, GATE), lost)
+        b_y = tl.sum(S * _row_in(b_k * decay, V_FIRST), channels)
+        b_p = tl.sum(S * _row_in(b_q * decay, V_FIRST), channels)
         b_u = b_beta * (b_v - r_k * b_y)
         b_o = r_q * b_p + tl.sum(b_q * b_k, 0) * (r_q * r_k) * b_u
-        S = decayed(S, _row_in(factor, V_FIRST)) + _row_in(b_k * r_k, V_FIRST) * _value_in(b_u, V_FIRST)
+        S = S * _row_in(decay, V_FIRST) + _row_in(b_k * r_k, V_FIRST) * _value_in(b_u, V_FIRST)
         tl.store(o + t * s_ot + o_v, b_o.to(o.dtype.element_ty), mask=m_v)
         if EVERY_TOKEN:
             i_state = tl.load(indices + (t - bos) * s_column).to(tl.int64)

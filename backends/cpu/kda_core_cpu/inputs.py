@@ -108,10 +108,10 @@ class RowInputs:
     def load_decays(self, window: Window, into: Tensor, workspace: Workspace) -> Tensor:
         """d = exp(γ) for rows that multiply a state one after another; ``into`` is scratch.
 
-        Rounded to the compute dtype, d is off by up to half a unit in the last place, and where γ is constant by as much
-        in every row, so that a slow channel would drift. So what rounding took from _KEPT_WITHIN rows goes into the last of
-        them. 1 + expm1(γ) has the digits that d lost; d − 1 is exact down to 1/2, and channels that decay faster keep
-        nothing for long.
+        Rounded to the compute dtype, d is off by up to half a unit in the last place, and where γ is constant by as
+        much in every row, so that a slow channel would drift. So what rounding took from _KEPT_WITHIN rows goes into
+        the last of them. 1 + expm1(γ) has the digits that d lost; d − 1 is exact down to 1/2, and channels that decay
+        faster keep nothing for long.
         """
         log_decay = self.load_log_decay(window, workspace("lost", *window.shape, into.shape[-1]))
         torch.exp(with_slack(log_decay), out=with_slack(into))
