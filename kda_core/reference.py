@@ -54,6 +54,24 @@ def l2norm(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + L2NORM_EPS).rsqrt()
 
 
+class _Sigmoid(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.sigmoid(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * torch.sigmoid(x) * torch.sigmoid(-x)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """torch.sigmoid with the gradient s(x) s(-x); torch's own, s (1 - s), has no digit left of it from x = 37 on."""
+    return _Sigmoid.apply(x)
+
+
 def gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> Tensor:
     """Log decay of [..., HV, K]: -exp(A_log) softplus(g + dt_bias), or b sigmoid(exp(A_log) (g + dt_bias))."""
     # An infinite input stands for its limit; autograd would multiply it by the zero slope there.
@@ -65,7 +83,7 @@ def gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: f
             raise ValueError("A_log: the softplus gate needs it, got None")
         # logaddexp(x, 0) is softplus without the threshold of F.softplus, which is off by 2e-9 in float64.
         return -A_log.exp()[:, None] * torch.logaddexp(x, torch.zeros_like(x))
-    return lower_bound * torch.sigmoid(x if A_log is None else A_log.exp()[:, None] * x)
+    return lower_bound * sigmoid(x if A_log is None else A_log.exp()[:, None] * x)
 
 
 def recurrence(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor):
@@ -120,22 +138,30 @@ def _initial(r: Request, x: Tensor | None) -> tuple[Tensor, Tensor]:
     return (x.mT if r.state_v_first else x), none
 
 
+def _within(x: Tensor, r: Request, bounds: list[tuple[int, int, int]]) -> Tensor:
+    """Rows [B, T, ...], those behind the last sequence as zeros: they may hold anything, and have no gradient."""
+    end = r.T if r.cu_seqlens is None else max((end for _, _, end in bounds), default=0)
+    if end == r.T:
+        return x
+    return torch.cat([x[:, :end], torch.zeros_like(x[:, end:])], 1)
+
+
 def oracle(r: Request, *, token_states: bool = False, inputs: dict[str, Tensor] | None = None) -> OracleResult:
     """Compute a request in float64, differentiably with respect to ``inputs`` (float64 copies by name)."""
     x = {name: getattr(r, name) for name in DIFFERENTIABLE}
     x = {name: t if t is None else t.double() for name, t in x.items()} | (inputs or {})
-    q, k, v, g, beta = (x[name] for name in ("q", "k", "v", "g", "beta"))
+    bounds = sequence_bounds(r)
+    q, k, v, g, beta = (_within(x[name], r, bounds) for name in ("q", "k", "v", "g", "beta"))
     if r.use_qk_l2norm_in_kernel:
         q, k = l2norm(q), l2norm(k)
     log_decay = gate(g, x["A_log"], x["dt_bias"], r.lower_bound) if r.use_gate_in_kernel else g
     if r.use_beta_sigmoid_in_kernel:
-        beta = torch.sigmoid(beta) * (2.0 if r.allow_neg_eigval else 1.0)
+        beta = sigmoid(beta) * (2.0 if r.allow_neg_eigval else 1.0)
     group = r.HV // r.H
     q, k = (t.repeat_interleave(group, dim=2) for t in (q, k))
 
     # Every sequence becomes a row; the padding behind a short one has no decay and beta = 0, so that
     # its state stays as it is.
-    bounds = sequence_bounds(r)
     length = max((end - start for _, start, end in bounds), default=0)
 
     def rows(t: Tensor) -> Tensor:

@@ -289,7 +289,7 @@ def _forward(r: Request, x: dict[str, Tensor], noise: Noise) -> tuple[Tensor, li
         g = _gate(r, g, x.get("A_log"), x.get("dt_bias"), noise)
         g = torch.where(g.isinf(), g, noise.function(g))
     if r.use_beta_sigmoid_in_kernel:
-        beta = noise.function(torch.sigmoid(beta) * (2.0 if r.allow_neg_eigval else 1.0))
+        beta = noise.function(reference.sigmoid(beta) * (2.0 if r.allow_neg_eigval else 1.0))
     q, k = (t.repeat_interleave(r.HV // r.H, dim=3) for t in (q, k))
     bounds = reference.sequence_bounds(r)
     longest = max((e - s for _, s, e in bounds), default=0)
@@ -319,7 +319,7 @@ def _gate(r: Request, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, n
     rate = 1.0 if A_log is None else noise.function(A_log.exp())[:, None, None, :, None]
     if r.lower_bound is None:
         return -rate * torch.logaddexp(g, torch.zeros_like(g))
-    return r.lower_bound * torch.sigmoid(noise.gate_step(rate * g))
+    return r.lower_bound * reference.sigmoid(noise.gate_step(rate * g))
 
 
 def in_float64(r: Request) -> Request:

@@ -41,6 +41,8 @@ def finish_kernel(
     if L2NORM:
         p_x = x + (rows // T * s_b + rows % T * s_t)[:, None] + i_h * s_h + o_k[None, :]
         b_x = tl.load(p_x, mask=mask, other=0.0).to(tl.float32)
+        # A row without a gradient may lie behind the last sequence, where it may hold anything, NaN too.
+        b_x = tl.where(tl.sum(tl.abs(total), 1)[:, None] == 0.0, 0.0, b_x)
         norm = tl.rsqrt(tl.sum(b_x * b_x, 1) + NORM_EPS)[:, None]
         b_x *= norm
         total = norm * (total - b_x * tl.sum(b_x * total, 1)[:, None])

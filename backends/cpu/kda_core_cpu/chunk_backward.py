@@ -230,7 +230,8 @@ class _Backstep:
         request, window, inputs, grads = self.inputs.request, self.window, self.inputs, self.grads
         dq, dbk = dX[:, :, 0], dX[:, :, 1]
         k_products = torch.mul(rows.k, dbk, out=self.workspace("products", *rows.k.shape))
-        grads.store("beta", window, inputs.beta_backward(rows.beta, dbeta + k_products.sum(-1, keepdim=True)))
+        dbeta = inputs.beta_backward(window, self.workspace, rows.beta, dbeta + k_products.sum(-1, keepdim=True))
+        grads.store("beta", window, dbeta)
         if grads.decay:
             dlog.addcmul_(k_products, rows.beta)
             dlog.addcmul_(torch.mul(rows.q, dq, out=k_products), dq.new_tensor(request.scale))

@@ -156,13 +156,14 @@ class RowInputs:
             window.pad(into, 0.0)
         return into
 
-    def beta_backward(self, beta: Tensor, grad: Tensor) -> Tensor:
+    def beta_backward(self, window: Window, workspace: Workspace, beta: Tensor, grad: Tensor) -> Tensor:
         """Gradient of what was passed as beta, in place on ``grad``."""
         if not self.request.use_beta_sigmoid_in_kernel:
             return grad
-        # β = top·s, so dβ/dlogit = top·s·(1 − s) = β·(1 − β/top).
-        top = 2.0 if self.request.allow_neg_eigval else 1.0
-        return grad.mul_(beta).mul_(1 - beta / top)
+        # dβ/dlogit = β·s(−logit), and not β·(1 − s), which loses every digit for large logits.
+        slope = window.load(self.request.beta.unsqueeze(-1), workspace("slope of beta", *beta.shape))
+        with_slack(slope).neg_().sigmoid_()
+        return grad.mul_(beta).mul_(slope)
 
     def gate_backward(self, window: Window, into: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         """From dγ [Z, C, K]: gradient of g, and the summands of dA_log, both [pairs, heads, C, K]."""

@@ -24,7 +24,8 @@ def _sum_of_heads(dx_hat, m, G: tl.constexpr, K: tl.constexpr):
 @triton.jit
 def _of_row(b_x, b_d):
     """Gradient of the rows ``b_x`` from that of the normalised ones."""
-    b_x = b_x.to(tl.float32)
+    # A row without a gradient may lie behind the last sequence, where it may hold anything, NaN too.
+    b_x = tl.where(tl.sum(tl.abs(b_d), 1)[:, None] == 0.0, 0.0, b_x.to(tl.float32))
     rstd = tl.rsqrt(tl.sum(b_x * b_x, 1) + NORM_EPS)[:, None]
     b_x *= rstd
     return rstd * (b_d - b_x * tl.sum(b_x * b_d, 1)[:, None])

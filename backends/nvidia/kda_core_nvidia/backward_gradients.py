@@ -335,9 +335,10 @@ def gradients_kernel(
     b_beta = tl.load(beta + o_c * s_bt, mask=m_c, other=0.0).to(tl.float32)
     beta_slope = tl.full([C], 1.0, tl.float32)
     if BETA_SIGMOID:
-        beta_slope = tl.sigmoid(b_beta)
-        b_beta = tl.where(m_c, BETA_SCALE * beta_slope, 0.0)
-        beta_slope = b_beta * (1.0 - beta_slope)
+        # s(x)·s(−x) and not s·(1 − s), which loses every digit for large logits.
+        beta_slope = tl.sigmoid(-b_beta)
+        b_beta = tl.where(m_c, BETA_SCALE * tl.sigmoid(b_beta), 0.0)
+        beta_slope *= b_beta
     a = gate_rate(A_log, i_h)
     b_bias = tl.zeros([BK], tl.float32)
     if dt_bias is not None:

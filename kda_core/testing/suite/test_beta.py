@@ -34,6 +34,16 @@ def test_beta_backward(kda, beta: Beta):
     kda.check(case.call())
 
 
+@requires(Feature.CHUNK, Feature.BACKWARD)
+@LOGITS
+@pytest.mark.parametrize("shift", [-8.0, 4.0, 8.0, 12.0])
+def test_beta_backward_of_large_logits(kda, beta: Beta, shift: float):
+    """The slope s(x) s(-x) keeps its digits where 1 - s(x) has none left."""
+    case = Case(name=f"beta gradient {beta} at {shift}", T=20, HV=4, K=16, beta=beta, final_state=False, backward=True)
+    call = case.call()
+    kda.check(call.having(beta=call.tensors["beta"] + shift))
+
+
 @requires(Feature.CHUNK)
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_beta_at_its_ends(kda, value: float):

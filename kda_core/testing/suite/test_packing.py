@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -58,6 +59,25 @@ def test_packed_behind_the_end(kda):
     """FAILURES 9: the output behind the last sequence is zero."""
     results = kda.check(Case(name="behind the end", T=150, lengths=(30, 40)).call())
     assert not results["o"][:, 70:].any()
+
+
+@requires(Feature.CHUNK, Feature.VARLEN, Feature.BACKWARD)
+@pytest.mark.parametrize("l2norm", [False, True], ids=["as given", "l2norm"])
+@pytest.mark.parametrize("HV", [2, 4], ids=["one to one", "grouped values"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_packed_anything_behind_the_end(kda, l2norm: bool, HV: int, value: float):
+    """Rows behind the last sequence may hold anything: they have no gradient, and nothing else notices."""
+    case = Case(name=f"anything behind the end {l2norm} {HV}", T=90, HV=HV, K=20, lengths=(30, 0, 41), l2norm=l2norm)
+    call = case.having(beta="sigmoid", gate="softplus", state=FP32, backward=True).call()
+    expected = kda.check(call)
+    rows = {name: call.tensors[name].clone() for name in ("q", "k", "v", "g", "beta")}
+    for x in rows.values():
+        x[:, 71:] = value
+    results = kda.run(call.having(**rows))
+    for name, got in results.tensors.items():
+        assert same_bits(got, expected[name]), name
+    for name in rows:
+        assert not results[f"d{name}"][:, 71:].any()
 
 
 @requires(Feature.CHUNK, Feature.VARLEN, Feature.OUT)
