@@ -79,7 +79,7 @@ def chunk_kda(
         state_v_first: states are stored [..., V, K].
         cu_seqlens: [N+1] int32 or int64, on the device of q: boundaries of packed sequences (B = 1), from
             0, not decreasing. A sequence may be empty (its state passes through); the last boundary may
-            lie before T (the rest of ``o`` is zero).
+            lie before T. Rows behind it may hold anything; their output is zero, and so are their gradients.
         cu_seqlens_cpu: [N+1] copy of ``cu_seqlens`` on the CPU; lets a backend plan without waiting.
         cp_context: context parallelism; refused unless a backend declares it.
         use_graph: asks for a call that can be captured in a graph; every call here can.
