@@ -4,11 +4,23 @@ Source of the gates: Kimi Linear, arXiv 2510.26692; K3's bounded form is ``lower
 """
 
 import math
+import struct
 
 import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1 / math.log(2))
+
+LOG2_E_REST = tl.constexpr(LOG2_E.value - struct.unpack("f", struct.pack("f", LOG2_E.value))[0])
+"""What float32 leaves out of LOG2_E."""
+
+LN_2 = tl.constexpr(math.log(2))
+
+LEAST_EXPONENT = tl.constexpr(-150.0)
+"""exp of it and of less is 0 in float32."""
+
+LARGEST_A_LOG = tl.constexpr(80.0)
+"""exp of it is finite, and above MAX_RATE."""
 
 LOG2_DECAY_FLOOR = tl.constexpr(-1e30)
 """Stands for −inf: sums of it stay finite, and 0 · floor is 0 where 0 · −inf would be NaN."""
@@ -21,18 +33,39 @@ NORM_EPS = tl.constexpr(1e-6)
 
 
 @triton.jit
-def sigmoid(x):
-    """1 / (1 + exp(−x)); exp may overflow to inf, and the result is then the right 0."""
-    # The square of a reciprocal root is two instructions where a float32 division takes six (here and below).
-    root = tl.rsqrt(1.0 + tl.exp2(x * -LOG2_E))
-    return root * root
+def exp(x):
+    """e^x in float32 for x <= 88, to a few units in the last place: a rounded x·log₂e is off by |x| of them."""
+    x = tl.where(x < LEAST_EXPONENT, LEAST_EXPONENT, x)  # of −inf nothing could be taken; NaN stays
+    y = x * LOG2_E
+    rest = tl.fma(x, LOG2_E_REST, tl.fma(x, LOG2_E, -y))
+    power = tl.exp2(y)
+    return tl.fma(power * LN_2, rest, power)
 
 
 @triton.jit
-def softplus(x):
-    """log(1 + exp(x)), to a few units in the last place for every x."""
+def _reciprocal(x):
+    """1 / x for x in [1, 2], to the last place or so."""
+    # The square of a reciprocal root is two instructions where a float32 division takes six (here and below).
+    root = tl.rsqrt(x)
+    y = root * root
+    return tl.fma(tl.fma(-x, y, 1.0), y, y)
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(−x)), to a few units in the last place for every x."""
+    e = exp(-tl.abs(x))
+    return tl.where(x < 0.0, e, 1.0) * _reciprocal(1.0 + e)
+
+
+@triton.jit
+def softplus(x, EXACT: tl.constexpr = False):
+    """log(1 + exp(x)); EXACT: to a few units in the last place for every x, otherwise for x > −4 or so (``exp``)."""
     # log(1 + u) = 2 artanh(u / (2 + u)), u = exp(−|x|) <= 1, so that s <= 1/3: eight terms reach float32's last digit.
-    u = tl.exp2(tl.abs(x) * -LOG2_E)
+    if EXACT:
+        u = exp(-tl.abs(x))
+    else:
+        u = tl.exp2(tl.abs(x) * -LOG2_E)
     root = tl.rsqrt(2.0 + u)
     s = u * root * root
     square = s * s
@@ -51,7 +84,8 @@ def gate_rate(A_log, i_h):
     """exp(A_log) of head ``i_h``, or 1 without A_log."""
     rate = 1.0
     if A_log is not None:
-        rate = tl.minimum(tl.exp2(tl.load(A_log + i_h).to(tl.float32) * LOG2_E), MAX_RATE)
+        rate = tl.load(A_log + i_h).to(tl.float32)
+        rate = tl.minimum(exp(tl.where(rate > LARGEST_A_LOG, LARGEST_A_LOG, rate)), MAX_RATE)
     return rate
 
 
@@ -63,13 +97,14 @@ def gate_gradient(x, rate, lower_bound, grad, GATE: tl.constexpr):
     dx = b·rate·s(z)·s(−z)·dγ, z = rate·x, and dA_log = Σ x·dx. Where x is infinite, a gradient that vanishes stays 0.
     """
     if GATE == "bounded":
-        z = x * rate
-        # s(z)·s(−z) and not s·(1 − s), which loses every digit for large z.
-        dx = sigmoid(z) * sigmoid(-z) * grad * lower_bound * rate
+        # s(z)·s(−z) = e / (1 + e)², e = exp(−|z|), and not s·(1 − s), which loses every digit for large z.
+        e = exp(-tl.abs(x * rate))
+        s = _reciprocal(1.0 + e)
+        dx = e * s * s * grad * lower_bound * rate
         summand = tl.where(dx == 0.0, 0.0, x * dx)
     else:
         dx = -(sigmoid(x) * rate * grad)
-        summand = tl.where(grad == 0.0, 0.0, -(softplus(x) * rate * grad))
+        summand = tl.where(grad == 0.0, 0.0, -(softplus(x, True) * rate * grad))
     return dx, summand
 
 

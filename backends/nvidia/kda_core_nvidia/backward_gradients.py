@@ -27,7 +27,7 @@ Addresses: int64 from the program's base.
 import triton
 import triton.language as tl
 
-from kda_core.triton_lib.gate import gate_gradient, gate_rate
+from kda_core.triton_lib.gate import gate_gradient, gate_rate, sigmoid
 from kda_core_nvidia.backward_levels import (
     interval_sum,
     level_interval,
@@ -336,8 +336,8 @@ def gradients_kernel(
     beta_slope = tl.full([C], 1.0, tl.float32)
     if BETA_SIGMOID:
         # s(x)·s(−x) and not s·(1 − s), which loses every digit for large logits.
-        beta_slope = tl.sigmoid(-b_beta)
-        b_beta = tl.where(m_c, BETA_SCALE * tl.sigmoid(b_beta), 0.0)
+        beta_slope = sigmoid(-b_beta)
+        b_beta = tl.where(m_c, BETA_SCALE * sigmoid(b_beta), 0.0)
         beta_slope *= b_beta
     a = gate_rate(A_log, i_h)
     b_bias = tl.zeros([BK], tl.float32)

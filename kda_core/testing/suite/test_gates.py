@@ -142,6 +142,16 @@ def test_gate_function_lower_bound_backward(kda, A_log: bool, dt_bias: bool):
 
 @requires(Feature.GATE, Feature.GATE_BACKWARD, Feature.SOFTPLUS_GATE, Feature.LOWER_BOUND_GATE)
 @pytest.mark.parametrize("bound", [None, -5.0])
+@pytest.mark.parametrize("shift", [-40.0, -15.0, 15.0])
+def test_gate_function_far_out(kda, shift: float, bound: float | None):
+    """Results that are a tiny exp(x) keep its digits, gradients too."""
+    tensors = gate.arguments(A_log=bound is None)
+    tensors["g"] += shift
+    gate.check(kda, tensors, lower_bound=bound, backward=True)
+
+
+@requires(Feature.GATE, Feature.GATE_BACKWARD, Feature.SOFTPLUS_GATE, Feature.LOWER_BOUND_GATE)
+@pytest.mark.parametrize("bound", [None, -5.0])
 @pytest.mark.parametrize("value", [-math.inf, math.inf], ids=str)
 @pytest.mark.parametrize("dtype", [FP32, FP16], ids=["float32", "float16"])
 def test_gate_function_infinite(kda, dtype: torch.dtype, value: float, bound: float | None):
