@@ -33,8 +33,10 @@ NORM_EPS = tl.constexpr(1e-6)
 
 
 @triton.jit
-def exp(x):
-    """e^x in float32 for x <= 88, to a few units in the last place: a rounded x·log₂e is off by |x| of them."""
+def exp(x, EXACT: tl.constexpr = True):
+    """e^x in float32 for x <= 88. EXACT: to a few units in the last place; otherwise, of a rounded x·log₂e, to |x|."""
+    if not EXACT:
+        return tl.exp2(x * LOG2_E)
     x = tl.where(x < LEAST_EXPONENT, LEAST_EXPONENT, x)  # of −inf nothing could be taken; NaN stays
     y = x * LOG2_E
     rest = tl.fma(x, LOG2_E_REST, tl.fma(x, LOG2_E, -y))
@@ -43,29 +45,30 @@ def exp(x):
 
 
 @triton.jit
-def _reciprocal(x):
-    """1 / x for x in [1, 2], to the last place or so."""
+def _reciprocal(x, EXACT: tl.constexpr = True):
+    """1 / x for x in [1, 2]; EXACT: to the last place or so."""
     # The square of a reciprocal root is two instructions where a float32 division takes six (here and below).
     root = tl.rsqrt(x)
     y = root * root
-    return tl.fma(tl.fma(-x, y, 1.0), y, y)
+    if EXACT:
+        y = tl.fma(tl.fma(-x, y, 1.0), y, y)
+    return y
 
 
 @triton.jit
-def sigmoid(x):
-    """1 / (1 + exp(−x)), to a few units in the last place for every x."""
+def sigmoid(x, EXACT: tl.constexpr = True):
+    """1 / (1 + exp(−x)), as exact as ``exp``."""
+    if not EXACT:
+        return _reciprocal(1.0 + exp(-x, False), False)  # exp may overflow to inf, and the result is then the right 0
     e = exp(-tl.abs(x))
     return tl.where(x < 0.0, e, 1.0) * _reciprocal(1.0 + e)
 
 
 @triton.jit
-def softplus(x, EXACT: tl.constexpr = False):
-    """log(1 + exp(x)); EXACT: to a few units in the last place for every x, otherwise for x > −4 or so (``exp``)."""
+def softplus(x, EXACT: tl.constexpr = True):
+    """log(1 + exp(x)), as exact as ``exp``."""
     # log(1 + u) = 2 artanh(u / (2 + u)), u = exp(−|x|) <= 1, so that s <= 1/3: eight terms reach float32's last digit.
-    if EXACT:
-        u = exp(-tl.abs(x))
-    else:
-        u = tl.exp2(tl.abs(x) * -LOG2_E)
+    u = exp(-tl.abs(x), EXACT)
     root = tl.rsqrt(2.0 + u)
     s = u * root * root
     square = s * s
@@ -90,21 +93,22 @@ def gate_rate(A_log, i_h):
 
 
 @triton.jit
-def gate_gradient(x, rate, lower_bound, grad, GATE: tl.constexpr):
+def gate_gradient(x, rate, lower_bound, grad, GATE: tl.constexpr, EXACT: tl.constexpr = True):
     """Gradient of x = g + dt_bias and the summands of dA_log, from ``grad`` of the natural-log decay.
 
     With γ = −rate·softplus(x): dx = −rate·sigmoid(x)·dγ and dA_log = Σ γ·dγ. With γ = b·sigmoid(rate·x):
     dx = b·rate·s(z)·s(−z)·dγ, z = rate·x, and dA_log = Σ x·dx. Where x is infinite, a gradient that vanishes stays 0.
+    EXACT as in ``exp``; what is beside results of 16 bits need not be.
     """
     if GATE == "bounded":
         # s(z)·s(−z) = e / (1 + e)², e = exp(−|z|), and not s·(1 − s), which loses every digit for large z.
-        e = exp(-tl.abs(x * rate))
-        s = _reciprocal(1.0 + e)
+        e = exp(-tl.abs(x * rate), EXACT)
+        s = _reciprocal(1.0 + e, EXACT)
         dx = e * s * s * grad * lower_bound * rate
         summand = tl.where(dx == 0.0, 0.0, x * dx)
     else:
-        dx = -(sigmoid(x) * rate * grad)
-        summand = tl.where(grad == 0.0, 0.0, -(softplus(x, True) * rate * grad))
+        dx = -(sigmoid(x, EXACT) * rate * grad)
+        summand = tl.where(grad == 0.0, 0.0, -(softplus(x, EXACT) * rate * grad))
     return dx, summand
 
 
@@ -124,18 +128,18 @@ def log2_decay(b_g, a, bias, lower_bound, GATE: tl.constexpr):
         root = tl.rsqrt(1.0 + tl.exp2((b_g + bias) * (a * -LOG2_E)))
         return (lower_bound * LOG2_E) * root * root
     if GATE == "softplus":
-        y = (a * -LOG2_E) * softplus(b_g + bias)
+        y = (a * -LOG2_E) * softplus(b_g + bias, False)
     else:
         y = b_g * LOG2_E
     return tl.where(y < LOG2_DECAY_FLOOR, LOG2_DECAY_FLOOR, y)
 
 
 @triton.jit
-def write_strength(b_beta, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr):
+def write_strength(b_beta, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, EXACT: tl.constexpr = True):
     """beta in float32 from what the caller gave: the value itself, or logits; doubled for negative eigenvalues."""
     b_beta = b_beta.to(tl.float32)
     if SIGMOID:
-        b_beta = sigmoid(b_beta)
+        b_beta = sigmoid(b_beta, EXACT)
     if NEG_EIGVAL:
         b_beta = 2.0 * b_beta
     return b_beta

@@ -62,7 +62,7 @@ def gate_forward_kernel(
     if BOUNDED:
         y = sigmoid(x * rate) * lower_bound
     else:
-        y = -(softplus(x, True) * rate)
+        y = -(softplus(x) * rate)
     tl.store(log_decay + offsets, y, mask=mask)
 
 

@@ -216,6 +216,7 @@ def gradients_kernel(
     states += i_chunk * (VP * KP)
     state_grads += i_chunk * (VP * KP)
     dtype = z.dtype.element_ty
+    EXACT: tl.constexpr = dtype == tl.float32
     # Of a sequence of one chunk both states are the call's own: as they were given, not as they were stored.
     one_chunk = False
     if initial_state is not None:
@@ -237,7 +238,7 @@ def gradients_kernel(
     b_dbeta = ()
     for t in tl.static_range(tiles):
         raw_beta += (tl.load(beta + o_row[t] * s_bt, mask=m_row[t], other=0.0).to(tl.float32),)
-        b_beta += (tl.where(m_row[t], write_strength(raw_beta[t], SIGMOID, NEG_EIGVAL), 0.0),)
+        b_beta += (tl.where(m_row[t], write_strength(raw_beta[t], SIGMOID, NEG_EIGVAL, EXACT), 0.0),)
         if L2NORM:
             q_norm += (_inverse_norms(q, o_row[t], s_qt, m_row[t], K, KP, BK),)
             k_norm += (_inverse_norms(k, o_row[t], s_kt, m_row[t], K, KP, BK),)
@@ -382,7 +383,8 @@ def gradients_kernel(
             if GATE != "none":
                 # Loaded once more rather than kept: registers are what this kernel is short of.
                 b_g = _gate_inputs(g, dt_bias, o_row[t] * s_gt, m_row[t], o_k, K)
-                dgamma, summand = gate_gradient(b_g, rate, lower_bound, tl.where(mask, dgamma, 0.0), GATE)
+                dgamma = tl.where(mask, dgamma, 0.0)
+                dgamma, summand = gate_gradient(b_g, rate, lower_bound, dgamma, GATE, EXACT)
                 dA += tl.sum(summand, 1)
                 b_bias += tl.sum(dgamma, 0)
             tl.store(dg + offsets, dgamma.to(dg.dtype.element_ty), mask=mask)
@@ -394,5 +396,5 @@ def gradients_kernel(
     for t in tl.static_range(tiles):
         given = b_dbeta[t]
         if SIGMOID:
-            given *= b_beta[t] * sigmoid(-raw_beta[t])
+            given *= b_beta[t] * sigmoid(-raw_beta[t], EXACT)
         tl.store(dbeta + o_row[t] * HV, given.to(dbeta.dtype.element_ty), mask=m_row[t])

@@ -383,7 +383,7 @@ def gradients_kernel(
         b_g = tl.load(g + o_c[None, :] * s_gt + o_k[:, None], mask=m_kc, other=0.0).to(tl.float32)
         b_g = tl.where(m_kc, b_g + b_bias[:, None], 0.0)
         b_dgamma = tl.where(m_kc, b_dgamma, 0.0)
-        b_dgamma, summand = gate_gradient(b_g, a, lower_bound, b_dgamma, GATE)
+        b_dgamma, summand = gate_gradient(b_g, a, lower_bound, b_dgamma, GATE, dt == tl.float32)
         if dt_bias is not None:
             tl.store(dbias_partial + block * K + o_k, tl.sum(b_dgamma, 1), mask=m_k)
         if A_log is not None:
