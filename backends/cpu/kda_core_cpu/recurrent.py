@@ -34,7 +34,7 @@ from kda_core_cpu.states import PoolRows, States
 from kda_core_cpu.windows import TokenWindow, Window
 
 _RUN = 64
-"""Tokens whose rows are prepared at once."""
+"""Tokens whose rows are prepared at once; a multiple of those that ``RowInputs.load_decays`` takes together."""
 
 _ROW_BUDGET = 1 << 19
 """Elements of one [lanes, tokens, K] operand when one run serves every token."""
@@ -157,7 +157,7 @@ class _Token(NamedTuple):
 
 
 def _load_rows(workspace: Workspace, inputs: RowInputs, window: Window | TokenWindow, o: Tensor) -> tuple[Tensor, ...]:
-    """The fields of ``_Token`` for all rows of a window, with results in ``o``; padding rows leave a state as it is."""
+    """The fields of ``_Token`` for all rows of a window, with results in ``o``; nobody walks padding rows."""
     K = inputs.request.K
     kq, d = workspace("kq", *window.shape, 2, K), workspace("d", *window.shape, K)
     k, q = inputs.load_units(window, workspace, kq)
