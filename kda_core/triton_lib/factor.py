@@ -10,7 +10,7 @@ import math
 import triton
 import triton.language as tl
 
-LN_2 = tl.constexpr(math.log(2))
+from kda_core.triton_lib.gate import LN_2
 
 SERIES_REACH = tl.constexpr(0.5)
 """|log2 decay| below which d − 1 comes from the series; beyond it 2^y − 1 loses at most two bits."""

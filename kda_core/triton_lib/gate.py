@@ -113,6 +113,16 @@ def gate_gradient(x, rate, lower_bound, grad, GATE: tl.constexpr, EXACT: tl.cons
 
 
 @triton.jit
+def norm_gradient(b_x, b_d):
+    """Gradient of rows ``b_x`` [R, KP], float32, from that of the normalised ones, x / sqrt(Σ x² + ε)."""
+    # A row without a gradient may lie behind the last sequence, where it may hold anything, NaN too.
+    b_x = tl.where(tl.sum(tl.abs(b_d), 1)[:, None] == 0.0, 0.0, b_x)
+    norm = tl.rsqrt(tl.sum(b_x * b_x, 1) + NORM_EPS)[:, None]
+    b_x *= norm
+    return norm * (b_d - b_x * tl.sum(b_x * b_d, 1)[:, None])
+
+
+@triton.jit
 def log2_decay(b_g, a, bias, lower_bound, GATE: tl.constexpr):
     """Log2 decay of a block of g, float32, floored so that it is finite (NaN stays NaN).
 

@@ -8,7 +8,7 @@ Grid: ceil(R / ROWS) · H programs along axis 0, heads fastest; R = B · T rows.
 import triton
 import triton.language as tl
 
-from kda_core.triton_lib.gate import NORM_EPS
+from kda_core.triton_lib.gate import norm_gradient
 
 
 @triton.jit(do_not_specialize=["R", "T", "H", "group", "s_b"])
@@ -40,10 +40,5 @@ def finish_kernel(
         total += tl.load(p_dy, mask=mask, other=0.0)
     if L2NORM:
         p_x = x + (rows // T * s_b + rows % T * s_t)[:, None] + i_h * s_h + o_k[None, :]
-        b_x = tl.load(p_x, mask=mask, other=0.0).to(tl.float32)
-        # A row without a gradient may lie behind the last sequence, where it may hold anything, NaN too.
-        b_x = tl.where(tl.sum(tl.abs(total), 1)[:, None] == 0.0, 0.0, b_x)
-        norm = tl.rsqrt(tl.sum(b_x * b_x, 1) + NORM_EPS)[:, None]
-        b_x *= norm
-        total = norm * (total - b_x * tl.sum(b_x * total, 1)[:, None])
+        total = norm_gradient(tl.load(p_x, mask=mask, other=0.0).to(tl.float32), total)
     tl.store(dx + i_head[:, None] * K + o_k[None, :], total.to(dx.dtype.element_ty), mask=mask)

@@ -9,7 +9,7 @@ are done in place. Addresses: int64 from the program's base.
 import triton
 import triton.language as tl
 
-from kda_core.triton_lib.gate import NORM_EPS
+from kda_core.triton_lib.gate import norm_gradient
 
 
 @triton.jit
@@ -19,16 +19,6 @@ def _sum_of_heads(dx_hat, m, G: tl.constexpr, K: tl.constexpr):
     for i in tl.static_range(G):
         b_d += tl.load(dx_hat + i * K, mask=m, other=0.0).to(tl.float32)
     return b_d
-
-
-@triton.jit
-def _of_row(b_x, b_d):
-    """Gradient of the rows ``b_x`` from that of the normalised ones."""
-    # A row without a gradient may lie behind the last sequence, where it may hold anything, NaN too.
-    b_x = tl.where(tl.sum(tl.abs(b_d), 1)[:, None] == 0.0, 0.0, b_x.to(tl.float32))
-    rstd = tl.rsqrt(tl.sum(b_x * b_x, 1) + NORM_EPS)[:, None]
-    b_x *= rstd
-    return rstd * (b_d - b_x * tl.sum(b_x * b_d, 1)[:, None])
 
 
 @triton.jit(do_not_specialize=["T", "T_row", "rows"])
@@ -55,12 +45,12 @@ def finish_kernel(
         b_dq = _sum_of_heads(dq_hat + hat, m, G, K)
         if L2NORM:
             at = i_b * s_qb + t * s_qt + i_h * s_qh
-            b_dq = _of_row(tl.load(q + at[:, None] + o_k, mask=m, other=0.0), b_dq)
+            b_dq = norm_gradient(tl.load(q + at[:, None] + o_k, mask=m, other=0.0).to(tl.float32), b_dq)
         tl.store(dq + out, b_dq.to(dq.dtype.element_ty), mask=m)
         b_dk = _sum_of_heads(dk_hat + hat, m, G, K)
         if L2NORM:
             at = i_b * s_kb + t * s_kt + i_h * s_kh
-            b_dk = _of_row(tl.load(k + at[:, None] + o_k, mask=m, other=0.0), b_dk)
+            b_dk = norm_gradient(tl.load(k + at[:, None] + o_k, mask=m, other=0.0).to(tl.float32), b_dk)
         tl.store(dk + out, b_dk.to(dk.dtype.element_ty), mask=m)
     for i in tl.static_range(G):
         at = (row0 + o_r) * HV + i_h * G + i
