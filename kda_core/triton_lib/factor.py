@@ -1,8 +1,7 @@
-"""Device functions for a state's decay in one step, exact for slow channels and for fast ones.
+"""Device function for a state's decay in one step, exact for slow channels.
 
-d, rounded to float32, is off by up to 3e-8, and where a decay is constant by as much in every step: a channel that
-keeps most of its state takes what d − 1 adds to it. One that loses most takes d: S + (d − 1)⊙S would be off by 3e-8 of
-the old state, however little of it is left.
+d, rounded to float32, is off by up to 3e-8, and where a decay is constant by as much in every step: what keeps most of
+its state takes what d − 1 adds to it.
 """
 
 import math
@@ -14,9 +13,6 @@ from kda_core.triton_lib.gate import LN_2
 
 SERIES_REACH = tl.constexpr(0.5)
 """|log2 decay| below which d − 1 comes from the series; beyond it 2^y − 1 loses at most two bits."""
-
-NOTHING = tl.constexpr(2.0**-100)
-"""So little of x that x less it is x."""
 
 _C2, _C3, _C4, _C5, _C6, _C7 = (tl.constexpr(1 / math.factorial(n)) for n in range(2, 8))
 
@@ -33,19 +29,3 @@ def decay_minus_one(y):
     series = tl.fma(series, x, _C2)
     series = tl.fma(series, x, 1.0)
     return tl.where(tl.abs(y) < SERIES_REACH, series * x, tl.exp2(y) - 1.0)
-
-
-@triton.jit
-def decay_factor(y):
-    """What ``decayed`` multiplies with, y <= 0 the log2 decay: 2^y − 1 down to y = −1, and below it 2^y.
-
-    Its sign tells which: 2^y − 1 is not zero here, but so small that it changes nothing.
-    """
-    slow = tl.minimum(decay_minus_one(y), -NOTHING, propagate_nan=tl.PropagateNan.ALL)
-    return tl.where(y < -1.0, tl.exp2(y), slow)
-
-
-@triton.jit
-def decayed(x, factor):
-    """x times the decay, rounded once."""
-    return tl.fma(x, factor, tl.where(factor < 0.0, x, 0.0))

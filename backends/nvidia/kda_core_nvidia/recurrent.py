@@ -9,7 +9,7 @@ before the token, per value head:
     y = r_k Sᵀ(k⊙d)      u = β(v − y)      o = r_q Sᵀ(q⊙d) + r_q r_k (q·k) u      S ← S + (d − 1)⊙S + k (r_k u)ᵀ
 
 so that both products wait for the old state only, and not for the norms. Slow channels use d − 1, fast ones d, for the
-reasons that ``triton_lib.factor`` has.
+reasons that ``factor`` has.
 
 Tiles: all key channels and BV value channels of one head, [BV, KP / KS, KS] when the state is stored V first and
 [KP / KS, KS, BV] otherwise. Triton gives the last dimension to neighbouring lanes and the one that it knows least about
@@ -25,8 +25,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from kda_core.triton_lib.factor import decay_factor, decayed
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
+from kda_core_nvidia.factor import decay_factor, decayed
 
 ZERO_ROWS = tl.constexpr(8)
 """Rows of output that are zeroed at once."""
