@@ -222,7 +222,9 @@ def gradients_kernel(
     if t0 >= eos:
         return
     # Of fewer rows less may decay: what cancels in sums over rows would be large beside what is left of them.
-    mildest = tl.minimum(eos - t0, C) * (-MILD / C)
+    count = tl.minimum(eos - t0, C)
+    # One row alone has pairs with the states only: without an initial one dg is zero, which sums that cancel are not.
+    mildest = tl.where(count > 1, count * (-MILD / C), 1.0)
     dt = q.dtype.element_ty
     i_b = i_b.to(tl.int64)
     o_c = tl.arange(0, C)

@@ -8,10 +8,11 @@ float16's range and split into a float16 and what it leaves, another one: 22 bit
 below float32's last bit and left out, so that three products of 16-bit operands give one of float32 (bfloat16 would
 need six). Where decays span more than float16 can (``pairs``), the parts are tf32, and for the inverse three bfloat16
 ones. An element keeps its 22 bits down to 2⁻¹⁶ of its row's norm (q and k: before they decay); what is smaller has an
-error of at most 2⁻³⁸ of that norm. What only enters o takes one or two products where o is bfloat16: an error of 2⁻¹²
-beside the 2⁻⁹ of o's own rounding. Sums onto the state are ordinary float32 additions: the matrix unit's do not round
-but cut. Multiplications and additions are fused where the code says so and nowhere else: a compiler that chooses may
-do so differently for dense and packed sequences.
+error of at most 2⁻³⁸ of that norm. Only q kᵀ between rows takes one or two products where o is bfloat16: an error of
+2⁻¹² of every channel beside the 2⁻⁹ of o's own rounding. (What a token reads of the state, qg S, and what its own
+write takes away, P r, may nearly cancel: 2⁻¹² of either would show.) Sums onto the state are ordinary float32
+additions: the matrix unit's do not round but cut. Multiplications and additions are fused where the code says so and
+nowhere else: a compiler that chooses may do so differently for dense and packed sequences.
 
 Which sequences: those of more than SHORT tokens, whatever lies beside them; ``recurrent`` has the others. Both go by a
 sequence's own length, and nothing here depends on how many sequences there are, so that no bit of the results does.
@@ -19,8 +20,8 @@ With packed sequences the blocks of the long ones are numbered through, and ``lo
 
 Layout, in the order of blocks, n · ceil(T / 16) + i when dense; every tensor is contiguous:
 
-    planes   [blocks, HV, 5 or 6, 16, KP]   float16   ke, qg (high halves), ke (low), kA (high, low); qg (low) where o
-                                                      is not bfloat16. Rows are scaled: q and k to a norm of 2^TOP
+    planes   [blocks, HV, PLANES, 16, KP]   float16   ke, qg (high halves), ke, qg (low), kA (high, low). Rows are
+                                                      scaled: q and k to a norm of 2^TOP
     squares  [blocks, HV, 2, 16, 16]        float16   P, [row r, column s], times 2^-TOP; high and low
     factors  [blocks, HV, 48 + KP]          float32   by row: what ke, kA and qg are to be multiplied with; decays
 
@@ -35,6 +36,9 @@ from kda_core_nvidia.prepare import INTERPRETED, _widen
 
 ROWS = tl.constexpr(16)
 """Rows of a block."""
+
+PLANES = tl.constexpr(6)
+"""ke, qg and kA in halves."""
 
 TOP = tl.constexpr(14)
 """Operands are scaled to norms or magnitudes from 2^(TOP − 1) to 2^TOP; float16 ends at 2^16."""

@@ -18,6 +18,7 @@ from kda_core_nvidia.factor import decay_factor
 from kda_core_nvidia.prepare import _widen
 from kda_core_nvidia.recurrent import zero_rows
 from kda_core_nvidia.recurrent_blocks import (
+    PLANES,
     ROWS,
     TOP,
     bounded_decay,
@@ -45,8 +46,8 @@ def blocks_prepare(
     beta,  # [B, T, HV]
     A_log,  # [HV] or None
     dt_bias,  # [HV, K] or None
-    planes,  # [slots, HV, PLANES, 16, KP] float16
-    squares,  # [slots, HV, 4, 16, 16] float16
+    planes,  # [slots, HV, 6, 16, KP] float16
+    squares,  # [slots, HV, 2, 16, 16] float16
     factors,  # [slots, HV, 3 * 16 + KP] float32
     o,  # [B, T, HV, V]; only rows that no recurrence writes
     cu_seqlens,  # [N + 1] or None
@@ -90,7 +91,6 @@ def blocks_prepare(
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,  # the recurrence may start, and wait, before this kernel ends
 ):
-    PLANES: tl.constexpr = 6 if EXACT_OUT else 5
     if OVERLAP:
         gdc_launch_dependents()
     pid = tl.program_id(0).to(tl.int64)
@@ -189,12 +189,11 @@ def blocks_prepare(
         tl.store(p_plane + 2 * ROWS * KP, low)
         high, low = halves(b_q * decay)
         tl.store(p_plane + ROWS * KP, high)
-        if EXACT_OUT:
-            tl.store(p_plane + 5 * ROWS * KP, low)
+        tl.store(p_plane + 3 * ROWS * KP, low)
         decay = power_of(selected_sum(after(r, r), parts, TERMS))
         high, low = halves(b_k * decay)
-        tl.store(p_plane + 3 * ROWS * KP, high)
-        tl.store(p_plane + 4 * ROWS * KP, low)
+        tl.store(p_plane + 4 * ROWS * KP, high)
+        tl.store(p_plane + 5 * ROWS * KP, low)
         diagonal = tl.fma(b_q, b_k, diagonal)
         # M and L.
         if BOUNDED:
@@ -220,11 +219,10 @@ def blocks_prepare(
     A *= power(-a_e)[None, :]
     p_square = squares + pid * (2 * ROWS * ROWS) + r[:, None] * ROWS + r[None, :]
     # Norms of 2^TOP each: |M| <= 2^(2 TOP), and |P| likewise.
-    P = tl.dot(M * 2.0**-TOP, A, input_precision="tf32x3" if EXACT_OUT else "tf32")
+    P = tl.dot(M * 2.0**-TOP, A, input_precision="tf32x3")
     p_high, p_low = halves(P)
     tl.store(p_square, p_high)
-    if EXACT_OUT:
-        tl.store(p_square + ROWS * ROWS, p_low)
+    tl.store(p_square + ROWS * ROWS, p_low)
     tl.store(p_factor + r, k_factor)
     tl.store(p_factor + ROWS + r, power(a_e))
     tl.store(p_factor + 2 * ROWS + r, q_factor)
@@ -234,7 +232,7 @@ def blocks_prepare(
     a_high, a_low = halves(tl.trans(A) * 2.0**TOP)
     for i_k in tl.range(0, KP // 16, num_stages=STAGES):
         o_k = i_k * 16 + r
-        p_plane = planes + pid * (PLANES * ROWS * KP) + 3 * ROWS * KP + r[:, None] * KP + o_k[None, :]
+        p_plane = planes + pid * (PLANES * ROWS * KP) + 4 * ROWS * KP + r[:, None] * KP + o_k[None, :]
         kg_high = tl.load(p_plane)
         kg_low = tl.load(p_plane + ROWS * KP)
         high, low = halves(product(a_high, a_low, kg_high, kg_low, None, True) * 2.0**-TOP)

@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from kda_core_nvidia.factor import decayed
-from kda_core_nvidia.recurrent_blocks import ROWS, TOP, locate, product, scaled_halves
+from kda_core_nvidia.recurrent_blocks import PLANES, ROWS, TOP, locate, product, scaled_halves
 
 
 @triton.jit
@@ -52,7 +52,6 @@ def follow(
     I_V: tl.constexpr,
     F_K: tl.constexpr,
     F_V: tl.constexpr,
-    EXACT_OUT: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -62,7 +61,6 @@ def follow(
         i_state: where its state lies; row, length, slot: its first row, its rows, its first block.
         i_h, i_v: value head, block of value channels. The others are those of ``blocks_recurrence``.
     """
-    PLANES: tl.constexpr = 6 if EXACT_OUT else 5
     r = tl.arange(0, ROWS)
     o_k = tl.arange(0, KP)
     o_v = i_v * BV + tl.arange(0, BV)
@@ -91,11 +89,12 @@ def follow(
         at = (slot + i) * HV + i_h
         p_plane = planes + at * (PLANES * ROWS * KP)
         both = tl.load(p_plane + o_both)
-        ke_low = tl.load(p_plane + 2 * ROWS * KP + o_plane)
-        ka_high = tl.load(p_plane + 3 * ROWS * KP + o_plane)
-        ka_low = tl.load(p_plane + 4 * ROWS * KP + o_plane)
+        both_low = tl.load(p_plane + 2 * ROWS * KP + o_both)
+        ka_high = tl.load(p_plane + 4 * ROWS * KP + o_plane)
+        ka_low = tl.load(p_plane + 5 * ROWS * KP + o_plane)
         p_square = squares + at * (2 * ROWS * ROWS) + r[:, None] * ROWS + r[None, :]
         p_high = tl.load(p_square)
+        p_low = tl.load(p_square + ROWS * ROWS)
         p_factor = factors + at * (3 * ROWS + KP)
         k_factor = tl.load(p_factor + r)
         a_factor = tl.load(p_factor + ROWS + r)
@@ -105,18 +104,11 @@ def follow(
 
         s_high, s_low, s_factor = scaled_halves(S)
         # ke and qg at once: sixteen columns more cost the matrix unit nothing.
-        known = tl.dot(s_low, tl.trans(both))
-        known = tl.dot(s_high, tl.trans(both), known)
+        known = product(s_high, s_low, tl.trans(both), tl.trans(both_low), None, True)
         known, b_o = tl.split(tl.permute(tl.reshape(known, [BV, 2, ROWS]), (0, 2, 1)))
-        known += tl.dot(s_high, tl.trans(ke_low))
-        if EXACT_OUT:
-            b_o += tl.dot(s_high, tl.trans(tl.load(p_plane + 5 * ROWS * KP + o_plane)))
         b_r = tl.fma(known * s_factor[:, None], -k_factor[None, :], tl.trans(b_v))
         r_high, r_low, r_factor = scaled_halves(b_r * a_factor[None, :])
-        p_low = p_high
-        if EXACT_OUT:
-            p_low = tl.load(p_square + ROWS * ROWS)
-        b_p = product(r_high, r_low, tl.trans(p_high), tl.trans(p_low), None, EXACT_OUT)
+        b_p = product(r_high, r_low, tl.trans(p_high), tl.trans(p_low), None, True)
         b_o = tl.fma(b_p, (r_factor * 2.0**TOP)[:, None], b_o * s_factor[:, None]) * q_factor[None, :]
         S = decayed(S, decay[None, :])
         S = tl.fma(product(r_high, r_low, ka_high, ka_low, None, True), r_factor[:, None], S)
@@ -167,7 +159,6 @@ def blocks_recurrence(
     I_V: tl.constexpr,
     F_K: tl.constexpr,
     F_V: tl.constexpr,
-    EXACT_OUT: tl.constexpr,
     STAGES: tl.constexpr,
     STEP: tl.constexpr,  # packed: a program takes every STEP-th long sequence; 0: one each
     OVERLAP: tl.constexpr,
@@ -198,7 +189,7 @@ def blocks_recurrence(
             s_vn, s_vt, s_vh, s_on,
             s_ot, s_oh, s_ov, s_in, s_ih, s_fn, s_fh,
             HV, K, V, KP, BV, I_K,
-            I_V, F_K, F_V, EXACT_OUT, STAGES, OVERLAP,
+            I_V, F_K, F_V, STAGES, OVERLAP,
         )  # fmt: skip
     else:
         rank = i_n.to(tl.int32)
@@ -222,7 +213,7 @@ def blocks_recurrence(
                         s_vn, s_vt, s_vh, s_on,
                         s_ot, s_oh, s_ov, s_in, s_ih, s_fn, s_fh,
                         HV, K, V, KP, BV, I_K,
-                        I_V, F_K, F_V, EXACT_OUT, STAGES, OVERLAP,
+                        I_V, F_K, F_V, STAGES, OVERLAP,
                     )  # fmt: skip
         if OVERLAP:  # noqa: SIM102 (known when the kernel is compiled)
             # One program of those that found nothing waits, too.

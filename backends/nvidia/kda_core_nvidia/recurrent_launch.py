@@ -30,7 +30,7 @@ from kda_core_nvidia.launch import INTERPRET, Launcher, chip, on_device
 from kda_core_nvidia.layout import padded
 from kda_core_nvidia.plan import new_result, new_scratch, planned
 from kda_core_nvidia.recurrent import recurrent
-from kda_core_nvidia.recurrent_blocks import ROWS, SHORT
+from kda_core_nvidia.recurrent_blocks import PLANES, ROWS, SHORT
 from kda_core_nvidia.recurrent_blocks_prepare import blocks_prepare
 from kda_core_nvidia.recurrent_blocks_recurrence import blocks_recurrence
 from kda_core_nvidia.recurrent_step import COLUMNS, SIZE, recurrent_step
@@ -395,7 +395,6 @@ def _launch_blocks(request: Request, o: Tensor, final_state: Tensor | None) -> N
     gate = gate_kind(request)
     indices = request.ssm_state_indices
     KP = padded(K)
-    exact_out = o.dtype != torch.bfloat16
     major = chip(request.device).capability[0]
     config = blocks_config(major, K, V)
     overlap = _overlap(request.device)
@@ -404,7 +403,7 @@ def _launch_blocks(request: Request, o: Tensor, final_state: Tensor | None) -> N
     if packed:
         # Bounds for sequences of at least SHORT + 1 tokens: ROWS + 1 of them fill two blocks.
         sequences, slots = min(N, T // (SHORT.value + 1)), 2 * T // (ROWS.value + 1)
-    planes = new_scratch(q, (slots, HV, 6 if exact_out else 5, ROWS.value, KP), torch.float16)
+    planes = new_scratch(q, (slots, HV, PLANES.value, ROWS.value, KP), torch.float16)
     squares = new_scratch(q, (slots, HV, 2, ROWS.value, ROWS.value), torch.float16)
     factors = new_scratch(q, (slots, HV, 3 * ROWS.value + KP), torch.float32)
     bounds = _contiguous(request.cu_seqlens)
@@ -447,7 +446,7 @@ def _launch_blocks(request: Request, o: Tensor, final_state: Tensor | None) -> N
         "L2NORM": request.use_qk_l2norm_in_kernel,
         "SIGMOID": request.use_beta_sigmoid_in_kernel,
         "NEG_EIGVAL": request.allow_neg_eigval,
-        "EXACT_OUT": exact_out,
+        "EXACT_OUT": o.dtype != torch.bfloat16,
         "BOUNDED": gate == "bounded" and request.lower_bound >= BOUND.value,
         "TERMS": 1 if INTERPRET else 3,
         "STAGES": PREPARE_STAGES,
@@ -470,7 +469,6 @@ def _launch_blocks(request: Request, o: Tensor, final_state: Tensor | None) -> N
         "I_V": I_V,
         "F_K": F_K,
         "F_V": F_V,
-        "EXACT_OUT": exact_out,
     }
     heads = HV * -(-V // config.block_v)
     where = (bounds, indices, T, N, blocks)

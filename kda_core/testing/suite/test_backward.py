@@ -31,6 +31,11 @@ SHORT = [
     Case(name="gradients of a token float16", T=1, K=64, dtype=FP16, state=FP32, backward=True),
     Case(name="gradients of a token bfloat16", T=1, K=128, dtype=BF16, state=FP32, backward=True),
     Case(name="gradients of a token K 256", B=3, T=1, HV=4, K=256, V=128, dtype=BF16, state=FP32, backward=True),
+    # There is nothing to decay, so that dg is zero: a sum in which parts of 16 bits cancel is not.
+    Case(name="gradients of lone tokens bfloat16", T=3, K=64, lengths=(1, 1, 0, 1), decay="slow", dtype=BF16)
+    .having(backward=True),
+    Case(name="gradients of lone tokens float16", T=3, K=64, lengths=(1, 1, 0, 1), decay="slow", dtype=FP16)
+    .having(backward=True),
     Case(name="gradients of few tokens", T=20, K=64, decay="slow", dtype=FP16, state=BF16, backward=True),
     Case(name="gradients of few tokens V first", T=20, K=64, V=20, decay="slow", dtype=FP16, state=FP32, backward=True)
     .having(options={"state_v_first": True}),

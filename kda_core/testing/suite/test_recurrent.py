@@ -241,6 +241,19 @@ def test_recurrent_forgets(kda, T: int, decay: float):
     kda.check(Case(name=f"forgets {T} {decay}", op=R, T=T, K=64, decay=decay, beta=0.0, state=FP32).call())
 
 
+@requires(Feature.RECURRENT, Feature.INITIAL_STATE)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("beta", [0.73, 0.9])
+@pytest.mark.parametrize(("T", "decay"), [(8, -0.15), (16, -0.05), (32, -0.15)])
+def test_recurrent_reads_what_it_wrote(kda, dtype: torch.dtype, beta: float, T: int, decay: float):
+    """Queries that are the keys: what a token reads of the state is mostly what its own write takes away."""
+    name = f"reads what it wrote {T} {beta}"
+    case = Case(name=name, op=R, T=T, H=1, HV=2, K=128, V=64, dtype=dtype, decay=decay, beta=beta, keys="equal")
+    call = case.having(state=FP32).call()
+    state, v = 40 * call.tensors["initial_state"], call.tensors["v"] / 20
+    kda.check(call.having(q=call.tensors["k"].clone(), initial_state=state, v=v))
+
+
 def _drift(kda, steps: int) -> None:
     whole = Case(name=f"drift {steps}", op=R, T=steps, H=1, K=16, decay="slow", state=FP32).call()
     kda.check(whole.slice_tokens(0, 1))
