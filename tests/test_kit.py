@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from kda_core.capabilities import Feature
-from kda_core.testing import suite
+from kda_core.testing import gate, suite
 from kda_core.testing.axes import AXES, axes
+from kda_core.testing.budgets import measure
 from kda_core.testing.cases import BF16, CASES, Case, named, select
 from kda_core.testing.inputs import GUARD, guards, placed, poisoned, same_bits
 from kda_core.testing.subject import Mismatch, Refused, Subject
@@ -58,7 +59,32 @@ def test_same_bits_knows_nan_and_signs():
     assert not same_bits(nan, torch.tensor([float("nan"), -0.0]))
 
 
+@pytest.mark.parametrize("shape", [(0, 2, 1), (3, 2, 1), (1, 1)])
+def test_same_bits_takes_any_stride_of_an_axis_of_one(shape: tuple[int, ...]):
+    """Slots that a call did not write, rows of one channel: torch sees no bytes of some that it calls contiguous."""
+    x = torch.ones(shape, dtype=torch.bfloat16).as_strided(shape, (*torch.empty(shape).stride()[:-1], 0))
+    assert x.is_contiguous()
+    assert same_bits(x, torch.ones(shape, dtype=torch.bfloat16))
+    assert same_bits(x, -x) == (x.numel() == 0)
+
+
 # Cases
+
+
+@pytest.mark.parametrize(("off", "allowed"), [(2.0**-22, True), (2.0**-19, False)])
+def test_gate_budget_knows_how_exact_functions_are(off: float, allowed: bool):
+    """A row eight times as large as its head's others, of an exp that is off there by two units in the last place."""
+    tensors = gate.arguments(A_log=False)
+    tensors["g"] += 15.0
+    cotangent = torch.ones_like(tensors["g"])
+    expected, budget = gate.expectations(tensors, -5.0, torch.float32, cotangent)["dg"]
+    summed = {"g": tensors["g"] + tensors["dt_bias"].view(tensors["g"].shape[-2:])}
+    got = gate.expectations(summed, -5.0, torch.float32, cotangent)["dg"][0]
+    share = 2 * torch.rand(got.shape, generator=torch.Generator().manual_seed(0)) - 1
+    row = measure("dg", got, expected, torch.float32).where
+    share[row] = (got - expected)[row].sign().float()
+    got += off * share * got.abs()
+    assert (measure("dg", got, expected, torch.float32).share(budget) <= 1) == allowed
 
 
 def test_cases_have_names_of_their_own():

@@ -168,7 +168,12 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one shape and dtype are equal bit for bit, NaN included."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) if a.numel() else True
+    return not a.numel() or torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(t: Tensor) -> Tensor:
+    # Where an axis has one element, a contiguous tensor may have any stride, and bytes are seen only of a stride of 1.
+    return t.contiguous().as_strided((t.numel(),), (1,)).view(torch.uint8)
 
 
 def _poison(t: Tensor) -> Tensor:

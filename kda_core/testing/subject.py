@@ -21,7 +21,7 @@ from kda_core.request import Request
 from kda_core.testing import budgets, references
 from kda_core.testing.axes import DTYPES, axes
 from kda_core.testing.budgets import Budget, Error
-from kda_core.testing.inputs import Call, guards, placed, poisoned
+from kda_core.testing.inputs import Call, guards, placed, poisoned, same_bits
 from kda_core.testing.targets import Target
 
 INTERPRETER_LEAVES_OUT = (
@@ -120,10 +120,6 @@ class Record:
 def _chunks(r: Request) -> int:
     """Chunks of all sequences and heads, about."""
     return (r.B * r.T // r.chunk_size + r.N) * r.HV
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def refusal_of(action: Callable[[], object]) -> Refused | None:
@@ -229,7 +225,7 @@ class Subject:
         results = self._made(call, wrt, request, record, reasons)
         for _ in range(self.calls(call) - 1):
             again = self._made(call, wrt, request, record, reasons)
-            other = [n for n, x in results.items() if not _same_bits(x, again[n])]
+            other = [n for n, x in results.items() if not same_bits(x, again[n])]
             if other:
                 raise Mismatch(f"{', '.join(other)}: other bits when the call was made again")
         return Results(results)
