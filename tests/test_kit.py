@@ -77,7 +77,7 @@ def test_gate_budget_knows_how_exact_functions_are(off: float, allowed: bool):
     tensors = gate.arguments(A_log=False)
     tensors["g"] += 15.0
     cotangent = torch.ones_like(tensors["g"])
-    expected, budget = gate.expectations(tensors, -5.0, torch.float32, cotangent)["dg"]
+    expected, _, budget = gate.expectations(tensors, -5.0, torch.float32, cotangent)["dg"]
     summed = {"g": tensors["g"] + tensors["dt_bias"].view(tensors["g"].shape[-2:])}
     got = gate.expectations(summed, -5.0, torch.float32, cotangent)["dg"][0]
     share = 2 * torch.rand(got.shape, generator=torch.Generator().manual_seed(0)) - 1

@@ -77,8 +77,7 @@ def check(
     for name, old in before.items():
         if not torch.equal(guards(there[name].detach()), old):
             raise Mismatch(f"{name} was modified, or memory round it was")
-    for name, (expected, budget) in expectations(tensors, lower_bound, request.output_dtype, cotangent).items():
-        dtype = request.output_dtype if name == "gate" else tensors[name[1:]].dtype
+    for name, (expected, dtype, budget) in expectations(tensors, lower_bound, request.output_dtype, cotangent).items():
         if got[name].shape != expected.shape or got[name].dtype != dtype:
             raise Mismatch(f"{name}: expected {list(expected.shape)} {dtype}, got {got[name].shape} {got[name].dtype}")
         error = _measure(name, got[name], expected, dtype, g)
@@ -92,8 +91,8 @@ def check(
 
 def expectations(
     tensors: dict[str, Tensor], lower_bound: float | None, output_dtype: torch.dtype, cotangent: Tensor | None
-) -> dict[str, tuple[Tensor, Budget]]:
-    """The oracle's result, and its gradients for ``cotangent`` unless that is None, each with its budget."""
+) -> dict[str, tuple[Tensor, torch.dtype, Budget]]:
+    """The oracle's result, and its gradients for ``cotangent`` unless that is None, each with its dtype and budget."""
     exact = _evaluate(tensors, lower_bound, torch.float64, cotangent)
     rounded = _evaluate(tensors, lower_bound, torch.float32, cotangent)
     unit = 2 * FUNCTION_ULPS * unit_roundoff(torch.float32)
@@ -103,7 +102,7 @@ def expectations(
         dtype = output_dtype if name == "gate" else tensors[name[1:]].dtype
         errors = [_measure(name, x[name], expected, dtype, tensors["g"]) for x in (rounded, faster)]
         largest = _measure(name, expected * (1 + unit), expected, dtype, tensors["g"]).worst_row
-        found[name] = expected, _budget(errors, unit_roundoff(dtype), largest)
+        found[name] = expected, dtype, _budget(errors, unit_roundoff(dtype), largest)
     return found
 
 

@@ -142,8 +142,8 @@ def recurrent_config(
     table = _CONFIGS[v_first, state_dtype == torch.bfloat16]
     config = [c for least, c in table if states >= least][-1]
     if triton.next_power_of_2(K) != 128:
-        # That tiles of several sizes sum alike has been seen there only.
-        config = replace(config, block_v=table[-1][1].block_v)
+        # That tiles of several sizes sum alike has been seen there only, and bounds on registers are for its tiles.
+        config = replace(config, block_v=table[-1][1].block_v, registers=0)
     if not given and not v_first:
         config = RecurrentConfig(16, 1)
     block_v = config.block_v
@@ -379,7 +379,7 @@ def _launch(request: Request, o: Tensor, final_state: Tensor | None, short_only:
         "LEADS": leads,
         "enable_fp_fusion": False,
     }
-    if config.registers and constants["ONE_TOKEN"] and KP == 128:
+    if config.registers and constants["ONE_TOKEN"]:
         constants["maxnreg"] = config.registers
     _recurrent((programs, 1, 1), arguments, constants, config.num_warps)
 
