@@ -359,22 +359,26 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     copy = copy_bandwidth(options.device)
-    fla = None if options.no_fla or options.device.type != "cuda" else fla_function()
-    rows = []
-    with kda_core.use_backend(options.backend):
-        for mode in options.modes:
-            own = INFERENCE if mode == "inference" else TRAINING
-            for shape in options.shapes or (SMALL if options.quick else own):
-                rows.append(measure(mode, shape, fla, copy, options))
-                found = ", ".join(f"{name} {rows[-1].median(name):.3f} ms" for name in rows[-1].ms)
-                print(f"{mode} {shape}: {found}", file=sys.stderr, flush=True)
     environment = versions(options.device)
-    report(rows, f"{', '.join(f'{n} {v}' for n, v in environment.items())}; a copy moves {copy / 1e9:.0f} GB/s")
+    title = f"{', '.join(f'{n} {v}' for n, v in environment.items())}; a copy moves {copy / 1e9:.0f} GB/s"
+    fla = None if options.no_fla or options.device.type != "cuda" else fla_function()
+    rows: list[Row] = []
+    try:
+        with kda_core.use_backend(options.backend):
+            for mode in options.modes:
+                own = INFERENCE if mode == "inference" else TRAINING
+                for shape in options.shapes or (SMALL if options.quick else own):
+                    rows.append(measure(mode, shape, fla, copy, options))
+                    found = ", ".join(f"{name} {rows[-1].median(name):.3f} ms" for name in rows[-1].ms)
+                    print(f"{mode} {shape}: {found}", file=sys.stderr, flush=True)
+                    if options.json:  # after every row: fla's autotuner takes minutes, and a run may be stopped
+                        content = environment | {"copy": copy, "rows": [row.as_dict() for row in rows]}
+                        options.json.write_text(json.dumps(content, indent=2) + "\n")
+    finally:
+        if rows:
+            report(rows, title)
     if options.plot:
         plot(rows, options.plot)
-    if options.json:
-        content = environment | {"copy": copy, "rows": [row.as_dict() for row in rows]}
-        options.json.write_text(json.dumps(content, indent=2) + "\n")
 
 
 if __name__ == "__main__":
