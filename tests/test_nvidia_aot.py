@@ -13,7 +13,7 @@ pytest.importorskip("kda_core_nvidia")
 pytest.importorskip("triton")
 
 import triton
-from kda_core_nvidia import aot, chunk_backward, hopper, recurrent_launch
+from kda_core_nvidia import aot, aot_recurrent, chunk_backward, hopper, recurrent_launch
 from kda_core_nvidia.launch import Chip
 from kda_core_nvidia.machine_code import uses_stack_pointer
 from triton.backends.compiler import GPUTarget
@@ -90,7 +90,7 @@ def test_rows_of_a_tile_are_summed_alike_in_tiles_of_any_size(state: torch.dtype
     monkeypatch.setattr(recurrent_launch, "_step_serves", lambda *call: False)
     layouts = set()
     for N in (1, 8, 129):
-        request = recurrent_launch._example(N, 2 if form == "two tokens" else 1, True, state)
+        request = aot_recurrent.example(N, 2 if form == "two tokens" else 1, True, state)
         if form == "packed":
             rows = {n: getattr(request, n).flatten(0, 1)[None] for n in ("q", "k", "v", "g", "beta")}
             request = replace(request, **rows, cu_seqlens=torch.zeros(N + 1, dtype=torch.int32))
@@ -113,7 +113,7 @@ def test_both_kernels_of_a_step_sum_a_tile_alike():
     layouts = []
     for T in (1, 2):
         with aot.chip_of(90), aot.recorded(*aot.MODULES) as launches:
-            recurrent_launch.recurrent_forward(recurrent_launch._example(129, T, False, torch.bfloat16))
+            recurrent_launch.recurrent_forward(aot_recurrent.example(129, T, False, torch.bfloat16))
         one = replace(launches[0], arch=90)
         assert one.kernel.__name__ == ("recurrent_step" if T == 1 else "recurrent")
         src, options = aot.source(one)

@@ -34,7 +34,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kda_core.request import GateRequest, Request
-from kda_core_nvidia import chunk_backward, chunk_forward, gate, launch, recurrent_launch, segments
+from kda_core_nvidia import aot_recurrent, chunk_backward, chunk_forward, gate, launch, recurrent_launch, segments
 from kda_core_nvidia.launch import Chip, Launcher
 from kda_core_nvidia.machine_code import uses_stack_pointer
 
@@ -326,8 +326,8 @@ def _calls(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
         yield str(case), partial(chunk_backward.chunk_backward, case.gradients())
         if case.gate == "bounded" or case.everything:
             yield f"{case}, descriptors", partial(_backward_of_many, case.gradients())
-    steps = recurrent_launch.shipped()
-    for name, request in itertools.islice(steps, recurrent_launch.QUICK) if quick else steps:
+    steps = aot_recurrent.shipped()
+    for name, request in itertools.islice(steps, aot_recurrent.QUICK) if quick else steps:
         yield name, partial(recurrent_launch.recurrent_forward, request)
     for dtype, bound in ((torch.bfloat16, -5.0), (torch.float32, None)):
         request = GateRequest(
