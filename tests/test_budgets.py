@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kda_core.capabilities import Slack
 from kda_core.testing import budgets, references, rounding
-from kda_core.testing.cases import BF16, FP16, FP32, Case, named, select
+from kda_core.testing.cases import BF16, FP16, FP32, FP64, Case, named, select
 
 
 def exact(call) -> dict[str, Tensor]:
@@ -93,6 +93,20 @@ def test_correct_result_rounded_is_within_the_budget(dtype: torch.dtype):
     call = Case(name="rounded", T=130, K=64, dtype=dtype).call()
     expected = references.results(call)["o"]
     assert budgets.measure("o", expected.to(dtype), expected, dtype).share(budgets.budgets(call)["o"]) < 0.6
+
+
+@pytest.mark.parametrize("short", [FP32, BF16], ids=str)
+def test_float64_call_with_shorter_tensors(short: torch.dtype):
+    """Gates and states may be shorter than q: their results are rounded once, and no other budget grows by that."""
+    case = Case(name="float64 beside shorter", T=70, dtype=FP64, gate_dtype=short, state=short, backward=True)
+    call = case.call()
+    expected, found = references.results(call), budgets.budgets(call)
+    for name, dtype in budgets.result_dtypes(call.request()).items():
+        if name == "h":  # not asked for
+            continue
+        error = budgets.measure(name, expected[name].to(dtype), expected[name], dtype)
+        assert error.share(found[name]) < 0.6, name
+        assert found[name].frobenius < 6 * rounding.unit_roundoff(dtype) * (8 if dtype == FP64 else 1), name
 
 
 def test_gradients_below_what_float16_holds_in_full_are_within_the_budget():

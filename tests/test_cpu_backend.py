@@ -15,6 +15,9 @@ from kda_core import reference
 from kda_core.capabilities import Available, Feature, Unavailable
 from kda_core.reference import DIFFERENTIABLE
 from kda_core.request import GateRequest, Request
+from kda_core.testing.cases import Case
+from kda_core.testing.subject import Subject
+from kda_core.testing.targets import Target
 
 launch = pytest.importorskip("kda_core_cpu.launch", reason="kda-core-cpu is not installed")
 from kda_core_cpu import gate, plugin, recurrent  # noqa: E402  (after the check that the wheel is there)
@@ -537,6 +540,16 @@ def test_a_call_after_one_in_inference_mode_can_be_differentiated():
     q, o = run()
     assert torch.equal(o, expected)
     assert torch.autograd.grad(o.sum(), q)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("op", [CHUNK, RECURRENT])
+@pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=str)
+def test_float64_with_shorter_gates_and_states(op, gate_dtype, state):
+    """All arithmetic is in float64, and what is stored in a shorter dtype is rounded once."""
+    case = Case(name="float64 beside shorter", op=op, T=70, K=24, V=20, gate="softplus", beta="sigmoid", l2norm=True)
+    case = case.having(dtype=torch.float64, gate_dtype=gate_dtype, state=state, backward=True, lengths=(40, 1, 29))
+    Subject(Target("cpu", torch.device("cpu"))).check(case.call())
 
 
 def test_what_the_backend_declares():
