@@ -17,7 +17,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 from kda_core_amd import aot  # noqa: E402
 from kda_core_amd.addresses import hazards  # noqa: E402
-from kda_core_amd.launch import ARCHITECTURES, CONFIGS, FOREIGN_ARCHITECTURE  # noqa: E402
+from kda_core_amd.launch import ARCHITECTURES, CONFIGS, FOREIGN_ARCHITECTURE, compile_options  # noqa: E402
 from kda_core_amd.plugin import SERVED_ARCHITECTURES  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
@@ -43,14 +43,6 @@ CASES = dict.fromkeys(KERNELS[-3:], "bf16 K 128 segments")
 """Of those that CASE does not launch."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _quiet():
-    """Triton 3.9 warns that a later version will not fuse multiplications and additions by itself."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
-        yield
-
-
 def _launch(architecture: str, kernel: str) -> aot.Launch:
     found = [
         x for x in aot.shipped(ARCHITECTURES[architecture], CASES.get(kernel, CASE)) if x.kernel.fn.__name__ == kernel
@@ -63,6 +55,15 @@ def test_resources(kernel: str):
     """No spills, and no more local data share than gfx942 has."""
     launch = _launch("gfx942", kernel)
     assert aot.Resources.of(aot.compiled(launch)).problems(launch) == []
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_fusion_is_stated(architecture: str):
+    """What triton does by default differs from version to version, and bits of results with it."""
+    target = ARCHITECTURES[architecture]
+    options = [compile_options(x.config, target) for x in aot.shipped(target)]
+    assert options
+    assert all(found["enable_fp_fusion"] is True for found in options)
 
 
 def test_limits_are_held():
@@ -144,7 +145,8 @@ def _wide(x, s, n):
 
 def _hazards(kernel, stage: str) -> int:
     source = ASTSource(kernel, {"x": "*fp32", "s": "i32", "n": "i32"}, {})
-    return len(hazards(triton.compile(source, target=GPUTarget("hip", "gfx942", 64)).asm[stage]))
+    target, options = GPUTarget("hip", "gfx942", 64), {"enable_fp_fusion": True}
+    return len(hazards(triton.compile(source, target=target, options=options).asm[stage]))
 
 
 @pytest.mark.parametrize("stage", ["ttir", "ttgir"])

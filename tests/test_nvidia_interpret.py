@@ -286,7 +286,9 @@ def test_launcher_compiles_once_a_kind_and_then_passes_addresses(launcher):
     x, y = torch.zeros(64), torch.zeros(64)
     launcher(grid, (x, None, 7, 1, 5), {"K": 16}, 4)
     assert [call[0] for call in calls] == ["jit"]
-    assert calls[0][3] == {"K": 16, "num_warps": 4}
+    assert calls[0][3] == {"K": 16, "num_warps": 4, "enable_fp_fusion": True}
+    launcher(grid, (x, None, 7, 1, 5), {"K": 16, "enable_fp_fusion": False}, 4)
+    assert calls.pop()[3] == {"K": 16, "num_warps": 4, "enable_fp_fusion": False}
     launcher(grid, (y, None, 7, 1, 6), {"K": 16}, 4)
     hooks = (None, None, None)
     assert calls[1] == ("run", (*grid, "stream of 0", "function", "metadata", *hooks, y.data_ptr(), None, 7, 1, 6, 16))

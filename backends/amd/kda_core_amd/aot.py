@@ -340,8 +340,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--large", action="store_true", help="for tensors of any size; checks addresses, too")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="compile so many at once")
     chosen = parser.parse_args(arguments)
-    # Triton 3.9 warns that a later version will not fuse multiplications and additions by itself.
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     print(f"triton {triton.__version__}, tensors {'of any size' if chosen.large else 'below 2 GiB'}")
     print(f"{'':8} {'kernel':20} {'case':24} waves VGPRs spills stack     LDS waves/SIMD")
     launches = [one for name in chosen.arch for one in shipped(ARCHITECTURES[name], chosen.only, chosen.quick)]

@@ -264,8 +264,12 @@ def launch(
 
 
 def compile_options(chosen: Config, target: Architecture) -> dict[str, int]:
-    """Triton's options for a configuration; those of AMD's compiler are unknown to others."""
-    options = {"num_warps": chosen.num_warps, "num_stages": chosen.stages}
+    """Triton's options for a configuration; those of AMD's compiler are unknown to others.
+
+    Whether multiplications and additions become one instruction is stated: it decides the bits of results, and triton
+    warns (3.9) that what it does by default is going to change.
+    """
+    options = {"num_warps": chosen.num_warps, "num_stages": chosen.stages, "enable_fp_fusion": True}
     if target.name != FOREIGN_ARCHITECTURE:
         options |= {"waves_per_eu": chosen.waves_per_eu, "matrix_instr_nonkdim": MATRIX_SIDE}
     return options

@@ -35,7 +35,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kda_core.request import GateRequest, Request
 from kda_core_nvidia import aot_recurrent, chunk_backward, chunk_forward, gate, launch, recurrent_launch, segments
-from kda_core_nvidia.launch import Chip, Launcher
+from kda_core_nvidia.launch import Chip, Launcher, compile_options
 from kda_core_nvidia.machine_code import uses_stack_pointer
 
 MODULES = (chunk_forward, chunk_backward, gate, recurrent_launch, segments)
@@ -110,7 +110,7 @@ def recorded(*modules: Any) -> Iterator[list[Launch]]:
             recorder = _Recorder(x.kernel, launches)
 
             def record(grid, arguments, constants, num_warps, recorder=recorder):
-                recorder[grid](*arguments, **constants, num_warps=num_warps)
+                recorder[grid](*arguments, **compile_options(constants), num_warps=num_warps)
 
             setattr(module, name, record)
         else:
@@ -391,8 +391,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="only the commonest configuration of every kernel")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="compile so many at once")
     chosen = parser.parse_args(arguments)
-    # Triton 3.9 warns that a later version will not fuse multiplications and additions by itself.
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     _JOBS[:] = [one for arch in chosen.arch for one in shipped(arch, chosen.only, chosen.quick)]
     print(f"triton {triton.__version__}, {len(_JOBS)} kernels")
     failed = 0

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from kda_core.request import BackwardResult, GateRequest
 from kda_core.triton_lib.gate_kernels import backward, forward, gate_backward_kernel, gate_forward_kernel
-from kda_core_nvidia.launch import on_device
+from kda_core_nvidia.launch import compile_options, on_device
 
 
 def _launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    kernel[(programs,)](*arguments, **constants)
+    kernel[(programs,)](*arguments, **compile_options(constants))
 
 
 def gate_forward(request: GateRequest) -> Tensor:

@@ -274,6 +274,15 @@ def entry(compiled: Any, arguments: tuple[Any, ...]) -> Entry:
     return Entry(compiled, inner.cell_contents, (*head, *_NO_HOOKS), positions[::-1], encode)
 
 
+def compile_options(constants: dict[str, Any]) -> dict[str, Any]:
+    """Constants and options of a launch as triton is given them.
+
+    Whether multiplications and additions become one instruction is always stated: it decides the bits of results, and
+    triton warns (3.9) that what it does by default is going to change.
+    """
+    return {"enable_fp_fusion": True, **constants}
+
+
 class Launcher:
     """Launches one kernel, and remembers what was compiled for which kind of arguments.
 
@@ -325,7 +334,7 @@ class Launcher:
         found = self._compiled.get(key)
         tape = thread.tape
         if found is None:
-            compiled = self.kernel[grid](*arguments, **constants, num_warps=num_warps)
+            compiled = self.kernel[grid](*arguments, **compile_options(constants), num_warps=num_warps)
             rest = tuple(constants[name] for name in self.kernel.arg_names[len(arguments) :])
             self._compiled[key] = entry(compiled, arguments), rest
             if tape is not None:
