@@ -469,6 +469,15 @@ class StridesIgnored(Mutant):
         return replace(r, q=r.q.as_strided(r.q.shape, contiguous, r.q.storage_offset()))
 
 
+class BackwardLeftToAutograd(Mutant):
+    """Gradients of what autograd has recorded in the hook: in a compiled graph it records nothing."""
+
+    @hookimpl
+    def kda_core_chunk_backward(self, request: Request) -> BackwardResult:
+        with torch.enable_grad():
+            return reference.backward(request)
+
+
 class EverythingRejected(Mutant):
     """Declares everything and turns every packed call down."""
 

@@ -7,6 +7,7 @@ that this machine can run.
 from kda_core.testing.suite.test_addressing import *  # noqa: F403
 from kda_core.testing.suite.test_backward import *  # noqa: F403
 from kda_core.testing.suite.test_beta import *  # noqa: F403
+from kda_core.testing.suite.test_compile import *  # noqa: F403
 from kda_core.testing.suite.test_determinism import *  # noqa: F403
 from kda_core.testing.suite.test_extremes import *  # noqa: F403
 from kda_core.testing.suite.test_forward import *  # noqa: F403

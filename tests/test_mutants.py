@@ -36,6 +36,7 @@ FAST = (
     "input-modified",
     "one-wrong-row",
     "first-slot-read",
+    "backward-left-to-autograd",
 )
 ALL = tuple(mutant().name for mutant in mutants.mutants())
 
