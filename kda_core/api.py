@@ -71,7 +71,9 @@ def chunk_kda(
             ``lower_bound`` b: b * sigmoid(exp(A_log) * (g + dt_bias)).
         use_beta_sigmoid_in_kernel: beta holds logits; its sigmoid is used.
         allow_neg_eigval: use 2 * sigmoid(beta); needs ``use_beta_sigmoid_in_kernel``.
-        safe_gate: a hint that decays lie within [lower_bound, 0) ([-5, 0) without one); changes speed only.
+        safe_gate: a promise that decays lie within [lower_bound, 0) ([-5, 0) without one), which a backend may use
+            for speed. Where it is broken results may be wrong (decays below the bound may count as the bound), but
+            never NaN. With ``use_gate_in_kernel`` it needs ``lower_bound``.
         lower_bound: negative; chooses the bounded gate, or with ``safe_gate`` alone is the hint's bound.
         disable_recompute: keep intermediates for the backward rather than compute them again: faster,
             more memory.

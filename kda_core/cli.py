@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 from kda_core import hookspecs, platforms, plugins
-from kda_core.capabilities import Available, BackendInfo, Unavailable
+from kda_core.capabilities import FOREIGN_VARIABLE, Available, BackendInfo, Unavailable
 from kda_core.errors import UnsupportedCall
 
 EXIT_BAD_ARGUMENTS = 2
 
 ENVIRONMENT_VARIABLES = {
     plugins.ENVIRONMENT_VARIABLE: "backend of every call that names none",
+    FOREIGN_VARIABLE: "backends that may run on devices that they are not made for, for tests",
     "KDA_TEST_MODE": "tier of the conformance kit: fast, slow or all",
     "TRITON_INTERPRET": "1: Triton kernels run in its interpreter, on the CPU",
 }

@@ -10,8 +10,8 @@ class KdaError(Exception):
 class UnsupportedCall(KdaError, NotImplementedError):
     """A well-formed call that no installed backend (or not the named one) can serve.
 
-    The message lists every known backend with its reason and, for one that is not installed, the
-    command that installs it.
+    The message gives the reason of the backend that was named; where none was, it lists every known backend with
+    its reason and, for one that is not installed, the command that installs it.
     """
 
 

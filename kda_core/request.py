@@ -48,6 +48,8 @@ class Request:
         memo: None, or a dictionary that all calls with these options and metadata of tensors (shapes, strides, dtypes,
             device) share, a forward's and its backward's: for what a backend derives from these. Calls of several
             threads share it as well, and it may be dropped at any time. A copy of a request (``replace``) has none.
+
+    The other fields are the arguments of the public function under the same names; defaults are filled in.
     """
 
     op: Op
@@ -164,6 +166,7 @@ class GateRequest:
         A_log: [HV] or None (only with ``lower_bound``).
         dt_bias: [HV, K] or None.
         lower_bound: negative, or None for the softplus gate.
+        save_for_backward: the call has a backward to come.
         grad_output: backward only: shape of g, float32 or float64.
         needs_grad: backward only: names among "g", "A_log", "dt_bias".
     """

@@ -55,20 +55,13 @@ def run_kit(python: Path, folder: Path, *arguments: str) -> tuple[int, str]:
     return child.returncode, child.stdout + child.stderr
 
 
-@pytest.mark.parametrize(
-    ("choice", "passed"),
-    [
-        pytest.param(("-k", "served_or_refused or limits"), 30, id="part"),
-        pytest.param((), 100, id="whole", marks=pytest.mark.slow),
-    ],
-)
-def test_kit_on_an_outside_backend(python: Path, tmp_path: Path, choice: tuple[str, ...], passed: int):
+def test_kit_on_an_outside_backend(python: Path, tmp_path: Path):
     """What it declares is right; what it does not declare is refused with its reason."""
-    status, text = run_kit(python, tmp_path, "--backend=mychip", "--kda-report=report.json", *choice)
+    status, text = run_kit(python, tmp_path, "--backend=mychip", "--kda-report=report.json", "-n", "2")
     assert status == pytest.ExitCode.OK, text[-4000:]
     assert "backend mychip 0.1.0 (contract ~=1.0) on cpu" in text
     (report,) = json.loads((tmp_path / "report.json").read_text())["backends"]
-    assert report["outcomes"]["passed"] > passed
+    assert report["outcomes"]["passed"] > 100
     assert report["coverage"]["dtype"]["bfloat16"]["state"] == "covered"
     assert report["coverage"]["layout"]["packed"]["state"] == "refused"
     assert report["coverage"]["direction"]["backward"]["state"] == "refused"
