@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
@@ -540,6 +541,39 @@ def test_a_call_after_one_in_inference_mode_can_be_differentiated():
     q, o = run()
     assert torch.equal(o, expected)
     assert torch.autograd.grad(o.sum(), q)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("budget", [1, 128, 300])
+@pytest.mark.parametrize("lengths", [None, [0, 1, 1, 2, 3]], ids=["dense", "packed"])
+def test_step_with_a_table_of_slots_in_blocks_of_heads(monkeypatch, budget, lengths):
+    """A state of few heads was written to all of them where a step takes its heads in blocks (33 of 256 channels)."""
+    monkeypatch.setattr(launch, "_STEP_BUDGET", budget)
+    torch.manual_seed(0)
+    H, K, V, slots = 6, 8, 8, torch.tensor([[1, 2], [4, 3], [-1, 0], [5, 6]])
+    tokens = (4, 1) if lengths is None else (1, 3)
+    slots = slots if lengths is None else slots[[0, 2, 1, 3]]
+    q, k, v, g = (torch.randn(*tokens, H, size) for size in (K, K, V, K))
+    call = {"q": q, "k": F.normalize(k, dim=-1), "v": v, "g": -g.abs(), "beta": torch.rand(*tokens, H)}
+    call |= {"ssm_state_indices": slots, "cu_seqlens": None if lengths is None else torch.tensor(lengths)}
+    pools = torch.randn(7, H, K, V).expand(2, -1, -1, -1, -1).clone()
+    found, expected = (
+        kda_core.fused_recurrent_kda(**call, initial_state=pool, backend=backend)[0]
+        for pool, backend in zip(pools, ("cpu", "reference"), strict=True)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*pools, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+@pytest.mark.parametrize("value", [3e38, -3e38, float("inf"), -float("inf")])
+def test_gate_of_what_overflows_where_the_rate_vanishes(value, lower_bound):
+    """0 times infinity is no number; a rate of 0 makes it 0."""
+    g = torch.full((1, 1, 2), value, requires_grad=True)
+    A_log = torch.full((1,), -110.0, requires_grad=True)
+    decay = kda_core.kda_gate(g, A_log, torch.full((1, 2), value), lower_bound, backend="cpu")
+    expected = 0.0 if lower_bound is None else lower_bound / 2
+    assert decay.flatten().tolist() == [expected, expected]
+    assert all(torch.isfinite(grad).all() for grad in torch.autograd.grad(decay.sum(), (g, A_log)))
 
 
 @pytest.mark.parametrize("op", [CHUNK, RECURRENT])

@@ -87,7 +87,7 @@ def _run_step(step: TokenWindow, states: States, workspace: Workspace, inputs: R
         for block, part in zip(blocks, of_these.split([block.live for block in blocks]), strict=True):
             block.begin(states, workspace)
             reader.advance(part, block.source, block.S)
-            states.write_token(block.ids, heads, block.S, 0)
+            states.write_token(block.ids, block.heads, block.S, 0)
             block.end(states)
     if own is None:
         step.store(rows, o)

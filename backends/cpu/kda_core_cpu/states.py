@@ -36,7 +36,8 @@ class PoolRows:
         if request.ssm_state_indices is None:
             return cls(list(range(request.N)))
         pad = request.pad_slot_id
-        rows = request.ssm_state_indices.reshape(request.N, -1).tolist()
+        indices = request.ssm_state_indices
+        rows = (indices[:, None] if indices.dim() == 1 else indices).tolist()
         table = [[-1 if slot < 0 or slot == pad else slot for slot in row] for row in rows]
         if request.num_accepted_tokens is None:
             first = [row[0] for row in table]
