@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from typing import Any
 
@@ -146,7 +147,7 @@ def chunk_kda(
             "pad_slot_id": pad_slot_id,
             "chunk_size": chunk_size,
             "cp_context": cp_context,
-            "save_for_backward": _needs_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state),
+            "save_for_backward": _needs_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state, out),
         }
     )
     return _run(request, backend)
@@ -238,7 +239,7 @@ def fused_recurrent_kda(
             "pad_slot_id": pad_slot_id,
             "chunk_size": 64,
             "cp_context": None,
-            "save_for_backward": _needs_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state),
+            "save_for_backward": _needs_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state, out),
         }
     )
     return _run(request, backend)
@@ -318,10 +319,12 @@ def explain(*args: Any, op: str = "chunk_kda", **kwargs: Any) -> Explanation:
     }
     if op not in functions:
         raise ValueError(f"op: expected one of {', '.join(functions)}, got {op!r}")
-    name = plugins.requested_name(kwargs.pop("backend", None))
+    call = inspect.signature(functions[op]).bind(*args, **kwargs)
+    name = plugins.requested_name(call.arguments.get("backend"))
     if name is not None:
         registry.named(name)
-    return functions[op](*args, **kwargs, backend=_Question(name))
+    call.arguments["backend"] = _Question(name)
+    return functions[op](*call.args, **call.kwargs)
 
 
 def backends() -> tuple[LedgerEntry, ...]:
@@ -338,13 +341,19 @@ def _renamed_layout(state_v_first: bool, transpose_state_layout: bool) -> bool:
             "transpose_state_layout: expected None beside state_v_first (it is its deprecated name), "
             f"got {transpose_state_layout!r}"
         )
-    warnings.warn("transpose_state_layout is deprecated; its name is state_v_first", DeprecationWarning, stacklevel=3)
+    if not torch.compiler.is_compiling():  # a warning would be a break in the graph
+        message = "transpose_state_layout is deprecated; its name is state_v_first"
+        warnings.warn(message, DeprecationWarning, stacklevel=3)
     return transpose_state_layout
 
 
 def _check_max_num_seqs(max_num_seqs: int, use_graph: bool, cu_seqlens: Tensor | None) -> None:
-    if not use_graph or not isinstance(cu_seqlens, Tensor):
+    if isinstance(max_num_seqs, bool) or not isinstance(max_num_seqs, (int, torch.SymInt)):
+        raise TypeError(f"max_num_seqs: expected an int, got {type(max_num_seqs).__name__}")
+    if not use_graph or cu_seqlens is None:
         raise ValueError(f"max_num_seqs: expected use_graph=True and cu_seqlens beside it, got {max_num_seqs} alone")
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1:
+        return  # refused by the checks, which say what it has to be
     if cu_seqlens.shape[0] != max_num_seqs + 1:
         raise ValueError(
             f"cu_seqlens: expected shape [max_num_seqs + 1] = [{max_num_seqs + 1}], got {list(cu_seqlens.shape)}"
@@ -407,14 +416,14 @@ _traced_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _run(request: Request, backend: str | _Question | None) -> Any:
+    if request.save_for_backward:
+        _check_differentiable(request)
     if isinstance(backend, _Question):
         return registry.explain(request, backend.name)
     compiling = torch.compiler.is_compiling()
     name = _traced_name(backend) if compiling else plugins.requested_name(backend)
     if forward_ad._current_level >= 0:
         _refuse_tangents(request)
-    if request.save_for_backward:
-        _check_differentiable(request)
     if (compiling or eager.needs_operator(request.q)) and request.cp_context is None:
         result = ops.call(request, name)
     elif request.save_for_backward:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -153,7 +154,7 @@ def _check_options(r: Request) -> None:
         if not isinstance(getattr(r, name), bool):
             raise TypeError(f"{name}: expected True or False, got {getattr(r, name)!r}")
     _expect_number("scale", r.scale)
-    if not math.isfinite(r.scale):
+    if (isinstance(r.scale, int) and abs(r.scale) > sys.float_info.max) or not math.isfinite(r.scale):
         _fail("scale", "a finite number", f"{r.scale}")
     _expect_int("chunk_size", r.chunk_size)
     if r.chunk_size not in CHUNK_SIZES:
@@ -242,6 +243,8 @@ def _check_state(r: Request) -> None:
 def _check_slots(r: Request) -> None:
     indices, accepted = r.ssm_state_indices, r.num_accepted_tokens
     _expect_int("pad_slot_id", r.pad_slot_id)
+    if not -(2**63) <= r.pad_slot_id < 2**63:
+        _fail("pad_slot_id", "a number of 64 bits", f"{r.pad_slot_id}")
     if indices is None:
         if accepted is not None:
             _fail("num_accepted_tokens", "ssm_state_indices [N, 1+S] beside it", "ssm_state_indices=None")
@@ -318,6 +321,8 @@ def _check_slot_values(r: Request, bounds: list[int] | None) -> None:
             _fail("num_accepted_tokens", f"values from 1 to {width}", f"{count}")
     owner: dict[int, int] = {}
     for n, (row, count, length) in enumerate(zip(rows, counts, lengths, strict=True)):
+        if row[count - 1] < 0 or row[count - 1] == r.pad_slot_id:
+            continue  # skipped: what stands in its other places is never looked at
         touched = [row[count - 1], *(row[:length] if every_token else row)]
         used = {slot for slot in touched if slot >= 0 and slot != r.pad_slot_id}
         written = [slot for slot in touched[1:] if slot >= 0 and slot != r.pad_slot_id]

@@ -66,8 +66,10 @@ _OPTIONS = (
 _SLOT_OPTIONS = (("inplace_final_state", "bool"), ("pad_slot_id", "int"))
 
 _FUNCTIONAL = (*_TENSORS, *_OPTIONS, ("save_for_backward", "bool"))
+# States that are only read are not declared as written: an argument of their own for those that are.
 _INPLACE = (
-    *((name, "Tensor(a!)?" if name == "initial_state" else kind) for name, kind in _TENSORS),
+    *_TENSORS,
+    ("pool", "Tensor(a!)?"),
     *_SLOTS,
     *_OPTIONS,
     *_SLOT_OPTIONS,
@@ -184,9 +186,14 @@ def _register(op: Op) -> None:
             saved = backend.result("kda_core_saved_spec", r)
         return (*_fake_forward(r), [r.v.new_empty(math.prod(spec.shape), dtype=spec.dtype) for spec in saved])
 
+    def inplace_request(values: list[Any]) -> Request:
+        named = dict(zip(_INPLACE_NAMES, values, strict=True))
+        pool = named.pop("pool")
+        return Request(op=op, **(named if pool is None else named | {"initial_state": pool}))
+
     def inplace(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         *values, name = args
-        r = Request(op=op, **dict(zip(_INPLACE_NAMES, values, strict=True)))
+        r = inplace_request(values)
         result = forward(registry.choose(r, _asked(name)), r)
         count_writes(r)
         o = None if r.out is not None else result.o
@@ -194,7 +201,7 @@ def _register(op: Op) -> None:
 
     def inplace_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         *values, name = args
-        r = Request(op=op, **dict(zip(_INPLACE_NAMES, values, strict=True)))
+        r = inplace_request(values)
         registry.choose(r, _asked(name))
         return _fake_forward(r)
 
@@ -350,11 +357,17 @@ def count_writes(r: Request) -> None:
         torch.autograd.graph.increment_version(r.out)
 
 
+def inplace_arguments(r: Request) -> list[Any]:
+    """What the operator that writes to the caller's memory takes, the backend's name aside."""
+    states = {"initial_state": None, "pool": r.initial_state} if r.inplace_final_state else {"pool": None}
+    return [states[n] if n in states else getattr(r, n) for n in _INPLACE_NAMES]
+
+
 def call(r: Request, backend: str | None) -> ForwardResult:
     """Run a request through its operator, so that autograd, fake tensors and compilers see it."""
     if writes_to_caller(r):
-        operator, names = getattr(torch.ops.kda_core, f"{r.op}_"), _INPLACE_NAMES
-        o, final_state, h = operator(*(getattr(r, n) for n in names), backend or "")
+        operator = getattr(torch.ops.kda_core, f"{r.op}_")
+        o, final_state, h = operator(*inplace_arguments(r), backend or "")
     else:
         operator, names = getattr(torch.ops.kda_core, r.op), _FUNCTIONAL_NAMES
         o, final_state, h, _ = operator(*(getattr(r, n) for n in names), backend or "")

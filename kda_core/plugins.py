@@ -22,7 +22,7 @@ import torch
 from kda_core import checks, hookspecs, platforms
 from kda_core.capabilities import Available, BackendInfo, Unavailable
 from kda_core.contract import contract_problem, read_info
-from kda_core.errors import BackendNotFound, BrokenBackend, UnsupportedCall
+from kda_core.errors import BackendNotFound, BrokenBackend, ContractViolation, UnsupportedCall
 from kda_core.loaded import Backend
 from kda_core.reference import ReferenceBackend
 from kda_core.request import AnyRequest, GateRequest, Request
@@ -95,6 +95,7 @@ class Registry:
         self._entry_points = entry_points
         self._lock = threading.RLock()
         self._loaded = False
+        self._loading = False
         self.manager = pluggy.PluginManager(hookspecs.PROJECT)
         self.manager.add_hookspecs(hookspecs)
         self._backends: dict[str, Backend] = {}
@@ -111,14 +112,32 @@ class Registry:
         with self._lock:
             if self._loaded:
                 return
-            self.register(ReferenceBackend(), entry_point="kda_core.reference:ReferenceBackend")
-            if self._entry_points:
-                found = sorted(
-                    metadata.entry_points(group=hookspecs.ENTRY_POINT_GROUP), key=lambda e: (e.name, e.value)
-                )
-                for entry_point in found:
-                    self._load_entry_point(entry_point)
+            if self._loading:
+                raise ContractViolation("kda_core was asked for backends by one that is being loaded")
+            before = dict(self._backends), list(self._ledger)
+            self._loading = True
+            try:
+                self._load_all()
+            except BaseException:  # an interrupt: the next call begins anew
+                self._go_back(*before)
+                raise
+            finally:
+                self._loading = False
             self._loaded = True
+
+    def _load_all(self) -> None:
+        self.register(ReferenceBackend(), entry_point="kda_core.reference:ReferenceBackend")
+        if self._entry_points:
+            found = sorted(metadata.entry_points(group=hookspecs.ENTRY_POINT_GROUP), key=lambda e: (e.name, e.value))
+            for entry_point in found:
+                self._load_entry_point(entry_point)
+
+    def _go_back(self, backends: dict[str, Backend], ledger: list[LedgerEntry]) -> None:
+        for name, backend in self._backends.items():
+            if name not in backends:
+                self.manager.unregister(backend.plugin)
+        self._backends, self._ledger = backends, ledger
+        self._forget_choices()
 
     def _load_entry_point(self, entry_point: metadata.EntryPoint) -> None:
         dist = entry_point.dist
@@ -126,7 +145,7 @@ class Registry:
         try:
             plugin = entry_point.load()
         # A wheel may fail to import in any way, and must not take the others down; the ledger keeps its reason.
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             reason = f"import failed: {type(error).__name__}: {error}"
             self._ledger.append(LedgerEntry(entry_point.name, distribution, entry_point.value, "broken", reason))
             return
@@ -152,7 +171,7 @@ class Registry:
             try:
                 info = read_info(self.manager, plugin)
             # The hook is foreign code that may raise anything; the ledger keeps its reason.
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 return record("broken", f"kda_core_backend failed: {type(error).__name__}: {error}")
             if isinstance(info, str):
                 return record("broken", info)
@@ -385,6 +404,10 @@ def use_backend(name: str) -> Iterator[None]:
 def requested_name(backend: str | None) -> str | None:
     """The backend that the caller asked for: argument, else ``use_backend``, else ``KDA_BACKEND``, else None."""
     if backend is not None:
+        if not isinstance(backend, str):
+            raise TypeError(f"backend: expected the name of a backend or None, got {type(backend).__name__}")
+        if not backend:
+            raise ValueError("backend: expected the name of a backend or None, got an empty string")
         return backend
     return _override.get() or _environment() or None
 

@@ -116,7 +116,8 @@ def _slots(r: Request) -> Tensor:
     """[N, W] int64 slot indices of a pool, every skipped entry as -1."""
     if r.ssm_state_indices is None:
         return torch.arange(r.N, device="cpu")[:, None]
-    indices = r.ssm_state_indices.cpu().long().reshape(r.N, -1)
+    indices = r.ssm_state_indices.cpu().long()
+    indices = indices[:, None] if indices.dim() == 1 else indices
     return torch.where((indices < 0) | (indices == r.pad_slot_id), -1, indices)
 
 
@@ -132,6 +133,8 @@ def _initial(r: Request, x: Tensor | None) -> tuple[Tensor, Tensor]:
         else:
             start = slots.gather(1, r.num_accepted_tokens.cpu().long()[:, None] - 1)[:, 0]
         none = start < 0
+        if not len(x):  # a pool without slots: there is none to stand in for what is skipped
+            x = x.new_zeros(1, *x.shape[1:])
         x = x[start.clamp_min(0).to(x.device)]
         # where(), not a product: a skipped row must not read NaN from the slot that stands in for it.
         x = torch.where(none.to(x.device)[:, None, None, None], torch.zeros_like(x), x)

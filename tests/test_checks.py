@@ -55,6 +55,19 @@ BAD_CALLS = [
     # (name of the argument that the message begins with, error, call, arguments)
     ("q", TypeError, "chunk_kda", lambda: call_arguments(q=[1.0])),
     ("q", TypeError, "chunk_kda", lambda: call_arguments(q=None)),
+    ("backend", TypeError, "chunk_kda", lambda: call_arguments(backend=["cpu"])),
+    ("backend", TypeError, "kda_gate", lambda: {"g": torch.zeros(T, HV, K), "lower_bound": -1.0, "backend": 5}),
+    ("backend", ValueError, "fused_recurrent_kda", lambda: call_arguments(backend="")),
+    ("scale", ValueError, "chunk_kda", lambda: call_arguments(scale=10**400)),
+    ("pad_slot_id", ValueError, "chunk_kda", lambda: paged(pad_slot_id=10**20)),
+    ("max_num_seqs", TypeError, "chunk_kda", lambda: packed(use_graph=True, max_num_seqs="1")),
+    (
+        "cu_seqlens",
+        ValueError,
+        "chunk_kda",
+        lambda: packed(use_graph=True, max_num_seqs=1, cu_seqlens=torch.tensor(5)),
+    ),
+    ("cu_seqlens", TypeError, "chunk_kda", lambda: packed(use_graph=True, max_num_seqs=1, cu_seqlens=[0, 5])),
     ("q", TypeError, "chunk_kda", lambda: call_arguments(q=torch.zeros(B, T, H, K, dtype=torch.int32))),
     ("q", TypeError, "chunk_kda", lambda: call_arguments(q=torch.zeros(B, T, H, K, dtype=torch.complex64))),
     ("q", TypeError, "chunk_kda", lambda: call_arguments(q=torch.zeros(B, T, H, K).to_sparse())),
@@ -319,8 +332,21 @@ def test_what_has_no_gradient_is_refused_where_one_is_needed(name):
         arguments[name] = extra[name]
     with pytest.raises(ValueError, match=rf"^{name}: expected no gradient"):
         kda_core.chunk_kda(**arguments)
+    with pytest.raises(ValueError, match=rf"^{name}: expected no gradient"):
+        kda_core.explain(**arguments)
     with torch.no_grad():
         kda_core.chunk_kda(**arguments)
+
+
+@pytest.mark.parametrize("op", ["chunk_kda", "fused_recurrent_kda"])
+@pytest.mark.parametrize("leaf", [True, False])
+def test_out_that_needs_a_gradient_is_refused(op, leaf):
+    """Its history would become the result's, whose gradient would be a lie."""
+    out = torch.zeros(B, T, HV, V, requires_grad=True)
+    out = out if leaf else 1 * out
+    with pytest.raises(ValueError, match=r"^out: expected no gradient"):
+        getattr(kda_core, op)(**call_arguments(), out=out)
+    assert not out.any()
 
 
 def test_a_graph_call_with_padded_sequences_is_the_plain_call():
@@ -334,4 +360,46 @@ def test_skipped_rows_may_share_the_padding_index():
     arguments = {**paged(), "ssm_state_indices": torch.tensor([SLOTS + 5, SLOTS + 5]), "pad_slot_id": SLOTS + 5}
     with torch.no_grad():
         o, _ = kda_core.chunk_kda(**arguments)
+    assert not o.any()
+
+
+@pytest.mark.parametrize("slots", [[[-1, 3, 3], [3, 4, 5]], [[-1, 99, 3], [3, 4, 5]]])
+def test_what_stands_in_a_skipped_row_is_not_looked_at(slots):
+    """Padded tables of slots keep old entries behind the one that says so."""
+    arguments = speculative(ssm_state_indices=torch.tensor(slots))
+    with torch.no_grad():
+        o, _ = kda_core.fused_recurrent_kda(**arguments)
+    assert not o[0].any()
+    assert arguments["initial_state"].flatten(1).any(1).tolist() == [slot in slots[1] for slot in range(SLOTS)]
+    accepted = {"num_accepted_tokens": torch.tensor([2, 1])}
+    arguments = speculative(ssm_state_indices=torch.tensor([[-1, 3, 2], [3, 4, 5]]), **accepted)
+    with pytest.raises(ValueError, match=r"^ssm_state_indices: expected every slot in one sequence only"):
+        kda_core.fused_recurrent_kda(**arguments)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("shape", [(0,), (0, 1), (0, 3)])
+def test_no_sequence_leaves_a_pool_as_it_is(backend, shape):
+    """A rank of a server that has nothing to decode makes the call all the same."""
+    pool = torch.randn(POOL)
+    before = pool.clone()
+    slots = torch.zeros(shape, dtype=torch.int32)
+    arguments = {name: t[:0, :1] for name, t in call_arguments().items()}
+    with torch.no_grad():
+        o, _ = kda_core.fused_recurrent_kda(**arguments, initial_state=pool, ssm_state_indices=slots, backend=backend)
+        assert o.shape == (0, 1, HV, V)
+        if shape != (0, 3):
+            nothing = packed(cu_seqlens=torch.tensor([0]), initial_state=pool, ssm_state_indices=slots)
+            o, _ = kda_core.chunk_kda(**nothing, backend=backend)
+            assert not o.any()
+    assert torch.equal(pool, before)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_pool_without_slots_where_every_row_is_skipped(backend):
+    slots = torch.tensor([-1, -1])
+    with torch.no_grad():
+        o, _ = kda_core.fused_recurrent_kda(
+            **call_arguments(), initial_state=torch.zeros(0, HV, K, V), ssm_state_indices=slots, backend=backend
+        )
     assert not o.any()

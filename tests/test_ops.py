@@ -190,6 +190,7 @@ def operator_arguments(op, backend, inplace=False, **changes):
         "ssm_state_indices": None,
         "num_accepted_tokens": None,
         "out": None,
+        "pool": None,
         "scale": 0.5,
         **dict.fromkeys((n for n, kind in ops._OPTIONS if kind == "bool"), False),
         **OPTIONS,
@@ -200,6 +201,8 @@ def operator_arguments(op, backend, inplace=False, **changes):
         "save_for_backward": not inplace,
         **changes,
     }
+    if inplace:
+        values["initial_state"], values["pool"] = None, values["initial_state"]
     names = ops._INPLACE_NAMES if inplace else ops._FUNCTIONAL_NAMES
     return (*(values[n] for n in names), backend)
 
@@ -215,6 +218,49 @@ def test_opcheck_of_the_functional_operators(op, backend):
 def test_opcheck_of_the_inplace_operators(op, backend):
     arguments = operator_arguments(op, backend, inplace=True, out=torch.empty(2, 5, HV, V))
     torch.library.opcheck(getattr(torch.ops.kda_core, f"{op}_").default, arguments)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_opcheck_of_out_beside_states_that_are_only_read(op):
+    arguments = operator_arguments(op, "cpu", inplace=True, out=torch.empty(2, 5, HV, V))
+    arguments = list(arguments)
+    names = ops._INPLACE_NAMES
+    state, pool, own = (names.index(n) for n in ("initial_state", "pool", "inplace_final_state"))
+    arguments[state], arguments[pool], arguments[own] = arguments[pool], None, False
+    torch.library.opcheck(getattr(torch.ops.kda_core, f"{op}_").default, tuple(arguments))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_compiled_call_with_out_leaves_its_states_alone(op):
+    """They may be expanded, of inference mode, or part of somebody's graph."""
+
+    def call(arguments, out):
+        return run(arguments, op, out=out)[0]
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    arguments = make()
+    expanded = make()["initial_state"][:1].expand(2, HV, K, V)
+    with torch.inference_mode():
+        inference = make()["initial_state"].clone()
+    for state in (expanded, inference, arguments["initial_state"]):
+        version = None if state.is_inference() else state._version
+        outs = torch.empty(2, 2, 70, HV, V)
+        with torch.no_grad():
+            for function, out in zip((call, compiled), outs, strict=True):
+                assert function(arguments | {"initial_state": state}, out).data_ptr() == out.data_ptr()
+        assert torch.equal(*outs)
+        assert version is None or state._version == version
+
+
+def test_the_deprecated_layout_name_compiles():
+    def call(arguments):
+        return run(arguments, transpose_state_layout=True)
+
+    arguments = make() | {"initial_state": make()["initial_state"].mT.contiguous()}
+    with pytest.warns(DeprecationWarning, match="state_v_first"):
+        expected = call(arguments)
+    for x, y in zip(torch.compile(call, fullgraph=True, backend="aot_eager")(arguments), expected, strict=True):
+        assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])

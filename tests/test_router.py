@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import contextmanager
 from dataclasses import fields, replace
 
@@ -387,10 +388,82 @@ def test_explain_knows_wheels_that_are_not_installed():
 def test_explain_takes_the_calls_arguments_and_names_the_op():
     assert kda_core.explain(*inputs(), op="fused_recurrent_kda").op == "fused_recurrent_kda"
     assert kda_core.explain(torch.zeros(3, 2, 4), lower_bound=-1.0, op="kda_gate").op == "kda_gate"
+    assert kda_core.explain(torch.zeros(3, 2, 4), None, None, -1.0, "reference", op="kda_gate").chosen == "reference"
     with pytest.raises(ValueError, match="op: expected"):
         kda_core.explain(*inputs(), op="attention")
     with pytest.raises(TypeError, match="nonsense"):
         kda_core.explain(*inputs(), nonsense=1)
+
+
+class EntryPoint:
+    """An entry point whose module does something when it is imported."""
+
+    name, value, dist = "foreign", "foreign.plugin", None
+
+    def __init__(self, import_module):
+        self.load = import_module
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """A registry of its own that finds an entry point, and what to set its import to."""
+    fresh, entry_point = Registry(), EntryPoint(None)
+    fresh.import_by = lambda do: setattr(entry_point, "load", do)
+    toy = EntryPoint(lambda: Toy("toy"))
+    toy.name, toy.value = "toy", "toy"
+    # The toy is there before and after what fails.
+    last = EntryPoint(lambda: Toy("last"))
+    last.name, last.value = "zz", "zz"
+    monkeypatch.setattr(plugins.metadata, "entry_points", lambda group: [toy, entry_point, last])
+    return fresh
+
+
+def test_an_interrupted_import_leaves_everything_to_the_next_call(found):
+    """A second attempt met what the first had loaded, and took it for rivals."""
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    found.import_by(interrupted)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            found.load()
+    found.import_by(lambda: Toy("foreign"))
+    assert [b.info.name for b in found.backends] == ["foreign", "last", "toy", "reference"]
+    assert {e.state for e in found.ledger} == {"loaded"}
+
+
+def test_what_was_registered_by_hand_survives_an_interrupted_import(found):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    found.register(Toy("own"))
+    found.import_by(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        found.load()
+    found.import_by(lambda: Toy("foreign"))
+    assert {b.info.name for b in found.backends} == {"foreign", "last", "own", "toy", "reference"}
+
+
+@pytest.mark.parametrize("where", ["import", "hook"])
+def test_a_wheel_that_asks_for_backends_while_it_is_loaded_harms_nobody_else(found, where):
+    class Asking(Toy):
+        @hookimpl
+        def kda_core_backend(self):
+            found.named("toy")
+
+    found.import_by((lambda: found.backends) if where == "import" else (lambda: Asking("foreign")))
+    assert {b.info.name for b in found.backends} == {"last", "toy", "reference"}
+    (broken,) = (e for e in found.ledger if e.state != "loaded")
+    assert broken.state == "broken"
+    assert "asked for backends by one that is being loaded" in broken.reason
+
+
+def test_a_wheel_that_exits_when_it_is_imported_harms_nobody_else(found):
+    found.import_by(lambda: sys.exit("needs libfoo"))
+    assert {b.info.name for b in found.backends} == {"last", "toy", "reference"}
+    (broken,) = (e for e in found.ledger if e.state != "loaded")
+    assert broken.reason == "import failed: SystemExit: needs libfoo"
 
 
 def test_default_device_is_one_that_a_backend_serves():
