@@ -16,7 +16,9 @@ import triton
 from kda_core_nvidia import aot, aot_recurrent, chunk_backward, hopper, recurrent_launch
 from kda_core_nvidia.launch import Chip
 from kda_core_nvidia.machine_code import uses_stack_pointer
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
 
 KERNELS = {
     "prepare",
@@ -237,3 +239,33 @@ def test_one_kernel_compiles():
     found = aot.compiled(launch, 90)
     assert 16 < found.registers < 255
     assert found.problems(launch) == []
+
+
+def _as_emitted(one: aot.Launch) -> str:
+    """A kernel's IR as triton emits it."""
+    src, options = aot.source(one)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend = make_backend(GPUTarget("cuda", one.arch, 32))
+    backend.load_dialects(context)
+    options = backend.parse_options(options)
+    given = options, backend.get_codegen_implementation(options), backend.get_module_map(), context
+    module = src.make_ir(GPUTarget("cuda", one.arch, 32), *given)
+    return str(backend.make_ttir(module, {}, options, one.arch))
+
+
+@pytest.mark.parametrize("kernel", sorted(KERNELS))
+def test_no_product_of_a_stride_wraps(kernel: str):
+    """FAILURES 15: an index of 32 bits times a stride of 32 bits is 64 bits wide. (Lengths of a sequence, rows and
+    channels of a tile stay small, or the host looks.)
+    """
+    addresses = pytest.importorskip("kda_core_amd.addresses")
+    for arch in (80, 90):
+        seen = set()
+        for one in aot.shipped(arch, quick=True):
+            form = one.arguments.get("DESCRIPTORS"), one.arguments.get("K")
+            if one.kernel.__name__ == kernel and form not in seen:
+                seen.add(form)
+                found = [x.reason for x in addresses.hazards(_as_emitted(one))]
+                assert [x for x in found if re.search(r"arith\.muli .*%s_\w+.* : i32", x)] == []
+        assert seen

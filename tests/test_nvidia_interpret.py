@@ -240,7 +240,7 @@ class _Kernel:
 
     arg_names = ("x", "y", "s_x", "s_y", "n", "K")
     params = tuple(
-        SimpleNamespace(name=name, num=i, is_constexpr=name == "K", do_not_specialize=name == "n")
+        SimpleNamespace(name=name, num=i, is_constexpr=name == "K", do_not_specialize=name == "n", annotation_type="")
         for i, name in enumerate(arg_names)
     )
 
@@ -298,6 +298,8 @@ def test_launcher_compiles_once_a_kind_and_then_passes_addresses(launcher):
         ((x, y, 7, 1, 5), {"K": 16}, 4),
         ((x, y[1:], 7, 1, 5), {"K": 16}, 4),
         ((x, None, 8, 1, 5), {"K": 16}, 4),
+        ((x, None, 7, 1, 2**31), {"K": 16}, 4),  # no number of 32 bits
+        ((x, None, 7, 1, -(2**31) - 1), {"K": 32}, 4),
         ((x, None, 7, 1, 5), {"K": 32}, 4),
         ((x, None, 7, 1, 5), {"K": 16}, 8),
     ):

@@ -28,7 +28,7 @@ def finish_kernel(
     R: tl.constexpr, L2NORM: tl.constexpr,
 ):  # fmt: skip
     row0 = tl.program_id(0).to(tl.int64) * R
-    i_h = tl.program_id(1)
+    i_h = tl.program_id(1).to(tl.int64)
     G: tl.constexpr = HV // H
     # dq and dk may have more heads than the call.
     HH: tl.constexpr = HO if G == 1 else HV

@@ -257,12 +257,12 @@ def gradients_kernel(
             tl.store(dbeta + o_c * HV, tl.zeros([C], tl.float32), mask=m_c)
             return
     row0 = i_b * T_row + t0
-    q += i_b * s_qb + row0 * s_qt + (i_h // (HV // H)) * s_qh
-    k += i_b * s_kb + row0 * s_kt + (i_h // (HV // H)) * s_kh
-    g += i_b * s_gb + row0 * s_gt + i_h * s_gh
-    beta += i_b * s_bb + row0 * s_bt + i_h * s_bh
+    q += i_b * s_qb + row0 * s_qt + (i_h // (HV // H)).to(tl.int64) * s_qh
+    k += i_b * s_kb + row0 * s_kt + (i_h // (HV // H)).to(tl.int64) * s_kh
+    g += i_b * s_gb + row0 * s_gt + i_h.to(tl.int64) * s_gh
+    beta += i_b * s_bb + row0 * s_bt + i_h.to(tl.int64) * s_bh
     if do is not None and not TOKENS:
-        do += i_b * s_ob + row0 * s_ot + i_h * s_oh
+        do += i_b * s_ob + row0 * s_ot + i_h.to(tl.int64) * s_oh
     block = i_slot.to(tl.int64) * HV + i_h
     if not DESCRIPTORS:
         states += block * (KP * VP)

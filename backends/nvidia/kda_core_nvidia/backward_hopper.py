@@ -228,13 +228,14 @@ def states_hopper(
     STATE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BV, KP], dtype)
     ROW: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
-    i_v = gl.program_id(0)
-    i_nh = gl.program_id(1)
+    NV: gl.constexpr = V // BV
+    i_v = gl.program_id(0) % NV
+    i_nh = gl.program_id(0) // NV
     i_h = i_nh % HV
     slot0, length, first, row0 = _rows_of(i_nh // HV, cu_seqlens, T, T_row, NT, s_vb, s_vt, C)
     o_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_ROWS))
     o_v = i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(0, L_ROWS))
-    p_v = v + first + i_h * s_vh + (o_r[:, None].to(gl.int64) * s_vt + o_v[None, :])
+    p_v = v + first + i_h.to(gl.int64) * s_vh + (o_r[:, None].to(gl.int64) * s_vt + o_v[None, :])
     S = gl.full([BV, KP], 0.0, gl.float32, L_STATE)
     if initial_state is not None:
         S = _load_state(initial_state, i_nh, i_v, K, V, BV, KP, V_FIRST, L_STATE)
@@ -461,13 +462,14 @@ def reverse_hopper(
     STATE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BV, KP], dtype)
     ROW: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
-    i_v = gl.program_id(0)
-    i_nh = gl.program_id(1)
+    NV: gl.constexpr = V // BV
+    i_v = gl.program_id(0) % NV
+    i_nh = gl.program_id(0) // NV
     i_h = i_nh % HV
     slot0, length, first, row0 = _rows_of(i_nh // HV, cu_seqlens, T, T_row, NT, s_ob, s_ot, C)
     o_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_ROWS))
     o_v = i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(0, L_ROWS))
-    p_do = do + first + i_h * s_oh + (o_r[:, None].to(gl.int64) * s_ot + o_v[None, :])
+    p_do = do + first + i_h.to(gl.int64) * s_oh + (o_r[:, None].to(gl.int64) * s_ot + o_v[None, :])
     p_dv = dv + (row0 * HV + i_h) * V + i_v * BV
     S = gl.full([BV, KP], 0.0, gl.float32, L_STATE)
     if grad_final_state is not None:

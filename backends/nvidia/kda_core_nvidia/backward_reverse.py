@@ -6,7 +6,7 @@ qg and P hold a power of two of the scale (``split_scale``), and the rest, ``o_s
 it on the way, dv and the initial state's gradient are multiplied at their end, the stored dS are not. dS is held times
 LIFT, as qg and ke come, and stored without it.
 
-Grid: (ceil(VP / BV), N · HV), as in backward_states; dS is held transposed, [BV, KP], and ends as the gradient of the
+Grid: N · HV · VP / BV, as in backward_states; dS is held transposed, [BV, KP], and ends as the gradient of the
 initial state. dv: [B, T, HV, V] in v's dtype, finished; state_grads: [slots, HV, VP, KP].
 """
 
@@ -24,13 +24,14 @@ def reverse_kernel(
     KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr,
     V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    i_v = tl.program_id(0)
-    i_nh = tl.program_id(1)
+    NV: tl.constexpr = VP // BV
+    i_v = tl.program_id(0) % NV
+    i_nh = tl.program_id(0) // NV
     i_h = i_nh % HV
     dt = keys.dtype.element_ty
     slot0, length, first, row = rows_of(i_nh // HV, cu_seqlens, T, T_row, NT, s_ob, s_ot, C)
     if do is not None:
-        do += first + i_h * s_oh
+        do += first + i_h.to(tl.int64) * s_oh
     dv += (row * HV + i_h) * V
     o_k = tl.arange(0, KP)
     o_v = i_v * BV + tl.arange(0, BV)

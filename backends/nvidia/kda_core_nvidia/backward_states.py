@@ -2,9 +2,10 @@
 
     r = v − ke S      z = X r      S ← D ⊙ S + kAᵀ r
 
-(β ⊙ z are the values that the delta rule writes.) Grid: (ceil(VP / BV), N · HV); one program runs a head's sequence for
-BV value channels. The state is held transposed, [BV, KP], in registers: it is the A operand of both products, and A
-operands need not pass through shared memory. Inputs: ``layout``. z: [slots, HV, C, VP]; states: [slots, HV, VP, KP].
+(β ⊙ z are the values that the delta rule writes.) Grid: N · HV · VP / BV, along the axis that takes more than 65,535;
+one program runs a head's sequence for BV value channels. The state is held transposed, [BV, KP], in registers: it is
+the A operand of both products, and A operands need not pass through shared memory. Inputs: ``layout``.
+z: [slots, HV, C, VP]; states: [slots, HV, VP, KP].
 """
 
 import triton
@@ -57,12 +58,13 @@ def states_kernel(
     KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr,
     V_AS_OPERAND: tl.constexpr, V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    i_v = tl.program_id(0)
-    i_nh = tl.program_id(1)
+    NV: tl.constexpr = VP // BV
+    i_v = tl.program_id(0) % NV
+    i_nh = tl.program_id(0) // NV
     i_h = i_nh % HV
     dt = keys.dtype.element_ty
     slot0, length, first, _ = rows_of(i_nh // HV, cu_seqlens, T, T_row, NT, s_vb, s_vt, C)
-    v += first + i_h * s_vh
+    v += first + i_h.to(tl.int64) * s_vh
     o_k = tl.arange(0, KP)
     o_v = i_v * BV + tl.arange(0, BV)
     o_c = tl.arange(0, C)

@@ -180,7 +180,7 @@ def _run_states_hopper(
         *(token_blocks(v, CHUNK, BV), v, blocks(keys, CHUNK, KP), blocks(X, CHUNK, CHUNK), blocks(D, 1, KP), state),
         *(z, states, *rest),
     )
-    _states_hopper((V // BV, heads, 1), arguments, constants, config.num_warps)
+    _states_hopper((V // BV * heads, 1, 1), arguments, constants, config.num_warps)
     return True
 
 
@@ -200,7 +200,7 @@ def _run_reverse_hopper(
         *(token_blocks(do, CHUNK, BV), blocks(keys, 2 * CHUNK, KP), blocks(keys, CHUNK, KP), blocks(P, CHUNK, CHUNK)),
         *(blocks(D, 1, KP), do, grad_final_state, dv, state_grads, *rest),
     )
-    _reverse_hopper((V // BV, heads, 1), arguments, constants, config.num_warps)
+    _reverse_hopper((V // BV * heads, 1, 1), arguments, constants, config.num_warps)
     return True
 
 
@@ -403,12 +403,12 @@ def _backward(call: Request, into: dict[str, Tensor] | None = None) -> dict[str,
         given = own_v, own_keys, _cut(X, own), own_D, _cut(state, turn), z, states, cu, *s_v, T, T_row, NT
         if not _run_states_hopper(given, *facts):
             bv, warps, _ = config.states
-            _states((vp // bv, count * HV, 1), given, constants.states, warps)
+            _states((vp // bv * count * HV, 1, 1), given, constants.states, warps)
         given = own_keys, _cut(P, own), own_D, own_do, _cut(grad_final, turn), _cut(dv, turn), state_grads
         given = *given, _cut(grad_states, turn), cu, *s_do, T, T_row, NT, o_scale
         if not _run_reverse_hopper(given, *facts):
             bv, warps, _ = config.reverse
-            _reverse((vp // bv, count * HV, 1), given, constants.reverse, warps)
+            _reverse((vp // bv * count * HV, 1, 1), given, constants.reverse, warps)
         del given
         if turn is turns[-1]:
             done_with(keys, P, X)

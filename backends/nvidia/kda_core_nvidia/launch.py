@@ -125,14 +125,18 @@ def split_scale(scale: float, dtype: torch.dtype) -> tuple[float, float]:
     """The output's scale as (power of two, rest): the former enters q, where it rounds nothing, the latter the output.
 
     An operand that is rounded to 16 bits is the better for every product that it need not hold: without decays, q is
-    its own operand. With float32 operands there is nothing to gain, and the rest is 1.
+    its own operand. With float32 operands there is nothing to gain, and the rest is 1. float16 operands take no power
+    above 1: they have little room upwards, and LIFT has taken most of it.
     """
+    scale = float(scale)  # an integer would compile kernels that take integers
     mantissa, exponent = math.frexp(scale)
     if dtype.itemsize > 2 or not math.isfinite(scale) or abs(exponent) > 100 or scale == 0:
         return scale, 1.0
     if abs(mantissa) < math.sqrt(0.5):
         exponent -= 1
     power = math.ldexp(1.0, exponent)
+    if dtype == torch.float16:
+        power = min(power, 1.0)
     return power, scale / power
 
 
@@ -300,6 +304,9 @@ class Launcher:
         # Strides (s_...) are the only numbers that the kernels let triton specialise; the other parameters are tensors.
         free = [p for p in kernel.params if not p.is_constexpr and not p.do_not_specialize]
         self._strides = _several(p.num for p in free if p.name.startswith("s_"))
+        # Of the other numbers a kernel knows whether they need 64 bits, where their parameter does not say so.
+        narrow = [p for p in kernel.params if p.do_not_specialize and not p.annotation_type]
+        self._numbers = _several(p.num for p in narrow)
         self._tensors = tuple(p.num for p in free if not p.name.startswith("s_"))
 
     def __call__(
@@ -330,6 +337,9 @@ class Launcher:
                 kinds += x.block_shape
         if addresses & 15:
             kinds += [isinstance(arguments[i], Tensor) and values[i] & 15 == 0 for i in self._tensors]
+        numbers = self._numbers(arguments)
+        if numbers and (max(numbers) >= 2**31 or min(numbers) < -(2**31)):
+            kinds += [not -(2**31) <= x < 2**31 for x in numbers]
         key = (device, num_warps, *constants.values(), *self._strides(arguments), *kinds)
         found = self._compiled.get(key)
         tape = thread.tape

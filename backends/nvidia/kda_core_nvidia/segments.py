@@ -85,7 +85,7 @@ def transitions_kernel(
         return
     dt = keys.dtype.element_ty
     slot0, length, first, _ = rows_of(i_n, cu_seqlens, T, 0, 0, 0, s_vt, C)
-    v += first + i_h * s_vh
+    v += first + i_h.to(tl.int64) * s_vh
     o_k = tl.arange(0, KP)
     o_v = i_row + tl.arange(0, BV)
     o_c = tl.arange(0, C)
@@ -129,7 +129,7 @@ def reverse_transitions_kernel(
     i_h = i_nh % HV
     dt = keys.dtype.element_ty
     slot0, length, first, _ = rows_of(i_n, cu_seqlens, T, 0, 0, 0, s_ot, C)
-    do += first + i_h * s_oh
+    do += first + i_h.to(tl.int64) * s_oh
     o_k = tl.arange(0, KP)
     o_v = i_v * BV + tl.arange(0, BV)
     o_c = tl.arange(0, C)

@@ -10,7 +10,8 @@ import torch
 import kda_core
 from kda_core.capabilities import Feature
 from kda_core.testing import references
-from kda_core.testing.cases import BF16, FP32, Case
+from kda_core.testing.cases import BF16, FP16, FP32, Case
+from kda_core.testing.inputs import Call
 from kda_core.testing.marks import requires, slow
 
 INPUTS = ("q", "k", "v", "g", "beta")
@@ -109,17 +110,30 @@ def test_pool_offsets_past_31_bits(kda):
 def test_gradient_offsets_past_31_bits(kda, name: str):
     """FAILURES 15: the same for gradients, o's own among the spread tensors."""
     call = Case(name="far apart gradients", T=40, K=16, final_state=False, backward=True).call()
+    _expect_gradients_of_spread(kda, call, name, 1, 2**31 // 32)
+
+
+@slow
+@requires(Feature.CHUNK, Feature.BACKWARD, Feature.STRIDED_INPUT)
+@pytest.mark.parametrize("name", ["q", "v", "g", "beta", "grad_o"])
+def test_gradient_offsets_of_heads_past_31_bits(kda, name: str):
+    """FAILURES 15: heads that lie ahead of tokens, the last more than 2**31 elements behind the first."""
+    dtype = {"dtype": FP16, "gate_dtype": FP16} if kda.takes(FP16) else {}
+    call = Case(name="heads far apart", T=40, H=3, K=16, final_state=False, backward=True, **dtype).call()
+    _expect_gradients_of_spread(kda, call, name, 2, 2**30 + 16)
+
+
+def _expect_gradients_of_spread(kda, call: Call, name: str, axis: int, stride: int) -> None:
+    """Results and gradients of a call, one of whose tensors has a wide stride along an axis."""
     kda.check(replace(call, strided=frozenset({*INPUTS, "grad_o"})))
-    tensors = {n: t.to(kda.device) for n, t in call.tensors.items()}
-    grad = call.grads["o"].to(kda.device)
-    if name == "grad_o":
-        grad = _spread(grad, 2**31 // 32)
-    else:
-        tensors[name] = _spread(tensors[name], 2**31 // 32)
+    tensors = {n: t.to(kda.device) for n, t in call.tensors.items()} | {"grad_o": call.grads["o"].to(kda.device)}
+    tensors[name] = _spread(tensors[name].transpose(1, axis), stride).transpose(1, axis)
+    grad = tensors.pop("grad_o")
     leaves = [tensors[n].requires_grad_() for n in INPUTS]
     o, _ = kda_core.chunk_kda(**tensors, **call.options, backend=kda.name)
     found = torch.autograd.grad(o, leaves, grad)
     expected = references.results(call)
+    kda.expect(call, "o", o.detach().cpu(), expected["o"], f"{name} spread out")
     for n, gradient in zip(INPUTS, found, strict=True):
         kda.expect(call, f"d{n}", gradient.cpu(), expected[f"d{n}"], f"{name} spread out")
 
@@ -178,3 +192,19 @@ def test_many_programs(kda):
 def test_many_decoding_programs(kda):
     """FAILURES 24: the same for a decoding step."""
     kda.check(Case(name="many steps", op="fused_recurrent_kda", B=683, T=1, H=96, K=16).call())
+
+
+@slow
+@requires(Feature.CHUNK, Feature.BACKWARD)
+@pytest.mark.parametrize("lengths", [(), (2,) * 683], ids=["dense", "packed"])
+def test_gradients_of_many_programs(kda, lengths: tuple[int, ...]):
+    """FAILURES 24: the same for gradients."""
+    shape = {"T": sum(lengths)} if lengths else {"B": 683, "T": 2}
+    kda.check(Case(name="gradients of many programs", H=96, K=16, lengths=lengths, backward=True, **shape).call())
+
+
+@slow
+@requires(Feature.RECURRENT, Feature.BACKWARD)
+def test_gradients_of_many_steps(kda):
+    """FAILURES 24: the same for gradients of steps."""
+    kda.check(Case(name="gradients of steps", op="fused_recurrent_kda", B=683, T=1, H=96, K=16, backward=True).call())
