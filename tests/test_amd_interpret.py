@@ -102,6 +102,38 @@ def check_kernels(subject, case: Case) -> None:
     subject.check(case.call())
 
 
+DRAFTS = "drafts longer than their row of the table"
+
+
+def check_drafts() -> None:
+    """A sequence with more tokens than its row has slots: on devices, where nobody looks, no other slot is written."""
+    from kda_core.plugins import registry
+    from kda_core.request import Request
+
+    T, H, K = 5, 1, 16
+    q, k, v, g = torch.randn(4, 1, T, H, K)
+    memory = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3], dtype=torch.int32)
+    pool = torch.zeros(4, H, K, K)
+    request = Request(
+        op="fused_recurrent_kda",
+        q=q,
+        k=k,
+        v=v,
+        g=-g.abs(),
+        beta=torch.rand(1, T, H),
+        scale=1.0,
+        initial_state=pool,
+        cu_seqlens=torch.tensor([0, 1, 5], dtype=torch.int32),
+        ssm_state_indices=memory[:4].view(2, 2),
+        inplace_final_state=True,
+    )
+    registry.named("amd").result("kda_core_recurrent_forward", request)
+    assert pool.flatten(1).any(1).tolist() == [True, False, True, True]
+    # Only the first token of the first sequence has written there.
+    expected = k[0, 0, 0, :, None] * (request.beta[0, 0, 0] * v[0, 0, 0])
+    torch.testing.assert_close(pool[0, 0], expected)
+
+
 def check_segments(subject, case: Case, forward: bool, apart: float | None) -> None:
     """Forward and gradients within the kit's budgets.
 
@@ -159,6 +191,8 @@ def checks(architecture: str) -> None:
     work = {name: (check_kernels, _other(x)) for (a, name), x in KERNELS.items() if a == architecture}
     segments = {name: case for (a, name), case in SEGMENTS.items() if a == architecture}
     forward = architecture == STAND_IN
+    if forward:
+        work[DRAFTS] = (lambda subject: check_drafts(),)
     work |= {name: (check_segments, case, forward, APART.get(name)) for name, case in segments.items()}
     failures = {}
     for name, (function, *arguments) in work.items():
@@ -195,6 +229,10 @@ def failures():
 def test_other_architectures_kernels_are_right(failures, architecture: str, name: str):
     """Every kernel of a chunk call, within the kit's budgets."""
     assert not failures(architecture)[name], failures(architecture)[name]
+
+
+def test_drafts_stay_in_their_row(failures):
+    assert not failures(STAND_IN)[DRAFTS], failures(STAND_IN)[DRAFTS]
 
 
 @pytest.mark.parametrize(("architecture", "name"), SEGMENTS)

@@ -11,6 +11,7 @@ at once. Sums over rows leave one partial result a program, added up afterwards 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -97,7 +98,7 @@ def gate_backward_kernel(
 
 def _flat(request: GateRequest) -> tuple[Tensor, Tensor | None, Tensor | None, dict[str, Any]]:
     """g as [R, HV, K], the parameters, all contiguous, and the constants of both kernels."""
-    g = request.g.reshape(-1, *request.g.shape[-2:]).contiguous()
+    g = request.g.reshape(math.prod(request.g.shape[:-2]), *request.g.shape[-2:]).contiguous()
     A_log = None if request.A_log is None else request.A_log.contiguous()
     dt_bias = None if request.dt_bias is None else request.dt_bias.contiguous()
     K = g.shape[2]

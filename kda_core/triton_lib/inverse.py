@@ -8,7 +8,7 @@ step is a true block inverse.
 import triton
 import triton.language as tl
 
-from kda_core.triton_lib.decay import straddles
+from kda_core.triton_lib.decay import split, straddles
 
 
 @triton.jit
@@ -31,3 +31,19 @@ def inverse_16(L, r, s, PRECISION: tl.constexpr):
     X = double(X, L, r, s, 2, PRECISION)
     X = double(X, L, r, s, 4, PRECISION)
     return double(X, L, r, s, 8, PRECISION)
+
+
+@triton.jit
+def two_parts(a, dtype: tl.constexpr):
+    """``a`` in ``dtype`` and, for 16-bit types, what that leaves of it.
+
+    An inverse rounded to 16 bits is an error in all that its rows write: final states and dv show it, up to twice
+    their other errors.
+    """
+    if dtype == tl.bfloat16:
+        a, rest, _ = split(a, 2)
+    else:
+        whole = a
+        a = whole.to(dtype)
+        rest = (whole - a.to(tl.float32)).to(dtype)
+    return a, rest

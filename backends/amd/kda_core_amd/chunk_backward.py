@@ -89,7 +89,7 @@ def _recurrent_launch(kernel: str, request: Request) -> tuple[launch.Architectur
         "BV": block_v,
         "BK": min(config.keys or KP, KP),
         "C": CHUNK,
-        "LIFT": lift(request.q.dtype, request.use_qk_l2norm_in_kernel),
+        "LIFT": lift(request.q.dtype, request.use_qk_l2norm_in_kernel, request.scale),
         "STAGES": config.stages,
         "DOT": dot_widths(request.q.dtype, target)[1],
     }

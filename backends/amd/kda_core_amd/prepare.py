@@ -25,7 +25,7 @@ from kda_core.triton_lib.decay import (
     through,
 )
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
-from kda_core.triton_lib.inverse import inverse_16
+from kda_core.triton_lib.inverse import inverse_16, two_parts
 from kda_core_amd.levels import straddles, to_reference
 from kda_core_amd.slots import rows_of_slot
 
@@ -310,9 +310,9 @@ def prepare(
         z10 = -tl.dot(l11, a10, tl.dot(lk10, a00, input_precision=SMALL_DOT), input_precision=SMALL_DOT)
         _store_square(Z + i_chunk * (C * C) + r[:, None] * C + r[None, :], z00, z10, z11, C)
 
-    a00 = tl.trans(a00).to(dtype)
-    a10 = tl.trans(a10).to(dtype)
-    a11 = tl.trans(a11).to(dtype)
+    a00, a00_rest = two_parts(tl.trans(a00), dtype)
+    a10, a10_rest = two_parts(tl.trans(a10), dtype)
+    a11, a11_rest = two_parts(tl.trans(a11), dtype)
     everything = (r[:, None] + r[None, :]) >= 0
     for i_k in tl.range(0, KP, BK, disable_licm=FEW_REGISTERS):
         o_k = i_k + tl.arange(0, BK)
@@ -336,7 +336,12 @@ def prepare(
         tl.store(p_block + (C + 16) * KP, (b_q1 * into1 * LIFT).to(dtype))
         k_out0 = (b_k0 * tl.exp2(selected_sum(after(r, r), parts0, TERMS)) * total1).to(dtype)
         k_out1 = (b_k1 * tl.exp2(selected_sum(after(r, r), parts1, TERMS))).to(dtype)
-        k_a0 = tl.dot(a10, k_out1, tl.dot(a00, k_out0, input_precision=DOT), input_precision=DOT)
-        k_a1 = tl.dot(a11, k_out1, input_precision=DOT)
+        k_a0 = tl.zeros([16, BK], tl.float32)
+        k_a1 = tl.zeros([16, BK], tl.float32)
+        if dtype.primitive_bitwidth == 16:
+            k_a0 = tl.dot(a10_rest, k_out1, tl.dot(a00_rest, k_out0, input_precision=DOT), input_precision=DOT)
+            k_a1 = tl.dot(a11_rest, k_out1, input_precision=DOT)
+        k_a0 = tl.dot(a10, k_out1, tl.dot(a00, k_out0, k_a0, input_precision=DOT), input_precision=DOT)
+        k_a1 = tl.dot(a11, k_out1, k_a1, input_precision=DOT)
         tl.store(p_block + 2 * C * KP, k_a0.to(dtype))
         tl.store(p_block + (2 * C + 16) * KP, k_a1.to(dtype))

@@ -249,7 +249,8 @@ def recurrent(
         S = S * _row_in(decay, V_FIRST) + _row_in(b_k * r_k, V_FIRST) * _value_in(b_u, V_FIRST)
         tl.store(o + t * s_ot + o_v, b_o.to(o.dtype.element_ty), mask=m_v)
         if EVERY_TOKEN:
-            i_state = tl.load(indices + (t - bos) * s_column).to(tl.int64)
+            # A sequence longer than its row of the table is the caller's error; no other row is read for it.
+            i_state = tl.load(indices + (t - bos) * s_column, mask=t - bos < width, other=-1).to(tl.int64)
             if _is_slot(i_state, pad_slot_id):
                 p_state = final_state + i_state * s_fn + i_h * s_fh + o_state
                 tl.store(p_state, S.to(final_state.dtype.element_ty), mask=m_state)

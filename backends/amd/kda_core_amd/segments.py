@@ -394,7 +394,7 @@ def _constants(kernel: str, request: Request) -> tuple[launch.Architecture, laun
         "BV": min(config.block, VP, KP),
         "BK": min(config.keys or KP, KP),
         "C": CHUNK,
-        "LIFT": lift(request.q.dtype, request.use_qk_l2norm_in_kernel),
+        "LIFT": lift(request.q.dtype, request.use_qk_l2norm_in_kernel, request.scale),
         "STAGES": config.stages,
         "DOT": dot_widths(request.q.dtype, target)[1],
     }

@@ -13,7 +13,8 @@ from kda_core_nvidia.launch import compile_options, on_device
 
 
 def _launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    kernel[(programs,)](*arguments, **compile_options(constants))
+    if programs:
+        kernel[(programs,)](*arguments, **compile_options(constants))
 
 
 def gate_forward(request: GateRequest) -> Tensor:

@@ -32,7 +32,7 @@ from kda_core.triton_lib.decay import (
     to_reference,
 )
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
-from kda_core.triton_lib.inverse import inverse_16
+from kda_core.triton_lib.inverse import inverse_16, two_parts
 from kda_core.triton_lib.packing import sequence_of_slot
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -475,22 +475,6 @@ def prepare(
 
 
 @triton.jit
-def _two_parts(a, dtype: tl.constexpr):
-    """``a`` in ``dtype`` and, for 16-bit types, what that leaves of it.
-
-    An inverse rounded to 16 bits is an error in all that its rows write: final states and dv show it, up to twice
-    their other errors.
-    """
-    if dtype == tl.bfloat16:
-        a, rest, _ = split(a, 2)
-    else:
-        whole = a
-        a = whole.to(dtype)
-        rest = (whole - a.to(tl.float32)).to(dtype)
-    return a, rest
-
-
-@triton.jit
 def _product(a, rest, b, total, DOT: tl.constexpr):
     """total + (both parts of a) · b."""
     if b.dtype != tl.float32:
@@ -501,9 +485,9 @@ def _product(a, rest, b, total, DOT: tl.constexpr):
 @triton.jit
 def _writing(a00, a10, a11, k_norm0, k_norm1, dtype: tl.constexpr):
     """Transposes of the blocks of A, which the norms of k multiply as well, in two parts each."""
-    a00, a00_rest = _two_parts(tl.trans(a00 * k_norm0[:, None]), dtype)
-    a10, a10_rest = _two_parts(tl.trans(a10 * k_norm1[:, None]), dtype)
-    a11, a11_rest = _two_parts(tl.trans(a11 * k_norm1[:, None]), dtype)
+    a00, a00_rest = two_parts(tl.trans(a00 * k_norm0[:, None]), dtype)
+    a10, a10_rest = two_parts(tl.trans(a10 * k_norm1[:, None]), dtype)
+    a11, a11_rest = two_parts(tl.trans(a11 * k_norm1[:, None]), dtype)
     return a00, a00_rest, a10, a10_rest, a11, a11_rest
 
 

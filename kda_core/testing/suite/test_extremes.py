@@ -141,6 +141,28 @@ def test_repeating_keys_backward(kda):
     kda.check(case.call())
 
 
+@requires(Feature.CHUNK, Feature.BACKWARD)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("decay", [0.0, -0.003, -0.01])
+def test_repeating_keys_backward_in_16_bits(kda, dtype: torch.dtype, decay: float):
+    """All that a chunk's keys write is one inverse times them: rounded to 16 bits, dv and dbeta show it."""
+    shape = {"T": 64, "K": 64, "V": 32, "dtype": dtype, "state": FP32, "keys": "equal", "beta": 1.0}
+    kda.check(Case(name=f"key gradients {dtype} {decay}", decay=decay, backward=True, **shape).call())
+
+
+@requires(Feature.CHUNK, Feature.QK_L2NORM)
+@pytest.mark.parametrize("scale", [300.0, 1000.0, 10000.0])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_large_scale(kda, scale: float, backward: bool):
+    """Rows of norm 1 times a large scale: results that float16 holds come from operands that it holds, too."""
+    dtype = FP16 if kda.takes(FP16) else BF16
+    case = Case(name=f"scale {scale}", T=40, K=16, dtype=dtype, state=FP32, l2norm=True, options={"scale": scale})
+    call = case.having(backward=backward).call()
+    if backward:  # gradients of q are as large as the scale, too
+        call.grads["o"].mul_(1 / scale)
+    kda.check(call)
+
+
 @requires(Feature.CHUNK)
 def test_zero_inputs(kda):
     """All-zero q, k and v: zero output, not NaN."""

@@ -128,6 +128,20 @@ def test_gate_function_lower_bound(kda, A_log: bool, dt_bias: bool):
 
 
 @requires(Feature.GATE, Feature.GATE_BACKWARD, Feature.SOFTPLUS_GATE)
+@pytest.mark.parametrize("shape", [(0, 2, 8), (4, 0, 8), (4, 2, 0), (0, 3, 2, 8)], ids=str)
+def test_gate_function_without_elements(kda, shape: tuple[int, ...]):
+    """No rows, no heads, no channels: empty results, and gradients of zero."""
+    g = torch.zeros(shape, device=kda.device, requires_grad=True)
+    A_log = torch.zeros(shape[-2], device=kda.device, requires_grad=True)
+    dt_bias = torch.zeros(shape[-2:], device=kda.device, requires_grad=True)
+    decay = kda_core.kda_gate(g, A_log, dt_bias, backend=kda.name)
+    assert decay.shape == shape
+    for t, grad in zip((g, A_log, dt_bias), torch.autograd.grad(decay.sum(), (g, A_log, dt_bias)), strict=True):
+        assert grad.shape == t.shape
+        assert not grad.any()
+
+
+@requires(Feature.GATE, Feature.GATE_BACKWARD, Feature.SOFTPLUS_GATE)
 def test_gate_function_softplus_backward(kda):
     """Gradients of kda_gate without a bound."""
     gate.check(kda, gate.arguments(), backward=True)

@@ -43,6 +43,26 @@ def test_pool(kda, op: str, T: int, dtype: torch.dtype):
 
 
 @FUNCTIONS
+@pytest.mark.parametrize("width", [None, 1])
+def test_pool_of_no_sequence(kda, op: str, T: int, width: int | None):
+    """A rank of a server that has nothing to do makes the call all the same."""
+    call = _call(op, T).in_pool(_indices(4, 0, 2), 6)
+    kda.check(call)
+    tensors = {n: t.to(kda.device) for n, t in call.tensors.items()}
+    before = tensors["initial_state"].clone()
+    tensors["ssm_state_indices"] = torch.zeros((0,) if width is None else (0, width), dtype=torch.int32).to(kda.device)
+    if op == "chunk_kda":
+        tensors["cu_seqlens"] = torch.zeros(1, dtype=torch.int32).to(kda.device)
+    else:
+        tensors |= {n: tensors[n][:0] for n in ("q", "k", "v", "g", "beta")}
+    with torch.no_grad():
+        o, _ = getattr(kda_core, op)(**tensors, **call.options, backend=kda.name)
+    assert o.shape == tensors["v"].shape
+    assert not o.any()
+    assert same_bits(tensors["initial_state"], before)
+
+
+@FUNCTIONS
 def test_pool_v_first(kda, op: str, T: int):
     """States stored V first, K != V."""
     kda.check(_call(op, T, V=16, options={"state_v_first": True}).in_pool(_indices(1, 3, 0), 5))
