@@ -473,7 +473,9 @@ def reverse_hopper(
     p_dv = dv + (row0 * HV + i_h) * V + i_v * BV
     S = gl.full([BV, KP], 0.0, gl.float32, L_STATE)
     if grad_final_state is not None:
-        S = _load_state(grad_final_state, i_nh, i_v, K, V, BV, KP, V_FIRST, L_STATE) * (LIFT / o_scale)
+        # What passes through an empty sequence is not rounded by two factors.
+        into = gl.where(length == 0, 1.0, LIFT / o_scale)
+        S = _load_state(grad_final_state, i_nh, i_v, K, V, BV, KP, V_FIRST, L_STATE) * into
 
     pair_buffer = gl.allocate_shared_memory(dtype, [STAGES, 2 * C, KP], PAIR)
     a_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, KP], SINGLE)
@@ -524,7 +526,7 @@ def reverse_hopper(
     )  # fmt: skip
     if grad_initial_state is not None:
         p_state = grad_initial_state + i_nh.to(gl.int64) * (K * V)
-        S = S * (o_scale * (1 / LIFT))
+        S = S * gl.where(length == 0, 1.0, o_scale * (1 / LIFT))
         if V_FIRST:
             store_state(p_state + i_v * BV * K, S, K, 1, K, BV, KP)
         else:

@@ -41,7 +41,9 @@ def reverse_kernel(
     o_s = o_v[:, None] * KP + o_k[None, :]
     b_s = tl.zeros([BV, KP], tl.float32)
     if grad_final_state is not None:
-        b_s = load_state(grad_final_state, i_nh, o_v, o_k, K, V, V_FIRST) * (LIFT / o_scale)
+        # What passes through an empty sequence is not rounded by two factors.
+        into = tl.where(length == 0, 1.0, LIFT / o_scale)
+        b_s = load_state(grad_final_state, i_nh, o_v, o_k, K, V, V_FIRST) * into
     last = tl.cdiv(length, C) - 1
     for j in tl.range(0, last + 1, num_stages=STAGES):
         i = last - j
@@ -66,4 +68,5 @@ def reverse_kernel(
         o_dv = tl.cast(i, tl.int64) * (C * HV * V) + o_c[:, None] * (HV * V) + o_v[None, :]
         tl.store(dv + o_dv, tl.trans((b_dv * o_scale).to(dt)), mask=m_cv)
     if grad_initial_state is not None:
-        store_state(grad_initial_state, b_s * (o_scale * (1 / LIFT)), i_nh, o_v, o_k, K, V, V_FIRST)
+        back = tl.where(length == 0, 1.0, o_scale * (1 / LIFT))
+        store_state(grad_initial_state, b_s * back, i_nh, o_v, o_k, K, V, V_FIRST)

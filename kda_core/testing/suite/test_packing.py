@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kda_core.capabilities import Feature
-from kda_core.testing.cases import BF16, FP32, Case
+from kda_core.testing.cases import BF16, FP16, FP32, Case
 from kda_core.testing.inputs import same_bits
 from kda_core.testing.marks import each_tagged, requires, slow
 
@@ -25,6 +25,16 @@ def test_packed(kda, case: Case):
 def test_packed_single_tokens_before_a_long_one(kda):
     """FAILURES 1: sequences of one token beside a long one, ``cu_seqlens=[0, 1, 2, 2050]``."""
     kda.check(Case(name="single tokens", T=2050, H=1, K=16, lengths=(1, 1, 2048), state=FP32).call())
+
+
+@requires(Feature.CHUNK, Feature.VARLEN, Feature.STATE_GRADIENT)
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=["float32", "bfloat16", "float16"])
+def test_gradient_through_empty_sequences(kda, dtype: torch.dtype):
+    """The gradient of a state that nothing happens to is that of the final state, to the last bit."""
+    case = Case(name="through", T=5, K=24, lengths=(0, 5, 0), dtype=dtype, state=FP32, backward=True)
+    call = case.call()
+    results = kda.check(call)
+    assert same_bits(results["dinitial_state"][::2], call.grads["final_state"][::2])
 
 
 @requires(Feature.CHUNK, Feature.VARLEN)
