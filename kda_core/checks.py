@@ -243,7 +243,7 @@ def _check_state(r: Request) -> None:
 def _check_slots(r: Request) -> None:
     indices, accepted = r.ssm_state_indices, r.num_accepted_tokens
     _expect_int("pad_slot_id", r.pad_slot_id)
-    if not -(2**63) <= r.pad_slot_id < 2**63:
+    if isinstance(r.pad_slot_id, int) and not -(2**63) <= r.pad_slot_id < 2**63:
         _fail("pad_slot_id", "a number of 64 bits", f"{r.pad_slot_id}")
     if indices is None:
         if accepted is not None:
