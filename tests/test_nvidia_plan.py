@@ -509,3 +509,31 @@ def test_a_memo_belongs_to_one_signature(gpu):
     r.__dict__["memo"] = {}
     assert replace(r, scale=2.0).memo is None
     assert eager._kind(r) is eager._kind(r)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_integer_scale_launches_what_a_number_does(gpu, dtype):
+    """Triton tells integers from numbers; a kernel compiled for the one cannot be launched with the other."""
+    kinds = {}
+    for scale in (0, 0.0, 1, 1.0):
+        gpu.launches.clear()
+        with torch.no_grad():
+            chunk_kda(**inputs(dtype=dtype), scale=scale)
+        kinds[repr(scale)] = [[type(x) for x in given] for _, _, _, given in gpu.launches]
+    assert kinds["0"] == kinds["0.0"] != []
+    assert kinds["1"] == kinds["1.0"] != []
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("function", [chunk_kda, fused_recurrent_kda], ids=lambda f: f.__name__)
+def test_programs_of_many_sequences_and_heads_lie_on_the_first_axis(gpu, function, packed):
+    """FAILURES 24: the other axes of a grid end at 65,535."""
+    if packed:
+        bounds = {"cu_seqlens": torch.arange(0, 8193, 4, dtype=torch.int32)}
+        arguments = inputs(B=1, T=8192, H=33, K=16)
+    else:
+        bounds, arguments = {}, inputs(B=683, T=2, H=96, K=16)
+    gpu.launches.clear()
+    trained(function, arguments, of="o", **bounds)
+    assert max(grid[0] for _, grid, _, _ in gpu.launches) > 65535
+    assert all(max(grid[1:]) <= 65535 for _, grid, _, _ in gpu.launches)
