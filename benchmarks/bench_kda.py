@@ -362,18 +362,18 @@ def main() -> None:
     environment = versions(options.device)
     title = f"{', '.join(f'{n} {v}' for n, v in environment.items())}; a copy moves {copy / 1e9:.0f} GB/s"
     fla = None if options.no_fla or options.device.type != "cuda" else fla_function()
+    own = {mode: INFERENCE if mode == "inference" else TRAINING for mode in options.modes}
+    todo = [(mode, s) for mode in own for s in options.shapes or (SMALL if options.quick else own[mode])]
     rows: list[Row] = []
     try:
         with kda_core.use_backend(options.backend):
-            for mode in options.modes:
-                own = INFERENCE if mode == "inference" else TRAINING
-                for shape in options.shapes or (SMALL if options.quick else own):
-                    rows.append(measure(mode, shape, fla, copy, options))
-                    found = ", ".join(f"{name} {rows[-1].median(name):.3f} ms" for name in rows[-1].ms)
-                    print(f"{mode} {shape}: {found}", file=sys.stderr, flush=True)
-                    if options.json:  # after every row: fla's autotuner takes minutes, and a run may be stopped
-                        content = environment | {"copy": copy, "rows": [row.as_dict() for row in rows]}
-                        options.json.write_text(json.dumps(content, indent=2) + "\n")
+            for mode, shape in todo:
+                rows.append(measure(mode, shape, fla, copy, options))
+                found = ", ".join(f"{name} {rows[-1].median(name):.3f} ms" for name in rows[-1].ms)
+                print(f"{mode} {shape}: {found}", file=sys.stderr, flush=True)
+                if options.json:  # after every row: fla's autotuner takes minutes, and a run may be stopped
+                    content = environment | {"copy": copy, "rows": [row.as_dict() for row in rows]}
+                    options.json.write_text(json.dumps(content, indent=2) + "\n")
     finally:
         if rows:
             report(rows, title)

@@ -201,7 +201,7 @@ def operator_arguments(op, backend, inplace=False, **changes):
         "save_for_backward": not inplace,
         **changes,
     }
-    if inplace:
+    if values["inplace_final_state"]:
         values["initial_state"], values["pool"] = None, values["initial_state"]
     names = ops._INPLACE_NAMES if inplace else ops._FUNCTIONAL_NAMES
     return (*(values[n] for n in names), backend)
@@ -222,12 +222,9 @@ def test_opcheck_of_the_inplace_operators(op, backend):
 
 @pytest.mark.parametrize("op", OPS)
 def test_opcheck_of_out_beside_states_that_are_only_read(op):
-    arguments = operator_arguments(op, "cpu", inplace=True, out=torch.empty(2, 5, HV, V))
-    arguments = list(arguments)
-    names = ops._INPLACE_NAMES
-    state, pool, own = (names.index(n) for n in ("initial_state", "pool", "inplace_final_state"))
-    arguments[state], arguments[pool], arguments[own] = arguments[pool], None, False
-    torch.library.opcheck(getattr(torch.ops.kda_core, f"{op}_").default, tuple(arguments))
+    out = torch.empty(2, 5, HV, V)
+    arguments = operator_arguments(op, "cpu", inplace=True, out=out, inplace_final_state=False)
+    torch.library.opcheck(getattr(torch.ops.kda_core, f"{op}_").default, arguments)
 
 
 @pytest.mark.parametrize("op", OPS)

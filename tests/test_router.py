@@ -398,32 +398,29 @@ def test_explain_takes_the_calls_arguments_and_names_the_op():
 class EntryPoint:
     """An entry point whose module does something when it is imported."""
 
-    name, value, dist = "foreign", "foreign.plugin", None
+    dist = None
 
-    def __init__(self, import_module):
-        self.load = import_module
+    def __init__(self, name, load=None):
+        self.name, self.value, self.load = name, f"{name}.plugin", load
+
+
+def interrupted():
+    raise KeyboardInterrupt
 
 
 @pytest.fixture
 def found(monkeypatch):
     """A registry of its own that finds an entry point, and what to set its import to."""
-    fresh, entry_point = Registry(), EntryPoint(None)
-    fresh.import_by = lambda do: setattr(entry_point, "load", do)
-    toy = EntryPoint(lambda: Toy("toy"))
-    toy.name, toy.value = "toy", "toy"
-    # The toy is there before and after what fails.
-    last = EntryPoint(lambda: Toy("last"))
-    last.name, last.value = "zz", "zz"
-    monkeypatch.setattr(plugins.metadata, "entry_points", lambda group: [toy, entry_point, last])
+    # By name one comes before it and one after it.
+    first, own, last = EntryPoint("a", lambda: Toy("toy")), EntryPoint("foreign"), EntryPoint("z", lambda: Toy("last"))
+    monkeypatch.setattr(plugins.metadata, "entry_points", lambda group: [last, own, first])
+    fresh = Registry()
+    fresh.import_by = lambda do: setattr(own, "load", do)
     return fresh
 
 
 def test_an_interrupted_import_leaves_everything_to_the_next_call(found):
     """A second attempt met what the first had loaded, and took it for rivals."""
-
-    def interrupted():
-        raise KeyboardInterrupt
-
     found.import_by(interrupted)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
@@ -434,9 +431,6 @@ def test_an_interrupted_import_leaves_everything_to_the_next_call(found):
 
 
 def test_what_was_registered_by_hand_survives_an_interrupted_import(found):
-    def interrupted():
-        raise KeyboardInterrupt
-
     found.register(Toy("own"))
     found.import_by(interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -30,8 +30,8 @@ def rate_of(A_log: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return A_log.to(dtype).exp().clamp_(max=torch.finfo(dtype).max)
 
 
-def _add_bias(x: Tensor, rate: Tensor | None, bias: Tensor | None) -> None:
-    """x + bias, in place; finite where a rate is 0."""
+def _gate_input(x: Tensor, rate: Tensor | None, bias: Tensor | None) -> None:
+    """x + bias, in place; finite if a rate is 0."""
     if bias is not None:
         x.add_(bias)
     if rate is not None and not rate.all():
@@ -47,7 +47,7 @@ def log_decay(
     ``rate`` and ``bias`` broadcast against ``x``; ``memory`` is the memory of ``x``, maybe with slack behind it.
     """
     memory = x if memory is None else memory
-    _add_bias(x, rate, bias)
+    _gate_input(x, rate, bias)
     if lower_bound is None:
         torch.ops.aten.softplus.out(memory, 1, _SOFTPLUS_IS_LINEAR, out=memory)
         return x.neg_() if rate is None else x.mul_(-rate)
@@ -61,7 +61,7 @@ def log_decay_backward(
     x: Tensor, rate: Tensor | None, bias: Tensor | None, lower_bound: float | None, grad: Tensor
 ) -> tuple[Tensor, Tensor]:
     """From dγ, the gradient of the raw gate input ``x`` (overwritten) and the summands of dA_log, of x's shape."""
-    _add_bias(x, rate, bias)
+    _gate_input(x, rate, bias)
     if lower_bound is None:
         summand = F.softplus(x, threshold=_SOFTPLUS_IS_LINEAR)
         grad_x = x.sigmoid_()
