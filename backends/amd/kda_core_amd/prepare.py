@@ -3,8 +3,11 @@
 One program a chunk slot and value head; the chunk's 32 rows are two tiles of 16 (0 and 1 below), so that every product
 has the matrix unit's own shape:
 
-    M = [M00  0 ]      L = [L00  0 ]      X = (I + L)⁻¹ = [X00              0 ]
-        [M10 M11]          [L10 L11]                      [−X11 L10 X00   X11]
+    M = [M00  0 ]      L = [L00  0 ]      Z = (I + L)⁻¹ = [Z00              0 ]
+        [M10 M11]          [L10 L11]                      [−Z11 L10 Z00   Z11]
+
+L's columns are scaled by β, not its rows: then A = diag(β) Z holds exactly, and Z = I − Lk A (Lk is L without β), which
+the backward reads, is no sum of terms of both signs.
 
 Two passes over the channels, BK at a time. The first adds up M, L and the squares of the rows and stores nothing; then
 the inverse is known; the second forms ke, qg and kA = Aᵀ kg, normalised. What one lane stores no other lane of the
@@ -286,14 +289,13 @@ def prepare(
     m00 = tl.where(lower, m00, 0.0) * (q_norm0[:, None] * k_norm0[None, :])
     m11 = tl.where(lower, m11, 0.0) * (q_norm1[:, None] * k_norm1[None, :])
     m10 *= q_norm1[:, None] * k_norm0[None, :]
-    x00 = inverse_16(l00 * ((beta0 * k_norm0)[:, None] * k_norm0[None, :]), r, r, SMALL_DOT)
-    x11 = inverse_16(l11 * ((beta1 * k_norm1)[:, None] * k_norm1[None, :]), r, r, SMALL_DOT)
-    lk10 = l10 * (k_norm1[:, None] * k_norm0[None, :])
-    l10 = lk10 * beta1[:, None]
-    x10 = -tl.dot(x11, tl.dot(l10, x00, input_precision=SMALL_DOT), input_precision=SMALL_DOT)
-    a00 = x00 * beta0[None, :]
-    a10 = x10 * beta0[None, :]
-    a11 = x11 * beta1[None, :]
+    z00 = inverse_16(l00 * (k_norm0[:, None] * (beta0 * k_norm0)[None, :]), r, r, SMALL_DOT)
+    z11 = inverse_16(l11 * (k_norm1[:, None] * (beta1 * k_norm1)[None, :]), r, r, SMALL_DOT)
+    l10 *= k_norm1[:, None] * (beta0 * k_norm0)[None, :]
+    z10 = -tl.dot(z11, tl.dot(l10, z00, input_precision=SMALL_DOT), input_precision=SMALL_DOT)
+    a00 = z00 * beta0[:, None]
+    a10 = z10 * beta1[:, None]
+    a11 = z11 * beta1[:, None]
     p00 = tl.dot(m00, a00, input_precision=SMALL_DOT)
     p11 = tl.dot(m11, a11, input_precision=SMALL_DOT)
     p10 = tl.dot(m11, a10, tl.dot(m10, a00, input_precision=SMALL_DOT), input_precision=SMALL_DOT)
@@ -301,13 +303,6 @@ def prepare(
     _store_square(P + i_chunk * (C * C) + r[:, None] * C + r[None, :], p00, p10, p11, C)
 
     if Z is not None:
-        # Z = I − Lk A, Lk = L without its β.
-        l00 = tl.where(r[:, None] > r[None, :], l00, 0.0) * (k_norm0[:, None] * k_norm0[None, :])
-        l11 = tl.where(r[:, None] > r[None, :], l11, 0.0) * (k_norm1[:, None] * k_norm1[None, :])
-        eye = tl.where(r[:, None] == r[None, :], 1.0, 0.0)
-        z00 = eye - tl.dot(l00, a00, input_precision=SMALL_DOT)
-        z11 = eye - tl.dot(l11, a11, input_precision=SMALL_DOT)
-        z10 = -tl.dot(l11, a10, tl.dot(lk10, a00, input_precision=SMALL_DOT), input_precision=SMALL_DOT)
         _store_square(Z + i_chunk * (C * C) + r[:, None] * C + r[None, :], z00, z10, z11, C)
 
     a00, a00_rest = two_parts(tl.trans(a00), dtype)

@@ -44,6 +44,16 @@ def test_beta_backward_of_large_logits(kda, beta: Beta, shift: float):
     kda.check(call.having(beta=call.tensors["beta"] + shift))
 
 
+@requires(Feature.CHUNK, Feature.BACKWARD, Feature.BETA_SIGMOID, Feature.NEG_EIGVAL)
+@pytest.mark.parametrize("K", [1, 4])
+@pytest.mark.parametrize("shift", [5.0, 8.0])
+def test_beta_backward_of_reflections(kda, K: int, shift: float):
+    """Every token turns round what its key, always the same, holds: sums over tokens have terms of both signs."""
+    fields = {"T": 50, "K": K, "V": 16, "keys": "equal", "decay": "slow", "beta": "negative eigenvalues"}
+    call = Case(name=f"reflections {K} {shift}", H=1, state=FP32, backward=True, **fields).call()
+    kda.check(call.having(q=call.tensors["k"].clone(), beta=call.tensors["beta"] + shift))
+
+
 @requires(Feature.CHUNK)
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_beta_at_its_ends(kda, value: float):
