@@ -73,9 +73,9 @@ def jobs(backend: str, foreign: bool, sanitizer: bool) -> list[Job]:
     flag = ("--foreign-device",) if foreign else ()
     kit = (*KIT, f"--backend={backend}", *flag)
     found = [
-        Job("thorough", (*kit, "-m", "slow", "-k", "thorough"), 0.4),
-        Job("fast", (*kit, "-k", "not random"), 0.25, gpus=2),
-        Job("slow", (*kit, "-m", "slow", "-k", "not thorough and not gradient_offsets"), 0.1, most=4),
+        Job("thorough", (*kit, "-m", "slow", "-k", "thorough"), 0.25),
+        Job("fast", (*kit, "-k", "not random"), 0.35, gpus=2),
+        Job("slow", (*kit, "-m", "slow", "-k", "not thorough and not gradient_offsets"), 0.15, most=4),
         # Each of them takes most of a GPU's memory.
         Job("gradient_offsets", (*kit, "-m", "slow", "-k", "gradient_offsets"), most=1),
         Job("random", (*kit, "-k", "random"), 0.1),
@@ -84,7 +84,9 @@ def jobs(backend: str, foreign: bool, sanitizer: bool) -> list[Job]:
         found.append(Job("own", tuple(str(HERE / name) for name in OWN[backend]), 0.1))
     for tool in ("memcheck", "racecheck") if sanitizer else ():
         for i in range(1, PARTS + 1):
-            arguments = ("--backend", backend, *flag, "--part", f"{i}/{PARTS}")
+            # What one tool has compiled the other need not.
+            order = ("--last-first",) if tool == "racecheck" else ()
+            arguments = ("--backend", backend, *flag, "--part", f"{i}/{PARTS}", *order)
             found.append(Job(f"{tool}_{i}", arguments, tool=tool))
     return found
 

@@ -6,7 +6,8 @@
 Every call goes through the conformance kit's subject: compared with the float64 oracle within its budgets, inputs and
 the memory round them unchanged, and most calls made three times with the same bits, so that repeated launches are
 covered. It needs no pytest. The exit status is 1 when a call is wrong. ``--part 2/5`` makes every fifth call, begun at
-the second: parts can run beside each other.
+the second: parts can run beside each other. With ``--last-first`` the calls come in reverse order: two tools beside
+each other then find half of the kernels compiled by the other.
 """
 
 from __future__ import annotations
@@ -193,6 +194,7 @@ def main() -> int:
     parser.add_argument("--backend", required=True)
     parser.add_argument("--foreign-device", action="store_true", help="run it on a device that it is not made for")
     parser.add_argument("--part", default="1/1", metavar="I/N", help="every N-th call, from the I-th")
+    parser.add_argument("--last-first", action="store_true", help="make the calls in reverse order")
     parser.add_argument("--only", default="", help="calls whose name contains this")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no call after so many seconds")
     parser.add_argument("--notes", type=Path, help="note every call there, and leave out those noted as right")
@@ -202,6 +204,8 @@ def main() -> int:
     subject = Subject(find_target(chosen.backend, foreign=chosen.foreign_device))
     first, step = (int(n) for n in chosen.part.split("/"))
     wanted = [(name, check) for name, check in checks()[first - 1 :: step] if chosen.only in name]
+    if chosen.last_first:
+        wanted.reverse()
     notes = noted.read(chosen.notes) if chosen.notes else []
     before = noted.done(notes)
     if chosen.notes and not notes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import random
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -217,43 +218,72 @@ def test_interpreter_leaves_bfloat16_out():
     assert Subject(Target("reference", CPU)).takes(BF16)
 
 
-def test_a_wrong_random_call_is_made_again():
-    """A random test that passed over the call that had failed would end as "flaky", without the call."""
+def _random_calls(subject: Subject, test: str, part: int) -> list:
+    """The calls that a part of a random test checks, none of which is made."""
     from kda_core.testing.suite import test_random
 
-    made = []
-    subject = Subject(Target("reference", CPU, interpreted=True))
+    made: list = []
     subject.check = made.append
-    for wrong, expected in ((False, 2), (True, 5)):
-        subject.wrong, subject.records = wrong, []
-        made.clear()
-        for number in range(5):
-            test_random._check(subject, number, test_random.FAST)
-            subject.records.append(number)
-        assert len(made) == expected
+    getattr(test_random, f"test_random_{test}")(subject, part)
+    return made
 
 
 def test_random_calls_are_the_same_for_every_backend():
-    """And in every folder: hypothesis would seed by the whole identifier of a test."""
+    """And every version of Python; parts and tests draw calls of their own."""
     from kda_core.testing.suite import test_random
 
-    def drawn(name: str, part: int, backend: str) -> list[str]:
-        made = []
-        subject = Subject(Target(backend, CPU))
-        subject.check = made.append
-        getattr(test_random, name)(subject, part)
-        return [call.digest() for call in made]
+    one, other = (Subject(Target(name, CPU)) for name in ("reference", "cpu"))
+    first = [call.digest() for call in _random_calls(one, "forward", 1)]
+    assert len(set(first)) == len(first) == 6
+    assert first == [call.digest() for call in _random_calls(other, "forward", 1)]
+    kinds = [test_random.kind(random.Random(f"forward {part} 0"), "chunk_kda") for part in range(5)]
+    assert [(case.K, case.V) for case in kinds] == [(1, 20), (3, 8), (16, 3), (3, 3), (33, 1)]
+    assert not set(first) & {call.digest() for call in _random_calls(one, "forward", 2)}
+    assert not set(first) & {call.digest() for call in _random_calls(one, "forward_thorough", 1)}
 
-    first = drawn("test_random_forward", 1, "reference")
-    assert len(set(first)) > 1
-    assert first == drawn("test_random_forward", 1, "cpu")
-    assert not set(first[1:]) & set(drawn("test_random_forward", 2, "cpu"))
+
+def test_random_calls_of_one_kind_are_compiled_once():
+    """They differ in lengths, heads and values, and agree in all that a kernel may be compiled for."""
+    calls = _random_calls(Subject(Target("reference", CPU)), "forward_thorough", 0)
+    numbers = ("scale",)
+    kinds = [
+        (
+            {name: (t.dtype, t.dim(), t.shape[-1] * (name in "qkvg")) for name, t in call.tensors.items()},
+            {name: value for name, value in call.options.items() if name not in numbers},
+            call.strided,
+        )
+        for call in calls
+    ]
+    assert len(calls) == 12
+    assert [kinds.index(kind) for kind in kinds] == [0, 1] * 6
+    assert len({call.tensors["v"].shape for call in calls}) > 6
+
+
+def test_random_calls_vary_in_everything():
+    """Each of these occurs among the thorough calls; a condition that never held would leave an axis out in silence."""
+    calls = [c for part in range(30) for c in _random_calls(Subject(Target("cpu", CPU)), "backward_thorough", part)]
+    assert len(calls) == 300
+    shares = {
+        "equal q and k": sum(torch.equal(c.tensors["q"], c.tensors["k"]) for c in calls),
+        "rows of zeros": sum(not c.tensors["q"].any(-1).all() for c in calls),
+        "large values": sum(c.tensors["v"].abs().max() > 20 for c in calls if c.tensors["v"].numel()),
+        "small states": sum(
+            c.tensors["initial_state"].abs().max() < 0.3 for c in calls if "initial_state" in c.tensors
+        ),
+        "packed": sum("cu_seqlens" in c.tensors for c in calls),
+        "empty sequences": sum(0 in c.lengths() for c in calls),
+        "K = V": sum(c.tensors["q"].shape[-1] == c.tensors["v"].shape[-1] for c in calls),
+        "grouped values": sum(c.tensors["q"].shape[2] != c.tensors["v"].shape[2] for c in calls),
+        "a scale": sum("scale" in c.options for c in calls),
+        "no A_log": sum("use_gate_in_kernel" in c.options and "A_log" not in c.tensors for c in calls),
+    }
+    assert all(n >= 5 for n in shares.values()), shares
 
 
 @pytest.mark.parametrize(
     "error", [RuntimeError("a kernel"), Mismatch("an input was changed"), Refused("rejected", "no")], ids=repr
 )
-def test_whatever_makes_a_random_call_fail_is_made_again(error):
+def test_a_random_call_that_fails_fails_its_test(error):
     """Not only results beyond their budgets: a crash, a broken promise, a refusal of what was declared."""
     from kda_core.testing.suite import test_random
 
@@ -262,10 +292,8 @@ def test_whatever_makes_a_random_call_fail_is_made_again(error):
 
     subject = Subject(Target("reference", CPU, interpreted=True))
     subject.check = failing
-    for number in range(5):
-        with pytest.raises((RuntimeError, AssertionError)):
-            test_random._check(subject, number, test_random.FAST)
-        subject.records.append(number)
+    with pytest.raises((RuntimeError, AssertionError)):
+        test_random.test_random_forward(subject, 0)
 
 
 def test_interpreter_does_less():

@@ -58,3 +58,9 @@ def test_parts_hold_every_call(monkeypatch, capsys):
         assert run(monkeypatch, "--part", part) == 0
     found = capsys.readouterr().out.splitlines()
     assert sorted(line.split()[2].rstrip(":") for line in found if "right" in line) == everything
+
+
+def test_two_tools_meet_in_the_middle(monkeypatch, capsys):
+    monkeypatch.setattr(sanitized_calls, "checks", lambda: [(name, lambda subject: None) for name in "abcde"])
+    assert run(monkeypatch, "--part", "1/2", "--last-first") == 0
+    assert [line.split()[2] for line in capsys.readouterr().out.splitlines() if "right" in line] == ["e:", "c:", "a:"]

@@ -151,14 +151,12 @@ class Subject:
         target: which, and where.
         info: the backend's identity card.
         records: one for every call made so far.
-        wrong: whether a random call has failed, in whatever way; set by the test that makes them.
     """
 
     def __init__(self, target: Target) -> None:
         self.target = target
         self.info = registry.named(target.backend).info
         self.records: list[Record] = []
-        self.wrong = False
 
     @property
     def name(self) -> str:

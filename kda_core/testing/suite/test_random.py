@@ -1,15 +1,20 @@
 """Random calls: shapes, packing, strides and options drawn together, against the oracle.
 
-Every test comes in parts, each with draws of its own, so that the parts run side by side: on a backend that compiles,
-new kinds of calls take most of the time. The first draw of every part is the simplest call there is.
+Every test comes in parts, which run side by side. A part draws a few kinds of calls, and several calls of each kind:
+a kind is what a backend may compile for (dtypes, head dimensions, which arguments there are, options), and compiling
+takes most of the time on a device; lengths, numbers of heads and all values differ from call to call.
 
-A part's draws are the same for every backend and wherever the kit is started from: hypothesis seeds by a test's whole
-identifier, in which both occur, if it is not told a seed.
+Draws are the same for every backend and with every version of every package: Python's own generator makes them, seeded
+by the names of the test, part, kind and call. Nothing shrinks them: they are small calls that describe themselves, and
+every smaller one that was tried would be compiled on a device.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import random
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -20,171 +25,202 @@ from kda_core.testing.inputs import Call
 from kda_core.testing.marks import requires, slow
 from kda_core.testing.subject import Subject, refusal_of
 
-hypothesis = pytest.importorskip("hypothesis")
-st = hypothesis.strategies
+DIMENSIONS = (1, 3, 8, 16, 20, 33, 64, 128)
+LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65)
+"""Lengths round the edges of tiles and chunks, which half of all sequences have."""
 
-FAST = hypothesis.settings(
-    max_examples=6,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(hypothesis.HealthCheck),
-    # Without shrinking: draws are small calls that describe themselves, and every smaller one that is tried would be
-    # compiled on a device, which takes minutes before the first word on what failed.
-    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
-)
-BACKWARD = hypothesis.settings(FAST, max_examples=3)
-THOROUGH = hypothesis.settings(FAST, max_examples=8)
-THOROUGH_BACKWARD = hypothesis.settings(FAST, max_examples=4)
+
+@dataclass(frozen=True)
+class Draws:
+    """How many kinds of calls a part draws, and how many calls of each."""
+
+    kinds: int
+    calls: int
+
+    @property
+    def total(self) -> int:
+        return self.kinds * self.calls
+
+
+FAST = Draws(2, 3)
+BACKWARD = Draws(1, 4)
+THOROUGH = Draws(2, 6)
+THOROUGH_BACKWARD = Draws(2, 5)
 
 in_parts = pytest.mark.parametrize("part", range(5))
 in_many_parts = pytest.mark.parametrize("part", range(30))
 
-DIMENSIONS = st.sampled_from([1, 3, 8, 16, 20, 33, 64])
-DTYPES = st.sampled_from([FP32, FP32, BF16, FP16])
+
+def _often(rng: random.Random, share: float) -> bool:
+    return rng.random() < share
 
 
-@st.composite
-def calls(draw, op: str, max_tokens: int, backward: bool) -> Call:
-    """A call of ``op``: everything that may vary does."""
-    lengths = draw(st.one_of(st.just(()), st.lists(st.integers(0, max_tokens // 2), min_size=1, max_size=5).map(tuple)))
-    T = sum(lengths) + draw(st.integers(0, 3)) if lengths else draw(st.integers(1, max_tokens))
-    H = draw(st.integers(1, 3))
-    beta = draw(st.sampled_from(["given", "sigmoid", "negative eigenvalues", 1.0, 0.01]))
-    dtype = draw(DTYPES)
-    gate = draw(st.sampled_from(["given", "softplus", "lower bound"]))
-    # Of e⁻³⁰ a token float16 holds nothing between a backward's kernels.
-    strongest = -8.0 if dtype == FP16 else -30.0
-    decay = draw(st.sampled_from(["mild", "slow", "none", "bounded", "isolated", -0.5, -8.0, strongest]))
-    options = {"state_v_first": draw(st.booleans())}
-    scale = draw(st.sampled_from([None, 1.0, 0.3]))
-    if scale is not None:
-        options["scale"] = scale
+def kind(rng: random.Random, op: str, backward: bool = False, pooled: bool = False) -> Case:
+    """A kind of calls of ``op``: all of it that a backend may compile for."""
+    K = rng.choice(DIMENSIONS)
+    dtype = rng.choice([FP32, FP32, BF16, FP16])
+    gate = rng.choice(["given", "softplus", "lower bound"])
+    options = {"state_v_first": _often(rng, 0.5)}
+    bounded = gate == "lower bound"
+    decay = "mild"
     if op == "chunk_kda":
-        options |= {"chunk_size": draw(st.sampled_from([64, 32])), "disable_recompute": draw(st.booleans())}
-        if gate == "lower bound" or (gate == "given" and decay in ("bounded", -0.5)):
-            options["safe_gate"] = draw(st.booleans())
-    case = Case(
-        name=f"random {draw(st.integers(0, 99))}",
+        options |= {"chunk_size": rng.choice([64, 32]), "disable_recompute": _often(rng, 0.5)}
+        if gate == "given" and _often(rng, 0.3):
+            bounded, decay = True, "bounded"
+        if bounded:
+            options["safe_gate"] = _often(rng, 0.7)
+        if pooled:
+            options["return_intermediate_states"] = _often(rng, 0.5)
+    return Case(
+        name="",
         op=op,
-        B=1 if lengths else draw(st.integers(1, 3)),
-        T=max(T, 1),
-        H=H,
-        HV=H * draw(st.integers(1, 3)),
-        K=draw(DIMENSIONS),
-        V=draw(DIMENSIONS),
+        K=K,
+        V=K if _often(rng, 0.4) else rng.choice(DIMENSIONS),
         dtype=dtype,
-        gate_dtype=draw(st.sampled_from([FP32, dtype])),
-        lengths=lengths,
+        gate_dtype=rng.choice([FP32, dtype]),
+        lengths=(1,) if _often(rng, 0.5) else (),
+        index_dtype=rng.choice([torch.int32, torch.int64]),
         gate=gate,
         decay=decay,
-        dt_bias=draw(st.booleans()),
-        beta=beta,
-        keys=draw(st.sampled_from(["random", "random", "equal", "nearly parallel"])),
-        l2norm=draw(st.booleans()),
-        state=draw(st.sampled_from([None, FP32, BF16])),
-        final_state=draw(st.booleans()),
+        A_log=gate != "lower bound" or _often(rng, 0.7),  # softplus needs one
+        dt_bias=_often(rng, 0.5),
+        beta=rng.choice(["given", "sigmoid", "negative eigenvalues"]),
+        l2norm=_often(rng, 0.5),
+        state=rng.choice([FP32, BF16] if pooled else [None, FP32, BF16]),
+        final_state=_often(rng, 0.5),
         backward=backward,
+        strided=frozenset(n for n in ("q", "k", "v", "g", "beta", "initial_state") if _often(rng, 0.25)),
         options=options,
     )
-    call = case.call()
-    if draw(st.integers(0, 5)) == 5:
+
+
+def _length(rng: random.Random, most: int) -> int:
+    edges = [n for n in LENGTHS if n <= most]
+    return rng.choice(edges) if _often(rng, 0.5) else rng.randint(1, most)
+
+
+def _of_kind(rng: random.Random, of: Case, name: str, max_tokens: int) -> Case:
+    """A case of that kind: lengths, heads and distributions of its values."""
+    lengths: tuple[int, ...] = ()
+    if of.lengths:
+        lengths = tuple(0 if _often(rng, 0.2) else _length(rng, max_tokens // 2) for _ in range(rng.randint(1, 5)))
+    H = rng.randint(1, 3)
+    # Of e⁻³⁰ a token float16 holds nothing between a backward's kernels.
+    decays = ["mild", "slow", "none", "bounded", "isolated", -0.5, -8.0, -8.0 if of.dtype == FP16 else -30.0]
+    return of.having(
+        name=name,
+        B=1 if lengths else rng.randint(1, 3),
+        # Rows behind the last sequence, too.
+        T=max(sum(lengths) + rng.randint(0, 3), 1) if lengths else _length(rng, max_tokens),
+        lengths=lengths,
+        H=H,
+        HV=H * rng.randint(1, 3),
+        decay=rng.choice([-0.5, "bounded"] if of.decay == "bounded" else decays),
+        beta=rng.choice(["given", "given", 1.0, 0.01]) if of.beta == "given" else of.beta,
+        keys=rng.choice(["random", "random", "equal", "nearly parallel"]),
+        options=rng.choice([{}, {"scale": 1.0}, {"scale": 0.3}]),
+    )
+
+
+def _with_other_values(rng: random.Random, call: Call, case: Case) -> Call:
+    """The call with values that no case has."""
+    tensors = dict(call.tensors)
+    if _often(rng, 0.2):
+        tensors["q"] = tensors["k"].clone()
+    if _often(rng, 0.2):
         # Rows of zeros, of which a norm is none.
         for name in ("q", "k"):
-            rows = call.tensors[name].clone()  # equal keys share memory
-            rows[:, draw(st.integers(0, 2)) :: 3] = 0
-            call.tensors[name] = rows
-    if beta in ("sigmoid", "negative eigenvalues"):
+            rows = tensors[name].clone()  # equal keys share memory
+            rows[:, rng.randint(0, 2) :: 3] = 0
+            tensors[name] = rows
+    if _often(rng, 0.3):
+        # Channels that forget at rates of their own, down to a ten-thousandth.
+        channel = torch.linspace(0, 1, case.K)
+        raw = case.gate != "given"
+        tensors["g"] = (tensors["g"] - 6 * channel if raw else tensors["g"] * 10 ** (-4 * channel)).to(case.gate_dtype)
+    if not isinstance(case.beta, float) and case.beta != "given":
         # Logits that are all large lose what 1 - sigmoid has lost.
-        call = call.having(beta=call.tensors["beta"] + draw(st.sampled_from([0.0, 0.0, -4.0, 4.0, 8.0])))
-    strided = draw(st.sets(st.sampled_from(["q", "k", "v", "g", "beta", "initial_state"])))
-    return replace(call, strided=frozenset(strided))
+        tensors["beta"] = (tensors["beta"] + rng.choice([0.0, 0.0, -4.0, 4.0, 8.0])).to(case.gate_dtype)
+    far = 10.0 if FP16 in (case.dtype, case.gate_dtype) else 1000.0
+    grads = dict(call.grads)
+    for values in (tensors, grads):
+        for name in ("v", "initial_state", "o", "final_state"):
+            if name in values and _often(rng, 0.25):
+                values[name] = values[name] * rng.choice([far, 1 / far])
+    return replace(call, tensors=tensors, grads=grads)
 
 
-@st.composite
-def pooled_calls(draw, op: str, max_tokens: int) -> Call:
-    """A forward of ``op`` on slots of a pool, some of its sequences skipped; drafts of several tokens among them."""
-    with_states = calls(op, max_tokens, backward=False).filter(lambda call: "initial_state" in call.tensors)
-    call = draw(with_states)
+def _pooled(rng: random.Random, call: Call, case: Case) -> Call:
+    """The call on slots of a pool, some of its sequences skipped; drafts of several tokens among such calls."""
     lengths = call.lengths()
     # A slot for every token, where the sequences are equally long.
-    drafts = op == "fused_recurrent_kda" and len(set(lengths)) == 1 and lengths[0] > 1 and draw(st.booleans())
+    drafts = case.op == "fused_recurrent_kda" and len(set(lengths)) == 1 and lengths[0] > 1 and _often(rng, 0.5)
     width = lengths[0] if drafts else 1
     pool = len(lengths) * width + 2
-    slots = draw(st.permutations(range(pool)))[: len(lengths) * width]
-    table = torch.tensor(slots, dtype=draw(st.sampled_from([torch.int32, torch.int64]))).view(len(lengths), width)
-    pad = draw(st.sampled_from([-1, pool + 3]))
+    slots = rng.sample(range(pool), len(lengths) * width)
+    table = torch.tensor(slots, dtype=case.index_dtype).view(len(lengths), width)
+    pad = rng.choice([-1, pool + 3])
     for n in range(len(lengths)):
-        if draw(st.integers(0, 3)) == 3:
-            table[n] = draw(st.sampled_from([-1, -7, pad]))
-    accepted = torch.tensor([draw(st.integers(1, width)) for _ in lengths]) if drafts else None
+        if _often(rng, 0.25):
+            table[n] = rng.choice([-1, -7, pad])
+    accepted = torch.tensor([rng.randint(1, width) for _ in lengths]) if drafts else None
     call = call.having(pad_slot_id=pad)
-    if op == "chunk_kda" and draw(st.booleans()):
-        call = call.having(return_intermediate_states=True)
-        if "cu_seqlens" in call.tensors:
-            call = call.having(cu_seqlens_cpu=call.tensors["cu_seqlens"].clone())
-    call = call.in_pool(table if drafts or draw(st.booleans()) else table[:, 0], pool, accepted)
-    return replace(call, given_out=draw(st.booleans()))
+    call = call.in_pool(table if drafts or _often(rng, 0.5) else table[:, 0], pool, accepted)
+    return replace(call, given_out=_often(rng, 0.5))
 
 
-def _check(kda: Subject, call: Call, settings: hypothesis.settings) -> None:
-    # The interpreter makes fewer calls than hypothesis draws, but makes a wrong one as often as it is asked to.
-    if len(kda.records) >= kda.draws(settings.max_examples) and kda.target.interpreted and not kda.wrong:
-        return
-    try:
-        refusal = refusal_of(lambda: kda.check(call))
+def drawn(name: str, part: int, of: int, number: int, *, max_tokens: int, pooled: bool = False, **kinds: Any) -> Call:
+    """Call ``number`` of kind ``of`` in part ``part`` of the test ``name``."""
+    case = kind(random.Random(f"{name} {part} {of}"), pooled=pooled, **kinds)
+    rng = random.Random(f"{name} {part} {of} {number}")
+    case = _of_kind(rng, case, f"random {name} {part}.{of}.{number}", max_tokens)
+    call = _with_other_values(rng, case.call(), case)
+    return _pooled(rng, call, case) if pooled else call
+
+
+def _check_part(kda: Subject, name: str, part: int, draws: Draws, **kinds: Any) -> None:
+    """Check the calls that a part of a test draws: the first of every kind, then the second of every kind, ..."""
+    numbers = [(of, number) for number in range(draws.calls) for of in range(draws.kinds)]
+    for of, number in numbers[: kda.draws(draws.total)]:
+        call = drawn(name, part, of, number, **kinds)
+        refusal = refusal_of(partial(kda.check, call))
         # What is not declared may be refused; run() has compared the reasons.
-        assert refusal is None or refusal.status != "rejected", str(refusal)
-    except Exception:  # any failure, a crash of the backend's too
-        kda.wrong = True
-        raise
-
-
-def _check_part(kda: Subject, name: str, part: int, drawn: st.SearchStrategy, settings: hypothesis.settings) -> None:
-    """Check the calls that part ``part`` of the test ``name`` draws."""
-
-    @hypothesis.seed(f"{name} {part}")
-    @settings
-    @hypothesis.given(call=drawn)
-    def check(call: Call) -> None:
-        _check(kda, call, settings)
-
-    check()
+        assert refusal is None or refusal.status != "rejected", f"{call.name}: {refusal}"
 
 
 @in_parts
 @requires(Feature.CHUNK)
 def test_random_forward(kda, part: int):
     """Forward of chunk_kda."""
-    _check_part(kda, "forward", part, calls("chunk_kda", 100, backward=False), FAST)
+    _check_part(kda, "forward", part, FAST, op="chunk_kda", max_tokens=100)
 
 
 @in_parts
 @requires(Feature.CHUNK, Feature.BACKWARD)
 def test_random_backward(kda, part: int):
     """Gradients of chunk_kda."""
-    _check_part(kda, "backward", part, calls("chunk_kda", 70, backward=True), BACKWARD)
+    _check_part(kda, "backward", part, BACKWARD, op="chunk_kda", max_tokens=70, backward=True)
 
 
 @in_parts
 @requires(Feature.RECURRENT)
 def test_random_recurrent(kda, part: int):
     """Forward of fused_recurrent_kda."""
-    _check_part(kda, "recurrent", part, calls("fused_recurrent_kda", 12, backward=False), FAST)
+    _check_part(kda, "recurrent", part, FAST, op="fused_recurrent_kda", max_tokens=12)
 
 
 @in_parts
 @requires(Feature.CHUNK, Feature.PAGED_STATE)
 def test_random_pool(kda, part: int):
     """Forward of chunk_kda in place, with intermediate states or without."""
-    _check_part(kda, "pool", part, pooled_calls("chunk_kda", 100), FAST)
+    _check_part(kda, "pool", part, FAST, op="chunk_kda", max_tokens=100, pooled=True)
 
 
 @in_parts
 @requires(Feature.RECURRENT, Feature.PAGED_STATE)
 def test_random_pool_recurrent(kda, part: int):
     """Decoding in place, drafts among it."""
-    _check_part(kda, "recurrent pool", part, pooled_calls("fused_recurrent_kda", 12), FAST)
+    _check_part(kda, "recurrent pool", part, FAST, op="fused_recurrent_kda", max_tokens=12, pooled=True)
 
 
 @slow
@@ -192,7 +228,7 @@ def test_random_pool_recurrent(kda, part: int):
 @requires(Feature.CHUNK)
 def test_random_forward_thorough(kda, part: int):
     """Forward of chunk_kda, many more."""
-    _check_part(kda, "forward, thorough", part, calls("chunk_kda", 300, backward=False), THOROUGH)
+    _check_part(kda, "forward, thorough", part, THOROUGH, op="chunk_kda", max_tokens=300)
 
 
 @slow
@@ -200,4 +236,4 @@ def test_random_forward_thorough(kda, part: int):
 @requires(Feature.CHUNK, Feature.BACKWARD)
 def test_random_backward_thorough(kda, part: int):
     """Gradients of chunk_kda, many more."""
-    _check_part(kda, "backward, thorough", part, calls("chunk_kda", 150, backward=True), THOROUGH_BACKWARD)
+    _check_part(kda, "backward, thorough", part, THOROUGH_BACKWARD, op="chunk_kda", max_tokens=150, backward=True)
