@@ -1,6 +1,6 @@
 """A quick self-check of an installed backend: the cases tagged "verify" against the oracle.
 
-Needs neither pytest nor hypothesis; ``kda verify`` prints what it returns.
+Needs no pytest; ``kda verify`` prints what it returns.
 """
 
 from __future__ import annotations
