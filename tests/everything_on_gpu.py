@@ -73,12 +73,12 @@ def jobs(backend: str, foreign: bool, sanitizer: bool) -> list[Job]:
     flag = ("--foreign-device",) if foreign else ()
     kit = (*KIT, f"--backend={backend}", *flag)
     found = [
-        Job("thorough", (*kit, "-m", "slow", "-k", "thorough"), 0.25),
+        Job("thorough", (*kit, "-m", "slow", "-k", "thorough"), 0.5),
         Job("fast", (*kit, "-k", "not random"), 0.35, gpus=2),
         Job("slow", (*kit, "-m", "slow", "-k", "not thorough and not gradient_offsets"), 0.15, most=4),
         # Each of them takes most of a GPU's memory.
         Job("gradient_offsets", (*kit, "-m", "slow", "-k", "gradient_offsets"), most=1),
-        Job("random", (*kit, "-k", "random"), 0.1),
+        Job("random", (*kit, "-k", "random"), 0.2),
     ]
     if backend in OWN and not foreign:
         found.append(Job("own", tuple(str(HERE / name) for name in OWN[backend]), 0.1))
