@@ -261,3 +261,57 @@ def test_fla_takes_the_same_arguments(fla, case):
     call = case.call()
     for op, one in (("chunk_kda", call), ("fused_recurrent_kda", call.decoding())):
         inspect.signature(getattr(fla, op)).bind(**one.tensors, **one.options)
+
+
+class _TorchNorm(torch.nn.Module):
+    """Of fla's FusedRMSNormGated, which needs a GPU."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x, gate):
+        return F.rms_norm(x, x.shape[-1:], self.weight, 1e-5) * torch.sigmoid(gate)
+
+
+@pytest.mark.parametrize("lower_bound", [None, -5.0], ids=["softplus", "lower bound"])
+def test_layers_of_fla_take_our_functions(fla, monkeypatch, lower_bound: float | None):
+    """Training, and a prompt in pieces over fla's cache; on the CPU, without the parts whose kernels need a GPU."""
+    pytest.importorskip("kda_core_cpu")
+    from fla.layers import kda as layers
+    from fla.models.utils import Cache
+
+    def naively(**given):
+        tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
+        options = {name: x for name, x in given.items() if name not in tensors and x is not None}
+        return naive(fla, fla.naive_recurrent_kda, tensors, options)
+
+    def use(chunk, step):
+        monkeypatch.setattr(layers, "chunk_kda", chunk)
+        monkeypatch.setattr(layers, "fused_recurrent_kda", step)
+
+    torch.manual_seed(0)
+    bounded = lower_bound is not None
+    options = {"allow_neg_eigval": bounded, "safe_gate": bounded, "lower_bound": lower_bound}
+    layer = layers.KimiDeltaAttention(
+        48, expand_v=1, head_dim=16, num_heads=3, use_short_conv=False, layer_idx=0, **options
+    )
+    layer.o_norm = _TorchNorm(layer.o_norm.weight)
+    x = torch.randn(2, 90, 48)
+    found = []
+    for functions in ((naively, naively), (kda_core.chunk_kda, kda_core.fused_recurrent_kda)):
+        use(*functions)
+        layer.zero_grad()
+        o = layer(x)[0]
+        o.square().sum().backward()
+        found.append((o.detach(), *(p.grad.clone() for p in layer.parameters())))
+    for expected, actual in zip(*found, strict=True):
+        assert (actual - expected).norm() < 5e-6 * expected.norm()
+
+    layer.eval()
+    cache, pieces = Cache(), []
+    with torch.no_grad():
+        for piece in x.split([70, 18, 1, 1], dim=1):
+            o, _, cache = layer(piece, past_key_values=cache, use_cache=True)
+            pieces.append(o)
+    assert (torch.cat(pieces, dim=1) - found[1][0]).norm() < 5e-6 * found[1][0].norm()
