@@ -283,7 +283,7 @@ def kda_gate(
     name = _traced_name(backend) if compiling else plugins.requested_name(backend)
     if forward_ad._current_level >= 0:
         _refuse_tangents(request)
-    if compiling or eager.needs_operator(g):
+    if compiling or any(map(eager.needs_operator, (g, A_log, dt_bias))):
         return ops.call_gate(request, name)
     chosen = registry.choose(request, name)
     if request.save_for_backward:
@@ -424,12 +424,18 @@ def _run(request: Request, backend: str | _Question | None) -> Any:
     name = _traced_name(backend) if compiling else plugins.requested_name(backend)
     if forward_ad._current_level >= 0:
         _refuse_tangents(request)
-    if (compiling or eager.needs_operator(request.q)) and request.cp_context is None:
+    chosen = None
+    if request.cp_context is not None or not (compiling or eager.needs_operator(request.q)):
+        chosen = registry.choose(request, name)
+        # A call that has no signature has no memo: another tensor than q may be a wrapped one.
+        if request.memo is None and request.cp_context is None:
+            chosen = None if any(map(eager.needs_operator, vars(request).values())) else chosen
+    if chosen is None:
         result = ops.call(request, name)
     elif request.save_for_backward:
-        result = eager.call(registry.choose(request, name), request)
+        result = eager.call(chosen, request)
     else:
-        result = ops.forward(registry.choose(request, name), request)
+        result = ops.forward(chosen, request)
         if ops.writes_to_caller(request):
             ops.count_writes(request)
     final_state = request.initial_state if request.inplace_final_state else result.final_state

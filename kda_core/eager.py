@@ -21,11 +21,12 @@ from kda_core.request import ForwardResult, GateRequest, Request, build_request
 
 
 def needs_operator(t: Any) -> bool:
-    """Whether something beside a compiler is watching that must see an operator: a fake or wrapped tensor, a mode."""
+    """Whether something beside a compiler must see an operator: a fake or wrapped tensor, a mode, a trace."""
     return (
         (type(t) is not Tensor and type(t) is not torch.nn.Parameter and isinstance(t, Tensor))
         or is_in_torch_dispatch_mode()
         or torch._C._functorch.maybe_current_level() is not None
+        or torch._C._get_tracing_state() is not None
     )
 
 
@@ -93,26 +94,30 @@ class _Call(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *saved)
         # Not the request, which holds the tensors: what must stay alive is autograd's to say.
-        ctx.call = backend, kind, r.memo
+        ctx.call = backend, kind, r.memo, None if r.memo is None else [t.stride() for t in tensors]
         return result.o, result.final_state
 
     @staticmethod
     def backward(ctx: Any, grad_o: Tensor | None, grad_final_state: Tensor | None) -> tuple:
         # Read once: under activation checkpointing a second look at saved tensors is an error.
         kept = ctx.saved_tensors
-        backend, kind, memo = ctx.call
+        backend, kind, memo, strides = ctx.call
         names, needs = kind.names, ctx.needs_input_grad[_BEFORE:]
         tensors = dict(zip(names, kept, strict=False))
         saved = kept[len(names) :]
-        grad = grad_final_state if grad_o is None else grad_o
-        if grad is None:
+        if strides is not None and strides != [t.stride() for t in kept[: len(names)]]:
+            # Hooks of saved tensors may bring back others than they took: contiguous ones, where they offload.
+            memo = None
+        if grad_o is None and grad_final_state is None:
             return (None,) * (_BEFORE + len(names))
         op = kind.values["op"]
-        _refuse_batched(op, grad_o, grad_final_state)
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
+            _refuse_batched(op, grad_o, grad_final_state)
         needed = kind.needed.get(needs)
         if needed is None:
             needed = kind.needed[needs] = frozenset(n for n, wanted in zip(names, needs, strict=True) if wanted)
-        if torch.is_grad_enabled() or needs_operator(grad):
+        if compiling or torch.is_grad_enabled() or needs_operator(grad_o) or needs_operator(grad_final_state):
             operator = getattr(torch.ops.kda_core, f"{op}_backward")
             wanted = [name in needed for name in DIFFERENTIABLE]
             flat, name = [t.reshape(-1) for t in saved], backend.info.name
@@ -138,9 +143,11 @@ class _GateCall(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        _refuse_batched("kda_gate", grad)
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
+            _refuse_batched("kda_gate", grad)
         tensors, needs = ctx.saved_tensors, list(ctx.needs_input_grad[2:])
-        if torch.is_grad_enabled() or needs_operator(grad):
+        if compiling or torch.is_grad_enabled() or needs_operator(grad):
             arguments = (grad, *tensors, ctx.lower_bound, needs, ctx.backend.info.name)
             found = iter(torch.ops.kda_core.kda_gate_backward(*arguments))
             return (None, None, *(next(found) if needed else None for needed in needs))

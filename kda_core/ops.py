@@ -231,7 +231,10 @@ def _register(op: Op) -> None:
         *values, name = inputs
         named = dict(zip(_FUNCTIONAL_NAMES, values, strict=True))
         if not named["save_for_backward"]:
-            raise ValueError(f"save_for_backward: expected True where a gradient is needed; call kda_core.{op}")
+            raise ValueError(
+                f"save_for_backward: expected True where a gradient is needed; call kda_core.{op} with gradients "
+                "enabled (a program that was traced or exported without them has none)"
+            )
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*(named[n] for n, _ in _TENSORS), *output[3])
         ctx.options = [named[n] for n, _ in _OPTIONS]

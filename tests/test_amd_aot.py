@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 kda_core_amd = pytest.importorskip("kda_core_amd")
 triton = pytest.importorskip("triton")
@@ -18,11 +19,12 @@ import triton.language as tl  # noqa: E402
 from kda_core_amd import aot  # noqa: E402
 from kda_core_amd.addresses import hazards  # noqa: E402
 from kda_core_amd.launch import ARCHITECTURES, CONFIGS, FOREIGN_ARCHITECTURE, compile_options  # noqa: E402
-from kda_core_amd.plugin import SERVED_ARCHITECTURES  # noqa: E402
+from kda_core_amd.plugin import SERVED_ARCHITECTURES, kda_core_reject  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from kda_core import triton_lib  # noqa: E402
+from kda_core.request import Request  # noqa: E402
 
 pytestmark = pytest.mark.end_to_end
 
@@ -192,3 +194,21 @@ def test_every_architecture_is_configured():
 def test_everything_that_is_shipped(architecture: str):
     """The command that CI runs, for tensors of any size: resources and addresses of every configuration."""
     assert aot.main(["--arch", architecture, "--large"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "V", "refused"),
+    [
+        ((2**12, 1, 64), 256, False),
+        ((2**17, 1, 64), 16, False),
+        # 2^23 recurrences of 16 blocks of value channels.
+        ((2**17, 1, 64), 256, True),
+        ((1, 2**23, 64), 16, True),
+    ],
+)
+def test_calls_of_more_programs_than_a_launch_holds_are_refused(shape: tuple[int, int, int], V: int, refused: bool):
+    x, v = torch.empty(*shape, 16, device="meta"), torch.empty(*shape, V, device="meta")
+    request = Request(op="fused_recurrent_kda", q=x, k=x, v=v, g=x, beta=torch.empty(shape, device="meta"), scale=1.0)
+    reason = kda_core_reject(request)
+    assert (reason is not None) is refused
+    assert reason is None or "more than one launch holds" in reason

@@ -25,8 +25,8 @@ SUITE = Path(suite.__file__).parent
 TESTS = Path(__file__).parent
 CPU = torch.device("cpu")
 
-# Lines of docs/failures.md that are about how kernels are launched and configured, not about results: each backend's own
-# tests hold them.
+# Lines of docs/failures.md that are about how kernels are launched and configured, not about results: each backend's
+# own tests hold them.
 LAUNCH_MACHINERY = {17, 18, 30}
 
 

@@ -21,7 +21,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 pytest.importorskip("triton", reason="triton is not installed")
 
 import triton
-from kda_core_nvidia import chunk_backward, chunk_forward, launch, plan, plugin, recurrent_launch, segments
+from kda_core_nvidia import chunk_backward, chunk_forward, hopper, launch, plan, plugin, recurrent_launch, segments
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kda_core import api, chunk_kda, eager, fused_recurrent_kda, ops
@@ -305,6 +305,30 @@ def test_calls_through_operators_repeat_their_launches_as_well(gpu, monkeypatch)
     assert counts == [0, 2, 2, 2]
 
 
+def test_a_backward_of_offloaded_tensors_does_not_repeat_launches_of_others(gpu, monkeypatch):
+    """Slices of one projection come back contiguous: what was noted for slices has other strides, past their ends."""
+
+    def sliced() -> dict[str, Any]:
+        a = inputs()
+        q, k, v = torch.cat([a["q"], a["k"], a["v"]], -1).chunk(3, -1)
+        return {**a, "q": q.detach(), "k": k.detach(), "v": v.detach()}
+
+    def step() -> Any:
+        return trained(chunk_kda, sliced(), **NORM)
+
+    def offloaded() -> Any:
+        with torch.autograd.graph.save_on_cpu(pin_memory=True):
+            return trained(chunk_kda, sliced(), **NORM)
+
+    with monkeypatch.context() as without_plans:
+        without_plans.setattr(plan, "INTERPRET", True)
+        expected = {run: launched(gpu, run) for run in (step, offloaded)}
+    assert expected[step] != expected[offloaded]
+    for _ in range(4):
+        for run in (offloaded, step):
+            assert launched(gpu, run) == expected[run]
+
+
 def plain() -> Any:
     with torch.no_grad():
         return chunk_kda(**inputs())
@@ -537,3 +561,18 @@ def test_programs_of_many_sequences_and_heads_lie_on_the_first_axis(gpu, functio
     trained(function, arguments, of="o", **bounds)
     assert max(grid[0] for _, grid, _, _ in gpu.launches) > 65535
     assert all(max(grid[1:]) <= 65535 for _, grid, _, _ in gpu.launches)
+
+
+def test_a_scale_enters_float16_operands_where_they_have_digits():
+    """As a power of two between 2⁻⁶ and 1; of smaller scales q times them would have few digits left."""
+    for scale in (1e-5, -1e-4, 0.01, 0.0884, 0.9, 300.0):
+        power, rest = launch.split_scale(scale, torch.float16)
+        assert 2.0**-6 <= power <= 1
+        assert power * rest == scale
+    assert launch.split_scale(1e-4, torch.bfloat16)[0] == 2.0**-13
+
+
+def test_rows_of_no_token_have_no_descriptor():
+    """The driver takes none of an empty matrix; packed calls without any token go the plain way."""
+    assert hopper.row_aligned(torch.empty(1, 32, 2, 128, dtype=torch.bfloat16))
+    assert not hopper.row_aligned(torch.empty(1, 0, 2, 128, dtype=torch.bfloat16))

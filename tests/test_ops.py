@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
+import torch._dynamo.compiled_autograd
 import torch._dynamo.testing
 import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kda_core
 from kda_core import ops
+from kda_core.hookspecs import hookimpl
 from kda_core.plugins import registry
 from kda_core.reference import DIFFERENTIABLE
 
@@ -323,8 +326,6 @@ def test_double_backward_says_that_there_is_none(op):
 
 
 def test_only_the_gradients_that_are_needed_are_asked_for():
-    from kda_core.hookspecs import hookimpl
-
     asked = []
 
     class Watcher:
@@ -377,6 +378,141 @@ def test_eager_calls_bypass_the_operator_layer_where_nothing_looks_at_operators(
     assert operators(nullcontext()) == set()
     backward = {"kda_core::chunk_kda_backward"} if grad else set()
     assert operators(Passing()) == {"kda_core::chunk_kda", "kda_core::kda_gate"} | backward
+
+
+class Deferred(torch.Tensor):
+    """Stands for a tensor that is still on its way, like what collectives answer: it has no memory of its own."""
+
+    @staticmethod
+    def __new__(cls, held):
+        return torch.Tensor._make_wrapper_subclass(cls, held.shape, strides=held.stride(), dtype=held.dtype)
+
+    def __init__(self, held):
+        self.held = held
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        args, kwargs = pytree.tree_map_only(cls, lambda t: t.held, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+@contextmanager
+def seen(*hooks: str):
+    """The tensors that a hook of any backend is given, by name."""
+    found: dict[str, torch.Tensor] = {}
+
+    def watch(self, request):
+        found.update((n, t) for n, t in vars(request).items() if isinstance(t, torch.Tensor))
+        return (yield)
+
+    methods = {hook: hookimpl(wrapper=True)(lambda self, request: (yield from watch(self, request))) for hook in hooks}
+    watcher = type("Watcher", (), methods)()
+    registry.add_wrapper(watcher)
+    try:
+        yield found
+    finally:
+        registry.remove_wrapper(watcher)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state"])
+def test_a_wrapped_tensor_reaches_no_backend(op: str, name: str):
+    """Whichever argument it is, in calls that have been seen, too: what it wraps does."""
+    arguments = make(5)
+    expected = run(arguments, op)
+    with seen("kda_core_chunk_forward", "kda_core_recurrent_forward") as found:
+        for _ in range(2):
+            results = run(arguments | {name: Deferred(arguments[name])}, op)
+            assert type(found[name]) is torch.Tensor
+            assert all(map(torch.equal, results, expected))
+
+
+@pytest.mark.parametrize("name", ["g", "A_log", "dt_bias"])
+def test_a_wrapped_tensor_reaches_no_gate(name: str):
+    arguments = {n: t for n, t in make(5).items() if n in ("g", "A_log", "dt_bias")}
+    expected = kda_core.kda_gate(**arguments)
+    with seen("kda_core_gate_forward") as found:
+        result = kda_core.kda_gate(**arguments | {name: Deferred(arguments[name])})
+    assert type(found[name]) is torch.Tensor
+    assert torch.equal(result, expected)
+
+
+class Late(torch.autograd.Function):
+    """The identity, whose gradient is on its way."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Deferred(grad)
+
+
+@pytest.mark.parametrize("late", [(True, False), (False, True)], ids=["o", "final state"])
+def test_a_wrapped_gradient_reaches_no_backend(late):
+    arguments = make(5, grad=True)
+    expected = torch.autograd.grad([x.sum() for x in run(arguments)], list(arguments.values()))
+    with seen("kda_core_chunk_backward") as found:
+        outputs = [Late.apply(x) if wrapped else x for x, wrapped in zip(run(arguments), late, strict=True)]
+        grads = torch.autograd.grad([x.sum() for x in outputs], list(arguments.values()))
+    assert type(found["grad_o"]) is type(found["grad_final_state"]) is torch.Tensor
+    assert all(map(torch.equal, grads, expected))
+
+
+def test_a_memo_is_not_that_of_tensors_that_came_back_with_other_strides():
+    """Hooks of saved tensors offload slices of a projection, and bring contiguous tensors back."""
+    memos = []
+
+    class Watcher:
+        @hookimpl(wrapper=True)
+        def kda_core_chunk_backward(self, request):
+            memos.append((request.memo, request.q.stride()))
+            return (yield)
+
+    arguments = make(5)
+    qk = torch.cat([arguments["q"], arguments["k"]], -1)
+    arguments["q"], arguments["k"] = (x.detach().requires_grad_() for x in qk.chunk(2, -1))
+    registry.add_wrapper(watcher := Watcher())
+    try:
+        run(arguments)[0].sum().backward()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.contiguous(), lambda x: x):
+            o = run(arguments)[0]
+        o.sum().backward()
+    finally:
+        registry.remove_wrapper(watcher)
+    (own, sliced), (offloaded, contiguous) = memos
+    assert sliced != contiguous
+    assert own is not None
+    assert offloaded is None
+
+
+@pytest.mark.parametrize("op", [*OPS, "kda_gate"])
+def test_eager_forward_and_compiled_backward(op: str):
+    """Under compiled autograd backends stay opaque: no graph break, the same gradients."""
+    torch._dynamo.reset()
+    g = make(3)["g"].requires_grad_()
+    (expected,) = torch.autograd.grad(of_g(op)(g).square().sum(), g)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+        of_g(op)(g).square().sum().backward()
+    assert torch.equal(g.grad, expected)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_traced_step_reads_its_slots_when_it_runs():
+    """torch.jit.trace keeps what it does not see as constants."""
+    arguments = {n: t for n, t in make(1).items() if n != "initial_state"}
+
+    def step(pool, slots):
+        more = {"initial_state": pool, "ssm_state_indices": slots, "scale": 0.3}
+        return run(arguments | more, "fused_recurrent_kda")[0]
+
+    traced = torch.jit.trace(step, (torch.zeros(6, HV, K, V), torch.tensor([1, 2])), check_trace=False)
+    pool = torch.zeros(6, HV, K, V)
+    traced(pool, torch.tensor([4, 0]))
+    assert pool.flatten(1).any(1).nonzero().flatten().tolist() == [0, 4]
 
 
 def of_g(op: str):

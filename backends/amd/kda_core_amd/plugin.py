@@ -109,8 +109,11 @@ def kda_core_reject(request: AnyRequest) -> str | None:
         if request.g.shape[-1] > _INFO.capabilities.max_head_dim_k:
             return f"K = {request.g.shape[-1]} is above {_INFO.capabilities.max_head_dim_k}"
         return None
-    if (request.B * request.T // 16 + request.N + 1) * request.HV > MAX_PROGRAMS:
-        return f"B · T · HV = {request.B * request.T * request.HV} is more than one launch holds; split the batch"
+    chunks = (request.B * request.T // 16 + request.N + 1) * request.HV
+    # Recurrences: blocks of 16 value channels at least.
+    if max(chunks, request.N * request.HV * -(-request.V // 16)) > MAX_PROGRAMS:
+        rows, columns = request.B * request.T * request.HV, request.N * request.HV * request.V
+        return f"B · T · HV = {rows} or N · HV · V = {columns} is more than one launch holds; split the batch"
     return None
 
 

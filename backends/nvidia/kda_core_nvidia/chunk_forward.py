@@ -131,11 +131,11 @@ def saved_specs(request: Request) -> tuple[TensorSpec, ...]:
 def _kept_slots(request: Request) -> int:
     """Slots of what is kept without ``disable_recompute``: a bound that a call cut into segments keeps to as well.
 
-    Whether it is cut depends on the device; shapes must not.
+    Whether it is cut depends on the device; shapes must not. One at least: none would say that nothing is kept.
     """
     if request.B == 1 and request.cu_seqlens is None:
         return request.T // CHUNK + request.T // LEAST_ROWS + 2
-    return slots(request)
+    return max(1, slots(request))
 
 
 @cache

@@ -99,7 +99,8 @@ def row_aligned(x: Tensor) -> bool:
         and 0 <= s_h * (H - 1) <= s_t - D
         # Offsets within a chunk are counted in 32 bits.
         and s_t * CHUNK < 2**31
-        and B * T < 2**31
+        # A descriptor is of one row at least.
+        and 0 < B * T < 2**31
     )
 
 

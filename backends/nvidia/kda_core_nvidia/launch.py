@@ -126,7 +126,7 @@ def split_scale(scale: float, dtype: torch.dtype) -> tuple[float, float]:
 
     An operand that is rounded to 16 bits is the better for every product that it need not hold: without decays, q is
     its own operand. With float32 operands there is nothing to gain, and the rest is 1. float16 operands take no power
-    above 1: they have little room upwards, and LIFT has taken most of it.
+    above 1: they have little room upwards, and LIFT has taken most of it. Nor one below 2⁻⁶, which has few digits.
     """
     scale = float(scale)  # an integer would compile kernels that take integers
     mantissa, exponent = math.frexp(scale)
@@ -136,7 +136,7 @@ def split_scale(scale: float, dtype: torch.dtype) -> tuple[float, float]:
         exponent -= 1
     power = math.ldexp(1.0, exponent)
     if dtype == torch.float16:
-        power = min(power, 1.0)
+        power = min(max(power, 2.0**-6), 1.0)
     return power, scale / power
 
 

@@ -277,7 +277,7 @@ def prepare(
         skip = i_n == N
         if indices is not None:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
             if i_n < N:
-                i_state = tl.load(indices + i_n * s_index)
+                i_state = tl.load(indices + i_n.to(tl.int64) * s_index)
                 skip = (i_state < 0) | (i_state == pad_slot_id)
         if skip:
             # Rows that no recurrence visits: behind the last packed sequence, or of a padded slot.

@@ -109,6 +109,47 @@ def test_backward_strided(kda):
     kda.check(replace(call, strided=names))
 
 
+@requires(Feature.CHUNK, Feature.BACKWARD, Feature.STRIDED_INPUT)
+def test_backward_of_offloaded_tensors(kda):
+    """Hooks of saved tensors may bring slices back contiguous (activation offloading), in some layers only."""
+    fields = {"T": 70, "K": 64, "dtype": FP16, "strided": frozenset("qkv"), "backward": True}
+    call = Case(name="offloaded", final_state=False, **fields).call()
+    expected = kda.check(call)
+    for _ in range(2):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.contiguous(), lambda x: x):
+            offloaded = kda.check(call)
+        again = kda.run(call)
+        for name in ("dq", "dk", "dv", "dg", "dbeta"):
+            assert same_bits(again[name], expected[name]), f"{name} changed after a step with offloaded tensors"
+            # Other strides may take other kernels.
+            kda.expect(call, name, offloaded[name], expected[name].double(), "offloaded")
+
+
+@requires(Feature.CHUNK, Feature.BACKWARD, Feature.INITIAL_STATE, Feature.FINAL_STATE, Feature.QK_L2NORM)
+@pytest.mark.parametrize("l2norm", [False, True])
+@pytest.mark.parametrize(("B", "T"), [(2, 0), (0, 5), (0, 0)])
+def test_backward_no_tokens(kda, B: int, T: int, l2norm: bool):
+    """No token or no sequence: the state's gradient passes through, those of the rest have no elements."""
+    call = Case(name="gradients without tokens", B=2, T=8, K=16, l2norm=l2norm, state=FP32, backward=True).call()
+    tensors = {n: t[:B] if n == "initial_state" else t[:B, :T] for n, t in call.tensors.items()}
+    grads = {"o": call.grads["o"][:B, :T], "final_state": call.grads["final_state"][:B]}
+    results = kda.run(replace(call, tensors=tensors, grads=grads))
+    assert same_bits(results["dinitial_state"], grads["final_state"].contiguous())
+    assert results["dq"].shape == (B, T, 2, 16)
+
+
+@requires(Feature.CHUNK, Feature.BACKWARD)
+@pytest.mark.parametrize("size", [500.0, 2000.0, 3900.0])
+def test_backward_of_large_queries_float16(kda, size: float):
+    """Elements of q far from 1, without a norm, where a chunk decays by a few powers of two."""
+    case = Case(name="large queries", T=40, K=16, H=1, dtype=FP16, decay=-0.25, state=FP32, backward=True)
+    call = case.call()
+    q = call.tensors["q"].float()
+    q = (q * (size / q.abs().amax(-1, keepdim=True))).to(FP16)
+    grads = {n: (1e-3 * t.float()).to(t.dtype) for n, t in call.grads.items()}
+    kda.check(replace(call.having(q=q), grads=grads))
+
+
 @requires(Feature.CHUNK, Feature.BACKWARD, Feature.VARLEN)
 def test_backward_packed_neighbours(kda):
     """FAILURES 28: gradients of a packed sequence do not depend on its neighbours, bit for bit."""

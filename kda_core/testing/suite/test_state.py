@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from kda_core.capabilities import Feature
 from kda_core.testing import references
-from kda_core.testing.cases import BF16, FP32, Case
+from kda_core.testing.cases import BF16, FP16, FP32, Case
 from kda_core.testing.inputs import same_bits
 from kda_core.testing.marks import requires
 
@@ -77,6 +79,18 @@ def test_state_passes_through(kda):
     """T = 0: the final state is the initial one, bit for bit."""
     call = Case(name="state without tokens", T=8, state=FP32).call().slice_tokens(0, 0)
     assert same_bits(kda.run(call)["final_state"], call.tensors["initial_state"])
+
+
+@requires(Feature.CHUNK, Feature.INITIAL_STATE, Feature.FINAL_STATE, Feature.VARLEN)
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=["float32", "bfloat16", "float16"])
+def test_states_of_empty_sequences_pass_through(kda, dtype: torch.dtype):
+    """Packed sequences that are all empty, and no token at all."""
+    call = Case(name="states of no tokens", T=8, K=128, lengths=(4, 4), dtype=dtype, state=FP32).call()
+    boundaries = torch.zeros_like(call.tensors["cu_seqlens"])
+    rows = ("q", "k", "v", "g", "beta")
+    empty = replace(call, tensors={n: t[:, :0] if n in rows else t for n, t in call.tensors.items()})
+    results = kda.run(empty.having(cu_seqlens=boundaries))
+    assert same_bits(results["final_state"], call.tensors["initial_state"])
 
 
 @requires(Feature.CHUNK, Feature.INITIAL_STATE)
