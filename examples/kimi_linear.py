@@ -31,7 +31,10 @@ CHUNK, STEP = "chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"
 
 
 def chunk_kda(q: Tensor, k: Tensor, v: Tensor, *, cu_seq_lens_q: Tensor | None = None, **given: Any):
-    """``kda_core.chunk_kda`` as a layer calls it; packed documents (``cu_seq_lens_q``) share no state."""
+    """``kda_core.chunk_kda`` as a layer calls it; packed documents (``cu_seq_lens_q``) share no state.
+
+    Without the package causal_conv1d the layer's short convolution looks across their borders all the same.
+    """
     return kda_core.chunk_kda(q, k, v, cu_seqlens=cu_seq_lens_q, **_of_the_operator(given))
 
 
