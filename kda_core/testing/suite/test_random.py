@@ -137,7 +137,7 @@ def _with_other_values(rng: random.Random, call: Call, case: Case) -> Call:
         channel = torch.linspace(0, 1, case.K)
         raw = case.gate != "given"
         tensors["g"] = (tensors["g"] - 6 * channel if raw else tensors["g"] * 10 ** (-4 * channel)).to(case.gate_dtype)
-    if not isinstance(case.beta, float) and case.beta != "given":
+    if case.beta in ("sigmoid", "negative eigenvalues"):
         # Logits that are all large lose what 1 - sigmoid has lost.
         tensors["beta"] = (tensors["beta"] + rng.choice([0.0, 0.0, -4.0, 4.0, 8.0])).to(case.gate_dtype)
     # float16 has little room upwards: gradients are products of several of these.
