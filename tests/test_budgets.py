@@ -118,6 +118,15 @@ def test_gradients_below_what_float16_holds_in_full_are_within_the_budget():
     assert 0.3 < share < 0.6
 
 
+def test_gradients_of_decays_allow_for_states_that_kernels_keep_between_chunks():
+    """Where nearly nothing decays and little is written they are products of the first state and the last gradient."""
+    case = Case(name="kept", K=32, V=1, dtype=BF16, gate="lower bound", dt_bias=True, beta=0.01, state=BF16)
+    calls = [case.having(T=T, final_state=True, backward=True).call() for T in (32, 33)]
+    one_chunk, two = (budgets.budgets(call.having(g=call.tensors["g"] - 9)) for call in calls)
+    assert two["ddt_bias"].frobenius > 4 * one_chunk["ddt_bias"].frobenius
+    assert two["ddt_bias"].frobenius < 4 * rounding.unit_roundoff(BF16)
+
+
 def test_states_of_a_pool_are_measured_where_they_are_advanced():
     """What a call leaves alone (no token, skipped) is no measure of the rest: here its states are larger by far.
 

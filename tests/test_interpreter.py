@@ -1,4 +1,4 @@
-"""``kda_core.testing.interpreter``: the same results from Triton's interpreter, with less preparation."""
+"""``kda_core.testing.interpreter``: Triton's interpreter with less preparation, and bfloat16 as devices have it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,68 @@ def test_quickened_interpreter_gives_the_same_bits(found, backend: str):
     assert 0 < 10 * fewer < preparations
 
 
-def test_without_triton_there_is_nothing_to_quicken():
+def bfloat16_results() -> dict[str, bool]:
+    """Which results with bfloat16 are torch's, bit for bit, in a process where Triton interprets."""
+    global tl  # a kernel sees no names of the function round it
+    import torch
+    import triton
+    import triton.language as tl
+
+    from kda_core.testing.interpreter import bfloat16_is_right, correct_bfloat16
+
+    assert not bfloat16_is_right()
+    assert correct_bfloat16() and correct_bfloat16()
+    assert bfloat16_is_right()
+
+    @triton.jit
+    def kernel(a, b, wide, product, converted, summed, negative, less, half, N: tl.constexpr):
+        at = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+        x, y = tl.load(a + at), tl.load(b + at)
+        tl.store(product + at, tl.dot(x, y))
+        tl.store(converted + at, tl.load(wide + at).to(tl.bfloat16))
+        tl.store(summed + at, x + y)
+        tl.store(negative + at, -x)
+        tl.store(less + at, (x < y).to(tl.int32))
+        tl.store(half + at, x.to(tl.float16))
+
+    torch.manual_seed(0)
+    N = 16
+    a, b = (torch.randn(N, N).bfloat16() for _ in range(2))
+    wide = torch.randn(N, N) * 2.0 ** torch.randint(-140, 120, (N, N))
+    wide.view(-1)[:8] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 3.4e38, 1 + 2**-8, 1 + 3 * 2**-8])
+    expected = {
+        "product": a.float() @ b.float(),
+        "converted": wide.bfloat16(),
+        "summed": a + b,
+        "negative": -a,
+        "less": (a < b).int(),
+        "half": a.half(),
+    }
+    got = {name: torch.empty_like(x) for name, x in expected.items()}
+    kernel[(1,)](a, b, wide, *got.values(), N)
+    # The order in which a product is summed up is numpy's.
+    close = {name: torch.allclose(x.float(), expected[name].float(), 1e-6, 1e-6) for name, x in got.items()}
+    same = {n: torch.equal(x.nan_to_num(7.0), expected[n].nan_to_num(7.0)) for n, x in got.items() if n != "product"}
+    return close | same
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+def test_corrected_bfloat16_is_what_devices_have():
+    """Products of the numbers, not of their bits; arithmetic; conversions to the nearest, of two to the even one."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 6
+    assert [name for name, right in found.items() if not right] == []
+
+
+def test_without_triton_there_is_nothing_to_change():
     """A machine without triton: no error."""
-    code = "import sys; sys.modules['triton'] = None; import kda_core.testing.interpreter as i; assert not i.quicken()"
+    code = "import sys; sys.modules['triton'] = None; import kda_core.testing.interpreter as i; "
+    code += "assert not i.quicken() and not i.correct_bfloat16() and not i.bfloat16_is_right()"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+if __name__ == "__main__":
+    print(json.dumps(bfloat16_results()))

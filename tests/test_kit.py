@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kda_core.capabilities import Feature
-from kda_core.testing import gate, suite
+from kda_core.testing import gate, interpreter, suite
 from kda_core.testing.axes import AXES, axes
 from kda_core.testing.budgets import measure
 from kda_core.testing.cases import BF16, CASES, Case, named, select
@@ -207,9 +207,13 @@ def test_subject_demands_the_declared_reason():
     assert subject.records[-1].status == "refused"
 
 
-def test_interpreter_leaves_bfloat16_out():
+def test_interpreter_leaves_bfloat16_out_where_it_is_wrong(monkeypatch):
     """Visibly: as a record with its reason, never on a device."""
     subject = Subject(Target("reference", CPU, interpreted=True))
+    monkeypatch.setattr(interpreter, "bfloat16_is_right", lambda: True)
+    assert subject.takes(BF16)
+    subject.run(named("bfloat16").call())
+    monkeypatch.setattr(interpreter, "bfloat16_is_right", lambda: False)
     with pytest.raises(Refused, match="left out"):
         subject.run(named("bfloat16").call())
     assert subject.records[-1].status == "left out"

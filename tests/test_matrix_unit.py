@@ -1,4 +1,4 @@
-"""Sums of decays from three parts are float32's own on a matrix unit that cuts what it adds (``matrix_unit.py``)."""
+"""Sums of decays are float32's own, or next to it, on a matrix unit that cuts what it adds (``matrix_unit.py``)."""
 
 from __future__ import annotations
 
@@ -22,20 +22,34 @@ FURTHEST = 2.0**-23
 
 def errors() -> dict[str, float]:
     """Errors of sums of up to 16 decays, by function and decay, in a process where Triton interprets."""
-    global tl, selected_sum, split, through, interval_sum, split3  # a kernel sees no names of the function round it
+    # A kernel sees no names of the function round it.
+    global tl, FLOAT16_UNIT, selected_sum, split, through, whole_sum, interval_sum, split3
     import matrix_unit
     import torch
     import triton
     import triton.language as tl
     from kda_core_nvidia.backward_levels import interval_sum, split3
 
-    from kda_core.triton_lib.decay import selected_sum, split, through
+    from kda_core.triton_lib.decay import FLOAT16_UNIT, selected_sum, split, through, whole_sum
 
     @triton.jit
     def forward(x, y):
         r = tl.arange(0, 16)
         at = r[:, None] * 16 + r[None, :]
         tl.store(y + at, selected_sum(through(r, r), split(tl.load(x + at), 3), 3))
+
+    @triton.jit
+    def float16(x, y):
+        r = tl.arange(0, 16)
+        at = r[:, None] * 16 + r[None, :]
+        parts = split(tl.load(x + at) * FLOAT16_UNIT, 2, FLOAT16_UNIT)
+        tl.store(y + at, selected_sum(through(r, r), parts, 2))
+
+    @triton.jit
+    def whole(x, y):
+        r = tl.arange(0, 16)
+        at = r[:, None] * 16 + r[None, :]
+        tl.store(y + at, whole_sum(split(tl.load(x + at), 2), 2))
 
     @triton.jit
     def backward(x, y):
@@ -48,21 +62,23 @@ def errors() -> dict[str, float]:
     found = {}
     for gamma in (-2.0, -0.5, -0.05, -0.003):
         x = torch.full((16, 16), gamma / torch.tensor(2.0, dtype=torch.float64).log().item())
-        exact = x.double().cumsum(0)
-        for name, kernel in (("selected_sum", forward), ("interval_sum", backward)):
+        sums = x.double().cumsum(0)
+        kernels = {"selected_sum": forward, "float16": float16, "whole_sum": whole, "interval_sum": backward}
+        for name, kernel in kernels.items():
+            exact = sums[-1:] if kernel is whole else sums
             y = torch.empty_like(x)
             kernel[(1,)](x, y)
             found[f"{name} {gamma}"] = ((y - exact) / exact.abs().clamp_min(1)).abs().max().item()
     return found
 
 
-def test_sums_of_three_parts():
+def test_sums_of_parts():
     """Large parts first, and each small one lost up to 2⁻²⁵ of the sum: an H200's final states had it."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 8
+    assert len(found) == 16
     assert {name: error for name, error in found.items() if error > FURTHEST} == {}
 
 

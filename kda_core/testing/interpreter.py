@@ -1,8 +1,11 @@
-"""Triton's interpreter without two fifths of its time.
+"""Triton's interpreter without two fifths of its time, and with bfloat16 as devices have it.
 
 It prepares ``triton.language`` for interpretation (hundreds of attributes) at every launch, and again at every call of
 a device function within one, where nothing is left to prepare: the functions of a kernel share the language. What is
 prepared, and what it does, stays the interpreter's.
+
+bfloat16 numbers are held as 16-bit integers, which products and arithmetic then work on, and conversions from float32
+cut them off (triton 3.6 to 3.9).
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -42,3 +46,93 @@ def quicken() -> bool:
 
     interpreter._patch_lang = prepare_once
     return True
+
+
+def correct_bfloat16() -> bool:
+    """Let the interpreter compute with bfloat16 numbers in float32, and round results and conversions to nearest.
+
+    Returns:
+        whether there is a triton that can be corrected in this way.
+    """
+    try:
+        interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    except ImportError:
+        return False
+    builder = getattr(interpreter, "InterpreterBuilder", None)
+    if not all(hasattr(builder, name) for name in ("create_dot", "cast_impl", "create_fp_to_fp", "binary_op")):
+        return False
+    if not bfloat16_is_right():
+        _Bfloat16(interpreter).correct(builder)
+    return True
+
+
+def bfloat16_is_right() -> bool:
+    """Whether ``correct_bfloat16`` has been at work."""
+    interpreter: Any = sys.modules.get("triton.runtime.interpreter")
+    return hasattr(getattr(getattr(interpreter, "InterpreterBuilder", None), "create_dot", None), "__wrapped__")
+
+
+class _Bfloat16:
+    """What replaces methods of the interpreter's builder; ``np`` is its numpy."""
+
+    def __init__(self, interpreter: Any) -> None:
+        self.handle, self.np = interpreter.TensorHandle, interpreter.np
+        self.bfloat16, self.float32 = interpreter.tl.bfloat16, interpreter.tl.float32
+        names = ("less", "less_equal", "greater", "greater_equal", "equal", "not_equal")
+        self.comparisons = {getattr(self.np, name) for name in names}
+
+    def correct(self, builder: Any) -> None:
+        builder.create_dot = self._multiplying(builder.create_dot)
+        for name in ("cast_impl", "create_fp_to_fp"):
+            setattr(builder, name, self._converting(getattr(builder, name)))
+        for name in ("binary_op", "unary_op"):
+            setattr(builder, name, self._computing(getattr(builder, name)))
+
+    def _is_half(self, x: Any) -> bool:
+        return x.dtype.scalar == self.bfloat16
+
+    def _widened(self, x: Any) -> Any:
+        """A handle in float32 instead of bfloat16; any other as it is."""
+        if not self._is_half(x):
+            return x
+        return self.handle((x.data.astype(self.np.uint32) << 16).view(self.np.float32), self.float32)
+
+    def _narrowed(self, x: Any) -> Any:
+        """A handle of float32 in bfloat16: the nearest number, of two the even one. NaN stays NaN."""
+        np = self.np
+        bits = np.ascontiguousarray(x.data).view(np.uint32).astype(np.uint64)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return self.handle(np.where(np.isnan(x.data), 0x7FC0, rounded).astype(np.uint16), self.bfloat16)
+
+    def _multiplying(self, multiply: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(multiply)
+        def create_dot(builder: Any, a: Any, b: Any, *more: Any) -> Any:
+            return multiply(builder, self._widened(a), self._widened(b), *more)
+
+        return create_dot
+
+    def _converting(self, convert: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(convert)
+        def converted(builder: Any, source: Any, to: Any, *more: Any) -> Any:
+            if self.bfloat16 not in (source.dtype.scalar, to.scalar) or source.dtype.scalar == to.scalar:
+                return convert(builder, source, to, *more)
+            wide = self._widened(source)
+            new = self.float32 if to.scalar == self.bfloat16 else to
+            if wide.dtype.scalar != new.scalar:
+                wide = convert(builder, wide, new, *more)
+            return self._narrowed(wide) if to.scalar == self.bfloat16 else wide
+
+        return converted
+
+    def _computing(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        """Of ``compute(builder, operand, ..., operation)``."""
+
+        @functools.wraps(compute)
+        def computed(builder: Any, *arguments: Any) -> Any:
+            *operands, operation = arguments
+            if not any(map(self._is_half, operands)):
+                return compute(builder, *arguments)
+            found = compute(builder, *map(self._widened, operands), operation)
+            return found if operation in self.comparisons else self._narrowed(found)
+
+        return computed

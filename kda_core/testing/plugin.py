@@ -29,7 +29,7 @@ from kda_core.capabilities import FOREIGN_VARIABLE  # noqa: E402
 from kda_core.errors import KdaError, UnsupportedCall  # noqa: E402
 from kda_core.hookspecs import CONTRACT_VERSION  # noqa: E402
 from kda_core.plugins import registry  # noqa: E402
-from kda_core.testing.interpreter import quicken  # noqa: E402
+from kda_core.testing.interpreter import correct_bfloat16, quicken  # noqa: E402
 from kda_core.testing.report import BackendReport  # noqa: E402
 from kda_core.testing.subject import Refused, Subject  # noqa: E402
 from kda_core.testing.targets import Target, find_target  # noqa: E402
@@ -74,6 +74,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[TARGETS] = _targets(config)
     if config.getoption("interpret"):
         quicken()
+        correct_bfloat16()
     config.stash[GATHERED] = {}
 
 

@@ -35,6 +35,9 @@ RELATIVE_RMS = math.sqrt(3 / (8 * math.log(2)) / 3)
 FUNCTION_ULPS = 2
 """What exp, log and 1 / sqrt of accelerators may be off by, in units in the last place (two unit roundoffs each)."""
 
+SMALLEST_CHUNK = 32
+"""Rows of the shortest chunk that a call may ask for; kernels may take it whatever was asked for."""
+
 NOISE_POOL = 2**22
 """Random numbers made once; every place takes them from a random offset on, which costs far less than new ones."""
 
@@ -99,11 +102,18 @@ class Noise:
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         """a @ b of operands that are rounded already."""
         out = a @ b
-        if self.fine:
-            spread = (a.square() @ b.square()).add_(out.square()).sqrt_()
-            unit = self.accumulate * math.sqrt(a.shape[-1] / 2)
-            out.addcmul_(spread, self.errors(out), value=unit)
-        return out
+        return self._summed(out, a.square() @ b.square(), a.shape[-1]) if self.fine else out
+
+    def inner_product(self, a: Tensor, b: Tensor) -> Tensor:
+        """The same along the last axes, which the result keeps with one element."""
+        terms = a * b
+        out = terms.sum(-1, keepdim=True)
+        return self._summed(out, terms.square().sum(-1, keepdim=True), a.shape[-1]) if self.fine else out
+
+    def _summed(self, out: Tensor, squares: Tensor, terms: int) -> Tensor:
+        """Sums of so many terms, and of their squares, with the error of summing."""
+        spread = squares.add_(out.square()).sqrt_()
+        return out.addcmul_(spread, self.errors(out), value=self.accumulate * math.sqrt(terms / 2))
 
 
 class _Rounded(torch.autograd.Function):
@@ -154,6 +164,27 @@ class _Exp(torch.autograd.Function):
         return grad * ctx.saved_tensors[0], None, None
 
 
+class _Through(torch.autograd.Function):
+    """A chunk's decay times the state before it, which rounds nothing; the decay's gradient is a sum over a product.
+
+    Kernels keep states and their gradients between chunks in the dtype of q, and multiply what they kept. Of a
+    sequence of one chunk they have both ends as they were given.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, decay: Tensor, state: Tensor, kept: Tensor, noise: Noise) -> Tensor:
+        ctx.save_for_backward(decay, state, kept)
+        ctx.noise = noise
+        return decay * state
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        decay, state, kept = ctx.saved_tensors
+        noise = ctx.noise
+        left, right = (torch.where(kept, noise.relative(x, noise.operand), x) for x in (state, grad))
+        return noise.inner_product(left, right), decay * grad, None, None
+
+
 class _L2Norm(torch.autograd.Function):
     """x / sqrt(sum x^2 + eps), stored rounded; its gradient dy - y (y . dy) cancels along x."""
 
@@ -198,9 +229,12 @@ def _pairs(left: Tensor, right: Tensor, log_decay: Tensor, noise: Noise) -> Tens
 
 
 def _recurrence(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, noise: Noise
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, kept: Tensor, noise: Noise
 ) -> tuple[Tensor, list[Tensor]]:
-    """The chunk form over [..., NT, C, .]: o (without the scale) and the NT + 1 states at chunk starts and end."""
+    """The chunk form over [..., NT, C, .]: o (without the scale) and the NT + 1 states at chunk starts and end.
+
+    ``kept`` as in ``_Through``.
+    """
     C = q.shape[-2]
     step = noise.step
     into = _Exp.apply(log_decay.cumsum(-2), C, noise)
@@ -220,7 +254,7 @@ def _recurrence(
         at = (..., i, slice(None), slice(None))
         v_new = step(u[at] - _Product.apply(w[at], state, noise))
         outputs.append(step(_Product.apply(q_in[at], state, noise) + _Product.apply(qk[at], v_new, noise)))
-        state = step(through[at] * state) + _Product.apply(k_out[at].mT, v_new, noise)
+        state = step(_Through.apply(through[at], state, kept, noise)) + _Product.apply(k_out[at].mT, v_new, noise)
         state = _Rounded.apply(state, state_unit, noise)
         states.append(state)
     return torch.stack(outputs, -3), states
@@ -305,7 +339,8 @@ def _forward(r: Request, x: dict[str, Tensor], noise: Noise) -> tuple[Tensor, li
     state = x["initial_state"]
     if length == 0:
         return 0 * v, [state]
-    o_rows, states = _recurrence(*(rows(t) for t in (q, k, v, g, beta[..., None])), state, noise)
+    kept = torch.tensor([e - s > SMALLEST_CHUNK for _, s, e in bounds]).view(-1, 1, 1, 1)
+    o_rows, states = _recurrence(*(rows(t) for t in (q, k, v, g, beta[..., None])), state, kept, noise)
     o_rows = noise.step(r.scale * o_rows).movedim(2, 4).flatten(2, 3)
     o = torch.zeros_like(v)
     for n, (b, s, e) in enumerate(bounds):

@@ -18,14 +18,15 @@ from kda_core.errors import UnsupportedCall
 from kda_core.plugins import registry
 from kda_core.reference import DIFFERENTIABLE
 from kda_core.request import Request
-from kda_core.testing import budgets, references
+from kda_core.testing import budgets, interpreter, references
 from kda_core.testing.axes import DTYPES, axes
 from kda_core.testing.budgets import Budget, Error
 from kda_core.testing.inputs import Call, guards, placed, poisoned, same_bits
 from kda_core.testing.targets import Target
 
 INTERPRETER_LEAVES_OUT = (
-    "Triton's interpreter multiplies bfloat16 operands wrongly, and truncates where it should round to bfloat16"
+    "Triton's interpreter multiplies bfloat16 operands wrongly, and truncates where it should round to bfloat16; this "
+    "version could not be corrected"
 )
 
 INTERPRETER_DRAWS_FEWER = 4
@@ -172,8 +173,13 @@ class Subject:
 
     def takes(self, dtype: torch.dtype) -> bool:
         """Whether q, k and v may have this dtype here."""
-        wrong_here = self.target.interpreted and dtype == torch.bfloat16
+        wrong_here = self._wrong_in_bfloat16 and dtype == torch.bfloat16
         return dtype in self.info.capabilities.dtypes and not wrong_here
+
+    @property
+    def _wrong_in_bfloat16(self) -> bool:
+        """An interpreter computes that could not be corrected."""
+        return self.target.interpreted and not interpreter.bfloat16_is_right()
 
     def repeats(self, count: int) -> int:
         """How often a test makes a call again: once in the interpreter, which runs one program after another."""
@@ -216,7 +222,7 @@ class Subject:
         self.records.append(record)
         reasons = self._refusals(request, call)
         if self.target.interpreted and not reasons:
-            if self._rounds_to_bfloat16(request, call):
+            if self._wrong_in_bfloat16 and self._rounds_to_bfloat16(request, call):
                 raise record.turned_down("left out", INTERPRETER_LEAVES_OUT)
             if _chunks(request) > INTERPRETER_MOST_CHUNKS:
                 raise record.turned_down("left out", INTERPRETER_LEAVES_LONG_CALLS_OUT)

@@ -25,6 +25,9 @@ LARGEST_A_LOG = tl.constexpr(80.0)
 LOG2_DECAY_FLOOR = tl.constexpr(-1e30)
 """Stands for −inf: sums of it stay finite, and 0 · floor is 0 where 0 · −inf would be NaN."""
 
+FLOAT16_FLOOR = tl.constexpr(-512.0)
+"""The same where log2 decays become float16 numbers; 2 to it, and to any less, is 0 in float32."""
+
 MAX_RATE = tl.constexpr(2.0**100)
 """Stands for a rate exp(A_log) that overflows, so that neither 0 · rate nor differences of products become NaN."""
 
@@ -123,8 +126,8 @@ def norm_gradient(b_x, b_d):
 
 
 @triton.jit
-def log2_decay(b_g, a, bias, lower_bound, GATE: tl.constexpr):
-    """Log2 decay of a block of g, float32, floored so that it is finite (NaN stays NaN).
+def log2_decay(b_g, a, bias, lower_bound, GATE: tl.constexpr, UNIT: tl.constexpr = 1.0):
+    """UNIT times the log2 decay of a block of g, float32, floored so that it is finite (NaN stays NaN).
 
     Args:
         b_g: float32 block of g.
@@ -132,16 +135,18 @@ def log2_decay(b_g, a, bias, lower_bound, GATE: tl.constexpr):
         bias: dt_bias, broadcastable, or 0; unused without a gate.
         lower_bound: bound of the bounded gate, broadcastable (0 in rows whose decay must be 0); unused otherwise.
         GATE: "none" (g is the natural-log decay), "softplus" or "bounded".
+        UNIT: 1, or float16's (``decay.split``), which needs a higher floor: FLOAT16_FLOOR times it.
     """
+    FLOOR: tl.constexpr = LOG2_DECAY_FLOOR if UNIT == 1.0 else FLOAT16_FLOOR * UNIT
     if GATE == "bounded":
         # The sum first: products with the rate would be rounded, of which a sum that cancels leaves more.
         root = tl.rsqrt(1.0 + tl.exp2((b_g + bias) * (a * -LOG2_E)))
-        return (lower_bound * LOG2_E) * root * root
+        return tl.maximum(lower_bound * (LOG2_E * UNIT), FLOOR) * root * root
     if GATE == "softplus":
-        y = (a * -LOG2_E) * softplus(b_g + bias, False)
+        y = (a * (-LOG2_E * UNIT)) * softplus(b_g + bias, False)
     else:
-        y = b_g * LOG2_E
-    return tl.where(y < LOG2_DECAY_FLOOR, LOG2_DECAY_FLOOR, y)
+        y = b_g * (LOG2_E * UNIT)
+    return tl.where(y < FLOOR, FLOOR, y)
 
 
 @triton.jit

@@ -26,6 +26,7 @@ from kda_core.triton_lib.decay import (
     selected_sum,
     split,
     through,
+    whole_sum,
 )
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
 from kda_core.triton_lib.inverse import inverse_16, two_parts
@@ -308,14 +309,13 @@ def prepare(
     a00, a00_rest = two_parts(tl.trans(a00), dtype)
     a10, a10_rest = two_parts(tl.trans(a10), dtype)
     a11, a11_rest = two_parts(tl.trans(a11), dtype)
-    everything = (r[:, None] + r[None, :]) >= 0
     for i_k in tl.range(0, KP, BK, disable_licm=FEW_REGISTERS):
         o_k = i_k + tl.arange(0, BK)
         parts0 = _log2_decays(g, dt_bias, o_0, s_gt, valid0, o_k, rate, lower_bound, K, GATE, BOUNDED, TERMS)
         parts1 = _log2_decays(g, dt_bias, o_1, s_gt, valid1, o_k, rate, lower_bound, K, GATE, BOUNDED, TERMS)
         # A tile's whole decay, the same in each of its rows.
-        total0 = tl.exp2(selected_sum(everything, parts0, TERMS))
-        total1 = tl.exp2(selected_sum(everything, parts1, TERMS))
+        total0 = tl.exp2(whole_sum(parts0, TERMS))
+        total1 = tl.exp2(whole_sum(parts1, TERMS))
         p_decay = D + i_chunk * KP + o_k[None, :] + r[:, None] * 0
         tl.store(p_decay, total0 * total1, mask=r[:, None] == 0)
         into0 = tl.exp2(selected_sum(through(r, r), parts0, TERMS))

@@ -24,12 +24,14 @@ from kda_core.triton_lib.decay import (
     BOUNDED_LOG2_DECAY,
     BOUNDED_SCALE,
     BOUNDED_SHIFT,
+    FLOAT16_UNIT,
     after,
     selected_sum,
     split,
     straddles,
     through,
     to_reference,
+    whole_sum,
 )
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
 from kda_core.triton_lib.inverse import inverse_16, two_parts
@@ -346,7 +348,8 @@ def prepare(
     zero = tl.zeros([16, BK], tl.float32)
     p_chunk = (i_slot * HV + i_h) * (3 * C * KP)
     o_tile = r[:, None] * KP
-    everything = (r[:, None] + r[None, :]) >= 0
+    # Two float16 parts hold all but a float32's last bit, where two of bfloat16 hold 16.
+    Y_UNIT: tl.constexpr = FLOAT16_UNIT if TERMS == 2 else 1.0
     for i_k in tl.range(0, KP // BK, num_stages=STAGES):
         o_k = i_k * BK + tl.arange(0, BK)
         m_k = o_k < K
@@ -366,20 +369,20 @@ def prepare(
         bias = tl.zeros([1, BK], tl.float32)
         if dt_bias is not None:
             bias = tl.load(dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)[None, :]
-        y0 = log2_decay(b_g0, a, bias, bound0, GATE)
-        y1 = log2_decay(b_g1, a, bias, bound1, GATE)
+        y0 = log2_decay(b_g0, a, bias, bound0, GATE, Y_UNIT)
+        y1 = log2_decay(b_g1, a, bias, bound1, GATE, Y_UNIT)
         if BOUNDED and GATE != "bounded":
             # A broken promise costs accuracy, never a NaN.
-            y0 = tl.maximum(y0, BOUNDED_LOG2_DECAY)
-            y1 = tl.maximum(y1, BOUNDED_LOG2_DECAY)
+            y0 = tl.maximum(y0, BOUNDED_LOG2_DECAY * Y_UNIT)
+            y1 = tl.maximum(y1, BOUNDED_LOG2_DECAY * Y_UNIT)
         if GATE == "softplus" or (GATE == "bounded" and K < KP):
             y0 = tl.where(mask0, y0, 0.0)
             y1 = tl.where(mask1, y1, 0.0)
-        parts0 = split(y0, TERMS)
-        parts1 = split(y1, TERMS)
+        parts0 = split(y0, TERMS, Y_UNIT)
+        parts1 = split(y1, TERMS, Y_UNIT)
         # A tile's whole decay, the same in each of 16 rows: cheaper from the matrix unit than by shuffles.
-        total0 = tl.exp2(selected_sum(everything, parts0, TERMS))
-        total1 = tl.exp2(selected_sum(everything, parts1, TERMS))
+        total0 = tl.exp2(whole_sum(parts0, TERMS))
+        total1 = tl.exp2(whole_sum(parts1, TERMS))
         tl.store(D + (i_slot * HV + i_h) * KP + o_k[None, :] + r[:, None] * 0, total0 * total1, mask=r[:, None] == 0)
         p_block = keys + p_chunk + o_tile + o_k[None, :]
         if BOUNDED:

@@ -58,9 +58,14 @@ def test_decay_recurrent(kda, decay):
 
 @requires(Feature.CHUNK, Feature.INITIAL_STATE, Feature.FINAL_STATE)
 @pytest.mark.parametrize(("T", "decay"), [(16, -2.0), (64, "mild"), (150, -0.05), (300, -0.003)])
-def test_state_that_only_decays(kda, T: int, decay: str | float):
-    """Nothing is written: the final state shows every error of a sum of decays, all of the same sign."""
-    kda.check(Case(name=f"only decays {T} {decay}", T=T, K=64, decay=decay, beta=0.0, state=FP32).call())
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=["float32", "float16", "bfloat16"])
+def test_state_that_only_decays(kda, T: int, decay: str | float, dtype: torch.dtype):
+    """Nothing is written: the final state shows every error of a sum of decays, all of the same sign.
+
+    No operand is rounded then, so that 16-bit inputs have no more to lose.
+    """
+    case = Case(name=f"only decays {T} {decay}", T=T, K=64, decay=decay, beta=0.0, state=FP32, dtype=dtype)
+    kda.check(case.call())
 
 
 @requires(Feature.RECURRENT, Feature.INITIAL_STATE, Feature.FINAL_STATE)

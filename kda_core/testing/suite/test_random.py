@@ -83,6 +83,8 @@ def kind(rng: random.Random, op: str, backward: bool = False, pooled: bool = Fal
         lengths=(1,) if _often(rng, 0.5) else (),
         index_dtype=rng.choice([torch.int32, torch.int64]),
         gate=gate,
+        # Of what decays faster float16 holds nothing between a backward's kernels (here and in ``_of_kind``).
+        rate=2.0 if backward and dtype == FP16 else 16.0,
         decay=decay,
         A_log=gate != "lower bound" or _often(rng, 0.7),  # softplus needs one
         dt_bias=_often(rng, 0.5),
@@ -106,7 +108,6 @@ def _of_kind(rng: random.Random, of: Case, name: str, max_tokens: int) -> Case:
     lengths: tuple[int, ...] = ()
     if of.lengths:
         lengths = tuple(0 if _often(rng, 0.2) else _length(rng, max_tokens // 2) for _ in range(rng.randint(1, 5)))
-    # Of e⁻³⁰ a token float16 holds nothing between a backward's kernels.
     decays = ["mild", "slow", "none", "bounded", "isolated", -0.5, -8.0, -8.0 if of.dtype == FP16 else -30.0]
     return of.having(
         name=name,
