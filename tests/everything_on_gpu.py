@@ -36,6 +36,9 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"  # ROCm honours it, too
 PARTS = 6
 """Processes of each tool of compute-sanitizer."""
 
+SANITIZER_OPTIONS = {"memcheck": ("--report-api-errors", "no")}
+"""An allocation that other processes leave no memory for is none of a kernel's errors: torch tries again, or raises."""
+
 CLEAN = re.compile(r"=========( COMPUTE-SANITIZER| Target application returned an error|.* SUMMARY: 0 .*)?\s*")
 """What compute-sanitizer prints that is no finding; the program that it runs ends with an error when calls are left."""
 
@@ -76,7 +79,7 @@ def jobs(backend: str, foreign: bool, sanitizer: bool) -> list[Job]:
         Job("thorough", (*kit, "-m", "slow", "-k", "thorough"), 0.5),
         Job("fast", (*kit, "-k", "not random"), 0.35, gpus=2),
         Job("slow", (*kit, "-m", "slow", "-k", "not thorough and not gradient_offsets"), 0.15, most=4),
-        # Each of them takes most of a GPU's memory.
+        # Each of them takes gigabytes, and minutes of compiling.
         Job("gradient_offsets", (*kit, "-m", "slow", "-k", "gradient_offsets"), most=1),
         Job("random", (*kit, "-k", "random"), 0.2),
     ]
@@ -94,7 +97,7 @@ def jobs(backend: str, foreign: bool, sanitizer: bool) -> list[Job]:
 def command(job: Job, notes: Path, cores: int, seconds: float) -> list[str]:
     """What runs a job."""
     if job.tool:
-        sanitizer = ["compute-sanitizer", "--tool", job.tool]
+        sanitizer = ["compute-sanitizer", "--tool", job.tool, *SANITIZER_OPTIONS.get(job.tool, ())]
         ending = ["--notes", str(notes), "--seconds", str(max(seconds - LAST_CALL, 0))]
         return [*sanitizer, sys.executable, str(HERE / "sanitized_calls.py"), *job.arguments, *ending]
     workers = max(1, min(job.most, int(job.share * cores)))

@@ -180,11 +180,12 @@ def checks(architecture: str) -> None:
     """Print what went wrong with every call of an architecture, by name; "" where nothing did."""
     from kda_core_amd import launch
 
-    from kda_core.testing.interpreter import quicken
+    from kda_core.testing.interpreter import correct_arithmetic, quicken
     from kda_core.testing.subject import Subject
     from kda_core.testing.targets import find_target
 
     quicken()
+    correct_arithmetic()
     torch.set_num_threads(1)
     launch.architecture = lambda device: launch.ARCHITECTURES[architecture]
     subject = Subject(find_target("amd", interpret=True))

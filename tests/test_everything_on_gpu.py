@@ -98,6 +98,16 @@ def test_what_counts_as_right(tmp_path: Path):
     assert everything_on_gpu.summary(job, tmp_path)[1]
 
 
+def test_a_full_gpu_is_no_finding_of_memcheck(tmp_path: Path):
+    """Two processes of a run on an H200 had 150 lines each on allocations that torch was refused."""
+    memcheck, racecheck = (
+        everything_on_gpu.command(Job("one", (), tool=tool), tmp_path / "one.jsonl", 1, 1.0)
+        for tool in ("memcheck", "racecheck")
+    )
+    assert memcheck[:5] == ["compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no"]
+    assert "--report-api-errors" not in racecheck
+
+
 @pytest.mark.parametrize(
     ("log", "lines"),
     [

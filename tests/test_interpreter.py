@@ -68,17 +68,18 @@ def test_quickened_interpreter_gives_the_same_bits(found, backend: str):
     assert 0 < 10 * fewer < preparations
 
 
-def bfloat16_results() -> dict[str, bool]:
-    """Which results with bfloat16 are torch's, bit for bit, in a process where Triton interprets."""
+def results() -> dict[str, bool]:
+    """Which results are right, those with bfloat16 bit for bit, in a process where Triton interprets."""
     global tl  # a kernel sees no names of the function round it
     import torch
     import triton
     import triton.language as tl
 
-    from kda_core.testing.interpreter import bfloat16_is_right, correct_bfloat16
+    from kda_core.testing.interpreter import bfloat16_is_right, correct_arithmetic
 
     assert not bfloat16_is_right()
-    assert correct_bfloat16() and correct_bfloat16()
+    assert correct_arithmetic()
+    assert correct_arithmetic()
     assert bfloat16_is_right()
 
     @triton.jit
@@ -91,6 +92,11 @@ def bfloat16_results() -> dict[str, bool]:
         tl.store(negative + at, -x)
         tl.store(less + at, (x < y).to(tl.int32))
         tl.store(half + at, x.to(tl.float16))
+
+    @triton.jit
+    def multiply(a, b, product, N: tl.constexpr):
+        at = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+        tl.store(product + at, tl.dot(tl.load(a + at), tl.load(b + at), input_precision="ieee"))
 
     torch.manual_seed(0)
     N = 16
@@ -107,29 +113,35 @@ def bfloat16_results() -> dict[str, bool]:
     }
     got = {name: torch.empty_like(x) for name, x in expected.items()}
     kernel[(1,)](a, b, wide, *got.values(), N)
-    # The order in which a product is summed up is numpy's.
+    # Two numbers whose product cancels all but the last bits of another: rounded terms would leave something else.
+    x, y = torch.zeros(N, N), torch.zeros(N, N)
+    x[0, :2], y[:2, 0] = torch.tensor([1 + 2.0**-23, -1.0]), torch.tensor([1 + 2.0**-23, 1 + 2.0**-22])
+    cancelled = torch.empty(N, N)
+    multiply[(1,)](x, y, cancelled, N)
+    found = {"cancelled": cancelled[0, 0].item() == 2.0**-46}
+    # The order in which a product is summed up is torch's.
     close = {name: torch.allclose(x.float(), expected[name].float(), 1e-6, 1e-6) for name, x in got.items()}
     same = {n: torch.equal(x.nan_to_num(7.0), expected[n].nan_to_num(7.0)) for n, x in got.items() if n != "product"}
-    return close | same
+    return found | close | same
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
-def test_corrected_bfloat16_is_what_devices_have():
-    """Products of the numbers, not of their bits; arithmetic; conversions to the nearest, of two to the even one."""
+def test_corrected_arithmetic_is_that_of_devices():
+    """bfloat16: products of the numbers, not of their bits; conversions to nearest. float32: exact terms."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 6
+    assert len(found) == 7
     assert [name for name, right in found.items() if not right] == []
 
 
 def test_without_triton_there_is_nothing_to_change():
     """A machine without triton: no error."""
     code = "import sys; sys.modules['triton'] = None; import kda_core.testing.interpreter as i; "
-    code += "assert not i.quicken() and not i.correct_bfloat16() and not i.bfloat16_is_right()"
+    code += "assert not i.quicken() and not i.correct_arithmetic() and not i.bfloat16_is_right()"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
 if __name__ == "__main__":
-    print(json.dumps(bfloat16_results()))
+    print(json.dumps(results()))

@@ -1,8 +1,7 @@
 """The NVIDIA backward of ``chunk_kda`` in Triton's interpreter, against the fp64 oracle, on small and hard inputs.
 
 The interpreter must be chosen before triton is imported, so one child process (this file, run as a script) computes
-every case and prints the errors; the tests look at those. bfloat16 operands are left out: the interpreter multiplies
-them wrongly.
+every case and prints the errors; the tests look at those. float32 and float16 here.
 
 The kit's own suites run in the interpreter too; here is what calls take by size or device (segments, turns, halves of
 heads, descriptors), gradients from inputs alone and from all that a forward can keep, and inputs that the kit lacks.
@@ -270,7 +269,8 @@ def test_gradients(found, case):
 
 
 if __name__ == "__main__":
-    from kda_core.testing.interpreter import quicken
+    from kda_core.testing.interpreter import correct_arithmetic, quicken
 
     quicken()
+    correct_arithmetic()
     print(json.dumps(errors()))

@@ -1,8 +1,7 @@
 """The NVIDIA backend's kernels in Triton's interpreter, small and hard cases against an fp64 token loop.
 
 The interpreter must be chosen before triton is imported, so that a child process (this file, run as a script) does the
-work and prints what it found; the tests look at that. bfloat16 operands are left out: the interpreter multiplies
-them wrongly.
+work and prints what it found; the tests look at that. float32 and float16 here.
 
 The kit's own suites run in the interpreter too (decays, keys, gates, beta, layouts, kda_gate); here is what they leave
 out there or hold to less: a way that is bfloat16's, states in bfloat16, wide heads, a strided ``out``, the same bits
@@ -346,9 +345,10 @@ def test_configurations_fit_their_sizes(capability, heads):
 
 
 if __name__ == "__main__":
-    from kda_core.testing.interpreter import quicken
+    from kda_core.testing.interpreter import correct_arithmetic, quicken
 
     quicken()
+    correct_arithmetic()
     torch.set_num_threads(1)
     results = {name: Found() for name in PARTS}
     for name, part in PARTS.items():

@@ -427,9 +427,10 @@ def decay_keeps_its_digits() -> None:
 
 
 def main() -> None:
-    from kda_core.testing.interpreter import quicken
+    from kda_core.testing.interpreter import correct_arithmetic, quicken
 
     quicken()
+    correct_arithmetic()
     torch.set_num_threads(1)
     failures = {}
     for name, function in CHECKS.items():

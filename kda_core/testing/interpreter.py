@@ -1,11 +1,12 @@
-"""Triton's interpreter without two fifths of its time, and with bfloat16 as devices have it.
+"""Triton's interpreter without two fifths of its time, and with the numbers that devices have.
 
 It prepares ``triton.language`` for interpretation (hundreds of attributes) at every launch, and again at every call of
 a device function within one, where nothing is left to prepare: the functions of a kernel share the language. What is
 prepared, and what it does, stays the interpreter's.
 
 bfloat16 numbers are held as 16-bit integers, which products and arithmetic then work on, and conversions from float32
-cut them off (triton 3.6 to 3.9).
+cut them off (triton 3.6 to 3.9). Products in float32 are those of numpy's BLAS, which rounds differently on every CPU,
+and may round each term: where terms cancel it was 10 times as far off on one CPU as on another.
 """
 
 from __future__ import annotations
@@ -48,8 +49,14 @@ def quicken() -> bool:
     return True
 
 
-def correct_bfloat16() -> bool:
+DEPTH = 16
+"""Terms of a product that a matrix unit adds up at once."""
+
+
+def correct_arithmetic() -> bool:
     """Let the interpreter compute with bfloat16 numbers in float32, and round results and conversions to nearest.
+
+    Products with float32 accumulators are added up DEPTH terms at once, exactly, and then rounded, on every CPU.
 
     Returns:
         whether there is a triton that can be corrected in this way.
@@ -62,17 +69,17 @@ def correct_bfloat16() -> bool:
     if not all(hasattr(builder, name) for name in ("create_dot", "cast_impl", "create_fp_to_fp", "binary_op")):
         return False
     if not bfloat16_is_right():
-        _Bfloat16(interpreter).correct(builder)
+        _Arithmetic(interpreter).correct(builder)
     return True
 
 
 def bfloat16_is_right() -> bool:
-    """Whether ``correct_bfloat16`` has been at work."""
+    """Whether ``correct_arithmetic`` has been at work."""
     interpreter: Any = sys.modules.get("triton.runtime.interpreter")
     return hasattr(getattr(getattr(interpreter, "InterpreterBuilder", None), "create_dot", None), "__wrapped__")
 
 
-class _Bfloat16:
+class _Arithmetic:
     """What replaces methods of the interpreter's builder; ``np`` is its numpy."""
 
     def __init__(self, interpreter: Any) -> None:
@@ -106,8 +113,17 @@ class _Bfloat16:
 
     def _multiplying(self, multiply: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(multiply)
-        def create_dot(builder: Any, a: Any, b: Any, *more: Any) -> Any:
-            return multiply(builder, self._widened(a), self._widened(b), *more)
+        def create_dot(builder: Any, a: Any, b: Any, accumulator: Any, *more: Any) -> Any:
+            np = self.np
+            left, right, total = self._widened(a).data, self._widened(b).data, accumulator.data
+            exact = all(x.dtype in (np.float16, np.float32) for x in (left, right)) and total.dtype == np.float32
+            if not exact:
+                return multiply(builder, a, b, accumulator, *more)
+            left, right = left.astype(np.float64), right.astype(np.float64)
+            for k in range(0, left.shape[-1], DEPTH):
+                terms = left[..., k : k + DEPTH] @ right[..., k : k + DEPTH, :]
+                total = (total + terms).astype(np.float32)
+            return self.handle(total, accumulator.dtype.scalar)
 
         return create_dot
 

@@ -29,7 +29,7 @@ from kda_core.capabilities import FOREIGN_VARIABLE  # noqa: E402
 from kda_core.errors import KdaError, UnsupportedCall  # noqa: E402
 from kda_core.hookspecs import CONTRACT_VERSION  # noqa: E402
 from kda_core.plugins import registry  # noqa: E402
-from kda_core.testing.interpreter import correct_bfloat16, quicken  # noqa: E402
+from kda_core.testing.interpreter import correct_arithmetic, quicken  # noqa: E402
 from kda_core.testing.report import BackendReport  # noqa: E402
 from kda_core.testing.subject import Refused, Subject  # noqa: E402
 from kda_core.testing.targets import Target, find_target  # noqa: E402
@@ -74,7 +74,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[TARGETS] = _targets(config)
     if config.getoption("interpret"):
         quicken()
-        correct_bfloat16()
+        correct_arithmetic()
     config.stash[GATHERED] = {}
 
 
@@ -175,11 +175,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def kda(request: pytest.FixtureRequest) -> Subject:
+def kda(request: pytest.FixtureRequest) -> Iterator[Subject]:
     """The backend under test."""
     subject = Subject(request.param)
     request.node.stash[SUBJECT] = subject
-    return subject
+    yield subject
+    if request.node.get_closest_marker("slow"):
+        # Such a test may have taken most of a device's memory, which other processes need, too.
+        getattr(torch.get_device_module(subject.device), "empty_cache", lambda: None)()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -141,7 +141,10 @@ def log2_decay(b_g, a, bias, lower_bound, GATE: tl.constexpr, UNIT: tl.constexpr
     if GATE == "bounded":
         # The sum first: products with the rate would be rounded, of which a sum that cancels leaves more.
         root = tl.rsqrt(1.0 + tl.exp2((b_g + bias) * (a * -LOG2_E)))
-        return tl.maximum(lower_bound * (LOG2_E * UNIT), FLOOR) * root * root
+        bound = lower_bound * (LOG2_E * UNIT)
+        if UNIT != 1.0:
+            bound = tl.maximum(bound, FLOOR)
+        return bound * root * root
     if GATE == "softplus":
         y = (a * (-LOG2_E * UNIT)) * softplus(b_g + bias, False)
     else:

@@ -226,8 +226,8 @@ def dot_widths(dtype: torch.dtype, target: Architecture) -> tuple[int, str, str]
     """(bfloat16 terms of a decay, precision of products of operands, precision of the inverse's products).
 
     On AMD float32 products are full ones ("ieee"): only gfx942 has a shorter kind. A foreign device's matrix unit may
-    have none, and takes what comes near. The interpreter multiplies bfloat16 operands wrongly, so that decays stay
-    float32 there.
+    have none, and takes what comes near. The interpreter multiplies bfloat16 operands wrongly, unless the kit corrects
+    it, so that decays stay float32 there.
     """
     if INTERPRET:
         return 1, "ieee", "ieee"

@@ -141,13 +141,13 @@ def split_scale(scale: float, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def dot_widths(dtype: torch.dtype) -> tuple[int, str, str]:
-    """(bfloat16 terms of a decay, precision of large products, precision of 16×16 products) for an input dtype."""
+    """(16-bit terms of a decay, precision of large products, precision of 16×16 products) for an input dtype."""
     if dtype == torch.float32:
         # Three bfloat16 parts hold all of a float32; of two tf32 parts the lower is cut, which single products show.
         # Six bfloat16 products take what three of tf32 do. (The interpreter multiplies float32 whatever it is told.)
         return (1, "ieee", "ieee") if INTERPRET else (3, "bf16x6", "bf16x6")
     # tf32 operands are cut to 11 bits, not rounded: a bias that bfloat16 results hide and float16 ones do not.
-    return (1 if INTERPRET else 2), "tf32", "tf32" if dtype == torch.bfloat16 else "tf32x3"
+    return 2, "tf32", "tf32" if dtype == torch.bfloat16 else "tf32x3"
 
 
 @cache
