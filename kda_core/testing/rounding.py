@@ -4,7 +4,8 @@ The numerical budgets of the kit come from here. A kernel that works in a dtype 
 operands of every product to D and accumulates in float32; all else is float32. This module computes
 the chunk form in float64, multiplies at every such place by (1 + \delta) with random \delta, and so
 yields samples of the error that a right kernel makes. Gradients come from autograd through the same
-products: their operands, gradients included, are perturbed in the same way.
+products: their operands, gradients included, are perturbed in the same way. A state goes on from chunk to chunk as it
+is; the gradient of a chunk's decay, a sum of products of states and their gradients, takes both as kernels keep them.
 
 The noise. Round-to-nearest with unit roundoff u makes, on a significand m in [1, 2) that is
 log-uniform (Benford), an error that is uniform in +-u / m: its relative rms is u sqrt(E[1 / m^2] / 3) with

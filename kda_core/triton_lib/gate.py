@@ -126,7 +126,9 @@ def norm_gradient(b_x, b_d):
 
 
 @triton.jit
-def log2_decay(b_g, a, bias, lower_bound, GATE: tl.constexpr, UNIT: tl.constexpr = 1.0):
+def log2_decay(
+    b_g, a, bias, lower_bound, GATE: tl.constexpr, UNIT: tl.constexpr = 1.0, NEEDS_FLOOR: tl.constexpr = True
+):
     """UNIT times the log2 decay of a block of g, float32, floored so that it is finite (NaN stays NaN).
 
     Args:
@@ -136,20 +138,24 @@ def log2_decay(b_g, a, bias, lower_bound, GATE: tl.constexpr, UNIT: tl.constexpr
         lower_bound: bound of the bounded gate, broadcastable (0 in rows whose decay must be 0); unused otherwise.
         GATE: "none" (g is the natural-log decay), "softplus" or "bounded".
         UNIT: 1, or float16's (``decay.split``), which needs a higher floor: FLOAT16_FLOOR times it.
+        NEEDS_FLOOR: whether a bounded gate's bound may lie below FLOAT16_FLOOR.
     """
-    FLOOR: tl.constexpr = LOG2_DECAY_FLOOR if UNIT == 1.0 else FLOAT16_FLOOR * UNIT
     if GATE == "bounded":
         # The sum first: products with the rate would be rounded, of which a sum that cancels leaves more.
         root = tl.rsqrt(1.0 + tl.exp2((b_g + bias) * (a * -LOG2_E)))
-        bound = lower_bound * (LOG2_E * UNIT)
-        if UNIT != 1.0:
-            bound = tl.maximum(bound, FLOOR)
-        return bound * root * root
-    if GATE == "softplus":
+        if UNIT != 1.0 and NEEDS_FLOOR:
+            y = (lower_bound * LOG2_E) * root * root
+            y = tl.where(y < FLOAT16_FLOOR, FLOAT16_FLOOR, y) * UNIT
+        else:
+            y = (lower_bound * (LOG2_E * UNIT)) * root * root
+    elif GATE == "softplus":
         y = (a * (-LOG2_E * UNIT)) * softplus(b_g + bias, False)
     else:
         y = b_g * (LOG2_E * UNIT)
-    return tl.where(y < FLOOR, FLOOR, y)
+    if GATE != "bounded":
+        FLOOR: tl.constexpr = LOG2_DECAY_FLOOR if UNIT == 1.0 else FLOAT16_FLOOR * UNIT
+        y = tl.where(y < FLOOR, FLOOR, y)
+    return y
 
 
 @triton.jit

@@ -369,8 +369,8 @@ def prepare(
         bias = tl.zeros([1, BK], tl.float32)
         if dt_bias is not None:
             bias = tl.load(dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)[None, :]
-        y0 = log2_decay(b_g0, a, bias, bound0, GATE, Y_UNIT)
-        y1 = log2_decay(b_g1, a, bias, bound1, GATE, Y_UNIT)
+        y0 = log2_decay(b_g0, a, bias, bound0, GATE, Y_UNIT, not BOUNDED)
+        y1 = log2_decay(b_g1, a, bias, bound1, GATE, Y_UNIT, not BOUNDED)
         if BOUNDED and GATE != "bounded":
             # A broken promise costs accuracy, never a NaN.
             y0 = tl.maximum(y0, BOUNDED_LOG2_DECAY * Y_UNIT)

@@ -47,6 +47,16 @@ def test_lower_bound_gate_bounds(kda, bound: float):
     kda.check(case.call().having(lower_bound=bound, safe_gate=True))
 
 
+@requires(Feature.CHUNK, Feature.LOWER_BOUND_GATE)
+@pytest.mark.parametrize(("bound", "shift"), [(-1000.0, 8.0), (-1e30, 69.0), (-1e38, 0.0)])
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=["float32", "float16", "bfloat16"])
+def test_lower_bound_gate_of_a_bound_far_away(kda, bound: float, shift: float, dtype: torch.dtype):
+    """A bound that no decay comes near leaves decays as they are; one that many reach makes no NaN."""
+    case = Case(name=f"far bound {bound} {dtype}", T=40, gate="lower bound", rate=1.0, state=FP32, dtype=dtype)
+    call = case.call()
+    kda.check(call.having(lower_bound=bound, g=call.tensors["g"] - shift))
+
+
 def _bias_cancels(T: int, **fields) -> Call:
     """g and dt_bias are large, and their sums small: of products with the rate, rounding would be left."""
     case = Case(name=f"bias cancels {T}", T=T, H=3, K=64, gate="lower bound", l2norm=True, state=FP32, **fields)
