@@ -78,7 +78,7 @@ def jobs(backend: str, foreign: bool, sanitizer: bool) -> list[Job]:
     found = [
         Job("thorough", (*kit, "-m", "slow", "-k", "thorough"), 0.5),
         Job("fast", (*kit, "-k", "not random"), 0.35, gpus=2),
-        Job("slow", (*kit, "-m", "slow", "-k", "not thorough and not gradient_offsets"), 0.15, most=4),
+        Job("slow", (*kit, "-m", "slow", "-k", "not thorough and not gradient_offsets"), 0.2, most=6),
         # Each of them takes gigabytes, and minutes of compiling.
         Job("gradient_offsets", (*kit, "-m", "slow", "-k", "gradient_offsets"), most=1),
         Job("random", (*kit, "-k", "random"), 0.2),
