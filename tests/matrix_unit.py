@@ -1,6 +1,6 @@
 """Triton's interpreter with products of 16-bit operands as Hopper's matrix unit does them.
 
-The interpreter multiplies bfloat16 operands wrongly and adds float32's way. The unit aligns the products of 16 (k = 16)
+The interpreter, and the kit's correction of it, add exactly or in float32. The unit aligns the products of 16 (k = 16)
 and the accumulator to the largest of them, cuts each at the 25th bit from its leading one, adds exactly and cuts the
 result to float32. With this model a prompt's final state has the error that an H200 gave it, 6.2e-6 (docs/accuracy.md).
 It changes the interpreter for the whole process: for scripts of tests.
@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
+
+from kda_core.testing.interpreter import correct_arithmetic
 
 DEPTH = 16
 """Products that are added at once."""
@@ -52,18 +54,13 @@ def multiply(a: np.ndarray, b: np.ndarray, accumulator: np.ndarray) -> np.ndarra
 
 
 def emulate() -> None:
-    """Let the interpreter multiply so, and convert to bfloat16 what is no float32."""
-    builder: Any = interpreter.InterpreterBuilder
-    convert = builder.cast_impl
+    """Let the interpreter multiply so, with all else as the kit corrects it."""
+    correct_arithmetic()
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
         if a.dtype.scalar not in (tl.bfloat16, tl.float16):
             raise NotImplementedError(f"products of {a.dtype.scalar}")
         return interpreter.TensorHandle(multiply(_value(a), _value(b), d.data), d.dtype.scalar)
 
-    def cast_impl(self: Any, source: Any, to: Any) -> Any:
-        if to.scalar == tl.bfloat16 and source.dtype.scalar not in (tl.float32, tl.bfloat16):
-            source = interpreter.TensorHandle(source.data.astype(np.float32), tl.float32)
-        return convert(self, source, to)
-
-    builder.create_dot, builder.cast_impl = create_dot, cast_impl
+    builder: Any = interpreter.InterpreterBuilder
+    builder.create_dot = create_dot

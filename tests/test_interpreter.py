@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from importlib.util import find_spec
 
+import interpreted
 import pytest
 
 pytestmark = pytest.mark.end_to_end
@@ -45,15 +45,8 @@ BACKENDS = ("nvidia", "amd")
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict[str, tuple[str, int]]]:
     """Digest of the results and number of preparations, by way ("plain", "quicken") and backend."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     backends = [name for name in BACKENDS if find_spec(f"kda_core_{name}") is not None]
-    ways = {}
-    for how in ("plain", "quicken"):
-        command = [sys.executable, "-c", CODE, how, *backends]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr
-        ways[how] = json.loads(done.stdout.splitlines()[-1])
-    return ways
+    return {how: interpreted.printed("-c", CODE, how, *backends) for how in ("plain", "quicken")}
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
@@ -128,10 +121,7 @@ def results() -> dict[str, bool]:
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 def test_corrected_arithmetic_is_that_of_devices():
     """bfloat16: products of the numbers, not of their bits; conversions to nearest. float32: exact terms."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = interpreted.printed(__file__)
     assert len(found) == 7
     assert [name for name, right in found.items() if not right] == []
 

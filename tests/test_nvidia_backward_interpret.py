@@ -10,11 +10,9 @@ heads, descriptors), gradients from inputs alone and from all that a forward can
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
+import interpreted
 import pytest
 import torch
 
@@ -285,16 +283,7 @@ def errors():
 
 @pytest.fixture(scope="module")
 def found():
-    child = subprocess.run(
-        [sys.executable, __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert child.returncode == 0, child.stderr[-3000:]
-    return json.loads(child.stdout.splitlines()[-1])
+    return interpreted.printed(__file__)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -18,6 +18,7 @@ import sys
 from types import SimpleNamespace
 from unittest import mock
 
+import interpreted
 import pytest
 import torch
 
@@ -203,10 +204,7 @@ PARTS = {f.__name__: f for f in (bounded_decays, shapes, packing, intermediate_s
 @pytest.fixture(scope="module")
 def found():
     """What the child found, by part: one for all, for importing torch takes it longer than a part."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    child = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600)
-    assert child.returncode == 0, child.stderr[-3000:]
-    return json.loads(child.stdout.splitlines()[-1])
+    return interpreted.printed(__file__)
 
 
 @pytest.mark.parametrize("part", PARTS)

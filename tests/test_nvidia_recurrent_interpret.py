@@ -10,14 +10,12 @@ script, which reports on each.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import traceback
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
+import interpreted
 import pytest
 import torch
 from torch import Tensor
@@ -445,10 +443,7 @@ def main() -> None:
 @pytest.fixture(scope="module")
 def failures() -> dict[str, str]:
     """What went wrong, by check; "" where nothing did."""
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return interpreted.printed(__file__)
 
 
 @pytest.mark.skipif(

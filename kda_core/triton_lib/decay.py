@@ -77,7 +77,7 @@ def _weights(select, parts):
 
 @triton.jit
 def chained_sum(select, parts, TERMS: tl.constexpr, START: tl.constexpr = 0.0):
-    """``selected_sum`` in one accumulator, large parts first: of three, each small one may lose 2⁻²⁵ of the sum."""
+    """``selected_sum`` in one accumulator; of three bfloat16 parts, each small one may lose 2⁻²⁵ of the sum."""
     total = tl.full(parts[0].shape, START, tl.float32)
     weights = _weights(select, parts[0])
     if TERMS == 1:
