@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -202,6 +203,19 @@ def test_a_backend_has_its_own_jobs():
     for job in everything_on_gpu.jobs("nvidia", False, False):
         if job.name == "own":
             assert all(Path(name).exists() for name in job.arguments)
+
+
+@pytest.mark.end_to_end
+def test_every_test_of_the_kit_is_in_one_job(tmp_path: Path):
+    def collected(*arguments: str) -> list[str]:
+        line = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *arguments]
+        found = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=True)
+        return [name for name in found.stdout.splitlines() if "::" in name]
+
+    everything = collected(*KIT, "--backend=cpu", "-m", "slow or not slow")
+    assert len(everything) > 700
+    jobs = everything_on_gpu.jobs("cpu", False, False)
+    assert sorted(name for job in jobs for name in collected(*job.arguments)) == sorted(everything)
 
 
 def test_a_name_that_no_job_has(monkeypatch, tmp_path: Path):
