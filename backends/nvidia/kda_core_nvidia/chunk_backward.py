@@ -95,9 +95,6 @@ def choose(dtype: torch.dtype, kp: int, vp: int, heads: int, arch: int) -> Confi
     gradients = (min(kp, 32), min(64, max(16, vp // 2)), min(kp, 32) // 16, 3)
     if arch not in (90, 100, 103):
         # Products take both operands from registers there: less of the state to a warp, or nothing in flight.
-        if vp <= 64:
-            # Small blocks spill less there.
-            gradients = (gradients[0], 16, *gradients[2:])
         if kp > 128:
             return Config((16, 4, 2), (min(vp, 32), 8, 2), gradients)
         return Config((bv, bv // 16, 1), (bv, bv // 16, 1), gradients)
