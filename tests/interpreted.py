@@ -1,4 +1,4 @@
-"""Programs in processes of their own, where Triton interprets: it looks for that when it is imported."""
+"""Programs in processes of their own: Triton looks whether it is to interpret when it is imported."""
 
 from __future__ import annotations
 
@@ -8,14 +8,23 @@ import subprocess
 import sys
 from typing import Any
 
+FROM_OUTSIDE = ("TRITON_INTERPRET", "KDA_FOREIGN_DEVICE", "KDA_BACKEND")
+"""What a shell may say of kernels and backends, and tests may not inherit."""
+
+
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """Run python with these arguments, and with these variables in its environment."""
+    clean = {name: value for name, value in os.environ.items() if name not in FROM_OUTSIDE}
+    settings = clean | {"OMP_NUM_THREADS": "1"} | environment
+    return subprocess.run([sys.executable, *arguments], env=settings, capture_output=True, text=True, timeout=600)
+
 
 def printed(*arguments: str) -> Any:
-    """What python, called with these arguments, prints last, as JSON.
+    """What python, called with these arguments where Triton interprets, prints last, as JSON.
 
     Raises:
         AssertionError: it failed; says what it wrote to stderr.
     """
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=600)
+    done = python(*arguments, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -14,10 +14,7 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
-from kda_core.testing.interpreter import correct_arithmetic
-
-DEPTH = 16
-"""Products that are added at once."""
+from kda_core.testing.interpreter import DEPTH, correct_arithmetic
 
 KEPT_BITS = 25
 """Bits of the largest summand, from its leading one down, below which the others are cut off."""

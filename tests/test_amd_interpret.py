@@ -9,12 +9,11 @@ what went wrong, for importing torch takes longer than a small call.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import traceback
 from dataclasses import replace
 
+import interpreted
 import pytest
 import torch
 
@@ -180,12 +179,11 @@ def checks(architecture: str) -> None:
     """Print what went wrong with every call of an architecture, by name; "" where nothing did."""
     from kda_core_amd import launch
 
-    from kda_core.testing.interpreter import correct_arithmetic, quicken
+    from kda_core.testing.interpreter import improve
     from kda_core.testing.subject import Subject
     from kda_core.testing.targets import find_target
 
-    quicken()
-    correct_arithmetic()
+    improve()
     torch.set_num_threads(1)
     launch.architecture = lambda device: launch.ARCHITECTURES[architecture]
     subject = Subject(find_target("amd", interpret=True))
@@ -205,12 +203,6 @@ def checks(architecture: str) -> None:
     print(json.dumps(failures))
 
 
-def _python(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    clean = {n: v for n, v in os.environ.items() if n not in ("TRITON_INTERPRET", "KDA_FOREIGN_DEVICE", "KDA_BACKEND")}
-    settings = clean | {"OMP_NUM_THREADS": "1"} | environment
-    return subprocess.run([sys.executable, *arguments], env=settings, capture_output=True, text=True, timeout=600)
-
-
 @pytest.fixture(scope="module")
 def failures():
     """What went wrong, by name of the call, for an architecture."""
@@ -218,9 +210,7 @@ def failures():
 
     def of(architecture: str) -> dict[str, str]:
         if architecture not in found:
-            done = _python(__file__, architecture, TRITON_INTERPRET="1")
-            assert done.returncode == 0, done.stderr
-            found[architecture] = json.loads(done.stdout.splitlines()[-1])
+            found[architecture] = interpreted.printed(__file__, architecture)
         return found[architecture]
 
     return of
@@ -277,7 +267,7 @@ for call in whole:
 
 def test_only_one_long_sequence_of_few_heads_is_cut():
     """By lengths that the host knows: nothing batched or packed, whose bits must not depend on what is beside it."""
-    done = _python("-c", RULE, TRITON_INTERPRET="1")
+    done = interpreted.python("-c", RULE, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
 
 
@@ -297,7 +287,7 @@ print(json.dumps({
 
 
 def _info(**environment: str) -> dict:
-    done = _python("-c", INFO, **environment)
+    done = interpreted.python("-c", INFO, **environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -333,7 +323,7 @@ KIT = (
 @pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="this machine has a GPU")
 def test_kit_without_a_device_is_a_usage_error():
     """``--backend=amd`` without ROCm ends at once, says so, and names the two other ways."""
-    done = _python("-c", KIT.format(options=""))
+    done = interpreted.python("-c", KIT.format(options=""))
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     for words in ("not built for ROCm", "--interpret", "--foreign-device"):
         assert words in done.stdout + done.stderr
@@ -342,7 +332,7 @@ def test_kit_without_a_device_is_a_usage_error():
 @pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="this machine has a GPU")
 def test_foreign_device_needs_a_device():
     """``--foreign-device`` lifts the demand for ROCm and not that for a GPU."""
-    done = _python("-c", KIT.format(options="'--foreign-device', "))
+    done = interpreted.python("-c", KIT.format(options="'--foreign-device', "))
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "torch sees no GPU" in done.stdout + done.stderr
 

@@ -295,8 +295,7 @@ def test_gradients(found, case):
 
 
 if __name__ == "__main__":
-    from kda_core.testing.interpreter import correct_arithmetic, quicken
+    from kda_core.testing.interpreter import improve
 
-    quicken()
-    correct_arithmetic()
+    improve()
     print(json.dumps(errors()))

@@ -343,10 +343,9 @@ def test_configurations_fit_their_sizes(capability, heads):
 
 
 if __name__ == "__main__":
-    from kda_core.testing.interpreter import correct_arithmetic, quicken
+    from kda_core.testing.interpreter import improve
 
-    quicken()
-    correct_arithmetic()
+    improve()
     torch.set_num_threads(1)
     results = {name: Found() for name in PARTS}
     for name, part in PARTS.items():

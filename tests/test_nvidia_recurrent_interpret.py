@@ -425,10 +425,9 @@ def decay_keeps_its_digits() -> None:
 
 
 def main() -> None:
-    from kda_core.testing.interpreter import correct_arithmetic, quicken
+    from kda_core.testing.interpreter import improve
 
-    quicken()
-    correct_arithmetic()
+    improve()
     torch.set_num_threads(1)
     failures = {}
     for name, function in CHECKS.items():

@@ -16,7 +16,13 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
+
+
+def improve() -> None:
+    """``quicken`` and ``correct_arithmetic``, as far as this triton, if there is any, lets itself be changed."""
+    quicken()
+    correct_arithmetic()
 
 
 def quicken() -> bool:
@@ -66,10 +72,12 @@ def correct_arithmetic() -> bool:
     except ImportError:
         return False
     builder = getattr(interpreter, "InterpreterBuilder", None)
-    if not all(hasattr(builder, name) for name in ("create_dot", "cast_impl", "create_fp_to_fp", "binary_op")):
+    if not all(hasattr(builder, name) for name in _Arithmetic.WRAPPERS):
         return False
     if not bfloat16_is_right():
-        _Arithmetic(interpreter).correct(builder)
+        arithmetic = _Arithmetic(interpreter)
+        for name, wrapper in _Arithmetic.WRAPPERS.items():
+            setattr(builder, name, wrapper(arithmetic, getattr(builder, name)))
     return True
 
 
@@ -88,19 +96,12 @@ class _Arithmetic:
         names = ("less", "less_equal", "greater", "greater_equal", "equal", "not_equal")
         self.comparisons = {getattr(self.np, name) for name in names}
 
-    def correct(self, builder: Any) -> None:
-        builder.create_dot = self._multiplying(builder.create_dot)
-        for name in ("cast_impl", "create_fp_to_fp"):
-            setattr(builder, name, self._converting(getattr(builder, name)))
-        for name in ("binary_op", "unary_op"):
-            setattr(builder, name, self._computing(getattr(builder, name)))
-
-    def _is_half(self, x: Any) -> bool:
+    def _is_bfloat16(self, x: Any) -> bool:
         return x.dtype.scalar == self.bfloat16
 
     def _widened(self, x: Any) -> Any:
         """A handle in float32 instead of bfloat16; any other as it is."""
-        if not self._is_half(x):
+        if not self._is_bfloat16(x):
             return x
         return self.handle((x.data.astype(self.np.uint32) << 16).view(self.np.float32), self.float32)
 
@@ -146,9 +147,18 @@ class _Arithmetic:
         @functools.wraps(compute)
         def computed(builder: Any, *arguments: Any) -> Any:
             *operands, operation = arguments
-            if not any(map(self._is_half, operands)):
+            if not any(map(self._is_bfloat16, operands)):
                 return compute(builder, *arguments)
             found = compute(builder, *map(self._widened, operands), operation)
             return found if operation in self.comparisons else self._narrowed(found)
 
         return computed
+
+    WRAPPERS: ClassVar[dict[str, Callable[..., Any]]] = {
+        "create_dot": _multiplying,
+        "cast_impl": _converting,
+        "create_fp_to_fp": _converting,
+        "binary_op": _computing,
+        "unary_op": _computing,
+    }
+    """What is put round each method of the builder."""

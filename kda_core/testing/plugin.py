@@ -29,7 +29,7 @@ from kda_core.capabilities import FOREIGN_VARIABLE  # noqa: E402
 from kda_core.errors import KdaError, UnsupportedCall  # noqa: E402
 from kda_core.hookspecs import CONTRACT_VERSION  # noqa: E402
 from kda_core.plugins import registry  # noqa: E402
-from kda_core.testing.interpreter import correct_arithmetic, quicken  # noqa: E402
+from kda_core.testing.interpreter import improve  # noqa: E402
 from kda_core.testing.report import BackendReport  # noqa: E402
 from kda_core.testing.subject import Refused, Subject  # noqa: E402
 from kda_core.testing.targets import Target, find_target  # noqa: E402
@@ -73,8 +73,7 @@ def pytest_configure(config: pytest.Config) -> None:
         _allow_foreign_device(config)
     config.stash[TARGETS] = _targets(config)
     if config.getoption("interpret"):
-        quicken()
-        correct_arithmetic()
+        improve()
     config.stash[GATHERED] = {}
 
 

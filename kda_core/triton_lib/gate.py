@@ -144,6 +144,7 @@ def log2_decay(
         # The sum first: products with the rate would be rounded, of which a sum that cancels leaves more.
         root = tl.rsqrt(1.0 + tl.exp2((b_g + bias) * (a * -LOG2_E)))
         if UNIT != 1.0 and NEEDS_FLOOR:
+            # UNIT last: times a bound of −1e38 it is infinite.
             y = (lower_bound * LOG2_E) * root * root
             y = tl.where(y < FLOAT16_FLOOR, FLOAT16_FLOOR, y) * UNIT
         else:
