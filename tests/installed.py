@@ -15,6 +15,7 @@ from packaging.version import Version
 
 def need_backend(name: str) -> None:
     """Skip the calling test file where the wheel of a first-party backend is not installed."""
+    __tracebackhide__ = True  # pytest then names the file that is skipped
     if find_spec(f"kda_core_{name}") is None:
         wheels = "cpu" if name == "cpu" else f"cpu {name}"
         skip(f'kda-core-{name} is not installed: pip install ./backends/{name}, or make test BACKENDS="{wheels}"')
@@ -28,6 +29,7 @@ def need_package(module: str, distribution: str | None = None, at_least: str | N
         distribution: its name on the package index, where that is another one.
         at_least: the lowest version that will do.
     """
+    __tracebackhide__ = True
     distribution = distribution or module
     wanted = f"pip install '{distribution}{f'>={at_least}' if at_least else ''}'"
     if find_spec(module) is None:
@@ -40,4 +42,5 @@ def need_package(module: str, distribution: str | None = None, at_least: str | N
 
 def skip(reason: str) -> None:
     """Skip the file that is being imported."""
+    __tracebackhide__ = True
     pytest.skip(reason, allow_module_level=True)
