@@ -54,6 +54,11 @@ def milliseconds(value: float | None) -> str:
     return f"{value:.3g}"
 
 
+def digits(value: float | None) -> str:
+    """The same with the zeros at the end, so that the figures of a column are alike."""
+    return "" if value is None else f"{value:#.3g}".rstrip(".")
+
+
 def ratio(row: Row) -> str:
     """How many times fla's time is ours; empty where fla was not timed."""
     theirs, ours = median(row, FLA), median(row, OURS)
@@ -122,8 +127,8 @@ def beside_fla(name: str) -> str:
     for row in read(name)["rows"]:
         peak = row.get("peak", {})
         memory = [f"{peak[n] / GIB:.2f}" if n in peak else "" for n in (OURS, FLA)]
-        times = [milliseconds(median(row, n)) for n in (OURS, FLA)]
-        rows.append([shape(row), *times, ratio(row), milliseconds(row.get("floor")), *memory])
+        times = [digits(median(row, n)) for n in (OURS, FLA)]
+        rows.append([shape(row), *times, ratio(row), digits(row.get("floor")), *memory])
     header = ["B, T, H, K", "kda_core ms", "fla ms", "fla / kda_core", "floor ms", "kda_core GiB", "fla GiB"]
     return table(header, rows)
 
