@@ -1,7 +1,7 @@
 """Relative errors of ``chunk_kda`` against the float64 oracle: every output and gradient, beside fla 0.6 if installed.
 
     python benchmarks/accuracy.py [--backend nvidia] [--device cuda] [--one-config] [--only CASE] [--draws N]
-                                  [--json FILE] [--write docs/notes/accuracy.md]
+                                  [--json FILE] [--write docs/accuracy.md]
 
 Both get the same inputs and the same gradients of o and of the final state. The error of a result x is |x - r| / |r|
 with the oracle's r, computed in float64 from the inputs as they were rounded. ``--one-config`` takes the first

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 import inspect
 import io
+import json
 import os
 import re
 import shlex
@@ -235,10 +237,30 @@ def test_every_table_stands_in_a_page(figures):
 def test_a_changed_measurement_makes_pages_and_plots_stale(figures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for file in figures.DATA.glob("*.json"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    changed = (tmp_path / "training.json").read_text(encoding="utf-8").replace("3.908", "9.876")
-    (tmp_path / "training.json").write_text(changed, encoding="utf-8")
+    content = json.loads((tmp_path / "decode.json").read_text(encoding="utf-8"))
+    content["rows"][0]["implementations"]["kda_core"]["ms"]["median"] *= 2
+    (tmp_path / "decode.json").write_text(json.dumps(content), encoding="utf-8")
     monkeypatch.setattr(figures, "DATA", tmp_path)
-    assert list(figures.stale()) == ["docs/performance.md", "docs/images/training.svg"]
+    assert list(figures.stale()) == ["docs/performance.md"]
+    content = json.loads((tmp_path / "headline.json").read_text(encoding="utf-8"))
+    (tmp_path / "headline.json").write_text(json.dumps(content | {"more": 1}), encoding="utf-8")
+    assert list(figures.stale()) == ["docs/performance.md", "docs/images/headline.svg"]
+    (tmp_path / "headline.json").write_text(json.dumps(content | {"schema": 2}), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"headline.json: expected schema 1, got 2"):
+        list(figures.stale())
+
+
+def test_figures_take_several_peers_and_leave_out_what_failed(figures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    content = figures.read("speed")
+    row, *_ = content["rows"]
+    more = copy.deepcopy(row)
+    more["implementations"]["other"] = {"ms": {"median": 2 * more["implementations"]["kda_core"]["ms"]["median"]}}
+    failed = {n: x for n, x in row.items() if n != "implementations"} | {"failed": "OutOfMemoryError"}
+    (tmp_path / "speed.json").write_text(json.dumps(content | {"rows": [more, failed]}), encoding="utf-8")
+    monkeypatch.setattr(figures, "DATA", tmp_path)
+    header, _, line = figures.speed("speed", "training").splitlines()
+    assert "| kda_core ms | fla ms | other ms | fla / kda_core | other / kda_core |" in header
+    assert "| 2.0× |" in line
 
 
 @pytest.mark.end_to_end
@@ -260,3 +282,14 @@ def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path: Path):
     built = list((tmp_path / "site").rglob("*.html"))
     assert len(built) >= len(list((ROOT / "docs").rglob("*.md")))
     assert {page.name: found for page in built if (found := loaded.findall(page.read_text(encoding="utf-8")))} == {}
+
+
+def test_issue_forms_ask_for_kda_info():
+    yaml = pytest.importorskip("yaml")
+    forms = [path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml"]
+    assert len(forms) >= 3
+    for form in forms:
+        body = yaml.safe_load(form.read_text(encoding="utf-8"))["body"]
+        (asked,) = [item for item in body if item.get("id") == "info"]
+        assert "kda info" in asked["attributes"]["label"], form.name
+        assert asked["validations"] == {"required": True}, form.name

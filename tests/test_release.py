@@ -65,10 +65,16 @@ def test_a_wheel_must_hold_its_package_and_nothing_else(release, tree: Path):
 
 
 def test_a_release_needs_a_clean_tree_and_a_dated_section(release):
-    dated = "## [Unreleased]\n\n## [1.2.3] - 2026-01-31\n\n### Added\n\n- A thing.\n\n## [1.2.2] - 2026-01-01\n\n- Old.\n"
+    dated = (
+        "## [Unreleased]\n\n## [1.2.3] - 2026-01-31\n\n### Added\n\n- A thing.\n\n## [1.2.2] - 2026-01-01\n\n- Old.\n"
+    )
     release.check_final("1.2.3", dated, "")
-    with pytest.raises(release.ReleaseError, match="clean working tree, got:\n M README.md"):
+    with pytest.raises(release.ReleaseError, match=r"clean working tree, got:\n M README\.md"):
         release.check_final("1.2.3", dated, " M README.md\n")
-    for changelog in (dated.replace("- A thing.\n", ""), dated.replace("2026-01-31", "unreleased"), "## [Unreleased]\n"):
+    for changelog in (
+        dated.replace("- A thing.\n", ""),
+        dated.replace("2026-01-31", "unreleased"),
+        "## [Unreleased]\n",
+    ):
         with pytest.raises(release.ReleaseError, match=r"expected a section '## \[1\.2\.3\]"):
             release.check_final("1.2.3", changelog, "")

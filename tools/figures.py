@@ -4,7 +4,7 @@
     python tools/figures.py --check    # change nothing; status 1, with the names, when something is out of date
 
 A table stands in a page between ``<!-- table: NAME -->`` and ``<!-- end of table -->``. The files in ``docs/data`` are
-what the benchmarks write with ``--json``; put a new measurement in the place of an old one and run this script.
+those that ``kda bench --json`` writes (schema 1): put a new measurement in the place of an old one and run this script.
 """
 
 from __future__ import annotations
@@ -22,194 +22,252 @@ DOCS = Path(__file__).parents[1] / "docs"
 DATA = DOCS / "data"
 IMAGES = DOCS / "images"
 PAGES = (DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md")))
-OURS, FLA = "kda_core", "fla"
+
+SCHEMA = 1
+OURS, FLA, CHUNK, COPY = "kda_core", "fla", "chunk_kda", "copy"
+RAW_GATES = ("bounded", "softplus")
 CALLS = {"training": "training step", "inference": "prefill"}
+HEADLINE_SHAPE = "1,8192,96,128"
 GIB = 2**30
 SLOT = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end of table -->)", re.S)
+OUR_COLOR, OTHER_COLOR = "#3f51b5", "#b0b0b0"
 
 Row = dict[str, Any]
 
 
 def read(name: str) -> dict[str, Any]:
-    """A measurement, by the name of its file."""
-    return json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
+    """A measurement, by the name of its file.
+
+    Raises:
+        ValueError: the file is not of the schema that this script knows.
+    """
+    content = json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
+    if content.get("schema") != SCHEMA:
+        raise ValueError(f"docs/data/{name}.json: expected schema {SCHEMA}, got {content.get('schema')!r}")
+    return content
 
 
-def table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+def rows_of(name: str, *suites: str) -> list[Row]:
+    """The rows of some suites in which ours ran."""
+    return [r for r in read(name)["rows"] if r["suite"] in suites and OURS in r.get("implementations", {})]
+
+
+def headline_rows() -> list[Row]:
+    """A training step and a prefill of one shape, with everything in the operator."""
+    found = rows_of("headline", *CALLS)
+    return [row for row in found if row["gate"] in RAW_GATES and row["shape"] == HEADLINE_SHAPE]
 
 
 def median(row: Row, name: str) -> float | None:
     """Median milliseconds of an implementation, or None where it was not timed."""
-    found = row["ms"].get(name)
+    found = row["implementations"].get(name, {}).get("ms")
     return None if found is None else found["median"]
 
 
-def milliseconds(value: float | None) -> str:
-    """Three significant digits; empty where nothing was measured."""
-    if value is None:
-        return ""
-    return f"{value:.3g}"
+def others(rows: list[Row]) -> list[str]:
+    """The peers of these rows, in order."""
+    return [n for n in dict.fromkeys(n for row in rows for n in row["implementations"]) if n not in (OURS, COPY)]
+
+
+def ratio(row: Row, name: str) -> float | None:
+    """How many times the time of ours another one's is."""
+    theirs, ours = median(row, name), median(row, OURS)
+    return None if theirs is None or ours is None else theirs / ours
+
+
+def short(value: float | None) -> str:
+    """At most three significant digits; empty where nothing was measured."""
+    return "" if value is None else f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
 def digits(value: float | None) -> str:
-    """The same with the zeros at the end, so that the figures of a column are alike."""
-    return "" if value is None else f"{value:#.3g}".rstrip(".")
+    """Three significant digits, so that the figures of a column are alike."""
+    return "" if value is None else f"{value:#.3g}".rstrip(".") if value < 1000 else f"{value:,.0f}"
 
 
-def ratio(row: Row) -> str:
-    """How many times fla's time is ours; empty where fla was not timed."""
-    theirs, ours = median(row, FLA), median(row, OURS)
-    return "" if theirs is None or ours is None else f"{theirs / ours:.1f}×"
-
-
-def shape(row: Row) -> str:
-    """B, T, H, K of a row."""
-    s = row["shape"]
-    packed = f", packed in {len(s['lengths'])}" if s["lengths"] else ""
-    return f"{s['B']}, {s['T']}, {s['H']}, {s['K']}{packed}"
-
-
-def machine(name: str) -> str:
-    """What a measurement was made with, as a sentence."""
-    found = read(name)
-    versions = [f"{n} {found[n]}" for n in ("torch", "triton", "flash-linear-attention", "transformers") if n in found]
-    return f"{found['device']}; {', '.join(versions)}; {found['date']}."
+def times(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}×"
 
 
 def span(values: list[float], unit: str = "") -> str:
     """One value, or the least and the largest."""
-    low, high = milliseconds(min(values)), milliseconds(max(values))
+    low, high = short(min(values)), short(max(values))
     return f"{low}{unit}" if low == high else f"{low} to {high}{unit}"
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table, without columns in which no row has anything."""
+    kept = [i for i in range(len(header)) if i == 0 or any(row[i] for row in rows)]
+    lines = [[cells[i] for i in kept] for cells in (header, ["---"] * len(header), *rows)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def label(row: Row) -> str:
+    """B, T, H, K of a row, and what is special about it."""
+    s = row["sizes"]
+    text = f"{s['B']}, {s['T']}, {s['H']}, {s['K']}"
+    text += f", V = {s['V']}" if s["V"] != s["K"] else ""
+    text += f", HV = {s['HV']}" if s["HV"] != s["H"] else ""
+    text += f", packed in {s['N']}" if "packed" in row["shape"] else ""
+    return text + (", pool" if s["pool"] else "")
+
+
+def machine(name: str) -> str:
+    """What a measurement was made with, as a sentence."""
+    environment = read(name)["environment"]
+    versions = [f"{n} {v}" for n, v in environment["versions"].items() if n != OURS]
+    return f"{environment['device']}; {', '.join(versions)}; {environment['date']}."
 
 
 def headline_figures() -> str:
     """The three figures of the first screen: a training step, a prefill, a step's memory."""
     lines = []
-    for mode, call in (("training", "Training step"), ("inference", "Prefill")):
+    for suite, call in CALLS.items():
         parts = []
-        for gate in ("bounded", "softplus"):
-            rows = [row for row in read("headline")["rows"] if (row["mode"], row["gate"]) == (mode, gate)]
-            ours = span([row["ms"][OURS]["median"] for row in rows], " ms")
-            text = f"{ours} with the {gate} gate"
-            if rivals := [row for row in rows if FLA in row["ms"]]:
-                theirs = span([row["ms"][FLA]["median"] for row in rivals], " ms")
-                ratios = [round(row["ms"][FLA]["median"] / row["ms"][OURS]["median"], 1) for row in rivals]
-                text += f" (fla 0.6: {theirs}, {span(ratios)} times as long)"
+        for gate in RAW_GATES:
+            rows = [row for row in headline_rows() if (row["suite"], row["gate"]) == (suite, gate)]
+            text = f"{span([median(row, OURS) or 0.0 for row in rows], ' ms')} with the {gate} gate"
+            if theirs := [(median(row, FLA) or 0.0, ratio(row, FLA) or 0.0) for row in rows if median(row, FLA)]:
+                longer = span([round(r, 1) for _, r in theirs])
+                text += f" (fla: {span([ms for ms, _ in theirs], ' ms')}, {longer} times as long)"
             parts.append(text)
-        lines.append(f"- **{call}**: {', '.join(parts)}.")
-    rows = [row["peak"] for row in read("training")["rows"] if "peak" in row]
-    shares = [round(peak[OURS] / peak[FLA], 2) for peak in rows]
+        lines.append(f"- **{call.capitalize()}**: {', '.join(parts)}.")
+    peaks = [
+        [row["implementations"].get(n, {}).get("peak_bytes") for n in (OURS, FLA)]
+        for row in rows_of("speed", "training")
+    ]
+    shares = [round(ours / theirs, 2) for ours, theirs in peaks if ours and theirs]
     lines.append(f"- **Peak memory of a training step**: {span(shares)} of fla's.")
     return "\n".join(lines)
 
 
+def speed(name: str, suite: str) -> str:
+    """Times and memory of every shape."""
+    rows = rows_of(name, suite)
+    peers = others(rows)
+    body = []
+    for row in rows:
+        peaks = [row["implementations"].get(n, {}).get("peak_bytes") for n in (OURS, FLA)]
+        body.append(
+            [
+                label(row),
+                f"{row['gate']}, {row['decay']}" if row["gate"] in RAW_GATES else "given",
+                *(digits(median(row, n)) for n in (OURS, *peers)),
+                *(times(ratio(row, n)) for n in peers),
+                digits(row.get("floor_ms")),
+                *(f"{size / GIB:.2f}" if size else "" for size in peaks),
+            ]
+        )
+    header = ["B, T, H, K", "gate, decays", *(f"{n} ms" for n in (OURS, *peers)), *(f"{n} / {OURS}" for n in peers)]
+    return table([*header, "floor ms", f"{OURS} GiB", "fla GiB"], body)
+
+
 def headline() -> str:
     """A training step and a prefill with everything in the operator."""
-    rows = [
+    rows = headline_rows()
+    peers = others(rows)
+    body = [
         [
-            f"{CALLS[row['mode']]}, {row['gate']} gate, {row['decay']} decays",
-            milliseconds(median(row, OURS)),
-            milliseconds(median(row, FLA)),
-            ratio(row),
+            f"{CALLS[row['suite']]}, {row['gate']} gate, {row['decay']} decays",
+            *(short(median(row, n)) for n in (OURS, *peers)),
+            *(times(ratio(row, n)) for n in peers),
         ]
-        for row in read("headline")["rows"]
-        if row["gate"] in ("bounded", "softplus")
+        for row in rows
     ]
-    return table(["call", "kda_core ms", "fla ms", "fla / kda_core"], rows)
+    return table(["call", *(f"{n} ms" for n in (OURS, *peers)), *(f"{n} / {OURS}" for n in peers)], body)
 
 
-def beside_fla(name: str) -> str:
-    """Times and memory of every shape."""
-    rows = []
-    for row in read(name)["rows"]:
-        peak = row.get("peak", {})
-        memory = [f"{peak[n] / GIB:.2f}" if n in peak else "" for n in (OURS, FLA)]
-        times = [digits(median(row, n)) for n in (OURS, FLA)]
-        rows.append([shape(row), *times, ratio(row), digits(row.get("floor")), *memory])
-    header = ["B, T, H, K", "kda_core ms", "fla ms", "fla / kda_core", "floor ms", "kda_core GiB", "fla GiB"]
-    return table(header, rows)
-
-
-def decoding() -> str:
+def decoding(name: str) -> str:
     """Steps over a pool."""
-    rows = [
-        [
-            f"{row['state']}, {row['layout']}",
-            str(row["N"]),
-            f"{row['us'][OURS]:.1f}",
-            f"{row['us'][FLA]:.1f}",
-            f"{row['us'][FLA] / row['us'][OURS]:.1f}×",
-            f"{row['of_large_copy']:.0%}",
-        ]
-        for row in read("decoding")["rows"]
-    ]
-    return table(["pool", "sequences", "kda_core µs", "fla µs", "fla / kda_core", "of a copy's bandwidth"], rows)
+    rows = [row for row in rows_of(name, "decode") if row["sizes"]["T"] == 1]
+    peers = others(rows)
+    copy = read(name).get("copy_bytes_per_second")
+    body = []
+    for row in rows:
+        share = f"{1e3 * row['bytes'] / (median(row, OURS) or 0.0) / copy:.0%}" if copy and "bytes" in row else ""
+        micro = [median(row, n) for n in (OURS, *peers)]
+        body.append(
+            [
+                f"{row['state']}, {row['layout']}",
+                str(row["sizes"]["N"]),
+                *("" if ms is None else f"{1e3 * ms:.1f}" for ms in micro),
+                *(times(ratio(row, n)) for n in peers),
+                share,
+            ]
+        )
+    header = ["pool", "sequences", *(f"{n} µs" for n in (OURS, *peers)), *(f"{n} / {OURS}" for n in peers)]
+    return table([*header, "of a copy's bandwidth"], body)
 
 
 def prompts() -> str:
-    """Short prompts by both functions."""
-    names = ("fused_recurrent_kda", "chunk_kda")
-    rows = []
-    for row in read("prompts")["rows"]:
-        best = min(names, key=lambda n: row["us"][n])
-        cells = [f"**{row['us'][n]:.1f}**" if n == best else f"{row['us'][n]:.1f}" for n in names]
-        rows.append([str(row["N"]), str(row["T"]), *cells])
-    return table(["sequences", "tokens each", *(f"`{n}` µs" for n in names)], rows)
-
-
-def cpu() -> str:
-    """The CPU backend beside torch implementations of others."""
-    rows = [[row["call"], row["kda_core"], row["best"], row["fallback"]] for row in read("cpu")["rows"]]
-    return table(["call", "kda_core", "best of the others", "transformers' fallback"], rows)
+    """Short prompts by both functions; the faster one in bold."""
+    body = []
+    for row in rows_of("decode", "decode"):
+        if row["sizes"]["T"] == 1 or median(row, CHUNK) is None:
+            continue
+        both = [median(row, n) or 0.0 for n in (OURS, CHUNK)]
+        cells = [f"**{1e3 * ms:.1f}**" if ms == min(both) else f"{1e3 * ms:.1f}" for ms in both]
+        body.append([str(row["sizes"]["N"]), str(row["sizes"]["T"]), *cells])
+    return table(["sequences", "tokens each", "`fused_recurrent_kda` µs", "`chunk_kda` µs"], body)
 
 
 def accuracy() -> str:
-    """Errors of every case beside fla's, on a GPU."""
-    rows = read("accuracy")["rows"]
-    outputs = list(dict.fromkeys(o for row in rows for o in row["errors"][OURS]))
-    lines = [
+    """Errors of every case beside the peers'."""
+    rows = [row for row in rows_of("accuracy", "accuracy") if not row["by_length"]]
+    outputs = list(dict.fromkeys(o for row in rows for o in row["implementations"][OURS]["errors"]))
+    body = [
         [
             row["case"] if name == OURS else "",
             row["dtype"] if name == OURS else "",
             name,
-            *(f"{found[o]:.1e}" if o in found else "" for o in outputs),
+            *(f"{found['errors'][o]:.1e}" if o in found["errors"] else "" for o in outputs),
         ]
         for row in rows
-        for name, found in row["errors"].items()
+        for name, found in row["implementations"].items()
     ]
-    return table(["case", "dtype", "", *outputs], lines)
+    return table(["case", "dtype", "implementation", *outputs], body)
+
+
+def length_rows() -> list[tuple[str, Row]]:
+    """Rows of errors by length with the kind of their decays: a case is called "4096 tokens, KIND, float32"."""
+    found = rows_of("errors_by_length", "accuracy")
+    return [(row["case"].split(", ")[1], row) for row in found if row["by_length"]]
+
+
+def worst_gradient(errors: dict[str, float]) -> tuple[str, float]:
+    """The gradient with the largest error."""
+    return max(((n, e) for n, e in errors.items() if n.startswith("d")), key=lambda pair: pair[1])
 
 
 def errors_by_length() -> str:
-    """Errors of o and of the worst gradient, on the CPU."""
-    rows = []
-    for row in read("errors_by_length")["rows"]:
-        found = row["errors"]
-        gradients = {name: error for name, error in found.items() if name.startswith("d")}
-        worst = max(gradients, key=lambda n: gradients[n])
-        cells = [f"{found['o']:.1e}", f"{found['final_state']:.1e}", f"{gradients[worst]:.1e} ({worst})"]
-        rows.append([row["decay"], row["dtype"], str(row["T"]), *cells])
-    return table(["decays", "dtype", "T", "o", "final_state", "largest gradient"], rows)
+    """Errors of o, of the final state and of the worst gradient."""
+    body = []
+    for kind, row in length_rows():
+        errors = row["implementations"][OURS]["errors"]
+        name, worst = worst_gradient(errors)
+        cells = [f"{errors['o']:.1e}", f"{errors['final_state']:.1e}", f"{worst:.1e} ({name})"]
+        body.append([kind, row["dtype"], str(row["sizes"]["T"]), *cells])
+    return table(["decays", "dtype", "T", "o", "final_state", "largest gradient"], body)
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "headline-figures": headline_figures,
     "headline": headline,
     "headline-machine": lambda: machine("headline"),
-    "training": lambda: beside_fla("training"),
-    "training-machine": lambda: machine("training"),
-    "inference": lambda: beside_fla("inference"),
-    "inference-machine": lambda: machine("inference"),
-    "decoding": decoding,
-    "decoding-machine": lambda: machine("decoding"),
+    "training": lambda: speed("speed", "training"),
+    "inference": lambda: speed("speed", "inference"),
+    "speed-machine": lambda: machine("speed"),
+    "decoding": lambda: decoding("decode"),
+    "decoding-machine": lambda: machine("decode"),
     "prompts": prompts,
-    "cpu": cpu,
+    "cpu-training": lambda: speed("cpu", "training"),
+    "cpu-inference": lambda: speed("cpu", "inference"),
+    "cpu-decoding": lambda: decoding("cpu"),
     "cpu-machine": lambda: machine("cpu"),
     "accuracy": accuracy,
+    "accuracy-machine": lambda: machine("accuracy"),
     "errors-by-length": errors_by_length,
+    "errors-by-length-machine": lambda: machine("errors_by_length"),
 }
 
 
@@ -218,16 +276,16 @@ def filled(page: str) -> str:
     return SLOT.sub(lambda m: f"{m[1]}\n{TABLES[m['name']]()}\n\n{m[3]}", page)
 
 
-def times(figure: Any) -> None:
+def draw_headline(figure: Any) -> None:
     """Milliseconds of the headline's calls, ours above fla's."""
-    rows = [row for row in read("headline")["rows"] if row["gate"] in ("bounded", "softplus")][::-1]
+    rows = headline_rows()[::-1]
     axes = figure.subplots()
-    for name, offset, color in ((OURS, 0.2, "#3f51b5"), (FLA, -0.2, "#b0b0b0")):
-        timed = [(i, row["ms"][name]["median"]) for i, row in enumerate(rows) if name in row["ms"]]
+    for name, offset, color in ((OURS, 0.2, OUR_COLOR), (FLA, -0.2, OTHER_COLOR)):
+        timed = [(i, ms) for i, row in enumerate(rows) if (ms := median(row, name)) is not None]
         axes.barh([i + offset for i, _ in timed], [ms for _, ms in timed], height=0.38, color=color, label=name)
         for i, ms in timed:
-            axes.text(ms, i + offset, f" {milliseconds(ms)}", va="center", fontsize=8)
-    labels = [f"{CALLS[row['mode']]}\n{row['gate']} gate, {row['decay']} decays" for row in rows]
+            axes.text(ms, i + offset, f" {short(ms)}", va="center", fontsize=8)
+    labels = [f"{CALLS[row['suite']]}\n{row['gate']} gate, {row['decay']} decays" for row in rows]
     axes.set_yticks(range(len(rows)), labels, fontsize=8)
     axes.set_xlabel("milliseconds (less is better)")
     axes.legend(loc="lower right", fontsize=8)
@@ -235,60 +293,64 @@ def times(figure: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def ratios(figure: Any, name: str) -> None:
-    """How many times fla's time is ours, one bar a shape, with both times."""
-    rows = [row for row in read(name)["rows"] if FLA in row["ms"]][::-1]
+def draw_ratios(figure: Any, suite: str) -> None:
+    """How many times fla's time is ours, one bar a row, with both times."""
+    rows = [row for row in rows_of("speed", suite) if median(row, FLA) is not None][::-1]
     axes = figure.subplots()
     for i, row in enumerate(rows):
-        ours, theirs = row["ms"][OURS]["median"], row["ms"][FLA]["median"]
-        axes.barh(i, theirs / ours, height=0.6, color="#3f51b5")
-        axes.text(theirs / ours, i, f" {milliseconds(ours)} ms, fla {milliseconds(theirs)} ms", va="center", fontsize=8)
+        factor = ratio(row, FLA) or 0.0
+        text = f" {digits(median(row, OURS))} ms, fla {digits(median(row, FLA))} ms"
+        axes.barh(i, factor, height=0.6, color=OUR_COLOR)
+        axes.text(factor, i, text, va="center", fontsize=8)
     axes.axvline(1.0, color="#808080", linewidth=0.8)
-    axes.set_yticks(range(len(rows)), [shape(row) for row in rows], fontsize=8)
+    kinds = {(row["gate"], row["decay"]) for row in rows}
+    labels = [label(row) + (f"\n{row['gate']}, {row['decay']}" if len(kinds) > 1 else "") for row in rows]
+    axes.set_yticks(range(len(rows)), labels, fontsize=8)
     axes.set(xlabel="fla's time over kda_core's (more is better)", ylabel="B, T, H, K")
     axes.margins(x=0.3)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def errors_by_case(figure: Any) -> None:
-    """Error of o and of every gradient, ours over fla's."""
-    rows = [row for row in read("accuracy")["rows"] if row["dtype"] != "fp32"]
+def draw_errors_by_case(figure: Any) -> None:
+    """Error of every result, ours over fla's, one line of dots a case. fla multiplies float32 in tf32: left out."""
+    rows = [row for row in rows_of("accuracy", "accuracy") if not row["by_length"] and row["dtype"] != "float32"]
+    rows = [row for row in rows if FLA in row["implementations"]][::-1]
     axes = figure.subplots()
-    outputs = list(dict.fromkeys(o for row in rows for o in row["errors"][OURS]))
-    for i, row in enumerate(rows[::-1]):
-        ours, theirs = row["errors"][OURS], row["errors"][FLA]
-        axes.scatter([ours[o] / theirs[o] for o in outputs if o in ours], [i] * len(ours), s=14, color="#3f51b5")
+    for i, row in enumerate(rows):
+        ours, theirs = (row["implementations"][n]["errors"] for n in (OURS, FLA))
+        axes.scatter([ours[o] / theirs[o] for o in ours], [i] * len(ours), s=14, color=OUR_COLOR)
     axes.axvline(1.0, color="#808080", linewidth=0.8)
-    axes.set_yticks(range(len(rows)), [f"{row['case']} ({row['dtype']})" for row in rows[::-1]], fontsize=8)
+    axes.set_yticks(range(len(rows)), [f"{row['case']} ({row['dtype']})" for row in rows], fontsize=8)
     axes.set(xscale="log", xlabel="error of each result over fla's (left of 1 is better)")
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def errors_over_length(figure: Any) -> None:
-    """Error of o and of the worst gradient against T, one panel a kind of decay."""
-    rows = read("errors_by_length")["rows"]
-    decays = list(dict.fromkeys(row["decay"] for row in rows))
-    colors = {"float32": "#3f51b5", "float16": "#00897b", "bfloat16": "#d84315"}
-    panels = figure.subplots(1, len(decays), sharey=True, squeeze=False)[0]
-    for panel, decay in zip(panels, decays, strict=True):
+def draw_errors_by_length(figure: Any) -> None:
+    """Error of o and of the worst gradient against T, one panel a kind of decays."""
+    found = length_rows()
+    kinds = list(dict.fromkeys(kind for kind, _ in found))
+    colors = {"float32": OUR_COLOR, "float16": "#00897b", "bfloat16": "#d84315"}
+    panels = figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0]
+    for panel, kind in zip(panels, kinds, strict=True):
         for dtype, color in colors.items():
-            chosen = [row for row in rows if (row["decay"], row["dtype"]) == (decay, dtype)]
-            lengths = [row["T"] for row in chosen]
-            worst = [max(e for n, e in row["errors"].items() if n.startswith("d")) for row in chosen]
-            panel.loglog(lengths, [row["errors"]["o"] for row in chosen], "o-", color=color, label=f"{dtype}, o")
+            rows = [row for k, row in found if (k, row["dtype"]) == (kind, dtype)]
+            lengths = [row["sizes"]["T"] for row in rows]
+            errors = [row["implementations"][OURS]["errors"] for row in rows]
+            panel.loglog(lengths, [e["o"] for e in errors], "o-", color=color, label=f"{dtype}, o")
+            worst = [worst_gradient(e)[1] for e in errors]
             panel.loglog(lengths, worst, "x--", color=color, label=f"{dtype}, worst gradient")
-        panel.set(title=f"{decay} decays", xlabel="tokens")
+        panel.set(title=kind, xlabel="tokens")
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("relative error")
     panels[-1].legend(fontsize=7)
 
 
 PLOTS: dict[str, tuple[str, Callable[[Any], None], tuple[float, float]]] = {
-    "headline": ("headline", times, (7.0, 3.2)),
-    "training": ("training", lambda figure: ratios(figure, "training"), (7.0, 3.4)),
-    "inference": ("inference", lambda figure: ratios(figure, "inference"), (7.0, 3.6)),
-    "errors_by_case": ("accuracy", errors_by_case, (7.0, 3.6)),
-    "errors_by_length": ("errors_by_length", errors_over_length, (7.5, 3.4)),
+    "headline": ("headline", draw_headline, (7.0, 3.2)),
+    "training": ("speed", lambda figure: draw_ratios(figure, "training"), (7.0, 3.4)),
+    "inference": ("speed", lambda figure: draw_ratios(figure, "inference"), (7.0, 3.6)),
+    "errors_by_case": ("accuracy", draw_errors_by_case, (7.0, 3.6)),
+    "errors_by_length": ("errors_by_length", draw_errors_by_length, (7.5, 3.4)),
 }
 """By name: the measurement, what draws it, and the size in inches."""
 
