@@ -74,6 +74,12 @@ def run_python(name: str, slow: bool) -> None:
     assert output.getvalue().splitlines() == printed
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_every_block_is_run_or_says_why():
     everything = [block for name in NAMES for block in pages.blocks(name)]
     for block in everything:
@@ -202,8 +208,10 @@ def test_the_argument_table_lists_every_argument_of_every_function():
 @pytest.mark.parametrize("name", NAMES)
 def test_paths_and_make_targets_exist(name: str):
     text = pages.read(name)
-    for path in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
-        assert (ROOT / name).parent.joinpath(path).exists(), path
+    for path, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", text):
+        target = (ROOT / name).parent.joinpath(path) if path else ROOT / name
+        assert target.exists(), path
+        assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
     for path in PATH.findall(text):
         assert (ROOT / path).exists(), path
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")

@@ -81,8 +81,19 @@ def short(value: float | None) -> str:
 
 
 def digits(value: float | None) -> str:
-    """Three significant digits, so that the figures of a column are alike."""
-    return "" if value is None else f"{value:#.3g}".rstrip(".") if value < 1000 else f"{value:,.0f}"
+    """Three significant digits, or three decimals, so that the figures of a column are alike."""
+    if value is None:
+        return ""
+    if value < 1:
+        return f"{value:.3f}"
+    return f"{value:#.3g}".rstrip(".") if value < 1000 else f"{value:,.0f}"
+
+
+def microseconds(milliseconds: float | None) -> str:
+    """A step's time with one decimal, or with a thousands separator."""
+    if milliseconds is None:
+        return ""
+    return f"{1e3 * milliseconds:.1f}" if milliseconds < 1 else f"{1e3 * milliseconds:,.0f}"
 
 
 def times(value: float | None) -> str:
@@ -185,12 +196,11 @@ def decoding(name: str) -> str:
     body = []
     for row in rows:
         share = f"{1e3 * row['bytes'] / (median(row, OURS) or 0.0) / copy:.0%}" if copy and "bytes" in row else ""
-        micro = [median(row, n) for n in (OURS, *peers)]
         body.append(
             [
                 f"{row['state']}, {row['layout']}",
                 str(row["sizes"]["N"]),
-                *("" if ms is None else f"{1e3 * ms:.1f}" for ms in micro),
+                *(microseconds(median(row, n)) for n in (OURS, *peers)),
                 *(times(ratio(row, n)) for n in peers),
                 share,
             ]
@@ -206,7 +216,7 @@ def prompts() -> str:
         if row["sizes"]["T"] == 1 or median(row, CHUNK) is None:
             continue
         both = [median(row, n) or 0.0 for n in (OURS, CHUNK)]
-        cells = [f"**{1e3 * ms:.1f}**" if ms == min(both) else f"{1e3 * ms:.1f}" for ms in both]
+        cells = [f"**{microseconds(ms)}**" if ms == min(both) else microseconds(ms) for ms in both]
         body.append([str(row["sizes"]["N"]), str(row["sizes"]["T"]), *cells])
     return table(["sequences", "tokens each", "`fused_recurrent_kda` µs", "`chunk_kda` µs"], body)
 
