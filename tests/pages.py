@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGES = (*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")), *sorted((ROOT / "docs").rglob("*.md")))
+PAGES = (
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+)
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 SHELLS = ("sh", "console")
