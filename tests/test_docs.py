@@ -42,6 +42,11 @@ NOT_RUN = {
 RUN_BY = {"docs/write_a_backend.md": "tests/test_outside_backend.py"}
 """Pages whose blocks are files of a wheel and commands about it: the test builds, installs and runs them."""
 
+needs_the_cpu_backend = pytest.mark.skipif(
+    importlib.util.find_spec("kda_core_cpu") is None,
+    reason="kda-core-cpu is not installed: pip install ./backends/cpu",
+)
+
 PATH = re.compile(r"`((?:kda_core|backends|benchmarks|docs|examples|requirements|tests|tools|\.ci|\.github)/[\w./-]*)`")
 
 
@@ -114,6 +119,7 @@ def test_the_quick_start_trains_decodes_and_serves():
     assert len(pages.blocks("docs/quick_start.md", "python")) == 3
 
 
+@needs_the_cpu_backend
 @pytest.mark.end_to_end
 @pytest.mark.parametrize("name", pages_with("pycon"))
 def test_sessions_answer_as_shown(name: str, tmp_path: Path):
@@ -142,6 +148,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@needs_the_cpu_backend
 @pytest.mark.end_to_end
 @pytest.mark.parametrize("block", run_here(*pages.SHELLS), ids=str)
 def test_commands_run(block: Block, checkout: Path):

@@ -55,7 +55,18 @@ def rows_of(name: str, *suites: str) -> list[Row]:
 def headline_rows() -> list[Row]:
     """A training step and a prefill of one shape, with everything in the operator."""
     found = rows_of("headline", *CALLS)
-    return [row for row in found if row["gate"] in RAW_GATES and row["shape"] == HEADLINE_SHAPE]
+    chosen = [row for row in found if row["gate"] in RAW_GATES and row["shape"] == HEADLINE_SHAPE]
+    missing = {(s, g) for s in CALLS for g in RAW_GATES} - {(row["suite"], row["gate"]) for row in chosen}
+    if missing:
+        raise ValueError(
+            f"docs/data/headline.json: expected rows of {HEADLINE_SHAPE} for {sorted(missing)}, found none"
+        )
+    return chosen
+
+
+def errors_of(row: Row, name: str) -> dict[str, float]:
+    """Errors by result; the JSON spells numbers that are not finite."""
+    return {n: float(x) for n, x in row["implementations"][name]["errors"].items()}
 
 
 def median(row: Row, name: str) -> float | None:
@@ -224,17 +235,13 @@ def prompts() -> str:
 def accuracy() -> str:
     """Errors of every case beside the peers'."""
     rows = [row for row in rows_of("accuracy", "accuracy") if not row["by_length"]]
-    outputs = list(dict.fromkeys(o for row in rows for o in row["implementations"][OURS]["errors"]))
-    body = [
-        [
-            row["case"] if name == OURS else "",
-            row["dtype"] if name == OURS else "",
-            name,
-            *(f"{found['errors'][o]:.1e}" if o in found["errors"] else "" for o in outputs),
-        ]
-        for row in rows
-        for name, found in row["implementations"].items()
-    ]
+    outputs = list(dict.fromkeys(o for row in rows for o in errors_of(row, OURS)))
+    body = []
+    for row in rows:
+        for name in row["implementations"]:
+            found = errors_of(row, name)
+            first = [row["case"], row["dtype"]] if name == OURS else ["", ""]
+            body.append([*first, name, *(f"{found[o]:.1e}" if o in found else "" for o in outputs)])
     return table(["case", "dtype", "implementation", *outputs], body)
 
 
@@ -253,7 +260,7 @@ def errors_by_length() -> str:
     """Errors of o, of the final state and of the worst gradient."""
     body = []
     for kind, row in length_rows():
-        errors = row["implementations"][OURS]["errors"]
+        errors = errors_of(row, OURS)
         name, worst = worst_gradient(errors)
         cells = [f"{errors['o']:.1e}", f"{errors['final_state']:.1e}", f"{worst:.1e} ({name})"]
         body.append([kind, row["dtype"], str(row["sizes"]["T"]), *cells])
@@ -327,8 +334,8 @@ def draw_errors_by_case(figure: Any) -> None:
     rows = [row for row in rows if FLA in row["implementations"]][::-1]
     axes = figure.subplots()
     for i, row in enumerate(rows):
-        ours, theirs = (row["implementations"][n]["errors"] for n in (OURS, FLA))
-        axes.scatter([ours[o] / theirs[o] for o in ours], [i] * len(ours), s=14, color=OUR_COLOR)
+        ours, theirs = errors_of(row, OURS), errors_of(row, FLA)
+        axes.scatter([error / theirs[o] for o, error in ours.items()], [i] * len(ours), s=14, color=OUR_COLOR)
     axes.axvline(1.0, color="#808080", linewidth=0.8)
     axes.set_yticks(range(len(rows)), [f"{row['case']} ({row['dtype']})" for row in rows], fontsize=8)
     axes.set(xscale="log", xlabel="error of each result over fla's (left of 1 is better)")
@@ -345,7 +352,7 @@ def draw_errors_by_length(figure: Any) -> None:
         for dtype, color in colors.items():
             rows = [row for k, row in found if (k, row["dtype"]) == (kind, dtype)]
             lengths = [row["sizes"]["T"] for row in rows]
-            errors = [row["implementations"][OURS]["errors"] for row in rows]
+            errors = [errors_of(row, OURS) for row in rows]
             panel.loglog(lengths, [e["o"] for e in errors], "o-", color=color, label=f"{dtype}, o")
             worst = [worst_gradient(e)[1] for e in errors]
             panel.loglog(lengths, worst, "x--", color=color, label=f"{dtype}, worst gradient")
