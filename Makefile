@@ -113,3 +113,17 @@ $(STAMPS)/installed: $(STAMPS)/BACKENDS.value $(STAMPS)/demo $(call WHEELS,core 
 	@echo "environment: wheels of kda-core and of its backends: $(BACKENDS)"
 	@$(PIP) install --no-compile --no-deps --force-reinstall $(DIST)/kda_core-*.whl $(foreach b,$(BACKENDS),$(DIST)/kda_core_$(b)-*.whl)
 	@touch $@
+
+# The site's tools and twine need neither torch nor the wheels.
+$(STAMPS)/docs $(STAMPS)/release: $(STAMPS)/%: requirements/%.txt $(CONSTRAINTS) $(STAMPS)/venv
+	@echo "environment: requirements/$*.txt"
+	@$(PIP) install --no-compile -r $<
+	@touch $@
+
+.PHONY: docs release
+
+docs: $(STAMPS)/docs ## Build the documentation's site in build/site; warnings are errors.
+	NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs build --strict
+
+release: $(STAMPS)/build $(STAMPS)/release ## Build and check what a release would upload; upload nothing.
+	$(VENV_PYTHON) tools/release.py --torch '$(TORCH)' $(RELEASE_ARGS)
