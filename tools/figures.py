@@ -80,6 +80,12 @@ def others(rows: list[Row]) -> list[str]:
     return [n for n in dict.fromkeys(n for row in rows for n in row["implementations"]) if n not in (OURS, COPY)]
 
 
+def replayed(row: Row, name: str) -> float | None:
+    """Median milliseconds without the host, or None where it was not measured."""
+    found = row["implementations"].get(name, {}).get("device_ms")
+    return None if found is None else found["median"]
+
+
 def ratio(row: Row, name: str) -> float | None:
     """How many times the time of ours another one's is."""
     theirs, ours = median(row, name), median(row, OURS)
@@ -156,7 +162,7 @@ def headline_figures() -> str:
         lines.append(f"- **{call.capitalize()}**: {', '.join(parts)}.")
     peaks = [
         [row["implementations"].get(n, {}).get("peak_bytes") for n in (OURS, FLA)]
-        for row in rows_of("speed", "training")
+        for row in (*rows_of("headline", "training"), *rows_of("speed", "training"))
     ]
     shares = [round(ours / theirs, 2) for ours, theirs in peaks if ours and theirs]
     lines.append(f"- **Peak memory of a training step**: {span(shares)} of fla's.")
@@ -176,11 +182,13 @@ def speed(name: str, suite: str) -> str:
                 f"{row['gate']}, {row['decay']}" if row["gate"] in RAW_GATES else "given",
                 *(digits(median(row, n)) for n in (OURS, *peers)),
                 *(times(ratio(row, n)) for n in peers),
+                *(digits(replayed(row, n)) for n in (OURS, *peers)),
                 digits(row.get("floor_ms")),
                 *(f"{size / GIB:.2f}" if size else "" for size in peaks),
             ]
         )
     header = ["B, T, H, K", "gate, decays", *(f"{n} ms" for n in (OURS, *peers)), *(f"{n} / {OURS}" for n in peers)]
+    header += [f"{n} replayed ms" for n in (OURS, *peers)]
     return table([*header, "floor ms", f"{OURS} GiB", "fla GiB"], body)
 
 
@@ -271,8 +279,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "headline-figures": headline_figures,
     "headline": headline,
     "headline-machine": lambda: machine("headline"),
-    "training": lambda: speed("speed", "training"),
-    "inference": lambda: speed("speed", "inference"),
+    "training": lambda: speed("headline", "training"),
+    "inference": lambda: speed("headline", "inference"),
+    "training-given": lambda: speed("speed", "training"),
+    "inference-more": lambda: speed("speed", "inference"),
     "speed-machine": lambda: machine("speed"),
     "decoding": lambda: decoding("decode"),
     "decoding-machine": lambda: machine("decode"),
@@ -311,8 +321,9 @@ def draw_headline(figure: Any) -> None:
 
 
 def draw_ratios(figure: Any, suite: str) -> None:
-    """How many times fla's time is ours, one bar a row, with both times."""
-    rows = [row for row in rows_of("speed", suite) if median(row, FLA) is not None][::-1]
+    """How many times fla's time is ours, one bar a row with random decays, with both times."""
+    rows = [row for row in rows_of("headline", suite) if median(row, FLA) is not None and row["decay"] == "random"]
+    rows.reverse()
     axes = figure.subplots()
     for i, row in enumerate(rows):
         factor = ratio(row, FLA) or 0.0
@@ -321,7 +332,7 @@ def draw_ratios(figure: Any, suite: str) -> None:
         axes.text(factor, i, text, va="center", fontsize=8)
     axes.axvline(1.0, color="#808080", linewidth=0.8)
     kinds = {(row["gate"], row["decay"]) for row in rows}
-    labels = [label(row) + (f"\n{row['gate']}, {row['decay']}" if len(kinds) > 1 else "") for row in rows]
+    labels = [label(row) + (f"\n{row['gate']} gate" if len(kinds) > 1 else "") for row in rows]
     axes.set_yticks(range(len(rows)), labels, fontsize=8)
     axes.set(xlabel="fla's time over kda_core's (more is better)", ylabel="B, T, H, K")
     axes.margins(x=0.3)
@@ -363,9 +374,9 @@ def draw_errors_by_length(figure: Any) -> None:
 
 
 PLOTS: dict[str, tuple[str, Callable[[Any], None], tuple[float, float]]] = {
-    "headline": ("headline", draw_headline, (7.0, 3.2)),
-    "training": ("speed", lambda figure: draw_ratios(figure, "training"), (7.0, 3.4)),
-    "inference": ("speed", lambda figure: draw_ratios(figure, "inference"), (7.0, 3.6)),
+    "headline": ("headline", draw_headline, (7.0, 3.8)),
+    "training": ("headline", lambda figure: draw_ratios(figure, "training"), (7.0, 4.4)),
+    "inference": ("headline", lambda figure: draw_ratios(figure, "inference"), (7.0, 5.6)),
     "errors_by_case": ("accuracy", draw_errors_by_case, (7.0, 3.6)),
     "errors_by_length": ("errors_by_length", draw_errors_by_length, (7.5, 3.4)),
 }
