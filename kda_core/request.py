@@ -8,13 +8,13 @@ heads, K and V head dimensions, N sequences, C chunk size.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from kda_core.capabilities import Feature
+from kda_core.lazy_attribute import lazy_attribute
 
 Op = Literal["chunk_kda", "fused_recurrent_kda"]
 
@@ -137,7 +137,7 @@ class Request:
         last = (self.V, self.K) if self.state_v_first else (self.K, self.V)
         return (self.N, self.HV, *last)
 
-    @cached_property
+    @lazy_attribute
     def features(self) -> frozenset[Feature]:
         """The features that this call needs."""
         return frozenset(_features(self))
@@ -189,7 +189,7 @@ class GateRequest:
         """float32, or float64 when g is float64."""
         return torch.float64 if self.g.dtype == torch.float64 else torch.float32
 
-    @cached_property
+    @lazy_attribute
     def features(self) -> frozenset[Feature]:
         """The features that this call needs."""
         needed = {Feature.GATE, Feature.SOFTPLUS_GATE if self.lower_bound is None else Feature.LOWER_BOUND_GATE}

@@ -53,8 +53,9 @@ def test_the_session_about_errors_and_backends_answers_as_shown(tmp_path: Path):
     (tmp_path / "session.txt").write_text(session, encoding="utf-8")
     run = """
 import doctest, importlib.metadata as metadata, sys
-found = metadata.entry_points
-metadata.entry_points = lambda **selection: [e for e in found(**selection) if e.name == "cpu"]
+found = metadata.entry_points()
+seen = metadata.EntryPoints(e for group in found.groups for e in found.select(group=group) if e.name == "cpu")
+metadata.entry_points = lambda **selection: seen.select(**selection) if selection else seen
 sys.exit(doctest.testfile(sys.argv[1], module_relative=False, optionflags=doctest.ELLIPSIS, encoding="utf-8").failed)
 """
     environment = {name: value for name, value in os.environ.items() if name != "KDA_BACKEND"}

@@ -398,10 +398,21 @@ def test_explain_takes_the_calls_arguments_and_names_the_op():
 class EntryPoint:
     """An entry point whose module does something when it is imported."""
 
-    dist = None
+    group, dist = ENTRY_POINT_GROUP, None
 
     def __init__(self, name, load=None):
         self.name, self.value, self.load = name, f"{name}.plugin", load
+
+
+class EntryPoints(list):
+    """What importlib.metadata finds."""
+
+    @property
+    def groups(self):
+        return {e.group for e in self}
+
+    def select(self, group):
+        return [e for e in self if e.group == group]
 
 
 def interrupted():
@@ -413,7 +424,7 @@ def found(monkeypatch):
     """A registry of its own that finds an entry point, and what to set its import to."""
     # By name one comes before it and one after it.
     first, own, last = EntryPoint("a", lambda: Toy("toy")), EntryPoint("foreign"), EntryPoint("z", lambda: Toy("last"))
-    monkeypatch.setattr(plugins.metadata, "entry_points", lambda group: [last, own, first])
+    monkeypatch.setattr(plugins.metadata, "entry_points", lambda: EntryPoints([last, own, first]))
     fresh = Registry()
     fresh.import_by = lambda do: setattr(own, "load", do)
     return fresh
