@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from kda_core import eager, ops, plugins
+from kda_core import checks, eager, ops, plugins
 from kda_core.plugins import Explanation, LedgerEntry, registry
 from kda_core.request import GateRequest, Request, build_request
 
@@ -114,8 +114,8 @@ def chunk_kda(
     """
     if transpose_state_layout is not None:
         state_v_first = _renamed_layout(state_v_first, transpose_state_layout)
-    if max_num_seqs is not None:
-        _check_max_num_seqs(max_num_seqs, use_graph, cu_seqlens)
+    if use_graph is not False or max_num_seqs is not None:
+        _check_graph_options(max_num_seqs, use_graph, cu_seqlens)
     request = build_request(
         {
             "op": "chunk_kda",
@@ -284,6 +284,8 @@ def kda_gate(
     if forward_ad._current_level >= 0:
         _refuse_tangents(request)
     if compiling or any(map(eager.needs_operator, (g, A_log, dt_bias))):
+        if not compiling:
+            _prepare_for_operator(request)
         return ops.call_gate(request, name)
     chosen = registry.choose(request, name)
     if request.save_for_backward:
@@ -347,12 +349,17 @@ def _renamed_layout(state_v_first: bool, transpose_state_layout: bool) -> bool:
     return transpose_state_layout
 
 
-def _check_max_num_seqs(max_num_seqs: int, use_graph: bool, cu_seqlens: Tensor | None) -> None:
+def _check_graph_options(max_num_seqs: int | None, use_graph: bool, cu_seqlens: Tensor | None) -> None:
+    max_num_seqs, use_graph = checks.python_value(max_num_seqs), checks.python_value(use_graph)
+    if not isinstance(use_graph, bool):
+        raise TypeError(f"use_graph: expected True or False, got {use_graph!r}")
+    if max_num_seqs is None:
+        return
     if isinstance(max_num_seqs, bool) or not isinstance(max_num_seqs, (int, torch.SymInt)):
         raise TypeError(f"max_num_seqs: expected an int, got {type(max_num_seqs).__name__}")
     if not use_graph or cu_seqlens is None:
         raise ValueError(f"max_num_seqs: expected use_graph=True and cu_seqlens beside it, got {max_num_seqs} alone")
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1:
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.is_nested or cu_seqlens.dim() != 1:
         return  # refused by the checks, which say what it has to be
     if cu_seqlens.shape[0] != max_num_seqs + 1:
         raise ValueError(
@@ -375,18 +382,21 @@ def _check_differentiable(request: Request) -> None:
 
 
 def _default_scale(q: Tensor) -> float:
-    # A q that is no tensor of rank 4 is refused, with its name, by the checks.
-    shape: tuple[int, ...] = getattr(q, "shape", ())
-    return shape[3] ** -0.5 if len(shape) == 4 and shape[3] else 1.0
+    # A q that is no tensor of rank 4, or a nested one, which has no shape, is refused with its name by the checks.
+    try:
+        shape: tuple[int, ...] = q.shape
+        return shape[3] ** -0.5 if len(shape) == 4 and shape[3] else 1.0
+    except (AttributeError, RuntimeError, TypeError):
+        return 1.0
 
 
 def _by_head(dt_bias: Tensor, g: Tensor) -> Tensor:
     """dt_bias [HV * K] as [HV, K]; any other shape as it came, for the checks to refuse."""
-    if isinstance(dt_bias, Tensor) and isinstance(g, Tensor) and dt_bias.dim() == 1 and g.dim() >= 2:
-        HV, K = g.shape[-2:]
-        if dt_bias.shape[0] == HV * K:
-            return dt_bias.reshape(HV, K)
-    return dt_bias
+    try:
+        flat, (HV, K) = dt_bias.shape, g.shape[-2:]
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return dt_bias  # one of the two is no tensor, is a nested one, or has too few dimensions
+    return dt_bias.reshape(HV, K) if flat == (HV * K,) else dt_bias
 
 
 def _needs_gradient(*tensors: Any) -> bool:
@@ -396,6 +406,12 @@ def _needs_gradient(*tensors: Any) -> bool:
         if t is not None and getattr(t, "requires_grad", False):
             return True
     return False
+
+
+def _prepare_for_operator(request: Request | GateRequest) -> None:
+    """Look at what the dispatcher, which comes before an operator's own checks, would fail with."""
+    checks.convert_numpy_scalars(request)
+    checks.check_kinds(request)
 
 
 def _traced_name(backend: str | None) -> str:
@@ -431,6 +447,8 @@ def _run(request: Request, backend: str | _Question | None) -> Any:
         if request.memo is None and request.cp_context is None:
             chosen = None if any(map(eager.needs_operator, vars(request).values())) else chosen
     if chosen is None:
+        if not compiling:
+            _prepare_for_operator(request)
         result = ops.call(request, name)
     elif request.save_for_backward:
         result = eager.call(chosen, request)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from importlib import metadata
 
 import pytest
+from interpreted import printed
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from test_router import EntryPoints, Toy
 
 import kda_core
-from interpreted import printed
 from kda_core import hookspecs
 from kda_core.capabilities import Feature
 from kda_core.plugins import Registry
-from test_router import EntryPoints, Toy
 
 FIRST_PARTY = ("cpu", "nvidia", "amd", "reference")
 

@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 import pytest
-
 from interpreted import python
 
 PROGRAM = str(Path(__file__).with_name("forks.py"))
