@@ -393,10 +393,12 @@ def _default_scale(q: Tensor) -> float:
 def _by_head(dt_bias: Tensor, g: Tensor) -> Tensor:
     """dt_bias [HV * K] as [HV, K]; any other shape as it came, for the checks to refuse."""
     try:
-        flat, (HV, K) = dt_bias.shape, g.shape[-2:]
+        shape, (HV, K) = dt_bias.shape, g.shape[-2:]
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return dt_bias  # one of the two is no tensor, is a nested one, or has too few dimensions
-    return dt_bias.reshape(HV, K) if flat == (HV * K,) else dt_bias
+    if shape == (HV * K,) and isinstance(dt_bias, Tensor) and dt_bias.layout is torch.strided:
+        return dt_bias.reshape(HV, K)
+    return dt_bias
 
 
 def _needs_gradient(*tensors: Any) -> bool:
@@ -410,7 +412,7 @@ def _needs_gradient(*tensors: Any) -> bool:
 
 def _prepare_for_operator(request: Request | GateRequest) -> None:
     """Look at what the dispatcher, which comes before an operator's own checks, would fail with."""
-    checks.convert_numpy_scalars(request)
+    checks.convert_scalars(request)
     checks.check_kinds(request)
 
 

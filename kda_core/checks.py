@@ -40,7 +40,8 @@ FLAGS = (
     "state_v_first",
     "inplace_final_state",
 )
-OPTIONS = {Request: (*FLAGS, "scale", "lower_bound", "chunk_size", "pad_slot_id"), GateRequest: ("lower_bound",)}
+NUMBERS = ("scale", "lower_bound")
+OPTIONS = {Request: (*FLAGS, *NUMBERS, "chunk_size", "pad_slot_id"), GateRequest: ("lower_bound",)}
 """Arguments that are plain values."""
 
 
@@ -77,12 +78,22 @@ def check_kinds(r: AnyRequest) -> None:
             _expect_dense(name, t)
 
 
-def convert_numpy_scalars(r: AnyRequest) -> bool:
-    """Replace options that are NumPy scalars by Python values; returns whether there were any.
+def convert_scalars(r: AnyRequest) -> bool:
+    """Replace options that are NumPy scalars, or integers beyond 64 bits, by Python values that operators take.
 
-    What came is checked, compared with other calls and handed to operators as if the caller had written ``.item()``.
+    What came is then checked, compared with other calls and handed on as if the caller had written it so.
+
+    Returns:
+        Whether anything was replaced.
     """
-    found = {name: python_value(getattr(r, name)) for name in OPTIONS[type(r)] if _is_numpy_scalar(getattr(r, name))}
+    found = {}
+    for name in OPTIONS[type(r)]:
+        given = getattr(r, name)
+        value = python_value(given)
+        if name in NUMBERS and type(value) is int and 2**63 <= abs(value) <= sys.float_info.max:
+            value = float(value)
+        if value is not given:
+            found[name] = value
     r.__dict__.update(found)
     return bool(found)
 

@@ -311,7 +311,7 @@ class Registry:
 
     def _chosen_anew(self, request: AnyRequest, name: str | None, key: tuple | None) -> Backend:
         """``choose`` for a call whose like has not been seen, or has no ``key`` to be known by."""
-        if checks.convert_numpy_scalars(request):
+        if checks.convert_scalars(request):
             return self.choose(request, name)
         self.load()
         _check_metadata(request)
@@ -340,7 +340,7 @@ class Registry:
 
     def explain(self, request: AnyRequest, name: str | None) -> Explanation:
         """A verdict of every known backend on a checked call; runs nothing."""
-        checks.convert_numpy_scalars(request)
+        checks.convert_scalars(request)
         self.load()
         _check_metadata(request)
         _check_values(request)
