@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -13,6 +13,54 @@ from torch.autograd import forward_ad
 from kda_core import checks, eager, ops, plugins
 from kda_core.plugins import Explanation, LedgerEntry, registry
 from kda_core.request import GateRequest, Request, build_request
+
+
+# For type checkers: how many results there are depends on return_intermediate_states alone.
+# fmt: off
+@overload
+def chunk_kda(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
+    safe_gate: bool = False, lower_bound: float | None = None, disable_recompute: bool = False,
+    return_intermediate_states: Literal[False] = False,
+    state_v_first: bool = False, cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
+    cp_context: Any = None, use_graph: bool = False, max_num_seqs: int | None = None, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, chunk_size: int = 64, ssm_state_indices: Tensor | None = None,
+    pad_slot_id: int = -1, out: Tensor | None = None, transpose_state_layout: bool | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None]: ...
+
+
+@overload
+def chunk_kda(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
+    safe_gate: bool = False, lower_bound: float | None = None, disable_recompute: bool = False,
+    *, return_intermediate_states: Literal[True],
+    state_v_first: bool = False, cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
+    cp_context: Any = None, use_graph: bool = False, max_num_seqs: int | None = None, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, chunk_size: int = 64, ssm_state_indices: Tensor | None = None,
+    pad_slot_id: int = -1, out: Tensor | None = None, transpose_state_layout: bool | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor]: ...
+
+
+@overload
+def chunk_kda(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
+    safe_gate: bool = False, lower_bound: float | None = None, disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False, cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
+    cp_context: Any = None, use_graph: bool = False, max_num_seqs: int | None = None, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, chunk_size: int = 64, ssm_state_indices: Tensor | None = None,
+    pad_slot_id: int = -1, out: Tensor | None = None, transpose_state_layout: bool | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]: ...
+# fmt: on
 
 
 def chunk_kda(
@@ -115,7 +163,7 @@ def chunk_kda(
     if transpose_state_layout is not None:
         state_v_first = _renamed_layout(state_v_first, transpose_state_layout)
     if use_graph is not False or max_num_seqs is not None:
-        _check_graph_options(max_num_seqs, use_graph, cu_seqlens)
+        checks.check_graph_options(max_num_seqs, use_graph, cu_seqlens)
     request = build_request(
         {
             "op": "chunk_kda",
@@ -349,38 +397,6 @@ def _renamed_layout(state_v_first: bool, transpose_state_layout: bool) -> bool:
     return transpose_state_layout
 
 
-def _check_graph_options(max_num_seqs: int | None, use_graph: bool, cu_seqlens: Tensor | None) -> None:
-    max_num_seqs, use_graph = checks.python_value(max_num_seqs), checks.python_value(use_graph)
-    if not isinstance(use_graph, bool):
-        raise TypeError(f"use_graph: expected True or False, got {use_graph!r}")
-    if max_num_seqs is None:
-        return
-    if isinstance(max_num_seqs, bool) or not isinstance(max_num_seqs, (int, torch.SymInt)):
-        raise TypeError(f"max_num_seqs: expected an int, got {type(max_num_seqs).__name__}")
-    if not use_graph or cu_seqlens is None:
-        raise ValueError(f"max_num_seqs: expected use_graph=True and cu_seqlens beside it, got {max_num_seqs} alone")
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.is_nested or cu_seqlens.dim() != 1:
-        return  # refused by the checks, which say what it has to be
-    if cu_seqlens.shape[0] != max_num_seqs + 1:
-        raise ValueError(
-            f"cu_seqlens: expected shape [max_num_seqs + 1] = [{max_num_seqs + 1}], got {list(cu_seqlens.shape)}"
-        )
-
-
-def _check_differentiable(request: Request) -> None:
-    for name, used in (
-        ("ssm_state_indices", request.ssm_state_indices is not None),
-        ("inplace_final_state", request.inplace_final_state),
-        ("out", request.out is not None),
-        ("return_intermediate_states", request.return_intermediate_states),
-    ):
-        if used:
-            raise ValueError(
-                f"{name}: expected no gradient to be needed (it is not differentiable; call it under torch.no_grad() "
-                "or torch.inference_mode()), got an input that requires a gradient"
-            )
-
-
 def _default_scale(q: Tensor) -> float:
     # A q that is no tensor of rank 4, or a nested one, which has no shape, is refused with its name by the checks.
     try:
@@ -435,7 +451,7 @@ _traced_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def _run(request: Request, backend: str | _Question | None) -> Any:
     if request.save_for_backward:
-        _check_differentiable(request)
+        checks.check_differentiable(request)
     if isinstance(backend, _Question):
         return registry.explain(request, backend.name)
     compiling = torch.compiler.is_compiling()

@@ -71,6 +71,40 @@ def check_gate_metadata(r: GateRequest) -> None:
     )
 
 
+def check_graph_options(max_num_seqs: int | None, use_graph: bool, cu_seqlens: Tensor | None) -> None:
+    """Raise unless what asks for a call in a graph agrees with the packed sequences."""
+    max_num_seqs, use_graph = python_value(max_num_seqs), python_value(use_graph)
+    if not isinstance(use_graph, bool):
+        raise TypeError(f"use_graph: expected True or False, got {use_graph!r}")
+    if max_num_seqs is None:
+        return
+    if isinstance(max_num_seqs, bool) or not isinstance(max_num_seqs, (int, torch.SymInt)):
+        raise TypeError(f"max_num_seqs: expected an int, got {type(max_num_seqs).__name__}")
+    if not use_graph or cu_seqlens is None:
+        raise ValueError(f"max_num_seqs: expected use_graph=True and cu_seqlens beside it, got {max_num_seqs} alone")
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.is_nested or cu_seqlens.dim() != 1:
+        return  # refused by the checks, which say what it has to be
+    if cu_seqlens.shape[0] != max_num_seqs + 1:
+        raise ValueError(
+            f"cu_seqlens: expected shape [max_num_seqs + 1] = [{max_num_seqs + 1}], got {list(cu_seqlens.shape)}"
+        )
+
+
+def check_differentiable(r: Request) -> None:
+    """Raise where a call that needs gradients has an option without any."""
+    for name, used in (
+        ("ssm_state_indices", r.ssm_state_indices is not None),
+        ("inplace_final_state", r.inplace_final_state),
+        ("out", r.out is not None),
+        ("return_intermediate_states", r.return_intermediate_states),
+    ):
+        if used:
+            raise ValueError(
+                f"{name}: expected no gradient to be needed (it is not differentiable; call it under torch.no_grad() "
+                "or torch.inference_mode()), got an input that requires a gradient"
+            )
+
+
 def check_kinds(r: AnyRequest) -> None:
     """Refuse tensors that no operator takes, whatever else is said of them: dispatching one fails without its name."""
     for name, t in vars(r).items():
