@@ -88,6 +88,10 @@ class Request:
     needs_grad: frozenset[str] = frozenset()
     memo: dict[Any, Any] | None = field(default=None, init=False)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle has: all but the memo, which is shared by calls of this process."""
+        return {name: value for name, value in vars(self).items() if name != "memo"}
+
     @property
     def device(self) -> torch.device:
         return self.q.device
