@@ -471,19 +471,6 @@ def test_a_wheel_that_exits_when_it_is_imported_harms_nobody_else(found):
     assert broken.reason == "import failed: SystemExit: needs libfoo"
 
 
-def test_default_device_is_one_that_a_backend_serves():
-    device = kda_core.default_device()
-    assert any(device.type in e.info.device_types for e in kda_core.backends() if e.state == "loaded")
-    q, k, v, g, beta = (t.to(device) for t in inputs())
-    assert kda_core.explain(q, k, v, g, beta).chosen is not None
-
-
-def test_default_device_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(plugins, "registry", Registry(entry_points=False))
-    with pytest.raises(kda_core.UnsupportedCall, match="pip install kda-core-cpu"):
-        kda_core.default_device()
-
-
 def test_every_hook_is_documented_and_implemented_by_the_oracle():
     from kda_core import hookspecs
     from kda_core.reference import ReferenceBackend
