@@ -6,10 +6,10 @@ Every ``type: ignore`` stands on a line that must be an error: both checkers rep
 from __future__ import annotations
 
 import copy
-from typing import assert_type
 
 import torch
 from torch import Tensor
+from typing_extensions import assert_type
 
 import kda_core
 from kda_core import (
