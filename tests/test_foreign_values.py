@@ -30,7 +30,6 @@ FOREIGN = {
     "mkldnn": (lambda t: t.float().to_mkldnn(), "layout torch._mkldnn"),
     "coo": (lambda t: t.to_sparse(), "layout torch.sparse_coo"),
     "csr": (lambda t: t.reshape(len(t), -1).to_sparse_csr(), "layout torch.sparse_csr"),
-    "bsr": (lambda t: t.reshape(len(t), -1).to_sparse_bsr((1, 1)), "layout torch.sparse_bsr"),
     "quantized": (lambda t: torch.quantize_per_tensor(t.float(), 0.1, 0, torch.qint8), "a quantized one of qint8"),
     "masked": (lambda t: torch.masked.masked_tensor(t, t > 0), "a masked one"),
     "lazy": (lambda t: torch.nn.UninitializedParameter(requires_grad=False), "a parameter that has not been init"),
@@ -266,6 +265,7 @@ def test_what_is_no_scalar_of_the_right_kind_is_refused(name, value, got):
             kda_core.chunk_kda(**call_arguments(**{name: value}))
 
 
+@pytest.mark.end_to_end
 def test_what_is_checked_before_the_request_can_be_compiled():
     """The options of graphs, and the default scale; NumPy's scalars are tensors to the compiler."""
     arguments = packed()

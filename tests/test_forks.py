@@ -11,7 +11,10 @@ from interpreted import python
 
 PROGRAM = str(Path(__file__).with_name("forks.py"))
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+pytestmark = [
+    pytest.mark.end_to_end,
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork"),
+]
 
 
 def endings(*arguments: str) -> dict[str, int]:
@@ -20,7 +23,6 @@ def endings(*arguments: str) -> dict[str, int]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.end_to_end
 def test_children_forked_while_threads_call_answer():
     assert endings("calling", "40") == {"well": 40}
 
