@@ -101,8 +101,8 @@ def chunk_kda(
     ``S_t = (I - beta_t k_t k_t^T) Diag(exp g_t) S_{t-1} + beta_t k_t v_t^T`` and ``o_t = scale * S_t^T q_t``.
     Source: Kimi Linear, arXiv 2510.26692. Symbols: B batch, T tokens, H query/key heads, HV value heads
     (a multiple of H; value head i reads query/key head i // (HV // H)), K and V head dimensions, N
-    sequences (B, or len(cu_seqlens) - 1). Tensors may have any strides; none is modified, except a pool
-    and ``out``.
+    sequences (B, or len(cu_seqlens) - 1). Tensors are dense and may have any strides; none is modified,
+    except a pool and ``out``. Numbers and flags are Python's or NumPy's scalars.
 
     Args:
         q: [B, T, H, K], bfloat16, float16, float32 (or float64 where the backend takes it).
@@ -111,7 +111,7 @@ def chunk_kda(
         g: [B, T, HV, K], any floating dtype: natural-log decay <= 0, from the caller's gate; or the raw
             gate input with ``use_gate_in_kernel``.
         beta: [B, T, HV], any floating dtype: in [0, 1]; or logits with ``use_beta_sigmoid_in_kernel``.
-        scale: factor of the output; None: K ** -0.5.
+        scale: factor of the output: 0, or a normal number of float32 (of float64 with float64 q); None: K ** -0.5.
         initial_state: [N, HV, K, V] float32 or bfloat16 (float64 with float64 q): state before the first
             token; None: zero. With ``ssm_state_indices`` a pool [slots, HV, K, V], read and advanced in place.
         output_final_state: return the state after the last token.
@@ -123,7 +123,7 @@ def chunk_kda(
         safe_gate: a promise that decays lie within [lower_bound, 0) ([-5, 0) without one), which a backend may use
             for speed. Where it is broken results may be wrong (decays below the bound may count as the bound), but
             never NaN. With ``use_gate_in_kernel`` it needs ``lower_bound``.
-        lower_bound: negative; chooses the bounded gate, or with ``safe_gate`` alone is the hint's bound.
+        lower_bound: negative, as ``scale``; chooses the bounded gate, or with ``safe_gate`` alone is the hint's bound.
         disable_recompute: keep intermediates for the backward rather than compute them again: faster,
             more memory.
         return_intermediate_states: also return the state at the start of every chunk; not differentiable.
@@ -156,7 +156,7 @@ def chunk_kda(
 
     Raises:
         ValueError: a wrong shape, device, value or combination; nothing has been written.
-        TypeError: a wrong type or dtype.
+        TypeError: a wrong type or dtype; a nested, sparse, quantized or masked tensor.
         UnsupportedCall: no installed backend, or not the named one, can serve the call.
         BackendNotFound, BrokenBackend: the named backend is not installed, or could not be loaded.
     """

@@ -20,6 +20,7 @@ CONTRACT_VERSION = Version("1.0")
 
 PROJECT = "kda_core"
 ENTRY_POINT_GROUPS = "kda_core.backends.v"
+"""What the groups of every major version of the contract begin with."""
 ENTRY_POINT_GROUP = f"{ENTRY_POINT_GROUPS}{CONTRACT_VERSION.major}"
 
 hookspec = pluggy.HookspecMarker(PROJECT)

@@ -321,7 +321,8 @@ class Registry:
                 self._choices.clear()
             memo: dict = {}
             self._choices[key] = backend, memo
-            request.__dict__["memo"] = memo
+            if type(request) is Request:
+                request.__dict__["memo"] = memo
         _check_values(request)
         return backend
 

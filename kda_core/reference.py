@@ -302,6 +302,7 @@ _FEATURES = frozenset(
         Feature.STRIDED_INPUT,
     }
 )
+"""By name: a feature that a later core adds is refused until it is served here."""
 
 
 class ReferenceBackend:

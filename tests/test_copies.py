@@ -137,6 +137,16 @@ def test_a_request_is_copied_without_what_calls_share(way, monkeypatch):
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_a_gates_request_of_a_call_is_copied(way, monkeypatch):
+    watcher = Watcher(monkeypatch)
+    raw = torch.randn(3, 2, 4)
+    for _ in range(3):
+        kda_core.kda_gate(raw, lower_bound=-2.5)
+    for request in watcher.requests:
+        assert torch.equal(WAYS[way](request).g, raw)
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "make",
     [

@@ -44,6 +44,7 @@ _FEATURES = frozenset(
         Feature.STRIDED_INPUT,
     }
 )
+"""By name: a feature that a later core adds is refused until it is served here."""
 
 _CLOSED = {
     Feature.CONTEXT_PARALLEL: "one process serves the whole sequence on a CPU; leave cp_context out",

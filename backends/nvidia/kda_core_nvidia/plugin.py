@@ -52,6 +52,7 @@ _FEATURES = frozenset(
         Feature.STRIDED_INPUT,
     }
 )
+"""By name: a feature that a later core adds is refused until it is served here."""
 
 _CLOSED = {
     Feature.CONTEXT_PARALLEL: "one device serves the whole sequence; leave cp_context out",
