@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.masked import is_masked_tensor
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import Parameter, is_lazy
 
 from kda_core.request import AnyRequest, GateRequest, Request
 
@@ -128,6 +128,23 @@ def convert_scalars(r: AnyRequest) -> bool:
             value = float(value)
         if value is not given:
             found[name] = value
+    r.__dict__.update(found)
+    return bool(found)
+
+
+def resolve_signs(r: AnyRequest) -> bool:
+    """Replace tensors whose sign is a bit of the tensor, as that of ``z.conj().imag``, by copies with the values.
+
+    Kernels read memory, which holds the values with the other sign. What is written to memory cannot be a copy.
+
+    Returns:
+        Whether anything was replaced.
+    """
+    found = {n: t.resolve_neg() for n, t in vars(r).items() if type(t) in (Tensor, Parameter) and t.is_neg()}
+    written = ("out", "initial_state") if isinstance(r, Request) and r.inplace_final_state else ("out",)
+    for name in written:
+        if name in found:
+            _fail(name, "a tensor that can be written to as it lies in memory", "a negative view (see resolve_neg)")
     r.__dict__.update(found)
     return bool(found)
 

@@ -311,7 +311,7 @@ class Registry:
 
     def _chosen_anew(self, request: AnyRequest, name: str | None, key: tuple | None) -> Backend:
         """``choose`` for a call whose like has not been seen, or has no ``key`` to be known by."""
-        if checks.convert_scalars(request):
+        if checks.convert_scalars(request) | checks.resolve_signs(request):
             return self.choose(request, name)
         self.load()
         _check_metadata(request)

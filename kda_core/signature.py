@@ -25,6 +25,8 @@ BACKWARD_ONLY = frozenset({"saved", "grad_o", "grad_final_state", "grad_output",
 def signature(request: AnyRequest, name: str | None) -> tuple | None:
     """The key of a call that asks for backend ``name``; None when it has none (fake tensors, values of a wrong type).
 
+    Neither has one a call with a tensor whose sign is a bit (``checks.resolve_signs``).
+
     Options are there with their types: True == 1 and 64 == 64.0, but the checks refuse the one and take the other.
     Contiguous tensors are all one, whatever strides their dimensions of size 1 have. The layout is there because a
     tensor of MKL-DNN has shape, dtype and device of a plain one.
@@ -39,6 +41,8 @@ def signature(request: AnyRequest, name: str | None) -> tuple | None:
 def _of_call(r: Any, name: str | None) -> tuple | None:
     q, k, v, g, beta = r.q, r.k, r.v, r.g, r.beta
     if not _PLAIN.issuperset((type(q), type(k), type(v), type(g), type(beta))):
+        return None
+    if q.is_neg() or k.is_neg() or v.is_neg() or g.is_neg() or beta.is_neg():
         return None
     options = (
         r.scale,
@@ -160,8 +164,8 @@ def _of_gate(r: Any, name: str | None) -> tuple:
 
 
 def _metadata(t: Tensor) -> tuple:
-    if type(t) not in _PLAIN:
-        raise AttributeError(f"{type(t).__name__} has no metadata of its own")
+    if type(t) not in _PLAIN or t.is_neg():
+        raise AttributeError(f"{type(t).__name__} has no metadata of its own, or not its own sign")
     return (t.shape, t.is_contiguous() or t.stride(), t.dtype, t.device, t.layout)
 
 

@@ -116,6 +116,61 @@ def test_tensors_that_operators_take_are_not_refused():
     assert torch.equal(o.as_subclass(torch.Tensor), expected)
 
 
+def negative_view(t):
+    """Equal to ``t``, but its memory holds the values with the other sign."""
+    view = torch.complex(t, -t).conj().imag
+    assert view.is_neg()
+    return view
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias"])
+@pytest.mark.parametrize("op", ["chunk_kda", "fused_recurrent_kda"])
+def test_backends_never_see_a_negative_view(op, name, monkeypatch):
+    """Kernels that read memory took its values with the wrong sign; the gradient goes through."""
+    arguments = gated(initial_state=torch.ones(B, HV, K, V))
+    arguments["A_log"], arguments["dt_bias"] = torch.linspace(-1, 0, HV), torch.linspace(-1, 1, HV * K)
+    function = getattr(kda_core, op)
+    seen = []
+    backend = type(registry.named("cpu"))
+    result = backend.result
+
+    def watched(this, hook, request):
+        seen.extend(t for t in vars(request).values() if isinstance(t, torch.Tensor))
+        return result(this, hook, request)
+
+    monkeypatch.setattr(backend, "result", watched)
+    with torch.no_grad():
+        for _ in range(3):
+            expected, _ = function(**arguments)
+        found, _ = function(**{**arguments, name: negative_view(arguments[name])})
+    torch.testing.assert_close(found, expected)
+    given = arguments[name].clone().requires_grad_()
+    found, _ = function(**{**arguments, name: negative_view(given)})
+    (gradient,) = torch.autograd.grad(found.sum(), given)
+    arguments[name] = arguments[name].clone().requires_grad_()
+    (wanted,) = torch.autograd.grad(function(**arguments)[0].sum(), arguments[name])
+    torch.testing.assert_close(gradient, wanted)
+    assert len(seen) > 40
+    assert not any(t.is_neg() for t in seen)
+
+
+def test_the_gate_of_a_negative_view():
+    raw = torch.randn(T, HV, K)
+    for _ in range(3):
+        expected = kda_core.kda_gate(raw, lower_bound=-4.0)
+    torch.testing.assert_close(kda_core.kda_gate(negative_view(raw), lower_bound=-4.0), expected)
+
+
+@pytest.mark.parametrize("name", ["out", "initial_state"])
+def test_a_negative_view_is_not_written_to(name):
+    arguments = {**paged(), "out": torch.ones(B, T, HV, V)}
+    given = negative_view(arguments[name])
+    before = given.clone()
+    with torch.no_grad(), pytest.raises(ValueError, match=rf"^{name}: expected .*, got a negative view"):
+        kda_core.chunk_kda(**{**arguments, name: given})
+    assert torch.equal(given, before)
+
+
 @pytest.mark.parametrize("op", ["chunk_kda", "fused_recurrent_kda"])
 @pytest.mark.parametrize("scale", [1e39, -1e39, 3.5e38, 10**40, 1e-39, -1e-45, 1e-300, float("inf"), float("nan")])
 def test_a_scale_that_float32_cannot_hold_is_refused(op, scale):
