@@ -32,10 +32,12 @@ from kda_core import checks, ops
 from kda_core.capabilities import Available, BackendInfo, Capabilities, Feature
 from kda_core.hookspecs import hookimpl
 from kda_core.plugins import registry
+from kda_core.reference import ReferenceBackend
 from kda_core.request import ForwardResult, Request
 
 TARGET_CALL_US = 10.0
 TARGET_IMPORT_MS = 50.0
+ORACLES = ReferenceBackend().kda_core_backend().capabilities.features
 NO_BACKWARD = {Feature.BACKWARD, Feature.RECURRENT_BACKWARD, Feature.GATE_BACKWARD, Feature.STATE_GRADIENT}
 
 # The child imports torch first, and then times what kda_core adds to it, on the clock and on the processor.
@@ -56,7 +58,7 @@ class NullBackend:
 
     @hookimpl
     def kda_core_backend(self) -> BackendInfo:
-        capabilities = Capabilities(frozenset(Feature) - NO_BACKWARD, frozenset({torch.float32, torch.bfloat16}))
+        capabilities = Capabilities(ORACLES - NO_BACKWARD, frozenset({torch.float32, torch.bfloat16}))
         return BackendInfo("null", "1.0", SpecifierSet("~=1.0"), ("cpu",), 1_000_000, capabilities)
 
     @hookimpl

@@ -4,15 +4,63 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from kda_core import eager, ops, plugins
+from kda_core import checks, eager, ops, plugins
 from kda_core.plugins import Explanation, LedgerEntry, registry
 from kda_core.request import GateRequest, Request, build_request
+
+
+# For type checkers: how many results there are depends on return_intermediate_states alone.
+# fmt: off
+@overload
+def chunk_kda(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
+    safe_gate: bool = False, lower_bound: float | None = None, disable_recompute: bool = False,
+    return_intermediate_states: Literal[False] = False,
+    state_v_first: bool = False, cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
+    cp_context: Any = None, use_graph: bool = False, max_num_seqs: int | None = None, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, chunk_size: int = 64, ssm_state_indices: Tensor | None = None,
+    pad_slot_id: int = -1, out: Tensor | None = None, transpose_state_layout: bool | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None]: ...
+
+
+@overload
+def chunk_kda(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
+    safe_gate: bool = False, lower_bound: float | None = None, disable_recompute: bool = False,
+    *, return_intermediate_states: Literal[True],
+    state_v_first: bool = False, cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
+    cp_context: Any = None, use_graph: bool = False, max_num_seqs: int | None = None, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, chunk_size: int = 64, ssm_state_indices: Tensor | None = None,
+    pad_slot_id: int = -1, out: Tensor | None = None, transpose_state_layout: bool | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor]: ...
+
+
+@overload
+def chunk_kda(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
+    safe_gate: bool = False, lower_bound: float | None = None, disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False, cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
+    cp_context: Any = None, use_graph: bool = False, max_num_seqs: int | None = None, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, chunk_size: int = 64, ssm_state_indices: Tensor | None = None,
+    pad_slot_id: int = -1, out: Tensor | None = None, transpose_state_layout: bool | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]: ...
+# fmt: on
 
 
 def chunk_kda(
@@ -53,8 +101,8 @@ def chunk_kda(
     ``S_t = (I - beta_t k_t k_t^T) Diag(exp g_t) S_{t-1} + beta_t k_t v_t^T`` and ``o_t = scale * S_t^T q_t``.
     Source: Kimi Linear, arXiv 2510.26692. Symbols: B batch, T tokens, H query/key heads, HV value heads
     (a multiple of H; value head i reads query/key head i // (HV // H)), K and V head dimensions, N
-    sequences (B, or len(cu_seqlens) - 1). Tensors may have any strides; none is modified, except a pool
-    and ``out``.
+    sequences (B, or len(cu_seqlens) - 1). Tensors are dense and may have any strides; none is modified,
+    except a pool and ``out``. Numbers and flags are Python's or NumPy's scalars.
 
     Args:
         q: [B, T, H, K], bfloat16, float16, float32 (or float64 where the backend takes it).
@@ -63,7 +111,7 @@ def chunk_kda(
         g: [B, T, HV, K], any floating dtype: natural-log decay <= 0, from the caller's gate; or the raw
             gate input with ``use_gate_in_kernel``.
         beta: [B, T, HV], any floating dtype: in [0, 1]; or logits with ``use_beta_sigmoid_in_kernel``.
-        scale: factor of the output; None: K ** -0.5.
+        scale: factor of the output: 0, or a normal number of float32 (of float64 with float64 q); None: K ** -0.5.
         initial_state: [N, HV, K, V] float32 or bfloat16 (float64 with float64 q): state before the first
             token; None: zero. With ``ssm_state_indices`` a pool [slots, HV, K, V], read and advanced in place.
         output_final_state: return the state after the last token.
@@ -75,7 +123,7 @@ def chunk_kda(
         safe_gate: a promise that decays lie within [lower_bound, 0) ([-5, 0) without one), which a backend may use
             for speed. Where it is broken results may be wrong (decays below the bound may count as the bound), but
             never NaN. With ``use_gate_in_kernel`` it needs ``lower_bound``.
-        lower_bound: negative; chooses the bounded gate, or with ``safe_gate`` alone is the hint's bound.
+        lower_bound: negative, as ``scale``; chooses the bounded gate, or with ``safe_gate`` alone is the hint's bound.
         disable_recompute: keep intermediates for the backward rather than compute them again: faster,
             more memory.
         return_intermediate_states: also return the state at the start of every chunk; not differentiable.
@@ -108,14 +156,14 @@ def chunk_kda(
 
     Raises:
         ValueError: a wrong shape, device, value or combination; nothing has been written.
-        TypeError: a wrong type or dtype.
+        TypeError: a wrong type or dtype; a nested, sparse, quantized or masked tensor.
         UnsupportedCall: no installed backend, or not the named one, can serve the call.
         BackendNotFound, BrokenBackend: the named backend is not installed, or could not be loaded.
     """
     if transpose_state_layout is not None:
         state_v_first = _renamed_layout(state_v_first, transpose_state_layout)
-    if max_num_seqs is not None:
-        _check_max_num_seqs(max_num_seqs, use_graph, cu_seqlens)
+    if use_graph is not False or max_num_seqs is not None:
+        checks.check_graph_options(max_num_seqs, use_graph, cu_seqlens)
     request = build_request(
         {
             "op": "chunk_kda",
@@ -284,6 +332,8 @@ def kda_gate(
     if forward_ad._current_level >= 0:
         _refuse_tangents(request)
     if compiling or any(map(eager.needs_operator, (g, A_log, dt_bias))):
+        if not compiling:
+            _prepare_for_operator(request)
         return ops.call_gate(request, name)
     chosen = registry.choose(request, name)
     if request.save_for_backward:
@@ -348,45 +398,23 @@ def _renamed_layout(state_v_first: bool, transpose_state_layout: bool) -> bool:
     return transpose_state_layout
 
 
-def _check_max_num_seqs(max_num_seqs: int, use_graph: bool, cu_seqlens: Tensor | None) -> None:
-    if isinstance(max_num_seqs, bool) or not isinstance(max_num_seqs, (int, torch.SymInt)):
-        raise TypeError(f"max_num_seqs: expected an int, got {type(max_num_seqs).__name__}")
-    if not use_graph or cu_seqlens is None:
-        raise ValueError(f"max_num_seqs: expected use_graph=True and cu_seqlens beside it, got {max_num_seqs} alone")
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1:
-        return  # refused by the checks, which say what it has to be
-    if cu_seqlens.shape[0] != max_num_seqs + 1:
-        raise ValueError(
-            f"cu_seqlens: expected shape [max_num_seqs + 1] = [{max_num_seqs + 1}], got {list(cu_seqlens.shape)}"
-        )
-
-
-def _check_differentiable(request: Request) -> None:
-    for name, used in (
-        ("ssm_state_indices", request.ssm_state_indices is not None),
-        ("inplace_final_state", request.inplace_final_state),
-        ("out", request.out is not None),
-        ("return_intermediate_states", request.return_intermediate_states),
-    ):
-        if used:
-            raise ValueError(
-                f"{name}: expected no gradient to be needed (it is not differentiable; call it under torch.no_grad() "
-                "or torch.inference_mode()), got an input that requires a gradient"
-            )
-
-
 def _default_scale(q: Tensor) -> float:
-    # A q that is no tensor of rank 4 is refused, with its name, by the checks.
-    shape: tuple[int, ...] = getattr(q, "shape", ())
-    return shape[3] ** -0.5 if len(shape) == 4 and shape[3] else 1.0
+    # A q that is no tensor of rank 4, or a nested one, which has no shape, is refused with its name by the checks.
+    try:
+        shape: tuple[int, ...] = q.shape
+        return shape[3] ** -0.5 if len(shape) == 4 and shape[3] else 1.0
+    except (AttributeError, RuntimeError, TypeError):
+        return 1.0
 
 
 def _by_head(dt_bias: Tensor, g: Tensor) -> Tensor:
     """dt_bias [HV * K] as [HV, K]; any other shape as it came, for the checks to refuse."""
-    if isinstance(dt_bias, Tensor) and isinstance(g, Tensor) and dt_bias.dim() == 1 and g.dim() >= 2:
-        HV, K = g.shape[-2:]
-        if dt_bias.shape[0] == HV * K:
-            return dt_bias.reshape(HV, K)
+    try:
+        shape, (HV, K) = dt_bias.shape, g.shape[-2:]
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return dt_bias  # one of the two is no tensor, is a nested one, or has too few dimensions
+    if shape == (HV * K,) and isinstance(dt_bias, Tensor) and dt_bias.layout is torch.strided:
+        return dt_bias.reshape(HV, K)
     return dt_bias
 
 
@@ -397,6 +425,12 @@ def _needs_gradient(*tensors: Any) -> bool:
         if t is not None and getattr(t, "requires_grad", False):
             return True
     return False
+
+
+def _prepare_for_operator(request: Request | GateRequest) -> None:
+    """Look at what the dispatcher, which comes before an operator's own checks, would fail with."""
+    checks.convert_scalars(request)
+    checks.check_kinds(request)
 
 
 def _traced_name(backend: str | None) -> str:
@@ -418,7 +452,7 @@ _traced_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def _run(request: Request, backend: str | _Question | None) -> Any:
     if request.save_for_backward:
-        _check_differentiable(request)
+        checks.check_differentiable(request)
     if isinstance(backend, _Question):
         return registry.explain(request, backend.name)
     compiling = torch.compiler.is_compiling()
@@ -432,6 +466,8 @@ def _run(request: Request, backend: str | _Question | None) -> Any:
         if request.memo is None and request.cp_context is None:
             chosen = None if any(map(eager.needs_operator, vars(request).values())) else chosen
     if chosen is None:
+        if not compiling:
+            _prepare_for_operator(request)
         result = ops.call(request, name)
     elif request.save_for_backward:
         result = eager.call(chosen, request)

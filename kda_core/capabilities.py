@@ -68,6 +68,10 @@ class Capabilities:
     max_head_dim_v: int | None = None
     closed: Mapping[Feature, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        # A dictionary of its own: views of one, which backends may give, can be neither pickled nor copied.
+        object.__setattr__(self, "closed", dict(self.closed))
+
     def refusal(self, feature: Feature) -> str | None:
         """The reason why ``feature`` is refused, or None when it is declared."""
         if feature in self.features:

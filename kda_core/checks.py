@@ -11,20 +11,23 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
+import numbers
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.masked import is_masked_tensor
+from torch.nn.parameter import Parameter, is_lazy
 
-from kda_core.request import GateRequest, Request
+from kda_core.request import AnyRequest, GateRequest, Request
 
 DATA_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int32, torch.int64)
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 CHUNK_SIZES = (32, 64)
+PACKED = ("q", "k", "v", "g", "beta")
 FLAGS = (
     "output_final_state",
     "use_qk_l2norm_in_kernel",
@@ -37,13 +40,18 @@ FLAGS = (
     "state_v_first",
     "inplace_final_state",
 )
+NUMBERS = ("scale", "lower_bound")
+OPTIONS = {Request: (*FLAGS, *NUMBERS, "chunk_size", "pad_slot_id"), GateRequest: ("lower_bound",)}
+"""Arguments that are plain values."""
 
 
 def check_metadata(r: Request) -> None:
     """Raise unless types, shapes, dtypes, devices and the combination of options are right."""
     _check_data(r)
     _check_options(r)
-    _check_gate(r.use_gate_in_kernel, r.A_log, r.dt_bias, r.lower_bound, r.safe_gate, (r.HV, r.K), r.device)
+    _check_gate(
+        r.use_gate_in_kernel, r.A_log, r.dt_bias, r.lower_bound, r.safe_gate, (r.HV, r.K), r.device, r.compute_dtype
+    )
     _check_packing(r)
     _check_state(r)
     _check_slots(r)
@@ -58,7 +66,101 @@ def check_gate_metadata(r: GateRequest) -> None:
     _expect_tensor("g", r.g, DATA_DTYPES)
     if r.g.dim() < 2:
         _fail("g", "at least two dimensions [..., HV, K]", f"{_shape(r.g)}")
-    _check_gate(True, r.A_log, r.dt_bias, r.lower_bound, False, (r.g.shape[-2], r.g.shape[-1]), r.device)
+    _check_gate(
+        True, r.A_log, r.dt_bias, r.lower_bound, False, (r.g.shape[-2], r.g.shape[-1]), r.device, r.output_dtype
+    )
+
+
+def check_graph_options(max_num_seqs: int | None, use_graph: bool, cu_seqlens: Tensor | None) -> None:
+    """Raise unless what asks for a call in a graph agrees with the packed sequences."""
+    max_num_seqs, use_graph = python_value(max_num_seqs), python_value(use_graph)
+    if not isinstance(use_graph, bool):
+        raise TypeError(f"use_graph: expected True or False, got {use_graph!r}")
+    if max_num_seqs is None:
+        return
+    if isinstance(max_num_seqs, bool) or not isinstance(max_num_seqs, (int, torch.SymInt)):
+        raise TypeError(f"max_num_seqs: expected an int, got {type(max_num_seqs).__name__}")
+    if not use_graph or cu_seqlens is None:
+        raise ValueError(f"max_num_seqs: expected use_graph=True and cu_seqlens beside it, got {max_num_seqs} alone")
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.is_nested or cu_seqlens.dim() != 1:
+        return  # refused by the checks, which say what it has to be
+    if cu_seqlens.shape[0] != max_num_seqs + 1:
+        raise ValueError(
+            f"cu_seqlens: expected shape [max_num_seqs + 1] = [{max_num_seqs + 1}], got {list(cu_seqlens.shape)}"
+        )
+
+
+def check_differentiable(r: Request) -> None:
+    """Raise where a call that needs gradients has an option without any."""
+    for name, used in (
+        ("ssm_state_indices", r.ssm_state_indices is not None),
+        ("inplace_final_state", r.inplace_final_state),
+        ("out", r.out is not None),
+        ("return_intermediate_states", r.return_intermediate_states),
+    ):
+        if used:
+            raise ValueError(
+                f"{name}: expected no gradient to be needed (it is not differentiable; call it under torch.no_grad() "
+                "or torch.inference_mode()), got an input that requires a gradient"
+            )
+
+
+def check_kinds(r: AnyRequest) -> None:
+    """Refuse tensors that no operator takes, whatever else is said of them: dispatching one fails without its name."""
+    for name, t in vars(r).items():
+        if isinstance(t, Tensor):
+            _expect_dense(name, t)
+
+
+def convert_scalars(r: AnyRequest) -> bool:
+    """Replace options that are NumPy scalars, or integers beyond 64 bits, by Python values that operators take.
+
+    What came is then checked, compared with other calls and handed on as if the caller had written it so.
+
+    Returns:
+        Whether anything was replaced.
+    """
+    found = {}
+    for name in OPTIONS[type(r)]:
+        given = getattr(r, name)
+        value = python_value(given)
+        if name in NUMBERS and type(value) is int and 2**63 <= abs(value) <= sys.float_info.max:
+            value = float(value)
+        if value is not given:
+            found[name] = value
+    r.__dict__.update(found)
+    return bool(found)
+
+
+def resolve_signs(r: AnyRequest) -> bool:
+    """Replace tensors whose sign is a bit of the tensor, as that of ``z.conj().imag``, by copies with the values.
+
+    Kernels read memory, which holds the values with the other sign. What is written to memory cannot be a copy.
+
+    Returns:
+        Whether anything was replaced.
+    """
+    found = {n: t.resolve_neg() for n, t in vars(r).items() if type(t) in (Tensor, Parameter) and t.is_neg()}
+    written = ("out", "initial_state") if isinstance(r, Request) and r.inplace_final_state else ("out",)
+    for name in written:
+        if name in found:
+            _fail(name, "a tensor that can be written to as it lies in memory", "a negative view (see resolve_neg)")
+    r.__dict__.update(found)
+    return bool(found)
+
+
+def python_value(value: Any) -> Any:
+    """A NumPy scalar as the Python value that it stands for; anything else as it came."""
+    if not _is_numpy_scalar(value):
+        return value
+    found = value.item()
+    # NumPy's long double has no Python type of its own.
+    return float(found) if _is_numpy_scalar(found) and isinstance(found, numbers.Real) else found
+
+
+def _is_numpy_scalar(value: Any) -> bool:
+    # Where NumPy has not been imported there are none.
+    return isinstance(value, getattr(sys.modules.get("numpy"), "generic", ()))
 
 
 def check_values(r: Request) -> None:
@@ -92,12 +194,27 @@ def _expect_tensor(
 ) -> None:
     if not isinstance(t, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(t).__name__}")
-    if t.layout is not torch.strided:
-        raise TypeError(f"{name}: expected a dense (strided) tensor, got layout {t.layout}")
+    _expect_dense(name, t)
     if t.dtype not in dtypes:
         raise TypeError(f"{name}: expected dtype {_names(dtypes)}{why}, got {_names((t.dtype,))}")
     if device is not None and t.device != device:
         _fail(name, f"a tensor on {device}, where q is", f"one on {t.device}")
+
+
+def _expect_dense(name: str, t: Tensor) -> None:
+    if t.is_nested:
+        hint = " (pack its sequences one behind the other, with cu_seqlens)" if name in PACKED else ""
+        raise TypeError(f"{name}: expected a dense (strided) tensor, got a nested one with layout {t.layout}{hint}")
+    if t.layout is not torch.strided:
+        raise TypeError(f"{name}: expected a dense (strided) tensor, got layout {t.layout}")
+    if t.is_quantized:
+        raise TypeError(f"{name}: expected a dense (strided) tensor, got a quantized one of {_names((t.dtype,))}")
+    if type(t) is Tensor:
+        return
+    if is_lazy(t):
+        raise TypeError(f"{name}: expected a tensor, got a parameter that has not been initialised")
+    if is_masked_tensor(t):
+        raise TypeError(f"{name}: expected a dense (strided) tensor, got a masked one")
 
 
 def _expect_shape(name: str, t: Tensor, expected: tuple[int, ...], symbols: str) -> None:
@@ -113,6 +230,17 @@ def _expect_int(name: str, value: Any) -> None:
 def _expect_number(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+
+
+def _is_normal(value: float, dtype: torch.dtype) -> bool:
+    """Whether ``dtype`` holds a number with all its digits: neither overflows, nor is lost among the subnormals."""
+    limits = torch.finfo(dtype)
+    return limits.tiny <= abs(value) <= limits.max
+
+
+def _normal_range(dtype: torch.dtype) -> str:
+    limits = torch.finfo(dtype)
+    return f"of a size from {limits.tiny:.2g} to {limits.max:.2g}, as {_names((dtype,))} holds it"
 
 
 def _expect_no_overlap(name: str, t: Tensor) -> None:
@@ -154,8 +282,8 @@ def _check_options(r: Request) -> None:
         if not isinstance(getattr(r, name), bool):
             raise TypeError(f"{name}: expected True or False, got {getattr(r, name)!r}")
     _expect_number("scale", r.scale)
-    if (isinstance(r.scale, int) and abs(r.scale) > sys.float_info.max) or not math.isfinite(r.scale):
-        _fail("scale", "a finite number", f"{r.scale}")
+    if r.scale and not _is_normal(r.scale, r.compute_dtype):
+        _fail("scale", f"0 or {_normal_range(r.compute_dtype)}", f"{r.scale}")
     _expect_int("chunk_size", r.chunk_size)
     if r.chunk_size not in CHUNK_SIZES:
         _fail("chunk_size", f"one of {CHUNK_SIZES}", f"{r.chunk_size}")
@@ -171,11 +299,12 @@ def _check_gate(
     safe_gate: bool,
     heads: tuple[int, int],
     device: torch.device,
+    dtype: torch.dtype,
 ) -> None:
     if lower_bound is not None:
         _expect_number("lower_bound", lower_bound)
-        if not -math.inf < lower_bound < 0:
-            _fail("lower_bound", "a finite number below 0", f"{lower_bound}")
+        if not (lower_bound < 0 and _is_normal(lower_bound, dtype)):
+            _fail("lower_bound", f"a number below 0 and {_normal_range(dtype)}", f"{lower_bound}")
         if not in_kernel and not safe_gate:
             _fail(
                 "lower_bound",

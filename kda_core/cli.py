@@ -16,7 +16,8 @@ import torch
 
 from kda_core import hookspecs, platforms, plugins
 from kda_core.capabilities import FOREIGN_VARIABLE, Available, BackendInfo, Unavailable
-from kda_core.errors import UnsupportedCall
+from kda_core.contract import found_entry_points
+from kda_core.errors import BackendNotFound, BrokenBackend, UnsupportedCall
 
 EXIT_BAD_ARGUMENTS = 2
 
@@ -89,7 +90,7 @@ def info() -> dict[str, Any]:
 def _default_device() -> tuple[str | None, str]:
     try:
         return str(plugins.default_device()), ""
-    except UnsupportedCall as error:
+    except (UnsupportedCall, BackendNotFound, BrokenBackend) as error:
         return None, str(error)
     # It asks the backends' hooks, which may raise anything; a report on what is wrong must survive that and say so.
     except Exception as error:
@@ -107,7 +108,6 @@ def _versions() -> dict[str, str | None]:
 
 
 def _entry_points() -> list[dict[str, str | None]]:
-    found = metadata.entry_points(group=hookspecs.ENTRY_POINT_GROUP)
     return [
         {
             "name": e.name,
@@ -115,7 +115,7 @@ def _entry_points() -> list[dict[str, str | None]]:
             "group": e.group,
             "distribution": f"{e.dist.name} {e.dist.version}" if e.dist else None,
         }
-        for e in sorted(found, key=lambda e: (e.name, e.value))
+        for e in found_entry_points()
     ]
 
 
@@ -123,6 +123,7 @@ def _found_backends(devices: list[torch.device]) -> Iterator[dict[str, Any]]:
     loaded = {b.info.name: b for b in plugins.registry.backends}
     for entry in plugins.registry.ledger:
         backend = loaded.get(entry.name) if entry.state == "loaded" else None
+        answers = [] if backend is None else [_availability(backend, d) for d in backend.devices_among(devices)]
         yield {
             "name": entry.name,
             "state": entry.state,
@@ -130,14 +131,8 @@ def _found_backends(devices: list[torch.device]) -> Iterator[dict[str, Any]]:
             "distribution": entry.distribution,
             "entry_point": entry.entry_point,
             **(_identity(entry.info) if entry.info is not None else {}),
-            "availability": [] if backend is None else [_availability(backend, d) for d in _asked(backend, devices)],
+            "availability": answers,
         }
-
-
-def _asked(backend: plugins.Backend, devices: list[torch.device]) -> list[torch.device]:
-    """The machine's devices that the backend is for; its device types where the machine has none of them."""
-    fitting = [d for d in devices if d.type in backend.info.device_types]
-    return fitting or [torch.device(t) for t in backend.info.device_types]
 
 
 def _availability(backend: plugins.Backend, device: torch.device) -> dict[str, Any]:

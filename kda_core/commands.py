@@ -5,6 +5,7 @@ Exit status: 0 when all is well, 1 when a call is not served or a check fails, 2
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import json
@@ -190,7 +191,7 @@ def explain(
             dtype=dtype,
             gate_dtype=gate_dtype,
             state_dtype=state_dtype,
-            device=_device(device),
+            device=_device(device, backend),
             bounds=None if varlen is None else _integers(varlen),
             slots=slots,
             slots_per_sequence=slots_per_sequence,
@@ -296,10 +297,11 @@ def _sizes(text: str) -> tuple[int, int, int, int, int]:
     return numbers  # type: ignore[return-value]  # the length was checked
 
 
-def _device(name: str | None) -> torch.device:
+def _device(name: str | None, backend: str | None = None) -> torch.device:
     if name is None:
         try:
-            return kda_core.default_device()
+            with kda_core.use_backend(backend) if backend else contextlib.nullcontext():
+                return kda_core.default_device()
         except UnsupportedCall:
             return cli.machine_devices()[0]
     try:

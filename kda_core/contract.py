@@ -1,14 +1,66 @@
-"""Whether a plugin keeps the contract of ``hookspecs``: its identity card, and the hooks that its features need."""
+"""Whether a wheel fits this core, and whether its plugin keeps the contract of ``hookspecs``."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from importlib import metadata
 
 import pluggy
 from packaging.specifiers import SpecifierSet
 
 from kda_core import hookspecs
 from kda_core.capabilities import BackendInfo
+
+CORE = "kda-core"
+
+
+def found_entry_points() -> list[metadata.EntryPoint]:
+    """Entry points of backends in a fixed order: those for this contract, and those for another major version of it.
+
+    A wheel that has one for this contract is left out of the others: it serves several.
+    """
+    every = metadata.entry_points()
+    own = list(every.select(group=hookspecs.ENTRY_POINT_GROUP))
+    names = {entry_point.name for entry_point in own}
+    for group in every.groups:
+        if group.startswith(hookspecs.ENTRY_POINT_GROUPS) and group != hookspecs.ENTRY_POINT_GROUP:
+            own += [entry_point for entry_point in every.select(group=group) if entry_point.name not in names]
+    return sorted(own, key=lambda e: (e.name, e.group, e.value))
+
+
+def mismatch(entry_point: metadata.EntryPoint, core_version: str) -> str | None:
+    """Why a wheel and this core do not fit, as far as its metadata say; None to go on and import it.
+
+    Imported first, a wheel for another core would fail with the first name that this one lacks.
+    """
+    if entry_point.group != hookspecs.ENTRY_POINT_GROUP:
+        version = hookspecs.CONTRACT_VERSION
+        return f"is for another plugin contract (entry-point group {entry_point.group}), this kda-core has {version}"
+    for wanted in _wanted_cores(entry_point.dist):
+        if not wanted.contains(core_version, prereleases=True):
+            # Lower bounds first, as people write them.
+            text = ",".join(sorted(map(str, wanted), reverse=True))
+            return f"needs {CORE}{text}, this is {CORE} {core_version}"
+    return None
+
+
+def _wanted_cores(dist: metadata.Distribution | None) -> Iterator[SpecifierSet]:
+    """Versions of the core that a distribution requires, without those of its extras."""
+    # Not at the top: the parser of requirements would be a tenth of what the import of kda_core takes.
+    from packaging.requirements import InvalidRequirement, Requirement
+    from packaging.utils import canonicalize_name
+
+    for line in (dist.requires or ()) if dist is not None else ():
+        try:
+            requirement = Requirement(line)
+        except InvalidRequirement:
+            # Installers of long ago wrote lines that are none; the import shows whether the wheel works.
+            continue
+        if canonicalize_name(requirement.name) == CORE and (
+            requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        ):
+            yield requirement.specifier
 
 
 def read_info(manager: pluggy.PluginManager, plugin: object) -> BackendInfo | str:

@@ -19,7 +19,9 @@ CONTRACT_VERSION = Version("1.0")
 """Version of this contract. Minor: a hook, a request field or a feature was added. Major: a meaning changed."""
 
 PROJECT = "kda_core"
-ENTRY_POINT_GROUP = f"kda_core.backends.v{CONTRACT_VERSION.major}"
+ENTRY_POINT_GROUPS = "kda_core.backends.v"
+"""What the groups of every major version of the contract begin with."""
+ENTRY_POINT_GROUP = f"{ENTRY_POINT_GROUPS}{CONTRACT_VERSION.major}"
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +46,11 @@ class Backend:
         if answer is None:
             raise ContractViolation(f"backend {self.info.name!r} returned None from {hook}")
         return answer
+
+    def devices_among(self, devices: Iterable[torch.device]) -> list[torch.device]:
+        """Those of a machine's devices that the backend is for; its device types where the machine has none of them."""
+        fitting = [d for d in devices if d.type in self.info.device_types]
+        return fitting or [torch.device(device_type) for device_type in self.info.device_types]
 
     def availability(self, device: torch.device) -> Available | Unavailable:
         """Whether the backend runs on ``device``; asked once a device."""

@@ -19,9 +19,10 @@ from typing import Literal
 import pluggy
 import torch
 
+import kda_core
 from kda_core import checks, hookspecs, platforms
 from kda_core.capabilities import Available, BackendInfo, Unavailable
-from kda_core.contract import contract_problem, read_info
+from kda_core.contract import contract_problem, found_entry_points, mismatch, read_info
 from kda_core.errors import BackendNotFound, BrokenBackend, ContractViolation, UnsupportedCall
 from kda_core.loaded import Backend
 from kda_core.reference import ReferenceBackend
@@ -128,8 +129,7 @@ class Registry:
     def _load_all(self) -> None:
         self.register(ReferenceBackend(), entry_point="kda_core.reference:ReferenceBackend")
         if self._entry_points:
-            found = sorted(metadata.entry_points(group=hookspecs.ENTRY_POINT_GROUP), key=lambda e: (e.name, e.value))
-            for entry_point in found:
+            for entry_point in found_entry_points():
                 self._load_entry_point(entry_point)
 
     def _go_back(self, backends: dict[str, Backend], ledger: list[LedgerEntry]) -> None:
@@ -142,6 +142,10 @@ class Registry:
     def _load_entry_point(self, entry_point: metadata.EntryPoint) -> None:
         dist = entry_point.dist
         distribution = f"{dist.name} {dist.version}" if dist else ""
+        reason = mismatch(entry_point, kda_core.__version__)
+        if reason is not None:
+            self._ledger.append(LedgerEntry(entry_point.name, distribution, entry_point.value, "incompatible", reason))
+            return
         try:
             plugin = entry_point.load()
         # A wheel may fail to import in any way, and must not take the others down; the ledger keeps its reason.
@@ -307,6 +311,8 @@ class Registry:
 
     def _chosen_anew(self, request: AnyRequest, name: str | None, key: tuple | None) -> Backend:
         """``choose`` for a call whose like has not been seen, or has no ``key`` to be known by."""
+        if checks.convert_scalars(request) | checks.resolve_signs(request):
+            return self.choose(request, name)
         self.load()
         _check_metadata(request)
         backend = self._choose(request, name)
@@ -315,7 +321,8 @@ class Registry:
                 self._choices.clear()
             memo: dict = {}
             self._choices[key] = backend, memo
-            request.__dict__["memo"] = memo
+            if type(request) is Request:
+                request.__dict__["memo"] = memo
         _check_values(request)
         return backend
 
@@ -334,6 +341,7 @@ class Registry:
 
     def explain(self, request: AnyRequest, name: str | None) -> Explanation:
         """A verdict of every known backend on a checked call; runs nothing."""
+        checks.convert_scalars(request)
         self.load()
         _check_metadata(request)
         _check_values(request)
@@ -379,6 +387,12 @@ def _check_values(request: AnyRequest) -> None:
 
 registry = Registry()
 """The backends of this process, loaded at the first use."""
+
+if hasattr(os, "register_at_fork"):
+    # A child that is forked while another thread loads backends would wait for a lock that nobody holds any more.
+    os.register_at_fork(
+        before=registry._lock.acquire, after_in_parent=registry._lock.release, after_in_child=registry._lock.release
+    )
 
 _override: ContextVar[str | None] = ContextVar("kda_core_backend", default=None)
 
@@ -441,13 +455,25 @@ def traced_name(backend: str | None) -> str:
 def default_device() -> torch.device:
     """The best device of this machine that an installed backend can serve.
 
+    Where ``use_backend`` or ``KDA_BACKEND`` names a backend: the best device that this one can serve, even if it
+    serves only when it is named.
+
     Raises:
-        UnsupportedCall: no installed backend can serve any device of this machine.
+        UnsupportedCall: no installed backend, or not the named one, can serve a device of this machine.
+        BackendNotFound, BrokenBackend: the named backend is not installed, or could not be loaded.
     """
+    machine = [_current_device(device_type) for device_type in platforms.device_types()]
+    name = requested_name(None)
+    if name is not None:
+        backend, reasons = registry.named(name), []
+        for device in backend.devices_among(machine):
+            available = backend.availability(device)
+            if isinstance(available, Available):
+                return device
+            reasons.append(f"{device}: {available.reason}")
+        raise UnsupportedCall(f"backend {name!r} can serve no device of this machine: {'; '.join(reasons)}")
     reasons = []
-    for device_type in platforms.device_types():
-        index = torch.accelerator.current_device_index() if device_type != "cpu" else None
-        device = torch.device(device_type) if index is None else torch.device(device_type, index)
+    for device in machine:
         for backend in registry.backends:
             if backend.info.priority is None:
                 continue
@@ -455,7 +481,12 @@ def default_device() -> torch.device:
             if isinstance(available, Available):
                 return device
             reasons.append(f"{backend.info.name} on {device}: {available.reason}")
-        wheel = platforms.WHEEL_OF_RUNTIME.get(platforms.runtime(device_type))
+        wheel = platforms.WHEEL_OF_RUNTIME.get(platforms.runtime(device.type))
         if wheel is not None and platforms.BACKEND_OF_WHEEL[wheel] not in {b.info.name for b in registry.backends}:
             reasons.append(f"{device}: {platforms.install_command(wheel)}")
     raise UnsupportedCall("no installed backend can serve a device of this machine: " + "; ".join(reasons))
+
+
+def _current_device(device_type: str) -> torch.device:
+    index = torch.accelerator.current_device_index() if device_type != "cpu" else None
+    return torch.device(device_type) if index is None else torch.device(device_type, index)

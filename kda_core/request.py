@@ -8,13 +8,13 @@ heads, K and V head dimensions, N sequences, C chunk size.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from kda_core.capabilities import Feature
+from kda_core.lazy_attribute import lazy_attribute
 
 Op = Literal["chunk_kda", "fused_recurrent_kda"]
 
@@ -88,6 +88,10 @@ class Request:
     needs_grad: frozenset[str] = frozenset()
     memo: dict[Any, Any] | None = field(default=None, init=False)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle has: all but the memo, which is shared by calls of this process."""
+        return {name: value for name, value in vars(self).items() if name != "memo"}
+
     @property
     def device(self) -> torch.device:
         return self.q.device
@@ -137,7 +141,7 @@ class Request:
         last = (self.V, self.K) if self.state_v_first else (self.K, self.V)
         return (self.N, self.HV, *last)
 
-    @cached_property
+    @lazy_attribute
     def features(self) -> frozenset[Feature]:
         """The features that this call needs."""
         return frozenset(_features(self))
@@ -189,7 +193,7 @@ class GateRequest:
         """float32, or float64 when g is float64."""
         return torch.float64 if self.g.dtype == torch.float64 else torch.float32
 
-    @cached_property
+    @lazy_attribute
     def features(self) -> frozenset[Feature]:
         """The features that this call needs."""
         needed = {Feature.GATE, Feature.SOFTPLUS_GATE if self.lower_bound is None else Feature.LOWER_BOUND_GATE}

@@ -25,8 +25,11 @@ BACKWARD_ONLY = frozenset({"saved", "grad_o", "grad_final_state", "grad_output",
 def signature(request: AnyRequest, name: str | None) -> tuple | None:
     """The key of a call that asks for backend ``name``; None when it has none (fake tensors, values of a wrong type).
 
+    Neither has one a call with a tensor whose sign is a bit (``checks.resolve_signs``).
+
     Options are there with their types: True == 1 and 64 == 64.0, but the checks refuse the one and take the other.
-    Contiguous tensors are all one, whatever strides their dimensions of size 1 have.
+    Contiguous tensors are all one, whatever strides their dimensions of size 1 have. The layout is there because a
+    tensor of MKL-DNN has shape, dtype and device of a plain one.
     """
     try:
         return _of_gate(request, name) if type(request) is GateRequest else _of_call(request, name)
@@ -38,6 +41,8 @@ def signature(request: AnyRequest, name: str | None) -> tuple | None:
 def _of_call(r: Any, name: str | None) -> tuple | None:
     q, k, v, g, beta = r.q, r.k, r.v, r.g, r.beta
     if not _PLAIN.issuperset((type(q), type(k), type(v), type(g), type(beta))):
+        return None
+    if q.is_neg() or k.is_neg() or v.is_neg() or g.is_neg() or beta.is_neg():
         return None
     options = (
         r.scale,
@@ -63,11 +68,11 @@ def _of_call(r: Any, name: str | None) -> tuple | None:
         r.op,
         *map(type, options),
         options,
-        (q.shape, q.is_contiguous() or q.stride(), q.dtype, q.device),
-        (k.shape, k.is_contiguous() or k.stride(), k.dtype, k.device),
-        (v.shape, v.is_contiguous() or v.stride(), v.dtype, v.device),
-        (g.shape, g.is_contiguous() or g.stride(), g.dtype, g.device),
-        (beta.shape, beta.is_contiguous() or beta.stride(), beta.dtype, beta.device),
+        (q.shape, q.is_contiguous() or q.stride(), q.dtype, q.device, q.layout),
+        (k.shape, k.is_contiguous() or k.stride(), k.dtype, k.device, k.layout),
+        (v.shape, v.is_contiguous() or v.stride(), v.dtype, v.device, v.layout),
+        (g.shape, g.is_contiguous() or g.stride(), g.dtype, g.device, g.layout),
+        (beta.shape, beta.is_contiguous() or beta.stride(), beta.dtype, beta.device, beta.layout),
         None if r.A_log is None else _metadata(r.A_log),
         None if r.dt_bias is None else _metadata(r.dt_bias),
         None if r.initial_state is None else _metadata(r.initial_state),
@@ -121,7 +126,8 @@ class Like:
         kind, guards = type(request), _guards()
         given = [n for n in _TENSORS[kind] if getattr(request, n) is not None]
         absent = [n for n in _TENSORS[kind] if n not in given]
-        self._rest = attrgetter(*_OPTIONS[kind], *absent)
+        # torch's check ends the process where a tensor is nested: it has no sizes to compare.
+        self._rest = attrgetter(*_OPTIONS[kind], *absent, *(f"{n}.is_nested" for n in given))
         self._name, self._values = name, self._rest(request)
         self._types = tuple(map(type, self._values))
         # Of one name attrgetter answers no tuple.
@@ -135,7 +141,10 @@ class Like:
     def __call__(self, request: AnyRequest, name: str | None) -> bool:
         if self._check is None or name != self._name:
             return False
-        rest = self._rest(request)
+        try:
+            rest = self._rest(request)
+        except AttributeError:  # something is no tensor
+            return False
         # Types first: values of other types may not compare.
         if tuple(map(type, rest)) != self._types or rest != self._values:
             return False
@@ -155,9 +164,9 @@ def _of_gate(r: Any, name: str | None) -> tuple:
 
 
 def _metadata(t: Tensor) -> tuple:
-    if type(t) not in _PLAIN:
-        raise AttributeError(f"{type(t).__name__} has no metadata of its own")
-    return (t.shape, t.is_contiguous() or t.stride(), t.dtype, t.device)
+    if type(t) not in _PLAIN or t.is_neg():
+        raise AttributeError(f"{type(t).__name__} has no metadata of its own, or not its own sign")
+    return (t.shape, t.is_contiguous() or t.stride(), t.dtype, t.device, t.layout)
 
 
 def is_plain(t: Any) -> bool:

@@ -22,12 +22,15 @@ from kda_core.capabilities import Available, BackendInfo, Capabilities, Feature,
 from kda_core.example_call import TENSORS
 from kda_core.hookspecs import CONTRACT_VERSION, hookimpl
 from kda_core.plugins import registry
+from kda_core.reference import ReferenceBackend
 from kda_core.request import ForwardResult
 from kda_core.testing import verify
 from kda_core.testing.cases import named
 
 AVAILABLE = Available("a detail")
+ORACLES = ReferenceBackend().kda_core_backend().capabilities.features
 HOOKS_MISSING = {Feature.BACKWARD, Feature.RECURRENT_BACKWARD, Feature.GATE, Feature.GATE_BACKWARD}
+ACCEPTED = ORACLES - HOOKS_MISSING | {Feature.CONTEXT_PARALLEL}
 
 
 class Toy:
@@ -35,7 +38,7 @@ class Toy:
 
     def __init__(self, availability=AVAILABLE, features=None, value=0.0, with_state=False):
         self.answer, self.value, self.with_state = availability, value, with_state
-        self.features = frozenset(Feature) - HOOKS_MISSING if features is None else frozenset(features)
+        self.features = ACCEPTED if features is None else frozenset(features)
         self.asked = []
 
     @hookimpl

@@ -398,10 +398,21 @@ def test_explain_takes_the_calls_arguments_and_names_the_op():
 class EntryPoint:
     """An entry point whose module does something when it is imported."""
 
-    dist = None
+    group, dist = ENTRY_POINT_GROUP, None
 
     def __init__(self, name, load=None):
         self.name, self.value, self.load = name, f"{name}.plugin", load
+
+
+class EntryPoints(list):
+    """What importlib.metadata finds."""
+
+    @property
+    def groups(self):
+        return {e.group for e in self}
+
+    def select(self, group):
+        return [e for e in self if e.group == group]
 
 
 def interrupted():
@@ -413,7 +424,7 @@ def found(monkeypatch):
     """A registry of its own that finds an entry point, and what to set its import to."""
     # By name one comes before it and one after it.
     first, own, last = EntryPoint("a", lambda: Toy("toy")), EntryPoint("foreign"), EntryPoint("z", lambda: Toy("last"))
-    monkeypatch.setattr(plugins.metadata, "entry_points", lambda group: [last, own, first])
+    monkeypatch.setattr(plugins.metadata, "entry_points", lambda: EntryPoints([last, own, first]))
     fresh = Registry()
     fresh.import_by = lambda do: setattr(own, "load", do)
     return fresh
@@ -458,19 +469,6 @@ def test_a_wheel_that_exits_when_it_is_imported_harms_nobody_else(found):
     assert {b.info.name for b in found.backends} == {"last", "toy", "reference"}
     (broken,) = (e for e in found.ledger if e.state != "loaded")
     assert broken.reason == "import failed: SystemExit: needs libfoo"
-
-
-def test_default_device_is_one_that_a_backend_serves():
-    device = kda_core.default_device()
-    assert any(device.type in e.info.device_types for e in kda_core.backends() if e.state == "loaded")
-    q, k, v, g, beta = (t.to(device) for t in inputs())
-    assert kda_core.explain(q, k, v, g, beta).chosen is not None
-
-
-def test_default_device_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(plugins, "registry", Registry(entry_points=False))
-    with pytest.raises(kda_core.UnsupportedCall, match="pip install kda-core-cpu"):
-        kda_core.default_device()
 
 
 def test_every_hook_is_documented_and_implemented_by_the_oracle():

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import venv
 from pathlib import Path
+from zipfile import ZipFile
 
 import pluggy
 import pytest
@@ -25,6 +26,8 @@ TOYS = sorted(path.parent for path in SOURCES.glob("*/pyproject.toml"))
 BROKEN = {
     "raising": ("broken", "import failed: RuntimeError: the vendor's library is missing"),
     "outdated": ("incompatible", "needs plugin contract ~=2.0, this kda-core has 1."),
+    "early": ("incompatible", "needs kda-core>=99, this is kda-core 0."),
+    "successor": ("incompatible", "entry-point group kda_core.backends.v2), this kda-core has 1."),
     "hookless": ("broken", "missing hooks: kda_core_chunk_forward"),
     "defaulted": ("broken", "kda_core_reject declares a default for request"),
     "misspelt": ("broken", "unknown hooks: kda_core_save_spec"),
@@ -85,6 +88,13 @@ def facts(environment):
 
 def test_the_core_under_test_is_the_wheel(facts, environment):
     assert Path(facts["core"]).is_relative_to(environment.parents[1])
+
+
+def test_wheels_say_that_they_are_typed(wheels):
+    """PEP 561; the other backends are built alike, and tests/test_typing.py looks at those that are installed."""
+    for package in ("kda_core", "kda_core_cpu"):
+        (wheel,) = wheels.glob(f"{package}-*.whl")
+        assert f"{package}/py.typed" in ZipFile(wheel).namelist()
 
 
 def test_every_wheel_is_in_the_ledger(facts):

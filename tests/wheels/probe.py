@@ -70,6 +70,8 @@ names = [
     "zenith",
     "raising",
     "outdated",
+    "early",
+    "successor",
     "hookless",
     "defaulted",
     "misspelt",

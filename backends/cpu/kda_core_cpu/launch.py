@@ -12,12 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from kda_core.lazy_attribute import lazy_attribute
 from kda_core.request import Request
 
 Call = TypeVar("Call")
@@ -190,7 +190,7 @@ class Group:
     def n_heads(self) -> int:
         return self.heads.stop - self.heads.start
 
-    @cached_property
+    @lazy_attribute
     def span(self) -> slice | None:
         """The sequences as a slice when they are neighbours in order, else None."""
         first, n = int(self.ids[0]), len(self.ids)

@@ -7,11 +7,10 @@ filled so that they change nothing (q = k = v = β = 0, decay 1).
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
+from kda_core.lazy_attribute import lazy_attribute
 from kda_core.request import Request
 from kda_core_cpu.launch import Group, token_counts
 
@@ -49,26 +48,26 @@ class Window:
         pairs, heads = self.steps[step], self.group.n_heads
         return slice(pairs.start * heads, pairs.stop * heads)
 
-    @cached_property
+    @lazy_attribute
     def _pair_index(self) -> tuple[Tensor, Tensor]:
         """Sequence and step of every pair."""
         alive = torch.tensor([s.stop - s.start for s in self.steps], device="cpu")
         order = torch.cat([torch.arange(n, device="cpu") for n in alive.tolist()])
         return self.group.ids[order], torch.arange(self.i0, self.i1, device="cpu").repeat_interleave(alive)
 
-    @cached_property
+    @lazy_attribute
     def chunk_index(self) -> Tensor:
         """Position of every pair in per-chunk results [B·NT, ...]."""
         sequence, step = self._pair_index
         return self.group.sequences.first_chunk[sequence] + step
 
-    @cached_property
+    @lazy_attribute
     def first_of_run(self) -> int | None:
         """The first pair's position there when all pairs follow one another, else None."""
         index = self.chunk_index
         return int(index[0]) if bool((index.diff() == 1).all()) else None
 
-    @cached_property
+    @lazy_attribute
     def _box(self) -> tuple[slice, int, int, int] | None:
         """(batch rows, first token, whole chunks, rows of a last partial chunk), or None when rows are scattered."""
         group, sequences = self.group, self.group.sequences
@@ -84,7 +83,7 @@ class Window:
         tokens = min(int(sequences.length[i]) - self.i0 * group.chunk, len(self.steps) * group.chunk)
         return rows, int(sequences.start[i]) + self.i0 * group.chunk, *divmod(tokens, group.chunk)
 
-    @cached_property
+    @lazy_attribute
     def _rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Batch row [pairs, 1], token [pairs, C], which are padding [pairs, C], and the rows that are not, or None."""
         sequences, chunk = self.group.sequences, self.group.chunk
