@@ -227,7 +227,7 @@ def _random_calls(subject: Subject, test: str, part: int) -> list:
     from kda_core.testing.suite import test_random
 
     made: list = []
-    subject.check = made.append
+    subject.check = lambda case, build: made.append(build(case))
     getattr(test_random, f"test_random_{test}")(subject, part)
     return made
 
@@ -290,7 +290,7 @@ def test_a_random_call_that_fails_fails_its_test(error):
     """Not only results beyond their budgets: a crash, a broken promise, a refusal of what was declared."""
     from kda_core.testing.suite import test_random
 
-    def failing(call):
+    def failing(case, build):
         raise error
 
     subject = Subject(Target("reference", CPU, interpreted=True))

@@ -25,7 +25,7 @@ pytest.register_assert_rewrite("kda_core.testing.suite")
 import torch  # noqa: E402
 
 import kda_core  # noqa: E402
-from kda_core.capabilities import FOREIGN_VARIABLE  # noqa: E402
+from kda_core.capabilities import FOREIGN_VARIABLE, Feature  # noqa: E402
 from kda_core.errors import KdaError, UnsupportedCall  # noqa: E402
 from kda_core.hookspecs import CONTRACT_VERSION  # noqa: E402
 from kda_core.plugins import registry  # noqa: E402
@@ -176,7 +176,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def kda(request: pytest.FixtureRequest) -> Iterator[Subject]:
     """The backend under test."""
-    subject = Subject(request.param)
+    about = {name for mark in request.node.iter_markers("kda_requires") for name in mark.args}
+    subject = Subject(request.param, [Feature[name] for name in about])
     request.node.stash[SUBJECT] = subject
     yield subject
     if request.node.get_closest_marker("slow"):

@@ -15,7 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from kda_core.plugins import registry  # noqa: E402
+from kda_core.plugins import registry
 
 
 def main(module: str, options: list[str]) -> int:

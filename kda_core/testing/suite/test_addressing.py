@@ -51,13 +51,13 @@ def test_transposed_inputs(kda):
 @pytest.mark.parametrize(("K", "V"), [(60, 60), (17, 33), (100, 50)])
 def test_reads_stay_inside(kda, K: int, V: int):
     """FAILURES 16: head dimensions that are no power of two, with NaN in the memory round every input."""
-    kda.check(Case(name=f"inside {K} {V}", B=2, T=70, K=K, V=V).call())
+    kda.check(Case(name=f"inside {K} {V}", B=2, T=70, K=K, V=V))
 
 
 @requires(Feature.CHUNK, Feature.ODD_HEAD_DIMS, Feature.BACKWARD)
 def test_reads_of_the_backward_stay_inside(kda):
     """FAILURES 16: the same for gradients."""
-    kda.check(Case(name="inside gradients", T=70, K=60, V=20, final_state=False, backward=True).call())
+    kda.check(Case(name="inside gradients", T=70, K=60, V=20, final_state=False, backward=True))
 
 
 @requires(Feature.CHUNK, Feature.OUT)
