@@ -501,5 +501,7 @@ def _concrete(cls: type[Mutant]) -> Iterator[type[Mutant]]:
 
 
 def mutants() -> list[type[Mutant]]:
-    """Every mutant, the control aside."""
+    """Every mutant, those of ``quiet_mutants`` among them, the control aside."""
+    import quiet_mutants  # noqa: F401  it imports this module
+
     return [m for m in _concrete(Mutant) if m is not Faultless]

@@ -154,7 +154,7 @@ def _variants(case: Case, info: BackendInfo) -> Iterator[tuple[dict[str, Any], b
 
 
 def _distance(changes: dict[str, Any], pooled: bool) -> int:
-    """What is tried first: a pool and states before lengths, and these before head dimensions, of which there are many."""
+    """What is tried first: a pool and states, then lengths, then head dimensions, of which there are many."""
     return 4 * ("K" in changes) + 2 * ("T" in changes) + ("state" in changes) + pooled
 
 

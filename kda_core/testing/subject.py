@@ -186,7 +186,7 @@ class Subject:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the backend promises everything that the oracle serves, so that it has no combination to turn down."""
+        """Whether the backend promises all that the oracle serves, and so has no combination to turn down."""
         return self.declares(*registry.named("reference").info.capabilities.features)
 
     def takes(self, dtype: torch.dtype) -> bool:

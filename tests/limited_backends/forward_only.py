@@ -1,4 +1,4 @@
-"""A backend with every forward and no gradient, as its author would begin: the oracle's own, behind other capabilities."""
+"""A backend with every forward and no gradient yet: the oracle's forward behind other capabilities."""
 
 from __future__ import annotations
 

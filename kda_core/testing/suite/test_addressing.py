@@ -204,7 +204,7 @@ def test_gradients_of_many_programs(kda, lengths: tuple[int, ...]):
 
 
 @slow
-@requires(Feature.RECURRENT, Feature.BACKWARD)
+@requires(Feature.RECURRENT, Feature.RECURRENT_BACKWARD)
 def test_gradients_of_many_steps(kda):
     """FAILURES 24: the same for gradients of steps."""
     kda.check(Case(name="gradients of steps", op="fused_recurrent_kda", B=683, T=1, H=96, K=16, backward=True).call())

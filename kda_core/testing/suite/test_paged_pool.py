@@ -25,7 +25,7 @@ FUNCTIONS = pytest.mark.parametrize(
 
 
 def _call(kda, op: str, T: int, N: int = 3, **fields) -> Call:
-    """N sequences of T tokens: a dense batch for decoding, packed ones for prefill; in dtypes that the backend takes."""
+    """N sequences of T tokens: a dense batch for decoding, packed ones for prefill; in a dtype that is served."""
     name = " ".join(["pool", op, *sorted(fields)])
     layout = {"T": N * T, "lengths": (T,) * N} if op == "chunk_kda" else {"T": T, "B": N}
     case = Case(name=name, op=op, **({"state": FP32} | layout | fields))

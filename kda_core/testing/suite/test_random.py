@@ -174,7 +174,7 @@ def _pooled(rng: random.Random, call: Call, case: Case) -> Call:
 def drawn(
     name: str, part: int, of: int, number: int, *, max_tokens: int, pooled: bool = False, **kinds: Any
 ) -> tuple[Case, Build]:
-    """Call ``number`` of kind ``of`` in part ``part`` of the test ``name``: its case, and what makes the call of one."""
+    """Call ``number`` of kind ``of`` in part ``part`` of the test ``name``: its case, and what makes its call."""
     case = kind(random.Random(f"{name} {part} {of}"), pooled=pooled, **kinds)
     rng = random.Random(f"{name} {part} {of} {number}")
     case = _of_kind(rng, case, f"random {name} {part}.{of}.{number}", max_tokens)
@@ -191,8 +191,8 @@ def drawn(
 def _check_part(kda: Subject, name: str, part: int, draws: Draws, **kinds: Any) -> None:
     """Check the calls that a part of a test draws: the first of every kind, then the second of every kind, ...
 
-    What a backend does not declare it refuses; ``run`` has compared the reasons. Of a combination of what it declares it
-    may say that it does not serve it, unless it declares everything.
+    A backend refuses what it does not declare; ``run`` has compared the reasons. It may turn down combinations of what
+    it declares, unless it declares everything.
     """
     numbers = [(of, number) for number in range(draws.calls) for of in range(draws.kinds)]
     for of, number in numbers[: kda.draws(draws.total)]:

@@ -15,7 +15,7 @@ SPEC = requires(Feature.RECURRENT, Feature.PAGED_STATE, Feature.SPEC_DECODE)
 
 
 def _call(kda, T: int = 3, **fields) -> Call:
-    """Three requests of T tokens, in dtypes that the backend takes."""
+    """Three requests of T tokens, in a dtype that is served."""
     name = " ".join(["draft", *sorted(fields)])
     case = Case(name=name, op="fused_recurrent_kda", B=3, T=T, state=FP32).having(**fields)
     slots = torch.arange(3 * T, dtype=torch.int32).view(3, T)
