@@ -18,16 +18,16 @@ from kda_core.testing.tiers import MODE_VARIABLE
 
 CASES = """
 import pytest
-from kda_core.testing.cases import BF16, FP32, Case
+from kda_core.testing.cases import BF16, FP16, FP32, Case
 
-LAYOUTS = {"dense": {"T": 40}, "packed": {"T": 40, "lengths": (20, 1, 19)}}
+LAYOUTS = {"dense": {"T": 9}, "packed": {"T": 9, "lengths": (4, 1, 4)}}
 
-@pytest.mark.parametrize("V", [16, 32])
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("V", [4, 8, 16])
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
 @pytest.mark.parametrize("final_state", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_case(kda, layout, final_state, dtype, V):
-    kda.check(Case(name=f"{layout} {V}", K=16, V=V, dtype=dtype, final_state=final_state, **LAYOUTS[layout]))
+    kda.check(Case(name=f"{layout} {V}", K=8, V=V, dtype=dtype, final_state=final_state, **LAYOUTS[layout]))
 """
 
 TIERS = {
