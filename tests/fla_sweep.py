@@ -1,7 +1,7 @@
 """The shapes of the broad comparison with fla: 32 dense and 36 packed calls, each with both gates and every option.
 
-The shapes follow those of fla 0.6's own tests of KDA: lengths below, at and past a chunk, heads that are no power of two,
-short sequences beside long ones. They are small, since the other side on the CPU is a loop over tokens.
+The shapes follow those of fla 0.6's own tests of KDA: lengths below, at and past a chunk, head dimensions that are no
+power of two, short sequences beside long ones. They are small: on the CPU the other side is a loop over tokens.
 """
 
 from __future__ import annotations

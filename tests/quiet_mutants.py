@@ -13,6 +13,23 @@ from kda_core.hookspecs import hookimpl
 from kda_core.request import BackwardResult, ForwardResult, GateRequest, Request
 
 
+class PaddingSlotWritten(Mutant):
+    """A row of padding writes to the last slot of the pool."""
+
+    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
+        indices = r.ssm_state_indices
+        if r.inplace_final_state and indices is not None and (indices < 0).any():
+            r.initial_state[-1] = 0
+        return result
+
+
+class FirstSlotRead(Mutant):
+    """Speculative decoding starts from the first slot whatever was accepted."""
+
+    def asked(self, r: Request) -> Request:
+        return replace(r, num_accepted_tokens=None)
+
+
 class SlotOfIndexMinusOneWritten(Mutant):
     """Index -1 counts from the pool's end, as in Python; the output of such a row is zero all the same."""
 

@@ -143,8 +143,8 @@ def run(backend: str, device: torch.device | None = None) -> list[Row]:
         device: where to run; None: the best device of this machine that it can serve.
 
     Returns:
-        A row for every output of every case, for every case that is refused, and for every declared feature that no case
-        had a result with.
+        A row for every output of every case, for every case that is refused, and for every declared feature or dtype
+        that no case had a result with.
 
     Raises:
         BackendNotFound, BrokenBackend: no such backend can be used.

@@ -1,7 +1,6 @@
 """The conformance kit's fast tier on one of the limited backends of this folder, in a process of its own.
 
-``python tests/limited_backends/run_kit.py MODULE [pytest's options]``; with ``--fault NAME`` the backend has that fault
-(``faults.py``).
+``python tests/limited_backends/run_kit.py MODULE [pytest's options]``.
 """
 
 from __future__ import annotations
@@ -13,16 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from kda_core.plugins import registry
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 
 def main(module: str, options: list[str]) -> int:
     """Register the backend and run the kit on it; answers pytest's exit status."""
     registry.load()
     torch.set_num_threads(1)
-    backend = importlib.import_module(module)
+    backend = importlib.import_module(f"limited_backends.{module}")
     entry = registry.register(backend)
     if entry.state != "loaded":
         raise RuntimeError(f"{module}: {entry.state}: {entry.reason}")

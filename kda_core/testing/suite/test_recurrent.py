@@ -38,6 +38,7 @@ FORWARD = [
         beta="sigmoid",
         state=FP32,
     ),
+    Case(name="step negative eigenvalues", op=R, B=3, T=1, HV=6, beta="negative eigenvalues", state=FP32),
     Case(name="several tokens", op=R, B=2, T=7, HV=4, state=FP32),
     Case(name="several tokens without states", op=R, B=2, T=7, final_state=False),
     Case(name="many tokens", op=R, T=100, state=FP32),
@@ -119,6 +120,18 @@ PROMPTS = [
 
 BACKWARD = [
     Case(name="recurrent gradients", op=R, T=20, K=32, V=16, state=FP32, backward=True),
+    Case(
+        name="recurrent gradients of groups of three",
+        op=R,
+        B=2,
+        T=6,
+        HV=6,
+        K=16,
+        gate="softplus",
+        state=FP32,
+        backward=True,
+        options={"scale": 0.3},
+    ),
     Case(
         name="recurrent gradients all in kernel",
         op=R,
