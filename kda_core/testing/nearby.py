@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,8 +21,6 @@ from kda_core.testing.inputs import Call
 
 Build = Callable[[Case], Call]
 """Makes the call of a case: ``Case.call``, or what a test does with it."""
-
-Serves = Callable[[Call], bool]
 
 DTYPES = (FP32, BF16, FP16, FP64)
 
@@ -43,7 +42,7 @@ def turned_down(backend: str, call: Call, device: torch.device) -> str | None:
     return registry.named(backend).call("kda_core_reject", request=request)
 
 
-def nearest(info: BackendInfo, case: Case, build: Build, serves: Serves) -> tuple[Case, Build] | None:
+def nearest(info: BackendInfo, case: Case, build: Build, serves: Callable[[Call], bool]) -> tuple[Case, Build] | None:
     """The case with as few changes as make a backend serve it, and what makes its call; None: nothing helps.
 
     Args:
@@ -53,6 +52,8 @@ def nearest(info: BackendInfo, case: Case, build: Build, serves: Serves) -> tupl
     key = (info.name, case.op)
     # The call of a pool needs states, and has its pool already.
     is_pooled = build(case).has_pool
+    if is_pooled and base.state is None:
+        return None
     variants = [v for v in _variants(base, info) if not is_pooled or not (v[1] or v[0].get("state", FP32) is None)]
     variants.sort(key=lambda variant: (variant != _helped.get(key), _distance(*variant)))
     for changes, pooled in variants:
@@ -74,6 +75,8 @@ def within(case: Case, info: BackendInfo) -> Case:
     if case.dtype not in c.dtypes:
         changes["dtype"] = next((d for d in DTYPES if d in c.dtypes), case.dtype)
         changes["gate_dtype"] = changes["dtype"] if case.gate_dtype == case.dtype else FP32
+        if case.state == FP64:
+            case = case.having(state=FP32)
     K, V = case.K, case.V or case.K
     if Feature.UNEQUAL_HEAD_DIMS in closed:
         K = V = max(K, V)
@@ -95,6 +98,7 @@ def within(case: Case, info: BackendInfo) -> Case:
     if Feature.QK_L2NORM in closed:
         changes["l2norm"] = False
     changes["gate"] = _gate(case, closed)
+    changes["A_log"] = case.A_log or changes["gate"] == "softplus"
     if case.beta == "negative eigenvalues" and Feature.NEG_EIGVAL in closed:
         changes["beta"] = "sigmoid"
     if case.beta in ("sigmoid", "negative eigenvalues") and Feature.BETA_SIGMOID in closed:
@@ -113,7 +117,7 @@ def _head_dim(size: int, limit: int | None, powers_only: bool) -> int:
 def _state_dtype(case: Case, closed: set[Feature], stateless: bool) -> torch.dtype | None:
     if stateless or Feature.INITIAL_STATE in closed:
         return None
-    return FP32 if case.state == FP64 or (case.state == BF16 and Feature.BF16_STATE in closed) else case.state
+    return FP32 if case.state == BF16 and Feature.BF16_STATE in closed else case.state
 
 
 def _gate(case: Case, closed: set[Feature]) -> str:
@@ -131,9 +135,8 @@ def _without_options(case: Case, closed: set[Feature]) -> Case:
         "disable_recompute": Feature.DISABLE_RECOMPUTE,
         "chunk_size": Feature.CHUNK_32,
     }
-    gone = {name for name in case.options if needed.get(name) in closed}
-    kept = {name: value for name, value in case.options.items() if name not in gone}
-    return Case(**{f: getattr(case, f) for f in case.__dataclass_fields__ if f != "options"}, options=kept)
+    kept = {name: value for name, value in case.options.items() if needed.get(name) not in closed}
+    return replace(case, options=kept)
 
 
 def _variants(case: Case, info: BackendInfo) -> Iterator[tuple[dict[str, Any], bool]]:
