@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-SHAPE_AXES = ("direction", "head dimensions", "length", "initial state")
-"""Axes that no feature stands for, in whole or in part; the dtype is one as well."""
+SHAPE_AXES = ("head dimensions", "length", "initial state")
+"""Axes with values that no feature stands for; the dtype is one as well."""
 
 MANY = 0.5
 """A value is named when at least this share of the failures involve it."""
 
 OFTEN = 1.5
-"""And when tests that involve it fail at least so many times as often as all do."""
+"""And when tests that involve it fail at least so many times as often as those that do not."""
 
 EXPECTED = 3.0
 """A value is named as spared when so many failures were to be expected among its tests, and there are none."""
@@ -72,26 +72,32 @@ class Failures:
         self.passed = [o for o in outcomes if not o.failed and o.values]
 
     def involve(self) -> list[dict[str, Any]]:
-        """The values that most failures share and that fail more often than others do, the most telling first."""
-        found = []
-        for value in sorted(frozenset().union(*(o.values for o in self.failed))):
-            failed, passed = self._count(value)
-            rate = failed / (failed + passed) / self._rate
-            if failed >= MANY * len(self.failed) and rate >= OFTEN:
-                found.append({"value": value, "failed": failed, "passed": passed, "rate": rate})
-        found.sort(key=lambda v: (-v["failed"], -v["rate"], v["value"]))
+        """The values that most failures share and that fail more often than others do, the most telling first.
+
+        A value that every test has tells nothing; of several values that the same tests have the first one does.
+        """
+        found, seen = [], set()
+        for value in self._values(self.failed):
+            failed, passed = self._tests_with(value)
+            others = len(self.failed) - len(failed), len(self.passed) - len(passed)
+            if (failed, passed) in seen or not sum(others):
+                continue
+            seen.add((failed, passed))
+            share = len(failed) / (len(failed) + len(passed))
+            if len(failed) >= MANY * len(self.failed) and share >= OFTEN * others[0] / sum(others):
+                found.append({"value": value, "failed": len(failed), "passed": len(passed), "share": share})
+        found.sort(key=lambda v: (-v["failed"], -v["share"]))
         return found[:MOST_NAMED]
 
     def spared(self) -> list[dict[str, Any]]:
         """The values with which no test failed, though several failures were to be expected."""
-        values = frozenset().union(*(o.values for o in self.passed)) if self.passed else frozenset()
-        counts = [(self._count(value), value) for value in sorted(values)]
-        found = [
-            {"value": value, "passed": passed}
-            for (failed, passed), value in counts
-            if not failed and passed * self._rate >= EXPECTED
-        ]
-        return sorted(found, key=lambda v: -v["passed"])[:MOST_NAMED]
+        rate = len(self.failed) / (len(self.failed) + len(self.passed))
+        found = {}
+        for value in self._values(self.passed):
+            failed, passed = self._tests_with(value)
+            if not failed and len(passed) * rate >= EXPECTED:
+                found.setdefault(passed, {"value": value, "passed": len(passed)})
+        return sorted(found.values(), key=lambda v: -v["passed"])[:MOST_NAMED]
 
     def rerun(self) -> str:
         """The command that runs the first failed test again."""
@@ -129,11 +135,12 @@ class Failures:
             yield f"      {self.failed[0].message}"
         yield f"    run it again: {self.rerun()}"
 
-    @property
-    def _rate(self) -> float:
-        return len(self.failed) / (len(self.failed) + len(self.passed))
+    @staticmethod
+    def _values(outcomes: list[Outcome]) -> list[str]:
+        """Every value among these outcomes: features, in capitals, come before values of axes."""
+        return sorted(frozenset().union(*(o.values for o in outcomes)) if outcomes else ())
 
-    def _count(self, value: str) -> tuple[int, int]:
-        """How many tests with a value failed, and passed."""
-        failed, passed = (sum(value in o.values for o in outcomes) for outcomes in (self.failed, self.passed))
+    def _tests_with(self, value: str) -> tuple[frozenset[str], frozenset[str]]:
+        """The tests with a value that failed, and those that passed."""
+        failed, passed = (frozenset(o.test for o in all_ if value in o.values) for all_ in (self.failed, self.passed))
         return failed, passed
