@@ -253,3 +253,22 @@ def test_verify_of_a_limited_backend(registered, module: str):
     assert len(passed) >= 5
     assert any(case.startswith("draft, some accepted") for case in passed) == (module == "decoding_only")
     assert any("does not take float32" in row.note for row in rows)
+
+
+def test_a_complete_backend_has_no_nearest_case(registered, monkeypatch):
+    """It turns nothing down by its own word: such a call stands as a failure of the tests that look for it."""
+    case = Case(name="turned down", T=5, K=16)
+    for name, complete in (("reference", True), (registered("forward_only"), False)):
+        backend = registry.named(name)
+        monkeypatch.setitem(
+            backend._callers, "kda_core_reject", lambda request: "K = 32 only" if request.K == 16 else None
+        )
+        subject = subject_of(name)
+        assert subject.is_complete is complete
+        if complete:
+            with pytest.raises(Refused, match=r"rejected: .* K = 32 only"):
+                subject.check(case)
+            assert subject.near(case) is case
+        else:
+            subject.check(case)
+            assert [record.status for record in subject.records] == ["rejected", "served"]

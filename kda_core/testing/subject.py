@@ -284,7 +284,7 @@ class Subject:
 
         Args:
             call: a call; or a case: where the backend refuses its call, the nearest case that it serves is checked too,
-                unless it does not declare what the test is about.
+                if it declares what the test is about.
             build: makes the call of a case.
             about: features that the nearest case must still need, beside those of the test.
 
@@ -323,10 +323,12 @@ class Subject:
 
     def _nearest(self, case: Case, build: Build, about: Collection[Feature]) -> tuple[Case, Build] | None:
         call = build(case)
+        request = call.request()
         wanted = self.about | set(about)
-        if not self.declares(*wanted):
+        # What a complete backend turns down by its own word stands as that.
+        if not self.declares(*wanted) or (self.is_complete and not self._refusals(request, call)):
             return None
-        wanted &= self._features(call.request(), call)
+        wanted &= self._features(request, call)
         return nearest(self.info, case, build, lambda other: self._serves(other, wanted))
 
     def _serves(self, call: Call, wanted: Collection[Feature]) -> bool:
