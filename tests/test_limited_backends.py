@@ -134,7 +134,9 @@ def registered():
 def run_kit_here(module: str, *arguments: str) -> tuple[int, str]:
     """Exit status and output of the kit's module on registered backends, in this process."""
     output = io.StringIO()
-    options = ("-p", "kda_core.testing.plugin", "-p", "no:cacheprovider", "-q", "--tb=short")
+    # The last one collects garbage several times at the end of a run, from all that the outer run holds.
+    left_out = ("-p", "no:cacheprovider", "-p", "no:unraisableexception")
+    options = ("-p", "kda_core.testing.plugin", *left_out, "-q", "--tb=short")
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         status = pytest.main([*options, *arguments, "--pyargs", f"kda_core.testing.suite.{module}"])
     return int(status), output.getvalue()

@@ -101,7 +101,17 @@ def altered() -> Iterator:
         registry.remove_wrapper(plugin)
 
 
-@pytest.mark.parametrize(("hook", "change", "check", "wrong"), FAULTS, ids=[fault[2] for fault in FAULTS])
+# A step, a pool and the gate; the others take longer.
+QUICK = {"decoding step", "step in a pool, one skipped", "lower-bound gate without A_log"}
+
+
+@pytest.mark.parametrize(
+    ("hook", "change", "check", "wrong"),
+    [
+        pytest.param(*fault, id=fault[2], marks=[] if fault[2] in QUICK else [pytest.mark.end_to_end])
+        for fault in FAULTS
+    ],
+)
 def test_verify_finds(with_checks, altered, hook: str, change, check: str, wrong: set[str]):
     altered(hook, change)
     rows = with_checks(check)

@@ -31,7 +31,7 @@ class Outcome:
         position: its place in the order of collection, the simplest tests first.
         failed: whether it failed.
         values: of a failed test: what its last call exercises; of another one: what all that were served do.
-        message: of a failed test, in a line.
+        message: of a failed test.
         slow: whether it belongs to the slow tier.
     """
 
@@ -131,8 +131,8 @@ class Failures:
         for v in self.spared():
             yield f"    no failure involves {v['value']} ({v['passed']} tests with it passed)"
         yield f"    the first, simplest tests first: {self.failed[0].test}"
-        if self.failed[0].message:
-            yield f"      {self.failed[0].message}"
+        # A mismatch names the call in its first line, and the worst output in the second.
+        yield from (f"      {line.strip()}" for line in self.failed[0].message.splitlines()[:2])
         yield f"    run it again: {self.rerun()}"
 
     @staticmethod

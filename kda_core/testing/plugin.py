@@ -271,7 +271,7 @@ class _Gatherer:
             self.reports[name] = BackendReport(registry.named(name).info, found["device"])
         self.reports[name].add(report.outcome, found["records"])
         crash = getattr(report.longrepr, "reprcrash", None)
-        message = crash.message.partition("\n")[0] if report.failed and crash is not None else ""
+        message = crash.message if report.failed and crash is not None else ""
         self.outcomes.setdefault(name, []).append(outcome_of(found, report.failed, message))
 
     def problems(self) -> list[str]:
