@@ -128,7 +128,7 @@ class EmptySequencesHaveNoStateGradient(Mutant):
 
 
 class StatesExchanged(Mutant):
-    """Of more than two packed sequences, the second and the third exchange their final states."""
+    """The second and the third of more than two packed sequences exchange their final states."""
 
     def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
         if r.cu_seqlens is None or r.N < 3 or result.final_state is None:
