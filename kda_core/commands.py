@@ -11,6 +11,7 @@ import inspect
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Iterable
 from typing import Annotated, Any, NoReturn
 
@@ -40,7 +41,7 @@ CALL_OPTIONS = sorted(
 """Arguments of the public functions that are plain values; each is an option of ``explain`` under its own name."""
 STYLES = {
     **dict.fromkeys(("chosen", "available", "passed"), "green"),
-    **dict.fromkeys(("refused", "unavailable", "not installed"), "yellow"),
+    **dict.fromkeys(("refused", "untested", "unavailable", "not installed"), "yellow"),
     **dict.fromkeys(("broken", "incompatible", "conflict", "FAILED"), "red"),
 }
 
@@ -217,7 +218,7 @@ def explain(
 
 @app.command()
 def verify(backend: BackendName = None, device: DeviceName = None, as_json: AsJson = False) -> None:
-    """Compare a backend with the float64 oracle on the conformance kit's quick cases.
+    """Compare a backend with the float64 oracle: every function, pools, drafts, the gate, forward and gradients.
 
     Without --backend: every installed backend that can run on the device. Exit status: 0 when every output
     is within its budget, 1 when one is not or nothing could be run, 2 for bad arguments.
@@ -229,40 +230,43 @@ def verify(backend: BackendName = None, device: DeviceName = None, as_json: AsJs
     try:
         names, where = _to_verify(backend, device)
         with Console(stderr=True).status(f"checking {', '.join(names)} on {where}"):
-            rows = {name: list(kit.run(name, where)) for name in names}
+            rows = {name: kit.run(name, where) for name in names}
     except KdaError as error:
         _fail(str(error), EXIT_NOT_SERVED)
     except ValueError as error:
         _fail(str(error), cli.EXIT_BAD_ARGUMENTS)
-    compared = [row for name in names for row in rows[name] if row.output]
-    failed = sum(not row.passed for name in names for row in rows[name])
+    verdicts = Counter(row.verdict for name in names for row in rows[name])
+    compared = sum(bool(row.output) for name in names for row in rows[name])
     if as_json:
         found = {name: [_json_row(row) for row in rows[name]] for name in names}
-        _print_json({"device": str(where), "passed": bool(compared) and not failed, "backends": found})
+        passed = compared > 0 and not verdicts["FAILED"]
+        _print_json({"device": str(where), "passed": passed, "verdicts": verdicts, "backends": found})
     else:
         for name in names:
             title = f"{name} on {where}, against the float64 oracle"
             columns = ("case", "output", "error", "budget", "used", "verdict")
             _print_table(title, columns, map(_verdict_row, rows[name]))
         seconds = time.perf_counter() - started
-        typer.echo(f"{len(compared)} outputs compared, {failed} failures, in {seconds:.1f} s")
+        typer.echo(
+            f"{compared} outputs compared, {verdicts['FAILED']} failures, {verdicts['refused']} calls refused, "
+            f"{verdicts['untested']} features or dtypes untested, in {seconds:.1f} s"
+        )
     # A check that compared nothing has shown nothing.
-    if failed or not compared:
+    if verdicts["FAILED"] or not compared:
         raise typer.Exit(EXIT_NOT_SERVED)
 
 
 def _json_row(row: Any) -> dict[str, Any]:
     # JSON has no infinity, which is the error of a result that is not finite.
-    fields = dataclasses.asdict(row)
+    fields = dataclasses.asdict(row) | {"passed": row.passed}
     return {n: None if isinstance(x, float) and not math.isfinite(x) else x for n, x in fields.items()}
 
 
 def _verdict_row(row: Any) -> tuple[str, ...]:
-    verdict = "passed" if row.passed else "FAILED"
     if not row.output:
-        return (row.case, row.note, "", "", "", "refused" if row.passed else verdict)
+        return (row.case, row.note, "", "", "", row.verdict)
     # The share is that of the worse of two errors, of which the relative one is shown.
-    return (row.case, row.output, f"{row.error:.1e}", f"{row.budget:.1e}", f"{row.share:.0%}", verdict)
+    return (row.case, row.output, f"{row.error:.1e}", f"{row.budget:.1e}", f"{row.share:.0%}", row.verdict)
 
 
 def _to_verify(name: str | None, device: str | None) -> tuple[list[str], torch.device]:

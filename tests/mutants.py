@@ -423,23 +423,6 @@ class GroupedGradientOfOneHead(Mutant):
         return grads
 
 
-class PaddingSlotWritten(Mutant):
-    """A row of padding writes to the last slot of the pool."""
-
-    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
-        indices = r.ssm_state_indices
-        if r.inplace_final_state and indices is not None and (indices < 0).any():
-            r.initial_state[-1] = 0
-        return result
-
-
-class FirstSlotRead(Mutant):
-    """Speculative decoding starts from the first slot whatever was accepted."""
-
-    def asked(self, r: Request) -> Request:
-        return replace(r, num_accepted_tokens=None)
-
-
 class InputModified(Mutant):
     """v is overwritten by what is computed of it."""
 
@@ -501,5 +484,7 @@ def _concrete(cls: type[Mutant]) -> Iterator[type[Mutant]]:
 
 
 def mutants() -> list[type[Mutant]]:
-    """Every mutant, the control aside."""
+    """Every mutant, those of ``quiet_mutants`` among them, the control aside."""
+    import quiet_mutants  # noqa: F401  it imports this module
+
     return [m for m in _concrete(Mutant) if m is not Faultless]

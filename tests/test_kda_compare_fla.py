@@ -12,6 +12,7 @@ import warnings
 from importlib import metadata
 from types import SimpleNamespace
 
+import fla_sweep
 import installed
 import pytest
 import torch
@@ -205,6 +206,35 @@ def test_flas_chunk_reference(kda, fla, case):
 def test_gradients(kda, fla, case):
     call = call_of(case, kda.device)
     assert_agree(call, kda.run(call).tensors, run_fla(fla, call, kda.device))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("swept", [*fla_sweep.DENSE, *fla_sweep.PACKED], ids=lambda s: s.name)
+def test_sweep(kda, fla, swept):
+    """The forward alone, whose backend may take other kernels, then results and every gradient."""
+    call = swept.call() if kda.device.type == "cpu" else call_of(swept.case, kda.device)
+    theirs = run_fla(fla, call, kda.device)
+    forward = kda.run(call.forward_only()).tensors
+    assert_agree(call, forward, {name: theirs[name] for name in forward})
+    assert_agree(call, kda.run(call).tensors, theirs)
+
+
+def test_sweep_is_broad_and_of_its_own():
+    """32 dense and 36 packed calls with every option at work, none of which the fast tests make."""
+    swept = [*fla_sweep.DENSE, *fla_sweep.PACKED]
+    assert (len(fla_sweep.DENSE), len(fla_sweep.PACKED)) == (32, 36)
+    assert not any(s.case.lengths for s in fla_sweep.DENSE)
+    assert all(s.case.lengths for s in fla_sweep.PACKED)
+    for layout in (fla_sweep.DENSE, fla_sweep.PACKED):
+        assert {s.case.gate for s in layout} == {"softplus", "lower bound"}
+        assert {s.beta_dtype for s in layout} == {torch.float32, torch.bfloat16, torch.float16}
+        assert {s.case.options.get("disable_recompute", False) for s in layout} == {True, False}
+
+    def shape(case):
+        return case.B, case.T, case.H, case.HV, case.K, case.V, case.lengths
+
+    assert len({s.name for s in swept}) == len(swept)
+    assert not {shape(s.case) for s in swept} & {shape(c) for c in (*CASES, *DIFFERENTIATED)}
 
 
 def test_prefill_then_decode(kda, fla):

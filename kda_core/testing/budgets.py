@@ -155,13 +155,27 @@ def budgets(call: Call) -> dict[str, Budget]:
     """The budget of every output of a call, by name ("o", "final_state", "h", "dq", ...)."""
     # A pool's states are compared where the call writes them, relative to each other: so are the samples'.
     advanced = call.advanced_sequences() if call.has_pool else None
+    draft = call if call.has_draft else None
     call = call.without_pool()
     seed = call.digest()
     key = f"{seed} {advanced}"
     if key not in _cache:
         with references.single_threaded():
             _cache[key] = _budgets(call, random.Random(seed), advanced)
-    return _cache[key]
+    return _cache[key] if draft is None else _with_states_of_tokens(draft, _cache[key])
+
+
+def _with_states_of_tokens(call: Call, allowed: dict[str, Budget]) -> dict[str, Budget]:
+    """The budgets of a draft: its states are stored after every token, and rounding each of them costs what it costs.
+
+    The samples know the last ones alone, which are fewer, and where decays are strong smaller.
+    """
+    exact, dtype = references.results(call)["final_state"], call.tensors["initial_state"].dtype
+    storing = _measure("final_state", exact[None].to(dtype).double(), exact, dtype)[0]
+    state = allowed["final_state"]
+    frobenius, worst_row = FACTOR * storing.frobenius, FACTOR * storing.worst_row
+    wider = Budget(max(state.frobenius, frobenius), max(state.worst_row, worst_row))
+    return allowed | {"final_state": wider}
 
 
 def _budgets(call: Call, offsets: random.Random, advanced: list[int] | None = None) -> dict[str, Budget]:

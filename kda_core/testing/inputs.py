@@ -61,6 +61,12 @@ class Call:
         """Whether the call advances states in place."""
         return "ssm_state_indices" in self.tensors or self.options.get("inplace_final_state", False)
 
+    @property
+    def has_draft(self) -> bool:
+        """Whether there is a slot for every token."""
+        indices = self.tensors.get("ssm_state_indices")
+        return indices is not None and indices.dim() == 2 and indices.shape[1] > 1
+
     def lengths(self) -> list[int]:
         """Tokens of every sequence."""
         cu = self.tensors.get("cu_seqlens")
@@ -180,17 +186,23 @@ def _poison(t: Tensor) -> Tensor:
     return t.fill_(POISON.get(t.dtype, float("nan")))
 
 
+def _widened(shape: tuple[int, ...]) -> list[int]:
+    """The shape of the tensor that a strided one of this shape is a slice of."""
+    wide = list(shape)
+    if wide:
+        wide[-1] = 2 * wide[-1] + 3
+    if len(wide) >= 2:
+        wide[-2] += 1
+    return wide
+
+
 def placed(t: Tensor, device: torch.device, strided: bool = False) -> Tensor:
     """A copy of ``t`` on ``device`` inside a larger, poisoned buffer.
 
     Args:
         strided: make it a slice of a tensor whose last two axes are wider (as q is of a fused projection).
     """
-    shape = list(t.shape)
-    if strided and t.dim() >= 1:
-        shape[-1] = 2 * shape[-1] + 3
-        if t.dim() >= 2:
-            shape[-2] += 1
+    shape = _widened(t.shape) if strided else list(t.shape)
     size = 1
     for n in shape:
         size *= n
@@ -199,6 +211,14 @@ def placed(t: Tensor, device: torch.device, strided: bool = False) -> Tensor:
     for axis in range(max(t.dim() - 2, 0), t.dim()):
         view = view.narrow(axis, 0, t.shape[axis])
     return view.copy_(t)
+
+
+def slice_is_strided(shape: tuple[int, ...]) -> bool:
+    """Whether ``placed(..., strided=True)`` of that shape is no contiguous tensor: a slice of one element is."""
+    view = torch.empty(_widened(shape), device="meta")
+    for axis in range(max(len(shape) - 2, 0), len(shape)):
+        view = view.narrow(axis, 0, shape[axis])
+    return not view.is_contiguous()
 
 
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -21,6 +21,12 @@ def requires(*features: Feature) -> pytest.MarkDecorator:
     return pytest.mark.kda_requires(*(f.name for f in features))
 
 
+def either_way(gradients: Feature) -> pytest.MarkDecorator:
+    """Run a test with its argument ``backward`` False, and True, which is about ``gradients``."""
+    with_gradients = pytest.param(True, id="backward", marks=requires(gradients))
+    return pytest.mark.parametrize("backward", [pytest.param(False, id="forward"), with_gradients])
+
+
 def each(cases: Iterable[Case]) -> pytest.MarkDecorator:
     """Run a test once for each case, as its argument ``case``; cases tagged "slow" are slow tests."""
     params = [pytest.param(c, id=c.name, marks=slow if "slow" in c.tags else ()) for c in cases]

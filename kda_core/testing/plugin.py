@@ -25,23 +25,27 @@ pytest.register_assert_rewrite("kda_core.testing.suite")
 import torch  # noqa: E402
 
 import kda_core  # noqa: E402
-from kda_core.capabilities import FOREIGN_VARIABLE  # noqa: E402
+from kda_core.capabilities import FOREIGN_VARIABLE, Feature  # noqa: E402
 from kda_core.errors import KdaError, UnsupportedCall  # noqa: E402
 from kda_core.hookspecs import CONTRACT_VERSION  # noqa: E402
 from kda_core.plugins import registry  # noqa: E402
+from kda_core.testing import order  # noqa: E402
+from kda_core.testing.failures import Failures, Outcome, outcome_of  # noqa: E402
 from kda_core.testing.interpreter import improve  # noqa: E402
 from kda_core.testing.report import BackendReport  # noqa: E402
 from kda_core.testing.subject import Refused, Subject  # noqa: E402
 from kda_core.testing.targets import Target, find_target  # noqa: E402
+from kda_core.testing.tiers import MODE_VARIABLE, MODES, TierCount, is_slow, mode  # noqa: E402
 
-MODE_VARIABLE = "KDA_TEST_MODE"
-MODES = ("fast", "slow", "all")
 INTERPRETER_VARIABLE = "TRITON_INTERPRET"
 ORACLE = "reference"
+EMPTY_TIERS = "kda_core_empty_tiers"
 
 TARGETS = pytest.StashKey[list[Target]]()
 GATHERED = pytest.StashKey[dict[str, BackendReport]]()
 SUBJECT = pytest.StashKey[Subject]()
+TIERS = pytest.StashKey[TierCount]()
+POSITION = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -65,8 +69,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"slow: runs with -m slow, {MODE_VARIABLE}=slow or {MODE_VARIABLE}=all")
     config.addinivalue_line("markers", "kda_requires(*features): the features of a backend that a test is about")
-    if _mode() not in MODES:
-        raise pytest.UsageError(f"{MODE_VARIABLE}: expected one of {', '.join(MODES)}, got {_mode()!r}")
+    if mode() not in MODES:
+        raise pytest.UsageError(f"{MODE_VARIABLE}: expected one of {', '.join(MODES)}, got {mode()!r}")
     if config.getoption("interpret"):
         _switch_interpreter_on()
     if config.getoption("foreign_device"):
@@ -75,10 +79,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("interpret"):
         improve()
     config.stash[GATHERED] = {}
-
-
-def _mode() -> str:
-    return os.environ.get(MODE_VARIABLE, "fast")
+    config.stash[TIERS] = TierCount(config)
+    config.pluginmanager.register(config.stash[TIERS], "kda_core_tiers")
 
 
 def _switch_interpreter_on() -> None:
@@ -136,7 +138,7 @@ def _other_ways(names: list[str], chosen: bool) -> str:
 def pytest_report_header(config: pytest.Config) -> list[str]:
     lines = [
         f"kda-core {kda_core.__version__} (contract {CONTRACT_VERSION}), torch {torch.__version__}, "
-        f"Python {platform.python_version()}, {_mode()} tests"
+        f"Python {platform.python_version()}, {mode()} tests"
     ]
     if any(t.interpreted for t in config.stash[TARGETS]):
         lines.append("interpreted: one repeat of a call, fewer lengths and random calls, no count of compilations")
@@ -176,7 +178,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def kda(request: pytest.FixtureRequest) -> Iterator[Subject]:
     """The backend under test."""
-    subject = Subject(request.param)
+    about = {name for mark in request.node.iter_markers("kda_requires") for name in mark.args}
+    subject = Subject(request.param, [Feature[name] for name in about])
     request.node.stash[SUBJECT] = subject
     yield subject
     if request.node.get_closest_marker("slow"):
@@ -185,12 +188,14 @@ def kda(request: pytest.FixtureRequest) -> Iterator[Subject]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    mode = _mode()
-    if mode == "all" or "slow" in (config.getoption("markexpr") or ""):
+    items[:] = order.simplest_first(items)
+    for position, item in enumerate(items):
+        item.stash[POSITION] = position
+    if mode() == "all" or "slow" in (config.getoption("markexpr") or ""):
         return
-    wanted = mode == "slow"
-    kept = [item for item in items if (item.get_closest_marker("slow") is not None) == wanted]
-    dropped = [item for item in items if (item.get_closest_marker("slow") is not None) != wanted]
+    wanted = mode() == "slow"
+    kept = [item for item in items if is_slow(item) == wanted]
+    dropped = [item for item in items if is_slow(item) != wanted]
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = kept
@@ -225,8 +230,17 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
             "backend": subject.name,
             "device": str(subject.device),
             "records": [asdict(r) for r in subject.records],
+            "test": _name_for_pytest(item),
+            "position": item.stash[POSITION],
+            "slow": is_slow(item),
         }
     return report
+
+
+def _name_for_pytest(item: pytest.Item) -> str:
+    """What runs a test again, from any folder where it is one of the kit's."""
+    module = order.module_of(item)
+    return f"{module}::{item.name}" if module.startswith("kda_core.testing.suite.") else item.nodeid
 
 
 class _Gatherer:
@@ -235,6 +249,18 @@ class _Gatherer:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.reports: dict[str, BackendReport] = {}
+        self.outcomes: dict[str, list[Outcome]] = {}
+        self.empty_tiers: list[str] = []
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """A worker of pytest-xdist ends: it has collected what this process has not."""
+        self.empty_tiers = getattr(node, "workeroutput", {}).get(EMPTY_TIERS, self.empty_tiers)
+
+    def failures(self, name: str) -> Failures:
+        """What failed on a backend."""
+        options = [f"--{o}" for o in ("interpret", "foreign-device") if self.config.getoption(o.replace("-", "_"))]
+        return Failures(name, self.outcomes.get(name, []), tuple(options))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         found: dict[str, Any] | None = getattr(report, "kda_core", None)
@@ -244,11 +270,14 @@ class _Gatherer:
         if name not in self.reports:
             self.reports[name] = BackendReport(registry.named(name).info, found["device"])
         self.reports[name].add(report.outcome, found["records"])
+        crash = getattr(report.longrepr, "reprcrash", None)
+        message = crash.message if report.failed and crash is not None else ""
+        self.outcomes.setdefault(name, []).append(outcome_of(found, report.failed, message))
 
     def problems(self) -> list[str]:
         """Why the run fails although no test failed."""
         explicit = self.config.getoption("backend") or []
-        found = []
+        found = [*self.empty_tiers, *self.config.stash[TIERS].empty()]
         for name in dict.fromkeys(explicit):
             report = self.reports.get(name)
             if report is None or not report.outcomes.keys() & {"passed", "failed"}:
@@ -268,9 +297,9 @@ class _Gatherer:
                 "kda_core": kda_core.__version__,
                 "contract": str(CONTRACT_VERSION),
                 "torch": torch.__version__,
-                "mode": _mode(),
+                "mode": mode(),
                 "problems": self.problems(),
-                "backends": [r.as_json() for r in self.reports.values()],
+                "backends": [r.as_json() | {"failures": self.failures(n).as_json()} for n, r in self.reports.items()],
             }
             Path(file).write_text(json.dumps(content, indent=2) + "\n")
         if self.problems() and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
@@ -282,11 +311,18 @@ class _Gatherer:
         problems = self.problems()
         if self.reports or problems:
             terminalreporter.section("kda_core conformance")
-        for report in self.reports.values():
+        for name, report in self.reports.items():
             for line in report.lines():
                 terminalreporter.line(line)
+            for line in self.failures(name).lines():
+                terminalreporter.line(line, red=True)
         for problem in problems:
             terminalreporter.line(f"ERROR: {problem}", red=True)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput[EMPTY_TIERS] = session.config.stash[TIERS].empty()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -21,7 +21,9 @@ from kda_core.request import Request
 from kda_core.testing import budgets, interpreter, references
 from kda_core.testing.axes import DTYPES, axes
 from kda_core.testing.budgets import Budget, Error
-from kda_core.testing.inputs import Call, guards, placed, poisoned, same_bits
+from kda_core.testing.cases import Case
+from kda_core.testing.inputs import Call, guards, placed, poisoned, same_bits, slice_is_strided
+from kda_core.testing.nearby import Build, nearest, turned_down
 from kda_core.testing.targets import Target
 
 INTERPRETER_LEAVES_OUT = (
@@ -123,6 +125,11 @@ def _chunks(r: Request) -> int:
     return (r.B * r.T // r.chunk_size + r.N) * r.HV
 
 
+def _is_strided(call: Call) -> bool:
+    """Whether an input is passed that is not contiguous."""
+    return any(slice_is_strided(tuple(call.tensors[n].shape)) for n in call.strided & {"q", "k", "v", "g", "beta"})
+
+
 def refusal_of(action: Callable[[], object]) -> Refused | None:
     """Do something with a backend, and answer its refusal, if it refuses, rather than raise it."""
     try:
@@ -132,10 +139,14 @@ def refusal_of(action: Callable[[], object]) -> Refused | None:
     return None
 
 
-def undeclared(info: BackendInfo, r: Request) -> list[str]:
-    """The reasons with which a backend's declared capabilities refuse a request; empty when they do not."""
+def undeclared(info: BackendInfo, r: Request, features: Collection[Feature] | None = None) -> list[str]:
+    """The reasons with which a backend's declared capabilities refuse a request; empty when they do not.
+
+    Args:
+        features: that the call needs; None: those of the request.
+    """
     c = info.capabilities
-    reasons = [c.refusal(f) for f in sorted(r.features, key=lambda f: f.name)]
+    reasons = [c.refusal(f) for f in sorted(r.features if features is None else features, key=lambda f: f.name)]
     found = [reason for reason in reasons if reason is not None]
     if r.q.dtype not in c.dtypes:
         found.append(f"does not take {DTYPES[r.q.dtype]}")
@@ -150,12 +161,14 @@ class Subject:
 
     Attributes:
         target: which, and where.
+        about: the features that the test is about.
         info: the backend's identity card.
         records: one for every call made so far.
     """
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, about: Collection[Feature] = ()) -> None:
         self.target = target
+        self.about = frozenset(about)
         self.info = registry.named(target.backend).info
         self.records: list[Record] = []
 
@@ -170,6 +183,11 @@ class Subject:
     def declares(self, *features: Feature) -> bool:
         """Whether the backend promises all of these features."""
         return set(features) <= self.info.capabilities.features
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the backend promises all that the oracle serves, and so has no combination to turn down."""
+        return self.declares(*registry.named("reference").info.capabilities.features)
 
     def takes(self, dtype: torch.dtype) -> bool:
         """Whether q, k and v may have this dtype here."""
@@ -261,15 +279,64 @@ class Subject:
         self._expect_pool(call, before, tensors)
         return results
 
-    def check(self, call: Call) -> Results:
+    def check(self, call: Call | Case, build: Build = Case.call, about: Collection[Feature] = ()) -> Results:
         """Make the call and compare every result with the oracle, within the budgets.
+
+        Args:
+            call: a call; or a case: where the backend refuses its call, the nearest case that it serves is checked too,
+                if it declares what the test is about.
+            build: makes the call of a case.
+            about: features that the nearest case must still need, beside those of the test.
+
+        Returns:
+            The results of the call, or of the nearest case's.
 
         Raises:
             Refused, Mismatch: as ``run``.
         """
-        results = self.run(call)
+        if isinstance(call, Case):
+            case, call = call, build(call)
+            try:
+                results = self.run(call)
+            except Refused as refusal:
+                found = None if refusal.status == "left out" else self._nearest(case, build, about)
+                if found is None:
+                    raise
+                call = found[1](found[0])
+                results = self.run(call)
+        else:
+            results = self.run(call)
         self.compare(call, results)
         return results
+
+    def near(self, case: Case, build: Build = Case.call, about: Collection[Feature] = ()) -> Case:
+        """The case, or the nearest one that the backend serves, for tests that are not about dtypes or dimensions.
+
+        Args:
+            build: makes the call that the test is about.
+            about: features that the nearest case must still need, beside those of the test.
+        """
+        if self._serves(build(case), ()):
+            return case
+        found = self._nearest(case, build, about)
+        return case if found is None else found[0]
+
+    def _nearest(self, case: Case, build: Build, about: Collection[Feature]) -> tuple[Case, Build] | None:
+        call = build(case)
+        request = call.request()
+        wanted = self.about | set(about)
+        # What a complete backend turns down by its own word stands as that.
+        if not self.declares(*wanted) or (self.is_complete and not self._refusals(request, call)):
+            return None
+        wanted &= self._features(request, call)
+        return nearest(self.info, case, build, lambda other: self._serves(other, wanted))
+
+    def _serves(self, call: Call, wanted: Collection[Feature]) -> bool:
+        """Whether the backend says that it serves the call, which needs all of these features."""
+        request = call.request()
+        if not self._features(request, call).issuperset(wanted) or self._refusals(request, call):
+            return False
+        return turned_down(self.name, call, self.device) is None
 
     def compare(self, call: Call, results: Results) -> None:
         """Compare results of a call with the oracle's; each must be within its budget, widened by declared slack.
@@ -314,22 +381,19 @@ class Subject:
         return [] if error.share(budget) <= factor else [_describe(name, got, expected, error, budget, factor)]
 
     def _features(self, r: Request, call: Call) -> set[Feature]:
-        strided = {Feature.STRIDED_INPUT} if call.strided & {"q", "k", "v", "g", "beta"} else set()
+        strided = {Feature.STRIDED_INPUT} if _is_strided(call) else set()
         out = {Feature.OUT} if call.given_out else set()
-        return set(r.features) | strided | out
+        # A call's own tensors may be expanded; the kit passes contiguous copies unless the call says otherwise.
+        return set(r.features) - {Feature.STRIDED_INPUT} | strided | out
 
     def _placement_axes(self, call: Call) -> dict[str, list[str]]:
-        strided = call.strided & {"q", "k", "v", "g", "beta"}
         return {
-            "inputs": ["strided" if strided else "contiguous"],
+            "inputs": ["strided" if _is_strided(call) else "contiguous"],
             "out": ["given" if call.given_out else "fresh"],
         }
 
     def _refusals(self, r: Request, call: Call) -> list[str]:
-        reasons = undeclared(self.info, r)
-        more = self._features(r, call) - r.features
-        found = [self.info.capabilities.refusal(f) for f in sorted(more, key=lambda f: f.name)]
-        return reasons + [reason for reason in found if reason is not None]
+        return undeclared(self.info, r, self._features(r, call))
 
     def _place(self, name: str, t: Tensor, call: Call) -> Tensor:
         device = torch.device("cpu") if name == "cu_seqlens_cpu" else self.device

@@ -1,33 +1,40 @@
-"""A quick self-check of an installed backend: the cases tagged "verify" against the oracle.
+"""A quick self-check of an installed backend against the oracle: every function, forward and gradients.
 
-Needs no pytest; ``kda verify`` prints what it returns.
+Needs no pytest; ``kda verify`` prints what it returns. What a limited backend refuses is asked of the nearest call that
+it serves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 
-from kda_core.testing import budgets, references
-from kda_core.testing.cases import select
+from kda_core.capabilities import Feature
+from kda_core.testing import gate
+from kda_core.testing.cases import BF16, FP32, Case, named, select
 from kda_core.testing.inputs import Call
-from kda_core.testing.subject import Mismatch, Refused, Subject
+from kda_core.testing.nearby import Build
+from kda_core.testing.subject import Mismatch, Record, Refused, Subject
 from kda_core.testing.targets import Target, find_target
+
+R = "fused_recurrent_kda"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One output of one case.
+    """One output of one case, or what became of a case that gave none.
 
     Attributes:
-        case: its name.
-        output: "o", "final_state", "dq", ...; "" when the call gave no result (see ``note``).
+        case: its name; of an untested feature, the feature's.
+        output: "o", "final_state", "dq", ...; "" when there is no result (see ``note``).
         error: relative error against the float64 oracle: |x - ref| / |ref|.
         budget: what it may be, declared slack included.
         share: the larger of this error and of the worst row's, each as a share of its budget.
-        passed: whether the share is at most 1; also True for a call that is refused as declared.
+        verdict: "passed", "FAILED", "refused" (as declared) or "untested" (declared, and no case had a result with it).
         note: why there is no result, or "".
     """
 
@@ -36,19 +43,108 @@ class Row:
     error: float
     budget: float
     share: float
-    passed: bool
+    verdict: str
     note: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing is wrong: refused and untested rows pass, too."""
+        return self.verdict != "FAILED"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that is checked: a case, and what is done with its call.
+
+    Attributes:
+        about: features that the nearest call of a limited backend must still need.
+    """
+
+    case: Case
+    build: Build = Case.call
+    about: frozenset[Feature] = frozenset()
+
+    def run(self, subject: Subject) -> None:
+        subject.check(self.case, self.build, self.about)
+
+
+@dataclass(frozen=True)
+class GateCheck:
+    """A call of ``kda_gate``.
+
+    Attributes:
+        name: for the table.
+        lower_bound, backward: as in ``gate.check``.
+        absent: arguments that are left out.
+    """
+
+    name: str
+    lower_bound: float | None = None
+    backward: bool = False
+    absent: frozenset[str] = frozenset()
+
+    def run(self, subject: Subject) -> None:
+        given = {n: n not in self.absent for n in ("A_log", "dt_bias")}
+        gate.check(subject, gate.arguments(**given), self.lower_bound, self.backward)
+
+
+def _pooled(case: Case, slots: list, accepted: list[int] | None = None, **changes: Any) -> Check:
+    """The case on slots of a pool."""
+    table = torch.tensor(slots, dtype=torch.int32)
+
+    def build(case: Case) -> Call:
+        counts = None if accepted is None else torch.tensor(accepted, dtype=torch.int32)
+        return replace(case.call().in_pool(table, int(table.max()) + 2, counts), **changes)
+
+    about = {Feature.PAGED_STATE} | ({Feature.SPEC_DECODE} if table.dim() == 2 else set())
+    return Check(case, build, frozenset(about))
+
+
+_HALF: dict[str, Any] = {"K": 64, "dtype": BF16, "gate_dtype": BF16}
+_IN_KERNEL: dict[str, Any] = {"gate": "lower bound", "beta": "negative eigenvalues", "l2norm": True}
+
+
+def checks() -> list[Check | GateCheck]:
+    """Everything that is checked, in the order of the table."""
+    step = Case(name="decoding step", op=R, B=3, T=1, state=FP32)
+    prefill = Case(name="prefill in a pool", T=70, lengths=(5, 0, 65), state=FP32)
+    draft = Case(name="draft", op=R, B=3, T=3, state=FP32)
+    return [
+        *(Check(case) for case in (*select("verify"), named("float64"))),
+        Check(Case(name="intermediate states", T=130, state=FP32, options={"return_intermediate_states": True})),
+        Check(Case(name="strided inputs", T=70, strided=frozenset({"q", "g", "beta"}))),
+        Check(Case(name="output buffer", T=70), lambda case: replace(case.call(), given_out=True)),
+        Check(
+            Case(name="gradients without recompute", T=70, backward=True, options={"disable_recompute": True}),
+        ),
+        Check(step),
+        Check(step.having(name="decoding step bfloat16", HV=4, **_HALF, **_IN_KERNEL)),
+        Check(step.having(name="several tokens, softplus gate", T=7, V=16, gate="softplus")),
+        Check(Case(name="packed steps", op=R, T=7, lengths=(1, 0, 3, 1, 2), state=FP32)),
+        Check(Case(name="gradients of steps", op=R, T=12, K=16, state=FP32, backward=True)),
+        Check(Case(name="gradients of steps, all in kernel", op=R, T=12, K=16, HV=4, backward=True, **_IN_KERNEL)),
+        _pooled(prefill, [3, 0, 1]),
+        _pooled(step.having(name="step in a pool, one skipped"), [4, -1, 2]),
+        _pooled(step.having(name="step in a bfloat16 pool", state=BF16, **_HALF), [4, 0, 2], given_out=True),
+        _pooled(draft, [[8, 1, 2], [0, 4, 9], [6, 3, 7]]),
+        _pooled(draft.having(name="draft, some accepted"), [[8, 1, 2], [0, 4, 9], [6, 3, 7]], [2, 1, 3]),
+        GateCheck("softplus gate"),
+        GateCheck("lower-bound gate without A_log", -5.0, absent=frozenset({"A_log"})),
+        GateCheck("gradients of the softplus gate", backward=True),
+        GateCheck("gradients of the lower-bound gate", -5.0, backward=True),
+    ]
 
 
 def run(backend: str, device: torch.device | None = None) -> list[Row]:
-    """Check a backend on the cases tagged "verify".
+    """Check a backend.
 
     Args:
         backend: its name.
         device: where to run; None: the best device of this machine that it can serve.
 
     Returns:
-        A row for every output of every case.
+        A row for every output of every case, for every case that is refused, and for every declared feature or dtype
+        that no case had a result with.
 
     Raises:
         BackendNotFound, BrokenBackend: no such backend can be used.
@@ -57,24 +153,52 @@ def run(backend: str, device: torch.device | None = None) -> list[Row]:
     # A device without an index becomes the current one's.
     there = None if device is None else torch.empty(0, device=device).device
     subject = Subject(find_target(backend) if there is None else Target(backend, there))
-    return [row for case in select("verify") for row in _rows(subject, case.call())]
+    rows = [row for check in checks() for row in _rows(subject, _name(check), partial(check.run, subject))]
+    return rows + list(_untested(subject))
 
 
-def _rows(subject: Subject, call: Call) -> Iterator[Row]:
+def _name(check: Check | GateCheck) -> str:
+    return check.name if isinstance(check, GateCheck) else check.case.name
+
+
+def _rows(subject: Subject, name: str, check: Callable[[], None]) -> Iterator[Row]:
+    before = len(subject.records)
+    wrong = ""
     try:
-        results = subject.run(call)
+        check()
     except Refused as refusal:
-        yield Row(call.name, "", 0.0, 0.0, 0.0, refusal.status != "rejected", str(refusal))
-        return
+        if refusal.status == "rejected":
+            wrong = str(refusal)
     except Mismatch as mismatch:
-        yield Row(call.name, "", 0.0, 0.0, 0.0, False, str(mismatch))
-        return
-    request = call.request()
-    expected, allowed = references.results(call), budgets.budgets(call)
-    dtypes = budgets.result_dtypes(request)
-    for name, got in results.tensors.items():
-        error = budgets.measure(name, got, expected[name], dtypes[name])
-        slack = budgets.slack_of(subject.info.slack, name, request.q.dtype)
-        budget = allowed[name] if slack is None else allowed[name].scaled(slack.factor)
-        share = error.share(budget)
-        yield Row(call.name, name, error.frobenius, budget.frobenius, share, share <= 1)
+        wrong = str(mismatch)
+    rows = [row for record in subject.records[before:] for row in _rows_of(record, name)]
+    if wrong and all(row.passed for row in rows):
+        rows = [row for row in rows if row.verdict != "refused"]
+        rows.append(Row(name, "", 0.0, 0.0, 0.0, "FAILED", wrong))
+    yield from rows
+
+
+def _rows_of(record: Record, name: str) -> Iterator[Row]:
+    """The rows of one call: that of the case, or the nearest one, whose name says so."""
+    if record.status != "served":
+        yield Row(name, "", 0.0, 0.0, 0.0, "refused", "; ".join(record.reasons))
+    # A gate's calls are all named after the function.
+    shown = record.name if record.name.startswith(name) else name
+    for e in record.errors:
+        share = e["share"] / e["slack"]
+        verdict = "passed" if share <= 1 else "FAILED"
+        yield Row(shown, e["output"], e["frobenius"], e["budget_frobenius"] * e["slack"], share, verdict)
+
+
+def _untested(subject: Subject) -> Iterator[Row]:
+    """Declared features and dtypes that no call with a result needed."""
+    compared = [record for record in subject.records if record.errors]
+    features = {name for record in compared for name in record.features}
+    capabilities = subject.info.capabilities
+    for feature in sorted(capabilities.features, key=lambda f: f.name):
+        if feature.name not in features:
+            yield Row(feature.name, "", 0.0, 0.0, 0.0, "untested", f"declared: {feature.value}")
+    dtypes = {record.dtype for record in compared}
+    for dtype in sorted(str(d).removeprefix("torch.") for d in capabilities.dtypes):
+        if dtype not in dtypes:
+            yield Row(dtype, "", 0.0, 0.0, 0.0, "untested", "declared: a dtype of q, k and v")

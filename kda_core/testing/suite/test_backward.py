@@ -50,14 +50,14 @@ SHORT = [
 @each_tagged("backward")
 def test_backward(kda, case: Case):
     """Outputs and every gradient are within their budgets."""
-    kda.check(case.call())
+    kda.check(case)
 
 
 @requires(Feature.CHUNK, Feature.BACKWARD, Feature.STATE_GRADIENT)
 @each(SHORT)
 def test_backward_short(kda, case: Case):
     """Sequences of less than a chunk, whose states are the call's own at both ends."""
-    kda.check(case.call())
+    kda.check(case)
 
 
 @requires(Feature.CHUNK, Feature.BACKWARD)
@@ -98,7 +98,7 @@ def test_backward_of_one_input(kda, name: str):
 def test_backward_lower_bound_gate_arguments(kda, A_log: bool, dt_bias: bool):
     """A_log and dt_bias are optional with a lower bound."""
     case = GATED.having(name=f"bounded gradients {A_log} {dt_bias}", gate="lower bound", A_log=A_log, dt_bias=dt_bias)
-    kda.check(case.call())
+    kda.check(case)
 
 
 @requires(Feature.CHUNK, Feature.BACKWARD, Feature.STRIDED_INPUT)

@@ -23,7 +23,7 @@ LOGITS = pytest.mark.parametrize(
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
 def test_beta(kda, beta: Beta, dtype: torch.dtype):
     """sigmoid(beta), or twice that, in the operator."""
-    kda.check(Case(name=f"beta {beta} {dtype}", T=70, HV=4, beta=beta, gate_dtype=dtype, state=None).call())
+    kda.check(Case(name=f"beta {beta} {dtype}", T=70, HV=4, beta=beta, gate_dtype=dtype, state=None))
 
 
 @requires(Feature.CHUNK, Feature.BACKWARD)
@@ -31,7 +31,7 @@ def test_beta(kda, beta: Beta, dtype: torch.dtype):
 def test_beta_backward(kda, beta: Beta):
     """The gradient goes through the sigmoid."""
     case = Case(name=f"beta gradient {beta}", T=20, HV=4, K=16, beta=beta, final_state=False, backward=True)
-    kda.check(case.call())
+    kda.check(case)
 
 
 @requires(Feature.CHUNK, Feature.BACKWARD)

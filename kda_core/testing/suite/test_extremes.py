@@ -11,7 +11,7 @@ import kda_core
 from kda_core.capabilities import Feature
 from kda_core.testing.cases import BF16, FP16, FP32, Beta, Case, Gate, Keys
 from kda_core.testing.inputs import Call, same_bits
-from kda_core.testing.marks import requires, slow
+from kda_core.testing.marks import either_way, requires, slow
 
 DECAYS = pytest.mark.parametrize("decay", [-1.0, -5.0, -40.0, -1000.0, -1e30, "isolated"], ids=str)
 
@@ -21,7 +21,7 @@ DECAYS = pytest.mark.parametrize("decay", [-1.0, -5.0, -40.0, -1000.0, -1e30, "i
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
 def test_decay(kda, decay, dtype: torch.dtype):
     """FAILURES 4: no decay overflows, and what survives an isolated one is exact."""
-    kda.check(Case(name=f"decay {decay} {dtype}", T=130, dtype=dtype, decay=decay, state=None).call())
+    kda.check(Case(name=f"decay {decay} {dtype}", T=130, dtype=dtype, decay=decay, state=None))
 
 
 @requires(Feature.CHUNK, Feature.BACKWARD)
@@ -29,7 +29,7 @@ def test_decay(kda, decay, dtype: torch.dtype):
 def test_decay_backward(kda, decay):
     """FAILURES 6: gradients stay finite and right."""
     case = Case(name=f"decay gradients {decay}", T=70, K=16, decay=decay, final_state=False, backward=True)
-    kda.check(case.call())
+    kda.check(case)
 
 
 @requires(Feature.CHUNK, Feature.BACKWARD)
@@ -37,7 +37,7 @@ def test_decay_backward(kda, decay):
 def test_decay_backward_float16(kda, decay: float):
     """float16 has few digits below 6e-5: operands that decay to there lose no more than they must."""
     case = Case(name=f"float16, decay {decay}", T=70, K=16, V=20, dtype=FP16, gate_dtype=FP32, decay=decay)
-    kda.check(case.having(l2norm=True, state=FP32, backward=True).call())
+    kda.check(case.having(l2norm=True, state=FP32, backward=True))
 
 
 @requires(Feature.CHUNK, Feature.BACKWARD)
@@ -46,14 +46,14 @@ def test_decay_backward_float16(kda, decay: float):
 def test_decay_backward_of_few_rows(kda, decay: float, T: int):
     """Strong decays in the few rows after the last whole chunk: little is left beside what cancels."""
     case = Case(name=f"{T} rows, decay {decay}", T=T, K=128, dtype=BF16, decay=decay, state=FP32, backward=True)
-    kda.check(case.call())
+    kda.check(case)
 
 
 @requires(Feature.RECURRENT)
 @DECAYS
 def test_decay_recurrent(kda, decay):
     """The same for fused_recurrent_kda."""
-    kda.check(Case(name=f"decay steps {decay}", op="fused_recurrent_kda", T=40, K=16, decay=decay).call())
+    kda.check(Case(name=f"decay steps {decay}", op="fused_recurrent_kda", T=40, K=16, decay=decay))
 
 
 @requires(Feature.CHUNK, Feature.INITIAL_STATE, Feature.FINAL_STATE)
@@ -65,7 +65,7 @@ def test_state_that_only_decays(kda, T: int, decay: str | float, dtype: torch.dt
     No operand is rounded then, so that 16-bit inputs have no more to lose.
     """
     case = Case(name=f"only decays {T} {decay}", T=T, K=64, decay=decay, beta=0.0, state=FP32, dtype=dtype)
-    kda.check(case.call())
+    kda.check(case)
 
 
 @requires(Feature.RECURRENT, Feature.INITIAL_STATE, Feature.FINAL_STATE)
@@ -74,7 +74,7 @@ def test_state_that_only_decays(kda, T: int, decay: str | float, dtype: torch.dt
 def test_state_that_only_decays_recurrent(kda, T: int, decay: str | float, beta: float):
     """The same token by token: a constant decay is rounded the same way in every one of them."""
     case = Case(name=f"decay of steps {T} {decay} {beta}", op="fused_recurrent_kda", T=T, K=64, decay=decay, beta=beta)
-    kda.check(case.having(state=FP32).call())
+    kda.check(case.having(state=FP32))
 
 
 INFINITE = pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=["float32", "bfloat16", "float16"])
@@ -99,9 +99,9 @@ def test_infinite_decay(kda, dtype: torch.dtype, K: int):
     kda.check(_with_infinite(case.having(backward=True).call()))
 
 
-@requires(Feature.RECURRENT, Feature.RECURRENT_BACKWARD)
+@requires(Feature.RECURRENT)
 @INFINITE
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@either_way(Feature.RECURRENT_BACKWARD)
 def test_infinite_decay_recurrent(kda, dtype: torch.dtype, backward: bool):
     """The same for fused_recurrent_kda."""
     case = Case(name=f"-inf steps {dtype}", op="fused_recurrent_kda", T=24, K=20, dtype=dtype, gate_dtype=dtype)
@@ -126,7 +126,7 @@ def test_infinite_gate_input(kda, dtype: torch.dtype, gate: Gate, value: float):
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
 def test_repeating_keys(kda, keys: Keys, decay, dtype: torch.dtype):
     """FAILURES 5: beta = 1 and keys that repeat, where a series for the triangular inverse cancels."""
-    kda.check(Case(name=f"keys {keys} {decay} {dtype}", T=130, keys=keys, decay=decay, beta=1.0, dtype=dtype).call())
+    kda.check(Case(name=f"keys {keys} {decay} {dtype}", T=130, keys=keys, decay=decay, beta=1.0, dtype=dtype))
 
 
 @requires(Feature.CHUNK, Feature.NEG_EIGVAL)
@@ -134,7 +134,7 @@ def test_repeating_keys(kda, keys: Keys, decay, dtype: torch.dtype):
 def test_repeating_keys_negative_eigenvalues(kda, keys: Keys):
     """FAILURES 5: the same with beta up to 2."""
     beta: Beta = "negative eigenvalues"
-    kda.check(Case(name=f"keys {keys} 2 sigmoid", T=130, keys=keys, decay="none", beta=beta).call())
+    kda.check(Case(name=f"keys {keys} 2 sigmoid", T=130, keys=keys, decay="none", beta=beta))
 
 
 @requires(Feature.CHUNK, Feature.BACKWARD)
@@ -143,7 +143,7 @@ def test_repeating_keys_backward(kda):
     case = Case(
         name="key gradients", T=70, K=16, keys="equal", decay="none", beta=1.0, final_state=False, backward=True
     )
-    kda.check(case.call())
+    kda.check(case)
 
 
 @requires(Feature.CHUNK, Feature.BACKWARD)
@@ -152,12 +152,12 @@ def test_repeating_keys_backward(kda):
 def test_repeating_keys_backward_in_16_bits(kda, dtype: torch.dtype, decay: float):
     """All that a chunk's keys write is one inverse times them: rounded to 16 bits, dv and dbeta show it."""
     shape = {"T": 64, "K": 64, "V": 32, "dtype": dtype, "state": FP32, "keys": "equal", "beta": 1.0}
-    kda.check(Case(name=f"key gradients {dtype} {decay}", decay=decay, backward=True, **shape).call())
+    kda.check(Case(name=f"key gradients {dtype} {decay}", decay=decay, backward=True, **shape))
 
 
 @requires(Feature.CHUNK, Feature.QK_L2NORM)
 @pytest.mark.parametrize("scale", [300.0, 1000.0, 10000.0])
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@either_way(Feature.BACKWARD)
 def test_large_scale(kda, scale: float, backward: bool):
     """Rows of norm 1 times a large scale: results that float16 holds come from operands that it holds, too."""
     dtype = FP16 if kda.takes(FP16) else BF16

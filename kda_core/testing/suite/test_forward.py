@@ -14,7 +14,7 @@ from kda_core.testing.marks import each_tagged, requires
 @each_tagged("forward", "-backward")
 def test_forward(kda, case: Case):
     """Output and final state are within their budgets."""
-    kda.check(case.call())
+    kda.check(case)
 
 
 @requires(Feature.CHUNK)

@@ -27,7 +27,7 @@ CASES = [
 @each(CASES)
 def test_intermediate_states(kda, case: Case):
     """Every state is within its budget."""
-    kda.check(case.call())
+    kda.check(case)
 
 
 @requires(Feature.CHUNK, Feature.INTERMEDIATE_STATES)

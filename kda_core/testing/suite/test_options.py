@@ -37,6 +37,8 @@ class Option:
 
 OPTIONS = {
     "scale": Option({"scale": 0.4}),
+    # Not left out, though it is false.
+    "scale of zero": Option({"scale": 0.0}),
     "initial_state": Option({"initial_state": "state"}, Feature.INITIAL_STATE),
     "use_qk_l2norm_in_kernel": Option({"use_qk_l2norm_in_kernel": True}, Feature.QK_L2NORM, "unnormalised"),
     "use_gate_in_kernel": Option({"use_gate_in_kernel": True, "A_log": "rate"}, Feature.SOFTPLUS_GATE),

@@ -18,13 +18,13 @@ from kda_core.testing.marks import each_tagged, requires, slow
 @each_tagged("packed", "-backward")
 def test_packed(kda, case: Case):
     """Output and final states are within their budgets."""
-    kda.check(case.call())
+    kda.check(case)
 
 
 @requires(Feature.CHUNK, Feature.VARLEN)
 def test_packed_single_tokens_before_a_long_one(kda):
     """FAILURES 1: sequences of one token beside a long one, ``cu_seqlens=[0, 1, 2, 2050]``."""
-    kda.check(Case(name="single tokens", T=2050, H=1, K=16, lengths=(1, 1, 2048), state=FP32).call())
+    kda.check(Case(name="single tokens", T=2050, H=1, K=16, lengths=(1, 1, 2048), state=FP32))
 
 
 @requires(Feature.CHUNK, Feature.VARLEN, Feature.STATE_GRADIENT)
@@ -40,7 +40,7 @@ def test_gradient_through_empty_sequences(kda, dtype: torch.dtype):
 @requires(Feature.CHUNK, Feature.VARLEN)
 def test_packed_one_token_tail(kda):
     """FAILURES 25: a tail of one token, ``cu_seqlens=[0, 8191, 8192]``."""
-    kda.check(Case(name="one-token tail", T=8192, H=1, K=16, lengths=(8191, 1)).call())
+    kda.check(Case(name="one-token tail", T=8192, H=1, K=16, lengths=(8191, 1)))
 
 
 @requires(Feature.CHUNK, Feature.VARLEN)
@@ -129,15 +129,15 @@ def test_packed_boundaries_on_both_sides(kda, dtype: torch.dtype):
 def test_packed_many_sequences(kda):
     """More sequences than chunks: 200 of lengths 0 to 3."""
     lengths = tuple(i % 4 for i in range(200))
-    kda.check(Case(name="many sequences", T=sum(lengths), H=1, K=16, lengths=lengths).call())
+    kda.check(Case(name="many sequences", T=sum(lengths), H=1, K=16, lengths=lengths))
 
 
 @requires(Feature.CHUNK)
 def test_gate_dtypes_one_after_the_other(kda):
     """FAILURES 27: float32 g, then bfloat16 g with the same shapes, and a masked tail (T = 1500)."""
     case = Case(name="gate dtypes", T=1500, H=1, K=16)
-    kda.check(case.call())
-    kda.check(case.having(name="gate dtypes, half", gate_dtype=BF16).call())
+    kda.check(case)
+    kda.check(case.having(name="gate dtypes, half", gate_dtype=BF16))
 
 
 @slow
@@ -149,4 +149,4 @@ def test_packed_random_traces(kda):
         N = int(torch.randint(1, 30, (), generator=generator))
         lengths = tuple(torch.randint(0, 150, (N,), generator=generator).tolist())
         T = sum(lengths) + i % 3
-        kda.check(Case(name=f"trace {i}", T=max(T, 1), H=1, K=16, lengths=lengths, state=FP32).call())
+        kda.check(Case(name=f"trace {i}", T=max(T, 1), H=1, K=16, lengths=lengths, state=FP32))

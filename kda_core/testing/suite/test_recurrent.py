@@ -38,6 +38,7 @@ FORWARD = [
         beta="sigmoid",
         state=FP32,
     ),
+    Case(name="step negative eigenvalues", op=R, B=3, T=1, HV=6, beta="negative eigenvalues", state=FP32),
     Case(name="several tokens", op=R, B=2, T=7, HV=4, state=FP32),
     Case(name="several tokens without states", op=R, B=2, T=7, final_state=False),
     Case(name="many tokens", op=R, T=100, state=FP32),
@@ -120,6 +121,18 @@ PROMPTS = [
 BACKWARD = [
     Case(name="recurrent gradients", op=R, T=20, K=32, V=16, state=FP32, backward=True),
     Case(
+        name="recurrent gradients of groups of three",
+        op=R,
+        B=2,
+        T=6,
+        HV=6,
+        K=16,
+        gate="softplus",
+        state=FP32,
+        backward=True,
+        options={"scale": 0.3},
+    ),
+    Case(
         name="recurrent gradients all in kernel",
         op=R,
         T=20,
@@ -140,14 +153,14 @@ BACKWARD = [
 @each(FORWARD)
 def test_recurrent(kda, case: Case):
     """Output and final state are within their budgets: float32 arithmetic whatever the inputs."""
-    kda.check(case.call())
+    kda.check(case)
 
 
 @requires(Feature.RECURRENT)
 @each(PROMPTS)
 def test_recurrent_prompt(kda, case: Case):
     """FAILURES 4, 5: the same for prompts of many tokens, with hard decays and keys among them."""
-    kda.check(case.call())
+    kda.check(case)
 
 
 @requires(Feature.RECURRENT, Feature.VARLEN)
@@ -210,7 +223,7 @@ def test_recurrent_in_a_batch_of_any_size(kda, T: int, state: torch.dtype, v_fir
 @each(BACKWARD)
 def test_recurrent_backward(kda, case: Case):
     """Gradients are within their budgets."""
-    kda.check(case.call())
+    kda.check(case)
 
 
 @requires(Feature.RECURRENT, Feature.CHUNK)
@@ -238,7 +251,7 @@ def test_recurrent_drift_of_a_long_decode(kda):
 @pytest.mark.parametrize(("T", "decay"), [(1, -8.0), (1, -30.0), (5, -12.0), (12, -2.0), (40, -0.5)])
 def test_recurrent_forgets(kda, T: int, decay: float):
     """Nothing is written, and what little is left of a state is all there is: S + (d − 1) S has no digits of it."""
-    kda.check(Case(name=f"forgets {T} {decay}", op=R, T=T, K=64, decay=decay, beta=0.0, state=FP32).call())
+    kda.check(Case(name=f"forgets {T} {decay}", op=R, T=T, K=64, decay=decay, beta=0.0, state=FP32))
 
 
 @requires(Feature.RECURRENT, Feature.INITIAL_STATE)

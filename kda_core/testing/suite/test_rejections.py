@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -13,47 +13,59 @@ from kda_core.capabilities import Feature
 from kda_core.testing import gate
 from kda_core.testing.cases import BF16, FP16, FP32, FP64, Case
 from kda_core.testing.inputs import Call
+from kda_core.testing.nearby import Build
 from kda_core.testing.subject import Refused, Subject, refusal_of, undeclared
 
 R = "fused_recurrent_kda"
 
 
-def _case(**fields) -> Call:
-    return Case(name="rejection", **({"T": 5, "K": 16, "final_state": False} | fields)).call()
+def _case(**fields) -> Case:
+    return Case(name="rejection", **({"T": 5, "K": 16, "final_state": False} | fields))
 
 
-def _pool(call: Call, indices: list) -> Call:
-    return call.in_pool(torch.tensor(indices, dtype=torch.int32), 8)
+@dataclass(frozen=True)
+class Smallest:
+    """The smallest call that needs a feature: its case, and what is done with its call."""
+
+    case: Case
+    build: Build = Case.call
+
+    def call(self) -> Call:
+        return self.build(self.case)
 
 
-# The smallest call that needs each feature; a call of the other function when only that one is served.
-CALLS: dict[Feature, Callable[[str], Call]] = {
-    Feature.CHUNK: lambda op: _case(),
-    Feature.RECURRENT: lambda op: _case(op=R),
-    Feature.BACKWARD: lambda op: _case(backward=True),
-    Feature.RECURRENT_BACKWARD: lambda op: _case(op=R, backward=True),
-    Feature.VARLEN: lambda op: _case(op=op, lengths=(2, 3)),
-    Feature.GVA: lambda op: _case(op=op, HV=4),
-    Feature.UNEQUAL_HEAD_DIMS: lambda op: _case(op=op, V=32),
-    Feature.ODD_HEAD_DIMS: lambda op: _case(op=op, K=20),
-    Feature.INITIAL_STATE: lambda op: _case(op=op, state=FP32),
-    Feature.FINAL_STATE: lambda op: _case(op=op, final_state=True),
-    Feature.STATE_GRADIENT: lambda op: _case(op=op, final_state=True, backward=True),
-    Feature.STATE_V_FIRST: lambda op: _case(op=op, final_state=True, options={"state_v_first": True}),
-    Feature.BF16_STATE: lambda op: _case(op=op, state=BF16),
-    Feature.INTERMEDIATE_STATES: lambda op: _case(options={"return_intermediate_states": True}),
-    Feature.PAGED_STATE: lambda op: _pool(_case(op=op, state=FP32), [3]),
-    Feature.SPEC_DECODE: lambda op: _pool(_case(op=R, state=FP32), [[1, 2, 3, 4, 5]]),
-    Feature.QK_L2NORM: lambda op: _case(op=op, l2norm=True),
-    Feature.SOFTPLUS_GATE: lambda op: _case(op=op, gate="softplus"),
-    Feature.LOWER_BOUND_GATE: lambda op: _case(op=op, gate="lower bound"),
-    Feature.BETA_SIGMOID: lambda op: _case(op=op, beta="sigmoid"),
-    Feature.NEG_EIGVAL: lambda op: _case(op=op, beta="negative eigenvalues"),
-    Feature.SAFE_GATE: lambda op: _case(decay="bounded", options={"safe_gate": True}),
-    Feature.CHUNK_32: lambda op: _case(options={"chunk_size": 32}),
-    Feature.DISABLE_RECOMPUTE: lambda op: _case(options={"disable_recompute": True}),
-    Feature.OUT: lambda op: replace(_case(op=op), given_out=True),
-    Feature.STRIDED_INPUT: lambda op: replace(_case(op=op), strided=frozenset({"q"})),
+def _pooled(case: Case, indices: list) -> Smallest:
+    return Smallest(case, lambda near: near.call().in_pool(torch.tensor(indices, dtype=torch.int32), 8))
+
+
+# A call of the other function when only that one is served.
+CALLS: dict[Feature, Callable[[str], Smallest]] = {
+    Feature.CHUNK: lambda op: Smallest(_case()),
+    Feature.RECURRENT: lambda op: Smallest(_case(op=R)),
+    Feature.BACKWARD: lambda op: Smallest(_case(backward=True)),
+    Feature.RECURRENT_BACKWARD: lambda op: Smallest(_case(op=R, backward=True)),
+    Feature.VARLEN: lambda op: Smallest(_case(op=op, lengths=(2, 3))),
+    Feature.GVA: lambda op: Smallest(_case(op=op, HV=4)),
+    Feature.UNEQUAL_HEAD_DIMS: lambda op: Smallest(_case(op=op, V=32)),
+    Feature.ODD_HEAD_DIMS: lambda op: Smallest(_case(op=op, K=20)),
+    Feature.INITIAL_STATE: lambda op: Smallest(_case(op=op, state=FP32)),
+    Feature.FINAL_STATE: lambda op: Smallest(_case(op=op, final_state=True)),
+    Feature.STATE_GRADIENT: lambda op: Smallest(_case(op=op, final_state=True, backward=True)),
+    Feature.STATE_V_FIRST: lambda op: Smallest(_case(op=op, final_state=True, options={"state_v_first": True})),
+    Feature.BF16_STATE: lambda op: Smallest(_case(op=op, state=BF16)),
+    Feature.INTERMEDIATE_STATES: lambda op: Smallest(_case(options={"return_intermediate_states": True})),
+    Feature.PAGED_STATE: lambda op: _pooled(_case(op=op, state=FP32), [3]),
+    Feature.SPEC_DECODE: lambda op: _pooled(_case(op=R, state=FP32), [[1, 2, 3, 4, 5]]),
+    Feature.QK_L2NORM: lambda op: Smallest(_case(op=op, l2norm=True)),
+    Feature.SOFTPLUS_GATE: lambda op: Smallest(_case(op=op, gate="softplus")),
+    Feature.LOWER_BOUND_GATE: lambda op: Smallest(_case(op=op, gate="lower bound")),
+    Feature.BETA_SIGMOID: lambda op: Smallest(_case(op=op, beta="sigmoid")),
+    Feature.NEG_EIGVAL: lambda op: Smallest(_case(op=op, beta="negative eigenvalues")),
+    Feature.SAFE_GATE: lambda op: Smallest(_case(decay="bounded", options={"safe_gate": True})),
+    Feature.CHUNK_32: lambda op: Smallest(_case(options={"chunk_size": 32})),
+    Feature.DISABLE_RECOMPUTE: lambda op: Smallest(_case(options={"disable_recompute": True})),
+    Feature.OUT: lambda op: Smallest(_case(op=op), lambda near: replace(near.call(), given_out=True)),
+    Feature.STRIDED_INPUT: lambda op: Smallest(_case(op=op, strided=frozenset({"q"}))),
 }
 
 
@@ -64,8 +76,8 @@ def _function(kda: Subject) -> str:
 @pytest.mark.parametrize("feature", CALLS, ids=lambda f: f.name)
 def test_feature_is_served_or_refused(kda, feature: Feature):
     """Every feature: right when it is declared, refused with the declared reason when it is not."""
-    call = CALLS[feature](_function(kda))
-    refusal = refusal_of(lambda: kda.check(call))
+    smallest = CALLS[feature](_function(kda))
+    refusal = refusal_of(lambda: kda.check(smallest.case, smallest.build, about={feature}))
     assert refusal is None or refusal.status != "rejected", f"declares all that the call needs, and says: {refusal}"
 
 
@@ -93,7 +105,7 @@ def test_head_dimension_limits(kda, symbol: str):
         return
     kda.check(_case(op=_function(kda), **{symbol: limit}))
     with pytest.raises(Refused, match="up to"):
-        kda.run(_case(op=_function(kda), **{symbol: limit + 16}))
+        kda.run(_case(op=_function(kda), **{symbol: limit + 16}).call())
 
 
 def test_context_parallel_is_refused_unless_declared(kda):
@@ -101,13 +113,14 @@ def test_context_parallel_is_refused_unless_declared(kda):
     if kda.declares(Feature.CONTEXT_PARALLEL):
         pytest.skip("the backend declares context parallelism, which needs a process group to test")
     with pytest.raises(Refused, match="refused"):
-        kda.run(_case().having(cp_context=object()))
+        kda.run(_case().call().having(cp_context=object()))
 
 
 @pytest.mark.parametrize("feature", CALLS, ids=lambda f: f.name)
 def test_explanation_agrees(kda, feature: Feature):
     """explain says what the call would do, with the same reason, and runs nothing."""
-    call = CALLS[feature](_function(kda))
+    smallest = CALLS[feature](_function(kda))
+    call = smallest.build(kda.near(smallest.case, smallest.build, about={feature}))
     if call.grads or call.given_out or call.strided:
         call = replace(call, grads={}, given_out=False, strided=frozenset())
     reasons = undeclared(kda.info, call.request())
@@ -117,6 +130,11 @@ def test_explanation_agrees(kda, feature: Feature):
     if reasons:
         assert verdict.status == "refused"
         assert all(reason in verdict.reason for reason in reasons)
+    elif verdict.status == "refused" and not kda.is_complete:
+        # Its own word on a call that it declares: the call itself gets the same.
+        refusal = refusal_of(lambda: kda.run(call))
+        assert refusal is not None
+        assert verdict.reason in str(refusal)
     else:
         assert verdict.status == "chosen"
 
@@ -136,7 +154,7 @@ def test_explanation_agrees(kda, feature: Feature):
 )
 def test_bad_input_raises(kda, name: str, wrong: Callable):
     """A wrong shape or dtype raises ValueError or TypeError that names the argument, and nothing is modified."""
-    call = _case(state=FP32)
+    call = _case(state=FP32).call()
     tensors = {n: t.to(kda.device) for n, t in call.tensors.items()}
     tensors[name] = wrong(tensors[name])
     with pytest.raises((ValueError, TypeError), match=name):

@@ -14,9 +14,12 @@ from kda_core.testing.marks import requires
 SPEC = requires(Feature.RECURRENT, Feature.PAGED_STATE, Feature.SPEC_DECODE)
 
 
-def _call(N: int = 3, T: int = 3, **fields) -> Call:
+def _call(kda, T: int = 3, **fields) -> Call:
+    """Three requests of T tokens, in a dtype that is served."""
     name = " ".join(["draft", *sorted(fields)])
-    return Case(name=name, op="fused_recurrent_kda", B=N, T=T, state=FP32).having(**fields).call()
+    case = Case(name=name, op="fused_recurrent_kda", B=3, T=T, state=FP32).having(**fields)
+    slots = torch.arange(3 * T, dtype=torch.int32).view(3, T)
+    return kda.near(case, lambda near: near.call().in_pool(slots, 3 * T)).call()
 
 
 def _table(*rows: list[int]) -> torch.Tensor:
@@ -28,19 +31,19 @@ def _table(*rows: list[int]) -> torch.Tensor:
 def test_draft(kda, accepted: list[int] | None):
     """Slot [n, i] holds the state after token i; the start is slot [n, accepted - 1]."""
     counts = None if accepted is None else torch.tensor(accepted, dtype=torch.int32)
-    kda.check(_call().in_pool(_table([8, 1, 2], [0, 4, 9], [6, 3, 7]), 11, counts))
+    kda.check(_call(kda).in_pool(_table([8, 1, 2], [0, 4, 9], [6, 3, 7]), 11, counts))
 
 
 @SPEC
 def test_draft_shorter_than_its_slots(kda):
     """Fewer tokens than slots: the slots behind stay as they are."""
-    kda.check(_call(T=2).in_pool(_table([8, 1, 2, 5], [0, 4, 9, 10], [6, 3, 7, 11]), 12, torch.tensor([1, 4, 2])))
+    kda.check(_call(kda, T=2).in_pool(_table([8, 1, 2, 5], [0, 4, 9, 10], [6, 3, 7, 11]), 12, torch.tensor([1, 4, 2])))
 
 
 @SPEC
 def test_draft_skips_padding(kda):
     """FAILURES 8: a row that starts at a negative index is skipped; a negative index later drops that token's state."""
-    results = kda.check(_call().in_pool(_table([-1, -1, -1], [0, 4, -1], [6, -1, 7]), 9))
+    results = kda.check(_call(kda).in_pool(_table([-1, -1, -1], [0, 4, -1], [6, -1, 7]), 9))
     assert not results["o"][0].any()
 
 
@@ -56,7 +59,7 @@ def test_draft_packed(kda):
 def test_draft_all_in_kernel(kda):
     """Half inputs, gate, beta and l2norm in the operator, V first, bfloat16 pool."""
     fields = {"dtype": BF16, "gate_dtype": BF16, "gate": "softplus", "beta": "sigmoid", "l2norm": True, "HV": 4}
-    call = _call(**fields, state=BF16, V=16, options={"state_v_first": True})
+    call = _call(kda, **fields, state=BF16, V=16, options={"state_v_first": True})
     kda.check(call.in_pool(_table([8, 1, 2], [0, 4, 9], [6, 3, 7]), 10, torch.tensor([2, 1, 3])))
 
 
@@ -65,7 +68,7 @@ def test_draft_all_in_kernel(kda):
 def test_draft_accepted_out_of_range(kda, accepted: int):
     """FAILURES 11: a count out of [1, 1 + S]: ValueError on the CPU, clamped elsewhere; nothing else is touched."""
     counts = torch.tensor([1, accepted, 2], dtype=torch.int32)
-    call = _call().in_pool(_table([8, 1, 2], [0, 4, 9], [6, 3, 7]), 10, counts.clamp(1, 3))
+    call = _call(kda).in_pool(_table([8, 1, 2], [0, 4, 9], [6, 3, 7]), 10, counts.clamp(1, 3))
     kda.check(call)
     tensors = {n: t.to(kda.device) for n, t in call.tensors.items()} | {"num_accepted_tokens": counts.to(kda.device)}
     pool, before = tensors["initial_state"], call.tensors["initial_state"]

@@ -23,26 +23,26 @@ LAYOUTS = pytest.mark.parametrize("v_first", [False, True], ids=["K first", "V f
 def test_state(kda, v_first: bool, K: int, V: int, dtype: torch.dtype):
     """Both layouts and dtypes; with K = V a mix-up of the layouts is right in shape and wrong in value."""
     case = Case(name=f"state {v_first} {K} {V} {dtype}", T=70, K=K, V=V, state=dtype)
-    kda.check(case.having(options={"state_v_first": v_first}).call())
+    kda.check(case.having(options={"state_v_first": v_first}))
 
 
 @requires(Feature.CHUNK, Feature.INITIAL_STATE)
 def test_state_alone(kda):
     """An initial state without a final one."""
-    kda.check(Case(name="initial state alone", T=70, state=FP32, final_state=False).call())
+    kda.check(Case(name="initial state alone", T=70, state=FP32, final_state=False))
 
 
 @requires(Feature.CHUNK, Feature.FINAL_STATE, Feature.STATE_V_FIRST)
 def test_final_state_alone(kda):
     """A final state, V first, without an initial one."""
-    kda.check(Case(name="final state alone", T=70, V=16, options={"state_v_first": True}).call())
+    kda.check(Case(name="final state alone", T=70, V=16, options={"state_v_first": True}))
 
 
 @requires(Feature.CHUNK, Feature.INITIAL_STATE, Feature.FINAL_STATE, Feature.VARLEN, Feature.STATE_V_FIRST)
 def test_state_packed_v_first(kda):
     """One state a sequence, V first."""
     case = Case(name="packed states", T=100, V=48, lengths=(30, 0, 70), state=FP32, options={"state_v_first": True})
-    kda.check(case.call())
+    kda.check(case)
 
 
 @requires(Feature.CHUNK, Feature.RECURRENT, Feature.INITIAL_STATE, Feature.FINAL_STATE)

@@ -1,0 +1,146 @@
+"""What failed tests have in common: features, dtypes and shapes whose calls fail more often than others."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+SHAPE_AXES = ("head dimensions", "length", "initial state")
+"""Axes with values that no feature stands for; the dtype is one as well."""
+
+MANY = 0.5
+"""A value is named when at least this share of the failures involve it."""
+
+OFTEN = 1.5
+"""And when tests that involve it fail at least so many times as often as those that do not."""
+
+EXPECTED = 3.0
+"""A value is named as spared when so many failures were to be expected among its tests, and there are none."""
+
+MOST_NAMED = 5
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one test ended.
+
+    Attributes:
+        test: what pytest can be given to run it again.
+        position: its place in the order of collection, the simplest tests first.
+        failed: whether it failed.
+        values: of a failed test: what its last call exercises; of another one: what all that were served do.
+        message: of a failed test.
+        slow: whether it belongs to the slow tier.
+    """
+
+    test: str
+    position: int
+    failed: bool
+    values: frozenset[str]
+    message: str = ""
+    slow: bool = False
+
+
+def values_of(record: dict[str, Any]) -> set[str]:
+    """The features of a call, by name, and its values along the other axes."""
+    axes = {f"{axis}: {value}" for axis in SHAPE_AXES for value in record["axes"].get(axis, ())}
+    return set(record["features"]) | axes | {f"dtype: {record['dtype']}"}
+
+
+def outcome_of(found: dict[str, Any], failed: bool, message: str = "") -> Outcome:
+    """What the records of one test say.
+
+    Args:
+        found: "test", "position", "slow" and "records", as the plugin attaches them to a report.
+    """
+    records = found["records"]
+    # A test stops at the call that fails; those before it were right.
+    told = records[-1:] if failed else [r for r in records if r["status"] == "served"]
+    values = frozenset().union(*map(values_of, told)) if told else frozenset()
+    return Outcome(found["test"], found["position"], failed, values, message, found["slow"])
+
+
+class Failures:
+    """The failures of one backend among its outcomes."""
+
+    def __init__(self, backend: str, outcomes: list[Outcome], options: tuple[str, ...] = ()) -> None:
+        self.backend, self.options = backend, options
+        self.failed = sorted((o for o in outcomes if o.failed), key=lambda o: o.position)
+        # A test without a served call shows nothing about any value.
+        self.passed = [o for o in outcomes if not o.failed and o.values]
+
+    def involve(self) -> list[dict[str, Any]]:
+        """The values that most failures share and that fail more often than others do, the most telling first.
+
+        A value that every test has tells nothing; of several values that the same tests have the first one does.
+        """
+        found, seen = [], set()
+        for value in self._values(self.failed):
+            failed, passed = self._tests_with(value)
+            others = len(self.failed) - len(failed), len(self.passed) - len(passed)
+            if (failed, passed) in seen or not sum(others):
+                continue
+            seen.add((failed, passed))
+            share = len(failed) / (len(failed) + len(passed))
+            if len(failed) >= MANY * len(self.failed) and share >= OFTEN * others[0] / sum(others):
+                found.append({"value": value, "failed": len(failed), "passed": len(passed), "share": share})
+        found.sort(key=lambda v: (-v["failed"], -v["share"]))
+        return found[:MOST_NAMED]
+
+    def spared(self) -> list[dict[str, Any]]:
+        """The values with which no test failed, though several failures were to be expected."""
+        rate = len(self.failed) / (len(self.failed) + len(self.passed))
+        found = {}
+        for value in self._values(self.passed):
+            failed, passed = self._tests_with(value)
+            if not failed and len(passed) * rate >= EXPECTED:
+                found.setdefault(passed, {"value": value, "passed": len(passed)})
+        return sorted(found.values(), key=lambda v: -v["passed"])[:MOST_NAMED]
+
+    def rerun(self) -> str:
+        """The command that runs the first failed test again."""
+        first = self.failed[0]
+        options = (*self.options, *(("-m", "slow") if first.slow else ()))
+        command = ["pytest", "-p", "kda_core.testing.plugin", "--pyargs", first.test, f"--backend={self.backend}"]
+        return shlex.join([*command, *options])
+
+    def as_json(self) -> dict[str, Any]:
+        """The failures as JSON values."""
+        if not self.failed:
+            return {"count": 0, "tests": [], "involve": [], "spared": [], "rerun": None}
+        return {
+            "count": len(self.failed),
+            "tests": [o.test for o in self.failed],
+            "involve": self.involve(),
+            "spared": self.spared(),
+            "rerun": self.rerun(),
+        }
+
+    def lines(self) -> Iterator[str]:
+        """The failures for the terminal."""
+        if not self.failed:
+            return
+        count = len(self.failed)
+        yield f"  {count} failed:"
+        for v in self.involve():
+            share = "all" if v["failed"] == count else f"{v['failed']} of"
+            noun = "failures involve" if count > 1 else "failure involves"
+            yield f"    {share} {count} {noun} {v['value']} ({v['passed']} tests with it passed)"
+        for v in self.spared():
+            yield f"    no failure involves {v['value']} ({v['passed']} tests with it passed)"
+        yield f"    the first, simplest tests first: {self.failed[0].test}"
+        # A mismatch names the call in its first line, and the worst output in the second.
+        yield from (f"      {line.strip()}" for line in self.failed[0].message.splitlines()[:2])
+        yield f"    run it again: {self.rerun()}"
+
+    @staticmethod
+    def _values(outcomes: list[Outcome]) -> list[str]:
+        """Every value among these outcomes: features, in capitals, come before values of axes."""
+        return sorted(frozenset().union(*(o.values for o in outcomes)) if outcomes else ())
+
+    def _tests_with(self, value: str) -> tuple[frozenset[str], frozenset[str]]:
+        """The tests with a value that failed, and those that passed."""
+        failed, passed = (frozenset(o.test for o in all_ if value in o.values) for all_ in (self.failed, self.passed))
+        return failed, passed

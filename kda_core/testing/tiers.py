@@ -1,0 +1,85 @@
+"""The two tiers of tests, and what was named on the command line without a test in the tier that runs."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+MODE_VARIABLE = "KDA_TEST_MODE"
+MODES = ("fast", "slow", "all")
+HOW = {"fast": f"without -m slow and without {MODE_VARIABLE}", "slow": f"with -m slow or {MODE_VARIABLE}=slow"}
+
+
+def mode() -> str:
+    """The tier that the environment asks for."""
+    return os.environ.get(MODE_VARIABLE, "fast")
+
+
+def is_slow(item: pytest.Item) -> bool:
+    """Whether an item belongs to the slow tier."""
+    return item.get_closest_marker("slow") is not None
+
+
+def tier(config: pytest.Config) -> str | None:
+    """The one tier that runs, "fast" or "slow"; None: both, or what an expression of ``-m`` chooses."""
+    expression = config.getoption("markexpr") or ""
+    if re.fullmatch(r"\s*slow\s*", expression):
+        return "slow"
+    if re.search(r"\bslow\b", expression) or mode() == "all":
+        return None
+    return mode()
+
+
+class TierCount:
+    """Counts the tests of each tier under everything that the command line names, before any are left out."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.items: list[tuple[Path, str, bool]] = []
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        self.items.append((item.path, item.nodeid, is_slow(item)))
+
+    def empty(self) -> list[str]:
+        """A sentence for each name under which there are tests, and none of the tier that runs.
+
+        None while another name has some: files are often named by a pattern.
+        """
+        chosen = tier(self.config)
+        if chosen is None:
+            return []
+        found = []
+        for name in self.config.args:
+            own = [slow for path, nodeid, slow in self.items if _is_under(path, nodeid, name, self.config)]
+            if any(slow == (chosen == "slow") for slow in own):
+                return []
+            if own:
+                other = "fast" if chosen == "slow" else "slow"
+                tests = "1 test" if len(own) == 1 else f"{len(own)} tests"
+                found.append(f"no tests in tier {chosen} of {name}: it has {tests}, all {other}; they run {HOW[other]}")
+        return found
+
+
+def _is_under(path: Path, nodeid: str, name: str, config: pytest.Config) -> bool:
+    """Whether a test was collected because of this argument."""
+    file, *inside = name.split("::")
+    place = config.invocation_params.dir / file
+    places = [place] if place.exists() else list(_places_of_package(file))
+    below = "::".join(inside).partition("[")[0]
+    return any(path.is_relative_to(p.resolve()) for p in places) and f"::{below}" in f"::{nodeid.partition('::')[2]}"
+
+
+def _places_of_package(name: str) -> Iterator[Path]:
+    """Where a package or module lies that ``--pyargs`` names."""
+    try:
+        spec = find_spec(name)
+    except (ImportError, ValueError):  # no such package, or no name of one
+        return
+    if spec is not None:
+        found = spec.submodule_search_locations or ([spec.origin] if spec.origin else [])
+        yield from map(Path, found)

@@ -1,0 +1,219 @@
+"""Deliberately wrong backends whose faults show in few calls: an index, a length, a group size, one gradient."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from mutants import Mutant
+from torch import Tensor
+
+from kda_core import reference
+from kda_core.hookspecs import hookimpl
+from kda_core.request import BackwardResult, ForwardResult, GateRequest, Request
+
+
+class PaddingSlotWritten(Mutant):
+    """A row of padding writes to the last slot of the pool."""
+
+    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
+        indices = r.ssm_state_indices
+        if r.inplace_final_state and indices is not None and (indices < 0).any():
+            r.initial_state[-1] = 0
+        return result
+
+
+class FirstSlotRead(Mutant):
+    """Speculative decoding starts from the first slot whatever was accepted."""
+
+    def asked(self, r: Request) -> Request:
+        return replace(r, num_accepted_tokens=None)
+
+
+class SlotOfIndexMinusOneWritten(Mutant):
+    """Index -1 counts from the pool's end, as in Python; the output of such a row is zero all the same."""
+
+    def asked(self, r: Request) -> Request:
+        indices = r.ssm_state_indices
+        if indices is None or not len(r.initial_state):
+            return r
+        return replace(r, ssm_state_indices=torch.where(indices == -1, len(r.initial_state) - 1, indices))
+
+    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
+        indices = r.ssm_state_indices
+        if indices is not None:
+            first = indices if indices.dim() == 1 else indices[:, 0]
+            for n, (b, start, end) in enumerate(reference.sequence_bounds(r)):
+                if first[n] < 0:
+                    result.o[b, start:end] = 0
+        return result
+
+
+class BiasDroppedByTheGateWithoutRate(Mutant):
+    """kda_gate leaves dt_bias out, only where A_log is missing."""
+
+    @hookimpl
+    def kda_core_gate_forward(self, request: GateRequest) -> Tensor:
+        return self.cpu.kda_core_gate_forward(
+            request=replace(request, dt_bias=None) if request.A_log is None else request
+        )
+
+
+class ZeroScaleIsTheDefault(Mutant):
+    """``scale or K**-0.5``."""
+
+    def asked(self, r: Request) -> Request:
+        return replace(r, scale=r.scale or r.K**-0.5)
+
+
+class DoublingForgottenByOneToken(Mutant):
+    """A decoding step of one token leaves allow_neg_eigval's factor of 2 out."""
+
+    def asked(self, r: Request) -> Request:
+        return replace(r, allow_neg_eigval=False) if r.op == "fused_recurrent_kda" and r.T == 1 else r
+
+
+class PaddingIndexIsMinusOne(Mutant):
+    """pad_slot_id is ignored: only negative indices are skipped."""
+
+    def asked(self, r: Request) -> Request:
+        return replace(r, pad_slot_id=-1)
+
+
+class PairsOfThree(Mutant):
+    """With HV = 3 H, dq and dk add up the first two heads of each group."""
+
+    def gradients(self, r: Request, grads: dict[str, Tensor]) -> dict[str, Tensor]:
+        if r.HV != 3 * r.H or r.op != "chunk_kda" or not {"q", "k"} & grads.keys():
+            return grads
+        o, state = (None if t is None else t.clone() for t in (r.grad_o, r.grad_final_state))
+        if o is not None:
+            o[:, :, 2::3] = 0
+        if state is not None:
+            state[:, 2::3] = 0
+        two = self.cpu.kda_core_chunk_backward(request=replace(r, grad_o=o, grad_final_state=state)).grads
+        return grads | {n: two[n] for n in ("q", "k") if n in grads}
+
+
+class UnusedDraftColumnsWritten(Mutant):
+    """A request with fewer tokens than columns has its last state copied into the columns behind."""
+
+    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
+        indices = r.ssm_state_indices
+        if indices is not None and indices.dim() == 2:
+            for n, (_, start, end) in enumerate(reference.sequence_bounds(r)):
+                length = end - start
+                if 0 < length < indices.shape[1] and (indices[n] >= 0).all():
+                    r.initial_state[indices[n, length:].long()] = r.initial_state[indices[n, length - 1].long()].clone()
+        return result
+
+
+class PoolTakenForContiguous(Mutant):
+    """A pool that is a slice of a larger tensor is read and written as though it was contiguous."""
+
+    def asked(self, r: Request) -> Request:
+        pool = r.initial_state
+        if not r.inplace_final_state or pool.is_contiguous():
+            return r
+        return replace(r, initial_state=pool.as_strided(pool.shape, torch.empty(pool.shape).stride()))
+
+
+class EmptySequencesHaveNoStateGradient(Mutant):
+    """The gradient of an empty sequence's initial state is zero."""
+
+    def gradients(self, r: Request, grads: dict[str, Tensor]) -> dict[str, Tensor]:
+        if r.cu_seqlens is not None and "initial_state" in grads:
+            grads["initial_state"][r.cu_seqlens.diff() == 0] = 0
+        return grads
+
+
+class StatesExchanged(Mutant):
+    """The second and the third of more than two packed sequences exchange their final states."""
+
+    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
+        if r.cu_seqlens is None or r.N < 3 or result.final_state is None:
+            return result
+        order = [0, 2, 1, *range(3, r.N)]
+        return replace(result, final_state=result.final_state[order])
+
+
+class AcceptedOffByOne(Mutant):
+    """With three drafts or more, decoding starts one token before the last accepted one."""
+
+    def asked(self, r: Request) -> Request:
+        accepted = r.num_accepted_tokens
+        if accepted is None or r.ssm_state_indices.shape[1] < 4:
+            return r
+        return replace(r, num_accepted_tokens=(accepted - 1).clamp_min(1))
+
+
+class ScaleMissingInTheGradientOfQ(Mutant):
+    """dq has the default scale."""
+
+    def gradients(self, r: Request, grads: dict[str, Tensor]) -> dict[str, Tensor]:
+        if "q" in grads:
+            grads["q"] *= r.K**-0.5 / r.scale
+        return grads
+
+
+class FirstIntermediateStateZero(Mutant):
+    """The first state of h of a packed sequence is stored before the initial state is loaded."""
+
+    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
+        if result.h is not None and r.cu_seqlens is not None:
+            chunk = 0
+            for length in r.cu_seqlens.diff().tolist():
+                if length:
+                    result.h[:, chunk] = 0
+                chunk += -(-length // r.chunk_size)
+        return result
+
+
+class BiasGradientOfTheFirstRow(Mutant):
+    """ddt_bias has the first row of the batch alone."""
+
+    def gradients(self, r: Request, grads: dict[str, Tensor]) -> dict[str, Tensor]:
+        if "dt_bias" not in grads or r.B < 2:
+            return grads
+        o, state = (None if t is None else t.clone() for t in (r.grad_o, r.grad_final_state))
+        for t in (o, state):
+            if t is not None:
+                t[1:] = 0
+        hook = self.cpu.kda_core_chunk_backward if r.op == "chunk_kda" else self.cpu.kda_core_recurrent_backward
+        first: BackwardResult = hook(request=replace(r, grad_o=o, grad_final_state=state))
+        return grads | {"dt_bias": first.grads["dt_bias"]}
+
+
+class StateRoundedEveryToken(Mutant):
+    """Decoding rounds a bfloat16 state after every token rather than at the end."""
+
+    def compute(self, r: Request) -> ForwardResult:
+        dense = r.cu_seqlens is None and not r.inplace_final_state and not r.save_for_backward and r.out is None
+        if r.op == "chunk_kda" or not dense or r.state_dtype != torch.bfloat16 or r.T < 2:
+            return super().compute(r)
+        outputs, state = [], r.initial_state
+        for t in range(r.T):
+            token = {n: getattr(r, n)[:, t : t + 1] for n in ("q", "k", "v", "g", "beta")}
+            result = super().compute(replace(r, initial_state=state, output_final_state=True, **token))
+            state = result.final_state
+            outputs.append(result.o)
+        return ForwardResult(torch.cat(outputs, 1), state if r.output_final_state else None)
+
+
+class EpsilonOutsideTheRoot(Mutant):
+    """q / (|q| + 1e-6)."""
+
+    def asked(self, r: Request) -> Request:
+        if not r.use_qk_l2norm_in_kernel or r.save_for_backward or r.needs_grad:
+            return r
+        q, k = (x.float() / (x.float().norm(dim=-1, keepdim=True) + 1e-6) for x in (r.q, r.k))
+        return replace(r, use_qk_l2norm_in_kernel=False, q=q.to(r.q.dtype), k=k.to(r.k.dtype))
+
+
+class DoublingMissingInTheBackward(Mutant):
+    """dbeta lacks allow_neg_eigval's factor of 2."""
+
+    def gradients(self, r: Request, grads: dict[str, Tensor]) -> dict[str, Tensor]:
+        if "beta" in grads and r.allow_neg_eigval:
+            grads["beta"] /= 2
+        return grads

@@ -1,0 +1,232 @@
+"""What the kit's summary says of failures, the order of its tests, and tiers that collect nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shlex
+from pathlib import Path
+
+import mutants
+import pytest
+
+from kda_core.plugins import registry
+from kda_core.testing import order, suite
+from kda_core.testing.failures import Failures, Outcome
+from kda_core.testing.tiers import MODE_VARIABLE
+
+CASES = """
+import pytest
+from kda_core.testing.cases import BF16, FP16, FP32, Case
+
+LAYOUTS = {"dense": {"T": 9}, "packed": {"T": 9, "lengths": (4, 1, 4)}}
+
+@pytest.mark.parametrize("V", [4, 8, 16])
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize("final_state", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_case(kda, layout, final_state, dtype, V):
+    kda.check(Case(name=f"{layout} {V}", K=8, V=V, dtype=dtype, final_state=final_state, **LAYOUTS[layout]))
+"""
+
+TIERS = {
+    "test_fast.py": "def test_one(): pass\ndef test_two(): pass\n",
+    "test_slow.py": "import pytest\n@pytest.mark.slow\ndef test_long(): pass\n",
+}
+
+
+@pytest.fixture
+def pytest_in(tmp_path, monkeypatch):
+    """Runs pytest with the kit's plugin in an empty folder; returns exit status and output."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "test_cases.py").write_text(CASES)
+    for name, text in TIERS.items():
+        (tmp_path / name).write_text(text)
+    # The last one collects garbage several times at the end of a run, from all that the outer run holds.
+    left_out = ("-p", "no:cacheprovider", "-p", "no:unraisableexception")
+    alone = ("-p", "kda_core.testing.plugin", *left_out, "--import-mode=importlib", "-q")
+
+    def run(*arguments: str, mode: str = "fast") -> tuple[int, str]:
+        monkeypatch.setenv(MODE_VARIABLE, mode)
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            status = pytest.main([*alone, *arguments])
+        return int(status), output.getvalue()
+
+    return run
+
+
+@pytest.fixture
+def registered():
+    """Registers backends by hand, for one test."""
+    registry.load()
+    names = []
+
+    def register(backend) -> str:
+        assert registry.register(backend).state == "loaded"
+        names.append(backend.name)
+        return backend.name
+
+    yield register
+    for name in names:
+        registry.unregister(name)
+
+
+# What failures have in common
+
+
+@pytest.mark.parametrize(
+    ("mutant", "involved", "spared"),
+    [
+        (mutants.LeakedNeighbour, {"VARLEN"}, set()),
+        pytest.param(
+            mutants.TransposedState,
+            {"FINAL_STATE", "head dimensions: K = V"},
+            {"UNEQUAL_HEAD_DIMS"},
+            marks=pytest.mark.end_to_end,
+        ),
+    ],
+)
+def test_summary_names_what_failures_share(pytest_in, registered, tmp_path, mutant, involved: set, spared: set):
+    name = registered(mutant())
+    status, text = pytest_in(f"--backend={name}", "--kda-report=report.json", "--tb=no", "test_cases.py")
+    assert status == pytest.ExitCode.TESTS_FAILED
+    (backend,) = json.loads((tmp_path / "report.json").read_text())["backends"]
+    failures = backend["failures"]
+    assert failures["count"] == backend["outcomes"]["failed"] > 1
+    shared = {v["value"] for v in failures["involve"] if v["failed"] == failures["count"]}
+    assert involved <= shared, failures
+    assert not {v for v in shared if v.startswith("dtype")}
+    assert spared <= {v["value"] for v in failures["spared"]}
+    for value in involved:
+        assert f"all {failures['count']} failures involve {value} (" in text
+    assert f"the first, simplest tests first: {failures['tests'][0]}" in text
+    assert f"run it again: {failures['rerun']}" in text
+    assert "relative error" in text[text.index("the first, simplest") : text.index("run it again")]
+
+
+def test_summary_gives_a_command_that_runs_the_first_failure(pytest_in, registered, tmp_path):
+    name = registered(mutants.LeakedNeighbour())
+    arguments = (f"--backend={name}", "--kda-report=report.json", "--tb=no")
+    suite_module = f"{suite.__name__}.test_packing"
+    pytest_in(*arguments, "--pyargs", suite_module, "-k", "test_packed_empty_sequences")
+    (backend,) = json.loads((tmp_path / "report.json").read_text())["backends"]
+    command = shlex.split(backend["failures"]["rerun"])
+    assert command[:3] == ["pytest", "-p", "kda_core.testing.plugin"]
+    assert command[4] == f"{suite_module}::test_packed_empty_sequences[{name}]"
+    status, text = pytest_in(*command[3:], "--tb=no")
+    assert status == pytest.ExitCode.TESTS_FAILED
+    assert "1 failed" in text
+
+
+def test_summary_says_nothing_of_failures_where_there_are_none(pytest_in, tmp_path):
+    status, text = pytest_in("--backend=cpu", "--kda-report=report.json", "test_cases.py", "-k", "packed and True")
+    assert status == pytest.ExitCode.OK
+    assert "involve" not in text
+    (backend,) = json.loads((tmp_path / "report.json").read_text())["backends"]
+    assert backend["failures"] == {"count": 0, "tests": [], "involve": [], "spared": [], "rerun": None}
+
+
+def _outcomes(failed: list[set[str]], passed: list[set[str]]) -> list[Outcome]:
+    ended = [(values, True) for values in failed] + [(values, False) for values in passed]
+    return [Outcome(f"test_{i}", i, bad, frozenset(values)) for i, (values, bad) in enumerate(ended)]
+
+
+def test_a_value_that_every_test_has_explains_nothing():
+    failures = Failures("mychip", _outcomes([{"CHUNK", "GVA"}] * 3, [{"CHUNK"}] * 20))
+    assert [v["value"] for v in failures.involve()] == ["GVA"]
+
+
+def test_a_value_is_named_where_most_tests_fail():
+    """19 of 45 failed: all of them with K = V, and no other test with it did much better."""
+    failed = [{"FINAL_STATE", "head dimensions: K = V"}] * 19
+    passed = [{"head dimensions: K = V"}] * 14 + [{"FINAL_STATE", "UNEQUAL_HEAD_DIMS", "head dimensions: K != V"}] * 12
+    failures = Failures("mychip", _outcomes(failed, passed))
+    assert [v["value"] for v in failures.involve()] == ["FINAL_STATE", "head dimensions: K = V"]
+    assert [v["value"] for v in failures.spared()] == ["UNEQUAL_HEAD_DIMS"]
+
+
+def test_a_value_of_few_failures_is_not_named():
+    failures = Failures("mychip", _outcomes([{"VARLEN"}] * 8 + [{"GVA"}], [{"CHUNK"}] * 20))
+    assert [v["value"] for v in failures.involve()] == ["VARLEN"]
+    assert "8 of 9 failures involve VARLEN" in "\n".join(failures.lines())
+
+
+def test_slow_and_interpreted_failures_are_run_again_as_such():
+    first = Outcome("kda_core.testing.suite.test_packing::test_a[b c]", 3, True, frozenset(), slow=True)
+    second = Outcome("tests/test_b.py::test_b", 1, True, frozenset())
+    command = Failures("mychip", [first], ("--interpret",)).rerun()
+    assert command.endswith("'kda_core.testing.suite.test_packing::test_a[b c]' --backend=mychip --interpret -m slow")
+    assert Failures("mychip", [first, second]).failed[0] is second
+
+
+# The order of tests
+
+
+def test_order_knows_every_module_of_the_suite():
+    assert sorted(order.MODULES) == sorted(file.stem for file in Path(suite.__file__).parent.glob("test_*.py"))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("test_bound.py",), pytest.param(("--pyargs", suite.__name__), marks=pytest.mark.end_to_end)],
+    ids=["bound", "installed"],
+)
+def test_simple_tests_come_first_wherever_the_suite_is_bound(pytest_in, tmp_path, names: tuple[str, ...]):
+    """Alphabetically, and in a file of imports, the random tests would come before those of the states."""
+    modules = ["test_random", "test_state", "test_forward"]
+    imports = [f"from {suite.__name__}.{name} import *" for name in modules]
+    (tmp_path / "test_bound.py").write_text("\n".join(imports))
+    _, text = pytest_in("--collect-only", "--backend=cpu", *names)
+    tests = [line.rpartition("::")[2].partition("[")[0] for line in text.splitlines() if "::" in line]
+    assert tests[0] == "test_forward"
+    assert tests.index("test_state") < tests.index("test_random_forward")
+    assert tests[-1].startswith("test_random")
+
+
+# Tiers
+
+
+@pytest.mark.parametrize(
+    ("mode", "arguments", "sentence"),
+    [
+        ("slow", ("test_fast.py",), "no tests in tier slow of test_fast.py: it has 2 tests, all fast"),
+        ("fast", ("-m", "slow", "test_fast.py"), "no tests in tier slow of test_fast.py: it has 2 tests, all fast"),
+        ("fast", ("test_slow.py",), "no tests in tier fast of test_slow.py: it has 1 test, all slow"),
+        ("slow", ("test_fast.py::test_one",), "no tests in tier slow of test_fast.py::test_one: it has 1 test"),
+        ("slow", ("--pyargs", f"{suite.__name__}.test_beta"), f"no tests in tier slow of {suite.__name__}.test_beta"),
+    ],
+    ids=["variable", "mark", "fast", "one test", "package"],
+)
+def test_tier_without_tests_fails(pytest_in, mode: str, arguments: tuple, sentence: str):
+    status, text = pytest_in(*arguments, mode=mode)
+    assert status == pytest.ExitCode.TESTS_FAILED, text
+    assert sentence in text
+
+
+@pytest.mark.parametrize(
+    ("mode", "arguments"),
+    [
+        ("fast", ("test_fast.py",)),
+        ("slow", ("test_slow.py",)),
+        ("all", ("test_slow.py",)),
+        ("all", ("test_fast.py",)),
+        ("slow", ("test_fast.py", "test_slow.py")),  # files are often named by a pattern
+        ("fast", ("-m", "not slow", "test_fast.py")),
+        ("slow", ("--ignore=test_cases.py", ".")),
+    ],
+    ids=str,
+)
+def test_tier_with_tests_passes(pytest_in, mode: str, arguments: tuple):
+    status, text = pytest_in(*arguments, mode=mode)
+    assert status == pytest.ExitCode.OK, text
+    assert "no tests in tier" not in text
+
+
+@pytest.mark.slow
+def test_workers_tell_of_a_tier_without_tests(pytest_in):
+    pytest.importorskip("xdist")
+    status, text = pytest_in("-n", "2", "test_fast.py", mode="slow")
+    assert status == pytest.ExitCode.TESTS_FAILED, text
+    assert "no tests in tier slow of test_fast.py" in text

@@ -1,0 +1,134 @@
+"""The quick self-check behind ``kda verify``: what it covers, what it finds, what it calls untested."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kda_core.capabilities import Feature
+from kda_core.hookspecs import hookimpl
+from kda_core.plugins import registry
+from kda_core.request import BackwardResult, GateRequest
+from kda_core.testing import gate, verify
+from kda_core.testing.cases import named
+
+CPU = torch.device("cpu")
+
+
+def features_of(check: verify.Check | verify.GateCheck) -> frozenset[Feature]:
+    if isinstance(check, verify.GateCheck):
+        given = {n: t for n, t in gate.arguments().items() if n not in check.absent}
+        given = {n: t.reshape(given["g"].shape[-2:]) if n == "dt_bias" else t for n, t in given.items()}
+        return GateRequest(**given, lower_bound=check.lower_bound, save_for_backward=check.backward).features
+    call = check.build(check.case)
+    extra = {Feature.OUT} if call.given_out else set()
+    return call.request().features | extra | ({Feature.STRIDED_INPUT} if call.strided else set())
+
+
+def test_checks_cover_every_feature():
+    """Every function, forward and gradients, pools and drafts: all that one device can be asked for."""
+    covered = frozenset().union(*map(features_of, verify.checks()))
+    assert set(Feature) - covered == {Feature.CONTEXT_PARALLEL}
+
+
+def test_checks_have_names_of_their_own():
+    names = [verify._name(check) for check in verify.checks()]
+    assert len(set(names)) == len(names)
+
+
+@pytest.fixture
+def with_checks(monkeypatch):
+    """Runs the named checks alone on a backend."""
+
+    def run(*names: str, backend: str = "reference") -> list[verify.Row]:
+        chosen = [check for check in verify.checks() if verify._name(check) in names]
+        assert len(chosen) == len(names)
+        monkeypatch.setattr(verify, "checks", lambda: chosen)
+        return verify.run(backend, CPU)
+
+    return run
+
+
+def _wrong_output(request, result):
+    return replace(result, o=1.1 * result.o)
+
+
+def _state_in_the_last_slot(request, result):
+    if request.inplace_final_state:
+        request.initial_state[-1] = 0
+    return result
+
+
+def _wrong_gate(request, result):
+    return 1.1 * result
+
+
+def _wrong_gradient(request, result):
+    return BackwardResult({n: 1.1 * t if n in ("g", "dt_bias") else t for n, t in result.grads.items()})
+
+
+FAULTS = [
+    ("kda_core_recurrent_forward", _wrong_output, "decoding step", {"o"}),
+    ("kda_core_recurrent_backward", _wrong_gradient, "gradients of steps", {"dg"}),
+    ("kda_core_chunk_backward", _wrong_gradient, "gradients without recompute", {"dg"}),
+    ("kda_core_recurrent_forward", _state_in_the_last_slot, "step in a pool, one skipped", {""}),
+    ("kda_core_recurrent_forward", _wrong_output, "draft, some accepted", {"o"}),
+    ("kda_core_gate_forward", _wrong_gate, "lower-bound gate without A_log", {"gate"}),
+    ("kda_core_gate_backward", _wrong_gradient, "gradients of the softplus gate", {"dg"}),
+]
+
+
+@pytest.fixture
+def altered() -> Iterator:
+    """Alters what one hook of every backend answers."""
+    added = []
+
+    def alter(hook: str, change) -> None:
+        def wrapper(request):
+            return change(request, (yield))
+
+        wrapper.__name__ = hook
+        plugin = type("Alteration", (), {})()
+        setattr(plugin, hook, hookimpl(wrapper=True)(wrapper))
+        registry.add_wrapper(plugin)
+        added.append(plugin)
+
+    yield alter
+    for plugin in added:
+        registry.remove_wrapper(plugin)
+
+
+# A step, a pool and the gate; the others take longer.
+QUICK = {"decoding step", "step in a pool, one skipped", "lower-bound gate without A_log"}
+
+
+@pytest.mark.parametrize(
+    ("hook", "change", "check", "wrong"),
+    [
+        pytest.param(*fault, id=fault[2], marks=[] if fault[2] in QUICK else [pytest.mark.end_to_end])
+        for fault in FAULTS
+    ],
+)
+def test_verify_finds(with_checks, altered, hook: str, change, check: str, wrong: set[str]):
+    altered(hook, change)
+    rows = with_checks(check)
+    assert {row.output for row in rows if row.verdict == "FAILED"} == wrong
+    assert not all(row.passed for row in rows)
+
+
+def test_verify_says_what_it_did_not_test(with_checks):
+    """Declared features and dtypes that no comparison needed; what was compared is not among them."""
+    rows = with_checks("one token")
+    untested = {row.case for row in rows if row.verdict == "untested"}
+    needed = {f.name for f in named("one token").call().request().features}
+    assert untested == {f.name for f in Feature} - needed - {"CONTEXT_PARALLEL"} | {"bfloat16", "float16", "float64"}
+    assert all(row.passed and not row.output and row.note for row in rows if row.verdict == "untested")
+
+
+def test_verify_leaves_nothing_untested_where_all_is_checked():
+    """By the dtypes of its cases; their features are above."""
+    dtypes = {check.case.dtype for check in verify.checks() if isinstance(check, verify.Check)}
+    assert dtypes == {torch.float16, torch.bfloat16, torch.float32, torch.float64}
