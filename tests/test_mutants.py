@@ -8,11 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import mutants
+import installed
 import pytest
-import run_mutants
 
 from kda_core.testing.plugin import MODE_VARIABLE
+
+installed.need_backend("cpu")
+
+import mutants
+import run_mutants
 
 pytestmark = pytest.mark.end_to_end
 
