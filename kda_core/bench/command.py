@@ -1,0 +1,158 @@
+"""The command line of the benchmark: what to measure, the progress, the tables and the files."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kda_core.bench import regimes, shapes
+
+INSTALL = 'pip install "kda-core[bench]"'
+NEEDED = ("rich", "matplotlib")
+EXIT_FAILED = 1
+EXIT_BAD_ARGUMENTS = 2
+WIDTH = 150
+"""Of the tables when nobody looks at them on a terminal."""
+
+DEFAULTS: dict[str, Any] = {
+    "set": "headline",
+    "gate": ("bounded", "softplus"),
+    "decay": ("random", "slow"),
+    "graph": True,
+    "errors": True,
+    "profile": False,
+    "warm": False,
+    "jobs": None,
+    "retune": False,
+    "compile": False,
+}
+"""Of the options that only some suites read; what the user wrote is told from them by None."""
+
+QUICK = {"gate": ("bounded",), "decay": ("random",)}
+"""Defaults of --quick that differ."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, or show what was measured before.
+
+    Returns:
+        0; 1 when a row failed or a limit was exceeded; 2 for bad arguments or when the extra ``bench`` is missing.
+    """
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    try:
+        import matplotlib  # noqa: F401  # before an hour of measuring rather than after it
+        import rich  # noqa: F401
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in NEEDED:
+            raise
+        print(f"The benchmark needs {missing}: {INSTALL}", file=sys.stderr)
+        return EXIT_BAD_ARGUMENTS
+    from kda_core.bench import run
+
+    try:
+        return run.run(options)
+    except ValueError as error:
+        print(f"kda bench: {error}", file=sys.stderr)
+        return EXIT_BAD_ARGUMENTS
+
+
+def several(known: Sequence[str]) -> Any:
+    """Reads words with commas between them; "all" stands for every one."""
+
+    def read(text: str) -> tuple[str, ...]:
+        words = tuple(known) if text == "all" else tuple(text.split(","))
+        if unknown := [word for word in words if word not in known]:
+            raise argparse.ArgumentTypeError(f"expected some of {', '.join(known)} or all, got {', '.join(unknown)}")
+        return words
+
+    return read
+
+
+def _shape(text: str) -> shapes.Shape:
+    try:
+        return shapes.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _positive(kind: type) -> Any:
+    def read(text: str) -> Any:
+        number = kind(text)
+        if not number > 0:
+            raise argparse.ArgumentTypeError(f"expected more than 0, got {text}")
+        return number
+
+    read.__name__ = kind.__name__
+    return read
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Every option of every suite."""
+    parser = argparse.ArgumentParser(
+        prog="kda bench",
+        description="Time kda_core beside the other implementations of KDA that are installed.",
+        epilog="Suites: see --list. Options of a suite are refused where none of the chosen suites reads them.",
+    )
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help="default: training inference")
+    parser.add_argument("--list", action="store_true", help="show suites, shapes and peers, and measure nothing")
+    common = parser.add_argument_group("all suites")
+    common.add_argument("--backend", help="kda_core's backend; default: the one that it chooses")
+    common.add_argument("--device", help="default: cuda where there is one, else cpu")
+    common.add_argument(
+        "--peers", metavar="NAME,...", help="some of the peers, or none; default: all that are installed"
+    )
+    common.add_argument("--seconds", type=_positive(float), help="of timing, for each row")
+    common.add_argument("--threads", type=_positive(int), help="of torch, on a CPU")
+    common.add_argument("--quick", action="store_true", help="tiny shapes, few repetitions: only that it runs")
+    common.add_argument("--json", type=Path, metavar="FILE", help="write everything to this file, after every row")
+    common.add_argument("--plot", type=Path, metavar="FILE", help="draw the times (PNG, SVG or PDF)")
+    common.add_argument("--from", dest="read", type=Path, nargs="+", metavar="JSON", help="show these, measure nothing")
+    _add_speed(parser)
+    return parser
+
+
+def _add_speed(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("training, inference, forward, kept")
+    group.add_argument("--shapes", type=_shape, nargs="+", metavar="SHAPE", help=shapes.SYNTAX)
+    group.add_argument("--set", choices=shapes.SETS, help="shapes that belong together; default: headline")
+    group.add_argument(
+        "--gate", type=several(regimes.GATES), help="given, bounded, softplus or all; default: bounded,softplus"
+    )
+    group.add_argument(
+        "--decay", type=several(regimes.DECAYS), help="random, slow, initialised or all; default: random,slow"
+    )
+    group.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), help="default: bfloat16; on a CPU float32"
+    )
+    group.add_argument("--gate-dtype", choices=("bfloat16", "float16", "float32"), help="of g and beta; default: of q")
+    on = argparse.BooleanOptionalAction
+    group.add_argument("--graph", action=on, default=None, help="replay calls from CUDA graphs, too (default)")
+    group.add_argument("--errors", action=on, default=None, help="compare with the float64 oracle, too (default)")
+    group.add_argument("--profile", action="store_true", default=None, help="also the time of every kernel")
+    group.add_argument(
+        "--warm", action="store_true", default=None, help="compile in parallel processes first: autotuners take minutes"
+    )
+    group.add_argument("--jobs", type=_positive(int), help="processes of --warm; default: one a core")
+    group.add_argument(
+        "--retune", action="store_true", default=None, help="with --warm: autotuners choose again in the timed process"
+    )
+    # What --warm starts: run every call once, and report nothing.
+    group.add_argument("--compile", action="store_true", default=None, help=argparse.SUPPRESS)
+
+
+def written(options: argparse.Namespace) -> set[str]:
+    """Names of the suites' own options that the user wrote."""
+    own = {*DEFAULTS, "shapes", "dtype", "gate_dtype"}
+    return {name for name in own if getattr(options, name) is not None}
+
+
+def fill_defaults(options: argparse.Namespace) -> None:
+    """Put the defaults where the user wrote nothing."""
+    for name, value in (DEFAULTS | (QUICK if options.quick else {})).items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)

@@ -1,0 +1,132 @@
+"""Runs the tasks of the chosen suites with a progress bar, and writes tables, JSON and plots."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kda_core.bench import command, plots, warm
+from kda_core.bench import session as sessions
+from kda_core.bench.session import Session
+from kda_core.bench.suites import SUITES, Suite
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do what the options ask for; returns the exit status.
+
+    Raises:
+        ValueError: options that do not go together, or that name what there is not.
+    """
+    if options.read:
+        content = sessions.read(options.read)
+        show(content)
+        if options.plot:
+            plots.draw(content, options.plot)
+        return 0
+    chosen = _chosen(options)
+    command.fill_defaults(options)
+    session = sessions.open_session(options)
+    if options.list:
+        _list(session)
+        return 0
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    if options.compile:
+        for suite in chosen.values():
+            if suite.warm is not None:
+                suite.warm(session)
+        return 0
+    for name, reason in session.left_out.items():
+        print(f"{name} is left out: {reason}", file=sys.stderr)
+    if options.warm:
+        warm.warm(session, chosen)
+    try:
+        _measure(session, chosen)
+    finally:
+        # What was measured before an error, or before somebody stopped the run, is shown.
+        if session.rows:
+            show(session.content())
+    if options.plot:
+        plots.draw(session.content(), options.plot)
+    missed = [line for suite in chosen.values() for line in suite.missed(session.rows, session)]
+    missed += [f"{_name(row)}: {row['failed']}" for row in session.rows if "failed" in row]
+    print(*missed, sep="\n", file=sys.stderr, end="\n" if missed else "")
+    return command.EXIT_FAILED if missed else 0
+
+
+def _chosen(options: argparse.Namespace) -> dict[str, Suite]:
+    if unknown := [name for name in options.suites if name not in SUITES]:
+        raise ValueError(f"suites: expected some of {', '.join(SUITES)}, got {', '.join(unknown)}")
+    names = options.suites or [name for name, suite in SUITES.items() if suite.default]
+    chosen = {name: SUITES[name] for name in dict.fromkeys(names)}
+    read = {name for suite in chosen.values() for name in suite.options}
+    if stray := sorted(command.written(options) - read):
+        flags = ", ".join("--" + name.replace("_", "-") for name in stray)
+        raise ValueError(f"{flags}: read by none of the suites {', '.join(chosen)}")
+    return chosen
+
+
+def _measure(session: Session, chosen: dict[str, Suite]) -> None:
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    tasks = [task for suite in chosen.values() for task in suite.tasks(session)]
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("", total=len(tasks))
+        for task in tasks:
+            progress.update(bar, description=task.label)
+            row = task.run()
+            session.rows.append(row)
+            if session.options.json:
+                session.write(session.options.json)
+            if not console.is_terminal:
+                print(f"{len(session.rows)}/{len(tasks)} {task.label}: {_line(row)}", file=sys.stderr, flush=True)
+            progress.advance(bar)
+
+
+def _name(row: dict[str, Any]) -> str:
+    return " ".join(str(row[n]) for n in ("suite", "shape", "gate", "decay", "case") if n in row)
+
+
+def _line(row: dict[str, Any]) -> str:
+    """A row in a few words, where no progress bar is seen."""
+    if "failed" in row:
+        return row["failed"]
+    parts = [f"{name} {x['ms']['median']:.3f} ms" for name, x in row.get("implementations", {}).items() if "ms" in x]
+    left_out = [f"{name}: {reason}" for name, reason in row.get("left_out", {}).items()]
+    return ", ".join(parts) + (f" (left out: {'; '.join(left_out)})" if left_out else "")
+
+
+def show(content: dict[str, Any]) -> None:
+    """Print the tables of what was measured."""
+    console = Console(width=None if sys.stdout.isatty() else command.WIDTH)
+    environment = content["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    facts = f"{environment['device']}, backend {environment['backend']}; {versions}"
+    console.print(f"{facts}; a copy moves {content['copy_bytes_per_second'] / 1e9:.0f} GB/s", highlight=False)
+    for name, suite in SUITES.items():
+        if rows := [row for row in content["rows"] if row["suite"] == name]:
+            for table in suite.report(rows, content):
+                console.print(table)
+    for name, reason in content["left_out"].items():
+        console.print(f"left out: {name}: {reason}", highlight=False, markup=False)
+
+
+def _list(session: Session) -> None:
+    console = Console(width=None if sys.stdout.isatty() else command.WIDTH)
+    table = Table("suite", "measures", "rows here", title="suites", title_justify="left")
+    for name, suite in SUITES.items():
+        rows = "" if name not in SUITES else str(len(suite.tasks(session)))
+        table.add_row(name + (" (default)" if suite.default else ""), suite.what, rows)
+    console.print(table)
+    table = Table("peer", "version or reason", title="peers", title_justify="left")
+    for peer in session.peers:
+        table.add_row(peer.name, peer.version())
+    for name, reason in session.left_out.items():
+        table.add_row(name, f"left out: {reason}")
+    console.print(table)

@@ -1,0 +1,163 @@
+"""Suites ``training``, ``inference``, ``forward`` and ``kept``: time, memory and errors of ``chunk_kda`` beside peers.
+
+Everything is in the operator by default: the raw gate in the dtype of q, norms of q and k, sigmoid of beta, float32
+states in and out (inference), A_log and dt_bias with gradients (training). ``--gate given`` passes decays and beta.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from kda_core.bench import exactness, shapes, timing
+from kda_core.bench.peers import OURS, Peer
+from kda_core.bench.session import Row, Session, Task, failure
+from kda_core.bench.workload import MODES, Call, Problem, Work
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def problems(mode: str, session: Session) -> list[Problem]:
+    """The rows of a mode, in the order of the table."""
+    options = session.options
+    dtype = DTYPES[options.dtype or ("bfloat16" if session.gpu else "float32")]
+    gate_dtype = DTYPES[options.gate_dtype] if options.gate_dtype else dtype
+    chosen = options.shapes or shapes.named("quick" if options.quick else options.set, mode != "inference", session.gpu)
+    return [
+        Problem(mode, shape, gate, decay, dtype, gate_dtype)
+        for shape in chosen
+        if not (shape.pool and mode != "inference")
+        for gate in options.gate
+        for decay in options.decay
+    ]
+
+
+def tasks(mode: str, session: Session) -> list[Task]:
+    """One task a row."""
+    return [Task(problem.label, lambda p=problem: measure(p, session)) for problem in problems(mode, session)]
+
+
+def measure(problem: Problem, session: Session) -> Row:
+    """One row. A peer that fails is left out of it with its message; a failure of ours is in the row as "failed"."""
+    row = _header(problem)
+    try:
+        work = Work(problem, session.device)
+        row |= {"mean_log_decay": work.mean_decay, "channel_log_decays": list(work.channel_decays)}
+        row |= {"options": work.options, "floor_ms": 1e3 * work.bytes / session.copy}
+        calls, row["left_out"] = _calls(work, session.implementations)
+        if session.options.errors:
+            row["errors_of"], errors = _errors(calls, work)
+        else:
+            errors = {}
+        found = _times(calls, work, session)
+        for name, part in found.items():
+            part |= {"errors": errors[name]} if name in errors else {}
+            part |= {"note": note} if (note := _note(name, problem, session)) else {}
+        row["implementations"] = found
+        if OURS not in found:
+            row["failed"] = row["left_out"].pop(OURS)
+    # One shape's failure (often memory) says nothing about the next one's.
+    except Exception as error:
+        row["failed"] = failure(error)
+    _free(session)
+    return row
+
+
+def _header(problem: Problem) -> Row:
+    shape = problem.shape
+    sizes = {n: getattr(shape, n) for n in ("B", "T", "H", "HV", "K", "V", "N", "pool")}
+    return {
+        "suite": problem.mode,
+        "what": MODES[problem.mode],
+        "shape": str(shape),
+        "sizes": sizes,
+        "gate": problem.gate,
+        "decay": problem.decay,
+        "dtype": str(problem.dtype).removeprefix("torch."),
+        "gate_dtype": str(problem.gate_dtype).removeprefix("torch."),
+    }
+
+
+def _note(name: str, problem: Problem, session: Session) -> str:
+    return next(p for p in session.implementations if p.name == name).note(problem)
+
+
+def _calls(work: Work, implementations: Iterable[Peer]) -> tuple[dict[str, Call], dict[str, str]]:
+    """The calls that run, each of which has run once, and why the others do not."""
+    calls, left_out = {}, {}
+    for peer in implementations:
+        if reason := peer.refuses(work.problem):
+            left_out[peer.name] = reason
+            continue
+        try:
+            call = peer.prepare(work)
+            call()
+            _synchronize(work.device)
+            calls[peer.name] = call
+        # Another library's failure is a result, and ours is reported as one.
+        except Exception as error:
+            left_out[peer.name] = failure(error)
+    return calls, left_out
+
+
+def _errors(calls: dict[str, Call], work: Work) -> tuple[str, dict[str, dict[str, float]]]:
+    part = exactness.slice_of(work)
+    oracle = exactness.expected(work, part)
+    found = {
+        name: exactness.errors(exactness.results_on_slice(call, work, part), oracle) for name, call in calls.items()
+    }
+    return str(part), found
+
+
+def _times(calls: dict[str, Call], work: Work, session: Session) -> dict[str, dict[str, Any]]:
+    """Times of all calls by turns, with the host and, on a GPU, without it; peak memory."""
+    device, options = session.device, session.options
+    times = timing.take_turns(calls, device, session.seconds) if calls else {}
+    found: dict[str, dict[str, Any]] = {name: {"ms": timing.summary(ms)} for name, ms in times.items()}
+    if not session.gpu:
+        return found
+    for name, call in calls.items():
+        found[name]["peak_bytes"] = work.held_bytes + timing.growth(call, device)
+    if options.graph:
+        _add_device_times(calls, found, session)
+    if options.profile:
+        for name, call in calls.items():
+            found[name]["kernels_ms"] = timing.kernels(call, device)
+    return found
+
+
+def _add_device_times(calls: dict[str, Call], found: dict[str, dict[str, Any]], session: Session) -> None:
+    """Add "device_ms": replayed from a graph, or the sum of the kernels where a call cannot be captured."""
+    replays = {}
+    for name, call in calls.items():
+        try:
+            replays[name] = timing.capture(call, session.device)
+        # Whatever stops a capture, the call itself is right: its kernels are summed instead.
+        except Exception as error:
+            _synchronize(session.device)
+            total = sum(timing.kernels(call, session.device).values())
+            found[name]["device_ms"] = {"median": total, "how": "sum of kernels", "why": failure(error)}
+    if replays:
+        for name, ms in timing.take_turns(replays, session.device, session.seconds / 2).items():
+            found[name]["device_ms"] = timing.summary(ms) | {"how": "graph"}
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _free(session: Session) -> None:
+    gc.collect()
+    if session.gpu:
+        torch.cuda.empty_cache()
+
+
+def warm(mode: str, session: Session) -> None:
+    """Run every peer of every row once, for the kernels that this compiles; times of other processes do not matter."""
+    for problem in problems(mode, session):
+        _calls(Work(problem, session.device), session.implementations)
+        _free(session)

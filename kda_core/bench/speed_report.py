@@ -1,0 +1,87 @@
+"""Tables of the suites that time ``chunk_kda``, out of rows as they are in the JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+from kda_core.bench.peers import OURS
+from kda_core.bench.session import Row
+
+
+def _number(x: Any, digits: int = 3) -> str:
+    """Milliseconds with about as many digits as they have."""
+    return f"{x:.{digits}f}" if x < 100 else f"{x:.0f}"
+
+
+def speedup(row: Row, peer: str, key: str = "ms") -> float | None:
+    """How many times slower the peer is."""
+    found = row.get("implementations", {})
+    if any(key not in found.get(name, {}) for name in (OURS, peer)):
+        return None
+    return found[peer][key]["median"] / found[OURS][key]["median"]
+
+
+def _errors(errors: dict[str, Any]) -> tuple[str, str]:
+    """The error of o, and that of the final state or the worst of the gradients."""
+
+    def text(x: Any) -> str:
+        return f"{x:.1e}" if isinstance(x, float) else str(x)
+
+    others = {n: x for n, x in errors.items() if n != "o"}
+    # A string stands for an error that is no number, which is the worst there is.
+    worst = max(others, key=lambda n: others[n] if isinstance(others[n], float) else float("inf"), default=None)
+    return text(errors.get("o", "–")), "–" if worst is None else f"{text(others[worst])} {_SHORT.get(worst, worst)}"
+
+
+_WORDS = ("B,T,H,K", "", "gate, decay (mean)")
+_SHORT = {"final_state": "state"}
+
+
+def tables(rows: list[Row], content: dict[str, Any]) -> list[Table]:
+    """One table a suite; under a row its peers."""
+    found = []
+    for suite in dict.fromkeys(row["suite"] for row in rows):
+        own = [row for row in rows if row["suite"] == suite]
+        table = Table(title=f"{suite}: {own[0]['what']}", title_justify="left")
+        for name in (
+            "B,T,H,K",
+            "gate, decay (mean)",
+            "",
+            "ms",
+            "device ms",
+            "× ours",
+            "floor",
+            "GiB",
+            "error o",
+            "worst",
+        ):
+            table.add_column(name, justify="left" if name in _WORDS else "right", overflow="fold")
+        for row in own:
+            _add(table, row)
+        found.append(table)
+    return found
+
+
+def _add(table: Table, row: Row) -> None:
+    mean = row.get("mean_log_decay")
+    gate = f"{row['gate']}, {row['decay']}" + ("" if mean is None else f" ({mean:.2g})")
+    first = (row["shape"], gate)
+    for name, found in row.get("implementations", {}).items():
+        device, ratio = found.get("device_ms"), speedup(row, name)
+        error, worst = _errors(found.get("errors", {}))
+        table.add_row(
+            *first,
+            name,
+            _number(found["ms"]["median"]),
+            "–" if device is None else _number(device["median"]) + ("" if device["how"] == "graph" else " Σ"),
+            "" if name == OURS or ratio is None else f"{ratio:.2f}",
+            _number(row["floor_ms"]) if name == OURS else "",
+            f"{found['peak_bytes'] / 2**30:.2f}" if "peak_bytes" in found else "–",
+            error,
+            worst,
+        )
+        first = ("", "")
+    if "failed" in row:
+        table.add_row(*first, OURS, "fails", *[""] * 6)

@@ -1,0 +1,74 @@
+"""The suites: what ``kda bench`` can measure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from kda_core.bench import speed, speed_report
+from kda_core.bench.session import Row, Session, Task
+
+Report = Callable[[list[Row], dict[str, Any]], list[Any]]
+
+
+def no_verdict(rows: list[Row], session: Session) -> list[str]:
+    """A suite without limits of its own."""
+    return []
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A group of rows that are measured and shown alike.
+
+    Attributes:
+        what: a line for --list.
+        options: names of the options that it reads, besides those that all suites do.
+        tasks: its rows still to be measured.
+        report: tables (rich) of rows read from JSON, given the environment.
+        warm: compiles what the rows need, or None.
+        missed: a line for every limit that the rows exceed.
+        default: measured when no suite is named.
+    """
+
+    what: str
+    options: frozenset[str]
+    tasks: Callable[[Session], list[Task]]
+    report: Report
+    warm: Callable[[Session], None] | None = None
+    missed: Callable[[list[Row], Session], list[str]] = no_verdict
+    default: bool = False
+
+
+SPEED_OPTIONS = frozenset(
+    [
+        "shapes",
+        "set",
+        "gate",
+        "decay",
+        "dtype",
+        "gate_dtype",
+        "graph",
+        "profile",
+        "errors",
+        "warm",
+        "jobs",
+        "retune",
+        "compile",
+    ]
+)
+
+
+def _speed(mode: str, what: str, default: bool) -> Suite:
+    return Suite(
+        what, SPEED_OPTIONS, partial(speed.tasks, mode), speed_report.tables, partial(speed.warm, mode), default=default
+    )
+
+
+SUITES: dict[str, Suite] = {
+    "training": _speed("training", "forward and backward of chunk_kda, everything in the operator", True),
+    "inference": _speed("inference", "chunk_kda with states in and out, everything in the operator", True),
+    "forward": _speed("forward", "the forward of a training step alone", False),
+    "kept": _speed("kept", "a training step with disable_recompute: memory for speed", False),
+}
