@@ -10,12 +10,14 @@ from kda_core.bench.session import Row
 from kda_core.bench.speed_report import speedup
 from kda_core.bench.workload import MODES
 
+FORMATS = (".png", ".svg", ".pdf")
+
 
 def draw(content: dict[str, Any], file: Path) -> None:
     """Draw the rows to a file whose name says the format.
 
     Raises:
-        ValueError: there is nothing to draw, or the format is unknown.
+        ValueError: there is nothing to draw.
     """
     import matplotlib
 

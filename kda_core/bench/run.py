@@ -23,6 +23,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ValueError: options that do not go together, or that name what there is not.
     """
+    _check_files(options)
     if options.read:
         content = sessions.read(options.read)
         show(content)
@@ -58,6 +59,21 @@ def run(options: argparse.Namespace) -> int:
     missed += [f"{_name(row)}: {row['failed']}" for row in session.rows if "failed" in row]
     print(*missed, sep="\n", file=sys.stderr, end="\n" if missed else "")
     return command.EXIT_FAILED if missed else 0
+
+
+def _check_files(options: argparse.Namespace) -> None:
+    """Before anything is measured, that what is measured can be written."""
+    for file in options.read or ():
+        if not file.is_file():
+            raise ValueError(f"from: expected a file, got {file}")
+    for name in ("json", "plot"):
+        file = getattr(options, name)
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ValueError(f"{name}: expected a file in a folder that is there, got {file}")
+    if options.plot is not None and options.plot.suffix not in plots.FORMATS:
+        raise ValueError(f"plot: expected a name that ends in {', '.join(plots.FORMATS)}, got {options.plot}")
+    if (options.retune or options.jobs) and not options.warm:
+        raise ValueError(f"--{'retune' if options.retune else 'jobs'}: needs --warm")
 
 
 def _chosen(options: argparse.Namespace) -> dict[str, Suite]:

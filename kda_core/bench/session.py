@@ -54,12 +54,12 @@ class Session:
     @property
     def gpu(self) -> bool:
         """Whether times are those of a GPU."""
-        return self.device.type == "cuda"
+        return timing.on_gpu(self.device)
 
     @property
     def seconds(self) -> float:
         """Seconds of timing a row."""
-        return self.options.seconds or (0.02 if self.options.quick else 0.4 if self.gpu else 2.0)
+        return self.options.seconds or (0.01 if self.options.quick else 0.4 if self.gpu else 2.0)
 
     @property
     def implementations(self) -> list[Peer]:
@@ -69,7 +69,7 @@ class Session:
     @cached_property
     def copy(self) -> float:
         """Bytes a second of a large copy on the device."""
-        return timing.copy_bandwidth(self.device, 0.02 if self.options.quick else 0.2)
+        return timing.copy_bandwidth(self.device, self.options.quick)
 
     @cached_property
     def environment(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class Session:
 
 def _served_by(device: torch.device) -> str:
     """The backend that a plain call on the device goes to; "none" when nothing serves it."""
-    x = torch.zeros(1, 1, 1, 1, device=device)
+    x = torch.zeros(1, 1, 1, 64, device=device)
     return kda_core.explain(x, x, x, x, x[..., 0]).chosen or "none"
 
 

@@ -95,7 +95,7 @@ def _calls(work: Work, implementations: Iterable[Peer]) -> tuple[dict[str, Call]
         try:
             call = peer.prepare(work)
             call()
-            _synchronize(work.device)
+            timing.synchronize(work.device)
             calls[peer.name] = call
         # Another library's failure is a result, and ours is reported as one.
         except Exception as error:
@@ -137,17 +137,12 @@ def _add_device_times(calls: dict[str, Call], found: dict[str, dict[str, Any]], 
             replays[name] = timing.capture(call, session.device)
         # Whatever stops a capture, the call itself is right: its kernels are summed instead.
         except Exception as error:
-            _synchronize(session.device)
+            timing.synchronize(session.device)
             total = sum(timing.kernels(call, session.device).values())
             found[name]["device_ms"] = {"median": total, "how": "sum of kernels", "why": failure(error)}
     if replays:
         for name, ms in timing.take_turns(replays, session.device, session.seconds / 2).items():
             found[name]["device_ms"] = timing.summary(ms) | {"how": "graph"}
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _free(session: Session) -> None:

@@ -18,6 +18,17 @@ LEAST_ON_CPU = 3
 Run = Callable[[], object]
 
 
+def on_gpu(device: torch.device) -> bool:
+    """Whether times are those of a GPU."""
+    return device.type == "cuda"
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU."""
+    if on_gpu(device):
+        torch.cuda.synchronize(device)
+
+
 def take_turns(
     runs: Mapping[str, Run], device: torch.device, seconds: float, stretch: int = 1, least: int = LEAST_ON_CPU
 ) -> dict[str, list[float]]:
@@ -31,7 +42,7 @@ def take_turns(
     """
     for run in runs.values():
         run()
-    if device.type != "cuda":
+    if not on_gpu(device):
         return _turns_on_cpu(runs, seconds, stretch, least)
     flush = torch.empty(CACHE // 8, dtype=torch.int64, device=device)
 
@@ -117,16 +128,16 @@ def growth(run: Run, device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def copy_bandwidth(device: torch.device, seconds: float = 0.2) -> float:
+def copy_bandwidth(device: torch.device, quick: bool = False) -> float:
     """Bytes a second, read and written, of a large copy: the faster of a memcpy and an elementwise kernel."""
-    size = (2**31 if device.type == "cuda" else 2**27) // 4
+    size = (2**31 if on_gpu(device) else 2**22 if quick else 2**27) // 4
     source = torch.ones(size, device=device)
     target = torch.empty_like(source)
     runs: dict[str, Run] = {
         "memcpy": lambda: target.copy_(source),
         "kernel": lambda: torch.abs(source, out=target),
     }
-    best = min(map(statistics.median, take_turns(runs, device, seconds).values()))
+    best = min(map(statistics.median, take_turns(runs, device, 0.01 if quick else 0.2).values()))
     return 2 * source.nbytes / (1e-3 * best)
 
 
