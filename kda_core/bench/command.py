@@ -28,6 +28,10 @@ DEFAULTS: dict[str, Any] = {
     "jobs": None,
     "retune": False,
     "compile": False,
+    "only": "",
+    "draws": 1,
+    "one_config": False,
+    "markdown": None,
 }
 """Of the options that only some suites read; what the user wrote is told from them by None."""
 
@@ -113,6 +117,7 @@ def make_parser() -> argparse.ArgumentParser:
     common.add_argument("--plot", type=Path, metavar="FILE", help="draw the times (PNG, SVG or PDF)")
     common.add_argument("--from", dest="read", type=Path, nargs="+", metavar="JSON", help="show these, measure nothing")
     _add_speed(parser)
+    _add_accuracy(parser)
     return parser
 
 
@@ -143,6 +148,14 @@ def _add_speed(parser: argparse.ArgumentParser) -> None:
     )
     # What --warm starts: run every call once, and report nothing.
     group.add_argument("--compile", action="store_true", default=None, help=argparse.SUPPRESS)
+
+
+def _add_accuracy(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("accuracy")
+    group.add_argument("--only", metavar="TEXT", help="only the cases whose names contain this")
+    group.add_argument("--draws", type=_positive(int), help="draws of every case's inputs; default: 1")
+    group.add_argument("--one-config", action="store_true", default=None, help="spare the peers' autotuning")
+    group.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables between this file's markers")
 
 
 def written(options: argparse.Namespace) -> set[str]:

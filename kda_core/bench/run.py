@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kda_core.bench import command, plots, warm
+from kda_core.bench import accuracy, accuracy_report, command, plots, warm
 from kda_core.bench import session as sessions
 from kda_core.bench.session import Session
 from kda_core.bench.suites import SUITES, Suite
@@ -27,11 +27,14 @@ def run(options: argparse.Namespace) -> int:
     if options.read:
         content = sessions.read(options.read)
         show(content)
-        if options.plot:
-            plots.draw(content, options.plot)
+        _write_pages(content, options)
         return 0
     chosen = _chosen(options)
     command.fill_defaults(options)
+    if options.one_config:
+        if list(chosen) != ["accuracy"]:
+            raise ValueError("--one-config: slows peers down, so it goes with the suite accuracy alone")
+        accuracy.take_first_configurations()
     session = sessions.open_session(options)
     if options.list:
         _list(session)
@@ -53,12 +56,18 @@ def run(options: argparse.Namespace) -> int:
         # What was measured before an error, or before somebody stopped the run, is shown.
         if session.rows:
             show(session.content())
-    if options.plot:
-        plots.draw(session.content(), options.plot)
+    _write_pages(session.content(), options)
     missed = [line for suite in chosen.values() for line in suite.missed(session.rows, session)]
     missed += [f"{_name(row)}: {row['failed']}" for row in session.rows if "failed" in row]
     print(*missed, sep="\n", file=sys.stderr, end="\n" if missed else "")
     return command.EXIT_FAILED if missed else 0
+
+
+def _write_pages(content: dict[str, Any], options: argparse.Namespace) -> None:
+    if options.plot:
+        plots.draw(content, options.plot)
+    if options.markdown:
+        accuracy_report.write(options.markdown, accuracy_report.markdown(content))
 
 
 def _check_files(options: argparse.Namespace) -> None:
@@ -66,6 +75,8 @@ def _check_files(options: argparse.Namespace) -> None:
     for file in options.read or ():
         if not file.is_file():
             raise ValueError(f"from: expected a file, got {file}")
+    if options.markdown is not None and not options.markdown.is_file():
+        raise ValueError(f"markdown: expected a file with markers, got {options.markdown}")
     for name in ("json", "plot"):
         file = getattr(options, name)
         if file is not None and not file.absolute().parent.is_dir():
@@ -113,9 +124,13 @@ def _line(row: dict[str, Any]) -> str:
     """A row in a few words, where no progress bar is seen."""
     if "failed" in row:
         return row["failed"]
-    parts = [f"{name} {x['ms']['median']:.3f} ms" for name, x in row.get("implementations", {}).items() if "ms" in x]
+    parts = [f"{name} {_figure(x)}" for name, x in row.get("implementations", {}).items()]
     left_out = [f"{name}: {reason}" for name, reason in row.get("left_out", {}).items()]
     return ", ".join(parts) + (f" (left out: {'; '.join(left_out)})" if left_out else "")
+
+
+def _figure(found: dict[str, Any]) -> str:
+    return f"{found['ms']['median']:.3f} ms" if "ms" in found else f"{found['errors']['o']:.1e}"
 
 
 def show(content: dict[str, Any]) -> None:
