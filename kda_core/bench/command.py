@@ -28,6 +28,8 @@ DEFAULTS: dict[str, Any] = {
     "jobs": None,
     "retune": False,
     "compile": False,
+    "sizes": None,
+    "heads": None,
     "only": "",
     "draws": 1,
     "one_config": False,
@@ -117,6 +119,7 @@ def make_parser() -> argparse.ArgumentParser:
     common.add_argument("--plot", type=Path, metavar="FILE", help="draw the times (PNG, SVG or PDF)")
     common.add_argument("--from", dest="read", type=Path, nargs="+", metavar="JSON", help="show these, measure nothing")
     _add_speed(parser)
+    _add_decode(parser)
     _add_accuracy(parser)
     return parser
 
@@ -148,6 +151,12 @@ def _add_speed(parser: argparse.ArgumentParser) -> None:
     )
     # What --warm starts: run every call once, and report nothing.
     group.add_argument("--compile", action="store_true", default=None, help=argparse.SUPPRESS)
+
+
+def _add_decode(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("decode")
+    group.add_argument("--sizes", type=_positive(int), nargs="+", metavar="N", help="sequences; default: 1, 2, 4, …")
+    group.add_argument("--heads", type=_positive(int), help="default: 32")
 
 
 def _add_accuracy(parser: argparse.ArgumentParser) -> None:

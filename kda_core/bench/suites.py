@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kda_core.bench import accuracy, accuracy_report, speed, speed_report
+from kda_core.bench import accuracy, accuracy_report, decode, speed, speed_report
 from kda_core.bench.session import Row, Session, Task
 
 Report = Callable[[list[Row], dict[str, Any]], list[Any]]
@@ -69,6 +69,13 @@ def _speed(mode: str, what: str, default: bool) -> Suite:
 SUITES: dict[str, Suite] = {
     "training": _speed("training", "forward and backward of chunk_kda, everything in the operator", True),
     "inference": _speed("inference", "chunk_kda with states in and out, everything in the operator", True),
+    "decode": Suite(
+        "a decoding step over a pool of states; prefill of short sequences",
+        frozenset(("sizes", "heads")),
+        decode.tasks,
+        decode.tables,
+        default=True,
+    ),
     "accuracy": Suite(
         "errors of every output and gradient against the float64 oracle",
         frozenset(("only", "draws", "one_config", "markdown")),
