@@ -30,6 +30,11 @@ DEFAULTS: dict[str, Any] = {
     "compile": False,
     "sizes": None,
     "heads": None,
+    "calls": None,
+    "batches": None,
+    "processes": None,
+    "call_limit_us": None,
+    "import_limit_ms": None,
     "only": "",
     "draws": 1,
     "one_config": False,
@@ -121,6 +126,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_speed(parser)
     _add_decode(parser)
     _add_accuracy(parser)
+    _add_router(parser)
     return parser
 
 
@@ -165,6 +171,15 @@ def _add_accuracy(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--draws", type=_positive(int), help="draws of every case's inputs; default: 1")
     group.add_argument("--one-config", action="store_true", default=None, help="spare the peers' autotuning")
     group.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables between this file's markers")
+
+
+def _add_router(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("router, first-call")
+    group.add_argument("--calls", type=_positive(int), help="a batch (200), or steps after the first call (100)")
+    group.add_argument("--batches", type=_positive(int), help="of calls; default: 300")
+    group.add_argument("--processes", type=_positive(int), help="fresh processes that time the import; default: 9")
+    group.add_argument("--call-limit-us", type=_positive(float), help="exit 1 when the plainest call costs more")
+    group.add_argument("--import-limit-ms", type=_positive(float), help="exit 1 when the import takes longer")
 
 
 def written(options: argparse.Namespace) -> set[str]:

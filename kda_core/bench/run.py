@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from typing import Any
 
@@ -124,6 +125,12 @@ def _line(row: dict[str, Any]) -> str:
     """A row in a few words, where no progress bar is seen."""
     if "failed" in row:
         return row["failed"]
+    if "added_us" in row:
+        return f"{row['added_us']:.2f} µs added"
+    if "processor_ms" in row:
+        return f"{statistics.median(row['processor_ms']):.1f} ms"
+    if "seconds" in row:
+        return f"{row['seconds']:.1f} s for {row['kernels']} kernels"
     parts = [f"{name} {_figure(x)}" for name, x in row.get("implementations", {}).items()]
     left_out = [f"{name}: {reason}" for name, reason in row.get("left_out", {}).items()]
     return ", ".join(parts) + (f" (left out: {'; '.join(left_out)})" if left_out else "")

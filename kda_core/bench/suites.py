@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kda_core.bench import accuracy, accuracy_report, decode, speed, speed_report
+from kda_core.bench import accuracy, accuracy_report, decode, first_call, router, speed, speed_report
 from kda_core.bench.session import Row, Session, Task
 
 Report = Callable[[list[Row], dict[str, Any]], list[Any]]
@@ -81,6 +81,19 @@ SUITES: dict[str, Suite] = {
         frozenset(("only", "draws", "one_config", "markdown")),
         accuracy.tasks,
         accuracy_report.tables,
+    ),
+    "router": Suite(
+        "what the core adds to a call and to the import of torch",
+        frozenset(("calls", "batches", "processes", "call_limit_us", "import_limit_ms")),
+        router.tasks,
+        router.tables,
+        missed=router.missed,
+    ),
+    "first-call": Suite(
+        "seconds of the first call of a process, with nothing compiled",
+        frozenset(("shapes", "calls")),
+        first_call.tasks,
+        first_call.tables,
     ),
     "forward": _speed("forward", "the forward of a training step alone", False),
     "kept": _speed("kept", "a training step with disable_recompute: memory for speed", False),

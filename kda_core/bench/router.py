@@ -1,0 +1,255 @@
+"""Suite ``router``: what kda_core adds to a call and to ``import torch``.
+
+A null backend answers every call with tensors made beforehand. What the router adds is the time of the public call
+minus that of the backend's hook called directly with the same request. Part of it is no routing and is shown beside
+it: reading the values of index tensors that lie on the CPU, which the contract promises, and telling autograd what was
+written to the caller's memory. Each figure is the median over many batches of calls ("least": that of the quickest
+batch); public and direct calls alternate batch by batch, so that both meet the same machine. The import is timed in
+fresh processes that have imported torch already. Limits are compared with processor time, which a busy machine
+changes least.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from packaging.specifiers import SpecifierSet
+
+import kda_core
+from kda_core import checks, ops
+from kda_core.bench.session import Row, Session, Task
+from kda_core.capabilities import Available, BackendInfo, Capabilities, Feature
+from kda_core.hookspecs import hookimpl
+from kda_core.plugins import registry
+from kda_core.request import ForwardResult, Request
+
+TARGET_CALL_US = 10.0
+TARGET_IMPORT_MS = 50.0
+NO_BACKWARD = {Feature.BACKWARD, Feature.RECURRENT_BACKWARD, Feature.GATE_BACKWARD, Feature.STATE_GRADIENT}
+PLAINEST = "chunk_kda, no option"
+
+# The child imports torch first, and then times what kda_core adds to it, on the clock and on the processor.
+IMPORT_SCRIPT = """
+import time, torch
+start = time.perf_counter(), time.thread_time()
+import kda_core
+print(time.perf_counter() - start[0], time.thread_time() - start[1])
+"""
+
+
+class NullBackend:
+    """Accepts everything that needs no gradient and computes nothing."""
+
+    def __init__(self) -> None:
+        self.result: object = None
+        self.request: object = None
+
+    @hookimpl
+    def kda_core_backend(self) -> BackendInfo:
+        # Every feature of this core: it times the core that it came with.
+        capabilities = Capabilities(frozenset(Feature) - NO_BACKWARD, frozenset({torch.float32, torch.bfloat16}))
+        return BackendInfo("null", "1.0", SpecifierSet("~=1.0"), ("cpu",), 1_000_000, capabilities)
+
+    @hookimpl
+    def kda_core_availability(self, device):
+        return Available()
+
+    @hookimpl
+    def kda_core_reject(self, request):
+        return None
+
+    @hookimpl
+    def kda_core_chunk_forward(self, request):
+        self.request = request
+        return self.result
+
+    @hookimpl
+    def kda_core_recurrent_forward(self, request):
+        self.request = request
+        return self.result
+
+    @hookimpl
+    def kda_core_gate_forward(self, request):
+        self.request = request
+        return self.result
+
+
+@contextmanager
+def null_backend() -> Iterator[NullBackend]:
+    """Registers the null backend for a while."""
+    backend = NullBackend()
+    registry.load()
+    entry = registry.register(backend)
+    if entry.state != "loaded":
+        raise RuntimeError(f"the null backend is {entry.state}: {entry.reason}")
+    try:
+        yield backend
+    finally:
+        registry.unregister("null")
+
+
+def calls() -> dict[str, tuple[str, Callable[[], object], object]]:
+    """Name -> (hook, public call, the null backend's answer)."""
+    B, T, H, K = 8, 1, 4, 64
+    q, k, v = (torch.zeros(B, T, H, K) for _ in range(3))
+    g, beta = torch.zeros(B, T, H, K), torch.zeros(B, T, H)
+    A_log, dt_bias = torch.zeros(H), torch.zeros(H, K)
+    state, pool = torch.zeros(B, H, K, K), torch.zeros(2 * B, H, K, K)
+    indices, out = torch.arange(B), torch.empty_like(v)
+    packed = tuple(t.reshape(1, B * T, *t.shape[2:]) for t in (q, k, v, g, beta))
+    cu_seqlens = torch.arange(B + 1)
+    in_kernel: dict[str, Any] = {
+        "use_qk_l2norm_in_kernel": True,
+        "use_gate_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True,
+        "A_log": A_log,
+        "dt_bias": dt_bias,
+    }
+    answer, with_state = ForwardResult(v), ForwardResult(v, state)
+    chunk, recurrent, gate = "kda_core_chunk_forward", "kda_core_recurrent_forward", "kda_core_gate_forward"
+    return {
+        PLAINEST: (chunk, lambda: kda_core.chunk_kda(q, k, v, g, beta), answer),
+        "chunk_kda, backend named": (chunk, lambda: kda_core.chunk_kda(q, k, v, g, beta, backend="null"), answer),
+        "chunk_kda, all in the kernel, states": (
+            chunk,
+            lambda: kda_core.chunk_kda(
+                q, k, v, g, beta, initial_state=state, output_final_state=True, **in_kernel, lower_bound=-5.0
+            ),
+            with_state,
+        ),
+        "chunk_kda, packed": (chunk, lambda: kda_core.chunk_kda(*packed, cu_seqlens=cu_seqlens), answer),
+        "fused_recurrent_kda, no option": (
+            recurrent,
+            lambda: kda_core.fused_recurrent_kda(q, k, v, g, beta),
+            answer,
+        ),
+        "fused_recurrent_kda, decode over a pool": (
+            recurrent,
+            lambda: kda_core.fused_recurrent_kda(
+                q, k, v, g, beta, initial_state=pool, ssm_state_indices=indices, out=out, **in_kernel
+            ),
+            ForwardResult(out),
+        ),
+        "kda_gate": (gate, lambda: kda_core.kda_gate(g, A_log, dt_bias), torch.zeros_like(g)),
+    }
+
+
+def _batch_us(function: Callable[[], object], calls_a_batch: int) -> float:
+    """Processor time of a call in microseconds: a call waits for nothing, and other processes must not count."""
+    start = time.thread_time_ns()
+    for _ in range(calls_a_batch):
+        function()
+    return (time.thread_time_ns() - start) / calls_a_batch / 1e3
+
+
+def tasks(session: Session) -> list[Task]:
+    """Every kind of call, and the import."""
+    options = session.options
+    batches = options.batches or (3 if options.quick else 300)
+    calls_a_batch = options.calls or (20 if options.quick else 200)
+    processes = options.processes or (1 if options.quick else 9)
+    found = [Task(name, functools.partial(added_by_the_router, name, batches, calls_a_batch)) for name in calls()]
+    return [*found, Task("import kda_core", functools.partial(added_to_the_import, processes))]
+
+
+@torch.no_grad()
+def added_by_the_router(name: str, batches: int, calls_a_batch: int) -> Row:
+    """Microseconds of a kind of call."""
+    hook, call, result = calls()[name]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with null_backend() as backend:
+            backend.result = result
+            call()
+            request, implementation = backend.request, getattr(backend, hook)
+
+            def values() -> None:
+                if type(request) is Request:
+                    checks.check_values(request)
+                    if ops.writes_to_caller(request):
+                        ops.count_writes(request)
+
+            functions = (call, lambda: implementation(request=request), values)
+            turns = [tuple(_batch_us(f, calls_a_batch) for f in functions) for _ in range(batches)]
+    finally:
+        torch.set_num_threads(threads)
+    public, hook_alone, of_values = zip(*turns, strict=True)
+    return {
+        "suite": "router",
+        "case": name,
+        "public_us": statistics.median(public),
+        "direct_us": statistics.median(hook_alone),
+        "values_us": statistics.median(of_values),
+        "added_us": statistics.median(p - h for p, h, _ in turns),
+        "routing_us": statistics.median(p - h - v for p, h, v in turns),
+        "least_us": min(public) - min(hook_alone) - min(of_values),
+    }
+
+
+def added_to_the_import(processes: int) -> Row:
+    """Milliseconds that ``import kda_core`` takes after ``import torch``, sorted, one fresh process each."""
+    # As installed: with bytecode, which the first process may still have to write.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    found = []
+    for i in range(processes + 1):
+        # Not in a checkout, whose kda_core would be taken instead of the installed one.
+        child = subprocess.run(
+            [sys.executable, "-c", IMPORT_SCRIPT],
+            cwd=tempfile.gettempdir(),
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        if i:
+            found.append([float(seconds) * 1e3 for seconds in child.stdout.split()])
+    wall, processor = (sorted(times) for times in zip(*found, strict=True))
+    return {"suite": "router", "case": "import kda_core after import torch", "wall_ms": wall, "processor_ms": processor}
+
+
+def missed(rows: list[Row], session: Session) -> list[str]:
+    """The limits of the command line that are exceeded."""
+    options, found = session.options, {row["case"]: row for row in rows if row["suite"] == "router"}
+    if not found:
+        return []
+    imports = next((row["processor_ms"] for row in found.values() if "processor_ms" in row), [])
+    figures = (
+        ("µs added to a call", found[PLAINEST]["added_us"], options.call_limit_us),
+        ("ms of import", statistics.median(imports) if imports else 0.0, options.import_limit_ms),
+    )
+    return [
+        f"{what}: {figure:.1f} is above the limit {limit:.1f}"
+        for what, figure, limit in figures
+        if limit is not None and figure > limit
+    ]
+
+
+def tables(rows: list[Row], content: dict[str, Any]) -> list[Any]:
+    """Calls, and the import."""
+    from rich.table import Table
+
+    names = ("public", "hook alone", "added", "values", "routing", "least")
+    keys = ("public_us", "direct_us", "added_us", "values_us", "routing_us", "least_us")
+    title = f"router: µs a call; target: below {TARGET_CALL_US:.0f} of routing"
+    table = Table("call", *names, title=title, title_justify="left")
+    title = f"router: ms of the import after torch's; target: below {TARGET_IMPORT_MS:.0f}"
+    imports = Table("clock", "median", "least", "most", title=title, title_justify="left")
+    for row in rows:
+        if "public_us" in row:
+            table.add_row(row["case"], *(f"{row[key]:.2f}" for key in keys))
+            continue
+        for clock in ("wall", "processor"):
+            times = row[f"{clock}_ms"]
+            imports.add_row(clock, f"{statistics.median(times):.1f}", f"{times[0]:.1f}", f"{times[-1]:.1f}")
+    return [part for part in (table, imports) if part.row_count]
