@@ -226,7 +226,8 @@ class TestRuns:
     def test_end_to_end(self, toys, tmp_path, capsys):
         """Two suites with peers that work, break, refuse and are not there: a row each, a table, a plot."""
         file, plot = tmp_path / "found.json", tmp_path / "found.png"
-        assert main("--quick", "--device", "cpu", "--json", file, "--plot", plot) == 0
+        line = ("training", "inference", "--quick", "--device", "cpu", "--json", file, "--plot", plot)
+        assert main(*line) == 0
         content = json.loads(file.read_text())
         rows = content["rows"]
         assert [row["suite"] for row in rows] == ["training"] * 2 + ["inference"] * 2
@@ -333,7 +334,7 @@ class TestRuns:
     @pytest.mark.parametrize("missing", ["rich", "matplotlib"])
     def test_without_the_extra(self, missing, monkeypatch, capsys):
         monkeypatch.setitem(sys.modules, missing, None)
-        assert main("--list") == 2
+        assert main("--quick", "--plot", "x.png") == 2
         assert f'The benchmark needs {missing}: pip install "kda-core[bench]"' in capsys.readouterr().err
 
     def test_through_kda(self, toys):

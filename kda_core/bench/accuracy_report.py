@@ -64,15 +64,16 @@ def compared(rows: list[Row], other: str = "fla") -> list[tuple[str, str, str, s
             continue
         ours, theirs = (row["implementations"][name] for name in (OURS, other))
         for output, error in ours["errors"].items():
+            means = (error, theirs["errors"][output])
             pairs = [(a[output], b[output]) for a, b in zip(ours["draws"], theirs["draws"], strict=True)]
-            if not all(isinstance(x, float) and x > 0 for pair in pairs for x in pair):
-                continue
-            if error > theirs["errors"][output]:
+            # A string stands for what is no number, and shows in the table of the errors.
+            numbers = all(isinstance(x, float) and x > 0 for pair in [means, *pairs] for x in pair)
+            if numbers and means[0] > means[1]:
                 logs = [math.log(a / b) for a, b in pairs]
                 ratio = f"{math.exp(statistics.mean(logs)):.3f}"
                 if len(logs) > 1:
                     ratio += f" ± {statistics.stdev(logs) / math.sqrt(len(logs)):.3f}"
-                found.append((row["case"], output, f"{error / theirs['errors'][output]:.3f}", ratio))
+                found.append((row["case"], output, f"{means[0] / means[1]:.3f}", ratio))
     return found
 
 

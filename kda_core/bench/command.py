@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import Any
 from kda_core.bench import regimes, shapes
 
 INSTALL = 'pip install "kda-core[bench]"'
-NEEDED = ("rich", "matplotlib")
 EXIT_FAILED = 1
 EXIT_BAD_ARGUMENTS = 2
 WIDTH = 150
@@ -54,15 +54,15 @@ def main(arguments: Sequence[str]) -> int:
     """
     parser = make_parser()
     options = parser.parse_args(arguments)
-    try:
-        import matplotlib  # noqa: F401  # before an hour of measuring rather than after it
-        import rich  # noqa: F401
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing not in NEEDED:
-            raise
-        print(f"The benchmark needs {missing}: {INSTALL}", file=sys.stderr)
-        return EXIT_BAD_ARGUMENTS
+    # Asked before an hour of measuring rather than after it.
+    for module in ("rich", *(["matplotlib"] if options.plot else [])):
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != module:
+                raise
+            print(f"The benchmark needs {module}: {INSTALL}", file=sys.stderr)
+            return EXIT_BAD_ARGUMENTS
     from kda_core.bench import run
 
     try:

@@ -81,19 +81,20 @@ class Session:
         return found | {"versions": {n: v for n, v in versions.items() if v is not None}}
 
     def content(self) -> dict[str, Any]:
-        """Everything for the JSON."""
-        return {
+        """Everything that goes into the JSON, as it comes out of it."""
+        found = {
             "schema": SCHEMA,
             "environment": self.environment,
             "copy_bytes_per_second": self.copy,
             "left_out": self.left_out,
             "rows": self.rows,
         }
+        return finite(found)
 
     def write(self, file: Path) -> None:
         """Write the JSON; by way of a file beside it, so that a run that is stopped leaves a whole one."""
         beside = file.with_name(file.name + ".part")
-        beside.write_text(json.dumps(finite(self.content()), indent=1, allow_nan=False) + "\n")
+        beside.write_text(json.dumps(self.content(), indent=1, allow_nan=False) + "\n")
         beside.replace(file)
 
 
