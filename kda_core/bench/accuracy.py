@@ -9,6 +9,7 @@ choice changes tiles and not precisions, and spares minutes.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,7 +29,7 @@ from kda_core.testing.inputs import Call
 PEERS = ("fla",)
 """Peers that take every argument of ``chunk_kda`` and have every gradient."""
 
-_ALL = {"l2norm": True, "beta": "sigmoid", "state": FP32, "backward": True, "index_dtype": torch.int64}
+_ALL: dict[str, Any] = {"l2norm": True, "beta": "sigmoid", "state": FP32, "backward": True, "index_dtype": torch.int64}
 _PACKED = (1, 63, 200, 0, 248)
 TABLE = [
     Case(name="given decay", B=2, T=512, H=4, K=128, dtype=BF16, state=FP32, backward=True),
@@ -56,7 +57,7 @@ LONGEST_ON_CPU = 256
 
 def _by_length(T: int, dtype: torch.dtype, decay: str) -> Case:
     # float32 has fewer channels, which peers' kernels can hold in shared memory.
-    sizes = {"T": T, "H": 2, "K": 64 if dtype == FP32 else 128, "dtype": dtype}
+    sizes: dict[str, Any] = {"T": T, "H": 2, "K": 64 if dtype == FP32 else 128, "dtype": dtype}
     name = f"{T} tokens, {decay}, {NAMES[dtype]}"
     if decay == "slow decay":
         return Case(name=name, decay="slow", state=FP32, backward=True, **sizes)
@@ -78,7 +79,8 @@ def tasks(session: Session) -> list[Task]:
     if not cases:
         raise ValueError(f"only: expected a part of the name of a case that runs here, got {options.only!r}")
     functions = _functions(session)
-    return [Task(case.name, lambda c=case: measure(c, functions, session.device, options.draws)) for case in cases]
+    device, draws = session.device, options.draws
+    return [Task(case.name, functools.partial(measure, case, functions, device, draws)) for case in cases]
 
 
 def _functions(session: Session) -> dict[str, Function]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +70,7 @@ def slice_of(work: Work) -> Slice:
 def expected(work: Work, part: Slice) -> Results:
     """Results of the slice in float64; the initial states are those that ``work`` holds now."""
     cut = {n: work.tensors[n].detach()[: part.B, : part.T] for n in DATA}
-    tensors = {n: x[:, :, : part.HV if n in ("v", "g", "beta") else part.H] for n, x in cut.items()}
+    tensors: dict[str, Any] = {n: x[:, :, : part.HV if n in ("v", "g", "beta") else part.H] for n, x in cut.items()}
     tensors |= {n: work.tensors[n].detach()[: part.HV] for n in ("A_log", "dt_bias") if n in work.tensors}
     N = len(part.lengths) or part.B
     if not work.problem.training:

@@ -40,10 +40,9 @@ def tasks(session: Session) -> list[Task]:
     if any(shape.lengths or shape.pool or shape.HV != shape.H or shape.V != shape.K for shape in shapes):
         raise ValueError("shapes: the suite first-call takes B,T,H,K alone")
     return [
-        Task(f"first call {shape} {'forward and backward' if backward else 'forward'}", functools.partial(*what))
+        Task(f"first call {shape} {name}", functools.partial(measure, shape, backward, session))
         for shape in shapes
-        for backward in (False, True)
-        for what in [(measure, shape, backward, session)]
+        for name, backward in (("forward", False), ("forward and backward", True))
     ]
 
 

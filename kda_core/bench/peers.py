@@ -121,6 +121,8 @@ def with_pool(work: Work, function: Callable[[Tensor | None], Forward]) -> Calla
 
     def paged() -> Forward:
         o, final_state = function(state[slots])
+        if final_state is None:
+            raise RuntimeError("expected a final state, got None")
         state[slots] = final_state
         return o, final_state
 
@@ -202,7 +204,7 @@ class FlashKda(Peer):
         given = {n: x.get(n) for n in ("A_log", "dt_bias", "cu_seqlens")}
 
         def forward(state: Tensor | None) -> Forward:
-            out, final_state = torch.empty_like(x["v"]), torch.empty_like(state)
+            out, final_state = torch.empty_like(x["v"]), None if state is None else torch.empty_like(state)
             flash_kda.fwd(
                 *rows,
                 scale,
@@ -250,7 +252,7 @@ class _TorchPeer(Peer):
                 initial_state=None if state is None else state.mT,
                 output_final_state=state is not None,
             )
-            return o.to(x["v"].dtype), None if state is None else final_state.mT
+            return o.to(x["v"].dtype), None if final_state is None else final_state.mT
 
         return work.call(with_pool(work, forward))
 

@@ -106,7 +106,7 @@ def calls() -> dict[str, tuple[str, Callable[[], object], object]]:
     A_log, dt_bias = torch.zeros(H), torch.zeros(H, K)
     state, pool = torch.zeros(B, H, K, K), torch.zeros(2 * B, H, K, K)
     indices, out = torch.arange(B), torch.empty_like(v)
-    packed = tuple(t.reshape(1, B * T, *t.shape[2:]) for t in (q, k, v, g, beta))
+    packed: Any = tuple(t.reshape(1, B * T, *t.shape[2:]) for t in (q, k, v, g, beta))
     cu_seqlens = torch.arange(B + 1)
     in_kernel: dict[str, Any] = {
         "use_qk_l2norm_in_kernel": True,
@@ -223,7 +223,7 @@ def missed(rows: list[Row], session: Session) -> list[str]:
     options, found = session.options, {row["case"]: row for row in rows if row["suite"] == "router"}
     if not found:
         return []
-    imports = next((row["processor_ms"] for row in found.values() if "processor_ms" in row), [])
+    imports: list[float] = next((row["processor_ms"] for row in found.values() if "processor_ms" in row), [])
     figures = (
         ("µs added to a call", found[PLAINEST]["added_us"], options.call_limit_us),
         ("ms of import", statistics.median(imports) if imports else 0.0, options.import_limit_ms),

@@ -137,6 +137,8 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _figure(found: dict[str, Any]) -> str:
+    if "grown_bytes" in found:
+        return f"{found['grown_bytes'] / 2**20:.0f} MiB"
     return f"{found['ms']['median']:.3f} ms" if "ms" in found else f"{found['errors']['o']:.1e}"
 
 

@@ -72,6 +72,11 @@ class Session:
         return timing.copy_bandwidth(self.device, self.options.quick)
 
     @cached_property
+    def matmul_rate(self) -> float:
+        """Multiplications and additions a second of a large float32 matrix product on the device."""
+        return timing.matmul_rate(self.device, self.options.quick)
+
+    @cached_property
     def environment(self) -> dict[str, Any]:
         """What the figures depend on."""
         found: dict[str, Any] = {"device": cli.device_name(self.device), "date": datetime.date.today().isoformat()}

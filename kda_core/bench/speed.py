@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 
 from kda_core.bench import exactness, shapes, timing
-from kda_core.bench.peers import OURS, Peer
+from kda_core.bench.peers import CHUNK, OURS, Peer
 from kda_core.bench.session import Row, Session, Task, failure
 from kda_core.bench.workload import MODES, Call, Problem, Work
 
@@ -37,7 +38,11 @@ def problems(mode: str, session: Session) -> list[Problem]:
 
 def tasks(mode: str, session: Session) -> list[Task]:
     """One task a row."""
-    return [Task(problem.label, lambda p=problem: measure(p, session)) for problem in problems(mode, session)]
+    return [Task(problem.label, partial(_measure, problem, session)) for problem in problems(mode, session)]
+
+
+def _measure(problem: Problem, session: Session) -> Row:
+    return measure(problem, session)
 
 
 def measure(problem: Problem, session: Session) -> Row:
@@ -56,6 +61,9 @@ def measure(problem: Problem, session: Session) -> Row:
         for name, part in found.items():
             part |= {"errors": errors[name]} if name in errors else {}
             part |= {"note": note} if (note := _note(name, problem, session)) else {}
+        if problem.mode == "inference" and not session.gpu and OURS in found:
+            rate = _flops(problem) / (1e-3 * found[OURS]["ms"]["median"])
+            found[OURS]["of_matmul"] = rate / session.matmul_rate
         row["implementations"] = found
         if OURS not in found:
             row["failed"] = row["left_out"].pop(OURS)
@@ -64,6 +72,15 @@ def measure(problem: Problem, session: Session) -> Row:
         row["failed"] = failure(error)
     _free(session)
     return row
+
+
+def _flops(problem: Problem) -> float:
+    """Multiplications and additions of the products of the chunk form, in a whole forward."""
+    shape = problem.shape
+    levels = 2 * CHUNK * (CHUNK - 1) * shape.K
+    inverse = sum(2 * 2 * b**3 * (CHUNK // (2 * b)) for b in (1 << i for i in range(CHUNK.bit_length() - 1)))
+    scan = 2 * CHUNK * (3 * shape.K * shape.V + 2 * CHUNK * shape.V)
+    return (levels + inverse + scan) * shape.HV * shape.B * shape.T / CHUNK
 
 
 def _header(problem: Problem) -> Row:

@@ -35,8 +35,21 @@ def _errors(errors: dict[str, Any]) -> tuple[str, str]:
     return text(errors.get("o", "–")), "–" if worst is None else f"{text(others[worst])} {_SHORT.get(worst, worst)}"
 
 
-_WORDS = ("B,T,H,K", "", "gate, decay (mean)")
+_WORDS = ("B,T,H,K", "gate, decay (mean)", "")
 _SHORT = {"final_state": "state"}
+
+
+def _device_ms(found: dict[str, Any]) -> str:
+    device = found["device_ms"]
+    return _number(device["median"]) + ("" if device["how"] == "graph" else " Σ")
+
+
+_OPTIONAL = {
+    "device_ms": ("device ms", _device_ms),
+    "of_matmul": ("of sgemm", lambda found: f"{found['of_matmul']:.0%}"),
+    "peak_bytes": ("GiB", lambda found: f"{found['peak_bytes'] / 2**30:.2f}"),
+}
+"""Columns of what not every machine measures: a key of the JSON, its title and its text."""
 
 
 def tables(rows: list[Row], content: dict[str, Any]) -> list[Table]:
@@ -44,44 +57,32 @@ def tables(rows: list[Row], content: dict[str, Any]) -> list[Table]:
     found = []
     for suite in dict.fromkeys(row["suite"] for row in rows):
         own = [row for row in rows if row["suite"] == suite]
+        parts = [part for row in own for part in row.get("implementations", {}).values()]
+        optional = [key for key in _OPTIONAL if any(key in part for part in parts)]
         table = Table(title=f"{suite}: {own[0]['what']}", title_justify="left")
-        for name in (
-            "B,T,H,K",
-            "gate, decay (mean)",
-            "",
-            "ms",
-            "device ms",
-            "× ours",
-            "floor",
-            "GiB",
-            "error o",
-            "worst",
-        ):
+        for name in (*_WORDS, "ms", "× ours", "floor", *(_OPTIONAL[key][0] for key in optional), "error o", "worst"):
             table.add_column(name, justify="left" if name in _WORDS else "right", overflow="fold")
         for row in own:
-            _add(table, row)
+            _add(table, row, optional)
         found.append(table)
     return found
 
 
-def _add(table: Table, row: Row) -> None:
+def _add(table: Table, row: Row, optional: list[str]) -> None:
     mean = row.get("mean_log_decay")
     gate = f"{row['gate']}, {row['decay']}" + ("" if mean is None else f" ({mean:.2g})")
     first = (row["shape"], gate)
     for name, found in row.get("implementations", {}).items():
-        device, ratio = found.get("device_ms"), speedup(row, name)
-        error, worst = _errors(found.get("errors", {}))
+        ratio = speedup(row, name)
         table.add_row(
             *first,
             name,
             _number(found["ms"]["median"]),
-            "–" if device is None else _number(device["median"]) + ("" if device["how"] == "graph" else " Σ"),
             "" if name == OURS or ratio is None else f"{ratio:.2f}",
             _number(row["floor_ms"]) if name == OURS else "",
-            f"{found['peak_bytes'] / 2**30:.2f}" if "peak_bytes" in found else "–",
-            error,
-            worst,
+            *(_OPTIONAL[key][1](found) if key in found else "–" for key in optional),
+            *_errors(found.get("errors", {})),
         )
         first = ("", "")
     if "failed" in row:
-        table.add_row(*first, OURS, "fails", *[""] * 6)
+        table.add_row(*first, OURS, "fails")

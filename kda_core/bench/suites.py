@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kda_core.bench import accuracy, accuracy_report, decode, first_call, router, speed, speed_report
+from kda_core.bench import accuracy, accuracy_report, decode, first_call, memory, router, speed, speed_report
 from kda_core.bench.session import Row, Session, Task
 
 Report = Callable[[list[Row], dict[str, Any]], list[Any]]
@@ -81,6 +81,12 @@ SUITES: dict[str, Suite] = {
         frozenset(("only", "draws", "one_config", "markdown")),
         accuracy.tasks,
         accuracy_report.tables,
+    ),
+    "memory": Suite(
+        "what a forward on a CPU adds to the memory of a fresh process",
+        frozenset(("shapes",)),
+        memory.tasks,
+        memory.tables,
     ),
     "router": Suite(
         "what the core adds to a call and to the import of torch",

@@ -49,7 +49,8 @@ def take_turns(
     def turn() -> dict[str, tuple[torch.cuda.Event, torch.cuda.Event]]:
         events = {}
         for name, run in runs.items():
-            events[name] = start, end = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            events[name] = (start, end)
             flush.zero_()
             start.record()
             run()
@@ -139,6 +140,14 @@ def copy_bandwidth(device: torch.device, quick: bool = False) -> float:
     }
     best = min(map(statistics.median, take_turns(runs, device, 0.01 if quick else 0.2).values()))
     return 2 * source.nbytes / (1e-3 * best)
+
+
+def matmul_rate(device: torch.device, quick: bool = False) -> float:
+    """Multiplications and additions a second of a large float32 matrix product."""
+    n = 256 if quick else 2048
+    a, b = torch.randn(n, n, device=device), torch.randn(n, n, device=device)
+    times = take_turns({"product": lambda: a @ b}, device, 0.01 if quick else 1.0)["product"]
+    return 2 * n**3 / (1e-3 * statistics.median(times))
 
 
 def summary(times: list[float]) -> dict[str, Any]:
