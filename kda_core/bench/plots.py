@@ -1,8 +1,7 @@
-"""Plots out of what ``kda bench --json`` wrote."""
+"""Plots out of what ``kda bench --json`` wrote: speed beside a peer, and errors by length and dtype."""
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,13 @@ from kda_core.bench.speed_report import speedup
 from kda_core.bench.workload import MODES
 
 FORMATS = (".png", ".svg", ".pdf")
+WIDTH = 5.5
+"""Inches of a panel."""
+OUTPUTS = ("o", "final_state", "gradients")
 
 
 def draw(content: dict[str, Any], file: Path) -> None:
-    """Draw the rows to a file whose name says the format.
+    """Draw the rows to a file whose name says the format: a strip for the speed of all suites, one a kind of accuracy.
 
     Raises:
         ValueError: there is nothing to draw.
@@ -25,32 +27,66 @@ def draw(content: dict[str, Any], file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = content["rows"]
-    suites = [suite for suite in MODES if any(row["suite"] == suite for row in rows)]
-    by_length = [row for row in rows if row.get("by_length")]
-    drawn: list[tuple[float, Any]] = [
-        (_height(rows, suite), partial(_speed, suite=suite, rows=rows)) for suite in suites
-    ]
-    for case in dict.fromkeys(_kind(row) for row in by_length):
-        chosen = [row for row in by_length if _kind(row) == case]
-        drawn += [(4.0, partial(_lengths, case=case, output=o, rows=chosen)) for o in ("o", "final_state", "gradients")]
-    if not drawn:
+    timed = [row for row in content["rows"] if row["suite"] in MODES and OURS in row.get("implementations", {})]
+    by_length = [row for row in content["rows"] if row.get("by_length") and OURS in row["implementations"]]
+    suites = [suite for suite in MODES if any(r["suite"] == suite for r in timed)]
+    kinds = list(dict.fromkeys(map(_kind, by_length)))
+    if not suites and not kinds:
         raise ValueError("plot: expected rows of training or inference, or of accuracy by length, got none")
-    across = min(len(drawn), 3) if by_length else len(drawn)
-    down = -(-len(drawn) // across)
-    size = (5.5 * across, down * max(height for height, _ in drawn))
-    figure, panels = pyplot.subplots(down, across, figsize=size, squeeze=False)
-    for panel in panels.flat[len(drawn) :]:
-        panel.set_visible(False)
-    for panel, (_, draw_panel) in zip(panels.flat, drawn, strict=False):
-        draw_panel(panel)
-    figure.tight_layout()
+    heights = [_speed_height(timed)] * bool(suites) + [4.0] * len(kinds)
+    across = max(len(suites), len(OUTPUTS) if kinds else 0)
+    figure = pyplot.figure(figsize=(WIDTH * across, sum(heights)), layout="constrained")
+    strips = list(figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0])
+    if suites:
+        _speed(strips.pop(0), suites, timed)
+    for kind, strip in zip(kinds, strips, strict=True):
+        _lengths(strip, kind, [row for row in by_length if _kind(row) == kind])
     figure.savefig(file, dpi=150)
     pyplot.close(figure)
 
 
-def _height(rows: list[Row], suite: str) -> float:
-    return 1.5 + 0.22 * max(len(_bars(rows, suite)[0]), 5)
+def _regime(row: Row) -> str:
+    return f"{row['gate']} gate, {row['decay']} decays" if row["gate"] != "given" else f"{row['decay']} decays given"
+
+
+def _speed_height(rows: list[Row]) -> float:
+    most = max((len({r["shape"] for r in rows if r["suite"] == suite}) for suite in MODES), default=0)
+    return 1.6 + most * (0.2 + 0.12 * len({_regime(row) for row in rows}))
+
+
+def _peer(rows: list[Row]) -> str | None:
+    """The peer that most rows have."""
+    names = [name for row in rows for name in row["implementations"] if name != OURS]
+    return max(dict.fromkeys(names), key=names.count, default=None)
+
+
+def _speed(strip: Any, suites: list[str], rows: list[Row]) -> None:
+    """A panel a suite, a colour a gate and decay: how many times faster than a peer; without a peer milliseconds."""
+    panels = strip.subplots(1, len(suites), squeeze=False)[0]
+    regimes = list(dict.fromkeys(map(_regime, rows)))
+    height = 0.8 / len(regimes)
+    handles = {}
+    for panel, suite in zip(panels, suites, strict=True):
+        own = [row for row in rows if row["suite"] == suite]
+        peer, shapes = _peer(own), list(dict.fromkeys(row["shape"] for row in own))
+        for i, regime in enumerate(regimes):
+            at, values = [], []
+            for row in own:
+                value = speedup(row, peer) if peer else row["implementations"][OURS]["ms"]["median"]
+                if _regime(row) == regime and value is not None:
+                    at.append(shapes.index(row["shape"]) + height * (i - (len(regimes) - 1) / 2))
+                    values.append(value)
+            handles[regime] = bars = panel.barh(at, values, height, color=f"C{i}")
+            panel.bar_label(bars, fmt="%.1f" if peer else "%.3g", fontsize=6, padding=2)
+        panel.set_yticks(range(len(shapes)), [shape.replace(":", "\n") for shape in shapes], fontsize="small")
+        panel.invert_yaxis()
+        panel.margins(x=0.08)
+        if peer:
+            panel.axvline(1.0, color="gray", linewidth=0.8)
+        else:
+            panel.set_xscale("log")
+        panel.set(title=suite, xlabel=f"times faster than {peer}" if peer else "ms")
+    strip.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, fontsize="small")
 
 
 def _kind(row: Row) -> str:
@@ -58,20 +94,27 @@ def _kind(row: Row) -> str:
     return row["case"].split(", ")[1]
 
 
-def _lengths(panel: Any, case: str, output: str, rows: list[Row]) -> None:
-    """Error over the number of tokens: a colour a dtype, a line style an implementation."""
+def _lengths(strip: Any, kind: str, rows: list[Row]) -> None:
+    """A panel an output: error over the number of tokens, a colour a dtype, a line style an implementation."""
     names = list(dict.fromkeys(name for row in rows for name in row["implementations"]))
-    for i, dtype in enumerate(dict.fromkeys(row["dtype"] for row in rows)):
-        for name in names:
-            points = [
-                (row["sizes"]["T"], _error(row["implementations"][name]["errors"], output))
-                for row in rows
-                if row["dtype"] == dtype and name in row["implementations"]
-            ]
-            line = "-" if name == OURS else "--"
-            panel.plot(*zip(*points, strict=True), line, color=f"C{i}", marker="o", label=f"{name}, {dtype}")
-    panel.set(title=f"{case}: {output}", xlabel="tokens", ylabel="relative error", xscale="log", yscale="log")
-    panel.legend(fontsize="xx-small")
+    tokens = sorted({row["sizes"]["T"] for row in rows})
+    handles = {}
+    for panel, output in zip(strip.subplots(1, len(OUTPUTS)), OUTPUTS, strict=True):
+        for i, dtype in enumerate(dict.fromkeys(row["dtype"] for row in rows)):
+            for style, name in zip(("-", "--", ":", "-."), names, strict=False):
+                points = [
+                    (row["sizes"]["T"], _error(row["implementations"][name]["errors"], output))
+                    for row in rows
+                    if row["dtype"] == dtype and name in row["implementations"]
+                ]
+                if points:
+                    (line,) = panel.plot(*zip(*points, strict=True), style, color=f"C{i}", marker="o", markersize=4)
+                    handles[f"{name}, {dtype}"] = line
+        panel.set(title=f"{kind}: {output}", xlabel="tokens", ylabel="relative error", xscale="log", yscale="log")
+        panel.set_xticks(tokens, list(map(str, tokens)))
+        panel.set_xticks([], minor=True)
+        panel.grid(axis="y", linewidth=0.3)
+    strip.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, fontsize="small")
 
 
 def _error(errors: dict[str, Any], output: str) -> float:
@@ -79,39 +122,3 @@ def _error(errors: dict[str, Any], output: str) -> float:
     if output != "gradients":
         return float(errors[output])
     return max(float(x) for n, x in errors.items() if n.startswith("d"))
-
-
-def _bars(rows: list[Row], suite: str) -> tuple[list[Row], str | None]:
-    """The rows that can be drawn, and the peer beside which: the one that most of them have."""
-    own = [row for row in rows if row["suite"] == suite and OURS in row.get("implementations", {})]
-    counts: dict[str, int] = {}
-    for row in own:
-        for name in row["implementations"]:
-            if name != OURS:
-                counts[name] = counts.get(name, 0) + 1
-    return own, max(counts, key=lambda n: counts[n], default=None)
-
-
-def _speed(panel: Any, suite: str, rows: list[Row]) -> None:
-    """Bars: how many times faster than the peer, a colour a gate and decay; without a peer milliseconds."""
-    own, peer = _bars(rows, suite)
-    regimes = list(dict.fromkeys((row["gate"], row["decay"]) for row in own))
-    found = list(dict.fromkeys(row["shape"] for row in own))
-    height = 0.8 / max(len(regimes), 1)
-    for i, regime in enumerate(regimes):
-        at, values = [], []
-        for row in own:
-            value = speedup(row, peer) if peer else row["implementations"][OURS]["ms"]["median"]
-            if (row["gate"], row["decay"]) == regime and value is not None:
-                at.append(found.index(row["shape"]) + height * (i - (len(regimes) - 1) / 2))
-                values.append(value)
-        bars = panel.barh(at, values, height, label=f"{regime[0]}, {regime[1]}")
-        panel.bar_label(bars, fmt="%.1f" if peer else "%.2f", fontsize=6, padding=2)
-    panel.set_yticks(range(len(found)), found, fontsize="small")
-    panel.invert_yaxis()
-    if peer:
-        panel.axvline(1.0, color="gray", linewidth=0.8)
-    else:
-        panel.set_xscale("log")
-    panel.set(title=suite, xlabel=f"times faster than {peer}" if peer else "ms")
-    panel.legend(fontsize="x-small", loc="best")

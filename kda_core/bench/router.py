@@ -106,7 +106,7 @@ def calls() -> dict[str, tuple[str, Callable[[], object], object]]:
     A_log, dt_bias = torch.zeros(H), torch.zeros(H, K)
     state, pool = torch.zeros(B, H, K, K), torch.zeros(2 * B, H, K, K)
     indices, out = torch.arange(B), torch.empty_like(v)
-    packed: Any = tuple(t.reshape(1, B * T, *t.shape[2:]) for t in (q, k, v, g, beta))
+    row = [t.reshape(1, B * T, *t.shape[2:]) for t in (q, k, v, g, beta)]
     cu_seqlens = torch.arange(B + 1)
     in_kernel: dict[str, Any] = {
         "use_qk_l2norm_in_kernel": True,
@@ -127,7 +127,11 @@ def calls() -> dict[str, tuple[str, Callable[[], object], object]]:
             ),
             with_state,
         ),
-        "chunk_kda, packed": (chunk, lambda: kda_core.chunk_kda(*packed, cu_seqlens=cu_seqlens), answer),
+        "chunk_kda, packed": (
+            chunk,
+            lambda: kda_core.chunk_kda(row[0], row[1], row[2], row[3], row[4], cu_seqlens=cu_seqlens),
+            answer,
+        ),
         "fused_recurrent_kda, no option": (
             recurrent,
             lambda: kda_core.fused_recurrent_kda(q, k, v, g, beta),

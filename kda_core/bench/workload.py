@@ -13,8 +13,8 @@ from kda_core.bench import regimes
 from kda_core.bench.shapes import Shape
 
 MODES = {
-    "inference": "forward, float32 states V first in and out",
     "training": "forward and backward",
+    "inference": "forward, float32 states V first in and out",
     "forward": "the forward of a training step",
     "kept": "forward and backward, with disable_recompute",
 }
