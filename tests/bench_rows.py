@@ -19,5 +19,6 @@ def problem(mode="inference", shape=TINY, gate="bounded", decay="random") -> Pro
 
 def opened(*arguments: str) -> session.Session:
     options = command.make_parser().parse_args(["--quick", "--device", "cpu", "--peers", "none", *arguments])
-    command.fill_defaults(options)
-    return session.open_session(options)
+    found = session.open_session(options)
+    command.fill_defaults(options, found.gpu)
+    return found

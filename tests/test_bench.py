@@ -95,6 +95,8 @@ def test_end_to_end(toys, tmp_path, capsys):
     assert plot.read_bytes()[:4] == PNG
     out, err = capsys.readouterr()
     assert "away is left out: it is not installed" in err
+    assert out.count("left out of some rows: choosy: it takes K = 1 only") == 2
+    assert out.count("good: a note") == 2
     assert out.count("bounded, random") == 4
     # The same tables and plot from the file.
     plot.unlink()
@@ -157,6 +159,14 @@ def test_a_stopped_run_leaves_its_rows(tmp_path, monkeypatch):
         ),
         (("--plot", "x.exe"), "expected a name that ends in .png, .svg, .pdf, got x.exe"),
         (("--retune",), "--retune: needs --warm"),
+        (("--device", "mars"), "device: expected cpu or cuda, got 'mars'"),
+        (("--device", "meta"), "device: expected cpu or cuda, which this can time, got 'meta'"),
+        (("--device", "cuda:77"), "cuda:77"),
+        (("--graph",), "--graph: needs a GPU, got cpu"),
+        (("--profile", "--warm"), "--profile, --warm: needs a GPU, got cpu"),
+        (("--set", "serving"), "set: expected headline on a CPU"),
+        (("training", "--shapes", "1,8,2,8:pool"), "a pool is read and advanced in inference only"),
+        (("decode", "--seconds", "1"), "--seconds: read by none of the suites decode"),
     ],
 )
 def test_bad_arguments(toys, line, message, capsys):
@@ -177,6 +187,14 @@ def test_a_file_of_another_kind(tmp_path, capsys):
     file.write_text("[]")
     assert main("--from", file) == 2
     assert "expected JSON that kda bench wrote" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stray", [("inference",), ("--json", "x.json"), ("--gate", "given"), ("--quick",)])
+def test_from_measures_nothing(stray, tmp_path, capsys):
+    file = tmp_path / "found.json"
+    file.write_text("{}")
+    assert main("--from", file, *stray) == 2 if stray[0] != "inference" else main(*stray, "--from", file) == 2
+    assert stray[0].strip("-") in capsys.readouterr().err.replace("suites", "inference")
 
 
 def test_list(toys, capsys):

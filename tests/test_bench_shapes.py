@@ -47,5 +47,8 @@ def test_refused(text, why):
 def test_every_set_has_valid_shapes():
     for name in (*shapes.SETS, "quick"):
         for training in (False, True):
-            for gpu in (False, True):
-                assert all(shapes.parse(str(shape)) == shape for shape in shapes.named(name, training, gpu))
+            assert all(shapes.parse(str(shape)) == shape for shape in shapes.named(name, training, gpu=True))
+            assert not training or not any(shape.pool for shape in shapes.named(name, training, gpu=True))
+    assert shapes.named("headline", training=True, gpu=False) == shapes.CPU_TRAINING
+    with pytest.raises(ValueError, match="set: expected headline on a CPU, got serving"):
+        shapes.named("serving", training=False, gpu=False)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kda_core.bench import regimes, shapes
+from kda_core.errors import KdaError
 
 INSTALL = 'pip install "kda-core[bench]"'
 EXIT_FAILED = 1
@@ -21,7 +22,6 @@ DEFAULTS: dict[str, Any] = {
     "set": "headline",
     "gate": ("bounded", "softplus"),
     "decay": ("random", "slow"),
-    "graph": True,
     "errors": True,
     "profile": False,
     "warm": False,
@@ -42,7 +42,7 @@ DEFAULTS: dict[str, Any] = {
 }
 """Of the options that only some suites read; what the user wrote is told from them by None."""
 
-QUICK = {"gate": ("bounded",), "decay": ("random",)}
+QUICK = {"set": "quick", "gate": ("bounded",), "decay": ("random",)}
 """Defaults of --quick that differ."""
 
 
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
 
     try:
         return run.run(options)
-    except ValueError as error:
+    except (ValueError, KdaError) as error:
         print(f"kda bench: {error}", file=sys.stderr)
         return EXIT_BAD_ARGUMENTS
 
@@ -117,7 +117,6 @@ def make_parser() -> argparse.ArgumentParser:
     common.add_argument(
         "--peers", metavar="NAME,...", help="some of the peers, or none; default: all that are installed"
     )
-    common.add_argument("--seconds", type=_positive(float), help="of timing, for each row")
     common.add_argument("--threads", type=_positive(int), help="of torch, on a CPU")
     common.add_argument("--quick", action="store_true", help="tiny shapes, few repetitions: only that it runs")
     common.add_argument("--json", type=Path, metavar="FILE", help="write everything to this file, after every row")
@@ -144,6 +143,7 @@ def _add_speed(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=("bfloat16", "float16", "float32"), help="default: bfloat16; on a CPU float32"
     )
     group.add_argument("--gate-dtype", choices=("bfloat16", "float16", "float32"), help="of g and beta; default: of q")
+    group.add_argument("--seconds", type=_positive(float), help="of timing, for each row")
     on = argparse.BooleanOptionalAction
     group.add_argument("--graph", action=on, default=None, help="replay calls from CUDA graphs, too (default)")
     group.add_argument("--errors", action=on, default=None, help="compare with the float64 oracle, too (default)")
@@ -184,12 +184,12 @@ def _add_router(parser: argparse.ArgumentParser) -> None:
 
 def written(options: argparse.Namespace) -> set[str]:
     """Names of the suites' own options that the user wrote."""
-    own = {*DEFAULTS, "shapes", "dtype", "gate_dtype"}
+    own = {*DEFAULTS, "shapes", "dtype", "gate_dtype", "graph", "seconds"}
     return {name for name in own if getattr(options, name) is not None}
 
 
-def fill_defaults(options: argparse.Namespace) -> None:
+def fill_defaults(options: argparse.Namespace, gpu: bool) -> None:
     """Put the defaults where the user wrote nothing."""
-    for name, value in (DEFAULTS | (QUICK if options.quick else {})).items():
+    for name, value in (DEFAULTS | {"graph": gpu} | (QUICK if options.quick else {})).items():
         if getattr(options, name) is None:
             setattr(options, name, value)

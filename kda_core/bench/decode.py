@@ -242,7 +242,7 @@ def _time_on_gpu(steps: dict[str, Step], work: Work, session: Session) -> dict[s
 def _time_on_cpu(steps: dict[str, Step], work: Work, session: Session) -> dict[str, list[float]]:
     slots = work.slots()
     runs = {name: lambda step=step: step(next(slots)) for name, step in steps.items()}
-    seconds = min(session.seconds, 0.5)
+    seconds = 0.01 if session.options.quick else 0.5
     return timing.take_turns(runs, session.device, seconds, STRETCH if work.shape.T == 1 else 1)
 
 

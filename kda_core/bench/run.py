@@ -26,17 +26,18 @@ def run(options: argparse.Namespace) -> int:
     """
     _check_files(options)
     if options.read:
+        _check_nothing_is_measured(options)
         content = sessions.read(options.read)
         show(content)
         _write_pages(content, options)
         return 0
     chosen = _chosen(options)
-    command.fill_defaults(options)
     if options.one_config:
         if list(chosen) != ["accuracy"]:
             raise ValueError("--one-config: slows peers down, so it goes with the suite accuracy alone")
         accuracy.take_first_configurations()
     session = sessions.open_session(options)
+    command.fill_defaults(options, session.gpu)
     if options.list:
         _list(session)
         return 0
@@ -88,6 +89,16 @@ def _check_files(options: argparse.Namespace) -> None:
         raise ValueError(f"--{'retune' if options.retune else 'jobs'}: needs --warm")
 
 
+def _check_nothing_is_measured(options: argparse.Namespace) -> None:
+    """With --from, that no option asks for a measurement."""
+    common = ("suites", "list", "backend", "device", "peers", "threads", "quick", "json")
+    stray = [name for name in common if getattr(options, name)] + sorted(command.written(options) - {"markdown"})
+    if stray:
+        raise ValueError(
+            f"--from measures nothing, so it takes no {', '.join(name.replace('_', '-') for name in stray)}"
+        )
+
+
 def _chosen(options: argparse.Namespace) -> dict[str, Suite]:
     if unknown := [name for name in options.suites if name not in SUITES]:
         raise ValueError(f"suites: expected some of {', '.join(SUITES)}, got {', '.join(unknown)}")
@@ -104,6 +115,8 @@ def _measure(session: Session, chosen: dict[str, Suite]) -> None:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     tasks = [task for suite in chosen.values() for task in suite.tasks(session)]
+    if not tasks:
+        raise ValueError(f"suites: {', '.join(chosen)}: no row to measure on {session.device}")
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task("", total=len(tasks))
         for task in tasks:

@@ -139,13 +139,27 @@ def failure(error: Exception) -> str:
     return f"{type(error).__name__}: {text[0] if text else ''}"[:300]
 
 
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device: expected cpu or cuda, got {name!r}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: expected cpu or cuda, which this can time, got {name!r}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device: torch sees no GPU, got {name!r}")
+    return device
+
+
 def open_session(options: argparse.Namespace) -> Session:
     """A session on the device that the options name, with the peers that can run there.
 
     Raises:
-        ValueError: an unknown peer or device.
+        ValueError: an unknown peer or device, or options that the device cannot follow.
     """
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if not timing.on_gpu(device) and (stray := [n for n in ("graph", "profile", "warm") if getattr(options, n)]):
+        raise ValueError(f"{', '.join('--' + name for name in stray)}: needs a GPU, got {device}")
     names = None if options.peers is None else tuple(n for n in options.peers.split(",") if n not in ("", "none"))
     able, left_out = peers.chosen(names, device)
     return Session(options, device, able, left_out)

@@ -168,9 +168,15 @@ QUICK_TRAINING = _parsed("1,128,2,32", "1,130,2,32:packed=100+1+29")
 
 
 def named(name: str, training: bool, gpu: bool) -> tuple[Shape, ...]:
-    """The shapes of a set: "headline", "full", "serving" or "quick"."""
+    """The shapes of a set: "headline", "full", "serving" or "quick".
+
+    Raises:
+        ValueError: a set of shapes that are too large for a CPU.
+    """
     if name == "quick":
         return QUICK_TRAINING if training else QUICK_INFERENCE
+    if not gpu and name != "headline":
+        raise ValueError(f"set: expected headline on a CPU, got {name}; any shapes can be named by --shapes")
     if not gpu:
         return CPU_TRAINING if training else CPU_INFERENCE
     sets = {

@@ -26,11 +26,13 @@ def problems(mode: str, session: Session) -> list[Problem]:
     options = session.options
     dtype = DTYPES[options.dtype or ("bfloat16" if session.gpu else "float32")]
     gate_dtype = DTYPES[options.gate_dtype] if options.gate_dtype else dtype
-    chosen = options.shapes or shapes.named("quick" if options.quick else options.set, mode != "inference", session.gpu)
+    training = mode != "inference"
+    if training and any(shape.pool for shape in options.shapes or ()):
+        raise ValueError(f"shapes: a pool is read and advanced in inference only, got one for {mode}")
+    chosen = options.shapes or shapes.named(options.set, training, session.gpu)
     return [
         Problem(mode, shape, gate, decay, dtype, gate_dtype)
         for shape in chosen
-        if not (shape.pool and mode != "inference")
         for gate in options.gate
         for decay in options.decay
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from kda_core.bench.peers import OURS
 from kda_core.bench.session import Row
@@ -52,9 +53,9 @@ _OPTIONAL = {
 """Columns of what not every machine measures: a key of the JSON, its title and its text."""
 
 
-def tables(rows: list[Row], content: dict[str, Any]) -> list[Table]:
+def tables(rows: list[Row], content: dict[str, Any]) -> list[Table | Text]:
     """One table a suite; under a row its peers."""
-    found = []
+    found: list[Table | Text] = []
     for suite in dict.fromkeys(row["suite"] for row in rows):
         own = [row for row in rows if row["suite"] == suite]
         parts = [part for row in own for part in row.get("implementations", {}).values()]
@@ -64,8 +65,21 @@ def tables(rows: list[Row], content: dict[str, Any]) -> list[Table]:
             table.add_column(name, justify="left" if name in _WORDS else "right", overflow="fold")
         for row in own:
             _add(table, row, optional)
-        found.append(table)
+        found += [table, *_remarks(own)]
     return found
+
+
+def _remarks(rows: list[Row]) -> list[Text]:
+    """What a reader of the table has to know, in lines below it."""
+    lines = []
+    parts = [(name, part) for row in rows for name, part in row.get("implementations", {}).items()]
+    if any("errors" in part for _, part in parts):
+        lines.append("errors: |x - r| / |r| against float64 on some heads and tokens; worst: of the other results")
+    if any(part.get("device_ms", {}).get("how") == "sum of kernels" for _, part in parts):
+        lines.append("Σ: the sum of the kernels; the call cannot be captured in a graph (the JSON says why)")
+    lines += [f"{name}: {part['note']}" for name, part in parts if "note" in part]
+    lines += [f"left out of some rows: {name}: {why}" for row in rows for name, why in row.get("left_out", {}).items()]
+    return [Text(line) for line in dict.fromkeys(lines)]
 
 
 def _add(table: Table, row: Row, optional: list[str]) -> None:

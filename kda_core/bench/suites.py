@@ -41,23 +41,9 @@ class Suite:
     default: bool = False
 
 
-SPEED_OPTIONS = frozenset(
-    [
-        "shapes",
-        "set",
-        "gate",
-        "decay",
-        "dtype",
-        "gate_dtype",
-        "graph",
-        "profile",
-        "errors",
-        "warm",
-        "jobs",
-        "retune",
-        "compile",
-    ]
-)
+_CHOICES = ("shapes", "set", "gate", "decay", "dtype", "gate_dtype")
+_FIGURES = ("seconds", "graph", "profile", "errors")
+SPEED_OPTIONS = frozenset((*_CHOICES, *_FIGURES, "warm", "jobs", "retune", "compile"))
 
 
 def _speed(mode: str, what: str, default: bool) -> Suite:
