@@ -94,9 +94,7 @@ def _check_nothing_is_measured(options: argparse.Namespace) -> None:
     common = ("suites", "list", "backend", "device", "peers", "threads", "quick", "json")
     stray = [name for name in common if getattr(options, name)] + sorted(command.written(options) - {"markdown"})
     if stray:
-        raise ValueError(
-            f"--from measures nothing, so it takes no {', '.join(name.replace('_', '-') for name in stray)}"
-        )
+        raise ValueError(f"--from measures nothing, so it takes no {', '.join(stray).replace('_', '-')}")
 
 
 def _chosen(options: argparse.Namespace) -> dict[str, Suite]:
