@@ -16,7 +16,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("kda_core_cpu")
 
 import kda_core
-from kda_core.bench import command, peers, regimes, session, shapes, speed, warm
+from kda_core.bench import command, exactness, peers, regimes, session, shapes, speed, warm
 from kda_core.bench.suites import SUITES
 
 
@@ -129,6 +129,21 @@ def test_a_call_of_ours_that_fails_is_reported(tmp_path, capsys):
     line = ("forward", "--quick", "--device", "cpu", "--peers", "none", "--shapes", "1,8,1,8")
     assert main(*line, "--backend", "no_such") == 1
     assert "BackendNotFound" in capsys.readouterr().err
+
+
+def test_times_stay_where_the_oracle_fails(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "found.json"
+
+    def scarce(*_):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(exactness, "expected", scarce)
+    line = ("forward", "--quick", "--device", "cpu", "--peers", "none", "--shapes", "1,8,1,8")
+    assert main(*line, "--json", file) == 0
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["errors_failed"] == "OutOfMemoryError: out of memory"
+    assert row["implementations"]["kda_core"]["ms"]["median"] > 0
+    assert "no errors: OutOfMemoryError" in capsys.readouterr().out
 
 
 def test_a_stopped_run_leaves_its_rows(tmp_path, monkeypatch):

@@ -42,8 +42,9 @@ DEFAULTS: dict[str, Any] = {
 }
 """Of the options that only some suites read; what the user wrote is told from them by None."""
 
+ON_A_CPU = {"gate": ("bounded",), "decay": ("random",)}
 QUICK = {"set": "quick", "gate": ("bounded",), "decay": ("random",)}
-"""Defaults of --quick that differ."""
+"""Defaults that differ on a CPU, where a row takes seconds, and with --quick."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -134,10 +135,14 @@ def _add_speed(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--shapes", type=_shape, nargs="+", metavar="SHAPE", help=shapes.SYNTAX)
     group.add_argument("--set", choices=shapes.SETS, help="shapes that belong together; default: headline")
     group.add_argument(
-        "--gate", type=several(regimes.GATES), help="given, bounded, softplus or all; default: bounded,softplus"
+        "--gate",
+        type=several(regimes.GATES),
+        help="given, bounded, softplus or all; default: bounded,softplus (CPU: bounded)",
     )
     group.add_argument(
-        "--decay", type=several(regimes.DECAYS), help="random, slow, initialised or all; default: random,slow"
+        "--decay",
+        type=several(regimes.DECAYS),
+        help="random, slow, initialised or all; default: random,slow (CPU: random)",
     )
     group.add_argument(
         "--dtype", choices=("bfloat16", "float16", "float32"), help="default: bfloat16; on a CPU float32"
@@ -190,6 +195,7 @@ def written(options: argparse.Namespace) -> set[str]:
 
 def fill_defaults(options: argparse.Namespace, gpu: bool) -> None:
     """Put the defaults where the user wrote nothing."""
-    for name, value in (DEFAULTS | {"graph": gpu} | (QUICK if options.quick else {})).items():
+    defaults = DEFAULTS | {"graph": gpu} | ({} if gpu else ON_A_CPU) | (QUICK if options.quick else {})
+    for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)

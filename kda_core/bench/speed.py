@@ -55,11 +55,8 @@ def measure(problem: Problem, session: Session) -> Row:
         row |= {"mean_log_decay": work.mean_decay, "channel_log_decays": list(work.channel_decays)}
         row |= {"options": work.options, "floor_ms": 1e3 * work.bytes / session.copy}
         calls, row["left_out"] = _calls(work, session.implementations)
-        if session.options.errors:
-            row["errors_of"], errors = _errors(calls, work)
-        else:
-            errors = {}
         found = _times(calls, work, session)
+        errors = _add_errors(calls, work, row) if session.options.errors else {}
         for name, part in found.items():
             part |= {"errors": errors[name]} if name in errors else {}
             part |= {"note": note} if (note := _note(name, problem, session)) else {}
@@ -122,13 +119,18 @@ def _calls(work: Work, implementations: Iterable[Peer]) -> tuple[dict[str, Call]
     return calls, left_out
 
 
-def _errors(calls: dict[str, Call], work: Work) -> tuple[str, dict[str, dict[str, float]]]:
-    part = exactness.slice_of(work)
-    oracle = exactness.expected(work, part)
-    found = {
-        name: exactness.errors(exactness.results_on_slice(call, work, part), oracle) for name, call in calls.items()
-    }
-    return str(part), found
+def _add_errors(calls: dict[str, Call], work: Work, row: Row) -> dict[str, dict[str, float]]:
+    """Errors by implementation and result; the row says on which part, or why there are none."""
+    try:
+        part = exactness.slice_of(work)
+        oracle = exactness.expected(work, part)
+        found = {n: exactness.errors(exactness.results_on_slice(c, work, part), oracle) for n, c in calls.items()}
+    # Times that were measured are not lost because the oracle has no memory left.
+    except Exception as error:
+        row["errors_failed"] = failure(error)
+        return {}
+    row["errors_of"] = str(part)
+    return found
 
 
 def _times(calls: dict[str, Call], work: Work, session: Session) -> dict[str, dict[str, Any]]:

@@ -75,6 +75,7 @@ def _remarks(rows: list[Row]) -> list[Text]:
     parts = [(name, part) for row in rows for name, part in row.get("implementations", {}).items()]
     if any("errors" in part for _, part in parts):
         lines.append("errors: |x - r| / |r| against float64 on some heads and tokens; worst: of the other results")
+    lines += [f"no errors: {row['errors_failed']}" for row in rows if "errors_failed" in row]
     if any(part.get("device_ms", {}).get("how") == "sum of kernels" for _, part in parts):
         lines.append("Σ: the sum of the kernels; the call cannot be captured in a graph (the JSON says why)")
     lines += [f"{name}: {part['note']}" for name, part in parts if "note" in part]
