@@ -29,7 +29,8 @@ def one_thread():
 
 def rows_of(file: Path, *arguments: str, status: int = 0) -> list[dict]:
     """What a quick run on the CPU without peers wrote."""
-    line = ["--quick", "--device", "cpu", "--peers", "none", "--json", str(file), *arguments]
+    alone = [] if arguments[0] in ("router", "first-call") else ["--peers", "none"]
+    line = ["--quick", "--device", "cpu", *alone, "--json", str(file), *arguments]
     assert command.main(line) == status
     return json.loads(file.read_text())["rows"]
 
@@ -157,6 +158,14 @@ def test_router_run(tmp_path, capsys):
 
 
 @pytest.mark.end_to_end
+def test_memory_run(tmp_path, capsys):
+    (found,) = rows_of(tmp_path / "found.json", "memory", "--shapes", "1,2048,4,64")
+    # o alone is 2 MiB, and the whole of the inputs is not counted.
+    assert 2**21 <= found["implementations"]["kda_core"]["grown_bytes"] < 2**26
+    assert "bytes a token and head" in capsys.readouterr().out
+
+
+@pytest.mark.end_to_end
 def test_first_call_run(tmp_path, capsys):
     """Both processes and the steps after them on the CPU, whose backend compiles nothing."""
     rows = rows_of(tmp_path / "found.json", "first-call", "--shapes", "1,70,2,16", "--calls", "3")
@@ -179,8 +188,10 @@ def test_first_call_of_a_backend_that_is_not_there(tmp_path):
         (("decode", "--gate", "bounded"), "--gate: read by none of the suites decode"),
         (("accuracy", "decode", "--one-config"), "goes with the suite accuracy alone"),
         (("first-call", "--shapes", "1,8,2,8:hv=4"), "takes B,T,H,K alone"),
+        (("router", "first-call", "--peers", "none"), "--peers: none of the suites stands beside peers"),
     ],
 )
 def test_bad_arguments(line, message, capsys):
-    assert command.main([*line, "--device", "cpu", "--peers", "none"]) == 2
+    peers = [] if "first-call" in line else ["--peers", "none"]
+    assert command.main([*line, "--device", "cpu", *peers]) == 2
     assert message in capsys.readouterr().err

@@ -137,12 +137,12 @@ def _add_speed(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--gate",
         type=several(regimes.GATES),
-        help="given, bounded, softplus or all; default: bounded,softplus (CPU: bounded)",
+        help="given, bounded, softplus or all; default: bounded,softplus; CPU: bounded",
     )
     group.add_argument(
         "--decay",
         type=several(regimes.DECAYS),
-        help="random, slow, initialised or all; default: random,slow (CPU: random)",
+        help="random, slow, initialised or all; default: random,slow; CPU: random",
     )
     group.add_argument(
         "--dtype", choices=("bfloat16", "float16", "float32"), help="default: bfloat16; on a CPU float32"

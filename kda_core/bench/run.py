@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
         if list(chosen) != ["accuracy"]:
             raise ValueError("--one-config: slows peers down, so it goes with the suite accuracy alone")
         accuracy.take_first_configurations()
-    session = sessions.open_session(options)
+    session = sessions.open_session(options, any(suite.peers for suite in chosen.values()))
     command.fill_defaults(options, session.gpu)
     if options.list:
         _list(session)

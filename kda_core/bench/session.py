@@ -151,8 +151,11 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def open_session(options: argparse.Namespace) -> Session:
+def open_session(options: argparse.Namespace, beside_peers: bool = True) -> Session:
     """A session on the device that the options name, with the peers that can run there.
+
+    Args:
+        beside_peers: whether any suite compares with peers: some take long to import.
 
     Raises:
         ValueError: an unknown peer or device, or options that the device cannot follow.
@@ -161,5 +164,7 @@ def open_session(options: argparse.Namespace) -> Session:
     if not timing.on_gpu(device) and (stray := [n for n in ("graph", "profile", "warm") if getattr(options, n)]):
         raise ValueError(f"{', '.join('--' + name for name in stray)}: needs a GPU, got {device}")
     names = None if options.peers is None else tuple(n for n in options.peers.split(",") if n not in ("", "none"))
-    able, left_out = peers.chosen(names, device)
+    if names is not None and not beside_peers:
+        raise ValueError("--peers: none of the suites stands beside peers")
+    able, left_out = peers.chosen(names if beside_peers else (), device)
     return Session(options, device, able, left_out)

@@ -30,6 +30,7 @@ class Suite:
         warm: compiles what the rows need, or None.
         missed: a line for every limit that the rows exceed.
         default: measured when no suite is named.
+        peers: stands beside peers.
     """
 
     what: str
@@ -39,6 +40,7 @@ class Suite:
     warm: Callable[[Session], None] | None = None
     missed: Callable[[list[Row], Session], list[str]] = no_verdict
     default: bool = False
+    peers: bool = True
 
 
 _CHOICES = ("shapes", "set", "gate", "decay", "dtype", "gate_dtype")
@@ -80,12 +82,14 @@ SUITES: dict[str, Suite] = {
         router.tasks,
         router.tables,
         missed=router.missed,
+        peers=False,
     ),
     "first-call": Suite(
         "seconds of the first call of a process, with nothing compiled",
         frozenset(("shapes", "calls")),
         first_call.tasks,
         first_call.tables,
+        peers=False,
     ),
     "forward": _speed("forward", "the forward of a training step alone", False),
     "kept": _speed("kept", "a training step with disable_recompute: memory for speed", False),
