@@ -13,7 +13,7 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 pytest.importorskip("kda_core_cpu")
 
-from kda_core.bench import speed, timing
+from kda_core.bench import speed, speed_report, timing
 from kda_core.bench.workload import Work
 
 
@@ -62,6 +62,8 @@ def test_a_row(gpu, mode):
     assert ours["ms"]["median"] == ours["device_ms"]["median"] == 2.5
     assert ours["device_ms"]["how"] == "graph"
     assert ours["kernels_ms"] == {"one": 1.5, "two": 0.25}
+    remarks = [str(part) for part in speed_report.tables([row], {})]
+    assert "1,20,2,8 bounded, random: one 1.500, two 0.250" in remarks
     assert ours["peak_bytes"] == Work(problem(mode), CPU).held_bytes + 200
 
 

@@ -80,7 +80,19 @@ def _remarks(rows: list[Row]) -> list[Text]:
         lines.append("Σ: the sum of the kernels; the call cannot be captured in a graph (the JSON says why)")
     lines += [f"{name}: {part['note']}" for name, part in parts if "note" in part]
     lines += [f"left out of some rows: {name}: {why}" for row in rows for name, why in row.get("left_out", {}).items()]
+    lines += [_kernels(row) for row in rows if "kernels_ms" in row.get("implementations", {}).get(OURS, {})]
     return [Text(line) for line in dict.fromkeys(lines)]
+
+
+def _kernels(row: Row) -> str:
+    """Milliseconds of our kernels, the longest first."""
+    found = row["implementations"][OURS]["kernels_ms"]
+    split = ", ".join(f"{name[:32]} {ms:.3f}" for name, ms in found.items() if ms > SHORTEST_KERNEL)
+    return f"{row['shape']} {row['gate']}, {row['decay']}: {split}"
+
+
+SHORTEST_KERNEL = 0.002
+"""Milliseconds below which a kernel is not shown."""
 
 
 def _add(table: Table, row: Row, optional: list[str]) -> None:
