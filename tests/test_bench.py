@@ -131,6 +131,28 @@ def test_a_call_of_ours_that_fails_is_reported(tmp_path, capsys):
     assert "BackendNotFound" in capsys.readouterr().err
 
 
+def test_a_peer_that_fails_later_is_left_out(monkeypatch, capsys):
+    """It runs once, and fails while it is timed: ours are timed alone."""
+
+    class Tired(Toy):
+        def prepare(self, work):
+            call, left = peers.Ours("cpu").prepare(work), [1]
+
+            def run():
+                if not left:
+                    raise RuntimeError("no memory for a graph")
+                left.pop()
+                return call()
+
+            return run
+
+    monkeypatch.setattr(peers, "every_peer", lambda: [Tired("tired")])
+    assert main("forward", "--quick", "--device", "cpu", "--shapes", "1,8,1,8") == 0
+    out, err = capsys.readouterr()
+    assert "tired: failed while it was timed, or beside one that did: RuntimeError: no memory for a graph" in err
+    assert "kda_core" in out
+
+
 def test_times_stay_where_the_oracle_fails(tmp_path, monkeypatch, capsys):
     file = tmp_path / "found.json"
 
@@ -177,6 +199,7 @@ def test_a_stopped_run_leaves_its_rows(tmp_path, monkeypatch):
         (("--device", "mars"), "device: expected cpu or cuda, got 'mars'"),
         (("--device", "meta"), "device: expected cpu or cuda, which this can time, got 'meta'"),
         (("--device", "cuda:77"), "cuda:77"),
+        (("router", "--plot", "x.png"), "plot: expected one of the suites accuracy, decode, forward"),
         (("--graph",), "--graph: needs a GPU, got cpu"),
         (("--profile", "--warm"), "--profile, --warm: needs a GPU, got cpu"),
         (("--set", "serving"), "set: expected headline on a CPU"),

@@ -113,6 +113,11 @@ def test_an_error_that_is_no_number_is_shown():
     assert "**nan**" in accuracy_report.markdown(content(broken))
 
 
+def test_a_page_without_rows():
+    with pytest.raises(ValueError, match="markdown: expected rows of the suite accuracy"):
+        accuracy_report.markdown(content())
+
+
 def test_a_page_without_markers(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("no marker")
@@ -122,7 +127,9 @@ def test_a_page_without_markers(tmp_path):
 
 
 def test_decode_run(tmp_path, capsys):
-    rows = rows_of(tmp_path / "found.json", "decode", "--sizes", "2", "--heads", "2")
+    plot = tmp_path / "found.png"
+    rows = rows_of(tmp_path / "found.json", "decode", "--sizes", "2", "--heads", "2", "--plot", str(plot))
+    assert plot.read_bytes()[:4] == PNG
     steps = [row for row in rows if row["sizes"]["T"] == 1]
     assert {(row["state"], row["layout"]) for row in steps} == {
         (dtype, layout) for dtype in ("float32", "bfloat16") for layout in ("K first", "V first")

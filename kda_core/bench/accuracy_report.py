@@ -78,8 +78,14 @@ def compared(rows: list[Row], other: str = "fla") -> list[tuple[str, str, str, s
 
 
 def markdown(content: dict[str, Any]) -> str:
-    """Both tables in Markdown, one line a case and implementation; ours in bold where it is the worse."""
+    """Both tables in Markdown, one line a case and implementation; ours in bold where it is the worse.
+
+    Raises:
+        ValueError: there is no row of this suite.
+    """
     rows = [row for row in content["rows"] if row["suite"] == "accuracy"]
+    if not rows:
+        raise ValueError("markdown: expected rows of the suite accuracy, got none")
     outputs = _outputs(rows)
     environment = content["environment"]
     versions = ", ".join(f"{n} {v}" for n, v in environment["versions"].items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from kda_core.bench.decode import bandwidth
 from kda_core.bench.peers import OURS
 from kda_core.bench.session import Row
 from kda_core.bench.speed_report import speedup
@@ -13,6 +14,8 @@ from kda_core.bench.workload import MODES
 FORMATS = (".png", ".svg", ".pdf")
 WIDTH = 5.5
 """Inches of a panel."""
+DRAWN = frozenset((*MODES, "decode", "accuracy"))
+"""Suites that have plots."""
 OUTPUTS = ("o", "final_state", "gradients")
 
 
@@ -31,14 +34,19 @@ def draw(content: dict[str, Any], file: Path) -> None:
     by_length = [row for row in content["rows"] if row.get("by_length") and OURS in row["implementations"]]
     suites = [suite for suite in MODES if any(r["suite"] == suite for r in timed)]
     kinds = list(dict.fromkeys(map(_kind, by_length)))
-    if not suites and not kinds:
-        raise ValueError("plot: expected rows of training or inference, or of accuracy by length, got none")
-    heights = [_speed_height(timed)] * bool(suites) + [4.0] * len(kinds)
-    across = max(len(suites), len(OUTPUTS) if kinds else 0)
+    steps = [row for row in content["rows"] if row["suite"] == "decode" and row["sizes"]["T"] == 1]
+    steps = [row for row in steps if OURS in row.get("implementations", {})]
+    states = list(dict.fromkeys(row["state"] for row in steps))
+    if not (suites or kinds or states):
+        raise ValueError("plot: expected rows of speed, of decoding steps or of accuracy by length, got none")
+    heights = [_speed_height(timed)] * bool(suites) + [4.0] * bool(states) + [4.0] * len(kinds)
+    across = max(len(suites), len(states), len(OUTPUTS) if kinds else 0)
     figure = pyplot.figure(figsize=(WIDTH * across, sum(heights)), layout="constrained")
     strips = list(figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0])
     if suites:
         _speed(strips.pop(0), suites, timed)
+    if states:
+        _decode(strips.pop(0), states, steps, content["copy_bytes_per_second"])
     for kind, strip in zip(kinds, strips, strict=True):
         _lengths(strip, kind, [row for row in by_length if _kind(row) == kind])
     figure.savefig(file, dpi=150)
@@ -86,6 +94,35 @@ def _speed(strip: Any, suites: list[str], rows: list[Row]) -> None:
         else:
             panel.set_xscale("log")
         panel.set(title=suite, xlabel=f"times faster than {peer}" if peer else "ms")
+    strip.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, fontsize="small")
+
+
+def _decode(strip: Any, states: list[str], rows: list[Row], copy: float) -> None:
+    """A panel a dtype of the pool: bandwidth over that of a large copy, over the number of sequences."""
+    # Steps of other heads and channels move other amounts, so the commonest are drawn.
+    kinds = [(row["sizes"]["H"], row["sizes"]["K"]) for row in rows]
+    H, K = max(dict.fromkeys(kinds), key=kinds.count)
+    rows = [row for row, kind in zip(rows, kinds, strict=True) if kind == (H, K)]
+    handles = {}
+    for panel, state in zip(strip.subplots(1, len(states), squeeze=False)[0], states, strict=True):
+        own = [row for row in rows if row["state"] == state]
+        for i, layout in enumerate(dict.fromkeys(row["layout"] for row in own)):
+            names = dict.fromkeys(name for row in own for name in row["implementations"])
+            for style, name in zip(("-", "--", ":", "-."), names, strict=False):
+                points = [
+                    (row["sizes"]["N"], 100 * bandwidth(row, name) / copy)
+                    for row in own
+                    if row["layout"] == layout and name in row["implementations"]
+                ]
+                if points:
+                    (line,) = panel.plot(*zip(*points, strict=True), style, color=f"C{i}", marker="o", markersize=4)
+                    handles[f"{name}, {layout}"] = line
+        sizes = sorted({row["sizes"]["N"] for row in own})
+        panel.set(title=f"a step, {state} pool, H = {H}, K = {K}", xlabel="sequences N", xscale="log")
+        panel.set_xticks(sizes, list(map(str, sizes)))
+        panel.set_xticks([], minor=True)
+        panel.set_ylabel("bandwidth, % of a large copy")
+        panel.axhline(100, color="gray", linewidth=0.5)
     strip.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, fontsize="small")
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kda_core.bench import accuracy, accuracy_report, command, plots, warm
+from kda_core.bench import accuracy, accuracy_report, command, plots, shapes, warm
 from kda_core.bench import session as sessions
 from kda_core.bench.session import Session
 from kda_core.bench.suites import SUITES, Suite
@@ -58,8 +58,8 @@ def run(options: argparse.Namespace) -> int:
         # What was measured before an error, or before somebody stopped the run, is shown.
         if session.rows:
             show(session.content())
-    _write_pages(session.content(), options)
-    missed = [line for suite in chosen.values() for line in suite.missed(session.rows, session)]
+    missed = _pages_missed(session, options)
+    missed += [line for suite in chosen.values() for line in suite.missed(session.rows, session)]
     missed += [f"{_name(row)}: {row['failed']}" for row in session.rows if "failed" in row]
     print(*missed, sep="\n", file=sys.stderr, end="\n" if missed else "")
     return command.EXIT_FAILED if missed else 0
@@ -70,6 +70,15 @@ def _write_pages(content: dict[str, Any], options: argparse.Namespace) -> None:
         plots.draw(content, options.plot)
     if options.markdown:
         accuracy_report.write(options.markdown, accuracy_report.markdown(content))
+
+
+def _pages_missed(session: Session, options: argparse.Namespace) -> list[str]:
+    """Write the pages; what cannot be drawn is no reason to lose the rest of a run that has measured for an hour."""
+    try:
+        _write_pages(session.content(), options)
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def _check_files(options: argparse.Namespace) -> None:
@@ -102,6 +111,8 @@ def _chosen(options: argparse.Namespace) -> dict[str, Suite]:
         raise ValueError(f"suites: expected some of {', '.join(SUITES)}, got {', '.join(unknown)}")
     names = options.suites or [name for name, suite in SUITES.items() if suite.default]
     chosen = {name: SUITES[name] for name in dict.fromkeys(names)}
+    if options.plot and not set(chosen) & plots.DRAWN:
+        raise ValueError(f"plot: expected one of the suites {', '.join(sorted(plots.DRAWN))}, got {', '.join(chosen)}")
     read = {name for suite in chosen.values() for name in suite.options}
     if stray := sorted(command.written(options) - read):
         flags = ", ".join("--" + name.replace("_", "-") for name in stray)
@@ -172,8 +183,17 @@ def _list(session: Session) -> None:
     console = Console(width=None if sys.stdout.isatty() else command.WIDTH)
     table = Table("suite", "measures", "rows here", title="suites", title_justify="left")
     for name, suite in SUITES.items():
-        rows = "" if name not in SUITES else str(len(suite.tasks(session)))
+        try:
+            rows = str(len(suite.tasks(session)))
+        except ValueError as error:
+            rows = str(error)
         table.add_row(name + (" (default)" if suite.default else ""), suite.what, rows)
+    console.print(table)
+    table = Table("set", "suite", "shapes B,T,H,K", title="shapes", title_justify="left")
+    for name in shapes.SETS if session.gpu else ("headline",):
+        for suite, training in (("training", True), ("inference", False)):
+            found = shapes.named(name, training, session.gpu)
+            table.add_row(name, suite, "  ".join(map(str, found)) or "none")
     console.print(table)
     table = Table("peer", "version or reason", title="peers", title_justify="left")
     for peer in session.peers:
