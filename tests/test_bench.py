@@ -16,7 +16,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("kda_core_cpu")
 
 import kda_core
-from kda_core.bench import command, exactness, peers, regimes, session, shapes, speed, warm
+from kda_core.bench import command, exactness, peers, regimes, run, session, shapes, speed, timing, warm
 from kda_core.bench.suites import SUITES
 
 
@@ -195,13 +195,13 @@ def test_a_stopped_run_leaves_its_rows(tmp_path, monkeypatch):
             "json: expected a file in a folder that is there, got no/such/folder",
         ),
         (("--plot", "x.exe"), "expected a name that ends in .png, .svg, .pdf, got x.exe"),
-        (("--retune",), "--retune: needs --warm"),
+        (("--retune",), "--retune: needs --warm or --warm-only"),
         (("--device", "mars"), "device: expected cpu or cuda, got 'mars'"),
         (("--device", "meta"), "device: expected cpu or cuda, which this can time, got 'meta'"),
         (("--device", "cuda:77"), "cuda:77"),
         (("router", "--plot", "x.png"), "plot: expected one of the suites accuracy, decode, forward"),
         (("--graph",), "--graph: needs a GPU, got cpu"),
-        (("--profile", "--warm"), "--profile, --warm: needs a GPU, got cpu"),
+        (("--profile", "--warm-only"), "--profile, --warm-only: needs a GPU, got cpu"),
         (("--set", "serving"), "set: expected headline on a CPU"),
         (("training", "--shapes", "1,8,2,8:pool"), "a pool is read and advanced in inference only"),
         (("decode", "--seconds", "1"), "--seconds: read by none of the suites decode"),
@@ -277,6 +277,17 @@ def test_a_process_for_every_shape():
 def test_compiling_reports_nothing(toys, capsys):
     assert main("forward", "--compile", "--quick", "--device", "cpu", "--shapes", "1,8,1,8") == 0
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("flag", "measured"), [("--warm", True), ("--warm-only", False)])
+def test_what_is_measured_after_it(flag, measured, monkeypatch, capsys):
+    monkeypatch.setattr(timing, "on_gpu", lambda device: True)
+    ran = []
+    monkeypatch.setattr(warm, "warm", lambda *_: ran.append("warm"))
+    monkeypatch.setattr(run, "_measure", lambda *_: ran.append("measure"))
+    monkeypatch.setattr(run, "_pages_missed", lambda *_: [])
+    assert main("forward", flag, "--quick", "--device", "cpu", "--peers", "none") == 0
+    assert ran == ["warm", "measure"] if measured else ran == ["warm"]
 
 
 def test_a_process_that_fails_is_reported(monkeypatch, capsys):

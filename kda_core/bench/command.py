@@ -25,6 +25,7 @@ DEFAULTS: dict[str, Any] = {
     "errors": True,
     "profile": False,
     "warm": False,
+    "warm_only": False,
     "jobs": None,
     "retune": False,
     "compile": False,
@@ -155,6 +156,9 @@ def _add_speed(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--profile", action="store_true", default=None, help="also the time of every kernel")
     group.add_argument(
         "--warm", action="store_true", default=None, help="compile in parallel processes first: autotuners take minutes"
+    )
+    group.add_argument(
+        "--warm-only", action="store_true", default=None, help="the same, and measure nothing: for a run that follows"
     )
     group.add_argument("--jobs", type=_positive(int), help="processes of --warm; default: one a core")
     group.add_argument(

@@ -50,8 +50,10 @@ def run(options: argparse.Namespace) -> int:
         return 0
     for name, reason in session.left_out.items():
         print(f"{name} is left out: {reason}", file=sys.stderr)
-    if options.warm:
+    if options.warm or options.warm_only:
         warm.warm(session, chosen)
+    if options.warm_only:
+        return 0
     try:
         _measure(session, chosen)
     finally:
@@ -94,8 +96,8 @@ def _check_files(options: argparse.Namespace) -> None:
             raise ValueError(f"{name}: expected a file in a folder that is there, got {file}")
     if options.plot is not None and options.plot.suffix not in plots.FORMATS:
         raise ValueError(f"plot: expected a name that ends in {', '.join(plots.FORMATS)}, got {options.plot}")
-    if (options.retune or options.jobs) and not options.warm:
-        raise ValueError(f"--{'retune' if options.retune else 'jobs'}: needs --warm")
+    if (options.retune or options.jobs) and not (options.warm or options.warm_only):
+        raise ValueError(f"--{'retune' if options.retune else 'jobs'}: needs --warm or --warm-only")
 
 
 def _check_nothing_is_measured(options: argparse.Namespace) -> None:

@@ -161,8 +161,9 @@ def open_session(options: argparse.Namespace, beside_peers: bool = True) -> Sess
         ValueError: an unknown peer or device, or options that the device cannot follow.
     """
     device = _device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if not timing.on_gpu(device) and (stray := [n for n in ("graph", "profile", "warm") if getattr(options, n)]):
-        raise ValueError(f"{', '.join('--' + name for name in stray)}: needs a GPU, got {device}")
+    needs_gpu = [name for name in ("graph", "profile", "warm", "warm_only") if getattr(options, name)]
+    if needs_gpu and not timing.on_gpu(device):
+        raise ValueError(f"{', '.join('--' + n.replace('_', '-') for n in needs_gpu)}: needs a GPU, got {device}")
     names = None if options.peers is None else tuple(n for n in options.peers.split(",") if n not in ("", "none"))
     if names is not None and not beside_peers:
         raise ValueError("--peers: none of the suites stands beside peers")

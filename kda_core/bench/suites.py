@@ -45,7 +45,7 @@ class Suite:
 
 _CHOICES = ("shapes", "set", "gate", "decay", "dtype", "gate_dtype")
 _FIGURES = ("seconds", "graph", "profile", "errors")
-SPEED_OPTIONS = frozenset((*_CHOICES, *_FIGURES, "warm", "jobs", "retune", "compile"))
+SPEED_OPTIONS = frozenset((*_CHOICES, *_FIGURES, "warm", "warm_only", "jobs", "retune", "compile"))
 
 
 def _speed(mode: str, what: str, default: bool) -> Suite:
