@@ -200,6 +200,7 @@ def test_a_stopped_run_leaves_its_rows(tmp_path, monkeypatch):
         (("--device", "meta"), "device: expected cpu or cuda, which this can time, got 'meta'"),
         (("--device", "cuda:77"), "cuda:77"),
         (("router", "--plot", "x.png"), "plot: expected one of the suites accuracy, decode, forward"),
+        (("--set", "full", "--shapes", "1,8,2,8"), "--set, --shapes: expected one of the two"),
         (("--graph",), "--graph: needs a GPU, got cpu"),
         (("--profile", "--warm-only"), "--profile, --warm-only: needs a GPU, got cpu"),
         (("--set", "serving"), "set: expected headline on a CPU"),

@@ -16,7 +16,7 @@ INSTALL = 'pip install "kda-core[bench]"'
 EXIT_FAILED = 1
 EXIT_BAD_ARGUMENTS = 2
 WIDTH = 150
-"""Of the tables when nobody looks at them on a terminal."""
+"""Columns of the tables where the output is no terminal."""
 
 DEFAULTS: dict[str, Any] = {
     "set": "headline",

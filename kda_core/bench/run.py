@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         _measure(session, chosen)
     finally:
-        # What was measured before an error, or before somebody stopped the run, is shown.
+        # An error, or Ctrl-C, ends the run and not what it has measured.
         if session.rows:
             show(session.content())
     missed = _pages_missed(session, options)
@@ -96,6 +96,8 @@ def _check_files(options: argparse.Namespace) -> None:
             raise ValueError(f"{name}: expected a file in a folder that is there, got {file}")
     if options.plot is not None and options.plot.suffix not in plots.FORMATS:
         raise ValueError(f"plot: expected a name that ends in {', '.join(plots.FORMATS)}, got {options.plot}")
+    if options.set and options.shapes:
+        raise ValueError("--set, --shapes: expected one of the two, got both")
     if (options.retune or options.jobs) and not (options.warm or options.warm_only):
         raise ValueError(f"--{'retune' if options.retune else 'jobs'}: needs --warm or --warm-only")
 
@@ -193,9 +195,9 @@ def _list(session: Session) -> None:
     console.print(table)
     table = Table("set", "suite", "shapes B,T,H,K", title="shapes", title_justify="left")
     for name in shapes.SETS if session.gpu else ("headline",):
-        for suite, training in (("training", True), ("inference", False)):
+        for mode, training in (("training", True), ("inference", False)):
             found = shapes.named(name, training, session.gpu)
-            table.add_row(name, suite, "  ".join(map(str, found)) or "none")
+            table.add_row(name, mode, "  ".join(map(str, found)) or "none")
     console.print(table)
     table = Table("peer", "version or reason", title="peers", title_justify="left")
     for peer in session.peers:

@@ -25,19 +25,14 @@ if TYPE_CHECKING:
     from kda_core.bench.suites import Suite
 
 FORGET_CHOICES = {"FLA_CACHE_RESULTS": "0"}
-"""fla then compiles as ever, and keeps no autotuner's choice on disk."""
+"""fla then keeps compiled kernels on disk, and no choice of an autotuner."""
 
 
 def commands(session: Session, chosen: Mapping[str, Suite]) -> list[list[str]]:
     """A command line for every shape of the suites that compile anything."""
     options = session.options
-    common = [
-        "--compile",
-        "--device",
-        str(session.device),
-        "--peers",
-        ",".join(p.name for p in session.peers) or "none",
-    ]
+    peers = ",".join(peer.name for peer in session.peers) or "none"
+    common = ["--compile", "--device", str(session.device), "--peers", peers]
     for name in ("backend", "dtype", "gate_dtype"):
         if (value := getattr(options, name)) is not None:
             common += ["--" + name.replace("_", "-"), value]
@@ -55,7 +50,7 @@ def commands(session: Session, chosen: Mapping[str, Suite]) -> list[list[str]]:
 def warm(session: Session, chosen: Mapping[str, Suite]) -> None:
     """Run every command, as many at a time as ``--jobs`` says; one that fails is reported and compiles later."""
     lines = commands(session, chosen)
-    jobs = session.options.jobs or len(os.sched_getaffinity(0))
+    jobs = session.options.jobs or os.cpu_count() or 1
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(FORGET_CHOICES if session.options.retune else {})}
     console = Console(stderr=True)
     with ThreadPoolExecutor(jobs) as executor, Progress(console=console, disable=not console.is_terminal) as progress:

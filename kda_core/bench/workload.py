@@ -65,7 +65,7 @@ class Work:
     """Inputs of a problem on a device.
 
     Attributes:
-        tensors, options: arguments of ``kda_core.chunk_kda``, whose values nobody changes but a pool's.
+        tensors, options: arguments of ``kda_core.chunk_kda``; calls change a pool and nothing else.
         leaves: names of the tensors whose gradients are computed.
         grad_o: gradient of o, or None.
         mean_decay: mean natural-log decay a token. channel_decays: the smallest and the largest mean of a channel.
