@@ -19,10 +19,10 @@ from kda_core.bench.workload import DATA, Call, Results, Work
 from kda_core.request import Request
 
 VALUE_HEADS = 2
-STATE_BYTES = {"cuda": 4 * 2**30, "cpu": 2**28}
+STATE_BYTES = {"cuda": 4 * 2**30, "cpu": 2**29}
 """What the states of all the oracle's tokens may take: it keeps them."""
 GRADIENT_TOKENS = {"cuda": 512, "cpu": 128}
-INFERENCE_TOKENS = {"cuda": 8192, "cpu": 512}
+INFERENCE_TOKENS = {"cuda": 8192, "cpu": 2048}
 SEQUENCES = 16
 
 

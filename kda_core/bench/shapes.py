@@ -163,8 +163,8 @@ FULL_TRAINING = _parsed(
 )
 CPU_INFERENCE = _parsed("1,512,8,128", "1,2048,8,128", "1,2048,8,64", "8,64,4,64")
 CPU_TRAINING = _parsed("1,512,8,128", "1,512,8,64")
-QUICK_INFERENCE = _parsed("1,128,2,32", "1,130,2,32:packed=100+1+29:pool")
-QUICK_TRAINING = _parsed("1,128,2,32", "1,130,2,32:packed=100+1+29")
+QUICK_INFERENCE = _parsed("1,64,2,32", "1,66,2,32:packed=40+1+25:pool")
+QUICK_TRAINING = _parsed("1,64,2,32", "1,66,2,32:packed=40+1+25")
 
 
 def named(name: str, training: bool, gpu: bool) -> tuple[Shape, ...]:
