@@ -9,7 +9,7 @@ from kda_core.bench.workload import Problem
 
 CPU = torch.device("cpu")
 FP32 = torch.float32
-TINY = shapes.Shape(1, 20, 2, 8)
+TINY = shapes.Shape(1, 12, 2, 8)
 PNG = b"\x89PNG"
 
 

@@ -63,7 +63,7 @@ def test_a_row(gpu, mode):
     assert ours["device_ms"]["how"] == "graph"
     assert ours["kernels_ms"] == {"one": 1.5, "two": 0.25}
     remarks = [str(part) for part in speed_report.tables([row], {})]
-    assert "1,20,2,8 bounded, random: one 1.500, two 0.250" in remarks
+    assert "1,12,2,8 bounded, random: one 1.500, two 0.250" in remarks
     assert ours["peak_bytes"] == Work(problem(mode), CPU).held_bytes + 200
 
 

@@ -66,7 +66,7 @@ def test_ours_is_called_through_the_public_function(monkeypatch):
     assert seen == ["cpu"]
 
 
-SHAPES = (TINY, shapes.parse("1,20,2,8:hv=4:packed=3+17"), shapes.parse("1,20,4,8:packed=3+1+16:pool"))
+SHAPES = (TINY, shapes.parse("1,12,2,8:hv=4:packed=3+9"), shapes.parse("1,12,4,8:packed=3+1+8:pool"))
 
 
 def chunk_kda(**arguments):

@@ -180,7 +180,9 @@ def _add_device_times(calls: dict[str, Call], found: dict[str, dict[str, Any]], 
 
 
 def _free(session: Session) -> None:
-    gc.collect()
+    # Cycles of frames and exceptions may hold a row's tensors; tiny ones may wait.
+    if not session.options.quick:
+        gc.collect()
     if session.gpu:
         torch.cuda.empty_cache()
 
