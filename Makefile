@@ -43,7 +43,7 @@ test-end-to-end: compiler environment ## The same for tests of wheels, environme
 	$(VENV)/bin/pytest -m end_to_end $(PYTEST_ARGS)
 
 bench: environment ## Compare the CPU backend with other libraries.
-	$(VENV_PYTHON) benchmarks/bench_cpu.py $(BENCH_ARGS)
+	$(VENV)/bin/kda bench --device cpu $(BENCH_ARGS)
 
 lint: $(STAMPS)/lint ## Check style and formatting.
 	$(VENV)/bin/ruff check .

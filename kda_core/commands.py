@@ -1,4 +1,4 @@
-"""The commands of ``kda``: ``info``, ``explain`` and ``verify``. Needs the extra ``cli`` (typer and rich).
+"""The commands of ``kda``: ``info``, ``explain``, ``verify`` and ``bench``. Needs the extra ``cli`` (typer and rich).
 
 Exit status: 0 when all is well, 1 when a call is not served or a check fails, 2 for bad arguments.
 """
@@ -254,6 +254,15 @@ def verify(backend: BackendName = None, device: DeviceName = None, as_json: AsJs
     # A check that compared nothing has shown nothing.
     if verdicts["FAILED"] or not compared:
         raise typer.Exit(EXIT_NOT_SERVED)
+
+
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench(ctx: typer.Context) -> None:
+    """Time kda_core beside the other implementations of KDA that are installed; needs the extra ``bench``."""
+    # Imported here: its parser of arguments is its own, so that it runs without typer as well.
+    from kda_core.bench import command
+
+    raise typer.Exit(command.main(ctx.args))
 
 
 def _json_row(row: Any) -> dict[str, Any]:

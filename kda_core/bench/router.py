@@ -1,34 +1,33 @@
-"""What kda_core adds to a call and to ``import torch``.
+"""Suite ``router``: what kda_core adds to a call and to ``import torch``.
 
-    python benchmarks/bench_router.py [--json FILE] [--import-limit-ms MS] [--call-limit-us US]
-
-A null backend answers every call with tensors made beforehand. What the router adds is the time of the
-public call minus that of the backend's hook called directly with the same request. Part of it is no routing
-and is shown beside it: reading the values of index tensors that lie on the CPU (boundaries, slots: in order,
-in range, nobody's twice), which the contract promises, and telling autograd what was written to the caller's
-memory. Each figure is the median over many batches of calls (``least``: that of the quickest batch); public and
-direct calls alternate batch by batch, so that both meet the same machine. The import is timed in fresh processes that
-have imported torch already. Limits are compared with processor time, which a busy machine changes least.
+A null backend answers every call with tensors made beforehand. What the router adds is the time of the public call
+minus that of the backend's hook called directly with the same request. Part of it is no routing and is shown beside
+it: reading the values of index tensors that lie on the CPU, which the contract promises, and telling autograd what was
+written to the caller's memory. Each figure is the median over many batches of calls ("least": that of the quickest
+batch); public and direct calls alternate batch by batch, so that both meet the same machine. The import is timed in
+fresh processes that have imported torch already. Limits are compared with processor time, which a busy machine
+changes least.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import functools
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from typing import Any
 
 import torch
 from packaging.specifiers import SpecifierSet
 
 import kda_core
 from kda_core import checks, ops
+from kda_core.bench.session import Row, Session, Task
 from kda_core.capabilities import Available, BackendInfo, Capabilities, Feature
 from kda_core.hookspecs import hookimpl
 from kda_core.plugins import registry
@@ -39,6 +38,7 @@ TARGET_CALL_US = 10.0
 TARGET_IMPORT_MS = 50.0
 ORACLES = ReferenceBackend().kda_core_backend().capabilities.features
 NO_BACKWARD = {Feature.BACKWARD, Feature.RECURRENT_BACKWARD, Feature.GATE_BACKWARD, Feature.STATE_GRADIENT}
+PLAINEST = "chunk_kda, no option"
 
 # The child imports torch first, and then times what kda_core adds to it, on the clock and on the processor.
 IMPORT_SCRIPT = """
@@ -58,6 +58,7 @@ class NullBackend:
 
     @hookimpl
     def kda_core_backend(self) -> BackendInfo:
+        # Every feature of this core: it times the core that it came with.
         capabilities = Capabilities(ORACLES - NO_BACKWARD, frozenset({torch.float32, torch.bfloat16}))
         return BackendInfo("null", "1.0", SpecifierSet("~=1.0"), ("cpu",), 1_000_000, capabilities)
 
@@ -86,7 +87,8 @@ class NullBackend:
 
 
 @contextmanager
-def null_backend():
+def null_backend() -> Iterator[NullBackend]:
+    """Registers the null backend for a while."""
     backend = NullBackend()
     registry.load()
     entry = registry.register(backend)
@@ -106,9 +108,9 @@ def calls() -> dict[str, tuple[str, Callable[[], object], object]]:
     A_log, dt_bias = torch.zeros(H), torch.zeros(H, K)
     state, pool = torch.zeros(B, H, K, K), torch.zeros(2 * B, H, K, K)
     indices, out = torch.arange(B), torch.empty_like(v)
-    packed = tuple(t.reshape(1, B * T, *t.shape[2:]) for t in (q, k, v, g, beta))
+    row = [t.reshape(1, B * T, *t.shape[2:]) for t in (q, k, v, g, beta)]
     cu_seqlens = torch.arange(B + 1)
-    in_kernel = {
+    in_kernel: dict[str, Any] = {
         "use_qk_l2norm_in_kernel": True,
         "use_gate_in_kernel": True,
         "use_beta_sigmoid_in_kernel": True,
@@ -118,7 +120,7 @@ def calls() -> dict[str, tuple[str, Callable[[], object], object]]:
     answer, with_state = ForwardResult(v), ForwardResult(v, state)
     chunk, recurrent, gate = "kda_core_chunk_forward", "kda_core_recurrent_forward", "kda_core_gate_forward"
     return {
-        "chunk_kda, no option": (chunk, lambda: kda_core.chunk_kda(q, k, v, g, beta), answer),
+        PLAINEST: (chunk, lambda: kda_core.chunk_kda(q, k, v, g, beta), answer),
         "chunk_kda, backend named": (chunk, lambda: kda_core.chunk_kda(q, k, v, g, beta, backend="null"), answer),
         "chunk_kda, all in the kernel, states": (
             chunk,
@@ -127,7 +129,11 @@ def calls() -> dict[str, tuple[str, Callable[[], object], object]]:
             ),
             with_state,
         ),
-        "chunk_kda, packed": (chunk, lambda: kda_core.chunk_kda(*packed, cu_seqlens=cu_seqlens), answer),
+        "chunk_kda, packed": (
+            chunk,
+            lambda: kda_core.chunk_kda(row[0], row[1], row[2], row[3], row[4], cu_seqlens=cu_seqlens),
+            answer,
+        ),
         "fused_recurrent_kda, no option": (
             recurrent,
             lambda: kda_core.fused_recurrent_kda(q, k, v, g, beta),
@@ -144,7 +150,7 @@ def calls() -> dict[str, tuple[str, Callable[[], object], object]]:
     }
 
 
-def batch_us(function: Callable[[], object], calls_a_batch: int) -> float:
+def _batch_us(function: Callable[[], object], calls_a_batch: int) -> float:
     """Processor time of a call in microseconds: a call waits for nothing, and other processes must not count."""
     start = time.thread_time_ns()
     for _ in range(calls_a_batch):
@@ -152,51 +158,61 @@ def batch_us(function: Callable[[], object], calls_a_batch: int) -> float:
     return (time.thread_time_ns() - start) / calls_a_batch / 1e3
 
 
-def added_by_the_router(batches: int, calls_a_batch: int) -> list[dict[str, float | str]]:
-    """A row for each kind of call, in microseconds a call."""
-    rows: list[dict[str, float | str]] = []
-    with null_backend() as backend, torch.no_grad():
-        for name, (hook, call, result) in calls().items():
+def tasks(session: Session) -> list[Task]:
+    """Every kind of call, and the import."""
+    options = session.options
+    batches = options.batches or (3 if options.quick else 300)
+    calls_a_batch = options.calls or (20 if options.quick else 200)
+    processes = options.processes or (1 if options.quick else 9)
+    found = [Task(name, functools.partial(added_by_the_router, name, batches, calls_a_batch)) for name in calls()]
+    return [*found, Task("import kda_core", functools.partial(added_to_the_import, processes))]
+
+
+@torch.no_grad()
+def added_by_the_router(name: str, batches: int, calls_a_batch: int) -> Row:
+    """Microseconds of a kind of call."""
+    hook, call, result = calls()[name]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with null_backend() as backend:
             backend.result = result
             call()
             request, implementation = backend.request, getattr(backend, hook)
 
-            def direct(implementation=implementation, request=request) -> object:
-                return implementation(request=request)
-
-            def values(request=request) -> None:
+            def values() -> None:
                 if type(request) is Request:
                     checks.check_values(request)
                     if ops.writes_to_caller(request):
                         ops.count_writes(request)
 
-            functions = (call, direct, values)
-            turns = [tuple(batch_us(f, calls_a_batch) for f in functions) for _ in range(batches)]
-            public, hook_alone, of_values = zip(*turns, strict=True)
-            rows.append(
-                {
-                    "call": name,
-                    "public_us": statistics.median(public),
-                    "direct_us": statistics.median(hook_alone),
-                    "values_us": statistics.median(of_values),
-                    "added_us": statistics.median(p - h for p, h, _ in turns),
-                    "routing_us": statistics.median(p - h - v for p, h, v in turns),
-                    "least_us": min(public) - min(hook_alone) - min(of_values),
-                }
-            )
-    return rows
+            functions = (call, lambda: implementation(request=request), values)
+            turns = [tuple(_batch_us(f, calls_a_batch) for f in functions) for _ in range(batches)]
+    finally:
+        torch.set_num_threads(threads)
+    public, hook_alone, of_values = zip(*turns, strict=True)
+    return {
+        "suite": "router",
+        "case": name,
+        "public_us": statistics.median(public),
+        "direct_us": statistics.median(hook_alone),
+        "values_us": statistics.median(of_values),
+        "added_us": statistics.median(p - h for p, h, _ in turns),
+        "routing_us": statistics.median(p - h - v for p, h, v in turns),
+        "least_us": min(public) - min(hook_alone) - min(of_values),
+    }
 
 
-def import_ms(processes: int) -> dict[str, list[float]]:
+def added_to_the_import(processes: int) -> Row:
     """Milliseconds that ``import kda_core`` takes after ``import torch``, sorted, one fresh process each."""
     # As installed: with bytecode, which the first process may still have to write.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     found = []
     for i in range(processes + 1):
-        # Not in the checkout, whose kda_core would be taken instead of the installed one.
+        # Not in a checkout, whose kda_core would be taken instead of the installed one.
         child = subprocess.run(
             [sys.executable, "-c", IMPORT_SCRIPT],
-            cwd=Path(__file__).parent,
+            cwd=tempfile.gettempdir(),
             env=environment,
             capture_output=True,
             text=True,
@@ -204,46 +220,42 @@ def import_ms(processes: int) -> dict[str, list[float]]:
         )
         if i:
             found.append([float(seconds) * 1e3 for seconds in child.stdout.split()])
-    return {name: sorted(times) for name, times in zip(("wall", "processor"), zip(*found, strict=True), strict=True)}
+    wall, processor = (sorted(times) for times in zip(*found, strict=True))
+    return {"suite": "router", "case": "import kda_core after import torch", "wall_ms": wall, "processor_ms": processor}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, default=300)
-    parser.add_argument("--calls", type=int, default=200, help="calls a batch")
-    parser.add_argument("--processes", type=int, default=9, help="fresh processes that time the import")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("--call-limit-us", type=float, help="fail when the plainest call costs more")
-    parser.add_argument("--import-limit-ms", type=float, help="fail when the import takes the processor longer")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-
-    rows = added_by_the_router(options.batches, options.calls)
-    columns = ("public", "hook alone", "added", "values", "routing", "least")
-    keys = ("public_us", "direct_us", "added_us", "values_us", "routing_us", "least_us")
-    print(f"{'':42}" + "".join(f"{c:>12}" for c in columns) + "   (µs a call)")
-    for r in rows:
-        print(f"{r['call']:42}" + "".join(f"{r[k]:12.2f}" for k in keys))
-    print(f"target: below {TARGET_CALL_US:.0f} µs of routing\n")
-
-    imports = import_ms(options.processes)
-    print(f"{'import kda_core after import torch (ms)':42}{'median':>10}{'least':>12}{'most':>10}")
-    for clock, times in imports.items():
-        print(f"{clock + ' time':42}{statistics.median(times):10.1f}{times[0]:12.1f}{times[-1]:10.1f}")
-    print(f"target: below {TARGET_IMPORT_MS:.0f} ms")
-    if options.json is not None:
-        options.json.write_text(json.dumps({"torch": torch.__version__, "calls": rows, "import_ms": imports}, indent=2))
-    too_slow = [
+def missed(rows: list[Row], session: Session) -> list[str]:
+    """The limits of the command line that are exceeded."""
+    options, found = session.options, {row["case"]: row for row in rows if row["suite"] == "router"}
+    if not found:
+        return []
+    imports: list[float] = next((row["processor_ms"] for row in found.values() if "processor_ms" in row), [])
+    figures = (
+        ("µs added to a call", found[PLAINEST]["added_us"], options.call_limit_us),
+        ("ms of import", statistics.median(imports) if imports else 0.0, options.import_limit_ms),
+    )
+    return [
         f"{what}: {figure:.1f} is above the limit {limit:.1f}"
-        for what, figure, limit in (
-            ("µs added to a call", rows[0]["added_us"], options.call_limit_us),
-            ("ms of import", statistics.median(imports["processor"]), options.import_limit_ms),
-        )
+        for what, figure, limit in figures
         if limit is not None and figure > limit
     ]
-    print(*too_slow, sep="\n", file=sys.stderr, end="\n" if too_slow else "")
-    return 1 if too_slow else 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def tables(rows: list[Row], content: dict[str, Any]) -> list[Any]:
+    """Calls, and the import."""
+    from rich.table import Table
+
+    names = ("public", "hook alone", "added", "values", "routing", "least")
+    keys = ("public_us", "direct_us", "added_us", "values_us", "routing_us", "least_us")
+    title = f"router: µs a call; target: below {TARGET_CALL_US:.0f} of routing"
+    table = Table("call", *names, title=title, title_justify="left")
+    title = f"router: ms of the import after torch's; target: below {TARGET_IMPORT_MS:.0f}"
+    imports = Table("clock", "median", "least", "most", title=title, title_justify="left")
+    for row in rows:
+        if "public_us" in row:
+            table.add_row(row["case"], *(f"{row[key]:.2f}" for key in keys))
+            continue
+        for clock in ("wall", "processor"):
+            times = row[f"{clock}_ms"]
+            imports.add_row(clock, f"{statistics.median(times):.1f}", f"{times[0]:.1f}", f"{times[-1]:.1f}")
+    return [part for part in (table, imports) if part.row_count]

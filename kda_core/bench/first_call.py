@@ -1,0 +1,139 @@
+"""Suite ``first-call``: what the first calls of a process cost while nothing is compiled, and what later ones compile.
+
+Every row is a fresh process with an empty Triton cache: the forward alone, then forward and backward. The second one
+goes on: as many training steps as ``--calls`` says with random T, as many again with random packings of up to ten
+sequences, and counts the kernels that either compiled. A process imports torch and starts the device before it looks
+at the clock. A backend without Triton compiles nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import kda_core
+from kda_core.bench.session import Row, Session, Task
+from kda_core.bench.shapes import Shape
+
+CACHE = "TRITON_CACHE_DIR"
+DEFAULT = Shape(1, 2048, 16, 128)
+QUICK = Shape(1, 70, 2, 16)
+CHILD = "import sys; from kda_core.bench import first_call; first_call.child(sys.argv[1])"
+
+
+def tasks(session: Session) -> list[Task]:
+    """The forward, and the training step."""
+    options = session.options
+    shapes = options.shapes or [QUICK if options.quick else DEFAULT]
+    if any(shape.lengths or shape.pool or shape.HV != shape.H or shape.V != shape.K for shape in shapes):
+        raise ValueError("shapes: the suite first-call takes B,T,H,K alone")
+    return [
+        Task(f"first call {shape} {name}", functools.partial(measure, shape, backward, session))
+        for shape in shapes
+        for name, backward in (("forward", False), ("forward and backward", True))
+    ]
+
+
+def measure(shape: Shape, backward: bool, session: Session) -> Row:
+    """What a process of its own finds, with an empty cache."""
+    options = session.options
+    calls = options.calls or (3 if options.quick else 100)
+    told = {
+        "sizes": (shape.B, shape.T, shape.H, shape.K),
+        "device": str(session.device),
+        "backend": options.backend,
+        "backward": backward,
+        "calls": calls,
+    }
+    row: Row = {"suite": "first-call", "shape": str(shape), "backward": backward, "calls": calls}
+    with tempfile.TemporaryDirectory() as cache:
+        line = [sys.executable, "-c", CHILD, json.dumps(told)]
+        done = subprocess.run(line, env=os.environ | {CACHE: cache}, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return row | {"failed": (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]}
+    return row | json.loads(done.stdout.splitlines()[-1])
+
+
+def child(told: str) -> None:
+    """The process whose first call is timed: prints what it found as JSON."""
+    options = json.loads(told)
+    device = torch.device(options["device"])
+    torch.ones(1, device=device).sum().item()
+    tensors = _inputs(options["sizes"], device)
+    start = time.perf_counter()
+    _step(tensors, options)
+    torch.ones(1, device=device).sum().item()  # waits for the device
+    found: dict[str, float] = {"seconds": time.perf_counter() - start, "kernels": _compiled()}
+    if options["backward"]:
+        found |= _later(options, device)
+    print(json.dumps(found))
+
+
+def _compiled() -> int:
+    """Kernels in the cache of this process."""
+    # One such file lists the stages of a kernel, whatever they are: Gluon's begin later than Triton's.
+    return len(list(Path(os.environ[CACHE]).rglob("__grp__*.json")))
+
+
+def _inputs(sizes: Sequence[int], device: torch.device) -> list[Tensor]:
+    """q, k, v, g and beta."""
+    B, T, H, K = sizes
+    kind: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    q, k, v = (torch.randn(B, T, H, K, **kind, requires_grad=True) for _ in range(3))
+    g = (-5 * torch.rand(B, T, H, K, **kind)).requires_grad_()
+    return [q, k, v, g, torch.rand(B, T, H, **kind, requires_grad=True)]
+
+
+def _step(tensors: list[Tensor], options: dict[str, Any], cu_seqlens: Tensor | None = None) -> None:
+    """A call, and its backward where that is asked for."""
+    q, k, v, g, beta = tensors
+    with torch.set_grad_enabled(options["backward"]):
+        o = kda_core.chunk_kda(
+            q, k, v, g, beta, use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens, backend=options["backend"]
+        )[0]
+    if options["backward"]:
+        torch.autograd.grad(o, tensors, torch.ones_like(o))
+
+
+def _later(options: dict[str, Any], device: torch.device) -> dict[str, int]:
+    """Kernels that other lengths compile after the first call."""
+    B, T, H, K = options["sizes"]
+    draw = random.Random(0)
+    before = _compiled()
+    for _ in range(options["calls"]):
+        _step(_inputs((B, draw.randint(1, 2 * T), H, K), device), options)
+    found = {"later_random_T": _compiled() - before}
+    before = _compiled()
+    for _ in range(options["calls"]):
+        lengths = [draw.randint(1, max(1, T // 4)) for _ in range(draw.randint(1, 10))]
+        cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0)
+        _step(_inputs((1, sum(lengths), H, K), device), options, cu_seqlens)
+    return found | {"later_random_packings": _compiled() - before}
+
+
+def tables(rows: list[Row], content: dict[str, Any]) -> list[Any]:
+    """One line a process."""
+    from rich.table import Table
+
+    columns = ("B,T,H,K", "call", "seconds", "kernels", "compiled by later T", "by later packings")
+    table = Table(*columns, title="first-call: a fresh process, an empty cache", title_justify="left")
+    for row in rows:
+        what = "forward and backward" if row["backward"] else "forward"
+        if "failed" in row:
+            table.add_row(row["shape"], what, "fails")
+            continue
+        later = [f"{row[n]} in {row['calls']}" if n in row else "" for n in ("later_random_T", "later_random_packings")]
+        table.add_row(row["shape"], what, f"{row['seconds']:.1f}", str(row["kernels"]), *later)
+    return [table]
