@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from kda_core import eager, ops, plugins
+from kda_core import checks, eager, ops, plugins
+from kda_core.ops import default_scale
 from kda_core.plugins import Explanation, LedgerEntry, registry
 from kda_core.request import GateRequest, Request, build_request
 
@@ -124,7 +125,7 @@ def chunk_kda(
             "v": v,
             "g": g,
             "beta": beta,
-            "scale": _default_scale(q) if scale is None else scale,
+            "scale": default_scale(q) if scale is None else scale,
             "A_log": A_log,
             "dt_bias": dt_bias if dt_bias is None else _by_head(dt_bias, g),
             "initial_state": initial_state,
@@ -216,7 +217,7 @@ def fused_recurrent_kda(
             "v": v,
             "g": g,
             "beta": beta,
-            "scale": _default_scale(q) if scale is None else scale,
+            "scale": default_scale(q) if scale is None else scale,
             "A_log": A_log,
             "dt_bias": dt_bias if dt_bias is None else _by_head(dt_bias, g),
             "initial_state": initial_state,
@@ -282,8 +283,10 @@ def kda_gate(
     compiling = torch.compiler.is_compiling()
     name = _traced_name(backend) if compiling else plugins.requested_name(backend)
     if forward_ad._current_level >= 0:
-        _refuse_tangents(request)
+        ops.refuse_tangents(request)
     if compiling or any(map(eager.needs_operator, (g, A_log, dt_bias))):
+        if not compiling:
+            checks.check_gate_metadata(request)
         return ops.call_gate(request, name)
     chosen = registry.choose(request, name)
     if request.save_for_backward:
@@ -374,12 +377,6 @@ def _check_differentiable(request: Request) -> None:
             )
 
 
-def _default_scale(q: Tensor) -> float:
-    # A q that is no tensor of rank 4 is refused, with its name, by the checks.
-    shape: tuple[int, ...] = getattr(q, "shape", ())
-    return shape[3] ** -0.5 if len(shape) == 4 and shape[3] else 1.0
-
-
 def _by_head(dt_bias: Tensor, g: Tensor) -> Tensor:
     """dt_bias [HV * K] as [HV, K]; any other shape as it came, for the checks to refuse."""
     if isinstance(dt_bias, Tensor) and isinstance(g, Tensor) and dt_bias.dim() == 1 and g.dim() >= 2:
@@ -402,13 +399,6 @@ def _traced_name(backend: str | None) -> str:
     return plugins.traced_name(backend)
 
 
-def _refuse_tangents(request: Request | GateRequest) -> None:
-    """Forward-mode differentiation would lose its tangents without a word: operators pass them over."""
-    for t in vars(request).values():
-        if isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None:
-            raise RuntimeError(f"{request.op}: forward-mode differentiation is not supported")
-
-
 # The name is a constant of a compiled graph: compile again after changing use_backend or KDA_BACKEND. This
 # is the mark that torch.compiler.assume_constant_result sets; calling that would import the compiler (a
 # second, and triton) into every process.
@@ -423,7 +413,7 @@ def _run(request: Request, backend: str | _Question | None) -> Any:
     compiling = torch.compiler.is_compiling()
     name = _traced_name(backend) if compiling else plugins.requested_name(backend)
     if forward_ad._current_level >= 0:
-        _refuse_tangents(request)
+        ops.refuse_tangents(request)
     chosen = None
     if request.cp_context is not None or not (compiling or eager.needs_operator(request.q)):
         chosen = registry.choose(request, name)
@@ -431,6 +421,8 @@ def _run(request: Request, backend: str | _Question | None) -> Any:
         if request.memo is None and request.cp_context is None:
             chosen = None if any(map(eager.needs_operator, vars(request).values())) else chosen
     if chosen is None:
+        if not compiling:
+            checks.check_metadata(request)
         result = ops.call(request, name)
     elif request.save_for_backward:
         result = eager.call(chosen, request)

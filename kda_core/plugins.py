@@ -19,7 +19,7 @@ from typing import Literal
 import pluggy
 import torch
 
-from kda_core import checks, hookspecs, platforms
+from kda_core import checks, hookspecs, meta, platforms
 from kda_core.capabilities import Available, BackendInfo, Unavailable
 from kda_core.contract import contract_problem, read_info
 from kda_core.errors import BackendNotFound, BrokenBackend, ContractViolation, UnsupportedCall
@@ -320,6 +320,8 @@ class Registry:
         return backend
 
     def _choose(self, request: AnyRequest, name: str | None) -> Backend:
+        if meta.is_meta(request):
+            return self._choose_on_meta(request, name)
         if name is not None:
             backend = self.named(name)
             reason = backend.refusal(request)
@@ -332,6 +334,13 @@ class Registry:
         explanation = self.explain(request, None)
         raise UnsupportedCall(str(explanation))
 
+    def _choose_on_meta(self, request: AnyRequest, name: str | None) -> Backend:
+        """What answers calls on meta tensors; a named backend must declare what the call needs, its device aside."""
+        reason = None if name is None else self.named(name).undeclared(request)
+        if reason is not None:
+            raise UnsupportedCall(f"{request.op}: backend {name!r} cannot serve this call: {reason}")
+        return meta.META
+
     def explain(self, request: AnyRequest, name: str | None) -> Explanation:
         """A verdict of every known backend on a checked call; runs nothing."""
         self.load()
@@ -339,11 +348,18 @@ class Registry:
         _check_values(request)
         verdicts: list[Verdict] = []
         chosen: str | None = None
+        if meta.is_meta(request) and (name is None or self.named(name).undeclared(request) is None):
+            chosen = meta.NAME
+            verdicts.append(Verdict(chosen, "chosen", "shapes, dtypes and strides; nothing is computed"))
         for backend in self.backends:
             own = backend.info.name
             available = backend.availability(request.device)
             reason = backend.refusal(request)
-            if isinstance(available, Unavailable):
+            if own == name and meta.is_meta(request):
+                undeclared = backend.undeclared(request)
+                status: Status = "refused" if undeclared else "accepted"
+                verdicts.append(Verdict(own, status, undeclared or "declares what the call needs; nothing runs here"))
+            elif isinstance(available, Unavailable):
                 verdicts.append(Verdict(own, "unavailable", available.reason))
             elif reason is not None:
                 verdicts.append(Verdict(own, "refused", reason))
