@@ -283,7 +283,7 @@ def kda_gate(
     compiling = torch.compiler.is_compiling()
     name = _traced_name(backend) if compiling else plugins.requested_name(backend)
     if forward_ad._current_level >= 0:
-        ops.refuse_tangents(request)
+        ops.refuse_tangents(request.op, *vars(request).values())
     if compiling or any(map(eager.needs_operator, (g, A_log, dt_bias))):
         if not compiling:
             checks.check_gate_metadata(request)
@@ -413,7 +413,7 @@ def _run(request: Request, backend: str | _Question | None) -> Any:
     compiling = torch.compiler.is_compiling()
     name = _traced_name(backend) if compiling else plugins.requested_name(backend)
     if forward_ad._current_level >= 0:
-        ops.refuse_tangents(request)
+        ops.refuse_tangents(request.op, *vars(request).values())
     chosen = None
     if request.cp_context is not None or not (compiling or eager.needs_operator(request.q)):
         chosen = registry.choose(request, name)

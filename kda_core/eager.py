@@ -71,10 +71,12 @@ def call_gate(backend: Backend, r: GateRequest) -> Tensor:
     return _GateCall.apply(backend, r, r.g, r.A_log, r.dt_bias)
 
 
-def _refuse_batched(name: str, *grads: Tensor | None) -> None:
+def _check_gradients(name: str, *grads: Tensor | None) -> None:
+    """Refuse gradients that a backend cannot read."""
+    ops.refuse_tangents(name, *grads)
     for grad in grads:
         if grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad):
-            raise RuntimeError(f"{name}: batched gradients (is_grads_batched) are not supported")
+            raise RuntimeError(f"{name}: batched gradients (is_grads_batched) are not supported; use torch.func.vjp under torch.func.vmap, or jacrev")
 
 
 _BEFORE = 3
@@ -113,7 +115,7 @@ class _Call(torch.autograd.Function):
         op = kind.values["op"]
         compiling = torch.compiler.is_compiling()
         if not compiling:
-            _refuse_batched(op, grad_o, grad_final_state)
+            _check_gradients(op, grad_o, grad_final_state)
         needed = kind.needed.get(needs)
         if needed is None:
             needed = kind.needed[needs] = frozenset(n for n, wanted in zip(names, needs, strict=True) if wanted)
@@ -147,7 +149,7 @@ class _GateCall(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple:
         compiling = torch.compiler.is_compiling()
         if not compiling:
-            _refuse_batched("kda_gate", grad)
+            _check_gradients("kda_gate", grad)
         tensors, needs = ctx.saved_tensors, list(ctx.needs_input_grad[2:])
         if compiling or torch.is_grad_enabled() or needs_operator(grad):
             named = dict(zip(schemas.GATE_DIFFERENTIABLE, tensors, strict=True))

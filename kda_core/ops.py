@@ -73,17 +73,18 @@ def _request(op: Op, values: dict[str, Any]) -> tuple[Request, str | None]:
     name = _asked(values.pop("backend"))
     if values["scale"] is None:
         values["scale"] = default_scale(values["q"])
-    r = Request(op=op, **values)
-    if forward_ad._current_level >= 0:
-        refuse_tangents(r)
-    return r, name
+    return Request(op=op, **values), name
 
 
-def refuse_tangents(request: Request | GateRequest) -> None:
-    """Forward-mode differentiation would lose its tangents without a word: operators pass them over."""
-    for t in vars(request).values():
-        if isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None:
-            raise RuntimeError(transforms.NO_FORWARD_MODE.format(op=request.op))
+def refuse_tangents(op: str, *values: Any) -> None:
+    """Raise where forward-mode differentiation would lose its tangents without a word: operators pass them over."""
+    if forward_ad._current_level < 0:
+        return
+    # A compiler's tensors have lost theirs already.
+    if torch.compiler.is_compiling() or any(
+        isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in values
+    ):
+        raise RuntimeError(transforms.NO_FORWARD_MODE.format(op=op))
 
 
 def forward(backend: Backend, r: Request) -> ForwardResult:
@@ -194,6 +195,7 @@ def _register(op: Op) -> None:
     schema = schemas.FUNCTIONAL[op]
 
     def functional(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        refuse_tangents(op, *args, *kwargs.values())
         r, name = _request(op, schema.bind(args, kwargs))
         backend = registry.choose(r, name)
         result = forward(backend, r)
@@ -252,6 +254,7 @@ def _register_inplace(op: Op) -> None:
         return _request(op, values)
 
     def inplace(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        refuse_tangents(op, *args, *kwargs.values())
         r, name = request(args, kwargs)
         result = forward(registry.choose(r, name), r)
         count_writes(r)
@@ -270,6 +273,7 @@ def _register_backward(op: Op) -> None:
     schema = schemas.BACKWARD[op]
 
     def differentiated(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        refuse_tangents(op, *args, *kwargs.values())
         values = schema.bind(args, kwargs)
         saved = [values.pop(n) for n in SAVED_NAMES]
         grads = {n: values.pop(n) for n in ("grad_o", "grad_final_state")}
@@ -319,12 +323,10 @@ def _register_gate() -> None:
 
     def request(values: dict[str, Any]) -> tuple[GateRequest, str | None]:
         name = _asked(values.pop("backend"))
-        r = GateRequest(**values)
-        if forward_ad._current_level >= 0:
-            refuse_tangents(r)
-        return r, name
+        return GateRequest(**values), name
 
     def functional(*args: Any, **kwargs: Any) -> Tensor:
+        refuse_tangents("kda_gate", *args, *kwargs.values())
         r, name = request(schema.bind(args, kwargs))
         return registry.choose(r, name).result("kda_core_gate_forward", r)
 
@@ -334,6 +336,7 @@ def _register_gate() -> None:
         return meta.empty_decay(r)
 
     def differentiated(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        refuse_tangents("kda_gate", *args, *kwargs.values())
         values = of_backward.bind(args, kwargs)
         grad_output = values.pop("grad_output")
         needed = _needed({n: values[n] for n in GATE_DIFFERENTIABLE}, values.pop("needs"))

@@ -67,6 +67,8 @@ class _Samples:
         self._named, self._dims, self._n, self._heads = named, dims, n, heads
         self._in_heads = in_heads or any(dims[name] is not None for name in _PARAMETERS)
         self._stacked = stacked and not self._in_heads
+        if self._in_heads and n == 0:
+            raise ValueError("in_dims: expected one sample or more of torch.func.vmap, got none")
 
     def joined(self) -> dict[str, Any]:
         """The arguments of the one call."""
@@ -256,6 +258,21 @@ def _requires_gradient(t: Any) -> bool:
     return False
 
 
+def _in_functionalize(operator: Any, values: dict[str, Any]) -> tuple[bool, Any]:
+    """Run an operator under ``torch.func.functionalize``, which autograd functions do not know; whether it is that."""
+    from torch._functorch.pyfunctorch import FunctionalizeInterpreter, retrieve_current_functorch_interpreter
+
+    interpreter = retrieve_current_functorch_interpreter()
+    if not isinstance(interpreter, FunctionalizeInterpreter):
+        return False, None
+    from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
+
+    context = FunctorchFunctionalizeAPI(interpreter)
+    arguments = context.unwrap_tensors(tuple(values.values()))
+    with context.redispatch_to_next():
+        return True, context.wrap_tensors(operator(*arguments))
+
+
 def kernel(op: str) -> Callable:
     """What a functional operator is under transforms."""
     schema = schemas.FUNCTIONAL[op]
@@ -263,8 +280,15 @@ def kernel(op: str) -> Callable:
     def transformed(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         values = schema.bind(args, kwargs)
         # Only the level that asks for the gradient sees that it is asked for.
-        values["save_for_backward"] |= any(_requires_gradient(values[n]) for n in DIFFERENTIABLE)
-        return _Forward.apply(op, *values.values())
+        if any(_requires_gradient(values[n]) for n in DIFFERENTIABLE):
+            values["save_for_backward"] = True
+            if values["return_intermediate_states"] and torch.is_grad_enabled():
+                raise ValueError(
+                    "return_intermediate_states: expected no gradient to be needed (it is not differentiable; call it "
+                    "under torch.no_grad()), got an input that a transform differentiates"
+                )
+        done, result = _in_functionalize(_operator(op), values)
+        return result if done else _Forward.apply(op, *values.values())
 
     return transformed
 
@@ -274,7 +298,9 @@ def backward_kernel(op: str) -> Callable:
     schema = schemas.BACKWARD[op]
 
     def transformed(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        return _Backward.apply(op, *schema.bind(args, kwargs).values())
+        values = schema.bind(args, kwargs)
+        done, result = _in_functionalize(_operator(schema.name), values)
+        return result if done else _Backward.apply(op, *values.values())
 
     return transformed
 
@@ -283,31 +309,44 @@ def gate_kernel(*args: Any, **kwargs: Any) -> Tensor:
     """What ``kda_gate`` is under transforms."""
     values = schemas.GATE.bind(args, kwargs)
     values["save_for_backward"] |= any(_requires_gradient(values[n]) for n in GATE_DIFFERENTIABLE)
-    return _GateForward.apply(*values.values())
+    done, result = _in_functionalize(_operator("kda_gate"), values)
+    return result if done else _GateForward.apply(*values.values())
 
 
 def gate_backward_kernel(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """What ``kda_gate_backward`` is under transforms."""
-    return _GateBackward.apply(*schemas.GATE_BACKWARD.bind(args, kwargs).values())
+    values = schemas.GATE_BACKWARD.bind(args, kwargs)
+    done, result = _in_functionalize(_operator("kda_gate_backward"), values)
+    return result if done else _GateBackward.apply(*values.values())
+
+
+def _constant(t: Any) -> Any:
+    """What ``grad`` wraps and does not follow, as it came; None of what a transform changes."""
+    functorch = torch._C._functorch
+    while isinstance(t, Tensor) and functorch.is_functorch_wrapped_tensor(t):
+        if t.requires_grad or not functorch.is_gradtrackingtensor(t):
+            return None
+        t = functorch.get_unwrapped(t)
+    return t
 
 
 def inplace_kernel(op: str) -> Callable:
-    """What an operator that writes to the caller's memory is under transforms: itself, if none of them sees it."""
+    """What an operator that writes to the caller's memory is under transforms: itself, if none of them changes it."""
     schema = schemas.INPLACE[op]
 
     def transformed(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
         values = schema.bind(args, kwargs)
-        wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-        if any(isinstance(t, Tensor) and wrapped(t) for t in values.values()):
-            given = [n for n in ("ssm_state_indices", "pool", "out") if values[n] is not None]
-            name = "inplace_final_state" if given[0] == "pool" else given[0]
+        constants = {n: _constant(t) for n, t in values.items()}
+        if any(constants[n] is None for n, t in values.items() if t is not None):
+            name = next(n for n in ("ssm_state_indices", "pool", "out") if values[n] is not None)
+            name = "inplace_final_state" if name == "pool" else name
             raise ValueError(
                 f"{name}: expected no torch.func transform (grad, vmap, ...) of a call that writes to its caller's "
                 f"memory; call {op} outside of the transform, or without {name}"
             )
         with temporarily_clear_interpreter_stack():
-            return _operator(schema.name)(*values.values())
+            return _operator(schema.name)(*constants.values())
 
     return transformed
