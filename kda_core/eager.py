@@ -76,7 +76,10 @@ def _check_gradients(name: str, *grads: Tensor | None) -> None:
     ops.refuse_tangents(name, *grads)
     for grad in grads:
         if grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad):
-            raise RuntimeError(f"{name}: batched gradients (is_grads_batched) are not supported; use torch.func.vjp under torch.func.vmap, or jacrev")
+            raise RuntimeError(
+                f"{name}: batched gradients (is_grads_batched) are not supported; use torch.func.jacrev, or "
+                "torch.func.vjp under torch.func.vmap"
+            )
 
 
 _BEFORE = 3

@@ -6,6 +6,7 @@ names is held to what it declares, its devices aside.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def chunks_of(r: Request) -> int:
     if r.cu_seqlens_cpu is None:
         raise ValueError("cu_seqlens_cpu: expected a copy of cu_seqlens on the CPU, which the shape of h depends on")
     bounds = r.cu_seqlens_cpu.tolist()
-    return sum((end - start + C - 1) // C for start, end in zip(bounds, bounds[1:], strict=False))
+    return sum((end - start + C - 1) // C for start, end in itertools.pairwise(bounds))
 
 
 def empty_h(r: Request, chunks: int | torch.SymInt) -> Tensor:

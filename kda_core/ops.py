@@ -81,10 +81,15 @@ def refuse_tangents(op: str, *values: Any) -> None:
     if forward_ad._current_level < 0:
         return
     # A compiler's tensors have lost theirs already.
-    if torch.compiler.is_compiling() or any(
-        isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in values
-    ):
+    if torch.compiler.is_compiling() or any(map(_has_tangent, values)):
         raise RuntimeError(transforms.NO_FORWARD_MODE.format(op=op))
+
+
+def _has_tangent(t: Any) -> bool:
+    # A tangent below vmap is met when the operator comes to its level.
+    if not isinstance(t, Tensor) or torch._C._functorch.is_batchedtensor(t):
+        return False
+    return forward_ad.unpack_dual(t).tangent is not None
 
 
 def forward(backend: Backend, r: Request) -> ForwardResult:
@@ -168,7 +173,9 @@ def _needed(named: dict[str, Tensor | None], needs: list[bool]) -> frozenset[str
     if not needs:
         needs = given
     if len(needs) != len(named) or any(n and not g for n, g in zip(needs, given, strict=True)):
-        raise ValueError(f"needs: expected True or False for each of {', '.join(named)}, of which given ones may be True")
+        raise ValueError(
+            f"needs: expected True or False for each of {', '.join(named)}, of which given ones may be True"
+        )
     return frozenset(name for name, wanted in zip(named, needs, strict=True) if wanted)
 
 

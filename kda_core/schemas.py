@@ -24,6 +24,9 @@ from kda_core.request import Op
 
 NAMESPACE = "kda_core"
 
+SCHEMA_VERSION = 1
+"""Raised whenever a schema grows; ``tests/data`` has programs that were exported with each version."""
+
 GATE_DIFFERENTIABLE = ("g", "A_log", "dt_bias")
 """Inputs of ``kda_gate`` that have a gradient."""
 

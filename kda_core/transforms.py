@@ -67,7 +67,7 @@ class _Samples:
         self._named, self._dims, self._n, self._heads = named, dims, n, heads
         self._in_heads = in_heads or any(dims[name] is not None for name in _PARAMETERS)
         self._stacked = stacked and not self._in_heads
-        if self._in_heads and n == 0:
+        if n == 0 and not self._stacked:
             raise ValueError("in_dims: expected one sample or more of torch.func.vmap, got none")
 
     def joined(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class _Samples:
     def apart(self, name: str, t: Tensor) -> Tensor:
         """A result of the one call with the samples in a dimension of their own."""
         at = self.place(name)
-        return t if self._stacked else t.unflatten(at, (self._n, t.shape[at] // self._n))
+        return t if self._stacked else t.unflatten(at, (self._n, -1))
 
 
 def _samples_of(op: str, schema: schemas.Schema, info: Any, in_dims: tuple, values: tuple) -> tuple[dict, _Samples]:
