@@ -173,9 +173,8 @@ def _needed(named: dict[str, Tensor | None], needs: list[bool]) -> frozenset[str
     if not needs:
         needs = given
     if len(needs) != len(named) or any(n and not g for n, g in zip(needs, given, strict=True)):
-        raise ValueError(
-            f"needs: expected True or False for each of {', '.join(named)}, of which given ones may be True"
-        )
+        names = ", ".join(named)
+        raise ValueError(f"needs: expected True or False for each of {names}; True only for given ones, got {needs}")
     return frozenset(name for name, wanted in zip(named, needs, strict=True) if wanted)
 
 

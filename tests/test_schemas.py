@@ -154,7 +154,7 @@ def test_a_backward_without_what_was_saved_runs_the_forward_again(op: str, optio
     [
         ({"grad_o": None}, "grad_o: expected a tensor, or one for grad_final_state, got None for both"),
         ({"needs": [True]}, "needs: expected True or False for each of q, k, v, g, beta, A_log"),
-        ({"needs": [False] * 5 + [True, False, False]}, "of which given ones may be True"),
+        ({"needs": [False] * 5 + [True, False, False]}, "True only for given ones"),
         ({"saved_0": torch.ones(3)}, "saved tensors of [3, 0, 0, 0, 0, 0, 0, 0] elements"),
         ({"saved_7": torch.ones(3)}, "saved tensors of [0, 0, 0, 0, 0, 0, 0, 3] elements"),
     ],

@@ -197,7 +197,7 @@ def test_layouts_and_dtypes(v_first: bool, dtype: torch.dtype):
 
 
 def test_no_samples_are_refused():
-    with pytest.raises(ValueError, match="^in_dims: expected one sample or more"):
+    with pytest.raises(ValueError, match=r"^in_dims: expected one sample or more"):
         vmap(function("chunk_kda"))({name: t[:0] for name, t in samples("chunk_kda").items()})
 
 
@@ -233,7 +233,7 @@ def test_wrong_arguments_are_refused_in_the_words_of_a_sample():
 def test_boundaries_of_each_sample_are_refused():
     a = samples("chunk_kda", N=2, B=1)
     bounds = torch.tensor([[0, 2, 5], [0, 3, 5], [0, 1, 4]])
-    with pytest.raises(ValueError, match="^cu_seqlens: expected the same boundaries for every sample .*; pack the"):
+    with pytest.raises(ValueError, match=r"^cu_seqlens: expected the same boundaries for every sample .*; pack the"):
         vmap(lambda a, c: function("chunk_kda", cu_seqlens=c)(a))(a, bounds)
 
 
@@ -283,7 +283,7 @@ def test_intermediate_states_have_no_gradient(wrap):
     def of(a: Tensors) -> Tensor:
         return function("chunk_kda", return_intermediate_states=True)(a)[0].sum()
 
-    with pytest.raises(ValueError, match="^return_intermediate_states: expected no gradient to be needed"):
+    with pytest.raises(ValueError, match=r"^return_intermediate_states: expected no gradient to be needed"):
         wrap(of)(samples("chunk_kda"))
 
 
@@ -291,6 +291,15 @@ def first(op: str):
     """A function of g alone."""
     a = {name: t[0] for name, t in samples(op).items()}
     return lambda g: loss(op)(a | {"g": g}), a["g"]
+
+
+def with_some_slow(cases, fast):
+    """Every operator with every case; those that compile are slow, a few aside."""
+    return [
+        pytest.param(op, how, marks=() if "compiled" not in how or (op, how) in fast else pytest.mark.slow)
+        for op in ALL
+        for how in cases
+    ]
 
 
 FORWARD_MODE = {
@@ -304,8 +313,7 @@ FORWARD_MODE = {
 }
 
 
-@pytest.mark.parametrize("how", FORWARD_MODE)
-@pytest.mark.parametrize("op", ALL)
+@pytest.mark.parametrize(("op", "how"), with_some_slow(FORWARD_MODE, fast=[("kda_gate", "compiled jvp")]))
 def test_forward_mode_says_what_to_do(op: str, how: str):
     with pytest.raises(RuntimeError, match=rf"{op}: forward-mode differentiation is not supported; use reverse mode"):
         FORWARD_MODE[how](*first(op))
@@ -340,8 +348,7 @@ DOUBLE = {
 }
 
 
-@pytest.mark.parametrize("how", DOUBLE)
-@pytest.mark.parametrize("op", ALL)
+@pytest.mark.parametrize(("op", "how"), with_some_slow(DOUBLE, fast=[("kda_gate", "compiled")]))
 def test_double_backward_says_what_to_do(op: str, how: str):
     of, g = first(op)
     torch._dynamo.reset()
@@ -368,15 +375,17 @@ def test_batched_gradients_of_autograd_point_to_torch_func():
 
 
 COMPILED = {
-    "grad": lambda of, dims: grad(lambda a: of({k: t[0] if dims[k] == 0 else t for k, t in a.items()})),
-    "vmap": lambda of, dims: vmap(of, in_dims=(dims,)),
-    "vmap of grad": lambda of, dims: vmap(grad(of), in_dims=(dims,)),
-    "grad of vmap": lambda of, dims: grad(lambda a: vmap(of, in_dims=(dims,))(a).sum()),
+    "compiled grad": lambda of, dims: grad(lambda a: of({k: t[0] if dims[k] == 0 else t for k, t in a.items()})),
+    "compiled vmap": lambda of, dims: vmap(of, in_dims=(dims,)),
+    "compiled vmap of grad": lambda of, dims: vmap(grad(of), in_dims=(dims,)),
+    "compiled grad of vmap": lambda of, dims: grad(lambda a: vmap(of, in_dims=(dims,))(a).sum()),
 }
 
 
-@pytest.mark.parametrize("how", COMPILED)
-@pytest.mark.parametrize("op", ALL)
+@pytest.mark.parametrize(
+    ("op", "how"),
+    with_some_slow(COMPILED, fast=[("chunk_kda", "compiled vmap of grad"), ("kda_gate", "compiled grad")]),
+)
 def test_transforms_compile(op: str, how: str):
     torch._dynamo.reset()
     a, dims = shared(samples(op), PARAMETERS)
