@@ -102,8 +102,8 @@ def _samples_of(op: str, schema: schemas.Schema, info: Any, in_dims: tuple, valu
     for name in ("cu_seqlens", "cu_seqlens_cpu"):
         if dims[name] is not None:
             raise ValueError(
-                f"{name}: expected the same boundaries for every sample of torch.func.vmap (in_dims None), got some for "
-                f"each; pack the samples into one call of {op} instead"
+                f"{name}: expected the same boundaries for every sample of torch.func.vmap (in_dims None), got some "
+                f"for each; pack the samples into one call of {op} instead"
             )
     needs = dict(zip(DIFFERENTIABLE, named.get("needs") or (), strict=False))
     in_heads = named["cu_seqlens"] is not None or any(needs.get(name) for name in _PARAMETERS)
