@@ -283,7 +283,7 @@ def kda_gate(
     compiling = torch.compiler.is_compiling()
     name = _traced_name(backend) if compiling else plugins.requested_name(backend)
     if forward_ad._current_level >= 0:
-        ops.refuse_tangents(request.op, *vars(request).values())
+        _refuse_tangents(request)
     if compiling or any(map(eager.needs_operator, (g, A_log, dt_bias))):
         if not compiling:
             checks.check_gate_metadata(request)
@@ -399,6 +399,12 @@ def _traced_name(backend: str | None) -> str:
     return plugins.traced_name(backend)
 
 
+def _refuse_tangents(request: Request | GateRequest) -> None:
+    # A compiler's tensors have lost theirs: a call under forward mode is refused whatever it has.
+    values = () if torch.compiler.is_compiling() else vars(request).values()
+    ops.refuse_tangents(request.op, *values)
+
+
 # The name is a constant of a compiled graph: compile again after changing use_backend or KDA_BACKEND. This
 # is the mark that torch.compiler.assume_constant_result sets; calling that would import the compiler (a
 # second, and triton) into every process.
@@ -413,7 +419,7 @@ def _run(request: Request, backend: str | _Question | None) -> Any:
     compiling = torch.compiler.is_compiling()
     name = _traced_name(backend) if compiling else plugins.requested_name(backend)
     if forward_ad._current_level >= 0:
-        ops.refuse_tangents(request.op, *vars(request).values())
+        _refuse_tangents(request)
     chosen = None
     if request.cp_context is not None or not (compiling or eager.needs_operator(request.q)):
         chosen = registry.choose(request, name)

@@ -80,7 +80,6 @@ def refuse_tangents(op: str, *values: Any) -> None:
     """Raise where forward-mode differentiation would lose its tangents without a word: operators pass them over."""
     if forward_ad._current_level < 0:
         return
-    # A compiler's tensors have lost theirs already.
     if torch.compiler.is_compiling() or any(map(_has_tangent, values)):
         raise RuntimeError(transforms.NO_FORWARD_MODE.format(op=op))
 
@@ -227,6 +226,8 @@ def _register(op: Op) -> None:
         ctx.save_for_backward(*(named[n] for n in schemas.TENSOR_NAMES), *output[3:])
         ctx.options = {n: named[n] for n in (*schemas.OPTION_NAMES, "backend")}
         ctx.has_final_state = named["output_final_state"]
+        # A gradient of the intermediate states would be lost without a word.
+        ctx.mark_non_differentiable(*output[2 if ctx.has_final_state else 1 :])
 
     def apply_backward(ctx: Any, grad_o: Tensor | None, grad_final_state: Tensor | None, *_: Any) -> tuple:
         # Read once: under activation checkpointing a second look at saved tensors is an error.
@@ -397,10 +398,13 @@ def count_writes(r: Request) -> None:
 
 def call(r: Request, backend: str | None) -> ForwardResult:
     """Run a request through its operator, so that autograd, fake tensors and compilers see it."""
+    # Compilers trace this; that of torch 2.7 knows no | of dictionaries.
     more: dict[str, Any] = {"backend": backend or ""}
     if writes_to_caller(r):
         schema = schemas.INPLACE[r.op]
-        more |= {"initial_state": None, "pool": r.initial_state} if r.inplace_final_state else {"pool": None}
+        more["pool"] = r.initial_state if r.inplace_final_state else None
+        if r.inplace_final_state:
+            more["initial_state"] = None
     else:
         schema = schemas.FUNCTIONAL[r.op]
     values = [more[n] if n in more else getattr(r, n) for n in schema.names]

@@ -299,6 +299,7 @@ def backward_kernel(op: str) -> Callable:
 
     def transformed(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         values = schema.bind(args, kwargs)
+        values["needs"] = values["needs"] or [values[n] is not None for n in DIFFERENTIABLE]
         done, result = _in_functionalize(_operator(schema.name), values)
         return result if done else _Backward.apply(op, *values.values())
 
@@ -316,6 +317,7 @@ def gate_kernel(*args: Any, **kwargs: Any) -> Tensor:
 def gate_backward_kernel(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """What ``kda_gate_backward`` is under transforms."""
     values = schemas.GATE_BACKWARD.bind(args, kwargs)
+    values["needs"] = values["needs"] or [values[n] is not None for n in GATE_DIFFERENTIABLE]
     done, result = _in_functionalize(_operator("kda_gate_backward"), values)
     return result if done else _GateBackward.apply(*values.values())
 

@@ -149,6 +149,14 @@ def test_a_backward_without_what_was_saved_runs_the_forward_again(op: str, optio
     assert [t.shape for t in found[5:]] == [(0,)] * 3
 
 
+@pytest.mark.parametrize("op", ["chunk_kda", "fused_recurrent_kda"])
+def test_only_the_output_and_the_final_state_have_a_gradient(op: str):
+    arguments = {n: t.requires_grad_() for n, t in data().items()}
+    options = {"output_final_state": True, "return_intermediate_states": op == "chunk_kda", "save_for_backward": True}
+    results = getattr(torch.ops.kda_core, op)(**arguments, **options)
+    assert [t.requires_grad for t in results] == [True, True] + [False] * (1 + MAX_SAVED_TENSORS)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

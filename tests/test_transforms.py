@@ -51,7 +51,7 @@ def function(op: str, **options):
     """A public function of its tensors, with everything in the operator."""
     if op == "kda_gate":
         return lambda a: kda_core.kda_gate(**a)
-    given = IN_THE_OPERATOR | {"output_final_state": True} | options
+    given = {**IN_THE_OPERATOR, "output_final_state": True, **options}
     return lambda a: getattr(kda_core, op)(**a, **given)
 
 
@@ -219,6 +219,17 @@ def test_gradients_of_each_sample_of_a_layer():
         torch.testing.assert_close({name: t[i] for name, t in found.items()}, expected)
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_vmap_of_a_backward_operator_with_its_defaults(op: str):
+    a = {name: t for name, t in samples(op).items() if name not in (*PARAMETERS, "initial_state")}
+    a["g"], a["grad_o"] = -a["g"].abs(), torch.ones_like(a["v"])
+
+    def of(a: Tensors) -> tuple[Tensor, ...]:
+        return getattr(torch.ops.kda_core, f"{op}_backward")(**a)[:5]
+
+    torch.testing.assert_close(vmap(of)(a), looped(of, a, dict.fromkeys(a, 0)))
+
+
 def test_functionalize():
     a = {name: t[0] for name, t in samples("chunk_kda").items()}
     torch.testing.assert_close(functionalize(function("chunk_kda"))(a), function("chunk_kda")(a), rtol=0, atol=0)
@@ -290,7 +301,7 @@ def test_intermediate_states_have_no_gradient(wrap):
 def first(op: str):
     """A function of g alone."""
     a = {name: t[0] for name, t in samples(op).items()}
-    return lambda g: loss(op)(a | {"g": g}), a["g"]
+    return lambda g: loss(op)({**a, "g": g}), a["g"]
 
 
 def with_some_slow(cases, fast):
