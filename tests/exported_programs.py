@@ -4,7 +4,8 @@
 
 writes ``tests/data/NAME.vVERSION.pt2`` for the schemas of today (``schemas.SCHEMA_VERSION``), where that is not there.
 A file is never replaced: users hold programs like it, which later versions must run. When the schemas grow, raise the
-version and run this again; the files of earlier versions stay, and ``tests/test_exported.py`` runs them all.
+version, run this again and add the new files' digests to ``tests/test_exported.py``, which runs the files of every
+version. Export with the newest torch: its format is read by later versions, not by earlier ones.
 """
 
 from __future__ import annotations

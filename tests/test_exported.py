@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import zipfile
@@ -16,6 +17,14 @@ from kda_core import schemas
 from kda_core.plugins import registry
 
 KEPT = sorted(DATA.glob("*.pt2"))
+
+# SHA-256 of every file: files are added, never replaced.
+DIGESTS = {
+    "chunk_kda_dense.v1.pt2": "827236f2ec6ce71c5e0b81a0462c2d089fd8409a53886aeb5a547e21d776bc7f",
+    "chunk_kda_packed.v1.pt2": "600e263caf092d67ac661f032250fe946f587c12be323769b18d9c5dcd9c2603",
+    "fused_recurrent_kda_pool.v1.pt2": "82954df818bc9842ecc3d262becb1fcef1a8986c48b6ed7fec1cf91aac408fa2",
+    "kda_gate.v1.pt2": "90bee75dc1f93f6ad10b202654423a6dc7e496b153d6996c924e830d252568c3",
+}
 
 
 def graph_of(path: Path) -> dict:
@@ -46,6 +55,7 @@ def test_programs_of_every_schema_version_are_kept():
     names = {path.name for path in KEPT}
     versions = range(1, schemas.SCHEMA_VERSION + 1)
     assert names == {f"{name}.v{version}.pt2" for name in PROGRAMS for version in versions}
+    assert {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in KEPT} == DIGESTS
 
 
 @pytest.mark.parametrize("path", KEPT, ids=lambda p: p.name)
