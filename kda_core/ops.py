@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from kda_core import meta, schemas, transforms
+from kda_core import meta, schemas
 from kda_core.errors import ContractViolation
 from kda_core.hookspecs import MAX_SAVED_TENSORS
 from kda_core.plugins import TRACED, Backend, registry
@@ -34,7 +34,26 @@ HOOKS = {
     "fused_recurrent_kda": ("kda_core_recurrent_forward", "kda_core_recurrent_backward"),
 }
 
+NO_DOUBLE_BACKWARD = (
+    "{op}: double backward is not supported (the backward has no gradient of its own); leave out create_graph=True, "
+    "or detach what the first gradients depend on"
+)
+NO_FORWARD_MODE = (
+    "{op}: forward-mode differentiation is not supported; use reverse mode: torch.func.vjp, or jacrev instead of jacfwd"
+)
+
 _library = torch.library.Library(NAMESPACE, "DEF")
+
+
+def _under_transforms(kernel_of: Callable) -> Callable:
+    """A kernel of ``transforms``, which is imported when ``torch.func`` first meets an operator: few use it."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        from kda_core import transforms
+
+        return kernel_of(transforms)(*args, **kwargs)
+
+    return kernel
 
 
 def _define(schema: Schema, implementation: Callable, fake: Callable, transformed: Callable) -> None:
@@ -84,7 +103,7 @@ def refuse_tangents(op: str, *values: Any) -> None:
     if forward_ad._current_level < 0:
         return
     if torch.compiler.is_compiling() or any(map(_has_tangent, values)):
-        raise RuntimeError(transforms.NO_FORWARD_MODE.format(op=op))
+        raise RuntimeError(NO_FORWARD_MODE.format(op=op))
 
 
 def _has_tangent(t: Any) -> bool:
@@ -128,7 +147,7 @@ def _complete(backend: Backend, result: Any, needs: frozenset[str]) -> dict[str,
 
 def _missing_double_backward(name: str) -> Callable:
     def backward(ctx: Any, *grads: Any) -> None:
-        raise RuntimeError(transforms.NO_DOUBLE_BACKWARD.format(op=name))
+        raise RuntimeError(NO_DOUBLE_BACKWARD.format(op=name))
 
     return backward
 
@@ -247,7 +266,7 @@ def _register(op: Op) -> None:
             grads = call_backward(op, asked)
         return tuple(grads.get(n) for n in schema.names)
 
-    _define(schema, functional, functional_fake, transforms.kernel(op))
+    _define(schema, functional, functional_fake, _under_transforms(lambda t: t.kernel(op)))
     torch.library.register_autograd(f"{NAMESPACE}::{op}", apply_backward, setup_context=setup_context, lib=_library)
     _register_inplace(op)
     _register_backward(op)
@@ -278,7 +297,7 @@ def _register_inplace(op: Op) -> None:
         registry.choose(r, name)
         return _fake_forward(r)
 
-    _define(schema, inplace, inplace_fake, transforms.inplace_kernel(op))
+    _define(schema, inplace, inplace_fake, _under_transforms(lambda t: t.inplace_kernel(op)))
 
 
 def _register_backward(op: Op) -> None:
@@ -303,7 +322,7 @@ def _register_backward(op: Op) -> None:
         values = schema.bind(args, kwargs)
         return _fake_gradients(values, DIFFERENTIABLE, values["needs"], values["v"])
 
-    _define(schema, differentiated, differentiated_fake, transforms.backward_kernel(op))
+    _define(schema, differentiated, differentiated_fake, _under_transforms(lambda t: t.backward_kernel(op)))
     torch.library.register_autograd(
         f"{NAMESPACE}::{schema.name}", _missing_double_backward(op), setup_context=_nothing, lib=_library
     )
@@ -374,8 +393,8 @@ def _register_gate() -> None:
         grads = call_gate_backward({**named, **ctx.options, "grad_output": grad, "needs": needs})
         return tuple(grads.get(n) for n in schema.names)
 
-    _define(schema, functional, functional_fake, transforms.gate_kernel)
-    _define(of_backward, differentiated, differentiated_fake, transforms.gate_backward_kernel)
+    _define(schema, functional, functional_fake, _under_transforms(lambda t: t.gate_kernel))
+    _define(of_backward, differentiated, differentiated_fake, _under_transforms(lambda t: t.gate_backward_kernel))
     torch.library.register_autograd(f"{NAMESPACE}::kda_gate", apply_backward, setup_context=setup_context, lib=_library)
     torch.library.register_autograd(
         f"{NAMESPACE}::kda_gate_backward", _missing_double_backward("kda_gate"), setup_context=_nothing, lib=_library

@@ -19,16 +19,9 @@ import torch
 from torch import Tensor
 
 from kda_core import schemas
+from kda_core.ops import NO_DOUBLE_BACKWARD, NO_FORWARD_MODE
 from kda_core.reference import DIFFERENTIABLE
 from kda_core.schemas import GATE_DIFFERENTIABLE, SAVED_NAMES
-
-NO_DOUBLE_BACKWARD = (
-    "{op}: double backward is not supported (the backward has no gradient of its own); leave out create_graph=True, "
-    "or detach what the first gradients depend on"
-)
-NO_FORWARD_MODE = (
-    "{op}: forward-mode differentiation is not supported; use reverse mode: torch.func.vjp, or jacrev instead of jacfwd"
-)
 
 _PARAMETERS = ("A_log", "dt_bias")
 # Where the samples' heads lie, by the tensors' names.
