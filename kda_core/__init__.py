@@ -1,8 +1,9 @@
 """Kimi Delta Attention (KDA) as one operator library: one contract, one call, backends as plugin wheels."""
 
 from kda_core.api import backends, chunk_kda, explain, fused_recurrent_kda, kda_gate
+from kda_core.devices import default_device
 from kda_core.errors import BackendNotFound, BrokenBackend, ContractViolation, KdaError, UnsupportedCall
-from kda_core.plugins import default_device, use_backend
+from kda_core.plugins import use_backend
 
 __version__ = "0.1.0"
 

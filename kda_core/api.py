@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from kda_core import checks, eager, ops, plugins
+from kda_core.ops import default_scale
 from kda_core.plugins import Explanation, LedgerEntry, registry
 from kda_core.request import GateRequest, Request, build_request
 
@@ -172,7 +173,7 @@ def chunk_kda(
             "v": v,
             "g": g,
             "beta": beta,
-            "scale": _default_scale(q) if scale is None else scale,
+            "scale": default_scale(q) if scale is None else scale,
             "A_log": A_log,
             "dt_bias": dt_bias if dt_bias is None else _by_head(dt_bias, g),
             "initial_state": initial_state,
@@ -264,7 +265,7 @@ def fused_recurrent_kda(
             "v": v,
             "g": g,
             "beta": beta,
-            "scale": _default_scale(q) if scale is None else scale,
+            "scale": default_scale(q) if scale is None else scale,
             "A_log": A_log,
             "dt_bias": dt_bias if dt_bias is None else _by_head(dt_bias, g),
             "initial_state": initial_state,
@@ -398,15 +399,6 @@ def _renamed_layout(state_v_first: bool, transpose_state_layout: bool) -> bool:
     return transpose_state_layout
 
 
-def _default_scale(q: Tensor) -> float:
-    # A q that is no tensor of rank 4, or a nested one, which has no shape, is refused with its name by the checks.
-    try:
-        shape: tuple[int, ...] = q.shape
-        return shape[3] ** -0.5 if len(shape) == 4 and shape[3] else 1.0
-    except (AttributeError, RuntimeError, TypeError):
-        return 1.0
-
-
 def _by_head(dt_bias: Tensor, g: Tensor) -> Tensor:
     """dt_bias [HV * K] as [HV, K]; any other shape as it came, for the checks to refuse."""
     try:
@@ -428,9 +420,10 @@ def _needs_gradient(*tensors: Any) -> bool:
 
 
 def _prepare_for_operator(request: Request | GateRequest) -> None:
-    """Look at what the dispatcher, which comes before an operator's own checks, would fail with."""
+    """Check what came: the dispatcher is before an operator's own checks, and its errors name no argument."""
     checks.convert_scalars(request)
     checks.check_kinds(request)
+    checks.check(request)
 
 
 def _traced_name(backend: str | None) -> str:
@@ -438,10 +431,9 @@ def _traced_name(backend: str | None) -> str:
 
 
 def _refuse_tangents(request: Request | GateRequest) -> None:
-    """Forward-mode differentiation would lose its tangents without a word: operators pass them over."""
-    for t in vars(request).values():
-        if isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None:
-            raise RuntimeError(f"{request.op}: forward-mode differentiation is not supported")
+    # A compiler's tensors have lost theirs: a call under forward mode is refused whatever it has.
+    values = () if torch.compiler.is_compiling() else vars(request).values()
+    ops.refuse_tangents(request.op, *values)
 
 
 # The name is a constant of a compiled graph: compile again after changing use_backend or KDA_BACKEND. This

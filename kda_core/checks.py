@@ -45,8 +45,16 @@ OPTIONS = {Request: (*FLAGS, *NUMBERS, "chunk_size", "pad_slot_id"), GateRequest
 """Arguments that are plain values."""
 
 
-def check_metadata(r: Request) -> None:
+def check(r: AnyRequest) -> None:
     """Raise unless types, shapes, dtypes, devices and the combination of options are right."""
+    if isinstance(r, GateRequest):
+        check_gate_metadata(r)
+    else:
+        check_metadata(r)
+
+
+def check_metadata(r: Request) -> None:
+    """``check`` for a call of ``chunk_kda`` or ``fused_recurrent_kda``."""
     _check_data(r)
     _check_options(r)
     _check_gate(

@@ -17,6 +17,7 @@ import torch
 from kda_core import hookspecs, platforms, plugins
 from kda_core.capabilities import FOREIGN_VARIABLE, Available, BackendInfo, Unavailable
 from kda_core.contract import found_entry_points
+from kda_core.devices import default_device
 from kda_core.errors import BackendNotFound, BrokenBackend, UnsupportedCall
 
 EXIT_BAD_ARGUMENTS = 2
@@ -74,11 +75,11 @@ def device_name(device: torch.device) -> str:
 def info() -> dict[str, Any]:
     """Everything that ``kda info`` shows, ready for JSON. Asks the machine's devices for their names."""
     devices = machine_devices()
-    default_device, reason = _default_device()
+    default, reason = _default_device()
     return {
         "versions": _versions(),
         "devices": [{"device": str(d), "name": device_name(d)} for d in devices],
-        "default_device": default_device,
+        "default_device": default,
         "default_device_reason": reason,
         "backends": [*_found_backends(devices), *_wheels_not_installed()],
         "entry_points": _entry_points(),
@@ -89,7 +90,7 @@ def info() -> dict[str, Any]:
 
 def _default_device() -> tuple[str | None, str]:
     try:
-        return str(plugins.default_device()), ""
+        return str(default_device()), ""
     except (UnsupportedCall, BackendNotFound, BrokenBackend) as error:
         return None, str(error)
     # It asks the backends' hooks, which may raise anything; a report on what is wrong must survive that and say so.

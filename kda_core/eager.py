@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from kda_core import ops
+from kda_core import ops, schemas
 from kda_core.errors import ContractViolation
 from kda_core.loaded import Backend
 from kda_core.reference import DIFFERENTIABLE
@@ -42,9 +42,9 @@ class _Kind:
     """
 
     def __init__(self, r: Request) -> None:
-        self.names = tuple(name for name in ops.TENSOR_NAMES if getattr(r, name) is not None)
+        self.names = tuple(name for name in schemas.TENSOR_NAMES if getattr(r, name) is not None)
         self.tensors = attrgetter(*self.names)
-        options = {name: getattr(r, name) for name in ops.OPTION_NAMES}
+        options = {name: getattr(r, name) for name in schemas.OPTION_NAMES}
         self.values = {"op": r.op, "save_for_backward": True, **options}
         self.needed: dict[tuple[bool, ...], frozenset[str]] = {}
         self.checked = False
@@ -71,10 +71,15 @@ def call_gate(backend: Backend, r: GateRequest) -> Tensor:
     return _GateCall.apply(backend, r, r.g, r.A_log, r.dt_bias)
 
 
-def _refuse_batched(name: str, *grads: Tensor | None) -> None:
+def _check_gradients(name: str, *grads: Tensor | None) -> None:
+    """Refuse gradients that a backend cannot read."""
+    ops.refuse_tangents(name, *grads)
     for grad in grads:
         if grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad):
-            raise RuntimeError(f"{name}: batched gradients (is_grads_batched) are not supported")
+            raise RuntimeError(
+                f"{name}: batched gradients (is_grads_batched) are not supported; use torch.func.jacrev, or "
+                "torch.func.vjp under torch.func.vmap"
+            )
 
 
 _BEFORE = 3
@@ -113,17 +118,19 @@ class _Call(torch.autograd.Function):
         op = kind.values["op"]
         compiling = torch.compiler.is_compiling()
         if not compiling:
-            _refuse_batched(op, grad_o, grad_final_state)
+            _check_gradients(op, grad_o, grad_final_state)
         needed = kind.needed.get(needs)
         if needed is None:
             needed = kind.needed[needs] = frozenset(n for n, wanted in zip(names, needs, strict=True) if wanted)
         if compiling or torch.is_grad_enabled() or needs_operator(grad_o) or needs_operator(grad_final_state):
-            operator = getattr(torch.ops.kda_core, f"{op}_backward")
-            wanted = [name in needed for name in DIFFERENTIABLE]
-            flat, name = [t.reshape(-1) for t in saved], backend.info.name
-            inputs = (*map(tensors.get, ops.TENSOR_NAMES), *map(kind.values.get, ops.OPTION_NAMES))
-            found = operator(grad_o, grad_final_state, *inputs, flat, wanted, name)
-            grads = dict(zip((n for n in DIFFERENTIABLE if n in needed), found, strict=True))
+            flat = dict(zip(schemas.SAVED_NAMES, (t.reshape(-1) for t in saved), strict=False))
+            more = {
+                "grad_o": grad_o,
+                "grad_final_state": grad_final_state,
+                "needs": [name in needed for name in DIFFERENTIABLE],
+                "backend": backend.info.name,
+            }
+            grads = ops.call_backward(op, {**kind.values, **tensors, **flat, **more})
         else:
             gradients = {"grad_o": grad_o, "grad_final_state": grad_final_state, "needs_grad": needed}
             r = build_request({**kind.values, **tensors, "saved": saved, **gradients})
@@ -145,13 +152,14 @@ class _GateCall(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple:
         compiling = torch.compiler.is_compiling()
         if not compiling:
-            _refuse_batched("kda_gate", grad)
+            _check_gradients("kda_gate", grad)
         tensors, needs = ctx.saved_tensors, list(ctx.needs_input_grad[2:])
         if compiling or torch.is_grad_enabled() or needs_operator(grad):
-            arguments = (grad, *tensors, ctx.lower_bound, needs, ctx.backend.info.name)
-            found = iter(torch.ops.kda_core.kda_gate_backward(*arguments))
-            return (None, None, *(next(found) if needed else None for needed in needs))
-        names = ops.GATE_DIFFERENTIABLE
+            named = dict(zip(schemas.GATE_DIFFERENTIABLE, tensors, strict=True))
+            more = {"lower_bound": ctx.lower_bound, "backend": ctx.backend.info.name}
+            grads = ops.call_gate_backward({**named, **more, "grad_output": grad, "needs": needs})
+            return (None, None, *map(grads.get, schemas.GATE_DIFFERENTIABLE))
+        names = schemas.GATE_DIFFERENTIABLE
         r = GateRequest(
             **dict(zip(names, tensors, strict=True)),
             lower_bound=ctx.lower_bound,
@@ -165,7 +173,7 @@ class _GateCall(torch.autograd.Function):
 
 def _check_saved(backend: Backend, r: Request, saved: tuple[Tensor, ...]) -> None:
     """Raise where the backend saved something else than it announces: compiled graphs go by what it announces."""
-    specs = backend.result("kda_core_saved_spec", r)
+    specs = ops.saved_specs(backend, r)
     found, expected = [(tuple(t.shape), t.dtype) for t in saved], [(tuple(s.shape), s.dtype) for s in specs]
     if found != expected:
         raise ContractViolation(

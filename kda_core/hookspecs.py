@@ -23,6 +23,12 @@ ENTRY_POINT_GROUPS = "kda_core.backends.v"
 """What the groups of every major version of the contract begin with."""
 ENTRY_POINT_GROUP = f"{ENTRY_POINT_GROUPS}{CONTRACT_VERSION.major}"
 
+MAX_SAVED_TENSORS = 8
+"""Tensors that a forward may save for its backward: the operators' schemas, which never change, have so many places.
+
+A backend that needs more lays several of one dtype into one tensor.
+"""
+
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
@@ -59,10 +65,11 @@ def kda_core_reject(request: AnyRequest) -> str | None:
 
 @hookspec(firstresult=True)
 def kda_core_saved_spec(request: Request) -> tuple[TensorSpec, ...]:
-    """Announce what the forward of ``request`` saves for its backward, besides the inputs.
+    """Announce what the forward of ``request`` saves for its backward, besides the inputs: at most MAX_SAVED_TENSORS.
 
-    Fires when the forward is traced with fake tensors (``torch.compile``, ``torch.export``). Looks at
-    metadata only; shapes may be symbolic.
+    Fires when the forward is traced with fake tensors (``torch.compile``, ``torch.export``), when the backward runs
+    as an operator, and at the first eager call of a signature. Looks at metadata only; shapes may be symbolic.
+    More tensors than MAX_SAVED_TENSORS are a ContractViolation.
     """
     raise AssertionError("specification only")
 

@@ -73,17 +73,22 @@ class Backend:
         available = self.availability(request.device)
         if isinstance(available, Unavailable):
             return available.reason
+        undeclared = self.undeclared(request)
+        if undeclared is not None:
+            return undeclared
+        reason = self.call("kda_core_reject", request=request)
+        if reason is not None and not isinstance(reason, str):
+            raise ContractViolation(f"backend {self.info.name!r} returned {reason!r} from kda_core_reject")
+        return reason
+
+    def undeclared(self, request: AnyRequest) -> str | None:
+        """Which features and limits of the call the backend does not declare, or None."""
         capabilities = self.info.capabilities
         reasons = [capabilities.refusal(feature) for feature in sorted(request.features, key=lambda f: f.name)]
         found = [reason for reason in reasons if reason is not None]
         if isinstance(request, Request):
             found += _limit_refusals(request, self.info)
-        if found:
-            return "; ".join(found)
-        reason = self.call("kda_core_reject", request=request)
-        if reason is not None and not isinstance(reason, str):
-            raise ContractViolation(f"backend {self.info.name!r} returned {reason!r} from kda_core_reject")
-        return reason
+        return "; ".join(found) or None
 
 
 def _limit_refusals(r: Request, info: BackendInfo) -> Iterator[str]:

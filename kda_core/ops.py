@@ -1,12 +1,12 @@
-"""torch.library operators: schema, fake kernel and autograd of every public function.
+"""torch.library operators: implementation, fake kernel and autograd of every public function.
 
 Three operators a function: a functional one with autograd, its backward, and one that writes to the
-caller's memory (a pool of states, ``out``) and has no gradient. The backend is chosen inside the
-operator, by the device its tensors are on (or by the name that the caller asked for), so that a
+caller's memory (a pool of states, ``out``) and has no gradient. ``kda_gate`` writes to nothing and has two. The backend
+is chosen inside the operator, by the device its tensors are on (or by the name that the caller asked for), so that a
 compiled graph holds one opaque call.
 
-A tensor that a call does not produce is returned as an empty one of shape [0]: schemas have no
-optional results.
+``schemas`` has their schemas, and says which changes programs that hold them allow; ``transforms`` is what
+``torch.func`` makes of them. A tensor that a call does not produce is returned as an empty one of shape [0].
 """
 
 from __future__ import annotations
@@ -18,79 +18,50 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from kda_core import meta, schemas
 from kda_core.errors import ContractViolation
+from kda_core.hookspecs import MAX_SAVED_TENSORS
 from kda_core.plugins import TRACED, Backend, registry
 from kda_core.reference import DIFFERENTIABLE
 from kda_core.request import BackwardResult, ForwardResult, GateRequest, Op, Request, TensorSpec
+from kda_core.schemas import GATE_DIFFERENTIABLE, NAMESPACE, SAVED_NAMES, Schema
+from kda_core.signature import is_plain
 
-NAMESPACE = "kda_core"
 HOOKS = {
     "chunk_kda": ("kda_core_chunk_forward", "kda_core_chunk_backward"),
     "fused_recurrent_kda": ("kda_core_recurrent_forward", "kda_core_recurrent_backward"),
 }
 
-GATE_DIFFERENTIABLE = ("g", "A_log", "dt_bias")
-
-_TENSORS = (
-    ("q", "Tensor"),
-    ("k", "Tensor"),
-    ("v", "Tensor"),
-    ("g", "Tensor"),
-    ("beta", "Tensor"),
-    ("A_log", "Tensor?"),
-    ("dt_bias", "Tensor?"),
-    ("initial_state", "Tensor?"),
-    ("cu_seqlens", "Tensor?"),
-    ("cu_seqlens_cpu", "Tensor?"),
+NO_DOUBLE_BACKWARD = (
+    "{op}: double backward is not supported (the backward has no gradient of its own); leave out create_graph=True, "
+    "or detach what the first gradients depend on"
 )
-_SLOTS = (
-    ("ssm_state_indices", "Tensor?"),
-    ("num_accepted_tokens", "Tensor?"),
-    ("out", "Tensor(b!)?"),
+NO_FORWARD_MODE = (
+    "{op}: forward-mode differentiation is not supported; use reverse mode: torch.func.vjp, or jacrev instead of jacfwd"
 )
-_OPTIONS = (
-    ("scale", "float"),
-    ("output_final_state", "bool"),
-    ("use_qk_l2norm_in_kernel", "bool"),
-    ("use_gate_in_kernel", "bool"),
-    ("use_beta_sigmoid_in_kernel", "bool"),
-    ("allow_neg_eigval", "bool"),
-    ("safe_gate", "bool"),
-    ("lower_bound", "float?"),
-    ("disable_recompute", "bool"),
-    ("return_intermediate_states", "bool"),
-    ("state_v_first", "bool"),
-    ("chunk_size", "int"),
-)
-_SLOT_OPTIONS = (("inplace_final_state", "bool"), ("pad_slot_id", "int"))
-
-_FUNCTIONAL = (*_TENSORS, *_OPTIONS, ("save_for_backward", "bool"))
-# States that are only read are not declared as written: an argument of their own for those that are.
-_INPLACE = (
-    *_TENSORS,
-    ("pool", "Tensor(a!)?"),
-    *_SLOTS,
-    *_OPTIONS,
-    *_SLOT_OPTIONS,
-)
-TENSOR_NAMES = tuple(name for name, _ in _TENSORS)
-OPTION_NAMES = tuple(name for name, _ in _OPTIONS)
-_FUNCTIONAL_NAMES = tuple(name for name, _ in _FUNCTIONAL)
-_INPLACE_NAMES = tuple(name for name, _ in _INPLACE)
-_BACKWARD_NAMES = (*TENSOR_NAMES, *OPTION_NAMES)
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 
 
-def _define(name: str, arguments: str, results: str, implementation: Callable, fake: Callable) -> None:
-    _library.define(f"{name}({arguments}) -> {results}", tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+def _under_transforms(kernel_of: Callable) -> Callable:
+    """A kernel of ``transforms``, which is imported when ``torch.func`` first meets an operator: few use it."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        from kda_core import transforms
+
+        return kernel_of(transforms)(*args, **kwargs)
+
+    return kernel
 
 
-def _schema(arguments: tuple[tuple[str, str], ...]) -> str:
-    return ", ".join(f"{kind} {name}" for name, kind in arguments)
+def _define(schema: Schema, implementation: Callable, fake: Callable, transformed: Callable) -> None:
+    _library.define(schema.text, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(schema.name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{schema.name}", fake, lib=_library)
+    # What torch.func asks first; without a kernel of its own it would meet the autograd below, which it cannot use.
+    _library.impl(schema.name, transformed, "FuncTorchDynamicLayerFrontMode")
 
 
 def _asked(name: str) -> str | None:
@@ -108,6 +79,40 @@ def _or_absent(t: Tensor | None, like: Tensor) -> Tensor:
 
 def _present(t: Tensor, wanted: bool) -> Tensor | None:
     return t if wanted else None
+
+
+def default_scale(q: Tensor) -> float:
+    """K ** -0.5; of a q that is no tensor of rank 4, which the checks refuse by name, 1."""
+    try:
+        shape: tuple[int, ...] = getattr(q, "shape", ())
+    except RuntimeError:  # nested tensors of the strided layout have none
+        shape = ()
+    return shape[3] ** -0.5 if len(shape) == 4 and shape[3] else 1.0
+
+
+def _request(op: Op, values: dict[str, Any]) -> tuple[Request, str | None]:
+    """The request that an operator's arguments stand for, and the backend that was asked for; takes ``values``."""
+    name = _asked(values.pop("backend"))
+    if values["scale"] is None:
+        values["scale"] = default_scale(values["q"])
+    return Request(op=op, **values), name
+
+
+def refuse_tangents(op: str, *values: Any) -> None:
+    """Raise where forward-mode differentiation would lose its tangents without a word: operators pass them over."""
+    if forward_ad._current_level < 0:
+        return
+    if torch.compiler.is_compiling() or any(map(_has_tangent, values)):
+        raise RuntimeError(NO_FORWARD_MODE.format(op=op))
+
+
+def _has_tangent(t: Any) -> bool:
+    if torch.compiler.is_compiling():
+        return True  # a compiler that takes up this frame has lost what there was
+    # A tangent below vmap is met when the operator comes to its level.
+    if not isinstance(t, Tensor) or torch._C._functorch.is_batchedtensor(t):
+        return False
+    return forward_ad.unpack_dual(t).tangent is not None
 
 
 def forward(backend: Backend, r: Request) -> ForwardResult:
@@ -142,7 +147,7 @@ def _complete(backend: Backend, result: Any, needs: frozenset[str]) -> dict[str,
 
 def _missing_double_backward(name: str) -> Callable:
     def backward(ctx: Any, *grads: Any) -> None:
-        raise RuntimeError(f"{name}: double backward is not supported (the backward has no gradient of its own)")
+        raise RuntimeError(NO_DOUBLE_BACKWARD.format(op=name))
 
     return backward
 
@@ -151,190 +156,245 @@ def _nothing(ctx: Any, inputs: tuple, output: Any) -> None:
     return None
 
 
-def _fake_intermediate_states(r: Request) -> Tensor:
-    chunks: int | torch.SymInt = (r.T + r.chunk_size - 1) // r.chunk_size
-    if r.cu_seqlens is not None:
-        # Their number depends on the values of cu_seqlens.
-        chunks = torch.library.get_ctx().new_dynamic_size()
-    return r.v.new_empty((r.B, chunks, *r.state_shape[1:]), dtype=r.state_dtype)
+def saved_specs(backend: Backend, r: Request) -> tuple[TensorSpec, ...]:
+    """What the backend announces that it saves.
+
+    Raises:
+        ContractViolation: more tensors than the operators have places for.
+    """
+    specs = backend.result("kda_core_saved_spec", r)
+    _check_number_of_saved(backend, len(specs))
+    return specs
+
+
+def _check_number_of_saved(backend: Backend, found: int) -> None:
+    if found > MAX_SAVED_TENSORS:
+        raise ContractViolation(
+            f"backend {backend.info.name!r} saves {found} tensors for its backward, expected {MAX_SAVED_TENSORS} at "
+            "most; it can lay several of one dtype into one"
+        )
+
+
+def _places(saved: list[Tensor], like: Tensor) -> list[Tensor]:
+    """Saved tensors as the operator's last results: each place holds one, or an absent one."""
+    return saved + [_absent(like) for _ in range(MAX_SAVED_TENSORS - len(saved))]
 
 
 def _fake_forward(r: Request) -> tuple[Tensor, Tensor, Tensor]:
-    o = _absent(r.v) if r.out is not None else r.v.new_empty((r.B, r.T, r.HV, r.V), dtype=r.q.dtype)
-    has_final_state = r.output_final_state and not r.inplace_final_state
-    final_state = r.v.new_empty(r.state_shape, dtype=r.state_dtype) if has_final_state else _absent(r.v)
-    h = _fake_intermediate_states(r) if r.return_intermediate_states else _absent(r.v)
-    return o, final_state, h
+    o = _absent(r.v) if r.out is not None else meta.empty_o(r)
+    h = None
+    if r.return_intermediate_states:
+        # Boundaries of a trace have no values: the number of chunks is known when the program runs.
+        known = r.cu_seqlens is None or is_plain(r.cu_seqlens_cpu)
+        h = meta.empty_h(r, meta.chunks_of(r) if known else torch.library.get_ctx().new_dynamic_size())
+    return o, _or_absent(meta.empty_final_state(r), r.v), _or_absent(h, r.v)
+
+
+def _needed(named: dict[str, Tensor | None], needs: list[bool]) -> frozenset[str]:
+    """Names of the inputs whose gradient a backward operator is asked for; without ``needs``, of all that are given."""
+    given = [t is not None for t in named.values()]
+    if not needs:
+        needs = given
+    if len(needs) != len(named) or any(n and not g for n, g in zip(needs, given, strict=True)):
+        names = ", ".join(named)
+        raise ValueError(f"needs: expected True or False for each of {names}; True only for given ones, got {needs}")
+    return frozenset(name for name, wanted in zip(named, needs, strict=True) if wanted)
+
+
+def _gradients(
+    found: dict[str, Tensor], names: tuple[str, ...], needed: frozenset[str], like: Tensor
+) -> tuple[Tensor, ...]:
+    return tuple(found[n] if n in needed else _absent(like) for n in names)
+
+
+def _fake_gradients(named: dict[str, Any], names: tuple[str, ...], needs: list[bool], like: Tensor) -> tuple:
+    needed = _needed({n: named[n] for n in names}, needs)
+    grads = {n: torch.empty_like(named[n], memory_format=torch.contiguous_format) for n in needed}
+    return _gradients(grads, names, needed, like)
+
+
+def _needed_by_autograd(ctx: Any, all_names: tuple[str, ...], names: tuple[str, ...]) -> list[bool]:
+    # Trailing arguments that have their defaults are left out.
+    asked = dict(zip(all_names, ctx.needs_input_grad, strict=False))
+    return [asked.get(n, False) for n in names]
 
 
 def _register(op: Op) -> None:
     """Define the three operators of a public function."""
+    schema = schemas.FUNCTIONAL[op]
 
-    def functional(*args: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        *values, name = args
-        r = Request(op=op, **dict(zip(_FUNCTIONAL_NAMES, values, strict=True)))
-        result = forward(registry.choose(r, _asked(name)), r)
+    def functional(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        refuse_tangents(op, *args, *kwargs.values())
+        r, name = _request(op, schema.bind(args, kwargs))
+        backend = registry.choose(r, name)
+        result = forward(backend, r)
+        _check_number_of_saved(backend, len(result.saved))
         final_state, h = _or_absent(result.final_state, r.v), _or_absent(result.h, r.v)
-        return result.o, final_state, h, [t.reshape(-1) for t in result.saved]
+        return result.o, final_state, h, *_places([t.reshape(-1) for t in result.saved], r.v)
 
-    def functional_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        *values, name = args
-        r = Request(op=op, **dict(zip(_FUNCTIONAL_NAMES, values, strict=True)))
-        backend = registry.choose(r, _asked(name))
-        saved: tuple[TensorSpec, ...] = ()
-        if r.save_for_backward:
-            saved = backend.result("kda_core_saved_spec", r)
-        return (*_fake_forward(r), [r.v.new_empty(math.prod(spec.shape), dtype=spec.dtype) for spec in saved])
-
-    def inplace_request(values: list[Any]) -> Request:
-        named = dict(zip(_INPLACE_NAMES, values, strict=True))
-        pool = named.pop("pool")
-        return Request(op=op, **(named if pool is None else named | {"initial_state": pool}))
-
-    def inplace(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        *values, name = args
-        r = inplace_request(values)
-        result = forward(registry.choose(r, _asked(name)), r)
-        count_writes(r)
-        o = None if r.out is not None else result.o
-        return _or_absent(o, r.v), _or_absent(result.final_state, r.v), _or_absent(result.h, r.v)
-
-    def inplace_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        *values, name = args
-        r = inplace_request(values)
-        registry.choose(r, _asked(name))
-        return _fake_forward(r)
-
-    def differentiated(*args: Any) -> list[Tensor]:
-        grad_o, grad_final_state, *values, saved, needs, name = args
-        forwarded = Request(op=op, **dict(zip(_BACKWARD_NAMES, values, strict=True)), save_for_backward=True)
-        # The choice is that of the forward: the same signature, so the same backend.
-        backend = registry.choose(forwarded, _asked(name))
-        r = replace(
-            forwarded,
-            saved=_shaped(backend, forwarded, saved),
-            grad_o=grad_o,
-            grad_final_state=grad_final_state,
-            needs_grad=frozenset(n for n, needed in zip(DIFFERENTIABLE, needs, strict=True) if needed),
-        )
-        r.__dict__["memo"] = forwarded.memo
-        found = backward(backend, r)
-        return [found[n] for n in DIFFERENTIABLE if n in r.needs_grad]
-
-    def differentiated_fake(grad_o: Tensor | None, grad_final_state: Tensor | None, *args: Any) -> list[Tensor]:
-        *values, _, needs, _ = args
-        inputs = dict(zip(_BACKWARD_NAMES, values, strict=True))
-        wanted = [inputs[n] for n, needed in zip(DIFFERENTIABLE, needs, strict=True) if needed]
-        return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in wanted]
+    def functional_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        r, name = _request(op, schema.bind(args, kwargs))
+        backend = registry.choose(r, name)
+        specs = saved_specs(backend, r) if r.save_for_backward else ()
+        saved = [r.v.new_empty(math.prod(spec.shape), dtype=spec.dtype) for spec in specs]
+        return *_fake_forward(r), *_places(saved, r.v)
 
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        *values, name = inputs
-        named = dict(zip(_FUNCTIONAL_NAMES, values, strict=True))
+        named = schema.bind(inputs, {})
         if not named["save_for_backward"]:
             raise ValueError(
                 f"save_for_backward: expected True where a gradient is needed; call kda_core.{op} with gradients "
                 "enabled (a program that was traced or exported without them has none)"
             )
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*(named[n] for n, _ in _TENSORS), *output[3])
-        ctx.options = [named[n] for n, _ in _OPTIONS]
+        ctx.save_for_backward(*(named[n] for n in schemas.TENSOR_NAMES), *output[3:])
+        ctx.options = {n: named[n] for n in (*schemas.OPTION_NAMES, "backend")}
         ctx.has_final_state = named["output_final_state"]
-        ctx.backend = name
+        # A gradient of the intermediate states would be lost without a word.
+        ctx.mark_non_differentiable(*output[2 if ctx.has_final_state else 1 :])
 
     def apply_backward(ctx: Any, grad_o: Tensor | None, grad_final_state: Tensor | None, *_: Any) -> tuple:
         # Read once: under activation checkpointing a second look at saved tensors is an error.
         kept = ctx.saved_tensors
-        tensors, saved = kept[: len(_TENSORS)], list(kept[len(_TENSORS) :])
-        needs = [ctx.needs_input_grad[_FUNCTIONAL_NAMES.index(n)] for n in DIFFERENTIABLE]
-        results: list[Tensor | None] = [None] * (len(_FUNCTIONAL_NAMES) + 1)
+        grads: dict[str, Tensor] = {}
         if not ctx.has_final_state:
             grad_final_state = None
         if grad_o is not None or grad_final_state is not None:
-            operator = getattr(torch.ops.kda_core, f"{op}_backward")
-            found = operator(grad_o, grad_final_state, *tensors, *ctx.options, saved, needs, ctx.backend)
-            for n, needed in zip(DIFFERENTIABLE, needs, strict=True):
-                if needed:
-                    results[_FUNCTIONAL_NAMES.index(n)] = found.pop(0)
-        return tuple(results)
+            named = dict(zip((*schemas.TENSOR_NAMES, *SAVED_NAMES), kept, strict=True))
+            needs = _needed_by_autograd(ctx, schema.names, DIFFERENTIABLE)
+            asked = {**named, **ctx.options, "grad_o": grad_o, "grad_final_state": grad_final_state, "needs": needs}
+            grads = call_backward(op, asked)
+        return tuple(grads.get(n) for n in schema.names)
 
-    _define(
-        op, f"{_schema(_FUNCTIONAL)}, str backend", "(Tensor, Tensor, Tensor, Tensor[])", functional, functional_fake
-    )
-    _define(f"{op}_", f"{_schema(_INPLACE)}, str backend", "(Tensor, Tensor, Tensor)", inplace, inplace_fake)
-    _define(
-        f"{op}_backward",
-        "Tensor? grad_o, Tensor? grad_final_state, "
-        f"{_schema((*_TENSORS, *_OPTIONS))}, Tensor[] saved, bool[] needs, str backend",
-        "Tensor[]",
-        differentiated,
-        differentiated_fake,
-    )
+    _define(schema, functional, functional_fake, _under_transforms(lambda t: t.kernel(op)))
     torch.library.register_autograd(f"{NAMESPACE}::{op}", apply_backward, setup_context=setup_context, lib=_library)
+    _register_inplace(op)
+    _register_backward(op)
+
+
+def _register_inplace(op: Op) -> None:
+    schema = schemas.INPLACE[op]
+
+    def request(args: tuple, kwargs: dict[str, Any]) -> tuple[Request, str | None]:
+        values = schema.bind(args, kwargs)
+        pool = values.pop("pool")
+        if pool is not None:
+            if values["initial_state"] is not None:
+                raise ValueError("initial_state: expected None beside pool, which holds the states, got a tensor")
+            values |= {"initial_state": pool, "inplace_final_state": True}
+        return _request(op, values)
+
+    def inplace(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        refuse_tangents(op, *args, *kwargs.values())
+        r, name = request(args, kwargs)
+        result = forward(registry.choose(r, name), r)
+        count_writes(r)
+        o = None if r.out is not None else result.o
+        return _or_absent(o, r.v), _or_absent(result.final_state, r.v), _or_absent(result.h, r.v)
+
+    def inplace_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        r, name = request(args, kwargs)
+        registry.choose(r, name)
+        return _fake_forward(r)
+
+    _define(schema, inplace, inplace_fake, _under_transforms(lambda t: t.inplace_kernel(op)))
+
+
+def _register_backward(op: Op) -> None:
+    schema = schemas.BACKWARD[op]
+
+    def differentiated(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        refuse_tangents(op, *args, *kwargs.values())
+        values = schema.bind(args, kwargs)
+        saved = [values.pop(n) for n in SAVED_NAMES]
+        grads = {n: values.pop(n) for n in ("grad_o", "grad_final_state")}
+        needed = _needed({n: values[n] for n in DIFFERENTIABLE}, values.pop("needs"))
+        if grads["grad_o"] is None and grads["grad_final_state"] is None:
+            raise ValueError("grad_o: expected a tensor, or one for grad_final_state, got None for both")
+        forwarded, name = _request(op, {**values, "save_for_backward": True})
+        # The choice is that of the forward: the same signature, so the same backend.
+        backend = registry.choose(forwarded, name)
+        r = replace(forwarded, saved=_shaped(backend, forwarded, saved), needs_grad=needed, **grads)
+        r.__dict__["memo"] = forwarded.memo
+        return _gradients(backward(backend, r), DIFFERENTIABLE, needed, r.v)
+
+    def differentiated_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        values = schema.bind(args, kwargs)
+        return _fake_gradients(values, DIFFERENTIABLE, values["needs"], values["v"])
+
+    _define(schema, differentiated, differentiated_fake, _under_transforms(lambda t: t.backward_kernel(op)))
     torch.library.register_autograd(
-        f"{NAMESPACE}::{op}_backward", _missing_double_backward(op), setup_context=_nothing, lib=_library
+        f"{NAMESPACE}::{schema.name}", _missing_double_backward(op), setup_context=_nothing, lib=_library
     )
 
 
-def _shaped(backend: Backend, forwarded: Request, saved: list[Tensor]) -> tuple[Tensor, ...]:
-    """What the forward saved, in its announced shapes.
+def _shaped(backend: Backend, forwarded: Request, saved: list[Tensor | None]) -> tuple[Tensor, ...]:
+    """What the forward saved, in its announced shapes; where a caller has nothing of it, from another forward.
 
     It travels flat: among the sizes there are numbers of chunks, and a compiler that meets such a size
     compiles one graph for 1 and another for the rest.
     """
-    if not saved:
-        return ()
-    specs = backend.result("kda_core_saved_spec", forwarded)
-    found, expected = [t.numel() for t in saved], [math.prod(spec.shape) for spec in specs]
-    if found != expected:
+    specs = saved_specs(backend, forwarded)
+    expected = [math.prod(spec.shape) for spec in specs]
+    found = [0 if t is None else t.numel() for t in saved]
+    if not any(found) and any(expected):
+        return forward(backend, forwarded).saved
+    if found != expected + [0] * (MAX_SAVED_TENSORS - len(expected)):
         raise ContractViolation(
             f"backend {backend.info.name!r} saved tensors of {found} elements, kda_core_saved_spec says {expected}"
         )
-    return tuple(t.view(spec.shape) for t, spec in zip(saved, specs, strict=True))
+    return tuple(
+        t.view(spec.shape) if t is not None else forwarded.v.new_empty(spec.shape, dtype=spec.dtype)
+        for t, spec in zip(saved, specs, strict=False)
+    )
 
 
 def _register_gate() -> None:
-    def request(args: tuple, **more: Any) -> tuple[GateRequest, str | None]:
-        g, A_log, dt_bias, lower_bound, *_, name = args
-        return GateRequest(g=g, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, **more), _asked(name)
+    schema, of_backward = schemas.GATE, schemas.GATE_BACKWARD
 
-    def functional(*args: Any) -> Tensor:
-        r, name = request(args, save_for_backward=args[4])
+    def request(values: dict[str, Any]) -> tuple[GateRequest, str | None]:
+        name = _asked(values.pop("backend"))
+        return GateRequest(**values), name
+
+    def functional(*args: Any, **kwargs: Any) -> Tensor:
+        refuse_tangents("kda_gate", *args, *kwargs.values())
+        r, name = request(schema.bind(args, kwargs))
         return registry.choose(r, name).result("kda_core_gate_forward", r)
 
-    def functional_fake(*args: Any) -> Tensor:
-        r, name = request(args, save_for_backward=args[4])
+    def functional_fake(*args: Any, **kwargs: Any) -> Tensor:
+        r, name = request(schema.bind(args, kwargs))
         registry.choose(r, name)
-        return r.g.new_empty(r.g.shape, dtype=r.output_dtype)
+        return meta.empty_decay(r)
 
-    def differentiated(grad_output: Tensor, *args: Any) -> list[Tensor]:
-        r, name = request(args, save_for_backward=True)
-        needs = frozenset(n for n, needed in zip(GATE_DIFFERENTIABLE, args[4], strict=True) if needed)
+    def differentiated(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        refuse_tangents("kda_gate", *args, *kwargs.values())
+        values = of_backward.bind(args, kwargs)
+        grad_output = values.pop("grad_output")
+        needed = _needed({n: values[n] for n in GATE_DIFFERENTIABLE}, values.pop("needs"))
+        if grad_output is None:
+            raise ValueError("grad_output: expected a tensor, got None")
+        r, name = request({**values, "save_for_backward": True})
         backend = registry.choose(r, name)
-        found = gate_backward(backend, replace(r, grad_output=grad_output, needs_grad=needs))
-        return [found[n] for n in GATE_DIFFERENTIABLE if n in needs]
+        found = gate_backward(backend, replace(r, grad_output=grad_output, needs_grad=needed))
+        return _gradients(found, GATE_DIFFERENTIABLE, needed, r.g)
 
-    def differentiated_fake(grad_output: Tensor, *args: Any) -> list[Tensor]:
-        tensors = [t for t, needed in zip(args[:3], args[4], strict=True) if needed]
-        return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
+    def differentiated_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        values = of_backward.bind(args, kwargs)
+        return _fake_gradients(values, GATE_DIFFERENTIABLE, values["needs"], values["g"])
 
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        g, A_log, dt_bias, ctx.lower_bound, _, ctx.backend = inputs
-        ctx.save_for_backward(g, A_log, dt_bias)
+        named = schema.bind(inputs, {})
+        ctx.save_for_backward(*(named[n] for n in GATE_DIFFERENTIABLE))
+        ctx.options = {n: named[n] for n in ("lower_bound", "backend")}
 
     def apply_backward(ctx: Any, grad: Tensor) -> tuple:
-        needs = list(ctx.needs_input_grad[:3])
-        found = torch.ops.kda_core.kda_gate_backward(grad, *ctx.saved_tensors, ctx.lower_bound, needs, ctx.backend)
-        return (*(found.pop(0) if needed else None for needed in needs), None, None, None)
+        named = dict(zip(GATE_DIFFERENTIABLE, ctx.saved_tensors, strict=True))
+        needs = _needed_by_autograd(ctx, schema.names, GATE_DIFFERENTIABLE)
+        grads = call_gate_backward({**named, **ctx.options, "grad_output": grad, "needs": needs})
+        return tuple(grads.get(n) for n in schema.names)
 
-    tensors = "Tensor g, Tensor? A_log, Tensor? dt_bias, float? lower_bound"
-    _define("kda_gate", f"{tensors}, bool save_for_backward, str backend", "Tensor", functional, functional_fake)
-    _define(
-        "kda_gate_backward",
-        f"Tensor grad_output, {tensors}, bool[] needs, str backend",
-        "Tensor[]",
-        differentiated,
-        differentiated_fake,
-    )
+    _define(schema, functional, functional_fake, _under_transforms(lambda t: t.gate_kernel))
+    _define(of_backward, differentiated, differentiated_fake, _under_transforms(lambda t: t.gate_backward_kernel))
     torch.library.register_autograd(f"{NAMESPACE}::kda_gate", apply_backward, setup_context=setup_context, lib=_library)
     torch.library.register_autograd(
         f"{NAMESPACE}::kda_gate_backward", _missing_double_backward("kda_gate"), setup_context=_nothing, lib=_library
@@ -360,20 +420,19 @@ def count_writes(r: Request) -> None:
         torch.autograd.graph.increment_version(r.out)
 
 
-def inplace_arguments(r: Request) -> list[Any]:
-    """What the operator that writes to the caller's memory takes, the backend's name aside."""
-    states = {"initial_state": None, "pool": r.initial_state} if r.inplace_final_state else {"pool": None}
-    return [states[n] if n in states else getattr(r, n) for n in _INPLACE_NAMES]
-
-
 def call(r: Request, backend: str | None) -> ForwardResult:
     """Run a request through its operator, so that autograd, fake tensors and compilers see it."""
+    # Compilers trace this; that of torch 2.7 knows no | of dictionaries.
+    more: dict[str, Any] = {"backend": backend or ""}
     if writes_to_caller(r):
-        operator = getattr(torch.ops.kda_core, f"{r.op}_")
-        o, final_state, h = operator(*inplace_arguments(r), backend or "")
+        schema = schemas.INPLACE[r.op]
+        more["pool"] = r.initial_state if r.inplace_final_state else None
+        if r.inplace_final_state:
+            more["initial_state"] = None
     else:
-        operator, names = getattr(torch.ops.kda_core, r.op), _FUNCTIONAL_NAMES
-        o, final_state, h, _ = operator(*(getattr(r, n) for n in names), backend or "")
+        schema = schemas.FUNCTIONAL[r.op]
+    values = [more[n] if n in more else getattr(r, n) for n in schema.names]
+    o, final_state, h, *_ = getattr(torch.ops.kda_core, schema.name)(*values)
     return ForwardResult(
         o=o if r.out is None else r.out,
         final_state=_present(final_state, r.output_final_state and not r.inplace_final_state),
@@ -383,4 +442,21 @@ def call(r: Request, backend: str | None) -> ForwardResult:
 
 def call_gate(r: GateRequest, backend: str | None) -> Tensor:
     """The same for ``kda_gate``."""
-    return torch.ops.kda_core.kda_gate(r.g, r.A_log, r.dt_bias, r.lower_bound, r.save_for_backward, backend or "")
+    return torch.ops.kda_core.kda_gate(r.g, r.A_log, r.dt_bias, r.lower_bound, backend or "", r.save_for_backward)
+
+
+def call_backward(op: str, values: dict[str, Any]) -> dict[str, Tensor]:
+    """Run a backward operator; the gradients that ``values["needs"]`` asks for, by name."""
+    found = _call_named(schemas.BACKWARD[op], values)
+    return {n: grad for n, grad, wanted in zip(DIFFERENTIABLE, found, values["needs"], strict=True) if wanted}
+
+
+def call_gate_backward(values: dict[str, Any]) -> dict[str, Tensor]:
+    """The same for ``kda_gate``."""
+    found = _call_named(schemas.GATE_BACKWARD, values)
+    return {n: grad for n, grad, wanted in zip(GATE_DIFFERENTIABLE, found, values["needs"], strict=True) if wanted}
+
+
+def _call_named(schema: Schema, values: dict[str, Any]) -> Any:
+    """Call an operator with the arguments of its schema, out of ``values``."""
+    return getattr(torch.ops.kda_core, schema.name)(*(values.get(n) for n in schema.names))

@@ -17,16 +17,15 @@ from importlib import metadata
 from typing import Literal
 
 import pluggy
-import torch
 
 import kda_core
-from kda_core import checks, hookspecs, platforms
-from kda_core.capabilities import Available, BackendInfo, Unavailable
+from kda_core import checks, hookspecs, meta, platforms
+from kda_core.capabilities import BackendInfo, Unavailable
 from kda_core.contract import contract_problem, found_entry_points, mismatch, read_info
 from kda_core.errors import BackendNotFound, BrokenBackend, ContractViolation, UnsupportedCall
 from kda_core.loaded import Backend
 from kda_core.reference import ReferenceBackend
-from kda_core.request import AnyRequest, GateRequest, Request
+from kda_core.request import AnyRequest, Request
 from kda_core.signature import Like, is_plain, signature
 
 ENVIRONMENT_VARIABLE = "KDA_BACKEND"
@@ -314,7 +313,7 @@ class Registry:
         if checks.convert_scalars(request) | checks.resolve_signs(request):
             return self.choose(request, name)
         self.load()
-        _check_metadata(request)
+        checks.check(request)
         backend = self._choose(request, name)
         if key is not None:
             if len(self._choices) >= MAX_CACHED_CHOICES:
@@ -327,6 +326,8 @@ class Registry:
         return backend
 
     def _choose(self, request: AnyRequest, name: str | None) -> Backend:
+        if meta.is_meta(request):
+            return self._choose_on_meta(request, name)
         if name is not None:
             backend = self.named(name)
             reason = backend.refusal(request)
@@ -339,19 +340,33 @@ class Registry:
         explanation = self.explain(request, None)
         raise UnsupportedCall(str(explanation))
 
+    def _choose_on_meta(self, request: AnyRequest, name: str | None) -> Backend:
+        """What answers calls on meta tensors; a named backend must declare what the call needs, its device aside."""
+        reason = None if name is None else self.named(name).undeclared(request)
+        if reason is not None:
+            raise UnsupportedCall(f"{request.op}: backend {name!r} cannot serve this call: {reason}")
+        return meta.META
+
     def explain(self, request: AnyRequest, name: str | None) -> Explanation:
         """A verdict of every known backend on a checked call; runs nothing."""
         checks.convert_scalars(request)
         self.load()
-        _check_metadata(request)
+        checks.check(request)
         _check_values(request)
         verdicts: list[Verdict] = []
         chosen: str | None = None
+        if meta.is_meta(request) and (name is None or self.named(name).undeclared(request) is None):
+            chosen = meta.NAME
+            verdicts.append(Verdict(chosen, "chosen", "shapes, dtypes and strides; nothing is computed"))
         for backend in self.backends:
             own = backend.info.name
             available = backend.availability(request.device)
             reason = backend.refusal(request)
-            if isinstance(available, Unavailable):
+            if own == name and meta.is_meta(request):
+                undeclared = backend.undeclared(request)
+                status: Status = "refused" if undeclared else "accepted"
+                verdicts.append(Verdict(own, status, undeclared or "declares what the call needs; nothing runs here"))
+            elif isinstance(available, Unavailable):
                 verdicts.append(Verdict(own, "unavailable", available.reason))
             elif reason is not None:
                 verdicts.append(Verdict(own, "refused", reason))
@@ -370,13 +385,6 @@ class Registry:
             if own not in seen:
                 verdicts.append(Verdict(own, "not installed", platforms.install_command(wheel)))
         return Explanation(request.op, chosen, tuple(verdicts))
-
-
-def _check_metadata(request: AnyRequest) -> None:
-    if isinstance(request, GateRequest):
-        checks.check_gate_metadata(request)
-    else:
-        checks.check_metadata(request)
 
 
 def _check_values(request: AnyRequest) -> None:
@@ -450,43 +458,3 @@ def traced_name(backend: str | None) -> str:
     """
     versions = [f"{b.info.name} {b.info.version}" for b in registry.backends]
     return f"{requested_name(backend) or ''}{TRACED}{', '.join(versions)}"
-
-
-def default_device() -> torch.device:
-    """The best device of this machine that an installed backend can serve.
-
-    Where ``use_backend`` or ``KDA_BACKEND`` names a backend: the best device that this one can serve, even if it
-    serves only when it is named.
-
-    Raises:
-        UnsupportedCall: no installed backend, or not the named one, can serve a device of this machine.
-        BackendNotFound, BrokenBackend: the named backend is not installed, or could not be loaded.
-    """
-    machine = [_current_device(device_type) for device_type in platforms.device_types()]
-    name = requested_name(None)
-    if name is not None:
-        backend, reasons = registry.named(name), []
-        for device in backend.devices_among(machine):
-            available = backend.availability(device)
-            if isinstance(available, Available):
-                return device
-            reasons.append(f"{device}: {available.reason}")
-        raise UnsupportedCall(f"backend {name!r} can serve no device of this machine: {'; '.join(reasons)}")
-    reasons = []
-    for device in machine:
-        for backend in registry.backends:
-            if backend.info.priority is None:
-                continue
-            available = backend.availability(device)
-            if isinstance(available, Available):
-                return device
-            reasons.append(f"{backend.info.name} on {device}: {available.reason}")
-        wheel = platforms.WHEEL_OF_RUNTIME.get(platforms.runtime(device.type))
-        if wheel is not None and platforms.BACKEND_OF_WHEEL[wheel] not in {b.info.name for b in registry.backends}:
-            reasons.append(f"{device}: {platforms.install_command(wheel)}")
-    raise UnsupportedCall("no installed backend can serve a device of this machine: " + "; ".join(reasons))
-
-
-def _current_device(device_type: str) -> torch.device:
-    index = torch.accelerator.current_device_index() if device_type != "cpu" else None
-    return torch.device(device_type) if index is None else torch.device(device_type, index)

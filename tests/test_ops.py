@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kda_core
-from kda_core import ops
+from kda_core import schemas
 from kda_core.hookspecs import hookimpl
 from kda_core.plugins import registry
 from kda_core.reference import DIFFERENTIABLE
@@ -162,7 +162,8 @@ def test_a_compiled_graph_names_the_versions_of_the_backends():
     torch.compile(run, fullgraph=True, backend=keep)(make(3))
     (call,) = [n for n in graphs[0].graph.nodes if "kda_core" in str(n.target)]
     versions = [f"{b.info.name} {b.info.version}" for b in registry.backends]
-    assert call.args[-1] == "@" + ", ".join(versions)
+    found = schemas.FUNCTIONAL["chunk_kda"].bind(call.args, call.kwargs)["backend"]
+    assert found == "@" + ", ".join(versions)
     assert any(v.startswith("cpu ") for v in versions)
 
 
@@ -188,26 +189,17 @@ def operator_arguments(op, backend, inplace=False, **changes):
     values = {
         **arguments,
         "dt_bias": arguments["dt_bias"].detach().reshape(HV, K).requires_grad_(not inplace),
-        "cu_seqlens": None,
-        "cu_seqlens_cpu": None,
-        "ssm_state_indices": None,
-        "num_accepted_tokens": None,
-        "out": None,
-        "pool": None,
         "scale": 0.5,
-        **dict.fromkeys((n for n, kind in ops._OPTIONS if kind == "bool"), False),
         **OPTIONS,
-        "lower_bound": None,
-        "chunk_size": 64,
-        "inplace_final_state": inplace,
-        "pad_slot_id": -1,
-        "save_for_backward": not inplace,
+        "backend": backend,
         **changes,
     }
-    if values["inplace_final_state"]:
+    if not inplace:
+        values["save_for_backward"] = True
+    elif "pool" not in values:
         values["initial_state"], values["pool"] = None, values["initial_state"]
-    names = ops._INPLACE_NAMES if inplace else ops._FUNCTIONAL_NAMES
-    return (*(values[n] for n in names), backend)
+    schema = (schemas.INPLACE if inplace else schemas.FUNCTIONAL)[op]
+    return tuple(schema.bind((), values).values())
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -226,7 +218,7 @@ def test_opcheck_of_the_inplace_operators(op, backend):
 @pytest.mark.parametrize("op", OPS)
 def test_opcheck_of_out_beside_states_that_are_only_read(op):
     out = torch.empty(2, 5, HV, V)
-    arguments = operator_arguments(op, "cpu", inplace=True, out=out, inplace_final_state=False)
+    arguments = operator_arguments(op, "cpu", inplace=True, out=out, pool=None)
     torch.library.opcheck(getattr(torch.ops.kda_core, f"{op}_").default, arguments)
 
 
@@ -266,7 +258,7 @@ def test_the_deprecated_layout_name_compiles():
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_opcheck_of_the_gate(backend):
     arguments = make(5, grad=True)
-    args = (arguments["g"], arguments["A_log"], arguments["dt_bias"].detach().reshape(HV, K), None, True, backend)
+    args = (arguments["g"], arguments["A_log"], arguments["dt_bias"].detach().reshape(HV, K), None, backend, True)
     torch.library.opcheck(torch.ops.kda_core.kda_gate.default, args)
 
 

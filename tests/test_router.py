@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 from packaging.specifiers import SpecifierSet
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kda_core
 from kda_core import plugins, signature
@@ -151,12 +152,11 @@ def test_unknown_names_say_what_is_installed_and_how_to_install_known_wheels():
 
 def test_a_call_that_nobody_serves_lists_every_backend_with_its_reason():
     toy = Toy("toy", dtypes=(torch.float16,), availability=Unavailable("its driver is too old"))
-    meta = [t.to("meta") for t in inputs()]
-    with installed(toy), pytest.raises(kda_core.UnsupportedCall) as caught:
-        kda_core.chunk_kda(*meta)
+    with installed(toy), FakeTensorMode(), pytest.raises(kda_core.UnsupportedCall) as caught:
+        kda_core.chunk_kda(*(torch.empty(t.shape, device="xpu") for t in inputs()))
     text = str(caught.value)
     assert "no backend can serve this call" in text
-    assert "toy: unavailable (serves tensors on cpu, not on meta)" in text
+    assert "toy: unavailable (serves tensors on cpu, not on xpu)" in text
     assert "reference: unavailable (" in text
     with installed(toy), pytest.raises(kda_core.UnsupportedCall, match="its driver is too old"):
         kda_core.chunk_kda(*inputs(), backend="toy")

@@ -1,0 +1,92 @@
+"""Tensors on ``device="meta"``: results have the shapes, dtypes and strides of a real call, and no values.
+
+Results do not depend on the backend, so that no backend need be installed, and none runs. A backend that the caller
+names is held to what it declares, its devices aside.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from packaging.specifiers import SpecifierSet
+from torch import Tensor
+
+from kda_core.capabilities import BackendInfo, Capabilities
+from kda_core.loaded import Backend
+from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request, TensorSpec
+
+NAME = "meta"
+
+
+def is_meta(request: AnyRequest) -> bool:
+    """Whether the call's tensors have no values; fake tensors that stand for tensors of a device do not count."""
+    return request.device.type == "meta"
+
+
+def chunks_of(r: Request) -> int:
+    """NT, the number of chunks; that of packed sequences depends on values, which ``cu_seqlens_cpu`` must hold."""
+    C = r.chunk_size
+    if r.cu_seqlens is None:
+        return (r.T + C - 1) // C
+    if r.cu_seqlens_cpu is None:
+        raise ValueError("cu_seqlens_cpu: expected a copy of cu_seqlens on the CPU, which the shape of h depends on")
+    bounds = r.cu_seqlens_cpu.tolist()
+    return sum((end - start + C - 1) // C for start, end in itertools.pairwise(bounds))
+
+
+def empty_h(r: Request, chunks: int | torch.SymInt) -> Tensor:
+    """The intermediate states, with any content."""
+    return r.v.new_empty((r.B, chunks, *r.state_shape[1:]), dtype=r.state_dtype)
+
+
+def empty_final_state(r: Request) -> Tensor | None:
+    """The final state that a call makes, with any content; None where it makes none."""
+    wanted = r.output_final_state and not r.inplace_final_state
+    return r.v.new_empty(r.state_shape, dtype=r.state_dtype) if wanted else None
+
+
+def empty_o(r: Request) -> Tensor:
+    """The output that a call makes, with any content."""
+    return r.v.new_empty((r.B, r.T, r.HV, r.V), dtype=r.q.dtype)
+
+
+def empty_decay(r: GateRequest) -> Tensor:
+    """The result of ``kda_gate``, with any content."""
+    return r.g.new_empty(r.g.shape, dtype=r.output_dtype)
+
+
+class MetaBackend(Backend):
+    """Serves calls on meta tensors; no user can name it."""
+
+    def __init__(self) -> None:
+        nothing = Capabilities(frozenset(), frozenset())
+        info = BackendInfo(NAME, "1.0", SpecifierSet("~=1.0"), (NAME,), None, nothing)
+        super().__init__(info, plugin=self, manager=None)  # type: ignore[arg-type]
+
+    def call(self, hook: str, **arguments: Any) -> Any:
+        return getattr(self, hook)(**arguments)
+
+    def kda_core_saved_spec(self, request: Request) -> tuple[TensorSpec, ...]:
+        return ()
+
+    def kda_core_chunk_forward(self, request: Request) -> ForwardResult:
+        r = request
+        h = empty_h(r, chunks_of(r)) if r.return_intermediate_states else None
+        return ForwardResult(empty_o(r) if r.out is None else r.out, empty_final_state(r), h)
+
+    def kda_core_chunk_backward(self, request: Request | GateRequest) -> BackwardResult:
+        inputs = {name: getattr(request, name) for name in request.needs_grad}
+        return BackwardResult(
+            {name: torch.empty_like(t, memory_format=torch.contiguous_format) for name, t in inputs.items()}
+        )
+
+    kda_core_recurrent_forward = kda_core_chunk_forward
+    kda_core_recurrent_backward = kda_core_gate_backward = kda_core_chunk_backward
+
+    def kda_core_gate_forward(self, request: GateRequest) -> Tensor:
+        return empty_decay(request)
+
+
+META = MetaBackend()

@@ -1,0 +1,144 @@
+"""Schemas of the torch operators: names, types and defaults of their arguments, and their results.
+
+Exported programs (``torch.export``), compiled packages (AOTInductor) and sharding rules hold these schemas, so
+that they only ever grow. A later version may
+
+- add an argument at the end, with a default that means what its absence meant;
+- add an operator, or an overload of one.
+
+It may not rename, move, retype or remove an argument, change a default, or change the number, the order or the types
+of the results: what needs that becomes a new operator beside the old one, which stays. Every argument behind ``beta``
+(``g`` in ``kda_gate``) has a default, and results are a fixed number of tensors: a tensor that a call does not produce
+is an empty one of shape [0], because schemas have no optional results and sharding rules take no lists.
+``tests/test_schemas.py`` pins them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from kda_core.hookspecs import MAX_SAVED_TENSORS
+from kda_core.reference import DIFFERENTIABLE
+from kda_core.request import Op
+
+NAMESPACE = "kda_core"
+
+SCHEMA_VERSION = 1
+"""Raised whenever a schema grows; ``tests/data`` has programs that were exported with each version."""
+
+GATE_DIFFERENTIABLE = ("g", "A_log", "dt_bias")
+"""Inputs of ``kda_gate`` that have a gradient."""
+
+SAVED_NAMES = tuple(f"saved_{i}" for i in range(MAX_SAVED_TENSORS))
+"""Arguments of a backward operator for what the forward saved, in the order of the forward's last results."""
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One argument of an operator.
+
+    Attributes:
+        name, kind: as the schema has them; ``kind`` is the schema's type, e.g. ``Tensor?``.
+        default: its default as written in the schema; "" for a required argument.
+        value: the default as a Python value.
+    """
+
+    name: str
+    kind: str
+    default: str = ""
+    value: Any = None
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}" + (f"={self.default}" if self.default else "")
+
+
+class Schema:
+    """One operator's schema.
+
+    Attributes:
+        name: the operator's, without the namespace.
+        names: of its arguments, in order.
+        text: the schema as ``torch.library`` takes it.
+    """
+
+    def __init__(self, name: str, arguments: tuple[Argument, ...], results: int) -> None:
+        self.name = name
+        self.names = tuple(a.name for a in arguments)
+        returned = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
+        self.text = f"{name}({', '.join(map(str, arguments))}) -> {returned}"
+        self._defaults = {a.name: a.value for a in arguments}
+
+    def bind(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Every argument by name, in the schema's order; torch leaves out trailing ones that have their defaults."""
+        return {**self._defaults, **dict(zip(self.names, args, strict=False)), **kwargs}
+
+
+def _required(*names: str) -> tuple[Argument, ...]:
+    return tuple(Argument(name, "Tensor") for name in names)
+
+
+def _tensors(*names: str) -> tuple[Argument, ...]:
+    return tuple(Argument(name, "Tensor?", "None") for name in names)
+
+
+def _flags(*names: str) -> tuple[Argument, ...]:
+    return tuple(Argument(name, "bool", "False", False) for name in names)
+
+
+_BACKEND = Argument("backend", "str", '""', "")
+_LOWER_BOUND = Argument("lower_bound", "float?", "None")
+_SAVE = _flags("save_for_backward")
+# Empty: a gradient of every input that is given.
+_NEEDS = Argument("needs", "bool[]", "[]", ())
+
+_INPUTS = (
+    *_required("q", "k", "v", "g", "beta"),
+    *_tensors("A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu"),
+)
+_OPTIONS = (
+    Argument("scale", "float?", "None"),
+    *_flags(
+        "output_final_state",
+        "use_qk_l2norm_in_kernel",
+        "use_gate_in_kernel",
+        "use_beta_sigmoid_in_kernel",
+        "allow_neg_eigval",
+        "safe_gate",
+    ),
+    _LOWER_BOUND,
+    *_flags("disable_recompute", "return_intermediate_states", "state_v_first"),
+    Argument("chunk_size", "int", "64", 64),
+)
+_SHARED = (*_INPUTS, *_OPTIONS, _BACKEND)
+_WRITTEN = (
+    # States that are only read are not declared as written: those that are have an argument of their own.
+    Argument("pool", "Tensor(a!)?", "None"),
+    *_tensors("ssm_state_indices", "num_accepted_tokens"),
+    Argument("out", "Tensor(b!)?", "None"),
+    Argument("pad_slot_id", "int", "-1", -1),
+)
+_OF_BACKWARD = (*_tensors("grad_o", "grad_final_state", *SAVED_NAMES), _NEEDS)
+
+TENSOR_NAMES = tuple(a.name for a in _INPUTS)
+"""Tensor arguments that the functional operators and their backwards share."""
+
+OPTION_NAMES = tuple(a.name for a in _OPTIONS)
+"""Options that all operators of a public function share, the backend's name aside."""
+
+
+FUNCTIONAL = {op: Schema(op, (*_SHARED, *_SAVE), 3 + MAX_SAVED_TENSORS) for op in get_args(Op)}
+"""(o, final_state, h, saved_0, ...) of a call that writes to nothing of the caller's; differentiable."""
+
+INPLACE = {op: Schema(f"{op}_", (*_SHARED, *_WRITTEN), 3) for op in get_args(Op)}
+"""(o, final_state, h) of a call that writes to the caller's ``pool`` or ``out``; no gradient."""
+
+BACKWARD = {op: Schema(f"{op}_backward", (*_SHARED, *_OF_BACKWARD), len(DIFFERENTIABLE)) for op in get_args(Op)}
+"""A gradient for each of ``DIFFERENTIABLE``, absent where ``needs`` does not ask for it.
+
+Where nothing is saved although the backend saves something, the forward is run again.
+"""
+
+_GATE = (*_required("g"), *_tensors("A_log", "dt_bias"), _LOWER_BOUND, _BACKEND)
+GATE = Schema("kda_gate", (*_GATE, *_SAVE), 1)
+GATE_BACKWARD = Schema("kda_gate_backward", (*_GATE, *_tensors("grad_output"), _NEEDS), len(GATE_DIFFERENTIABLE))
