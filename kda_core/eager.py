@@ -62,13 +62,13 @@ def _kind(r: Request) -> _Kind:
 def call(backend: Backend, r: Request) -> ForwardResult:
     """Run a request whose inputs require gradients."""
     kind = _kind(r)
-    o, final_state = _Call.apply(backend, r, kind, *kind.tensors(r))
+    o, final_state = _CALLS[r.op].apply(backend, r, kind, *kind.tensors(r))
     return ForwardResult(o, final_state)
 
 
 def call_gate(backend: Backend, r: GateRequest) -> Tensor:
     """The same for ``kda_gate``."""
-    return _GateCall.apply(backend, r, r.g, r.A_log, r.dt_bias)
+    return _GATE_CALL.apply(backend, r, r.g, r.A_log, r.dt_bias)
 
 
 def _refuse_batched(name: str, *grads: Tensor | None) -> None:
@@ -161,6 +161,15 @@ class _GateCall(torch.autograd.Function):
         )
         grads = ops.gate_backward(ctx.backend, r)
         return (None, None, *(grads[name] if wanted else None for name, wanted in zip(names, needs, strict=True)))
+
+
+def _named(function: type[torch.autograd.Function], name: str) -> Any:
+    """An autograd function whose rows in profilers are called ``name`` and ``name`` + "Backward"."""
+    return type(function)(name, (function,), {"__doc__": function.__doc__, "__module__": __name__})
+
+
+_CALLS = {op: _named(_Call, f"{ops.NAMESPACE}::{op}") for op in ops.HOOKS}
+_GATE_CALL = _named(_GateCall, f"{ops.NAMESPACE}::kda_gate")
 
 
 def _check_saved(backend: Backend, r: Request, saved: tuple[Tensor, ...]) -> None:
