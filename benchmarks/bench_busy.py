@@ -29,7 +29,7 @@ SETTINGS: dict[str, dict[str, str]] = {
 """How a thread of libgomp waits for work: environment variables that it reads when it is loaded."""
 
 OPENMP_VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_PROC_BIND", "GOMP_CPU_AFFINITY")
-SECONDS, LEAST = 0.8, 5
+SECONDS, LEAST = 0.4, 3
 
 
 @contextmanager
