@@ -1,7 +1,7 @@
 """What ``torch.utils.flop_counter.FlopCounterMode`` counts for a call: the products of the recurrence.
 
-For each token and value head the equation S_t = (I - beta k k^T) Diag(exp g) S + beta k v^T, o = scale S^T q needs three
-products of a vector with the state, k^T S, k r^T and S^T q, of K * V multiplications and additions each:
+For each token and value head the equation S_t = (I - beta k k^T) Diag(exp g) S + beta k v^T, o = scale S^T q needs
+three products of a vector with the state, k^T S, k r^T and S^T q, of K * V multiplications and additions each:
 
     forward   6 * K * V         backward   12 * K * V
 
@@ -82,9 +82,7 @@ def _tokens(given: dict[str, Any]) -> int:
 class _Registrar(MetaPathFinder):
     """Finds torch's counter as the other finders do, registers the formulas once it is loaded, and takes its leave."""
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != COUNTER:
             return None
         for finder in sys.meta_path:

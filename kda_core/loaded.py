@@ -14,9 +14,8 @@ from kda_core.capabilities import Available, BackendInfo, Unavailable
 from kda_core.errors import ContractViolation
 from kda_core.request import AnyRequest, Request
 
-
 watch: Callable[[Backend, str, Callable[..., Any]], Callable[..., Any]] | None = None
-"""What stands before a hook of every backend while calls are checked (checked.py): (backend, hook, caller) -> caller."""
+"""What stands before the hooks of all backends while calls are checked: (backend, hook, caller) -> caller."""
 
 
 @dataclass(eq=False)

@@ -55,7 +55,9 @@ def test_the_backward_counts_twice_the_forward(op, shape):
     assert both == 3 * by_hand(B * T, HV, K, V)
 
 
-@pytest.mark.parametrize("options", [{"chunk_size": 32}, {"disable_recompute": True}, {"use_qk_l2norm_in_kernel": True}])
+@pytest.mark.parametrize(
+    "options", [{"chunk_size": 32}, {"disable_recompute": True}, {"use_qk_l2norm_in_kernel": True}]
+)
 def test_options_that_change_no_product_count_nothing(options):
     x = inputs(*SHAPES[1], grad=True)
     found = counted(lambda: kda_core.chunk_kda(**x, **options)[0].sum().backward())

@@ -89,8 +89,8 @@ def describe(name: str, got: Tensor, expected: Tensor, error: budgets.Error, bud
     there, wanted = (t[error.where].flatten()[:3].tolist() for t in (got, expected))
     widened = "" if slack == 1 else f", widened by the backend's declared slack {slack}"
     return (
-        f"{name}: relative error {error.frobenius:.3g} (budget {budget.frobenius:.3g}), worst row {error.worst_row:.3g} "
-        f"(budget {budget.worst_row:.3g}){widened} at {at}: got {there}, expected {wanted}"
+        f"{name}: relative error {error.frobenius:.3g} (budget {budget.frobenius:.3g}), worst row "
+        f"{error.worst_row:.3g} (budget {budget.worst_row:.3g}){widened} at {at}: got {there}, expected {wanted}"
     )
 
 
