@@ -6,6 +6,7 @@ derivatives. They cost an eager training step half a millisecond, more than the 
 
 from __future__ import annotations
 
+import types
 from operator import attrgetter
 from typing import Any
 
@@ -165,7 +166,8 @@ class _GateCall(torch.autograd.Function):
 
 def _named(function: type[torch.autograd.Function], name: str) -> Any:
     """An autograd function whose rows in profilers are called ``name`` and ``name`` + "Backward"."""
-    return type(function)(name, (function,), {"__doc__": function.__doc__, "__module__": __name__})
+    named = {"__doc__": function.__doc__, "__module__": __name__}
+    return types.new_class(name, (function,), exec_body=lambda body: body.update(named))
 
 
 _CALLS = {op: _named(_Call, f"{ops.NAMESPACE}::{op}") for op in ops.HOOKS}

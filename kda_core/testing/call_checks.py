@@ -57,7 +57,7 @@ def run_checked(
         warnings.warn(message, CheckWarning, stacklevel=2)
         return caller(request=request)
     with torch.no_grad():
-        kind = _GateCheck if isinstance(request, GateRequest) else _CallCheck
+        kind: Any = _GateCheck if isinstance(request, GateRequest) else _CallCheck
         check = kind(backend, request, hook.endswith("_backward"), settings)
         before = check.problems_before()
         if before:

@@ -26,11 +26,11 @@ MOST_STATES = 2**22
 def on_cpu(r: Request) -> Request:
     """The request with its index tensors on the CPU; counts of accepted tokens within their range, as devices take
     them."""
-    indices, accepted, cu_cpu = r.ssm_state_indices, r.num_accepted_tokens, r.cu_seqlens_cpu
+    indices, accepted = r.ssm_state_indices, r.num_accepted_tokens
     if accepted is not None and indices is not None and not accepted.is_cpu:
         accepted = accepted.cpu().clamp(1, 1 if indices.dim() == 1 else indices.shape[1])
-    there = {"cu_seqlens": r.cu_seqlens, "ssm_state_indices": indices, "num_accepted_tokens": accepted}
-    return replace(r, cu_seqlens_cpu=cu_cpu, **{n: t if t is None else t.cpu() for n, t in there.items()})
+    cu, indices, accepted = (t if t is None else t.cpu() for t in (r.cu_seqlens, indices, accepted))
+    return replace(r, cu_seqlens=cu, ssm_state_indices=indices, num_accepted_tokens=accepted)
 
 
 class Slots:
@@ -108,7 +108,8 @@ class Sample:
     def _drop_sequences(self, tokens: int, most: int, choice: random.Random) -> None:
         """Keep sequences of ``tokens`` tokens together, ``most`` of them; of one that is longer its first tokens."""
         order = choice.sample(self.sequences, len(self.sequences))
-        kept, left = [], tokens
+        kept: list[int] = []
+        left = tokens
         for n in order:
             if len(kept) < most and self._all_tokens(n) <= left:
                 kept.append(n)
