@@ -157,6 +157,25 @@ def test_an_input_that_was_modified_is_caught():
     assert "the backend modified it" in found["v"]
 
 
+def test_a_result_of_the_wrong_dtype_is_caught():
+    state = states(2).bfloat16()
+    with registered(mutants.WrongDtype) as name, torch.no_grad():
+        found = problems_of(
+            lambda: kda_core.chunk_kda(**inputs(), initial_state=state, output_final_state=True, backend=name)
+        )
+    expected = "final_state: expected shape [2, 4, 16, 8] in torch.bfloat16, got [2, 4, 16, 8] in torch.float32"
+    assert found == {"final_state": expected}
+
+
+def test_a_call_that_cannot_be_saved_is_reported_all_the_same(tmp_path):
+    with registered(mutants.ScaleIgnored) as name:
+        failure = failure_of(
+            lambda: kda_core.chunk_kda(**inputs(), scale=0.5, backend=name), dump=tmp_path / "missing" / "call.pt"
+        )
+    assert failure.problems[0].startswith("o: relative error")
+    assert "could not be saved in" in str(failure)
+
+
 def test_padding_that_was_not_written_is_caught():
     x, out = inputs(B=1), torch.zeros(1, 70, 4, 8)
     with registered(mutants.PaddingUnwritten) as name, torch.no_grad():

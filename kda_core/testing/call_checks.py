@@ -24,7 +24,7 @@ from kda_core import checks
 from kda_core.checked import CheckSettings
 from kda_core.errors import CheckFailed, CheckWarning
 from kda_core.loaded import Backend
-from kda_core.request import AnyRequest, GateRequest, Request
+from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request
 from kda_core.testing import budgets, finite, references
 from kda_core.testing.budgets import Budget
 from kda_core.testing.call_samples import OPTIONS, Sample, Slots, on_cpu
@@ -63,6 +63,8 @@ def run_checked(
         if before:
             check.report(before, None)
     result = caller(request=request)
+    if not isinstance(result, (ForwardResult, BackwardResult, Tensor)):
+        return result  # the router says what a hook must return
     with torch.no_grad():
         # Where inputs were not finite the results are not either: that has been said.
         problems = [] if before else check.problems_after(result)
@@ -86,11 +88,11 @@ def bit_sum(t: Tensor, by_slot: bool = False) -> Tensor:
 
 def describe(name: str, got: Tensor, expected: Tensor, error: budgets.Error, budget: Budget, slack: float, at: str):
     """One sentence on a result that is off."""
-    there, wanted = (t[error.where].flatten()[:3].tolist() for t in (got, expected))
+    there, wanted = (", ".join(f"{x:.5g}" for x in t[error.where].flatten()[:3].tolist()) for t in (got, expected))
     widened = "" if slack == 1 else f", widened by the backend's declared slack {slack}"
     return (
         f"{name}: relative error {error.frobenius:.3g} (budget {budget.frobenius:.3g}), worst row "
-        f"{error.worst_row:.3g} (budget {budget.worst_row:.3g}){widened} at {at}: got {there}, expected {wanted}"
+        f"{error.worst_row:.3g} (budget {budget.worst_row:.3g}){widened} at {at}: got [{there}], expected [{wanted}]"
     )
 
 
@@ -114,6 +116,29 @@ class _Check:
             for name, old in self.before.items()
             if not torch.equal(bit_sum(self.tensors[name]), old)
         ]
+
+    def misshapen(self, results: dict[str, Tensor]) -> list[str]:
+        """The results that have another shape or dtype than the contract says."""
+        expected = self.expected_kinds()
+        return [
+            f"{name}: expected shape {list(shape)} in {dtype}, got {list(results[name].shape)} in {results[name].dtype}"
+            for name, (shape, dtype) in expected.items()
+            if name in results and (tuple(results[name].shape), results[name].dtype) != (tuple(shape), dtype)
+        ]
+
+    def expected_kinds(self) -> dict[str, tuple[Any, torch.dtype]]:
+        """Shape and dtype of every result."""
+        r = self.request
+        kinds = {f"d{n}": (t.shape, t.dtype) for n, t in self.tensors.items()}
+        if isinstance(r, GateRequest):
+            return kinds | {"gate": (r.g.shape, r.output_dtype)}
+        kinds |= {"o": ((r.B, r.T, r.HV, r.V), r.q.dtype), "final_state": (r.state_shape, r.state_dtype)}
+        chunks = sum(-(-(end - start) // r.chunk_size) for _, start, end in self.bounds()) // max(r.B, 1)
+        return kinds | {"h": ((r.B, chunks, *r.state_shape[1:]), r.state_dtype)}
+
+    def bounds(self) -> list[tuple[int, int, int]]:
+        """(batch row, first token, end) of every sequence."""
+        return []
 
     def compare(
         self,
@@ -143,8 +168,11 @@ class _Check:
             _dumped.append(self.settings)
             # Each process of a distributed run has its own first failure.
             dump = dump.replace("{pid}", str(os.getpid()))
-            torch.save(self.as_saved(problems, result), dump)
-            message += f"\nsaved in {dump}"
+            try:
+                torch.save(self.as_saved(problems, result), dump)
+                message += f"\nsaved in {dump}"
+            except (OSError, RuntimeError) as error:  # what is wrong with the call must be said all the same
+                message += f"\ncould not be saved in {dump}: {error}"
         if self.settings.warn:
             warnings.warn(message, CheckWarning, stacklevel=4)
             return
@@ -228,6 +256,9 @@ class _CallCheck(_Check):
     def compared(self) -> str:
         return str(self.sample)
 
+    def bounds(self) -> list[tuple[int, int, int]]:
+        return self.sample.bounds
+
     def options(self) -> dict[str, Any]:
         return {n: getattr(self.request, n) for n in OPTIONS}
 
@@ -257,6 +288,9 @@ class _CallCheck(_Check):
     def problems_after(self, result: Any) -> list[str]:
         results = self.results(result)
         problems = self.modified_inputs() + self._touched_slots()
+        wrong = self.misshapen(results)
+        if wrong:
+            return problems + wrong
         for name, t in results.items():
             by_row = name in ("o", "dq", "dk", "dv", "dg", "dbeta")
             problems += finite.faults_of_rows(name, t, self.rows, self.request) if by_row else finite.faults(name, t)
@@ -364,7 +398,9 @@ class _GateCheck(_Check):
         results = self.results(result)
         # An infinite input stands for its limit, which the reference has no finite number for.
         limits = bool(self.sampled["g"].isinf().any())
-        problems = self.modified_inputs()
+        problems = self.modified_inputs() + self.misshapen(results)
+        if problems:
+            return problems
         for name, t in results.items():
             problems += finite.faults(name, t, nan_only=limits or bool(self.request.g.isinf().any()))
         if limits or not self.sampled["g"].numel():
