@@ -307,6 +307,42 @@ def test_decoding_over_pools_passes():
         )
 
 
+@pytest.mark.parametrize("op", ["chunk_kda", "fused_recurrent_kda"])
+def test_calls_without_a_token_or_a_sequence_pass(op):
+    call = getattr(kda_core, op)
+    with kda_core.checked_calls():
+        for B, T in ((0, 5), (2, 0), (0, 0)):
+            o, s = call(**inputs(B, T, grad=True), output_final_state=True)
+            (o.sum() + s.sum()).backward()
+        for boundaries in ([0], [0, 0, 0]):
+            call(**inputs(1, 9), cu_seqlens=torch.tensor(boundaries), output_final_state=True)
+        call(
+            **inputs(2, 0),
+            initial_state=torch.zeros(0, 4, 16, 8),
+            ssm_state_indices=torch.tensor([-1, -1]),
+        )
+        kda_core.kda_gate(torch.zeros(0, 4, 8), torch.zeros(4))
+
+
+def test_modes_strides_and_dtypes_of_the_caller_make_no_difference():
+    with kda_core.checked_calls():
+        with torch.inference_mode():
+            pool, slots = states(5), torch.tensor([3, 1])
+            kda_core.fused_recurrent_kda(**inputs(2, 1), initial_state=pool, ssm_state_indices=slots)
+        x = {name: t.transpose(0, 1).contiguous().transpose(0, 1) for name, t in inputs(T=9).items()}
+        with torch.device("meta"), torch.autocast("cpu", dtype=torch.bfloat16):
+            kda_core.chunk_kda(**x, backend="cpu")
+        for dtype in (torch.bfloat16, torch.float16, torch.float64):
+            x = inputs(T=9)
+            x |= {name: x[name].to(dtype).requires_grad_() for name in ("q", "k", "v")}
+            o, _ = kda_core.chunk_kda(**x, chunk_size=32, disable_recompute=True)
+            o[:, 3].sum().backward()  # the others get an expanded zero
+        raw = torch.randn(3, 2, 5, 4, 8, generator=torch.Generator().manual_seed(2)).bfloat16().requires_grad_()
+        kda_core.kda_gate(raw, torch.zeros(4), lower_bound=-5.0).sum().backward()
+    with kda_core.checked_calls(elements=1024):  # some tokens of one head
+        kda_core.kda_gate(raw, torch.zeros(4, requires_grad=True), torch.ones(32)).sum().backward()
+
+
 def test_of_larger_calls_a_sample_passes_and_is_named():
     """One head, some sequences, or the first tokens; gradients that others add to are left out."""
     x = inputs(B=1, T=200, H=3, HV=6, grad=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 import random
+import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +41,8 @@ SUMS_OVER_TOKENS = ("dA_log", "ddt_bias")
 """Gradients that every token of every sequence adds to."""
 
 _choice = random.Random(0)
+_comparing = threading.Lock()
+"""References and budgets are remembered for all threads, and set how many threads torch takes."""
 _dumped: list[CheckSettings] = []
 
 
@@ -55,6 +58,8 @@ def run_checked(
     if request.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         message = f"{request.op} on {backend.info.name!r} was not checked: the stream is being captured into a graph"
         warnings.warn(message, CheckWarning, stacklevel=2)
+        return caller(request=request)
+    if isinstance(request, GateRequest) and not request.g.numel():
         return caller(request=request)
     with torch.no_grad():
         kind: Any = _GateCheck if isinstance(request, GateRequest) else _CallCheck
@@ -75,8 +80,18 @@ def run_checked(
 
 def on_fresh_thread(compute: Callable[[], Result]) -> Result:
     """Compute where autograd records and no mode is on: inside an operator neither holds for the calling thread."""
-    with ThreadPoolExecutor(max_workers=1) as executor:
+    with _comparing, ThreadPoolExecutor(max_workers=1) as executor:
         return executor.submit(compute).result()
+
+
+def _renew_lock() -> None:
+    """In a forked child nobody is left to release the parent's."""
+    global _comparing
+    _comparing = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def bit_sum(t: Tensor, by_slot: bool = False) -> Tensor:
