@@ -149,7 +149,8 @@ print(counter.get_total_flops())
 ASKED = "import importlib.util; importlib.util.find_spec('torch.utils.flop_counter')"
 
 
-@pytest.mark.parametrize("asked", ["", pytest.param(ASKED, marks=pytest.mark.end_to_end)])
+@pytest.mark.end_to_end
+@pytest.mark.parametrize("asked", ["", ASKED])
 def test_a_counter_that_is_imported_after_the_core_counts_too(asked):
     program = IMPORTED_LATER.format(asked=asked)
     # Not in the checkout, whose kda_core would be taken instead of the installed one.
