@@ -21,6 +21,7 @@ from kda_core import CheckFailed, CheckWarning, cli, loaded
 from kda_core.hookspecs import hookimpl
 from kda_core.plugins import registry
 from kda_core.request import BackwardResult
+from kda_core.testing import call_checks
 from kda_core.testing.call_samples import Sample
 from kda_core.testing.cases import select
 from kda_core.testing.inputs import Call
@@ -427,6 +428,13 @@ def test_outside_of_the_block_nothing_is_checked():
     assert loaded.watch is None
     hook = registry.named("cpu")._callers["kda_core_chunk_forward"] if registry.named("cpu")._callers else None
     assert hook is None or hook.__module__.startswith("kda_core_cpu")
+
+
+def test_a_call_that_is_captured_is_not_checked_and_says_so(monkeypatch):
+    monkeypatch.setattr(call_checks, "is_captured", lambda device: True)
+    warned = pytest.warns(CheckWarning, match=r"was not checked: the stream is being captured")
+    with registered(mutants.ScaleIgnored) as name, torch.no_grad(), kda_core.checked_calls(), warned:
+        kda_core.chunk_kda(**inputs(), scale=0.5, backend=name)
 
 
 def test_other_threads_are_checked_too():

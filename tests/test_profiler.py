@@ -92,6 +92,16 @@ def test_nothing_is_named_while_no_profiler_runs(monkeypatch):
             call("chunk_kda", inputs(grad=False))
 
 
+@pytest.mark.skipif(not torch.profiler.itt.is_available(), reason="this build of torch has no ITT")
+def test_tools_that_take_torchs_ranges_get_ours(monkeypatch):
+    """``emit_itt`` and ``emit_nvtx`` switch the same mark on."""
+    named = []
+    monkeypatch.setattr(ranges, "row_name", lambda *arguments: named.append(arguments[1]) or "row")
+    with torch.no_grad(), torch.autograd.profiler.emit_itt():
+        call("chunk_kda", inputs(grad=False))
+    assert named == ["kda_core_chunk_forward"]
+
+
 def test_every_hook_that_computes_has_a_row():
     hooks = {name for name in dir(registry.named("cpu").plugin) if name.endswith(("_forward", "_backward"))}
     assert hooks >= ranges.ROWS.keys()

@@ -55,7 +55,7 @@ def run_checked(
         CheckFailed: unless the settings say to warn.
         ValueError: index tensors on a device hold values that are refused on the CPU.
     """
-    if request.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_captured(request.device):
         message = f"{request.op} on {backend.info.name!r} was not checked: the stream is being captured into a graph"
         warnings.warn(message, CheckWarning, stacklevel=2)
         return caller(request=request)
@@ -76,6 +76,11 @@ def run_checked(
         if problems:
             check.report(problems, result)
     return result
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether calls are being recorded into a graph, during which nothing may be read."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def on_fresh_thread(compute: Callable[[], Result]) -> Result:
