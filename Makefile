@@ -5,6 +5,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BACKENDS ?= cpu
 BACKEND ?= cpu
+WORKERS ?= 2
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
@@ -22,22 +23,23 @@ SOURCE_FILES = $(shell find $(1) -type f -not -path '*/__pycache__/*')
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-end-to-end bench lint typecheck environment wheels clean FORCE
+.PHONY: help demo test test-end-to-end bench lint typecheck environment wheels clean compiler FORCE
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo "  Variables: PYTHON=$(PYTHON)  VENV=$(VENV)  TORCH=$(TORCH)  BACKENDS=\"$(BACKENDS)\" (wheels to install)"
-	@echo "             BACKEND=$(BACKEND) (the one under test)  DEMO_ARGS  PYTEST_ARGS  BENCH_ARGS"
+	@echo "             BACKEND=$(BACKEND) (the one under test)  WORKERS=$(WORKERS) (processes that run tests)"
+	@echo "             DEMO_ARGS  PYTEST_ARGS  BENCH_ARGS"
 
 demo: $(STAMPS)/demo $(STAMPS)/installed ## Set everything up, train the example's language model, let it write.
 	$(VENV_PYTHON) examples/train_lm.py $(DEMO_ARGS)
 
 # The console script, not "python -m pytest": that would import kda_core from this folder instead of from the wheel.
-test: environment ## Set everything up, run the fast tests on BACKEND.
-	$(VENV)/bin/pytest --backend=$(BACKEND) $(PYTEST_ARGS)
+test: compiler environment ## Set everything up, run the fast tests on BACKEND.
+	$(VENV)/bin/pytest --backend=$(BACKEND) -n $(WORKERS) $(PYTEST_ARGS)
 
-test-end-to-end: environment ## The same for tests of wheels, environments, interpreted and compiled kernels (minutes).
+test-end-to-end: compiler environment ## The same for tests of wheels, environments, interpreted and compiled kernels (minutes).
 	$(VENV)/bin/pytest -m end_to_end $(PYTEST_ARGS)
 
 bench: environment ## Compare the CPU backend with other libraries.
@@ -49,6 +51,12 @@ lint: $(STAMPS)/lint ## Check style and formatting.
 
 typecheck: $(STAMPS)/lint $(STAMPS)/test ## Check the types of the core.
 	$(VENV)/bin/mypy --follow-imports=silent kda_core/*.py
+
+# torch.compile's default backend writes C++; CXX is the variable that it reads, too.
+compiler:
+	@command -v $(CXX) > /dev/null || \
+		{ echo "The tests of torch.compile need a C++ compiler, and there is no $(CXX) here: install one" \
+		"(on Debian or Ubuntu: apt-get install g++), or name one with CXX=..."; exit 1; }
 
 environment: $(STAMPS)/test $(STAMPS)/installed ## Set up what the tests need, wheels included, and run nothing.
 
@@ -105,3 +113,17 @@ $(STAMPS)/installed: $(STAMPS)/BACKENDS.value $(STAMPS)/demo $(call WHEELS,core 
 	@echo "environment: wheels of kda-core and of its backends: $(BACKENDS)"
 	@$(PIP) install --no-compile --no-deps --force-reinstall $(DIST)/kda_core-*.whl $(foreach b,$(BACKENDS),$(DIST)/kda_core_$(b)-*.whl)
 	@touch $@
+
+# The site's tools and twine need neither torch nor the wheels.
+$(STAMPS)/docs $(STAMPS)/release: $(STAMPS)/%: requirements/%.txt $(CONSTRAINTS) $(STAMPS)/venv
+	@echo "environment: requirements/$*.txt"
+	@$(PIP) install --no-compile -r $<
+	@touch $@
+
+.PHONY: docs release
+
+docs: $(STAMPS)/docs ## Build the documentation's site in build/site; warnings are errors.
+	NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs build --strict
+
+release: $(STAMPS)/build $(STAMPS)/release ## Build and check what a release would upload; upload nothing.
+	$(VENV_PYTHON) tools/release.py --torch '$(TORCH)' $(RELEASE_ARGS)

@@ -185,7 +185,7 @@ def fused_recurrent_kda(
     not listed here), from T = 1 up. Differentiable when nothing of the caller's is written.
 
     Args:
-        q, k, v, g, beta: as in ``chunk_kda``.
+        q: as in ``chunk_kda``; so are k, v, g and beta.
         initial_state: [N, HV, K, V]; a pool [slots, HV, K, V] with ``ssm_state_indices``.
         ssm_state_indices: [N], the slot of each sequence, read before its first token and written after
             its last; or, for speculative decoding, [N, 1+S]: slot [n, i] is written after token i, and
@@ -302,7 +302,8 @@ def explain(*args: Any, op: str = "chunk_kda", **kwargs: Any) -> Explanation:
     """Say which backend would serve a call and why the others would not; runs nothing.
 
     Args:
-        *args, **kwargs: the arguments of the call, as the function ``op`` takes them.
+        *args: the arguments of the call, as the function ``op`` takes them.
+        **kwargs: those that are given by name.
         op: "chunk_kda", "fused_recurrent_kda" or "kda_gate".
 
     Returns:

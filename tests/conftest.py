@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 pytest_plugins = ["kda_core.testing.plugin"]
+
+END_TO_END_FILE = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.end_to_end\b", flags=re.M)
+"""How a file says that all its tests are end-to-end."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,12 +42,27 @@ def limit_threads(config: pytest.Config) -> None:
     os.environ["OMP_NUM_THREADS"] = str(threads)
 
 
+def _wants_end_to_end(config: pytest.Config) -> bool:
+    return "end_to_end" in (config.getoption("markexpr") or "") or os.environ.get("KDA_TEST_MODE") in ("slow", "all")
+
+
+def _named_files(config: pytest.Config) -> set[Path]:
+    here = config.invocation_params.dir
+    return {Path(here, str(argument).partition("::")[0]) for argument in config.invocation_params.args}
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files of end-to-end tests only are not even imported: some import minutes of other libraries."""
+    if collection_path.suffix != ".py" or _wants_end_to_end(config) or collection_path in _named_files(config):
+        return None
+    return True if END_TO_END_FILE.search(collection_path.read_text(encoding="utf-8")) else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "end_to_end" in (config.getoption("markexpr") or "") or os.environ.get("KDA_TEST_MODE") in ("slow", "all"):
+    if _wants_end_to_end(config):
         return
-    here = config.invocation_params.dir
-    named = {Path(here, str(argument).partition("::")[0]) for argument in config.invocation_params.args}
+    named = _named_files(config)
     dropped = [item for item in items if item.get_closest_marker("end_to_end") is not None and item.path not in named]
     if dropped:
         config.hook.pytest_deselected(items=dropped)

@@ -162,8 +162,8 @@ def dispatch_lines(backend: str) -> set[tuple[str, int]]:
     """(file, line) of the code by which Triton hands a backend's kernels out to their warps, where they specialise.
 
     Idle warps read what to do next from a shared byte, which racecheck reports for kernels whose partitions share
-    nothing, too (docs/nvidia.md). That code has the line of the kernel's ``def``, of ``warp_specialize`` or of the
-    statement after it; what a partition does has lines of its own.
+    nothing, too (docs/notes/nvidia.md). That code has the line of the kernel's ``def``, of ``warp_specialize`` or of
+    the statement after it; what a partition does has lines of its own.
     """
     spec = importlib.util.find_spec(f"kda_core_{backend}")
     found = set()

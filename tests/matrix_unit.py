@@ -2,7 +2,8 @@
 
 The interpreter, and the kit's correction of it, add exactly or in float32. The unit aligns the products of 16 (k = 16)
 and the accumulator to the largest of them, cuts each at the 25th bit from its leading one, adds exactly and cuts the
-result to float32. With this model a prompt's final state has the error that an H200 gave it, 6.2e-6 (docs/accuracy.md).
+result to float32. With this model a prompt's final state has the error that an H200 gave it, 6.2e-6
+(docs/notes/accuracy.md).
 It changes the interpreter for the whole process: for scripts of tests.
 """
 

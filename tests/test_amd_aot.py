@@ -9,22 +9,25 @@ import ast
 from dataclasses import replace
 from pathlib import Path
 
+import installed
 import pytest
 import torch
 
-kda_core_amd = pytest.importorskip("kda_core_amd")
-triton = pytest.importorskip("triton")
+installed.need_backend("amd")
+installed.need_package("triton")
 
-import triton.language as tl  # noqa: E402
-from kda_core_amd import aot  # noqa: E402
-from kda_core_amd.addresses import hazards  # noqa: E402
-from kda_core_amd.launch import ARCHITECTURES, CONFIGS, FOREIGN_ARCHITECTURE, compile_options  # noqa: E402
-from kda_core_amd.plugin import SERVED_ARCHITECTURES, kda_core_reject  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+import kda_core_amd
+import triton
+import triton.language as tl
+from kda_core_amd import aot
+from kda_core_amd.addresses import hazards
+from kda_core_amd.launch import ARCHITECTURES, CONFIGS, FOREIGN_ARCHITECTURE, compile_options
+from kda_core_amd.plugin import SERVED_ARCHITECTURES, kda_core_reject
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
-from kda_core import triton_lib  # noqa: E402
-from kda_core.request import Request  # noqa: E402
+from kda_core import triton_lib
+from kda_core.request import Request
 
 pytestmark = pytest.mark.end_to_end
 

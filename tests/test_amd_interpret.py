@@ -13,6 +13,7 @@ import sys
 import traceback
 from dataclasses import replace
 
+import installed
 import interpreted
 import pytest
 import torch
@@ -21,8 +22,8 @@ from kda_core.testing.cases import FP16, FP32, Case
 
 pytestmark = pytest.mark.end_to_end
 
-pytest.importorskip("kda_core_amd")
-pytest.importorskip("triton")
+installed.need_backend("amd")
+installed.need_package("triton")
 
 
 def _other(dtype: torch.dtype) -> Case:

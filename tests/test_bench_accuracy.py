@@ -6,9 +6,10 @@ import importlib.util
 import json
 from pathlib import Path
 
+import installed
 import pytest
 
-pytest.importorskip("kda_core_cpu")
+installed.need_backend("cpu")
 
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "accuracy.py"
 

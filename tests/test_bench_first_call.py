@@ -6,9 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import installed
 import pytest
 
-pytest.importorskip("kda_core_cpu")
+installed.need_backend("cpu")
 
 pytestmark = pytest.mark.end_to_end
 

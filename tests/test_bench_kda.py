@@ -7,10 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import installed
 import pytest
 
-pytest.importorskip("rich")
-pytest.importorskip("kda_core_cpu")
+installed.need_package("rich")
+installed.need_backend("cpu")
 
 pytestmark = pytest.mark.end_to_end
 

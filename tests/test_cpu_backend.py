@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+import installed
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,8 +21,9 @@ from kda_core.testing.cases import Case
 from kda_core.testing.subject import Subject
 from kda_core.testing.targets import Target
 
-launch = pytest.importorskip("kda_core_cpu.launch", reason="kda-core-cpu is not installed")
-from kda_core_cpu import gate, plugin, recurrent  # noqa: E402  (after the check that the wheel is there)
+installed.need_backend("cpu")
+
+from kda_core_cpu import gate, launch, plugin, recurrent
 
 PACKING = [0, 5, 5, 6, 70, 134, 199]
 CHUNK, RECURRENT = "chunk_kda", "fused_recurrent_kda"

@@ -10,12 +10,13 @@ import sys
 from pathlib import Path
 
 import everything_on_gpu
+import installed
 import noted
 import pytest
 from everything_on_gpu import KIT, Job
 
-pytest.importorskip("kda_core_cpu")
-pytest.importorskip("xdist")
+installed.need_backend("cpu")
+installed.need_package("xdist", "pytest-xdist")
 
 SMALL = Job("small", (*KIT, "--backend=cpu", "-k", "test_beta"))
 

@@ -16,9 +16,9 @@ pytestmark = pytest.mark.end_to_end
 EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
-import train_lm  # noqa: E402
-from byte_lm import ByteLM, ModelConfig, sample  # noqa: E402
-from training import Text, Trainer, TrainingConfig, python_help_text, read_checkpoint  # noqa: E402
+import train_lm
+from byte_lm import ByteLM, ModelConfig, sample
+from training import Text, Trainer, TrainingConfig, python_help_text, read_checkpoint
 
 TINY = ModelConfig(dim=24, layers=2, heads=2, head_dim=12, mlp_dim=32)
 TINY_OPTIONS = ["--dim=24", "--layers=2", "--heads=2", "--head-dim=12", "--mlp-dim=32", "--device=cpu"]

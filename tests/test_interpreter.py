@@ -7,10 +7,13 @@ import subprocess
 import sys
 from importlib.util import find_spec
 
+import installed
 import interpreted
 import pytest
 
 pytestmark = pytest.mark.end_to_end
+
+installed.need_package("triton")
 
 CODE = """
 import hashlib, json, sys
@@ -49,12 +52,10 @@ def found() -> dict[str, dict[str, tuple[str, int]]]:
     return {how: interpreted.printed("-c", CODE, how, *backends) for how in ("plain", "quicken")}
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_quickened_interpreter_gives_the_same_bits(found, backend: str):
     """The same results, and a fraction of the preparations: a few for every launch."""
-    if find_spec(f"kda_core_{backend}") is None:
-        pytest.skip(f"needs kda-core-{backend}")
+    installed.need_backend(backend)
     plain, preparations = found["plain"][backend]
     bits, fewer = found["quicken"][backend]
     assert bits == plain
@@ -118,7 +119,6 @@ def results() -> dict[str, bool]:
     return found | close | same
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 def test_corrected_arithmetic_is_that_of_devices():
     """bfloat16: products of the numbers, not of their bits; conversions to nearest. float32: exact terms."""
     found = interpreted.printed(__file__)

@@ -12,6 +12,7 @@ import warnings
 from importlib import metadata
 from types import SimpleNamespace
 
+import installed
 import pytest
 import torch
 from packaging.version import Version
@@ -277,7 +278,7 @@ class _TorchNorm(torch.nn.Module):
 @pytest.mark.parametrize("lower_bound", [None, -5.0], ids=["softplus", "lower bound"])
 def test_layers_of_fla_take_our_functions(fla, monkeypatch, lower_bound: float | None):
     """Training, and a prompt in pieces over fla's cache; on the CPU, without the parts whose kernels need a GPU."""
-    pytest.importorskip("kda_core_cpu")
+    installed.need_backend("cpu")
     from fla.layers import kda as layers
     from fla.models.utils import Cache
 

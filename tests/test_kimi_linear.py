@@ -6,17 +6,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import installed
 import pytest
 import torch
 
-pytest.importorskip("kda_core_cpu")
-pytest.importorskip("transformers", minversion="5.18")
+installed.need_backend("cpu")
+installed.need_package("transformers", at_least="5.18")
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
-import kimi_linear  # noqa: E402
-from transformers.models.kimi_linear import modeling_kimi_linear  # noqa: E402
+import kimi_linear
+from transformers.models.kimi_linear import modeling_kimi_linear
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.filterwarnings("ignore")]
 

@@ -25,8 +25,8 @@ SUITE = Path(suite.__file__).parent
 TESTS = Path(__file__).parent
 CPU = torch.device("cpu")
 
-# Lines of docs/failures.md that are about how kernels are launched and configured, not about results: each backend's
-# own tests hold them.
+# Lines of docs/notes/failures.md that are about how kernels are launched and configured, not about results: each
+# backend's own tests hold them.
 LAUNCH_MACHINERY = {17, 18, 30}
 
 
@@ -332,7 +332,7 @@ def test_suite_and_kit_name_no_vendor():
 
 
 def test_every_line_of_the_failures_has_a_test():
-    """docs/failures.md has 31 lines; the number of each is in a test's docstring."""
+    """docs/notes/failures.md has 31 lines; the number of each is in a test's docstring."""
     cited = set()
     for test in suite_tests():
         for numbers in re.findall(r"FAILURES ([\d, ]+)", ast.get_docstring(test)):

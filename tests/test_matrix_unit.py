@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
+import installed
 import interpreted
 import pytest
 
-pytestmark = [
-    pytest.mark.end_to_end,
-    pytest.mark.skipif(find_spec("kda_core_nvidia") is None or find_spec("triton") is None, reason="needs kernels"),
-]
+pytestmark = pytest.mark.end_to_end
+
+installed.need_backend("nvidia")
+installed.need_package("triton")
 
 FURTHEST = 2.0**-23
 """From the sum, relative to it or to 1: half of float32's last place, and as much for the parts that are added."""

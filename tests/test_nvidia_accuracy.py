@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import installed
 import pytest
 import torch
 
-pytest.importorskip("kda_core_nvidia")
+installed.need_backend("nvidia")
 
 from kda_core import chunk_kda, reference
 from kda_core.reference import DIFFERENTIABLE

@@ -6,11 +6,12 @@ import itertools
 import re
 from dataclasses import replace
 
+import installed
 import pytest
 import torch
 
-pytest.importorskip("kda_core_nvidia")
-pytest.importorskip("triton")
+installed.need_backend("nvidia")
+installed.need_package("triton")
 
 import triton
 from kda_core_nvidia import aot, aot_recurrent, chunk_backward, hopper, recurrent_launch
@@ -278,7 +279,9 @@ def test_no_product_of_a_stride_wraps(kernel: str):
     """FAILURES 15: an index of 32 bits times a stride of 32 bits is 64 bits wide. (Lengths of a sequence, rows and
     channels of a tile stay small, or the host looks.)
     """
-    addresses = pytest.importorskip("kda_core_amd.addresses")
+    installed.need_backend("amd")
+    from kda_core_amd import addresses
+
     for arch in (80, 90):
         seen = set()
         for one in aot.shipped(arch, quick=True):

@@ -12,14 +12,15 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import installed
 import interpreted
 import pytest
 import torch
 
 pytestmark = pytest.mark.end_to_end
 
-pytest.importorskip("kda_core_nvidia")
-pytest.importorskip("triton")
+installed.need_backend("nvidia")
+installed.need_package("triton")
 
 ERRORS = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Relative errors that gradients may have, by the dtype of q."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import installed
 import pytest
 import torch
 
 import kda_core
 
-pytest.importorskip("kda_core_nvidia")
+installed.need_backend("nvidia")
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs an sm_90 GPU", allow_module_level=True)
 

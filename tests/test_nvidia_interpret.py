@@ -18,14 +18,15 @@ import sys
 from types import SimpleNamespace
 from unittest import mock
 
+import installed
 import interpreted
 import pytest
 import torch
 
 pytestmark = pytest.mark.end_to_end
 
-pytest.importorskip("kda_core_nvidia")
-pytest.importorskip("triton")
+installed.need_backend("nvidia")
+installed.need_package("triton")
 
 FP32, FP16 = 3e-6, 2e-3
 

@@ -13,12 +13,14 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import installed
 import pytest
 import torch
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter launches everything itself", allow_module_level=True)
-pytest.importorskip("triton", reason="triton is not installed")
+installed.need_backend("nvidia")
+installed.need_package("triton")
 
 import triton
 from kda_core_nvidia import chunk_backward, chunk_forward, hopper, launch, plan, plugin, recurrent_launch, segments

@@ -12,9 +12,9 @@ from __future__ import annotations
 import json
 import traceback
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
+import installed
 import interpreted
 import pytest
 import torch
@@ -23,6 +23,9 @@ from torch import Tensor
 import kda_core
 
 pytestmark = pytest.mark.end_to_end
+
+installed.need_backend("nvidia")
+installed.need_package("triton")
 
 H, HV, K, V = 2, 4, 20, 12
 GROUP = {"H": 1, "HV": 2}
@@ -445,9 +448,6 @@ def failures() -> dict[str, str]:
     return interpreted.printed(__file__)
 
 
-@pytest.mark.skipif(
-    find_spec("triton") is None or find_spec("kda_core_nvidia") is None, reason="needs triton and kda-core-nvidia"
-)
 @pytest.mark.parametrize("name", CHECKS)
 def test_interpreted(failures: dict[str, str], name: str) -> None:
     assert not failures[name], failures[name]

@@ -8,6 +8,7 @@ import json
 import sys
 from dataclasses import replace
 
+import installed
 import pytest
 
 from kda_core.capabilities import FOREIGN_VARIABLE, Available, Unavailable, runs_on_foreign_device
@@ -209,7 +210,7 @@ def test_plugin_runs_the_installed_suite(pytest_in):
 @pytest.mark.slow
 def test_plugin_gathers_from_workers(pytest_in):
     """pytest-xdist: the summary holds what the workers found."""
-    pytest.importorskip("xdist")
+    installed.need_package("xdist", "pytest-xdist")
     status, text = pytest_in("--backend=reference", "-n", "2", "test_tiny.py", "-k", "forward or no_backend")
     assert status == pytest.ExitCode.OK, text
     assert "reference 1.0 on cpu: 1 passed" in text

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 
+import installed
 import pytest
 import sanitized_calls
 
 from kda_core.testing.subject import Mismatch
 
-pytest.importorskip("kda_core_cpu")
+installed.need_backend("cpu")
 
 
 def run(monkeypatch, *arguments: str) -> int:

@@ -29,7 +29,7 @@ _INFO = BackendInfo(
     version=__version__,
     contract=SpecifierSet("~=1.0"),
     device_types=("cuda", "cpu") if INTERPRET else ("cuda",),
-    # How much of the conformance kit has passed on an H200, with which code, and what has not: docs/nvidia.md.
+    # How much of the conformance kit has passed on an H200, with which code, and what has not: docs/notes/nvidia.md.
     # Tensors on the CPU belong to others: the interpreter is for tests.
     priority=None if INTERPRET else 100,
     capabilities=Capabilities(

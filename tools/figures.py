@@ -1,0 +1,433 @@
+"""Tables and plots of the documentation, from the measurements in ``docs/data``.
+
+    python tools/figures.py            # write the tables into the pages and the plots into docs/images
+    python tools/figures.py --check    # change nothing; status 1, with the names, when something is out of date
+
+A table stands in a page between ``<!-- table: NAME -->`` and ``<!-- end of table -->``. The files in ``docs/data`` are
+those that ``kda bench --json`` writes (schema 1): put a new measurement in the place of an old one and run this script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parents[1] / "docs"
+DATA = DOCS / "data"
+IMAGES = DOCS / "images"
+PAGES = (DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md")))
+
+SCHEMA = 1
+OURS, FLA, CHUNK, COPY = "kda_core", "fla", "chunk_kda", "copy"
+RAW_GATES = ("bounded", "softplus")
+CALLS = {"training": "training step", "inference": "prefill"}
+HEADLINE_SHAPE = "1,8192,96,128"
+GIB = 2**30
+SLOT = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end of table -->)", re.S)
+OUR_COLOR, OTHER_COLOR = "#3f51b5", "#b0b0b0"
+
+Row = dict[str, Any]
+
+
+def read(name: str) -> dict[str, Any]:
+    """A measurement, by the name of its file.
+
+    Raises:
+        ValueError: the file is not of the schema that this script knows.
+    """
+    content = json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
+    if content.get("schema") != SCHEMA:
+        raise ValueError(f"docs/data/{name}.json: expected schema {SCHEMA}, got {content.get('schema')!r}")
+    return content
+
+
+def rows_of(name: str, *suites: str) -> list[Row]:
+    """The rows of some suites in which ours ran."""
+    return [r for r in read(name)["rows"] if r["suite"] in suites and OURS in r.get("implementations", {})]
+
+
+def headline_rows() -> list[Row]:
+    """A training step and a prefill of one shape, with everything in the operator."""
+    found = rows_of("headline", *CALLS)
+    chosen = [row for row in found if row["gate"] in RAW_GATES and row["shape"] == HEADLINE_SHAPE]
+    missing = {(s, g) for s in CALLS for g in RAW_GATES} - {(row["suite"], row["gate"]) for row in chosen}
+    if missing:
+        raise ValueError(
+            f"docs/data/headline.json: expected rows of {HEADLINE_SHAPE} for {sorted(missing)}, found none"
+        )
+    return chosen
+
+
+def errors_of(row: Row, name: str) -> dict[str, float]:
+    """Errors by result; the JSON spells numbers that are not finite."""
+    return {n: float(x) for n, x in row["implementations"][name]["errors"].items()}
+
+
+def median(row: Row, name: str) -> float | None:
+    """Median milliseconds of an implementation, or None where it was not timed."""
+    found = row["implementations"].get(name, {}).get("ms")
+    return None if found is None else found["median"]
+
+
+def others(rows: list[Row]) -> list[str]:
+    """The peers of these rows, in order."""
+    return [n for n in dict.fromkeys(n for row in rows for n in row["implementations"]) if n not in (OURS, COPY)]
+
+
+def replayed(row: Row, name: str) -> float | None:
+    """Median milliseconds without the host, or None where it was not measured."""
+    found = row["implementations"].get(name, {}).get("device_ms")
+    return None if found is None else found["median"]
+
+
+def ratio(row: Row, name: str) -> float | None:
+    """How many times the time of ours another one's is."""
+    theirs, ours = median(row, name), median(row, OURS)
+    return None if theirs is None or ours is None else theirs / ours
+
+
+def short(value: float | None) -> str:
+    """At most three significant digits; empty where nothing was measured."""
+    return "" if value is None else f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+
+
+def digits(value: float | None) -> str:
+    """Three significant digits, or three decimals, so that the figures of a column are alike."""
+    if value is None:
+        return ""
+    if value < 1:
+        return f"{value:.3f}"
+    return f"{value:#.3g}".rstrip(".") if value < 1000 else f"{value:,.0f}"
+
+
+def microseconds(milliseconds: float | None) -> str:
+    """A step's time with one decimal, or with a thousands separator."""
+    if milliseconds is None:
+        return ""
+    return f"{1e3 * milliseconds:.1f}" if milliseconds < 1 else f"{1e3 * milliseconds:,.0f}"
+
+
+def times(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}×"
+
+
+def span(values: list[float], unit: str = "") -> str:
+    """One value, or the least and the largest."""
+    low, high = short(min(values)), short(max(values))
+    return f"{low}{unit}" if low == high else f"{low} to {high}{unit}"
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table, without columns in which no row has anything."""
+    kept = [i for i in range(len(header)) if i == 0 or any(row[i] for row in rows)]
+    lines = [[cells[i] for i in kept] for cells in (header, ["---"] * len(header), *rows)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def label(row: Row) -> str:
+    """B, T, H, K of a row, and what is special about it."""
+    s = row["sizes"]
+    text = f"{s['B']}, {s['T']}, {s['H']}, {s['K']}"
+    text += f", V = {s['V']}" if s["V"] != s["K"] else ""
+    text += f", HV = {s['HV']}" if s["HV"] != s["H"] else ""
+    text += f", packed in {s['N']}" if "packed" in row["shape"] else ""
+    return text + (", pool" if s["pool"] else "")
+
+
+def machine(name: str) -> str:
+    """What a measurement was made with, as a sentence."""
+    environment = read(name)["environment"]
+    versions = [f"{n} {v}" for n, v in environment["versions"].items() if n != OURS]
+    return f"{environment['device']}; {', '.join(versions)}; {environment['date']}."
+
+
+def headline_figures() -> str:
+    """The three figures of the first screen: a training step, a prefill, a step's memory."""
+    lines = []
+    for suite, call in CALLS.items():
+        parts = []
+        for gate in RAW_GATES:
+            rows = [row for row in headline_rows() if (row["suite"], row["gate"]) == (suite, gate)]
+            text = f"{span([median(row, OURS) or 0.0 for row in rows], ' ms')} with the {gate} gate"
+            if theirs := [(median(row, FLA) or 0.0, ratio(row, FLA) or 0.0) for row in rows if median(row, FLA)]:
+                longer = span([round(r, 1) for _, r in theirs])
+                text += f" (fla: {span([ms for ms, _ in theirs], ' ms')}, {longer} times as long)"
+            parts.append(text)
+        lines.append(f"- **{call.capitalize()}**: {', '.join(parts)}.")
+    peaks = [
+        [row["implementations"].get(n, {}).get("peak_bytes") for n in (OURS, FLA)]
+        for row in (*rows_of("headline", "training"), *rows_of("speed", "training"))
+    ]
+    shares = [round(ours / theirs, 2) for ours, theirs in peaks if ours and theirs]
+    lines.append(f"- **Peak memory of a training step**: {span(shares)} of fla's.")
+    return "\n".join(lines)
+
+
+def speed(name: str, suite: str) -> str:
+    """Times and memory of every shape."""
+    rows = rows_of(name, suite)
+    peers = others(rows)
+    body = []
+    for row in rows:
+        peaks = [row["implementations"].get(n, {}).get("peak_bytes") for n in (OURS, FLA)]
+        body.append(
+            [
+                label(row),
+                f"{row['gate']}, {row['decay']}" if row["gate"] in RAW_GATES else "given",
+                *(digits(median(row, n)) for n in (OURS, *peers)),
+                *(times(ratio(row, n)) for n in peers),
+                *(digits(replayed(row, n)) for n in (OURS, *peers)),
+                digits(row.get("floor_ms")),
+                *(f"{size / GIB:.2f}" if size else "" for size in peaks),
+            ]
+        )
+    header = ["B, T, H, K", "gate, decays", *(f"{n} ms" for n in (OURS, *peers)), *(f"{n} / {OURS}" for n in peers)]
+    header += [f"{n} replayed ms" for n in (OURS, *peers)]
+    return table([*header, "floor ms", f"{OURS} GiB", "fla GiB"], body)
+
+
+def headline() -> str:
+    """A training step and a prefill with everything in the operator."""
+    rows = headline_rows()
+    peers = others(rows)
+    body = [
+        [
+            f"{CALLS[row['suite']]}, {row['gate']} gate, {row['decay']} decays",
+            *(short(median(row, n)) for n in (OURS, *peers)),
+            *(times(ratio(row, n)) for n in peers),
+        ]
+        for row in rows
+    ]
+    return table(["call", *(f"{n} ms" for n in (OURS, *peers)), *(f"{n} / {OURS}" for n in peers)], body)
+
+
+def decoding(name: str) -> str:
+    """Steps over a pool."""
+    rows = [row for row in rows_of(name, "decode") if row["sizes"]["T"] == 1]
+    peers = others(rows)
+    copy = read(name).get("copy_bytes_per_second")
+    body = []
+    for row in rows:
+        share = f"{1e3 * row['bytes'] / (median(row, OURS) or 0.0) / copy:.0%}" if copy and "bytes" in row else ""
+        body.append(
+            [
+                f"{row['state']}, {row['layout']}",
+                str(row["sizes"]["N"]),
+                *(microseconds(median(row, n)) for n in (OURS, *peers)),
+                *(times(ratio(row, n)) for n in peers),
+                share,
+            ]
+        )
+    header = ["pool", "sequences", *(f"{n} µs" for n in (OURS, *peers)), *(f"{n} / {OURS}" for n in peers)]
+    return table([*header, "of a copy's bandwidth"], body)
+
+
+def prompts() -> str:
+    """Short prompts by both functions; the faster one in bold."""
+    body = []
+    for row in rows_of("decode", "decode"):
+        if row["sizes"]["T"] == 1 or median(row, CHUNK) is None:
+            continue
+        both = [median(row, n) or 0.0 for n in (OURS, CHUNK)]
+        cells = [f"**{microseconds(ms)}**" if ms == min(both) else microseconds(ms) for ms in both]
+        body.append([str(row["sizes"]["N"]), str(row["sizes"]["T"]), *cells])
+    return table(["sequences", "tokens each", "`fused_recurrent_kda` µs", "`chunk_kda` µs"], body)
+
+
+def accuracy() -> str:
+    """Errors of every case beside the peers'."""
+    rows = [row for row in rows_of("accuracy", "accuracy") if not row["by_length"]]
+    outputs = list(dict.fromkeys(o for row in rows for o in errors_of(row, OURS)))
+    body = []
+    for row in rows:
+        for name in row["implementations"]:
+            found = errors_of(row, name)
+            first = [row["case"], row["dtype"]] if name == OURS else ["", ""]
+            body.append([*first, name, *(f"{found[o]:.1e}" if o in found else "" for o in outputs)])
+    return table(["case", "dtype", "implementation", *outputs], body)
+
+
+def length_rows() -> list[tuple[str, Row]]:
+    """Rows of errors by length with the kind of their decays: a case is called "4096 tokens, KIND, float32"."""
+    found = rows_of("errors_by_length", "accuracy")
+    return [(row["case"].split(", ")[1], row) for row in found if row["by_length"]]
+
+
+def worst_gradient(errors: dict[str, float]) -> tuple[str, float]:
+    """The gradient with the largest error."""
+    return max(((n, e) for n, e in errors.items() if n.startswith("d")), key=lambda pair: pair[1])
+
+
+def errors_by_length() -> str:
+    """Errors of o, of the final state and of the worst gradient."""
+    body = []
+    for kind, row in length_rows():
+        errors = errors_of(row, OURS)
+        name, worst = worst_gradient(errors)
+        cells = [f"{errors['o']:.1e}", f"{errors['final_state']:.1e}", f"{worst:.1e} ({name})"]
+        body.append([kind, row["dtype"], str(row["sizes"]["T"]), *cells])
+    return table(["decays", "dtype", "T", "o", "final_state", "largest gradient"], body)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "headline-figures": headline_figures,
+    "headline": headline,
+    "headline-machine": lambda: machine("headline"),
+    "training": lambda: speed("headline", "training"),
+    "inference": lambda: speed("headline", "inference"),
+    "training-given": lambda: speed("speed", "training"),
+    "inference-more": lambda: speed("speed", "inference"),
+    "speed-machine": lambda: machine("speed"),
+    "decoding": lambda: decoding("decode"),
+    "decoding-machine": lambda: machine("decode"),
+    "prompts": prompts,
+    "cpu-training": lambda: speed("cpu", "training"),
+    "cpu-inference": lambda: speed("cpu", "inference"),
+    "cpu-decoding": lambda: decoding("cpu"),
+    "cpu-machine": lambda: machine("cpu"),
+    "accuracy": accuracy,
+    "accuracy-machine": lambda: machine("accuracy"),
+    "errors-by-length": errors_by_length,
+    "errors-by-length-machine": lambda: machine("errors_by_length"),
+}
+
+
+def filled(page: str) -> str:
+    """The text of a page with every table as the data give it."""
+    return SLOT.sub(lambda m: f"{m[1]}\n{TABLES[m['name']]()}\n\n{m[3]}", page)
+
+
+def draw_headline(figure: Any) -> None:
+    """Milliseconds of the headline's calls, ours above fla's."""
+    rows = headline_rows()[::-1]
+    axes = figure.subplots()
+    for name, offset, color in ((OURS, 0.2, OUR_COLOR), (FLA, -0.2, OTHER_COLOR)):
+        timed = [(i, ms) for i, row in enumerate(rows) if (ms := median(row, name)) is not None]
+        axes.barh([i + offset for i, _ in timed], [ms for _, ms in timed], height=0.38, color=color, label=name)
+        for i, ms in timed:
+            axes.text(ms, i + offset, f" {short(ms)}", va="center", fontsize=8)
+    labels = [f"{CALLS[row['suite']]}\n{row['gate']} gate, {row['decay']} decays" for row in rows]
+    axes.set_yticks(range(len(rows)), labels, fontsize=8)
+    axes.set_xlabel("milliseconds (less is better)")
+    axes.legend(loc="lower right", fontsize=8)
+    axes.margins(x=0.12)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw_ratios(figure: Any, suite: str) -> None:
+    """How many times fla's time is ours, one bar a row with random decays, with both times."""
+    rows = [row for row in rows_of("headline", suite) if median(row, FLA) is not None and row["decay"] == "random"]
+    rows.reverse()
+    axes = figure.subplots()
+    for i, row in enumerate(rows):
+        factor = ratio(row, FLA) or 0.0
+        text = f" {digits(median(row, OURS))} ms, fla {digits(median(row, FLA))} ms"
+        axes.barh(i, factor, height=0.6, color=OUR_COLOR)
+        axes.text(factor, i, text, va="center", fontsize=8)
+    axes.axvline(1.0, color="#808080", linewidth=0.8)
+    kinds = {(row["gate"], row["decay"]) for row in rows}
+    labels = [label(row) + (f"\n{row['gate']} gate" if len(kinds) > 1 else "") for row in rows]
+    axes.set_yticks(range(len(rows)), labels, fontsize=8)
+    axes.set(xlabel="fla's time over kda_core's (more is better)", ylabel="B, T, H, K")
+    axes.margins(x=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw_errors_by_case(figure: Any) -> None:
+    """Error of every result, ours over fla's, one line of dots a case. fla multiplies float32 in tf32: left out."""
+    rows = [row for row in rows_of("accuracy", "accuracy") if not row["by_length"] and row["dtype"] != "float32"]
+    rows = [row for row in rows if FLA in row["implementations"]][::-1]
+    axes = figure.subplots()
+    for i, row in enumerate(rows):
+        ours, theirs = errors_of(row, OURS), errors_of(row, FLA)
+        axes.scatter([error / theirs[o] for o, error in ours.items()], [i] * len(ours), s=14, color=OUR_COLOR)
+    axes.axvline(1.0, color="#808080", linewidth=0.8)
+    axes.set_yticks(range(len(rows)), [f"{row['case']} ({row['dtype']})" for row in rows], fontsize=8)
+    axes.set(xscale="log", xlabel="error of each result over fla's (left of 1 is better)")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw_errors_by_length(figure: Any) -> None:
+    """Error of o and of the worst gradient against T, one panel a kind of decays."""
+    found = length_rows()
+    kinds = list(dict.fromkeys(kind for kind, _ in found))
+    colors = {"float32": OUR_COLOR, "float16": "#00897b", "bfloat16": "#d84315"}
+    panels = figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0]
+    for panel, kind in zip(panels, kinds, strict=True):
+        for dtype, color in colors.items():
+            rows = [row for k, row in found if (k, row["dtype"]) == (kind, dtype)]
+            lengths = [row["sizes"]["T"] for row in rows]
+            errors = [errors_of(row, OURS) for row in rows]
+            panel.loglog(lengths, [e["o"] for e in errors], "o-", color=color, label=f"{dtype}, o")
+            worst = [worst_gradient(e)[1] for e in errors]
+            panel.loglog(lengths, worst, "x--", color=color, label=f"{dtype}, worst gradient")
+        panel.set(title=kind, xlabel="tokens")
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("relative error")
+    panels[-1].legend(fontsize=7)
+
+
+PLOTS: dict[str, tuple[str, Callable[[Any], None], tuple[float, float]]] = {
+    "headline": ("headline", draw_headline, (7.0, 3.8)),
+    "training": ("headline", lambda figure: draw_ratios(figure, "training"), (7.0, 4.4)),
+    "inference": ("headline", lambda figure: draw_ratios(figure, "inference"), (7.0, 5.6)),
+    "errors_by_case": ("accuracy", draw_errors_by_case, (7.0, 3.6)),
+    "errors_by_length": ("errors_by_length", draw_errors_by_length, (7.5, 3.4)),
+}
+"""By name: the measurement, what draws it, and the size in inches."""
+
+
+def digest(data: str) -> str:
+    """What ties a plot to its data: renderers differ between versions, numbers do not."""
+    return hashlib.sha256((DATA / f"{data}.json").read_bytes()).hexdigest()[:16]
+
+
+def draw(name: str) -> None:
+    """Write a plot, with the digest of its data."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    data, drawn, size = PLOTS[name]
+    with matplotlib.rc_context({"svg.hashsalt": "kda_core", "svg.fonttype": "path"}):
+        figure = Figure(figsize=size, layout="constrained")
+        drawn(figure)
+        metadata = {"Date": None, "Creator": None, "Description": f"data {digest(data)}"}
+        figure.savefig(IMAGES / f"{name}.svg", metadata=metadata, facecolor="white")
+
+
+def stale() -> Iterator[str]:
+    """Pages and plots that are not what the data give."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        if filled(text) != text:
+            yield str(page.relative_to(DOCS.parent))
+    for name, (data, _, _) in PLOTS.items():
+        image = IMAGES / f"{name}.svg"
+        if not image.exists() or f"data {digest(data)}" not in image.read_text(encoding="utf-8"):
+            yield str(image.relative_to(DOCS.parent))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing, name what is out of date")
+    if parser.parse_args().check:
+        names = list(stale())
+        print(*(f"{name} is not what docs/data gives: run python tools/figures.py" for name in names), sep="\n")
+        return bool(names)
+    IMAGES.mkdir(exist_ok=True)
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        page.write_text(filled(text), encoding="utf-8")
+    for name in PLOTS:
+        draw(name)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""Build and check everything that a release would upload; upload nothing.
+
+    python tools/release.py [--torch torch==2.13.0] [--final]
+
+In this order: the versions of all packages agree; sdists and, from these, wheels are built in ``build/release``; every
+wheel holds what its package has in the checkout; ``twine check --strict`` passes; all wheels install together in a
+clean environment, where ``kda verify`` compares the CPU backend with the oracle. ``--final`` also asks for a clean
+working tree and a dated section of the version in CHANGELOG.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+OUT = ROOT / "build" / "release"
+CLEAN = ROOT / "build" / "release-venv"
+CONSTRAINTS = ROOT / "requirements" / "constraints.txt"
+
+
+class ReleaseError(Exception):
+    """A reason not to release."""
+
+
+def packages(root: Path = ROOT) -> dict[str, Path]:
+    """Folder of every package's pyproject.toml, by the name of what it installs; the core first."""
+    backends = sorted(path.parent for path in root.glob("backends/*/pyproject.toml"))
+    return {"kda_core": root, **{f"kda_core_{folder.name}": folder for folder in backends}}
+
+
+def version_of(folder: Path, package: str) -> str:
+    """The version that a package's ``__init__.py`` states."""
+    text = (folder / package / "__init__.py").read_text(encoding="utf-8")
+    found = re.search(r'^__version__ = "([^"]+)"$', text, flags=re.M)
+    if found is None:
+        raise ReleaseError(f'{package}: expected a line __version__ = "..." in its __init__.py, found none')
+    return found[1]
+
+
+def common_version(root: Path = ROOT) -> str:
+    """The version of all packages; they are released together."""
+    versions = {package: version_of(folder, package) for package, folder in packages(root).items()}
+    if len(set(versions.values())) != 1:
+        raise ReleaseError(f"expected one version in all packages, got {versions}")
+    return versions["kda_core"]
+
+
+def check_final(version: str, changelog: str, changes: str) -> None:
+    """What only the release itself has to satisfy.
+
+    Args:
+        version: of all packages. changelog: text of CHANGELOG.md. changes: what ``git status --porcelain`` prints.
+
+    Raises:
+        ReleaseError: uncommitted changes, or no section ``## [version] - YYYY-MM-DD`` with entries.
+    """
+    if changes.strip():
+        raise ReleaseError(f"expected a clean working tree, got:\n{changes.rstrip()}")
+    heading = rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d$\n(.*?)(?=^## |\Z)"
+    section = re.search(heading, changelog, flags=re.M | re.S)
+    if section is None or not re.search(r"^- ", section[1], flags=re.M):
+        raise ReleaseError(f"CHANGELOG.md: expected a section '## [{version}] - YYYY-MM-DD' with entries, found none")
+
+
+def check_contents(wheel: Path, package: str, sources: Path) -> None:
+    """Compare a wheel with its package in the checkout; a sdist that leaves files out makes such a wheel.
+
+    Raises:
+        ReleaseError: files of the package that are not in the wheel, or files beside it that do not belong there.
+    """
+    files = [path for path in (sources / package).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    expected = {path.relative_to(sources).as_posix() for path in files}
+    with zipfile.ZipFile(wheel) as archive:
+        found = {name for name in archive.namelist() if ".dist-info/" not in name}
+    if found != expected:
+        missing, beside = (sorted(names) or "nothing" for names in (expected - found, found - expected))
+        raise ReleaseError(f"{wheel.name}: missing {missing}, unexpected {beside}")
+
+
+def run(*command: object, cwd: Path = ROOT) -> None:
+    """Run a command that must succeed, without what the caller's shell says to Python or to kda_core."""
+    print("$", *command, flush=True)
+    environment = {n: v for n, v in os.environ.items() if not n.startswith(("KDA_", "PYTHONPATH"))}
+    subprocess.run([str(part) for part in command], cwd=cwd, env=environment, check=True)
+
+
+def build() -> list[Path]:
+    """Build a sdist of every package, and a wheel from it; returns all files."""
+    shutil.rmtree(OUT, ignore_errors=True)
+    for folder in packages().values():
+        run(sys.executable, "-m", "build", "--no-isolation", "--outdir", OUT, folder)
+    return sorted(OUT.iterdir())
+
+
+def verify_installed(wheels: list[Path], torch: str) -> None:
+    """Install all wheels in a clean environment and compare the CPU backend with the oracle there."""
+    shutil.rmtree(CLEAN, ignore_errors=True)
+    run(sys.executable, "-m", "venv", CLEAN)
+    pip = [CLEAN / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-compile"]
+    # torch comes first and alone: a plain requirement of it might fetch another build, of several gigabytes.
+    run(*pip, "--constraint", CONSTRAINTS, torch)
+    core, *backends = wheels
+    run(*pip, "--constraint", CONSTRAINTS, f"{core}[cli]", *backends)
+    run(CLEAN / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "check")
+    # Not in the checkout, whose kda_core must not be taken for the wheel's.
+    for command in ("info", "verify"):
+        run(CLEAN / "bin" / "kda", command, cwd=CLEAN)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--torch", default="torch", help="what to install as torch, for example a wheel")
+    parser.add_argument("--final", action="store_true", help="also ask for a clean tree and a dated CHANGELOG section")
+    options = parser.parse_args()
+    try:
+        version = common_version()
+        if options.final:
+            changes = subprocess.run(
+                ["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True
+            )
+            check_final(version, (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), changes.stdout)
+        files = build()
+        wheels = {name: next(OUT.glob(f"{name}-{version}-*.whl")) for name in packages()}
+        for name, folder in packages().items():
+            check_contents(wheels[name], name, folder)
+        run(sys.executable, "-m", "twine", "check", "--strict", *files)
+        verify_installed(list(wheels.values()), options.torch)
+    except (ReleaseError, subprocess.CalledProcessError) as error:
+        print(f"not ready: {error}", file=sys.stderr)
+        return 1
+    print(f"\nkda_core {version}: {len(files)} files are ready; nothing was uploaded.")
+    for file in files:
+        print(f"  {hashlib.sha256(file.read_bytes()).hexdigest()}  {file.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
