@@ -7,17 +7,21 @@ of a sequence, as far as outputs, states within them and the gradient of q go.
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
 
-from kda_core import ops, reference
+from kda_core import reference
 from kda_core.request import Request
 from kda_core.testing.inputs import Call
 
 BY_QUERY_HEAD, BY_VALUE_HEAD = ("q", "k", "dq", "dk"), ("v", "g", "beta", "o", "dv", "dg", "dbeta")
-OPTIONS = (*ops.OPTION_NAMES, "inplace_final_state")
+_KINDS = ("bool", "int", "float", "float | None")
+OPTIONS = tuple(
+    f.name for f in fields(Request) if f.type in _KINDS and f.name not in ("pad_slot_id", "save_for_backward")
+)
+"""A call's options; a sample's pool has slots of its own, and -1 stands for those that are skipped."""
 
 MOST_STATES = 2**22
 """Elements of all states of a sample at one token: of many short sequences, no more than 32 MiB in float64."""
