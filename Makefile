@@ -66,7 +66,7 @@ wheels: $(call WHEELS,core $(ALL_BACKENDS)) ## Build the wheels of the core and 
 clean: ## Remove the environment, the wheels and caches (not demo-output).
 	@if [ -d "$(STAMPS)" ]; then rm -rf "$(VENV)"; fi
 	rm -rf $(DIST) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find kda_core backends tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	find kda_core backends tests tools examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A file that holds the value of a variable and is touched only when that changes.
 $(STAMPS)/%.value: FORCE

@@ -12,11 +12,15 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import os
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
+
+# Before torch loads its OpenMP: a thread that waits sleeps rather than takes a core that somebody else needs.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 import typer
@@ -27,6 +31,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from training import ExampleError, Text, Trainer, TrainingConfig, python_help_text, read_checkpoint
 
 import kda_core
+from kda_core.cores import usable_cores
 
 VALIDATIONS = 9
 VALIDATION_WINDOWS = 32
@@ -138,6 +143,8 @@ def main(
     )
     if not prompt:
         raise typer.BadParameter("at least one character is needed", param_hint="--prompt")
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
     checkpoint = read_checkpoint(output / "checkpoint.pt") if resume or generate_only else None
     saved_model = ModelConfig() if checkpoint is None else checkpoint["model_config"]
     model_config = replace(saved_model, **model_options)

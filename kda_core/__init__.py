@@ -1,20 +1,37 @@
 """Kimi Delta Attention (KDA) as one operator library: one contract, one call, backends as plugin wheels."""
 
+from kda_core import checked as _checked
+from kda_core import flops as _flops
 from kda_core.api import backends, chunk_kda, explain, fused_recurrent_kda, kda_gate
+from kda_core.checked import checked_calls
 from kda_core.devices import default_device
-from kda_core.errors import BackendNotFound, BrokenBackend, ContractViolation, KdaError, UnsupportedCall
+from kda_core.errors import (
+    BackendNotFound,
+    BrokenBackend,
+    CheckFailed,
+    CheckWarning,
+    ContractViolation,
+    KdaError,
+    UnsupportedCall,
+)
 from kda_core.plugins import use_backend
 
 __version__ = "0.1.0"
 
+_checked.check_as_environment_says()
+_flops.count_when_imported()
+
 __all__ = [
     "BackendNotFound",
     "BrokenBackend",
+    "CheckFailed",
+    "CheckWarning",
     "ContractViolation",
     "KdaError",
     "UnsupportedCall",
     "__version__",
     "backends",
+    "checked_calls",
     "chunk_kda",
     "default_device",
     "explain",

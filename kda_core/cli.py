@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kda_core import hookspecs, platforms, plugins
+from kda_core import checked, hookspecs, platforms, plugins
 from kda_core.capabilities import FOREIGN_VARIABLE, Available, BackendInfo, Unavailable
 from kda_core.contract import found_entry_points
 from kda_core.devices import default_device
@@ -24,6 +24,8 @@ EXIT_BAD_ARGUMENTS = 2
 
 ENVIRONMENT_VARIABLES = {
     plugins.ENVIRONMENT_VARIABLE: "backend of every call that names none",
+    checked.VARIABLE: "1: compare every call with the float64 reference; warn: warn where it is off",
+    checked.DUMP_VARIABLE: "file for the first call that fails its check",
     FOREIGN_VARIABLE: "backends that may run on devices that they are not made for, for tests",
     "KDA_TEST_MODE": "tier of the conformance kit: fast, slow or all",
     "TRITON_INTERPRET": "1: Triton kernels run in its interpreter, on the CPU",

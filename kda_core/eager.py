@@ -6,6 +6,7 @@ derivatives. They cost an eager training step half a millisecond, more than the 
 
 from __future__ import annotations
 
+import types
 from operator import attrgetter
 from typing import Any
 
@@ -62,13 +63,13 @@ def _kind(r: Request) -> _Kind:
 def call(backend: Backend, r: Request) -> ForwardResult:
     """Run a request whose inputs require gradients."""
     kind = _kind(r)
-    o, final_state = _Call.apply(backend, r, kind, *kind.tensors(r))
+    o, final_state = _CALLS[r.op].apply(backend, r, kind, *kind.tensors(r))
     return ForwardResult(o, final_state)
 
 
 def call_gate(backend: Backend, r: GateRequest) -> Tensor:
     """The same for ``kda_gate``."""
-    return _GateCall.apply(backend, r, r.g, r.A_log, r.dt_bias)
+    return _GATE_CALL.apply(backend, r, r.g, r.A_log, r.dt_bias)
 
 
 def _check_gradients(name: str, *grads: Tensor | None) -> None:
@@ -169,6 +170,16 @@ class _GateCall(torch.autograd.Function):
         )
         grads = ops.gate_backward(ctx.backend, r)
         return (None, None, *(grads[name] if wanted else None for name, wanted in zip(names, needs, strict=True)))
+
+
+def _named(function: type[torch.autograd.Function], name: str) -> Any:
+    """An autograd function whose rows in profilers are called ``name`` and ``name`` + "Backward"."""
+    named = {"__doc__": function.__doc__, "__module__": __name__}
+    return types.new_class(name, (function,), exec_body=lambda body: body.update(named))
+
+
+_CALLS = {op: _named(_Call, f"{ops.NAMESPACE}::{op}") for op in ops.HOOKS}
+_GATE_CALL = _named(_GateCall, f"{ops.NAMESPACE}::kda_gate")
 
 
 def _check_saved(backend: Backend, r: Request, saved: tuple[Tensor, ...]) -> None:

@@ -28,3 +28,23 @@ class BrokenBackend(KdaError, ImportError):
 
 class ContractViolation(KdaError, RuntimeError):
     """A backend broke the plugin contract while serving a call (for example, a hook returned None)."""
+
+
+class CheckFailed(KdaError, ArithmeticError):
+    """A call that was checked (``KDA_CHECK=1``, ``checked_calls``) had wrong inputs or gave wrong results.
+
+    Attributes:
+        op: the public function.
+        backend: the backend that served it.
+        direction: "forward" or "backward".
+        problems: what is wrong, a sentence for each argument or result.
+    """
+
+    op: str = ""
+    backend: str = ""
+    direction: str = ""
+    problems: tuple[str, ...] = ()
+
+
+class CheckWarning(RuntimeWarning):
+    """What ``CheckFailed`` would say, with ``KDA_CHECK=warn``; or that a call could not be checked."""

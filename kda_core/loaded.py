@@ -9,9 +9,13 @@ from typing import Any
 import pluggy
 import torch
 
+from kda_core import ranges
 from kda_core.capabilities import Available, BackendInfo, Unavailable
 from kda_core.errors import ContractViolation
 from kda_core.request import AnyRequest, Request
+
+watch: Callable[[Backend, str, Callable[..., Any]], Callable[..., Any]] | None = None
+"""What stands before the hooks of all backends while calls are checked: (backend, hook, caller) -> caller."""
 
 
 @dataclass(eq=False)
@@ -37,12 +41,22 @@ class Backend:
         implementations = [impl for impl in caller.get_hookimpls() if impl.plugin not in others]
         # With no wrapper about, the one implementation is all that pluggy would call, at 2 µs less. A
         # wrapper that comes later makes the registry drop its callers.
-        return implementations[0].function if len(implementations) == 1 else caller
+        function = implementations[0].function if len(implementations) == 1 else caller
+        return function if watch is None else watch(self, hook, function)
+
+    def forget_callers(self) -> None:
+        """Look for wrappers, and for ``watch``, anew at the next call."""
+        self._callers.clear()
 
     def result(self, hook: str, request: AnyRequest) -> Any:
         """Call a hook that must answer."""
         caller = self._callers.get(hook)
-        answer = self.call(hook, request=request) if caller is None else caller(request=request)
+        if caller is None:
+            caller = self._callers[hook] = self._caller(hook)
+        if ranges.flag._is_profiler_enabled:
+            answer = ranges.call_within_range(caller, self.info.name, hook, request)
+        else:
+            answer = caller(request=request)
         if answer is None:
             raise ContractViolation(f"backend {self.info.name!r} returned None from {hook}")
         return answer

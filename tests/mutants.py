@@ -167,7 +167,8 @@ class NaiveDecay(Mutant):
     def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
         if not r.use_gate_in_kernel and r.op == "chunk_kda" and r.T:
             within = r.g.float()[:, :64].cumsum(1)
-            result.o.masked_fill_((within.amin() < -math.log(torch.finfo(torch.float32).max)).item(), math.nan)
+            if within.amin() < -math.log(torch.finfo(torch.float32).max):
+                result.o.fill_(math.nan)
         return result
 
 

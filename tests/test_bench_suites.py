@@ -171,6 +171,15 @@ def test_memory_run(tmp_path, capsys):
 
 
 @pytest.mark.end_to_end
+def test_busy_run(tmp_path, capsys):
+    """A busy loop beside one call, both ways to wait; the loop has ended afterwards."""
+    rows = rows_of(tmp_path / "found.json", "busy", "--quick")
+    assert [row["openmp"] for row in rows] == ["default", "OMP_WAIT_POLICY=passive"]
+    assert all(row["busy"] == 1 and 0 < row["ms"]["decoding step [1, 1, 4, 64]"] for row in rows)
+    assert "while loops take the cores" in capsys.readouterr().out
+
+
+@pytest.mark.end_to_end
 def test_first_call_run(tmp_path, capsys):
     """Both processes and the steps after them on the CPU, whose backend compiles nothing."""
     rows = rows_of(tmp_path / "found.json", "first-call", "--shapes", "1,70,2,16", "--calls", "3")

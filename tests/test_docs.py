@@ -28,6 +28,7 @@ NOT_RUN = {
     "CONTRIBUTING.md": 3,
     "README.md": 1,
     "docs/amd.md": 3,
+    "docs/debugging.md": 1,
     "docs/notes/accuracy.md": 1,
     "docs/notes/amd.md": 3,
     "docs/notes/nvidia.md": 2,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kda_core.bench import accuracy, accuracy_report, decode, first_call, memory, router, speed, speed_report
+from kda_core.bench import accuracy, accuracy_report, busy, decode, first_call, memory, router, speed, speed_report
 from kda_core.bench.session import Row, Session, Task
 
 Report = Callable[[list[Row], dict[str, Any]], list[Any]]
@@ -75,6 +75,12 @@ SUITES: dict[str, Suite] = {
         frozenset(("shapes",)),
         memory.tasks,
         memory.tables,
+    ),
+    "busy": Suite(
+        "the CPU backend while other programs take the cores, by threads and by how OpenMP waits",
+        frozenset(),
+        busy.tasks,
+        busy.tables,
     ),
     "router": Suite(
         "what the core adds to a call and to the import of torch",

@@ -149,6 +149,8 @@ def _measure(name: str, got: Tensor, expected: Tensor, dtype: torch.dtype) -> li
 
 
 _cache: dict[str, dict[str, Budget]] = {}
+MAX_CACHED_BUDGETS = 4096
+"""Calls of a running program that are checked (call_checks.py) hardly ever repeat: past this many, start afresh."""
 
 
 def budgets(call: Call) -> dict[str, Budget]:
@@ -160,6 +162,8 @@ def budgets(call: Call) -> dict[str, Budget]:
     seed = call.digest()
     key = f"{seed} {advanced}"
     if key not in _cache:
+        if len(_cache) >= MAX_CACHED_BUDGETS:
+            _cache.clear()
         with references.single_threaded():
             _cache[key] = _budgets(call, random.Random(seed), advanced)
     return _cache[key] if draft is None else _with_states_of_tokens(draft, _cache[key])

@@ -1,0 +1,123 @@
+"""Calls that are checked as they are made: for people who look for the call that makes a run diverge.
+
+With ``KDA_CHECK=1`` in the environment when kda_core is imported, or within ``checked_calls()``, what a backend returns
+is compared with the float64 reference, forward and backward, within the budget of the conformance kit
+(``kda_core.testing.call_checks`` does it). Otherwise nothing of this is on the way of a call, and the kit is not
+imported.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from kda_core import loaded
+from kda_core.loaded import Backend
+from kda_core.plugins import registry
+from kda_core.ranges import ROWS
+
+VARIABLE = "KDA_CHECK"
+DUMP_VARIABLE = "KDA_CHECK_DUMP"
+
+DEFAULT_ELEMENTS = 2**26
+"""At K = V = 128 one head over 4,096 tokens: seconds of a core, and half a gigabyte."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckSettings:
+    """How calls are checked.
+
+    Attributes:
+        warn: warn (``CheckWarning``) rather than raise ``CheckFailed``.
+        dump: file that the first call which fails is written to, or None.
+        elements: state elements (tokens times value heads times K times V) that the reference computes for one call;
+            of larger calls a sample is compared.
+    """
+
+    warn: bool = False
+    dump: str | None = None
+    elements: int = DEFAULT_ELEMENTS
+
+
+_lock = threading.Lock()
+_in_force: list[CheckSettings] = []
+
+
+@contextmanager
+def checked_calls(
+    *, warn: bool = False, dump: str | os.PathLike[str] | None = None, elements: int = DEFAULT_ELEMENTS
+) -> Iterator[None]:
+    """Within the block, compare every call of this process, of any thread, with the float64 reference.
+
+    Checked are ``chunk_kda``, ``fused_recurrent_kda`` and ``kda_gate``, forward and backward, eager and compiled: that
+    inputs and results are finite, that results lie within the conformance kit's budget (twice the error that rounding
+    to the call's dtypes makes), that rows of padding are zero, and that inputs and slots which the call must not write
+    stay as they are. Calls take seconds rather than milliseconds.
+
+    Args:
+        warn: warn (``CheckWarning``) rather than raise ``CheckFailed``.
+        dump: file for ``torch.save``: the arguments and results of the first call that fails.
+        elements: tokens times value heads times K times V that the reference computes for one call. Of larger calls
+            some heads are compared, drawn anew for each call, then some sequences; of a sequence that is larger by
+            itself the first tokens (its final state and its gradients, dq aside, are then not compared).
+
+    Raises:
+        CheckFailed: from a call within the block, unless ``warn``.
+        TypeError, ValueError: an argument is wrong.
+    """
+    settings = CheckSettings(warn, None if dump is None else os.fspath(dump), elements)
+    if isinstance(elements, bool) or not isinstance(elements, int):
+        raise TypeError(f"elements: expected an int, got {type(elements).__name__}")
+    if elements < 1:
+        raise ValueError(f"elements: expected a number of at least 1, got {elements}")
+    with _lock:
+        _in_force.append(settings)
+        _apply()
+    try:
+        yield
+    finally:
+        with _lock:
+            _in_force.remove(settings)
+            _apply()
+
+
+def check_as_environment_says() -> None:
+    """Switch checking on for the life of the process where ``KDA_CHECK`` asks for it.
+
+    Raises:
+        ValueError: it holds something else than 0, 1, warn or nothing.
+    """
+    asked = os.environ.get(VARIABLE, "")
+    if asked in ("", "0"):
+        return
+    if asked not in ("1", "warn"):
+        raise ValueError(f"{VARIABLE}: expected 0, 1 or warn, got {asked!r}")
+    with _lock:
+        _in_force.append(CheckSettings(asked == "warn", os.environ.get(DUMP_VARIABLE) or None))
+        # No backend is loaded yet: none has a caller to forget.
+        loaded.watch = _watch
+
+
+def _apply() -> None:
+    loaded.watch = _watch if _in_force else None
+    for backend in registry.backends:
+        backend.forget_callers()
+
+
+def _watch(backend: Backend, hook: str, caller: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands before a hook: hooks that compute are checked, in the way that is in force then."""
+    if hook not in ROWS:
+        return caller
+
+    def checked(request: Any) -> Any:
+        from kda_core.testing.call_checks import run_checked
+
+        # No lock: a child that is forked while a thread holds one would wait for ever.
+        settings = _in_force[-1:]
+        return run_checked(backend, hook, caller, request, settings[0]) if settings else caller(request=request)
+
+    return checked

@@ -1,0 +1,105 @@
+"""What ``torch.utils.flop_counter.FlopCounterMode`` counts for a call: the products of the recurrence.
+
+For each token and value head the equation S_t = (I - beta k k^T) Diag(exp g) S + beta k v^T, o = scale S^T q needs
+three products of a vector with the state, k^T S, k r^T and S^T q, of K * V multiplications and additions each:
+
+    forward   6 * K * V         backward   12 * K * V
+
+The backward has two such products for each of the forward's, as that of any product. These are the model's FLOPs, as
+a model FLOPs utilisation (MFU) takes them: ``chunk_kda`` and ``fused_recurrent_kda`` count the same, whatever the chunk
+size, the backend and ``disable_recompute``. What a chunk form multiplies beyond them inside its chunks, and what a
+backward computes again, does not count; neither does what is done element by element (decay, gate, l2norm, sigmoid), as
+nowhere in torch's counter. Packed calls count the tokens of their sequences, those behind the last one excluded.
+
+Importing torch's counter takes half a second, so that the formulas are registered when the program imports it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from kda_core import ops
+from kda_core.signature import is_plain
+
+COUNTER = "torch.utils.flop_counter"
+FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 3, 6
+"""Products of a vector with the state, for each token and value head."""
+
+
+def count_when_imported() -> None:
+    """Register the formulas with torch's counter: now where the program has imported it, else when it does."""
+    module = sys.modules.get(COUNTER)
+    if module is not None:
+        register_formulas(module)
+    else:
+        sys.meta_path.insert(0, _Registrar())
+
+
+def register_formulas(counter: ModuleType) -> None:
+    """Tell ``torch.utils.flop_counter`` what every operator counts."""
+    for op in ops.HOOKS:
+        products_of = {op: FORWARD_PRODUCTS, f"{op}_": FORWARD_PRODUCTS, f"{op}_backward": BACKWARD_PRODUCTS}
+        for name, products in products_of.items():
+            packet = getattr(torch.ops.kda_core, name)
+            counter.register_flop_formula(packet, get_raw=True)(_formula(packet, products))
+    for packet in (torch.ops.kda_core.kda_gate, torch.ops.kda_core.kda_gate_backward):
+        counter.register_flop_formula(packet, get_raw=True)(_nothing)
+
+
+def _formula(packet: Any, products: int) -> Callable[..., int]:
+    names = [argument.name for argument in packet.default._schema.arguments]
+
+    def flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        K, (HV, V) = given["q"].shape[3], given["v"].shape[2:]
+        return 2 * products * _tokens(given) * HV * K * V
+
+    return flops
+
+
+def _nothing(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    """The gate has no products."""
+    return 0
+
+
+def _tokens(given: dict[str, Any]) -> int:
+    """Tokens of all sequences; boundaries without values (fake tensors) are taken to end at T."""
+    B, T = given["q"].shape[:2]
+    boundaries = given.get("cu_seqlens_cpu")
+    boundaries = given.get("cu_seqlens") if boundaries is None else boundaries
+    if boundaries is None or not is_plain(boundaries) or boundaries.is_meta:
+        return B * T
+    return int(boundaries[-1])
+
+
+class _Registrar(MetaPathFinder):
+    """Finds torch's counter as the other finders do, registers the formulas once it is loaded, and takes its leave."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != COUNTER:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(name, path, target)
+            if spec is not None:
+                self._extend(spec.loader)
+                return spec
+        return None
+
+    def _extend(self, loader: Any) -> None:
+        execute = loader.exec_module
+
+        def execute_and_register(module: ModuleType) -> None:
+            loader.exec_module = execute
+            execute(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                register_formulas(module)
+
+        loader.exec_module = execute_and_register

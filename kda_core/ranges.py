@@ -1,0 +1,53 @@
+"""Names of calls in profilers, e.g. ``kda_core::chunk_kda (cpu) [1, 2048, 8, 128]``.
+
+A row stands for a backend's work of one call, forward or backward, within that of the operator or autograd function
+(``kda_core::chunk_kda``) and round those of the kernels, which keep their names. torch.profiler shows it, and what
+``torch.autograd.profiler.emit_nvtx`` and ``emit_itt`` hand on. While no profiler runs, a call reads one flag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from torch.autograd import profiler
+
+from kda_core.request import AnyRequest, GateRequest
+
+flag: Any = profiler if hasattr(profiler, "_is_profiler_enabled") else SimpleNamespace(_is_profiler_enabled=False)
+"""``flag._is_profiler_enabled`` is torch's own mark that a profiler runs, for code that must not lose time otherwise.
+
+It is no public part of torch (seen in 2.7 to 2.13): where it is missing calls have no rows. The public
+``torch.autograd._profiler_enabled()`` takes five times as long to ask.
+"""
+
+ROWS = {
+    "kda_core_chunk_forward": "kda_core::chunk_kda",
+    "kda_core_chunk_backward": "kda_core::chunk_kda_backward",
+    "kda_core_recurrent_forward": "kda_core::fused_recurrent_kda",
+    "kda_core_recurrent_backward": "kda_core::fused_recurrent_kda_backward",
+    "kda_core_gate_forward": "kda_core::kda_gate",
+    "kda_core_gate_backward": "kda_core::kda_gate_backward",
+}
+"""Hooks that compute, with the operator that each one serves."""
+
+
+def call_within_range(caller: Callable[..., Any], backend: str, hook: str, request: AnyRequest) -> Any:
+    """Call a backend's hook inside a row of its own; hooks that compute nothing have none."""
+    if hook not in ROWS:
+        return caller(request=request)
+    with profiler.record_function(row_name(backend, hook, request)):
+        return caller(request=request)
+
+
+def row_name(backend: str, hook: str, request: AnyRequest) -> str:
+    """The operator, the backend and the shape: of q; of v too where that differs; the number of packed sequences."""
+    if isinstance(request, GateRequest):
+        return f"{ROWS[hook]} ({backend}) {list(request.g.shape)}"
+    shapes = str(list(request.q.shape))
+    if request.v.shape != request.q.shape:
+        shapes += f", v {list(request.v.shape)}"
+    if request.cu_seqlens is not None:
+        shapes += f", {request.N} sequences"
+    return f"{ROWS[hook]} ({backend}) {shapes}"

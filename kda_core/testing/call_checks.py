@@ -1,0 +1,447 @@
+"""Checks one call of a running program against the float64 reference (``kda_core.checked_calls``); needs no pytest.
+
+Before the backend runs, inputs are looked through for numbers that are not finite, and what the reference needs is
+copied to the CPU. Afterwards results are looked through, compared within the kit's budget (``budgets``), and memory
+that the call must not write is compared with what it was.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import random
+import threading
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+import kda_core
+from kda_core import checks
+from kda_core.checked import CheckSettings
+from kda_core.errors import CheckFailed, CheckWarning
+from kda_core.loaded import Backend
+from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request
+from kda_core.testing import budgets, finite, references
+from kda_core.testing.budgets import Budget
+from kda_core.testing.call_samples import OPTIONS, Sample, Slots, on_cpu
+from kda_core.testing.inputs import Call
+
+Result = TypeVar("Result")
+
+INPUTS = (
+    *("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu"),
+    *("ssm_state_indices", "num_accepted_tokens", "grad_o", "grad_final_state", "grad_output"),
+)
+SUMS_OVER_TOKENS = ("dA_log", "ddt_bias")
+"""Gradients that every token of every sequence adds to."""
+
+_choice = random.Random(0)
+_comparing = threading.Lock()
+"""References and budgets are remembered for all threads, and set how many threads torch takes."""
+_dumped: list[CheckSettings] = []
+
+
+def run_checked(
+    backend: Backend, hook: str, caller: Callable[..., Any], request: AnyRequest, settings: CheckSettings
+) -> Any:
+    """Call a backend's hook and check what came of it.
+
+    Raises:
+        CheckFailed: unless the settings say to warn.
+        ValueError: index tensors on a device hold values that are refused on the CPU.
+    """
+    if is_captured(request.device):
+        message = f"{request.op} on {backend.info.name!r} was not checked: the stream is being captured into a graph"
+        warnings.warn(message, CheckWarning, stacklevel=2)
+        return caller(request=request)
+    if isinstance(request, GateRequest) and not request.g.numel():
+        return caller(request=request)
+    with torch.no_grad():
+        kind: Any = _GateCheck if isinstance(request, GateRequest) else _CallCheck
+        check = kind(backend, request, hook.endswith("_backward"), settings)
+        before = check.problems_before()
+        if before:
+            check.report(before, None)
+    result = caller(request=request)
+    if not isinstance(result, (ForwardResult, BackwardResult, Tensor)):
+        return result  # the router says what a hook must return
+    with torch.no_grad():
+        # Where inputs were not finite the results are not either: that has been said.
+        problems = [] if before else check.problems_after(result)
+        if problems:
+            check.report(problems, result)
+    return result
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether calls are being recorded into a graph, during which nothing may be read."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def on_fresh_thread(compute: Callable[[], Result]) -> Result:
+    """Compute where autograd records and no mode is on: inside an operator neither holds for the calling thread."""
+    with _comparing, ThreadPoolExecutor(max_workers=1) as executor:
+        return executor.submit(compute).result()
+
+
+def _renew_lock() -> None:
+    """In a forked child nobody is left to release the parent's."""
+    global _comparing
+    _comparing = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
+
+
+def bit_sum(t: Tensor, by_slot: bool = False) -> Tensor:
+    """The sum of a tensor's bits, taken as integers; with ``by_slot`` one for each index of the first axis."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = t.detach().view(kinds[t.element_size()])
+    return bits.sum(dim=tuple(range(1, t.dim())) if by_slot else None, dtype=torch.int64)
+
+
+def describe(name: str, got: Tensor, expected: Tensor, error: budgets.Error, budget: Budget, slack: float, at: str):
+    """One sentence on a result that is off."""
+    there, wanted = (", ".join(f"{x:.5g}" for x in t[error.where].flatten()[:3].tolist()) for t in (got, expected))
+    widened = "" if slack == 1 else f", widened by the backend's declared slack {slack}"
+    return (
+        f"{name}: relative error {error.frobenius:.3g} (budget {budget.frobenius:.3g}), worst row "
+        f"{error.worst_row:.3g} (budget {budget.worst_row:.3g}){widened} at {at}: got [{there}], expected [{wanted}]"
+    )
+
+
+class _Check:
+    """What the checks of all calls have in common."""
+
+    def __init__(self, backend: Backend, request: Any, is_backward: bool, settings: CheckSettings) -> None:
+        self.backend, self.request, self.settings = backend, request, settings
+        self.direction = "backward" if is_backward else "forward"
+        self.tensors = {n: t for n in INPUTS if (t := getattr(request, n, None)) is not None}
+        self.before: dict[str, Tensor] = {}
+
+    def remember_inputs(self, written: frozenset[str]) -> None:
+        """Keep a sum of every input's bits, those aside that the call writes."""
+        self.before = {n: bit_sum(t) for n, t in self.tensors.items() if n not in written and t.numel()}
+
+    def modified_inputs(self) -> list[str]:
+        """The inputs that are not what they were."""
+        return [
+            f"{name}: the backend modified it; only a pool and out may be written"
+            for name, old in self.before.items()
+            if not torch.equal(bit_sum(self.tensors[name]), old)
+        ]
+
+    def misshapen(self, results: dict[str, Tensor]) -> list[str]:
+        """The results that have another shape or dtype than the contract says."""
+        expected = self.expected_kinds()
+        return [
+            f"{name}: expected shape {list(shape)} in {dtype}, got {list(results[name].shape)} in {results[name].dtype}"
+            for name, (shape, dtype) in expected.items()
+            if name in results and (tuple(results[name].shape), results[name].dtype) != (tuple(shape), dtype)
+        ]
+
+    def expected_kinds(self) -> dict[str, tuple[Any, torch.dtype]]:
+        """Shape and dtype of every result."""
+        r = self.request
+        kinds = {f"d{n}": (t.shape, t.dtype) for n, t in self.tensors.items()}
+        if isinstance(r, GateRequest):
+            return kinds | {"gate": (r.g.shape, r.output_dtype)}
+        kinds |= {"o": ((r.B, r.T, r.HV, r.V), r.q.dtype), "final_state": (r.state_shape, r.state_dtype)}
+        chunks = sum(-(-(end - start) // r.chunk_size) for _, start, end in self.bounds()) // max(r.B, 1)
+        return kinds | {"h": ((r.B, chunks, *r.state_shape[1:]), r.state_dtype)}
+
+    def bounds(self) -> list[tuple[int, int, int]]:
+        """(batch row, first token, end) of every sequence."""
+        return []
+
+    def compare(
+        self,
+        got: dict[str, Tensor],
+        expected: dict[str, tuple[Tensor, torch.dtype, Budget]],
+        dtype: torch.dtype,
+        place: Callable[[str, tuple[int, ...]], str],
+    ) -> list[str]:
+        """What of ``got`` lies outside its budget."""
+        problems = []
+        for name, found in got.items():
+            exact, stored, budget = expected[name]
+            error = budgets.measure(name, found, exact, stored)
+            slack = budgets.slack_of(self.backend.info.slack, name, dtype)
+            factor = 1.0 if slack is None else slack.factor
+            if error.share(budget) > factor:
+                problems.append(describe(name, found, exact, error, budget, factor, place(name, error.where)))
+        return problems
+
+    def report(self, problems: list[str], result: Any) -> None:
+        """Raise or warn, and write the call to a file if that is asked for."""
+        r, name = self.request, self.backend.info.name
+        message = f"{r.op}, {self.direction}, on backend {name!r}:\n  " + "\n  ".join(problems)
+        message += f"\ncompared: {self.compared()}\narguments:\n  " + "\n  ".join(self.arguments())
+        dump = self.settings.dump
+        if dump is not None and self.settings not in _dumped:
+            _dumped.append(self.settings)
+            # Each process of a distributed run has its own first failure.
+            dump = dump.replace("{pid}", str(os.getpid()))
+            try:
+                torch.save(self.as_saved(problems, result), dump)
+                message += f"\nsaved in {dump}"
+            except (OSError, RuntimeError) as error:  # what is wrong with the call must be said all the same
+                message += f"\ncould not be saved in {dump}: {error}"
+        if self.settings.warn:
+            warnings.warn(message, CheckWarning, stacklevel=4)
+            return
+        failure = CheckFailed(message)
+        failure.op, failure.backend, failure.direction = r.op, name, self.direction
+        failure.problems = tuple(problems)
+        raise failure
+
+    def compared(self) -> str:
+        """Which part of the call is compared with the reference."""
+        raise NotImplementedError
+
+    def options(self) -> dict[str, Any]:
+        """The call's options, by their public names."""
+        raise NotImplementedError
+
+    def saved_tensors(self) -> dict[str, Tensor]:
+        """The call's tensors as they were before it."""
+        return {n: t for n, t in self.tensors.items() if not n.startswith("grad_")}
+
+    def results(self, result: Any) -> dict[str, Tensor]:
+        """What the backend returned, by name."""
+        if self.direction == "backward":
+            return {f"d{n}": t for n, t in result.grads.items() if n in self.request.needs_grad}
+        if isinstance(result, Tensor):
+            return {"gate": result}
+        found = {"o": result.o, "final_state": result.final_state, "h": result.h}
+        return {n: t for n, t in found.items() if t is not None}
+
+    def arguments(self) -> list[str]:
+        """A line for each argument."""
+        lines = []
+        for name, t in self.tensors.items():
+            line = f"{name}: {list(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device}"
+            line += "" if t.is_contiguous() else f", strides {t.stride()}"
+            # A pool may be large, and what it holds beside the call's slots is no part of the call.
+            values = self.saved_tensors().get(name, t)
+            if values.numel():
+                low, high = (x.item() for x in values.detach().aminmax())
+                line += f", {low:.4g} to {high:.4g}"
+            lines.append(line)
+        return [*lines, ", ".join(f"{n}={v!r}" for n, v in self.options().items() if v not in (None, False))]
+
+    def as_saved(self, problems: list[str], result: Any) -> dict[str, Any]:
+        """The call for ``torch.save``, so that it can be made again: plain tensors on the CPU, numbers and strings."""
+
+        def copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {n: t.detach().to("cpu", copy=True) for n, t in tensors.items()}
+
+        r, op = self.request, self.request.op
+        accepted = inspect.signature(getattr(kda_core, op)).parameters
+        return {
+            "op": op,
+            "backend": self.backend.info.name,
+            "direction": self.direction,
+            "problems": list(problems),
+            "tensors": copied({n: t for n, t in self.saved_tensors().items() if n in accepted}),
+            "options": {n: v for n, v in self.options().items() if n in accepted},
+            "grads": copied({n: t for n, t in self.tensors.items() if n.startswith("grad_")}),
+            "needs_grad": sorted(r.needs_grad),
+            "results": {} if result is None else copied(self.results(result)),
+            "versions": {"kda_core": kda_core.__version__, "torch": str(torch.__version__)},
+        }
+
+
+class _CallCheck(_Check):
+    """One call of ``chunk_kda`` or ``fused_recurrent_kda``."""
+
+    request: Request
+
+    def __init__(self, backend: Backend, request: Request, is_backward: bool, settings: CheckSettings) -> None:
+        super().__init__(backend, request, is_backward, settings)
+        self.indexed = on_cpu(request)
+        checks.check_values(self.indexed)
+        has_pool = request.inplace_final_state and request.initial_state is not None
+        self.slots = Slots(self.indexed) if has_pool else None
+        self.sample = Sample(self.indexed, self.slots, settings.elements, _choice)
+        self.rows = finite.live_rows(self.indexed, None if self.slots is None else self.slots.skipped)
+        self.pool_before: Tensor | None = None
+
+    def compared(self) -> str:
+        return str(self.sample)
+
+    def bounds(self) -> list[tuple[int, int, int]]:
+        return self.sample.bounds
+
+    def options(self) -> dict[str, Any]:
+        return {n: getattr(self.request, n) for n in OPTIONS}
+
+    def saved_tensors(self) -> dict[str, Tensor]:
+        found = super().saved_tensors()
+        if self.slots is not None:
+            everything = Sample(self.indexed, self.slots, 2**62, random.Random(0))
+            found = {**found, **everything.pool()}
+        return found
+
+    def problems_before(self) -> list[str]:
+        r, slots = self.request, self.slots
+        problems = []
+        for name in ("q", "k", "v", "g", "beta", "grad_o"):
+            if name in self.tensors:
+                problems += finite.faults_of_rows(name, self.tensors[name], self.rows, r)
+        for name in ("A_log", "dt_bias", "initial_state", "grad_final_state"):
+            if name in self.tensors and not (name == "initial_state" and slots is not None):
+                problems += finite.faults(name, self.tensors[name])
+        if slots is not None and r.initial_state is not None:
+            problems += finite.faults("initial_state", slots.states, slots.used)
+            self.pool_before = bit_sum(r.initial_state, by_slot=True)
+        self.remember_inputs(frozenset(["initial_state"]) if slots is not None else frozenset())
+        self.call = self.sample.call()
+        return problems
+
+    def problems_after(self, result: Any) -> list[str]:
+        results = self.results(result)
+        problems = self.modified_inputs() + self._touched_slots()
+        wrong = self.misshapen(results)
+        if wrong:
+            return problems + wrong
+        for name, t in results.items():
+            by_row = name in ("o", "dq", "dk", "dv", "dg", "dbeta")
+            problems += finite.faults_of_rows(name, t, self.rows, self.request) if by_row else finite.faults(name, t)
+            if by_row:
+                problems += finite.padding_faults(name, t, self.rows)
+        if self.slots is not None and self.request.initial_state is not None:
+            used = torch.tensor(self.slots.used, dtype=torch.long, device=self.request.device)
+            problems += finite.faults("final_state", self.request.initial_state[used], self.slots.used)
+        if not self.sample.sequences:
+            return problems
+        call, got = self.call, self._sampled(results)
+        if self.direction == "backward":
+            call = replace(call, grads=self._gradients())
+        return problems + on_fresh_thread(lambda: self._off(call, got))
+
+    def _off(self, call: Call, got: dict[str, Tensor]) -> list[str]:
+        exact, allowed = references.results(call), budgets.budgets(call)
+        dtypes = budgets.result_dtypes(call.request())
+        expected = {n: (exact[n], dtypes[n], allowed[n]) for n in got}
+        return self.compare(got, expected, self.request.q.dtype, self.sample.place)
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """The gradients that the sample's backward starts from."""
+        r, sample = self.request, self.sample
+        found = {} if r.grad_o is None else {"o": sample.tokens_of("o", r.grad_o)}
+        if r.grad_final_state is not None and sample.tokens is None:
+            found["final_state"] = sample.states_of(r.grad_final_state)
+        return found
+
+    def _sampled(self, results: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The sample's part of the results, as far as the sample decides them."""
+        sample, found = self.sample, {}
+        complete = sample.tokens is None
+        for name, t in results.items():
+            if self.direction == "backward" and not complete and name != "dq":
+                continue
+            if name in SUMS_OVER_TOKENS:
+                if sample.whole:
+                    found[name] = t.detach()[sample.value_heads].cpu()
+            elif name in ("final_state", "dinitial_state"):
+                if complete:
+                    found[name] = sample.states_of(t)
+            elif name == "h":
+                found[name] = sample.chunk_states_of(t)
+            else:
+                found[name] = sample.tokens_of(name, t)
+        pool = self.request.initial_state
+        if self.slots is not None and complete and pool is not None:
+            written = torch.tensor(sample.written_slots(), dtype=torch.long, device=pool.device)
+            found["final_state"] = pool[written][:, sample.value_heads].cpu()
+        return found
+
+    def _touched_slots(self) -> list[str]:
+        """Slots of the pool that changed though the call does not write them."""
+        if self.pool_before is None or self.request.initial_state is None or self.slots is None:
+            return []
+        changed = (bit_sum(self.request.initial_state, by_slot=True) != self.pool_before).nonzero()[:, 0].tolist()
+        lengths = [end - start for _, start, end in self.sample.bounds]
+        wrong = sorted(set(changed) - self.slots.written(lengths))
+        many = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        return [f"initial_state: slot {wrong[0]}{many} changed, which this call must not write"] if wrong else []
+
+
+class _GateCheck(_Check):
+    """One call of ``kda_gate``."""
+
+    request: GateRequest
+
+    def __init__(self, backend: Backend, request: GateRequest, is_backward: bool, settings: CheckSettings) -> None:
+        super().__init__(backend, request, is_backward, settings)
+        HV, K = request.g.shape[-2:]
+        rows = max(request.g[..., 0, 0].numel(), 1)
+        allowed = max(settings.elements // 8, 1)
+        heads = max(1, min(HV, allowed // (rows * K)))
+        first = _choice.randrange(HV - heads + 1)
+        self.heads = slice(first, first + heads)
+        few = max(1, min(rows, allowed // (heads * K)))
+        start = _choice.randrange(rows - few + 1)
+        self.rows = slice(start, start + few)
+        self.whole = few == rows
+
+    def compared(self) -> str:
+        if self.whole and self.heads == slice(0, self.request.g.shape[-2]):
+            return "all of it"
+        return f"tokens {self.rows.start} to {self.rows.stop - 1}, heads {self.heads.start} to {self.heads.stop - 1}"
+
+    def options(self) -> dict[str, Any]:
+        return {"lower_bound": self.request.lower_bound}
+
+    def _rows_of(self, t: Tensor) -> Tensor:
+        """[1, tokens, heads, K] of a tensor [..., HV, K]."""
+        flat = t.detach().reshape(1, -1, *self.request.g.shape[-2:])
+        return flat[:, self.rows, self.heads].to("cpu", copy=True)
+
+    def problems_before(self) -> list[str]:
+        self.remember_inputs(frozenset())
+        tensors = {"g": self._rows_of(self.request.g)}
+        for name in ("A_log", "dt_bias"):
+            if name in self.tensors:
+                tensors[name] = self.tensors[name].detach()[self.heads].to("cpu", copy=True)
+        self.sampled = tensors
+        return [problem for n, t in self.tensors.items() for problem in finite.faults(n, t, nan_only=n == "g")]
+
+    def problems_after(self, result: Any) -> list[str]:
+        results = self.results(result)
+        # An infinite input stands for its limit, which the reference has no finite number for.
+        limits = bool(self.sampled["g"].isinf().any())
+        problems = self.modified_inputs() + self.misshapen(results)
+        if problems:
+            return problems
+        for name, t in results.items():
+            problems += finite.faults(name, t, nan_only=limits or bool(self.request.g.isinf().any()))
+        if limits or not self.sampled["g"].numel():
+            return problems
+        got = {n: self._rows_of(t) for n, t in results.items() if n in ("gate", "dg")}
+        if self.whole:
+            got |= {n: t.detach()[self.heads].cpu() for n, t in results.items() if n in SUMS_OVER_TOKENS}
+        grad = self.request.grad_output
+        cotangent = None if grad is None else self._rows_of(grad)
+        return problems + on_fresh_thread(lambda: self._off(got, cotangent))
+
+    def _off(self, got: dict[str, Tensor], cotangent: Tensor | None) -> list[str]:
+        from kda_core.testing.gate import expectations
+
+        r = self.request
+        with references.single_threaded():
+            expected = expectations(self.sampled, r.lower_bound, r.output_dtype, cotangent)
+        return self.compare(got, expected, r.g.dtype, self._place)
+
+    def _place(self, name: str, where: tuple[int, ...]) -> str:
+        if name in SUMS_OVER_TOKENS:
+            return f"head {self.heads.start + where[0]}"
+        index = torch.unravel_index(torch.tensor(self.rows.start + where[1]), self.request.g.shape[:-2] or (1,))
+        return f"token {[int(i) for i in index]}, head {self.heads.start + where[2]}"

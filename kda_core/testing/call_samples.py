@@ -1,0 +1,232 @@
+"""Which part of a call is compared with the reference, and what of its tensors belongs to that part.
+
+Value heads and sequences do not see each other, so that some of them are a call of their own. So are the first tokens
+of a sequence, as far as outputs, states within them and the gradient of q go.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields, replace
+
+import torch
+from torch import Tensor
+
+from kda_core import reference
+from kda_core.request import Request
+from kda_core.testing.inputs import Call
+
+BY_QUERY_HEAD, BY_VALUE_HEAD = ("q", "k", "dq", "dk"), ("v", "g", "beta", "o", "dv", "dg", "dbeta")
+_KINDS = ("bool", "int", "float", "float | None")
+OPTIONS = tuple(
+    f.name for f in fields(Request) if f.type in _KINDS and f.name not in ("pad_slot_id", "save_for_backward")
+)
+"""A call's options; a sample's pool has slots of its own, and -1 stands for those that are skipped."""
+
+MOST_STATES = 2**22
+"""Elements of all states of a sample at one token: of many short sequences, no more than 32 MiB in float64."""
+
+
+def on_cpu(r: Request) -> Request:
+    """The request with its index tensors on the CPU; counts of accepted tokens within their range, as devices take
+    them."""
+    indices, accepted = r.ssm_state_indices, r.num_accepted_tokens
+    if accepted is not None and indices is not None and not accepted.is_cpu:
+        accepted = accepted.cpu().clamp(1, 1 if indices.dim() == 1 else indices.shape[1])
+    cu, indices, accepted = (t if t is None else t.cpu() for t in (r.cu_seqlens, indices, accepted))
+    return replace(r, cu_seqlens=cu, ssm_state_indices=indices, num_accepted_tokens=accepted)
+
+
+class Slots:
+    """The slots of a pool that a call uses.
+
+    Attributes:
+        used: all of them, in ascending order.
+        skipped: for every sequence, whether the call leaves it out.
+        states: what ``used`` held before the call, on the pool's device.
+        rows: [N][W] slots by sequence, -1 where none is used.
+        accepted: [N] which of them a sequence starts from, or None.
+    """
+
+    def __init__(self, r: Request) -> None:
+        lengths = [end - start for _, start, end in reference.sequence_bounds(r)]
+        rows = reference._slots(r).tolist()
+        self.accepted = None if r.num_accepted_tokens is None else r.num_accepted_tokens.tolist()
+        counts = self.accepted or [1] * r.N
+        self.skipped = [row[count - 1] < 0 for row, count in zip(rows, counts, strict=True)]
+        self.rows = []
+        for row, count, length, skip in zip(rows, counts, lengths, self.skipped, strict=True):
+            touched = {count - 1, *(range(min(length, len(row))) if len(row) > 1 else [0])}
+            self.rows.append([slot if i in touched and not skip else -1 for i, slot in enumerate(row)])
+        self.used = sorted({slot for row in self.rows for slot in row if slot >= 0})
+        pool = r.initial_state
+        assert pool is not None
+        self.states = pool[torch.tensor(self.used, dtype=torch.long, device=pool.device)].detach()
+
+    def written(self, lengths: list[int]) -> set[int]:
+        """The slots that the call writes; sequences have ``lengths`` tokens."""
+        found: set[int] = set()
+        for row, length in zip(self.rows, lengths, strict=True):
+            found |= {slot for slot in (row[:length] if len(row) > 1 else row[: min(length, 1)]) if slot >= 0}
+        return found
+
+
+class Sample:
+    """Some sequences and heads of a call.
+
+    Args:
+        r: the call's request, its index tensors on the CPU.
+        slots: of its pool, or None.
+        elements: of states that may be computed (tokens times value heads times K times V).
+        choice: decides which part of a larger call is taken.
+
+    Attributes:
+        sequences: their numbers.
+        heads, value_heads: slices.
+        tokens: of every sequence at most so many; None: all.
+        whole: whether all sequences are in it, with all their tokens.
+    """
+
+    def __init__(self, r: Request, slots: Slots | None, elements: int, choice: random.Random) -> None:
+        self.request, self.slots = r, slots
+        self.bounds = reference.sequence_bounds(r)
+        skipped = [False] * r.N if slots is None else slots.skipped
+        self.sequences = [n for n, skip in enumerate(skipped) if not skip]
+        group = r.HV // r.H
+        of_head = group * r.K * r.V
+        total = sum(map(self._all_tokens, self.sequences))
+        allowed = min(elements // max(total * of_head, 1), MOST_STATES // max(len(self.sequences) * of_head, 1))
+        heads = max(1, min(r.H, allowed))
+        first = choice.randrange(r.H - heads + 1)
+        self.heads = slice(first, first + heads)
+        self.value_heads = slice(group * first, group * (first + heads))
+        self.tokens: int | None = None
+        self.whole = True
+        if allowed < 1:
+            self._drop_sequences(elements // of_head, max(MOST_STATES // of_head, 1), choice)
+
+    def _all_tokens(self, n: int) -> int:
+        _, start, end = self.bounds[n]
+        return end - start
+
+    def _drop_sequences(self, tokens: int, most: int, choice: random.Random) -> None:
+        """Keep sequences of ``tokens`` tokens together, ``most`` of them; of one that is longer its first tokens."""
+        order = choice.sample(self.sequences, len(self.sequences))
+        kept: list[int] = []
+        left = tokens
+        for n in order:
+            if len(kept) < most and self._all_tokens(n) <= left:
+                kept.append(n)
+                left -= self._all_tokens(n)
+        too_long = [n for n in order if self._all_tokens(n) > tokens]
+        if too_long and not any(map(self._all_tokens, kept)):
+            kept, self.tokens = too_long[:1], max(1, tokens)
+        self.whole = False
+        self.sequences = sorted(kept)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of every sequence that are in the sample."""
+        counts = [self._all_tokens(n) for n in self.sequences]
+        return counts if self.tokens is None else [min(count, self.tokens) for count in counts]
+
+    def __str__(self) -> str:
+        r = self.request
+        parts = []
+        if self.value_heads != slice(0, r.HV):
+            parts.append(f"value heads {self.value_heads.start} to {self.value_heads.stop - 1} of {r.HV}")
+        if not self.whole:
+            parts.append(f"sequences {', '.join(map(str, self.sequences))} of {r.N}")
+        if self.tokens is not None:
+            parts.append(f"their first {self.tokens} tokens")
+        return ", ".join(parts) or "all of it"
+
+    def tokens_of(self, name: str, t: Tensor) -> Tensor:
+        """[B', T', heads, ...] on the CPU of a tensor [B, T, H or HV, ...]."""
+        t = t.detach()[:, :, self.heads if name in BY_QUERY_HEAD else self.value_heads]
+        if self.request.cu_seqlens is None:
+            there = t[:, : self.lengths[0] if self.sequences else 0]
+            return there[torch.tensor(self.sequences, dtype=torch.long, device=t.device)].cpu()
+        starts = [self.bounds[n][1] for n in self.sequences]
+        parts = [t[:, start : start + length] for start, length in zip(starts, self.lengths, strict=True)]
+        return (torch.cat(parts, 1) if parts else t[:, :0].clone()).cpu()
+
+    def states_of(self, t: Tensor) -> Tensor:
+        """[N', heads, K, V] on the CPU of states [N, HV, K, V]."""
+        return t.detach()[torch.tensor(self.sequences, dtype=torch.long, device=t.device)][:, self.value_heads].cpu()
+
+    def chunk_states_of(self, h: Tensor) -> Tensor:
+        """[B', NT', heads, K, V] on the CPU of intermediate states [B, NT, HV, K, V]."""
+        size, h = self.request.chunk_size, h.detach()[:, :, self.value_heads]
+        counts = [-(-length // size) for length in self.lengths]
+        if self.request.cu_seqlens is None:
+            there = h[:, : counts[0] if counts else 0]
+            return there[torch.tensor(self.sequences, dtype=torch.long, device=h.device)].cpu()
+        firsts = [sum(-(-self._all_tokens(m) // size) for m in range(n)) for n in self.sequences]
+        parts = [h[:, first : first + count] for first, count in zip(firsts, counts, strict=True)]
+        return (torch.cat(parts, 1) if parts else h[:, :0].clone()).cpu()
+
+    def call(self) -> Call:
+        """The sample as a call, forward only; copies of its tensors are taken now."""
+        r = self.request
+        tensors = {n: self.tokens_of(n, getattr(r, n)) for n in ("q", "k", "v", "g", "beta")}
+        for name in ("A_log", "dt_bias"):
+            given = getattr(r, name)
+            if given is not None:
+                tensors[name] = given.detach()[self.value_heads].to("cpu", copy=True)
+        if r.cu_seqlens is not None:
+            tensors["cu_seqlens"] = torch.tensor([0, *self.lengths], dtype=torch.long, device="cpu").cumsum(0)
+        if self.slots is not None:
+            tensors |= self.pool()
+        elif r.initial_state is not None:
+            tensors["initial_state"] = self.states_of(r.initial_state)
+        return Call(r.op, tensors, {n: getattr(r, n) for n in OPTIONS}, name="a checked call")
+
+    def pool(self) -> dict[str, Tensor]:
+        """A pool of the slots that the sample uses."""
+        slots = self.slots
+        assert slots is not None
+        states = slots.states[:, self.value_heads].cpu()
+        if not len(states):  # nothing is used: a pool has a slot all the same
+            states = states.new_zeros(1, *states.shape[1:])
+        place = {slot: i for i, slot in enumerate(slots.used)}
+        rows = [[place.get(slot, -1) for slot in slots.rows[n]] for n in self.sequences]
+        width = len(slots.rows[0]) if slots.rows else 1
+        indices = torch.tensor(rows, dtype=torch.long, device="cpu").reshape(len(rows), width)
+        found = {"initial_state": states, "ssm_state_indices": indices if width > 1 else indices[:, 0]}
+        if slots.accepted is not None:
+            accepted = [slots.accepted[n] for n in self.sequences]
+            found |= {"num_accepted_tokens": torch.tensor(accepted, dtype=torch.int32, device="cpu")}
+            found["ssm_state_indices"] = indices
+        return found
+
+    def place(self, name: str, where: tuple[int, ...]) -> str:
+        """Where a row of the sample's output ``name`` lies in the call."""
+        if name in BY_QUERY_HEAD or name in BY_VALUE_HEAD:
+            i, token, head = where[:3]
+            first = self.heads.start if name in BY_QUERY_HEAD else self.value_heads.start
+            if self.request.cu_seqlens is None:
+                return f"token {token} of sequence {self.sequences[i]}, head {first + head}"
+            for n, length in zip(self.sequences, self.lengths, strict=True):
+                if token < length:
+                    row = self.bounds[n][1] + token
+                    return f"token {token} of sequence {n} (row {row}), head {first + head}"
+                token -= length
+        head = self.value_heads.start + where[1 if name in ("final_state", "dinitial_state") else 0]
+        if name == "h":
+            return f"chunk {where[1]} of the sample, head {self.value_heads.start + where[2]}, row {where[3]}"
+        if name == "final_state" and self.slots is not None:
+            return f"slot {self.written_slots()[where[0]]}, head {head}, row {where[2]}"
+        if name in ("final_state", "dinitial_state"):
+            return f"sequence {self.sequences[where[0]]}, head {head}, row {where[2]}"
+        return f"head {head}"
+
+    def written_slots(self) -> list[int]:
+        """The slots of the pool that the sample's sequences write, in their order."""
+        slots = self.slots
+        assert slots is not None
+        found = []
+        for n, length in zip(self.sequences, self.lengths, strict=True):
+            row = slots.rows[n]
+            found += [slot for slot in (row[:length] if len(row) > 1 else row[: min(length, 1)]) if slot >= 0]
+        return found

@@ -1,0 +1,108 @@
+"""The rows that calls have in profilers: operator, backend and shape, forward and backward, eager and compiled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import kda_core
+from kda_core import ranges
+from kda_core.plugins import registry
+
+Q, V, G = [1, 40, 2, 8], [1, 40, 4, 16], [1, 40, 4, 8]
+CALLS = {
+    "chunk_kda": f"(cpu) {Q}, v {V}",
+    "fused_recurrent_kda": f"(cpu) {Q}, v {V}",
+    "kda_gate": f"(cpu) {G}",
+}
+
+
+def inputs(grad=True):
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"q": Q, "k": Q, "v": V, "g": G, "beta": G[:3]}
+    made = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    made |= {"g": -made["g"].abs(), "beta": made["beta"].sigmoid()}
+    return {name: t.requires_grad_(grad) for name, t in made.items()}
+
+
+def call(op, x, **options):
+    if op == "kda_gate":
+        return kda_core.kda_gate(x["g"], torch.zeros(4), backend="cpu")
+    return getattr(kda_core, op)(**x, **options, backend="cpu")[0]
+
+
+def rows_of(function):
+    """Names of rows, with how often they came."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        function()
+    return {row.key: row.count for row in profiler.key_averages()}
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_eager_rows_name_operator_backend_and_shape(op):
+    rows = rows_of(lambda: call(op, inputs()).sum().backward())
+    expected = {f"kda_core::{op}", f"kda_core::{op}Backward"}
+    expected |= {f"kda_core::{op} {CALLS[op]}", f"kda_core::{op}_backward {CALLS[op]}"}
+    ours = {name: count for name, count in rows.items() if name.startswith("kda_core::")}
+    assert ours == dict.fromkeys(expected, 1)
+    assert not [name for name in rows if "_Call" in name or "GateCall" in name]
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_a_call_without_gradient_has_its_row(op):
+    with torch.no_grad():
+        rows = rows_of(lambda: call(op, inputs(grad=False)))
+    assert {name for name in rows if "kda_core" in name} == {f"kda_core::{op} {CALLS[op]}"}
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_compiled_rows_have_the_same_names(op):
+    compiled = torch.compile(lambda x: call(op, x), backend="aot_eager", fullgraph=True)
+    compiled(inputs()).sum().backward()
+    rows = rows_of(lambda: compiled(inputs()).sum().backward())
+    expected = {f"kda_core::{op}", f"kda_core::{op}_backward"}
+    expected |= {f"{name} {CALLS[op]}" for name in expected}
+    assert {name for name in rows if name.startswith("kda_core::")} == expected
+
+
+def test_the_row_contains_the_kernels_of_its_backend():
+    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU]) as profiler:
+        call("chunk_kda", inputs(grad=False))
+    (row,) = [e for e in profiler.events() if e.name.startswith("kda_core::")]
+    assert "aten::bmm" in {child.name for child in row.cpu_children}
+
+
+def test_equal_shapes_are_said_once_and_packed_sequences_counted():
+    x = {name: t[..., :8].detach() if name == "v" else t.detach() for name, t in inputs().items()}
+    x = {name: t.repeat(1, 1, 2, 1) if name in "qk" else t for name, t in x.items()}
+    with torch.no_grad():
+        rows = rows_of(lambda: call("chunk_kda", x, cu_seqlens=torch.tensor([0, 10, 10, 33])))
+    assert "kda_core::chunk_kda (cpu) [1, 40, 4, 8], 3 sequences" in rows
+
+
+def test_nothing_is_named_while_no_profiler_runs(monkeypatch):
+    def refuse(*arguments):
+        raise AssertionError("asked for a row")
+
+    monkeypatch.setattr(ranges, "call_within_range", refuse)
+    with torch.no_grad():
+        call("chunk_kda", inputs(grad=False))
+        with pytest.raises(AssertionError, match="asked for a row"), profile(activities=[ProfilerActivity.CPU]):
+            call("chunk_kda", inputs(grad=False))
+
+
+@pytest.mark.skipif(not torch.profiler.itt.is_available(), reason="this build of torch has no ITT")
+def test_tools_that_take_torchs_ranges_get_ours(monkeypatch):
+    """``emit_itt`` and ``emit_nvtx`` switch the same mark on."""
+    named = []
+    monkeypatch.setattr(ranges, "row_name", lambda *arguments: named.append(arguments[1]) or "row")
+    with torch.no_grad(), torch.autograd.profiler.emit_itt():
+        call("chunk_kda", inputs(grad=False))
+    assert named == ["kda_core_chunk_forward"]
+
+
+def test_every_hook_that_computes_has_a_row():
+    hooks = {name for name in dir(registry.named("cpu").plugin) if name.endswith(("_forward", "_backward"))}
+    assert hooks >= ranges.ROWS.keys()
+    assert {name for name in hooks if name.startswith("kda_core_")} == ranges.ROWS.keys()
