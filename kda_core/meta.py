@@ -7,6 +7,7 @@ names is held to what it declares, its devices aside.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -65,8 +66,8 @@ class MetaBackend(Backend):
         info = BackendInfo(NAME, "1.0", SpecifierSet("~=1.0"), (NAME,), None, nothing)
         super().__init__(info, plugin=self, manager=None)  # type: ignore[arg-type]
 
-    def call(self, hook: str, **arguments: Any) -> Any:
-        return getattr(self, hook)(**arguments)
+    def _caller(self, hook: str) -> Callable[..., Any]:
+        return getattr(self, hook)
 
     def kda_core_saved_spec(self, request: Request) -> tuple[TensorSpec, ...]:
         return ()

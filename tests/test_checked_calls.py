@@ -14,6 +14,7 @@ from pathlib import Path
 
 import mutants
 import pytest
+import quiet_mutants
 import torch
 
 import kda_core
@@ -131,7 +132,7 @@ def test_a_compiled_call_is_checked_inside_the_operator():
 def test_decoding_from_the_wrong_slot_is_caught():
     x, pool, slots = inputs(T=2), states(5), torch.tensor([[3, 1], [0, 4]])
     accepted = torch.tensor([2, 2])
-    with registered(mutants.FirstSlotRead) as name, torch.no_grad():
+    with registered(quiet_mutants.FirstSlotRead) as name, torch.no_grad():
         found = problems_of(
             lambda: kda_core.fused_recurrent_kda(
                 **x, initial_state=pool, ssm_state_indices=slots, num_accepted_tokens=accepted, backend=name
@@ -143,7 +144,7 @@ def test_decoding_from_the_wrong_slot_is_caught():
 
 def test_a_slot_that_padding_wrote_is_caught():
     x, pool = inputs(T=1), states(5)
-    with registered(mutants.PaddingSlotWritten) as name, torch.no_grad():
+    with registered(quiet_mutants.PaddingSlotWritten) as name, torch.no_grad():
         found = problems_of(
             lambda: kda_core.fused_recurrent_kda(
                 **x, initial_state=pool, ssm_state_indices=torch.tensor([2, -1]), backend=name

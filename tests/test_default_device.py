@@ -98,7 +98,7 @@ def test_explain_asks_about_a_device_of_the_backend_that_it_is_given(monkeypatch
     gone = Toy("gone", device_types=("cuda",), availability=Unavailable("its driver is not here"))
     monkeypatch.setenv("KDA_BACKEND", "gone")
     monkeypatch.setattr(plugins.platforms, "device_types", lambda: ("cpu",))
-    with installed(gone), installed(Toy("far", device_types=("meta",))):
+    with installed(gone), installed(Toy("far", device_types=("xpu",))):
         assert command("explain", "--backend", "far")["chosen"] == "far"
         assert command("explain", "--backend", "reference")["chosen"] == "reference"
         assert command("explain")["chosen"] is None

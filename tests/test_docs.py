@@ -261,7 +261,8 @@ def test_a_changed_measurement_makes_pages_and_plots_stale(figures, tmp_path: Pa
     assert list(figures.stale()) == ["docs/performance.md"]
     content = json.loads((tmp_path / "headline.json").read_text(encoding="utf-8"))
     (tmp_path / "headline.json").write_text(json.dumps(content | {"more": 1}), encoding="utf-8")
-    assert list(figures.stale()) == ["docs/performance.md", "docs/images/headline.svg"]
+    drawn = [f"docs/images/{name}.svg" for name in ("headline", "training", "inference")]
+    assert list(figures.stale()) == ["docs/performance.md", *drawn]
     (tmp_path / "headline.json").write_text(json.dumps(content | {"schema": 2}), encoding="utf-8")
     with pytest.raises(ValueError, match=r"headline.json: expected schema 1, got 2"):
         list(figures.stale())
