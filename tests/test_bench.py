@@ -69,6 +69,7 @@ def main(*arguments) -> int:
     return command.main([str(argument) for argument in arguments])
 
 
+@pytest.mark.end_to_end
 def test_end_to_end(toys, tmp_path, capsys):
     """Two suites with peers that work, break, refuse and are not there: a row each, a table, a plot."""
     file, plot = tmp_path / "found.json", tmp_path / "found.png"

@@ -481,6 +481,7 @@ def in_fresh_process(asked):
     return subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.end_to_end
 def test_where_the_environment_asks_for_nothing_nothing_is_checked_and_no_kit_is_loaded():
     off = in_fresh_process(None)
     assert off.stdout.split() == ["True", "False", "False"], off.stderr

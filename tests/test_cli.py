@@ -268,6 +268,7 @@ def test_explain_of_a_call_of_any_size_takes_no_memory():
     assert found["chosen"] == "reference"
 
 
+@pytest.mark.end_to_end
 def test_explain_of_a_device_that_torch_was_not_built_for_answers():
     """In a process of its own: autograd on such a device ends it."""
     options = "--device cuda --strided --backward --use-gate-in-kernel --dt-bias --initial-state --json"

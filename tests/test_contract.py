@@ -52,6 +52,7 @@ print(json.dumps(answers))
 """
 
 
+@pytest.mark.end_to_end
 def test_a_feature_of_a_later_core_is_refused_by_every_wheel_of_today():
     """A wheel that declared whatever the enumeration holds would take the option and drop it."""
     answers = printed("-c", LATER)

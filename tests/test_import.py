@@ -56,6 +56,7 @@ def test_the_import_loads_no_backend_wheel(after_import):
     assert not [m for m in after_import[0] if m.startswith("kda_core_")]
 
 
+@pytest.mark.end_to_end
 def test_the_first_call_loads_every_backend_wheel_and_none_of_their_kernels():
     """The oracle was named, so that the wheels were asked for their identity cards and for nothing else."""
     modules, device_started = observed(CALL)
@@ -63,5 +64,6 @@ def test_the_first_call_loads_every_backend_wheel_and_none_of_their_kernels():
     assert device_started is False
 
 
+@pytest.mark.end_to_end
 def test_the_core_works_where_triton_cannot_be_imported():
     assert last_line(f"import sys; sys.modules['triton'] = None\n{CALL}\nprint('served')") == "served"

@@ -24,6 +24,9 @@ from kda_core.reference import DIFFERENTIABLE, L2NORM_EPS
 from kda_core.testing import budgets
 from kda_core.testing.cases import BF16, FP32, Case
 
+# Importing fla takes longer than the comparisons of the fast tier.
+pytestmark = pytest.mark.end_to_end
+
 DISTRIBUTION = "flash-linear-attention"
 COMPARED_WITH = "0.6"
 APART = 2

@@ -166,6 +166,7 @@ def test_whole_kit(tmp_path, module: str):
             assert coverage[axis][value]["state"] == "refused", f"{axis}: {value}"
 
 
+@pytest.mark.end_to_end
 def test_kit_refuses_and_serves_as_declared(registered):
     """The kit's module on refusals, on all of them."""
     backends = [f"--backend={registered(module)}" for module in MODULES]

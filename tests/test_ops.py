@@ -81,6 +81,7 @@ def test_compiled_forward_and_backward_equal_eager(op):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+@pytest.mark.end_to_end
 def test_inductor_compiles_forward_and_backward():
     eager = gradients(run, make(grad=True))
     compiled = torch.compile(run, fullgraph=True)

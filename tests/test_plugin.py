@@ -43,7 +43,9 @@ def pytest_in(tmp_path, monkeypatch):
     """Runs pytest with the plugin on a small test module; returns exit status and output."""
     (tmp_path / "test_tiny.py").write_text(TINY)
     monkeypatch.chdir(tmp_path)
-    alone = ("-p", "kda_core.testing.plugin", "-p", "no:cacheprovider", "--import-mode=importlib", "--capture=no")
+    # unraisableexception collects garbage when a run ends: seconds among the objects of the session around this one.
+    left_out = ("-p", "no:cacheprovider", "-p", "no:unraisableexception")
+    alone = ("-p", "kda_core.testing.plugin", *left_out, "--import-mode=importlib", "--capture=no")
 
     def run(*arguments: str, mode: str = "fast") -> tuple[int, str]:
         monkeypatch.setenv(MODE_VARIABLE, mode)
@@ -123,6 +125,7 @@ def test_plugin_interprets_only_before_triton_is_there(pytest_in, monkeypatch):
     assert f"set {INTERPRETER_VARIABLE}=1" in text
 
 
+@pytest.mark.end_to_end
 def test_plugin_interprets(pytest_in, monkeypatch):
     """With the interpreter switched on, a backend of the CPU alone is tested as ever."""
     monkeypatch.setenv(INTERPRETER_VARIABLE, "1")
@@ -185,6 +188,7 @@ def test_plugin_says_how_to_test_without_the_device(pytest_in, traveller):
     assert "--foreign-device" in text
 
 
+@pytest.mark.end_to_end
 def test_plugin_tests_on_a_foreign_device(pytest_in, traveller):
     traveller()
     status, text = pytest_in("--backend=traveller", "--foreign-device", "test_tiny.py", "-k", "forward")
@@ -200,6 +204,7 @@ def test_plugin_refuses_a_foreign_device_that_would_serve(pytest_in, traveller):
     assert "would serve calls that do not name it" in text
 
 
+@pytest.mark.end_to_end
 def test_plugin_runs_the_installed_suite(pytest_in):
     """From any folder: ``--pyargs kda_core.testing.suite``."""
     status, text = pytest_in("--pyargs", "kda_core.testing.suite", "--backend=reference", "-k", "test_beta_at_its_ends")
