@@ -51,6 +51,7 @@ def content(*rows: dict) -> dict:
     return {"environment": environment, "rows": list(rows), "copy_bytes_per_second": 1e9, "left_out": {}}
 
 
+@pytest.mark.end_to_end
 def test_accuracy_run(tmp_path, capsys):
     """Two draws of a case, to a file, a page and a plot, and read from the file again."""
     file, page, plot = tmp_path / "found.json", tmp_path / "page.md", tmp_path / "found.svg"

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.end_to_end
+
 HERE = Path(__file__).parent
 NOT_FOR_THE_CORE = ("hypothesis", "matplotlib", "pytest", "rich", "transformers", "triton", "typer")
 
@@ -56,7 +58,6 @@ def test_the_import_loads_no_backend_wheel(after_import):
     assert not [m for m in after_import[0] if m.startswith("kda_core_")]
 
 
-@pytest.mark.end_to_end
 def test_the_first_call_loads_every_backend_wheel_and_none_of_their_kernels():
     """The oracle was named, so that the wheels were asked for their identity cards and for nothing else."""
     modules, device_started = observed(CALL)
@@ -64,6 +65,5 @@ def test_the_first_call_loads_every_backend_wheel_and_none_of_their_kernels():
     assert device_started is False
 
 
-@pytest.mark.end_to_end
 def test_the_core_works_where_triton_cannot_be_imported():
     assert last_line(f"import sys; sys.modules['triton'] = None\n{CALL}\nprint('served')") == "served"

@@ -127,6 +127,7 @@ def test_compiled_intermediate_states_of_packed_sequences_have_a_dynamic_size():
     assert found.shape == (1, 3, HV, K, V)
 
 
+@pytest.mark.end_to_end
 def test_compiled_decoding_advances_the_pool_in_place():
     def step(arguments, pool, indices, out):
         arguments = arguments | {"initial_state": pool}
@@ -209,6 +210,7 @@ def test_opcheck_of_the_functional_operators(op, backend):
     torch.library.opcheck(getattr(torch.ops.kda_core, op).default, operator_arguments(op, backend))
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("op", OPS)
 def test_opcheck_of_the_inplace_operators(op, backend):
@@ -216,6 +218,7 @@ def test_opcheck_of_the_inplace_operators(op, backend):
     torch.library.opcheck(getattr(torch.ops.kda_core, f"{op}_").default, arguments)
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("op", OPS)
 def test_opcheck_of_out_beside_states_that_are_only_read(op):
     out = torch.empty(2, 5, HV, V)
@@ -487,6 +490,7 @@ def test_a_memo_is_not_that_of_tensors_that_came_back_with_other_strides():
     assert offloaded is None
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("op", [*OPS, "kda_gate"])
 def test_eager_forward_and_compiled_backward(op: str):
     """Under compiled autograd backends stay opaque: no graph break, the same gradients."""
@@ -569,6 +573,7 @@ def test_the_gate_is_the_gate_of_the_call(lower_bound):
     torch.testing.assert_close(decay.double(), expected, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_gates_gradients(lower_bound, compiled):

@@ -12,6 +12,8 @@ from kda_core.testing.subject import Mismatch
 
 installed.need_backend("cpu")
 
+pytestmark = pytest.mark.end_to_end
+
 
 def run(monkeypatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["sanitized_calls.py", "--backend", "cpu", *arguments])
