@@ -36,7 +36,7 @@ demo: $(STAMPS)/demo $(STAMPS)/installed ## Set everything up, train the example
 	$(VENV_PYTHON) examples/train_lm.py $(DEMO_ARGS)
 
 # The console script, not "python -m pytest": that would import kda_core from this folder instead of from the wheel.
-test: compiler environment ## Set everything up, run the fast tests on BACKEND.
+test: environment ## Set everything up, run the fast tests on BACKEND.
 	$(VENV)/bin/pytest --backend=$(BACKEND) -n $(WORKERS) $(PYTEST_ARGS)
 
 test-end-to-end: compiler environment ## The same for tests of wheels, environments, interpreted and compiled kernels (minutes).
@@ -55,7 +55,7 @@ typecheck: $(STAMPS)/lint $(STAMPS)/test ## Check the types of the core.
 # torch.compile's default backend writes C++; CXX is the variable that it reads, too.
 compiler:
 	@command -v $(CXX) > /dev/null || \
-		{ echo "The tests of torch.compile need a C++ compiler, and there is no $(CXX) here: install one" \
+		{ echo "These tests compile with torch.compile and need a C++ compiler, and there is no $(CXX) here: install one" \
 		"(on Debian or Ubuntu: apt-get install g++), or name one with CXX=..."; exit 1; }
 
 environment: $(STAMPS)/test $(STAMPS)/installed ## Set up what the tests need, wheels included, and run nothing.
