@@ -112,7 +112,8 @@ def test_vjp_and_jacrev_are_those_of_autograd(op: str):
         return results if op == "kda_gate" else results[0]
 
     expected = torch.autograd.functional.jacobian(of, a["g"])
-    torch.testing.assert_close(jacrev(of)(a["g"]), expected, rtol=0, atol=0)
+    # Folded into a batch, an element may fall into another lane of a vectorised loop: one unit in the last place.
+    torch.testing.assert_close(jacrev(of)(a["g"]), expected, rtol=2 * torch.finfo(expected.dtype).eps, atol=0)
     o, back = vjp(of, a["g"])
     cotangent = torch.randn_like(o)
     found = (cotangent[..., None, None, None, None] * expected).sum(tuple(range(o.dim())))
