@@ -29,7 +29,7 @@ from kda_core.request import BackwardResult, ForwardResult, GateRequest, Op, Req
 from kda_core.schemas import GATE_DIFFERENTIABLE, NAMESPACE, SAVED_NAMES, Schema
 from kda_core.signature import is_plain
 
-HOOKS = {
+HOOKS: dict[str, tuple[str, str]] = {
     "chunk_kda": ("kda_core_chunk_forward", "kda_core_chunk_backward"),
     "fused_recurrent_kda": ("kda_core_recurrent_forward", "kda_core_recurrent_backward"),
 }
