@@ -34,7 +34,10 @@ _PLACE = {f"{suite.__name__}.{name}": place for place, name in enumerate(MODULES
 
 def module_of(item: pytest.Item) -> str:
     """The module that defines a test, wherever it was imported to; "" for an item that is no function."""
-    return getattr(getattr(item, "function", None), "__module__", "")
+    module = getattr(getattr(item, "function", None), "__module__", "")
+    # With --import-mode=importlib pytest 8.0 puts the names of folders before the package's.
+    _, package, name = module.rpartition("kda_core.testing.suite.")
+    return package + name
 
 
 def simplest_first(items: list[pytest.Item]) -> list[pytest.Item]:
