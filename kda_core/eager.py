@@ -109,7 +109,7 @@ class _Call(torch.autograd.Function):
         kept = ctx.saved_tensors
         backend, kind, memo, strides = ctx.call
         names, needs = kind.names, ctx.needs_input_grad[_BEFORE:]
-        tensors = dict(zip(names, kept, strict=False))
+        tensors = dict(zip(names, kept[: len(names)], strict=True))
         saved = kept[len(names) :]
         if strides is not None and strides != [t.stride() for t in kept[: len(names)]]:
             # Hooks of saved tensors may bring back others than they took: contiguous ones, where they offload.
@@ -124,7 +124,8 @@ class _Call(torch.autograd.Function):
         if needed is None:
             needed = kind.needed[needs] = frozenset(n for n, wanted in zip(names, needs, strict=True) if wanted)
         if compiling or torch.is_grad_enabled() or needs_operator(grad_o) or needs_operator(grad_final_state):
-            flat = dict(zip(schemas.SAVED_NAMES, (t.reshape(-1) for t in saved), strict=False))
+            # The compiler of torch 2.7 zips equal lengths only.
+            flat = dict(zip(schemas.SAVED_NAMES[: len(saved)], [t.reshape(-1) for t in saved], strict=True))
             more = {
                 "grad_o": grad_o,
                 "grad_final_state": grad_final_state,
