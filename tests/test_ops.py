@@ -132,7 +132,7 @@ def test_compiled_intermediate_states_of_packed_sequences_have_a_dynamic_size():
 @pytest.mark.end_to_end
 def test_compiled_decoding_advances_the_pool_in_place():
     def step(arguments, pool, indices, out):
-        arguments = arguments | {"initial_state": pool}
+        arguments = {**arguments, "initial_state": pool}
         return run(arguments, "fused_recurrent_kda", ssm_state_indices=indices, out=out)
 
     arguments, indices = make(1), torch.tensor([5, -1], dtype=torch.int32)
