@@ -19,9 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-# Before torch loads its OpenMP: a thread that waits sleeps rather than takes a core that somebody else needs.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
+import psutil
 import torch
 import typer
 from byte_lm import ByteLM, ModelConfig
@@ -37,6 +35,17 @@ VALIDATIONS = 9
 VALIDATION_WINDOWS = 32
 
 console = Console(highlight=False)
+
+
+def idle_cores(seconds: float = 0.2) -> int:
+    """Cores that other programs leave idle now; at least 1.
+
+    OpenMP's threads wait for each other: one thread more than there are idle cores makes a step several times slower.
+    """
+    busy = psutil.cpu_percent(interval=seconds, percpu=True)
+    affinity = getattr(os, "sched_getaffinity", None)
+    allowed = range(len(busy)) if affinity is None else affinity(0)
+    return max(1, round(sum(1 - busy[core] / 100 for core in allowed)))
 
 
 def chosen_backend(model: ByteLM, device: torch.device) -> str | None:
@@ -144,7 +153,7 @@ def main(
     if not prompt:
         raise typer.BadParameter("at least one character is needed", param_hint="--prompt")
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
+        torch.set_num_threads(min(torch.get_num_threads(), usable_cores(), idle_cores()))
     checkpoint = read_checkpoint(output / "checkpoint.pt") if resume or generate_only else None
     saved_model = ModelConfig() if checkpoint is None else checkpoint["model_config"]
     model_config = replace(saved_model, **model_options)

@@ -73,6 +73,14 @@ def test_generation_takes_the_likeliest_byte_of_the_whole_text_at_temperature_ze
     assert bytes(logits[len(prompt) - 1 : -1].argmax(-1).tolist()) == made
 
 
+@pytest.mark.parametrize(("busy", "idle"), [([3.0, 8.0], 2), ([100.0, 4.0], 1), ([100.0, 97.0], 1), ([60.0, 70.0], 1)])
+def test_training_takes_the_cores_that_other_programs_leave_idle(monkeypatch, busy, idle):
+    """With a thread more, a step waits for a thread that is not running (docs/cpu.md)."""
+    monkeypatch.setattr(train_lm.psutil, "cpu_percent", lambda interval, percpu: busy)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    assert train_lm.idle_cores() == idle
+
+
 def test_generation_repeats_with_the_same_seed_and_changes_with_another():
     model = tiny_model()
     runs = [bytes(model.generate(b"a", length=16, temperature=1.0, top_k=0, seed=seed)) for seed in (1, 1, 2)]
