@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,8 @@ name:                             ; @name
 def tool():
     spec = importlib.util.spec_from_file_location("compare_machine_code", TOOL)
     module = importlib.util.module_from_spec(spec)
+    # The workers' function is found by its module's name.
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
 
