@@ -11,16 +11,15 @@ import math
 import triton
 import triton.language as tl
 
+from kda_core.triton_lib.arguments import LEAST_BOUNDED_DECAY
+
 TILE = tl.constexpr(16)
 
-BOUND = tl.constexpr(-5.0)
-"""Least natural-log decay of a row for which the bounded form below holds."""
-
-BOUNDED_LOG2_DECAY = tl.constexpr(BOUND.value / math.log(2))
+BOUNDED_LOG2_DECAY = tl.constexpr(LEAST_BOUNDED_DECAY / math.log(2))
 
 BOUNDED_SHIFT = tl.constexpr(float(round(-8 * BOUNDED_LOG2_DECAY.value)))
-"""With decays of at least BOUND a row, sums over a tile lie in [−115.5, 0] in log2 units; shifted by half of that,
-2^(x + shift) and its reciprocal both stay within 2^±58, far from the ends of what bf16 and fp32 can hold."""
+"""With decays of at least LEAST_BOUNDED_DECAY a row, sums over a tile lie in [−115.5, 0] in log2 units. Shifted by half
+of that, 2^(x + shift) and its reciprocal both stay within 2^±58, far from the ends of what bf16 and fp32 can hold."""
 
 BOUNDED_SCALE = tl.constexpr(2.0**BOUNDED_SHIFT.value)
 """2^BOUNDED_SHIFT."""

@@ -1,6 +1,6 @@
 """Backward of ``chunk_kda``, and of ``fused_recurrent_kda``, which is the same function.
 
-With w = β ⊙ z what the delta rule writes at each row, a chunk is (notation of ``layout``)
+With w = β ⊙ z what the delta rule writes at each row, a chunk is (notation of ``triton_lib.layout``)
 
     z = v − ke S − Lk w = Z (v − ke S)        o = qg S + M w        S' = D ⊙ S + kgᵀ w        Lk = L without its β
 
@@ -23,16 +23,18 @@ import torch
 from torch import Tensor
 
 from kda_core.request import BackwardResult, Request
+from kda_core.triton_lib.arguments import batch_strides, contiguous, gate_kind, rows_contiguous, state_strides
+from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.lift import lift
+from kda_core.triton_lib.segments import as_packed
 from kda_core_amd import launch
 from kda_core_amd.backward_finish import finish_kernel
 from kda_core_amd.backward_gradients import gradients_kernel
 from kda_core_amd.backward_reverse import reverse_kernel
 from kda_core_amd.backward_states import states_kernel
 from kda_core_amd.chunk_forward import Prepared, run_prepare
-from kda_core_amd.launch import batch_strides, dense, dot_widths, gate_kind, rows_contiguous, state_strides
-from kda_core_amd.layout import CHUNK, padded, slots
-from kda_core_amd.segments import as_packed, ends, segment_rows, starts
+from kda_core_amd.launch import dot_widths
+from kda_core_amd.segments import ends, segment_rows, starts
 
 FINISH_ROWS = 16
 """Rows of a program of the last kernel."""
@@ -51,7 +53,7 @@ def chunk_backward(call: Request, rows: int | None = None) -> BackwardResult:
     with launch.on_device(call.device), torch.no_grad():
         do = call.v.new_zeros(call.v.shape) if call.grad_o is None else rows_contiguous(call.grad_o)
         rows = segment_rows(call) if rows is None else rows
-        request = as_packed(call, rows) if rows else call
+        request = as_packed(call, rows, v_first=False) if rows else call
         prepared = run_prepare(request, torch.empty_like(do), for_backward=True)
         if rows:
             # States at the starts of the segments and their gradients at the ends, as if these were given.
@@ -112,7 +114,7 @@ def _run_states(request: Request, prepared: Prepared) -> tuple[Tensor, Tensor]:
         state,
         z,
         states,
-        dense(request.cu_seqlens),
+        contiguous(request.cu_seqlens),
         request.T,
         -(-request.T // CHUNK),
         HV,
@@ -144,7 +146,7 @@ def _run_reverse(request: Request, prepared: Prepared, do: Tensor) -> tuple[Tens
         dv,
         state_grads,
         grad_state,
-        dense(request.cu_seqlens),
+        contiguous(request.cu_seqlens),
         request.T,
         -(-request.T // CHUNK),
         HV,
@@ -168,7 +170,7 @@ def _run_gradients(
     B, T, K, V, HV, H = request.B, request.T, request.K, request.V, request.HV, request.H
     KP, count = padded(K), slots(request)
     gate = gate_kind(request)
-    A_log, dt_bias = (dense(x) if gate != "none" else None for x in (request.A_log, request.dt_bias))
+    A_log, dt_bias = (contiguous(x) if gate != "none" else None for x in (request.A_log, request.dt_bias))
     unfinished = HV != H or request.use_qk_l2norm_in_kernel
     dq, dk = (q.new_empty((B, T, HV, K), dtype=torch.float32 if unfinished else q.dtype) for _ in range(2))
     dg, dbeta = g.new_empty((B, T, HV, K)), beta.new_empty((B, T, HV))
@@ -203,7 +205,7 @@ def _run_gradients(
         ddt_bias,
         first,
         last,
-        dense(request.cu_seqlens),
+        contiguous(request.cu_seqlens),
         float(request.scale),
         0.0 if request.lower_bound is None else float(request.lower_bound),
         T,

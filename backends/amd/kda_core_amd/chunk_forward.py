@@ -2,7 +2,7 @@
 
 One long sequence with few heads is cut (``segments``), which takes two more between them.
 
-The layout of what passes between them, and the equations, are in ``layout``.
+``kda_core.triton_lib.layout`` has the layout of what passes between them, and the equations.
 """
 
 from __future__ import annotations
@@ -14,35 +14,32 @@ import torch
 from torch import Tensor
 
 from kda_core.request import ForwardResult, Request
-from kda_core.triton_lib.decay import BOUND
+from kda_core.triton_lib.arguments import (
+    batch_strides,
+    contiguous,
+    decays_bounded,
+    gate_kind,
+    has_contiguous_rows,
+    rows_contiguous,
+    state_strides,
+)
+from kda_core.triton_lib.layout import CHUNK, intermediate_states_shape, padded, slots
 from kda_core.triton_lib.lift import lift
+from kda_core.triton_lib.segments import as_packed
 from kda_core_amd import launch
-from kda_core_amd.launch import batch_strides, dense, dot_widths, gate_kind, rows_contiguous, state_strides
-from kda_core_amd.layout import CHUNK, padded, slots
+from kda_core_amd.launch import dot_widths
 from kda_core_amd.prepare import prepare
 from kda_core_amd.recurrence import recurrence
-from kda_core_amd.segments import as_packed, segment_rows, starts
+from kda_core_amd.segments import segment_rows, starts
 
 
 class Prepared(NamedTuple):
-    """What ``prepare`` wrote; shapes in ``layout``."""
+    """What ``prepare`` wrote; shapes in ``triton_lib.layout``."""
 
     keys: Tensor
     P: Tensor
     D: Tensor
     Z: Tensor | None = None
-
-
-def decays_bounded(request: Request) -> bool:
-    """Whether each row's log decay is known, or promised, to be at least −5, in a dtype that can use it.
-
-    The short way forms exponents up to ±58: 2^58 does not fit float16, and costs float32 five of its bits.
-    """
-    if request.q.dtype != torch.bfloat16:
-        return False
-    if request.lower_bound is not None and request.lower_bound < BOUND.value:
-        return False
-    return request.safe_gate or gate_kind(request) == "bounded"
 
 
 def run_prepare(request: Request, o: Tensor, for_backward: bool = False) -> Prepared:
@@ -71,14 +68,14 @@ def run_prepare(request: Request, o: Tensor, for_backward: bool = False) -> Prep
         k,
         g,
         beta,
-        dense(request.A_log) if gate != "none" else None,
-        dense(request.dt_bias) if gate != "none" else None,
+        contiguous(request.A_log) if gate != "none" else None,
+        contiguous(request.dt_bias) if gate != "none" else None,
         keys,
         P,
         D,
         Z,
         o,
-        dense(request.cu_seqlens),
+        contiguous(request.cu_seqlens),
         indices,
         float(request.scale),
         0.0 if request.lower_bound is None else float(request.lower_bound),
@@ -144,7 +141,7 @@ def run_recurrence(
         initial_state,
         final_state,
         h,
-        dense(request.cu_seqlens),
+        contiguous(request.cu_seqlens),
         indices,
         request.T,
         -(-request.T // CHUNK),
@@ -176,26 +173,10 @@ def run_recurrence(
     launch.launch(recurrence, sequences * HV * -(-V // block_v), arguments, constants, config, target)
 
 
-def _intermediate_states(request: Request) -> Tensor:
-    """h, to be written but for sequences that are skipped, whose states are zero.
-
-    Packed, its length is Σ ceil(len / chunk_size), which the host knows from ``cu_seqlens_cpu``.
-    """
-    size = request.chunk_size
-    if request.cu_seqlens is None:
-        count = -(-request.T // size)
-    else:
-        # Without the copy on the CPU the core lets only CPU tensors come this far.
-        bounds = request.cu_seqlens if request.cu_seqlens_cpu is None else request.cu_seqlens_cpu
-        count = int(((bounds.diff() + size - 1) // size).sum())
-    new = request.q.new_empty if request.ssm_state_indices is None else request.q.new_zeros
-    return new((request.B, count, *request.state_shape[1:]), dtype=request.state_dtype)
-
-
 def output_buffers(request: Request) -> tuple[Tensor, Tensor | None]:
     """``o`` as the kernels can write it (``finished`` puts it where the caller wants it) and the final state."""
     q, o = request.q, request.out
-    if o is None or not launch.writable(o):
+    if o is None or not has_contiguous_rows(o):
         o = q.new_empty((request.B, request.T, request.HV, request.V))
     final_state = None
     if request.inplace_final_state:
@@ -214,7 +195,7 @@ def finished(request: Request, o: Tensor, final_state: Tensor | None, h: Tensor 
 
 def _run_segments(request: Request, rows: int, o: Tensor, final_state: Tensor | None) -> None:
     """Run all kernels with the sequence cut into segments of ``rows`` rows; they write ``o`` and ``final_state``."""
-    packed = as_packed(request, rows)
+    packed = as_packed(request, rows, v_first=False)
     prepared = run_prepare(packed, o)
     first, _ = starts(packed, rows, prepared.keys, prepared.D, request.initial_state, request.state_v_first)
     last = None if final_state is None else torch.empty_like(first)
@@ -231,7 +212,11 @@ def chunk_forward(request: Request, rows: int | None = None) -> ForwardResult:
     """
     with launch.on_device(request.device):
         o, final_state = output_buffers(request)
-        h = _intermediate_states(request) if request.return_intermediate_states else None
+        h = None
+        if request.return_intermediate_states:
+            # Sequences of a pool that are skipped write no state.
+            new = request.q.new_empty if request.ssm_state_indices is None else request.q.new_zeros
+            h = new(intermediate_states_shape(request), dtype=request.state_dtype)
         rows = segment_rows(request) if rows is None else rows
         if rows:
             _run_segments(request, rows, o, final_state)

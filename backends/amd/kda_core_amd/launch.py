@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kda_core_amd.plugin import FOREIGN, INTERPRET
 
@@ -273,41 +272,3 @@ def compile_options(chosen: Config, target: Architecture) -> dict[str, int]:
     if target.name != FOREIGN_ARCHITECTURE:
         options |= {"waves_per_eu": chosen.waves_per_eu, "matrix_instr_nonkdim": MATRIX_SIDE}
     return options
-
-
-def rows_contiguous(x: Tensor) -> Tensor:
-    """``x``, copied only when its last dimension is not contiguous (the kernels take every other stride)."""
-    return x if writable(x) else x.contiguous()
-
-
-def writable(x: Tensor) -> bool:
-    """Whether the kernels can write to ``x`` themselves: its last dimension is contiguous."""
-    return x.stride(-1) == 1 or x.shape[-1] == 1
-
-
-def dense(x: Tensor | None) -> Tensor | None:
-    """A small tensor of parameters or boundaries, contiguous."""
-    return None if x is None else x.contiguous()
-
-
-def batch_strides(*tensors: Tensor) -> tuple[int, tuple[int, ...]]:
-    """A unit (8 elements when all batch strides are multiples of that, else 1) and the batch strides in units."""
-    if tensors[0].shape[0] == 1:
-        return 8, (0,) * len(tensors)
-    unit = 1 if any(x.stride(0) % 8 for x in tensors) else 8
-    return unit, tuple(x.stride(0) // unit for x in tensors)
-
-
-def state_strides(state: Tensor | None, v_first: bool) -> tuple[int, int, int, int]:
-    """Strides of a state by (sequence, head, K, V)."""
-    if state is None:
-        return 0, 0, 0, 0
-    s_n, s_h, s_row, s_last = state.stride()
-    return (s_n, s_h, s_last, s_row) if v_first else (s_n, s_h, s_row, s_last)
-
-
-def gate_kind(request: Any) -> str:
-    """The kernels' name of a request's gate."""
-    if not request.use_gate_in_kernel:
-        return "none"
-    return "softplus" if request.lower_bound is None else "bounded"

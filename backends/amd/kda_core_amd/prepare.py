@@ -1,4 +1,4 @@
-"""Chunk-parallel kernel of the forward: gate, norms, decays, products and the inverse, written to ``layout``'s tensors.
+"""Chunk-parallel kernel of the forward: gate, norms, decays, products and the inverse, for ``triton_lib.layout``.
 
 One program a chunk slot and value head; the chunk's 32 rows are two tiles of 16 (0 and 1 below), so that every product
 has the matrix unit's own shape:

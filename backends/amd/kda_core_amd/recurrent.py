@@ -26,12 +26,12 @@ import triton
 import triton.language as tl
 
 from kda_core.request import ForwardResult, Request
+from kda_core.triton_lib.arguments import batch_strides, contiguous, gate_kind, rows_contiguous, state_strides
 from kda_core.triton_lib.factor import decay_minus_one
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
+from kda_core.triton_lib.layout import padded
 from kda_core_amd import launch
 from kda_core_amd.chunk_forward import finished, output_buffers
-from kda_core_amd.launch import batch_strides, dense, gate_kind, rows_contiguous, state_strides
-from kda_core_amd.layout import padded
 
 _NUMBERS = [
     "scale",
@@ -283,12 +283,12 @@ def recurrent_forward(request: Request) -> ForwardResult:
             v,
             g,
             beta,
-            dense(request.A_log) if gate != "none" else None,
-            dense(request.dt_bias) if gate != "none" else None,
+            contiguous(request.A_log) if gate != "none" else None,
+            contiguous(request.dt_bias) if gate != "none" else None,
             o,
             request.initial_state,
             final_state,
-            dense(request.cu_seqlens),
+            contiguous(request.cu_seqlens),
             indices,
             accepted,
             float(request.scale),

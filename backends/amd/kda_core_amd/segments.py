@@ -1,19 +1,4 @@
-"""One long sequence with few heads, cut into segments that the recurrences run side by side.
-
-A recurrence takes the same time for a chunk whether one head runs or a hundred. Over a segment the state changes by
-S' = M S + b, with a matrix M [K, K] for each head; M is what the recurrence makes of the identity without values, b
-what it makes of nothing with them. So:
-
-1. transitions: M and b of every segment but the last, all side by side, without any output;
-2. join: the state at the start of every segment, one after another, in products of float32;
-3. the recurrence as ever, with the segments as if they were packed sequences with these initial states.
-
-The backward does the same from the end: the gradient of the state goes through Mᵀ, and what a segment's own outputs add
-to it comes from the reverse recurrence without its results.
-
-That is three times the arithmetic, and pays where a recurrence would leave most of the chip idle. Only calls of one
-dense sequence are cut, by their length and heads alone, and neither with a pool nor with intermediate states: what is
-packed or batched keeps its bits whatever it travels with, and the host never waits for lengths.
+"""Kernels and launches for a sequence that is cut into segments (``kda_core.triton_lib.segments`` has the algorithm).
 
 Matrices are held as the recurrences hold states, transposed and in blocks of key channels; states at the boundaries
 are stored K first. Every offset is int64, from the program id up.
@@ -21,7 +6,6 @@ are stored K first. Every offset is int64, from the program id up.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,10 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kda_core.request import Request
+from kda_core.triton_lib.arguments import rows_contiguous, state_strides
+from kda_core.triton_lib.layout import CHUNK, padded
 from kda_core.triton_lib.lift import lift
 from kda_core_amd import launch
-from kda_core_amd.launch import dot_widths, rows_contiguous, state_strides
-from kda_core_amd.layout import CHUNK, padded
+from kda_core_amd.launch import dot_widths
 from kda_core_amd.recurrence import load_state, store_state
 
 LEAST_ROWS = 1024
@@ -69,13 +54,6 @@ def segment_rows(request: Request) -> int:
     if count < LEAST_SEGMENTS:
         return 0
     return -(-request.T // (count * CHUNK)) * CHUNK
-
-
-def as_packed(request: Request, rows: int) -> Request:
-    """The call with its segments as packed sequences, states K first and none given."""
-    count = -(-request.T // rows)
-    bounds = torch.arange(0, count * rows + 1, rows, dtype=torch.int32, device=request.device).clamp_(max=request.T)
-    return replace(request, cu_seqlens=bounds, initial_state=None, grad_final_state=None, state_v_first=False)
 
 
 @triton.jit(do_not_specialize=["rows", "HV", "programs"])

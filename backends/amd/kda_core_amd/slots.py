@@ -1,4 +1,4 @@
-"""Device function that finds the rows of a chunk slot (numbering: ``layout``)."""
+"""Device function that finds the rows of a chunk slot (numbering: ``triton_lib.layout``)."""
 
 import triton
 import triton.language as tl

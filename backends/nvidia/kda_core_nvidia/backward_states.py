@@ -4,7 +4,7 @@
 
 (β ⊙ z are the values that the delta rule writes.) Grid: N · HV · VP / BV, along the axis that takes more than 65,535;
 one program runs a head's sequence for BV value channels. The state is held transposed, [BV, KP], in registers: it is
-the A operand of both products, and A operands need not pass through shared memory. Inputs: ``layout``.
+the A operand of both products, and A operands need not pass through shared memory. Inputs: ``triton_lib.layout``.
 z: [slots, HV, C, VP]; states: [slots, HV, VP, KP].
 """
 

@@ -22,13 +22,16 @@ import torch
 from torch import Tensor
 
 from kda_core.request import BackwardResult, Request
+from kda_core.triton_lib.arguments import gate_kind
+from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.lift import lift
+from kda_core.triton_lib.segments import as_packed
 from kda_core_nvidia.backward_finish import finish_kernel
 from kda_core_nvidia.backward_gradients import gradients_kernel
 from kda_core_nvidia.backward_hopper import reverse_hopper, states_hopper
 from kda_core_nvidia.backward_reverse import reverse_kernel
 from kda_core_nvidia.backward_states import states_kernel
-from kda_core_nvidia.chunk_forward import Kept, Prepared, gate_kind, run_prepare
+from kda_core_nvidia.chunk_forward import Kept, Prepared, run_prepare
 from kda_core_nvidia.hopper import (
     HopperConfig,
     backward_gains,
@@ -39,9 +42,8 @@ from kda_core_nvidia.hopper import (
     token_blocks,
 )
 from kda_core_nvidia.launch import Chip, Launcher, chip, on_device, row_blocks, split_scale, token_tiles
-from kda_core_nvidia.layout import CHUNK, padded, slots
 from kda_core_nvidia.plan import done_with, new_result, new_scratch, planned
-from kda_core_nvidia.segments import as_packed, ends, segment_rows, starts
+from kda_core_nvidia.segments import ends, segment_rows, starts
 
 _states = Launcher(states_kernel)
 _states_hopper = Launcher(states_hopper)
@@ -339,7 +341,7 @@ def _backward(call: Request, into: dict[str, Tensor] | None = None) -> dict[str,
     """
     target = chip(call.device)
     rows = segment_rows(call, target)
-    r = as_packed(call, rows) if rows else call
+    r = as_packed(call, rows, v_first=True) if rows else call
     B, T, H, K = r.q.shape
     HV, V = r.v.shape[2:]
     N, dtype, needs = r.N, r.q.dtype, r.needs_grad

@@ -1,6 +1,6 @@
 """Forward of ``chunk_kda``: two launches, ``prepare`` (chunk-parallel) and ``recurrence`` (sequential).
 
-The layout of what passes between them, and the equations, are in ``layout``.
+``kda_core.triton_lib.layout`` has the layout of what passes between them, and the equations.
 """
 
 from __future__ import annotations
@@ -15,8 +15,17 @@ import torch
 from torch import Tensor
 
 from kda_core.request import ForwardResult, Request, TensorSpec
-from kda_core.triton_lib.decay import BOUND
+from kda_core.triton_lib.arguments import (
+    contiguous,
+    decays_bounded,
+    gate_kind,
+    has_contiguous_rows,
+    rows_contiguous,
+    state_strides,
+)
+from kda_core.triton_lib.layout import CHUNK, intermediate_states_shape, padded, slots
 from kda_core.triton_lib.lift import lift
+from kda_core.triton_lib.segments import as_packed
 from kda_core_nvidia.hopper import HopperConfig, blocks, hopper_config, serves, token_blocks
 from kda_core_nvidia.launch import (
     Chip,
@@ -29,14 +38,11 @@ from kda_core_nvidia.launch import (
     row_blocks,
     split_scale,
 )
-from kda_core_nvidia.layout import CHUNK, padded, slots
 from kda_core_nvidia.plan import new_result, new_scratch, planned
 from kda_core_nvidia.prepare import prepare
 from kda_core_nvidia.recurrence import recurrence
 from kda_core_nvidia.recurrence_hopper import recurrence_hopper
-from kda_core_nvidia.segments import LEAST_ROWS, as_packed, segment_rows, starts
-
-_NO_STRIDES = (0, 0, 0, 0)
+from kda_core_nvidia.segments import LEAST_ROWS, segment_rows, starts
 
 _prepare = Launcher(prepare)
 _recurrence = Launcher(recurrence)
@@ -44,7 +50,7 @@ _recurrence_hopper = Launcher(recurrence_hopper)
 
 
 class Prepared(NamedTuple):
-    """What ``prepare`` wrote; shapes in ``layout``. X and norms only for a backward."""
+    """What ``prepare`` wrote; shapes in ``triton_lib.layout``. X and norms only for a backward."""
 
     keys: Tensor
     P: Tensor
@@ -61,11 +67,6 @@ class Kept(NamedTuple):
     norms: Tensor | None = None
 
 
-def rows_contiguous(x: Tensor) -> Tensor:
-    """``x``, copied only when its last dimension is not contiguous (the kernels take every other stride)."""
-    return x if _writable(x) else x.contiguous()
-
-
 def _rows(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """``rows_contiguous(x)`` and its strides: asking for one at a time costs a call more than the kernel's launch."""
     strides = x.stride()
@@ -73,35 +74,6 @@ def _rows(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
         return x, strides
     x = x.contiguous()
     return x, x.stride()
-
-
-def _writable(x: Tensor) -> bool:
-    """Whether the kernels can write to ``x`` themselves: its last dimension is contiguous."""
-    return x.stride(-1) == 1 or x.shape[-1] == 1
-
-
-def _dense(x: Tensor | None) -> Tensor | None:
-    """A small tensor of parameters or boundaries, contiguous."""
-    return None if x is None else x.contiguous()
-
-
-def gate_kind(request: Request) -> str:
-    """The kernels' name of the gate."""
-    if not request.use_gate_in_kernel:
-        return "none"
-    return "softplus" if request.lower_bound is None else "bounded"
-
-
-def decays_bounded(request: Request) -> bool:
-    """Whether each row's log decay is known, or promised, to be at least −5, in a dtype that can use it.
-
-    Factors of 2^58 do not fit float16, and an exponent of 58 in float32 has lost digits that a float32 result needs.
-    """
-    if request.q.dtype != torch.bfloat16:
-        return False
-    if request.lower_bound is not None and request.lower_bound < BOUND.value:
-        return False
-    return request.safe_gate or gate_kind(request) == "bounded"
 
 
 def _prepared_shapes(count: int, HV: int, KP: int) -> tuple[tuple[int, ...], ...]:
@@ -247,12 +219,12 @@ def run_prepare(
         k,
         g,
         beta,
-        _dense(request.A_log) if gate != "none" else None,
-        _dense(request.dt_bias) if gate != "none" else None,
+        contiguous(request.A_log) if gate != "none" else None,
+        contiguous(request.dt_bias) if gate != "none" else None,
         *written,
         inverse,
         o,
-        _dense(request.cu_seqlens),
+        contiguous(request.cu_seqlens),
         indices,
         split_scale(request.scale, dtype)[0],
         0.0 if bound is None else float(bound),
@@ -281,14 +253,6 @@ def run_prepare(
     )
     _prepare((count * HV, 1, 1), arguments, constants, num_warps)
     return prepared
-
-
-def state_strides(state: Tensor | None, v_first: bool) -> tuple[int, int, int, int]:
-    """Strides of a state by (sequence, head, K, V)."""
-    if state is None:
-        return _NO_STRIDES
-    s_n, s_h, s_row, s_last = state.stride()
-    return (s_n, s_h, s_last, s_row) if v_first else (s_n, s_h, s_row, s_last)
 
 
 @cache
@@ -352,7 +316,7 @@ def run_recurrence(
     last = 2 if v_first else 3
     last_contiguous = (initial_state is None or initial[last] == 1) and (final_state is None or final[last] == 1)
     shared = (K, V, lift(v.dtype, request.use_qk_l2norm_in_kernel), unit, v_first, last_contiguous)
-    cu_seqlens = _dense(request.cu_seqlens)
+    cu_seqlens = contiguous(request.cu_seqlens)
     numbers = (
         T,
         -(-T // CHUNK),
@@ -394,27 +358,11 @@ def run_recurrence(
     _recurrence((N * HV, -(-V // constants["BV"]), 1), arguments, constants, num_warps)
 
 
-def _intermediate_states(request: Request) -> Tensor:
-    """h, to be written but for sequences that are skipped, whose states are zero.
-
-    Packed, its length is Σ ceil(len / chunk_size), which the host knows from ``cu_seqlens_cpu``.
-    """
-    size = request.chunk_size
-    if request.cu_seqlens is None:
-        count = -(-request.T // size)
-    else:
-        # Without the copy on the CPU the core lets only CPU tensors come this far.
-        bounds = request.cu_seqlens if request.cu_seqlens_cpu is None else request.cu_seqlens_cpu
-        count = int(((bounds[1:] - bounds[:-1] + size - 1) // size).sum())
-    shape = (request.B, count, *request.state_shape[1:])
-    return new_result(request.q, shape, request.state_dtype, zeros=request.ssm_state_indices is not None)
-
-
 def _run_segments(request: Request, rows: int, o: Tensor, final_state: Tensor | None, keep: int) -> Prepared:
     """Run both kernels with the sequence cut into segments of ``rows`` rows; they write ``o`` and ``final_state``."""
-    packed = as_packed(request, rows)
+    packed = as_packed(request, rows, v_first=True)
     prepared = run_prepare(packed, o, keep=keep)
-    given = _dense(request.initial_state)
+    given = contiguous(request.initial_state)
     v = rows_contiguous(request.v)
     first, _ = starts(packed, chip(request.device), v, prepared.keys, prepared.D, given, request.state_v_first)
     last = None if final_state is None else torch.empty_like(first)
@@ -432,14 +380,18 @@ _INPUTS = attrgetter(
 def _forward(request: Request) -> dict[str, Tensor | None]:
     """Launch; the result's tensors by name, and what of ``Prepared`` is to be kept."""
     q, o = request.q, request.out
-    if o is None or not _writable(o):
+    if o is None or not has_contiguous_rows(o):
         o = new_result(q, (request.B, request.T, request.HV, request.V))
     final_state = None
     if request.inplace_final_state:
         final_state = request.initial_state
     elif request.output_final_state:
         final_state = new_result(q, request.state_shape, request.state_dtype)
-    h = _intermediate_states(request) if request.return_intermediate_states else None
+    h = None
+    if request.return_intermediate_states:
+        # Sequences of a pool that are skipped write no state.
+        zeros = request.ssm_state_indices is not None
+        h = new_result(q, intermediate_states_shape(request), request.state_dtype, zeros)
     training, everything = request.save_for_backward, request.disable_recompute
     keep = _kept_slots(request) if training and not everything else 0
     rows = segment_rows(request, chip(q.device))

@@ -11,8 +11,8 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
+from kda_core.triton_lib.layout import CHUNK
 from kda_core_nvidia.launch import INTERPRET, Chip, gluon_descriptor, gluon_fields
-from kda_core_nvidia.layout import CHUNK
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kda_core_nvidia.layout import padded
+from kda_core.triton_lib.layout import padded
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 """Kernels run in Triton's interpreter, on CPU tensors (read once: triton reads it once as well)."""

@@ -1,7 +1,7 @@
 """What the kernels for prompts of ``fused_recurrent_kda`` share: blocks of 16 tokens, exact to float32 on matrix units.
 
 Two launches, as for ``chunk_kda``: ``blocks_prepare`` (one program a block and value head) and ``blocks_recurrence``
-(sequential). The equations are those of ``layout``, for C = 16 rows.
+(sequential). The equations are those of ``triton_lib.layout``, for C = 16 rows.
 
 Float32 from 16-bit products. Rows and columns of both factors are scaled by powers of two to the upper end of
 float16's range and split into a float16 and what it leaves, another one: 22 bits. The product of two remainders is
@@ -191,7 +191,7 @@ def alternating(x):
 
 @triton.jit
 def pairs(b_q, b_k, parts, m, el, TERMS: tl.constexpr, EXACT_OUT: tl.constexpr):
-    """Add q kᵀ and k kᵀ, right for all pairs below the diagonal, to m and el; decays are at least BOUND a row.
+    """Add q kᵀ and k kᵀ, right for all pairs below the diagonal, to m and el; decays are at least −5 a row.
 
     No exponent is then beyond ±58. What is above the diagonal may overflow, and is not looked at.
     """

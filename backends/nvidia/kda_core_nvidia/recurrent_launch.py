@@ -23,10 +23,9 @@ import triton
 from torch import Tensor
 
 from kda_core.request import BackwardResult, ForwardResult, Request
-from kda_core.triton_lib.decay import BOUND
-from kda_core_nvidia.chunk_forward import gate_kind, rows_contiguous, state_strides
+from kda_core.triton_lib.arguments import LEAST_BOUNDED_DECAY, contiguous, gate_kind, rows_contiguous, state_strides
+from kda_core.triton_lib.layout import padded
 from kda_core_nvidia.launch import INTERPRET, Launcher, chip, on_device
-from kda_core_nvidia.layout import padded
 from kda_core_nvidia.plan import new_result, new_scratch, planned
 from kda_core_nvidia.recurrent import recurrent
 from kda_core_nvidia.recurrent_blocks import PLANES, ROWS, SHORT
@@ -163,10 +162,6 @@ def _strides(x: Tensor, packed: bool) -> tuple[int, int, int]:
     return (s_t if packed else s_b), s_t, s_h
 
 
-def _contiguous(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
-
-
 def _allocated(request: Request) -> tuple[Tensor, Tensor | None]:
     """The output, and the tensor that final states are written to, if any."""
     q = request.q
@@ -260,8 +255,8 @@ def _launch_step(request: Request, o: Tensor, final_state: Tensor | None) -> Non
         v,
         g,
         beta,
-        _contiguous(request.A_log) if gate != "none" else None,
-        _contiguous(request.dt_bias) if gate != "none" else None,
+        contiguous(request.A_log) if gate != "none" else None,
+        contiguous(request.dt_bias) if gate != "none" else None,
         request.initial_state,
         final_state,
         o,
@@ -323,12 +318,12 @@ def _launch(request: Request, o: Tensor, final_state: Tensor | None, short_only:
         v,
         g,
         beta,
-        _contiguous(request.A_log) if gate != "none" else None,
-        _contiguous(request.dt_bias) if gate != "none" else None,
+        contiguous(request.A_log) if gate != "none" else None,
+        contiguous(request.dt_bias) if gate != "none" else None,
         initial_state,
         final_state,
         o,
-        _contiguous(request.cu_seqlens),
+        contiguous(request.cu_seqlens),
         indices,
         accepted,
         float(request.scale),
@@ -405,15 +400,15 @@ def _launch_blocks(request: Request, o: Tensor, final_state: Tensor | None) -> N
     planes = new_scratch(q, (slots, HV, PLANES.value, ROWS.value, KP), torch.float16)
     squares = new_scratch(q, (slots, HV, 2, ROWS.value, ROWS.value), torch.float16)
     factors = new_scratch(q, (slots, HV, 3 * ROWS.value + KP), torch.float32)
-    bounds = _contiguous(request.cu_seqlens)
+    bounds = contiguous(request.cu_seqlens)
     s_index = 0 if indices is None else indices.stride(0)
     arguments: tuple[Any, ...] = (
         q,
         k,
         g,
         beta,
-        _contiguous(request.A_log) if gate != "none" else None,
-        _contiguous(request.dt_bias) if gate != "none" else None,
+        contiguous(request.A_log) if gate != "none" else None,
+        contiguous(request.dt_bias) if gate != "none" else None,
         planes,
         squares,
         factors,
@@ -446,7 +441,7 @@ def _launch_blocks(request: Request, o: Tensor, final_state: Tensor | None) -> N
         "SIGMOID": request.use_beta_sigmoid_in_kernel,
         "NEG_EIGVAL": request.allow_neg_eigval,
         "EXACT_OUT": o.dtype != torch.bfloat16,
-        "BOUNDED": gate == "bounded" and request.lower_bound >= BOUND.value,
+        "BOUNDED": gate == "bounded" and request.lower_bound >= LEAST_BOUNDED_DECAY,
         "TERMS": 1 if INTERPRET else 3,
         "STAGES": PREPARE_STAGES,
         "OVERLAP": overlap,

@@ -1,37 +1,21 @@
-"""One long sequence with few heads, cut into segments that the recurrences run side by side.
-
-A recurrence takes the same time for a chunk whether one head runs or a hundred. Over a segment the state changes by
-S' = M S + b, with a matrix M [K, K] for each head; M is what the recurrence makes of the identity without values, b
-what it makes of nothing with them. So:
-
-1. transitions: M and b of every segment but the last, all side by side, without any output;
-2. join: the state at the start of every segment, one after another, in float32 products;
-3. the recurrence as ever, with the segments as if they were packed sequences with these initial states.
-
-The backward does the same from the end: the gradient of the state goes through Mᵀ, and what the segment's own outputs
-add to it comes from the reverse recurrence without outputs.
-
-That is three times the arithmetic, and pays where a recurrence would leave three quarters of the chip idle. Only calls
-of one dense sequence are cut, by their length and heads alone, and neither with a pool nor with intermediate states.
+"""Kernels and launches for a sequence that is cut into segments (``kda_core.triton_lib.segments`` has the algorithm).
 
 Matrices are held as the recurrences hold states, transposed: starts, ends and b [.., V, K], Mᵀ [.., K, K].
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kda_core.request import Request
+from kda_core.triton_lib.layout import CHUNK, padded
 from kda_core.triton_lib.lift import lift
 from kda_core_nvidia.backward_states import load_state, rows_of
 from kda_core_nvidia.launch import INTERPRET, Chip, Launcher, split_scale
-from kda_core_nvidia.layout import CHUNK, padded
 
 LEAST_ROWS = 2048
 """Rows of a segment, at least: shorter ones spend more on their transitions than they save."""
@@ -56,13 +40,6 @@ def segment_rows(request: Request, target: Chip) -> int:
         return 0
     rows = -(-request.T // count)
     return -(-rows // CHUNK) * CHUNK
-
-
-def as_packed(request: Request, rows: int) -> Request:
-    """The call with its segments as packed sequences, states V first and none given."""
-    count = -(-request.T // rows)
-    bounds = torch.arange(0, count * rows + 1, rows, device=request.device).clamp_(max=request.T)
-    return replace(request, cu_seqlens=bounds, initial_state=None, state_v_first=True)
 
 
 @triton.jit(do_not_specialize=["T", "count"])
