@@ -10,7 +10,7 @@ It may not rename, move, retype or remove an argument, change a default, or chan
 of the results: what needs that becomes a new operator beside the old one, which stays. Every argument behind ``beta``
 (``g`` in ``kda_gate``) has a default, and results are a fixed number of tensors: a tensor that a call does not produce
 is an empty one of shape [0], because schemas have no optional results and sharding rules take no lists.
-``tests/test_schemas.py`` pins them.
+``tests/core/test_schemas.py`` pins them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kda_core.request import Op
 NAMESPACE = "kda_core"
 
 SCHEMA_VERSION = 1
-"""Raised whenever a schema grows; ``tests/data`` has programs that were exported with each version."""
+"""Raised whenever a schema grows; ``tests/core/data`` has programs that were exported with each version."""
 
 GATE_DIFFERENTIABLE = ("g", "A_log", "dt_bias")
 """Inputs of ``kda_gate`` that have a gradient."""

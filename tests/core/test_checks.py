@@ -1,0 +1,367 @@
+"""Bad input of every argument: refused with its name, what was expected and what came; nothing is written."""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import pytest
+import torch
+from example_arguments import HV, POOL, SLOTS, B, H, K, T, V, call_arguments, gate, packed, paged, speculative
+
+import kda_core
+from kda_core.hookspecs import hookimpl
+from kda_core.plugins import registry
+
+BAD_CALLS = [
+    # (name of the argument that the message begins with, error, call, arguments)
+    ("q", TypeError, "chunk_kda", lambda: call_arguments(q=[1.0])),
+    ("q", TypeError, "chunk_kda", lambda: call_arguments(q=None)),
+    ("backend", TypeError, "chunk_kda", lambda: call_arguments(backend=["cpu"])),
+    ("backend", TypeError, "kda_gate", lambda: {"g": torch.zeros(T, HV, K), "lower_bound": -1.0, "backend": 5}),
+    ("backend", ValueError, "fused_recurrent_kda", lambda: call_arguments(backend="")),
+    ("scale", ValueError, "chunk_kda", lambda: call_arguments(scale=10**400)),
+    ("pad_slot_id", ValueError, "chunk_kda", lambda: paged(pad_slot_id=10**20)),
+    ("max_num_seqs", TypeError, "chunk_kda", lambda: packed(use_graph=True, max_num_seqs="1")),
+    (
+        "cu_seqlens",
+        ValueError,
+        "chunk_kda",
+        lambda: packed(use_graph=True, max_num_seqs=1, cu_seqlens=torch.tensor(5)),
+    ),
+    ("cu_seqlens", TypeError, "chunk_kda", lambda: packed(use_graph=True, max_num_seqs=1, cu_seqlens=[0, 5])),
+    ("q", TypeError, "chunk_kda", lambda: call_arguments(q=torch.zeros(B, T, H, K, dtype=torch.int32))),
+    ("q", TypeError, "chunk_kda", lambda: call_arguments(q=torch.zeros(B, T, H, K, dtype=torch.complex64))),
+    ("q", TypeError, "chunk_kda", lambda: call_arguments(q=torch.zeros(B, T, H, K).to_sparse())),
+    ("q", ValueError, "chunk_kda", lambda: call_arguments(q=torch.zeros(B, T, K))),
+    ("q", ValueError, "chunk_kda", lambda: call_arguments(q=torch.zeros(B, T, H, 0))),
+    ("q", ValueError, "chunk_kda", lambda: call_arguments(q=torch.zeros(B, T, 0, K))),
+    ("k", ValueError, "chunk_kda", lambda: call_arguments(k=torch.zeros(B, T, H, K + 1))),
+    ("k", TypeError, "chunk_kda", lambda: call_arguments(k=torch.zeros(B, T, H, K, dtype=torch.bfloat16))),
+    ("k", ValueError, "chunk_kda", lambda: call_arguments(k=torch.zeros(B, T, H, K, device="meta"))),
+    ("v", TypeError, "chunk_kda", lambda: call_arguments(v=torch.zeros(B, T, HV, V, dtype=torch.float64))),
+    ("v", ValueError, "chunk_kda", lambda: call_arguments(v=torch.zeros(B, T + 1, HV, V))),
+    ("v", ValueError, "chunk_kda", lambda: call_arguments(v=torch.zeros(B, T, 3, V))),
+    ("v", ValueError, "chunk_kda", lambda: call_arguments(v=torch.zeros(B, T, HV))),
+    ("v", ValueError, "chunk_kda", lambda: call_arguments(v=torch.zeros(B, T, HV, 0))),
+    ("g", ValueError, "chunk_kda", lambda: call_arguments(g=torch.zeros(B, T, H, K))),
+    ("g", TypeError, "chunk_kda", lambda: call_arguments(g=torch.zeros(B, T, HV, K, dtype=torch.int64))),
+    ("beta", ValueError, "chunk_kda", lambda: call_arguments(beta=torch.zeros(B, T, HV, 1))),
+    ("beta", TypeError, "chunk_kda", lambda: call_arguments(beta=0.5)),
+    ("scale", TypeError, "chunk_kda", lambda: call_arguments(scale="1")),
+    ("scale", TypeError, "chunk_kda", lambda: call_arguments(scale=True)),
+    ("scale", ValueError, "chunk_kda", lambda: call_arguments(scale=float("nan"))),
+    ("chunk_size", ValueError, "chunk_kda", lambda: call_arguments(chunk_size=48)),
+    ("chunk_size", TypeError, "chunk_kda", lambda: call_arguments(chunk_size=64.0)),
+    ("output_final_state", TypeError, "chunk_kda", lambda: call_arguments(output_final_state=1)),
+    ("state_v_first", TypeError, "chunk_kda", lambda: call_arguments(state_v_first=None)),
+    ("use_qk_l2norm_in_kernel", TypeError, "chunk_kda", lambda: call_arguments(use_qk_l2norm_in_kernel="yes")),
+    ("allow_neg_eigval", ValueError, "chunk_kda", lambda: call_arguments(allow_neg_eigval=True)),
+    ("A_log", ValueError, "chunk_kda", lambda: call_arguments(**gate)),
+    ("A_log", ValueError, "chunk_kda", lambda: call_arguments(A_log=torch.zeros(HV))),
+    ("A_log", ValueError, "chunk_kda", lambda: call_arguments(A_log=torch.zeros(H), **gate)),
+    ("A_log", TypeError, "chunk_kda", lambda: call_arguments(A_log=1.0, **gate)),
+    ("dt_bias", ValueError, "chunk_kda", lambda: call_arguments(dt_bias=torch.zeros(HV * K))),
+    (
+        "dt_bias",
+        ValueError,
+        "chunk_kda",
+        lambda: call_arguments(A_log=torch.zeros(HV), dt_bias=torch.zeros(HV), **gate),
+    ),
+    ("dt_bias", ValueError, "chunk_kda", lambda: call_arguments(lower_bound=-5.0, dt_bias=torch.zeros(K, HV), **gate)),
+    ("lower_bound", ValueError, "chunk_kda", lambda: call_arguments(lower_bound=-5.0)),
+    ("lower_bound", ValueError, "chunk_kda", lambda: call_arguments(lower_bound=0.0, **gate)),
+    ("lower_bound", ValueError, "chunk_kda", lambda: call_arguments(lower_bound=5.0, **gate)),
+    ("lower_bound", ValueError, "chunk_kda", lambda: call_arguments(lower_bound=-float("inf"), **gate)),
+    ("lower_bound", TypeError, "chunk_kda", lambda: call_arguments(lower_bound="-5", **gate)),
+    ("lower_bound", ValueError, "chunk_kda", lambda: call_arguments(A_log=torch.zeros(HV), safe_gate=True, **gate)),
+    ("initial_state", ValueError, "chunk_kda", lambda: call_arguments(initial_state=torch.zeros(B, HV, V, K))),
+    (
+        "initial_state",
+        ValueError,
+        "chunk_kda",
+        lambda: call_arguments(initial_state=torch.zeros(B, HV, K, V), state_v_first=True),
+    ),
+    (
+        "initial_state",
+        TypeError,
+        "chunk_kda",
+        lambda: call_arguments(initial_state=torch.zeros(B, HV, K, V, dtype=torch.float16)),
+    ),
+    (
+        "initial_state",
+        TypeError,
+        "chunk_kda",
+        lambda: call_arguments(initial_state=torch.zeros(B, HV, K, V, dtype=torch.float64)),
+    ),
+    ("initial_state", ValueError, "chunk_kda", lambda: packed(initial_state=torch.zeros(1, HV, K, V))),
+    (
+        "transpose_state_layout",
+        ValueError,
+        "chunk_kda",
+        lambda: call_arguments(state_v_first=True, transpose_state_layout=True),
+    ),
+    ("cu_seqlens", ValueError, "chunk_kda", lambda: packed(cu_seqlens=torch.tensor([1, 4, B * T]))),
+    ("cu_seqlens", ValueError, "chunk_kda", lambda: packed(cu_seqlens=torch.tensor([0, 5, 4]))),
+    ("cu_seqlens", ValueError, "chunk_kda", lambda: packed(cu_seqlens=torch.tensor([0, 4, B * T + 1]))),
+    ("cu_seqlens", ValueError, "chunk_kda", lambda: packed(cu_seqlens=torch.tensor([[0, 4, B * T]]))),
+    ("cu_seqlens", ValueError, "chunk_kda", lambda: packed(cu_seqlens=torch.zeros(0, dtype=torch.int64))),
+    ("cu_seqlens", TypeError, "chunk_kda", lambda: packed(cu_seqlens=torch.tensor([0.0, 4.0]))),
+    ("cu_seqlens", TypeError, "chunk_kda", lambda: packed(cu_seqlens=[0, 4, B * T])),
+    ("q", ValueError, "chunk_kda", lambda: call_arguments(cu_seqlens=torch.tensor([0, 4]))),
+    ("cu_seqlens_cpu", ValueError, "chunk_kda", lambda: call_arguments(cu_seqlens_cpu=torch.tensor([0, 4]))),
+    ("cu_seqlens_cpu", ValueError, "chunk_kda", lambda: packed(cu_seqlens_cpu=torch.tensor([0, 4]))),
+    ("cu_seqlens_cpu", ValueError, "chunk_kda", lambda: packed(cu_seqlens_cpu=torch.tensor([0, 5, B * T]))),
+    ("cu_seqlens", ValueError, "chunk_kda", lambda: packed(use_graph=True, max_num_seqs=3)),
+    ("max_num_seqs", ValueError, "chunk_kda", lambda: packed(max_num_seqs=2)),
+    ("max_num_seqs", ValueError, "chunk_kda", lambda: call_arguments(use_graph=True, max_num_seqs=2)),
+    ("initial_state", ValueError, "chunk_kda", lambda: call_arguments(ssm_state_indices=torch.tensor([0, 1]))),
+    ("initial_state", ValueError, "chunk_kda", lambda: paged(state_v_first=True)),
+    ("ssm_state_indices", ValueError, "chunk_kda", lambda: {**paged(), "ssm_state_indices": torch.tensor([0])}),
+    ("ssm_state_indices", ValueError, "chunk_kda", lambda: {**paged(), "ssm_state_indices": torch.tensor([0, SLOTS])}),
+    ("ssm_state_indices", ValueError, "chunk_kda", lambda: {**paged(), "ssm_state_indices": torch.tensor([2, 2])}),
+    (
+        "ssm_state_indices",
+        ValueError,
+        "chunk_kda",
+        lambda: {**paged(), "ssm_state_indices": torch.zeros(B, 2, dtype=torch.int32)},
+    ),
+    ("ssm_state_indices", TypeError, "chunk_kda", lambda: {**paged(), "ssm_state_indices": torch.tensor([0.0, 1.0])}),
+    (
+        "initial_state",
+        ValueError,
+        "chunk_kda",
+        lambda: {**paged(), "initial_state": torch.zeros(1, HV, K, V).expand(POOL)},
+    ),
+    ("pad_slot_id", TypeError, "chunk_kda", lambda: paged(pad_slot_id=None)),
+    ("out", ValueError, "chunk_kda", lambda: call_arguments(out=torch.zeros(B, T, H, V))),
+    ("out", TypeError, "chunk_kda", lambda: call_arguments(out=torch.zeros(B, T, HV, V, dtype=torch.float64))),
+    ("out", ValueError, "chunk_kda", lambda: call_arguments(out=torch.zeros(1, T, HV, V).expand(B, T, HV, V))),
+    ("out", ValueError, "chunk_kda", lambda: (lambda a: {**a, "out": a["v"]})(call_arguments())),
+    ("initial_state", ValueError, "fused_recurrent_kda", lambda: call_arguments(inplace_final_state=True)),
+    (
+        "num_accepted_tokens",
+        ValueError,
+        "fused_recurrent_kda",
+        lambda: call_arguments(num_accepted_tokens=torch.ones(B, dtype=torch.int32)),
+    ),
+    (
+        "num_accepted_tokens",
+        ValueError,
+        "fused_recurrent_kda",
+        lambda: speculative(num_accepted_tokens=torch.tensor([0, 1])),
+    ),
+    (
+        "num_accepted_tokens",
+        ValueError,
+        "fused_recurrent_kda",
+        lambda: speculative(num_accepted_tokens=torch.tensor([1, 4])),
+    ),
+    (
+        "num_accepted_tokens",
+        ValueError,
+        "fused_recurrent_kda",
+        lambda: speculative(num_accepted_tokens=torch.tensor([1])),
+    ),
+    (
+        "num_accepted_tokens",
+        TypeError,
+        "fused_recurrent_kda",
+        lambda: speculative(num_accepted_tokens=torch.tensor([1.0, 1.0])),
+    ),
+    (
+        "ssm_state_indices",
+        ValueError,
+        "fused_recurrent_kda",
+        lambda: {**paged(), "num_accepted_tokens": torch.tensor([1, 1])},
+    ),
+    (
+        "ssm_state_indices",
+        ValueError,
+        "fused_recurrent_kda",
+        lambda: speculative(ssm_state_indices=torch.tensor([[0, 1], [2, 3]])),
+    ),
+    (
+        "ssm_state_indices",
+        ValueError,
+        "fused_recurrent_kda",
+        lambda: speculative(ssm_state_indices=torch.tensor([[0, 1, 1], [3, 4, 5]])),
+    ),
+    (
+        "ssm_state_indices",
+        ValueError,
+        "fused_recurrent_kda",
+        lambda: speculative(ssm_state_indices=torch.tensor([[0, 1, 2], [3, 2, 5]])),
+    ),
+    ("lower_bound", ValueError, "fused_recurrent_kda", lambda: call_arguments(lower_bound=-5.0)),
+    ("g", ValueError, "kda_gate", lambda: {"g": torch.zeros(3), "lower_bound": -1.0}),
+    ("g", TypeError, "kda_gate", lambda: {"g": 3.0, "lower_bound": -1.0}),
+    ("A_log", ValueError, "kda_gate", lambda: {"g": torch.zeros(T, HV, K)}),
+    ("A_log", ValueError, "kda_gate", lambda: {"g": torch.zeros(T, HV, K), "A_log": torch.zeros(1, HV)}),
+    (
+        "dt_bias",
+        ValueError,
+        "kda_gate",
+        lambda: {"g": torch.zeros(T, HV, K), "lower_bound": -1.0, "dt_bias": torch.zeros(HV)},
+    ),
+    ("lower_bound", ValueError, "kda_gate", lambda: {"g": torch.zeros(T, HV, K), "lower_bound": 1.0}),
+]
+
+
+def case_id(case):
+    return f"{case[2]}-{case[0]}-{case[1].__name__}"
+
+
+class Watcher:
+    """Sees every hook that runs a call."""
+
+    def __init__(self):
+        self.calls = []
+
+    @hookimpl(wrapper=True)
+    def kda_core_chunk_forward(self, request):
+        self.calls.append(request)
+        return (yield)
+
+    @hookimpl(wrapper=True)
+    def kda_core_recurrent_forward(self, request):
+        self.calls.append(request)
+        return (yield)
+
+    @hookimpl(wrapper=True)
+    def kda_core_gate_forward(self, request):
+        self.calls.append(request)
+        return (yield)
+
+
+@pytest.fixture
+def watcher():
+    plugin = Watcher()
+    registry.add_wrapper(plugin)
+    yield plugin
+    registry.remove_wrapper(plugin)
+
+
+@pytest.mark.parametrize(("argument", "error", "op", "make"), BAD_CALLS, ids=map(case_id, BAD_CALLS))
+def test_bad_input_is_refused_before_any_backend_runs(argument, error, op, make, watcher):
+    """FAILURES 30: shapes are checked before the choice; nothing is written."""
+    arguments = make()
+    before = {
+        name: t.clone() for name, t in arguments.items() if isinstance(t, torch.Tensor) and t.device.type == "cpu"
+    }
+    with pytest.raises(error, match=rf"^{argument}: expected .*, got ") as caught:
+        getattr(kda_core, op)(**arguments)
+    assert type(caught.value) is error
+    assert watcher.calls == []
+    for name, t in before.items():
+        torch.testing.assert_close(
+            arguments[name].to_dense() if t.is_sparse else arguments[name], t.to_dense() if t.is_sparse else t
+        )
+
+
+@pytest.mark.parametrize(("argument", "error", "op", "make"), BAD_CALLS, ids=map(case_id, BAD_CALLS))
+def test_explain_refuses_the_same_bad_input(argument, error, op, make):
+    with pytest.raises(error, match=rf"^{argument}: expected "):
+        kda_core.explain(**make(), op=op)
+
+
+def test_the_message_holds_both_shapes():
+    with pytest.raises(
+        ValueError, match=re.escape("k: expected shape [B, T, H, K] of q = [2, 5, 2, 8], got [2, 5, 2, 7]")
+    ):
+        kda_core.chunk_kda(**call_arguments(k=torch.zeros(B, T, H, K - 1)))
+
+
+@pytest.mark.parametrize("op", ["chunk_kda", "fused_recurrent_kda"])
+def test_the_deprecated_layout_name_warns_and_works(op):
+    function = getattr(kda_core, op)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, state = function(**call_arguments(), output_final_state=True, transpose_state_layout=True)
+    assert [w.category for w in caught] == [DeprecationWarning]
+    assert caught[0].filename == __file__
+    _, expected = function(**call_arguments(), output_final_state=True, state_v_first=True)
+    assert state.shape == (B, HV, V, K)
+    torch.testing.assert_close(state, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["out", "ssm_state_indices", "return_intermediate_states"])
+def test_what_has_no_gradient_is_refused_where_one_is_needed(name):
+    arguments = paged() if name == "ssm_state_indices" else call_arguments()
+    arguments["q"].requires_grad_()
+    extra = {"out": torch.empty(B, T, HV, V), "return_intermediate_states": True}
+    if name in extra:
+        arguments[name] = extra[name]
+    with pytest.raises(ValueError, match=rf"^{name}: expected no gradient"):
+        kda_core.chunk_kda(**arguments)
+    with pytest.raises(ValueError, match=rf"^{name}: expected no gradient"):
+        kda_core.explain(**arguments)
+    with torch.no_grad():
+        kda_core.chunk_kda(**arguments)
+
+
+@pytest.mark.parametrize("op", ["chunk_kda", "fused_recurrent_kda"])
+@pytest.mark.parametrize("leaf", [True, False])
+def test_out_that_needs_a_gradient_is_refused(op, leaf):
+    """Its history would become the result's, whose gradient would be a lie."""
+    out = torch.zeros(B, T, HV, V, requires_grad=True)
+    out = out if leaf else 1 * out
+    with pytest.raises(ValueError, match=r"^out: expected no gradient"):
+        getattr(kda_core, op)(**call_arguments(), out=out)
+    assert not out.any()
+
+
+def test_a_graph_call_with_padded_sequences_is_the_plain_call():
+    arguments = packed(cu_seqlens=torch.tensor([0, 4, B * T, B * T]))
+    o, _ = kda_core.chunk_kda(**arguments, use_graph=True, max_num_seqs=3)
+    expected, _ = kda_core.chunk_kda(**packed())
+    torch.testing.assert_close(o, expected, rtol=0, atol=0)
+
+
+def test_skipped_rows_may_share_the_padding_index():
+    arguments = {**paged(), "ssm_state_indices": torch.tensor([SLOTS + 5, SLOTS + 5]), "pad_slot_id": SLOTS + 5}
+    with torch.no_grad():
+        o, _ = kda_core.chunk_kda(**arguments)
+    assert not o.any()
+
+
+@pytest.mark.parametrize("slots", [[[-1, 3, 3], [3, 4, 5]], [[-1, 99, 3], [3, 4, 5]]])
+def test_what_stands_in_a_skipped_row_is_not_looked_at(slots):
+    """Padded tables of slots keep old entries behind the one that says so."""
+    arguments = speculative(ssm_state_indices=torch.tensor(slots))
+    with torch.no_grad():
+        o, _ = kda_core.fused_recurrent_kda(**arguments)
+    assert not o[0].any()
+    assert arguments["initial_state"].flatten(1).any(1).tolist() == [slot in slots[1] for slot in range(SLOTS)]
+    accepted = {"num_accepted_tokens": torch.tensor([2, 1])}
+    arguments = speculative(ssm_state_indices=torch.tensor([[-1, 3, 2], [3, 4, 5]]), **accepted)
+    with pytest.raises(ValueError, match=r"^ssm_state_indices: expected every slot in one sequence only"):
+        kda_core.fused_recurrent_kda(**arguments)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("shape", [(0,), (0, 1), (0, 3)])
+def test_no_sequence_leaves_a_pool_as_it_is(backend, shape):
+    """A rank of a server that has nothing to decode makes the call all the same."""
+    pool = torch.randn(POOL)
+    before = pool.clone()
+    slots = torch.zeros(shape, dtype=torch.int32)
+    arguments = {name: t[:0, :1] for name, t in call_arguments().items()}
+    with torch.no_grad():
+        o, _ = kda_core.fused_recurrent_kda(**arguments, initial_state=pool, ssm_state_indices=slots, backend=backend)
+        assert o.shape == (0, 1, HV, V)
+        if shape != (0, 3):
+            nothing = packed(cu_seqlens=torch.tensor([0]), initial_state=pool, ssm_state_indices=slots)
+            o, _ = kda_core.chunk_kda(**nothing, backend=backend)
+            assert not o.any()
+    assert torch.equal(pool, before)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_pool_without_slots_where_every_row_is_skipped(backend):
+    slots = torch.tensor([-1, -1])
+    with torch.no_grad():
+        o, _ = kda_core.fused_recurrent_kda(
+            **call_arguments(), initial_state=torch.zeros(0, HV, K, V), ssm_state_indices=slots, backend=backend
+        )
+    assert not o.any()

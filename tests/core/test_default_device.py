@@ -1,0 +1,104 @@
+"""The device that new tensors go to: the best one, or the best one of a backend that was named."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+
+import pytest
+import torch
+from toys import Toy, inputs, installed
+from typer.testing import CliRunner
+
+import kda_core
+from kda_core import commands, plugins
+from kda_core.capabilities import Available, Unavailable
+from kda_core.plugins import Registry
+
+
+def test_default_device_is_one_that_a_backend_serves():
+    device = kda_core.default_device()
+    assert any(device.type in e.info.device_types for e in kda_core.backends() if e.state == "loaded")
+    q, k, v, g, beta = (t.to(device) for t in inputs())
+    assert kda_core.explain(q, k, v, g, beta).chosen is not None
+
+
+def test_default_device_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(plugins, "registry", Registry(entry_points=False))
+    with pytest.raises(kda_core.UnsupportedCall, match="pip install kda-core-cpu"):
+        kda_core.default_device()
+
+
+def name_by_variable(name, monkeypatch):
+    monkeypatch.setenv("KDA_BACKEND", name)
+    return nullcontext()
+
+
+def name_by_context(name, monkeypatch):
+    """The block goes before the variable."""
+    monkeypatch.setenv("KDA_BACKEND", "nowhere")
+    return kda_core.use_backend(name)
+
+
+@pytest.mark.parametrize("named", [name_by_variable, name_by_context])
+def test_default_device_is_that_of_the_named_backend(named, monkeypatch):
+    """It said "cpu" whatever was named."""
+    far = Toy("far", device_types=("meta",), availability=Available("far away"))
+    gone = Toy("gone", device_types=("cuda",), availability=Unavailable("its driver is not here"))
+    shy = Toy("shy", None)
+    monkeypatch.setattr(plugins.platforms, "device_types", lambda: ("cpu",))
+    with installed(far, gone, shy):
+        with named("shy", monkeypatch):
+            assert kda_core.default_device() == torch.device("cpu"), "one that serves only when it is named"
+        with named("reference", monkeypatch):
+            assert kda_core.default_device() == torch.device("cpu")
+        with named("far", monkeypatch):
+            assert kda_core.default_device() == torch.device("meta")
+        refusal = r"^backend 'gone' can serve no device of this machine: cuda: its driver is not here$"
+        with named("gone", monkeypatch), pytest.raises(kda_core.UnsupportedCall, match=refusal):
+            kda_core.default_device()
+
+
+def test_default_device_of_a_backend_that_is_not_installed_says_how_to_install_it(monkeypatch):
+    monkeypatch.setattr(plugins, "registry", Registry(entry_points=False))
+    monkeypatch.setenv("KDA_BACKEND", "cpu")
+    with pytest.raises(kda_core.BackendNotFound, match="pip install kda-core-cpu"):
+        kda_core.default_device()
+    plugins.registry.register(Toy("toy", contract="~=0.9"))
+    monkeypatch.setenv("KDA_BACKEND", "toy")
+    with pytest.raises(kda_core.BrokenBackend, match="needs plugin contract"):
+        kda_core.default_device()
+
+
+def command(*arguments: str) -> dict:
+    return json.loads(CliRunner().invoke(commands.app, [*arguments, "--json"]).stdout)
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "reason"),
+    [
+        ("reference", "cpu", ""),
+        ("gone", None, "backend 'gone' can serve no device of this machine: cuda: its driver is not here"),
+        ("nowhere", None, "backend 'nowhere' is not installed"),
+    ],
+)
+def test_info_shows_the_named_backends_default_device(name, device, reason, monkeypatch):
+    gone = Toy("gone", device_types=("cuda",), availability=Unavailable("its driver is not here"))
+    monkeypatch.setattr(plugins.platforms, "device_types", lambda: ("cpu",))
+    monkeypatch.setenv("KDA_BACKEND", name)
+    with installed(gone):
+        found = command("info")
+    assert found["default_device"] == device
+    assert found["default_device_reason"].startswith(reason)
+    assert bool(found["default_device_reason"]) == bool(reason)
+
+
+def test_explain_asks_about_a_device_of_the_backend_that_it_is_given(monkeypatch):
+    """The option goes before the variable, for the device too."""
+    gone = Toy("gone", device_types=("cuda",), availability=Unavailable("its driver is not here"))
+    monkeypatch.setenv("KDA_BACKEND", "gone")
+    monkeypatch.setattr(plugins.platforms, "device_types", lambda: ("cpu",))
+    with installed(gone), installed(Toy("far", device_types=("xpu",))):
+        assert command("explain", "--backend", "far")["chosen"] == "far"
+        assert command("explain", "--backend", "reference")["chosen"] == "reference"
+        assert command("explain")["chosen"] is None

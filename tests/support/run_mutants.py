@@ -1,0 +1,97 @@
+"""The conformance kit's fast tier on the mutants (``mutants.py``).
+
+``python tests/support/run_mutants.py FILE [NAME ...]`` tests the named mutants (all, and a faultless control, without
+names); a mutant that failed a test is not tested further. FILE gets, as JSON, the test that found each.
+"""
+
+from __future__ import annotations
+
+import json
+import pkgutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from mutants import Faultless, Mutant, mutants
+
+from kda_core.plugins import registry
+from kda_core.testing import suite
+from kda_core.testing.subject import Refused
+
+
+class StopTesting:
+    """Leaves a backend alone once one of its tests has failed, and remembers which test that was."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, str] = {}
+
+    def _backend(self, item: pytest.Item) -> str:
+        return item.callspec.params["kda"].backend
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        if self._backend(item) in self.found:
+            pytest.skip("found already")
+
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo) -> None:
+        if call.when == "call" and call.excinfo is not None and not call.excinfo.errisinstance(SKIPS):
+            self.found.setdefault(self._backend(item), item.name)
+
+
+# Cheap modules that tell much go first; the long ones are left for what only they can find.
+FIRST = (
+    "test_options",
+    "test_backward",
+    "test_gates",
+    "test_spec_decode",
+    "test_state",
+    "test_paged_pool",
+    "test_packing",
+)
+SKIPS = (pytest.skip.Exception, Refused)
+OPTIONS = (
+    "-p",
+    "kda_core.testing.plugin",
+    "-p",
+    "no:cacheprovider",
+    "-q",
+    "--tb=short",
+    "--no-header",
+    "-rN",
+    "--pyargs",
+)
+
+
+def run(subjects: list[Mutant]) -> dict[str, str]:
+    """The test of the kit's fast tier that found each, by the mutant's name.
+
+    Module by module, so that what was found is not even collected any more.
+    """
+    stop = StopTesting()
+    rest = sorted({m.name for m in pkgutil.iter_modules(suite.__path__)} - set(FIRST))
+    for module in (*FIRST, *rest):
+        left = [subject.name for subject in subjects if subject.name not in stop.found]
+        if not left:
+            break
+        backends = [f"--backend={name}" for name in left]
+        status = pytest.main([*OPTIONS, f"{suite.__name__}.{module}", *backends], plugins=[stop])
+        if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            raise RuntimeError(f"{module}: pytest ended with {status!r}")
+    return stop.found
+
+
+def main(file: str, names: list[str]) -> None:
+    """Run the kit on the named mutants, or on all and the control, and write what was found."""
+    registry.load()
+    torch.set_num_threads(1)
+    subjects = [subject for cls in [Faultless, *mutants()] if (subject := cls()).name in names or not names]
+    for subject in subjects:
+        entry = registry.register(subject)
+        if entry.state != "loaded":
+            raise RuntimeError(f"{subject.name}: {entry.state}: {entry.reason}")
+    Path(file).write_text(json.dumps(run(subjects), indent=2))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
