@@ -24,12 +24,11 @@ def chunk_kda(
     initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
     use_gate_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
     safe_gate: bool = False, lower_bound: float | None = None, disable_recompute: bool = False,
-    return_intermediate_states: Literal[False] = False,
-    state_v_first: bool = False, cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
-    cp_context: Any = None, use_graph: bool = False, max_num_seqs: int | None = None, A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None, chunk_size: int = 64, ssm_state_indices: Tensor | None = None,
-    pad_slot_id: int = -1, out: Tensor | None = None, transpose_state_layout: bool | None = None,
-    backend: str | None = None,
+    return_intermediate_states: Literal[False] = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None, cp_context: Any = None, use_graph: bool = False,
+    max_num_seqs: int | None = None, A_log: Tensor | None = None, dt_bias: Tensor | None = None, chunk_size: int = 64,
+    ssm_state_indices: Tensor | None = None, pad_slot_id: int = -1, out: Tensor | None = None,
+    transpose_state_layout: bool | None = None, backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]: ...
 
 
@@ -39,12 +38,11 @@ def chunk_kda(
     initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
     use_gate_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
     safe_gate: bool = False, lower_bound: float | None = None, disable_recompute: bool = False,
-    *, return_intermediate_states: Literal[True],
-    state_v_first: bool = False, cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
-    cp_context: Any = None, use_graph: bool = False, max_num_seqs: int | None = None, A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None, chunk_size: int = 64, ssm_state_indices: Tensor | None = None,
-    pad_slot_id: int = -1, out: Tensor | None = None, transpose_state_layout: bool | None = None,
-    backend: str | None = None,
+    *, return_intermediate_states: Literal[True], state_v_first: bool = False, cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None, cp_context: Any = None, use_graph: bool = False,
+    max_num_seqs: int | None = None, A_log: Tensor | None = None, dt_bias: Tensor | None = None, chunk_size: int = 64,
+    ssm_state_indices: Tensor | None = None, pad_slot_id: int = -1, out: Tensor | None = None,
+    transpose_state_layout: bool | None = None, backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]: ...
 
 
@@ -54,12 +52,11 @@ def chunk_kda(
     initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
     use_gate_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
     safe_gate: bool = False, lower_bound: float | None = None, disable_recompute: bool = False,
-    return_intermediate_states: bool = False,
-    state_v_first: bool = False, cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
-    cp_context: Any = None, use_graph: bool = False, max_num_seqs: int | None = None, A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None, chunk_size: int = 64, ssm_state_indices: Tensor | None = None,
-    pad_slot_id: int = -1, out: Tensor | None = None, transpose_state_layout: bool | None = None,
-    backend: str | None = None,
+    return_intermediate_states: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None, cp_context: Any = None, use_graph: bool = False,
+    max_num_seqs: int | None = None, A_log: Tensor | None = None, dt_bias: Tensor | None = None, chunk_size: int = 64,
+    ssm_state_indices: Tensor | None = None, pad_slot_id: int = -1, out: Tensor | None = None,
+    transpose_state_layout: bool | None = None, backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]: ...
 # fmt: on
 
@@ -109,30 +106,30 @@ def chunk_kda(
         q: [B, T, H, K], bfloat16, float16, float32 (or float64 where the backend takes it).
         k: [B, T, H, K], dtype of q; of unit norm, or with ``use_qk_l2norm_in_kernel``.
         v: [B, T, HV, V], dtype of q.
-        g: [B, T, HV, K], any floating dtype: natural-log decay <= 0, from the caller's gate; or the raw
-            gate input with ``use_gate_in_kernel``.
+        g: [B, T, HV, K] ([..., HV, K] in ``kda_gate``), any floating dtype: natural-log decay <= 0, from the caller's
+            gate; or the raw gate input with ``use_gate_in_kernel`` and in ``kda_gate``.
         beta: [B, T, HV], any floating dtype: in [0, 1]; or logits with ``use_beta_sigmoid_in_kernel``.
         scale: factor of the output: 0, or a normal number of float32 (of float64 with float64 q); None: K ** -0.5.
-        initial_state: [N, HV, K, V] float32 or bfloat16 (float64 with float64 q): state before the first
-            token; None: zero. With ``ssm_state_indices`` a pool [slots, HV, K, V], read and advanced in place.
+        initial_state: [N, HV, K, V] float32 or bfloat16 (float64 with float64 q): state before the first token; None:
+            zero. With ``ssm_state_indices`` a pool [slots, HV, K, V], read and advanced in place.
         output_final_state: return the state after the last token.
         use_qk_l2norm_in_kernel: replace q and k by x / sqrt(sum x^2 + 1e-6), computed in float32.
-        use_gate_in_kernel: g is raw; the decay is -exp(A_log) * softplus(g + dt_bias), or with
-            ``lower_bound`` b: b * sigmoid(exp(A_log) * (g + dt_bias)).
+        use_gate_in_kernel: g is raw; the decay is ``-exp(A_log) * softplus(g + dt_bias)``, or with ``lower_bound`` b:
+            ``b * sigmoid(exp(A_log) * (g + dt_bias))``.
         use_beta_sigmoid_in_kernel: beta holds logits; its sigmoid is used.
         allow_neg_eigval: use 2 * sigmoid(beta); needs ``use_beta_sigmoid_in_kernel``.
-        safe_gate: a promise that decays lie within [lower_bound, 0) ([-5, 0) without one), which a backend may use
-            for speed. Where it is broken results may be wrong (decays below the bound may count as the bound), but
-            never NaN. With ``use_gate_in_kernel`` it needs ``lower_bound``.
+        safe_gate: a promise that decays lie within [lower_bound, 0) ([-5, 0) without one), which a backend may use for
+            speed. Where it is broken results may be wrong (decays below the bound may count as the bound), but never
+            NaN. With ``use_gate_in_kernel`` it needs ``lower_bound``.
         lower_bound: negative, as ``scale``; chooses the bounded gate, or with ``safe_gate`` alone is the hint's bound.
-        disable_recompute: keep intermediates for the backward rather than compute them again: faster,
-            more memory.
+        disable_recompute: keep intermediates for the backward rather than compute them again: faster, more memory.
         return_intermediate_states: also return the state at the start of every chunk; not differentiable.
         state_v_first: states are stored [..., V, K].
-        cu_seqlens: [N+1] int32 or int64, on the device of q: boundaries of packed sequences (B = 1), from
-            0, not decreasing. A sequence may be empty (its state passes through); the last boundary may
-            lie before T. Rows behind it may hold anything; their output is zero, and so are their gradients.
-        cu_seqlens_cpu: [N+1] copy of ``cu_seqlens`` on the CPU; lets a backend plan without waiting.
+        cu_seqlens: [N+1] int32 or int64, on the device of q: boundaries of packed sequences (B = 1), from 0, not
+            decreasing. A sequence may be empty (its state passes through); the last boundary may lie before T. Rows
+            behind it may hold anything; their output is zero, and so are their gradients.
+        cu_seqlens_cpu: [N+1] copy of ``cu_seqlens`` on the CPU; lets a backend plan without waiting. On other devices
+            ``return_intermediate_states`` needs it.
         cp_context: context parallelism; refused unless a backend declares it.
         use_graph: asks for a call that can be captured in a graph; every call here can.
         max_num_seqs: with ``use_graph``, must equal len(cu_seqlens) - 1 (pad with empty sequences).
@@ -140,12 +137,13 @@ def chunk_kda(
         dt_bias: [HV * K] or [HV, K], added to g in the gate.
         chunk_size: 32 or 64: distance of the intermediate states, and a backend's block size.
         ssm_state_indices: [N] or [N, 1], int32 or int64, any stride: each sequence's slot of the pool.
-        pad_slot_id: a sequence with this index, or any negative one, is skipped: its output is zero and
-            no slot is touched.
+            ``fused_recurrent_kda`` also takes [N, 1+S], a slot for every token.
+        pad_slot_id: a sequence with this index, or any negative one, is skipped: its output is zero and no slot is
+            touched.
         out: [B, T, HV, V], dtype of q: written in full and returned as ``o``; no overlap with the inputs.
         transpose_state_layout: deprecated name of ``state_v_first``.
-        backend: name of the backend; never falls back to another. None: ``use_backend``, then
-            ``KDA_BACKEND``, then the best one for the tensors' device.
+        backend: name of the backend; never falls back to another. None: ``use_backend``, then ``KDA_BACKEND``, then the
+            best one for the tensors' device.
 
     Returns:
         ``(o, final_state)``, or ``(o, final_state, h)`` with ``return_intermediate_states``.
@@ -173,15 +171,10 @@ def chunk_kda(
             "v": v,
             "g": g,
             "beta": beta,
-            "scale": default_scale(q) if scale is None else scale,
             "A_log": A_log,
             "dt_bias": dt_bias if dt_bias is None else _by_head(dt_bias, g),
+            "scale": default_scale(q) if scale is None else scale,
             "initial_state": initial_state,
-            "cu_seqlens": cu_seqlens,
-            "cu_seqlens_cpu": cu_seqlens_cpu,
-            "ssm_state_indices": ssm_state_indices,
-            "num_accepted_tokens": None,
-            "out": out,
             "output_final_state": output_final_state,
             "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
             "use_gate_in_kernel": use_gate_in_kernel,
@@ -192,10 +185,15 @@ def chunk_kda(
             "disable_recompute": disable_recompute,
             "return_intermediate_states": return_intermediate_states,
             "state_v_first": state_v_first,
+            "cu_seqlens": cu_seqlens,
+            "cu_seqlens_cpu": cu_seqlens_cpu,
+            "cp_context": cp_context,
+            "chunk_size": chunk_size,
+            "ssm_state_indices": ssm_state_indices,
+            "num_accepted_tokens": None,
             "inplace_final_state": ssm_state_indices is not None,
             "pad_slot_id": pad_slot_id,
-            "chunk_size": chunk_size,
-            "cp_context": cp_context,
+            "out": out,
             "save_for_backward": _needs_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state, out),
         }
     )
@@ -236,17 +234,17 @@ def fused_recurrent_kda(
     Args:
         q: as in ``chunk_kda``; so are k, v, g and beta.
         initial_state: [N, HV, K, V]; a pool [slots, HV, K, V] with ``ssm_state_indices``.
-        ssm_state_indices: [N], the slot of each sequence, read before its first token and written after
-            its last; or, for speculative decoding, [N, 1+S]: slot [n, i] is written after token i, and
-            the first is read unless ``num_accepted_tokens`` says otherwise. On the CPU, an index past
-            the pool or a slot that two rows use raises ValueError; on other devices nothing is read back
-            to check it, an index past the pool is the caller's error and rows that share a slot race.
-        num_accepted_tokens: [N], from 1 to 1+S: sequence n starts from slot [n, accepted - 1]. Out of
-            range: ValueError on the CPU; clamped into the range on other devices.
-        inplace_final_state: write the final state over ``initial_state`` [N, HV, K, V] (a pool always is
-            advanced in place).
-        pad_slot_id: a row that starts at this index, or at any negative one, is skipped: its output is
-            zero and no slot is touched; such an index for a later token means that its state is dropped.
+        ssm_state_indices: [N], the slot of each sequence, read before its first token and written after its last; or,
+            for speculative decoding, [N, 1+S]: slot [n, i] is written after token i, and the first is read unless
+            ``num_accepted_tokens`` says otherwise. On the CPU, an index past the pool or a slot that two rows use
+            raises ValueError; on other devices nothing is read back to check it, an index past the pool is the caller's
+            error and rows that share a slot race.
+        num_accepted_tokens: [N], from 1 to 1+S: sequence n starts from slot [n, accepted - 1]. Out of range: ValueError
+            on the CPU; clamped into the range on other devices.
+        inplace_final_state: write the final state over ``initial_state`` [N, HV, K, V] (a pool always is advanced in
+            place).
+        pad_slot_id: a row that starts at this index, or at any negative one, is skipped: its output is zero and no slot
+            is touched; such an index for a later token means that its state is dropped.
 
     Returns:
         ``(o, final_state)``: o [B, T, HV, V], dtype of q; final_state as in ``chunk_kda`` (``initial_state``
@@ -265,15 +263,10 @@ def fused_recurrent_kda(
             "v": v,
             "g": g,
             "beta": beta,
-            "scale": default_scale(q) if scale is None else scale,
             "A_log": A_log,
             "dt_bias": dt_bias if dt_bias is None else _by_head(dt_bias, g),
+            "scale": default_scale(q) if scale is None else scale,
             "initial_state": initial_state,
-            "cu_seqlens": cu_seqlens,
-            "cu_seqlens_cpu": None,
-            "ssm_state_indices": ssm_state_indices,
-            "num_accepted_tokens": num_accepted_tokens,
-            "out": out,
             "output_final_state": output_final_state,
             "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
             "use_gate_in_kernel": use_gate_in_kernel,
@@ -284,10 +277,15 @@ def fused_recurrent_kda(
             "disable_recompute": False,
             "return_intermediate_states": False,
             "state_v_first": state_v_first,
+            "cu_seqlens": cu_seqlens,
+            "cu_seqlens_cpu": None,
+            "cp_context": None,
+            "chunk_size": 64,
+            "ssm_state_indices": ssm_state_indices,
+            "num_accepted_tokens": num_accepted_tokens,
             "inplace_final_state": inplace_final_state or ssm_state_indices is not None,
             "pad_slot_id": pad_slot_id,
-            "chunk_size": 64,
-            "cp_context": None,
+            "out": out,
             "save_for_backward": _needs_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state, out),
         }
     )

@@ -12,7 +12,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, NoReturn
 
 import torch
@@ -22,10 +22,10 @@ from rich.markup import escape
 from rich.table import Table
 
 import kda_core
-from kda_core import cli, platforms, plugins
+from kda_core import cli, options, platforms, plugins
 from kda_core.capabilities import Available, Unavailable
 from kda_core.errors import BackendNotFound, BrokenBackend, KdaError, UnsupportedCall
-from kda_core.example_call import TENSORS, CallShape, example_call
+from kda_core.example_call import CallShape, example_call
 
 EXIT_NOT_SERVED = 1
 CPU_WHEEL = platforms.WHEEL_OF_RUNTIME["cpu"]
@@ -34,11 +34,13 @@ OPS: dict[str, Any] = {
     "fused_recurrent_kda": kda_core.fused_recurrent_kda,
     "kda_gate": kda_core.kda_gate,
 }
-CALL_OPTIONS = sorted(
-    {name for function in OPS.values() for name in inspect.signature(function).parameters}
-    - {*TENSORS, "cp_context", "backend"}
-)
-"""Arguments of the public functions that are plain values; each is an option of ``explain`` under its own name."""
+CALL_OPTIONS = tuple(a for a in options.ARGUMENTS if a.is_plain and a.name != "backend")
+"""Arguments of the public functions that are flags or numbers; each is an option of ``explain`` under its own name."""
+TYPES: dict[str, Any] = {
+    **dict.fromkeys(("bool", "bool | None"), bool),
+    **{"int": int, "int | None": int | None, "float | None": float | None},
+}
+"""The command line's types, by the annotations of ``options``."""
 STYLES = {
     **dict.fromkeys(("chosen", "available", "passed"), "green"),
     **dict.fromkeys(("refused", "untested", "unavailable", "not installed"), "yellow"),
@@ -117,7 +119,21 @@ def _backend_rows(backend: dict[str, Any]) -> list[tuple[str, ...]]:
     ]
 
 
+def _with_call_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the flags and numbers of the public functions, in the place of its ``**given``."""
+    own = inspect.signature(command, eval_str=True)
+    parameters = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    for a in CALL_OPTIONS:
+        default = False if TYPES[a.type] is bool else a.default
+        option = typer.Option(default, "--" + a.name.replace("_", "-"), help=a.meaning.replace("``", ""))
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(a.name, kind, default=option, annotation=TYPES[a.type]))
+    command.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return command
+
+
 @app.command()
+@_with_call_options
 def explain(
     ctx: typer.Context,
     op: Annotated[str, typer.Option(help="chunk_kda, fused_recurrent_kda or kda_gate.")] = "chunk_kda",
@@ -143,25 +159,9 @@ def explain(
     ] = False,
     out: Annotated[bool, typer.Option("--out", help="Pass an output buffer.")] = False,
     cp_context: Annotated[bool, typer.Option("--cp-context", help="Pass a context-parallel context.")] = False,
-    scale: float | None = None,
-    lower_bound: float | None = None,
-    chunk_size: int = 64,
-    pad_slot_id: int = -1,
-    max_num_seqs: Annotated[int | None, typer.Option(min=0)] = None,
-    output_final_state: Annotated[bool, typer.Option("--output-final-state")] = False,
-    use_qk_l2norm_in_kernel: Annotated[bool, typer.Option("--use-qk-l2norm-in-kernel")] = False,
-    use_gate_in_kernel: Annotated[bool, typer.Option("--use-gate-in-kernel")] = False,
-    use_beta_sigmoid_in_kernel: Annotated[bool, typer.Option("--use-beta-sigmoid-in-kernel")] = False,
-    allow_neg_eigval: Annotated[bool, typer.Option("--allow-neg-eigval")] = False,
-    safe_gate: Annotated[bool, typer.Option("--safe-gate")] = False,
-    disable_recompute: Annotated[bool, typer.Option("--disable-recompute")] = False,
-    return_intermediate_states: Annotated[bool, typer.Option("--return-intermediate-states")] = False,
-    state_v_first: Annotated[bool, typer.Option("--state-v-first")] = False,
-    transpose_state_layout: Annotated[bool, typer.Option("--transpose-state-layout")] = False,
-    inplace_final_state: Annotated[bool, typer.Option("--inplace-final-state")] = False,
-    use_graph: Annotated[bool, typer.Option("--use-graph")] = False,
     backend: BackendName = None,
     as_json: AsJson = False,
+    **given: Any,
 ) -> None:
     """Say which backend would serve a call, and why the others would not; runs nothing.
 
@@ -170,7 +170,7 @@ def explain(
     if op not in OPS:
         raise typer.BadParameter(f"expected one of {', '.join(OPS)}, got {op!r}", param_hint="--op")
     if a_log is None:
-        a_log = (use_gate_in_kernel or op == "kda_gate") and lower_bound is None
+        a_log = (given["use_gate_in_kernel"] or op == "kda_gate") and given["lower_bound"] is None
     tensors = {
         "A_log": a_log,
         "dt_bias": dt_bias,
@@ -182,9 +182,9 @@ def explain(
         "out": out,
     }
     # Only what the user wrote is passed on, so that the defaults are those of the call itself.
-    options = {name: ctx.params[name] for name in CALL_OPTIONS if _is_written(ctx, name)}
+    written = {name: value for name, value in given.items() if _is_written(ctx, name)}
     if cp_context:
-        options["cp_context"] = object()
+        written["cp_context"] = object()
     try:
         call_shape = CallShape(
             sizes=_sizes(shape),
@@ -200,7 +200,7 @@ def explain(
             backward=backward,
             present=frozenset(name for name, passed in tensors.items() if passed),
         )
-        explanation = kda_core.explain(**example_call(OPS[op], call_shape, options), op=op, backend=backend)
+        explanation = kda_core.explain(**example_call(OPS[op], call_shape, written), op=op, backend=backend)
     except (BackendNotFound, BrokenBackend) as error:
         _fail(str(error), EXIT_NOT_SERVED)
     except (ValueError, TypeError) as error:

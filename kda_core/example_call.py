@@ -16,12 +16,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kda_core import checks
+from kda_core.options import DATA
 from kda_core.reference import DIFFERENTIABLE
 
 DATA_DTYPES = {str(d).removeprefix("torch."): d for d in checks.DATA_DTYPES}
-DATA = ("q", "k", "v", "g", "beta")
-TENSORS = (*DIFFERENTIABLE, "cu_seqlens", "cu_seqlens_cpu", "ssm_state_indices", "num_accepted_tokens", "out")
-"""Arguments of the public functions that are tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from packaging.specifiers import SpecifierSet
 from torch import Tensor
 from torch.nn import functional as F
 
+from kda_core import options
 from kda_core.capabilities import Available, BackendInfo, Capabilities, Feature, Unavailable
 from kda_core.hookspecs import hookimpl
 from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request, TensorSpec
@@ -154,7 +155,7 @@ def oracle(r: Request, *, token_states: bool = False, inputs: dict[str, Tensor] 
     x = {name: getattr(r, name) for name in DIFFERENTIABLE}
     x = {name: t if t is None else t.double() for name, t in x.items()} | (inputs or {})
     bounds = sequence_bounds(r)
-    q, k, v, g, beta = (_within(x[name], r, bounds) for name in ("q", "k", "v", "g", "beta"))
+    q, k, v, g, beta = (_within(x[name], r, bounds) for name in options.DATA)
     if r.use_qk_l2norm_in_kernel:
         q, k = l2norm(q), l2norm(k)
     log_decay = gate(g, x["A_log"], x["dt_bias"], r.lower_bound) if r.use_gate_in_kernel else g

@@ -7,12 +7,14 @@ heads, K and V head dimensions, N sequences, C chunk size.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from kda_core import options
 from kda_core.capabilities import Feature
 from kda_core.lazy_attribute import lazy_attribute
 
@@ -52,21 +54,17 @@ class Request:
     The other fields are the arguments of the public function under the same names; defaults are filled in.
     """
 
+    # The arguments: written by tools/signatures.py.
     op: Op
     q: Tensor
     k: Tensor
     v: Tensor
     g: Tensor
     beta: Tensor
-    scale: float
     A_log: Tensor | None = None
     dt_bias: Tensor | None = None
+    scale: float
     initial_state: Tensor | None = None
-    cu_seqlens: Tensor | None = None
-    cu_seqlens_cpu: Tensor | None = None
-    ssm_state_indices: Tensor | None = None
-    num_accepted_tokens: Tensor | None = None
-    out: Tensor | None = None
     output_final_state: bool = False
     use_qk_l2norm_in_kernel: bool = False
     use_gate_in_kernel: bool = False
@@ -77,10 +75,15 @@ class Request:
     disable_recompute: bool = False
     return_intermediate_states: bool = False
     state_v_first: bool = False
+    cu_seqlens: Tensor | None = None
+    cu_seqlens_cpu: Tensor | None = None
+    cp_context: Any = None
+    chunk_size: int = 64
+    ssm_state_indices: Tensor | None = None
+    num_accepted_tokens: Tensor | None = None
     inplace_final_state: bool = False
     pad_slot_id: int = -1
-    chunk_size: int = 64
-    cp_context: Any = None
+    out: Tensor | None = None
     save_for_backward: bool = False
     saved: tuple[Tensor, ...] = ()
     grad_o: Tensor | None = None
@@ -247,7 +250,14 @@ def _is_power_of_two(n: int) -> bool:
     return n > 0 and n & (n - 1) == 0
 
 
-def _features(r: Request):
+_FEATURE_OF = tuple((a.name, a.needs) for a in options.IN_REQUEST if a.needs is not None)
+
+
+def _features(r: Request) -> Iterator[Feature]:
+    for name, feature in _FEATURE_OF:
+        value = getattr(r, name)
+        if value is not None and value is not False:
+            yield feature
     chunked = r.op == "chunk_kda"
     differentiable = r.save_for_backward or bool(r.needs_grad)
     yield Feature.CHUNK if chunked else Feature.RECURRENT
@@ -255,46 +265,20 @@ def _features(r: Request):
         yield Feature.BACKWARD if chunked else Feature.RECURRENT_BACKWARD
         if r.initial_state is not None or r.output_final_state:
             yield Feature.STATE_GRADIENT
-    if r.cu_seqlens is not None:
-        yield Feature.VARLEN
     if r.HV != r.H:
         yield Feature.GVA
     if r.K != r.V:
         yield Feature.UNEQUAL_HEAD_DIMS
     if not (_is_power_of_two(r.K) and _is_power_of_two(r.V)):
         yield Feature.ODD_HEAD_DIMS
-    if r.initial_state is not None:
-        yield Feature.INITIAL_STATE
-        if r.initial_state.dtype == torch.bfloat16:
-            yield Feature.BF16_STATE
-    if r.output_final_state:
-        yield Feature.FINAL_STATE
-    if r.state_v_first:
-        yield Feature.STATE_V_FIRST
-    if r.inplace_final_state:
-        yield Feature.PAGED_STATE
+    if r.initial_state is not None and r.initial_state.dtype == torch.bfloat16:
+        yield Feature.BF16_STATE
     indices = r.ssm_state_indices
-    if r.num_accepted_tokens is not None or (indices is not None and indices.dim() == 2 and indices.shape[1] > 1):
+    if indices is not None and indices.dim() == 2 and indices.shape[1] > 1:
         yield Feature.SPEC_DECODE
-    if r.return_intermediate_states:
-        yield Feature.INTERMEDIATE_STATES
-    if r.use_qk_l2norm_in_kernel:
-        yield Feature.QK_L2NORM
     if r.use_gate_in_kernel:
         yield Feature.SOFTPLUS_GATE if r.lower_bound is None else Feature.LOWER_BOUND_GATE
-    if r.use_beta_sigmoid_in_kernel:
-        yield Feature.BETA_SIGMOID
-    if r.allow_neg_eigval:
-        yield Feature.NEG_EIGVAL
-    if r.safe_gate:
-        yield Feature.SAFE_GATE
     if chunked and r.chunk_size == 32:
         yield Feature.CHUNK_32
-    if r.disable_recompute:
-        yield Feature.DISABLE_RECOMPUTE
-    if r.out is not None:
-        yield Feature.OUT
     if not all(t.is_contiguous() for t in (r.q, r.k, r.v, r.g, r.beta)):
         yield Feature.STRIDED_INPUT
-    if r.cp_context is not None:
-        yield Feature.CONTEXT_PARALLEL

@@ -18,14 +18,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from kda_core import options
 from kda_core.hookspecs import MAX_SAVED_TENSORS
 from kda_core.reference import DIFFERENTIABLE
 from kda_core.request import Op
 
 NAMESPACE = "kda_core"
 
-SCHEMA_VERSION = 1
-"""Raised whenever a schema grows; ``tests/core/data`` has programs that were exported with each version."""
+SCHEMA_VERSION = max(a.since for a in options.ARGUMENTS)
+"""Rises whenever a schema grows; ``tests/core/data`` has programs that were exported with each version."""
+
+TYPES = {"Tensor": "Tensor", "Tensor | None": "Tensor?", "bool": "bool", "int": "int", "float | None": "float?"}
+"""The schemas' types, by the annotations of ``options``."""
 
 GATE_DIFFERENTIABLE = ("g", "A_log", "dt_bias")
 """Inputs of ``kda_gate`` that have a gradient."""
@@ -92,25 +96,17 @@ _SAVE = _flags("save_for_backward")
 # Empty: a gradient of every input that is given.
 _NEEDS = Argument("needs", "bool[]", "[]", ())
 
-_INPUTS = (
-    *_required("q", "k", "v", "g", "beta"),
-    *_tensors("A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu"),
-)
-_OPTIONS = (
-    Argument("scale", "float?", "None"),
-    *_flags(
-        "output_final_state",
-        "use_qk_l2norm_in_kernel",
-        "use_gate_in_kernel",
-        "use_beta_sigmoid_in_kernel",
-        "allow_neg_eigval",
-        "safe_gate",
-    ),
-    _LOWER_BOUND,
-    *_flags("disable_recompute", "return_intermediate_states", "state_v_first"),
-    Argument("chunk_size", "int", "64", 64),
-)
-_SHARED = (*_INPUTS, *_OPTIONS, _BACKEND)
+
+def _listed(a: options.Argument) -> Argument:
+    if a.default is options.REQUIRED:
+        return Argument(a.name, TYPES[a.type])
+    return Argument(a.name, TYPES[a.type], str(a.default), a.default)
+
+
+_IN_SCHEMA = tuple(a for a in options.ARGUMENTS if a.in_schema)
+_FIRST = tuple(a for a in _IN_SCHEMA if a.since == 1)
+_SHARED = (*(_listed(a) for a in _FIRST if a.is_tensor), *(_listed(a) for a in _FIRST if a.is_plain), _BACKEND)
+_LATER = tuple(_listed(a) for a in _IN_SCHEMA if a.since > 1)
 _WRITTEN = (
     # States that are only read are not declared as written: those that are have an argument of their own.
     Argument("pool", "Tensor(a!)?", "None"),
@@ -120,20 +116,22 @@ _WRITTEN = (
 )
 _OF_BACKWARD = (*_tensors("grad_o", "grad_final_state", *SAVED_NAMES), _NEEDS)
 
-TENSOR_NAMES = tuple(a.name for a in _INPUTS)
+TENSOR_NAMES = tuple(a.name for a in _IN_SCHEMA if a.is_tensor)
 """Tensor arguments that the functional operators and their backwards share."""
 
-OPTION_NAMES = tuple(a.name for a in _OPTIONS)
+OPTION_NAMES = tuple(a.name for a in _IN_SCHEMA if a.is_plain)
 """Options that all operators of a public function share, the backend's name aside."""
 
 
-FUNCTIONAL = {op: Schema(op, (*_SHARED, *_SAVE), 3 + MAX_SAVED_TENSORS) for op in get_args(Op)}
+FUNCTIONAL = {op: Schema(op, (*_SHARED, *_SAVE, *_LATER), 3 + MAX_SAVED_TENSORS) for op in get_args(Op)}
 """(o, final_state, h, saved_0, ...) of a call that writes to nothing of the caller's; differentiable."""
 
-INPLACE = {op: Schema(f"{op}_", (*_SHARED, *_WRITTEN), 3) for op in get_args(Op)}
+INPLACE = {op: Schema(f"{op}_", (*_SHARED, *_WRITTEN, *_LATER), 3) for op in get_args(Op)}
 """(o, final_state, h) of a call that writes to the caller's ``pool`` or ``out``; no gradient."""
 
-BACKWARD = {op: Schema(f"{op}_backward", (*_SHARED, *_OF_BACKWARD), len(DIFFERENTIABLE)) for op in get_args(Op)}
+BACKWARD = {
+    op: Schema(f"{op}_backward", (*_SHARED, *_OF_BACKWARD, *_LATER), len(DIFFERENTIABLE)) for op in get_args(Op)
+}
 """A gradient for each of ``DIFFERENTIABLE``, absent where ``needs`` does not ask for it.
 
 Where nothing is saved although the backend saves something, the forward is run again.

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 import kda_core
 from kda_core import cli, commands, platforms
 from kda_core.capabilities import Available, BackendInfo, Capabilities, Feature, Unavailable
-from kda_core.example_call import TENSORS
 from kda_core.hookspecs import CONTRACT_VERSION, hookimpl
+from kda_core.options import TENSORS
 from kda_core.plugins import registry
 from kda_core.reference import ReferenceBackend
 from kda_core.request import ForwardResult
