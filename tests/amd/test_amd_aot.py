@@ -20,7 +20,6 @@ import kda_core_amd
 import triton
 import triton.language as tl
 from kda_core_amd import aot
-from kda_core_amd.addresses import hazards
 from kda_core_amd.launch import ARCHITECTURES, CONFIGS, FOREIGN_ARCHITECTURE, compile_options
 from kda_core_amd.plugin import SERVED_ARCHITECTURES, kda_core_reject
 from triton.backends.compiler import GPUTarget
@@ -28,6 +27,7 @@ from triton.compiler import ASTSource
 
 from kda_core import triton_lib
 from kda_core.request import Request
+from kda_core.triton_lib.addresses import hazards
 
 pytestmark = pytest.mark.end_to_end
 

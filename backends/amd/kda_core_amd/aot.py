@@ -26,9 +26,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kda_core.request import GateRequest, Request
+from kda_core.triton_lib.addresses import hazards
 from kda_core.triton_lib.layout import CHUNK
 from kda_core_amd import chunk_backward, chunk_forward, gate, launch, recurrent
-from kda_core_amd.addresses import hazards
 from kda_core_amd.launch import ARCHITECTURES, FOREIGN_ARCHITECTURE, Architecture, Config
 from kda_core_amd.segments import MOST_KEYS
 

@@ -1,7 +1,7 @@
 """Proof that addresses are computed in 64 bits: intervals of every integer in a kernel's Triton IR.
 
-Reads the text of TTIR or TTGIR (the latter after AMD's pointer canonicalisation and conversion to buffer instructions)
-once from top to bottom. Each integer gets an interval from what is certain: constants, ranges, the width of arguments,
+Reads the text of TTIR or TTGIR (the latter after pointer canonicalisation and conversion to buffer instructions) once
+from top to bottom. Each integer gets an interval from what is certain: constants, ranges, the width of arguments,
 program ids and loads, the bounds of loops. Arithmetic that may leave its width's range taints its result, and so does
 everything computed from it; so does a 32-bit value of unknown origin (carried by a loop, chosen by a branch). An offset
 of an address that is tainted is an error: with some sizes and strides that fit their types it would wrap and be finite,
