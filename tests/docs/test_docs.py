@@ -250,7 +250,7 @@ def test_a_changed_measurement_makes_pages_and_plots_stale(tmp_path: Path, monke
     content = json.loads((tmp_path / "decode.json").read_text(encoding="utf-8"))
     content["rows"][0]["implementations"]["kda_core"]["ms"]["median"] *= 2
     (tmp_path / "decode.json").write_text(json.dumps(content), encoding="utf-8")
-    monkeypatch.setattr("DATA", tmp_path)
+    monkeypatch.setattr(figures, "DATA", tmp_path)
     assert list(figures.stale()) == ["docs/performance.md"]
     content = json.loads((tmp_path / "headline.json").read_text(encoding="utf-8"))
     (tmp_path / "headline.json").write_text(json.dumps(content | {"more": 1}), encoding="utf-8")
@@ -268,7 +268,7 @@ def test_figures_take_several_peers_and_leave_out_what_failed(tmp_path: Path, mo
     more["implementations"]["other"] = {"ms": {"median": 2 * more["implementations"]["kda_core"]["ms"]["median"]}}
     failed = {n: x for n, x in row.items() if n != "implementations"} | {"failed": "OutOfMemoryError"}
     (tmp_path / "speed.json").write_text(json.dumps(content | {"rows": [more, failed]}), encoding="utf-8")
-    monkeypatch.setattr("DATA", tmp_path)
+    monkeypatch.setattr(figures, "DATA", tmp_path)
     header, _, line = figures.speed("speed", "training").splitlines()
     assert "| kda_core ms | fla ms | other ms | fla / kda_core | other / kda_core |" in header
     assert "| 2.0× |" in line
@@ -276,7 +276,7 @@ def test_figures_take_several_peers_and_leave_out_what_failed(tmp_path: Path, mo
 
 @pytest.mark.end_to_end
 def test_every_plot_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("IMAGES", tmp_path)
+    monkeypatch.setattr(figures, "IMAGES", tmp_path)
     for name, (data, _, _) in figures.PLOTS.items():
         figures.draw(name)
         assert f"data {figures.digest(data)}" in (tmp_path / f"{name}.svg").read_text(encoding="utf-8")
