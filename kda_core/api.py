@@ -8,12 +8,12 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from kda_core import checks, eager, ops, plugins
 from kda_core.ops import default_scale
 from kda_core.plugins import Explanation, LedgerEntry, registry
 from kda_core.request import GateRequest, Request, build_request
+from kda_core.torch_private import constant_in_graphs, in_forward_mode
 
 
 # For type checkers: how many results there are depends on return_intermediate_states alone.
@@ -328,7 +328,7 @@ def kda_gate(
         return registry.explain(request, backend.name)
     compiling = torch.compiler.is_compiling()
     name = _traced_name(backend) if compiling else plugins.requested_name(backend)
-    if forward_ad._current_level >= 0:
+    if in_forward_mode():
         _refuse_tangents(request)
     if compiling or any(map(eager.needs_operator, (g, A_log, dt_bias))):
         if not compiling:
@@ -424,7 +424,9 @@ def _prepare_for_operator(request: Request | GateRequest) -> None:
     checks.check(request)
 
 
+@constant_in_graphs
 def _traced_name(backend: str | None) -> str:
+    """A constant of a compiled graph: compile again after changing ``use_backend`` or ``KDA_BACKEND``."""
     return plugins.traced_name(backend)
 
 
@@ -434,12 +436,6 @@ def _refuse_tangents(request: Request | GateRequest) -> None:
     ops.refuse_tangents(request.op, *values)
 
 
-# The name is a constant of a compiled graph: compile again after changing use_backend or KDA_BACKEND. This
-# is the mark that torch.compiler.assume_constant_result sets; calling that would import the compiler (a
-# second, and triton) into every process.
-_traced_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def _run(request: Request, backend: str | _Question | None) -> Any:
     if request.save_for_backward:
         checks.check_differentiable(request)
@@ -447,7 +443,7 @@ def _run(request: Request, backend: str | _Question | None) -> Any:
         return registry.explain(request, backend.name)
     compiling = torch.compiler.is_compiling()
     name = _traced_name(backend) if compiling else plugins.requested_name(backend)
-    if forward_ad._current_level >= 0:
+    if in_forward_mode():
         _refuse_tangents(request)
     chosen = None
     if request.cp_context is not None or not (compiling or eager.needs_operator(request.q)):

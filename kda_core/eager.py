@@ -12,23 +12,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kda_core import ops, schemas
 from kda_core.errors import ContractViolation
 from kda_core.loaded import Backend
 from kda_core.reference import DIFFERENTIABLE
 from kda_core.request import ForwardResult, GateRequest, Request, build_request
+from kda_core.torch_private import in_mode, is_legacy_batched
 
 
 def needs_operator(t: Any) -> bool:
     """Whether something beside a compiler must see an operator: a fake or wrapped tensor, a mode, a trace."""
-    return (
-        (type(t) is not Tensor and type(t) is not torch.nn.Parameter and isinstance(t, Tensor))
-        or is_in_torch_dispatch_mode()
-        or torch._C._functorch.maybe_current_level() is not None
-        or torch._C._get_tracing_state() is not None
-    )
+    return (type(t) is not Tensor and type(t) is not torch.nn.Parameter and isinstance(t, Tensor)) or in_mode()
 
 
 class _Kind:
@@ -76,7 +71,7 @@ def _check_gradients(name: str, *grads: Tensor | None) -> None:
     """Refuse gradients that a backend cannot read."""
     ops.refuse_tangents(name, *grads)
     for grad in grads:
-        if grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad):
+        if grad is not None and is_legacy_batched(grad):
             raise RuntimeError(
                 f"{name}: batched gradients (is_grads_batched) are not supported; use torch.func.jacrev, or "
                 "torch.func.vjp under torch.func.vmap"

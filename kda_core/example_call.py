@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kda_core import checks
 from kda_core.options import DATA
 from kda_core.reference import DIFFERENTIABLE
+from kda_core.torch_private import fake_tensors
 
 DATA_DTYPES = {str(d).removeprefix("torch."): d for d in checks.DATA_DTYPES}
 
@@ -94,7 +94,7 @@ def _tensors(shape: CallShape, v_first: bool) -> dict[str, Tensor]:
         wider = tensor(*size[:-1], 2 * size[-1], dtype=data)
         return torch.empty_strided(size, wider.stride(), dtype=data, device=shape.device)
 
-    with FakeTensorMode():
+    with fake_tensors():
         made = {
             "q": activation(B, T, H, K),
             "k": activation(B, T, H, K),

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from kda_core import ops
+from kda_core import ops, schemas
 from kda_core.signature import is_plain
 
 COUNTER = "torch.utils.flop_counter"
@@ -45,19 +45,18 @@ def count_when_imported() -> None:
 def register_formulas(counter: ModuleType) -> None:
     """Tell ``torch.utils.flop_counter`` what every operator counts."""
     for op in ops.HOOKS:
-        products_of = {op: FORWARD_PRODUCTS, f"{op}_": FORWARD_PRODUCTS, f"{op}_backward": BACKWARD_PRODUCTS}
-        for name, products in products_of.items():
-            packet = getattr(torch.ops.kda_core, name)
-            counter.register_flop_formula(packet, get_raw=True)(_formula(packet, products))
+        forward, inplace, backward = schemas.FUNCTIONAL[op], schemas.INPLACE[op], schemas.BACKWARD[op]
+        products_of = {forward: FORWARD_PRODUCTS, inplace: FORWARD_PRODUCTS, backward: BACKWARD_PRODUCTS}
+        for schema, products in products_of.items():
+            packet = getattr(torch.ops.kda_core, schema.name)
+            counter.register_flop_formula(packet, get_raw=True)(_formula(schema, products))
     for packet in (torch.ops.kda_core.kda_gate, torch.ops.kda_core.kda_gate_backward):
         counter.register_flop_formula(packet, get_raw=True)(_nothing)
 
 
-def _formula(packet: Any, products: int) -> Callable[..., int]:
-    names = [argument.name for argument in packet.default._schema.arguments]
-
+def _formula(schema: schemas.Schema, products: int) -> Callable[..., int]:
     def flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-        given = dict(zip(names, args, strict=False)) | kwargs
+        given = schema.bind(args, kwargs)
         K, (HV, V) = given["q"].shape[3], given["v"].shape[2:]
         return 2 * products * _tokens(given) * HV * K * V
 

@@ -13,6 +13,7 @@ from kda_core import ranges
 from kda_core.capabilities import Available, BackendInfo, Unavailable
 from kda_core.errors import ContractViolation
 from kda_core.request import AnyRequest, Request
+from kda_core.torch_private import profiling
 
 watch: Callable[[Backend, str, Callable[..., Any]], Callable[..., Any]] | None = None
 """What stands before the hooks of all backends while calls are checked: (backend, hook, caller) -> caller."""
@@ -53,7 +54,7 @@ class Backend:
         caller = self._callers.get(hook)
         if caller is None:
             caller = self._callers[hook] = self._caller(hook)
-        if ranges.flag._is_profiler_enabled:
+        if profiling._is_profiler_enabled:
             answer = ranges.call_within_range(caller, self.info.name, hook, request)
         else:
             answer = caller(request=request)

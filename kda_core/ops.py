@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from kda_core import meta, schemas
+from kda_core import meta, schemas, torch_private
 from kda_core.errors import ContractViolation
 from kda_core.hookspecs import MAX_SAVED_TENSORS
 from kda_core.plugins import TRACED, Backend, registry
@@ -61,7 +61,7 @@ def _define(schema: Schema, implementation: Callable, fake: Callable, transforme
     _library.impl(schema.name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{schema.name}", fake, lib=_library)
     # What torch.func asks first; without a kernel of its own it would meet the autograd below, which it cannot use.
-    _library.impl(schema.name, transformed, "FuncTorchDynamicLayerFrontMode")
+    torch_private.implement_under_transforms(_library, schema.name, transformed)
 
 
 def _asked(name: str) -> str | None:
@@ -100,7 +100,7 @@ def _request(op: Op, values: dict[str, Any]) -> tuple[Request, str | None]:
 
 def refuse_tangents(op: str, *values: Any) -> None:
     """Raise where forward-mode differentiation would lose its tangents without a word: operators pass them over."""
-    if forward_ad._current_level < 0:
+    if not torch_private.in_forward_mode():
         return
     if torch.compiler.is_compiling() or any(map(_has_tangent, values)):
         raise RuntimeError(NO_FORWARD_MODE.format(op=op))
@@ -110,7 +110,7 @@ def _has_tangent(t: Any) -> bool:
     if torch.compiler.is_compiling():
         return True  # a compiler that takes up this frame has lost what there was
     # A tangent below vmap is met when the operator comes to its level.
-    if not isinstance(t, Tensor) or torch._C._functorch.is_batchedtensor(t):
+    if not isinstance(t, Tensor) or torch_private.is_batched(t):
         return False
     return forward_ad.unpack_dual(t).tangent is not None
 

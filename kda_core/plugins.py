@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from typing import Literal
 import pluggy
 
 import kda_core
-from kda_core import checks, hookspecs, meta, platforms
+from kda_core import checks, hookspecs, meta, platforms, torch_private
 from kda_core.capabilities import BackendInfo, Unavailable
 from kda_core.contract import contract_problem, found_entry_points, mismatch, read_info
 from kda_core.errors import BackendNotFound, BrokenBackend, ContractViolation, UnsupportedCall
@@ -434,16 +434,7 @@ def requested_name(backend: str | None) -> str | None:
     return _override.get() or _environment() or None
 
 
-def _environment_reader() -> Callable[[], str | None]:
-    """``os.environ.get(ENVIRONMENT_VARIABLE)``, which encodes the name anew each time: a microsecond of every call."""
-    try:
-        found, name = os.environ._data, os.environ.encodekey(ENVIRONMENT_VARIABLE)  # type: ignore[attr-defined]
-    except AttributeError:
-        return lambda: os.environ.get(ENVIRONMENT_VARIABLE)
-    return lambda: os.environ[ENVIRONMENT_VARIABLE] if name in found else None
-
-
-_environment = _environment_reader()
+_environment = torch_private.environment_reader(ENVIRONMENT_VARIABLE)
 
 
 TRACED = "@"

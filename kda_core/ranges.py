@@ -8,19 +8,11 @@ A row stands for a backend's work of one call, forward or backward, within that 
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 from torch.autograd import profiler
 
 from kda_core.request import AnyRequest, GateRequest
-
-flag: Any = profiler if hasattr(profiler, "_is_profiler_enabled") else SimpleNamespace(_is_profiler_enabled=False)
-"""``flag._is_profiler_enabled`` is torch's own mark that a profiler runs, for code that must not lose time otherwise.
-
-It is no public part of torch (seen in 2.7 to 2.13): where it is missing calls have no rows. The public
-``torch.autograd._profiler_enabled()`` takes five times as long to ask.
-"""
 
 ROWS = {
     "kda_core_chunk_forward": "kda_core::chunk_kda",

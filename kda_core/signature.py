@@ -6,15 +6,13 @@ Every call passes by here: fields are read by ``attrgetter``, or one by one, bec
 from __future__ import annotations
 
 from dataclasses import fields
-from functools import cache
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from kda_core import options
+from kda_core import options, torch_private
 from kda_core.request import AnyRequest, GateRequest, Request
 
 _PLAIN = frozenset({Tensor, Parameter})
@@ -74,24 +72,6 @@ _options_of = attrgetter(*_OPTIONS[Request])
 _optional_tensors_of = attrgetter(*(n for n in _TENSORS[Request] if n not in options.DATA))
 
 
-@cache
-def _guards() -> Any:
-    """What torch's compiled graphs use to see whether tensors are like those they were made for; None without it.
-
-    It is no public part of torch: where another version has another one, keys are compared.
-    """
-    try:
-        from torch._C._dynamo import guards
-
-        made: Any = guards.TensorGuards
-        one = torch.empty(1, 2, device="cpu")
-        like = made(one, dynamic_dims_sizes=[[1, 2]], dynamic_dims_strides=[[2, 1]]).check
-        works = like(one) and not like(one.t()) and not like(one.double()) and not like(None)
-    except Exception:  # whatever a private function that has changed may raise: SystemError was seen
-        return None
-    return made if works else None
-
-
 class Like:
     """Whether a call has the signature of one that was seen, found in half the time that its key takes.
 
@@ -102,7 +82,7 @@ class Like:
     """
 
     def __init__(self, request: AnyRequest, name: str | None) -> None:
-        kind, guards = type(request), _guards()
+        kind, guards = type(request), torch_private.tensor_guards()
         given = [n for n in _TENSORS[kind] if getattr(request, n) is not None]
         absent = [n for n in _TENSORS[kind] if n not in given]
         # torch's check ends the process where a tensor is nested: it has no sizes to compare.

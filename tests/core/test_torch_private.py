@@ -1,0 +1,198 @@
+"""``kda_core.torch_private``: the installed versions have every interface, and each has something in its place."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.autograd import forward_ad, profiler
+
+import kda_core
+from kda_core import ops, torch_private
+
+CORE = Path(kda_core.__file__).parent
+
+
+@pytest.fixture
+def loaded_anew():
+    """Load the module again, as an installed torch of now makes it."""
+
+    def load():
+        spec = importlib.util.spec_from_file_location("torch_private_anew", torch_private.__file__)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+def test_the_installed_versions_have_every_interface():
+    assert torch_private.tensor_guards() is not None
+    assert torch_private.environment_reader("PATH")() == os.environ["PATH"]
+    assert torch_private.MISSING == []
+
+
+def test_what_is_no_public_interface_stands_in_one_file():
+    private = re.compile(
+        r"torch\._[a-zC]|\b_functorch\b|_current_level|_dynamo|environ\._|_is_profiler_enabled|_subclasses"
+    )
+    allowed = {"torch_private.py": None, "loaded.py": {"_is_profiler_enabled"}}
+    for path in CORE.glob("*.py"):
+        found = set(private.findall(path.read_text(encoding="utf-8")))
+        known = allowed.get(path.name, set())
+        assert known is None or found <= known, f"{path.name}: {found}"
+
+
+def test_modes_are_seen():
+    assert not torch_private.in_mode()
+    with torch_private.fake_tensors():
+        assert torch_private.in_mode()
+    seen = []
+    torch.func.vmap(lambda x: seen.append(torch_private.in_mode()) or x)(torch.ones(2))
+    torch.jit.trace(lambda x: seen.append(torch_private.in_mode()) or x + 1, torch.ones(2), check_trace=False)
+    assert seen == [True, True]
+    assert not torch_private.in_mode()
+
+
+def test_forward_mode_is_seen():
+    assert not torch_private.in_forward_mode()
+    with forward_ad.dual_level():
+        assert torch_private.in_forward_mode()
+
+
+def test_wrapped_tensors_are_seen():
+    plain = torch.ones(2)
+    assert not any(
+        f(plain) for f in (torch_private.is_wrapped, torch_private.is_batched, torch_private.is_legacy_batched)
+    )
+    seen = []
+
+    def look(x):
+        flags = torch_private.is_wrapped(x), torch_private.is_batched(x), torch_private.is_tracking_gradient(x)
+        seen.append((*flags, torch_private.unwrapped(x).shape))
+        return x.sum()
+
+    torch.func.vmap(look)(torch.ones(3, 2))
+    torch.func.grad(look)(plain)
+    assert seen == [(True, True, False, (3, 2)), (True, False, True, (2,))]
+
+
+def test_transforms_ask_for_kernels_of_their_own():
+    for schema in ("chunk_kda", "chunk_kda_", "chunk_kda_backward", "kda_gate"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(
+            f"{ops.NAMESPACE}::{schema}", torch_private.TRANSFORMS_KEY
+        )
+
+
+def test_functionalize_is_told_from_other_transforms():
+    seen = []
+
+    def look(x):
+        done, result = torch_private.in_functionalize(torch.neg, (x,))
+        seen.append(done)
+        return result if done else -x
+
+    assert torch.equal(torch.func.functionalize(look)(torch.ones(2)), -torch.ones(2))
+    torch.func.grad(lambda x: look(x).sum())(torch.ones(2))
+    assert seen == [True, False]
+
+
+def test_no_transform_is_seen_outside_of_transforms():
+    def look(x):
+        with torch_private.outside_of_transforms():
+            assert not torch_private.in_mode()
+        assert torch_private.in_mode()
+        return x.sum()
+
+    torch.func.grad(look)(torch.ones(2))
+
+
+def test_the_mark_of_a_constant_is_that_of_the_compiler():
+    ours, theirs = torch_private.constant_in_graphs(lambda: 1), torch.compiler.assume_constant_result(lambda: 1)
+    assert vars(ours) == vars(theirs) != {}
+
+
+def test_a_running_profiler_is_seen():
+    assert not torch_private.profiling._is_profiler_enabled
+    with profiler.profile(use_kineto=False):
+        assert torch_private.profiling._is_profiler_enabled
+    assert not torch_private.profiling._is_profiler_enabled
+
+
+def test_the_environment_is_read_as_it_changes(monkeypatch):
+    read = torch_private.environment_reader("KDA_A_VARIABLE")
+    assert read() is None
+    monkeypatch.setenv("KDA_A_VARIABLE", "x")
+    assert read() == "x"
+
+
+FUNCTORCH, NONE = torch._C._functorch, torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "instead"),
+    [
+        (FUNCTORCH, "maybe_current_level", lambda module: module.in_mode() is True),
+        (torch._C, "_get_tracing_state", lambda module: module.in_mode() is True),
+        (torch.utils._python_dispatch, "is_in_torch_dispatch_mode", lambda module: module.in_mode() is True),
+        (forward_ad, "_current_level", lambda module: module.in_forward_mode() is True),
+        (profiler, "_is_profiler_enabled", lambda module: module.profiling._is_profiler_enabled is False),
+        (FUNCTORCH, "is_batchedtensor", lambda module: module.is_batched(NONE) is False),
+        (FUNCTORCH, "is_legacy_batchedtensor", lambda module: module.is_legacy_batched(NONE) is False),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_missing_interface_has_something_in_its_place(monkeypatch, loaded_anew, owner, name, instead):
+    monkeypatch.delattr(owner, name)
+    module = loaded_anew()
+    assert [entry.rpartition(".")[2] for entry in module.MISSING] == [name]
+    assert instead(module)
+
+
+@pytest.mark.parametrize("name", ["is_functorch_wrapped_tensor", "is_gradtrackingtensor", "get_unwrapped"])
+def test_transforms_are_refused_where_torch_lacks_their_interface(monkeypatch, loaded_anew, name):
+    monkeypatch.delattr(FUNCTORCH, name)
+    module = loaded_anew()
+    functions = {
+        "is_functorch_wrapped_tensor": module.is_wrapped,
+        "is_gradtrackingtensor": module.is_tracking_gradient,
+        "get_unwrapped": module.unwrapped,
+    }
+    with pytest.raises(RuntimeError, match=r"lacks what kda_core needs for torch\.func"):
+        functions[name](torch.ones(2))
+
+
+def test_tensor_guards_that_answer_wrongly_are_not_used(monkeypatch, loaded_anew):
+    from torch._C._dynamo import guards
+
+    class Wrong:
+        def __init__(self, *args, **kwargs):
+            pass
+
+        def check(self, *tensors):
+            return True
+
+    monkeypatch.setattr(guards, "TensorGuards", Wrong)
+    module = loaded_anew()
+    assert module.tensor_guards() is None
+    assert module.MISSING == ["_C._dynamo.guards.TensorGuards"]
+
+
+def test_the_environment_is_read_without_its_private_parts(monkeypatch, loaded_anew):
+    module = loaded_anew()
+    monkeypatch.setattr(module.os, "environ", dict(os.environ, KDA_A_VARIABLE="y"))
+    assert module.environment_reader("KDA_A_VARIABLE")() == "y"
+    assert module.MISSING == ["os.environ._data"]
+
+
+def test_an_unknown_dispatch_key_is_left_out(loaded_anew, monkeypatch):
+    module = loaded_anew()
+    monkeypatch.setattr(module, "TRANSFORMS_KEY", "NoSuchKey")
+    library = torch.library.Library("kda_core_test", "DEF")
+    library.define("f(Tensor x) -> Tensor")
+    module.implement_under_transforms(library, "f", torch.neg)
+    assert module.MISSING == ["NoSuchKey"]
