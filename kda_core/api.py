@@ -122,7 +122,9 @@ def chunk_kda(
             speed. Where it is broken results may be wrong (decays below the bound may count as the bound), but never
             NaN. With ``use_gate_in_kernel`` it needs ``lower_bound``.
         lower_bound: negative, as ``scale``; chooses the bounded gate, or with ``safe_gate`` alone is the hint's bound.
-        disable_recompute: keep intermediates for the backward rather than compute them again: faster, more memory.
+        disable_recompute: save what the chunks' backward would compute again: faster, more memory, the same gradients.
+            In fla it saves every intermediate. Here a backend may save only some, or none: its ``kda_core_saved_spec``
+            says which, and the guide to training lists them.
         return_intermediate_states: also return the state at the start of every chunk; not differentiable.
         state_v_first: states are stored [..., V, K].
         cu_seqlens: [N+1] int32 or int64, on the device of q: boundaries of packed sequences (B = 1), from 0, not

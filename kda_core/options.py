@@ -29,7 +29,7 @@ GATE: frozenset[Function] = frozenset({"kda_gate"})
 BOTH = CHUNK | RECURRENT
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Argument:
     """One argument.
 
@@ -60,7 +60,7 @@ class Argument:
     in_schema: bool = True
     since: int = 1
     in_steps: str = ""
-    meaning: str
+    meaning: str = ""
 
     @property
     def is_tensor(self) -> bool:
@@ -159,7 +159,9 @@ ARGUMENTS = (
     ),
     _flag(
         "disable_recompute",
-        "keep intermediates for the backward rather than compute them again: faster, more memory.",
+        "save what the chunks' backward would compute again: faster, more memory, the same gradients. In fla it saves "
+        "every intermediate. Here a backend may save only some, or none: its ``kda_core_saved_spec`` says which, and "
+        "the guide to training lists them.",
         Feature.DISABLE_RECOMPUTE,
         functions=CHUNK,
     ),

@@ -15,21 +15,21 @@ is an empty one of shape [0], because schemas have no optional results and shard
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, get_args
 
-from kda_core import options
 from kda_core.hookspecs import MAX_SAVED_TENSORS
+from kda_core.options import ARGUMENTS, REQUIRED, Argument, arguments_of
 from kda_core.reference import DIFFERENTIABLE
 from kda_core.request import Op
 
 NAMESPACE = "kda_core"
 
-SCHEMA_VERSION = max(a.since for a in options.ARGUMENTS)
+SCHEMA_VERSION = max(a.since for a in ARGUMENTS)
 """Rises whenever a schema grows; ``tests/core/data`` has programs that were exported with each version."""
 
 TYPES = {"Tensor": "Tensor", "Tensor | None": "Tensor?", "bool": "bool", "int": "int", "float | None": "float?"}
-"""The schemas' types, by the annotations of ``options``."""
+DEFAULTS = {"": '""', (): "[]"}
+"""How a schema writes what it writes in another way than Python."""
 
 GATE_DIFFERENTIABLE = ("g", "A_log", "dt_bias")
 """Inputs of ``kda_gate`` that have a gradient."""
@@ -38,23 +38,12 @@ SAVED_NAMES = tuple(f"saved_{i}" for i in range(MAX_SAVED_TENSORS))
 """Arguments of a backward operator for what the forward saved, in the order of the forward's last results."""
 
 
-@dataclass(frozen=True, slots=True)
-class Argument:
-    """One argument of an operator.
-
-    Attributes:
-        name, kind: as the schema has them; ``kind`` is the schema's type, e.g. ``Tensor?``.
-        default: its default as written in the schema; "" for a required argument.
-        value: the default as a Python value.
-    """
-
-    name: str
-    kind: str
-    default: str = ""
-    value: Any = None
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.name}" + (f"={self.default}" if self.default else "")
+def _text(a: Argument) -> str:
+    """An argument as a schema has it."""
+    kind = TYPES.get(a.type, a.type)
+    if a.default is REQUIRED:
+        return f"{kind} {a.name}"
+    return f"{kind} {a.name}={DEFAULTS.get(a.default, a.default)}"
 
 
 class Schema:
@@ -70,49 +59,33 @@ class Schema:
         self.name = name
         self.names = tuple(a.name for a in arguments)
         returned = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
-        self.text = f"{name}({', '.join(map(str, arguments))}) -> {returned}"
-        self._defaults = {a.name: a.value for a in arguments}
+        self.text = f"{name}({', '.join(map(_text, arguments))}) -> {returned}"
+        self._defaults = {a.name: None if a.default is REQUIRED else a.default for a in arguments}
 
     def bind(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Every argument by name, in the schema's order; torch leaves out trailing ones that have their defaults."""
         return {**self._defaults, **dict(zip(self.names, args, strict=False)), **kwargs}
 
 
-def _required(*names: str) -> tuple[Argument, ...]:
-    return tuple(Argument(name, "Tensor") for name in names)
-
-
 def _tensors(*names: str) -> tuple[Argument, ...]:
-    return tuple(Argument(name, "Tensor?", "None") for name in names)
+    return tuple(Argument(name=name, type="Tensor | None", default=None) for name in names)
 
 
-def _flags(*names: str) -> tuple[Argument, ...]:
-    return tuple(Argument(name, "bool", "False", False) for name in names)
-
-
-_BACKEND = Argument("backend", "str", '""', "")
-_LOWER_BOUND = Argument("lower_bound", "float?", "None")
-_SAVE = _flags("save_for_backward")
+_BACKEND = Argument(name="backend", type="str", default="")
+_SAVE = Argument(name="save_for_backward", type="bool", default=False)
 # Empty: a gradient of every input that is given.
-_NEEDS = Argument("needs", "bool[]", "[]", ())
+_NEEDS = Argument(name="needs", type="bool[]", default=())
 
-
-def _listed(a: options.Argument) -> Argument:
-    if a.default is options.REQUIRED:
-        return Argument(a.name, TYPES[a.type])
-    return Argument(a.name, TYPES[a.type], str(a.default), a.default)
-
-
-_IN_SCHEMA = tuple(a for a in options.ARGUMENTS if a.in_schema)
+_IN_SCHEMA = tuple(a for a in ARGUMENTS if a.in_schema)
 _FIRST = tuple(a for a in _IN_SCHEMA if a.since == 1)
-_SHARED = (*(_listed(a) for a in _FIRST if a.is_tensor), *(_listed(a) for a in _FIRST if a.is_plain), _BACKEND)
-_LATER = tuple(_listed(a) for a in _IN_SCHEMA if a.since > 1)
+_SHARED = (*(a for a in _FIRST if a.is_tensor), *(a for a in _FIRST if a.is_plain), _BACKEND)
+_LATER = tuple(a for a in _IN_SCHEMA if a.since > 1)
 _WRITTEN = (
     # States that are only read are not declared as written: those that are have an argument of their own.
-    Argument("pool", "Tensor(a!)?", "None"),
+    Argument(name="pool", type="Tensor(a!)?", default=None),
     *_tensors("ssm_state_indices", "num_accepted_tokens"),
-    Argument("out", "Tensor(b!)?", "None"),
-    Argument("pad_slot_id", "int", "-1", -1),
+    Argument(name="out", type="Tensor(b!)?", default=None),
+    Argument(name="pad_slot_id", type="int", default=-1),
 )
 _OF_BACKWARD = (*_tensors("grad_o", "grad_final_state", *SAVED_NAMES), _NEEDS)
 
@@ -123,7 +96,7 @@ OPTION_NAMES = tuple(a.name for a in _IN_SCHEMA if a.is_plain)
 """Options that all operators of a public function share, the backend's name aside."""
 
 
-FUNCTIONAL = {op: Schema(op, (*_SHARED, *_SAVE, *_LATER), 3 + MAX_SAVED_TENSORS) for op in get_args(Op)}
+FUNCTIONAL = {op: Schema(op, (*_SHARED, _SAVE, *_LATER), 3 + MAX_SAVED_TENSORS) for op in get_args(Op)}
 """(o, final_state, h, saved_0, ...) of a call that writes to nothing of the caller's; differentiable."""
 
 INPLACE = {op: Schema(f"{op}_", (*_SHARED, *_WRITTEN, *_LATER), 3) for op in get_args(Op)}
@@ -137,6 +110,6 @@ BACKWARD = {
 Where nothing is saved although the backend saves something, the forward is run again.
 """
 
-_GATE = (*_required("g"), *_tensors("A_log", "dt_bias"), _LOWER_BOUND, _BACKEND)
-GATE = Schema("kda_gate", (*_GATE, *_SAVE), 1)
+_GATE = tuple(_BACKEND if a.name == "backend" else a for a in arguments_of("kda_gate"))
+GATE = Schema("kda_gate", (*_GATE, _SAVE), 1)
 GATE_BACKWARD = Schema("kda_gate_backward", (*_GATE, *_tensors("grad_output"), _NEEDS), len(GATE_DIFFERENTIABLE))

@@ -153,6 +153,7 @@ def kda_core_reject(request: AnyRequest) -> str | None:
 
 @hookimpl
 def kda_core_saved_spec(request: Request) -> tuple[TensorSpec, ...]:
+    """Nothing, with ``disable_recompute`` as well: the backward computes everything again from the inputs."""
     return ()
 
 
