@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kda_core import options
-from kda_core.capabilities import Available, BackendInfo, Capabilities, Feature, Unavailable
+from kda_core.capabilities import FEATURES_1_0, Available, BackendInfo, Capabilities, Feature, Unavailable
 from kda_core.hookspecs import hookimpl
 from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request, TensorSpec
 
@@ -271,41 +271,6 @@ def gate_backward(r: GateRequest) -> BackwardResult:
     )
 
 
-_FEATURES = frozenset(
-    {
-        Feature.CHUNK,
-        Feature.RECURRENT,
-        Feature.GATE,
-        Feature.BACKWARD,
-        Feature.RECURRENT_BACKWARD,
-        Feature.GATE_BACKWARD,
-        Feature.VARLEN,
-        Feature.GVA,
-        Feature.UNEQUAL_HEAD_DIMS,
-        Feature.ODD_HEAD_DIMS,
-        Feature.INITIAL_STATE,
-        Feature.FINAL_STATE,
-        Feature.STATE_GRADIENT,
-        Feature.STATE_V_FIRST,
-        Feature.BF16_STATE,
-        Feature.INTERMEDIATE_STATES,
-        Feature.PAGED_STATE,
-        Feature.SPEC_DECODE,
-        Feature.QK_L2NORM,
-        Feature.SOFTPLUS_GATE,
-        Feature.LOWER_BOUND_GATE,
-        Feature.BETA_SIGMOID,
-        Feature.NEG_EIGVAL,
-        Feature.SAFE_GATE,
-        Feature.CHUNK_32,
-        Feature.DISABLE_RECOMPUTE,
-        Feature.OUT,
-        Feature.STRIDED_INPUT,
-    }
-)
-"""By name: a feature that a later core adds is refused until it is served here."""
-
-
 class ReferenceBackend:
     """The oracle behind the plugin contract."""
 
@@ -318,7 +283,7 @@ class ReferenceBackend:
             device_types=("cpu",),
             priority=None,
             capabilities=Capabilities(
-                features=_FEATURES,
+                features=FEATURES_1_0,
                 dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
                 closed={Feature.CONTEXT_PARALLEL: "the oracle runs on one device"},
             ),

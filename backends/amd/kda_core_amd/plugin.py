@@ -10,6 +10,7 @@ from packaging.specifiers import SpecifierSet
 from torch import Tensor
 
 from kda_core.capabilities import (
+    FEATURES_1_0,
     FOREIGN_VARIABLE,
     Available,
     BackendInfo,
@@ -40,40 +41,6 @@ TRITON_DISTRIBUTIONS = ("triton", "triton-rocm", "pytorch-triton-rocm")
 MAX_PROGRAMS = 2**24
 """A launch counts its lanes in 32 bits: this many programs of four waves."""
 
-_FEATURES = frozenset(
-    {
-        Feature.CHUNK,
-        Feature.RECURRENT,
-        Feature.GATE,
-        Feature.BACKWARD,
-        Feature.RECURRENT_BACKWARD,
-        Feature.GATE_BACKWARD,
-        Feature.VARLEN,
-        Feature.GVA,
-        Feature.UNEQUAL_HEAD_DIMS,
-        Feature.ODD_HEAD_DIMS,
-        Feature.INITIAL_STATE,
-        Feature.FINAL_STATE,
-        Feature.STATE_GRADIENT,
-        Feature.STATE_V_FIRST,
-        Feature.BF16_STATE,
-        Feature.INTERMEDIATE_STATES,
-        Feature.PAGED_STATE,
-        Feature.SPEC_DECODE,
-        Feature.QK_L2NORM,
-        Feature.SOFTPLUS_GATE,
-        Feature.LOWER_BOUND_GATE,
-        Feature.BETA_SIGMOID,
-        Feature.NEG_EIGVAL,
-        Feature.SAFE_GATE,
-        Feature.CHUNK_32,
-        Feature.DISABLE_RECOMPUTE,
-        Feature.OUT,
-        Feature.STRIDED_INPUT,
-    }
-)
-"""By name: a feature that a later core adds is refused until it is served here."""
-
 _CLOSED = {
     Feature.CONTEXT_PARALLEL: "one device serves the whole sequence; leave cp_context out",
 }
@@ -87,7 +54,7 @@ _INFO = BackendInfo(
     # Only when named, until the conformance kit has passed on AMD hardware.
     priority=None,
     capabilities=Capabilities(
-        features=_FEATURES,
+        features=FEATURES_1_0,
         dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
         max_head_dim_k=256,
         max_head_dim_v=256,

@@ -6,45 +6,11 @@ import torch
 from packaging.specifiers import SpecifierSet
 from torch import Tensor
 
-from kda_core.capabilities import Available, BackendInfo, Capabilities, Feature, Unavailable
+from kda_core.capabilities import FEATURES_1_0, Available, BackendInfo, Capabilities, Feature, Unavailable
 from kda_core.hookspecs import hookimpl
 from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request, TensorSpec
 from kda_core_cpu import __version__, chunk_backward, chunk_forward, gate, recurrent
 from kda_core_cpu.launch import plainly
-
-_FEATURES = frozenset(
-    {
-        Feature.CHUNK,
-        Feature.RECURRENT,
-        Feature.GATE,
-        Feature.BACKWARD,
-        Feature.RECURRENT_BACKWARD,
-        Feature.GATE_BACKWARD,
-        Feature.VARLEN,
-        Feature.GVA,
-        Feature.UNEQUAL_HEAD_DIMS,
-        Feature.ODD_HEAD_DIMS,
-        Feature.INITIAL_STATE,
-        Feature.FINAL_STATE,
-        Feature.STATE_GRADIENT,
-        Feature.STATE_V_FIRST,
-        Feature.BF16_STATE,
-        Feature.INTERMEDIATE_STATES,
-        Feature.PAGED_STATE,
-        Feature.SPEC_DECODE,
-        Feature.QK_L2NORM,
-        Feature.SOFTPLUS_GATE,
-        Feature.LOWER_BOUND_GATE,
-        Feature.BETA_SIGMOID,
-        Feature.NEG_EIGVAL,
-        Feature.SAFE_GATE,
-        Feature.CHUNK_32,
-        Feature.DISABLE_RECOMPUTE,
-        Feature.OUT,
-        Feature.STRIDED_INPUT,
-    }
-)
-"""By name: a feature that a later core adds is refused until it is served here."""
 
 _CLOSED = {
     Feature.CONTEXT_PARALLEL: "one process serves the whole sequence on a CPU; leave cp_context out",
@@ -57,7 +23,7 @@ _INFO = BackendInfo(
     device_types=("cpu",),
     priority=10,
     capabilities=Capabilities(
-        features=_FEATURES,
+        features=FEATURES_1_0,
         dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64}),
         closed=_CLOSED,
     ),
