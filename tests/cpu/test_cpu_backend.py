@@ -23,7 +23,7 @@ from kda_core.testing.targets import Target
 
 installed.need_backend("cpu")
 
-from kda_core_cpu import gate, launch, plugin, recurrent
+from kda_core_cpu import choose, gate, plugin, recurrent
 
 PACKING = [0, 5, 5, 6, 70, 134, 199]
 CHUNK, RECURRENT = "chunk_kda", "fused_recurrent_kda"
@@ -281,8 +281,8 @@ def test_results_do_not_depend_on_how_work_is_cut(layout, monkeypatch):
     """Windows of one step and groups of one lane against one window and one group."""
     r = make_request(**LAYOUTS[layout], return_intermediate_states=True)
     expected, expected_grads, _ = gradients(r)
-    monkeypatch.setattr(launch, "_WINDOW_BUDGET", 1)
-    monkeypatch.setattr(launch, "_LANE_BUDGET", 1)
+    monkeypatch.setattr(choose, "_WINDOW_BUDGET", 1)
+    monkeypatch.setattr(choose, "_LANE_BUDGET", 1)
     found, grads, _ = gradients(r)
     assert torch.equal(found.o, expected.o)
     assert torch.equal(found.final_state, expected.final_state)
@@ -328,7 +328,7 @@ def _peak_bytes(call):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_scratch_memory_does_not_grow_with_length(packed, monkeypatch):
-    monkeypatch.setattr(launch, "_WINDOW_BUDGET", 1 << 12)
+    monkeypatch.setattr(choose, "_WINDOW_BUDGET", 1 << 12)
 
     def scratch(T):
         r = make_request(T=T, K=16, V=16, cu=[0, T // 3, T] if packed else None)
@@ -549,7 +549,7 @@ def test_a_call_after_one_in_inference_mode_can_be_differentiated():
 @pytest.mark.parametrize("lengths", [None, [0, 1, 1, 2, 3]], ids=["dense", "packed"])
 def test_step_with_a_table_of_slots_in_blocks_of_heads(monkeypatch, budget, lengths):
     """A state of few heads was written to all of them where a step takes its heads in blocks (33 of 256 channels)."""
-    monkeypatch.setattr(launch, "_STEP_BUDGET", budget)
+    monkeypatch.setattr(choose, "_STEP_BUDGET", budget)
     torch.manual_seed(0)
     H, K, V, slots = 6, 8, 8, torch.tensor([[1, 2], [4, 3], [-1, 0], [5, 6]])
     tokens = (4, 1) if lengths is None else (1, 3)

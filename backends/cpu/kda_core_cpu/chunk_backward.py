@@ -23,26 +23,18 @@ import torch
 from torch import Tensor
 
 from kda_core.request import BackwardResult, Request
-from kda_core_cpu.chunk_forward import Saved, chunk_forward
+from kda_core_cpu.choose import group_lanes, product_dims, rows_per_chunk, window_chunks
+from kda_core_cpu.chunk_forward import chunk_forward
 from kda_core_cpu.inputs import RowInputs, inverse_norm_backward
-from kda_core_cpu.launch import (
-    Sequences,
-    Workspace,
-    lane_budget,
-    lane_groups,
-    product_dims,
-    rows_per_chunk,
-    window_budget,
-)
 from kda_core_cpu.levels import decay_rows, pairwise, pairwise_backward
+from kda_core_cpu.results import Saved
+from kda_core_cpu.sequences import Sequences, lane_groups
 from kda_core_cpu.states import key_first
 from kda_core_cpu.windows import Window
+from kda_core_cpu.workspace import Workspace
 
 _ROW_INPUTS = frozenset({"q", "k", "g", "beta", "A_log", "dt_bias"})
 """Inputs whose gradient needs that of the decayed rows."""
-
-_BACKWARD_SHARE = 2
-"""A backward window keeps about twice as many operands as a forward one, so it has half the chunks."""
 
 
 def chunk_backward(request: Request) -> BackwardResult:
@@ -53,8 +45,8 @@ def chunk_backward(request: Request) -> BackwardResult:
     K, V = product_dims(request)
     workspace, inputs = Workspace(request.compute_dtype), RowInputs(request, K)
     grads = _Gradients(request)
-    budget = max(1, window_budget(K, V, C) // _BACKWARD_SHARE)
-    for group in lane_groups(sequences, request, C, lane_budget(K, V)):
+    budget = window_chunks(K, V, C, backward=True)
+    for group in lane_groups(sequences, request, C, group_lanes(K, V)):
         dS = torch.zeros(len(group.ids), group.n_heads, K, V, dtype=request.compute_dtype, device="cpu")
         of_states = dS[..., : request.K, : request.V]
         if request.grad_final_state is not None:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kda_core.request import Request
 from kda_core_cpu.gate import log_decay, log_decay_backward, rate_of
-from kda_core_cpu.launch import Workspace, with_slack
 from kda_core_cpu.windows import TokenWindow, Window
+from kda_core_cpu.workspace import Workspace, with_slack
 
 L2NORM_EPSILON = 1e-6
 

@@ -31,7 +31,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kda_core_cpu.launch import Workspace, with_slack
+from kda_core_cpu.workspace import Workspace, with_slack
 
 _SUMMED = 8
 """Rows from which on a total decay comes from a sum: an eighth of the exponentials that all totals would take."""

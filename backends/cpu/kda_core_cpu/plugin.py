@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 from packaging.specifiers import SpecifierSet
 from torch import Tensor
@@ -10,11 +13,10 @@ from kda_core.capabilities import FEATURES_1_0, Available, BackendInfo, Capabili
 from kda_core.hookspecs import hookimpl
 from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request, TensorSpec
 from kda_core_cpu import __version__, chunk_backward, chunk_forward, gate, recurrent
-from kda_core_cpu.launch import plainly
+from kda_core_cpu.results import saved_spec
 
-_CLOSED = {
-    Feature.CONTEXT_PARALLEL: "one process serves the whole sequence on a CPU; leave cp_context out",
-}
+Call = TypeVar("Call")
+Result = TypeVar("Result")
 
 _INFO = BackendInfo(
     name="cpu",
@@ -25,10 +27,21 @@ _INFO = BackendInfo(
     capabilities=Capabilities(
         features=FEATURES_1_0,
         dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64}),
-        closed=_CLOSED,
+        closed={Feature.CONTEXT_PARALLEL: "one process serves the whole sequence on a CPU; leave cp_context out"},
     ),
     summary="vectorised torch: chunk and recurrent form, hand-derived backward, any log decay",
 )
+
+
+def _without_autograd(compute: Callable[[Call], Result], request: Call) -> Result:
+    """Run a hook's computation with the caller's autograd and autocast off."""
+    if torch.is_autocast_enabled("cpu"):
+        with torch.autocast("cpu", enabled=False):
+            return _without_autograd(compute, request)
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return compute(request)
+    return compute(request)
 
 
 @hookimpl
@@ -50,34 +63,34 @@ def kda_core_reject(request: AnyRequest) -> str | None:
 
 @hookimpl
 def kda_core_saved_spec(request: Request) -> tuple[TensorSpec, ...]:
-    return chunk_forward.saved_spec(request) if request.op == "chunk_kda" else ()
+    return saved_spec(request) if request.op == "chunk_kda" else ()
 
 
 @hookimpl
 def kda_core_chunk_forward(request: Request) -> ForwardResult:
-    return plainly(chunk_forward.chunk_forward, request)
+    return _without_autograd(chunk_forward.chunk_forward, request)
 
 
 @hookimpl
 def kda_core_chunk_backward(request: Request) -> BackwardResult:
-    return plainly(chunk_backward.chunk_backward, request)
+    return _without_autograd(chunk_backward.chunk_backward, request)
 
 
 @hookimpl
 def kda_core_recurrent_forward(request: Request) -> ForwardResult:
-    return plainly(recurrent.recurrent_forward, request)
+    return _without_autograd(recurrent.recurrent_forward, request)
 
 
 @hookimpl
 def kda_core_recurrent_backward(request: Request) -> BackwardResult:
-    return plainly(chunk_backward.recurrent_backward, request)
+    return _without_autograd(chunk_backward.recurrent_backward, request)
 
 
 @hookimpl
 def kda_core_gate_forward(request: GateRequest) -> Tensor:
-    return plainly(gate.gate_forward, request)
+    return _without_autograd(gate.gate_forward, request)
 
 
 @hookimpl
 def kda_core_gate_backward(request: GateRequest) -> BackwardResult:
-    return plainly(gate.gate_backward, request)
+    return _without_autograd(gate.gate_backward, request)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -27,23 +26,13 @@ import torch
 from torch import Tensor
 
 from kda_core.request import ForwardResult, Request
-from kda_core_cpu.chunk_forward import empty_output
+from kda_core_cpu.choose import group_lanes, run_lanes, run_tokens, sums_rows, updates_slot_in_place
 from kda_core_cpu.inputs import RowInputs
-from kda_core_cpu.launch import Sequences, Workspace, lane_budget, lane_groups
+from kda_core_cpu.results import empty_output
+from kda_core_cpu.sequences import Sequences, lane_groups
 from kda_core_cpu.states import PoolRows, States
 from kda_core_cpu.windows import TokenWindow, Window
-
-_RUN = 64
-"""Tokens whose rows are prepared at once; a multiple of those that ``RowInputs.load_decays`` takes together."""
-
-_ROW_BUDGET = 1 << 19
-"""Elements of one [lanes, tokens, K] operand when one run serves every token."""
-
-_WORTH_A_CALL = 1 << 16
-"""State elements of a sequence from which on its slot is updated where it lies, rather than gathered with others."""
-
-_WORTH_A_BAG = 1 << 13
-"""Elements of one state from which on a weighted sum of its rows beats a matrix product of two rows."""
+from kda_core_cpu.workspace import Workspace
 
 
 def recurrent_forward(request: Request) -> ForwardResult:
@@ -73,7 +62,7 @@ def _run_step(step: TokenWindow, states: States, workspace: Workspace, inputs: R
         live = list(_runs_of(slot >= 0 for slot in pool.slot))
         for first, last in _runs_of(slot < 0 for slot in pool.slot):
             rows[first * heads.stop : last * heads.stop].zero_()
-    lanes, reader = lane_budget(request.K, request.V, step=True), _Reader(workspace, states)
+    lanes, reader = group_lanes(request.K, request.V, step=True), _Reader(workspace, states)
     for first, last in live:
         whole = _Block(list(range(first, last)), [1] * (last - first), heads)
         of_these = token if last - first == step.pairs else token.lanes(first * heads.stop, last * heads.stop)
@@ -104,15 +93,12 @@ def _runs_of(flags: Iterable[bool]) -> Iterator[tuple[int, int]]:
 
 def _run_sequences(request: Request, states: States, workspace: Workspace, inputs: RowInputs, o: Tensor) -> None:
     """Any number of tokens."""
-    run = max(1, min(_RUN, request.T))
+    run = run_tokens(request)
     sequences = Sequences.of(request, run, None if states.pool is None else states.pool.skipped)
     if int(sequences.length.sum()) < request.B * request.T:
         o.zero_()
-    lanes, reader = lane_budget(request.K, request.V), _Reader(workspace, states)
-    # One run prepares the rows of many blocks, because a block is bound by calls. A longer sequence keeps one block
-    # of states in cache from its first run to its last.
-    group_lanes = max(lanes, _ROW_BUDGET // (run * max(request.K, request.V))) if request.T <= run else lanes
-    for group in lane_groups(sequences, request, run, group_lanes):
+    lanes, reader = group_lanes(request.K, request.V), _Reader(workspace, states)
+    for group in lane_groups(sequences, request, run, run_lanes(request, lanes)):
         runs = len(group.alive)
         whole = _Block(group.ids.tolist(), sequences.length[group.ids].tolist(), group.heads)
         blocks = whole.cut(lanes, states) if runs == 1 else [whole]
@@ -189,8 +175,7 @@ class _Reader:
     def __init__(self, workspace: Workspace, states: States) -> None:
         K, V = states.shape
         self.workspace, self.K, self.V = workspace, K, V
-        worth = K * V >= _WORTH_A_BAG or V % 2 == 1
-        self.bagged = states.dtype == torch.float32 and not states.v_first and worth
+        self.sums_rows = sums_rows(states.dtype, K, V, states.v_first)
 
     def advance(self, token: _Token, source: Tensor, S: Tensor) -> None:
         """Write to ``S`` the states after a token of all its lanes, from those before it, and fill its outputs."""
@@ -204,7 +189,7 @@ class _Reader:
     def read(self, kq: Tensor, S: Tensor) -> tuple[Tensor, ...]:
         """[lanes, 2, K] times [lanes, K, V], as two of [lanes, V]."""
         lanes, V = kq.shape[0], self.V
-        if not self.bagged:
+        if not self.sums_rows:
             return torch.bmm(kq, S, out=self.workspace("y", lanes, 2, V)).unbind(1)
         rows, bags = _bags(lanes, self.K)
         sums = torch.embedding_bag(S.view(-1, V), rows, bags, False, 0, False, kq.reshape(-1))[0]
@@ -244,7 +229,7 @@ class _Block:
     def cut(self, lanes: int, states: States) -> list[_Block]:
         """Blocks of about ``lanes`` lanes."""
         count = lanes // self.n_heads
-        if count > 1 and self.n_heads * math.prod(states.shape) >= _WORTH_A_CALL:
+        if count > 1 and updates_slot_in_place(self.n_heads, *states.shape):
             count = count if states.in_place(self.ids, self.heads) is not None else 1
         if count >= len(self.ids):
             return [self]
@@ -263,7 +248,7 @@ class _Block:
         """
         found = _place(self.ids, self.heads, states)
         places = [found]
-        if found is None and states.pool is not None and self.n_heads * math.prod(states.shape) >= _WORTH_A_CALL:
+        if found is None and states.pool is not None and updates_slot_in_place(self.n_heads, *states.shape):
             places = [_place([i], self.heads, states) for i in self.ids]
         cut: list[tuple[Tensor, Tensor]] = []
         for place in places:

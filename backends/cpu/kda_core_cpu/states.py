@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kda_core.request import Request
-from kda_core_cpu.launch import Workspace
+from kda_core_cpu.choose import walks_v_first
+from kda_core_cpu.workspace import Workspace
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,7 @@ class States:
         self.pool = pool
         self._table = None if pool is None else pool.table
         K, V = self.shape = (request.K, request.V)
-        # MKL computes a batch member's product with rows of an odd length in another order when it lies elsewhere in
-        # the batch: such states are walked K first, where a sum of rows serves (recurrent.py).
-        self.v_first = request.state_v_first and K % 2 == 0
+        self.v_first = walks_v_first(request)
         self._strides = (K * V, 1, K) if self.v_first else (K * V, V, 1)
         self.result: Tensor | None = None
         self.initial = None if request.initial_state is None else key_first(request.initial_state, request)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kda_core.lazy_attribute import lazy_attribute
 from kda_core.request import Request
-from kda_core_cpu.launch import Group, token_counts
+from kda_core_cpu.sequences import Group, token_counts
 
 
 class Window:

@@ -1,0 +1,112 @@
+"""Every size and threshold of the backend, chosen from a request's metadata.
+
+Budgets count elements, and comments give bytes in fp32. They were measured at K = V = 128 on two cores.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kda_core.request import Request
+from kda_core_cpu.sequences import token_counts
+
+_LANE_BUDGET = 1 << 19
+"""State elements (lanes·K·V) of one group: 2 MiB, the second-level caches of two cores."""
+
+_STEP_BUDGET = 1 << 21
+"""State elements of one group of a decoding step: 8 MiB, a third-level cache, because a step reads its states three
+times and not again for later tokens. Half of it costs 10% at 256 lanes (more calls), twice costs 15% at 1,024."""
+
+_WINDOW_BUDGET = 1 << 18
+"""Elements of one [rows, K] operand of one window: 1 MiB; about twelve such operands are live at once. Half of it costs
+10% (more calls), twice gains nothing."""
+
+_ROW_BUDGET = 1 << 19
+"""Elements of one [lanes, tokens, K] operand of the recurrent form when one run serves every token."""
+
+_BACKWARD_SHARE = 2
+"""A backward window has about twice as many operands as a forward one, so it has half the chunks."""
+
+_MIN_CHUNK = 16
+
+_PRODUCT_DIM = 8
+"""Head dimensions of the chunk form's products are multiples of this."""
+
+_RUN = 64
+"""Tokens whose rows are prepared at once; a multiple of the rows that ``RowInputs.load_decays`` corrects together."""
+
+_SLOT_IN_PLACE = 1 << 16
+"""State elements of a sequence from which its slot is updated in place, rather than gathered with others."""
+
+_BAG = 1 << 13
+"""Elements of one state from which a weighted sum of its rows beats a matrix product of two rows."""
+
+
+def rows_per_chunk(request: Request) -> int:
+    """Rows of one chunk, C: ``chunk_size``, or a smaller power of two when every sequence fits one chunk.
+
+    Tensors that ``disable_recompute`` saves have ``chunk_size`` rows: their shape must follow from metadata alone.
+    """
+    longest = request.T if request.cu_seqlens is None else int(token_counts(request).amax()) if request.N else 0
+    if request.disable_recompute or longest >= request.chunk_size:
+        return request.chunk_size
+    return min(request.chunk_size, max(_MIN_CHUNK, 1 << max(0, longest - 1).bit_length()))
+
+
+def product_dims(request: Request) -> tuple[int, int]:
+    """K and V of the chunk form's products: those of ``request``, with channels of zeros up to a multiple of 8.
+
+    MKL sums a member of a batched product in an order that depends on its place in the batch when rows have an odd
+    length or very few elements. A sequence's bits would then depend on the sequences that it is packed with.
+    """
+    K, V = (-(-d // _PRODUCT_DIM) * _PRODUCT_DIM for d in (request.K, request.V))
+    return K, V
+
+
+def group_lanes(K: int, V: int, step: bool = False) -> int:
+    """Lanes of one group, whose states [K, V] stay in cache for a run of tokens, or for one decoding ``step``."""
+    return max(1, (_STEP_BUDGET if step else _LANE_BUDGET) // (K * V))
+
+
+def window_chunks(K: int, V: int, chunk: int, backward: bool = False) -> int:
+    """Chunks of ``chunk`` rows of one window."""
+    chunks = max(1, _WINDOW_BUDGET // (chunk * max(K, V)))
+    return max(1, chunks // _BACKWARD_SHARE) if backward else chunks
+
+
+def run_tokens(request: Request) -> int:
+    """Tokens of one run of the recurrent form."""
+    return max(1, min(_RUN, request.T))
+
+
+def run_lanes(request: Request, lanes: int) -> int:
+    """Lanes whose rows one run prepares, when states are walked ``lanes`` at a time.
+
+    If one run serves every token it prepares the rows of many blocks, because a block's time is mostly torch calls. A
+    longer sequence keeps one block of states in cache from its first run to its last.
+    """
+    run = run_tokens(request)
+    return max(lanes, _ROW_BUDGET // (run * max(request.K, request.V))) if request.T <= run else lanes
+
+
+def updates_slot_in_place(n_heads: int, K: int, V: int) -> bool:
+    """Whether one sequence's states are large enough for torch calls of their own."""
+    return n_heads * K * V >= _SLOT_IN_PLACE
+
+
+def walks_v_first(request: Request) -> bool:
+    """Whether states that are stored V first are also walked V first.
+
+    Rows of an odd length are walked K first: MKL's product would depend on the batch (``product_dims``), a sum of rows
+    does not (``sums_rows``).
+    """
+    return request.state_v_first and request.K % 2 == 0
+
+
+def sums_rows(dtype: torch.dtype, K: int, V: int, v_first: bool) -> bool:
+    """Whether kq·S is a weighted sum of S's rows (an embedding bag), rather than a matrix product.
+
+    The product first copies S into a packed layout, which doubles its time when S comes from memory. The choice
+    depends on one state and never on the batch, so that a row's bits do not depend on the batch either.
+    """
+    return dtype == torch.float32 and not v_first and (K * V >= _BAG or V % 2 == 1)

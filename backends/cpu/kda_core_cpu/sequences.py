@@ -1,0 +1,133 @@
+"""Sequences, chunks and lanes of a request.
+
+A lane is one sequence with one value head. Sequences are ordered from the longest to the shortest and cut
+into chunks of C rows, so that the lanes that are still alive at chunk step i are a prefix of all lanes.
+A group is a block of lanes whose states stay in cache while its sequences are walked; a window (windows.py)
+is a run of its chunk steps. Peak memory of a call is its results, the states of one group and the scratch of
+one window; it does not depend on T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kda_core.lazy_attribute import lazy_attribute
+from kda_core.request import Request
+
+
+def token_counts(request: Request) -> Tensor:
+    """[N] tokens of every sequence, int64."""
+    if request.cu_seqlens is None:
+        return torch.full((request.N,), request.T, dtype=torch.long, device="cpu")
+    return (request.cu_seqlens if request.cu_seqlens_cpu is None else request.cu_seqlens_cpu).long().diff()
+
+
+def chunk_bound(request: Request) -> int:
+    """Chunks of one batch row: exact for dense layouts, an upper bound from metadata alone for packed ones."""
+    if request.cu_seqlens is None:
+        return -(-request.T // request.chunk_size)
+    return request.T // request.chunk_size + request.N
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Places of a request's sequences; index tensors are int64, one element a sequence.
+
+    Attributes:
+        batch: batch row of its tokens.
+        start: first token within that row.
+        length: tokens; zero for a skipped row of a pool.
+        first_chunk: its first chunk in per-chunk results flattened to [B·NT, ...].
+        chunks: NT, chunks of a batch row.
+        ids: the sequences that have work or a state to carry, longest first.
+        packed: all of them lie in batch row 0.
+    """
+
+    batch: Tensor
+    start: Tensor
+    length: Tensor
+    first_chunk: Tensor
+    chunks: int
+    ids: Tensor
+    packed: bool
+
+    @classmethod
+    def of(cls, request: Request, chunk: int, skip: Tensor | None = None) -> Sequences:
+        """Lay out ``request`` in chunks of ``chunk`` rows; ``skip`` [N] marks rows that must not be touched."""
+        N, length = request.N, token_counts(request)
+        counts = (length + chunk - 1) // chunk
+        first_chunk = counts.cumsum(0) - counts
+        packed = request.cu_seqlens is not None
+        if packed:
+            start, batch = length.cumsum(0) - length, torch.zeros(N, dtype=torch.long, device="cpu")
+            chunks = int(counts.sum())
+            ids = length.argsort(descending=True, stable=True)
+        else:
+            start, batch = torch.zeros(N, dtype=torch.long, device="cpu"), torch.arange(N, device="cpu")
+            chunks = -(-request.T // chunk)
+            ids = batch
+        if skip is not None:
+            length = length.masked_fill(skip, 0)
+            ids = ids[~skip[ids]]
+        return cls(batch, start, length, first_chunk, chunks, ids, packed)
+
+
+@dataclass(frozen=True)
+class Group:
+    """A block of lanes: sequences ``ids`` (longest first) with value heads ``heads``.
+
+    ``alive[i]`` is the number of its sequences that have a chunk at step i.
+    """
+
+    sequences: Sequences
+    ids: Tensor
+    heads: slice
+    chunk: int
+    alive: list[int]
+
+    @property
+    def n_heads(self) -> int:
+        return self.heads.stop - self.heads.start
+
+    @lazy_attribute
+    def span(self) -> slice | None:
+        """The sequences as a slice when they are neighbours in order, else None."""
+        first, n = int(self.ids[0]), len(self.ids)
+        neighbours = n == 1 or bool((self.ids == torch.arange(first, first + n, device="cpu")).all())
+        return slice(first, first + n) if neighbours else None
+
+    def rows_of(self, x: Tensor) -> Tensor:
+        """[n, heads, ...] of ``x`` [N, HV, ...]: a view when the sequences are neighbours, else a copy."""
+        return x[self.ids if self.span is None else self.span, self.heads]
+
+    def windows(self, budget: int) -> list[tuple[int, int]]:
+        """Cut the steps into windows [i0, i1) of at most ``budget`` chunks (but at least one step) each."""
+        cuts, i0, size = [], 0, 0
+        for i, alive in enumerate(self.alive):
+            chunks = alive * self.n_heads
+            if i > i0 and size + chunks > budget:
+                cuts.append((i0, i))
+                i0, size = i, 0
+            size += chunks
+        if self.alive:
+            cuts.append((i0, len(self.alive)))
+        return cuts
+
+
+def lane_groups(sequences: Sequences, request: Request, chunk: int, lanes: int) -> Iterator[Group]:
+    """Cut all lanes into groups of about ``lanes``; the value heads of one query head stay together."""
+    shared = request.HV // request.H
+    heads = shared * min(request.H, max(1, lanes // shared))
+    count = max(1, lanes // heads)
+    for ids in sequences.ids.split(count):
+        if len(ids) == 0:
+            continue
+        chunks = (sequences.length[ids] + chunk - 1) // chunk
+        steps = int(chunks[0])
+        alive = (len(ids) - chunks.bincount(minlength=steps + 1).cumsum(0)[:steps]).tolist()
+        for h in range(0, request.HV, heads):
+            yield Group(sequences, ids, slice(h, min(h + heads, request.HV)), chunk, alive)
