@@ -11,23 +11,20 @@ import torch
 from torch import Tensor
 
 from kda_core import reference
-from kda_core.bench.peers import Forward, Peer, import_failure, with_pool
+from kda_core.bench.peers import Forward, GpuPeer, with_pool
 from kda_core.bench.workload import DATA, Call, Problem, Work
 
 
-class CudnnFrontend(Peer):
+class CudnnFrontend(GpuPeer):
     """``cudnn.linear_attention.kimi_delta_attention``: tokens in one row, states V first.
 
-    In inference the bounded gate, norms and sigmoid are its own. Its backward takes unit keys, decays and beta:
-    those are given to it ready made, and gradients of what was made beforehand are not compared.
+    In inference it computes the bounded gate, norms and sigmoid. Its backward takes normalised q and k, log decays and
+    beta: they are computed before the timed call, and their gradients are not compared.
     """
 
     name = "cudnn-frontend"
-
-    def unavailable(self, device: torch.device) -> str | None:
-        if device.type == "cpu":
-            return "its kernels need a GPU"
-        return import_failure("cudnn.linear_attention.ops", "pip install the wheel of cudnn-frontend 1.32")
+    module = "cudnn.linear_attention.ops"
+    install = "pip install the wheel of cudnn-frontend 1.32"
 
     def version(self) -> str:
         import cudnn
@@ -49,7 +46,7 @@ class CudnnFrontend(Peer):
     def note(self, problem: Problem) -> str:
         if problem.training:
             return "norms, gate and sigmoid computed beforehand, not timed"
-        return "states gathered and scattered in the call" if problem.shape.pool else ""
+        return super().note(problem)
 
     def prepare(self, work: Work) -> Call:
         from cudnn.linear_attention import kimi_delta_attention
@@ -77,7 +74,7 @@ class CudnnFrontend(Peer):
 
 
 def _rows(work: Work) -> list[Tensor]:
-    """q, k, v, g and beta as the operator takes them: raw in inference, ready made in training."""
+    """q, k, v, g and beta as the operator takes them: raw in inference; normalised, log decay and beta in training."""
     x = work.tensors
     if not work.problem.training:
         return [x[n] for n in DATA]

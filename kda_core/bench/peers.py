@@ -1,9 +1,4 @@
-"""Implementations of KDA that a benchmark can stand beside each other, each imported when it is asked for.
-
-``unavailable`` says why a peer cannot run on a device, ``refuses`` why it takes no call like a given one, and
-``prepare`` turns a problem's inputs into those that the peer takes and returns the call to be timed. What a call
-computes beyond its kernel, and what was computed before it, is said by ``note``.
-"""
+"""Implementations of KDA that a benchmark compares. A peer's library is imported when the peer is asked for."""
 
 from __future__ import annotations
 
@@ -12,6 +7,7 @@ import inspect
 import logging
 import os
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -26,6 +22,7 @@ from kda_core.bench.workload import Call, Problem, Work
 
 OURS = "kda_core"
 CHUNK = 64
+BENCH_EXTRA = 'pip install "kda-core[bench]"'
 Forward = tuple[Tensor, Tensor | None]
 
 
@@ -48,7 +45,7 @@ def import_failure(module: str, install: str) -> str | None:
             importlib.import_module(module)
     except ModuleNotFoundError as error:
         return f"{error.name} is not installed: {install}"
-    # A library that is there may fail in any way while it looks for its own compiler or device.
+    # An installed library may fail in any way while it looks for its own compiler or device.
     except Exception as error:
         return f"import failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return None
@@ -62,30 +59,36 @@ def version_of(distribution: str) -> str:
         return "unknown"
 
 
-class Peer:
-    """An implementation; subclasses say what it takes."""
+class Peer(ABC):
+    """An implementation of KDA.
 
-    name = ""
+    Attributes:
+        name: its name in tables and in ``--peers``.
+        distribution: the installed distribution whose version is reported.
+    """
 
+    name: str
+    distribution: str
+
+    @abstractmethod
     def unavailable(self, device: torch.device) -> str | None:
         """Why it cannot run on the device, or None."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def prepare(self, work: Work) -> Call:
+        """Turn a problem's inputs into those that it takes; returns the call to be timed."""
 
     def version(self) -> str:
         """Its version; called only where it is available."""
-        raise NotImplementedError
+        return version_of(self.distribution)
 
     def refuses(self, problem: Problem) -> str | None:
         """Why it does not take calls of this kind, or None."""
-        raise NotImplementedError
+        return None
 
     def note(self, problem: Problem) -> str:
-        """What a reader of its time has to know."""
+        """Work that is timed beside its kernels, or that was done before the timed call; "" if there is none."""
         return ""
-
-    def prepare(self, work: Work) -> Call:
-        """The call that is timed."""
-        raise NotImplementedError
 
 
 class Ours(Peer):
@@ -102,16 +105,13 @@ class Ours(Peer):
     def version(self) -> str:
         return kda_core.__version__
 
-    def refuses(self, problem: Problem) -> str | None:
-        return None
-
     def prepare(self, work: Work) -> Call:
         arguments: dict[str, Any] = work.tensors | work.options | {"backend": self.backend}
         return work.call(lambda: kda_core.chunk_kda(**arguments)[:2])
 
 
 def with_pool(work: Work, function: Callable[[Tensor | None], Forward]) -> Callable[[], Forward]:
-    """A call that takes states rather than a pool's slots: gathered before it, scattered after it, both timed."""
+    """A call of a function that takes states: a pool's slots are gathered before and scattered after it, both timed."""
     if work.problem.training:
         return lambda: function(None)
     state = work.tensors["initial_state"]
@@ -129,27 +129,40 @@ def with_pool(work: Work, function: Callable[[Tensor | None], Forward]) -> Calla
     return paged
 
 
-class Fla(Peer):
+class GpuPeer(Peer):
+    """A library of GPU kernels that takes states and no pool.
+
+    Attributes:
+        module: the module that must import.
+        install: the command that installs it.
+    """
+
+    module: str
+    install: str
+
+    def unavailable(self, device: torch.device) -> str | None:
+        return "its kernels need a GPU" if device.type == "cpu" else import_failure(self.module, self.install)
+
+    def note(self, problem: Problem) -> str:
+        return "states gathered and scattered in the call" if problem.shape.pool else ""
+
+
+class Fla(GpuPeer):
     """``fla.ops.kda.chunk_kda`` with the same arguments as ours."""
 
     name = "fla"
+    distribution = "fla-core"
+    module = "fla.ops.kda"
+    install = BENCH_EXTRA
 
     def unavailable(self, device: torch.device) -> str | None:
-        if device.type == "cpu":
-            return "its kernels need a GPU"
-        # Where FlashKDA is installed fla would hand calls to it; that is a peer of its own.
+        # With FlashKDA installed fla would pass calls on to it; FlashKDA is a peer of its own.
         os.environ.setdefault("FLA_FLASH_KDA", "0")
-        return import_failure("fla.ops.kda", 'pip install "kda-core[bench]"')
-
-    def version(self) -> str:
-        return version_of("fla-core")
+        return super().unavailable(device)
 
     def refuses(self, problem: Problem) -> str | None:
         shape = problem.shape
         return f"K: at most 256, got {shape.K}" if shape.K > 256 else None
-
-    def note(self, problem: Problem) -> str:
-        return "states gathered and scattered in the call" if problem.shape.pool else ""
 
     def prepare(self, work: Work) -> Call:
         from fla.ops.kda import chunk_kda
@@ -167,18 +180,11 @@ class Fla(Peer):
 _STATE = ("initial_state", "ssm_state_indices")
 
 
-class FlashKda(Peer):
+class FlashKda(GpuPeer):
     """``flash_kda.fwd`` (CUTLASS): inference with everything in the kernel."""
 
-    name = "flash_kda"
-
-    def unavailable(self, device: torch.device) -> str | None:
-        if device.type == "cpu":
-            return "its kernels need a GPU"
-        return import_failure("flash_kda", "build it from github.com/MoonshotAI/FlashKDA")
-
-    def version(self) -> str:
-        return version_of("flash_kda")
+    name = distribution = module = "flash_kda"
+    install = "build it from github.com/MoonshotAI/FlashKDA"
 
     def refuses(self, problem: Problem) -> str | None:
         shape = problem.shape
@@ -191,9 +197,6 @@ class FlashKda(Peer):
         if (shape.K, shape.V) != (128, 128) or shape.H != shape.HV:
             return "it takes K = V = 128 and H = HV only"
         return None
-
-    def note(self, problem: Problem) -> str:
-        return "states gathered and scattered in the call" if problem.shape.pool else ""
 
     def prepare(self, work: Work) -> Call:
         import flash_kda
@@ -220,13 +223,12 @@ class FlashKda(Peer):
 
 
 class _TorchPeer(Peer):
-    """Torch code that takes log decays and beta themselves; gate, norms and sigmoid are part of the timed call."""
+    """Torch code that takes log decays and beta; gate, norms and sigmoid are computed in the timed call."""
 
-    install = 'pip install "kda-core[bench]"'
-    module = ""
+    module: str
 
     def unavailable(self, device: torch.device) -> str | None:
-        return import_failure(self.module, self.install) if device.type == "cpu" else "torch code, timed on CPUs only"
+        return import_failure(self.module, BENCH_EXTRA) if device.type == "cpu" else "torch code, timed on CPUs only"
 
     def refuses(self, problem: Problem) -> str | None:
         return "it takes no packed sequences" if problem.shape.lengths else None
@@ -234,9 +236,9 @@ class _TorchPeer(Peer):
     def note(self, problem: Problem) -> str:
         return "norms in torch" if problem.gate == "given" else "gate, norms and sigmoid in torch"
 
+    @abstractmethod
     def function(self) -> Callable[..., Forward]:
-        """A function of normalised q, k and of v, log decay, beta, initial_state (K first) and output_final_state."""
-        raise NotImplementedError
+        """A function of normalised q, k, then v, log decay, beta, initial_state (K first) and output_final_state."""
 
     def prepare(self, work: Work) -> Call:
         function = self.function()
@@ -261,10 +263,8 @@ class NaiveChunk(_TorchPeer):
     """fla's torch code of the chunk form."""
 
     name = "fla naive_chunk"
+    distribution = "fla-core"
     module = "fla.ops.kda.naive"
-
-    def version(self) -> str:
-        return version_of("fla-core")
 
     def refuses(self, problem: Problem) -> str | None:
         if problem.training:
@@ -283,10 +283,8 @@ class NaiveRecurrent(_TorchPeer):
     """fla's torch code of the token recurrence."""
 
     name = "fla naive_recurrent"
+    distribution = "fla-core"
     module = "fla.ops.kda.naive"
-
-    def version(self) -> str:
-        return version_of("fla-core")
 
     def refuses(self, problem: Problem) -> str | None:
         return "timed in inference only" if problem.training else super().refuses(problem)
@@ -300,11 +298,8 @@ class NaiveRecurrent(_TorchPeer):
 class Transformers(_TorchPeer):
     """The torch fallback of transformers' kimi_linear."""
 
-    name = "transformers"
+    name = distribution = "transformers"
     module = "transformers.models.kimi_linear.modeling_kimi_linear"
-
-    def version(self) -> str:
-        return version_of("transformers")
 
     def refuses(self, problem: Problem) -> str | None:
         if problem.shape.H != problem.shape.HV:
@@ -314,7 +309,7 @@ class Transformers(_TorchPeer):
     def function(self) -> Callable[..., Forward]:
         with _quiet():
             model = importlib.import_module(self.module)
-        # With fla installed the name stands for its GPU kernel; beneath lies the torch code.
+        # With fla installed the name is a wrapper of its GPU kernel; unwrapped it is the torch code.
         return inspect.unwrap(model.chunk_kimi_delta_attention)
 
 

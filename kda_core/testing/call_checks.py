@@ -1,8 +1,8 @@
 """Checks one call of a running program against the float64 reference (``kda_core.checked_calls``); needs no pytest.
 
-Before the backend runs, inputs are looked through for numbers that are not finite, and what the reference needs is
-copied to the CPU. Afterwards results are looked through, compared within the kit's budget (``budgets``), and memory
-that the call must not write is compared with what it was.
+Before the backend runs, the check looks for inputs that are not finite and copies the reference's inputs to the CPU.
+Afterwards it looks for results that are not finite, compares results within the kit's budget (``budgets``), and
+compares memory that the call must not write with its state before the call.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import random
 import threading
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -42,14 +43,14 @@ SUMS_OVER_TOKENS = ("dA_log", "ddt_bias")
 
 _choice = random.Random(0)
 _comparing = threading.Lock()
-"""References and budgets are remembered for all threads, and set how many threads torch takes."""
+"""References and budgets are cached for all threads, and set the number of torch's threads."""
 _dumped: list[CheckSettings] = []
 
 
 def run_checked(
     backend: Backend, hook: str, caller: Callable[..., Any], request: AnyRequest, settings: CheckSettings
 ) -> Any:
-    """Call a backend's hook and check what came of it.
+    """Call a backend's hook and check its results.
 
     Raises:
         CheckFailed: unless the settings say to warn.
@@ -71,7 +72,7 @@ def run_checked(
     if not isinstance(result, (ForwardResult, BackwardResult, Tensor)):
         return result  # the router says what a hook must return
     with torch.no_grad():
-        # Where inputs were not finite the results are not either: that has been said.
+        # Inputs that are not finite make results that are not finite: report them once.
         problems = [] if before else check.problems_after(result)
         if problems:
             check.report(problems, result)
@@ -79,18 +80,18 @@ def run_checked(
 
 
 def is_captured(device: torch.device) -> bool:
-    """Whether calls are being recorded into a graph, during which nothing may be read."""
+    """Whether a graph is being captured; values cannot be read then."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def on_fresh_thread(compute: Callable[[], Result]) -> Result:
-    """Compute where autograd records and no mode is on: inside an operator neither holds for the calling thread."""
+    """Compute on a thread where autograd records and no torch mode is on, unlike the thread inside an operator."""
     with _comparing, ThreadPoolExecutor(max_workers=1) as executor:
         return executor.submit(compute).result()
 
 
 def _renew_lock() -> None:
-    """In a forked child nobody is left to release the parent's."""
+    """A forked child needs a new lock: the thread that held the parent's does not exist there."""
     global _comparing
     _comparing = threading.Lock()
 
@@ -107,7 +108,7 @@ def bit_sum(t: Tensor, by_slot: bool = False) -> Tensor:
 
 
 def describe(name: str, got: Tensor, expected: Tensor, error: budgets.Error, budget: Budget, slack: float, at: str):
-    """One sentence on a result that is off."""
+    """One sentence on a result outside its budget."""
     there, wanted = (", ".join(f"{x:.5g}" for x in t[error.where].flatten()[:3].tolist()) for t in (got, expected))
     widened = "" if slack == 1 else f", widened by the backend's declared slack {slack}"
     return (
@@ -116,8 +117,8 @@ def describe(name: str, got: Tensor, expected: Tensor, error: budgets.Error, bud
     )
 
 
-class _Check:
-    """What the checks of all calls have in common."""
+class _Check(ABC):
+    """The check of one call: inputs before it, results and untouched memory after it."""
 
     def __init__(self, backend: Backend, request: Any, is_backward: bool, settings: CheckSettings) -> None:
         self.backend, self.request, self.settings = backend, request, settings
@@ -126,11 +127,11 @@ class _Check:
         self.before: dict[str, Tensor] = {}
 
     def remember_inputs(self, written: frozenset[str]) -> None:
-        """Keep a sum of every input's bits, those aside that the call writes."""
+        """Keep a sum of the bits of every input that the call must not write."""
         self.before = {n: bit_sum(t) for n, t in self.tensors.items() if n not in written and t.numel()}
 
     def modified_inputs(self) -> list[str]:
-        """The inputs that are not what they were."""
+        """Inputs whose bits have changed."""
         return [
             f"{name}: the backend modified it; only a pool and out may be written"
             for name, old in self.before.items()
@@ -138,7 +139,7 @@ class _Check:
         ]
 
     def misshapen(self, results: dict[str, Tensor]) -> list[str]:
-        """The results that have another shape or dtype than the contract says."""
+        """Results whose shape or dtype breaks the contract."""
         expected = self.expected_kinds()
         return [
             f"{name}: expected shape {list(shape)} in {dtype}, got {list(results[name].shape)} in {results[name].dtype}"
@@ -167,7 +168,7 @@ class _Check:
         dtype: torch.dtype,
         place: Callable[[str, tuple[int, ...]], str],
     ) -> list[str]:
-        """What of ``got`` lies outside its budget."""
+        """Results of ``got`` outside their budgets, a sentence each."""
         problems = []
         for name, found in got.items():
             exact, stored, budget = expected[name]
@@ -191,7 +192,7 @@ class _Check:
             try:
                 torch.save(self.as_saved(problems, result), dump)
                 message += f"\nsaved in {dump}"
-            except (OSError, RuntimeError) as error:  # what is wrong with the call must be said all the same
+            except (OSError, RuntimeError) as error:  # still report the call
                 message += f"\ncould not be saved in {dump}: {error}"
         if self.settings.warn:
             warnings.warn(message, CheckWarning, stacklevel=4)
@@ -201,20 +202,28 @@ class _Check:
         failure.problems = tuple(problems)
         raise failure
 
+    @abstractmethod
+    def problems_before(self) -> list[str]:
+        """Look at the inputs, and copy what the reference needs to the CPU."""
+
+    @abstractmethod
+    def problems_after(self, result: Any) -> list[str]:
+        """Look at the results and compare them with the reference."""
+
+    @abstractmethod
     def compared(self) -> str:
         """Which part of the call is compared with the reference."""
-        raise NotImplementedError
 
+    @abstractmethod
     def options(self) -> dict[str, Any]:
         """The call's options, by their public names."""
-        raise NotImplementedError
 
     def saved_tensors(self) -> dict[str, Tensor]:
         """The call's tensors as they were before it."""
         return {n: t for n, t in self.tensors.items() if not n.startswith("grad_")}
 
     def results(self, result: Any) -> dict[str, Tensor]:
-        """What the backend returned, by name."""
+        """The backend's results, by name."""
         if self.direction == "backward":
             return {f"d{n}": t for n, t in result.grads.items() if n in self.request.needs_grad}
         if isinstance(result, Tensor):
@@ -228,7 +237,7 @@ class _Check:
         for name, t in self.tensors.items():
             line = f"{name}: {list(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device}"
             line += "" if t.is_contiguous() else f", strides {t.stride()}"
-            # A pool may be large, and what it holds beside the call's slots is no part of the call.
+            # Only the slots of a pool that the call uses are part of the call.
             values = self.saved_tensors().get(name, t)
             if values.numel():
                 low, high = (x.item() for x in values.detach().aminmax())
@@ -237,7 +246,7 @@ class _Check:
         return [*lines, ", ".join(f"{n}={v!r}" for n, v in self.options().items() if v not in (None, False))]
 
     def as_saved(self, problems: list[str], result: Any) -> dict[str, Any]:
-        """The call for ``torch.save``, so that it can be made again: plain tensors on the CPU, numbers and strings."""
+        """Everything that is needed to repeat the call, for ``torch.save``: CPU tensors, numbers and strings."""
 
         def copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             return {n: t.detach().to("cpu", copy=True) for n, t in tensors.items()}
@@ -341,7 +350,7 @@ class _CallCheck(_Check):
         return found
 
     def _sampled(self, results: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The sample's part of the results, as far as the sample decides them."""
+        """The results that the sample determines, cut to the sample."""
         sample, found = self.sample, {}
         complete = sample.tokens is None
         for name, t in results.items():
@@ -416,7 +425,7 @@ class _GateCheck(_Check):
 
     def problems_after(self, result: Any) -> list[str]:
         results = self.results(result)
-        # An infinite input stands for its limit, which the reference has no finite number for.
+        # The reference has no finite number for the limit that an infinite input stands for.
         limits = bool(self.sampled["g"].isinf().any())
         problems = self.modified_inputs() + self.misshapen(results)
         if problems:
