@@ -75,7 +75,7 @@ class ByteLM(nn.Module):
     def forward(self, tokens: Tensor, caches: list[MixerCache] | None = None) -> Tensor:
         """Predict the byte behind each of ``tokens`` [B, T] (int64): logits [B, T, 256].
 
-        With ``caches`` (from ``new_caches``) the tokens go on where the last call ended.
+        With ``caches`` (from ``new_caches``) the tokens continue those of the last call.
         """
         x = self.embedding(tokens)
         for i, block in enumerate(self.blocks):

@@ -25,7 +25,7 @@ STEP_RANGE = (1e-3, 1e-1)
 
 @dataclass
 class MixerCache:
-    """What one mixer remembers of the tokens it has seen; its size does not depend on their number.
+    """State of one mixer after the tokens so far; its size does not depend on their number.
 
     Attributes:
         state: [B, H, K, K] float32, the state of the recurrence.
@@ -84,7 +84,7 @@ class KimiDeltaAttention(nn.Module):
         self.out = nn.Linear(inner, dim, bias=False)
 
     def forward(self, x: Tensor, cache: MixerCache | None = None) -> Tensor:
-        """Mix tokens; with a ``cache``, go on behind the tokens that it has seen and bring it up to date."""
+        """Mix tokens; with a ``cache``, continue after its tokens and update it."""
         qkv, conv = self.short_conv(self.qkv(x), None if cache is None else cache.conv)
         q, k, v = (t.unflatten(-1, (self.heads, -1)) for t in qkv.chunk(3, dim=-1))
         inputs = {
@@ -104,7 +104,7 @@ class KimiDeltaAttention(nn.Module):
         elif cache.state is None or x.shape[1] > 1:
             o, state = kda_core.chunk_kda(**inputs, initial_state=cache.state, output_final_state=True)
         else:
-            # One token: the state is advanced where it lies, which saves a copy.
+            # One token: advance the state in place, which saves a copy.
             o, state = kda_core.fused_recurrent_kda(
                 **inputs, initial_state=cache.state, output_final_state=True, inplace_final_state=True
             )

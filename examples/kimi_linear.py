@@ -4,8 +4,8 @@
     python examples/kimi_linear.py                        # a small model with random weights, on the best device
     python examples/kimi_linear.py --tokens 2000 --device cpu
 
-``on_kda_core()`` is all that a program of its own needs. Linear-attention layers then train and generate on whatever
-backend serves their tensors; attention, short convolutions and experts stay transformers' own.
+Another program needs only ``on_kda_core()``: the linear-attention layers then train and generate on the backend that
+serves their tensors. Attention, short convolutions and experts stay transformers' own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CHUNK, STEP = "chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"
 def chunk_kda(q: Tensor, k: Tensor, v: Tensor, *, cu_seq_lens_q: Tensor | None = None, **given: Any):
     """``kda_core.chunk_kda`` as a layer calls it; packed documents (``cu_seq_lens_q``) share no state.
 
-    Without the package causal_conv1d the layer's short convolution looks across their borders all the same.
+    Without the package causal_conv1d the layer's short convolution still mixes tokens across their borders.
     """
     return kda_core.chunk_kda(q, k, v, cu_seqlens=cu_seq_lens_q, **_of_the_operator(given))
 
@@ -44,7 +44,7 @@ def fused_recurrent_kda(q: Tensor, k: Tensor, v: Tensor, **given: Any):
 
 
 def _of_the_operator(given: dict[str, Any]) -> dict[str, Any]:
-    # Layers pass on whatever the model was called with.
+    # Layers pass on every argument of the model's call.
     names = ("g", "beta", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
     return {name: given[name] for name in names}
 
@@ -68,7 +68,7 @@ def on_kda_core():
 
 
 def on_torch():
-    """The same with transformers' torch code, which fla's kernels hide where fla is installed."""
+    """Let them compute it with transformers' torch code, also where fla is installed; a context manager."""
     return operators(*(inspect.unwrap(getattr(modeling_kimi_linear, name)) for name in (CHUNK, STEP)))
 
 
@@ -110,7 +110,7 @@ def write(model: KimiLinearForCausalLM, prompt: Tensor, length: int) -> Tensor:
 
 
 def timed(action: Callable[[], Any]) -> tuple[Any, float]:
-    """What an action answers, and the seconds that it takes."""
+    """The result of an action, and the seconds that it takes."""
     start = time.perf_counter()
     result = action()
     if torch.accelerator.is_available():
@@ -135,7 +135,7 @@ def main(
     expected: tuple[Tensor, ...] = ()
     for name, using in (("torch code", on_torch), ("kda_core", on_kda_core)):
         with using():
-            step(model, text)  # whatever is made or compiled once
+            step(model, text)  # compile and allocate before the timing
             (logits, gradients), training = timed(lambda: step(model, text))
             written, writing = timed(lambda: write(model, text[:, : tokens // 2], 32))
         expected = expected or (logits, gradients, written)

@@ -87,7 +87,7 @@ def train(trainer: Trainer, folder: Path) -> None:
 
 
 def write(model: ByteLM, prompt: str, length: int, temperature: float, top_k: int, seed: int) -> None:
-    """Stream ``prompt`` and what the model makes of it to the terminal."""
+    """Stream ``prompt`` and its continuation to the terminal."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     console.rule("generated text")
     sys.stdout.write(prompt)
@@ -191,7 +191,7 @@ def main(
 
 
 def run(arguments: list[str] | None = None) -> None:
-    """Run the command line; whoever is at the terminal gets a line, not a traceback, for what they can mend."""
+    """Run the command line; errors that the user can fix are one line, not a traceback."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(main)
     try:

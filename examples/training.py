@@ -24,7 +24,7 @@ MAX_GRADIENT_NORM = 1.0
 
 
 class ExampleError(Exception):
-    """Something that the person at the terminal can mend; the message says how."""
+    """An error that the user can fix; the message says how."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class Text:
 def python_help_text() -> bytes:
     """The language reference behind Python's ``help()``, every paragraph once.
 
-    Its topics quote each other at length; without the repetitions, nothing longer than a line of the
-    held-out tail has been seen in training.
+    Its topics quote each other at length; without the repetitions, training sees at most single lines of the
+    held-out tail.
     """
     try:
         from pydoc_data.topics import topics
@@ -82,7 +82,7 @@ def python_help_text() -> bytes:
 
 
 class Trainer:
-    """A model in training, and everything that a checkpoint keeps of it.
+    """A model in training, with everything that a checkpoint stores.
 
     Attributes:
         history: training loss of every step, in nats a byte.
@@ -152,7 +152,7 @@ class Trainer:
         return self.config.learning_rate * warmup * (FINAL_LEARNING_RATE + (1 - FINAL_LEARNING_RATE) * cosine)
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint; an older one at the same place stays whole until this one is."""
+        """Write a checkpoint; an older one at the same path stays complete until this one is."""
         unfinished = path.with_suffix(".unfinished")
         torch.save(
             {
@@ -168,7 +168,7 @@ class Trainer:
         os.replace(unfinished, path)
 
     def restore(self, checkpoint: dict) -> None:
-        """Go on where a checkpoint (from ``read_checkpoint``) was written."""
+        """Continue from a checkpoint (from ``read_checkpoint``)."""
         self.model.load_state_dict(checkpoint["model"])
         self.optimizer.load_state_dict(checkpoint["optimizer"])
         self.history = checkpoint["history"]

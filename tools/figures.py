@@ -3,8 +3,8 @@
     python tools/figures.py            # write the tables into the pages and the plots into docs/images
     python tools/figures.py --check    # change nothing; status 1, with the names, when something is out of date
 
-A table stands in a page between ``<!-- table: NAME -->`` and ``<!-- end of table -->``. The files in ``docs/data`` are
-those that ``kda bench --json`` writes (schema 1): put a new measurement in the place of an old one and run this script.
+A table is in a page between ``<!-- table: NAME -->`` and ``<!-- end of table -->``. The files in ``docs/data`` are
+those of ``kda bench --json`` (schema 1): replace an old measurement with a new one and run this script.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def replayed(row: Row, name: str) -> float | None:
 
 
 def ratio(row: Row, name: str) -> float | None:
-    """How many times the time of ours another one's is."""
+    """Another implementation's time over ours."""
     theirs, ours = median(row, name), median(row, OURS)
     return None if theirs is None or ours is None else theirs / ours
 
@@ -98,7 +98,7 @@ def short(value: float | None) -> str:
 
 
 def digits(value: float | None) -> str:
-    """Three significant digits, or three decimals, so that the figures of a column are alike."""
+    """Three significant digits or three decimals, the same for a whole column."""
     if value is None:
         return ""
     if value < 1:
@@ -131,7 +131,7 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def label(row: Row) -> str:
-    """B, T, H, K of a row, and what is special about it."""
+    """B, T, H, K of a row, and the rest of its shape."""
     s = row["sizes"]
     text = f"{s['B']}, {s['T']}, {s['H']}, {s['K']}"
     text += f", V = {s['V']}" if s["V"] != s["K"] else ""
@@ -141,7 +141,7 @@ def label(row: Row) -> str:
 
 
 def machine(name: str) -> str:
-    """What a measurement was made with, as a sentence."""
+    """Machine and versions of a measurement, as a sentence."""
     environment = read(name)["environment"]
     versions = [f"{n} {v}" for n, v in environment["versions"].items() if n != OURS]
     return f"{environment['device']}; {', '.join(versions)}; {environment['date']}."
@@ -299,7 +299,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def filled(page: str) -> str:
-    """The text of a page with every table as the data give it."""
+    """The text of a page with its tables made anew from the data."""
     return SLOT.sub(lambda m: f"{m[1]}\n{TABLES[m['name']]()}\n\n{m[3]}", page)
 
 
@@ -384,7 +384,7 @@ PLOTS: dict[str, tuple[str, Callable[[Any], None], tuple[float, float]]] = {
 
 
 def digest(data: str) -> str:
-    """What ties a plot to its data: renderers differ between versions, numbers do not."""
+    """A digest of a plot's data; the SVG itself differs between versions of matplotlib."""
     return hashlib.sha256((DATA / f"{data}.json").read_bytes()).hexdigest()[:16]
 
 
@@ -402,7 +402,7 @@ def draw(name: str) -> None:
 
 
 def stale() -> Iterator[str]:
-    """Pages and plots that are not what the data give."""
+    """Pages and plots that differ from the data."""
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         if filled(text) != text:

@@ -54,7 +54,7 @@ def common_version(root: Path = ROOT) -> str:
 
 
 def check_final(version: str, changelog: str, changes: str) -> None:
-    """What only the release itself has to satisfy.
+    """Conditions that only the release itself must meet.
 
     Args:
         version: of all packages. changelog: text of CHANGELOG.md. changes: what ``git status --porcelain`` prints.
@@ -86,7 +86,7 @@ def check_contents(wheel: Path, package: str, sources: Path) -> None:
 
 
 def run(*command: object, cwd: Path = ROOT) -> None:
-    """Run a command that must succeed, without what the caller's shell says to Python or to kda_core."""
+    """Run a command that must succeed, without the caller's variables for Python and kda_core."""
     print("$", *command, flush=True)
     environment = {n: v for n, v in os.environ.items() if not n.startswith(("KDA_", "PYTHONPATH"))}
     subprocess.run([str(part) for part in command], cwd=cwd, env=environment, check=True)
@@ -105,12 +105,12 @@ def verify_installed(wheels: list[Path], torch: str) -> None:
     shutil.rmtree(CLEAN, ignore_errors=True)
     run(sys.executable, "-m", "venv", CLEAN)
     pip = [CLEAN / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-compile"]
-    # torch comes first and alone: a plain requirement of it might fetch another build, of several gigabytes.
+    # Install torch first and alone: a plain requirement of it may fetch another build, of several gigabytes.
     run(*pip, "--constraint", CONSTRAINTS, torch)
     core, *backends = wheels
     run(*pip, "--constraint", CONSTRAINTS, f"{core}[cli]", *backends)
     run(CLEAN / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "check")
-    # Not in the checkout, whose kda_core must not be taken for the wheel's.
+    # Outside the checkout, whose kda_core would hide the wheel's.
     for command in ("info", "verify"):
         run(CLEAN / "bin" / "kda", command, cwd=CLEAN)
 

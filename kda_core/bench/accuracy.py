@@ -1,10 +1,10 @@
 """Suite ``accuracy``: relative errors of every output and gradient of ``chunk_kda`` against the float64 oracle.
 
 Every implementation gets the same inputs and the same gradients of o and of the final state. The error of a result x
-is |x - r| / |r| with the oracle's r, computed in float64 from the inputs as they were rounded. With ``--draws`` it is
-the root mean square over so many draws of a case's inputs: one draw's errors move by a tenth, and those of dA_log, one
-number a head, by more. ``--one-config`` takes the first configuration of each list of a peer's autotuners, whose
-choice changes tiles and not precisions, and spares minutes.
+is |x - r| / |r| with the oracle's r, computed in float64 from the rounded inputs. With ``--draws`` it is the root mean
+square over that many draws of the inputs: errors vary by a tenth between draws, those of dA_log by more. With
+``--one-config`` a peer's autotuners take their first configuration, which saves minutes and changes tiles, not
+precision.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _functions(session: Session) -> dict[str, Function]:
 
 
 def take_first_configurations() -> None:
-    """Make every autotuner of Triton that is defined from now on have one configuration: before a peer's import."""
+    """Give every Triton autotuner that is defined from now on one configuration; call before a peer is imported."""
     from triton.runtime.autotuner import Autotuner
 
     tune = Autotuner.__init__
@@ -117,7 +117,7 @@ def oracle(call: Call, device: torch.device) -> dict[str, Tensor]:
 
 
 def results(function: Function, call: Call, device: torch.device) -> dict[str, Tensor]:
-    """The same of an implementation."""
+    """Results and gradients of an implementation."""
     there = {n: t.to(device) for n, t in call.tensors.items()}
     leaves = {n: there[n].requires_grad_() for n in DIFFERENTIABLE if n in there}
     o, final_state = function(**there, **call.options)[:2]
@@ -149,7 +149,7 @@ def measure(case: Case, functions: dict[str, Function], device: torch.device, dr
                 continue
             try:
                 found[name].append(errors(results(function, call, device), expected))
-            # Another library's failure is a result, and ours is reported as one.
+            # Any library may fail in any way, and its failure is a row of the table.
             except Exception as error:
                 left_out[name] = failure(error)
     implementations = {
@@ -168,5 +168,5 @@ def measure(case: Case, functions: dict[str, Function], device: torch.device, dr
 
 
 def root_mean_square(draws: list[dict[str, float]]) -> dict[str, float]:
-    """Of every output over the draws."""
+    """Root mean square over the draws, by output."""
     return {n: math.sqrt(sum(d[n] ** 2 for d in draws) / len(draws)) for n in draws[0]}

@@ -1,4 +1,4 @@
-"""Tables of the suite ``accuracy``, for the terminal and as Markdown, out of rows as they are in the JSON."""
+"""Tables of the suite ``accuracy``, for the terminal and as Markdown, from the rows of the JSON."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def tables(rows: list[Row], content: dict[str, Any]) -> list[Table]:
 
 
 def compared(rows: list[Row], other: str = "fla") -> list[tuple[str, str, str, str]]:
-    """Where our error is larger than the other's: how much, also draw by draw, and how sure that is."""
+    """Outputs whose error exceeds the other's: by how much, in how many draws, and how significant that is."""
     found = []
     for row in rows:
         if not {OURS, other} <= row["implementations"].keys():
@@ -66,7 +66,7 @@ def compared(rows: list[Row], other: str = "fla") -> list[tuple[str, str, str, s
         for output, error in ours["errors"].items():
             means = (error, theirs["errors"][output])
             pairs = [(a[output], b[output]) for a, b in zip(ours["draws"], theirs["draws"], strict=True)]
-            # A string stands for what is no number, and shows in the table of the errors.
+            # The JSON spells NaN and infinity as strings; the table of errors shows them.
             numbers = all(isinstance(x, float) and x > 0 for pair in [means, *pairs] for x in pair)
             if numbers and means[0] > means[1]:
                 logs = [math.log(a / b) for a, b in pairs]
@@ -78,7 +78,7 @@ def compared(rows: list[Row], other: str = "fla") -> list[tuple[str, str, str, s
 
 
 def markdown(content: dict[str, Any]) -> str:
-    """Both tables in Markdown, one line a case and implementation; ours in bold where it is the worse.
+    """Both tables in Markdown, one line a case and implementation; our error in bold if it is the largest.
 
     Raises:
         ValueError: there is no row of this suite.

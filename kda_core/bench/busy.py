@@ -1,7 +1,7 @@
-"""Suite ``busy``: the CPU backend on a machine whose cores are busy, by threads and by how OpenMP waits for work.
+"""Suite ``busy``: the CPU backend on busy cores, by number of threads and OpenMP's way to wait for work.
 
-Busy loops (one process each) take the cores while a fresh process runs the calls: OpenMP reads its variables when it is
-loaded. Each setting is measured in several rounds; a figure is the median over the rounds of each round's median.
+Busy loops (one process each) take the cores while a fresh process runs the calls; it is fresh because OpenMP reads its
+variables when it is loaded. A figure is the median over several rounds of each round's median.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def tasks(session: Session) -> list[Task]:
 
 @contextmanager
 def busy_loops(count: int) -> Iterator[None]:
-    """That many processes that do nothing but take a core each."""
+    """Run that many busy loops, one process each."""
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -101,7 +101,7 @@ def child(told: str) -> None:
 
 
 def calls() -> dict[str, Callable[[], object]]:
-    """What is timed, by name."""
+    """The calls that are timed, by name."""
     torch.manual_seed(0)
     return {
         "forward [1, 512, 8, 128]": _forward(_inputs(1, 512, 8, 128)),

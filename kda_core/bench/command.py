@@ -1,4 +1,4 @@
-"""The command line of the benchmark: what to measure, the progress, the tables and the files."""
+"""The command line of the benchmark."""
 
 from __future__ import annotations
 
@@ -41,22 +41,21 @@ DEFAULTS: dict[str, Any] = {
     "one_config": False,
     "markdown": None,
 }
-"""Of the options that only some suites read; what the user wrote is told from them by None."""
+"""Defaults of options that only some suites read. The parser's own default is None: the user gave no value."""
 
 ON_A_CPU = {"gate": ("bounded",), "decay": ("random",)}
 QUICK = {"set": "quick", "gate": ("bounded",), "decay": ("random",)}
-"""Defaults that differ on a CPU, where a row takes seconds, and with --quick."""
+"""Other defaults on a CPU, where a row takes seconds, and with --quick."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, or show what was measured before.
-
+    """Measure, or show earlier measurements.
     Returns:
         0; 1 when a row failed or a limit was exceeded; 2 for bad arguments or when the extra ``bench`` is missing.
     """
     parser = make_parser()
     options = parser.parse_args(arguments)
-    # Asked before an hour of measuring rather than after it.
+    # Fail before an hour of measuring, not after it.
     for module in ("rich", *(["matplotlib"] if options.plot else [])):
         try:
             importlib.import_module(module)
@@ -75,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def several(known: Sequence[str]) -> Any:
-    """Reads words with commas between them; "all" stands for every one."""
+    """Parse words separated by commas; "all" means every one."""
 
     def read(text: str) -> tuple[str, ...]:
         words = tuple(known) if text == "all" else tuple(text.split(","))
@@ -164,7 +163,7 @@ def _add_speed(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--retune", action="store_true", default=None, help="with --warm: autotuners choose again in the timed process"
     )
-    # What --warm starts: run every call once, and report nothing.
+    # --warm starts processes with this option: run every call once, report nothing.
     group.add_argument("--compile", action="store_true", default=None, help=argparse.SUPPRESS)
 
 
@@ -192,13 +191,13 @@ def _add_router(parser: argparse.ArgumentParser) -> None:
 
 
 def written(options: argparse.Namespace) -> set[str]:
-    """Names of the suites' own options that the user wrote."""
+    """Names of the suites' own options that the user gave."""
     own = {*DEFAULTS, "shapes", "dtype", "gate_dtype", "graph", "seconds"}
     return {name for name in own if getattr(options, name) is not None}
 
 
 def fill_defaults(options: argparse.Namespace, gpu: bool) -> None:
-    """Put the defaults where the user wrote nothing."""
+    """Fill in the defaults of options that the user did not give."""
     defaults = DEFAULTS | {"graph": gpu} | ({} if gpu else ON_A_CPU) | (QUICK if options.quick else {})
     for name, value in defaults.items():
         if getattr(options, name) is None:

@@ -1,6 +1,6 @@
 """The public KDA operator of cudnn-frontend (1.32). Written from the wheel's source and not yet run beside it.
 
-Its time with the host is that of the operator; replayed from a graph, that of its kernels alone.
+Its time with the host includes the operator's host code; its time from a graph is that of its kernels.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _rows(work: Work) -> list[Tensor]:
 
 def _trained(work: Work, flat: dict[str, Tensor], forward: Any) -> Call:
     leaves = [x.requires_grad_() for x in flat.values()]
-    # dq and dk are those of the normalised rows, and dg and dbeta those of decays and beta, given or not.
+    # Its dq and dk belong to normalised rows, its dg and dbeta to log decays and beta.
     comparable = ("v",) if work.problem.gate != "given" else ("v", "g", "beta")
 
     def run() -> dict[str, Tensor]:

@@ -1,15 +1,13 @@
 """Suite ``decode``: microseconds of a decoding step over a pool of states, and prefill of short sequences.
 
-A step is one token for each of N sequences whose states lie in a pool, as a server calls it. On a GPU everything is in
-the operator (norms, bounded gate, sigmoid of beta), and fla's ``fused_recurrent_kda_fwd`` advances the same pool in
-place; each implementation is captured in a CUDA graph of several steps that go round the pool's slots, so that no
-state is found in the cache, and the graphs are replayed by turns. On a CPU the peer is the torch fallback of
-transformers, which takes dense states, decays and beta, so that both get decays and beta; each runs several steps in a
-row, as a loop of steps does.
+A step is one token for each of N sequences whose states lie in a pool, as in a server. On a GPU the operator computes
+norms, bounded gate and sigmoid of beta, and fla's ``fused_recurrent_kda_fwd`` advances the same pool in place. Each
+implementation is captured in a CUDA graph of several steps, each on other slots so that no state is in the cache, and
+the graphs are replayed by turns. On a CPU the peer is the torch fallback of transformers; it takes dense states, decays
+and beta, so ours gets decays and beta too, and each runs several steps in a row.
 
-Bandwidth counts every state read once and written once, and the rows of q, k, v, g, beta and o. Beside the steps a copy
-of as many states is timed: what a launch costs at least is in both. Prefill compares ``fused_recurrent_kda`` with
-``chunk_kda`` on the same pool.
+Bandwidth counts each state read once and written once, and the rows of q, k, v, g, beta and o. A copy of as many states
+is timed beside the steps. Prefill compares ``fused_recurrent_kda`` with ``chunk_kda`` on the same pool.
 """
 
 from __future__ import annotations
@@ -35,9 +33,9 @@ COPY = "copy"
 CHUNK = "chunk_kda"
 CACHE = 64 * 2**20
 COLD = 4
-"""A round of steps goes over at least this many times what a cache of 64 MiB holds."""
+"""A round of steps reads at least this many times CACHE bytes of states."""
 FEWEST_STEPS = 8
-"""Steps of a graph at least: what a replay costs to start is then shared."""
+"""Least number of steps in a graph: they share the cost of starting a replay."""
 STRETCH = 10
 """Steps in a row on a CPU."""
 
@@ -114,12 +112,12 @@ class Work:
         self.out = torch.empty_like(v)
 
     def bytes(self) -> tuple[int, int]:
-        """What a call moves at least, and those of it that are states, read and written."""
+        """Least bytes that a call moves, and how many of them are states."""
         states = 2 * self.shape.N * self.pool[0].nbytes
         return states + sum(self.tensors[n].nbytes for n in ("q", "k", "v", "g", "beta")) + self.out.nbytes, states
 
     def slots(self) -> Iterator[Tensor]:
-        """Indices for call after call, going round the pool in no order of memory."""
+        """Slots for successive calls, shuffled over the whole pool."""
         N, generator = self.shape.N, torch.Generator().manual_seed(1)
         order = torch.randperm(self.pool.shape[0], generator=generator).to(torch.int32).to(self.pool.device)
         while True:
@@ -132,7 +130,7 @@ class Work:
         return lambda slots: function(**self.tensors, **options, ssm_state_indices=slots, backend=backend)
 
     def copy(self) -> Step:
-        """A copy of N states after the other, by an elementwise kernel: a graph may leave a memcpy to a copy engine."""
+        """Successive copies of N states by an elementwise kernel; in a graph a memcpy may run on a copy engine."""
         N = self.shape.N
         places = itertools.cycle(range(0, self.pool.shape[0] - N + 1, N))
 
@@ -151,9 +149,9 @@ class Work:
         return lambda slots: fused_recurrent_kda_fwd(**self.tensors, **options, ssm_state_indices=slots)
 
     def fallback(self) -> Step:
-        """The torch code of transformers, on N neighbouring states; it goes round the pool as well."""
+        """The torch code of transformers on N neighbouring states, others in each step."""
         model = importlib.import_module(Transformers.module)
-        # With fla installed the name stands for its GPU kernel; beneath lies the torch code.
+        # With fla installed the name is a wrapper of its GPU kernel; unwrapped it is the torch code.
         step = inspect.unwrap(model.recurrent_kimi_delta_attention)
         inputs = [self.tensors[n] for n in ("q", "k", "v", "g", "beta")]
         places = self.pool.shape[0] - self.shape.N + 1
@@ -167,7 +165,7 @@ class Work:
 
 
 def _steps(work: Work, session: Session) -> tuple[dict[str, Step], dict[str, str]]:
-    """What is timed by turns, and why a peer is not."""
+    """The implementations that are timed, and the reasons why others are not."""
     shape, backend = work.shape, session.options.backend
     steps = {OURS: work.ours(kda_core.fused_recurrent_kda, backend)}
     if shape.T > 1:
@@ -185,7 +183,7 @@ def _steps(work: Work, session: Session) -> tuple[dict[str, Step], dict[str, str
             step = make()
             step(next(work.slots()))
             steps[name] = step
-        # Another library's failure is a result.
+        # Any library may fail in any way, and its failure is a row of the table.
         except Exception as error:
             left_out[name] = failure(error)
     return steps | {COPY: work.copy()}, left_out
@@ -207,7 +205,7 @@ def measure(shape: Shape, session: Session) -> Row:
             steps, row["left_out"] = _steps(work, session)
             times = (_time_on_gpu if session.gpu else _time_on_cpu)(steps, work, session)
         row["implementations"] = {name: {"ms": timing.summary(ms)} for name, ms in times.items()}
-    # One shape's failure says nothing about the next one's.
+    # Go on with the next shape.
     except Exception as error:
         row["failed"] = failure(error)
     return row

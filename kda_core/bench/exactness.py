@@ -1,8 +1,8 @@
-"""Errors of a call against the float64 token recurrence, on a slice that the oracle can afford.
+"""Errors of a timed call against the float64 token recurrence, on a slice small enough for the oracle.
 
-The call that is timed runs once more in full. Its o, and in inference its final state, are compared on the first
-tokens of the first sequences and on few heads. In training the gradient of o is zeroed behind those tokens: then the
-gradients of that slice, and those of A_log and dt_bias, are exactly those of the slice alone.
+The timed call runs once more in full. Its o, and in inference its final state, are compared on the first tokens of the
+first sequences and on few heads. In training the gradient of o is zeroed behind those tokens: then the gradients of the
+slice, and those of A_log and dt_bias, equal those of the slice alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kda_core.request import Request
 
 VALUE_HEADS = 2
 STATE_BYTES = {"cuda": 4 * 2**30, "cpu": 2**29}
-"""What the states of all the oracle's tokens may take: it keeps them."""
+"""Most bytes of the oracle's states: it keeps the states of all tokens."""
 GRADIENT_TOKENS = {"cuda": 512, "cpu": 128}
 INFERENCE_TOKENS = {"cuda": 8192, "cpu": 2048}
 SEQUENCES = 16
@@ -28,8 +28,7 @@ SEQUENCES = 16
 
 @dataclass(frozen=True)
 class Slice:
-    """Which part of a call is compared: rows of the batch, tokens, query/key heads and value heads from the first on.
-
+    """The part of a call that is compared: the first batch rows, tokens, query/key heads and value heads.
     Attributes:
         lengths: of the packed sequences inside, the last one maybe cut; empty: dense.
         whole: no sequence inside is cut: final states are compared as well.
@@ -112,7 +111,7 @@ def results_on_slice(call: Call, work: Work, part: Slice) -> Results:
     try:
         results = call()
         if pool is not None:
-            # Some return the pool and some the states: what counts is what the slots hold.
+            # Some peers return the pool and others states: read the slots.
             results["final_state"] = work.states()
         found = {n: _cut(n, x, part).clone() for n, x in results.items()}
     finally:

@@ -1,9 +1,8 @@
-"""Suite ``first-call``: what the first calls of a process cost while nothing is compiled, and what later ones compile.
+"""Suite ``first-call``: time of a process's first call with an empty Triton cache, and later compilations.
 
-Every row is a fresh process with an empty Triton cache: the forward alone, then forward and backward. The second one
-goes on: as many training steps as ``--calls`` says with random T, as many again with random packings of up to ten
-sequences, and counts the kernels that either compiled. A process imports torch and starts the device before it looks
-at the clock. A backend without Triton compiles nothing.
+Every row is a fresh process: one runs the forward, another forward and backward. The second goes on with ``--calls``
+training steps of random T and as many with random packings of up to ten sequences, and counts the kernels that each
+compiled. The clock starts after torch is imported and the device is started. A backend without Triton compiles nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def tasks(session: Session) -> list[Task]:
 
 
 def measure(shape: Shape, backward: bool, session: Session) -> Row:
-    """What a process of its own finds, with an empty cache."""
+    """The measurements of a fresh process with an empty cache."""
     options = session.options
     calls = options.calls or (3 if options.quick else 100)
     told = {
@@ -67,7 +66,7 @@ def measure(shape: Shape, backward: bool, session: Session) -> Row:
 
 
 def child(told: str) -> None:
-    """The process whose first call is timed: prints what it found as JSON."""
+    """The process whose first call is timed; prints its measurements as JSON."""
     options = json.loads(told)
     device = torch.device(options["device"])
     torch.ones(1, device=device).sum().item()
@@ -83,7 +82,7 @@ def child(told: str) -> None:
 
 def _compiled() -> int:
     """Kernels in the cache of this process."""
-    # One such file lists the stages of a kernel, whatever they are: Gluon's begin later than Triton's.
+    # Every kernel has one such file, Triton's and Gluon's alike.
     return len(list(Path(os.environ[CACHE]).rglob("__grp__*.json")))
 
 
@@ -97,7 +96,7 @@ def _inputs(sizes: Sequence[int], device: torch.device) -> list[Tensor]:
 
 
 def _step(tensors: list[Tensor], options: dict[str, Any], cu_seqlens: Tensor | None = None) -> None:
-    """A call, and its backward where that is asked for."""
+    """A call, and its backward if asked for."""
     q, k, v, g, beta = tensors
     with torch.set_grad_enabled(options["backward"]):
         o = kda_core.chunk_kda(

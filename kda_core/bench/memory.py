@@ -1,7 +1,7 @@
 """Suite ``memory``: how far one forward on a CPU raises the resident set of a fresh process, by implementation.
 
-A small call goes before it, which loads what is loaded lazily. Read from /proc, so on Linux only. On a GPU the suites
-that measure time measure memory, too.
+A small call before it loads everything that is loaded lazily. The figures come from /proc, so on Linux only. On a GPU
+the suites that measure time also measure memory.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def child(told: str) -> None:
     small = Shape(1, peers.CHUNK, sizes["H"], sizes["K"], sizes["V"], sizes["HV"])
     peer.prepare(Work(_problem(small), device))()
     call = peer.prepare(Work(_problem(Shape(**sizes)), device))
-    # 5 resets the peak (proc(5)): what importing left behind must not hide the call's.
+    # 5 resets the peak (proc(5)), which importing may have raised above the call's.
     RESET.write_text("5")
     before = _status("VmRSS")
     kept = call()

@@ -28,7 +28,7 @@ Forward = tuple[Tensor, Tensor | None]
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Other libraries warn and log while they are imported."""
+    """Silence the warnings and logs of a library's import."""
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():

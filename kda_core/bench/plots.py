@@ -1,4 +1,4 @@
-"""Plots out of what ``kda bench --json`` wrote: speed beside a peer, and errors by length and dtype."""
+"""Plots of measurements (``kda bench --json``): speed beside a peer, and errors by length and dtype."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ OUTPUTS = ("o", "final_state", "gradients")
 
 
 def draw(content: dict[str, Any], file: Path) -> None:
-    """Draw the rows to a file whose name says the format: a strip for the speed of all suites, one a kind of accuracy.
-
+    """Draw the rows to a file; its suffix gives the format. One strip for speed, one for each kind of accuracy.
     Raises:
         ValueError: there is nothing to draw.
     """
@@ -69,7 +68,7 @@ def _peer(rows: list[Row]) -> str | None:
 
 
 def _speed(strip: Any, suites: list[str], rows: list[Row]) -> None:
-    """A panel a suite, a colour a gate and decay: how many times faster than a peer; without a peer milliseconds."""
+    """A panel a suite, a colour a gate and decay: speed-up over a peer, or milliseconds without a peer."""
     panels = strip.subplots(1, len(suites), squeeze=False)[0]
     regimes = list(dict.fromkeys(map(_regime, rows)))
     height = 0.8 / len(regimes)
@@ -99,7 +98,7 @@ def _speed(strip: Any, suites: list[str], rows: list[Row]) -> None:
 
 def _decode(strip: Any, states: list[str], rows: list[Row], copy: float) -> None:
     """A panel a dtype of the pool: bandwidth over that of a large copy, over the number of sequences."""
-    # Steps of other heads and channels move other amounts, so the commonest are drawn.
+    # Steps of other heads and channels move other amounts of bytes: draw the most common.
     kinds = [(row["sizes"]["H"], row["sizes"]["K"]) for row in rows]
     H, K = max(dict.fromkeys(kinds), key=kinds.count)
     rows = [row for row, kind in zip(rows, kinds, strict=True) if kind == (H, K)]
@@ -127,7 +126,7 @@ def _decode(strip: Any, states: list[str], rows: list[Row], copy: float) -> None
 
 
 def _kind(row: Row) -> str:
-    """What a case by length is besides its length and dtype: "4096 tokens, KIND, bfloat16"."""
+    """KIND of a case that is named "4096 tokens, KIND, bfloat16"."""
     return row["case"].split(", ")[1]
 
 

@@ -7,8 +7,7 @@ A gate maps a raw input g to a log decay per token and channel, with parameters 
     given      no gate: the operator gets log decays. "random" and "slow" ones are the bounded gate's, "initialised"
                ones those of the softplus gate
 
-What the decays are like:
-
+Distributions of the decays:
     random       g ~ N(0, 1), A_log and dt_bias ~ U[0, 1): about -3 a token where the gate is bounded, -2 where it is
                  softplus. A channel forgets within a token.
     slow         each channel's mean log decay is log-uniform in -[0.001, 0.5]: long memories. A_log ~ U[0, 1),
@@ -60,7 +59,7 @@ class RawGate:
 
 
 def gate_of(gate: str, decay: str) -> str:
-    """The gate that makes the decays: of given ones, the one that the module's docstring names."""
+    """The gate that makes the decays; for "given", the one that the module's docstring names."""
     if gate != "given":
         return gate
     return "softplus" if decay == "initialised" else "bounded"
@@ -107,7 +106,7 @@ def _inverse_softplus(x: Tensor) -> Tensor:
     return x + torch.log(-torch.expm1(-x))
 
 
-# The mean of f(x + s z) over normal z is f(x) + s^2 / 2 f''(x); moving x by -s^2 / 2 f'' / f' takes that away.
+# The mean of f(x + s z) over normal z is f(x) + s^2 / 2 f''(x); moving x by -s^2 / 2 f'' / f' corrects it.
 # f''/f' is 1 - 2 sigmoid of a sigmoid, and 1 - sigmoid of a softplus.
 
 

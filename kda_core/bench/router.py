@@ -1,12 +1,10 @@
-"""Suite ``router``: what kda_core adds to a call and to ``import torch``.
+"""Suite ``router``: the time that kda_core adds to a call and to ``import torch``.
 
-A null backend answers every call with tensors made beforehand. What the router adds is the time of the public call
-minus that of the backend's hook called directly with the same request. Part of it is no routing and is shown beside
-it: reading the values of index tensors that lie on the CPU, which the contract promises, and telling autograd what was
-written to the caller's memory. Each figure is the median over many batches of calls ("least": that of the quickest
-batch); public and direct calls alternate batch by batch, so that both meet the same machine. The import is timed in
-fresh processes that have imported torch already. Limits are compared with processor time, which a busy machine
-changes least.
+A null backend returns ready tensors. The router's time is that of the public call minus that of the backend's hook
+called directly with the same request. Two parts of it are shown beside it: reading the values of index tensors on the
+CPU, which the contract demands, and telling autograd about memory that was written in place. A figure is the median
+over many batches of calls ("least": the quickest batch); public and direct calls alternate batch by batch. The import
+is timed in fresh processes that have imported torch. Limits apply to processor time, which depends least on the load.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ ORACLES = ReferenceBackend().kda_core_backend().capabilities.features
 NO_BACKWARD = {Feature.BACKWARD, Feature.RECURRENT_BACKWARD, Feature.GATE_BACKWARD, Feature.STATE_GRADIENT}
 PLAINEST = "chunk_kda, no option"
 
-# The child imports torch first, and then times what kda_core adds to it, on the clock and on the processor.
+# The child imports torch, then times the import of kda_core, in wall and in processor time.
 IMPORT_SCRIPT = """
 import time, torch
 start = time.perf_counter(), time.thread_time()
@@ -58,7 +56,7 @@ class NullBackend:
 
     @hookimpl
     def kda_core_backend(self) -> BackendInfo:
-        # Every feature of this core: it times the core that it came with.
+        # Every feature of this core: the benchmark always comes with its core.
         capabilities = Capabilities(ORACLES - NO_BACKWARD, frozenset({torch.float32, torch.bfloat16}))
         return BackendInfo("null", "1.0", SpecifierSet("~=1.0"), ("cpu",), 1_000_000, capabilities)
 
@@ -151,7 +149,7 @@ def calls() -> dict[str, tuple[str, Callable[[], object], object]]:
 
 
 def _batch_us(function: Callable[[], object], calls_a_batch: int) -> float:
-    """Processor time of a call in microseconds: a call waits for nothing, and other processes must not count."""
+    """Processor time of a call in microseconds: calls do not wait, and other processes must not count."""
     start = time.thread_time_ns()
     for _ in range(calls_a_batch):
         function()
@@ -205,11 +203,11 @@ def added_by_the_router(name: str, batches: int, calls_a_batch: int) -> Row:
 
 def added_to_the_import(processes: int) -> Row:
     """Milliseconds that ``import kda_core`` takes after ``import torch``, sorted, one fresh process each."""
-    # As installed: with bytecode, which the first process may still have to write.
+    # With bytecode, as installed; the first process may have to write it.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     found = []
     for i in range(processes + 1):
-        # Not in a checkout, whose kda_core would be taken instead of the installed one.
+        # Outside a checkout, whose kda_core would hide the installed one.
         child = subprocess.run(
             [sys.executable, "-c", IMPORT_SCRIPT],
             cwd=tempfile.gettempdir(),

@@ -19,10 +19,10 @@ from kda_core.bench.suites import SUITES, Suite
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do what the options ask for; returns the exit status.
+    """Run the options; returns the exit status.
 
     Raises:
-        ValueError: options that do not go together, or that name what there is not.
+        ValueError: options that exclude each other or have unknown values.
     """
     _check_files(options)
     if options.read:
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         _measure(session, chosen)
     finally:
-        # An error, or Ctrl-C, ends the run and not what it has measured.
+        # An error or Ctrl-C ends the run but keeps its rows.
         if session.rows:
             show(session.content())
     missed = _pages_missed(session, options)
@@ -75,7 +75,7 @@ def _write_pages(content: dict[str, Any], options: argparse.Namespace) -> None:
 
 
 def _pages_missed(session: Session, options: argparse.Namespace) -> list[str]:
-    """Write the pages; what cannot be drawn is no reason to lose the rest of a run that has measured for an hour."""
+    """Write Markdown and plots; a failure is reported and does not lose the rows of a long run."""
     try:
         _write_pages(session.content(), options)
     except ValueError as error:
@@ -84,7 +84,7 @@ def _pages_missed(session: Session, options: argparse.Namespace) -> list[str]:
 
 
 def _check_files(options: argparse.Namespace) -> None:
-    """Before anything is measured, that what is measured can be written."""
+    """Check that the output files can be written, before anything is measured."""
     for file in options.read or ():
         if not file.is_file():
             raise ValueError(f"from: expected a file, got {file}")
@@ -103,7 +103,7 @@ def _check_files(options: argparse.Namespace) -> None:
 
 
 def _check_nothing_is_measured(options: argparse.Namespace) -> None:
-    """With --from, that no option asks for a measurement."""
+    """Check that no option asks for a measurement together with --from."""
     common = ("suites", "list", "backend", "device", "peers", "threads", "quick", "json")
     stray = [name for name in common if getattr(options, name)] + sorted(command.written(options) - {"markdown"})
     if stray:
@@ -148,7 +148,7 @@ def _name(row: dict[str, Any]) -> str:
 
 
 def _line(row: dict[str, Any]) -> str:
-    """A row in a few words, where no progress bar is seen."""
+    """A row in a few words, for output without a progress bar."""
     if "failed" in row:
         return row["failed"]
     if "added_us" in row:
@@ -169,7 +169,7 @@ def _figure(found: dict[str, Any]) -> str:
 
 
 def show(content: dict[str, Any]) -> None:
-    """Print the tables of what was measured."""
+    """Print the tables."""
     console = Console(width=None if sys.stdout.isatty() else command.WIDTH)
     environment = content["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())

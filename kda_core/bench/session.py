@@ -1,4 +1,4 @@
-"""What a run of the benchmark knows: its options, device, peers, and the file that it writes."""
+"""A run of the benchmark: its options, device, peers and rows, and the JSON file."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Session:
     """One run.
 
     Attributes:
-        options: what the command line says.
-        device: where it runs.
+        options: of the command line.
+        device: the device that is timed.
         peers: those that can run. left_out: why the others cannot.
-        rows: what has been measured.
+        rows: finished rows.
     """
 
     options: argparse.Namespace
@@ -78,7 +78,7 @@ class Session:
 
     @cached_property
     def environment(self) -> dict[str, Any]:
-        """What the figures depend on."""
+        """Machine, versions and options that the figures depend on."""
         found: dict[str, Any] = {"device": cli.device_name(self.device), "date": datetime.date.today().isoformat()}
         found["backend"] = self.options.backend or _served_by(self.device)
         versions = {"kda_core": kda_core.__version__, "torch": torch.__version__, "triton": cli.version_of("triton")}
@@ -86,7 +86,7 @@ class Session:
         return found | {"versions": {n: v for n, v in versions.items() if v is not None}}
 
     def content(self) -> dict[str, Any]:
-        """Everything that goes into the JSON, as it comes out of it."""
+        """The content of the JSON."""
         found = {
             "schema": SCHEMA,
             "environment": self.environment,
@@ -97,7 +97,7 @@ class Session:
         return finite(found)
 
     def write(self, file: Path) -> None:
-        """Write the JSON; by way of a file beside it, so that a run that is stopped leaves a whole one."""
+        """Write the JSON through a file beside it, so that a stopped run leaves a complete file."""
         beside = file.with_name(file.name + ".part")
         beside.write_text(json.dumps(self.content(), indent=1, allow_nan=False) + "\n")
         beside.replace(file)
@@ -155,7 +155,7 @@ def open_session(options: argparse.Namespace, beside_peers: bool = True) -> Sess
     """A session on the device that the options name, with the peers that can run there.
 
     Args:
-        beside_peers: whether any suite compares with peers: some take long to import.
+        beside_peers: whether any suite compares with peers; some take long to import.
 
     Raises:
         ValueError: an unknown peer or device, or options that the device cannot follow.

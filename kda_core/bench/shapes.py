@@ -127,7 +127,7 @@ SERVING = _parsed(
     "1,8192,4,128:packed=256x32:pool",
     "1,16384,4,128:packed=4x4096:pool",
     f"1,8192,96,128:{_PACKED_RAGGED}",
-    # A decoding step that runs beside the prefill of one prompt.
+    # A decoding step batched with the prefill of one prompt.
     "1,2049,32,128:packed=1+2048:pool",
     "64,128,32,128",
     "1,8192,12,128",

@@ -1,7 +1,8 @@
 """Suites ``training``, ``inference``, ``forward`` and ``kept``: time, memory and errors of ``chunk_kda`` beside peers.
 
-Everything is in the operator by default: the raw gate in the dtype of q, norms of q and k, sigmoid of beta, float32
-states in and out (inference), A_log and dt_bias with gradients (training). ``--gate given`` passes decays and beta.
+By default the operator computes everything: the gate from raw input in the dtype of q, norms of q and k, sigmoid of
+beta, float32 states in and out (inference), gradients of A_log and dt_bias (training). ``--gate given`` passes decays
+and beta instead.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def tasks(mode: str, session: Session) -> list[Task]:
 
 
 def measure(problem: Problem, session: Session) -> Row:
-    """One row. A peer that fails is left out of it with its message; a failure of ours is in the row as "failed"."""
+    """One row. A peer that fails is left out with its message; our own failure is in the row as "failed"."""
     row = _header(problem)
     try:
         work = Work(problem, session.device)
@@ -62,7 +63,7 @@ def measure(problem: Problem, session: Session) -> Row:
         row["implementations"] = found
         if OURS not in found:
             row["failed"] = row["left_out"].pop(OURS)
-    # One shape's failure (often memory) says nothing about the next one's.
+    # Go on with the next shape (failures are often out of memory).
     except Exception as error:
         row["failed"] = failure(error)
     _free(session)
@@ -98,7 +99,7 @@ def _note(name: str, problem: Problem, session: Session) -> str:
 
 
 def _calls(work: Work, implementations: Iterable[Peer]) -> tuple[dict[str, Call], dict[str, str]]:
-    """The calls that run, each of which has run once, and why the others do not."""
+    """The calls that run (each has run once), and the reasons why others do not."""
     calls, left_out = {}, {}
     for peer in implementations:
         if reason := peer.refuses(work.problem):
@@ -109,19 +110,19 @@ def _calls(work: Work, implementations: Iterable[Peer]) -> tuple[dict[str, Call]
             call()
             timing.synchronize(work.device)
             calls[peer.name] = call
-        # Another library's failure is a result, and ours is reported as one.
+        # Any library may fail in any way, and its failure is a row of the table.
         except Exception as error:
             left_out[peer.name] = failure(error)
     return calls, left_out
 
 
 def _add_errors(calls: dict[str, Call], work: Work, row: Row) -> dict[str, dict[str, float]]:
-    """Errors by implementation and result; the row says on which part, or why there are none."""
+    """Errors by implementation and result; adds to the row the part compared, or why nothing was."""
     try:
         part = exactness.slice_of(work)
         oracle = exactness.expected(work, part)
         found = {n: exactness.errors(exactness.results_on_slice(c, work, part), oracle) for n, c in calls.items()}
-    # Times that were measured are not lost because the oracle has no memory left.
+    # Keep the times if the oracle runs out of memory.
     except Exception as error:
         row["errors_failed"] = failure(error)
         return {}
@@ -132,10 +133,10 @@ def _add_errors(calls: dict[str, Call], work: Work, row: Row) -> dict[str, dict[
 def _times_of_all_or_ours(
     calls: dict[str, Call], work: Work, session: Session, left_out: dict[str, str]
 ) -> dict[str, dict[str, Any]]:
-    """``_times``; where that fails beside peers, which are then taken out of ``calls``, that of ours alone."""
+    """``_times``; if that fails, the peers are removed from ``calls`` and ours is timed alone."""
     try:
         return _times(calls, work, session)
-    # A peer that ran once may still fail in its hundredth call, or with the memory that a graph takes.
+    # A peer that ran once may still fail later, or with the memory of a graph.
     except Exception as error:
         if calls.keys() <= {OURS}:
             raise
@@ -147,7 +148,7 @@ def _times_of_all_or_ours(
 
 
 def _times(calls: dict[str, Call], work: Work, session: Session) -> dict[str, dict[str, Any]]:
-    """Times of all calls by turns, with the host and, on a GPU, without it; peak memory."""
+    """Times of all calls by turns, with host time and, on a GPU, without it; peak memory."""
     device, options = session.device, session.options
     times = timing.take_turns(calls, device, session.seconds) if calls else {}
     found: dict[str, dict[str, Any]] = {name: {"ms": timing.summary(ms)} for name, ms in times.items()}
@@ -169,7 +170,7 @@ def _add_device_times(calls: dict[str, Call], found: dict[str, dict[str, Any]], 
     for name, call in calls.items():
         try:
             replays[name] = timing.capture(call, session.device)
-        # Whatever stops a capture, the call itself is right: its kernels are summed instead.
+        # A call that cannot be captured is still valid: sum its kernels instead.
         except Exception as error:
             timing.synchronize(session.device)
             total = sum(timing.kernels(call, session.device).values())
@@ -180,7 +181,7 @@ def _add_device_times(calls: dict[str, Call], found: dict[str, dict[str, Any]], 
 
 
 def _free(session: Session) -> None:
-    # Cycles of frames and exceptions may hold a row's tensors; tiny ones may wait.
+    # Cycles of frames and exceptions may hold a row's tensors; small rows may wait.
     if not session.options.quick:
         gc.collect()
     if session.gpu:
@@ -188,7 +189,7 @@ def _free(session: Session) -> None:
 
 
 def warm(mode: str, session: Session) -> None:
-    """Run every peer of every row once, for the kernels that this compiles; times of other processes do not matter."""
+    """Run every peer of every row once, so that its kernels are compiled."""
     for problem in problems(mode, session):
         _calls(Work(problem, session.device), session.implementations)
         _free(session)

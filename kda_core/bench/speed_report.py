@@ -1,4 +1,4 @@
-"""Tables of the suites that time ``chunk_kda``, out of rows as they are in the JSON."""
+"""Tables of the suites that time ``chunk_kda``, from the rows of the JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kda_core.bench.session import Row
 
 
 def _number(x: Any, digits: int = 3) -> str:
-    """Milliseconds with about as many digits as they have."""
+    """Milliseconds with about three digits."""
     return f"{x:.{digits}f}" if x < 100 else f"{x:.0f}"
 
 
@@ -31,7 +31,7 @@ def _errors(errors: dict[str, Any]) -> tuple[str, str]:
         return f"{x:.1e}" if isinstance(x, float) else str(x)
 
     others = {n: x for n, x in errors.items() if n != "o"}
-    # A string stands for an error that is no number, which is the worst there is.
+    # The JSON spells NaN and infinity as strings: the worst errors.
     worst = max(others, key=lambda n: others[n] if isinstance(others[n], float) else float("inf"), default=None)
     return text(errors.get("o", "–")), "–" if worst is None else f"{text(others[worst])} {_SHORT.get(worst, worst)}"
 
@@ -50,7 +50,7 @@ _OPTIONAL = {
     "of_matmul": ("of sgemm", lambda found: f"{found['of_matmul']:.0%}"),
     "peak_bytes": ("GiB", lambda found: f"{found['peak_bytes'] / 2**30:.2f}"),
 }
-"""Columns of what not every machine measures: a key of the JSON, its title and its text."""
+"""Columns that not every machine measures: the key in the JSON, its title and its text."""
 
 
 def tables(rows: list[Row], content: dict[str, Any]) -> list[Table | Text]:
@@ -70,7 +70,7 @@ def tables(rows: list[Row], content: dict[str, Any]) -> list[Table | Text]:
 
 
 def _remarks(rows: list[Row]) -> list[Text]:
-    """What a reader of the table has to know, in lines below it."""
+    """Notes below the table."""
     lines = []
     parts = [(name, part) for row in rows for name, part in row.get("implementations", {}).items()]
     if any("errors" in part for _, part in parts):

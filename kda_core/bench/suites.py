@@ -20,17 +20,17 @@ def no_verdict(rows: list[Row], session: Session) -> list[str]:
 
 @dataclass(frozen=True)
 class Suite:
-    """A group of rows that are measured and shown alike.
+    """A group of rows that share a measurement and a table.
 
     Attributes:
         what: a line for --list.
-        options: names of the options that it reads, besides those that all suites do.
+        options: names of the options that only some suites read and this one does.
         tasks: its rows still to be measured.
         report: tables (rich) of rows read from JSON, given the environment.
         warm: compiles what the rows need, or None.
         missed: a line for every limit that the rows exceed.
         default: measured when no suite is named.
-        peers: stands beside peers.
+        peers: compares with peers.
     """
 
     what: str

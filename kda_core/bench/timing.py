@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 CACHE = 256 * 2**20
-"""More than any cache holds."""
+"""More bytes than any cache."""
 LEAST_TURNS, MOST_TURNS = 5, 100
 LEAST_ON_CPU = 3
 
@@ -32,12 +32,14 @@ def synchronize(device: torch.device) -> None:
 def take_turns(
     runs: Mapping[str, Run], device: torch.device, seconds: float, stretch: int = 1, least: int = LEAST_ON_CPU
 ) -> dict[str, list[float]]:
-    """Milliseconds of every call. The runs take turns for about ``seconds`` altogether, so that what slows the machine
-    slows all of them; on a GPU the cache is flushed before each call.
+    """Milliseconds of every call.
+
+    The runs take turns for about ``seconds`` altogether, so that a load on the machine slows all of them. On a GPU the
+    cache is flushed before each call.
 
     Args:
-        stretch: on a CPU, calls in a row of each run, the first of which is not counted when there are several: a step
-            in a loop finds the cache as the step before left it.
+        stretch: on a CPU, calls in a row of each run. If there are several the first is not counted: it warms the cache
+            for the others, as in a loop of steps.
         least: turns on a CPU at least.
     """
     for run in runs.values():
@@ -119,7 +121,7 @@ def kernels(run: Run, device: torch.device, calls: int = 3) -> dict[str, float]:
 
 
 def growth(run: Run, device: torch.device) -> int:
-    """Bytes by which a call raises what tensors take on the device, at most and at any time."""
+    """Peak bytes that a call allocates on the device, above the tensors that exist before it."""
     gc.collect()
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)

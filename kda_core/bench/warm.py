@@ -1,9 +1,9 @@
-"""Compile what a run needs, in processes beside each other, before the run itself.
+"""Compile the kernels of a run in parallel processes, before the run.
 
-Autotuners compile and time dozens of configurations of every kernel, one after the other: minutes a shape. Here every
-shape has a process of its own that runs each call once and exits. Compiled kernels, and the autotuners' choices, stay
-in the compilers' caches on disk. Choices made beside other processes may not be the best ones; ``--retune`` lets the
-timed process choose again, alone, which takes it about twenty seconds for each number of heads.
+A peer's autotuners compile and time dozens of configurations of every kernel: minutes a shape. Here every shape has a
+process that runs each call once and exits. Compiled kernels and the autotuners' choices stay in the caches on disk.
+Choices that were timed beside other processes may not be the best; ``--retune`` lets the timed process choose again,
+which takes about twenty seconds for each number of heads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kda_core.bench.suites import Suite
 
 FORGET_CHOICES = {"FLA_CACHE_RESULTS": "0"}
-"""fla then keeps compiled kernels on disk, and no choice of an autotuner."""
+"""With this variable fla keeps compiled kernels on disk, but no choice of an autotuner."""
 
 
 def commands(session: Session, chosen: Mapping[str, Suite]) -> list[list[str]]:
@@ -40,7 +40,7 @@ def commands(session: Session, chosen: Mapping[str, Suite]) -> list[list[str]]:
     for suite, description in chosen.items():
         if description.warm is None:
             continue
-        # No kernel depends on what the decays are like, and those of several gates have most kernels in common.
+        # No kernel depends on the decays' values, and gates share most kernels.
         for shape in dict.fromkeys(p.shape for p in speed.problems(suite, session)):
             line = [sys.executable, "-m", "kda_core.bench", suite, "--shapes", str(shape)]
             found.append([*line, "--gate", ",".join(options.gate), "--decay", options.decay[0], *common])
@@ -48,7 +48,7 @@ def commands(session: Session, chosen: Mapping[str, Suite]) -> list[list[str]]:
 
 
 def warm(session: Session, chosen: Mapping[str, Suite]) -> None:
-    """Run every command, as many at a time as ``--jobs`` says; one that fails is reported and compiles later."""
+    """Run every command, ``--jobs`` at a time; a failed one is reported, and its kernels compile in the run."""
     lines = commands(session, chosen)
     jobs = session.options.jobs or os.cpu_count() or 1
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(FORGET_CHOICES if session.options.retune else {})}

@@ -1,4 +1,4 @@
-"""One row's tensors: the arguments of ``chunk_kda``, and what is derived from them."""
+"""The tensors of one row: arguments of ``chunk_kda``, and values derived from them."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ Call = Callable[[], Results]
 
 @dataclass(frozen=True)
 class Problem:
-    """What one row measures.
-
+    """The call that one row measures.
     Attributes:
         mode: one of MODES. gate, decay: see ``regimes``.
         dtype: of q, k and v. gate_dtype: of g and beta.
@@ -106,7 +105,7 @@ class Work:
         self.mean_decay = channels.mean().item()
         self.channel_decays = (channels.max().item(), channels.min().item())
         beta = torch.randn(size[:3], dtype=problem.gate_dtype, device=self.device)
-        # A bounded gate's decays may be promised to be bounded, given or not; a softplus gate promises nothing.
+        # safe_gate promises bounded decays, which a softplus gate cannot.
         if problem.gate == "given":
             self.tensors |= {"g": raw.log_decay().to(problem.gate_dtype), "beta": beta.sigmoid()}
             self.options["safe_gate"] = raw.lower_bound is not None
@@ -159,7 +158,7 @@ class Work:
         return beta if self.problem.gate == "given" else beta.sigmoid()
 
     def call(self, function: Callable[[], tuple[Tensor, Tensor | None]]) -> Call:
-        """A call of the problem's mode out of one that computes o and the final state (V first, or None)."""
+        """A call of the problem's mode, from a function that computes o and the final state (V first, or None)."""
         if not self.problem.training:
 
             def inference() -> Results:
@@ -177,7 +176,7 @@ class Work:
 
         def both() -> Results:
             o = function()[0]
-            # A function that drops an input's gradient is wrong, which must not pass for a failure of the benchmark.
+            # A missing gradient is an error of the function, not of the benchmark.
             found = torch.autograd.grad(o, leaves, self.grad_o, allow_unused=True)
             return {"o": o.detach()} | {n: x for n, x in zip(names, found, strict=True) if x is not None}
 

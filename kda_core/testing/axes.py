@@ -1,4 +1,4 @@
-"""The axes along which a backend is covered: for every call, which value of each axis it exercises."""
+"""Coverage axes: the value of each axis that a call exercises."""
 
 from __future__ import annotations
 

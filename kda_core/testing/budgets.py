@@ -1,13 +1,12 @@
-"""How far a result may be from the float64 oracle: derived from the dtypes of the call, never typed.
+"""How far a result may be from the float64 oracle; derived from the call, never typed in.
 
 The budget of an output is FACTOR times the error that the same computation makes when it is rounded to
 the dtype of its inputs. That error is measured, call by call, on samples of ``rounding.sample``: the
 chunk form, whose products take operands rounded to the dtype of q and accumulate in float32, with all
-else in float32 (float64 for float64 inputs), and results rounded to their own dtype. What a call's
-inputs do to rounding errors (nearly parallel keys amplify them, decay forgets them) is therefore in
-its budget. float32 inputs give float32-accurate budgets: a backend that uses shorter products must
-declare a ``Slack``. ``fused_recurrent_kda`` is the exact one of the two functions: its forward is held to
-float32 operands whatever the dtype of q.
+else in float32 (float64 for float64 inputs), and results rounded to their own dtype. So the budget
+includes the effect of the inputs: nearly parallel keys amplify rounding errors, decay forgets them.
+float32 inputs give float32-accurate budgets: a backend that uses shorter products must declare a
+``Slack``. The forward of ``fused_recurrent_kda`` is held to float32 operands for every dtype of q.
 
 Two errors are held to a budget each, so that neither a small error everywhere nor a large one in one
 place can hide:
@@ -59,7 +58,7 @@ SINGLE_NUMBERS = frozenset({"dbeta", "dA_log"})
 
 MIN_SAMPLES, MAX_SAMPLES = 2, 8
 SAMPLED_ELEMENTS = 2**19
-"""Few numbers make a sample's error vary, so that small calls are sampled more often: about this many each."""
+"""A sample of few numbers has a noisy error, so small calls take more samples, of about this many numbers in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +98,7 @@ def result_dtypes(r: Request) -> dict[str, torch.dtype]:
 
 
 def _smallest(dtype: torch.dtype) -> float:
-    """What a magnitude is measured against at least: below it the dtype has no full precision.
-
-    Not less than where float32, in which every backend computes, starts to lose digits.
-    """
+    """The least magnitude that an error is relative to: below it the dtype, or float32, loses digits."""
     float32 = torch.finfo(torch.float32)
     return max(torch.finfo(dtype).tiny, float32.tiny / unit_roundoff(torch.float32))
 
@@ -120,7 +116,7 @@ def measure(name: str, got: Tensor, expected: Tensor, dtype: torch.dtype) -> Err
 
 
 def _measure(name: str, got: Tensor, expected: Tensor, dtype: torch.dtype) -> list[Error]:
-    """The same for results with a leading axis of samples."""
+    """``measure`` for results with a leading axis of samples."""
     if got.shape[1:] != expected.shape:
         raise ValueError(f"{name}: expected shape {list(expected.shape)}, got {list(got.shape[1:])}")
     if not expected.numel():
@@ -150,12 +146,12 @@ def _measure(name: str, got: Tensor, expected: Tensor, dtype: torch.dtype) -> li
 
 _cache: dict[str, dict[str, Budget]] = {}
 MAX_CACHED_BUDGETS = 4096
-"""Calls of a running program that are checked (call_checks.py) hardly ever repeat: past this many, start afresh."""
+"""Calls that call_checks.py checks hardly ever repeat: past this many, empty the cache."""
 
 
 def budgets(call: Call) -> dict[str, Budget]:
     """The budget of every output of a call, by name ("o", "final_state", "h", "dq", ...)."""
-    # A pool's states are compared where the call writes them, relative to each other: so are the samples'.
+    # Only the slots that the call writes are compared, so only these sequences count in the samples too.
     advanced = call.advanced_sequences() if call.has_pool else None
     draft = call if call.has_draft else None
     call = call.without_pool()
@@ -170,9 +166,9 @@ def budgets(call: Call) -> dict[str, Budget]:
 
 
 def _with_states_of_tokens(call: Call, allowed: dict[str, Budget]) -> dict[str, Budget]:
-    """The budgets of a draft: its states are stored after every token, and rounding each of them costs what it costs.
+    """The budgets of a draft, widened by the rounding of its states, which are stored after every token.
 
-    The samples know the last ones alone, which are fewer, and where decays are strong smaller.
+    The samples have only the last states, which are fewer, and smaller where decays are strong.
     """
     exact, dtype = references.results(call)["final_state"], call.tensors["initial_state"].dtype
     storing = _measure("final_state", exact[None].to(dtype).double(), exact, dtype)[0]
@@ -183,7 +179,7 @@ def _with_states_of_tokens(call: Call, allowed: dict[str, Budget]) -> dict[str, 
 
 
 def _budgets(call: Call, offsets: random.Random, advanced: list[int] | None = None) -> dict[str, Budget]:
-    """The budgets, those of states from the ``advanced`` sequences alone (None: from all)."""
+    """The budgets; those of states count only the ``advanced`` sequences (None: all)."""
     request = call.request()
     expected = references.results(call)
     accumulate = unit_roundoff(request.compute_dtype)
@@ -226,7 +222,7 @@ def _budgets(call: Call, offsets: random.Random, advanced: list[int] | None = No
 
 
 def _skipped_chunks(call: Call, advanced: list[int]) -> Tensor:
-    """Which of all chunks, sequence by sequence, belong to one that is not ``advanced``."""
+    """A flag for every chunk, sequence by sequence: whether its sequence is not ``advanced``."""
     size = call.options.get("chunk_size", 64)
     counts = torch.tensor([-(-length // size) for length in call.lengths()])
     skipped = torch.tensor([n not in advanced for n in range(len(counts))], dtype=torch.bool)
@@ -234,9 +230,9 @@ def _skipped_chunks(call: Call, advanced: list[int]) -> Tensor:
 
 
 def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` (float64), rounded where ``dtype`` has steps of one size, so that relative errors are larger.
+    """``x`` (float64), rounded to the subnormal numbers of ``dtype``, whose relative errors are larger.
 
-    float16 has such below 6e-5, where gradients of strongly decayed tokens may lie as a whole.
+    float16 is subnormal below 6e-5, where all gradients of strongly decayed tokens may lie.
     """
     if dtype.itemsize > 4:
         return x

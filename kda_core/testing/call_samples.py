@@ -1,7 +1,7 @@
-"""Which part of a call is compared with the reference, and what of its tensors belongs to that part.
+"""The part of a call that is compared with the reference, as a call of its own.
 
-Value heads and sequences do not see each other, so that some of them are a call of their own. So are the first tokens
-of a sequence, as far as outputs, states within them and the gradient of q go.
+Value heads and sequences are independent, so some of them are a smaller call. So are the first tokens of a sequence,
+for outputs, states within them and the gradient of q.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _KINDS = ("bool", "int", "float", "float | None")
 OPTIONS = tuple(
     f.name for f in fields(Request) if f.type in _KINDS and f.name not in ("pad_slot_id", "save_for_backward")
 )
-"""A call's options; a sample's pool has slots of its own, and -1 stands for those that are skipped."""
+"""A call's options; a sample's pool has its own slots, and slot -1 is skipped."""
 
 MOST_STATES = 2**22
-"""Elements of all states of a sample at one token: of many short sequences, no more than 32 MiB in float64."""
+"""Elements of all states of a sample at one token: 32 MiB in float64 at most."""
 
 
 def on_cpu(r: Request) -> Request:
@@ -83,7 +83,7 @@ class Sample:
     Attributes:
         sequences: their numbers.
         heads, value_heads: slices.
-        tokens: of every sequence at most so many; None: all.
+        tokens: most tokens of every sequence; None: all.
         whole: whether all sequences are in it, with all their tokens.
     """
 
@@ -110,7 +110,7 @@ class Sample:
         return end - start
 
     def _drop_sequences(self, tokens: int, most: int, choice: random.Random) -> None:
-        """Keep sequences of ``tokens`` tokens together, ``most`` of them; of one that is longer its first tokens."""
+        """Keep at most ``most`` sequences with ``tokens`` tokens together; cut a longer one to its first tokens."""
         order = choice.sample(self.sequences, len(self.sequences))
         kept: list[int] = []
         left = tokens
@@ -187,7 +187,7 @@ class Sample:
         slots = self.slots
         assert slots is not None
         states = slots.states[:, self.value_heads].cpu()
-        if not len(states):  # nothing is used: a pool has a slot all the same
+        if not len(states):  # a pool has at least one slot
             states = states.new_zeros(1, *states.shape[1:])
         place = {slot: i for i, slot in enumerate(slots.used)}
         rows = [[place.get(slot, -1) for slot in slots.rows[n]] for n in self.sequences]
@@ -222,7 +222,7 @@ class Sample:
         return f"head {head}"
 
     def written_slots(self) -> list[int]:
-        """The slots of the pool that the sample's sequences write, in their order."""
+        """Slots of the pool that the sample's sequences write, in order."""
         slots = self.slots
         assert slots is not None
         found = []

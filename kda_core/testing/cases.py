@@ -1,5 +1,4 @@
-"""The named cases that tests, benchmarks and ``kda verify`` share: what they are, and the inputs they stand for.
-
+"""Named cases that tests, benchmarks and ``kda verify`` share, and their inputs.
 A case is data: shape, layout, dtypes, distribution of the inputs, and options. Its inputs are the same on every
 machine: random numbers come from the CPU generator, seeded by the case's name.
 """
@@ -37,10 +36,10 @@ class Case:
         B, T, H, HV, K, V: shape; HV = 0 means H, V = 0 means K.
         dtype: of q, k, v. gate_dtype: of g and beta.
         lengths: of packed sequences; they may end before T. Empty: dense.
-        gate: where the decay comes from. decay: its distribution when given (a number: constant).
+        gate: source of the decay. decay: its distribution when given (a number: constant).
         A_log, dt_bias: whether the gate has them.
         rate: largest exp(A_log) (smallest 1). raw_scale: standard deviation of the raw gate input.
-        beta: how beta is given. keys: how the keys lie to each other.
+        beta: how beta is given. keys: their directions.
         l2norm: q and k are normalised by the operator.
         state: dtype of the initial state, or None.
         final_state: ask for it. backward: the case has gradients of every output.
@@ -141,7 +140,7 @@ def _decay(c: Case, normal: Any) -> Tensor:
     if isinstance(c.decay, float):
         return torch.full_like(x, c.decay)
     if c.decay == "isolated":
-        # Now and then a token that forgets everything, in every channel or in one.
+        # A few tokens forget everything, in every channel or in one.
         g = F.logsigmoid(x)
         g[:, 7::29] = -1e30
         g[:, 3::11, :, 0] = -1e4
@@ -155,7 +154,7 @@ def _decay(c: Case, normal: Any) -> Tensor:
 
 
 def _raw_gate(c: Case, tensors: dict[str, Tensor], options: dict[str, Any], normal: Any) -> Tensor:
-    """The raw gate input; puts the gate's other arguments where they belong."""
+    """The raw gate input; adds the gate's other arguments to ``tensors`` and ``options``."""
     HV = c.HV or c.H
     options["use_gate_in_kernel"] = True
     if c.gate == "lower bound":
@@ -184,7 +183,7 @@ CASES: tuple[Case, ...] = (
     _case("plain", "forward verify", B=2, H=3, K=64),
     _case("bfloat16", "forward verify", B=2, K=64, dtype=BF16, gate_dtype=BF16, state=FP32),
     _case("float16", "forward verify", B=2, K=64, dtype=FP16, gate_dtype=FP16, state=FP32),
-    # A random draw (the name seeds it) whose smallest rows showed operands that were cut to tf32.
+    # A random draw (the name is its seed) that found operands truncated to tf32, in its smallest rows.
     _case(
         "random 88",
         "forward",
@@ -200,7 +199,7 @@ CASES: tuple[Case, ...] = (
         beta="sigmoid",
         state=BF16,
     ),
-    # Another one: few rows, whose float32 showed products of three tf32 parts.
+    # A random draw that found float32 products of only three tf32 parts.
     _case(
         "random 8",
         "forward backward",
@@ -287,7 +286,7 @@ CASES: tuple[Case, ...] = (
         backward=True,
         options={"state_v_first": True, "safe_gate": True},
     ),
-    # Sums over the rows of a batch and over a group that is no power of two; a scale that no default is.
+    # Sums over the rows of a batch and over a group of three; a scale that is not the default.
     _case(
         "gradients of groups of three",
         "backward",
@@ -373,7 +372,7 @@ CASES: tuple[Case, ...] = (
         state=FP32,
         backward=True,
     ),
-    # Long and ragged traces; one sequence with few heads, whose state outlives any piece of it.
+    # Long and ragged traces; one long sequence with few heads.
     _case(
         "9k, two heads",
         "forward backward slow",

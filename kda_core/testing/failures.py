@@ -1,4 +1,4 @@
-"""What failed tests have in common: features, dtypes and shapes whose calls fail more often than others."""
+"""Features, dtypes and shapes that failed tests have in common."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 SHAPE_AXES = ("head dimensions", "length", "initial state")
-"""Axes with values that no feature stands for; the dtype is one as well."""
+"""Axes whose values are no features; the dtype is one as well."""
 
 MANY = 0.5
 """A value is named when at least this share of the failures involve it."""
 
 OFTEN = 1.5
-"""And when tests that involve it fail at least so many times as often as those that do not."""
+"""And when tests that involve it fail at least this many times as often as others."""
 
 EXPECTED = 3.0
-"""A value is named as spared when so many failures were to be expected among its tests, and there are none."""
+"""A value is reported as never failing when this many of its tests were expected to fail."""
 
 MOST_NAMED = 5
 
@@ -27,10 +27,10 @@ class Outcome:
     """How one test ended.
 
     Attributes:
-        test: what pytest can be given to run it again.
+        test: the node id that runs it again in pytest.
         position: its place in the order of collection, the simplest tests first.
         failed: whether it failed.
-        values: of a failed test: what its last call exercises; of another one: what all that were served do.
+        values: features and axis values, of the last call of a failed test, else of all served calls.
         message: of a failed test.
         slow: whether it belongs to the slow tier.
     """
@@ -50,13 +50,12 @@ def values_of(record: dict[str, Any]) -> set[str]:
 
 
 def outcome_of(found: dict[str, Any], failed: bool, message: str = "") -> Outcome:
-    """What the records of one test say.
-
+    """The outcome of one test, from its records.
     Args:
         found: "test", "position", "slow" and "records", as the plugin attaches them to a report.
     """
     records = found["records"]
-    # A test stops at the call that fails; those before it were right.
+    # A test stops at the call that fails; earlier calls passed.
     told = records[-1:] if failed else [r for r in records if r["status"] == "served"]
     values = frozenset().union(*map(values_of, told)) if told else frozenset()
     return Outcome(found["test"], found["position"], failed, values, message, found["slow"])
@@ -68,13 +67,13 @@ class Failures:
     def __init__(self, backend: str, outcomes: list[Outcome], options: tuple[str, ...] = ()) -> None:
         self.backend, self.options = backend, options
         self.failed = sorted((o for o in outcomes if o.failed), key=lambda o: o.position)
-        # A test without a served call shows nothing about any value.
+        # A test without a served call has no information about any value.
         self.passed = [o for o in outcomes if not o.failed and o.values]
 
     def involve(self) -> list[dict[str, Any]]:
         """The values that most failures share and that fail more often than others do, the most telling first.
 
-        A value that every test has tells nothing; of several values that the same tests have the first one does.
+        A value that every test has is left out; so are later values that the same tests have.
         """
         found, seen = [], set()
         for value in self._values(self.failed):

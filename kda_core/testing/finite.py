@@ -1,4 +1,4 @@
-"""Where numbers are not finite, said for people: the argument, the first token, the index."""
+"""Messages about numbers that are not finite: the argument, the first token, the index."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def live_rows(r: Request, skipped: Sequence[bool] | None) -> Tensor:
 
 
 def faults_of_rows(name: str, t: Tensor, live: Tensor, r: Request) -> list[str]:
-    """A sentence when live rows of [B, T, ...] hold what the contract does not allow, about the first token."""
+    """A sentence about the first live row of [B, T, ...] with a value that the contract forbids; empty if none has."""
     bad = _not_allowed(name, t.detach(), r) & live.to(t.device).view(*live.shape, *[1] * (t.dim() - 2))
     tokens = bad.flatten(2).any(2).cpu()
     if not tokens.any():
@@ -38,7 +38,7 @@ def faults_of_rows(name: str, t: Tensor, live: Tensor, r: Request) -> list[str]:
 
 
 def faults(name: str, t: Tensor, slots: Sequence[int] | None = None, nan_only: bool = False) -> list[str]:
-    """The same for a tensor that has no tokens, of which nothing may be NaN or infinite.
+    """``faults_of_rows`` for a tensor without tokens, which must be finite as a whole.
 
     Args:
         slots: the tensor holds these slots of a pool.

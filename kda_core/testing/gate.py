@@ -1,9 +1,8 @@
 """``kda_gate`` on the backend under test, against the oracle.
 
-The budget is that of float32 evaluation, doubled as for every other output: the formula's own float32 error on
-these inputs, and no less than that of the elementary functions of accelerators (of every element, so that a row many
-times as large as its head's others has as many times the error), nor than what theirs in the rate becomes on the way
-(of exp(−z), z = exp(A_log)·x, z times as much).
+The budget is twice the largest of three errors: the formula's own error in float32 on these inputs; the error of an
+accelerator's elementary functions, relative to each element (a large row may have a large error); and the error of the
+rate, which exp(−z) with z = exp(A_log)·x multiplies by z.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ def _budget(errors: list[Error], unit: float, largest_row: float) -> Budget:
     """Twice the largest of these errors; an ulp is two unit roundoffs.
 
     Args:
-        unit: unit roundoff of the result. largest_row: what functions of float32 leave of error in the largest row.
+        unit: unit roundoff of the result. largest_row: error of float32 functions in the largest row.
     """
     least = 2 * FUNCTION_ULPS * unit
     frobenius = max(RELATIVE_RMS * least, *(e.frobenius for e in errors))
@@ -145,7 +144,7 @@ def _evaluate(
     cotangent: Tensor | None,
     rate_error: float = 0.0,
 ) -> dict[str, Tensor]:
-    """The gate and its gradients in ``dtype``, with rates that are larger by ``rate_error`` of themselves."""
+    """The gate and its gradients in ``dtype``, with rates that are larger by the relative error ``rate_error``."""
     x = {n: t.to(dtype, copy=True) for n, t in tensors.items()}
     if "A_log" in x:
         x["A_log"] += rate_error

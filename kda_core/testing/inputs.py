@@ -1,4 +1,4 @@
-"""Calls of the public functions as data, and tensors that lie in poisoned memory."""
+"""Calls of the public functions as data, and tensors in poisoned memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GUARD = 512
 """Poisoned elements before and behind every input: more than any tile's reach past an end."""
 
 INDEX_POISON = 2**30
-"""What surrounds index tensors: an index that no pool and no sequence has."""
+"""Poison around index tensors: an index that no pool and no sequence has."""
 
 POISON = {torch.int32: INDEX_POISON, torch.int64: INDEX_POISON}
 
@@ -161,7 +161,7 @@ class Call:
             for name in sorted(tensors):
                 t = tensors[name].detach().cpu().contiguous()
                 h.update(f"{kind}{name}{t.dtype}{tuple(t.shape)}".encode())
-                # Not through NumPy, which neither torch nor this needs.
+                # Without NumPy, which neither torch nor the kit needs.
                 h.update(ctypes.string_at(t.data_ptr(), t.nbytes))
         return h.hexdigest()
 
@@ -178,7 +178,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _bytes(t: Tensor) -> Tensor:
-    # Where an axis has one element, a contiguous tensor may have any stride, and bytes are seen only of a stride of 1.
+    # A contiguous tensor may have any stride along an axis of one element; a view as bytes needs stride 1.
     return t.contiguous().as_strided((t.numel(),), (1,)).view(torch.uint8)
 
 
@@ -222,7 +222,7 @@ def slice_is_strided(shape: tuple[int, ...]) -> bool:
 
 
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A buffer to be written that is full of NaN, with poisoned memory round it."""
+    """An output buffer full of NaN, with poisoned memory around it."""
     return placed(torch.full(shape, float("nan"), dtype=dtype), device)
 
 

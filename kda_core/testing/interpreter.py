@@ -1,12 +1,11 @@
-"""Triton's interpreter without two fifths of its time, and with the numbers that devices have.
+"""Patches Triton's interpreter: 40% less time, and a device's arithmetic.
 
-It prepares ``triton.language`` for interpretation (hundreds of attributes) at every launch, and again at every call of
-a device function within one, where nothing is left to prepare: the functions of a kernel share the language. What is
-prepared, and what it does, stays the interpreter's.
+Time: the interpreter prepares ``triton.language`` (hundreds of attributes) at every launch, and again at every call of
+a device function within a launch, where it is prepared already. ``quicken`` skips the second preparation.
 
-bfloat16 numbers are held as 16-bit integers, which products and arithmetic then work on, and conversions from float32
-cut them off (triton 3.6 to 3.9). Products in float32 are those of numpy's BLAS, which rounds differently on every CPU,
-and may round each term: where terms cancel it was 10 times as far off on one CPU as on another.
+Arithmetic (triton 3.6 to 3.9): the interpreter stores bfloat16 as 16-bit integers, multiplies and adds these integers,
+and truncates float32 to bfloat16. Its float32 products are those of numpy's BLAS, which rounds differently on every
+CPU: with cancelling terms one CPU was 10 times as far off as another. ``correct_arithmetic`` replaces both.
 """
 
 from __future__ import annotations
@@ -20,14 +19,13 @@ from typing import Any, ClassVar
 
 
 def improve() -> None:
-    """``quicken`` and ``correct_arithmetic``, as far as this triton, if there is any, lets itself be changed."""
+    """``quicken`` and ``correct_arithmetic``, if an installed triton supports them."""
     quicken()
     correct_arithmetic()
 
 
 def quicken() -> bool:
-    """Let device functions skip what their launch has prepared.
-
+    """Let device functions skip the preparation that their launch has done.
     Returns:
         whether there is a triton that prepares in this way.
     """
@@ -46,7 +44,7 @@ def quicken() -> bool:
     @functools.wraps(prepare)
     def prepare_once(function: Any) -> Any:
         used = [m for m in function.__globals__.values() if inspect.ismodule(m) and m in (language, language.core)]
-        # A function of the language that is prepared is no longer one of its built-in ones.
+        # A prepared function of the language is no longer a built-in one.
         if used and not any(language.core.is_builtin(module.load) for module in used):
             return scope()
         return prepare(function)
@@ -82,13 +80,13 @@ def correct_arithmetic() -> bool:
 
 
 def bfloat16_is_right() -> bool:
-    """Whether ``correct_arithmetic`` has been at work."""
+    """Whether ``correct_arithmetic`` has patched the interpreter."""
     interpreter: Any = sys.modules.get("triton.runtime.interpreter")
     return hasattr(getattr(getattr(interpreter, "InterpreterBuilder", None), "create_dot", None), "__wrapped__")
 
 
 class _Arithmetic:
-    """What replaces methods of the interpreter's builder; ``np`` is its numpy."""
+    """Replacements of the builder's methods; ``np`` is the interpreter's numpy."""
 
     def __init__(self, interpreter: Any) -> None:
         self.handle, self.np = interpreter.TensorHandle, interpreter.np
@@ -106,7 +104,7 @@ class _Arithmetic:
         return self.handle((x.data.astype(self.np.uint32) << 16).view(self.np.float32), self.float32)
 
     def _narrowed(self, x: Any) -> Any:
-        """A handle of float32 in bfloat16: the nearest number, of two the even one. NaN stays NaN."""
+        """A float32 handle rounded to bfloat16, to nearest, ties to even. NaN stays NaN."""
         np = self.np
         bits = np.ascontiguousarray(x.data).view(np.uint32).astype(np.uint64)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -142,7 +140,7 @@ class _Arithmetic:
         return converted
 
     def _computing(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        """Of ``compute(builder, operand, ..., operation)``."""
+        """A wrapper of ``compute(builder, operand, ..., operation)`` that computes bfloat16 in float32."""
 
         @functools.wraps(compute)
         def computed(builder: Any, *arguments: Any) -> Any:
@@ -161,4 +159,4 @@ class _Arithmetic:
         "binary_op": _computing,
         "unary_op": _computing,
     }
-    """What is put round each method of the builder."""
+    """The wrapper of each method of the builder."""

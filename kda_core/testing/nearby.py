@@ -1,8 +1,8 @@
 """The nearest case that a limited backend serves: another dtype, other head dimensions, fewer options.
 
-A first kernel may take one dtype and one head dimension. The kit makes every call on it all the same, and each must be
-refused with the declared reason; what the call was to show is then asked of the nearest call that the backend serves.
-A backend that serves a case is never asked for another one in its place.
+A first kernel may take one dtype and one head dimension. The kit still makes every call on it, and each must be
+refused with the declared reason; the kit then tests the nearest call that the backend serves. A case that the backend
+serves is never replaced.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kda_core.testing.cases import BF16, FP16, FP32, FP64, Case
 from kda_core.testing.inputs import Call
 
 Build = Callable[[Case], Call]
-"""Makes the call of a case: ``Case.call``, or what a test does with it."""
+"""Makes the call of a case: ``Case.call``, or a test's own function."""
 
 DTYPES = (FP32, BF16, FP16, FP64)
 
@@ -30,13 +30,13 @@ HEAD_DIMS = ((128, 128), (64, 64), (32, 32), (16, 16), (256, 256), (64, 128), (1
 LENGTHS = (8, 1)
 """Tokens of a dense case, tried where a backend turns longer calls down."""
 
-# By backend and function, the changes that helped last: the next call is mostly turned down for the same reason.
+# By backend and function, the changes that helped last: the next call is mostly refused for the same reason.
 _helped: dict[tuple[str, str], tuple] = {}
 
 
 def turned_down(backend: str, call: Call, device: torch.device) -> str | None:
-    """The backend's own word against a call that it declares, or None; runs nothing."""
-    # Contiguous, as the kit passes them unless it says otherwise.
+    """The reason with which a backend rejects a call that its capabilities allow, or None; runs nothing."""
+    # Contiguous, as the kit passes them by default.
     tensors = {n: t if n == "cu_seqlens_cpu" else t.to(device).contiguous() for n, t in call.tensors.items()}
     request = call.having(**tensors).request()
     return registry.named(backend).call("kda_core_reject", request=request)
@@ -50,7 +50,7 @@ def nearest(info: BackendInfo, case: Case, build: Build, serves: Callable[[Call]
     """
     base = within(case, info)
     key = (info.name, case.op)
-    # The call of a pool needs states, and has its pool already.
+    # A call on a pool needs states and has its pool already.
     is_pooled = build(case).has_pool
     if is_pooled and base.state is None:
         return None
@@ -157,12 +157,12 @@ def _variants(case: Case, info: BackendInfo) -> Iterator[tuple[dict[str, Any], b
 
 
 def _distance(changes: dict[str, Any], pooled: bool) -> int:
-    """What is tried first: a pool and states, then lengths, then head dimensions, of which there are many."""
+    """Sort key: first a pool and states, then lengths, then head dimensions, which have many values."""
     return 4 * ("K" in changes) + 2 * ("T" in changes) + ("state" in changes) + pooled
 
 
 def _in_a_pool(build: Build) -> Build:
-    """The same call on states that lie in a pool, in another order and with room between them."""
+    """The same call on a pool whose slots hold the states in another order, with unused slots between them."""
 
     def make(case: Case) -> Call:
         call = build(case)

@@ -1,4 +1,4 @@
-"""The order of the kit's tests: what the rest builds on comes first, what draws everything together last."""
+"""The order of the kit's tests: basic properties first, random combinations last."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _PLACE = {f"{suite.__name__}.{name}": place for place, name in enumerate(MODULES
 def module_of(item: pytest.Item) -> str:
     """The module that defines a test, wherever it was imported to; "" for an item that is no function."""
     module = getattr(getattr(item, "function", None), "__module__", "")
-    # With --import-mode=importlib pytest 8.0 puts the names of folders before the package's.
+    # With --import-mode=importlib pytest 8.0 prefixes the package's name with folders.
     _, package, name = module.rpartition("kda_core.testing.suite.")
     return package + name
 
 
 def simplest_first(items: list[pytest.Item]) -> list[pytest.Item]:
-    """The items with the kit's own in order, in the places that the kit's have; the others stay where they are."""
+    """Sort the kit's items among the places that they hold; other items keep theirs."""
     kit = sorted((item for item in items if module_of(item) in _PLACE), key=lambda item: _PLACE[module_of(item)])
     following = iter(kit)
     return [next(following) if module_of(item) in _PLACE else item for item in items]

@@ -120,13 +120,13 @@ def _targets(config: pytest.Config) -> list[Target]:
         try:
             targets.append(find_target(backend.info.name, interpret))
         except UnsupportedCall:
-            # Nobody named it; the header says why it is left out.
+            # It was not named on the command line; the header says why it is left out.
             continue
     return targets
 
 
 def _other_ways(names: list[str], chosen: bool) -> str:
-    """How backends can be tested without the device that they are made for; nothing once such a way was chosen."""
+    """A hint how to test backends without their device; "" if such an option was given."""
     if chosen:
         return ""
     ways = "; --interpret runs kernels that are written in Triton on the CPU"
@@ -183,7 +183,7 @@ def kda(request: pytest.FixtureRequest) -> Iterator[Subject]:
     request.node.stash[SUBJECT] = subject
     yield subject
     if request.node.get_closest_marker("slow"):
-        # Such a test may have taken most of a device's memory, which other processes need, too.
+        # A slow test may hold most of a device's memory, which other processes need.
         getattr(torch.get_device_module(subject.device), "empty_cache", lambda: None)()
 
 
@@ -225,7 +225,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
     report = yield
     subject = item.stash.get(SUBJECT, None)
     if subject is not None and report.when == "call":
-        # A plain attribute travels from the workers of pytest-xdist to the process that reports.
+        # pytest-xdist sends plain attributes from its workers to the process that reports.
         report.kda_core = {
             "backend": subject.name,
             "device": str(subject.device),
@@ -238,13 +238,13 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
 
 
 def _name_for_pytest(item: pytest.Item) -> str:
-    """What runs a test again, from any folder where it is one of the kit's."""
+    """The argument that runs a test again; for the kit's tests it works from any folder."""
     module = order.module_of(item)
     return f"{module}::{item.name}" if module.startswith("kda_core.testing.suite.") else item.nodeid
 
 
 class _Gatherer:
-    """Lives in the process that reports: not in the workers of pytest-xdist."""
+    """The part of the plugin that runs only in the reporting process, not in pytest-xdist's workers."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -254,11 +254,11 @@ class _Gatherer:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """A worker of pytest-xdist ends: it has collected what this process has not."""
+        """A worker of pytest-xdist ends; it collected items that this process did not."""
         self.empty_tiers = getattr(node, "workeroutput", {}).get(EMPTY_TIERS, self.empty_tiers)
 
     def failures(self, name: str) -> Failures:
-        """What failed on a backend."""
+        """The failures on a backend."""
         options = [f"--{o}" for o in ("interpret", "foreign-device") if self.config.getoption(o.replace("-", "_"))]
         return Failures(name, self.outcomes.get(name, []), tuple(options))
 

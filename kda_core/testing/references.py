@@ -1,4 +1,4 @@
-"""Results of a call in float64 from the token recurrence, forward and backward, remembered between tests."""
+"""Results and gradients of a call in float64 from the token recurrence, cached between tests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _cache: OrderedDict[str, Results] = OrderedDict()
 
 @contextmanager
 def single_threaded() -> Iterator[None]:
-    """Many small operations run faster on one thread, above all on a machine that is busy."""
+    """Small operations run faster on one thread, most of all on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -104,7 +104,7 @@ _SHARED = ("A_log", "dt_bias")
 
 
 def _piecewise_backward(r: Request, grads: Results) -> Results:
-    """The same for long sequences: each one in pieces, back to front, with only the states at their ends kept."""
+    """Gradients of long sequences, in pieces from back to front; only the states between pieces are kept."""
     like = {n: getattr(r, n) for n in reference.DIFFERENTIABLE if getattr(r, n) is not None}
     total = {f"d{n}": torch.zeros_like(t) for n, t in like.items()}
     total |= {"o": r.v.new_zeros(r.B, r.T, r.HV, r.V), "final_state": r.v.new_zeros(r.state_shape)}

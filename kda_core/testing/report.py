@@ -1,4 +1,4 @@
-"""What a run of the kit found, gathered from every test's records: for the terminal and as JSON."""
+"""The report of a run of the kit, for the terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class BackendReport:
 
     Attributes:
         info: its identity card.
-        device: what it was tested on.
+        device: the device under test.
         coverage: axis -> value -> status -> number of calls.
         worst: (output, input dtype) -> the error that came closest to its budget.
         reasons: status -> reason -> number of calls.
@@ -41,7 +41,7 @@ class BackendReport:
     outcomes: dict[str, int] = field(default_factory=dict)
 
     def add(self, outcome: str, records: list[dict[str, Any]]) -> None:
-        """Take in one test."""
+        """Add one test."""
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
         for record in records:
             status = record["status"]
@@ -59,7 +59,7 @@ class BackendReport:
                     self.worst[key] = error
 
     def never_served(self) -> list[str]:
-        """Declared features whose every call the backend turned down by its own word."""
+        """Declared features whose every call the backend rejected."""
         declared = {f.name for f in self.info.capabilities.features}
         return sorted((self.features.get("rejected", set()) & declared) - self.features.get("served", set()))
 
@@ -70,7 +70,7 @@ class BackendReport:
         return "not covered" if not found else "covered" if found[0] == "served" else found[0]
 
     def slack_used(self) -> list[dict[str, Any]]:
-        """Every declared slack, with the largest share of the unwidened budget that it was needed for."""
+        """Every declared slack, with the largest error that needed it, as a share of the budget without slack."""
         used = []
         for slack in self.info.slack:
             dtype = None if slack.dtype is None else str(slack.dtype).removeprefix("torch.")

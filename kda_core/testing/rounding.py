@@ -1,11 +1,11 @@
-r"""What rounding does to KDA: the chunked computation, with noise where a kernel of a given dtype rounds.
+r"""Samples of rounding errors: the chunk form, with random noise at every place where a kernel rounds.
 
-The numerical budgets of the kit come from here. A kernel that works in a dtype D on matrix units rounds the
+The kit's budgets come from these samples. A kernel that works in a dtype D on matrix units rounds the
 operands of every product to D and accumulates in float32; all else is float32. This module computes
 the chunk form in float64, multiplies at every such place by (1 + \delta) with random \delta, and so
 yields samples of the error that a right kernel makes. Gradients come from autograd through the same
-products: their operands, gradients included, are perturbed in the same way. A state goes on from chunk to chunk as it
-is; the gradient of a chunk's decay, a sum of products of states and their gradients, takes both as kernels keep them.
+products: their operands, gradients included, are perturbed in the same way. States pass from chunk to chunk without
+noise; the gradient of a chunk's decay, a sum of products of states and their gradients, uses both rounded to q's dtype.
 
 The noise. Round-to-nearest with unit roundoff u makes, on a significand m in [1, 2) that is
 log-uniform (Benford), an error that is uniform in +-u / m: its relative rms is u sqrt(E[1 / m^2] / 3) with
@@ -34,13 +34,13 @@ RELATIVE_RMS = math.sqrt(3 / (8 * math.log(2)) / 3)
 
 
 FUNCTION_ULPS = 2
-"""What exp, log and 1 / sqrt of accelerators may be off by, in units in the last place (two unit roundoffs each)."""
+"""Error of exp, log and 1 / sqrt on accelerators, in units in the last place (two unit roundoffs each)."""
 
 SMALLEST_CHUNK = 32
-"""Rows of the shortest chunk that a call may ask for; kernels may take it whatever was asked for."""
+"""Rows of the shortest ``chunk_size``; kernels may use it for any ``chunk_size``."""
 
 NOISE_POOL = 2**22
-"""Random numbers made once; every place takes them from a random offset on, which costs far less than new ones."""
+"""Random numbers drawn once; each use starts at a random offset, which is far cheaper than new numbers."""
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
@@ -61,7 +61,7 @@ class Noise:
 
     Attributes:
         operand: unit roundoff of the operands of products.
-        accumulate: unit roundoff of sums, exponentials and whatever is done element by element.
+        accumulate: unit roundoff of sums, exponentials and elementwise operations.
         offsets: chooses the random numbers.
     """
 
@@ -85,7 +85,7 @@ class Noise:
 
     @property
     def fine(self) -> bool:
-        """Whether errors of float32 arithmetic count: with half operands they drown in theirs."""
+        """Whether errors of float32 arithmetic count: beside rounding to half precision they are negligible."""
         return self.operand <= self.accumulate
 
     def step(self, x: Tensor) -> Tensor:
@@ -101,24 +101,24 @@ class Noise:
         return torch.where(x.isinf(), x, self.step(x))
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
-        """a @ b of operands that are rounded already."""
+        """a @ b of rounded operands."""
         out = a @ b
         return self._summed(out, a.square() @ b.square(), a.shape[-1]) if self.fine else out
 
     def inner_product(self, a: Tensor, b: Tensor) -> Tensor:
-        """The same along the last axes, which the result keeps with one element."""
+        """a · b of rounded operands along the last axis, which the result keeps with one element."""
         terms = a * b
         out = terms.sum(-1, keepdim=True)
         return self._summed(out, terms.square().sum(-1, keepdim=True), a.shape[-1]) if self.fine else out
 
     def _summed(self, out: Tensor, squares: Tensor, terms: int) -> Tensor:
-        """Sums of so many terms, and of their squares, with the error of summing."""
+        """A sum with the error of summing so many terms; ``squares`` is the sum of their squares."""
         spread = squares.add_(out.square()).sqrt_()
         return out.addcmul_(spread, self.errors(out), value=self.accumulate * math.sqrt(terms / 2))
 
 
 class _Rounded(torch.autograd.Function):
-    """A value with a rounding error, and its gradient too, on the way back."""
+    """A value with a rounding error; its gradient gets one too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, unit: float, noise: Noise) -> Tensor:
@@ -131,7 +131,7 @@ class _Rounded(torch.autograd.Function):
 
 
 class _Product(torch.autograd.Function):
-    """A product with rounded operands; so are the two products of its backward."""
+    """A product with rounded operands; the two products of its backward round theirs too."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, noise: Noise) -> Tensor:
@@ -153,7 +153,7 @@ class _Exp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, length: int, noise: Noise) -> Tensor:
-        # Every x is a sum of terms <= 0; below -700 the result is 0 in float64 whatever its error.
+        # Every x is a sum of terms <= 0; below -700 the result is 0 in float64 with any error.
         depth = x.clamp_min(-700).abs().mul_(math.sqrt(length / 2)).add_(2 * FUNCTION_ULPS)
         y = x.exp()
         y = torch.addcmul(y, y, depth.mul_(noise.errors(x)), value=noise.accumulate)
@@ -166,10 +166,10 @@ class _Exp(torch.autograd.Function):
 
 
 class _Through(torch.autograd.Function):
-    """A chunk's decay times the state before it, which rounds nothing; the decay's gradient is a sum over a product.
+    """A chunk's decay times the state before it, without rounding; the decay's gradient is a sum of products.
 
-    Kernels keep states and their gradients between chunks in the dtype of q, and multiply what they kept. Of a
-    sequence of one chunk they have both ends as they were given.
+    Kernels store states and their gradients between chunks in the dtype of q and multiply the stored values. A
+    sequence of one chunk stores neither: both ends are the caller's tensors.
     """
 
     @staticmethod
@@ -248,7 +248,7 @@ def _recurrence(
     u = _Rounded.apply(_Product.apply(A, step(beta * v), noise), noise.operand, noise)
     w = _Product.apply(A, step(step(beta * k) * into), noise)
     q_in, k_out, through = step(q * into), step(k * _Exp.apply(after, C, noise)), into[..., -1, :, None]
-    # A state sums up C rank-one updates in float32, in whatever order.
+    # A state sums C rank-one updates in float32, in any order.
     state_unit = noise.accumulate * math.sqrt(C)
     outputs, states = [], [state]
     for i in range(q.shape[-3]):
@@ -262,7 +262,7 @@ def _recurrence(
 
 
 def _initial_state(r: Request) -> Tensor:
-    """The states [N, HV, K, V] that the sequences start from."""
+    """The initial states [N, HV, K, V]."""
     state = r.v.new_zeros(r.state_shape) if r.initial_state is None else r.initial_state
     return state.mT if r.state_v_first else state
 
@@ -281,7 +281,7 @@ def sample(r: Request, noise: Noise, samples: int, grads: dict[str, Tensor], rou
         Results by name, each with a leading axis of ``samples``: "o", "final_state", "h" and, with ``grads``,
         "dq", ..., in the layout of the request.
     """
-    # float32 arithmetic is exact enough to show the rounding of half types, and twice as fast.
+    # float32 arithmetic is accurate enough for the rounding of half types, and twice as fast.
     working = torch.float32 if noise.operand > 64 * unit_roundoff(torch.float32) else torch.float64
     names = [n for n in reference.DIFFERENTIABLE if getattr(r, n) is not None and n != "initial_state"]
     x = {n: getattr(r, n) for n in names} | {"initial_state": _initial_state(r)}
@@ -328,7 +328,7 @@ def _forward(r: Request, x: dict[str, Tensor], noise: Noise) -> tuple[Tensor, li
     q, k = (t.repeat_interleave(r.HV // r.H, dim=3) for t in (q, k))
     bounds = reference.sequence_bounds(r)
     longest = max((e - s for _, s, e in bounds), default=0)
-    # The padding behind a few tokens would cost much and change nothing.
+    # Cut the padding behind a few tokens: it costs much and changes nothing.
     C = min(r.chunk_size, 1 << max(longest - 1, 0).bit_length())
     length = C * _chunks(longest, C)
 

@@ -1,7 +1,7 @@
-"""The backend under test: makes calls on it, with everything checked that holds for every call.
+"""The backend under test: makes calls on it and checks all that must hold for every call. Needs no pytest.
 
-Needs no pytest. A call that the backend does not declare is made all the same: it must be refused with the
-declared reason, and ends in ``Refused``.
+A call that the backend does not declare is made too: it must be refused with the declared reason, and raises
+``Refused``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ INTERPRETER_LEAVES_OUT = (
 )
 
 INTERPRETER_DRAWS_FEWER = 4
-"""In the interpreter a test draws so many times fewer random calls than on a device, but not fewer than two."""
+"""In the interpreter a test draws this many times fewer random calls than on a device, but at least two."""
 
 INTERPRETER_MOST_CHUNKS = 50
 """Chunks of all sequences and heads in one call; each takes the interpreter a tenth of a second, forward."""
@@ -52,7 +52,7 @@ class Refused(Exception):
     """The backend does not serve the call.
 
     Attributes:
-        status: "refused" (a feature or limit that it declares), "rejected" (its own word on this call)
+        status: "refused" (by declared features and limits), "rejected" (by its hook ``kda_core_reject``)
             or "left out" (the interpreter cannot run it).
     """
 
@@ -62,12 +62,12 @@ class Refused(Exception):
 
 
 class Mismatch(AssertionError):
-    """A result, or what a call left behind, is not what the contract says."""
+    """A result, or memory after a call, breaks the contract."""
 
 
 @dataclass(frozen=True)
 class Results:
-    """What a call gave back, on the CPU, by name ("o", "final_state", "h", "pool", "dq", ...)."""
+    """Results of a call on the CPU, by name ("o", "final_state", "h", "pool", "dq", ...)."""
 
     tensors: dict[str, Tensor]
 
@@ -77,11 +77,10 @@ class Results:
 
 @dataclass
 class Record:
-    """What happened to one call, for the report.
-
+    """The record of one call, for the report.
     Attributes:
-        status: "served", or that of the ``Refused`` it ended in, for these ``reasons``.
-        axes: what the call exercises (``axes.axes``).
+        status: "served", or that of ``Refused``, with its ``reasons``.
+        axes: axis values of the call (``axes.axes``).
         dtype: of q, k and v.
         features: names of the features that it needs.
         name: of its case.
@@ -131,7 +130,7 @@ def _is_strided(call: Call) -> bool:
 
 
 def refusal_of(action: Callable[[], object]) -> Refused | None:
-    """Do something with a backend, and answer its refusal, if it refuses, rather than raise it."""
+    """Run an action; returns the refusal that it raises, or None."""
     try:
         action()
     except Refused as refusal:
@@ -140,8 +139,7 @@ def refusal_of(action: Callable[[], object]) -> Refused | None:
 
 
 def undeclared(info: BackendInfo, r: Request, features: Collection[Feature] | None = None) -> list[str]:
-    """The reasons with which a backend's declared capabilities refuse a request; empty when they do not.
-
+    """The reasons for which a backend's declared capabilities refuse a request; empty if they allow it.
     Args:
         features: that the call needs; None: those of the request.
     """
@@ -181,12 +179,12 @@ class Subject:
         return self.target.device
 
     def declares(self, *features: Feature) -> bool:
-        """Whether the backend promises all of these features."""
+        """Whether the backend declares all of these features."""
         return set(features) <= self.info.capabilities.features
 
     @property
     def is_complete(self) -> bool:
-        """Whether the backend promises all that the oracle serves, and so has no combination to turn down."""
+        """Whether the backend declares every feature of the oracle; then it may reject no combination."""
         return self.declares(*registry.named("reference").info.capabilities.features)
 
     def takes(self, dtype: torch.dtype) -> bool:
@@ -196,15 +194,15 @@ class Subject:
 
     @property
     def _wrong_in_bfloat16(self) -> bool:
-        """An interpreter computes that could not be corrected."""
+        """Whether the interpreter runs without ``correct_arithmetic``."""
         return self.target.interpreted and not interpreter.bfloat16_is_right()
 
     def repeats(self, count: int) -> int:
-        """How often a test makes a call again: once in the interpreter, which runs one program after another."""
+        """How often a test repeats a call: once in the interpreter, whose programs run one after another."""
         return 1 if self.target.interpreted else count
 
     def draws(self, count: int) -> int:
-        """How many calls a test draws at random: fewer in the interpreter, thousands of times slower than a device."""
+        """How many random calls a test draws: fewer in the interpreter, which is thousands of times slower."""
         if not self.target.interpreted:
             return count
         return min(count, max(2, -(-count // INTERPRETER_DRAWS_FEWER)))
@@ -253,9 +251,9 @@ class Subject:
         return Results(results)
 
     def calls(self, call: Call) -> int:
-        """How often ``run`` makes a call: what a backend keeps of one call for the next shows in the later ones.
+        """How often ``run`` makes a call: repeated calls show errors of state that a backend keeps between calls.
 
-        On the CPU, where a call takes as long as everything round it, and with large tensors, once.
+        Once on the CPU, where calls are slow, and once with large tensors.
         """
         small = sum(t.numel() * t.element_size() for t in call.tensors.values()) <= MOST_BYTES_OF_REPEATED_CALLS
         return CALLS if small and self.device.type != "cpu" else 1
@@ -263,7 +261,7 @@ class Subject:
     def _made(
         self, call: Call, wrt: Collection[str], request: Request, record: Record, reasons: list[str]
     ) -> dict[str, Tensor]:
-        """Make the call once, on copies of its own, with the checks of ``run``."""
+        """Make the call once on new copies of its tensors, with the checks of ``run``."""
         tensors = {n: self._place(n, t, call) for n, t in call.tensors.items()}
         if call.given_out:
             tensors["out"] = poisoned(self._o_shape(request), request.q.dtype, self.device)
@@ -325,14 +323,14 @@ class Subject:
         call = build(case)
         request = call.request()
         wanted = self.about | set(about)
-        # What a complete backend turns down by its own word stands as that.
+        # A complete backend must serve the case itself.
         if not self.declares(*wanted) or (self.is_complete and not self._refusals(request, call)):
             return None
         wanted &= self._features(request, call)
         return nearest(self.info, case, build, lambda other: self._serves(other, wanted))
 
     def _serves(self, call: Call, wanted: Collection[Feature]) -> bool:
-        """Whether the backend says that it serves the call, which needs all of these features."""
+        """Whether the call needs all of these features and the backend says that it serves it."""
         request = call.request()
         if not self._features(request, call).issuperset(wanted) or self._refusals(request, call):
             return False
@@ -342,7 +340,7 @@ class Subject:
         """Compare results of a call with the oracle's; each must be within its budget, widened by declared slack.
 
         Raises:
-            Mismatch: naming every output that is off, by how much and where.
+            Mismatch: names every output outside its budget, with its error and place.
         """
         expected = references.results(call)
         allowed = budgets.budgets(call)
@@ -350,7 +348,7 @@ class Subject:
         dtypes = budgets.result_dtypes(request)
         wrong = []
         for name, got in results.tensors.items():
-            # Slots of a pool are compared as final states; the rest of it is compared bit for bit.
+            # Written slots of a pool are compared as final states, all others bit for bit.
             if name == "pool":
                 continue
             wrong += self._compare(name, got, expected[name], allowed[name], dtypes[name], request)
@@ -361,7 +359,7 @@ class Subject:
         """Compare a tensor with an expected one, within the budget that output ``name`` of ``call`` has.
 
         Raises:
-            Mismatch: it is further away.
+            Mismatch: its error exceeds the budget.
         """
         request = call.request()
         budget, dtype = budgets.budgets(call)[name], budgets.result_dtypes(request)[name]
@@ -372,7 +370,7 @@ class Subject:
     def _compare(
         self, name: str, got: Tensor, expected: Tensor, budget: Budget, dtype: torch.dtype, r: Request
     ) -> list[str]:
-        """What is wrong with a result, in at most one entry."""
+        """A sentence about a result outside its budget; empty if it is within."""
         error = budgets.measure(name, got, expected, dtype)
         slack = budgets.slack_of(self.info.slack, name, r.q.dtype)
         factor = 1.0 if slack is None else slack.factor
@@ -383,7 +381,7 @@ class Subject:
     def _features(self, r: Request, call: Call) -> set[Feature]:
         strided = {Feature.STRIDED_INPUT} if _is_strided(call) else set()
         out = {Feature.OUT} if call.given_out else set()
-        # A call's own tensors may be expanded; the kit passes contiguous copies unless the call says otherwise.
+        # A call's own tensors may be expanded; the kit passes contiguous copies by default.
         return set(r.features) - {Feature.STRIDED_INPUT} | strided | out
 
     def _placement_axes(self, call: Call) -> dict[str, list[str]]:

@@ -1,4 +1,4 @@
-"""Which backend is tested on which device of this machine."""
+"""The choice of the device that a backend is tested on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Target:
 
     Attributes:
         interpreted: kernels run in Triton's interpreter, on the CPU.
-        foreign: the device is one that the backend is not made for.
+        foreign: the backend is not made for this device.
     """
 
     backend: str
@@ -60,7 +60,7 @@ def find_target(backend: str, interpret: bool = False, foreign: bool = False) ->
     for device in devices_of(loaded.info, only_cpu=interpret):
         available = loaded.availability(device)
         if isinstance(available, Available):
-            # A backend of accelerators that serves the CPU beside them does so through the interpreter.
+            # A backend for accelerators that also serves the CPU does so through the interpreter.
             return Target(backend, device, interpret and set(loaded.info.device_types) != {"cpu"}, foreign)
         reasons.append(f"{device}: {available.reason}")
     serves = " or ".join(loaded.info.device_types)

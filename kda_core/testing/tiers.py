@@ -1,4 +1,4 @@
-"""The two tiers of tests, and what was named on the command line without a test in the tier that runs."""
+"""The fast and the slow tier of tests, and a warning for arguments that have no test in the chosen tier."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def is_slow(item: pytest.Item) -> bool:
 
 
 def tier(config: pytest.Config) -> str | None:
-    """The one tier that runs, "fast" or "slow"; None: both, or what an expression of ``-m`` chooses."""
+    """The tier that runs, "fast" or "slow"; None: both, or the choice of an ``-m`` expression."""
     expression = config.getoption("markexpr") or ""
     if re.fullmatch(r"\s*slow\s*", expression):
         return "slow"
@@ -36,7 +36,7 @@ def tier(config: pytest.Config) -> str | None:
 
 
 class TierCount:
-    """Counts the tests of each tier under everything that the command line names, before any are left out."""
+    """Counts the tests of each tier for every argument of the command line, before deselection."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -46,9 +46,9 @@ class TierCount:
         self.items.append((item.path, item.nodeid, is_slow(item)))
 
     def empty(self) -> list[str]:
-        """A sentence for each name under which there are tests, and none of the tier that runs.
+        """A sentence for each argument that has tests, but none in the tier that runs.
 
-        None while another name has some: files are often named by a pattern.
+        Empty if another argument has some: a shell pattern often names several files.
         """
         chosen = tier(self.config)
         if chosen is None:
@@ -75,10 +75,10 @@ def _is_under(path: Path, nodeid: str, name: str, config: pytest.Config) -> bool
 
 
 def _places_of_package(name: str) -> Iterator[Path]:
-    """Where a package or module lies that ``--pyargs`` names."""
+    """The path of a package or module that ``--pyargs`` names."""
     try:
         spec = find_spec(name)
-    except (ImportError, ValueError):  # no such package, or no name of one
+    except (ImportError, ValueError):  # no such package, or not a package's name
         return
     if spec is not None:
         found = spec.submodule_search_locations or ([spec.origin] if spec.origin else [])

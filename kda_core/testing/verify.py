@@ -1,7 +1,7 @@
 """A quick self-check of an installed backend against the oracle: every function, forward and gradients.
 
-Needs no pytest; ``kda verify`` prints what it returns. What a limited backend refuses is asked of the nearest call that
-it serves.
+Needs no pytest; ``kda verify`` prints the result. If a limited backend refuses a call, the nearest call that it serves
+is tested.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ R = "fused_recurrent_kda"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One output of one case, or what became of a case that gave none.
-
+    """One output of one case, or a case without a result.
     Attributes:
         case: its name; of an untested feature, the feature's.
         output: "o", "final_state", "dq", ...; "" when there is no result (see ``note``).
         error: relative error against the float64 oracle: |x - ref| / |ref|.
-        budget: what it may be, declared slack included.
+        budget: the largest error allowed, declared slack included.
         share: the larger of this error and of the worst row's, each as a share of its budget.
         verdict: "passed", "FAILED", "refused" (as declared) or "untested" (declared, and no case had a result with it).
         note: why there is no result, or "".
@@ -48,14 +47,13 @@ class Row:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing is wrong: refused and untested rows pass, too."""
+        """Whether the row is no failure: refused and untested rows pass."""
         return self.verdict != "FAILED"
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that is checked: a case, and what is done with its call.
-
+    """One check: a case, and a change to its call.
     Attributes:
         about: features that the nearest call of a limited backend must still need.
     """
@@ -105,7 +103,7 @@ _IN_KERNEL: dict[str, Any] = {"gate": "lower bound", "beta": "negative eigenvalu
 
 
 def checks() -> list[Check | GateCheck]:
-    """Everything that is checked, in the order of the table."""
+    """All checks, in the order of the table."""
     step = Case(name="decoding step", op=R, B=3, T=1, state=FP32)
     prefill = Case(name="prefill in a pool", T=70, lengths=(5, 0, 65), state=FP32)
     draft = Case(name="draft", op=R, B=3, T=3, state=FP32)
@@ -182,7 +180,7 @@ def _rows_of(record: Record, name: str) -> Iterator[Row]:
     """The rows of one call: that of the case, or the nearest one, whose name says so."""
     if record.status != "served":
         yield Row(name, "", 0.0, 0.0, 0.0, "refused", "; ".join(record.reasons))
-    # A gate's calls are all named after the function.
+    # Calls of the gate have no names of their own.
     shown = record.name if record.name.startswith(name) else name
     for e in record.errors:
         share = e["share"] / e["slack"]

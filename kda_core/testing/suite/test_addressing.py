@@ -62,7 +62,7 @@ def test_reads_of_the_backward_stay_inside(kda):
 
 @requires(Feature.CHUNK, Feature.OUT)
 def test_out_is_written_in_full(kda):
-    """FAILURES 9: a buffer full of NaN; nothing round it is touched."""
+    """FAILURES 9: a buffer full of NaN is filled; memory around it stays."""
     call = replace(Case(name="out", B=2, T=70).call(), given_out=True)
     assert kda.check(call)["o"].isfinite().all()
 
@@ -141,7 +141,7 @@ def _expect_gradients_of_spread(kda, call: Call, name: str, axis: int, stride: i
 @slow
 @requires(Feature.CHUNK, Feature.BACKWARD, Feature.QK_L2NORM)
 def test_more_than_31_bits_of_elements(kda):
-    """FAILURES 15: inputs, results and what lies between them have more than 2**31 elements: against single heads."""
+    """FAILURES 15: inputs, results and intermediate tensors of more than 2**31 elements, compared head by head."""
     if kda.device.type == "cpu":
         pytest.skip("too much work for a CPU")
     kda.check(Case(name="many elements", T=70, K=64, dtype=BF16, l2norm=True, backward=True, final_state=False).call())

@@ -26,12 +26,12 @@ GATED = Case(
     backward=True,
 )
 
-# The gradient of the decay is that of a whole state, which nothing that the call computes has rounded yet.
+# The decay's gradient is that of a whole state, before any rounding.
 SHORT = [
     Case(name="gradients of a token float16", T=1, K=64, dtype=FP16, state=FP32, backward=True),
     Case(name="gradients of a token bfloat16", T=1, K=128, dtype=BF16, state=FP32, backward=True),
     Case(name="gradients of a token K 256", B=3, T=1, HV=4, K=256, V=128, dtype=BF16, state=FP32, backward=True),
-    # There is nothing to decay, so that dg is zero: a sum in which parts of 16 bits cancel is not.
+    # Nothing decays, so dg is exactly zero; a sum of cancelling 16-bit parts is not.
     Case(name="gradients of lone tokens bfloat16", T=3, K=64, lengths=(1, 1, 0, 1), decay="slow", dtype=BF16)
     .having(backward=True),
     Case(name="gradients of lone tokens float16", T=3, K=64, lengths=(1, 1, 0, 1), decay="slow", dtype=FP16)
@@ -56,7 +56,7 @@ def test_backward(kda, case: Case):
 @requires(Feature.CHUNK, Feature.BACKWARD, Feature.STATE_GRADIENT)
 @each(SHORT)
 def test_backward_short(kda, case: Case):
-    """Sequences of less than a chunk, whose states are the call's own at both ends."""
+    """Sequences below a chunk: both of their states are the caller's."""
     kda.check(case)
 
 
@@ -64,7 +64,7 @@ def test_backward_short(kda, case: Case):
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("decay", ["slow", -8.0])
 def test_backward_of_small_rows(kda, dtype: torch.dtype, decay: str | float):
-    """Queries and values a hundred times smaller: what the decays collect lies below what float16 holds in full."""
+    """Queries and values a hundred times smaller: dg's summands are subnormal in float16."""
     case = Case(name=f"small rows {decay}", T=70, K=64, dtype=dtype, decay=decay, final_state=False, backward=True)
     call = case.call()
     kda.check(replace(call, tensors=call.tensors | {n: 0.01 * call.tensors[n] for n in ("q", "v")}))
@@ -88,7 +88,7 @@ def test_backward_from_one_output(kda, output: str):
 @requires(Feature.CHUNK, Feature.BACKWARD)
 @pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "A_log", "dt_bias"])
 def test_backward_of_one_input(kda, name: str):
-    """The gradient of one input alone is the one that it has among all."""
+    """The gradient of one input alone equals its gradient among all."""
     call = GATED.call()
     kda.compare(call, kda.run(call, wrt=(name,)))
 

@@ -38,7 +38,7 @@ def test_beta_backward(kda, beta: Beta):
 @LOGITS
 @pytest.mark.parametrize("shift", [-40.0, -8.0, 4.0, 8.0, 12.0])
 def test_beta_backward_of_large_logits(kda, beta: Beta, shift: float):
-    """The slope s(x) s(-x) keeps its digits where 1 - s(x) has none left, and s(x) where it is tiny."""
+    """s(x) and the slope s(x) s(-x) keep their digits, also where 1 - s(x) has none."""
     case = Case(name=f"beta gradient {beta} at {shift}", T=20, HV=4, K=16, beta=beta, final_state=False, backward=True)
     call = case.call()
     kda.check(call.having(beta=call.tensors["beta"] + shift))
@@ -48,7 +48,7 @@ def test_beta_backward_of_large_logits(kda, beta: Beta, shift: float):
 @pytest.mark.parametrize("K", [1, 4])
 @pytest.mark.parametrize("shift", [5.0, 8.0])
 def test_beta_backward_of_reflections(kda, K: int, shift: float):
-    """Every token turns round what its key, always the same, holds: sums over tokens have terms of both signs."""
+    """beta = 2 and equal keys: every token reflects the key's value, so sums over tokens have terms of both signs."""
     fields = {"T": 50, "K": K, "V": 16, "keys": "equal", "decay": "slow", "beta": "negative eigenvalues"}
     call = Case(name=f"reflections {K} {shift}", H=1, state=FP32, backward=True, **fields).call()
     kda.check(call.having(q=call.tensors["k"].clone(), beta=call.tensors["beta"] + shift))
@@ -57,7 +57,7 @@ def test_beta_backward_of_reflections(kda, K: int, shift: float):
 @requires(Feature.CHUNK)
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_beta_at_its_ends(kda, value: float):
-    """beta = 0 writes nothing to the state; beta = 1 replaces what a key held."""
+    """beta = 0 writes nothing to the state; beta = 1 replaces the value of a key."""
     results = kda.check(Case(name=f"beta {value}", T=70, beta=value).call())
     if value == 0:
         assert not results["final_state"].any()

@@ -1,6 +1,6 @@
 """A training step under ``torch.compile``: the operator runs where autograd records nothing.
 
-A backward that leaves its gradients to autograd finds nothing there, and answers zeros that no error goes with.
+A backward that relies on autograd finds no graph there and returns zeros without an error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def test_compiled_training_step(kda, lengths: tuple[int, ...]):
     def forward(arguments: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         return call(arguments, kda.name)[:2]
 
-    torch.compiler.reset()  # what other calls have compiled must not serve
+    torch.compiler.reset()  # forget code that other calls compiled
     o, final_state = torch.compile(forward, fullgraph=True, backend="aot_eager")(tensors)
     grads = torch.autograd.grad([o, final_state], leaves, [call.grads[n].to(kda.device) for n in ("o", "final_state")])
     found = {"o": o.detach(), "final_state": final_state.detach()}

@@ -57,7 +57,7 @@ def test_backward_repeats(kda):
 
 @requires(Feature.CHUNK, Feature.BACKWARD)
 def test_backward_twice_of_one_forward(kda):
-    """What the forward saved is not used up: two backwards of one graph are the same bits."""
+    """Two backwards of one graph have the same bits: the first must not change the saved tensors."""
     call = Case(name="one graph", T=70, final_state=False, backward=True).call()
     kda.run(call)
     leaves = {n: t.to(kda.device).requires_grad_() for n, t in call.tensors.items()}

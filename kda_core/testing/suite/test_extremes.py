@@ -20,7 +20,7 @@ DECAYS = pytest.mark.parametrize("decay", [-1.0, -5.0, -40.0, -1000.0, -1e30, "i
 @DECAYS
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
 def test_decay(kda, decay, dtype: torch.dtype):
-    """FAILURES 4: no decay overflows, and what survives an isolated one is exact."""
+    """FAILURES 4: no decay overflows, and results after an isolated one are exact."""
     kda.check(Case(name=f"decay {decay} {dtype}", T=130, dtype=dtype, decay=decay, state=None))
 
 
@@ -44,7 +44,7 @@ def test_decay_backward_float16(kda, decay: float):
 @pytest.mark.parametrize("decay", [-3.0, -8.0, -14.0])
 @pytest.mark.parametrize("T", [37, 70])
 def test_decay_backward_of_few_rows(kda, decay: float, T: int):
-    """Strong decays in the few rows after the last whole chunk: little is left beside what cancels."""
+    """Strong decays in the few rows after the last whole chunk: results are small beside cancelling terms."""
     case = Case(name=f"{T} rows, decay {decay}", T=T, K=128, dtype=BF16, decay=decay, state=FP32, backward=True)
     kda.check(case)
 
@@ -72,7 +72,7 @@ def test_state_that_only_decays(kda, T: int, decay: str | float, dtype: torch.dt
 @pytest.mark.parametrize("beta", [0.0, 0.5])
 @pytest.mark.parametrize(("T", "decay"), [(64, "mild"), (150, -0.05), (300, -0.003)])
 def test_state_that_only_decays_recurrent(kda, T: int, decay: str | float, beta: float):
-    """The same token by token: a constant decay is rounded the same way in every one of them."""
+    """The same token by token: a constant decay has the same rounding error at every token."""
     case = Case(name=f"decay of steps {T} {decay} {beta}", op="fused_recurrent_kda", T=T, K=64, decay=decay, beta=beta)
     kda.check(case.having(state=FP32))
 
@@ -94,7 +94,7 @@ def _with_infinite(call: Call, value: float = -math.inf) -> Call:
 @INFINITE
 @HEAD_SIZE
 def test_infinite_decay(kda, dtype: torch.dtype, K: int):
-    """A log decay of -inf (what -1e30 rounds to in float16) forgets, and has no gradient; its neighbours are exact."""
+    """A log decay of -inf (-1e30 in float16) forgets everything and has no gradient; its neighbours are exact."""
     case = Case(name=f"-inf {dtype} {K}", T=40, K=K, V=16, dtype=dtype, gate_dtype=dtype, state=FP32, final_state=True)
     kda.check(_with_infinite(case.having(backward=True).call()))
 
@@ -150,7 +150,7 @@ def test_repeating_keys_backward(kda):
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("decay", [0.0, -0.003, -0.01])
 def test_repeating_keys_backward_in_16_bits(kda, dtype: torch.dtype, decay: float):
-    """All that a chunk's keys write is one inverse times them: rounded to 16 bits, dv and dbeta show it."""
+    """Nearly parallel keys: an inverse that is rounded to 16 bits shows in dv and dbeta."""
     shape = {"T": 64, "K": 64, "V": 32, "dtype": dtype, "state": FP32, "keys": "equal", "beta": 1.0}
     kda.check(Case(name=f"key gradients {dtype} {decay}", decay=decay, backward=True, **shape))
 
@@ -209,7 +209,7 @@ def test_very_long_sequence(kda, decay):
 @slow
 @requires(Feature.CHUNK)
 def test_memory_is_linear(kda):
-    """FAILURES 6: no tensor of pairwise decays: a forward stays below half of what such a tensor alone takes."""
+    """FAILURES 6: a forward's peak memory is below half of a tensor of pairwise decays."""
     T, H, K, C = 4096, 4, 64, 64
     call = Case(name="memory", T=T, H=H, K=K, final_state=False).call()
     kda.run(call)

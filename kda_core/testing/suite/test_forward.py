@@ -26,7 +26,7 @@ def test_forward_shorter_than_a_chunk(kda, decay: float):
     lengths = (1, 2, 15, 16, 17, 32, 33, 63) if kda.target.interpreted else range(1, 64)
     for T in lengths:
         got = kda.run(whole.slice_tokens(0, T))["o"]
-        # The budget is that of the longest call; rows that are not there cannot be wrong.
+        # The longest call's budget serves all lengths.
         padded = expected.clone()
         padded[:, :T] = got.double()
         kda.expect(whole, "o", padded, expected, f"T = {T}")

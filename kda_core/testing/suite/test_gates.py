@@ -51,14 +51,14 @@ def test_lower_bound_gate_bounds(kda, bound: float):
 @pytest.mark.parametrize(("bound", "shift"), [(-1000.0, 8.0), (-1e30, 69.0), (-1e38, 0.0)])
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=["float32", "float16", "bfloat16"])
 def test_lower_bound_gate_of_a_bound_far_away(kda, bound: float, shift: float, dtype: torch.dtype):
-    """A bound that no decay comes near leaves decays as they are; one that many reach makes no NaN."""
+    """A bound far below every decay changes none; a bound that many decays reach makes no NaN."""
     case = Case(name=f"far bound {bound} {dtype}", T=40, gate="lower bound", rate=1.0, state=FP32, dtype=dtype)
     call = case.call()
     kda.check(call.having(lower_bound=bound, g=call.tensors["g"] - shift))
 
 
 def _bias_cancels(T: int, **fields) -> Call:
-    """g and dt_bias are large, and their sums small: of products with the rate, rounding would be left."""
+    """g and dt_bias are large and their sum is small: multiplying each by the rate would leave rounding errors."""
     case = Case(name=f"bias cancels {T}", T=T, H=3, K=64, gate="lower bound", l2norm=True, state=FP32, **fields)
     call = case.call()
     g, bias = call.tensors["g"], 4 * call.tensors["dt_bias"]
@@ -78,7 +78,7 @@ def test_lower_bound_gate_where_the_bias_cancels(kda, T: int):
 @requires(Feature.BACKWARD, Feature.LOWER_BOUND_GATE, Feature.STATE_GRADIENT)
 @SHORT_AND_LONG
 def test_lower_bound_gate_backward_where_the_bias_cancels(kda, T: int):
-    """The gradients' decays likewise."""
+    """The same for gradients."""
     kda.check(_bias_cancels(T, backward=True))
 
 
@@ -169,7 +169,7 @@ def test_gate_function_lower_bound_backward(kda, A_log: bool, dt_bias: bool):
 @pytest.mark.parametrize("bound", [None, -5.0])
 @pytest.mark.parametrize("shift", [-40.0, -15.0, 15.0])
 def test_gate_function_far_out(kda, shift: float, bound: float | None):
-    """Results that are a tiny exp(x) keep its digits, gradients too."""
+    """Results and gradients that are a tiny exp(x) keep their digits."""
     tensors = gate.arguments(A_log=bound is None)
     tensors["g"] += shift
     gate.check(kda, tensors, lower_bound=bound, backward=True)
@@ -180,7 +180,7 @@ def test_gate_function_far_out(kda, shift: float, bound: float | None):
 @pytest.mark.parametrize("value", [-math.inf, math.inf], ids=str)
 @pytest.mark.parametrize("dtype", [FP32, FP16], ids=["float32", "float16"])
 def test_gate_function_infinite(kda, dtype: torch.dtype, value: float, bound: float | None):
-    """An input of +-inf gives the limit, and what does not flow back through it disturbs no gradient."""
+    """An input of +-inf gives the gate's limit, and other gradients stay right."""
     tensors = gate.arguments(dtype=dtype)
     # A backend without the function refuses here, with its reason.
     gate.check(kda, tensors, lower_bound=bound, backward=True)

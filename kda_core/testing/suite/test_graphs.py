@@ -1,5 +1,4 @@
-"""A training step captured in a CUDA graph: forward and backward without a word from the host.
-
+"""A training step captured in a CUDA graph.
 Calls on a pool, as a server captures them, are in ``test_paged_pool``.
 """
 
@@ -37,7 +36,7 @@ def test_training_step_in_a_graph(kda, lengths: tuple[int, ...], recompute: bool
         o, final_state = call(tensors, kda.name)[:2]
         return [o, final_state, *torch.autograd.grad([o, final_state], leaves, grads)]
 
-    # A backend may note at a second call what it repeats from the third on.
+    # A backend may record its second call and repeat it from the third on.
     for _ in range(3):
         step()
     torch.cuda.synchronize()

@@ -32,13 +32,13 @@ def test_inputs_unchanged(kda):
 
 @requires(Feature.CHUNK, Feature.BACKWARD)
 def test_inputs_unchanged_by_the_backward(kda):
-    """FAILURES 21: so does the backward, and it leaves the outputs' gradients as they were."""
+    """FAILURES 21: the backward leaves all inputs and the outputs' gradients as they were, bit for bit."""
     kda.run(ALL.having(backward=True).call())
 
 
 @requires(Feature.RECURRENT)
 def test_inputs_unchanged_by_a_step(kda):
-    """FAILURES 21: so does a decoding step that is not asked to work in place."""
+    """FAILURES 21: a decoding step that is not in place leaves all inputs as they were, bit for bit."""
     kda.run(ALL.call().slice_tokens(0, 100).decoding())
 
 

@@ -17,7 +17,7 @@ CASES = [
     Case(name="h chunk 32", T=100, state=FP32, options=WITH_H | {"chunk_size": 32}),
     Case(name="h V first", T=130, V=16, state=FP32, options=WITH_H | {"state_v_first": True}),
     Case(name="h bfloat16", T=130, K=64, dtype=BF16, state=BF16, options=WITH_H),
-    # A state of which a kernel that keeps it in registers may have no room to store it as well.
+    # A state so large that a kernel with the state in registers may have no room to store it.
     Case(name="h wide heads", T=70, HV=4, H=2, K=256, dtype=BF16, state=FP32, options=WITH_H),
     Case(name="h packed", T=200, lengths=(1, 0, 64, 65, 70), state=FP32, options=WITH_H),
 ]
@@ -45,7 +45,7 @@ def test_intermediate_state_is_a_final_state(kda, C: int):
 @pytest.mark.parametrize("layout", [{"B": 3, "T": 70}, {"T": 150, "lengths": (70, 1, 79)}], ids=["dense", "packed"])
 @pytest.mark.parametrize("options", [WITH_H, WITH_H | {"state_v_first": True, "chunk_size": 32}], ids=["", "V first"])
 def test_intermediate_states_of_skipped_sequences(kda, layout: dict, options: dict):
-    """Sequences without a slot have none: zeros, whatever lay in memory before."""
+    """Skipped sequences have none: zeros."""
     call = Case(name=f"h skipped {sorted(layout)}", V=16, state=FP32, options=options, **layout).call()
     results = kda.check(call.in_pool(torch.tensor([-1, 2, -1], dtype=torch.int32), 4))
     served = results["h"].flatten(0, 1)

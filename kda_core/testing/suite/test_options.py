@@ -14,7 +14,7 @@ from kda_core.testing.cases import Case
 from kda_core.testing.inputs import Call
 from kda_core.testing.marks import requires
 
-# The weakest effect that an option must have on its test case, in budgets: the test can then tell.
+# An option's effect on its test case must be at least this many budgets, or the test could not see it.
 POWER = 50.0
 
 
@@ -37,7 +37,7 @@ class Option:
 
 OPTIONS = {
     "scale": Option({"scale": 0.4}),
-    # Not left out, though it is false.
+    # The call passes it although it is false.
     "scale of zero": Option({"scale": 0.0}),
     "initial_state": Option({"initial_state": "state"}, Feature.INITIAL_STATE),
     "use_qk_l2norm_in_kernel": Option({"use_qk_l2norm_in_kernel": True}, Feature.QK_L2NORM, "unnormalised"),

@@ -30,7 +30,7 @@ def test_packed_single_tokens_before_a_long_one(kda):
 @requires(Feature.CHUNK, Feature.VARLEN, Feature.STATE_GRADIENT)
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=["float32", "bfloat16", "float16"])
 def test_gradient_through_empty_sequences(kda, dtype: torch.dtype):
-    """The gradient of a state that nothing happens to is that of the final state, to the last bit."""
+    """An empty sequence passes the final state's gradient to its initial state, bit for bit."""
     case = Case(name="through", T=5, K=24, lengths=(0, 5, 0), dtype=dtype, state=FP32, backward=True)
     call = case.call()
     results = kda.check(call)
@@ -76,7 +76,7 @@ def test_packed_behind_the_end(kda):
 @pytest.mark.parametrize("HV", [2, 4], ids=["one to one", "grouped values"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_packed_anything_behind_the_end(kda, l2norm: bool, HV: int, value: float):
-    """Rows behind the last sequence may hold anything: they have no gradient, and nothing else notices."""
+    """Rows behind the last sequence may hold anything: their gradient is zero, and no other result changes."""
     case = Case(name=f"anything behind the end {l2norm} {HV}", T=90, HV=HV, K=20, lengths=(30, 0, 41), l2norm=l2norm)
     call = case.having(beta="sigmoid", gate="softplus", state=FP32, backward=True).call()
     expected = kda.check(call)

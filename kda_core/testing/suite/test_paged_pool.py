@@ -39,14 +39,14 @@ def _indices(*slots: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 @FUNCTIONS
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
 def test_pool(kda, op: str, T: int, dtype: torch.dtype):
-    """FAILURES 12: slots in any order, among slots full of NaN that nobody may read or write."""
+    """FAILURES 12: slots in any order, among slots full of NaN that must be neither read nor written."""
     kda.check(_call(kda, op, T).in_pool(_indices(4, 0, 2, dtype=dtype), 6))
 
 
 @FUNCTIONS
 @pytest.mark.parametrize("width", [None, 1])
 def test_pool_of_no_sequence(kda, op: str, T: int, width: int | None):
-    """A rank of a server that has nothing to do makes the call all the same."""
+    """A call without sequences, as an idle rank of a server makes it."""
     call = _call(kda, op, T).in_pool(_indices(4, 0, 2), 6)
     kda.check(call)
     tensors = {n: t.to(kda.device) for n, t in call.tensors.items()}
@@ -145,7 +145,7 @@ def test_pool_without_final_state(kda, op: str, T: int):
 
 @FUNCTIONS
 def test_pool_fresh_sequence_in_a_used_slot(kda, op: str, T: int):
-    """FAILURES 12: what a slot held before its sequence's own state was set leaves no trace."""
+    """FAILURES 12: a slot's content before its sequence's state was set has no effect."""
     call = _call(kda, op, T)
     clean = call.in_pool(_indices(1, 0, 2), 3)
     dirty = call.in_pool(_indices(1, 0, 2), 8)
@@ -171,7 +171,7 @@ def test_pool_in_a_graph_with_other_slots(kda, op: str, T: int):
     if kda.device.type != "cuda":
         pytest.skip(f"torch has no graphs for {kda.device.type}")
     call = replace(_call(kda, op, T).in_pool(_indices(4, 0, 2), 6), given_out=True)
-    kda.check(call)  # whatever is compiled at a first call
+    kda.check(call)  # compile what the first call compiles
     tensors = {n: t.to(kda.device) for n, t in call.tensors.items() if n != "cu_seqlens_cpu"}
     tensors |= {n: t for n, t in call.tensors.items() if n == "cu_seqlens_cpu"}
     tensors["out"] = torch.empty_like(tensors["v"])
@@ -195,7 +195,7 @@ def test_pool_in_a_graph_with_other_slots(kda, op: str, T: int):
 
 @requires(Feature.CHUNK, Feature.RECURRENT, Feature.PAGED_STATE)
 def test_pool_from_prefill_to_decoding(kda):
-    """A server's life of a slot: prefill two sequences, then decode both for a few steps, out of order."""
+    """Prefill two sequences, then decode both for a few steps, out of order, as a server does."""
     call = _call(kda, "chunk_kda", 70, N=2).in_pool(_indices(2, 1), 4)
     pool = kda.check(call)["pool"]
     step = _call(kda, "fused_recurrent_kda", 1, N=2)
@@ -226,7 +226,7 @@ subject.check(_call(subject, op, int(T)).in_pool(_indices(4, 0, 2), 6))
 @slow
 @FUNCTIONS
 def test_pool_at_the_first_call_of_a_process(kda, op: str, T: int):
-    """FAILURES 22: whatever a backend tunes or compiles at its first call, the pool is advanced once."""
+    """FAILURES 22: the first call, which may compile and tune, advances the pool once."""
     kda.check(_call(kda, op, T).in_pool(_indices(4, 0, 2), 6))
     if not any(entry.name == kda.name and entry.distribution for entry in kda_core.backends()):
         pytest.skip("the backend was registered by hand: another process does not have it")

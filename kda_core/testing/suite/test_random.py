@@ -1,12 +1,12 @@
 """Random calls: shapes, packing, strides and options drawn together, against the oracle.
 
-Every test comes in parts, which run side by side. A part draws a few kinds of calls, and several calls of each kind:
-a kind is what a backend may compile for (dtypes, head dimensions, strides and so heads, which arguments there are,
-options), and compiling takes most of the time on a device; lengths and all values differ from call to call.
+Every test has parts, which can run in parallel. A part draws a few kinds of calls, and several calls of each kind. A
+kind fixes all that a backend may compile for (dtypes, head dimensions, heads, arguments, options), because compiling
+takes most of the time on a device; lengths and values differ from call to call.
 
-Draws are the same for every backend and with every version of every package: Python's own generator makes them, seeded
-by the names of the test, part, kind and call. Nothing shrinks them: they are small calls that describe themselves, and
-every smaller one that was tried would be compiled on a device.
+Draws are the same for every backend and every version of every package: Python's own generator makes them, seeded by
+the names of the test, part, kind and call. Failing calls are not shrunk: they are small, and a device would have to
+compile every smaller one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kda_core.testing.subject import Subject, refusal_of
 
 DIMENSIONS = (1, 3, 8, 16, 20, 33, 64, 128)
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65)
-"""Lengths round the edges of tiles and chunks, which half of all sequences have."""
+"""Lengths at the edges of tiles and chunks; half of all sequences have one of them."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def _often(rng: random.Random, share: float) -> bool:
 
 
 def kind(rng: random.Random, op: str, backward: bool = False, pooled: bool = False) -> Case:
-    """A kind of calls of ``op``: all of it that a backend may compile for."""
+    """A kind of calls of ``op``: everything that a backend may compile for."""
     K, H = rng.choice(DIMENSIONS), rng.randint(1, 3)
     dtype = rng.choice([FP32, FP32, BF16, FP16])
     gate = rng.choice(["given", "softplus", "lower bound"])
@@ -84,7 +84,7 @@ def kind(rng: random.Random, op: str, backward: bool = False, pooled: bool = Fal
         lengths=(1,) if _often(rng, 0.5) else (),
         index_dtype=rng.choice([torch.int32, torch.int64]),
         gate=gate,
-        # Of what decays faster float16 holds nothing between a backward's kernels (here and in ``_of_kind``).
+        # float16 underflows between a backward's kernels at faster decays (here and in ``_of_kind``).
         rate=2.0 if backward and dtype == FP16 else 16.0,
         decay=decay,
         A_log=gate != "lower bound" or _often(rng, 0.7),  # softplus needs one
@@ -129,7 +129,7 @@ def _with_other_values(rng: random.Random, call: Call, case: Case) -> Call:
     if _often(rng, 0.2):
         tensors["q"] = tensors["k"].clone()
     if _often(rng, 0.2):
-        # Rows of zeros, of which a norm is none.
+        # Rows of zeros, whose norm is zero.
         for name in ("q", "k"):
             rows = tensors[name].clone()  # equal keys share memory
             rows[:, rng.randint(0, 2) :: 3] = 0
@@ -140,9 +140,9 @@ def _with_other_values(rng: random.Random, call: Call, case: Case) -> Call:
         raw = case.gate != "given"
         tensors["g"] = (tensors["g"] - 6 * channel if raw else tensors["g"] * 10 ** (-4 * channel)).to(case.gate_dtype)
     if case.beta in ("sigmoid", "negative eigenvalues"):
-        # Logits that are all large lose what 1 - sigmoid has lost.
+        # Large logits, where 1 - sigmoid has no digits.
         tensors["beta"] = (tensors["beta"] + rng.choice([0.0, 0.0, -4.0, 4.0, 8.0])).to(case.gate_dtype)
-    # float16 has little room upwards: gradients are products of several of these.
+    # Gradients are products of several of these and would overflow float16.
     factors = [2.0, 0.1] if FP16 in (case.dtype, case.gate_dtype) else [1000.0, 0.001]
     grads = dict(call.grads)
     for values in (tensors, grads):
@@ -191,8 +191,8 @@ def drawn(
 def _check_part(kda: Subject, name: str, part: int, draws: Draws, **kinds: Any) -> None:
     """Check the calls that a part of a test draws: the first of every kind, then the second of every kind, ...
 
-    A backend refuses what it does not declare; ``run`` has compared the reasons. It may turn down combinations of what
-    it declares, unless it declares everything.
+    A backend refuses calls that it does not declare; ``run`` compares the reasons. It may reject combinations of
+    declared features, unless it declares every feature.
     """
     numbers = [(of, number) for number in range(draws.calls) for of in range(draws.kinds)]
     for of, number in numbers[: kda.draws(draws.total)]:

@@ -59,7 +59,7 @@ FORWARD = [
     Case(name="packed steps int64", op=R, T=4, lengths=(1, 1, 1, 1), index_dtype=torch.int64, state=FP32),
 ]
 
-# More than a few tokens, for which a backend may have another kernel: still exact to float32.
+# More than a few tokens, which may have a kernel of their own, must also be accurate to float32.
 PROMPTS = [
     Case(name="prompt", op=R, B=2, T=40, K=64, state=FP32),
     Case(name="prompt bfloat16", op=R, B=2, T=64, HV=4, K=128, dtype=BF16, gate_dtype=BF16, state=FP32),
@@ -188,7 +188,7 @@ def test_recurrent_prompt_among_others(kda, middle: int):
 @requires(Feature.RECURRENT)
 @pytest.mark.parametrize("T", [1, 8, 9, 40])
 def test_recurrent_prompt_in_a_batch(kda, T: int):
-    """FAILURES 28: nor on the batch that it is in."""
+    """FAILURES 28: a sequence's results do not depend on its batch, bit for bit."""
     call = Case(name=f"prompts in a batch {T}", op=R, B=3, T=T, state=FP32).call()
     own = {n: call.tensors[n][1:2] for n in ("q", "k", "v", "g", "beta", "initial_state")}
     a, b = kda.run(call), kda.run(call.having(**own))
@@ -202,7 +202,7 @@ def test_recurrent_prompt_in_a_batch(kda, T: int):
 @pytest.mark.parametrize("state", [FP32, BF16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("v_first", [False, True], ids=["K first", "V first"])
 def test_recurrent_in_a_batch_of_any_size(kda, T: int, state: torch.dtype, v_first: bool):
-    """FAILURES 28: nor on how many there are, up to more than any backend's largest class of sizes."""
+    """FAILURES 28: a sequence's results do not depend on the number of sequences, bit for bit."""
     options = {"state_v_first": v_first}
     case = Case(name=f"sizes {T}", op=R, B=130, T=T, H=32, K=128, dtype=BF16, state=state, options=options)
     call = case.having(gate_dtype=BF16, gate="lower bound", l2norm=True, beta="sigmoid").call()
@@ -250,7 +250,7 @@ def test_recurrent_drift_of_a_long_decode(kda):
 @requires(Feature.RECURRENT, Feature.INITIAL_STATE, Feature.FINAL_STATE)
 @pytest.mark.parametrize(("T", "decay"), [(1, -8.0), (1, -30.0), (5, -12.0), (12, -2.0), (40, -0.5)])
 def test_recurrent_forgets(kda, T: int, decay: float):
-    """Nothing is written, and what little is left of a state is all there is: S + (d − 1) S has no digits of it."""
+    """Nothing is written and little of the state is left: S + (d − 1) S would have no digits."""
     kda.check(Case(name=f"forgets {T} {decay}", op=R, T=T, K=64, decay=decay, beta=0.0, state=FP32))
 
 
@@ -259,7 +259,7 @@ def test_recurrent_forgets(kda, T: int, decay: float):
 @pytest.mark.parametrize("beta", [0.73, 0.9])
 @pytest.mark.parametrize(("T", "decay"), [(8, -0.15), (16, -0.05), (32, -0.15)])
 def test_recurrent_reads_what_it_wrote(kda, dtype: torch.dtype, beta: float, T: int, decay: float):
-    """Queries that are the keys: what a token reads of the state is mostly what its own write takes away."""
+    """Queries equal keys: a token's write mostly cancels its read of the state."""
     name = f"reads what it wrote {T} {beta}"
     case = Case(name=name, op=R, T=T, H=1, HV=2, K=128, V=64, dtype=dtype, decay=decay, beta=beta, keys="equal")
     call = case.having(state=FP32).call()

@@ -1,4 +1,4 @@
-"""What a backend does not declare it refuses, with the declared reason; what it declares it serves."""
+"""A backend serves the features that it declares and refuses all others with the declared reason."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _case(**fields) -> Case:
 
 @dataclass(frozen=True)
 class Smallest:
-    """The smallest call that needs a feature: its case, and what is done with its call."""
+    """The smallest call that needs a feature: a case, and a change to its call."""
 
     case: Case
     build: Build = Case.call
@@ -131,7 +131,7 @@ def test_explanation_agrees(kda, feature: Feature):
         assert verdict.status == "refused"
         assert all(reason in verdict.reason for reason in reasons)
     elif verdict.status == "refused" and not kda.is_complete:
-        # Its own word on a call that it declares: the call itself gets the same.
+        # The backend rejects a declared call: the call must raise the same reason.
         refusal = refusal_of(lambda: kda.run(call))
         assert refusal is not None
         assert verdict.reason in str(refusal)

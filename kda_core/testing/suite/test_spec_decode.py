@@ -66,7 +66,7 @@ def test_draft_all_in_kernel(kda):
 @SPEC
 @pytest.mark.parametrize("accepted", [0, 4], ids=["below", "above"])
 def test_draft_accepted_out_of_range(kda, accepted: int):
-    """FAILURES 11: a count out of [1, 1 + S]: ValueError on the CPU, clamped elsewhere; nothing else is touched."""
+    """FAILURES 11: a count outside [1, 1 + S]: ValueError on the CPU, clamped elsewhere; other slots stay."""
     counts = torch.tensor([1, accepted, 2], dtype=torch.int32)
     call = _call(kda).in_pool(_table([8, 1, 2], [0, 4, 9], [6, 3, 7]), 10, counts.clamp(1, 3))
     kda.check(call)
