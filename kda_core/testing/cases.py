@@ -25,6 +25,13 @@ Decay = Literal["mild", "slow", "none", "bounded", "isolated"]
 
 LOWER_BOUND = -5.0
 
+BFLOAT16: dict[str, Any] = {"dtype": BF16, "gate_dtype": BF16}
+"""Fields of a case whose inputs are all bfloat16."""
+
+SOFTPLUS: dict[str, Any] = {"gate": "softplus", "l2norm": True, "beta": "sigmoid"}
+BOUNDED: dict[str, Any] = {"gate": "lower bound", "l2norm": True, "beta": "negative eigenvalues"}
+"""Fields of a case whose inputs are all raw: the operator computes the gate, the norms and beta."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
@@ -172,7 +179,7 @@ def _case(name: str, tags: str = "", **fields: Any) -> Case:
 
 
 # Kimi-Linear 48B-A3B: 32 heads of 128, no grouping; q, k and v in bfloat16, the gate's input too.
-_MODEL = {"H": 32, "K": 128, "dtype": BF16, "gate_dtype": BF16, "gate": "softplus", "l2norm": True, "beta": "sigmoid"}
+_MODEL = {"H": 32, "K": 128} | BFLOAT16 | SOFTPLUS
 
 CASES: tuple[Case, ...] = (
     # Forward: lengths below, at and past a chunk, shapes, dtypes.
@@ -191,13 +198,13 @@ CASES: tuple[Case, ...] = (
         H=3,
         HV=6,
         K=64,
-        dtype=FP16,
-        gate_dtype=FP16,
         lengths=(72, 61, 56, 95),
         gate="softplus",
         dt_bias=True,
         beta="sigmoid",
         state=BF16,
+        dtype=FP16,
+        gate_dtype=FP16,
     ),
     # A random draw that found float32 products of only three tf32 parts.
     _case(
@@ -234,10 +241,9 @@ CASES: tuple[Case, ...] = (
         "forward",
         T=100,
         K=64,
-        dtype=BF16,
-        gate_dtype=BF16,
         decay="bounded",
         options={"safe_gate": True},
+        **BFLOAT16,
     ),
     _case("Kimi-Linear 48B-A3B", "forward model verify", T=96, state=FP32, **_MODEL),
     # Everything in the operator at once.
@@ -249,13 +255,10 @@ CASES: tuple[Case, ...] = (
         HV=4,
         K=64,
         V=32,
-        dtype=BF16,
-        gate_dtype=BF16,
-        gate="lower bound",
-        l2norm=True,
-        beta="negative eigenvalues",
         state=FP32,
         options={"state_v_first": True, "safe_gate": True},
+        **BOUNDED,
+        **BFLOAT16,
     ),
     # Backward.
     _case("gradients", "backward verify", B=2, T=70, K=32, V=64, state=FP32, backward=True),
@@ -266,11 +269,9 @@ CASES: tuple[Case, ...] = (
         T=140,
         HV=4,
         lengths=(1, 64, 0, 70),
-        gate="softplus",
-        l2norm=True,
-        beta="sigmoid",
         state=FP32,
         backward=True,
+        **SOFTPLUS,
     ),
     _case(
         "gradients all in kernel",
@@ -279,12 +280,10 @@ CASES: tuple[Case, ...] = (
         HV=4,
         K=36,
         V=24,
-        gate="lower bound",
-        l2norm=True,
-        beta="negative eigenvalues",
         state=FP32,
         backward=True,
         options={"state_v_first": True, "safe_gate": True},
+        **BOUNDED,
     ),
     # Sums over the rows of a batch and over a group of three; a scale that is not the default.
     _case(
@@ -310,7 +309,7 @@ CASES: tuple[Case, ...] = (
         state=FP32,
         backward=True,
         lengths=(100, 156),
-        **(_MODEL | {"H": 8}),
+        **_MODEL | {"H": 8},
     ),
     # Packed sequences.
     _case("packed", "packed verify", T=140, lengths=(5, 64, 1, 70), state=FP32),

@@ -9,22 +9,11 @@ import torch
 
 from kda_core.capabilities import Feature
 from kda_core.reference import DIFFERENTIABLE
-from kda_core.testing.cases import BF16, FP16, FP32, Case
+from kda_core.testing.cases import BF16, FP16, FP32, SOFTPLUS, Case
 from kda_core.testing.inputs import same_bits
 from kda_core.testing.marks import each, each_tagged, requires
 
-GATED = Case(
-    name="gated gradients",
-    T=20,
-    HV=4,
-    K=16,
-    gate="softplus",
-    l2norm=True,
-    beta="sigmoid",
-    state=None,
-    final_state=False,
-    backward=True,
-)
+GATED = Case(name="gated gradients", T=20, HV=4, K=16, state=None, final_state=False, backward=True, **SOFTPLUS)
 
 # The decay's gradient is that of a whole state, before any rounding.
 SHORT = [

@@ -11,7 +11,7 @@ import torch
 
 import kda_core
 from kda_core.capabilities import Feature
-from kda_core.testing.cases import BF16, FP32, Case
+from kda_core.testing.cases import BF16, FP32, SOFTPLUS, Case
 from kda_core.testing.inputs import same_bits
 from kda_core.testing.marks import requires, slow
 
@@ -101,11 +101,9 @@ def test_backward_repeats_at_length(kda, dtype: torch.dtype, K: int):
         K=K,
         dtype=dtype,
         gate_dtype=dtype,
-        gate="softplus",
-        l2norm=True,
-        beta="sigmoid",
         state=FP32,
         backward=True,
+        **SOFTPLUS,
     )
     call = case.call()
     first = kda.check(call)

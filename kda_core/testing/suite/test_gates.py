@@ -11,7 +11,7 @@ import torch
 import kda_core
 from kda_core.capabilities import Feature
 from kda_core.testing import gate
-from kda_core.testing.cases import BF16, FP16, FP32, Case
+from kda_core.testing.cases import BF16, FP16, FP32, SOFTPLUS, Case
 from kda_core.testing.inputs import Call
 from kda_core.testing.marks import either_way, requires
 
@@ -108,16 +108,7 @@ def test_gate_large_inputs(kda):
 def test_gate_of_real_models(kda, backward: bool):
     """FAILURES 4: exp(A_log) up to 201 and decays to -2661 a token, as trained models have; forward and backward."""
     case = Case(
-        name="real gate",
-        T=70,
-        gate="softplus",
-        rate=201.0,
-        raw_scale=4.0,
-        l2norm=True,
-        beta="sigmoid",
-        state=None,
-        final_state=False,
-        backward=backward,
+        name="real gate", T=70, rate=201.0, raw_scale=4.0, state=None, final_state=False, backward=backward, **SOFTPLUS
     )
     kda.check(case)
 

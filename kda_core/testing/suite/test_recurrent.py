@@ -10,7 +10,7 @@ import torch
 import kda_core
 from kda_core.capabilities import Feature
 from kda_core.testing import references
-from kda_core.testing.cases import BF16, FP16, FP32, FP64, Case
+from kda_core.testing.cases import BF16, BFLOAT16, BOUNDED, FP16, FP32, FP64, SOFTPLUS, Case
 from kda_core.testing.inputs import same_bits
 from kda_core.testing.marks import each, requires, slow
 
@@ -24,37 +24,14 @@ FORWARD = [
     Case(name="step bfloat16 state", op=R, B=3, T=1, K=64, dtype=BF16, state=BF16),
     Case(name="step V first", op=R, B=3, T=1, V=16, state=FP32, options={"state_v_first": True}),
     Case(name="step K 60 V 36", op=R, B=3, T=1, K=60, V=36, state=FP32),
-    Case(
-        name="step of a model",
-        op=R,
-        B=2,
-        T=1,
-        H=32,
-        K=128,
-        dtype=BF16,
-        gate_dtype=BF16,
-        gate="softplus",
-        l2norm=True,
-        beta="sigmoid",
-        state=FP32,
-    ),
+    Case(name="step of a model", op=R, B=2, T=1, H=32, K=128, state=FP32, **SOFTPLUS, **BFLOAT16),
     Case(name="step negative eigenvalues", op=R, B=3, T=1, HV=6, beta="negative eigenvalues", state=FP32),
     Case(name="several tokens", op=R, B=2, T=7, HV=4, state=FP32),
     Case(name="several tokens without states", op=R, B=2, T=7, final_state=False),
     Case(name="many tokens", op=R, T=100, state=FP32),
     Case(name="many tokens bfloat16", op=R, T=100, K=64, dtype=BF16, state=FP32),
     Case(name="scaled", op=R, T=5, state=FP32, options={"scale": 0.3}),
-    Case(
-        name="lower bound",
-        op=R,
-        T=5,
-        HV=4,
-        gate="lower bound",
-        A_log=False,
-        l2norm=True,
-        beta="negative eigenvalues",
-        state=FP32,
-    ),
+    Case(name="lower bound", op=R, T=5, HV=4, A_log=False, state=FP32, **BOUNDED),
     Case(name="packed steps", op=R, T=8, lengths=(1, 0, 3, 1, 2), state=FP32),
     Case(name="packed steps int64", op=R, T=4, lengths=(1, 1, 1, 1), index_dtype=torch.int64, state=FP32),
 ]
@@ -75,24 +52,12 @@ PROMPTS = [
         T=64,
         H=8,
         K=128,
-        dtype=BF16,
-        gate_dtype=BF16,
-        gate="softplus",
-        l2norm=True,
-        beta="sigmoid",
         state=FP32,
         options={"state_v_first": True},
+        **SOFTPLUS,
+        **BFLOAT16,
     ),
-    Case(
-        name="prompt lower bound",
-        op=R,
-        T=40,
-        HV=4,
-        gate="lower bound",
-        l2norm=True,
-        beta="negative eigenvalues",
-        state=FP32,
-    ),
+    Case(name="prompt lower bound", op=R, T=40, HV=4, state=FP32, **BOUNDED),
     Case(name="prompt slow decay", op=R, T=200, K=64, decay="slow", state=FP32),
     Case(name="prompt isolated decays", op=R, T=64, K=64, decay="isolated", state=FP32),
     Case(name="prompt -1e30", op=R, T=40, K=64, decay=-1e30, state=FP32),
@@ -108,13 +73,10 @@ PROMPTS = [
         HV=4,
         K=64,
         lengths=(30, 1, 49),
-        dtype=BF16,
-        gate_dtype=BF16,
-        gate="softplus",
-        l2norm=True,
-        beta="sigmoid",
         state=FP32,
         options={"state_v_first": True},
+        **SOFTPLUS,
+        **BFLOAT16,
     ),
 ]
 
