@@ -7,7 +7,6 @@ variables when it is loaded. A figure is the median over several rounds of each 
 from __future__ import annotations
 
 import functools
-import json
 import os
 import statistics
 import subprocess
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from kda_core.bench import fresh_process
 from kda_core.bench.session import Row, Session, Task
 
 SETTINGS: dict[str, dict[str, str]] = {
@@ -30,7 +30,6 @@ SETTINGS: dict[str, dict[str, str]] = {
 OPENMP_VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_PROC_BIND", "GOMP_CPU_AFFINITY")
 THREADS = (1, 2, 4)
 ROUNDS, SECONDS, LEAST = 2, 0.4, 3
-CHILD = "import sys; from kda_core.bench import busy; busy.child(sys.argv[1])"
 QUICK = ("decoding step [1, 1, 4, 64]",)
 
 
@@ -65,25 +64,19 @@ def busy_loops(count: int) -> Iterator[None]:
 def measure(loops: int, setting: str, threads: int, quick: bool) -> Row:
     """One row."""
     environment = {name: value for name, value in os.environ.items() if name not in OPENMP_VARIABLES}
-    told = json.dumps({"threads": threads, "names": QUICK if quick else None, "seconds": 0.01 if quick else SECONDS})
-    rounds: list[dict[str, float]] = []
-    with busy_loops(loops):
-        for _ in range(1 if quick else ROUNDS):
-            line = [sys.executable, "-c", CHILD, told]
-            done = subprocess.run(
-                line, env=environment | SETTINGS[setting], capture_output=True, text=True, check=False
-            )
-            if done.returncode:
-                last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-                return {"suite": "busy", "busy": loops, "threads": threads, "openmp": setting, "failed": last}
-            rounds.append(json.loads(done.stdout.splitlines()[-1]))
-    medians = {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
-    return {"suite": "busy", "busy": loops, "threads": threads, "openmp": setting, "ms": medians, "rounds": rounds}
+    told = {"threads": threads, "names": QUICK if quick else None, "seconds": 0.01 if quick else SECONDS}
+    row: Row = {"suite": "busy", "busy": loops, "threads": threads, "openmp": setting}
+    try:
+        with busy_loops(loops):
+            variables = environment | SETTINGS[setting]
+            rounds = [fresh_process.measure("busy", told, variables) for _ in range(1 if quick else ROUNDS)]
+    except fresh_process.ProcessFailed as error:
+        return row | {"failed": str(error)}
+    return row | {"ms": {n: statistics.median(r[n] for r in rounds) for n in rounds[0]}, "rounds": rounds}
 
 
-def child(told: str) -> None:
-    """In a process of its own: print the median milliseconds of every call, as JSON."""
-    options = json.loads(told)
+def child(options: dict[str, Any]) -> dict[str, float]:
+    """In a fresh process: the median milliseconds of every call."""
     torch.set_num_threads(options["threads"])
     found = {}
     for name, call in calls().items():
@@ -97,7 +90,7 @@ def child(told: str) -> None:
             call()
             times.append(1e3 * (time.perf_counter() - start))
         found[name] = statistics.median(times)
-    print(json.dumps(found))
+    return found
 
 
 def calls() -> dict[str, Callable[[], object]]:

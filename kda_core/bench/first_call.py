@@ -8,11 +8,8 @@ compiled. The clock starts after torch is imported and the device is started. A 
 from __future__ import annotations
 
 import functools
-import json
 import os
 import random
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -23,13 +20,13 @@ import torch
 from torch import Tensor
 
 import kda_core
+from kda_core.bench import fresh_process
 from kda_core.bench.session import Row, Session, Task
 from kda_core.bench.shapes import Shape
 
 CACHE = "TRITON_CACHE_DIR"
 DEFAULT = Shape(1, 2048, 16, 128)
 QUICK = Shape(1, 70, 2, 16)
-CHILD = "import sys; from kda_core.bench import first_call; first_call.child(sys.argv[1])"
 
 
 def tasks(session: Session) -> list[Task]:
@@ -58,16 +55,14 @@ def measure(shape: Shape, backward: bool, session: Session) -> Row:
     }
     row: Row = {"suite": "first-call", "shape": str(shape), "backward": backward, "calls": calls}
     with tempfile.TemporaryDirectory() as cache:
-        line = [sys.executable, "-c", CHILD, json.dumps(told)]
-        done = subprocess.run(line, env=os.environ | {CACHE: cache}, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return row | {"failed": (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]}
-    return row | json.loads(done.stdout.splitlines()[-1])
+        try:
+            return row | fresh_process.measure("first_call", told, os.environ | {CACHE: cache})
+        except fresh_process.ProcessFailed as error:
+            return row | {"failed": str(error)}
 
 
-def child(told: str) -> None:
-    """The process whose first call is timed; prints its measurements as JSON."""
-    options = json.loads(told)
+def child(options: dict[str, Any]) -> dict[str, float]:
+    """In a fresh process: seconds and kernels of its first call, and kernels of later ones."""
     device = torch.device(options["device"])
     torch.ones(1, device=device).sum().item()
     tensors = _inputs(options["sizes"], device)
@@ -77,7 +72,7 @@ def child(told: str) -> None:
     found: dict[str, float] = {"seconds": time.perf_counter() - start, "kernels": _compiled()}
     if options["backward"]:
         found |= _later(options, device)
-    print(json.dumps(found))
+    return found
 
 
 def _compiled() -> int:

@@ -7,8 +7,6 @@ the suites that measure time also measure memory.
 from __future__ import annotations
 
 import functools
-import json
-import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kda_core.bench import peers
+from kda_core.bench import fresh_process, peers
 from kda_core.bench.session import Row, Session, Task
 from kda_core.bench.shapes import Shape
 from kda_core.bench.workload import Problem, Work
@@ -24,7 +22,6 @@ from kda_core.bench.workload import Problem, Work
 DEFAULT = Shape(1, 4096, 8, 128)
 QUICK = Shape(1, 64, 2, 32)
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-CHILD = "import sys; from kda_core.bench import memory; memory.child(sys.argv[1])"
 
 
 def tasks(session: Session) -> list[Task]:
@@ -44,12 +41,11 @@ def measure(shape: Shape, session: Session) -> Row:
             left_out[peer.name] = reason
             continue
         told = {"peer": peer.name, "backend": session.options.backend, "shape": asdict(shape)}
-        line = [sys.executable, "-c", CHILD, json.dumps(told | {"threads": torch.get_num_threads()})]
-        done = subprocess.run(line, capture_output=True, text=True, check=False)
-        if done.returncode:
-            left_out[peer.name] = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        else:
-            found[peer.name] = {"grown_bytes": int(done.stdout.splitlines()[-1])}
+        try:
+            grown = fresh_process.measure("memory", told | {"threads": torch.get_num_threads()})
+            found[peer.name] = {"grown_bytes": grown}
+        except fresh_process.ProcessFailed as error:
+            left_out[peer.name] = str(error)
     row: Row = {"suite": "memory", "shape": str(shape), "tokens_and_heads": shape.B * shape.T * shape.HV}
     row |= {"implementations": found, "left_out": left_out}
     return row | ({"failed": left_out.pop(peers.OURS)} if peers.OURS in left_out else {})
@@ -59,9 +55,8 @@ def _problem(shape: Shape) -> Problem:
     return Problem("inference", shape, "given", "random", torch.float32, torch.float32)
 
 
-def child(told: str) -> None:
-    """In a process of its own: print the bytes that one forward adds to the resident set."""
-    options = json.loads(told)
+def child(options: dict[str, Any]) -> int:
+    """In a fresh process: the bytes that one forward adds to the resident set."""
     torch.set_num_threads(options["threads"])
     known = {peer.name: peer for peer in [peers.Ours(options["backend"]), *peers.every_peer()]}
     peer, sizes = known[options["peer"]], options["shape"] | {"lengths": tuple(options["shape"]["lengths"])}
@@ -73,8 +68,9 @@ def child(told: str) -> None:
     RESET.write_text("5")
     before = _status("VmRSS")
     kept = call()
-    print(_status("VmHWM") - before)
+    grown = _status("VmHWM") - before
     del kept
+    return grown
 
 
 def _status(name: str) -> int:

@@ -9,7 +9,6 @@ which takes about twenty seconds for each number of heads.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import Progress
 
-from kda_core.bench import speed
+from kda_core.bench import fresh_process, speed
 from kda_core.bench.session import Session
 
 if TYPE_CHECKING:
@@ -55,18 +54,12 @@ def warm(session: Session, chosen: Mapping[str, Suite]) -> None:
     console = Console(stderr=True)
     with ThreadPoolExecutor(jobs) as executor, Progress(console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task(f"compiling, {jobs} processes", total=len(lines))
-        futures = {executor.submit(_run, line, environment): line for line in lines}
+        futures = {executor.submit(fresh_process.run, line, environment): line for line in lines}
         for done in as_completed(futures):
             progress.advance(bar)
-            if message := done.result():
-                print(f"compiling {' '.join(futures[done][3:6])}: {message}", file=sys.stderr)
+            try:
+                done.result()
+            except fresh_process.ProcessFailed as error:
+                print(f"compiling {' '.join(futures[done][3:6])}: {error}", file=sys.stderr)
     if not console.is_terminal:
         print(f"compiled for {len(lines)} shapes, {jobs} processes at a time", file=sys.stderr, flush=True)
-
-
-def _run(line: list[str], environment: dict[str, str]) -> str:
-    child = subprocess.run(
-        line, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
-    )
-    last = child.stderr.strip().splitlines()[-1:] or [f"exit status {child.returncode}"]
-    return last[0] if child.returncode else ""

@@ -15,7 +15,7 @@ import torch
 
 from kda_core.capabilities import Feature
 from kda_core.testing import gate
-from kda_core.testing.cases import BF16, FP32, Case, named, select
+from kda_core.testing.cases import BF16, BFLOAT16, BOUNDED, FP32, Case, named, select
 from kda_core.testing.inputs import Call
 from kda_core.testing.nearby import Build
 from kda_core.testing.subject import Mismatch, Record, Refused, Subject
@@ -98,8 +98,7 @@ def _pooled(case: Case, slots: list, accepted: list[int] | None = None, **change
     return Check(case, build, frozenset(about))
 
 
-_HALF: dict[str, Any] = {"K": 64, "dtype": BF16, "gate_dtype": BF16}
-_IN_KERNEL: dict[str, Any] = {"gate": "lower bound", "beta": "negative eigenvalues", "l2norm": True}
+_HALF: dict[str, Any] = {"K": 64} | BFLOAT16
 
 
 def checks() -> list[Check | GateCheck]:
@@ -116,11 +115,11 @@ def checks() -> list[Check | GateCheck]:
             Case(name="gradients without recompute", T=70, backward=True, options={"disable_recompute": True}),
         ),
         Check(step),
-        Check(step.having(name="decoding step bfloat16", HV=4, **_HALF, **_IN_KERNEL)),
+        Check(step.having(name="decoding step bfloat16", HV=4, **_HALF, **BOUNDED)),
         Check(step.having(name="several tokens, softplus gate", T=7, V=16, gate="softplus")),
         Check(Case(name="packed steps", op=R, T=7, lengths=(1, 0, 3, 1, 2), state=FP32)),
         Check(Case(name="gradients of steps", op=R, T=12, K=16, state=FP32, backward=True)),
-        Check(Case(name="gradients of steps, all in kernel", op=R, T=12, K=16, HV=4, backward=True, **_IN_KERNEL)),
+        Check(Case(name="gradients of steps, all in kernel", op=R, T=12, K=16, HV=4, backward=True, **BOUNDED)),
         _pooled(prefill, [3, 0, 1]),
         _pooled(step.having(name="step in a pool, one skipped"), [4, -1, 2]),
         _pooled(step.having(name="step in a bfloat16 pool", state=BF16, **_HALF), [4, 0, 2], given_out=True),
