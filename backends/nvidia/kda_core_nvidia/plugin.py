@@ -85,48 +85,48 @@ def kda_core_reject(request: AnyRequest) -> str | None:
 def kda_core_saved_spec(request: Request) -> tuple[TensorSpec, ...]:
     if request.op != "chunk_kda":
         return ()
-    from kda_core_nvidia.chunk_forward import saved_specs
+    from kda_core_nvidia.plans.forward import saved_specs
 
     return saved_specs(request)
 
 
 @hookimpl
 def kda_core_chunk_forward(request: Request) -> ForwardResult:
-    from kda_core_nvidia.chunk_forward import chunk_forward
+    from kda_core_nvidia.calls import chunk_forward
 
     return chunk_forward(request)
 
 
 @hookimpl
 def kda_core_chunk_backward(request: Request) -> BackwardResult:
-    from kda_core_nvidia.chunk_backward import chunk_backward
+    from kda_core_nvidia.calls import chunk_backward
 
     return chunk_backward(request)
 
 
 @hookimpl
 def kda_core_recurrent_forward(request: Request) -> ForwardResult:
-    from kda_core_nvidia.recurrent_launch import recurrent_forward
+    from kda_core_nvidia.calls import recurrent_forward
 
     return recurrent_forward(request)
 
 
 @hookimpl
 def kda_core_recurrent_backward(request: Request) -> BackwardResult:
-    from kda_core_nvidia.recurrent_launch import recurrent_backward
+    from kda_core_nvidia.calls import recurrent_backward
 
     return recurrent_backward(request)
 
 
 @hookimpl
 def kda_core_gate_forward(request: GateRequest) -> Tensor:
-    from kda_core_nvidia.gate import gate_forward
+    from kda_core_nvidia.calls import gate_forward
 
     return gate_forward(request)
 
 
 @hookimpl
 def kda_core_gate_backward(request: GateRequest) -> BackwardResult:
-    from kda_core_nvidia.gate import gate_backward
+    from kda_core_nvidia.calls import gate_backward
 
     return gate_backward(request)

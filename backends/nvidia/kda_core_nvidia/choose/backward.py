@@ -1,0 +1,243 @@
+"""How a backward of ``chunk_kda`` runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from kda_core.request import Request
+from kda_core.triton_lib.plan import View, contiguous_strides
+from kda_core_nvidia.choose.chip import Chip
+from kda_core_nvidia.choose.chunk import (
+    BlockConfig,
+    HopperConfig,
+    Precision,
+    PrepareConfig,
+    as_packed,
+    decays_bounded,
+    hopper_config,
+    join_precision,
+    precision,
+    prepare_config,
+    row_aligned,
+    rows_contiguous,
+    segment_rows,
+    serves,
+    transitions_config,
+)
+from kda_core_nvidia.layout import CHUNK, padded, slots
+
+
+@dataclass(frozen=True, slots=True)
+class GradientsConfig:
+    """Launch configuration of ``gradients``: channels of a program, value channels at a time, warps, stages."""
+
+    block_k: int
+    block_v: int
+    num_warps: int
+    stages: int
+
+
+MILD = {torch.bfloat16: 160.0, torch.float16: 12.0, torch.float32: 0.0}
+"""Log2 decay over a chunk up to which one reference point serves all its pairs (over fewer rows a part of that):
+2^(+-MILD/2) leaves room for operands and sums in the dtype of the products. float32 keeps to the levels, whose
+exponents are small where they matter."""
+
+
+def mildest(dtype: torch.dtype, l2norm: bool) -> float:
+    """``MILD`` for q and k as they come: without a norm float16's reach up to 4,094, as ``lift`` allows."""
+    return 8.0 if dtype == torch.float16 and not l2norm else MILD[dtype]
+
+
+_LEAST_ROWS = {128: 4096, 256: 1024}
+"""Rows of a call, by padded K, from which the backward gains more on the chip than the descriptors cost the host."""
+
+
+def backward_gains(chip: Chip, KP: int, V: int, heads: int, rows: int) -> bool:
+    """Whether the backward's recurrences are faster in their form for Hopper.
+
+    With 128 key channels and a program of 64 value channels for every multiprocessor, the plain kernels, of which
+    several share one, keep the memory as busy.
+    """
+    few = KP > 128 or chip.load(heads * -(-V // 64)) <= 1
+    return few and rows >= _LEAST_ROWS.get(KP, rows + 1)
+
+
+def rows_readable(x: View) -> bool:
+    """Whether the backward reads ``x`` [B, T, ..] as it lies: rows are contiguous, a tile's offsets fit 32 bits."""
+    return (x.dim() == 3 or rows_contiguous(x)) and x.strides[1] * 128 < 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardConfig:
+    """Tiles of the backward's plain kernels for one shape class."""
+
+    states: BlockConfig
+    reverse: BlockConfig
+    gradients: GradientsConfig
+
+
+def backward_config(chip: Chip, dtype: torch.dtype, kp: int, vp: int, heads: int) -> BackwardConfig:
+    """The configuration for head dimensions padded to ``kp`` and ``vp``; ``heads``: sequences times value heads."""
+    arch = chip.arch
+    if dtype == torch.float32:
+        # Products in full precision run on scalar units: small tiles, many warps.
+        small = BlockConfig(16 if kp > 128 else min(vp, 32), 8, 1)
+        return BackwardConfig(small, small, GradientsConfig(16, min(vp, 32), 4, 1))
+    bv = min(vp, 64)
+    # A warp holds 16 channels of the transposed blocks. Two warps, so that the products stay with mma.sync: with wgmma
+    # (four warps, no faster) ptxas 12.8 spills its descriptors and restores some from the stack pointer.
+    # Two blocks of value channels: a loop's loads run ahead through shared memory, one body's take registers.
+    gradients = GradientsConfig(min(kp, 32), min(64, max(16, vp // 2)), min(kp, 32) // 16, 3)
+    if arch not in (90, 100, 103):
+        # Products take both operands from registers there: less of the state to a warp, or nothing in flight.
+        if kp > 128:
+            return BackwardConfig(BlockConfig(16, 4, 2), BlockConfig(min(vp, 32), 8, 2), gradients)
+        plain = BlockConfig(bv, bv // 16, 1)
+        return BackwardConfig(plain, plain, gradients)
+    if kp > 128:
+        if arch == 90 and vp >= 128:
+            return BackwardConfig(BlockConfig(bv, 8, 3), BlockConfig(128, 8, 3), gradients)
+        return BackwardConfig(BlockConfig(bv, 8, 2), BlockConfig(bv, 8, 2), gradients)
+    recurrence = BlockConfig(bv, bv // 16, 3)
+    if kp == 128 and vp >= 128 and chip.load(heads * (vp // 128)) >= _FULL_BACKWARD:
+        # Enough programs to fill the chip with 128 value channels each.
+        recurrence = BlockConfig(128, 8, 3)
+    return BackwardConfig(recurrence, recurrence, gradients)
+
+
+_FULL_BACKWARD = 96 / 132
+"""Load from which the backward's recurrences take blocks of 128 value channels (measured on an H200)."""
+
+MANY = 8192
+"""Slots times heads of a turn from which ``gradients`` gains more by descriptors than these cost the host."""
+
+WHOLE = (None,)
+"""All sequences in one turn."""
+
+Turns = tuple[slice | None, ...]
+
+
+def turns_of(r: Request, chip: Chip) -> Turns:
+    """The sequences of a call by turns, so that states and their gradients are held for one turn at a time.
+
+    Wide heads' states are more than half of a step's memory. Half of the batch at a time is as fast when it still has a
+    program of the recurrences for every multiprocessor, and changes no result: no kernel looks beyond a sequence.
+    """
+    half, vp = -(-r.B // 2), padded(r.V)
+    wide = padded(r.K) * vp > 128 * 128
+    if r.cu_seqlens is None and r.B > 1 and wide and chip.load(r.B // 2 * r.HV * -(-vp // 128)) >= 1:
+        return slice(0, half), slice(half, r.B)
+    return WHOLE
+
+
+def halved(r: Request, chip: Chip) -> bool:
+    """Whether the backward runs for half of the heads at a time: ``turns_of``, where the batch is packed or one."""
+    vp = padded(r.V)
+    if padded(r.K) * vp <= 128 * 128 or r.H % 2 or turns_of(r, chip) != WHOLE:
+        return False
+    return chip.load(r.N * r.HV // 2 * -(-vp // 128)) >= 1
+
+
+def heads_of(call: Request, half: int) -> Request:
+    """The call for the first or the second half of its heads; ``saved`` is cut, and no longer contiguous."""
+    own, own_v = (slice(half * n // 2, (half + 1) * n // 2) for n in (call.H, call.HV))
+    axes = {"q": (2, own), "k": (2, own), **dict.fromkeys(("v", "g", "beta", "grad_o"), (2, own_v))}
+    axes |= dict.fromkeys(("initial_state", "grad_final_state"), (1, own_v))
+    axes |= dict.fromkeys(("A_log", "dt_bias"), (0, own_v))
+    parts = {n: x.cut(*where) for n, where in axes.items() if (x := getattr(call, n)) is not None}
+    return replace(call, **parts, saved=tuple(x.cut(1, own_v) for x in call.saved))
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardChoice:
+    """How a backward of ``chunk_kda`` runs, or the backward of half of its heads.
+
+    Attributes:
+        halves: choices for each half of the heads, where they run one after the other; else ().
+        segment_rows, bounded, precision, transitions, join_precision: as in ``ForwardChoice``.
+        prepare: of the second ``prepare``.
+        turns: the sequences of each turn.
+        states, reverse: the recurrences.
+        operand: ``states`` keeps v as an operand of wgmma.
+        descriptors, tokens: ``gradients`` reads blocks of states, and of do and dv, through descriptors.
+    """
+
+    halves: tuple[BackwardChoice, ...]
+    segment_rows: int
+    bounded: bool
+    precision: Precision
+    prepare: PrepareConfig
+    turns: Turns
+    states: BlockConfig | HopperConfig
+    reverse: BlockConfig | HopperConfig
+    gradients: GradientsConfig
+    operand: bool
+    descriptors: bool
+    tokens: bool
+    transitions: BlockConfig
+    join_precision: str
+
+
+def choose_backward(request: Request, chip: Chip, half: bool = False) -> BackwardChoice:
+    """How the backward of ``chunk_kda`` runs on ``chip``.
+
+    Args:
+        request: metadata alone; ``saved`` holds what the forward saved.
+        half: the request is for half of the heads of another one.
+    """
+    rows = segment_rows(request, chip)
+    r = as_packed(request, rows) if rows else request
+    K, V, HV, T, dtype = r.K, r.V, r.HV, r.T, r.q.dtype
+    KP, VP = padded(K), padded(V)
+    turns = turns_of(r, chip)
+    most, N = slots(r), r.N
+    if turns != WHOLE:
+        N = max(turn.stop - turn.start for turn in turns)
+        most = N * -(-T // CHUNK)
+    v, do = (_as_read(x) for x in (r.v, r.grad_o))
+    if do is None and rows:
+        # Zeros stand for it there.
+        do = _dv(r)
+    config = backward_config(chip, dtype, KP, VP, r.N * HV)
+    gains = VP == V and backward_gains(chip, KP, V, N * HV, T)
+
+    def hopper(x: View | None) -> bool:
+        return gains and x is not None and all(serves(chip, dtype, most, HV, KP, V, x.cut(0, t)) for t in turns)
+
+    states = hopper_config("states", chip, KP, V, N * HV) if hopper(v) else config.states
+    reverse = hopper_config("reverse", chip, KP, V, N * HV) if hopper(do) else config.reverse
+    # Products on scalar units spill more with them. Rows of a descriptor are counted in 32 bits.
+    descriptors = chip.descriptors and dtype.itemsize == 2 and MANY <= most * HV < 2**31 // max(VP, CHUNK)
+    # Rows of the call's own tensors only where no block reaches beyond a sequence, or beyond a head's channels.
+    tokens = descriptors and r.cu_seqlens is None and do is not None and T % CHUNK == 0 and VP == V
+    tokens = tokens and do.dtype == dtype and all(row_aligned(x.cut(0, t)) for t in turns for x in (do, _dv(r)))
+    return BackwardChoice(
+        halves=tuple(choose_backward(heads_of(request, i), chip, half=True) for i in (0, 1))
+        if not half and halved(request, chip)
+        else (),
+        segment_rows=rows,
+        bounded=decays_bounded(r),
+        precision=precision(dtype, chip),
+        prepare=prepare_config(K, dtype, again=bool(r.saved)),
+        turns=turns,
+        states=states,
+        reverse=reverse,
+        gradients=config.gradients,
+        operand=chip.arch == 90 and config.states.block_v >= 64,
+        descriptors=descriptors,
+        tokens=tokens,
+        transitions=transitions_config(chip, KP, VP),
+        join_precision=join_precision(chip),
+    )
+
+
+def _as_read(x: View | None) -> View | None:
+    """``x`` as the backward's kernels get it."""
+    return x if x is None or rows_readable(x) else x.contiguous()
+
+
+def _dv(r: Request) -> View:
+    """The gradient of v as it is written."""
+    return View("dv", r.v.shape, contiguous_strides(r.v.shape), r.q.dtype)

@@ -1,0 +1,263 @@
+"""What the forward and the backward of ``chunk_kda`` share: configurations, precision, segments, and when the kernels
+for Hopper take a recurrence.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from kda_core.request import Request
+from kda_core.triton_lib.decay import BOUND
+from kda_core.triton_lib.plan import View
+from kda_core_nvidia.choose.chip import Chip
+from kda_core_nvidia.layout import CHUNK, padded
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareConfig:
+    """Launch configuration of ``prepare``.
+
+    Attributes:
+        block_k, stages: channels at a time, depth of the load pipeline.
+        wide, wide_stages: the same for the loops that only multiply what they load.
+    """
+
+    block_k: int
+    num_warps: int
+    stages: int
+    wide: int
+    wide_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockConfig:
+    """Launch configuration of a recurrence: value channels of a program, warps, depth of the load pipeline."""
+
+    block_v: int
+    num_warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class HopperConfig:
+    """Launch configuration of a recurrence in its form for Hopper.
+
+    One warp group computes 64 value channels. Of the other warps one loads and ``storers`` store. ``registers`` is
+    what a multiprocessor has for so many threads; the warps that do not multiply give most of their own away.
+
+    Attributes:
+        block_v: value channels of a program.
+        stages: chunks that are loaded ahead.
+        storers: warps that store; 0: the warps that multiply store.
+        out: chunks that wait to be stored.
+        registers: of a thread, at launch.
+    """
+
+    block_v: int
+    stages: int
+    storers: int
+    out: int
+    registers: int
+
+    @property
+    def num_warps(self) -> int:
+        """Warps that multiply."""
+        return self.block_v // 16
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """The kernel's constants that follow from it, and the compiler's option."""
+        shared = {"BV": self.block_v, "STAGES": self.stages, "OUT": self.out, "STORERS": self.storers}
+        return shared | {"maxnreg": self.registers}
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """How float32 numbers enter the products of the forward.
+
+    Attributes:
+        terms: 16-bit terms of a decay.
+        dot, small_dot: precision of large products and of 16×16 products.
+    """
+
+    terms: int
+    dot: str
+    small_dot: str
+
+
+def precision(dtype: torch.dtype, chip: Chip) -> Precision:
+    """The forward's precision for an input dtype."""
+    if dtype == torch.float32:
+        # Three bfloat16 parts hold all of a float32; of two tf32 parts the lower is cut, which single products show.
+        # Six bfloat16 products take what three of tf32 do. (The interpreter multiplies float32 whatever it is told.)
+        return Precision(1, "ieee", "ieee") if chip.interpreted else Precision(3, "bf16x6", "bf16x6")
+    # tf32 operands are cut to 11 bits, not rounded: a bias that bfloat16 results hide and float16 ones do not.
+    return Precision(2, "tf32", "tf32" if dtype == torch.bfloat16 else "tf32x3")
+
+
+def split_scale(scale: float, dtype: torch.dtype) -> tuple[float, float]:
+    """The output's scale as (power of two, rest): the power enters q, where it rounds nothing, the rest the output.
+
+    Fold in as few factors as possible before rounding to 16 bits: without decays, q is its own operand. With float32
+    operands there is nothing to gain, and the rest is 1. float16 operands take no power above 1, because LIFT has taken
+    most of their room upwards, and none below 2⁻⁶, where they have few digits.
+    """
+    scale = float(scale)  # an integer would compile kernels that take integers
+    mantissa, exponent = math.frexp(scale)
+    if dtype.itemsize > 2 or not math.isfinite(scale) or abs(exponent) > 100 or scale == 0:
+        return scale, 1.0
+    if abs(mantissa) < math.sqrt(0.5):
+        exponent -= 1
+    power = math.ldexp(1.0, exponent)
+    if dtype == torch.float16:
+        power = min(max(power, 2.0**-6), 1.0)
+    return power, scale / power
+
+
+def gate_kind(request: Request) -> str:
+    """The kernels' name of the gate."""
+    if not request.use_gate_in_kernel:
+        return "none"
+    return "softplus" if request.lower_bound is None else "bounded"
+
+
+def decays_bounded(request: Request) -> bool:
+    """Whether each row's log decay is known, or promised, to be at least −5, in a dtype that can use it.
+
+    Factors of 2^58 do not fit float16, and an exponent of 58 in float32 has lost digits that a float32 result needs.
+    """
+    if request.q.dtype != torch.bfloat16:
+        return False
+    if request.lower_bound is not None and request.lower_bound < BOUND.value:
+        return False
+    return request.safe_gate or gate_kind(request) == "bounded"
+
+
+def prepare_config(K: int, dtype: torch.dtype, again: bool = False) -> PrepareConfig:
+    """Configuration of ``prepare``; ``again``: of its second run, from what the forward saved."""
+    if dtype.itemsize != 2:
+        return PrepareConfig(block_k=16, num_warps=1, stages=4, wide=16, wide_stages=4)
+    # Memory is read in whole rows of a block, however short they are: blocks as wide as registers allow, up to a cache
+    # line.
+    wide = min(64, padded(K))
+    if again and wide > 16:
+        return PrepareConfig(block_k=32, num_warps=2, stages=4, wide=wide, wide_stages=3)
+    # One warp: chunks are many and small, and one warp needs no barrier. More than 16 channels spill.
+    return PrepareConfig(block_k=16, num_warps=1, stages=4, wide=wide, wide_stages=3)
+
+
+_HOPPER_CONFIGS = {
+    # (kernel, padded K, value channels of a program)
+    ("recurrence", 128, 64): HopperConfig(64, 4, 0, 1, 128),
+    ("recurrence", 128, 128): HopperConfig(128, 4, 0, 1, 168),
+    ("recurrence", 256, 64): HopperConfig(64, 3, 2, 2, 255),
+    ("recurrence", 256, 128): HopperConfig(128, 3, 2, 2, 168),
+    ("states", 128, 64): HopperConfig(64, 6, 2, 2, 160),
+    ("states", 256, 64): HopperConfig(64, 3, 4, 2, 168),
+    ("reverse", 128, 64): HopperConfig(64, 5, 2, 2, 160),
+    ("reverse", 256, 64): HopperConfig(64, 3, 4, 1, 168),
+}
+
+
+def hopper_config(kernel: str, chip: Chip, KP: int, V: int, heads: int) -> HopperConfig:
+    """The configuration for ``heads`` = sequences times value heads.
+
+    A program of 64 channels takes less time than one of 128. Where there are more of them than multiprocessors, one
+    program of 128 loads each chunk once instead of twice. Only the forward gains by that: the backward stores so much
+    that it is no faster.
+
+    Args:
+        kernel: recurrence, states or reverse.
+    """
+    wide = kernel == "recurrence" and V % 128 == 0 and chip.load(heads * (V // 64)) > 1
+    return _HOPPER_CONFIGS[kernel, KP, 128 if wide else 64]
+
+
+def row_aligned(x: View) -> bool:
+    """Whether ``x`` [B, T, H, D] is a matrix of B · T rows of which blocks can be copied through a descriptor."""
+    s_b, s_t, s_h, s_last = x.strides
+    B, T, H, D = x.shape
+    return (
+        s_last == 1
+        and x.aligned
+        and not (s_t & 7 or s_h & 7)
+        and (B == 1 or s_b == s_t * T)
+        and 0 <= s_h * (H - 1) <= s_t - D
+        # Offsets within a chunk are counted in 32 bits.
+        and s_t * CHUNK < 2**31
+        # A descriptor is of one row at least.
+        and 0 < B * T < 2**31
+    )
+
+
+def serves(chip: Chip, dtype: torch.dtype, count: int, HV: int, KP: int, V: int, rows: View) -> bool:
+    """Whether the kernel for Hopper takes a recurrence.
+
+    Args:
+        count: chunk slots.
+        rows: what it reads of every token.
+    """
+    return (
+        chip.capability == (9, 0)
+        and not chip.interpreted
+        and dtype.itemsize == 2
+        and KP in (128, 256)
+        and V in (64, 128, 256)
+        # Rows of a descriptor are counted in 32 bits.
+        and 0 < count * HV * max(3 * CHUNK, V) < 2**31
+        and row_aligned(rows)
+    )
+
+
+def rows_contiguous(x: View) -> bool:
+    """Whether the last dimension is contiguous: the forward's kernels take every other stride."""
+    return x.strides[-1] == 1 or x.shape[-1] == 1
+
+
+LEAST_ROWS = 2048
+"""Rows of a segment, at least: shorter ones spend more on their transitions than they save."""
+
+LEAST_SEGMENTS = 4
+
+
+def segment_rows(request: Request, chip: Chip) -> int:
+    """Rows of each segment of a call, or 0 when it is not cut: long calls of one dense sequence with few heads."""
+    q = request.q
+    if q.shape[1] < LEAST_SEGMENTS * LEAST_ROWS or q.shape[0] != 1 or request.cu_seqlens is not None:
+        return 0
+    if q.dtype.itemsize != 2:
+        return 0
+    if request.inplace_final_state or request.ssm_state_indices is not None:
+        return 0
+    if request.return_intermediate_states or request.disable_recompute:
+        return 0
+    programs = request.HV * -(-padded(request.V) // 64)
+    count = min(chip.multiprocessors // programs, request.T // LEAST_ROWS)
+    if count < LEAST_SEGMENTS:
+        return 0
+    rows = -(-request.T // count)
+    return -(-rows // CHUNK) * CHUNK
+
+
+def as_packed(request: Request, rows: int) -> Request:
+    """The call with its segments as packed sequences, states V first and none given."""
+    bounds = View("cu_seqlens", (-(-request.T // rows) + 1,), (1,), torch.int64)
+    return replace(request, cu_seqlens=bounds, initial_state=None, state_v_first=True)
+
+
+def transitions_config(chip: Chip, kp: int, vp: int) -> BlockConfig:
+    """Configuration of both transition kernels: rows of a program, warps, stages."""
+    block = min(kp, vp, 64)
+    if chip.major == 9:
+        return BlockConfig(block, 8 if kp > 128 else max(4, block // 16), 2 if kp > 128 else 3)
+    if chip.major == 10:
+        return BlockConfig(min(block, 32) if kp > 128 else block, 8, 2)
+    return BlockConfig(16, 4, 2) if kp > 128 else BlockConfig(block, max(1, block // 16), 1)
+
+
+def join_precision(chip: Chip) -> str:
+    """Precision of the products that join segments."""
+    return "ieee" if chip.interpreted else "tf32x3"

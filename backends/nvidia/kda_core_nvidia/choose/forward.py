@@ -1,0 +1,96 @@
+"""How a forward of ``chunk_kda`` runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kda_core.request import Request
+from kda_core_nvidia.choose.chip import Chip
+from kda_core_nvidia.choose.chunk import (
+    BlockConfig,
+    HopperConfig,
+    Precision,
+    PrepareConfig,
+    as_packed,
+    decays_bounded,
+    hopper_config,
+    join_precision,
+    precision,
+    prepare_config,
+    rows_contiguous,
+    segment_rows,
+    serves,
+    transitions_config,
+)
+from kda_core_nvidia.layout import CHUNK, padded, slots
+
+
+def recurrence_config(chip: Chip, dtype: torch.dtype, K: int, V: int, heads: int, h: bool = False) -> BlockConfig:
+    """Configuration of ``recurrence``.
+
+    Blocks of 128 value channels read the keys' tiles half as often. Only wgmma holds their state without spills, and
+    with few sequences and heads they would leave most of the chip idle.
+
+    Args:
+        heads: sequences times value heads.
+        h: whether states are stored at chunks: a whole block then passes through shared memory.
+    """
+    wide = padded(K) > 128
+    if dtype == torch.float32:
+        return BlockConfig(16, 8, 1) if wide else BlockConfig(16, 4, 2)
+    if chip.major == 10:
+        # Fewer warps spill there, and so do blocks of 64 where the state takes all of them.
+        return BlockConfig(32, 8, 2) if wide else BlockConfig(min(padded(V), 64), 8, 3)
+    if wide:
+        # wgmma holds the state of 128 channels, and each tile of keys is read half as often.
+        many = chip.major == 9 and padded(V) >= 128 and not h
+        return BlockConfig(128, 8, 3) if many else BlockConfig(min(padded(V), 64), 8, 2)
+    if chip.major == 9 and padded(V) >= 128 and chip.load(heads * -(-V // 128)) > 0.6:
+        return BlockConfig(128, 8, 3)
+    return BlockConfig(min(padded(V), 64), 4, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardChoice:
+    """How a forward of ``chunk_kda`` runs.
+
+    Attributes:
+        segment_rows: rows of each segment; 0: the sequence is not cut.
+        bounded: decays are known to be at least −5 a row.
+        descriptors: the plain recurrence reads keys through descriptors.
+        transitions, join_precision: of the kernels that join segments.
+    """
+
+    prepare: PrepareConfig
+    recurrence: BlockConfig | HopperConfig
+    precision: Precision
+    segment_rows: int
+    bounded: bool
+    descriptors: bool
+    transitions: BlockConfig
+    join_precision: str
+
+
+def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
+    """How a forward of ``chunk_kda`` runs on ``chip``; ``request`` is metadata alone."""
+    rows = segment_rows(request, chip)
+    r = as_packed(request, rows) if rows else request
+    K, V, dtype, h = r.K, r.V, r.q.dtype, r.return_intermediate_states
+    KP, count, heads = padded(K), slots(r), r.N * r.HV
+    v = r.v if rows_contiguous(r.v) else r.v.contiguous()
+    hopper = not h and serves(chip, dtype, count, r.HV, KP, V, v)
+    return ForwardChoice(
+        prepare=prepare_config(K, dtype),
+        recurrence=hopper_config("recurrence", chip, KP, V, heads)
+        if hopper
+        else recurrence_config(chip, dtype, K, V, heads, h),
+        precision=precision(dtype, chip),
+        segment_rows=rows,
+        bounded=decays_bounded(r),
+        # Rows of a descriptor are counted in 32 bits.
+        descriptors=chip.descriptors and 0 < count * r.HV * 3 * CHUNK < 2**31,
+        transitions=transitions_config(chip, KP, padded(V)),
+        join_precision=join_precision(chip),
+    )

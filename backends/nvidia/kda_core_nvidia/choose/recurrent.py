@@ -1,0 +1,229 @@
+"""Which kernels serve a call of ``fused_recurrent_kda``, with which configurations: ``choose`` for decoding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from kda_core.request import Request
+from kda_core.triton_lib.decay import BOUND
+from kda_core.triton_lib.plan import View
+from kda_core_nvidia.choose.chip import Chip
+from kda_core_nvidia.choose.chunk import gate_kind
+from kda_core_nvidia.layout import padded
+from kda_core_nvidia.recurrent_blocks import ROWS, SHORT
+from kda_core_nvidia.recurrent_step import SIZE
+
+
+def power_of_two(size: int) -> int:
+    """The least power of two that holds ``size``."""
+    return 1 << (size - 1).bit_length()
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentConfig:
+    """Launch configuration of ``recurrent``.
+
+    Attributes:
+        block_v: value channels of a tile.
+        num_warps: warps of a program.
+        row_bytes: V first: how much of a row neighbouring lanes read at once; the rest lies in registers.
+        eviction: policy of the load of the states. With "evict_last" a state is still in the L2 cache when it is
+            written back, and lines leave the cache in the order in which they were written, which memory is faster at;
+            a few states fit the cache anyway.
+        registers: most of a thread for one token a call and 65 to 128 key channels; 0: as many as ptxas takes, with
+            which it loads a quarter of a state when half of the arithmetic is done. That costs a fifth where there are
+            few programs, and nothing where there are many.
+    """
+
+    block_v: int
+    num_warps: int
+    row_bytes: int = 128
+    eviction: str = ""
+    registers: int = 0
+
+
+# Measured on an H200 at K = V = 128, H = 32: one step at N = 1 to 512 with float32 and bfloat16 pools, T = 2 to 8 at
+# N = 1 to 64. One tile for each layout and dtype, whatever the number of sequences and tokens: with another tile sums
+# are taken in another order, and how many states there are must not show in any bit of a result. Only V first may a
+# tile have more rows or fewer: each is summed on its own, by the same threads in the same order.
+RECURRENT_CONFIGS = {
+    # (V first, bfloat16): (the least states N · HV for it, the configuration), by number of states
+    (False, False): (
+        (0, RecurrentConfig(64, 2, 128, "evict_last")),
+        (65, RecurrentConfig(64, 2)),
+        (513, RecurrentConfig(64, 2, 128, "evict_last")),
+    ),
+    (False, True): ((0, RecurrentConfig(32, 1)), (1025, RecurrentConfig(32, 1, 128, "evict_last"))),
+    (True, False): (
+        (0, RecurrentConfig(16, 1, 256, "evict_last", 152)),
+        (65, RecurrentConfig(8, 1, 256, registers=96)),
+        (513, RecurrentConfig(16, 1, 256, "evict_last", 152)),
+        (4097, RecurrentConfig(16, 1, 256, "evict_last")),
+    ),
+    (True, True): (
+        (0, RecurrentConfig(8, 1, 128, "evict_last")),
+        (65, RecurrentConfig(8, 1)),
+        (513, RecurrentConfig(16, 1, 128, "evict_last")),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StepConfig:
+    """Launch configuration of ``recurrent_step``: registers of a thread, parts in which a state is stored (or 0)."""
+
+    registers: int
+    parts: int
+
+
+# Measured as the tables above were, for bfloat16 K first; ``recurrent`` is faster for fewer states, and V first.
+STEP_CONFIGS = ((256, StepConfig(80, 0)), (8192, StepConfig(80, 4)))
+"""(the least states N · HV for it, the configuration), by number of states."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksConfig:
+    """Launch configuration of ``blocks_recurrence``: value channels of a program, and its warps."""
+
+    block_v: int
+    num_warps: int
+
+
+def blocks_config(chip: Chip, K: int, V: int) -> BlocksConfig:
+    """Configuration of a prompt; it depends on no number of sequences."""
+    if K > 128:
+        # Four warps share the channels: the state of one would not fit its registers.
+        return BlocksConfig(16, 4)
+    if chip.major != 9:
+        # Only wgmma holds more without spills.
+        return BlocksConfig(16, 2)
+    block_v = min(padded(V), 64)
+    return BlocksConfig(block_v, block_v // 16)
+
+
+def recurrent_config(
+    states: int, K: int, V: int, v_first: bool, state_dtype: torch.dtype, given: bool = True
+) -> RecurrentConfig:
+    """Configuration for ``states`` = N · HV states; how many there are decides over nothing that shows in a result.
+
+    Without a given state there is none to load, and triton 3.6 finds the large tile no layout without spills.
+    """
+    table = RECURRENT_CONFIGS[v_first, state_dtype == torch.bfloat16]
+    config = [c for least, c in table if states >= least][-1]
+    if power_of_two(K) != 128:
+        # That tiles of several sizes sum alike has been seen there only, and bounds on registers are for its tiles.
+        config = replace(config, block_v=table[-1][1].block_v, registers=0)
+    if not given and not v_first:
+        config = RecurrentConfig(16, 1)
+    block_v = config.block_v
+    if K > 128:
+        # A thread holds a share of the state, and K first also a share of every row, which grows with K as well.
+        block_v //= 2 if v_first else 4
+    return replace(config, block_v=min(block_v, power_of_two(V)))
+
+
+def _rows_aligned(x: View) -> bool:
+    """Whether triton sees that rows of ``x`` [N, 1, H, K] begin at multiples of 16 bytes: its layout goes by that."""
+    s_n, _, s_h, _ = x.strides
+    return x.aligned and not (s_n & 15 or s_h & 15)
+
+
+def _tiles_aligned(state: View | None) -> bool:
+    """Whether every row of a state can be copied 16 bytes at a time, and so that triton sees it; True for None."""
+    if state is None:
+        return True
+    s_n, s_h, s_row, s_last = state.strides
+    return s_last == 1 and state.aligned and not (s_n & 15 or s_h & 15 or s_row & 7)
+
+
+def step_serves(r: Request, chip: Chip, least: int) -> bool:
+    """Whether ``recurrent_step`` takes a call of at least ``least`` states; its results are the bits of ``recurrent``.
+
+    A final state that the call allocates is contiguous and aligned.
+    """
+    state, indices = r.initial_state, r.ssm_state_indices
+    return (
+        r.T == 1
+        and state is not None
+        and state.dtype == torch.bfloat16
+        and not r.state_v_first
+        and r.K == r.V == SIZE.value
+        and r.N * r.HV >= least
+        and r.cu_seqlens is None
+        and r.num_accepted_tokens is None
+        and (indices is None or indices.dim() == 1 or indices.shape[1] == 1)
+        and (r.out is None or r.out.strides[3] == 1)
+        and all(_rows_aligned(x) for x in (r.q, r.k, r.g))
+        and _tiles_aligned(state)
+        and chip.major == 9
+        and not chip.interpreted
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """How sequences of more than SHORT tokens run.
+
+    Attributes:
+        slots: blocks of rows; a bound when packed.
+        sequences: sequences that ``blocks_recurrence`` has programs for; a bound when packed.
+        step: packed: a program takes every ``step``-th long sequence; 0: one each.
+        bounded: decays are at least exp(−5) a row.
+        terms: 16-bit terms of a decay.
+    """
+
+    config: BlocksConfig
+    slots: int
+    sequences: int
+    step: int
+    bounded: bool
+    terms: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentChoice:
+    """How a call of ``fused_recurrent_kda`` runs.
+
+    Attributes:
+        step: ``recurrent_step`` takes it; None: it does not.
+        short: ``recurrent`` takes its short sequences, or all; None: it has no work.
+        prompts: the kernels for long sequences; None: they have no work.
+        overlap: kernels of the call may start before the one ahead of them ends.
+    """
+
+    step: StepConfig | None
+    short: RecurrentConfig | None
+    prompts: Prompts | None
+    overlap: bool
+
+
+def choose_recurrent(r: Request, chip: Chip) -> RecurrentChoice:
+    """How a call of ``fused_recurrent_kda`` runs on ``chip``; the request is metadata alone."""
+    states, indices = r.N * r.HV, r.ssm_state_indices
+    # A slot for every token: such calls are drafts, which are short.
+    every_token = indices is not None and indices.dim() == 2 and indices.shape[1] > 1
+    long = r.T > SHORT.value and not every_token and r.num_accepted_tokens is None
+    step = short = None
+    if step_serves(r, chip, STEP_CONFIGS[0][0]):
+        step = [c for least, c in STEP_CONFIGS if states >= least][-1]
+    elif r.cu_seqlens is not None or not long:
+        short = recurrent_config(states, r.K, r.V, r.state_v_first, r.state_dtype, r.initial_state is not None)
+    return RecurrentChoice(step, short, _prompts(r, chip) if long else None, chip.overlaps)
+
+
+def _prompts(r: Request, chip: Chip) -> Prompts:
+    N, T = r.N, r.T
+    config = blocks_config(chip, r.K, r.V)
+    sequences, slots, step = N, N * -(-T // ROWS.value), 0
+    if r.cu_seqlens is not None:
+        # Bounds for sequences of at least SHORT + 1 tokens: ROWS + 1 of them fill two blocks.
+        sequences, slots = min(N, T // (SHORT.value + 1)), 2 * T // (ROWS.value + 1)
+        if T <= SHORT.value * N:
+            # There may be as many long sequences as that, but most likely there are few or none: as many programs as
+            # run at once, which is two on a multiprocessor of Hopper.
+            heads = r.HV * -(-r.V // config.block_v)
+            sequences = step = min(sequences, max(1, 2 * chip.multiprocessors // heads))
+    bounded = gate_kind(r) == "bounded" and r.lower_bound >= BOUND.value
+    return Prompts(config, slots, sequences, step, bounded, 1 if chip.interpreted else 3)

@@ -1,0 +1,382 @@
+"""The backward of ``chunk_kda``: prepare once more (unless the forward saved all its results), two recurrences, one
+chunk-parallel kernel.
+
+1. prepare: what the recurrences need of every chunk, from the inverses that the forward saved (prepare);
+2. states: forward recurrence, residuals and the state of every slot (backward_states);
+3. reverse: backward recurrence, dv and the state gradient of every slot (backward_reverse);
+4. gradients: dq, dk, dg, dβ and partial sums for A_log and dt_bias (backward_gradients);
+5. finish: sums over channel blocks and grouped heads, the gradient of the row norms (backward_finish).
+
+Nothing synchronises with the host: with ``cu_seqlens`` the slots of each sequence are found on the device, in buffers
+whose size T and N bound. Sums over value heads and over slots are ordered, so that results repeat bitwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from kda_core.request import Request
+from kda_core.triton_lib.lift import lift
+from kda_core.triton_lib.plan import (
+    Builder,
+    Copy,
+    Plan,
+    Sum,
+    View,
+    input_layouts,
+    matrix_tile,
+    token_tile,
+)
+from kda_core_nvidia.backward_finish import finish_kernel
+from kda_core_nvidia.backward_gradients import gradients_kernel
+from kda_core_nvidia.backward_hopper import reverse_hopper, states_hopper
+from kda_core_nvidia.backward_reverse import reverse_kernel
+from kda_core_nvidia.backward_states import states_kernel
+from kda_core_nvidia.choose import BackwardChoice
+from kda_core_nvidia.choose.backward import WHOLE, heads_of, mildest, rows_readable
+from kda_core_nvidia.choose.chunk import HopperConfig, gate_kind, split_scale
+from kda_core_nvidia.layout import CHUNK, padded, slots
+from kda_core_nvidia.plans.forward import Kept, Prepared, add_prepare, gate_parameters, hopper_tiles
+from kda_core_nvidia.plans.segments import add_ends, add_starts, cut_into_segments
+
+FINISH_ELEMENTS = 2048
+"""Elements of a tile of ``finish_kernel``."""
+
+Grads = dict[str, View | None]
+
+
+def plan_backward(call: Request, choice: BackwardChoice) -> Plan:
+    """The plan of a backward of ``chunk_kda``; ``call`` is metadata alone.
+
+    Returns:
+        a plan whose results are the gradients of q, k, v, g, beta, and of A_log, dt_bias and initial_state where the
+        call has them, each in the shape and dtype of its input, contiguous.
+    """
+    b = Builder()
+    grads = _by_halves(b, call, choice) if choice.halves else _whole(b, call, choice)
+    return b.plan(input_layouts(call), {n: x for n, x in grads.items() if x is not None})
+
+
+def _whole(b: Builder, call: Request, choice: BackwardChoice) -> Grads:
+    sums = {n: x for n in ("A_log", "dt_bias") if (x := getattr(call, n)) is not None and gate_kind(call) != "none"}
+    into = {n: b.result(f"d{n}", x.shape, x.dtype) for n, x in sums.items()}
+    return _Backward(b, call, choice, into).add()
+
+
+def _by_halves(b: Builder, call: Request, choice: BackwardChoice) -> Grads:
+    """The gradients, half of the heads at a time; those of q, k and g are written in place."""
+    whole = {n: b.result(f"d{n}", getattr(call, n).shape, getattr(call, n).dtype) for n in "qkg"}
+    parts: list[Grads] = []
+    for i, half in enumerate(choice.halves):
+        own, own_v = (slice(i * n // 2, (i + 1) * n // 2) for n in (call.H, call.HV))
+        into = {n: x.cut(2, own_v if n == "g" else own) for n, x in whole.items()}
+        part = heads_of(call, i)
+        sums = {n: x for n in ("A_log", "dt_bias") if (x := getattr(part, n)) is not None and gate_kind(call) != "none"}
+        into |= {n: b.scratch(f"d{n} of half the heads", x.shape, x.dtype) for n, x in sums.items()}
+        part = replace(part, saved=tuple(b.dense(x) for x in part.saved))
+        parts.append({n: x for n, x in _Backward(b, part, half, into).add().items() if n not in whole})
+    axes = {"v": 2, "beta": 2, "initial_state": 1, "A_log": 0, "dt_bias": 0}
+    for n, axis in axes.items():
+        first, second = (part.get(n) for part in parts)
+        if first is not None and second is not None:
+            size = first.shape[axis]
+            shape = (*first.shape[:axis], 2 * size, *first.shape[axis + 1 :])
+            whole[n] = b.result(f"d{n}", shape, first.dtype)
+            b.step(Copy(whole[n].cut(axis, slice(0, size)), first))
+            b.step(Copy(whole[n].cut(axis, slice(size, 2 * size)), second))
+    return dict(whole)
+
+
+@dataclass
+class _States:
+    """The call's state and the gradient of its final state as the recurrences read them.
+
+    Attributes:
+        initial, grad_final: of the sequences, or of the segments that stand for them.
+        grad_initial: is written; or None.
+        exact: the call's own, where sequences may be of one chunk and states are stored in 16 bits.
+    """
+
+    initial: View | None
+    grad_final: View | None
+    grad_initial: View | None
+    exact: tuple[View | None, View | None]
+
+
+class _Backward:
+    """Adds the launches of a backward.
+
+    Args:
+        call: the call, or a part of its heads.
+        into: where the gradients of q, k and g are to be written if not to tensors of their own, and those of A_log and
+            dt_bias.
+    """
+
+    def __init__(self, b: Builder, call: Request, choice: BackwardChoice, into: dict[str, View]) -> None:
+        self.b, self.call, self.choice, self.into = b, call, choice, into
+        self.part = "q" in into
+        r = cut_into_segments(b, call, choice.segment_rows) if choice.segment_rows else call
+        names = [n for n in ("q", "k", "v", "g", "beta", "grad_o") if getattr(r, n) is not None]
+        r = replace(r, **{n: x if rows_readable(x := getattr(r, n)) else b.dense(x) for n in names})
+        r = replace(r, cu_seqlens=b.dense(r.cu_seqlens), **gate_parameters(b, r))
+        self.r, self.dtype = r, r.q.dtype
+        self.B, self.T, self.H, self.K = r.q.shape
+        self.HV, self.V = r.v.shape[2:]
+        self.kp, self.vp = padded(self.K), padded(self.V)
+        self.NT, self.slots = -(-self.T // CHUNK), slots(r)
+        self.o_scale = split_scale(r.scale, self.dtype)[1]
+        # Batch and token strides of one long token axis.
+        views = [getattr(r, n) for n in names]
+        self.collapsed = self.B == 1 or all(x.strides[0] == x.strides[1] * self.T for x in views)
+        self.T_row = self.T if self.collapsed else 0
+
+    def new(self, *arguments: Any) -> View:
+        """A result of the call, or scratch where it is a part of one."""
+        return (self.b.scratch if self.part else self.b.result)(*arguments)
+
+    def strides(self, letter: str, x: View | None) -> dict[str, int]:
+        """Strides by batch, token and head, by the names of the kernels' parameters."""
+        s = (0, 0, 0) if x is None else x.strides
+        return {f"s_{letter}b": 0 if self.collapsed else s[0], f"s_{letter}t": s[1], f"s_{letter}h": s[2]}
+
+    def add(self) -> Grads:
+        """Add all launches; the gradients by input."""
+        b, r, call, dtype = self.b, self.r, self.call, self.dtype
+        dv = self.new("dv", (self.B, self.T, self.HV, self.V), dtype)
+        if r.saved and r.disable_recompute:
+            prepared = Prepared(*r.saved)
+        else:
+            how = self.choice.prepare, self.choice.precision, self.choice.bounded
+            kept = Kept(*r.saved) if r.saved else None
+            prepared = add_prepare(b, r, *how, dv, backward=True, kept=kept)
+        want = call.initial_state is not None and "initial_state" in call.needs_grad
+        grad_state = self.new("dinitial_state", call.state_shape, call.state_dtype) if want else None
+        states = self._states(prepared, grad_state)
+        grads = self._turns(prepared, dv, states)
+        if states.grad_initial is not grad_state:
+            first = states.grad_initial.cut(0, slice(0, 1))
+            b.step(Copy(grad_state, first if call.state_v_first else first.mT))
+        return grads | {"initial_state": grad_state}
+
+    def _states(self, prepared: Prepared, grad_state: View | None) -> _States:
+        """The states that the recurrences start from, joined over segments where the call is cut."""
+        b, r, call = self.b, self.r, self.call
+        initial, grad_final = b.dense(call.initial_state), b.dense(call.grad_final_state)
+        short = r.cu_seqlens is not None or self.T <= CHUNK
+        exact = short and self.dtype.itemsize == 2 and not self.choice.segment_rows
+        exact = exact and initial is not None and grad_final is not None
+        if not self.choice.segment_rows:
+            return _States(initial, grad_final, grad_state, (initial, grad_final) if exact else (None, None))
+        # The states at the starts of the segments and their gradients at the ends stand for those of packed sequences.
+        first, transitions = add_starts(b, r, self.choice, r.v, prepared.keys, prepared.D, call)
+        if r.grad_o is None:
+            self.r = r = replace(r, grad_o=b.scratch("do", r.v.shape, r.v.dtype, True))
+        factors = prepared.keys, prepared.P, prepared.D
+        last = add_ends(b, r, self.choice, r.grad_o, factors, transitions, grad_final, call.state_v_first)
+        b.free(transitions)
+        own = None if grad_state is None else b.scratch("gradients at starts", first.shape, first.dtype)
+        return _States(first, last, own, (None, None))
+
+    def _turns(self, prepared: Prepared, dv: View, states: _States) -> Grads:
+        """The recurrences and ``gradients`` for the sequences of each turn, and ``finish``."""
+        b, r, turns = self.b, self.r, self.choice.turns
+        most = self.slots if turns == WHOLE else max(turn.stop - turn.start for turn in turns) * self.NT
+        shapes = {"z": (CHUNK, self.vp), "states": (self.vp, self.kp), "state_grads": (self.vp, self.kp)}
+        own = {n: b.scratch(n, (most, self.HV, *shape), self.dtype) for n, shape in shapes.items()}
+        out: dict[str, View | None] = {}
+        for turn in turns:
+            self._add_states(turn, prepared, states, own["z"], own["states"])
+            self._add_reverse(turn, prepared, states, dv, own["state_grads"])
+            if turn is turns[-1]:
+                b.free(prepared.keys, prepared.P, prepared.X)
+            out = out or self._outputs()
+            self._add_gradients(turn, prepared, states, dv, own, out)
+        b.free(*own.values(), prepared.D, prepared.norms)
+        return self._finish(r, dv, out)
+
+    def _slots_of(self, turn: slice | None) -> slice | None:
+        return turn and slice(turn.start * self.NT, turn.stop * self.NT)
+
+    def _heads(self, turn: slice | None) -> int:
+        """Sequences of a turn times value heads."""
+        return (self.r.N if turn is None else turn.stop - turn.start) * self.HV
+
+    def _constants(self, letter: str) -> dict[str, Any]:
+        r = self.r
+        shape = {"HV": self.HV, "K": self.K, "V": self.V, "C": CHUNK, "KP": self.kp, "V_FIRST": r.state_v_first}
+        if letter == "gradients":
+            return shape | {"VP": self.vp}
+        return shape | {"LIFT": lift(self.dtype, r.use_qk_l2norm_in_kernel)}
+
+    @property
+    def _precision(self) -> dict[str, str]:
+        return {"PRECISION": "ieee" if self.dtype == torch.float32 else "tf32"}
+
+    def _add_states(self, turn: slice | None, prepared: Prepared, states: _States, z: View, stored: View) -> None:
+        config, r, slots_of = self.choice.states, self.r, self._slots_of(turn)
+        keys, X, D = (x.cut(0, slots_of) for x in (prepared.keys, prepared.X, prepared.D))
+        v, initial = r.v.cut(0, turn), states.initial and states.initial.cut(0, turn)
+        constants, heads = self._constants("states"), self._heads(turn)
+        arguments = {"v": v, "initial_state": initial, "z": z, "states": stored, "cu_seqlens": r.cu_seqlens}
+        arguments |= self.strides("v", r.v) | {"T": self.T, "T_row": self.T_row, "NT": self.NT}
+        if isinstance(config, HopperConfig):
+            kernel, constants = states_hopper, constants | config.constants
+            tiles = hopper_tiles(keys, None, D) | {"X": matrix_tile(X, CHUNK, CHUNK, swizzled=True)}
+            arguments |= tiles | {"values": token_tile(v, CHUNK, config.block_v, swizzled=True)}
+        else:
+            kernel, own = states_kernel, {"BV": config.block_v, "STAGES": config.stages, "VP": self.vp}
+            constants |= own | self._precision | {"V_AS_OPERAND": self.choice.operand}
+            arguments |= {"keys": keys, "X": X, "D": D}
+        grid = (self.vp // config.block_v * heads, 1, 1)
+        self.b.launch(kernel, grid, config.num_warps, constants, **arguments)
+
+    def _add_reverse(self, turn: slice | None, prepared: Prepared, states: _States, dv: View, stored: View) -> None:
+        config, r, slots_of = self.choice.reverse, self.r, self._slots_of(turn)
+        keys, P, D = (x.cut(0, slots_of) for x in (prepared.keys, prepared.P, prepared.D))
+        do, grad_final = (x and x.cut(0, turn) for x in (r.grad_o, states.grad_final))
+        constants, heads = self._constants("reverse"), self._heads(turn)
+        arguments = {"do": do, "grad_final_state": grad_final, "dv": dv.cut(0, turn), "state_grads": stored}
+        arguments |= {"grad_initial_state": states.grad_initial and states.grad_initial.cut(0, turn)}
+        arguments |= {
+            "cu_seqlens": r.cu_seqlens,
+            "T": self.T,
+            "T_row": self.T_row,
+            "NT": self.NT,
+            "o_scale": self.o_scale,
+        }
+        arguments |= self.strides("o", r.v if r.grad_o is None else r.grad_o)
+        if isinstance(config, HopperConfig):
+            kernel, constants = reverse_hopper, constants | config.constants
+            tile = token_tile(do, CHUNK, config.block_v, swizzled=True)
+            arguments |= hopper_tiles(keys, P, D) | {"gradients": tile}
+        else:
+            kernel, own = reverse_kernel, {"BV": config.block_v, "STAGES": config.stages, "VP": self.vp}
+            constants |= own | self._precision
+            arguments |= {"keys": keys, "P": P, "D": D}
+        grid = (self.vp // config.block_v * heads, 1, 1)
+        self.b.launch(kernel, grid, config.num_warps, constants, **arguments)
+
+    def _outputs(self) -> dict[str, View | None]:
+        """What ``gradients`` writes: dq and dk by value heads, and partial sums."""
+        b, r, into = self.b, self.r, self.into
+        shape, blocks = (self.B, self.T, self.HV, self.K), self.kp // self.choice.gradients.block_k
+        dg = into["g"] if self.part else b.result("dg", shape, r.g.dtype)
+        if self.HV != self.H:
+            dq, dk = (b.scratch(f"{n} by value head", shape, torch.float32) for n in ("dq", "dk"))
+        elif self.part:
+            dq, dk = into["q"], into["k"]
+        else:
+            dq, dk = (b.result(n, shape, self.dtype) for n in ("dq", "dk"))
+        found = {"dq": dq, "dk": dk, "dg": dg}
+        found["dbeta"] = b.scratch("dbeta by channel block", (blocks, self.B, self.T, self.HV), torch.float32)
+        # Slots that hold nothing write no summand; only packed calls have such.
+        packed = r.cu_seqlens is not None
+        sums = {"A_log": ("dA_partial", blocks), "dt_bias": ("dbias_partial", self.K)}
+        for name, (parameter, size) in sums.items():
+            found[parameter] = None
+            if getattr(r, name) is not None:
+                found[parameter] = b.scratch(parameter, (self.slots, self.HV, size), torch.float32, packed)
+        return found
+
+    def _add_gradients(
+        self, turn: slice | None, prepared: Prepared, states: _States, dv: View, own: dict[str, View],
+        out: dict[str, View | None],
+    ) -> None:  # fmt: skip
+        r, choice, config, slots_of = self.r, self.choice, self.choice.gradients, self._slots_of(turn)
+        q, k, g, beta, do = (x and x.cut(0, turn) for x in (r.q, r.k, r.g, r.beta, r.grad_o))
+        dv = dv.cut(0, turn)
+        constants = self._constants("gradients") | self._precision
+        constants |= {"H": self.H, "HO": self._wider(), "BK": config.block_k, "BV": config.block_v}
+        constants |= {"GATE": gate_kind(r), "BETA_SIGMOID": r.use_beta_sigmoid_in_kernel}
+        constants |= {"BETA_SCALE": 2.0 if r.allow_neg_eigval else 1.0, "LEVELS": CHUNK.bit_length() - 1}
+        constants |= {"MILD": mildest(self.dtype, r.use_qk_l2norm_in_kernel), "STAGES": config.stages}
+        constants |= {"DESCRIPTORS": choice.descriptors, "TOKENS": choice.tokens}
+        read = {"do": do, "dv": dv, **own}
+        if choice.descriptors:
+            read["z"] = matrix_tile(own["z"], CHUNK, self.vp, config.block_v)
+            for n in ("states", "state_grads"):
+                read[n] = matrix_tile(own[n], config.block_v, self.kp, config.block_k)
+        if choice.tokens:
+            read |= {"do": token_tile(do, CHUNK, config.block_v), "dv": token_tile(dv, CHUNK, config.block_v)}
+        exact = [x and x.cut(0, turn) for x in states.exact]
+        written = {n: x and x.cut(0, turn) for n, x in out.items() if n in ("dq", "dk", "dg")}
+        written |= {n: x and x.cut(0, slots_of) for n, x in out.items() if n in ("dA_partial", "dbias_partial")}
+        written["dbeta"] = out["dbeta"].cut(1, turn)
+        blocks = (self.slots if turn is None else slots_of.stop - slots_of.start) * self.HV * self.kp // config.block_k
+        self.b.launch(
+            gradients_kernel,
+            (blocks, 1, 1),
+            config.num_warps,
+            constants,
+            q=q,
+            k=k,
+            g=g,
+            beta=beta,
+            A_log=r.A_log,
+            dt_bias=r.dt_bias,
+            D=prepared.D.cut(0, slots_of),
+            norms=prepared.norms and prepared.norms.cut(0, slots_of),
+            cu_seqlens=r.cu_seqlens,
+            **read,
+            **written,
+            initial_state=exact[0],
+            grad_final_state=exact[1],
+            **self.strides("q", r.q),
+            **self.strides("k", r.k),
+            **self.strides("g", r.g),
+            **self.strides("b", r.beta),
+            **self.strides("o", r.v if r.grad_o is None else r.grad_o),
+            scale=float(r.scale),
+            o_scale=self.o_scale,
+            lower_bound=float(r.lower_bound or 0.0),
+            T=self.T,
+            T_row=self.T_row,
+            NT=self.NT,
+            N=r.N,
+            rows=self.B * self.T,
+        )
+
+    def _wider(self) -> int:
+        """Value heads of the tensor that the gradient of g is a part of."""
+        return self.into["g"].stride(1) // self.K if self.part else self.HV
+
+    def _finish(self, r: Request, dv: View, out: dict[str, View | None]) -> Grads:
+        b, H, K = self.b, self.H, self.K
+        dbeta = self.new("dbeta", (self.B, self.T, self.HV), r.beta.dtype)
+        dq, dk = out["dq"], out["dk"]
+        if self.part:
+            dq, dk = self.into["q"], self.into["k"]
+        elif self.HV != H:
+            dq, dk = (b.result(n, (self.B, self.T, H, K), self.dtype) for n in ("dq", "dk"))
+        tile = max(1, FINISH_ELEMENTS // self.kp)
+        blocks = self.kp // self.choice.gradients.block_k
+        constants = {"H": H, "HV": self.HV, "HO": self._wider(), "K": K, "KP": self.kp, "NK": blocks, "R": tile}
+        rows = self.B * self.T
+        b.launch(
+            finish_kernel,
+            (-(-rows // tile), H, 1),
+            4,
+            constants | {"L2NORM": r.use_qk_l2norm_in_kernel},
+            q=r.q,
+            k=r.k,
+            dq_hat=out["dq"],
+            dk_hat=out["dk"],
+            dbeta_partial=out["dbeta"],
+            dq=dq,
+            dk=dk,
+            dbeta=dbeta,
+            T=self.T,
+            T_row=self.T_row,
+            rows=rows,
+            **self.strides("q", r.q),
+            **self.strides("k", r.k),
+        )
+        grads: Grads = {"q": dq, "k": dk, "v": dv, "g": out["dg"], "beta": dbeta}
+        for name, parts, axes in (("A_log", "dA_partial", (0, 2)), ("dt_bias", "dbias_partial", (0,))):
+            if out[parts] is not None:
+                b.step(Sum(self.into[name], out[parts], axes))
+                grads[name] = self.into[name]
+        return grads

@@ -1,0 +1,349 @@
+"""The forward of ``chunk_kda``: two launches, ``prepare`` (chunk-parallel) and ``recurrence`` (sequential).
+
+The layout of what passes between them, and the equations, are in ``layout``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from kda_core.request import Request, TensorSpec
+from kda_core.triton_lib.lift import lift
+from kda_core.triton_lib.plan import Builder, Copy, Plan, View, input_layouts, matrix_tile, token_tile
+from kda_core_nvidia.choose import ForwardChoice
+from kda_core_nvidia.choose.chunk import (
+    LEAST_ROWS,
+    HopperConfig,
+    Precision,
+    PrepareConfig,
+    gate_kind,
+    rows_contiguous,
+    split_scale,
+)
+from kda_core_nvidia.layout import CHUNK, padded, slots
+from kda_core_nvidia.plans.segments import add_starts, cut_into_segments
+from kda_core_nvidia.prepare import prepare
+from kda_core_nvidia.recurrence import recurrence
+from kda_core_nvidia.recurrence_hopper import recurrence_hopper
+
+
+class Prepared(NamedTuple):
+    """What ``prepare`` wrote; shapes in ``layout``. X and norms only for a backward."""
+
+    keys: View
+    P: View
+    D: View
+    X: View | None = None
+    norms: View | None = None
+
+
+class Kept(NamedTuple):
+    """Tensors saved for the backward when recomputation is on; ``inverse``: X in float32."""
+
+    P: View
+    inverse: View
+    norms: View | None = None
+
+
+def _prepared_shapes(count: int, HV: int, KP: int) -> tuple[tuple[int, ...], ...]:
+    """Shapes of what ``prepare`` writes for so many slots, in the order of ``Prepared``."""
+    square = (count, HV, CHUNK, CHUNK)
+    return (count, HV, 3, CHUNK, KP), square, (count, HV, KP), square, (count, HV, 2, CHUNK)
+
+
+def saved_specs(request: Request) -> tuple[TensorSpec, ...]:
+    """Shapes and dtypes of what a forward saves for its backward.
+
+    With ``disable_recompute``: everything that ``prepare`` wrote, in the order of ``Prepared``. Without: P, the inverse
+    in float32 and the norms, from which a second ``prepare`` need not multiply pairs nor invert.
+    """
+    everything = request.disable_recompute
+    rows = slots(request) if everything else _kept_slots(request)
+    keys, square, decay, _, norms = _prepared_shapes(rows, request.HV, padded(request.K))
+    dtype = request.q.dtype
+    specs = [TensorSpec(square, dtype), TensorSpec(square, torch.float32)]
+    if everything:
+        specs = [TensorSpec(keys, dtype), specs[0], TensorSpec(decay, torch.float32), TensorSpec(square, dtype)]
+    if request.use_qk_l2norm_in_kernel:
+        specs.append(TensorSpec(norms, torch.float32))
+    return tuple(specs)
+
+
+def _kept_slots(request: Request) -> int:
+    """Slots of what is saved without ``disable_recompute``, enough for a call that is cut into segments as well.
+
+    Whether it is cut depends on the device; shapes must not. At least one: none would say that nothing is saved.
+    """
+    if request.B == 1 and request.cu_seqlens is None:
+        return request.T // CHUNK + request.T // LEAST_ROWS + 2
+    return max(1, slots(request))
+
+
+def batch_strides(B: int, *views: View) -> tuple[int, list[int]]:
+    """The unit of batch strides, and the batch strides in it: 8 elements where all are multiples, to show alignment."""
+    if B <= 1:
+        return 8, [0] * len(views)
+    strides = [x.strides[0] for x in views]
+    unit = 1 if any(s % 8 for s in strides) else 8
+    return unit, [s // unit for s in strides]
+
+
+def rows_dense(b: Builder, x: View) -> View:
+    """``x``, copied where its last dimension is not contiguous."""
+    return x if rows_contiguous(x) else b.dense(x)
+
+
+def add_prepare(
+    b: Builder,
+    r: Request,
+    config: PrepareConfig,
+    precision: Precision,
+    bounded: bool,
+    o: View,
+    backward: bool = False,
+    keep: int = 0,
+    kept: Kept | None = None,
+    new: Callable[..., View] | None = None,
+) -> Prepared:
+    """Add a launch of ``prepare``.
+
+    Args:
+        o: [B, T, HV, V], to be zeroed where no sequence (or a skipped one) has rows.
+        backward: also return what only the backward needs.
+        keep: also return X in float32, and P, X and norms with room for so many slots: results to be saved.
+        kept: what an earlier run saved; for a backward.
+        new: allocates all that is not saved; scratch when left out.
+    """
+    new = new or b.scratch
+    q, k, g = (rows_dense(b, x) for x in (r.q, r.k, r.g))
+    beta, dtype, l2norm, gate = r.beta, r.q.dtype, r.use_qk_l2norm_in_kernel, gate_kind(r)
+    B, T, H, K = q.shape
+    HV, V = o.shape[2:]
+    unit, (s_qb, s_kb, s_gb, s_bb, s_ob) = batch_strides(B, q, k, g, beta, o)
+    KP, count = padded(K), slots(r)
+    shapes = _prepared_shapes(count, HV, KP)
+    keys, D = new("keys", shapes[0], dtype), new("D", shapes[2], torch.float32)
+    inverse = None
+    if kept is not None:
+        P, inverse, norms = kept
+        exact = dtype == torch.float32
+        X = None if exact else new("X", shapes[3], dtype)
+        written = Prepared(keys, None, D, X, norms)
+        prepared = Prepared(keys, P, D, inverse if exact else X, norms)
+    else:
+        if keep:
+            shapes, new = _prepared_shapes(keep, HV, KP), b.result
+        P, X, norms = new("P", shapes[1], dtype), None, None
+        if backward or keep:
+            X = new("X", shapes[3], torch.float32 if keep else dtype)
+            norms = new("norms", shapes[4], torch.float32) if l2norm else None
+        written = prepared = Prepared(keys, P, D, X, norms)
+    constants = {
+        "K": K,
+        "V": V,
+        "KP": KP,
+        "BK": config.block_k,
+        "BW": config.wide,
+        "C": CHUNK,
+        "LIFT": lift(dtype, l2norm),
+        "STAGES": config.stages,
+        "WIDE_STAGES": config.wide_stages,
+        "UNIT": unit,
+        "GATE": gate,
+        "BOUNDED": bounded,
+        "L2NORM": l2norm,
+        "SIGMOID": r.use_beta_sigmoid_in_kernel,
+        "NEG_EIGVAL": r.allow_neg_eigval,
+        "TERMS": precision.terms,
+        "DOT": precision.dot,
+        "SMALL_DOT": precision.small_dot,
+    }
+    b.launch(
+        prepare,
+        (count * HV, 1, 1),
+        config.num_warps,
+        constants,
+        q=q,
+        k=k,
+        g=g,
+        beta=beta,
+        **gate_parameters(b, r),
+        **written._asdict(),
+        inverse=inverse,
+        o=o,
+        cu_seqlens=b.dense(r.cu_seqlens),
+        indices=r.ssm_state_indices,
+        scale=split_scale(r.scale, dtype)[0],
+        lower_bound=float(r.lower_bound or 0.0),
+        T=T,
+        N=r.N,
+        chunks=-(-T // CHUNK),
+        HV=HV,
+        group=HV // H,
+        s_qb=s_qb,
+        s_qt=q.stride(1),
+        s_qh=q.stride(2),
+        s_kb=s_kb,
+        s_kt=k.stride(1),
+        s_kh=k.stride(2),
+        s_gb=s_gb,
+        s_gt=g.stride(1),
+        s_gh=g.stride(2),
+        s_bb=s_bb,
+        s_bt=beta.stride(1),
+        s_bh=beta.stride(2),
+        s_ob=s_ob,
+        s_ot=o.stride(1),
+        s_oh=o.stride(2),
+        s_index=0 if r.ssm_state_indices is None else r.ssm_state_indices.stride(0),
+        pad_slot_id=r.pad_slot_id,
+    )
+    return prepared
+
+
+def gate_parameters(b: Builder, r: Request) -> dict[str, View | None]:
+    """A_log and dt_bias, contiguous, where the gate uses them."""
+    if gate_kind(r) == "none":
+        return {"A_log": None, "dt_bias": None}
+    return {"A_log": b.dense(r.A_log), "dt_bias": b.dense(r.dt_bias)}
+
+
+def state_strides(state: View | None, v_first: bool) -> tuple[int, int, int, int]:
+    """Strides of a state by (sequence, head, K, V)."""
+    if state is None:
+        return (0, 0, 0, 0)
+    s_n, s_h, s_row, s_last = state.strides
+    return (s_n, s_h, s_last, s_row) if v_first else (s_n, s_h, s_row, s_last)
+
+
+def add_recurrence(
+    b: Builder, r: Request, choice: ForwardChoice, prepared: Prepared, o: View, final_state: View | None, h: View | None
+) -> None:
+    """Add a launch of ``recurrence``, which writes ``o``, ``final_state`` and ``h``."""
+    v, config = rows_dense(b, r.v), choice.recurrence
+    B, T, HV, V = v.shape
+    K, KP, v_first, indices = r.K, padded(r.K), r.state_v_first, r.ssm_state_indices
+    keys, P, D = prepared[:3]
+    unit, (s_vb, s_ob) = batch_strides(B, v, o)
+    initial, final = state_strides(r.initial_state, v_first), state_strides(final_state, v_first)
+    last = 2 if v_first else 3
+    given = [s for x, s in ((r.initial_state, initial), (final_state, final)) if x is not None]
+    constants: dict[str, Any] = {
+        "K": K,
+        "V": V,
+        "KP": KP,
+        "C": CHUNK,
+        "LIFT": lift(v.dtype, r.use_qk_l2norm_in_kernel),
+        "UNIT": unit,
+        "V_FIRST": v_first,
+        "LAST_CONTIGUOUS": all(s[last] == 1 for s in given),
+    }
+    arguments = dict(
+        v=v,
+        o=o,
+        initial_state=r.initial_state,
+        final_state=final_state,
+        cu_seqlens=b.dense(r.cu_seqlens),
+        indices=indices,
+        T=T,
+        chunks=-(-T // CHUNK),
+        HV=HV,
+        s_vb=s_vb,
+        s_vt=v.stride(1),
+        s_vh=v.stride(2),
+        s_ob=s_ob,
+        s_ot=o.stride(1),
+        s_oh=o.stride(2),
+        **dict(zip(("s_in", "s_ih", "s_ik", "s_iv"), initial, strict=True)),
+        **dict(zip(("s_fn", "s_fh", "s_fk", "s_fv"), final, strict=True)),
+        s_index=0 if indices is None else indices.stride(0),
+        pad_slot_id=r.pad_slot_id,
+        o_scale=split_scale(r.scale, v.dtype)[1],
+    )
+    if isinstance(config, HopperConfig):
+        arguments |= hopper_tiles(keys, P, D) | {"values": token_tile(v, CHUNK, config.block_v, swizzled=True)}
+        grid = (r.N * HV, V // config.block_v, 1)
+        b.launch(recurrence_hopper, grid, config.num_warps, constants | config.constants, **arguments)
+        return
+    constants |= {
+        "BV": config.block_v,
+        "H_EVERY": r.chunk_size // CHUNK,
+        "DESCRIPTORS": choice.descriptors,
+        "STAGES": config.stages,
+        "DOT": choice.precision.dot,
+    }
+    arguments |= {"keys": keys, "P": P, "D": D, "h": h}
+    if choice.descriptors:
+        arguments |= {"keys": matrix_tile(keys, CHUNK, KP), "P": matrix_tile(P, CHUNK, CHUNK)}
+    b.launch(recurrence, (r.N * HV, -(-V // config.block_v), 1), config.num_warps, constants, **arguments)
+
+
+def hopper_tiles(keys: View, P: View | None, D: View) -> dict[str, Any]:
+    """Descriptors of what ``prepare`` wrote, by the parameters of the kernels for Hopper; P may be None."""
+    KP = D.shape[-1]
+    tiles = {"single": matrix_tile(keys, CHUNK, KP, swizzled=True), "decays": matrix_tile(D, 1, KP, swizzled=True)}
+    if P is None:
+        return tiles
+    pairs = matrix_tile(keys, 2 * CHUNK, KP, swizzled=True)
+    return tiles | {"pairs": pairs, "P": matrix_tile(P, CHUNK, CHUNK, swizzled=True)}
+
+
+def plan_forward(request: Request, choice: ForwardChoice, chunks: int = 0) -> Plan:
+    """The plan of a forward of ``chunk_kda``.
+
+    Args:
+        request: metadata alone.
+        chunks: intermediate states of a row of the batch; packed, their number follows from values.
+
+    Returns:
+        a plan whose results are o, final_state, h and, for a backward, what is saved, in order.
+    """
+    b, r, dtype = Builder(), request, request.q.dtype
+    shape = (r.B, r.T, r.HV, r.V)
+    o, direct = r.out, r.out is not None and rows_contiguous(r.out)
+    if not direct:
+        o = (b.result if r.out is None else b.scratch)("o", shape, dtype)
+    final_state = r.initial_state if r.inplace_final_state else None
+    if r.output_final_state and not r.inplace_final_state:
+        final_state = b.result("final_state", r.state_shape, r.state_dtype)
+    h = None
+    if r.return_intermediate_states:
+        # Sequences that are skipped have no state of their own: zeros.
+        zeros = r.ssm_state_indices is not None
+        h = b.result("h", (r.B, chunks, *r.state_shape[1:]), r.state_dtype, zeros)
+    training, everything = r.save_for_backward, r.disable_recompute and r.save_for_backward
+    keep = _kept_slots(r) if training and not everything else 0
+    if choice.segment_rows:
+        prepared = _add_segments(b, r, choice, o, final_state, keep)
+    else:
+        how = choice.prepare, choice.precision, choice.bounded
+        prepared = add_prepare(b, r, *how, o, everything, keep, new=b.result if everything else b.scratch)
+        add_recurrence(b, r, choice, prepared, o, final_state, h)
+    if r.out is not None and not direct:
+        b.step(Copy(r.out, o))
+    results: dict[str, View | None] = {"o": o if r.out is None else r.out, "final_state": final_state, "h": h}
+    if everything:
+        results |= prepared._asdict()
+    elif training:
+        results |= {"P": prepared.P, "X": prepared.X, "norms": prepared.norms}
+    return b.plan(input_layouts(request), results)
+
+
+def _add_segments(
+    b: Builder, r: Request, choice: ForwardChoice, o: View, final_state: View | None, keep: int
+) -> Prepared:
+    """Run both kernels with the sequence cut into segments; they write ``o`` and ``final_state``."""
+    packed = cut_into_segments(b, r, choice.segment_rows)
+    prepared = add_prepare(b, packed, choice.prepare, choice.precision, choice.bounded, o, keep=keep)
+    packed = replace(packed, v=rows_dense(b, r.v))
+    first, _ = add_starts(b, packed, choice, packed.v, prepared.keys, prepared.D, r)
+    last = None if final_state is None else b.scratch("last states", first.shape, first.dtype)
+    add_recurrence(b, replace(packed, initial_state=first), choice, prepared, o, last, None)
+    if last is not None:
+        end = last.cut(0, slice(packed.N - 1, packed.N))
+        b.step(Copy(final_state, end if r.state_v_first else end.mT))
+    return prepared

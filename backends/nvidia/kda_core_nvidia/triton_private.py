@@ -1,0 +1,128 @@
+"""Everything of triton that its documentation does not promise, in one place, with a fallback.
+
+Triton's own launcher in Python goes through all arguments of every launch, which takes the host longer than short
+kernels take the device. The functions that it calls in the end differ from version to version. They are known for
+KNOWN; any other version is launched by ``CompiledKernel.run``, as triton launches it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kda_core.triton_lib.plan import Tile
+
+KNOWN = ("3.6",)
+"""Versions whose last function of a launch is called directly."""
+
+SEEN = ("3.6", "3.9")
+"""Versions with which this file was checked. A test fails for any other: check this file, then add the version."""
+
+VERSION = ".".join(triton.__version__.split(".")[:2])
+
+_NO_HOOKS = (None, None, None)
+
+
+def current_stream() -> Callable[[int], int]:
+    """The function that gives a device's current stream."""
+    return driver.active.get_current_stream
+
+
+def watched() -> bool:
+    """Whether hooks are set on triton's launches (profilers set them)."""
+    runtime = triton.knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    # Hook chains (empty by default), or a user's replacement.
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+class Entry(NamedTuple):
+    """How a compiled kernel is launched again.
+
+    Attributes:
+        call: takes the grid, the stream, ``head`` and the kernel's arguments.
+        head: the same for every launch.
+        flat: descriptors are passed as what ``encode`` made, their shape and their strides.
+        encode: (number of the descriptor, descriptor): what is passed in its place.
+    """
+
+    call: Callable[..., Any]
+    head: tuple[Any, ...]
+    flat: bool = False
+    encode: Callable[[int, Any], Any] = lambda number, x: x
+
+
+def entry(compiled: Any, descriptors: int) -> Entry | None:
+    """How ``compiled`` is launched again; None when a launch needs more than its arguments.
+
+    Args:
+        descriptors: how many of its arguments are descriptors.
+    """
+    run = compiled.run
+    if getattr(run, "global_scratch_size", 0) or getattr(run, "profile_scratch_size", 0):
+        return None
+    found = Entry(run, (compiled.function, compiled.packed_metadata, *_NO_HOOKS))
+    call = getattr(run, "launch", None)
+    if call is None or VERSION not in KNOWN:
+        return found
+    head = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata)
+    if not descriptors:
+        return Entry(call, (*head, *_NO_HOOKS))
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    # ``launch`` encodes descriptors, puts their shapes and strides behind them, and calls this.
+    names, cells = getattr(getattr(call, "__code__", None), "co_freevars", ()), getattr(call, "__closure__", None) or ()
+    inner = dict(zip(names, cells, strict=False)).get("launcher")
+    kinds = getattr(compiled.metadata, "tensordesc_meta", None) or ()
+    if inner is None or len(kinds) != descriptors or not all(kinds):
+        return found
+    return Entry(inner.cell_contents, (*head, *_NO_HOOKS), True, lambda n, x: make_tensordesc_arg(x, kinds[n])[0])
+
+
+class _Place:
+    """Stands for a tensor of which only the address matters."""
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def descriptor(tile: Tile, base: torch.Tensor) -> Any:
+    """Triton's descriptor of a tile."""
+    shape, strides, block = list(tile.shape), [tile.stride, 1], list(tile.block)
+    if not tile.swizzled:
+        return TensorDescriptor(base, shape, strides, block)
+    return GluonDescriptor(base, shape, strides, block, _shared_layout(tile))
+
+
+def _shared_layout(tile: Tile) -> Any:
+    """How a block lies in shared memory."""
+    dtype = tile.base.dtype
+    if dtype == torch.float32:
+        return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    kind = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[dtype]
+    return gl.NVMMASharedLayout.get_default_for(list(tile.block), kind)
+
+
+def encoder(found: Entry, number: int, like: Any) -> Callable[[int], Any]:
+    """A function that makes a launch's argument of an address, for descriptors like ``like``.
+
+    The constructor checks the same shape and strides again, which takes longer than the rest: it is left out.
+    """
+    kind, fields = type(like), {**vars(like), "base": None}
+
+    def encode(address: int) -> Any:
+        new = object.__new__(kind)
+        new.__dict__ = {**fields, "base": _Place(address)}
+        return found.encode(number, new)
+
+    return encode
