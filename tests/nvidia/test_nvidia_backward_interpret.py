@@ -207,70 +207,99 @@ def _alike(a, b):
     return (a.double() - b.double()).norm() <= unit * b.double().norm()
 
 
+class Choices:
+    """Runs a call with choices that its size would not have; they change no bit of a result."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def forward(self, r):
+        from kda_core_nvidia.choose import INTERPRETED, choose_forward
+        from kda_core_nvidia.plans.forward import plan_forward
+        from kda_core_nvidia.run import run_plan
+
+        from kda_core.triton_lib.plan import metadata
+
+        meta = metadata(r)
+        choice = choose_forward(meta, INTERPRETED)
+        if self.rows:
+            slots = r.T // 32 + r.T // self.rows + 2
+            choice = replace(choice, segment_rows=self.rows, saved_slots=slots)
+        return run_plan(plan_forward(meta, choice), r)
+
+    def backward(self, r, turns=None, many=0, halves=False):
+        from kda_core_nvidia.choose import INTERPRETED, choose_backward
+        from kda_core_nvidia.choose.backward import heads_of
+        from kda_core_nvidia.plans.backward import plan_backward
+        from kda_core_nvidia.run import run_plan
+
+        from kda_core.triton_lib.plan import metadata
+
+        meta = metadata(r)
+        choice = choose_backward(meta, INTERPRETED, many=many)
+        if self.rows:
+            choice = replace(choice, segment_rows=self.rows, tokens=False)
+        if turns:
+            choice = replace(choice, turns=turns)
+        if halves:
+            parts = (choose_backward(heads_of(meta, i), INTERPRETED, half=True, many=many) for i in (0, 1))
+            choice = replace(choice, halves=tuple(parts))
+        return run_plan(plan_backward(meta, choice), r)
+
+
 def errors():
     """Relative error of every gradient of every case."""
-    import kda_core_nvidia.chunk_backward as chunk_module
-    import kda_core_nvidia.chunk_forward as forward_module
-    from kda_core_nvidia.chunk_backward import chunk_backward
-    from kda_core_nvidia.chunk_forward import chunk_forward
     from kda_core_nvidia.plugin import kda_core_saved_spec
-    from kda_core_nvidia.segments import LEAST_ROWS
 
     from kda_core import reference
 
     torch.set_num_threads(1)
-    chunk_module._MANY = 0
     found = {}
     for case, arguments in CASES.items():
         r = request(**arguments)
         before = {name: x.clone() for name, x in vars(r).items() if isinstance(x, torch.Tensor)}
         rows = SEGMENTS.get(case, 0)
-        forward_module.LEAST_ROWS = rows or LEAST_ROWS
-        chunk_module.segment_rows = forward_module.segment_rows = lambda *_, rows=rows: rows
+        run = Choices(rows)
         ref = dict(reference.backward(r).grads)
         kept = []
         for everything in (False, True)[: 1 + (case in KEPT)]:
             of = replace(r, disable_recompute=everything)
-            made = chunk_forward(replace(of, grad_o=None, grad_final_state=None, save_for_backward=True))
-            assert [(t.shape, t.dtype) for t in made.saved] == [(s.shape, s.dtype) for s in kda_core_saved_spec(of)]
-            kept.append((made, chunk_backward(replace(of, saved=made.saved)).grads))
-        made, first = kept[0]
+            made = run.forward(replace(of, grad_o=None, grad_final_state=None, save_for_backward=True))
+            saved = tuple(x for n, x in made.items() if n not in ("o", "final_state", "h") and x is not None)
+            if not rows:
+                specs = kda_core_saved_spec(of)
+                assert [(t.shape, t.dtype) for t in saved] == [(s.shape, s.dtype) for s in specs]
+            kept.append((made, saved, run.backward(replace(of, saved=saved))))
+        made, saved, first = kept[0]
         got = dict(first)
-        others = [grads for _, grads in kept[1:]]
+        others = [grads for *_, grads in kept[1:]]
         if case in ALONE:
-            others.append(chunk_backward(r).grads)
+            others.append(run.backward(r))
         for grads in others:
             assert grads.keys() == got.keys()
             assert all(_alike(grads[name], x) for name, x in got.items()), case
         found[case] = {"inputs changed": [n for n, x in before.items() if not torch.equal(x, getattr(r, n))]}
         if case in TURNS:
-            whole, (first, second) = chunk_module._turns, TURNS[case]
-            chunk_module._turns = lambda *_, a=first, b=second: (slice(0, a), slice(a, b))
-            again = chunk_backward(r).grads
-            chunk_module._turns = whole
+            first, second = TURNS[case]
+            again = run.backward(r, turns=(slice(0, first), slice(first, second)))
             assert all(torch.equal(again[name], x) for name, x in got.items()), case
         if case in POINTERS:
-            chunk_module._MANY = 2**31
-            again = chunk_backward(r).grads
-            chunk_module._MANY = 0
+            again = run.backward(r, many=2**31)
             assert all(_alike(again[name], x) for name, x in got.items()), case
         if case in HALVES:
-            split, chunk_module._halved = chunk_module._halved, lambda *_: True
-            again = chunk_backward(r).grads
-            others = chunk_backward(replace(r, saved=made.saved)).grads
-            chunk_module._halved = split
-            assert again.keys() == others.keys() == got.keys()
-            assert all(torch.equal(again[n], x) and torch.equal(others[n], x) for n, x in got.items()), case
+            for again in (run.backward(r, halves=True), run.backward(replace(r, saved=saved), halves=True)):
+                assert again.keys() == got.keys()
+                assert all(torch.equal(again[n], x) for n, x in got.items()), case
         compared = set(r.needs_grad)
         if rows:
             forward = replace(r, grad_o=None, grad_final_state=None, output_final_state=True)
             oracle = reference.forward(forward)
-            assert made.o.dtype == r.q.dtype
+            assert made["o"].dtype == r.q.dtype
             if case in ALONE:
-                ours = chunk_forward(forward)
-                assert torch.equal(ours.o, made.o)
-                assert torch.equal(ours.final_state, made.final_state)
-            got |= {"o": made.o, "final_state": made.final_state}
+                ours = run.forward(forward)
+                assert torch.equal(ours["o"], made["o"])
+                assert torch.equal(ours["final_state"], made["final_state"])
+            got |= {"o": made["o"], "final_state": made["final_state"]}
             ref |= {"o": oracle.o, "final_state": oracle.final_state}
             compared |= {"o", "final_state"}
         for name in compared:

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
-from types import SimpleNamespace
-from unittest import mock
+from dataclasses import replace
+from functools import partial
 
 import installed
 import interpreted
@@ -78,11 +77,12 @@ class Found(dict):
     def true(self, name, value):
         self[name] = [0.0 if bool(value) else 1.0, 0.0]
 
-    def against_loop(self, name, call, limit=FP32, log_decay=None, beta=None, **options):
+    def against_loop(self, name, call, limit=FP32, log_decay=None, beta=None, run=None, **options):
         """Compare a dense call with the token loop; ``log_decay``, ``beta``: what the call's g and beta stand for."""
         import kda_core
 
-        o, final = kda_core.chunk_kda(**call, output_final_state=True, backend="nvidia", **options)
+        run = run or partial(kda_core.chunk_kda, backend="nvidia")
+        o, final = run(**call, output_final_state=True, **options)
         if options.get("state_v_first"):
             final = final.transpose(-1, -2)
             call = call | {"initial_state": call["initial_state"].transpose(-1, -2)}
@@ -100,28 +100,39 @@ class Found(dict):
         self.close(f"{name}: state", final, torch.stack([e[1] for e in expected]), limit + rounding)
 
 
-@mock.patch("kda_core_nvidia.chunk_forward.decays_bounded", return_value=True)
-def bounded_decays(found, _):
-    """The short way for bounded decays, which real calls take in bfloat16 only."""
-    import kda_core
+def run_bounded(**call):
+    """The call by the short way for bounded decays."""
+    from kda_core_nvidia.choose import INTERPRETED, choose_forward
+    from kda_core_nvidia.plans.forward import plan_forward
+    from kda_core_nvidia.run import run_plan
 
+    from kda_core.request import Request
+    from kda_core.triton_lib.plan import metadata
+
+    request = Request(op="chunk_kda", scale=call["q"].shape[-1] ** -0.5, **call)
+    r = metadata(request)
+    made = run_plan(plan_forward(r, replace(choose_forward(r, INTERPRETED), bounded=True)), request)
+    return made["o"], made["final_state"]
+
+
+def bounded_decays(found):
+    """The short way for bounded decays, which real calls take in bfloat16 only."""
     for decay in (1e-4, 1.0, 5.0):
-        found.against_loop(
-            f"bounded, decay to -{decay:g}", operands(T=70, decay=decay, K=32), limit=1e-5, safe_gate=True
-        )
+        call = operands(T=70, decay=decay, K=32)
+        found.against_loop(f"bounded, decay to -{decay:g}", call, limit=1e-5, run=run_bounded, safe_gate=True)
     call = operands(T=64)
     call["g"] = torch.full_like(call["g"], -5.0)
-    found.against_loop("bounded, all at the bound", call, limit=1e-5)
+    found.against_loop("bounded, all at the bound", call, limit=1e-5, run=run_bounded)
     call["q"], call["k"] = call["q"] * 1e-6, call["k"] * 1e-6
-    found.against_loop("bounded, tiny rows", call, limit=1e-5, use_qk_l2norm_in_kernel=False)
+    found.against_loop("bounded, tiny rows", call, limit=1e-5, run=run_bounded)
     call = operands(T=64, decay=0.0)
     call["k"] = call["k"][:, :1].expand_as(call["k"]).contiguous()
     call["beta"] = torch.ones_like(call["beta"])
-    found.against_loop("bounded, equal keys", call, limit=1e-5)
+    found.against_loop("bounded, equal keys", call, limit=1e-5, run=run_bounded)
     call = operands(T=70)
     call["g"][:, ::7, :, ::3] = -math.inf
     call["g"][:, 3] = -1e30
-    o, _ = kda_core.chunk_kda(**call, safe_gate=True, backend="nvidia")
+    o, _ = run_bounded(**call)
     found.true("a broken promise is finite", torch.isfinite(o).all())
 
 
@@ -218,129 +229,6 @@ def test_interpreted(found, part):
 def test_loading_the_plugin_imports_no_triton():
     code = "import sys, kda_core_nvidia.plugin as p; p.kda_core_backend(); sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the launcher steps aside in the interpreter")
-def test_launcher_knows_what_is_compiled_in():
-    from kda_core_nvidia import chunk_forward
-
-    for launcher in (chunk_forward._prepare, chunk_forward._recurrence):
-        names = launcher.kernel.arg_names
-        strides, tensors = launcher._strides(names), [names[i] for i in launcher._tensors]
-        assert all(name.startswith("s_") for name in strides)
-        assert {"P", "D", "o", "cu_seqlens", "indices"} <= set(tensors)
-        rest = {p.name for p in launcher.kernel.params if not p.is_constexpr} - set(strides) - set(tensors)
-        assert rest == {p.name for p in launcher.kernel.params if p.do_not_specialize}
-
-
-class _Kernel:
-    """Stands for a jitted kernel of tensors x and y, strides s_x and s_y, a number n and a constant K."""
-
-    arg_names = ("x", "y", "s_x", "s_y", "n", "K")
-    params = tuple(
-        SimpleNamespace(name=name, num=i, is_constexpr=name == "K", do_not_specialize=name == "n", annotation_type="")
-        for i, name in enumerate(arg_names)
-    )
-
-    def __init__(self):
-        self.calls = []
-
-    def __getitem__(self, grid):
-        def launch(*arguments, **options):
-            self.calls.append(("jit", grid, arguments, options))
-            return _Compiled(self.calls)
-
-        return launch
-
-
-class _Compiled:
-    """Stands for triton's compiled kernel."""
-
-    function, packed_metadata = "function", "metadata"
-
-    def __init__(self, calls):
-        self.calls = calls
-
-    def __getitem__(self, grid):
-        return lambda *arguments: self.calls.append(("watched", grid, arguments))
-
-    def run(self, *arguments):
-        self.calls.append(("run", arguments))
-
-
-@pytest.fixture
-def launcher(monkeypatch):
-    from kda_core_nvidia import launch
-
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    active = SimpleNamespace(get_current_stream=lambda device: f"stream of {device}")
-    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
-    return launch.Launcher(_Kernel())
-
-
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the launcher steps aside in the interpreter")
-def test_launcher_compiles_once_a_kind_and_then_passes_addresses(launcher):
-    calls, grid = launcher.kernel.calls, (3, 2, 1)
-    x, y = torch.zeros(64), torch.zeros(64)
-    launcher(grid, (x, None, 7, 1, 5), {"K": 16}, 4)
-    assert [call[0] for call in calls] == ["jit"]
-    assert calls[0][3] == {"K": 16, "num_warps": 4, "enable_fp_fusion": True}
-    launcher(grid, (x, None, 7, 1, 5), {"K": 16, "enable_fp_fusion": False}, 4)
-    assert calls.pop()[3] == {"K": 16, "num_warps": 4, "enable_fp_fusion": False}
-    launcher(grid, (y, None, 7, 1, 6), {"K": 16}, 4)
-    hooks = (None, None, None)
-    assert calls[1] == ("run", (*grid, "stream of 0", "function", "metadata", *hooks, y.data_ptr(), None, 7, 1, 6, 16))
-    for arguments, constants, warps in (
-        ((x[1:], None, 7, 1, 5), {"K": 16}, 4),  # no 16-byte alignment
-        ((x.double(), None, 7, 1, 5), {"K": 16}, 4),
-        ((x, y, 7, 1, 5), {"K": 16}, 4),
-        ((x, y[1:], 7, 1, 5), {"K": 16}, 4),
-        ((x, None, 8, 1, 5), {"K": 16}, 4),
-        ((x, None, 7, 1, 2**31), {"K": 16}, 4),  # no number of 32 bits
-        ((x, None, 7, 1, -(2**31) - 1), {"K": 32}, 4),
-        ((x, None, 7, 1, 5), {"K": 32}, 4),
-        ((x, None, 7, 1, 5), {"K": 16}, 8),
-    ):
-        before = len(calls)
-        launcher(grid, arguments, constants, warps)
-        launcher(grid, arguments, constants, warps)
-        assert [call[0] for call in calls[before:]] == ["jit", "run"], (arguments, constants, warps)
-
-
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the launcher steps aside in the interpreter")
-@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
-def test_who_watches_launches_sees_them(launcher, name):
-    import triton
-
-    calls, arguments = launcher.kernel.calls, (torch.zeros(64), None, 7, 1, 5)
-
-    def watch(metadata):
-        pass
-
-    launcher((1, 1, 1), arguments, {"K": 16}, 4)
-    hook = getattr(triton.knobs.runtime, name)
-    hook.add(watch)
-    try:
-        launcher((1, 1, 1), arguments, {"K": 16}, 4)
-    finally:
-        hook.remove(watch)
-    launcher((1, 1, 1), arguments, {"K": 16}, 4)
-    assert [call[0] for call in calls] == ["jit", "watched", "run"]
-    assert calls[1] == ("watched", (1, 1, 1), (*arguments, 16))
-
-
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
-@pytest.mark.parametrize("heads", [1, 500])
-def test_configurations_fit_their_sizes(capability, heads):
-    from kda_core_nvidia import launch
-
-    chip = launch.Chip(capability, 132)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for size in (1, 16, 60, 128, 200, 256):
-            assert launch.prepare_config(size, dtype).block_k <= launch.padded(size)
-            config = launch.recurrence_config(chip, dtype, size, size, heads)
-            assert config.block_v >= 16
-            assert config.block_v <= launch.padded(size)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import installed
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 import kda_core
+from kda_core.request import Request
 
 pytestmark = pytest.mark.end_to_end
 
@@ -73,14 +75,16 @@ def pool(slots: int, dtype: torch.dtype = torch.float32, v_first: bool = False, 
     return torch.randn(slots, 2 * HV, *shape).to(dtype)[:, ::2]
 
 
-def same(call: dict, digits: float = 1e-5) -> tuple[Tensor, Tensor | None]:
+def same(
+    call: dict, digits: float = 1e-5, run: Callable[..., Any] = kda_core.fused_recurrent_kda
+) -> tuple[Tensor, Tensor | None]:
     """Make the call on both sides, each with states and a buffer of its own, and compare all that they wrote."""
     before = {n: x.clone() for n, x in call.items() if isinstance(x, Tensor)}
     results = []
     for name in ("nvidia", "reference"):
         own = {n: call[n].clone() for n in ("initial_state",) if n in call}
         own |= {"out": torch.full_like(call["out"], float("nan"))} if "out" in call else {}
-        o, state = kda_core.fused_recurrent_kda(**call | own, backend=name)
+        o, state = run(**call | own, backend=name)
         results.append((o, state, own.get("initial_state")))
     for got, expected in zip(*results, strict=True):
         if expected is not None:
@@ -185,9 +189,7 @@ def drafts() -> None:
 @check
 def values_that_a_device_cannot_refuse() -> None:
     """Counts out of range are clamped; tokens past the table keep no state. (The core refuses both on the CPU.)"""
-    from kda_core_nvidia.recurrent_launch import recurrent_forward
-
-    from kda_core.request import Request
+    from kda_core_nvidia.calls import recurrent_forward
 
     def run(indices: Tensor, accepted: Tensor | None, T: int) -> tuple[Tensor, Tensor, Tensor]:
         x = {n: inputs(2, T)[n] for n in ("q", "k", "v", "g", "beta")}
@@ -303,20 +305,39 @@ def prompts_packed() -> None:
 @check
 def prompts_one_behind_the_other() -> None:
     """Few long sequences are expected among many short ones; a program takes more than one where there are more."""
-    from kda_core_nvidia import recurrent_launch
-
-    before = recurrent_launch.chip
-    recurrent_launch.chip = lambda device: before(device)._replace(multiprocessors=1)
     lengths = torch.tensor([20, 0, 0, 9, 1, 17, 0, 0, 3, 12, 0, 0])
     bounds = [0, *lengths.cumsum(0).tolist()]
     states, slots = pool(13, HV=2), torch.arange(12)
     slots[5] = -1
-    try:
-        call = packed(inputs(1, bounds[-1] + 2, "bounded", **GROUP), bounds)
-        same(call | {"output_final_state": True})
-        same(call | {"initial_state": states, "ssm_state_indices": slots, "pad_slot_id": 9})
-    finally:
-        recurrent_launch.chip = before
+    call = packed(inputs(1, bounds[-1] + 2, "bounded", **GROUP), bounds)
+    same(call | {"output_final_state": True}, run=on_a_small_chip)
+    pooled = {"initial_state": states, "ssm_state_indices": slots, "pad_slot_id": 9}
+    same(call | pooled, run=on_a_small_chip)
+
+
+def on_a_small_chip(backend: str, **call: Any) -> tuple[Tensor, Tensor | None]:
+    """The call as a chip with one multiprocessor would have it; the oracle's as it is."""
+    if backend != "nvidia":
+        return kda_core.fused_recurrent_kda(**call, backend=backend)
+    from kda_core_nvidia.calls import plan_of
+    from kda_core_nvidia.choose import INTERPRETED
+    from kda_core_nvidia.run import run_plan
+
+    request = planned_request(**call)
+    plan = plan_of(request, replace(INTERPRETED, multiprocessors=1))
+    (last,) = (x for x in plan.launches if x.name == "blocks_recurrence")
+    assert last.constants["STEP"] == 1
+    made = run_plan(plan, request)
+    return made["o"], None if request.inplace_final_state else made["final_state"]
+
+
+def planned_request(**call: Any) -> Request:
+    """The request that a call makes."""
+    if "ssm_state_indices" in call:
+        call["inplace_final_state"] = True
+    if "dt_bias" in call:
+        call["dt_bias"] = call["dt_bias"].view(call["v"].shape[2], -1)
+    return Request(op="fused_recurrent_kda", scale=call["q"].shape[-1] ** -0.5, **call)
 
 
 @check
@@ -355,40 +376,24 @@ def in_place_without_indices() -> None:
 @check
 def launches() -> None:
     """One kernel for a step, a draft and a short sequence; two for a prompt; three where packed ones may be either."""
-    from kda_core_nvidia import recurrent_launch
+    from kda_core_nvidia.calls import plan_of
+    from kda_core_nvidia.choose import CHIPS
 
-    names = ("_recurrent", "_blocks_prepare", "_blocks_recurrence")
-    before = {n: getattr(recurrent_launch, n) for n in names}
-    launched: list[str] = []
-
-    def counted(name: str) -> Callable[..., None]:
-        def launch(*arguments: Any) -> None:
-            launched.append(name)
-            before[name](*arguments)
-
-        return launch
+    names = ("recurrent", "blocks_prepare", "blocks_recurrence")
 
     def of(call: dict) -> tuple[str, ...]:
-        launched.clear()
-        kda_core.fused_recurrent_kda(**call, backend="nvidia")
-        return tuple(launched)
+        return plan_of(planned_request(**call), CHIPS[90]).kernels
 
-    for n in names:
-        setattr(recurrent_launch, n, counted(n))
-    try:
-        call = packed(inputs(1, 4, "softplus", **GROUP), [0, 2, 3]) | {"initial_state": pool(3, HV=2)}
-        assert of(call | {"ssm_state_indices": torch.tensor([2, -1])}) == names[:1]
-        assert of(inputs(2, 8, **GROUP)) == names[:1]
-        assert of(inputs(2, 9, **GROUP)) == names[1:]
-        assert of(packed(inputs(1, 9, **GROUP), [0, 3, 8])) == names
-        draft = {"initial_state": pool(30, HV=2), "ssm_state_indices": torch.arange(20).view(2, 10)}
-        assert of(inputs(2, 10, **GROUP) | draft) == names[:1]
-        one = {"initial_state": pool(3, HV=2), "ssm_state_indices": torch.tensor([[2], [0]])}
-        assert of(inputs(2, 9, **GROUP) | one) == names[1:]
-        assert of(inputs(2, 9, **GROUP) | one | {"num_accepted_tokens": torch.tensor([1, 1])}) == names[:1]
-    finally:
-        for n, x in before.items():
-            setattr(recurrent_launch, n, x)
+    call = packed(inputs(1, 4, "softplus", **GROUP), [0, 2, 3]) | {"initial_state": pool(3, HV=2)}
+    assert of(call | {"ssm_state_indices": torch.tensor([2, -1])}) == names[:1]
+    assert of(inputs(2, 8, **GROUP)) == names[:1]
+    assert of(inputs(2, 9, **GROUP)) == names[1:]
+    assert of(packed(inputs(1, 9, **GROUP), [0, 3, 8])) == names
+    draft = {"initial_state": pool(30, HV=2), "ssm_state_indices": torch.arange(20).view(2, 10)}
+    assert of(inputs(2, 10, **GROUP) | draft) == names[:1]
+    one = {"initial_state": pool(3, HV=2), "ssm_state_indices": torch.tensor([[2], [0]])}
+    assert of(inputs(2, 9, **GROUP) | one) == names[1:]
+    assert of(inputs(2, 9, **GROUP) | one | {"num_accepted_tokens": torch.tensor([1, 1])}) == names[:1]
 
 
 @check

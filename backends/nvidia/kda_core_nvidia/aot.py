@@ -1,9 +1,9 @@
 """``python -m kda_core_nvidia.aot --arch 80 89 90 100 120``: compile every shipped configuration without a GPU.
 
-The hooks' functions run on small CPU tensors with their kernels replaced by recorders, so that what is compiled is
-what a call would compile. For each kernel the table shows registers, stack (spills) and shared memory, read from the
-machine code by the ``cuobjdump`` that comes with triton. Exit status 1 when a kernel uses more stack than STACK_LIMITS
-states, or more shared memory than the chip has, or computes with a copy of the stack pointer.
+Calls are planned for each architecture, and the launches of their plans are compiled: the same plans that calls run.
+For each kernel the table shows registers, stack (spills) and shared memory, read from the machine code by the
+``cuobjdump`` that comes with triton. Exit status 1 when a kernel uses more stack than STACK_LIMITS states, or more
+shared memory than the chip has, or computes with a copy of the stack pointer.
 """
 
 from __future__ import annotations
@@ -16,30 +16,28 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-from triton.runtime.jit import JITFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kda_core.request import GateRequest, Request
-from kda_core_nvidia import aot_recurrent, chunk_backward, chunk_forward, gate, launch, recurrent_launch, segments
-from kda_core_nvidia.launch import Chip, Launcher, compile_options
+from kda_core.request import AnyRequest, GateRequest, Request
+from kda_core.triton_lib.plan import Launch, Tile, View, metadata
+from kda_core_nvidia import aot_recurrent
+from kda_core_nvidia.calls import plan_of
+from kda_core_nvidia.choose import CHIPS, SHARED_LIMIT, choose_backward
 from kda_core_nvidia.machine_code import uses_stack_pointer
-
-MODULES = (chunk_forward, chunk_backward, gate, recurrent_launch, segments)
-"""The modules that launch kernels."""
+from kda_core_nvidia.plans.backward import plan_backward
+from kda_core_nvidia.plans.forward import saved_specs
+from kda_core_nvidia.run import compile_options
+from kda_core_nvidia.triton_private import shared_layout
 
 STACK_LIMITS = {
     # (bytes of an element of q, K above 128): bytes of stack that a thread may use
@@ -51,12 +49,6 @@ STACK_LIMITS = {
 """What may spill: with 16-bit inputs loop constants, read a few times in 1,400 instructions (above 128 channels, blocks
 of 128 value channels spill up to 392 bytes and still take an H200 half the time of blocks of 64); with float32 inputs
 the parts of operands of products in full precision, of which a state of more than 128 channels has the most."""
-
-SHARED_LIMIT = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
-"""KiB of shared memory that one program may use, by architecture (CUDA C++ Programming Guide, compute capabilities)."""
-
-MULTIPROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 160, 110: 20, 120: 188, 121: 48}
-"""Of the largest chip of an architecture; only decides between the configurations for many and for few programs."""
 
 _TYPES = {
     torch.bfloat16: "bf16",
@@ -70,87 +62,43 @@ _TYPES = {
 
 
 @dataclass(frozen=True)
-class Launch:
-    """One recorded launch, of a call that ``name`` describes, for sm_``arch``."""
+class Job:
+    """A launch to be compiled, of a call that ``name`` describes, for sm_``arch``."""
 
-    kernel: JITFunction
-    arguments: dict[str, Any]
+    launch: Launch
     name: str = ""
     arch: int = 0
 
     @property
+    def kernel(self) -> Any:
+        return self.launch.kernel
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments, constants and the compiler's options."""
+        options = compile_options(self.launch.constants)
+        return {**self.launch.arguments, **options, "num_warps": self.launch.num_warps}
+
+    @property
     def stack_limit(self) -> int:
         """Bytes of stack that a thread may use."""
-        first = next(x for x in self.arguments.values() if isinstance(x, (Tensor, TensorDescriptor, GluonDescriptor)))
-        dtype = first.dtype if isinstance(first, Tensor) else first.base.dtype
-        return STACK_LIMITS[dtype.itemsize, self.arguments.get("K", 0) > 128]
+        return STACK_LIMITS[next(self.launch.views()).itemsize, self.arguments.get("K", 0) > 128]
 
 
-class _Recorder:
-    """Stands in for a kernel: ``recorder[grid](...)`` notes the arguments and launches nothing."""
-
-    def __init__(self, kernel: JITFunction, launches: list[Launch]) -> None:
-        self.kernel, self.launches = kernel, launches
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def record(*args: Any, **kwargs: Any) -> None:
-            named = zip(self.kernel.arg_names, args, strict=False)
-            self.launches.append(Launch(self.kernel, dict(named) | kwargs))
-
-        return record
-
-
-@contextmanager
-def recorded(*modules: Any) -> Iterator[list[Launch]]:
-    """Record what ``modules`` launch, whether kernels are called directly or through a Launcher."""
-    launches: list[Launch] = []
-    replaced = [(m, n, x) for m in modules for n, x in vars(m).items() if isinstance(x, (JITFunction, Launcher))]
-    for module, name, x in replaced:
-        if isinstance(x, Launcher):
-            recorder = _Recorder(x.kernel, launches)
-
-            def record(grid, arguments, constants, num_warps, recorder=recorder):
-                recorder[grid](*arguments, **compile_options(constants), num_warps=num_warps)
-
-            setattr(module, name, record)
-        else:
-            setattr(module, name, _Recorder(x, launches))
-    try:
-        yield launches
-    finally:
-        for module, name, x in replaced:
-            setattr(module, name, x)
-
-
-@contextmanager
-def chip_of(arch: int) -> Iterator[None]:
-    """Let the modules that launch take every device for one of sm_``arch``."""
-    chip = Chip((arch // 10, arch % 10), MULTIPROCESSORS[arch])
-    stand_ins = {"chip": lambda device: chip, "architecture": lambda device: arch}
-    replaced = [(m, n, vars(m)[n]) for m in (launch, *MODULES) for n in stand_ins if n in vars(m)]
-    for module, name, _ in replaced:
-        setattr(module, name, stand_ins[name])
-    try:
-        yield
-    finally:
-        for module, name, x in replaced:
-            setattr(module, name, x)
-
-
-def source(launch: Launch) -> tuple[ASTSource, dict[str, int]]:
+def source(job: Job) -> tuple[ASTSource, dict[str, int]]:
     """What triton compiles for a launch, by triton's own rules of specialisation, and its options."""
     signature, constants, attributes = {}, {}, {}
-    for i, parameter in enumerate(launch.kernel.params):
-        value = launch.arguments[parameter.name]
+    for i, parameter in enumerate(job.kernel.params):
+        value = job.arguments[parameter.name]
         if parameter.is_constexpr or value is None:
             kind = "constexpr"
-        elif isinstance(value, TensorDescriptor):
-            kind = f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}>"
-        elif isinstance(value, GluonDescriptor):
-            kind = f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)},{value.layout!r}>"
-        elif isinstance(value, Tensor):
+        elif isinstance(value, Tile):
+            layout = f",{shared_layout(value)!r}" if value.swizzled else ""
+            kind = f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block)}{layout}>"
+        elif isinstance(value, View):
             kind = "*" + _TYPES[value.dtype]
-            attributes[(i,)] = [["tt.divisibility", 16]]
+            if value.aligned:
+                attributes[(i,)] = [["tt.divisibility", 16]]
         elif isinstance(value, float):
             kind = "fp32"
         elif parameter.do_not_specialize or not (value == 1 or value % 16 == 0):
@@ -163,9 +111,9 @@ def source(launch: Launch) -> tuple[ASTSource, dict[str, int]]:
         signature[parameter.name] = kind
         if kind == "constexpr":
             constants[(i,)] = value
-    options = {n: v for n, v in launch.arguments.items() if n not in signature}
-    kind = GluonASTSource if launch.kernel.is_gluon() else ASTSource
-    return kind(launch.kernel, signature, constants, attributes), options
+    options = {n: v for n, v in job.arguments.items() if n not in signature}
+    kind = GluonASTSource if job.kernel.is_gluon() else ASTSource
+    return kind(job.kernel, signature, constants, attributes), options
 
 
 def _tool(option: str, cubin: bytes) -> str:
@@ -186,26 +134,31 @@ class Resources:
     shared: int
     machine_code: bytes
 
-    def problems(self, launch: Launch) -> list[str]:
+    def problems(self, job: Job) -> list[str]:
         """Why the configuration must not be shipped."""
         found = []
-        if self.stack > launch.stack_limit:
-            found.append(f"{self.stack} bytes of stack, at most {launch.stack_limit} allowed")
-        if self.shared > SHARED_LIMIT[launch.arch] * 1024:
-            found.append(f"{self.shared} bytes of shared memory, {SHARED_LIMIT[launch.arch]} KiB available")
-        if launch.arch == 90 and uses_stack_pointer(_tool("-sass", self.machine_code)):
+        if self.stack > job.stack_limit:
+            found.append(f"{self.stack} bytes of stack, at most {job.stack_limit} allowed")
+        if self.shared > SHARED_LIMIT[job.arch] * 1024:
+            found.append(f"{self.shared} bytes of shared memory, {SHARED_LIMIT[job.arch]} KiB available")
+        if job.arch == 90 and uses_stack_pointer(_tool("-sass", self.machine_code)):
             found.append("something is computed from a copy of the stack pointer")
         return found
 
 
-def compiled(launch: Launch, arch: int) -> Resources:
-    """Compile a launch for sm_``arch``."""
-    src, options = source(launch)
-    kernel = triton.compile(src, target=GPUTarget("cuda", arch, 32), options=options)
+def compiled(job: Job) -> Resources:
+    """Compile a launch for the job's architecture."""
+    src, options = source(job)
+    kernel = triton.compile(src, target=GPUTarget("cuda", job.arch, 32), options=options)
     cubin = kernel.asm["cubin"]
     usage = _tool("--dump-resource-usage", cubin)
     registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
     return Resources(registers, stack, kernel.metadata.shared, cubin)
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor without memory."""
+    return torch.empty(*shape, dtype=dtype, device="meta")
 
 
 @dataclass(frozen=True)
@@ -225,10 +178,10 @@ class Case:
         return f"{_TYPES[self.dtype]} K {self.K} V {self.V} H {self.H} {self.gate}{extra}"
 
     def request(self) -> Request:
-        """A request on the CPU; only its metadata matters."""
+        """A request whose tensors have no memory."""
         B, T, H, K, V = 1, self.T, self.H, self.K, self.V
-        qk = torch.empty(2, B, T, H, K, dtype=self.dtype)
-        v = torch.empty(B, T, H, V, dtype=self.dtype)
+        qk = _empty(2, B, T, H, K, dtype=self.dtype)
+        v = _empty(B, T, H, V, dtype=self.dtype)
         options: dict[str, Any] = {"output_final_state": True}
         if self.everything:
             bounds = torch.tensor([0, T])
@@ -243,8 +196,8 @@ class Case:
         if self.gate != "given":
             options |= {
                 "use_gate_in_kernel": True,
-                "A_log": torch.empty(H),
-                "dt_bias": torch.empty(H, K),
+                "A_log": _empty(H),
+                "dt_bias": _empty(H, K),
                 "lower_bound": -5.0 if self.gate == "bounded" else None,
             }
         state = (V, K) if self.everything else (K, V)
@@ -253,10 +206,10 @@ class Case:
             q=qk[0],
             k=qk[1],
             v=v,
-            g=torch.empty(B, T, H, K, dtype=self.dtype if self.gate != "given" else torch.float32),
-            beta=torch.empty(B, T, H, dtype=self.dtype),
+            g=_empty(B, T, H, K, dtype=self.dtype if self.gate != "given" else torch.float32),
+            beta=_empty(B, T, H, dtype=self.dtype),
             scale=1.0,
-            initial_state=torch.empty(1, H, *state),
+            initial_state=_empty(1, H, *state),
             use_qk_l2norm_in_kernel=True,
             use_beta_sigmoid_in_kernel=True,
             **options,
@@ -276,7 +229,7 @@ class Case:
         """The request for gradients of ``training``."""
         r = self.training()
         needs = {"q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias"}
-        saved = tuple(torch.empty(spec.shape, dtype=spec.dtype) for spec in chunk_forward.saved_specs(r))
+        saved = tuple(_empty(*spec.shape, dtype=spec.dtype) for spec in saved_specs(r))
         return replace(r, saved=saved, grad_o=r.v, grad_final_state=r.initial_state, needs_grad=frozenset(needs))
 
 
@@ -307,42 +260,39 @@ def cases(quick: bool = False) -> list[Case]:
     return found
 
 
-def _backward_of_many(request: Request) -> None:
-    """The backward as calls with many slots have it."""
-    many, chunk_backward._MANY = chunk_backward._MANY, 0
-    try:
-        chunk_backward.chunk_backward(request)
-    finally:
-        chunk_backward._MANY = many
-
-
-def _calls(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
+def _calls(quick: bool) -> Iterator[tuple[str, AnyRequest]]:
     """(name, call) of what launches every kernel."""
     for case in cases(quick):
-        yield str(case), partial(chunk_forward.chunk_forward, case.request())
-        yield str(case), partial(chunk_forward.chunk_forward, case.training())
+        yield str(case), case.request()
+        yield str(case), case.training()
         if case.everything:
-            yield str(case), partial(chunk_forward.chunk_forward, replace(case.training(), disable_recompute=True))
-        yield str(case), partial(chunk_backward.chunk_backward, case.gradients())
-        if case.gate == "bounded" or case.everything:
-            yield f"{case}, descriptors", partial(_backward_of_many, case.gradients())
+            yield str(case), replace(case.training(), disable_recompute=True)
+        yield str(case), case.gradients()
     steps = aot_recurrent.shipped()
-    for name, request in itertools.islice(steps, aot_recurrent.QUICK) if quick else steps:
-        yield name, partial(recurrent_launch.recurrent_forward, request)
+    yield from itertools.islice(steps, aot_recurrent.QUICK) if quick else steps
     for dtype, bound in ((torch.bfloat16, -5.0), (torch.float32, None)):
         request = GateRequest(
-            g=torch.empty(64, 4, 128, dtype=dtype),
-            A_log=torch.empty(4),
-            dt_bias=torch.empty(4, 128),
-            lower_bound=bound,
-            grad_output=torch.empty(64, 4, 128),
-            needs_grad=frozenset({"g", "A_log", "dt_bias"}),
+            g=_empty(64, 4, 128, dtype=dtype), A_log=_empty(4), dt_bias=_empty(4, 128), lower_bound=bound
         )
         name = f"gate, {_TYPES[dtype]}, {'softplus' if bound is None else 'bounded'}"
-        yield name, lambda r=request: (gate.gate_forward(r), gate.gate_backward(r))
+        yield name, request
+        yield name, replace(request, grad_output=_empty(64, 4, 128), needs_grad=frozenset({"g", "A_log", "dt_bias"}))
 
 
-def shipped(arch: int, only: str = "", quick: bool = False) -> list[Launch]:
+def _launches(arch: int, quick: bool) -> Iterator[tuple[str, Launch]]:
+    """(name, launch) of every launch of every call."""
+    chip = CHIPS[arch]
+    for name, call in _calls(quick):
+        yield from ((name, launch) for launch in plan_of(call, chip).launches)
+    for case in cases(quick):
+        if case.gate == "bounded" or case.everything:
+            # The backward as calls with many slots have it.
+            r = metadata(case.gradients())
+            plan = plan_backward(r, choose_backward(r, chip, many=0))
+            yield from ((f"{case}, descriptors", launch) for launch in plan.launches)
+
+
+def shipped(arch: int, only: str = "", quick: bool = False) -> list[Job]:
     """Every launch to be compiled for an architecture, each once.
 
     Args:
@@ -350,31 +300,27 @@ def shipped(arch: int, only: str = "", quick: bool = False) -> list[Launch]:
         only: a part of the kernel's name, or of the call's.
         quick: the commonest configuration of every kernel, rather than all.
     """
-    found: dict[Any, Launch] = {}
-    with chip_of(arch):
-        for name, call in _calls(quick):
-            with recorded(*MODULES) as launches:
-                call()
-            for one in launches:
-                one = replace(one, name=name, arch=arch)
-                if only in f"{one.kernel.__name__} {name}":
-                    src, options = source(one)
-                    constants = {n: v for n, v in one.arguments.items() if src.signature.get(n) == "constexpr"}
-                    # Counts of heads only enter addresses.
-                    constants |= dict.fromkeys(constants.keys() & {"H", "HV", "HO"})
-                    compiles = (str(x) for x in (src.signature, constants, src.attrs, options))
-                    found.setdefault((one.kernel.__name__, *compiles), one)
+    found: dict[Any, Job] = {}
+    for name, launch in _launches(arch, quick):
+        job = Job(launch, name, arch)
+        if only in f"{launch.name} {name}":
+            src, options = source(job)
+            constants = {n: v for n, v in job.arguments.items() if src.signature.get(n) == "constexpr"}
+            # Counts of heads only enter addresses.
+            constants |= dict.fromkeys(constants.keys() & {"H", "HV", "HO"})
+            compiles = (str(x) for x in (src.signature, constants, src.attrs, options))
+            found.setdefault((launch.name, *compiles), job)
     return list(found.values())
 
 
-_JOBS: list[Launch] = []
+_JOBS: list[Job] = []
 """What the workers compile: they are forked, so that launches need not travel."""
 
 
 def _line(index: int) -> tuple[str, bool]:
     """Compile a launch; its line of the table, and whether it may be shipped."""
     one = _JOBS[index]
-    taken = compiled(one, one.arch)
+    taken = compiled(one)
     problems = taken.problems(one)
     line = (
         f"sm_{one.arch:<4} {one.kernel.__name__:20s} {one.name:44s} {taken.registers:3d} registers "

@@ -395,3 +395,12 @@ def execute(
                 old, name = _holders.popleft()
                 old.pop(name, None)
     return bound(inputs, places)
+
+
+def run_plan(plan: Plan, request: Any) -> dict[str, Tensor | None]:
+    """Run a plan that was made for ``request``, once; its results by name."""
+    tensors = {n: x for n, x in vars(request).items() if isinstance(x, Tensor)}
+    tensors |= {f"saved[{i}]": x for i, x in enumerate(getattr(request, "saved", ()))}
+    inputs = [tensors[n] for n in plan.inputs]
+    with on_device(request.device):
+        return Bound(plan, tuple(plan.inputs), request.device)(inputs, [x.data_ptr() for x in inputs])

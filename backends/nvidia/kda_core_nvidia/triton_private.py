@@ -101,10 +101,10 @@ def descriptor(tile: Tile, base: torch.Tensor) -> Any:
     shape, strides, block = list(tile.shape), [tile.stride, 1], list(tile.block)
     if not tile.swizzled:
         return TensorDescriptor(base, shape, strides, block)
-    return GluonDescriptor(base, shape, strides, block, _shared_layout(tile))
+    return GluonDescriptor(base, shape, strides, block, shared_layout(tile))
 
 
-def _shared_layout(tile: Tile) -> Any:
+def shared_layout(tile: Tile) -> Any:
     """How a block lies in shared memory."""
     dtype = tile.base.dtype
     if dtype == torch.float32:

@@ -180,12 +180,13 @@ class BackwardChoice:
     join_precision: str
 
 
-def choose_backward(request: Request, chip: Chip, half: bool = False) -> BackwardChoice:
+def choose_backward(request: Request, chip: Chip, half: bool = False, many: int = MANY) -> BackwardChoice:
     """How the backward of ``chunk_kda`` runs on ``chip``.
 
     Args:
         request: metadata alone; ``saved`` holds what the forward saved.
         half: the request is for half of the heads of another one.
+        many: slots times heads from which ``gradients`` reads through descriptors.
     """
     rows = segment_rows(request, chip)
     r = as_packed(request, rows) if rows else request
@@ -209,12 +210,12 @@ def choose_backward(request: Request, chip: Chip, half: bool = False) -> Backwar
     states = hopper_config("states", chip, KP, V, N * HV) if hopper(v) else config.states
     reverse = hopper_config("reverse", chip, KP, V, N * HV) if hopper(do) else config.reverse
     # Products on scalar units spill more with them. Rows of a descriptor are counted in 32 bits.
-    descriptors = chip.descriptors and dtype.itemsize == 2 and MANY <= most * HV < 2**31 // max(VP, CHUNK)
+    descriptors = chip.descriptors and dtype.itemsize == 2 and many <= most * HV < 2**31 // max(VP, CHUNK)
     # Rows of the call's own tensors only where no block reaches beyond a sequence, or beyond a head's channels.
     tokens = descriptors and r.cu_seqlens is None and do is not None and T % CHUNK == 0 and VP == V
     tokens = tokens and do.dtype == dtype and all(row_aligned(x.cut(0, t)) for t in turns for x in (do, _dv(r)))
     return BackwardChoice(
-        halves=tuple(choose_backward(heads_of(request, i), chip, half=True) for i in (0, 1))
+        halves=tuple(choose_backward(heads_of(request, i), chip, half=True, many=many) for i in (0, 1))
         if not half and halved(request, chip)
         else (),
         segment_rows=rows,

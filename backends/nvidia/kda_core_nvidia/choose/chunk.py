@@ -13,7 +13,7 @@ from kda_core.request import Request
 from kda_core.triton_lib.decay import BOUND
 from kda_core.triton_lib.plan import View
 from kda_core_nvidia.choose.chip import Chip
-from kda_core_nvidia.layout import CHUNK, padded
+from kda_core_nvidia.layout import CHUNK, padded, slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +240,16 @@ def segment_rows(request: Request, chip: Chip) -> int:
         return 0
     rows = -(-request.T // count)
     return -(-rows // CHUNK) * CHUNK
+
+
+def saved_slots(request: Request) -> int:
+    """Slots of what is saved without ``disable_recompute``, enough for a call that is cut into segments as well.
+
+    Whether it is cut depends on the device; shapes must not. At least one: none would say that nothing is saved.
+    """
+    if request.B == 1 and request.cu_seqlens is None:
+        return request.T // CHUNK + request.T // LEAST_ROWS + 2
+    return max(1, slots(request))
 
 
 def as_packed(request: Request, rows: int) -> Request:

@@ -20,6 +20,7 @@ from kda_core_nvidia.choose.chunk import (
     precision,
     prepare_config,
     rows_contiguous,
+    saved_slots,
     segment_rows,
     serves,
     transitions_config,
@@ -58,6 +59,7 @@ class ForwardChoice:
 
     Attributes:
         segment_rows: rows of each segment; 0: the sequence is not cut.
+        saved_slots: slots of what is saved for a backward that recomputes.
         bounded: decays are known to be at least −5 a row.
         descriptors: the plain recurrence reads keys through descriptors.
         transitions, join_precision: of the kernels that join segments.
@@ -67,6 +69,7 @@ class ForwardChoice:
     recurrence: BlockConfig | HopperConfig
     precision: Precision
     segment_rows: int
+    saved_slots: int
     bounded: bool
     descriptors: bool
     transitions: BlockConfig
@@ -88,6 +91,7 @@ def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
         else recurrence_config(chip, dtype, K, V, heads, h),
         precision=precision(dtype, chip),
         segment_rows=rows,
+        saved_slots=saved_slots(request),
         bounded=decays_bounded(r),
         # Rows of a descriptor are counted in 32 bits.
         descriptors=chip.descriptors and 0 < count * r.HV * 3 * CHUNK < 2**31,

@@ -16,12 +16,12 @@ from kda_core.triton_lib.lift import lift
 from kda_core.triton_lib.plan import Builder, Copy, Plan, View, input_layouts, matrix_tile, token_tile
 from kda_core_nvidia.choose import ForwardChoice
 from kda_core_nvidia.choose.chunk import (
-    LEAST_ROWS,
     HopperConfig,
     Precision,
     PrepareConfig,
     gate_kind,
     rows_contiguous,
+    saved_slots,
     split_scale,
 )
 from kda_core_nvidia.layout import CHUNK, padded, slots
@@ -62,7 +62,7 @@ def saved_specs(request: Request) -> tuple[TensorSpec, ...]:
     in float32 and the norms, from which a second ``prepare`` need not multiply pairs nor invert.
     """
     everything = request.disable_recompute
-    rows = slots(request) if everything else _kept_slots(request)
+    rows = slots(request) if everything else saved_slots(request)
     keys, square, decay, _, norms = _prepared_shapes(rows, request.HV, padded(request.K))
     dtype = request.q.dtype
     specs = [TensorSpec(square, dtype), TensorSpec(square, torch.float32)]
@@ -71,16 +71,6 @@ def saved_specs(request: Request) -> tuple[TensorSpec, ...]:
     if request.use_qk_l2norm_in_kernel:
         specs.append(TensorSpec(norms, torch.float32))
     return tuple(specs)
-
-
-def _kept_slots(request: Request) -> int:
-    """Slots of what is saved without ``disable_recompute``, enough for a call that is cut into segments as well.
-
-    Whether it is cut depends on the device; shapes must not. At least one: none would say that nothing is saved.
-    """
-    if request.B == 1 and request.cu_seqlens is None:
-        return request.T // CHUNK + request.T // LEAST_ROWS + 2
-    return max(1, slots(request))
 
 
 def batch_strides(B: int, *views: View) -> tuple[int, list[int]]:
@@ -316,7 +306,7 @@ def plan_forward(request: Request, choice: ForwardChoice, chunks: int = 0) -> Pl
         zeros = r.ssm_state_indices is not None
         h = b.result("h", (r.B, chunks, *r.state_shape[1:]), r.state_dtype, zeros)
     training, everything = r.save_for_backward, r.disable_recompute and r.save_for_backward
-    keep = _kept_slots(r) if training and not everything else 0
+    keep = choice.saved_slots if training and not everything else 0
     if choice.segment_rows:
         prepared = _add_segments(b, r, choice, o, final_state, keep)
     else:
