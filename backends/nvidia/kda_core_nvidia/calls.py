@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request
+from kda_core.triton_lib.layout import intermediate_states_shape
 from kda_core.triton_lib.plan import Plan, metadata
 from kda_core_nvidia.choose import Chip, choose_backward, choose_forward, choose_recurrent
 from kda_core_nvidia.plans.backward import plan_backward
@@ -36,22 +37,12 @@ def plan_of(request: AnyRequest, on: Chip, misaligned: frozenset[str] = frozense
         return plan_backward(r, choose_backward(r, on))
     if r.op == "fused_recurrent_kda":
         return plan_recurrent(r, choose_recurrent(r, on))
-    return plan_forward(r, choose_forward(r, on), _chunks(request))
+    return plan_forward(r, choose_forward(r, on), _h_shape(request))
 
 
-def _chunks(request: Request) -> int:
-    """Intermediate states of a row of the batch, 0 where none are asked for.
-
-    Packed, there are Σ ceil(len / chunk_size), which the host knows from ``cu_seqlens_cpu``.
-    """
-    size = request.chunk_size
-    if not request.return_intermediate_states:
-        return 0
-    if request.cu_seqlens is None:
-        return -(-request.T // size)
-    # Without the copy on the CPU the core lets only CPU tensors come this far.
-    bounds = request.cu_seqlens if request.cu_seqlens_cpu is None else request.cu_seqlens_cpu
-    return int(((bounds[1:] - bounds[:-1] + size - 1) // size).sum())
+def _h_shape(request: Request) -> tuple[int, ...]:
+    """Shape of the intermediate states; () where none are asked for."""
+    return intermediate_states_shape(request) if request.return_intermediate_states else ()
 
 
 def _run(request: Any, key: Hashable, names: tuple[str, ...], inputs: tuple[Tensor | None, ...]) -> dict[str, Any]:
@@ -73,7 +64,7 @@ def chunk_forward(request: Request) -> ForwardResult:
     key: Hashable = "forward"
     if request.return_intermediate_states:
         # The shape of h follows from values.
-        key = key, _chunks(request)
+        key = key, _h_shape(request)
     made = _run(request, _kind(request, key), _CHUNK, _chunk_inputs(request))
     o, final_state, h, *kept = made.values()
     saved = tuple(x for x in kept if x is not None)

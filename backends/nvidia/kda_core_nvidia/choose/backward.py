@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from kda_core.request import Request
+from kda_core.triton_lib.arguments import decays_bounded, has_contiguous_rows
+from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.plan import View, contiguous_strides
 from kda_core_nvidia.choose.chip import Chip
 from kda_core_nvidia.choose.chunk import (
@@ -15,18 +17,15 @@ from kda_core_nvidia.choose.chunk import (
     Precision,
     PrepareConfig,
     as_packed,
-    decays_bounded,
     hopper_config,
     join_precision,
     precision,
     prepare_config,
     row_aligned,
-    rows_contiguous,
     segment_rows,
     serves,
     transitions_config,
 )
-from kda_core_nvidia.layout import CHUNK, padded, slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ def backward_gains(chip: Chip, KP: int, V: int, heads: int, rows: int) -> bool:
 
 def rows_readable(x: View) -> bool:
     """Whether the backward reads ``x`` [B, T, ..] as it lies: rows are contiguous, a tile's offsets fit 32 bits."""
-    return (x.dim() == 3 or rows_contiguous(x)) and x.strides[1] * 128 < 2**31
+    return (x.dim() == 3 or has_contiguous_rows(x)) and x.strides[1] * 128 < 2**31
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from kda_core.request import Request
-from kda_core.triton_lib.decay import BOUND
+from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.plan import View
 from kda_core_nvidia.choose.chip import Chip
-from kda_core_nvidia.layout import CHUNK, padded, slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,25 +116,6 @@ def split_scale(scale: float, dtype: torch.dtype) -> tuple[float, float]:
     return power, scale / power
 
 
-def gate_kind(request: Request) -> str:
-    """The kernels' name of the gate."""
-    if not request.use_gate_in_kernel:
-        return "none"
-    return "softplus" if request.lower_bound is None else "bounded"
-
-
-def decays_bounded(request: Request) -> bool:
-    """Whether each row's log decay is known, or promised, to be at least −5, in a dtype that can use it.
-
-    Factors of 2^58 do not fit float16, and an exponent of 58 in float32 has lost digits that a float32 result needs.
-    """
-    if request.q.dtype != torch.bfloat16:
-        return False
-    if request.lower_bound is not None and request.lower_bound < BOUND.value:
-        return False
-    return request.safe_gate or gate_kind(request) == "bounded"
-
-
 def prepare_config(K: int, dtype: torch.dtype, again: bool = False) -> PrepareConfig:
     """Configuration of ``prepare``; ``again``: of its second run, from what the forward saved."""
     if dtype.itemsize != 2:
@@ -210,11 +190,6 @@ def serves(chip: Chip, dtype: torch.dtype, count: int, HV: int, KP: int, V: int,
         and 0 < count * HV * max(3 * CHUNK, V) < 2**31
         and row_aligned(rows)
     )
-
-
-def rows_contiguous(x: View) -> bool:
-    """Whether the last dimension is contiguous: the forward's kernels take every other stride."""
-    return x.strides[-1] == 1 or x.shape[-1] == 1
 
 
 LEAST_ROWS = 2048

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from kda_core.request import Request
+from kda_core.triton_lib.arguments import decays_bounded, has_contiguous_rows
+from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core_nvidia.choose.chip import Chip
 from kda_core_nvidia.choose.chunk import (
     BlockConfig,
@@ -14,18 +16,15 @@ from kda_core_nvidia.choose.chunk import (
     Precision,
     PrepareConfig,
     as_packed,
-    decays_bounded,
     hopper_config,
     join_precision,
     precision,
     prepare_config,
-    rows_contiguous,
     saved_slots,
     segment_rows,
     serves,
     transitions_config,
 )
-from kda_core_nvidia.layout import CHUNK, padded, slots
 
 
 def recurrence_config(chip: Chip, dtype: torch.dtype, K: int, V: int, heads: int, h: bool = False) -> BlockConfig:
@@ -82,7 +81,7 @@ def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
     r = as_packed(request, rows) if rows else request
     K, V, dtype, h = r.K, r.V, r.q.dtype, r.return_intermediate_states
     KP, count, heads = padded(K), slots(r), r.N * r.HV
-    v = r.v if rows_contiguous(r.v) else r.v.contiguous()
+    v = r.v if has_contiguous_rows(r.v) else r.v.contiguous()
     hopper = not h and serves(chip, dtype, count, r.HV, KP, V, v)
     return ForwardChoice(
         prepare=prepare_config(K, dtype),

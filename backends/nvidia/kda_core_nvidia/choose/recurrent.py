@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from kda_core.request import Request
-from kda_core.triton_lib.decay import BOUND
+from kda_core.triton_lib.arguments import LEAST_BOUNDED_DECAY, gate_kind
+from kda_core.triton_lib.layout import padded
 from kda_core.triton_lib.plan import View
 from kda_core_nvidia.choose.chip import Chip
-from kda_core_nvidia.choose.chunk import gate_kind
-from kda_core_nvidia.layout import padded
 from kda_core_nvidia.recurrent_blocks import ROWS, SHORT
 from kda_core_nvidia.recurrent_step import SIZE
 
@@ -225,5 +224,5 @@ def _prompts(r: Request, chip: Chip) -> Prompts:
             # run at once, which is two on a multiprocessor of Hopper.
             heads = r.HV * -(-r.V // config.block_v)
             sequences = step = min(sequences, max(1, 2 * chip.multiprocessors // heads))
-    bounded = gate_kind(r) == "bounded" and r.lower_bound >= BOUND.value
+    bounded = gate_kind(r) == "bounded" and r.lower_bound >= LEAST_BOUNDED_DECAY
     return Prompts(config, slots, sequences, step, bounded, 1 if chip.interpreted else 3)

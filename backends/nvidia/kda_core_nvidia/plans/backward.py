@@ -19,6 +19,8 @@ from typing import Any
 import torch
 
 from kda_core.request import Request
+from kda_core.triton_lib.arguments import gate_kind
+from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.lift import lift
 from kda_core.triton_lib.plan import (
     Builder,
@@ -37,8 +39,7 @@ from kda_core_nvidia.backward_reverse import reverse_kernel
 from kda_core_nvidia.backward_states import states_kernel
 from kda_core_nvidia.choose import BackwardChoice
 from kda_core_nvidia.choose.backward import WHOLE, heads_of, mildest, rows_readable
-from kda_core_nvidia.choose.chunk import HopperConfig, gate_kind, split_scale
-from kda_core_nvidia.layout import CHUNK, padded, slots
+from kda_core_nvidia.choose.chunk import HopperConfig, split_scale
 from kda_core_nvidia.plans.forward import Kept, Prepared, add_prepare, gate_parameters, hopper_tiles
 from kda_core_nvidia.plans.segments import add_ends, add_starts, cut_into_segments
 

@@ -1,6 +1,6 @@
 """The forward of ``chunk_kda``: two launches, ``prepare`` (chunk-parallel) and ``recurrence`` (sequential).
 
-The layout of what passes between them, and the equations, are in ``layout``.
+The layout of what passes between them, and the equations, are in ``kda_core.triton_lib.layout``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from kda_core.request import Request, TensorSpec
+from kda_core.triton_lib.arguments import batch_strides, gate_kind, has_contiguous_rows, state_strides
+from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.lift import lift
 from kda_core.triton_lib.plan import Builder, Copy, Plan, View, input_layouts, matrix_tile, token_tile
 from kda_core_nvidia.choose import ForwardChoice
@@ -19,12 +21,9 @@ from kda_core_nvidia.choose.chunk import (
     HopperConfig,
     Precision,
     PrepareConfig,
-    gate_kind,
-    rows_contiguous,
     saved_slots,
     split_scale,
 )
-from kda_core_nvidia.layout import CHUNK, padded, slots
 from kda_core_nvidia.plans.segments import add_starts, cut_into_segments
 from kda_core_nvidia.prepare import prepare
 from kda_core_nvidia.recurrence import recurrence
@@ -32,7 +31,7 @@ from kda_core_nvidia.recurrence_hopper import recurrence_hopper
 
 
 class Prepared(NamedTuple):
-    """What ``prepare`` wrote; shapes in ``layout``. X and norms only for a backward."""
+    """What ``prepare`` wrote; shapes in ``triton_lib.layout``. X and norms only for a backward."""
 
     keys: View
     P: View
@@ -73,18 +72,9 @@ def saved_specs(request: Request) -> tuple[TensorSpec, ...]:
     return tuple(specs)
 
 
-def batch_strides(B: int, *views: View) -> tuple[int, list[int]]:
-    """The unit of batch strides, and the batch strides in it: 8 elements where all are multiples, to show alignment."""
-    if B <= 1:
-        return 8, [0] * len(views)
-    strides = [x.strides[0] for x in views]
-    unit = 1 if any(s % 8 for s in strides) else 8
-    return unit, [s // unit for s in strides]
-
-
 def rows_dense(b: Builder, x: View) -> View:
     """``x``, copied where its last dimension is not contiguous."""
-    return x if rows_contiguous(x) else b.dense(x)
+    return x if has_contiguous_rows(x) else b.dense(x)
 
 
 def add_prepare(
@@ -111,9 +101,9 @@ def add_prepare(
     new = new or b.scratch
     q, k, g = (rows_dense(b, x) for x in (r.q, r.k, r.g))
     beta, dtype, l2norm, gate = r.beta, r.q.dtype, r.use_qk_l2norm_in_kernel, gate_kind(r)
-    B, T, H, K = q.shape
+    _, T, H, K = q.shape
     HV, V = o.shape[2:]
-    unit, (s_qb, s_kb, s_gb, s_bb, s_ob) = batch_strides(B, q, k, g, beta, o)
+    unit, (s_qb, s_kb, s_gb, s_bb, s_ob) = batch_strides(q, k, g, beta, o)
     KP, count = padded(K), slots(r)
     shapes = _prepared_shapes(count, HV, KP)
     keys, D = new("keys", shapes[0], dtype), new("D", shapes[2], torch.float32)
@@ -202,23 +192,15 @@ def gate_parameters(b: Builder, r: Request) -> dict[str, View | None]:
     return {"A_log": b.dense(r.A_log), "dt_bias": b.dense(r.dt_bias)}
 
 
-def state_strides(state: View | None, v_first: bool) -> tuple[int, int, int, int]:
-    """Strides of a state by (sequence, head, K, V)."""
-    if state is None:
-        return (0, 0, 0, 0)
-    s_n, s_h, s_row, s_last = state.strides
-    return (s_n, s_h, s_last, s_row) if v_first else (s_n, s_h, s_row, s_last)
-
-
 def add_recurrence(
     b: Builder, r: Request, choice: ForwardChoice, prepared: Prepared, o: View, final_state: View | None, h: View | None
 ) -> None:
     """Add a launch of ``recurrence``, which writes ``o``, ``final_state`` and ``h``."""
     v, config = rows_dense(b, r.v), choice.recurrence
-    B, T, HV, V = v.shape
+    _, T, HV, V = v.shape
     K, KP, v_first, indices = r.K, padded(r.K), r.state_v_first, r.ssm_state_indices
     keys, P, D = prepared[:3]
-    unit, (s_vb, s_ob) = batch_strides(B, v, o)
+    unit, (s_vb, s_ob) = batch_strides(v, o)
     initial, final = state_strides(r.initial_state, v_first), state_strides(final_state, v_first)
     last = 2 if v_first else 3
     given = [s for x, s in ((r.initial_state, initial), (final_state, final)) if x is not None]
@@ -282,19 +264,19 @@ def hopper_tiles(keys: View, P: View | None, D: View) -> dict[str, Any]:
     return tiles | {"pairs": pairs, "P": matrix_tile(P, CHUNK, CHUNK, swizzled=True)}
 
 
-def plan_forward(request: Request, choice: ForwardChoice, chunks: int = 0) -> Plan:
+def plan_forward(request: Request, choice: ForwardChoice, h_shape: tuple[int, ...] = ()) -> Plan:
     """The plan of a forward of ``chunk_kda``.
 
     Args:
         request: metadata alone.
-        chunks: intermediate states of a row of the batch; packed, their number follows from values.
+        h_shape: of the intermediate states, which follows from values when packed.
 
     Returns:
         a plan whose results are o, final_state, h and, for a backward, what is saved, in order.
     """
     b, r, dtype = Builder(), request, request.q.dtype
     shape = (r.B, r.T, r.HV, r.V)
-    o, direct = r.out, r.out is not None and rows_contiguous(r.out)
+    o, direct = r.out, r.out is not None and has_contiguous_rows(r.out)
     if not direct:
         o = (b.result if r.out is None else b.scratch)("o", shape, dtype)
     final_state = r.initial_state if r.inplace_final_state else None
@@ -304,7 +286,7 @@ def plan_forward(request: Request, choice: ForwardChoice, chunks: int = 0) -> Pl
     if r.return_intermediate_states:
         # Sequences that are skipped have no state of their own: zeros.
         zeros = r.ssm_state_indices is not None
-        h = b.result("h", (r.B, chunks, *r.state_shape[1:]), r.state_dtype, zeros)
+        h = b.result("h", h_shape, r.state_dtype, zeros)
     training, everything = r.save_for_backward, r.disable_recompute and r.save_for_backward
     keep = choice.saved_slots if training and not everything else 0
     if choice.segment_rows:

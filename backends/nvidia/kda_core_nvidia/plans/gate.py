@@ -10,8 +10,8 @@ import torch
 
 from kda_core.request import GateRequest
 from kda_core.triton_lib.gate_kernels import ROWS, gate_backward_kernel, gate_forward_kernel
+from kda_core.triton_lib.layout import padded
 from kda_core.triton_lib.plan import Builder, Plan, Sum, View, contiguous_strides, input_layouts
-from kda_core_nvidia.layout import padded
 
 WARPS = 4
 

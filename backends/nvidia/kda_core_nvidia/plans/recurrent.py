@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from kda_core.request import Request
+from kda_core.triton_lib.arguments import gate_kind, state_strides
+from kda_core.triton_lib.layout import padded
 from kda_core.triton_lib.plan import Builder, Plan, View, input_layouts
 from kda_core_nvidia.choose import RecurrentChoice
-from kda_core_nvidia.choose.chunk import gate_kind
 from kda_core_nvidia.choose.recurrent import Prompts, RecurrentConfig, StepConfig, power_of_two
-from kda_core_nvidia.layout import padded
-from kda_core_nvidia.plans.forward import gate_parameters, rows_dense, state_strides
+from kda_core_nvidia.plans.forward import gate_parameters, rows_dense
 from kda_core_nvidia.recurrent import recurrent
 from kda_core_nvidia.recurrent_blocks import PLANES, ROWS, SHORT
 from kda_core_nvidia.recurrent_blocks_prepare import blocks_prepare

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from kda_core.request import Request
+from kda_core.triton_lib.layout import CHUNK, padded
 from kda_core.triton_lib.lift import lift
 from kda_core.triton_lib.plan import Boundaries, Builder, View
 from kda_core_nvidia.choose import BackwardChoice, ForwardChoice
 from kda_core_nvidia.choose.chunk import as_packed, split_scale
-from kda_core_nvidia.layout import CHUNK, padded
 from kda_core_nvidia.segments import join_kernel, reverse_transitions_kernel, transitions_kernel
 
 JOIN_ROWS = 16
