@@ -18,7 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,27 +67,35 @@ def _drafts(case: Case) -> Check:
     return check
 
 
-@contextmanager
-def _as_with_many_slots() -> Iterator[None]:
-    """NVIDIA's gradients read through descriptors, as in calls that are too large for a sanitizer."""
-    from kda_core_nvidia import chunk_backward
-
-    many, planned = chunk_backward._MANY, chunk_backward.planned
-    chunk_backward._MANY = 0
-    # Launches that would be repeated have been decided on.
-    chunk_backward.planned = lambda request, key, inputs, run: run()
-    try:
-        yield
-    finally:
-        chunk_backward._MANY, chunk_backward.planned = many, planned
-
-
 def _through_descriptors(case: Case) -> Check:
+    """The case; on NVIDIA also its gradients through descriptors, as calls read that are too large for a sanitizer."""
+
     def check(subject: Subject) -> object:
-        with _as_with_many_slots() if subject.name == "nvidia" else nullcontext():
-            return subject.check(case.call())
+        if subject.name == "nvidia":
+            _compare_descriptors(case, subject.device)
+        return subject.check(case.call())
 
     return check
+
+
+def _compare_descriptors(case: Case, device: torch.device) -> None:
+    """Mismatch where gradients differ in any bit between descriptors and pointers."""
+    from kda_core_nvidia.choose import choose_backward
+    from kda_core_nvidia.plans.backward import plan_backward
+    from kda_core_nvidia.run import chip, run_plan
+
+    from kda_core.triton_lib.plan import metadata
+
+    request = case.call().request()
+    tensors = {n: x.to(device) for n, x in vars(request).items() if isinstance(x, torch.Tensor)}
+    needed = frozenset({"q", "k", "v", "g", "beta"})
+    request = replace(request, **tensors, grad_o=tensors["v"], needs_grad=needed)
+    r = metadata(request)
+    plans = [plan_backward(r, choose_backward(r, chip(device), many=many)) for many in (0, 2**31)]
+    (first, second) = (run_plan(plan, request) for plan in plans)
+    wrong = [n for n, x in first.items() if not torch.equal(x, second[n])]
+    if wrong:
+        raise Mismatch(f"descriptors give other gradients of {', '.join(wrong)} than pointers")
 
 
 def _chunked() -> Iterator[tuple[Case, Callable[[Case], Check]]]:

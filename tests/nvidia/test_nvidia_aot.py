@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from dataclasses import replace
 
@@ -14,8 +13,10 @@ installed.need_backend("nvidia")
 installed.need_package("triton")
 
 import triton
-from kda_core_nvidia import aot, aot_recurrent, chunk_backward, hopper, recurrent_launch
-from kda_core_nvidia.launch import Chip
+from kda_core_nvidia import aot, aot_recurrent
+from kda_core_nvidia.calls import plan_of
+from kda_core_nvidia.choose import CHIPS
+from kda_core_nvidia.choose.recurrent import RECURRENT_CONFIGS, STEP_CONFIGS
 from kda_core_nvidia.machine_code import uses_stack_pointer
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
@@ -66,44 +67,28 @@ def test_every_configuration_of_decoding_is_compiled():
         state = launch.arguments["initial_state"]
         if launch.arguments["K"] == 128 and state is not None:
             compiled.add((state.dtype, *(launch.arguments[n] for n in names)))
-    for (v_first, half), table in recurrent_launch._CONFIGS.items():
+    for (v_first, half), table in RECURRENT_CONFIGS.items():
         dtype = torch.bfloat16 if half else torch.float32
         for _, c in table:
             share = c.row_bytes // dtype.itemsize if v_first else 128
             assert (dtype, v_first, c.block_v, share, c.eviction, c.num_warps) in compiled, f"{dtype}, {v_first}, {c}"
     steps = {(x.arguments["maxnreg"], x.arguments["PARTS"]) for x in aot.shipped(90, "recurrent_step recurrent")}
-    assert steps == {(c.registers, c.parts) for _, c in recurrent_launch._STEP_CONFIGS}
-
-
-def test_tiles_of_decoding_do_not_depend_on_the_number_of_states():
-    """With another tile sums are taken in another order, and a sequence's bits would show its company (FAILURES 28)."""
-    for v_first, dtype in itertools.product((False, True), (torch.float32, torch.bfloat16)):
-        for K in (32, 64, 128, 256):
-            tiles = set()
-            for states in (1, 32, 64, 65, 512, 513, 1024, 1025, 4096, 10**6):
-                c = recurrent_launch.recurrent_config(states, K, 128, v_first, dtype)
-                # Stored V first, a row is summed on its own: see the next test.
-                block_v = 0 if v_first and K == 128 else c.block_v
-                tiles.add((block_v, c.num_warps, c.row_bytes))
-            assert len(tiles) == 1, (v_first, dtype, K)
+    assert steps == {(c.registers, c.parts) for _, c in STEP_CONFIGS}
 
 
 @pytest.mark.end_to_end
 @pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("form", ["a step", "two tokens", "packed"])
-def test_rows_of_a_tile_are_summed_alike_in_tiles_of_any_size(state: torch.dtype, form: str, monkeypatch):
+def test_rows_of_a_tile_are_summed_alike_in_tiles_of_any_size(state: torch.dtype, form: str):
     """Where the number of states decides how many rows (V first) a tile has, no other part of its layout changes."""
-    # What another kernel takes when it can: see the next test.
-    monkeypatch.setattr(recurrent_launch, "_step_serves", lambda *call: False)
     layouts = set()
     for N in (1, 8, 129):
         request = aot_recurrent.example(N, 2 if form == "two tokens" else 1, True, state)
         if form == "packed":
             rows = {n: getattr(request, n).flatten(0, 1)[None] for n in ("q", "k", "v", "g", "beta")}
             request = replace(request, **rows, cu_seqlens=torch.zeros(N + 1, dtype=torch.int32))
-        with aot.chip_of(90), aot.recorded(*aot.MODULES) as launches:
-            recurrent_launch.recurrent_forward(request)
-        one = replace(launches[0], arch=90)
+        one = aot.Job(plan_of(request, CHIPS[90]).launches[0], arch=90)
+        assert one.kernel.__name__ == "recurrent"
         src, options = aot.source(one)
         code = triton.compile(src, target=GPUTarget("cuda", 90, 32), options=options).asm["ttgir"]
         share = one.arguments["KS"]
@@ -119,9 +104,8 @@ def test_both_kernels_of_a_step_sum_a_tile_alike():
     """The threads of ``recurrent_step`` hold the channels that those of ``recurrent`` hold: the same bits."""
     layouts = []
     for T in (1, 2):
-        with aot.chip_of(90), aot.recorded(*aot.MODULES) as launches:
-            recurrent_launch.recurrent_forward(aot_recurrent.example(129, T, False, torch.bfloat16))
-        one = replace(launches[0], arch=90)
+        plan = plan_of(aot_recurrent.example(129, T, False, torch.bfloat16), CHIPS[90])
+        one = aot.Job(plan.launches[0], arch=90)
         assert one.kernel.__name__ == ("recurrent_step" if T == 1 else "recurrent")
         src, options = aot.source(one)
         code = triton.compile(src, target=GPUTarget("cuda", 90, 32), options=options).asm["ttgir"]
@@ -134,25 +118,6 @@ def test_both_kernels_of_a_step_sum_a_tile_alike():
     assert len(layouts[0]) == 1
 
 
-def test_the_backward_takes_kernels_for_hopper_where_they_gain():
-    """With 128 key channels few programs and many rows; above, any number of programs; else never."""
-    chip = Chip((9, 0), 132)
-    assert hopper.backward_gains(chip, 128, 128, 66, 4096)
-    assert not hopper.backward_gains(chip, 128, 128, 67, 4096)
-    assert not hopper.backward_gains(chip, 128, 128, 66, 4095)
-    assert hopper.backward_gains(chip, 256, 256, 1000, 1024)
-    assert not hopper.backward_gains(chip, 256, 256, 1000, 1023)
-    assert not hopper.backward_gains(chip, 64, 64, 8, 1 << 20)
-
-
-def test_recording_leaves_the_modules_as_they_were():
-    """Kernels and the chip are put back, whatever happens in between."""
-    before = [dict(vars(module)) for module in aot.MODULES]
-    with pytest.raises(ZeroDivisionError), aot.chip_of(80), aot.recorded(*aot.MODULES):
-        raise ZeroDivisionError
-    assert [dict(vars(module)) for module in aot.MODULES] == before
-
-
 def test_descriptors_only_where_the_chip_has_them():
     """TensorDescriptor from sm_90 on, pointers before."""
 
@@ -160,30 +125,8 @@ def test_descriptors_only_where_the_chip_has_them():
         recurrence = aot.shipped(arch, "recurrence fp32", quick=True)
         return {type(launch.arguments["keys"]).__name__ for launch in recurrence}
 
-    assert kinds(90) == {"TensorDescriptor"}
-    assert kinds(80) == {"Tensor"}
-
-
-@pytest.mark.parametrize(("size", "heads", "held"), [(256, 64, [4, 4]), (256, 16, [8]), (128, 64, [8])])
-def test_states_of_wide_heads_are_held_for_half_of_the_batch(size: int, heads: int, held: list[int]):
-    """Slots of the buffer of states in each turn of a batch of four; where half would leave the chip idle, one turn."""
-    r = aot.Case(torch.bfloat16, size, size, heads, "given").gradients()
-    names = ("q", "k", "v", "g", "beta", "initial_state", "grad_o", "grad_final_state")
-    r = replace(r, **{n: torch.cat([getattr(r, n)] * 4) for n in names}, saved=())
-    with aot.chip_of(90), aot.recorded(*aot.MODULES) as launches:
-        chunk_backward.chunk_backward(r)
-    states = [x.arguments["states"] for x in launches if x.kernel.__name__ == "gradients_kernel"]
-    assert [x.shape[0] for x in states] == held
-
-
-@pytest.mark.parametrize(("size", "heads", "held"), [(256, 256, [128, 128]), (256, 64, [64]), (128, 256, [256])])
-def test_states_of_wide_heads_are_held_for_half_of_them(size: int, heads: int, held: list[int]):
-    """Heads of the buffer of states in each turn of a packed call; where half would leave the chip idle, one turn."""
-    r = aot.Case(torch.bfloat16, size, size, heads, "given", everything=True).gradients()
-    with aot.chip_of(90), aot.recorded(*aot.MODULES) as launches:
-        found = chunk_backward.chunk_backward(r).grads
-    assert [x.arguments["states"].shape[1] for x in launches if x.kernel.__name__ == "gradients_kernel"] == held
-    assert {n: x.shape for n, x in found.items()} == {n: getattr(r, n).shape for n in r.needs_grad if n in found}
+    assert kinds(90) == {"Tile"}
+    assert kinds(80) == {"View"}
 
 
 def test_problems():
@@ -252,18 +195,18 @@ def test_what_is_nearest_to_its_limit(arch: int, name: str):
     launches = aot.shipped(arch, name)
     assert launches
     for launch in launches:
-        assert aot.compiled(launch, arch).problems(launch) == []
+        assert aot.compiled(launch).problems(launch) == []
 
 
 def test_one_kernel_compiles():
     """Registers and stack are read from the machine code."""
     (launch,) = aot.shipped(90, "finish_kernel bf16", quick=True)
-    found = aot.compiled(launch, 90)
+    found = aot.compiled(launch)
     assert 16 < found.registers < 255
     assert found.problems(launch) == []
 
 
-def _as_emitted(one: aot.Launch) -> str:
+def _as_emitted(one: aot.Job) -> str:
     """A kernel's IR as triton emits it."""
     src, options = aot.source(one)
     context = ir.context()

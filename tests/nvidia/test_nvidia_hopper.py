@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import installed
 import pytest
 import torch
@@ -12,7 +14,18 @@ installed.need_backend("nvidia")
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs an sm_90 GPU", allow_module_level=True)
 
-from kda_core_nvidia import chunk_backward, chunk_forward
+from kda_core_nvidia.calls import plan_of
+from kda_core_nvidia.choose import choose_backward, choose_forward
+from kda_core_nvidia.choose.backward import backward_config
+from kda_core_nvidia.choose.chunk import hopper_config
+from kda_core_nvidia.choose.forward import recurrence_config
+from kda_core_nvidia.plans.backward import plan_backward
+from kda_core_nvidia.plans.forward import plan_forward
+from kda_core_nvidia.run import chip, run_plan
+
+from kda_core.request import Request
+from kda_core.triton_lib.layout import padded
+from kda_core.triton_lib.plan import metadata
 
 DEVICE = "cuda"
 
@@ -60,67 +73,77 @@ def arguments(name: str, dtype: torch.dtype) -> dict:
     }
 
 
-def results(call: dict, hopper: bool, monkeypatch) -> dict[str, torch.Tensor]:
-    """Outputs and gradients of a call."""
-    taken = []
-    chosen = chunk_forward.serves
+NAMES = ("q", "k", "v", "g", "beta", "initial_state")
 
-    def serves(*facts):
-        taken.append(hopper and chosen(*facts))
-        return taken[-1]
 
-    with monkeypatch.context() as patch:
-        patch.setattr(chunk_forward, "serves", serves)
-        patch.setattr(chunk_backward, "serves", serves)
-        # Where it gains nothing, too.
-        patch.setattr(chunk_backward, "backward_gains", lambda *facts: True)
-        # Launches that are repeated have been decided on.
-        for module in (chunk_forward, chunk_backward):
-            patch.setattr(module, "planned", lambda request, key, inputs, run: run())
-        names = ("q", "k", "v", "g", "beta", "initial_state")
-        leaves = {n: call[n].detach().requires_grad_() for n in names}
-        o, state = kda_core.chunk_kda(**(call | leaves))
-        torch.manual_seed(1)
-        upstream = [torch.randn_like(o), torch.randn_like(state)]
-        grads = torch.autograd.grad([o, state], list(leaves.values()), upstream)
-    assert taken == [hopper] * 3, "forward, states and reverse take the kernels that were meant"
-    return {"o": o.detach(), "final_state": state.detach(), **{f"d{n}": x for n, x in zip(names, grads, strict=True)}}
+def request(call: dict, **options) -> Request:
+    """The request that a call makes."""
+    fields = {n: x for n, x in call.items() if n != "backend"}
+    return Request(op="chunk_kda", scale=call["q"].shape[-1] ** -0.5, **(fields | options))
+
+
+def facts(r: Request):
+    """The call's metadata, the chip, padded head dimensions, and sequences times value heads."""
+    crooked = frozenset(n for n, x in vars(r).items() if isinstance(x, torch.Tensor) and x.data_ptr() & 15)
+    return metadata(r, crooked), chip(r.device), padded(r.K), padded(r.V), r.N * r.HV
+
+
+def results(call: dict, hopper: bool, many: int | None = None) -> dict[str, torch.Tensor]:
+    """Outputs and gradients of a call, by the kernels for Hopper wherever they can serve it, or by the plain ones."""
+    r = request(call, save_for_backward=True)
+    meta, on, kp, vp, heads = facts(r)
+    recurrence = (
+        hopper_config("recurrence", on, kp, r.V, heads) if hopper else recurrence_config(on, r.q.dtype, r.K, r.V, heads)
+    )
+    plan = plan_forward(meta, replace(choose_forward(meta, on), recurrence=recurrence))
+    assert plan.kernels == ("prepare", "recurrence_hopper" if hopper else "recurrence")
+    made = run_plan(plan, r)
+    saved = tuple(x for n, x in made.items() if n not in ("o", "final_state", "h") and x is not None)
+    torch.manual_seed(1)
+    upstream = {"grad_o": torch.randn_like(made["o"]), "grad_final_state": torch.randn_like(made["final_state"])}
+    r = replace(r, saved=saved, needs_grad=frozenset(NAMES), **upstream)
+    meta, on, kp, vp, heads = facts(r)
+    choice = choose_backward(meta, on) if many is None else choose_backward(meta, on, many=many)
+    plain = backward_config(on, r.q.dtype, kp, vp, heads)
+    # Where it gains nothing, too.
+    states, reverse = (
+        (hopper_config(n, on, kp, r.V, heads) for n in ("states", "reverse"))
+        if hopper
+        else (plain.states, plain.reverse)
+    )
+    plan = plan_backward(meta, replace(choice, states=states, reverse=reverse, halves=()))
+    kind = "hopper" if hopper else "kernel"
+    assert {f"states_{kind}", f"reverse_{kind}"} < set(plan.kernels)
+    grads = run_plan(plan, r)
+    return {"o": made["o"], "final_state": made["final_state"], **{f"d{n}": grads[n] for n in NAMES}}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", CALLS)
-def test_hopper_gives_what_the_plain_kernels_give(name, dtype, monkeypatch):
+def test_hopper_gives_what_the_plain_kernels_give(name, dtype):
     call = arguments(name, dtype)
-    plain, hopper = results(call, False, monkeypatch), results(call, True, monkeypatch)
+    plain, hopper = results(call, False), results(call, True)
     for n in plain:
         assert torch.equal(plain[n], hopper[n]), n
 
 
 @pytest.mark.parametrize("name", ["packed", "many programs", "wide keys", "wide keys and values, many programs"])
-def test_hopper_repeats_bitwise(name, monkeypatch):
+def test_hopper_repeats_bitwise(name):
     call = arguments(name, torch.bfloat16)
-    first = results(call, True, monkeypatch)
+    first = results(call, True)
     for _ in range(10):
-        again = results(call, True, monkeypatch)
+        again = results(call, True)
         for n, x in first.items():
             assert torch.equal(x, again[n]), n
 
 
 @pytest.mark.parametrize("name", ["batch", "grouped", "packed", "few programs", "wide keys, many programs"])
-def test_gradients_are_the_same_through_descriptors(name, monkeypatch):
+def test_gradients_are_the_same_through_descriptors(name):
     """What the chunk-parallel kernel reads through descriptors where a call is large."""
     call = arguments(name, torch.bfloat16)
-    names = ("q", "k", "v", "g", "beta", "initial_state")
-    leaves = {n: call[n].detach().requires_grad_() for n in names}
-    # Every call goes the long way: launches that are repeated have been decided on.
-    monkeypatch.setattr(chunk_backward, "planned", lambda request, key, inputs, run: run())
-    found = []
-    for many in (0, 2**31):
-        monkeypatch.setattr(chunk_backward, "_MANY", many)
-        o, state = kda_core.chunk_kda(**(call | leaves))
-        found.append(torch.autograd.grad([o, state], list(leaves.values()), [torch.ones_like(o), state.detach()]))
-    for n, with_descriptors, with_pointers in zip(names, *found, strict=True):
-        assert torch.equal(with_descriptors, with_pointers), n
+    with_descriptors, with_pointers = (results(call, True, many) for many in (0, 2**31))
+    for n, x in with_descriptors.items():
+        assert torch.equal(x, with_pointers[n]), n
 
 
 @pytest.mark.parametrize("name", ["less than a chunk", "grouped", "packed", "few programs", "wide keys"])
@@ -137,30 +160,26 @@ def test_gradients_are_the_same_from_all_that_the_forward_made(name):
         assert torch.equal(made_again, kept), n
 
 
-def test_a_sequence_does_not_see_what_follows_it(monkeypatch):
+def test_a_sequence_does_not_see_what_follows_it():
     """NaN and infinities behind a sequence's last row, inside the block of rows that a copy would take."""
     call = arguments("packed", torch.bfloat16)
-    clean = results(call, True, monkeypatch)
+    clean = results(call, True)
     dirty = call | {n: call[n].clone() for n in ("q", "k", "v", "g", "beta")}
     for n in ("q", "k", "v", "beta"):
         dirty[n][:, 400:] = float("nan")
-    seen = results(dirty, True, monkeypatch)
+    seen = results(dirty, True)
     for n in ("o", "dq", "dk", "dv", "dg", "dbeta"):
         assert torch.equal(clean[n][:, :400], seen[n][:, :400]), n
 
 
-def test_rows_that_are_not_aligned_take_the_plain_kernels(monkeypatch):
+def test_rows_that_are_not_aligned_take_the_plain_kernels():
     call = arguments("batch", torch.bfloat16)
     B, T, HV, V = call["v"].shape
     call["v"] = torch.randn(B, T, HV, V + 1, device=DEVICE).bfloat16()[..., 1:]
-    asked = []
-    chosen = chunk_forward.serves
-    monkeypatch.setattr(chunk_forward, "serves", lambda *facts: asked.append(chosen(*facts)) or asked[-1])
-    o, _ = kda_core.chunk_kda(**call)
-    assert asked == [False]
-    whole, _ = kda_core.chunk_kda(**(call | {"v": call["v"].contiguous()}))
-    assert asked == [False, True]
-    assert torch.equal(o, whole)
+    aligned = call | {"v": call["v"].contiguous()}
+    kernels = [plan_of(request(x), chip(x["q"].device)).kernels[-1] for x in (call, aligned)]
+    assert kernels == ["recurrence", "recurrence_hopper"]
+    assert torch.equal(kda_core.chunk_kda(**call)[0], kda_core.chunk_kda(**aligned)[0])
 
 
 def test_an_output_that_is_not_aligned():

@@ -352,10 +352,10 @@ class Bound:
                 x = triton_private.descriptor(x, _part(held[x.base.source], x.base))
             arguments.append(_part(held[x.source], x) if isinstance(x, View) else x)
         if INTERPRET:
-            launch.kernel[launch.grid](*arguments, **launch.constants)
+            triton_private.launch(launch.kernel, launch.grid, arguments, dict(launch.constants))
             return
-        options = compile_options(launch.constants)
-        compiled = launch.kernel[launch.grid](*arguments, **options, num_warps=launch.num_warps)
+        options = compile_options(launch.constants) | {"num_warps": launch.num_warps}
+        compiled = triton_private.launch(launch.kernel, launch.grid, arguments, options)
         key = _compiled_for(launch, self._device.index)
         if key not in _entries:
             tiles = sum(isinstance(x, Tile) for x in launch.arguments.values())

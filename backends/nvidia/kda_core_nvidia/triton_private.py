@@ -86,6 +86,11 @@ def entry(compiled: Any, descriptors: int) -> Entry | None:
     return Entry(inner.cell_contents, (*head, *_NO_HOOKS), True, lambda n, x: make_tensordesc_arg(x, kinds[n])[0])
 
 
+def launch(kernel: Any, grid: tuple[int, int, int], arguments: list[Any], options: dict[str, Any]) -> Any:
+    """Launch through triton's public interface, compiling where that is needed; the compiled kernel."""
+    return kernel[grid](*arguments, **options)
+
+
 class _Place:
     """Stands for a tensor of which only the address matters."""
 

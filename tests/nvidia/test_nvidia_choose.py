@@ -1,0 +1,229 @@
+"""Which kernels and configurations a call gets, on any chip, without a GPU."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import installed
+import pytest
+import torch
+
+installed.need_backend("nvidia")
+installed.need_package("triton")
+
+from kda_core_nvidia.choose import CHIPS, INTERPRETED, choose_backward, choose_forward, choose_recurrent
+from kda_core_nvidia.choose.backward import WHOLE, backward_config, backward_gains
+from kda_core_nvidia.choose.chip import SHARED_LIMIT
+from kda_core_nvidia.choose.chunk import HopperConfig, prepare_config, row_aligned, split_scale
+from kda_core_nvidia.choose.forward import recurrence_config
+from kda_core_nvidia.choose.recurrent import recurrent_config
+
+from kda_core.request import Request
+from kda_core.triton_lib.layout import padded
+from kda_core.triton_lib.plan import metadata
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def request(
+    B: int = 1, T: int = 64, H: int = 4, K: int = 128, V: int = 0, dtype: torch.dtype = BF16, **options: Any
+) -> Request:
+    """A call without memory."""
+    V = V or K
+    fields: dict[str, Any] = {"op": "chunk_kda", "scale": 1.0}
+    for name, size in (("q", K), ("k", K), ("v", V), ("g", K)):
+        fields[name] = torch.empty(B, T, H, size, dtype=dtype, device="meta")
+    fields["beta"] = torch.empty(B, T, H, dtype=dtype, device="meta")
+    return Request(**(fields | options))
+
+
+def backward(**fields: Any) -> Request:
+    r = request(**fields)
+    return replace(r, grad_o=torch.empty_like(r.v), needs_grad=frozenset("qkv"))
+
+
+def forward_on(arch: int, r: Request, *misaligned: str):
+    return choose_forward(metadata(r, frozenset(misaligned)), CHIPS[arch])
+
+
+def backward_on(arch: int, r: Request, **options: Any):
+    return choose_backward(metadata(r), CHIPS[arch], **options)
+
+
+def test_every_chip_is_known():
+    assert CHIPS.keys() == SHARED_LIMIT.keys()
+    assert all(chip.arch == arch for arch, chip in CHIPS.items())
+
+
+def test_a_choice_is_data():
+    """Equal calls have equal choices, which can be keys."""
+    assert forward_on(90, request()) == forward_on(90, request())
+    assert hash(backward_on(90, backward())) == hash(backward_on(90, backward()))
+
+
+def test_the_recurrence_for_hopper():
+    """On sm_90, with 16-bit rows that a descriptor can read, and no intermediate states."""
+    assert isinstance(forward_on(90, request()).recurrence, HopperConfig)
+    for arch in CHIPS.keys() - {90}:
+        assert not isinstance(forward_on(arch, request()).recurrence, HopperConfig)
+    r = request()
+    wide = torch.empty(1, 64, 4, 136, dtype=BF16, device="meta")
+    plain = [
+        request(dtype=FP32),
+        request(K=64),
+        request(V=96),
+        replace(r, return_intermediate_states=True),
+        replace(r, v=wide.as_strided((1, 64, 4, 128), (2180, 545, 136, 1), 0)),
+    ]
+    assert not any(isinstance(forward_on(90, x).recurrence, HopperConfig) for x in plain)
+    assert not isinstance(forward_on(90, r, "v").recurrence, HopperConfig)
+    assert not isinstance(choose_forward(metadata(r), INTERPRETED).recurrence, HopperConfig)
+
+
+def test_full_chips_take_wide_blocks():
+    """Programs of 128 value channels where there are more of 64 than multiprocessors (132)."""
+    assert [forward_on(90, request(H=heads)).recurrence.block_v for heads in (66, 67)] == [64, 128]
+    plain = [recurrence_config(CHIPS[90], BF16, 128, 128, heads).block_v for heads in (79, 80)]
+    assert plain == [64, 128]
+    back = [backward_config(CHIPS[90], BF16, 128, 128, heads).states.block_v for heads in (95, 96)]
+    assert back == [64, 128]
+
+
+def test_the_backward_takes_kernels_for_hopper_where_they_gain():
+    """With 128 key channels few programs and many rows; above, any number of programs; else never."""
+    chip = CHIPS[90]
+    assert backward_gains(chip, 128, 128, 66, 4096)
+    assert not backward_gains(chip, 128, 128, 67, 4096)
+    assert not backward_gains(chip, 128, 128, 66, 4095)
+    assert backward_gains(chip, 256, 256, 1000, 1024)
+    assert not backward_gains(chip, 256, 256, 1000, 1023)
+    assert not backward_gains(chip, 64, 64, 8, 1 << 20)
+    choice = backward_on(90, backward(T=4096, B=2))
+    assert isinstance(choice.states, HopperConfig)
+    assert isinstance(choice.reverse, HopperConfig)
+    no_output = replace(backward(T=4096, B=2), grad_o=None)
+    assert not isinstance(backward_on(90, no_output).reverse, HopperConfig)
+
+
+def test_long_sequences_of_few_heads_are_cut():
+    """At least four segments of at least 2,048 rows, as many as the chip runs side by side."""
+    assert forward_on(90, request(T=8191)).segment_rows == 0
+    assert forward_on(90, request(T=8192)).segment_rows == 2048
+    assert forward_on(90, request(T=32768)).segment_rows == 2048
+    assert forward_on(90, request(T=65536)).segment_rows == 4096
+    for other in (
+        request(T=8192, H=17),
+        request(T=8192, B=2),
+        request(T=8192, dtype=FP32),
+        request(T=8192, disable_recompute=True),
+        request(T=8192, cu_seqlens=torch.empty(2, dtype=torch.int32, device="meta")),
+    ):
+        assert forward_on(90, other).segment_rows == 0
+    assert backward_on(90, backward(T=8192)).segment_rows == 2048
+
+
+def test_wide_heads_run_by_turns_or_by_halves():
+    """Half of the batch, else half of the heads, where half fills the chip."""
+    assert backward_on(90, backward(B=4, H=64, K=256)).turns == (slice(0, 2), slice(2, 4))
+    assert backward_on(90, backward(B=4, H=16, K=256)).turns == WHOLE
+    assert backward_on(90, backward(B=4, H=64, K=128)).turns == WHOLE
+    assert len(backward_on(90, backward(B=1, H=256, K=256)).halves) == 2
+    assert backward_on(90, backward(B=1, H=64, K=256)).halves == ()
+    assert all(half.halves == () for half in backward_on(90, backward(B=1, H=256, K=256)).halves)
+
+
+def test_gradients_read_large_calls_through_descriptors():
+    many = backward(T=4096, B=2, H=32)
+    assert backward_on(90, many).descriptors
+    assert backward_on(90, many).tokens
+    assert not backward_on(80, many).descriptors
+    assert not backward_on(90, backward()).descriptors
+    assert backward_on(90, backward(), many=0).descriptors
+    assert not backward_on(90, backward(T=70), many=0).tokens
+
+
+def test_bounded_decays():
+    """Promised, or by a bound of the gate of at least −5; only bfloat16 can use them."""
+    gate = {"use_gate_in_kernel": True}
+    assert forward_on(90, request(safe_gate=True)).bounded
+    assert forward_on(90, request(lower_bound=-5.0, **gate)).bounded
+    assert not forward_on(90, request(lower_bound=-5.5, safe_gate=True, **gate)).bounded
+    assert not forward_on(90, request(safe_gate=True, dtype=FP16)).bounded
+    assert not forward_on(90, request(**gate)).bounded
+
+
+def test_descriptors_only_where_the_chip_has_them():
+    assert {arch: forward_on(arch, request()).descriptors for arch in (80, 89, 90, 100, 120)} == {
+        80: False,
+        89: False,
+        90: True,
+        100: True,
+        120: True,
+    }
+
+
+@pytest.mark.parametrize("arch", sorted(CHIPS))
+@pytest.mark.parametrize("heads", [1, 500])
+def test_configurations_fit_their_sizes(arch: int, heads: int):
+    for dtype, size in itertools.product((BF16, FP16, FP32), (1, 16, 60, 128, 200, 256)):
+        assert prepare_config(size, dtype).block_k <= padded(size)
+        config = recurrence_config(CHIPS[arch], dtype, size, size, heads)
+        assert 16 <= config.block_v <= padded(size)
+        back = backward_config(CHIPS[arch], dtype, padded(size), padded(size), heads)
+        assert all(16 <= x.block_v <= padded(size) for x in (back.states, back.reverse, back.gradients))
+        assert 16 <= back.gradients.block_k <= padded(size)
+
+
+def decode(N: int = 128, T: int = 1, **options: Any) -> Request:
+    """A step of 32 heads on a pool in bfloat16."""
+    r = request(B=N, T=T, H=32)
+    state = torch.empty(N, 32, 128, 128, dtype=BF16, device="meta")
+    return replace(r, op="fused_recurrent_kda", **({"initial_state": state, "inplace_final_state": True} | options))
+
+
+def recurrent_on(arch: int, r: Request, *misaligned: str):
+    return choose_recurrent(metadata(r, frozenset(misaligned)), CHIPS[arch])
+
+
+def test_steps_of_many_states():
+    """sm_90 has a kernel for bfloat16 states, K first, with aligned rows; more states are stored in parts."""
+    assert recurrent_on(90, decode()).step.parts == 0
+    assert recurrent_on(90, decode(256)).step.parts == 4
+    assert recurrent_on(90, decode()).short is None
+    state = torch.empty(128, 32, 128, 128, device="meta")
+    others = [decode(7), decode(T=2), decode(state_v_first=True), decode(initial_state=state)]
+    assert all(recurrent_on(90, r).step is None and recurrent_on(90, r).short for r in others)
+    assert recurrent_on(100, decode()).step is None
+    for name in ("q", "k", "g", "initial_state"):
+        assert recurrent_on(90, decode(), name).step is None
+    assert recurrent_on(90, decode(), "v").step is not None
+
+
+def test_tiles_of_decoding_do_not_depend_on_the_number_of_states():
+    """With another tile sums are taken in another order, and a sequence's bits would show its company (FAILURES 28)."""
+    for v_first, dtype in itertools.product((False, True), (FP32, BF16)):
+        for K in (32, 64, 128, 256):
+            tiles = set()
+            for states in (1, 32, 64, 65, 512, 513, 1024, 1025, 4096, 10**6):
+                c = recurrent_config(states, K, 128, v_first, dtype)
+                # Stored V first, a row is summed on its own (test_aot shows that its layout stays the same).
+                block_v = 0 if v_first and K == 128 else c.block_v
+                tiles.add((block_v, c.num_warps, c.row_bytes))
+            assert len(tiles) == 1, (v_first, dtype, K)
+
+
+def test_a_scale_enters_float16_operands_where_they_have_digits():
+    """As a power of two between 2⁻⁶ and 1; of smaller scales q times them would have few digits left."""
+    for scale in (1e-5, -1e-4, 0.01, 0.0884, 0.9, 300.0):
+        power, rest = split_scale(scale, FP16)
+        assert 2.0**-6 <= power <= 1
+        assert power * rest == scale
+    assert split_scale(1e-4, BF16)[0] == 2.0**-13
+
+
+def test_rows_of_no_token_have_no_descriptor():
+    """The driver takes none of an empty matrix; packed calls without any token go the plain way."""
+    assert row_aligned(metadata(request(T=32)).v)
+    assert not row_aligned(metadata(request(T=0)).v)
