@@ -333,7 +333,7 @@ def calls(monkeypatch):
 
     monkeypatch.setattr(run, "Bound", Noted)
     monkeypatch.setattr("kda_core_nvidia.calls.execute", execute)
-    monkeypatch.setattr("kda_core_nvidia.calls.chip", lambda device: CHIPS[90])
+    monkeypatch.setattr(run, "chip", lambda device: CHIPS[90])
     monkeypatch.setattr(plugin, "_INFO", replace(plugin._INFO, device_types=("cpu",), priority=100))
     monkeypatch.setattr(plugin, "INTERPRET", True)
     registry = Registry(entry_points=False)

@@ -93,7 +93,7 @@ def source(job: Job) -> tuple[ASTSource, dict[str, int]]:
         if parameter.is_constexpr or value is None:
             kind = "constexpr"
         elif isinstance(value, Tile):
-            layout = f",{shared_layout(value)!r}" if value.swizzled else ""
+            layout = f",{shared_layout(value.base.dtype, value.block)!r}" if value.swizzled else ""
             kind = f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block)}{layout}>"
         elif isinstance(value, View):
             kind = "*" + _TYPES[value.dtype]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -19,7 +18,7 @@ from kda_core_nvidia.plans.backward import plan_backward
 from kda_core_nvidia.plans.forward import plan_forward
 from kda_core_nvidia.plans.gate import plan_gate_backward, plan_gate_forward
 from kda_core_nvidia.plans.recurrent import plan_recurrent
-from kda_core_nvidia.run import chip, execute, on_device
+from kda_core_nvidia.run import execute
 
 
 def plan_of(request: AnyRequest, on: Chip, misaligned: frozenset[str] = frozenset()) -> Plan:
@@ -45,11 +44,6 @@ def _h_shape(request: Request) -> tuple[int, ...]:
     return intermediate_states_shape(request) if request.return_intermediate_states else ()
 
 
-def _run(request: Any, key: Hashable, names: tuple[str, ...], inputs: tuple[Tensor | None, ...]) -> dict[str, Any]:
-    with on_device(request.device):
-        return execute(request, key, names, inputs, partial(plan_of, request, chip(request.device)))
-
-
 def _kind(request: Request, name: Hashable) -> Hashable:
     """The key of a call's plan. The sign of a scale that is 0 matters, and 0.0 and -0.0 are of one signature."""
     return name if request.scale else (name, str(float(request.scale)))
@@ -65,9 +59,9 @@ def chunk_forward(request: Request) -> ForwardResult:
     if request.return_intermediate_states:
         # The shape of h follows from values.
         key = key, _h_shape(request)
-    made = _run(request, _kind(request, key), _CHUNK, _chunk_inputs(request))
+    made = execute(request, _kind(request, key), _CHUNK, _chunk_inputs(request), plan_of)
     o, final_state, h, *kept = made.values()
-    saved = tuple(x for x in kept if x is not None)
+    saved = tuple([x for x in kept if x is not None]) if kept else ()
     return ForwardResult(o=o, final_state=None if request.inplace_final_state else final_state, h=h, saved=saved)
 
 
@@ -98,7 +92,7 @@ def chunk_backward(request: Request) -> BackwardResult:
     given = _gradient_kind(request.grad_o), _gradient_kind(request.grad_final_state)
     key = "backward", *given, "initial_state" in request.needs_grad
     inputs = (*_backward_inputs(request), *request.saved)
-    return BackwardResult(grads=_run(request, _kind(request, key), _SAVED[len(request.saved)], inputs))
+    return BackwardResult(grads=execute(request, _kind(request, key), _SAVED[len(request.saved)], inputs, plan_of))
 
 
 _RECURRENT = (*_CHUNK, "num_accepted_tokens")
@@ -107,7 +101,7 @@ _recurrent_inputs = attrgetter(*_RECURRENT)
 
 def recurrent_forward(request: Request) -> ForwardResult:
     """Run ``fused_recurrent_kda`` for a call that the plugin accepted."""
-    made = _run(request, _kind(request, "forward"), _RECURRENT, _recurrent_inputs(request))
+    made = execute(request, _kind(request, "forward"), _RECURRENT, _recurrent_inputs(request), plan_of)
     return ForwardResult(o=made["o"], final_state=None if request.inplace_final_state else made["final_state"])
 
 
@@ -119,10 +113,11 @@ Its other arguments (a pool, ``num_accepted_tokens``) are not differentiable and
 
 
 _GATE = ("g", "A_log", "dt_bias", "grad_output")
+_gate_inputs = attrgetter(*_GATE)
 
 
 def _gate(request: GateRequest) -> dict[str, Tensor]:
-    return _run(request, "gate", _GATE, tuple(getattr(request, n) for n in _GATE))
+    return execute(request, "gate", _GATE, _gate_inputs(request), plan_of)
 
 
 def gate_forward(request: GateRequest) -> Tensor:

@@ -213,7 +213,7 @@ class _Binder:
         found = []
         for n, (here, steps) in enumerate(zip(made, calls, strict=True)):
             ended = [len(self.inputs) + i for i, b in enumerate(sizes) if b is not None and b.epochs[1] == n]
-            bound = tuple(s if isinstance(s, _Call) else _Call((), _torch_step(s, numbers), None) for s in steps)
+            bound = tuple(s if isinstance(s, _Call) else _Call((), _torch_step(s, plan, numbers), None) for s in steps)
             found.append(_Epoch(here, bound, tuple(ended)))
         return tuple(found), numbers
 
@@ -257,14 +257,15 @@ def _part(base: Tensor, x: View) -> Tensor:
     return base.as_strided(x.shape, x.strides, base.storage_offset() + x.offset)
 
 
-def _torch_step(step: Step, numbers: dict[str, int]) -> Callable[[list[Any]], None]:
+def _torch_step(step: Step, plan: Plan, numbers: dict[str, int]) -> Callable[[list[Any]], None]:
     """A function of the tensors that are held, for a step of torch."""
-    views = [(numbers[x.source], x) for x in step.views()]
-
-    def run(held: list[Any]) -> None:
-        step.run(*(_part(held[n], x) for n, x in views))
-
-    return run
+    views = tuple(step.views())
+    found = [numbers[x.source] for x in views]
+    wholes = [b.shape if (b := plan.buffers.get(x.source)) else None for x in views]
+    if all(x.shape == whole and not x.offset for x, whole in zip(views, wholes, strict=True)) and len(found) == 2:
+        first, second = found
+        return lambda held: step.run(held[first], held[second])
+    return lambda held: step.run(*(_part(held[n], x) for n, x in zip(found, views, strict=True)))
 
 
 class Bound:
@@ -303,10 +304,10 @@ class Bound:
                 x = make()
                 held.append(x)
                 first = x.data_ptr()
-                # ``held`` has the only reference.
-                x = None
                 for slot, offset in parts:
                     values[slot] = first + offset
+            # ``held`` has the only references.
+            x = None
             for maps, function, pick in calls:
                 if pick is None:
                     function(held)
@@ -370,31 +371,33 @@ def execute(
     key: Hashable,
     names: Sequence[str],
     inputs: Sequence[Tensor | None],
-    plan: Callable[[frozenset[str]], Plan],
+    plan: Callable[[Any, Chip, frozenset[str]], Plan],
 ) -> dict[str, Tensor | None]:
-    """Run a call; its results by name. The device of the request is current.
+    """Run a call; its results by name.
 
     Args:
         key: tells plans in one memo apart: everything beside the request's signature that the plan follows from.
         names, inputs: every tensor that a step may read or write and the plan does not allocate.
-        plan: makes the plan, from the names of the inputs whose addresses are not multiples of 16 bytes.
+        plan: makes the plan of the request for a chip; it is told the inputs whose addresses are not multiples of 16
+            bytes.
     """
     # Requests of the gate have no memo.
     memo = getattr(request, "memo", None)
     places = [0 if x is None else x.data_ptr() for x in inputs]
     if reduce(or_, places) & 15:
         key = key, tuple(place & 15 == 0 for place in places)
-    bound = None if memo is None else memo.get(key)
-    if bound is None:
-        misaligned = frozenset(n for n, place in zip(names, places, strict=True) if place & 15)
-        bound = Bound(plan(misaligned), names, request.device)
-        if memo is not None:
-            memo[key] = bound
-            _holders.append((memo, key))
-            if len(_holders) > MAX_PLANS:
-                old, name = _holders.popleft()
-                old.pop(name, None)
-    return bound(inputs, places)
+    with on_device(request.device):
+        bound = None if memo is None else memo.get(key)
+        if bound is None:
+            misaligned = frozenset(n for n, place in zip(names, places, strict=True) if place & 15)
+            bound = Bound(plan(request, chip(request.device), misaligned), names, request.device)
+            if memo is not None:
+                memo[key] = bound
+                _holders.append((memo, key))
+                if len(_holders) > MAX_PLANS:
+                    old, name = _holders.popleft()
+                    old.pop(name, None)
+        return bound(inputs, places)
 
 
 def run_plan(plan: Plan, request: Any) -> dict[str, Tensor | None]:

@@ -8,6 +8,7 @@ KNOWN; any other version is launched by ``CompiledKernel.run``, as triton launch
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -106,16 +107,16 @@ def descriptor(tile: Tile, base: torch.Tensor) -> Any:
     shape, strides, block = list(tile.shape), [tile.stride, 1], list(tile.block)
     if not tile.swizzled:
         return TensorDescriptor(base, shape, strides, block)
-    return GluonDescriptor(base, shape, strides, block, shared_layout(tile))
+    return GluonDescriptor(base, shape, strides, block, shared_layout(tile.base.dtype, tile.block))
 
 
-def shared_layout(tile: Tile) -> Any:
+@cache
+def shared_layout(dtype: torch.dtype, block: tuple[int, int]) -> Any:
     """How a block lies in shared memory."""
-    dtype = tile.base.dtype
     if dtype == torch.float32:
         return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     kind = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[dtype]
-    return gl.NVMMASharedLayout.get_default_for(list(tile.block), kind)
+    return gl.NVMMASharedLayout.get_default_for(list(block), kind)
 
 
 def encoder(found: Entry, number: int, like: Any) -> Callable[[int], Any]:
