@@ -118,8 +118,8 @@ def chunk_kda(
             ``b * sigmoid(exp(A_log) * (g + dt_bias))``.
         use_beta_sigmoid_in_kernel: beta holds logits; its sigmoid is used.
         allow_neg_eigval: use 2 * sigmoid(beta); needs ``use_beta_sigmoid_in_kernel``.
-        safe_gate: a promise that decays lie within [lower_bound, 0) ([-5, 0) without one), which a backend may use for
-            speed. Where it is broken results may be wrong (decays below the bound may count as the bound), but never
+        safe_gate: a promise that decays lie within [lower_bound, 0) ([-5, 0) without a bound); a backend may use it for
+            speed. A broken promise may give wrong results (decays below the bound may count as the bound), but never
             NaN. With ``use_gate_in_kernel`` it needs ``lower_bound``.
         lower_bound: negative, as ``scale``; chooses the bounded gate, or with ``safe_gate`` alone is the hint's bound.
         disable_recompute: save what the chunks' backward would compute again: faster, more memory, the same gradients.
