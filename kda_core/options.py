@@ -144,8 +144,8 @@ ARGUMENTS = (
     ),
     _flag(
         "safe_gate",
-        "a promise that decays lie within [lower_bound, 0) ([-5, 0) without a bound); a backend may use it for speed. A "
-        "broken promise may give wrong results (decays below the bound may count as the bound), but never NaN. With "
+        "a promise that decays lie within [lower_bound, 0) ([-5, 0) without a bound); a backend may use it for speed. "
+        "A broken promise may give wrong results (decays below the bound may count as the bound), but never NaN. With "
         "``use_gate_in_kernel`` it needs ``lower_bound``.",
         Feature.SAFE_GATE,
         functions=CHUNK,
