@@ -9,7 +9,7 @@ With the forward's notation (chunk_forward.py, levels.py), from do and the gradi
 
 (dL = −Aᵀ(dv_new rᵀ)Aᵀ = −dr v_newᵀ: A's gradient is never formed.) With D = (do, −dr) interleaved like X, the three
 pairs above are D Sᵀ, D v_newᵀ and XᵀD: one product each. Only dv_new, dr and dS are sequential; they are scanned
-from the last chunk to the first with all lanes of a group in one batch, everything else is done for a window at once.
+from the last chunk to the first with all lanes of a group in one batch; the rest runs for a whole window at once.
 levels.py takes the gradients of the decayed rows and of M and L back to q', k' and γ.
 
 The states at chunk starts come from the forward; M, A and v_new are computed again unless ``disable_recompute``.
@@ -61,7 +61,7 @@ def chunk_backward(request: Request) -> BackwardResult:
 
 
 def recurrent_backward(request: Request) -> BackwardResult:
-    """Gradients of ``fused_recurrent_kda``: the same function of the same inputs, so the chunk form serves it."""
+    """Gradients of ``fused_recurrent_kda``, by the chunk form, which computes the same function."""
     forward = replace(
         request,
         save_for_backward=True,
@@ -78,7 +78,7 @@ def recurrent_backward(request: Request) -> BackwardResult:
 
 
 class _Gradients:
-    """Gradients by input, filled window by window; None where none is asked for."""
+    """Gradients by input, filled window by window; only those that are asked for."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -88,7 +88,7 @@ class _Gradients:
         for name in ("q", "k", "v", "g", "beta", "initial_state"):
             if name in request.needs_grad:
                 like = getattr(request, name)
-                # Rows that belong to no sequence have no gradient; only packed layouts have such rows.
+                # Rows of no sequence have zero gradients; only packed layouts have such rows.
                 make = torch.empty if request.cu_seqlens is None or name == "initial_state" else torch.zeros
                 self.tensors[name] = make(like.shape, dtype=like.dtype, device="cpu")
         # Sums over all tokens stay in the compute dtype until the end.
@@ -123,9 +123,9 @@ class _Gradients:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows of a window before any decay (inputs.py): what turns their gradients back into those of the inputs.
+    """Rows of a window before any decay (inputs.py), which the gradients of the inputs need.
 
-    ``decay`` is γ, and d from where the rows are decayed.
+    ``decay`` is γ, and becomes d when the rows are decayed.
     """
 
     q: Tensor
@@ -218,7 +218,7 @@ class _Backstep:
     def _row_gradients(
         self, rows: _Rows, dX: Tensor, dF: Tensor, dlog: Tensor, diagonal: Tensor, dbeta: Tensor
     ) -> None:
-        """From gradients of (q', βk'), k', the diagonal of M and what γ has so far, those of the inputs."""
+        """From gradients of (q', βk'), k', the diagonal of M and γ's sum so far, those of the inputs."""
         request, window, inputs, grads = self.inputs.request, self.window, self.inputs, self.grads
         dq, dbk = dX[:, :, 0], dX[:, :, 1]
         k_products = torch.mul(rows.k, dbk, out=self.workspace("products", *rows.k.shape))

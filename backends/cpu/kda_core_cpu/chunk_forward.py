@@ -6,9 +6,9 @@ in levels.py:
     r = βv − (β k' ⊙ exp G) S      v_new = A r      o = (q' ⊙ exp G) S + M v_new
     S ← exp(G_C) ⊙ S + (k' ⊙ exp(G_C − G))ᵀ v_new
 
-Everything but these four lines is done for all chunks of a window at once. The scan then steps over chunks with all
-lanes of the group in one batched product; the query and the key rows, interleaved in X, read S together. Applying A
-to r, rather than to βv and βk' beforehand, saves the C·C·K product that forms w.
+All other computations run for all chunks of a window at once. The scan steps over chunks with all lanes of the group
+in one batched product; the query and the key rows, interleaved in X, read S together. A multiplies r, and not βv and
+βk' beforehand: this saves the C·C·K product that forms w.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def chunk_forward(request: Request) -> ForwardResult:
 
 
 def load_rows(workspace: Workspace, inputs: RowInputs, window: Window) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """X = (q', β k') [Z, C, 2, K], F = k' [Z, C, K], γ [Z, C, K] and βv [Z, C, V] of a window, not decayed yet.
+    """X = (q', β k') [Z, C, 2, K], F = k' [Z, C, K], γ [Z, C, K] and βv [Z, C, V] of a window, before any decay.
 
     K and V are those of ``product_dims``.
     """

@@ -20,7 +20,7 @@ from torch import Tensor
 from kda_core.request import BackwardResult, GateRequest
 
 _SOFTPLUS_IS_LINEAR = 40.0
-"""From here on log(1 + exp(x)) is x, in fp64 too; exp(40) is far from overflow in fp32."""
+"""Above it log(1 + exp(x)) is x, in fp64 too; exp(40) is far from overflow in fp32."""
 
 
 def rate_of(A_log: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -44,7 +44,7 @@ def log_decay(
 ) -> Tensor:
     """γ of the raw gate input, in place on ``x``.
 
-    ``rate`` and ``bias`` broadcast against ``x``; ``memory`` is the memory of ``x``, maybe with slack behind it.
+    ``rate`` and ``bias`` broadcast against ``x``; ``memory`` is that of ``x``, with slack behind it if there is any.
     """
     memory = x if memory is None else memory
     _gate_input(x, rate, bias)

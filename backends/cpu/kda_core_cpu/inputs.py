@@ -1,8 +1,8 @@
-"""What q, k, g and β become before the recurrence sees them: l2norm, gate and sigmoid, for the rows of one window.
+"""l2norm, gate and sigmoid of the rows of one window, and their gradients.
 
     q' = scale·q / sqrt(Σq² + ε)    k' = k / sqrt(Σk² + ε)    d = exp(γ)    β = sigmoid(logit), or 2·sigmoid(logit)
 
-each only where the request asks for it, in the compute dtype, with padding rows q' = k' = v = β = 0 and d = 1.
+Each is applied if the request asks for it, in the compute dtype. Padding rows have q' = k' = v = β = 0 and d = 1.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kda_core_cpu.workspace import Workspace, with_slack
 
 L2NORM_EPSILON = 1e-6
 
-_KEPT_WITHIN = 16
-"""Rows of a sequence after which decays have caught up with what their rounding took; a power of two."""
+_CORRECTED = 16
+"""Rows whose decays' rounding errors are corrected together, in the last of them; a power of two."""
 
 
 def inverse_norm(x: Tensor) -> Tensor:
-    """1 / sqrt(Σx² + ε) over the last dimension, kept."""
+    """1 / sqrt(Σx² + ε) over the last dimension, which the result keeps with one element."""
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().add_(L2NORM_EPSILON).rsqrt_()
 
 
@@ -36,15 +36,15 @@ def inverse_norm_backward(unit: Tensor, inverse: Tensor, grad: Tensor) -> Tensor
 
 @functools.lru_cache(maxsize=64)
 def _norm_constants(scale: float, dtype: torch.dtype, dims: int) -> tuple[Tensor, Tensor]:
-    """ε, and (1, scale) along the first of ``dims`` dimensions: as tensors they cost a call a third of numbers."""
-    # These outlive the call: made in inference mode they would stay tensors of that mode.
+    """ε, and (1, scale) along the first of ``dims`` dimensions, as tensors: numbers cost a call three times as much."""
+    # The cache outlives the call: made in inference mode these would stay inference tensors.
     with torch.inference_mode(False):
         factors = torch.tensor([1.0, scale], dtype=dtype, device="cpu")
         return torch.tensor(L2NORM_EPSILON, dtype=dtype, device="cpu"), factors.view(2, *[1] * (dims - 1))
 
 
 class RowInputs:
-    """Loads the rows of windows for one request, and turns gradients back into those of what the caller passed."""
+    """Loads the rows of windows for one request, and computes the gradients of the caller's tensors from theirs."""
 
     def __init__(self, request: Request, K: int | None = None) -> None:
         """Rows of q, k and g are loaded with ``K`` channels, those past ``request.K`` zero before any gate."""
@@ -68,7 +68,7 @@ class RowInputs:
         return inverse
 
     def read(self, x: Tensor, window: Window | TokenWindow, scratch: Tensor, shared: int = 1) -> Tensor:
-        """Rows of ``x``, to be read: the caller's own memory if they lie there as in ``scratch``, else the latter."""
+        """Rows of ``x``, read-only: a view of the caller's memory if its layout is that of ``scratch``, else a copy."""
         own = window.view(x, self.dtype, shared)
         return window.load(x, scratch, shared=shared) if own is None else own
 
@@ -98,7 +98,7 @@ class RowInputs:
         memory = with_slack(into)
         if not self.request.use_gate_in_kernel:
             own = window.view(self.request.g, self.dtype)
-            # Memory of the caller's has no slack behind it.
+            # The caller's memory has no slack behind it.
             if own is not None and memory.numel() == into.numel():
                 return torch.exp(own, out=into)
         self.load_log_decay(window, into)
@@ -108,20 +108,19 @@ class RowInputs:
     def load_decays(self, window: Window, into: Tensor, workspace: Workspace) -> Tensor:
         """d = exp(γ) for rows that multiply a state one after another; ``into`` is scratch.
 
-        Rounded to the compute dtype, d is off by up to half a unit in the last place, and where γ is constant by as
-        much in every row, so that a slow channel would drift. So what rounding took from _KEPT_WITHIN rows goes into
-        the last of them. 1 + expm1(γ) has the digits that d lost; d − 1 is exact down to 1/2, and channels that decay
-        faster keep nothing for long.
+        Rounding to the compute dtype changes d by up to half a unit in the last place. A constant γ has the same error
+        in every row, and a slow channel would drift. So the last of every _CORRECTED rows gets the errors of all of
+        them. expm1(γ) − (d − 1) is the error of d; d − 1 is exact for d ≥ 1/2, and faster channels need no correction.
         """
         log_decay = self.load_log_decay(window, workspace("lost", *window.shape, into.shape[-1]))
         torch.exp(with_slack(log_decay), out=with_slack(into))
-        count = into.shape[-2] // _KEPT_WITHIN
+        count = into.shape[-2] // _CORRECTED
         if not count:
             return into
         lost = with_slack(log_decay).expm1_()[: into.numel()].view(into.shape)
         lost.sub_(into - 1).mul_(into >= 0.5)
-        rows, lost = (x[:, : count * _KEPT_WITHIN].unflatten(1, (count, _KEPT_WITHIN)) for x in (into, lost))
-        # Halves are added up, not summed: torch sums in an order that depends on how much there is.
+        rows, lost = (x[:, : count * _CORRECTED].unflatten(1, (count, _CORRECTED)) for x in (into, lost))
+        # Add halves: the order of torch's sum depends on the number of elements.
         while lost.shape[2] > 1:
             half = lost.shape[2] // 2
             lost = lost[:, :, :half].add_(lost[:, :, half:])
@@ -139,7 +138,7 @@ class RowInputs:
         return into
 
     def read_beta(self, window: Window | TokenWindow, workspace: Workspace) -> Tensor:
-        """β [..., 1], to be read."""
+        """β [..., 1], read-only."""
         if not self.request.use_beta_sigmoid_in_kernel:
             own = window.view(self.request.beta.unsqueeze(-1), self.dtype)
             if own is not None:
@@ -157,7 +156,7 @@ class RowInputs:
         return into
 
     def beta_backward(self, window: Window, workspace: Workspace, beta: Tensor, grad: Tensor) -> Tensor:
-        """Gradient of what was passed as beta, in place on ``grad``."""
+        """Gradient of the caller's beta, in place on ``grad``."""
         if not self.request.use_beta_sigmoid_in_kernel:
             return grad
         # dβ/dlogit = β·s(−logit), and not β·(1 − s), which loses every digit for large logits.

@@ -10,8 +10,8 @@ no difference of two large sums is taken, and γ = −∞ is an ordinary zero. G
 half gain the first half's total decay D in E and rows of the first half the second half's in F. After the last level
 E and F are exp(G) and exp(G_C − G).
 
-Totals of 8 rows and more are exponentials of sums, and not products of their halves' totals: where decays are
-constant, so is the rounding of d, and a product of 64 carries 64 of it. E and F are products of one factor a level.
+Totals of 8 rows and more are exponentials of sums, and not products of their halves' totals: constant decays have the
+same rounding error in every row, and a product of 64 has 64 of it. E and F are products of one factor a level.
 
     M_rs = q'_r·(k'_s ⊙ exp(G_r − G_s))  (s ≤ r)      L_rs = β_r k'_r·(k'_s ⊙ exp(G_r − G_s))  (s < r)
     A = (I + L)⁻¹ by block doubling:  A₂₁ = −A₂₂ L₂₁ A₁₁
@@ -19,9 +19,9 @@ constant, so is the rounding of d, and a product of 64 carries 64 of it. E and F
 Query and key rows are interleaved, X [Z, C, 2, K] = (q', β k') ⊙ E, so that the second half of a 2b-block is one
 matrix of 2b rows, and one product serves M and L.
 
-The backward walks the levels down. It never divides by a decay, and each γ_t collects only pairs that its decay
-separates (a tree, not a reverse sum over the chunk whose terms would have to cancel), so its error is relative to
-what crosses t, however negative γ is.
+The backward walks the levels down. It never divides by a decay, and each γ_t sums only pairs that its decay separates
+(a tree, not a reverse sum over the chunk with cancelling terms). So its error is relative to the pairs that cross t,
+for any γ.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch import Tensor
 from kda_core_cpu.workspace import Workspace, with_slack
 
 _SUMMED = 8
-"""Rows from which on a total decay comes from a sum: an eighth of the exponentials that all totals would take."""
+"""Least rows of a total decay that is the exponential of a sum; smaller totals are products, which are cheaper."""
 
 
 def block_sizes(C: int) -> list[int]:
@@ -58,14 +58,14 @@ def _corners(square: Tensor, b: int) -> Tensor:
 def _products(workspace: Workspace, second: Tensor, first: Tensor, b: int) -> Tensor:
     """second·firstᵀ, [n, 2b, b]."""
     if b == 1:
-        # Batched products of vectors are slow: no library kernel takes them.
+        # Batched products of vectors are slow: no library has a kernel for them.
         n, _, K = first.shape
         return torch.mul(second, first, out=workspace("products", n, 2, K)).sum(-1, keepdim=True)
     return torch.bmm(second, first.transpose(1, 2), out=workspace("block", *second.shape[:2], b))
 
 
 def _products_backward(workspace: Workspace, block: Tensor, second: Tensor, first: Tensor, b: int) -> Iterator[Tensor]:
-    """block·first [n, 2b, K], then blockᵀ·second [n, b, K], each to be used before the next."""
+    """block·first [n, 2b, K], then blockᵀ·second [n, b, K]; use each before the next, which may overwrite it."""
     n, _, K = first.shape
     if b == 1:
         yield torch.mul(block, first, out=workspace("products", n, 2, K))
@@ -79,7 +79,7 @@ def _products_backward(workspace: Workspace, block: Tensor, second: Tensor, firs
 def _next_inverse(workspace: Workspace, inverse: Tensor, lower: Tensor, b: int) -> Tensor:
     """Inverses of the diagonal 2b-blocks [n, 2b, 2b] from those of the b-blocks and the corners of L [n, b, b]."""
     n = lower.shape[0]
-    # Above the diagonal it stays zero.
+    # The part above the diagonal stays zero.
     result = workspace(f"inverse{b}", n, 2 * b, 2 * b, zero=True)
     if b == 1:
         result.diagonal(dim1=1, dim2=2).fill_(1)
@@ -128,7 +128,7 @@ def decay_rows(workspace: Workspace, X: Tensor, F: Tensor, decay: Tensor, keep: 
 
 
 def _totals(workspace: Workspace, d: Tensor, b: int) -> Tensor:
-    """Total decay D of every b-block [blocks, K], where ``_levels_up`` leaves them."""
+    """Total decay D of every b-block [blocks, K], as ``_levels_up`` computes it."""
     Z, C, K = d.shape
     return d.view(-1, K) if b == 1 else workspace(f"total{b}", Z * C // b, K)
 
@@ -175,7 +175,7 @@ def _levels_down(workspace: Workspace, d: Tensor) -> Iterator[tuple[int, Tensor,
 def pairwise_backward(
     workspace: Workspace, d: Tensor, dX: Tensor, dF: Tensor, dP: Tensor, dlog_total: Tensor
 ) -> Tensor:
-    """Gradients through ``pairwise``, whose operands were kept; the diagonal of M is the caller's.
+    """Gradients through ``pairwise`` with ``keep``; the caller adds those of M's diagonal.
 
     Args:
         d: [Z, C, K], as ``pairwise`` left it.
@@ -185,7 +185,7 @@ def pairwise_backward(
         dlog_total: [Z, K], gradient of log exp(G_C).
 
     Returns:
-        What dγ [Z, C, K] collects from all decays but a row's own in X, which is (q', β k')⊙dX.
+        dγ [Z, C, K] without the term of a row's own decay in X, which is (q', β k')⊙dX.
     """
     Z, C, K = d.shape
     dlog = dlog_total.view(Z, 1, 1, K)

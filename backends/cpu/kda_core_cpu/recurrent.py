@@ -4,15 +4,14 @@ With q', k', d, β as in inputs.py:
 
     S ← d ⊙ S      (y₀, y₁) = (k', q') S      u = βv − βy₀      S ← S + k' uᵀ      o = y₁ + (q'·k') u
 
-The first line streams the states; what follows finds them in cache, and both products read them together. Rows are
-prepared for many lanes and a run of tokens at once; states are walked in blocks of lanes that stay in cache for the
-whole run. A state is updated where it belongs (the final state or the pool's slot) when that memory has the compute
-dtype and the block is a view of it, else in the scratch memory of one block. Nothing of a state's size is made for
-a token.
+The first line streams the states from memory; the others find them in cache, and both products read them together.
+Rows are prepared for many lanes and a run of tokens at once; states are walked in blocks of lanes that stay in cache
+for the whole run. A state is updated in place (in the final state or the pool's slot) if that memory has the compute
+dtype and the block is a view of it, else in the scratch memory of one block. No token allocates memory of a state's
+size.
 
-A decoding step is bound by the calls to torch as much as by memory: calls that could be spared are. What a state's
-walk leaves in cache is not much else, so rows take little memory too: βv, u and o lie in one place one after the
-other, and what the caller passed as the arithmetic wants it is read where it lies.
+A decoding step spends as much time in torch calls as in memory traffic, so it makes few calls. States fill the cache,
+so rows must be small: βv, u and o share one buffer, and inputs with the right layout and dtype are read in place.
 """
 
 from __future__ import annotations
@@ -138,12 +137,12 @@ class _Token(NamedTuple):
         return map(_Token._make, zip(*(x.split_with_sizes(lanes) for x in self), strict=True))
 
     def lanes(self, first: int, last: int) -> _Token:
-        """The lanes from ``first`` up to ``last``."""
+        """Lanes [first, last)."""
         return _Token._make(x[first:last] for x in self)
 
 
 def _load_rows(workspace: Workspace, inputs: RowInputs, window: Window | TokenWindow, o: Tensor) -> tuple[Tensor, ...]:
-    """The fields of ``_Token`` for all rows of a window, with results in ``o``; nobody walks padding rows."""
+    """The fields of ``_Token`` for all rows of a window, with results in ``o``; padding rows are never walked."""
     K = inputs.request.K
     kq, d = workspace("kq", *window.shape, 2, K), workspace("d", *window.shape, K)
     k, q = inputs.load_units(window, workspace, kq)
@@ -164,12 +163,10 @@ def _load_tokens(workspace: Workspace, inputs: RowInputs, window: Window, o: Ten
 
 
 class _Reader:
-    """Takes states through a token.
+    """Advances states by a token.
 
-    What it asks of them is kq·S [lanes, 2, V], both products in one pass. A matrix product of two rows copies S into a
-    packed layout before it reads it, which costs twice its own time when S comes from memory. Summing S's rows with
-    weights reads it once: an embedding bag, with kq as weights. The choice looks at one state, not at where or how
-    many they are, so that a row's bits do not depend on the batch; MKL's product would make rows of an odd length do.
+    It reads kq·S [lanes, 2, V], both products in one pass: a batched product, or an embedding bag over S's rows with kq
+    as weights (``choose.sums_rows``).
     """
 
     def __init__(self, workspace: Workspace, states: States) -> None:
@@ -198,8 +195,8 @@ class _Reader:
 
 @functools.lru_cache(maxsize=8)
 def _bags(lanes: int, K: int) -> tuple[Tensor, Tensor]:
-    """Rows of the states of ``lanes`` lanes that each of their bags sums, two bags a lane, and where bags begin."""
-    # These outlive the call: made in inference mode they would stay tensors of that mode.
+    """State rows of every bag and the bags' offsets; two bags a lane."""
+    # The cache outlives the call: made in inference mode these would stay inference tensors.
     with torch.inference_mode(False):
         rows = torch.arange(lanes * K, device="cpu").view(lanes, 1, K).expand(lanes, 2, K).reshape(-1)
         return rows, torch.arange(0, 2 * lanes * K, K, device="cpu")
@@ -223,7 +220,7 @@ class _Block:
 
     @property
     def live(self) -> int:
-        """Lanes with a token at all; they come first."""
+        """Lanes with at least one token; they come first."""
         return sum(length > 0 for length in self.lengths) * self.n_heads
 
     def cut(self, lanes: int, states: States) -> list[_Block]:
@@ -242,9 +239,9 @@ class _Block:
         return blocks
 
     def places(self, lanes: int, states: States) -> list[tuple[Tensor, Tensor]]:
-        """Where the states lie and where the next ones belong, by about ``lanes`` lanes; none if that takes copies.
+        """Views of the old and the new states of about ``lanes`` lanes each; empty if that needs copies.
 
-        What a step with nothing else to do needs to know, in fewer calls than blocks take.
+        A step on these views makes fewer torch calls than one on blocks.
         """
         found = _place(self.ids, self.heads, states)
         places = [found]
@@ -255,7 +252,7 @@ class _Block:
             if place is None:
                 return []
             size = place[1].shape[0]
-            # Twice as many at most: what calls cost outweighs what the cache loses once, not again and again.
+            # Up to twice the lanes: more calls cost more than one overflow of the cache.
             if size <= 2 * lanes:
                 cut.append(place)
             else:
@@ -264,7 +261,7 @@ class _Block:
         return cut
 
     def begin(self, states: States, workspace: Workspace) -> None:
-        """Find S, where the states will be, and ``source``, where they are read before the first token."""
+        """Set S, the memory of the states, and ``source``, the states before the first token."""
         home = states.in_place(self.ids, self.heads)
         self.in_place = home is not None
         if home is not None and states.pool is not None:
@@ -284,12 +281,12 @@ class _Block:
                 self.S[self.live :].copy_(source[self.live :])
 
     def end(self, states: States) -> None:
-        """Put the states where they belong, unless they are there."""
+        """Store the states, unless they were updated in place."""
         if not self.in_place:
             states.write(self.ids, self.heads, self.S)
 
     def walk(self, tokens: Iterable[_Token], states: States, reader: _Reader, first: int) -> None:
-        """Advance the states through a run of the block's tokens, the first is number ``first``; fill its outputs."""
+        """Advance the states through a run of tokens, the first with number ``first``, and fill its outputs."""
         n, S, source = len(self.lengths), self.S, self.source
         lanes = n * self.n_heads
         for t, token in enumerate(tokens, first):
@@ -307,7 +304,7 @@ class _Block:
 
 
 def _place(ids: list[int], heads: slice, states: States) -> tuple[Tensor, Tensor] | None:
-    """Views of where the states of ``ids`` lie and of where the next ones belong, or None."""
+    """Views of the old and of the new states of ``ids``, or None."""
     home = states.in_place(ids, heads)
     source = home if states.pool is not None else states.view(ids, heads)
     return None if home is None or source is None else (source, home)

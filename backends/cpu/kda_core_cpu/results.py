@@ -22,7 +22,7 @@ class ChunkRecord:
         self.flat = (tensor if view is None else view).flatten(0, 1)
 
     def put(self, window: Window, x: Tensor, step: int | None = None) -> None:
-        """Store [Z, ...] of a window, or [lanes, ...] of one of its steps; of larger matrices, what has room."""
+        """Store [Z, ...] of a window, or [lanes, ...] of one of its steps; larger matrices are cut to fit."""
         pairs = slice(0, window.pairs) if step is None else window.steps[step]
         heads, rows = window.heads, x.unflatten(0, (pairs.stop - pairs.start, -1))
         if rows.shape[-2:] != self.flat.shape[-2:]:
@@ -47,7 +47,7 @@ class ChunkRecord:
 
 @dataclass(frozen=True)
 class Saved:
-    """What the forward leaves for the backward.
+    """Tensors that the forward saves for the backward.
 
     Attributes:
         states: S at every chunk's start.
@@ -67,7 +67,7 @@ class Saved:
 
 
 def saved_spec(request: Request) -> tuple[TensorSpec, ...]:
-    """What ``Saved`` holds for ``request``: [B, NT, HV, ...], NT an upper bound for packed sequences."""
+    """Shapes and dtypes of ``Saved``: [B, NT, HV, ...], with an upper bound as NT for packed sequences."""
     C, (K, V) = request.chunk_size, product_dims(request)
     tails = [(K, V)]
     if request.disable_recompute:
@@ -92,6 +92,6 @@ def intermediate_states(request: Request, sequences: Sequences) -> ChunkRecord |
 
 
 def unfilled(request: Request) -> tuple[Tensor, ...]:
-    """Unfilled saved tensors; for packed sequences zero, because the bound leaves some chunks unused."""
+    """New saved tensors; zero for packed sequences, whose NT leaves some chunks unused."""
     make = torch.empty if request.cu_seqlens is None else torch.zeros
     return tuple(make(spec.shape, dtype=spec.dtype, device="cpu") for spec in saved_spec(request))

@@ -1,7 +1,7 @@
-"""States of a call: where they are read from and written to.
+"""Reads and writes the states of a call.
 
 Inside the backend a state is [K, V] in the compute dtype; V-first tensors are seen through a transposed view.
-A pool is only ever indexed with the slots that a call uses, so that nothing in another slot can leak in.
+A pool is indexed only with the slots that a call uses, so that no other slot's content can leak in.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class States:
     def read(self, ids: list[int], heads: slice, into: Tensor) -> Tensor:
         """Copy the states before the first token of sequences ``ids`` to ``into`` [lanes, K or more, V or more].
 
-        What is more becomes zero.
+        Additional channels become zero.
         """
         source = self.source(ids, heads)
         if source is None:
@@ -85,7 +85,7 @@ class States:
         return into
 
     def source(self, ids: list[int], heads: slice) -> Tensor | None:
-        """The states before the first token as stored, maybe a view; None when they are zero."""
+        """The states before the first token in their stored dtype, maybe a view; None when they are zero."""
         if self.initial is None:
             return None
         view = self.view(ids, heads)
@@ -94,13 +94,13 @@ class States:
         return self.initial[torch.tensor(self._index(ids), device="cpu"), heads].flatten(0, 1)
 
     def view(self, ids: list[int], heads: slice) -> Tensor | None:
-        """The states before the first token where they are stored, if there is a view of them."""
+        """A view of the stored states before the first token, or None if there is none."""
         return None if self.initial is None else _view(self.initial, self._index(ids), heads)
 
     def in_place(self, ids: list[int], heads: slice) -> Tensor | None:
-        """A view of where the last states of ``ids`` belong, if they lie there as they do in ``scratch``.
+        """A view of the memory for the last states of ``ids``, if it has the layout of ``scratch``, else None.
 
-        What reads them finds one layout then, whoever else is in the batch, and computes the same bits.
+        With one layout a sequence's bits do not depend on the rest of the batch.
         """
         if self.home is None or self.home.dtype != self.dtype or self._table is not None:
             return None

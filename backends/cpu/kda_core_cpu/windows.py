@@ -1,8 +1,8 @@
-"""Windows: the rows of a run of chunk steps, and how they travel between the caller's tensors and scratch memory.
+"""Windows: the rows of a run of chunk steps, copied between the caller's tensors and scratch memory.
 
-All chunks of a window (step-major, then sequence, then head) are one batch [Z = pairs·heads, C, ·] of everything
-that does not depend on the state; a pair is one (sequence, step). Rows past a sequence's end are padding: they are
-filled so that they change nothing (q = k = v = β = 0, decay 1).
+All chunks of a window (step-major, then sequence, then head) are one batch [Z = pairs·heads, C, ·] for every
+computation that does not depend on the state; a pair is one (sequence, step). Rows past a sequence's end are padding
+and are filled with neutral values (q = k = v = β = 0, decay 1).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from kda_core_cpu.sequences import Group, token_counts
 class Window:
     """The chunks of steps [i0, i1) of a group.
 
-    Rows are taken as strided views where the window is a box of the batch (a dense layout, or one packed
-    sequence), else through an index; either way a row of [K] is read once, whatever the caller's strides are.
+    Rows are strided views if the window is a box of the batch (a dense layout, or one packed sequence), else they are
+    indexed; either way a row of [K] is read once, with any strides.
 
     Attributes:
         group: the group.
@@ -28,7 +28,7 @@ class Window:
         heads: the value heads.
         rows: rows of a chunk, C.
         Z: number of chunks, pairs times heads.
-        shape: what the rows' own dimension comes after, [Z, C].
+        shape: [Z, C], the dimensions before the channels.
     """
 
     def __init__(self, group: Group, i0: int, i1: int) -> None:
@@ -63,7 +63,7 @@ class Window:
 
     @lazy_attribute
     def first_of_run(self) -> int | None:
-        """The first pair's position there when all pairs follow one another, else None."""
+        """The first pair's position in them if all pairs follow one another, else None."""
         index = self.chunk_index
         return int(index[0]) if bool((index.diff() == 1).all()) else None
 
@@ -85,23 +85,23 @@ class Window:
 
     @lazy_attribute
     def _rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Batch row [pairs, 1], token [pairs, C], which are padding [pairs, C], and the rows that are not, or None."""
+        """Batch row [pairs, 1], token [pairs, C], padding mask [pairs, C], rows without padding (None: all)."""
         sequences, chunk = self.group.sequences, self.group.chunk
         sequence, step = self._pair_index
         offset = (step * chunk)[:, None] + torch.arange(chunk, device="cpu")
         padding = offset >= sequences.length[sequence][:, None]
-        # A padding row reads its own sequence's first row and is overwritten, so that no neighbour leaks in.
+        # A padding row reads its own sequence's first row and is then overwritten: no neighbour leaks in.
         token = sequences.start[sequence][:, None] + offset.masked_fill(padding, 0)
         real = (~padding).flatten().nonzero().squeeze(1) if bool(padding.any()) else None
         return sequences.batch[sequence][:, None], token, padding, real
 
     def view(self, x: Tensor, dtype: torch.dtype, shared: int = 1) -> None:
-        """Rows that lie in ``x`` as they should are not looked for: a window has many, and copying them is cheap."""
+        """None: copying a window's rows is cheap, so views are not looked for."""
 
     def load(self, x: Tensor, into: Tensor, shared: int = 1) -> Tensor:
         """Copy the window's rows of ``x`` [B, T, HV/shared, D] to ``into`` [Z, C, D], any strides and dtypes.
 
-        ``shared`` value heads read each head of ``x``; padding rows become zero, and channels that ``x`` does not have.
+        ``shared`` value heads read each head of ``x``; padding rows and additional channels become zero.
         """
         loaded, D = into, x.shape[-1]
         if D < into.shape[-1]:
@@ -165,7 +165,7 @@ class TokenWindow:
         pairs: one for every sequence.
         heads: all value heads.
         Z: number of rows, pairs times heads.
-        shape: what the rows' own dimension comes after, [Z].
+        shape: [Z], the dimensions before the channels.
     """
 
     def __init__(self, request: Request) -> None:
@@ -186,7 +186,7 @@ class TokenWindow:
         return x[:, 0] if self.request.cu_seqlens is None else x[0, : self.pairs]
 
     def view(self, x: Tensor, dtype: torch.dtype, shared: int = 1) -> Tensor | None:
-        """The rows of ``x`` as a contiguous [N·HV, D] where they lie, or None where they do not lie so."""
+        """The rows of ``x`` as a contiguous view [N·HV, D], or None if there is none."""
         if shared > 1 or x.dtype != dtype:
             return None
         if not x.is_contiguous():
