@@ -11,7 +11,6 @@ from packaging.specifiers import SpecifierSet
 
 from kda_core.options import Feature as Feature
 
-
 FEATURES_1_0 = frozenset(
     {
         Feature.CHUNK,
