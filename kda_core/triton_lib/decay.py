@@ -29,44 +29,6 @@ FLOAT16_UNIT = tl.constexpr(64.0)
 
 
 @triton.jit
-def _upper_half(y):
-    """The float32 whose sign, exponent and first seven fraction bits are y's and whose other bits are zero.
-
-    It is a bfloat16 already, so that the conversion can be the packed one; rounding to nearest and back is not.
-    """
-    return (y.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _nearest(y, STEP: tl.constexpr):
-    """Finite y rounded to a float32 whose bits below STEP, a power of two, are zero. (NaN may become 0.)"""
-    return ((y.to(tl.int32, bitcast=True) + STEP // 2) & -STEP).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def split(y, TERMS: tl.constexpr, UNIT: tl.constexpr = 1.0):
-    """Split float32 into three 16-bit parts that add up to it, the first TERMS of them as well as so many can.
-
-    bfloat16 parts: two give 16 bits, three all. A y in float16's unit (``FLOAT16_UNIT`` times log2 decays) has float16
-    parts, of which two give 23 bits, and there is no third. 1 leaves float32, and no parts. A part that nobody uses
-    costs nothing.
-    """
-    if TERMS == 1:
-        parts = y, y, y
-    elif UNIT != 1.0:
-        high = _nearest(y, 8192)
-        low = (y - high).to(tl.float16)
-        parts = high.to(tl.float16), low, low
-    else:
-        high = _upper_half(y)
-        rest = y - high
-        # What is rounded is the better for two, what is cut off takes an instruction less.
-        middle = _nearest(rest, 65536) if TERMS == 2 else _upper_half(rest)
-        parts = high.to(tl.bfloat16), middle.to(tl.bfloat16), (rest - middle).to(tl.bfloat16)
-    return parts
-
-
-@triton.jit
 def _weights(select, parts):
     """``select`` as the left operand of a product with a part."""
     if parts.dtype == tl.float16:
@@ -129,17 +91,3 @@ def through(r, s):
 def after(r, s):
     """Rows after r: decay from r to the tile's end."""
     return s[None, :] > r[:, None]
-
-
-@triton.jit
-def to_reference(r, s, b: tl.constexpr):
-    """Rows between r and the last row of the first half of r's 2b-block (hierarchical reference point)."""
-    second = (r // b) % 2 == 1
-    between = tl.where(second[:, None], s[None, :] <= r[:, None], s[None, :] > r[:, None])
-    return between & (r[:, None] // b == s[None, :] // b)
-
-
-@triton.jit
-def straddles(r, s, b: tl.constexpr):
-    """Pairs (r, s) of one 2b-block with r in its second half and s in its first."""
-    return (r[:, None] // (2 * b) == s[None, :] // (2 * b)) & (r[:, None] // b > s[None, :] // b)

@@ -8,14 +8,25 @@ step is a true block inverse.
 import triton
 import triton.language as tl
 
-from kda_core.triton_lib.decay import split, straddles
+from kda_core.triton_lib.levels import straddles
+from kda_core.triton_lib.parts import exact_product, split
 
 
 @triton.jit
-def double(X, L, r, s, b: tl.constexpr, PRECISION: tl.constexpr):
-    """One doubling: from the inverses of the b-blocks to those of the 2b-blocks."""
-    L_b = tl.where(straddles(r, s, b), L, 0.0)
-    return X - tl.dot(tl.dot(X, L_b, input_precision=PRECISION), X, input_precision=PRECISION)
+def _product(a, b, PRECISION: tl.constexpr):
+    # One exit: Triton 3.6 compiles what follows a return in a branch that is known at compile time.
+    if PRECISION == "exact":
+        product = exact_product(split(a, 3), split(b, 3))
+    else:
+        product = tl.dot(a, b, input_precision=PRECISION)
+    return product
+
+
+@triton.jit
+def _doubled(X, L, r, s, j: tl.constexpr, PRECISION: tl.constexpr):
+    """One doubling: from the inverses of the blocks of b = 2^j rows to those of 2b."""
+    L_b = tl.where(straddles(r[:, None], s[None, :], j), L, 0.0)
+    return X - _product(_product(X, L_b, PRECISION), X, PRECISION)
 
 
 @triton.jit
@@ -25,25 +36,10 @@ def inverse_16(L, r, s, PRECISION: tl.constexpr):
     Args:
         L: [16, 16] float32.
         r, s: tl.arange(0, 16).
-        PRECISION: "tf32"; "tf32x3" for 22 bits; "bf16x6" or "ieee" for float32 accuracy.
+        PRECISION: "tf32"; "tf32x3" for 22 bits; "bf16x6" or "ieee" for float32 accuracy; "exact" for all 24 bits from
+            products of bfloat16.
     """
-    X = tl.where(r[:, None] == s[None, :], 1.0, 0.0) - tl.where(straddles(r, s, 1), L, 0.0)
-    X = double(X, L, r, s, 2, PRECISION)
-    X = double(X, L, r, s, 4, PRECISION)
-    return double(X, L, r, s, 8, PRECISION)
-
-
-@triton.jit
-def two_parts(a, dtype: tl.constexpr):
-    """``a`` in ``dtype`` and, for 16-bit types, what that leaves of it.
-
-    An inverse rounded to 16 bits is an error in all that its rows write: final states and dv show it, up to twice
-    their other errors.
-    """
-    if dtype == tl.bfloat16:
-        a, rest, _ = split(a, 2)
-    else:
-        whole = a
-        a = whole.to(dtype)
-        rest = (whole - a.to(tl.float32)).to(dtype)
-    return a, rest
+    X = tl.where(r[:, None] == s[None, :], 1.0, 0.0) - tl.where(straddles(r[:, None], s[None, :], 0), L, 0.0)
+    X = _doubled(X, L, r, s, 1, PRECISION)
+    X = _doubled(X, L, r, s, 2, PRECISION)
+    return _doubled(X, L, r, s, 3, PRECISION)

@@ -25,9 +25,10 @@ id up.
 import triton
 import triton.language as tl
 
-from kda_core.triton_lib.decay import after, chained_sum, split, through
+from kda_core.triton_lib.decay import after, chained_sum, through
 from kda_core.triton_lib.gate import NORM_EPS, gate_gradient, gate_rate, log2_decay, sigmoid, write_strength
-from kda_core_amd.levels import straddles, to_reference
+from kda_core.triton_lib.levels import straddles, to_reference
+from kda_core.triton_lib.parts import split
 from kda_core_amd.recurrence import state_offsets
 from kda_core_amd.slots import rows_of_slot
 
@@ -62,12 +63,12 @@ def _gate_inputs(g, dt_bias, offsets, m_row, o_k, K: tl.constexpr):
 
 
 @triton.jit
-def _level(b_q, b_k, b_beta, b_mu, b_lu, parts, r, log2_b, sums, TERMS: tl.constexpr, DOT: tl.constexpr, dtype):
-    """Add a tile's pairs of the level with half blocks of 2^log2_b rows to ``sums``: dq, row, column and dγ."""
-    pairs = straddles(r, log2_b)
+def _level(b_q, b_k, b_beta, b_mu, b_lu, parts, r, j, sums, TERMS: tl.constexpr, DOT: tl.constexpr, dtype):
+    """Add a tile's pairs of the level with half-blocks of 2^j rows to ``sums``: dq, row, column and dγ."""
+    pairs = straddles(r[:, None], r[None, :], j)
     mu = tl.where(pairs, b_mu, 0.0).to(dtype)
     lu = tl.where(pairs, b_lu, 0.0).to(dtype)
-    reference = to_reference(r, log2_b)
+    reference = to_reference(r[:, None], r[None, :], j)
     e = tl.exp2(chained_sum(reference, parts, TERMS))
     k_e = b_k * e
     written = (k_e * b_beta[:, None]).to(dtype)

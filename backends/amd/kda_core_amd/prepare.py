@@ -24,13 +24,13 @@ from kda_core.triton_lib.decay import (
     BOUNDED_SHIFT,
     after,
     selected_sum,
-    split,
     through,
     whole_sum,
 )
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
-from kda_core.triton_lib.inverse import inverse_16, two_parts
-from kda_core_amd.levels import straddles, to_reference
+from kda_core.triton_lib.inverse import inverse_16
+from kda_core.triton_lib.levels import straddles, to_reference
+from kda_core.triton_lib.parts import split, two_parts
 from kda_core_amd.slots import rows_of_slot
 
 _NUMBERS = [
@@ -96,12 +96,12 @@ def _pairs(left_q, left_k, right, m, el, DOT: tl.constexpr):
 
 
 @triton.jit
-def _level(b_q, b_k, parts, m, el, r, log2_b, TERMS: tl.constexpr, DOT: tl.constexpr, dtype: tl.constexpr):
-    """Add a tile's pairs of the level with half blocks of 2^log2_b rows."""
-    e = tl.exp2(selected_sum(to_reference(r, log2_b), parts, TERMS))
+def _level(b_q, b_k, parts, m, el, r, j, TERMS: tl.constexpr, DOT: tl.constexpr, dtype: tl.constexpr):
+    """Add a tile's pairs of the level with half-blocks of 2^j rows."""
+    e = tl.exp2(selected_sum(to_reference(r[:, None], r[None, :], j), parts, TERMS))
     k_e = (b_k * e).to(dtype)
     right = tl.trans(k_e)
-    pairs = straddles(r, log2_b)
+    pairs = straddles(r[:, None], r[None, :], j)
     m += tl.where(pairs, tl.dot((b_q * e).to(dtype), right, input_precision=DOT), 0.0)
     el += tl.where(pairs, tl.dot(k_e, right, input_precision=DOT), 0.0)
     return m, el
@@ -129,11 +129,11 @@ def _own_pairs(
     else:
         m += tl.where(r[:, None] == r[None, :], tl.sum(b_q * b_k, 1)[:, None], 0.0)
         if LEVEL_LOOP:
-            for log2_b in tl.range(0, 4, disable_licm=True):
-                m, el = _level(b_q, b_k, parts, m, el, r, log2_b, TERMS, DOT, dtype)
+            for j in tl.range(0, 4, disable_licm=True):
+                m, el = _level(b_q, b_k, parts, m, el, r, j, TERMS, DOT, dtype)
         else:
-            for log2_b in tl.static_range(4):
-                m, el = _level(b_q, b_k, parts, m, el, r, log2_b, TERMS, DOT, dtype)
+            for j in tl.static_range(4):
+                m, el = _level(b_q, b_k, parts, m, el, r, j, TERMS, DOT, dtype)
     return m, el
 
 

@@ -27,15 +27,14 @@ from kda_core.triton_lib.decay import (
     FLOAT16_UNIT,
     after,
     selected_sum,
-    split,
-    straddles,
     through,
-    to_reference,
     whole_sum,
 )
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
-from kda_core.triton_lib.inverse import inverse_16, two_parts
+from kda_core.triton_lib.inverse import inverse_16
+from kda_core.triton_lib.levels import straddles, to_reference
 from kda_core.triton_lib.packing import sequence_of_slot
+from kda_core.triton_lib.parts import split, two_parts
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """The interpreter knows no assembly, and multiplies bfloat16 operands wrongly."""
@@ -167,13 +166,13 @@ def _pairs(left_q, left_k, right, m, el, DOT: tl.constexpr):
 
 
 @triton.jit
-def _level(b_q, b_k, parts, m, el, b: tl.constexpr, TERMS: tl.constexpr, DOT: tl.constexpr, dtype: tl.constexpr):
-    """Add the pairs of a tile that straddle the middle of a 2b-block."""
+def _level(b_q, b_k, parts, m, el, j: tl.constexpr, TERMS: tl.constexpr, DOT: tl.constexpr, dtype: tl.constexpr):
+    """Add the pairs of a tile that straddle the middle of a block of 2^(j + 1) rows."""
     r = tl.arange(0, 16)
-    e = tl.exp2(selected_sum(to_reference(r, r, b), parts, TERMS))
+    e = tl.exp2(selected_sum(to_reference(r[:, None], r[None, :], j), parts, TERMS))
     k_e = (b_k * e).to(dtype)
     right = tl.trans(k_e)
-    pairs = straddles(r, r, b)
+    pairs = straddles(r[:, None], r[None, :], j)
     m += tl.where(pairs, tl.dot((b_q * e).to(dtype), right, input_precision=DOT), 0.0)
     el += tl.where(pairs, tl.dot(k_e, right, input_precision=DOT), 0.0)
     return m, el
@@ -185,7 +184,7 @@ def _tile_any(b_q, b_k, parts, m, el, TERMS: tl.constexpr, DOT: tl.constexpr, dt
     r = tl.arange(0, 16)
     m += tl.where(r[:, None] == r[None, :], tl.sum(b_q * b_k, 1)[:, None], 0.0)
     for level in tl.static_range(4):
-        m, el = _level(b_q, b_k, parts, m, el, 8 >> level, TERMS, DOT, dtype)
+        m, el = _level(b_q, b_k, parts, m, el, 3 - level, TERMS, DOT, dtype)
     return m, el
 
 

@@ -31,7 +31,9 @@ Rows past a sequence's end are zero (their factors are finite). Index arithmetic
 import triton
 import triton.language as tl
 
-from kda_core.triton_lib.decay import selected_sum, split, straddles, to_reference
+from kda_core.triton_lib.decay import selected_sum
+from kda_core.triton_lib.levels import straddles, to_reference
+from kda_core.triton_lib.parts import nearest, two_parts
 from kda_core_nvidia.prepare import INTERPRETED, _widen
 
 ROWS = tl.constexpr(16)
@@ -45,6 +47,9 @@ TOP = tl.constexpr(14)
 
 SHORT = tl.constexpr(8)
 """Sequences of at most so many tokens belong to ``recurrent``, wherever they are and whatever lies beside them."""
+
+TF32 = tl.constexpr(0x2000)
+"""The last bit of tf32, among those of float32."""
 
 SCAN = tl.constexpr(256)
 """Sequences that ``locate`` looks at at once."""
@@ -131,13 +136,6 @@ def scaled(x, scale):
 
 
 @triton.jit
-def halves(x):
-    """float16 and the rest, float16: x to 22 bits."""
-    high = x.to(tl.float16)
-    return high, (x - high.to(tl.float32)).to(tl.float16)
-
-
-@triton.jit
 def product(a_high, a_low, b_high, b_low, start, EXACT: tl.constexpr):
     """start (None: zero) + a · b from their halves; the small products first, as long as the sum is small."""
     if EXACT:
@@ -147,12 +145,12 @@ def product(a_high, a_low, b_high, b_low, start, EXACT: tl.constexpr):
 
 
 @triton.jit
-def level(b_q, b_k, parts, m, el, b: tl.constexpr, TERMS: tl.constexpr, EXACT_OUT: tl.constexpr):
-    """Add q kᵀ and k kᵀ, right for the pairs that straddle the middle of a 2b-block, to m and el."""
+def level(b_q, b_k, parts, m, el, j: tl.constexpr, TERMS: tl.constexpr, EXACT_OUT: tl.constexpr):
+    """Add q kᵀ and k kᵀ, right for the pairs that straddle the middle of a block of 2^(j + 1) rows, to m and el."""
     r = tl.arange(0, 16)
-    decay = power_of(selected_sum(to_reference(r, r, b), parts, TERMS))
-    k_high, k_low = halves(b_k * decay)
-    q_high, q_low = halves(b_q * decay)
+    decay = power_of(selected_sum(to_reference(r[:, None], r[None, :], j), parts, TERMS))
+    k_high, k_low = two_parts(b_k * decay, tl.float16)
+    q_high, q_low = two_parts(b_q * decay, tl.float16)
     right_high = tl.trans(k_high)
     right_low = tl.trans(k_low)
     el = product(k_high, k_low, right_high, right_low, el, True)
@@ -166,18 +164,6 @@ def signed(r, s):
     later = (r >= 8)[:, None] & (s >= 8)[None, :] & (s[None, :] <= r[:, None])
     earlier = (r < 8)[:, None] & (s < 8)[None, :] & (s[None, :] > r[:, None])
     return later.to(tl.float32) - earlier.to(tl.float32)
-
-
-@triton.jit
-def rounded(x):
-    """float32 rounded to the 11 bits of tf32, the rest of the bits not zero: the matrix unit cuts them off."""
-    return (x.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def cut(x):
-    """``rounded``, and the rest of the bits zero."""
-    return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -205,68 +191,39 @@ def pairs(b_q, b_k, parts, m, el, TERMS: tl.constexpr, EXACT_OUT: tl.constexpr):
         el = tl.dot(left, right, el, input_precision="ieee")
         m = tl.dot(left_q, right, m, input_precision="ieee")
     else:
-        left_high = cut(left)
+        left_high = nearest(left, TF32)
         left_low = left - left_high
-        right_high = cut(right)
+        right_high = nearest(right, TF32)
         right_low = right - right_high
         el = tl.dot(left_low, right_high, el, input_precision="tf32")
         el = tl.dot(left_high, right_low, el, input_precision="tf32")
         el = tl.dot(left_high, right_high, el, input_precision="tf32")
         if EXACT_OUT:
-            q_high = cut(left_q)
+            q_high = nearest(left_q, TF32)
             m = tl.dot(left_q - q_high, right_high, m, input_precision="tf32")
             m = tl.dot(q_high, right_low, m, input_precision="tf32")
             m = tl.dot(q_high, right_high, m, input_precision="tf32")
         else:
-            m = tl.dot(rounded(left_q), right_high, m, input_precision="tf32")
+            # Rounded to tf32; the bits below are not zero, the matrix unit cuts them off.
+            left_q = (left_q.to(tl.int32, bitcast=True) + TF32 // 2).to(tl.float32, bitcast=True)
+            m = tl.dot(left_q, right_high, m, input_precision="tf32")
     return m, el
-
-
-@triton.jit
-def exact(a, b, TERMS: tl.constexpr):
-    """a · b from three bfloat16 parts of each, ``decay.split``: 24 bits; what is below them is left out."""
-    if TERMS == 1:
-        return tl.dot(a[0], b[0], input_precision="ieee")
-    c = tl.dot(a[2], b[0])
-    c = tl.dot(a[0], b[2], c)
-    c = tl.dot(a[1], b[1], c)
-    c = tl.dot(a[1], b[0], c)
-    c = tl.dot(a[0], b[1], c)
-    return tl.dot(a[0], b[0], c)
-
-
-@triton.jit
-def double(X, L, b: tl.constexpr, TERMS: tl.constexpr):
-    """``inverse.double``."""
-    r = tl.arange(0, 16)
-    parts = split(X, TERMS)
-    step = exact(parts, split(tl.where(straddles(r, r, b), L, 0.0), TERMS), TERMS)
-    return X - exact(split(step, TERMS), parts, TERMS)
-
-
-@triton.jit
-def inverse(L, TERMS: tl.constexpr):
-    """(I + L)⁻¹ for 16×16 float32 L, of which only the part below the diagonal is read: ``inverse.inverse_16``."""
-    r = tl.arange(0, 16)
-    X = tl.where(r[:, None] == r[None, :], 1.0, 0.0) - tl.where(straddles(r, r, 1), L, 0.0)
-    X = double(X, L, 2, TERMS)
-    X = double(X, L, 4, TERMS)
-    return double(X, L, 8, TERMS)
 
 
 @triton.jit
 def of_level(x8, x4, x2, x1):
     """Every pair from the level that is right for it; zero on and above the diagonal."""
-    r = tl.arange(0, 16)
-    x = tl.where(straddles(r, r, 8), x8, 0.0)
-    x = tl.where(straddles(r, r, 4), x4, x)
-    x = tl.where(straddles(r, r, 2), x2, x)
-    return tl.where(straddles(r, r, 1), x1, x)
+    r = tl.arange(0, 16)[:, None]
+    s = tl.arange(0, 16)[None, :]
+    x = tl.where(straddles(r, s, 3), x8, 0.0)
+    x = tl.where(straddles(r, s, 2), x4, x)
+    x = tl.where(straddles(r, s, 1), x2, x)
+    return tl.where(straddles(r, s, 0), x1, x)
 
 
 @triton.jit
 def scaled_halves(x):
     """Halves of the rows of x scaled to 2^TOP, and what scales the rows back."""
     e = exponent(tl.max(tl.abs(x), 1)) - (TOP - 1)
-    high, low = halves(x * power(-e)[:, None])
+    high, low = two_parts(x * power(-e)[:, None], tl.float16)
     return high, low, power(e)

@@ -12,8 +12,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kda_core.triton_lib.decay import after, selected_sum, split, through
+from kda_core.triton_lib.decay import after, selected_sum, through
 from kda_core.triton_lib.gate import LOG2_E, NORM_EPS, gate_rate, log2_decay, write_strength
+from kda_core.triton_lib.inverse import inverse_16
+from kda_core.triton_lib.parts import split, two_parts
 from kda_core_nvidia.factor import decay_factor
 from kda_core_nvidia.prepare import _widen
 from kda_core_nvidia.recurrent import zero_rows
@@ -23,8 +25,6 @@ from kda_core_nvidia.recurrent_blocks import (
     TOP,
     bounded_decay,
     exponent,
-    halves,
-    inverse,
     level,
     locate,
     of_level,
@@ -184,14 +184,14 @@ def blocks_prepare(
         total = selected_sum(through(r, r), parts, TERMS)
         tl.store(p_factor + 3 * ROWS + o_k[None, :] + r[:, None] * 0, total, mask=r[:, None] == ROWS - 1)
         decay = power_of(total)
-        high, low = halves(b_k * decay)
+        high, low = two_parts(b_k * decay, tl.float16)
         tl.store(p_plane, high)
         tl.store(p_plane + 2 * ROWS * KP, low)
-        high, low = halves(b_q * decay)
+        high, low = two_parts(b_q * decay, tl.float16)
         tl.store(p_plane + ROWS * KP, high)
         tl.store(p_plane + 3 * ROWS * KP, low)
         decay = power_of(selected_sum(after(r, r), parts, TERMS))
-        high, low = halves(b_k * decay)
+        high, low = two_parts(b_k * decay, tl.float16)
         tl.store(p_plane + 4 * ROWS * KP, high)
         tl.store(p_plane + 5 * ROWS * KP, low)
         diagonal = tl.fma(b_q, b_k, diagonal)
@@ -200,10 +200,10 @@ def blocks_prepare(
             m8, l8 = pairs(b_q, b_k, parts, m8, l8, TERMS, EXACT_OUT)
         else:
             # Hierarchical reference points: no exponent is ever positive.
-            m8, l8 = level(b_q, b_k, parts, m8, l8, 8, TERMS, EXACT_OUT)
-            m4, l4 = level(b_q, b_k, parts, m4, l4, 4, TERMS, EXACT_OUT)
-            m2, l2 = level(b_q, b_k, parts, m2, l2, 2, TERMS, EXACT_OUT)
-            m1, l1 = level(b_q, b_k, parts, m1, l1, 1, TERMS, EXACT_OUT)
+            m8, l8 = level(b_q, b_k, parts, m8, l8, 3, TERMS, EXACT_OUT)
+            m4, l4 = level(b_q, b_k, parts, m4, l4, 2, TERMS, EXACT_OUT)
+            m2, l2 = level(b_q, b_k, parts, m2, l2, 1, TERMS, EXACT_OUT)
+            m1, l1 = level(b_q, b_k, parts, m1, l1, 0, TERMS, EXACT_OUT)
     if BOUNDED:
         below = r[:, None] > r[None, :]
         M = tl.where(below, m8, 0.0)
@@ -213,14 +213,14 @@ def blocks_prepare(
         L = of_level(l8, l4, l2, l1)
     M = tl.where(r[:, None] == r[None, :], tl.sum(diagonal, 1)[:, None], M)
     L *= k_factor[:, None] * (b_beta * k_factor)[None, :]
-    A = inverse(L, TERMS) * (b_beta * k_factor)[:, None]
+    A = inverse_16(L, r, r, "ieee" if TERMS == 1 else "exact") * (b_beta * k_factor)[:, None]
     # Columns of A at a sum of 2^0: kA, sums of rows of a norm of 2^TOP, is then of at most that norm.
     a_e = exponent(tl.sum(tl.abs(A), 0)) + 1
     A *= power(-a_e)[None, :]
     p_square = squares + pid * (2 * ROWS * ROWS) + r[:, None] * ROWS + r[None, :]
     # Norms of 2^TOP each: |M| <= 2^(2 TOP), and |P| likewise.
     P = tl.dot(M * 2.0**-TOP, A, input_precision="tf32x3")
-    p_high, p_low = halves(P)
+    p_high, p_low = two_parts(P, tl.float16)
     tl.store(p_square, p_high)
     tl.store(p_square + ROWS * ROWS, p_low)
     tl.store(p_factor + r, k_factor)
@@ -229,13 +229,13 @@ def blocks_prepare(
 
     # kg was written by other threads of this program, and so were the sums of decays.
     tl.debug_barrier()
-    a_high, a_low = halves(tl.trans(A) * 2.0**TOP)
+    a_high, a_low = two_parts(tl.trans(A) * 2.0**TOP, tl.float16)
     for i_k in tl.range(0, KP // 16, num_stages=STAGES):
         o_k = i_k * 16 + r
         p_plane = planes + pid * (PLANES * ROWS * KP) + 4 * ROWS * KP + r[:, None] * KP + o_k[None, :]
         kg_high = tl.load(p_plane)
         kg_low = tl.load(p_plane + ROWS * KP)
-        high, low = halves(product(a_high, a_low, kg_high, kg_low, None, True) * 2.0**-TOP)
+        high, low = two_parts(product(a_high, a_low, kg_high, kg_low, None, True) * 2.0**-TOP, tl.float16)
         tl.store(p_plane, high)
         tl.store(p_plane + ROWS * KP, low)
     p_total = p_factor + 3 * ROWS + tl.arange(0, KP)
