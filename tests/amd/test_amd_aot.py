@@ -20,7 +20,7 @@ import kda_core_amd
 import triton
 import triton.language as tl
 from kda_core_amd import aot
-from kda_core_amd.launch import ARCHITECTURES, CONFIGS, FOREIGN_ARCHITECTURE, compile_options
+from kda_core_amd.choose import ARCHITECTURES, CONFIGS, FOREIGN_ARCHITECTURE, compile_options
 from kda_core_amd.plugin import SERVED_ARCHITECTURES, kda_core_reject
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource

@@ -145,7 +145,7 @@ def check_segments(subject, case: Case, forward: bool, apart: float | None) -> N
 
     cut = []
 
-    def rule(request):
+    def rule(request, target, units):
         cut.append(request.op)
         return 64
 
@@ -166,7 +166,7 @@ def check_segments(subject, case: Case, forward: bool, apart: float | None) -> N
             plain = replace(call, grads={}, given_out=True)
             assert all(torch.equal(x, found[name]) for name, x in subject.run(plain).tensors.items())
         if apart is not None:
-            segments(lambda request: 0)
+            segments(lambda *_: 0)
             whole = subject.run(call)
             assert found.tensors.keys() == whole.tensors.keys()
             for name, x in whole.tensors.items():
@@ -179,6 +179,7 @@ def check_segments(subject, case: Case, forward: bool, apart: float | None) -> N
 def checks(architecture: str) -> None:
     """Print what went wrong with every call of an architecture, by name; "" where nothing did."""
     from kda_core_amd import launch
+    from kda_core_amd.choose import ARCHITECTURES
 
     from kda_core.testing.interpreter import improve
     from kda_core.testing.subject import Subject
@@ -186,7 +187,7 @@ def checks(architecture: str) -> None:
 
     improve()
     torch.set_num_threads(1)
-    launch.architecture = lambda device: launch.ARCHITECTURES[architecture]
+    launch.architecture = lambda device: ARCHITECTURES[architecture]
     subject = Subject(find_target("amd", interpret=True))
     work = {name: (check_kernels, _other(x)) for (a, name), x in KERNELS.items() if a == architecture}
     segments = {name: case for (a, name), case in SEGMENTS.items() if a == architecture}
@@ -236,18 +237,18 @@ def test_segments_are_right(failures, architecture: str, name: str):
 RULE = """
 import torch
 from kda_core.request import Request
-from kda_core_amd import launch, segments
+from kda_core_amd import choose
 
 def rows(B=1, T=65536, H=8, K=128, dtype=torch.bfloat16, units=132, **options):
-    launch.compute_units = lambda device: units
     x = torch.empty(1, dtype=dtype).expand(B, T, H, K)
-    return segments.segment_rows(Request(op="chunk_kda", q=x, k=x, v=x, g=x, beta=x[..., 0], scale=1.0, **options))
+    call = Request(op="chunk_kda", q=x, k=x, v=x, g=x, beta=x[..., 0], scale=1.0, **options)
+    return choose.segment_rows(call, choose.ARCHITECTURES["gfx942"], units)
 
 found = rows()
-assert segments.LEAST_ROWS <= found < 65536 // segments.LEAST_SEGMENTS + 32 and found % 32 == 0
+assert choose.LEAST_ROWS <= found < 65536 // choose.LEAST_SEGMENTS + 32 and found % 32 == 0
 assert rows(output_final_state=True) == rows(save_for_backward=True) == found, "a sequence's bits"
 assert rows(units=304) < found, "more compute units take more segments"
-assert rows(T=1_000_000, H=1) >= 1_000_000 // segments.MOST_SEGMENTS, "states pass on one after another"
+assert rows(T=1_000_000, H=1) >= 1_000_000 // choose.MOST_SEGMENTS, "states pass on one after another"
 pool = dict(ssm_state_indices=torch.zeros(1, dtype=torch.int32), inplace_final_state=True)
 bounds = torch.tensor([0, 65536])
 whole = [

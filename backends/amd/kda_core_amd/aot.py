@@ -29,8 +29,14 @@ from kda_core.request import GateRequest, Request
 from kda_core.triton_lib.addresses import hazards
 from kda_core.triton_lib.layout import CHUNK
 from kda_core_amd import chunk_backward, chunk_forward, gate, launch, recurrent
-from kda_core_amd.launch import ARCHITECTURES, FOREIGN_ARCHITECTURE, Architecture, Config
-from kda_core_amd.segments import MOST_KEYS
+from kda_core_amd.choose import (
+    ARCHITECTURES,
+    FOREIGN_ARCHITECTURE,
+    MOST_KEYS,
+    Architecture,
+    Config,
+    compile_options,
+)
 
 SPILL_LIMIT = 8
 """Vector registers of a lane that may be kept in memory: a few saved round a loop cost nothing that can be measured."""
@@ -120,7 +126,7 @@ def source(recorded: Launch, small: bool) -> ASTSource:
 def compiled(recorded: Launch, small: bool = True) -> Any:
     """Compile a launch for its architecture; the result's ``asm`` holds every stage's text."""
     target = GPUTarget("hip", recorded.target.name, recorded.target.wave)
-    options = launch.compile_options(recorded.config, recorded.target)
+    options = compile_options(recorded.config, recorded.target)
     return triton.compile(source(recorded, small), target=target, options=options)
 
 

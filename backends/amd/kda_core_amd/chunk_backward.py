@@ -32,12 +32,9 @@ from kda_core_amd.backward_finish import finish_kernel
 from kda_core_amd.backward_gradients import gradients_kernel
 from kda_core_amd.backward_reverse import reverse_kernel
 from kda_core_amd.backward_states import states_kernel
+from kda_core_amd.choose import FINISH_ROWS, GATE, Architecture, Config, config, dot_widths, segment_rows
 from kda_core_amd.chunk_forward import Prepared, run_prepare
-from kda_core_amd.launch import dot_widths
-from kda_core_amd.segments import ends, segment_rows, starts
-
-FINISH_ROWS = 16
-"""Rows of a program of the last kernel."""
+from kda_core_amd.segments import ends, starts
 
 
 def chunk_backward(call: Request, rows: int | None = None) -> BackwardResult:
@@ -52,7 +49,8 @@ def chunk_backward(call: Request, rows: int | None = None) -> BackwardResult:
     """
     with launch.on_device(call.device), torch.no_grad():
         do = call.v.new_zeros(call.v.shape) if call.grad_o is None else rows_contiguous(call.grad_o)
-        rows = segment_rows(call) if rows is None else rows
+        if rows is None:
+            rows = segment_rows(call, launch.architecture(call.device), launch.compute_units(call.device))
         request = as_packed(call, rows, v_first=False) if rows else call
         prepared = run_prepare(request, torch.empty_like(do), for_backward=True)
         if rows:
@@ -77,30 +75,30 @@ def _with_states(request: Request, call: Request, rows: int, prepared: Prepared,
     return replace(request, initial_state=first, grad_final_state=last)
 
 
-def _recurrent_launch(kernel: str, request: Request) -> tuple[launch.Architecture, launch.Config, dict, int]:
+def _recurrent_launch(kernel: str, request: Request) -> tuple[Architecture, Config, dict, int]:
     """Target, configuration, constants and number of programs of a recurrence, "states" or "reverse"."""
     KP, V = padded(request.K), request.V
     target = launch.architecture(request.device)
-    config = launch.config(kernel, target, request.q.dtype, KP)
-    block_v = min(config.block, padded(V))
+    chosen = config(kernel, target, request.q.dtype, KP)
+    block_v = min(chosen.block, padded(V))
     constants = {
         "K": request.K,
         "V": V,
         "KP": KP,
         "VP": padded(V),
         "BV": block_v,
-        "BK": min(config.keys or KP, KP),
+        "BK": min(chosen.keys or KP, KP),
         "C": CHUNK,
         "LIFT": lift(request.q.dtype, request.use_qk_l2norm_in_kernel, request.scale),
-        "STAGES": config.stages,
+        "STAGES": chosen.stages,
         "DOT": dot_widths(request.q.dtype, target)[1],
     }
-    return target, config, constants, request.N * request.HV * (padded(V) // block_v)
+    return target, chosen, constants, request.N * request.HV * (padded(V) // block_v)
 
 
 def _run_states(request: Request, prepared: Prepared) -> tuple[Tensor, Tensor]:
     """z [slots, HV, C, VP] and the states [slots, HV, VP, KP] at the starts of the slots."""
-    target, config, constants, programs = _recurrent_launch("states", request)
+    target, chosen, constants, programs = _recurrent_launch("states", request)
     v, state, HV = rows_contiguous(request.v), request.initial_state, request.HV
     count, VP = slots(request), constants["VP"]
     z = v.new_empty((count, HV, CHUNK, VP))
@@ -123,13 +121,13 @@ def _run_states(request: Request, prepared: Prepared) -> tuple[Tensor, Tensor]:
         *v.stride()[1:3],
         *state_strides(state, request.state_v_first),
     )
-    launch.launch(states_kernel, programs, arguments, {**constants, "UNIT": unit}, config, target)
+    launch.launch(states_kernel, programs, arguments, {**constants, "UNIT": unit}, chosen, target)
     return z, states
 
 
 def _run_reverse(request: Request, prepared: Prepared, do: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """dv, the state gradients [slots, HV, VP, KP] at the ends of the slots and that of the initial state."""
-    target, config, constants, programs = _recurrent_launch("reverse", request)
+    target, chosen, constants, programs = _recurrent_launch("reverse", request)
     HV, grad_final = request.HV, request.grad_final_state
     dv = torch.empty(request.v.shape, dtype=request.v.dtype, device=request.device)
     state_grads = do.new_empty((slots(request), HV, constants["VP"], constants["KP"]))
@@ -158,7 +156,7 @@ def _run_reverse(request: Request, prepared: Prepared, do: Tensor) -> tuple[Tens
         *state_strides(grad_final, request.state_v_first),
         *state_strides(grad_state, request.state_v_first),
     )
-    launch.launch(reverse_kernel, programs, arguments, {**constants, "UNIT": unit}, config, target)
+    launch.launch(reverse_kernel, programs, arguments, {**constants, "UNIT": unit}, chosen, target)
     return dv, state_grads, grad_state
 
 
@@ -178,7 +176,7 @@ def _run_gradients(
     dA_log = None if A_log is None else torch.zeros((count, HV), dtype=torch.float32, device=q.device)
     ddt_bias = None if dt_bias is None else torch.zeros((count, HV, K), dtype=torch.float32, device=q.device)
     target = launch.architecture(request.device)
-    config = launch.config("gradients", target, q.dtype, KP)
+    chosen = config("gradients", target, q.dtype, KP)
     terms, dot, _ = dot_widths(q.dtype, target)
     unit, (s_qb, s_kb, s_gb, s_bb, s_ob) = batch_strides(q, k, g, beta, do)
     # Exact ends of sequences of one chunk, where there may be such, and their states are stored in 16 bits.
@@ -231,20 +229,20 @@ def _run_gradients(
         "V": V,
         "KP": KP,
         "VP": padded(V),
-        "BK": min(config.block, KP),
-        "BV": min(config.block, padded(V)),
+        "BK": min(chosen.block, KP),
+        "BV": min(chosen.block, padded(V)),
         "C": CHUNK,
         "UNIT": unit,
         "GATE": gate,
         "L2NORM": request.use_qk_l2norm_in_kernel,
         "SIGMOID": request.use_beta_sigmoid_in_kernel,
         "NEG_EIGVAL": request.allow_neg_eigval,
-        "ROWS": config.rows,
-        "LEVEL_LOOP": config.level_loop,
+        "ROWS": chosen.rows,
+        "LEVEL_LOOP": chosen.level_loop,
         "TERMS": terms,
         "DOT": dot,
     }
-    launch.launch(gradients_kernel, count * HV, arguments, constants, config, target)
+    launch.launch(gradients_kernel, count * HV, arguments, constants, chosen, target)
     if unfinished:
         dq, dk = (_finished(request, x, dy) for x, dy in ((q, dq), (k, dk)))
     grads = {"q": dq, "k": dk, "v": dv, "g": dg, "beta": dbeta}
@@ -262,5 +260,5 @@ def _finished(request: Request, x: Tensor, dy: Tensor) -> Tensor:
     arguments = (x, dy, dx, B * T, T, H, request.HV // H, *x.stride()[:3])
     constants = {"K": K, "KP": padded(K), "ROWS": FINISH_ROWS, "L2NORM": request.use_qk_l2norm_in_kernel}
     target = launch.architecture(request.device)
-    launch.launch(finish_kernel, -(-B * T // FINISH_ROWS) * H, arguments, constants, launch.GATE, target)
+    launch.launch(finish_kernel, -(-B * T // FINISH_ROWS) * H, arguments, constants, GATE, target)
     return dx

@@ -27,10 +27,10 @@ from kda_core.triton_lib.layout import CHUNK, intermediate_states_shape, padded,
 from kda_core.triton_lib.lift import lift
 from kda_core.triton_lib.segments import as_packed
 from kda_core_amd import launch
-from kda_core_amd.launch import dot_widths
+from kda_core_amd.choose import config, dot_widths, segment_rows
 from kda_core_amd.prepare import prepare
 from kda_core_amd.recurrence import recurrence
-from kda_core_amd.segments import segment_rows, starts
+from kda_core_amd.segments import starts
 
 
 class Prepared(NamedTuple):
@@ -61,7 +61,7 @@ def run_prepare(request: Request, o: Tensor, for_backward: bool = False) -> Prep
     gate = gate_kind(request)
     target = launch.architecture(request.device)
     terms, dot, small_dot = dot_widths(q.dtype, target)
-    config = launch.config("prepare", target, q.dtype, KP)
+    chosen = config("prepare", target, q.dtype, KP)
     unit, (s_qb, s_kb, s_gb, s_bb, s_ob) = batch_strides(q, k, g, beta, o)
     arguments = (
         q,
@@ -101,7 +101,7 @@ def run_prepare(request: Request, o: Tensor, for_backward: bool = False) -> Prep
         "K": K,
         "V": request.V,
         "KP": KP,
-        "BK": min(config.block, KP),
+        "BK": min(chosen.block, KP),
         "C": CHUNK,
         "LIFT": lift(request.q.dtype, request.use_qk_l2norm_in_kernel, request.scale),
         "UNIT": unit,
@@ -111,12 +111,12 @@ def run_prepare(request: Request, o: Tensor, for_backward: bool = False) -> Prep
         "SIGMOID": request.use_beta_sigmoid_in_kernel,
         "NEG_EIGVAL": request.allow_neg_eigval,
         "FEW_REGISTERS": target.wave == 32,
-        "LEVEL_LOOP": config.level_loop,
+        "LEVEL_LOOP": chosen.level_loop,
         "TERMS": terms,
         "DOT": dot,
         "SMALL_DOT": small_dot,
     }
-    launch.launch(prepare, count * HV, arguments, constants, config, target)
+    launch.launch(prepare, count * HV, arguments, constants, chosen, target)
     return Prepared(keys, P, D, Z)
 
 
@@ -129,8 +129,8 @@ def run_recurrence(
     KP = padded(K)
     initial_state, indices = request.initial_state, request.ssm_state_indices
     target = launch.architecture(request.device)
-    config = launch.config("recurrence", target, v.dtype, KP)
-    block_v = min(config.block, padded(V))
+    chosen = config("recurrence", target, v.dtype, KP)
+    block_v = min(chosen.block, padded(V))
     unit, (s_vb, s_ob) = batch_strides(v, o)
     arguments = (
         prepared.keys,
@@ -161,16 +161,16 @@ def run_recurrence(
         "V": V,
         "KP": KP,
         "BV": block_v,
-        "BK": min(config.keys or KP, KP),
+        "BK": min(chosen.keys or KP, KP),
         "C": CHUNK,
         "LIFT": lift(request.q.dtype, request.use_qk_l2norm_in_kernel, request.scale),
         "UNIT": unit,
         "V_FIRST": request.state_v_first,
         "H_EVERY": request.chunk_size // CHUNK,
-        "STAGES": config.stages,
+        "STAGES": chosen.stages,
         "DOT": dot_widths(v.dtype, target)[1],
     }
-    launch.launch(recurrence, sequences * HV * -(-V // block_v), arguments, constants, config, target)
+    launch.launch(recurrence, sequences * HV * -(-V // block_v), arguments, constants, chosen, target)
 
 
 def output_buffers(request: Request) -> tuple[Tensor, Tensor | None]:
@@ -217,7 +217,8 @@ def chunk_forward(request: Request, rows: int | None = None) -> ForwardResult:
             # Sequences of a pool that are skipped write no state.
             new = request.q.new_empty if request.ssm_state_indices is None else request.q.new_zeros
             h = new(intermediate_states_shape(request), dtype=request.state_dtype)
-        rows = segment_rows(request) if rows is None else rows
+        if rows is None:
+            rows = segment_rows(request, launch.architecture(request.device), launch.compute_units(request.device))
         if rows:
             _run_segments(request, rows, o, final_state)
         else:

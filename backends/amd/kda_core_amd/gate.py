@@ -10,12 +10,13 @@ from torch import Tensor
 from kda_core.request import BackwardResult, GateRequest
 from kda_core.triton_lib.gate_kernels import backward, forward, gate_backward_kernel, gate_forward_kernel
 from kda_core_amd import launch
+from kda_core_amd.choose import GATE
 
 
 def _launch(
     kernel: Any, request: GateRequest, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]
 ) -> None:
-    launch.launch(kernel, programs, arguments, constants, launch.GATE, launch.architecture(request.device))
+    launch.launch(kernel, programs, arguments, constants, GATE, launch.architecture(request.device))
 
 
 def gate_forward(request: GateRequest) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from importlib import metadata
 
 import torch
@@ -17,20 +16,11 @@ from kda_core.capabilities import (
     Capabilities,
     Feature,
     Unavailable,
-    runs_on_foreign_device,
 )
 from kda_core.hookspecs import hookimpl
 from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request, TensorSpec
 from kda_core_amd import __version__
-
-NAME = "amd"
-
-INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
-"""Triton's interpreter runs the kernels, on CPU tensors (read once: triton reads it once as well)."""
-
-FOREIGN = runs_on_foreign_device(NAME)
-"""For tests only: on another vendor's GPU the arithmetic and the addresses of these kernels, which are plain Triton,
-can be checked at full size, and nothing about speed, registers or instructions of an AMD chip."""
+from kda_core_amd.switches import FOREIGN, INTERPRET, NAME
 
 SERVED_ARCHITECTURES = ("gfx90a", "gfx942", "gfx950", "gfx1100")
 

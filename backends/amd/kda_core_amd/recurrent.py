@@ -31,6 +31,7 @@ from kda_core.triton_lib.factor import decay_minus_one
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
 from kda_core.triton_lib.layout import padded
 from kda_core_amd import launch
+from kda_core_amd.choose import config
 from kda_core_amd.chunk_forward import finished, output_buffers
 
 _NUMBERS = [
@@ -271,8 +272,8 @@ def recurrent_forward(request: Request) -> ForwardResult:
         target = launch.architecture(request.device)
         name = "recurrent, V first" if request.state_v_first else "recurrent"
         state = final_state if request.initial_state is None else request.initial_state
-        config = launch.config(name, target, torch.float32 if state is None else state.dtype, KP)
-        block_v = min(config.block, padded(V))
+        chosen = config(name, target, torch.float32 if state is None else state.dtype, KP)
+        block_v = min(chosen.block, padded(V))
         gate = gate_kind(request)
         unit, (s_qb, s_kb, s_vb, s_gb, s_bb, s_ob) = batch_strides(q, k, v, g, beta, o)
         width = 1 if indices is None or indices.dim() == 1 else indices.shape[1]
@@ -331,5 +332,5 @@ def recurrent_forward(request: Request) -> ForwardResult:
             "SIGMOID": request.use_beta_sigmoid_in_kernel,
             "NEG_EIGVAL": request.allow_neg_eigval,
         }
-        launch.launch(recurrent, sequences * HV * -(-V // block_v), arguments, constants, config, target)
+        launch.launch(recurrent, sequences * HV * -(-V // block_v), arguments, constants, chosen, target)
         return finished(request, o, final_state)

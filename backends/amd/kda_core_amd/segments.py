@@ -18,42 +18,8 @@ from kda_core.triton_lib.arguments import rows_contiguous, state_strides
 from kda_core.triton_lib.layout import CHUNK, padded
 from kda_core.triton_lib.lift import lift
 from kda_core_amd import launch
-from kda_core_amd.launch import dot_widths
+from kda_core_amd.choose import Architecture, Config, config, dot_widths
 from kda_core_amd.recurrence import load_state, store_state
-
-LEAST_ROWS = 1024
-"""Rows of a segment, at least: shorter ones spend more on their transitions than they save."""
-
-LEAST_SEGMENTS = 8
-"""Where there is no room for so many, as with 32 heads on 132 compute units, a cut gains nothing or loses."""
-
-MOST_SEGMENTS = 32
-"""States pass from one segment to the next, one after another."""
-
-MOST_KEYS = 128
-"""Key channels of a head, at most: wider ones have not been timed."""
-
-PROGRAMS_A_UNIT = 4
-"""The recurrence gets as many segments as make so many programs of it for each compute unit, at most."""
-
-
-def segment_rows(request: Request) -> int:
-    """Rows of each segment of a call, or 0 when it is not cut."""
-    q = request.q
-    if q.shape[1] < LEAST_SEGMENTS * LEAST_ROWS or q.shape[0] != 1 or request.cu_seqlens is not None:
-        return 0
-    if q.dtype.itemsize != 2 or q.shape[3] > MOST_KEYS:
-        return 0
-    if request.inplace_final_state or request.ssm_state_indices is not None or request.return_intermediate_states:
-        return 0
-    target, VP = launch.architecture(request.device), padded(request.V)
-    block = min(launch.config("recurrence", target, q.dtype, padded(request.K)).block, VP)
-    programs = request.HV * VP // block
-    room = PROGRAMS_A_UNIT * launch.compute_units(request.device) // programs
-    count = min(room, request.T // LEAST_ROWS, MOST_SEGMENTS)
-    if count < LEAST_SEGMENTS:
-        return 0
-    return -(-request.T // (count * CHUNK)) * CHUNK
 
 
 @triton.jit(do_not_specialize=["rows", "HV", "programs"])
@@ -318,14 +284,14 @@ def starts(
     Returns:
         states [segments, HV, K, V] and transitions [segments - 1, HV, VP + KP, KP], both in float32.
     """
-    target, config, constants = _constants("states", request)
+    target, chosen, constants = _constants("states", request)
     v, HV, count = rows_contiguous(request.v), request.HV, request.N
     KP, VP = constants["KP"], constants["VP"]
     transitions = D.new_empty((count - 1, HV, VP + KP, KP))
     strides = state_strides(initial_state, v_first)[1:]
     arguments = (keys, D, v, initial_state, transitions, rows, HV, (count - 1) * HV, *v.stride()[1:3], *strides)
     programs = (VP + KP) // constants["BV"] * (count - 1) * HV
-    launch.launch(transitions_kernel, programs, arguments, constants, config, target)
+    launch.launch(transitions_kernel, programs, arguments, constants, chosen, target)
     return _joined(request, initial_state, v_first, transitions), transitions
 
 
@@ -348,35 +314,35 @@ def ends(
         transitions: from ``starts``.
         grad_final_state: the call's own, or None; ``v_first``: its layout.
     """
-    target, config, constants = _constants("reverse", request)
+    target, chosen, constants = _constants("reverse", request)
     HV, count = request.HV, request.N
     additions = transitions.new_empty((count - 1, HV, constants["VP"], constants["KP"]))
     strides = state_strides(grad_final_state, v_first)[1:]
     numbers = (request.T, rows, HV, (count - 1) * HV, *do.stride()[1:3], *strides)
     programs = constants["VP"] // constants["BV"] * (count - 1) * HV
     arguments = (*prepared, do, grad_final_state, additions, *numbers)
-    launch.launch(reverse_transitions_kernel, programs, arguments, constants, config, target)
+    launch.launch(reverse_transitions_kernel, programs, arguments, constants, chosen, target)
     return _joined(request, grad_final_state, v_first, transitions, additions)
 
 
-def _constants(kernel: str, request: Request) -> tuple[launch.Architecture, launch.Config, dict[str, Any]]:
+def _constants(kernel: str, request: Request) -> tuple[Architecture, Config, dict[str, Any]]:
     """Target, configuration and constants of a recurrence without results, those of ``kernel`` with them."""
     KP, VP = padded(request.K), padded(request.V)
     target = launch.architecture(request.device)
-    config = launch.config(kernel, target, request.q.dtype, KP)
+    chosen = config(kernel, target, request.q.dtype, KP)
     constants = {
         "K": request.K,
         "V": request.V,
         "KP": KP,
         "VP": VP,
-        "BV": min(config.block, VP, KP),
-        "BK": min(config.keys or KP, KP),
+        "BV": min(chosen.block, VP, KP),
+        "BK": min(chosen.keys or KP, KP),
         "C": CHUNK,
         "LIFT": lift(request.q.dtype, request.use_qk_l2norm_in_kernel, request.scale),
-        "STAGES": config.stages,
+        "STAGES": chosen.stages,
         "DOT": dot_widths(request.q.dtype, target)[1],
     }
-    return target, config, constants
+    return target, chosen, constants
 
 
 def _joined(
@@ -385,7 +351,7 @@ def _joined(
     """States at the starts of the segments, or gradients at their ends."""
     KP, VP, HV, count = padded(request.K), padded(request.V), request.HV, request.N
     target = launch.architecture(request.device)
-    config = launch.config("join", target, torch.float32, KP)
+    chosen = config("join", target, torch.float32, KP)
     states = transitions.new_empty((count, HV, request.K, request.V))
     strides = state_strides(given, v_first)[1:]
     arguments = (given, transitions, additions, states, count, HV, *strides)
@@ -394,13 +360,13 @@ def _joined(
         "V": request.V,
         "KP": KP,
         "VP": VP,
-        "BV": config.block,
-        "BK": min(config.keys, KP),
+        "BV": chosen.block,
+        "BK": min(chosen.keys, KP),
         "REVERSE": additions is not None,
-        "IN_TURN": config.level_loop,
-        "STAGES": config.stages,
+        "IN_TURN": chosen.level_loop,
+        "STAGES": chosen.stages,
         # As float16's: where a foreign device's matrix unit has no float32, 22 bits are enough beside rounded operands.
         "DOT": dot_widths(torch.float16, target)[1],
     }
-    launch.launch(join_kernel, VP // config.block * HV, arguments, constants, config, target)
+    launch.launch(join_kernel, VP // chosen.block * HV, arguments, constants, chosen, target)
     return states

@@ -1,0 +1,264 @@
+"""Every choice between kernels' configurations: pure functions of a call's metadata and of facts of a chip.
+
+Configurations are frozen data: nothing is tuned at run time. They follow from architecture, operand width and padded
+head dimensions alone, never from T or N, so that no length compiles anything anew, and results do not change with the
+batch that a sequence travels in. Only whether one long sequence is cut follows from its length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from kda_core.request import Request
+from kda_core.triton_lib.layout import CHUNK, padded
+from kda_core_amd.switches import INTERPRET
+
+KIB = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What kernels and tests need to know about a chip.
+
+    Attributes:
+        name: gfx..., or FOREIGN_ARCHITECTURE.
+        wave: lanes of a wave.
+        lds: bytes of local data share that one workgroup may use.
+        registers: 32-bit registers of one lane that a SIMD unit shares among its waves.
+        granule: registers are given to a wave in multiples of this.
+        waves: waves that a SIMD unit can hold.
+        simds: SIMD units that share one local data share.
+    """
+
+    name: str
+    wave: int
+    lds: int
+    registers: int
+    granule: int
+    waves: int
+    simds: int = 4
+
+
+FOREIGN_ARCHITECTURE = "foreign"
+"""Any other GPU, under the test-only switch (``switches.FOREIGN``): the same kernels as plain Triton."""
+
+# Sources: LLVM's AMDGPU target description (register granules, waves a SIMD), AMD's CDNA and RDNA 3 ISA manuals (LDS).
+ARCHITECTURES = MappingProxyType(
+    {
+        "gfx90a": Architecture("gfx90a", 64, 64 * KIB, 512, 8, 8),
+        "gfx942": Architecture("gfx942", 64, 64 * KIB, 512, 8, 8),
+        "gfx950": Architecture("gfx950", 64, 160 * KIB, 512, 8, 8),
+        "gfx1100": Architecture("gfx1100", 32, 64 * KIB, 1536, 24, 16, simds=2),
+        FOREIGN_ARCHITECTURE: Architecture(FOREIGN_ARCHITECTURE, 32, 99 * KIB, 512, 8, 16),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Launch configuration of one kernel.
+
+    Attributes:
+        block: channels of a program's tile: keys for ``prepare``, values for the recurrences, ``recurrent`` and
+            ``join``.
+        num_warps: waves of a program.
+        stages: depth of the load pipeline of its loop; 1 is none, and more than 2 is not used.
+        waves_per_eu: waves a SIMD unit that the compiler's register budget is to leave room for; 0: its own choice.
+        keys: key channels of a block of a recurrence's state (or of ``join``'s); 0: all of them.
+        rows: rows of a tile of ``gradients``: 16, or the chunk's 32.
+        level_loop: ``prepare`` and ``gradients`` take a tile's levels in a loop, ``join`` a state's blocks in turn, so
+            that the operands of one are alive at a time.
+    """
+
+    block: int
+    num_warps: int
+    stages: int = 1
+    waves_per_eu: int = 0
+    keys: int = 0
+    rows: int = 32
+    level_loop: bool = False
+
+
+GATE = Config(0, 4)
+"""Configuration of ``kda_gate`` on every architecture: it streams, and its tile is a head's channels."""
+
+MATRIX_SIDE = 16
+"""``matrix_instr_nonkdim``: tiles are 16 rows, so that the 16×16 instructions fit them."""
+
+# (operand bytes, padded K up to) -> configuration; for ``recurrent`` the bytes of a state's elements. K is padded to 16
+# at least and limited to 256.
+_STEP = {(2, 128): Config(32, 2), (2, 256): Config(32, 4), (4, 128): Config(32, 2), (4, 256): Config(32, 4)}
+# Between segments, products of float32: blocks of key channels that leave room for the operands in local data share.
+_JOIN = {shape: Config(16, 4, keys=32) for shape in _STEP}
+_CDNA = MappingProxyType(
+    {
+        "prepare": {(2, 128): Config(32, 1), (2, 256): Config(32, 1), (4, 128): Config(32, 1), (4, 256): Config(32, 1)},
+        "recurrence": {
+            (2, 128): Config(32, 2, 2),
+            (2, 256): Config(32, 2),
+            (4, 128): Config(32, 4),
+            (4, 256): Config(32, 4),
+        },
+        "recurrent": _STEP,
+        "recurrent, V first": _STEP,
+        "join": _JOIN,
+        "states": {(2, 128): Config(32, 2), (2, 256): Config(32, 2), (4, 128): Config(32, 4), (4, 256): Config(32, 4)},
+        "reverse": {(2, 128): Config(32, 2), (2, 256): Config(32, 2), (4, 128): Config(32, 4), (4, 256): Config(32, 4)},
+        "gradients": {
+            (2, 128): Config(32, 4),
+            (2, 256): Config(32, 4),
+            (4, 128): Config(32, 4),
+            (4, 256): Config(32, 4),
+        },
+    }
+)
+_WIDE_STEP = {shape: Config(c.block, 2 * c.num_warps) for shape, c in _STEP.items()}
+# Chosen for the fewest spilled registers: a lane has 256, operands of the matrix unit lie in both halves of a wave, and
+# float32 has no matrix unit, so that whole rows of its operands lie in every lane. Hence few key channels at a time.
+_RDNA = MappingProxyType(
+    {
+        "prepare": {
+            (2, 128): Config(16, 4, level_loop=True),
+            (2, 256): Config(16, 4, level_loop=True),
+            (4, 128): Config(16, 8, level_loop=True),
+            (4, 256): Config(16, 8, level_loop=True),
+        },
+        "recurrence": {
+            (2, 128): Config(16, 2, keys=32),
+            (2, 256): Config(16, 4, keys=32),
+            (4, 128): Config(16, 16, keys=64),
+            (4, 256): Config(16, 16, keys=64),
+        },
+        "recurrent": _WIDE_STEP,
+        "recurrent, V first": _WIDE_STEP,
+        "join": {shape: Config(16, 16, keys=32, level_loop=True) for shape in _STEP},
+        "states": {
+            (2, 128): Config(16, 2, keys=32),
+            (2, 256): Config(16, 4, keys=32),
+            (4, 128): Config(16, 16, keys=64),
+            (4, 256): Config(16, 16, keys=64),
+        },
+        "reverse": {
+            (2, 128): Config(16, 2, keys=32),
+            (2, 256): Config(16, 4, keys=16),
+            (4, 128): Config(16, 8, keys=32),
+            (4, 256): Config(16, 8, keys=32),
+        },
+        "gradients": {
+            (2, 128): Config(16, 16, level_loop=True),
+            (2, 256): Config(16, 16, level_loop=True),
+            (4, 128): Config(16, 16, level_loop=True),
+            (4, 256): Config(16, 16, level_loop=True),
+        },
+    }
+)
+# For tests alone; these are the fastest of a few on an H200, whose lanes have 255 registers and whose warps are RDNA's.
+_FOREIGN = MappingProxyType(
+    {
+        "prepare": {(2, 128): Config(16, 1), (2, 256): Config(16, 1), (4, 128): Config(16, 2), (4, 256): Config(16, 2)},
+        "recurrence": {
+            (2, 128): Config(32, 2, 2),
+            (2, 256): Config(32, 4),
+            (4, 128): Config(16, 4),
+            (4, 256): Config(16, 4),
+        },
+        "recurrent": {(size, K): Config(32, 1) if size == 2 else Config(64, 2) for size, K in _STEP},
+        "recurrent, V first": {shape: Config(16, 1) for shape in _STEP},
+        "join": _JOIN,
+        "states": {
+            (2, 128): Config(32, 2, 2),
+            (2, 256): Config(32, 4),
+            (4, 128): Config(16, 4),
+            (4, 256): Config(16, 4),
+        },
+        "reverse": {
+            (2, 128): Config(32, 2, 2),
+            (2, 256): Config(32, 4),
+            (4, 128): Config(16, 4),
+            (4, 256): Config(16, 4),
+        },
+        "gradients": {
+            (2, 128): Config(128, 8, rows=16),
+            (2, 256): Config(128, 8, rows=16),
+            (4, 128): Config(16, 4),
+            (4, 256): Config(16, 4),
+        },
+    }
+)
+CONFIGS = MappingProxyType(
+    {"gfx90a": _CDNA, "gfx942": _CDNA, "gfx950": _CDNA, "gfx1100": _RDNA, FOREIGN_ARCHITECTURE: _FOREIGN}
+)
+
+
+def config(kernel: str, architecture: Architecture, dtype: torch.dtype, KP: int) -> Config:
+    """The configuration of a kernel for operands (``recurrent``: states) of ``dtype`` and padded key channels KP."""
+    return CONFIGS[architecture.name][kernel][dtype.itemsize, 128 if KP <= 128 else 256]
+
+
+def dot_widths(dtype: torch.dtype, target: Architecture) -> tuple[int, str, str]:
+    """(bfloat16 terms of a decay, precision of products of operands, precision of the inverse's products).
+
+    On AMD float32 products are full ones ("ieee"): only gfx942 has a shorter kind. A foreign device's matrix unit may
+    have none, and takes what comes near. The interpreter multiplies bfloat16 operands wrongly, unless the kit corrects
+    it, so that decays stay float32 there.
+    """
+    if INTERPRET:
+        return 1, "ieee", "ieee"
+    terms = 3 if dtype == torch.float32 else 2
+    if target.name != FOREIGN_ARCHITECTURE:
+        return terms, "ieee", "ieee"
+    precision = {torch.bfloat16: "tf32", torch.float16: "tf32x3"}.get(dtype, "bf16x6")
+    return terms, precision, precision
+
+
+def compile_options(chosen: Config, target: Architecture) -> dict[str, int]:
+    """Triton's options for a configuration; those of AMD's compiler are unknown to others.
+
+    Whether multiplications and additions become one instruction is stated: it decides the bits of results, and triton
+    warns (3.9) that what it does by default is going to change.
+    """
+    options = {"num_warps": chosen.num_warps, "num_stages": chosen.stages, "enable_fp_fusion": True}
+    if target.name != FOREIGN_ARCHITECTURE:
+        options |= {"waves_per_eu": chosen.waves_per_eu, "matrix_instr_nonkdim": MATRIX_SIDE}
+    return options
+
+
+FINISH_ROWS = 16
+"""Rows of a program of the backward's last kernel."""
+
+LEAST_ROWS = 1024
+"""Rows of a segment, at least: shorter ones spend more on their transitions than they save."""
+
+LEAST_SEGMENTS = 8
+"""Where there is no room for so many, as with 32 heads on 132 compute units, a cut gains nothing or loses."""
+
+MOST_SEGMENTS = 32
+"""States pass from one segment to the next, one after another."""
+
+MOST_KEYS = 128
+"""Key channels of a head, at most: wider ones have not been timed."""
+
+PROGRAMS_A_UNIT = 4
+"""The recurrence gets as many segments as make so many programs of it for each compute unit, at most."""
+
+
+def segment_rows(request: Request, target: Architecture, compute_units: int) -> int:
+    """Rows of each segment of a call on a chip with so many compute units, or 0 when it is not cut."""
+    q = request.q
+    if q.shape[1] < LEAST_SEGMENTS * LEAST_ROWS or q.shape[0] != 1 or request.cu_seqlens is not None:
+        return 0
+    if q.dtype.itemsize != 2 or q.shape[3] > MOST_KEYS:
+        return 0
+    if request.inplace_final_state or request.ssm_state_indices is not None or request.return_intermediate_states:
+        return 0
+    VP = padded(request.V)
+    block = min(config("recurrence", target, q.dtype, padded(request.K)).block, VP)
+    programs = request.HV * VP // block
+    room = PROGRAMS_A_UNIT * compute_units // programs
+    count = min(room, request.T // LEAST_ROWS, MOST_SEGMENTS)
+    if count < LEAST_SEGMENTS:
+        return 0
+    return -(-request.T // (count * CHUNK)) * CHUNK
