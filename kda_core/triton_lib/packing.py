@@ -1,4 +1,4 @@
-"""Device functions that find rows of packed sequences without any help from the host."""
+"""Device functions that find the rows of a program, of dense and of packed sequences, without help from the host."""
 
 import triton
 import triton.language as tl
@@ -38,3 +38,49 @@ def chunks_before(cu_seqlens, i_n, length, ROWS: tl.constexpr):
             end = tl.load(cu_seqlens + o_n + 1, mask=m_n, other=0).to(tl.int64)
             before += tl.sum((end - begin + ROWS - 1) // ROWS)
     return before
+
+
+@triton.jit
+def rows_of_sequence(cu_seqlens, i_n, T, chunks, C: tl.constexpr):
+    """Rows of sequence ``i_n``, an int64: (batch row, first row within it, number of rows, first slot).
+
+    The number of rows has T's type, all others are int64. ``chunks``: of a dense sequence.
+    """
+    if cu_seqlens is None:
+        i_b = i_n
+        bos = tl.zeros_like(i_n)
+        length = T
+        first_slot = i_n * chunks
+    else:
+        i_b = tl.zeros_like(i_n)
+        bos = tl.load(cu_seqlens + i_n).to(tl.int64)
+        length = (tl.load(cu_seqlens + i_n + 1).to(tl.int64) - bos).to(T.dtype)
+        first_slot = bos // C + i_n
+    return i_b, bos, length, first_slot
+
+
+@triton.jit
+def rows_of_slot(cu_seqlens, i_slot, T, N, chunks, C: tl.constexpr):
+    """Rows of chunk slot ``i_slot``: (sequence, batch row, first row within it, end of the sequence), of its type.
+
+    Packed: "sequence" N is the rows behind the last one. A slot that holds nothing starts at the end or behind it.
+    """
+    if cu_seqlens is None:
+        i_n = i_slot // chunks
+        i_b = i_n
+        first_row = (i_slot % chunks) * C
+        end = T.to(i_slot.dtype)
+    else:
+        i_n = sequence_of_slot(cu_seqlens, N.to(i_slot.dtype), i_slot, C)
+        i_b = i_n * 0
+        begin = tl.load(cu_seqlens + i_n).to(i_slot.dtype)
+        first_row = begin + (i_slot - begin // C - i_n) * C
+        end = tl.load(cu_seqlens + tl.minimum(i_n + 1, N)).to(i_slot.dtype)
+        end = tl.where(i_n == N, T, end)
+    return i_n, i_b, first_row, end
+
+
+@triton.jit
+def is_padding(i_state, pad_slot_id):
+    """Whether an index of a pool names no slot."""
+    return (i_state < 0) | (i_state == pad_slot_id)

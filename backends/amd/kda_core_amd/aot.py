@@ -66,6 +66,10 @@ _TYPES = {
 }
 
 
+UNITS = 304
+"""Compute units of the chip that calls are recorded for; they only decide how one long sequence is cut."""
+
+
 @dataclass(frozen=True)
 class Launch:
     """One recorded launch: what a call would compile."""
@@ -86,12 +90,12 @@ def recorded(target: Architecture, name: str) -> Iterator[list[Launch]]:
         named = dict(zip(kernel.arg_names, arguments, strict=False)) | constants
         found.append(Launch(name, kernel, named, chosen, target))
 
-    saved = launch.launch, launch.architecture
-    launch.launch, launch.architecture = record, lambda device: target
+    saved = launch.launch, launch.architecture, launch.compute_units
+    launch.launch, launch.architecture, launch.compute_units = record, lambda device: target, lambda device: UNITS
     try:
         yield found
     finally:
-        launch.launch, launch.architecture = saved
+        launch.launch, launch.architecture, launch.compute_units = saved
 
 
 def source(recorded: Launch, small: bool) -> ASTSource:

@@ -28,9 +28,9 @@ import triton.language as tl
 from kda_core.triton_lib.decay import after, chained_sum, through
 from kda_core.triton_lib.gate import NORM_EPS, gate_gradient, gate_rate, log2_decay, sigmoid, write_strength
 from kda_core.triton_lib.levels import straddles, to_reference
+from kda_core.triton_lib.packing import rows_of_slot
 from kda_core.triton_lib.parts import split
 from kda_core_amd.recurrence import state_offsets
-from kda_core_amd.slots import rows_of_slot
 
 _NUMBERS = ["scale", "lower_bound", "T", "N", "chunks", "HV", "group", "s_qb", "s_kb", "s_gb", "s_bb", "s_ob"]
 """Parameters that the compiler must not look at: most of them change with the lengths of the sequences."""
@@ -171,7 +171,8 @@ def gradients_kernel(
     i_slot = pid // HV
     i_h = pid % HV
     i_kh = i_h // group
-    i_n, i_b, first_row, count = rows_of_slot(cu_seqlens, i_slot, T, N, chunks, C)
+    i_n, i_b, first_row, end = rows_of_slot(cu_seqlens, i_slot, T, N, chunks, C)
+    count = tl.minimum(end - first_row, C)
     if count <= 0:
         return
     tiles: tl.constexpr = C // ROWS

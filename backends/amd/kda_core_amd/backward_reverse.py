@@ -9,7 +9,8 @@ block order are those of ``recurrence``. Every offset is int64, from the program
 import triton
 import triton.language as tl
 
-from kda_core_amd.recurrence import load_state, store_state
+from kda_core.triton_lib.packing import rows_of_sequence
+from kda_core_amd.recurrence import load_state, reverse_step, store_state
 
 
 @triton.jit(do_not_specialize=["T", "chunks", "HV", "programs", "s_ob", "s_vb"])
@@ -61,16 +62,8 @@ def reverse_kernel(
     o_v = i_v * BV + tl.arange(0, BV)
     o_r = tl.arange(0, C)
     m_v = o_v < V
-    if cu_seqlens is None:
-        i_b = i_n * UNIT
-        bos = tl.zeros_like(i_n)
-        length = T.to(tl.int64)
-        first_slot = i_n * chunks
-    else:
-        i_b = tl.zeros_like(i_n)
-        bos = tl.load(cu_seqlens + i_n).to(tl.int64)
-        length = tl.load(cu_seqlens + i_n + 1).to(tl.int64) - bos
-        first_slot = bos // C + i_n
+    i_b, bos, length, first_slot = rows_of_sequence(cu_seqlens, i_n, T.to(tl.int64), chunks, C)
+    i_b *= UNIT
     p_state = grad_final_state
     if grad_final_state is not None:
         p_state += i_n * s_fn + i_h * s_fh
@@ -102,16 +95,6 @@ def reverse_kernel(
             b_dv = tl.dot(b_s, tl.load(p_keys + 2 * C * KP + i_k * BK + o_kc), b_dv, input_precision=DOT)
         b_dv = tl.dot(b_do, tl.load(P + i_chunk * (C * C) + o_cc), b_dv, input_precision=DOT).to(dtype)
         tl.store(dv + i_row * s_vt + o_vr, b_dv, mask=m_row)
-        following = ()
-        for i_k in tl.static_range(KP // BK):
-            block = dS[i_k] * tl.load(D + i_chunk * KP + i_k * BK + o_k)[None, :]
-            if LIFT != 1:
-                block *= LIFT
-            block = tl.dot(b_do, tl.load(p_keys + C * KP + i_k * BK + o_ck), block, input_precision=DOT)
-            block -= tl.dot(b_dv, tl.load(p_keys + i_k * BK + o_ck), input_precision=DOT)
-            if LIFT != 1:
-                block *= 1 / LIFT
-            following += (block,)
-        dS = following
+        dS = reverse_step(dS, b_do, b_dv, p_keys, D + i_chunk * KP + o_k, o_ck, C, KP, BK, LIFT, DOT)
     if grad_initial_state is not None:
         store_state(grad_initial_state + i_n * s_in + i_h * s_ih, dS, o_v, m_v, s_ik, s_iv, K, KP, BK)

@@ -9,7 +9,8 @@ grid and block order this kernel shares. Every offset is int64, from the program
 import triton
 import triton.language as tl
 
-from kda_core_amd.recurrence import load_state
+from kda_core.triton_lib.packing import rows_of_sequence
+from kda_core_amd.recurrence import load_state, step
 
 
 @triton.jit(do_not_specialize=["T", "chunks", "HV", "programs", "s_vb"])
@@ -53,16 +54,8 @@ def states_kernel(
     o_v = i_v * BV + tl.arange(0, BV)
     o_r = tl.arange(0, C)
     m_v = o_v < V
-    if cu_seqlens is None:
-        i_b = i_n * UNIT
-        bos = tl.zeros_like(i_n)
-        length = T.to(tl.int64)
-        first_slot = i_n * chunks
-    else:
-        i_b = tl.zeros_like(i_n)
-        bos = tl.load(cu_seqlens + i_n).to(tl.int64)
-        length = tl.load(cu_seqlens + i_n + 1).to(tl.int64) - bos
-        first_slot = bos // C + i_n
+    i_b, bos, length, first_slot = rows_of_sequence(cu_seqlens, i_n, T.to(tl.int64), chunks, C)
+    i_b *= UNIT
     p_state = initial_state
     if initial_state is not None:
         p_state += i_n * s_in + i_h * s_ih
@@ -93,9 +86,4 @@ def states_kernel(
         b_r = (b_v - known).to(dtype)
         b_z = tl.dot(b_r, tl.load(Z + i_chunk * (C * C) + o_cc), input_precision=DOT)
         tl.store(z + i_chunk * (C * VP) + o_zr, b_z.to(dtype))
-        following = ()
-        for i_k in tl.static_range(KP // BK):
-            decayed = S[i_k] * tl.load(D + i_chunk * KP + i_k * BK + o_k)[None, :]
-            kept = tl.load(p_keys + 2 * C * KP + i_k * BK + o_ck)
-            following += (tl.dot(b_r, kept, decayed, input_precision=DOT),)
-        S = following
+        S = step(S, b_r, p_keys, D + i_chunk * KP + o_k, o_ck, C, KP, BK, DOT)

@@ -30,8 +30,8 @@ from kda_core.triton_lib.decay import (
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
 from kda_core.triton_lib.inverse import inverse_16
 from kda_core.triton_lib.levels import straddles, to_reference
+from kda_core.triton_lib.packing import is_padding, rows_of_slot
 from kda_core.triton_lib.parts import split, two_parts
-from kda_core_amd.slots import rows_of_slot
 
 _NUMBERS = [
     "scale",
@@ -210,7 +210,8 @@ def prepare(
     i_kh = i_h // group
     dtype = keys.dtype.element_ty
 
-    i_n, i_b, first_row, count = rows_of_slot(cu_seqlens, i_slot, T, N, chunks, C)
+    i_n, i_b, first_row, end = rows_of_slot(cu_seqlens, i_slot, T, N, chunks, C)
+    count = tl.minimum(end - first_row, C)
     if count <= 0:
         return
     i_b *= UNIT
@@ -221,7 +222,7 @@ def prepare(
         if indices is not None:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
             if i_n < N:
                 i_state = tl.load(indices + i_n * s_index)
-                skip = (i_state < 0) | (i_state == pad_slot_id)
+                skip = is_padding(i_state, pad_slot_id)
         if skip:
             # Rows that no recurrence visits: behind the last packed sequence, or of a padded slot.
             o_r = tl.arange(0, C).to(tl.int64)

@@ -15,7 +15,7 @@ to share a die's cache. Every offset is int64, from the program id up.
 import triton
 import triton.language as tl
 
-from kda_core.triton_lib.packing import chunks_before
+from kda_core.triton_lib.packing import chunks_before, is_padding, rows_of_sequence
 
 _NUMBERS = ["T", "chunks", "HV", "programs", "s_vb", "s_ob", "s_index", "pad_slot_id"]
 """Parameters that the compiler must not look at: most of them change with the lengths of the sequences."""
@@ -49,6 +49,43 @@ def store_state(p_state, blocks, o_v, m_v, s_k, s_v, K: tl.constexpr, KP: tl.con
         mask = m_v[:, None] & (o_k < K)[None, :]
         block = blocks[i_k].to(p_state.dtype.element_ty)
         tl.store(p_state + state_offsets(o_v, o_k, s_k, s_v), block, mask=mask)
+
+
+@triton.jit
+def step(S, b_r, p_keys, p_decay, o_ck, C: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, DOT: tl.constexpr):
+    """The state after a chunk, D ⊙ S + kAᵀ r, in blocks of key channels.
+
+    Args:
+        S: the state before it, [BV, BK] blocks.
+        b_r: r transposed, [BV, C].
+        p_keys, p_decay: the chunk's keys, and its D at the first block's channels.
+        o_ck: offsets [C, BK] of a block of the keys.
+    """
+    after = ()
+    for i_k in tl.static_range(KP // BK):
+        decayed = S[i_k] * tl.load(p_decay + i_k * BK)[None, :]
+        k_a = tl.load(p_keys + 2 * C * KP + i_k * BK + o_ck)
+        after += (tl.dot(b_r, k_a, decayed, input_precision=DOT),)
+    return after
+
+
+@triton.jit
+def reverse_step(
+    dS, b_do, b_dv, p_keys, p_decay, o_ck,
+    C: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, LIFT: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the state ahead of a chunk, D ⊙ dS + qgᵀ do − keᵀ dv; arguments as for ``step``."""
+    before = ()
+    for i_k in tl.static_range(KP // BK):
+        block = dS[i_k] * tl.load(p_decay + i_k * BK)[None, :]
+        if LIFT != 1:
+            block *= LIFT
+        block = tl.dot(b_do, tl.load(p_keys + C * KP + i_k * BK + o_ck), block, input_precision=DOT)
+        block -= tl.dot(b_dv, tl.load(p_keys + i_k * BK + o_ck), input_precision=DOT)
+        if LIFT != 1:
+            block *= 1 / LIFT
+        before += (block,)
+    return before
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -106,20 +143,12 @@ def recurrence(
     o_r = tl.arange(0, C)
     m_v = o_v < V
 
-    if cu_seqlens is None:
-        i_b = i_n * UNIT
-        bos = tl.zeros_like(i_n)
-        length = T.to(tl.int64)
-        first_slot = i_n * chunks
-    else:
-        i_b = tl.zeros_like(i_n)
-        bos = tl.load(cu_seqlens + i_n).to(tl.int64)
-        length = tl.load(cu_seqlens + i_n + 1).to(tl.int64) - bos
-        first_slot = bos // C + i_n
+    i_b, bos, length, first_slot = rows_of_sequence(cu_seqlens, i_n, T.to(tl.int64), chunks, C)
+    i_b *= UNIT
     i_state = i_n
     if indices is not None:
         i_state = tl.load(indices + i_n * s_index).to(tl.int64)
-        if (i_state < 0) | (i_state == pad_slot_id):
+        if is_padding(i_state, pad_slot_id):
             return
 
     p_state = initial_state
@@ -176,12 +205,7 @@ def recurrence(
         b_r = (b_v - known).to(dtype)
         b_p = tl.load(P + i_chunk * HV * (C * C) + (o_r[None, :] * C + o_r[:, None]))
         b_o = tl.dot(b_r, b_p, b_o, input_precision=DOT)
-        following = ()
-        for i_k in tl.static_range(KP // BK):
-            decayed = S[i_k] * tl.load(p_decay + i_k * BK)[None, :]
-            kept = tl.load(p_keys + 2 * C * KP + i_k * BK + o_ck)
-            following += (tl.dot(b_r, kept, decayed, input_precision=DOT),)
-        S = following
+        S = step(S, b_r, p_keys, p_decay, o_ck, C, KP, BK, DOT)
         tl.store(o + first * s_ot + o_or, b_o.to(o.dtype.element_ty), mask=m_row)
 
     if final_state is not None:

@@ -30,6 +30,7 @@ from kda_core.triton_lib.arguments import batch_strides, contiguous, gate_kind, 
 from kda_core.triton_lib.factor import decay_minus_one
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
 from kda_core.triton_lib.layout import padded
+from kda_core.triton_lib.packing import is_padding
 from kda_core_amd import launch
 from kda_core_amd.choose import config
 from kda_core_amd.chunk_forward import finished, output_buffers
@@ -83,12 +84,6 @@ def _value_in(x, V_FIRST: tl.constexpr):
     else:
         block = x[None, :]
     return block
-
-
-@triton.jit
-def _is_slot(i_state, pad_slot_id):
-    """Whether an index is a slot and not padding."""
-    return (i_state >= 0) & (i_state != pad_slot_id)
 
 
 @triton.jit
@@ -205,7 +200,7 @@ def recurrent(
             # A count out of range is the caller's error; clamped, it reads no memory that is not a table's.
             first = tl.minimum(tl.maximum(count, 1), width.to(tl.int64)) - 1
         i_state = tl.load(indices + first * s_column).to(tl.int64)
-        if not _is_slot(i_state, pad_slot_id):
+        if is_padding(i_state, pad_slot_id):
             _zero_rows(o, bos, eos, s_ot, o_v, m_v)
             return
         if bos >= eos:
@@ -252,7 +247,7 @@ def recurrent(
         if EVERY_TOKEN:
             # A sequence longer than its row of the table is the caller's error; no other row is read for it.
             i_state = tl.load(indices + (t - bos) * s_column, mask=t - bos < width, other=-1).to(tl.int64)
-            if _is_slot(i_state, pad_slot_id):
+            if not is_padding(i_state, pad_slot_id):
                 p_state = final_state + i_state * s_fn + i_h * s_fh + o_state
                 tl.store(p_state, S.to(final_state.dtype.element_ty), mask=m_state)
     if (final_state is not None) and (not EVERY_TOKEN):

@@ -19,7 +19,7 @@ from kda_core.triton_lib.layout import CHUNK, padded
 from kda_core.triton_lib.lift import lift
 from kda_core_amd import launch
 from kda_core_amd.choose import Architecture, Config, config, dot_widths
-from kda_core_amd.recurrence import load_state, store_state
+from kda_core_amd.recurrence import load_state, reverse_step, step, store_state
 
 
 @triton.jit(do_not_specialize=["rows", "HV", "programs"])
@@ -86,12 +86,7 @@ def transitions_kernel(
         if LIFT != 1:
             known *= 1 / LIFT
         b_r = (b_v - known).to(dtype)
-        following = ()
-        for i_k in tl.static_range(KP // BK):
-            decayed = S[i_k] * tl.load(D + i_chunk * KP + i_k * BK + o_k)[None, :]
-            kept = tl.load(p_keys + 2 * C * KP + i_k * BK + o_ck)
-            following += (tl.dot(b_r, kept, decayed, input_precision=DOT),)
-        S = following
+        S = step(S, b_r, p_keys, D + i_chunk * KP + o_k, o_ck, C, KP, BK, DOT)
     p_out = transitions + (i_n * HV + i_h) * ((VP + KP) * KP)
     store_state(p_out, S, o_v, o_v < VP + KP, 1, KP, KP, KP, BK)
 
@@ -160,17 +155,7 @@ def reverse_transitions_kernel(
             b_s = dS[i_k].to(dtype)
             b_dv = tl.dot(b_s, tl.load(p_keys + 2 * C * KP + i_k * BK + o_kc), b_dv, input_precision=DOT)
         b_dv = tl.dot(b_do, tl.load(P + i_chunk * (C * C) + o_cc), b_dv, input_precision=DOT).to(dtype)
-        following = ()
-        for i_k in tl.static_range(KP // BK):
-            block = dS[i_k] * tl.load(D + i_chunk * KP + i_k * BK + o_k)[None, :]
-            if LIFT != 1:
-                block *= LIFT
-            block = tl.dot(b_do, tl.load(p_keys + C * KP + i_k * BK + o_ck), block, input_precision=DOT)
-            block -= tl.dot(b_dv, tl.load(p_keys + i_k * BK + o_ck), input_precision=DOT)
-            if LIFT != 1:
-                block *= 1 / LIFT
-            following += (block,)
-        dS = following
+        dS = reverse_step(dS, b_do, b_dv, p_keys, D + i_chunk * KP + o_k, o_ck, C, KP, BK, LIFT, DOT)
     p_out = additions + ((i_n - 1) * HV + i_h) * (VP * KP)
     store_state(p_out, dS, o_v, o_v < VP, 1, KP, KP, KP, BK)
 

@@ -28,12 +28,10 @@ import triton
 import triton.language as tl
 
 from kda_core.triton_lib.gate import gate_gradient, gate_rate, sigmoid
+from kda_core.triton_lib.levels import apart, to_reference
+from kda_core.triton_lib.packing import rows_of_slot
 from kda_core_nvidia.backward_levels import (
     interval_sum,
-    level_interval,
-    level_reach,
-    level_straddles,
-    locate,
     log2_decay,
     rounded,
     split3,
@@ -107,17 +105,17 @@ def _level(
     diagonals, each with its transpose added.
     """
     second = (((o_c >> j) & 1) == 1)[None, :]
-    straddles = level_straddles(o_c, o_c, j)
-    b_m = tl.where(straddles, b_mu, 0.0).to(dt)
-    b_l = tl.where(straddles, b_lu, 0.0).to(dt)
-    e = tl.exp2(interval_sum(hi, mid, lo, level_interval(o_c, o_c, j), 3 if PRECISION == "ieee" else 2))
+    straddling = apart(o_c[:, None], o_c[None, :], j)
+    b_m = tl.where(straddling, b_mu, 0.0).to(dt)
+    b_l = tl.where(straddling, b_lu, 0.0).to(dt)
+    e = tl.exp2(interval_sum(hi, mid, lo, to_reference(o_c[None, :], o_c[:, None], j), 3 if PRECISION == "ieee" else 2))
     b_ke = (b_k * (e * tl.where(second, 1.0, b_beta[None, :]))).to(dt)
     b_qe = tl.where(second, b_q * e, 0.0).to(dt)
     b_dql = tl.where(second, e, 0.0) * tl.dot(b_ke, b_m, input_precision=PRECISION)
     b_dkl = tl.dot(b_ke, b_l, input_precision=PRECISION)
     b_dkl = e * tl.dot(b_qe, b_m, b_dkl, input_precision=PRECISION)
     p_hi, p_lo = _summands(b_q * b_dql + b_k * (b_dkl * tl.where(second, 1.0, b_beta[None, :])), dt)
-    b_dgamma = _sums(p_hi, p_lo, level_reach(o_c, o_c, j), b_dgamma, dt, PRECISION)
+    b_dgamma = _sums(p_hi, p_lo, to_reference(o_c[:, None], o_c[None, :], j), b_dgamma, dt, PRECISION)
     b_dkr += tl.where(second, b_dkl, 0.0)
     b_dkc += tl.where(second, 0.0, b_dkl)
     return b_dq + b_dql, b_dkr, b_dkc, b_dgamma
@@ -218,7 +216,7 @@ def gradients_kernel(
     i_k = tl.program_id(0) % NK
     i_h = (tl.program_id(0) // NK) % HV
     i_slot = tl.program_id(0) // (NK * HV)
-    i_b, t0, eos, i_n = locate(i_slot, cu_seqlens, T, NT, N, C)
+    i_n, i_b, t0, eos = rows_of_slot(cu_seqlens, i_slot, T, N, NT, C)
     if t0 >= eos:
         return
     # Of fewer rows less may decay: what cancels in sums over rows would be large beside what is left of them.

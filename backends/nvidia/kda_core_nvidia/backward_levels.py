@@ -1,4 +1,4 @@
-"""Device helpers of the backward: chunk slots, gates and decays over intervals.
+"""Device helpers of the backward: gates and decays over intervals.
 
 Decays inside a chunk are needed as exp of a sum over an interval of rows: from the chunk's start to a row,
 from a row to the chunk's end, or, for the level with half-blocks of b rows, from a row to the middle of its
@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 
 from kda_core.triton_lib import gate
-from kda_core.triton_lib.packing import sequence_of_slot
 from kda_core_nvidia.prepare import INTERPRETED
 
 # exp2 of anything below is 0 in fp32, so that a clamp there changes no result; fp16 holds it, and 0 times it is 0.
@@ -25,28 +24,6 @@ MIN_LOG2_DECAY = tl.constexpr(-512.0)
 
 UNIT = tl.constexpr(2.0**6)
 """Of the terms of a float32 decay: MIN_LOG2_DECAY times this is within what fp16 holds."""
-
-
-@triton.jit
-def locate(i_slot, cu_seqlens, T, NT, N, C: tl.constexpr):
-    """Where chunk ``i_slot`` lies: (batch row, first row of the chunk, end of its sequence, sequence).
-
-    Rows count within the batch row. Packed: sequence N is the rest of the row behind the last sequence; a slot that
-    holds nothing starts past its end.
-    """
-    if cu_seqlens is None:
-        i_n = i_slot // NT
-        i_b = i_n
-        t0 = (i_slot % NT) * C
-        eos = T
-    else:
-        i_n = sequence_of_slot(cu_seqlens, N, i_slot, C)
-        i_b = i_n * 0
-        bos = tl.load(cu_seqlens + i_n).to(tl.int32)
-        t0 = bos + (i_slot - bos // C - i_n) * C
-        eos = tl.load(cu_seqlens + tl.minimum(i_n + 1, N)).to(tl.int32)
-        eos = tl.where(i_n == N, T, eos)
-    return i_b, t0, eos, i_n
 
 
 @triton.jit
@@ -108,27 +85,3 @@ def interval_sum(hi, mid, lo, b_w, TERMS: tl.constexpr):
     if TERMS == 3:
         return (tl.dot(hi, w) + tl.dot(mid, w, tl.dot(lo, w))) * (1 / UNIT)
     return tl.dot(mid, w, tl.dot(hi, w))
-
-
-@triton.jit
-def level_interval(o_s, o_r, j):
-    """[s, r]: rows between row r and the middle of its 2b-block, b = 2^j: (start, r] in a second half, (r, end] in a
-    first one."""
-    half = (o_s >> j)[:, None] == (o_r >> j)[None, :]
-    second = (((o_r >> j) & 1) == 1)[None, :]
-    return half & ((o_s[:, None] <= o_r[None, :]) == second)
-
-
-@triton.jit
-def level_reach(o_s, o_t, j):
-    """[s, t]: rows s of row t's half whose pairs straddle the decay of row t: s >= t in a second half, s < t in a
-    first one."""
-    half = (o_s >> j)[:, None] == (o_t >> j)[None, :]
-    second = (((o_t >> j) & 1) == 1)[None, :]
-    return half & ((o_s[:, None] >= o_t[None, :]) == second)
-
-
-@triton.jit
-def level_straddles(o_r, o_s, j):
-    """Pairs in different halves of the same 2b-block, b = 2^j, in either order."""
-    return ((o_r >> j) ^ 1)[:, None] == (o_s >> j)[None, :]

@@ -11,6 +11,8 @@ z: [slots, HV, C, VP]; states: [slots, HV, VP, KP].
 import triton
 import triton.language as tl
 
+from kda_core.triton_lib.packing import rows_of_sequence
+
 
 @triton.jit
 def load_state(state, i_nh, o_v, o_k, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
@@ -37,18 +39,8 @@ def store_state(state, b_s, i_nh, o_v, o_k, K: tl.constexpr, V: tl.constexpr, V_
 @triton.jit
 def rows_of(i_n, cu_seqlens, T, T_row, NT, s_b, s_t, C: tl.constexpr):
     """(first slot, length, offset of the first row, first row of a contiguous [B · T] axis) of sequence ``i_n``."""
-    i_n = i_n.to(tl.int64)
-    if cu_seqlens is None:
-        slot0 = i_n * NT
-        length = T
-        first = i_n * s_b + i_n * T_row * s_t
-        bos = i_n * T
-    else:
-        bos = tl.load(cu_seqlens + i_n).to(tl.int64)
-        slot0 = bos // C + i_n
-        length = (tl.load(cu_seqlens + i_n + 1).to(tl.int64) - bos).to(tl.int32)
-        first = bos * s_t
-    return slot0, length, first, bos
+    i_b, bos, length, slot0 = rows_of_sequence(cu_seqlens, i_n.to(tl.int64), T, NT, C)
+    return slot0, length, i_b * s_b + (i_b * T_row + bos) * s_t, i_b * T + bos
 
 
 @triton.jit(do_not_specialize=["T", "T_row", "NT"])

@@ -12,7 +12,7 @@ int64 from the sequence up.
 import triton
 import triton.language as tl
 
-from kda_core.triton_lib.packing import chunks_before
+from kda_core.triton_lib.packing import chunks_before, is_padding, rows_of_sequence
 
 _NUMBERS = ["T", "chunks", "HV", "s_vb", "s_ob", "s_index", "pad_slot_id", "o_scale"]
 """Parameters that the compiler must not look at: most of them change with the lengths of the sequences."""
@@ -73,20 +73,12 @@ def recurrence(
     m_k = o_k < K
     m_v = o_v < V
 
-    if cu_seqlens is None:
-        i_b = i_n * UNIT
-        bos = tl.zeros_like(i_n)
-        length = T
-        first_slot = i_n * chunks
-    else:
-        i_b = tl.zeros_like(i_n)
-        bos = tl.load(cu_seqlens + i_n).to(tl.int64)
-        length = (tl.load(cu_seqlens + i_n + 1).to(tl.int64) - bos).to(tl.int32)
-        first_slot = bos // C + i_n
+    i_b, bos, length, first_slot = rows_of_sequence(cu_seqlens, i_n, T, chunks, C)
+    i_b *= UNIT
     i_state = i_n
     if indices is not None:
         i_state = tl.load(indices + i_n * s_index).to(tl.int64)
-        if (i_state < 0) | (i_state == pad_slot_id):
+        if is_padding(i_state, pad_slot_id):
             return
 
     if LAST_CONTIGUOUS:

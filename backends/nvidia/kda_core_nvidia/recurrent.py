@@ -26,6 +26,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
+from kda_core.triton_lib.packing import is_padding
 from kda_core_nvidia.factor import decay_factor, decayed
 
 ZERO_ROWS = tl.constexpr(8)
@@ -207,7 +208,7 @@ def recurrent(
         bias = tl.load(dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)
 
     if indices is not None:  # noqa: SIM102 (known when the kernel is compiled)
-        if (i_state < 0) | (i_state == pad_slot_id):
+        if is_padding(i_state, pad_slot_id):
             zero_rows(p_o, s_ot, s_ov, 0, length, i_v, BLOCKS, V, VP)
             return
 
@@ -254,7 +255,7 @@ def recurrent(
         p_o += s_ot
         if EVERY_TOKEN:
             i_slot = tl.load(p_slot + t * s_slot, mask=t < width, other=-1).to(tl.int64)
-            if (i_slot >= 0) & (i_slot != pad_slot_id):
+            if not is_padding(i_slot, pad_slot_id):
                 p_kept = final_state + i_slot * s_fn + i_h * s_fh + tile_offsets(o_k, o_v, F_K, F_V, V_FIRST)
                 tl.store(p_kept, S.to(final_state.dtype.element_ty), mask=m_state)
 

@@ -15,6 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kda_core.triton_lib.decay import after, selected_sum, through
 from kda_core.triton_lib.gate import LOG2_E, NORM_EPS, gate_rate, log2_decay, write_strength
 from kda_core.triton_lib.inverse import inverse_16
+from kda_core.triton_lib.packing import is_padding
 from kda_core.triton_lib.parts import split, two_parts
 from kda_core_nvidia.factor import decay_factor
 from kda_core_nvidia.prepare import _widen
@@ -119,7 +120,7 @@ def blocks_prepare(
     rows = rows.to(tl.int64)
     if indices is not None:
         i_state = tl.load(indices + i_n * s_index).to(tl.int64)
-        if (i_state < 0) | (i_state == pad_slot_id):
+        if is_padding(i_state, pad_slot_id):
             p_o = o + row * s_on + i_h * s_oh
             zero_rows(p_o, s_ot, s_ov, start, tl.minimum(length, start + ROWS), 0, 1, V, VP)
             return

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from kda_core.triton_lib.packing import is_padding
 from kda_core_nvidia.factor import decayed
 from kda_core_nvidia.recurrent_blocks import PLANES, ROWS, TOP, locate, product, scaled_halves
 
@@ -177,7 +178,7 @@ def blocks_recurrence(
         i_state = i_n
         if indices is not None:
             i_state = tl.load(indices + i_n * s_index).to(tl.int64)
-            if (i_state < 0) | (i_state == pad_slot_id):
+            if is_padding(i_state, pad_slot_id):
                 if OVERLAP:  # noqa: SIM102 (known when the kernel is compiled)
                     # One program waits, so that no kernel behind this one finds those before it still running.
                     if pid == 0:
@@ -205,7 +206,7 @@ def blocks_recurrence(
                 skip = n < 0
                 if indices is not None:
                     i_state = tl.load(indices + i_n * s_index).to(tl.int64)
-                    skip = (i_state < 0) | (i_state == pad_slot_id)
+                    skip = is_padding(i_state, pad_slot_id)
                 if not skip:
                     follow(
                         planes, squares, factors, v, initial_state, final_state, o,
