@@ -57,11 +57,10 @@ def chained_sum(select, parts, TERMS: tl.constexpr, START: tl.constexpr = 0.0):
 def selected_sum(select, parts, TERMS: tl.constexpr, START: tl.constexpr = 0.0):
     """START plus the sum over rows s of y[s, c] where select[r, s]: [16, BK] float32, ``parts = split(y, ..)``.
 
-    Of float16 parts it is the sum of y / FLOAT16_UNIT.
+    With float16 parts it is the sum of y / FLOAT16_UNIT.
 
-    A matrix unit may cut every number that it adds at about the 25th bit of the largest. Sums of three parts are to be
-    float32's own, so that the small ones are added up among themselves, and what they come to is added by an
-    instruction that rounds.
+    A matrix unit may cut every number that it adds at about the 25th bit of the largest. Sums of three parts must be as
+    exact as float32: the small parts are summed by themselves, and an instruction that rounds adds that sum.
     """
     if TERMS != 3:
         return chained_sum(select, parts, TERMS, START)
@@ -72,9 +71,9 @@ def selected_sum(select, parts, TERMS: tl.constexpr, START: tl.constexpr = 0.0):
 
 @triton.jit
 def whole_sum(parts, TERMS: tl.constexpr):
-    """The sum over all rows, in each row, for ``parts = split(y, TERMS)``: not of two bfloat16 parts, but of three.
+    """The sum over all rows, in each row, for ``parts = split(y, TERMS)``; of three bfloat16 parts where TERMS is 2.
 
-    It multiplies a state, in chunk after chunk; the other sums make factors that are rounded to 16 bits.
+    Its power multiplies a state in every chunk. The other sums make factors that are rounded to 16 bits.
     """
     r = tl.arange(0, 16)
     everything = (r[:, None] + r[None, :]) >= 0

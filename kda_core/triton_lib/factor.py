@@ -1,7 +1,7 @@
 """Device function for a state's decay in one step, exact for slow channels.
 
-d, rounded to float32, is off by up to 3e-8, and where a decay is constant by as much in every step: what keeps most of
-its state takes what d − 1 adds to it.
+d, rounded to float32, has an error of up to 3e-8; a constant decay repeats it in every step. A channel that keeps most
+of its state therefore adds (d − 1) times its state.
 """
 
 import math

@@ -39,7 +39,7 @@ from kda_core_amd.choose import (
 )
 
 SPILL_LIMIT = 8
-"""Vector registers of a lane that may be kept in memory: a few saved round a loop cost nothing that can be measured."""
+"""Vector registers of a lane that may spill: a few saved round a loop cost nothing that can be measured."""
 
 KNOWN_LARGE_SPILLS = {
     ("gfx1100", "recurrence", 2, 128): 16,
@@ -50,9 +50,9 @@ KNOWN_LARGE_SPILLS = {
     ("gfx1100", "reverse_kernel", 2, 128): 24,
     ("gfx1100", "reverse_kernel", 2, 256): 40,
 }
-"""(architecture, kernel, bytes of an operand, padded K up to) -> registers of a lane that are kept in memory by kernels
-that are served in spite of it, for tensors of 2 GiB and more alone ("h": with intermediate states). A lane of gfx1100
-has 256 registers, its matrix unit wants every operand in both halves of a wave, and an address of 64 bits takes two."""
+"""(architecture, kernel, bytes of an operand, padded K up to) -> registers of a lane that spill in kernels that are
+served all the same, only for tensors of 2 GiB and more ("h": with intermediate states). A lane of gfx1100 has 256
+registers, its matrix unit wants every operand in both halves of a wave, and an address of 64 bits takes two."""
 
 POINTER_RANGE = 32
 """Bits that reach every byte of a tensor below 2 GiB; triton's ROCm launcher says so of such a tensor."""
@@ -263,7 +263,7 @@ def _calls(shapes: Sequence[tuple]) -> Iterator[tuple[str, Callable[[], object]]
                 states = replace(request, return_intermediate_states=True, cu_seqlens_cpu=request.cu_seqlens)
                 yield f"{_SHORT[dtype]} K {K} states", lambda r=states: chunk_forward.chunk_forward(r)
             if gate_name == gates[0]:
-                # What a layout of states changes has nothing to do with gates.
+                # The layout of states changes the same code for every gate.
                 transposed = replace(request, state_v_first=True)
                 yield f"{_SHORT[dtype]} K {K}, V first", lambda r=transposed: chunk_forward.chunk_forward(r)
             if "safe" not in gate_name:
@@ -311,7 +311,7 @@ def shipped(target: Architecture, only: str = "", quick: bool = False) -> list[L
 
 
 _JOBS: list[Launch] = []
-"""What the workers of ``report`` compile: they are forked, so that launches need not travel."""
+"""Launches that the workers of ``report`` compile; the workers are forked, so that launches are not sent to them."""
 
 
 def _line(index: int, small: bool) -> tuple[str, bool]:

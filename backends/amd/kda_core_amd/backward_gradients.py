@@ -33,7 +33,7 @@ from kda_core.triton_lib.parts import split
 from kda_core_amd.recurrence import state_offsets
 
 _NUMBERS = ["scale", "lower_bound", "T", "N", "chunks", "HV", "group", "s_qb", "s_kb", "s_gb", "s_bb", "s_ob"]
-"""Parameters that the compiler must not look at: most of them change with the lengths of the sequences."""
+"""Parameters that are not specialised: most of them change with the lengths of the sequences."""
 
 
 @triton.jit
@@ -219,7 +219,7 @@ def gradients_kernel(
     state_grads += i_chunk * (VP * KP)
     dtype = z.dtype.element_ty
     EXACT: tl.constexpr = dtype == tl.float32
-    # Of a sequence of one chunk both states are the call's own: as they were given, not as they were stored.
+    # The states at both ends of a sequence of one chunk are the call's own: read as given, not as stored.
     one_chunk = False
     if initial_state is not None:
         initial_state += i_n * s_in + i_h * s_ih
@@ -273,7 +273,7 @@ def gradients_kernel(
     everything = (r[:, None] + r[None, :]) >= 0
     from_row = r[None, :] >= r[:, None]
     before_row = r[None, :] < r[:, None]
-    # Masks formed anew in every block of channels: kept from one to the next they would fill the registers.
+    # Masks are formed again in every block of channels: kept across blocks they would fill the registers.
     for i_k in tl.range(0, KP, BK, disable_licm=True):
         o_k = i_k + tl.arange(0, BK)
         b_dq = ()
@@ -322,7 +322,7 @@ def gradients_kernel(
             # Decays from the tile's start through a row, and behind it to the tile's end.
             into += (tl.exp2(chained_sum(through(r, r), parts[t], TERMS)),)
             out_of += (tl.exp2(chained_sum(after(r, r), parts[t], TERMS)),)
-        # What goes through the states. The decay of the whole slot is the same in each row of ``total``.
+        # Terms that go through the states. The decay of the whole slot is the same in each row of ``total``.
         total = tl.exp2(chained_sum(everything, parts[0], TERMS))
         if tiles == 2:
             total1 = tl.exp2(chained_sum(everything, parts[1], TERMS))

@@ -80,7 +80,7 @@ def reverse_kernel(
     o_cc = o_r[:, None] * C + o_r[None, :]
     o_s = o_v[:, None] * KP + o_k[None, :]
     count = (length + C - 1) // C
-    # Masks and offsets formed anew in every chunk: kept from one to the next they would fill the registers.
+    # Masks and offsets are formed again in every chunk: kept across chunks they would fill the registers.
     for j in tl.range(0, count, num_stages=STAGES, disable_licm=True):
         i = count - 1 - j
         i_row = i * C

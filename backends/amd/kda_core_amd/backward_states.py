@@ -1,8 +1,8 @@
 """Forward recurrence of the backward: z of every row and the state at the start of every slot.
 
-    r = v − ke S        z = Z r        S ← D ⊙ S + kAᵀ r
+    r = v − ke S        z = X r        S ← D ⊙ S + kAᵀ r
 
-(β ⊙ z are the values that the delta rule writes.) The state is held transposed, in blocks, as in ``recurrence``, whose
+(The delta rule writes the rows β ⊙ z.) The state is held transposed, in blocks, as in ``recurrence``, whose
 grid and block order this kernel shares. Every offset is int64, from the program id up.
 """
 
@@ -16,7 +16,7 @@ from kda_core_amd.recurrence import load_state, step
 @triton.jit(do_not_specialize=["T", "chunks", "HV", "programs", "s_vb"])
 def states_kernel(
     keys,  # [slots, HV, 3, C, KP]
-    Z,  # [slots, HV, C, C]
+    X,  # [slots, HV, C, C]
     D,  # [slots, HV, KP]
     v,  # [B, T, HV, V]
     initial_state,  # [N, HV, K, V] (or [..., V, K]) or None
@@ -69,7 +69,7 @@ def states_kernel(
     o_cc = o_r[None, :] * C + o_r[:, None]
     o_zr = o_r[None, :] * VP + o_v[:, None]
     o_s = o_v[:, None] * KP + o_k[None, :]
-    # Masks and offsets formed anew in every chunk: kept from one to the next they would fill the registers.
+    # Masks and offsets are formed again in every chunk: kept across chunks they would fill the registers.
     for i in tl.range(0, (length + C - 1) // C, num_stages=STAGES, disable_licm=True):
         i_row = tl.cast(i, tl.int64) * C
         i_chunk = (first_slot + tl.cast(i, tl.int64)) * HV + i_h
@@ -84,6 +84,6 @@ def states_kernel(
         if LIFT != 1:
             known *= 1 / LIFT
         b_r = (b_v - known).to(dtype)
-        b_z = tl.dot(b_r, tl.load(Z + i_chunk * (C * C) + o_cc), input_precision=DOT)
+        b_z = tl.dot(b_r, tl.load(X + i_chunk * (C * C) + o_cc), input_precision=DOT)
         tl.store(z + i_chunk * (C * VP) + o_zr, b_z.to(dtype))
         S = step(S, b_r, p_keys, D + i_chunk * KP + o_k, o_ck, C, KP, BK, DOT)

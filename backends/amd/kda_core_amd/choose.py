@@ -201,9 +201,9 @@ def config(kernel: str, architecture: Architecture, dtype: torch.dtype, KP: int)
 def dot_widths(dtype: torch.dtype, target: Architecture) -> tuple[int, str, str]:
     """(bfloat16 terms of a decay, precision of products of operands, precision of the inverse's products).
 
-    On AMD float32 products are full ones ("ieee"): only gfx942 has a shorter kind. A foreign device's matrix unit may
-    have none, and takes what comes near. The interpreter multiplies bfloat16 operands wrongly, unless the kit corrects
-    it, so that decays stay float32 there.
+    On AMD float32 products are full ones ("ieee"): only gfx942 has a shorter kind. The matrix unit of a foreign device
+    may have none; it takes the closest kind that it has. The interpreter multiplies bfloat16 operands wrongly, unless
+    the kit corrects it, so decays stay float32 there.
     """
     if INTERPRET:
         return 1, "ieee", "ieee"
@@ -217,8 +217,8 @@ def dot_widths(dtype: torch.dtype, target: Architecture) -> tuple[int, str, str]
 def compile_options(chosen: Config, target: Architecture) -> dict[str, int]:
     """Triton's options for a configuration; those of AMD's compiler are unknown to others.
 
-    Whether multiplications and additions become one instruction is stated: it decides the bits of results, and triton
-    warns (3.9) that what it does by default is going to change.
+    ``enable_fp_fusion`` is always stated: it decides the bits of results, and triton 3.9 warns that its default is going
+    to change.
     """
     options = {"num_warps": chosen.num_warps, "num_stages": chosen.stages, "enable_fp_fusion": True}
     if target.name != FOREIGN_ARCHITECTURE:
@@ -233,16 +233,16 @@ LEAST_ROWS = 1024
 """Rows of a segment, at least: shorter ones spend more on their transitions than they save."""
 
 LEAST_SEGMENTS = 8
-"""Where there is no room for so many, as with 32 heads on 132 compute units, a cut gains nothing or loses."""
+"""With fewer segments, as for 32 heads on 132 compute units, a cut gains nothing or loses."""
 
 MOST_SEGMENTS = 32
 """States pass from one segment to the next, one after another."""
 
 MOST_KEYS = 128
-"""Key channels of a head, at most: wider ones have not been timed."""
+"""Key channels of a head, at most: wider heads have not been timed."""
 
 PROGRAMS_A_UNIT = 4
-"""The recurrence gets as many segments as make so many programs of it for each compute unit, at most."""
+"""Programs of the recurrence for each compute unit, at most: this bounds the number of segments."""
 
 
 def segment_rows(request: Request, target: Architecture, compute_units: int) -> int:

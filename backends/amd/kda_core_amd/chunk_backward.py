@@ -1,10 +1,10 @@
 """Backward of ``chunk_kda``, and of ``fused_recurrent_kda``, which is the same function.
 
-With w = β ⊙ z what the delta rule writes at each row, a chunk is (notation of ``triton_lib.layout``)
+With w = β ⊙ z the rows that the delta rule writes, a chunk is (notation of ``triton_lib.layout``)
 
-    z = v − ke S − Lk w = Z (v − ke S)        o = qg S + M w        S' = D ⊙ S + kgᵀ w        Lk = L without its β
+    z = v − ke S − Lk w = X (v − ke S)        o = qg S + M w        S' = D ⊙ S + kgᵀ w
 
-1. prepare: the inputs once more through the forward's kernel, which also leaves Z;
+1. prepare: the inputs once more through the forward's kernel, which also stores X;
 2. states: forward recurrence, z and the state of every slot (backward_states);
 3. reverse: backward recurrence, dv and the state gradient of every slot (backward_reverse);
 4. gradients: dq, dk, dg, dβ and partial sums for A_log and dt_bias (backward_gradients);
@@ -106,7 +106,7 @@ def _run_states(request: Request, prepared: Prepared) -> tuple[Tensor, Tensor]:
     unit, (s_vb,) = batch_strides(v)
     arguments = (
         prepared.keys,
-        prepared.Z,
+        prepared.X,
         prepared.D,
         v,
         state,

@@ -39,7 +39,7 @@ class Prepared(NamedTuple):
     keys: Tensor
     P: Tensor
     D: Tensor
-    Z: Tensor | None = None
+    X: Tensor | None = None
 
 
 def run_prepare(request: Request, o: Tensor, for_backward: bool = False) -> Prepared:
@@ -48,7 +48,7 @@ def run_prepare(request: Request, o: Tensor, for_backward: bool = False) -> Prep
     Args:
         request: the call.
         o: [B, T, HV, V], zeroed in the rows that no recurrence writes.
-        for_backward: also return Z.
+        for_backward: also return X.
     """
     q, k, g = rows_contiguous(request.q), rows_contiguous(request.k), rows_contiguous(request.g)
     beta, indices = request.beta, request.ssm_state_indices
@@ -57,7 +57,7 @@ def run_prepare(request: Request, o: Tensor, for_backward: bool = False) -> Prep
     keys = q.new_empty((count, HV, 3, CHUNK, KP))
     P = q.new_empty((count, HV, CHUNK, CHUNK))
     D = q.new_empty((count, HV, KP), dtype=torch.float32)
-    Z = torch.empty_like(P) if for_backward else None
+    X = torch.empty_like(P) if for_backward else None
     gate = gate_kind(request)
     target = launch.architecture(request.device)
     terms, dot, small_dot = dot_widths(q.dtype, target)
@@ -73,7 +73,7 @@ def run_prepare(request: Request, o: Tensor, for_backward: bool = False) -> Prep
         keys,
         P,
         D,
-        Z,
+        X,
         o,
         contiguous(request.cu_seqlens),
         indices,
@@ -117,7 +117,7 @@ def run_prepare(request: Request, o: Tensor, for_backward: bool = False) -> Prep
         "SMALL_DOT": small_dot,
     }
     launch.launch(prepare, count * HV, arguments, constants, chosen, target)
-    return Prepared(keys, P, D, Z)
+    return Prepared(keys, P, D, X)
 
 
 def run_recurrence(

@@ -3,15 +3,15 @@
 One program a chunk slot and value head; the chunk's 32 rows are two tiles of 16 (0 and 1 below), so that every product
 has the matrix unit's own shape:
 
-    M = [M00  0 ]      L = [L00  0 ]      Z = (I + L)⁻¹ = [Z00              0 ]
-        [M10 M11]          [L10 L11]                      [−Z11 L10 Z00   Z11]
+    M = [M00  0 ]      L = [L00  0 ]      X = (I + L)⁻¹ = [X00              0 ]
+        [M10 M11]          [L10 L11]                      [−X11 L10 X00   X11]
 
-L's columns are scaled by β, not its rows: then A = diag(β) Z holds exactly, and Z = I − Lk A (Lk is L without β), which
-the backward reads, is no sum of terms of both signs.
+L = Lk diag(β): β scales the columns of L, not its rows. Then A = diag(β) X holds exactly, and X = I − Lk A, which the
+backward reads, is no sum of terms with both signs.
 
-Two passes over the channels, BK at a time. The first adds up M, L and the squares of the rows and stores nothing; then
-the inverse is known; the second forms ke, qg and kA = Aᵀ kg, normalised. What one lane stores no other lane of the
-launch reads back: a barrier inside a program orders a workgroup's LDS, and global memory only by the compiler's grace.
+Two passes over the channels, BK at a time. The first adds up M, L and the squares of the rows and stores nothing. Then
+the inverse is formed. The second forms ke, qg and kA = Aᵀ kg, normalised. No lane reads global memory that another lane
+of the launch has written: a barrier inside a program is only sure to order a workgroup's LDS.
 
 Grid: slots · HV programs along axis 0, heads fastest. Every offset is int64, from the program id up.
 """
@@ -49,7 +49,7 @@ _NUMBERS = [
     "s_index",
     "pad_slot_id",
 ]
-"""Parameters that the compiler must not look at: most of them change with the lengths of the sequences."""
+"""Parameters that are not specialised: most of them change with the lengths of the sequences."""
 
 
 @triton.jit
@@ -121,7 +121,7 @@ def _own_pairs(
     DOT: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """Add the pairs inside a tile to its M (whose part above the diagonal is rubbish) and L."""
+    """Add the pairs inside a tile to its M (whose part above the diagonal has no meaning) and L."""
     if BOUNDED:
         x = selected_sum(through(r, r), parts, TERMS, BOUNDED_SHIFT)
         e = tl.exp2(x)
@@ -158,8 +158,8 @@ def prepare(
     keys,  # [slots, HV, 3, C, KP]
     P,  # [slots, HV, C, C]
     D,  # [slots, HV, KP]
-    Z,  # [slots, HV, C, C] or None
-    o,  # [B, T, HV, V]; only rows that no recurrence writes
+    X,  # [slots, HV, C, C] or None
+    o,  # [B, T, HV, V]; only rows that no recurrence writes are stored
     cu_seqlens,  # [N + 1] or None
     indices,  # [N] or None
     scale,
@@ -291,21 +291,21 @@ def prepare(
     m00 = tl.where(lower, m00, 0.0) * (q_norm0[:, None] * k_norm0[None, :])
     m11 = tl.where(lower, m11, 0.0) * (q_norm1[:, None] * k_norm1[None, :])
     m10 *= q_norm1[:, None] * k_norm0[None, :]
-    z00 = inverse_16(l00 * (k_norm0[:, None] * (beta0 * k_norm0)[None, :]), r, r, SMALL_DOT)
-    z11 = inverse_16(l11 * (k_norm1[:, None] * (beta1 * k_norm1)[None, :]), r, r, SMALL_DOT)
+    x00 = inverse_16(l00 * (k_norm0[:, None] * (beta0 * k_norm0)[None, :]), r, r, SMALL_DOT)
+    x11 = inverse_16(l11 * (k_norm1[:, None] * (beta1 * k_norm1)[None, :]), r, r, SMALL_DOT)
     l10 *= k_norm1[:, None] * (beta0 * k_norm0)[None, :]
-    z10 = -tl.dot(z11, tl.dot(l10, z00, input_precision=SMALL_DOT), input_precision=SMALL_DOT)
-    a00 = z00 * beta0[:, None]
-    a10 = z10 * beta1[:, None]
-    a11 = z11 * beta1[:, None]
+    x10 = -tl.dot(x11, tl.dot(l10, x00, input_precision=SMALL_DOT), input_precision=SMALL_DOT)
+    a00 = x00 * beta0[:, None]
+    a10 = x10 * beta1[:, None]
+    a11 = x11 * beta1[:, None]
     p00 = tl.dot(m00, a00, input_precision=SMALL_DOT)
     p11 = tl.dot(m11, a11, input_precision=SMALL_DOT)
     p10 = tl.dot(m11, a10, tl.dot(m10, a00, input_precision=SMALL_DOT), input_precision=SMALL_DOT)
     i_chunk = i_slot * HV + i_h
     _store_square(P + i_chunk * (C * C) + r[:, None] * C + r[None, :], p00, p10, p11, C)
 
-    if Z is not None:
-        _store_square(Z + i_chunk * (C * C) + r[:, None] * C + r[None, :], z00, z10, z11, C)
+    if X is not None:
+        _store_square(X + i_chunk * (C * C) + r[:, None] * C + r[None, :], x00, x10, x11, C)
 
     a00, a00_rest = two_parts(tl.trans(a00), dtype)
     a10, a10_rest = two_parts(tl.trans(a10), dtype)

@@ -18,7 +18,7 @@ import triton.language as tl
 from kda_core.triton_lib.packing import chunks_before, is_padding, rows_of_sequence
 
 _NUMBERS = ["T", "chunks", "HV", "programs", "s_vb", "s_ob", "s_index", "pad_slot_id"]
-"""Parameters that the compiler must not look at: most of them change with the lengths of the sequences."""
+"""Parameters that are not specialised: most of them change with the lengths of the sequences."""
 
 
 @triton.jit
@@ -174,7 +174,7 @@ def recurrence(
             h += i_v * (BV * K)
         else:
             h += i_v * BV
-    # Masks and offsets formed anew in every chunk: kept from one to the next they would fill the registers.
+    # Masks and offsets are formed again in every chunk: kept across chunks they would fill the registers.
     for i in tl.range(0, (length + C - 1) // C, num_stages=STAGES, disable_licm=True):
         i_chunk = tl.cast(i, tl.int64)  # plain Python numbers in the interpreter
         p_keys = keys + i_chunk * HV * (3 * C * KP)

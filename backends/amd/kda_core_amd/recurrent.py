@@ -5,11 +5,11 @@ for q, scale):
 
     u = β (v − r_k Sᵀ(k⊙d))      o = r_q Sᵀ(q⊙d) + r_q r_k (q·k) u      S ← d ⊙ S + k (r_k u)ᵀ
 
-so that both sums over the key channels wait for the old state only, and not for each other or for the norms. All in
-float32, on vector units: nothing is rounded to the inputs' dtype but o and the stored states. d is rounded, too: what
-that takes from a slow channel goes into the next token's d, so that a constant decay does not drift; a second product
-for every element of the state would cost a step up to a fifth of its time. The block of the state keeps its memory's
-order, [BV, KP] when V comes first and [KP, BV] otherwise, so that lanes read whole lines.
+so that both sums over the key channels wait for the old state only, and not for each other or for the norms. All
+arithmetic is float32, on vector units. Only o and the stored states are rounded to another dtype. d is rounded as well:
+the error in a slow channel goes into the next token's d, so that a constant decay does not drift. (A second product for
+every element of the state would cost a step up to a fifth of its time.) The block of the state keeps its order in
+memory, [BV, KP] when V comes first and [KP, BV] otherwise, so that lanes read whole lines.
 
 A pool: sequence n starts from slot indices[n, accepted − 1] (the first without counts) and leaves its last state in
 indices[n, 0], or, when a sequence has a slot for every token, the state after token i in indices[n, i]. A negative
@@ -53,7 +53,7 @@ _NUMBERS = [
     "s_column",
     "pad_slot_id",
 ]
-"""Parameters that the compiler must not look at: most of them change with the lengths of the sequences."""
+"""Parameters that are not specialised: most of them change with the lengths of the sequences."""
 
 
 @triton.jit
@@ -78,7 +78,7 @@ def _row_in(x, V_FIRST: tl.constexpr):
 
 @triton.jit
 def _value_in(x, V_FIRST: tl.constexpr):
-    """A vector over value channels likewise."""
+    """A vector over value channels as a column of the state's block."""
     if V_FIRST:
         block = x[:, None]
     else:

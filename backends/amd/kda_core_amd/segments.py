@@ -74,7 +74,7 @@ def transitions_kernel(
     o_vr = o_r.to(tl.int64)[None, :] * s_vt + o_v[:, None]
     o_ck = o_r[:, None] * KP + o_k[None, :]
     o_kc = o_r[None, :] * KP + o_k[:, None]
-    # Offsets formed anew in every chunk: kept from one to the next they would fill the registers.
+    # Offsets are formed again in every chunk: kept across chunks they would fill the registers.
     for i in tl.range(0, rows // C, num_stages=STAGES, disable_licm=True):
         i_row = tl.cast(i, tl.int64) * C
         i_chunk = (first_slot + tl.cast(i, tl.int64)) * HV + i_h
@@ -142,7 +142,7 @@ def reverse_transitions_kernel(
     o_kc = o_r[None, :] * KP + o_k[:, None]
     o_cc = o_r[:, None] * C + o_r[None, :]
     count = (length + C - 1) // C
-    # Masks and offsets formed anew in every chunk: kept from one to the next they would fill the registers.
+    # Masks and offsets are formed again in every chunk: kept across chunks they would fill the registers.
     for j in tl.range(0, count, num_stages=STAGES, disable_licm=True):
         i = count - 1 - j
         i_row = i * C

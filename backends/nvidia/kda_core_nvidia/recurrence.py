@@ -1,6 +1,6 @@
 """Sequential kernel of the forward: from ``prepare``'s tensors to outputs, final and intermediate states.
 
-    r = v − ke S        o = m (qg S + P r)        S ← D ⊙ S + kAᵀ r
+    r = v − ke S        o = o_scale · (qg S + P r)        S ← D ⊙ S + kAᵀ r
 
 The state is held transposed, Sᵀ [BV, KP] in float32 registers, so that it (and r) is the left operand of every product:
 wgmma takes left operands from registers, and no product waits for the state to pass through shared memory.

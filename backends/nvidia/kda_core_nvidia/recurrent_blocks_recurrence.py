@@ -1,6 +1,6 @@
 """Sequential kernel for prompts of ``fused_recurrent_kda``: from the blocks' tensors to outputs and final states.
 
-    r = v − ke S        o = qg S + P r        S ← exp(G_C) ⊙ S + kAᵀ r
+    r = v − ke S        o = qg S + P r        S ← D ⊙ S + kAᵀ r
 
 The state is held transposed, Sᵀ [BV, KP] in float32 registers, so that its halves are the left operands of products,
 which wgmma takes from registers. Where the chip can, this kernel starts before ``blocks_prepare`` ends, loads its
