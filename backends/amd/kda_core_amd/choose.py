@@ -217,8 +217,8 @@ def dot_widths(dtype: torch.dtype, target: Architecture) -> tuple[int, str, str]
 def compile_options(chosen: Config, target: Architecture) -> dict[str, int]:
     """Triton's options for a configuration; those of AMD's compiler are unknown to others.
 
-    ``enable_fp_fusion`` is always stated: it decides the bits of results, and triton 3.9 warns that its default is going
-    to change.
+    ``enable_fp_fusion`` is always stated: it decides the bits of results, and triton 3.9 warns that its default will
+    change.
     """
     options = {"num_warps": chosen.num_warps, "num_stages": chosen.stages, "enable_fp_fusion": True}
     if target.name != FOREIGN_ARCHITECTURE:
