@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from kda_core import checks, eager, ops, plugins
+from kda_core.call_plan import CallPlan
 from kda_core.ops import default_scale
 from kda_core.plugins import Explanation, LedgerEntry, registry
-from kda_core.request import GateRequest, Request, build_request
+from kda_core.request import AnyRequest, GateRequest, Request, build_request
 from kda_core.torch_private import constant_in_graphs, in_forward_mode
 
 
@@ -327,7 +329,7 @@ def kda_gate(
         save_for_backward=_needs_gradient(g, A_log, dt_bias),
     )
     if isinstance(backend, _Question):
-        return registry.explain(request, backend.name)
+        return backend.answer(request)
     compiling = torch.compiler.is_compiling()
     name = _traced_name(backend) if compiling else plugins.requested_name(backend)
     if in_forward_mode():
@@ -343,10 +345,10 @@ def kda_gate(
 
 
 class _Question:
-    """Stands in for ``backend=`` when a call is to be explained rather than run."""
+    """Stands in for ``backend=`` when a call is to be explained rather than run; ``answer`` takes its request."""
 
-    def __init__(self, name: str | None) -> None:
-        self.name = name
+    def __init__(self, answer: Callable[[AnyRequest], Any]) -> None:
+        self.answer = answer
 
 
 def explain(*args: Any, op: str = "chunk_kda", **kwargs: Any) -> Explanation:
@@ -364,6 +366,31 @@ def explain(*args: Any, op: str = "chunk_kda", **kwargs: Any) -> Explanation:
         ValueError, TypeError: the arguments are wrong, as in the call itself.
         BackendNotFound, BrokenBackend: ``backend=`` names one that cannot be used at all.
     """
+    return _ask(lambda request, name: registry.explain(request, name), op, args, kwargs)
+
+
+def plan(*args: Any, op: str = "chunk_kda", chip: str | None = None, **kwargs: Any) -> tuple[CallPlan, ...]:
+    """Say what a call would allocate and launch; runs nothing.
+
+    Args:
+        *args: the arguments of the call, as the function ``op`` takes them.
+        **kwargs: those that are given by name.
+        op: "chunk_kda", "fused_recurrent_kda" or "kda_gate".
+        chip: name of the chip to plan for, such as "sm_90"; None: the device of the arguments. Needs ``backend=``.
+
+    Returns:
+        The plan of the forward and, where an argument requires a gradient, of the backward.
+
+    Raises:
+        ValueError, TypeError: the arguments are wrong, as in the call itself, or the chip is not known.
+        UnsupportedCall: no backend serves the call, or the one that does makes no plans.
+        BackendNotFound, BrokenBackend: ``backend=`` names one that cannot be used at all.
+    """
+    return _ask(lambda request, name: registry.plan(request, name, chip), op, args, kwargs)
+
+
+def _ask(question: Callable[[AnyRequest, str | None], Any], op: str, args: Any, kwargs: Any) -> Any:
+    """The answer to a question about a call: ``question`` takes its request and the name of the wanted backend."""
     functions: dict[str, Any] = {
         "chunk_kda": chunk_kda,
         "fused_recurrent_kda": fused_recurrent_kda,
@@ -375,7 +402,7 @@ def explain(*args: Any, op: str = "chunk_kda", **kwargs: Any) -> Explanation:
     name = plugins.requested_name(call.arguments.get("backend"))
     if name is not None:
         registry.named(name)
-    call.arguments["backend"] = _Question(name)
+    call.arguments["backend"] = _Question(lambda request: question(request, name))
     return functions[op](*call.args, **call.kwargs)
 
 
@@ -442,7 +469,7 @@ def _run(request: Request, backend: str | _Question | None) -> Any:
     if request.save_for_backward:
         checks.check_differentiable(request)
     if isinstance(backend, _Question):
-        return registry.explain(request, backend.name)
+        return backend.answer(request)
     compiling = torch.compiler.is_compiling()
     name = _traced_name(backend) if compiling else plugins.requested_name(backend)
     if in_forward_mode():

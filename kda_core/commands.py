@@ -22,7 +22,8 @@ from rich.markup import escape
 from rich.table import Table
 
 import kda_core
-from kda_core import cli, options, platforms, plugins
+from kda_core import api, cli, options, platforms, plugins
+from kda_core.call_plan import CallPlan
 from kda_core.capabilities import Available, Unavailable
 from kda_core.errors import BackendNotFound, BrokenBackend, KdaError, UnsupportedCall
 from kda_core.example_call import CallShape, example_call
@@ -160,6 +161,10 @@ def explain(
     out: Annotated[bool, typer.Option("--out", help="Pass an output buffer.")] = False,
     cp_context: Annotated[bool, typer.Option("--cp-context", help="Pass a context-parallel context.")] = False,
     backend: BackendName = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Show what the call would allocate and launch.")] = False,
+    chip: Annotated[
+        str | None, typer.Option(metavar="sm_90", help="With --plan and --backend: plan for this chip, present or not.")
+    ] = None,
     as_json: AsJson = False,
     **given: Any,
 ) -> None:
@@ -167,6 +172,8 @@ def explain(
 
     Exit status: 0 when a backend serves it, 1 when none does, 2 when the call itself is wrong.
     """
+    if chip is not None and not (plan and backend):
+        raise typer.BadParameter("needs --plan and --backend", param_hint="--chip")
     if op not in OPS:
         raise typer.BadParameter(f"expected one of {', '.join(OPS)}, got {op!r}", param_hint="--op")
     if a_log is None:
@@ -192,7 +199,7 @@ def explain(
             dtype=dtype,
             gate_dtype=gate_dtype,
             state_dtype=state_dtype,
-            device=_device(device, backend),
+            device=_planned_device(backend) if chip and device is None else _device(device, backend),
             bounds=None if varlen is None else _integers(varlen),
             slots=slots,
             slots_per_sequence=slots_per_sequence,
@@ -200,8 +207,12 @@ def explain(
             backward=backward,
             present=frozenset(name for name, passed in tensors.items() if passed),
         )
-        explanation = kda_core.explain(**example_call(OPS[op], call_shape, written), op=op, backend=backend)
-    except (BackendNotFound, BrokenBackend) as error:
+        call = example_call(OPS[op], call_shape, written)
+        if plan:
+            _show_plans(api.plan(**call, op=op, backend=backend, chip=chip), as_json)
+            return
+        explanation = kda_core.explain(**call, op=op, backend=backend)
+    except (BackendNotFound, BrokenBackend, UnsupportedCall) as error:
         _fail(str(error), EXIT_NOT_SERVED)
     except (ValueError, TypeError) as error:
         _fail(str(error), cli.EXIT_BAD_ARGUMENTS)
@@ -214,6 +225,50 @@ def explain(
         _print_table(title, ("backend", "verdict", "reason"), rows)
     if explanation.chosen is None:
         raise typer.Exit(EXIT_NOT_SERVED)
+
+
+def _planned_device(backend: str) -> torch.device:
+    """A device that the backend is for, which this machine need not have."""
+    return torch.device(plugins.registry.named(backend).info.device_types[0])
+
+
+def _show_plans(plans: tuple[CallPlan, ...], as_json: bool) -> None:
+    if as_json:
+        found = [dataclasses.asdict(one) for one in plans]
+        for one in found:
+            for buffer in one["buffers"]:
+                buffer["dtype"] = str(buffer["dtype"]).removeprefix("torch.")
+        _print_json({"plans": found})
+        return
+    for one in plans:
+        rows = [
+            (
+                str(n),
+                step.name,
+                " x ".join(map(str, step.grid)),
+                str(step.num_warps or ""),
+                "" if step.registers is None else f"at most {step.registers}",
+            )
+            for n, step in enumerate(one.steps)
+        ]
+        _print_table(f"{one.name} on {one.chip}: steps", ("step", "name", "programs", "warps", "registers"), rows)
+        buffers = [
+            (
+                b.name,
+                b.role,
+                " x ".join(map(str, b.shape)),
+                str(b.dtype).removeprefix("torch."),
+                f"{b.nbytes:,}",
+                f"{b.steps[0]} to {b.steps[1]}",
+            )
+            for b in one.buffers
+        ]
+        columns = ("buffer", "role", "shape", "dtype", "bytes", "held in steps")
+        _print_table(f"{one.name} on {one.chip}: buffers", columns, buffers)
+        share = f", {one.bytes_moved / one.bytes_floor:.1f} times the inputs and results" if one.bytes_floor else ""
+        typer.echo(
+            f"{one.bytes_moved:,} bytes pass between steps{share}; at most {one.peak_scratch:,} bytes of scratch"
+        )
 
 
 @app.command()

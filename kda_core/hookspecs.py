@@ -12,10 +12,11 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
+from kda_core.call_plan import CallPlan
 from kda_core.capabilities import Available, BackendInfo, Feature, Unavailable
 from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request, TensorSpec
 
-CONTRACT_VERSION = Version("1.0")
+CONTRACT_VERSION = Version("1.1")
 """Version of this contract. Minor: a hook, a request field or a feature was added. Major: a meaning changed."""
 
 PROJECT = "kda_core"
@@ -107,6 +108,17 @@ def kda_core_gate_forward(request: GateRequest) -> Tensor:
 @hookspec(firstresult=True)
 def kda_core_gate_backward(request: GateRequest) -> BackwardResult:
     """Run the backward of ``kda_gate``. Fires once for each backward pass."""
+    raise AssertionError("specification only")
+
+
+@hookspec(firstresult=True)
+def kda_core_plan(request: AnyRequest, chip: str | None) -> tuple[CallPlan, ...]:
+    """Say what a call allocates and launches: its forward, and with ``save_for_backward`` its backward.
+
+    Optional; fires for ``kda explain --plan`` alone. Looks at metadata only (tensors may be fake) and needs no
+    device: ``chip`` names the chip to plan for, as the backend spells it, or is None for the request's device.
+    Raises ValueError for a chip that the backend does not know.
+    """
     raise AssertionError("specification only")
 
 

@@ -20,6 +20,7 @@ import pluggy
 
 import kda_core
 from kda_core import checks, hookspecs, meta, platforms, torch_private
+from kda_core.call_plan import CallPlan
 from kda_core.capabilities import BackendInfo, Unavailable
 from kda_core.contract import contract_problem, found_entry_points, mismatch, read_info
 from kda_core.errors import BackendNotFound, BrokenBackend, ContractViolation, UnsupportedCall
@@ -277,6 +278,32 @@ class Registry:
         wheels = {b: w for w, b in platforms.BACKEND_OF_WHEEL.items()}
         hint = f"; install it: {platforms.install_command(wheels[name])}" if name in wheels else ""
         raise BackendNotFound(f"backend {name!r} is not installed (installed: {installed}){hint}")
+
+    def plan(self, request: AnyRequest, name: str | None, chip: str | None) -> tuple[CallPlan, ...]:
+        """What the chosen or named backend would allocate and launch for a call; runs nothing.
+
+        With ``chip`` the backend need not be able to run here.
+
+        Raises:
+            ValueError, TypeError: the arguments are wrong, or the backend does not know the chip.
+            UnsupportedCall: no backend serves the call, or the backend makes no plans.
+        """
+        if chip is None:
+            backend = self.choose(request, name)
+        else:
+            checks.convert_scalars(request)
+            checks.check(request)
+            if name is None:
+                raise ValueError("chip: needs the name of a backend as well")
+            backend = self.named(name)
+            # Whether the backend can run here does not matter.
+            refusal = backend.undeclared(request) or backend.call("kda_core_reject", request=request)
+            if refusal is not None:
+                raise UnsupportedCall(f"backend {name!r} refuses this call: {refusal}")
+        plans = backend.call("kda_core_plan", request=request, chip=chip)
+        if not plans:
+            raise UnsupportedCall(f"backend {backend.info.name!r} makes no plans")
+        return plans
 
     def choose(self, request: AnyRequest, name: str | None) -> Backend:
         """The backend that serves a call; checks the call's arguments on the way.

@@ -9,6 +9,7 @@ import torch
 from packaging.specifiers import SpecifierSet
 from torch import Tensor
 
+from kda_core.call_plan import CallPlan
 from kda_core.capabilities import FEATURES_1_0, Available, BackendInfo, Capabilities, Feature, Unavailable
 from kda_core.hookspecs import hookimpl
 from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request, TensorSpec
@@ -130,3 +131,10 @@ def kda_core_gate_backward(request: GateRequest) -> BackwardResult:
     from kda_core_nvidia.calls import gate_backward
 
     return gate_backward(request)
+
+
+@hookimpl
+def kda_core_plan(request: AnyRequest, chip: str | None) -> tuple[CallPlan, ...]:
+    from kda_core_nvidia.describe import describe
+
+    return describe(request, chip)
