@@ -24,9 +24,10 @@ import importlib.machinery as machinery, json
 kept = machinery.SourceFileLoader.get_data
 
 def with_one_more(self, path):
-    if "capabilities" not in path:
+    name = path.replace("\\\\", "/").rpartition("kda_core/")[2]
+    if not name.startswith(("options.", "__pycache__/options.")):
         return kept(self, path)
-    if not path.endswith("capabilities.py"):
+    if name != "options.py":
         raise OSError("compiled from another source")
     return kept(self, path).replace(b'    CHUNK = "', b'    TELEPATHY = "telepathy"\\n    CHUNK = "', 1)
 
