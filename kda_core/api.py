@@ -431,7 +431,7 @@ def _by_head(dt_bias: Tensor, g: Tensor) -> Tensor:
     try:
         shape, (HV, K) = dt_bias.shape, g.shape[-2:]
     except (AttributeError, RuntimeError, TypeError, ValueError):
-        return dt_bias  # one of the two is no tensor, is a nested one, or has too few dimensions
+        return dt_bias  # no tensor, a nested one, or too few dimensions
     if shape == (HV * K,) and isinstance(dt_bias, Tensor) and dt_bias.layout is torch.strided:
         return dt_bias.reshape(HV, K)
     return dt_bias
@@ -447,7 +447,7 @@ def _needs_gradient(*tensors: Any) -> bool:
 
 
 def _prepare_for_operator(request: Request | GateRequest) -> None:
-    """Check what came: the dispatcher is before an operator's own checks, and its errors name no argument."""
+    """Check the arguments here: the dispatcher runs before an operator's own checks, and its errors name none."""
     checks.convert_scalars(request)
     checks.check_kinds(request)
     checks.check(request)
@@ -460,7 +460,7 @@ def _traced_name(backend: str | None) -> str:
 
 
 def _refuse_tangents(request: Request | GateRequest) -> None:
-    # A compiler's tensors have lost theirs: a call under forward mode is refused whatever it has.
+    # Traced tensors have lost their tangents: refuse every call under forward mode.
     values = () if torch.compiler.is_compiling() else vars(request).values()
     ops.refuse_tangents(request.op, *values)
 
@@ -477,7 +477,7 @@ def _run(request: Request, backend: str | _Question | None) -> Any:
     chosen = None
     if request.cp_context is not None or not (compiling or eager.needs_operator(request.q)):
         chosen = registry.choose(request, name)
-        # A call that has no signature has no memo: another tensor than q may be a wrapped one.
+        # A call without a signature has no memo: one of its tensors may be a wrapped one.
         if request.memo is None and request.cp_context is None:
             chosen = None if any(map(eager.needs_operator, vars(request).values())) else chosen
     if chosen is None:

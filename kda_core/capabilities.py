@@ -1,4 +1,4 @@
-"""What a backend declares about itself: features, limits and numerical slack. Data only."""
+"""The declarations of a backend: features, limits and numerical slack. Data only."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ The set names its features and never grows: a wheel that declares it does not kn
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend can serve, as data.
+    """The calls that a backend can serve, as data.
 
     Attributes:
         features: the features it promises; every other one is refused.
@@ -68,7 +68,7 @@ class Capabilities:
     closed: Mapping[Feature, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # A dictionary of its own: views of one, which backends may give, can be neither pickled nor copied.
+        # Copy into a dictionary: backends may give a view of one, which can be neither pickled nor copied.
         object.__setattr__(self, "closed", dict(self.closed))
 
     def refusal(self, feature: Feature) -> str | None:

@@ -1,9 +1,8 @@
-"""Calls that are checked as they are made: for people who look for the call that makes a run diverge.
+"""Check calls while a program runs, to find the call that makes a run diverge.
 
-With ``KDA_CHECK=1`` in the environment when kda_core is imported, or within ``checked_calls()``, what a backend returns
-is compared with the float64 reference, forward and backward, within the budget of the conformance kit
-(``kda_core.testing.call_checks`` does it). Otherwise nothing of this is on the way of a call, and the kit is not
-imported.
+With ``KDA_CHECK=1`` in the environment when kda_core is imported, or within ``checked_calls()``, every result of a
+backend is compared with the float64 reference, forward and backward, within the budget of the conformance kit
+(``kda_core.testing.call_checks``). Otherwise calls pay nothing and the kit is not imported.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ DEFAULT_ELEMENTS = 2**26
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckSettings:
-    """How calls are checked.
+    """Settings of ``checked_calls``.
 
     Attributes:
         warn: warn (``CheckWarning``) rather than raise ``CheckFailed``.
         dump: file that the first call which fails is written to, or None.
         elements: state elements (tokens times value heads times K times V) that the reference computes for one call;
-            of larger calls a sample is compared.
+            larger calls are compared in a sample.
     """
 
     warn: bool = False
@@ -98,7 +97,7 @@ def check_as_environment_says() -> None:
         raise ValueError(f"{VARIABLE}: expected 0, 1 or warn, got {asked!r}")
     with _lock:
         _in_force.append(CheckSettings(asked == "warn", os.environ.get(DUMP_VARIABLE) or None))
-        # No backend is loaded yet: none has a caller to forget.
+        # No backend is loaded yet, so no cached caller has to be dropped.
         loaded.watch = _watch
 
 
@@ -109,7 +108,7 @@ def _apply() -> None:
 
 
 def _watch(backend: Backend, hook: str, caller: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands before a hook: hooks that compute are checked, in the way that is in force then."""
+    """Wrap a hook: a hook that computes is checked with the settings in force at the time of the call."""
     if hook not in ROWS:
         return caller
 

@@ -1,4 +1,4 @@
-"""The contract of the arguments, stated once and checked before any backend is asked.
+"""The checks of the arguments, made before any backend is asked.
 
 ``check_metadata`` looks at types, shapes, dtypes, devices and combinations; it works on fake tensors and
 its answer depends on the request's signature alone, so that the router asks once a signature.
@@ -69,7 +69,7 @@ def check_gate_metadata(r: GateRequest) -> None:
 
 
 def check_graph_options(max_num_seqs: int | None, use_graph: bool, cu_seqlens: Tensor | None) -> None:
-    """Raise unless what asks for a call in a graph agrees with the packed sequences."""
+    """Raise unless ``use_graph`` and ``max_num_seqs`` agree with ``cu_seqlens``."""
     max_num_seqs, use_graph = python_value(max_num_seqs), python_value(use_graph)
     if not isinstance(use_graph, bool):
         raise TypeError(f"use_graph: expected True or False, got {use_graph!r}")
@@ -80,7 +80,7 @@ def check_graph_options(max_num_seqs: int | None, use_graph: bool, cu_seqlens: T
     if not use_graph or cu_seqlens is None:
         raise ValueError(f"max_num_seqs: expected use_graph=True and cu_seqlens beside it, got {max_num_seqs} alone")
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.is_nested or cu_seqlens.dim() != 1:
-        return  # refused by the checks, which say what it has to be
+        return  # ``check`` refuses it with the expected shape
     if cu_seqlens.shape[0] != max_num_seqs + 1:
         raise ValueError(
             f"cu_seqlens: expected shape [max_num_seqs + 1] = [{max_num_seqs + 1}], got {list(cu_seqlens.shape)}"
@@ -88,7 +88,7 @@ def check_graph_options(max_num_seqs: int | None, use_graph: bool, cu_seqlens: T
 
 
 def check_differentiable(r: Request) -> None:
-    """Raise where a call that needs gradients has an option without any."""
+    """Raise if a call that needs gradients has an option that is not differentiable."""
     for name, used in (
         ("ssm_state_indices", r.ssm_state_indices is not None),
         ("inplace_final_state", r.inplace_final_state),
@@ -103,7 +103,7 @@ def check_differentiable(r: Request) -> None:
 
 
 def check_kinds(r: AnyRequest) -> None:
-    """Refuse tensors that no operator takes, whatever else is said of them: dispatching one fails without its name."""
+    """Refuse tensors of kinds that no operator takes: the dispatcher's own error does not name the argument."""
     for name, t in vars(r).items():
         if isinstance(t, Tensor):
             _expect_dense(name, t)
@@ -112,7 +112,7 @@ def check_kinds(r: AnyRequest) -> None:
 def convert_scalars(r: AnyRequest) -> bool:
     """Replace options that are NumPy scalars, or integers beyond 64 bits, by Python values that operators take.
 
-    What came is then checked, compared with other calls and handed on as if the caller had written it so.
+    Checks, the router and backends then see only the Python value.
 
     Returns:
         Whether anything was replaced.
@@ -132,7 +132,7 @@ def convert_scalars(r: AnyRequest) -> bool:
 def resolve_signs(r: AnyRequest) -> bool:
     """Replace tensors whose sign is a bit of the tensor, as that of ``z.conj().imag``, by copies with the values.
 
-    Kernels read memory, which holds the values with the other sign. What is written to memory cannot be a copy.
+    Kernels read memory, which holds the values with the other sign. A tensor that is written to cannot be copied.
 
     Returns:
         Whether anything was replaced.
@@ -156,7 +156,7 @@ def python_value(value: Any) -> Any:
 
 
 def _is_numpy_scalar(value: Any) -> bool:
-    # Where NumPy has not been imported there are none.
+    # No NumPy scalar exists before NumPy is imported.
     return isinstance(value, getattr(sys.modules.get("numpy"), "generic", ()))
 
 
@@ -230,7 +230,7 @@ def _expect_number(name: str, value: Any) -> None:
 
 
 def _is_normal(value: float, dtype: torch.dtype) -> bool:
-    """Whether ``dtype`` holds a number with all its digits: neither overflows, nor is lost among the subnormals."""
+    """Whether ``dtype`` holds a number with full precision: it neither overflows nor is subnormal."""
     limits = torch.finfo(dtype)
     return limits.tiny <= abs(value) <= limits.max
 
@@ -429,7 +429,7 @@ def _check_slot_values(r: Request, bounds: list[int] | None) -> None:
         return
     width = 1 if indices.dim() == 1 else indices.shape[1]
     if width == 1 and accepted is None:
-        # Decoding comes by here once a token and layer: what is right, with no row to skip, is let through at once.
+        # Decoding runs this once a token and layer: accept valid slots without skipped rows from a cache.
         slots = (indices if indices.dim() == 1 else indices[:, 0]).tolist()
         if not slots or _are_slots_of_their_own(tuple(slots), pool.size(0), r.pad_slot_id):
             return
@@ -449,7 +449,7 @@ def _check_slot_values(r: Request, bounds: list[int] | None) -> None:
     owner: dict[int, int] = {}
     for n, (row, count, length) in enumerate(zip(rows, counts, lengths, strict=True)):
         if row[count - 1] < 0 or row[count - 1] == r.pad_slot_id:
-            continue  # skipped: what stands in its other places is never looked at
+            continue  # skipped: its other slots are never read
         touched = [row[count - 1], *(row[:length] if every_token else row)]
         used = {slot for slot in touched if slot >= 0 and slot != r.pad_slot_id}
         written = [slot for slot in touched[1:] if slot >= 0 and slot != r.pad_slot_id]

@@ -67,7 +67,7 @@ def machine_devices() -> list[torch.device]:
 
 
 def device_name(device: torch.device) -> str:
-    """What the device calls itself."""
+    """The device's name."""
     if device.type == "cpu":
         return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
     runtime = torch.get_device_module(device)

@@ -140,9 +140,9 @@ def explain(
     op: Annotated[str, typer.Option(help="chunk_kda, fused_recurrent_kda or kda_gate.")] = "chunk_kda",
     shape: Annotated[str, typer.Option(metavar="B,T,H,K,V", help="Sizes of the call.")] = "1,128,2,64,64",
     hv: Annotated[int | None, typer.Option(min=1, help="Value heads HV; H when left out.")] = None,
-    dtype: Annotated[str, typer.Option(help="Of q, k and v: bfloat16, float16, float32 or float64.")] = "float32",
-    gate_dtype: Annotated[str | None, typer.Option(help="Of g and beta; that of q when left out.")] = None,
-    state_dtype: Annotated[str, typer.Option(help="Of the initial state or the pool.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="Dtype of q, k and v: bfloat16, float16, float32 or float64.")] = "float32",
+    gate_dtype: Annotated[str | None, typer.Option(help="Dtype of g and beta; that of q when left out.")] = None,
+    state_dtype: Annotated[str, typer.Option(help="Dtype of the initial state or the pool.")] = "float32",
     device: DeviceName = None,
     strided: Annotated[bool, typer.Option("--strided", help="q, k and v are slices of wider tensors.")] = False,
     backward: Annotated[bool, typer.Option("--backward", help="The inputs require a gradient.")] = False,
@@ -306,7 +306,7 @@ def verify(backend: BackendName = None, device: DeviceName = None, as_json: AsJs
             f"{compared} outputs compared, {verdicts['FAILED']} failures, {verdicts['refused']} calls refused, "
             f"{verdicts['untested']} features or dtypes untested, in {seconds:.1f} s"
         )
-    # A check that compared nothing has shown nothing.
+    # A run without a comparison is a failure.
     if verdicts["FAILED"] or not compared:
         raise typer.Exit(EXIT_NOT_SERVED)
 

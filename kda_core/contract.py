@@ -55,7 +55,7 @@ def _wanted_cores(dist: metadata.Distribution | None) -> Iterator[SpecifierSet]:
         try:
             requirement = Requirement(line)
         except InvalidRequirement:
-            # Installers of long ago wrote lines that are none; the import shows whether the wheel works.
+            # Old installers wrote invalid lines; the import shows whether the wheel works.
             continue
         if canonicalize_name(requirement.name) == CORE and (
             requirement.marker is None or requirement.marker.evaluate({"extra": ""})
@@ -79,7 +79,7 @@ def read_info(manager: pluggy.PluginManager, plugin: object) -> BackendInfo | st
 
 
 def contract_problem(manager: pluggy.PluginManager, plugin: object, info: BackendInfo) -> str | None:
-    """What is wrong with the plugin's hooks, or None."""
+    """The first problem of the plugin's hooks, or None."""
     needed = set(hookspecs.REQUIRED_HOOKS)
     for feature, hooks in hookspecs.HOOKS_OF_FEATURE.items():
         if feature in info.capabilities.features:

@@ -1,4 +1,4 @@
-"""How many cores this process may keep busy: what a number of threads should not exceed (docs/cpu.md)."""
+"""The number of cores that this process may keep busy: the most threads that are useful (docs/cpu.md)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Autograd of eager calls: the backend's hooks under plain autograd functions.
 
-The operators of ``ops`` serve whoever has to see an operator: compilers, fake and wrapped tensors, modes, second
-derivatives. They cost an eager training step half a millisecond, more than the kernels of a small layer take.
+The operators of ``ops`` are for compilers, fake and wrapped tensors, modes and second derivatives. They cost an eager
+training step half a millisecond, which is longer than the kernels of a small layer.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from kda_core.torch_private import in_mode, is_legacy_batched
 
 
 def needs_operator(t: Any) -> bool:
-    """Whether something beside a compiler must see an operator: a fake or wrapped tensor, a mode, a trace."""
+    """Whether the call must go through an operator: a fake or wrapped tensor, a mode or a trace."""
     return (type(t) is not Tensor and type(t) is not torch.nn.Parameter and isinstance(t, Tensor)) or in_mode()
 
 
 class _Kind:
-    """What is the same in all calls of one signature.
+    """Values that all calls of one signature share.
 
     Attributes:
         names: of the tensors that are given.
@@ -94,7 +94,7 @@ class _Call(torch.autograd.Function):
             kind.checked = True
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *saved)
-        # Not the request, which holds the tensors: what must stay alive is autograd's to say.
+        # Not the request: it holds the tensors, and autograd decides how long they live.
         ctx.call = backend, kind, r.memo, None if r.memo is None else [t.stride() for t in tensors]
         return result.o, result.final_state
 
@@ -107,7 +107,7 @@ class _Call(torch.autograd.Function):
         tensors = dict(zip(names, kept[: len(names)], strict=True))
         saved = kept[len(names) :]
         if strides is not None and strides != [t.stride() for t in kept[: len(names)]]:
-            # Hooks of saved tensors may bring back others than they took: contiguous ones, where they offload.
+            # Hooks of saved tensors may return tensors with other strides, e.g. when they offload to the CPU.
             memo = None
         if grad_o is None and grad_final_state is None:
             return (None,) * (_BEFORE + len(names))
@@ -179,7 +179,7 @@ _GATE_CALL = _named(_GateCall, f"{ops.NAMESPACE}::kda_gate")
 
 
 def _check_saved(backend: Backend, r: Request, saved: tuple[Tensor, ...]) -> None:
-    """Raise where the backend saved something else than it announces: compiled graphs go by what it announces."""
+    """Raise if the saved tensors differ from ``kda_core_saved_spec``, on which compiled graphs rely."""
     specs = ops.saved_specs(backend, r)
     found, expected = [(tuple(t.shape), t.dtype) for t in saved], [(tuple(s.shape), s.dtype) for s in specs]
     if found != expected:

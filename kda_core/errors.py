@@ -47,4 +47,4 @@ class CheckFailed(KdaError, ArithmeticError):
 
 
 class CheckWarning(RuntimeWarning):
-    """What ``CheckFailed`` would say, with ``KDA_CHECK=warn``; or that a call could not be checked."""
+    """The message of ``CheckFailed``, with ``KDA_CHECK=warn``; or a call that could not be checked."""

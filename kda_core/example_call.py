@@ -24,7 +24,7 @@ DATA_DTYPES = {str(d).removeprefix("torch."): d for d in checks.DATA_DTYPES}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallShape:
-    """Sizes, dtypes and the tensors that are there; everything about a call that is not one of its own options.
+    """Sizes, dtypes and the optional tensors of a call: everything but its flags and numbers.
 
     Attributes:
         sizes: B, T, H, K, V.
@@ -68,7 +68,7 @@ def example_call(function: Callable[..., Any], shape: CallShape, options: Mappin
     """
     parameters = inspect.signature(function).parameters
     asked = {*shape.present, *options}
-    # kda_gate takes g alone of the data; whatever else a function does not take was asked for by mistake.
+    # kda_gate takes only g of q, k, v, g and beta; any other argument that a function does not take is an error.
     if unknown := sorted(asked - parameters.keys()):
         raise ValueError(f"{', '.join(unknown)}: not taken by {function.__name__}")
     v_first = bool(options.get("state_v_first") or options.get("transpose_state_layout"))
@@ -110,7 +110,7 @@ def _tensors(shape: CallShape, v_first: bool) -> dict[str, Tensor]:
             "cu_seqlens_cpu": torch.empty(N + 1, dtype=torch.int64),
             "out": tensor(B, T, HV, V, dtype=data),
         }
-        # Last: no view may follow, for recording one on a device that torch was not built for ends the process.
+        # Last, so that no view follows: recording one on a device that torch was not built for ends the process.
         for name in DIFFERENTIABLE:
             made[name].requires_grad_(shape.backward)
     return made
@@ -123,7 +123,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _check_bounds(shape: CallShape) -> None:
-    """Fake tensors hold no values for the call's own checks to look at."""
+    """Check the boundaries: fake tensors hold no values for the call's own checks."""
     bounds, T = shape.bounds, shape.sizes[1]
     if bounds is None:
         return

@@ -1,17 +1,17 @@
-"""What ``torch.utils.flop_counter.FlopCounterMode`` counts for a call: the products of the recurrence.
+"""FLOPs of a call for ``torch.utils.flop_counter.FlopCounterMode``: the products of the recurrence.
 
 For each token and value head the equation S_t = (I - beta k k^T) Diag(exp g) S + beta k v^T, o = scale S^T q needs
 three products of a vector with the state, k^T S, k r^T and S^T q, of K * V multiplications and additions each:
 
     forward   6 * K * V         backward   12 * K * V
 
-The backward has two such products for each of the forward's, as that of any product. These are the model's FLOPs, as
-a model FLOPs utilisation (MFU) takes them: ``chunk_kda`` and ``fused_recurrent_kda`` count the same, whatever the chunk
-size, the backend and ``disable_recompute``. What a chunk form multiplies beyond them inside its chunks, and what a
-backward computes again, does not count; neither does what is done element by element (decay, gate, l2norm, sigmoid), as
-nowhere in torch's counter. Packed calls count the tokens of their sequences, those behind the last one excluded.
+The backward has two products for each of the forward's. These are the model's FLOPs, which model FLOPs utilisation
+(MFU) is computed from: ``chunk_kda`` and ``fused_recurrent_kda`` count the same, and neither the chunk size, nor the
+backend, nor ``disable_recompute`` changes the count. The extra products of a chunk form and recomputation in the
+backward do not count. Elementwise work (decay, gate, l2norm, sigmoid) does not count either, as elsewhere in torch's
+counter. Packed calls count the tokens of their sequences, without the rows behind the last one.
 
-Importing torch's counter takes half a second, so that the formulas are registered when the program imports it.
+Importing torch's counter takes half a second, so the formulas are registered when the program imports it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _tokens(given: dict[str, Any]) -> int:
 
 
 class _Registrar(MetaPathFinder):
-    """Finds torch's counter as the other finders do, registers the formulas once it is loaded, and takes its leave."""
+    """Let the other finders find torch's counter, register the formulas when it is loaded, and remove this finder."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != COUNTER:

@@ -21,7 +21,7 @@ CONTRACT_VERSION = Version("1.1")
 
 PROJECT = "kda_core"
 ENTRY_POINT_GROUPS = "kda_core.backends.v"
-"""What the groups of every major version of the contract begin with."""
+"""Common prefix of the entry-point groups of all major versions."""
 ENTRY_POINT_GROUP = f"{ENTRY_POINT_GROUPS}{CONTRACT_VERSION.major}"
 
 MAX_SAVED_TENSORS = 8

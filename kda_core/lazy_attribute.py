@@ -11,9 +11,9 @@ Value = TypeVar("Value")
 class lazy_attribute(Generic[Value]):
     """``functools.cached_property`` without its lock.
 
-    Before Python 3.12 that one holds a lock, one for all objects of a class, while it computes. A child process that
-    is forked meanwhile by another thread inherits the locked lock and not the thread that would release it, and waits
-    for ever at its own first use. Two threads may compute here at once; all of them get the answer of the first.
+    Before Python 3.12 ``cached_property`` holds one lock for all objects of a class while it computes. A child process
+    that is forked meanwhile inherits the locked lock without the thread that would release it, and waits for ever.
+    Here two threads may compute at once; both get the first answer.
 
     Args:
         compute: the method; its answer depends on nothing that changes.

@@ -16,7 +16,7 @@ from kda_core.request import AnyRequest, Request
 from kda_core.torch_private import profiling
 
 watch: Callable[[Backend, str, Callable[..., Any]], Callable[..., Any]] | None = None
-"""What stands before the hooks of all backends while calls are checked: (backend, hook, caller) -> caller."""
+"""Wraps the hooks of all backends while calls are checked: (backend, hook, caller) -> caller."""
 
 
 @dataclass(eq=False)
@@ -40,13 +40,13 @@ class Backend:
         others = _backend_plugins(self.manager) - {self.plugin}
         caller = self.manager.subset_hook_caller(hook, remove_plugins=others)
         implementations = [impl for impl in caller.get_hookimpls() if impl.plugin not in others]
-        # With no wrapper about, the one implementation is all that pluggy would call, at 2 µs less. A
-        # wrapper that comes later makes the registry drop its callers.
+        # Without wrappers, call the one implementation directly: 2 µs less than through pluggy. When a wrapper is
+        # added, the registry drops these callers.
         function = implementations[0].function if len(implementations) == 1 else caller
         return function if watch is None else watch(self, hook, function)
 
     def forget_callers(self) -> None:
-        """Look for wrappers, and for ``watch``, anew at the next call."""
+        """Drop the cached callers, so that the next call sees new wrappers and ``watch``."""
         self._callers.clear()
 
     def result(self, hook: str, request: AnyRequest) -> Any:
@@ -63,7 +63,7 @@ class Backend:
         return answer
 
     def devices_among(self, devices: Iterable[torch.device]) -> list[torch.device]:
-        """Those of a machine's devices that the backend is for; its device types where the machine has none of them."""
+        """The devices that the backend serves; its device types if there is none among ``devices``."""
         fitting = [d for d in devices if d.type in self.info.device_types]
         return fitting or [torch.device(device_type) for device_type in self.info.device_types]
 

@@ -1,7 +1,7 @@
 """Tensors on ``device="meta"``: results have the shapes, dtypes and strides of a real call, and no values.
 
-Results do not depend on the backend, so that no backend need be installed, and none runs. A backend that the caller
-names is held to what it declares, its devices aside.
+Results do not depend on the backend: none has to be installed and none runs. If the caller names a backend, the call
+must need only features that it declares; its devices do not matter.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def is_meta(request: AnyRequest) -> bool:
 
 
 def chunks_of(r: Request) -> int:
-    """NT, the number of chunks; that of packed sequences depends on values, which ``cu_seqlens_cpu`` must hold."""
+    """NT, the number of chunks. For packed sequences it depends on values, which are read from ``cu_seqlens_cpu``."""
     C = r.chunk_size
     if r.cu_seqlens is None:
         return (r.T + C - 1) // C
@@ -43,13 +43,13 @@ def empty_h(r: Request, chunks: int | torch.SymInt) -> Tensor:
 
 
 def empty_final_state(r: Request) -> Tensor | None:
-    """The final state that a call makes, with any content; None where it makes none."""
+    """The final state of a call, with any content; None if it has none."""
     wanted = r.output_final_state and not r.inplace_final_state
     return r.v.new_empty(r.state_shape, dtype=r.state_dtype) if wanted else None
 
 
 def empty_o(r: Request) -> Tensor:
-    """The output that a call makes, with any content."""
+    """The output of a call, with any content."""
     return r.v.new_empty((r.B, r.T, r.HV, r.V), dtype=r.q.dtype)
 
 

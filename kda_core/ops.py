@@ -60,7 +60,7 @@ def _define(schema: Schema, implementation: Callable, fake: Callable, transforme
     _library.define(schema.text, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(schema.name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{schema.name}", fake, lib=_library)
-    # What torch.func asks first; without a kernel of its own it would meet the autograd below, which it cannot use.
+    # torch.func dispatches here first. Without this kernel it would use the autograd below, which it cannot.
     torch_private.implement_under_transforms(_library, schema.name, transformed)
 
 
@@ -82,7 +82,7 @@ def _present(t: Tensor, wanted: bool) -> Tensor | None:
 
 
 def default_scale(q: Tensor) -> float:
-    """K ** -0.5; of a q that is no tensor of rank 4, which the checks refuse by name, 1."""
+    """K ** -0.5; 1 for a q that is no tensor of rank 4, which the checks refuse by name."""
     try:
         shape: tuple[int, ...] = getattr(q, "shape", ())
     except RuntimeError:  # nested tensors of the strided layout have none
@@ -99,7 +99,7 @@ def _request(op: Op, values: dict[str, Any]) -> tuple[Request, str | None]:
 
 
 def refuse_tangents(op: str, *values: Any) -> None:
-    """Raise where forward-mode differentiation would lose its tangents without a word: operators pass them over."""
+    """Raise if a value has a tangent: operators ignore tangents, so forward-mode results would be wrong."""
     if not torch_private.in_forward_mode():
         return
     if torch.compiler.is_compiling() or any(map(_has_tangent, values)):
@@ -108,8 +108,8 @@ def refuse_tangents(op: str, *values: Any) -> None:
 
 def _has_tangent(t: Any) -> bool:
     if torch.compiler.is_compiling():
-        return True  # a compiler that takes up this frame has lost what there was
-    # A tangent below vmap is met when the operator comes to its level.
+        return True  # traced tensors have lost their tangents
+    # A tangent below vmap is found when the operator reaches that level.
     if not isinstance(t, Tensor) or torch_private.is_batched(t):
         return False
     return forward_ad.unpack_dual(t).tangent is not None
@@ -157,7 +157,7 @@ def _nothing(ctx: Any, inputs: tuple, output: Any) -> None:
 
 
 def saved_specs(backend: Backend, r: Request) -> tuple[TensorSpec, ...]:
-    """What the backend announces that it saves.
+    """The tensors that the backend says it saves.
 
     Raises:
         ContractViolation: more tensors than the operators have places for.
@@ -184,7 +184,7 @@ def _fake_forward(r: Request) -> tuple[Tensor, Tensor, Tensor]:
     o = _absent(r.v) if r.out is not None else meta.empty_o(r)
     h = None
     if r.return_intermediate_states:
-        # Boundaries of a trace have no values: the number of chunks is known when the program runs.
+        # Traced boundaries have no values: the number of chunks is known only at run time.
         known = r.cu_seqlens is None or is_plain(r.cu_seqlens_cpu)
         h = meta.empty_h(r, meta.chunks_of(r) if known else torch.library.get_ctx().new_dynamic_size())
     return o, _or_absent(meta.empty_final_state(r), r.v), _or_absent(h, r.v)
@@ -250,7 +250,7 @@ def _register(op: Op) -> None:
         ctx.save_for_backward(*(named[n] for n in schemas.TENSOR_NAMES), *output[3:])
         ctx.options = {n: named[n] for n in (*schemas.OPTION_NAMES, "backend")}
         ctx.has_final_state = named["output_final_state"]
-        # A gradient of the intermediate states would be lost without a word.
+        # Otherwise a gradient of the intermediate states would be dropped in silence.
         ctx.mark_non_differentiable(*output[2 if ctx.has_final_state else 1 :])
 
     def apply_backward(ctx: Any, grad_o: Tensor | None, grad_final_state: Tensor | None, *_: Any) -> tuple:
@@ -329,10 +329,10 @@ def _register_backward(op: Op) -> None:
 
 
 def _shaped(backend: Backend, forwarded: Request, saved: list[Tensor | None]) -> tuple[Tensor, ...]:
-    """What the forward saved, in its announced shapes; where a caller has nothing of it, from another forward.
+    """The saved tensors in their announced shapes; runs the forward again if the caller has none.
 
-    It travels flat: among the sizes there are numbers of chunks, and a compiler that meets such a size
-    compiles one graph for 1 and another for the rest.
+    They are passed flat: some sizes are numbers of chunks, and a compiler compiles one graph for a size of 1 and
+    another for the rest.
     """
     specs = saved_specs(backend, forwarded)
     expected = [math.prod(spec.shape) for spec in specs]

@@ -1,4 +1,4 @@
-"""Facts about this machine, found out when they are first asked for.
+"""Facts about this machine, computed at first use.
 
 Importing this module starts no device. ``platforms.IS_NVIDIA`` and its neighbours are computed at the
 first access. Only this module and the command line know names of vendors.
@@ -45,7 +45,7 @@ def install_command(wheel: str) -> str:
 
 @cache
 def _compute_capability() -> tuple[int, int]:
-    """Of the current device on a CUDA build; (0, 0) elsewhere."""
+    """Compute capability of the current device on a CUDA build; (0, 0) elsewhere."""
     if torch.version.cuda is None or not torch.cuda.is_available():
         return (0, 0)
     return torch.cuda.get_device_capability()
@@ -53,7 +53,7 @@ def _compute_capability() -> tuple[int, int]:
 
 @cache
 def _gcn_arch() -> str:
-    """Of the current device on a ROCm build, e.g. "gfx942"; "" elsewhere."""
+    """Architecture of the current device on a ROCm build, e.g. "gfx942"; "" elsewhere."""
     if torch.version.hip is None or not torch.cuda.is_available():
         return ""
     return torch.cuda.get_device_properties(torch.cuda.current_device()).gcnArchName.split(":")[0]

@@ -31,8 +31,7 @@ from kda_core.signature import Like, is_plain, signature
 
 ENVIRONMENT_VARIABLE = "KDA_BACKEND"
 
-# Serving engines call with few signatures, training with packed batches of many lengths: past this many
-# the cache starts afresh rather than grow without bound.
+# Packed training batches have many lengths, each with its own signature. The cache is cleared at this size.
 MAX_CACHED_CHOICES = 4096
 
 State = Literal["loaded", "broken", "incompatible", "conflict"]
@@ -41,7 +40,7 @@ Status = Literal["chosen", "accepted", "refused", "unavailable", "not installed"
 
 @dataclass(frozen=True, slots=True)
 class LedgerEntry:
-    """What became of one entry point (or of one plugin registered by hand).
+    """The outcome of loading one entry point, or of registering one plugin by hand.
 
     Attributes:
         name: the backend's name, or the entry point's when the backend could not say.
@@ -62,7 +61,7 @@ class LedgerEntry:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one backend says of one call."""
+    """One backend's answer about one call."""
 
     backend: str
     status: Status
@@ -103,7 +102,7 @@ class Registry:
         self._ledger: list[LedgerEntry] = []
         # By signature, the backend and the calls' memo.
         self._choices: dict[tuple, tuple[Backend, dict]] = {}
-        # By operator, what knows calls like the last one, and its choice.
+        # By operator, a fast match with the last call, and its choice.
         self._latest: dict[str, tuple[Like, tuple[Backend, dict]]] = {}
 
     def load(self) -> None:
@@ -119,7 +118,7 @@ class Registry:
             self._loading = True
             try:
                 self._load_all()
-            except BaseException:  # an interrupt: the next call begins anew
+            except BaseException:  # an interrupt: the next call loads again
                 self._go_back(*before)
                 raise
             finally:
@@ -228,7 +227,7 @@ class Registry:
         )
 
     def _withdraw(self, name: str, rival: str) -> None:
-        """Two wheels with one name: neither serves, so that installation order never decides."""
+        """Remove a backend whose name a second wheel claims: neither serves, so installation order never decides."""
         backend = self._backends.pop(name, None)
         if backend is None:
             return
@@ -254,7 +253,7 @@ class Registry:
 
     @property
     def ledger(self) -> tuple[LedgerEntry, ...]:
-        """What became of every entry point."""
+        """The outcome of loading, for every entry point."""
         self.load()
         return tuple(self._ledger)
 
@@ -336,7 +335,7 @@ class Registry:
         return backend
 
     def _chosen_anew(self, request: AnyRequest, name: str | None, key: tuple | None) -> Backend:
-        """``choose`` for a call whose like has not been seen, or has no ``key`` to be known by."""
+        """``choose`` for a call with a new signature, or without one (``key`` is None)."""
         if checks.convert_scalars(request) | checks.resolve_signs(request):
             return self.choose(request, name)
         self.load()
@@ -368,7 +367,7 @@ class Registry:
         raise UnsupportedCall(str(explanation))
 
     def _choose_on_meta(self, request: AnyRequest, name: str | None) -> Backend:
-        """What answers calls on meta tensors; a named backend must declare what the call needs, its device aside."""
+        """The backend of meta tensors; a backend that the caller names must declare the features of the call."""
         reason = None if name is None else self.named(name).undeclared(request)
         if reason is not None:
             raise UnsupportedCall(f"{request.op}: backend {name!r} cannot serve this call: {reason}")
@@ -415,7 +414,7 @@ class Registry:
 
 
 def _check_values(request: AnyRequest) -> None:
-    """Check values where there are any: fake tensors have none."""
+    """Check the values of index tensors; fake tensors have none."""
     if isinstance(request, Request) and is_plain(request.q):
         checks.check_values(request)
 
@@ -424,7 +423,7 @@ registry = Registry()
 """The backends of this process, loaded at the first use."""
 
 if hasattr(os, "register_at_fork"):
-    # A child that is forked while another thread loads backends would wait for a lock that nobody holds any more.
+    # Otherwise a child that is forked while another thread loads backends would wait for ever for the lock.
     os.register_at_fork(
         before=registry._lock.acquire, after_in_parent=registry._lock.release, after_in_child=registry._lock.release
     )
@@ -471,8 +470,8 @@ TRACED = "@"
 def traced_name(backend: str | None) -> str:
     """The name of a backend as a constant of a compiled graph: with the versions of all that could serve the call.
 
-    Compilers keep graphs on disk by what is in them. What a backend saves for its backward is not, so that a
-    graph of an earlier version of a wheel would be taken for one of now.
+    Compilers cache graphs on disk by their content, which does not include the tensors that a backend saves. Without
+    the versions, a graph made with an earlier wheel would be reused.
     """
     versions = [f"{b.info.name} {b.info.version}" for b in registry.backends]
     return f"{requested_name(backend) or ''}{TRACED}{', '.join(versions)}"

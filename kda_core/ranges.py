@@ -1,8 +1,8 @@
 """Names of calls in profilers, e.g. ``kda_core::chunk_kda (cpu) [1, 2048, 8, 128]``.
 
-A row stands for a backend's work of one call, forward or backward, within that of the operator or autograd function
-(``kda_core::chunk_kda``) and round those of the kernels, which keep their names. torch.profiler shows it, and what
-``torch.autograd.profiler.emit_nvtx`` and ``emit_itt`` hand on. While no profiler runs, a call reads one flag.
+A row covers the work of a backend in one call, forward or backward. It lies within the row of the operator or autograd
+function (``kda_core::chunk_kda``) and contains those of the kernels. torch.profiler shows it, and so do tools that read
+``torch.autograd.profiler.emit_nvtx`` or ``emit_itt``. While no profiler runs, a call reads one flag.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROWS = {
 
 
 def call_within_range(caller: Callable[..., Any], backend: str, hook: str, request: AnyRequest) -> Any:
-    """Call a backend's hook inside a row of its own; hooks that compute nothing have none."""
+    """Call a backend's hook inside a row; hooks that compute nothing have none."""
     if hook not in ROWS:
         return caller(request=request)
     with profiler.record_function(row_name(backend, hook, request)):

@@ -47,9 +47,9 @@ class Request:
         grad_o: backward only: [B, T, HV, V] or None.
         grad_final_state: backward only: shape of the final state, or None.
         needs_grad: backward only: names of the inputs whose gradient is asked for.
-        memo: None, or a dictionary that all calls with these options and metadata of tensors (shapes, strides, dtypes,
-            device) share, a forward's and its backward's: for what a backend derives from these. Calls of several
-            threads share it as well, and it may be dropped at any time. A copy of a request (``replace``) has none.
+        memo: None, or a dictionary for values that a backend derives from options and tensor metadata (shapes, strides,
+            dtypes, device). All calls with the same ones share it, forward and backward, in all threads. It may be
+            dropped at any time. A copy of a request (``replace``) has none.
 
     The other fields are the arguments of the public function under the same names; defaults are filled in.
     """
@@ -92,7 +92,7 @@ class Request:
     memo: dict[Any, Any] | None = field(default=None, init=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy or a pickle has: all but the memo, which is shared by calls of this process."""
+        """All fields but the memo, which calls of this process share: a copy or a pickle has none."""
         return {name: value for name, value in vars(self).items() if name != "memo"}
 
     @property

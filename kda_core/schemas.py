@@ -29,7 +29,7 @@ SCHEMA_VERSION = max(a.since for a in ARGUMENTS)
 
 TYPES = {"Tensor": "Tensor", "Tensor | None": "Tensor?", "bool": "bool", "int": "int", "float | None": "float?"}
 DEFAULTS = {"": '""', (): "[]"}
-"""How a schema writes what it writes in another way than Python."""
+"""Defaults that a schema writes differently from Python."""
 
 GATE_DIFFERENTIABLE = ("g", "A_log", "dt_bias")
 """Inputs of ``kda_gate`` that have a gradient."""
@@ -107,7 +107,7 @@ BACKWARD = {
 }
 """A gradient for each of ``DIFFERENTIABLE``, absent where ``needs`` does not ask for it.
 
-Where nothing is saved although the backend saves something, the forward is run again.
+If the backend saves tensors and none are passed, the forward is run again.
 """
 
 _GATE = tuple(_BACKEND if a.name == "backend" else a for a in arguments_of("kda_gate"))

@@ -1,4 +1,4 @@
-"""What the choice of a backend depends on, as a key of the router's cache.
+"""The signature of a call: everything that the choice of a backend depends on, as a key of the router's cache.
 
 Every call passes by here: fields are read by ``attrgetter``, or one by one, because a loop costs 2 µs more.
 """
@@ -24,16 +24,16 @@ BACKWARD_ONLY = frozenset({"saved", "grad_o", "grad_final_state", "grad_output",
 def signature(request: AnyRequest, name: str | None) -> tuple | None:
     """The key of a call that asks for backend ``name``; None when it has none (fake tensors, values of a wrong type).
 
-    Neither has one a call with a tensor whose sign is a bit (``checks.resolve_signs``).
+    A call with a negative view has none either (``checks.resolve_signs``).
 
-    Options are there with their types: True == 1 and 64 == 64.0, but the checks refuse the one and take the other.
-    Contiguous tensors are all one, whatever strides their dimensions of size 1 have. The layout is there because a
-    tensor of MKL-DNN has shape, dtype and device of a plain one.
+    The key holds the types of options, because True == 1 and 64 == 64.0 and the checks accept only one of each. All
+    contiguous tensors of a shape count as equal: strides of dimensions of size 1 do not matter. The key holds the
+    layout, because an MKL-DNN tensor has the shape, dtype and device of a plain one.
     """
     try:
         return _of_gate(request, name) if type(request) is GateRequest else _of_call(request, name)
     except (AttributeError, RuntimeError):
-        # What is no tensor, and sparse layouts, which have no strides: the checks refuse them by name.
+        # A value is no tensor, or a sparse one without strides: the checks refuse it by name.
         return None
 
 
@@ -44,7 +44,7 @@ def _of_call(r: Any, name: str | None) -> tuple | None:
     if q.is_neg() or k.is_neg() or v.is_neg() or g.is_neg() or beta.is_neg():
         return None
     values = _options_of(r)
-    # Types first: two keys are compared up to the first difference, and values of other types may not compare.
+    # Types first: keys are compared up to the first difference, and values of different types may not be comparable.
     return (
         name,
         *map(type, values),
@@ -73,9 +73,9 @@ _optional_tensors_of = attrgetter(*(n for n in _TENSORS[Request] if n not in opt
 
 
 class Like:
-    """Whether a call has the signature of one that was seen, found in half the time that its key takes.
+    """Fast match with an earlier call, in half the time of the key; False means unknown.
 
-    Of tensors it wants more than the key does (all strides, ``requires_grad``, the mode), so that "no" says nothing.
+    It compares more than the key does: all strides, ``requires_grad`` and the mode.
 
     Args:
         request, name: the call that was seen, one with a key.
@@ -89,7 +89,7 @@ class Like:
         self._rest = attrgetter(*_OPTIONS[kind], *absent, *(f"{n}.is_nested" for n in given))
         self._name, self._values = name, self._rest(request)
         self._types = tuple(map(type, self._values))
-        # Of one name attrgetter answers no tuple.
+        # attrgetter returns no tuple for a single name.
         self._tensors = attrgetter(*given) if len(given) > 1 else lambda r: (getattr(r, given[0]),)
         self._check: Any = None
         if guards is not None:
@@ -104,7 +104,7 @@ class Like:
             rest = self._rest(request)
         except AttributeError:  # something is no tensor
             return False
-        # Types first: values of other types may not compare.
+        # Types first: values of different types may not be comparable.
         if tuple(map(type, rest)) != self._types or rest != self._values:
             return False
         return self._check(*self._tensors(request))

@@ -1,4 +1,4 @@
-"""``torch.func``: what ``grad``, ``vjp``, ``vmap`` and their compositions make of the operators.
+"""The operators under ``torch.func``: ``grad``, ``vjp``, ``vmap`` and their compositions.
 
 Under a transform an operator runs as one of the autograd functions below. Each level of transforms meets it in turn:
 ``grad`` takes ``backward``, ``vmap`` takes ``vmap``, and the last level calls the operator itself. Samples of ``vmap``
@@ -22,7 +22,7 @@ from kda_core.schemas import GATE_DIFFERENTIABLE, SAVED_NAMES
 from kda_core.torch_private import in_functionalize, is_tracking_gradient, is_wrapped, outside_of_transforms, unwrapped
 
 _PARAMETERS = ("A_log", "dt_bias")
-# Where the samples' heads lie, by the tensors' names.
+# The heads' dimension in one sample, by tensor.
 _HEADS = {
     **dict.fromkeys(("q", "k", "v", "g", "beta", "o", "grad_o", "h"), 2),
     **dict.fromkeys(("initial_state", "final_state", "grad_final_state"), 1),
@@ -167,7 +167,7 @@ class _Backward(_WithoutTangents):
     @staticmethod
     def vmap(info: Any, in_dims: tuple, op: str, *values: Any) -> tuple[tuple, tuple]:
         named, samples = _samples_of(op, schemas.BACKWARD[op], info, in_dims[1:], values)
-        # What is saved is of other samples, or of these laid out in another way.
+        # The saved tensors belong to other samples, or to these in another layout.
         found = _Backward.apply(op, *(samples.joined() | dict.fromkeys(SAVED_NAMES)).values())
         return _grads_apart(samples, DIFFERENTIABLE, named["needs"], found)
 
@@ -250,12 +250,12 @@ def _requires_gradient(t: Any) -> bool:
 
 
 def kernel(op: str) -> Callable:
-    """What a functional operator is under transforms."""
+    """The kernel of a functional operator under transforms."""
     schema = schemas.FUNCTIONAL[op]
 
     def transformed(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         values = schema.bind(args, kwargs)
-        # Only the level that asks for the gradient sees that it is asked for.
+        # Only the level that differentiates can see that a gradient is needed.
         if any(_requires_gradient(values[n]) for n in DIFFERENTIABLE):
             values["save_for_backward"] = True
             if values["return_intermediate_states"] and torch.is_grad_enabled():
@@ -270,7 +270,7 @@ def kernel(op: str) -> Callable:
 
 
 def backward_kernel(op: str) -> Callable:
-    """What a backward operator is under transforms."""
+    """The kernel of a backward operator under transforms."""
     schema = schemas.BACKWARD[op]
 
     def transformed(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
@@ -283,7 +283,7 @@ def backward_kernel(op: str) -> Callable:
 
 
 def gate_kernel(*args: Any, **kwargs: Any) -> Tensor:
-    """What ``kda_gate`` is under transforms."""
+    """The kernel of ``kda_gate`` under transforms."""
     values = schemas.GATE.bind(args, kwargs)
     values["save_for_backward"] |= any(_requires_gradient(values[n]) for n in GATE_DIFFERENTIABLE)
     done, result = in_functionalize(_operator("kda_gate"), tuple(values.values()))
@@ -291,7 +291,7 @@ def gate_kernel(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def gate_backward_kernel(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """What ``kda_gate_backward`` is under transforms."""
+    """The kernel of ``kda_gate_backward`` under transforms."""
     values = schemas.GATE_BACKWARD.bind(args, kwargs)
     values["needs"] = values["needs"] or [values[n] is not None for n in GATE_DIFFERENTIABLE]
     done, result = in_functionalize(_operator("kda_gate_backward"), tuple(values.values()))
@@ -299,7 +299,7 @@ def gate_backward_kernel(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
 
 
 def _constant(t: Any) -> Any:
-    """What ``grad`` wraps and does not follow, as it came; None of what a transform changes."""
+    """The tensor inside wrappers of ``grad`` that do not follow it; None if a transform changes it."""
     while isinstance(t, Tensor) and is_wrapped(t):
         if t.requires_grad or not is_tracking_gradient(t):
             return None
@@ -308,7 +308,7 @@ def _constant(t: Any) -> Any:
 
 
 def inplace_kernel(op: str) -> Callable:
-    """What an operator that writes to the caller's memory is under transforms: itself, if none of them changes it."""
+    """The kernel of a writing operator under transforms: the operator, if no transform changes an argument."""
     schema = schemas.INPLACE[op]
 
     def transformed(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
