@@ -390,7 +390,7 @@ def test_the_first_call_that_fails_is_saved_and_can_be_made_again(tmp_path):
         with kda_core.checked_calls(warn=True, dump=file):
             with pytest.warns(CheckWarning, match="saved in"):
                 o, _ = kda_core.fused_recurrent_kda(**inputs(T=1), initial_state=pool, **options)
-            with pytest.warns(CheckWarning, match=r"chunk_size=64$"):
+            with pytest.warns(CheckWarning, match=r"chunk_size=64, inplace_final_state=True$"):
                 kda_core.fused_recurrent_kda(**inputs(T=1), scale=0.1, initial_state=pool, **options)
         saved = torch.load(tmp_path / f"call-{os.getpid()}.pt", weights_only=True)
         assert saved["problems"][0].startswith("o: relative error")
