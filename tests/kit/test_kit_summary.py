@@ -10,6 +10,7 @@ from pathlib import Path
 
 import mutants
 import pytest
+from installed import need_package
 
 from kda_core.plugins import registry
 from kda_core.testing import order, suite
@@ -226,7 +227,7 @@ def test_tier_with_tests_passes(pytest_in, mode: str, arguments: tuple):
 
 @pytest.mark.slow
 def test_workers_tell_of_a_tier_without_tests(pytest_in):
-    pytest.importorskip("xdist")
+    need_package("xdist", "pytest-xdist")
     status, text = pytest_in("-n", "2", "test_fast.py", mode="slow")
     assert status == pytest.ExitCode.TESTS_FAILED, text
     assert "no tests in tier slow of test_fast.py" in text

@@ -1,7 +1,7 @@
 """What a test file needs beside the core and pytest: without it the file is skipped, with the command to install it.
 
-A file calls these functions before it imports what it needs. A package that is installed and does not import is an
-error, not a reason to skip.
+A file calls these functions before it imports what it needs; a test calls one where only it needs something. A package
+that is installed and does not import is an error, not a reason to skip.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def need_backend(name: str) -> None:
 
 
 def need_package(module: str, distribution: str | None = None, at_least: str | None = None) -> None:
-    """Skip the calling test file where a package is not installed.
+    """Skip the calling test file, or test, where a package is not installed.
 
     Args:
         module: the package's import name.

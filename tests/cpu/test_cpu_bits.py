@@ -1,0 +1,164 @@
+"""The CPU backend's bitwise promises: whatever is cut, batched, repeated or left out, the bits are the same."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import installed
+import pytest
+import torch
+
+installed.need_backend("cpu")
+
+from cpu_requests import (
+    CHUNK,
+    LAYOUTS,
+    PACKING,
+    RECURRENT,
+    assert_equal,
+    forward,
+    gradients,
+    hooks,
+    make_request,
+    relative_error,
+)
+from kda_core_cpu import choose, recurrent
+
+
+@pytest.mark.parametrize("layout", ["dense", "packed"])
+def test_disable_recompute_gives_the_same_bits(layout):
+    """Where K and V fill vectors; otherwise a product of other rows may round its last columns differently."""
+    _, expected, _ = gradients(make_request(**LAYOUTS[layout], K=16, V=32))
+    _, found, _ = gradients(make_request(**LAYOUTS[layout], K=16, V=32, disable_recompute=True))
+    assert_equal(found, expected)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("op", [CHUNK, RECURRENT])
+def test_runs_repeat_bitwise(op, layout):
+    r = make_request(op, **LAYOUTS[layout])
+    first, expected, _ = gradients(r)
+    for _ in range(2):
+        again, found, _ = gradients(r)
+        assert torch.equal(again.o, first.o)
+        assert torch.equal(again.final_state, first.final_state)
+        assert_equal(found, expected)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("op", [CHUNK, RECURRENT])
+@pytest.mark.parametrize(
+    ("K", "V"), [(12, 10), (64, 64), (1, 1), (1, 17), (3, 5), (4, 2), (6, 9), (16, 1), (17, 10), (33, 5), (33, 1)]
+)
+def test_a_sequence_does_not_depend_on_its_neighbours(op, K, V):
+    r = make_request(op, cu=PACKING, K=K, V=V)
+    packed, packed_grads, backward = gradients(r, ("q", "k", "v", "g", "beta", "initial_state"))
+    for n, (start, end) in enumerate(itertools.pairwise(PACKING)):
+        if start == end:
+            continue
+        rows = {name: getattr(r, name)[:, start:end] for name in ("q", "k", "v", "g", "beta")}
+        alone = replace(r, cu_seqlens=None, initial_state=r.initial_state[n : n + 1], **rows)
+        run, back = hooks(op)
+        result = run(replace(alone, save_for_backward=True))
+        assert torch.equal(result.o, packed.o[:, start:end])
+        assert torch.equal(result.final_state[0], packed.final_state[n])
+        grads = back(
+            replace(
+                alone,
+                saved=result.saved,
+                grad_o=backward.grad_o[:, start:end],
+                grad_final_state=backward.grad_final_state[n : n + 1],
+                needs_grad=backward.needs_grad,
+            )
+        ).grads
+        assert torch.equal(grads.pop("initial_state")[0], packed_grads["initial_state"][n])
+        assert_equal(grads, {name: packed_grads[name][:, start:end] for name in grads})
+
+
+@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize(("K", "V"), [(64, 5), (33, 10), (33, 31), (128, 65)])
+def test_rows_of_odd_lengths_do_not_depend_on_the_batch_either(T, v_first, K, V):
+    r = make_request(RECURRENT, B=6, T=T, H=3, K=K, V=V, state_v_first=v_first)
+    whole = forward(r)
+    for rows in (slice(1, 2), slice(5, 6), slice(1, 4)):
+        part = {name: getattr(r, name)[rows] for name in ("q", "k", "v", "g", "beta", "initial_state")}
+        found = forward(replace(r, **part))
+        assert torch.equal(found.o, whole.o[rows])
+        assert torch.equal(found.final_state, whole.final_state[rows])
+
+
+@pytest.mark.parametrize("op", [CHUNK, RECURRENT])
+@pytest.mark.parametrize("T", [1, 5])
+@pytest.mark.parametrize("HV", [1, 5])
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("gap", [0, 1])
+def test_a_sequence_of_a_pool_does_not_depend_on_its_neighbours(op, T, HV, v_first, gap):
+    """Slots of one sequence are a view that those of several are not, and a state is read in the same order in both."""
+    K, V = 128, 96
+    memory = torch.randn(9, HV + gap, *((V, K) if v_first else (K, V)))
+    slots = torch.tensor([7, 2, 4])
+    whole = make_request(op, B=3, T=T, H=HV, K=K, V=V, state=False, state_v_first=v_first)
+
+    def run(rows):
+        pool = memory.clone()[:, :HV]
+        inputs = {name: getattr(whole, name)[rows] for name in ("q", "k", "v", "g", "beta")}
+        own = {"initial_state": pool, "ssm_state_indices": slots[rows], "inplace_final_state": True}
+        return forward(replace(whole, **inputs, **own, output_final_state=False)).o, pool[slots[rows]]
+
+    o, states = run([0, 1, 2])
+    for rows in ([0], [1], [2], [2, 0]):
+        own_o, own_states = run(rows)
+        assert torch.equal(own_o, o[rows])
+        assert torch.equal(own_states, states[rows])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_results_do_not_depend_on_how_work_is_cut(layout, monkeypatch):
+    """Windows of one step and groups of one lane against one window and one group."""
+    r = make_request(**LAYOUTS[layout], return_intermediate_states=True)
+    expected, expected_grads, _ = gradients(r)
+    monkeypatch.setattr(choose, "_WINDOW_BUDGET", 1)
+    monkeypatch.setattr(choose, "_LANE_BUDGET", 1)
+    found, grads, _ = gradients(r)
+    assert torch.equal(found.o, expected.o)
+    assert torch.equal(found.final_state, expected.final_state)
+    assert torch.equal(found.h, expected.h)
+    for name in ("A_log", "dt_bias"):
+        # Their sums over tokens are cut as the work is.
+        assert relative_error(grads.pop(name), expected_grads.pop(name)) < 1e-6
+    assert_equal(grads, expected_grads)
+
+
+@pytest.mark.parametrize("names", [("v",), ("q",), ("g",), ("A_log",), ("initial_state",), ("beta", "dt_bias")])
+@pytest.mark.parametrize("op", [CHUNK, RECURRENT])
+def test_asking_for_some_gradients_changes_none(op, names):
+    r = make_request(op, cu=PACKING, HV=4)
+    _, everything, _ = gradients(r)
+    _, some, _ = gradients(r, names)
+    assert_equal(some, {name: everything[name] for name in names})
+
+
+@pytest.mark.parametrize("layout", [{"B": 5, "T": 1}, {"cu": [0, 1, 2, 3], "T": 5}])
+@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize(("K", "V"), [(12, 10), (128, 96)])
+def test_the_decoding_path_is_the_general_one(layout, pooled, K, V, monkeypatch):
+    N = 5 if "B" in layout else 3
+    options = {"K": K, "V": V}
+    if pooled:
+        pool = torch.randn(7, 4, K, V)
+        options |= {"inplace_final_state": True, "ssm_state_indices": torch.tensor([6, -1, 0, 3, 2])[:N]}
+
+    def run():
+        own = {**options, "initial_state": pool.clone()} if pooled else options
+        r = make_request(RECURRENT, **layout, HV=4, **own)
+        result = forward(r)
+        return result.o, r.initial_state if pooled else result.final_state
+
+    o, state = run()
+    monkeypatch.setattr(recurrent.TokenWindow, "of", classmethod(lambda cls, request: None))
+    general_o, general_state = run()
+    assert torch.equal(o, general_o)
+    assert torch.equal(state, general_state)

@@ -1,0 +1,92 @@
+"""Requests to the CPU backend's hooks, without the router."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from kda_core_cpu import plugin
+
+from kda_core.reference import DIFFERENTIABLE
+from kda_core.request import Request
+
+PACKING = [0, 5, 5, 6, 70, 134, 199]
+CHUNK, RECURRENT = "chunk_kda", "fused_recurrent_kda"
+
+
+def make_request(
+    op=CHUNK, B=1, T=None, H=2, HV=None, K=12, V=10, dtype=torch.float32, cu=None, in_kernel=True, state=True, **options
+):
+    """A request with everything in the kernel, or with pre-computed gates; packed when ``cu`` is given."""
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    HV, T = HV or H, T or (199 if cu is None else cu[-1])
+    N = B if cu is None else len(cu) - 1
+    q, k, v, g, beta = (
+        normal(B, T, H, K),
+        normal(B, T, H, K),
+        normal(B, T, HV, V),
+        normal(B, T, HV, K),
+        normal(B, T, HV),
+    )
+    wide = torch.promote_types(dtype, torch.float32)
+    if in_kernel:
+        options |= {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "use_qk_l2norm_in_kernel": True}
+        options |= {"A_log": normal(HV).to(wide), "dt_bias": normal(HV, K).to(wide)}
+    else:
+        k, g, beta = torch.nn.functional.normalize(k, dim=-1), -g.abs(), beta.sigmoid()
+    if state:
+        last = (V, K) if options.get("state_v_first") else (K, V)
+        options.setdefault("initial_state", normal(N, HV, *last).to(wide))
+    if cu is not None:
+        options["cu_seqlens"] = torch.tensor(cu)
+    options.setdefault("output_final_state", not options.get("inplace_final_state", False))
+    rows = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    return Request(op=op, scale=K**-0.5, **{name: x.to(dtype) for name, x in rows.items()}, **options)
+
+
+def hooks(op):
+    name = "chunk" if op == CHUNK else "recurrent"
+    return getattr(plugin, f"kda_core_{name}_forward"), getattr(plugin, f"kda_core_{name}_backward")
+
+
+def forward(r):
+    return hooks(r.op)[0](r)
+
+
+def gradients(r, names=None, grad_o=True, grad_final_state=True):
+    """(forward result, gradients by name) for fixed output gradients."""
+    generator = torch.Generator().manual_seed(2)
+    run, back = hooks(r.op)
+    result = run(replace(r, save_for_backward=True))
+    do = torch.randn(result.o.shape, generator=generator).to(result.o.dtype)
+    dS = torch.randn(r.state_shape, generator=generator).to(r.state_dtype)
+    backward = replace(
+        r,
+        saved=result.saved,
+        grad_o=do if grad_o else None,
+        grad_final_state=dS if grad_final_state else None,
+        needs_grad=frozenset(names or (n for n in DIFFERENTIABLE if getattr(r, n) is not None)),
+    )
+    return result, back(backward).grads, backward
+
+
+def relative_error(x, expected):
+    return ((x.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)).item()
+
+
+def assert_equal(x, expected):
+    assert x.keys() == expected.keys()
+    for name in x:
+        assert torch.equal(x[name], expected[name]), name
+
+
+LAYOUTS = {
+    "dense": {"B": 3, "T": 70, "HV": 4},
+    "packed": {"cu": PACKING, "HV": 4},
+    "one sequence": {"cu": [0, 150], "T": 160},
+    "v first": {"B": 2, "T": 33, "state_v_first": True, "chunk_size": 32},
+}

@@ -1,0 +1,60 @@
+"""Calls with every option in the kernel, for tests of the operators."""
+
+from __future__ import annotations
+
+import torch
+import torch._dynamo.compiled_autograd
+import torch._dynamo.testing
+import torch.utils.checkpoint
+
+import kda_core
+
+HV, K, V = 4, 8, 6
+OPS = ("chunk_kda", "fused_recurrent_kda")
+
+
+def make(T=70, B=2, H=2, dtype=torch.float32, grad=False, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    arguments = {
+        "q": normal(B, T, H, K).to(dtype),
+        "k": normal(B, T, H, K).to(dtype),
+        "v": normal(B, T, HV, V).to(dtype),
+        "g": normal(B, T, HV, K),
+        "beta": normal(B, T, HV),
+        "A_log": normal(HV),
+        "dt_bias": normal(HV * K),
+        "initial_state": normal(B, HV, K, V),
+    }
+    if grad:
+        for t in arguments.values():
+            t.requires_grad_()
+    return arguments
+
+
+OPTIONS = {
+    "use_gate_in_kernel": True,
+    "use_qk_l2norm_in_kernel": True,
+    "use_beta_sigmoid_in_kernel": True,
+    "output_final_state": True,
+}
+
+
+def run(arguments, op="chunk_kda", **options):
+    return getattr(kda_core, op)(**arguments, **OPTIONS, **options)
+
+
+def gradients(function, arguments):
+    o, state = function(arguments)
+    loss = (o * torch.linspace(-1, 1, o.shape[-1])).sum() + (state * state).sum()
+    return [o, state, *torch.autograd.grad(loss, list(arguments.values()))]
+
+
+def of_g(op: str):
+    """A public function of g alone."""
+    if op == "kda_gate":
+        return lambda g: kda_core.kda_gate(g, lower_bound=-5.0)
+    return lambda g: run(make(3) | {"g": g}, op)[0]

@@ -1,0 +1,169 @@
+"""How the repository is built: sizes of files and functions, who imports whom, which modules tests patch.
+
+A rule may have exceptions, each by name (house_exceptions.py). They only become fewer: a needless one fails.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import pytest
+from environments import ROOT
+from house_exceptions import IN_CYCLES, LONG_FILES, LONG_FUNCTIONS, MUTUAL, PATCHED
+from import_graph import Graph, Source, cycles, files_by_name
+from import_graph import read as read_file
+
+FOLDERS = ("kda_core", "backends", "tools", "examples", "tests")
+FILES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py") if "build" not in file.parts)
+TREES = {file: ast.parse(file.read_text(encoding="utf-8")) for file in FILES}
+MODULES = files_by_name(FILES)
+BACKENDS = ("cpu", "nvidia", "amd")
+
+FILE_LINES, FUNCTION_LINES = 500, 80
+
+
+@functools.cache
+def read(file: Path) -> Source:
+    return read_file(file)
+
+
+def name(file: Path) -> str:
+    return file.relative_to(ROOT).as_posix()
+
+
+def check(found: dict[str, int], limit: int, exceptions: dict[str, int]) -> None:
+    """Nothing is above the limit, or above its exception; every exception is above the limit."""
+    long = {what: lines for what, lines in found.items() if lines > exceptions.get(what, limit)}
+    assert long == {}, f"more than {limit} lines"
+    needless = {what for what in exceptions if found.get(what, 0) <= limit}
+    assert needless == set(), "delete these exceptions"
+
+
+def test_files_are_short():
+    check({name(file): len(file.read_text(encoding="utf-8").splitlines()) for file in FILES}, FILE_LINES, LONG_FILES)
+
+
+def is_kernel(function: ast.FunctionDef) -> bool:
+    """Whether a compiler of kernels reads the function: it cannot be split as Python can."""
+    return any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
+def lines_of(function: ast.FunctionDef) -> int:
+    """Lines of the signature and the body; a docstring may say as much as it must."""
+    lines = function.end_lineno - function.lineno + 1
+    if ast.get_docstring(function) is not None:
+        docstring = function.body[0]
+        lines -= docstring.end_lineno - docstring.lineno + 1
+    return lines
+
+
+def test_host_functions_are_short():
+    found = {}
+    for file, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and not is_kernel(node):
+                found[f"{name(file)}: {node.name}"] = lines_of(node)
+    check(found, FUNCTION_LINES, LONG_FUNCTIONS)
+
+
+def graph(*, at_once: bool) -> Graph:
+    """The files that each file imports: when it is imported itself, or also later."""
+    found: Graph = {}
+    for file in FILES:
+        source = read(file)
+        names = source.at_once if at_once else source.imported
+        found[file] = {other for imported in names for other in nearest(imported)} - {file}
+    return found
+
+
+def nearest(imported: str) -> Collection[Path]:
+    """The module that a name stands for, or the one that holds it."""
+    while imported and imported not in MODULES:
+        imported = imported.rpartition(".")[0]
+    return MODULES.get(imported, ())
+
+
+def test_modules_are_imported_in_an_order():
+    found = {name(file) for group in cycles(graph(at_once=True)) for file in group}
+    assert found - IN_CYCLES == set()
+    assert IN_CYCLES - found == set(), "delete these exceptions"
+
+
+def test_no_two_modules_import_each_other():
+    """Not even inside functions."""
+    reached = graph(at_once=False)
+    found = {(name(a), name(b)) for a in FILES for b in reached[a] if a < b and a in reached[b]}
+    assert found - MUTUAL == set()
+    assert MUTUAL - found == set(), "delete these exceptions"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_backend_knows_another(backend: str):
+    """Neither its package nor its tests."""
+    others = {f"kda_core_{other}" for other in BACKENDS if other != backend}
+    for folder in (ROOT / "backends" / backend, ROOT / "tests" / backend):
+        found = {
+            name(file): {i.partition(".")[0] for i in read(file).imported} & others for file in folder.rglob("*.py")
+        }
+        assert found
+        assert {file for file, packages in found.items() if packages} == set()
+
+
+def patched(file: Path) -> Iterator[str]:
+    """What a test replaces in our modules: "module.name", by ``setattr`` of a monkeypatch."""
+    modules: dict[str, str] = {}
+    for node in ast.walk(TREES[file]):
+        if isinstance(node, ast.Import):
+            modules |= {alias.asname or alias.name: alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    for node in ast.walk(TREES[file]):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "setattr":
+            target, *rest = node.args
+            if isinstance(target, ast.Constant):
+                yield str(target.value)
+            elif len(rest) > 1:
+                first, _, others = ast.unparse(target).partition(".")
+                module = ".".join(filter(None, [modules.get(first, first), others]))
+                if module in MODULES:
+                    yield f"{module}.{ast.literal_eval(rest[0]) if isinstance(rest[0], ast.Constant) else '*'}"
+
+
+def test_tests_patch_no_module_of_ours():
+    """A test that replaces a module's global sees what this module reads today, not what it promises."""
+    found = {
+        f"{name(file)}: {what}"
+        for file in FILES
+        if name(file).startswith("tests/")
+        for what in patched(file)
+        if what.startswith("kda_core")
+    }
+    assert found - PATCHED == set()
+    assert PATCHED - found == set(), "delete these exceptions"
+
+
+def test_the_rules_find_what_breaks_them(tmp_path: Path):
+    lines = {"long": 501, "short": 500}
+    with pytest.raises(AssertionError, match="more than 500 lines"):
+        check(lines, 500, {})
+    check(lines, 500, {"long": 501})
+    with pytest.raises(AssertionError, match="more than 500 lines"):
+        check({"long": 502}, 500, {"long": 501})
+    with pytest.raises(AssertionError, match="delete these exceptions"):
+        check(lines, 500, {"long": 501, "short": 500})
+    for module, text in {
+        "a": "import b",
+        "b": "def f():\n    import a",
+        "c": "import b",
+        "d": "import e",
+        "e": "import d",
+    }.items():
+        (tmp_path / f"{module}.py").write_text(text)
+    a, b, c, d, e = (tmp_path / f"{module}.py" for module in "abcde")
+    assert read(b).imported == {"a"}
+    assert read(b).at_once == set()
+    assert cycles({a: {b}, b: {a}, c: {b}, d: {e}, e: set()}) == [[a, b]]
+    assert cycles({a: {b}, b: {c}, c: {a}, d: {e}, e: {d}}) == [[a, b, c], [d, e]]
