@@ -216,6 +216,12 @@ def explain(
         _fail(str(error), EXIT_NOT_SERVED)
     except (ValueError, TypeError) as error:
         _fail(str(error), cli.EXIT_BAD_ARGUMENTS)
+    _show_explanation(explanation, op, as_json)
+    if explanation.chosen is None:
+        raise typer.Exit(EXIT_NOT_SERVED)
+
+
+def _show_explanation(explanation: plugins.Explanation, op: str, as_json: bool) -> None:
     if as_json:
         verdicts = [{"backend": v.backend, "status": v.status, "reason": v.reason} for v in explanation.verdicts]
         _print_json({"op": explanation.op, "chosen": explanation.chosen, "verdicts": verdicts})
@@ -223,8 +229,6 @@ def explain(
         title = f"{op} is served by {explanation.chosen}" if explanation.chosen else f"no backend serves this {op}"
         rows = [(v.backend, v.status, v.reason) for v in explanation.verdicts]
         _print_table(title, ("backend", "verdict", "reason"), rows)
-    if explanation.chosen is None:
-        raise typer.Exit(EXIT_NOT_SERVED)
 
 
 def _planned_device(backend: str) -> torch.device:
