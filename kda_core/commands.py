@@ -199,7 +199,7 @@ def explain(
             dtype=dtype,
             gate_dtype=gate_dtype,
             state_dtype=state_dtype,
-            device=_planned_device(backend) if chip and device is None else _device(device, backend),
+            device=_planned_device(backend) if chip and backend and device is None else _device(device, backend),
             bounds=None if varlen is None else _integers(varlen),
             slots=slots,
             slots_per_sequence=slots_per_sequence,
@@ -239,9 +239,8 @@ def _planned_device(backend: str) -> torch.device:
 def _show_plans(plans: tuple[CallPlan, ...], as_json: bool) -> None:
     if as_json:
         found = [dataclasses.asdict(one) for one in plans]
-        for one in found:
-            for buffer in one["buffers"]:
-                buffer["dtype"] = str(buffer["dtype"]).removeprefix("torch.")
+        for buffer in (buffer for plan in found for buffer in plan["buffers"]):
+            buffer["dtype"] = str(buffer["dtype"]).removeprefix("torch.")
         _print_json({"plans": found})
         return
     for one in plans:

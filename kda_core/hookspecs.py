@@ -16,7 +16,7 @@ from kda_core.call_plan import CallPlan
 from kda_core.capabilities import Available, BackendInfo, Feature, Unavailable
 from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request, TensorSpec
 
-CONTRACT_VERSION = Version("1.1")
+CONTRACT_VERSION = Version("1.0")
 """Version of this contract. Minor: a hook, a request field or a feature was added. Major: a meaning changed."""
 
 PROJECT = "kda_core"
@@ -115,7 +115,7 @@ def kda_core_gate_backward(request: GateRequest) -> BackwardResult:
 def kda_core_plan(request: AnyRequest, chip: str | None) -> tuple[CallPlan, ...]:
     """Say what a call allocates and launches: its forward, and with ``save_for_backward`` its backward.
 
-    Optional; fires for ``kda explain --plan`` alone. Looks at metadata only (tensors may be fake) and needs no
+    Optional. Fires for ``kda explain --plan`` alone. Looks at metadata only (tensors may be fake) and needs no
     device: ``chip`` names the chip to plan for, as the backend spells it, or is None for the request's device.
     Raises ValueError for a chip that the backend does not know.
     """
@@ -124,6 +124,9 @@ def kda_core_plan(request: AnyRequest, chip: str | None) -> tuple[CallPlan, ...]
 
 REQUIRED_HOOKS = ("kda_core_backend", "kda_core_availability", "kda_core_reject")
 """Hooks that every backend implements."""
+
+OPTIONAL_HOOKS = ("kda_core_plan",)
+"""Hooks that a backend may leave out."""
 
 HOOKS_OF_FEATURE: dict[Feature, tuple[str, ...]] = {
     Feature.CHUNK: ("kda_core_chunk_forward",),

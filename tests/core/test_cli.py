@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import kda_core
 from kda_core import cli, commands, platforms
+from kda_core.call_plan import CallPlan, PlannedBuffer, PlannedStep
 from kda_core.capabilities import Available, BackendInfo, Capabilities, Feature, Unavailable
 from kda_core.hookspecs import CONTRACT_VERSION, hookimpl
 from kda_core.options import TENSORS
@@ -261,6 +262,55 @@ def test_explain_passes_every_option_on(arguments, expected):
         for name in path.split("."):
             found = getattr(found, name)
         assert (found() if callable(found) else found) == value, path
+
+
+class Planner(Toy):
+    """A toy that makes plans for one chip."""
+
+    @hookimpl
+    def kda_core_plan(self, request, chip):
+        if chip not in (None, "one"):
+            raise ValueError(f"chip: expected one, got {chip!r}")
+        step = PlannedStep("multiply", (3, 1, 1), 4, 80)
+        buffer = PlannedBuffer("o", tuple(request.v.shape), request.v.dtype, "result", (0, 0), 4096)
+        return (CallPlan("forward", chip or "this", (step, PlannedStep("copy")), (buffer,), 300, 100, 50),)
+
+
+PLAN = ("explain", "--plan", "--backend", "toy", "--device", "cpu")
+
+
+def test_a_plan_is_shown(monkeypatch):
+    """Steps, buffers, bytes against the floor; for this device, or for a chip."""
+    monkeypatch.setenv("COLUMNS", "200")
+    with installed(Planner()):
+        shown = run(*PLAN)
+        (plan,) = run_json(*PLAN, "--chip", "one")["plans"]
+    assert shown.exit_code == 0
+    for part in ("forward on this", "multiply", "at most 80", "4,096", "3.0 times the inputs and results"):
+        assert part in " ".join(shown.stdout.split())
+    assert plan["chip"] == "one"
+    assert plan["steps"][0] == {"name": "multiply", "grid": [3, 1, 1], "num_warps": 4, "registers": 80}
+    assert plan["buffers"][0]["dtype"] == "float32"
+    assert (plan["bytes_moved"], plan["bytes_floor"], plan["peak_scratch"]) == (300, 100, 50)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (("--plan", "--backend", "toy", "--chip", "two"), 2, "chip: expected one, got 'two'"),
+        (("--plan", "--chip", "one"), 2, "needs --plan and --backend"),
+        (("--backend", "toy", "--chip", "one"), 2, "needs --plan and --backend"),
+        (("--plan", "--backend", "reference"), 1, "backend 'reference' makes no plans"),
+        (("--plan", "--backend", "nochip"), 1, "backend 'nochip' is not installed"),
+        (("--plan", "--backend", "toy", "--chip", "one", "--shape", "1,5,2,8,8", "--backward"), 1, "refuses this call"),
+        (("--plan", "--backend", "toy", "--shape", "1,2"), 2, "expected five sizes"),
+    ],
+)
+def test_what_no_plan_is_made_for(arguments, status, message):
+    with installed(Planner()):
+        result = run("explain", "--device", "cpu", *arguments)
+    assert result.exit_code == status
+    assert message in result.output
 
 
 def test_explain_of_a_call_of_any_size_takes_no_memory():
