@@ -27,6 +27,7 @@ from triton.compiler import ASTSource
 
 from kda_core.request import GateRequest, Request
 from kda_core.triton_lib.addresses import hazards
+from kda_core.triton_lib.ahead_of_time import DIVISIBLE, TYPES, specialised
 from kda_core.triton_lib.layout import CHUNK
 from kda_core_amd import chunk_backward, chunk_forward, gate, launch, recurrent
 from kda_core_amd.choose import (
@@ -56,14 +57,6 @@ registers, its matrix unit wants every operand in both halves of a wave, and an 
 
 POINTER_RANGE = 32
 """Bits that reach every byte of a tensor below 2 GiB; triton's ROCm launcher says so of such a tensor."""
-
-_TYPES = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.int32: "i32",
-    torch.int64: "i64",
-}
 
 
 UNITS = 304
@@ -99,32 +92,16 @@ def recorded(target: Architecture, name: str) -> Iterator[list[Launch]]:
 
 
 def source(recorded: Launch, small: bool) -> ASTSource:
-    """What triton compiles for a launch, by triton's own rules of specialisation.
+    """What triton compiles for a launch.
 
     Args:
         small: every tensor is below 2 GiB, as triton's ROCm launcher tells the compiler.
     """
-    signature, constants, attributes = {}, {}, {}
-    for i, parameter in enumerate(recorded.kernel.params):
-        value = recorded.arguments[parameter.name]
-        if parameter.is_constexpr or value is None:
-            kind = "constexpr"
-        elif isinstance(value, Tensor):
-            kind = "*" + _TYPES[value.dtype]
-            attributes[(i,)] = [["tt.divisibility", 16]] + [["tt.pointer_range", POINTER_RANGE]] * small
-        elif isinstance(value, float):
-            kind = "fp32"
-        elif parameter.do_not_specialize or not (value == 1 or value % 16 == 0):
-            kind = "i32"
-        elif value == 1:
-            kind = "constexpr"
-        else:
-            kind = "i32"
-            attributes[(i,)] = [["tt.divisibility", 16]]
-        signature[parameter.name] = kind
-        if kind == "constexpr":
-            constants[(i,)] = value
-    return ASTSource(recorded.kernel, signature, constants, attributes)
+
+    def of_tensor(x: Tensor) -> tuple[str, list[list[Any]]]:
+        return "*" + TYPES[x.dtype], [DIVISIBLE] + [["tt.pointer_range", POINTER_RANGE]] * small
+
+    return ASTSource(recorded.kernel, *specialised(recorded.kernel, recorded.arguments, of_tensor))
 
 
 def compiled(recorded: Launch, small: bool = True) -> Any:
@@ -189,7 +166,6 @@ _GATES: dict[str, dict[str, Any]] = {
     "softplus": {"use_gate_in_kernel": True},
     "bounded": {"use_gate_in_kernel": True, "lower_bound": -5.0},
 }
-_SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def _request(op: str, dtype: torch.dtype, K: int, gate_options: dict[str, Any], T: int = 64) -> Request:
@@ -258,14 +234,14 @@ def _calls(shapes: Sequence[tuple]) -> Iterator[tuple[str, Callable[[], object]]
         for gate_name in gates:
             options = _GATES[gate_name]
             request = _request("chunk_kda", dtype, K, options)
-            yield f"{_SHORT[dtype]} K {K} {gate_name}", lambda r=request: chunk_forward.chunk_forward(r)
+            yield f"{TYPES[dtype]} K {K} {gate_name}", lambda r=request: chunk_forward.chunk_forward(r)
             if gate_name == "given":
                 states = replace(request, return_intermediate_states=True, cu_seqlens_cpu=request.cu_seqlens)
-                yield f"{_SHORT[dtype]} K {K} states", lambda r=states: chunk_forward.chunk_forward(r)
+                yield f"{TYPES[dtype]} K {K} states", lambda r=states: chunk_forward.chunk_forward(r)
             if gate_name == gates[0]:
                 # The layout of states changes the same code for every gate.
                 transposed = replace(request, state_v_first=True)
-                yield f"{_SHORT[dtype]} K {K}, V first", lambda r=transposed: chunk_forward.chunk_forward(r)
+                yield f"{TYPES[dtype]} K {K}, V first", lambda r=transposed: chunk_forward.chunk_forward(r)
             if "safe" not in gate_name:
                 backward = replace(
                     request,
@@ -273,14 +249,14 @@ def _calls(shapes: Sequence[tuple]) -> Iterator[tuple[str, Callable[[], object]]
                     grad_final_state=request.initial_state,
                     needs_grad=frozenset({"q", "k", "v", "g", "beta", "initial_state"}),
                 )
-                yield f"{_SHORT[dtype]} K {K} {gate_name}", lambda r=backward: chunk_backward.chunk_backward(r)
+                yield f"{TYPES[dtype]} K {K} {gate_name}", lambda r=backward: chunk_backward.chunk_backward(r)
                 if gate_name == "bounded" and dtype.itemsize == 2 and K == MOST_KEYS:
-                    name = f"{_SHORT[dtype]} K {K} segments"
+                    name = f"{TYPES[dtype]} K {K} segments"
                     yield name, lambda r=request: chunk_forward.chunk_forward(_one_sequence(r), CHUNK)
                     yield name, lambda r=backward: chunk_backward.chunk_backward(_one_sequence(r), CHUNK)
                 for v_first in (False, True):
                     pool = _in_pool(_request("fused_recurrent_kda", dtype, K, options), v_first)
-                    name = f"{_SHORT[dtype]} K {K} {gate_name}" + ", V first" * v_first
+                    name = f"{TYPES[dtype]} K {K} {gate_name}" + ", V first" * v_first
                     yield name, lambda r=pool: recurrent.recurrent_forward(r)
     for bound in (None, -5.0):
         g = torch.empty(64, 4, 128, dtype=torch.bfloat16)

@@ -29,6 +29,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from kda_core.request import AnyRequest, GateRequest, Request
+from kda_core.triton_lib.ahead_of_time import DIVISIBLE, TYPES, specialised
 from kda_core.triton_lib.plan import Launch, Tile, View, metadata
 from kda_core_nvidia import aot_recurrent
 from kda_core_nvidia.calls import plan_of
@@ -49,16 +50,6 @@ STACK_LIMITS = {
 """What may spill: with 16-bit inputs loop constants, read a few times in 1,400 instructions (above 128 channels, blocks
 of 128 value channels spill up to 392 bytes and still take an H200 half the time of blocks of 64); with float32 inputs
 the parts of operands of products in full precision, of which a state of more than 128 channels has the most."""
-
-_TYPES = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.float64: "fp64",
-    torch.int8: "i8",
-    torch.int32: "i32",
-    torch.int64: "i64",
-}
 
 
 @dataclass(frozen=True)
@@ -85,32 +76,17 @@ class Job:
         return STACK_LIMITS[next(self.launch.views()).itemsize, self.arguments.get("K", 0) > 128]
 
 
+def _of_tensor(x: View | Tile) -> tuple[str, list[list[Any]]]:
+    """Triton's type of a tensor or a descriptor, and its attributes."""
+    if isinstance(x, View):
+        return "*" + TYPES[x.dtype], [DIVISIBLE] * x.aligned
+    layout = f",{shared_layout(x.base.dtype, x.block)!r}" if x.swizzled else ""
+    return f"tensordesc<{TYPES[x.base.dtype]}{list(x.block)}{layout}>", []
+
+
 def source(job: Job) -> tuple[ASTSource, dict[str, int]]:
-    """What triton compiles for a launch, by triton's own rules of specialisation, and its options."""
-    signature, constants, attributes = {}, {}, {}
-    for i, parameter in enumerate(job.kernel.params):
-        value = job.arguments[parameter.name]
-        if parameter.is_constexpr or value is None:
-            kind = "constexpr"
-        elif isinstance(value, Tile):
-            layout = f",{shared_layout(value.base.dtype, value.block)!r}" if value.swizzled else ""
-            kind = f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block)}{layout}>"
-        elif isinstance(value, View):
-            kind = "*" + _TYPES[value.dtype]
-            if value.aligned:
-                attributes[(i,)] = [["tt.divisibility", 16]]
-        elif isinstance(value, float):
-            kind = "fp32"
-        elif parameter.do_not_specialize or not (value == 1 or value % 16 == 0):
-            kind = parameter.annotation_type or "i32"
-        elif value == 1:
-            kind = "constexpr"
-        else:
-            kind = parameter.annotation_type or "i32"
-            attributes[(i,)] = [["tt.divisibility", 16]]
-        signature[parameter.name] = kind
-        if kind == "constexpr":
-            constants[(i,)] = value
+    """What triton compiles for a launch, and its options."""
+    signature, constants, attributes = specialised(job.kernel, job.arguments, _of_tensor)
     options = {n: v for n, v in job.arguments.items() if n not in signature}
     kind = GluonASTSource if job.kernel.is_gluon() else ASTSource
     return kind(job.kernel, signature, constants, attributes), options
@@ -175,7 +151,7 @@ class Case:
 
     def __str__(self) -> str:
         extra = " packed, pool, h" if self.everything else f" T {self.T}" if self.T > 64 else ""
-        return f"{_TYPES[self.dtype]} K {self.K} V {self.V} H {self.H} {self.gate}{extra}"
+        return f"{TYPES[self.dtype]} K {self.K} V {self.V} H {self.H} {self.gate}{extra}"
 
     def request(self) -> Request:
         """A request whose tensors have no memory."""
@@ -274,7 +250,7 @@ def _calls(quick: bool) -> Iterator[tuple[str, AnyRequest]]:
         request = GateRequest(
             g=_empty(64, 4, 128, dtype=dtype), A_log=_empty(4), dt_bias=_empty(4, 128), lower_bound=bound
         )
-        name = f"gate, {_TYPES[dtype]}, {'softplus' if bound is None else 'bounded'}"
+        name = f"gate, {TYPES[dtype]}, {'softplus' if bound is None else 'bounded'}"
         yield name, request
         yield name, replace(request, grad_output=_empty(64, 4, 128), needs_grad=frozenset({"g", "A_log", "dt_bias"}))
 
