@@ -27,7 +27,7 @@ import triton.language as tl
 
 from kda_core.triton_lib.decay import after, chained_sum, through
 from kda_core.triton_lib.gate import NORM_EPS, gate_gradient, gate_rate, log2_decay, sigmoid, write_strength
-from kda_core.triton_lib.levels import straddles, to_reference
+from kda_core.triton_lib.levels import apart, to_reference
 from kda_core.triton_lib.packing import rows_of_slot
 from kda_core.triton_lib.parts import split
 from kda_core_amd.recurrence import state_offsets
@@ -65,7 +65,7 @@ def _gate_inputs(g, dt_bias, offsets, m_row, o_k, K: tl.constexpr):
 @triton.jit
 def _level(b_q, b_k, b_beta, b_mu, b_lu, parts, r, j, sums, TERMS: tl.constexpr, DOT: tl.constexpr, dtype):
     """Add a tile's pairs of the level with half-blocks of 2^j rows to ``sums``: dq, row, column and dγ."""
-    pairs = straddles(r[:, None], r[None, :], j)
+    pairs = apart(r[:, None], r[None, :], j) & (r[:, None] > r[None, :])
     mu = tl.where(pairs, b_mu, 0.0).to(dtype)
     lu = tl.where(pairs, b_lu, 0.0).to(dtype)
     reference = to_reference(r[:, None], r[None, :], j)

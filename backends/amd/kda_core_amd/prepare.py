@@ -29,7 +29,7 @@ from kda_core.triton_lib.decay import (
 )
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
 from kda_core.triton_lib.inverse import inverse_16
-from kda_core.triton_lib.levels import straddles, to_reference
+from kda_core.triton_lib.levels import apart, to_reference
 from kda_core.triton_lib.packing import is_padding, rows_of_slot
 from kda_core.triton_lib.parts import split, two_parts
 
@@ -101,7 +101,7 @@ def _level(b_q, b_k, parts, m, el, r, j, TERMS: tl.constexpr, DOT: tl.constexpr,
     e = tl.exp2(selected_sum(to_reference(r[:, None], r[None, :], j), parts, TERMS))
     k_e = (b_k * e).to(dtype)
     right = tl.trans(k_e)
-    pairs = straddles(r[:, None], r[None, :], j)
+    pairs = apart(r[:, None], r[None, :], j) & (r[:, None] > r[None, :])
     m += tl.where(pairs, tl.dot((b_q * e).to(dtype), right, input_precision=DOT), 0.0)
     el += tl.where(pairs, tl.dot(k_e, right, input_precision=DOT), 0.0)
     return m, el
