@@ -19,6 +19,9 @@ pytest_plugins = ["kda_core.testing.plugin"]
 END_TO_END_FILE = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.end_to_end\b", flags=re.M)
 """How a file says that all its tests are end-to-end."""
 
+LONGEST = ("nvidia", "amd", "kit")
+"""Folders whose end-to-end tests take longest. They begin first, so that no worker waits long for the last file."""
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
@@ -54,6 +57,7 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if _wants_end_to_end(config):
+        items.sort(key=lambda item: item.path.parent.name not in LONGEST)
         return
     named = _named_files(config)
     dropped = [item for item in items if item.get_closest_marker("end_to_end") is not None and item.path not in named]
