@@ -12,7 +12,6 @@ LONG_FILES = {
 
 LONG_FUNCTIONS = {
     "backends/amd/kda_core_amd/chunk_backward.py: _run_gradients": 90,
-    "backends/nvidia/kda_core_nvidia/plans/forward.py: add_prepare": 97,
     "tests/nvidia/test_nvidia_run.py: kinds": 84,
 }
 """Lines of host functions, without their docstrings."""

@@ -77,6 +77,31 @@ def rows_dense(b: Builder, x: View) -> View:
     return x if has_contiguous_rows(x) else b.dense(x)
 
 
+def _prepare_constants(
+    r: Request, config: PrepareConfig, precision: Precision, bounded: bool, unit: int
+) -> dict[str, Any]:
+    return {
+        "K": r.K,
+        "V": r.V,
+        "KP": padded(r.K),
+        "BK": config.block_k,
+        "BW": config.wide,
+        "C": CHUNK,
+        "LIFT": lift(r.q.dtype, r.use_qk_l2norm_in_kernel),
+        "STAGES": config.stages,
+        "WIDE_STAGES": config.wide_stages,
+        "UNIT": unit,
+        "GATE": gate_kind(r),
+        "BOUNDED": bounded,
+        "L2NORM": r.use_qk_l2norm_in_kernel,
+        "SIGMOID": r.use_beta_sigmoid_in_kernel,
+        "NEG_EIGVAL": r.allow_neg_eigval,
+        "TERMS": precision.terms,
+        "DOT": precision.dot,
+        "SMALL_DOT": precision.small_dot,
+    }
+
+
 def add_prepare(
     b: Builder,
     r: Request,
@@ -100,9 +125,9 @@ def add_prepare(
     """
     new = new or b.scratch
     q, k, g = (rows_dense(b, x) for x in (r.q, r.k, r.g))
-    beta, dtype, l2norm, gate = r.beta, r.q.dtype, r.use_qk_l2norm_in_kernel, gate_kind(r)
+    beta, dtype, l2norm = r.beta, r.q.dtype, r.use_qk_l2norm_in_kernel
     _, T, H, K = q.shape
-    HV, V = o.shape[2:]
+    HV = o.shape[2]
     unit, (s_qb, s_kb, s_gb, s_bb, s_ob) = batch_strides(q, k, g, beta, o)
     KP, count = padded(K), slots(r)
     shapes = _prepared_shapes(count, HV, KP)
@@ -122,31 +147,11 @@ def add_prepare(
             X = new("X", shapes[3], torch.float32 if keep else dtype)
             norms = new("norms", shapes[4], torch.float32) if l2norm else None
         written = prepared = Prepared(keys, P, D, X, norms)
-    constants = {
-        "K": K,
-        "V": V,
-        "KP": KP,
-        "BK": config.block_k,
-        "BW": config.wide,
-        "C": CHUNK,
-        "LIFT": lift(dtype, l2norm),
-        "STAGES": config.stages,
-        "WIDE_STAGES": config.wide_stages,
-        "UNIT": unit,
-        "GATE": gate,
-        "BOUNDED": bounded,
-        "L2NORM": l2norm,
-        "SIGMOID": r.use_beta_sigmoid_in_kernel,
-        "NEG_EIGVAL": r.allow_neg_eigval,
-        "TERMS": precision.terms,
-        "DOT": precision.dot,
-        "SMALL_DOT": precision.small_dot,
-    }
     b.launch(
         prepare,
         (count * HV, 1, 1),
         config.num_warps,
-        constants,
+        _prepare_constants(r, config, precision, bounded, unit),
         q=q,
         k=k,
         g=g,
