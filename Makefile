@@ -86,8 +86,8 @@ $(STAMPS)/venv: $(STAMPS)/PYTHON.value
 	@$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# --no-compile: of thousands of files few are ever imported, and compiling them all takes longer than the rest.
-# torch comes first and alone: a plain requirement of it might fetch another build, of several gigabytes.
+# --no-compile: few installed files are imported, and compiling all of them takes longer than the installation.
+# torch comes first and alone: a plain requirement of it may fetch another build, of several gigabytes.
 $(STAMPS)/torch: $(STAMPS)/venv $(STAMPS)/TORCH.value $(CONSTRAINTS)
 	@echo "environment: $(TORCH)"
 	@$(PIP) install --no-compile -c $(CONSTRAINTS) '$(TORCH)'
@@ -113,7 +113,7 @@ CORE_SOURCES := pyproject.toml README.md LICENSE $(call SOURCE_FILES,kda_core)
 $(eval $(call WHEEL_RULE,core,.,$(CORE_SOURCES)))
 $(foreach b,$(ALL_BACKENDS),$(eval $(call WHEEL_RULE,$(b),backends/$(b),$(call SOURCE_FILES,backends/$(b)))))
 
-# --no-deps: what the wheels need is there by now, in its pinned version (triton comes with the torch builds that use it).
+# --no-deps: the dependencies are installed in their pinned versions (triton comes with the torch builds that use it).
 $(STAMPS)/installed: $(STAMPS)/BACKENDS.value $(STAMPS)/demo $(call WHEELS,core $(BACKENDS))
 	@echo "environment: wheels of kda-core and of its backends: $(BACKENDS)"
 	@$(PIP) install --no-compile --no-deps --force-reinstall $(DIST)/kda_core-*.whl $(foreach b,$(BACKENDS),$(DIST)/kda_core_$(b)-*.whl)

@@ -38,7 +38,7 @@ PAGES = "tests/docs"
 """Pages and what belongs to their site, and the folder of their tests."""
 
 BY_DEFAULT = ("kda_core/plugins.py", "cpu")
-"""What chooses a backend, and the one that it chooses for tensors on the CPU."""
+"""The file that chooses a backend, and the backend that it chooses for tensors on the CPU."""
 
 END_TO_END_FILE = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.end_to_end\b", flags=re.M)
 """How a file says that all its tests are end-to-end (tests/conftest.py)."""

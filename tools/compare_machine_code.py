@@ -135,7 +135,7 @@ def _amd_jobs(arguments: argparse.Namespace) -> list[tuple[str, Callable[[], lis
 
 
 _JOBS: list[tuple[str, Callable[[], list[str]]]] = []
-"""What the workers compile: they are forked, so that launches need not travel."""
+"""Launches that the workers compile; forked workers inherit them."""
 
 
 def _job(index: int) -> tuple[str, dict[str, Any], list[str]]:

@@ -1,13 +1,13 @@
-"""All that GPUs can say about a backend, at once and on every GPU of a machine.
+"""Every test of a backend that needs a GPU, in parallel on all GPUs of a machine.
 
     python tools/everything_on_gpu.py --backend nvidia --minutes 30 --out found
     python tools/everything_on_gpu.py --backend amd --foreign-device --minutes 30 --out found-amd
 
 The conformance kit in both tiers, the backend's own tests that need a GPU, and compute-sanitizer, where it is
-installed, over ``sanitized_calls.py``. Most of the time kernels are compiled: an hour and more of a dozen cores. When
-the minutes are over it stops; called again with the same folder it goes on with what is left. It needs pytest-xdist,
-and the wheels of the core and the backend. The folder keeps a log of every job and its outcomes (``noted.py``). Exit
-status 0: everything was right.
+installed, over ``sanitized_calls.py``. Compiling kernels takes most of the time: an hour and more of a dozen cores. The
+program stops after ``--minutes``; called again with the same folder it continues. It needs pytest-xdist, and the wheels
+of the core and the backend. The folder keeps a log of every job and its outcomes (``noted.py``). Exit status 0:
+everything passed.
 """
 
 from __future__ import annotations
@@ -38,33 +38,33 @@ PARTS = 6
 """Processes of each tool of compute-sanitizer."""
 
 SANITIZER_OPTIONS = {"memcheck": ("--report-api-errors", "no")}
-"""An allocation that other processes leave no memory for is none of a kernel's errors: torch tries again, or raises."""
+"""A failed allocation is no error of a kernel: torch tries again or raises."""
 
 CLEAN = re.compile(r"=========( COMPUTE-SANITIZER| Target application returned an error|.* SUMMARY: 0 .*)?\s*")
-"""What compute-sanitizer prints that is no finding; the program that it runs ends with an error when calls are left."""
+"""Lines of compute-sanitizer that are no findings; its program ends with an error when calls are left."""
 
 RACE = re.compile(r"========= (?:Error: Race reported between|    and) \w+ access at \w+\+0x\w+ in (\w+\.py):(\d+)")
-"""A line of racecheck's on one of the accesses of a hazard."""
+"""A line of racecheck about one access of a hazard."""
 
 LAST_CALL = 60
-"""Seconds before the end from which on no call is begun under a sanitizer, where one may take so long."""
+"""No call begins under a sanitizer in these last seconds: one call may take that long."""
 
 MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**28)}
-"""glibc keeps what an oracle's large tensors leave; else every operation has pages given to it anew, and cleared."""
+"""glibc keeps freed memory of the oracle's large tensors; else every operation gets new pages, which are cleared."""
 
 GRACE = 15
-"""Seconds in which an interrupted job may end by itself."""
+"""Seconds that an interrupted job has to end by itself."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Tests, or calls under a sanitizer, in a process of their own.
+    """Tests, or calls under a sanitizer, in a separate process.
 
     Attributes:
-        arguments: of pytest; of ``sanitized_calls.py`` where there is a ``tool`` of compute-sanitizer's.
+        arguments: of pytest, or of ``sanitized_calls.py`` if there is a ``tool`` of compute-sanitizer.
         share: of the machine's cores, for workers of pytest.
         most: workers at most: large tests fill a GPU's memory.
-        gpus: how many it sees, where there are as many.
+        gpus: how many it sees, if the machine has as many.
     """
 
     name: str
@@ -76,14 +76,14 @@ class Job:
 
 
 def jobs(backend: str, foreign: bool, sanitizer: bool) -> list[Job]:
-    """Everything there is to do for a backend, the longest first."""
+    """All jobs of a backend, the longest first."""
     flag = ("--foreign-device",) if foreign else ()
     kit = (*KIT, f"--backend={backend}", *flag)
     found = [
         Job("thorough", (*kit, "-m", "slow", "-k", "thorough"), 0.5),
         Job("fast", (*kit, "-k", "not random"), 0.35, gpus=2),
         Job("slow", (*kit, "-m", "slow", "-k", "not thorough and not gradient_offsets and not many_"), 0.2, most=6),
-        # The oracle takes minutes of one core for each of them, so that none may begin last.
+        # The oracle takes minutes of one core for each of them, so they begin early.
         Job("many", (*kit, "-m", "slow", "-k", "many_"), 0.2, most=4),
         # Each of them takes gigabytes, and minutes of compiling.
         Job("gradient_offsets", (*kit, "-m", "slow", "-k", "gradient_offsets"), most=1),
@@ -93,7 +93,7 @@ def jobs(backend: str, foreign: bool, sanitizer: bool) -> list[Job]:
         found.append(Job("own", tuple(str(TESTS / backend / name) for name in OWN[backend]), 0.1))
     for tool in ("memcheck", "racecheck") if sanitizer else ():
         for i in range(1, PARTS + 1):
-            # What one tool has compiled the other need not.
+            # The tools share compiled kernels.
             order = ("--last-first",) if tool == "racecheck" else ()
             arguments = ("--backend", backend, *flag, "--part", f"{i}/{PARTS}", *order)
             found.append(Job(f"{tool}_{i}", arguments, tool=tool))
@@ -101,7 +101,7 @@ def jobs(backend: str, foreign: bool, sanitizer: bool) -> list[Job]:
 
 
 def command(job: Job, notes: Path, cores: int, seconds: float) -> list[str]:
-    """What runs a job."""
+    """The command line of a job."""
     if job.tool:
         sanitizer = ["compute-sanitizer", "--tool", job.tool, *SANITIZER_OPTIONS.get(job.tool, ())]
         ending = ["--notes", str(notes), "--seconds", str(max(seconds - LAST_CALL, 0))]
@@ -112,7 +112,7 @@ def command(job: Job, notes: Path, cores: int, seconds: float) -> list[str]:
 
 
 def visible_gpus(count: int) -> list[str]:
-    """The GPUs by the names that a child process is given: those that the caller may use."""
+    """Names of the GPUs that the caller may use, as child processes get them."""
     given = os.environ.get(VISIBLE)
     return given.split(",")[:count] if given else [str(i) for i in range(count)]
 
@@ -123,7 +123,7 @@ def visible(job: Job, index: int, gpus: Sequence[str]) -> str:
 
 
 def run(todo: Sequence[Job], out: Path, gpus: Sequence[str], cores: int, seconds: float) -> None:
-    """Run jobs side by side, and note the exit status of those that end in time."""
+    """Run jobs in parallel, and note the exit status of those that end in time."""
     end = time.monotonic() + seconds
     running = []
     for index, job in enumerate(todo):
@@ -133,7 +133,7 @@ def run(todo: Sequence[Job], out: Path, gpus: Sequence[str], cores: int, seconds
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
         if gpus:
             environment[VISIBLE] = visible(job, index, gpus)
-        # Not in the checkout, whose kda_core must not be taken for the wheel's.
+        # Outside the checkout, whose kda_core would hide the wheel's.
         place = {"cwd": out, "env": environment, "start_new_session": True}
         with (out / f"{job.name}.log").open("a") as log:
             line = command(job, notes, cores, seconds)
@@ -143,14 +143,14 @@ def run(todo: Sequence[Job], out: Path, gpus: Sequence[str], cores: int, seconds
         try:
             noted.write(notes, {"status": process.wait(max(end - time.monotonic(), 0))})
         except subprocess.TimeoutExpired:
-            # Only the process that was started: a worker whose compiler is interrupted would report a test that failed.
+            # Interrupt only the started process: a worker with an interrupted compiler would report a failed test.
             process.send_signal(signal.SIGINT)
             stopped.append(process)
     last = time.monotonic() + GRACE
     for process in stopped:
         with suppress(subprocess.TimeoutExpired):
             process.wait(max(last - time.monotonic(), 0))
-        with suppress(ProcessLookupError):  # nobody of its group is left
+        with suppress(ProcessLookupError):  # its group has ended
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
@@ -198,7 +198,7 @@ def findings(log: Path, dispatch: Collection[tuple[str, int]] = ()) -> int:
 
 
 def summary(job: Job, out: Path, dispatch: Collection[tuple[str, int]] = ()) -> tuple[str, bool]:
-    """A line on what has become of a job so far, and whether it is done and right; ``dispatch`` as in ``findings``."""
+    """A line on a job's state, and whether it has ended and passed; ``dispatch`` as in ``findings``."""
     notes = noted.read(_notes(job, out))
     outcomes = {note["test"]: note["outcome"] for note in notes if "test" in note}
     counts = {kind: list(outcomes.values()).count(kind) for kind in ("passed", "failed", "skipped")}
@@ -222,7 +222,7 @@ def main() -> int:
     parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)), help="workers altogether, about")
     chosen = parser.parse_args()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # A shell starts so what it puts into the background. The jobs would inherit it, and not end when told to.
+        # A shell ignores interrupts for its background jobs. The jobs here would inherit that and not end when told to.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     import torch
 

@@ -27,7 +27,7 @@ def module_name(file: Path) -> str:
 
 @dataclass
 class Source:
-    """What one file says.
+    """The imports, strings and fixtures of one file.
 
     Attributes:
         imported: names of modules, or of a module and something in it.
@@ -45,7 +45,7 @@ class Source:
 
 
 def read(file: Path) -> Source:
-    """Read a file; one that does not exist says nothing."""
+    """Read a file; one that does not exist is empty."""
     found = Source()
     if file.exists():
         package = module_name(file)

@@ -1,8 +1,8 @@
-"""pytest plugin: note every outcome at once, and leave out what an earlier run noted as passed or skipped.
+"""pytest plugin: note every outcome at once, and leave out tests that an earlier run noted as passed or skipped.
 
     KDA_NOTES=fast.jsonl pytest -p noted ...
 
-A run that is stopped keeps what it found, failures with their messages, and the next one goes on from there. Each line
+A stopped run keeps its outcomes, and the next run continues. Each line
 of the file is a JSON object: {"collected": number}, or "test", "outcome" and "seconds", and "message" unless it passed.
 Tests are known by their file's name without its folder: an installed suite may move.
 """
@@ -18,11 +18,11 @@ import pytest
 
 VARIABLE = "KDA_NOTES"
 MESSAGE = 4000
-"""Characters that are kept of a message, from its end."""
+"""Most characters of a message; its end is kept."""
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The notes of a file, none where it does not exist; without a last line that was cut off."""
+    """The notes of a file, without an incomplete last line; none if there is no file."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -35,7 +35,7 @@ def write(path: Path, note: dict[str, Any]) -> None:
 
 
 def done(notes: list[dict[str, Any]]) -> set[str]:
-    """What needs no other run."""
+    """Tests that need no other run."""
     return {note["test"] for note in notes if note.get("outcome") in ("passed", "skipped")}
 
 
@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     before = done(notes)
     left_out = [item for item in items if _name(item.nodeid) in before]
     left = [item for item in items if _name(item.nodeid) not in before]
-    # Workers of pytest-xdist collect, all the same, and the process that reports does not.
+    # Workers of pytest-xdist all collect the same tests; the process that reports collects none.
     worker = getattr(config, "workerinput", {}).get("workerid", "gw0")
     if worker == "gw0" and not any("collected" in note for note in notes):
         write(_path(), {"collected": len(items)})
@@ -68,7 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _Notes:
-    """Lives in the process that reports: not in the workers of pytest-xdist."""
+    """The part of the plugin that runs only in the reporting process, not in pytest-xdist's workers."""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call" and report.passed:

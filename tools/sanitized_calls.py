@@ -3,11 +3,11 @@
     compute-sanitizer --tool memcheck python tools/sanitized_calls.py --backend nvidia
     compute-sanitizer --tool racecheck python tools/sanitized_calls.py --backend amd --foreign-device
 
-Every call goes through the conformance kit's subject: compared with the float64 oracle within its budgets, inputs and
-the memory round them unchanged, and most calls made three times with the same bits, so that repeated launches are
-covered. It needs no pytest. The exit status is 1 when a call is wrong. ``--part 2/5`` makes every fifth call, begun at
-the second: parts can run beside each other. With ``--last-first`` the calls come in reverse order: two tools beside
-each other then find half of the kernels compiled by the other.
+The conformance kit's subject makes every call: it compares results with the float64 oracle within their budgets, checks
+that inputs and the memory around them stay, and makes most calls three times with the same bits, which covers repeated
+launches. It needs no pytest. The exit status is 1 if a call is wrong. ``--part 2/5`` makes every fifth call from the
+second on, so parts can run in parallel. ``--last-first`` reverses the order: of two tools in parallel each then finds
+half of the kernels compiled.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _checked(case: Case) -> Check:
 
 
 def _in_pool(case: Case) -> Check:
-    """The case on a pool in which every other slot is somebody else's; the second sequence is skipped."""
+    """The case on a pool with an unused slot after every used one; the second sequence is skipped."""
 
     def check(subject: Subject) -> object:
         call = case.call()
@@ -68,7 +68,7 @@ def _drafts(case: Case) -> Check:
 
 
 def _through_descriptors(case: Case) -> Check:
-    """The case; on NVIDIA also its gradients through descriptors, as calls read that are too large for a sanitizer."""
+    """The case; on NVIDIA also its gradients through descriptors, which otherwise only very large calls use."""
 
     def check(subject: Subject) -> object:
         if subject.name == "nvidia":
@@ -79,7 +79,7 @@ def _through_descriptors(case: Case) -> Check:
 
 
 def _compare_descriptors(case: Case, device: torch.device) -> None:
-    """Mismatch where gradients differ in any bit between descriptors and pointers."""
+    """Raise ``Mismatch`` if a gradient's bits differ between descriptors and pointers."""
     from kda_core_nvidia.choose import choose_backward
     from kda_core_nvidia.plans.backward import plan_backward
     from kda_core_nvidia.run import chip, run_plan
@@ -133,7 +133,7 @@ def _chunked() -> Iterator[tuple[Case, Callable[[Case], Check]]]:
     for size, lengths in itertools.product((64, 128, 256), ((), BOUNDARIES)):
         case = Case(name=f"descriptors {size} {lengths}", T=140, lengths=lengths, HV=4, K=size, dtype=BF16, state=FP32)
         yield case.having(backward=True), _through_descriptors
-    # Whole sequences with the backward's kernels for many rows, and sequences that are cut into segments.
+    # Whole sequences, whose backward has kernels for many rows, and sequences that are cut into segments.
     for T, size, dtype in ((4100, 128, BF16), (4100, 128, FP16), (1030, 256, BF16), (1030, 256, FP16)):
         case = Case(name=f"rows {T} {size} {dtype}", B=2, T=T, K=size, H=1, dtype=dtype, state=FP32, backward=True)
         yield case, _checked
@@ -155,7 +155,7 @@ def _decoding() -> Iterator[tuple[Case, Callable[[Case], Check]]]:
         yield Case(name=f"tokens {name}", B=3, T=7, gate="lower bound", **fields), _checked
         yield Case(name=f"prompt {name}", B=2, T=50, gate="lower bound", **fields), _in_pool
         yield Case(name=f"prompts {name}", T=136, lengths=BOUNDARIES, gate="softplus", **fields), _checked
-    # So many states that NVIDIA's step stores them in parts.
+    # Enough states that NVIDIA's step stores them in parts.
     large = {"op": DECODING, "K": 128, "H": 32, "B": 256, "T": 1, "dtype": BF16, "state": BF16}
     yield Case(name="many states", **large), _in_pool
     for K, V in ((20, 16), (60, 36), (64, 64), (256, 64), (256, 256)):
@@ -185,11 +185,11 @@ def checks() -> list[tuple[str, Check]]:
 
 
 def _outcome(subject: Subject, check: Check) -> tuple[str, str]:
-    """What comes of a call, in pytest's words and in ours."""
+    """The outcome of a call, in pytest's words, with its message."""
     try:
         check(subject)
     except Refused as refusal:
-        # What a backend declares it may refuse; all else it must serve.
+        # A call may be refused by declared features and limits; every other call must be served.
         rejected = refusal.status == "rejected"
         return ("failed", f"WRONG: {refusal}") if rejected else ("skipped", str(refusal))
     except Mismatch as mismatch:
