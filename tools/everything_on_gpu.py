@@ -32,7 +32,14 @@ import noted
 HERE = Path(__file__).resolve().parent
 KIT = ("-p", "kda_core.testing.plugin", "--pyargs", "kda_core.testing.suite")
 TESTS = HERE.parent / "tests"
-OWN = {"nvidia": ("test_nvidia_hopper.py", "test_nvidia_step.py", "test_nvidia_accuracy.py")}
+OWN = {
+    "nvidia": (
+        "test_nvidia_hopper.py",
+        "test_nvidia_prepare_hopper.py",
+        "test_nvidia_step.py",
+        "test_nvidia_accuracy.py",
+    )
+}
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # ROCm honours it, too
 PARTS = 6
 """Processes of each tool of compute-sanitizer."""

@@ -133,6 +133,13 @@ def _chunked() -> Iterator[tuple[Case, Callable[[Case], Check]]]:
     for size, lengths in itertools.product((64, 128, 256), ((), BOUNDARIES)):
         case = Case(name=f"descriptors {size} {lengths}", T=140, lengths=lengths, HV=4, K=size, dtype=BF16, state=FP32)
         yield case.having(backward=True), _through_descriptors
+    # As many heads as NVIDIA's prepare for Hopper takes; decays that keep and that pass the range of its factors.
+    for kind, decay, gate_dtype in (("lower bound", "mild", BF16), ("softplus", "mild", BF16), ("given", -20.0, FP32)):
+        fields = common | {"T": 140, "lengths": BOUNDARIES, "H": 20, "K": 128, "dtype": BF16, "gate_dtype": gate_dtype}
+        case = Case(name=f"20 heads {kind}", gate=kind, decay=decay, rate=100.0, backward=True, **fields)
+        yield case, _checked
+        yield case.having(name=f"20 heads {kind}, everything", options={"disable_recompute": True}), _checked
+        yield case.having(name=f"20 heads {kind}, pool", backward=False), _in_pool
     # Whole sequences, whose backward has kernels for many rows, and sequences that are cut into segments.
     for T, size, dtype in ((4100, 128, BF16), (4100, 128, FP16), (1030, 256, BF16), (1030, 256, FP16)):
         case = Case(name=f"rows {T} {size} {dtype}", B=2, T=T, K=size, H=1, dtype=dtype, state=FP32, backward=True)

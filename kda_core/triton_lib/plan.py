@@ -107,6 +107,7 @@ class Tile:
         block: rows and columns of a block.
         shape, stride: of the matrix; elements from row to row.
         swizzled: for a kernel written in Gluon, which states how a block lies in shared memory.
+        by_rows: for such a kernel, a block whose rows lie one after another.
     """
 
     base: View
@@ -114,6 +115,7 @@ class Tile:
     shape: tuple[int, int]
     stride: int
     swizzled: bool = False
+    by_rows: bool = False
 
 
 def matrix_tile(x: View, rows: int, columns: int, width: int = 0, swizzled: bool = False) -> Tile:
@@ -121,11 +123,11 @@ def matrix_tile(x: View, rows: int, columns: int, width: int = 0, swizzled: bool
     return Tile(x, (rows, width or columns), (x.numel() // columns, columns), columns, swizzled)
 
 
-def token_tile(x: View, rows: int, columns: int, swizzled: bool = False) -> Tile:
+def token_tile(x: View, rows: int, columns: int, swizzled: bool = False, by_rows: bool = False) -> Tile:
     """Blocks of ``rows`` tokens and ``columns`` channels of ``x`` [B, T, H, D], as a matrix of B · T rows."""
     B, T, H, D = x.shape
     _, s_t, s_h, _ = x.strides
-    return Tile(x, (rows, columns), (B * T, (H - 1) * s_h + D), s_t, swizzled)
+    return Tile(x, (rows, columns), (B * T, (H - 1) * s_h + D), s_t, swizzled, by_rows)
 
 
 Lifetime = tuple[int, int]

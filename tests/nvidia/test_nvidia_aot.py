@@ -40,7 +40,7 @@ KERNELS = {
     "reverse_transitions_kernel",
     "join_kernel",
 }
-HOPPER = {"recurrence_hopper", "states_hopper", "reverse_hopper", "recurrent_step"}
+HOPPER = {"prepare_hopper", "recurrence_hopper", "states_hopper", "reverse_hopper", "recurrent_step"}
 
 
 @pytest.mark.parametrize("arch", [80, 90])

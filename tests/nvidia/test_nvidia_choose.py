@@ -13,10 +13,11 @@ import torch
 installed.need_backend("nvidia")
 installed.need_package("triton")
 
+from kda_core_nvidia.calls import plan_of
 from kda_core_nvidia.choose import CHIPS, INTERPRETED, choose_backward, choose_forward, choose_recurrent
 from kda_core_nvidia.choose.backward import WHOLE, backward_config, backward_gains
 from kda_core_nvidia.choose.chip import SHARED_LIMIT
-from kda_core_nvidia.choose.chunk import HopperConfig, prepare_config, row_aligned, split_scale
+from kda_core_nvidia.choose.chunk import HopperConfig, PrepareHopperConfig, prepare_config, row_aligned, split_scale
 from kda_core_nvidia.choose.forward import recurrence_config
 from kda_core_nvidia.choose.recurrent import recurrent_config
 
@@ -152,6 +153,37 @@ def test_bounded_decays():
     assert not forward_on(90, request(lower_bound=-5.5, safe_gate=True, **gate)).bounded
     assert not forward_on(90, request(safe_gate=True, dtype=FP16)).bounded
     assert not forward_on(90, request(**gate)).bounded
+
+
+def test_which_calls_the_prepare_for_hopper_takes():
+    """By dtypes, head dimension and heads; from a sequence's company and from strides nothing follows."""
+
+    def hopper(arch: int = 90, **fields: Any) -> bool:
+        first = choose_forward(metadata(request(**fields)), CHIPS[arch]).prepare
+        kinds = [first, choose_backward(metadata(backward(**fields)), CHIPS[arch]).prepare]
+        taken = [isinstance(kind, PrepareHopperConfig) for kind in kinds]
+        assert len(set(taken)) == 1, "both runs of a training step"
+        return taken[0]
+
+    g = torch.empty(1, 64, 17, 128, dtype=FP32, device="meta")
+    bounds = torch.empty(9, dtype=torch.int64, device="meta")
+    for taken in ({}, {"g": g}, {"B": 3}, {"T": 1}, {"T": 100_000}, {"V": 64}, {"cu_seqlens": bounds}, {"H": 500}):
+        assert hopper(**({"H": 17} | taken)), taken
+    for plain in ({"H": 16}, {"K": 64}, {"K": 256}, {"dtype": FP16}, {"dtype": FP32}, {"T": 0}, {"arch": 100}):
+        assert not hopper(**({"H": 17} | plain)), plain
+    assert not isinstance(choose_forward(metadata(request(H=17)), INTERPRETED).prepare, PrepareHopperConfig)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "g", "beta"])
+def test_rows_that_bulk_copies_cannot_take_are_copied(name: str):
+    r = request(B=2, H=17)
+    x = getattr(r, name)
+    longer = torch.empty(2, 70, *x.shape[2:], dtype=BF16, device="meta")[:, :64]
+    plain, copied = (plan_of(replace(r, **{name: rows}), CHIPS[90]) for rows in (x, longer))
+    assert plain.kernels == copied.kernels == ("prepare_hopper", "recurrence_hopper")
+    assert (len(plain.steps), len(copied.steps)) == (2, 3)
+    if name != "beta":
+        assert len(plan_of(r, CHIPS[90], frozenset({name})).steps) == 3
 
 
 def test_descriptors_only_where_the_chip_has_them():

@@ -80,7 +80,8 @@ def _of_tensor(x: View | Tile) -> tuple[str, list[list[Any]]]:
     """Triton's type of a tensor or a descriptor, and its attributes."""
     if isinstance(x, View):
         return "*" + TYPES[x.dtype], [DIVISIBLE] * x.aligned
-    layout = f",{shared_layout(x.base.dtype, x.block)!r}" if x.swizzled else ""
+    stated = x.swizzled or x.by_rows
+    layout = f",{shared_layout(x.base.dtype, x.block, x.by_rows)!r}" if stated else ""
     return f"tensordesc<{TYPES[x.base.dtype]}{list(x.block)}{layout}>", []
 
 

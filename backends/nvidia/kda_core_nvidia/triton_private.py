@@ -105,16 +105,16 @@ class _Place:
 def descriptor(tile: Tile, base: torch.Tensor) -> Any:
     """Triton's descriptor of a tile."""
     shape, strides, block = list(tile.shape), [tile.stride, 1], list(tile.block)
-    if not tile.swizzled:
+    if not (tile.swizzled or tile.by_rows):
         return TensorDescriptor(base, shape, strides, block)
-    return GluonDescriptor(base, shape, strides, block, shared_layout(tile.base.dtype, tile.block))
+    return GluonDescriptor(base, shape, strides, block, shared_layout(tile.base.dtype, tile.block, tile.by_rows))
 
 
 @cache
-def shared_layout(dtype: torch.dtype, block: tuple[int, int]) -> Any:
+def shared_layout(dtype: torch.dtype, block: tuple[int, int], by_rows: bool = False) -> Any:
     """How a block lies in shared memory."""
-    if dtype == torch.float32:
-        return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    if dtype == torch.float32 or by_rows:
+        return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * dtype.itemsize, rank=2)
     kind = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[dtype]
     return gl.NVMMASharedLayout.get_default_for(list(block), kind)
 

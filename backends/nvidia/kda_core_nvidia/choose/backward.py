@@ -16,11 +16,12 @@ from kda_core_nvidia.choose.chunk import (
     HopperConfig,
     Precision,
     PrepareConfig,
+    PrepareHopperConfig,
     as_packed,
+    choose_prepare,
     hopper_config,
     join_precision,
     precision,
-    prepare_config,
     row_aligned,
     segment_rows,
     serves,
@@ -167,7 +168,7 @@ class BackwardChoice:
     segment_rows: int
     bounded: bool
     precision: Precision
-    prepare: PrepareConfig
+    prepare: PrepareConfig | PrepareHopperConfig
     turns: Turns
     states: BlockConfig | HopperConfig
     reverse: BlockConfig | HopperConfig
@@ -220,7 +221,7 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
         segment_rows=rows,
         bounded=decays_bounded(r),
         precision=precision(dtype, chip),
-        prepare=prepare_config(K, dtype, again=bool(r.saved)),
+        prepare=choose_prepare(r, chip, again=bool(r.saved)),
         turns=turns,
         states=states,
         reverse=reverse,

@@ -32,6 +32,14 @@ class PrepareConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class PrepareHopperConfig:
+    """Launch configuration of ``prepare_hopper``; ``registers``: of a thread."""
+
+    registers: int
+    num_warps: int = 4
+
+
+@dataclass(frozen=True, slots=True)
 class BlockConfig:
     """Launch configuration of a recurrence: value channels of a program, warps, depth of the load pipeline."""
 
@@ -127,6 +135,35 @@ def prepare_config(K: int, dtype: torch.dtype, again: bool = False) -> PrepareCo
         return PrepareConfig(block_k=32, num_warps=2, stages=4, wide=wide, wide_stages=3)
     # One warp: chunks are many and small, and one warp needs no barrier. More than 16 channels spill.
     return PrepareConfig(block_k=16, num_warps=1, stages=4, wide=wide, wide_stages=3)
+
+
+_PREPARE_HOPPER = {torch.bfloat16: PrepareHopperConfig(168), torch.float32: PrepareHopperConfig(255)}
+"""By the dtype of g: three programs share a multiprocessor, or two."""
+
+LEAST_HEADS = 17
+"""Value heads from which ``prepare_hopper`` was measured to gain with the host. One long sequence of fewer is cut into
+segments, and its four descriptors cost the host more than the kernel gains."""
+
+
+def choose_prepare(r: Request, chip: Chip, again: bool = False) -> PrepareConfig | PrepareHopperConfig:
+    """The kernel that prepares a call, by its configuration; ``again`` as for ``prepare_config``.
+
+    The results of the two kernels differ in their last bits. Dtypes, head dimensions and the number of heads therefore
+    decide, and neither strides nor the number and lengths of the sequences: a sequence's bits do not depend on its
+    company. (More slots than 32 bits count are more than any memory holds.)
+    """
+    hopper = (
+        chip.capability == (9, 0)
+        and not chip.interpreted
+        and r.q.dtype == torch.bfloat16
+        and r.g.dtype in _PREPARE_HOPPER
+        and r.K == 128
+        and r.HV >= LEAST_HEADS
+        and r.B * r.T > 0
+        # Rows of a descriptor and programs are counted in 32 bits.
+        and slots(r) * r.HV * 3 * CHUNK < 2**31
+    )
+    return _PREPARE_HOPPER[r.g.dtype] if hopper else prepare_config(r.K, r.q.dtype, again)
 
 
 _HOPPER_CONFIGS = {

@@ -15,11 +15,12 @@ from kda_core_nvidia.choose.chunk import (
     HopperConfig,
     Precision,
     PrepareConfig,
+    PrepareHopperConfig,
     as_packed,
+    choose_prepare,
     hopper_config,
     join_precision,
     precision,
-    prepare_config,
     saved_slots,
     segment_rows,
     serves,
@@ -64,7 +65,7 @@ class ForwardChoice:
         transitions, join_precision: of the kernels that join segments.
     """
 
-    prepare: PrepareConfig
+    prepare: PrepareConfig | PrepareHopperConfig
     recurrence: BlockConfig | HopperConfig
     precision: Precision
     segment_rows: int
@@ -84,7 +85,7 @@ def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
     v = r.v if has_contiguous_rows(r.v) else r.v.contiguous()
     hopper = not h and serves(chip, dtype, count, r.HV, KP, V, v)
     return ForwardChoice(
-        prepare=prepare_config(K, dtype),
+        prepare=choose_prepare(r, chip),
         recurrence=hopper_config("recurrence", chip, KP, V, heads)
         if hopper
         else recurrence_config(chip, dtype, K, V, heads, h),

@@ -21,9 +21,11 @@ from kda_core_nvidia.choose.chunk import (
     HopperConfig,
     Precision,
     PrepareConfig,
+    PrepareHopperConfig,
     saved_slots,
     split_scale,
 )
+from kda_core_nvidia.plans.prepare_hopper import launch_prepare_hopper
 from kda_core_nvidia.plans.segments import add_starts, cut_into_segments
 from kda_core_nvidia.prepare import prepare
 from kda_core_nvidia.recurrence import recurrence
@@ -105,7 +107,7 @@ def _prepare_constants(
 def add_prepare(
     b: Builder,
     r: Request,
-    config: PrepareConfig,
+    config: PrepareConfig | PrepareHopperConfig,
     precision: Precision,
     bounded: bool,
     o: View,
@@ -114,7 +116,7 @@ def add_prepare(
     kept: Kept | None = None,
     new: Callable[..., View] | None = None,
 ) -> Prepared:
-    """Add a launch of ``prepare``.
+    """Add a launch of ``prepare``, or of ``prepare_hopper``.
 
     Args:
         o: [B, T, HV, V], to be zeroed where no sequence (or a skipped one) has rows.
@@ -147,6 +149,10 @@ def add_prepare(
             X = new("X", shapes[3], torch.float32 if keep else dtype)
             norms = new("norms", shapes[4], torch.float32) if l2norm else None
         written = prepared = Prepared(keys, P, D, X, norms)
+    if isinstance(config, PrepareHopperConfig):
+        parameters = gate_parameters(b, r) | written._asdict() | {"inverse": inverse}
+        launch_prepare_hopper(b, replace(r, q=q, k=k, g=g), config, bounded, o, parameters)
+        return prepared
     b.launch(
         prepare,
         (count * HV, 1, 1),

@@ -1,0 +1,247 @@
+"""Device functions of ``prepare_hopper`` for tiles of 16 rows: gate, sums of decays, norms, scaled rows, pairs."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mma_v2
+
+from kda_core.triton_lib.decay import BOUNDED_LOG2_DECAY
+from kda_core.triton_lib.gate import LOG2_E, NORM_EPS, log2_decay
+from kda_core_nvidia.hopper_squares import (
+    BY_ROW,
+    LEFT,
+    MMA,
+    RIGHT,
+    by_column,
+    by_row,
+    diagonal,
+    give_rows,
+    pairs_of,
+    take_rows,
+    turned,
+)
+
+FLOOR = gl.constexpr(-160.0)
+"""Least log2 decay of a row: 2 to it is 0 in float32, and differences of sums of 16 keep 12 bits behind the point."""
+
+SHIFT = gl.constexpr(40.0)
+"""Factors from a tile's start are stored times 2^SHIFT, and their reciprocals times 2^-SHIFT: with decays of at most
+2^-126 a tile both lie in 2^±86. Products with rows of q and k up to 2^40, raw, stay in the range of bfloat16, and so do
+sums of products of the former with rows that have no shift."""
+
+LEAST_TOTAL = gl.constexpr(-126.0)
+"""Least log2 decay of a tile whose pairs are products of such factors."""
+
+COLUMNS = gl.constexpr(gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0]))
+"""16 rows of two channels a thread."""
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _reciprocal(x):
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def tile_decays(block, a, bias, lower_bound, GATE: gl.constexpr, BOUNDED: gl.constexpr):
+    """Log2 decays of a tile from its block of g, [4, 16, 64], in units of ``decay_unit``."""
+    x = block.load(COLUMNS).to(gl.float32)
+    if GATE == "bounded" and BOUNDED:
+        y = _reciprocal(1.0 + gl.exp2((x + bias) * (a * -LOG2_E)))
+    else:
+        y = log2_decay(x, a, bias, lower_bound, GATE, 1.0, True)
+        if BOUNDED:
+            # A broken promise costs accuracy, never a NaN.
+            y = gl.where(y < BOUNDED_LOG2_DECAY, BOUNDED_LOG2_DECAY, y)
+        else:
+            y = gl.where(y < FLOOR, FLOOR, y)
+    return y
+
+
+@gluon.jit
+def decay_unit(lower_bound, GATE: gl.constexpr, BOUNDED: gl.constexpr):
+    """The factor that turns what ``tile_decays`` gives into log2 decays."""
+    return lower_bound * LOG2_E if GATE == "bounded" and BOUNDED else 1.0
+
+
+@gluon.jit
+def sums_of_rows(y, unit):
+    """The sum of each row and those before it, and the log2 decay of all, [4, 64]."""
+    row = gl.expand_dims(gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, COLUMNS))), 0), 2)
+    x = gl.associative_scan(y, 1, _add)
+    # The last row by adding zeros, as integers: compilers leave that out.
+    last = gl.sum(gl.where(row == 15, x.to(gl.int32, bitcast=True), 0), axis=1).to(gl.float32, bitcast=True)
+    return x, last * unit
+
+
+@gluon.jit
+def put_products(q_block, k_block, own_sum, q_sum, k_sum, zero, L2NORM: gl.constexpr):
+    """Products of each row of q with the same row of k, and squares of rows (L2NORM), summed over a warp's channels."""
+    b_q = q_block.load(LEFT)
+    b_k = k_block.load(LEFT)
+    right = k_block.permute((0, 2, 1)).load(RIGHT)
+    give_rows(diagonal(mma_v2(b_q, right, zero)), own_sum)
+    if L2NORM:
+        give_rows(diagonal(mma_v2(b_k, right, zero)), k_sum)
+        give_rows(diagonal(mma_v2(b_q, q_block.permute((0, 2, 1)).load(RIGHT), zero)), q_sum)
+
+
+@gluon.jit
+def norm_of_rows(square, kept, offset: gl.constexpr, there, L2NORM: gl.constexpr):
+    """Reciprocal norms of a tile's rows: those ``kept`` at an offset, or from squares; ones without L2NORM."""
+    if kept is not None:
+        norm = gl.load(kept + offset, mask=there, other=1.0)
+    elif L2NORM:
+        norm = _rsqrt(take_rows(square) + NORM_EPS)
+    else:
+        norm = gl.full([4, 16], 1.0, gl.float32, BY_ROW)
+    return norm
+
+
+@gluon.jit
+def _rsqrt(x):
+    return gl.inline_asm_elementwise(
+        "rsqrt.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def left_rows(x):
+    """A number a row, for left operands."""
+    return by_row(gl.convert_layout(x, gl.SliceLayout(2, LEFT)))
+
+
+@gluon.jit
+def _halves(x, b: gl.constexpr):
+    """Rows of the first and of the second halves of 2b-blocks, [4, 8 / b, b, 64]."""
+    return x.reshape([4, 8 // b, 2, b, 64]).permute((0, 1, 3, 4, 2)).split()
+
+
+@gluon.jit
+def _joined(first, second, b: gl.constexpr):
+    x = gl.join(first, second).permute((0, 1, 4, 2, 3)).reshape([4, 16, 64])
+    return gl.convert_layout(x, COLUMNS, assert_trivial=True)
+
+
+@gluon.jit
+def _level(since, until, whole, m, el, q_buffer, k_buffer, buffer, tile: gl.constexpr, b: gl.constexpr, zero):
+    """Add the pairs that straddle the middles of 2b-blocks to m and el; ``since`` and ``until``, each row's decay since
+    the start of its block of b rows and to its end, and ``whole``, that of blocks, become those of 2b rows."""
+    first, since1 = _halves(since, b)
+    until0, last = _halves(until, b)
+    whole0, whole1 = whole.reshape([4, 8 // b, 2, 1, 64]).permute((0, 1, 3, 4, 2)).split()
+    buffer.store(_joined(until0, since1, b))
+    m_b = zero
+    l_b = zero
+    for part in gl.static_range(2):
+        e = gl.exp2(buffer.slice(part * 32, 32, dim=2).load(LEFT))
+        q_e = part_of(q_buffer, tile, part).load(LEFT).to(gl.float32) * e
+        k_e = part_of(k_buffer, tile, part).load(LEFT).to(gl.float32) * e
+        m_b, l_b = add_pairs(q_e, k_e, k_e, None, m_b, l_b)
+    pairs = pairs_of("straddle", b)
+    m = gl.where(pairs, m_b, m)
+    el = gl.where(pairs, l_b, el)
+    since = _joined(first, since1 + gl.convert_layout(whole0, since1.type.layout), b)
+    until = _joined(until0 + gl.convert_layout(whole1, until0.type.layout), last, b)
+    return since, until, whole0 + whole1, m, el
+
+
+@gluon.jit
+def levels(
+    g_block, a, bias, lower_bound, q_buffer, k_buffer, buffer, tile: gl.constexpr, near, zero, GATE: gl.constexpr
+):
+    """A tile's own pairs for any decay, zero in warps that are ``near``: hierarchical reference points, no exponent is
+    ever positive. Decays are formed from ``g_block`` once more, and so are their sums, which lie in ``buffer`` before
+    and after: few tiles come here, and all others would hold registers for them."""
+    y = tile_decays(g_block, a, bias, lower_bound, GATE, False)
+    s, u, w = y, gl.full([4, 16, 64], 0.0, gl.float32, COLUMNS), y.reshape([4, 16, 1, 64])
+    s, u, w, m, el = _level(s, u, w, zero, zero, q_buffer, k_buffer, buffer, tile, 1, zero)
+    s, u, w, m, el = _level(s, u, w, m, el, q_buffer, k_buffer, buffer, tile, 2, zero)
+    s, u, w, m, el = _level(s, u, w, m, el, q_buffer, k_buffer, buffer, tile, 4, zero)
+    s, u, w, m, el = _level(s, u, w, m, el, q_buffer, k_buffer, buffer, tile, 8, zero)
+    buffer.store(sums_of_rows(tile_decays(g_block, a, bias, lower_bound, GATE, False), 1.0)[0])
+    near = of_warps(near, MMA)
+    return gl.where(near, 0.0, m), gl.where(near, 0.0, el)
+
+
+@gluon.jit
+def allows_factors(total):
+    """Whether the pairs of each warp's tile are products of factors (``LEAST_TOTAL``), [4]; how many warps' are not."""
+    near = gl.min(total, axis=1) > LEAST_TOTAL
+    return near, gl.sum(gl.where(near, 0, 1), axis=0)
+
+
+@gluon.jit
+def of_warps(near, LAYOUT: gl.constexpr):
+    """A condition of each warp, [4, 1, 1]."""
+    near = gl.convert_layout(near, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)), assert_trivial=True)
+    return by_row(gl.expand_dims(near, 1))
+
+
+@gluon.jit
+def store_totals(total, buffer, BOUNDED: gl.constexpr):
+    """A tile's whole log2 decay; with BOUNDED 2^40 times the decay."""
+    if BOUNDED:
+        total = gl.exp2(total + SHIFT)
+    buffer.store(total)
+
+
+@gluon.jit
+def column_factors(total_buffer, tile: gl.constexpr, part: gl.constexpr, BOUNDED: gl.constexpr):
+    """A tile's whole decay (with BOUNDED 2^40 times that), for 32 channels of a left operand."""
+    x = total_buffer.index(tile).slice(part * 32, 32, dim=1).load(gl.SliceLayout(1, LEFT))
+    return by_column(x if BOUNDED else gl.exp2(x))
+
+
+@gluon.jit
+def part_of(buffer, tile: gl.constexpr, part: gl.constexpr):
+    return buffer.slice(tile * 16, 16, dim=1).slice(part * 32, 32, dim=2)
+
+
+@gluon.jit
+def store_part(x, buffer, tile: gl.constexpr, part: gl.constexpr):
+    part_of(buffer, tile, part).store(x.to(buffer.dtype))
+
+
+@gluon.jit
+def scaled_rows(
+    q_buffer, k_buffer, x_buffer, total_buffer, unit, tile: gl.constexpr, part: gl.constexpr, BOUNDED: gl.constexpr
+):
+    """Factors of pairs in a tile's rows.
+
+    Returns 2^40 times q and k times the decay since the tile's start; 2^-40 times k divided by that decay, infinite or
+    NaN where the decay is too strong for it; and k times the decay to the tile's end, in 16 bits.
+    """
+    b_q = part_of(q_buffer, tile, part).load(LEFT).to(gl.float32)
+    b_k = part_of(k_buffer, tile, part).load(LEFT).to(gl.float32)
+    x = x_buffer.slice(part * 32, 32, dim=2).load(LEFT) * unit + SHIFT
+    e = gl.exp2(x)
+    k_f = b_k * gl.exp2(-x)
+    if BOUNDED:
+        k_g = k_f * column_factors(total_buffer, tile, part, True)
+    else:
+        total = total_buffer.index(tile).slice(part * 32, 32, dim=1).load(gl.SliceLayout(1, LEFT))
+        k_g = b_k * gl.exp2(by_column(total + SHIFT) - x)
+    return b_q * e, b_k * e, k_f, k_g.to(q_buffer.dtype)
+
+
+@gluon.jit
+def add_crossing_pairs(q_e, k_e, k_g0, w_buffer, part: gl.constexpr, KEPT: gl.constexpr, m, el):
+    """``add_pairs`` of tile 1's rows with those of tile 0, which are in registers (KEPT) or in shared memory."""
+    if KEPT:
+        right = turned(k_g0)
+    else:
+        right = part_of(w_buffer, 0, part).permute((0, 2, 1)).load(RIGHT)
+    return mma_v2(q_e.to(gl.bfloat16), right, m), mma_v2(k_e.to(gl.bfloat16), right, el)
+
+
+@gluon.jit
+def add_pairs(q_e, k_e, right, near, m, el):
+    """m + q_e · rightᵀ and el + k_e · rightᵀ, in warps that are ``near`` (None: in all)."""
+    if near is not None:
+        right = gl.where(of_warps(near, LEFT), right, 0.0)
+    right = turned(right.to(gl.bfloat16))
+    return mma_v2(q_e.to(gl.bfloat16), right, m), mma_v2(k_e.to(gl.bfloat16), right, el)

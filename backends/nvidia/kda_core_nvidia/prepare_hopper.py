@@ -1,0 +1,467 @@
+"""``prepare`` for Hopper, written in Gluon: the same equations and outputs for bfloat16 rows of 128 key channels.
+
+A program takes two chunk slots of one value head. Each of its four warps takes 64 channels of one slot, and products
+of pairs are summed over a slot's two warps afterwards. Rows, decays and results pass through shared memory by bulk
+copies. Log decays are summed where a thread holds 16 rows of two channels, so that a sum is one addition an element.
+The factors 2^G are formed where the matrix unit takes its operands, which therefore never leave the registers.
+
+A tile's own pairs are products of factors from and to its start, in the range of bfloat16, as in ``prepare`` for
+bounded decays. Without a bound each warp decides from the decays of its own tile and channels whether they allow that
+(``LEAST_TOTAL``); where they do not, its pairs have hierarchical reference points. A chunk's bits therefore depend on
+that chunk alone.
+
+A backward runs it once more with the inverse and the norms that a forward kept, as it does ``prepare``.
+
+Tiles, blocks and products are named as in ``prepare``. Grid: pairs of slots · HV programs, heads fastest. A pair
+begins with its sequence.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2, tma
+
+from kda_core.triton_lib.gate import gate_rate, write_strength
+from kda_core.triton_lib.packing import sequence_of_slot
+from kda_core_nvidia.hopper_squares import (
+    BY_COLUMN,
+    BY_ROW,
+    COLUMNS_FIRST,
+    MMA,
+    RIGHT,
+    ROWS_FIRST,
+    by_column,
+    by_row,
+    give_square,
+    give_tiles,
+    inverse_transposed,
+    load_transposed,
+    pairs_of,
+    seen_as,
+    square_of_slot,
+    store_square,
+    store_transposed,
+    take_own,
+    take_rows,
+    take_square,
+    times,
+    two_parts,
+)
+from kda_core_nvidia.hopper_tiles import (
+    COLUMNS,
+    SHIFT,
+    add_crossing_pairs,
+    add_pairs,
+    allows_factors,
+    column_factors,
+    decay_unit,
+    left_rows,
+    levels,
+    norm_of_rows,
+    put_products,
+    scaled_rows,
+    store_part,
+    store_totals,
+    sums_of_rows,
+    tile_decays,
+)
+from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block
+
+store_block = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+_NUMBERS = ["scale", "lower_bound", "T", "N", "chunks", "HV", "group", "s_ob", "s_index", "pad_slot_id"]
+
+
+@gluon.jit
+def _store_zeros(
+    o, i_n, i_h, row, start, count, s_ob, s_ot, s_oh, V: gl.constexpr, ROWS: gl.constexpr, DENSE: gl.constexpr
+):
+    """Zeros for ``count`` rows of the output that no recurrence visits: ``row`` of all, ``start`` of a sequence."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    o_r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    if DENSE:
+        p_o = o + i_n.to(gl.int64) * s_ob + (start + o_r).to(gl.int64)[:, None] * s_ot + i_h * s_oh
+    else:
+        p_o = o + (row + o_r).to(gl.int64)[:, None] * s_ot + i_h * s_oh
+    zeros = gl.full([ROWS, 64], 0.0, o.dtype.element_ty, LAYOUT)
+    for first in range(0, V, 64):
+        o_v = first + gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
+        gl.store(p_o + o_v[None, :], zeros, mask=(o_r < count)[:, None] & (o_v < V)[None, :])
+
+
+@gluon.jit(do_not_specialize=_NUMBERS)
+def prepare_hopper(
+    q,  # descriptors of [B · T rows, ..] by [2 C, 64]
+    k,
+    g,
+    keys,  # descriptor of [slots · HV · 3 · C, KP] by [C, 64]
+    beta,  # [B, T, HV], rows at s_bt
+    A_log,  # [HV] or None
+    dt_bias,  # [HV, K] or None
+    P,  # [slots, HV, C, C] or None with an inverse
+    D,  # [slots, HV, KP]
+    X,  # [slots, HV, C, C] or None
+    norms,  # [slots, HV, 2, C] or None; read with an inverse, else written
+    inverse,  # [slots, HV, C, C] float32 or None: X as an earlier run wrote it
+    o,  # [B, T, HV, V]; only rows that no recurrence writes
+    cu_seqlens,  # [N + 1] or None
+    indices,  # [N] or None
+    scale,
+    lower_bound,
+    T,
+    N,
+    chunks,  # chunks of a dense sequence
+    HV,
+    group,  # value heads a key head
+    s_qh,
+    s_kh,
+    s_gh,
+    s_bt,
+    s_bh,
+    s_ob,
+    s_ot,
+    s_oh,
+    s_index,
+    pad_slot_id,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    C: gl.constexpr,
+    G_BITS: gl.constexpr,  # of an element of g
+    GATE: gl.constexpr,
+    BOUNDED: gl.constexpr,
+    L2NORM: gl.constexpr,
+    SIGMOID: gl.constexpr,
+    NEG_EIGVAL: gl.constexpr,
+):
+    i_h = gl.program_id(0) % HV
+    i_pair = gl.program_id(0) // HV
+    i_kh = i_h // group
+    if cu_seqlens is None:
+        pairs = (chunks + 1) // 2
+        i_n = i_pair // pairs
+        i_chunk = (i_pair % pairs) * 2
+        slot0 = i_n * chunks + i_chunk
+        bos = i_n * T
+        length = T
+    else:
+        i_n = sequence_of_slot(cu_seqlens, N, i_pair, 2 * C)
+        bos = gl.load(cu_seqlens + i_n).to(gl.int32)
+        eos = T
+        if i_n < N:
+            eos = gl.load(cu_seqlens + i_n + 1).to(gl.int32)
+        i_chunk = (i_pair - bos // (2 * C) - i_n) * 2
+        slot0 = bos // C + i_n + i_chunk
+        length = eos - bos
+        if i_chunk * C >= length:
+            return
+    slot1 = slot0 + 1
+    start = i_chunk * C
+    row0 = bos + start
+    row1 = row0 + C
+    count0 = gl.minimum(length - start, C)
+    count1 = gl.maximum(gl.minimum(length - start - C, C), 0)
+    second = count1 > 0
+    if (cu_seqlens is not None) | (indices is not None):
+        skip = i_n == N
+        if indices is not None:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
+            if i_n < N:
+                i_state = gl.load(indices + i_n.to(gl.int64) * s_index)
+                skip = (i_state < 0) | (i_state == pad_slot_id)
+        if skip:
+            _store_zeros(o, i_n, i_h, row0, start, count0 + count1, s_ob, s_ot, s_oh, V, 2 * C, cu_seqlens is None)
+            return
+    tail = (count0 < C) | (count1 < C)
+
+    # Blocks as bulk copies take them, and the same as tensors of three dimensions.
+    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, 64], q.dtype)
+    TILES: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
+    G_TILE: gl.constexpr = gl.NVMMASharedLayout(0, G_BITS, 2)
+    G_TILES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    G_PARTS: gl.constexpr = G_BITS // 16
+    q_blocks = gl.allocate_shared_memory(q.dtype, [4, C, 64], TILE)
+    k_blocks = gl.allocate_shared_memory(q.dtype, [4, C, 64], TILE)
+    w_blocks = gl.allocate_shared_memory(q.dtype, [4 * G_PARTS, C, 64], TILE)
+    q_buffer = seen_as(q_blocks, q.dtype, [4, C, 64], TILES)
+    k_buffer = seen_as(k_blocks, q.dtype, [4, C, 64], TILES)
+    # Rows of both slots are copied at once. The place of g holds kg and kA later.
+    q_pairs = seen_as(q_blocks, q.dtype, [2, 2 * C, 64], TILE)
+    k_pairs = seen_as(k_blocks, q.dtype, [2, 2 * C, 64], TILE)
+    g_pairs = seen_as(w_blocks, g.dtype, [2, 2 * C, 64], G_TILE)
+    g_buffer = seen_as(w_blocks, g.dtype, [4, C, 64], G_TILES)
+    w_buffer = seen_as(w_blocks, q.dtype, [4, C, 64], TILES)
+    # Sums of decays, and sums over channels after them.
+    SUMS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
+    work = gl.allocate_shared_memory(gl.float32, [2, 32, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    x_buffer = seen_as(work, gl.float32, [4, 16, 64], SUMS)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    total_buffer = gl.allocate_shared_memory(gl.float32, [2, 4, 64], PLAIN)
+    rows_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    decays_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(rows_ready, count=1)
+    mbarrier.init(decays_ready, count=1)
+    fence_async_shared()
+    block_barrier()
+    mbarrier.expect(rows_ready, 8 * C * 64 * 2)
+    mbarrier.expect(decays_ready, 4 * C * 64 * (G_BITS // 8))
+    for half in gl.static_range(2):
+        copy_block(k, [row0, i_kh * s_kh + half * 64], rows_ready, k_pairs.index(half))
+        copy_block(q, [row0, i_kh * s_qh + half * 64], rows_ready, q_pairs.index(half))
+    for half in gl.static_range(2):
+        copy_block(g, [row0, i_h * s_gh + half * 64], decays_ready, g_pairs.index(half))
+
+    # A warp's slot, its rows, and which of the slot's tiles is its own where it works on one.
+    warp = gl.arange(0, 4, layout=gl.SliceLayout(1, BY_ROW))
+    r = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, BY_ROW)), 0)
+    c = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, BY_COLUMN)), 0)
+    of_second = gl.expand_dims(warp % 2 == 1, 1)
+    odd = gl.expand_dims(warp >= 2, 1)
+    count = gl.where(of_second, count1, count0)
+    row = gl.where(of_second, row1, row0).to(gl.int64) + r
+    slot = gl.where(of_second, slot1, slot0).to(gl.int64)
+    there = ((of_second == 0) | second) & (r >= 0)
+    p_beta = beta + i_h * s_bh + row * s_bt
+    beta0 = write_strength(gl.load(p_beta, mask=r < count, other=0.0), SIGMOID, NEG_EIGVAL)
+    beta1 = write_strength(gl.load(p_beta + 16 * s_bt, mask=r + 16 < count, other=0.0), SIGMOID, NEG_EIGVAL)
+    a = gate_rate(A_log, i_h)
+    if GATE == "bounded":
+        # Behind a sequence's end g is minus infinity: its product with the rate must not be NaN, nor may the bound's.
+        a = gl.maximum(a, 1e-30)
+        lower_bound = gl.maximum(lower_bound, -2e38)
+    cw = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(1, COLUMNS))), 1)
+    cc = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, COLUMNS))), 0) + (cw // 2) * 64
+    bias = 0.0
+    if dt_bias is not None:
+        bias = by_column(gl.load(dt_bias + i_h * K + cc).to(gl.float32))
+        bias = gl.minimum(bias, 1e30)
+    zero = gl.full([4, 16, 16], 0.0, gl.float32, MMA)
+
+    mbarrier.wait(rows_ready, 0)
+    if tail:
+        # Rows behind a sequence's end belong to another one.
+        LOAD: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 4, 8], [4, 1, 1], [2, 1, 0])
+        l_w = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, LOAD)))
+        l_r = gl.arange(0, C, layout=gl.SliceLayout(0, gl.SliceLayout(2, LOAD)))
+        inside = by_row(gl.expand_dims(l_r, 0) < gl.expand_dims(gl.where(l_w % 2 == 1, count1, count0), 1))
+        x = q_buffer.load(LOAD)
+        q_buffer.store(gl.where(inside, x, gl.full([4, C, 64], 0.0, q.dtype, LOAD)))
+        x = k_buffer.load(LOAD)
+        k_buffer.store(gl.where(inside, x, gl.full([4, C, 64], 0.0, q.dtype, LOAD)))
+
+    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    m10_sum = gl.allocate_shared_memory(gl.float32, [4, 4, 64], VECTOR)
+    l10_sum = gl.allocate_shared_memory(gl.float32, [4, 4, 64], VECTOR)
+    own_sum0 = seen_as(m10_sum.index(0), gl.float32, [4, 16], VECTOR)
+    own_sum1 = seen_as(m10_sum.index(1), gl.float32, [4, 16], VECTOR)
+    q_sum0 = seen_as(m10_sum.index(2), gl.float32, [4, 16], VECTOR)
+    q_sum1 = seen_as(m10_sum.index(3), gl.float32, [4, 16], VECTOR)
+    k_sum0 = gl.allocate_shared_memory(gl.float32, [4, 16], VECTOR)
+    k_sum1 = gl.allocate_shared_memory(gl.float32, [4, 16], VECTOR)
+    AGAIN: gl.constexpr = inverse is not None
+    # Where a forward kept norms they are read again; else they are sums over a slot's warps.
+    kept = None
+    if AGAIN and L2NORM:
+        kept = norms + (slot * HV + i_h) * (2 * C) + r
+    if not AGAIN:
+        q0, k0 = q_buffer.slice(0, 16, dim=1), k_buffer.slice(0, 16, dim=1)
+        q1, k1 = q_buffer.slice(16, 16, dim=1), k_buffer.slice(16, 16, dim=1)
+        put_products(q0, k0, own_sum0, q_sum0, k_sum0, zero, L2NORM)
+        put_products(q1, k1, own_sum1, q_sum1, k_sum1, zero, L2NORM)
+        if norms is not None:
+            p_norms = norms + (slot * HV + i_h) * (2 * C) + r
+            once = there & (odd == 0)
+            gl.store(p_norms, norm_of_rows(q_sum0, kept, 0, there, L2NORM), mask=once)
+            gl.store(p_norms + 16, norm_of_rows(q_sum1, kept, 16, there, L2NORM), mask=once)
+            gl.store(p_norms + C, norm_of_rows(k_sum0, kept, C, there, L2NORM), mask=once)
+            gl.store(p_norms + C + 16, norm_of_rows(k_sum1, kept, C + 16, there, L2NORM), mask=once)
+
+    mbarrier.wait(decays_ready, 0)
+    if tail:
+        G_LOAD: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 4, 8], [4, 1, 1], [2, 1, 0])
+        g_w = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, G_LOAD)))
+        g_r = gl.arange(0, C, layout=gl.SliceLayout(0, gl.SliceLayout(2, G_LOAD)))
+        g_inside = by_row(gl.expand_dims(g_r, 0) < gl.expand_dims(gl.where(g_w % 2 == 1, count1, count0), 1))
+        # The gate makes 0 of it.
+        NO_DECAY: gl.constexpr = 0.0 if GATE == "none" else float("-inf")
+        x = g_buffer.load(G_LOAD)
+        g_buffer.store(gl.where(g_inside, x, gl.full([4, C, 64], NO_DECAY, g.dtype, G_LOAD)))
+    # Factors from a tile's start are 2^SHIFT times themselves, and so are whole decays with BOUNDED.
+    DOWN: gl.constexpr = 2.0**-SHIFT
+    TOTAL_DOWN: gl.constexpr = DOWN if BOUNDED else 1.0
+
+    unit = decay_unit(lower_bound, GATE, BOUNDED)
+
+    # Tile 0
+    g_tile = g_buffer.slice(0, 16, dim=1)
+    x, total0 = sums_of_rows(tile_decays(g_tile, a, bias, lower_bound, GATE, BOUNDED), unit)
+    x_buffer.store(x)
+    store_totals(total0, total_buffer.index(0), BOUNDED)
+    near = None
+    m00 = zero
+    l00 = zero
+    if not (BOUNDED or AGAIN):
+        near, far = allows_factors(total0)
+        if far > 0:
+            m00, l00 = levels(g_tile, a, bias, lower_bound, q_buffer, k_buffer, x_buffer, 0, near, zero, GATE)
+    q_rows = left_rows(norm_of_rows(q_sum0, kept, 0, there, L2NORM) * (scale * DOWN))
+    k_rows = left_rows(norm_of_rows(k_sum0, kept, C, there, L2NORM) * DOWN)
+    q_e, k_e, k_f, k_g0a = scaled_rows(q_buffer, k_buffer, x_buffer, total_buffer, unit, 0, 0, BOUNDED)
+    if not AGAIN:
+        m00, l00 = add_pairs(q_e, k_e, k_f, near, m00, l00)
+    store_part(k_e * k_rows, k_buffer, 0, 0)
+    store_part(q_e * q_rows, q_buffer, 0, 0)
+    q_e, k_e, k_f, k_g0b = scaled_rows(q_buffer, k_buffer, x_buffer, total_buffer, unit, 0, 1, BOUNDED)
+    if not AGAIN:
+        m00, l00 = add_pairs(q_e, k_e, k_f, near, m00, l00)
+    store_part(k_e * k_rows, k_buffer, 0, 1)
+    store_part(q_e * q_rows, q_buffer, 0, 1)
+    WIDE: gl.constexpr = G_PARTS > 1
+    if WIDE == 0:
+        # A tile's rows of g have been read, and their place is as large.
+        store_part(k_g0a, w_buffer, 0, 0)
+        store_part(k_g0b, w_buffer, 0, 1)
+
+    # Tile 1
+    g_tile = g_buffer.slice(16, 16, dim=1)
+    x, total1 = sums_of_rows(tile_decays(g_tile, a, bias, lower_bound, GATE, BOUNDED), unit)
+    x_buffer.store(x)
+    c_slot = gl.where(cw % 2 == 1, slot1, slot0).to(gl.int64)
+    gl.store(D + (c_slot * HV + i_h) * K + cc, gl.exp2(total0 + total1), mask=((cw % 2 == 0) | second) & (cc >= 0))
+    store_totals(total1, total_buffer.index(1), BOUNDED)
+    m11 = zero
+    l11 = zero
+    m10 = zero
+    l10 = zero
+    if not (BOUNDED or AGAIN):
+        near, far = allows_factors(total1)
+        if far > 0:
+            m11, l11 = levels(g_tile, a, bias, lower_bound, q_buffer, k_buffer, x_buffer, 1, near, zero, GATE)
+    q_rows = left_rows(norm_of_rows(q_sum1, kept, 16, there, L2NORM) * (scale * DOWN))
+    k_rows = left_rows(norm_of_rows(k_sum1, kept, C + 16, there, L2NORM) * DOWN)
+    q_e, k_e, k_f, k_g1a = scaled_rows(q_buffer, k_buffer, x_buffer, total_buffer, unit, 1, 0, BOUNDED)
+    if not AGAIN:
+        m11, l11 = add_pairs(q_e, k_e, k_f, near, m11, l11)
+        m10, l10 = add_crossing_pairs(q_e, k_e, k_g0a, w_buffer, 0, WIDE, m10, l10)
+    to_start = column_factors(total_buffer, 0, 0, BOUNDED) * TOTAL_DOWN
+    store_part(k_e * to_start * k_rows, k_buffer, 1, 0)
+    store_part(q_e * to_start * q_rows, q_buffer, 1, 0)
+    q_e, k_e, k_f, k_g1b = scaled_rows(q_buffer, k_buffer, x_buffer, total_buffer, unit, 1, 1, BOUNDED)
+    if not AGAIN:
+        m11, l11 = add_pairs(q_e, k_e, k_f, near, m11, l11)
+        m10, l10 = add_crossing_pairs(q_e, k_e, k_g0b, w_buffer, 1, WIDE, m10, l10)
+    to_start = column_factors(total_buffer, 0, 1, BOUNDED) * TOTAL_DOWN
+    store_part(k_e * to_start * k_rows, k_buffer, 1, 1)
+    store_part(q_e * to_start * q_rows, q_buffer, 1, 1)
+    if WIDE:
+        store_part(k_g0a, w_buffer, 0, 0)
+        store_part(k_g0b, w_buffer, 0, 1)
+    store_part(k_g1a, w_buffer, 1, 0)
+    store_part(k_g1b, w_buffer, 1, 1)
+    fence_async_shared()
+    block_barrier()
+    out0 = (slot0 * HV + i_h) * (3 * C)
+    out1 = (slot1 * HV + i_h) * (3 * C)
+    for half in gl.static_range(2):
+        store_block(keys, [out0, half * 64], k_blocks.index(2 * half))
+        store_block(keys, [out0 + C, half * 64], q_blocks.index(2 * half))
+    if second:
+        for half in gl.static_range(2):
+            store_block(keys, [out1, half * 64], k_blocks.index(2 * half + 1))
+            store_block(keys, [out1 + C, half * 64], q_blocks.index(2 * half + 1))
+
+    # From here on a warp has one tile of a slot for its own.
+    p_square = by_row((slot * HV + i_h) * (C * C))
+    everywhere = by_column(gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, BY_COLUMN)), 0) >= 0)
+    own = by_row(there) & everywhere
+    odd2 = by_row(odd)
+    lower = own & odd2
+    upper = own & (odd2 == 0)
+    corner = gl.where(odd2, 16 * C + 16, 0)
+    # What is read here makes room for other sums.
+    k_norm0 = norm_of_rows(k_sum0, kept, C, there, L2NORM)
+    k_norm1 = norm_of_rows(k_sum1, kept, C + 16, there, L2NORM)
+    if AGAIN:
+        xt00 = load_transposed(inverse + p_square, r, c, own, C)
+        xt10 = load_transposed(inverse + p_square + 16 * C, r, c, own, C)
+        xt11 = load_transposed(inverse + p_square + (16 * C + 16), r, c, own, C)
+    else:
+        q_norm1 = norm_of_rows(q_sum1, kept, 16, there, L2NORM) * scale
+        q_norm = gl.where(odd, q_norm1, norm_of_rows(q_sum0, kept, 0, there, L2NORM) * scale)
+        own_product = gl.where(odd, take_rows(own_sum1), take_rows(own_sum0))
+        m_sums = seen_as(work.index(0), gl.float32, [8, 16, 16], ROWS_FIRST)
+        l_sums = seen_as(work.index(1), gl.float32, [8, 16, 16], ROWS_FIRST)
+        x_sums = seen_as(work.index(1), gl.float32, [4, 16, 16], ROWS_FIRST)
+        give_tiles(gl.join(m00, m11), m_sums)
+        give_tiles(gl.join(l00, l11), l_sums)
+        give_square(m10, m10_sum)
+        give_square(l10, l10_sum)
+        k_norm = gl.where(odd, k_norm1, k_norm0)
+        b_beta = gl.where(odd, beta1, beta0)
+        l_own = take_own(l_sums, False)
+        lt_own = take_own(l_sums, True)
+        m_own = take_own(m_sums, False)
+        m10 = take_square(m10_sum)
+        l10 = take_square(l10_sum)
+        k_column = gl.convert_layout(k_norm, BY_COLUMN)
+        k_beta_column = gl.convert_layout(k_norm * b_beta, BY_COLUMN)
+        k_column0 = gl.convert_layout(k_norm0, BY_COLUMN)
+        k_beta_column0 = gl.convert_layout(k_norm0 * beta0, BY_COLUMN)
+        m_own = gl.where(pairs_of("same"), by_row(own_product), m_own)
+        m_own = gl.where(pairs_of("lower"), m_own, 0.0) * (by_row(q_norm) * by_column(k_column))
+        l_own = l_own * (by_row(k_norm) * by_column(k_beta_column))
+        lt_own = lt_own * (by_row(k_norm * b_beta) * by_column(k_column))
+        m10 = m10 * (by_row(q_norm1 * DOWN) * by_column(k_column0))
+        l10 = l10 * (by_row(k_norm1 * DOWN) * by_column(k_beta_column0))
+        x_sums.store(inverse_transposed(l_own, lt_own, zero))
+        of_tile = seen_as(x_sums, gl.float32, [2, 2, 16, 16], ROWS_FIRST)
+        xt00 = square_of_slot(of_tile.index(0))
+        xt11 = square_of_slot(of_tile.index(1))
+        x11 = square_of_slot(seen_as(x_sums, gl.float32, [2, 2, 16, 16], COLUMNS_FIRST).index(1))
+        # X10 = −X11 (L10 X00)
+        xt10 = -times(times(xt00, l10, zero), x11, zero)
+    if X is not None:
+        # A forward may keep X for its second run: what is stored must be what is used here.
+        store_transposed(X + p_square + corner, gl.where(odd2, xt11, xt00), r, c, own, C)
+        store_transposed(X + p_square + 16 * C, xt10, r, c, lower, C)
+        store_square(X + p_square + 16, zero, r, c, upper, C)
+    at00 = xt00 * by_column(gl.convert_layout(beta0, BY_COLUMN))
+    beta1_column = by_column(gl.convert_layout(beta1, BY_COLUMN))
+    at10 = xt10 * beta1_column
+    at11 = xt11 * beta1_column
+    if not AGAIN:
+        p_own = times(m_own, gl.where(odd2, at11, at00), zero)
+        p10 = times(m_own, at10, times(m10, at00, zero))
+        store_square(P + p_square + corner, p_own, r, c, own, C)
+        store_square(P + p_square + 16 * C, p10, r, c, lower, C)
+        store_square(P + p_square + 16, zero, r, c, upper, C)
+
+    # kA = Aᵀ kg
+    k_column1 = by_column(gl.convert_layout(k_norm1, BY_COLUMN))
+    k_column0 = by_column(gl.convert_layout(k_norm0, BY_COLUMN))
+    a00, a00_rest = two_parts(at00 * (k_column0 * TOTAL_DOWN))
+    a10, a10_rest = two_parts(at10 * k_column1)
+    a11, a11_rest = two_parts(at11 * k_column1)
+    k_g0 = w_buffer.slice(0, 16, dim=1).load(RIGHT)
+    k_g1 = w_buffer.slice(16, 16, dim=1).load(RIGHT)
+    wide = gl.full([4, 16, 64], 0.0, gl.float32, MMA)
+    to_end = by_column(total_buffer.index(1).load(gl.SliceLayout(1, MMA)))
+    if BOUNDED == 0:
+        to_end = gl.exp2(to_end)
+    k_a0 = mma_v2(a00, k_g0, mma_v2(a00_rest, k_g0, wide)) * to_end
+    k_a0 = mma_v2(a10, k_g1, mma_v2(a10_rest, k_g1, k_a0))
+    k_a1 = mma_v2(a11, k_g1, mma_v2(a11_rest, k_g1, wide))
+    w_buffer.slice(0, 16, dim=1).store(k_a0.to(q.dtype))
+    w_buffer.slice(16, 16, dim=1).store(k_a1.to(q.dtype))
+    fence_async_shared()
+    block_barrier()
+    for half in gl.static_range(2):
+        store_block(keys, [out0 + 2 * C, half * 64], w_blocks.index(2 * half))
+    if second:
+        for half in gl.static_range(2):
+            store_block(keys, [out1 + 2 * C, half * 64], w_blocks.index(2 * half + 1))
+    tma.store_wait(0)
+    # The compiler gives away memory after its last use, but bulk copies still read blocks, and warps still wait at
+    # barriers that others have passed.
+    q_blocks._keep_alive()
+    k_blocks._keep_alive()
+    w_blocks._keep_alive()
+    mbarrier.invalidate(rows_ready)
+    mbarrier.invalidate(decays_ready)
