@@ -96,7 +96,9 @@ def results(call: dict, hopper: bool, many: int | None = None) -> dict[str, torc
         hopper_config("recurrence", on, kp, r.V, heads) if hopper else recurrence_config(on, r.q.dtype, r.K, r.V, heads)
     )
     plan = plan_forward(meta, replace(choose_forward(meta, on), recurrence=recurrence))
-    assert plan.kernels == ("prepare", "recurrence_hopper" if hopper else "recurrence")
+    # Many heads are prepared by the kernel for Hopper, whichever recurrence follows.
+    assert plan.kernels[0] in ("prepare", "prepare_hopper")
+    assert plan.kernels[1:] == ("recurrence_hopper" if hopper else "recurrence",)
     made = run_plan(plan, r)
     saved = tuple(x for n, x in made.items() if n not in ("o", "final_state", "h") and x is not None)
     torch.manual_seed(1)

@@ -72,6 +72,7 @@ PATCHED = {
     "tests/kit/test_kit.py: kda_core.testing.interpreter.bfloat16_is_right",
     "tests/kit/test_limited_backends.py: kda_core.testing.budgets._with_states_of_tokens",
     "tests/kit/test_verify.py: kda_core.testing.verify.checks",
+    "tests/nvidia/test_nvidia_prepare_hopper.py: kda_core_nvidia.calls.execute",
     "tests/nvidia/test_nvidia_run.py: kda_core.ops.forward",
     "tests/nvidia/test_nvidia_run.py: kda_core_nvidia.calls.execute",
     "tests/nvidia/test_nvidia_run.py: kda_core_nvidia.plugin.INTERPRET",

@@ -104,6 +104,28 @@ def _prepare_constants(
     }
 
 
+def _prepare_buffers(
+    b: Builder, r: Request, new: Callable[..., View], backward: bool, keep: int, kept: Kept | None
+) -> tuple[Prepared, Prepared]:
+    """What a launch writes, and what it and an earlier run made; arguments as of ``add_prepare``."""
+    dtype = r.q.dtype
+    shapes = _prepared_shapes(slots(r), r.HV, padded(r.K))
+    keys, D = new("keys", shapes[0], dtype), new("D", shapes[2], torch.float32)
+    if kept is not None:
+        exact = dtype == torch.float32
+        X = None if exact else new("X", shapes[3], dtype)
+        written = Prepared(keys, None, D, X, kept.norms)
+        return written, Prepared(keys, kept.P, D, kept.inverse if exact else X, kept.norms)
+    if keep:
+        shapes, new = _prepared_shapes(keep, r.HV, padded(r.K)), b.result
+    P, X, norms = new("P", shapes[1], dtype), None, None
+    if backward or keep:
+        X = new("X", shapes[3], torch.float32 if keep else dtype)
+        norms = new("norms", shapes[4], torch.float32) if r.use_qk_l2norm_in_kernel else None
+    written = Prepared(keys, P, D, X, norms)
+    return written, written
+
+
 def add_prepare(
     b: Builder,
     r: Request,
@@ -125,37 +147,18 @@ def add_prepare(
         kept: what an earlier run saved; for a backward.
         new: allocates all that is not saved; scratch when left out.
     """
-    new = new or b.scratch
     q, k, g = (rows_dense(b, x) for x in (r.q, r.k, r.g))
-    beta, dtype, l2norm = r.beta, r.q.dtype, r.use_qk_l2norm_in_kernel
-    _, T, H, K = q.shape
-    HV = o.shape[2]
+    beta, T, HV = r.beta, r.T, r.HV
     unit, (s_qb, s_kb, s_gb, s_bb, s_ob) = batch_strides(q, k, g, beta, o)
-    KP, count = padded(K), slots(r)
-    shapes = _prepared_shapes(count, HV, KP)
-    keys, D = new("keys", shapes[0], dtype), new("D", shapes[2], torch.float32)
-    inverse = None
-    if kept is not None:
-        P, inverse, norms = kept
-        exact = dtype == torch.float32
-        X = None if exact else new("X", shapes[3], dtype)
-        written = Prepared(keys, None, D, X, norms)
-        prepared = Prepared(keys, P, D, inverse if exact else X, norms)
-    else:
-        if keep:
-            shapes, new = _prepared_shapes(keep, HV, KP), b.result
-        P, X, norms = new("P", shapes[1], dtype), None, None
-        if backward or keep:
-            X = new("X", shapes[3], torch.float32 if keep else dtype)
-            norms = new("norms", shapes[4], torch.float32) if l2norm else None
-        written = prepared = Prepared(keys, P, D, X, norms)
+    written, prepared = _prepare_buffers(b, r, new or b.scratch, backward, keep, kept)
+    inverse = None if kept is None else kept.inverse
     if isinstance(config, PrepareHopperConfig):
         parameters = gate_parameters(b, r) | written._asdict() | {"inverse": inverse}
         launch_prepare_hopper(b, replace(r, q=q, k=k, g=g), config, bounded, o, parameters)
         return prepared
     b.launch(
         prepare,
-        (count * HV, 1, 1),
+        (slots(r) * HV, 1, 1),
         config.num_warps,
         _prepare_constants(r, config, precision, bounded, unit),
         q=q,
@@ -168,13 +171,13 @@ def add_prepare(
         o=o,
         cu_seqlens=b.dense(r.cu_seqlens),
         indices=r.ssm_state_indices,
-        scale=split_scale(r.scale, dtype)[0],
+        scale=split_scale(r.scale, q.dtype)[0],
         lower_bound=float(r.lower_bound or 0.0),
         T=T,
         N=r.N,
         chunks=-(-T // CHUNK),
         HV=HV,
-        group=HV // H,
+        group=HV // q.shape[2],
         s_qb=s_qb,
         s_qt=q.stride(1),
         s_qh=q.stride(2),
