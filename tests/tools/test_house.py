@@ -17,7 +17,9 @@ from import_graph import Graph, Source, cycles, files_by_name
 from import_graph import read as read_file
 
 FOLDERS = ("kda_core", "backends", "tools", "examples", "tests")
-FILES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py") if "build" not in file.relative_to(ROOT).parts)
+FILES = sorted(
+    file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py") if "build" not in file.relative_to(ROOT).parts
+)
 TREES = {file: ast.parse(file.read_text(encoding="utf-8")) for file in FILES}
 MODULES = files_by_name(FILES)
 BACKENDS = ("cpu", "nvidia", "amd")
