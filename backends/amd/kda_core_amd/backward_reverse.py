@@ -95,6 +95,6 @@ def reverse_kernel(
             b_dv = tl.dot(b_s, tl.load(p_keys + 2 * C * KP + i_k * BK + o_kc), b_dv, input_precision=DOT)
         b_dv = tl.dot(b_do, tl.load(P + i_chunk * (C * C) + o_cc), b_dv, input_precision=DOT).to(dtype)
         tl.store(dv + i_row * s_vt + o_vr, b_dv, mask=m_row)
-        dS = reverse_step(dS, b_do, b_dv, p_keys, D + i_chunk * KP + o_k, o_ck, C, KP, BK, LIFT, DOT)
+        dS = reverse_step(dS, b_do, b_dv, p_keys, D + i_chunk * KP, o_k, o_ck, C, KP, BK, LIFT, DOT)
     if grad_initial_state is not None:
         store_state(grad_initial_state + i_n * s_in + i_h * s_ih, dS, o_v, m_v, s_ik, s_iv, K, KP, BK)

@@ -71,13 +71,17 @@ def step(S, b_r, p_keys, p_decay, o_ck, C: tl.constexpr, KP: tl.constexpr, BK: t
 
 @triton.jit
 def reverse_step(
-    dS, b_do, b_dv, p_keys, p_decay, o_ck,
+    dS, b_do, b_dv, p_keys, p_decay, o_k, o_ck,
     C: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, LIFT: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the state ahead of a chunk, D ⊙ dS + qgᵀ do − keᵀ dv; arguments as for ``step``."""
+    """The gradient of the state ahead of a chunk, D ⊙ dS + qgᵀ do − keᵀ dv.
+
+    Arguments as for ``step``, but that ``p_decay`` is one address and ``o_k`` holds a block's channels: a block of
+    addresses would fill registers.
+    """
     before = ()
     for i_k in tl.static_range(KP // BK):
-        block = dS[i_k] * tl.load(p_decay + i_k * BK)[None, :]
+        block = dS[i_k] * tl.load(p_decay + i_k * BK + o_k)[None, :]
         if LIFT != 1:
             block *= LIFT
         block = tl.dot(b_do, tl.load(p_keys + C * KP + i_k * BK + o_ck), block, input_precision=DOT)

@@ -155,7 +155,7 @@ def reverse_transitions_kernel(
             b_s = dS[i_k].to(dtype)
             b_dv = tl.dot(b_s, tl.load(p_keys + 2 * C * KP + i_k * BK + o_kc), b_dv, input_precision=DOT)
         b_dv = tl.dot(b_do, tl.load(P + i_chunk * (C * C) + o_cc), b_dv, input_precision=DOT).to(dtype)
-        dS = reverse_step(dS, b_do, b_dv, p_keys, D + i_chunk * KP + o_k, o_ck, C, KP, BK, LIFT, DOT)
+        dS = reverse_step(dS, b_do, b_dv, p_keys, D + i_chunk * KP, o_k, o_ck, C, KP, BK, LIFT, DOT)
     p_out = additions + ((i_n - 1) * HV + i_h) * (VP * KP)
     store_state(p_out, dS, o_v, o_v < VP, 1, KP, KP, KP, BK)
 
