@@ -27,7 +27,8 @@ def errors() -> dict[str, float]:
     import triton.language as tl
     from kda_core_nvidia.backward_levels import interval_sum, split3
 
-    from kda_core.triton_lib.decay import FLOAT16_UNIT, selected_sum, split, through, whole_sum
+    from kda_core.triton_lib.decay import FLOAT16_UNIT, selected_sum, through, whole_sum
+    from kda_core.triton_lib.parts import split
 
     @triton.jit
     def forward(x, y):
