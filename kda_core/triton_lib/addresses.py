@@ -13,7 +13,7 @@ wrong memory.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 _VALUE = r"%[\w$.-]+(?:#\d+)?"
@@ -36,7 +36,6 @@ _SAME = [
     "arith.trunci",
     "arith.index_cast",
 ]
-_BUFFER = "amdg.buffer_", "amdgpu.buffer_"
 
 
 def _limits(width: int) -> tuple[int, int]:
@@ -66,16 +65,22 @@ class Hazard:
     reason: str
 
 
-def hazards(ir: str) -> list[Hazard]:
-    """Every address in the text of a TTIR or TTGIR module whose offset may have wrapped at 32 bits."""
-    return list(_Reader().read(ir))
+def hazards(ir: str, buffers: Sequence[str] = (), buffer_loads: Sequence[str] = ()) -> list[Hazard]:
+    """Every address in the text of a TTIR or TTGIR module whose offset may have wrapped at 32 bits.
+
+    Args:
+        buffers: beginnings of the names of a target's buffer instructions, whose offsets stand in brackets.
+        buffer_loads: those of them that load.
+    """
+    return list(_Reader(buffers, buffer_loads).read(ir))
 
 
 class _Reader:
     """One pass over a module. A name that is defined again (in a later region) replaces the earlier one."""
 
-    def __init__(self) -> None:
+    def __init__(self, buffers: Sequence[str], buffer_loads: Sequence[str]) -> None:
         self.known: dict[str, _Integer] = {}
+        self.buffers, self.loads = buffers, ("tt.load", "tt.get_num_programs", *buffer_loads)
 
     def read(self, ir: str) -> Iterator[Hazard]:
         for line in ir.splitlines():
@@ -99,7 +104,7 @@ class _Reader:
         if "tt.addptr" in text:
             operands = re.findall(_VALUE, text.split("tt.addptr", 1)[1].split(":")[0])
             offsets.append(operands[1])
-        elif any(op in text for op in _BUFFER):
+        elif any(op in text for op in self.buffers):
             offsets += [m["offset"] for m in _INDEXED.finditer(text)]
         for name in offsets:
             offset = self.known.get(name)
@@ -160,7 +165,7 @@ class _Reader:
         taint = next((o.taint for o in operands if o.taint), "")
         value = self._interval(op, rest, operands, width)
         if value is None:
-            unknown = width == 32 and op not in ("tt.load", "tt.get_num_programs", "amdg.buffer_load")
+            unknown = width == 32 and op not in self.loads
             self._set(names, width, taint or (f"unknown: {line}" if unknown else ""))
             return
         low, high = value

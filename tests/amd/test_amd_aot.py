@@ -27,7 +27,6 @@ from triton.compiler import ASTSource
 
 from kda_core import triton_lib
 from kda_core.request import Request
-from kda_core.triton_lib.addresses import hazards
 
 pytestmark = pytest.mark.end_to_end
 
@@ -106,7 +105,7 @@ def test_addresses_are_64_bit(kernel: str):
     compiled = aot.compiled(_launch("gfx942", kernel), small=False)
     assert "tt.addptr" in compiled.asm["ttir"]
     for stage in ("ttir", "ttgir"):
-        assert hazards(compiled.asm[stage]) == []
+        assert aot.address_hazards(compiled.asm[stage]) == []
 
 
 @triton.jit
@@ -151,7 +150,7 @@ def _wide(x, s, n):
 def _hazards(kernel, stage: str) -> int:
     source = ASTSource(kernel, {"x": "*fp32", "s": "i32", "n": "i32"}, {})
     target, options = GPUTarget("hip", "gfx942", 64), {"enable_fp_fusion": True}
-    return len(hazards(triton.compile(source, target=target, options=options).asm[stage]))
+    return len(aot.address_hazards(triton.compile(source, target=target, options=options).asm[stage]))
 
 
 @pytest.mark.parametrize("stage", ["ttir", "ttgir"])

@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kda_core.request import GateRequest, Request
-from kda_core.triton_lib.addresses import hazards
+from kda_core.triton_lib.addresses import Hazard, hazards
 from kda_core.triton_lib.ahead_of_time import DIVISIBLE, TYPES, specialised
 from kda_core.triton_lib.layout import CHUNK
 from kda_core_amd import chunk_backward, chunk_forward, gate, launch, recurrent
@@ -286,6 +286,11 @@ def shipped(target: Architecture, only: str = "", quick: bool = False) -> list[L
     return list(found.values())
 
 
+def address_hazards(ir: str) -> list[Hazard]:
+    """Addresses in the text of a module whose offset may have wrapped at 32 bits, buffer instructions included."""
+    return hazards(ir, ("amdg.buffer_", "amdgpu.buffer_"), ("amdg.buffer_load",))
+
+
 _JOBS: list[Launch] = []
 """Launches that the workers of ``report`` compile; the workers are forked, so that launches are not sent to them."""
 
@@ -297,7 +302,7 @@ def _line(index: int, small: bool) -> tuple[str, bool]:
     taken = Resources.of(kernel)
     problems = taken.problems(one, small)
     if not small:
-        problems += [f"32-bit address: {h.line} ({h.reason})" for h in hazards(kernel.asm["ttgir"])]
+        problems += [f"32-bit address: {h.line} ({h.reason})" for h in address_hazards(kernel.asm["ttgir"])]
     line = (
         f"{one.target.name:8} {one.kernel.fn.__name__:20} {one.name:24} {waves:5} {taken.vgprs:5} "
         f"{taken.vgpr_spills:6} {taken.stack:5} {taken.lds:7} {taken.occupancy(one.target, waves):5g}"
