@@ -79,6 +79,15 @@ def rows_dense(b: Builder, x: View) -> View:
     return x if has_contiguous_rows(x) else b.dense(x)
 
 
+def _strides(**views: View) -> tuple[int, dict[str, int]]:
+    """The unit of batch strides, and strides by batch (in units), token and head, by the kernels' parameters."""
+    unit, batch = batch_strides(*views.values())
+    found = {f"s_{letter}b": stride for letter, stride in zip(views, batch, strict=True)}
+    for letter, x in views.items():
+        found |= {f"s_{letter}t": x.stride(1), f"s_{letter}h": x.stride(2)}
+    return unit, found
+
+
 def _prepare_constants(
     r: Request, config: PrepareConfig, precision: Precision, bounded: bool, unit: int
 ) -> dict[str, Any]:
@@ -149,7 +158,7 @@ def add_prepare(
     """
     q, k, g = (rows_dense(b, x) for x in (r.q, r.k, r.g))
     beta, T, HV = r.beta, r.T, r.HV
-    unit, (s_qb, s_kb, s_gb, s_bb, s_ob) = batch_strides(q, k, g, beta, o)
+    unit, strides = _strides(q=q, k=k, g=g, b=beta, o=o)
     written, prepared = _prepare_buffers(b, r, new or b.scratch, backward, keep, kept)
     inverse = None if kept is None else kept.inverse
     if isinstance(config, PrepareHopperConfig):
@@ -178,21 +187,7 @@ def add_prepare(
         chunks=-(-T // CHUNK),
         HV=HV,
         group=HV // q.shape[2],
-        s_qb=s_qb,
-        s_qt=q.stride(1),
-        s_qh=q.stride(2),
-        s_kb=s_kb,
-        s_kt=k.stride(1),
-        s_kh=k.stride(2),
-        s_gb=s_gb,
-        s_gt=g.stride(1),
-        s_gh=g.stride(2),
-        s_bb=s_bb,
-        s_bt=beta.stride(1),
-        s_bh=beta.stride(2),
-        s_ob=s_ob,
-        s_ot=o.stride(1),
-        s_oh=o.stride(2),
+        **strides,
         s_index=0 if r.ssm_state_indices is None else r.ssm_state_indices.stride(0),
         pad_slot_id=r.pad_slot_id,
     )
@@ -214,7 +209,7 @@ def add_recurrence(
     _, T, HV, V = v.shape
     K, KP, v_first, indices = r.K, padded(r.K), r.state_v_first, r.ssm_state_indices
     keys, P, D = prepared[:3]
-    unit, (s_vb, s_ob) = batch_strides(v, o)
+    unit, strides = _strides(v=v, o=o)
     initial, final = state_strides(r.initial_state, v_first), state_strides(final_state, v_first)
     last = 2 if v_first else 3
     given = [s for x, s in ((r.initial_state, initial), (final_state, final)) if x is not None]
@@ -238,12 +233,7 @@ def add_recurrence(
         T=T,
         chunks=-(-T // CHUNK),
         HV=HV,
-        s_vb=s_vb,
-        s_vt=v.stride(1),
-        s_vh=v.stride(2),
-        s_ob=s_ob,
-        s_ot=o.stride(1),
-        s_oh=o.stride(2),
+        **strides,
         **dict(zip(("s_in", "s_ih", "s_ik", "s_iv"), initial, strict=True)),
         **dict(zip(("s_fn", "s_fh", "s_fk", "s_fv"), final, strict=True)),
         s_index=0 if indices is None else indices.stride(0),
