@@ -118,9 +118,11 @@ class Tile:
     by_rows: bool = False
 
 
-def matrix_tile(x: View, rows: int, columns: int, width: int = 0, swizzled: bool = False) -> Tile:
+def matrix_tile(
+    x: View, rows: int, columns: int, width: int = 0, swizzled: bool = False, by_rows: bool = False
+) -> Tile:
     """Blocks [rows, width or columns] of contiguous ``x`` as a matrix with rows of ``columns``."""
-    return Tile(x, (rows, width or columns), (x.numel() // columns, columns), columns, swizzled)
+    return Tile(x, (rows, width or columns), (x.numel() // columns, columns), columns, swizzled, by_rows)
 
 
 def token_tile(x: View, rows: int, columns: int, swizzled: bool = False, by_rows: bool = False) -> Tile:

@@ -40,7 +40,14 @@ KERNELS = {
     "reverse_transitions_kernel",
     "join_kernel",
 }
-HOPPER = {"prepare_hopper", "recurrence_hopper", "states_hopper", "reverse_hopper", "recurrent_step"}
+HOPPER = {
+    "gradients_hopper",
+    "prepare_hopper",
+    "recurrence_hopper",
+    "states_hopper",
+    "reverse_hopper",
+    "recurrent_step",
+}
 
 
 @pytest.mark.parametrize("arch", [80, 90])

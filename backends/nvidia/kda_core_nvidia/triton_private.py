@@ -113,9 +113,9 @@ def descriptor(tile: Tile, base: torch.Tensor) -> Any:
 @cache
 def shared_layout(dtype: torch.dtype, block: tuple[int, int], by_rows: bool = False) -> Any:
     """How a block lies in shared memory."""
-    if dtype == torch.float32 or by_rows:
+    if by_rows:
         return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * dtype.itemsize, rank=2)
-    kind = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[dtype]
+    kind = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[dtype]
     return gl.NVMMASharedLayout.get_default_for(list(block), kind)
 
 

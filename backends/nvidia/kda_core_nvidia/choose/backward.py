@@ -39,6 +39,17 @@ class GradientsConfig:
     stages: int
 
 
+@dataclass(frozen=True, slots=True)
+class GradientsHopperConfig:
+    """Launch configuration of ``gradients_hopper``: warps, and registers of a thread."""
+
+    num_warps: int
+    registers: int
+
+
+_GRADIENTS_HOPPER = GradientsHopperConfig(4, 255)
+"""Two programs share a multiprocessor's registers and shared memory."""
+
 MILD = {torch.bfloat16: 160.0, torch.float16: 12.0, torch.float32: 0.0}
 """Log2 decay over a chunk up to which one reference point serves all its pairs (over fewer rows a part of that):
 2^(+-MILD/2) leaves room for operands and sums in the dtype of the products. float32 keeps to the levels, whose
@@ -150,6 +161,26 @@ def heads_of(call: Request, half: int) -> Request:
     return replace(call, **parts, saved=tuple(x.cut(1, own_v) for x in call.saved))
 
 
+def gradients_on_hopper(r: Request, chip: Chip) -> bool:
+    """Whether ``gradients_hopper`` serves a call.
+
+    Dtypes and head dimensions decide, and neither strides nor lengths: a sequence's bits do not depend on its company.
+    (More slots than 32 bits count are more than any memory holds.)
+    """
+    return (
+        chip.capability == (9, 0)
+        and not chip.interpreted
+        and r.q.dtype == torch.bfloat16
+        and r.g.dtype in (torch.bfloat16, torch.float32)
+        and r.K == r.V == 128
+        and r.grad_o is not None
+        and r.grad_o.dtype == r.q.dtype
+        and r.B * r.T > 0
+        # Rows of a descriptor are counted in 32 bits.
+        and slots(r) * r.HV * r.V < 2**31
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class BackwardChoice:
     """How a backward of ``chunk_kda`` runs, or the backward of half of its heads.
@@ -172,7 +203,7 @@ class BackwardChoice:
     turns: Turns
     states: BlockConfig | HopperConfig
     reverse: BlockConfig | HopperConfig
-    gradients: GradientsConfig
+    gradients: GradientsConfig | GradientsHopperConfig
     operand: bool
     descriptors: bool
     tokens: bool
@@ -209,6 +240,7 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
 
     states = hopper_config("states", chip, KP, V, N * HV) if hopper(v) else config.states
     reverse = hopper_config("reverse", chip, KP, V, N * HV) if hopper(do) else config.reverse
+    hopper_gradients = not half and gradients_on_hopper(replace(r, grad_o=do), chip)
     # Products on scalar units spill more with them. Rows of a descriptor are counted in 32 bits.
     descriptors = chip.descriptors and dtype.itemsize == 2 and many <= most * HV < 2**31 // max(VP, CHUNK)
     # Rows of the call's own tensors only where no block reaches beyond a sequence, or beyond a head's channels.
@@ -225,7 +257,7 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
         turns=turns,
         states=states,
         reverse=reverse,
-        gradients=config.gradients,
+        gradients=_GRADIENTS_HOPPER if hopper_gradients else config.gradients,
         operand=chip.arch == 90 and config.states.block_v >= 64,
         descriptors=descriptors,
         tokens=tokens,

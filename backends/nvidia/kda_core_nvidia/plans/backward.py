@@ -38,8 +38,9 @@ from kda_core_nvidia.backward_hopper import reverse_hopper, states_hopper
 from kda_core_nvidia.backward_reverse import reverse_kernel
 from kda_core_nvidia.backward_states import states_kernel
 from kda_core_nvidia.choose import BackwardChoice
-from kda_core_nvidia.choose.backward import WHOLE, heads_of, mildest, rows_readable
+from kda_core_nvidia.choose.backward import GradientsHopperConfig, WHOLE, heads_of, mildest, rows_readable
 from kda_core_nvidia.choose.chunk import HopperConfig, split_scale
+from kda_core_nvidia.plans.gradients_hopper import launch_gradients_hopper
 from kda_core_nvidia.plans.forward import Kept, Prepared, add_prepare, gate_parameters, hopper_tiles
 from kda_core_nvidia.plans.segments import add_ends, add_starts, cut_into_segments
 
@@ -129,6 +130,9 @@ class _Backward:
         self.kp, self.vp = padded(self.K), padded(self.V)
         self.NT, self.slots = -(-self.T // CHUNK), slots(r)
         self.o_scale = split_scale(r.scale, self.dtype)[1]
+        # Channel blocks whose parts of dβ are summed afterwards; the kernel for Hopper has all channels.
+        self.hopper = isinstance(choice.gradients, GradientsHopperConfig)
+        self.blocks = 1 if self.hopper else self.kp // choice.gradients.block_k
         # Batch and token strides of one long token axis.
         views = [getattr(r, n) for n in names]
         self.collapsed = self.B == 1 or all(x.strides[0] == x.strides[1] * self.T for x in views)
@@ -263,7 +267,7 @@ class _Backward:
     def _outputs(self) -> dict[str, View | None]:
         """What ``gradients`` writes: dq and dk by value heads, and partial sums."""
         b, r, into = self.b, self.r, self.into
-        shape, blocks = (self.B, self.T, self.HV, self.K), self.kp // self.choice.gradients.block_k
+        shape, blocks = (self.B, self.T, self.HV, self.K), self.blocks
         dg = into["g"] if self.part else b.result("dg", shape, r.g.dtype)
         if self.HV != self.H:
             dq, dk = (b.scratch(f"{n} by value head", shape, torch.float32) for n in ("dq", "dk"))
@@ -272,7 +276,10 @@ class _Backward:
         else:
             dq, dk = (b.result(n, shape, self.dtype) for n in ("dq", "dk"))
         found = {"dq": dq, "dk": dk, "dg": dg}
-        found["dbeta"] = b.scratch("dbeta by channel block", (blocks, self.B, self.T, self.HV), torch.float32)
+        if self._finished:
+            found["dbeta"] = b.result("dbeta", shape[:3], r.beta.dtype)
+        else:
+            found["dbeta"] = b.scratch("dbeta by channel block", (blocks, *shape[:3]), torch.float32)
         # Slots that hold nothing write no summand; only packed calls have such.
         packed = r.cu_seqlens is not None
         sums = {"A_log": ("dA_partial", blocks), "dt_bias": ("dbias_partial", self.K)}
@@ -286,6 +293,14 @@ class _Backward:
         self, turn: slice | None, prepared: Prepared, states: _States, dv: View, own: dict[str, View],
         out: dict[str, View | None],
     ) -> None:  # fmt: skip
+        if self.hopper:
+            small = {n: out[n] for n in ("dbeta", "dA_partial", "dbias_partial")}
+            small |= {"D": prepared.D, "norms": prepared.norms}
+            small |= dict(zip(("initial_state", "grad_final_state"), states.exact, strict=True))
+            written = {n: out[n] for n in ("dq", "dk", "dg")}
+            how = self.choice.gradients, self.choice.bounded, self.o_scale
+            launch_gradients_hopper(self.b, self.r, *how, {"dv": dv, **own}, small, written)
+            return
         r, choice, config, slots_of = self.r, self.choice, self.choice.gradients, self._slots_of(turn)
         q, k, g, beta, do = (x and x.cut(0, turn) for x in (r.q, r.k, r.g, r.beta, r.grad_o))
         dv = dv.cut(0, turn)
@@ -344,7 +359,13 @@ class _Backward:
         """Value heads of the tensor that the gradient of g is a part of."""
         return self.into["g"].stride(1) // self.K if self.part else self.HV
 
-    def _finish(self, r: Request, dv: View, out: dict[str, View | None]) -> Grads:
+    @property
+    def _finished(self) -> bool:
+        """Whether ``gradients`` leaves nothing for ``finish``."""
+        return self.hopper and self.H == self.HV
+
+    def _add_finish(self, r: Request, out: dict[str, View | None]) -> tuple[View, View, View]:
+        """Sums over channel blocks and grouped heads, and the gradients of norms if they are not done: dq, dk, dβ."""
         b, H, K = self.b, self.H, self.K
         dbeta = self.new("dbeta", (self.B, self.T, self.HV), r.beta.dtype)
         dq, dk = out["dq"], out["dk"]
@@ -353,14 +374,13 @@ class _Backward:
         elif self.HV != H:
             dq, dk = (b.result(n, (self.B, self.T, H, K), self.dtype) for n in ("dq", "dk"))
         tile = max(1, FINISH_ELEMENTS // self.kp)
-        blocks = self.kp // self.choice.gradients.block_k
-        constants = {"H": H, "HV": self.HV, "HO": self._wider(), "K": K, "KP": self.kp, "NK": blocks, "R": tile}
+        constants = {"H": H, "HV": self.HV, "HO": self._wider(), "K": K, "KP": self.kp, "NK": self.blocks, "R": tile}
         rows = self.B * self.T
         b.launch(
             finish_kernel,
             (-(-rows // tile), H, 1),
             4,
-            constants | {"L2NORM": r.use_qk_l2norm_in_kernel},
+            constants | {"L2NORM": r.use_qk_l2norm_in_kernel and not self.hopper},
             q=r.q,
             k=r.k,
             dq_hat=out["dq"],
@@ -375,6 +395,11 @@ class _Backward:
             **self.strides("q", r.q),
             **self.strides("k", r.k),
         )
+        return dq, dk, dbeta
+
+    def _finish(self, r: Request, dv: View, out: dict[str, View | None]) -> Grads:
+        b = self.b
+        dq, dk, dbeta = (out["dq"], out["dk"], out["dbeta"]) if self._finished else self._add_finish(r, out)
         grads: Grads = {"q": dq, "k": dk, "v": dv, "g": out["dg"], "beta": dbeta}
         for name, parts, axes in (("A_log", "dA_partial", (0, 2)), ("dt_bias", "dbias_partial", (0,))):
             if out[parts] is not None:

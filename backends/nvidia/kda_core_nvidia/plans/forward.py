@@ -261,7 +261,7 @@ def add_recurrence(
 def hopper_tiles(keys: View, P: View | None, D: View) -> dict[str, Any]:
     """Descriptors of what ``prepare`` wrote, by the parameters of the kernels for Hopper; P may be None."""
     KP = D.shape[-1]
-    tiles = {"single": matrix_tile(keys, CHUNK, KP, swizzled=True), "decays": matrix_tile(D, 1, KP, swizzled=True)}
+    tiles = {"single": matrix_tile(keys, CHUNK, KP, swizzled=True), "decays": matrix_tile(D, 1, KP, by_rows=True)}
     if P is None:
         return tiles
     pairs = matrix_tile(keys, 2 * CHUNK, KP, swizzled=True)

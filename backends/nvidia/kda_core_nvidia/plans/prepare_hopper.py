@@ -15,7 +15,7 @@ CHANNELS = 64
 """Key channels of a warp, and of a block that is copied."""
 
 
-def _aligned(b: Builder, x: View) -> View:
+def aligned(b: Builder, x: View) -> View:
     """``x`` [B, T, H, D], copied where bulk copies cannot take its rows."""
     if row_aligned(x):
         return x
@@ -39,7 +39,7 @@ def launch_prepare_hopper(
         o: [B, T, HV, V], to be zeroed where no sequence (or a skipped one) has rows.
         parameters: A_log, dt_bias, all that is written, and the inverse, by the kernel's names.
     """
-    q, k, g = (_aligned(b, x) for x in (r.q, r.k, r.g))
+    q, k, g = (aligned(b, x) for x in (r.q, r.k, r.g))
     beta = r.beta if r.B == 1 or r.beta.stride(0) == r.beta.stride(1) * r.T else b.dense(r.beta)
     keys, indices, chunks = parameters["keys"], r.ssm_state_indices, -(-r.T // CHUNK)
     pairs = r.B * -(-chunks // 2) if r.cu_seqlens is None else r.T // (2 * CHUNK) + r.N + 1

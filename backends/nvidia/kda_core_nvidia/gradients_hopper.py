@@ -1,0 +1,473 @@
+"""``gradients`` for Hopper, written in Gluon: the equations of ``backward_gradients`` for a chunk's 32 rows and all 128
+channels in one program. It also does what ``backward_finish`` does: the gradients of the row norms and of β.
+
+Blocks in registers are transposed, [channels, rows]. A chunk's rows are two tiles of 16; ``gradients_pairs`` says how
+decays between rows are formed.
+
+Factors go into products as two parts, rounded to 16 bits together (``backward_gradients``). Gradients of rows of q and
+k are with respect to the raw ones from the start, except for the part along the row that their norms take away.
+
+Rows of do and dv are stacked: one product with the state, and one with z, serve both. Products of blocks in shared
+memory are asynchronous, in one group. ptxas makes each of them wait for the one before as soon as an operand is put
+into registers while another runs. Products of tiles are therefore those of a warp (mma.sync).
+
+Two programs share a multiprocessor: 113 KiB of shared memory each at most. Results, and what phases after the first
+need, therefore lie in the place of blocks that are no longer read.
+
+Grid: slots · HV programs, heads fastest. Addresses: rows of descriptors in 32 bits, pointers in int64.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    mma_v2,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kda_core.triton_lib.gate import gate_rate, sigmoid
+from kda_core.triton_lib.packing import rows_of_slot
+from kda_core_nvidia.gradients_pairs import far_gradients, near_gradients
+from kda_core_nvidia.gradients_tiles import (
+    BY_CHANNEL,
+    BY_ROW,
+    LEAST_HALF,
+    M32,
+    M64,
+    OWN,
+    PAIRS,
+    RIGHT,
+    WARPS,
+    TILE,
+    add_each,
+    clear_rows,
+    exp2,
+    gate_gradients,
+    halves_of,
+    inside,
+    last_row,
+    left_parts,
+    log2_decays,
+    numbers_of_rows,
+    products_of_channels,
+    rows_of_tile,
+    selected_sums,
+    store_rows,
+    store_tiles,
+    sum_of_ends,
+)
+from kda_core_nvidia.hopper_squares import seen_as
+from kda_core_nvidia.prepare_hopper import store_block
+from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block
+
+
+@gluon.jit
+def _own_gradients(dq, dk, dkc, q_rows, k_rows, numbers, own_products, columns, tile: gl.constexpr):
+    """A tile's gradients of raw rows of q and k, except for what their norms take away.
+
+    Returns:
+        the two gradients; summands of the decay gradient as parts of a left operand; summands of a row's product with
+        its gradient, of q and of k, and of the gradient of β.
+    """
+    k = rows_of_tile(k_rows, tile)
+    q = rows_of_tile(q_rows, tile)
+    k_beta = numbers_of_rows(numbers, 0, tile)
+    q_scale = numbers_of_rows(numbers, 1, tile)
+    own = q_scale * gl.expand_dims(own_products.slice(80 * tile, 16).load(BY_ROW), 0)
+    dq = dq * q_scale
+    dk = dk * -numbers_of_rows(numbers, 2, tile)
+    of_column = k_beta * dkc
+    if columns is not None:
+        of_column = of_column * columns
+    summands = left_parts(q * dq + k * (dk - of_column))
+    # The diagonal of M has no decay.
+    dq += k * (own * k_beta)
+    dkc += q * own
+    dk += k_beta * dkc
+    return dq, dk, summands, q * dq, k * dk, k * dkc
+
+
+@gluon.jit
+def _of_raw(d, x_rows, projected, numbers, norm: gl.constexpr, tile: gl.constexpr):
+    """The gradient of a tile's raw rows: without the part along the row."""
+    n = numbers_of_rows(numbers, norm, tile)
+    return d - rows_of_tile(x_rows, tile) * (n * n * gl.expand_dims(projected, 0))
+
+
+_NUMBERS = ["scale", "o_scale", "lower_bound", "T", "N", "chunks", "HV", "group"]
+
+
+@gluon.jit(do_not_specialize=_NUMBERS)
+def gradients_hopper(
+    q, k, g,  # descriptors of [B · T, ..] by [C, K]
+    do, dv,  # descriptors of [B · T, ..] by [C, 64]
+    z,  # descriptor of [slots · HV · C, V] by [C, 64]
+    states, state_grads,  # descriptors of [slots · HV · V, K] by [64, K]
+    dq, dk, dg,  # descriptors of results [B · T, HV · K] by [C, K]; of dq and dk in float32 for grouped heads
+    dq_rows, dk_rows, dg_rows, dv_rows,  # those tensors and dv, or None where every chunk is whole
+    beta,  # [B, T, HV], rows at s_bt
+    A_log, dt_bias,  # [HV] and [HV, K], or None
+    D,  # [slots, HV, K]
+    norms,  # [slots, HV, 2, C] or None
+    dbeta,  # [B · T, HV]
+    dA_partial,  # [slots, HV] or None
+    dbias_partial,  # [slots, HV, K] or None
+    initial_state, grad_final_state,  # [N, HV, K, V], or None where no sequence is of one chunk
+    cu_seqlens,  # [N + 1] or None
+    s_qh, s_kh, s_gh, s_oh, s_bt, s_bh,
+    scale, o_scale, lower_bound,
+    T, N, chunks,  # rows of a batch row, sequences, chunks of a dense sequence
+    HV, group,  # value heads, and those of a key head
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BOUNDED: gl.constexpr,
+    BETA_SIGMOID: gl.constexpr, BETA_SCALE: gl.constexpr, V_FIRST: gl.constexpr,
+):  # fmt: skip
+    i_h = gl.program_id(0) % HV
+    i_slot = gl.program_id(0) // HV
+    i_kh = i_h // group
+    block = i_slot * HV + i_h
+    dtype: gl.constexpr = q.dtype
+    TAILS: gl.constexpr = dq_rows is not None
+    WIDE_G: gl.constexpr = g.dtype == gl.float32
+    GROUPED: gl.constexpr = dq.dtype == gl.float32
+    # A warp has whole rows.
+    BY_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
+    BY_HALF_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    row = i_slot * C
+    count = C
+    length = T
+    i_n = i_slot
+    if TAILS:
+        i_n, i_b, start, eos = rows_of_slot(cu_seqlens, i_slot, T, N, chunks, C)
+        if start >= eos:
+            return
+        count = gl.minimum(eos - start, C)
+        row = i_b * T + start
+        if cu_seqlens is not None:
+            length = eos - gl.load(cu_seqlens + i_n).to(gl.int32)
+        out = row.to(gl.int64) * HV + i_h
+        dq_rows += out * K
+        dk_rows += out * K
+        dg_rows += out * K
+        if i_n >= N:
+            # Rows behind the last sequence: their gradients are zero.
+            store_rows(dq_rows, HV * K, None, count, BY_ROWS)
+            store_rows(dk_rows, HV * K, None, count, BY_ROWS)
+            store_rows(dg_rows, HV * K, None, count, BY_ROWS)
+            store_rows(dv_rows + out * V, HV * V, None, count, BY_ROWS)
+            r = gl.arange(0, 32, layout=gl.SliceLayout(1, BY_ROWS))
+            none = gl.full([32], 0.0, dbeta.dtype.element_ty, gl.SliceLayout(1, BY_ROWS))
+            gl.store(dbeta + out + r * HV, none, mask=r < count)
+            return
+    tail = count < C
+
+    ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([32, 128], dtype)
+    WIDE_ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([32, 128], gl.float32)
+    HALVES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([32, 64], dtype)
+    NARROW: gl.constexpr = gl.NVMMASharedLayout.get_default_for([16, 16], dtype)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    qk_rows = gl.allocate_shared_memory(dtype, [2, 32, 128], ROWS)
+    q_rows = qk_rows.index(0)
+    k_rows = qk_rows.index(1)
+    # By halves of the value channels.
+    o_0 = gl.allocate_shared_memory(dtype, [2, 32, 64], HALVES)
+    o_1 = gl.allocate_shared_memory(dtype, [2, 32, 64], HALVES)
+    z_0 = gl.allocate_shared_memory(dtype, [32, 64], HALVES)
+    z_1 = gl.allocate_shared_memory(dtype, [32, 64], HALVES)
+    s_0 = gl.allocate_shared_memory(dtype, [64, 128], ROWS)
+    s_1 = gl.allocate_shared_memory(dtype, [64, 128], ROWS)
+    ds_0 = gl.allocate_shared_memory(dtype, [64, 128], ROWS)
+    ds_1 = gl.allocate_shared_memory(dtype, [64, 128], ROWS)
+    if WIDE_G:
+        # q and k come once g has been read; a gate reads it again, where a state was.
+        g_rows = seen_as(qk_rows, gl.float32, [1, 32, 128], WIDE_ROWS).index(0)
+        g_again = seen_as(ds_1, gl.float32, [1, 32, 128], WIDE_ROWS).index(0)
+        dg_block = seen_as(ds_0, gl.float32, [1, 32, 128], WIDE_ROWS).index(0)
+    else:
+        g_rows = gl.allocate_shared_memory(dtype, [32, 128], ROWS)
+        g_again = g_rows
+        dg_block = g_rows
+    if GROUPED:
+        dq_block = seen_as(s_0, gl.float32, [1, 32, 128], WIDE_ROWS).index(0)
+        dk_block = seen_as(s_1, gl.float32, [1, 32, 128], WIDE_ROWS).index(0)
+    else:
+        dq_block = q_rows
+        dk_block = k_rows
+    stacked_0 = seen_as(o_0, dtype, [1, 64, 64], HALVES).index(0)
+    stacked_1 = seen_as(o_1, dtype, [1, 64, 64], HALVES).index(0)
+    # Later, in the place of do, dv and z.
+    all_pairs = seen_as(o_0, dtype, [2, 128, 16], NARROW).index(0)
+    pairs = seen_as(o_0, dtype, [16, 16, 16], NARROW)
+    numbers = seen_as(z_0, gl.float32, [4, 256], PLAIN).index(0)
+    own_products = seen_as(z_1, gl.float32, [8, 128], PLAIN).index(0)
+    # One allocation for each block: for parts of one allocation the compiler puts a barrier of all warps before every copy.
+    g_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    z0_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    z1_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    o0_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    o1_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    s0_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    s1_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    ds0_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    ds1_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(g_bar, count=1)
+    mbarrier.init(k_bar, count=1)
+    mbarrier.init(q_bar, count=1)
+    mbarrier.init(z0_bar, count=1)
+    mbarrier.init(z1_bar, count=1)
+    mbarrier.init(o0_bar, count=1)
+    mbarrier.init(o1_bar, count=1)
+    mbarrier.init(s0_bar, count=1)
+    mbarrier.init(s1_bar, count=1)
+    mbarrier.init(ds0_bar, count=1)
+    mbarrier.init(ds1_bar, count=1)
+    fence_async_shared()
+    block_barrier()
+    mbarrier.expect(g_bar, C * 128 * (4 if WIDE_G else 2))
+    mbarrier.expect(k_bar, C * 128 * 2)
+    mbarrier.expect(q_bar, C * 128 * 2)
+    mbarrier.expect(z0_bar, C * 64 * 2)
+    mbarrier.expect(z1_bar, C * 64 * 2)
+    mbarrier.expect(o0_bar, C * 64 * 4)
+    mbarrier.expect(o1_bar, C * 64 * 4)
+    mbarrier.expect(s0_bar, 64 * 128 * 2)
+    mbarrier.expect(s1_bar, 64 * 128 * 2)
+    mbarrier.expect(ds0_bar, 64 * 128 * 2)
+    mbarrier.expect(ds1_bar, 64 * 128 * 2)
+    copy_block(g, [row, i_h * s_gh], g_bar, g_rows)
+    copy_block(z, [block * C, 0], z0_bar, z_0)
+    copy_block(do, [row, i_h * s_oh], o0_bar, o_0.index(0))
+    copy_block(z, [block * C, 64], z1_bar, z_1)
+    copy_block(do, [row, i_h * s_oh + 64], o1_bar, o_1.index(0))
+    copy_block(states, [block * V, 0], s0_bar, s_0)
+    copy_block(states, [block * V + 64, 0], s1_bar, s_1)
+    copy_block(state_grads, [block * V, 0], ds0_bar, ds_0)
+    copy_block(state_grads, [block * V + 64, 0], ds1_bar, ds_1)
+    if not WIDE_G:
+        copy_block(k, [row, i_kh * s_kh], k_bar, k_rows)
+        copy_block(q, [row, i_kh * s_qh], q_bar, q_rows)
+    copy_block(dv, [row, i_h * V], o0_bar, o_0.index(1))
+    copy_block(dv, [row, i_h * V + 64], o1_bar, o_1.index(1))
+
+    a = gate_rate(A_log, i_h)
+    c = gl.arange(0, 128, layout=BY_CHANNEL)
+    bias = gl.full([128, 1], 0.0, gl.float32, TILE)
+    if dt_bias is not None:
+        bias = gl.expand_dims(gl.load(dt_bias + i_h * K + c).to(gl.float32), 1)
+    decay = gl.load(D + block.to(gl.int64) * K + c)
+    # A row a lane, a kind of number a warp.
+    LANES: gl.constexpr = gl.BlockedLayout([256 // (32 * WARPS)], [32], [WARPS], [0])
+    kind = gl.arange(0, 256, layout=LANES) // 32
+    r_lane = gl.arange(0, 256, layout=LANES) % 32
+    p_beta = beta + (row.to(gl.int64) * s_bt + i_h.to(gl.int64) * s_bh + r_lane * s_bt)
+    if TAILS:
+        b_beta = gl.load(p_beta, mask=r_lane < count, other=0.0).to(gl.float32)
+    else:
+        b_beta = gl.load(p_beta).to(gl.float32)
+    slope = gl.full([256], 1.0, gl.float32, LANES)
+    if BETA_SIGMOID:
+        # s(x)·s(−x) and not s·(1 − s), which loses every digit for large logits.
+        slope = sigmoid(-b_beta)
+        b_beta = BETA_SCALE * sigmoid(b_beta)
+        slope = slope * b_beta
+    nq = gl.full([256], 1.0, gl.float32, LANES)
+    nk = nq
+    if norms is not None:
+        p_norms = norms + (block.to(gl.int64) * (2 * C) + r_lane)
+        nq = gl.load(p_norms)
+        nk = gl.load(p_norms + C)
+    # 0: |k|⁻¹ β, 1: |q|⁻¹ scale, 2: |k|⁻¹, 3: |q|⁻¹, 4: |k|⁻¹ times the slope of β
+    number = gl.where(kind == 0, nk * b_beta, gl.where(kind == 1, nq * scale, gl.where(kind == 2, nk, nq)))
+    number = gl.where(kind == 4, slope * nk, number)
+
+    rows_there = count if TAILS else None
+    mbarrier.wait(g_bar, 0)
+    s = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, RIGHT)), 1)
+    t = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, RIGHT)), 0)
+    zero = gl.full([128, 16], 0.0, gl.float32, TILE)
+    y0 = log2_decays(g_rows, bias, a, lower_bound, rows_there, 0, GATE, BOUNDED)
+    y1 = log2_decays(g_rows, bias, a, lower_bound, rows_there, 1, GATE, BOUNDED)
+    x0 = selected_sums(y0, s <= t, (0.5, -0.5), zero)
+    x1 = selected_sums(y1, s <= t, (0.5, -0.5), zero)
+    half0 = last_row(x0)
+    half1 = last_row(x1)
+    rise0 = exp2(x0)
+    rise1 = exp2(x1)
+    if WIDE_G:
+        block_barrier()
+        copy_block(k, [row, i_kh * s_kh], k_bar, k_rows)
+        copy_block(q, [row, i_kh * s_qh], q_bar, q_rows)
+    far = False
+    if not BOUNDED:
+        far = gl.min(gl.minimum(half0, half1), axis=0) < LEAST_HALF
+
+    mbarrier.wait(z0_bar, 0)
+    mbarrier.wait(z1_bar, 0)
+    mbarrier.wait(o0_bar, 0)
+    mbarrier.wait(o1_bar, 0)
+    mbarrier.wait(s0_bar, 0)
+    mbarrier.wait(s1_bar, 0)
+    mbarrier.wait(ds0_bar, 0)
+    mbarrier.wait(ds1_bar, 0)
+    if TAILS:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
+        if tail:
+            for i in gl.static_range(2):
+                clear_rows(o_0.index(i), count, BY_HALF_ROWS)
+                clear_rows(o_1.index(i), count, BY_HALF_ROWS)
+            fence_async_shared()
+            block_barrier()
+    m = gl.full([64, 32], 0.0, gl.float32, PAIRS)
+    rows = gl.full([128, 64], 0.0, gl.float32, M64)
+    dkc = gl.full([128, 32], 0.0, gl.float32, M32)
+    m, rows, dkc = warpgroup_mma_wait(0, deps=(m, rows, dkc))
+    m = warpgroup_mma(stacked_0, z_0.permute((1, 0)), m, use_acc=False, is_async=True)
+    m = warpgroup_mma(stacked_1, z_1.permute((1, 0)), m, is_async=True)
+    rows = warpgroup_mma(s_0.permute((1, 0)), stacked_0.permute((1, 0)), rows, use_acc=False, is_async=True)
+    rows = warpgroup_mma(s_1.permute((1, 0)), stacked_1.permute((1, 0)), rows, is_async=True)
+    dkc = warpgroup_mma(ds_0.permute((1, 0)), z_0.permute((1, 0)), dkc, use_acc=False, is_async=True)
+    dkc = warpgroup_mma(ds_1.permute((1, 0)), z_1.permute((1, 0)), dkc, is_async=True)
+    # Meanwhile the sums over v of S ⊙ dS: diagonals of products of blocks of 16 channels.
+    squares = gl.full([8, 16, 16], 0.0, gl.float32, OWN)
+    squares = products_of_channels(s_0, ds_0, squares)
+    squares = products_of_channels(s_1, ds_1, squares)
+    e_r = gl.expand_dims(gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, OWN))), 0), 2)
+    e_c = gl.expand_dims(gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, OWN))), 0), 1)
+    sums = gl.sum(gl.where(e_r == e_c, squares, 0.0), axis=2).reshape([128])
+    sums = gl.convert_layout(sums, BY_CHANNEL) * (decay * o_scale)
+    m, rows, dkc = warpgroup_mma_wait(0, deps=(m, rows, dkc))
+    s_0._keep_alive()
+    s_1._keep_alive()
+    ds_0._keep_alive()
+    ds_1._keep_alive()
+    block_barrier()
+    if WIDE_G and GATE != "none":
+        mbarrier.expect(g_bar, C * 128 * 4)
+        copy_block(g, [row, i_h * s_gh], g_bar, g_again)
+    if initial_state is not None:  # noqa: SIM102
+        if length <= C:
+            # A sequence of one chunk reads the caller's states, not their 16-bit copies.
+            sums = decay * sum_of_ends(initial_state, grad_final_state, i_n * HV + i_h, K, V, V_FIRST)
+
+    # The place of do, dv and z is free.
+    pr = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, PAIRS)), 1)
+    pc = gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(0, PAIRS)), 0)
+    own = gl.sum(gl.where(pc == pr, m, 0.0).reshape([64, 2, 16]), axis=2)
+    own_products.store(own.permute((1, 0)).reshape([128]))
+    m = gl.where(pc < pr % 32, m, 0.0).to(dtype)
+    # Blocks of 16 rows [tile of z, do or dv, their tile].
+    all_pairs.store(m.reshape([64, 2, 16]).permute((1, 0, 2)).reshape([128, 16]))
+    numbers.store(number)
+    mbarrier.wait(k_bar, 0)
+    mbarrier.wait(q_bar, 0)
+    if TAILS:  # noqa: SIM102
+        if tail:
+            clear_rows(q_rows, count, BY_ROWS)
+            clear_rows(k_rows, count, BY_ROWS)
+    block_barrier()
+
+    dq_part, dk_part = halves_of(rows, 64, M32)
+    if far:
+        if WIDE_G and GATE != "none":
+            mbarrier.wait(g_bar, 1)
+        if WIDE_G and GATE == "none":
+            mbarrier.expect(g_bar, C * 128 * 4)
+            copy_block(g, [row, i_h * s_gh], g_bar, g_again)
+            mbarrier.wait(g_bar, 1)
+        dq0, dk0, dkc0, dq1, dk1, dkc1, ends = far_gradients(
+            dq_part, dk_part, dkc, bias, a, lower_bound, rows_there, o_scale, g_again, q_rows, k_rows, numbers, pairs,
+            GATE,
+        )  # fmt: skip
+    else:
+        dq0, dk0, dkc0, dq1, dk1, dkc1, ends = near_gradients(
+            dq_part, dk_part, dkc, rise0, rise1, half0, half1, o_scale, q_rows, k_rows, numbers, pairs
+        )
+    columns = None
+    if TAILS:
+        # One row alone has no pairs. In its decay gradient the column part cancels against ``ends``: here exactly.
+        columns = gl.where(count > 1, 1.0, 0.0)
+        ends = ends * columns
+
+    block_barrier()
+    dq0, dk0, p0, tq0, tk0, tb0 = _own_gradients(dq0, dk0, dkc0, q_rows, k_rows, numbers, own_products, columns, 0)
+    block_barrier()
+    dq1, dk1, p1, tq1, tk1, tb1 = _own_gradients(dq1, dk1, dkc1, q_rows, k_rows, numbers, own_products, columns, 1)
+    from_row = gl.where(s >= t, 1.0, 0.0).to(dtype)
+    everywhere = gl.full([16, 16], 1.0, dtype, RIGHT)
+    start_sums = gl.expand_dims(ends + sums, 1) + zero
+    dg0 = mma_v2(p1[0], everywhere, mma_v2(p1[1], everywhere, start_sums))
+    dg0 = mma_v2(p0[0], from_row, mma_v2(p0[1], from_row, dg0))
+    dg1 = mma_v2(p1[0], from_row, mma_v2(p1[1], from_row, start_sums))
+    tq0, tq1, tk0, tk1, tb0, tb1 = gl.reduce((tq0, tq1, tk0, tk1, tb0, tb1), 0, add_each)
+    r = gl.arange(0, 16, layout=BY_ROW)
+    p_dbeta = dbeta + (row.to(gl.int64) * HV + i_h)
+    tb0 = (tb0 * numbers.slice(128, 16).load(BY_ROW)).to(dbeta.dtype.element_ty)
+    tb1 = (tb1 * numbers.slice(144, 16).load(BY_ROW)).to(dbeta.dtype.element_ty)
+    if TAILS:
+        gl.store(p_dbeta + r * HV, tb0, mask=r < count)
+        gl.store(p_dbeta + (r + 16) * HV, tb1, mask=r + 16 < count)
+    else:
+        gl.store(p_dbeta + r * HV, tb0)
+        gl.store(p_dbeta + (r + 16) * HV, tb1)
+    if norms is not None:
+        dq0 = _of_raw(dq0, q_rows, tq0, numbers, 3, 0)
+        dq1 = _of_raw(dq1, q_rows, tq1, numbers, 3, 1)
+        dk0 = _of_raw(dk0, k_rows, tk0, numbers, 2, 0)
+        dk1 = _of_raw(dk1, k_rows, tk1, numbers, 2, 1)
+    store_tiles(dq_block, dq0, dq1)
+    store_tiles(dk_block, dk0, dk1)
+    if GATE != "none":
+        if WIDE_G:
+            mbarrier.wait(g_bar, 1)
+        x0 = rows_of_tile(g_again, 0) + bias
+        x1 = rows_of_tile(g_again, 1) + bias
+        if TAILS:
+            dg0, x0 = gl.where(inside(count, 0), dg0, 0.0), gl.where(inside(count, 0), x0, 0.0)
+            dg1, x1 = gl.where(inside(count, 1), dg1, 0.0), gl.where(inside(count, 1), x1, 0.0)
+        dg0, summand0 = gate_gradients(x0, a, lower_bound, dg0, GATE)
+        dg1, summand1 = gate_gradients(x1, a, lower_bound, dg1, GATE)
+        if dbias_partial is not None:
+            gl.store(dbias_partial + (block.to(gl.int64) * K + c), gl.sum(dg0 + dg1, axis=1))
+        if A_log is not None:
+            gl.store(dA_partial + block, gl.sum(gl.sum(summand0 + summand1, axis=1), axis=0))
+    store_tiles(dg_block, dg0, dg1)
+    fence_async_shared()
+    block_barrier()
+    if tail:
+        if TAILS:
+            store_rows(dq_rows, HV * K, dq_block, count, BY_ROWS)
+            store_rows(dk_rows, HV * K, dk_block, count, BY_ROWS)
+            store_rows(dg_rows, HV * K, dg_block, count, BY_ROWS)
+    else:
+        store_block(dq, [row, i_h * K], dq_block)
+        store_block(dk, [row, i_h * K], dk_block)
+        store_block(dg, [row, i_h * K], dg_block)
+        tma.store_wait(0)
+    # The compiler gives away memory after its last use, but bulk copies still read blocks, and warps still wait at
+    # barriers that others have passed.
+    qk_rows._keep_alive()
+    g_rows._keep_alive()
+    o_0._keep_alive()
+    o_1._keep_alive()
+    z_0._keep_alive()
+    z_1._keep_alive()
+    if GROUPED:
+        s_0._keep_alive()
+        s_1._keep_alive()
+    if WIDE_G:
+        ds_0._keep_alive()
+        ds_1._keep_alive()
+    mbarrier.invalidate(g_bar)
+    mbarrier.invalidate(k_bar)
+    mbarrier.invalidate(q_bar)
+    mbarrier.invalidate(z0_bar)
+    mbarrier.invalidate(z1_bar)
+    mbarrier.invalidate(o0_bar)
+    mbarrier.invalidate(o1_bar)
+    mbarrier.invalidate(s0_bar)
+    mbarrier.invalidate(s1_bar)
+    mbarrier.invalidate(ds0_bar)
+    mbarrier.invalidate(ds1_bar)

@@ -1,0 +1,255 @@
+"""Layouts and device functions of ``gradients_hopper``: gate, rows in shared memory, products of tiles of 16 rows.
+
+Blocks in registers are transposed, [channels, rows]. Each warp multiplies tiles of its own channels with mma.sync; the
+left operands stay in registers.
+"""
+
+import math
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mma_v2
+
+from kda_core.triton_lib.decay import BOUNDED_LOG2_DECAY
+from kda_core.triton_lib.gate import LN_2, LOG2_E
+from kda_core_nvidia.hopper_squares import seen_as
+from kda_core_nvidia.hopper_tiles import FLOOR
+
+_WARPS = 4
+WARPS = gl.constexpr(_WARPS)
+REGISTERS = 255
+"""Warps of a program, and registers of a thread: two programs share a multiprocessor's registers and shared memory."""
+
+PROPAGATE = gl.constexpr(tl.PropagateNan.ALL)
+"""minimum and maximum return NaN where an operand is NaN."""
+
+_TILE = gl.NVMMADistributedLayout([2, 0], [_WARPS, 1], [16, 8])
+_M32 = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, 32, 16])
+_M64 = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, 64, 16])
+_OWN = gl.NVMMADistributedLayout([2, 0], [_WARPS, 1, 1], [1, 16, 8])
+
+TILE, M32, M64 = gl.constexpr(_TILE), gl.constexpr(_M32), gl.constexpr(_M64)
+"""Products of 128 channels by the 16 rows of a tile (mma.sync); by 32 or 64 rows (wgmma)."""
+
+PAIRS = gl.constexpr(_M32)
+"""Products of 64 stacked rows by 32 (wgmma)."""
+
+OWN = gl.constexpr(_OWN)
+"""Products of 16 channels by 16, one block a warp."""
+
+LEFT, RIGHT = gl.constexpr(gl.DotOperandLayout(0, _TILE, 2)), gl.constexpr(gl.DotOperandLayout(1, _TILE, 2))
+OWN_LEFT, OWN_RIGHT = gl.constexpr(gl.DotOperandLayout(0, _OWN, 2)), gl.constexpr(gl.DotOperandLayout(1, _OWN, 2))
+BY_CHANNEL, BY_ROW = gl.constexpr(gl.SliceLayout(1, _TILE)), gl.constexpr(gl.SliceLayout(0, _TILE))
+
+BLOCKS = gl.constexpr(
+    gl.SharedLinearLayout(
+        [
+            [0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0], [1, 0, 0], [2, 0, 0],
+            [0, 8, 1], [1, 0, 2], [2, 0, 4], [0, 0, 8], [0, 0, 16], [0, 0, 32], [4, 0, 0],
+        ],
+        [],
+        1024,
+    )
+)  # fmt: skip
+"""64 rows of 128 channels as bulk copies write them, seen as [8 blocks, 16 channels, 64 rows]."""
+
+LEAST_HALF = gl.constexpr(8 * BOUNDED_LOG2_DECAY.value)
+"""Least half of a tile's log2 decay for which one reference point serves the tile: 2^±58 are its factors."""
+
+SMALL = gl.constexpr(2.0**-5)
+"""log(1 + e) of a smaller e is its series: a sum of 1 and e keeps too little of e."""
+
+_LN_2_SQUARED = gl.constexpr(math.log(2) ** 2)
+
+
+@gluon.jit
+def exp2(x):
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def log2(x):
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def reciprocal(x):
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def parts(x):
+    """``x`` rounded to bfloat16, and the rest in bfloat16."""
+    high, wide = gl.inline_asm_elementwise(
+        """
+        cvt.rn.bf16x2.f32 $0, $4, $3;
+        shl.b32 $1, $0, 16;
+        and.b32 $2, $0, 0xffff0000;
+        """,
+        "=&r,=&r,=&r,r,r",
+        [x],
+        dtype=(gl.bfloat16, gl.float32),
+        is_pure=True,
+        pack=2,
+    )
+    return high, (x - wide).to(gl.bfloat16)
+
+
+@gluon.jit
+def left_parts(x):
+    """``parts`` as left operands: the same registers."""
+    high, low = parts(x)
+    return gl.convert_layout(high, LEFT, assert_trivial=True), gl.convert_layout(low, LEFT, assert_trivial=True)
+
+
+@gluon.jit
+def halves_of(x, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """The first and the last half of the columns."""
+    first, last = x.reshape([128, 2, COLUMNS // 2]).permute([0, 2, 1]).split()
+    return gl.convert_layout(first, LAYOUT, assert_trivial=True), gl.convert_layout(last, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def rows_of_tile(buffer, tile: gl.constexpr):
+    """Rows of a tile, transposed, in float32."""
+    x = buffer.slice(16 * tile, 16, dim=0).permute((1, 0)).load(LEFT).to(gl.float32)
+    return gl.convert_layout(x, TILE, assert_trivial=True)
+
+
+@gluon.jit
+def numbers_of_rows(buffer, kind: gl.constexpr, tile: gl.constexpr):
+    """A number for each row of a tile, [1, 16]."""
+    return gl.expand_dims(buffer.slice(32 * kind + 16 * tile, 16).load(BY_ROW), 0)
+
+
+@gluon.jit
+def last_row(x):
+    """The last column."""
+    columns = gl.expand_dims(gl.arange(0, 16, layout=BY_ROW), 0)
+    # A sum of one number and zeros, as integers: the compiler removes it.
+    return gl.sum(gl.where(columns == 15, x.to(gl.int32, bitcast=True), 0), axis=1).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def inside(count, tile: gl.constexpr):
+    """Which rows of a tile belong to the sequence, [1, 16]."""
+    return gl.expand_dims(gl.arange(0, 16, layout=BY_ROW) + 16 * tile < count, 0)
+
+
+@gluon.jit
+def log2_decays(g_rows, bias, a, lower_bound, count, tile: gl.constexpr, GATE: gl.constexpr, BOUNDED: gl.constexpr):
+    """Log2 decays of a tile's rows; ``count`` None: all rows are the sequence's.
+
+    The form of the bounded gate is as exact as ``gate.log2_decay``. The softplus is: log2(1 + 2^−|z|) of the fast
+    instruction has an error of 2^-22, and its series serves below 2^-5, so that weak decays keep their digits.
+    """
+    x = rows_of_tile(g_rows, tile) + bias
+    if GATE == "bounded":
+        y = reciprocal(1.0 + exp2(x * (a * -LOG2_E))) * (lower_bound * LOG2_E)
+    elif GATE == "softplus":
+        y = softplus(x * LOG2_E) * -a
+    else:
+        y = x * LOG2_E
+    if not BOUNDED:
+        y = gl.maximum(y, FLOOR, propagate_nan=PROPAGATE)
+    elif GATE != "bounded":
+        # A broken promise costs accuracy, never a NaN.
+        y = gl.maximum(y, BOUNDED_LOG2_DECAY, propagate_nan=PROPAGATE)
+    if count is not None:
+        y = gl.where(inside(count, tile), y, 0.0)
+    return y
+
+
+@gluon.jit
+def softplus(z):
+    """log2(1 + 2^z)."""
+    e = exp2(-gl.abs(z))
+    series = e * (LOG2_E - e * (LOG2_E / 2 - e * (LOG2_E / 3)))
+    return gl.maximum(z, 0.0, propagate_nan=PROPAGATE) + gl.where(e < SMALL, series, log2(1.0 + e))
+
+
+@gluon.jit
+def gate_gradients(x, a, lower_bound, grad, GATE: gl.constexpr):
+    """``gate.gate_gradient`` with the fast exponential, reciprocal and logarithm."""
+    if GATE == "bounded":
+        e = exp2(gl.minimum(x * (a * -LOG2_E), 126.0, propagate_nan=PROPAGATE))
+        s = reciprocal(1.0 + e)
+        dx = (s * e) * s * (grad * (lower_bound * a))
+        summand = gl.where(dx == 0.0, 0.0, x * dx)
+    else:
+        z = x * LOG2_E
+        s = reciprocal(1.0 + exp2(-z))
+        grad = grad * -a
+        dx = s * grad
+        summand = gl.where(grad == 0.0, 0.0, softplus(z) * (grad * LN_2))
+    return dx, summand
+
+
+@gluon.jit
+def selected_sums(y, select, one, zero):
+    """Products of decays, in two parts, with a matrix [summand, row] of numbers ``one`` and, elsewhere, its opposite or 0."""
+    high, low = left_parts(y)
+    weights = gl.where(select, one[0], one[1]).to(gl.bfloat16)
+    return mma_v2(high, weights, mma_v2(low, weights, zero))
+
+
+@gluon.jit
+def add_product(left, right, acc):
+    """acc + left · right, the left operand in two parts."""
+    return mma_v2(left[0], right, mma_v2(left[1], right, acc))
+
+
+@gluon.jit
+def add_each(a0, a1, b0, b1, c0, c1, x0, x1, y0, y1, z0, z1):
+    return a0 + x0, a1 + x1, b0 + y0, b1 + y1, c0 + z0, c1 + z1
+
+
+@gluon.jit
+def store_tiles(buffer, first, last):
+    """Two tiles as 32 rows of a block in shared memory."""
+    x = gl.join(first, last).permute([0, 2, 1]).reshape([128, 32])
+    buffer.permute((1, 0)).store(gl.convert_layout(x, M32, assert_trivial=True).to(buffer.dtype))
+
+
+@gluon.jit
+def products_of_channels(s_half, ds_half, sums):
+    """Add products over the rows of two states, of each block of 16 channels."""
+    left = seen_as(s_half, s_half.dtype, [8, 16, 64], BLOCKS).load(OWN_LEFT)
+    right = seen_as(ds_half, s_half.dtype, [8, 16, 64], BLOCKS).permute((0, 2, 1)).load(OWN_RIGHT)
+    return mma_v2(left, right, sums)
+
+
+@gluon.jit
+def clear_rows(buffer, count, LAYOUT: gl.constexpr):
+    """Rows from ``count`` on become zero: they belong to another sequence."""
+    o_r = gl.arange(0, 32, layout=gl.SliceLayout(1, LAYOUT))
+    x = buffer.load(LAYOUT)
+    buffer.store(gl.where((o_r < count)[:, None], x, gl.full(x.shape, 0.0, buffer.dtype, LAYOUT)))
+
+
+@gluon.jit
+def store_rows(p, stride, buffer, count, LAYOUT: gl.constexpr):
+    """Store the first ``count`` rows of a block [32, 128]; zeros for a buffer of None."""
+    o_r = gl.arange(0, 32, layout=gl.SliceLayout(1, LAYOUT))
+    o_k = gl.arange(0, 128, layout=gl.SliceLayout(0, LAYOUT))
+    if buffer is None:
+        x = gl.full([32, 128], 0.0, p.dtype.element_ty, LAYOUT)
+    else:
+        x = buffer.load(LAYOUT)
+    at = p + (o_r.to(gl.int64)[:, None] * stride + o_k[None, :])
+    gl.store(at, x, mask=(o_r < count)[:, None] & (o_k >= 0)[None, :])
+
+
+@gluon.jit
+def sum_of_ends(initial_state, grad_final_state, i_nh, K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr):
+    """Σ_v of a sequence's initial state times the gradient of its final one, as the caller gave them, [128]."""
+    o_k = gl.expand_dims(gl.arange(0, 128, layout=BY_CHANNEL), 1)
+    o_v = gl.expand_dims(gl.arange(0, 16, layout=BY_ROW), 0)
+    sums = gl.full([128, 16], 0.0, gl.float32, TILE)
+    base = i_nh.to(gl.int64) * (K * V)
+    for first in range(0, V, 16):
+        at = (first + o_v) * K + o_k if V_FIRST else o_k * V + (first + o_v)
+        s = gl.load(initial_state + base + at).to(gl.float32)
+        sums += s * gl.load(grad_final_state + base + at).to(gl.float32)
+    return gl.sum(sums, axis=1)
