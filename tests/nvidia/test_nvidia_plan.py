@@ -154,7 +154,7 @@ def states_held(r: Request, axis: int) -> list[int]:
         if isinstance(x.arguments["states"], Tile)
         else x.arguments["states"].shape[axis]
         for x in plan_of(r, CHIPS[90]).launches
-        if x.name == "gradients_kernel"
+        if x.name in ("gradients_kernel", "gradients_hopper")
     ]
 
 

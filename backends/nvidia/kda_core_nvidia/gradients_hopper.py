@@ -22,7 +22,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    mma_v2,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -30,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kda_core.triton_lib.gate import gate_rate, sigmoid
 from kda_core.triton_lib.packing import rows_of_slot
-from kda_core_nvidia.gradients_pairs import far_gradients, near_gradients
+from kda_core_nvidia.gradients_pairs import far_gradients, near_gradients, take
 from kda_core_nvidia.gradients_tiles import (
     BY_CHANNEL,
     BY_ROW,
@@ -43,8 +42,8 @@ from kda_core_nvidia.gradients_tiles import (
     WARPS,
     TILE,
     add_each,
+    add_product,
     clear_rows,
-    exp2,
     gate_gradients,
     halves_of,
     inside,
@@ -60,6 +59,7 @@ from kda_core_nvidia.gradients_tiles import (
     sum_of_ends,
 )
 from kda_core_nvidia.hopper_squares import seen_as
+from kda_core_nvidia.hopper_tiles import exp2
 from kda_core_nvidia.prepare_hopper import store_block
 from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block
 
@@ -195,6 +195,10 @@ def gradients_hopper(
     else:
         dq_block = q_rows
         dk_block = k_rows
+    # Gradients of strong decays, where the states were.
+    dg_far = seen_as(s_0, gl.float32, [1, 32, 128], WIDE_ROWS).index(0)
+    dq_far = seen_as(s_1, gl.float32, [1, 32, 128], WIDE_ROWS).index(0)
+    dk_far = seen_as(ds_0, gl.float32, [1, 32, 128], WIDE_ROWS).index(0)
     stacked_0 = seen_as(o_0, dtype, [1, 64, 64], HALVES).index(0)
     stacked_1 = seen_as(o_1, dtype, [1, 64, 64], HALVES).index(0)
     # Later, in the place of do, dv and z.
@@ -303,7 +307,10 @@ def gradients_hopper(
         copy_block(q, [row, i_kh * s_qh], q_bar, q_rows)
     far = False
     if not BOUNDED:
-        far = gl.min(gl.minimum(half0, half1), axis=0) < LEAST_HALF
+        # Allow less decay over fewer rows; otherwise terms that cancel exceed the result.
+        excess0 = half0 - LEAST_HALF * (gl.minimum(count, 16) / 16)
+        excess1 = half1 - LEAST_HALF * (gl.maximum(count - 16, 0) / 16)
+        far = gl.min(gl.minimum(excess0, excess1), axis=0) < 0.0
 
     mbarrier.wait(z0_bar, 0)
     mbarrier.wait(z1_bar, 0)
@@ -378,8 +385,8 @@ def gradients_hopper(
             copy_block(g, [row, i_h * s_gh], g_bar, g_again)
             mbarrier.wait(g_bar, 1)
         dq0, dk0, dkc0, dq1, dk1, dkc1, ends = far_gradients(
-            dq_part, dk_part, dkc, bias, a, lower_bound, rows_there, o_scale, g_again, q_rows, k_rows, numbers, pairs,
-            GATE,
+            dq_part, dk_part, dkc, sums, bias, a, lower_bound, rows_there, o_scale, g_again, q_rows, k_rows, numbers,
+            pairs, dq_far, dk_far, dg_far, GATE,
         )  # fmt: skip
     else:
         dq0, dk0, dkc0, dq1, dk1, dkc1, ends = near_gradients(
@@ -397,10 +404,14 @@ def gradients_hopper(
     dq1, dk1, p1, tq1, tk1, tb1 = _own_gradients(dq1, dk1, dkc1, q_rows, k_rows, numbers, own_products, columns, 1)
     from_row = gl.where(s >= t, 1.0, 0.0).to(dtype)
     everywhere = gl.full([16, 16], 1.0, dtype, RIGHT)
-    start_sums = gl.expand_dims(ends + sums, 1) + zero
-    dg0 = mma_v2(p1[0], everywhere, mma_v2(p1[1], everywhere, start_sums))
-    dg0 = mma_v2(p0[0], from_row, mma_v2(p0[1], from_row, dg0))
-    dg1 = mma_v2(p1[0], from_row, mma_v2(p1[1], from_row, start_sums))
+    if far:
+        dg0 = take(dg_far, 0)
+        dg1 = take(dg_far, 1)
+    else:
+        start_sums = gl.expand_dims(ends + sums, 1) + zero
+        dg0 = add_product(p1, everywhere, start_sums)
+        dg0 = add_product(p0, from_row, dg0)
+        dg1 = add_product(p1, from_row, start_sums)
     tq0, tq1, tk0, tk1, tb0, tb1 = gl.reduce((tq0, tq1, tk0, tk1, tb0, tb1), 0, add_each)
     r = gl.arange(0, 16, layout=BY_ROW)
     p_dbeta = dbeta + (row.to(gl.int64) * HV + i_h)
@@ -454,11 +465,12 @@ def gradients_hopper(
     o_1._keep_alive()
     z_0._keep_alive()
     z_1._keep_alive()
-    if GROUPED:
+    if GROUPED or not BOUNDED:
         s_0._keep_alive()
         s_1._keep_alive()
-    if WIDE_G:
+    if WIDE_G or not BOUNDED:
         ds_0._keep_alive()
+    if WIDE_G:
         ds_1._keep_alive()
     mbarrier.invalidate(g_bar)
     mbarrier.invalidate(k_bar)

@@ -16,16 +16,15 @@ from kda_core_nvidia.gradients_tiles import (
     RIGHT,
     TILE,
     add_product,
-    exp2,
     halves_of,
     last_row,
     left_parts,
     log2_decays,
     numbers_of_rows,
-    reciprocal,
     rows_of_tile,
     selected_sums,
 )
+from kda_core_nvidia.hopper_tiles import exp2, reciprocal
 from kda_core_nvidia.recurrence_hopper import block_barrier
 
 
@@ -90,70 +89,136 @@ def near_gradients(dq, dk, dkc, rise0, rise1, half0, half1, o_scale, q_rows, k_r
 
 
 @gluon.jit
-def _level_of_tile(
-    dq, dk, dkc, y, b, q_rows, k_rows, numbers, pairs, zero, tile: gl.constexpr, MU: gl.constexpr, LU: gl.constexpr
+def _add_sums(summands, select, acc):
+    """Add to each row t the sum of the summands of rows s where ``select``."""
+    return add_product(left_parts(summands), gl.where(select, 1.0, 0.0).to(gl.bfloat16), acc)
+
+
+@gluon.jit
+def _add_level(
+    dq, dk, dkc, dg, y, b, q_rows, k_rows, numbers, pairs, zero, tile: gl.constexpr, MU: gl.constexpr, LU: gl.constexpr
 ):
-    """Add the pairs that straddle the middles of blocks of 2b rows."""
+    """Add the pairs that straddle the middles of a tile's blocks of 2b rows."""
     s = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, RIGHT)), 1)
     t = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, RIGHT)), 0)
+    same = s // b == t // b
+    second = (t // b) % 2 == 1
     # From a row of a block's first half to the middle, and from there to one of its second half.
-    select = (s // b == t // b) & (((t // b) % 2 == 1) == (s <= t))
-    e = exp2(selected_sums(y, select, (1.0, 0.0), zero))
-    below = (s // (2 * b) == t // (2 * b)) & (s // b < t // b)
-    above = (s // (2 * b) == t // (2 * b)) & (s // b > t // b)
+    e = exp2(selected_sums(y, same & (second == (s <= t)), (1.0, 0.0), zero))
+    block = s // (2 * b) == t // (2 * b)
+    below = block & (s // b < t // b)
+    above = block & (s // b > t // b)
     none = gl.full([16, 16], 0.0, gl.bfloat16, RIGHT)
-    kb = left_parts(rows_of_tile(k_rows, tile) * e * numbers_of_rows(numbers, 0, tile))
-    dq += add_product(kb, gl.where(below, _rows_by_columns(pairs, MU), none), zero) * e
-    dk += add_product(kb, gl.where(below, _rows_by_columns(pairs, LU), none), zero) * e
-    qr = left_parts(rows_of_tile(q_rows, tile) * e * numbers_of_rows(numbers, 1, tile))
-    of_column = add_product(qr, gl.where(above, _columns_by_rows(pairs, MU), none), zero)
-    kr = left_parts(rows_of_tile(k_rows, tile) * e * -numbers_of_rows(numbers, 2, tile))
-    of_column = add_product(kr, gl.where(above, _columns_by_rows(pairs, LU), none), of_column)
-    return dq, dk, dkc + of_column * e
+    q = rows_of_tile(q_rows, tile) * numbers_of_rows(numbers, 1, tile)
+    k = rows_of_tile(k_rows, tile) * -numbers_of_rows(numbers, 2, tile)
+    kb = rows_of_tile(k_rows, tile) * numbers_of_rows(numbers, 0, tile)
+    left = left_parts(kb * e)
+    of_q = add_product(left, gl.where(below, _rows_by_columns(pairs, MU), none), zero) * e
+    of_k = add_product(left, gl.where(below, _rows_by_columns(pairs, LU), none), zero) * e
+    of_column = add_product(left_parts(q * e), gl.where(above, _columns_by_rows(pairs, MU), none), zero)
+    of_column = add_product(left_parts(k * e), gl.where(above, _columns_by_rows(pairs, LU), none), of_column) * e
+    # A pair's product decays in all rows behind its column, up to its row. A row of a second half has no column part
+    # here, one of a first half no row part.
+    dg = _add_sums(q * of_q + k * of_k + kb * of_column, same & (second == (s >= t)), dg)
+    return dq + of_q, dk + of_k, dkc + of_column, dg
+
+
+@gluon.jit
+def _put(buffer, x, tile: gl.constexpr):
+    buffer.slice(16 * tile, 16, dim=0).permute((1, 0)).store(x)
+
+
+@gluon.jit
+def take(buffer, tile: gl.constexpr):
+    """A tile of a float32 block [32, 128]."""
+    return buffer.slice(16 * tile, 16, dim=0).permute((1, 0)).load(TILE)
+
+
+@gluon.jit
+def _add_levels(
+    dkc, bias, a, lower_bound, count, g_rows, q_rows, k_rows, numbers, pairs, dq_rows, dk_rows, dg_rows,
+    tile: gl.constexpr, MU: gl.constexpr, LU: gl.constexpr, GATE: gl.constexpr,
+):  # fmt: skip
+    """Add a tile's own pairs to dkc and, in shared memory, to dq, dk and dg."""
+    zero = gl.full([128, 16], 0.0, gl.float32, TILE)
+    y = log2_decays(g_rows, bias, a, lower_bound, count, tile, GATE, False)
+    dq, dk, dg = take(dq_rows, tile), take(dk_rows, tile), take(dg_rows, tile)
+    b = 1
+    while b < 16:
+        dq, dk, dkc, dg = _add_level(dq, dk, dkc, dg, y, b, q_rows, k_rows, numbers, pairs, zero, tile, MU, LU)
+        b = b * 2
+    _put(dq_rows, dq, tile)
+    _put(dk_rows, dk, tile)
+    _put(dg_rows, dg, tile)
+    return dkc
 
 
 @gluon.jit
 def far_gradients(
-    dq, dk, dkc, bias, a, lower_bound, count, o_scale, g_rows, q_rows, k_rows, numbers, pairs, GATE: gl.constexpr
-):
-    """``near_gradients`` for any decay. Decays are formed once more: calls that come here are few, and all others would
-    hold registers for them."""
+    dq, dk, dkc, sums, bias, a, lower_bound, count, o_scale, g_rows, q_rows, k_rows, numbers, pairs,
+    dq_rows, dk_rows, dg_rows, GATE: gl.constexpr,
+):  # fmt: skip
+    """``near_gradients`` for any decay; leaves the gradient of the decays, too, in ``dg_rows``.
+
+    Its sums have no terms that cancel: where decays are strong, their gradient is far smaller than such terms. Decays
+    are formed more than once, and results wait in shared memory: few chunks come here, and all others would hold
+    registers for them.
+
+    Args:
+        sums: Σ_v of S ⊙ dS, decayed over the chunk, [128].
+        dq_rows, dk_rows, dg_rows: float32 blocks [32, 128] that nothing else uses.
+    """
     zero = gl.full([128, 16], 0.0, gl.float32, TILE)
     s = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, RIGHT)), 1)
     t = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, RIGHT)), 0)
     dq0, dq1 = halves_of(dq, 32, TILE)
     dk0, dk1 = halves_of(dk, 32, TILE)
     dkc0, dkc1 = halves_of(dkc, 32, TILE)
-    y0 = log2_decays(g_rows, bias, a, lower_bound, count, 0, GATE, False)
-    y1 = log2_decays(g_rows, bias, a, lower_bound, count, 1, GATE, False)
     # Tile 0 from the chunk's start and to the boundary, tile 1 from there and to the chunk's end.
-    x = selected_sums(y0, s <= t, (1.0, 0.0), zero)
-    whole0 = gl.expand_dims(exp2(last_row(x)), 1)
-    since0 = exp2(x)
-    until0 = exp2(selected_sums(y0, s > t, (1.0, 0.0), zero))
-    x = selected_sums(y1, s <= t, (1.0, 0.0), zero)
-    whole1 = gl.expand_dims(exp2(last_row(x)), 1)
-    since1 = exp2(x)
-    until1 = exp2(selected_sums(y1, s > t, (1.0, 0.0), zero))
-    kb0 = rows_of_tile(k_rows, 0) * until0 * numbers_of_rows(numbers, 0, 0)
-    kb1 = rows_of_tile(k_rows, 1) * until1 * numbers_of_rows(numbers, 0, 1)
-    dkc0 = dkc0 * (whole1 * o_scale)
-    dkc1 = dkc1 * o_scale
-    ends = gl.sum(kb0 * dkc0 + kb1 * dkc1, axis=1)
-    kb = left_parts(kb0)
-    dq0 = dq0 * since0
-    dk0 = dk0 * since0
-    dq1 = add_product(kb, _rows_by_columns(pairs, 1), dq1 * whole0) * since1
-    dk1 = add_product(kb, _rows_by_columns(pairs, 3), dk1 * whole0) * since1
-    block_barrier()
-    qr = left_parts(rows_of_tile(q_rows, 1) * since1 * numbers_of_rows(numbers, 1, 1))
-    kr = left_parts(rows_of_tile(k_rows, 1) * since1 * -numbers_of_rows(numbers, 2, 1))
-    dkc0 = add_product(kr, _columns_by_rows(pairs, 3), add_product(qr, _columns_by_rows(pairs, 1), dkc0)) * until0
-    dkc1 = dkc1 * until1
-    block_barrier()
-    b = 1
-    while b < 16:
-        dq0, dk0, dkc0 = _level_of_tile(dq0, dk0, dkc0, y0, b, q_rows, k_rows, numbers, pairs, zero, 0, 0, 2)
-        dq1, dk1, dkc1 = _level_of_tile(dq1, dk1, dkc1, y1, b, q_rows, k_rows, numbers, pairs, zero, 1, 5, 7)
-        b = b * 2
-    return dq0, dk0, dkc0, dq1, dk1, dkc1, ends
+    y = log2_decays(g_rows, bias, a, lower_bound, count, 0, GATE, False)
+    x = selected_sums(y, s <= t, (1.0, 0.0), zero)
+    whole = gl.expand_dims(exp2(last_row(x)), 1)
+    since = exp2(x)
+    until0 = exp2(selected_sums(y, s > t, (1.0, 0.0), zero))
+    dq0 = dq0 * since
+    dk0 = dk0 * since
+    q = rows_of_tile(q_rows, 0) * numbers_of_rows(numbers, 1, 0)
+    k = rows_of_tile(k_rows, 0) * -numbers_of_rows(numbers, 2, 0)
+    dg0 = _add_sums(q * dq0 + k * dk0, s >= t, gl.expand_dims(sums, 1) + zero)
+    _put(dq_rows, dq0, 0)
+    _put(dk_rows, dk0, 0)
+    dq1 = dq1 * whole
+    dk1 = dk1 * whole
+    y = log2_decays(g_rows, bias, a, lower_bound, count, 1, GATE, False)
+    x = selected_sums(y, s <= t, (1.0, 0.0), zero)
+    whole = gl.expand_dims(exp2(last_row(x)), 1)
+    since = exp2(x)
+    dkc1 = dkc1 * (exp2(selected_sums(y, s > t, (1.0, 0.0), zero)) * o_scale)
+    q = rows_of_tile(q_rows, 1) * since * numbers_of_rows(numbers, 1, 1)
+    k = rows_of_tile(k_rows, 1) * since * -numbers_of_rows(numbers, 2, 1)
+    # The state reaches the rows of tile 1 through all of tile 0.
+    dg0 += gl.expand_dims(gl.sum(q * dq1 + k * dk1, axis=1), 1)
+    kb = rows_of_tile(k_rows, 0) * until0 * numbers_of_rows(numbers, 0, 0)
+    left = left_parts(kb)
+    dq1 = add_product(left, _rows_by_columns(pairs, 1), dq1)
+    dk1 = add_product(left, _rows_by_columns(pairs, 3), dk1)
+    # The columns of tile 0 reach the chunk's end through all of tile 1.
+    dkc0 = dkc0 * (whole * o_scale)
+    dg1 = gl.expand_dims(gl.sum(kb * dkc0, axis=1) + sums, 1) + zero
+    dg1 = _add_sums(q * dq1 + k * dk1, s >= t, dg1)
+    dg1 = _add_sums(rows_of_tile(k_rows, 1) * dkc1 * numbers_of_rows(numbers, 0, 1), s < t, dg1)
+    _put(dq_rows, dq1 * since, 1)
+    _put(dk_rows, dk1 * since, 1)
+    _put(dg_rows, dg1, 1)
+    dkc0 = add_product(left_parts(q), _columns_by_rows(pairs, 1), dkc0)
+    dkc0 = add_product(left_parts(k), _columns_by_rows(pairs, 3), dkc0)
+    _put(dg_rows, _add_sums(kb * dkc0, s < t, dg0), 0)
+    dkc0 = _add_levels(
+        dkc0 * until0, bias, a, lower_bound, count, g_rows, q_rows, k_rows, numbers, pairs, dq_rows, dk_rows, dg_rows,
+        0, 0, 2, GATE,
+    )  # fmt: skip
+    dkc1 = _add_levels(
+        dkc1, bias, a, lower_bound, count, g_rows, q_rows, k_rows, numbers, pairs, dq_rows, dk_rows, dg_rows,
+        1, 5, 7, GATE,
+    )  # fmt: skip
+    return take(dq_rows, 0), take(dk_rows, 0), dkc0, take(dq_rows, 1), take(dk_rows, 1), dkc1, sums

@@ -4,9 +4,6 @@ Blocks in registers are transposed, [channels, rows]. Each warp multiplies tiles
 left operands stay in registers.
 """
 
-import math
-
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
@@ -14,15 +11,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 from kda_core.triton_lib.decay import BOUNDED_LOG2_DECAY
 from kda_core.triton_lib.gate import LN_2, LOG2_E
 from kda_core_nvidia.hopper_squares import seen_as
-from kda_core_nvidia.hopper_tiles import FLOOR
+from kda_core_nvidia.hopper_tiles import FLOOR, PROPAGATE, exp2, reciprocal, softplus
 
 _WARPS = 4
 WARPS = gl.constexpr(_WARPS)
 REGISTERS = 255
 """Warps of a program, and registers of a thread: two programs share a multiprocessor's registers and shared memory."""
-
-PROPAGATE = gl.constexpr(tl.PropagateNan.ALL)
-"""minimum and maximum return NaN where an operand is NaN."""
 
 _TILE = gl.NVMMADistributedLayout([2, 0], [_WARPS, 1], [16, 8])
 _M32 = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, 32, 16])
@@ -56,26 +50,6 @@ BLOCKS = gl.constexpr(
 
 LEAST_HALF = gl.constexpr(8 * BOUNDED_LOG2_DECAY.value)
 """Least half of a tile's log2 decay for which one reference point serves the tile: 2^±58 are its factors."""
-
-SMALL = gl.constexpr(2.0**-5)
-"""log(1 + e) of a smaller e is its series: a sum of 1 and e keeps too little of e."""
-
-_LN_2_SQUARED = gl.constexpr(math.log(2) ** 2)
-
-
-@gluon.jit
-def exp2(x):
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def log2(x):
-    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def reciprocal(x):
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -141,8 +115,7 @@ def inside(count, tile: gl.constexpr):
 def log2_decays(g_rows, bias, a, lower_bound, count, tile: gl.constexpr, GATE: gl.constexpr, BOUNDED: gl.constexpr):
     """Log2 decays of a tile's rows; ``count`` None: all rows are the sequence's.
 
-    The form of the bounded gate is as exact as ``gate.log2_decay``. The softplus is: log2(1 + 2^−|z|) of the fast
-    instruction has an error of 2^-22, and its series serves below 2^-5, so that weak decays keep their digits.
+    Decays are as exact as those of ``prepare_hopper``.
     """
     x = rows_of_tile(g_rows, tile) + bias
     if GATE == "bounded":
@@ -159,14 +132,6 @@ def log2_decays(g_rows, bias, a, lower_bound, count, tile: gl.constexpr, GATE: g
     if count is not None:
         y = gl.where(inside(count, tile), y, 0.0)
     return y
-
-
-@gluon.jit
-def softplus(z):
-    """log2(1 + 2^z)."""
-    e = exp2(-gl.abs(z))
-    series = e * (LOG2_E - e * (LOG2_E / 2 - e * (LOG2_E / 3)))
-    return gl.maximum(z, 0.0, propagate_nan=PROPAGATE) + gl.where(e < SMALL, series, log2(1.0 + e))
 
 
 @gluon.jit

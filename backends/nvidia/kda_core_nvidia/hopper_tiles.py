@@ -1,5 +1,6 @@
 """Device functions of ``prepare_hopper`` for tiles of 16 rows: gate, sums of decays, norms, scaled rows, pairs."""
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
@@ -31,6 +32,12 @@ sums of products of the former with rows that have no shift."""
 LEAST_TOTAL = gl.constexpr(-126.0)
 """Least log2 decay of a tile whose pairs are products of such factors."""
 
+SMALL = gl.constexpr(2.0**-5)
+"""log(1 + e) of a smaller e is its series: a sum of 1 and e keeps too little of e."""
+
+PROPAGATE = gl.constexpr(tl.PropagateNan.ALL)
+"""minimum and maximum return NaN where an operand is NaN."""
+
 COLUMNS = gl.constexpr(gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0]))
 """16 rows of two channels a thread."""
 
@@ -41,8 +48,29 @@ def _add(a, b):
 
 
 @gluon.jit
-def _reciprocal(x):
+def exp2(x):
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def log2(x):
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def reciprocal(x):
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def softplus(z):
+    """log2(1 + 2^z).
+
+    The fast logarithm has an error of 2^-22. Its series serves below SMALL, so that weak decays keep their digits.
+    """
+    e = exp2(-gl.abs(z))
+    series = e * (LOG2_E - e * (LOG2_E / 2 - e * (LOG2_E / 3)))
+    return gl.maximum(z, 0.0, propagate_nan=PROPAGATE) + gl.where(e < SMALL, series, log2(1.0 + e))
 
 
 @gluon.jit
@@ -50,9 +78,12 @@ def tile_decays(block, a, bias, lower_bound, GATE: gl.constexpr, BOUNDED: gl.con
     """Log2 decays of a tile from its block of g, [4, 16, 64], in units of ``decay_unit``."""
     x = block.load(COLUMNS).to(gl.float32)
     if GATE == "bounded" and BOUNDED:
-        y = _reciprocal(1.0 + gl.exp2((x + bias) * (a * -LOG2_E)))
+        y = reciprocal(1.0 + gl.exp2((x + bias) * (a * -LOG2_E)))
     else:
-        y = log2_decay(x, a, bias, lower_bound, GATE, 1.0, True)
+        if GATE == "softplus":
+            y = softplus((x + bias) * LOG2_E) * -a
+        else:
+            y = log2_decay(x, a, bias, lower_bound, GATE, 1.0, True)
         if BOUNDED:
             # A broken promise costs accuracy, never a NaN.
             y = gl.where(y < BOUNDED_LOG2_DECAY, BOUNDED_LOG2_DECAY, y)

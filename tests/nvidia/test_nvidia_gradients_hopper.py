@@ -1,0 +1,170 @@
+"""``gradients_hopper`` beside the Triton kernel and the oracle; needs an sm_90 GPU."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+import installed
+import pytest
+import torch
+from torch import Tensor
+
+installed.need_backend("nvidia")
+if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("needs an sm_90 GPU", allow_module_level=True)
+
+from kda_core_nvidia.choose import choose_backward
+from kda_core_nvidia.choose.backward import GradientsHopperConfig, backward_config
+from kda_core_nvidia.plans.backward import plan_backward
+from kda_core_nvidia.run import chip, run_plan
+
+from kda_core import reference
+from kda_core.reference import DIFFERENTIABLE
+from kda_core.request import Request
+from kda_core.testing.cases import BF16, BFLOAT16, FP32, SOFTPLUS, Case
+from kda_core.triton_lib.plan import metadata
+
+DEVICE = torch.device("cuda")
+DRAWS = 6
+
+LENGTHS = (1, 33, 0, 64, 70, 2, 31)
+
+PROMISED: dict[str, Any] = {"options": {"safe_gate": True}}
+BOUNDED = SOFTPLUS | {"gate": "lower bound"}
+CASES = {
+    # name: fields beside bfloat16 rows of 128 channels
+    "bounded": BOUNDED | BFLOAT16,
+    "bounded, float32": BOUNDED,
+    "softplus": SOFTPLUS | BFLOAT16 | {"rate": 3.0},
+    "softplus, strong": SOFTPLUS | BFLOAT16 | {"rate": 200.0},
+    "softplus, strong, float32, grouped": SOFTPLUS | {"rate": 200.0, "H": 2},
+    "given": {"gate_dtype": BF16},
+    "given, float32": {},
+    "given, isolated": {"decay": "isolated"},
+    "given, slow": {"decay": "slow", "l2norm": True},
+    "promised": PROMISED | BFLOAT16 | {"decay": "bounded"},
+    "promised, float32": PROMISED | {"decay": "bounded"},
+    "given, -5": {"decay": -5.0},
+    "given, -8": {"decay": -8.0},
+    "given, -14": {"decay": -14.0, "gate_dtype": BF16, "l2norm": True},
+    "tails": BOUNDED | BFLOAT16 | {"B": 3, "T": 77},
+    "tails, softplus, grouped": SOFTPLUS | BFLOAT16 | {"B": 2, "T": 33, "H": 1, "HV": 3},
+    "packed": BOUNDED | BFLOAT16 | {"lengths": LENGTHS},
+    "packed, states": BOUNDED | BFLOAT16 | {"lengths": LENGTHS, "state": FP32},
+    "packed, states V first": {"lengths": LENGTHS, "state": BF16, "decay": -6.0, "options": {"state_v_first": True}},
+    "packed, grouped": SOFTPLUS | BFLOAT16 | {"lengths": LENGTHS, "state": FP32, "H": 1},
+    "one chunk, states": BOUNDED | BFLOAT16 | {"B": 4, "T": 32, "state": FP32},
+    "negative eigenvalues": BOUNDED | BFLOAT16 | {"l2norm": False, "beta": "negative eigenvalues"},
+    "equal keys": BFLOAT16 | {"keys": "equal", "beta": 1.0, "decay": "slow"},
+}
+
+
+def case(name: str, draw: int = 0) -> Case:
+    """The name of a case is its seed."""
+    fields = {"T": 224, "H": 4, "HV": 4, "K": 128, "dtype": BF16, "backward": True} | CASES[name]
+    return Case(name=f"{name} {draw}", **fields)
+
+
+def request_of(drawn: Case, device: torch.device = DEVICE) -> Request:
+    """The request for all gradients of a case."""
+    call = drawn.call()
+    request = call.request()
+    tensors = {n: x.to(device) for n, x in vars(request).items() if isinstance(x, Tensor)}
+    given = {"grad_o": call.grads["o"].to(device), "grad_final_state": call.grads["final_state"].to(device)}
+    return replace(request, **tensors, **given, needs_grad=frozenset(n for n in DIFFERENTIABLE if n in tensors))
+
+
+def gradients(request: Request, hopper: bool = True) -> dict[str, Tensor]:
+    """Gradients by name, with the kernel for Hopper or with Triton's."""
+    r = metadata(request)
+    choice = choose_backward(r, chip(DEVICE))
+    assert isinstance(choice.gradients, GradientsHopperConfig)
+    if not hopper:
+        config = backward_config(chip(DEVICE), BF16, 128, 128, r.N * r.HV)
+        choice = replace(choice, gradients=config.gradients, descriptors=False, tokens=False)
+    return run_plan(plan_backward(r, choice), request)
+
+
+def exact_gradients(drawn: Case) -> dict[str, Tensor]:
+    call = drawn.call()
+    request = call.request()
+    leaves = {n: getattr(request, n).double().requires_grad_() for n in DIFFERENTIABLE if getattr(request, n) is not None}
+    found = reference.oracle(request, inputs=leaves)
+    given = [call.grads["o"].double(), call.grads["final_state"].double()]
+    grads = torch.autograd.grad([found.o, found.final_state], list(leaves.values()), given)
+    return dict(zip(leaves, grads, strict=True))
+
+
+def error(x: Tensor, exact: Tensor) -> float:
+    """|x − r| / |r|; |x| where r is zero."""
+    size = float(exact.norm())
+    return float((x.cpu().double() - exact).norm()) / (size or 1.0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_exact_as_the_triton_kernel(name: str):
+    """In the root mean square of several draws: sums over all tokens, of few heads, differ from draw to draw."""
+    squares: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for draw in range(DRAWS):
+        drawn = case(name, draw)
+        request, exact = request_of(drawn), exact_gradients(drawn)
+        both = gradients(request), gradients(request, hopper=False)
+        for n, right in exact.items():
+            for i, found in enumerate(both):
+                squares[n][i] += error(found[n], right) ** 2 / DRAWS
+    for n, (ours, before) in squares.items():
+        wider = 1.5 if n in ("A_log", "dt_bias") else 1.05
+        assert ours**0.5 <= wider * before**0.5 + 2e-5, n
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_repeats_bitwise(name: str):
+    request = request_of(case(name))
+    first = gradients(request)
+    for _ in range(4):
+        for n, x in gradients(request).items():
+            assert torch.equal(first[n], x), n
+
+
+@pytest.mark.parametrize("hopper", [True, False])
+def test_a_lone_row_without_a_state_has_no_decay_gradient(hopper: bool):
+    """Not even a rounding error: there is nothing that its decay acts on."""
+    drawn = Case(name="lone rows", T=40, lengths=(1,) * 40, H=4, K=128, dtype=BF16, backward=True, **BOUNDED)
+    found = gradients(request_of(drawn), hopper)
+    assert all(not found[n].any() for n in ("g", "A_log", "dt_bias"))
+
+
+@pytest.mark.parametrize("name", ["bounded", "softplus, strong", "promised, float32"])
+def test_a_sequence_is_its_own(name: str):
+    """Packed between others that hold NaN it has the bits that it has alone; rows behind the last one have zeros."""
+    request = request_of(case(name))
+    rows = ("q", "k", "v", "g", "beta", "grad_o")
+    bounds = torch.tensor([0, 33, 33, 102, 165, 200], device=DEVICE, dtype=torch.int32)
+    parts = {n: getattr(request, n).clone() for n in rows}
+    for x in parts.values():
+        x[:, :102] = x[:, 165:] = float("nan")
+    state = torch.zeros(5, *request.grad_final_state.shape[1:], device=DEVICE)
+    state[3] = request.grad_final_state[0]
+    packed = gradients(replace(request, **parts, cu_seqlens=bounds, grad_final_state=state))
+    own = {n: x[:, 102:165].contiguous() for n, x in parts.items()}
+    alone = gradients(replace(request, **own))
+    for n in ("q", "k", "v", "g", "beta"):
+        assert torch.equal(packed[n][:, 102:165], alone[n]), n
+        assert not packed[n][:, 200:].any(), n
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "grad_o"])
+@pytest.mark.parametrize("kind", ["bounded", "tails"])
+def test_bits_do_not_depend_on_strides(kind: str, name: str):
+    """Rows that bulk copies cannot take are copied: of wider tensors, between others of a batch, heads first."""
+    request = request_of(case(kind))
+    x, right = getattr(request, name), gradients(request)
+    wider = torch.zeros(*x.shape[:-1], x.shape[-1] + 1, device=DEVICE, dtype=x.dtype)[..., 1:].copy_(x)
+    longer = torch.full((x.shape[0], x.shape[1] + 3, *x.shape[2:]), float("nan"), device=DEVICE, dtype=x.dtype)
+    longer = longer[:, : x.shape[1]].copy_(x)
+    heads_first = x.transpose(1, 2).contiguous().transpose(1, 2)
+    for strided in (wider, longer, heads_first):
+        for n, found in gradients(replace(request, **{name: strided})).items():
+            assert torch.equal(found, right[n]), n
