@@ -27,7 +27,7 @@ from kda_core.testing.cases import BF16, BFLOAT16, FP32, SOFTPLUS, Case
 from kda_core.triton_lib.plan import metadata
 
 DEVICE = torch.device("cuda")
-DRAWS = 6
+DRAWS = 24
 
 LENGTHS = (1, 33, 0, 64, 70, 2, 31)
 
@@ -61,6 +61,11 @@ CASES = {
 }
 
 
+EDGE = {("given, -5", "g"): 1.3}
+"""A decay of e⁻⁵ in every row is the strongest with one reference point a tile: of terms that cancel 2^-17 remain, and
+e⁵ times that is beside a gradient in float32 (2.9e-3 beside the Triton kernel's 2.4e-3, which takes levels here)."""
+
+
 def case(name: str, draw: int = 0) -> Case:
     """The name of a case is its seed."""
     fields = {"T": 224, "H": 4, "HV": 4, "K": 128, "dtype": BF16, "backward": True} | CASES[name]
@@ -90,7 +95,8 @@ def gradients(request: Request, hopper: bool = True) -> dict[str, Tensor]:
 def exact_gradients(drawn: Case) -> dict[str, Tensor]:
     call = drawn.call()
     request = call.request()
-    leaves = {n: getattr(request, n).double().requires_grad_() for n in DIFFERENTIABLE if getattr(request, n) is not None}
+    inputs = {n: x for n in DIFFERENTIABLE if (x := getattr(request, n)) is not None}
+    leaves = {n: x.double().requires_grad_() for n, x in inputs.items()}
     found = reference.oracle(request, inputs=leaves)
     given = [call.grads["o"].double(), call.grads["final_state"].double()]
     grads = torch.autograd.grad([found.o, found.final_state], list(leaves.values()), given)
@@ -115,7 +121,8 @@ def test_as_exact_as_the_triton_kernel(name: str):
             for i, found in enumerate(both):
                 squares[n][i] += error(found[n], right) ** 2 / DRAWS
     for n, (ours, before) in squares.items():
-        wider = 1.5 if n in ("A_log", "dt_bias") else 1.05
+        # A draw has four numbers of dA_log: even of 24 draws the ratio varies by a tenth.
+        wider = EDGE.get((name, n), 1.15 if n == "A_log" else 1.05)
         assert ours**0.5 <= wider * before**0.5 + 2e-5, n
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -122,17 +123,21 @@ def test_as_exact_as_the_plain_kernel(gate, more, monkeypatch):
 
 @pytest.mark.parametrize("gate", GATES)
 def test_gradients_as_exact_as_the_plain_kernels(gate, monkeypatch):
-    arguments = call(gate, B=1, T=100)
-    plain, ours = trained(arguments, monkeypatch, hopper=False), trained(arguments, monkeypatch)
-    exact = {n: x.cpu() if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}
-    names = [n for n in ("q", "k", "v", "g", "beta", "A_log", "dt_bias") if n in exact]
-    leaves = {n: exact[n].double().requires_grad_() for n in names}
-    o, state = kda_core.chunk_kda(**(exact | leaves | {"backend": "reference"}))
-    grads = torch.autograd.grad([o, state], list(leaves.values()), [upstream(o), upstream(state)])
-    for name, right in zip(names, grads, strict=True):
-        right = right.to(DEVICE)
-        before, after = (error(x[f"d{name}"], right) for x in (plain, ours))
-        assert after <= 1.05 * before + 1e-5, name
+    """In the root mean square of four draws (a length is a seed): dA_log has 20 numbers, and one draw says little."""
+    squares: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for T in (97, 98, 99, 100):
+        arguments = call(gate, B=1, T=T)
+        both = trained(arguments, monkeypatch, hopper=False), trained(arguments, monkeypatch)
+        exact = {n: x.cpu() if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}
+        names = [n for n in ("q", "k", "v", "g", "beta", "A_log", "dt_bias") if n in exact]
+        leaves = {n: exact[n].double().requires_grad_() for n in names}
+        o, state = kda_core.chunk_kda(**(exact | leaves | {"backend": "reference"}))
+        grads = torch.autograd.grad([o, state], list(leaves.values()), [upstream(o), upstream(state)])
+        for name, right in zip(names, grads, strict=True):
+            for i, found in enumerate(both):
+                squares[name][i] += error(found[f"d{name}"], right.to(DEVICE)) ** 2 / 4
+    for name, (before, after) in squares.items():
+        assert after**0.5 <= 1.05 * before**0.5 + 1e-5, name
 
 
 @pytest.mark.parametrize("more", [{}, {"H": 4, "T": 97}, {"B": 1, "T": 31, "use_qk_l2norm_in_kernel": False}], ids=str)

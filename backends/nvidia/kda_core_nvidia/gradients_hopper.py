@@ -39,8 +39,8 @@ from kda_core_nvidia.gradients_tiles import (
     OWN,
     PAIRS,
     RIGHT,
-    WARPS,
     TILE,
+    WARPS,
     add_each,
     add_product,
     clear_rows,
@@ -206,29 +206,12 @@ def gradients_hopper(
     pairs = seen_as(o_0, dtype, [16, 16, 16], NARROW)
     numbers = seen_as(z_0, gl.float32, [4, 256], PLAIN).index(0)
     own_products = seen_as(z_1, gl.float32, [8, 128], PLAIN).index(0)
-    # One allocation for each block: for parts of one allocation the compiler puts a barrier of all warps before every copy.
-    g_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    k_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    z0_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    z1_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    o0_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    o1_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    s0_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    s1_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    ds0_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    ds1_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(g_bar, count=1)
-    mbarrier.init(k_bar, count=1)
-    mbarrier.init(q_bar, count=1)
-    mbarrier.init(z0_bar, count=1)
-    mbarrier.init(z1_bar, count=1)
-    mbarrier.init(o0_bar, count=1)
-    mbarrier.init(o1_bar, count=1)
-    mbarrier.init(s0_bar, count=1)
-    mbarrier.init(s1_bar, count=1)
-    mbarrier.init(ds0_bar, count=1)
-    mbarrier.init(ds1_bar, count=1)
+    # One allocation for each block: parts of one would get a barrier of all warps before every copy.
+    bars = ()
+    for i in gl.static_range(11):
+        bars = bars + (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)  # noqa: RUF005 (no starred tuples in Triton)
+        mbarrier.init(bars[i], count=1)
+    g_bar, k_bar, q_bar, z0_bar, z1_bar, o0_bar, o1_bar, s0_bar, s1_bar, ds0_bar, ds1_bar = bars
     fence_async_shared()
     block_barrier()
     mbarrier.expect(g_bar, C * 128 * (4 if WIDE_G else 2))
@@ -312,14 +295,8 @@ def gradients_hopper(
         excess1 = half1 - LEAST_HALF * (gl.maximum(count - 16, 0) / 16)
         far = gl.min(gl.minimum(excess0, excess1), axis=0) < 0.0
 
-    mbarrier.wait(z0_bar, 0)
-    mbarrier.wait(z1_bar, 0)
-    mbarrier.wait(o0_bar, 0)
-    mbarrier.wait(o1_bar, 0)
-    mbarrier.wait(s0_bar, 0)
-    mbarrier.wait(s1_bar, 0)
-    mbarrier.wait(ds0_bar, 0)
-    mbarrier.wait(ds1_bar, 0)
+    for i in gl.static_range(3, 11):
+        mbarrier.wait(bars[i], 0)
     if TAILS:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
         if tail:
             for i in gl.static_range(2):
@@ -402,6 +379,7 @@ def gradients_hopper(
     dq0, dk0, p0, tq0, tk0, tb0 = _own_gradients(dq0, dk0, dkc0, q_rows, k_rows, numbers, own_products, columns, 0)
     block_barrier()
     dq1, dk1, p1, tq1, tk1, tb1 = _own_gradients(dq1, dk1, dkc1, q_rows, k_rows, numbers, own_products, columns, 1)
+    tq0, tq1, tk0, tk1, tb0, tb1 = gl.reduce((tq0, tq1, tk0, tk1, tb0, tb1), 0, add_each)
     from_row = gl.where(s >= t, 1.0, 0.0).to(dtype)
     everywhere = gl.full([16, 16], 1.0, dtype, RIGHT)
     if far:
@@ -412,7 +390,6 @@ def gradients_hopper(
         dg0 = add_product(p1, everywhere, start_sums)
         dg0 = add_product(p0, from_row, dg0)
         dg1 = add_product(p1, from_row, start_sums)
-    tq0, tq1, tk0, tk1, tb0, tb1 = gl.reduce((tq0, tq1, tk0, tk1, tb0, tb1), 0, add_each)
     r = gl.arange(0, 16, layout=BY_ROW)
     p_dbeta = dbeta + (row.to(gl.int64) * HV + i_h)
     tb0 = (tb0 * numbers.slice(128, 16).load(BY_ROW)).to(dbeta.dtype.element_ty)
@@ -472,14 +449,5 @@ def gradients_hopper(
         ds_0._keep_alive()
     if WIDE_G:
         ds_1._keep_alive()
-    mbarrier.invalidate(g_bar)
-    mbarrier.invalidate(k_bar)
-    mbarrier.invalidate(q_bar)
-    mbarrier.invalidate(z0_bar)
-    mbarrier.invalidate(z1_bar)
-    mbarrier.invalidate(o0_bar)
-    mbarrier.invalidate(o1_bar)
-    mbarrier.invalidate(s0_bar)
-    mbarrier.invalidate(s1_bar)
-    mbarrier.invalidate(ds0_bar)
-    mbarrier.invalidate(ds1_bar)
+    for i in gl.static_range(11):
+        mbarrier.invalidate(bars[i])

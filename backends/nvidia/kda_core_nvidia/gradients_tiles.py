@@ -152,11 +152,11 @@ def gate_gradients(x, a, lower_bound, grad, GATE: gl.constexpr):
 
 
 @gluon.jit
-def selected_sums(y, select, one, zero):
-    """Products of decays, in two parts, with a matrix [summand, row] of numbers ``one`` and, elsewhere, its opposite or 0."""
+def selected_sums(y, select, weights, zero):
+    """Products of decays, in two parts, with a matrix [summand, row]: weights[0] where ``select``, else weights[1]."""
     high, low = left_parts(y)
-    weights = gl.where(select, one[0], one[1]).to(gl.bfloat16)
-    return mma_v2(high, weights, mma_v2(low, weights, zero))
+    right = gl.where(select, weights[0], weights[1]).to(gl.bfloat16)
+    return mma_v2(high, right, mma_v2(low, right, zero))
 
 
 @gluon.jit

@@ -38,10 +38,10 @@ from kda_core_nvidia.backward_hopper import reverse_hopper, states_hopper
 from kda_core_nvidia.backward_reverse import reverse_kernel
 from kda_core_nvidia.backward_states import states_kernel
 from kda_core_nvidia.choose import BackwardChoice
-from kda_core_nvidia.choose.backward import GradientsHopperConfig, WHOLE, heads_of, mildest, rows_readable
+from kda_core_nvidia.choose.backward import WHOLE, GradientsHopperConfig, heads_of, mildest, rows_readable
 from kda_core_nvidia.choose.chunk import HopperConfig, split_scale
-from kda_core_nvidia.plans.gradients_hopper import launch_gradients_hopper
 from kda_core_nvidia.plans.forward import Kept, Prepared, add_prepare, gate_parameters, hopper_tiles
+from kda_core_nvidia.plans.gradients_hopper import launch_gradients_hopper
 from kda_core_nvidia.plans.segments import add_ends, add_starts, cut_into_segments
 
 FINISH_ELEMENTS = 2048
