@@ -301,6 +301,23 @@ CASES: tuple[Case, ...] = (
     _case("gradients one token", "backward", T=1, state=FP32, backward=True),
     _case("gradients without states", "backward", T=70, final_state=False, backward=True),
     _case("gradients chunk 32", "backward", T=70, state=FP32, backward=True, options={"chunk_size": 32}),
+    # Heads as models have them: some backends have kernels for them alone.
+    _case(
+        "gradients of heads of 128", "backward", B=2, T=64, H=3, K=128, state=FP32, backward=True, **BFLOAT16, **BOUNDED
+    ),
+    _case(
+        "gradients of heads of 128, packed, grouped values",
+        "backward",
+        T=120,
+        H=2,
+        HV=4,
+        K=128,
+        lengths=(1, 33, 50, 32),
+        state=FP32,
+        backward=True,
+        **BFLOAT16,
+        **SOFTPLUS,
+    ),
     _case("gradients float16", "backward slow", T=70, K=64, dtype=FP16, gate_dtype=FP16, state=FP32, backward=True),
     _case(
         "gradients model",
