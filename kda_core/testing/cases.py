@@ -303,9 +303,6 @@ CASES: tuple[Case, ...] = (
     _case("gradients chunk 32", "backward", T=70, state=FP32, backward=True, options={"chunk_size": 32}),
     # Heads as models have them: some backends have kernels for them alone.
     _case(
-        "gradients of heads of 128", "backward", B=2, T=64, H=3, K=128, state=FP32, backward=True, **BFLOAT16, **BOUNDED
-    ),
-    _case(
         "gradients of heads of 128, packed, grouped values",
         "backward",
         T=120,
