@@ -15,8 +15,7 @@ from kda_core_nvidia.hopper_tiles import FLOOR, PROPAGATE, exp2, reciprocal, sof
 
 _WARPS = 4
 WARPS = gl.constexpr(_WARPS)
-REGISTERS = 255
-"""Warps of a program, and registers of a thread: two programs share a multiprocessor's registers and shared memory."""
+"""Warps of a program."""
 
 _TILE = gl.NVMMADistributedLayout([2, 0], [_WARPS, 1], [16, 8])
 _M32 = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, 32, 16])
