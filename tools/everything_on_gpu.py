@@ -36,6 +36,7 @@ OWN = {
     "nvidia": (
         "test_nvidia_hopper.py",
         "test_nvidia_prepare_hopper.py",
+        "test_nvidia_gradients_hopper.py",
         "test_nvidia_step.py",
         "test_nvidia_accuracy.py",
     )

@@ -49,6 +49,8 @@ CASES = {
     "given, -5": {"decay": -5.0},
     "given, -8": {"decay": -8.0},
     "given, -14": {"decay": -14.0, "gate_dtype": BF16, "l2norm": True},
+    # Six rows behind two chunks: their decay fits the near form of a whole tile, their cancelling terms do not.
+    "given, -8, a short tail": {"decay": -8.0, "T": 70},
     "tails": BOUNDED | BFLOAT16 | {"B": 3, "T": 77},
     "tails, softplus, grouped": SOFTPLUS | BFLOAT16 | {"B": 2, "T": 33, "H": 1, "HV": 3},
     "packed": BOUNDED | BFLOAT16 | {"lengths": LENGTHS},
