@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
 from kda_core.triton_lib.decay import BOUNDED_LOG2_DECAY
 from kda_core.triton_lib.gate import LN_2, LOG2_E
+from kda_core_nvidia.backward_levels import rounded
 from kda_core_nvidia.hopper_squares import seen_as
 from kda_core_nvidia.hopper_tiles import FLOOR, PROPAGATE, exp2, reciprocal, softplus
 
@@ -52,27 +53,10 @@ LEAST_HALF = gl.constexpr(8 * BOUNDED_LOG2_DECAY.value)
 
 
 @gluon.jit
-def parts(x):
-    """``x`` rounded to bfloat16, and the rest in bfloat16."""
-    high, wide = gl.inline_asm_elementwise(
-        """
-        cvt.rn.bf16x2.f32 $0, $4, $3;
-        shl.b32 $1, $0, 16;
-        and.b32 $2, $0, 0xffff0000;
-        """,
-        "=&r,=&r,=&r,r,r",
-        [x],
-        dtype=(gl.bfloat16, gl.float32),
-        is_pure=True,
-        pack=2,
-    )
-    return high, (x - wide).to(gl.bfloat16)
-
-
-@gluon.jit
 def left_parts(x):
-    """``parts`` as left operands: the same registers."""
-    high, low = parts(x)
+    """``x`` rounded to bfloat16, and the rest in bfloat16, as left operands: the same registers."""
+    high, wide = rounded(x, gl.bfloat16)
+    low = (x - wide).to(gl.bfloat16)
     return gl.convert_layout(high, LEFT, assert_trivial=True), gl.convert_layout(low, LEFT, assert_trivial=True)
 
 

@@ -10,7 +10,7 @@ from kda_core.triton_lib.layout import CHUNK, slots
 from kda_core.triton_lib.plan import Builder, View, matrix_tile, token_tile
 from kda_core_nvidia.choose.backward import GradientsHopperConfig
 from kda_core_nvidia.gradients_hopper import gradients_hopper
-from kda_core_nvidia.plans.prepare_hopper import aligned
+from kda_core_nvidia.plans.prepare_hopper import aligned, one_token_axis
 
 VALUES = 64
 """Value channels of a block of do, dv and z, and of a state."""
@@ -36,7 +36,7 @@ def launch_gradients_hopper(
         written: dq, dk and dg [B, T, HV, K].
     """
     q, k, g, do = (aligned(b, x) for x in (r.q, r.k, r.g, r.grad_o))
-    beta = r.beta if r.B == 1 or r.beta.stride(0) == r.beta.stride(1) * r.T else b.dense(r.beta)
+    beta = one_token_axis(b, r.beta)
     tiles = {n: token_tile(x, CHUNK, r.K, swizzled=True) for n, x in {"q": q, "k": k, "g": g, **written}.items()}
     tiles |= {n: token_tile(x, CHUNK, VALUES, swizzled=True) for n, x in {"do": do, "dv": read["dv"]}.items()}
     tiles["z"] = matrix_tile(read["z"], CHUNK, r.V, VALUES, swizzled=True)

@@ -24,6 +24,11 @@ def aligned(b: Builder, x: View) -> View:
     return copy
 
 
+def one_token_axis(b: Builder, x: View) -> View:
+    """``x`` [B, T, ..], copied where its rows do not lie evenly over all of B · T."""
+    return x if x.shape[0] == 1 or x.stride(0) == x.stride(1) * x.shape[1] else b.dense(x)
+
+
 def _pairs_of_chunks(x: View, by_rows: bool = False) -> Tile:
     """Blocks of two chunks."""
     return token_tile(x, 2 * CHUNK, CHANNELS, swizzled=not by_rows, by_rows=by_rows)
@@ -40,7 +45,7 @@ def launch_prepare_hopper(
         parameters: A_log, dt_bias, all that is written, and the inverse, by the kernel's names.
     """
     q, k, g = (aligned(b, x) for x in (r.q, r.k, r.g))
-    beta = r.beta if r.B == 1 or r.beta.stride(0) == r.beta.stride(1) * r.T else b.dense(r.beta)
+    beta = one_token_axis(b, r.beta)
     keys, indices, chunks = parameters["keys"], r.ssm_state_indices, -(-r.T // CHUNK)
     pairs = r.B * -(-chunks // 2) if r.cu_seqlens is None else r.T // (2 * CHUNK) + r.N + 1
     constants = {
