@@ -90,9 +90,15 @@ def gate_rate(A_log, i_h):
     """exp(A_log) of head ``i_h``, or 1 without A_log."""
     rate = 1.0
     if A_log is not None:
-        rate = tl.load(A_log + i_h).to(tl.float32)
-        rate = tl.minimum(exp(tl.where(rate > LARGEST_A_LOG, LARGEST_A_LOG, rate)), MAX_RATE)
+        rate = rate_of(tl.load(A_log + i_h))
     return rate
+
+
+@triton.jit
+def rate_of(x):
+    """exp of a loaded A_log."""
+    x = x.to(tl.float32)
+    return tl.minimum(exp(tl.where(x > LARGEST_A_LOG, LARGEST_A_LOG, x)), MAX_RATE)
 
 
 @triton.jit

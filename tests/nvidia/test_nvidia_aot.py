@@ -42,6 +42,7 @@ KERNELS = {
 }
 HOPPER = {
     "gradients_hopper",
+    "gradients_hopper_persistent",
     "prepare_hopper",
     "recurrence_hopper",
     "states_hopper",

@@ -15,7 +15,15 @@ installed.need_package("triton")
 
 from kda_core_nvidia.calls import plan_of
 from kda_core_nvidia.choose import CHIPS, INTERPRETED, choose_backward, choose_forward, choose_recurrent
-from kda_core_nvidia.choose.backward import WHOLE, backward_config, backward_gains
+from kda_core_nvidia.choose.backward import (
+    MANY,
+    WHOLE,
+    GradientsConfig,
+    GradientsHopperConfig,
+    GradientsPersistentConfig,
+    backward_config,
+    backward_gains,
+)
 from kda_core_nvidia.choose.chip import SHARED_LIMIT
 from kda_core_nvidia.choose.chunk import HopperConfig, PrepareHopperConfig, prepare_config, row_aligned, split_scale
 from kda_core_nvidia.choose.forward import recurrence_config
@@ -143,6 +151,32 @@ def test_gradients_read_large_calls_through_descriptors():
     assert not backward_on(90, backward()).descriptors
     assert backward_on(90, backward(), many=0).descriptors
     assert not backward_on(90, backward(T=70), many=0).tokens
+
+
+def test_gradients_of_many_slots_take_pairs():
+    """Long dense sequences of whole pairs, with bounded decays, a bfloat16 gate and heads that are not grouped."""
+
+    def kind(arch: int = 90, many: int = 0, **fields: Any) -> type:
+        options = {"T": 4096, "safe_gate": True} | fields
+        return type(backward_on(arch, backward(**options), many=many).gradients)
+
+    assert kind() is GradientsPersistentConfig
+    assert kind(many=MANY, H=64) is GradientsPersistentConfig
+    assert kind(many=MANY, B=2, H=63) is GradientsHopperConfig
+    assert kind(80) is GradientsConfig
+    assert kind(K=64) is GradientsConfig
+    wide_gate = torch.empty(1, 4096, 4, 128, dtype=FP32, device="meta")
+    few_heads = torch.empty(1, 4096, 2, 128, dtype=BF16, device="meta")
+    others: list[dict[str, Any]] = [
+        {"safe_gate": False},
+        {"T": 4096 + 32},
+        {"T": 8192},  # is cut into segments
+        {"cu_seqlens": torch.empty(2, dtype=torch.int32, device="meta")},
+        {"g": wide_gate},
+        {"q": few_heads, "k": few_heads},
+    ]
+    for other in others:
+        assert kind(**other) is GradientsHopperConfig, other
 
 
 def test_bounded_decays():

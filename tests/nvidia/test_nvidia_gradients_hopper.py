@@ -1,4 +1,4 @@
-"""``gradients_hopper`` beside the Triton kernel and the oracle; needs an sm_90 GPU."""
+"""``gradients_hopper`` and its persistent form beside the Triton kernel and the oracle; needs an sm_90 GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
     pytest.skip("needs an sm_90 GPU", allow_module_level=True)
 
 from kda_core_nvidia.choose import choose_backward
-from kda_core_nvidia.choose.backward import GradientsHopperConfig, backward_config
+from kda_core_nvidia.choose.backward import GradientsHopperConfig, backward_config, gradients_persistent_config
+from kda_core_nvidia.choose.chunk import hopper_config
 from kda_core_nvidia.plans.backward import plan_backward
 from kda_core_nvidia.run import chip, run_plan
 
@@ -59,6 +60,13 @@ CASES = {
     "packed, grouped": SOFTPLUS | BFLOAT16 | {"lengths": LENGTHS, "state": FP32, "H": 1},
     "one chunk, states": BOUNDED | BFLOAT16 | {"B": 4, "T": 32, "state": FP32},
     "negative eigenvalues": BOUNDED | BFLOAT16 | {"l2norm": False, "beta": "negative eigenvalues"},
+    "pairs": BOUNDED | BFLOAT16 | {"T": 256},
+    "pairs, batch": BOUNDED | BFLOAT16 | {"B": 3, "T": 64, "state": FP32},
+    "pairs, recurrences for Hopper": BOUNDED | BFLOAT16 | {"B": 2, "T": 256, "state": FP32},
+    "pairs, V first": BOUNDED | BFLOAT16 | {"T": 64, "state": FP32, "options": {"state_v_first": True}},
+    "pairs, negative eigenvalues": BOUNDED | BFLOAT16 | {"T": 256, "l2norm": False, "beta": "negative eigenvalues"},
+    "pairs, promised": PROMISED | {"T": 256, "gate_dtype": BF16, "decay": "bounded"},
+    "pairs, promised softplus": SOFTPLUS | PROMISED | BFLOAT16 | {"T": 256, "rate": 1.0, "raw_scale": 0.25},
     "equal keys": BFLOAT16 | {"keys": "equal", "beta": 1.0, "decay": "slow"},
 }
 
@@ -83,11 +91,23 @@ def request_of(drawn: Case, device: torch.device = DEVICE) -> Request:
     return replace(request, **tensors, **given, needs_grad=frozenset(n for n in DIFFERENTIABLE if n in tensors))
 
 
-def gradients(request: Request, hopper: bool = True) -> dict[str, Tensor]:
-    """Gradients by name, with the kernel for Hopper or with Triton's."""
+def gradients(request: Request, hopper: bool = True, kind: str = "", programs: int = 0) -> dict[str, Tensor]:
+    """Gradients by name, with a kernel for Hopper or with Triton's.
+
+    Args:
+        kind: a case's name: of "pairs" they are as calls of many slots have them.
+        programs: of the kernel for pairs; 0: as many as the chip has multiprocessors.
+    """
     r = metadata(request)
     choice = choose_backward(r, chip(DEVICE))
     assert isinstance(choice.gradients, GradientsHopperConfig)
+    if kind.startswith("pairs"):
+        config = gradients_persistent_config(chip(DEVICE))
+        assert choose_backward(r, chip(DEVICE), many=0).gradients == config, "the kernel does not take it"
+        choice = replace(choice, gradients=replace(config, programs=programs or config.programs))
+    if "recurrences" in kind:
+        both = {n: hopper_config(n, chip(DEVICE), 128, 128, r.N * r.HV) for n in ("states", "reverse")}
+        choice = replace(choice, **both)
     if not hopper:
         config = backward_config(chip(DEVICE), BF16, 128, 128, r.N * r.HV)
         choice = replace(choice, gradients=config.gradients, descriptors=False, tokens=False)
@@ -118,7 +138,7 @@ def test_as_exact_as_the_triton_kernel(name: str):
     for draw in range(DRAWS):
         drawn = case(name, draw)
         request, exact = request_of(drawn), exact_gradients(drawn)
-        both = gradients(request), gradients(request, hopper=False)
+        both = gradients(request, kind=name), gradients(request, hopper=False)
         for n, right in exact.items():
             for i, found in enumerate(both):
                 squares[n][i] += error(found[n], right) ** 2 / DRAWS
@@ -131,9 +151,9 @@ def test_as_exact_as_the_triton_kernel(name: str):
 @pytest.mark.parametrize("name", CASES)
 def test_repeats_bitwise(name: str):
     request = request_of(case(name))
-    first = gradients(request)
+    first = gradients(request, kind=name)
     for _ in range(4):
-        for n, x in gradients(request).items():
+        for n, x in gradients(request, kind=name).items():
             assert torch.equal(first[n], x), n
 
 
@@ -165,15 +185,36 @@ def test_a_sequence_is_its_own(name: str):
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "grad_o"])
-@pytest.mark.parametrize("kind", ["bounded", "tails"])
+@pytest.mark.parametrize("kind", ["bounded", "tails", "pairs, batch"])
 def test_bits_do_not_depend_on_strides(kind: str, name: str):
     """Rows that bulk copies cannot take are copied: of wider tensors, between others of a batch, heads first."""
     request = request_of(case(kind))
-    x, right = getattr(request, name), gradients(request)
+    x, right = getattr(request, name), gradients(request, kind=kind)
     wider = torch.zeros(*x.shape[:-1], x.shape[-1] + 1, device=DEVICE, dtype=x.dtype)[..., 1:].copy_(x)
     longer = torch.full((x.shape[0], x.shape[1] + 3, *x.shape[2:]), float("nan"), device=DEVICE, dtype=x.dtype)
     longer = longer[:, : x.shape[1]].copy_(x)
     heads_first = x.transpose(1, 2).contiguous().transpose(1, 2)
     for strided in (wider, longer, heads_first):
-        for n, found in gradients(replace(request, **{name: strided})).items():
+        for n, found in gradients(replace(request, **{name: strided}), kind=kind).items():
+            assert torch.equal(found, right[n]), n
+
+
+@pytest.mark.parametrize("name", ["pairs, batch", "pairs, recurrences for Hopper"])
+def test_a_sequence_in_pairs_is_its_own(name: str):
+    """A batch row has the bits that it has without the others."""
+    request = request_of(case(name))
+    together = gradients(request, kind=name)
+    rows = ("q", "k", "v", "g", "beta", "grad_o", "initial_state", "grad_final_state")
+    alone = gradients(replace(request, **{n: getattr(request, n)[1:2].contiguous() for n in rows}), kind=name)
+    for n in ("q", "k", "v", "g", "beta"):
+        assert torch.equal(together[n][1:2], alone[n]), n
+
+
+@pytest.mark.parametrize("name", ["pairs", "pairs, promised"])
+def test_bits_do_not_depend_on_the_number_of_programs(name: str):
+    """A program of many pairs uses every place in shared memory again."""
+    request = request_of(case(name))
+    right = gradients(request, kind=name)
+    for programs in (1, 3, 7):
+        for n, found in gradients(request, kind=name, programs=programs).items():
             assert torch.equal(found, right[n]), n

@@ -142,6 +142,21 @@ def test_a_long_sequence_is_cut_into_segments():
     assert plan.steps[-1].target.source == "final_state"
 
 
+def test_pairs_of_slots_have_one_state():
+    """Of many slots: the recurrences store every second state, and partial sums are by pairs and warps."""
+    r = replace(metadata(aot.Case(BF16, 128, 128, 256, "bounded", T=1024).gradients()), saved=())
+    plan = plan_of(r, CHIPS[90])
+    states, reverse, gradients = (x for x in plan.launches if "prepare" not in x.name)
+    assert gradients.name == "gradients_hopper_persistent"
+    assert states.constants["EVERY_SECOND"]
+    assert reverse.constants["EVERY_SECOND"]
+    shapes = {n: gradients.arguments[n].shape for n in ("dA_partial", "dbias_partial")}
+    assert shapes == {"dA_partial": (16, 256, 8), "dbias_partial": (16, 256, 128)}
+    assert states.arguments["z"].shape == (16, 256, 64, 128)
+    assert states.arguments["states"].shape == reverse.arguments["state_grads"].shape == (16, 256, 128, 128)
+    assert gradients.grid == (132, 1, 1)
+
+
 def test_sums_of_parameters_gradients():
     r = backward(HV=4, use_gate_in_kernel=True)
     gate = {"A_log": torch.empty(4, device="meta"), "dt_bias": torch.empty(4, 64, device="meta")}

@@ -170,7 +170,9 @@ class Case:
                 "return_intermediate_states": True,
                 "state_v_first": True,
             }
-        if self.gate != "given":
+        if self.gate == "promised":
+            options["safe_gate"] = True
+        elif self.gate != "given":
             options |= {
                 "use_gate_in_kernel": True,
                 "A_log": _empty(H),
@@ -229,7 +231,7 @@ def cases(quick: bool = False) -> list[Case]:
     sizes = itertools.product((torch.bfloat16, torch.float32), (64, 128, 256), (FEW, MANY))
     found = [Case(dtype, size, size, heads, gate) for dtype, size, heads in sizes for gate in ("bounded", "softplus")]
     found += [Case(torch.float16, 128, 128, heads, "softplus") for heads in (FEW, MANY)]
-    found += [Case(torch.bfloat16, 100, 60, FEW, "given")]
+    found += [Case(torch.bfloat16, 100, 60, FEW, "given"), Case(torch.bfloat16, 128, 128, FEW, "promised")]
     found += [Case(torch.bfloat16, 128, 128, heads, "given", True) for heads in (FEW, MANY)]
     found += [Case(torch.bfloat16, size, size, 4, "given", T=LONG) for size in (64, 128, 256)]
     wholes = ((torch.bfloat16, 128), (torch.float16, 128), (torch.bfloat16, 256))
@@ -263,11 +265,12 @@ def _launches(arch: int, quick: bool) -> Iterator[tuple[str, Launch]]:
     for name, call in _calls(quick):
         yield from ((name, launch) for launch in plan_of(call, chip).launches)
     for case in cases(quick):
-        if case.gate == "bounded" or case.everything:
-            # The backward as calls with many slots have it.
-            r = metadata(case.gradients())
-            plan = plan_backward(r, choose_backward(r, chip, many=0))
-            yield from ((f"{case}, descriptors", launch) for launch in plan.launches)
+        if case.gate in ("bounded", "promised") or case.everything:
+            # The backward as calls with many slots have it; with more rows recurrences have their form for Hopper.
+            for T in (case.T,) if case.everything else (case.T, WHOLE):
+                r = metadata(replace(case, T=T).gradients())
+                plan = plan_backward(r, choose_backward(r, chip, many=0))
+                yield from ((f"{case}, descriptors", launch) for launch in plan.launches)
 
 
 def shipped(arch: int, only: str = "", quick: bool = False) -> list[Job]:

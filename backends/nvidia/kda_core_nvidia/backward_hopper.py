@@ -6,6 +6,9 @@ than what is loaded. The warps that multiply only put it into shared memory, whi
 the rows of the chunk before it; from there others copy it, whole rows at a time. (Copies through descriptors would need
 a fence of the warps that multiply, which waits for all that they have under way.)
 
+With EVERY_SECOND, sequences have even numbers of chunks, and only every second state is stored: the one at the start of
+a pair of chunks, and the gradient at its end. States and z are numbered by pairs then, [pairs, HV, ..]; z has 2 C rows.
+
 They take calls whose value channels fill whole blocks of BV (V = VP) and whose rows of v, or of the output's gradient,
 are 16-byte aligned; other calls take the plain kernels.
 """
@@ -91,7 +94,7 @@ def _store_state_block(at, block, BV: gl.constexpr, KP: gl.constexpr, STORERS: g
 def _store_for_states(
     states, z, slot0, i_h, i_v, length, free, full, empty, s_buffer, z_buffer,
     HV: gl.constexpr, V: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
-    OUT: gl.constexpr, STORERS: gl.constexpr,
+    OUT: gl.constexpr, STORERS: gl.constexpr, EVERY_SECOND: gl.constexpr,
 ):  # fmt: skip
     """The warps that store for ``states_hopper``: the state at the start of chunk i, and z of chunk i - 1."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [STORERS, 1], [1, 0])
@@ -104,10 +107,14 @@ def _store_for_states(
         mbarrier.wait(full.index(out), (i // OUT) & 1)
         # Whoever hands over chunk i has done with what was loaded for the one before.
         mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
-        if i < n:
+        before = (slot - HV) * C
+        if EVERY_SECOND:
+            slot = (slot0 + i) // 2 * HV + i_h
+            before = ((slot0 + i - 1) // 2 * HV + i_h) * (2 * C) + (i - 1) % 2 * C
+        if (i < n) & ((i % 2 == 0) | (not EVERY_SECOND)):
             _store_state_block(states + (slot * V + i_v * BV) * KP, s_buffer.index(out), BV, KP, STORERS)
         if i > 0:
-            at = z + (slot - HV) * (C * V) + i_v * BV + (row[:, None] * V + column[None, :])
+            at = z + before * V + i_v * BV + (row[:, None] * V + column[None, :])
             gl.store(at, z_buffer.index(out).load(LAYOUT))
         block_barrier()
         mbarrier.arrive(empty.index(out), count=1)
@@ -197,8 +204,8 @@ def states_hopper(
     X,  # descriptor of [slots · HV · C, C] by [C, C]
     decays,  # descriptor of D as [slots · HV, KP] by [1, KP]
     initial_state,
-    z,  # [slots, HV, C, VP]
-    states,  # [slots, HV, VP, KP]
+    z,  # [slots, HV, C, VP], or by pairs
+    states,  # [slots, HV, VP, KP], or by pairs
     cu_seqlens,
     s_vb,
     s_vt,
@@ -206,18 +213,10 @@ def states_hopper(
     T,
     T_row,
     NT,
-    HV: gl.constexpr,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    C: gl.constexpr,
-    LIFT: gl.constexpr,
-    KP: gl.constexpr,
-    BV: gl.constexpr,
-    V_FIRST: gl.constexpr,
-    STAGES: gl.constexpr,
-    OUT: gl.constexpr,
-    STORERS: gl.constexpr,
-):
+    HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, LIFT: gl.constexpr, KP: gl.constexpr,
+    BV: gl.constexpr, V_FIRST: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr, STORERS: gl.constexpr,
+    EVERY_SECOND: gl.constexpr,
+):  # fmt: skip
     num_warps: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = v.dtype.element_ty
     L_STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KP, 16])
@@ -286,7 +285,7 @@ def states_hopper(
                 _store_for_states,
                 (
                     states, z, slot0, i_h, i_v, length, free, full, empty, s_buffer, z_buffer, HV, V, C, KP, BV, STAGES,
-                    OUT, STORERS,
+                    OUT, STORERS, EVERY_SECOND,
                 ),
             ),
         ],
@@ -323,7 +322,7 @@ def _load_for_reverse(
 def _store_for_reverse(
     state_grads, p_dv, slot0, i_h, i_v, length, free, full, empty, s_buffer, v_buffer,
     HV: gl.constexpr, V: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
-    OUT: gl.constexpr, STORERS: gl.constexpr,
+    OUT: gl.constexpr, STORERS: gl.constexpr, EVERY_SECOND: gl.constexpr,
 ):  # fmt: skip
     """The warps that store for ``reverse_hopper``: the gradient of the state at the end of chunk i, dv of i + 1."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [STORERS, 1], [1, 0])
@@ -337,7 +336,9 @@ def _store_for_reverse(
         slot = (slot0 + i) * HV + i_h
         mbarrier.wait(full.index(out), (j // OUT) & 1)
         mbarrier.arrive(free.index((j + STAGES - 1) % STAGES), count=1, pred=j > 0)
-        if j < n:
+        if EVERY_SECOND:
+            slot = (slot0 + i) // 2 * HV + i_h
+        if (j < n) & ((i % 2 == 1) | (not EVERY_SECOND)):
             _store_state_block(state_grads + (slot * V + i_v * BV) * KP, s_buffer.index(out), BV, KP, STORERS)
         if j > 0:
             at = p_dv + rows_of_chunk * (i + 1) * (HV * V) + (row[:, None] * (HV * V) + column[None, :])
@@ -439,18 +440,10 @@ def reverse_hopper(
     T_row,
     NT,
     o_scale,  # as for reverse_kernel
-    HV: gl.constexpr,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    C: gl.constexpr,
-    LIFT: gl.constexpr,
-    KP: gl.constexpr,
-    BV: gl.constexpr,
-    V_FIRST: gl.constexpr,
-    STAGES: gl.constexpr,
-    OUT: gl.constexpr,
-    STORERS: gl.constexpr,
-):
+    HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, LIFT: gl.constexpr, KP: gl.constexpr,
+    BV: gl.constexpr, V_FIRST: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr, STORERS: gl.constexpr,
+    EVERY_SECOND: gl.constexpr,
+):  # fmt: skip
     num_warps: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = dv.dtype.element_ty
     L_STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KP, 16])
@@ -517,7 +510,7 @@ def reverse_hopper(
                 _store_for_reverse,
                 (
                     state_grads, p_dv, slot0, i_h, i_v, length, free, full, empty, s_buffer, v_buffer, HV, V, C, KP, BV,
-                    STAGES, OUT, STORERS,
+                    STAGES, OUT, STORERS, EVERY_SECOND,
                 ),
             ),
         ],

@@ -8,6 +8,8 @@ LIFT, as qg and ke come, and stored without it.
 
 Grid: N · HV · VP / BV, as in backward_states; dS is held transposed, [BV, KP], and ends as the gradient of the
 initial state. dv: [B, T, HV, V] in v's dtype, finished; state_grads: [slots, HV, VP, KP].
+
+With EVERY_SECOND only the gradient at the end of every pair of chunks is stored, [pairs, HV, VP, KP].
 """
 
 import triton
@@ -22,7 +24,7 @@ def reverse_kernel(
     o_scale,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, LIFT: tl.constexpr,
     KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr,
-    V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, EVERY_SECOND: tl.constexpr,
 ):  # fmt: skip
     NV: tl.constexpr = VP // BV
     i_v = tl.program_id(0) % NV
@@ -54,7 +56,11 @@ def reverse_kernel(
         b_d = tl.load(D + block * KP + o_k)
         m_cv = (i * C + o_c < length)[:, None] & (o_v < V)[None, :]
         b_sh = (b_s * (1 / LIFT)).to(dt)
-        tl.store(state_grads + block * (KP * VP) + o_s, b_sh)
+        if EVERY_SECOND:
+            pair = (slot0 + i) // 2 * HV + i_h
+            tl.store(state_grads + pair * (KP * VP) + o_s, b_sh, mask=(tl.full([BV], i % 2, tl.int32) == 1)[:, None])
+        else:
+            tl.store(state_grads + block * (KP * VP) + o_s, b_sh)
         b_dv = tl.dot(b_sh, tl.trans(b_ka), input_precision=PRECISION)
         b_s *= b_d[None, :]
         if do is not None:

@@ -6,6 +6,9 @@
 one program runs a head's sequence for BV value channels. The state is held transposed, [BV, KP], in registers: it is
 the A operand of both products, and A operands need not pass through shared memory. Inputs: ``triton_lib.layout``.
 z: [slots, HV, C, VP]; states: [slots, HV, VP, KP].
+
+With EVERY_SECOND, sequences have even numbers of chunks, and only the state at the start of every pair of chunks is
+stored: states and z are numbered by pairs, z: [pairs, HV, 2 C, VP].
 """
 
 import triton
@@ -49,6 +52,7 @@ def states_kernel(
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, LIFT: tl.constexpr,
     KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr,
     V_AS_OPERAND: tl.constexpr, V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    EVERY_SECOND: tl.constexpr,
 ):  # fmt: skip
     NV: tl.constexpr = VP // BV
     i_v = tl.program_id(0) % NV
@@ -78,7 +82,14 @@ def states_kernel(
         b_x = tl.load(X + block * (C * C) + o_cc)
         b_d = tl.load(D + block * KP + o_k)
         b_sh = b_s.to(dt)
-        tl.store(states + block * (KP * VP) + o_s, b_sh)
+        if EVERY_SECOND:
+            # Predicated, not a branch: the loop's loads run ahead of it.
+            pair = (slot0 + i) // 2 * HV + i_h
+            tl.store(states + pair * (KP * VP) + o_s, b_sh, mask=(tl.full([BV], i % 2, tl.int32) == 0)[:, None])
+            p_z = z + pair * (2 * C * VP) + i % 2 * (C * VP)
+        else:
+            tl.store(states + block * (KP * VP) + o_s, b_sh)
+            p_z = z + block * (C * VP)
         if V_AS_OPERAND:
             # A product with -I: as an operand of wgmma, v needs no change of layout.
             b_r = tl.dot(tl.trans(b_v.to(dt)), minus_eye, input_precision=PRECISION)
@@ -88,4 +99,4 @@ def states_kernel(
             b_r = (tl.trans(b_v).to(tl.float32) - b_r).to(dt)
         b_s = tl.dot(b_r, b_ka, b_s * b_d[None, :], input_precision=PRECISION)
         b_z = tl.dot(b_r, tl.trans(b_x), input_precision=PRECISION)
-        tl.store(z + block * (C * VP) + o_cv, tl.trans(b_z.to(dt)))
+        tl.store(p_z + o_cv, tl.trans(b_z.to(dt)))

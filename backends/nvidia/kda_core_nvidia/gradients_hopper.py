@@ -1,7 +1,7 @@
 """``gradients`` for Hopper, written in Gluon: the equations of ``backward_gradients`` for a chunk's 32 rows and all 128
 channels in one program. It also does what ``backward_finish`` does: the gradients of the row norms and of β.
 
-Blocks in registers are transposed, [channels, rows]. A chunk's rows are two tiles of 16; ``gradients_pairs`` says how
+Blocks in registers are transposed, [channels, rows]. A chunk's rows are two tiles of 16; ``gradients_decays`` says how
 decays between rows are formed.
 
 Factors go into products as two parts, rounded to 16 bits together (``backward_gradients``). Gradients of rows of q and
@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kda_core.triton_lib.gate import gate_rate, sigmoid
 from kda_core.triton_lib.packing import rows_of_slot
-from kda_core_nvidia.gradients_pairs import far_gradients, near_gradients, take
+from kda_core_nvidia.gradients_decays import far_gradients, near_gradients, take
 from kda_core_nvidia.gradients_tiles import (
     BY_CHANNEL,
     BY_ROW,

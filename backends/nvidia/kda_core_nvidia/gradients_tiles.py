@@ -55,9 +55,10 @@ LEAST_HALF = gl.constexpr(8 * BOUNDED_LOG2_DECAY.value)
 @gluon.jit
 def left_parts(x):
     """``x`` rounded to bfloat16, and the rest in bfloat16, as left operands: the same registers."""
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, x.type.layout, 2)
     high, wide = rounded(x, gl.bfloat16)
     low = (x - wide).to(gl.bfloat16)
-    return gl.convert_layout(high, LEFT, assert_trivial=True), gl.convert_layout(low, LEFT, assert_trivial=True)
+    return gl.convert_layout(high, LAYOUT, assert_trivial=True), gl.convert_layout(low, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
@@ -68,22 +69,25 @@ def halves_of(x, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def rows_of_tile(buffer, tile: gl.constexpr):
+def rows_of_tile(buffer, tile: gl.constexpr, LAYOUT: gl.constexpr = TILE):
     """Rows of a tile, transposed, in float32."""
-    x = buffer.slice(16 * tile, 16, dim=0).permute((1, 0)).load(LEFT).to(gl.float32)
-    return gl.convert_layout(x, TILE, assert_trivial=True)
+    AS_LEFT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
+    x = buffer.slice(16 * tile, 16, dim=0).permute((1, 0)).load(AS_LEFT).to(gl.float32)
+    return gl.convert_layout(x, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
-def numbers_of_rows(buffer, kind: gl.constexpr, tile: gl.constexpr):
-    """A number for each row of a tile, [1, 16]."""
-    return gl.expand_dims(buffer.slice(32 * kind + 16 * tile, 16).load(BY_ROW), 0)
+def numbers_of_rows(
+    buffer, kind: gl.constexpr, tile: gl.constexpr, ROWS: gl.constexpr = 32, LAYOUT: gl.constexpr = TILE
+):
+    """A number for each row of a tile, [1, 16], of ROWS numbers of its kind."""
+    return gl.expand_dims(buffer.slice(ROWS * kind + 16 * tile, 16).load(gl.SliceLayout(0, LAYOUT)), 0)
 
 
 @gluon.jit
 def last_row(x):
     """The last column."""
-    columns = gl.expand_dims(gl.arange(0, 16, layout=BY_ROW), 0)
+    columns = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, x.type.layout)), 0)
     # A sum of one number and zeros, as integers: the compiler removes it.
     return gl.sum(gl.where(columns == 15, x.to(gl.int32, bitcast=True), 0), axis=1).to(gl.float32, bitcast=True)
 
@@ -95,12 +99,15 @@ def inside(count, tile: gl.constexpr):
 
 
 @gluon.jit
-def log2_decays(g_rows, bias, a, lower_bound, count, tile: gl.constexpr, GATE: gl.constexpr, BOUNDED: gl.constexpr):
+def log2_decays(
+    g_rows, bias, a, lower_bound, count, tile: gl.constexpr, GATE: gl.constexpr, BOUNDED: gl.constexpr,
+    LAYOUT: gl.constexpr = TILE,
+):  # fmt: skip
     """Log2 decays of a tile's rows; ``count`` None: all rows are the sequence's.
 
     Decays are as exact as those of ``prepare_hopper``.
     """
-    x = rows_of_tile(g_rows, tile) + bias
+    x = rows_of_tile(g_rows, tile, LAYOUT) + bias
     if GATE == "bounded":
         y = reciprocal(1.0 + exp2(x * (a * -LOG2_E))) * (lower_bound * LOG2_E)
     elif GATE == "softplus":

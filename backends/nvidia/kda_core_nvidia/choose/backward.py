@@ -50,6 +50,20 @@ class GradientsHopperConfig:
 _GRADIENTS_HOPPER = GradientsHopperConfig(4, 255)
 """Two programs share a multiprocessor's registers and shared memory."""
 
+
+@dataclass(frozen=True, slots=True)
+class GradientsPersistentConfig:
+    """Launch configuration of ``gradients_hopper_persistent``: warps that multiply, and programs at most."""
+
+    num_warps: int
+    programs: int
+
+
+def gradients_persistent_config(chip: Chip) -> GradientsPersistentConfig:
+    """A program for every multiprocessor, whose registers and shared memory it takes."""
+    return GradientsPersistentConfig(8, chip.multiprocessors)
+
+
 MILD = {torch.bfloat16: 160.0, torch.float16: 12.0, torch.float32: 0.0}
 """Log2 decay over a chunk up to which one reference point serves all its pairs (over fewer rows a part of that):
 2^(+-MILD/2) leaves room for operands and sums in the dtype of the products. float32 keeps to the levels, whose
@@ -122,7 +136,8 @@ _FULL_BACKWARD = 96 / 132
 """Load from which the backward's recurrences take blocks of 128 value channels (measured on an H200)."""
 
 MANY = 8192
-"""Slots times heads of a turn from which ``gradients`` gains more by descriptors than these cost the host."""
+"""Slots times heads of a turn from which ``gradients`` gains more by descriptors than these cost the host.
+Slots of a sequence times heads from which ``gradients_hopper_persistent`` keeps every multiprocessor at work."""
 
 WHOLE = (None,)
 """All sequences in one turn."""
@@ -181,6 +196,22 @@ def gradients_on_hopper(r: Request, chip: Chip) -> bool:
     )
 
 
+def gradients_persistent(r: Request, many: int) -> bool:
+    """Whether ``gradients_hopper_persistent`` serves a call that ``gradients_hopper`` serves.
+
+    A sequence's own slots are counted, not the call's: its bits do not depend on its company. Segments are packed
+    sequences here.
+    """
+    return (
+        decays_bounded(r)
+        and r.g.dtype == r.q.dtype
+        and r.H == r.HV
+        and r.cu_seqlens is None
+        and r.T % (2 * CHUNK) == 0
+        and r.T // CHUNK * r.HV >= many
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class BackwardChoice:
     """How a backward of ``chunk_kda`` runs, or the backward of half of its heads.
@@ -191,6 +222,7 @@ class BackwardChoice:
         prepare: of the second ``prepare``.
         turns: the sequences of each turn.
         states, reverse: the recurrences.
+        gradients: a ``GradientsPersistentConfig`` also has the recurrences store every second state.
         operand: ``states`` keeps v as an operand of wgmma.
         descriptors, tokens: ``gradients`` reads blocks of states, and of do and dv, through descriptors.
     """
@@ -203,7 +235,7 @@ class BackwardChoice:
     turns: Turns
     states: BlockConfig | HopperConfig
     reverse: BlockConfig | HopperConfig
-    gradients: GradientsConfig | GradientsHopperConfig
+    gradients: GradientsConfig | GradientsHopperConfig | GradientsPersistentConfig
     operand: bool
     descriptors: bool
     tokens: bool
@@ -217,7 +249,7 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
     Args:
         request: metadata alone; ``saved`` holds what the forward saved.
         half: the request is for half of the heads of another one.
-        many: slots times heads from which ``gradients`` reads through descriptors.
+        many: slots times heads from which ``gradients`` reads through descriptors, or takes pairs of slots.
     """
     rows = segment_rows(request, chip)
     r = as_packed(request, rows) if rows else request
@@ -240,7 +272,9 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
 
     states = hopper_config("states", chip, KP, V, N * HV) if hopper(v) else config.states
     reverse = hopper_config("reverse", chip, KP, V, N * HV) if hopper(do) else config.reverse
-    hopper_gradients = not half and gradients_on_hopper(replace(r, grad_o=do), chip)
+    gradients = config.gradients
+    if not half and gradients_on_hopper(replace(r, grad_o=do), chip):
+        gradients = gradients_persistent_config(chip) if gradients_persistent(r, many) else _GRADIENTS_HOPPER
     # Products on scalar units spill more with them. Rows of a descriptor are counted in 32 bits.
     descriptors = chip.descriptors and dtype.itemsize == 2 and many <= most * HV < 2**31 // max(VP, CHUNK)
     # Rows of the call's own tensors only where no block reaches beyond a sequence, or beyond a head's channels.
@@ -257,7 +291,7 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
         turns=turns,
         states=states,
         reverse=reverse,
-        gradients=_GRADIENTS_HOPPER if hopper_gradients else config.gradients,
+        gradients=gradients,
         operand=chip.arch == 90 and config.states.block_v >= 64,
         descriptors=descriptors,
         tokens=tokens,

@@ -38,10 +38,17 @@ from kda_core_nvidia.backward_hopper import reverse_hopper, states_hopper
 from kda_core_nvidia.backward_reverse import reverse_kernel
 from kda_core_nvidia.backward_states import states_kernel
 from kda_core_nvidia.choose import BackwardChoice
-from kda_core_nvidia.choose.backward import WHOLE, GradientsHopperConfig, heads_of, mildest, rows_readable
+from kda_core_nvidia.choose.backward import (
+    WHOLE,
+    GradientsHopperConfig,
+    GradientsPersistentConfig,
+    heads_of,
+    mildest,
+    rows_readable,
+)
 from kda_core_nvidia.choose.chunk import HopperConfig, split_scale
 from kda_core_nvidia.plans.forward import Kept, Prepared, add_prepare, gate_parameters, hopper_tiles
-from kda_core_nvidia.plans.gradients_hopper import launch_gradients_hopper
+from kda_core_nvidia.plans.gradients_hopper import launch_gradients_hopper, launch_gradients_persistent
 from kda_core_nvidia.plans.segments import add_ends, add_starts, cut_into_segments
 
 FINISH_ELEMENTS = 2048
@@ -130,8 +137,11 @@ class _Backward:
         self.kp, self.vp = padded(self.K), padded(self.V)
         self.NT, self.slots = -(-self.T // CHUNK), slots(r)
         self.o_scale = split_scale(r.scale, self.dtype)[1]
-        # Channel blocks whose parts of dβ are summed afterwards; the kernel for Hopper has all channels.
-        self.hopper = isinstance(choice.gradients, GradientsHopperConfig)
+        # Whether ``gradients`` takes pairs of slots; how many slots have one state then.
+        self.paired = isinstance(choice.gradients, GradientsPersistentConfig)
+        self.of_state = 2 if self.paired else 1
+        # Channel blocks whose parts of dβ are summed afterwards; the kernels for Hopper have all channels.
+        self.hopper = self.paired or isinstance(choice.gradients, GradientsHopperConfig)
         self.blocks = 1 if self.hopper else self.kp // choice.gradients.block_k
         # Batch and token strides of one long token axis.
         views = [getattr(r, n) for n in names]
@@ -189,8 +199,9 @@ class _Backward:
         """The recurrences and ``gradients`` for the sequences of each turn, and ``finish``."""
         b, r, turns = self.b, self.r, self.choice.turns
         most = self.slots if turns == WHOLE else max(turn.stop - turn.start for turn in turns) * self.NT
-        shapes = {"z": (CHUNK, self.vp), "states": (self.vp, self.kp), "state_grads": (self.vp, self.kp)}
-        own = {n: b.scratch(n, (most, self.HV, *shape), self.dtype) for n, shape in shapes.items()}
+        z = (CHUNK * self.of_state, self.vp)
+        shapes = {"z": z, "states": (self.vp, self.kp), "state_grads": (self.vp, self.kp)}
+        own = {n: b.scratch(n, (most // self.of_state, self.HV, *shape), self.dtype) for n, shape in shapes.items()}
         out: dict[str, View | None] = {}
         for turn in turns:
             self._add_states(turn, prepared, states, own["z"], own["states"])
@@ -214,7 +225,7 @@ class _Backward:
         shape = {"HV": self.HV, "K": self.K, "V": self.V, "C": CHUNK, "KP": self.kp, "V_FIRST": r.state_v_first}
         if letter == "gradients":
             return shape | {"VP": self.vp}
-        return shape | {"LIFT": lift(self.dtype, r.use_qk_l2norm_in_kernel)}
+        return shape | {"LIFT": lift(self.dtype, r.use_qk_l2norm_in_kernel), "EVERY_SECOND": self.paired}
 
     @property
     def _precision(self) -> dict[str, str]:
@@ -281,12 +292,14 @@ class _Backward:
         else:
             found["dbeta"] = b.scratch("dbeta by channel block", (blocks, *shape[:3]), torch.float32)
         # Slots that hold nothing write no summand; only packed calls have such.
-        packed = r.cu_seqlens is not None
+        count, packed = self.slots // self.of_state, r.cu_seqlens is not None
+        if self.paired:
+            blocks = self.choice.gradients.num_warps
         sums = {"A_log": ("dA_partial", blocks), "dt_bias": ("dbias_partial", self.K)}
         for name, (parameter, size) in sums.items():
             found[parameter] = None
             if getattr(r, name) is not None:
-                found[parameter] = b.scratch(parameter, (self.slots, self.HV, size), torch.float32, packed)
+                found[parameter] = b.scratch(parameter, (count, self.HV, size), torch.float32, packed)
         return found
 
     def _add_gradients(
@@ -296,10 +309,13 @@ class _Backward:
         if self.hopper:
             small = {n: out[n] for n in ("dbeta", "dA_partial", "dbias_partial")}
             small |= {"D": prepared.D, "norms": prepared.norms}
-            small |= dict(zip(("initial_state", "grad_final_state"), states.exact, strict=True))
             written = {n: out[n] for n in ("dq", "dk", "dg")}
-            how = self.choice.gradients, self.choice.bounded, self.o_scale
-            launch_gradients_hopper(self.b, self.r, *how, {"dv": dv, **own}, small, written)
+            last = self.o_scale, {"dv": dv, **own}, small, written
+            if self.paired:
+                launch_gradients_persistent(self.b, self.r, self.choice.gradients, *last)
+                return
+            small |= dict(zip(("initial_state", "grad_final_state"), states.exact, strict=True))
+            launch_gradients_hopper(self.b, self.r, self.choice.gradients, self.choice.bounded, *last)
             return
         r, choice, config, slots_of = self.r, self.choice, self.choice.gradients, self._slots_of(turn)
         q, k, g, beta, do = (x and x.cut(0, turn) for x in (r.q, r.k, r.g, r.beta, r.grad_o))

@@ -1,19 +1,21 @@
-"""The launch of ``gradients_hopper``."""
+"""The launches of ``gradients_hopper`` and ``gradients_hopper_persistent``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from kda_core.request import Request
 from kda_core.triton_lib.arguments import gate_kind
 from kda_core.triton_lib.layout import CHUNK, slots
 from kda_core.triton_lib.plan import Builder, View, matrix_tile, token_tile
-from kda_core_nvidia.choose.backward import GradientsHopperConfig
+from kda_core_nvidia.choose.backward import GradientsHopperConfig, GradientsPersistentConfig
 from kda_core_nvidia.gradients_hopper import gradients_hopper
+from kda_core_nvidia.gradients_hopper_persistent import gradients_hopper_persistent
 from kda_core_nvidia.plans.prepare_hopper import aligned, one_token_axis
 
 VALUES = 64
-"""Value channels of a block of do, dv and z, and of a state."""
+"""Value channels of a block of do, dv and z, and of a state of a slot."""
 
 
 def launch_gradients_hopper(
@@ -35,49 +37,84 @@ def launch_gradients_hopper(
         small: what the kernel reads and writes through pointers, by its names.
         written: dq, dk and dg [B, T, HV, K].
     """
-    q, k, g, do = (aligned(b, x) for x in (r.q, r.k, r.g, r.grad_o))
-    beta = one_token_axis(b, r.beta)
-    tiles = {n: token_tile(x, CHUNK, r.K, swizzled=True) for n, x in {"q": q, "k": k, "g": g, **written}.items()}
-    tiles |= {n: token_tile(x, CHUNK, VALUES, swizzled=True) for n, x in {"do": do, "dv": read["dv"]}.items()}
-    tiles["z"] = matrix_tile(read["z"], CHUNK, r.V, VALUES, swizzled=True)
-    tiles |= {n: matrix_tile(read[n], VALUES, r.K, swizzled=True) for n in ("states", "state_grads")}
+    constants, arguments = _shared(b, r, CHUNK, VALUES, o_scale, read, written)
+    constants |= {"BOUNDED": bounded, "V_FIRST": r.state_v_first, "maxnreg": config.registers}
     whole = r.cu_seqlens is None and r.T % CHUNK == 0
     rows = {f"{n}_rows": None if whole else x for n, x in {**written, "dv": read["dv"]}.items()}
-    constants = {
-        "K": r.K,
-        "V": r.V,
-        "C": CHUNK,
-        "GATE": gate_kind(r),
-        "BOUNDED": bounded,
-        "BETA_SIGMOID": r.use_beta_sigmoid_in_kernel,
-        "BETA_SCALE": 2.0 if r.allow_neg_eigval else 1.0,
-        "V_FIRST": r.state_v_first,
-        "maxnreg": config.registers,
-    }
     b.launch(
         gradients_hopper,
         (slots(r) * r.HV, 1, 1),
         config.num_warps,
         constants,
-        **tiles,
+        **arguments,
         **rows,
         **small,
-        beta=beta,
-        A_log=r.A_log,
-        dt_bias=r.dt_bias,
         cu_seqlens=r.cu_seqlens,
-        s_qh=q.stride(2),
-        s_kh=k.stride(2),
-        s_gh=g.stride(2),
-        s_oh=do.stride(2),
-        s_bt=beta.stride(1),
-        s_bh=beta.stride(2),
-        scale=float(r.scale),
-        o_scale=o_scale,
-        lower_bound=float(r.lower_bound or 0.0),
         T=r.T,
         N=r.N,
         chunks=-(-r.T // CHUNK),
-        HV=r.HV,
-        group=r.HV // q.shape[2],
+        group=r.HV // r.H,
     )
+
+
+def launch_gradients_persistent(
+    b: Builder,
+    r: Request,
+    config: GradientsPersistentConfig,
+    o_scale: float,
+    read: Mapping[str, View],
+    small: Mapping[str, View | None],
+    written: Mapping[str, View],
+) -> None:
+    """Add a launch of ``gradients_hopper_persistent``; arguments as above, z and the states by pairs of slots."""
+    constants, arguments = _shared(b, r, 2 * CHUNK, r.V, o_scale, read, written)
+    blocks = slots(r) // 2 * r.HV
+    grid = (min(blocks, config.programs), 1, 1)
+    b.launch(gradients_hopper_persistent, grid, config.num_warps, constants, **arguments, **small, blocks=blocks)
+
+
+def _shared(
+    b: Builder,
+    r: Request,
+    rows: int,
+    block_v: int,
+    o_scale: float,
+    read: Mapping[str, View],
+    written: Mapping[str, View],
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Constants and arguments that both kernels have.
+
+    Args:
+        rows: of a program.
+        block_v: value channels of a block of a state.
+    """
+    q, k, g, do = (aligned(b, x) for x in (r.q, r.k, r.g, r.grad_o))
+    beta = one_token_axis(b, r.beta)
+    tiles = {n: token_tile(x, rows, r.K, swizzled=True) for n, x in {"q": q, "k": k, "g": g, **written}.items()}
+    tiles |= {n: token_tile(x, rows, VALUES, swizzled=True) for n, x in {"do": do, "dv": read["dv"]}.items()}
+    tiles["z"] = matrix_tile(read["z"], rows, r.V, VALUES, swizzled=True)
+    tiles |= {n: matrix_tile(read[n], block_v, r.K, swizzled=True) for n in ("states", "state_grads")}
+    constants = {
+        "K": r.K,
+        "V": r.V,
+        "C": rows,
+        "GATE": gate_kind(r),
+        "BETA_SIGMOID": r.use_beta_sigmoid_in_kernel,
+        "BETA_SCALE": 2.0 if r.allow_neg_eigval else 1.0,
+    }
+    arguments = tiles | {
+        "beta": beta,
+        "A_log": r.A_log,
+        "dt_bias": r.dt_bias,
+        "s_qh": q.stride(2),
+        "s_kh": k.stride(2),
+        "s_gh": g.stride(2),
+        "s_oh": do.stride(2),
+        "s_bt": beta.stride(1),
+        "s_bh": beta.stride(2),
+        "scale": float(r.scale),
+        "o_scale": o_scale,
+        "lower_bound": float(r.lower_bound or 0.0),
+        "HV": r.HV,
+    }
+    return constants, arguments

@@ -1,0 +1,450 @@
+"""``gradients_hopper`` for pairs of slots: 64 rows a program, of states at a pair's start and of their gradients at its
+end alone.
+
+The equations hold for chunks of any size, since z, do and dv belong to tokens. A pair's rows are four tiles of 16, each
+with its own reference point as in ``gradients_hopper``. Sums over an earlier tile (or over a later one, for columns of
+pairs) are multiplied by the decay between two neighbouring reference points, ``between`` ≤ 1, before the next tile's
+products are added: no factor spans more than a tile, and every sum ends multiplied by a decay of its own row's tile.
+
+A program takes every so many pairs. One warp loads and stores for the eight that multiply. The operands of asynchronous
+products (z, do, dv and the states) are used up early, and those of the next pair are loaded behind the products of
+tiles. Rows of q, k and g have two places, from where their gradients leave the chip while the next pair is at work.
+
+Products of a warp and the gate run beside the asynchronous ones, which ptxas then still leaves in flight (the machine
+code has three WARPGROUP.DEPBAR).
+
+Grid: a program a multiprocessor; the pairs of all heads, heads fastest, in turn. It takes dense calls of whole pairs,
+bounded decays, bfloat16 gates and heads that are not grouped (``choose.backward.gradients_persistent``).
+"""
+
+# ruff: noqa: RUF005 (no starred tuples in Triton)
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    mma_v2,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kda_core.triton_lib.gate import rate_of, sigmoid
+from kda_core_nvidia.gradients_persistent_tiles import (
+    BY_CHANNEL,
+    BY_WARP,
+    EARLY,
+    LANES,
+    LOADER_REGISTERS,
+    M64,
+    M128,
+    RIGHT,
+    TILE,
+    TILES,
+    WARPS,
+    add_columns,
+    add_rows,
+    gradients_of_gate,
+    in_order,
+    merged_sums,
+    numbers_of,
+    of_raw,
+    own_gradients,
+    products_of_channels,
+    rows_of,
+    store_sums,
+    store_tiles,
+    sums_of_threads,
+    tiles_of,
+    tiles_of_stacked,
+)
+from kda_core_nvidia.gradients_tiles import last_row, left_parts, log2_decays, selected_sums
+from kda_core_nvidia.hopper_squares import seen_as
+from kda_core_nvidia.hopper_tiles import exp2, reciprocal
+from kda_core_nvidia.prepare_hopper import store_block
+from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block
+
+_NUMBERS = ["scale", "o_scale", "lower_bound", "HV", "blocks"]
+
+
+@gluon.jit
+def _load_rows(q, k, g, block, HV, s_qh, s_kh, s_gh, bar, q_rows, k_rows, g_rows, C: gl.constexpr, pred):
+    """Begin to load a pair's rows of g, k and q."""
+    row = block // HV * C
+    i_h = block % HV
+    mbarrier.expect(bar, 3 * C * 128 * 2, pred=pred)
+    copy_block(g, [row, i_h * s_gh], bar, g_rows, pred=pred)
+    copy_block(k, [row, i_h * s_kh], bar, k_rows, pred=pred)
+    copy_block(q, [row, i_h * s_qh], bar, q_rows, pred=pred)
+
+
+@gluon.jit
+def _store_rows(dq, dk, dg, block, HV, q_rows, k_rows, g_rows, K: gl.constexpr, C: gl.constexpr):
+    """Store a pair's gradients, and wait until their place is free."""
+    row = block // HV * C
+    column = block % HV * K
+    store_block(dq, [row, column], q_rows)
+    store_block(dk, [row, column], k_rows)
+    store_block(dg, [row, column], g_rows)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _load_and_store(
+    q, k, g, do, dv, z, states, state_grads, dq, dk, dg, HV, blocks, s_qh, s_kh, s_gh, s_oh,
+    values_ready, values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1, o_0, o_1, s, ds,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """The warp that loads, and that stores the gradients of rows."""
+    first = gl.program_id(0)
+    step = gl.num_programs(0)
+    count = (blocks - first + step - 1) // step
+    for i in gl.static_range(2):
+        block = first + i * step
+        _load_rows(
+            q, k, g, block, HV, s_qh, s_kh, s_gh, rows_ready.index(i), q_places.index(i), k_places.index(i),
+            g_places.index(i), C, block < blocks,
+        )  # fmt: skip
+    for n in range(count):
+        block = first + n * step
+        row = block // HV * C
+        i_h = block % HV
+        mbarrier.wait(values_free, (n & 1) ^ 1)
+        mbarrier.expect(values_ready, (3 * C * V + 2 * V * K) * 2)
+        copy_block(z, [block * C, 0], values_ready, z_0)
+        copy_block(z, [block * C, 64], values_ready, z_1)
+        copy_block(do, [row, i_h * s_oh], values_ready, o_0.index(0))
+        copy_block(do, [row, i_h * s_oh + 64], values_ready, o_1.index(0))
+        copy_block(states, [block * V, 0], values_ready, s)
+        copy_block(dv, [row, i_h * V], values_ready, o_0.index(1))
+        copy_block(dv, [row, i_h * V + 64], values_ready, o_1.index(1))
+        copy_block(state_grads, [block * V, 0], values_ready, ds)
+        if n > 0:
+            place = (n - 1) & 1
+            q_rows, k_rows, g_rows = q_places.index(place), k_places.index(place), g_places.index(place)
+            mbarrier.wait(rows_done.index(place), ((n - 1) >> 1) & 1)
+            _store_rows(dq, dk, dg, block - step, HV, q_rows, k_rows, g_rows, K, C)
+            _load_rows(
+                q, k, g, block + step, HV, s_qh, s_kh, s_gh, rows_ready.index(place), q_rows, k_rows, g_rows, C,
+                block + step < blocks,
+            )  # fmt: skip
+    if count > 0:
+        place = (count - 1) & 1
+        mbarrier.wait(rows_done.index(place), ((count - 1) >> 1) & 1)
+        _store_rows(
+            dq, dk, dg, first + (count - 1) * step, HV, q_places.index(place), k_places.index(place),
+            g_places.index(place), K, C,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _load_numbers(beta, A_log, dt_bias, D, norms, pair, i_h, HV, s_bt, s_bh, K: gl.constexpr, C: gl.constexpr):
+    """Begin to load a pair's numbers for channels and rows: A_log, dt_bias, decays of its slots, beta, norms.
+
+    As they are in memory; zeros stand for those that do not exist. Of rows, a thread has one.
+    """
+    c = gl.arange(0, 128, layout=BY_CHANNEL)
+    r = gl.arange(0, 256, layout=LANES) % 64
+    a = 0.0
+    if A_log is not None:
+        a = gl.load(A_log + i_h)
+    bias = gl.full([128], 0.0, gl.float32, BY_CHANNEL)
+    if dt_bias is not None:
+        bias = gl.load(dt_bias + i_h * K + c)
+    p_decay = D + (2 * pair * HV + i_h).to(gl.int64) * K + c
+    decay = gl.load(p_decay)
+    second_decay = gl.load(p_decay + HV * K)
+    b_beta = gl.load(beta + (pair * C).to(gl.int64) * s_bt + i_h.to(gl.int64) * s_bh + r * s_bt)
+    nq = gl.full([256], 0.0, gl.float32, LANES)
+    nk = nq
+    if norms is not None:
+        p_norms = norms + ((2 * pair + r // 32).to(gl.int64) * HV + i_h) * C + r % 32
+        nq = gl.load(p_norms)
+        nk = gl.load(p_norms + C // 2)
+    return a, bias, decay, second_decay, b_beta, nq, nk
+
+
+@gluon.jit
+def _gradients(
+    beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, s_bt, s_bh, scale, o_scale, lower_bound, HV,
+    blocks, values_ready, values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1, o_0, o_1, s, ds,
+    pairs, numbers, own_products,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BETA_SIGMOID: gl.constexpr,
+    BETA_SCALE: gl.constexpr,
+):  # fmt: skip
+    """The warps that multiply."""
+    dtype: gl.constexpr = q_places.dtype
+    HALVES: gl.constexpr = z_0.layout
+    NARROW: gl.constexpr = gl.NVMMASharedLayout.get_default_for([16, 16], dtype)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    stacked_0 = seen_as(o_0, dtype, [1, 128, 64], HALVES).index(0)
+    stacked_1 = seen_as(o_1, dtype, [1, 128, 64], HALVES).index(0)
+    all_pairs = seen_as(pairs, dtype, [1, 512, 16], NARROW).index(0)
+    # Later, in the place of the pairs.
+    sums_by_warp = seen_as(pairs, gl.float32, [2, WARPS, 256], PLAIN).index(0)
+    first = gl.program_id(0)
+    step = gl.num_programs(0)
+    # A program without pairs loads, too.
+    pair = gl.where(first < blocks, first // HV, 0)
+    i_h = gl.where(first < blocks, first % HV, 0)
+    a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = _load_numbers(
+        beta, A_log, dt_bias, D, norms, pair, i_h, HV, s_bt, s_bh, K, C
+    )
+    for n in range((blocks - first + step - 1) // step):
+        block = first + n * step
+        row = block // HV * C
+        i_h = block % HV
+        place = n & 1
+        phase = n & 1
+        rows_phase = (n >> 1) & 1
+        q_rows = q_places.index(place)
+        k_rows = k_places.index(place)
+        g_rows = g_places.index(place)
+
+        rate = 1.0
+        if A_log is not None:
+            rate = rate_of(a)
+        bias = gl.expand_dims(raw_bias.to(gl.float32), 1)
+        b_beta = raw_beta.to(gl.float32)
+        # A number a thread, a kind of number two warps.
+        kind = gl.arange(0, 256, layout=LANES) // 64
+        nq = gl.full([256], 1.0, gl.float32, LANES)
+        nk = nq
+        if norms is not None:
+            nq = raw_nq
+            nk = raw_nk
+
+        mbarrier.wait(values_ready, phase)
+        m = gl.full([128, 64], 0.0, gl.float32, M64)
+        rows = gl.full([128, 128], 0.0, gl.float32, M128)
+        columns = gl.full([128, 64], 0.0, gl.float32, M64)
+        m, rows, columns = warpgroup_mma_wait(0, deps=(m, rows, columns))
+        m = warpgroup_mma(stacked_0, z_0.permute((1, 0)), m, use_acc=False, is_async=True)
+        m = warpgroup_mma(stacked_1, z_1.permute((1, 0)), m, is_async=True)
+        s_0 = s.slice(0, 64).permute((1, 0))
+        s_1 = s.slice(64, 64).permute((1, 0))
+        rows = warpgroup_mma(s_0, stacked_0.permute((1, 0)), rows, use_acc=False, is_async=True)
+        rows = warpgroup_mma(s_1, stacked_1.permute((1, 0)), rows, is_async=True)
+        ds_0 = ds.slice(0, 64).permute((1, 0))
+        ds_1 = ds.slice(64, 64).permute((1, 0))
+        columns = warpgroup_mma(ds_0, z_0.permute((1, 0)), columns, use_acc=False, is_async=True)
+        columns = warpgroup_mma(ds_1, z_1.permute((1, 0)), columns, is_async=True)
+        # Meanwhile the sums over v of S ⊙ dS, and the decays.
+        sums = products_of_channels(s, ds) * (decay * second_decay * o_scale)
+        slope = gl.full([256], 1.0, gl.float32, LANES)
+        if BETA_SIGMOID:
+            slope = sigmoid(-b_beta)
+            b_beta = BETA_SCALE * sigmoid(b_beta)
+            slope = slope * b_beta
+        number = gl.where(kind == 0, nk * b_beta, gl.where(kind == 1, nq * scale, nk))
+        # A sum over a row's channels is multiplied by it.
+        factor = gl.where(kind == 0, nq * nq, gl.where(kind == 1, nk * nk, slope * nk))
+        m = warpgroup_mma_wait(4, deps=(m,))
+        # The pairs: [128, 64] as [tile of z, do or dv, their tile], blocks of 16 rows.
+        pr = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(1, M64)), 1)
+        pc = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, M64)), 0)
+        own = gl.sum(gl.where(pc == pr % 64, m, 0.0), axis=1)
+        m = gl.where(pc < pr % 64, m, 0.0).to(dtype)
+        own_products.store(own)
+        all_pairs.store(m.reshape([128, 4, 16]).permute((1, 0, 2)).reshape([512, 16]))
+        numbers.store(number)
+        mbarrier.wait(rows_ready.index(place), rows_phase)
+        e_r = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, RIGHT)), 1)
+        e_c = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, RIGHT)), 0)
+        zero = gl.full([128, 16], 0.0, gl.float32, TILE)
+        halves = ()
+        rise = ()
+        for t in gl.static_range(TILES):
+            y = log2_decays(g_rows, bias, rate, lower_bound, None, t, GATE, True, TILE)
+            x = selected_sums(y, e_r <= e_c, (0.5, -0.5), zero)
+            halves = halves + (last_row(x),)
+            rise = rise + (exp2(x),)
+        rows, columns = warpgroup_mma_wait(0, deps=(rows, columns))
+        block_barrier()
+        mbarrier.arrive(values_free, count=1)
+
+        between = ()
+        for t in gl.static_range(TILES - 1):
+            between = between + (gl.expand_dims(exp2(halves[t] + halves[t + 1]), 1),)
+        dq, dk = tiles_of_stacked(rows)
+        dkc = ()
+        to_end = gl.expand_dims(exp2(halves[TILES - 1]) * o_scale, 1)
+        raw = tiles_of(columns)
+        for t in gl.static_range(TILES):
+            dkc = dkc + (raw[t] * to_end,)
+        ends = sums_of_threads(gl.full([128, 16], 0.0, gl.float32, TILE))
+        FOURS: gl.constexpr = gl.SliceLayout(1, ends.type.layout)
+        passed = gl.expand_dims(exp2(halves[0]), 1)
+        for t in gl.static_range(TILES):
+            kb = rows_of(k_rows, t) * reciprocal(rise[t]) * numbers_of(numbers, 0, t)
+            here = sums_of_threads(kb * dkc[t])
+            if t > 0:
+                passed = between[t - 1]
+                x = gl.convert_layout(exp2(halves[t - 1] + halves[t]), FOURS, assert_trivial=True)
+                ends = ends * gl.expand_dims(x, 1)
+            ends += here
+            dq, dk = add_columns(dq, dk, left_parts(kb), pairs, passed, t)
+            in_order()
+
+        from_row = gl.where(e_r >= e_c, 1.0, 0.0).to(dtype)
+        everywhere = gl.full([16, 16], 1.0, dtype, RIGHT)
+        ends = gl.convert_layout(gl.sum(ends, axis=1), BY_CHANNEL, assert_trivial=True)
+        later = gl.expand_dims(ends + sums, 1) + gl.full([128, 16], 0.0, gl.float32, TILE)
+        new_q = ()
+        new_k = ()
+        dg = ()
+        sums_q = ()
+        sums_k = ()
+        sums_b = ()
+        for t in gl.static_range(TILES - 1, -1, -1):
+            q_tile = rows_of(q_rows, t)
+            k_tile = rows_of(k_rows, t)
+            q_rise = rise[t] * numbers_of(numbers, 1, t)
+            k_rise = rise[t] * -numbers_of(numbers, 2, t)
+            qr = left_parts(q_tile * q_rise)
+            kr = left_parts(k_tile * k_rise)
+            if t == TILES - 1:
+                dkc = add_rows(dkc, qr, kr, pairs, 1.0, t)
+            else:
+                dkc = add_rows(dkc, qr, kr, pairs, between[t], t)
+            dq_t, dk_t, p, sum_q, sum_k, sum_b = own_gradients(
+                dq[t] * q_rise, dk[t] * k_rise, dkc[t] * reciprocal(rise[t]), q_tile, k_tile, numbers, own_products, t
+            )
+            dg = (mma_v2(p[0], from_row, mma_v2(p[1], from_row, later)),) + dg
+            later = mma_v2(p[0], everywhere, mma_v2(p[1], everywhere, later))
+            new_q = (dq_t,) + new_q
+            new_k = (dk_t,) + new_k
+            if t % 2 == 1:
+                sums_q = (sum_q,) + sums_q
+                sums_k = (sum_k,) + sums_k
+                sums_b = (sum_b,) + sums_b
+            else:
+                sums_q = (merged_sums(sum_q, sums_q[0], 1),) + sums_q[1:]
+                sums_k = (merged_sums(sum_k, sums_k[0], 1),) + sums_k[1:]
+                sums_b = (merged_sums(sum_b, sums_b[0], 1),) + sums_b[1:]
+            in_order()
+        sum_q = merged_sums(sums_q[0], sums_q[1], 2)
+        sum_k = merged_sums(sums_k[0], sums_k[1], 2)
+        sum_b = merged_sums(sums_b[0], sums_b[1], 2)
+        block_barrier()
+        store_sums(sums_by_warp, sum_q, sum_k, sum_b)
+        block_barrier()
+        # The next pair's numbers, which arrive behind what is left of this one; the last one loads its own again.
+        following = gl.where(block + step < blocks, block + step, block)
+        if EARLY:
+            a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = _load_numbers(
+                beta, A_log, dt_bias, D, norms, following // HV, following % HV, HV, s_bt, s_bh, K, C
+            )
+        total = gl.sum(sums_by_warp.load(BY_WARP), axis=0) * factor
+        r_lane = gl.arange(0, 256, layout=LANES) % 64
+        p_dbeta = dbeta + (row.to(gl.int64) * HV + i_h) + r_lane * HV
+        gl.store(p_dbeta, total.to(dbeta.dtype.element_ty), mask=kind == 2)
+        if norms is not None:
+            numbers.store(total)
+            block_barrier()
+            dq = ()
+            dk = ()
+            for t in gl.static_range(TILES):
+                dq = dq + (of_raw(new_q[t], q_rows, numbers, 0, t),)
+                dk = dk + (of_raw(new_k[t], k_rows, numbers, 1, t),)
+            in_order()
+        else:
+            dq = new_q
+            dk = new_k
+        if GATE != "none":
+            dg, summands, totals = gradients_of_gate(g_rows, bias, rate, lower_bound, dg, GATE)
+            if dbias_partial is not None:
+                c = gl.arange(0, 128, layout=BY_CHANNEL)
+                gl.store(dbias_partial + block.to(gl.int64) * K + c, gl.sum(totals, axis=1))
+            if A_log is not None:
+                # A number a warp.
+                summand = gl.sum(gl.sum(summands.reshape([WARPS, 16, 16]), axis=2), axis=1)
+                warp = gl.arange(0, WARPS, layout=summand.type.layout)
+                gl.store(dA_partial + block.to(gl.int64) * WARPS + warp, summand)
+        if not EARLY:
+            a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = _load_numbers(
+                beta, A_log, dt_bias, D, norms, following // HV, following % HV, HV, s_bt, s_bh, K, C
+            )
+        block_barrier()
+        store_tiles(q_rows, dq)
+        store_tiles(k_rows, dk)
+        store_tiles(g_rows, dg)
+        fence_async_shared()
+        block_barrier()
+        mbarrier.arrive(rows_done.index(place), count=1)
+
+
+@gluon.jit(do_not_specialize=_NUMBERS)
+def gradients_hopper_persistent(
+    q, k, g,  # descriptors of [B · T, ..] by [C, K]
+    do, dv,  # descriptors of [B · T, ..] by [C, 64]
+    z,  # descriptor of [pairs · HV · C, V] by [C, 64]
+    states, state_grads,  # descriptors of [pairs · HV · V, K] by [V, K]
+    dq, dk, dg,  # descriptors of results [B · T, HV · K] by [C, K]
+    beta,  # [B, T, HV], rows at s_bt
+    A_log, dt_bias,  # [HV] and [HV, K], or None
+    D,  # [slots, HV, K]
+    norms,  # [slots, HV, 2, C / 2] or None
+    dbeta,  # [B · T, HV]
+    dA_partial,  # [pairs, HV, warps] or None
+    dbias_partial,  # [pairs, HV, K] or None
+    s_qh, s_kh, s_gh, s_oh, s_bt, s_bh,
+    scale, o_scale, lower_bound,
+    HV, blocks,  # value heads; pairs · HV
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BETA_SIGMOID: gl.constexpr,
+    BETA_SCALE: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = q.dtype
+
+    ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 128], dtype)
+    HALVES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
+    NARROW: gl.constexpr = gl.NVMMASharedLayout.get_default_for([16, 16], dtype)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_places = gl.allocate_shared_memory(dtype, [2, 64, 128], ROWS)
+    k_places = gl.allocate_shared_memory(dtype, [2, 64, 128], ROWS)
+    g_places = gl.allocate_shared_memory(g.dtype, [2, 64, 128], ROWS)
+    # do and dv, and z, by halves of the value channels.
+    o_0 = gl.allocate_shared_memory(dtype, [2, 64, 64], HALVES)
+    o_1 = gl.allocate_shared_memory(dtype, [2, 64, 64], HALVES)
+    z_0 = gl.allocate_shared_memory(dtype, [64, 64], HALVES)
+    z_1 = gl.allocate_shared_memory(dtype, [64, 64], HALVES)
+    s = gl.allocate_shared_memory(dtype, [128, 128], ROWS)
+    ds = gl.allocate_shared_memory(dtype, [128, 128], ROWS)
+    pairs = gl.allocate_shared_memory(dtype, [32, 16, 16], NARROW)
+    numbers = gl.allocate_shared_memory(gl.float32, [256], PLAIN)
+    own_products = gl.allocate_shared_memory(gl.float32, [128], PLAIN)
+    values_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    values_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    rows_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    rows_done = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(values_ready, count=1)
+    mbarrier.init(values_free, count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(rows_ready.index(i), count=1)
+        mbarrier.init(rows_done.index(i), count=1)
+    fence_async_shared()
+    block_barrier()
+    gl.warp_specialize(
+        [
+            (
+                _gradients,
+                (
+                    beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, s_bt, s_bh, scale, o_scale,
+                    lower_bound, HV, blocks, values_ready, values_free, rows_ready, rows_done, q_places, k_places,
+                    g_places, z_0, z_1, o_0, o_1, s, ds, pairs, numbers, own_products, K, V, C, GATE, BETA_SIGMOID,
+                    BETA_SCALE,
+                ),
+            ),
+            (
+                _load_and_store,
+                (
+                    q, k, g, do, dv, z, states, state_grads, dq, dk, dg, HV, blocks, s_qh, s_kh, s_gh,
+                    s_oh, values_ready, values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1,
+                    o_0, o_1, s, ds, K, V, C,
+                ),
+            ),
+        ],
+        [1],
+        [LOADER_REGISTERS],
+    )  # fmt: skip
