@@ -1,0 +1,66 @@
+# Steps of .ci/run: their seconds, and heavy ones that run only when what they depend on has changed.
+# .ci/passed has a line for each heavy step: its name, a hash of its inputs when it last passed, the day.
+
+PASSED=.ci/passed
+EVERYTHING=${EVERYTHING:-}
+step_name=
+table=
+
+# step NAME: what follows belongs to it.
+step() {
+    end_step
+    step_name=$1
+    step_start=$SECONDS
+    printf '\n==> %s\n' "$1"
+}
+
+end_step() {
+    if [ -n "$step_name" ]; then
+        table+=$(printf '%6d s  %s' $((SECONDS - step_start)) "$step_name")$'\n'
+    fi
+    step_name=
+}
+
+# inputs_of COMMAND PATH...: a hash of the command, of its function's text, and of the committed files below the paths.
+inputs_of() {
+    { echo "$1"; declare -f "${1%% *}"; git ls-files --stage -- "${@:2}"; } | sha256sum | cut -c -16
+}
+
+# due NAME COMMAND PATH...: whether the heavy step must run. Without a commit of what was changed, it must.
+due() {
+    local known since
+    if [ -z "$EVERYTHING" ] && [ -z "$(git status --porcelain -- "${@:3}")" ]; then
+        known=$(awk -v name="$1" '$1 == name { print $2 }' "$PASSED" 2> /dev/null || true)
+        if [ "$known" = "$(inputs_of "${@:2}")" ]; then
+            since=$(awk -v name="$1" '$1 == name { print $3 }' "$PASSED")
+            table+=$(printf '%8s  %s: passed on %s, its inputs are the same' skipped "$1" "$since")$'\n'
+            printf '\n==> %s: skipped, passed on %s and its inputs are the same (--all runs it)\n' "$1" "$since"
+            return 1
+        fi
+    fi
+}
+
+# passed NAME COMMAND PATH...: write down that the heavy step passed with these inputs.
+passed() {
+    [ -z "$(git status --porcelain -- "${@:3}")" ] || return 0
+    {
+        grep -v "^$1 " "$PASSED" 2> /dev/null || true
+        printf '%s %s %s\n' "$1" "$(inputs_of "${@:2}")" "$(date -u +%F)"
+    } | sort > "$PASSED.new"
+    mv "$PASSED.new" "$PASSED"
+}
+
+# heavy NAME COMMAND PATH...: a step of its own, run when it is due.
+heavy() {
+    end_step
+    if due "$@"; then
+        step "$1"
+        eval "$2"
+        passed "$@"
+    fi
+}
+
+report() {
+    end_step
+    printf '\n%s%6d s  in all so far\n' "$table" "$SECONDS"
+}

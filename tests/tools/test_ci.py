@@ -1,0 +1,106 @@
+"""``.ci/steps.sh``: a heavy step is skipped until one of its inputs changes."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+STEPS = Path(__file__).parents[2] / ".ci" / "steps.sh"
+SCRIPT = """
+set -euo pipefail
+source .ci/steps.sh
+compute() { echo "runs with $1"; }
+heavy long "compute numbers" sources requirements.txt
+report
+"""
+
+pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+
+
+def git(tree: Path, *arguments: str) -> None:
+    who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+    subprocess.run(["git", *who, *arguments], cwd=tree, check=True, capture_output=True)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A repository with the steps, two inputs and a file that is none."""
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(STEPS, tmp_path / ".ci")
+    (tmp_path / "sources").mkdir()
+    for name in ("sources/kernel.py", "requirements.txt", "README.md"):
+        (tmp_path / name).write_text("first\n")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", "-A")
+    git(tmp_path, "commit", "-qm", "first")
+    return tmp_path
+
+
+def run(tree: Path, script: str = SCRIPT, everything: str = "") -> str:
+    found = subprocess.run(
+        ["bash", "-c", script], cwd=tree, env={"PATH": "/usr/bin:/bin:/usr/local/bin", "EVERYTHING": everything},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return found.stdout
+
+
+def ran(output: str) -> bool:
+    assert ("runs with numbers" in output) != ("skipped, passed on 20" in output)
+    return "runs with numbers" in output
+
+
+def change(tree: Path, name: str) -> None:
+    (tree / name).write_text("second\n")
+    git(tree, "commit", "-qam", "second")
+
+
+def test_a_step_is_skipped_while_its_inputs_are_the_same(tree: Path):
+    assert ran(run(tree))
+    assert not ran(run(tree))
+    change(tree, "README.md")
+    assert not ran(run(tree))
+    assert ran(run(tree, everything="1"))
+
+
+@pytest.mark.parametrize("name", ["sources/kernel.py", "requirements.txt"])
+def test_a_change_of_an_input_makes_its_step_run(tree: Path, name: str):
+    assert ran(run(tree))
+    change(tree, name)
+    assert ran(run(tree))
+    assert not ran(run(tree))
+
+
+def test_a_new_file_a_changed_function_and_a_changed_command_are_changes(tree: Path):
+    assert ran(run(tree))
+    (tree / "sources" / "new.py").write_text("")
+    git(tree, "add", "-A")
+    git(tree, "commit", "-qm", "new")
+    assert ran(run(tree))
+    assert ran(run(tree, SCRIPT.replace('echo "', 'echo "again ')).replace("again ", ""))
+    assert ran(run(tree, SCRIPT.replace("compute numbers", "compute numbers exactly")))
+
+
+def test_what_is_not_committed_runs_and_is_not_recorded(tree: Path):
+    assert ran(run(tree))
+    (tree / "sources" / "kernel.py").write_text("not committed\n")
+    assert ran(run(tree))
+    assert ran(run(tree))
+    git(tree, "checkout", "-q", "sources")
+    assert not ran(run(tree))
+
+
+def test_a_step_that_fails_is_not_recorded(tree: Path):
+    failing = SCRIPT.replace('echo "runs with $1"', 'echo "runs with $1"; false')
+    for _ in range(2):
+        found = subprocess.run(["bash", "-c", failing], cwd=tree, capture_output=True, text=True, check=False)
+        assert found.returncode != 0
+        assert "runs with numbers" in found.stdout
+    assert not (tree / ".ci" / "passed").exists()
+
+
+def test_the_table_has_every_step(tree: Path):
+    assert "0 s  long" in run(tree)
+    assert "skipped  long: passed on 20" in run(tree)
