@@ -172,7 +172,8 @@ def gradients_on_hopper(r: Request, chip: Chip) -> bool:
         and not chip.interpreted
         and r.q.dtype == torch.bfloat16
         and r.g.dtype in (torch.bfloat16, torch.float32)
-        and r.K == r.V == 128
+        and r.K == r.V
+        and r.K in (128, 256)
         and r.grad_o is not None
         and r.grad_o.dtype == r.q.dtype
         and r.B * r.T > 0
@@ -240,7 +241,7 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
 
     states = hopper_config("states", chip, KP, V, N * HV) if hopper(v) else config.states
     reverse = hopper_config("reverse", chip, KP, V, N * HV) if hopper(do) else config.reverse
-    hopper_gradients = not half and gradients_on_hopper(replace(r, grad_o=do), chip)
+    hopper_gradients = gradients_on_hopper(replace(r, grad_o=do), chip)
     # Products on scalar units spill more with them. Rows of a descriptor are counted in 32 bits.
     descriptors = chip.descriptors and dtype.itemsize == 2 and many <= most * HV < 2**31 // max(VP, CHUNK)
     # Rows of the call's own tensors only where no block reaches beyond a sequence, or beyond a head's channels.
