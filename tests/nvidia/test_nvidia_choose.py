@@ -15,7 +15,7 @@ installed.need_package("triton")
 
 from kda_core_nvidia.calls import plan_of
 from kda_core_nvidia.choose import CHIPS, INTERPRETED, choose_backward, choose_forward, choose_recurrent
-from kda_core_nvidia.choose.backward import WHOLE, backward_config, backward_gains
+from kda_core_nvidia.choose.backward import WHOLE, GradientsHopperConfig, backward_config, backward_gains
 from kda_core_nvidia.choose.chip import SHARED_LIMIT
 from kda_core_nvidia.choose.chunk import HopperConfig, PrepareHopperConfig, prepare_config, row_aligned, split_scale
 from kda_core_nvidia.choose.forward import recurrence_config
@@ -133,6 +133,19 @@ def test_wide_heads_run_by_turns_or_by_halves():
     assert len(backward_on(90, backward(B=1, H=256, K=256)).halves) == 2
     assert backward_on(90, backward(B=1, H=64, K=256)).halves == ()
     assert all(half.halves == () for half in backward_on(90, backward(B=1, H=256, K=256)).halves)
+
+
+def test_which_calls_the_gradients_for_hopper_take():
+    """By dtypes and head dimensions; in turns and halves of wide heads, too."""
+
+    def hopper(arch: int = 90, **fields: Any) -> list[bool]:
+        choice = backward_on(arch, backward(**fields))
+        return [isinstance(x.gradients, GradientsHopperConfig) for x in (choice, *choice.halves)]
+
+    assert hopper() == hopper(K=256) == hopper(B=4, H=64, K=256) == hopper(T=70, H=1) == [True]
+    assert hopper(H=256, K=256) == [True] * 3
+    for plain in ({"K": 64}, {"K": 192}, {"V": 64}, {"K": 256, "V": 128}, {"dtype": FP16}, {"arch": 100}):
+        assert hopper(**plain) == [False], plain
 
 
 def test_gradients_read_large_calls_through_descriptors():

@@ -16,7 +16,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
     pytest.skip("needs an sm_90 GPU", allow_module_level=True)
 
 from kda_core_nvidia.choose import choose_backward
-from kda_core_nvidia.choose.backward import GradientsHopperConfig, backward_config
+from kda_core_nvidia.choose.backward import WHOLE, GradientsHopperConfig, backward_config, heads_of
 from kda_core_nvidia.plans.backward import plan_backward
 from kda_core_nvidia.run import chip, run_plan
 
@@ -61,7 +61,25 @@ CASES = {
     "negative eigenvalues": BOUNDED | BFLOAT16 | {"l2norm": False, "beta": "negative eigenvalues"},
     "equal keys": BFLOAT16 | {"keys": "equal", "beta": 1.0, "decay": "slow"},
 }
-
+WIDE = (
+    "bounded",
+    "bounded, float32",
+    "softplus",
+    "softplus, strong",
+    "softplus, strong, float32, grouped",
+    "given, float32",
+    "given, slow",
+    "promised, float32",
+    "given, -14",
+    "tails",
+    "tails, softplus, grouped",
+    "packed",
+    "packed, states V first",
+    "packed, grouped",
+    "one chunk, states",
+    "negative eigenvalues",
+)
+CASES |= {f"{name}, 256 channels": CASES[name] | {"K": 256, "V": 256} for name in WIDE}
 
 EDGE = {("given, -5", "g"): 1.3}
 """A decay of e⁻⁵ in every row is the strongest with one reference point a tile: of terms that cancel 2^-17 remain, and
@@ -89,7 +107,7 @@ def gradients(request: Request, hopper: bool = True) -> dict[str, Tensor]:
     choice = choose_backward(r, chip(DEVICE))
     assert isinstance(choice.gradients, GradientsHopperConfig)
     if not hopper:
-        config = backward_config(chip(DEVICE), BF16, 128, 128, r.N * r.HV)
+        config = backward_config(chip(DEVICE), BF16, r.K, r.V, r.N * r.HV)
         choice = replace(choice, gradients=config.gradients, descriptors=False, tokens=False)
     return run_plan(plan_backward(r, choice), request)
 
@@ -137,15 +155,16 @@ def test_repeats_bitwise(name: str):
             assert torch.equal(first[n], x), n
 
 
+@pytest.mark.parametrize("K", [128, 256])
 @pytest.mark.parametrize("hopper", [True, False])
-def test_a_lone_row_without_a_state_has_no_decay_gradient(hopper: bool):
+def test_a_lone_row_without_a_state_has_no_decay_gradient(hopper: bool, K: int):
     """Not even a rounding error: there is nothing that its decay acts on."""
-    drawn = Case(name="lone rows", T=40, lengths=(1,) * 40, H=4, K=128, dtype=BF16, backward=True, **BOUNDED)
+    drawn = Case(name="lone rows", T=40, lengths=(1,) * 40, H=4, K=K, dtype=BF16, backward=True, **BOUNDED)
     found = gradients(request_of(drawn), hopper)
     assert all(not found[n].any() for n in ("g", "A_log", "dt_bias"))
 
 
-@pytest.mark.parametrize("name", ["bounded", "softplus, strong", "promised, float32"])
+@pytest.mark.parametrize("name", ["bounded", "softplus, strong", "promised, float32", "bounded, 256 channels"])
 def test_a_sequence_is_its_own(name: str):
     """Packed between others that hold NaN it has the bits that it has alone; rows behind the last one have zeros."""
     request = request_of(case(name))
@@ -165,7 +184,7 @@ def test_a_sequence_is_its_own(name: str):
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "grad_o"])
-@pytest.mark.parametrize("kind", ["bounded", "tails"])
+@pytest.mark.parametrize("kind", ["bounded", "tails", "bounded, 256 channels"])
 def test_bits_do_not_depend_on_strides(kind: str, name: str):
     """Rows that bulk copies cannot take are copied: of wider tensors, between others of a batch, heads first."""
     request = request_of(case(kind))
@@ -177,3 +196,29 @@ def test_bits_do_not_depend_on_strides(kind: str, name: str):
     for strided in (wider, longer, heads_first):
         for n, found in gradients(replace(request, **{name: strided})).items():
             assert torch.equal(found, right[n]), n
+
+
+@pytest.mark.parametrize("T", [64, 70])
+@pytest.mark.parametrize("H", [17, 34])
+@pytest.mark.parametrize("kind", ["turns", "halves", "halves, packed"])
+def test_turns_and_halves_have_the_bits_of_the_whole(kind: str, H: int, T: int):
+    """Wide heads run for half of the batch at a time, or for half of the heads, which write into rows of all of them.
+
+    torch sums over slots, by parameters, in an order of its own for each number of heads.
+    """
+    shape = {"turns": {"B": 5}, "halves": {"H": 2 * H}, "halves, packed": {"H": 2 * H, "lengths": (33, 0, 31)}}[kind]
+    fields = {"T": T, "H": H, "HV": 68, "K": 256, "backward": True, "state": FP32} | shape | BOUNDED | BFLOAT16
+    request = request_of(Case(name=f"{kind} {H} {T}", **fields))
+    r = metadata(request)
+    choice = choose_backward(r, chip(DEVICE))
+    assert (choice.turns != WHOLE) == (kind == "turns")
+    if kind != "turns":
+        # They would run at once here, for lack of a longer sequence.
+        parts = [choose_backward(heads_of(r, i), chip(DEVICE), half=True) for i in (0, 1)]
+        choice = replace(choice, halves=tuple(parts))
+    assert all(isinstance(x.gradients, GradientsHopperConfig) for x in (choice, *choice.halves))
+    found = run_plan(plan_backward(r, choice), request)
+    whole = run_plan(plan_backward(r, replace(choice, turns=WHOLE, halves=())), request)
+    for n, x in whole.items():
+        summed = kind != "turns" and n in ("A_log", "dt_bias")
+        assert torch.allclose(found[n], x, rtol=1e-4, atol=1e-4) if summed else torch.equal(found[n], x), n
