@@ -331,7 +331,7 @@ def gradients_hopper(
             dkc = gl.full([128, 32], 0.0, gl.float32, M32)
             m, rows, dkc = warpgroup_mma_wait(0, deps=(m, rows, dkc))
         if half > 0:
-            # The same blocks. A compiler that knew would keep the first addresses of all operands, in local memory.
+            # They do not move. A compiler that knew would keep the first addresses of all operands in local memory.
             never = (HV < 0).to(gl.int32)
             z_0 = seen_as(z_0, dtype, [1, 32, 64], HALVES).index(never)
             z_1 = seen_as(z_1, dtype, [1, 32, 64], HALVES).index(never)
