@@ -16,7 +16,6 @@ installed.need_package("triton")
 from kda_core_nvidia.calls import plan_of
 from kda_core_nvidia.choose import CHIPS, INTERPRETED, choose_backward, choose_forward, choose_recurrent
 from kda_core_nvidia.choose.backward import (
-    MANY,
     WHOLE,
     GradientsConfig,
     GradientsHopperConfig,
@@ -143,6 +142,19 @@ def test_wide_heads_run_by_turns_or_by_halves():
     assert all(half.halves == () for half in backward_on(90, backward(B=1, H=256, K=256)).halves)
 
 
+def test_which_calls_the_gradients_for_hopper_take():
+    """By dtypes and head dimensions; in turns and halves of wide heads, too."""
+
+    def hopper(arch: int = 90, **fields: Any) -> list[bool]:
+        choice = backward_on(arch, backward(**fields))
+        return [isinstance(x.gradients, GradientsHopperConfig) for x in (choice, *choice.halves)]
+
+    assert hopper() == hopper(K=256) == hopper(B=4, H=64, K=256) == hopper(T=70, H=1) == [True]
+    assert hopper(H=256, K=256) == [True] * 3
+    for plain in ({"K": 64}, {"K": 192}, {"V": 64}, {"K": 256, "V": 128}, {"dtype": FP16}, {"arch": 100}):
+        assert hopper(**plain) == [False], plain
+
+
 def test_gradients_read_large_calls_through_descriptors():
     many = backward(T=4096, B=2, H=32)
     assert backward_on(90, many).descriptors
@@ -153,16 +165,15 @@ def test_gradients_read_large_calls_through_descriptors():
     assert not backward_on(90, backward(T=70), many=0).tokens
 
 
-def test_gradients_of_many_slots_take_pairs():
-    """Long dense sequences of whole pairs, with bounded decays, a bfloat16 gate and heads that are not grouped."""
+def test_gradients_take_pairs_of_slots():
+    """Dense sequences of whole pairs, with bounded decays, a bfloat16 gate and heads that are not grouped."""
 
-    def kind(arch: int = 90, many: int = 0, **fields: Any) -> type:
+    def kind(arch: int = 90, **fields: Any) -> type:
         options = {"T": 4096, "safe_gate": True} | fields
-        return type(backward_on(arch, backward(**options), many=many).gradients)
+        return type(backward_on(arch, backward(**options)).gradients)
 
     assert kind() is GradientsPersistentConfig
-    assert kind(many=MANY, H=64) is GradientsPersistentConfig
-    assert kind(many=MANY, B=2, H=63) is GradientsHopperConfig
+    assert kind(T=64) is GradientsPersistentConfig
     assert kind(80) is GradientsConfig
     assert kind(K=64) is GradientsConfig
     wide_gate = torch.empty(1, 4096, 4, 128, dtype=FP32, device="meta")

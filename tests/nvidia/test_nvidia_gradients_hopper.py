@@ -16,8 +16,13 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
     pytest.skip("needs an sm_90 GPU", allow_module_level=True)
 
 from kda_core_nvidia.choose import choose_backward
-from kda_core_nvidia.choose.backward import GradientsHopperConfig, backward_config, gradients_persistent_config
-from kda_core_nvidia.choose.chunk import hopper_config
+from kda_core_nvidia.choose.backward import (
+    WHOLE,
+    GradientsHopperConfig,
+    GradientsPersistentConfig,
+    backward_config,
+    heads_of,
+)
 from kda_core_nvidia.plans.backward import plan_backward
 from kda_core_nvidia.run import chip, run_plan
 
@@ -62,14 +67,32 @@ CASES = {
     "negative eigenvalues": BOUNDED | BFLOAT16 | {"l2norm": False, "beta": "negative eigenvalues"},
     "pairs": BOUNDED | BFLOAT16 | {"T": 256},
     "pairs, batch": BOUNDED | BFLOAT16 | {"B": 3, "T": 64, "state": FP32},
-    "pairs, recurrences for Hopper": BOUNDED | BFLOAT16 | {"B": 2, "T": 256, "state": FP32},
+    "pairs, states": BOUNDED | BFLOAT16 | {"B": 2, "T": 256, "state": FP32},
     "pairs, V first": BOUNDED | BFLOAT16 | {"T": 64, "state": FP32, "options": {"state_v_first": True}},
     "pairs, negative eigenvalues": BOUNDED | BFLOAT16 | {"T": 256, "l2norm": False, "beta": "negative eigenvalues"},
     "pairs, promised": PROMISED | {"T": 256, "gate_dtype": BF16, "decay": "bounded"},
     "pairs, promised softplus": SOFTPLUS | PROMISED | BFLOAT16 | {"T": 256, "rate": 1.0, "raw_scale": 0.25},
     "equal keys": BFLOAT16 | {"keys": "equal", "beta": 1.0, "decay": "slow"},
 }
-
+WIDE = (
+    "bounded",
+    "bounded, float32",
+    "softplus",
+    "softplus, strong",
+    "softplus, strong, float32, grouped",
+    "given, float32",
+    "given, slow",
+    "promised, float32",
+    "given, -14",
+    "tails",
+    "tails, softplus, grouped",
+    "packed",
+    "packed, states V first",
+    "packed, grouped",
+    "one chunk, states",
+    "negative eigenvalues",
+)
+CASES |= {f"{name}, 256 channels": CASES[name] | {"K": 256, "V": 256} for name in WIDE}
 
 EDGE = {("given, -5", "g"): 1.3}
 """A decay of e⁻⁵ in every row is the strongest with one reference point a tile: of terms that cancel 2^-17 remain, and
@@ -91,25 +114,19 @@ def request_of(drawn: Case, device: torch.device = DEVICE) -> Request:
     return replace(request, **tensors, **given, needs_grad=frozenset(n for n in DIFFERENTIABLE if n in tensors))
 
 
-def gradients(request: Request, hopper: bool = True, kind: str = "", programs: int = 0) -> dict[str, Tensor]:
+def gradients(request: Request, hopper: bool = True, programs: int = 0) -> dict[str, Tensor]:
     """Gradients by name, with a kernel for Hopper or with Triton's.
 
     Args:
-        kind: a case's name: of "pairs" they are as calls of many slots have them.
-        programs: of the kernel for pairs; 0: as many as the chip has multiprocessors.
+        programs: of the persistent kernel; 0: as many as are chosen.
     """
     r = metadata(request)
     choice = choose_backward(r, chip(DEVICE))
-    assert isinstance(choice.gradients, GradientsHopperConfig)
-    if kind.startswith("pairs"):
-        config = gradients_persistent_config(chip(DEVICE))
-        assert choose_backward(r, chip(DEVICE), many=0).gradients == config, "the kernel does not take it"
-        choice = replace(choice, gradients=replace(config, programs=programs or config.programs))
-    if "recurrences" in kind:
-        both = {n: hopper_config(n, chip(DEVICE), 128, 128, r.N * r.HV) for n in ("states", "reverse")}
-        choice = replace(choice, **both)
+    assert isinstance(choice.gradients, (GradientsHopperConfig, GradientsPersistentConfig))
+    if programs:
+        choice = replace(choice, gradients=replace(choice.gradients, programs=programs))
     if not hopper:
-        config = backward_config(chip(DEVICE), BF16, 128, 128, r.N * r.HV)
+        config = backward_config(chip(DEVICE), BF16, r.K, r.V, r.N * r.HV)
         choice = replace(choice, gradients=config.gradients, descriptors=False, tokens=False)
     return run_plan(plan_backward(r, choice), request)
 
@@ -138,7 +155,7 @@ def test_as_exact_as_the_triton_kernel(name: str):
     for draw in range(DRAWS):
         drawn = case(name, draw)
         request, exact = request_of(drawn), exact_gradients(drawn)
-        both = gradients(request, kind=name), gradients(request, hopper=False)
+        both = gradients(request), gradients(request, hopper=False)
         for n, right in exact.items():
             for i, found in enumerate(both):
                 squares[n][i] += error(found[n], right) ** 2 / DRAWS
@@ -151,21 +168,22 @@ def test_as_exact_as_the_triton_kernel(name: str):
 @pytest.mark.parametrize("name", CASES)
 def test_repeats_bitwise(name: str):
     request = request_of(case(name))
-    first = gradients(request, kind=name)
+    first = gradients(request)
     for _ in range(4):
-        for n, x in gradients(request, kind=name).items():
+        for n, x in gradients(request).items():
             assert torch.equal(first[n], x), n
 
 
+@pytest.mark.parametrize("K", [128, 256])
 @pytest.mark.parametrize("hopper", [True, False])
-def test_a_lone_row_without_a_state_has_no_decay_gradient(hopper: bool):
+def test_a_lone_row_without_a_state_has_no_decay_gradient(hopper: bool, K: int):
     """Not even a rounding error: there is nothing that its decay acts on."""
-    drawn = Case(name="lone rows", T=40, lengths=(1,) * 40, H=4, K=128, dtype=BF16, backward=True, **BOUNDED)
+    drawn = Case(name="lone rows", T=40, lengths=(1,) * 40, H=4, K=K, dtype=BF16, backward=True, **BOUNDED)
     found = gradients(request_of(drawn), hopper)
     assert all(not found[n].any() for n in ("g", "A_log", "dt_bias"))
 
 
-@pytest.mark.parametrize("name", ["bounded", "softplus, strong", "promised, float32"])
+@pytest.mark.parametrize("name", ["bounded", "softplus, strong", "promised, float32", "bounded, 256 channels"])
 def test_a_sequence_is_its_own(name: str):
     """Packed between others that hold NaN it has the bits that it has alone; rows behind the last one have zeros."""
     request = request_of(case(name))
@@ -185,27 +203,27 @@ def test_a_sequence_is_its_own(name: str):
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "grad_o"])
-@pytest.mark.parametrize("kind", ["bounded", "tails", "pairs, batch"])
+@pytest.mark.parametrize("kind", ["bounded", "tails", "pairs, batch", "bounded, 256 channels"])
 def test_bits_do_not_depend_on_strides(kind: str, name: str):
     """Rows that bulk copies cannot take are copied: of wider tensors, between others of a batch, heads first."""
     request = request_of(case(kind))
-    x, right = getattr(request, name), gradients(request, kind=kind)
+    x, right = getattr(request, name), gradients(request)
     wider = torch.zeros(*x.shape[:-1], x.shape[-1] + 1, device=DEVICE, dtype=x.dtype)[..., 1:].copy_(x)
     longer = torch.full((x.shape[0], x.shape[1] + 3, *x.shape[2:]), float("nan"), device=DEVICE, dtype=x.dtype)
     longer = longer[:, : x.shape[1]].copy_(x)
     heads_first = x.transpose(1, 2).contiguous().transpose(1, 2)
     for strided in (wider, longer, heads_first):
-        for n, found in gradients(replace(request, **{name: strided}), kind=kind).items():
+        for n, found in gradients(replace(request, **{name: strided})).items():
             assert torch.equal(found, right[n]), n
 
 
-@pytest.mark.parametrize("name", ["pairs, batch", "pairs, recurrences for Hopper"])
+@pytest.mark.parametrize("name", ["pairs, batch", "pairs, states"])
 def test_a_sequence_in_pairs_is_its_own(name: str):
     """A batch row has the bits that it has without the others."""
     request = request_of(case(name))
-    together = gradients(request, kind=name)
+    together = gradients(request)
     rows = ("q", "k", "v", "g", "beta", "grad_o", "initial_state", "grad_final_state")
-    alone = gradients(replace(request, **{n: getattr(request, n)[1:2].contiguous() for n in rows}), kind=name)
+    alone = gradients(replace(request, **{n: getattr(request, n)[1:2].contiguous() for n in rows}))
     for n in ("q", "k", "v", "g", "beta"):
         assert torch.equal(together[n][1:2], alone[n]), n
 
@@ -214,7 +232,33 @@ def test_a_sequence_in_pairs_is_its_own(name: str):
 def test_bits_do_not_depend_on_the_number_of_programs(name: str):
     """A program of many pairs uses every place in shared memory again."""
     request = request_of(case(name))
-    right = gradients(request, kind=name)
+    right = gradients(request)
     for programs in (1, 3, 7):
-        for n, found in gradients(request, kind=name, programs=programs).items():
+        for n, found in gradients(request, programs=programs).items():
             assert torch.equal(found, right[n]), n
+
+
+@pytest.mark.parametrize("T", [64, 70])
+@pytest.mark.parametrize("H", [17, 34])
+@pytest.mark.parametrize("kind", ["turns", "halves", "halves, packed"])
+def test_turns_and_halves_have_the_bits_of_the_whole(kind: str, H: int, T: int):
+    """Wide heads run for half of the batch at a time, or for half of the heads, which write into rows of all of them.
+
+    torch sums over slots, by parameters, in an order of its own for each number of heads.
+    """
+    shape = {"turns": {"B": 5}, "halves": {"H": 2 * H}, "halves, packed": {"H": 2 * H, "lengths": (33, 0, 31)}}[kind]
+    fields = {"T": T, "H": H, "HV": 68, "K": 256, "backward": True, "state": FP32} | shape | BOUNDED | BFLOAT16
+    request = request_of(Case(name=f"{kind} {H} {T}", **fields))
+    r = metadata(request)
+    choice = choose_backward(r, chip(DEVICE))
+    assert (choice.turns != WHOLE) == (kind == "turns")
+    if kind != "turns":
+        # They would run at once here, for lack of a longer sequence.
+        parts = [choose_backward(heads_of(r, i), chip(DEVICE), half=True) for i in (0, 1)]
+        choice = replace(choice, halves=tuple(parts))
+    assert all(isinstance(x.gradients, GradientsHopperConfig) for x in (choice, *choice.halves))
+    found = run_plan(plan_backward(r, choice), request)
+    whole = run_plan(plan_backward(r, replace(choice, turns=WHOLE, halves=())), request)
+    for n, x in whole.items():
+        summed = kind != "turns" and n in ("A_log", "dt_bias")
+        assert torch.allclose(found[n], x, rtol=1e-4, atol=1e-4) if summed else torch.equal(found[n], x), n

@@ -184,6 +184,25 @@ def test_states_of_wide_heads_are_held_for_half_of_the_batch(size: int, heads: i
     assert states_held(r, 0) == held
 
 
+def test_gradients_of_wide_heads_are_finished():
+    """A program has half of a row's channels: what all add to is summed afterwards. Each turn has its part of that."""
+    r = request(B=4, T=70, H=64, K=256, use_qk_l2norm_in_kernel=True)
+    r = replace(r, grad_o=torch.empty_like(r.v), needs_grad=frozenset("qkv"))
+    plan = plan_of(r, CHIPS[90])
+    first, second = (x for x in plan.launches if x.name == "gradients_hopper")
+    finish = launch_of(plan, "finish_kernel")
+    assert first.grid == second.grid == (2 * 3 * 64 * 2, 1, 1)
+    partial = finish.arguments["dbeta_partial"]
+    assert (partial.shape, partial.dtype) == ((2, 4, 70, 64), torch.float32)
+    offsets = {n: [x.arguments[n].offset for x in (first, second)] for n in ("dbeta", "dq_rows", "dg_rows", "D")}
+    rows = 2 * 70 * 64
+    assert offsets == {"dbeta": [0, rows], "dq_rows": [0, rows * 256], "dg_rows": [0, rows * 256], "D": [0, 98304]}
+    assert first.arguments["tokens"] == second.arguments["tokens"] == 4 * 70
+    assert [x.arguments["q"].base.offset for x in (first, second)] == [0, rows * 256]
+    assert first.arguments["q"].block == (32, 128)
+    assert finish.constants["L2NORM"]
+
+
 @pytest.mark.parametrize(("size", "heads", "held"), [(256, 256, [128, 128]), (256, 64, [64]), (128, 256, [256])])
 def test_states_of_wide_heads_are_held_for_half_of_them(size: int, heads: int, held: list[int]):
     """Heads of the buffer of states in each turn of a packed call; where half would leave the chip idle, one turn."""

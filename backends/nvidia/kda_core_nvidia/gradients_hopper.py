@@ -1,5 +1,7 @@
-"""``gradients`` for Hopper, written in Gluon: the equations of ``backward_gradients`` for a chunk's 32 rows and all 128
-channels in one program. It also does what ``backward_finish`` does: the gradients of the row norms and of β.
+"""``gradients`` for Hopper, written in Gluon: the equations of ``backward_gradients`` for a chunk's 32 rows and 128 key
+channels in one program. With 128 in all it also does what ``backward_finish`` does: the gradients of the row norms and
+of β. With 256 it leaves sums over both blocks of them to that kernel, and dq and dk are with respect to the normalised
+rows.
 
 Blocks in registers are transposed, [channels, rows]. A chunk's rows are two tiles of 16; ``gradients_decays`` says how
 decays between rows are formed.
@@ -12,9 +14,11 @@ memory are asynchronous, in one group. ptxas makes each of them wait for the one
 into registers while another runs. Products of tiles are therefore those of a warp (mma.sync).
 
 Two programs share a multiprocessor: 113 KiB of shared memory each at most. Results, and what phases after the first
-need, therefore lie in the place of blocks that are no longer read.
+need, therefore lie in the place of blocks that are no longer read. Sums over 256 value channels take the halves of
+these in turn, in the same place.
 
-Grid: slots · HV programs, heads fastest. Addresses: rows of descriptors in 32 bits, pointers in int64.
+Grid: slots · HV · K / 128 programs, channel blocks fastest, which share do, dv and z, then heads. Addresses: rows of
+descriptors in 32 bits, pointers in int64.
 """
 
 from triton.experimental import gluon
@@ -44,6 +48,9 @@ from kda_core_nvidia.gradients_tiles import (
     add_each,
     add_product,
     clear_rows,
+    copy_values,
+    diagonals,
+    expect_values,
     gate_gradients,
     halves_of,
     inside,
@@ -97,37 +104,45 @@ def _of_raw(d, x_rows, projected, numbers, norm: gl.constexpr, tile: gl.constexp
     return d - rows_of_tile(x_rows, tile) * (n * n * gl.expand_dims(projected, 0))
 
 
-_NUMBERS = ["scale", "o_scale", "lower_bound", "T", "N", "chunks", "HV", "group"]
+_NUMBERS = ["scale", "o_scale", "lower_bound", "tokens", "T", "N", "chunks", "HV", "HO", "group"]
 
 
 @gluon.jit(do_not_specialize=_NUMBERS)
 def gradients_hopper(
-    q, k, g,  # descriptors of [B · T, ..] by [C, K]
+    q, k, g,  # descriptors of [B · T, ..] by [C, 128]
     do, dv,  # descriptors of [B · T, ..] by [C, 64]
     z,  # descriptor of [slots · HV · C, V] by [C, 64]
-    states, state_grads,  # descriptors of [slots · HV · V, K] by [64, K]
-    dq, dk, dg,  # descriptors of results [B · T, HV · K] by [C, K]; of dq and dk in float32 for grouped heads
+    states, state_grads,  # descriptors of [slots · HV · V, K] by [64, 128]
+    dq, dk, dg,  # descriptors of results [B · T, HV · K] by [C, 128]; of dq and dk in float32 for grouped heads
     dq_rows, dk_rows, dg_rows, dv_rows,  # those tensors and dv, or None where every chunk is whole
     beta,  # [B, T, HV], rows at s_bt
     A_log, dt_bias,  # [HV] and [HV, K], or None
     D,  # [slots, HV, K]
     norms,  # [slots, HV, 2, C] or None
-    dbeta,  # [B · T, HV]
-    dA_partial,  # [slots, HV] or None
+    dbeta,  # [K / 128, tokens, HV]
+    dA_partial,  # [slots, HV, K / 128] or None
     dbias_partial,  # [slots, HV, K] or None
     initial_state, grad_final_state,  # [N, HV, K, V], or None where no sequence is of one chunk
     cu_seqlens,  # [N + 1] or None
     s_qh, s_kh, s_gh, s_oh, s_bt, s_bh,
     scale, o_scale, lower_bound,
+    tokens,  # rows of dbeta; None where K is 128
     T, N, chunks,  # rows of a batch row, sequences, chunks of a dense sequence
-    HV, group,  # value heads, and those of a key head
+    HV,  # value heads
+    HO,  # heads of rows of dg (and of dq and dk, but for grouped heads), of which HV are the call's; or None: HV
+    group,  # value heads of a key head
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BOUNDED: gl.constexpr,
     BETA_SIGMOID: gl.constexpr, BETA_SCALE: gl.constexpr, V_FIRST: gl.constexpr,
 ):  # fmt: skip
-    i_h = gl.program_id(0) % HV
-    i_slot = gl.program_id(0) // HV
+    BLOCKS: gl.constexpr = K // 128
+    i_k = gl.program_id(0) % BLOCKS
+    channel = i_k * 128
+    i_h = gl.program_id(0) // BLOCKS % HV
+    i_slot = gl.program_id(0) // (BLOCKS * HV)
     i_kh = i_h // group
     block = i_slot * HV + i_h
+    if BLOCKS > 1:
+        dbeta += i_k.to(gl.int64) * tokens * HV
     dtype: gl.constexpr = q.dtype
     TAILS: gl.constexpr = dq_rows is not None
     WIDE_G: gl.constexpr = g.dtype == gl.float32
@@ -148,15 +163,20 @@ def gradients_hopper(
         if cu_seqlens is not None:
             length = eos - gl.load(cu_seqlens + i_n).to(gl.int32)
         out = row.to(gl.int64) * HV + i_h
-        dq_rows += out * K
-        dk_rows += out * K
-        dg_rows += out * K
+        heads_g = HV if HO is None else HO
+        out_g = out if HO is None else row.to(gl.int64) * HO + i_h
+        heads_qk = HV if GROUPED else heads_g
+        out_qk = out if GROUPED else out_g
+        dq_rows += out_qk * K + channel
+        dk_rows += out_qk * K + channel
+        dg_rows += out_g * K + channel
         if i_n >= N:
             # Rows behind the last sequence: their gradients are zero.
-            store_rows(dq_rows, HV * K, None, count, BY_ROWS)
-            store_rows(dk_rows, HV * K, None, count, BY_ROWS)
-            store_rows(dg_rows, HV * K, None, count, BY_ROWS)
-            store_rows(dv_rows + out * V, HV * V, None, count, BY_ROWS)
+            store_rows(dq_rows, heads_qk * K, None, count, BY_ROWS)
+            store_rows(dk_rows, heads_qk * K, None, count, BY_ROWS)
+            store_rows(dg_rows, heads_g * K, None, count, BY_ROWS)
+            # There are as many value channels.
+            store_rows(dv_rows + (out * V + channel), HV * V, None, count, BY_ROWS)
             r = gl.arange(0, 32, layout=gl.SliceLayout(1, BY_ROWS))
             none = gl.full([32], 0.0, dbeta.dtype.element_ty, gl.SliceLayout(1, BY_ROWS))
             gl.store(dbeta + out + r * HV, none, mask=r < count)
@@ -211,41 +231,29 @@ def gradients_hopper(
     for i in gl.static_range(11):
         bars = bars + (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)  # noqa: RUF005 (no starred tuples in Triton)
         mbarrier.init(bars[i], count=1)
-    g_bar, k_bar, q_bar, z0_bar, z1_bar, o0_bar, o1_bar, s0_bar, s1_bar, ds0_bar, ds1_bar = bars
+    g_bar, k_bar, q_bar = bars[:3]
+    value_bars = bars[3:]
+    value_blocks = (z_0, z_1, o_0, o_1, s_0, s_1, ds_0, ds_1)
     fence_async_shared()
     block_barrier()
     mbarrier.expect(g_bar, C * 128 * (4 if WIDE_G else 2))
     mbarrier.expect(k_bar, C * 128 * 2)
     mbarrier.expect(q_bar, C * 128 * 2)
-    mbarrier.expect(z0_bar, C * 64 * 2)
-    mbarrier.expect(z1_bar, C * 64 * 2)
-    mbarrier.expect(o0_bar, C * 64 * 4)
-    mbarrier.expect(o1_bar, C * 64 * 4)
-    mbarrier.expect(s0_bar, 64 * 128 * 2)
-    mbarrier.expect(s1_bar, 64 * 128 * 2)
-    mbarrier.expect(ds0_bar, 64 * 128 * 2)
-    mbarrier.expect(ds1_bar, 64 * 128 * 2)
-    copy_block(g, [row, i_h * s_gh], g_bar, g_rows)
-    copy_block(z, [block * C, 0], z0_bar, z_0)
-    copy_block(do, [row, i_h * s_oh], o0_bar, o_0.index(0))
-    copy_block(z, [block * C, 64], z1_bar, z_1)
-    copy_block(do, [row, i_h * s_oh + 64], o1_bar, o_1.index(0))
-    copy_block(states, [block * V, 0], s0_bar, s_0)
-    copy_block(states, [block * V + 64, 0], s1_bar, s_1)
-    copy_block(state_grads, [block * V, 0], ds0_bar, ds_0)
-    copy_block(state_grads, [block * V + 64, 0], ds1_bar, ds_1)
+    expect_values(value_bars, C)
+    copy_block(g, [row, i_h * s_gh + channel], g_bar, g_rows)
+    copy_values(z, do, states, state_grads, block, row, i_h, s_oh, channel, value_blocks, value_bars, C, V, 0)
     if not WIDE_G:
-        copy_block(k, [row, i_kh * s_kh], k_bar, k_rows)
-        copy_block(q, [row, i_kh * s_qh], q_bar, q_rows)
-    copy_block(dv, [row, i_h * V], o0_bar, o_0.index(1))
-    copy_block(dv, [row, i_h * V + 64], o1_bar, o_1.index(1))
+        copy_block(k, [row, i_kh * s_kh + channel], k_bar, k_rows)
+        copy_block(q, [row, i_kh * s_qh + channel], q_bar, q_rows)
+    copy_block(dv, [row, i_h * V], value_bars[2], o_0.index(1))
+    copy_block(dv, [row, i_h * V + 64], value_bars[3], o_1.index(1))
 
     a = gate_rate(A_log, i_h)
     c = gl.arange(0, 128, layout=BY_CHANNEL)
     bias = gl.full([128, 1], 0.0, gl.float32, TILE)
     if dt_bias is not None:
-        bias = gl.expand_dims(gl.load(dt_bias + i_h * K + c).to(gl.float32), 1)
-    decay = gl.load(D + block.to(gl.int64) * K + c)
+        bias = gl.expand_dims(gl.load(dt_bias + i_h * K + channel + c).to(gl.float32), 1)
+    decay = gl.load(D + (block.to(gl.int64) * K + channel) + c)
     # A row a lane, a kind of number a warp.
     LANES: gl.constexpr = gl.BlockedLayout([256 // (32 * WARPS)], [32], [WARPS], [0])
     kind = gl.arange(0, 256, layout=LANES) // 32
@@ -270,59 +278,84 @@ def gradients_hopper(
     # 0: |k|⁻¹ β, 1: |q|⁻¹ scale, 2: |k|⁻¹, 3: |q|⁻¹, 4: |k|⁻¹ times the slope of β
     number = gl.where(kind == 0, nk * b_beta, gl.where(kind == 1, nq * scale, gl.where(kind == 2, nk, nq)))
     number = gl.where(kind == 4, slope * nk, number)
+    if BLOCKS > 1:
+        # 5: |k|, 6: |q|
+        number = gl.where(kind > 4, 1.0 / gl.where(kind == 5, nk, nq), number)
 
     rows_there = count if TAILS else None
-    mbarrier.wait(g_bar, 0)
-    s = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, RIGHT)), 1)
-    t = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, RIGHT)), 0)
-    zero = gl.full([128, 16], 0.0, gl.float32, TILE)
-    y0 = log2_decays(g_rows, bias, a, lower_bound, rows_there, 0, GATE, BOUNDED)
-    y1 = log2_decays(g_rows, bias, a, lower_bound, rows_there, 1, GATE, BOUNDED)
-    x0 = selected_sums(y0, s <= t, (0.5, -0.5), zero)
-    x1 = selected_sums(y1, s <= t, (0.5, -0.5), zero)
-    half0 = last_row(x0)
-    half1 = last_row(x1)
-    rise0 = exp2(x0)
-    rise1 = exp2(x1)
-    if WIDE_G:
-        block_barrier()
-        copy_block(k, [row, i_kh * s_kh], k_bar, k_rows)
-        copy_block(q, [row, i_kh * s_qh], q_bar, q_rows)
-    far = False
-    if not BOUNDED:
-        # Allow less decay over fewer rows; otherwise terms that cancel exceed the result.
-        excess0 = half0 - LEAST_HALF * (gl.minimum(count, 16) / 16)
-        excess1 = half1 - LEAST_HALF * (gl.maximum(count - 16, 0) / 16)
-        far = gl.min(gl.minimum(excess0, excess1), axis=0) < 0.0
-
-    for i in gl.static_range(3, 11):
-        mbarrier.wait(bars[i], 0)
-    if TAILS:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
-        if tail:
-            for i in gl.static_range(2):
-                clear_rows(o_0.index(i), count, BY_HALF_ROWS)
-                clear_rows(o_1.index(i), count, BY_HALF_ROWS)
-            fence_async_shared()
+    for half in gl.static_range(V // 128):
+        if half > 0:
+            # All warps have read the first value channels. Others take their place.
             block_barrier()
-    m = gl.full([64, 32], 0.0, gl.float32, PAIRS)
-    rows = gl.full([128, 64], 0.0, gl.float32, M64)
-    dkc = gl.full([128, 32], 0.0, gl.float32, M32)
-    m, rows, dkc = warpgroup_mma_wait(0, deps=(m, rows, dkc))
-    m = warpgroup_mma(stacked_0, z_0.permute((1, 0)), m, use_acc=False, is_async=True)
-    m = warpgroup_mma(stacked_1, z_1.permute((1, 0)), m, is_async=True)
-    rows = warpgroup_mma(s_0.permute((1, 0)), stacked_0.permute((1, 0)), rows, use_acc=False, is_async=True)
-    rows = warpgroup_mma(s_1.permute((1, 0)), stacked_1.permute((1, 0)), rows, is_async=True)
-    dkc = warpgroup_mma(ds_0.permute((1, 0)), z_0.permute((1, 0)), dkc, use_acc=False, is_async=True)
-    dkc = warpgroup_mma(ds_1.permute((1, 0)), z_1.permute((1, 0)), dkc, is_async=True)
-    # Meanwhile the sums over v of S ⊙ dS: diagonals of products of blocks of 16 channels.
-    squares = gl.full([8, 16, 16], 0.0, gl.float32, OWN)
-    squares = products_of_channels(s_0, ds_0, squares)
-    squares = products_of_channels(s_1, ds_1, squares)
-    e_r = gl.expand_dims(gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, OWN))), 0), 2)
-    e_c = gl.expand_dims(gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, OWN))), 0), 1)
-    sums = gl.sum(gl.where(e_r == e_c, squares, 0.0), axis=2).reshape([128])
-    sums = gl.convert_layout(sums, BY_CHANNEL) * (decay * o_scale)
-    m, rows, dkc = warpgroup_mma_wait(0, deps=(m, rows, dkc))
+            expect_values(value_bars, C)
+            copy_values(
+                z, do, states, state_grads, block, row, i_h, s_oh, channel, value_blocks, value_bars, C, V, 128 * half
+            )
+            copy_block(dv, [row, i_h * V + 128 * half], value_bars[2], o_0.index(1))
+            copy_block(dv, [row, i_h * V + 128 * half + 64], value_bars[3], o_1.index(1))
+        if half == V // 128 - 1:
+            mbarrier.wait(g_bar, 0)
+            s = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, RIGHT)), 1)
+            t = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, RIGHT)), 0)
+            zero = gl.full([128, 16], 0.0, gl.float32, TILE)
+            y0 = log2_decays(g_rows, bias, a, lower_bound, rows_there, 0, GATE, BOUNDED)
+            y1 = log2_decays(g_rows, bias, a, lower_bound, rows_there, 1, GATE, BOUNDED)
+            x0 = selected_sums(y0, s <= t, (0.5, -0.5), zero)
+            x1 = selected_sums(y1, s <= t, (0.5, -0.5), zero)
+            half0 = last_row(x0)
+            half1 = last_row(x1)
+            rise0 = exp2(x0)
+            rise1 = exp2(x1)
+            if WIDE_G:
+                block_barrier()
+                copy_block(k, [row, i_kh * s_kh + channel], k_bar, k_rows)
+                copy_block(q, [row, i_kh * s_qh + channel], q_bar, q_rows)
+            far = False
+            if not BOUNDED:
+                # Allow less decay over fewer rows; otherwise terms that cancel exceed the result.
+                excess0 = half0 - LEAST_HALF * (gl.minimum(count, 16) / 16)
+                excess1 = half1 - LEAST_HALF * (gl.maximum(count - 16, 0) / 16)
+                far = gl.min(gl.minimum(excess0, excess1), axis=0) < 0.0
+        for i in gl.static_range(8):
+            mbarrier.wait(value_bars[i], half)
+        if TAILS:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
+            if tail:
+                for i in gl.static_range(2):
+                    clear_rows(o_0.index(i), count, BY_HALF_ROWS)
+                    clear_rows(o_1.index(i), count, BY_HALF_ROWS)
+                fence_async_shared()
+                block_barrier()
+        if half == 0:
+            m = gl.full([64, 32], 0.0, gl.float32, PAIRS)
+            rows = gl.full([128, 64], 0.0, gl.float32, M64)
+            dkc = gl.full([128, 32], 0.0, gl.float32, M32)
+            m, rows, dkc = warpgroup_mma_wait(0, deps=(m, rows, dkc))
+        if half > 0:
+            # They do not move. A compiler that knew would keep the first addresses of all operands in local memory.
+            never = (HV < 0).to(gl.int32)
+            z_0 = seen_as(z_0, dtype, [1, 32, 64], HALVES).index(never)
+            z_1 = seen_as(z_1, dtype, [1, 32, 64], HALVES).index(never)
+            s_0 = seen_as(s_0, dtype, [1, 64, 128], ROWS).index(never)
+            s_1 = seen_as(s_1, dtype, [1, 64, 128], ROWS).index(never)
+            ds_0 = seen_as(ds_0, dtype, [1, 64, 128], ROWS).index(never)
+            ds_1 = seen_as(ds_1, dtype, [1, 64, 128], ROWS).index(never)
+            stacked_0 = seen_as(o_0, dtype, [1, 64, 64], HALVES).index(never)
+            stacked_1 = seen_as(o_1, dtype, [1, 64, 64], HALVES).index(never)
+        m = warpgroup_mma(stacked_0, z_0.permute((1, 0)), m, use_acc=half > 0, is_async=True)
+        m = warpgroup_mma(stacked_1, z_1.permute((1, 0)), m, is_async=True)
+        rows = warpgroup_mma(s_0.permute((1, 0)), stacked_0.permute((1, 0)), rows, use_acc=half > 0, is_async=True)
+        rows = warpgroup_mma(s_1.permute((1, 0)), stacked_1.permute((1, 0)), rows, is_async=True)
+        dkc = warpgroup_mma(ds_0.permute((1, 0)), z_0.permute((1, 0)), dkc, use_acc=half > 0, is_async=True)
+        dkc = warpgroup_mma(ds_1.permute((1, 0)), z_1.permute((1, 0)), dkc, is_async=True)
+        # Meanwhile the sums over v of S ⊙ dS: diagonals of products of blocks of 16 channels.
+        squares = gl.full([8, 16, 16], 0.0, gl.float32, OWN)
+        squares = products_of_channels(s_0, ds_0, squares)
+        squares = products_of_channels(s_1, ds_1, squares)
+        if half == 0:
+            sums = diagonals(squares) * (decay * o_scale)
+        else:
+            sums += diagonals(squares) * (decay * o_scale)
+        m, rows, dkc = warpgroup_mma_wait(0, deps=(m, rows, dkc))
     s_0._keep_alive()
     s_1._keep_alive()
     ds_0._keep_alive()
@@ -330,11 +363,11 @@ def gradients_hopper(
     block_barrier()
     if WIDE_G and GATE != "none":
         mbarrier.expect(g_bar, C * 128 * 4)
-        copy_block(g, [row, i_h * s_gh], g_bar, g_again)
+        copy_block(g, [row, i_h * s_gh + channel], g_bar, g_again)
     if initial_state is not None:  # noqa: SIM102
         if length <= C:
             # A sequence of one chunk reads the caller's states, not their 16-bit copies.
-            sums = decay * sum_of_ends(initial_state, grad_final_state, i_n * HV + i_h, K, V, V_FIRST)
+            sums = decay * sum_of_ends(initial_state, grad_final_state, i_n * HV + i_h, channel, K, V, V_FIRST)
 
     # The place of do, dv and z is free.
     pr = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, PAIRS)), 1)
@@ -359,7 +392,7 @@ def gradients_hopper(
             mbarrier.wait(g_bar, 1)
         if WIDE_G and GATE == "none":
             mbarrier.expect(g_bar, C * 128 * 4)
-            copy_block(g, [row, i_h * s_gh], g_bar, g_again)
+            copy_block(g, [row, i_h * s_gh + channel], g_bar, g_again)
             mbarrier.wait(g_bar, 1)
         dq0, dk0, dkc0, dq1, dk1, dkc1, ends = far_gradients(
             dq_part, dk_part, dkc, sums, bias, a, lower_bound, rows_there, o_scale, g_again, q_rows, k_rows, numbers,
@@ -379,7 +412,11 @@ def gradients_hopper(
     dq0, dk0, p0, tq0, tk0, tb0 = _own_gradients(dq0, dk0, dkc0, q_rows, k_rows, numbers, own_products, columns, 0)
     block_barrier()
     dq1, dk1, p1, tq1, tk1, tb1 = _own_gradients(dq1, dk1, dkc1, q_rows, k_rows, numbers, own_products, columns, 1)
-    tq0, tq1, tk0, tk1, tb0, tb1 = gl.reduce((tq0, tq1, tk0, tk1, tb0, tb1), 0, add_each)
+    if BLOCKS > 1:
+        tb0 = gl.sum(tb0, axis=0)
+        tb1 = gl.sum(tb1, axis=0)
+    else:
+        tq0, tq1, tk0, tk1, tb0, tb1 = gl.reduce((tq0, tq1, tk0, tk1, tb0, tb1), 0, add_each)
     from_row = gl.where(s >= t, 1.0, 0.0).to(dtype)
     everywhere = gl.full([16, 16], 1.0, dtype, RIGHT)
     if far:
@@ -400,7 +437,12 @@ def gradients_hopper(
     else:
         gl.store(p_dbeta + r * HV, tb0)
         gl.store(p_dbeta + (r + 16) * HV, tb1)
-    if norms is not None:
+    if norms is not None and BLOCKS > 1:
+        dq0 = dq0 * numbers_of_rows(numbers, 6, 0)
+        dq1 = dq1 * numbers_of_rows(numbers, 6, 1)
+        dk0 = dk0 * numbers_of_rows(numbers, 5, 0)
+        dk1 = dk1 * numbers_of_rows(numbers, 5, 1)
+    elif norms is not None:
         dq0 = _of_raw(dq0, q_rows, tq0, numbers, 3, 0)
         dq1 = _of_raw(dq1, q_rows, tq1, numbers, 3, 1)
         dk0 = _of_raw(dk0, k_rows, tk0, numbers, 2, 0)
@@ -418,21 +460,21 @@ def gradients_hopper(
         dg0, summand0 = gate_gradients(x0, a, lower_bound, dg0, GATE)
         dg1, summand1 = gate_gradients(x1, a, lower_bound, dg1, GATE)
         if dbias_partial is not None:
-            gl.store(dbias_partial + (block.to(gl.int64) * K + c), gl.sum(dg0 + dg1, axis=1))
+            gl.store(dbias_partial + (block.to(gl.int64) * K + channel + c), gl.sum(dg0 + dg1, axis=1))
         if A_log is not None:
-            gl.store(dA_partial + block, gl.sum(gl.sum(summand0 + summand1, axis=1), axis=0))
+            gl.store(dA_partial + (block * BLOCKS + i_k), gl.sum(gl.sum(summand0 + summand1, axis=1), axis=0))
     store_tiles(dg_block, dg0, dg1)
     fence_async_shared()
     block_barrier()
     if tail:
         if TAILS:
-            store_rows(dq_rows, HV * K, dq_block, count, BY_ROWS)
-            store_rows(dk_rows, HV * K, dk_block, count, BY_ROWS)
-            store_rows(dg_rows, HV * K, dg_block, count, BY_ROWS)
+            store_rows(dq_rows, heads_qk * K, dq_block, count, BY_ROWS)
+            store_rows(dk_rows, heads_qk * K, dk_block, count, BY_ROWS)
+            store_rows(dg_rows, heads_g * K, dg_block, count, BY_ROWS)
     else:
-        store_block(dq, [row, i_h * K], dq_block)
-        store_block(dk, [row, i_h * K], dk_block)
-        store_block(dg, [row, i_h * K], dg_block)
+        store_block(dq, [row, i_h * K + channel], dq_block)
+        store_block(dk, [row, i_h * K + channel], dk_block)
+        store_block(dg, [row, i_h * K + channel], dg_block)
         tma.store_wait(0)
     # The compiler gives away memory after its last use, but bulk copies still read blocks, and warps still wait at
     # barriers that others have passed.

@@ -6,13 +6,14 @@ left operands stay in registers.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
 
 from kda_core.triton_lib.decay import BOUNDED_LOG2_DECAY
 from kda_core.triton_lib.gate import LN_2, LOG2_E
 from kda_core_nvidia.backward_levels import rounded
 from kda_core_nvidia.hopper_squares import seen_as
 from kda_core_nvidia.hopper_tiles import FLOOR, PROPAGATE, exp2, reciprocal, softplus
+from kda_core_nvidia.recurrence_hopper import copy_block
 
 _WARPS = 4
 WARPS = gl.constexpr(_WARPS)
@@ -176,6 +177,47 @@ def products_of_channels(s_half, ds_half, sums):
 
 
 @gluon.jit
+def diagonals(squares):
+    """Diagonals of blocks of 16 channels, by channel."""
+    r = gl.expand_dims(gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, OWN))), 0), 2)
+    c = gl.expand_dims(gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, OWN))), 0), 1)
+    sums = gl.sum(gl.where(r == c, squares, 0.0), axis=2).reshape([128])
+    return gl.convert_layout(sums, BY_CHANNEL)
+
+
+@gluon.jit
+def expect_values(bars, C: gl.constexpr):
+    """Make barriers wait for 128 value channels, in two blocks: z, do and dv, states, gradients of states."""
+    z0_bar, z1_bar, o0_bar, o1_bar, s0_bar, s1_bar, ds0_bar, ds1_bar = bars
+    mbarrier.expect(z0_bar, C * 64 * 2)
+    mbarrier.expect(z1_bar, C * 64 * 2)
+    mbarrier.expect(o0_bar, C * 64 * 4)
+    mbarrier.expect(o1_bar, C * 64 * 4)
+    mbarrier.expect(s0_bar, 64 * 128 * 2)
+    mbarrier.expect(s1_bar, 64 * 128 * 2)
+    mbarrier.expect(ds0_bar, 64 * 128 * 2)
+    mbarrier.expect(ds1_bar, 64 * 128 * 2)
+
+
+@gluon.jit
+def copy_values(
+    z, do, states, state_grads, block, row, i_h, s_oh, channel, blocks, bars,
+    C: gl.constexpr, V: gl.constexpr, first: gl.constexpr,
+):  # fmt: skip
+    """Begin to copy them from value channel ``first`` on, all but dv."""
+    z_0, z_1, o_0, o_1, s_0, s_1, ds_0, ds_1 = blocks
+    z0_bar, z1_bar, o0_bar, o1_bar, s0_bar, s1_bar, ds0_bar, ds1_bar = bars
+    copy_block(z, [block * C, first], z0_bar, z_0)
+    copy_block(do, [row, i_h * s_oh + first], o0_bar, o_0.index(0))
+    copy_block(z, [block * C, first + 64], z1_bar, z_1)
+    copy_block(do, [row, i_h * s_oh + (first + 64)], o1_bar, o_1.index(0))
+    copy_block(states, [block * V + first, channel], s0_bar, s_0)
+    copy_block(states, [block * V + (first + 64), channel], s1_bar, s_1)
+    copy_block(state_grads, [block * V + first, channel], ds0_bar, ds_0)
+    copy_block(state_grads, [block * V + (first + 64), channel], ds1_bar, ds_1)
+
+
+@gluon.jit
 def clear_rows(buffer, count, LAYOUT: gl.constexpr):
     """Rows from ``count`` on become zero: they belong to another sequence."""
     o_r = gl.arange(0, 32, layout=gl.SliceLayout(1, LAYOUT))
@@ -197,9 +239,15 @@ def store_rows(p, stride, buffer, count, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def sum_of_ends(initial_state, grad_final_state, i_nh, K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr):
-    """Σ_v of a sequence's initial state times the gradient of its final one, as the caller gave them, [128]."""
-    o_k = gl.expand_dims(gl.arange(0, 128, layout=BY_CHANNEL), 1)
+def sum_of_ends(
+    initial_state, grad_final_state, i_nh, channel, K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr
+):
+    """Σ_v of a sequence's initial state times the gradient of its final one, as the caller gave them, [128].
+
+    Args:
+        channel: the first key channel.
+    """
+    o_k = channel + gl.expand_dims(gl.arange(0, 128, layout=BY_CHANNEL), 1)
     o_v = gl.expand_dims(gl.arange(0, 16, layout=BY_ROW), 0)
     sums = gl.full([128, 16], 0.0, gl.float32, TILE)
     base = i_nh.to(gl.int64) * (K * V)

@@ -136,8 +136,7 @@ _FULL_BACKWARD = 96 / 132
 """Load from which the backward's recurrences take blocks of 128 value channels (measured on an H200)."""
 
 MANY = 8192
-"""Slots times heads of a turn from which ``gradients`` gains more by descriptors than these cost the host.
-Slots of a sequence times heads from which ``gradients_hopper_persistent`` keeps every multiprocessor at work."""
+"""Slots times heads of a turn from which ``gradients`` gains more by descriptors than these cost the host."""
 
 WHOLE = (None,)
 """All sequences in one turn."""
@@ -187,7 +186,8 @@ def gradients_on_hopper(r: Request, chip: Chip) -> bool:
         and not chip.interpreted
         and r.q.dtype == torch.bfloat16
         and r.g.dtype in (torch.bfloat16, torch.float32)
-        and r.K == r.V == 128
+        and r.K == r.V
+        and r.K in (128, 256)
         and r.grad_o is not None
         and r.grad_o.dtype == r.q.dtype
         and r.B * r.T > 0
@@ -196,19 +196,18 @@ def gradients_on_hopper(r: Request, chip: Chip) -> bool:
     )
 
 
-def gradients_persistent(r: Request, many: int) -> bool:
+def gradients_persistent(r: Request) -> bool:
     """Whether ``gradients_hopper_persistent`` serves a call that ``gradients_hopper`` serves.
 
-    A sequence's own slots are counted, not the call's: its bits do not depend on its company. Segments are packed
-    sequences here.
+    Segments are packed sequences here. Only calls of fewer pairs than multiprocessors lose, 3 µs of 100.
     """
     return (
-        decays_bounded(r)
+        r.K == 128
+        and decays_bounded(r)
         and r.g.dtype == r.q.dtype
         and r.H == r.HV
         and r.cu_seqlens is None
         and r.T % (2 * CHUNK) == 0
-        and r.T // CHUNK * r.HV >= many
     )
 
 
@@ -249,7 +248,7 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
     Args:
         request: metadata alone; ``saved`` holds what the forward saved.
         half: the request is for half of the heads of another one.
-        many: slots times heads from which ``gradients`` reads through descriptors, or takes pairs of slots.
+        many: slots times heads from which ``gradients`` reads through descriptors.
     """
     rows = segment_rows(request, chip)
     r = as_packed(request, rows) if rows else request
@@ -273,8 +272,8 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
     states = hopper_config("states", chip, KP, V, N * HV) if hopper(v) else config.states
     reverse = hopper_config("reverse", chip, KP, V, N * HV) if hopper(do) else config.reverse
     gradients = config.gradients
-    if not half and gradients_on_hopper(replace(r, grad_o=do), chip):
-        gradients = gradients_persistent_config(chip) if gradients_persistent(r, many) else _GRADIENTS_HOPPER
+    if gradients_on_hopper(replace(r, grad_o=do), chip):
+        gradients = gradients_persistent_config(chip) if gradients_persistent(r) else _GRADIENTS_HOPPER
     # Products on scalar units spill more with them. Rows of a descriptor are counted in 32 bits.
     descriptors = chip.descriptors and dtype.itemsize == 2 and many <= most * HV < 2**31 // max(VP, CHUNK)
     # Rows of the call's own tensors only where no block reaches beyond a sequence, or beyond a head's channels.

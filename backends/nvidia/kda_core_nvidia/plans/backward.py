@@ -48,7 +48,7 @@ from kda_core_nvidia.choose.backward import (
 )
 from kda_core_nvidia.choose.chunk import HopperConfig, split_scale
 from kda_core_nvidia.plans.forward import Kept, Prepared, add_prepare, gate_parameters, hopper_tiles
-from kda_core_nvidia.plans.gradients_hopper import launch_gradients_hopper, launch_gradients_persistent
+from kda_core_nvidia.plans.gradients_hopper import CHANNELS, launch_gradients_hopper, launch_gradients_persistent
 from kda_core_nvidia.plans.segments import add_ends, add_starts, cut_into_segments
 
 FINISH_ELEMENTS = 2048
@@ -140,9 +140,11 @@ class _Backward:
         # Whether ``gradients`` takes pairs of slots; how many slots have one state then.
         self.paired = isinstance(choice.gradients, GradientsPersistentConfig)
         self.of_state = 2 if self.paired else 1
-        # Channel blocks whose parts of dβ are summed afterwards; the kernels for Hopper have all channels.
+        # Channel blocks whose parts of dβ are summed afterwards.
         self.hopper = self.paired or isinstance(choice.gradients, GradientsHopperConfig)
-        self.blocks = 1 if self.hopper else self.kp // choice.gradients.block_k
+        self.blocks = self.kp // (CHANNELS if self.hopper else choice.gradients.block_k)
+        # The kernels for Hopper do the gradients of norms where they have all channels of a row.
+        self.whole_rows = self.hopper and self.blocks == 1
         # Batch and token strides of one long token axis.
         views = [getattr(r, n) for n in names]
         self.collapsed = self.B == 1 or all(x.strides[0] == x.strides[1] * self.T for x in views)
@@ -306,20 +308,25 @@ class _Backward:
         self, turn: slice | None, prepared: Prepared, states: _States, dv: View, own: dict[str, View],
         out: dict[str, View | None],
     ) -> None:  # fmt: skip
-        if self.hopper:
-            small = {n: out[n] for n in ("dbeta", "dA_partial", "dbias_partial")}
-            small |= {"D": prepared.D, "norms": prepared.norms}
-            written = {n: out[n] for n in ("dq", "dk", "dg")}
-            last = self.o_scale, {"dv": dv, **own}, small, written
-            if self.paired:
-                launch_gradients_persistent(self.b, self.r, self.choice.gradients, *last)
-                return
-            small |= dict(zip(("initial_state", "grad_final_state"), states.exact, strict=True))
-            launch_gradients_hopper(self.b, self.r, self.choice.gradients, self.choice.bounded, *last)
-            return
         r, choice, config, slots_of = self.r, self.choice, self.choice.gradients, self._slots_of(turn)
         q, k, g, beta, do = (x and x.cut(0, turn) for x in (r.q, r.k, r.g, r.beta, r.grad_o))
         dv = dv.cut(0, turn)
+        exact = [x and x.cut(0, turn) for x in states.exact]
+        D, norms = (x and x.cut(0, slots_of) for x in (prepared.D, prepared.norms))
+        written = {n: out[n].cut(0, turn) for n in ("dq", "dk", "dg")}
+        sums = {n: x and x.cut(0, slots_of) for n, x in out.items() if n in ("dA_partial", "dbias_partial")}
+        sums["dbeta"] = out["dbeta"].cut(out["dbeta"].dim() - 3, turn)
+        if self.paired:
+            small = sums | {"D": D, "norms": norms}
+            launch_gradients_persistent(self.b, r, config, self.o_scale, {"dv": dv, **own}, small, written)
+            return
+        if self.hopper:
+            part = replace(r, q=q, k=k, v=r.v.cut(0, turn), g=g, beta=beta, grad_o=do)
+            small = sums | {"D": D, "norms": norms, "initial_state": exact[0], "grad_final_state": exact[1]}
+            how = config, choice.bounded, self.o_scale
+            rows = self._wider(), self.B * self.T
+            launch_gradients_hopper(self.b, part, *how, {"dv": dv, **own}, small, written, *rows)
+            return
         constants = self._constants("gradients") | self._precision
         constants |= {"H": self.H, "HO": self._wider(), "BK": config.block_k, "BV": config.block_v}
         constants |= {"GATE": gate_kind(r), "BETA_SIGMOID": r.use_beta_sigmoid_in_kernel}
@@ -333,10 +340,6 @@ class _Backward:
                 read[n] = matrix_tile(own[n], config.block_v, self.kp, config.block_k)
         if choice.tokens:
             read |= {"do": token_tile(do, CHUNK, config.block_v), "dv": token_tile(dv, CHUNK, config.block_v)}
-        exact = [x and x.cut(0, turn) for x in states.exact]
-        written = {n: x and x.cut(0, turn) for n, x in out.items() if n in ("dq", "dk", "dg")}
-        written |= {n: x and x.cut(0, slots_of) for n, x in out.items() if n in ("dA_partial", "dbias_partial")}
-        written["dbeta"] = out["dbeta"].cut(1, turn)
         blocks = (self.slots if turn is None else slots_of.stop - slots_of.start) * self.HV * self.kp // config.block_k
         self.b.launch(
             gradients_kernel,
@@ -349,11 +352,12 @@ class _Backward:
             beta=beta,
             A_log=r.A_log,
             dt_bias=r.dt_bias,
-            D=prepared.D.cut(0, slots_of),
-            norms=prepared.norms and prepared.norms.cut(0, slots_of),
+            D=D,
+            norms=norms,
             cu_seqlens=r.cu_seqlens,
             **read,
             **written,
+            **sums,
             initial_state=exact[0],
             grad_final_state=exact[1],
             **self.strides("q", r.q),
@@ -378,7 +382,7 @@ class _Backward:
     @property
     def _finished(self) -> bool:
         """Whether ``gradients`` leaves nothing for ``finish``."""
-        return self.hopper and self.H == self.HV
+        return self.whole_rows and self.H == self.HV
 
     def _add_finish(self, r: Request, out: dict[str, View | None]) -> tuple[View, View, View]:
         """Sums over channel blocks and grouped heads, and the gradients of norms if they are not done: dq, dk, dβ."""
@@ -396,7 +400,7 @@ class _Backward:
             finish_kernel,
             (-(-rows // tile), H, 1),
             4,
-            constants | {"L2NORM": r.use_qk_l2norm_in_kernel and not self.hopper},
+            constants | {"L2NORM": r.use_qk_l2norm_in_kernel and not self.whole_rows},
             q=r.q,
             k=r.k,
             dq_hat=out["dq"],

@@ -17,6 +17,9 @@ from kda_core_nvidia.plans.prepare_hopper import aligned, one_token_axis
 VALUES = 64
 """Value channels of a block of do, dv and z, and of a state of a slot."""
 
+CHANNELS = 128
+"""Key channels of a program."""
+
 
 def launch_gradients_hopper(
     b: Builder,
@@ -27,32 +30,40 @@ def launch_gradients_hopper(
     read: Mapping[str, View],
     small: Mapping[str, View | None],
     written: Mapping[str, View],
+    heads: int,
+    tokens: int,
 ) -> None:
     """Add a launch of ``gradients_hopper``.
 
     Args:
+        r: the call, or some of its sequences.
         bounded: whether each row's log decay is at least −5.
         o_scale: what state gradients still have to be multiplied by.
         read: dv, z, states and state_grads.
         small: what the kernel reads and writes through pointers, by its names.
         written: dq, dk and dg [B, T, HV, K].
+        heads: value heads of the tensor that dg is a part of.
+        tokens: rows of dβ of the whole call.
     """
+    blocks = r.K // CHANNELS
     constants, arguments = _shared(b, r, CHUNK, VALUES, o_scale, read, written)
     constants |= {"BOUNDED": bounded, "V_FIRST": r.state_v_first, "maxnreg": config.registers}
     whole = r.cu_seqlens is None and r.T % CHUNK == 0
     rows = {f"{n}_rows": None if whole else x for n, x in {**written, "dv": read["dv"]}.items()}
     b.launch(
         gradients_hopper,
-        (slots(r) * r.HV, 1, 1),
+        (slots(r) * r.HV * blocks, 1, 1),
         config.num_warps,
         constants,
         **arguments,
         **rows,
         **small,
         cu_seqlens=r.cu_seqlens,
+        tokens=None if blocks == 1 else tokens,
         T=r.T,
         N=r.N,
         chunks=-(-r.T // CHUNK),
+        HO=None if blocks == 1 else heads,
         group=r.HV // r.H,
     )
 
@@ -90,10 +101,10 @@ def _shared(
     """
     q, k, g, do = (aligned(b, x) for x in (r.q, r.k, r.g, r.grad_o))
     beta = one_token_axis(b, r.beta)
-    tiles = {n: token_tile(x, rows, r.K, swizzled=True) for n, x in {"q": q, "k": k, "g": g, **written}.items()}
+    tiles = {n: token_tile(x, rows, CHANNELS, swizzled=True) for n, x in {"q": q, "k": k, "g": g, **written}.items()}
     tiles |= {n: token_tile(x, rows, VALUES, swizzled=True) for n, x in {"do": do, "dv": read["dv"]}.items()}
     tiles["z"] = matrix_tile(read["z"], rows, r.V, VALUES, swizzled=True)
-    tiles |= {n: matrix_tile(read[n], block_v, r.K, swizzled=True) for n in ("states", "state_grads")}
+    tiles |= {n: matrix_tile(read[n], block_v, r.K, CHANNELS, swizzled=True) for n in ("states", "state_grads")}
     constants = {
         "K": r.K,
         "V": r.V,
