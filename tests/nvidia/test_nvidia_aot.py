@@ -27,8 +27,7 @@ from kda_core.triton_lib.addresses import hazards
 KERNELS = {
     "prepare",
     "recurrence",
-    "states_kernel",
-    "reverse_kernel",
+    "recurrences_kernel",
     "gradients_kernel",
     "finish_kernel",
     "recurrent",
@@ -45,8 +44,7 @@ HOPPER = {
     "gradients_hopper_persistent",
     "prepare_hopper",
     "recurrence_hopper",
-    "states_hopper",
-    "reverse_hopper",
+    "recurrences_hopper",
     "recurrent_step",
 }
 
@@ -195,7 +193,7 @@ def test_everything_that_is_shipped(arch: int):
         (120, "gradients_kernel bf16 K 64 V 64 H 4 given"),
         (120, "prepare fp32 K 64 V 64 H 16 softplus"),
         (90, "gradients_kernel bf16 K 64 V 64 H 4 given"),
-        (90, "reverse_kernel bf16 K 256 V 256 H 16 bounded"),
+        (90, "recurrences_kernel bf16 K 256 V 256 H 16 bounded"),
     ],
 )
 def test_what_is_nearest_to_its_limit(arch: int, name: str):

@@ -83,9 +83,9 @@ def test_equal_calls_have_equal_plans():
 def test_what_a_backward_holds_ends_as_early_as_it_can():
     """What the recurrences read ends before ``gradients`` allocates its results; ``finish`` holds no states."""
     plan = plan_of(backward(), CHIPS[90])
-    assert plan.kernels == ("prepare", "states_kernel", "reverse_kernel", "gradients_kernel", "finish_kernel")
+    assert plan.kernels == ("prepare", "recurrences_kernel", "gradients_kernel", "finish_kernel")
     kernels = [[s.name for s in steps] for steps in plan.epochs]
-    assert kernels == [["prepare", "states_kernel", "reverse_kernel"], ["gradients_kernel"], ["finish_kernel"]]
+    assert kernels == [["prepare", "recurrences_kernel"], ["gradients_kernel"], ["finish_kernel"]]
     epochs = {n: b.epochs for n, b in plan.buffers.items() if b.role == "scratch"}
     assert epochs == {
         "keys": (0, 0),
@@ -146,14 +146,13 @@ def test_pairs_of_slots_have_one_state():
     """Of many slots: the recurrences store every second state, and partial sums are by pairs and warps."""
     r = replace(metadata(aot.Case(BF16, 128, 128, 256, "bounded", T=1024).gradients()), saved=())
     plan = plan_of(r, CHIPS[90])
-    states, reverse, gradients = (x for x in plan.launches if "prepare" not in x.name)
+    recurrences, gradients = (x for x in plan.launches if "prepare" not in x.name)
     assert gradients.name == "gradients_hopper_persistent"
-    assert states.constants["EVERY_SECOND"]
-    assert reverse.constants["EVERY_SECOND"]
+    assert recurrences.constants["EVERY_SECOND"]
     shapes = {n: gradients.arguments[n].shape for n in ("dA_partial", "dbias_partial")}
     assert shapes == {"dA_partial": (16, 256, 8), "dbias_partial": (16, 256, 128)}
-    assert states.arguments["z"].shape == (16, 256, 64, 128)
-    assert states.arguments["states"].shape == reverse.arguments["state_grads"].shape == (16, 256, 128, 128)
+    shapes = {n: recurrences.arguments[n].shape for n in ("z", "states", "state_grads")}
+    assert shapes == {"z": (16, 256, 64, 128), "states": (16, 256, 128, 128), "state_grads": (16, 256, 128, 128)}
     assert gradients.grid == (132, 1, 1)
 
 

@@ -196,23 +196,9 @@ def _states(
     return S, n
 
 
-@gluon.jit(do_not_specialize=["T", "T_row", "NT"])
-def states_hopper(
-    values,  # descriptor of v as a matrix with a row for each of B · T, by [C, BV]
-    v,
-    single,  # descriptor of keys as [slots · HV · 3 · C, KP] by [C, KP]
-    X,  # descriptor of [slots · HV · C, C] by [C, C]
-    decays,  # descriptor of D as [slots · HV, KP] by [1, KP]
-    initial_state,
-    z,  # [slots, HV, C, VP], or by pairs
-    states,  # [slots, HV, VP, KP], or by pairs
-    cu_seqlens,
-    s_vb,
-    s_vt,
-    s_vh,
-    T,
-    T_row,
-    NT,
+@gluon.jit
+def _states_of_sequence(
+    program, values, v, single, X, decays, initial_state, z, states, cu_seqlens, s_vb, s_vt, s_vh, T, T_row, NT,
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, LIFT: gl.constexpr, KP: gl.constexpr,
     BV: gl.constexpr, V_FIRST: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr, STORERS: gl.constexpr,
     EVERY_SECOND: gl.constexpr,
@@ -228,8 +214,8 @@ def states_hopper(
     ROW: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
     NV: gl.constexpr = V // BV
-    i_v = gl.program_id(0) % NV
-    i_nh = gl.program_id(0) // NV
+    i_v = program % NV
+    i_nh = program // NV
     i_h = i_nh % HV
     slot0, length, first, row0 = _rows_of(i_nh // HV, cu_seqlens, T, T_row, NT, s_vb, s_vt, C)
     o_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_ROWS))
@@ -420,26 +406,10 @@ def _reverse(
     return S, n
 
 
-@gluon.jit(do_not_specialize=["T", "T_row", "NT", "o_scale"])
-def reverse_hopper(
-    gradients,  # descriptor of do as a matrix with a row for each of B · T, by [C, BV]
-    pairs,  # descriptor of keys as [slots · HV · 3 · C, KP] by [2 C, KP]: ke and qg of a chunk
-    single,  # the same by [C, KP]: kA
-    P,  # descriptor of [slots · HV · C, C] by [C, C]
-    decays,  # descriptor of D as [slots · HV, KP] by [1, KP]
-    do,
-    grad_final_state,
-    dv,
-    state_grads,
-    grad_initial_state,
-    cu_seqlens,
-    s_ob,
-    s_ot,
-    s_oh,
-    T,
-    T_row,
-    NT,
-    o_scale,  # as for reverse_kernel
+@gluon.jit
+def _reverse_of_sequence(
+    program, gradients, pairs, single, P, decays, do, grad_final_state, dv, state_grads, grad_initial_state, cu_seqlens,
+    s_ob, s_ot, s_oh, T, T_row, NT, o_scale,
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, LIFT: gl.constexpr, KP: gl.constexpr,
     BV: gl.constexpr, V_FIRST: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr, STORERS: gl.constexpr,
     EVERY_SECOND: gl.constexpr,
@@ -456,8 +426,8 @@ def reverse_hopper(
     ROW: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
     NV: gl.constexpr = V // BV
-    i_v = gl.program_id(0) % NV
-    i_nh = gl.program_id(0) // NV
+    i_v = program % NV
+    i_nh = program // NV
     i_h = i_nh % HV
     slot0, length, first, row0 = _rows_of(i_nh // HV, cu_seqlens, T, T_row, NT, s_ob, s_ot, C)
     o_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_ROWS))
@@ -524,3 +494,34 @@ def reverse_hopper(
             store_state(p_state + i_v * BV * K, S, K, 1, K, BV, KP)
         else:
             store_state(p_state + i_v * BV, S, 1, V, K, BV, KP)
+
+
+@gluon.jit(do_not_specialize=["T", "T_row", "NT", "o_scale", "programs"])
+def recurrences_hopper(
+    values, gradients,  # descriptors of v and do as matrices with a row for each of B · T, by [C, BV]
+    pairs,  # descriptor of keys as [slots · HV · 3 · C, KP] by [2 C, KP]: ke and qg of a chunk
+    single,  # the same by [C, KP]: ke or kA
+    X, P,  # descriptors of [slots · HV · C, C] by [C, C]
+    decays,  # descriptor of D as [slots · HV, KP] by [1, KP]
+    v, do, initial_state, grad_final_state,
+    z,  # [slots, HV, C, VP], or by pairs
+    states, state_grads,  # [slots, HV, VP, KP], or by pairs
+    dv, grad_initial_state, cu_seqlens,
+    s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, T, T_row, NT,
+    o_scale,  # as for backward_reverse
+    programs,  # of states; as many of reverse follow
+    HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, LIFT: gl.constexpr, KP: gl.constexpr,
+    BV: gl.constexpr, V_FIRST: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr, STAGES_REVERSE: gl.constexpr,
+    OUT_REVERSE: gl.constexpr, STORERS: gl.constexpr, EVERY_SECOND: gl.constexpr,
+):  # fmt: skip
+    if gl.program_id(0) < programs:
+        _states_of_sequence(
+            gl.program_id(0), values, v, single, X, decays, initial_state, z, states, cu_seqlens, s_vb, s_vt, s_vh,
+            T, T_row, NT, HV, K, V, C, LIFT, KP, BV, V_FIRST, STAGES, OUT, STORERS, EVERY_SECOND,
+        )  # fmt: skip
+    else:
+        _reverse_of_sequence(
+            gl.program_id(0) - programs, gradients, pairs, single, P, decays, do, grad_final_state, dv, state_grads,
+            grad_initial_state, cu_seqlens, s_ob, s_ot, s_oh, T, T_row, NT, o_scale,
+            HV, K, V, C, LIFT, KP, BV, V_FIRST, STAGES_REVERSE, OUT_REVERSE, STORERS, EVERY_SECOND,
+        )  # fmt: skip

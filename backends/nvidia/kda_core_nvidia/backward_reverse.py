@@ -18,17 +18,17 @@ import triton.language as tl
 from kda_core_nvidia.backward_states import load_state, rows_of, store_state
 
 
-@triton.jit(do_not_specialize=["T", "T_row", "NT", "o_scale"])
-def reverse_kernel(
-    keys, P, D, do, grad_final_state, dv, state_grads, grad_initial_state, cu_seqlens, s_ob, s_ot, s_oh, T, T_row, NT,
+@triton.jit
+def reverse_of_sequence(
+    program, keys, P, D, do, grad_final_state, dv, state_grads, grad_initial_state, cu_seqlens, s_ob, s_ot, s_oh, T, T_row, NT,
     o_scale,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, LIFT: tl.constexpr,
     KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr,
     V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, EVERY_SECOND: tl.constexpr,
 ):  # fmt: skip
     NV: tl.constexpr = VP // BV
-    i_v = tl.program_id(0) % NV
-    i_nh = tl.program_id(0) // NV
+    i_v = program % NV
+    i_nh = program // NV
     i_h = i_nh % HV
     dt = keys.dtype.element_ty
     slot0, length, first, row = rows_of(i_nh // HV, cu_seqlens, T, T_row, NT, s_ob, s_ot, C)

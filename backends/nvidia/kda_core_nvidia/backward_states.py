@@ -46,17 +46,17 @@ def rows_of(i_n, cu_seqlens, T, T_row, NT, s_b, s_t, C: tl.constexpr):
     return slot0, length, i_b * s_b + (i_b * T_row + bos) * s_t, i_b * T + bos
 
 
-@triton.jit(do_not_specialize=["T", "T_row", "NT"])
-def states_kernel(
-    v, keys, X, D, initial_state, z, states, cu_seqlens, s_vb, s_vt, s_vh, T, T_row, NT,
+@triton.jit
+def states_of_sequence(
+    program, v, keys, X, D, initial_state, z, states, cu_seqlens, s_vb, s_vt, s_vh, T, T_row, NT,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, LIFT: tl.constexpr,
     KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr,
     V_AS_OPERAND: tl.constexpr, V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     EVERY_SECOND: tl.constexpr,
 ):  # fmt: skip
     NV: tl.constexpr = VP // BV
-    i_v = tl.program_id(0) % NV
-    i_nh = tl.program_id(0) // NV
+    i_v = program % NV
+    i_nh = program // NV
     i_h = i_nh % HV
     dt = keys.dtype.element_ty
     slot0, length, first, _ = rows_of(i_nh // HV, cu_seqlens, T, T_row, NT, s_vb, s_vt, C)

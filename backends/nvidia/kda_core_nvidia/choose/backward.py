@@ -269,8 +269,10 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
     def hopper(x: View | None) -> bool:
         return gains and x is not None and all(serves(chip, dtype, most, HV, KP, V, x.cut(0, t)) for t in turns)
 
-    states = hopper_config("states", chip, KP, V, N * HV) if hopper(v) else config.states
-    reverse = hopper_config("reverse", chip, KP, V, N * HV) if hopper(do) else config.reverse
+    states, reverse = config.states, config.reverse
+    if hopper(v) and hopper(do):
+        # Both are one launch.
+        states, reverse = (hopper_config(n, chip, KP, V, N * HV) for n in ("states", "reverse"))
     gradients = config.gradients
     if gradients_on_hopper(replace(r, grad_o=do), chip):
         gradients = gradients_persistent_config(chip) if gradients_persistent(r) else _GRADIENTS_HOPPER

@@ -2,10 +2,10 @@
 chunk-parallel kernel.
 
 1. prepare: what the recurrences need of every chunk, from the inverses that the forward saved (prepare);
-2. states: forward recurrence, residuals and the state of every slot (backward_states);
-3. reverse: backward recurrence, dv and the state gradient of every slot (backward_reverse);
-4. gradients: dq, dk, dg, dβ and partial sums for A_log and dt_bias (backward_gradients);
-5. finish: sums over channel blocks and grouped heads, the gradient of the row norms (backward_finish).
+2. recurrences: forward, for residuals and the state of every slot (backward_states), and at the same time backward, for
+   dv and the state gradient of every slot (backward_reverse);
+3. gradients: dq, dk, dg, dβ and partial sums for A_log and dt_bias (backward_gradients);
+4. finish: sums over channel blocks and grouped heads, the gradient of the row norms (backward_finish).
 
 Nothing synchronises with the host: with ``cu_seqlens`` the slots of each sequence are found on the device, in buffers
 whose size T and N bound. Sums over value heads and over slots are ordered, so that results repeat bitwise.
@@ -34,9 +34,8 @@ from kda_core.triton_lib.plan import (
 )
 from kda_core_nvidia.backward_finish import finish_kernel
 from kda_core_nvidia.backward_gradients import gradients_kernel
-from kda_core_nvidia.backward_hopper import reverse_hopper, states_hopper
-from kda_core_nvidia.backward_reverse import reverse_kernel
-from kda_core_nvidia.backward_states import states_kernel
+from kda_core_nvidia.backward_hopper import recurrences_hopper
+from kda_core_nvidia.backward_recurrences import recurrences_kernel
 from kda_core_nvidia.choose import BackwardChoice
 from kda_core_nvidia.choose.backward import (
     WHOLE,
@@ -206,8 +205,7 @@ class _Backward:
         own = {n: b.scratch(n, (most // self.of_state, self.HV, *shape), self.dtype) for n, shape in shapes.items()}
         out: dict[str, View | None] = {}
         for turn in turns:
-            self._add_states(turn, prepared, states, own["z"], own["states"])
-            self._add_reverse(turn, prepared, states, dv, own["state_grads"])
+            self._add_recurrences(turn, prepared, states, dv, own)
             if turn is turns[-1]:
                 b.free(prepared.keys, prepared.P, prepared.X)
             out = out or self._outputs()
@@ -233,49 +231,35 @@ class _Backward:
     def _precision(self) -> dict[str, str]:
         return {"PRECISION": "ieee" if self.dtype == torch.float32 else "tf32"}
 
-    def _add_states(self, turn: slice | None, prepared: Prepared, states: _States, z: View, stored: View) -> None:
-        config, r, slots_of = self.choice.states, self.r, self._slots_of(turn)
-        keys, X, D = (x.cut(0, slots_of) for x in (prepared.keys, prepared.X, prepared.D))
-        v, initial = r.v.cut(0, turn), states.initial and states.initial.cut(0, turn)
-        constants, heads = self._constants("states"), self._heads(turn)
-        arguments = {"v": v, "initial_state": initial, "z": z, "states": stored, "cu_seqlens": r.cu_seqlens}
-        arguments |= self.strides("v", r.v) | {"T": self.T, "T_row": self.T_row, "NT": self.NT}
-        if isinstance(config, HopperConfig):
-            kernel, constants = states_hopper, constants | config.constants
-            tiles = hopper_tiles(keys, None, D) | {"X": matrix_tile(X, CHUNK, CHUNK, swizzled=True)}
-            arguments |= tiles | {"values": token_tile(v, CHUNK, config.block_v, swizzled=True)}
+    def _add_recurrences(
+        self, turn: slice | None, prepared: Prepared, states: _States, dv: View, own: dict[str, View]
+    ) -> None:
+        """States and reverse, in one launch."""
+        choice, r, slots_of = self.choice, self.r, self._slots_of(turn)
+        keys, X, P, D = (x.cut(0, slots_of) for x in (prepared.keys, prepared.X, prepared.P, prepared.D))
+        v, do = r.v.cut(0, turn), r.grad_o and r.grad_o.cut(0, turn)
+        arguments = {"v": v, "do": do, "dv": dv.cut(0, turn), "cu_seqlens": r.cu_seqlens, **own}
+        for name in ("initial", "grad_final", "grad_initial"):
+            x = getattr(states, name)
+            arguments[f"{name}_state"] = x and x.cut(0, turn)
+        arguments |= self.strides("v", r.v) | self.strides("o", r.v if do is None else r.grad_o)
+        constants = self._constants("recurrences")
+        first, last = choice.states, choice.reverse
+        if isinstance(first, HopperConfig):
+            kernel = recurrences_hopper
+            constants |= first.constants | {"STAGES_REVERSE": last.stages, "OUT_REVERSE": last.out}
+            arguments |= hopper_tiles(keys, P, D) | {"X": matrix_tile(X, CHUNK, CHUNK, swizzled=True)}
+            tiles = {"values": v, "gradients": do}
+            arguments |= {n: token_tile(x, CHUNK, first.block_v, swizzled=True) for n, x in tiles.items()}
         else:
-            kernel, own = states_kernel, {"BV": config.block_v, "STAGES": config.stages, "VP": self.vp}
-            constants |= own | self._precision | {"V_AS_OPERAND": self.choice.operand}
-            arguments |= {"keys": keys, "X": X, "D": D}
-        grid = (self.vp // config.block_v * heads, 1, 1)
-        self.b.launch(kernel, grid, config.num_warps, constants, **arguments)
-
-    def _add_reverse(self, turn: slice | None, prepared: Prepared, states: _States, dv: View, stored: View) -> None:
-        config, r, slots_of = self.choice.reverse, self.r, self._slots_of(turn)
-        keys, P, D = (x.cut(0, slots_of) for x in (prepared.keys, prepared.P, prepared.D))
-        do, grad_final = (x and x.cut(0, turn) for x in (r.grad_o, states.grad_final))
-        constants, heads = self._constants("reverse"), self._heads(turn)
-        arguments = {"do": do, "grad_final_state": grad_final, "dv": dv.cut(0, turn), "state_grads": stored}
-        arguments |= {"grad_initial_state": states.grad_initial and states.grad_initial.cut(0, turn)}
-        arguments |= {
-            "cu_seqlens": r.cu_seqlens,
-            "T": self.T,
-            "T_row": self.T_row,
-            "NT": self.NT,
-            "o_scale": self.o_scale,
-        }
-        arguments |= self.strides("o", r.v if r.grad_o is None else r.grad_o)
-        if isinstance(config, HopperConfig):
-            kernel, constants = reverse_hopper, constants | config.constants
-            tile = token_tile(do, CHUNK, config.block_v, swizzled=True)
-            arguments |= hopper_tiles(keys, P, D) | {"gradients": tile}
-        else:
-            kernel, own = reverse_kernel, {"BV": config.block_v, "STAGES": config.stages, "VP": self.vp}
-            constants |= own | self._precision
-            arguments |= {"keys": keys, "P": P, "D": D}
-        grid = (self.vp // config.block_v * heads, 1, 1)
-        self.b.launch(kernel, grid, config.num_warps, constants, **arguments)
+            kernel = recurrences_kernel
+            constants |= {"BV_STATES": first.block_v, "BV_REVERSE": last.block_v, "STAGES": first.stages, "VP": self.vp}
+            constants |= self._precision | {"V_AS_OPERAND": choice.operand}
+            arguments |= {"keys": keys, "X": X, "P": P, "D": D}
+        programs = [self.vp // x.block_v * self._heads(turn) for x in (first, last)]
+        arguments |= {"T": self.T, "T_row": self.T_row, "NT": self.NT, "o_scale": self.o_scale}
+        grid = (sum(programs), 1, 1)
+        self.b.launch(kernel, grid, first.num_warps, constants, **arguments, programs=programs[0])
 
     def _outputs(self) -> dict[str, View | None]:
         """What ``gradients`` writes: dq and dk by value heads, and partial sums."""
