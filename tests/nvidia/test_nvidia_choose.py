@@ -21,10 +21,17 @@ from kda_core_nvidia.choose.backward import (
     GradientsHopperConfig,
     GradientsPersistentConfig,
     backward_config,
-    backward_gains,
 )
 from kda_core_nvidia.choose.chip import SHARED_LIMIT
-from kda_core_nvidia.choose.chunk import HopperConfig, PrepareHopperConfig, prepare_config, row_aligned, split_scale
+from kda_core_nvidia.choose.chunk import (
+    BlockConfig,
+    HopperConfig,
+    PrepareHopperConfig,
+    hopper_config,
+    prepare_config,
+    row_aligned,
+    split_scale,
+)
 from kda_core_nvidia.choose.forward import recurrence_config
 from kda_core_nvidia.choose.recurrent import recurrent_config
 
@@ -99,20 +106,24 @@ def test_full_chips_take_wide_blocks():
     assert back == [64, 128]
 
 
-def test_the_backward_takes_kernels_for_hopper_where_they_gain():
-    """With 128 key channels few programs and many rows; above, any number of programs; else never."""
-    chip = CHIPS[90]
-    assert backward_gains(chip, 128, 128, 66, 4096)
-    assert not backward_gains(chip, 128, 128, 67, 4096)
-    assert not backward_gains(chip, 128, 128, 66, 4095)
-    assert backward_gains(chip, 256, 256, 1000, 1024)
-    assert not backward_gains(chip, 256, 256, 1000, 1023)
-    assert not backward_gains(chip, 64, 64, 8, 1 << 20)
-    choice = backward_on(90, backward(T=4096, B=2))
-    assert isinstance(choice.states, HopperConfig)
-    assert isinstance(choice.reverse, HopperConfig)
-    no_output = replace(backward(T=4096, B=2), grad_o=None)
-    assert not isinstance(backward_on(90, no_output).reverse, HopperConfig)
+def test_the_backward_takes_kernels_for_hopper():
+    """Both recurrences or neither, since they are one launch."""
+
+    def kinds(call: Request) -> set[type]:
+        choice = backward_on(90, call)
+        return {type(choice.states), type(choice.reverse)}
+
+    assert kinds(backward(T=4096, B=2)) == {HopperConfig}
+    assert kinds(backward(T=33)) == {HopperConfig}
+    assert kinds(replace(backward(T=4096, B=2), grad_o=None)) == {BlockConfig}
+
+
+def test_programs_of_the_backward_s_recurrences_share_multiprocessors():
+    """In one round or three a program has a multiprocessor to itself; 33, 66 and 99 heads are a round of 132 each."""
+    for heads, stages in {1: 6, 33: 6, 34: 3, 66: 3, 67: 6, 99: 6, 100: 3, 256: 3}.items():
+        assert hopper_config("states", CHIPS[90], 128, 128, heads).stages == stages
+        assert hopper_config("reverse", CHIPS[90], 128, 128, heads).stages == min(stages, 5)
+        assert hopper_config("states", CHIPS[90], 256, 256, heads).stages == 3
 
 
 def test_long_sequences_of_few_heads_are_cut():
@@ -250,6 +261,7 @@ def test_configurations_fit_their_sizes(arch: int, heads: int):
         assert 16 <= config.block_v <= padded(size)
         back = backward_config(CHIPS[arch], dtype, padded(size), padded(size), heads)
         assert all(16 <= x.block_v <= padded(size) for x in (back.states, back.reverse, back.gradients))
+        assert (back.states.num_warps, back.states.stages) == (back.reverse.num_warps, back.reverse.stages)
         assert 16 <= back.gradients.block_k <= padded(size)
 
 

@@ -20,8 +20,8 @@ from kda_core_nvidia.backward_states import load_state, rows_of, store_state
 
 @triton.jit
 def reverse_of_sequence(
-    program, keys, P, D, do, grad_final_state, dv, state_grads, grad_initial_state, cu_seqlens, s_ob, s_ot, s_oh, T, T_row, NT,
-    o_scale,
+    program, keys, P, D, do, grad_final_state, dv, state_grads, grad_initial_state, cu_seqlens,
+    s_ob, s_ot, s_oh, T, T_row, NT, o_scale,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, LIFT: tl.constexpr,
     KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr,
     V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, EVERY_SECOND: tl.constexpr,

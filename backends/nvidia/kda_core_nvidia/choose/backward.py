@@ -75,20 +75,6 @@ def mildest(dtype: torch.dtype, l2norm: bool) -> float:
     return 8.0 if dtype == torch.float16 and not l2norm else MILD[dtype]
 
 
-_LEAST_ROWS = {128: 4096, 256: 1024}
-"""Rows of a call, by padded K, from which the backward gains more on the chip than the descriptors cost the host."""
-
-
-def backward_gains(chip: Chip, KP: int, V: int, heads: int, rows: int) -> bool:
-    """Whether the backward's recurrences are faster in their form for Hopper.
-
-    With 128 key channels and a program of 64 value channels for every multiprocessor, the plain kernels, of which
-    several share one, keep the memory as busy.
-    """
-    few = KP > 128 or chip.load(heads * -(-V // 64)) <= 1
-    return few and rows >= _LEAST_ROWS.get(KP, rows + 1)
-
-
 def rows_readable(x: View) -> bool:
     """Whether the backward reads ``x`` [B, T, ..] as it lies: rows are contiguous, a tile's offsets fit 32 bits."""
     return (x.dim() == 3 or has_contiguous_rows(x)) and x.strides[1] * 128 < 2**31
@@ -96,7 +82,7 @@ def rows_readable(x: View) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class BackwardConfig:
-    """Tiles of the backward's plain kernels for one shape class."""
+    """Tiles of the backward's plain kernels for one shape class; states and reverse, one launch, have equal warps."""
 
     states: BlockConfig
     reverse: BlockConfig
@@ -118,7 +104,8 @@ def backward_config(chip: Chip, dtype: torch.dtype, kp: int, vp: int, heads: int
     if arch not in (90, 100, 103):
         # Products take both operands from registers there: less of the state to a warp, or nothing in flight.
         if kp > 128:
-            return BackwardConfig(BlockConfig(16, 4, 2), BlockConfig(min(vp, 32), 8, 2), gradients)
+            small = BlockConfig(16, 4, 2)
+            return BackwardConfig(small, small, gradients)
         plain = BlockConfig(bv, bv // 16, 1)
         return BackwardConfig(plain, plain, gradients)
     if kp > 128:
@@ -264,10 +251,9 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
         # Zeros stand for it there.
         do = _dv(r)
     config = backward_config(chip, dtype, KP, VP, r.N * HV)
-    gains = VP == V and backward_gains(chip, KP, V, N * HV, T)
 
     def hopper(x: View | None) -> bool:
-        return gains and x is not None and all(serves(chip, dtype, most, HV, KP, V, x.cut(0, t)) for t in turns)
+        return VP == V and x is not None and all(serves(chip, dtype, most, HV, KP, V, x.cut(0, t)) for t in turns)
 
     states, reverse = config.states, config.reverse
     if hopper(v) and hopper(do):

@@ -179,6 +179,10 @@ _HOPPER_CONFIGS = {
 }
 
 
+_SHARING = {"states": HopperConfig(64, 3, 2, 2, 128), "reverse": HopperConfig(64, 3, 2, 1, 128)}
+"""The backward's recurrences of 128 key channels where two programs share a multiprocessor."""
+
+
 def hopper_config(kernel: str, chip: Chip, KP: int, V: int, heads: int) -> HopperConfig:
     """The configuration for ``heads`` = sequences times value heads.
 
@@ -186,9 +190,15 @@ def hopper_config(kernel: str, chip: Chip, KP: int, V: int, heads: int) -> Hoppe
     program of 128 loads each chunk once instead of twice. Only the forward gains by that: the backward stores so much
     that it is no faster.
 
+    States and reverse are one launch. A program that has a multiprocessor to itself loads further ahead, and is nearly
+    twice as fast as each of two that share one. One round of such programs, or three, are faster than one or two rounds
+    of pairs; short sequences need pairs, whose starts overlap.
+
     Args:
         kernel: recurrence, states or reverse.
     """
+    if kernel in _SHARING and KP == 128 and math.ceil(chip.load(2 * heads * (V // 64))) not in (1, 3):
+        return _SHARING[kernel]
     wide = kernel == "recurrence" and V % 128 == 0 and chip.load(heads * (V // 64)) > 1
     return _HOPPER_CONFIGS[kernel, KP, 128 if wide else 64]
 
