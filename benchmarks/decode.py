@@ -8,8 +8,8 @@ implementation is captured in a CUDA graph of several steps, each on other slots
 the graphs are replayed by turns. On a CPU the peer is the torch fallback of transformers; it takes dense states, decays
 and beta, so ours gets decays and beta too, and each runs ten steps in a row.
 
-The bytes of a step are each state read once and written once, and the rows of q, k, v, g, beta and o. A copy of as many
-states is timed beside the steps. Prefill compares ``fused_recurrent_kda`` with ``chunk_kda`` on the same pool.
+The bytes of a step are each state read once and written once, and the rows of q, k, v, g, beta and o. Prefill
+compares ``fused_recurrent_kda`` with ``chunk_kda`` on the same pool, float32 and K first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor
 import kda_core
 from kda_core.bench import reason, take_turns
 
-CHUNK, COPY = "chunk_kda", "copy"
+CHUNK = "chunk_kda"
 CACHE = 64 * 2**20
 COLD = 4
 """A round of steps reads at least this many times CACHE bytes of states."""
@@ -48,6 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure every row."""
     parser = Parser(__file__, __doc__)
     add_peers(parser, ("fla", "transformers"))
+    parser.add_argument("--states", nargs="+", choices=DTYPES, default=DTYPES, help="dtypes of the pool; default: all")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS, help="default: both")
     parser.add_argument("--sizes", type=positive, nargs="+", metavar="N", help="sequences; default: 1, 2, 4, ... 512")
     parser.add_argument("--heads", type=positive, default=32)
     parser.add_argument("--channels", type=positive, default=128, help="K = V")
@@ -60,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows = Rows(options, versions, copy_bytes_per_second=copy)
     sizes = options.sizes or [2**i for i in range(10 if gpu else 5)]
     prompts = ((2, 4, 8, 16, 32, 64) if gpu else (2, 8, 32)) if options.prompts is None else options.prompts
-    kinds = [(N, 1, state, layout) for state in DTYPES for layout in LAYOUTS for N in sizes]
+    kinds = [(N, 1, state, layout) for state in options.states for layout in options.layouts for N in sizes]
     kinds += [(N, T, "float32", "K first") for N in sizes if N in (1, 8, 64) for T in prompts]
     for kind in kinds:
         row = measure(*kind, list(functions), options)
@@ -69,10 +71,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 @functools.lru_cache(maxsize=1)
-def make_pool(slots: int, H: int, K: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A pool and as much memory to copy to; rows of one dtype share it."""
-    pool = torch.empty(slots, H, K, K, device=device, dtype=dtype).normal_()
-    return pool, torch.empty_like(pool)
+def make_pool(slots: int, H: int, K: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A pool of states; rows of one dtype share it."""
+    return torch.empty(slots, H, K, K, device=device, dtype=dtype).normal_()
 
 
 class Work:
@@ -80,14 +81,14 @@ class Work:
 
     Attributes:
         tensors, options: of the token's call, without states and slots.
-        pool: [slots, H, K, K] states. target: as much memory to copy to.
+        pool: [slots, H, K, K] states.
     """
 
     def __init__(self, N: int, T: int, state: str, layout: str, options: Namespace) -> None:
         self.N, self.v_first, self.backend, device = N, layout == "V first", options.backend, options.device
         H, K, dtype = options.heads, options.channels, torch.bfloat16 if device.type == "cuda" else torch.float32
         slots = max(N, options.cold // (H * K**2 * DTYPES[state].itemsize))
-        self.pool, self.target = make_pool(slots, H, K, DTYPES[state], device)
+        self.pool = make_pool(slots, H, K, DTYPES[state], device)
         torch.manual_seed(0)
         q, k, v = (torch.randn(N, T, H, K, device=device, dtype=dtype) for _ in range(3))
         beta = torch.randn(N, T, H, device=device, dtype=dtype)
@@ -139,14 +140,6 @@ class Work:
                 return function(*self.tensors.values(), initial_state=states, **options)
 
             yield "transformers", fallback
-        places = itertools.cycle(range(0, len(self.pool) - self.N + 1, self.N))
-
-        def copy(slots: Tensor) -> object:
-            # By an elementwise kernel: in a graph a memcpy may run on a copy engine.
-            place = next(places)
-            return torch.abs(self.pool[place : place + self.N], out=self.target[place : place + self.N])
-
-        yield COPY, copy
 
 
 def measure(N: int, T: int, state: str, layout: str, peers: list[str], options: Namespace) -> Row:

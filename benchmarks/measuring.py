@@ -32,6 +32,9 @@ HERE = Path(__file__).parent
 Row = dict[str, Any]
 """One measurement, ready for JSON; "suite" names its program, "failed" says why there is none."""
 
+IDENTITY = ("suite", "shape", "case", "gate", "decay", "dtype", "backward")
+"""Fields by which a row is told from others."""
+
 PROGRAM = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 """Runs the program whose file and arguments follow."""
 
@@ -48,6 +51,9 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--backend", help="of kda_core; default: the one that it chooses")
         self.add_argument("--device", help="cpu or cuda; default: cuda where there is one")
         self.add_argument("--json", type=Path, metavar="FILE", help="write all rows to this file, after every row")
+        self.add_argument(
+            "--append", action="store_true", help="keep the rows that the file has, but those that return"
+        )
 
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: {message}", file=sys.stderr)
@@ -67,6 +73,13 @@ class Parser(argparse.ArgumentParser):
             self.error(f"--json: {error}")
         except ValueError as error:
             self.error(str(error))
+        options.earlier = {"rows": []}
+        if options.append and file is not None and file.exists():
+            try:
+                options.earlier = json.loads(file.read_text(encoding="utf-8"))
+                options.earlier["environment"]["versions"], options.earlier["rows"]
+            except (ValueError, KeyError, TypeError):
+                self.error(f"--append: expected a file with rows, got {file}")
         return options
 
 
@@ -79,16 +92,21 @@ def positive(text: str) -> float:
 
 
 class Rows:
-    """The rows of a run, in memory and in the JSON file.
+    """The rows of a run and of the file that it adds to, in memory and in the JSON file.
 
     Args:
         options: what ``Parser.parse`` returned. versions: of the peers.
         content: further fields of the JSON.
+
+    Attributes:
+        status: the program's exit status.
     """
 
     def __init__(self, options: argparse.Namespace, versions: Mapping[str, str] | None = None, **content: Any) -> None:
-        self.file, self.rows = options.json, []
-        found = {OURS: kda_core.__version__, "torch": torch.__version__, "triton": cli.version_of("triton")}
+        self.file, self.status = options.json, 0
+        self.rows: list[Row] = options.earlier["rows"]
+        found = options.earlier.get("environment", {}).get("versions", {})
+        found |= {OURS: kda_core.__version__, "torch": torch.__version__, "triton": cli.version_of("triton")}
         found |= {"driver": _driver()} | dict(versions or {})
         environment = {
             "device": cli.device_name(options.device),
@@ -103,8 +121,10 @@ class Rows:
 
     def add(self, row: Row, *lines: str) -> None:
         """Print a row and write the file."""
-        self.rows.append(row)
+        same = [i for i, earlier in enumerate(self.rows) if all(earlier.get(n) == row.get(n) for n in IDENTITY)]
+        self.rows[slice(same[0], same[0] + 1) if same else slice(len(self.rows), None)] = [row]
         if "failed" in row:
+            self.status = 1
             lines = (*lines, f"  failed: {row['failed']}")
         lines = (*lines, *(f"  without {name}: {why}" for name, why in row.get("left_out", {}).items()))
         print(*lines, sep="\n", flush=True)
@@ -114,11 +134,6 @@ class Rows:
             beside = self.file.with_name(self.file.name + ".part")
             beside.write_text(text + "\n", encoding="utf-8")
             beside.replace(self.file)
-
-    @property
-    def status(self) -> int:
-        """The program's exit status."""
-        return int(any("failed" in row for row in self.rows))
 
 
 def _commit() -> str:

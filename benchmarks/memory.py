@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--device: memory is measured on CPUs under Linux")
     if options.child:
         function = functools.partial(kda_core.chunk_kda, backend=options.backend)
-        print(grown(options.shapes[0], PEERS[options.child][3]() if options.child != OURS else function))
+        print(grown(options.shapes[0], PEERS[options.child][2]() if options.child != OURS else function))
         return 0
     functions, versions = load_peers(parser, options)
     rows = Rows(options, versions)

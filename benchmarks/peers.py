@@ -20,23 +20,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import measuring
 import torch
 from inputs import DECAYS, Part, bytes_held, bytes_moved, draw, log_decay, parse_shape
-from measuring import (
-    OURS,
-    PROGRAM,
-    ChildFailed,
-    Parser,
-    Row,
-    Rows,
-    capture,
-    child,
-    copy_bandwidth,
-    median,
-    number,
-    positive,
-    summary,
-)
+from measuring import OURS, ChildFailed, Parser, Row, Rows, capture, median, number, summary
 from torch import Tensor
 
 import kda_core
@@ -89,18 +76,14 @@ def torch_code(function: Callable[..., tuple[Tensor, Tensor | None]]) -> Functio
     return chunk_kda
 
 
-PEERS: dict[str, tuple[str, str, str, Callable[[], Function]]] = {
-    "fla": ("cuda", "fla", "fla-core", fla_chunk_kda),
-    "transformers": (
-        "cpu",
-        "transformers",
-        "transformers",
-        lambda: torch_code(transformers_function("chunk_kimi_delta_attention")),
-    ),
-    "naive_chunk": ("cpu", "fla", "fla-core", lambda: fla_naive("naive_chunk_kda")),
-    "naive_recurrent": ("cpu", "fla", "fla-core", lambda: fla_naive("naive_recurrent_kda")),
+PEERS: dict[str, tuple[str, str, Callable[[], Function]]] = {
+    "fla": ("cuda", "fla", fla_chunk_kda),
+    "transformers": ("cpu", "transformers", lambda: torch_code(transformers_function("chunk_kimi_delta_attention"))),
+    "naive_chunk": ("cpu", "fla", lambda: fla_naive("naive_chunk_kda")),
+    "naive_recurrent": ("cpu", "fla", lambda: fla_naive("naive_recurrent_kda")),
 }
-"""By name: the device that it is timed on, the name and the distribution of its version, and what loads it."""
+"""By name: the device that it is timed on, its library, and what loads it."""
+DISTRIBUTIONS = {"fla": "fla-core", "transformers": "transformers"}
 
 
 def add_peers(parser: Parser, default: tuple[str, ...] = tuple(PEERS)) -> None:
@@ -115,14 +98,14 @@ def load_peers(parser: Parser, options: Namespace) -> tuple[dict[str, Function],
     asked = [name for name in options.peers or options.default_peers if name != "none"]
     functions, versions = {}, {}
     for name in asked:
-        device, library, distribution, load = PEERS[name]
+        device, library, load = PEERS[name]
         try:
             if device != options.device.type:
                 raise RuntimeError(f"it is timed on {device} only")
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 functions[name] = load()
-            versions[library] = version_of(distribution) or "unknown"
+            versions[library] = version_of(DISTRIBUTIONS[library]) or "unknown"
         # A library may fail in any way while it looks for its compiler or device.
         except Exception as error:
             if options.peers:
@@ -153,7 +136,7 @@ def main(
     parser.add_argument("--gates", nargs="+", choices=GATES, help="default: bounded softplus; on a CPU bounded")
     parser.add_argument("--decays", nargs="+", choices=DECAYS, help="default: random slow; on a CPU random")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16; on a CPU float32")
-    parser.add_argument("--seconds", type=positive, help="of timing, for each row; default: 0.4; on a CPU 2")
+    parser.add_argument("--seconds", type=measuring.positive, help="of timing, for each row; default: 0.4; on a CPU 2")
     on = BooleanOptionalAction
     parser.add_argument("--errors", action=on, default=True, help="compare with the float64 oracle, too")
     parser.add_argument("--profile", action="store_true", help="on a GPU, list our kernels and their times, too")
@@ -181,7 +164,7 @@ def main(
         return 0
     if options.warm:
         warm(min(options.warm, len(shapes_here)), [program, *(sys.argv[1:] if arguments is None else arguments)])
-    copy = copy_bandwidth(options.device)
+    copy = measuring.copy_bandwidth(options.device)
     rows = Rows(options, versions, copy_bytes_per_second=copy)
     for case in shapes_here:
         for gate in gates:
@@ -307,7 +290,7 @@ def warm(jobs: int, line: list[str]) -> None:
 
     def part(index: int) -> None:
         try:
-            child(PROGRAM, *line, "--part", f"{index}/{jobs}", environment=environment)
+            measuring.child(measuring.PROGRAM, *line, "--part", f"{index}/{jobs}", environment=environment)
         except ChildFailed as error:
             print(f"compiling, process {index}: {error}", file=sys.stderr, flush=True)
 

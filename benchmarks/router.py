@@ -69,15 +69,7 @@ class NullBackend:
         self.request = request
         return self.result
 
-    @hookimpl
-    def kda_core_recurrent_forward(self, request):
-        self.request = request
-        return self.result
-
-    @hookimpl
-    def kda_core_gate_forward(self, request):
-        self.request = request
-        return self.result
+    kda_core_recurrent_forward = kda_core_gate_forward = kda_core_chunk_forward
 
 
 @contextmanager
@@ -97,47 +89,31 @@ def null_backend() -> Iterator[NullBackend]:
 def calls() -> dict[str, tuple[str, Callable[[], object], object]]:
     """Name -> (hook, public call, the null backend's answer)."""
     B, T, H, K = 8, 1, 4, 64
-    q, k, v = (torch.zeros(B, T, H, K) for _ in range(3))
-    g, beta = torch.zeros(B, T, H, K), torch.zeros(B, T, H)
-    A_log, dt_bias = torch.zeros(H), torch.zeros(H, K)
-    state, pool = torch.zeros(B, H, K, K), torch.zeros(2 * B, H, K, K)
-    indices, out = torch.arange(B), torch.empty_like(v)
-    row = [t.reshape(1, B * T, *t.shape[2:]) for t in (q, k, v, g, beta)]
-    cu_seqlens = torch.arange(B + 1)
-    in_kernel: dict[str, Any] = {
-        "use_qk_l2norm_in_kernel": True,
-        "use_gate_in_kernel": True,
-        "use_beta_sigmoid_in_kernel": True,
-        "A_log": A_log,
-        "dt_bias": dt_bias,
-    }
+    q, k, v, g = (torch.zeros(B, T, H, K) for _ in range(4))
+    beta, A_log, dt_bias = torch.zeros(B, T, H), torch.zeros(H), torch.zeros(H, K)
+    state, pool, out = torch.zeros(B, H, K, K), torch.zeros(2 * B, H, K, K), torch.empty_like(v)
+    indices, cu_seqlens = torch.arange(B), torch.arange(B + 1)
+    row = {n: t.flatten(0, 1)[None] for n, t in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta))}
+    raw: dict[str, Any] = {"A_log": A_log, "dt_bias": dt_bias, "lower_bound": -5.0}
+    raw |= {f"use_{n}_in_kernel": True for n in ("qk_l2norm", "gate", "beta_sigmoid")}
+    states: dict[str, Any] = {"initial_state": state, "output_final_state": True}
+    slots: dict[str, Any] = {"initial_state": pool, "ssm_state_indices": indices, "out": out}
     answer, with_state = ForwardResult(v), ForwardResult(v, state)
     chunk, recurrent, gate = "kda_core_chunk_forward", "kda_core_recurrent_forward", "kda_core_gate_forward"
+    chunk_kda, fused_recurrent_kda = kda_core.chunk_kda, kda_core.fused_recurrent_kda
     return {
-        PLAINEST: (chunk, lambda: kda_core.chunk_kda(q, k, v, g, beta), answer),
-        "chunk_kda, backend named": (chunk, lambda: kda_core.chunk_kda(q, k, v, g, beta, backend="null"), answer),
+        PLAINEST: (chunk, lambda: chunk_kda(q, k, v, g, beta), answer),
+        "chunk_kda, backend named": (chunk, lambda: chunk_kda(q, k, v, g, beta, backend="null"), answer),
         "chunk_kda, all in the kernel, states": (
             chunk,
-            lambda: kda_core.chunk_kda(
-                q, k, v, g, beta, initial_state=state, output_final_state=True, **in_kernel, lower_bound=-5.0
-            ),
+            lambda: chunk_kda(q, k, v, g, beta, **states, **raw),
             with_state,
         ),
-        "chunk_kda, packed": (
-            chunk,
-            lambda: kda_core.chunk_kda(row[0], row[1], row[2], row[3], row[4], cu_seqlens=cu_seqlens),
-            answer,
-        ),
-        "fused_recurrent_kda, no option": (
-            recurrent,
-            lambda: kda_core.fused_recurrent_kda(q, k, v, g, beta),
-            answer,
-        ),
+        "chunk_kda, packed": (chunk, lambda: chunk_kda(**row, cu_seqlens=cu_seqlens), answer),
+        "fused_recurrent_kda, no option": (recurrent, lambda: fused_recurrent_kda(q, k, v, g, beta), answer),
         "fused_recurrent_kda, decode over a pool": (
             recurrent,
-            lambda: kda_core.fused_recurrent_kda(
-                q, k, v, g, beta, initial_state=pool, ssm_state_indices=indices, out=out, **in_kernel
-            ),
+            lambda: fused_recurrent_kda(q, k, v, g, beta, **slots, **raw),
             ForwardResult(out),
         ),
         "kda_gate": (gate, lambda: kda_core.kda_gate(g, A_log, dt_bias), torch.zeros_like(g)),
