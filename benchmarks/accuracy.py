@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from inputs import errors, oracle
-from measuring import OURS, Parser, Row, Rows, positive
+from measuring import OURS, Parser, Row, Rows, count
 from peers import add_peers, load_peers
 
 import kda_core
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     add_peers(parser, ("fla",))
     parser.add_argument("--by-length", action="store_true", help="cases of 16 to 4096 tokens in place of the table's")
     parser.add_argument("--only", default="", metavar="TEXT", help="the cases whose names contain this")
-    parser.add_argument("--draws", type=positive, default=1, help="of every case's inputs; default: 1")
+    parser.add_argument("--draws", type=count, default=1, help="draws of every case's inputs; default: 1")
     parser.add_argument("--one-config", action="store_true", help="spare the peers' autotuning")
     options = parser.parse(arguments)
     cases = [case for case in (BY_LENGTH if options.by_length else TABLE) if options.only in case.name]

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from inputs import parse_shape
-from measuring import PROGRAM, ChildFailed, Parser, Row, Rows, child, positive
+from measuring import PROGRAM, ChildFailed, Parser, Row, Rows, child, count
 
 import kda_core
 from kda_core.bench import on_device, runner
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure both calls of every shape."""
     parser = Parser(__file__, __doc__)
     parser.add_argument("--shapes", nargs="+", type=parse_shape, default=[parse_shape("1,2048,16,128")], help="B,T,H,K")
-    parser.add_argument("--calls", type=positive, default=100, help="steps after the first call; default: 100")
+    parser.add_argument("--calls", type=count, default=100, help="steps after the first call; default: 100")
     parser.add_argument("--child", choices=CALLS, help="make this call of the first shape, in this process")
     options = parser.parse(arguments)
     if any(case.lengths or case.HV or case.V for case in options.shapes):
@@ -56,17 +56,13 @@ def main(arguments: list[str] | None = None) -> int:
                     row |= json.loads(child(PROGRAM, *line, environment=os.environ | {CACHE: cache}))
                 except ChildFailed as error:
                     row["failed"] = str(error)
-            rows.add(row, *lines(row, name))
+            text = f"{case.name}, {name}"
+            text += f": {row['seconds']:.1f} s, {row['kernels']} kernels" if "seconds" in row else ""
+            if "later_random_T" in row:
+                later = (row["later_random_T"], row["later_random_packings"])
+                text += f"; {options.calls} steps each: {later[0]} by other lengths, {later[1]} by packings"
+            rows.add(row, text)
     return rows.status
-
-
-def lines(row: Row, name: str) -> list[str]:
-    """A row in words."""
-    found = [f"{row['shape']}, {name}: {row['seconds']:.1f} s, {row['kernels']} kernels"] if "seconds" in row else []
-    if "later_random_T" in row:
-        more = f"{row['later_random_T']} compiled by {row['calls']} steps of other lengths"
-        found.append(f"  {more}, {row['later_random_packings']} by as many packings")
-    return found
 
 
 def first_and_later_calls(options: Namespace) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What the programs share: their common options, rows and their JSON file, CUDA graphs, and child processes.
+"""The common part of the programs: options, rows and their JSON file, CUDA graphs, and child processes.
 
 The JSON is rewritten after every row, so that a run that is cut off keeps its rows. ``tools/figures.py`` reads it.
 """
@@ -9,7 +9,6 @@ import argparse
 import datetime
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -48,7 +47,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, program: str, text: str) -> None:
         super().__init__(prog=Path(program).name, description=text.split("\n\n")[0])
-        self.add_argument("--backend", help="of kda_core; default: the one that it chooses")
+        self.add_argument("--backend", help="backend of kda_core; default: the one that it chooses")
         self.add_argument("--device", help="cpu or cuda; default: cuda where there is one")
         self.add_argument("--json", type=Path, metavar="FILE", help="write all rows to this file, after every row")
         self.add_argument(
@@ -62,7 +61,8 @@ class Parser(argparse.ArgumentParser):
     def parse(self, arguments: list[str] | None = None) -> argparse.Namespace:
         """The options, ``device`` as a torch.device; exits where nothing could be measured or written."""
         options = self.parse_args(arguments)
-        file = options.json
+        # A child process that only compiles writes nothing.
+        file = options.json = None if getattr(options, "part", None) else options.json
         if file is not None and file.exists() and not file.is_file():
             self.error(f"--json: expected a file, got {file}")
         try:
@@ -84,11 +84,16 @@ class Parser(argparse.ArgumentParser):
 
 
 def positive(text: str) -> float:
-    """A number above 0, for argparse; a whole one stays whole."""
+    """A number above 0, for argparse."""
     number = float(text)
     if not number > 0:
         raise argparse.ArgumentTypeError(f"expected more than 0, got {text}")
-    return int(number) if number.is_integer() else number
+    return number
+
+
+def count(text: str) -> int:
+    """A whole number above 0, for argparse."""
+    return int(positive(str(int(text))))
 
 
 class Rows:
@@ -149,10 +154,11 @@ def _commit() -> str:
 
 def _driver() -> str | None:
     """The version of NVIDIA's driver, or None."""
-    if not torch.cuda.is_available() or shutil.which("nvidia-smi") is None:
-        return None
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return (subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines() or [None])[0]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return None
 
 
 def _served_by(device: torch.device) -> str:

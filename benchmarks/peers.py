@@ -12,17 +12,18 @@ import functools
 import gc
 import importlib
 import inspect
+import itertools
 import os
 import sys
 import warnings
-from argparse import BooleanOptionalAction, Namespace
+from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import measuring
 import torch
-from inputs import DECAYS, Part, bytes_held, bytes_moved, draw, log_decay, parse_shape
+from inputs import DECAYS, SYNTAX, Part, bytes_held, bytes_moved, draw, log_decay, parse_shape
 from measuring import OURS, ChildFailed, Parser, Row, Rows, capture, median, number, summary
 from torch import Tensor
 
@@ -30,9 +31,9 @@ import kda_core
 from kda_core import reference
 from kda_core.bench import DTYPES, GATES, Function, Run, reason, runner, take_turns
 from kda_core.cli import version_of
-from kda_core.testing.cases import Case
 from kda_core.testing.inputs import Call
 
+NAIVE, KIMI_LINEAR = "fla.ops.kda.naive", "transformers.models.kimi_linear.modeling_kimi_linear"
 SHORTEST_KERNEL = 0.002
 """Milliseconds below which a kernel is not listed."""
 
@@ -46,16 +47,10 @@ def fla_chunk_kda() -> Function:
     return chunk_kda
 
 
-def fla_naive(name: str) -> Function:
-    """One of fla's functions in torch."""
-    return torch_code(getattr(importlib.import_module("fla.ops.kda.naive"), name))
-
-
-def transformers_function(name: str) -> Function:
-    """A torch fallback of transformers' kimi_linear."""
-    model = importlib.import_module("transformers.models.kimi_linear.modeling_kimi_linear")
-    # With fla installed the name is a wrapper of its GPU kernel; unwrapped it is the torch code.
-    return inspect.unwrap(getattr(model, name))
+def imported(module: str, name: str) -> Function:
+    """A function of a library."""
+    # With fla installed transformers wraps fla's GPU kernels; unwrapped they are its own torch code.
+    return inspect.unwrap(getattr(importlib.import_module(module), name))
 
 
 def torch_code(function: Callable[..., tuple[Tensor, Tensor | None]]) -> Function:
@@ -78,9 +73,9 @@ def torch_code(function: Callable[..., tuple[Tensor, Tensor | None]]) -> Functio
 
 PEERS: dict[str, tuple[str, str, Callable[[], Function]]] = {
     "fla": ("cuda", "fla", fla_chunk_kda),
-    "transformers": ("cpu", "transformers", lambda: torch_code(transformers_function("chunk_kimi_delta_attention"))),
-    "naive_chunk": ("cpu", "fla", lambda: fla_naive("naive_chunk_kda")),
-    "naive_recurrent": ("cpu", "fla", lambda: fla_naive("naive_recurrent_kda")),
+    "transformers": ("cpu", "transformers", lambda: torch_code(imported(KIMI_LINEAR, "chunk_kimi_delta_attention"))),
+    "naive_chunk": ("cpu", "fla", lambda: torch_code(imported(NAIVE, "naive_chunk_kda"))),
+    "naive_recurrent": ("cpu", "fla", lambda: torch_code(imported(NAIVE, "naive_recurrent_kda"))),
 }
 """By name: the device that it is timed on, its library, and what loads it."""
 DISTRIBUTIONS = {"fla": "fla-core", "transformers": "transformers"}
@@ -130,23 +125,20 @@ def main(
     """
     parser = Parser(program, text)
     add_peers(parser, peers)
-    parser.add_argument(
-        "--shapes", nargs="+", type=parse_shape, metavar="SHAPE", help="B,T,H,K[,V][:hv=N][:packed=...]"
-    )
+    parser.add_argument("--shapes", nargs="+", type=parse_shape, metavar="SHAPE", help=SYNTAX)
     parser.add_argument("--gates", nargs="+", choices=GATES, help="default: bounded softplus; on a CPU bounded")
     parser.add_argument("--decays", nargs="+", choices=DECAYS, help="default: random slow; on a CPU random")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16; on a CPU float32")
-    parser.add_argument("--seconds", type=measuring.positive, help="of timing, for each row; default: 0.4; on a CPU 2")
-    on = BooleanOptionalAction
-    parser.add_argument("--errors", action=on, default=True, help="compare with the float64 oracle, too")
+    parser.add_argument("--seconds", type=measuring.positive, help="time for a row; default: 0.4; on a CPU 2")
+    parser.add_argument("--no-errors", action="store_true", help="do not compare with the float64 oracle")
     parser.add_argument("--profile", action="store_true", help="on a GPU, list our kernels and their times, too")
     parser.add_argument("--disable-recompute", action="store_true", help="pass it: more memory, less time")
-    parser.add_argument("--warm", type=int, metavar="JOBS", help="compile in that many processes first")
-    parser.add_argument("--part", help="of --warm's processes: INDEX/COUNT of the shapes whose calls run once")
+    parser.add_argument("--warm", type=measuring.count, metavar="JOBS", help="compile in that many processes first")
+    parser.add_argument("--part", help="INDEX/COUNT of the shapes whose calls one process of --warm runs once")
     options = parser.parse(arguments)
-    gpu = options.device.type == "cuda"
-    shapes_here = options.shapes or [parse_shape(shape) for shape in shapes[options.device.type]]
-    dtype = DTYPES[options.dtype or ("bfloat16" if gpu else "float32")]
+    gpu, device = options.device.type == "cuda", options.device
+    cases = options.shapes or [parse_shape(shape) for shape in shapes[device.type]]
+    dtype = options.dtype or ("bfloat16" if gpu else "float32")
     gates = options.gates or (("bounded", "softplus") if gpu else ("bounded",))
     decays = options.decays or (("random", "slow") if gpu else ("random",))
     functions, versions = load_peers(parser, options)
@@ -155,40 +147,31 @@ def main(
         functions = {name: functools.partial(f, disable_recompute=True) for name, f in functions.items()}
     if options.part:
         index, count = map(int, options.part.split("/"))
-        for case in shapes_here[index::count]:
-            for gate in gates:
-                # No kernel depends on the decays' values.
-                call, _ = draw(case, mode, gate, decays[0], dtype, options.device)
-                first_runs(call, functions)
-                free(options.device)
+        # No kernel depends on the decays' values.
+        for case, gate in itertools.product(cases[index::count], gates):
+            first_runs(draw(case, mode, gate, decays[0], DTYPES[dtype], device)[0], functions)
+            free(device)
         return 0
     if options.warm:
-        warm(min(options.warm, len(shapes_here)), [program, *(sys.argv[1:] if arguments is None else arguments)])
-    copy = measuring.copy_bandwidth(options.device)
+        warm(min(options.warm, len(cases)), [program, *(sys.argv[1:] if arguments is None else arguments)])
+    copy = measuring.copy_bandwidth(device)
     rows = Rows(options, versions, copy_bytes_per_second=copy)
-    for case in shapes_here:
-        for gate in gates:
-            for decay in decays:
-                row = header(mode, case, gate, decay, dtype)
-                try:
-                    call, row["mean_log_decay"] = draw(case, mode, gate, decay, dtype, options.device)
-                    row["floor_ms"] = 1e3 * bytes_moved(call) / copy
-                    row |= measured(call, functions, options)
-                # Go on with the next row; most failures are out of memory.
-                except Exception as error:
-                    row["failed"] = reason(error)
-                call = None
-                free(options.device)
-                rows.add(row, *lines(row))
+    print("ms with the host, times ours, ms replayed from a graph, peak memory; errors of o, of the worst")
+    for case, gate, decay in itertools.product(cases, gates, decays):
+        sizes = {n: getattr(case, n) for n in ("B", "T", "H", "K", "N")}
+        sizes |= {"HV": case.HV or case.H, "V": case.V or case.K}
+        row = {"suite": mode, "shape": case.name, "sizes": sizes, "gate": gate, "decay": decay, "dtype": dtype}
+        try:
+            call, row["mean_log_decay"] = draw(case, mode, gate, decay, DTYPES[dtype], device)
+            row["floor_ms"] = 1e3 * bytes_moved(call) / copy
+            row |= measured(call, functions, options)
+        # Go on with the next row; most failures are out of memory.
+        except Exception as error:
+            row["failed"] = reason(error)
+        call = None
+        free(device)
+        rows.add(row, *lines(row))
     return rows.status
-
-
-def header(mode: str, case: Case, gate: str, decay: str, dtype: torch.dtype) -> Row:
-    """What a row measures."""
-    sizes = {n: getattr(case, n) for n in ("B", "T", "H", "K", "N")}
-    sizes |= {"HV": case.HV or case.H, "V": case.V or case.K}
-    row = {"suite": mode, "shape": case.name, "sizes": sizes, "gate": gate, "decay": decay}
-    return row | {"dtype": str(dtype).removeprefix("torch.")}
 
 
 def first_runs(call: Call, functions: dict[str, Function]) -> tuple[dict[str, Run], dict[str, str]]:
@@ -228,7 +211,7 @@ def measured(call: Call, functions: dict[str, Function], options: Namespace) -> 
             found[name]["device_ms"] = summary(ms)
         if options.profile:
             found[OURS]["kernels_ms"] = kernels(runs[OURS], device)
-    if options.errors:
+    if not options.no_errors:
         part = Part(call)
         for name, run in runs.items():
             found[name]["errors"] = part.errors(run)
@@ -269,12 +252,13 @@ def lines(row: Row) -> list[str]:
     found = [f"{row['shape']}, {row['gate']}, {row['decay']} decays{mean}{floor}"]
     for name, part in row.get("implementations", {}).items():
         ms, ours, replayed = median(row, name) or 0.0, median(row, OURS) or 0.0, median(row, name, "device_ms")
-        text = f"  {name:15} {number(ms):>8} ms {'' if name == OURS else f'{ms / ours:.2f}×':>7}"
+        text = f"  {name:12} {number(ms):>8} ms {'' if name == OURS else f'{ms / ours:.2f}×':>7}"
         text += f" {number(replayed):>8} replayed" if replayed else ""
         text += f" {part['peak_bytes'] / 2**30:6.2f} GiB" if "peak_bytes" in part else ""
-        if errors := {n: float(x) for n, x in part.get("errors", {}).items()}:
-            worst = max(errors, key=lambda n: errors[n] if errors[n] == errors[n] else float("inf"))
-            text += f"  error of o {errors['o']:.1e}, worst {errors[worst]:.1e} ({worst})"
+        errors = {n: float(x) for n, x in part.get("errors", {}).items()}
+        # NaN is the worst.
+        worst = max((n for n in errors if n != "o"), key=lambda n: (errors[n] != errors[n], errors[n]), default="o")
+        text += "".join(f"  {n} {errors[n]:.1e}" for n in dict.fromkeys(("o", worst)) if errors)
         found.append(text)
         found += [f"    {ms:8.3f} ms {kernel[:80]}" for kernel, ms in part.get("kernels_ms", {}).items()]
     return found

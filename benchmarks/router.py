@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from measuring import Parser, Row, Rows, child, positive
+from measuring import Parser, Row, Rows, child, count, positive
 from packaging.specifiers import SpecifierSet
 
 import kda_core
@@ -89,11 +89,12 @@ def null_backend() -> Iterator[NullBackend]:
 def calls() -> dict[str, tuple[str, Callable[[], object], object]]:
     """Name -> (hook, public call, the null backend's answer)."""
     B, T, H, K = 8, 1, 4, 64
-    q, k, v, g = (torch.zeros(B, T, H, K) for _ in range(4))
-    beta, A_log, dt_bias = torch.zeros(B, T, H), torch.zeros(H), torch.zeros(H, K)
+    data = [*(torch.zeros(B, T, H, K) for _ in range(4)), torch.zeros(B, T, H)]
+    v, g = data[2:4]
+    A_log, dt_bias = torch.zeros(H), torch.zeros(H, K)
     state, pool, out = torch.zeros(B, H, K, K), torch.zeros(2 * B, H, K, K), torch.empty_like(v)
     indices, cu_seqlens = torch.arange(B), torch.arange(B + 1)
-    row = {n: t.flatten(0, 1)[None] for n, t in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta))}
+    row = [t.flatten(0, 1)[None] for t in data]
     raw: dict[str, Any] = {"A_log": A_log, "dt_bias": dt_bias, "lower_bound": -5.0}
     raw |= {f"use_{n}_in_kernel": True for n in ("qk_l2norm", "gate", "beta_sigmoid")}
     states: dict[str, Any] = {"initial_state": state, "output_final_state": True}
@@ -102,18 +103,14 @@ def calls() -> dict[str, tuple[str, Callable[[], object], object]]:
     chunk, recurrent, gate = "kda_core_chunk_forward", "kda_core_recurrent_forward", "kda_core_gate_forward"
     chunk_kda, fused_recurrent_kda = kda_core.chunk_kda, kda_core.fused_recurrent_kda
     return {
-        PLAINEST: (chunk, lambda: chunk_kda(q, k, v, g, beta), answer),
-        "chunk_kda, backend named": (chunk, lambda: chunk_kda(q, k, v, g, beta, backend="null"), answer),
-        "chunk_kda, all in the kernel, states": (
-            chunk,
-            lambda: chunk_kda(q, k, v, g, beta, **states, **raw),
-            with_state,
-        ),
-        "chunk_kda, packed": (chunk, lambda: chunk_kda(**row, cu_seqlens=cu_seqlens), answer),
-        "fused_recurrent_kda, no option": (recurrent, lambda: fused_recurrent_kda(q, k, v, g, beta), answer),
+        PLAINEST: (chunk, lambda: chunk_kda(*data), answer),
+        "chunk_kda, backend named": (chunk, lambda: chunk_kda(*data, backend="null"), answer),
+        "chunk_kda, all in the kernel, states": (chunk, lambda: chunk_kda(*data, **states, **raw), with_state),
+        "chunk_kda, packed": (chunk, lambda: chunk_kda(*row, cu_seqlens=cu_seqlens), answer),
+        "fused_recurrent_kda, no option": (recurrent, lambda: fused_recurrent_kda(*data), answer),
         "fused_recurrent_kda, decode over a pool": (
             recurrent,
-            lambda: fused_recurrent_kda(q, k, v, g, beta, **slots, **raw),
+            lambda: fused_recurrent_kda(*data, **slots, **raw),
             ForwardResult(out),
         ),
         "kda_gate": (gate, lambda: kda_core.kda_gate(g, A_log, dt_bias), torch.zeros_like(g)),
@@ -131,9 +128,9 @@ def _batch_us(function: Callable[[], object], calls_a_batch: int) -> float:
 def main(arguments: list[str] | None = None) -> int:
     """Measure every kind of call, and the import; status 1 where one is above its limit."""
     parser = Parser(__file__, __doc__)
-    parser.add_argument("--calls", type=positive, default=200, help="a batch; default: 200")
-    parser.add_argument("--batches", type=positive, default=300, help="of calls; default: 300")
-    parser.add_argument("--processes", type=positive, default=9, help="that time the import; default: 9")
+    parser.add_argument("--calls", type=count, default=200, help="calls a batch; default: 200")
+    parser.add_argument("--batches", type=count, default=300, help="batches of calls; default: 300")
+    parser.add_argument("--processes", type=count, default=9, help="processes that time the import; default: 9")
     parser.add_argument("--call-limit-us", type=positive, help="status 1 when the plainest call costs more")
     parser.add_argument("--import-limit-ms", type=positive, help="status 1 when the import takes longer")
     options = parser.parse(arguments)

@@ -317,11 +317,11 @@ def verify(backend: BackendName = None, device: DeviceName = None, as_json: AsJs
 @app.command()
 def bench(
     shape: Annotated[str, typer.Option(metavar="B,T,H,K[,V]", help="Sizes of the call.")] = "1,2048,16,128",
-    dtype: Annotated[str | None, typer.Option(help="Of all inputs; bfloat16 when left out, float32 on a CPU.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Dtype of all inputs; bfloat16, on a CPU float32.")] = None,
     gate: Annotated[str, typer.Option(help="bounded, softplus, or given: decays from the caller.")] = "bounded",
     device: DeviceName = None,
     backend: BackendName = None,
-    seconds: Annotated[float, typer.Option(help="Of timing, for each of the three calls.")] = 1.0,
+    seconds: Annotated[float, typer.Option(help="Seconds of timing each call.")] = 1.0,
     as_json: AsJson = False,
 ) -> None:
     """Time a forward, a training step and a decoding step of one shape, beside fla where it is installed.

@@ -21,6 +21,7 @@ pytest.importorskip("kda_core_cpu")
 
 import accuracy
 import decode
+import figures
 import first_call
 import inference
 import inputs
@@ -98,6 +99,23 @@ def test_a_run_adds_to_the_rows_of_others(tmp_path):
     assert ["errors" in row["implementations"]["kda_core"] for row in rows] == [False, True, True, False]
     (row,) = rows_of(inference, tmp_path, *TINY)
     assert row["suite"] == "inference"
+
+
+def test_the_tables_of_the_documentation_are_made_from_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "DATA", tmp_path)
+    rows_of(training, tmp_path, *TINY, "--shapes", "1,16,2,8:packed=9+7", "--gates", "given")
+    rows_of(inference, tmp_path, *TINY, "--append")
+    step = ("--sizes", "2", "--heads", "2", "--channels", "32", "--prompts", "--cold", "1", "--peers", "none")
+    rows_of(decode, tmp_path, *step, "--states", "float32", "--layouts", "V first", "--append")
+    rows_of(accuracy, tmp_path, "--only", "given decay, float32", "--append")
+    assert "| 1, 16, 2, 8, packed in 2 | given | " in figures.speed("found", "training")
+    assert "| 1, 16, 2, 8 | bounded, random | " in figures.speed("found", "inference")
+    assert "| float32, V first | 2 | " in figures.decoding("found")
+    assert figures.machine("found").endswith(
+        f"{json.loads((tmp_path / 'found.json').read_text())['environment']['date']}."
+    )
+    (tmp_path / "found.json").rename(tmp_path / "accuracy.json")
+    assert "| given decay, float32 | float32 | kda_core | " in figures.accuracy()
 
 
 def test_a_file_of_another_kind_is_not_added_to(tmp_path, capsys):
@@ -245,6 +263,8 @@ def test_refused_before_anything_is_measured(program, line, message, capsys):
         (inference, ("--gates", "no_such"), "--gates: invalid choice"),
         (inference, ("--shapes", "1,2"), "--shapes: expected B,T,H,K"),
         (inference, ("--seconds", "0"), "--seconds: expected more than 0"),
+        (decode, ("--sizes", "1.5"), "--sizes: invalid count value: '1.5'"),
+        (router, ("--calls", "0"), "--calls: expected more than 0, got 0"),
         (accuracy, ("--only", "no such case"), "--only: expected a part of the name of a case"),
         (first_call, ("--shapes", "1,8,2,8:hv=4"), "--shapes: expected B,T,H,K alone"),
     ],
@@ -270,7 +290,7 @@ class Gpu(str):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """What is timed on a GPU, on a CPU that pretends: events are 2.5 ms apart, and a call takes 200 bytes."""
+    """A CPU that pretends to be a GPU: events are 2.5 ms apart, and a call takes 200 bytes."""
 
     class Event:
         def __init__(self, enable_timing):
@@ -303,7 +323,7 @@ def gpu(monkeypatch):
 def test_a_row_on_a_gpu(gpu, mode, monkeypatch):
     monkeypatch.setattr(peers, "kernels", lambda run, device: {"one": 1.5, "two": 0.25})
     call, _ = inputs.draw(inputs.parse_shape("1,8,1,4"), mode, "softplus", "initialised", torch.float32, gpu)
-    options = Namespace(device=gpu, seconds=0.01, profile=True, errors=True)
+    options = Namespace(device=gpu, seconds=0.01, profile=True, no_errors=False)
     ours = peers.measured(call, {"kda_core": kda_core.chunk_kda}, options)["implementations"]["kda_core"]
     assert ours["ms"]["median"] == ours["device_ms"]["median"] == 2.5
     assert ours["peak_bytes"] == inputs.bytes_held(call) + 200
@@ -321,11 +341,32 @@ def test_a_call_that_cannot_be_captured_has_its_time_with_the_host(gpu, monkeypa
 
     monkeypatch.setattr(torch.cuda, "graph", refused)
     call, _ = inputs.draw(inputs.parse_shape("1,8,1,4"), "inference", "given", "random", torch.float32, gpu)
-    options = Namespace(device=gpu, seconds=0.01, profile=False, errors=False)
+    options = Namespace(device=gpu, seconds=0.01, profile=False, no_errors=True)
     ours = peers.measured(call, {"kda_core": kda_core.chunk_kda}, options)["implementations"]["kda_core"]
     assert ours["ms"]["median"] == 2.5
     assert "device_ms" not in ours
     assert "not permitted" in ours["not_captured"]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_step_on_a_gpu(gpu, broken, monkeypatch):
+    """A stand-in for fla gets its arguments, and what it does not do is no failure of ours."""
+
+    def fused_recurrent_kda_fwd(*, inplace_final_state, **arguments):
+        assert inplace_final_state
+        if broken:
+            raise RuntimeError("no kernel")
+        return kda_core.fused_recurrent_kda(**arguments)
+
+    for name in ("fla", "fla.ops", "fla.ops.kda", "fla.ops.kda.fused_recurrent"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["fla.ops.kda.fused_recurrent"].fused_recurrent_kda_fwd = fused_recurrent_kda_fwd
+    options = Namespace(device=gpu, backend="cpu", heads=2, channels=8, cold=1)
+    row = decode.measure(2, 1, "bfloat16", "V first", ["fla"], options)
+    assert "failed" not in row
+    assert row["left_out"] == ({"fla": "RuntimeError: no kernel"} if broken else {})
+    assert list(row["implementations"]) == (["kda_core"] if broken else ["kda_core", "fla"])
+    assert row["implementations"]["kda_core"]["ms"] == {"median": 2.5 / 8, "p10": 2.5 / 8, "p90": 2.5 / 8, "count": 15}
 
 
 def command(name: str, *arguments: str) -> list[str]:
@@ -367,10 +408,12 @@ def test_a_run_that_is_cut_off_keeps_its_rows(tmp_path):
 
 
 @pytest.mark.end_to_end
-def test_compiling_first(tmp_path, capfd):
+def test_compiling_first(tmp_path, capfd, monkeypatch):
     """The processes share the shapes and write no file; one that fails is reported, and all is measured."""
     shapes = ("--shapes", "1,8,1,8", HUGE, "1,9,1,8")
-    rows = rows_of(training, tmp_path, *TINY, *shapes, "--backend", "cpu", "--warm", "2", status=1)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    rows = rows_of(training, Path("here"), *TINY, *shapes, "--backend", "cpu", "--warm", "2", status=1)
     assert len(rows) == 3
     err = capfd.readouterr().err
     assert "compiling, process 1: RuntimeError" in err
