@@ -48,7 +48,8 @@ test-changed: environment ## The fast tests that a change since BASE can reach (
 		--backend=$(BACKEND) -n $(WORKERS) $(PYTEST_ARGS)
 
 bench: environment ## Compare the CPU backend with other libraries.
-	$(VENV)/bin/kda bench --device cpu $(BENCH_ARGS)
+	$(VENV_PYTHON) benchmarks/training.py --device cpu $(BENCH_ARGS)
+	$(VENV_PYTHON) benchmarks/inference.py --device cpu $(BENCH_ARGS)
 
 lint: $(STAMPS)/lint ## Check style and formatting.
 	$(VENV)/bin/ruff check .
@@ -71,7 +72,7 @@ wheels: $(call WHEELS,core $(ALL_BACKENDS)) ## Build the wheels of the core and 
 clean: ## Remove the environment, the wheels and caches (not demo-output).
 	@if [ -d "$(STAMPS)" ]; then rm -rf "$(VENV)"; fi
 	rm -rf $(DIST) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find kda_core backends tests tools examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	find kda_core backends benchmarks tests tools examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A file that holds the value of a variable and is touched only when that changes.
 $(STAMPS)/%.value: FORCE

@@ -79,7 +79,7 @@ def info() -> dict[str, Any]:
     devices = machine_devices()
     default, reason = _default_device()
     return {
-        "versions": _versions(),
+        "versions": versions(),
         "devices": [{"device": str(d), "name": device_name(d)} for d in devices],
         "default_device": default,
         "default_device_reason": reason,
@@ -100,7 +100,8 @@ def _default_device() -> tuple[str | None, str]:
         return None, f"a backend failed when it was asked: {type(error).__name__}: {error}"
 
 
-def _versions() -> dict[str, str | None]:
+def versions() -> dict[str, str | None]:
+    """Versions of what is installed and matters."""
     return {
         **{name: version_of(name) for name in DISTRIBUTIONS},
         "plugin contract": str(hookspecs.CONTRACT_VERSION),

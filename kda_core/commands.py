@@ -314,13 +314,55 @@ def verify(backend: BackendName = None, device: DeviceName = None, as_json: AsJs
         raise typer.Exit(EXIT_NOT_SERVED)
 
 
-@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def bench(ctx: typer.Context) -> None:
-    """Time kda_core beside the other implementations of KDA that are installed; needs the extra ``bench``."""
-    # Imported here: its parser of arguments is its own, so that it runs without typer as well.
-    from kda_core.bench import command
+@app.command()
+def bench(
+    shape: Annotated[str, typer.Option(metavar="B,T,H,K[,V]", help="Sizes of the call.")] = "1,2048,16,128",
+    dtype: Annotated[str | None, typer.Option(help="Dtype of all inputs; bfloat16, on a CPU float32.")] = None,
+    gate: Annotated[str, typer.Option(help="bounded, softplus, or given: decays from the caller.")] = "bounded",
+    device: DeviceName = None,
+    backend: BackendName = None,
+    seconds: Annotated[float, typer.Option(help="Seconds of timing each call.")] = 1.0,
+    as_json: AsJson = False,
+) -> None:
+    """Time a forward, a training step and a decoding step of one shape, beside fla where it is installed.
 
-    raise typer.Exit(command.main(ctx.args))
+    Exit status: 0 when all of them are served, 1 when one is not, 2 for bad arguments.
+    """
+    # Imported here, as for verify: its inputs are the kit's.
+    from kda_core import bench as measured
+
+    try:
+        sizes = _sizes(shape, fewest=4, least=1)
+        where = measured.device_for(device, backend)
+        dtype = dtype or ("float32" if where.type == "cpu" else "bfloat16")
+        for option, value, known in (("dtype", dtype, measured.DTYPES), ("gate", gate, measured.GATES)):
+            if value not in known:
+                raise ValueError(f"--{option}: expected one of {', '.join(known)}, got {value!r}")
+        if not seconds > 0:
+            raise ValueError(f"--seconds: expected more than 0, got {seconds}")
+    except ValueError as error:
+        _fail(str(error), cli.EXIT_BAD_ARGUMENTS)
+    try:
+        calls = measured.calls(sizes, measured.DTYPES[dtype], gate)
+        rows = {name: measured.measure(call, backend, where, seconds) for name, call in calls.items()}
+    # A call that is too large for the memory raises RuntimeError.
+    except (KdaError, RuntimeError) as error:
+        _fail(measured.reason(error), EXIT_NOT_SERVED)
+    machine = cli.device_name(where)
+    if as_json:
+        facts = {"device": machine, "shape": shape, "dtype": dtype, "gate": gate}
+        versions = cli.versions() | {"fla": cli.version_of("fla-core")}
+        _print_json(facts | {"versions": versions, "rows": rows})
+        return
+    table = []
+    for name, row in rows.items():
+        ours, theirs = (row["ms"].get(library) for library in ("kda_core", "fla"))
+        beside = (f"{theirs:.4g}", f"{theirs / ours:.2f}") if theirs else ("", "")
+        table.append((name, f"{ours:.4g}", *beside))
+    columns = ("call", "kda_core ms", "fla ms", "fla / kda_core")
+    _print_table(f"{shape}, {dtype}, {gate} gate, {machine}", columns, table)
+    for note in dict.fromkeys(row["left_out"]["fla"] for row in rows.values() if row["left_out"]):
+        typer.echo(f"without fla: {note}")
 
 
 def _json_row(row: Any) -> dict[str, Any]:
@@ -361,11 +403,16 @@ def _integers(text: str) -> tuple[int, ...]:
         raise ValueError(f"expected whole numbers with commas between them, got {text!r}") from None
 
 
-def _sizes(text: str) -> tuple[int, int, int, int, int]:
-    numbers = _integers(text)
-    if len(numbers) != 5 or min(numbers) < 0:
-        raise ValueError(f"--shape: expected five sizes B,T,H,K,V, got {text!r}")
-    return numbers  # type: ignore[return-value]  # the length was checked
+def _sizes(text: str, fewest: int = 5, least: int = 0) -> tuple[int, int, int, int, int]:
+    """B, T, H, K, V; V may be left out where four sizes are enough, and is K then."""
+    try:
+        numbers = _integers(text)
+    except ValueError as error:
+        raise ValueError(f"--shape: {error}") from None
+    if not fewest <= len(numbers) <= 5 or min(numbers) < least:
+        count = "five" if fewest == 5 else "four or five"
+        raise ValueError(f"--shape: expected {count} sizes B,T,H,K,V of {least} and more, got {text!r}")
+    return (*numbers[:4], numbers[-1])  # type: ignore[return-value]  # the length was checked
 
 
 def _device(name: str | None, backend: str | None = None) -> torch.device:

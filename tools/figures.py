@@ -4,7 +4,8 @@
     python tools/figures.py --check    # change nothing; status 1, with the names, when something is out of date
 
 A table is in a page between ``<!-- table: NAME -->`` and ``<!-- end of table -->``. The files in ``docs/data`` are
-those of ``kda bench --json`` (schema 1): replace an old measurement with a new one and run this script.
+those that the programs in ``benchmarks`` write (schema 1): replace an old measurement with a new one and run this
+script. docs/performance.md has the command lines.
 """
 
 from __future__ import annotations
@@ -136,8 +137,7 @@ def label(row: Row) -> str:
     text = f"{s['B']}, {s['T']}, {s['H']}, {s['K']}"
     text += f", V = {s['V']}" if s["V"] != s["K"] else ""
     text += f", HV = {s['HV']}" if s["HV"] != s["H"] else ""
-    text += f", packed in {s['N']}" if "packed" in row["shape"] else ""
-    return text + (", pool" if s["pool"] else "")
+    return text + (f", packed in {s['N']}" if "packed" in row["shape"] else "")
 
 
 def machine(name: str) -> str:

@@ -30,8 +30,6 @@ IN_CYCLES = {
 
 MUTUAL = {
     ("kda_core/__init__.py", "kda_core/plugins.py"),
-    ("kda_core/bench/command.py", "kda_core/bench/run.py"),
-    ("kda_core/bench/cudnn_peer.py", "kda_core/bench/peers.py"),
     ("kda_core/checked.py", "kda_core/testing/call_checks.py"),
     ("kda_core/cli.py", "kda_core/commands.py"),
     ("kda_core/ops.py", "kda_core/transforms.py"),
@@ -40,20 +38,6 @@ MUTUAL = {
 """Files that import each other, if only inside functions."""
 
 PATCHED = {
-    "tests/bench/test_bench.py: kda_core.bench.exactness.expected",
-    "tests/bench/test_bench.py: kda_core.bench.peers.every_peer",
-    "tests/bench/test_bench.py: kda_core.bench.regimes.draw",
-    "tests/bench/test_bench.py: kda_core.bench.run._measure",
-    "tests/bench/test_bench.py: kda_core.bench.run._pages_missed",
-    "tests/bench/test_bench.py: kda_core.bench.speed.measure",
-    "tests/bench/test_bench.py: kda_core.bench.timing.on_gpu",
-    "tests/bench/test_bench.py: kda_core.bench.warm.commands",
-    "tests/bench/test_bench.py: kda_core.bench.warm.warm",
-    "tests/bench/test_bench_gpu.py: kda_core.bench.timing.CACHE",
-    "tests/bench/test_bench_gpu.py: kda_core.bench.timing.capture",
-    "tests/bench/test_bench_gpu.py: kda_core.bench.timing.kernels",
-    "tests/bench/test_bench_gpu.py: kda_core.bench.timing.on_gpu",
-    "tests/bench/test_bench_peers.py: kda_core.chunk_kda",
     "tests/core/test_checked_scope.py: kda_core.testing.call_checks.is_captured",
     "tests/core/test_cli.py: kda_core.testing.verify.checks",
     "tests/core/test_contract.py: kda_core.__version__",

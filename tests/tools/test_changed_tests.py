@@ -180,8 +180,8 @@ def here() -> Checkout:
     ("changed", "among", "not_among"),
     [
         ("kda_core/checks.py", {"test_checks", "test_router", "test_cpu_backend"}, set()),
-        ("kda_core/bench/speed.py", {"test_bench", "test_bench_gpu"}, {"test_checks", "test_nvidia_aot"}),
-        ("kda_core/triton_lib/decay.py", {"test_nvidia_aot", "test_amd_aot"}, {"test_checks", "test_bench_gpu"}),
+        ("benchmarks/inputs.py", {"test_benchmarks", "test_inputs"}, {"test_checks", "test_nvidia_aot"}),
+        ("kda_core/triton_lib/decay.py", {"test_nvidia_aot", "test_amd_aot"}, {"test_checks", "test_benchmarks"}),
         ("backends/nvidia/kda_core_nvidia/aot.py", {"test_nvidia_aot"}, {"test_amd_interpret", "test_checks"}),
         ("backends/cpu/kda_core_cpu/levels.py", {"test_cpu_backend", "test_kda", "test_ops"}, set()),
         ("tests/support/toys.py", {"test_router", "test_contract"}, {"test_checks"}),

@@ -16,7 +16,7 @@ from house_exceptions import IN_CYCLES, LONG_FILES, LONG_FUNCTIONS, MUTUAL, PATC
 from import_graph import Graph, Source, cycles, files_by_name
 from import_graph import read as read_file
 
-FOLDERS = ("kda_core", "backends", "tools", "examples", "tests")
+FOLDERS = ("kda_core", "backends", "benchmarks", "tools", "examples", "tests")
 FILES = sorted(
     file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py") if "build" not in file.relative_to(ROOT).parts
 )

@@ -1,4 +1,6 @@
-"""Suite ``router``: the time that kda_core adds to a call and to ``import torch``.
+"""Time what kda_core adds to a call and to ``import torch``, in processor time on a CPU.
+
+    python benchmarks/router.py --batches 12 --processes 5 --import-limit-ms 150
 
 A null backend returns ready tensors. The router's time is that of the public call minus that of the backend's hook
 called directly with the same request. Two parts of it are shown beside it: reading the values of index tensors on the
@@ -9,31 +11,25 @@ is timed in fresh processes that have imported torch. Limits apply to processor 
 
 from __future__ import annotations
 
-import functools
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from measuring import Parser, Row, Rows, child, count, positive
 from packaging.specifiers import SpecifierSet
 
 import kda_core
 from kda_core import checks, ops
-from kda_core.bench.session import Row, Session, Task
 from kda_core.capabilities import Available, BackendInfo, Capabilities, Feature
 from kda_core.hookspecs import hookimpl
 from kda_core.plugins import registry
 from kda_core.reference import ReferenceBackend
 from kda_core.request import ForwardResult, Request
 
-TARGET_CALL_US = 10.0
-TARGET_IMPORT_MS = 50.0
 ORACLES = ReferenceBackend().kda_core_backend().capabilities.features
 NO_BACKWARD = {Feature.BACKWARD, Feature.RECURRENT_BACKWARD, Feature.GATE_BACKWARD, Feature.STATE_GRADIENT}
 PLAINEST = "chunk_kda, no option"
@@ -73,15 +69,7 @@ class NullBackend:
         self.request = request
         return self.result
 
-    @hookimpl
-    def kda_core_recurrent_forward(self, request):
-        self.request = request
-        return self.result
-
-    @hookimpl
-    def kda_core_gate_forward(self, request):
-        self.request = request
-        return self.result
+    kda_core_recurrent_forward = kda_core_gate_forward = kda_core_chunk_forward
 
 
 @contextmanager
@@ -101,47 +89,28 @@ def null_backend() -> Iterator[NullBackend]:
 def calls() -> dict[str, tuple[str, Callable[[], object], object]]:
     """Name -> (hook, public call, the null backend's answer)."""
     B, T, H, K = 8, 1, 4, 64
-    q, k, v = (torch.zeros(B, T, H, K) for _ in range(3))
-    g, beta = torch.zeros(B, T, H, K), torch.zeros(B, T, H)
+    data = [*(torch.zeros(B, T, H, K) for _ in range(4)), torch.zeros(B, T, H)]
+    v, g = data[2:4]
     A_log, dt_bias = torch.zeros(H), torch.zeros(H, K)
-    state, pool = torch.zeros(B, H, K, K), torch.zeros(2 * B, H, K, K)
-    indices, out = torch.arange(B), torch.empty_like(v)
-    row = [t.reshape(1, B * T, *t.shape[2:]) for t in (q, k, v, g, beta)]
-    cu_seqlens = torch.arange(B + 1)
-    in_kernel: dict[str, Any] = {
-        "use_qk_l2norm_in_kernel": True,
-        "use_gate_in_kernel": True,
-        "use_beta_sigmoid_in_kernel": True,
-        "A_log": A_log,
-        "dt_bias": dt_bias,
-    }
+    state, pool, out = torch.zeros(B, H, K, K), torch.zeros(2 * B, H, K, K), torch.empty_like(v)
+    indices, cu_seqlens = torch.arange(B), torch.arange(B + 1)
+    row = [t.flatten(0, 1)[None] for t in data]
+    raw: dict[str, Any] = {"A_log": A_log, "dt_bias": dt_bias, "lower_bound": -5.0}
+    raw |= {f"use_{n}_in_kernel": True for n in ("qk_l2norm", "gate", "beta_sigmoid")}
+    states: dict[str, Any] = {"initial_state": state, "output_final_state": True}
+    slots: dict[str, Any] = {"initial_state": pool, "ssm_state_indices": indices, "out": out}
     answer, with_state = ForwardResult(v), ForwardResult(v, state)
     chunk, recurrent, gate = "kda_core_chunk_forward", "kda_core_recurrent_forward", "kda_core_gate_forward"
+    chunk_kda, fused_recurrent_kda = kda_core.chunk_kda, kda_core.fused_recurrent_kda
     return {
-        PLAINEST: (chunk, lambda: kda_core.chunk_kda(q, k, v, g, beta), answer),
-        "chunk_kda, backend named": (chunk, lambda: kda_core.chunk_kda(q, k, v, g, beta, backend="null"), answer),
-        "chunk_kda, all in the kernel, states": (
-            chunk,
-            lambda: kda_core.chunk_kda(
-                q, k, v, g, beta, initial_state=state, output_final_state=True, **in_kernel, lower_bound=-5.0
-            ),
-            with_state,
-        ),
-        "chunk_kda, packed": (
-            chunk,
-            lambda: kda_core.chunk_kda(row[0], row[1], row[2], row[3], row[4], cu_seqlens=cu_seqlens),
-            answer,
-        ),
-        "fused_recurrent_kda, no option": (
-            recurrent,
-            lambda: kda_core.fused_recurrent_kda(q, k, v, g, beta),
-            answer,
-        ),
+        PLAINEST: (chunk, lambda: chunk_kda(*data), answer),
+        "chunk_kda, backend named": (chunk, lambda: chunk_kda(*data, backend="null"), answer),
+        "chunk_kda, all in the kernel, states": (chunk, lambda: chunk_kda(*data, **states, **raw), with_state),
+        "chunk_kda, packed": (chunk, lambda: chunk_kda(*row, cu_seqlens=cu_seqlens), answer),
+        "fused_recurrent_kda, no option": (recurrent, lambda: fused_recurrent_kda(*data), answer),
         "fused_recurrent_kda, decode over a pool": (
             recurrent,
-            lambda: kda_core.fused_recurrent_kda(
-                q, k, v, g, beta, initial_state=pool, ssm_state_indices=indices, out=out, **in_kernel
-            ),
+            lambda: fused_recurrent_kda(*data, **slots, **raw),
             ForwardResult(out),
         ),
         "kda_gate": (gate, lambda: kda_core.kda_gate(g, A_log, dt_bias), torch.zeros_like(g)),
@@ -156,14 +125,35 @@ def _batch_us(function: Callable[[], object], calls_a_batch: int) -> float:
     return (time.thread_time_ns() - start) / calls_a_batch / 1e3
 
 
-def tasks(session: Session) -> list[Task]:
-    """Every kind of call, and the import."""
-    options = session.options
-    batches = options.batches or (3 if options.quick else 300)
-    calls_a_batch = options.calls or (20 if options.quick else 200)
-    processes = options.processes or (1 if options.quick else 9)
-    found = [Task(name, functools.partial(added_by_the_router, name, batches, calls_a_batch)) for name in calls()]
-    return [*found, Task("import kda_core", functools.partial(added_to_the_import, processes))]
+def main(arguments: list[str] | None = None) -> int:
+    """Measure every kind of call, and the import; status 1 where one is above its limit."""
+    parser = Parser(__file__, __doc__)
+    parser.add_argument("--calls", type=count, default=200, help="calls a batch; default: 200")
+    parser.add_argument("--batches", type=count, default=300, help="batches of calls; default: 300")
+    parser.add_argument("--processes", type=count, default=9, help="processes that time the import; default: 9")
+    parser.add_argument("--call-limit-us", type=positive, help="status 1 when the plainest call costs more")
+    parser.add_argument("--import-limit-ms", type=positive, help="status 1 when the import takes longer")
+    options = parser.parse(arguments)
+    rows = Rows(options)
+    names = ("public", "hook alone", "added", "values", "routing", "least")
+    print("µs a call".ljust(40), *(f"{name:>10}" for name in names))
+    for name in calls():
+        row = added_by_the_router(name, options.batches, options.calls)
+        keys = ("public_us", "direct_us", "added_us", "values_us", "routing_us", "least_us")
+        check(row, "µs added to a call", row["added_us"], options.call_limit_us if name == PLAINEST else None)
+        rows.add(row, " ".join([f"{name:40}", *(f"{row[key]:10.2f}" for key in keys)]))
+    row = added_to_the_import(options.processes)
+    check(row, "ms of import", statistics.median(row["processor_ms"]), options.import_limit_ms)
+    times = {clock: row[f"{clock}_ms"] for clock in ("wall", "processor")}
+    lines = (f"  {c:9} {statistics.median(ms):6.1f} ({ms[0]:.1f} to {ms[-1]:.1f})" for c, ms in times.items())
+    rows.add(row, "ms of the import after torch's: median (least to most)", *lines)
+    return rows.status
+
+
+def check(row: Row, what: str, figure: float, limit: float | None) -> None:
+    """Mark a row that is above its limit as failed."""
+    if limit is not None and figure > limit:
+        row["failed"] = f"{what}: {figure:.1f} is above the limit {limit:.1f}"
 
 
 @torch.no_grad()
@@ -203,57 +193,12 @@ def added_by_the_router(name: str, batches: int, calls_a_batch: int) -> Row:
 
 def added_to_the_import(processes: int) -> Row:
     """Milliseconds that ``import kda_core`` takes after ``import torch``, sorted, one fresh process each."""
-    # With bytecode, as installed; the first process may have to write it.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    found = []
-    for i in range(processes + 1):
-        # Outside a checkout, whose kda_core would hide the installed one.
-        child = subprocess.run(
-            [sys.executable, "-c", IMPORT_SCRIPT],
-            cwd=tempfile.gettempdir(),
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        if i:
-            found.append([float(seconds) * 1e3 for seconds in child.stdout.split()])
-    wall, processor = (sorted(times) for times in zip(*found, strict=True))
-    return {"suite": "router", "case": "import kda_core after import torch", "wall_ms": wall, "processor_ms": processor}
+    # The first process may have to write bytecode, which an installed package has.
+    found = [child(IMPORT_SCRIPT) for _ in range(processes + 1)][1:]
+    wall, processor = zip(*([1e3 * float(seconds) for seconds in line.split()] for line in found), strict=True)
+    row: Row = {"suite": "router", "case": "import kda_core after import torch"}
+    return row | {"wall_ms": sorted(wall), "processor_ms": sorted(processor)}
 
 
-def missed(rows: list[Row], session: Session) -> list[str]:
-    """The limits of the command line that are exceeded."""
-    options, found = session.options, {row["case"]: row for row in rows if row["suite"] == "router"}
-    if not found:
-        return []
-    imports: list[float] = next((row["processor_ms"] for row in found.values() if "processor_ms" in row), [])
-    figures = (
-        ("µs added to a call", found[PLAINEST]["added_us"], options.call_limit_us),
-        ("ms of import", statistics.median(imports) if imports else 0.0, options.import_limit_ms),
-    )
-    return [
-        f"{what}: {figure:.1f} is above the limit {limit:.1f}"
-        for what, figure, limit in figures
-        if limit is not None and figure > limit
-    ]
-
-
-def tables(rows: list[Row], content: dict[str, Any]) -> list[Any]:
-    """Calls, and the import."""
-    from rich.table import Table
-
-    names = ("public", "hook alone", "added", "values", "routing", "least")
-    keys = ("public_us", "direct_us", "added_us", "values_us", "routing_us", "least_us")
-    title = f"router: µs a call; target: below {TARGET_CALL_US:.0f} of routing"
-    table = Table("call", *names, title=title, title_justify="left")
-    title = f"router: ms of the import after torch's; target: below {TARGET_IMPORT_MS:.0f}"
-    imports = Table("clock", "median", "least", "most", title=title, title_justify="left")
-    for row in rows:
-        if "public_us" in row:
-            table.add_row(row["case"], *(f"{row[key]:.2f}" for key in keys))
-            continue
-        for clock in ("wall", "processor"):
-            times = row[f"{clock}_ms"]
-            imports.add_row(clock, f"{statistics.median(times):.1f}", f"{times[0]:.1f}", f"{times[-1]:.1f}")
-    return [part for part in (table, imports) if part.row_count]
+if __name__ == "__main__":
+    sys.exit(main())

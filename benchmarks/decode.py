@@ -1,0 +1,212 @@
+"""Time a decoding step over a pool of states, and prefill of short prompts, beside other implementations.
+
+    python benchmarks/decode.py --json decode.json
+
+A step is one token for each of N sequences whose states lie in a pool, as in a server. On a GPU the operator computes
+norms, bounded gate and sigmoid of beta, and fla's ``fused_recurrent_kda_fwd`` advances the same pool in place. Each
+implementation is captured in a CUDA graph of several steps, each on other slots so that no state is in the cache, and
+the graphs are replayed by turns. On a CPU the peer is the torch fallback of transformers; it takes dense states, decays
+and beta, so ours gets decays and beta too, and each runs ten steps in a row.
+
+The bytes of a step are each state read once and written once, and the rows of q, k, v, g, beta and o. Prefill
+compares ``fused_recurrent_kda`` with ``chunk_kda`` on the same pool, float32 and K first.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from inputs import draw_gate, log_decay
+from measuring import OURS, Parser, Row, Rows, capture, copy_bandwidth, count, median, number, summary
+from peers import KIMI_LINEAR, add_peers, imported, load_peers
+from torch import Tensor
+
+import kda_core
+from kda_core.bench import reason, take_turns
+
+CHUNK = "chunk_kda"
+COLD = 256 * 2**20
+"""Bytes of states that a round of steps reads at least: several caches."""
+FEWEST_STEPS, STRETCH = 8, 10
+"""Steps in a graph at least: they share the cost of starting a replay. Steps in a row on a CPU."""
+WARM_TURNS, TURNS = 2, 15
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+LAYOUTS = ("K first", "V first")
+
+Step = Callable[[Tensor], object]
+"""A step over the slots that it is given."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure every row."""
+    parser = Parser(__file__, __doc__)
+    add_peers(parser, ("fla", "transformers"))
+    parser.add_argument("--states", nargs="+", choices=DTYPES, default=DTYPES, help="dtypes of the pool; default: all")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS, help="default: both")
+    parser.add_argument("--sizes", type=count, nargs="+", metavar="N", help="sequences; default: 1, 2, 4, ... 512")
+    parser.add_argument("--heads", type=count, default=32)
+    parser.add_argument("--channels", type=count, default=128, help="K = V")
+    parser.add_argument("--prompts", type=int, nargs="*", metavar="T", help="tokens of a prompt; default: 2, 4, ... 64")
+    parser.add_argument("--cold", type=count, default=COLD, metavar="BYTES", help="least size of a pool")
+    options = parser.parse(arguments)
+    gpu = options.device.type == "cuda"
+    functions, versions = load_peers(parser, options)
+    copy = copy_bandwidth(options.device)
+    rows = Rows(options, versions, copy_bytes_per_second=copy)
+    sizes = options.sizes or [2**i for i in range(10 if gpu else 5)]
+    prompts = ((2, 4, 8, 16, 32, 64) if gpu else (2, 8, 32)) if options.prompts is None else options.prompts
+    kinds = [(N, 1, state, layout) for state in options.states for layout in options.layouts for N in sizes]
+    kinds += [(N, T, "float32", "K first") for N in sizes if N in (1, 8, 64) for T in prompts]
+    for kind in kinds:
+        row = measure(*kind, list(functions), options)
+        rows.add(row, line(row, copy))
+    return rows.status
+
+
+@functools.lru_cache(maxsize=1)
+def make_pool(slots: int, H: int, K: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A pool of states; rows of one dtype share it."""
+    return torch.empty(slots, H, K, K, device=device, dtype=dtype).normal_()
+
+
+class Work:
+    """The inputs of a row, and its steps.
+
+    Attributes:
+        tensors, options: of the token's call, without states and slots.
+        pool: [slots, H, K, K] states.
+    """
+
+    def __init__(self, N: int, T: int, state: str, layout: str, options: Namespace) -> None:
+        self.N, self.v_first, self.backend, device = N, layout == "V first", options.backend, options.device
+        H, K, dtype = options.heads, options.channels, torch.bfloat16 if device.type == "cuda" else torch.float32
+        slots = max(N, options.cold // (H * K**2 * DTYPES[state].itemsize))
+        self.pool = make_pool(slots, H, K, DTYPES[state], device)
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(N, T, H, K, device=device, dtype=dtype) for _ in range(3))
+        beta = torch.randn(N, T, H, device=device, dtype=dtype)
+        gate = draw_gate("bounded", "random", (N, T, H, K), dtype, device)
+        self.tensors = {"q": q, "k": k, "v": v, "g": gate["g"], "beta": beta}
+        self.options: dict[str, Any] = {"use_qk_l2norm_in_kernel": True}
+        if device.type == "cuda":
+            self.options |= {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+            self.options |= {n: gate[n] for n in ("A_log", "dt_bias", "lower_bound")}
+        else:
+            self.tensors |= {"g": log_decay(**gate), "beta": beta.sigmoid()}
+        self.out = torch.empty_like(v)
+
+    def slots(self) -> Iterator[Tensor]:
+        """Slots for successive calls, shuffled over the whole pool."""
+        N, generator = self.N, torch.Generator().manual_seed(1)
+        order = torch.randperm(len(self.pool), generator=generator).to(torch.int32).to(self.pool.device)
+        while True:
+            for i in range(len(self.pool) // N):
+                yield order[i * N : (i + 1) * N].contiguous()
+
+    def steps(self, T: int, peers: list[str]) -> Iterator[tuple[str, Step]]:
+        """The implementations that are timed."""
+        given = self.tensors | self.options
+        given |= {"state_v_first": self.v_first, "out": self.out, "initial_state": self.pool}
+        ours = given | {"backend": self.backend}
+        yield OURS, lambda slots: kda_core.fused_recurrent_kda(**ours, ssm_state_indices=slots)
+        if T > 1:
+            yield CHUNK, lambda slots: kda_core.chunk_kda(**ours, ssm_state_indices=slots)
+            return
+        if "fla" in peers:
+            from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
+
+            scale = self.pool.shape[-1] ** -0.5
+            yield (
+                "fla",
+                lambda slots: fused_recurrent_kda_fwd(
+                    **given, scale=scale, inplace_final_state=True, ssm_state_indices=slots
+                ),
+            )
+        if "transformers" in peers and not self.v_first and self.pool.dtype == torch.float32:
+            function = imported(KIMI_LINEAR, "recurrent_kimi_delta_attention")
+            last = len(self.pool) - self.N + 1
+
+            def fallback(slots: Tensor) -> object:
+                # It takes dense states: neighbours, others in each step.
+                states = self.pool[int(slots[0]) % last :][: self.N]
+                options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+                return function(*self.tensors.values(), initial_state=states, **options)
+
+            yield "transformers", fallback
+
+
+def measure(N: int, T: int, state: str, layout: str, peers: list[str], options: Namespace) -> Row:
+    """A row: N sequences of T tokens, states of a dtype in a layout."""
+    H, K = options.heads, options.channels
+    shape = f"{N},{T},{H},{K} {state} pool, {layout}"
+    row: Row = {"suite": "decode", "shape": shape, "sizes": {"N": N, "T": T, "H": H, "K": K}}
+    row |= {"state": state, "layout": layout}
+    try:
+        with torch.inference_mode():
+            work = Work(N, T, state, layout, options)
+            row["state_bytes"] = 2 * N * work.pool[0].nbytes
+            row["bytes"] = row["state_bytes"] + sum(t.nbytes for t in work.tensors.values()) + work.out.nbytes
+            steps, row["left_out"] = {}, {}
+            for name, step in work.steps(T, peers):
+                try:
+                    step(next(work.slots()))
+                    steps[name] = step
+                # Any library may fail in any way, and its failure is a line of the table.
+                except Exception as error:
+                    if name in (OURS, CHUNK):
+                        raise
+                    row["left_out"][name] = reason(error)
+            times = (times_on_gpu if options.device.type == "cuda" else times_on_cpu)(steps, work, T)
+        row["implementations"] = {name: {"ms": summary(ms)} for name, ms in times.items()}
+    # Go on with the next row.
+    except Exception as error:
+        row["failed"] = reason(error)
+    return row
+
+
+def times_on_gpu(steps: dict[str, Step], work: Work, T: int) -> dict[str, list[float]]:
+    """Milliseconds of a step, graphs replayed by turns."""
+    device, graphs = work.pool.device, {}
+    calls = max(FEWEST_STEPS, min(-(-COLD // (work.N * work.pool[0].nbytes)), len(work.pool) // work.N))
+    for name, step in steps.items():
+        indices = list(itertools.islice(work.slots(), calls))
+        step(indices[0])
+        graphs[name] = capture(lambda step=step, indices=indices: [step(i) for i in indices], device)
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for turn in range(WARM_TURNS + TURNS):
+        for name, replay in graphs.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            replay()
+            end.record()
+            end.synchronize()
+            times[name] += [start.elapsed_time(end) / calls] if turn >= WARM_TURNS else []
+    return times
+
+
+def times_on_cpu(steps: dict[str, Step], work: Work, T: int) -> dict[str, list[float]]:
+    """Milliseconds of a step, several in a row as in a loop."""
+    slots, stretch = work.slots(), STRETCH if T == 1 else 1
+    runs = {name: lambda step=step: [step(next(slots)) for _ in range(stretch)] for name, step in steps.items()}
+    times = take_turns(runs, work.pool.device, 0.5)
+    return {name: [ms / stretch for ms in found] for name, found in times.items()}
+
+
+def line(row: Row, copy: float) -> str:
+    """A row in words."""
+    sizes, ours = row["sizes"], median(row, OURS)
+    text = f"{row['state']:8} {row['layout']} N {sizes['N']:3} T {sizes['T']:2}"
+    for name in row.get("implementations", {}):
+        ms = median(row, name) or 0.0
+        text += f"  {name} {number(1e3 * ms)} µs" + (f" ({ms / ours:.2f}×)" if ours and name != OURS else "")
+    return text + (f", {row['bytes'] / (1e-3 * ours) / copy:.0%} of a copy" if ours and sizes["T"] == 1 else "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

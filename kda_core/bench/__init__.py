@@ -1,1 +1,0 @@
-"""The benchmark behind ``kda bench``; needs the extra ``bench``. ``import kda_core`` does not load it."""
