@@ -68,25 +68,6 @@ def check_gate_metadata(r: GateRequest) -> None:
     )
 
 
-def check_graph_options(max_num_seqs: int | None, use_graph: bool, cu_seqlens: Tensor | None) -> None:
-    """Raise unless ``use_graph`` and ``max_num_seqs`` agree with ``cu_seqlens``."""
-    max_num_seqs, use_graph = python_value(max_num_seqs), python_value(use_graph)
-    if not isinstance(use_graph, bool):
-        raise TypeError(f"use_graph: expected True or False, got {use_graph!r}")
-    if max_num_seqs is None:
-        return
-    if isinstance(max_num_seqs, bool) or not isinstance(max_num_seqs, (int, torch.SymInt)):
-        raise TypeError(f"max_num_seqs: expected an int, got {type(max_num_seqs).__name__}")
-    if not use_graph or cu_seqlens is None:
-        raise ValueError(f"max_num_seqs: expected use_graph=True and cu_seqlens beside it, got {max_num_seqs} alone")
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.is_nested or cu_seqlens.dim() != 1:
-        return  # ``check`` refuses it with the expected shape
-    if cu_seqlens.shape[0] != max_num_seqs + 1:
-        raise ValueError(
-            f"cu_seqlens: expected shape [max_num_seqs + 1] = [{max_num_seqs + 1}], got {list(cu_seqlens.shape)}"
-        )
-
-
 def check_differentiable(r: Request) -> None:
     """Raise if a call that needs gradients has an option that is not differentiable."""
     for name, used in (

@@ -37,10 +37,7 @@ OPS: dict[str, Any] = {
 }
 CALL_OPTIONS = tuple(a for a in options.ARGUMENTS if a.is_plain and a.name != "backend")
 """Arguments of the public functions that are flags or numbers; each is an option of ``explain`` under its own name."""
-TYPES: dict[str, Any] = {
-    **dict.fromkeys(("bool", "bool | None"), bool),
-    **{"int": int, "int | None": int | None, "float | None": float | None},
-}
+TYPES: dict[str, Any] = {"bool": bool, "int": int, "float | None": float | None}
 """The command line's types, by the annotations of ``options``."""
 STYLES = {
     **dict.fromkeys(("chosen", "available", "passed"), "green"),

@@ -71,7 +71,7 @@ def example_call(function: Callable[..., Any], shape: CallShape, options: Mappin
     # kda_gate takes only g of q, k, v, g and beta; any other argument that a function does not take is an error.
     if unknown := sorted(asked - parameters.keys()):
         raise ValueError(f"{', '.join(unknown)}: not taken by {function.__name__}")
-    v_first = bool(options.get("state_v_first") or options.get("transpose_state_layout"))
+    v_first = bool(options.get("state_v_first"))
     passed = {name: t for name, t in _tensors(shape, v_first).items() if name in (*DATA, *shape.present)}
     return {name: value for name, value in (passed | dict(options)).items() if name in parameters}
 

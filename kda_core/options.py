@@ -233,22 +233,6 @@ ARGUMENTS = (
         in_schema=False,
         meaning="context parallelism; refused unless a backend declares it.",
     ),
-    _flag(
-        "use_graph",
-        "asks for a call that can be captured in a graph; every call here can.",
-        functions=CHUNK,
-        in_request=False,
-        in_schema=False,
-    ),
-    Argument(
-        name="max_num_seqs",
-        type="int | None",
-        default=None,
-        functions=CHUNK,
-        in_request=False,
-        in_schema=False,
-        meaning="with ``use_graph``, must equal len(cu_seqlens) - 1 (pad with empty sequences).",
-    ),
     Argument(
         name="chunk_size",
         type="int",
@@ -300,14 +284,6 @@ ARGUMENTS = (
         in_schema=False,
     ),
     Argument(
-        name="transpose_state_layout",
-        type="bool | None",
-        default=None,
-        in_request=False,
-        in_schema=False,
-        meaning="deprecated name of ``state_v_first``.",
-    ),
-    Argument(
         name="backend",
         type="str | None",
         default=None,
@@ -336,7 +312,7 @@ PLAIN = tuple(a.name for a in IN_REQUEST if a.is_plain)
 def arguments_of(function: Function) -> tuple[Argument, ...]:
     """The arguments of a public function, in its order.
 
-    ``chunk_kda`` takes the gate's parameters after ``max_num_seqs``, as fla's function does.
+    ``chunk_kda`` takes the gate's parameters before ``chunk_size``, as fla's function does.
     """
     found = [a for a in ARGUMENTS if function in a.functions]
     if function == "chunk_kda":
