@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from kda_core import checks
-from kda_core.options import DATA
 from kda_core.reference import DIFFERENTIABLE
+from kda_core.request import DATA
 from kda_core.torch_private import fake_tensors
 
 DATA_DTYPES = {str(d).removeprefix("torch."): d for d in checks.DATA_DTYPES}
