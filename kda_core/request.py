@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from kda_core.capabilities import Feature
-from kda_core.lazy_attribute import lazy_attribute
 
 Op = Literal["chunk_kda", "fused_recurrent_kda"]
 
@@ -146,7 +145,7 @@ class Request:
         last = (self.V, self.K) if self.state_v_first else (self.K, self.V)
         return (self.N, self.HV, *last)
 
-    @lazy_attribute
+    @property
     def features(self) -> frozenset[Feature]:
         """The features that this call needs."""
         return frozenset(_features(self))
@@ -202,7 +201,7 @@ class GateRequest:
         """float32, or float64 when g is float64."""
         return torch.float64 if self.g.dtype == torch.float64 else torch.float32
 
-    @lazy_attribute
+    @property
     def features(self) -> frozenset[Feature]:
         """The features that this call needs."""
         needed = {Feature.GATE, Feature.SOFTPLUS_GATE if self.lower_bound is None else Feature.LOWER_BOUND_GATE}
