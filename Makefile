@@ -9,7 +9,6 @@ WORKERS ?= 2
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
-BASE ?=
 
 DIST := dist
 STAMPS := $(VENV)/.stamps
@@ -24,14 +23,14 @@ SOURCE_FILES = $(shell find $(1) -type f -not -path '*/__pycache__/*')
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-end-to-end test-changed bench lint typecheck environment wheels clean compiler FORCE
+.PHONY: help demo test test-end-to-end bench lint typecheck environment wheels clean compiler FORCE
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo "  Variables: PYTHON=$(PYTHON)  VENV=$(VENV)  TORCH=$(TORCH)  BACKENDS=\"$(BACKENDS)\" (wheels to install)"
 	@echo "             BACKEND=$(BACKEND) (the one under test)  WORKERS=$(WORKERS) (processes that run tests)"
-	@echo "             DEMO_ARGS  PYTEST_ARGS  BENCH_ARGS  BASE"
+	@echo "             DEMO_ARGS  PYTEST_ARGS  BENCH_ARGS"
 
 demo: $(STAMPS)/demo $(STAMPS)/installed ## Set everything up, train the example's language model, let it write.
 	$(VENV_PYTHON) examples/train_lm.py $(DEMO_ARGS)
@@ -42,10 +41,6 @@ test: environment ## Set everything up, run the fast tests on BACKEND.
 
 test-end-to-end: compiler environment ## The same for tests of wheels, environments, interpreted and compiled kernels (minutes).
 	$(VENV)/bin/pytest -m end_to_end $(PYTEST_ARGS)
-
-test-changed: environment ## The fast tests that a change since BASE can reach (default: since the branch began), and why.
-	$(VENV_PYTHON) tools/changed_tests.py $(if $(BASE),--base $(BASE)) -- \
-		--backend=$(BACKEND) -n $(WORKERS) $(PYTEST_ARGS)
 
 bench: environment ## Compare the CPU backend with other libraries.
 	$(VENV_PYTHON) benchmarks/training.py --device cpu $(BENCH_ARGS)

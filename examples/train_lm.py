@@ -23,13 +23,13 @@ import psutil
 import torch
 import typer
 from byte_lm import ByteLM, ModelConfig
+from cores import usable_cores
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from training import ExampleError, Text, Trainer, TrainingConfig, python_help_text, read_checkpoint
 
 import kda_core
-from kda_core.cores import usable_cores
 
 VALIDATIONS = 9
 VALIDATION_WINDOWS = 32

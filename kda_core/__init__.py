@@ -1,7 +1,6 @@
 """Kimi Delta Attention (KDA) as one operator library: one contract, one call, backends as plugin wheels."""
 
 from kda_core import checked as _checked
-from kda_core import flops as _flops
 from kda_core.api import backends, chunk_kda, explain, fused_recurrent_kda, kda_gate
 from kda_core.checked import checked_calls
 from kda_core.devices import default_device
@@ -19,7 +18,6 @@ from kda_core.plugins import use_backend
 __version__ = "0.1.0"
 
 _checked.check_as_environment_says()
-_flops.count_when_imported()
 
 __all__ = [
     "BackendNotFound",

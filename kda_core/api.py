@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable
 from typing import Any, Literal, overload
 
@@ -27,10 +26,9 @@ def chunk_kda(
     use_gate_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
     safe_gate: bool = False, lower_bound: float | None = None, disable_recompute: bool = False,
     return_intermediate_states: Literal[False] = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None, cp_context: Any = None, use_graph: bool = False,
-    max_num_seqs: int | None = None, A_log: Tensor | None = None, dt_bias: Tensor | None = None, chunk_size: int = 64,
-    ssm_state_indices: Tensor | None = None, pad_slot_id: int = -1, out: Tensor | None = None,
-    transpose_state_layout: bool | None = None, backend: str | None = None,
+    cu_seqlens_cpu: Tensor | None = None, cp_context: Any = None, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, chunk_size: int = 64, ssm_state_indices: Tensor | None = None, pad_slot_id: int = -1,
+    out: Tensor | None = None, backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]: ...
 
 
@@ -41,10 +39,9 @@ def chunk_kda(
     use_gate_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
     safe_gate: bool = False, lower_bound: float | None = None, disable_recompute: bool = False,
     *, return_intermediate_states: Literal[True], state_v_first: bool = False, cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None, cp_context: Any = None, use_graph: bool = False,
-    max_num_seqs: int | None = None, A_log: Tensor | None = None, dt_bias: Tensor | None = None, chunk_size: int = 64,
-    ssm_state_indices: Tensor | None = None, pad_slot_id: int = -1, out: Tensor | None = None,
-    transpose_state_layout: bool | None = None, backend: str | None = None,
+    cu_seqlens_cpu: Tensor | None = None, cp_context: Any = None, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, chunk_size: int = 64, ssm_state_indices: Tensor | None = None, pad_slot_id: int = -1,
+    out: Tensor | None = None, backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]: ...
 
 
@@ -55,10 +52,9 @@ def chunk_kda(
     use_gate_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
     safe_gate: bool = False, lower_bound: float | None = None, disable_recompute: bool = False,
     return_intermediate_states: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None, cp_context: Any = None, use_graph: bool = False,
-    max_num_seqs: int | None = None, A_log: Tensor | None = None, dt_bias: Tensor | None = None, chunk_size: int = 64,
-    ssm_state_indices: Tensor | None = None, pad_slot_id: int = -1, out: Tensor | None = None,
-    transpose_state_layout: bool | None = None, backend: str | None = None,
+    cu_seqlens_cpu: Tensor | None = None, cp_context: Any = None, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, chunk_size: int = 64, ssm_state_indices: Tensor | None = None, pad_slot_id: int = -1,
+    out: Tensor | None = None, backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]: ...
 # fmt: on
 
@@ -84,15 +80,12 @@ def chunk_kda(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     cp_context: Any = None,
-    use_graph: bool = False,
-    max_num_seqs: int | None = None,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     chunk_size: int = 64,
     ssm_state_indices: Tensor | None = None,
     pad_slot_id: int = -1,
     out: Tensor | None = None,
-    transpose_state_layout: bool | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     r"""Kimi Delta Attention over whole sequences, in chunks: for training and prefill.
@@ -135,8 +128,6 @@ def chunk_kda(
         cu_seqlens_cpu: [N+1] copy of ``cu_seqlens`` on the CPU; lets a backend plan without waiting. On other devices
             ``return_intermediate_states`` needs it.
         cp_context: context parallelism; refused unless a backend declares it.
-        use_graph: asks for a call that can be captured in a graph; every call here can.
-        max_num_seqs: with ``use_graph``, must equal len(cu_seqlens) - 1 (pad with empty sequences).
         A_log: [HV], log of the gate's rate; optional with ``lower_bound``.
         dt_bias: [HV * K] or [HV, K], added to g in the gate.
         chunk_size: 32 or 64: distance of the intermediate states, and a backend's block size.
@@ -145,7 +136,6 @@ def chunk_kda(
         pad_slot_id: a sequence with this index, or any negative one, is skipped: its output is zero and no slot is
             touched.
         out: [B, T, HV, V], dtype of q: written in full and returned as ``o``; no overlap with the inputs.
-        transpose_state_layout: deprecated name of ``state_v_first``.
         backend: name of the backend; never falls back to another. None: ``use_backend``, then ``KDA_BACKEND``, then the
             best one for the tensors' device.
 
@@ -163,10 +153,6 @@ def chunk_kda(
         UnsupportedCall: no installed backend, or not the named one, can serve the call.
         BackendNotFound, BrokenBackend: the named backend is not installed, or could not be loaded.
     """
-    if transpose_state_layout is not None:
-        state_v_first = _renamed_layout(state_v_first, transpose_state_layout)
-    if use_graph is not False or max_num_seqs is not None:
-        checks.check_graph_options(max_num_seqs, use_graph, cu_seqlens)
     request = build_request(
         {
             "op": "chunk_kda",
@@ -227,7 +213,6 @@ def fused_recurrent_kda(
     inplace_final_state: bool = False,
     pad_slot_id: int = -1,
     out: Tensor | None = None,
-    transpose_state_layout: bool | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     r"""Kimi Delta Attention token by token, with the state kept on chip: for decoding and short sequences.
@@ -257,8 +242,6 @@ def fused_recurrent_kda(
     Raises:
         ValueError, TypeError, UnsupportedCall, BackendNotFound, BrokenBackend: as ``chunk_kda``.
     """
-    if transpose_state_layout is not None:
-        state_v_first = _renamed_layout(state_v_first, transpose_state_layout)
     request = build_request(
         {
             "op": "fused_recurrent_kda",
@@ -412,18 +395,6 @@ def backends() -> tuple[LedgerEntry, ...]:
     The built-in oracle ``reference`` comes first; it serves only when it is named.
     """
     return registry.ledger
-
-
-def _renamed_layout(state_v_first: bool, transpose_state_layout: bool) -> bool:
-    if state_v_first:
-        raise ValueError(
-            "transpose_state_layout: expected None beside state_v_first (it is its deprecated name), "
-            f"got {transpose_state_layout!r}"
-        )
-    if not torch.compiler.is_compiling():  # a warning would be a break in the graph
-        message = "transpose_state_layout is deprecated; its name is state_v_first"
-        warnings.warn(message, DeprecationWarning, stacklevel=3)
-    return transpose_state_layout
 
 
 def _by_head(dt_bias: Tensor, g: Tensor) -> Tensor:

@@ -5,11 +5,50 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
 import torch
 from packaging.specifiers import SpecifierSet
 
-from kda_core.options import Feature as Feature
+
+class Feature(Enum):
+    """One promise that a test of the conformance kit can check.
+
+    A backend declares the features that it serves. Any other is closed: a call that needs it is
+    refused before the backend is asked, so that a backend which is older than a feature refuses it
+    rather than ignores it. The value is the text that users see in refusals.
+    """
+
+    CHUNK = "chunk_kda"
+    RECURRENT = "fused_recurrent_kda"
+    GATE = "kda_gate"
+    BACKWARD = "gradients of chunk_kda"
+    RECURRENT_BACKWARD = "gradients of fused_recurrent_kda"
+    GATE_BACKWARD = "gradients of kda_gate"
+    VARLEN = "packed sequences (cu_seqlens)"
+    GVA = "grouped value attention (HV > H)"
+    UNEQUAL_HEAD_DIMS = "different key and value head dimensions (K != V)"
+    ODD_HEAD_DIMS = "head dimensions that are no power of two"
+    INITIAL_STATE = "an initial state"
+    FINAL_STATE = "a final state (output_final_state)"
+    STATE_GRADIENT = "gradients through the initial and the final state"
+    STATE_V_FIRST = "states stored V first (state_v_first)"
+    BF16_STATE = "bfloat16 states"
+    INTERMEDIATE_STATES = "intermediate states (return_intermediate_states)"
+    PAGED_STATE = "a pool of states, advanced in place (ssm_state_indices, inplace_final_state)"
+    SPEC_DECODE = "a slot for every token (ssm_state_indices [N, 1+S], num_accepted_tokens)"
+    QK_L2NORM = "q/k normalisation (use_qk_l2norm_in_kernel)"
+    SOFTPLUS_GATE = "the softplus gate (use_gate_in_kernel)"
+    LOWER_BOUND_GATE = "the lower-bound gate (use_gate_in_kernel with lower_bound)"
+    BETA_SIGMOID = "raw beta logits (use_beta_sigmoid_in_kernel)"
+    NEG_EIGVAL = "negative eigenvalues (allow_neg_eigval)"
+    SAFE_GATE = "the bounded-decay hint (safe_gate)"
+    CHUNK_32 = "chunk_size=32"
+    DISABLE_RECOMPUTE = "saving instead of recomputing (disable_recompute)"
+    OUT = "the caller's output buffer (out)"
+    STRIDED_INPUT = "inputs that are not contiguous"
+    CONTEXT_PARALLEL = "a sequence spread over devices (cp_context)"
+
 
 FEATURES_1_0 = frozenset(
     {

@@ -14,6 +14,7 @@ import itertools
 import numbers
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, NoReturn
 
 import torch
@@ -21,17 +22,16 @@ from torch import Tensor
 from torch.masked import is_masked_tensor
 from torch.nn.parameter import Parameter, is_lazy
 
-from kda_core import options
-from kda_core.request import AnyRequest, GateRequest, Request
+from kda_core.request import DATA, AnyRequest, GateRequest, Request
 
 DATA_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int32, torch.int64)
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 CHUNK_SIZES = (32, 64)
-OPTIONS = {Request: options.PLAIN, GateRequest: ("lower_bound",)}
+FLAGS = tuple(f.name for f in fields(Request) if f.type == "bool")
+NUMBERS = ("scale", "lower_bound")
+OPTIONS = {Request: (*FLAGS, *NUMBERS, "chunk_size", "pad_slot_id"), GateRequest: ("lower_bound",)}
 """Fields that are flags or numbers."""
-BESIDE = tuple((a.name, a.beside) for a in options.IN_REQUEST if a.beside is not None)
-"""Flags, and the flag that each needs."""
 
 
 def check(r: AnyRequest) -> None:
@@ -68,25 +68,6 @@ def check_gate_metadata(r: GateRequest) -> None:
     )
 
 
-def check_graph_options(max_num_seqs: int | None, use_graph: bool, cu_seqlens: Tensor | None) -> None:
-    """Raise unless ``use_graph`` and ``max_num_seqs`` agree with ``cu_seqlens``."""
-    max_num_seqs, use_graph = python_value(max_num_seqs), python_value(use_graph)
-    if not isinstance(use_graph, bool):
-        raise TypeError(f"use_graph: expected True or False, got {use_graph!r}")
-    if max_num_seqs is None:
-        return
-    if isinstance(max_num_seqs, bool) or not isinstance(max_num_seqs, (int, torch.SymInt)):
-        raise TypeError(f"max_num_seqs: expected an int, got {type(max_num_seqs).__name__}")
-    if not use_graph or cu_seqlens is None:
-        raise ValueError(f"max_num_seqs: expected use_graph=True and cu_seqlens beside it, got {max_num_seqs} alone")
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.is_nested or cu_seqlens.dim() != 1:
-        return  # ``check`` refuses it with the expected shape
-    if cu_seqlens.shape[0] != max_num_seqs + 1:
-        raise ValueError(
-            f"cu_seqlens: expected shape [max_num_seqs + 1] = [{max_num_seqs + 1}], got {list(cu_seqlens.shape)}"
-        )
-
-
 def check_differentiable(r: Request) -> None:
     """Raise if a call that needs gradients has an option that is not differentiable."""
     for name, used in (
@@ -121,7 +102,7 @@ def convert_scalars(r: AnyRequest) -> bool:
     for name in OPTIONS[type(r)]:
         given = getattr(r, name)
         value = python_value(given)
-        if name in options.NUMBERS and type(value) is int and 2**63 <= abs(value) <= sys.float_info.max:
+        if name in NUMBERS and type(value) is int and 2**63 <= abs(value) <= sys.float_info.max:
             value = float(value)
         if value is not given:
             found[name] = value
@@ -200,7 +181,7 @@ def _expect_tensor(
 
 def _expect_dense(name: str, t: Tensor) -> None:
     if t.is_nested:
-        hint = " (pack its sequences one behind the other, with cu_seqlens)" if name in options.DATA else ""
+        hint = " (pack its sequences one behind the other, with cu_seqlens)" if name in DATA else ""
         raise TypeError(f"{name}: expected a dense (strided) tensor, got a nested one with layout {t.layout}{hint}")
     if t.layout is not torch.strided:
         raise TypeError(f"{name}: expected a dense (strided) tensor, got layout {t.layout}")
@@ -275,7 +256,7 @@ def _check_data(r: Request) -> None:
 
 
 def _check_options(r: Request) -> None:
-    for name in options.FLAGS:
+    for name in FLAGS:
         if not isinstance(getattr(r, name), bool):
             raise TypeError(f"{name}: expected True or False, got {getattr(r, name)!r}")
     _expect_number("scale", r.scale)
@@ -284,9 +265,8 @@ def _check_options(r: Request) -> None:
     _expect_int("chunk_size", r.chunk_size)
     if r.chunk_size not in CHUNK_SIZES:
         _fail("chunk_size", f"one of {CHUNK_SIZES}", f"{r.chunk_size}")
-    for name, needed in BESIDE:
-        if getattr(r, name) and not getattr(r, needed):
-            _fail(name, f"{needed}=True beside it", "False")
+    if r.allow_neg_eigval and not r.use_beta_sigmoid_in_kernel:
+        _fail("allow_neg_eigval", "use_beta_sigmoid_in_kernel=True beside it", "False")
 
 
 def _check_gate(

@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import json
 import math
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -22,11 +23,12 @@ from rich.markup import escape
 from rich.table import Table
 
 import kda_core
-from kda_core import api, cli, options, platforms, plugins
+from kda_core import api, cli, platforms, plugins
 from kda_core.call_plan import CallPlan
 from kda_core.capabilities import Available, Unavailable
 from kda_core.errors import BackendNotFound, BrokenBackend, KdaError, UnsupportedCall
 from kda_core.example_call import CallShape, example_call
+from kda_core.request import Request
 
 EXIT_NOT_SERVED = 1
 CPU_WHEEL = platforms.WHEEL_OF_RUNTIME["cpu"]
@@ -35,13 +37,8 @@ OPS: dict[str, Any] = {
     "fused_recurrent_kda": kda_core.fused_recurrent_kda,
     "kda_gate": kda_core.kda_gate,
 }
-CALL_OPTIONS = tuple(a for a in options.ARGUMENTS if a.is_plain and a.name != "backend")
-"""Arguments of the public functions that are flags or numbers; each is an option of ``explain`` under its own name."""
-TYPES: dict[str, Any] = {
-    **dict.fromkeys(("bool", "bool | None"), bool),
-    **{"int": int, "int | None": int | None, "float | None": float | None},
-}
-"""The command line's types, by the annotations of ``options``."""
+TYPES: dict[str, Any] = {"bool": bool, "int": int, "float | None": float | None}
+"""The command line's types of flags and numbers, by the annotations of the public functions."""
 STYLES = {
     **dict.fromkeys(("chosen", "available", "passed"), "green"),
     **dict.fromkeys(("refused", "untested", "unavailable", "not installed"), "yellow"),
@@ -120,15 +117,23 @@ def _backend_rows(backend: dict[str, Any]) -> list[tuple[str, ...]]:
     ]
 
 
+def _meanings(function: Callable[..., Any]) -> list[tuple[str, str]]:
+    """The arguments in a function's docstring; none under ``python -OO``."""
+    _, _, text = (inspect.getdoc(function) or "").partition("\nArgs:\n")
+    found = re.findall(r"^    (\w+): (.*(?:\n     .*)*)", text.partition("\n\n")[0], flags=re.M)
+    return [(name, re.sub(r"\s+", " ", meaning.replace("``", ""))) for name, meaning in found]
+
+
 def _with_call_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the flags and numbers of the public functions, in the place of its ``**given``."""
     own = inspect.signature(command, eval_str=True)
     parameters = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    for a in CALL_OPTIONS:
-        default = False if TYPES[a.type] is bool else a.default
-        option = typer.Option(default, "--" + a.name.replace("_", "-"), help=a.meaning.replace("``", ""))
-        kind = inspect.Parameter.KEYWORD_ONLY
-        parameters.append(inspect.Parameter(a.name, kind, default=option, annotation=TYPES[a.type]))
+    taken = {n: p for f in OPS.values() for n, p in inspect.signature(f).parameters.items() if p.annotation in TYPES}
+    meanings = {name: text for function in reversed(OPS.values()) for name, text in _meanings(function)}
+    for name in (f.name for f in dataclasses.fields(Request) if f.name in taken):
+        kind, default = TYPES[taken[name].annotation], taken[name].default
+        option = typer.Option(default, "--" + name.replace("_", "-"), help=meanings.get(name))
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind))
     command.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
     return command
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from kda_core import checks
-from kda_core.options import DATA
 from kda_core.reference import DIFFERENTIABLE
+from kda_core.request import DATA
 from kda_core.torch_private import fake_tensors
 
 DATA_DTYPES = {str(d).removeprefix("torch."): d for d in checks.DATA_DTYPES}
@@ -71,7 +71,7 @@ def example_call(function: Callable[..., Any], shape: CallShape, options: Mappin
     # kda_gate takes only g of q, k, v, g and beta; any other argument that a function does not take is an error.
     if unknown := sorted(asked - parameters.keys()):
         raise ValueError(f"{', '.join(unknown)}: not taken by {function.__name__}")
-    v_first = bool(options.get("state_v_first") or options.get("transpose_state_layout"))
+    v_first = bool(options.get("state_v_first"))
     passed = {name: t for name, t in _tensors(shape, v_first).items() if name in (*DATA, *shape.present)}
     return {name: value for name, value in (passed | dict(options)).items() if name in parameters}
 

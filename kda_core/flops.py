@@ -11,16 +11,13 @@ backend, nor ``disable_recompute`` changes the count. The extra products of a ch
 backward do not count. Elementwise work (decay, gate, l2norm, sigmoid) does not count either, as elsewhere in torch's
 counter. Packed calls count the tokens of their sequences, without the rows behind the last one.
 
-Importing torch's counter takes half a second, so the formulas are registered when the program imports it.
+``import kda_core`` does not register the formulas, because torch's counter imports triton.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,30 +25,23 @@ import torch
 from kda_core import ops, schemas
 from kda_core.signature import is_plain
 
-COUNTER = "torch.utils.flop_counter"
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 3, 6
 """Products of a vector with the state, for each token and value head."""
 
 
-def count_when_imported() -> None:
-    """Register the formulas with torch's counter: now where the program has imported it, else when it does."""
-    module = sys.modules.get(COUNTER)
-    if module is not None:
-        register_formulas(module)
-    else:
-        sys.meta_path.insert(0, _Registrar())
+@cache
+def register() -> None:
+    """Tell ``torch.utils.flop_counter`` what the calls count. Counters that exist already do not learn of it."""
+    from torch.utils.flop_counter import register_flop_formula
 
-
-def register_formulas(counter: ModuleType) -> None:
-    """Tell ``torch.utils.flop_counter`` what every operator counts."""
     for op in ops.HOOKS:
         forward, inplace, backward = schemas.FUNCTIONAL[op], schemas.INPLACE[op], schemas.BACKWARD[op]
         products_of = {forward: FORWARD_PRODUCTS, inplace: FORWARD_PRODUCTS, backward: BACKWARD_PRODUCTS}
         for schema, products in products_of.items():
             packet = getattr(torch.ops.kda_core, schema.name)
-            counter.register_flop_formula(packet, get_raw=True)(_formula(schema, products))
+            register_flop_formula(packet, get_raw=True)(_formula(schema, products))
     for packet in (torch.ops.kda_core.kda_gate, torch.ops.kda_core.kda_gate_backward):
-        counter.register_flop_formula(packet, get_raw=True)(_nothing)
+        register_flop_formula(packet, get_raw=True)(_nothing)
 
 
 def _formula(schema: schemas.Schema, products: int) -> Callable[..., int]:
@@ -76,29 +66,3 @@ def _tokens(given: dict[str, Any]) -> int:
     if boundaries is None or not is_plain(boundaries) or boundaries.is_meta:
         return B * T
     return int(boundaries[-1])
-
-
-class _Registrar(MetaPathFinder):
-    """Let the other finders find torch's counter, register the formulas when it is loaded, and remove this finder."""
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != COUNTER:
-            return None
-        for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(name, path, target)
-            if spec is not None:
-                self._extend(spec.loader)
-                return spec
-        return None
-
-    def _extend(self, loader: Any) -> None:
-        execute = loader.exec_module
-
-        def execute_and_register(module: ModuleType) -> None:
-            loader.exec_module = execute
-            execute(module)
-            if self in sys.meta_path:
-                sys.meta_path.remove(self)
-                register_formulas(module)
-
-        loader.exec_module = execute_and_register

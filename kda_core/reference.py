@@ -21,10 +21,9 @@ from packaging.specifiers import SpecifierSet
 from torch import Tensor
 from torch.nn import functional as F
 
-from kda_core import options
 from kda_core.capabilities import FEATURES_1_0, Available, BackendInfo, Capabilities, Feature, Unavailable
 from kda_core.hookspecs import hookimpl
-from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request, TensorSpec
+from kda_core.request import DATA, AnyRequest, BackwardResult, ForwardResult, GateRequest, Request, TensorSpec
 
 L2NORM_EPS = 1e-6
 DIFFERENTIABLE = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
@@ -155,7 +154,7 @@ def oracle(r: Request, *, token_states: bool = False, inputs: dict[str, Tensor] 
     x = {name: getattr(r, name) for name in DIFFERENTIABLE}
     x = {name: t if t is None else t.double() for name, t in x.items()} | (inputs or {})
     bounds = sequence_bounds(r)
-    q, k, v, g, beta = (_within(x[name], r, bounds) for name in options.DATA)
+    q, k, v, g, beta = (_within(x[name], r, bounds) for name in DATA)
     if r.use_qk_l2norm_in_kernel:
         q, k = l2norm(q), l2norm(k)
     log_decay = gate(g, x["A_log"], x["dt_bias"], r.lower_bound) if r.use_gate_in_kernel else g

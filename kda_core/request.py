@@ -8,15 +8,13 @@ heads, K and V head dimensions, N sequences, C chunk size.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from kda_core import options
 from kda_core.capabilities import Feature
-from kda_core.lazy_attribute import lazy_attribute
 
 Op = Literal["chunk_kda", "fused_recurrent_kda"]
 
@@ -24,6 +22,10 @@ Op = Literal["chunk_kda", "fused_recurrent_kda"]
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Request:
     """One checked call of ``chunk_kda`` or ``fused_recurrent_kda``, forward or backward.
+
+    The fields from ``q`` to ``out`` are the table of the arguments, in the order of ``fused_recurrent_kda``: checks,
+    features, cache keys and the command line read it, and a test compares the signatures with it. A value that is
+    neither None nor False needs the feature that its field names.
 
     Attributes:
         op: the public function that was called.
@@ -54,7 +56,6 @@ class Request:
     The other fields are the arguments of the public function under the same names; defaults are filled in.
     """
 
-    # The arguments: written by tools/signatures.py.
     op: Op
     q: Tensor
     k: Tensor
@@ -64,26 +65,26 @@ class Request:
     A_log: Tensor | None = None
     dt_bias: Tensor | None = None
     scale: float
-    initial_state: Tensor | None = None
-    output_final_state: bool = False
-    use_qk_l2norm_in_kernel: bool = False
+    initial_state: Tensor | None = field(default=None, metadata={"needs": Feature.INITIAL_STATE})
+    output_final_state: bool = field(default=False, metadata={"needs": Feature.FINAL_STATE})
+    use_qk_l2norm_in_kernel: bool = field(default=False, metadata={"needs": Feature.QK_L2NORM})
     use_gate_in_kernel: bool = False
-    use_beta_sigmoid_in_kernel: bool = False
-    allow_neg_eigval: bool = False
-    safe_gate: bool = False
+    use_beta_sigmoid_in_kernel: bool = field(default=False, metadata={"needs": Feature.BETA_SIGMOID})
+    allow_neg_eigval: bool = field(default=False, metadata={"needs": Feature.NEG_EIGVAL})
+    safe_gate: bool = field(default=False, metadata={"needs": Feature.SAFE_GATE})
     lower_bound: float | None = None
-    disable_recompute: bool = False
-    return_intermediate_states: bool = False
-    state_v_first: bool = False
-    cu_seqlens: Tensor | None = None
+    disable_recompute: bool = field(default=False, metadata={"needs": Feature.DISABLE_RECOMPUTE})
+    return_intermediate_states: bool = field(default=False, metadata={"needs": Feature.INTERMEDIATE_STATES})
+    state_v_first: bool = field(default=False, metadata={"needs": Feature.STATE_V_FIRST})
+    cu_seqlens: Tensor | None = field(default=None, metadata={"needs": Feature.VARLEN})
     cu_seqlens_cpu: Tensor | None = None
-    cp_context: Any = None
+    cp_context: Any = field(default=None, metadata={"needs": Feature.CONTEXT_PARALLEL})
     chunk_size: int = 64
-    ssm_state_indices: Tensor | None = None
-    num_accepted_tokens: Tensor | None = None
-    inplace_final_state: bool = False
+    ssm_state_indices: Tensor | None = field(default=None, metadata={"needs": Feature.PAGED_STATE})
+    num_accepted_tokens: Tensor | None = field(default=None, metadata={"needs": Feature.SPEC_DECODE})
+    inplace_final_state: bool = field(default=False, metadata={"needs": Feature.PAGED_STATE})
     pad_slot_id: int = -1
-    out: Tensor | None = None
+    out: Tensor | None = field(default=None, metadata={"needs": Feature.OUT})
     save_for_backward: bool = False
     saved: tuple[Tensor, ...] = ()
     grad_o: Tensor | None = None
@@ -144,10 +145,14 @@ class Request:
         last = (self.V, self.K) if self.state_v_first else (self.K, self.V)
         return (self.N, self.HV, *last)
 
-    @lazy_attribute
+    @property
     def features(self) -> frozenset[Feature]:
         """The features that this call needs."""
         return frozenset(_features(self))
+
+
+DATA = tuple(f.name for f in fields(Request) if f.type == "Tensor")
+"""Names of the arguments that every call has: q, k, v, g and beta."""
 
 
 def build_request(values: dict[str, Any]) -> Request:
@@ -196,7 +201,7 @@ class GateRequest:
         """float32, or float64 when g is float64."""
         return torch.float64 if self.g.dtype == torch.float64 else torch.float32
 
-    @lazy_attribute
+    @property
     def features(self) -> frozenset[Feature]:
         """The features that this call needs."""
         needed = {Feature.GATE, Feature.SOFTPLUS_GATE if self.lower_bound is None else Feature.LOWER_BOUND_GATE}
@@ -250,7 +255,7 @@ def _is_power_of_two(n: int) -> bool:
     return n > 0 and n & (n - 1) == 0
 
 
-_FEATURE_OF = tuple((a.name, a.needs) for a in options.IN_REQUEST if a.needs is not None)
+_FEATURE_OF = tuple((f.name, f.metadata["needs"]) for f in fields(Request) if "needs" in f.metadata)
 
 
 def _features(r: Request) -> Iterator[Feature]:

@@ -18,18 +18,16 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from kda_core.hookspecs import MAX_SAVED_TENSORS
-from kda_core.options import ARGUMENTS, REQUIRED, Argument, arguments_of
 from kda_core.reference import DIFFERENTIABLE
 from kda_core.request import Op
 
 NAMESPACE = "kda_core"
 
-SCHEMA_VERSION = max(a.since for a in ARGUMENTS)
+SCHEMA_VERSION = 1
 """Rises whenever a schema grows; ``tests/core/data`` has programs that were exported with each version."""
 
-TYPES = {"Tensor": "Tensor", "Tensor | None": "Tensor?", "bool": "bool", "int": "int", "float | None": "float?"}
-DEFAULTS = {"": '""', (): "[]"}
-"""Defaults that a schema writes differently from Python."""
+DEFAULTS = {"None": None, "False": False, '""': "", "[]": (), "64": 64, "-1": -1}
+"""Python's values of the defaults."""
 
 GATE_DIFFERENTIABLE = ("g", "A_log", "dt_bias")
 """Inputs of ``kda_gate`` that have a gradient."""
@@ -38,12 +36,8 @@ SAVED_NAMES = tuple(f"saved_{i}" for i in range(MAX_SAVED_TENSORS))
 """Arguments of a backward operator for what the forward saved, in the order of the forward's last results."""
 
 
-def _text(a: Argument) -> str:
-    """An argument as a schema has it."""
-    kind = TYPES.get(a.type, a.type)
-    if a.default is REQUIRED:
-        return f"{kind} {a.name}"
-    return f"{kind} {a.name}={DEFAULTS.get(a.default, a.default)}"
+def _names(arguments: str) -> tuple[str, ...]:
+    return tuple(a.split(" ")[1].partition("=")[0] for a in arguments.split(", "))
 
 
 class Schema:
@@ -55,61 +49,61 @@ class Schema:
         text: the schema as ``torch.library`` takes it.
     """
 
-    def __init__(self, name: str, arguments: tuple[Argument, ...], results: int) -> None:
+    def __init__(self, name: str, arguments: str, results: int) -> None:
         self.name = name
-        self.names = tuple(a.name for a in arguments)
+        self.names = _names(arguments)
         returned = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
-        self.text = f"{name}({', '.join(map(_text, arguments))}) -> {returned}"
-        self._defaults = {a.name: None if a.default is REQUIRED else a.default for a in arguments}
+        self.text = f"{name}({arguments}) -> {returned}"
+        defaults = [a.partition("=")[2] for a in arguments.split(", ")]
+        self._defaults = {n: DEFAULTS[d] if d else None for n, d in zip(self.names, defaults, strict=True)}
 
     def bind(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Every argument by name, in the schema's order; torch leaves out trailing ones that have their defaults."""
         return {**self._defaults, **dict(zip(self.names, args, strict=False)), **kwargs}
 
 
-def _tensors(*names: str) -> tuple[Argument, ...]:
-    return tuple(Argument(name=name, type="Tensor | None", default=None) for name in names)
-
-
-_BACKEND = Argument(name="backend", type="str", default="")
-_SAVE = Argument(name="save_for_backward", type="bool", default=False)
-# Empty: a gradient of every input that is given.
-_NEEDS = Argument(name="needs", type="bool[]", default=())
-
-_IN_SCHEMA = tuple(a for a in ARGUMENTS if a.in_schema)
-_FIRST = tuple(a for a in _IN_SCHEMA if a.since == 1)
-_SHARED = (*(a for a in _FIRST if a.is_tensor), *(a for a in _FIRST if a.is_plain), _BACKEND)
-_LATER = tuple(a for a in _IN_SCHEMA if a.since > 1)
-_WRITTEN = (
-    # States that are only read are not declared as written: those that are have an argument of their own.
-    Argument(name="pool", type="Tensor(a!)?", default=None),
-    *_tensors("ssm_state_indices", "num_accepted_tokens"),
-    Argument(name="out", type="Tensor(b!)?", default=None),
-    Argument(name="pad_slot_id", type="int", default=-1),
+_TENSORS = (
+    "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log=None, Tensor? dt_bias=None, "
+    "Tensor? initial_state=None, Tensor? cu_seqlens=None, Tensor? cu_seqlens_cpu=None"
 )
-_OF_BACKWARD = (*_tensors("grad_o", "grad_final_state", *SAVED_NAMES), _NEEDS)
+_OPTIONS = (
+    "float? scale=None, bool output_final_state=False, bool use_qk_l2norm_in_kernel=False, "
+    "bool use_gate_in_kernel=False, bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False, "
+    "bool safe_gate=False, float? lower_bound=None, bool disable_recompute=False, "
+    "bool return_intermediate_states=False, bool state_v_first=False, int chunk_size=64"
+)
+_SHARED = f'{_TENSORS}, {_OPTIONS}, str backend=""'
+_SAVE = "bool save_for_backward=False"
+# Empty: a gradient of every input that is given.
+_NEEDS = "bool[] needs=[]"
+# States that are only read are not declared as written: those that are have an argument of their own.
+_WRITTEN = (
+    "Tensor(a!)? pool=None, Tensor? ssm_state_indices=None, Tensor? num_accepted_tokens=None, "
+    "Tensor(b!)? out=None, int pad_slot_id=-1"
+)
+_GRADIENTS = ", ".join(f"Tensor? {name}=None" for name in ("grad_o", "grad_final_state", *SAVED_NAMES))
 
-TENSOR_NAMES = tuple(a.name for a in _IN_SCHEMA if a.is_tensor)
+TENSOR_NAMES = _names(_TENSORS)
 """Tensor arguments that the functional operators and their backwards share."""
 
-OPTION_NAMES = tuple(a.name for a in _IN_SCHEMA if a.is_plain)
+OPTION_NAMES = _names(_OPTIONS)
 """Options that all operators of a public function share, the backend's name aside."""
 
 
-FUNCTIONAL = {op: Schema(op, (*_SHARED, _SAVE, *_LATER), 3 + MAX_SAVED_TENSORS) for op in get_args(Op)}
+FUNCTIONAL = {op: Schema(op, f"{_SHARED}, {_SAVE}", 3 + MAX_SAVED_TENSORS) for op in get_args(Op)}
 """(o, final_state, h, saved_0, ...) of a call that writes to nothing of the caller's; differentiable."""
 
-INPLACE = {op: Schema(f"{op}_", (*_SHARED, *_WRITTEN, *_LATER), 3) for op in get_args(Op)}
+INPLACE = {op: Schema(f"{op}_", f"{_SHARED}, {_WRITTEN}", 3) for op in get_args(Op)}
 """(o, final_state, h) of a call that writes to the caller's ``pool`` or ``out``; no gradient."""
 
 BACKWARD = {
-    op: Schema(f"{op}_backward", (*_SHARED, *_OF_BACKWARD, *_LATER), len(DIFFERENTIABLE)) for op in get_args(Op)
+    op: Schema(f"{op}_backward", f"{_SHARED}, {_GRADIENTS}, {_NEEDS}", len(DIFFERENTIABLE)) for op in get_args(Op)
 }
 """A gradient for each of ``DIFFERENTIABLE``, absent where ``needs`` does not ask for it.
 
 If the backend saves tensors and none are passed, the forward is run again.
 """
 
-_GATE = tuple(_BACKEND if a.name == "backend" else a for a in arguments_of("kda_gate"))
-GATE = Schema("kda_gate", (*_GATE, _SAVE), 1)
-GATE_BACKWARD = Schema("kda_gate_backward", (*_GATE, *_tensors("grad_output"), _NEEDS), len(GATE_DIFFERENTIABLE))
+_GATE = 'Tensor g, Tensor? A_log=None, Tensor? dt_bias=None, float? lower_bound=None, str backend=""'
+GATE = Schema("kda_gate", f"{_GATE}, {_SAVE}", 1)
+GATE_BACKWARD = Schema("kda_gate_backward", f"{_GATE}, Tensor? grad_output=None, {_NEEDS}", len(GATE_DIFFERENTIABLE))

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from kda_core import options, torch_private
-from kda_core.request import AnyRequest, GateRequest, Request
+from kda_core import torch_private
+from kda_core.request import DATA, AnyRequest, GateRequest, Request
 
 _PLAIN = frozenset({Tensor, Parameter})
 
@@ -69,7 +69,7 @@ _OPTIONS = {
 }
 
 _options_of = attrgetter(*_OPTIONS[Request])
-_optional_tensors_of = attrgetter(*(n for n in _TENSORS[Request] if n not in options.DATA))
+_optional_tensors_of = attrgetter(*(n for n in _TENSORS[Request] if n not in DATA))
 
 
 class Like:

@@ -145,7 +145,7 @@ class Call:
     def request(self) -> Request:
         """The request that the public function makes of this call."""
         tensors = dict(self.tensors)
-        options = {n: v for n, v in self.options.items() if n not in ("use_graph", "max_num_seqs")}
+        options = dict(self.options)
         q, g = tensors["q"], tensors["g"]
         options.setdefault("scale", q.shape[-1] ** -0.5)
         if tensors.get("dt_bias") is not None:

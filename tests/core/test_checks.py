@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 
 import pytest
 import torch
@@ -22,14 +21,6 @@ BAD_CALLS = [
     ("backend", ValueError, "fused_recurrent_kda", lambda: call_arguments(backend="")),
     ("scale", ValueError, "chunk_kda", lambda: call_arguments(scale=10**400)),
     ("pad_slot_id", ValueError, "chunk_kda", lambda: paged(pad_slot_id=10**20)),
-    ("max_num_seqs", TypeError, "chunk_kda", lambda: packed(use_graph=True, max_num_seqs="1")),
-    (
-        "cu_seqlens",
-        ValueError,
-        "chunk_kda",
-        lambda: packed(use_graph=True, max_num_seqs=1, cu_seqlens=torch.tensor(5)),
-    ),
-    ("cu_seqlens", TypeError, "chunk_kda", lambda: packed(use_graph=True, max_num_seqs=1, cu_seqlens=[0, 5])),
     ("q", TypeError, "chunk_kda", lambda: call_arguments(q=torch.zeros(B, T, H, K, dtype=torch.int32))),
     ("q", TypeError, "chunk_kda", lambda: call_arguments(q=torch.zeros(B, T, H, K, dtype=torch.complex64))),
     ("q", TypeError, "chunk_kda", lambda: call_arguments(q=torch.zeros(B, T, H, K).to_sparse())),
@@ -95,12 +86,6 @@ BAD_CALLS = [
         lambda: call_arguments(initial_state=torch.zeros(B, HV, K, V, dtype=torch.float64)),
     ),
     ("initial_state", ValueError, "chunk_kda", lambda: packed(initial_state=torch.zeros(1, HV, K, V))),
-    (
-        "transpose_state_layout",
-        ValueError,
-        "chunk_kda",
-        lambda: call_arguments(state_v_first=True, transpose_state_layout=True),
-    ),
     ("cu_seqlens", ValueError, "chunk_kda", lambda: packed(cu_seqlens=torch.tensor([1, 4, B * T]))),
     ("cu_seqlens", ValueError, "chunk_kda", lambda: packed(cu_seqlens=torch.tensor([0, 5, 4]))),
     ("cu_seqlens", ValueError, "chunk_kda", lambda: packed(cu_seqlens=torch.tensor([0, 4, B * T + 1]))),
@@ -112,9 +97,6 @@ BAD_CALLS = [
     ("cu_seqlens_cpu", ValueError, "chunk_kda", lambda: call_arguments(cu_seqlens_cpu=torch.tensor([0, 4]))),
     ("cu_seqlens_cpu", ValueError, "chunk_kda", lambda: packed(cu_seqlens_cpu=torch.tensor([0, 4]))),
     ("cu_seqlens_cpu", ValueError, "chunk_kda", lambda: packed(cu_seqlens_cpu=torch.tensor([0, 5, B * T]))),
-    ("cu_seqlens", ValueError, "chunk_kda", lambda: packed(use_graph=True, max_num_seqs=3)),
-    ("max_num_seqs", ValueError, "chunk_kda", lambda: packed(max_num_seqs=2)),
-    ("max_num_seqs", ValueError, "chunk_kda", lambda: call_arguments(use_graph=True, max_num_seqs=2)),
     ("initial_state", ValueError, "chunk_kda", lambda: call_arguments(ssm_state_indices=torch.tensor([0, 1]))),
     ("initial_state", ValueError, "chunk_kda", lambda: paged(state_v_first=True)),
     ("ssm_state_indices", ValueError, "chunk_kda", lambda: {**paged(), "ssm_state_indices": torch.tensor([0])}),
@@ -272,19 +254,6 @@ def test_the_message_holds_both_shapes():
         kda_core.chunk_kda(**call_arguments(k=torch.zeros(B, T, H, K - 1)))
 
 
-@pytest.mark.parametrize("op", ["chunk_kda", "fused_recurrent_kda"])
-def test_the_deprecated_layout_name_warns_and_works(op):
-    function = getattr(kda_core, op)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        _, state = function(**call_arguments(), output_final_state=True, transpose_state_layout=True)
-    assert [w.category for w in caught] == [DeprecationWarning]
-    assert caught[0].filename == __file__
-    _, expected = function(**call_arguments(), output_final_state=True, state_v_first=True)
-    assert state.shape == (B, HV, V, K)
-    torch.testing.assert_close(state, expected, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("name", ["out", "ssm_state_indices", "return_intermediate_states"])
 def test_what_has_no_gradient_is_refused_where_one_is_needed(name):
     arguments = paged() if name == "ssm_state_indices" else call_arguments()
@@ -311,9 +280,9 @@ def test_out_that_needs_a_gradient_is_refused(op, leaf):
     assert not out.any()
 
 
-def test_a_graph_call_with_padded_sequences_is_the_plain_call():
+def test_empty_sequences_at_the_end_change_nothing():
     arguments = packed(cu_seqlens=torch.tensor([0, 4, B * T, B * T]))
-    o, _ = kda_core.chunk_kda(**arguments, use_graph=True, max_num_seqs=3)
+    o, _ = kda_core.chunk_kda(**arguments)
     expected, _ = kda_core.chunk_kda(**packed())
     torch.testing.assert_close(o, expected, rtol=0, atol=0)
 

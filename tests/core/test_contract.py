@@ -25,9 +25,9 @@ kept = machinery.SourceFileLoader.get_data
 
 def with_one_more(self, path):
     name = path.replace("\\\\", "/").rpartition("kda_core/")[2]
-    if not name.startswith(("options.", "__pycache__/options.")):
+    if not name.startswith(("capabilities.", "__pycache__/capabilities.")):
         return kept(self, path)
-    if name != "options.py":
+    if name != "capabilities.py":
         raise OSError("compiled from another source")
     return kept(self, path).replace(b'    CHUNK = "', b'    TELEPATHY = "telepathy"\\n    CHUNK = "', 1)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import warnings
 
 import numpy as np
 import pytest
@@ -226,8 +225,6 @@ NUMPY_OPTIONS = [
     ("use_beta_sigmoid_in_kernel", np.True_, {}),
     ("state_v_first", np.True_, {"output_final_state": True}),
     ("return_intermediate_states", np.True_, {}),
-    ("transpose_state_layout", np.True_, {"output_final_state": True}),
-    ("use_graph", np.True_, {}),
 ]
 
 
@@ -247,8 +244,7 @@ def test_numpys_scalars_are_taken_for_pythons(name, value, others, monkeypatch):
         return result(self, hook, request)
 
     monkeypatch.setattr(type(backend), "result", watched)
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of transpose_state_layout
+    with torch.no_grad():
         expected = kda_core.chunk_kda(**arguments, **{name: python})
         choices = len(registry._choices)
         for _ in range(3):
@@ -281,13 +277,12 @@ def test_numpys_scalars_are_taken_where_gradients_and_operators_see_them():
     assert torch.equal(kda_core.kda_gate(raw, lower_bound=np.float32(-4)), kda_core.kda_gate(raw, lower_bound=-4.0))
 
 
-def test_numpys_integers_are_taken_for_slots_and_graphs():
+def test_numpys_integers_are_taken_for_slots():
     with torch.no_grad():
         arguments = {**paged(), "ssm_state_indices": torch.tensor([SLOTS + 5, 3])}
         o, _ = kda_core.chunk_kda(**arguments, pad_slot_id=np.int32(SLOTS + 5))
         assert not o[0].any()
         assert o[1].any()
-        kda_core.chunk_kda(**packed(), use_graph=np.True_, max_num_seqs=np.int64(2))
         state = torch.zeros(B, HV, K, V)
         kda_core.fused_recurrent_kda(**call_arguments(), initial_state=state, inplace_final_state=np.True_)
         assert state.any()
@@ -309,9 +304,9 @@ def test_numpys_integers_are_taken_for_slots_and_graphs():
         ("output_final_state", np.int64(1), "1"),
         ("output_final_state", np.array(True), "array"),
         ("output_final_state", torch.tensor(True), "tensor"),
-        ("use_graph", "yes", "'yes'"),
-        ("use_graph", 1, "1"),
-        ("use_graph", None, "None"),
+        ("output_final_state", "yes", "'yes'"),
+        ("output_final_state", 1, "1"),
+        ("output_final_state", None, "None"),
     ],
 )
 def test_what_is_no_scalar_of_the_right_kind_is_refused(name, value, got):
@@ -322,11 +317,9 @@ def test_what_is_no_scalar_of_the_right_kind_is_refused(name, value, got):
 
 @pytest.mark.end_to_end
 def test_what_is_checked_before_the_request_can_be_compiled():
-    """The options of graphs, and the default scale; NumPy's scalars are tensors to the compiler."""
+    """The default scale."""
     arguments = packed()
-    compiled = torch.compile(
-        lambda a: kda_core.chunk_kda(**a, use_graph=True, max_num_seqs=2)[0], fullgraph=True, backend="eager"
-    )
+    compiled = torch.compile(lambda a: kda_core.chunk_kda(**a)[0], fullgraph=True, backend="eager")
     with torch.no_grad():
         torch.testing.assert_close(compiled(arguments), kda_core.chunk_kda(**arguments)[0])
 

@@ -71,7 +71,6 @@ ADDED = {
     "A_log": "fla takes it through **kwargs",
     "dt_bias": "fla takes it through **kwargs",
     "chunk_size": "fla takes it through **kwargs",
-    "transpose_state_layout": "fla takes it through **kwargs",
     "ssm_state_indices": "a pool of states, which fla has not in its public call",
     "num_accepted_tokens": "a pool of states, which fla has not in its public call",
     "pad_slot_id": "a pool of states, which fla has not in its public call",
@@ -81,6 +80,8 @@ ADDED = {
 }
 LEFT_OUT = {
     "kwargs": "every parameter is named; an unknown one raises TypeError where fla would swallow it",
+    "use_graph": "every call can be captured in a graph",
+    "max_num_seqs": "only use_graph takes it",
     "output_dtype": "the log decay is float32 (float64 for float64 input), as fla's default",
 }
 

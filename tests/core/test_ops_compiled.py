@@ -153,17 +153,6 @@ def test_compiled_call_with_out_leaves_its_states_alone(op):
         assert version is None or state._version == version
 
 
-def test_the_deprecated_layout_name_compiles():
-    def call(arguments):
-        return run(arguments, transpose_state_layout=True)
-
-    arguments = make() | {"initial_state": make()["initial_state"].mT.contiguous()}
-    with pytest.warns(DeprecationWarning, match="state_v_first"):
-        expected = call(arguments)
-    for x, y in zip(torch.compile(call, fullgraph=True, backend="aot_eager")(arguments), expected, strict=True):
-        assert torch.equal(x, y)
-
-
 @pytest.mark.end_to_end
 @pytest.mark.parametrize("op", [*OPS, "kda_gate"])
 def test_eager_forward_and_compiled_backward(op: str):

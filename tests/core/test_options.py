@@ -1,89 +1,103 @@
-"""``kda_core.options``: what the table of arguments gives, and that what is written out from it is up to date."""
+"""The arguments: signatures, requests and operators' schemas have the fields of ``Request``; what a field needs."""
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-from pathlib import Path
+from dataclasses import MISSING, fields
 
 import pytest
 import torch
 
 import kda_core
-from kda_core import options
+from kda_core import api, schemas
 from kda_core.capabilities import Feature
 from kda_core.request import Request
 
-ROOT = Path(__file__).parents[2]
-FUNCTIONS = ("chunk_kda", "fused_recurrent_kda", "kda_gate")
-BY_NAME = {a.name: a for a in options.ARGUMENTS}
+NAMES = [f.name for f in fields(Request)]
+FIELDS = {f.name: f for f in fields(Request)[NAMES.index("q") : NAMES.index("out") + 1]}
+"""The fields that are arguments."""
+NOT_TAKEN = {
+    "chunk_kda": {"num_accepted_tokens", "inplace_final_state"},
+    "fused_recurrent_kda": {
+        *("safe_gate", "disable_recompute", "return_intermediate_states", "cu_seqlens_cpu", "cp_context", "chunk_size")
+    },
+}
 
 
-@pytest.fixture(scope="module")
-def signatures():
-    spec = importlib.util.spec_from_file_location("signatures", ROOT / "tools" / "signatures.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def order(op: str) -> list[str]:
+    """That of the fields; but ``chunk_kda`` takes the gate's parameters behind fla's, which fla takes by name."""
+    names, gate = [name for name in FIELDS if name not in NOT_TAKEN[op]], ["A_log", "dt_bias"]
+    if op == "chunk_kda":
+        names = [name for name in names if name not in gate]
+        place = names.index("chunk_size")
+        names[place:place] = gate
+    return [*names, "backend"]
 
 
-def test_what_is_written_out_is_up_to_date(signatures):
-    stale = [str(path) for path, old, new in signatures.written() if old != new]
-    assert stale == [], "python tools/signatures.py"
+def parameters(function: str) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(getattr(kda_core, function)).parameters)
 
 
-@pytest.mark.parametrize(
-    ("name", "line"),
-    [
-        ("kda_core/api.py", "    disable_recompute: bool = False,\n"),
-        ("kda_core/api.py", '            "state_v_first": state_v_first,\n'),
-        ("kda_core/api.py", "        A_log: [HV], log of the gate's rate; optional with ``lower_bound``.\n"),
-        ("kda_core/request.py", "    pad_slot_id: int = -1\n"),
-    ],
-)
-def test_a_line_that_is_missing_is_written_again(signatures, name: str, line: str):
-    text = (ROOT / name).read_text(encoding="utf-8")
-    assert line in text
-    assert signatures.WRITERS[name](text.replace(line, "")) == text
+@pytest.mark.parametrize("op", NOT_TAKEN)
+def test_the_functions_take_the_fields_of_a_request(op: str):
+    found = parameters(op)
+    assert list(found) == order(op)
+    for name in found.keys() & FIELDS:
+        default = inspect.Parameter.empty if FIELDS[name].default is MISSING else FIELDS[name].default
+        # The scale of a request is filled in.
+        expected = ("float | None", None) if name == "scale" else (FIELDS[name].type, default)
+        assert (found[name].annotation, found[name].default) == expected, name
 
 
-def test_a_file_without_the_lines_round_a_table_is_an_error(signatures):
-    with pytest.raises(ValueError, match="found no such lines"):
-        signatures.WRITERS["docs/arguments.md"]("# Arguments\n")
+def test_the_gate_takes_its_arguments_as_the_other_functions_do():
+    found, other = parameters("kda_gate"), parameters("fused_recurrent_kda")
+    assert list(found) == ["g", "A_log", "dt_bias", "lower_bound", "backend"]
+    for name, parameter in found.items():
+        assert (parameter.annotation, parameter.default) == (other[name].annotation, other[name].default), name
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_the_functions_take_what_the_table_says(function):
-    found = inspect.signature(getattr(kda_core, function)).parameters
-    expected = options.arguments_of(function)
-    assert list(found) == [a.name for a in expected]
-    for a in expected:
-        default = inspect.Parameter.empty if a.default is options.REQUIRED else a.default
-        assert (found[a.name].annotation, found[a.name].default) == (a.type, default), a.name
+@pytest.mark.parametrize("op", NOT_TAKEN)
+def test_every_argument_is_in_the_request_under_its_name(op: str):
+    """Values that no check has seen, each of its own."""
+    given = {name: object() for name in parameters(op) if name != "backend"}
+    request = getattr(kda_core, op)(**given, backend=api._Question(lambda request: request))
+    found = {name: value for name, value in vars(request).items() if name in FIELDS}
+    own = {"chunk_kda": {"inplace_final_state": True}, "fused_recurrent_kda": {}}[op]
+    assert found == {n: FIELDS[n].default for n in NOT_TAKEN[op]} | own | given
+    assert vars(request) == found | {"op": op, "save_for_backward": False}
 
 
-def test_every_feature_is_needed_by_an_argument_or_by_shapes():
-    from_arguments = {a.needs for a in options.ARGUMENTS} - {None}
-    assert from_arguments >= {Feature.NEG_EIGVAL, Feature.OUT, Feature.VARLEN, Feature.CONTEXT_PARALLEL}
-    for a in options.ARGUMENTS:
-        assert a.needs is None or a.in_request, a.name
+@pytest.mark.parametrize("op", NOT_TAKEN)
+def test_the_operators_take_the_arguments(op: str):
+    """A pool is an argument of its own; a context of several devices is in no program."""
+    assert {*schemas.INPLACE[op].names} == FIELDS.keys() - {"cp_context", "inplace_final_state"} | {"pool", "backend"}
+    assert {*schemas.FUNCTIONAL[op].names} - {"backend", "save_for_backward"} == {
+        *schemas.TENSOR_NAMES,
+        *schemas.OPTION_NAMES,
+    }
+    bound = schemas.INPLACE[op].bind((), {})
+    for name in bound.keys() & FIELDS:
+        default = None if FIELDS[name].default is MISSING else FIELDS[name].default
+        assert bound[name] is default or bound[name] == default, name
 
 
-@pytest.mark.parametrize("name", [a.name for a in options.IN_REQUEST if a.is_flag and a.needs])
+@pytest.mark.parametrize("name", [n for n, f in FIELDS.items() if f.type == "bool" and "needs" in f.metadata])
 def test_a_flag_needs_its_feature(name: str):
     x = torch.zeros(1, 2, 1, 4)
     data = {"op": "chunk_kda", "scale": 1.0, "q": x, "k": x, "v": x, "g": x, "beta": x[..., 0].contiguous()}
-    needed = BY_NAME[name].needs
+    needed = FIELDS[name].metadata["needs"]
     assert needed in Request(**data, **{name: True}).features
     assert needed not in Request(**data, **{name: False}).features
 
 
-@pytest.mark.parametrize("name", [a.name for a in options.ARGUMENTS if a.beside])
-def test_a_flag_without_the_one_that_it_needs_is_refused(name: str):
+def test_every_feature_that_an_argument_alone_needs_is_asked_for():
+    found = {f.metadata["needs"] for f in FIELDS.values() if "needs" in f.metadata}
+    assert found >= {Feature.NEG_EIGVAL, Feature.OUT, Feature.VARLEN, Feature.CONTEXT_PARALLEL}
+
+
+def test_a_flag_without_the_one_that_it_needs_is_refused():
     x = -torch.rand(1, 2, 1, 4)
-    data = {"q": x, "k": x, "v": x, "g": x, "beta": x[..., 0]}
-    needed = BY_NAME[name].beside
-    assert BY_NAME[needed].is_flag
-    with pytest.raises(ValueError, match=f"{name}: expected {needed}=True beside it, got False"):
-        kda_core.chunk_kda(**data, **{name: True})
-    kda_core.chunk_kda(**data, **{name: True, needed: True})
+    data = {"q": x, "k": x, "v": x, "g": x, "beta": x[..., 0], "allow_neg_eigval": True}
+    with pytest.raises(ValueError, match="allow_neg_eigval: expected use_beta_sigmoid_in_kernel=True beside it, got F"):
+        kda_core.chunk_kda(**data)
+    kda_core.chunk_kda(**data, use_beta_sigmoid_in_kernel=True)

@@ -22,7 +22,6 @@ IN_CYCLES = {
     "kda_core/checked.py",
     "kda_core/devices.py",
     "kda_core/eager.py",
-    "kda_core/flops.py",
     "kda_core/ops.py",
     "kda_core/plugins.py",
 }
@@ -41,8 +40,6 @@ PATCHED = {
     "tests/core/test_checked_scope.py: kda_core.testing.call_checks.is_captured",
     "tests/core/test_cli.py: kda_core.testing.verify.checks",
     "tests/core/test_contract.py: kda_core.__version__",
-    "tests/core/test_cores.py: kda_core.cores.cpu_quota",
-    "tests/core/test_cores.py: kda_core.cores.usable_cores",
     "tests/core/test_default_device.py: kda_core.plugins.registry",
     "tests/core/test_profiler.py: kda_core.ranges.call_within_range",
     "tests/core/test_profiler.py: kda_core.ranges.row_name",

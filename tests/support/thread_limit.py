@@ -10,8 +10,7 @@ import pytest
 def limit_threads(config: pytest.Config) -> None:
     """Workers of pytest-xdist times threads, those of child processes too: no more than the cores that may be used."""
     import torch
-
-    from kda_core.cores import usable_cores
+    from cores import usable_cores
 
     worker = getattr(config, "workerinput", None)
     starts_workers = worker is None and config.getoption("numprocesses", None)

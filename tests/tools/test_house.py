@@ -13,23 +13,72 @@ from pathlib import Path
 import pytest
 from environments import ROOT
 from house_exceptions import IN_CYCLES, LONG_FILES, LONG_FUNCTIONS, MUTUAL, PATCHED
-from import_graph import Graph, Source, cycles, files_by_name
-from import_graph import read as read_file
 
 FOLDERS = ("kda_core", "backends", "benchmarks", "tools", "examples", "tests")
 FILES = sorted(
     file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py") if "build" not in file.relative_to(ROOT).parts
 )
 TREES = {file: ast.parse(file.read_text(encoding="utf-8")) for file in FILES}
-MODULES = files_by_name(FILES)
 BACKENDS = ("cpu", "nvidia", "amd")
 
 FILE_LINES, FUNCTION_LINES = 500, 80
 
 
+Graph = dict[Path, set[Path]]
+
+
+def module_name(file: Path) -> str:
+    """The name that imports a file: ``kda_core/api.py`` is "kda_core.api", ``tools/release.py`` is "release"."""
+    parts = [] if file.name == "__init__.py" else [file.stem]
+    folder = file.parent
+    while (folder / "__init__.py").exists():
+        parts.insert(0, folder.name)
+        folder = folder.parent
+    return ".".join(parts)
+
+
+MODULES: dict[str, set[Path]] = {}
+"""Files by the module's name; plain scripts of several folders may share one."""
+for _file in FILES:
+    MODULES.setdefault(module_name(_file), set()).add(_file)
+
+
 @functools.cache
-def read(file: Path) -> Source:
-    return read_file(file)
+def imports(file: Path) -> dict[str, bool]:
+    """What a file imports (modules, or a module and something in it), and whether importing the file imports it.
+
+    Imports inside functions count as later ones, those under ``if TYPE_CHECKING`` not at all.
+    """
+    found: dict[str, bool] = {}
+    package = module_name(file).split(".")[: None if file.name == "__init__.py" else -1]
+
+    def visit(node: ast.AST, at_once: bool) -> None:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            level, origin = getattr(node, "level", 0), getattr(node, "module", None)
+            base = [*(package[: len(package) - level + 1] if level else []), *([origin] if origin else [])]
+            for alias in node.names:
+                imported = ".".join([*base, alias.name]).removesuffix(".*")
+                found[imported] = found.get(imported, False) or at_once
+        typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for child in node.orelse if typing_only else ast.iter_child_nodes(node):
+            visit(child, at_once and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+
+    visit(TREES.get(file) or ast.parse(file.read_text(encoding="utf-8")), at_once=True)
+    return found
+
+
+def in_cycles(graph: Graph) -> set[Path]:
+    """Files that reach themselves."""
+
+    def reached(file: Path) -> set[Path]:
+        found, left = set(), [file]
+        while left:
+            new = graph[left.pop()] - found
+            found |= new
+            left += new
+        return found
+
+    return {file for file in graph if file in reached(file)}
 
 
 def name(file: Path) -> str:
@@ -75,8 +124,7 @@ def graph(*, at_once: bool) -> Graph:
     """The files that each file imports: when it is imported itself, or also later."""
     found: Graph = {}
     for file in FILES:
-        source = read(file)
-        names = source.at_once if at_once else source.imported
+        names = [imported for imported, now in imports(file).items() if now or not at_once]
         found[file] = {other for imported in names for other in nearest(imported)} - {file}
     return found
 
@@ -89,7 +137,7 @@ def nearest(imported: str) -> Collection[Path]:
 
 
 def test_modules_are_imported_in_an_order():
-    found = {name(file) for group in cycles(graph(at_once=True)) for file in group}
+    found = {name(file) for file in in_cycles(graph(at_once=True))}
     assert found - IN_CYCLES == set()
     assert IN_CYCLES - found == set(), "delete these exceptions"
 
@@ -107,9 +155,7 @@ def test_no_backend_knows_another(backend: str):
     """Neither its package nor its tests."""
     others = {f"kda_core_{other}" for other in BACKENDS if other != backend}
     for folder in (ROOT / "backends" / backend, ROOT / "tests" / backend):
-        found = {
-            name(file): {i.partition(".")[0] for i in read(file).imported} & others for file in folder.rglob("*.py")
-        }
+        found = {name(file): {i.partition(".")[0] for i in imports(file)} & others for file in folder.rglob("*.py")}
         assert found
         assert {file for file, packages in found.items() if packages} == set()
 
@@ -165,7 +211,7 @@ def test_the_rules_find_what_breaks_them(tmp_path: Path):
     }.items():
         (tmp_path / f"{module}.py").write_text(text)
     a, b, c, d, e = (tmp_path / f"{module}.py" for module in "abcde")
-    assert read(b).imported == {"a"}
-    assert read(b).at_once == set()
-    assert cycles({a: {b}, b: {a}, c: {b}, d: {e}, e: set()}) == [[a, b]]
-    assert cycles({a: {b}, b: {c}, c: {a}, d: {e}, e: {d}}) == [[a, b, c], [d, e]]
+    assert imports(a) == {"b": True}
+    assert imports(b) == {"a": False}
+    assert in_cycles({a: {b}, b: {a}, c: {b}, d: {e}, e: set()}) == {a, b}
+    assert in_cycles({a: {b}, b: {c}, c: {a}, d: {e}, e: {d}}) == {a, b, c, d, e}

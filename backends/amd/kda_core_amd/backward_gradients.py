@@ -100,73 +100,33 @@ def _sum_of_ends(
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def gradients_kernel(
-    q,  # [B, T, H, K]
-    k,  # [B, T, H, K]
+    q, k,  # [B, T, H, K]
     g,  # [B, T, HV, K]
     beta,  # [B, T, HV]
-    A_log,  # [HV] or None
-    dt_bias,  # [HV, K] or None
+    A_log, dt_bias,  # [HV] and [HV, K], or None
     do,  # [B, T, HV, V]
     z,  # [slots, HV, C, VP]
-    states,  # [slots, HV, VP, KP]
-    state_grads,  # [slots, HV, VP, KP]
-    dq,  # [B, T, HV, K]
-    dk,  # [B, T, HV, K]
+    states, state_grads,  # [slots, HV, VP, KP]
+    dq, dk,  # [B, T, HV, K]
     dv,  # [B, T, HV, V]; read, and zeroed behind the last sequence
     dg,  # [B, T, HV, K]
     dbeta,  # [B, T, HV]
-    dA_log,  # [slots, HV] float32 or None
-    ddt_bias,  # [slots, HV, K] float32 or None
-    initial_state,  # [N, HV, K, V] (or [..., V, K]) or None
-    grad_final_state,  # likewise; both or none
+    dA_log, ddt_bias,  # [slots, HV] and [slots, HV, K], float32, or None
+    initial_state, grad_final_state,  # [N, HV, K, V] (or [..., V, K]); both or none
     cu_seqlens,  # [N + 1] or None
-    scale,
-    lower_bound,
-    T,
-    N,
-    chunks,  # chunks of a dense sequence
-    HV,
-    group,  # value heads a key head
-    s_qb,
-    s_qt,
-    s_qh,
-    s_kb,
-    s_kt,
-    s_kh,
-    s_gb,
-    s_gt,
-    s_gh,
-    s_bb,
-    s_bt,
-    s_bh,
-    s_ob,
-    s_ot,
-    s_oh,
-    s_in,
-    s_ih,
-    s_ik,
-    s_iv,
-    s_fn,
-    s_fh,
-    s_fk,
-    s_fv,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    KP: tl.constexpr,
-    VP: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
+    scale, lower_bound,
+    T, N, chunks,  # chunks of a dense sequence
+    HV, group,  # value heads a key head
+    s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh, s_ob, s_ot, s_oh,
+    s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr,
     UNIT: tl.constexpr,  # batch strides are given in this many elements, so that alignment shows
-    GATE: tl.constexpr,
-    L2NORM: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    NEG_EIGVAL: tl.constexpr,
+    GATE: tl.constexpr, L2NORM: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr,
     ROWS: tl.constexpr,  # of a tile: C or C / 2
     LEVEL_LOOP: tl.constexpr,  # one level at a time
-    TERMS: tl.constexpr,
-    DOT: tl.constexpr,
-):
+    TERMS: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     i_slot = pid // HV
     i_h = pid % HV

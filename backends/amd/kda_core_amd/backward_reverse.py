@@ -24,36 +24,15 @@ def reverse_kernel(
     state_grads,  # [slots, HV, VP, KP]
     grad_initial_state,  # as grad_final_state
     cu_seqlens,  # [N + 1] or None
-    T,
-    chunks,  # chunks of a dense sequence
-    HV,
-    programs,  # N · HV
-    s_ob,
-    s_ot,
-    s_oh,
-    s_vb,
-    s_vt,
-    s_vh,
-    s_fn,
-    s_fh,
-    s_fk,
-    s_fv,
-    s_in,
-    s_ih,
-    s_ik,
-    s_iv,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    KP: tl.constexpr,
-    VP: tl.constexpr,
-    BV: tl.constexpr,
+    T, chunks,  # chunks of a dense sequence
+    HV, programs,  # N · HV
+    s_ob, s_ot, s_oh, s_vb, s_vt, s_vh, s_fn, s_fh, s_fk, s_fv, s_in, s_ih, s_ik, s_iv,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr,
     BK: tl.constexpr,  # key channels of a block of the state
-    C: tl.constexpr,
-    LIFT: tl.constexpr,
+    C: tl.constexpr, LIFT: tl.constexpr,
     UNIT: tl.constexpr,  # batch strides are given in this many elements, so that alignment shows
-    STAGES: tl.constexpr,
-    DOT: tl.constexpr,
-):
+    STAGES: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     i_v = pid // programs
     i_n = pid % programs // HV

@@ -23,29 +23,15 @@ def states_kernel(
     z,  # [slots, HV, C, VP]
     states,  # [slots, HV, VP, KP]
     cu_seqlens,  # [N + 1] or None
-    T,
-    chunks,  # chunks of a dense sequence
-    HV,
-    programs,  # N · HV
-    s_vb,
-    s_vt,
-    s_vh,
-    s_in,
-    s_ih,
-    s_ik,
-    s_iv,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    KP: tl.constexpr,
-    VP: tl.constexpr,
-    BV: tl.constexpr,
+    T, chunks,  # chunks of a dense sequence
+    HV, programs,  # N · HV
+    s_vb, s_vt, s_vh, s_in, s_ih, s_ik, s_iv,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr,
     BK: tl.constexpr,  # key channels of a block of the state
-    C: tl.constexpr,
-    LIFT: tl.constexpr,
+    C: tl.constexpr, LIFT: tl.constexpr,
     UNIT: tl.constexpr,  # the batch stride is given in this many elements, so that alignment shows
-    STAGES: tl.constexpr,
-    DOT: tl.constexpr,
-):
+    STAGES: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     i_v = pid // programs
     i_n = pid % programs // HV

@@ -61,19 +61,9 @@ def _rows(x, offsets, s_t, valid, o_k, K: tl.constexpr):
 
 @triton.jit
 def _log2_decays(
-    g,
-    dt_bias,
-    offsets,
-    s_t,
-    valid,
-    o_k,
-    rate,
-    lower_bound,
-    K: tl.constexpr,
-    GATE: tl.constexpr,
-    BOUNDED: tl.constexpr,
-    TERMS: tl.constexpr,
-):
+    g, dt_bias, offsets, s_t, valid, o_k, rate, lower_bound,
+    K: tl.constexpr, GATE: tl.constexpr, BOUNDED: tl.constexpr, TERMS: tl.constexpr,
+):  # fmt: skip
     """Log2 decays of a tile, split for ``selected_sum``; zero outside the sequence and past K."""
     b_g = _rows(g, offsets, s_t, valid, o_k, K)
     bias = tl.zeros([1, b_g.shape[1]], tl.float32)
@@ -109,18 +99,9 @@ def _level(b_q, b_k, parts, m, el, r, j, TERMS: tl.constexpr, DOT: tl.constexpr,
 
 @triton.jit
 def _own_pairs(
-    b_q,
-    b_k,
-    parts,
-    m,
-    el,
-    r,
-    BOUNDED: tl.constexpr,
-    LEVEL_LOOP: tl.constexpr,
-    TERMS: tl.constexpr,
-    DOT: tl.constexpr,
-    dtype: tl.constexpr,
-):
+    b_q, b_k, parts, m, el, r,
+    BOUNDED: tl.constexpr, LEVEL_LOOP: tl.constexpr, TERMS: tl.constexpr, DOT: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
     """Add the pairs inside a tile to its M (whose part above the diagonal has no meaning) and L."""
     if BOUNDED:
         x = selected_sum(through(r, r), parts, TERMS, BOUNDED_SHIFT)
@@ -149,12 +130,10 @@ def _store_square(p_square, b00, b10, b11, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def prepare(
-    q,  # [B, T, H, K]
-    k,  # [B, T, H, K]
+    q, k,  # [B, T, H, K]
     g,  # [B, T, HV, K]
     beta,  # [B, T, HV]
-    A_log,  # [HV] or None
-    dt_bias,  # [HV, K] or None
+    A_log, dt_bias,  # [HV] and [HV, K], or None
     keys,  # [slots, HV, 3, C, KP]
     P,  # [slots, HV, C, C]
     D,  # [slots, HV, KP]
@@ -162,48 +141,18 @@ def prepare(
     o,  # [B, T, HV, V]; only rows that no recurrence writes are stored
     cu_seqlens,  # [N + 1] or None
     indices,  # [N] or None
-    scale,
-    lower_bound,
-    T,
-    N,
-    chunks,  # chunks of a dense sequence
-    HV,
-    group,  # value heads a key head
-    s_qb,
-    s_qt,
-    s_qh,
-    s_kb,
-    s_kt,
-    s_kh,
-    s_gb,
-    s_gt,
-    s_gh,
-    s_bb,
-    s_bt,
-    s_bh,
-    s_ob,
-    s_ot,
-    s_oh,
-    s_index,
-    pad_slot_id,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    KP: tl.constexpr,
-    BK: tl.constexpr,
-    C: tl.constexpr,
-    LIFT: tl.constexpr,
+    scale, lower_bound,
+    T, N, chunks,  # chunks of a dense sequence
+    HV, group,  # value heads a key head
+    s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh, s_ob, s_ot, s_oh,
+    s_index, pad_slot_id,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LIFT: tl.constexpr,
     UNIT: tl.constexpr,  # batch strides are given in this many elements, so that alignment shows
-    GATE: tl.constexpr,
-    BOUNDED: tl.constexpr,
-    L2NORM: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    NEG_EIGVAL: tl.constexpr,
+    GATE: tl.constexpr, BOUNDED: tl.constexpr, L2NORM: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr,
     FEW_REGISTERS: tl.constexpr,  # form masks anew in every block of channels
     LEVEL_LOOP: tl.constexpr,  # one level at a time
-    TERMS: tl.constexpr,
-    DOT: tl.constexpr,
-    SMALL_DOT: tl.constexpr,
-):
+    TERMS: tl.constexpr, DOT: tl.constexpr, SMALL_DOT: tl.constexpr,
+):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     i_slot = pid // HV
     i_h = pid % HV

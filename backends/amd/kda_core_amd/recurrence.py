@@ -97,46 +97,24 @@ def recurrence(
     keys,  # [slots, HV, 3, C, KP]
     P,  # [slots, HV, C, C]
     D,  # [slots, HV, KP]
-    v,  # [B, T, HV, V]
-    o,  # [B, T, HV, V]
+    v, o,  # [B, T, HV, V]
     initial_state,  # [N or slots of a pool, HV, K, V] (or [..., V, K]) or None
     final_state,  # likewise; the pool itself when indices is given
     h,  # [B, NT, HV, K, V] (or [..., V, K]) contiguous, or None
     cu_seqlens,  # [N + 1] or None
     indices,  # [N] or None
-    T,
-    chunks,  # chunks of a dense sequence
-    HV,
-    programs,  # N · HV
-    s_vb,
-    s_vt,
-    s_vh,
-    s_ob,
-    s_ot,
-    s_oh,
-    s_in,
-    s_ih,
-    s_ik,
-    s_iv,
-    s_fn,
-    s_fh,
-    s_fk,
-    s_fv,
-    s_index,
-    pad_slot_id,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    KP: tl.constexpr,
-    BV: tl.constexpr,
+    T, chunks,  # chunks of a dense sequence
+    HV, programs,  # N · HV
+    s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv,
+    s_index, pad_slot_id,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
     BK: tl.constexpr,  # key channels of a block of the state
-    C: tl.constexpr,
-    LIFT: tl.constexpr,
+    C: tl.constexpr, LIFT: tl.constexpr,
     UNIT: tl.constexpr,  # batch strides are given in this many elements, so that alignment shows
     V_FIRST: tl.constexpr,
     H_EVERY: tl.constexpr,  # a state goes to h every so many chunks
-    STAGES: tl.constexpr,
-    DOT: tl.constexpr,
-):
+    STAGES: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     i_v = pid // programs
     i_nh = pid % programs

@@ -101,68 +101,32 @@ def _decay(y, lost):
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def recurrent(
-    q,  # [B, T, H, K]
-    k,  # [B, T, H, K]
+    q, k,  # [B, T, H, K]
     v,  # [B, T, HV, V]
     g,  # [B, T, HV, K]
     beta,  # [B, T, HV]
-    A_log,  # [HV] or None
-    dt_bias,  # [HV, K] or None
+    A_log, dt_bias,  # [HV] and [HV, K], or None
     o,  # [B, T, HV, V]
     initial_state,  # [N or slots of a pool, HV, K, V] (or [..., V, K]) or None
     final_state,  # likewise, the pool itself when it is advanced in place; or None
     cu_seqlens,  # [N + 1] or None
     indices,  # [N] or [N, width], or None
     accepted,  # [N] or None
-    scale,
-    lower_bound,
-    T,
-    N,
-    HV,
-    group,  # value heads a key head
+    scale, lower_bound,
+    T, N,
+    HV, group,  # value heads a key head
     width,
-    s_qb,
-    s_qt,
-    s_qh,
-    s_kb,
-    s_kt,
-    s_kh,
-    s_vb,
-    s_vt,
-    s_vh,
-    s_gb,
-    s_gt,
-    s_gh,
-    s_bb,
-    s_bt,
-    s_bh,
-    s_ob,
-    s_ot,
-    s_oh,
-    s_in,
-    s_ih,
-    s_fn,
-    s_fh,
-    s_row,
-    s_column,
-    s_accepted,
+    s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh, s_ob, s_ot, s_oh,
+    s_in, s_ih, s_fn, s_fh, s_row, s_column, s_accepted,
     pad_slot_id,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    KP: tl.constexpr,
-    BV: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
     UNIT: tl.constexpr,  # batch strides are given in this many elements, so that alignment shows
-    I_K: tl.constexpr,  # strides within a state, by key and value channel, of initial_state and final_state
-    I_V: tl.constexpr,
-    F_K: tl.constexpr,
-    F_V: tl.constexpr,
+    I_K: tl.constexpr, I_V: tl.constexpr,  # strides within a state, by key and value channel, of initial_state
+    F_K: tl.constexpr, F_V: tl.constexpr,  # and of final_state
     V_FIRST: tl.constexpr,
     EVERY_TOKEN: tl.constexpr,  # each token has a slot
-    GATE: tl.constexpr,
-    L2NORM: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    NEG_EIGVAL: tl.constexpr,
-):
+    GATE: tl.constexpr, L2NORM: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr,
+):  # fmt: skip
     # Divisions take long in 64 bits, and a program id has 32.
     pid = tl.program_id(0)
     BLOCKS: tl.constexpr = (V + BV - 1) // BV

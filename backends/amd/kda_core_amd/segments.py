@@ -30,24 +30,12 @@ def transitions_kernel(
     initial_state,  # the call's own, [1, HV, K, V] (or [..., V, K]), or None
     transitions,  # [segments - 1, HV, VP + KP, KP]: bᵀ and below it Mᵀ; M of the first segment is not needed
     rows,  # of a segment; only the last one, which has no part here, may have fewer
-    HV,
-    programs,  # (segments - 1) · HV
-    s_vt,
-    s_vh,
-    s_ih,
-    s_ik,
-    s_iv,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    KP: tl.constexpr,
-    VP: tl.constexpr,
-    BV: tl.constexpr,
+    HV, programs,  # (segments - 1) · HV
+    s_vt, s_vh, s_ih, s_ik, s_iv,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr,
     BK: tl.constexpr,  # key channels of a block of the state
-    C: tl.constexpr,
-    LIFT: tl.constexpr,
-    STAGES: tl.constexpr,
-    DOT: tl.constexpr,
-):
+    C: tl.constexpr, LIFT: tl.constexpr, STAGES: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     i_v = pid // programs
     i_n = pid % programs // HV
@@ -99,26 +87,13 @@ def reverse_transitions_kernel(
     do,  # [1, T, HV, V]
     grad_final_state,  # the call's own, [1, HV, K, V] (or [..., V, K]), or None
     additions,  # [segments - 1, HV, VP, KP]: what each segment but the first adds to the gradient at its start
-    T,
-    rows,  # of a segment
-    HV,
-    programs,  # (segments - 1) · HV
-    s_ot,
-    s_oh,
-    s_fh,
-    s_fk,
-    s_fv,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    KP: tl.constexpr,
-    VP: tl.constexpr,
-    BV: tl.constexpr,
+    T, rows,  # of a segment
+    HV, programs,  # (segments - 1) · HV
+    s_ot, s_oh, s_fh, s_fk, s_fv,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr,
     BK: tl.constexpr,  # key channels of a block of the state
-    C: tl.constexpr,
-    LIFT: tl.constexpr,
-    STAGES: tl.constexpr,
-    DOT: tl.constexpr,
-):
+    C: tl.constexpr, LIFT: tl.constexpr, STAGES: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     i_v = pid // programs
     i_n = pid % programs // HV + 1
@@ -167,21 +142,13 @@ def join_kernel(
     additions,  # [count - 1, HV, VP, KP], in reverse; else None
     states,  # [count, HV, K, V]: states at the starts of the segments, or gradients at their ends
     count,  # segments
-    HV,
-    s_gh,
-    s_gk,
-    s_gv,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    KP: tl.constexpr,
-    VP: tl.constexpr,
-    BV: tl.constexpr,
+    HV, s_gh, s_gk, s_gv,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr,
     BK: tl.constexpr,  # key channels of a block of a state
     REVERSE: tl.constexpr,
     IN_TURN: tl.constexpr,  # blocks of the new state one after another
-    STAGES: tl.constexpr,
-    DOT: tl.constexpr,
-):
+    STAGES: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
     """Forward: x(0) is given, x(1) = b(0), x(s + 1) = M(s) x(s) + b(s). Reverse, with n segments: x(n - 1) is given,
     x(n - 2) = a(n - 1), x(s - 1) = M(s)ᵀ x(s) + a(s). One program a head and block of BV value channels.
     """

@@ -9,14 +9,29 @@ one window; it does not depend on T.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kda_core.lazy_attribute import lazy_attribute
 from kda_core.request import Request
+
+
+class lazy_attribute:
+    """``functools.cached_property`` without the lock that it has before Python 3.12.
+
+    A child that is forked while another thread computes inherits the lock locked, and waits for ever. Here two threads
+    may compute at once; both get the first answer.
+    """
+
+    def __init__(self, compute: Callable[[Any], Any]) -> None:
+        self.compute = compute
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        # No data descriptor: from now on the instance's own entry is found first.
+        return instance.__dict__.setdefault(self.compute.__name__, self.compute(instance))
 
 
 def token_counts(request: Request) -> Tensor:

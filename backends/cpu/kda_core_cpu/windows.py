@@ -10,9 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kda_core.lazy_attribute import lazy_attribute
 from kda_core.request import Request
-from kda_core_cpu.sequences import Group, token_counts
+from kda_core_cpu.sequences import Group, lazy_attribute, token_counts
 
 
 class Window:
