@@ -120,12 +120,18 @@ class Rows:
             "backend": options.backend or _served_by(options.device),
             "versions": {n: v for n, v in found.items() if v is not None},
         }
+        # Rows of earlier runs keep their day and commit.
+        self.run = {n: environment[n] for n in ("date", "commit")}
+        before = options.earlier.get("environment", {})
+        for row in self.rows:
+            row |= {n: row.get(n, before.get(n)) for n in self.run}
         self.content: dict[str, Any] = {"schema": SCHEMA, "environment": environment, **content}
         facts = f"{environment['device']}, backend {environment['backend']}, commit {environment['commit'][:12]}"
         print(facts, ", ".join(f"{n} {v}" for n, v in environment["versions"].items()), sep="\n", flush=True)
 
     def add(self, row: Row, *lines: str) -> None:
         """Print a row and write the file."""
+        row |= self.run
         same = [i for i, earlier in enumerate(self.rows) if all(earlier.get(n) == row.get(n) for n in IDENTITY)]
         self.rows[slice(same[0], same[0] + 1) if same else slice(len(self.rows), None)] = [row]
         if "failed" in row:

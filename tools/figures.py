@@ -141,10 +141,19 @@ def label(row: Row) -> str:
 
 
 def machine(name: str) -> str:
-    """Machine and versions of a measurement, as a sentence."""
-    environment = read(name)["environment"]
-    versions = [f"{n} {v}" for n, v in environment["versions"].items() if n != OURS]
-    return f"{environment['device']}; {', '.join(versions)}; {environment['date']}."
+    """Machine, versions, days and commits of a measurement, as a sentence."""
+    content = read(name)
+    environment = content["environment"]
+    versions = [f"{n} {v}" for n, v in environment["versions"].items() if n not in (OURS, "driver")]
+    runs: dict[tuple[str, str], set[str]] = {}
+    for row in content["rows"]:
+        day, commit = (row.get(n, environment.get(n)) or "" for n in ("date", "commit"))
+        runs.setdefault((day, commit), set()).add(row["suite"])
+    days = []
+    for (day, commit), suites in sorted(runs.items()):
+        which = f"{' and '.join(sorted(suites))} " if len(runs) > 1 else ""
+        days.append(which + day + (f", commit {commit[:7]}" if commit else ""))
+    return f"{environment['device']}; {', '.join(versions)}; {'; '.join(days)}."
 
 
 def headline_figures() -> str:

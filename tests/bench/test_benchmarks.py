@@ -111,9 +111,8 @@ def test_the_tables_of_the_documentation_are_made_from_it(tmp_path, monkeypatch)
     assert "| 1, 16, 2, 8, packed in 2 | given | " in figures.speed("found", "training")
     assert "| 1, 16, 2, 8 | bounded, random | " in figures.speed("found", "inference")
     assert "| float32, V first | 2 | " in figures.decoding("found")
-    assert figures.machine("found").endswith(
-        f"{json.loads((tmp_path / 'found.json').read_text())['environment']['date']}."
-    )
+    environment = json.loads((tmp_path / "found.json").read_text())["environment"]
+    assert figures.machine("found").endswith(f"; {environment['date']}, commit {environment['commit'][:7]}.")
     (tmp_path / "found.json").rename(tmp_path / "accuracy.json")
     assert "| given decay, float32 | float32 | kda_core | " in figures.accuracy()
 
@@ -423,3 +422,17 @@ def test_compiling_first(tmp_path, capfd, monkeypatch):
 def test_a_child_that_fails_says_why():
     with pytest.raises(measuring.ChildFailed, match="no memory"):
         measuring.child("raise SystemExit('no memory')")
+
+
+def test_rows_of_an_earlier_run_keep_its_day_and_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    found = rows_of(training, tmp_path, *TINY, "--shapes", "1,16,2,8")
+    content = json.loads((tmp_path / "found.json").read_text())
+    content["environment"] |= {"date": "2026-01-01", "commit": "a" * 40}
+    content["rows"] = [{n: x for n, x in row.items() if n not in ("date", "commit")} for row in found]
+    (tmp_path / "found.json").write_text(json.dumps(content))
+    old, new = rows_of(training, tmp_path, *TINY, "--shapes", "1,32,2,8", "--append")
+    assert (old["date"], old["commit"]) == ("2026-01-01", "a" * 40)
+    assert new["date"] > "2026-01-01"
+    assert new["commit"] != "a" * 40
+    monkeypatch.setattr(figures, "DATA", tmp_path)
+    assert "training 2026-01-01, commit aaaaaaa; training 20" in figures.machine("found")
