@@ -157,9 +157,11 @@ def machine(name: str) -> str:
 
 
 def headline_figures() -> str:
-    """The three figures of the first screen: a training step, a prefill, a step's memory."""
-    lines = []
+    """The figures of the first screen in a sentence, then a training step, a prefill and a step's memory."""
+    faster, lines = {}, []
     for suite, call in CALLS.items():
+        ratios = [ratio(row, FLA) for row in headline_rows() if row["suite"] == suite]
+        faster[suite] = span([round(r, 1) for r in ratios if r])
         parts = []
         for gate in RAW_GATES:
             rows = [row for row in headline_rows() if (row["suite"], row["gate"]) == (suite, gate)]
@@ -171,11 +173,15 @@ def headline_figures() -> str:
         lines.append(f"- **{call.capitalize()}**: {', '.join(parts)}.")
     peaks = [
         [row["implementations"].get(n, {}).get("peak_bytes") for n in (OURS, FLA)]
-        for row in (*rows_of("headline", "training"), *rows_of("speed", "training"))
+        for row in headline_rows()
+        if row["suite"] == "training"
     ]
-    shares = [round(ours / theirs, 2) for ours, theirs in peaks if ours and theirs]
-    lines.append(f"- **Peak memory of a training step**: {span(shares)} of fla's.")
-    return "\n".join(lines)
+    peaks = [pair for pair in peaks if all(pair)]
+    shares = span([round(ours / theirs, 2) for ours, theirs in peaks])
+    both = [span([round(size / GIB, 2) for size in sizes], " GiB") for sizes in zip(*peaks, strict=True)]
+    lines.append(f"- **Peak memory of a training step**: {both[0]} (fla: {both[1]}).")
+    first = f"A training step is {faster['training']} times as fast as fla's, a prefill {faster['inference']} times,"
+    return "\n".join([f"**{first} in {shares} of the memory.**", "", *lines])
 
 
 def speed(name: str, suite: str) -> str:
