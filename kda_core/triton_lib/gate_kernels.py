@@ -51,14 +51,8 @@ def gate_forward_kernel(
     A_log,  # [HV] or None
     dt_bias,  # [HV, K] or None
     log_decay,  # [R, HV, K] float32
-    lower_bound,
-    R,
-    HV,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    ROWS: tl.constexpr,
-    BOUNDED: tl.constexpr,
-):
+    lower_bound, R, HV, K: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr, BOUNDED: tl.constexpr,
+):  # fmt: skip
     _, offsets, mask, x, rate = _inputs(g, A_log, dt_bias, R, HV, K, KP, ROWS)
     if BOUNDED:
         y = sigmoid(x * rate) * lower_bound
@@ -72,18 +66,11 @@ def gate_backward_kernel(
     g,  # [R, HV, K]
     A_log,  # [HV] or None
     dt_bias,  # [HV, K] or None
-    grad,  # [R, HV, K]
-    dg,  # [R, HV, K]
+    grad, dg,  # [R, HV, K]
     dA_log,  # [blocks, HV] float32 or None
     ddt_bias,  # [blocks, HV, K] float32 or None
-    lower_bound,
-    R,
-    HV,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    ROWS: tl.constexpr,
-    BOUNDED: tl.constexpr,
-):
+    lower_bound, R, HV, K: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr, BOUNDED: tl.constexpr,
+):  # fmt: skip
     pid, offsets, mask, x, rate = _inputs(g, A_log, dt_bias, R, HV, K, KP, ROWS)
     b_grad = tl.load(grad + offsets, mask=mask, other=0.0).to(tl.float32)
     dx, summand = gate_gradient(x, rate, lower_bound, b_grad, "bounded" if BOUNDED else "softplus")

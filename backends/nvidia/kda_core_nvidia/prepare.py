@@ -67,22 +67,10 @@ def _diagonal(x):
 
 @triton.jit
 def _row_products(
-    q,
-    k,
-    rows0,
-    rows1,
-    valid0,
-    valid1,
-    s_qt,
-    s_kt,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-    KP: tl.constexpr,
-    DOT: tl.constexpr,
-    STAGES: tl.constexpr,
-    NORMS: tl.constexpr,
+    q, k, rows0, rows1, valid0, valid1, s_qt, s_kt,
+    K: tl.constexpr, BK: tl.constexpr, KP: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr, NORMS: tl.constexpr,
     OWN: tl.constexpr,
-):
+):  # fmt: skip
     """Of both tiles' rows, from the diagonals of q qᵀ, k kᵀ and q kᵀ: reciprocal norms of q and of k (NORMS), and
     products of q with a row's own k (OWN); ones and zeros where they are not asked for."""
     zero = tl.zeros([16, 16], tl.float32)
@@ -190,8 +178,7 @@ def _tile_any(b_q, b_k, parts, m, el, TERMS: tl.constexpr, DOT: tl.constexpr, dt
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def prepare(
-    q,  # [B, T, H, K]
-    k,  # [B, T, H, K]
+    q, k,  # [B, T, H, K]
     g,  # [B, T, HV, K]
     beta,  # [B, T, HV]
     A_log,  # [HV] or None
@@ -205,49 +192,17 @@ def prepare(
     o,  # [B, T, HV, V]; only rows that no recurrence writes
     cu_seqlens,  # [N + 1] or None
     indices,  # [N] or None
-    scale,
-    lower_bound,
-    T,
-    N,
+    scale, lower_bound, T, N,
     chunks,  # chunks of a dense sequence
     HV,
     group,  # value heads a key head
-    s_qb,
-    s_qt,
-    s_qh,
-    s_kb,
-    s_kt,
-    s_kh,
-    s_gb,
-    s_gt,
-    s_gh,
-    s_bb,
-    s_bt,
-    s_bh,
-    s_ob,
-    s_ot,
-    s_oh,
-    s_index,
-    pad_slot_id,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    KP: tl.constexpr,
-    BK: tl.constexpr,
-    BW: tl.constexpr,
-    C: tl.constexpr,
-    LIFT: tl.constexpr,
-    STAGES: tl.constexpr,
-    WIDE_STAGES: tl.constexpr,
+    s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh, s_ob, s_ot, s_oh, s_index, pad_slot_id,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr, C: tl.constexpr,
+    LIFT: tl.constexpr, STAGES: tl.constexpr, WIDE_STAGES: tl.constexpr,
     UNIT: tl.constexpr,  # batch strides are given in this many elements, so that alignment shows
-    GATE: tl.constexpr,
-    BOUNDED: tl.constexpr,
-    L2NORM: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    NEG_EIGVAL: tl.constexpr,
-    TERMS: tl.constexpr,
-    DOT: tl.constexpr,
-    SMALL_DOT: tl.constexpr,
-):
+    GATE: tl.constexpr, BOUNDED: tl.constexpr, L2NORM: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr,
+    TERMS: tl.constexpr, DOT: tl.constexpr, SMALL_DOT: tl.constexpr,
+):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     i_slot = pid // HV
     i_h = pid % HV

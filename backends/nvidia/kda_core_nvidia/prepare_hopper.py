@@ -90,9 +90,7 @@ def _store_zeros(
 
 @gluon.jit(do_not_specialize=_NUMBERS)
 def prepare_hopper(
-    q,  # descriptors of [B · T rows, ..] by [2 C, 64]
-    k,
-    g,
+    q, k, g,  # descriptors of [B · T rows, ..] by [2 C, 64]
     keys,  # descriptor of [slots · HV · 3 · C, KP] by [C, 64]
     beta,  # [B, T, HV], rows at s_bt
     A_log,  # [HV] or None
@@ -105,33 +103,15 @@ def prepare_hopper(
     o,  # [B, T, HV, V]; only rows that no recurrence writes
     cu_seqlens,  # [N + 1] or None
     indices,  # [N] or None
-    scale,
-    lower_bound,
-    T,
-    N,
+    scale, lower_bound, T, N,
     chunks,  # chunks of a dense sequence
     HV,
     group,  # value heads a key head
-    s_qh,
-    s_kh,
-    s_gh,
-    s_bt,
-    s_bh,
-    s_ob,
-    s_ot,
-    s_oh,
-    s_index,
-    pad_slot_id,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    C: gl.constexpr,
+    s_qh, s_kh, s_gh, s_bt, s_bh, s_ob, s_ot, s_oh, s_index, pad_slot_id,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     G_BITS: gl.constexpr,  # of an element of g
-    GATE: gl.constexpr,
-    BOUNDED: gl.constexpr,
-    L2NORM: gl.constexpr,
-    SIGMOID: gl.constexpr,
-    NEG_EIGVAL: gl.constexpr,
-):
+    GATE: gl.constexpr, BOUNDED: gl.constexpr, L2NORM: gl.constexpr, SIGMOID: gl.constexpr, NEG_EIGVAL: gl.constexpr,
+):  # fmt: skip
     i_h = gl.program_id(0) % HV
     i_pair = gl.program_id(0) // HV
     i_kh = i_h // group

@@ -23,8 +23,7 @@ def recurrence(
     keys,  # [slots, HV, 3, C, KP]: a pointer, or a descriptor of [slots · HV · 3 · C, KP] by [C, KP]
     P,  # [slots, HV, C, C]: a pointer, or a descriptor of [slots · HV · C, C] by [C, C]
     D,  # [slots, HV, KP]
-    v,  # [B, T, HV, V]
-    o,  # [B, T, HV, V]
+    v, o,  # [B, T, HV, V]
     initial_state,  # [N or slots of a pool, HV, K, V] (or [..., V, K]) or None
     final_state,  # likewise; the pool itself when indices is given
     h,  # [B, NT, HV, K, V] (or [..., V, K]) contiguous, or None
@@ -32,38 +31,15 @@ def recurrence(
     indices,  # [N] or None
     T,
     chunks,  # chunks of a dense sequence
-    HV,
-    s_vb,
-    s_vt,
-    s_vh,
-    s_ob,
-    s_ot,
-    s_oh,
-    s_in,
-    s_ih,
-    s_ik,
-    s_iv,
-    s_fn,
-    s_fh,
-    s_fk,
-    s_fv,
-    s_index,
-    pad_slot_id,
+    HV, s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv, s_index, pad_slot_id,
     o_scale,  # what qg and P leave of the scale
-    K: tl.constexpr,
-    V: tl.constexpr,
-    KP: tl.constexpr,
-    C: tl.constexpr,
-    LIFT: tl.constexpr,
-    UNIT: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, LIFT: tl.constexpr, UNIT: tl.constexpr,
     V_FIRST: tl.constexpr,
     LAST_CONTIGUOUS: tl.constexpr,  # the states' last stride is 1
     BV: tl.constexpr,
     H_EVERY: tl.constexpr,  # a state goes to h every so many chunks
-    DESCRIPTORS: tl.constexpr,
-    STAGES: tl.constexpr,
-    DOT: tl.constexpr,
-):
+    DESCRIPTORS: tl.constexpr, STAGES: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
     i_n = (tl.program_id(0) // HV).to(tl.int64)
     i_h = (tl.program_id(0) % HV).to(tl.int64)
     i_v = tl.program_id(1)

@@ -64,29 +64,10 @@ def store_state(p_state, S, s_v, s_k, K: gl.constexpr, BV: gl.constexpr, KP: gl.
 
 @gluon.jit
 def _load(
-    pairs,
-    single,
-    P,
-    decays,
-    values,
-    value_row,
-    value_column,
-    first_slot,
-    HV,
-    i_h,
-    length,
-    ready,
-    free,
-    pair_buffer,
-    a_buffer,
-    p_buffer,
-    d_buffer,
-    v_buffer,
-    C: gl.constexpr,
-    KP: gl.constexpr,
-    BV: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+    pairs, single, P, decays, values, value_row, value_column, first_slot, HV, i_h, length, ready, free,
+    pair_buffer, a_buffer, p_buffer, d_buffer, v_buffer,
+    C: gl.constexpr, KP: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     """The warp that loads: chunk by chunk into free stages; values only where all rows of a chunk exist."""
     for i in range((length + C - 1) // C):
         stage = i % STAGES
@@ -105,19 +86,9 @@ def _load(
 
 @gluon.jit
 def _store(
-    p_o,
-    s_ot,
-    length,
-    free,
-    full,
-    empty,
-    o_buffer,
-    C: gl.constexpr,
-    BV: gl.constexpr,
-    STAGES: gl.constexpr,
-    OUT: gl.constexpr,
-    STORERS: gl.constexpr,
-):
+    p_o, s_ot, length, free, full, empty, o_buffer,
+    C: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr, STORERS: gl.constexpr,
+):  # fmt: skip
     """Warps that store: the output of chunk i - 1 when chunk i's first products have begun."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [STORERS, 1], [1, 0])
     row = gl.arange(0, C, layout=gl.SliceLayout(1, LAYOUT))
@@ -139,33 +110,11 @@ def _store(
 
 @gluon.jit
 def _multiply(
-    S,
-    p_v,
-    p_o,
-    s_vt,
-    s_ot,
-    length,
-    ready,
-    free,
-    full,
-    empty,
-    pair_buffer,
-    a_buffer,
-    p_buffer,
-    d_buffer,
-    v_buffer,
-    o_buffer,
-    minus_eye,
-    o_scale,
-    L_ROWS: gl.constexpr,
-    BV: gl.constexpr,
-    C: gl.constexpr,
-    KP: gl.constexpr,
-    LIFT: gl.constexpr,
-    STAGES: gl.constexpr,
-    OUT: gl.constexpr,
-    STORERS: gl.constexpr,
-):
+    S, p_v, p_o, s_vt, s_ot, length, ready, free, full, empty,
+    pair_buffer, a_buffer, p_buffer, d_buffer, v_buffer, o_buffer, minus_eye, o_scale,
+    L_ROWS: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, LIFT: gl.constexpr,
+    STAGES: gl.constexpr, OUT: gl.constexpr, STORERS: gl.constexpr,
+):  # fmt: skip
     """The warps that multiply; answers the final state."""
     num_warps: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = p_v.dtype.element_ty
@@ -250,45 +199,20 @@ def recurrence_hopper(
     P,  # descriptor of [slots · HV · C, C] by [C, C]
     decays,  # descriptor of D as [slots · HV, KP] by [1, KP]
     values,  # descriptor of v as a matrix with a row for each of B · T, by [C, BV]
-    v,  # [B, T, HV, V]
-    o,  # [B, T, HV, V]
+    v, o,  # [B, T, HV, V]
     initial_state,  # [N or slots of a pool, HV, K, V] (or [..., V, K]) or None
     final_state,  # likewise; the pool itself when indices is given
     cu_seqlens,  # [N + 1] or None
     indices,  # [N] or None
     T,
     chunks,  # chunks of a dense sequence
-    HV,
-    s_vb,
-    s_vt,
-    s_vh,
-    s_ob,
-    s_ot,
-    s_oh,
-    s_in,
-    s_ih,
-    s_ik,
-    s_iv,
-    s_fn,
-    s_fh,
-    s_fk,
-    s_fv,
-    s_index,
-    pad_slot_id,
+    HV, s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv, s_index, pad_slot_id,
     o_scale,  # what qg and P leave of the scale
-    K: gl.constexpr,
-    V: gl.constexpr,
-    KP: gl.constexpr,
-    C: gl.constexpr,
-    LIFT: gl.constexpr,
-    UNIT: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, KP: gl.constexpr, C: gl.constexpr, LIFT: gl.constexpr, UNIT: gl.constexpr,
     V_FIRST: gl.constexpr,
     LAST_CONTIGUOUS: gl.constexpr,  # the states' last stride is 1
-    BV: gl.constexpr,
-    STAGES: gl.constexpr,
-    OUT: gl.constexpr,
-    STORERS: gl.constexpr,
-):
+    BV: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr, STORERS: gl.constexpr,
+):  # fmt: skip
     num_warps: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = v.dtype.element_ty
     L_STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KP, 16])

@@ -89,8 +89,7 @@ def zero_rows(p_o, s_t, s_v, first, end, share, SHARES: tl.constexpr, V: tl.cons
     do_not_specialize_on_alignment=["cu_seqlens", "indices", "accepted"],
 )
 def recurrent(
-    q,  # [B, T, H, K]
-    k,  # [B, T, H, K]
+    q, k,  # [B, T, H, K]
     v,  # [B, T, HV, V]
     g,  # [B, T, HV, K]
     beta,  # [B, T, HV]
@@ -102,62 +101,23 @@ def recurrent(
     cu_seqlens,  # [N + 1] or None
     indices,  # [N, width] slots or None
     accepted,  # [N] or None
-    scale,
-    lower_bound,
-    T,
-    N,
-    s_qn,  # strides by sequence (the token's when packed), token, head
-    s_qt,
-    s_qh,
-    s_kn,
-    s_kt,
-    s_kh,
-    s_vn,
-    s_vt,
-    s_vh,
-    s_gn,
-    s_gt,
-    s_gh,
-    s_bn,
-    s_bt,
-    s_bh,
-    s_on,
-    s_ot,
-    s_oh,
-    s_ov,
-    s_in,
-    s_ih,
-    s_fn,
-    s_fh,
-    s_index: tl.int64,
-    s_slot: tl.int64,
-    s_accepted: tl.int64,
-    width,
-    pad_slot_id: tl.int64,
+    scale, lower_bound, T, N,
+    # strides by sequence (the token's when packed), token, head
+    s_qn, s_qt, s_qh, s_kn, s_kt, s_kh, s_vn, s_vt, s_vh, s_gn, s_gt, s_gh, s_bn, s_bt, s_bh, s_on, s_ot, s_oh, s_ov,
+    s_in, s_ih, s_fn, s_fh, s_index: tl.int64, s_slot: tl.int64, s_accepted: tl.int64, width, pad_slot_id: tl.int64,
     HV: tl.constexpr,
     GROUP: tl.constexpr,  # value heads a key head
-    K: tl.constexpr,
-    V: tl.constexpr,
-    KP: tl.constexpr,
-    VP: tl.constexpr,
-    KS: tl.constexpr,
-    BV: tl.constexpr,
-    I_K: tl.constexpr,  # strides within a state, by key and value channel, of initial_state and final_state
-    I_V: tl.constexpr,
-    F_K: tl.constexpr,
-    F_V: tl.constexpr,
-    GATE: tl.constexpr,
-    L2NORM: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    NEG_EIGVAL: tl.constexpr,
-    V_FIRST: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, KS: tl.constexpr, BV: tl.constexpr,
+    # strides within a state, by key and value channel, of initial_state and final_state
+    I_K: tl.constexpr, I_V: tl.constexpr, F_K: tl.constexpr, F_V: tl.constexpr,
+    GATE: tl.constexpr, L2NORM: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, V_FIRST: tl.constexpr,
     IN_PLACE: tl.constexpr,
     EVERY_TOKEN: tl.constexpr,  # a slot for every token rather than one for the last
     ONE_TOKEN: tl.constexpr,  # dense and T = 1: there is no loop
     MOST: tl.constexpr,  # tokens of a packed sequence; longer ones are left to other kernels. 0: no bound
     EVICTION: tl.constexpr,  # eviction policy of the load of the states
     LEADS: tl.constexpr,  # the kernels for prompts follow, and may start before this one ends
-):
+):  # fmt: skip
     if LEADS:
         gdc_launch_dependents()
     BLOCKS: tl.constexpr = (V + BV - 1) // BV

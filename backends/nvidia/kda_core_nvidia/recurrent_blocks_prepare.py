@@ -41,8 +41,7 @@ _NUMBERS = ["scale", "lower_bound", "T", "N", "blocks", "s_index", "pad_slot_id"
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=["cu_seqlens", "indices"])
 def blocks_prepare(
-    q,  # [B, T, H, K]
-    k,  # [B, T, H, K]
+    q, k,  # [B, T, H, K]
     g,  # [B, T, HV, K]
     beta,  # [B, T, HV]
     A_log,  # [HV] or None
@@ -53,45 +52,17 @@ def blocks_prepare(
     o,  # [B, T, HV, V]; only rows that no recurrence writes
     cu_seqlens,  # [N + 1] or None
     indices,  # [N] or None
-    scale,
-    lower_bound,
-    T,
-    N,
+    scale, lower_bound, T, N,
     blocks,  # blocks of a dense sequence
-    s_qn,
-    s_qt,
-    s_qh,
-    s_kn,
-    s_kt,
-    s_kh,
-    s_gn,
-    s_gt,
-    s_gh,
-    s_bn,
-    s_bt,
-    s_bh,
-    s_on,
-    s_ot,
-    s_oh,
-    s_ov,
-    s_index: tl.int64,
-    pad_slot_id: tl.int64,
-    HV: tl.constexpr,
-    GROUP: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    KP: tl.constexpr,
-    VP: tl.constexpr,
-    GATE: tl.constexpr,
-    L2NORM: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    NEG_EIGVAL: tl.constexpr,
+    s_qn, s_qt, s_qh, s_kn, s_kt, s_kh, s_gn, s_gt, s_gh, s_bn, s_bt, s_bh, s_on, s_ot, s_oh, s_ov,
+    s_index: tl.int64, pad_slot_id: tl.int64,
+    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr,
+    GATE: tl.constexpr, L2NORM: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr,
     EXACT_OUT: tl.constexpr,
     BOUNDED: tl.constexpr,  # decays are at least exp(−5) a row
-    TERMS: tl.constexpr,
-    STAGES: tl.constexpr,
+    TERMS: tl.constexpr, STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,  # the recurrence may start, and wait, before this kernel ends
-):
+):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()
     pid = tl.program_id(0).to(tl.int64)

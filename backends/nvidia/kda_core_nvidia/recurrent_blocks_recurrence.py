@@ -20,42 +20,12 @@ from kda_core_nvidia.recurrent_blocks import PLANES, ROWS, TOP, locate, product,
 
 @triton.jit
 def follow(
-    planes,
-    squares,
-    factors,
-    v,
-    initial_state,
-    final_state,
-    o,
-    i_state,
-    row,
-    length,
-    slot,
-    i_h,
-    i_v,
-    s_vn,
-    s_vt,
-    s_vh,
-    s_on,
-    s_ot,
-    s_oh,
-    s_ov,
-    s_in,
-    s_ih,
-    s_fn,
-    s_fh,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    KP: tl.constexpr,
-    BV: tl.constexpr,
-    I_K: tl.constexpr,
-    I_V: tl.constexpr,
-    F_K: tl.constexpr,
-    F_V: tl.constexpr,
-    STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    planes, squares, factors, v, initial_state, final_state, o, i_state, row, length, slot, i_h, i_v,
+    s_vn, s_vt, s_vh, s_on, s_ot, s_oh, s_ov, s_in, s_ih, s_fn, s_fh,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
+    I_K: tl.constexpr, I_V: tl.constexpr, F_K: tl.constexpr, F_V: tl.constexpr,
+    STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """One sequence: its state from its one load to its one store.
 
     Args:
@@ -126,44 +96,20 @@ def follow(
     do_not_specialize_on_alignment=["cu_seqlens", "indices"],
 )
 def blocks_recurrence(
-    planes,
-    squares,
-    factors,
+    planes, squares, factors,  # as in blocks_prepare
     v,  # [B, T, HV, V]
     initial_state,  # [N or slots of a pool, HV, K, V] (or [..., V, K]) or None
     final_state,  # likewise; the same tensor when it is advanced in place
     o,  # [B, T, HV, V]
     cu_seqlens,  # [N + 1] or None
     indices,  # [N] slots or None
-    T,
-    N,
-    blocks,
-    s_vn,
-    s_vt,
-    s_vh,
-    s_on,
-    s_ot,
-    s_oh,
-    s_ov,
-    s_in,
-    s_ih,
-    s_fn,
-    s_fh,
-    s_index: tl.int64,
-    pad_slot_id: tl.int64,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    KP: tl.constexpr,
-    BV: tl.constexpr,
-    I_K: tl.constexpr,
-    I_V: tl.constexpr,
-    F_K: tl.constexpr,
-    F_V: tl.constexpr,
-    STAGES: tl.constexpr,
+    T, N, blocks, s_vn, s_vt, s_vh, s_on, s_ot, s_oh, s_ov, s_in, s_ih, s_fn, s_fh,
+    s_index: tl.int64, pad_slot_id: tl.int64,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
+    I_K: tl.constexpr, I_V: tl.constexpr, F_K: tl.constexpr, F_V: tl.constexpr, STAGES: tl.constexpr,
     STEP: tl.constexpr,  # packed: a program takes every STEP-th long sequence; 0: one each
     OVERLAP: tl.constexpr,
-):
+):  # fmt: skip
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
     # The last heads first: what was written for them last is still in the L2 cache.

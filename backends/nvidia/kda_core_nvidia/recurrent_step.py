@@ -42,8 +42,7 @@ def _widen(x):
     do_not_specialize=["scale", "lower_bound", "s_index", "pad_slot_id"], do_not_specialize_on_alignment=["indices"]
 )
 def recurrent_step(
-    q,  # [N, 1, H, K]
-    k,  # [N, 1, H, K]
+    q, k,  # [N, 1, H, K]
     v,  # [N, 1, HV, V]
     g,  # [N, 1, HV, K]
     beta,  # [N, 1, HV]
@@ -53,36 +52,16 @@ def recurrent_step(
     final_state,  # likewise, the same tensor when it is advanced in place, or None
     o,  # [N, 1, HV, V]
     indices,  # [N] slots or None
-    scale,
-    lower_bound,
-    s_qn,  # strides by sequence and head
-    s_qh,
-    s_kn,
-    s_kh,
-    s_vn,
-    s_vh,
-    s_gn,
-    s_gh,
-    s_bn,
-    s_bh,
-    s_on,
-    s_oh,
-    s_in,
-    s_ih,
-    s_fn,
-    s_fh,
-    s_index: gl.int64,
-    pad_slot_id: gl.int64,
+    scale, lower_bound,
+    # strides by sequence and head
+    s_qn, s_qh, s_kn, s_kh, s_vn, s_vh, s_gn, s_gh, s_bn, s_bh, s_on, s_oh, s_in, s_ih, s_fn, s_fh,
+    s_index: gl.int64, pad_slot_id: gl.int64,
     HV: gl.constexpr,
     GROUP: gl.constexpr,  # value heads a key head
-    I_ROW: gl.constexpr,  # strides of a state's rows, of initial_state and final_state
-    F_ROW: gl.constexpr,
-    GATE: gl.constexpr,
-    L2NORM: gl.constexpr,
-    SIGMOID: gl.constexpr,
-    NEG_EIGVAL: gl.constexpr,
+    I_ROW: gl.constexpr, F_ROW: gl.constexpr,  # strides of a state's rows, of initial_state and final_state
+    GATE: gl.constexpr, L2NORM: gl.constexpr, SIGMOID: gl.constexpr, NEG_EIGVAL: gl.constexpr,
     PARTS: gl.constexpr,  # rows are stored whole, too, by way of shared memory, in so many parts; 0: from registers
-):
+):  # fmt: skip
     W: gl.constexpr = gl.num_warps()
     BV: gl.constexpr = COLUMNS * W
     BLOCKS: gl.constexpr = SIZE // BV
