@@ -193,7 +193,7 @@ def test_everything_that_is_shipped(arch: int):
         (120, "gradients_kernel bf16 K 64 V 64 H 4 given"),
         (120, "prepare fp32 K 64 V 64 H 16 softplus"),
         (90, "gradients_kernel bf16 K 64 V 64 H 4 given"),
-        (90, "recurrences_kernel bf16 K 256 V 256 H 16 bounded"),
+        (90, "recurrences_hopper bf16 K 256 V 256 H 16 bounded"),
     ],
 )
 def test_what_is_nearest_to_its_limit(arch: int, name: str):
