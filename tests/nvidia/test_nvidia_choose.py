@@ -102,7 +102,7 @@ def test_full_chips_take_wide_blocks():
     assert [forward_on(90, request(H=heads)).recurrence.block_v for heads in (66, 67)] == [64, 128]
     plain = [recurrence_config(CHIPS[90], BF16, 128, 128, heads).block_v for heads in (79, 80)]
     assert plain == [64, 128]
-    back = [backward_config(CHIPS[90], BF16, 128, 128, heads).states.block_v for heads in (95, 96)]
+    back = [backward_config(CHIPS[90], BF16, 128, 128, heads).recurrences.block_v for heads in (95, 96)]
     assert back == [64, 128]
 
 
@@ -260,8 +260,7 @@ def test_configurations_fit_their_sizes(arch: int, heads: int):
         config = recurrence_config(CHIPS[arch], dtype, size, size, heads)
         assert 16 <= config.block_v <= padded(size)
         back = backward_config(CHIPS[arch], dtype, padded(size), padded(size), heads)
-        assert all(16 <= x.block_v <= padded(size) for x in (back.states, back.reverse, back.gradients))
-        assert (back.states.num_warps, back.states.stages) == (back.reverse.num_warps, back.reverse.stages)
+        assert all(16 <= x.block_v <= padded(size) for x in (back.recurrences, back.gradients))
         assert 16 <= back.gradients.block_k <= padded(size)
 
 

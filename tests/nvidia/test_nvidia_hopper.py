@@ -111,7 +111,7 @@ def results(call: dict, hopper: bool, many: int | None = None) -> dict[str, torc
     states, reverse = (
         (hopper_config(n, on, kp, r.V, heads) for n in ("states", "reverse"))
         if hopper
-        else (plain.states, plain.reverse)
+        else (plain.recurrences, plain.recurrences)
     )
     plan = plan_backward(meta, replace(choice, states=states, reverse=reverse, halves=()))
     kind = "hopper" if hopper else "kernel"

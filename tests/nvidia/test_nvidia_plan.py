@@ -143,7 +143,7 @@ def test_a_long_sequence_is_cut_into_segments():
 
 
 def test_pairs_of_slots_have_one_state():
-    """Of many slots: the recurrences store every second state, and partial sums are by pairs and warps."""
+    """The recurrences store every second state, and partial sums are by pairs and warps."""
     r = replace(metadata(aot.Case(BF16, 128, 128, 256, "bounded", T=1024).gradients()), saved=())
     plan = plan_of(r, CHIPS[90])
     recurrences, gradients = (x for x in plan.launches if "prepare" not in x.name)

@@ -45,7 +45,7 @@ for _file in FILES:
 
 @functools.cache
 def imports(file: Path) -> dict[str, bool]:
-    """What a file imports (modules, or a module and something in it), and whether importing the file imports it.
+    """The imports of a file (modules, or a module and something in it), and whether importing the file runs them.
 
     Imports inside functions count as later ones, those under ``if TYPE_CHECKING`` not at all.
     """

@@ -218,24 +218,28 @@ FEW, MANY = 16, 256
 LONG = 32768
 """Rows of a sequence that is cut into segments, with few heads."""
 
-WHOLE = 4096
-"""Rows from which the backward's recurrences have their form for Hopper, in a sequence that is not cut."""
+ODD = 96
+"""Rows of whole chunks that are no pairs of chunks."""
 
 
 def cases(quick: bool = False) -> list[Case]:
     """One call for every class of shapes and options that has a configuration of its own; ``quick``: the commonest."""
     if quick:
         found = [Case(torch.bfloat16, 128, 128, MANY, "bounded"), Case(torch.float32, 64, 64, FEW, "softplus")]
-        found += [Case(torch.bfloat16, 128, 128, MANY, "softplus")]
+        found += [
+            Case(torch.bfloat16, 128, 128, MANY, "softplus"),
+            Case(torch.bfloat16, 128, 128, FEW, "bounded", T=ODD),
+        ]
         return [*found, Case(torch.bfloat16, 128, 128, 4, "given", T=LONG)]
     sizes = itertools.product((torch.bfloat16, torch.float32), (64, 128, 256), (FEW, MANY))
     found = [Case(dtype, size, size, heads, gate) for dtype, size, heads in sizes for gate in ("bounded", "softplus")]
     found += [Case(torch.float16, 128, 128, heads, "softplus") for heads in (FEW, MANY)]
     found += [Case(torch.bfloat16, 100, 60, FEW, "given"), Case(torch.bfloat16, 128, 128, FEW, "promised")]
+    found += [Case(torch.bfloat16, 128, 128, FEW, gate, T=ODD) for gate in ("bounded", "promised")]
     found += [Case(torch.bfloat16, 128, 128, heads, "given", True) for heads in (FEW, MANY)]
     found += [Case(torch.bfloat16, size, size, 4, "given", T=LONG) for size in (64, 128, 256)]
     wholes = ((torch.bfloat16, 128), (torch.float16, 128), (torch.bfloat16, 256))
-    found += [Case(dtype, size, size, FEW, "given", T=WHOLE) for dtype, size in wholes]
+    found += [Case(dtype, size, size, FEW, "given", T=ODD) for dtype, size in wholes]
     found += [Case(torch.bfloat16, 256, 256, MANY, "given", True), Case(torch.float32, 64, 64, FEW, "given", True)]
     return found
 
@@ -248,6 +252,9 @@ def _calls(quick: bool) -> Iterator[tuple[str, AnyRequest]]:
         if case.everything:
             yield str(case), replace(case.training(), disable_recompute=True)
         yield str(case), case.gradients()
+        if case.gate == "bounded":
+            # The plain kernels, where those for Hopper serve the rest.
+            yield f"{case}, no do", replace(case.gradients(), grad_o=None)
     steps = aot_recurrent.shipped()
     yield from itertools.islice(steps, aot_recurrent.QUICK) if quick else steps
     for dtype, bound in ((torch.bfloat16, -5.0), (torch.float32, None)):
@@ -266,11 +273,10 @@ def _launches(arch: int, quick: bool) -> Iterator[tuple[str, Launch]]:
         yield from ((name, launch) for launch in plan_of(call, chip).launches)
     for case in cases(quick):
         if case.gate in ("bounded", "promised") or case.everything:
-            # The backward as calls with many slots have it; with more rows recurrences have their form for Hopper.
-            for T in (case.T,) if case.everything else (case.T, WHOLE):
-                r = metadata(replace(case, T=T).gradients())
-                plan = plan_backward(r, choose_backward(r, chip, many=0))
-                yield from ((f"{case}, descriptors", launch) for launch in plan.launches)
+            # The backward as calls with many slots have it.
+            r = metadata(case.gradients())
+            plan = plan_backward(r, choose_backward(r, chip, many=0))
+            yield from ((f"{case}, descriptors", launch) for launch in plan.launches)
 
 
 def shipped(arch: int, only: str = "", quick: bool = False) -> list[Job]:

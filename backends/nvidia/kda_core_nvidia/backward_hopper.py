@@ -64,7 +64,7 @@ def _load_for_states(
     ke_buffer, ka_buffer, x_buffer, v_buffer, d_buffer,
     HV: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The warp that loads for ``states_hopper``."""
+    """The warp that loads for states."""
     for i in range((length + C - 1) // C):
         stage = i % STAGES
         slot = ((slot0 + i) * HV + i_h).to(gl.int32)
@@ -96,7 +96,7 @@ def _store_for_states(
     HV: gl.constexpr, V: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
     OUT: gl.constexpr, STORERS: gl.constexpr, EVERY_SECOND: gl.constexpr,
 ):  # fmt: skip
-    """The warps that store for ``states_hopper``: the state at the start of chunk i, and z of chunk i - 1."""
+    """The warps that store for states: the state at the start of chunk i, and z of chunk i - 1."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [STORERS, 1], [1, 0])
     row = gl.arange(0, C, layout=gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, BV, layout=gl.SliceLayout(0, LAYOUT))
@@ -127,7 +127,7 @@ def _states(
     L_ROWS: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, LIFT: gl.constexpr, STAGES: gl.constexpr,
     OUT: gl.constexpr,
 ):  # fmt: skip
-    """The warps that multiply in ``states_hopper``."""
+    """The warps that multiply for states."""
     num_warps: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = p_v.dtype.element_ty
     L_SMALL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, C, 16])
@@ -286,7 +286,7 @@ def _load_for_reverse(
     pair_buffer, a_buffer, p_buffer, o_buffer, d_buffer,
     HV: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The warp that loads for ``reverse_hopper``, last chunk first."""
+    """The warp that loads for reverse, last chunk first."""
     n = (length + C - 1) // C
     for j in range(n):
         i = n - 1 - j
@@ -310,7 +310,7 @@ def _store_for_reverse(
     HV: gl.constexpr, V: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
     OUT: gl.constexpr, STORERS: gl.constexpr, EVERY_SECOND: gl.constexpr,
 ):  # fmt: skip
-    """The warps that store for ``reverse_hopper``: the gradient of the state at the end of chunk i, dv of i + 1."""
+    """The warps that store for reverse: the gradient of the state at the end of chunk i, dv of i + 1."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [STORERS, 1], [1, 0])
     row = gl.arange(0, C, layout=gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, BV, layout=gl.SliceLayout(0, LAYOUT))
@@ -341,7 +341,7 @@ def _reverse(
     L_ROWS: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, LIFT: gl.constexpr, STAGES: gl.constexpr,
     OUT: gl.constexpr,
 ):  # fmt: skip
-    """The warps that multiply in ``reverse_hopper``; answers the gradient of the initial state, times LIFT as S is."""
+    """The warps that multiply for reverse; answers the gradient of the initial state, times LIFT as S is."""
     num_warps: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = p_do.dtype.element_ty
     L_SMALL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, C, 16])

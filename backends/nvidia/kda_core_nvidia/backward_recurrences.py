@@ -27,20 +27,20 @@ def recurrences_kernel(
     cu_seqlens,  # [N + 1] or None
     s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, T, T_row, NT,
     o_scale,
-    programs,  # of states
+    programs,  # of states; as many of reverse follow
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, LIFT: tl.constexpr,
-    KP: tl.constexpr, VP: tl.constexpr, BV_STATES: tl.constexpr, BV_REVERSE: tl.constexpr,
+    KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr,
     V_AS_OPERAND: tl.constexpr, V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     EVERY_SECOND: tl.constexpr,
 ):  # fmt: skip
     if tl.program_id(0) < programs:
         states_of_sequence(
             tl.program_id(0), v, keys, X, D, initial_state, z, states, cu_seqlens, s_vb, s_vt, s_vh, T, T_row, NT,
-            HV, K, V, C, LIFT, KP, VP, BV_STATES, V_AS_OPERAND, V_FIRST, PRECISION, STAGES, EVERY_SECOND,
+            HV, K, V, C, LIFT, KP, VP, BV, V_AS_OPERAND, V_FIRST, PRECISION, STAGES, EVERY_SECOND,
         )  # fmt: skip
     else:
         reverse_of_sequence(
             tl.program_id(0) - programs, keys, P, D, do, grad_final_state, dv, state_grads, grad_initial_state,
             cu_seqlens, s_ob, s_ot, s_oh, T, T_row, NT, o_scale,
-            HV, K, V, C, LIFT, KP, VP, BV_REVERSE, V_FIRST, PRECISION, STAGES, EVERY_SECOND,
+            HV, K, V, C, LIFT, KP, VP, BV, V_FIRST, PRECISION, STAGES, EVERY_SECOND,
         )  # fmt: skip

@@ -352,9 +352,9 @@ def gradients_hopper(
         squares = products_of_channels(s_0, ds_0, squares)
         squares = products_of_channels(s_1, ds_1, squares)
         if half == 0:
-            sums = diagonals(squares) * (decay * o_scale)
+            sums = gl.convert_layout(diagonals(squares), BY_CHANNEL) * (decay * o_scale)
         else:
-            sums += diagonals(squares) * (decay * o_scale)
+            sums += gl.convert_layout(diagonals(squares), BY_CHANNEL) * (decay * o_scale)
         m, rows, dkc = warpgroup_mma_wait(0, deps=(m, rows, dkc))
     s_0._keep_alive()
     s_1._keep_alive()

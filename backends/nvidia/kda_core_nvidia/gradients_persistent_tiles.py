@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
 from kda_core_nvidia.gradients_tiles import (
     add_product,
+    diagonals,
     gate_gradients,
     halves_of,
     left_parts,
@@ -125,10 +126,7 @@ def products_of_channels(s, ds):
     left = seen_as(s, s.dtype, [8, 16, 128], BLOCKS).load(OWN_LEFT)
     right = seen_as(ds, s.dtype, [8, 16, 128], BLOCKS).permute((0, 2, 1)).load(OWN_RIGHT)
     squares = mma_v2(left, right, gl.full([8, 16, 16], 0.0, gl.float32, OWN))
-    r = gl.expand_dims(gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, OWN))), 0), 2)
-    c = gl.expand_dims(gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, OWN))), 0), 1)
-    sums = gl.sum(gl.where(r == c, squares, 0.0), axis=2).reshape([128])
-    return gl.convert_layout(sums, BY_CHANNEL, assert_trivial=True)
+    return gl.convert_layout(diagonals(squares), BY_CHANNEL, assert_trivial=True)
 
 
 @gluon.jit

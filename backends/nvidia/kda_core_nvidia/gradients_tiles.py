@@ -178,11 +178,11 @@ def products_of_channels(s_half, ds_half, sums):
 
 @gluon.jit
 def diagonals(squares):
-    """Diagonals of blocks of 16 channels, by channel."""
+    """Diagonals of blocks of 16 channels, [128]."""
+    OWN: gl.constexpr = squares.type.layout
     r = gl.expand_dims(gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, OWN))), 0), 2)
     c = gl.expand_dims(gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, OWN))), 0), 1)
-    sums = gl.sum(gl.where(r == c, squares, 0.0), axis=2).reshape([128])
-    return gl.convert_layout(sums, BY_CHANNEL)
+    return gl.sum(gl.where(r == c, squares, 0.0), axis=2).reshape([128])
 
 
 @gluon.jit

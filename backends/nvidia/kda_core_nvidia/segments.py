@@ -63,7 +63,7 @@ def reverse_transitions_kernel(
 ):  # fmt: skip
     """What a segment's outputs add to the gradient of the state at its start, of segments 1 to count - 1: additions
     [count - 1, HV, VP, KP] in float32. The last one's starts from the final state's gradient. ``o_scale``: as for
-    ``reverse_kernel``.
+    ``backward_reverse``.
 
     Grid: (VP / BV, (count - 1) · HV).
     """

@@ -82,10 +82,9 @@ def rows_readable(x: View) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class BackwardConfig:
-    """Tiles of the backward's plain kernels for one shape class; states and reverse, one launch, have equal warps."""
+    """Tiles of the backward's plain kernels for one shape class; both recurrences are one launch."""
 
-    states: BlockConfig
-    reverse: BlockConfig
+    recurrences: BlockConfig
     gradients: GradientsConfig
 
 
@@ -95,7 +94,7 @@ def backward_config(chip: Chip, dtype: torch.dtype, kp: int, vp: int, heads: int
     if dtype == torch.float32:
         # Products in full precision run on scalar units: small tiles, many warps.
         small = BlockConfig(16 if kp > 128 else min(vp, 32), 8, 1)
-        return BackwardConfig(small, small, GradientsConfig(16, min(vp, 32), 4, 1))
+        return BackwardConfig(small, GradientsConfig(16, min(vp, 32), 4, 1))
     bv = min(vp, 64)
     # A warp holds 16 channels of the transposed blocks. Two warps, so that the products stay with mma.sync: with wgmma
     # (four warps, no faster) ptxas 12.8 spills its descriptors and restores some from the stack pointer.
@@ -104,19 +103,15 @@ def backward_config(chip: Chip, dtype: torch.dtype, kp: int, vp: int, heads: int
     if arch not in (90, 100, 103):
         # Products take both operands from registers there: less of the state to a warp, or nothing in flight.
         if kp > 128:
-            small = BlockConfig(16, 4, 2)
-            return BackwardConfig(small, small, gradients)
-        plain = BlockConfig(bv, bv // 16, 1)
-        return BackwardConfig(plain, plain, gradients)
+            return BackwardConfig(BlockConfig(16, 4, 2), gradients)
+        return BackwardConfig(BlockConfig(bv, bv // 16, 1), gradients)
     if kp > 128:
-        if arch == 90 and vp >= 128:
-            return BackwardConfig(BlockConfig(bv, 8, 3), BlockConfig(128, 8, 3), gradients)
-        return BackwardConfig(BlockConfig(bv, 8, 2), BlockConfig(bv, 8, 2), gradients)
+        return BackwardConfig(BlockConfig(bv, 8, 2), gradients)
     recurrence = BlockConfig(bv, bv // 16, 3)
     if kp == 128 and vp >= 128 and chip.load(heads * (vp // 128)) >= _FULL_BACKWARD:
         # Enough programs to fill the chip with 128 value channels each.
         recurrence = BlockConfig(128, 8, 3)
-    return BackwardConfig(recurrence, recurrence, gradients)
+    return BackwardConfig(recurrence, gradients)
 
 
 _FULL_BACKWARD = 96 / 132
@@ -255,7 +250,7 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
     def hopper(x: View | None) -> bool:
         return VP == V and x is not None and all(serves(chip, dtype, most, HV, KP, V, x.cut(0, t)) for t in turns)
 
-    states, reverse = config.states, config.reverse
+    states = reverse = config.recurrences
     if hopper(v) and hopper(do):
         # Both are one launch.
         states, reverse = (hopper_config(n, chip, KP, V, N * HV) for n in ("states", "reverse"))
@@ -279,7 +274,7 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
         states=states,
         reverse=reverse,
         gradients=gradients,
-        operand=chip.arch == 90 and config.states.block_v >= 64,
+        operand=chip.arch == 90 and config.recurrences.block_v >= 64,
         descriptors=descriptors,
         tokens=tokens,
         transitions=transitions_config(chip, KP, VP),

@@ -253,13 +253,12 @@ class _Backward:
             arguments |= {n: token_tile(x, CHUNK, first.block_v, swizzled=True) for n, x in tiles.items()}
         else:
             kernel = recurrences_kernel
-            constants |= {"BV_STATES": first.block_v, "BV_REVERSE": last.block_v, "STAGES": first.stages, "VP": self.vp}
+            constants |= {"BV": first.block_v, "STAGES": first.stages, "VP": self.vp}
             constants |= self._precision | {"V_AS_OPERAND": choice.operand}
             arguments |= {"keys": keys, "X": X, "P": P, "D": D}
-        programs = [self.vp // x.block_v * self._heads(turn) for x in (first, last)]
+        programs = self.vp // first.block_v * self._heads(turn)
         arguments |= {"T": self.T, "T_row": self.T_row, "NT": self.NT, "o_scale": self.o_scale}
-        grid = (sum(programs), 1, 1)
-        self.b.launch(kernel, grid, first.num_warps, constants, **arguments, programs=programs[0])
+        self.b.launch(kernel, (2 * programs, 1, 1), first.num_warps, constants, **arguments, programs=programs)
 
     def _outputs(self) -> dict[str, View | None]:
         """What ``gradients`` writes: dq and dk by value heads, and partial sums."""
