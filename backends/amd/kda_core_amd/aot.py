@@ -177,20 +177,11 @@ def _request(op: str, dtype: torch.dtype, K: int, gate_options: dict[str, Any], 
     if options.get("use_gate_in_kernel"):
         options |= {"A_log": torch.empty(HV), "dt_bias": torch.empty(HV, K)}
     return Request(
-        op=op,
-        q=q,
-        k=torch.empty_like(q),
-        v=torch.empty(1, T, HV, K, dtype=dtype),
-        g=g,
-        beta=torch.empty(1, T, HV, dtype=dtype),
-        scale=K**-0.5,
-        initial_state=torch.empty(N, HV, K, K),
-        cu_seqlens=torch.zeros(N + 1, dtype=torch.int32),
-        output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
-        use_beta_sigmoid_in_kernel=True,
-        **options,
-    )
+        op=op, q=q, k=torch.empty_like(q), v=torch.empty(1, T, HV, K, dtype=dtype), g=g,
+        beta=torch.empty(1, T, HV, dtype=dtype), scale=K**-0.5, initial_state=torch.empty(N, HV, K, K),
+        cu_seqlens=torch.zeros(N + 1, dtype=torch.int32), output_final_state=True, use_qk_l2norm_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True, **options,
+    )  # fmt: skip
 
 
 def _one_sequence(request: Request) -> Request:

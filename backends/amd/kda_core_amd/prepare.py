@@ -34,21 +34,9 @@ from kda_core.triton_lib.packing import is_padding, rows_of_slot
 from kda_core.triton_lib.parts import split, two_parts
 
 _NUMBERS = [
-    "scale",
-    "lower_bound",
-    "T",
-    "N",
-    "chunks",
-    "HV",
-    "group",
-    "s_qb",
-    "s_kb",
-    "s_gb",
-    "s_bb",
-    "s_ob",
-    "s_index",
+    "scale", "lower_bound", "T", "N", "chunks", "HV", "group", "s_qb", "s_kb", "s_gb", "s_bb", "s_ob", "s_index",
     "pad_slot_id",
-]
+]  # fmt: skip
 """Parameters that are not specialised: most of them change with the lengths of the sequences."""
 
 
