@@ -18,11 +18,7 @@ n, B, T, H, HV, K, V = 3, 2, 5, 1, 2, 4, 3
 ALL = ("chunk_kda", "fused_recurrent_kda", "kda_gate")
 OPS = ALL[:2]
 PARAMETERS = ("A_log", "dt_bias")
-IN_THE_OPERATOR = {
-    "use_gate_in_kernel": True,
-    "use_qk_l2norm_in_kernel": True,
-    "use_beta_sigmoid_in_kernel": True,
-}
+IN_THE_OPERATOR = {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
 
 Tensors = dict[str, Tensor]
 

@@ -47,8 +47,7 @@ RUN_BY = {"docs/write_a_backend.md": "tests/docs/test_outside_backend.py"}
 """Pages whose blocks are files of a wheel and commands about it: the test builds, installs and runs them."""
 
 needs_the_cpu_backend = pytest.mark.skipif(
-    importlib.util.find_spec("kda_core_cpu") is None,
-    reason="kda-core-cpu is not installed: pip install ./backends/cpu",
+    importlib.util.find_spec("kda_core_cpu") is None, reason="kda-core-cpu is not installed: pip install ./backends/cpu"
 )
 
 PATH = re.compile(r"`((?:kda_core|backends|benchmarks|docs|examples|requirements|tests|tools|\.ci|\.github)/[\w./-]*)`")

@@ -42,12 +42,7 @@ CASES = {
     "several channel blocks, norm": {"T": 20, "K": 72, "V": 40, "use_qk_l2norm_in_kernel": True},
     "decays from 1e-5 to 1e3": {"decay": lambda s: -(10 ** (8 * torch.rand(s) - 5))},
     "beta of zero": {"zero_beta": True},
-    "packed, empty sequences, rows behind": {
-        "T": 90,
-        "HV": 2,
-        "gate": True,
-        "cu_seqlens": [0, 0, 1, 2, 50, 50, 80],
-    },
+    "packed, empty sequences, rows behind": {"T": 90, "HV": 2, "gate": True, "cu_seqlens": [0, 0, 1, 2, 50, 50, 80]},
     "strided": {"B": 2, "T": 35, "strided": True},
     "three sequences by turns": {
         "B": 3,

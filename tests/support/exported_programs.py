@@ -21,11 +21,7 @@ from kda_core import schemas
 DATA = Path(__file__).parents[1] / "core" / "data"
 B, T, H, HV, K, V = 2, 9, 1, 2, 4, 3
 
-ALL_IN_THE_OPERATOR = {
-    "use_qk_l2norm_in_kernel": True,
-    "use_gate_in_kernel": True,
-    "use_beta_sigmoid_in_kernel": True,
-}
+ALL_IN_THE_OPERATOR = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
 
 
 class Dense(nn.Module):

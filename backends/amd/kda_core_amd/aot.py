@@ -30,14 +30,7 @@ from kda_core.triton_lib.addresses import Hazard, hazards
 from kda_core.triton_lib.ahead_of_time import DIVISIBLE, TYPES, specialised
 from kda_core.triton_lib.layout import CHUNK
 from kda_core_amd import chunk_backward, chunk_forward, gate, launch, recurrent
-from kda_core_amd.choose import (
-    ARCHITECTURES,
-    FOREIGN_ARCHITECTURE,
-    MOST_KEYS,
-    Architecture,
-    Config,
-    compile_options,
-)
+from kda_core_amd.choose import ARCHITECTURES, FOREIGN_ARCHITECTURE, MOST_KEYS, Architecture, Config, compile_options
 
 SPILL_LIMIT = 8
 """Vector registers of a lane that may spill: a few saved round a loop cost nothing that can be measured."""
@@ -212,10 +205,7 @@ _SHIPPED = (
 )
 """(dtype, K, gates) that stand for every configuration: float16 has bfloat16's, and K up to 128 has that of 128."""
 
-_QUICK = (
-    (torch.bfloat16, 128, ("bounded",)),
-    (torch.float32, 256, ("softplus",)),
-)
+_QUICK = ((torch.bfloat16, 128, ("bounded",)), (torch.float32, 256, ("softplus",)))
 """The most common shape and the largest."""
 
 

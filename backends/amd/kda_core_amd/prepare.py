@@ -19,14 +19,7 @@ Grid: slots · HV programs along axis 0, heads fastest. Every offset is int64, f
 import triton
 import triton.language as tl
 
-from kda_core.triton_lib.decay import (
-    BOUNDED_LOG2_DECAY,
-    BOUNDED_SHIFT,
-    after,
-    selected_sum,
-    through,
-    whole_sum,
-)
+from kda_core.triton_lib.decay import BOUNDED_LOG2_DECAY, BOUNDED_SHIFT, after, selected_sum, through, whole_sum
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
 from kda_core.triton_lib.inverse import inverse_16
 from kda_core.triton_lib.levels import apart, to_reference

@@ -22,16 +22,7 @@ from kda_core.request import Request
 from kda_core.triton_lib.arguments import gate_kind
 from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.lift import lift
-from kda_core.triton_lib.plan import (
-    Builder,
-    Copy,
-    Plan,
-    Sum,
-    View,
-    input_layouts,
-    matrix_tile,
-    token_tile,
-)
+from kda_core.triton_lib.plan import Builder, Copy, Plan, Sum, View, input_layouts, matrix_tile, token_tile
 from kda_core_nvidia.backward_finish import finish_kernel
 from kda_core_nvidia.backward_gradients import gradients_kernel
 from kda_core_nvidia.backward_hopper import recurrences_hopper
