@@ -32,7 +32,6 @@ NOT_RUN = {
     "docs/amd.md": 3,
     "docs/debugging.md": 1,
     "docs/index.md": 1,
-    "docs/notes/accuracy.md": 1,
     "docs/notes/amd.md": 3,
     "docs/notes/nvidia.md": 2,
     "docs/notes/performance.md": 1,
