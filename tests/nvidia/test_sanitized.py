@@ -94,13 +94,13 @@ def subject() -> Subject:
 
 
 @on_gpu
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_calls(subject: Subject, case: Case):
     subject.check(case.call())
 
 
 @on_gpu
-@pytest.mark.parametrize("case", POOLS, ids=str)
+@pytest.mark.parametrize("case", POOLS, ids=lambda case: case.name)
 def test_pools(subject: Subject, case: Case):
     subject.check(in_pool(case))
 
