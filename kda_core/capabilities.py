@@ -52,36 +52,14 @@ class Feature(Enum):
 
 FEATURES_1_0 = frozenset(
     {
-        Feature.CHUNK,
-        Feature.RECURRENT,
-        Feature.GATE,
-        Feature.BACKWARD,
-        Feature.RECURRENT_BACKWARD,
-        Feature.GATE_BACKWARD,
-        Feature.VARLEN,
-        Feature.GVA,
-        Feature.UNEQUAL_HEAD_DIMS,
-        Feature.ODD_HEAD_DIMS,
-        Feature.INITIAL_STATE,
-        Feature.FINAL_STATE,
-        Feature.STATE_GRADIENT,
-        Feature.STATE_V_FIRST,
-        Feature.BF16_STATE,
-        Feature.INTERMEDIATE_STATES,
-        Feature.PAGED_STATE,
-        Feature.SPEC_DECODE,
-        Feature.QK_L2NORM,
-        Feature.SOFTPLUS_GATE,
-        Feature.LOWER_BOUND_GATE,
-        Feature.BETA_SIGMOID,
-        Feature.NEG_EIGVAL,
-        Feature.SAFE_GATE,
-        Feature.CHUNK_32,
-        Feature.DISABLE_RECOMPUTE,
-        Feature.OUT,
-        Feature.STRIDED_INPUT,
+        Feature.CHUNK, Feature.RECURRENT, Feature.GATE, Feature.BACKWARD, Feature.RECURRENT_BACKWARD,
+        Feature.GATE_BACKWARD, Feature.VARLEN, Feature.GVA, Feature.UNEQUAL_HEAD_DIMS, Feature.ODD_HEAD_DIMS,
+        Feature.INITIAL_STATE, Feature.FINAL_STATE, Feature.STATE_GRADIENT, Feature.STATE_V_FIRST, Feature.BF16_STATE,
+        Feature.INTERMEDIATE_STATES, Feature.PAGED_STATE, Feature.SPEC_DECODE, Feature.QK_L2NORM, Feature.SOFTPLUS_GATE,
+        Feature.LOWER_BOUND_GATE, Feature.BETA_SIGMOID, Feature.NEG_EIGVAL, Feature.SAFE_GATE, Feature.CHUNK_32,
+        Feature.DISABLE_RECOMPUTE, Feature.OUT, Feature.STRIDED_INPUT,
     }
-)
+)  # fmt: skip
 """Every feature of contract 1.0 that one device can serve.
 
 The set names its features and never grows: a wheel that declares it does not know features that came later.

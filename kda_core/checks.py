@@ -270,15 +270,9 @@ def _check_options(r: Request) -> None:
 
 
 def _check_gate(
-    in_kernel: bool,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    lower_bound: float | None,
-    safe_gate: bool,
-    heads: tuple[int, int],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> None:
+    in_kernel: bool, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, safe_gate: bool,
+    heads: tuple[int, int], device: torch.device, dtype: torch.dtype,
+) -> None:  # fmt: skip
     if lower_bound is not None:
         _expect_number("lower_bound", lower_bound)
         if not (lower_bound < 0 and _is_normal(lower_bound, dtype)):

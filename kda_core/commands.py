@@ -184,34 +184,21 @@ def explain(
     if a_log is None:
         a_log = (given["use_gate_in_kernel"] or op == "kda_gate") and given["lower_bound"] is None
     tensors = {
-        "A_log": a_log,
-        "dt_bias": dt_bias,
-        "initial_state": initial_state or slots is not None,
-        "cu_seqlens": varlen is not None,
-        "cu_seqlens_cpu": cu_seqlens_cpu,
-        "ssm_state_indices": slots is not None,
-        "num_accepted_tokens": num_accepted_tokens,
-        "out": out,
-    }
+        "A_log": a_log, "dt_bias": dt_bias, "initial_state": initial_state or slots is not None,
+        "cu_seqlens": varlen is not None, "cu_seqlens_cpu": cu_seqlens_cpu, "ssm_state_indices": slots is not None,
+        "num_accepted_tokens": num_accepted_tokens, "out": out,
+    }  # fmt: skip
     # Only what the user wrote is passed on, so that the defaults are those of the call itself.
     written = {name: value for name, value in given.items() if _is_written(ctx, name)}
     if cp_context:
         written["cp_context"] = object()
     try:
         call_shape = CallShape(
-            sizes=_sizes(shape),
-            HV=hv,
-            dtype=dtype,
-            gate_dtype=gate_dtype,
-            state_dtype=state_dtype,
+            sizes=_sizes(shape), HV=hv, dtype=dtype, gate_dtype=gate_dtype, state_dtype=state_dtype,
             device=_planned_device(backend) if chip and backend and device is None else _device(device, backend),
-            bounds=None if varlen is None else _integers(varlen),
-            slots=slots,
-            slots_per_sequence=slots_per_sequence,
-            strided=strided,
-            backward=backward,
-            present=frozenset(name for name, passed in tensors.items() if passed),
-        )
+            bounds=None if varlen is None else _integers(varlen), slots=slots, slots_per_sequence=slots_per_sequence,
+            strided=strided, backward=backward, present=frozenset(name for name, passed in tensors.items() if passed),
+        )  # fmt: skip
         call = example_call(OPS[op], call_shape, written)
         if plan:
             _show_plans(api.plan(**call, op=op, backend=backend, chip=chip), as_json)
@@ -262,15 +249,11 @@ def _show_plans(plans: tuple[CallPlan, ...], as_json: bool) -> None:
         _print_table(f"{one.name} on {one.chip}: steps", ("step", "name", "programs", "warps", "registers"), rows)
         buffers = [
             (
-                b.name,
-                b.role,
-                " x ".join(map(str, b.shape)),
-                str(b.dtype).removeprefix("torch."),
-                f"{b.nbytes:,}",
+                b.name, b.role, " x ".join(map(str, b.shape)), str(b.dtype).removeprefix("torch."), f"{b.nbytes:,}",
                 f"{b.steps[0]} to {b.steps[1]}",
             )
             for b in one.buffers
-        ]
+        ]  # fmt: skip
         columns = ("buffer", "role", "shape", "dtype", "bytes", "held in steps")
         _print_table(f"{one.name} on {one.chip}: buffers", columns, buffers)
         share = f", {one.bytes_moved / one.bytes_floor:.1f} times the inputs and results" if one.bytes_floor else ""

@@ -96,20 +96,14 @@ def _tensors(shape: CallShape, v_first: bool) -> dict[str, Tensor]:
 
     with fake_tensors():
         made = {
-            "q": activation(B, T, H, K),
-            "k": activation(B, T, H, K),
-            "v": activation(B, T, HV, V),
-            "g": tensor(B, T, HV, K, dtype=gate_data),
-            "beta": tensor(B, T, HV, dtype=gate_data),
-            "A_log": tensor(HV, dtype=torch.float32),
-            "dt_bias": tensor(HV, K, dtype=torch.float32),
+            "q": activation(B, T, H, K), "k": activation(B, T, H, K), "v": activation(B, T, HV, V),
+            "g": tensor(B, T, HV, K, dtype=gate_data), "beta": tensor(B, T, HV, dtype=gate_data),
+            "A_log": tensor(HV, dtype=torch.float32), "dt_bias": tensor(HV, K, dtype=torch.float32),
             "initial_state": tensor(rows, HV, *((V, K) if v_first else (K, V)), dtype=state_dtype),
             "ssm_state_indices": tensor(N, shape.slots_per_sequence, dtype=torch.int64),
-            "num_accepted_tokens": tensor(N, dtype=torch.int32),
-            "cu_seqlens": tensor(N + 1, dtype=torch.int64),
-            "cu_seqlens_cpu": torch.empty(N + 1, dtype=torch.int64),
-            "out": tensor(B, T, HV, V, dtype=data),
-        }
+            "num_accepted_tokens": tensor(N, dtype=torch.int32), "cu_seqlens": tensor(N + 1, dtype=torch.int64),
+            "cu_seqlens_cpu": torch.empty(N + 1, dtype=torch.int64), "out": tensor(B, T, HV, V, dtype=data),
+        }  # fmt: skip
         # Last, so that no view follows: recording one on a device that torch was not built for ends the process.
         for name in DIFFERENTIABLE:
             made[name].requires_grad_(shape.backward)

@@ -113,13 +113,9 @@ class Like:
 def _of_gate(r: Any, name: str | None) -> tuple:
     values = (r.lower_bound, r.save_for_backward)
     return (
-        name,
-        *map(type, values),
-        values,
-        _metadata(r.g),
-        None if r.A_log is None else _metadata(r.A_log),
+        name, *map(type, values), values, _metadata(r.g), None if r.A_log is None else _metadata(r.A_log),
         None if r.dt_bias is None else _metadata(r.dt_bias),
-    )
+    )  # fmt: skip
 
 
 def _metadata(t: Tensor) -> tuple:

@@ -47,14 +47,9 @@ class _Samples:
     """
 
     def __init__(
-        self,
-        named: dict[str, Any],
-        dims: dict[str, int | None],
-        n: int,
-        heads: dict[str, int],
-        in_heads: bool,
+        self, named: dict[str, Any], dims: dict[str, int | None], n: int, heads: dict[str, int], in_heads: bool,
         stacked: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._named, self._dims, self._n, self._heads = named, dims, n, heads
         self._in_heads = in_heads or any(dims[name] is not None for name in _PARAMETERS)
         self._stacked = stacked and not self._in_heads

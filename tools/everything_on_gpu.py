@@ -3,60 +3,38 @@
     python tools/everything_on_gpu.py --backend nvidia --minutes 30 --out found
     python tools/everything_on_gpu.py --backend amd --foreign-device --minutes 30 --out found-amd
 
-The conformance kit in both tiers, the backend's own tests that need a GPU, and compute-sanitizer, where it is
-installed, over ``sanitized_calls.py``. Compiling kernels takes most of the time: an hour and more of a dozen cores. The
-program stops after ``--minutes``; called again with the same folder it continues. It needs pytest-xdist, and the wheels
-of the core and the backend. The folder keeps a log of every job and its outcomes (``noted.py``). Exit status 0:
-everything passed.
+The conformance kit in both tiers, and the backend's own tests that need a GPU. Compiling kernels takes most of the
+time: an hour and more of a dozen cores. The program stops after ``--minutes``; called again with the same folder it
+leaves out what has passed. It needs pytest-xdist, and the wheels of the core and the backend. The folder keeps each
+job's log and the names of its tests that passed or were skipped. Exit status 0: everything passed.
+
+This file is also the pytest plugin that notes and leaves out these tests.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
-import importlib.util
 import os
-import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import noted
+import pytest
 
 HERE = Path(__file__).resolve().parent
 KIT = ("-p", "kda_core.testing.plugin", "--pyargs", "kda_core.testing.suite")
-TESTS = HERE.parent / "tests"
-OWN = {
-    "nvidia": (
-        "test_nvidia_hopper.py",
-        "test_nvidia_prepare_hopper.py",
-        "test_nvidia_gradients_hopper.py",
-        "test_nvidia_step.py",
-        "test_nvidia_accuracy.py",
-    )
-}
+OWN = {"nvidia": ("hopper", "prepare_hopper", "gradients_hopper", "step", "accuracy")}
+"""Names of a backend's own test files that need a GPU, without ``test_nvidia_``."""
+
+PASSED = "KDA_PASSED"
+"""The variable that names the file of a job's passed tests."""
+
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # ROCm honours it, too
-PARTS = 6
-"""Processes of each tool of compute-sanitizer."""
-
-SANITIZER_OPTIONS = {"memcheck": ("--report-api-errors", "no")}
-"""A failed allocation is no error of a kernel: torch tries again or raises."""
-
-CLEAN = re.compile(r"=========( COMPUTE-SANITIZER| Target application returned an error|.* SUMMARY: 0 .*)?\s*")
-"""Lines of compute-sanitizer that are no findings; its program ends with an error when calls are left."""
-
-RACE = re.compile(r"========= (?:Error: Race reported between|    and) \w+ access at \w+\+0x\w+ in (\w+\.py):(\d+)")
-"""A line of racecheck about one access of a hazard."""
-
-LAST_CALL = 60
-"""No call begins under a sanitizer in these last seconds: one call may take that long."""
-
 MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**28)}
 """glibc keeps freed memory of the oracle's large tensors; else every operation gets new pages, which are cleared."""
 
@@ -66,10 +44,10 @@ GRACE = 15
 
 @dataclass(frozen=True)
 class Job:
-    """Tests, or calls under a sanitizer, in a separate process.
+    """Tests in a separate process.
 
     Attributes:
-        arguments: of pytest, or of ``sanitized_calls.py`` if there is a ``tool`` of compute-sanitizer.
+        arguments: of pytest.
         share: of the machine's cores, for workers of pytest.
         most: workers at most: large tests fill a GPU's memory.
         gpus: how many it sees, if the machine has as many.
@@ -80,13 +58,11 @@ class Job:
     share: float = 0.0
     most: int = 1000
     gpus: int = 1
-    tool: str = ""
 
 
-def jobs(backend: str, foreign: bool, sanitizer: bool) -> list[Job]:
+def jobs(backend: str, foreign: bool) -> list[Job]:
     """All jobs of a backend, the longest first."""
-    flag = ("--foreign-device",) if foreign else ()
-    kit = (*KIT, f"--backend={backend}", *flag)
+    kit = (*KIT, f"--backend={backend}", *["--foreign-device"] * foreign)
     found = [
         Job("thorough", (*kit, "-m", "slow", "-k", "thorough"), 0.5),
         Job("fast", (*kit, "-k", "not random"), 0.35, gpus=2),
@@ -98,25 +74,36 @@ def jobs(backend: str, foreign: bool, sanitizer: bool) -> list[Job]:
         Job("random", (*kit, "-k", "random"), 0.2),
     ]
     if backend in OWN and not foreign:
-        found.append(Job("own", tuple(str(TESTS / backend / name) for name in OWN[backend]), 0.1))
-    for tool in ("memcheck", "racecheck") if sanitizer else ():
-        for i in range(1, PARTS + 1):
-            # The tools share compiled kernels.
-            order = ("--last-first",) if tool == "racecheck" else ()
-            arguments = ("--backend", backend, *flag, "--part", f"{i}/{PARTS}", *order)
-            found.append(Job(f"{tool}_{i}", arguments, tool=tool))
+        tests = HERE.parent / "tests" / backend
+        found.append(Job("own", tuple(str(tests / f"test_{backend}_{name}.py") for name in OWN[backend]), 0.1))
     return found
 
 
-def command(job: Job, notes: Path, cores: int, seconds: float) -> list[str]:
-    """The command line of a job."""
-    if job.tool:
-        sanitizer = ["compute-sanitizer", "--tool", job.tool, *SANITIZER_OPTIONS.get(job.tool, ())]
-        ending = ["--notes", str(notes), "--seconds", str(max(seconds - LAST_CALL, 0))]
-        return [*sanitizer, sys.executable, str(HERE / "sanitized_calls.py"), *job.arguments, *ending]
-    workers = max(1, min(job.most, int(job.share * cores)))
-    parallel = ["-n", str(workers), "--dist", "worksteal"]
-    return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "noted", *parallel, *job.arguments]
+def _passed(file: Path) -> list[str]:
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def _name(nodeid: str) -> str:
+    """A test by its file's name without the folder: an installed suite may move."""
+    return nodeid.rsplit("/", 1)[-1]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    before = set(_passed(Path(os.environ[PASSED])))
+    # A run without a test fails.
+    left = [item for item in items if _name(item.nodeid) not in before] or items[-1:]
+    if len(left) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in left])
+        items[:] = left
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    # pytest-xdist's workers send their reports to the process that writes them.
+    done = report.passed if report.when == "call" else report.skipped
+    if done and "PYTEST_XDIST_WORKER" not in os.environ:
+        with Path(os.environ[PASSED]).open("a") as file:
+            file.write(_name(report.nodeid) + "\n")
 
 
 def visible_gpus(count: int) -> list[str]:
@@ -130,94 +117,38 @@ def visible(job: Job, index: int, gpus: Sequence[str]) -> str:
     return ",".join(gpus[(index + i) % len(gpus)] for i in range(min(job.gpus, len(gpus))))
 
 
-def run(todo: Sequence[Job], out: Path, gpus: Sequence[str], cores: int, seconds: float) -> None:
-    """Run jobs in parallel, and note the exit status of those that end in time."""
+def run(todo: Sequence[Job], out: Path, gpus: Sequence[str], cores: int, seconds: float) -> dict[str, int | None]:
+    """Run jobs in parallel; pytest's exit status of each by its name, None for those that were stopped."""
     end = time.monotonic() + seconds
-    running = []
+    running = {}
     for index, job in enumerate(todo):
-        notes = _notes(job, out)
-        fixed = {noted.VARIABLE: str(notes), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        fixed = {PASSED: str(out / f"{job.name}.passed"), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         environment = MEMORY | os.environ | fixed
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
         if gpus:
             environment[VISIBLE] = visible(job, index, gpus)
-        # Outside the checkout, whose kda_core would hide the wheel's.
-        place = {"cwd": out, "env": environment, "start_new_session": True}
+        workers = max(1, min(job.most, int(job.share * cores)))
+        line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "everything_on_gpu"]
+        line += ["-n", str(workers), "--dist", "worksteal", *job.arguments]
         with (out / f"{job.name}.log").open("a") as log:
-            line = command(job, notes, cores, seconds)
-            running.append((notes, subprocess.Popen(line, stdout=log, stderr=log, **place)))
-    stopped = []
-    for notes, process in running:
+            # Outside the checkout, whose kda_core would hide the wheel's.
+            place = {"cwd": out, "env": environment, "start_new_session": True}
+            running[job.name] = subprocess.Popen(line, stdout=log, stderr=log, **place)
+    statuses: dict[str, int | None] = dict.fromkeys(running)
+    for name, process in running.items():
         try:
-            noted.write(notes, {"status": process.wait(max(end - time.monotonic(), 0))})
+            statuses[name] = process.wait(max(end - time.monotonic(), 0))
         except subprocess.TimeoutExpired:
             # Interrupt only the started process: a worker with an interrupted compiler would report a failed test.
             process.send_signal(signal.SIGINT)
-            stopped.append(process)
     last = time.monotonic() + GRACE
-    for process in stopped:
+    for process in (running[name] for name, status in statuses.items() if status is None):
         with suppress(subprocess.TimeoutExpired):
             process.wait(max(last - time.monotonic(), 0))
         with suppress(ProcessLookupError):  # its group has ended
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def _notes(job: Job, out: Path) -> Path:
-    return out / f"{job.name}.jsonl"
-
-
-def dispatch_lines(backend: str) -> set[tuple[str, int]]:
-    """(file, line) of the code by which Triton hands a backend's kernels out to their warps, where they specialise.
-
-    Idle warps read what to do next from a shared byte, which racecheck reports for kernels whose partitions share
-    nothing, too (docs/notes/nvidia.md). That code has the line of the kernel's ``def``, of ``warp_specialize`` or of
-    the statement after it; what a partition does has lines of its own.
-    """
-    spec = importlib.util.find_spec(f"kda_core_{backend}")
-    found = set()
-    for folder in spec.submodule_search_locations or [] if spec else []:
-        for file in Path(folder).glob("*.py"):
-            for kernel in ast.walk(ast.parse(file.read_text())):
-                if isinstance(kernel, ast.FunctionDef):
-                    found |= {(file.name, line) for line in _dispatch(kernel)}
-    return found
-
-
-def _dispatch(kernel: ast.FunctionDef) -> set[int]:
-    statements = sorted(node.lineno for node in ast.walk(kernel) if isinstance(node, ast.stmt))
-    lines: set[int] = set()
-    for node in ast.walk(kernel):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("warp_specialize"):
-            after = [line for line in statements if line > node.end_lineno][:1]
-            lines |= {kernel.lineno, node.lineno, *after}
-    return lines
-
-
-def findings(log: Path, dispatch: Collection[tuple[str, int]] = ()) -> int:
-    """Lines of a sanitizer's findings in a log, also of one that was stopped; none of hazards between ``dispatch``."""
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    found = [line for line in lines if line.startswith("=========") and not CLEAN.fullmatch(line)]
-    # A hazard is its first access and each one that it has been seen with.
-    hazards = [match.groups() for line in found if (match := RACE.match(line))]
-    if not hazards or any((file, int(line)) not in dispatch for file, line in hazards):
-        return len(found)
-    return sum(not RACE.match(line) and not line.startswith("========= RACECHECK SUMMARY") for line in found)
-
-
-def summary(job: Job, out: Path, dispatch: Collection[tuple[str, int]] = ()) -> tuple[str, bool]:
-    """A line on a job's state, and whether it has ended and passed; ``dispatch`` as in ``findings``."""
-    notes = noted.read(_notes(job, out))
-    outcomes = {note["test"]: note["outcome"] for note in notes if "test" in note}
-    counts = {kind: list(outcomes.values()).count(kind) for kind in ("passed", "failed", "skipped")}
-    left = next((note["collected"] for note in notes if "collected" in note), len(outcomes)) - len(outcomes)
-    statuses = [note["status"] for note in notes if "status" in note]
-    found = findings(out / f"{job.name}.log", dispatch) if job.tool else 0
-    right = bool(outcomes) and not counts["failed"] and not left and statuses[-1:] == [0] and not found
-    numbers = ", ".join(f"{n} {kind}" for kind, n in counts.items())
-    ending = "right" if right else f"exit status {statuses[-1]}" if statuses else "stopped"
-    ending = f"{found} lines of findings" if found else ending
-    return f"{job.name:18s} {numbers}, {left} left: {ending}", right
+    return statuses
 
 
 def main() -> int:
@@ -234,21 +165,22 @@ def main() -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     import torch
 
-    gpus = visible_gpus(torch.cuda.device_count())
-    sanitizer = shutil.which("compute-sanitizer") is not None
-    if not sanitizer:
-        print("compute-sanitizer is not installed: its jobs are left out")
-    todo = jobs(chosen.backend, chosen.foreign_device, sanitizer)
+    todo = jobs(chosen.backend, chosen.foreign_device)
     todo = [job for job in todo if not chosen.only or job.name.startswith(tuple(chosen.only))]
     if not todo:
         parser.error(f"--only: no job begins with {' or '.join(chosen.only)}")
     out = chosen.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    dispatch = dispatch_lines(chosen.backend)
-    run([job for job in todo if not summary(job, out, dispatch)[1]], out, gpus, chosen.cores, 60 * chosen.minutes)
-    found = [summary(job, out, dispatch) for job in todo]
-    print(*(line for line, _ in found), sep="\n")
-    return 0 if all(right for _, right in found) else 1
+    done = {job.name: out / f"{job.name}.done" for job in todo}
+    left = [job for job in todo if not done[job.name].exists()]
+    statuses = run(left, out, visible_gpus(torch.cuda.device_count()), chosen.cores, 60 * chosen.minutes)
+    for job in todo:
+        status = statuses.get(job.name, 0)
+        if status == 0:
+            done[job.name].touch()
+        ending = {0: "right", None: "stopped"}.get(status, f"exit status {status}")
+        print(f"{job.name:18s} {len(_passed(out / f'{job.name}.passed'))} passed or skipped: {ending}")
+    return 0 if all(file.exists() for file in done.values()) else 1
 
 
 if __name__ == "__main__":

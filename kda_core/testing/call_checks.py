@@ -254,17 +254,13 @@ class _Check(ABC):
         r, op = self.request, self.request.op
         accepted = inspect.signature(getattr(kda_core, op)).parameters
         return {
-            "op": op,
-            "backend": self.backend.info.name,
-            "direction": self.direction,
-            "problems": list(problems),
+            "op": op, "backend": self.backend.info.name, "direction": self.direction, "problems": list(problems),
             "tensors": copied({n: t for n, t in self.saved_tensors().items() if n in accepted}),
             "options": {n: v for n, v in self.options().items() if n in accepted},
             "grads": copied({n: t for n, t in self.tensors.items() if n.startswith("grad_")}),
-            "needs_grad": sorted(r.needs_grad),
-            "results": {} if result is None else copied(self.results(result)),
+            "needs_grad": sorted(r.needs_grad), "results": {} if result is None else copied(self.results(result)),
             "versions": {"kda_core": kda_core.__version__, "torch": str(torch.__version__)},
-        }
+        }  # fmt: skip
 
 
 class _CallCheck(_Check):

@@ -227,13 +227,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
     if subject is not None and report.when == "call":
         # pytest-xdist sends plain attributes from its workers to the process that reports.
         report.kda_core = {
-            "backend": subject.name,
-            "device": str(subject.device),
-            "records": [asdict(r) for r in subject.records],
-            "test": _name_for_pytest(item),
-            "position": item.stash[POSITION],
-            "slow": is_slow(item),
-        }
+            "backend": subject.name, "device": str(subject.device), "records": [asdict(r) for r in subject.records],
+            "test": _name_for_pytest(item), "position": item.stash[POSITION], "slow": is_slow(item),
+        }  # fmt: skip
     return report
 
 

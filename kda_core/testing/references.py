@@ -88,10 +88,7 @@ def _whole_backward(r: Request, grads: Results) -> Results:
         # Without a token, or without an initial state, an output may depend on nothing.
         names_out = [n for n in grads if outputs[n].requires_grad]
         given = torch.autograd.grad(
-            [outputs[n] for n in names_out],
-            list(leaves.values()),
-            [grads[n] for n in names_out],
-            allow_unused=True,
+            [outputs[n] for n in names_out], list(leaves.values()), [grads[n] for n in names_out], allow_unused=True
         )
     result = {n: t.detach() for n, t in outputs.items()}
     for n, grad in zip(names, given, strict=True):

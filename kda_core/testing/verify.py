@@ -111,9 +111,7 @@ def checks() -> list[Check | GateCheck]:
         Check(Case(name="intermediate states", T=130, state=FP32, options={"return_intermediate_states": True})),
         Check(Case(name="strided inputs", T=70, strided=frozenset({"q", "g", "beta"}))),
         Check(Case(name="output buffer", T=70), lambda case: replace(case.call(), given_out=True)),
-        Check(
-            Case(name="gradients without recompute", T=70, backward=True, options={"disable_recompute": True}),
-        ),
+        Check(Case(name="gradients without recompute", T=70, backward=True, options={"disable_recompute": True})),
         Check(step),
         Check(step.having(name="decoding step bfloat16", HV=4, **_HALF, **BOUNDED)),
         Check(step.having(name="several tokens, softplus gate", T=7, V=16, gate="softplus")),

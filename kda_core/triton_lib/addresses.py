@@ -24,18 +24,9 @@ _INTEGER = re.compile(r"(?:tensor<(?:\d+x)+|\b)i(1|8|16|32|64)\b")
 _INDEXED = re.compile(rf"(?P<base>{_VALUE})\[(?P<offset>{_VALUE})\]")
 
 _SAME = [
-    "tt.splat",
-    "tt.expand_dims",
-    "tt.broadcast",
-    "tt.reshape",
-    "tt.trans",
-    "ttg.convert_layout",
-    "tt.unsplat",
-    "arith.extsi",
-    "arith.extui",
-    "arith.trunci",
-    "arith.index_cast",
-]
+    "tt.splat", "tt.expand_dims", "tt.broadcast", "tt.reshape", "tt.trans", "ttg.convert_layout", "tt.unsplat",
+    "arith.extsi", "arith.extui", "arith.trunci", "arith.index_cast",
+]  # fmt: skip
 
 
 def _limits(width: int) -> tuple[int, int]:

@@ -347,14 +347,10 @@ class Builder:
         self._epochs[-1].append(step)
 
     def launch(
-        self,
-        kernel: Any,
-        grid: tuple[int, int, int],
-        num_warps: int,
-        constants: Mapping[str, Any],
+        self, kernel: Any, grid: tuple[int, int, int], num_warps: int, constants: Mapping[str, Any],
         /,
         **arguments: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Add a launch; ``arguments``: the kernel's parameters by name, without its constants."""
         self.step(Launch(kernel, grid, arguments, constants, num_warps))
 

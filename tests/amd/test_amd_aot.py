@@ -32,17 +32,9 @@ pytestmark = pytest.mark.end_to_end
 
 CASE = "bf16 K 64 bounded"
 KERNELS = (
-    "prepare",
-    "recurrence",
-    "recurrent",
-    "states_kernel",
-    "reverse_kernel",
-    "gradients_kernel",
-    "finish_kernel",
-    "transitions_kernel",
-    "reverse_transitions_kernel",
-    "join_kernel",
-)
+    "prepare", "recurrence", "recurrent", "states_kernel", "reverse_kernel", "gradients_kernel", "finish_kernel",
+    "transitions_kernel", "reverse_transitions_kernel", "join_kernel",
+)  # fmt: skip
 CASES = dict.fromkeys(KERNELS[-3:], "bf16 K 128 segments")
 """Of those that CASE does not launch."""
 

@@ -29,21 +29,9 @@ installed.need_package("triton")
 def _other(dtype: torch.dtype) -> Case:
     """What the interpreter's stand-in does not take: a state in blocks of key channels, levels in a loop, two tiles."""
     return Case(
-        name="amd other",
-        T=37,
-        lengths=(35, 2),
-        HV=2,
-        H=1,
-        K=40,
-        V=20,
-        dtype=dtype,
-        state=FP32,
-        gate="softplus",
-        l2norm=True,
-        beta="sigmoid",
-        backward=True,
-        options={"state_v_first": True},
-    )
+        name="amd other", T=37, lengths=(35, 2), HV=2, H=1, K=40, V=20, dtype=dtype, state=FP32, gate="softplus",
+        l2norm=True, beta="sigmoid", backward=True, options={"state_v_first": True},
+    )  # fmt: skip
 
 
 STAND_IN = "gfx942"
@@ -61,36 +49,19 @@ SEGMENTS = {
     ),
     # Four segments, two blocks of key channels.
     (STAND_IN, "V first, no decay, everything in kernel"): Case(
-        name="amd segments V first",
-        T=200,
-        H=1,
-        K=40,
-        V=16,
-        decay="none",
-        beta="sigmoid",
-        l2norm=True,
-        state=FP32,
-        backward=True,
-        options={"state_v_first": True},
+        name="amd segments V first", T=200, H=1, K=40, V=16, decay="none", beta="sigmoid", l2norm=True, state=FP32,
+        backward=True, options={"state_v_first": True},
     ),
     (STAND_IN, "isolated decays, no states"): Case(
         name="amd segments isolated", T=160, H=1, K=16, decay="isolated", final_state=False, backward=True
     ),
     (STAND_IN, "float16, strided"): Case(
-        name="amd segments half",
-        T=200,
-        H=1,
-        K=32,
-        V=16,
-        dtype=FP16,
-        decay="slow",
-        state=FP32,
-        backward=True,
+        name="amd segments half", T=200, H=1, K=32, V=16, dtype=FP16, decay="slow", state=FP32, backward=True,
         strided=frozenset(_STRIDED),
     ),
     ("gfx1100", "blocks of key channels"): _OTHER,
     ("foreign", "blocks of key channels"): _OTHER,
-}
+}  # fmt: skip
 """Calls of one sequence, to be cut into segments of 64 rows, the last one shorter; by architecture and name."""
 
 APART = {"isolated decays, no states": 1e-5, "float16, strided": 2e-3}
@@ -115,18 +86,10 @@ def check_drafts() -> None:
     memory = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3], dtype=torch.int32)
     pool = torch.zeros(4, H, K, K)
     request = Request(
-        op="fused_recurrent_kda",
-        q=q,
-        k=k,
-        v=v,
-        g=-g.abs(),
-        beta=torch.rand(1, T, H),
-        scale=1.0,
-        initial_state=pool,
-        cu_seqlens=torch.tensor([0, 1, 5], dtype=torch.int32),
-        ssm_state_indices=memory[:4].view(2, 2),
+        op="fused_recurrent_kda", q=q, k=k, v=v, g=-g.abs(), beta=torch.rand(1, T, H), scale=1.0, initial_state=pool,
+        cu_seqlens=torch.tensor([0, 1, 5], dtype=torch.int32), ssm_state_indices=memory[:4].view(2, 2),
         inplace_final_state=True,
-    )
+    )  # fmt: skip
     registry.named("amd").result("kda_core_recurrent_forward", request)
     assert pool.flatten(1).any(1).tolist() == [True, False, True, True]
     # Only the first token of the first sequence has written there.

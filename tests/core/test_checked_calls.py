@@ -278,11 +278,7 @@ def test_calls_without_a_token_or_a_sequence_pass(op):
             (o.sum() + s.sum()).backward()
         for boundaries in ([0], [0, 0, 0]):
             call(**inputs(1, 9), cu_seqlens=torch.tensor(boundaries), output_final_state=True)
-        call(
-            **inputs(2, 0),
-            initial_state=torch.zeros(0, 4, 16, 8),
-            ssm_state_indices=torch.tensor([-1, -1]),
-        )
+        call(**inputs(2, 0), initial_state=torch.zeros(0, 4, 16, 8), ssm_state_indices=torch.tensor([-1, -1]))
         kda_core.kda_gate(torch.zeros(0, 4, 8), torch.zeros(4))
 
 

@@ -11,10 +11,7 @@ from interpreted import SUPPORT, python
 
 PROGRAM = str(Path(SUPPORT, "forks.py"))
 
-pytestmark = [
-    pytest.mark.end_to_end,
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork"),
-]
+pytestmark = [pytest.mark.end_to_end, pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")]
 
 
 def endings(*arguments: str) -> dict[str, int]:

@@ -51,20 +51,11 @@ CASES = [
 DIFFERENTIATED = [
     Case(name="fla gradients", T=40, K=16, V=32, state=FP32, backward=True),
     Case(
-        name="fla gradients, packed, all in the kernel",
-        T=40,
-        HV=4,
-        K=16,
-        lengths=(6, 34),
-        index_dtype=torch.int64,
-        gate="softplus",
-        l2norm=True,
-        beta="negative eigenvalues",
-        state=FP32,
-        backward=True,
+        name="fla gradients, packed, all in the kernel", T=40, HV=4, K=16, lengths=(6, 34), index_dtype=torch.int64,
+        gate="softplus", l2norm=True, beta="negative eigenvalues", state=FP32, backward=True,
     ),
     Case(name="fla gradients, lower-bound gate", T=20, K=16, gate="lower bound", state=FP32, backward=True),
-]
+]  # fmt: skip
 
 # name -> why it differs
 ADDED = {
@@ -101,14 +92,10 @@ def importable_fla() -> SimpleNamespace:
         from fla.ops.kda.gate import fused_kda_gate, naive_kda_gate, naive_kda_lowerbound_gate
         from fla.ops.kda.naive import naive_chunk_kda, naive_recurrent_kda
     return SimpleNamespace(
-        chunk_kda=chunk_kda,
-        fused_recurrent_kda=fused_recurrent_kda,
-        fused_kda_gate=fused_kda_gate,
-        naive_kda_gate=naive_kda_gate,
-        naive_kda_lowerbound_gate=naive_kda_lowerbound_gate,
-        naive_chunk_kda=naive_chunk_kda,
-        naive_recurrent_kda=naive_recurrent_kda,
-    )
+        chunk_kda=chunk_kda, fused_recurrent_kda=fused_recurrent_kda, fused_kda_gate=fused_kda_gate,
+        naive_kda_gate=naive_kda_gate, naive_kda_lowerbound_gate=naive_kda_lowerbound_gate,
+        naive_chunk_kda=naive_chunk_kda, naive_recurrent_kda=naive_recurrent_kda,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -30,12 +30,9 @@ def states(N=B, dtype=torch.float32, v_first=False):
 
 
 GATED = {
-    "use_gate_in_kernel": True,
-    "use_qk_l2norm_in_kernel": True,
-    "use_beta_sigmoid_in_kernel": True,
-    "A_log": torch.zeros(HV),
-    "dt_bias": torch.zeros(HV * K),
-}
+    "use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True,
+    "A_log": torch.zeros(HV), "dt_bias": torch.zeros(HV * K),
+}  # fmt: skip
 CU_SEQLENS = torch.tensor([0, 30, 30, 66])
 PACKED = {"cu_seqlens": CU_SEQLENS, "cu_seqlens_cpu": CU_SEQLENS}
 SLOTS = torch.tensor([5, -1], dtype=torch.int32)

@@ -23,13 +23,9 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 def operator_arguments(op, backend, inplace=False, **changes):
     arguments = make(5, grad=not inplace)
     values = {
-        **arguments,
-        "dt_bias": arguments["dt_bias"].detach().reshape(HV, K).requires_grad_(not inplace),
-        "scale": 0.5,
-        **OPTIONS,
-        "backend": backend,
-        **changes,
-    }
+        **arguments, "dt_bias": arguments["dt_bias"].detach().reshape(HV, K).requires_grad_(not inplace), "scale": 0.5,
+        **OPTIONS, "backend": backend, **changes,
+    }  # fmt: skip
     if not inplace:
         values["save_for_backward"] = True
     elif "pool" not in values:
@@ -220,15 +216,9 @@ def test_the_gates_gradients(lower_bound, compiled):
 
 def gradcheck_inputs(T, H, HV, K, V):
     shapes = {
-        "q": (1, T, H, K),
-        "k": (1, T, H, K),
-        "v": (1, T, HV, V),
-        "g": (1, T, HV, K),
-        "beta": (1, T, HV),
-        "A_log": (HV,),
-        "dt_bias": (HV, K),
-        "initial_state": (1, HV, K, V),
-    }
+        "q": (1, T, H, K), "k": (1, T, H, K), "v": (1, T, HV, V), "g": (1, T, HV, K), "beta": (1, T, HV),
+        "A_log": (HV,), "dt_bias": (HV, K), "initial_state": (1, HV, K, V),
+    }  # fmt: skip
     generator = torch.Generator().manual_seed(3)
     return {
         n: torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_() for n, shape in shapes.items()

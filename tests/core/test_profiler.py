@@ -11,11 +11,7 @@ from kda_core import ranges
 from kda_core.plugins import registry
 
 Q, V, G = [1, 40, 2, 8], [1, 40, 4, 16], [1, 40, 4, 8]
-CALLS = {
-    "chunk_kda": f"(cpu) {Q}, v {V}",
-    "fused_recurrent_kda": f"(cpu) {Q}, v {V}",
-    "kda_gate": f"(cpu) {G}",
-}
+CALLS = {"chunk_kda": f"(cpu) {Q}, v {V}", "fused_recurrent_kda": f"(cpu) {Q}, v {V}", "kda_gate": f"(cpu) {G}"}
 
 
 def inputs(grad=True):

@@ -206,13 +206,9 @@ def test_a_dense_state_in_place_has_no_padding_index(backend, pad_slot_id):
     with torch.no_grad():
         o, final = kda_core.fused_recurrent_kda(*call, initial_state=state, output_final_state=True, backend=backend)
         same, written = kda_core.fused_recurrent_kda(
-            *call,
-            initial_state=state,
-            output_final_state=True,
-            inplace_final_state=True,
-            pad_slot_id=pad_slot_id,
+            *call, initial_state=state, output_final_state=True, inplace_final_state=True, pad_slot_id=pad_slot_id,
             backend=backend,
-        )
+        )  # fmt: skip
     assert written is state
     torch.testing.assert_close(same, o)
     torch.testing.assert_close(written, final)

@@ -416,22 +416,11 @@ def request_with_everything():
     """A decoding step over a pool, every tensor its own; accepted counts and bounds are not given."""
     q, k, v, g, out = torch.randn(5, 4, 1, 2, 8).unbind(0)
     return Request(
-        op="fused_recurrent_kda",
-        q=q.clone(),
-        k=k.clone(),
-        v=v.clone(),
-        g=g.clone(),
-        beta=torch.rand(4, 1, 2),
-        scale=0.5,
-        A_log=torch.zeros(2),
-        dt_bias=torch.zeros(2, 8),
-        initial_state=torch.zeros(9, 2, 8, 8),
-        ssm_state_indices=torch.arange(4),
-        out=out.clone(),
-        use_gate_in_kernel=True,
-        inplace_final_state=True,
+        op="fused_recurrent_kda", q=q.clone(), k=k.clone(), v=v.clone(), g=g.clone(), beta=torch.rand(4, 1, 2),
+        scale=0.5, A_log=torch.zeros(2), dt_bias=torch.zeros(2, 8), initial_state=torch.zeros(9, 2, 8, 8),
+        ssm_state_indices=torch.arange(4), out=out.clone(), use_gate_in_kernel=True, inplace_final_state=True,
         chunk_size=64,
-    )
+    )  # fmt: skip
 
 
 class Wrapped(torch.Tensor):
@@ -439,15 +428,10 @@ class Wrapped(torch.Tensor):
 
 
 OTHERS = {
-    "dtype": lambda t: t.to(torch.int16),
-    "shape": lambda t: torch.cat([t, t]),
-    "rank": lambda t: t[None],
-    "strides": lambda t: torch.stack([t, t], -1).select(-1, 0),
-    "device": lambda t: t.to("meta"),
-    "subclass": lambda t: t.as_subclass(Wrapped),
-    "absent": lambda t: None,
-    "no tensor": lambda t: t.tolist(),
-}
+    "dtype": lambda t: t.to(torch.int16), "shape": lambda t: torch.cat([t, t]), "rank": lambda t: t[None],
+    "strides": lambda t: torch.stack([t, t], -1).select(-1, 0), "device": lambda t: t.to("meta"),
+    "subclass": lambda t: t.as_subclass(Wrapped), "absent": lambda t: None, "no tensor": lambda t: t.tolist(),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("change", OTHERS)

@@ -18,11 +18,7 @@ n, B, T, H, HV, K, V = 3, 2, 5, 1, 2, 4, 3
 ALL = ("chunk_kda", "fused_recurrent_kda", "kda_gate")
 OPS = ALL[:2]
 PARAMETERS = ("A_log", "dt_bias")
-IN_THE_OPERATOR = {
-    "use_gate_in_kernel": True,
-    "use_qk_l2norm_in_kernel": True,
-    "use_beta_sigmoid_in_kernel": True,
-}
+IN_THE_OPERATOR = {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
 
 Tensors = dict[str, Tensor]
 
@@ -31,15 +27,9 @@ def samples(op: str, N: int = B, B: int = B, T: int = T) -> Tensors:
     """Arguments with a leading dimension of n samples."""
     generator = torch.Generator().manual_seed(0)
     shapes = {
-        "q": (B, T, H, K),
-        "k": (B, T, H, K),
-        "v": (B, T, HV, V),
-        "g": (B, T, HV, K),
-        "beta": (B, T, HV),
-        "A_log": (HV,),
-        "dt_bias": (HV * K,),
-        "initial_state": (N, HV, K, V),
-    }
+        "q": (B, T, H, K), "k": (B, T, H, K), "v": (B, T, HV, V), "g": (B, T, HV, K), "beta": (B, T, HV),
+        "A_log": (HV,), "dt_bias": (HV * K,), "initial_state": (N, HV, K, V),
+    }  # fmt: skip
     names = ("g", *PARAMETERS) if op == "kda_gate" else shapes
     return {name: torch.randn(n, *shapes[name], generator=generator) for name in names}
 

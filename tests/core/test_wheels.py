@@ -1,4 +1,4 @@
-"""Real little wheels (tests/core/wheels) in an environment of their own: what one wheel does to the others.
+"""Real little wheels in an environment of their own: what one wheel does to the others.
 
 The environment sees the torch of this one and nothing else of it; the core and the CPU backend are
 installed there as wheels, too.
@@ -19,7 +19,62 @@ from environments import ROOT, link_torch, pip
 pytestmark = pytest.mark.end_to_end
 
 SOURCES = Path(__file__).parent / "wheels"
-TOYS = sorted(path.parent for path in SOURCES.glob("*/pyproject.toml"))
+RIGHT = (SOURCES / "toy.py").read_text(encoding="utf-8")
+HOOK = RIGHT[RIGHT.rindex("@hookimpl") :]
+
+
+def toy(name: str, value: float = 3.0, priority: int = 30, contract: str = "~=1.0") -> str:
+    """The source of a right backend."""
+    return f"NAME, VALUE, PRIORITY, CONTRACT = {(name, value, priority, contract)!r}\n{RIGHT}"
+
+
+TOYS = {
+    # The first name of all and the lowest priority; the last name and the highest priority of those that are right.
+    "attic": toy("attic", 1.0, 5),
+    "zenith": toy("zenith", 2.0, 20),
+    "twin_one": toy("twin"),
+    "twin_two": toy("twin", 4.0),
+    "raising": 'raise RuntimeError("the vendor\'s library is missing")\n',
+    "outdated": toy("outdated", contract="~=2.0"),
+    # It imports a name that this kda-core lacks.
+    "early": "from kda_core.capabilities import Foresight\n",
+    "successor": 'raise RuntimeError("imported by a core of another contract")\n',
+    "hookless": toy("hookless").removesuffix(HOOK),
+    # pluggy would never pass an argument with a default.
+    "defaulted": toy("defaulted").replace("kda_core_reject(request)", "kda_core_reject(request=None)"),
+    "misspelt": toy("misspelt") + "\n\n@hookimpl\ndef kda_core_save_spec(request):\n    return ()\n",
+}
+"""Sources of wheels by name."""
+
+PROJECT = """\
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "kda-toy-{title}"
+version = "1.0"
+dependencies = ["{core}"]
+
+[project.entry-points."kda_core.backends.{group}"]
+{backend} = "kda_toy_{name}"
+
+[tool.hatch.build.targets.wheel]
+only-include = ["kda_toy_{name}.py"]
+"""
+
+
+def write(name: str, folder: Path) -> Path:
+    """Write a toy's sources; their folder."""
+    place = folder / name
+    place.mkdir(parents=True)
+    (place / f"kda_toy_{name}.py").write_text(TOYS[name], encoding="utf-8")
+    core, group = "kda-core>=99" if name == "early" else "kda-core", "v2" if name == "successor" else "v1"
+    facts = {"title": name.replace("_", "-"), "core": core, "group": group, "backend": name.partition("_")[0]}
+    (place / "pyproject.toml").write_text(PROJECT.format(name=name, **facts), encoding="utf-8")
+    return place
+
+
 BROKEN = {
     "raising": ("broken", "import failed: RuntimeError: the vendor's library is missing"),
     "outdated": ("incompatible", "needs plugin contract ~=2.0, this kda-core has 1."),
@@ -36,7 +91,7 @@ BROKEN = {
 def wheels(tmp_path_factory):
     """Every wheel, built from source; toys by the name of their folder."""
     folder = tmp_path_factory.mktemp("wheels")
-    sources = [ROOT, ROOT / "backends" / "cpu", *TOYS]
+    sources = [ROOT, ROOT / "backends" / "cpu", *(write(name, folder / "sources") for name in TOYS)]
     pip("wheel", "--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", folder, *sources)
     return folder
 
@@ -80,14 +135,10 @@ def test_wheels_say_that_they_are_typed(wheels):
 
 
 def test_every_wheel_is_in_the_ledger(facts):
-    installed = {"kda-core-cpu", *(f"kda-toy-{path.name.replace('_', '-')}" for path in TOYS)}
+    installed = {"kda-core-cpu", *(f"kda-toy-{name.replace('_', '-')}" for name in TOYS)}
     assert {title.split(" ")[0] for title in facts["backends"]} == {"reference", *installed}
-    assert {name for name, state, _ in facts["backends"].values() if state == "loaded"} == {
-        "attic",
-        "cpu",
-        "reference",
-        "zenith",
-    }
+    loaded = {name for name, state, _ in facts["backends"].values() if state == "loaded"}
+    assert loaded == {"attic", "cpu", "reference", "zenith"}
 
 
 @pytest.mark.parametrize("name", sorted(BROKEN))

@@ -50,13 +50,9 @@ def test_gradcheck_of_every_differentiable_input():
 
     def call(function, *tensors):
         return function(
-            **dict(zip(names, tensors, strict=True)),
-            use_qk_l2norm_in_kernel=True,
-            use_gate_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True,
-            output_final_state=True,
-            backend="cpu",
-        )
+            **dict(zip(names, tensors, strict=True)), use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True, output_final_state=True, backend="cpu",
+        )  # fmt: skip
 
     for function in (kda_core.chunk_kda, kda_core.fused_recurrent_kda):
         assert torch.autograd.gradcheck(lambda *x, f=function: call(f, *x), inputs, fast_mode=True)

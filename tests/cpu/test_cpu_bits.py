@@ -66,13 +66,10 @@ def test_a_sequence_does_not_depend_on_its_neighbours(op, K, V):
         assert torch.equal(result.final_state[0], packed.final_state[n])
         grads = back(
             replace(
-                alone,
-                saved=result.saved,
-                grad_o=backward.grad_o[:, start:end],
-                grad_final_state=backward.grad_final_state[n : n + 1],
-                needs_grad=backward.needs_grad,
+                alone, saved=result.saved, grad_o=backward.grad_o[:, start:end],
+                grad_final_state=backward.grad_final_state[n : n + 1], needs_grad=backward.needs_grad,
             )
-        ).grads
+        ).grads  # fmt: skip
         assert torch.equal(grads.pop("initial_state")[0], packed_grads["initial_state"][n])
         assert_equal(grads, {name: packed_grads[name][:, start:end] for name in grads})
 

@@ -32,11 +32,10 @@ NOT_RUN = {
     "docs/amd.md": 3,
     "docs/debugging.md": 1,
     "docs/index.md": 1,
-    "docs/notes/accuracy.md": 1,
     "docs/notes/amd.md": 3,
     "docs/notes/nvidia.md": 2,
     "docs/notes/performance.md": 1,
-    "docs/nvidia.md": 3,
+    "docs/nvidia.md": 4,
     "docs/performance.md": 2,
     "docs/quick_start.md": 1,
     "docs/training.md": 1,
@@ -47,8 +46,7 @@ RUN_BY = {"docs/write_a_backend.md": "tests/docs/test_outside_backend.py"}
 """Pages whose blocks are files of a wheel and commands about it: the test builds, installs and runs them."""
 
 needs_the_cpu_backend = pytest.mark.skipif(
-    importlib.util.find_spec("kda_core_cpu") is None,
-    reason="kda-core-cpu is not installed: pip install ./backends/cpu",
+    importlib.util.find_spec("kda_core_cpu") is None, reason="kda-core-cpu is not installed: pip install ./backends/cpu"
 )
 
 PATH = re.compile(r"`((?:kda_core|backends|benchmarks|docs|examples|requirements|tests|tools|\.ci|\.github)/[\w./-]*)`")

@@ -20,12 +20,9 @@ def inputs(B=2, tokens=T, H=2, K=16, V=8):
         return torch.randn(*shape, generator=generator)
 
     return {
-        "q": normal(B, tokens, H, K),
-        "k": F.normalize(normal(B, tokens, H, K), dim=-1),
-        "v": normal(B, tokens, H, V),
-        "g": -torch.rand(B, tokens, H, K, generator=generator),
-        "beta": torch.rand(B, tokens, H, generator=generator),
-    }
+        "q": normal(B, tokens, H, K), "k": F.normalize(normal(B, tokens, H, K), dim=-1), "v": normal(B, tokens, H, V),
+        "g": -torch.rand(B, tokens, H, K, generator=generator), "beta": torch.rand(B, tokens, H, generator=generator),
+    }  # fmt: skip
 
 
 def run(op, x, **options):

@@ -203,13 +203,9 @@ def test_the_packed_form_of_a_step_is_the_same_call(guide: SimpleNamespace) -> N
     x = traffic.inputs([0, 1, 2])
     dense = guide.decode(traffic.pool, {n: t[:, None] for n, t in x.items()} | traffic.gate, slots)
     packed, _ = kda_core.fused_recurrent_kda(
-        **{n: t[None] for n, t in x.items()},
-        **traffic.gate,
-        **guide.OPTIONS,
-        initial_state=before,
-        ssm_state_indices=slots,
-        cu_seqlens=torch.arange(4),
-    )
+        **{n: t[None] for n, t in x.items()}, **traffic.gate, **guide.OPTIONS, initial_state=before,
+        ssm_state_indices=slots, cu_seqlens=torch.arange(4),
+    )  # fmt: skip
     torch.testing.assert_close(packed[0], dense[:, 0])
     torch.testing.assert_close(before, traffic.pool.states)
 

@@ -25,28 +25,14 @@ from triton.compiler.compiler import make_backend
 from kda_core.triton_lib.addresses import hazards
 
 KERNELS = {
-    "prepare",
-    "recurrence",
-    "recurrences_kernel",
-    "gradients_kernel",
-    "finish_kernel",
-    "recurrent",
-    "blocks_prepare",
-    "blocks_recurrence",
-    "gate_forward_kernel",
-    "gate_backward_kernel",
-    "transitions_kernel",
-    "reverse_transitions_kernel",
-    "join_kernel",
-}
+    "prepare", "recurrence", "recurrences_kernel", "gradients_kernel", "finish_kernel", "recurrent", "blocks_prepare",
+    "blocks_recurrence", "gate_forward_kernel", "gate_backward_kernel", "transitions_kernel",
+    "reverse_transitions_kernel", "join_kernel",
+}  # fmt: skip
 HOPPER = {
-    "gradients_hopper",
-    "gradients_hopper_persistent",
-    "prepare_hopper",
-    "recurrence_hopper",
-    "recurrences_hopper",
+    "gradients_hopper", "gradients_hopper_persistent", "prepare_hopper", "recurrence_hopper", "recurrences_hopper",
     "recurrent_step",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("arch", [80, 90])

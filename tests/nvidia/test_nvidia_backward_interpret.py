@@ -42,57 +42,27 @@ CASES = {
     "several channel blocks, norm": {"T": 20, "K": 72, "V": 40, "use_qk_l2norm_in_kernel": True},
     "decays from 1e-5 to 1e3": {"decay": lambda s: -(10 ** (8 * torch.rand(s) - 5))},
     "beta of zero": {"zero_beta": True},
-    "packed, empty sequences, rows behind": {
-        "T": 90,
-        "HV": 2,
-        "gate": True,
-        "cu_seqlens": [0, 0, 1, 2, 50, 50, 80],
-    },
+    "packed, empty sequences, rows behind": {"T": 90, "HV": 2, "gate": True, "cu_seqlens": [0, 0, 1, 2, 50, 50, 80]},
     "strided": {"B": 2, "T": 35, "strided": True},
     "three sequences by turns": {
-        "B": 3,
-        "T": 40,
-        "gate": True,
-        "use_qk_l2norm_in_kernel": True,
-        "use_beta_sigmoid_in_kernel": True,
+        "B": 3, "T": 40, "gate": True, "use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True,
     },
     "halves of the heads": {"B": 2, "T": 24, "H": 2, "HV": 4, "gate": True, "use_qk_l2norm_in_kernel": True},
     "halves of the heads, packed": {
-        "T": 60,
-        "H": 2,
-        "state_v_first": True,
-        "use_qk_l2norm_in_kernel": True,
-        "cu_seqlens": [0, 0, 1, 50],
+        "T": 60, "H": 2, "state_v_first": True, "use_qk_l2norm_in_kernel": True, "cu_seqlens": [0, 0, 1, 50],
     },
     "half, whole chunks": {
-        "B": 2,
-        "T": 32,
-        "HV": 2,
-        "K": 40,
-        "V": 32,
-        "dtype": torch.float16,
-        "gate": True,
+        "B": 2, "T": 32, "HV": 2, "K": 40, "V": 32, "dtype": torch.float16, "gate": True,
         "use_qk_l2norm_in_kernel": True,
     },
     "half, whole chunks, strided": {
-        "B": 2,
-        "T": 64,
-        "HV": 3,
-        "dtype": torch.float16,
-        "strided": True,
-        "decay": lambda s: -0.2 * torch.rand(s),
+        "B": 2, "T": 64, "HV": 3, "dtype": torch.float16, "strided": True, "decay": lambda s: -0.2 * torch.rand(s),
     },
     "half, packed": {"T": 90, "dtype": torch.float16, "cu_seqlens": [0, 0, 1, 2, 50, 50, 80]},
     "half, levels": {"T": 70, "dtype": torch.float16, "K": 32, "V": 32, "use_qk_l2norm_in_kernel": True},
     "half, one reference": {"T": 70, "dtype": torch.float16, "decay": lambda s: -0.2 * torch.rand(s)},
     "bfloat16, whole chunks": {
-        "B": 2,
-        "T": 32,
-        "HV": 2,
-        "K": 40,
-        "V": 32,
-        "dtype": torch.bfloat16,
-        "gate": True,
+        "B": 2, "T": 32, "HV": 2, "K": 40, "V": 32, "dtype": torch.bfloat16, "gate": True,
         "use_qk_l2norm_in_kernel": True,
     },
     "bfloat16, packed": {"T": 90, "dtype": torch.bfloat16, "cu_seqlens": [0, 0, 1, 2, 50, 50, 80]},
@@ -104,22 +74,12 @@ CASES = {
     "segments, isolated -1e30": {"T": 160, "decay": mixed, "state": False},
     "segments, only the final state's gradient": {"T": 160, "output": False, "decay": lambda s: -0.05 * torch.rand(s)},
     "segments, half": {
-        "T": 200,
-        "strided": True,
-        "dtype": torch.float16,
-        "K": 32,
-        "V": 16,
-        "decay": lambda s: -0.1 * torch.rand(s),
+        "T": 200, "strided": True, "dtype": torch.float16, "K": 32, "V": 16, "decay": lambda s: -0.1 * torch.rand(s),
     },
     "segments, bfloat16": {
-        "T": 172,
-        "HV": 2,
-        "dtype": torch.bfloat16,
-        "K": 32,
-        "V": 16,
-        "decay": lambda s: -0.05 * torch.rand(s),
+        "T": 172, "HV": 2, "dtype": torch.bfloat16, "K": 32, "V": 16, "decay": lambda s: -0.05 * torch.rand(s),
     },
-}
+}  # fmt: skip
 
 SEGMENTS = {name: 64 for name in CASES if name.startswith("segments")}
 """Cases that are cut into segments of so many rows, as long sequences of few heads are; outputs are compared, too."""
@@ -129,14 +89,9 @@ KEPT = ("plain", "several channel blocks, norm", "packed, empty sequences, rows 
 from the little that every forward keeps."""
 
 ALONE = (
-    *KEPT,
-    "half, packed",
-    "half, levels",
-    "bfloat16, packed",
-    "bfloat16, levels",
-    "segments, V-first states, no decay",
+    *KEPT, "half, packed", "half, levels", "bfloat16, packed", "bfloat16, levels", "segments, V-first states, no decay",
     "segments, half",
-)
+)  # fmt: skip
 """Cases whose gradients are also computed from inputs alone, as those of ``fused_recurrent_kda`` are: the same, to the
 bit. So are all that are gone through in another way, below."""
 
@@ -144,13 +99,9 @@ TURNS = {"grouped heads, odd dimensions": (1, 2), "strided": (1, 2), "three sequ
 """Cases whose batch is also gone through by turns, up to these sequences, as wide heads' is: the same, to the bit."""
 
 POINTERS = (
-    "half, whole chunks",
-    "half, whole chunks, strided",
-    "half, packed",
-    "half, one reference",
-    "bfloat16, whole chunks",
-    "bfloat16, one reference",
-)
+    "half, whole chunks", "half, whole chunks, strided", "half, packed", "half, one reference",
+    "bfloat16, whole chunks", "bfloat16, one reference",
+)  # fmt: skip
 """Cases whose chunk-parallel kernel is also run without descriptors, as small calls are."""
 
 HALVES = ("halves of the heads", "halves of the heads, packed")
@@ -188,14 +139,9 @@ def request(
         tensors["cu_seqlens"] = torch.tensor(cu_seqlens, dtype=torch.int32)
     names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
     return Request(
-        op="chunk_kda",
-        scale=K**-0.5,
-        use_gate_in_kernel=gate,
-        output_final_state=final,
-        needs_grad=frozenset(n for n in names if tensors.get(n) is not None),
-        **tensors,
-        **options,
-    )
+        op="chunk_kda", scale=K**-0.5, use_gate_in_kernel=gate, output_final_state=final,
+        needs_grad=frozenset(n for n in names if tensors.get(n) is not None), **tensors, **options,
+    )  # fmt: skip
 
 
 def _alike(a, b):

@@ -18,13 +18,9 @@ def example(op: str = "chunk_kda", **options):
 
     present = frozenset(n for n in ("cu_seqlens", "cu_seqlens_cpu") if options.pop(n, False))
     shape = CallShape(
-        sizes=(1, 64, 2, 64, 64),
-        dtype="bfloat16",
-        device=torch.device("cuda"),
-        backward=options.pop("backward", False),
-        bounds=(0, 30, 64) if present else None,
-        present=present,
-    )
+        sizes=(1, 64, 2, 64, 64), dtype="bfloat16", device=torch.device("cuda"),
+        backward=options.pop("backward", False), bounds=(0, 30, 64) if present else None, present=present,
+    )  # fmt: skip
     return example_call(getattr(api, op), shape, options)
 
 

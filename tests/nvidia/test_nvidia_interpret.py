@@ -59,13 +59,10 @@ def operands(T=40, B=1, H=1, HV=1, K=16, V=16, dtype=torch.float32, decay=1.0, s
         return torch.randn(shape, generator=generator)
 
     return {
-        "q": normalised(normal(B, T, H, K)).to(dtype),
-        "k": normalised(normal(B, T, H, K)).to(dtype),
-        "v": normal(B, T, HV, V).to(dtype),
-        "g": -decay * torch.rand((B, T, HV, K), generator=generator),
-        "beta": torch.rand((B, T, HV), generator=generator),
-        "initial_state": normal(B, HV, K, V),
-    }
+        "q": normalised(normal(B, T, H, K)).to(dtype), "k": normalised(normal(B, T, H, K)).to(dtype),
+        "v": normal(B, T, HV, V).to(dtype), "g": -decay * torch.rand((B, T, HV, K), generator=generator),
+        "beta": torch.rand((B, T, HV), generator=generator), "initial_state": normal(B, HV, K, V),
+    }  # fmt: skip
 
 
 class Found(dict):

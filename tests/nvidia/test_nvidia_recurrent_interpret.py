@@ -199,14 +199,9 @@ def values_that_a_device_cannot_refuse() -> None:
             x = {n: t.flatten(0, 1)[None] for n, t in x.items()}
             x["cu_seqlens"] = torch.tensor([0, T, 2 * T])
         request = Request(
-            op="fused_recurrent_kda",
-            **x,
-            scale=1.0,
-            initial_state=states,
-            ssm_state_indices=indices,
-            num_accepted_tokens=accepted,
-            inplace_final_state=True,
-        )
+            op="fused_recurrent_kda", **x, scale=1.0, initial_state=states, ssm_state_indices=indices,
+            num_accepted_tokens=accepted, inplace_final_state=True,
+        )  # fmt: skip
         return recurrent_forward(request).o, states, before
 
     table = torch.tensor([[0, 1], [2, 3]])

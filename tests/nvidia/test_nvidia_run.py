@@ -141,17 +141,10 @@ def test_a_kernel_is_compiled_for_what_triton_looks_at(fake):
 
     assert kind() == kind(n=6) == kind(x.cut(0, slice(1, 2)))
     others = [
-        kind(replace(x, aligned=False)),
-        kind(replace(x, dtype=torch.bfloat16)),
-        kind(None),
-        kind(matrix_tile(x, 2, 32)),
-        kind(s_x=8),
-        kind(n=2**31),
-        kind(n=-(2**31) - 1),
-        kind(K=32),
-        kind(warps=8),
+        kind(replace(x, aligned=False)), kind(replace(x, dtype=torch.bfloat16)), kind(None),
+        kind(matrix_tile(x, 2, 32)), kind(s_x=8), kind(n=2**31), kind(n=-(2**31) - 1), kind(K=32), kind(warps=8),
         kind(device=1),
-    ]
+    ]  # fmt: skip
     # Numbers of 64 bits are alike, above and below.
     assert len({kind(), *others}) == 10
 

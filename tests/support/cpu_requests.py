@@ -26,12 +26,8 @@ def make_request(
     HV, T = HV or H, T or (199 if cu is None else cu[-1])
     N = B if cu is None else len(cu) - 1
     q, k, v, g, beta = (
-        normal(B, T, H, K),
-        normal(B, T, H, K),
-        normal(B, T, HV, V),
-        normal(B, T, HV, K),
-        normal(B, T, HV),
-    )
+        normal(B, T, H, K), normal(B, T, H, K), normal(B, T, HV, V), normal(B, T, HV, K), normal(B, T, HV),
+    )  # fmt: skip
     wide = torch.promote_types(dtype, torch.float32)
     if in_kernel:
         options |= {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "use_qk_l2norm_in_kernel": True}
@@ -65,12 +61,9 @@ def gradients(r, names=None, grad_o=True, grad_final_state=True):
     do = torch.randn(result.o.shape, generator=generator).to(result.o.dtype)
     dS = torch.randn(r.state_shape, generator=generator).to(r.state_dtype)
     backward = replace(
-        r,
-        saved=result.saved,
-        grad_o=do if grad_o else None,
-        grad_final_state=dS if grad_final_state else None,
+        r, saved=result.saved, grad_o=do if grad_o else None, grad_final_state=dS if grad_final_state else None,
         needs_grad=frozenset(names or (n for n in DIFFERENTIABLE if getattr(r, n) is not None)),
-    )
+    )  # fmt: skip
     return result, back(backward).grads, backward
 
 

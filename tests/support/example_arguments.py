@@ -15,12 +15,9 @@ def call_arguments(**changes):
         return torch.randn(*shape, generator=generator)
 
     arguments = {
-        "q": normal(B, T, H, K),
-        "k": torch.nn.functional.normalize(normal(B, T, H, K), dim=-1),
-        "v": normal(B, T, HV, V),
-        "g": -normal(B, T, HV, K).abs(),
-        "beta": normal(B, T, HV).sigmoid(),
-    }
+        "q": normal(B, T, H, K), "k": torch.nn.functional.normalize(normal(B, T, H, K), dim=-1),
+        "v": normal(B, T, HV, V), "g": -normal(B, T, HV, K).abs(), "beta": normal(B, T, HV).sigmoid(),
+    }  # fmt: skip
     return {**arguments, **changes}
 
 

@@ -21,11 +21,7 @@ from kda_core import schemas
 DATA = Path(__file__).parents[1] / "core" / "data"
 B, T, H, HV, K, V = 2, 9, 1, 2, 4, 3
 
-ALL_IN_THE_OPERATOR = {
-    "use_qk_l2norm_in_kernel": True,
-    "use_gate_in_kernel": True,
-    "use_beta_sigmoid_in_kernel": True,
-}
+ALL_IN_THE_OPERATOR = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
 
 
 class Dense(nn.Module):
@@ -33,18 +29,9 @@ class Dense(nn.Module):
 
     def forward(self, q, k, v, g, beta, A_log, dt_bias, initial_state):
         return kda_core.chunk_kda(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            A_log=A_log,
-            dt_bias=dt_bias,
-            initial_state=initial_state,
-            output_final_state=True,
-            lower_bound=-5.0,
-            **ALL_IN_THE_OPERATOR,
-        )
+            q, k, v, g, beta, A_log=A_log, dt_bias=dt_bias, initial_state=initial_state, output_final_state=True,
+            lower_bound=-5.0, **ALL_IN_THE_OPERATOR,
+        )  # fmt: skip
 
 
 class Packed(nn.Module):
@@ -52,20 +39,9 @@ class Packed(nn.Module):
 
     def forward(self, q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens):
         return kda_core.chunk_kda(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            scale=0.25,
-            A_log=A_log,
-            dt_bias=dt_bias,
-            initial_state=initial_state,
-            output_final_state=True,
-            state_v_first=True,
-            cu_seqlens=cu_seqlens,
-            **ALL_IN_THE_OPERATOR,
-        )
+            q, k, v, g, beta, scale=0.25, A_log=A_log, dt_bias=dt_bias, initial_state=initial_state,
+            output_final_state=True, state_v_first=True, cu_seqlens=cu_seqlens, **ALL_IN_THE_OPERATOR,
+        )  # fmt: skip
 
 
 class Decode(nn.Module):
@@ -73,17 +49,9 @@ class Decode(nn.Module):
 
     def forward(self, q, k, v, g, beta, A_log, dt_bias, pool, slots):
         return kda_core.fused_recurrent_kda(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            A_log=A_log,
-            dt_bias=dt_bias,
-            initial_state=pool,
-            ssm_state_indices=slots,
+            q, k, v, g, beta, A_log=A_log, dt_bias=dt_bias, initial_state=pool, ssm_state_indices=slots,
             **ALL_IN_THE_OPERATOR,
-        )[0]
+        )[0]  # fmt: skip
 
 
 class Gate(nn.Module):
@@ -94,11 +62,8 @@ class Gate(nn.Module):
 
 
 PROGRAMS: dict[str, nn.Module] = {
-    "chunk_kda_dense": Dense(),
-    "chunk_kda_packed": Packed(),
-    "fused_recurrent_kda_pool": Decode(),
-    "kda_gate": Gate(),
-}
+    "chunk_kda_dense": Dense(), "chunk_kda_packed": Packed(), "fused_recurrent_kda_pool": Decode(), "kda_gate": Gate(),
+}  # fmt: skip
 
 
 def inputs(name: str, seed: int = 0) -> tuple[Tensor, ...]:

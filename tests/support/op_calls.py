@@ -20,15 +20,10 @@ def make(T=70, B=2, H=2, dtype=torch.float32, grad=False, seed=0):
         return torch.randn(*shape, generator=generator)
 
     arguments = {
-        "q": normal(B, T, H, K).to(dtype),
-        "k": normal(B, T, H, K).to(dtype),
-        "v": normal(B, T, HV, V).to(dtype),
-        "g": normal(B, T, HV, K),
-        "beta": normal(B, T, HV),
-        "A_log": normal(HV),
-        "dt_bias": normal(HV * K),
+        "q": normal(B, T, H, K).to(dtype), "k": normal(B, T, H, K).to(dtype), "v": normal(B, T, HV, V).to(dtype),
+        "g": normal(B, T, HV, K), "beta": normal(B, T, HV), "A_log": normal(HV), "dt_bias": normal(HV * K),
         "initial_state": normal(B, HV, K, V),
-    }
+    }  # fmt: skip
     if grad:
         for t in arguments.values():
             t.requires_grad_()

@@ -30,13 +30,10 @@ class Toy:
             self.options.get("device_types", ("cpu",)),
             self.priority,
             Capabilities(
-                self.features,
-                frozenset(self.options.get("dtypes", (torch.float32,))),
-                self.options.get("max_head_dim"),
-                self.options.get("max_head_dim"),
-                self.options.get("closed", {}),
+                self.features, frozenset(self.options.get("dtypes", (torch.float32,))),
+                self.options.get("max_head_dim"), self.options.get("max_head_dim"), self.options.get("closed", {}),
             ),
-        )
+        )  # fmt: skip
 
     @hookimpl
     def kda_core_availability(self, device):

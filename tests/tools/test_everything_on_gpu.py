@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import everything_on_gpu
 import installed
-import noted
 import pytest
 from everything_on_gpu import KIT, Job
 
@@ -26,29 +24,36 @@ def call(monkeypatch, out: Path, *arguments: str) -> int:
     return everything_on_gpu.main()
 
 
-def note(path: Path, *notes: dict) -> None:
-    path.write_text("".join(json.dumps(n) + "\n" for n in notes))
-
-
 @pytest.mark.end_to_end
 def test_goes_on_where_it_stopped(monkeypatch, capsys, tmp_path: Path):
     monkeypatch.setattr(everything_on_gpu, "jobs", lambda *facts: [SMALL])
     assert call(monkeypatch, tmp_path, "--minutes", "0.001") == 1
     assert "stopped" in capsys.readouterr().out
     assert call(monkeypatch, tmp_path) == 0
-    assert " 0 left: right" in capsys.readouterr().out
-    notes = noted.read(tmp_path / "small.jsonl")
-    passed = [n["test"] for n in notes if n.get("outcome") == "passed"]
+    assert "passed or skipped: right" in capsys.readouterr().out
+    passed = (tmp_path / "small.passed").read_text().splitlines()
     assert len(passed) == len(set(passed)) > 3
     # As if the last of them had not been run.
-    note(tmp_path / "small.jsonl", *(n for n in notes if n.get("test") != passed[-1] and "status" not in n))
+    (tmp_path / "small.passed").write_text("".join(f"{name}\n" for name in passed[:-1]))
+    (tmp_path / "small.done").unlink()
     assert call(monkeypatch, tmp_path) == 0
-    again = noted.read(tmp_path / "small.jsonl")
-    assert [n["test"] for n in again if n.get("outcome") == "passed"] == passed
+    assert sorted((tmp_path / "small.passed").read_text().splitlines()) == sorted(passed)
     # Nothing is left: nothing runs.
     size = (tmp_path / "small.log").stat().st_size
     assert call(monkeypatch, tmp_path) == 0
     assert (tmp_path / "small.log").stat().st_size == size
+
+
+@pytest.mark.end_to_end
+def test_what_failed_is_run_again(monkeypatch, capsys, tmp_path: Path):
+    file = tmp_path / "test_two.py"
+    file.write_text("import os\n\ndef test_a(): pass\n\ndef test_b(): assert os.path.exists('mended')\n")
+    monkeypatch.setattr(everything_on_gpu, "jobs", lambda *facts: [Job("two", (str(file),))])
+    assert call(monkeypatch, tmp_path) == 1
+    assert "1 passed or skipped: exit status 1" in capsys.readouterr().out
+    (tmp_path / "mended").touch()
+    assert call(monkeypatch, tmp_path) == 0
+    assert (tmp_path / "two.passed").read_text().splitlines() == ["test_two.py::test_a", "test_two.py::test_b"]
 
 
 @pytest.mark.end_to_end
@@ -71,112 +76,10 @@ def test_what_is_stopped_has_not_failed(monkeypatch, tmp_path: Path):
     finally:
         signal.signal(signal.SIGINT, handler)
     pid = int(began.read_text())
-    assert [note for note in noted.read(tmp_path / "waits.jsonl") if "outcome" in note or "status" in note] == []
+    assert not (tmp_path / "waits.passed").exists()
+    assert "FAILED" not in (tmp_path / "waits.log").read_text()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-
-
-RIGHT = ({"collected": 2}, {"test": "a", "outcome": "passed"}, {"test": "b", "outcome": "skipped"}, {"status": 0})
-
-
-def test_what_counts_as_right(tmp_path: Path):
-    job = Job("one", ())
-    file = tmp_path / "one.jsonl"
-    assert not everything_on_gpu.summary(job, tmp_path)[1]
-    note(file, *RIGHT)
-    assert everything_on_gpu.summary(job, tmp_path) == (
-        f"{'one':18s} 1 passed, 0 failed, 1 skipped, 0 left: right",
-        True,
-    )
-    note(file, *RIGHT[:2], RIGHT[3])
-    assert "1 left" in everything_on_gpu.summary(job, tmp_path)[0]
-    assert not everything_on_gpu.summary(job, tmp_path)[1]
-    note(file, *RIGHT[:3], {"test": "b", "outcome": "failed"}, {"status": 0})
-    assert not everything_on_gpu.summary(job, tmp_path)[1]
-    note(file, *RIGHT[:3], {"status": 1})
-    assert not everything_on_gpu.summary(job, tmp_path)[1]
-    # A test that failed and passed when it was run again.
-    note(file, {"test": "a", "outcome": "failed"}, {"status": 1}, *RIGHT)
-    assert everything_on_gpu.summary(job, tmp_path)[1]
-
-
-def test_a_full_gpu_is_no_finding_of_memcheck(tmp_path: Path):
-    """Two processes of a run on an H200 had 150 lines each on allocations that torch was refused."""
-    memcheck, racecheck = (
-        everything_on_gpu.command(Job("one", (), tool=tool), tmp_path / "one.jsonl", 1, 1.0)
-        for tool in ("memcheck", "racecheck")
-    )
-    assert memcheck[:5] == ["compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no"]
-    assert "--report-api-errors" not in racecheck
-
-
-@pytest.mark.parametrize(
-    ("log", "lines"),
-    [
-        ("========= COMPUTE-SANITIZER\n  0.1 s  a: right\n========= ERROR SUMMARY: 0 errors\n", 0),
-        ("========= COMPUTE-SANITIZER\n========= \n========= Target application returned an error\n", 0),
-        ("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n", 0),
-        ("========= RACECHECK SUMMARY: 10 hazards displayed (10 errors, 0 warnings)\n", 1),
-        (
-            "========= COMPUTE-SANITIZER\n========= Invalid __global__ read of size 4 bytes\n=========     at f+0x10\n",
-            2,
-        ),
-        ("========= Error: Race reported between Read access at f+0xf0 in f.py:24\n", 1),
-    ],
-)
-def test_what_a_sanitizer_found_counts_even_if_it_was_stopped(tmp_path: Path, log: str, lines: int):
-    (tmp_path / "one.log").write_text(log)
-    note(tmp_path / "one.jsonl", *RIGHT)
-    assert everything_on_gpu.findings(tmp_path / "one.log") == lines
-    assert everything_on_gpu.summary(Job("one", (), tool="memcheck"), tmp_path)[1] == (not lines)
-
-
-KERNEL = """\
-@jit
-def kernel(x):
-    if x:
-        gl.warp_specialize(
-            [(one, (x,)), (two, (x,))],
-            [1],
-        )
-    else:
-        y = gl.warp_specialize([(one, (x,))], [1])
-
-    store(x)
-
-
-@jit
-def plain(x):
-    store(x)
-"""
-HAZARD = """\
-========= Error: Race reported between Read access at kernel+0xf0 in kernels.py:2
-=========     and Write access at kernel+0x2ee0 in kernels.py:{} [157 hazards]
-=========
-========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
-"""
-
-
-def test_hazards_of_a_dispatch_between_warps(monkeypatch, tmp_path: Path):
-    package = tmp_path / "kda_core_made_up"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "kernels.py").write_text(KERNEL)
-    monkeypatch.syspath_prepend(tmp_path)
-    dispatch = everything_on_gpu.dispatch_lines("made_up")
-    assert dispatch == {("kernels.py", line) for line in (2, 4, 9, 11)}
-    assert everything_on_gpu.dispatch_lines("that_is_not_installed") == set()
-    log = tmp_path / "one.log"
-    for line, found in ((2, 0), (4, 0), (11, 0), (5, 3), (15, 3)):
-        log.write_text(HAZARD.format(line))
-        assert everything_on_gpu.findings(log, dispatch) == found
-        assert everything_on_gpu.findings(log) == 3
-    # One hazard elsewhere, and all of them are shown.
-    log.write_text(HAZARD.format(11) + HAZARD.format(12))
-    assert everything_on_gpu.findings(log, dispatch) == 6
-    # Another tool's finding beside them.
-    log.write_text("========= Invalid __global__ read of size 4 bytes\n" + HAZARD.format(11))
-    assert everything_on_gpu.findings(log, dispatch) == 1
 
 
 def test_jobs_go_round_the_gpus():
@@ -195,13 +98,13 @@ def test_only_the_gpus_that_the_caller_may_use(monkeypatch):
 
 
 def test_a_backend_has_its_own_jobs():
-    names = [job.name for job in everything_on_gpu.jobs("nvidia", False, True)]
+    names = [job.name for job in everything_on_gpu.jobs("nvidia", False)]
     assert len(names) == len(set(names))
-    assert {"thorough", "fast", "slow", "own", "memcheck_1", "racecheck_4"} <= set(names)
-    foreign = everything_on_gpu.jobs("amd", True, False)
+    assert {"thorough", "fast", "slow", "own"} <= set(names)
+    foreign = everything_on_gpu.jobs("amd", True)
     assert all("--foreign-device" in job.arguments for job in foreign)
-    assert not {"own", "memcheck_1"} & {job.name for job in foreign}
-    for job in everything_on_gpu.jobs("nvidia", False, False):
+    assert "own" not in {job.name for job in foreign}
+    for job in everything_on_gpu.jobs("nvidia", False):
         if job.name == "own":
             assert all(Path(name).exists() for name in job.arguments)
 
@@ -215,7 +118,7 @@ def test_every_test_of_the_kit_is_in_one_job(tmp_path: Path):
 
     everything = collected(*KIT, "--backend=cpu", "-m", "slow or not slow")
     assert len(everything) > 700
-    jobs = everything_on_gpu.jobs("cpu", False, False)
+    jobs = everything_on_gpu.jobs("cpu", False)
     assert sorted(name for job in jobs for name in collected(*job.arguments)) == sorted(everything)
 
 

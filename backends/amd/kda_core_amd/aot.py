@@ -30,14 +30,7 @@ from kda_core.triton_lib.addresses import Hazard, hazards
 from kda_core.triton_lib.ahead_of_time import DIVISIBLE, TYPES, specialised
 from kda_core.triton_lib.layout import CHUNK
 from kda_core_amd import chunk_backward, chunk_forward, gate, launch, recurrent
-from kda_core_amd.choose import (
-    ARCHITECTURES,
-    FOREIGN_ARCHITECTURE,
-    MOST_KEYS,
-    Architecture,
-    Config,
-    compile_options,
-)
+from kda_core_amd.choose import ARCHITECTURES, FOREIGN_ARCHITECTURE, MOST_KEYS, Architecture, Config, compile_options
 
 SPILL_LIMIT = 8
 """Vector registers of a lane that may spill: a few saved round a loop cost nothing that can be measured."""
@@ -177,20 +170,11 @@ def _request(op: str, dtype: torch.dtype, K: int, gate_options: dict[str, Any], 
     if options.get("use_gate_in_kernel"):
         options |= {"A_log": torch.empty(HV), "dt_bias": torch.empty(HV, K)}
     return Request(
-        op=op,
-        q=q,
-        k=torch.empty_like(q),
-        v=torch.empty(1, T, HV, K, dtype=dtype),
-        g=g,
-        beta=torch.empty(1, T, HV, dtype=dtype),
-        scale=K**-0.5,
-        initial_state=torch.empty(N, HV, K, K),
-        cu_seqlens=torch.zeros(N + 1, dtype=torch.int32),
-        output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
-        use_beta_sigmoid_in_kernel=True,
-        **options,
-    )
+        op=op, q=q, k=torch.empty_like(q), v=torch.empty(1, T, HV, K, dtype=dtype), g=g,
+        beta=torch.empty(1, T, HV, dtype=dtype), scale=K**-0.5, initial_state=torch.empty(N, HV, K, K),
+        cu_seqlens=torch.zeros(N + 1, dtype=torch.int32), output_final_state=True, use_qk_l2norm_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True, **options,
+    )  # fmt: skip
 
 
 def _one_sequence(request: Request) -> Request:
@@ -221,10 +205,7 @@ _SHIPPED = (
 )
 """(dtype, K, gates) that stand for every configuration: float16 has bfloat16's, and K up to 128 has that of 128."""
 
-_QUICK = (
-    (torch.bfloat16, 128, ("bounded",)),
-    (torch.float32, 256, ("softplus",)),
-)
+_QUICK = ((torch.bfloat16, 128, ("bounded",)), (torch.float32, 256, ("softplus",)))
 """The most common shape and the largest."""
 
 

@@ -82,17 +82,10 @@ def _recurrent_launch(kernel: str, request: Request) -> tuple[Architecture, Conf
     chosen = config(kernel, target, request.q.dtype, KP)
     block_v = min(chosen.block, padded(V))
     constants = {
-        "K": request.K,
-        "V": V,
-        "KP": KP,
-        "VP": padded(V),
-        "BV": block_v,
-        "BK": min(chosen.keys or KP, KP),
-        "C": CHUNK,
-        "LIFT": lift(request.q.dtype, request.use_qk_l2norm_in_kernel, request.scale),
-        "STAGES": chosen.stages,
+        "K": request.K, "V": V, "KP": KP, "VP": padded(V), "BV": block_v, "BK": min(chosen.keys or KP, KP), "C": CHUNK,
+        "LIFT": lift(request.q.dtype, request.use_qk_l2norm_in_kernel, request.scale), "STAGES": chosen.stages,
         "DOT": dot_widths(request.q.dtype, target)[1],
-    }
+    }  # fmt: skip
     return target, chosen, constants, request.N * request.HV * (padded(V) // block_v)
 
 
@@ -105,22 +98,10 @@ def _run_states(request: Request, prepared: Prepared) -> tuple[Tensor, Tensor]:
     states = v.new_empty((count, HV, VP, constants["KP"]))
     unit, (s_vb,) = batch_strides(v)
     arguments = (
-        prepared.keys,
-        prepared.X,
-        prepared.D,
-        v,
-        state,
-        z,
-        states,
-        contiguous(request.cu_seqlens),
-        request.T,
-        -(-request.T // CHUNK),
-        HV,
-        request.N * HV,
-        s_vb,
-        *v.stride()[1:3],
+        prepared.keys, prepared.X, prepared.D, v, state, z, states, contiguous(request.cu_seqlens), request.T,
+        -(-request.T // CHUNK), HV, request.N * HV, s_vb, *v.stride()[1:3],
         *state_strides(state, request.state_v_first),
-    )
+    )  # fmt: skip
     launch.launch(states_kernel, programs, arguments, {**constants, "UNIT": unit}, chosen, target)
     return z, states
 
@@ -136,26 +117,11 @@ def _run_reverse(request: Request, prepared: Prepared, do: Tensor) -> tuple[Tens
         grad_state = do.new_empty(request.state_shape, dtype=request.state_dtype)
     unit, (s_ob, s_vb) = batch_strides(do, dv)
     arguments = (
-        prepared.keys,
-        prepared.P,
-        prepared.D,
-        do,
-        grad_final,
-        dv,
-        state_grads,
-        grad_state,
-        contiguous(request.cu_seqlens),
-        request.T,
-        -(-request.T // CHUNK),
-        HV,
-        request.N * HV,
-        s_ob,
-        *do.stride()[1:3],
-        s_vb,
-        *dv.stride()[1:3],
-        *state_strides(grad_final, request.state_v_first),
+        prepared.keys, prepared.P, prepared.D, do, grad_final, dv, state_grads, grad_state,
+        contiguous(request.cu_seqlens), request.T, -(-request.T // CHUNK), HV, request.N * HV,
+        s_ob, *do.stride()[1:3], s_vb, *dv.stride()[1:3], *state_strides(grad_final, request.state_v_first),
         *state_strides(grad_state, request.state_v_first),
-    )
+    )  # fmt: skip
     launch.launch(reverse_kernel, programs, arguments, {**constants, "UNIT": unit}, chosen, target)
     return dv, state_grads, grad_state
 
@@ -184,64 +150,19 @@ def _run_gradients(
     exact = ends_given and q.dtype.itemsize == 2 and (request.cu_seqlens is not None or T <= CHUNK)
     first, last = (request.initial_state, request.grad_final_state) if exact else (None, None)
     arguments = (
-        q,
-        k,
-        g,
-        beta,
-        A_log,
-        dt_bias,
-        do,
-        z,
-        states,
-        state_grads,
-        dq,
-        dk,
-        dv,
-        dg,
-        dbeta,
-        dA_log,
-        ddt_bias,
-        first,
-        last,
-        contiguous(request.cu_seqlens),
-        float(request.scale),
-        0.0 if request.lower_bound is None else float(request.lower_bound),
-        T,
-        request.N,
-        -(-T // CHUNK),
-        HV,
-        HV // H,
-        s_qb,
-        *q.stride()[1:3],
-        s_kb,
-        *k.stride()[1:3],
-        s_gb,
-        *g.stride()[1:3],
-        s_bb,
-        *beta.stride()[1:3],
-        s_ob,
-        *do.stride()[1:3],
-        *state_strides(first, request.state_v_first),
+        q, k, g, beta, A_log, dt_bias, do, z, states, state_grads, dq, dk, dv, dg, dbeta, dA_log, ddt_bias, first, last,
+        contiguous(request.cu_seqlens), float(request.scale),
+        0.0 if request.lower_bound is None else float(request.lower_bound), T, request.N, -(-T // CHUNK), HV, HV // H,
+        s_qb, *q.stride()[1:3], s_kb, *k.stride()[1:3], s_gb, *g.stride()[1:3], s_bb, *beta.stride()[1:3],
+        s_ob, *do.stride()[1:3], *state_strides(first, request.state_v_first),
         *state_strides(last, request.state_v_first),
-    )
+    )  # fmt: skip
     constants = {
-        "K": K,
-        "V": V,
-        "KP": KP,
-        "VP": padded(V),
-        "BK": min(chosen.block, KP),
-        "BV": min(chosen.block, padded(V)),
-        "C": CHUNK,
-        "UNIT": unit,
-        "GATE": gate,
-        "L2NORM": request.use_qk_l2norm_in_kernel,
-        "SIGMOID": request.use_beta_sigmoid_in_kernel,
-        "NEG_EIGVAL": request.allow_neg_eigval,
-        "ROWS": chosen.rows,
-        "LEVEL_LOOP": chosen.level_loop,
-        "TERMS": terms,
-        "DOT": dot,
-    }
+        "K": K, "V": V, "KP": KP, "VP": padded(V), "BK": min(chosen.block, KP), "BV": min(chosen.block, padded(V)),
+        "C": CHUNK, "UNIT": unit, "GATE": gate, "L2NORM": request.use_qk_l2norm_in_kernel,
+        "SIGMOID": request.use_beta_sigmoid_in_kernel, "NEG_EIGVAL": request.allow_neg_eigval, "ROWS": chosen.rows,
+        "LEVEL_LOOP": chosen.level_loop, "TERMS": terms, "DOT": dot,
+    }  # fmt: skip
     launch.launch(gradients_kernel, count * HV, arguments, constants, chosen, target)
     if unfinished:
         dq, dk = (_finished(request, x, dy) for x, dy in ((q, dq), (k, dk)))

@@ -19,14 +19,7 @@ Grid: slots · HV programs along axis 0, heads fastest. Every offset is int64, f
 import triton
 import triton.language as tl
 
-from kda_core.triton_lib.decay import (
-    BOUNDED_LOG2_DECAY,
-    BOUNDED_SHIFT,
-    after,
-    selected_sum,
-    through,
-    whole_sum,
-)
+from kda_core.triton_lib.decay import BOUNDED_LOG2_DECAY, BOUNDED_SHIFT, after, selected_sum, through, whole_sum
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
 from kda_core.triton_lib.inverse import inverse_16
 from kda_core.triton_lib.levels import apart, to_reference
@@ -34,21 +27,9 @@ from kda_core.triton_lib.packing import is_padding, rows_of_slot
 from kda_core.triton_lib.parts import split, two_parts
 
 _NUMBERS = [
-    "scale",
-    "lower_bound",
-    "T",
-    "N",
-    "chunks",
-    "HV",
-    "group",
-    "s_qb",
-    "s_kb",
-    "s_gb",
-    "s_bb",
-    "s_ob",
-    "s_index",
+    "scale", "lower_bound", "T", "N", "chunks", "HV", "group", "s_qb", "s_kb", "s_gb", "s_bb", "s_ob", "s_index",
     "pad_slot_id",
-]
+]  # fmt: skip
 """Parameters that are not specialised: most of them change with the lengths of the sequences."""
 
 

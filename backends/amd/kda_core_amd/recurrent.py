@@ -36,23 +36,9 @@ from kda_core_amd.choose import config
 from kda_core_amd.chunk_forward import finished, output_buffers
 
 _NUMBERS = [
-    "scale",
-    "lower_bound",
-    "T",
-    "N",
-    "HV",
-    "group",
-    "width",
-    "s_qb",
-    "s_kb",
-    "s_vb",
-    "s_gb",
-    "s_bb",
-    "s_ob",
-    "s_row",
-    "s_column",
-    "pad_slot_id",
-]
+    "scale", "lower_bound", "T", "N", "HV", "group", "width", "s_qb", "s_kb", "s_vb", "s_gb", "s_bb", "s_ob", "s_row",
+    "s_column", "pad_slot_id",
+]  # fmt: skip
 """Parameters that are not specialised: most of them change with the lengths of the sequences."""
 
 
@@ -238,58 +224,22 @@ def recurrent_forward(request: Request) -> ForwardResult:
         width = 1 if indices is None or indices.dim() == 1 else indices.shape[1]
         initial, final = (state_strides(x, request.state_v_first) for x in (request.initial_state, final_state))
         arguments = (
-            q,
-            k,
-            v,
-            g,
-            beta,
-            contiguous(request.A_log) if gate != "none" else None,
-            contiguous(request.dt_bias) if gate != "none" else None,
-            o,
-            request.initial_state,
-            final_state,
-            contiguous(request.cu_seqlens),
-            indices,
-            accepted,
-            float(request.scale),
-            0.0 if request.lower_bound is None else float(request.lower_bound),
-            request.T,
-            request.N,
-            HV,
-            HV // request.H,
-            width,
-            s_qb,
-            *q.stride()[1:3],
-            s_kb,
-            *k.stride()[1:3],
-            s_vb,
-            *v.stride()[1:3],
-            s_gb,
-            *g.stride()[1:3],
-            s_bb,
-            *beta.stride()[1:3],
-            s_ob,
-            *o.stride()[1:3],
-            *initial[:2],
-            *final[:2],
-            0 if indices is None else indices.stride(0),
-            0 if width == 1 else indices.stride(1),
-            0 if accepted is None else accepted.stride(0),
-            request.pad_slot_id,
-        )
+            q, k, v, g, beta, contiguous(request.A_log) if gate != "none" else None,
+            contiguous(request.dt_bias) if gate != "none" else None, o, request.initial_state, final_state,
+            contiguous(request.cu_seqlens), indices, accepted, float(request.scale),
+            0.0 if request.lower_bound is None else float(request.lower_bound), request.T, request.N, HV,
+            HV // request.H, width,
+            s_qb, *q.stride()[1:3], s_kb, *k.stride()[1:3], s_vb, *v.stride()[1:3], s_gb, *g.stride()[1:3],
+            s_bb, *beta.stride()[1:3], s_ob, *o.stride()[1:3], *initial[:2], *final[:2],
+            0 if indices is None else indices.stride(0), 0 if width == 1 else indices.stride(1),
+            0 if accepted is None else accepted.stride(0), request.pad_slot_id,
+        )  # fmt: skip
         constants = {
-            "K": K,
-            "V": V,
-            "KP": KP,
-            "BV": block_v,
-            "UNIT": unit,
+            "K": K, "V": V, "KP": KP, "BV": block_v, "UNIT": unit,
             **dict(zip(("I_K", "I_V", "F_K", "F_V"), initial[2:] + final[2:], strict=True)),
-            "V_FIRST": request.state_v_first,
-            "EVERY_TOKEN": width > 1,
-            "GATE": gate,
-            "L2NORM": request.use_qk_l2norm_in_kernel,
-            "SIGMOID": request.use_beta_sigmoid_in_kernel,
+            "V_FIRST": request.state_v_first, "EVERY_TOKEN": width > 1, "GATE": gate,
+            "L2NORM": request.use_qk_l2norm_in_kernel, "SIGMOID": request.use_beta_sigmoid_in_kernel,
             "NEG_EIGVAL": request.allow_neg_eigval,
-        }
+        }  # fmt: skip
         launch.launch(recurrent, sequences * HV * -(-V // block_v), arguments, constants, chosen, target)
         return finished(request, o, final_state)

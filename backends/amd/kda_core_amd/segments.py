@@ -217,13 +217,8 @@ def _step(
 
 
 def starts(
-    request: Request,
-    rows: int,
-    keys: Tensor,
-    D: Tensor,
-    initial_state: Tensor | None,
-    v_first: bool,
-) -> tuple[Tensor, Tensor]:
+    request: Request, rows: int, keys: Tensor, D: Tensor, initial_state: Tensor | None, v_first: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The state at the start of every segment, and the transitions.
 
     Args:
@@ -248,14 +243,9 @@ def starts(
 
 
 def ends(
-    request: Request,
-    rows: int,
-    do: Tensor,
-    prepared: tuple[Tensor, Tensor, Tensor],
-    transitions: Tensor,
-    grad_final_state: Tensor | None,
-    v_first: bool,
-) -> Tensor:
+    request: Request, rows: int, do: Tensor, prepared: tuple[Tensor, Tensor, Tensor], transitions: Tensor,
+    grad_final_state: Tensor | None, v_first: bool,
+) -> Tensor:  # fmt: skip
     """The gradient of the state at the end of every segment, [segments, HV, K, V] in float32.
 
     Args:
@@ -283,17 +273,11 @@ def _constants(kernel: str, request: Request) -> tuple[Architecture, Config, dic
     target = launch.architecture(request.device)
     chosen = config(kernel, target, request.q.dtype, KP)
     constants = {
-        "K": request.K,
-        "V": request.V,
-        "KP": KP,
-        "VP": VP,
-        "BV": min(chosen.block, VP, KP),
-        "BK": min(chosen.keys or KP, KP),
-        "C": CHUNK,
-        "LIFT": lift(request.q.dtype, request.use_qk_l2norm_in_kernel, request.scale),
-        "STAGES": chosen.stages,
+        "K": request.K, "V": request.V, "KP": KP, "VP": VP, "BV": min(chosen.block, VP, KP),
+        "BK": min(chosen.keys or KP, KP), "C": CHUNK,
+        "LIFT": lift(request.q.dtype, request.use_qk_l2norm_in_kernel, request.scale), "STAGES": chosen.stages,
         "DOT": dot_widths(request.q.dtype, target)[1],
-    }
+    }  # fmt: skip
     return target, chosen, constants
 
 
@@ -308,17 +292,10 @@ def _joined(
     strides = state_strides(given, v_first)[1:]
     arguments = (given, transitions, additions, states, count, HV, *strides)
     constants = {
-        "K": request.K,
-        "V": request.V,
-        "KP": KP,
-        "VP": VP,
-        "BV": chosen.block,
-        "BK": min(chosen.keys, KP),
-        "REVERSE": additions is not None,
-        "IN_TURN": chosen.level_loop,
-        "STAGES": chosen.stages,
+        "K": request.K, "V": request.V, "KP": KP, "VP": VP, "BV": chosen.block, "BK": min(chosen.keys, KP),
+        "REVERSE": additions is not None, "IN_TURN": chosen.level_loop, "STAGES": chosen.stages,
         # As float16's: where a foreign device's matrix unit has no float32, 22 bits are enough beside rounded operands.
         "DOT": dot_widths(torch.float16, target)[1],
-    }
+    }  # fmt: skip
     launch.launch(join_kernel, VP // chosen.block * HV, arguments, constants, chosen, target)
     return states

@@ -63,17 +63,9 @@ def chunk_backward(request: Request) -> BackwardResult:
 def recurrent_backward(request: Request) -> BackwardResult:
     """Gradients of ``fused_recurrent_kda``, by the chunk form, which computes the same function."""
     forward = replace(
-        request,
-        save_for_backward=True,
-        output_final_state=False,
-        return_intermediate_states=False,
-        disable_recompute=False,
-        out=None,
-        saved=(),
-        grad_o=None,
-        grad_final_state=None,
-        needs_grad=frozenset(),
-    )
+        request, save_for_backward=True, output_final_state=False, return_intermediate_states=False,
+        disable_recompute=False, out=None, saved=(), grad_o=None, grad_final_state=None, needs_grad=frozenset(),
+    )  # fmt: skip
     return chunk_backward(replace(request, disable_recompute=False, saved=chunk_forward(forward).saved))
 
 

@@ -71,14 +71,9 @@ def load_rows(workspace: Workspace, inputs: RowInputs, window: Window) -> tuple[
 
 
 def _run_window(
-    workspace: Workspace,
-    inputs: RowInputs,
-    window: Window,
-    S: Tensor,
-    o: Tensor,
-    h: ChunkRecord | None,
+    workspace: Workspace, inputs: RowInputs, window: Window, S: Tensor, o: Tensor, h: ChunkRecord | None,
     saved: Saved | None,
-) -> None:
+) -> None:  # fmt: skip
     """Advance the states ``S`` [lanes, K, V] of a group through a window and write its outputs."""
     Z, C, V = window.Z, window.rows, S.shape[-1]
     X, F, decay, r = load_rows(workspace, inputs, window)

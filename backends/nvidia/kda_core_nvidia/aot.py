@@ -163,13 +163,9 @@ class Case:
         if self.everything:
             bounds = torch.tensor([0, T])
             options = {
-                "cu_seqlens": bounds,
-                "cu_seqlens_cpu": bounds,
-                "ssm_state_indices": torch.zeros(1, dtype=torch.int64),
-                "inplace_final_state": True,
-                "return_intermediate_states": True,
-                "state_v_first": True,
-            }
+                "cu_seqlens": bounds, "cu_seqlens_cpu": bounds, "ssm_state_indices": torch.zeros(1, dtype=torch.int64),
+                "inplace_final_state": True, "return_intermediate_states": True, "state_v_first": True,
+            }  # fmt: skip
         if self.gate == "promised":
             options["safe_gate"] = True
         elif self.gate != "given":
@@ -181,18 +177,11 @@ class Case:
             }
         state = (V, K) if self.everything else (K, V)
         return Request(
-            op="chunk_kda",
-            q=qk[0],
-            k=qk[1],
-            v=v,
+            op="chunk_kda", q=qk[0], k=qk[1], v=v,
             g=_empty(B, T, H, K, dtype=self.dtype if self.gate != "given" else torch.float32),
-            beta=_empty(B, T, H, dtype=self.dtype),
-            scale=1.0,
-            initial_state=_empty(1, H, *state),
-            use_qk_l2norm_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True,
-            **options,
-        )
+            beta=_empty(B, T, H, dtype=self.dtype), scale=1.0, initial_state=_empty(1, H, *state),
+            use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True, **options,
+        )  # fmt: skip
 
     def training(self) -> Request:
         """The forward of a training step: the same call, without the pool; grouped heads with ``everything``."""

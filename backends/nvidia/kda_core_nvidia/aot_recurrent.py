@@ -63,21 +63,9 @@ def example(N: int, T: int, v_first: bool, state_dtype: torch.dtype, K: int = 12
     H, V = 32, V or K
     x = torch.empty(N, T, H, K, dtype=torch.bfloat16)
     return Request(
-        op="fused_recurrent_kda",
-        q=x,
-        k=x,
-        v=torch.empty(N, T, H, V, dtype=torch.bfloat16),
-        g=x,
-        beta=x[..., 0].contiguous(),
-        scale=K**-0.5,
-        A_log=torch.empty(H),
-        dt_bias=torch.empty(H, K),
+        op="fused_recurrent_kda", q=x, k=x, v=torch.empty(N, T, H, V, dtype=torch.bfloat16), g=x,
+        beta=x[..., 0].contiguous(), scale=K**-0.5, A_log=torch.empty(H), dt_bias=torch.empty(H, K),
         initial_state=torch.empty(N, H, *((V, K) if v_first else (K, V)), dtype=state_dtype),
-        ssm_state_indices=torch.empty(N, dtype=torch.int32),
-        lower_bound=-5.0,
-        use_qk_l2norm_in_kernel=True,
-        use_gate_in_kernel=True,
-        use_beta_sigmoid_in_kernel=True,
-        inplace_final_state=True,
-        state_v_first=v_first,
-    )
+        ssm_state_indices=torch.empty(N, dtype=torch.int32), lower_bound=-5.0, use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, inplace_final_state=True, state_v_first=v_first,
+    )  # fmt: skip

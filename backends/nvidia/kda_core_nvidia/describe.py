@@ -61,14 +61,9 @@ def _described(name: str, plan: Plan, facts: Chip) -> CallPlan:
         for b in plan.buffers.values()
     )
     return CallPlan(
-        name,
-        f"sm_{facts.arch}",
-        tuple(map(_step, plan.steps)),
-        buffers,
-        plan.bytes_moved,
-        plan.bytes_floor,
+        name, f"sm_{facts.arch}", tuple(map(_step, plan.steps)), buffers, plan.bytes_moved, plan.bytes_floor,
         plan.peak_scratch,
-    )
+    )  # fmt: skip
 
 
 def _step(step: Step) -> PlannedStep:

@@ -21,9 +21,7 @@ INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 TRITON = SpecifierSet(">=3.6")
 LEAST_CAPABILITY = (8, 0)
 
-_CLOSED = {
-    Feature.CONTEXT_PARALLEL: "one device serves the whole sequence; leave cp_context out",
-}
+_CLOSED = {Feature.CONTEXT_PARALLEL: "one device serves the whole sequence; leave cp_context out"}
 
 _INFO = BackendInfo(
     name="nvidia",

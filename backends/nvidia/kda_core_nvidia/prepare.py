@@ -40,21 +40,9 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """The interpreter knows no assembly, and multiplies bfloat16 operands wrongly."""
 
 _NUMBERS = [
-    "scale",
-    "lower_bound",
-    "T",
-    "N",
-    "chunks",
-    "HV",
-    "group",
-    "s_qb",
-    "s_kb",
-    "s_gb",
-    "s_bb",
-    "s_ob",
-    "s_index",
+    "scale", "lower_bound", "T", "N", "chunks", "HV", "group", "s_qb", "s_kb", "s_gb", "s_bb", "s_ob", "s_index",
     "pad_slot_id",
-]
+]  # fmt: skip
 """Parameters that the compiler must not look at: most of them change with the lengths of the sequences."""
 
 

@@ -64,29 +64,15 @@ def watched():
 
 
 names = [
-    "attic",
-    "cpu",
-    "reference",
-    "zenith",
-    "raising",
-    "outdated",
-    "early",
-    "successor",
-    "hookless",
-    "defaulted",
-    "misspelt",
-    "twin",
-    "amd",
-]
+    "attic", "cpu", "reference", "zenith", "raising", "outdated", "early", "successor", "hookless", "defaulted",
+    "misspelt", "twin", "amd",
+]  # fmt: skip
 facts = {
     "core": kda_core.__file__,
     "backends": {f"{e.distribution or e.name}": [e.name, e.state, e.reason] for e in kda_core.backends()},
-    "chosen": answer(),
-    "packed": kda_core.explain(q, q, q, q, beta, cu_seqlens=cu_seqlens).chosen,
-    "named": {name: answer(backend=name) for name in names},
-    "variable": {name: with_variable(name) for name in names},
+    "chosen": answer(), "packed": kda_core.explain(q, q, q, q, beta, cu_seqlens=cu_seqlens).chosen,
+    "named": {name: answer(backend=name) for name in names}, "variable": {name: with_variable(name) for name in names},
     "context": {name: in_context(name) for name in names},
-    "no fall-back": answer(backend="zenith", cu_seqlens=cu_seqlens),
-    "watched": watched(),
-}
+    "no fall-back": answer(backend="zenith", cu_seqlens=cu_seqlens), "watched": watched(),
+}  # fmt: skip
 print(json.dumps(facts))

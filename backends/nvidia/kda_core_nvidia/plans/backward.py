@@ -22,16 +22,7 @@ from kda_core.request import Request
 from kda_core.triton_lib.arguments import gate_kind
 from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.lift import lift
-from kda_core.triton_lib.plan import (
-    Builder,
-    Copy,
-    Plan,
-    Sum,
-    View,
-    input_layouts,
-    matrix_tile,
-    token_tile,
-)
+from kda_core.triton_lib.plan import Builder, Copy, Plan, Sum, View, input_layouts, matrix_tile, token_tile
 from kda_core_nvidia.backward_finish import finish_kernel
 from kda_core_nvidia.backward_gradients import gradients_kernel
 from kda_core_nvidia.backward_hopper import recurrences_hopper
@@ -325,38 +316,14 @@ class _Backward:
             read |= {"do": token_tile(do, CHUNK, config.block_v), "dv": token_tile(dv, CHUNK, config.block_v)}
         blocks = (self.slots if turn is None else slots_of.stop - slots_of.start) * self.HV * self.kp // config.block_k
         self.b.launch(
-            gradients_kernel,
-            (blocks, 1, 1),
-            config.num_warps,
-            constants,
-            q=q,
-            k=k,
-            g=g,
-            beta=beta,
-            A_log=r.A_log,
-            dt_bias=r.dt_bias,
-            D=D,
-            norms=norms,
-            cu_seqlens=r.cu_seqlens,
-            **read,
-            **written,
-            **sums,
-            initial_state=exact[0],
-            grad_final_state=exact[1],
-            **self.strides("q", r.q),
-            **self.strides("k", r.k),
-            **self.strides("g", r.g),
-            **self.strides("b", r.beta),
-            **self.strides("o", r.v if r.grad_o is None else r.grad_o),
-            scale=float(r.scale),
-            o_scale=self.o_scale,
-            lower_bound=float(r.lower_bound or 0.0),
-            T=self.T,
-            T_row=self.T_row,
-            NT=self.NT,
-            N=r.N,
+            gradients_kernel, (blocks, 1, 1), config.num_warps, constants, q=q, k=k, g=g, beta=beta, A_log=r.A_log,
+            dt_bias=r.dt_bias, D=D, norms=norms, cu_seqlens=r.cu_seqlens, **read, **written, **sums,
+            initial_state=exact[0], grad_final_state=exact[1],
+            **self.strides("q", r.q), **self.strides("k", r.k), **self.strides("g", r.g), **self.strides("b", r.beta),
+            **self.strides("o", r.v if r.grad_o is None else r.grad_o), scale=float(r.scale), o_scale=self.o_scale,
+            lower_bound=float(r.lower_bound or 0.0), T=self.T, T_row=self.T_row, NT=self.NT, N=r.N,
             rows=self.B * self.T,
-        )
+        )  # fmt: skip
 
     def _wider(self) -> int:
         """Value heads of the tensor that the gradient of g is a part of."""
@@ -380,24 +347,11 @@ class _Backward:
         constants = {"H": H, "HV": self.HV, "HO": self._wider(), "K": K, "KP": self.kp, "NK": self.blocks, "R": tile}
         rows = self.B * self.T
         b.launch(
-            finish_kernel,
-            (-(-rows // tile), H, 1),
-            4,
-            constants | {"L2NORM": r.use_qk_l2norm_in_kernel and not self.whole_rows},
-            q=r.q,
-            k=r.k,
-            dq_hat=out["dq"],
-            dk_hat=out["dk"],
-            dbeta_partial=out["dbeta"],
-            dq=dq,
-            dk=dk,
-            dbeta=dbeta,
-            T=self.T,
-            T_row=self.T_row,
-            rows=rows,
-            **self.strides("q", r.q),
-            **self.strides("k", r.k),
-        )
+            finish_kernel, (-(-rows // tile), H, 1), 4,
+            constants | {"L2NORM": r.use_qk_l2norm_in_kernel and not self.whole_rows}, q=r.q, k=r.k, dq_hat=out["dq"],
+            dk_hat=out["dk"], dbeta_partial=out["dbeta"], dq=dq, dk=dk, dbeta=dbeta, T=self.T, T_row=self.T_row,
+            rows=rows, **self.strides("q", r.q), **self.strides("k", r.k),
+        )  # fmt: skip
         return dq, dk, dbeta
 
     def _finish(self, r: Request, dv: View, out: dict[str, View | None]) -> Grads:

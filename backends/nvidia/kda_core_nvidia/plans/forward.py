@@ -92,25 +92,12 @@ def _prepare_constants(
     r: Request, config: PrepareConfig, precision: Precision, bounded: bool, unit: int
 ) -> dict[str, Any]:
     return {
-        "K": r.K,
-        "V": r.V,
-        "KP": padded(r.K),
-        "BK": config.block_k,
-        "BW": config.wide,
-        "C": CHUNK,
-        "LIFT": lift(r.q.dtype, r.use_qk_l2norm_in_kernel),
-        "STAGES": config.stages,
-        "WIDE_STAGES": config.wide_stages,
-        "UNIT": unit,
-        "GATE": gate_kind(r),
-        "BOUNDED": bounded,
-        "L2NORM": r.use_qk_l2norm_in_kernel,
-        "SIGMOID": r.use_beta_sigmoid_in_kernel,
-        "NEG_EIGVAL": r.allow_neg_eigval,
-        "TERMS": precision.terms,
-        "DOT": precision.dot,
-        "SMALL_DOT": precision.small_dot,
-    }
+        "K": r.K, "V": r.V, "KP": padded(r.K), "BK": config.block_k, "BW": config.wide, "C": CHUNK,
+        "LIFT": lift(r.q.dtype, r.use_qk_l2norm_in_kernel), "STAGES": config.stages, "WIDE_STAGES": config.wide_stages,
+        "UNIT": unit, "GATE": gate_kind(r), "BOUNDED": bounded, "L2NORM": r.use_qk_l2norm_in_kernel,
+        "SIGMOID": r.use_beta_sigmoid_in_kernel, "NEG_EIGVAL": r.allow_neg_eigval, "TERMS": precision.terms,
+        "DOT": precision.dot, "SMALL_DOT": precision.small_dot,
+    }  # fmt: skip
 
 
 def _prepare_buffers(
@@ -136,17 +123,9 @@ def _prepare_buffers(
 
 
 def add_prepare(
-    b: Builder,
-    r: Request,
-    config: PrepareConfig | PrepareHopperConfig,
-    precision: Precision,
-    bounded: bool,
-    o: View,
-    backward: bool = False,
-    keep: int = 0,
-    kept: Kept | None = None,
-    new: Callable[..., View] | None = None,
-) -> Prepared:
+    b: Builder, r: Request, config: PrepareConfig | PrepareHopperConfig, precision: Precision, bounded: bool, o: View,
+    backward: bool = False, keep: int = 0, kept: Kept | None = None, new: Callable[..., View] | None = None,
+) -> Prepared:  # fmt: skip
     """Add a launch of ``prepare``, or of ``prepare_hopper``.
 
     Args:
@@ -166,31 +145,13 @@ def add_prepare(
         launch_prepare_hopper(b, replace(r, q=q, k=k, g=g), config, bounded, o, parameters)
         return prepared
     b.launch(
-        prepare,
-        (slots(r) * HV, 1, 1),
-        config.num_warps,
-        _prepare_constants(r, config, precision, bounded, unit),
-        q=q,
-        k=k,
-        g=g,
-        beta=beta,
-        **gate_parameters(b, r),
-        **written._asdict(),
-        inverse=inverse,
-        o=o,
-        cu_seqlens=b.dense(r.cu_seqlens),
-        indices=r.ssm_state_indices,
-        scale=split_scale(r.scale, q.dtype)[0],
-        lower_bound=float(r.lower_bound or 0.0),
-        T=T,
-        N=r.N,
-        chunks=-(-T // CHUNK),
-        HV=HV,
-        group=HV // q.shape[2],
-        **strides,
-        s_index=0 if r.ssm_state_indices is None else r.ssm_state_indices.stride(0),
+        prepare, (slots(r) * HV, 1, 1), config.num_warps, _prepare_constants(r, config, precision, bounded, unit), q=q,
+        k=k, g=g, beta=beta, **gate_parameters(b, r), **written._asdict(), inverse=inverse, o=o,
+        cu_seqlens=b.dense(r.cu_seqlens), indices=r.ssm_state_indices, scale=split_scale(r.scale, q.dtype)[0],
+        lower_bound=float(r.lower_bound or 0.0), T=T, N=r.N, chunks=-(-T // CHUNK), HV=HV, group=HV // q.shape[2],
+        **strides, s_index=0 if r.ssm_state_indices is None else r.ssm_state_indices.stride(0),
         pad_slot_id=r.pad_slot_id,
-    )
+    )  # fmt: skip
     return prepared
 
 
@@ -214,32 +175,17 @@ def add_recurrence(
     last = 2 if v_first else 3
     given = [s for x, s in ((r.initial_state, initial), (final_state, final)) if x is not None]
     constants: dict[str, Any] = {
-        "K": K,
-        "V": V,
-        "KP": KP,
-        "C": CHUNK,
-        "LIFT": lift(v.dtype, r.use_qk_l2norm_in_kernel),
-        "UNIT": unit,
-        "V_FIRST": v_first,
-        "LAST_CONTIGUOUS": all(s[last] == 1 for s in given),
-    }
+        "K": K, "V": V, "KP": KP, "C": CHUNK, "LIFT": lift(v.dtype, r.use_qk_l2norm_in_kernel), "UNIT": unit,
+        "V_FIRST": v_first, "LAST_CONTIGUOUS": all(s[last] == 1 for s in given),
+    }  # fmt: skip
     arguments = dict(
-        v=v,
-        o=o,
-        initial_state=r.initial_state,
-        final_state=final_state,
-        cu_seqlens=b.dense(r.cu_seqlens),
-        indices=indices,
-        T=T,
-        chunks=-(-T // CHUNK),
-        HV=HV,
-        **strides,
-        **dict(zip(("s_in", "s_ih", "s_ik", "s_iv"), initial, strict=True)),
+        v=v, o=o, initial_state=r.initial_state, final_state=final_state, cu_seqlens=b.dense(r.cu_seqlens),
+        indices=indices, T=T, chunks=-(-T // CHUNK), HV=HV,
+        **strides, **dict(zip(("s_in", "s_ih", "s_ik", "s_iv"), initial, strict=True)),
         **dict(zip(("s_fn", "s_fh", "s_fk", "s_fv"), final, strict=True)),
-        s_index=0 if indices is None else indices.stride(0),
-        pad_slot_id=r.pad_slot_id,
+        s_index=0 if indices is None else indices.stride(0), pad_slot_id=r.pad_slot_id,
         o_scale=split_scale(r.scale, v.dtype)[1],
-    )
+    )  # fmt: skip
     if isinstance(config, HopperConfig):
         arguments |= hopper_tiles(keys, P, D) | {"values": token_tile(v, CHUNK, config.block_v, swizzled=True)}
         grid = (r.N * HV, V // config.block_v, 1)

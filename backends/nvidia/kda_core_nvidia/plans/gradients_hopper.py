@@ -22,17 +22,9 @@ CHANNELS = 128
 
 
 def launch_gradients_hopper(
-    b: Builder,
-    r: Request,
-    config: GradientsHopperConfig,
-    bounded: bool,
-    o_scale: float,
-    read: Mapping[str, View],
-    small: Mapping[str, View | None],
-    written: Mapping[str, View],
-    heads: int,
-    tokens: int,
-) -> None:
+    b: Builder, r: Request, config: GradientsHopperConfig, bounded: bool, o_scale: float, read: Mapping[str, View],
+    small: Mapping[str, View | None], written: Mapping[str, View], heads: int, tokens: int,
+) -> None:  # fmt: skip
     """Add a launch of ``gradients_hopper``.
 
     Args:
@@ -51,32 +43,16 @@ def launch_gradients_hopper(
     whole = r.cu_seqlens is None and r.T % CHUNK == 0
     rows = {f"{n}_rows": None if whole else x for n, x in {**written, "dv": read["dv"]}.items()}
     b.launch(
-        gradients_hopper,
-        (slots(r) * r.HV * blocks, 1, 1),
-        config.num_warps,
-        constants,
-        **arguments,
-        **rows,
-        **small,
-        cu_seqlens=r.cu_seqlens,
-        tokens=None if blocks == 1 else tokens,
-        T=r.T,
-        N=r.N,
-        chunks=-(-r.T // CHUNK),
-        HO=None if blocks == 1 else heads,
-        group=r.HV // r.H,
-    )
+        gradients_hopper, (slots(r) * r.HV * blocks, 1, 1), config.num_warps, constants, **arguments, **rows, **small,
+        cu_seqlens=r.cu_seqlens, tokens=None if blocks == 1 else tokens, T=r.T, N=r.N, chunks=-(-r.T // CHUNK),
+        HO=None if blocks == 1 else heads, group=r.HV // r.H,
+    )  # fmt: skip
 
 
 def launch_gradients_persistent(
-    b: Builder,
-    r: Request,
-    config: GradientsPersistentConfig,
-    o_scale: float,
-    read: Mapping[str, View],
-    small: Mapping[str, View | None],
-    written: Mapping[str, View],
-) -> None:
+    b: Builder, r: Request, config: GradientsPersistentConfig, o_scale: float, read: Mapping[str, View],
+    small: Mapping[str, View | None], written: Mapping[str, View],
+) -> None:  # fmt: skip
     """Add a launch of ``gradients_hopper_persistent``; arguments as above, z and the states by pairs of slots."""
     constants, arguments = _shared(b, r, 2 * CHUNK, r.V, o_scale, read, written)
     blocks = slots(r) // 2 * r.HV
@@ -85,14 +61,9 @@ def launch_gradients_persistent(
 
 
 def _shared(
-    b: Builder,
-    r: Request,
-    rows: int,
-    block_v: int,
-    o_scale: float,
-    read: Mapping[str, View],
+    b: Builder, r: Request, rows: int, block_v: int, o_scale: float, read: Mapping[str, View],
     written: Mapping[str, View],
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
     """Constants and arguments that both kernels have.
 
     Args:
@@ -106,26 +77,12 @@ def _shared(
     tiles["z"] = matrix_tile(read["z"], rows, r.V, VALUES, swizzled=True)
     tiles |= {n: matrix_tile(read[n], block_v, r.K, CHANNELS, swizzled=True) for n in ("states", "state_grads")}
     constants = {
-        "K": r.K,
-        "V": r.V,
-        "C": rows,
-        "GATE": gate_kind(r),
-        "BETA_SIGMOID": r.use_beta_sigmoid_in_kernel,
+        "K": r.K, "V": r.V, "C": rows, "GATE": gate_kind(r), "BETA_SIGMOID": r.use_beta_sigmoid_in_kernel,
         "BETA_SCALE": 2.0 if r.allow_neg_eigval else 1.0,
-    }
+    }  # fmt: skip
     arguments = tiles | {
-        "beta": beta,
-        "A_log": r.A_log,
-        "dt_bias": r.dt_bias,
-        "s_qh": q.stride(2),
-        "s_kh": k.stride(2),
-        "s_gh": g.stride(2),
-        "s_oh": do.stride(2),
-        "s_bt": beta.stride(1),
-        "s_bh": beta.stride(2),
-        "scale": float(r.scale),
-        "o_scale": o_scale,
-        "lower_bound": float(r.lower_bound or 0.0),
-        "HV": r.HV,
-    }
+        "beta": beta, "A_log": r.A_log, "dt_bias": r.dt_bias, "s_qh": q.stride(2), "s_kh": k.stride(2),
+        "s_gh": g.stride(2), "s_oh": do.stride(2), "s_bt": beta.stride(1), "s_bh": beta.stride(2),
+        "scale": float(r.scale), "o_scale": o_scale, "lower_bound": float(r.lower_bound or 0.0), "HV": r.HV,
+    }  # fmt: skip
     return constants, arguments

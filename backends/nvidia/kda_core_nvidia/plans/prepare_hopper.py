@@ -49,17 +49,10 @@ def launch_prepare_hopper(
     keys, indices, chunks = parameters["keys"], r.ssm_state_indices, -(-r.T // CHUNK)
     pairs = r.B * -(-chunks // 2) if r.cu_seqlens is None else r.T // (2 * CHUNK) + r.N + 1
     constants = {
-        "K": r.K,
-        "V": r.V,
-        "C": CHUNK,
-        "G_BITS": 8 * g.itemsize,
-        "GATE": gate_kind(r),
-        "BOUNDED": bounded,
-        "L2NORM": r.use_qk_l2norm_in_kernel,
-        "SIGMOID": r.use_beta_sigmoid_in_kernel,
-        "NEG_EIGVAL": r.allow_neg_eigval,
+        "K": r.K, "V": r.V, "C": CHUNK, "G_BITS": 8 * g.itemsize, "GATE": gate_kind(r), "BOUNDED": bounded,
+        "L2NORM": r.use_qk_l2norm_in_kernel, "SIGMOID": r.use_beta_sigmoid_in_kernel, "NEG_EIGVAL": r.allow_neg_eigval,
         "maxnreg": config.registers,
-    }
+    }  # fmt: skip
     arguments = dict(parameters) | {
         "q": _pairs_of_chunks(q),
         "k": _pairs_of_chunks(k),
@@ -67,30 +60,10 @@ def launch_prepare_hopper(
         "keys": matrix_tile(keys, CHUNK, r.K, CHANNELS, swizzled=True),
     }
     b.launch(
-        prepare_hopper,
-        (pairs * r.HV, 1, 1),
-        config.num_warps,
-        constants,
-        **arguments,
-        beta=beta,
-        o=o,
-        cu_seqlens=b.dense(r.cu_seqlens),
-        indices=indices,
-        scale=split_scale(r.scale, q.dtype)[0],
-        lower_bound=float(r.lower_bound or 0.0),
-        T=r.T,
-        N=r.N,
-        chunks=chunks,
-        HV=r.HV,
-        group=r.HV // q.shape[2],
-        s_qh=q.stride(2),
-        s_kh=k.stride(2),
-        s_gh=g.stride(2),
-        s_bt=beta.stride(1),
-        s_bh=beta.stride(2),
-        s_ob=o.stride(0) if r.B > 1 else 0,
-        s_ot=o.stride(1),
-        s_oh=o.stride(2),
-        s_index=0 if indices is None else indices.stride(0),
-        pad_slot_id=r.pad_slot_id,
-    )
+        prepare_hopper, (pairs * r.HV, 1, 1), config.num_warps, constants, **arguments, beta=beta, o=o,
+        cu_seqlens=b.dense(r.cu_seqlens), indices=indices, scale=split_scale(r.scale, q.dtype)[0],
+        lower_bound=float(r.lower_bound or 0.0), T=r.T, N=r.N, chunks=chunks, HV=r.HV, group=r.HV // q.shape[2],
+        s_qh=q.stride(2), s_kh=k.stride(2), s_gh=g.stride(2), s_bt=beta.stride(1), s_bh=beta.stride(2),
+        s_ob=o.stride(0) if r.B > 1 else 0, s_ot=o.stride(1), s_oh=o.stride(2),
+        s_index=0 if indices is None else indices.stride(0), pad_slot_id=r.pad_slot_id,
+    )  # fmt: skip

@@ -68,14 +68,9 @@ def _strides(packed: bool, **views: View) -> dict[str, int]:
 def _options(r: Request) -> dict[str, Any]:
     """Constants of every kernel that applies the gate and the norms."""
     return {
-        "HV": r.HV,
-        "GROUP": r.HV // r.H,
-        "GATE": gate_kind(r),
-        "L2NORM": r.use_qk_l2norm_in_kernel,
-        "SIGMOID": r.use_beta_sigmoid_in_kernel,
-        "NEG_EIGVAL": r.allow_neg_eigval,
-        "enable_fp_fusion": False,
-    }
+        "HV": r.HV, "GROUP": r.HV // r.H, "GATE": gate_kind(r), "L2NORM": r.use_qk_l2norm_in_kernel,
+        "SIGMOID": r.use_beta_sigmoid_in_kernel, "NEG_EIGVAL": r.allow_neg_eigval, "enable_fp_fusion": False,
+    }  # fmt: skip
 
 
 def _numbers(r: Request) -> dict[str, Any]:
@@ -96,24 +91,11 @@ def _add_step(b: Builder, r: Request, config: StepConfig, o: View, final_state: 
         strides |= {f"s_{letter}n": x.stride(0), f"s_{letter}h": x.stride(2)}
     constants = {"I_ROW": I_K, "F_ROW": F_K, "PARTS": config.parts, "maxnreg": config.registers}
     b.launch(
-        recurrent_step,
-        (states * (SIZE.value // (STEP_WARPS * COLUMNS.value)), 1, 1),
-        STEP_WARPS,
-        _options(r) | constants,
-        **_rows(r),
-        v=r.v,
-        initial_state=r.initial_state,
-        final_state=final_state,
-        o=o,
-        indices=indices,
-        **_numbers(r),
-        **strides,
-        s_in=s_in,
-        s_ih=s_ih,
-        s_fn=s_fn,
-        s_fh=s_fh,
-        s_index=0 if indices is None else indices.stride(0),
-    )
+        recurrent_step, (states * (SIZE.value // (STEP_WARPS * COLUMNS.value)), 1, 1), STEP_WARPS,
+        _options(r) | constants, **_rows(r), v=r.v, initial_state=r.initial_state, final_state=final_state, o=o,
+        indices=indices, **_numbers(r),
+        **strides, s_in=s_in, s_ih=s_ih, s_fn=s_fn, s_fh=s_fh, s_index=0 if indices is None else indices.stride(0),
+    )  # fmt: skip
 
 
 def _add_short(
@@ -127,55 +109,26 @@ def _add_short(
     s_in, s_ih, I_K, I_V = state_strides(r.initial_state, v_first)
     s_fn, s_fh, F_K, F_V = state_strides(final_state, v_first)
     constants = {
-        "K": K,
-        "V": V,
-        "KP": KP,
-        "VP": power_of_two(V),
-        "KS": min(KP, config.row_bytes // r.state_dtype.itemsize) if v_first else KP,
-        "BV": config.block_v,
-        "I_K": I_K,
-        "I_V": I_V,
-        "F_K": F_K,
-        "F_V": F_V,
-        "V_FIRST": v_first,
-        "IN_PLACE": r.inplace_final_state,
-        "EVERY_TOKEN": width > 1,
-        "ONE_TOKEN": one_token,
-        "MOST": SHORT.value if short_only else 0,
+        "K": K, "V": V, "KP": KP, "VP": power_of_two(V),
+        "KS": min(KP, config.row_bytes // r.state_dtype.itemsize) if v_first else KP, "BV": config.block_v, "I_K": I_K,
+        "I_V": I_V, "F_K": F_K, "F_V": F_V, "V_FIRST": v_first, "IN_PLACE": r.inplace_final_state,
+        "EVERY_TOKEN": width > 1, "ONE_TOKEN": one_token, "MOST": SHORT.value if short_only else 0,
         "EVICTION": config.eviction,
         # The kernels for prompts follow, and mostly find no work: they can do so while the last programs run.
         "LEADS": short_only and choice.overlap,
-    }
+    }  # fmt: skip
     if config.registers and one_token:
         constants["maxnreg"] = config.registers
     b.launch(
         recurrent,
         # With packed sequences one more set of programs zeroes the rows behind the last one.
-        ((N + packed) * HV * -(-V // config.block_v), 1, 1),
-        config.num_warps,
-        _options(r) | constants,
-        **_rows(r),
-        v=r.v,
-        initial_state=r.initial_state,
-        final_state=final_state,
-        o=o,
-        cu_seqlens=r.cu_seqlens,
-        indices=indices,
-        accepted=accepted,
-        **_numbers(r),
-        T=T,
-        N=N,
-        **_strides(packed, q=r.q, k=r.k, v=r.v, g=r.g, b=r.beta, o=o),
-        s_ov=o.stride(3),
-        s_in=s_in,
-        s_ih=s_ih,
-        s_fn=s_fn,
-        s_fh=s_fh,
-        s_index=0 if indices is None else indices.stride(0),
-        s_slot=s_slot,
-        s_accepted=0 if accepted is None else accepted.stride(0),
-        width=width,
-    )
+        ((N + packed) * HV * -(-V // config.block_v), 1, 1), config.num_warps, _options(r) | constants, **_rows(r),
+        v=r.v, initial_state=r.initial_state, final_state=final_state, o=o, cu_seqlens=r.cu_seqlens, indices=indices,
+        accepted=accepted, **_numbers(r), T=T, N=N,
+        **_strides(packed, q=r.q, k=r.k, v=r.v, g=r.g, b=r.beta, o=o), s_ov=o.stride(3), s_in=s_in, s_ih=s_ih,
+        s_fn=s_fn, s_fh=s_fh, s_index=0 if indices is None else indices.stride(0), s_slot=s_slot,
+        s_accepted=0 if accepted is None else accepted.stride(0), width=width,
+    )  # fmt: skip
 
 
 def _add_prompts(
@@ -189,72 +142,30 @@ def _add_prompts(
     squares = b.scratch("squares", (slots, HV, 2, rows, rows), torch.float16)
     factors = b.scratch("factors", (slots, HV, 3 * rows + KP), torch.float32)
     shared = {
-        "planes": planes,
-        "squares": squares,
-        "factors": factors,
-        "o": o,
-        "cu_seqlens": r.cu_seqlens,
-        "indices": r.ssm_state_indices,
-        "T": T,
-        "N": r.N,
-        "blocks": -(-T // rows),
-        **_strides(packed, o=o),
-        "s_ov": o.stride(3),
+        "planes": planes, "squares": squares, "factors": factors, "o": o, "cu_seqlens": r.cu_seqlens,
+        "indices": r.ssm_state_indices, "T": T, "N": r.N, "blocks": -(-T // rows),
+        **_strides(packed, o=o), "s_ov": o.stride(3),
         "s_index": 0 if r.ssm_state_indices is None else r.ssm_state_indices.stride(0),
-    }
+    }  # fmt: skip
     # Packed: whatever the kernel ahead is, this one may start before it ends.
     overlap = {"OVERLAP": choice.overlap, "launch_pdl": choice.overlap and packed}
     constants = {
-        "K": K,
-        "V": V,
-        "KP": KP,
-        "VP": power_of_two(V),
-        "EXACT_OUT": o.dtype != torch.bfloat16,
-        "BOUNDED": prompts.bounded,
-        "TERMS": prompts.terms,
-        "STAGES": PREPARE_STAGES,
-    }
+        "K": K, "V": V, "KP": KP, "VP": power_of_two(V), "EXACT_OUT": o.dtype != torch.bfloat16,
+        "BOUNDED": prompts.bounded, "TERMS": prompts.terms, "STAGES": PREPARE_STAGES,
+    }  # fmt: skip
     b.launch(
-        blocks_prepare,
-        (slots * HV, 1, 1),
-        1,
-        _options(r) | constants | overlap,
-        **_rows(r),
-        **shared,
-        **_numbers(r),
+        blocks_prepare, (slots * HV, 1, 1), 1, _options(r) | constants | overlap, **_rows(r), **shared, **_numbers(r),
         **_strides(packed, q=r.q, k=r.k, g=r.g, b=r.beta),
-    )
+    )  # fmt: skip
     s_in, s_ih, I_K, I_V = state_strides(r.initial_state, r.state_v_first)
     s_fn, s_fh, F_K, F_V = state_strides(final_state, r.state_v_first)
     constants = {
-        "HV": HV,
-        "K": K,
-        "V": V,
-        "KP": KP,
-        "BV": config.block_v,
-        "I_K": I_K,
-        "I_V": I_V,
-        "F_K": F_K,
-        "F_V": F_V,
-        "STAGES": RECURRENCE_STAGES,
-        "STEP": prompts.step,
-        "enable_fp_fusion": False,
-        "OVERLAP": choice.overlap,
+        "HV": HV, "K": K, "V": V, "KP": KP, "BV": config.block_v, "I_K": I_K, "I_V": I_V, "F_K": F_K, "F_V": F_V,
+        "STAGES": RECURRENCE_STAGES, "STEP": prompts.step, "enable_fp_fusion": False, "OVERLAP": choice.overlap,
         "launch_pdl": choice.overlap,
-    }
+    }  # fmt: skip
     b.launch(
-        blocks_recurrence,
-        (prompts.sequences * HV * -(-V // config.block_v), 1, 1),
-        config.num_warps,
-        constants,
-        **shared,
-        v=r.v,
-        initial_state=r.initial_state,
-        final_state=final_state,
-        **_strides(packed, v=r.v),
-        s_in=s_in,
-        s_ih=s_ih,
-        s_fn=s_fn,
-        s_fh=s_fh,
-        pad_slot_id=r.pad_slot_id,
-    )
+        blocks_recurrence, (prompts.sequences * HV * -(-V // config.block_v), 1, 1), config.num_warps, constants,
+        **shared, v=r.v, initial_state=r.initial_state, final_state=final_state,
+        **_strides(packed, v=r.v), s_in=s_in, s_ih=s_ih, s_fn=s_fn, s_fh=s_fh, pad_slot_id=r.pad_slot_id,
+    )  # fmt: skip

@@ -58,36 +58,20 @@ def add_starts(
     KP, VP = shape["KP"], shape["VP"]
     transitions = b.scratch("transitions", (count - 1, r.HV, VP + KP, KP), torch.float32)
     b.launch(
-        transitions_kernel,
-        ((VP + KP) // choice.transitions.block_v, (count - 1) * r.HV, 1),
-        choice.transitions.num_warps,
-        _transition_constants(r, choice, v_first),
-        v=v,
-        keys=keys,
-        D=D,
-        initial_state=initial_state,
-        transitions=transitions,
-        cu_seqlens=r.cu_seqlens,
-        s_vt=v.stride(1),
-        s_vh=v.stride(2),
-        T=r.T,
-        count=count,
-    )
+        transitions_kernel, ((VP + KP) // choice.transitions.block_v, (count - 1) * r.HV, 1),
+        choice.transitions.num_warps, _transition_constants(r, choice, v_first), v=v, keys=keys, D=D,
+        initial_state=initial_state, transitions=transitions, cu_seqlens=r.cu_seqlens,
+        s_vt=v.stride(1), s_vh=v.stride(2), T=r.T, count=count,
+    )  # fmt: skip
     states = b.scratch("states at starts", (count, r.HV, r.V, r.K), torch.float32)
     _add_join(b, shape, choice, initial_state, transitions, None, states, v_first)
     return states, transitions
 
 
 def add_ends(
-    b: Builder,
-    r: Request,
-    choice: Choice,
-    do: View,
-    prepared: tuple[View, View, View],
-    transitions: View,
-    grad_final_state: View | None,
-    v_first: bool,
-) -> View:
+    b: Builder, r: Request, choice: Choice, do: View, prepared: tuple[View, View, View], transitions: View,
+    grad_final_state: View | None, v_first: bool,
+) -> View:  # fmt: skip
     """Compute the gradient of the state at the end of every segment, [count, HV, V, K] in float32.
 
     Args:
@@ -101,23 +85,11 @@ def add_ends(
     KP, VP = shape["KP"], shape["VP"]
     additions = b.scratch("additions", (count - 1, r.HV, VP, KP), torch.float32)
     b.launch(
-        reverse_transitions_kernel,
-        (VP // choice.transitions.block_v, (count - 1) * r.HV, 1),
-        choice.transitions.num_warps,
-        _transition_constants(r, choice, v_first),
-        keys=keys,
-        P=P,
-        D=D,
-        do=do,
-        grad_final_state=grad_final_state,
-        additions=additions,
-        cu_seqlens=r.cu_seqlens,
-        s_ot=do.stride(1),
-        s_oh=do.stride(2),
-        T=r.T,
-        count=count,
-        o_scale=split_scale(r.scale, r.q.dtype)[1],
-    )
+        reverse_transitions_kernel, (VP // choice.transitions.block_v, (count - 1) * r.HV, 1),
+        choice.transitions.num_warps, _transition_constants(r, choice, v_first), keys=keys, P=P, D=D, do=do,
+        grad_final_state=grad_final_state, additions=additions, cu_seqlens=r.cu_seqlens,
+        s_ot=do.stride(1), s_oh=do.stride(2), T=r.T, count=count, o_scale=split_scale(r.scale, r.q.dtype)[1],
+    )  # fmt: skip
     states = b.scratch("gradients at ends", (count, r.HV, r.V, r.K), torch.float32)
     _add_join(b, shape, choice, grad_final_state, transitions, additions, states, v_first)
     b.free(additions)
@@ -125,25 +97,12 @@ def add_ends(
 
 
 def _add_join(
-    b: Builder,
-    shape: dict[str, int],
-    choice: Choice,
-    given: View | None,
-    transitions: View,
-    additions: View | None,
-    states: View,
-    v_first: bool,
-) -> None:
+    b: Builder, shape: dict[str, int], choice: Choice, given: View | None, transitions: View, additions: View | None,
+    states: View, v_first: bool,
+) -> None:  # fmt: skip
     reverse = additions is not None
     constants = shape | {"BV": JOIN_ROWS, "BK": min(32, shape["KP"]), "V_FIRST": v_first, "REVERSE": reverse}
     b.launch(
-        join_kernel,
-        (shape["VP"] // JOIN_ROWS, shape["HV"], 1),
-        4,
-        constants | {"PRECISION": choice.join_precision},
-        given=given,
-        transitions=transitions,
-        additions=additions,
-        states=states,
-        count=states.shape[0],
-    )
+        join_kernel, (shape["VP"] // JOIN_ROWS, shape["HV"], 1), 4, constants | {"PRECISION": choice.join_precision},
+        given=given, transitions=transitions, additions=additions, states=states, count=states.shape[0],
+    )  # fmt: skip

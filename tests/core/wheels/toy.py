@@ -1,4 +1,4 @@
-"""A right backend of low priority whose name sorts first; it serves plain calls and answers 1."""
+"""A right backend that serves plain calls and answers VALUE; test_wheels.py writes its facts above, and breaks some."""
 
 import torch
 from packaging.specifiers import SpecifierSet
@@ -11,7 +11,7 @@ from kda_core.request import ForwardResult
 @hookimpl
 def kda_core_backend():
     capabilities = Capabilities(frozenset({Feature.CHUNK}), frozenset({torch.float32}))
-    return BackendInfo("attic", "1.0", SpecifierSet("~=1.0"), ("cpu",), 5, capabilities)
+    return BackendInfo(NAME, "1.0", SpecifierSet(CONTRACT), ("cpu",), PRIORITY, capabilities)  # noqa: F821
 
 
 @hookimpl
@@ -26,4 +26,4 @@ def kda_core_reject(request):
 
 @hookimpl
 def kda_core_chunk_forward(request):
-    return ForwardResult(torch.full_like(request.v, 1.0))
+    return ForwardResult(torch.full_like(request.v, VALUE))  # noqa: F821

@@ -1,0 +1,152 @@
+"""Small calls that launch every kernel of this backend, compared with the float64 oracle; for compute-sanitizer.
+
+    compute-sanitizer --tool racecheck python -m pytest tests/nvidia/test_sanitized.py
+
+Each call is made three times with the same bits, and the memory around its tensors is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import installed
+import pytest
+import torch
+
+installed.need_backend("nvidia")
+installed.need_package("triton")
+
+from kda_core_nvidia import aot
+from kda_core_nvidia.calls import plan_of
+from kda_core_nvidia.choose import CHIPS, choose_backward
+from kda_core_nvidia.plans.backward import plan_backward
+from kda_core_nvidia.plans.forward import saved_specs
+from kda_core_nvidia.run import chip, run_plan
+
+from kda_core.request import AnyRequest
+from kda_core.testing import gate
+from kda_core.testing.cases import BF16, BFLOAT16, FP16, FP32, Case
+from kda_core.testing.inputs import Call
+from kda_core.testing.subject import Subject
+from kda_core.testing.targets import find_target
+from kda_core.triton_lib.plan import metadata
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+MANY = 150
+"""Heads: more than a chip has multiprocessors."""
+
+BOUNDARIES = (0, 1, 33, 70, 0, 32)
+
+RAW = {"l2norm": True, "beta": "sigmoid", "state": FP32, "backward": True}
+PACKED = RAW | {"T": 140, "lengths": BOUNDARIES, "HV": 4, "K": 128}
+STEP = {"op": "fused_recurrent_kda", "K": 128, "HV": 4, "dtype": BF16, "state": FP32}
+
+CASES = [
+    Case(name="float32, K 64", T=100, K=64, gate="softplus", **RAW),
+    Case(name="float32, K 256", T=33, K=256, gate="lower bound", **RAW),
+    Case(name="float16, many heads", T=33, H=MANY, K=64, dtype=FP16, gate="softplus", **RAW),
+    Case(name="bfloat16, many heads", T=64, H=MANY, K=128, gate="lower bound", **BFLOAT16, **RAW),
+    Case(name="padded channels", B=2, T=70, HV=4, K=100, V=60, dtype=BF16, state=FP32, backward=True),
+    Case(name="packed", dtype=BF16, strided=frozenset({"q", "k", "v", "g", "beta", "grad_o"}), **PACKED),
+    Case(name="packed, everything saved", dtype=FP16, options={"disable_recompute": True}, **PACKED),
+    # As many heads as prepare for Hopper takes; decays that keep and that pass the range of its factors.
+    Case(name="20 heads, bounded", dtype=BF16, gate_dtype=BF16, gate="lower bound", **(PACKED | {"HV": 20, "H": 20})),
+    Case(name="20 heads, strong decays", dtype=BF16, decay=-20.0, **(PACKED | {"HV": 20, "H": 20})),
+    # Whole chunks, whose backward has kernels for many rows, and sequences that are cut into segments.
+    Case(name="rows", B=2, T=4100, H=1, K=128, dtype=BF16, state=FP32, backward=True),
+    Case(name="rows, K 256", B=2, T=1030, H=1, K=256, dtype=BF16, state=FP32, backward=True),
+    Case(name="whole chunks", B=2, T=2048, H=4, K=128, dtype=BF16, state=FP32, backward=True),
+    Case(name="segments", T=8300, H=1, K=128, dtype=BF16, decay="slow", state=FP32, backward=True),
+    Case(name="tokens", B=3, T=7, gate="lower bound", **STEP),
+    Case(name="prompts", T=136, lengths=BOUNDARIES, gate="softplus", **STEP),
+    Case(name="prompts, K 256", B=2, T=40, **(STEP | {"K": 256, "V": 64})),
+]
+POOLS = [
+    Case(name="pool", T=140, lengths=BOUNDARIES, HV=4, K=128, dtype=BF16, state=FP32),
+    Case(name="pool, V first, states", T=140, lengths=BOUNDARIES, HV=4, K=64, dtype=BF16, state=BF16).having(
+        options={"state_v_first": True, "return_intermediate_states": True}
+    ),
+    Case(name="step", B=20, T=1, gate="softplus", **STEP),
+    Case(name="step, V first", B=20, T=1, options={"state_v_first": True}, **STEP),
+    Case(name="step, many states", B=256, T=1, **(STEP | {"H": 32, "HV": 0, "state": BF16})),
+]
+
+
+def in_pool(case: Case) -> Call:
+    """The case on a pool with an unused slot after every used one; the second sequence is skipped."""
+    slots = torch.arange(case.N, dtype=torch.int32) * 2 + 1
+    slots[1] = -1
+    return case.call().in_pool(slots, 2 * case.N + 1)
+
+
+def drafts() -> Call:
+    """A slot for every token, from the last accepted one."""
+    case = Case(name="drafts", B=3, T=4, gate="lower bound", **STEP)
+    slots = torch.arange(case.N * case.T, dtype=torch.int32).view(case.N, case.T).flip(0)
+    return case.call().in_pool(slots, case.N * case.T + 1, torch.arange(case.N) % case.T + 1)
+
+
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    return Subject(find_target("nvidia"))
+
+
+@on_gpu
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_calls(subject: Subject, case: Case):
+    subject.check(case.call())
+
+
+@on_gpu
+@pytest.mark.parametrize("case", POOLS, ids=lambda case: case.name)
+def test_pools(subject: Subject, case: Case):
+    subject.check(in_pool(case))
+
+
+@on_gpu
+def test_drafts(subject: Subject):
+    subject.check(drafts())
+
+
+@on_gpu
+@pytest.mark.parametrize("bound", [None, -5.0])
+def test_gates(subject: Subject, bound: float | None):
+    for backward in (False, True):
+        gate.check(subject, gate.arguments((2, 40, 4, 128), BF16), bound, backward=backward)
+
+
+@on_gpu
+@pytest.mark.parametrize("lengths", [(), BOUNDARIES])
+def test_gradients_through_descriptors(lengths: tuple[int, ...]):
+    """Only very large calls use descriptors otherwise; the bits are those of pointers."""
+    case = Case(name="descriptors", T=140, lengths=lengths, HV=4, K=128, dtype=BF16, state=FP32, backward=True)
+    request = case.call().request()
+    tensors = {n: x.cuda() for n, x in vars(request).items() if isinstance(x, torch.Tensor)}
+    needed = frozenset({"q", "k", "v", "g", "beta"})
+    request = replace(request, **tensors, grad_o=tensors["v"], needs_grad=needed)
+    r = metadata(request)
+    plans = (plan_backward(r, choose_backward(r, chip(tensors["q"].device), many=many)) for many in (0, 2**31))
+    first, second = (run_plan(plan, request) for plan in plans)
+    assert [n for n, x in first.items() if not torch.equal(x, second[n])] == []
+
+
+def requests() -> Iterator[AnyRequest]:
+    """What the calls above plan, but the gates and the descriptors."""
+    yield from (call.request() for call in (*map(in_pool, POOLS), drafts()))
+    for case in CASES:
+        r = replace(case.call().request(), save_for_backward=case.backward)
+        yield r
+        if case.backward:
+            saved = tuple(torch.empty(spec.shape, dtype=spec.dtype) for spec in saved_specs(r))
+            grads = {"grad_o": r.v, "grad_final_state": r.initial_state}
+            needed = frozenset({"q", "k", "v", "g", "beta", "initial_state"})
+            yield replace(r, saved=saved, needs_grad=needed, **grads)
+
+
+def test_every_kernel_is_launched():
+    """Planned for an H100, without a GPU."""
+    launched = {name for r in requests() for name in plan_of(r, CHIPS[90]).kernels}
+    shipped = {job.kernel.__name__ for job in aot.shipped(90)} - {"gate_forward_kernel", "gate_backward_kernel"}
+    assert shipped - launched == set()
