@@ -96,6 +96,8 @@ class Faultless(Mutant):
 class WrongRecurrence(Mutant):
     """A forward by the token recurrence with one term changed."""
 
+    abstract = True
+
     def step(self, state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor):
         """The output and the next state of one token."""
         raise NotImplementedError
@@ -479,13 +481,14 @@ class WrongDtype(Mutant):
 
 def _concrete(cls: type[Mutant]) -> Iterator[type[Mutant]]:
     for child in cls.__subclasses__():
-        if child is not WrongRecurrence:
+        if not vars(child).get("abstract"):
             yield child
         yield from _concrete(child)
 
 
 def mutants() -> list[type[Mutant]]:
-    """Every mutant, those of ``quiet_mutants`` among them, the control aside."""
-    import quiet_mutants  # noqa: F401  it imports this module
+    """Every mutant, those of ``quiet_mutants`` and ``rare_mutants`` among them, the control aside."""
+    import quiet_mutants  # noqa: F401  they import this module
+    import rare_mutants  # noqa: F401
 
     return [m for m in _concrete(Mutant) if m is not Faultless]
