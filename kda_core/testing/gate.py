@@ -17,7 +17,7 @@ from kda_core import reference
 from kda_core.errors import UnsupportedCall
 from kda_core.request import GateRequest
 from kda_core.testing.axes import DTYPES
-from kda_core.testing.budgets import FACTOR, Budget, Error, measure
+from kda_core.testing.budgets import FACTOR, Budget, Error, describe, measure
 from kda_core.testing.inputs import guards, placed
 from kda_core.testing.rounding import FUNCTION_ULPS, RELATIVE_RMS, unit_roundoff
 from kda_core.testing.subject import Mismatch, Record, Subject
@@ -82,10 +82,13 @@ def check(
         error = _measure(name, got[name], expected, dtype, g)
         record.note(name, error, budget)
         if not error.share(budget) <= 1:
-            raise Mismatch(
-                f"kda_gate, {name}: relative error {error.frobenius:.3g} (budget {budget.frobenius:.3g}), worst row "
-                f"{list(error.where)} {error.worst_row:.3g} (budget {budget.worst_row:.3g})"
-            )
+            by_head = (_by_head(name, t, g) for t in (got[name], expected))
+            raise Mismatch(f"kda_gate: {describe(name, *by_head, error, budget, 1.0, _place(error.where))}")
+
+
+def _place(where: tuple[int, ...]) -> str:
+    *token, head = where
+    return f"token {token}, head {head}" if token else f"head {head}"
 
 
 def expectations(

@@ -17,7 +17,9 @@ def dense(t: Tensor, axis: int | None = None) -> Tensor:
     """``t`` read with the stride of a contiguous tensor along one axis or all; unchanged where memory ends before."""
     strides = list(torch.empty(t.shape, device="meta").stride())
     if axis is not None:
-        strides = [s if i == axis % t.dim() else own for i, (s, own) in enumerate(zip(strides, t.stride(), strict=True))]
+        strides = [
+            s if i == axis % t.dim() else own for i, (s, own) in enumerate(zip(strides, t.stride(), strict=True))
+        ]
     last = t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, strides, strict=True))
     fits = t.numel() and last < t.untyped_storage().nbytes() // t.element_size()
     return t.as_strided(t.shape, strides) if fits else t
@@ -197,7 +199,9 @@ class LaterPaddingWritten(Mutant):
         indices = r.ssm_state_indices
         if indices is None or indices.dim() == 1 or r.pad_slot_id < 0:
             return r
-        first = torch.zeros(r.N, dtype=torch.long) if r.num_accepted_tokens is None else r.num_accepted_tokens.long() - 1
+        first = (
+            torch.zeros(r.N, dtype=torch.long) if r.num_accepted_tokens is None else r.num_accepted_tokens.long() - 1
+        )
         start = indices.gather(1, first[:, None])
         return replace(r, pad_slot_id=-1, ssm_state_indices=torch.where(start == r.pad_slot_id, -1, indices))
 
