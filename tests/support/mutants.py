@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from unittest import mock
 
@@ -477,18 +476,3 @@ class WrongDtype(Mutant):
 
     def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
         return result if result.final_state is None else replace(result, final_state=result.final_state.float())
-
-
-def _concrete(cls: type[Mutant]) -> Iterator[type[Mutant]]:
-    for child in cls.__subclasses__():
-        if not vars(child).get("abstract"):
-            yield child
-        yield from _concrete(child)
-
-
-def mutants() -> list[type[Mutant]]:
-    """Every mutant, those of ``quiet_mutants`` and ``rare_mutants`` among them, the control aside."""
-    import quiet_mutants  # noqa: F401  they import this module
-    import rare_mutants  # noqa: F401
-
-    return [m for m in _concrete(Mutant) if m is not Faultless]

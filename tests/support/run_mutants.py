@@ -11,9 +11,13 @@ import pkgutil
 import sys
 from pathlib import Path
 
+import mutants
 import pytest
+import quiet_mutants
+import rare_mutants
+import stride_mutants
 import torch
-from mutants import Faultless, Mutant, mutants
+from mutants import Faultless, Mutant
 
 from kda_core.plugins import registry
 from kda_core.testing import suite
@@ -63,6 +67,15 @@ OPTIONS = (
 )
 
 
+MODULES = (mutants, quiet_mutants, rare_mutants, stride_mutants)
+
+
+def every_mutant() -> list[type[Mutant]]:
+    """All mutants, the control aside."""
+    classes = [c for module in MODULES for c in vars(module).values() if isinstance(c, type) and issubclass(c, Mutant)]
+    return [c for c in dict.fromkeys(classes) if c not in (Mutant, Faultless) and not vars(c).get("abstract")]
+
+
 def run(subjects: list[Mutant]) -> dict[str, str]:
     """The test of the kit's fast tier that found each, by the mutant's name.
 
@@ -85,7 +98,7 @@ def main(file: str, names: list[str]) -> None:
     """Run the kit on the named mutants, or on all and the control, and write what was found."""
     registry.load()
     torch.set_num_threads(1)
-    subjects = [subject for cls in [Faultless, *mutants()] if (subject := cls()).name in names or not names]
+    subjects = [subject for cls in [Faultless, *every_mutant()] if (subject := cls()).name in names or not names]
     for subject in subjects:
         entry = registry.register(subject)
         if entry.state != "loaded":
