@@ -165,7 +165,7 @@ def _raw_gate(c: Case, tensors: dict[str, Tensor], options: dict[str, Any], norm
     HV = c.HV or c.H
     options["use_gate_in_kernel"] = True
     if c.gate == "lower bound":
-        options["lower_bound"] = LOWER_BOUND
+        options.setdefault("lower_bound", LOWER_BOUND)
     if c.A_log:
         # exp(A_log) from 1 to the largest rate over the heads.
         tensors["A_log"] = torch.linspace(0, 1, HV).mul_(torch.tensor(c.rate).log())
@@ -285,7 +285,7 @@ CASES: tuple[Case, ...] = (
         options={"state_v_first": True, "safe_gate": True},
         **BOUNDED,
     ),
-    # Sums over the rows of a batch and over a group of three; a scale that is not the default.
+    # Sums over the rows of a batch and over a group of three; a negative scale.
     _case(
         "gradients of groups of three",
         "backward",
@@ -296,7 +296,12 @@ CASES: tuple[Case, ...] = (
         gate="softplus",
         state=FP32,
         backward=True,
-        options={"scale": 0.3},
+        options={"scale": -0.3},
+    ),
+    # Heads as a Hopper kernel serves them from 17 on, in whole chunks.
+    _case("gradients of 20 heads", "backward", T=128, H=20, K=128, state=FP32, backward=True, **BFLOAT16),
+    _case(
+        "gradients K 256", "backward", T=67, H=1, HV=2, K=256, lengths=(1, 66), state=FP32, backward=True, **BFLOAT16
     ),
     _case("gradients one token", "backward", T=1, state=FP32, backward=True),
     _case("gradients without states", "backward", T=70, final_state=False, backward=True),

@@ -265,7 +265,7 @@ class Subject:
         """Make the call once on new copies of its tensors, with the checks of ``run``."""
         tensors = {n: self._place(n, t, call) for n, t in call.tensors.items()}
         if call.given_out:
-            tensors["out"] = poisoned(self._o_shape(request), request.q.dtype, self.device)
+            tensors["out"] = poisoned(self._o_shape(request), request.q.dtype, self.device, "out" in call.strided)
         before = {n: guards(t).clone() for n, t in tensors.items()}
         try:
             results = self._differentiated(call, tensors, wrt) if call.grads else self._plain(call, request, tensors)

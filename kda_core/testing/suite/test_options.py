@@ -36,7 +36,7 @@ class Option:
 
 
 OPTIONS = {
-    "scale": Option({"scale": 0.4}),
+    "scale": Option({"scale": -0.4}),
     # The call passes it although it is false.
     "scale of zero": Option({"scale": 0.0}),
     "initial_state": Option({"initial_state": "state"}, Feature.INITIAL_STATE),

@@ -58,7 +58,7 @@ PROMPTS = [
         **BFLOAT16,
     ),
     Case(name="prompt lower bound", op=R, T=40, HV=4, state=FP32, **BOUNDED),
-    Case(name="prompt slow decay", op=R, T=200, K=64, decay="slow", state=FP32),
+    Case(name="prompt slow decay", op=R, T=1100, H=1, K=64, decay="slow", state=FP32),
     Case(name="prompt isolated decays", op=R, T=64, K=64, decay="isolated", state=FP32),
     Case(name="prompt -1e30", op=R, T=40, K=64, decay=-1e30, state=FP32),
     Case(name="prompt equal keys", op=R, T=64, K=64, decay="none", keys="equal", beta=1.0, state=FP32),
@@ -92,7 +92,7 @@ BACKWARD = [
         gate="softplus",
         state=FP32,
         backward=True,
-        options={"scale": 0.3},
+        options={"scale": -0.3},
     ),
     Case(
         name="recurrent gradients all in kernel",
