@@ -19,6 +19,9 @@ from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequ
 class Mutant:
     """The CPU backend with a fault in one of the methods that subclasses override; the docstring says which."""
 
+    slow = False
+    """Only tests of the slow tier find it, for their memory."""
+
     def __init__(self) -> None:
         self.cpu = registry.named("cpu").plugin
         words = "".join(f" {c.lower()}" if c.isupper() else c for c in type(self).__name__)

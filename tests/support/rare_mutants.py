@@ -276,6 +276,8 @@ class SkippedRowsUnwritten(Mutant):
 class OffsetsOfThirtyOneBits(Mutant):
     """An argument whose last element lies beyond 2^31 elements from its first is read as zero there."""
 
+    slow = True
+
     def asked(self, r: Request) -> Request:
         def wrapped(t: Tensor) -> Tensor:
             last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
@@ -287,6 +289,8 @@ class OffsetsOfThirtyOneBits(Mutant):
 class SlotOffsetsOfThirtyOneBits(Mutant):
     """A pool of more than 2^31 elements wraps: the last slot is not advanced."""
 
+    slow = True
+
     def asked(self, r: Request) -> Request:
         pool = r.initial_state
         if not r.inplace_final_state or not len(pool) or (len(pool) - 1) * pool.stride(0) < 2**31:
@@ -296,6 +300,8 @@ class SlotOffsetsOfThirtyOneBits(Mutant):
 
 class GridOfSixteenBits(Mutant):
     """More than 65,535 heads of sequences: those behind are not computed."""
+
+    slow = True
 
     def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
         if r.B * r.HV > 65_535:
