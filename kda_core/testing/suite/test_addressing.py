@@ -51,10 +51,10 @@ def test_transposed_inputs(kda):
 
 
 @requires(Feature.CHUNK, Feature.ODD_HEAD_DIMS)
-@pytest.mark.parametrize(("K", "V"), [(60, 60), (17, 33), (100, 50)])
+@pytest.mark.parametrize(("K", "V"), [(60, 36), (17, 33), (100, 50)])
 def test_reads_stay_inside(kda, K: int, V: int):
     """FAILURES 16: head dimensions that are no power of two, with NaN in the memory round every input."""
-    kda.check(Case(name=f"inside {K} {V}", B=2, T=70, K=K, V=V))
+    kda.check(Case(name=f"inside {K} {V}", B=2, T=70, K=K, V=V, state=FP32))
 
 
 @requires(Feature.CHUNK, Feature.ODD_HEAD_DIMS, Feature.BACKWARD)

@@ -11,7 +11,7 @@ import torch
 import kda_core
 from kda_core.capabilities import Feature
 from kda_core.testing import gate
-from kda_core.testing.cases import BF16, FP16, FP32, SOFTPLUS, Case
+from kda_core.testing.cases import BF16, FP16, FP32, PLAIN, SOFTPLUS, Case
 from kda_core.testing.inputs import Call
 from kda_core.testing.marks import either_way, requires
 
@@ -52,14 +52,14 @@ def test_lower_bound_gate_bounds(kda, bound: float):
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=["float32", "float16", "bfloat16"])
 def test_lower_bound_gate_of_a_bound_far_away(kda, bound: float, shift: float, dtype: torch.dtype):
     """A bound far below every decay changes none; a bound that many decays reach makes no NaN."""
-    case = Case(name=f"far bound {bound} {dtype}", T=40, gate="lower bound", rate=1.0, state=FP32, dtype=dtype)
+    case = Case(name=f"far bound {bound} {dtype}", T=40, gate="lower bound", rate=1.0, **PLAIN[dtype])
     call = case.call()
     kda.check(call.having(lower_bound=bound, g=call.tensors["g"] - shift))
 
 
 def _bias_cancels(T: int, **fields) -> Call:
     """g and dt_bias are large and their sum is small: multiplying each by the rate would leave rounding errors."""
-    case = Case(name=f"bias cancels {T}", T=T, H=3, K=64, gate="lower bound", l2norm=True, state=FP32, **fields)
+    case = Case(name=f"bias cancels {T}", T=T, H=3, gate="lower bound", l2norm=True, state=FP32, **fields)
     call = case.call()
     g, bias = call.tensors["g"], 4 * call.tensors["dt_bias"]
     return replace(call, tensors=call.tensors | {"dt_bias": bias, "g": 0.05 * g - bias.view(1, 1, *g.shape[2:])})
