@@ -245,3 +245,17 @@ def slack_of(slack: tuple[Slack, ...], output: str, dtype: torch.dtype) -> Slack
     """The declared slack that applies to an output of a call with inputs of ``dtype``: the widest one."""
     fitting = [s for s in slack if s.output in (output, "*") and s.dtype in (None, dtype)]
     return max(fitting, key=lambda s: s.factor, default=None)
+
+
+def describe(name: str, got: Tensor, expected: Tensor, error: Error, budget: Budget, slack: float, at: str) -> str:
+    """One sentence on a result outside its budget.
+
+    Args:
+        slack: declared factor of the budget. at: place of the worst row in the call.
+    """
+    there, wanted = (", ".join(f"{x:.4g}" for x in t[error.where].flatten()[:3].tolist()) for t in (got, expected))
+    widened = "" if slack == 1 else f", widened by the backend's declared slack {slack}"
+    return (
+        f"{name}: relative error {error.frobenius:.3g} (budget {budget.frobenius:.3g}), worst row "
+        f"{error.worst_row:.3g} (budget {budget.worst_row:.3g}){widened} at {at}: got [{there}], expected [{wanted}]"
+    )

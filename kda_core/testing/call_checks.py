@@ -107,16 +107,6 @@ def bit_sum(t: Tensor, by_slot: bool = False) -> Tensor:
     return bits.sum(dim=tuple(range(1, t.dim())) if by_slot else None, dtype=torch.int64)
 
 
-def describe(name: str, got: Tensor, expected: Tensor, error: budgets.Error, budget: Budget, slack: float, at: str):
-    """One sentence on a result outside its budget."""
-    there, wanted = (", ".join(f"{x:.5g}" for x in t[error.where].flatten()[:3].tolist()) for t in (got, expected))
-    widened = "" if slack == 1 else f", widened by the backend's declared slack {slack}"
-    return (
-        f"{name}: relative error {error.frobenius:.3g} (budget {budget.frobenius:.3g}), worst row "
-        f"{error.worst_row:.3g} (budget {budget.worst_row:.3g}){widened} at {at}: got [{there}], expected [{wanted}]"
-    )
-
-
 class _Check(ABC):
     """The check of one call: inputs before it, results and untouched memory after it."""
 
@@ -176,7 +166,8 @@ class _Check(ABC):
             slack = budgets.slack_of(self.backend.info.slack, name, dtype)
             factor = 1.0 if slack is None else slack.factor
             if error.share(budget) > factor:
-                problems.append(describe(name, found, exact, error, budget, factor, place(name, error.where)))
+                at = place(name, error.where)
+                problems.append(budgets.describe(name, found, exact, error, budget, factor, at))
         return problems
 
     def report(self, problems: list[str], result: Any) -> None:

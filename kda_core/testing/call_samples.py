@@ -7,6 +7,7 @@ for outputs, states within them and the gradient of q.
 from __future__ import annotations
 
 import random
+import sys
 from dataclasses import fields, replace
 
 import torch
@@ -71,6 +72,11 @@ class Slots:
         return found
 
 
+def whole(r: Request) -> Sample:
+    """All of a call, whose index tensors are on the CPU: it says where a row of a result lies."""
+    return Sample(r, Slots(r) if r.inplace_final_state else None, sys.maxsize, random.Random(0), sys.maxsize)
+
+
 class Sample:
     """Some sequences and heads of a call.
 
@@ -79,6 +85,7 @@ class Sample:
         slots: of its pool, or None.
         elements: of states that may be computed (tokens times value heads times K times V).
         choice: decides which part of a larger call is taken.
+        most_states: elements of all states at one token.
 
     Attributes:
         sequences: their numbers.
@@ -87,7 +94,14 @@ class Sample:
         whole: whether all sequences are in it, with all their tokens.
     """
 
-    def __init__(self, r: Request, slots: Slots | None, elements: int, choice: random.Random) -> None:
+    def __init__(
+        self,
+        r: Request,
+        slots: Slots | None,
+        elements: int,
+        choice: random.Random,
+        most_states: int = MOST_STATES,
+    ) -> None:
         self.request, self.slots = r, slots
         self.bounds = reference.sequence_bounds(r)
         skipped = [False] * r.N if slots is None else slots.skipped
@@ -95,7 +109,7 @@ class Sample:
         group = r.HV // r.H
         of_head = group * r.K * r.V
         total = sum(map(self._all_tokens, self.sequences))
-        allowed = min(elements // max(total * of_head, 1), MOST_STATES // max(len(self.sequences) * of_head, 1))
+        allowed = min(elements // max(total * of_head, 1), most_states // max(len(self.sequences) * of_head, 1))
         heads = max(1, min(r.H, allowed))
         first = choice.randrange(r.H - heads + 1)
         self.heads = slice(first, first + heads)
@@ -103,7 +117,7 @@ class Sample:
         self.tokens: int | None = None
         self.whole = True
         if allowed < 1:
-            self._drop_sequences(elements // of_head, max(MOST_STATES // of_head, 1), choice)
+            self._drop_sequences(elements // of_head, max(most_states // of_head, 1), choice)
 
     def _all_tokens(self, n: int) -> int:
         _, start, end = self.bounds[n]

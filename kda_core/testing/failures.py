@@ -1,8 +1,9 @@
-"""Features, dtypes and shapes that failed tests have in common."""
+"""Test functions that failed, and the features, dtypes and shapes that failed tests have in common."""
 
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,11 @@ class Outcome:
     message: str = ""
     slow: bool = False
 
+    @property
+    def function(self) -> str:
+        """The test function, without its parameters."""
+        return self.test.partition("[")[0].removeprefix("kda_core.testing.suite.")
+
 
 def values_of(record: dict[str, Any]) -> set[str]:
     """The features of a call, by name, and its values along the other axes."""
@@ -69,11 +75,22 @@ class Failures:
         self.failed = sorted((o for o in outcomes if o.failed), key=lambda o: o.position)
         # A test without a served call has no information about any value.
         self.passed = [o for o in outcomes if not o.failed and o.values]
+        self._failed_functions = Counter(o.function for o in self.failed)
+        self._passed_functions = Counter(o.function for o in self.passed)
+        if len(self._failed_functions) == 1:
+            # Other functions differ from this one by more than their values.
+            self.passed = [o for o in self.passed if o.function in self._failed_functions]
+
+    def functions(self) -> list[dict[str, Any]]:
+        """The test functions that failed, those with most failures first."""
+        counts = self._failed_functions.most_common()
+        return [{"function": f, "failed": n, "passed": self._passed_functions[f]} for f, n in counts]
 
     def involve(self) -> list[dict[str, Any]]:
         """The values that most failures share and that fail more often than others do, the most telling first.
 
-        A value that every test has is left out; so are later values that the same tests have.
+        Most test functions that failed must share them, too: one function with many parameters is one piece of
+        evidence. A value that every test has is left out; so are later values that the same tests have.
         """
         found, seen = [], set()
         for value in self._values(self.failed):
@@ -83,7 +100,9 @@ class Failures:
                 continue
             seen.add((failed, passed))
             share = len(failed) / (len(failed) + len(passed))
-            if len(failed) >= MANY * len(self.failed) and share >= OFTEN * others[0] / sum(others):
+            functions = {o.function for o in self.failed if value in o.values}
+            is_shared = len(failed) >= MANY * len(self.failed) and len(functions) >= MANY * len(self._failed_functions)
+            if is_shared and share >= OFTEN * others[0] / sum(others):
                 found.append({"value": value, "failed": len(failed), "passed": len(passed), "share": share})
         found.sort(key=lambda v: (-v["failed"], -v["share"]))
         return found[:MOST_NAMED]
@@ -108,10 +127,11 @@ class Failures:
     def as_json(self) -> dict[str, Any]:
         """The failures as JSON values."""
         if not self.failed:
-            return {"count": 0, "tests": [], "involve": [], "spared": [], "rerun": None}
+            return {"count": 0, "tests": [], "functions": [], "involve": [], "spared": [], "rerun": None}
         return {
             "count": len(self.failed),
             "tests": [o.test for o in self.failed],
+            "functions": self.functions(),
             "involve": self.involve(),
             "spared": self.spared(),
             "rerun": self.rerun(),
@@ -123,16 +143,25 @@ class Failures:
             return
         count = len(self.failed)
         yield f"  {count} failed:"
+        functions = self.functions()
+        for f in functions[:MOST_NAMED]:
+            yield f"    {self._share(f['failed'])} in {f['function']} ({f['passed']} tests of it passed)"
+        if len(functions) > MOST_NAMED:
+            others = functions[MOST_NAMED:]
+            yield f"    {self._share(sum(f['failed'] for f in others))} in {len(others)} other test functions"
         for v in self.involve():
-            share = "all" if v["failed"] == count else f"{v['failed']} of"
             noun = "failures involve" if count > 1 else "failure involves"
-            yield f"    {share} {count} {noun} {v['value']} ({v['passed']} tests with it passed)"
+            yield f"    {self._share(v['failed'])} {noun} {v['value']} ({v['passed']} tests with it passed)"
         for v in self.spared():
             yield f"    no failure involves {v['value']} ({v['passed']} tests with it passed)"
         yield f"    the first, simplest tests first: {self.failed[0].test}"
         # A mismatch names the call in its first line, and the worst output in the second.
         yield from (f"      {line.strip()}" for line in self.failed[0].message.splitlines()[:2])
         yield f"    run it again: {self.rerun()}"
+
+    def _share(self, failed: int) -> str:
+        count = len(self.failed)
+        return f"all {count}" if failed == count else f"{failed} of {count}"
 
     @staticmethod
     def _values(outcomes: list[Outcome]) -> list[str]:

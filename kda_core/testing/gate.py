@@ -7,6 +7,7 @@ rate, which exp(−z) with z = exp(A_log)·x multiplies by z.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from kda_core import reference
 from kda_core.errors import UnsupportedCall
 from kda_core.request import GateRequest
 from kda_core.testing.axes import DTYPES
-from kda_core.testing.budgets import FACTOR, Budget, Error, measure
+from kda_core.testing.budgets import FACTOR, Budget, Error, describe, measure
 from kda_core.testing.inputs import guards, placed
 from kda_core.testing.rounding import FUNCTION_ULPS, RELATIVE_RMS, unit_roundoff
 from kda_core.testing.subject import Mismatch, Record, Subject
@@ -43,9 +44,16 @@ def arguments(
 
 
 def check(
-    subject: Subject, tensors: dict[str, Tensor], lower_bound: float | None = None, backward: bool = False
+    subject: Subject,
+    tensors: dict[str, Tensor],
+    lower_bound: float | None = None,
+    backward: bool = False,
+    wrt: Collection[str] = DIFFERENTIABLE,
 ) -> None:
     """Call ``kda_gate`` and compare its result (and gradients) with the oracle's.
+
+    Args:
+        wrt: the arguments whose gradient is asked for. The result's gradient is a slice of a wider tensor.
 
     Raises:
         Refused: the backend does not serve the call.
@@ -64,9 +72,9 @@ def check(
     subject.records.append(record)
     capabilities = subject.info.capabilities
     reasons = [r for f in sorted(request.features, key=lambda f: f.name) if (r := capabilities.refusal(f)) is not None]
-    there = {n: placed(t, subject.device).requires_grad_(backward) for n, t in tensors.items()}
+    there = {n: placed(t, subject.device).requires_grad_(backward and n in wrt) for n, t in tensors.items()}
     before = {n: guards(t.detach()).clone() for n, t in there.items()}
-    cotangent = torch.ones_like(g, dtype=request.output_dtype) if backward else None
+    cotangent = _cotangent(g.shape, request.output_dtype) if backward else None
     try:
         got = _call(there, lower_bound, subject, cotangent)
     except UnsupportedCall as refusal:
@@ -77,15 +85,25 @@ def check(
         if not torch.equal(guards(there[name].detach()), old):
             raise Mismatch(f"{name} was modified, or memory round it was")
     for name, (expected, dtype, budget) in expectations(tensors, lower_bound, request.output_dtype, cotangent).items():
+        if name not in got:
+            continue
         if got[name].shape != expected.shape or got[name].dtype != dtype:
             raise Mismatch(f"{name}: expected {list(expected.shape)} {dtype}, got {got[name].shape} {got[name].dtype}")
         error = _measure(name, got[name], expected, dtype, g)
         record.note(name, error, budget)
         if not error.share(budget) <= 1:
-            raise Mismatch(
-                f"kda_gate, {name}: relative error {error.frobenius:.3g} (budget {budget.frobenius:.3g}), worst row "
-                f"{list(error.where)} {error.worst_row:.3g} (budget {budget.worst_row:.3g})"
-            )
+            by_head = (_by_head(name, t, g) for t in (got[name], expected))
+            raise Mismatch(f"kda_gate: {describe(name, *by_head, error, budget, 1.0, _place(error.where))}")
+
+
+def _cotangent(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A gradient of the result, of one sign: a sum of both signs could lose all its digits."""
+    return (0.5 + torch.rand(shape, generator=torch.Generator().manual_seed(2))).to(dtype)
+
+
+def _place(where: tuple[int, ...]) -> str:
+    *token, head = where
+    return f"token {token}, head {head}" if token else f"head {head}"
 
 
 def expectations(
@@ -131,8 +149,9 @@ def _call(
     y = kda_core.kda_gate(**there, lower_bound=bound, backend=subject.name)
     results = {"gate": y.detach().cpu()}
     if cotangent is not None:
-        names = [n for n in DIFFERENTIABLE if n in there]
-        found = torch.autograd.grad(y, [there[n] for n in names], cotangent.to(subject.device))
+        names = [n for n, t in there.items() if t.requires_grad]
+        given = placed(cotangent, subject.device, strided=True)
+        found = torch.autograd.grad(y, [there[n] for n in names], given)
         results |= {f"d{n}": d.cpu() for n, d in zip(names, found, strict=True)}
     return results
 

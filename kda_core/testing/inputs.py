@@ -31,7 +31,7 @@ class Call:
         tensors: every tensor argument that is given, by name.
         options: every other argument that is given, by name.
         grads: gradients of "o" and "final_state" for a backward; empty: forward only.
-        strided: names of the tensors ("grad_o" and "grad_final_state" too) to be passed as slices of wider ones.
+        strided: names of the tensors ("grad_o", "grad_final_state" and "out" too) to be passed as slices of wider ones.
         given_out: pass a buffer full of NaN as ``out``.
         name: for messages.
     """
@@ -188,19 +188,24 @@ def _poison(t: Tensor) -> Tensor:
 
 def _widened(shape: tuple[int, ...]) -> list[int]:
     """The shape of the tensor that a strided one of this shape is a slice of."""
-    wide = list(shape)
-    if wide:
-        wide[-1] = 2 * wide[-1] + 3
-    if len(wide) >= 2:
-        wide[-2] += 1
-    return wide
+    if len(shape) < 2:
+        return [*shape, 2]
+    return [*shape[:-2], shape[-2] + 1, 2 * shape[-1] + 3]
+
+
+def _sliced(wide: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The part of that shape of a tensor of shape ``_widened(shape)``."""
+    if len(shape) < 2:
+        return wide[..., 0]
+    return wide[..., : shape[-2], : shape[-1]]
 
 
 def placed(t: Tensor, device: torch.device, strided: bool = False) -> Tensor:
     """A copy of ``t`` on ``device`` inside a larger, poisoned buffer.
 
     Args:
-        strided: make it a slice of a tensor whose last two axes are wider (as q is of a fused projection).
+        strided: make it a slice of a tensor whose last two axes are wider (as q is of a fused projection), or a column
+            of a matrix.
     """
     shape = _widened(t.shape) if strided else list(t.shape)
     size = 1
@@ -208,22 +213,17 @@ def placed(t: Tensor, device: torch.device, strided: bool = False) -> Tensor:
         size *= n
     buffer = _poison(torch.empty(size + 2 * GUARD, dtype=t.dtype, device=device))
     view = buffer[GUARD : GUARD + size].view(shape)
-    for axis in range(max(t.dim() - 2, 0), t.dim()):
-        view = view.narrow(axis, 0, t.shape[axis])
-    return view.copy_(t)
+    return (_sliced(view, t.shape) if strided else view).copy_(t)
 
 
 def slice_is_strided(shape: tuple[int, ...]) -> bool:
     """Whether ``placed(..., strided=True)`` of that shape is no contiguous tensor: a slice of one element is."""
-    view = torch.empty(_widened(shape), device="meta")
-    for axis in range(max(len(shape) - 2, 0), len(shape)):
-        view = view.narrow(axis, 0, shape[axis])
-    return not view.is_contiguous()
+    return not _sliced(torch.empty(_widened(shape), device="meta"), shape).is_contiguous()
 
 
-def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, strided: bool = False) -> Tensor:
     """An output buffer full of NaN, with poisoned memory around it."""
-    return placed(torch.full(shape, float("nan"), dtype=dtype), device)
+    return placed(torch.full(shape, float("nan"), dtype=dtype), device, strided)
 
 
 def guards(t: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from kda_core.request import Request
 from kda_core.testing import budgets, interpreter, references
 from kda_core.testing.axes import DTYPES, axes
 from kda_core.testing.budgets import Budget, Error
+from kda_core.testing.call_samples import whole
 from kda_core.testing.cases import Case
 from kda_core.testing.inputs import Call, guards, placed, poisoned, same_bits, slice_is_strided
 from kda_core.testing.nearby import Build, nearest, turned_down
@@ -264,7 +265,7 @@ class Subject:
         """Make the call once on new copies of its tensors, with the checks of ``run``."""
         tensors = {n: self._place(n, t, call) for n, t in call.tensors.items()}
         if call.given_out:
-            tensors["out"] = poisoned(self._o_shape(request), request.q.dtype, self.device)
+            tensors["out"] = poisoned(self._o_shape(request), request.q.dtype, self.device, "out" in call.strided)
         before = {n: guards(t).clone() for n, t in tensors.items()}
         try:
             results = self._differentiated(call, tensors, wrt) if call.grads else self._plain(call, request, tensors)
@@ -376,7 +377,9 @@ class Subject:
         factor = 1.0 if slack is None else slack.factor
         if self.records:
             self.records[-1].note(name, error, budget, factor)
-        return [] if error.share(budget) <= factor else [_describe(name, got, expected, error, budget, factor)]
+        if error.share(budget) <= factor:
+            return []
+        return [budgets.describe(name, got, expected, error, budget, factor, whole(r).place(name, error.where))]
 
     def _features(self, r: Request, call: Call) -> set[Feature]:
         strided = {Feature.STRIDED_INPUT} if _is_strided(call) else set()
@@ -483,13 +486,3 @@ class Subject:
                 view[slots] = old_view[slots]
             if not torch.equal(restored, before[name]):
                 raise Mismatch(f"{name}: memory was written that this call must not touch")
-
-
-def _describe(name: str, got: Tensor, expected: Tensor, error: Error, budget: Budget, slack: float) -> str:
-    where = error.where
-    there, wanted = got[where].flatten()[:3].tolist(), expected[where].flatten()[:3].tolist()
-    widened = "" if slack == 1 else f", widened by the declared slack {slack}"
-    return (
-        f"{name}: relative error {error.frobenius:.3g} (budget {budget.frobenius:.3g}), worst row {list(where)} "
-        f"{error.worst_row:.3g} (budget {budget.worst_row:.3g}){widened}; there {there}, expected {wanted}"
-    )

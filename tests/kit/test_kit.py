@@ -167,6 +167,18 @@ def test_subject_finds(altered, message: str):
         subject.check(named("past a chunk").call())
 
 
+def test_a_mismatch_says_where_with_four_digits(altered):
+    def one_row(r, y):
+        y.o[0, 20, 1] = 1 / 3
+        return y
+
+    case = Case(name="where", T=30, K=16, lengths=(4, 0, 26))
+    with pytest.raises(
+        Mismatch, match=r"at token 16 of sequence 2 \(row 20\), head 1: got \[0\.3333, 0\.3333, 0\.3333\]"
+    ):
+        altered(one_row).check(case)
+
+
 def test_subject_finds_writes_round_a_tensor(altered):
     def write_behind(r, y):
         r.g.as_strided((1,), (1,), r.g.storage_offset() + r.g.numel()).fill_(0)

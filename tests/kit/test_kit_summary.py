@@ -126,7 +126,8 @@ def test_summary_says_nothing_of_failures_where_there_are_none(pytest_in, tmp_pa
     assert status == pytest.ExitCode.OK
     assert "involve" not in text
     (backend,) = json.loads((tmp_path / "report.json").read_text())["backends"]
-    assert backend["failures"] == {"count": 0, "tests": [], "involve": [], "spared": [], "rerun": None}
+    nothing = {"count": 0, "tests": [], "functions": [], "involve": [], "spared": [], "rerun": None}
+    assert backend["failures"] == nothing
 
 
 def _outcomes(failed: list[set[str]], passed: list[set[str]]) -> list[Outcome]:
@@ -152,6 +153,35 @@ def test_a_value_of_few_failures_is_not_named():
     failures = Failures("mychip", _outcomes([{"VARLEN"}] * 8 + [{"GVA"}], [{"CHUNK"}] * 20))
     assert [v["value"] for v in failures.involve()] == ["VARLEN"]
     assert "8 of 9 failures involve VARLEN" in "\n".join(failures.lines())
+
+
+def _of_functions(*tests: tuple[str, bool, set[str]]) -> Failures:
+    return Failures("mychip", [Outcome(t, i, bad, frozenset(values)) for i, (t, bad, values) in enumerate(tests)])
+
+
+def test_a_function_comes_before_what_its_calls_have_in_common():
+    """Four failures of one test, all with K = 20, say nothing of odd head dimensions elsewhere."""
+    infinite = "kda_core.testing.suite.test_extremes::test_infinite_gate_input"
+    tests = [(f"{infinite}[mychip-{i}]", i < 4, {"ODD_HEAD_DIMS", "GATE"}) for i in range(6)]
+    failures = _of_functions(*tests, *((f"test_{i}", False, {"CHUNK"}) for i in range(40)))
+    assert not failures.involve()
+    text = "\n".join(failures.lines())
+    assert text.startswith("  4 failed:\n    all 4 in test_extremes::test_infinite_gate_input (2 tests of it passed)\n")
+    assert "ODD_HEAD_DIMS" not in text
+
+
+def test_within_one_function_its_other_calls_tell():
+    tests = [(f"test_a[{i}]", i < 3, {"VARLEN" if i < 4 else "GVA", "CHUNK"}) for i in range(12)]
+    failures = _of_functions(*tests, *((f"test_{i}", False, {"VARLEN"}) for i in range(40)))
+    assert [(v["value"], v["passed"]) for v in failures.involve()] == [("VARLEN", 1)]
+
+
+def test_many_failures_of_one_function_are_one_piece_of_evidence():
+    odd = [(f"test_odd[{i}]", True, {"ODD_HEAD_DIMS"}) for i in range(8)]
+    others = [(f"test_{i}", True, {"VARLEN"}) for i in range(4)]
+    failures = _of_functions(*odd, *others, *((f"test_p{i}", False, {"CHUNK"}) for i in range(40)))
+    assert "ODD_HEAD_DIMS" not in [v["value"] for v in failures.involve()]
+    assert failures.functions()[0] == {"function": "test_odd", "failed": 8, "passed": 0}
 
 
 def test_slow_and_interpreted_failures_are_run_again_as_such():

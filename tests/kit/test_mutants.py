@@ -1,4 +1,4 @@
-"""The conformance kit finds deliberately wrong backends (mutants.py, quiet_mutants.py), and passes a faultless copy."""
+"""The conformance kit finds deliberately wrong backends (tests/support/*mutants.py), and passes a faultless copy."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ FAST = (
     "bias-gradient-of-the-first-row",
     "pairs-of-three",
 )
-ALL = tuple(mutant().name for mutant in mutants.mutants())
+ALL = tuple(mutant().name for mutant in run_mutants.every_mutant())
 
 
 def run(file: Path, *names: str) -> dict[str, str]:

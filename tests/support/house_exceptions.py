@@ -27,7 +27,6 @@ MUTUAL = {
     ("kda_core/checked.py", "kda_core/testing/call_checks.py"),
     ("kda_core/cli.py", "kda_core/commands.py"),
     ("kda_core/ops.py", "kda_core/transforms.py"),
-    ("tests/support/mutants.py", "tests/support/quiet_mutants.py"),
 }
 """Files that import each other, if only inside functions."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from unittest import mock
 
@@ -19,6 +18,9 @@ from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequ
 
 class Mutant:
     """The CPU backend with a fault in one of the methods that subclasses override; the docstring says which."""
+
+    slow = False
+    """Only tests of the slow tier find it, for their memory."""
 
     def __init__(self) -> None:
         self.cpu = registry.named("cpu").plugin
@@ -95,6 +97,8 @@ class Faultless(Mutant):
 
 class WrongRecurrence(Mutant):
     """A forward by the token recurrence with one term changed."""
+
+    abstract = True
 
     def step(self, state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor):
         """The output and the next state of one token."""
@@ -475,17 +479,3 @@ class WrongDtype(Mutant):
 
     def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
         return result if result.final_state is None else replace(result, final_state=result.final_state.float())
-
-
-def _concrete(cls: type[Mutant]) -> Iterator[type[Mutant]]:
-    for child in cls.__subclasses__():
-        if child is not WrongRecurrence:
-            yield child
-        yield from _concrete(child)
-
-
-def mutants() -> list[type[Mutant]]:
-    """Every mutant, those of ``quiet_mutants`` among them, the control aside."""
-    import quiet_mutants  # noqa: F401  it imports this module
-
-    return [m for m in _concrete(Mutant) if m is not Faultless]

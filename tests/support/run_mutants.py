@@ -1,4 +1,4 @@
-"""The conformance kit's fast tier on the mutants (``mutants.py``).
+"""The conformance kit's fast tier on the mutants (``mutants.py``), and its slow tests of addresses on a few.
 
 ``python tests/support/run_mutants.py FILE [NAME ...]`` tests the named mutants (all, and a faultless control, without
 names); a mutant that failed a test is not tested further. FILE gets, as JSON, the test that found each.
@@ -11,9 +11,13 @@ import pkgutil
 import sys
 from pathlib import Path
 
+import mutants
 import pytest
+import quiet_mutants
+import rare_mutants
+import stride_mutants
 import torch
-from mutants import Faultless, Mutant, mutants
+from mutants import Faultless, Mutant
 
 from kda_core.plugins import registry
 from kda_core.testing import suite
@@ -63,29 +67,43 @@ OPTIONS = (
 )
 
 
+MODULES = (mutants, quiet_mutants, rare_mutants, stride_mutants)
+
+
+def every_mutant() -> list[type[Mutant]]:
+    """All mutants, the control aside."""
+    classes = [c for module in MODULES for c in vars(module).values() if isinstance(c, type) and issubclass(c, Mutant)]
+    return [c for c in dict.fromkeys(classes) if c not in (Mutant, Faultless) and not vars(c).get("abstract")]
+
+
 def run(subjects: list[Mutant]) -> dict[str, str]:
-    """The test of the kit's fast tier that found each, by the mutant's name.
+    """The test of the kit that found each, by the mutant's name.
 
     Module by module, so that what was found is not even collected any more.
     """
     stop = StopTesting()
+    fast, slow = ([subject for subject in subjects if subject.slow == wanted] for wanted in (False, True))
     rest = sorted({m.name for m in pkgutil.iter_modules(suite.__path__)} - set(FIRST))
     for module in (*FIRST, *rest):
-        left = [subject.name for subject in subjects if subject.name not in stop.found]
-        if not left:
-            break
-        backends = [f"--backend={name}" for name in left]
-        status = pytest.main([*OPTIONS, f"{suite.__name__}.{module}", *backends], plugins=[stop])
-        if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-            raise RuntimeError(f"{module}: pytest ended with {status!r}")
+        _run_module(module, [subject for subject in fast if subject.name not in stop.found], stop)
+    _run_module("test_addressing", slow, stop, "-m", "slow")
     return stop.found
+
+
+def _run_module(module: str, subjects: list[Mutant], stop: StopTesting, *options: str) -> None:
+    if not subjects:
+        return
+    backends = [f"--backend={subject.name}" for subject in subjects]
+    status = pytest.main([*OPTIONS, f"{suite.__name__}.{module}", *options, *backends], plugins=[stop])
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        raise RuntimeError(f"{module}: pytest ended with {status!r}")
 
 
 def main(file: str, names: list[str]) -> None:
     """Run the kit on the named mutants, or on all and the control, and write what was found."""
     registry.load()
     torch.set_num_threads(1)
-    subjects = [subject for cls in [Faultless, *mutants()] if (subject := cls()).name in names or not names]
+    subjects = [subject for cls in [Faultless, *every_mutant()] if (subject := cls()).name in names or not names]
     for subject in subjects:
         entry = registry.register(subject)
         if entry.state != "loaded":

@@ -9,17 +9,16 @@ import torch
 
 from kda_core.capabilities import Feature
 from kda_core.reference import DIFFERENTIABLE
-from kda_core.testing.cases import BF16, FP16, FP32, SOFTPLUS, Case
-from kda_core.testing.inputs import same_bits
+from kda_core.testing.cases import BF16, FP16, FP32, PLAIN, SOFTPLUS, Case
+from kda_core.testing.inputs import Call, same_bits
 from kda_core.testing.marks import each, each_tagged, requires
 
-GATED = Case(name="gated gradients", T=20, HV=4, K=16, state=None, final_state=False, backward=True, **SOFTPLUS)
+GATED = Case(name="gated gradients", T=20, HV=12, state=None, final_state=False, backward=True, **SOFTPLUS)
 
 # The decay's gradient is that of a whole state, before any rounding.
 SHORT = [
     Case(name="gradients of a token float16", T=1, K=64, dtype=FP16, state=FP32, backward=True),
     Case(name="gradients of a token bfloat16", T=1, K=128, dtype=BF16, state=FP32, backward=True),
-    Case(name="gradients of a token K 256", B=3, T=1, HV=4, K=256, V=128, dtype=BF16, state=FP32, backward=True),
     # Nothing decays, so dg is exactly zero; a sum of cancelling 16-bit parts is not.
     Case(name="gradients of lone tokens bfloat16", T=3, K=64, lengths=(1, 1, 0, 1), decay="slow", dtype=BF16)
     .having(backward=True),
@@ -28,10 +27,9 @@ SHORT = [
     Case(name="gradients of few tokens", T=20, K=64, decay="slow", dtype=FP16, state=BF16, backward=True),
     Case(name="gradients of few tokens V first", T=20, K=64, V=20, decay="slow", dtype=FP16, state=FP32, backward=True)
     .having(options={"state_v_first": True}),
-    Case(name="gradients of short sequences", T=78, HV=4, K=64, lengths=(0, 1, 33, 0, 12, 32), dtype=FP16, state=FP32)
+    Case(name="gradients of short sequences", T=78, K=64, lengths=(0, 1, 33, 0, 12, 32), dtype=FP16, state=FP32)
     .having(backward=True),
-    Case(name="gradients of short sequences bfloat16", T=80, K=128, lengths=(1, 33, 12, 32), dtype=BF16, state=FP32)
-    .having(backward=True, options={"state_v_first": True}),
+    Case(name="gradients of short sequences bfloat16", T=80, lengths=(1, 33, 12, 32), backward=True, **PLAIN[BF16]),
 ]  # fmt: skip
 
 
@@ -50,13 +48,23 @@ def test_backward_short(kda, case: Case):
 
 
 @requires(Feature.CHUNK, Feature.BACKWARD)
+def test_backward_of_a_long_sequence(kda):
+    """More than 64 chunks."""
+    kda.check(Case(name="long gradients", T=4200, H=1, state=FP32, backward=True))
+
+
+@requires(Feature.CHUNK, Feature.BACKWARD)
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("decay", ["slow", -8.0])
 def test_backward_of_small_rows(kda, dtype: torch.dtype, decay: str | float):
     """Queries and values a hundred times smaller: dg's summands are subnormal in float16."""
-    case = Case(name=f"small rows {decay}", T=70, K=64, dtype=dtype, decay=decay, final_state=False, backward=True)
-    call = case.call()
-    kda.check(replace(call, tensors=call.tensors | {n: 0.01 * call.tensors[n] for n in ("q", "v")}))
+    case = Case(name=f"small rows {decay}", T=70, decay=decay, backward=True, **PLAIN[dtype])
+
+    def build(case: Case) -> Call:
+        call = case.call()
+        return replace(call, tensors=call.tensors | {n: 0.01 * call.tensors[n] for n in ("q", "v")})
+
+    kda.check(case, build)
 
 
 @requires(Feature.CHUNK, Feature.BACKWARD, Feature.DISABLE_RECOMPUTE)
@@ -82,27 +90,33 @@ def test_backward_of_one_input(kda, name: str):
     kda.compare(call, kda.run(call, wrt=(name,)))
 
 
+@requires(Feature.CHUNK, Feature.BACKWARD, Feature.STATE_GRADIENT)
+def test_backward_of_the_initial_state_alone(kda):
+    """The same for the initial state."""
+    call = Case(name="gradient of a state", T=70, state=FP32, backward=True).call()
+    kda.compare(call, kda.run(call, wrt=("initial_state",)))
+
+
 @requires(Feature.CHUNK, Feature.BACKWARD, Feature.LOWER_BOUND_GATE)
 @pytest.mark.parametrize(("A_log", "dt_bias"), [(True, False), (False, True), (False, False)])
 def test_backward_lower_bound_gate_arguments(kda, A_log: bool, dt_bias: bool):
     """A_log and dt_bias are optional with a lower bound."""
     case = GATED.having(name=f"bounded gradients {A_log} {dt_bias}", gate="lower bound", A_log=A_log, dt_bias=dt_bias)
-    kda.check(case)
+    kda.check(case.having(options={"lower_bound": -3.0}))
 
 
 @requires(Feature.CHUNK, Feature.BACKWARD, Feature.STRIDED_INPUT)
 def test_backward_strided(kda):
     """Strided inputs, and gradients of the outputs that are slices."""
-    call = Case(name="strided gradients", T=70, final_state=False, backward=True).call()
-    names = frozenset(call.tensors) | {"grad_o"}
-    kda.check(replace(call, strided=names))
+    names = frozenset({"q", "k", "v", "g", "beta", "initial_state", "grad_o", "grad_final_state"})
+    kda.check(Case(name="strided gradients", T=70, state=FP32, backward=True, strided=names))
 
 
 @requires(Feature.CHUNK, Feature.BACKWARD, Feature.STRIDED_INPUT)
 def test_backward_of_offloaded_tensors(kda):
     """Hooks of saved tensors may bring slices back contiguous (activation offloading), in some layers only."""
-    fields = {"T": 70, "K": 64, "dtype": FP16, "strided": frozenset("qkv"), "backward": True}
-    call = Case(name="offloaded", final_state=False, **fields).call()
+    case = Case(name="offloaded", T=70, strided=frozenset("qkv"), backward=True, **PLAIN[FP16])
+    call = kda.near(case).call()
     expected = kda.check(call)
     for _ in range(2):
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x.contiguous(), lambda x: x):
@@ -119,19 +133,19 @@ def test_backward_of_offloaded_tensors(kda):
 @pytest.mark.parametrize(("B", "T"), [(2, 0), (0, 5), (0, 0)])
 def test_backward_no_tokens(kda, B: int, T: int, l2norm: bool):
     """No token or no sequence: the state's gradient passes through, those of the rest have no elements."""
-    call = Case(name="gradients without tokens", B=2, T=8, K=16, l2norm=l2norm, state=FP32, backward=True).call()
+    call = Case(name="gradients without tokens", B=2, T=8, l2norm=l2norm, state=FP32, backward=True).call()
     tensors = {n: t[:B] if n == "initial_state" else t[:B, :T] for n, t in call.tensors.items()}
     grads = {"o": call.grads["o"][:B, :T], "final_state": call.grads["final_state"][:B]}
     results = kda.run(replace(call, tensors=tensors, grads=grads))
     assert same_bits(results["dinitial_state"], grads["final_state"].contiguous())
-    assert results["dq"].shape == (B, T, 2, 16)
+    assert results["dq"].shape == (B, T, 2, 32)
 
 
 @requires(Feature.CHUNK, Feature.BACKWARD)
 @pytest.mark.parametrize("size", [500.0, 2000.0, 3900.0])
 def test_backward_of_large_queries_float16(kda, size: float):
     """Elements of q far from 1, without a norm, where a chunk decays by a few powers of two."""
-    case = Case(name="large queries", T=40, K=16, H=1, dtype=FP16, decay=-0.25, state=FP32, backward=True)
+    case = Case(name="large queries", T=40, decay=-0.25, backward=True, **PLAIN[FP16])
     call = case.call()
     q = call.tensors["q"].float()
     q = (q * (size / q.abs().amax(-1, keepdim=True))).to(FP16)
@@ -142,7 +156,7 @@ def test_backward_of_large_queries_float16(kda, size: float):
 @requires(Feature.CHUNK, Feature.BACKWARD, Feature.VARLEN)
 def test_backward_packed_neighbours(kda):
     """FAILURES 28: gradients of a packed sequence do not depend on its neighbours, bit for bit."""
-    case = Case(name="gradients of neighbours", T=100, lengths=(40, 35, 25), final_state=False, backward=True)
+    case = kda.near(Case(name="gradients of neighbours", T=100, lengths=(40, 35, 25), state=FP32, backward=True))
     call = case.call()
     first = kda.run(call)
     other = case.having(name="other neighbours").call()
@@ -160,7 +174,6 @@ def test_backward_packed_neighbours(kda):
 @requires(Feature.CHUNK, Feature.BACKWARD, Feature.VARLEN)
 def test_backward_behind_the_last_sequence(kda):
     """Tokens behind the end of the last sequence have no influence: their gradients are zero."""
-    call = Case(name="gradients behind the end", T=90, lengths=(30, 40), final_state=False, backward=True).call()
-    results = kda.check(call)
+    results = kda.check(Case(name="gradients behind the end", T=90, lengths=(30, 40), state=FP32, backward=True))
     for name in DIFFERENTIABLE[:5]:
         assert not results[f"d{name}"][:, 70:].any(), f"d{name} behind the end"

@@ -10,7 +10,7 @@ import torch
 
 from kda_core.capabilities import Feature
 from kda_core.reference import DIFFERENTIABLE
-from kda_core.testing.cases import BF16, FP32, Case
+from kda_core.testing.cases import BF16, FP32, PLAIN, Case
 from kda_core.testing.marks import requires
 from kda_core.testing.subject import Results
 
@@ -20,7 +20,7 @@ from kda_core.testing.subject import Results
 def test_compiled_training_step(kda, lengths: tuple[int, ...]):
     """Compiled in one graph, results and gradients are right."""
     dtype = FP32 if kda.takes(FP32) else BF16
-    call = Case(name=f"compiled {lengths}", T=70, lengths=lengths, K=16, dtype=dtype, state=FP32, backward=True).call()
+    call = Case(name=f"compiled {lengths}", T=70, lengths=lengths, backward=True, **PLAIN[dtype]).call()
     kda.check(call)
     tensors = {n: t if n == "cu_seqlens_cpu" else t.to(kda.device) for n, t in call.tensors.items()}
     names = [n for n in DIFFERENTIABLE if n in tensors]

@@ -9,7 +9,7 @@ import torch
 
 import kda_core
 from kda_core.capabilities import Feature
-from kda_core.testing.cases import BF16, FP16, FP32, Beta, Case, Gate, Keys
+from kda_core.testing.cases import BF16, FP16, FP32, PLAIN, SOFTPLUS, Beta, Case, Gate, Keys
 from kda_core.testing.inputs import Call, same_bits
 from kda_core.testing.marks import either_way, requires, slow
 
@@ -21,14 +21,14 @@ DECAYS = pytest.mark.parametrize("decay", [-1.0, -5.0, -40.0, -1000.0, -1e30, "i
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
 def test_decay(kda, decay, dtype: torch.dtype):
     """FAILURES 4: no decay overflows, and results after an isolated one are exact."""
-    kda.check(Case(name=f"decay {decay} {dtype}", T=130, dtype=dtype, decay=decay, state=None))
+    kda.check(Case(name=f"decay {decay} {dtype}", T=130, decay=decay, **PLAIN[dtype]))
 
 
 @requires(Feature.CHUNK, Feature.BACKWARD)
 @pytest.mark.parametrize("decay", [-5.0, -1000.0, "isolated"], ids=str)
 def test_decay_backward(kda, decay):
     """FAILURES 6: gradients stay finite and right."""
-    case = Case(name=f"decay gradients {decay}", T=70, K=16, decay=decay, final_state=False, backward=True)
+    case = Case(name=f"decay gradients {decay}", T=70, decay=decay, final_state=False, backward=True)
     kda.check(case)
 
 
@@ -36,8 +36,7 @@ def test_decay_backward(kda, decay):
 @pytest.mark.parametrize("decay", [-6.0, -8.0, -10.0])
 def test_decay_backward_float16(kda, decay: float):
     """float16 has few digits below 6e-5: operands that decay to there lose no more than they must."""
-    case = Case(name=f"float16, decay {decay}", T=70, K=16, V=20, dtype=FP16, gate_dtype=FP32, decay=decay)
-    kda.check(case.having(l2norm=True, state=FP32, backward=True))
+    kda.check(Case(name=f"float16, decay {decay}", T=70, decay=decay, l2norm=True, backward=True, **PLAIN[FP16]))
 
 
 @requires(Feature.CHUNK, Feature.BACKWARD)
@@ -53,7 +52,7 @@ def test_decay_backward_of_few_rows(kda, decay: float, T: int):
 @DECAYS
 def test_decay_recurrent(kda, decay):
     """The same for fused_recurrent_kda."""
-    kda.check(Case(name=f"decay steps {decay}", op="fused_recurrent_kda", T=40, K=16, decay=decay))
+    kda.check(Case(name=f"decay steps {decay}", op="fused_recurrent_kda", T=40, decay=decay, state=FP32))
 
 
 @requires(Feature.CHUNK, Feature.INITIAL_STATE, Feature.FINAL_STATE)
@@ -64,8 +63,7 @@ def test_state_that_only_decays(kda, T: int, decay: str | float, dtype: torch.dt
 
     No operand is rounded then, so that 16-bit inputs have no more to lose.
     """
-    case = Case(name=f"only decays {T} {decay}", T=T, K=64, decay=decay, beta=0.0, state=FP32, dtype=dtype)
-    kda.check(case)
+    kda.check(Case(name=f"only decays {T} {decay}", T=T, decay=decay, beta=0.0, **PLAIN[dtype]))
 
 
 @requires(Feature.RECURRENT, Feature.INITIAL_STATE, Feature.FINAL_STATE)
@@ -73,12 +71,12 @@ def test_state_that_only_decays(kda, T: int, decay: str | float, dtype: torch.dt
 @pytest.mark.parametrize(("T", "decay"), [(64, "mild"), (150, -0.05), (300, -0.003)])
 def test_state_that_only_decays_recurrent(kda, T: int, decay: str | float, beta: float):
     """The same token by token: a constant decay has the same rounding error at every token."""
-    case = Case(name=f"decay of steps {T} {decay} {beta}", op="fused_recurrent_kda", T=T, K=64, decay=decay, beta=beta)
+    case = Case(name=f"decay of steps {T} {decay} {beta}", op="fused_recurrent_kda", T=T, decay=decay, beta=beta)
     kda.check(case.having(state=FP32))
 
 
+INFINITE_GATES = [("softplus", FP32), ("lower bound", FP32), ("softplus", BF16), ("lower bound", FP16)]
 INFINITE = pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=["float32", "bfloat16", "float16"])
-HEAD_SIZE = pytest.mark.parametrize("K", [1, 20, 64])
 
 
 def _with_infinite(call: Call, value: float = -math.inf) -> Call:
@@ -92,11 +90,17 @@ def _with_infinite(call: Call, value: float = -math.inf) -> Call:
 
 @requires(Feature.CHUNK, Feature.BACKWARD)
 @INFINITE
-@HEAD_SIZE
-def test_infinite_decay(kda, dtype: torch.dtype, K: int):
+@pytest.mark.parametrize("g", ["float32 g", "g of q's dtype, K 20"])
+def test_infinite_decay(kda, dtype: torch.dtype, g: str):
     """A log decay of -inf (-1e30 in float16) forgets everything and has no gradient; its neighbours are exact."""
-    case = Case(name=f"-inf {dtype} {K}", T=40, K=K, V=16, dtype=dtype, gate_dtype=dtype, state=FP32, final_state=True)
-    kda.check(_with_infinite(case.having(backward=True).call()))
+    fields = PLAIN[dtype] if g == "float32 g" else PLAIN[dtype] | {"K": 20, "gate_dtype": dtype}
+    kda.check(_with_infinite(Case(name=f"-inf {dtype} {g}", T=40, backward=True, **fields).call()))
+
+
+@requires(Feature.CHUNK, Feature.BACKWARD)
+def test_infinite_decay_of_one_channel(kda):
+    """The same with one channel, where no other keeps anything."""
+    kda.check(_with_infinite(Case(name="-inf 1", T=40, K=1, state=FP32, backward=True).call()))
 
 
 @requires(Feature.RECURRENT)
@@ -109,13 +113,12 @@ def test_infinite_decay_recurrent(kda, dtype: torch.dtype, backward: bool):
 
 
 @requires(Feature.CHUNK, Feature.BACKWARD, Feature.SOFTPLUS_GATE, Feature.LOWER_BOUND_GATE)
-@INFINITE
-@pytest.mark.parametrize("gate", ["softplus", "lower bound"])
+@pytest.mark.parametrize(("gate", "dtype"), INFINITE_GATES)
 @pytest.mark.parametrize("value", [-math.inf, math.inf], ids=str)
-def test_infinite_gate_input(kda, dtype: torch.dtype, gate: Gate, value: float):
+def test_infinite_gate_input(kda, gate: Gate, dtype: torch.dtype, value: float):
     """A raw gate input of +-inf is the gate's limit, as +-1e4 already is, in results and gradients."""
-    case = Case(name=f"{value} {gate} {dtype}", T=40, K=20, gate=gate, dtype=dtype, gate_dtype=dtype, backward=True)
-    call = case.call()
+    raw = SOFTPLUS | {"gate": gate, "HV": 4} | PLAIN[dtype]
+    call = Case(name=f"{value} {gate} {dtype}", T=40, gate_dtype=dtype, backward=True, **raw).call()
     # The oracle's autograd has 0 * inf at the limit itself.
     kda.compare(_with_infinite(call, math.copysign(1e4, value)), kda.run(_with_infinite(call, value)))
 
@@ -126,7 +129,7 @@ def test_infinite_gate_input(kda, dtype: torch.dtype, gate: Gate, value: float):
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
 def test_repeating_keys(kda, keys: Keys, decay, dtype: torch.dtype):
     """FAILURES 5: beta = 1 and keys that repeat, where a series for the triangular inverse cancels."""
-    kda.check(Case(name=f"keys {keys} {decay} {dtype}", T=130, keys=keys, decay=decay, beta=1.0, dtype=dtype))
+    kda.check(Case(name=f"keys {keys} {decay} {dtype}", T=130, keys=keys, decay=decay, beta=1.0, **PLAIN[dtype]))
 
 
 @requires(Feature.CHUNK, Feature.NEG_EIGVAL)
@@ -140,9 +143,7 @@ def test_repeating_keys_negative_eigenvalues(kda, keys: Keys):
 @requires(Feature.CHUNK, Feature.BACKWARD)
 def test_repeating_keys_backward(kda):
     """FAILURES 5: gradients, too."""
-    case = Case(
-        name="key gradients", T=70, K=16, keys="equal", decay="none", beta=1.0, final_state=False, backward=True
-    )
+    case = Case(name="key gradients", T=70, keys="equal", decay="none", beta=1.0, final_state=False, backward=True)
     kda.check(case)
 
 
@@ -151,8 +152,8 @@ def test_repeating_keys_backward(kda):
 @pytest.mark.parametrize("decay", [0.0, -0.003, -0.01])
 def test_repeating_keys_backward_in_16_bits(kda, dtype: torch.dtype, decay: float):
     """Nearly parallel keys: an inverse that is rounded to 16 bits shows in dv and dbeta."""
-    shape = {"T": 64, "K": 64, "V": 32, "dtype": dtype, "state": FP32, "keys": "equal", "beta": 1.0}
-    kda.check(Case(name=f"key gradients {dtype} {decay}", decay=decay, backward=True, **shape))
+    case = Case(name=f"key gradients {dtype} {decay}", T=64, keys="equal", beta=1.0, decay=decay, **PLAIN[dtype])
+    kda.check(case.having(backward=True))
 
 
 @requires(Feature.CHUNK, Feature.QK_L2NORM)
@@ -161,7 +162,7 @@ def test_repeating_keys_backward_in_16_bits(kda, dtype: torch.dtype, decay: floa
 def test_large_scale(kda, scale: float, backward: bool):
     """Rows of norm 1 times a large scale: results that float16 holds come from operands that it holds, too."""
     dtype = FP16 if kda.takes(FP16) else BF16
-    case = Case(name=f"scale {scale}", T=40, K=16, dtype=dtype, state=FP32, l2norm=True, options={"scale": scale})
+    case = Case(name=f"scale {scale}", T=40, l2norm=True, options={"scale": scale}, **PLAIN[dtype])
     call = case.having(backward=backward).call()
     if backward:  # gradients of q are as large as the scale, too
         call.grads["o"].mul_(1 / scale)
@@ -179,11 +180,15 @@ def test_zero_inputs(kda):
 @requires(Feature.CHUNK, Feature.BACKWARD, Feature.QK_L2NORM)
 def test_zero_inputs_backward(kda):
     """The gradient of the normalisation of a zero vector is finite."""
-    call = Case(name="zero gradients", T=20, K=16, l2norm=True, final_state=False, backward=True).call()
-    zeros = {n: call.tensors[n].clone() for n in ("q", "k")}
-    for t in zeros.values():
-        t[:, 5] = 0
-    kda.check(call.having(**zeros))
+
+    def build(case: Case) -> Call:
+        call = case.call()
+        zeros = {n: call.tensors[n].clone() for n in ("q", "k")}
+        for t in zeros.values():
+            t[:, 5] = 0
+        return call.having(**zeros)
+
+    kda.check(Case(name="zero gradients", T=20, l2norm=True, state=FP32, backward=True), build)
 
 
 @slow

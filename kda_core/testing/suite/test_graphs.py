@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kda_core.capabilities import Feature
 from kda_core.reference import DIFFERENTIABLE
-from kda_core.testing.cases import BF16, FP32, Case
+from kda_core.testing.cases import BF16, BFLOAT16, PLAIN, SOFTPLUS, Case
 from kda_core.testing.inputs import same_bits
 from kda_core.testing.marks import requires
 
@@ -23,8 +23,7 @@ def test_training_step_in_a_graph(kda, lengths: tuple[int, ...], recompute: bool
     if kda.device.type != "cuda":
         pytest.skip(f"torch has no graphs for {kda.device.type}")
     options = {"disable_recompute": not recompute}
-    shape = {"HV": 4, "K": 32, "V": 64, "dtype": BF16, "state": FP32}
-    shape |= {"gate": "lower bound", "l2norm": True, "beta": "sigmoid"}
+    shape = {"HV": 4, **PLAIN[BF16], **BFLOAT16, **SOFTPLUS}
     name = f"step in a graph {lengths} {recompute}"
     call = Case(name=name, T=121, lengths=lengths, backward=True, options=options, **shape).call()
     kda.check(call)

@@ -44,13 +44,16 @@ def test_inputs_unchanged_by_a_step(kda):
 
 @requires(Feature.CHUNK, Feature.INITIAL_STATE, Feature.FINAL_STATE)
 def test_results_alias_nothing(kda):
-    """Results are tensors of their own: writing to them changes no input and no other result."""
+    """Results are tensors of their own: writing to them, and other calls, change no input and no other result."""
     call = Case(name="aliases", T=1, state=torch.float32).call()
     kda.run(call)
     tensors = {n: t.to(kda.device) for n, t in call.tensors.items()}
     with torch.no_grad():
         o, state = kda_core.chunk_kda(**tensors, **call.options, backend=kda.name)
-    before = {n: t.clone() for n, t in tensors.items()} | {"o": o.clone()}
+        before = {n: t.clone() for n, t in tensors.items()} | {"o": o.clone(), "state": state.clone()}
+        kda_core.chunk_kda(**tensors | {"v": -tensors["v"]}, **call.options, backend=kda.name)
+    assert same_bits(o, before["o"])
+    assert same_bits(state, before["state"])
     state.fill_(float("nan"))
     assert same_bits(o, before["o"])
     o.fill_(float("nan"))

@@ -36,7 +36,7 @@ class Option:
 
 
 OPTIONS = {
-    "scale": Option({"scale": 0.4}),
+    "scale": Option({"scale": -0.4}),
     # The call passes it although it is false.
     "scale of zero": Option({"scale": 0.0}),
     "initial_state": Option({"initial_state": "state"}, Feature.INITIAL_STATE),
@@ -58,18 +58,18 @@ OPTIONS = {
 }
 
 _BASES = {
-    "plain": Case(name="option", T=70, K=16),
-    "unnormalised": Case(name="option l2norm", T=70, K=16, l2norm=True),
-    "softplus": Case(name="option softplus", T=70, K=16, gate="softplus", dt_bias=False, rate=2.0),
-    "lower bound": Case(name="option bound", T=70, K=16, gate="lower bound", A_log=False),
-    "sigmoid": Case(name="option sigmoid", T=70, K=16, beta="sigmoid"),
-    "state": Case(name="option state", T=70, K=16, state=torch.float32),
-    "bounded": Case(name="option bounded", T=70, K=16, decay="bounded"),
+    "plain": Case(name="option", T=70),
+    "unnormalised": Case(name="option l2norm", T=70, l2norm=True),
+    "softplus": Case(name="option softplus", T=70, gate="softplus", dt_bias=False, rate=2.0),
+    "lower bound": Case(name="option bound", T=70, gate="lower bound", A_log=False),
+    "sigmoid": Case(name="option sigmoid", T=70, beta="sigmoid"),
+    "state": Case(name="option state", T=70, state=torch.float32),
+    "bounded": Case(name="option bounded", T=70, decay="bounded"),
 }
 _TENSORS = {
-    "state": torch.linspace(-1, 1, 2 * 16 * 16).reshape(1, 2, 16, 16),
+    "state": torch.linspace(-1, 1, 2 * 32 * 32).reshape(1, 2, 32, 32),
     "rate": torch.tensor([0.1, 0.9]),
-    "bias": torch.linspace(-1, 1, 32),
+    "bias": torch.linspace(-1, 1, 64),
     "bounds": torch.tensor([0, 30, 70], dtype=torch.int32),
 }
 _NOT_FOR_DECODING = ("cu_seqlens", "safe_gate", "disable_recompute", "chunk_size", "return_intermediate_states")

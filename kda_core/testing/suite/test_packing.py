@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kda_core.capabilities import Feature
-from kda_core.testing.cases import BF16, FP16, FP32, Case
+from kda_core.testing.cases import BF16, FP16, FP32, PLAIN, SOFTPLUS, Case
 from kda_core.testing.inputs import same_bits
 from kda_core.testing.marks import each_tagged, requires, slow
 
@@ -24,14 +24,14 @@ def test_packed(kda, case: Case):
 @requires(Feature.CHUNK, Feature.VARLEN)
 def test_packed_single_tokens_before_a_long_one(kda):
     """FAILURES 1: sequences of one token beside a long one, ``cu_seqlens=[0, 1, 2, 2050]``."""
-    kda.check(Case(name="single tokens", T=2050, H=1, K=16, lengths=(1, 1, 2048), state=FP32))
+    kda.check(Case(name="single tokens", T=2050, H=1, lengths=(1, 1, 2048), state=FP32))
 
 
 @requires(Feature.CHUNK, Feature.VARLEN, Feature.STATE_GRADIENT)
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=["float32", "bfloat16", "float16"])
 def test_gradient_through_empty_sequences(kda, dtype: torch.dtype):
     """An empty sequence passes the final state's gradient to its initial state, bit for bit."""
-    case = Case(name="through", T=5, K=24, lengths=(0, 5, 0), dtype=dtype, state=FP32, backward=True)
+    case = Case(name="through", T=5, lengths=(0, 5, 0), backward=True, **PLAIN[dtype])
     call = case.call()
     results = kda.check(call)
     assert same_bits(results["dinitial_state"][::2], call.grads["final_state"][::2])
@@ -40,7 +40,7 @@ def test_gradient_through_empty_sequences(kda, dtype: torch.dtype):
 @requires(Feature.CHUNK, Feature.VARLEN)
 def test_packed_one_token_tail(kda):
     """FAILURES 25: a tail of one token, ``cu_seqlens=[0, 8191, 8192]``."""
-    kda.check(Case(name="one-token tail", T=8192, H=1, K=16, lengths=(8191, 1)))
+    kda.check(Case(name="one-token tail", T=8192, H=1, lengths=(8191, 1)))
 
 
 @requires(Feature.CHUNK, Feature.VARLEN)
@@ -72,13 +72,13 @@ def test_packed_behind_the_end(kda):
 
 
 @requires(Feature.CHUNK, Feature.VARLEN, Feature.BACKWARD)
-@pytest.mark.parametrize("l2norm", [False, True], ids=["as given", "l2norm"])
-@pytest.mark.parametrize("HV", [2, 4], ids=["one to one", "grouped values"])
+@pytest.mark.parametrize("raw", [False, True], ids=["one to one, as given", "grouped values, raw"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_packed_anything_behind_the_end(kda, l2norm: bool, HV: int, value: float):
+def test_packed_anything_behind_the_end(kda, raw: bool, value: float):
     """Rows behind the last sequence may hold anything: their gradient is zero, and no other result changes."""
-    case = Case(name=f"anything behind the end {l2norm} {HV}", T=90, HV=HV, K=20, lengths=(30, 0, 41), l2norm=l2norm)
-    call = case.having(beta="sigmoid", gate="softplus", state=FP32, backward=True).call()
+    fields = SOFTPLUS | {"HV": 4} if raw else {}
+    case = Case(name=f"anything behind the end {raw}", T=90, lengths=(30, 0, 41), state=FP32, backward=True, **fields)
+    call = case.call()
     expected = kda.check(call)
     rows = {name: call.tensors[name].clone() for name in ("q", "k", "v", "g", "beta")}
     for x in rows.values():
@@ -129,13 +129,13 @@ def test_packed_boundaries_on_both_sides(kda, dtype: torch.dtype):
 def test_packed_many_sequences(kda):
     """More sequences than chunks: 200 of lengths 0 to 3."""
     lengths = tuple(i % 4 for i in range(200))
-    kda.check(Case(name="many sequences", T=sum(lengths), H=1, K=16, lengths=lengths))
+    kda.check(Case(name="many sequences", T=sum(lengths), H=1, lengths=lengths))
 
 
 @requires(Feature.CHUNK)
 def test_gate_dtypes_one_after_the_other(kda):
     """FAILURES 27: float32 g, then bfloat16 g with the same shapes, and a masked tail (T = 1500)."""
-    case = Case(name="gate dtypes", T=1500, H=1, K=16)
+    case = Case(name="gate dtypes", T=1500, H=1)
     kda.check(case)
     kda.check(case.having(name="gate dtypes, half", gate_dtype=BF16))
 

@@ -43,7 +43,7 @@ class Draws:
         return self.kinds * self.calls
 
 
-FAST = Draws(2, 3)
+FAST = Draws(1, 6)
 BACKWARD = Draws(1, 4)
 THOROUGH = Draws(2, 6)
 THOROUGH_BACKWARD = Draws(2, 5)

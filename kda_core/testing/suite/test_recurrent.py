@@ -10,14 +10,14 @@ import torch
 import kda_core
 from kda_core.capabilities import Feature
 from kda_core.testing import references
-from kda_core.testing.cases import BF16, BFLOAT16, BOUNDED, FP16, FP32, FP64, SOFTPLUS, Case
+from kda_core.testing.cases import BF16, BFLOAT16, BOUNDED, FP16, FP32, FP64, PLAIN, SOFTPLUS, Case
 from kda_core.testing.inputs import same_bits
 from kda_core.testing.marks import each, requires, slow
 
 R = "fused_recurrent_kda"
 
 FORWARD = [
-    Case(name="step", op=R, B=8, T=1, K=64, state=FP32),
+    Case(name="step", op=R, B=8, T=1, state=FP32),
     Case(name="step bfloat16", op=R, B=8, T=1, HV=4, K=64, V=128, dtype=BF16, gate_dtype=BF16, state=FP32),
     Case(name="step float16", op=R, B=3, T=1, K=64, dtype=FP16, state=FP32),
     Case(name="step float64", op=R, B=3, T=1, dtype=FP64, gate_dtype=FP64, state=FP64),
@@ -38,11 +38,11 @@ FORWARD = [
 
 # More than a few tokens, which may have a kernel of their own, must also be accurate to float32.
 PROMPTS = [
-    Case(name="prompt", op=R, B=2, T=40, K=64, state=FP32),
+    Case(name="prompt", op=R, B=2, T=40, state=FP32),
     Case(name="prompt bfloat16", op=R, B=2, T=64, HV=4, K=128, dtype=BF16, gate_dtype=BF16, state=FP32),
     Case(name="prompt float16", op=R, T=33, K=64, dtype=FP16, state=FP32),
     Case(name="prompt bfloat16 state V first", op=R, T=24, K=64, V=128, state=BF16, options={"state_v_first": True}),
-    Case(name="prompt without states", op=R, B=2, T=17, V=16, dtype=BF16, final_state=False),
+    Case(name="prompt without states", op=R, B=2, T=17, final_state=False),
     Case(name="prompt K 60 V 36", op=R, T=50, K=60, V=36, state=FP32),
     Case(name="prompt K 256", op=R, T=20, H=1, K=256, V=64, dtype=BF16, state=FP32),
     Case(
@@ -58,14 +58,14 @@ PROMPTS = [
         **BFLOAT16,
     ),
     Case(name="prompt lower bound", op=R, T=40, HV=4, state=FP32, **BOUNDED),
-    Case(name="prompt slow decay", op=R, T=200, K=64, decay="slow", state=FP32),
-    Case(name="prompt isolated decays", op=R, T=64, K=64, decay="isolated", state=FP32),
-    Case(name="prompt -1e30", op=R, T=40, K=64, decay=-1e30, state=FP32),
-    Case(name="prompt equal keys", op=R, T=64, K=64, decay="none", keys="equal", beta=1.0, state=FP32),
-    Case(name="prompt equal keys bfloat16", op=R, T=64, decay="none", keys="equal", beta=1.0, dtype=BF16, state=FP32),
+    Case(name="prompt slow decay", op=R, T=1100, H=1, decay="slow", state=FP32),
+    Case(name="prompt isolated decays", op=R, T=64, decay="isolated", state=FP32),
+    Case(name="prompt -1e30", op=R, T=40, decay=-1e30, state=FP32),
+    Case(name="prompt equal keys", op=R, T=64, decay="none", keys="equal", beta=1.0, state=FP32),
+    Case(name="prompt equal keys bfloat16", op=R, T=64, decay="none", keys="equal", beta=1.0, **PLAIN[BF16]),
     Case(name="prompt parallel keys", op=R, T=64, decay="none", keys="nearly parallel", beta=1.0, state=FP32),
     Case(name="prompt reflections", op=R, T=40, decay="none", keys="equal", beta="negative eigenvalues"),
-    Case(name="prompts packed", op=R, T=120, HV=4, V=16, lengths=(1, 0, 17, 8, 9, 40, 16, 25), state=FP32),
+    Case(name="prompts packed", op=R, T=120, HV=4, lengths=(1, 0, 17, 8, 9, 40, 16, 25), state=FP32),
     Case(
         name="prompts packed all in kernel",
         op=R,
@@ -81,25 +81,23 @@ PROMPTS = [
 ]
 
 BACKWARD = [
-    Case(name="recurrent gradients", op=R, T=20, K=32, V=16, state=FP32, backward=True),
+    Case(name="recurrent gradients", op=R, T=20, state=FP32, backward=True),
     Case(
         name="recurrent gradients of groups of three",
         op=R,
         B=2,
         T=6,
         HV=6,
-        K=16,
-        gate="softplus",
         state=FP32,
         backward=True,
-        options={"scale": 0.3},
+        options={"scale": -0.3},
+        **SOFTPLUS,
     ),
     Case(
         name="recurrent gradients all in kernel",
         op=R,
         T=20,
         HV=4,
-        K=16,
         lengths=(1, 12, 0, 7),
         gate="softplus",
         l2norm=True,
@@ -213,7 +211,7 @@ def test_recurrent_drift_of_a_long_decode(kda):
 @pytest.mark.parametrize(("T", "decay"), [(1, -8.0), (1, -30.0), (5, -12.0), (12, -2.0), (40, -0.5)])
 def test_recurrent_forgets(kda, T: int, decay: float):
     """Nothing is written and little of the state is left: S + (d − 1) S would have no digits."""
-    kda.check(Case(name=f"forgets {T} {decay}", op=R, T=T, K=64, decay=decay, beta=0.0, state=FP32))
+    kda.check(Case(name=f"forgets {T} {decay}", op=R, T=T, decay=decay, beta=0.0, state=FP32))
 
 
 @requires(Feature.RECURRENT, Feature.INITIAL_STATE)
@@ -223,14 +221,13 @@ def test_recurrent_forgets(kda, T: int, decay: float):
 def test_recurrent_reads_what_it_wrote(kda, dtype: torch.dtype, beta: float, T: int, decay: float):
     """Queries equal keys: a token's write mostly cancels its read of the state."""
     name = f"reads what it wrote {T} {beta}"
-    case = Case(name=name, op=R, T=T, H=1, HV=2, K=128, V=64, dtype=dtype, decay=decay, beta=beta, keys="equal")
-    call = case.having(state=FP32).call()
+    call = Case(name=name, op=R, T=T, decay=decay, beta=beta, keys="equal", **PLAIN[dtype]).call()
     state, v = 40 * call.tensors["initial_state"], call.tensors["v"] / 20
     kda.check(call.having(q=call.tensors["k"].clone(), initial_state=state, v=v))
 
 
 def _drift(kda, steps: int) -> None:
-    whole = Case(name=f"drift {steps}", op=R, T=steps, H=1, K=16, decay="slow", state=FP32).call()
+    whole = Case(name=f"drift {steps}", op=R, T=steps, H=1, decay="slow", state=FP32).call()
     kda.check(whole.slice_tokens(0, 1))
     tokens = {n: whole.tensors[n].to(kda.device).unbind(1) for n in ("q", "k", "v", "g", "beta")}
     state = whole.tensors["initial_state"].to(kda.device)

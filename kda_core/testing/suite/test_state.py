@@ -9,7 +9,7 @@ import torch
 
 from kda_core.capabilities import Feature
 from kda_core.testing import references
-from kda_core.testing.cases import BF16, FP16, FP32, Case
+from kda_core.testing.cases import BF16, FP16, FP32, PLAIN, Case
 from kda_core.testing.inputs import same_bits
 from kda_core.testing.marks import requires
 
@@ -41,7 +41,7 @@ def test_final_state_alone(kda):
 @requires(Feature.CHUNK, Feature.INITIAL_STATE, Feature.FINAL_STATE, Feature.VARLEN, Feature.STATE_V_FIRST)
 def test_state_packed_v_first(kda):
     """One state a sequence, V first."""
-    case = Case(name="packed states", T=100, V=48, lengths=(30, 0, 70), state=FP32, options={"state_v_first": True})
+    case = Case(name="packed states", T=100, V=16, lengths=(30, 0, 70), state=FP32, options={"state_v_first": True})
     kda.check(case)
 
 
@@ -85,7 +85,7 @@ def test_state_passes_through(kda):
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=["float32", "bfloat16", "float16"])
 def test_states_of_empty_sequences_pass_through(kda, dtype: torch.dtype):
     """Packed sequences that are all empty, and no token at all."""
-    call = Case(name="states of no tokens", T=8, K=128, lengths=(4, 4), dtype=dtype, state=FP32).call()
+    call = Case(name="states of no tokens", T=8, lengths=(4, 4), **PLAIN[dtype]).call()
     boundaries = torch.zeros_like(call.tensors["cu_seqlens"])
     rows = ("q", "k", "v", "g", "beta")
     empty = replace(call, tensors={n: t[:, :0] if n in rows else t for n, t in call.tensors.items()})
