@@ -13,7 +13,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any, NoReturn
 
 import torch
@@ -263,20 +263,35 @@ def _show_plans(plans: tuple[CallPlan, ...], as_json: bool) -> None:
 
 
 @app.command()
-def verify(backend: BackendName = None, device: DeviceName = None, as_json: AsJson = False) -> None:
+def verify(
+    backend: BackendName = None,
+    device: DeviceName = None,
+    as_json: AsJson = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print the error and the budget of outputs.")
+    ] = False,
+) -> None:
     """Compare a backend with the float64 oracle: every function, pools, drafts, the gate, forward and gradients.
 
-    Without --backend: every installed backend that can run on the device. Exit status: 0 when every output
-    is within its budget, 1 when one is not or nothing could be run, 2 for bad arguments.
+    Prints a line for each case when it ends, and failures in full. Without --backend: every installed backend that
+    can run on the device. Exit status: 0 when every output is within its budget, 1 when one is not or nothing could
+    be run, 2 for bad arguments.
     """
-    # Imported here: the kit's cases take longer to load than the other commands take to run.
-    from kda_core.testing import verify as kit
-
     started = time.perf_counter()
+    rows: dict[str, list[Any]] = {}
     try:
         names, where = _to_verify(backend, device)
-        with Console(stderr=True).status(f"checking {', '.join(names)} on {where}"):
-            rows = {name: kit.run(name, where) for name in names}
+        for name in names:
+            if not as_json:
+                typer.echo(f"{name} on {where}, against the float64 oracle")
+            # Imported here: the kit's cases take longer to load than the other commands take to run.
+            from kda_core.testing import verify as kit
+
+            rows[name] = []
+            for found in kit.by_case(name, where):
+                rows[name] += found
+                for line in () if as_json else _case_lines(found, verbose):
+                    typer.echo(line)
     except KdaError as error:
         _fail(str(error), EXIT_NOT_SERVED)
     except ValueError as error:
@@ -284,14 +299,10 @@ def verify(backend: BackendName = None, device: DeviceName = None, as_json: AsJs
     verdicts = Counter(row.verdict for name in names for row in rows[name])
     compared = sum(bool(row.output) for name in names for row in rows[name])
     if as_json:
-        found = {name: [_json_row(row) for row in rows[name]] for name in names}
+        as_data = {name: [_json_row(row) for row in rows[name]] for name in names}
         passed = compared > 0 and not verdicts["FAILED"]
-        _print_json({"device": str(where), "passed": passed, "verdicts": verdicts, "backends": found})
+        _print_json({"device": str(where), "passed": passed, "verdicts": verdicts, "backends": as_data})
     else:
-        for name in names:
-            title = f"{name} on {where}, against the float64 oracle"
-            columns = ("case", "output", "error", "budget", "used", "verdict")
-            _print_table(title, columns, map(_verdict_row, rows[name]))
         seconds = time.perf_counter() - started
         typer.echo(
             f"{compared} outputs compared, {verdicts['FAILED']} failures, {verdicts['refused']} calls refused, "
@@ -359,11 +370,24 @@ def _json_row(row: Any) -> dict[str, Any]:
     return {n: None if isinstance(x, float) and not math.isfinite(x) else x for n, x in fields.items()}
 
 
-def _verdict_row(row: Any) -> tuple[str, ...]:
-    if not row.output:
-        return (row.case, row.note, "", "", "", row.verdict)
-    # The share is that of the worse of two errors, of which the relative one is shown.
-    return (row.case, row.output, f"{row.error:.1e}", f"{row.budget:.1e}", f"{row.share:.0%}", row.verdict)
+def _case_lines(rows: list[Any], verbose: bool) -> Iterator[str]:
+    """A case in a line; below it what failed, and all outputs if that is asked for."""
+    outputs = [row for row in rows if row.output]
+    # A limited backend refuses the case and passes the nearest one that it serves.
+    shown = next((row for row in rows if not row.passed), (outputs or rows)[-1])
+    facts = shown.note if not outputs and shown.passed else ""
+    if outputs and shown.passed:
+        facts = f"outputs: {len(outputs)}, at most {max(row.share for row in outputs):.0%} of the budget"
+    yield f"  {typer.style(f'{shown.verdict:9}', fg=STYLES[shown.verdict])}{shown.case}{facts and ': '}{facts}"
+    if not shown.passed:
+        yield from (f"      {line}" for line in shown.note.splitlines())
+    for row in rows if verbose else ():
+        # The share is that of the worse of two errors, of which the relative one is shown.
+        yield (
+            f"      {row.output}: error {row.error:.1e}, budget {row.budget:.1e}, {row.share:.0%} used, {row.verdict}"
+            if row.output
+            else f"      {row.verdict}: {row.note}"
+        )
 
 
 def _to_verify(name: str | None, device: str | None) -> tuple[list[str], torch.device]:

@@ -6,7 +6,8 @@ chunk form, whose products take operands rounded to the dtype of q and accumulat
 else in float32 (float64 for float64 inputs), and results rounded to their own dtype. So the budget
 includes the effect of the inputs: nearly parallel keys amplify rounding errors, decay forgets them.
 float32 inputs give float32-accurate budgets: a backend that uses shorter products must declare a
-``Slack``. The forward of ``fused_recurrent_kda`` is held to float32 operands for every dtype of q.
+``Slack``. The forward of ``fused_recurrent_kda`` is held to float32 operands for every dtype of q. On a device whose
+matrix units take 16-bit subnormal operands for zero (``platforms.flushed_below``), so do the samples.
 
 Two errors are held to a budget each, so that neither a small error everywhere nor a large one in one
 place can hide:
@@ -27,6 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kda_core import platforms
 from kda_core.capabilities import Slack
 from kda_core.reference import DIFFERENTIABLE
 from kda_core.request import Request
@@ -144,24 +146,27 @@ def _measure(name: str, got: Tensor, expected: Tensor, dtype: torch.dtype) -> li
     return errors
 
 
+CPU = torch.device("cpu")
+
 _cache: dict[str, dict[str, Budget]] = {}
 MAX_CACHED_BUDGETS = 4096
 """Calls that call_checks.py checks hardly ever repeat: past this many, empty the cache."""
 
 
-def budgets(call: Call) -> dict[str, Budget]:
-    """The budget of every output of a call, by name ("o", "final_state", "h", "dq", ...)."""
+def budgets(call: Call, device: torch.device = CPU) -> dict[str, Budget]:
+    """The budget of every output of a call on a device, by name ("o", "final_state", "h", "dq", ...)."""
     # Only the slots that the call writes are compared, so only these sequences count in the samples too.
     advanced = call.advanced_sequences() if call.has_pool else None
     draft = call if call.has_draft else None
     call = call.without_pool()
     seed = call.digest()
-    key = f"{seed} {advanced}"
+    flushed_below = platforms.flushed_below(device, call.tensors["q"].dtype)
+    key = f"{seed} {advanced} {flushed_below}"
     if key not in _cache:
         if len(_cache) >= MAX_CACHED_BUDGETS:
             _cache.clear()
         with references.single_threaded():
-            _cache[key] = _budgets(call, random.Random(seed), advanced)
+            _cache[key] = _budgets(call, random.Random(seed), flushed_below, advanced)
     return _cache[key] if draft is None else _with_states_of_tokens(draft, _cache[key])
 
 
@@ -178,7 +183,7 @@ def _with_states_of_tokens(call: Call, allowed: dict[str, Budget]) -> dict[str, 
     return allowed | {"final_state": wider}
 
 
-def _budgets(call: Call, offsets: random.Random, advanced: list[int] | None = None) -> dict[str, Budget]:
+def _budgets(call: Call, offsets: random.Random, flushed_below: float, advanced: list[int] | None) -> dict[str, Budget]:
     """The budgets; those of states count only the ``advanced`` sequences (None: all)."""
     request = call.request()
     expected = references.results(call)
@@ -196,7 +201,7 @@ def _budgets(call: Call, offsets: random.Random, advanced: list[int] | None = No
     grads = {n: t.double() for n, t in call.grads.items()}
     work = r.N * r.HV * (r.T if r.cu_seqlens is None else -(-r.T // r.N)) * (r.K + r.V) if r.N else 1
     samples = max(MIN_SAMPLES, min(MAX_SAMPLES, SAMPLED_ELEMENTS // max(work, 1)))
-    found = sample(r, Noise(operand, accumulate, offsets), samples, grads, units)
+    found = sample(r, Noise(operand, accumulate, offsets, flushed_below), samples, grads, units)
     if request.op == "fused_recurrent_kda" and operand != accumulate:
         strict = sample(r, Noise(accumulate, accumulate, offsets), samples, {}, units)
         found |= {n: t for n, t in strict.items() if n in found}

@@ -323,7 +323,7 @@ class _CallCheck(_Check):
         return problems + on_fresh_thread(lambda: self._off(call, got))
 
     def _off(self, call: Call, got: dict[str, Tensor]) -> list[str]:
-        exact, allowed = references.results(call), budgets.budgets(call)
+        exact, allowed = references.results(call), budgets.budgets(call, self.request.device)
         dtypes = budgets.result_dtypes(call.request())
         expected = {n: (exact[n], dtypes[n], allowed[n]) for n in got}
         return self.compare(got, expected, self.request.q.dtype, self.sample.place)

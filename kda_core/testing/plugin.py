@@ -25,6 +25,7 @@ pytest.register_assert_rewrite("kda_core.testing.suite")
 import torch  # noqa: E402
 
 import kda_core  # noqa: E402
+from kda_core import platforms  # noqa: E402
 from kda_core.capabilities import FOREIGN_VARIABLE, Feature  # noqa: E402
 from kda_core.errors import KdaError, UnsupportedCall  # noqa: E402
 from kda_core.hookspecs import CONTRACT_VERSION  # noqa: E402
@@ -69,6 +70,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"slow: runs with -m slow, {MODE_VARIABLE}=slow or {MODE_VARIABLE}=all")
     config.addinivalue_line("markers", "kda_requires(*features): the features of a backend that a test is about")
+    known = ", ".join(platforms.platform_names())
+    config.addinivalue_line("markers", f"platform(*names): skip the test on a machine that is none of these: {known}")
     if mode() not in MODES:
         raise pytest.UsageError(f"{MODE_VARIABLE}: expected one of {', '.join(MODES)}, got {mode()!r}")
     if config.getoption("interpret"):
@@ -146,6 +149,8 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
         info = registry.named(t.backend).info
         how = ", interpreted" * t.interpreted + ", a foreign device" * t.foreign
         lines.append(f"backend {info.name} {info.version} (contract {info.contract}) on {_device_name(t.device)}{how}")
+        if below := platforms.flushed_below(t.device, torch.float16):
+            lines.append(f"budgets: products on {t.device} take float16 operands below {below:.1e} for zero")
     tested = {t.backend for t in config.stash[TARGETS]} | {ORACLE}
     for backend in registry.backends if config.getoption("backend") is None else ():
         if backend.info.name not in tested:
@@ -185,6 +190,26 @@ def kda(request: pytest.FixtureRequest) -> Iterator[Subject]:
     if request.node.get_closest_marker("slow"):
         # A slow test may hold most of a device's memory, which other processes need.
         getattr(torch.get_device_module(subject.device), "empty_cache", lambda: None)()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark in item.iter_markers("platform"):
+        if not any(platforms.is_platform(name) for name in mark.args):
+            reason = f"needs {' or '.join(mark.args)}, this machine is {platforms.this_platform()}"
+            raise pytest.skip.Exception(reason, _use_item_location=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector) -> Iterator[Any]:
+    found = yield
+    known = platforms.platform_names()
+    for item in found if isinstance(found, list) else ():
+        for mark in item.iter_markers("platform"):
+            if not mark.args or not set(mark.args) <= set(known):
+                given = ", ".join(map(repr, mark.args)) or "none"
+                raise collector.CollectError(f"{item.name}: platform: expected one of {', '.join(known)}; got {given}")
+    return found
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

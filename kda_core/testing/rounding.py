@@ -63,11 +63,13 @@ class Noise:
         operand: unit roundoff of the operands of products.
         accumulate: unit roundoff of sums, exponentials and elementwise operations.
         offsets: chooses the random numbers.
+        flushed_below: an operand of a product counts as zero below this magnitude.
     """
 
     operand: float
     accumulate: float
     offsets: random.Random
+    flushed_below: float = 0.0
 
     def errors(self, like: Tensor) -> Tensor:
         """Rounding errors of unit roundoff 1, in the shape of ``like``."""
@@ -82,6 +84,11 @@ class Noise:
     def relative(self, x: Tensor, unit: float) -> Tensor:
         """x with an error of ``unit``'s rounding."""
         return torch.addcmul(x, x, self.errors(x), value=unit)
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """x as an operand of a product."""
+        x = self.relative(x, self.operand)
+        return x.masked_fill_(x.abs() < self.flushed_below, 0) if self.flushed_below else x
 
     @property
     def fine(self) -> bool:
@@ -135,7 +142,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, noise: Noise) -> Tensor:
-        a, b = noise.relative(a, noise.operand), noise.relative(b, noise.operand)
+        a, b = noise.rounded(a), noise.rounded(b)
         ctx.save_for_backward(a, b)
         ctx.noise = noise
         return noise.product(a, b)
@@ -144,7 +151,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         a, b = ctx.saved_tensors
         noise = ctx.noise
-        grad = noise.relative(grad, noise.operand)
+        grad = noise.rounded(grad)
         return noise.product(grad, b.mT), noise.product(a.mT, grad), None
 
 

@@ -344,7 +344,7 @@ class Subject:
             Mismatch: names every output outside its budget, with its error and place.
         """
         expected = references.results(call)
-        allowed = budgets.budgets(call)
+        allowed = budgets.budgets(call, self.device)
         request = call.request()
         dtypes = budgets.result_dtypes(request)
         wrong = []
@@ -363,7 +363,7 @@ class Subject:
             Mismatch: its error exceeds the budget.
         """
         request = call.request()
-        budget, dtype = budgets.budgets(call)[name], budgets.result_dtypes(request)[name]
+        budget, dtype = budgets.budgets(call, self.device)[name], budgets.result_dtypes(request)[name]
         wrong = self._compare(name, got, expected.double(), budget, dtype, request)
         if wrong:
             raise Mismatch(f"{what}, {call.name!r}: {wrong[0]}")

@@ -34,7 +34,7 @@ class Row:
         budget: the largest error allowed, declared slack included.
         share: the larger of this error and of the worst row's, each as a share of its budget.
         verdict: "passed", "FAILED", "refused" (as declared) or "untested" (declared, and no case had a result with it).
-        note: why there is no result, or "".
+        note: why there is no result, or "". The first failed output of a case: all that is wrong with the case.
     """
 
     case: str
@@ -131,15 +131,20 @@ def checks() -> list[Check | GateCheck]:
 
 
 def run(backend: str, device: torch.device | None = None) -> list[Row]:
-    """Check a backend.
+    """Check a backend: ``by_case``, the rows of all cases in one list."""
+    return [row for rows in by_case(backend, device) for row in rows]
+
+
+def by_case(backend: str, device: torch.device | None = None) -> Iterator[list[Row]]:
+    """Check a backend, case by case.
 
     Args:
         backend: its name.
         device: where to run; None: the best device of this machine that it can serve.
 
-    Returns:
-        A row for every output of every case, for every case that is refused, and for every declared feature or dtype
-        that no case had a result with.
+    Yields:
+        The rows of a case, as soon as it ran: one for every output, or one that says that it is refused. Then the
+        rows of declared features and dtypes that no case had a result with, one at a time.
 
     Raises:
         BackendNotFound, BrokenBackend: no such backend can be used.
@@ -148,8 +153,10 @@ def run(backend: str, device: torch.device | None = None) -> list[Row]:
     # A device without an index becomes the current one's.
     there = None if device is None else torch.empty(0, device=device).device
     subject = Subject(find_target(backend) if there is None else Target(backend, there))
-    rows = [row for check in checks() for row in _rows(subject, _name(check), partial(check.run, subject))]
-    return rows + list(_untested(subject))
+    for check in checks():
+        yield list(_rows(subject, _name(check), partial(check.run, subject)))
+    for row in _untested(subject):
+        yield [row]
 
 
 def _name(check: Check | GateCheck) -> str:
@@ -167,7 +174,10 @@ def _rows(subject: Subject, name: str, check: Callable[[], None]) -> Iterator[Ro
     except Mismatch as mismatch:
         wrong = str(mismatch)
     rows = [row for record in subject.records[before:] for row in _rows_of(record, name)]
-    if wrong and all(row.passed for row in rows):
+    failed = next((row for row in rows if not row.passed), None)
+    if failed is not None:
+        rows[rows.index(failed)] = replace(failed, note=wrong)
+    elif wrong:
         rows = [row for row in rows if row.verdict != "refused"]
         rows.append(Row(name, "", 0.0, 0.0, 0.0, "FAILED", wrong))
     yield from rows

@@ -257,7 +257,7 @@ def _info(**environment: str) -> dict:
     return json.loads(done.stdout)
 
 
-@pytest.mark.skipif("__import__('torch').version.hip is not None", reason="this is a ROCm build of torch")
+@pytest.mark.platform("cpu", "nvidia")
 def test_other_builds_are_refused_with_the_reason():
     """Without ROCm the backend says what is missing."""
     info = _info()
@@ -285,7 +285,7 @@ KIT = (
 )
 
 
-@pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="this machine has a GPU")
+@pytest.mark.platform("cpu")
 def test_kit_without_a_device_is_a_usage_error():
     """``--backend=amd`` without ROCm ends at once, says so, and names the two other ways."""
     done = interpreted.python("-c", KIT.format(options=""))
@@ -294,7 +294,7 @@ def test_kit_without_a_device_is_a_usage_error():
         assert words in done.stdout + done.stderr
 
 
-@pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="this machine has a GPU")
+@pytest.mark.platform("cpu")
 def test_foreign_device_needs_a_device():
     """``--foreign-device`` lifts the demand for ROCm and not that for a GPU."""
     done = interpreted.python("-c", KIT.format(options="'--foreign-device', "))

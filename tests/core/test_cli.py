@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import re
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -339,6 +340,29 @@ def test_verify_compares_with_the_oracle(quick_cases):
     compared = [row for row in found["backends"]["reference"] if row["output"]]
     assert [row["output"] for row in compared] == ["o", "final_state"] * 2
     assert all(row["error"] <= row["budget"] for row in compared)
+
+
+def test_verify_prints_a_case_when_it_ends(monkeypatch):
+    """And not all of them at the end: here the second case never ends."""
+
+    class Stopped(verify.GateCheck):
+        def run(self, subject):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(verify, "checks", lambda: [verify.Check(named("one token")), Stopped("stopped")])
+    result = run("verify", "--backend", "reference")
+    assert result.exit_code != 0
+    lines = result.stdout.splitlines()
+    assert lines[0] == "reference on cpu, against the float64 oracle"
+    assert lines[1].startswith("  passed   one token: outputs: 2, at most ")
+
+
+def test_verify_prints_failures_in_full_and_outputs_when_asked(quick_cases):
+    with installed(Toy(value=0.0, with_state=True)):
+        short, long = run("verify", "--backend", "toy").stdout, run("verify", "--backend", "toy", "-v").stdout
+    assert re.search(r"FAILED   one token\n.*\n +o: relative error 1 \(budget .*\), worst row \[.*expected \[", short)
+    assert "o: error" not in short
+    assert re.search(r"\n +o: error 1.0e\+00, budget .*, [\d,.e+]+% used, FAILED", long)
 
 
 @pytest.mark.parametrize("value", [0.0, math.nan])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kda_core import platforms
 from kda_core.capabilities import Slack
 from kda_core.testing import budgets, references, rounding
 from kda_core.testing.cases import BF16, FP16, FP32, FP64, Case, named, select
@@ -171,6 +172,26 @@ def test_short_products_exceed_the_budget_of_float32():
     tf32 = {n: _cut(call.tensors[n]) for n in ("q", "k", "v")}
     got, expected = references.results(call.having(**tf32))["o"], references.results(call)["o"]
     assert budgets.measure("o", got, expected, FP32).share(budgets.budgets(call)["o"]) > 20
+
+
+def test_flushed_subnormals_count_only_where_the_platform_flushes_them(monkeypatch):
+    """v near 6e-5, float16: products that take its small numbers for zero are right on such a device and nowhere else.
+
+    The budget of bfloat16, whose subnormals are below 1e-38, and budgets on the CPU stay as they are.
+    """
+    gpu, tiny = torch.device("cuda"), torch.finfo(FP16).smallest_normal
+    call = Case(name="small values", T=70, dtype=FP16).call()
+    call = call.having(v=call.tensors["v"] * tiny)
+    v = call.tensors["v"]
+    got, expected = (references.results(c)["o"] for c in (call.having(v=v.where(v.abs() >= tiny, 0)), call))
+    error = budgets.measure("o", got, expected, FP16)
+    plain = budgets.budgets(call, gpu)
+    assert error.share(plain["o"]) > 2
+    monkeypatch.setitem(platforms.FLAGS, "FLUSHES_16BIT_SUBNORMALS", lambda: True)
+    assert error.share(budgets.budgets(call, gpu)["o"]) < 1
+    assert budgets.budgets(call) == plain
+    in_bfloat16 = Case(name="small values, bfloat16", T=70, dtype=BF16).call()
+    assert budgets.budgets(in_bfloat16, gpu) == budgets.budgets(in_bfloat16)
 
 
 def _cut(t: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from dataclasses import replace
 import installed
 import pytest
 
+from kda_core import platforms
 from kda_core.capabilities import FOREIGN_VARIABLE, Available, Unavailable, runs_on_foreign_device
 from kda_core.hookspecs import hookimpl
 from kda_core.plugins import registry
@@ -94,6 +95,61 @@ def test_plugin_fails_when_nothing_ran(pytest_in):
     assert "no test of the conformance kit was executed" in text
 
 
+PLATFORMS = """
+import pytest
+
+@pytest.mark.platform("nvidia_hopper")
+def test_on_hopper():
+    pass
+
+@pytest.mark.platform("cpu", "nvidia", "amd")
+@pytest.mark.parametrize("x", [pytest.param(0, marks=pytest.mark.platform("nvidia_blackwell", "amd_cdna"))])
+def test_on_one_of_two(x):
+    pass
+"""
+
+
+def test_marker_asks_for_a_platform_when_the_test_runs(pytest_in, tmp_path, monkeypatch):
+    (tmp_path / "test_platforms.py").write_text(PLATFORMS)
+    for flag in platforms.FLAGS:
+        monkeypatch.setitem(platforms.FLAGS, flag, lambda flag=flag: flag == "IS_CPU")
+    status, text = pytest_in("test_platforms.py", "-rs")
+    assert "2 skipped" in text
+    assert "test_platforms.py:4: needs nvidia_hopper, this machine is cpu" in text
+    assert "needs nvidia_blackwell or amd_cdna, this machine is cpu" in text
+    for flag in ("IS_NVIDIA", "IS_NVIDIA_HOPPER"):
+        monkeypatch.setitem(platforms.FLAGS, flag, lambda: True)
+    monkeypatch.setitem(platforms.FLAGS, "IS_CPU", lambda: False)
+    status, text = pytest_in("test_platforms.py", "-rs")
+    assert status == pytest.ExitCode.OK
+    assert "1 passed, 1 skipped" in text
+    assert "needs nvidia_blackwell or amd_cdna, this machine is nvidia_hopper" in text
+
+
+@pytest.mark.parametrize("names", ["'hopper'", ""])
+def test_marker_refuses_unknown_platforms_at_collection(pytest_in, tmp_path, names: str):
+    file = tmp_path / f"test_unknown_{len(names)}.py"
+    file.write_text(PLATFORMS.replace('"nvidia_hopper"', names))
+    status, text = pytest_in(file.name, "--collect-only")
+    assert status == pytest.ExitCode.INTERRUPTED
+    given = names or "none"
+    assert f"test_on_hopper: platform: expected one of {', '.join(platforms.platform_names())}; got {given}" in text
+
+
+def test_markers_are_described(pytest_in):
+    status, text = pytest_in("--markers")
+    assert status == pytest.ExitCode.OK
+    assert "@pytest.mark.platform(*names): skip the test on a machine that is none of these: cpu, nvidia" in text
+
+
+def test_header_says_which_arithmetic_budgets_follow(pytest_in, traveller, monkeypatch):
+    monkeypatch.setitem(platforms.FLAGS, "FLUSHES_16BIT_SUBNORMALS", lambda: True)
+    traveller(device_type="meta")
+    monkeypatch.setenv(FOREIGN_VARIABLE, "traveller")
+    _, text = pytest_in("--backend=traveller", "test_tiny.py", "--collect-only")
+    assert "budgets: products on meta take float16 operands below 6.1e-05 for zero" in text
+
+
 @pytest.mark.parametrize(
     ("mode", "arguments", "passed"),
     [("fast", (), 1), ("slow", (), 1), ("all", (), 2), ("fast", ("-m", "slow"), 1)],
@@ -153,12 +209,14 @@ def test_plugin_refuses_a_foreign_device(pytest_in, monkeypatch, arguments, mess
 class Traveller(ReferenceBackend):
     """The oracle under another name: for a device that no machine has, and for any other when it is allowed to."""
 
-    def __init__(self, priority: int | None = None) -> None:
+    def __init__(self, priority: int | None = None, device_type: str = "cpu") -> None:
         self.priority = priority
+        self.device_type = device_type
 
     @hookimpl
     def kda_core_backend(self):
-        return replace(super().kda_core_backend(), name="traveller", priority=self.priority, foreign_device=True)
+        changes = {"name": "traveller", "priority": self.priority, "device_types": (self.device_type,)}
+        return replace(super().kda_core_backend(), **changes, foreign_device=True)
 
     @hookimpl
     def kda_core_availability(self, device):

@@ -12,7 +12,7 @@ from kda_core import chunk_kda, reference
 from kda_core.reference import DIFFERENTIABLE
 from kda_core.testing.cases import BF16, FP32, Case
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="bfloat16 products need a GPU")
+pytestmark = pytest.mark.platform("nvidia")
 
 
 def _error(case: Case, name: str) -> float:

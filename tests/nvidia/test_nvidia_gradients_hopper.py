@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 installed.need_backend("nvidia")
-if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-    pytest.skip("needs an sm_90 GPU", allow_module_level=True)
 
 from kda_core_nvidia.choose import choose_backward
 from kda_core_nvidia.choose.backward import (
@@ -31,6 +29,8 @@ from kda_core.reference import DIFFERENTIABLE
 from kda_core.request import Request
 from kda_core.testing.cases import BF16, BFLOAT16, FP32, SOFTPLUS, Case
 from kda_core.triton_lib.plan import metadata
+
+pytestmark = pytest.mark.platform("nvidia_hopper")
 
 DEVICE = torch.device("cuda")
 DRAWS = 24

@@ -11,8 +11,6 @@ import torch
 import kda_core
 
 installed.need_backend("nvidia")
-if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-    pytest.skip("needs an sm_90 GPU", allow_module_level=True)
 
 from kda_core_nvidia.calls import plan_of
 from kda_core_nvidia.choose import choose_backward, choose_forward
@@ -26,6 +24,8 @@ from kda_core_nvidia.run import chip, run_plan
 from kda_core.request import Request
 from kda_core.triton_lib.layout import padded
 from kda_core.triton_lib.plan import metadata
+
+pytestmark = pytest.mark.platform("nvidia_hopper")
 
 DEVICE = "cuda"
 

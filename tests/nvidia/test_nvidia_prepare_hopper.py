@@ -14,11 +14,11 @@ import torch
 import kda_core
 
 installed.need_backend("nvidia")
-if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-    pytest.skip("needs an sm_90 GPU", allow_module_level=True)
 
 from kda_core_nvidia import calls
 from kda_core_nvidia.choose import backward, chunk, forward
+
+pytestmark = pytest.mark.platform("nvidia_hopper")
 
 DEVICE = "cuda"
 HV = 20

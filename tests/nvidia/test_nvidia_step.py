@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 installed.need_backend("nvidia")
-if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-    pytest.skip("needs an sm_90 GPU", allow_module_level=True)
 
 from kda_core_nvidia.choose import choose_recurrent
 from kda_core_nvidia.choose.recurrent import STEP_CONFIGS, StepConfig, recurrent_config, step_serves
@@ -20,6 +18,8 @@ from kda_core_nvidia.run import chip, run_plan
 
 from kda_core.request import Request
 from kda_core.triton_lib.plan import metadata
+
+pytestmark = pytest.mark.platform("nvidia_hopper")
 
 DEVICE = "cuda"
 H, HV, D = 2, 4, 128

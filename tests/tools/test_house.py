@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ FILES = sorted(
     file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py") if "build" not in file.relative_to(ROOT).parts
 )
 TREES = {file: ast.parse(file.read_text(encoding="utf-8")) for file in FILES}
+HERE = Path(__file__)
 BACKENDS = ("cpu", "nvidia", "amd")
 
 FILE_LINES, FUNCTION_LINES = 500, 80
@@ -158,6 +160,30 @@ def test_no_backend_knows_another(backend: str):
         found = {name(file): {i.partition(".")[0] for i in imports(file)} & others for file in folder.rglob("*.py")}
         assert found
         assert {file for file, packages in found.items() if packages} == set()
+
+
+ASKS_THE_CHIP = re.compile(
+    r"get_device_(capability|properties)|gcnArchName|torch'?\)?\.version\.(hip|cuda)|\b(cuda|accelerator|mps|xpu)\.is_available"
+)
+"""Ways to ask which chip or which build of torch is there."""
+
+
+def test_only_platform_flags_say_which_chip_is_there():
+    """Tests and the kit skip by ``pytest.mark.platform``, and take arithmetic from ``kda_core.platforms``."""
+    asking = [file for file in FILES if name(file).startswith(("tests/", "kda_core/testing/")) and file != HERE]
+    assert {name(file) for file in asking if ASKS_THE_CHIP.search(file.read_text(encoding="utf-8"))} == set()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "if torch.cuda.get_device_capability() != (9, 0):",
+        "pytest.mark.skipif(not torch.cuda.is_available(), reason='')",
+        """pytest.mark.skipif("__import__('torch').version.hip is not None")""",
+    ],
+)
+def test_direct_questions_about_the_chip_are_found(line: str):
+    assert ASKS_THE_CHIP.search(line)
 
 
 def patched(file: Path) -> Iterator[str]:
