@@ -324,7 +324,7 @@ def kda_gate(
     chosen = registry.choose(request, name)
     if request.save_for_backward:
         return eager.call_gate(chosen, request)
-    return chosen.result("kda_core_gate_forward", request)
+    return ops.gate_forward(chosen, request)
 
 
 class _Question:

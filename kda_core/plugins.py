@@ -329,8 +329,8 @@ class Registry:
             if like is None:
                 like = memo[Like] = Like(request, name)
             self._latest[request.op] = like, found
+        request.__dict__["memo"] = memo
         if type(request) is Request:
-            request.__dict__["memo"] = memo
             checks.check_values(request)
         return backend
 
@@ -346,8 +346,7 @@ class Registry:
                 self._choices.clear()
             memo: dict = {}
             self._choices[key] = backend, memo
-            if type(request) is Request:
-                request.__dict__["memo"] = memo
+            request.__dict__["memo"] = memo
         _check_values(request)
         return backend
 

@@ -181,6 +181,7 @@ class GateRequest:
         save_for_backward: the call has a backward to come.
         grad_output: backward only: shape of g, float32 or float64.
         needs_grad: backward only: names among "g", "A_log", "dt_bias".
+        memo: forward only: as in ``Request``.
     """
 
     g: Tensor
@@ -191,6 +192,11 @@ class GateRequest:
     grad_output: Tensor | None = None
     needs_grad: frozenset[str] = frozenset()
     op: Literal["kda_gate"] = "kda_gate"
+    memo: dict[Any, Any] | None = field(default=None, init=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All fields but the memo, which calls of this process share: a copy or a pickle has none."""
+        return {name: value for name, value in vars(self).items() if name != "memo"}
 
     @property
     def device(self) -> torch.device:
