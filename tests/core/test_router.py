@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import fields, replace
 
 import pytest
@@ -161,6 +160,34 @@ def test_an_exception_in_a_hook_is_never_taken_for_a_refusal():
             kda_core.chunk_kda(*inputs())
 
 
+def test_an_exception_in_reject_names_the_backend_and_the_hook():
+    reason = "backend 'bad': kda_core_reject failed: ValueError: boom"
+    with installed(Toy("bad", 9000, reject=ValueError("boom")), Toy("good", 8000)):
+        for ask in (kda_core.chunk_kda, kda_core.explain):
+            with pytest.raises(kda_core.ContractViolation) as caught:
+                ask(*inputs())
+            assert str(caught.value) == reason
+            assert isinstance(caught.value.__cause__, ValueError)
+        explanation = kda_core.explain(*inputs(), backend="good")
+        assert explanation.chosen == "good"
+        assert f"bad: broken ({reason})" in str(explanation)
+
+
+def test_a_backend_whose_availability_raises_is_unavailable_and_others_serve():
+    class Careless(Toy):
+        @hookimpl
+        def kda_core_availability(self, device):
+            raise ValueError("boom")
+
+    with installed(Careless("bad", 9000), Toy("good", 8000, value=3.0)):
+        assert kda_core.chunk_kda(*inputs())[0].unique().tolist() == [3.0]
+        assert kda_core.default_device() == torch.device("cpu")
+        reason = "kda_core_availability failed: ValueError: boom"
+        assert f"bad: unavailable ({reason})" in str(kda_core.explain(*inputs()))
+        with pytest.raises(kda_core.UnsupportedCall, match=f"backend 'bad' cannot serve this call: {reason}"):
+            kda_core.chunk_kda(*inputs(), backend="bad")
+
+
 def test_breaking_the_contract_while_serving_is_an_error():
     with installed(Toy("toy", 9000, value=None)), pytest.raises(kda_core.ContractViolation, match="returned None"):
         kda_core.chunk_kda(*inputs())
@@ -284,7 +311,7 @@ def test_bad_identity_cards_are_broken():
             raise OSError("no licence")
 
     assert describe(Loud("toy")).reason == "kda_core_backend failed: OSError: no licence"
-    assert "not lower case" in describe(Toy("Toy")).reason
+    assert "expected a lower case name" in describe(Toy("Toy")).reason
 
     class Dict(Toy):
         @hookimpl
@@ -292,6 +319,57 @@ def test_bad_identity_cards_are_broken():
             return {"name": "toy"}
 
     assert "returned dict, expected BackendInfo" in describe(Dict("toy")).reason
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("name", None),
+        ("name", ""),
+        ("name", "meta"),
+        ("name", "a@b"),
+        ("name", "a,b"),
+        ("name", "a b"),
+        ("version", 1.0),
+        ("contract", "~=1.0"),
+        ("device_types", "cpu"),
+        ("device_types", ()),
+        ("device_types", ("cpu:0",)),
+        ("device_types", ("toaster",)),
+        ("priority", "high"),
+        ("priority", 1.5),
+        ("priority", True),
+        ("capabilities", None),
+        ("capabilities.features", frozenset({"CHUNK"})),
+        ("capabilities.dtypes", None),
+        ("capabilities.dtypes", frozenset({"float32"})),
+        ("capabilities.max_head_dim_k", "256"),
+        ("capabilities.max_head_dim_v", 0),
+        ("capabilities.closed", {"VARLEN": "reason"}),
+        ("capabilities.closed", {Feature.VARLEN: None}),
+        ("slack", None),
+        ("slack", ("o",)),
+        ("summary", None),
+        ("foreign_device", 1),
+    ],
+)
+def test_a_malformed_identity_card_is_recorded_and_harms_nobody_else(found, field, value):
+    """Recorded as loaded, it failed in the choice of every call."""
+
+    class Malformed(Toy):
+        @hookimpl
+        def kda_core_backend(self):
+            info, (of, _, inner) = super().kda_core_backend(), field.partition(".")
+            return replace(info, **{of: replace(getattr(info, of), **{inner: value}) if inner else value})
+
+    found.import_by(lambda: Malformed("foreign"))
+    assert {b.info.name for b in found.backends} == {"last", "toy", "reference"}
+    (broken,) = (e for e in found.ledger if e.state != "loaded")
+    assert (broken.name, broken.state) == ("foreign", "broken")
+    assert broken.reason.startswith(f"kda_core_backend: {field}: expected ")
+    assert broken.reason.endswith(f"got {value!r}")
+    with pytest.raises(kda_core.BrokenBackend, match="'foreign'"):
+        found.named("foreign")
 
 
 def test_slack_needs_a_reason_and_a_factor_above_one():
@@ -380,11 +458,20 @@ def test_a_wheel_that_asks_for_backends_while_it_is_loaded_harms_nobody_else(fou
     assert "asked for backends by one that is being loaded" in broken.reason
 
 
-def test_a_wheel_that_exits_when_it_is_imported_harms_nobody_else(found):
-    found.import_by(lambda: sys.exit("needs libfoo"))
+@pytest.mark.parametrize("error", [SystemExit("needs libfoo"), GeneratorExit("needs libfoo"), BaseException("needs")])
+@pytest.mark.parametrize("where", ["import", "hook"])
+def test_a_wheel_that_exits_when_it_is_loaded_harms_nobody_else(found, error, where):
+    def fail(*_):
+        raise error
+
+    class Failing(Toy):
+        kda_core_backend = hookimpl(fail)
+
+    found.import_by(fail if where == "import" else lambda: Failing("foreign"))
     assert {b.info.name for b in found.backends} == {"last", "toy", "reference"}
     (broken,) = (e for e in found.ledger if e.state != "loaded")
-    assert broken.reason == "import failed: SystemExit: needs libfoo"
+    step = "import" if where == "import" else "kda_core_backend"
+    assert (broken.name, broken.reason) == ("foreign", f"{step} failed: {type(error).__name__}: {error}")
 
 
 def test_every_hook_is_documented_and_implemented_by_the_oracle():
