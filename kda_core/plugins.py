@@ -450,7 +450,10 @@ def use_backend(name: str) -> Iterator[None]:
 
     Raises:
         BackendNotFound, BrokenBackend: it cannot be used at all.
+        TypeError: the name is no string.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"name: expected the name of a backend, got {type(name).__name__}")
     registry.named(name)
     token = _override.set(name)
     try:
