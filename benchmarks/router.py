@@ -106,7 +106,7 @@ def calls() -> dict[str, tuple[str, Callable[[], object], object]]:
         PLAINEST: (chunk, lambda: chunk_kda(*data), answer),
         "chunk_kda, backend named": (chunk, lambda: chunk_kda(*data, backend="null"), answer),
         "chunk_kda, all in the kernel, states": (chunk, lambda: chunk_kda(*data, **states, **raw), with_state),
-        "chunk_kda, packed": (chunk, lambda: chunk_kda(*row, cu_seqlens=cu_seqlens), answer),
+        "chunk_kda, packed": (chunk, lambda: chunk_kda(*row, cu_seqlens=cu_seqlens), ForwardResult(row[2])),
         "fused_recurrent_kda, no option": (recurrent, lambda: fused_recurrent_kda(*data), answer),
         "fused_recurrent_kda, decode over a pool": (
             recurrent,

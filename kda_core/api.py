@@ -235,8 +235,8 @@ def fused_recurrent_kda(
             "disable_recompute": False, "return_intermediate_states": False, "state_v_first": state_v_first,
             "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": None, "cp_context": None, "chunk_size": 64,
             "ssm_state_indices": ssm_state_indices, "num_accepted_tokens": num_accepted_tokens,
-            "inplace_final_state": inplace_final_state or ssm_state_indices is not None, "pad_slot_id": pad_slot_id,
-            "out": out, "save_for_backward": _needs_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state, out),
+            "inplace_final_state": _is_set("inplace_final_state", inplace_final_state) or ssm_state_indices is not None,
+            "pad_slot_id": pad_slot_id, "out": out, "save_for_backward": _needs_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state, out),
         }
     )  # fmt: skip
     return _run(request, backend)
@@ -287,7 +287,7 @@ def kda_gate(
     chosen = registry.choose(request, name)
     if request.save_for_backward:
         return eager.call_gate(chosen, request)
-    return chosen.result("kda_core_gate_forward", request)
+    return ops.gate_forward(chosen, request)
 
 
 class _Question:
@@ -332,6 +332,8 @@ def plan(*args: Any, op: str = "chunk_kda", chip: str | None = None, **kwargs: A
         UnsupportedCall: no backend serves the call, or the one that does makes no plans.
         BackendNotFound, BrokenBackend: ``backend=`` names one that cannot be used at all.
     """
+    if chip is not None and not isinstance(chip, str):
+        raise TypeError(f"chip: expected the name of a chip or None, got {type(chip).__name__}")
     return _ask(lambda request, name: registry.plan(request, name, chip), op, args, kwargs)
 
 
@@ -342,7 +344,7 @@ def _ask(question: Callable[[AnyRequest, str | None], Any], op: str, args: Any, 
         "fused_recurrent_kda": fused_recurrent_kda,
         "kda_gate": kda_gate,
     }
-    if op not in functions:
+    if not isinstance(op, str) or op not in functions:
         raise ValueError(f"op: expected one of {', '.join(functions)}, got {op!r}")
     call = inspect.signature(functions[op]).bind(*args, **kwargs)
     name = plugins.requested_name(call.arguments.get("backend"))
@@ -369,6 +371,15 @@ def _by_head(dt_bias: Tensor, g: Tensor) -> Tensor:
     if shape == (HV * K,) and isinstance(dt_bias, Tensor) and dt_bias.layout is torch.strided:
         return dt_bias.reshape(HV, K)
     return dt_bias
+
+
+def _is_set(name: str, flag: Any) -> bool:
+    """A flag that decides before the checks of the request: True, False or NumPy's."""
+    if flag is False or flag is True:
+        return flag
+    value = checks.python_value(flag)
+    checks.expect_flag(name, value)
+    return value
 
 
 def _needs_gradient(*tensors: Any) -> bool:

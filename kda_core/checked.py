@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from kda_core import loaded
+from kda_core import checks, loaded
 from kda_core.loaded import Backend
 from kda_core.plugins import registry
 from kda_core.ranges import ROWS
@@ -68,11 +68,14 @@ def checked_calls(
         CheckFailed: from a call within the block, unless ``warn``.
         TypeError, ValueError: an argument is wrong.
     """
-    settings = CheckSettings(warn, None if dump is None else os.fspath(dump), elements)
+    checks.expect_flag("warn", warn)
+    if dump is not None and not isinstance(dump, (str, os.PathLike)):
+        raise TypeError(f"dump: expected a path or None, got {type(dump).__name__}")
     if isinstance(elements, bool) or not isinstance(elements, int):
         raise TypeError(f"elements: expected an int, got {type(elements).__name__}")
     if elements < 1:
         raise ValueError(f"elements: expected a number of at least 1, got {elements}")
+    settings = CheckSettings(warn, None if dump is None else os.fspath(dump), elements)
     with _lock:
         _in_force.append(settings)
         _apply()

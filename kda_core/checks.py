@@ -76,7 +76,7 @@ def check_differentiable(r: Request) -> None:
         ("out", r.out is not None),
         ("return_intermediate_states", r.return_intermediate_states),
     ):
-        if used:
+        if python_value(used) is True:  # check_metadata refuses what is no flag
             raise ValueError(
                 f"{name}: expected no gradient to be needed (it is not differentiable; call it under torch.no_grad() "
                 "or torch.inference_mode()), got an input that requires a gradient"
@@ -200,6 +200,12 @@ def _expect_shape(name: str, t: Tensor, expected: tuple[int, ...], symbols: str)
         _fail(name, f"shape {symbols} = {list(expected)}", _shape(t))
 
 
+def expect_flag(name: str, value: Any) -> None:
+    """Raise unless ``value`` is a bool: an option that merely counts as true or false may be another argument's."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {value!r}")
+
+
 def _expect_int(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
@@ -257,8 +263,7 @@ def _check_data(r: Request) -> None:
 
 def _check_options(r: Request) -> None:
     for name in FLAGS:
-        if not isinstance(getattr(r, name), bool):
-            raise TypeError(f"{name}: expected True or False, got {getattr(r, name)!r}")
+        expect_flag(name, getattr(r, name))
     _expect_number("scale", r.scale)
     if r.scale and not _is_normal(r.scale, r.compute_dtype):
         _fail("scale", f"0 or {_normal_range(r.compute_dtype)}", f"{r.scale}")
@@ -323,7 +328,7 @@ def _check_packing(r: Request) -> None:
 def _check_state(r: Request) -> None:
     state = r.initial_state
     if state is None:
-        if r.inplace_final_state:
+        if r.inplace_final_state and r.ssm_state_indices is None:
             _fail("initial_state", "the states that inplace_final_state=True writes to", "None")
         return
     dtypes = (*STATE_DTYPES, torch.float64) if r.q.dtype == torch.float64 else STATE_DTYPES

@@ -142,7 +142,7 @@ def _found_backends(devices: list[torch.device]) -> Iterator[dict[str, Any]]:
 def _availability(backend: plugins.Backend, device: torch.device) -> dict[str, Any]:
     try:
         answer: Available | Unavailable = backend.availability(device)
-    # As above.
+    # The hook may return anything.
     except Exception as error:
         answer = Unavailable(f"kda_core_availability failed: {type(error).__name__}: {error}")
     available = isinstance(answer, Available)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from importlib import metadata
+from operator import attrgetter
+from typing import Any
 
 import pluggy
+import torch
 from packaging.specifiers import SpecifierSet
 
 from kda_core import hookspecs
-from kda_core.capabilities import BackendInfo
+from kda_core.capabilities import BackendInfo, Capabilities, Feature, Slack
 
 CORE = "kda-core"
 
@@ -71,11 +75,61 @@ def read_info(manager: pluggy.PluginManager, plugin: object) -> BackendInfo | st
     info = hook()
     if not isinstance(info, BackendInfo):
         return f"kda_core_backend returned {type(info).__name__}, expected BackendInfo"
-    if not info.name or info.name != info.name.lower():
-        return f"kda_core_backend: name {info.name!r} is not lower case"
-    if not isinstance(info.contract, SpecifierSet):
-        return f"kda_core_backend: contract is {type(info.contract).__name__}, expected SpecifierSet"
-    return info
+    return _card_problem(info) or info
+
+
+def _all_are(kind: type, values: Any, containers: Any) -> bool:
+    return isinstance(values, containers) and all(isinstance(value, kind) for value in values)
+
+
+def _is_size(value: Any) -> bool:
+    return value is None or (type(value) is int and value > 0)
+
+
+def _is_device_type(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and torch.device(value).type == value
+    except RuntimeError:
+        return False
+
+
+_LOWER_CASE = re.compile("[a-z0-9][a-z0-9._-]*")
+_CARD: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "name": (
+        # meta tensors have a backend of that name; "@" separates a name from versions in compiled graphs.
+        lambda x: isinstance(x, str) and bool(_LOWER_CASE.fullmatch(x)) and x != "meta",
+        "a lower case name of letters, digits, '.', '_' and '-' other than 'meta'",
+    ),
+    "version": (lambda x: isinstance(x, str), "a string"),
+    "contract": (lambda x: isinstance(x, SpecifierSet), "SpecifierSet"),
+    "device_types": (
+        lambda x: isinstance(x, tuple) and bool(x) and all(map(_is_device_type, x)),
+        "a tuple of torch's device types",
+    ),
+    "priority": (lambda x: x is None or type(x) is int, "an int or None"),
+    "slack": (lambda x: _all_are(Slack, x, tuple), "a tuple of Slack"),
+    "summary": (lambda x: isinstance(x, str), "a string"),
+    "foreign_device": (lambda x: isinstance(x, bool), "True or False"),
+    "capabilities": (lambda x: isinstance(x, Capabilities), "Capabilities"),
+    "capabilities.features": (lambda x: _all_are(Feature, x, (frozenset, set)), "a frozenset of Feature"),
+    "capabilities.dtypes": (lambda x: _all_are(torch.dtype, x, (frozenset, set)), "a frozenset of torch.dtype"),
+    "capabilities.max_head_dim_k": (_is_size, "a positive int or None"),
+    "capabilities.max_head_dim_v": (_is_size, "a positive int or None"),
+    "capabilities.closed": (
+        lambda x: _all_are(Feature, x, dict) and _all_are(str, [*x.values()], list),
+        "strings by Feature",
+    ),
+}
+"""For every field of an identity card, whether a value is right, and in words what is."""
+
+
+def _card_problem(info: BackendInfo) -> str | None:
+    """The first field of a wrong type or value, which would fail later in calls of every backend; or None."""
+    for field, (is_right, expected) in _CARD.items():
+        value = attrgetter(field)(info)
+        if not is_right(value):
+            return f"kda_core_backend: {field}: expected {expected}, got {value!r}"
+    return None
 
 
 def contract_problem(manager: pluggy.PluginManager, plugin: object, info: BackendInfo) -> str | None:

@@ -142,8 +142,8 @@ class _GateCall(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, backend: Backend, r: GateRequest, *tensors: Tensor | None) -> Tensor:
         ctx.save_for_backward(*tensors)
-        ctx.backend, ctx.lower_bound = backend, r.lower_bound
-        return backend.result("kda_core_gate_forward", r)
+        ctx.backend, ctx.lower_bound, ctx.memo = backend, r.lower_bound, r.memo
+        return ops.gate_forward(backend, r)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
@@ -164,7 +164,7 @@ class _GateCall(torch.autograd.Function):
             grad_output=grad,
             needs_grad=frozenset(name for name, wanted in zip(names, needs, strict=True) if wanted),
         )
-        grads = ops.gate_backward(ctx.backend, r)
+        grads = ops.gate_backward(ctx.backend, r, ctx.memo)
         return (None, None, *(grads[name] if wanted else None for name, wanted in zip(names, needs, strict=True)))
 
 

@@ -68,13 +68,17 @@ class Backend:
         return fitting or [torch.device(device_type) for device_type in self.info.device_types]
 
     def availability(self, device: torch.device) -> Available | Unavailable:
-        """Whether the backend runs on ``device``; asked once a device."""
+        """Whether the backend runs on ``device``; asked once a device. If the hook raises, that is why it does not."""
         known = self.availability_of.get(device)
         if known is None:
             if device.type not in self.info.device_types:
                 known = Unavailable(f"serves tensors on {' or '.join(self.info.device_types)}, not on {device.type}")
             else:
-                known = self.call("kda_core_availability", device=device)
+                try:
+                    known = self.call("kda_core_availability", device=device)
+                # Foreign code that may raise anything: the backend is out on this device, and others go on.
+                except Exception as error:
+                    known = Unavailable(f"kda_core_availability failed: {type(error).__name__}: {error}")
                 if not isinstance(known, (Available, Unavailable)):
                     raise ContractViolation(
                         f"backend {self.info.name!r} returned {known!r} from kda_core_availability, "
@@ -88,10 +92,17 @@ class Backend:
         available = self.availability(request.device)
         if isinstance(available, Unavailable):
             return available.reason
-        undeclared = self.undeclared(request)
-        if undeclared is not None:
-            return undeclared
-        reason = self.call("kda_core_reject", request=request)
+        return self.undeclared(request) or self.rejection(request)
+
+    def rejection(self, request: AnyRequest) -> str | None:
+        """The backend's own reason against a call, or None."""
+        try:
+            reason = self.call("kda_core_reject", request=request)
+        # Say whose error it is. It is never a refusal: the call would go to another backend in silence.
+        except Exception as error:
+            raise ContractViolation(
+                f"backend {self.info.name!r}: kda_core_reject failed: {type(error).__name__}: {error}"
+            ) from error
         if reason is not None and not isinstance(reason, str):
             raise ContractViolation(f"backend {self.info.name!r} returned {reason!r} from kda_core_reject")
         return reason

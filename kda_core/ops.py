@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from kda_core import meta, schemas, torch_private
+from kda_core import meta, results, schemas, torch_private
 from kda_core.errors import ContractViolation
 from kda_core.hookspecs import MAX_SAVED_TENSORS
 from kda_core.plugins import TRACED, Backend, registry
 from kda_core.reference import DIFFERENTIABLE
-from kda_core.request import BackwardResult, ForwardResult, GateRequest, Op, Request, TensorSpec
+from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Op, Request, TensorSpec
 from kda_core.schemas import GATE_DIFFERENTIABLE, NAMESPACE, SAVED_NAMES, Schema
 from kda_core.signature import is_plain
 
@@ -118,30 +118,35 @@ def _has_tangent(t: Any) -> bool:
 def forward(backend: Backend, r: Request) -> ForwardResult:
     """Run a request's forward on a backend."""
     result = backend.result(HOOKS[r.op][0], r)
-    if not isinstance(result, ForwardResult):
-        raise ContractViolation(
-            f"backend {backend.info.name!r} returned {type(result).__name__}, expected ForwardResult"
-        )
+    memo = r.memo
+    if memo is None or ForwardResult not in memo or type(result) is not ForwardResult:
+        results.check_forward(backend, r, result)
     return result
 
 
 def backward(backend: Backend, r: Request) -> dict[str, Tensor]:
     """Run a request's backward on a backend: a gradient for every name in ``needs_grad``."""
-    return _complete(backend, backend.result(HOOKS[r.op][1], r), r.needs_grad)
+    return _checked(backend, r, backend.result(HOOKS[r.op][1], r), r.memo)
 
 
-def gate_backward(backend: Backend, r: GateRequest) -> dict[str, Tensor]:
-    """The same for ``kda_gate``."""
-    return _complete(backend, backend.result("kda_core_gate_backward", r), r.needs_grad)
+def gate_forward(backend: Backend, r: GateRequest) -> Tensor:
+    """Run ``kda_gate`` on a backend."""
+    log_decay = backend.result("kda_core_gate_forward", r)
+    memo = r.memo
+    if memo is None or ForwardResult not in memo or not isinstance(log_decay, Tensor):
+        results.check_decay(backend, r, log_decay)
+    return log_decay
 
 
-def _complete(backend: Backend, result: Any, needs: frozenset[str]) -> dict[str, Tensor]:
-    name = backend.info.name
-    if not isinstance(result, BackwardResult):
-        raise ContractViolation(f"backend ({name}) returned {type(result).__name__}, expected BackwardResult")
-    if not needs <= result.grads.keys():
-        missing = sorted(needs - result.grads.keys())
-        raise ContractViolation(f"backend ({name}) returned no gradient of {', '.join(missing)}")
+def gate_backward(backend: Backend, r: GateRequest, memo: dict | None = None) -> dict[str, Tensor]:
+    """Run the backward of ``kda_gate``; ``memo``: that of the forward."""
+    return _checked(backend, r, backend.result("kda_core_gate_backward", r), memo)
+
+
+def _checked(backend: Backend, r: AnyRequest, result: Any, memo: dict | None) -> dict[str, Tensor]:
+    seen = memo is not None and (BackwardResult, r.needs_grad) in memo and type(result) is BackwardResult
+    if not (seen and r.needs_grad <= result.grads.keys()):
+        results.check_gradients(backend, r, result, memo)
     return result.grads
 
 
@@ -359,7 +364,7 @@ def _register_gate() -> None:
     def functional(*args: Any, **kwargs: Any) -> Tensor:
         refuse_tangents("kda_gate", *args, *kwargs.values())
         r, name = request(schema.bind(args, kwargs))
-        return registry.choose(r, name).result("kda_core_gate_forward", r)
+        return gate_forward(registry.choose(r, name), r)
 
     def functional_fake(*args: Any, **kwargs: Any) -> Tensor:
         r, name = request(schema.bind(args, kwargs))

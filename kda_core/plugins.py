@@ -147,8 +147,10 @@ class Registry:
             return
         try:
             plugin = entry_point.load()
+        except KeyboardInterrupt:
+            raise
         # A wheel may fail to import in any way, and must not take the others down; the ledger keeps its reason.
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             reason = f"import failed: {type(error).__name__}: {error}"
             self._ledger.append(LedgerEntry(entry_point.name, distribution, entry_point.value, "broken", reason))
             return
@@ -173,8 +175,10 @@ class Registry:
 
             try:
                 info = read_info(self.manager, plugin)
+            except KeyboardInterrupt:
+                raise
             # The hook is foreign code that may raise anything; the ledger keeps its reason.
-            except (Exception, SystemExit) as error:
+            except BaseException as error:
                 return record("broken", f"kda_core_backend failed: {type(error).__name__}: {error}")
             if isinstance(info, str):
                 return record("broken", info)
@@ -296,7 +300,7 @@ class Registry:
                 raise ValueError("chip: needs the name of a backend as well")
             backend = self.named(name)
             # Whether the backend can run here does not matter.
-            refusal = backend.undeclared(request) or backend.call("kda_core_reject", request=request)
+            refusal = backend.undeclared(request) or backend.rejection(request)
             if refusal is not None:
                 raise UnsupportedCall(f"backend {name!r} refuses this call: {refusal}")
         plans = backend.call("kda_core_plan", request=request, chip=chip)
@@ -329,8 +333,8 @@ class Registry:
             if like is None:
                 like = memo[Like] = Like(request, name)
             self._latest[request.op] = like, found
+        request.__dict__["memo"] = memo
         if type(request) is Request:
-            request.__dict__["memo"] = memo
             checks.check_values(request)
         return backend
 
@@ -346,8 +350,7 @@ class Registry:
                 self._choices.clear()
             memo: dict = {}
             self._choices[key] = backend, memo
-            if type(request) is Request:
-                request.__dict__["memo"] = memo
+            request.__dict__["memo"] = memo
         _check_values(request)
         return backend
 
@@ -387,7 +390,14 @@ class Registry:
         for backend in self.backends:
             own = backend.info.name
             available = backend.availability(request.device)
-            reason = backend.refusal(request)
+            asked = chosen is None and (own == name if name is not None else backend.info.priority is not None)
+            try:
+                reason = backend.refusal(request)
+            except ContractViolation as error:
+                if asked:  # the call itself fails
+                    raise
+                verdicts.append(Verdict(own, "broken", str(error)))
+                continue
             if own == name and meta.is_meta(request):
                 undeclared = backend.undeclared(request)
                 status: Status = "refused" if undeclared else "accepted"
@@ -396,7 +406,7 @@ class Registry:
                 verdicts.append(Verdict(own, "unavailable", available.reason))
             elif reason is not None:
                 verdicts.append(Verdict(own, "refused", reason))
-            elif chosen is None and (own == name if name is not None else backend.info.priority is not None):
+            elif asked:
                 chosen = own
                 verdicts.append(Verdict(own, "chosen"))
             elif name is None and backend.info.priority is None:
@@ -440,7 +450,10 @@ def use_backend(name: str) -> Iterator[None]:
 
     Raises:
         BackendNotFound, BrokenBackend: it cannot be used at all.
+        TypeError: the name is no string.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"name: expected the name of a backend, got {type(name).__name__}")
     registry.named(name)
     token = _override.set(name)
     try:

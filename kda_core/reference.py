@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from kda_core.capabilities import FEATURES_1_0, Available, BackendInfo, Capabilities, Feature, Unavailable
 from kda_core.hookspecs import hookimpl
+from kda_core.meta import chunks_of
 from kda_core.request import DATA, AnyRequest, BackwardResult, ForwardResult, GateRequest, Request, TensorSpec
 
 L2NORM_EPS = 1e-6
@@ -185,7 +186,7 @@ def oracle(r: Request, *, token_states: bool = False, inputs: dict[str, Tensor] 
             o[b, start:end] = o_rows[n, : end - start]
         at_chunks = [states[t][n] for t in range(0, end - start, r.chunk_size)]
         h += [torch.zeros_like(state) for state in at_chunks] if skipped[n] else at_chunks
-    shape = (r.B, len(h) // r.B if r.B else 0, r.HV, r.K, r.V)
+    shape = (r.B, chunks_of(r), r.HV, r.K, r.V)
     h_tensor = torch.stack(h).reshape(shape) if h else v.new_zeros(shape)
     per_token = torch.stack(states[1:], 1) if token_states and length else None
     return OracleResult(o, states[-1], h_tensor, per_token, skipped)

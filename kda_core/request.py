@@ -24,8 +24,8 @@ class Request:
     """One checked call of ``chunk_kda`` or ``fused_recurrent_kda``, forward or backward.
 
     The fields from ``q`` to ``out`` are the table of the arguments, in the order of ``fused_recurrent_kda``: checks,
-    features, cache keys and the command line read it, and a test compares the signatures with it. A value that is
-    neither None nor False needs the feature that its field names.
+    features, cache keys and the command line read it, and a test compares the signatures with it. Any value
+    but None (of a flag: but False) needs the feature that its field names.
 
     Attributes:
         op: the public function that was called.
@@ -181,6 +181,7 @@ class GateRequest:
         save_for_backward: the call has a backward to come.
         grad_output: backward only: shape of g, float32 or float64.
         needs_grad: backward only: names among "g", "A_log", "dt_bias".
+        memo: forward only: as in ``Request``.
     """
 
     g: Tensor
@@ -191,6 +192,11 @@ class GateRequest:
     grad_output: Tensor | None = None
     needs_grad: frozenset[str] = frozenset()
     op: Literal["kda_gate"] = "kda_gate"
+    memo: dict[Any, Any] | None = field(default=None, init=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All fields but the memo, which calls of this process share: a copy or a pickle has none."""
+        return {name: value for name, value in vars(self).items() if name != "memo"}
 
     @property
     def device(self) -> torch.device:
@@ -255,13 +261,15 @@ def _is_power_of_two(n: int) -> bool:
     return n > 0 and n & (n - 1) == 0
 
 
-_FEATURE_OF = tuple((f.name, f.metadata["needs"]) for f in fields(Request) if "needs" in f.metadata)
+# With each field that needs a feature, the value that does not: a False is none of the options that are no flags.
+_FEATURE_OF = tuple(
+    (f.name, f.metadata["needs"], False if f.type == "bool" else None) for f in fields(Request) if "needs" in f.metadata
+)
 
 
 def _features(r: Request) -> Iterator[Feature]:
-    for name, feature in _FEATURE_OF:
-        value = getattr(r, name)
-        if value is not None and value is not False:
+    for name, feature, absent in _FEATURE_OF:
+        if getattr(r, name) is not absent:
             yield feature
     chunked = r.op == "chunk_kda"
     differentiable = r.save_for_backward or bool(r.needs_grad)

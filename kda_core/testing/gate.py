@@ -15,7 +15,7 @@ from torch import Tensor
 
 import kda_core
 from kda_core import reference
-from kda_core.errors import UnsupportedCall
+from kda_core.errors import ContractViolation, UnsupportedCall
 from kda_core.request import GateRequest
 from kda_core.testing.axes import DTYPES
 from kda_core.testing.budgets import FACTOR, Budget, Error, describe, measure
@@ -79,6 +79,8 @@ def check(
         got = _call(there, lower_bound, subject, cotangent)
     except UnsupportedCall as refusal:
         raise record.refused(refusal, reasons) from None
+    except ContractViolation as error:
+        raise Mismatch(str(error)) from None
     if reasons:
         raise Mismatch(f"served a call that it does not declare: {'; '.join(reasons)}")
     for name, old in before.items():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kda_core.capabilities import BackendInfo, Feature
-from kda_core.errors import UnsupportedCall
+from kda_core.errors import ContractViolation, UnsupportedCall
 from kda_core.plugins import registry
 from kda_core.reference import DIFFERENTIABLE
 from kda_core.request import Request
@@ -272,6 +272,8 @@ class Subject:
         except UnsupportedCall as error:
             self._expect_untouched(before, tensors, frozenset())
             raise record.refused(error, reasons) from None
+        except ContractViolation as error:
+            raise Mismatch(str(error)) from None
         if reasons:
             raise Mismatch(f"served a call that it does not declare: {'; '.join(reasons)}")
         self._expect_untouched(before, tensors, call.written_names())

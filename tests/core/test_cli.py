@@ -381,7 +381,7 @@ def test_verify_exits_with_1_when_the_contract_is_broken(quick_cases, monkeypatc
     with installed(Toy()):
         result = run("verify", "--backend", "toy")
     assert result.exit_code == 1
-    assert "expected o, final_state" in result.stdout
+    assert "returned final_state: expected" in " ".join(result.stdout.split())
 
 
 def test_verify_that_compared_nothing_has_not_passed(quick_cases):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import MISSING, fields
 
+import numpy as np
 import pytest
 import torch
 
@@ -58,8 +59,8 @@ def test_the_gate_takes_its_arguments_as_the_other_functions_do():
 
 @pytest.mark.parametrize("op", NOT_TAKEN)
 def test_every_argument_is_in_the_request_under_its_name(op: str):
-    """Values that no check has seen, each of its own."""
-    given = {name: object() for name in parameters(op) if name != "backend"}
+    """Values that no check has seen, each of its own; but one flag is looked at before there is a request."""
+    given = {name: name == "inplace_final_state" or object() for name in parameters(op) if name != "backend"}
     request = getattr(kda_core, op)(**given, backend=api._Question(lambda request: request))
     found = {name: value for name, value in vars(request).items() if name in FIELDS}
     own = {"chunk_kda": {"inplace_final_state": True}, "fused_recurrent_kda": {}}[op]
@@ -101,3 +102,63 @@ def test_a_flag_without_the_one_that_it_needs_is_refused():
     with pytest.raises(ValueError, match="allow_neg_eigval: expected use_beta_sigmoid_in_kernel=True beside it, got F"):
         kda_core.chunk_kda(**data)
     kda_core.chunk_kda(**data, use_beta_sigmoid_in_kernel=True)
+
+
+OTHER_VALUES = [0, 1, "", "1", b"", [], (), {}, None, 1j, np.zeros(()), np.zeros(2), torch.zeros(()), torch.zeros(2)]
+OPTIONS = [
+    (op, name, p.annotation)
+    for op in ("chunk_kda", "fused_recurrent_kda", "kda_gate")
+    for name, p in inspect.signature(getattr(kda_core, op)).parameters.items()
+    if "Tensor" not in p.annotation
+]
+
+
+@pytest.mark.parametrize("kind", ["plain", "pool", "gradient"])
+@pytest.mark.parametrize(("op", "name", "annotation"), OPTIONS)
+def test_an_option_takes_only_values_of_its_kind(op, name, annotation, kind):
+    """0, "", [] and None counted as False for inplace_final_state, and an array ended in an error of NumPy's."""
+    kinds = {"bool": bool, "int": int, "float": (int, float), "str": str, "None": type(None), "Any": type(None)}
+    kinds = tuple(kinds[part] for part in annotation.split(" | "))
+    arguments = right_call(op, pool=kind == "pool", gradient=kind == "gradient")
+    for value in OTHER_VALUES:
+        if type(value) is bool or isinstance(value, kinds):
+            continue
+        expected = (TypeError, kda_core.UnsupportedCall) if name == "cp_context" else TypeError
+        start = "chunk_kda: no backend" if name == "cp_context" else f"{name}: expected "
+        with pytest.raises(expected, match=f"^{start}"):
+            getattr(kda_core, op)(**{**arguments, name: value})
+
+
+def right_call(op, pool=False, gradient=False):
+    """Arguments of a call that is right but for what a test adds."""
+    q, k, v = torch.randn(3, 1, 3, 2, 4)
+    arguments = {"q": q, "k": k, "v": v, "g": -q.abs(), "beta": torch.rand(1, 3, 2)}
+    if pool:
+        arguments |= {"initial_state": torch.zeros(2, 2, 4, 4), "ssm_state_indices": torch.tensor([1])}
+    if op == "kda_gate":
+        arguments = {"g": arguments["g"], "A_log": torch.zeros(2)}
+    arguments["g"].requires_grad_(gradient)
+    return arguments
+
+
+def test_a_false_context_is_no_context():
+    """It was dropped in silence."""
+    with pytest.raises(kda_core.UnsupportedCall, match="cp_context"):
+        kda_core.chunk_kda(**right_call("chunk_kda"), cp_context=False)
+
+
+@pytest.mark.parametrize("value", [0, "", [], None, np.zeros(2)])
+def test_other_public_functions_take_only_values_of_their_kind(value):
+    arguments = right_call("chunk_kda")
+    with pytest.raises(ValueError, match=r"^op: expected "):
+        kda_core.explain(**arguments, op=value)
+    with pytest.raises(TypeError, match=r"^warn: expected "), kda_core.checked_calls(warn=value):
+        pass
+    if not isinstance(value, str):
+        with pytest.raises(TypeError, match=r"^name: expected "), kda_core.use_backend(value):
+            pass
+    if value is not None and not isinstance(value, str):
+        with pytest.raises(TypeError, match=r"^dump: expected "), kda_core.checked_calls(dump=value):
+            pass
+        with pytest.raises(TypeError, match=r"^chip: expected "):
+            api.plan(**arguments, chip=value)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import fields, replace
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from toys import EntryPoints, Toy, inputs, installed
+from toys import Toy, inputs, installed
 
 import kda_core
 from kda_core import plugins, signature, torch_private
@@ -161,6 +160,34 @@ def test_an_exception_in_a_hook_is_never_taken_for_a_refusal():
             kda_core.chunk_kda(*inputs())
 
 
+def test_an_exception_in_reject_names_the_backend_and_the_hook():
+    reason = "backend 'bad': kda_core_reject failed: ValueError: boom"
+    with installed(Toy("bad", 9000, reject=ValueError("boom")), Toy("good", 8000)):
+        for ask in (kda_core.chunk_kda, kda_core.explain):
+            with pytest.raises(kda_core.ContractViolation) as caught:
+                ask(*inputs())
+            assert str(caught.value) == reason
+            assert isinstance(caught.value.__cause__, ValueError)
+        explanation = kda_core.explain(*inputs(), backend="good")
+        assert explanation.chosen == "good"
+        assert f"bad: broken ({reason})" in str(explanation)
+
+
+def test_a_backend_whose_availability_raises_is_unavailable_and_others_serve():
+    class Careless(Toy):
+        @hookimpl
+        def kda_core_availability(self, device):
+            raise ValueError("boom")
+
+    with installed(Careless("bad", 9000), Toy("good", 8000, value=3.0)):
+        assert kda_core.chunk_kda(*inputs())[0].unique().tolist() == [3.0]
+        assert kda_core.default_device() == torch.device("cpu")
+        reason = "kda_core_availability failed: ValueError: boom"
+        assert f"bad: unavailable ({reason})" in str(kda_core.explain(*inputs()))
+        with pytest.raises(kda_core.UnsupportedCall, match=f"backend 'bad' cannot serve this call: {reason}"):
+            kda_core.chunk_kda(*inputs(), backend="bad")
+
+
 def test_breaking_the_contract_while_serving_is_an_error():
     with installed(Toy("toy", 9000, value=None)), pytest.raises(kda_core.ContractViolation, match="returned None"):
         kda_core.chunk_kda(*inputs())
@@ -218,82 +245,6 @@ def test_wrappers_see_every_call_and_may_be_taken_out():
     assert seen == ["chunk_kda", "chunk_kda"]
 
 
-def describe(plugin):
-    return Registry(entry_points=False).register(plugin)
-
-
-def test_wheels_of_another_contract_are_incompatible():
-    assert describe(Toy("old", contract="~=0.9")).state == "incompatible"
-    assert "this kda-core has 1.0" in describe(Toy("new", contract=">=2")).reason
-    assert describe(Toy("fine", contract=">=1.0.dev0")).state == "loaded"
-
-
-def test_missing_unknown_and_defaulted_hooks_are_broken():
-    class Missing:
-        kda_core_backend = Toy.kda_core_backend
-        name, priority, options, features = "m", 1, {}, frozenset({Feature.CHUNK})
-
-    assert "missing hooks: kda_core_availability, kda_core_chunk_forward, kda_core_reject" in describe(Missing()).reason
-    recurrent = describe(Toy("toy", features=(Feature.CHUNK, Feature.RECURRENT)))
-    assert recurrent.reason == "missing hooks: kda_core_recurrent_forward"
-
-    class Misspelt(Toy):
-        @hookimpl
-        def kda_core_chunk_foward(self, request):
-            return None
-
-    assert "unknown hooks: kda_core_chunk_foward" in describe(Misspelt("toy")).reason
-
-    class Defaulted(Toy):
-        @hookimpl
-        def kda_core_reject(self, request=None):
-            return None
-
-    assert "declares a default for request" in describe(Defaulted("toy")).reason
-
-    class Renamed(Toy):
-        @hookimpl
-        def kda_core_reject(self, call):
-            return None
-
-    assert "kda_core_reject takes (call), expected (request)" in describe(Renamed("toy")).reason
-
-    class NotDecorated:
-        def kda_core_backend(self):
-            return Toy("toy").kda_core_backend()
-
-    assert "missing hook kda_core_backend" in describe(NotDecorated()).reason
-
-
-def test_two_plugins_with_one_name_serve_neither_in_any_order():
-    for first, second in ((1.0, 2.0), (2.0, 1.0)):
-        fresh = Registry(entry_points=False)
-        fresh.load()
-        fresh.register(Toy("twin", value=first))
-        assert fresh.register(Toy("twin", value=second)).state == "conflict"
-        assert "twin" not in [b.info.name for b in fresh.backends]
-        with pytest.raises(kda_core.BrokenBackend, match="claims the name 'twin' too"):
-            fresh.named("twin")
-        assert fresh.register(Toy("twin")).state == "conflict"
-
-
-def test_bad_identity_cards_are_broken():
-    class Loud(Toy):
-        @hookimpl
-        def kda_core_backend(self):
-            raise OSError("no licence")
-
-    assert describe(Loud("toy")).reason == "kda_core_backend failed: OSError: no licence"
-    assert "not lower case" in describe(Toy("Toy")).reason
-
-    class Dict(Toy):
-        @hookimpl
-        def kda_core_backend(self):
-            return {"name": "toy"}
-
-    assert "returned dict, expected BackendInfo" in describe(Dict("toy")).reason
-
-
 def test_slack_needs_a_reason_and_a_factor_above_one():
     with pytest.raises(ValueError, match="reason"):
         Slack("o", None, 2.0, " ")
@@ -320,71 +271,6 @@ def test_explain_takes_the_calls_arguments_and_names_the_op():
         kda_core.explain(*inputs(), op="attention")
     with pytest.raises(TypeError, match="nonsense"):
         kda_core.explain(*inputs(), nonsense=1)
-
-
-class EntryPoint:
-    """An entry point whose module does something when it is imported."""
-
-    group, dist = ENTRY_POINT_GROUP, None
-
-    def __init__(self, name, load=None):
-        self.name, self.value, self.load = name, f"{name}.plugin", load
-
-
-def interrupted():
-    raise KeyboardInterrupt
-
-
-@pytest.fixture
-def found(monkeypatch):
-    """A registry of its own that finds an entry point, and what to set its import to."""
-    # By name one comes before it and one after it.
-    first, own, last = EntryPoint("a", lambda: Toy("toy")), EntryPoint("foreign"), EntryPoint("z", lambda: Toy("last"))
-    monkeypatch.setattr(plugins.metadata, "entry_points", lambda: EntryPoints([last, own, first]))
-    fresh = Registry()
-    fresh.import_by = lambda do: setattr(own, "load", do)
-    return fresh
-
-
-def test_an_interrupted_import_leaves_everything_to_the_next_call(found):
-    """A second attempt met what the first had loaded, and took it for rivals."""
-    found.import_by(interrupted)
-    for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            found.load()
-    found.import_by(lambda: Toy("foreign"))
-    assert [b.info.name for b in found.backends] == ["foreign", "last", "toy", "reference"]
-    assert {e.state for e in found.ledger} == {"loaded"}
-
-
-def test_what_was_registered_by_hand_survives_an_interrupted_import(found):
-    found.register(Toy("own"))
-    found.import_by(interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        found.load()
-    found.import_by(lambda: Toy("foreign"))
-    assert {b.info.name for b in found.backends} == {"foreign", "last", "own", "toy", "reference"}
-
-
-@pytest.mark.parametrize("where", ["import", "hook"])
-def test_a_wheel_that_asks_for_backends_while_it_is_loaded_harms_nobody_else(found, where):
-    class Asking(Toy):
-        @hookimpl
-        def kda_core_backend(self):
-            found.named("toy")
-
-    found.import_by((lambda: found.backends) if where == "import" else (lambda: Asking("foreign")))
-    assert {b.info.name for b in found.backends} == {"last", "toy", "reference"}
-    (broken,) = (e for e in found.ledger if e.state != "loaded")
-    assert broken.state == "broken"
-    assert "asked for backends by one that is being loaded" in broken.reason
-
-
-def test_a_wheel_that_exits_when_it_is_imported_harms_nobody_else(found):
-    found.import_by(lambda: sys.exit("needs libfoo"))
-    assert {b.info.name for b in found.backends} == {"last", "toy", "reference"}
-    (broken,) = (e for e in found.ledger if e.state != "loaded")
-    assert broken.reason == "import failed: SystemExit: needs libfoo"
 
 
 def test_every_hook_is_documented_and_implemented_by_the_oracle():
