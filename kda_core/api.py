@@ -236,7 +236,8 @@ def fused_recurrent_kda(
             "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": None, "cp_context": None, "chunk_size": 64,
             "ssm_state_indices": ssm_state_indices, "num_accepted_tokens": num_accepted_tokens,
             "inplace_final_state": _is_set("inplace_final_state", inplace_final_state) or ssm_state_indices is not None,
-            "pad_slot_id": pad_slot_id, "out": out, "save_for_backward": _needs_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state, out),
+            "pad_slot_id": pad_slot_id, "out": out,
+            "save_for_backward": _needs_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state, out),
         }
     )  # fmt: skip
     return _run(request, backend)

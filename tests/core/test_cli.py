@@ -360,7 +360,8 @@ def test_verify_prints_a_case_when_it_ends(monkeypatch):
 def test_verify_prints_failures_in_full_and_outputs_when_asked(quick_cases):
     with installed(Toy(value=0.0, with_state=True)):
         short, long = run("verify", "--backend", "toy").stdout, run("verify", "--backend", "toy", "-v").stdout
-    assert re.search(r"FAILED   one token\n.*\n +o: relative error 1 \(budget .*\), worst row \[.*expected \[", short)
+    place = r"at token 0 of sequence 0, head 0: got \[0, 0, 0\], expected \["
+    assert re.search(rf"FAILED   one token\n.*\n +o: relative error 1 \(budget .*\), worst row .* {place}", short)
     assert "o: error" not in short
     assert re.search(r"\n +o: error 1.0e\+00, budget .*, [\d,.e+]+% used, FAILED", long)
 

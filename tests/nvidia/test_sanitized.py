@@ -32,7 +32,7 @@ from kda_core.testing.subject import Subject
 from kda_core.testing.targets import find_target
 from kda_core.triton_lib.plan import metadata
 
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+on_gpu = pytest.mark.platform("nvidia")
 
 MANY = 150
 """Heads: more than a chip has multiprocessors."""
