@@ -226,19 +226,38 @@ def fused_recurrent_kda(
     """
     request = build_request(
         {
-            "op": "fused_recurrent_kda", "q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log,
+            "op": "fused_recurrent_kda",
+            "q": q,
+            "k": k,
+            "v": v,
+            "g": g,
+            "beta": beta,
+            "A_log": A_log,
             "dt_bias": dt_bias if dt_bias is None else _by_head(dt_bias, g),
-            "scale": default_scale(q) if scale is None else scale, "initial_state": initial_state,
-            "output_final_state": output_final_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
-            "use_gate_in_kernel": use_gate_in_kernel, "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
-            "allow_neg_eigval": allow_neg_eigval, "safe_gate": False, "lower_bound": lower_bound,
-            "disable_recompute": False, "return_intermediate_states": False, "state_v_first": state_v_first,
-            "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": None, "cp_context": None, "chunk_size": 64,
-            "ssm_state_indices": ssm_state_indices, "num_accepted_tokens": num_accepted_tokens,
-            "inplace_final_state": inplace_final_state or ssm_state_indices is not None, "pad_slot_id": pad_slot_id,
-            "out": out, "save_for_backward": _needs_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state, out),
+            "scale": default_scale(q) if scale is None else scale,
+            "initial_state": initial_state,
+            "output_final_state": output_final_state,
+            "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+            "use_gate_in_kernel": use_gate_in_kernel,
+            "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
+            "allow_neg_eigval": allow_neg_eigval,
+            "safe_gate": False,
+            "lower_bound": lower_bound,
+            "disable_recompute": False,
+            "return_intermediate_states": False,
+            "state_v_first": state_v_first,
+            "cu_seqlens": cu_seqlens,
+            "cu_seqlens_cpu": None,
+            "cp_context": None,
+            "chunk_size": 64,
+            "ssm_state_indices": ssm_state_indices,
+            "num_accepted_tokens": num_accepted_tokens,
+            "inplace_final_state": inplace_final_state or ssm_state_indices is not None,
+            "pad_slot_id": pad_slot_id,
+            "out": out,
+            "save_for_backward": _needs_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state, out),
         }
-    )  # fmt: skip
+    )
     return _run(request, backend)
 
 
