@@ -196,7 +196,7 @@ CASES: tuple[Case, ...] = (
     # Forward: lengths below, at and past a chunk, shapes, dtypes.
     _case("one token", "forward verify", T=1, state=FP32),
     _case("below a chunk", "forward", T=63, B=2),
-    _case("one chunk", "forward", T=64, HV=4),
+    _case("one chunk", "forward", T=64, HV=6),
     _case("past a chunk", "forward verify", T=65, state=FP32),
     _case("plain", "forward verify", B=2, H=3),
     _case("bfloat16", "forward verify", B=2, K=64, dtype=BF16, gate_dtype=BF16, state=FP32),
@@ -279,7 +279,7 @@ CASES: tuple[Case, ...] = (
         "gradients packed, grouped values, softplus gate",
         "backward verify",
         T=140,
-        HV=4,
+        HV=6,
         lengths=(1, 64, 0, 70),
         state=FP32,
         backward=True,
@@ -345,7 +345,7 @@ CASES: tuple[Case, ...] = (
     _case("packed", "packed verify", T=140, lengths=(5, 64, 1, 70), state=FP32),
     _case("packed with empty sequences", "packed", T=71, lengths=(0, 1, 0, 64, 6, 0), state=FP32),
     _case("packed, ends before T", "packed", T=100, lengths=(30, 40), state=FP32),
-    _case("packed int64, grouped values", "packed", T=100, HV=4, lengths=(33, 67), index_dtype=torch.int64),
+    _case("packed int64, grouped values", "packed", T=100, HV=6, lengths=(33, 67), index_dtype=torch.int64),
     _case("packed chunk 32", "packed", T=100, lengths=(33, 67), state=FP32, options={"chunk_size": 32}),
     _case("packed bfloat16", "packed", T=200, K=64, dtype=BF16, lengths=(1, 129, 70), state=FP32),
     # The shapes of fla 0.6's own KDA tests.

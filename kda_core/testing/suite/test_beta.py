@@ -23,14 +23,14 @@ LOGITS = pytest.mark.parametrize(
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
 def test_beta(kda, beta: Beta, dtype: torch.dtype):
     """sigmoid(beta), or twice that, in the operator."""
-    kda.check(Case(name=f"beta {beta} {dtype}", T=70, HV=4, beta=beta, gate_dtype=dtype, state=None))
+    kda.check(Case(name=f"beta {beta} {dtype}", T=70, HV=6, beta=beta, gate_dtype=dtype, state=None))
 
 
 @requires(Feature.CHUNK, Feature.BACKWARD)
 @LOGITS
 def test_beta_backward(kda, beta: Beta):
     """The gradient goes through the sigmoid."""
-    case = Case(name=f"beta gradient {beta}", T=20, HV=4, beta=beta, final_state=False, backward=True)
+    case = Case(name=f"beta gradient {beta}", T=20, HV=6, beta=beta, final_state=False, backward=True)
     kda.check(case)
 
 
@@ -39,7 +39,7 @@ def test_beta_backward(kda, beta: Beta):
 @pytest.mark.parametrize("shift", [-40.0, -8.0, 4.0, 8.0, 12.0])
 def test_beta_backward_of_large_logits(kda, beta: Beta, shift: float):
     """s(x) and the slope s(x) s(-x) keep their digits, also where 1 - s(x) has none."""
-    case = Case(name=f"beta gradient {beta} at {shift}", T=20, HV=4, beta=beta, final_state=False, backward=True)
+    case = Case(name=f"beta gradient {beta} at {shift}", T=20, HV=6, beta=beta, final_state=False, backward=True)
     call = case.call()
     kda.check(call.having(beta=call.tensors["beta"] + shift))
 
@@ -50,7 +50,7 @@ def test_beta_backward_of_large_logits(kda, beta: Beta, shift: float):
 def test_beta_backward_of_reflections(kda, K: int, shift: float):
     """beta = 2 and equal keys: every token reflects the key's value, so sums over tokens have terms of both signs."""
     fields = {"T": 50, "K": K, "keys": "equal", "decay": "slow", "beta": "negative eigenvalues"}
-    call = Case(name=f"reflections {K} {shift}", H=1, state=FP32, backward=True, **fields).call()
+    call = Case(name=f"reflections {K} {shift}", state=FP32, backward=True, **fields).call()
     kda.check(call.having(q=call.tensors["k"].clone(), beta=call.tensors["beta"] + shift))
 
 

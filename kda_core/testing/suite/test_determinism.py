@@ -42,7 +42,7 @@ def test_backward_repeats(kda):
         name="repeated gradients",
         B=2,
         T=70,
-        HV=4,
+        HV=6,
         final_state=False,
         backward=True,
         **SOFTPLUS,
@@ -112,7 +112,7 @@ def test_compiled_code_does_not_depend_on_length(kda):
     """FAILURES 20: 100 random lengths: nothing is compiled after the first few."""
     if kda.target.interpreted:
         pytest.skip("the interpreter compiles nothing")
-    whole = Case(name="lengths", T=400, H=1, final_state=False).call()
+    whole = Case(name="lengths", T=400, final_state=False).call()
     # Lengths that a compiler may treat as special: 1, multiples of 16, and neither; below and past a chunk.
     for T in (1, 7, 16, 48, 63, 64, 65, 128, 300, 384):
         kda.run(whole.slice_tokens(0, T))

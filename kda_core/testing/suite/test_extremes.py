@@ -90,17 +90,18 @@ def _with_infinite(call: Call, value: float = -math.inf) -> Call:
 
 @requires(Feature.CHUNK, Feature.BACKWARD)
 @INFINITE
-@pytest.mark.parametrize("g", ["float32 g", "g of q's dtype, K 20"])
-def test_infinite_decay(kda, dtype: torch.dtype, g: str):
+@pytest.mark.parametrize("gate_dtype", [FP32, None], ids=["float32 g", "g of q's dtype"])
+def test_infinite_decay(kda, dtype: torch.dtype, gate_dtype: torch.dtype | None):
     """A log decay of -inf (-1e30 in float16) forgets everything and has no gradient; its neighbours are exact."""
-    fields = PLAIN[dtype] if g == "float32 g" else PLAIN[dtype] | {"K": 20, "gate_dtype": dtype}
-    kda.check(_with_infinite(Case(name=f"-inf {dtype} {g}", T=40, backward=True, **fields).call()))
+    case = Case(name=f"-inf {dtype} {gate_dtype}", T=40, gate_dtype=gate_dtype or dtype, backward=True, **PLAIN[dtype])
+    kda.check(_with_infinite(case.call()))
 
 
 @requires(Feature.CHUNK, Feature.BACKWARD)
-def test_infinite_decay_of_one_channel(kda):
-    """The same with one channel, where no other keeps anything."""
-    kda.check(_with_infinite(Case(name="-inf 1", T=40, K=1, state=FP32, backward=True).call()))
+@pytest.mark.parametrize("K", [1, 20])
+def test_infinite_decay_of_few_channels(kda, K: int):
+    """The same with one channel, where no other keeps anything, and with dimensions that are no power of two."""
+    kda.check(_with_infinite(Case(name=f"-inf {K}", T=40, K=K, state=FP32, backward=True).call()))
 
 
 @requires(Feature.RECURRENT)
@@ -108,8 +109,10 @@ def test_infinite_decay_of_one_channel(kda):
 @either_way(Feature.RECURRENT_BACKWARD)
 def test_infinite_decay_recurrent(kda, dtype: torch.dtype, backward: bool):
     """The same for fused_recurrent_kda."""
-    case = Case(name=f"-inf steps {dtype}", op="fused_recurrent_kda", T=24, K=20, dtype=dtype, gate_dtype=dtype)
-    kda.check(_with_infinite(case.having(state=FP32, backward=backward).call()))
+    gate_dtype = FP32 if backward else dtype
+    case = Case(name=f"-inf steps {dtype}", op="fused_recurrent_kda", T=24, gate_dtype=gate_dtype, **PLAIN[dtype])
+    case = case.having(backward=backward)
+    kda.check(_with_infinite(case.call()))
 
 
 @requires(Feature.CHUNK, Feature.BACKWARD, Feature.SOFTPLUS_GATE, Feature.LOWER_BOUND_GATE)
@@ -117,7 +120,7 @@ def test_infinite_decay_recurrent(kda, dtype: torch.dtype, backward: bool):
 @pytest.mark.parametrize("value", [-math.inf, math.inf], ids=str)
 def test_infinite_gate_input(kda, gate: Gate, dtype: torch.dtype, value: float):
     """A raw gate input of +-inf is the gate's limit, as +-1e4 already is, in results and gradients."""
-    raw = SOFTPLUS | {"gate": gate, "HV": 4} | PLAIN[dtype]
+    raw = SOFTPLUS | {"gate": gate, "HV": 6} | PLAIN[dtype]
     call = Case(name=f"{value} {gate} {dtype}", T=40, gate_dtype=dtype, backward=True, **raw).call()
     # The oracle's autograd has 0 * inf at the limit itself.
     kda.compare(_with_infinite(call, math.copysign(1e4, value)), kda.run(_with_infinite(call, value)))

@@ -27,7 +27,7 @@ OPTIONAL = pytest.mark.parametrize(
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
 def test_softplus_gate(kda, dt_bias: bool, dtype: torch.dtype):
     """-exp(A_log) softplus(g + dt_bias) in the operator."""
-    case = Case(name=f"softplus {dt_bias} {dtype}", T=70, HV=4, gate="softplus", dt_bias=dt_bias, gate_dtype=dtype)
+    case = Case(name=f"softplus {dt_bias} {dtype}", T=70, HV=6, gate="softplus", dt_bias=dt_bias, gate_dtype=dtype)
     kda.check(case)
 
 
@@ -35,7 +35,7 @@ def test_softplus_gate(kda, dt_bias: bool, dtype: torch.dtype):
 @OPTIONAL
 def test_lower_bound_gate(kda, A_log: bool, dt_bias: bool):
     """b sigmoid(exp(A_log) (g + dt_bias)) in the operator; A_log and dt_bias are optional."""
-    case = Case(name=f"lower bound {A_log} {dt_bias}", T=70, HV=4, gate="lower bound", A_log=A_log, dt_bias=dt_bias)
+    case = Case(name=f"lower bound {A_log} {dt_bias}", T=70, HV=6, gate="lower bound", A_log=A_log, dt_bias=dt_bias)
     kda.check(case)
 
 
@@ -59,7 +59,7 @@ def test_lower_bound_gate_of_a_bound_far_away(kda, bound: float, shift: float, d
 
 def _bias_cancels(T: int, **fields) -> Call:
     """g and dt_bias are large and their sum is small: multiplying each by the rate would leave rounding errors."""
-    case = Case(name=f"bias cancels {T}", T=T, H=3, gate="lower bound", l2norm=True, state=FP32, **fields)
+    case = Case(name=f"bias cancels {T}", T=T, HV=6, state=FP32, **SOFTPLUS | {"gate": "lower bound"} | fields)
     call = case.call()
     g, bias = call.tensors["g"], 4 * call.tensors["dt_bias"]
     return replace(call, tensors=call.tensors | {"dt_bias": bias, "g": 0.05 * g - bias.view(1, 1, *g.shape[2:])})
@@ -108,7 +108,7 @@ def test_gate_large_inputs(kda):
 def test_gate_of_real_models(kda, backward: bool):
     """FAILURES 4: exp(A_log) up to 201 and decays to -2661 a token, as trained models have; forward and backward."""
     case = Case(
-        name="real gate", T=70, rate=201.0, raw_scale=4.0, state=None, final_state=False, backward=backward, **SOFTPLUS
+        name="real gate", T=70, H=1, HV=6, rate=201.0, raw_scale=4.0, final_state=False, backward=backward, **SOFTPLUS
     )
     kda.check(case)
 

@@ -23,7 +23,7 @@ def test_training_step_in_a_graph(kda, lengths: tuple[int, ...], recompute: bool
     if kda.device.type != "cuda":
         pytest.skip(f"torch has no graphs for {kda.device.type}")
     options = {"disable_recompute": not recompute}
-    shape = {"HV": 4, **PLAIN[BF16], **BFLOAT16, **SOFTPLUS}
+    shape = {"HV": 6, **PLAIN[BF16], **BFLOAT16, **SOFTPLUS}
     name = f"step in a graph {lengths} {recompute}"
     call = Case(name=name, T=121, lengths=lengths, backward=True, options=options, **shape).call()
     kda.check(call)

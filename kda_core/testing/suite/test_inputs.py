@@ -14,7 +14,7 @@ from kda_core.testing.marks import requires
 ALL = Case(
     name="unchanged",
     T=100,
-    HV=4,
+    HV=6,
     gate="softplus",
     l2norm=True,
     beta="negative eigenvalues",

@@ -24,7 +24,7 @@ def test_packed(kda, case: Case):
 @requires(Feature.CHUNK, Feature.VARLEN)
 def test_packed_single_tokens_before_a_long_one(kda):
     """FAILURES 1: sequences of one token beside a long one, ``cu_seqlens=[0, 1, 2, 2050]``."""
-    kda.check(Case(name="single tokens", T=2050, H=1, lengths=(1, 1, 2048), state=FP32))
+    kda.check(Case(name="single tokens", T=2050, lengths=(1, 1, 2048), state=FP32))
 
 
 @requires(Feature.CHUNK, Feature.VARLEN, Feature.STATE_GRADIENT)
@@ -40,7 +40,7 @@ def test_gradient_through_empty_sequences(kda, dtype: torch.dtype):
 @requires(Feature.CHUNK, Feature.VARLEN)
 def test_packed_one_token_tail(kda):
     """FAILURES 25: a tail of one token, ``cu_seqlens=[0, 8191, 8192]``."""
-    kda.check(Case(name="one-token tail", T=8192, H=1, lengths=(8191, 1)))
+    kda.check(Case(name="one-token tail", T=8192, lengths=(8191, 1)))
 
 
 @requires(Feature.CHUNK, Feature.VARLEN)
@@ -76,7 +76,7 @@ def test_packed_behind_the_end(kda):
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_packed_anything_behind_the_end(kda, raw: bool, value: float):
     """Rows behind the last sequence may hold anything: their gradient is zero, and no other result changes."""
-    fields = SOFTPLUS | {"HV": 4} if raw else {}
+    fields = SOFTPLUS | {"HV": 6} if raw else {}
     case = Case(name=f"anything behind the end {raw}", T=90, lengths=(30, 0, 41), state=FP32, backward=True, **fields)
     call = case.call()
     expected = kda.check(call)
@@ -129,13 +129,13 @@ def test_packed_boundaries_on_both_sides(kda, dtype: torch.dtype):
 def test_packed_many_sequences(kda):
     """More sequences than chunks: 200 of lengths 0 to 3."""
     lengths = tuple(i % 4 for i in range(200))
-    kda.check(Case(name="many sequences", T=sum(lengths), H=1, lengths=lengths))
+    kda.check(Case(name="many sequences", T=sum(lengths), lengths=lengths))
 
 
 @requires(Feature.CHUNK)
 def test_gate_dtypes_one_after_the_other(kda):
     """FAILURES 27: float32 g, then bfloat16 g with the same shapes, and a masked tail (T = 1500)."""
-    case = Case(name="gate dtypes", T=1500, H=1)
+    case = Case(name="gate dtypes", T=1500)
     kda.check(case)
     kda.check(case.having(name="gate dtypes, half", gate_dtype=BF16))
 

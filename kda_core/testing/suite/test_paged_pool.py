@@ -66,7 +66,7 @@ def test_pool_of_no_sequence(kda, op: str, T: int, width: int | None):
 @FUNCTIONS
 def test_pool_v_first(kda, op: str, T: int):
     """States stored V first, K != V."""
-    kda.check(_call(kda, op, T, V=16, options={"state_v_first": True}).in_pool(_indices(1, 3, 0), 5))
+    kda.check(_call(kda, op, T, V=64, options={"state_v_first": True}).in_pool(_indices(1, 3, 0), 5))
 
 
 @FUNCTIONS
@@ -78,7 +78,7 @@ def test_pool_bfloat16(kda, op: str, T: int):
 @FUNCTIONS
 def test_pool_all_in_kernel(kda, op: str, T: int):
     """Half inputs, gate, beta and l2norm in the operator, grouped values."""
-    fields = {"dtype": BF16, "gate_dtype": BF16, "gate": "softplus", "beta": "sigmoid", "l2norm": True, "HV": 4}
+    fields = {"dtype": BF16, "gate_dtype": BF16, "gate": "softplus", "beta": "sigmoid", "l2norm": True, "HV": 6}
     kda.check(_call(kda, op, T, **fields).in_pool(_indices(1, 3, 0), 5))
 
 

@@ -20,7 +20,7 @@ R = "fused_recurrent_kda"
 
 
 def _case(**fields) -> Case:
-    return Case(name="rejection", **({"T": 5, "final_state": False} | fields))
+    return Case(name="rejection", **({"T": 5} | fields))
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ CALLS: dict[Feature, Callable[[str], Smallest]] = {
     Feature.BACKWARD: lambda op: Smallest(_case(backward=True)),
     Feature.RECURRENT_BACKWARD: lambda op: Smallest(_case(op=R, backward=True)),
     Feature.VARLEN: lambda op: Smallest(_case(op=op, lengths=(2, 3))),
-    Feature.GVA: lambda op: Smallest(_case(op=op, HV=4)),
+    Feature.GVA: lambda op: Smallest(_case(op=op, HV=6)),
     Feature.UNEQUAL_HEAD_DIMS: lambda op: Smallest(_case(op=op, V=64)),
     Feature.ODD_HEAD_DIMS: lambda op: Smallest(_case(op=op, K=20)),
     Feature.INITIAL_STATE: lambda op: Smallest(_case(op=op, state=FP32)),
-    Feature.FINAL_STATE: lambda op: Smallest(_case(op=op, final_state=True)),
-    Feature.STATE_GRADIENT: lambda op: Smallest(_case(op=op, final_state=True, backward=True)),
-    Feature.STATE_V_FIRST: lambda op: Smallest(_case(op=op, final_state=True, options={"state_v_first": True})),
+    Feature.FINAL_STATE: lambda op: Smallest(_case(op=op)),
+    Feature.STATE_GRADIENT: lambda op: Smallest(_case(op=op, backward=True)),
+    Feature.STATE_V_FIRST: lambda op: Smallest(_case(op=op, options={"state_v_first": True})),
     Feature.BF16_STATE: lambda op: Smallest(_case(op=op, state=BF16)),
     Feature.INTERMEDIATE_STATES: lambda op: Smallest(_case(options={"return_intermediate_states": True})),
     Feature.PAGED_STATE: lambda op: _pooled(_case(op=op, state=FP32), [3]),
@@ -92,7 +92,7 @@ def test_gate_function_is_served_or_refused(kda, feature: Feature):
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64], ids=str)
 def test_dtype_is_served_or_refused(kda, dtype: torch.dtype):
     """Every dtype of q: right when it is declared, refused when it is not."""
-    refusal = refusal_of(lambda: kda.check(_case(op=_function(kda), dtype=dtype, K=32 if dtype == FP32 else 64)))
+    refusal = refusal_of(lambda: kda.check(_case(op=_function(kda), dtype=dtype)))
     assert refusal is None or refusal.status != "rejected", str(refusal)
 
 

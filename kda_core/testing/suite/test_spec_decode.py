@@ -39,7 +39,11 @@ def test_draft(kda, accepted: list[int] | None):
 @SPEC
 def test_draft_shorter_than_its_slots(kda):
     """Fewer tokens than slots: the slots behind stay as they are."""
-    kda.check(_call(kda, T=2).in_pool(_table([8, 1, 2, 5], [0, 4, 9, 10], [6, 3, 7, 11]), 12, torch.tensor([1, 4, 2])))
+    kda.check(
+        _call(kda, T=2).in_pool(
+            _table([8, 1, 2, 5], [0, 4, 9, 10], [6, 3, 7, 11]), 12, torch.tensor([1, 4, 2], dtype=torch.int32)
+        )
+    )
 
 
 @SPEC
@@ -62,8 +66,8 @@ def test_draft_packed(kda):
 @SPEC
 def test_draft_all_in_kernel(kda):
     """Half inputs, gate, beta and l2norm in the operator, V first, bfloat16 pool."""
-    fields = {"dtype": BF16, "gate_dtype": BF16, "gate": "softplus", "beta": "sigmoid", "l2norm": True, "HV": 4}
-    call = _call(kda, **fields, state=BF16, V=16, options={"state_v_first": True})
+    fields = {"dtype": BF16, "gate_dtype": BF16, "gate": "softplus", "beta": "sigmoid", "l2norm": True, "HV": 6}
+    call = _call(kda, **fields, state=BF16, V=64, options={"state_v_first": True})
     kda.check(call.in_pool(_table([8, 1, 2], [0, 4, 9], [6, 3, 7]), 10, torch.tensor([2, 1, 3])))
 
 
