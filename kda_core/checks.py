@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.masked import is_masked_tensor
 from torch.nn.parameter import Parameter, is_lazy
 
+from kda_core.overlaps import extent, meets_itself, share_memory
 from kda_core.request import DATA, AnyRequest, GateRequest, Request
 
 DATA_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -147,12 +148,44 @@ def check_values(r: Request) -> None:
     if r.inplace_final_state:
         _check_slot_values(r, bounds)
     if r.out is not None:
-        # An empty tensor's place is 0.
-        place, state = r.out.data_ptr(), r.initial_state
-        places = (r.q.data_ptr(), r.k.data_ptr(), r.v.data_ptr(), r.g.data_ptr(), r.beta.data_ptr())
-        if place and (place in places or (state is not None and place == state.data_ptr())):
-            name = ("q", "k", "v", "g", "beta", "initial_state")[[*places, place].index(place)]
-            _fail("out", "memory of its own", f"the memory of {name}")
+        _check_places(r)
+    elif r.inplace_final_state and (r.memo is None or extent not in r.memo):
+        _check_written(r)
+
+
+def _check_places(r: Request) -> None:
+    """Refuse an ``out`` that overlaps what the call reads: in repeated calls the large tensors, where they begin."""
+    extents = None if r.memo is None else r.memo.get(extent)
+    if extents is None:
+        _check_written(r)
+        return
+    a, b, c, d, e, f, length = extents
+    begin, state = r.out.data_ptr(), r.initial_state  # type: ignore[union-attr]
+    end = begin + length
+    q, k, v, g, beta = r.q.data_ptr(), r.k.data_ptr(), r.v.data_ptr(), r.g.data_ptr(), r.beta.data_ptr()
+    # Written out: a loop takes twice as long.
+    if (
+        (q < end and begin < q + a)
+        or (k < end and begin < k + b)
+        or (v < end and begin < v + c)
+        or (g < end and begin < g + d)
+        or (beta < end and begin < beta + e)
+        or (state is not None and (s := state.data_ptr()) < end and begin < s + f)
+    ):
+        _check_written(r)
+
+
+def _check_written(r: Request) -> None:
+    """Refuse ``out`` and a pool that share memory with other tensors of the call."""
+    tensors = {n: t for n, t in vars(r).items() if type(t) in (Tensor, Parameter)}
+    for name in ("out", "initial_state") if r.inplace_final_state else ("out",):
+        written = tensors.pop(name, None)
+        for other, t in tensors.items():
+            if written is not None and t.device == written.device and share_memory(written, t):
+                same = written.data_ptr() == t.data_ptr()
+                _fail(name, "memory of its own", f"the memory of {other}" if same else f"memory that {other} overlaps")
+    if r.memo is not None:
+        r.memo[extent] = tuple(map(extent, (r.q, r.k, r.v, r.g, r.beta, r.initial_state, r.out)))
 
 
 def _fail(argument: str, expected: str, actual: str) -> NoReturn:
@@ -228,10 +261,12 @@ def _normal_range(dtype: torch.dtype) -> str:
 
 
 def _expect_no_overlap(name: str, t: Tensor) -> None:
-    """Refuse an expanded tensor as a place to write to."""
+    """Refuse a tensor as a place to write to where elements share memory."""
     for size, stride in zip(t.shape, t.stride(), strict=True):
         if size > 1 and stride == 0:
             _fail(name, "memory of its own for every element", f"an expanded tensor with strides {tuple(t.stride())}")
+    if type(t) in (Tensor, Parameter) and meets_itself(t):  # sizes of traced tensors may be symbols
+        _fail(name, "memory of its own for every element", f"overlapping ones with strides {tuple(t.stride())}")
 
 
 def _check_data(r: Request) -> None:
