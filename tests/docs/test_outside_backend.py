@@ -46,10 +46,12 @@ def python(tmp_path_factory) -> Path:
     return executable
 
 
-def run_kit(python: Path, folder: Path, *arguments: str) -> tuple[int, str]:
+def run_kit(python: Path, folder: Path, *arguments: str, modules: tuple[str, ...] = ()) -> tuple[int, str]:
+    """Exit status and output of the kit, or of some of its modules."""
     environment = {n: v for n, v in os.environ.items() if not n.startswith(("PYTHON", "PYTEST_", "KDA_"))}
     command = [python, "-m", "pytest", "-p", "kda_core.testing.plugin", "-p", "no:cacheprovider"]
-    command += ["--pyargs", "kda_core.testing.suite", *arguments]
+    suite = "kda_core.testing.suite"
+    command += ["--pyargs", *([f"{suite}.{name}" for name in modules] or [suite]), *arguments]
     child = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     return child.returncode, child.stdout + child.stderr
 
@@ -65,6 +67,24 @@ def test_kit_on_an_outside_backend(python: Path, tmp_path: Path):
     assert report["coverage"]["layout"]["packed"]["state"] == "refused"
     assert report["coverage"]["direction"]["backward"]["state"] == "refused"
     assert any("train on another backend" in reason for reason in report["reasons"]["refused"])
+
+
+def test_kit_on_its_first_backward(python: Path, tmp_path: Path):
+    """The page's second part, appended to the module, with the features that it names."""
+    (more,) = re.findall(r"```python\n# kda_mychip/plugin.py, continued\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    (plugin,) = python.parents[1].glob("lib/python*/site-packages/kda_mychip/plugin.py")
+    forward = plugin.read_text()
+    closed = 'closed={Feature.BACKWARD: "train on another backend"},'
+    assert closed in forward
+    declared = forward.replace("Feature.CHUNK,", "Feature.CHUNK, Feature.BACKWARD, Feature.STATE_GRADIENT,")
+    plugin.write_text(declared.replace(closed, "") + more)
+    try:
+        modules = ("test_backward", "test_compile")
+        status, text = run_kit(python, tmp_path, "--backend=mychip", "-n", "2", modules=modules)
+    finally:
+        plugin.write_text(forward)
+    assert status == pytest.ExitCode.OK, text[-4000:]
+    assert re.search(r"direction +forward \d+, backward \d+", text)
 
 
 @pytest.mark.slow

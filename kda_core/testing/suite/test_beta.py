@@ -38,10 +38,12 @@ def test_beta_backward(kda, beta: Beta):
 @LOGITS
 @pytest.mark.parametrize("shift", [-40.0, -8.0, 4.0, 8.0, 12.0])
 def test_beta_backward_of_large_logits(kda, beta: Beta, shift: float):
-    """s(x) and the slope s(x) s(-x) keep their digits, also where 1 - s(x) has none."""
+    """s(x) and the slope s(x) s(-x) keep their digits, also where 1 - s(x) has none; at +-inf the slope is 0."""
     case = Case(name=f"beta gradient {beta} at {shift}", T=20, HV=6, beta=beta, final_state=False, backward=True)
     call = case.call()
-    kda.check(call.having(beta=call.tensors["beta"] + shift))
+    beta = call.tensors["beta"] + shift
+    beta[:, 3], beta[:, 11] = torch.inf, -torch.inf
+    kda.check(call.having(beta=beta))
 
 
 @requires(Feature.CHUNK, Feature.BACKWARD, Feature.BETA_SIGMOID, Feature.NEG_EIGVAL)
@@ -65,6 +67,8 @@ def test_beta_at_its_ends(kda, value: float):
 
 @requires(Feature.CHUNK, Feature.BETA_SIGMOID)
 def test_beta_large_logits(kda):
-    """Logits of +-100: the sigmoid is 0 or 1, not NaN."""
+    """Logits of +-100 and +-inf: the sigmoid is 0 or 1, not NaN."""
     call = Case(name="large logits", T=70, beta="sigmoid").call()
-    kda.check(call.having(beta=100 * call.tensors["beta"]))
+    beta = 100 * call.tensors["beta"]
+    beta[:, ::5] *= torch.inf
+    kda.check(call.having(beta=beta))
