@@ -23,7 +23,7 @@ SOURCE_FILES = $(shell find $(1) -type f -not -path '*/__pycache__/*')
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-end-to-end bench lint typecheck environment wheels clean compiler FORCE
+.PHONY: help announcement demo test test-end-to-end bench lint typecheck environment wheels clean compiler FORCE
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -32,8 +32,16 @@ help: ## Show this list.
 	@echo "             BACKEND=$(BACKEND) (the one under test)  WORKERS=$(WORKERS) (processes that run tests)"
 	@echo "             DEMO_ARGS  PYTEST_ARGS  BENCH_ARGS"
 
-demo: $(STAMPS)/demo $(STAMPS)/installed ## Set everything up, train the example's language model, let it write.
+demo: announcement $(STAMPS)/demo $(STAMPS)/installed ## Set everything up, train the example's language model, let it write.
 	$(VENV_PYTHON) examples/train_lm.py $(DEMO_ARGS)
+
+# "torch" of torch's CPU index is 0.2 GB; that of PyPI for Linux needs CUDA's libraries, 2.7 GB in all.
+announcement:
+	@[ -e $(STAMPS)/torch ] || echo "Downloads $(TORCH) first: 0.2 GB if pip finds a build for CPUs," \
+		"up to 2.7 GB from PyPI on Linux" \
+		"(the build for CPUs: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo);" \
+		"then 0.1 GB of other packages."
+	@echo "Training takes minutes on a CPU, longer on a busy one; a bar shows the time that is left."
 
 # The console script, not "python -m pytest": that would import kda_core from this folder instead of from the wheel.
 test: environment ## Set everything up, run the fast tests on BACKEND.

@@ -1,5 +1,6 @@
 """Train a small byte-level language model with Kimi Delta Attention, then let it write.
 
+    pip install -r requirements/demo.txt                          # beside kda-core and a backend
     python examples/train_lm.py                                   # on text that every Python carries
     python examples/train_lm.py --text book.txt                   # on any file
     python examples/train_lm.py --generate-only --prompt "The "   # from the checkpoint

@@ -38,6 +38,10 @@ def default_device() -> torch.device:
             if isinstance(available, Available):
                 return device
             reasons.append(f"{backend.info.name} on {device}: {available.reason}")
+        for backend in plugins.registry.backends if device.type != "cpu" else ():
+            if backend.info.priority is None and isinstance(backend.availability(device), Available):
+                own = backend.info.name
+                reasons.append(f"{own} on {device}: it serves only calls that name it, e.g. with KDA_BACKEND={own}")
         wheel = platforms.WHEEL_OF_RUNTIME.get(platforms.runtime(device.type))
         if wheel is not None and platforms.BACKEND_OF_WHEEL[wheel] not in installed:
             reasons.append(f"{device}: {platforms.install_command(wheel)}")

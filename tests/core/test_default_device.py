@@ -29,6 +29,20 @@ def test_default_device_says_what_to_install(monkeypatch):
         kda_core.default_device()
 
 
+def test_default_device_says_that_a_backend_waits_to_be_named(monkeypatch):
+    """On a GPU whose only backend serves by name it said "pip install kda-core-cpu", and nothing of that backend."""
+    monkeypatch.setattr(plugins, "registry", Registry(entry_points=False))
+    monkeypatch.setattr(plugins.platforms, "device_types", lambda: ("meta",))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: None)
+    plugins.registry.register(Toy("shy", None, device_types=("meta",)))
+    with pytest.raises(
+        kda_core.UnsupportedCall, match=r"shy on meta: it serves only calls that name it, e\.g\. with KDA_BACKEND=shy"
+    ):
+        kda_core.default_device()
+    monkeypatch.setenv("KDA_BACKEND", "shy")
+    assert kda_core.default_device() == torch.device("meta")
+
+
 def name_by_variable(name, monkeypatch):
     monkeypatch.setenv("KDA_BACKEND", name)
     return nullcontext()

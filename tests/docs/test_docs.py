@@ -291,6 +291,7 @@ def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path: Path):
     assert done.returncode == 0, done.stdout + done.stderr
     loaded = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)=["']?(?:https?:)?//[^"'\s>]+""")
     built = list((tmp_path / "site").rglob("*.html"))
+    assert {"contributing.html", "changelog.html"} <= {page.name for page in built}
     assert len(built) >= len(list((ROOT / "docs").rglob("*.md")))
     assert {page.name: found for page in built if (found := loaded.findall(page.read_text(encoding="utf-8")))} == {}
 
