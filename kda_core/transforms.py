@@ -50,11 +50,12 @@ class _Samples:
         self, named: dict[str, Any], dims: dict[str, int | None], n: int, heads: dict[str, int], in_heads: bool,
         stacked: bool = False,
     ) -> None:  # fmt: skip
-        self._named, self._dims, self._n, self._heads = named, dims, n, heads
+        self._named, self._dims, self._heads = named, dims, heads
         self._in_heads = in_heads or any(dims[name] is not None for name in _PARAMETERS)
         self._stacked = stacked and not self._in_heads
-        if n == 0 and not self._stacked:
-            raise ValueError("in_dims: expected one sample or more of torch.func.vmap, got none")
+        # No backend takes a call without heads: without samples, a sample of zeros is laid in and taken out again.
+        self._none = n == 0 and not self._stacked
+        self._n = 1 if self._none else n
 
     def joined(self) -> dict[str, Any]:
         """The arguments of the one call."""
@@ -68,6 +69,8 @@ class _Samples:
             t = t.unsqueeze(at).expand(*t.shape[:at], self._n, *t.shape[at:])
         else:
             t = t.movedim(dim, at)
+            if self._none:
+                t = torch.cat([t, t.new_zeros(*t.shape[:at], 1, *t.shape[at + 1 :])], at)
         return t if self._stacked else t.flatten(at, at + 1)
 
     def place(self, name: str) -> int:
@@ -77,7 +80,11 @@ class _Samples:
     def apart(self, name: str, t: Tensor) -> Tensor:
         """A result of the one call with the samples in a dimension of their own."""
         at = self.place(name)
-        return t if self._stacked else t.unflatten(at, (self._n, -1))
+        if self._stacked:
+            return t
+        # Not -1: the size of one sample may be 0.
+        t = t.unflatten(at, (self._n, t.shape[at] // self._n))
+        return t.narrow(at, 0, 0) if self._none else t
 
 
 def _samples_of(op: str, schema: schemas.Schema, info: Any, in_dims: tuple, values: tuple) -> tuple[dict, _Samples]:

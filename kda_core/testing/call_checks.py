@@ -26,6 +26,7 @@ from kda_core import checks
 from kda_core.checked import CheckSettings
 from kda_core.errors import CheckFailed, CheckWarning
 from kda_core.loaded import Backend
+from kda_core.meta import chunks_of
 from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request
 from kda_core.testing import budgets, finite, references
 from kda_core.testing.budgets import Budget
@@ -144,8 +145,7 @@ class _Check(ABC):
         if isinstance(r, GateRequest):
             return kinds | {"gate": (r.g.shape, r.output_dtype)}
         kinds |= {"o": ((r.B, r.T, r.HV, r.V), r.q.dtype), "final_state": (r.state_shape, r.state_dtype)}
-        chunks = sum(-(-(end - start) // r.chunk_size) for _, start, end in self.bounds()) // max(r.B, 1)
-        return kinds | {"h": ((r.B, chunks, *r.state_shape[1:]), r.state_dtype)}
+        return kinds | {"h": ((r.B, chunks_of(r), *r.state_shape[1:]), r.state_dtype)}
 
     def bounds(self) -> list[tuple[int, int, int]]:
         """(batch row, first token, end) of every sequence."""

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kda_core import reference
+from kda_core.meta import chunks_of
 from kda_core.request import Request
 
 RELATIVE_RMS = math.sqrt(3 / (8 * math.log(2)) / 3)
@@ -298,11 +299,12 @@ def sample(r: Request, noise: Noise, samples: int, grads: dict[str, Tensor], rou
     with torch.set_grad_enabled(bool(grads)):
         o, states = _forward(r, x, noise)
         bounds = reference.sequence_bounds(r)
-        final = torch.stack([states[_chunks(e - s, r.chunk_size)][:, n] for n, (_, s, e) in enumerate(bounds)], 1)
+        last = [states[_chunks(e - s, r.chunk_size)][:, n] for n, (_, s, e) in enumerate(bounds)]
+        final = torch.stack(last, 1) if last else states[0]
         at_chunks = [states[i][:, n] for n, (_, s, e) in enumerate(bounds) for i in range(_chunks(e - s, r.chunk_size))]
         # Sequences without tokens have no chunk.
         h = torch.stack(at_chunks, 1) if at_chunks else states[0][:, :0]
-        h = h.reshape(samples, r.B, len(at_chunks) // max(r.B, 1), *h.shape[2:])
+        h = h.reshape(samples, r.B, chunks_of(r), *h.shape[2:])
         if r.state_v_first:
             final, h = final.mT, h.mT
         results = {"o": o, "final_state": final}

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kda_core.capabilities import BackendInfo, Feature
 from kda_core.errors import ContractViolation, UnsupportedCall
+from kda_core.meta import chunks_of
 from kda_core.plugins import registry
 from kda_core.reference import DIFFERENTIABLE
 from kda_core.request import Request
@@ -427,8 +428,7 @@ class Subject:
             state = tuple(r.initial_state.shape) if r.inplace_final_state else r.state_shape
             expected["final_state"] = (state, r.state_dtype)
         if r.return_intermediate_states:
-            chunks = sum(-(-length // r.chunk_size) for length in call.lengths()) // r.B
-            expected["h"] = ((r.B, chunks, *r.state_shape[1:]), r.state_dtype)
+            expected["h"] = ((r.B, chunks_of(r), *r.state_shape[1:]), r.state_dtype)
         names = ("o", "final_state", "h") if r.return_intermediate_states else ("o", "final_state")
         if not isinstance(answer, tuple) or len(answer) != len(names):
             raise Mismatch(f"returned {answer!r}, expected a tuple of {', '.join(names)}")

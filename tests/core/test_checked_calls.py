@@ -368,3 +368,12 @@ def test_a_gradient_that_fails_is_saved_with_what_it_started_from(tmp_path):
         o, _ = getattr(kda_core, saved["op"])(**tensors, **saved["options"], backend=name)
         o.backward(saved["grads"]["grad_o"])
     assert torch.equal(tensors["q"].grad, saved["results"]["dq"])
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_intermediate_states_without_rows_are_no_failure(backend):
+    """The check expected them without chunks."""
+    q, k, v = torch.randn(3, 0, 70, 2, 4)
+    with kda_core.checked_calls(), torch.no_grad():
+        *_, h = kda_core.chunk_kda(q, k, v, q, q[..., 0], return_intermediate_states=True, backend=backend)
+    assert h.shape == (0, 2, 2, 4, 4)

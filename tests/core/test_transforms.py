@@ -11,6 +11,7 @@ from packaging.version import Version
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import functional_call, functionalize, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.utils._pytree import tree_leaves
 
 import kda_core
 
@@ -184,9 +185,43 @@ def test_layouts_and_dtypes(v_first: bool, dtype: torch.dtype):
     torch.testing.assert_close(found, expected)
 
 
-def test_no_samples_are_refused():
-    with pytest.raises(ValueError, match=r"^in_dims: expected one sample or more"):
-        vmap(function("chunk_kda"))({name: t[:0] for name, t in samples("chunk_kda").items()})
+@pytest.mark.parametrize("names", SHARED.values(), ids=SHARED)
+@pytest.mark.parametrize("op", ALL)
+def test_no_samples_give_results_without_samples(op: str, names: tuple):
+    a, dims = shared(samples(op), names)
+    none = {name: t if dims[name] is None else t[:0] for name, t in a.items()}
+
+    def gradients(a: Tensors) -> Tensors:  # without sums, which torch cannot make of no samples
+        results, pull_back = vjp(function(op), a)
+        return pull_back(results)[0]
+
+    for of in (function(op), gradients):
+        found, some = (tree_leaves(vmap(of, in_dims=(dims,))(x)) for x in (none, a))
+        assert [(t.shape, t.dtype) for t in found] == [((0, *t.shape[1:]), t.dtype) for t in some]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize(("rows", "tokens"), [(0, 0), (0, 3), (2, 0)])
+@pytest.mark.parametrize("op", OPS)
+def test_the_jacobian_of_an_empty_result(op: str, rows: int, tokens: int, backend: str):
+    a = {name: t[0, :rows] for name, t in samples(op).items() if name not in ("A_log", "dt_bias")}
+    a = {name: t if name == "initial_state" else t[:, :tokens] for name, t in a.items()}
+
+    def of(a: Tensors) -> Tensor:
+        return getattr(kda_core, op)(**a, output_final_state=True, backend=backend)
+
+    for result in (0, 1):
+        out, jacobian = of(a)[result], jacrev(lambda a, result=result: of(a)[result])(a)
+        assert {name: t.shape for name, t in jacobian.items()} == {n: (*out.shape, *t.shape) for n, t in a.items()}
+    if rows and not tokens:  # the state passes through
+        state, numel = a["initial_state"], a["initial_state"].numel()
+        torch.testing.assert_close(jacobian["initial_state"].view(numel, numel), torch.eye(numel, dtype=state.dtype))
+
+
+def test_the_jacobian_of_an_empty_gate():
+    g, A_log = torch.randn(0, 2, 4), torch.zeros(2)
+    assert jacrev(kda_core.kda_gate)(g, A_log).shape == (0, 2, 4, 0, 2, 4)
+    assert jacrev(kda_core.kda_gate, argnums=1)(g, A_log).shape == (0, 2, 4, 2)
 
 
 def test_gradients_of_each_sample_of_a_layer():

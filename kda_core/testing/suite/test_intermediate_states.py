@@ -19,6 +19,8 @@ CASES = [
     Case(name="h bfloat16", T=130, K=64, dtype=BF16, state=BF16, options=WITH_H),
     # A state so large that a kernel with the state in registers may have no room to store it.
     Case(name="h wide heads", T=70, HV=4, H=2, K=256, dtype=BF16, state=FP32, options=WITH_H),
+    Case(name="h without rows", B=0, T=130, state=FP32, options=WITH_H),
+    Case(name="h without tokens", B=2, T=0, state=FP32, options=WITH_H),
     Case(name="h packed", T=200, lengths=(1, 0, 64, 65, 70), state=FP32, options=WITH_H),
 ]
 
