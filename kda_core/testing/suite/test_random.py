@@ -72,7 +72,6 @@ def kind(rng: random.Random, op: str, backward: bool = False, pooled: bool = Fal
             options["safe_gate"] = _often(rng, 0.7)
         if pooled:
             options["return_intermediate_states"] = _often(rng, 0.5)
-    lengths = (1,) if _often(rng, 0.5) else ()
     return Case(
         name="",
         op=op,
@@ -82,8 +81,7 @@ def kind(rng: random.Random, op: str, backward: bool = False, pooled: bool = Fal
         V=K if _often(rng, 0.4) else rng.choice(DIMENSIONS),
         dtype=dtype,
         gate_dtype=rng.choice([FP32, dtype]),
-        lengths=lengths,
-        B=1 if lengths else rng.randint(1, 3),
+        lengths=(lengths := (1,) if _often(rng, 0.5) else ()),
         index_dtype=rng.choice([torch.int32, torch.int64]),
         gate=gate,
         # float16 underflows between a backward's kernels at faster decays (here and in ``_of_kind``).
@@ -98,6 +96,7 @@ def kind(rng: random.Random, op: str, backward: bool = False, pooled: bool = Fal
         backward=backward,
         strided=frozenset(n for n in ("q", "k", "v", "g", "beta", "initial_state") if _often(rng, 0.25)),
         options=options,
+        B=1 if lengths else rng.randint(1, 3),
     )
 
 
