@@ -191,6 +191,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--texts", type=Path, help="store each kernel's text in this folder, to read a difference")
     parser.add_argument("--against", type=Path, help="compare with the hashes in this file")
     chosen = parser.parse_args(arguments)
+    if chosen.out and (chosen.out.is_dir() or not chosen.out.absolute().parent.is_dir()):
+        parser.error(f"--out: expected a file in a folder that exists, got {chosen.out}")
     subset = {"triton": triton.__version__, "arch": chosen.arch, "only": chosen.only, "quick": chosen.quick}
     stored = json.loads(chosen.against.read_text()) if chosen.against else None
     if stored and stored["subset"] != subset:
