@@ -8,6 +8,7 @@ backend is compared with the float64 reference, forward and backward, within the
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -97,11 +98,22 @@ def check_as_environment_says() -> None:
     if asked in ("", "0"):
         return
     if asked not in ("1", "warn"):
-        raise ValueError(f"{VARIABLE}: expected 0, 1 or warn, got {asked!r}")
+        problem = f"{VARIABLE}: expected 0, 1 or warn, got {asked!r}"
+        if _is_command_line():
+            print(problem, file=sys.stderr)
+            sys.exit(2)
+        raise ValueError(problem)
     with _lock:
         _in_force.append(CheckSettings(asked == "warn", os.environ.get(DUMP_VARIABLE) or None))
         # No backend is loaded yet, so no cached caller has to be dropped.
         loaded.watch = _watch
+
+
+def _is_command_line() -> bool:
+    """Whether this process is ``kda`` or ``python -m kda_core``, which import this package before they run."""
+    arguments = sys.orig_argv[1:]
+    module = "-m" in arguments and arguments[arguments.index("-m") + 1 :][:1] == [__package__]
+    return module or os.path.basename(sys.argv[0]) in ("kda", "kda.exe")
 
 
 def _apply() -> None:

@@ -44,7 +44,7 @@ def main() -> None:
         missing = (error.name or "").partition(".")[0]
         if missing not in ("typer", "rich"):
             raise
-        print(f'The command line needs {missing}: pip install "kda-core[cli]"', file=sys.stderr)
+        print(f'The command line needs {missing}: pip install ".[cli]" in a checkout of kda-core', file=sys.stderr)
         sys.exit(EXIT_BAD_ARGUMENTS)
     app(prog_name="kda")
 

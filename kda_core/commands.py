@@ -27,7 +27,7 @@ from kda_core import api, cli, platforms, plugins
 from kda_core.call_plan import CallPlan
 from kda_core.capabilities import Available, Unavailable
 from kda_core.errors import BackendNotFound, BrokenBackend, KdaError, UnsupportedCall
-from kda_core.example_call import CallShape, example_call
+from kda_core.example_call import MOST_BYTES, CallShape, example_call
 from kda_core.request import Request
 
 EXIT_NOT_SERVED = 1
@@ -65,7 +65,7 @@ def _print_json(data: Any) -> None:
 
 
 def _print_table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
-    table = Table(title=title, title_justify="left", title_style="bold")
+    table = Table(title=escape(title), title_justify="left", title_style="bold")
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
@@ -337,15 +337,15 @@ def bench(
         for option, value, known in (("dtype", dtype, measured.DTYPES), ("gate", gate, measured.GATES)):
             if value not in known:
                 raise ValueError(f"--{option}: expected one of {', '.join(known)}, got {value!r}")
-        if not seconds > 0:
-            raise ValueError(f"--seconds: expected more than 0, got {seconds}")
+        if not 0 < seconds < math.inf:
+            raise ValueError(f"--seconds: expected a finite number above 0, got {seconds}")
     except ValueError as error:
         _fail(str(error), cli.EXIT_BAD_ARGUMENTS)
     try:
         calls = measured.calls(sizes, measured.DTYPES[dtype], gate)
         rows = {name: measured.measure(call, backend, where, seconds) for name, call in calls.items()}
     # A call that is too large for the memory raises RuntimeError.
-    except (KdaError, RuntimeError) as error:
+    except (KdaError, RuntimeError, MemoryError) as error:
         _fail(measured.reason(error), EXIT_NOT_SERVED)
     machine = cli.device_name(where)
     if as_json:
@@ -421,9 +421,9 @@ def _sizes(text: str, fewest: int = 5, least: int = 0) -> tuple[int, int, int, i
         numbers = _integers(text)
     except ValueError as error:
         raise ValueError(f"--shape: {error}") from None
-    if not fewest <= len(numbers) <= 5 or min(numbers) < least:
+    if not fewest <= len(numbers) <= 5 or min(numbers) < least or max(numbers) >= MOST_BYTES:
         count = "five" if fewest == 5 else "four or five"
-        raise ValueError(f"--shape: expected {count} sizes B,T,H,K,V of {least} and more, got {text!r}")
+        raise ValueError(f"--shape: expected {count} sizes B,T,H,K,V from {least} to below 2**62, got {text!r}")
     return (*numbers[:4], numbers[-1])  # type: ignore[return-value]  # the length was checked
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,9 @@ from kda_core.request import DATA
 from kda_core.torch_private import fake_tensors
 
 DATA_DTYPES = {str(d).removeprefix("torch."): d for d in checks.DATA_DTYPES}
+
+MOST_BYTES = 2**62
+"""Of a tensor: torch counts bytes in 64 bits with a sign, and a strided tensor has twice as many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +90,8 @@ def _tensors(shape: CallShape, v_first: bool) -> dict[str, Tensor]:
     rows = N if shape.slots is None else shape.slots
 
     def tensor(*size: int, dtype: torch.dtype) -> Tensor:
+        if math.prod(max(n, 1) for n in size) * dtype.itemsize > MOST_BYTES:
+            raise ValueError(f"shape: expected tensors of less than 2**62 bytes, got one of {list(size)}")
         return torch.empty(size, dtype=dtype, device=shape.device)
 
     def activation(*size: int) -> Tensor:

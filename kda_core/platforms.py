@@ -43,8 +43,8 @@ def device_types() -> tuple[str, ...]:
 
 
 def install_command(wheel: str) -> str:
-    """The command that installs a distribution."""
-    return f"pip install {wheel}"
+    """The command that installs a first-party backend: the wheels are on no index yet."""
+    return f"pip install ./backends/{BACKEND_OF_WHEEL[wheel]} in a checkout of kda-core"
 
 
 @cache

@@ -96,20 +96,21 @@ def build() -> list[Path]:
     """Build a sdist of every package, and a wheel from it; returns all files."""
     shutil.rmtree(OUT, ignore_errors=True)
     for folder in packages().values():
-        run(sys.executable, "-m", "build", "--no-isolation", "--outdir", OUT, folder)
+        run(sys.executable, "-I", "-m", "build", "--no-isolation", "--outdir", OUT, folder)
     return sorted(OUT.iterdir())
 
 
 def verify_installed(wheels: list[Path], torch: str) -> None:
     """Install all wheels in a clean environment and compare the CPU backend with the oracle there."""
     shutil.rmtree(CLEAN, ignore_errors=True)
-    run(sys.executable, "-m", "venv", CLEAN)
-    pip = [CLEAN / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-compile"]
+    run(sys.executable, "-I", "-m", "venv", CLEAN)
+    pip = [CLEAN / "bin" / "python", "-I", "-m", "pip", "--disable-pip-version-check"]
+    install = [*pip, "install", "--quiet", "--no-compile", "--constraint", CONSTRAINTS]
     # Install torch first and alone: a plain requirement of it may fetch another build, of several gigabytes.
-    run(*pip, "--constraint", CONSTRAINTS, torch)
+    run(*install, torch)
     core, *backends = wheels
-    run(*pip, "--constraint", CONSTRAINTS, f"{core}[cli]", *backends)
-    run(CLEAN / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "check")
+    run(*install, f"{core}[cli]", *backends)
+    run(*pip, "check")
     # Outside the checkout, whose kda_core would hide the wheel's.
     for command in ("info", "verify"):
         run(CLEAN / "bin" / "kda", command, cwd=CLEAN)
@@ -131,7 +132,7 @@ def main() -> int:
         wheels = {name: next(OUT.glob(f"{name}-{version}-*.whl")) for name in packages()}
         for name, folder in packages().items():
             check_contents(wheels[name], name, folder)
-        run(sys.executable, "-m", "twine", "check", "--strict", *files)
+        run(sys.executable, "-I", "-m", "twine", "check", "--strict", *files)
         verify_installed(list(wheels.values()), options.torch)
     except (ReleaseError, subprocess.CalledProcessError) as error:
         print(f"not ready: {error}", file=sys.stderr)

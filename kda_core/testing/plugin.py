@@ -68,6 +68,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    report = config.getoption("--kda-report")
+    if report is not None and (Path(report).is_dir() or not Path(report).absolute().parent.is_dir()):
+        raise pytest.UsageError(f"--kda-report: expected a file in a folder that exists, got {report}")
     config.addinivalue_line("markers", f"slow: runs with -m slow, {MODE_VARIABLE}=slow or {MODE_VARIABLE}=all")
     config.addinivalue_line("markers", "kda_requires(*features): the features of a backend that a test is about")
     known = ", ".join(platforms.platform_names())

@@ -45,14 +45,14 @@ def test_json():
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (("--shape", "1,2"), "--shape: expected four or five sizes B,T,H,K,V of 1 and more, got '1,2'"),
+        (("--shape", "1,2"), "--shape: expected four or five sizes B,T,H,K,V from 1 to below 2**62, got '1,2'"),
         (("--shape", "1,0,1,8"), "--shape: expected four or five sizes"),
         (("--shape", "big"), "--shape: expected whole numbers"),
         (("--dtype", "int8"), "--dtype: expected one of bfloat16, float16, float32, got 'int8'"),
         (("--gate", "open"), "--gate: expected one of bounded, softplus, given, got 'open'"),
         (("--backend", "no_such"), "--backend: backend 'no_such' is not installed"),
         (("--device", "mars"), "--device: expected cpu or cuda, got 'mars'"),
-        (("--seconds", "0"), "--seconds: expected more than 0, got 0.0"),
+        (("--seconds", "0"), "--seconds: expected a finite number above 0, got 0.0"),
     ],
 )
 def test_wrong_arguments_are_refused_in_a_line(line, message):

@@ -120,7 +120,11 @@ def test_versions_come_from_the_distributions():
 def test_info_names_wheels_that_are_not_installed(monkeypatch):
     monkeypatch.setitem(platforms.BACKEND_OF_WHEEL, "kda-core-nochip", "nochip")
     (wheel,) = (b for b in run_json("info")["backends"] if b["name"] == "nochip")
-    assert wheel == {"name": "nochip", "state": "not installed", "reason": "pip install kda-core-nochip"}
+    assert wheel == {
+        "name": "nochip",
+        "state": "not installed",
+        "reason": "pip install ./backends/nochip in a checkout of kda-core",
+    }
     assert "not installed" in run("info").stdout
 
 
@@ -156,7 +160,7 @@ def test_info_without_a_backend_says_what_to_install(monkeypatch):
     monkeypatch.setattr(cli.plugins.registry, "_backends", {})
     result = run("info")
     assert result.exit_code == 0
-    assert "pip install kda-core-cpu" in " ".join(result.stdout.split())
+    assert "pip install ./backends/cpu in a checkout" in " ".join(result.stdout.split())
 
 
 def test_explain_exits_with_0_when_the_call_is_served():
@@ -416,7 +420,7 @@ def test_without_the_extra_it_says_which_one_to_install(package, monkeypatch, ca
     with pytest.raises(SystemExit) as stopped:
         cli.main()
     assert stopped.value.code == 2
-    assert 'pip install "kda-core[cli]"' in capsys.readouterr().err
+    assert 'pip install ".[cli]" in a checkout' in capsys.readouterr().err
 
 
 def test_an_import_that_fails_for_another_reason_is_not_taken_for_the_extra(monkeypatch):
@@ -425,3 +429,11 @@ def test_an_import_that_fails_for_another_reason_is_not_taken_for_the_extra(monk
     monkeypatch.delattr(kda_core, "commands")
     with pytest.raises(ModuleNotFoundError, match="example_call"):
         cli.main()
+
+
+def test_brackets_in_a_title_are_shown(capsys):
+    """They are the mark-up of rich, which drops them."""
+    commands._print_table("the extra [bench] of [/] it", ("a",), [("[cli]",)])
+    found = capsys.readouterr().out
+    assert "the extra [bench] of [/] it" in found
+    assert "[cli]" in found

@@ -69,7 +69,7 @@ def test_a_feature_of_a_later_core_is_refused_by_every_wheel_of_today():
 def test_every_feature_is_declared_or_closed_with_a_reason(name):
     info = {e.name: e.info for e in kda_core.backends()}.get(name)
     if info is None:
-        pytest.skip(f"pip install kda-core-{name}")
+        pytest.skip(f"pip install ./backends/{name}")
     closed = {feature for feature, reason in info.capabilities.closed.items() if reason}
     assert info.capabilities.features.isdisjoint(closed)
     assert info.capabilities.features | closed == set(Feature)
@@ -186,7 +186,7 @@ def test_a_wheel_for_two_major_contracts_serves(ledger):
 def test_the_wheels_and_the_core_name_each_others_versions(wheel):
     """The core's extra installs a wheel of its own minor version, and the wheel wants a core of that one."""
     if wheel not in {e.name for e in kda_core.backends() if e.distribution}:
-        pytest.skip(f"pip install kda-core-{wheel}")
+        pytest.skip(f"pip install ./backends/{wheel}")
     major, minor = map(int, kda_core.__version__.split(".")[:2])
     expected = SpecifierSet(f">={major}.{minor},<{major}.{minor + 1}")
     own = [Requirement(line) for line in metadata.requires(f"kda-core-{wheel}") or ()]

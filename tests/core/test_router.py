@@ -72,7 +72,7 @@ def test_unknown_names_say_what_is_installed_and_how_to_install_known_wheels():
     with pytest.raises(kda_core.BackendNotFound):
         kda_core.explain(*inputs(), backend="nope")
     empty = Registry(entry_points=False)
-    with pytest.raises(kda_core.BackendNotFound, match="pip install kda-core-cpu"):
+    with pytest.raises(kda_core.BackendNotFound, match=r"pip install \./backends/cpu in a checkout"):
         empty.named("cpu")
 
 
@@ -259,7 +259,9 @@ def test_explain_knows_wheels_that_are_not_installed():
     q, k, v, g, beta = inputs()
     explanation = fresh.explain(Request(op="chunk_kda", q=q, k=k, v=v, g=g, beta=beta, scale=1.0), None)
     assert explanation.chosen is None
-    assert {v.backend: v.reason for v in explanation.verdicts}["cpu"] == "pip install kda-core-cpu"
+    assert {v.backend: v.reason for v in explanation.verdicts}[
+        "cpu"
+    ] == "pip install ./backends/cpu in a checkout of kda-core"
     assert str(explanation).startswith("chunk_kda: no backend can serve this call")
 
 

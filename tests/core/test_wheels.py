@@ -169,7 +169,7 @@ def test_the_others_go_on(facts, way):
 @pytest.mark.parametrize("way", ["named", "variable", "context"])
 def test_an_unknown_name_says_what_is_installed_and_how_to_install_it(facts, way):
     assert facts[way]["amd"].startswith("BackendNotFound: ")
-    assert "pip install kda-core-amd" in facts[way]["amd"]
+    assert "pip install ./backends/amd in a checkout" in facts[way]["amd"]
     assert "zenith, cpu, attic, reference" in facts[way]["amd"]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -277,3 +279,29 @@ def test_plugin_gathers_from_workers(pytest_in):
     status, text = pytest_in("--backend=reference", "-n", "2", "test_tiny.py", "-k", "forward or no_backend")
     assert status == pytest.ExitCode.OK, text
     assert "reference 1.0 on cpu: 1 passed" in text
+
+
+def pytest_elsewhere(folder, *arguments):
+    """pytest with the kit's plugin in a process that starts in a folder, which is not on its path."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)}
+    program = "import sys; sys.path.remove(''); import pytest; sys.exit(pytest.main())"
+    options = ("-p", "no:cacheprovider", "-p", "kda_core.testing.plugin")
+    line = [sys.executable, "-c", program, *options, *arguments]
+    return subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.end_to_end
+def test_a_module_in_the_working_folder_takes_no_place_in_a_child_process(tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit('planted')")
+    module, chosen = "kda_core.testing.suite.test_paged_pool", ("-m", "slow", "-k", "first_call and recurrent")
+    done = pytest_elsewhere(tmp_path, "--backend=cpu", "--pyargs", module, *chosen)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout
+
+
+@pytest.mark.end_to_end
+def test_a_report_that_cannot_be_written_is_refused_before_a_test_runs(tmp_path):
+    for file in (".", "no/such/folder/x.json"):
+        done = pytest_elsewhere(tmp_path, "--kda-report", file)
+        assert done.returncode == pytest.ExitCode.USAGE_ERROR
+        assert f"--kda-report: expected a file in a folder that exists, got {file}" in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -225,11 +226,14 @@ subject.check(_call(subject, op, int(T)).in_pool(_indices(4, 0, 2), 6))
 
 @slow
 @FUNCTIONS
-def test_pool_at_the_first_call_of_a_process(kda, op: str, T: int):
+def test_pool_at_the_first_call_of_a_process(kda, op: str, T: int, tmp_path):
     """FAILURES 22: the first call, which may compile and tune, advances the pool once."""
     kda.check(_call(kda, op, T).in_pool(_indices(4, 0, 2), 6))
     if not any(entry.name == kda.name and entry.distribution for entry in kda_core.backends()):
         pytest.skip("the backend was registered by hand: another process does not have it")
-    command = [sys.executable, "-c", FIRST_CALL, kda.name, str(kda.device), op, str(T)]
-    child = subprocess.run(command, capture_output=True, text=True, check=False)
+    # In an empty folder and with this process's path: no file of the working folder takes a module's place.
+    path = [os.path.abspath(entry) for entry in sys.path if entry]
+    program = f"import sys; sys.path[:] = {path!r}\n{FIRST_CALL}"
+    command = [sys.executable, "-I", "-c", program, kda.name, str(kda.device), op, str(T)]
+    child = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stderr
