@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any, Literal, overload
 
@@ -128,8 +129,8 @@ def chunk_kda(
         cu_seqlens_cpu: [N+1] copy of ``cu_seqlens`` on the CPU; lets a backend plan without waiting. On other devices
             ``return_intermediate_states`` needs it.
         cp_context: context parallelism; refused unless a backend declares it.
-        A_log: [HV], log of the gate's rate; optional with ``lower_bound``.
-        dt_bias: [HV * K] or [HV, K], added to g in the gate.
+        A_log: [HV], log of the gate's rate; optional with ``lower_bound``. Dimensions of size 1 may stand around it.
+        dt_bias: [HV * K] or [HV, K], added to g in the gate; dimensions of size 1 as well.
         chunk_size: 32 or 64: distance of the intermediate states, and a backend's block size.
         ssm_state_indices: [N] or [N, 1], int32 or int64, any stride: each sequence's slot of the pool.
             ``fused_recurrent_kda`` also takes [N, 1+S], a slot for every token.
@@ -155,8 +156,8 @@ def chunk_kda(
     """
     request = build_request(
         {
-            "op": "chunk_kda", "q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log,
-            "dt_bias": dt_bias if dt_bias is None else _by_head(dt_bias, g),
+            "op": "chunk_kda", "q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": _by_head(A_log, g, 1),
+            "dt_bias": _by_head(dt_bias, g, 2),
             "scale": default_scale(q) if scale is None else scale, "initial_state": initial_state,
             "output_final_state": output_final_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
             "use_gate_in_kernel": use_gate_in_kernel, "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
@@ -226,8 +227,8 @@ def fused_recurrent_kda(
     """
     request = build_request(
         {
-            "op": "fused_recurrent_kda", "q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log,
-            "dt_bias": dt_bias if dt_bias is None else _by_head(dt_bias, g),
+            "op": "fused_recurrent_kda", "q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": _by_head(A_log, g, 1),
+            "dt_bias": _by_head(dt_bias, g, 2),
             "scale": default_scale(q) if scale is None else scale, "initial_state": initial_state,
             "output_final_state": output_final_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
             "use_gate_in_kernel": use_gate_in_kernel, "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
@@ -257,8 +258,8 @@ def kda_gate(
 
     Args:
         g: [..., HV, K], any floating dtype: the raw gate input.
-        A_log: [HV]; optional with ``lower_bound``.
-        dt_bias: [HV * K] or [HV, K], or None.
+        A_log: [HV], or with dimensions of size 1 around it; optional with ``lower_bound``.
+        dt_bias: [HV * K] or [HV, K], or with dimensions of size 1; or None.
         lower_bound: negative, or None for the softplus gate.
         backend: as in ``chunk_kda``.
 
@@ -270,8 +271,8 @@ def kda_gate(
     """
     request = GateRequest(
         g=g,
-        A_log=A_log,
-        dt_bias=dt_bias if dt_bias is None else _by_head(dt_bias, g),
+        A_log=_by_head(A_log, g, 1),
+        dt_bias=_by_head(dt_bias, g, 2),
         lower_bound=lower_bound,
         save_for_backward=_needs_gradient(g, A_log, dt_bias),
     )
@@ -363,15 +364,25 @@ def backends() -> tuple[LedgerEntry, ...]:
     return registry.ledger
 
 
-def _by_head(dt_bias: Tensor, g: Tensor) -> Tensor:
-    """dt_bias [HV * K] as [HV, K]; any other shape as it came, for the checks to refuse."""
+def _by_head(t: Tensor | None, g: Tensor, dims: int) -> Tensor | None:
+    """A_log as [HV] (dims = 1) or dt_bias as [HV, K] (2), from a flat one or one with dimensions of size 1."""
+    if t is None:
+        return None
     try:
-        shape, (HV, K) = dt_bias.shape, g.shape[-2:]
+        shape, expected = t.shape, g.shape[-2 : dims - 2 or None]
     except (AttributeError, RuntimeError, TypeError, ValueError):
-        return dt_bias  # no tensor, a nested one, or too few dimensions
-    if shape == (HV * K,) and isinstance(dt_bias, Tensor) and dt_bias.layout is torch.strided:
-        return dt_bias.reshape(HV, K)
-    return dt_bias
+        return t  # no tensor, or a nested one
+    if shape == expected or len(expected) < dims or not isinstance(t, Tensor) or t.layout is not torch.strided:
+        return t
+    # The checks refuse other shapes: as many elements in another order would be taken for right.
+    if _long(shape) in (_long(expected), _long((math.prod(expected),))):
+        return t.reshape(expected)
+    return t
+
+
+def _long(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The sizes other than 1."""
+    return tuple(n for n in shape if n != 1)
 
 
 def _is_set(name: str, flag: Any) -> bool:

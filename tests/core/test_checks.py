@@ -112,7 +112,8 @@ BAD_CALLS = [
     ("g", ValueError, GATE, lambda: {"g": zeros(3), "lower_bound": -1.0}),
     ("g", TypeError, GATE, lambda: {"g": 3.0, "lower_bound": -1.0}),
     ("A_log", ValueError, GATE, lambda: {"g": zeros(T, HV, K)}),
-    ("A_log", ValueError, GATE, lambda: {"g": zeros(T, HV, K), "A_log": zeros(1, HV)}),
+    ("A_log", ValueError, GATE, lambda: {"g": zeros(T, HV, K), "A_log": zeros(2, HV)}),
+    ("dt_bias", ValueError, GATE, lambda: {"g": zeros(T, HV, K), "A_log": zeros(HV), "dt_bias": zeros(K, HV)}),
     ("dt_bias", ValueError, GATE, lambda: {"g": zeros(T, HV, K), "lower_bound": -1.0, "dt_bias": zeros(HV)}),
     ("lower_bound", ValueError, GATE, lambda: {"g": zeros(T, HV, K), "lower_bound": 1.0}),
 ]

@@ -162,3 +162,28 @@ def test_other_public_functions_take_only_values_of_their_kind(value):
             pass
         with pytest.raises(TypeError, match=r"^chip: expected "):
             api.plan(**arguments, chip=value)
+
+
+@pytest.mark.parametrize("op", ["chunk_kda", "fused_recurrent_kda", "kda_gate"])
+@pytest.mark.parametrize("bias", [(6 * 8,), (1, 48), (1, 1, 6, 8), (6, 1, 8, 1)])
+@pytest.mark.parametrize("rate", [(1, 1, 6, 1), (6, 1), (1, 6)])
+def test_parameters_of_the_gate_may_have_dimensions_of_size_1(op: str, bias: tuple, rate: tuple):
+    """As layers of other libraries hold them; gradients come in the same shape."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    q, k, v, g, beta = draw(2, 9, 3, 8), draw(2, 9, 3, 8), draw(2, 9, 6, 4), draw(2, 9, 6, 8), draw(2, 9, 6).sigmoid()
+    given, parameters = {"q": q, "k": k, "v": v, "beta": beta, "use_gate_in_kernel": True}, (draw(6), draw(6, 8))
+    if op == "kda_gate":
+        given = {}
+    results = []
+    for shapes in ((6,), (6, 8)), (rate, bias):
+        A_log, dt_bias = (x.reshape(s).requires_grad_() for x, s in zip(parameters, shapes, strict=True))
+        o = getattr(kda_core, op)(g=g, A_log=A_log, dt_bias=dt_bias, backend="reference", **given)
+        o = o[0] if isinstance(o, tuple) else o
+        grads = torch.autograd.grad(o.square().sum(), (A_log, dt_bias))
+        assert [grad.shape for grad in grads] == [A_log.shape, dt_bias.shape]
+        results.append([o, *(grad.flatten() for grad in grads)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
