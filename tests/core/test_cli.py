@@ -434,6 +434,6 @@ def test_an_import_that_fails_for_another_reason_is_not_taken_for_the_extra(monk
 def test_brackets_in_a_title_are_shown(capsys):
     """They are the mark-up of rich, which drops them."""
     commands._print_table("the extra [bench] of [/] it", ("a",), [("[cli]",)])
-    found = capsys.readouterr().out
+    found = " ".join(capsys.readouterr().out.split())
     assert "the extra [bench] of [/] it" in found
     assert "[cli]" in found
