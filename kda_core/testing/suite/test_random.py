@@ -81,7 +81,7 @@ def kind(rng: random.Random, op: str, backward: bool = False, pooled: bool = Fal
         V=K if _often(rng, 0.4) else rng.choice(DIMENSIONS),
         dtype=dtype,
         gate_dtype=rng.choice([FP32, dtype]),
-        lengths=(lengths := (1,) if _often(rng, 0.5) else ()),
+        lengths=(1,) if _often(rng, 0.5) else (),
         index_dtype=rng.choice([torch.int32, torch.int64]),
         gate=gate,
         # float16 underflows between a backward's kernels at faster decays (here and in ``_of_kind``).
@@ -96,7 +96,6 @@ def kind(rng: random.Random, op: str, backward: bool = False, pooled: bool = Fal
         backward=backward,
         strided=frozenset(n for n in ("q", "k", "v", "g", "beta", "initial_state") if _often(rng, 0.25)),
         options=options,
-        B=1 if lengths else rng.randint(1, 3),
     )
 
 
@@ -113,6 +112,7 @@ def _of_kind(rng: random.Random, of: Case, name: str, max_tokens: int) -> Case:
     decays = ["mild", "slow", "none", "bounded", "isolated", -0.5, -8.0, -8.0 if of.dtype == FP16 else -30.0]
     return of.having(
         name=name,
+        B=1 if lengths else rng.randint(1, 3),
         # Rows behind the last sequence, too.
         T=max(sum(lengths) + rng.randint(0, 3), 1) if lengths else _length(rng, max_tokens),
         lengths=lengths,
