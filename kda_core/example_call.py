@@ -23,7 +23,7 @@ from kda_core.torch_private import fake_tensors
 DATA_DTYPES = {str(d).removeprefix("torch."): d for d in checks.DATA_DTYPES}
 
 MOST_BYTES = 2**62
-"""Of a tensor: torch counts bytes in 64 bits with a sign, and a strided tensor has twice as many."""
+"""Bytes of a tensor: torch counts them in 64 bits with a sign, and a strided tensor has twice as many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

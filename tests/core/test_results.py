@@ -1,4 +1,4 @@
-"""What hooks return is compared with the call once for each signature, whether calls are checked or not."""
+"""Results of hooks are compared with the call once for each signature, whether calls are checked or not."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def test_gradients_through_descriptors(lengths: tuple[int, ...]):
 
 
 def requests() -> Iterator[AnyRequest]:
-    """What the calls above plan, but the gates and the descriptors."""
+    """Plans of the calls above, but the gates and the descriptors."""
     yield from (call.request() for call in (*map(in_pool, POOLS), drafts()))
     for case in CASES:
         r = replace(case.call().request(), save_for_backward=case.backward)
