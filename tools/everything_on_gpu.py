@@ -124,6 +124,7 @@ def run(todo: Sequence[Job], out: Path, gpus: Sequence[str], cores: int, seconds
     for index, job in enumerate(todo):
         fixed = {PASSED: str(out / f"{job.name}.passed"), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         environment = MEMORY | os.environ | fixed
+        environment.pop("PYTEST_XDIST_WORKER", None)  # of a run that started this one
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
         if gpus:
             environment[VISIBLE] = visible(job, index, gpus)
