@@ -24,7 +24,7 @@ from measuring import OURS, Parser, Row, Rows, count
 from peers import add_peers, load_peers
 
 import kda_core
-from kda_core.bench import Function, on_device, reason, runner
+from kda_core._bench import Function, on_device, reason, runner
 from kda_core.testing.cases import BF16, FP16, FP32, Case
 
 _ALL: dict[str, Any] = {"l2norm": True, "beta": "sigmoid", "state": FP32, "backward": True, "index_dtype": torch.int64}

@@ -28,7 +28,7 @@ from peers import KIMI_LINEAR, add_peers, imported, load_peers
 from torch import Tensor
 
 import kda_core
-from kda_core.bench import reason, take_turns
+from kda_core._bench import reason, take_turns
 
 CHUNK = "chunk_kda"
 COLD = 256 * 2**20

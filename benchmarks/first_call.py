@@ -25,7 +25,7 @@ from inputs import parse_shape
 from measuring import PROGRAM, ChildFailed, Parser, Row, Rows, child, count
 
 import kda_core
-from kda_core.bench import on_device, runner
+from kda_core._bench import on_device, runner
 from kda_core.testing.cases import BF16
 
 CACHE = "TRITON_CACHE_DIR"

@@ -130,7 +130,7 @@ def draw(case: Case, mode: str, gate: str, decay: str, dtype: torch.dtype, devic
     Args:
         case: its sizes.
         mode: "training" (with a gradient of o) or "inference" (float32 states in and out, V first).
-        gate: of kda_core.bench.GATES. decay: of DECAYS. dtype: of all inputs.
+        gate: of kda_core._bench.GATES. decay: of DECAYS. dtype: of all inputs.
     """
     torch.manual_seed(0)
     HV, V = case.HV or case.H, case.V or case.K

@@ -20,8 +20,8 @@ from typing import Any, NoReturn
 import torch
 
 import kda_core
-from kda_core import cli
-from kda_core.bench import Run, device_for, take_turns
+from kda_core import _cli
+from kda_core._bench import Run, device_for, take_turns
 
 SCHEMA = 1
 """Version of the JSON; raised when a field changes its meaning."""
@@ -111,10 +111,10 @@ class Rows:
         self.file, self.status = options.json, 0
         self.rows: list[Row] = options.earlier["rows"]
         found = options.earlier.get("environment", {}).get("versions", {})
-        found |= {OURS: kda_core.__version__, "torch": torch.__version__, "triton": cli.version_of("triton")}
+        found |= {OURS: kda_core.__version__, "torch": torch.__version__, "triton": _cli.version_of("triton")}
         found |= {"driver": _driver()} | dict(versions or {})
         environment = {
-            "device": cli.device_name(options.device),
+            "device": _cli.device_name(options.device),
             "date": datetime.date.today().isoformat(),
             "commit": _commit(),
             "backend": options.backend or _served_by(options.device),

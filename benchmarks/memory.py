@@ -18,7 +18,7 @@ from measuring import OURS, PROGRAM, ChildFailed, Parser, Row, Rows, child
 from peers import PEERS, add_peers, load_peers
 
 import kda_core
-from kda_core.bench import runner
+from kda_core._bench import runner
 
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 

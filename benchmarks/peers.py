@@ -29,8 +29,8 @@ from torch import Tensor
 
 import kda_core
 from kda_core import reference
-from kda_core.bench import DTYPES, GATES, Function, Run, reason, runner, take_turns
-from kda_core.cli import version_of
+from kda_core._bench import DTYPES, GATES, Function, Run, reason, runner, take_turns
+from kda_core._cli import version_of
 from kda_core.testing.inputs import Call
 
 NAIVE, KIMI_LINEAR = "fla.ops.kda.naive", "transformers.models.kimi_linear.modeling_kimi_linear"

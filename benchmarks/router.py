@@ -23,10 +23,10 @@ from measuring import Parser, Row, Rows, child, count, positive
 from packaging.specifiers import SpecifierSet
 
 import kda_core
-from kda_core import checks, ops
+from kda_core import _checks, _ops
+from kda_core._plugins import registry
 from kda_core.capabilities import Available, BackendInfo, Capabilities, Feature
 from kda_core.hookspecs import hookimpl
-from kda_core.plugins import registry
 from kda_core.reference import ReferenceBackend
 from kda_core.request import ForwardResult, Request
 
@@ -170,9 +170,9 @@ def added_by_the_router(name: str, batches: int, calls_a_batch: int) -> Row:
 
             def values() -> None:
                 if type(request) is Request:
-                    checks.check_values(request)
-                    if ops.writes_to_caller(request):
-                        ops.count_writes(request)
+                    _checks.check_values(request)
+                    if _ops.writes_to_caller(request):
+                        _ops.count_writes(request)
 
             functions = (call, lambda: implementation(request=request), values)
             turns = [tuple(_batch_us(f, calls_a_batch) for f in functions) for _ in range(batches)]

@@ -1,9 +1,10 @@
 """Kimi Delta Attention (KDA) as one operator library: one contract, one call, backends as plugin wheels."""
 
-from kda_core import checked as _checked
+from kda_core import _checked
+from kda_core._checked import checked_calls
+from kda_core._devices import default_device
+from kda_core._plugins import use_backend
 from kda_core.api import backends, chunk_kda, explain, fused_recurrent_kda, kda_gate
-from kda_core.checked import checked_calls
-from kda_core.devices import default_device
 from kda_core.errors import (
     BackendNotFound,
     BrokenBackend,
@@ -13,7 +14,6 @@ from kda_core.errors import (
     KdaError,
     UnsupportedCall,
 )
-from kda_core.plugins import use_backend
 
 __version__ = "0.1.0"
 

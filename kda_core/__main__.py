@@ -1,6 +1,6 @@
 """``python -m kda_core``."""
 
-from kda_core.cli import main
+from kda_core._cli import main
 
 if __name__ == "__main__":
     main()

@@ -10,12 +10,12 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from kda_core import checks, eager, ops, plugins
+from kda_core import _checks, _eager, _ops, _plugins
+from kda_core._ops import default_scale
+from kda_core._plugins import Explanation, LedgerEntry, registry
+from kda_core._torch_private import constant_in_graphs, in_forward_mode
 from kda_core.call_plan import CallPlan
-from kda_core.ops import default_scale
-from kda_core.plugins import Explanation, LedgerEntry, registry
 from kda_core.request import AnyRequest, GateRequest, Request, build_request
-from kda_core.torch_private import constant_in_graphs, in_forward_mode
 
 
 # For type checkers: how many results there are depends on return_intermediate_states alone.
@@ -279,17 +279,17 @@ def kda_gate(
     if isinstance(backend, _Question):
         return backend.answer(request)
     compiling = torch.compiler.is_compiling()
-    name = _traced_name(backend) if compiling else plugins.requested_name(backend)
+    name = _traced_name(backend) if compiling else _plugins.requested_name(backend)
     if in_forward_mode():
         _refuse_tangents(request)
-    if compiling or any(map(eager.needs_operator, (g, A_log, dt_bias))):
+    if compiling or any(map(_eager.needs_operator, (g, A_log, dt_bias))):
         if not compiling:
             _prepare_for_operator(request)
-        return ops.call_gate(request, name)
+        return _ops.call_gate(request, name)
     chosen = registry.choose(request, name)
     if request.save_for_backward:
-        return eager.call_gate(chosen, request)
-    return ops.gate_forward(chosen, request)
+        return _eager.call_gate(chosen, request)
+    return _ops.gate_forward(chosen, request)
 
 
 class _Question:
@@ -349,7 +349,7 @@ def _ask(question: Callable[[AnyRequest, str | None], Any], op: str, args: Any, 
     if not isinstance(op, str) or op not in functions:
         raise ValueError(f"op: expected one of {', '.join(functions)}, got {op!r}")
     call = inspect.signature(functions[op]).bind(*args, **kwargs)
-    name = plugins.requested_name(call.arguments.get("backend"))
+    name = _plugins.requested_name(call.arguments.get("backend"))
     if name is not None:
         registry.named(name)
     call.arguments["backend"] = _Question(lambda request: question(request, name))
@@ -389,8 +389,8 @@ def _is_set(name: str, flag: Any) -> bool:
     """A flag that decides before the checks of the request: True, False or NumPy's."""
     if flag is False or flag is True:
         return flag
-    value = checks.python_value(flag)
-    checks.expect_flag(name, value)
+    value = _checks.python_value(flag)
+    _checks.expect_flag(name, value)
     return value
 
 
@@ -405,48 +405,48 @@ def _needs_gradient(*tensors: Any) -> bool:
 
 def _prepare_for_operator(request: Request | GateRequest) -> None:
     """Check the arguments here: the dispatcher runs before an operator's own checks, and its errors name none."""
-    checks.convert_scalars(request)
-    checks.check_kinds(request)
-    checks.check(request)
+    _checks.convert_scalars(request)
+    _checks.check_kinds(request)
+    _checks.check(request)
 
 
 @constant_in_graphs
 def _traced_name(backend: str | None) -> str:
     """A constant of a compiled graph: compile again after changing ``use_backend`` or ``KDA_BACKEND``."""
-    return plugins.traced_name(backend)
+    return _plugins.traced_name(backend)
 
 
 def _refuse_tangents(request: Request | GateRequest) -> None:
     # Traced tensors have lost their tangents: refuse every call under forward mode.
     values = () if torch.compiler.is_compiling() else vars(request).values()
-    ops.refuse_tangents(request.op, *values)
+    _ops.refuse_tangents(request.op, *values)
 
 
 def _run(request: Request, backend: str | _Question | None) -> Any:
     if request.save_for_backward:
-        checks.check_differentiable(request)
+        _checks.check_differentiable(request)
     if isinstance(backend, _Question):
         return backend.answer(request)
     compiling = torch.compiler.is_compiling()
-    name = _traced_name(backend) if compiling else plugins.requested_name(backend)
+    name = _traced_name(backend) if compiling else _plugins.requested_name(backend)
     if in_forward_mode():
         _refuse_tangents(request)
     chosen = None
-    if request.cp_context is not None or not (compiling or eager.needs_operator(request.q)):
+    if request.cp_context is not None or not (compiling or _eager.needs_operator(request.q)):
         chosen = registry.choose(request, name)
         # A call without a signature has no memo: one of its tensors may be a wrapped one.
         if request.memo is None and request.cp_context is None:
-            chosen = None if any(map(eager.needs_operator, vars(request).values())) else chosen
+            chosen = None if any(map(_eager.needs_operator, vars(request).values())) else chosen
     if chosen is None:
         if not compiling:
             _prepare_for_operator(request)
-        result = ops.call(request, name)
+        result = _ops.call(request, name)
     elif request.save_for_backward:
-        result = eager.call(chosen, request)
+        result = _eager.call(chosen, request)
     else:
-        result = ops.forward(chosen, request)
-        if ops.writes_to_caller(request):
-            ops.count_writes(request)
+        result = _ops.forward(chosen, request)
+        if _ops.writes_to_caller(request):
+            _ops.count_writes(request)
     final_state = request.initial_state if request.inplace_final_state else result.final_state
     outputs = (result.o, final_state if request.output_final_state else None)
     return (*outputs, result.h) if request.return_intermediate_states else outputs

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from kda_core import ops, schemas
-from kda_core.signature import is_plain
+from kda_core import _ops, _schemas
+from kda_core._signature import is_plain
 
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 3, 6
 """Products of a vector with the state, for each token and value head."""
@@ -34,8 +34,8 @@ def register() -> None:
     """Tell ``torch.utils.flop_counter`` what the calls count. Counters that exist already do not learn of it."""
     from torch.utils.flop_counter import register_flop_formula
 
-    for op in ops.HOOKS:
-        forward, inplace, backward = schemas.FUNCTIONAL[op], schemas.INPLACE[op], schemas.BACKWARD[op]
+    for op in _ops.HOOKS:
+        forward, inplace, backward = _schemas.FUNCTIONAL[op], _schemas.INPLACE[op], _schemas.BACKWARD[op]
         products_of = {forward: FORWARD_PRODUCTS, inplace: FORWARD_PRODUCTS, backward: BACKWARD_PRODUCTS}
         for schema, products in products_of.items():
             packet = getattr(torch.ops.kda_core, schema.name)
@@ -44,7 +44,7 @@ def register() -> None:
         register_flop_formula(packet, get_raw=True)(_nothing)
 
 
-def _formula(schema: schemas.Schema, products: int) -> Callable[..., int]:
+def _formula(schema: _schemas.Schema, products: int) -> Callable[..., int]:
     def flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
         given = schema.bind(args, kwargs)
         K, (HV, V) = given["q"].shape[3], given["v"].shape[2:]

@@ -21,9 +21,9 @@ from packaging.specifiers import SpecifierSet
 from torch import Tensor
 from torch.nn import functional as F
 
+from kda_core._meta import chunks_of
 from kda_core.capabilities import FEATURES_1_0, Available, BackendInfo, Capabilities, Feature, Unavailable
 from kda_core.hookspecs import hookimpl
-from kda_core.meta import chunks_of
 from kda_core.request import DATA, AnyRequest, BackwardResult, ForwardResult, GateRequest, Request, TensorSpec
 
 L2NORM_EPS = 1e-6

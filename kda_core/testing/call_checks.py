@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 import kda_core
-from kda_core import checks
-from kda_core.checked import CheckSettings
+from kda_core import _checks
+from kda_core._checked import CheckSettings
+from kda_core._loaded import Backend
+from kda_core._meta import chunks_of
 from kda_core.errors import CheckFailed, CheckWarning
-from kda_core.loaded import Backend
-from kda_core.meta import chunks_of
 from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request
 from kda_core.testing import budgets, finite, references
 from kda_core.testing.budgets import Budget
@@ -262,7 +262,7 @@ class _CallCheck(_Check):
     def __init__(self, backend: Backend, request: Request, is_backward: bool, settings: CheckSettings) -> None:
         super().__init__(backend, request, is_backward, settings)
         self.indexed = on_cpu(request)
-        checks.check_values(self.indexed)
+        _checks.check_values(self.indexed)
         has_pool = request.inplace_final_state and request.initial_state is not None
         self.slots = Slots(self.indexed) if has_pool else None
         self.sample = Sample(self.indexed, self.slots, settings.elements, _choice)

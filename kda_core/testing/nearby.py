@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from kda_core._plugins import registry
 from kda_core.capabilities import BackendInfo, Feature
-from kda_core.plugins import registry
 from kda_core.testing.cases import BF16, FP16, FP32, FP64, Case
 from kda_core.testing.inputs import Call
 

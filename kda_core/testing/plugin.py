@@ -26,10 +26,10 @@ import torch  # noqa: E402
 
 import kda_core  # noqa: E402
 from kda_core import platforms  # noqa: E402
+from kda_core._plugins import registry  # noqa: E402
 from kda_core.capabilities import FOREIGN_VARIABLE, Feature  # noqa: E402
 from kda_core.errors import KdaError, UnsupportedCall  # noqa: E402
 from kda_core.hookspecs import CONTRACT_VERSION  # noqa: E402
-from kda_core.plugins import registry  # noqa: E402
 from kda_core.testing import order  # noqa: E402
 from kda_core.testing.failures import Failures, Outcome, outcome_of  # noqa: E402
 from kda_core.testing.interpreter import improve  # noqa: E402

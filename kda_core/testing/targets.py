@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from kda_core._plugins import registry
 from kda_core.capabilities import Available, BackendInfo
 from kda_core.errors import UnsupportedCall
-from kda_core.plugins import registry
 
 
 @dataclass(frozen=True)

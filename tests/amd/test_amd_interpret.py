@@ -78,7 +78,7 @@ DRAFTS = "drafts longer than their row of the table"
 
 def check_drafts() -> None:
     """A sequence with more tokens than its row has slots: on devices, where nobody looks, no other slot is written."""
-    from kda_core.plugins import registry
+    from kda_core._plugins import registry
     from kda_core.request import Request
 
     T, H, K = 5, 1, 16
@@ -238,7 +238,7 @@ def test_only_one_long_sequence_of_few_heads_is_cut():
 
 INFO = """
 import json, torch, kda_core
-from kda_core.plugins import registry
+from kda_core._plugins import registry
 amd = registry.named("amd")
 x = torch.zeros(1, 1, 1, 16)
 call = dict(q=x, k=x, v=x, g=x, beta=x[..., 0])

@@ -12,7 +12,7 @@ pytest.importorskip("kda_core_cpu")
 import inputs
 
 import kda_core
-from kda_core.bench import runner
+from kda_core._bench import runner
 
 CPU, FP32 = torch.device("cpu"), torch.float32
 SIZE = (1, 512, 4, 64)

@@ -15,14 +15,14 @@ pytest.importorskip("kda_core_cpu")
 from typer.testing import CliRunner
 
 import kda_core
-from kda_core import bench, commands
+from kda_core import _bench, _commands
 
 TINY = ("--device", "cpu", "--shape", "1,16,2,8", "--seconds", "0.001")
 CALLS = ["forward", "training step", "decoding step"]
 
 
 def run(*arguments: str):
-    return CliRunner().invoke(commands.app, ["bench", *arguments], env={"COLUMNS": "80"})
+    return CliRunner().invoke(_commands.app, ["bench", *arguments], env={"COLUMNS": "80"})
 
 
 def test_the_table():
@@ -70,7 +70,7 @@ def test_a_call_that_is_too_large():
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("gate", bench.GATES)
+@pytest.mark.parametrize("gate", _bench.GATES)
 def test_every_call_has_what_fla_takes(gate, monkeypatch):
     """A stand-in for fla, with the arguments of its public functions: it has the same results."""
 
@@ -82,10 +82,10 @@ def test_every_call_has_what_fla_takes(gate, monkeypatch):
         return kda_core.chunk_kda(q, k, v, g, beta, **states, **options)
 
     cpu = torch.device("cpu")
-    for name, call in bench.calls((1, 16, 2, 8, 4), torch.float32, gate).items():
-        ours, theirs = bench.runner(getattr(kda_core, call.op), call)(), bench.runner(chunk_kda, call)()
+    for name, call in _bench.calls((1, 16, 2, 8, 4), torch.float32, gate).items():
+        ours, theirs = _bench.runner(getattr(kda_core, call.op), call)(), _bench.runner(chunk_kda, call)()
         assert set(ours) == set(theirs)
         assert ("dbeta" in ours) == (name == "training step")
         assert all(torch.allclose(x, theirs[n], atol=1e-4) for n, x in ours.items())
         monkeypatch.setitem(sys.modules, "fla.ops.kda", types.ModuleType("fla.ops.kda"))
-        assert bench.measure(call, "cpu", cpu, 0.001)["left_out"] == {"fla": "RuntimeError: its kernels need a GPU"}
+        assert _bench.measure(call, "cpu", cpu, 0.001)["left_out"] == {"fla": "RuntimeError: its kernels need a GPU"}

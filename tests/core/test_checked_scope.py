@@ -15,8 +15,8 @@ import torch
 from checked import inputs, registered
 
 import kda_core
-from kda_core import CheckFailed, CheckWarning, cli, loaded
-from kda_core.plugins import registry
+from kda_core import CheckFailed, CheckWarning, _cli, _loaded
+from kda_core._plugins import registry
 from kda_core.testing import call_checks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -34,7 +34,7 @@ def test_outside_of_the_block_nothing_is_checked():
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             kda_core.chunk_kda(**x, scale=0.5, backend=name)
-    assert loaded.watch is None
+    assert _loaded.watch is None
     hook = registry.named("cpu")._callers["kda_core_chunk_forward"] if registry.named("cpu")._callers else None
     assert hook is None or hook.__module__.startswith("kda_core_cpu")
 
@@ -113,4 +113,4 @@ def test_the_environment_may_ask_for_warnings_and_nothing_else():
 
 
 def test_the_variables_are_listed():
-    assert {"KDA_CHECK", "KDA_CHECK_DUMP"} <= cli.ENVIRONMENT_VARIABLES.keys()
+    assert {"KDA_CHECK", "KDA_CHECK_DUMP"} <= _cli.ENVIRONMENT_VARIABLES.keys()

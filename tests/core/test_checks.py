@@ -10,8 +10,8 @@ from example_arguments import HV, POOL, SLOTS, B, H, K, T, V, call_arguments, ga
 from torch import tensor, zeros
 
 import kda_core
+from kda_core._plugins import registry
 from kda_core.hookspecs import hookimpl
-from kda_core.plugins import registry
 
 CHUNK, RECURRENT, GATE = "chunk_kda", "fused_recurrent_kda", "kda_gate"
 

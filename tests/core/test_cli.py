@@ -18,11 +18,11 @@ from packaging.specifiers import SpecifierSet
 from typer.testing import CliRunner
 
 import kda_core
-from kda_core import cli, commands, platforms
+from kda_core import _cli, _commands, platforms
+from kda_core._plugins import registry
 from kda_core.call_plan import CallPlan, PlannedBuffer, PlannedStep
 from kda_core.capabilities import Available, BackendInfo, Capabilities, Feature, Unavailable
 from kda_core.hookspecs import CONTRACT_VERSION, hookimpl
-from kda_core.plugins import registry
 from kda_core.reference import ReferenceBackend
 from kda_core.request import ForwardResult
 from kda_core.testing import verify
@@ -82,7 +82,7 @@ def installed(toy):
 
 
 def run(*arguments):
-    return CliRunner().invoke(commands.app, [str(a) for a in arguments])
+    return CliRunner().invoke(_commands.app, [str(a) for a in arguments])
 
 
 def run_json(*arguments):
@@ -113,8 +113,8 @@ def test_info_as_json(monkeypatch):
 
 
 def test_versions_come_from_the_distributions():
-    assert cli.version_of("pluggy") == metadata.version("pluggy")
-    assert cli.version_of("a-distribution-that-nobody-installed") is None
+    assert _cli.version_of("pluggy") == metadata.version("pluggy")
+    assert _cli.version_of("a-distribution-that-nobody-installed") is None
 
 
 def test_info_names_wheels_that_are_not_installed(monkeypatch):
@@ -157,7 +157,7 @@ def test_info_says_whether_a_backend_can_run_here_even_when_its_hook_raises(answ
 
 
 def test_info_without_a_backend_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(cli.plugins.registry, "_backends", {})
+    monkeypatch.setattr(_cli._plugins.registry, "_backends", {})
     result = run("info")
     assert result.exit_code == 0
     assert "pip install ./backends/cpu in a checkout" in " ".join(result.stdout.split())
@@ -215,9 +215,9 @@ def test_explain_exits_with_2_when_the_call_is_wrong(arguments, message):
 
 
 def test_explain_has_every_option_and_every_tensor_of_the_public_functions():
-    options = {name.lower() for name in inspect.signature(commands.explain).parameters}
+    options = {name.lower() for name in inspect.signature(_commands.explain).parameters}
     named_otherwise = {"q", "k", "v", "g", "beta", "cu_seqlens", "ssm_state_indices"}
-    for function in commands.OPS.values():
+    for function in _commands.OPS.values():
         wanted = {name.lower() for name in inspect.signature(function).parameters} - named_otherwise
         assert wanted <= options, function.__name__
 
@@ -415,25 +415,25 @@ def test_without_the_extra_it_says_which_one_to_install(package, monkeypatch, ca
     for module in [m for m in sys.modules if m.startswith(f"{package}.")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.delitem(sys.modules, "kda_core.commands")
-    monkeypatch.delattr(kda_core, "commands")
+    monkeypatch.delitem(sys.modules, "kda_core._commands")
+    monkeypatch.delattr(kda_core, "_commands")
     with pytest.raises(SystemExit) as stopped:
-        cli.main()
+        _cli.main()
     assert stopped.value.code == 2
     assert 'pip install ".[cli]" in a checkout' in capsys.readouterr().err
 
 
 def test_an_import_that_fails_for_another_reason_is_not_taken_for_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "kda_core.example_call", None)
-    monkeypatch.delitem(sys.modules, "kda_core.commands")
-    monkeypatch.delattr(kda_core, "commands")
+    monkeypatch.setitem(sys.modules, "kda_core._example_call", None)
+    monkeypatch.delitem(sys.modules, "kda_core._commands")
+    monkeypatch.delattr(kda_core, "_commands")
     with pytest.raises(ModuleNotFoundError, match="example_call"):
-        cli.main()
+        _cli.main()
 
 
 def test_brackets_in_a_title_are_shown(capsys):
     """They are the mark-up of rich, which drops them."""
-    commands._print_table("the extra [bench] of [/] it", ("a",), [("[cli]",)])
+    _commands._print_table("the extra [bench] of [/] it", ("a",), [("[cli]",)])
     found = " ".join(capsys.readouterr().out.split())
     assert "the extra [bench] of [/] it" in found
     assert "[cli]" in found

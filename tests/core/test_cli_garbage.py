@@ -19,9 +19,9 @@ need_package("rich")
 import typer.main
 from typer.testing import CliRunner
 
-from kda_core import commands
+from kda_core import _commands
 
-COMMANDS = typer.main.get_command(commands.app).commands
+COMMANDS = typer.main.get_command(_commands.app).commands
 OPTIONS = [(c, o.opts[0]) for c, command in COMMANDS.items() for o in command.params if not o.is_flag]
 # Calls that end soon, should a value be right. No size between these: a call of it could be made, and would take long.
 QUICK = {"bench": {"--seconds": "1e-9", "--shape": "1,1,1,16", "--device": "cpu"}, "verify": {"--backend": "nope"}}
@@ -33,7 +33,7 @@ VALUES = st.text(max_size=20) | LISTS | WORDS | SIZES.map(str) | st.floats().map
 
 def check(command: str, option: str, value: str) -> None:
     arguments = QUICK.get(command, {}) | {option: value}
-    result = CliRunner().invoke(commands.app, [command, *(f"{name}={given}" for name, given in arguments.items())])
+    result = CliRunner().invoke(_commands.app, [command, *(f"{name}={given}" for name, given in arguments.items())])
     assert isinstance(result.exception, (SystemExit, type(None))), (value, result.exception)
     assert result.exit_code in (0, 1, 2), value
     assert "Traceback" not in result.output
@@ -65,7 +65,7 @@ def test_no_value_of_an_option_ends_in_a_traceback(command, option, value):
 def test_no_value_beside_others_ends_in_a_traceback(option, more):
     given = [name if value is True else f"{name}={value}" for name, value in more.items()]
     for value in ("99999999999999999999", "0", "-1", "1,2,3,4,5", "nvidia", "x"):
-        result = CliRunner().invoke(commands.app, ["explain", *given, f"{option}={value}"])
+        result = CliRunner().invoke(_commands.app, ["explain", *given, f"{option}={value}"])
         assert isinstance(result.exception, (SystemExit, type(None))), (option, value, result.exception)
         assert result.exit_code in (0, 1, 2)
 

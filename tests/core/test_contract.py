@@ -12,8 +12,8 @@ from toys import EntryPoints, Toy
 
 import kda_core
 from kda_core import hookspecs
+from kda_core._plugins import Registry
 from kda_core.capabilities import Feature
-from kda_core.plugins import Registry
 
 FIRST_PARTY = ("cpu", "nvidia", "amd", "reference")
 
@@ -34,7 +34,7 @@ def with_one_more(self, path):
 machinery.SourceFileLoader.get_data = with_one_more
 import torch, kda_core
 from kda_core import capabilities, request
-from kda_core.plugins import registry
+from kda_core._plugins import registry
 
 later = capabilities.Feature["TELEPATHY"]
 needed = request._features

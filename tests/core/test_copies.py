@@ -13,8 +13,8 @@ from packaging.specifiers import SpecifierSet
 
 import kda_core
 from kda_core import errors
+from kda_core._plugins import registry
 from kda_core.capabilities import Available, BackendInfo, Capabilities, Feature, Slack, Unavailable
-from kda_core.plugins import registry
 from kda_core.request import BackwardResult, ForwardResult, GateRequest, Request, TensorSpec
 
 WAYS = {

@@ -11,9 +11,9 @@ from toys import Toy, inputs, installed
 from typer.testing import CliRunner
 
 import kda_core
-from kda_core import commands, plugins
+from kda_core import _commands, _plugins
+from kda_core._plugins import Registry
 from kda_core.capabilities import Available, Unavailable
-from kda_core.plugins import Registry
 
 
 def test_default_device_is_one_that_a_backend_serves():
@@ -24,17 +24,17 @@ def test_default_device_is_one_that_a_backend_serves():
 
 
 def test_default_device_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(plugins, "registry", Registry(entry_points=False))
+    monkeypatch.setattr(_plugins, "registry", Registry(entry_points=False))
     with pytest.raises(kda_core.UnsupportedCall, match=r"pip install \./backends/cpu in a checkout"):
         kda_core.default_device()
 
 
 def test_default_device_says_that_a_backend_waits_to_be_named(monkeypatch):
     """On a GPU whose only backend serves by name it said "pip install kda-core-cpu", and nothing of that backend."""
-    monkeypatch.setattr(plugins, "registry", Registry(entry_points=False))
-    monkeypatch.setattr(plugins.platforms, "device_types", lambda: ("meta",))
+    monkeypatch.setattr(_plugins, "registry", Registry(entry_points=False))
+    monkeypatch.setattr(_plugins.platforms, "device_types", lambda: ("meta",))
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: None)
-    plugins.registry.register(Toy("shy", None, device_types=("meta",)))
+    _plugins.registry.register(Toy("shy", None, device_types=("meta",)))
     with pytest.raises(
         kda_core.UnsupportedCall, match=r"shy on meta: it serves only calls that name it, e\.g\. with KDA_BACKEND=shy"
     ):
@@ -60,7 +60,7 @@ def test_default_device_is_that_of_the_named_backend(named, monkeypatch):
     far = Toy("far", device_types=("meta",), availability=Available("far away"))
     gone = Toy("gone", device_types=("cuda",), availability=Unavailable("its driver is not here"))
     shy = Toy("shy", None)
-    monkeypatch.setattr(plugins.platforms, "device_types", lambda: ("cpu",))
+    monkeypatch.setattr(_plugins.platforms, "device_types", lambda: ("cpu",))
     with installed(far, gone, shy):
         with named("shy", monkeypatch):
             assert kda_core.default_device() == torch.device("cpu"), "one that serves only when it is named"
@@ -74,18 +74,18 @@ def test_default_device_is_that_of_the_named_backend(named, monkeypatch):
 
 
 def test_default_device_of_a_backend_that_is_not_installed_says_how_to_install_it(monkeypatch):
-    monkeypatch.setattr(plugins, "registry", Registry(entry_points=False))
+    monkeypatch.setattr(_plugins, "registry", Registry(entry_points=False))
     monkeypatch.setenv("KDA_BACKEND", "cpu")
     with pytest.raises(kda_core.BackendNotFound, match=r"pip install \./backends/cpu in a checkout"):
         kda_core.default_device()
-    plugins.registry.register(Toy("toy", contract="~=0.9"))
+    _plugins.registry.register(Toy("toy", contract="~=0.9"))
     monkeypatch.setenv("KDA_BACKEND", "toy")
     with pytest.raises(kda_core.BrokenBackend, match="needs plugin contract"):
         kda_core.default_device()
 
 
 def command(*arguments: str) -> dict:
-    return json.loads(CliRunner().invoke(commands.app, [*arguments, "--json"]).stdout)
+    return json.loads(CliRunner().invoke(_commands.app, [*arguments, "--json"]).stdout)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def command(*arguments: str) -> dict:
 )
 def test_info_shows_the_named_backends_default_device(name, device, reason, monkeypatch):
     gone = Toy("gone", device_types=("cuda",), availability=Unavailable("its driver is not here"))
-    monkeypatch.setattr(plugins.platforms, "device_types", lambda: ("cpu",))
+    monkeypatch.setattr(_plugins.platforms, "device_types", lambda: ("cpu",))
     monkeypatch.setenv("KDA_BACKEND", name)
     with installed(gone):
         found = command("info")
@@ -111,7 +111,7 @@ def test_explain_asks_about_a_device_of_the_backend_that_it_is_given(monkeypatch
     """The option goes before the variable, for the device too."""
     gone = Toy("gone", device_types=("cuda",), availability=Unavailable("its driver is not here"))
     monkeypatch.setenv("KDA_BACKEND", "gone")
-    monkeypatch.setattr(plugins.platforms, "device_types", lambda: ("cpu",))
+    monkeypatch.setattr(_plugins.platforms, "device_types", lambda: ("cpu",))
     with installed(gone), installed(Toy("far", device_types=("xpu",))):
         assert command("explain", "--backend", "far")["chosen"] == "far"
         assert command("explain", "--backend", "reference")["chosen"] == "reference"

@@ -13,8 +13,8 @@ import torch
 from exported_programs import DATA, PROGRAMS, export, inputs
 from packaging.version import Version
 
-from kda_core import schemas
-from kda_core.plugins import registry
+from kda_core import _schemas
+from kda_core._plugins import registry
 
 KEPT = sorted(DATA.glob("*.pt2"))
 
@@ -53,7 +53,7 @@ def compare(program, name: str, seed: int) -> None:
 
 def test_programs_of_every_schema_version_are_kept():
     names = {path.name for path in KEPT}
-    versions = range(1, schemas.SCHEMA_VERSION + 1)
+    versions = range(1, _schemas.SCHEMA_VERSION + 1)
     assert names == {f"{name}.v{version}.pt2" for name in PROGRAMS for version in versions}
     assert {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in KEPT} == DIGESTS
 

@@ -12,7 +12,7 @@ from example_arguments import HV, SLOTS, B, K, T, V, call_arguments, gate, packe
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kda_core
-from kda_core.plugins import registry
+from kda_core._plugins import registry
 
 # torch says of nested and quantized tensors that they may change.
 pytestmark = pytest.mark.filterwarnings("ignore")

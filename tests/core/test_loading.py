@@ -8,10 +8,10 @@ import pytest
 from toys import EntryPoints, Toy
 
 import kda_core
-from kda_core import plugins
+from kda_core import _plugins
+from kda_core._plugins import Registry
 from kda_core.capabilities import Feature
 from kda_core.hookspecs import ENTRY_POINT_GROUP, hookimpl
-from kda_core.plugins import Registry
 
 
 def describe(plugin):
@@ -159,7 +159,7 @@ def found(monkeypatch):
     """A registry of its own that finds an entry point, and what to set its import to."""
     # By name one comes before it and one after it.
     first, own, last = EntryPoint("a", lambda: Toy("toy")), EntryPoint("foreign"), EntryPoint("z", lambda: Toy("last"))
-    monkeypatch.setattr(plugins.metadata, "entry_points", lambda: EntryPoints([last, own, first]))
+    monkeypatch.setattr(_plugins.metadata, "entry_points", lambda: EntryPoints([last, own, first]))
     fresh = Registry()
     fresh.import_by = lambda do: setattr(own, "load", do)
     return fresh

@@ -7,9 +7,9 @@ import torch
 from kda_mixer import KimiDeltaAttention, MixerCache
 
 import kda_core
-from kda_core import plugins
+from kda_core import _plugins
+from kda_core._plugins import Registry, registry
 from kda_core.errors import BackendNotFound, UnsupportedCall
-from kda_core.plugins import Registry, registry
 
 B, T, H, HV, K, V = 2, 70, 2, 4, 8, 6
 OPS = ("chunk_kda", "fused_recurrent_kda")
@@ -183,7 +183,7 @@ def test_double_backward_says_that_there_is_none(op: str):
 def bare(monkeypatch):
     """A process without any wheel of a backend."""
     empty = Registry(entry_points=False)
-    for module in (plugins, kda_core.api, kda_core.ops):
+    for module in (_plugins, kda_core.api, kda_core._ops):
         monkeypatch.setattr(module, "registry", empty)
     return empty
 

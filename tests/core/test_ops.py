@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import kda_core
-from kda_core import schemas
+from kda_core import _schemas
+from kda_core._plugins import registry
 from kda_core.hookspecs import hookimpl
-from kda_core.plugins import registry
 from kda_core.reference import DIFFERENTIABLE
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -30,7 +30,7 @@ def operator_arguments(op, backend, inplace=False, **changes):
         values["save_for_backward"] = True
     elif "pool" not in values:
         values["initial_state"], values["pool"] = None, values["initial_state"]
-    schema = (schemas.INPLACE if inplace else schemas.FUNCTIONAL)[op]
+    schema = (_schemas.INPLACE if inplace else _schemas.FUNCTIONAL)[op]
     return tuple(schema.bind((), values).values())
 
 

@@ -10,8 +10,8 @@ import torch.utils.checkpoint
 from op_calls import HV, OPS, K, V, gradients, make, of_g, run
 
 import kda_core
-from kda_core import schemas
-from kda_core.plugins import registry
+from kda_core import _schemas
+from kda_core._plugins import registry
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -109,7 +109,7 @@ def test_a_compiled_graph_names_the_versions_of_the_backends():
     torch.compile(run, fullgraph=True, backend=keep)(make(3))
     (call,) = [n for n in graphs[0].graph.nodes if "kda_core" in str(n.target)]
     versions = [f"{b.info.name} {b.info.version}" for b in registry.backends]
-    found = schemas.FUNCTIONAL["chunk_kda"].bind(call.args, call.kwargs)["backend"]
+    found = _schemas.FUNCTIONAL["chunk_kda"].bind(call.args, call.kwargs)["backend"]
     assert found == "@" + ", ".join(versions)
     assert any(v.startswith("cpu ") for v in versions)
 

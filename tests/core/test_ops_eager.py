@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kda_core
+from kda_core._plugins import registry
 from kda_core.hookspecs import hookimpl
-from kda_core.plugins import registry
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import kda_core
-from kda_core import api, schemas
+from kda_core import _schemas, api
 from kda_core.capabilities import Feature
 from kda_core.request import Request
 
@@ -71,12 +71,12 @@ def test_every_argument_is_in_the_request_under_its_name(op: str):
 @pytest.mark.parametrize("op", NOT_TAKEN)
 def test_the_operators_take_the_arguments(op: str):
     """A pool is an argument of its own; a context of several devices is in no program."""
-    assert {*schemas.INPLACE[op].names} == FIELDS.keys() - {"cp_context", "inplace_final_state"} | {"pool", "backend"}
-    assert {*schemas.FUNCTIONAL[op].names} - {"backend", "save_for_backward"} == {
-        *schemas.TENSOR_NAMES,
-        *schemas.OPTION_NAMES,
+    assert {*_schemas.INPLACE[op].names} == FIELDS.keys() - {"cp_context", "inplace_final_state"} | {"pool", "backend"}
+    assert {*_schemas.FUNCTIONAL[op].names} - {"backend", "save_for_backward"} == {
+        *_schemas.TENSOR_NAMES,
+        *_schemas.OPTION_NAMES,
     }
-    bound = schemas.INPLACE[op].bind((), {})
+    bound = _schemas.INPLACE[op].bind((), {})
     for name in bound.keys() & FIELDS:
         default = None if FIELDS[name].default is MISSING else FIELDS[name].default
         assert bound[name] is default or bound[name] == default, name

@@ -7,8 +7,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import kda_core
-from kda_core import ranges
-from kda_core.plugins import registry
+from kda_core import _ranges
+from kda_core._plugins import registry
 
 Q, V, G = [1, 40, 2, 8], [1, 40, 4, 16], [1, 40, 4, 8]
 CALLS = {"chunk_kda": f"(cpu) {Q}, v {V}", "fused_recurrent_kda": f"(cpu) {Q}, v {V}", "kda_gate": f"(cpu) {G}"}
@@ -81,7 +81,7 @@ def test_nothing_is_named_while_no_profiler_runs(monkeypatch):
     def refuse(*arguments):
         raise AssertionError("asked for a row")
 
-    monkeypatch.setattr(ranges, "call_within_range", refuse)
+    monkeypatch.setattr(_ranges, "call_within_range", refuse)
     with torch.no_grad():
         call("chunk_kda", inputs(grad=False))
         with pytest.raises(AssertionError, match="asked for a row"), profile(activities=[ProfilerActivity.CPU]):
@@ -92,7 +92,7 @@ def test_nothing_is_named_while_no_profiler_runs(monkeypatch):
 def test_tools_that_take_torchs_ranges_get_ours(monkeypatch):
     """``emit_itt`` and ``emit_nvtx`` switch the same mark on."""
     named = []
-    monkeypatch.setattr(ranges, "row_name", lambda *arguments: named.append(arguments[1]) or "row")
+    monkeypatch.setattr(_ranges, "row_name", lambda *arguments: named.append(arguments[1]) or "row")
     with torch.no_grad(), torch.autograd.profiler.emit_itt():
         call("chunk_kda", inputs(grad=False))
     assert named == ["kda_core_chunk_forward"]
@@ -100,5 +100,5 @@ def test_tools_that_take_torchs_ranges_get_ours(monkeypatch):
 
 def test_every_hook_that_computes_has_a_row():
     hooks = {name for name in dir(registry.named("cpu").plugin) if name.endswith(("_forward", "_backward"))}
-    assert hooks >= ranges.ROWS.keys()
-    assert {name for name in hooks if name.startswith("kda_core_")} == ranges.ROWS.keys()
+    assert hooks >= _ranges.ROWS.keys()
+    assert {name for name in hooks if name.startswith("kda_core_")} == _ranges.ROWS.keys()

@@ -10,12 +10,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from toys import Toy, inputs, installed
 
 import kda_core
-from kda_core import plugins, signature, torch_private
+from kda_core import _plugins, _signature, _torch_private
+from kda_core._plugins import Registry, registry
+from kda_core._signature import _OPTIONS, _TENSORS, Like
 from kda_core.capabilities import Feature, Slack, Unavailable
 from kda_core.hookspecs import ENTRY_POINT_GROUP, hookimpl, hookspec
-from kda_core.plugins import Registry, registry
 from kda_core.request import BackwardResult, GateRequest, Request
-from kda_core.signature import _OPTIONS, _TENSORS, Like
 
 
 def test_the_highest_priority_that_accepts_serves_in_any_order_of_registration():
@@ -146,7 +146,7 @@ def test_a_value_that_does_not_compare_is_refused_by_name_after_a_call_that_was_
 
 
 def test_the_cache_stays_bounded(monkeypatch):
-    monkeypatch.setattr(plugins, "MAX_CACHED_CHOICES", 4)
+    monkeypatch.setattr(_plugins, "MAX_CACHED_CHOICES", 4)
     with installed(Toy("toy")):
         for n in range(10):
             kda_core.chunk_kda(*inputs(), scale=float(n), backend="toy")
@@ -350,7 +350,7 @@ def test_a_call_with_another_option_is_not_like_one_that_was_seen(name):
 
 
 def test_calls_are_told_apart_by_their_keys_where_torch_has_no_guards(monkeypatch):
-    monkeypatch.setattr(torch_private, "tensor_guards", lambda: None)
+    monkeypatch.setattr(_torch_private, "tensor_guards", lambda: None)
     assert not Like(request_with_everything(), None)(request_with_everything(), None)
     toy = Toy("toy", 5000)
     with installed(toy):
@@ -363,4 +363,4 @@ def test_calls_are_told_apart_by_their_keys_where_torch_has_no_guards(monkeypatc
 @pytest.mark.parametrize("kind", [Request, GateRequest])
 def test_every_field_that_a_choice_may_depend_on_is_compared(kind):
     compared = {*_TENSORS[kind], *_OPTIONS[kind]}
-    assert compared == {f.name for f in fields(kind)} - signature.BACKWARD_ONLY - {"memo"}
+    assert compared == {f.name for f in fields(kind)} - _signature.BACKWARD_ONLY - {"memo"}

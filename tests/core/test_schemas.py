@@ -9,11 +9,11 @@ import torch
 from packaging.specifiers import SpecifierSet
 
 import kda_core
-from kda_core import schemas
+from kda_core import _schemas
+from kda_core._plugins import registry
 from kda_core.capabilities import Available, BackendInfo, Capabilities, Feature
 from kda_core.errors import ContractViolation
 from kda_core.hookspecs import MAX_SAVED_TENSORS, hookimpl
-from kda_core.plugins import registry
 from kda_core.reference import DIFFERENTIABLE
 from kda_core.request import BackwardResult, ForwardResult, TensorSpec
 
@@ -79,7 +79,7 @@ def grows(old: str, new: str) -> str | None:
 
 
 def test_the_schemas_are_those_of_their_version():
-    assert registered() == PINNED[schemas.SCHEMA_VERSION]
+    assert registered() == PINNED[_schemas.SCHEMA_VERSION]
 
 
 @pytest.mark.parametrize("version", PINNED)

@@ -1,4 +1,4 @@
-"""``kda_core.torch_private``: the installed versions have every interface, and each has something in its place."""
+"""``kda_core._torch_private``: the installed versions have every interface, and each has something in its place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch.autograd import forward_ad, profiler
 
 import kda_core
-from kda_core import ops, torch_private
+from kda_core import _ops, _torch_private
 
 CORE = Path(kda_core.__file__).parent
 
@@ -22,7 +22,7 @@ def loaded_anew():
     """Load the module again, as an installed torch of now makes it."""
 
     def load():
-        spec = importlib.util.spec_from_file_location("torch_private_anew", torch_private.__file__)
+        spec = importlib.util.spec_from_file_location("torch_private_anew", _torch_private.__file__)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module
@@ -31,16 +31,16 @@ def loaded_anew():
 
 
 def test_the_installed_versions_have_every_interface():
-    assert torch_private.tensor_guards() is not None
-    assert torch_private.environment_reader("PATH")() == os.environ["PATH"]
-    assert torch_private.MISSING == []
+    assert _torch_private.tensor_guards() is not None
+    assert _torch_private.environment_reader("PATH")() == os.environ["PATH"]
+    assert _torch_private.MISSING == []
 
 
 def test_what_is_no_public_interface_stands_in_one_file():
     private = re.compile(
         r"torch\._[a-zC]|\b_functorch\b|_current_level|_dynamo|environ\._|_is_profiler_enabled|_subclasses"
     )
-    allowed = {"torch_private.py": None, "loaded.py": {"_is_profiler_enabled"}}
+    allowed = {"_torch_private.py": None, "_loaded.py": {"_is_profiler_enabled"}}
     for path in CORE.glob("*.py"):
         found = set(private.findall(path.read_text(encoding="utf-8")))
         known = allowed.get(path.name, set())
@@ -48,32 +48,32 @@ def test_what_is_no_public_interface_stands_in_one_file():
 
 
 def test_modes_are_seen():
-    assert not torch_private.in_mode()
-    with torch_private.fake_tensors():
-        assert torch_private.in_mode()
+    assert not _torch_private.in_mode()
+    with _torch_private.fake_tensors():
+        assert _torch_private.in_mode()
     seen = []
-    torch.func.vmap(lambda x: seen.append(torch_private.in_mode()) or x)(torch.ones(2))
-    torch.jit.trace(lambda x: seen.append(torch_private.in_mode()) or x + 1, torch.ones(2), check_trace=False)
+    torch.func.vmap(lambda x: seen.append(_torch_private.in_mode()) or x)(torch.ones(2))
+    torch.jit.trace(lambda x: seen.append(_torch_private.in_mode()) or x + 1, torch.ones(2), check_trace=False)
     assert seen == [True, True]
-    assert not torch_private.in_mode()
+    assert not _torch_private.in_mode()
 
 
 def test_forward_mode_is_seen():
-    assert not torch_private.in_forward_mode()
+    assert not _torch_private.in_forward_mode()
     with forward_ad.dual_level():
-        assert torch_private.in_forward_mode()
+        assert _torch_private.in_forward_mode()
 
 
 def test_wrapped_tensors_are_seen():
     plain = torch.ones(2)
     assert not any(
-        f(plain) for f in (torch_private.is_wrapped, torch_private.is_batched, torch_private.is_legacy_batched)
+        f(plain) for f in (_torch_private.is_wrapped, _torch_private.is_batched, _torch_private.is_legacy_batched)
     )
     seen = []
 
     def look(x):
-        flags = torch_private.is_wrapped(x), torch_private.is_batched(x), torch_private.is_tracking_gradient(x)
-        seen.append((*flags, torch_private.unwrapped(x).shape))
+        flags = _torch_private.is_wrapped(x), _torch_private.is_batched(x), _torch_private.is_tracking_gradient(x)
+        seen.append((*flags, _torch_private.unwrapped(x).shape))
         return x.sum()
 
     torch.func.vmap(look)(torch.ones(3, 2))
@@ -84,7 +84,7 @@ def test_wrapped_tensors_are_seen():
 def test_transforms_ask_for_kernels_of_their_own():
     for schema in ("chunk_kda", "chunk_kda_", "chunk_kda_backward", "kda_gate"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(
-            f"{ops.NAMESPACE}::{schema}", torch_private.TRANSFORMS_KEY
+            f"{_ops.NAMESPACE}::{schema}", _torch_private.TRANSFORMS_KEY
         )
 
 
@@ -92,7 +92,7 @@ def test_functionalize_is_told_from_other_transforms():
     seen = []
 
     def look(x):
-        done, result = torch_private.in_functionalize(torch.neg, (x,))
+        done, result = _torch_private.in_functionalize(torch.neg, (x,))
         seen.append(done)
         return result if done else -x
 
@@ -103,28 +103,28 @@ def test_functionalize_is_told_from_other_transforms():
 
 def test_no_transform_is_seen_outside_of_transforms():
     def look(x):
-        with torch_private.outside_of_transforms():
-            assert not torch_private.in_mode()
-        assert torch_private.in_mode()
+        with _torch_private.outside_of_transforms():
+            assert not _torch_private.in_mode()
+        assert _torch_private.in_mode()
         return x.sum()
 
     torch.func.grad(look)(torch.ones(2))
 
 
 def test_the_mark_of_a_constant_is_that_of_the_compiler():
-    ours, theirs = torch_private.constant_in_graphs(lambda: 1), torch.compiler.assume_constant_result(lambda: 1)
+    ours, theirs = _torch_private.constant_in_graphs(lambda: 1), torch.compiler.assume_constant_result(lambda: 1)
     assert vars(ours) == vars(theirs) != {}
 
 
 def test_a_running_profiler_is_seen():
-    assert not torch_private.profiling._is_profiler_enabled
+    assert not _torch_private.profiling._is_profiler_enabled
     with profiler.profile(use_kineto=False):
-        assert torch_private.profiling._is_profiler_enabled
-    assert not torch_private.profiling._is_profiler_enabled
+        assert _torch_private.profiling._is_profiler_enabled
+    assert not _torch_private.profiling._is_profiler_enabled
 
 
 def test_the_environment_is_read_as_it_changes(monkeypatch):
-    read = torch_private.environment_reader("KDA_A_VARIABLE")
+    read = _torch_private.environment_reader("KDA_A_VARIABLE")
     assert read() is None
     monkeypatch.setenv("KDA_A_VARIABLE", "x")
     assert read() == "x"

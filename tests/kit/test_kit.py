@@ -132,7 +132,7 @@ class Wrapped:
 @pytest.fixture
 def altered():
     """Subject of the reference backend whose forward results are altered."""
-    from kda_core.plugins import registry
+    from kda_core._plugins import registry
 
     added = []
 

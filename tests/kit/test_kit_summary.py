@@ -12,7 +12,7 @@ import mutants
 import pytest
 from installed import need_package
 
-from kda_core.plugins import registry
+from kda_core._plugins import registry
 from kda_core.testing import order, suite
 from kda_core.testing.failures import Failures, Outcome
 from kda_core.testing.tiers import MODE_VARIABLE

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from kda_core._plugins import registry
 from kda_core.capabilities import Feature
 from kda_core.hookspecs import hookimpl
-from kda_core.plugins import registry
 from kda_core.testing import budgets, verify
 from kda_core.testing.cases import BF16, FP32, Case
 from kda_core.testing.subject import Mismatch, Refused, Subject

@@ -14,9 +14,9 @@ import installed
 import pytest
 
 from kda_core import platforms
+from kda_core._plugins import registry
 from kda_core.capabilities import FOREIGN_VARIABLE, Available, Unavailable, runs_on_foreign_device
 from kda_core.hookspecs import hookimpl
-from kda_core.plugins import registry
 from kda_core.reference import ReferenceBackend
 from kda_core.testing.plugin import INTERPRETER_VARIABLE, MODE_VARIABLE
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kda_core._plugins import registry
 from kda_core.capabilities import Feature
 from kda_core.hookspecs import hookimpl
-from kda_core.plugins import registry
 from kda_core.request import BackwardResult, GateRequest
 from kda_core.testing import gate, verify
 from kda_core.testing.cases import named

@@ -26,8 +26,8 @@ from kda_core_nvidia import plugin, run, triton_private
 from kda_core_nvidia.calls import plan_of
 from kda_core_nvidia.choose import CHIPS
 
-from kda_core import api, chunk_kda, eager, fused_recurrent_kda, ops
-from kda_core.plugins import Registry
+from kda_core import _eager, _ops, api, chunk_kda, fused_recurrent_kda
+from kda_core._plugins import Registry
 from kda_core.request import Request
 from kda_core.triton_lib.plan import Builder, Copy, Plan, View, layout, matrix_tile
 
@@ -331,7 +331,7 @@ def calls(monkeypatch):
     monkeypatch.setattr(plugin, "INTERPRET", True)
     registry = Registry(entry_points=False)
     assert registry.register(plugin).state == "loaded"
-    for module in (api, ops):
+    for module in (api, _ops):
         monkeypatch.setattr(module, "registry", registry)
     return SimpleNamespace(pairs=pairs, registry=registry)
 
@@ -515,12 +515,12 @@ def test_a_memo_belongs_to_one_signature(calls):
     """Shared by calls that are alike, a backward's with its forward's; a changed copy of a request has none."""
     seen = []
 
-    def spy(backend: Any, r: Request, before: Any = ops.forward) -> Any:
+    def spy(backend: Any, r: Request, before: Any = _ops.forward) -> Any:
         seen.append(r.memo)
         return before(backend, r)
 
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(ops, "forward", spy)
+        m.setattr(_ops, "forward", spy)
         with torch.no_grad():
             chunk_kda(**inputs())
             chunk_kda(**inputs())
@@ -532,4 +532,4 @@ def test_a_memo_belongs_to_one_signature(calls):
     r = Request(op="chunk_kda", **inputs(), scale=1.0)
     r.__dict__["memo"] = {}
     assert replace(r, scale=2.0).memo is None
-    assert eager._kind(r) is eager._kind(r)
+    assert _eager._kind(r) is _eager._kind(r)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
-from kda_core.plugins import registry
+from kda_core._plugins import registry
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import kda_core
-from kda_core import schemas
+from kda_core import _schemas
 
 DATA = Path(__file__).parents[1] / "core" / "data"
 B, T, H, HV, K, V = 2, 9, 1, 2, 4, 3
@@ -101,7 +101,7 @@ def export(name: str) -> torch.export.ExportedProgram:
 def main() -> None:
     DATA.mkdir(exist_ok=True)
     for name in PROGRAMS:
-        path = DATA / f"{name}.v{schemas.SCHEMA_VERSION}.pt2"
+        path = DATA / f"{name}.v{_schemas.SCHEMA_VERSION}.pt2"
         if path.exists():
             print(f"{path.name} is there, and stays as it is")
             continue

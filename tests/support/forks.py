@@ -19,8 +19,8 @@ from importlib import metadata
 import torch
 
 import kda_core
+from kda_core._plugins import registry
 from kda_core.hookspecs import ENTRY_POINT_GROUP
-from kda_core.plugins import registry
 
 PATIENCE = 15.0
 """Seconds that a child gets on a busy machine; its calls take milliseconds."""

@@ -13,19 +13,19 @@ LONG_FUNCTIONS = {
 IN_CYCLES = {
     "kda_core/__init__.py",
     "kda_core/api.py",
-    "kda_core/checked.py",
-    "kda_core/devices.py",
-    "kda_core/eager.py",
-    "kda_core/ops.py",
-    "kda_core/plugins.py",
+    "kda_core/_checked.py",
+    "kda_core/_devices.py",
+    "kda_core/_eager.py",
+    "kda_core/_ops.py",
+    "kda_core/_plugins.py",
 }
 """Files that are in a cycle of imports."""
 
 MUTUAL = {
-    ("kda_core/__init__.py", "kda_core/plugins.py"),
-    ("kda_core/checked.py", "kda_core/testing/call_checks.py"),
-    ("kda_core/cli.py", "kda_core/commands.py"),
-    ("kda_core/ops.py", "kda_core/transforms.py"),
+    ("kda_core/__init__.py", "kda_core/_plugins.py"),
+    ("kda_core/_checked.py", "kda_core/testing/call_checks.py"),
+    ("kda_core/_cli.py", "kda_core/_commands.py"),
+    ("kda_core/_ops.py", "kda_core/_transforms.py"),
 }
 """Files that import each other, if only inside functions."""
 
@@ -33,11 +33,11 @@ PATCHED = {
     "tests/core/test_checked_scope.py: kda_core.testing.call_checks.is_captured",
     "tests/core/test_cli.py: kda_core.testing.verify.checks",
     "tests/core/test_contract.py: kda_core.__version__",
-    "tests/core/test_default_device.py: kda_core.plugins.registry",
-    "tests/core/test_profiler.py: kda_core.ranges.call_within_range",
-    "tests/core/test_profiler.py: kda_core.ranges.row_name",
-    "tests/core/test_router.py: kda_core.plugins.MAX_CACHED_CHOICES",
-    "tests/core/test_router.py: kda_core.torch_private.tensor_guards",
+    "tests/core/test_default_device.py: kda_core._plugins.registry",
+    "tests/core/test_profiler.py: kda_core._ranges.call_within_range",
+    "tests/core/test_profiler.py: kda_core._ranges.row_name",
+    "tests/core/test_router.py: kda_core._plugins.MAX_CACHED_CHOICES",
+    "tests/core/test_router.py: kda_core._torch_private.tensor_guards",
     "tests/cpu/test_cpu_backend.py: kda_core_cpu.choose._STEP_BUDGET",
     "tests/cpu/test_cpu_backend.py: kda_core_cpu.choose._WINDOW_BUDGET",
     "tests/cpu/test_cpu_bits.py: kda_core_cpu.choose._LANE_BUDGET",
@@ -47,7 +47,7 @@ PATCHED = {
     "tests/kit/test_limited_backends.py: kda_core.testing.budgets._with_states_of_tokens",
     "tests/kit/test_verify.py: kda_core.testing.verify.checks",
     "tests/nvidia/test_nvidia_prepare_hopper.py: kda_core_nvidia.calls.execute",
-    "tests/nvidia/test_nvidia_run.py: kda_core.ops.forward",
+    "tests/nvidia/test_nvidia_run.py: kda_core._ops.forward",
     "tests/nvidia/test_nvidia_run.py: kda_core_nvidia.calls.execute",
     "tests/nvidia/test_nvidia_run.py: kda_core_nvidia.plugin.INTERPRET",
     "tests/nvidia/test_nvidia_run.py: kda_core_nvidia.plugin._INFO",

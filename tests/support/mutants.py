@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kda_core import reference
+from kda_core._plugins import registry
 from kda_core.capabilities import Available, BackendInfo, Unavailable
 from kda_core.hookspecs import hookimpl
-from kda_core.plugins import registry
 from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request, TensorSpec
 
 

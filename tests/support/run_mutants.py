@@ -19,7 +19,7 @@ import stride_mutants
 import torch
 from mutants import Faultless, Mutant
 
-from kda_core.plugins import registry
+from kda_core._plugins import registry
 from kda_core.testing import suite
 from kda_core.testing.subject import Refused
 

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 import torch
 from packaging.specifiers import SpecifierSet
 
+from kda_core._plugins import registry
 from kda_core.capabilities import Available, BackendInfo, Capabilities, Feature
 from kda_core.hookspecs import hookimpl
-from kda_core.plugins import registry
 from kda_core.request import BackwardResult, ForwardResult
 
 

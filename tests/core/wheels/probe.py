@@ -6,8 +6,8 @@ import os
 import torch
 
 import kda_core
+from kda_core._plugins import ENVIRONMENT_VARIABLE, registry
 from kda_core.hookspecs import hookimpl
-from kda_core.plugins import ENVIRONMENT_VARIABLE, registry
 
 T, K = 3, 4
 q = torch.zeros(1, T, 1, K)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kda_core.plugins import registry
+from kda_core._plugins import registry
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

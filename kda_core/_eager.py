@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_core import ops, schemas
+from kda_core import _ops, _schemas
+from kda_core._loaded import Backend
+from kda_core._torch_private import in_mode, is_legacy_batched
 from kda_core.errors import ContractViolation
-from kda_core.loaded import Backend
 from kda_core.reference import DIFFERENTIABLE
 from kda_core.request import ForwardResult, GateRequest, Request, build_request
-from kda_core.torch_private import in_mode, is_legacy_batched
 
 
 def needs_operator(t: Any) -> bool:
@@ -38,9 +38,9 @@ class _Kind:
     """
 
     def __init__(self, r: Request) -> None:
-        self.names = tuple(name for name in schemas.TENSOR_NAMES if getattr(r, name) is not None)
+        self.names = tuple(name for name in _schemas.TENSOR_NAMES if getattr(r, name) is not None)
         self.tensors = attrgetter(*self.names)
-        options = {name: getattr(r, name) for name in schemas.OPTION_NAMES}
+        options = {name: getattr(r, name) for name in _schemas.OPTION_NAMES}
         self.values = {"op": r.op, "save_for_backward": True, **options}
         self.needed: dict[tuple[bool, ...], frozenset[str]] = {}
         self.checked = False
@@ -69,7 +69,7 @@ def call_gate(backend: Backend, r: GateRequest) -> Tensor:
 
 def _check_gradients(name: str, *grads: Tensor | None) -> None:
     """Refuse gradients that a backend cannot read."""
-    ops.refuse_tangents(name, *grads)
+    _ops.refuse_tangents(name, *grads)
     for grad in grads:
         if grad is not None and is_legacy_batched(grad):
             raise RuntimeError(
@@ -87,7 +87,7 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, backend: Backend, r: Request, kind: _Kind, *tensors: Tensor) -> tuple[Tensor, Tensor | None]:
-        result = ops.forward(backend, r)
+        result = _ops.forward(backend, r)
         saved = result.saved
         if not kind.checked:
             _check_saved(backend, r, saved)
@@ -120,19 +120,19 @@ class _Call(torch.autograd.Function):
             needed = kind.needed[needs] = frozenset(n for n, wanted in zip(names, needs, strict=True) if wanted)
         if compiling or torch.is_grad_enabled() or needs_operator(grad_o) or needs_operator(grad_final_state):
             # The compiler of torch 2.7 zips equal lengths only.
-            flat = dict(zip(schemas.SAVED_NAMES[: len(saved)], [t.reshape(-1) for t in saved], strict=True))
+            flat = dict(zip(_schemas.SAVED_NAMES[: len(saved)], [t.reshape(-1) for t in saved], strict=True))
             more = {
                 "grad_o": grad_o,
                 "grad_final_state": grad_final_state,
                 "needs": [name in needed for name in DIFFERENTIABLE],
                 "backend": backend.info.name,
             }
-            grads = ops.call_backward(op, {**kind.values, **tensors, **flat, **more})
+            grads = _ops.call_backward(op, {**kind.values, **tensors, **flat, **more})
         else:
             gradients = {"grad_o": grad_o, "grad_final_state": grad_final_state, "needs_grad": needed}
             r = build_request({**kind.values, **tensors, "saved": saved, **gradients})
             r.__dict__["memo"] = memo
-            grads = ops.backward(backend, r)
+            grads = _ops.backward(backend, r)
         return (None, None, None, *(grads[name] if name in needed else None for name in names))
 
 
@@ -143,7 +143,7 @@ class _GateCall(torch.autograd.Function):
     def forward(ctx: Any, backend: Backend, r: GateRequest, *tensors: Tensor | None) -> Tensor:
         ctx.save_for_backward(*tensors)
         ctx.backend, ctx.lower_bound, ctx.memo = backend, r.lower_bound, r.memo
-        return ops.gate_forward(backend, r)
+        return _ops.gate_forward(backend, r)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
@@ -152,11 +152,11 @@ class _GateCall(torch.autograd.Function):
             _check_gradients("kda_gate", grad)
         tensors, needs = ctx.saved_tensors, list(ctx.needs_input_grad[2:])
         if compiling or torch.is_grad_enabled() or needs_operator(grad):
-            named = dict(zip(schemas.GATE_DIFFERENTIABLE, tensors, strict=True))
+            named = dict(zip(_schemas.GATE_DIFFERENTIABLE, tensors, strict=True))
             more = {"lower_bound": ctx.lower_bound, "backend": ctx.backend.info.name}
-            grads = ops.call_gate_backward({**named, **more, "grad_output": grad, "needs": needs})
-            return (None, None, *map(grads.get, schemas.GATE_DIFFERENTIABLE))
-        names = schemas.GATE_DIFFERENTIABLE
+            grads = _ops.call_gate_backward({**named, **more, "grad_output": grad, "needs": needs})
+            return (None, None, *map(grads.get, _schemas.GATE_DIFFERENTIABLE))
+        names = _schemas.GATE_DIFFERENTIABLE
         r = GateRequest(
             **dict(zip(names, tensors, strict=True)),
             lower_bound=ctx.lower_bound,
@@ -164,7 +164,7 @@ class _GateCall(torch.autograd.Function):
             grad_output=grad,
             needs_grad=frozenset(name for name, wanted in zip(names, needs, strict=True) if wanted),
         )
-        grads = ops.gate_backward(ctx.backend, r, ctx.memo)
+        grads = _ops.gate_backward(ctx.backend, r, ctx.memo)
         return (None, None, *(grads[name] if wanted else None for name, wanted in zip(names, needs, strict=True)))
 
 
@@ -174,13 +174,13 @@ def _named(function: type[torch.autograd.Function], name: str) -> Any:
     return types.new_class(name, (function,), exec_body=lambda body: body.update(named))
 
 
-_CALLS = {op: _named(_Call, f"{ops.NAMESPACE}::{op}") for op in ops.HOOKS}
-_GATE_CALL = _named(_GateCall, f"{ops.NAMESPACE}::kda_gate")
+_CALLS = {op: _named(_Call, f"{_ops.NAMESPACE}::{op}") for op in _ops.HOOKS}
+_GATE_CALL = _named(_GateCall, f"{_ops.NAMESPACE}::kda_gate")
 
 
 def _check_saved(backend: Backend, r: Request, saved: tuple[Tensor, ...]) -> None:
     """Raise if the saved tensors differ from ``kda_core_saved_spec``, on which compiled graphs rely."""
-    specs = ops.saved_specs(backend, r)
+    specs = _ops.saved_specs(backend, r)
     found, expected = [(tuple(t.shape), t.dtype) for t in saved], [(tuple(s.shape), s.dtype) for s in specs]
     if found != expected:
         raise ContractViolation(

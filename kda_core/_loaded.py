@@ -9,11 +9,11 @@ from typing import Any
 import pluggy
 import torch
 
-from kda_core import ranges
+from kda_core import _ranges
+from kda_core._torch_private import profiling
 from kda_core.capabilities import Available, BackendInfo, Unavailable
 from kda_core.errors import ContractViolation
 from kda_core.request import AnyRequest, Request
-from kda_core.torch_private import profiling
 
 watch: Callable[[Backend, str, Callable[..., Any]], Callable[..., Any]] | None = None
 """Wraps the hooks of all backends while calls are checked: (backend, hook, caller) -> caller."""
@@ -55,7 +55,7 @@ class Backend:
         if caller is None:
             caller = self._callers[hook] = self._caller(hook)
         if profiling._is_profiler_enabled:
-            answer = ranges.call_within_range(caller, self.info.name, hook, request)
+            answer = _ranges.call_within_range(caller, self.info.name, hook, request)
         else:
             answer = caller(request=request)
         if answer is None:

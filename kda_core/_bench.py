@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import kda_core
-from kda_core import plugins
+from kda_core import _plugins
 from kda_core.capabilities import Unavailable
 from kda_core.errors import KdaError
 from kda_core.reference import DIFFERENTIABLE
@@ -47,7 +47,7 @@ def device_for(name: str | None, backend: str | None) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"--device: torch sees {torch.cuda.device_count()} GPUs, got {name!r}")
     try:
-        answer = None if backend is None else plugins.registry.named(backend).availability(device)
+        answer = None if backend is None else _plugins.registry.named(backend).availability(device)
     except KdaError as error:
         raise ValueError(f"--backend: {error}") from None
     if isinstance(answer, Unavailable):

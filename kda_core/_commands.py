@@ -23,11 +23,11 @@ from rich.markup import escape
 from rich.table import Table
 
 import kda_core
-from kda_core import api, cli, platforms, plugins
+from kda_core import _cli, _plugins, api, platforms
+from kda_core._example_call import MOST_BYTES, CallShape, example_call
 from kda_core.call_plan import CallPlan
 from kda_core.capabilities import Available, Unavailable
 from kda_core.errors import BackendNotFound, BrokenBackend, KdaError, UnsupportedCall
-from kda_core.example_call import MOST_BYTES, CallShape, example_call
 from kda_core.request import Request
 
 EXIT_NOT_SERVED = 1
@@ -76,7 +76,7 @@ def _print_table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str,
 @app.command()
 def info(as_json: AsJson = False) -> None:
     """Show versions, devices, every backend with its state and reason, entry points and environment variables."""
-    found = cli.info()
+    found = _cli.info()
     if as_json:
         _print_json(found)
         return
@@ -91,7 +91,7 @@ def info(as_json: AsJson = False) -> None:
     entry_points = [(e["name"], e["value"], e["distribution"] or "") for e in found["entry_points"]]
     _print_table("Entry points", ("name", "module", "distribution"), entry_points)
     environment = [
-        (name, "(unset)" if value is None else value, cli.ENVIRONMENT_VARIABLES[name])
+        (name, "(unset)" if value is None else value, _cli.ENVIRONMENT_VARIABLES[name])
         for name, value in found["environment"].items()
     ]
     _print_table("Environment", ("variable", "value", "meaning"), environment)
@@ -207,13 +207,13 @@ def explain(
     except (BackendNotFound, BrokenBackend, UnsupportedCall) as error:
         _fail(str(error), EXIT_NOT_SERVED)
     except (ValueError, TypeError) as error:
-        _fail(str(error), cli.EXIT_BAD_ARGUMENTS)
+        _fail(str(error), _cli.EXIT_BAD_ARGUMENTS)
     _show_explanation(explanation, op, as_json)
     if explanation.chosen is None:
         raise typer.Exit(EXIT_NOT_SERVED)
 
 
-def _show_explanation(explanation: plugins.Explanation, op: str, as_json: bool) -> None:
+def _show_explanation(explanation: _plugins.Explanation, op: str, as_json: bool) -> None:
     if as_json:
         verdicts = [{"backend": v.backend, "status": v.status, "reason": v.reason} for v in explanation.verdicts]
         _print_json({"op": explanation.op, "chosen": explanation.chosen, "verdicts": verdicts})
@@ -225,7 +225,7 @@ def _show_explanation(explanation: plugins.Explanation, op: str, as_json: bool) 
 
 def _planned_device(backend: str) -> torch.device:
     """A device that the backend is for, which this machine need not have."""
-    return torch.device(plugins.registry.named(backend).info.device_types[0])
+    return torch.device(_plugins.registry.named(backend).info.device_types[0])
 
 
 def _show_plans(plans: tuple[CallPlan, ...], as_json: bool) -> None:
@@ -295,7 +295,7 @@ def verify(
     except KdaError as error:
         _fail(str(error), EXIT_NOT_SERVED)
     except ValueError as error:
-        _fail(str(error), cli.EXIT_BAD_ARGUMENTS)
+        _fail(str(error), _cli.EXIT_BAD_ARGUMENTS)
     verdicts = Counter(row.verdict for name in names for row in rows[name])
     compared = sum(bool(row.output) for name in names for row in rows[name])
     if as_json:
@@ -328,7 +328,7 @@ def bench(
     Exit status: 0 when all of them are served, 1 when one is not, 2 for bad arguments.
     """
     # Imported here, as for verify: its inputs are the kit's.
-    from kda_core import bench as measured
+    from kda_core import _bench as measured
 
     try:
         sizes = _sizes(shape, fewest=4, least=1)
@@ -340,17 +340,17 @@ def bench(
         if not 0 < seconds < math.inf:
             raise ValueError(f"--seconds: expected a finite number above 0, got {seconds}")
     except ValueError as error:
-        _fail(str(error), cli.EXIT_BAD_ARGUMENTS)
+        _fail(str(error), _cli.EXIT_BAD_ARGUMENTS)
     try:
         calls = measured.calls(sizes, measured.DTYPES[dtype], gate)
         rows = {name: measured.measure(call, backend, where, seconds) for name, call in calls.items()}
     # A call that is too large for the memory raises RuntimeError.
     except (KdaError, RuntimeError, MemoryError) as error:
         _fail(measured.reason(error), EXIT_NOT_SERVED)
-    machine = cli.device_name(where)
+    machine = _cli.device_name(where)
     if as_json:
         facts = {"device": machine, "shape": shape, "dtype": dtype, "gate": gate}
-        versions = cli.versions() | {"fla": cli.version_of("fla-core")}
+        versions = _cli.versions() | {"fla": _cli.version_of("fla-core")}
         _print_json(facts | {"versions": versions, "rows": rows})
         return
     table = []
@@ -392,8 +392,8 @@ def _case_lines(rows: list[Any], verbose: bool) -> Iterator[str]:
 
 def _to_verify(name: str | None, device: str | None) -> tuple[list[str], torch.device]:
     """Which backends to check, and where; UnsupportedCall when none can run there."""
-    found = plugins.registry.backends if name is None else (plugins.registry.named(name),)
-    wanted = cli.machine_devices() if device is None else [_device(device)]
+    found = _plugins.registry.backends if name is None else (_plugins.registry.named(name),)
+    wanted = _cli.machine_devices() if device is None else [_device(device)]
     reasons = []
     for where in wanted:
         answers = {b.info.name: b.availability(where) for b in found if name is not None or b.info.priority is not None}
@@ -433,7 +433,7 @@ def _device(name: str | None, backend: str | None = None) -> torch.device:
             with kda_core.use_backend(backend) if backend else contextlib.nullcontext():
                 return kda_core.default_device()
         except UnsupportedCall:
-            return cli.machine_devices()[0]
+            return _cli.machine_devices()[0]
     try:
         return torch.device(name)
     except RuntimeError:

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from kda_core import meta, results, schemas, torch_private
+from kda_core import _meta, _results, _schemas, _torch_private
+from kda_core._plugins import TRACED, Backend, registry
+from kda_core._schemas import GATE_DIFFERENTIABLE, NAMESPACE, SAVED_NAMES, Schema
+from kda_core._signature import is_plain
 from kda_core.errors import ContractViolation
 from kda_core.hookspecs import MAX_SAVED_TENSORS
-from kda_core.plugins import TRACED, Backend, registry
 from kda_core.reference import DIFFERENTIABLE
 from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Op, Request, TensorSpec
-from kda_core.schemas import GATE_DIFFERENTIABLE, NAMESPACE, SAVED_NAMES, Schema
-from kda_core.signature import is_plain
 
 HOOKS: dict[str, tuple[str, str]] = {
     "chunk_kda": ("kda_core_chunk_forward", "kda_core_chunk_backward"),
@@ -49,9 +49,9 @@ def _under_transforms(kernel_of: Callable) -> Callable:
     """A kernel of ``transforms``, which is imported when ``torch.func`` first meets an operator: few use it."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        from kda_core import transforms
+        from kda_core import _transforms
 
-        return kernel_of(transforms)(*args, **kwargs)
+        return kernel_of(_transforms)(*args, **kwargs)
 
     return kernel
 
@@ -61,7 +61,7 @@ def _define(schema: Schema, implementation: Callable, fake: Callable, transforme
     _library.impl(schema.name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{schema.name}", fake, lib=_library)
     # torch.func dispatches here first. Without this kernel it would use the autograd below, which it cannot.
-    torch_private.implement_under_transforms(_library, schema.name, transformed)
+    _torch_private.implement_under_transforms(_library, schema.name, transformed)
 
 
 def _asked(name: str) -> str | None:
@@ -100,7 +100,7 @@ def _request(op: Op, values: dict[str, Any]) -> tuple[Request, str | None]:
 
 def refuse_tangents(op: str, *values: Any) -> None:
     """Raise if a value has a tangent: operators ignore tangents, so forward-mode results would be wrong."""
-    if not torch_private.in_forward_mode():
+    if not _torch_private.in_forward_mode():
         return
     if torch.compiler.is_compiling() or any(map(_has_tangent, values)):
         raise RuntimeError(NO_FORWARD_MODE.format(op=op))
@@ -110,7 +110,7 @@ def _has_tangent(t: Any) -> bool:
     if torch.compiler.is_compiling():
         return True  # traced tensors have lost their tangents
     # A tangent below vmap is found when the operator reaches that level.
-    if not isinstance(t, Tensor) or torch_private.is_batched(t):
+    if not isinstance(t, Tensor) or _torch_private.is_batched(t):
         return False
     return forward_ad.unpack_dual(t).tangent is not None
 
@@ -120,7 +120,7 @@ def forward(backend: Backend, r: Request) -> ForwardResult:
     result = backend.result(HOOKS[r.op][0], r)
     memo = r.memo
     if memo is None or ForwardResult not in memo or type(result) is not ForwardResult:
-        results.check_forward(backend, r, result)
+        _results.check_forward(backend, r, result)
     return result
 
 
@@ -134,7 +134,7 @@ def gate_forward(backend: Backend, r: GateRequest) -> Tensor:
     log_decay = backend.result("kda_core_gate_forward", r)
     memo = r.memo
     if memo is None or ForwardResult not in memo or not isinstance(log_decay, Tensor):
-        results.check_decay(backend, r, log_decay)
+        _results.check_decay(backend, r, log_decay)
     return log_decay
 
 
@@ -146,7 +146,7 @@ def gate_backward(backend: Backend, r: GateRequest, memo: dict | None = None) ->
 def _checked(backend: Backend, r: AnyRequest, result: Any, memo: dict | None) -> dict[str, Tensor]:
     seen = memo is not None and (BackwardResult, r.needs_grad) in memo and type(result) is BackwardResult
     if not (seen and r.needs_grad <= result.grads.keys()):
-        results.check_gradients(backend, r, result, memo)
+        _results.check_gradients(backend, r, result, memo)
     return result.grads
 
 
@@ -186,13 +186,13 @@ def _places(saved: list[Tensor], like: Tensor) -> list[Tensor]:
 
 
 def _fake_forward(r: Request) -> tuple[Tensor, Tensor, Tensor]:
-    o = _absent(r.v) if r.out is not None else meta.empty_o(r)
+    o = _absent(r.v) if r.out is not None else _meta.empty_o(r)
     h = None
     if r.return_intermediate_states:
         # Traced boundaries have no values: the number of chunks is known only at run time.
         known = r.cu_seqlens is None or is_plain(r.cu_seqlens_cpu)
-        h = meta.empty_h(r, meta.chunks_of(r) if known else torch.library.get_ctx().new_dynamic_size())
-    return o, _or_absent(meta.empty_final_state(r), r.v), _or_absent(h, r.v)
+        h = _meta.empty_h(r, _meta.chunks_of(r) if known else torch.library.get_ctx().new_dynamic_size())
+    return o, _or_absent(_meta.empty_final_state(r), r.v), _or_absent(h, r.v)
 
 
 def _needed(named: dict[str, Tensor | None], needs: list[bool]) -> frozenset[str]:
@@ -226,7 +226,7 @@ def _needed_by_autograd(ctx: Any, all_names: tuple[str, ...], names: tuple[str, 
 
 def _register(op: Op) -> None:
     """Define the three operators of a public function."""
-    schema = schemas.FUNCTIONAL[op]
+    schema = _schemas.FUNCTIONAL[op]
 
     def functional(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         refuse_tangents(op, *args, *kwargs.values())
@@ -252,8 +252,8 @@ def _register(op: Op) -> None:
                 "enabled (a program that was traced or exported without them has none)"
             )
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*(named[n] for n in schemas.TENSOR_NAMES), *output[3:])
-        ctx.options = {n: named[n] for n in (*schemas.OPTION_NAMES, "backend")}
+        ctx.save_for_backward(*(named[n] for n in _schemas.TENSOR_NAMES), *output[3:])
+        ctx.options = {n: named[n] for n in (*_schemas.OPTION_NAMES, "backend")}
         ctx.has_final_state = named["output_final_state"]
         # Otherwise a gradient of the intermediate states would be dropped in silence.
         ctx.mark_non_differentiable(*output[2 if ctx.has_final_state else 1 :])
@@ -265,7 +265,7 @@ def _register(op: Op) -> None:
         if not ctx.has_final_state:
             grad_final_state = None
         if grad_o is not None or grad_final_state is not None:
-            named = dict(zip((*schemas.TENSOR_NAMES, *SAVED_NAMES), kept, strict=True))
+            named = dict(zip((*_schemas.TENSOR_NAMES, *SAVED_NAMES), kept, strict=True))
             needs = _needed_by_autograd(ctx, schema.names, DIFFERENTIABLE)
             asked = {**named, **ctx.options, "grad_o": grad_o, "grad_final_state": grad_final_state, "needs": needs}
             grads = call_backward(op, asked)
@@ -278,7 +278,7 @@ def _register(op: Op) -> None:
 
 
 def _register_inplace(op: Op) -> None:
-    schema = schemas.INPLACE[op]
+    schema = _schemas.INPLACE[op]
 
     def request(args: tuple, kwargs: dict[str, Any]) -> tuple[Request, str | None]:
         values = schema.bind(args, kwargs)
@@ -306,7 +306,7 @@ def _register_inplace(op: Op) -> None:
 
 
 def _register_backward(op: Op) -> None:
-    schema = schemas.BACKWARD[op]
+    schema = _schemas.BACKWARD[op]
 
     def differentiated(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         refuse_tangents(op, *args, *kwargs.values())
@@ -355,7 +355,7 @@ def _shaped(backend: Backend, forwarded: Request, saved: list[Tensor | None]) ->
 
 
 def _register_gate() -> None:
-    schema, of_backward = schemas.GATE, schemas.GATE_BACKWARD
+    schema, of_backward = _schemas.GATE, _schemas.GATE_BACKWARD
 
     def request(values: dict[str, Any]) -> tuple[GateRequest, str | None]:
         name = _asked(values.pop("backend"))
@@ -369,7 +369,7 @@ def _register_gate() -> None:
     def functional_fake(*args: Any, **kwargs: Any) -> Tensor:
         r, name = request(schema.bind(args, kwargs))
         registry.choose(r, name)
-        return meta.empty_decay(r)
+        return _meta.empty_decay(r)
 
     def differentiated(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         refuse_tangents("kda_gate", *args, *kwargs.values())
@@ -430,12 +430,12 @@ def call(r: Request, backend: str | None) -> ForwardResult:
     # Compilers trace this; that of torch 2.7 knows no | of dictionaries.
     more: dict[str, Any] = {"backend": backend or ""}
     if writes_to_caller(r):
-        schema = schemas.INPLACE[r.op]
+        schema = _schemas.INPLACE[r.op]
         more["pool"] = r.initial_state if r.inplace_final_state else None
         if r.inplace_final_state:
             more["initial_state"] = None
     else:
-        schema = schemas.FUNCTIONAL[r.op]
+        schema = _schemas.FUNCTIONAL[r.op]
     values = [more[n] if n in more else getattr(r, n) for n in schema.names]
     o, final_state, h, *_ = getattr(torch.ops.kda_core, schema.name)(*values)
     return ForwardResult(
@@ -452,13 +452,13 @@ def call_gate(r: GateRequest, backend: str | None) -> Tensor:
 
 def call_backward(op: str, values: dict[str, Any]) -> dict[str, Tensor]:
     """Run a backward operator; the gradients that ``values["needs"]`` asks for, by name."""
-    found = _call_named(schemas.BACKWARD[op], values)
+    found = _call_named(_schemas.BACKWARD[op], values)
     return {n: grad for n, grad, wanted in zip(DIFFERENTIABLE, found, values["needs"], strict=True) if wanted}
 
 
 def call_gate_backward(values: dict[str, Any]) -> dict[str, Tensor]:
     """The same for ``kda_gate``."""
-    found = _call_named(schemas.GATE_BACKWARD, values)
+    found = _call_named(_schemas.GATE_BACKWARD, values)
     return {n: grad for n, grad, wanted in zip(GATE_DIFFERENTIABLE, found, values["needs"], strict=True) if wanted}
 
 

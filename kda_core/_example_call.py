@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_core import checks
+from kda_core import _checks
+from kda_core._torch_private import fake_tensors
 from kda_core.reference import DIFFERENTIABLE
 from kda_core.request import DATA
-from kda_core.torch_private import fake_tensors
 
-DATA_DTYPES = {str(d).removeprefix("torch."): d for d in checks.DATA_DTYPES}
+DATA_DTYPES = {str(d).removeprefix("torch."): d for d in _checks.DATA_DTYPES}
 
 MOST_BYTES = 2**62
 """Bytes of a tensor: torch counts them in 64 bits with a sign, and a strided tensor has twice as many."""

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from kda_core import torch_private
+from kda_core import _torch_private
 from kda_core.request import DATA, AnyRequest, GateRequest, Request
 
 _PLAIN = frozenset({Tensor, Parameter})
@@ -82,7 +82,7 @@ class Like:
     """
 
     def __init__(self, request: AnyRequest, name: str | None) -> None:
-        kind, guards = type(request), torch_private.tensor_guards()
+        kind, guards = type(request), _torch_private.tensor_guards()
         given = [n for n in _TENSORS[kind] if getattr(request, n) is not None]
         absent = [n for n in _TENSORS[kind] if n not in given]
         # torch's check ends the process where a tensor is nested: it has no sizes to compare.

@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from kda_core import checks, loaded
-from kda_core.loaded import Backend
-from kda_core.plugins import registry
-from kda_core.ranges import ROWS
+from kda_core import _checks, _loaded
+from kda_core._loaded import Backend
+from kda_core._plugins import registry
+from kda_core._ranges import ROWS
 
 VARIABLE = "KDA_CHECK"
 DUMP_VARIABLE = "KDA_CHECK_DUMP"
@@ -69,7 +69,7 @@ def checked_calls(
         CheckFailed: from a call within the block, unless ``warn``.
         TypeError, ValueError: an argument is wrong.
     """
-    checks.expect_flag("warn", warn)
+    _checks.expect_flag("warn", warn)
     if dump is not None and not isinstance(dump, (str, os.PathLike)):
         raise TypeError(f"dump: expected a path or None, got {type(dump).__name__}")
     if isinstance(elements, bool) or not isinstance(elements, int):
@@ -106,7 +106,7 @@ def check_as_environment_says() -> None:
     with _lock:
         _in_force.append(CheckSettings(asked == "warn", os.environ.get(DUMP_VARIABLE) or None))
         # No backend is loaded yet, so no cached caller has to be dropped.
-        loaded.watch = _watch
+        _loaded.watch = _watch
 
 
 def _is_command_line() -> bool:
@@ -117,7 +117,7 @@ def _is_command_line() -> bool:
 
 
 def _apply() -> None:
-    loaded.watch = _watch if _in_force else None
+    _loaded.watch = _watch if _in_force else None
     for backend in registry.backends:
         backend.forget_callers()
 

@@ -19,15 +19,15 @@ from typing import Literal
 import pluggy
 
 import kda_core
-from kda_core import checks, hookspecs, meta, platforms, torch_private
+from kda_core import _checks, _meta, _torch_private, hookspecs, platforms
+from kda_core._contract import contract_problem, found_entry_points, mismatch, read_info
+from kda_core._loaded import Backend
+from kda_core._signature import Like, is_plain, signature
 from kda_core.call_plan import CallPlan
 from kda_core.capabilities import BackendInfo, Unavailable
-from kda_core.contract import contract_problem, found_entry_points, mismatch, read_info
 from kda_core.errors import BackendNotFound, BrokenBackend, ContractViolation, UnsupportedCall
-from kda_core.loaded import Backend
 from kda_core.reference import ReferenceBackend
 from kda_core.request import AnyRequest, Request
-from kda_core.signature import Like, is_plain, signature
 
 ENVIRONMENT_VARIABLE = "KDA_BACKEND"
 
@@ -294,8 +294,8 @@ class Registry:
         if chip is None:
             backend = self.choose(request, name)
         else:
-            checks.convert_scalars(request)
-            checks.check(request)
+            _checks.convert_scalars(request)
+            _checks.check(request)
             if name is None:
                 raise ValueError("chip: needs the name of a backend as well")
             backend = self.named(name)
@@ -335,15 +335,15 @@ class Registry:
             self._latest[request.op] = like, found
         request.__dict__["memo"] = memo
         if type(request) is Request:
-            checks.check_values(request)
+            _checks.check_values(request)
         return backend
 
     def _chosen_anew(self, request: AnyRequest, name: str | None, key: tuple | None) -> Backend:
         """``choose`` for a call with a new signature, or without one (``key`` is None)."""
-        if checks.convert_scalars(request) | checks.resolve_signs(request):
+        if _checks.convert_scalars(request) | _checks.resolve_signs(request):
             return self.choose(request, name)
         self.load()
-        checks.check(request)
+        _checks.check(request)
         backend = self._choose(request, name)
         if key is not None:
             if len(self._choices) >= MAX_CACHED_CHOICES:
@@ -355,7 +355,7 @@ class Registry:
         return backend
 
     def _choose(self, request: AnyRequest, name: str | None) -> Backend:
-        if meta.is_meta(request):
+        if _meta.is_meta(request):
             return self._choose_on_meta(request, name)
         if name is not None:
             backend = self.named(name)
@@ -374,18 +374,18 @@ class Registry:
         reason = None if name is None else self.named(name).undeclared(request)
         if reason is not None:
             raise UnsupportedCall(f"{request.op}: backend {name!r} cannot serve this call: {reason}")
-        return meta.META
+        return _meta.META
 
     def explain(self, request: AnyRequest, name: str | None) -> Explanation:
         """A verdict of every known backend on a checked call; runs nothing."""
-        checks.convert_scalars(request)
+        _checks.convert_scalars(request)
         self.load()
-        checks.check(request)
+        _checks.check(request)
         _check_values(request)
         verdicts: list[Verdict] = []
         chosen: str | None = None
-        if meta.is_meta(request) and (name is None or self.named(name).undeclared(request) is None):
-            chosen = meta.NAME
+        if _meta.is_meta(request) and (name is None or self.named(name).undeclared(request) is None):
+            chosen = _meta.NAME
             verdicts.append(Verdict(chosen, "chosen", "shapes, dtypes and strides; nothing is computed"))
         for backend in self.backends:
             own = backend.info.name
@@ -398,7 +398,7 @@ class Registry:
                     raise
                 verdicts.append(Verdict(own, "broken", str(error)))
                 continue
-            if own == name and meta.is_meta(request):
+            if own == name and _meta.is_meta(request):
                 undeclared = backend.undeclared(request)
                 status: Status = "refused" if undeclared else "accepted"
                 verdicts.append(Verdict(own, status, undeclared or "declares what the call needs; nothing runs here"))
@@ -426,7 +426,7 @@ class Registry:
 def _check_values(request: AnyRequest) -> None:
     """Check the values of index tensors; fake tensors have none."""
     if isinstance(request, Request) and is_plain(request.q):
-        checks.check_values(request)
+        _checks.check_values(request)
 
 
 registry = Registry()
@@ -473,7 +473,7 @@ def requested_name(backend: str | None) -> str | None:
     return _override.get() or _environment() or None
 
 
-_environment = torch_private.environment_reader(ENVIRONMENT_VARIABLE)
+_environment = _torch_private.environment_reader(ENVIRONMENT_VARIABLE)
 
 
 TRACED = "@"

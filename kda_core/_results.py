@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_core import meta
+from kda_core import _meta
+from kda_core._loaded import Backend
 from kda_core.errors import ContractViolation
-from kda_core.loaded import Backend
 from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request
 
 
@@ -31,7 +31,7 @@ def check_forward(backend: Backend, r: Request, result: Any) -> None:
     elif result.final_state is not None:
         _fail(backend, "final_state", "None, because the call asks for none", result.final_state)
     if r.return_intermediate_states:
-        shape = (r.B, meta.chunks_of(r), *r.state_shape[1:])
+        shape = (r.B, _meta.chunks_of(r), *r.state_shape[1:])
         _expect(backend, "h", result.h, shape, r.state_dtype, r.device)
     elif result.h is not None:
         _fail(backend, "h", "None, because the call asks for none", result.h)

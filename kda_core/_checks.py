@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.masked import is_masked_tensor
 from torch.nn.parameter import Parameter, is_lazy
 
-from kda_core.overlaps import extent, meets_itself, share_memory
+from kda_core._overlaps import extent, meets_itself, share_memory
 from kda_core.request import DATA, AnyRequest, GateRequest, Request
 
 DATA_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

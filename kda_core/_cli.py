@@ -1,6 +1,6 @@
 """The command line, ``kda`` or ``python -m kda_core``: its entry point, and the facts that ``info`` shows.
 
-The commands themselves are in ``kda_core.commands``, which needs the extra ``cli``; nothing here does.
+The commands themselves are in ``kda_core._commands``, which needs the extra ``cli``; nothing here does.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 
 import torch
 
-from kda_core import checked, hookspecs, platforms, plugins
+from kda_core import _checked, _plugins, hookspecs, platforms
+from kda_core._contract import found_entry_points
+from kda_core._devices import default_device
 from kda_core.capabilities import FOREIGN_VARIABLE, Available, BackendInfo, Unavailable
-from kda_core.contract import found_entry_points
-from kda_core.devices import default_device
 from kda_core.errors import BackendNotFound, BrokenBackend, UnsupportedCall
 
 EXIT_BAD_ARGUMENTS = 2
 
 ENVIRONMENT_VARIABLES = {
-    plugins.ENVIRONMENT_VARIABLE: "backend of every call that names none",
-    checked.VARIABLE: "1: compare every call with the float64 reference; warn: warn where it is off",
-    checked.DUMP_VARIABLE: "file for the first call that fails its check",
+    _plugins.ENVIRONMENT_VARIABLE: "backend of every call that names none",
+    _checked.VARIABLE: "1: compare every call with the float64 reference; warn: warn where it is off",
+    _checked.DUMP_VARIABLE: "file for the first call that fails its check",
     FOREIGN_VARIABLE: "backends that may run on devices that they are not made for, for tests",
     "KDA_TEST_MODE": "tier of the conformance kit: fast, slow or all",
     "TRITON_INTERPRET": "1: Triton kernels run in its interpreter, on the CPU",
@@ -39,7 +39,7 @@ DISTRIBUTIONS = ("kda-core", "torch", "triton", "pluggy", "packaging")
 def main() -> None:
     """Run the command line; exits with status 2 and the command to install when the extra ``cli`` is missing."""
     try:
-        from kda_core.commands import app
+        from kda_core._commands import app
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in ("typer", "rich"):
@@ -124,8 +124,8 @@ def _entry_points() -> list[dict[str, str | None]]:
 
 
 def _found_backends(devices: list[torch.device]) -> Iterator[dict[str, Any]]:
-    loaded = {b.info.name: b for b in plugins.registry.backends}
-    for entry in plugins.registry.ledger:
+    loaded = {b.info.name: b for b in _plugins.registry.backends}
+    for entry in _plugins.registry.ledger:
         backend = loaded.get(entry.name) if entry.state == "loaded" else None
         answers = [] if backend is None else [_availability(backend, d) for d in backend.devices_among(devices)]
         yield {
@@ -139,7 +139,7 @@ def _found_backends(devices: list[torch.device]) -> Iterator[dict[str, Any]]:
         }
 
 
-def _availability(backend: plugins.Backend, device: torch.device) -> dict[str, Any]:
+def _availability(backend: _plugins.Backend, device: torch.device) -> dict[str, Any]:
     try:
         answer: Available | Unavailable = backend.availability(device)
     # The hook may return anything.
@@ -179,7 +179,7 @@ def _identity(card: BackendInfo) -> dict[str, Any]:
 
 
 def _wheels_not_installed() -> Iterator[dict[str, Any]]:
-    found = {entry.name for entry in plugins.registry.ledger}
+    found = {entry.name for entry in _plugins.registry.ledger}
     for wheel, name in platforms.BACKEND_OF_WHEEL.items():
         if name not in found:
             yield {"name": name, "state": "not installed", "reason": platforms.install_command(wheel)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kda_core import platforms, plugins
+from kda_core import _plugins, platforms
 from kda_core.capabilities import Available
 from kda_core.errors import UnsupportedCall
 
@@ -20,25 +20,25 @@ def default_device() -> torch.device:
         BackendNotFound, BrokenBackend: the named backend is not installed, or could not be loaded.
     """
     machine = [_current_device(device_type) for device_type in platforms.device_types()]
-    name = plugins.requested_name(None)
+    name = _plugins.requested_name(None)
     if name is not None:
-        backend, reasons = plugins.registry.named(name), []
+        backend, reasons = _plugins.registry.named(name), []
         for device in backend.devices_among(machine):
             available = backend.availability(device)
             if isinstance(available, Available):
                 return device
             reasons.append(f"{device}: {available.reason}")
         raise UnsupportedCall(f"backend {name!r} can serve no device of this machine: {'; '.join(reasons)}")
-    reasons, installed = [], {b.info.name for b in plugins.registry.backends}
+    reasons, installed = [], {b.info.name for b in _plugins.registry.backends}
     for device in machine:
-        for backend in plugins.registry.backends:
+        for backend in _plugins.registry.backends:
             if backend.info.priority is None:
                 continue
             available = backend.availability(device)
             if isinstance(available, Available):
                 return device
             reasons.append(f"{backend.info.name} on {device}: {available.reason}")
-        for backend in plugins.registry.backends if device.type != "cpu" else ():
+        for backend in _plugins.registry.backends if device.type != "cpu" else ():
             if backend.info.priority is None and isinstance(backend.availability(device), Available):
                 own = backend.info.name
                 reasons.append(f"{own} on {device}: it serves only calls that name it, e.g. with KDA_BACKEND={own}")

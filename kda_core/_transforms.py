@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_core import schemas
-from kda_core.ops import NO_DOUBLE_BACKWARD, NO_FORWARD_MODE
+from kda_core import _schemas
+from kda_core._ops import NO_DOUBLE_BACKWARD, NO_FORWARD_MODE
+from kda_core._schemas import GATE_DIFFERENTIABLE, SAVED_NAMES
+from kda_core._torch_private import in_functionalize, is_tracking_gradient, is_wrapped, outside_of_transforms, unwrapped
 from kda_core.reference import DIFFERENTIABLE
-from kda_core.schemas import GATE_DIFFERENTIABLE, SAVED_NAMES
-from kda_core.torch_private import in_functionalize, is_tracking_gradient, is_wrapped, outside_of_transforms, unwrapped
 
 _PARAMETERS = ("A_log", "dt_bias")
 # The heads' dimension in one sample, by tensor.
@@ -87,7 +87,7 @@ class _Samples:
         return t.narrow(at, 0, 0) if self._none else t
 
 
-def _samples_of(op: str, schema: schemas.Schema, info: Any, in_dims: tuple, values: tuple) -> tuple[dict, _Samples]:
+def _samples_of(op: str, schema: _schemas.Schema, info: Any, in_dims: tuple, values: tuple) -> tuple[dict, _Samples]:
     """The arguments of ``op`` by name, and its samples."""
     named = dict(zip(schema.names, values, strict=True))
     # A list counts as one argument and has a list of dimensions.
@@ -119,29 +119,29 @@ class _Forward(_WithoutTangents):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
         op, *values = inputs
-        named = dict(zip(schemas.FUNCTIONAL[op].names, values, strict=True))
+        named = dict(zip(_schemas.FUNCTIONAL[op].names, values, strict=True))
         ctx.op, ctx.has_final_state = op, named["output_final_state"]
-        ctx.options = {n: named[n] for n in (*schemas.OPTION_NAMES, "backend")}
+        ctx.options = {n: named[n] for n in (*_schemas.OPTION_NAMES, "backend")}
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[2 if ctx.has_final_state else 1 :])
-        ctx.save_for_backward(*(named[n] for n in schemas.TENSOR_NAMES), *output[3:])
+        ctx.save_for_backward(*(named[n] for n in _schemas.TENSOR_NAMES), *output[3:])
 
     @staticmethod
     def backward(ctx: Any, grad_o: Tensor | None, grad_final_state: Tensor | None, *_: Any) -> tuple:
-        names = schemas.FUNCTIONAL[ctx.op].names
+        names = _schemas.FUNCTIONAL[ctx.op].names
         asked = dict(zip(names, ctx.needs_input_grad[1:], strict=True))
         grads: dict[str, Tensor] = {}
         if grad_o is not None or grad_final_state is not None:
-            named = dict(zip((*schemas.TENSOR_NAMES, *SAVED_NAMES), ctx.saved_tensors, strict=True)) | ctx.options
+            named = dict(zip((*_schemas.TENSOR_NAMES, *SAVED_NAMES), ctx.saved_tensors, strict=True)) | ctx.options
             named |= {"grad_o": grad_o, "grad_final_state": grad_final_state}
             named["needs"] = [asked[n] for n in DIFFERENTIABLE]
-            found = _Backward.apply(ctx.op, *(named[n] for n in schemas.BACKWARD[ctx.op].names))
+            found = _Backward.apply(ctx.op, *(named[n] for n in _schemas.BACKWARD[ctx.op].names))
             grads = {n: grad for n, grad in zip(DIFFERENTIABLE, found, strict=True) if asked[n]}
         return (None, *(grads.get(n) for n in names))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, op: str, *values: Any) -> tuple[tuple, tuple]:
-        named, samples = _samples_of(op, schemas.FUNCTIONAL[op], info, in_dims[1:], values)
+        named, samples = _samples_of(op, _schemas.FUNCTIONAL[op], info, in_dims[1:], values)
         o, final_state, h, *_ = _Forward.apply(op, *samples.joined().values())
         made = {"o": o, "final_state": final_state, "h": h}
         wanted = {"o": True, "final_state": named["output_final_state"], "h": named["return_intermediate_states"]}
@@ -168,7 +168,7 @@ class _Backward(_WithoutTangents):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, op: str, *values: Any) -> tuple[tuple, tuple]:
-        named, samples = _samples_of(op, schemas.BACKWARD[op], info, in_dims[1:], values)
+        named, samples = _samples_of(op, _schemas.BACKWARD[op], info, in_dims[1:], values)
         # The saved tensors belong to other samples, or to these in another layout.
         found = _Backward.apply(op, *(samples.joined() | dict.fromkeys(SAVED_NAMES)).values())
         return _grads_apart(samples, DIFFERENTIABLE, named["needs"], found)
@@ -180,7 +180,7 @@ def _grads_apart(samples: _Samples, names: tuple[str, ...], needs: list[bool], f
     return tuple(grads), tuple(None if n is None else samples.place(n) for n in needed)
 
 
-def _gates(schema: schemas.Schema, info: Any, in_dims: tuple, values: tuple) -> tuple[dict, _Samples]:
+def _gates(schema: _schemas.Schema, info: Any, in_dims: tuple, values: tuple) -> tuple[dict, _Samples]:
     """The arguments of ``kda_gate`` by name, and its samples."""
     named = dict(zip(schema.names, values, strict=True))
     dims = dict(zip(schema.names, in_dims, strict=True))
@@ -200,7 +200,7 @@ class _GateForward(_WithoutTangents):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        named = dict(zip(schemas.GATE.names, inputs, strict=True))
+        named = dict(zip(_schemas.GATE.names, inputs, strict=True))
         ctx.op, ctx.options = "kda_gate", {n: named[n] for n in ("lower_bound", "backend")}
         ctx.save_for_backward(*(named[n] for n in GATE_DIFFERENTIABLE))
 
@@ -209,13 +209,13 @@ class _GateForward(_WithoutTangents):
         needs = list(ctx.needs_input_grad[: len(GATE_DIFFERENTIABLE)])
         named = dict(zip(GATE_DIFFERENTIABLE, ctx.saved_tensors, strict=True)) | ctx.options
         named |= {"grad_output": grad_output, "needs": needs}
-        found = _GateBackward.apply(*(named[n] for n in schemas.GATE_BACKWARD.names))
+        found = _GateBackward.apply(*(named[n] for n in _schemas.GATE_BACKWARD.names))
         grads = {n: grad for n, grad, wanted in zip(GATE_DIFFERENTIABLE, found, needs, strict=True) if wanted}
-        return tuple(grads.get(n) for n in schemas.GATE.names)
+        return tuple(grads.get(n) for n in _schemas.GATE.names)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, *values: Any) -> tuple[Tensor, int]:
-        _, samples = _gates(schemas.GATE, info, in_dims, values)
+        _, samples = _gates(_schemas.GATE, info, in_dims, values)
         result = _GateForward.apply(*samples.joined().values())
         return samples.apart("g", result), samples.place("g")
 
@@ -235,7 +235,7 @@ class _GateBackward(_WithoutTangents):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, *values: Any) -> tuple[tuple, tuple]:
-        named, samples = _gates(schemas.GATE_BACKWARD, info, in_dims, values)
+        named, samples = _gates(_schemas.GATE_BACKWARD, info, in_dims, values)
         found = _GateBackward.apply(*samples.joined().values())
         return _grads_apart(samples, GATE_DIFFERENTIABLE, named["needs"], found)
 
@@ -253,7 +253,7 @@ def _requires_gradient(t: Any) -> bool:
 
 def kernel(op: str) -> Callable:
     """The kernel of a functional operator under transforms."""
-    schema = schemas.FUNCTIONAL[op]
+    schema = _schemas.FUNCTIONAL[op]
 
     def transformed(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         values = schema.bind(args, kwargs)
@@ -273,7 +273,7 @@ def kernel(op: str) -> Callable:
 
 def backward_kernel(op: str) -> Callable:
     """The kernel of a backward operator under transforms."""
-    schema = schemas.BACKWARD[op]
+    schema = _schemas.BACKWARD[op]
 
     def transformed(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         values = schema.bind(args, kwargs)
@@ -286,7 +286,7 @@ def backward_kernel(op: str) -> Callable:
 
 def gate_kernel(*args: Any, **kwargs: Any) -> Tensor:
     """The kernel of ``kda_gate`` under transforms."""
-    values = schemas.GATE.bind(args, kwargs)
+    values = _schemas.GATE.bind(args, kwargs)
     values["save_for_backward"] |= any(_requires_gradient(values[n]) for n in GATE_DIFFERENTIABLE)
     done, result = in_functionalize(_operator("kda_gate"), tuple(values.values()))
     return result if done else _GateForward.apply(*values.values())
@@ -294,7 +294,7 @@ def gate_kernel(*args: Any, **kwargs: Any) -> Tensor:
 
 def gate_backward_kernel(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """The kernel of ``kda_gate_backward`` under transforms."""
-    values = schemas.GATE_BACKWARD.bind(args, kwargs)
+    values = _schemas.GATE_BACKWARD.bind(args, kwargs)
     values["needs"] = values["needs"] or [values[n] is not None for n in GATE_DIFFERENTIABLE]
     done, result = in_functionalize(_operator("kda_gate_backward"), tuple(values.values()))
     return result if done else _GateBackward.apply(*values.values())
@@ -311,7 +311,7 @@ def _constant(t: Any) -> Any:
 
 def inplace_kernel(op: str) -> Callable:
     """The kernel of a writing operator under transforms: the operator, if no transform changes an argument."""
-    schema = schemas.INPLACE[op]
+    schema = _schemas.INPLACE[op]
 
     def transformed(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         values = schema.bind(args, kwargs)

@@ -14,8 +14,8 @@ import torch
 from packaging.specifiers import SpecifierSet
 from torch import Tensor
 
+from kda_core._loaded import Backend
 from kda_core.capabilities import BackendInfo, Capabilities
-from kda_core.loaded import Backend
 from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request, TensorSpec
 
 NAME = "meta"
