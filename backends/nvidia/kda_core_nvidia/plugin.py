@@ -91,44 +91,44 @@ def kda_core_saved_spec(request: Request) -> tuple[TensorSpec, ...]:
 
 @hookimpl
 def kda_core_chunk_forward(request: Request) -> ForwardResult:
-    from kda_core_nvidia.calls import chunk_forward
+    from kda_core_nvidia.calls import CALLS
 
-    return chunk_forward(request)
+    return CALLS.chunk_forward(request)
 
 
 @hookimpl
 def kda_core_chunk_backward(request: Request) -> BackwardResult:
-    from kda_core_nvidia.calls import chunk_backward
+    from kda_core_nvidia.calls import CALLS
 
-    return chunk_backward(request)
+    return CALLS.chunk_backward(request)
 
 
 @hookimpl
 def kda_core_recurrent_forward(request: Request) -> ForwardResult:
-    from kda_core_nvidia.calls import recurrent_forward
+    from kda_core_nvidia.calls import CALLS
 
-    return recurrent_forward(request)
+    return CALLS.recurrent_forward(request)
 
 
 @hookimpl
 def kda_core_recurrent_backward(request: Request) -> BackwardResult:
-    from kda_core_nvidia.calls import recurrent_backward
+    from kda_core_nvidia.calls import CALLS
 
-    return recurrent_backward(request)
+    return CALLS.recurrent_backward(request)
 
 
 @hookimpl
 def kda_core_gate_forward(request: GateRequest) -> Tensor:
-    from kda_core_nvidia.calls import gate_forward
+    from kda_core_nvidia.calls import CALLS
 
-    return gate_forward(request)
+    return CALLS.gate_forward(request)
 
 
 @hookimpl
 def kda_core_gate_backward(request: GateRequest) -> BackwardResult:
-    from kda_core_nvidia.calls import gate_backward
+    from kda_core_nvidia.calls import CALLS
 
-    return gate_backward(request)
+    return CALLS.gate_backward(request)
 
 
 @hookimpl
