@@ -142,4 +142,5 @@ class Calls:
 
     def gate_backward(self, request: GateRequest) -> BackwardResult:
         """Run the backward of ``kda_gate`` for ``request.needs_grad``."""
-        return BackwardResult(self.run(request, "gate", _GATE, _gate_inputs(request)))
+        key = "gate backward", _gradient_kind(request.grad_output), request.needs_grad
+        return BackwardResult(self.run(request, key, _GATE, _gate_inputs(request)))
