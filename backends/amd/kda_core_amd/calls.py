@@ -55,4 +55,4 @@ def plan_of(
     return plan_backward(r, on, rows) if r.needs_grad else plan_forward(r, on, rows, h_shape(request))
 
 
-CALLS = Calls(plan_of, chip)
+CALLS = Calls(plan_of, chip, ARCHITECTURES)
