@@ -48,7 +48,7 @@ def plan_of(
     """
     r = metadata(request, misaligned)
     if isinstance(r, GateRequest):
-        return plan_gate(r, GATE.num_warps, compile_options(GATE, on))
+        return plan_gate(r, GATE.num_warps, **compile_options(GATE, on))
     if not r.needs_grad and r.op == "fused_recurrent_kda":
         return plan_recurrent(r, on)
     rows = segment_rows(r, on) if rows is None else rows

@@ -26,7 +26,7 @@ def plan_of(request: AnyRequest, on: Chip, misaligned: frozenset[str] = frozense
     """
     r = metadata(request, misaligned)
     if isinstance(r, GateRequest):
-        return plan_gate(r, GATE_WARPS, {})
+        return plan_gate(r, GATE_WARPS)
     if r.needs_grad:
         r = replace(r, op="chunk_kda")
         return plan_backward(r, choose_backward(r, on))

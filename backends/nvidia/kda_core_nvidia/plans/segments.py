@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from kda_core.request import Request
-from kda_core.triton_lib.layout import CHUNK, padded
+from kda_core.triton_lib.arguments import row_strides
+from kda_core.triton_lib.frame import names
 from kda_core.triton_lib.lift import lift
 from kda_core.triton_lib.plan import Builder, View
 from kda_core_nvidia.choose import BackwardChoice, ForwardChoice
@@ -20,14 +21,13 @@ JOIN_ROWS = 16
 Choice = ForwardChoice | BackwardChoice
 
 
-def _shape(r: Request) -> dict[str, int]:
-    return {"HV": r.HV, "K": r.K, "V": r.V, "KP": padded(r.K), "VP": padded(r.V)}
-
-
-def _transition_constants(r: Request, choice: Choice, v_first: bool) -> dict[str, Any]:
-    """Constants of both transition kernels."""
-    own = {"C": CHUNK, "LIFT": lift(r.q.dtype, r.use_qk_l2norm_in_kernel), "BV": choice.transitions.block_v}
-    return _shape(r) | own | {"V_FIRST": v_first, "PRECISION": "tf32", "STAGES": choice.transitions.stages}
+def _names(r: Request, choice: Choice, v_first: bool) -> dict[str, Any]:
+    """What launches between segments take; ``v_first``: the layout of the call's own states."""
+    config = choice.transitions
+    return names(r) | {
+        "count": r.N, "LIFT": lift(r.q.dtype, r.use_qk_l2norm_in_kernel), "BV": config.block_v, "V_FIRST": v_first,
+        "PRECISION": "tf32", "STAGES": config.stages,
+    }  # fmt: skip
 
 
 def add_starts(
@@ -44,18 +44,14 @@ def add_starts(
     Returns:
         states [count, HV, V, K] in float32, transitions [count - 1, HV, VP + KP, KP] in float32.
     """
-    initial_state, v_first = b.dense(call.initial_state), call.state_v_first
-    shape, count = _shape(r), r.N
-    KP, VP = shape["KP"], shape["VP"]
+    initial_state, named = b.dense(call.initial_state), _names(r, choice, call.state_v_first)
+    KP, VP, config, count = named["KP"], named["VP"], choice.transitions, r.N
     transitions = b.scratch("transitions", (count - 1, r.HV, VP + KP, KP), torch.float32)
-    b.launch(
-        transitions_kernel, ((VP + KP) // choice.transitions.block_v, (count - 1) * r.HV, 1),
-        choice.transitions.num_warps, _transition_constants(r, choice, v_first), v=v, keys=keys, D=D,
-        initial_state=initial_state, transitions=transitions, cu_seqlens=r.cu_seqlens,
-        s_vt=v.stride(1), s_vh=v.stride(2), T=r.T, count=count,
-    )  # fmt: skip
+    own = {"v": v, "keys": keys, "D": D, "initial_state": initial_state, "transitions": transitions}
+    grid = ((VP + KP) // config.block_v, (count - 1) * r.HV)
+    b.pick(transitions_kernel, grid, config.num_warps, named | own | row_strides(v=v)[1])
     states = b.scratch("states at starts", (count, r.HV, r.V, r.K), torch.float32)
-    _add_join(b, shape, choice, initial_state, transitions, None, states, v_first)
+    _add_join(b, choice, named, initial_state, transitions, None, states)
     return states, transitions
 
 
@@ -71,29 +67,23 @@ def add_ends(
         transitions: from ``add_starts``.
         grad_final_state: the call's own, contiguous, or None; ``v_first``: its layout.
     """
-    shape, count = _shape(r), r.N
-    keys, P, D = prepared
-    KP, VP = shape["KP"], shape["VP"]
+    named, (keys, P, D) = _names(r, choice, v_first), prepared
+    KP, VP, config, count = named["KP"], named["VP"], choice.transitions, r.N
     additions = b.scratch("additions", (count - 1, r.HV, VP, KP), torch.float32)
-    b.launch(
-        reverse_transitions_kernel, (VP // choice.transitions.block_v, (count - 1) * r.HV, 1),
-        choice.transitions.num_warps, _transition_constants(r, choice, v_first), keys=keys, P=P, D=D, do=do,
-        grad_final_state=grad_final_state, additions=additions, cu_seqlens=r.cu_seqlens,
-        s_ot=do.stride(1), s_oh=do.stride(2), T=r.T, count=count, o_scale=split_scale(r.scale, r.q.dtype)[1],
-    )  # fmt: skip
+    own = {"keys": keys, "P": P, "D": D, "do": do, "grad_final_state": grad_final_state, "additions": additions}
+    own |= row_strides(o=do)[1] | {"o_scale": split_scale(r.scale, r.q.dtype)[1]}
+    b.pick(reverse_transitions_kernel, (VP // config.block_v, (count - 1) * r.HV), config.num_warps, named | own)
     states = b.scratch("gradients at ends", (count, r.HV, r.V, r.K), torch.float32)
-    _add_join(b, shape, choice, grad_final_state, transitions, additions, states, v_first)
+    _add_join(b, choice, named, grad_final_state, transitions, additions, states)
     b.free(additions)
     return states
 
 
 def _add_join(
-    b: Builder, shape: dict[str, int], choice: Choice, given: View | None, transitions: View, additions: View | None,
-    states: View, v_first: bool,
+    b: Builder, choice: Choice, named: dict[str, Any], given: View | None, transitions: View, additions: View | None,
+    states: View,
 ) -> None:  # fmt: skip
-    reverse = additions is not None
-    constants = shape | {"BV": JOIN_ROWS, "BK": min(32, shape["KP"]), "V_FIRST": v_first, "REVERSE": reverse}
-    b.launch(
-        join_kernel, (shape["VP"] // JOIN_ROWS, shape["HV"], 1), 4, constants | {"PRECISION": choice.join_precision},
-        given=given, transitions=transitions, additions=additions, states=states, count=states.shape[0],
-    )  # fmt: skip
+    own = {"given": given, "transitions": transitions, "additions": additions, "states": states}
+    own |= {"BV": JOIN_ROWS, "BK": min(32, named["KP"]), "REVERSE": additions is not None}
+    named = named | own | {"PRECISION": choice.join_precision}
+    b.pick(join_kernel, (named["VP"] // JOIN_ROWS, named["HV"]), 4, named)
