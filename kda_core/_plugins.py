@@ -100,10 +100,10 @@ class Registry:
         self.manager.add_hookspecs(hookspecs)
         self._backends: dict[str, Backend] = {}
         self._ledger: list[LedgerEntry] = []
-        # By signature, the backend and the calls' memo.
-        self._choices: dict[tuple, tuple[Backend, dict]] = {}
+        # By signature, the backend (or why none serves the call) and the calls' memo.
+        self._choices: dict[tuple, tuple[Backend | str, dict]] = {}
         # By operator, a fast match with the last call, and its choice.
-        self._latest: dict[str, tuple[Like, tuple[Backend, dict]]] = {}
+        self._latest: dict[str, tuple[Like, tuple[Backend | str, dict]]] = {}
 
     def load(self) -> None:
         """Load the oracle and every installed wheel, once."""
@@ -315,6 +315,19 @@ class Registry:
             ValueError, TypeError: the arguments are wrong.
             UnsupportedCall: no installed backend, or not the named one, can serve the call.
         """
+        backend = self._backend_of(request, name)
+        _check_values(request)
+        return backend
+
+    def supports(self, request: AnyRequest, name: str | None) -> tuple[bool, str]:
+        """Whether ``choose`` finds a backend, and why not; the values of index tensors are not read."""
+        try:
+            self._backend_of(request, name)
+        except UnsupportedCall as error:
+            return False, str(error)
+        return True, ""
+
+    def _backend_of(self, request: AnyRequest, name: str | None) -> Backend:
         latest = self._latest.get(request.op)
         if latest is not None and latest[0](request, name):
             backend, memo = latest[1]
@@ -333,26 +346,34 @@ class Registry:
             if like is None:
                 like = memo[Like] = Like(request, name)
             self._latest[request.op] = like, found
+        if backend.__class__ is str:
+            raise UnsupportedCall(backend)
         request.__dict__["memo"] = memo
-        if type(request) is Request:
-            _checks.check_values(request)
         return backend
 
     def _chosen_anew(self, request: AnyRequest, name: str | None, key: tuple | None) -> Backend:
-        """``choose`` for a call with a new signature, or without one (``key`` is None)."""
+        """The backend of a call with a new signature, or without one (``key`` is None)."""
         if _checks.convert_scalars(request) | _checks.resolve_signs(request):
-            return self.choose(request, name)
+            return self._backend_of(request, name)
         self.load()
         _checks.check(request)
-        backend = self._choose(request, name)
+        memo: dict = {}
+        try:
+            backend = self._choose(request, name)
+        except UnsupportedCall as error:
+            self._keep(key, str(error), memo)
+            raise
         if key is not None:
-            if len(self._choices) >= MAX_CACHED_CHOICES:
-                self._choices.clear()
-            memo: dict = {}
-            self._choices[key] = backend, memo
+            self._keep(key, backend, memo)
             request.__dict__["memo"] = memo
-        _check_values(request)
         return backend
+
+    def _keep(self, key: tuple | None, choice: Backend | str, memo: dict) -> None:
+        if key is None:
+            return
+        if len(self._choices) >= MAX_CACHED_CHOICES:
+            self._choices.clear()
+        self._choices[key] = choice, memo
 
     def _choose(self, request: AnyRequest, name: str | None) -> Backend:
         if _meta.is_meta(request):
