@@ -27,9 +27,9 @@ from triton.compiler import ASTSource
 
 from kda_core.request import GateRequest, Request
 from kda_core.triton_lib.addresses import Hazard, hazards
-from kda_core.triton_lib.ahead_of_time import DIVISIBLE, TYPES, specialised
+from kda_core.triton_lib.ahead_of_time import DIVISIBLE, TYPES, layer_calls, specialised
 from kda_core.triton_lib.layout import CHUNK
-from kda_core_amd import chunk_backward, chunk_forward, gate, launch, recurrent
+from kda_core_amd import chunk_backward, chunk_forward, gate, launch, layer, recurrent
 from kda_core_amd.choose import ARCHITECTURES, FOREIGN_ARCHITECTURE, MOST_KEYS, Architecture, Config, compile_options
 
 SPILL_LIMIT = 8
@@ -142,7 +142,7 @@ class Resources:
         found = []
         target = recorded.target
         operand = next(x for x in recorded.arguments.values() if isinstance(x, Tensor)).dtype.itemsize
-        width = 128 if recorded.arguments["KP"] <= 128 else 256
+        width = 128 if recorded.arguments.get("KP", 0) <= 128 else 256
         name = recorded.kernel.fn.__name__ + ", h" * isinstance(recorded.arguments.get("h"), Tensor)
         stated = {} if small else KNOWN_LARGE_SPILLS
         limit = stated.get((target.name, name, operand, width), SPILL_LIMIT)
@@ -246,6 +246,8 @@ def _calls(shapes: Sequence[tuple]) -> Iterator[tuple[str, Callable[[], object]]
         request = GateRequest(g=g, **parameters, grad_output=torch.empty(64, 4, 128), needs_grad=needs)
         name = "softplus" if bound is None else "bounded"
         yield name, lambda r=request: (gate.gate_forward(r), gate.gate_backward(r))
+    for name, call in layer_calls("cpu"):
+        yield name, lambda r=call: layer.run(r)
 
 
 def shipped(target: Architecture, only: str = "", quick: bool = False) -> list[Launch]:

@@ -17,7 +17,7 @@ LANES = 128
 """Lanes of a program: two waves of 64, four of 32."""
 
 
-def _run(request: LayerRequest) -> dict[str, Tensor | None]:
+def run(request: LayerRequest) -> dict[str, Tensor | None]:
     """Run the plan of a call; its results by name."""
     target = launch.architecture(request.device)
     warps = LANES // target.wave
@@ -42,21 +42,21 @@ def _run(request: LayerRequest) -> dict[str, Tensor | None]:
 
 def short_convolution_forward(request: ShortConvolutionRequest) -> ForwardResult:
     """Run ``kda_core.nn.short_convolution``."""
-    made = _run(request)
+    made = run(request)
     return ForwardResult(o=made["y"], final_state=made["final"])
 
 
 def short_convolution_backward(request: ShortConvolutionRequest) -> BackwardResult:
     """Run its backward."""
-    grads = _run(request)
+    grads = run(request)
     return BackwardResult({**grads, "weight": grads["weight"].t()})
 
 
 def gated_rms_norm_forward(request: GatedNormRequest) -> Tensor:
     """Run ``kda_core.nn.gated_rms_norm``."""
-    return _run(request)["y"]
+    return run(request)["y"]
 
 
 def gated_rms_norm_backward(request: GatedNormRequest) -> BackwardResult:
     """Run its backward."""
-    return BackwardResult(_run(request))
+    return BackwardResult(run(request))
