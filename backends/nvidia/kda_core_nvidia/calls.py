@@ -10,7 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request
+from kda_core.request import (
+    AnyRequest,
+    BackwardResult,
+    ForwardResult,
+    GatedNormRequest,
+    GateRequest,
+    LayerRequest,
+    Request,
+    ShortConvolutionRequest,
+)
+from kda_core.triton_lib.layer_plans import plan_of_layer
 from kda_core.triton_lib.layout import intermediate_states_shape
 from kda_core.triton_lib.plan import Plan, metadata
 from kda_core_nvidia.choose import Chip, choose_backward, choose_forward, choose_recurrent
@@ -20,8 +30,11 @@ from kda_core_nvidia.plans.gate import plan_gate_backward, plan_gate_forward
 from kda_core_nvidia.plans.recurrent import plan_recurrent
 from kda_core_nvidia.run import execute
 
+LAYER_WARPS = 4
+"""Warps of a program of the kernels around the operator in a layer."""
 
-def plan_of(request: AnyRequest, on: Chip, misaligned: frozenset[str] = frozenset()) -> Plan:
+
+def plan_of(request: AnyRequest | LayerRequest, on: Chip, misaligned: frozenset[str] = frozenset()) -> Plan:
     """The plan of a call; pure, of the call's metadata and the chip.
 
     Args:
@@ -29,6 +42,8 @@ def plan_of(request: AnyRequest, on: Chip, misaligned: frozenset[str] = frozense
         misaligned: names of the tensors whose addresses are not multiples of 16 bytes.
     """
     r = metadata(request, misaligned)
+    if isinstance(r, LayerRequest):
+        return plan_of_layer(r, 32, LAYER_WARPS)
     if isinstance(r, GateRequest):
         return plan_gate_backward(r) if r.needs_grad else plan_gate_forward(r)
     if r.needs_grad:
@@ -128,3 +143,42 @@ def gate_forward(request: GateRequest) -> Tensor:
 def gate_backward(request: GateRequest) -> BackwardResult:
     """Run the backward of ``kda_gate`` for ``request.needs_grad``."""
     return BackwardResult(_gate(request))
+
+
+_CONVOLUTION = ("x", "weight", "bias", "initial_state", "cu_seqlens", "grad_output", "grad_final_state")
+_convolution_inputs = attrgetter(*_CONVOLUTION)
+
+
+def _convolve(request: ShortConvolutionRequest) -> dict[str, Tensor | None]:
+    key = _gradient_kind(request.grad_output), _gradient_kind(request.grad_final_state)
+    return execute(request, key, _CONVOLUTION, _convolution_inputs(request), plan_of)
+
+
+def short_convolution_forward(request: ShortConvolutionRequest) -> ForwardResult:
+    """Run ``kda_core.nn.short_convolution``."""
+    made = _convolve(request)
+    return ForwardResult(o=made["y"], final_state=made["final"])
+
+
+def short_convolution_backward(request: ShortConvolutionRequest) -> BackwardResult:
+    """Run its backward."""
+    grads = _convolve(request)
+    return BackwardResult({**grads, "weight": grads["weight"].t()})
+
+
+_NORM = ("x", "gate", "weight", "grad_output")
+_norm_inputs = attrgetter(*_NORM)
+
+
+def _norm(request: GatedNormRequest) -> dict[str, Tensor]:
+    return execute(request, _gradient_kind(request.grad_output), _NORM, _norm_inputs(request), plan_of)
+
+
+def gated_rms_norm_forward(request: GatedNormRequest) -> Tensor:
+    """Run ``kda_core.nn.gated_rms_norm``."""
+    return _norm(request)["y"]
+
+
+def gated_rms_norm_backward(request: GatedNormRequest) -> BackwardResult:
+    """Run its backward."""
+    return BackwardResult(_norm(request))
