@@ -30,8 +30,8 @@ def short_convolution(
     """Depthwise causal convolution over the last W tokens, then SiLU: the one before the operator in a KDA layer.
 
     ``z[t] = bias + sum_j weight[:, j] * x[t - (W - 1) + j]`` and ``y = z * sigmoid(z)``, in float32, or float64
-    for float64 x. Source: Kimi Linear, arXiv 2510.26692, section 4; fla's ``causal_conv1d``. Symbols: B batch, T tokens, D
-    channels, W taps, N sequences (B, or len(cu_seqlens) - 1).
+    for float64 x. Source: Kimi Linear, arXiv 2510.26692, section 4. Symbols: B batch, T tokens, D channels, W taps,
+    N sequences (B, or len(cu_seqlens) - 1).
 
     Args:
         x: [B, T, D], floating, any strides.

@@ -7,6 +7,8 @@ torch code, which they differentiate and fuse.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,10 +19,18 @@ from kda_core._signature import is_plain
 from kda_core.capabilities import Unavailable
 from kda_core.errors import UnsupportedCall
 
-_NAMES = ("short_convolution", "gated_rms_norm")
+
+def is_eager(*tensors: Tensor | None) -> bool:
+    """Whether a call is eager, and all tensors are plain ones."""
+    if torch.compiler.is_compiling():
+        return False
+    plain = all(t is None or is_plain(t) for t in tensors)
+    return plain and not _torch_private.in_mode() and not _torch_private.in_forward_mode()
 
 
-def backend_for(function: str, tensors: tuple[Tensor | None, ...], options: tuple, name: str | None):
+def backend_for(
+    function: str, tensors: tuple[Tensor | None, ...], options: tuple, name: str | None
+) -> tuple[Backend | None, Any]:
     """The backend whose hooks serve a call, with the memo of its kind of calls; (None, None): the torch code.
 
     Args:
@@ -33,10 +43,7 @@ def backend_for(function: str, tensors: tuple[Tensor | None, ...], options: tupl
         UnsupportedCall: the backend that was asked for cannot serve the device.
         BackendNotFound, BrokenBackend: it is not installed, or could not be loaded.
     """
-    if torch.compiler.is_compiling():
-        return None, None
-    given = [t for t in tensors if t is not None]
-    if not all(map(is_plain, given)) or _torch_private.in_mode() or _torch_private.in_forward_mode():
+    if not is_eager(*tensors):
         return None, None
     name = requested_name(name)
     layouts = [t if t is None else (t.shape, t.stride(), t.dtype) for t in tensors]

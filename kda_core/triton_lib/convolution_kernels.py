@@ -98,10 +98,8 @@ def convolution_forward_kernel(
     for start in range(first, stop, UNROLL):
         rows = ()
         for i in tl.static_range(UNROLL):
-            p_row = p_x + (start + i) * s_xt
-            rows = rows + (
-                tl.load(p_row + o_d, mask=_channels(o_d, real & (start + i < stop), D), other=0.0).to(tl.float32),
-            )
+            m_row = _channels(o_d, real & (start + i < stop), D)
+            rows += (tl.load(p_x + (start + i) * s_xt + o_d, mask=m_row, other=0.0).to(tl.float32),)
         for i in tl.static_range(UNROLL):
             # Rows behind the end of the sequence must not enter the final state.
             inside = start + i < stop

@@ -25,7 +25,7 @@ from triton.compiler import ASTSource
 
 from kda_core.request import AnyRequest, GateRequest, Request
 from kda_core.triton_lib.addresses import Hazard, hazards
-from kda_core.triton_lib.ahead_of_time import DIVISIBLE, TYPES, specialised
+from kda_core.triton_lib.ahead_of_time import DIVISIBLE, TYPES, layer_calls, specialised
 from kda_core.triton_lib.layout import CHUNK
 from kda_core.triton_lib.plan import Launch, View
 from kda_core.triton_lib.run import compile_options
@@ -132,7 +132,7 @@ class Resources:
         found = []
         target, values = job.target, job.values
         operand = next(job.launch.views()).itemsize
-        width = 128 if values["KP"] <= 128 else 256
+        width = 128 if values.get("KP", 0) <= 128 else 256
         name = job.launch.name + ", h" * (values.get("h") is not None)
         stated = {} if small else KNOWN_LARGE_SPILLS
         limit = stated.get((target.name, name, operand, width), SPILL_LIMIT)
@@ -235,6 +235,8 @@ def _calls(shapes: Sequence[tuple]) -> Iterator[tuple[str, AnyRequest, int]]:
         name = "softplus" if bound is None else "bounded"
         yield name, request, 0
         yield name, replace(request, grad_output=torch.empty(64, 4, 128), needs_grad=needs), 0
+    for name, call in layer_calls("meta"):
+        yield name, call, 0
 
 
 def shipped(target: Architecture, only: str = "", quick: bool = False) -> list[Job]:
