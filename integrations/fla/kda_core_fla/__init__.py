@@ -1,7 +1,7 @@
 """flash-linear-attention on kda_core: ``kda_core_fla.install()``; ``uninstall()`` takes it back.
 
-fla asks its registries of backends at every call. kda_core stands before fla's own backends on every device. A call that
-it refuses goes on to fla, with the reason in fla's log. On a CPU, where fla's Triton kernels cannot run, kda_core's own
+fla asks its registries of backends at every call. kda_core stands before fla's own backends on every device. A call
+that it refuses goes on to fla, with the reason in fla's log. On a CPU fla's Triton kernels cannot run: kda_core's own
 error comes through instead, and plain torch serves what stands around the operator. ``KDA_FLA=0`` switches it off.
 """
 

@@ -72,7 +72,7 @@ def conv_update(x, cache, residual=None, weight=None, bias=None, activation=None
     return y.view(x.shape), cache.copy_(state)
 
 
-def _scale(n, g, weight, bias, activation, groups):
+def scaled(n, g, weight, bias, activation, groups):
     """Normed rows, scaled and gated; weight and bias have a part for each of the groups that the rows alternate in."""
     y = n.view(-1, groups, n.shape[-1])
     y = y if weight is None else y * weight.float().view(groups, -1)
@@ -80,75 +80,51 @@ def _scale(n, g, weight, bias, activation, groups):
     return y if g is None else y * (torch.sigmoid(g.float()) if activation == "sigmoid" else F.silu(g.float()))
 
 
-def norm_fwd(
-    x,
-    weight,
-    bias,
-    g=None,
-    activation=None,
-    eps=1e-5,
-    residual=None,
-    residual_dtype=None,
-    is_rms_norm=False,
-    num_groups=1,
-):
-    total = x if residual is None else x.float() + residual.float()
-    mean = None if is_rms_norm else total.float().mean(-1)
-    n = total.float() if mean is None else total.float() - mean[:, None]
+def norm_fwd(x, weight, bias, eps, residual, residual_dtype, is_rms_norm, g=None, activation=None, num_groups=1):
+    total = x.float() if residual is None else x.float() + residual.float()
+    mean = None if is_rms_norm else total.mean(-1)
+    n = total if mean is None else total - mean[:, None]
     rstd = torch.rsqrt(n.square().mean(-1) + eps)
-    y = _scale(n * rstd[:, None], g, weight, bias, activation, num_groups)
+    y = scaled(n * rstd[:, None], g, weight, bias, activation, num_groups)
     return y.to(x.dtype), mean, rstd, total.to(residual_dtype or x.dtype)
 
 
-def norm_bwd(
-    dy,
-    x,
-    weight,
-    bias,
-    mean,
-    rstd,
-    g=None,
-    activation=None,
-    eps=None,
-    dres=None,
-    dresidual=None,
-    has_residual=False,
-    is_rms_norm=False,
-    x_dtype=None,
-    num_groups=1,
-):
+def norm_bwd(dy, x, weight, bias, mean, rstd, has_residual, x_dtype, g=None, activation=None, num_groups=1, **given):
     n = (x.float() if mean is None else x.float() - mean[:, None]) * rstd[:, None]
-    f = lambda *t: (_scale(*t, activation, num_groups),)  # noqa: E731
+    f = lambda *t: (scaled(*t, activation, num_groups),)  # noqa: E731
     dn, dg, dw, db = gradients(f, (n, g, weight, bias), (dy.float(),))
     dx = dn - n * (dn * n).mean(-1, keepdim=True)
-    dx = (dx if is_rms_norm else dx - dn.mean(-1, keepdim=True)) * rstd[:, None]
-    for more in (dres, dresidual):
-        dx = dx if more is None else dx + more
-    gate = () if g is None else (dg,)
-    return dx.to(x_dtype or x.dtype), *gate, dw, db, dx.to(x.dtype) if has_residual else None
+    dx = (dx if mean is None else dx - dn.mean(-1, keepdim=True)) * rstd[:, None]
+    of_sum = given.get("dres", given.get("dresidual"))
+    dx = dx if of_sum is None else dx + of_sum
+    return dx.to(x_dtype), *(() if g is None else (dg,)), dw, db, dx.to(x.dtype) if has_residual else None
 
 
-def _losses(logits, target, label_smoothing, logit_scale, lse_square_scale, softcapping, ignore_index):
+def losses(
+    logits,
+    target,
+    label_smoothing=0.0,
+    logit_scale=1.0,
+    lse_square_scale=0.0,
+    logit_softcapping=None,
+    ignore_index=-100,
+):
     z = logits.float() * logit_scale
-    z = z if softcapping is None else softcapping * torch.tanh(z / softcapping)
+    z = z if logit_softcapping is None else logit_softcapping * torch.tanh(z / logit_softcapping)
     lse = z.logsumexp(-1)
     z_loss = (lse_square_scale * lse.square()).masked_fill(target == ignore_index, 0)
     own = F.cross_entropy(z, target, reduction="none", ignore_index=ignore_index, label_smoothing=label_smoothing)
     return own + z_loss, z_loss, lse
 
 
-def entropy_fwd(logits, target, label_smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0, logit_softcapping=None,
-                ignore_index=-100, process_group=None):  # fmt: skip
+def entropy_fwd(logits, target, process_group=None, **options):
     if process_group is not None:
         raise NotImplementedError("fla's cross entropy on a CPU: process_group is not served")
-    options = label_smoothing, logit_scale, lse_square_scale, logit_softcapping, ignore_index
-    return *_losses(logits, target, *options), logits.shape[-1], 0
+    return *losses(logits, target, **options), logits.shape[-1], 0
 
 
-def entropy_bwd(logits, target, lse, dloss, label_smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0,
-                logit_softcapping=None, ignore_index=-100, total_classes=None, class_start_idx=0, inplace_backward=False):  # fmt: skip
-    options = label_smoothing, logit_scale, lse_square_scale, logit_softcapping, ignore_index
-    (found,) = gradients(lambda t: _losses(t, target, *options)[:1], (logits,), (dloss,))
+def entropy_bwd(logits, target, dloss, lse, total_classes, class_start_idx, inplace_backward=False, **options):
+    (found,) = gradients(lambda t: losses(t, target, **options)[:1], (logits,), (dloss,))
     return logits.copy_(found) if inplace_backward else found
 
 

@@ -30,7 +30,9 @@ def _call(name, args, kwargs):
     if name != "fused_kda_gate" and not given.get("use_gate_in_kernel"):  # fla does not read what has no effect
         given["A_log"] = given["dt_bias"] = None
     if name == "fused_recurrent_kda_fwd":
-        given["allow_neg_eigval"] = given.get("allow_neg_eigval") and given.get("use_beta_sigmoid_in_kernel", False)
+        given["allow_neg_eigval"] = given.get("use_beta_sigmoid_in_kernel", False) and given.get(
+            "allow_neg_eigval", False
+        )
         if given.setdefault("inplace_final_state", True):
             given["output_final_state"] = True
         elif given.get("ssm_state_indices") is not None:
