@@ -138,7 +138,7 @@ def kda_core_short_convolution_backward(request: ShortConvolutionRequest) -> Bac
 
 @hookspec(firstresult=True)
 def kda_core_gated_rms_norm_forward(request: GatedNormRequest) -> Tensor:
-    """Run ``kda_core.nn.gated_rms_norm``: shape and dtype of x. Optional, with its backward; fires as the other."""
+    """Run ``kda_core.nn.gated_rms_norm``: shape and dtype of x. Optional, as its backward. Fires as the other does."""
     raise AssertionError("specification only")
 
 

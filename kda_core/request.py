@@ -181,7 +181,7 @@ class GateRequest:
         save_for_backward: the call has a backward to come.
         grad_output: backward only: shape of g, float32 or float64.
         needs_grad: backward only: names among "g", "A_log", "dt_bias".
-        memo: forward only: as in ``Request``.
+        memo: as in ``Request``.
     """
 
     g: Tensor

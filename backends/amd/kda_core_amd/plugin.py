@@ -123,69 +123,69 @@ def kda_core_saved_spec(request: Request) -> tuple[TensorSpec, ...]:
 
 @hookimpl
 def kda_core_chunk_forward(request: Request) -> ForwardResult:
-    from kda_core_amd.chunk_forward import chunk_forward
+    from kda_core_amd.calls import CALLS
 
-    return chunk_forward(request)
+    return CALLS.chunk_forward(request)
 
 
 @hookimpl
 def kda_core_chunk_backward(request: Request) -> BackwardResult:
-    from kda_core_amd.chunk_backward import chunk_backward
+    from kda_core_amd.calls import CALLS
 
-    return chunk_backward(request)
+    return CALLS.chunk_backward(request)
 
 
 @hookimpl
 def kda_core_recurrent_forward(request: Request) -> ForwardResult:
-    from kda_core_amd.recurrent import recurrent_forward
+    from kda_core_amd.calls import CALLS
 
-    return recurrent_forward(request)
+    return CALLS.recurrent_forward(request)
 
 
 @hookimpl
 def kda_core_recurrent_backward(request: Request) -> BackwardResult:
-    from kda_core_amd.chunk_backward import chunk_backward
+    from kda_core_amd.calls import CALLS
 
-    return chunk_backward(request)
+    return CALLS.recurrent_backward(request)
 
 
 @hookimpl
 def kda_core_gate_forward(request: GateRequest) -> Tensor:
-    from kda_core_amd.gate import gate_forward
+    from kda_core_amd.calls import CALLS
 
-    return gate_forward(request)
+    return CALLS.gate_forward(request)
 
 
 @hookimpl
 def kda_core_gate_backward(request: GateRequest) -> BackwardResult:
-    from kda_core_amd.gate import gate_backward
+    from kda_core_amd.calls import CALLS
 
-    return gate_backward(request)
+    return CALLS.gate_backward(request)
 
 
 @hookimpl
 def kda_core_short_convolution_forward(request: ShortConvolutionRequest) -> ForwardResult:
-    from kda_core_amd.layer import short_convolution_forward
+    from kda_core_amd.calls import CALLS
 
-    return short_convolution_forward(request)
+    return CALLS.short_convolution_forward(request)
 
 
 @hookimpl
 def kda_core_short_convolution_backward(request: ShortConvolutionRequest) -> BackwardResult:
-    from kda_core_amd.layer import short_convolution_backward
+    from kda_core_amd.calls import CALLS
 
-    return short_convolution_backward(request)
+    return CALLS.short_convolution_backward(request)
 
 
 @hookimpl
 def kda_core_gated_rms_norm_forward(request: GatedNormRequest) -> Tensor:
-    from kda_core_amd.layer import gated_rms_norm_forward
+    from kda_core_amd.calls import CALLS
 
-    return gated_rms_norm_forward(request)
+    return CALLS.gated_rms_norm_forward(request)
 
 
 @hookimpl
 def kda_core_gated_rms_norm_backward(request: GatedNormRequest) -> BackwardResult:
-    from kda_core_amd.layer import gated_rms_norm_backward
+    from kda_core_amd.calls import CALLS
 
-    return gated_rms_norm_backward(request)
+    return CALLS.gated_rms_norm_backward(request)

@@ -31,13 +31,13 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from kda_core.request import AnyRequest, GateRequest, LayerRequest, Request
 from kda_core.triton_lib.ahead_of_time import DIVISIBLE, TYPES, layer_calls, specialised
 from kda_core.triton_lib.plan import Launch, Tile, View, metadata
+from kda_core.triton_lib.run import compile_options
 from kda_core_nvidia import aot_recurrent
 from kda_core_nvidia.calls import plan_of
 from kda_core_nvidia.choose import CHIPS, SHARED_LIMIT, choose_backward
 from kda_core_nvidia.machine_code import uses_stack_pointer
 from kda_core_nvidia.plans.backward import plan_backward
 from kda_core_nvidia.plans.forward import saved_specs
-from kda_core_nvidia.run import compile_options
 from kda_core_nvidia.triton_private import shared_layout
 
 STACK_LIMITS = {
@@ -67,8 +67,7 @@ class Job:
     @cached_property
     def arguments(self) -> dict[str, Any]:
         """Arguments, constants and the compiler's options."""
-        options = compile_options(self.launch.constants)
-        return {**self.launch.arguments, **options, "num_warps": self.launch.num_warps}
+        return {**self.launch.arguments, **compile_options(self.launch)}
 
     @property
     def stack_limit(self) -> int:
