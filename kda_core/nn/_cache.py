@@ -31,7 +31,7 @@ class Call:
     conv: Tensor | None
     mixed: Tensor
     mask: Tensor | None
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Any]
     options: Mapping[str, Any]
 
     def first(self, tokens: int) -> Call:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -66,20 +67,18 @@ def short_convolution(
             raise ValueError("inplace_final_state: needs an initial_state")
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors[:4]):
             raise ValueError("inplace_final_state: is not differentiable; detach the inputs, or use torch.no_grad()")
-    chosen = (None, None)
+    own, memo = None, None
     if x.numel() and weight.shape[1] <= MAX_TAPS:
-        chosen = backend_for("short_convolution", tensors, (output_final_state, inplace_final_state, silu), backend)
-    if chosen[0] is None:
+        own, memo = backend_for("short_convolution", x, tensors[1:], tuple(flags.values()), backend)
+    if own is None:
         y, final = _in_torch(x, weight, bias, initial_state, cu_seqlens, silu)
-        if inplace_final_state:
-            initial_state.copy_(final)
-            final = initial_state
+        if inplace_final_state and initial_state is not None:
+            final = initial_state.copy_(final)
         return y, final.to(_state_dtype(x, initial_state)) if output_final_state else None
     if not inplace_final_state and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return _Convolution.apply(*chosen, flags, *tensors)
-    result = chosen[0].result("kda_core_short_convolution_forward", _request(tensors, flags, chosen[1]))
-    final = initial_state if inplace_final_state and output_final_state else result.final_state
-    return result.o, final
+        return _Convolution.apply(own, memo, flags, *tensors)
+    result = own.result("kda_core_short_convolution_forward", _request(tensors, flags, memo))
+    return result.o, initial_state if inplace_final_state and output_final_state else result.final_state
 
 
 MAX_TAPS = 8
@@ -165,11 +164,9 @@ def _packed(x: Tensor, state: Tensor | None, cu_seqlens: Tensor, reach: int) -> 
     return [*seen, x[None]], within.where((places >= reach)[..., None], outside), real
 
 
-def _request(tensors: tuple[Tensor | None, ...], flags: dict[str, bool], memo: Any, **more: Any):
-    x, weight, bias, state, cu_seqlens = tensors
-    return ShortConvolutionRequest(
-        x=x, weight=weight, bias=bias, initial_state=state, cu_seqlens=cu_seqlens, memo=memo, **flags, **more
-    )
+def _request(tensors: Sequence[Any], flags: dict[str, bool], memo: Any, **more: Any) -> ShortConvolutionRequest:
+    named = dict(zip(("x", "weight", "bias", "initial_state", "cu_seqlens"), tensors, strict=True))
+    return ShortConvolutionRequest(**named, memo=memo, **flags, **more)  # type: ignore[arg-type]
 
 
 _DIFFERENTIABLE = ("x", "weight", "bias", "initial_state")

@@ -29,30 +29,33 @@ def is_eager(*tensors: Tensor | None) -> bool:
 
 
 def backend_for(
-    function: str, tensors: tuple[Tensor | None, ...], options: tuple, name: str | None
+    function: str, x: Tensor, others: tuple[Tensor | None, ...], options: tuple, name: str | None
 ) -> tuple[Backend | None, Any]:
     """The backend whose hooks serve a call, with the memo of its kind of calls; (None, None): the torch code.
 
     Args:
         function: "short_convolution" or "gated_rms_norm".
-        tensors: those of the call; the first decides on device and dtype.
-        options: the others of the arguments.
+        x: the tensor that decides on device and dtype.
+        others: the other tensors.
+        options: the rest of the arguments.
         name: the backend that the caller asked for.
 
     Raises:
         UnsupportedCall: the backend that was asked for cannot serve the device.
         BackendNotFound, BrokenBackend: it is not installed, or could not be loaded.
     """
-    if not is_eager(*tensors):
+    if not is_eager(x, *others):
         return None, None
     name = requested_name(name)
-    layouts = [t if t is None else (t.shape, t.stride(), t.dtype) for t in tensors]
-    key = (function, name, tensors[0].device, *layouts, *options)
-    found = registry._choices.get(key)
+    layouts = [t if t is None else (t.shape, t.stride(), t.dtype) for t in (x, *others)]
+    key = (function, name, x.device, *layouts, *options)
+    # With the router's choices: they are dropped together when a backend comes or goes.
+    choices: dict[Any, Any] = registry._choices
+    found = choices.get(key)
     if found is None:
-        if len(registry._choices) >= MAX_CACHED_CHOICES:
-            registry._choices.clear()
-        found = registry._choices[key] = _choose(function, tensors[0], name), {}
+        if len(choices) >= MAX_CACHED_CHOICES:
+            choices.clear()
+        found = choices[key] = _choose(function, x, name), {}
     return found
 
 

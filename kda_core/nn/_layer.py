@@ -97,6 +97,7 @@ class KimiDeltaAttention(nn.Module):
         self.mode, self.use_short_conv, self.allow_neg_eigval = mode, use_short_conv, allow_neg_eigval
         self.safe_gate, self.lower_bound = safe_gate, lower_bound
         self.conv_size, self.conv_bias, self.layer_idx, self.backend = conv_size, conv_bias, layer_idx, backend
+        self.norm_eps = norm_eps
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
 
         def linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
@@ -174,13 +175,13 @@ class KimiDeltaAttention(nn.Module):
         qkv, conv = self._convolve(mixed, mask, cache, cu_seqlens)
         HV = beta.shape[-1]
         q, k, v = qkv.split(((qkv.shape[-1] - HV * self.head_v_dim) // 2,) * 2 + (HV * self.head_v_dim,), -1)
-        tensors = {
+        tensors: dict[str, Any] = {
             "q": q.unflatten(-1, (-1, self.head_k_dim)), "k": k.unflatten(-1, (-1, self.head_k_dim)),
             "v": v.unflatten(-1, (HV, -1)), "g": g.unflatten(-1, (HV, -1)), "beta": beta,
         }  # fmt: skip
         o = self._attend(tensors, mixed, mask, conv, cache, cu_seqlens, cu_seqlens_cpu)
         gate = self.g_proj[1](out_low).unflatten(-1, (HV, -1))
-        o = gated_rms_norm(o, gate, self.o_norm.weight, self.o_norm.eps, self.backend)
+        o = gated_rms_norm(o, gate, self.o_norm.weight, self.norm_eps, self.backend)
         o = self.o_proj(o.flatten(-2))
         return o if mask is None else o.masked_fill(~mask[..., None], 0)
 
@@ -215,23 +216,25 @@ class KimiDeltaAttention(nn.Module):
         """q, k and v [B, T, D] side by side, and the next state of the convolution."""
         if not self.use_short_conv:
             return F.silu(mixed), None
-        layers = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+        layers: tuple[Any, ...] = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         weight = torch.cat([layer.weight for layer in layers])
         bias = torch.cat([layer.bias for layer in layers]) if self.conv_bias else None
         before = None if cache is None else cache.conv
         keep = cache is not None and mask is None
-        inplace = keep and before is not None and not cache.crop_calls and not torch.is_grad_enabled()
+        inplace = keep and before is not None and not torch.is_grad_enabled()
+        if cache is not None and cache.crop_calls:
+            inplace = False
         qkv, after = short_convolution(mixed, weight, bias, before, keep, inplace, cu_seqlens, backend=self.backend)
         if cache is not None and mask is not None:
             after = last_inputs(before, mixed, mask, self.conv_size - 1)
         return qkv, after
 
     def _attend(
-        self, tensors: dict[str, Tensor], mixed: Tensor, mask: Tensor | None, conv: Tensor | None,
+        self, tensors: dict[str, Any], mixed: Tensor, mask: Tensor | None, conv: Tensor | None,
         cache: KDACache | None, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """Run the operator and update the cache; [B, T, HV, V]."""
-        options = {
+        options: dict[str, Any] = {
             "A_log": self.A_log, "dt_bias": self.dt_bias, "use_qk_l2norm_in_kernel": True,
             "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": self.allow_neg_eigval,
             "safe_gate": self.safe_gate, "lower_bound": self.lower_bound, "state_v_first": True,
@@ -242,7 +245,7 @@ class KimiDeltaAttention(nn.Module):
         T = mixed.shape[1]
         if cache.crop_calls:
             cache.record(Call(cache.length, cache.state, cache.conv, mixed, mask, tensors, options))
-        states = {"initial_state": cache.state, "output_final_state": True}
+        states: dict[str, Any] = {"initial_state": cache.state, "output_final_state": True}
         if torch.is_grad_enabled() or (T > SHORT and self.mode == "chunk"):
             o, cache.state = chunk_kda(**tensors, **options, **states, cu_seqlens_cpu=cu_seqlens_cpu)
         else:

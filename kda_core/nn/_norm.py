@@ -47,7 +47,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-5, b
     if not 0 <= eps < float("inf"):
         raise ValueError(f"eps: expected a finite number of at least 0, got {eps}")
     tensors = (x, gate, weight)
-    chosen = backend_for("gated_rms_norm", tensors, (eps,), backend) if x.numel() else (None, None)
+    chosen = backend_for("gated_rms_norm", x, tensors[1:], (eps,), backend) if x.numel() else (None, None)
     if chosen[0] is None:
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         rows = x.to(wide)
@@ -69,7 +69,8 @@ class _Norm(torch.autograd.Function):
     def forward(ctx: Any, backend: Backend, memo: dict, eps: float, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
         ctx.call = backend, memo, eps
-        request = GatedNormRequest(**dict(zip(_DIFFERENTIABLE, tensors, strict=True)), eps=eps, memo=memo)
+        x, gate, weight = tensors
+        request = GatedNormRequest(x=x, gate=gate, weight=weight, eps=eps, memo=memo)
         return backend.result("kda_core_gated_rms_norm_forward", request)
 
     @staticmethod
@@ -77,7 +78,7 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple:
         backend, memo, eps = ctx.call
         needs = frozenset(n for n, wanted in zip(_DIFFERENTIABLE, ctx.needs_input_grad[3:], strict=True) if wanted)
-        tensors = dict(zip(_DIFFERENTIABLE, ctx.saved_tensors, strict=True))
+        tensors: dict[str, Any] = dict(zip(_DIFFERENTIABLE, ctx.saved_tensors, strict=True))
         request = GatedNormRequest(**tensors, eps=eps, memo=memo, grad_output=grad, needs_grad=needs)
         grads = backend.result("kda_core_gated_rms_norm_backward", request).grads
         return (None, None, None, *(grads[n] if n in needs else None for n in _DIFFERENTIABLE))

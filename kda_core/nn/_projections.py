@@ -22,7 +22,7 @@ def project(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, Tensor]:
     they add up in one gradient of x. Layers that are more than a product (hooks, adapters, quantised or distributed
     weights), and layers under a compiler, are called one by one.
     """
-    weights = [getattr(layer, "weight", None) for layer in layers]
+    weights: list[Any] = [getattr(layer, "weight", None) for layer in layers]
     if not all(map(_is_product, layers)) or not is_eager(x, *weights):
         made = [layer(x) for layer in layers]
         return torch.cat(made[:LARGE], -1), torch.cat(made[LARGE:], -1)
@@ -31,8 +31,8 @@ def project(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, Tensor]:
         x, *weights = (t.to(torch.get_autocast_dtype(kind)) for t in (x, *weights))
     rows = x.reshape(-1, x.shape[-1])
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights))
-    made = _Projections.apply(rows, *weights) if differentiable else _products(rows, weights)
-    return tuple(t.view(*x.shape[:-1], -1) for t in made)
+    large, small = _Projections.apply(rows, *weights) if differentiable else _products(rows, weights)
+    return large.view(*x.shape[:-1], -1), small.view(*x.shape[:-1], -1)
 
 
 def _is_product(layer: nn.Module) -> bool:
@@ -46,7 +46,7 @@ def _products(rows: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     large = rows.new_empty(rows.shape[0], sum(sizes))
     for weight, part in zip(weights, large.split(sizes, 1), strict=False):
         torch.mm(rows, weight.t(), out=part)
-    return large, rows @ torch.cat(weights[LARGE:]).t()
+    return large, rows @ torch.cat([*weights[LARGE:]]).t()
 
 
 class _Projections(torch.autograd.Function):
