@@ -22,8 +22,9 @@ from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
 from fla.ops.kda.gate import fused_kda_gate, naive_kda_gate
 from fla.ops.kda.naive import naive_recurrent_kda
 
-import kda_core
+from kda_core._plugins import registry
 from kda_core.errors import UnsupportedStack
+from kda_core.hookspecs import hookimpl
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.filterwarnings("ignore")]
 
@@ -281,12 +282,23 @@ def test_a_model_trains_and_writes(changes):
     assert torch.equal(written[:, 110], whole[:, -1].argmax(-1))
 
 
-def test_layers_call_kda_core(monkeypatch):
-    """A prompt in chunks, then tokens by the recurrence: kda_core's checked calls see every one."""
+def test_layers_call_kda_core():
+    """A prompt in chunks, then tokens by the recurrence."""
     called = []
-    model = small_model().eval()
-    for op in ("chunk_kda", "fused_recurrent_kda"):
-        function = getattr(kda_core, op)
-        monkeypatch.setattr(kda_core, op, lambda *a, op=op, f=function, **kw: called.append(op) or f(*a, **kw))
+
+    class Watch:
+        @hookimpl(wrapper=True)
+        def kda_core_chunk_forward(self, request):
+            called.append(request.op)
+            return (yield)
+
+        @hookimpl(wrapper=True)
+        def kda_core_recurrent_forward(self, request):
+            called.append(request.op)
+            return (yield)
+
+    model, watch = small_model().eval(), Watch()
+    registry.add_wrapper(watch)
     model.generate(torch.randint(3, 99, (1, 80)), max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    registry.remove_wrapper(watch)
     assert called == ["chunk_kda"] * 2 + ["fused_recurrent_kda"] * 4
