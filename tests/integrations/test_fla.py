@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import installed
+import pages
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,6 @@ from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
 from fla.ops.kda.gate import fused_kda_gate, naive_kda_gate
 from fla.ops.kda.naive import naive_recurrent_kda
 
-import kda_core
 from kda_core.errors import UnsupportedStack
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.filterwarnings("ignore")]
@@ -281,12 +281,9 @@ def test_a_model_trains_and_writes(changes):
     assert torch.equal(written[:, 110], whole[:, -1].argmax(-1))
 
 
-def test_layers_call_kda_core(monkeypatch):
-    """A prompt in chunks, then tokens by the recurrence: kda_core's checked calls see every one."""
-    called = []
-    model = small_model().eval()
-    for op in ("chunk_kda", "fused_recurrent_kda"):
-        function = getattr(kda_core, op)
-        monkeypatch.setattr(kda_core, op, lambda *a, op=op, f=function, **kw: called.append(op) or f(*a, **kw))
-    model.generate(torch.randint(3, 99, (1, 80)), max_new_tokens=3, min_new_tokens=3, do_sample=False)
-    assert called == ["chunk_kda"] * 2 + ["fused_recurrent_kda"] * 4
+@pytest.mark.parametrize("page", ["README.md", "docs/integrations/fla.md"])
+def test_the_line_of_the_page(page):
+    kda_core_fla.uninstall()
+    before = entries()
+    exec(pages.one_line(page, "kda_core_fla"), {})
+    assert entries() != before

@@ -15,7 +15,7 @@ import pytest
 from environments import ROOT
 from house_exceptions import IN_CYCLES, LONG_FILES, LONG_FUNCTIONS, MUTUAL, PATCHED
 
-FOLDERS = ("kda_core", "backends", "benchmarks", "tools", "examples", "tests")
+FOLDERS = ("kda_core", "backends", "integrations", "benchmarks", "tools", "examples", "tests")
 FILES = sorted(
     file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py") if "build" not in file.relative_to(ROOT).parts
 )
