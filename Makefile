@@ -159,7 +159,7 @@ integrations-test-%: $(STACK_ENVIRONMENTS)/%/.stamp $(call WHEELS,core cpu $(ADA
 	@$(<D)/bin/python -m pip install -qq --no-compile --no-deps --force-reinstall \
 		$(DIST)/kda_core-*.whl $(DIST)/kda_core_cpu-*.whl $(DIST)/kda_core_$(call STACK_OF,$*)-*.whl
 	@$(<D)/bin/python -m pip check
-	$(<D)/bin/pytest -m end_to_end --backend=cpu tests/integrations/test_$(call STACK_OF,$*).py $(PYTEST_ARGS)
+	$(<D)/bin/pytest -m end_to_end tests/integrations/test_$(call STACK_OF,$*).py $(PYTEST_ARGS)
 
 FLA_SOURCE ?= https://github.com/fla-org/flash-linear-attention
 FLA_COMMIT := bc3b101dcb713ddc5bd8924b66754eb68b5ccf89
