@@ -130,17 +130,19 @@ $(STAMPS)/docs $(STAMPS)/release: $(STAMPS)/%: requirements/%.txt $(CONSTRAINTS)
 	@touch $@
 
 # Adapters for other stacks: each with the oldest and newest version of the stack, in an environment of its own.
-STACKS := fla-0.6.0 transformers-5.18.0 transformers-5.24.0
+STACKS := fla-0.6.0 transformers-5.18.0 transformers-5.24.0 kernels-0.17.2
 STACK_OF = $(firstword $(subst -, ,$(1)))
 PACKAGES_fla := flash-linear-attention triton
 PACKAGES_transformers := transformers
+PACKAGES_kernels := kernels transformers
 PINNED_fla := fla-core|flash-linear-attention
 PINNED_transformers := transformers
+PINNED_kernels := kernels
 ADAPTERS := $(notdir $(patsubst %/pyproject.toml,%,$(wildcard integrations/*/pyproject.toml)))
 STACK_ENVIRONMENTS := build/integrations
 $(foreach a,$(ADAPTERS),$(eval $(call WHEEL_RULE,$(a),integrations/$(a),$(call SOURCE_FILES,integrations/$(a)))))
 
-.PHONY: integrations-test fla-own-tests
+.PHONY: integrations-test fla-own-tests hub-build
 .PRECIOUS: $(STACK_ENVIRONMENTS)/%/.stamp
 
 $(STACK_ENVIRONMENTS)/%/.stamp: requirements/stack.txt $(CONSTRAINTS) $(STAMPS)/TORCH.value | $(STAMPS)/venv
@@ -157,9 +159,12 @@ integrations-test: $(STACKS:%=integrations-test-%) ## Set each stack up in an en
 # The console script, as for make test: the wheels are under test.
 integrations-test-%: $(STACK_ENVIRONMENTS)/%/.stamp $(call WHEELS,core cpu $(ADAPTERS))
 	@$(<D)/bin/python -m pip install -qq --no-compile --no-deps --force-reinstall \
-		$(DIST)/kda_core-*.whl $(DIST)/kda_core_cpu-*.whl $(DIST)/kda_core_$(call STACK_OF,$*)-*.whl
+		$(DIST)/kda_core-*.whl $(DIST)/kda_core_cpu-*.whl $(patsubst %,$(DIST)/kda_core_%-*.whl,$(filter $(call STACK_OF,$*),$(ADAPTERS)))
 	@$(<D)/bin/python -m pip check
 	$(<D)/bin/pytest -m end_to_end tests/integrations/test_$(call STACK_OF,$*).py $(PYTEST_ARGS)
+
+hub-build: environment ## Write a repository for Hugging Face's kernels library in build/hub.
+	$(VENV_PYTHON) integrations/hub/build.py build/hub
 
 FLA_SOURCE ?= https://github.com/fla-org/flash-linear-attention
 FLA_COMMIT := bc3b101dcb713ddc5bd8924b66754eb68b5ccf89
