@@ -30,8 +30,8 @@ KERNELS = {
     "reverse_transitions_kernel", "join_kernel",
 }  # fmt: skip
 HOPPER = {
-    "gradients_hopper", "gradients_hopper_persistent", "prepare_hopper", "recurrence_hopper", "recurrences_hopper",
-    "recurrent_step",
+    "gradients_hopper", "gradients_hopper_persistent", "join_hopper", "prepare_hopper", "recurrence_hopper",
+    "recurrences_hopper", "recurrent_step", "reverse_transitions_hopper", "transitions_hopper",
 }  # fmt: skip
 
 
