@@ -11,6 +11,7 @@ import multiprocessing
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,15 @@ from triton.compiler import ASTSource
 
 from kda_core._torch_private import fake_tensors
 from kda_core.reference import DIFFERENTIABLE
-from kda_core.request import AnyRequest, GateRequest, Request, TensorSpec
+from kda_core.request import (
+    AnyRequest,
+    GatedNormRequest,
+    GateRequest,
+    LayerRequest,
+    Request,
+    ShortConvolutionRequest,
+    TensorSpec,
+)
 from kda_core.testing.cases import Case
 from kda_core.triton_lib.plan import Launch, Plan
 from kda_core.triton_lib.run import compile_options
@@ -243,3 +252,22 @@ def gate_calls(dtype: torch.dtype, lower_bound: float | None) -> Iterator[tuple[
     name = f"gate, {TYPES[dtype]}, {'softplus' if lower_bound is None else 'bounded'}"
     yield name, r
     yield name, replace(r, grad_output=g, needs_grad=frozenset({"g", "A_log", "dt_bias"}))
+
+
+def layer_calls() -> Iterator[tuple[str, LayerRequest]]:
+    """(name, call) of what launches every kernel around the operator: plain, and with everything there is."""
+    empty = partial(torch.empty, device="meta")
+    for dtype in (torch.bfloat16, torch.float32):
+        x, D, W = empty(1, 128, 3 * 1024, dtype=dtype), 3 * 1024, 4
+        plain = ShortConvolutionRequest(x=x, weight=empty(D, W))
+        more = {"bias": empty(D), "initial_state": empty(2, W - 1, D, dtype=dtype), "output_final_state": True}
+        packed = replace(plain, **more, cu_seqlens=torch.zeros(3, dtype=torch.int32, device="meta"))
+        for name, call in (("", plain), (", packed", packed)):
+            yield f"layer, {TYPES[dtype]}{name}", call
+            gradients = {"grad_output": x, "grad_final_state": call.initial_state, "needs_grad": frozenset({"x"})}
+            yield f"layer, {TYPES[dtype]}{name}", replace(call, **gradients)
+        for D in (64, 128, 256):
+            x = empty(1, 128, 8, D, dtype=dtype)
+            norm = GatedNormRequest(x=x, gate=x, weight=empty(D), eps=1e-5)
+            yield f"layer, {TYPES[dtype]} V {D}", norm
+            yield f"layer, {TYPES[dtype]} V {D}", replace(norm, grad_output=x, needs_grad=frozenset({"x"}))

@@ -13,7 +13,17 @@ import torch
 from torch import Tensor
 
 from kda_core.call_plan import CallPlan
-from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request, TensorSpec
+from kda_core.request import (
+    AnyRequest,
+    BackwardResult,
+    ForwardResult,
+    GatedNormRequest,
+    GateRequest,
+    LayerRequest,
+    Request,
+    ShortConvolutionRequest,
+    TensorSpec,
+)
 from kda_core.triton_lib.describe import describe
 from kda_core.triton_lib.layout import intermediate_states_shape
 from kda_core.triton_lib.plan import Plan
@@ -34,6 +44,10 @@ _RECURRENT = (*_CHUNK, "num_accepted_tokens")
 _recurrent_inputs = attrgetter(*_RECURRENT)
 _GATE = ("g", "A_log", "dt_bias", "grad_output")
 _gate_inputs = attrgetter(*_GATE)
+_CONVOLUTION = ("x", "weight", "bias", "initial_state", "cu_seqlens", "grad_output", "grad_final_state")
+_convolution_inputs = attrgetter(*_CONVOLUTION)
+_NORM = ("x", "gate", "weight", "grad_output")
+_norm_inputs = attrgetter(*_NORM)
 
 
 def h_shape(request: Request) -> tuple[int, ...]:
@@ -81,7 +95,7 @@ class Calls:
         self._holders: deque[tuple[dict[Any, Any], Hashable]] = deque()
 
     def run(
-        self, request: AnyRequest, key: Hashable, names: Sequence[str], inputs: Sequence[Tensor | None]
+        self, request: AnyRequest | LayerRequest, key: Hashable, names: Sequence[str], inputs: Sequence[Tensor | None]
     ) -> dict[str, Any]:
         """Run a call; its results by name.
 
@@ -152,6 +166,31 @@ class Calls:
         """Run the backward of ``kda_gate`` for ``request.needs_grad``."""
         key = "gate backward", _gradient_kind(request.grad_output), request.needs_grad
         return BackwardResult(self.run(request, key, _GATE, _gate_inputs(request)))
+
+    def _convolve(self, request: ShortConvolutionRequest) -> dict[str, Any]:
+        key = _gradient_kind(request.grad_output), _gradient_kind(request.grad_final_state)
+        return self.run(request, key, _CONVOLUTION, _convolution_inputs(request))
+
+    def short_convolution_forward(self, request: ShortConvolutionRequest) -> ForwardResult:
+        """Run ``kda_core.nn.short_convolution``."""
+        made = self._convolve(request)
+        return ForwardResult(o=made["y"], final_state=made["final"])
+
+    def short_convolution_backward(self, request: ShortConvolutionRequest) -> BackwardResult:
+        """Run its backward."""
+        grads = self._convolve(request)
+        return BackwardResult({**grads, "weight": grads["weight"].t()})
+
+    def _norm(self, request: GatedNormRequest) -> dict[str, Any]:
+        return self.run(request, _gradient_kind(request.grad_output), _NORM, _norm_inputs(request))
+
+    def gated_rms_norm_forward(self, request: GatedNormRequest) -> Tensor:
+        """Run ``kda_core.nn.gated_rms_norm``."""
+        return self._norm(request)["y"]
+
+    def gated_rms_norm_backward(self, request: GatedNormRequest) -> BackwardResult:
+        """Run its backward."""
+        return BackwardResult(self._norm(request))
 
     def describe(self, request: AnyRequest, chip: str | None) -> tuple[CallPlan, ...]:
         """The plans of a call, for the chip of this name or, when it is None, for the request's device.

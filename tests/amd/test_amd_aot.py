@@ -35,9 +35,10 @@ pytestmark = pytest.mark.end_to_end
 CASE = "bf16 K 64 bounded"
 KERNELS = (
     "prepare", "recurrence", "recurrent", "states_kernel", "reverse_kernel", "gradients_kernel", "finish_kernel",
-    "transitions_kernel", "reverse_transitions_kernel", "join_kernel",
+    "transitions_kernel", "reverse_transitions_kernel", "join_kernel", "convolution_forward_kernel",
+    "convolution_backward_kernel", "norm_forward_kernel", "norm_backward_kernel",
 )  # fmt: skip
-CASES = dict.fromkeys(KERNELS[-3:], "bf16 K 128 segments")
+CASES = dict.fromkeys(KERNELS[-7:-4], "bf16 K 128 segments") | dict.fromkeys(KERNELS[-4:], "layer, bf16")
 """Of those that CASE does not launch."""
 
 

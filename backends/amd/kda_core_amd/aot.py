@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from kda_core.request import AnyRequest
 from kda_core.testing.cases import BF16, FP16, FP32, Case
 from kda_core.triton_lib.addresses import Hazard, hazards
-from kda_core.triton_lib.ahead_of_time import DIVISIBLE, TYPES, Job, Tool, gate_calls, gradients, inference
+from kda_core.triton_lib.ahead_of_time import DIVISIBLE, TYPES, Job, Tool, gate_calls, gradients, inference, layer_calls
 from kda_core.triton_lib.plan import Plan, View
 from kda_core_amd.calls import plan_of
 from kda_core_amd.choose import ARCHITECTURES, FOREIGN_ARCHITECTURE, LEAST_ROWS, MOST_KEYS, MOST_SEGMENTS, Architecture
@@ -69,7 +69,7 @@ class Resources:
         """Why a configuration must not be shipped."""
         found = []
         operand = next(job.launch.views()).itemsize
-        width = 128 if job.arguments["KP"] <= 128 else 256
+        width = 128 if job.arguments.get("KP", 0) <= 128 else 256
         name = job.launch.name + ", h" * (job.arguments.get("h") is not None)
         stated = KNOWN_LARGE_SPILLS if job.large else {}
         limit, lds = stated.get((job.arch, name, operand, width), SPILL_LIMIT), ARCHITECTURES[job.arch].lds
@@ -143,7 +143,7 @@ def _calls(quick: bool) -> list[tuple[str, AnyRequest]]:
         found.append((case.name, inference(case)))
         if case.backward:
             found.append((case.name, gradients(case)))
-    return found + [call for bound in (None, -5.0) for call in gate_calls(BF16, bound)]
+    return [*found, *(call for bound in (None, -5.0) for call in gate_calls(BF16, bound)), *layer_calls()]
 
 
 def address_hazards(ir: str) -> list[Hazard]:

@@ -6,9 +6,10 @@ from functools import cache
 
 import torch
 
-from kda_core.request import AnyRequest, GateRequest
+from kda_core.request import AnyRequest, GateRequest, LayerRequest
 from kda_core.triton_lib.calls import Calls, h_shape
 from kda_core.triton_lib.gate_kernels import plan_gate
+from kda_core.triton_lib.layer_plans import plan_of_layer
 from kda_core.triton_lib.plan import Plan, metadata
 from kda_core_amd.choose import (
     ARCHITECTURES,
@@ -24,6 +25,9 @@ from kda_core_amd.plans.forward import plan_forward
 from kda_core_amd.plans.recurrent import plan_recurrent
 from kda_core_amd.switches import FOREIGN, INTERPRET
 
+LAYER_LANES = 128
+"""Lanes of a program of the kernels around the operator in a layer: two waves of 64, four of 32."""
+
 
 @cache
 def chip(device: torch.device) -> Architecture:
@@ -37,8 +41,11 @@ def chip(device: torch.device) -> Architecture:
 
 
 def plan_of(
-    request: AnyRequest, on: Architecture, misaligned: frozenset[str] = frozenset(), rows: int | None = None
-) -> Plan:
+    request: AnyRequest | LayerRequest,
+    on: Architecture,
+    misaligned: frozenset[str] = frozenset(),
+    rows: int | None = None,
+) -> Plan:  # fmt: skip
     """The plan of a call; pure, of the call's metadata and the chip.
 
     Args:
@@ -47,6 +54,8 @@ def plan_of(
         rows: of a segment, 0 for none; ``segment_rows`` decides when it is None.
     """
     r = metadata(request, misaligned)
+    if isinstance(r, LayerRequest):
+        return plan_of_layer(r, on.wave, LAYER_LANES // on.wave)
     if isinstance(r, GateRequest):
         return plan_gate(r, GATE.num_warps, **compile_options(GATE, on))
     if not r.needs_grad and r.op == "fused_recurrent_kda":

@@ -19,7 +19,16 @@ from kda_core.capabilities import (
     Unavailable,
 )
 from kda_core.hookspecs import hookimpl
-from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request, TensorSpec
+from kda_core.request import (
+    AnyRequest,
+    BackwardResult,
+    ForwardResult,
+    GatedNormRequest,
+    GateRequest,
+    Request,
+    ShortConvolutionRequest,
+    TensorSpec,
+)
 from kda_core_amd import __version__
 from kda_core_amd.switches import FOREIGN, INTERPRET, NAME
 
@@ -37,7 +46,7 @@ _CLOSED = {Feature.CONTEXT_PARALLEL: "one device serves the whole sequence; leav
 _INFO = BackendInfo(
     name=NAME,
     version=__version__,
-    contract=SpecifierSet("~=1.0"),
+    contract=SpecifierSet("~=1.1"),
     device_types=("cuda", "cpu") if INTERPRET else ("cuda",),
     # Neither the interpreter nor a foreign device may serve a call that did not ask for it by name.
     # Only when named, until the conformance kit has passed on AMD hardware.
@@ -153,6 +162,34 @@ def kda_core_gate_backward(request: GateRequest) -> BackwardResult:
     from kda_core_amd.calls import CALLS
 
     return CALLS.gate_backward(request)
+
+
+@hookimpl
+def kda_core_short_convolution_forward(request: ShortConvolutionRequest) -> ForwardResult:
+    from kda_core_amd.calls import CALLS
+
+    return CALLS.short_convolution_forward(request)
+
+
+@hookimpl
+def kda_core_short_convolution_backward(request: ShortConvolutionRequest) -> BackwardResult:
+    from kda_core_amd.calls import CALLS
+
+    return CALLS.short_convolution_backward(request)
+
+
+@hookimpl
+def kda_core_gated_rms_norm_forward(request: GatedNormRequest) -> Tensor:
+    from kda_core_amd.calls import CALLS
+
+    return CALLS.gated_rms_norm_forward(request)
+
+
+@hookimpl
+def kda_core_gated_rms_norm_backward(request: GatedNormRequest) -> BackwardResult:
+    from kda_core_amd.calls import CALLS
+
+    return CALLS.gated_rms_norm_backward(request)
 
 
 @hookimpl

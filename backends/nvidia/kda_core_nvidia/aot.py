@@ -27,7 +27,17 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from kda_core.request import Request
 from kda_core.testing.cases import BF16, FP16, FP32, Case
-from kda_core.triton_lib.ahead_of_time import DIVISIBLE, TYPES, Job, Tool, gate_calls, gradients, inference, training
+from kda_core.triton_lib.ahead_of_time import (
+    DIVISIBLE,
+    TYPES,
+    Job,
+    Tool,
+    gate_calls,
+    gradients,
+    inference,
+    layer_calls,
+    training,
+)
 from kda_core.triton_lib.plan import Plan, View, metadata
 from kda_core_nvidia.calls import plan_of
 from kda_core_nvidia.choose import CHIPS, SHARED_LIMIT, Chip, choose_backward
@@ -155,7 +165,7 @@ def cases(quick: bool = False) -> list[Case]:
     if quick:
         found = [chunk_case(BF16, 128, 128, MANY, "bounded"), chunk_case(FP32, 64, 64, FEW, "softplus")]
         found += [chunk_case(BF16, 128, 128, MANY, "softplus"), chunk_case(BF16, 128, 128, FEW, "bounded", T=ODD)]
-        found += [chunk_case(BF16, 128, 128, 4, "given", T=LONG)]
+        found += [chunk_case(dtype, 128, 128, 4, "given", T=LONG) for dtype in (BF16, FP16)]
         steps = ((1, 1, FP32), (8, 1, BF16), (8, 64, FP32))
         return [*found, *(step_case(N, T, False, state) for N, T, state in steps)]
     sizes = itertools.product((BF16, FP32), (64, 128, 256), (FEW, MANY))
@@ -165,6 +175,8 @@ def cases(quick: bool = False) -> list[Case]:
     found += [chunk_case(BF16, 128, 128, FEW, gate, T=ODD) for gate in ("bounded", "promised")]
     found += [chunk_case(BF16, 128, 128, heads, "given", True) for heads in (FEW, MANY)]
     found += [chunk_case(BF16, K, K, 4, "given", T=LONG) for K in (64, 128, 256)]
+    # Segments of one length (above) have other constants than packed ones.
+    found += [chunk_case(BF16, 128, 128, 4, "given", T=LONG + 1), chunk_case(FP16, 128, 128, 4, "given", T=LONG)]
     found += [chunk_case(dtype, K, K, FEW, "given", T=ODD) for dtype, K in ((BF16, 128), (FP16, 128), (BF16, 256))]
     found += [chunk_case(BF16, 256, 256, MANY, "given", True), chunk_case(FP32, 64, 64, FEW, "given", True)]
     return [*found, *_steps()]
@@ -193,7 +205,7 @@ def _calls(quick: bool) -> list[tuple[Case | None, str, Any]]:
                 # The plain kernels, where those for Hopper serve the rest.
                 found.append((None, f"{case.name}, no do", replace(backward, grad_o=None)))
     gates = [call for gate in ((BF16, -5.0), (FP32, None)) for call in gate_calls(*gate)]
-    return found + [(None, *call) for call in gates]
+    return found + [(None, *call) for call in (*gates, *layer_calls())]
 
 
 class _Tool(Tool):

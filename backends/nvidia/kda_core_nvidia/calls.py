@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kda_core.request import AnyRequest, GateRequest
+from kda_core.request import AnyRequest, GateRequest, LayerRequest
 from kda_core.triton_lib.calls import Calls, h_shape
 from kda_core.triton_lib.gate_kernels import plan_gate
+from kda_core.triton_lib.layer_plans import plan_of_layer
 from kda_core.triton_lib.plan import Plan, metadata
 from kda_core_nvidia.choose import CHIPS, Chip, choose_backward, choose_forward, choose_recurrent
 from kda_core_nvidia.plans.backward import plan_backward
@@ -16,8 +17,11 @@ from kda_core_nvidia.run import Bound, chip
 
 GATE_WARPS = 4
 
+LAYER_WARPS = 4
+"""Warps of a program of the kernels around the operator in a layer."""
 
-def plan_of(request: AnyRequest, on: Chip, misaligned: frozenset[str] = frozenset()) -> Plan:
+
+def plan_of(request: AnyRequest | LayerRequest, on: Chip, misaligned: frozenset[str] = frozenset()) -> Plan:
     """The plan of a call; pure, of the call's metadata and the chip.
 
     Args:
@@ -25,6 +29,8 @@ def plan_of(request: AnyRequest, on: Chip, misaligned: frozenset[str] = frozense
         misaligned: names of the tensors whose addresses are not multiples of 16 bytes.
     """
     r = metadata(request, misaligned)
+    if isinstance(r, LayerRequest):
+        return plan_of_layer(r, 32, LAYER_WARPS)
     if isinstance(r, GateRequest):
         return plan_gate(r, GATE_WARPS)
     if r.needs_grad:
