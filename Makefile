@@ -59,7 +59,7 @@ lint: $(STAMPS)/lint ## Check style and formatting.
 	$(VENV)/bin/ruff format --check .
 
 typecheck: $(STAMPS)/lint $(STAMPS)/test ## Check the types of the core.
-	$(VENV)/bin/mypy --follow-imports=silent kda_core/*.py
+	$(VENV)/bin/mypy --follow-imports=silent kda_core/*.py kda_core/nn/*.py
 
 # torch.compile's default backend writes C++; CXX is the variable that it reads, too.
 compiler:

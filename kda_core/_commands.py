@@ -25,6 +25,7 @@ from rich.table import Table
 import kda_core
 from kda_core import _cli, _plugins, api, platforms
 from kda_core._example_call import MOST_BYTES, CallShape, example_call
+from kda_core._ledger import Explanation
 from kda_core.call_plan import CallPlan
 from kda_core.capabilities import Available, Unavailable
 from kda_core.errors import BackendNotFound, BrokenBackend, KdaError, UnsupportedCall
@@ -216,7 +217,7 @@ def explain(
         raise typer.Exit(EXIT_NOT_SERVED)
 
 
-def _show_explanation(explanation: _plugins.Explanation, op: str, as_json: bool) -> None:
+def _show_explanation(explanation: Explanation, op: str, as_json: bool) -> None:
     if as_json:
         verdicts = [{"backend": v.backend, "status": v.status, "reason": v.reason} for v in explanation.verdicts]
         _print_json({"op": explanation.op, "chosen": explanation.chosen, "verdicts": verdicts})

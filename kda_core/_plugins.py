@@ -12,15 +12,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from importlib import metadata
-from typing import Literal
 
 import pluggy
 
 import kda_core
 from kda_core import _checks, _meta, _torch_private, hookspecs, platforms
 from kda_core._contract import contract_problem, found_entry_points, mismatch, read_info
+from kda_core._ledger import Explanation, LedgerEntry, State, Status, Verdict
 from kda_core._loaded import Backend
 from kda_core._signature import Like, is_plain, signature
 from kda_core.call_plan import CallPlan
@@ -33,59 +32,6 @@ ENVIRONMENT_VARIABLE = "KDA_BACKEND"
 
 # Packed training batches have many lengths, each with its own signature. The cache is cleared at this size.
 MAX_CACHED_CHOICES = 4096
-
-State = Literal["loaded", "broken", "incompatible", "conflict"]
-Status = Literal["chosen", "accepted", "refused", "unavailable", "not installed", "broken"]
-
-
-@dataclass(frozen=True, slots=True)
-class LedgerEntry:
-    """The outcome of loading one entry point, or of registering one plugin by hand.
-
-    Attributes:
-        name: the backend's name, or the entry point's when the backend could not say.
-        distribution: name and version of the wheel, or "" when it was registered by hand.
-        entry_point: ``module:attribute``.
-        state: "loaded", or why it is not.
-        reason: for users; "" when loaded.
-        info: the backend's identity card, when it could be read.
-    """
-
-    name: str
-    distribution: str
-    entry_point: str
-    state: State
-    reason: str = ""
-    info: BackendInfo | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """One backend's answer about one call."""
-
-    backend: str
-    status: Status
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """The answer of ``explain``: a verdict for every known backend, and which one would be chosen.
-
-    Attributes:
-        op: the public function that was asked about.
-        chosen: name of the backend that would serve the call, or None.
-        verdicts: one for each known backend, best priority first.
-    """
-
-    op: str
-    chosen: str | None
-    verdicts: tuple[Verdict, ...]
-
-    def __str__(self) -> str:
-        head = f"{self.op}: " + (f"served by {self.chosen!r}" if self.chosen else "no backend can serve this call")
-        lines = [f"  {v.backend}: {v.status}" + (f" ({v.reason})" if v.reason else "") for v in self.verdicts]
-        return "\n".join([head, *lines])
 
 
 class Registry:
@@ -346,7 +292,7 @@ class Registry:
             if like is None:
                 like = memo[Like] = Like(request, name)
             self._latest[request.op] = like, found
-        if backend.__class__ is str:
+        if isinstance(backend, str):
             raise UnsupportedCall(backend)
         request.__dict__["memo"] = memo
         return backend

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from kda_core import _checks, _eager, _ops, _plugins
+from kda_core._ledger import Explanation, LedgerEntry
 from kda_core._ops import default_scale
-from kda_core._plugins import Explanation, LedgerEntry, registry
+from kda_core._plugins import registry
 from kda_core._torch_private import constant_in_graphs, in_forward_mode
 from kda_core.call_plan import CallPlan
 from kda_core.request import AnyRequest, GateRequest, Request, build_request

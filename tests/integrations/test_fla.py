@@ -23,7 +23,9 @@ from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
 from fla.ops.kda.gate import fused_kda_gate, naive_kda_gate
 from fla.ops.kda.naive import naive_recurrent_kda
 
+from kda_core._plugins import registry
 from kda_core.errors import UnsupportedStack
+from kda_core.hookspecs import hookimpl
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.filterwarnings("ignore")]
 
@@ -279,6 +281,28 @@ def test_a_model_trains_and_writes(changes):
         close(model(padded, attention_mask=(padded > 0).long()).logits[:, 7:], whole, 1e-5)
     written = model.generate(text, max_new_tokens=4, min_new_tokens=4, do_sample=False)
     assert torch.equal(written[:, 110], whole[:, -1].argmax(-1))
+
+
+def test_layers_call_kda_core():
+    """A prompt in chunks, then tokens by the recurrence."""
+    called = []
+
+    class Watch:
+        @hookimpl(wrapper=True)
+        def kda_core_chunk_forward(self, request):
+            called.append(request.op)
+            return (yield)
+
+        @hookimpl(wrapper=True)
+        def kda_core_recurrent_forward(self, request):
+            called.append(request.op)
+            return (yield)
+
+    model, watch = small_model().eval(), Watch()
+    registry.add_wrapper(watch)
+    model.generate(torch.randint(3, 99, (1, 80)), max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    registry.remove_wrapper(watch)
+    assert called == ["chunk_kda"] * 2 + ["fused_recurrent_kda"] * 4
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/integrations/fla.md"])

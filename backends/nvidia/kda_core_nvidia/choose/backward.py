@@ -10,6 +10,7 @@ from kda_core.request import Request
 from kda_core.triton_lib.arguments import decays_bounded, has_contiguous_rows
 from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.plan import View, contiguous_strides
+from kda_core.triton_lib.segments import as_packed
 from kda_core_nvidia.choose.chip import Chip
 from kda_core_nvidia.choose.chunk import (
     BlockConfig,
@@ -17,7 +18,6 @@ from kda_core_nvidia.choose.chunk import (
     Precision,
     PrepareConfig,
     PrepareHopperConfig,
-    as_packed,
     choose_prepare,
     hopper_config,
     join_precision,
@@ -233,7 +233,7 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
         many: slots times heads from which ``gradients`` reads through descriptors.
     """
     rows = segment_rows(request, chip)
-    r = as_packed(request, rows) if rows else request
+    r = as_packed(request, rows, v_first=True) if rows else request
     K, V, HV, T, dtype = r.K, r.V, r.HV, r.T, r.q.dtype
     KP, VP = padded(K), padded(V)
     turns = turns_of(r, chip)

@@ -5,7 +5,7 @@ for Hopper take a recurrence.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -272,12 +272,6 @@ def saved_slots(request: Request) -> int:
     if request.B == 1 and request.cu_seqlens is None:
         return request.T // CHUNK + request.T // LEAST_ROWS + 2
     return max(1, slots(request))
-
-
-def as_packed(request: Request, rows: int) -> Request:
-    """The call with its segments as packed sequences, states V first and none given."""
-    bounds = View("cu_seqlens", (-(-request.T // rows) + 1,), (1,), torch.int64)
-    return replace(request, cu_seqlens=bounds, initial_state=None, state_v_first=True)
 
 
 def transitions_config(chip: Chip, kp: int, vp: int) -> BlockConfig:

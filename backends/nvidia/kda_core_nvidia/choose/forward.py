@@ -9,6 +9,7 @@ import torch
 from kda_core.request import Request
 from kda_core.triton_lib.arguments import decays_bounded, has_contiguous_rows
 from kda_core.triton_lib.layout import CHUNK, padded, slots
+from kda_core.triton_lib.segments import as_packed
 from kda_core_nvidia.choose.chip import Chip
 from kda_core_nvidia.choose.chunk import (
     BlockConfig,
@@ -16,7 +17,6 @@ from kda_core_nvidia.choose.chunk import (
     Precision,
     PrepareConfig,
     PrepareHopperConfig,
-    as_packed,
     choose_prepare,
     hopper_config,
     join_precision,
@@ -79,7 +79,7 @@ class ForwardChoice:
 def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
     """How a forward of ``chunk_kda`` runs on ``chip``; ``request`` is metadata alone."""
     rows = segment_rows(request, chip)
-    r = as_packed(request, rows) if rows else request
+    r = as_packed(request, rows, v_first=True) if rows else request
     K, V, dtype, h = r.K, r.V, r.q.dtype, r.return_intermediate_states
     KP, count, heads = padded(K), slots(r), r.N * r.HV
     v = r.v if has_contiguous_rows(r.v) else r.v.contiguous()

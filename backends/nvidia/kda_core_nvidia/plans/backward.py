@@ -23,6 +23,7 @@ from kda_core.triton_lib.arguments import gate_kind
 from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.lift import lift
 from kda_core.triton_lib.plan import Builder, Copy, Plan, Sum, View, input_layouts, matrix_tile, token_tile
+from kda_core.triton_lib.segments import cut_into_segments
 from kda_core_nvidia.backward_finish import finish_kernel
 from kda_core_nvidia.backward_gradients import gradients_kernel
 from kda_core_nvidia.backward_hopper import recurrences_hopper
@@ -39,7 +40,7 @@ from kda_core_nvidia.choose.backward import (
 from kda_core_nvidia.choose.chunk import HopperConfig, split_scale
 from kda_core_nvidia.plans.forward import Kept, Prepared, add_prepare, gate_parameters, hopper_tiles
 from kda_core_nvidia.plans.gradients_hopper import CHANNELS, launch_gradients_hopper, launch_gradients_persistent
-from kda_core_nvidia.plans.segments import add_ends, add_starts, cut_into_segments
+from kda_core_nvidia.plans.segments import add_ends, add_starts
 
 FINISH_ELEMENTS = 2048
 """Elements of a tile of ``finish_kernel``."""
@@ -117,7 +118,7 @@ class _Backward:
     def __init__(self, b: Builder, call: Request, choice: BackwardChoice, into: dict[str, View]) -> None:
         self.b, self.call, self.choice, self.into = b, call, choice, into
         self.part = "q" in into
-        r = cut_into_segments(b, call, choice.segment_rows) if choice.segment_rows else call
+        r = cut_into_segments(b, call, choice.segment_rows, v_first=True) if choice.segment_rows else call
         names = [n for n in ("q", "k", "v", "g", "beta", "grad_o") if getattr(r, n) is not None]
         r = replace(r, **{n: x if rows_readable(x := getattr(r, n)) else b.dense(x) for n in names})
         r = replace(r, cu_seqlens=b.dense(r.cu_seqlens), **gate_parameters(b, r))

@@ -12,10 +12,17 @@ from typing import Any, NamedTuple
 import torch
 
 from kda_core.request import Request, TensorSpec
-from kda_core.triton_lib.arguments import batch_strides, gate_kind, has_contiguous_rows, state_strides
+from kda_core.triton_lib.arguments import (
+    gate_kind,
+    has_contiguous_rows,
+    named_state_strides,
+    row_strides,
+    state_strides,
+)
 from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.lift import lift
 from kda_core.triton_lib.plan import Builder, Copy, Plan, View, input_layouts, matrix_tile, token_tile
+from kda_core.triton_lib.segments import cut_into_segments
 from kda_core_nvidia.choose import ForwardChoice
 from kda_core_nvidia.choose.chunk import (
     HopperConfig,
@@ -26,7 +33,7 @@ from kda_core_nvidia.choose.chunk import (
     split_scale,
 )
 from kda_core_nvidia.plans.prepare_hopper import launch_prepare_hopper
-from kda_core_nvidia.plans.segments import add_starts, cut_into_segments
+from kda_core_nvidia.plans.segments import add_starts
 from kda_core_nvidia.prepare import prepare
 from kda_core_nvidia.recurrence import recurrence
 from kda_core_nvidia.recurrence_hopper import recurrence_hopper
@@ -72,20 +79,6 @@ def saved_specs(request: Request) -> tuple[TensorSpec, ...]:
     if request.use_qk_l2norm_in_kernel:
         specs.append(TensorSpec(norms, torch.float32))
     return tuple(specs)
-
-
-def rows_dense(b: Builder, x: View) -> View:
-    """``x``, copied where its last dimension is not contiguous."""
-    return x if has_contiguous_rows(x) else b.dense(x)
-
-
-def _strides(**views: View) -> tuple[int, dict[str, int]]:
-    """The unit of batch strides, and strides by batch (in units), token and head, by the kernels' parameters."""
-    unit, batch = batch_strides(*views.values())
-    found = {f"s_{letter}b": stride for letter, stride in zip(views, batch, strict=True)}
-    for letter, x in views.items():
-        found |= {f"s_{letter}t": x.stride(1), f"s_{letter}h": x.stride(2)}
-    return unit, found
 
 
 def _prepare_constants(
@@ -135,9 +128,9 @@ def add_prepare(
         kept: what an earlier run saved; for a backward.
         new: allocates all that is not saved; scratch when left out.
     """
-    q, k, g = (rows_dense(b, x) for x in (r.q, r.k, r.g))
+    q, k, g = (b.rows(x) for x in (r.q, r.k, r.g))
     beta, T, HV = r.beta, r.T, r.HV
-    unit, strides = _strides(q=q, k=k, g=g, b=beta, o=o)
+    unit, strides = row_strides(q=q, k=k, g=g, b=beta, o=o)
     written, prepared = _prepare_buffers(b, r, new or b.scratch, backward, keep, kept)
     inverse = None if kept is None else kept.inverse
     if isinstance(config, PrepareHopperConfig):
@@ -166,14 +159,13 @@ def add_recurrence(
     b: Builder, r: Request, choice: ForwardChoice, prepared: Prepared, o: View, final_state: View | None, h: View | None
 ) -> None:
     """Add a launch of ``recurrence``, which writes ``o``, ``final_state`` and ``h``."""
-    v, config = rows_dense(b, r.v), choice.recurrence
+    v, config = b.rows(r.v), choice.recurrence
     _, T, HV, V = v.shape
     K, KP, v_first, indices = r.K, padded(r.K), r.state_v_first, r.ssm_state_indices
     keys, P, D = prepared[:3]
-    unit, strides = _strides(v=v, o=o)
-    initial, final = state_strides(r.initial_state, v_first), state_strides(final_state, v_first)
+    unit, strides = row_strides(v=v, o=o)
     last = 2 if v_first else 3
-    given = [s for x, s in ((r.initial_state, initial), (final_state, final)) if x is not None]
+    given = [state_strides(x, v_first) for x in (r.initial_state, final_state) if x is not None]
     constants: dict[str, Any] = {
         "K": K, "V": V, "KP": KP, "C": CHUNK, "LIFT": lift(v.dtype, r.use_qk_l2norm_in_kernel), "UNIT": unit,
         "V_FIRST": v_first, "LAST_CONTIGUOUS": all(s[last] == 1 for s in given),
@@ -181,8 +173,8 @@ def add_recurrence(
     arguments = dict(
         v=v, o=o, initial_state=r.initial_state, final_state=final_state, cu_seqlens=b.dense(r.cu_seqlens),
         indices=indices, T=T, chunks=-(-T // CHUNK), HV=HV,
-        **strides, **dict(zip(("s_in", "s_ih", "s_ik", "s_iv"), initial, strict=True)),
-        **dict(zip(("s_fn", "s_fh", "s_fk", "s_fv"), final, strict=True)),
+        **strides, **named_state_strides("i", r.initial_state, v_first),
+        **named_state_strides("f", final_state, v_first),
         s_index=0 if indices is None else indices.stride(0), pad_slot_id=r.pad_slot_id,
         o_scale=split_scale(r.scale, v.dtype)[1],
     )  # fmt: skip
@@ -259,9 +251,9 @@ def _add_segments(
     b: Builder, r: Request, choice: ForwardChoice, o: View, final_state: View | None, keep: int
 ) -> Prepared:
     """Run both kernels with the sequence cut into segments; they write ``o`` and ``final_state``."""
-    packed = cut_into_segments(b, r, choice.segment_rows)
+    packed = cut_into_segments(b, r, choice.segment_rows, v_first=True)
     prepared = add_prepare(b, packed, choice.prepare, choice.precision, choice.bounded, o, keep=keep)
-    packed = replace(packed, v=rows_dense(b, r.v))
+    packed = replace(packed, v=b.rows(r.v))
     first, _ = add_starts(b, packed, choice, packed.v, prepared.keys, prepared.D, r)
     last = None if final_state is None else b.scratch("last states", first.shape, first.dtype)
     add_recurrence(b, replace(packed, initial_state=first), choice, prepared, o, last, None)

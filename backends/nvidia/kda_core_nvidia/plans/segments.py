@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,23 +9,15 @@ import torch
 from kda_core.request import Request
 from kda_core.triton_lib.layout import CHUNK, padded
 from kda_core.triton_lib.lift import lift
-from kda_core.triton_lib.plan import Boundaries, Builder, View
+from kda_core.triton_lib.plan import Builder, View
 from kda_core_nvidia.choose import BackwardChoice, ForwardChoice
-from kda_core_nvidia.choose.chunk import as_packed, split_scale
+from kda_core_nvidia.choose.chunk import split_scale
 from kda_core_nvidia.segments import join_kernel, reverse_transitions_kernel, transitions_kernel
 
 JOIN_ROWS = 16
 """Value channels of a program of ``join_kernel``."""
 
 Choice = ForwardChoice | BackwardChoice
-
-
-def cut_into_segments(b: Builder, r: Request, rows: int) -> Request:
-    """The call with its segments of ``rows`` rows as packed sequences, states V first and none given."""
-    packed = as_packed(r, rows)
-    bounds = b.scratch("cu_seqlens of segments", packed.cu_seqlens.shape, torch.int64)
-    b.step(Boundaries(bounds, rows, r.T))
-    return replace(packed, cu_seqlens=bounds)
 
 
 def _shape(r: Request) -> dict[str, int]:
@@ -45,7 +36,7 @@ def add_starts(
     """Compute the state at the start of every segment, and the transitions.
 
     Args:
-        r: the call in segments (``cut_into_segments``).
+        r: the call in segments (``triton_lib.segments``).
         v: [1, T, HV, V], last dimension contiguous.
         keys, D: what ``prepare`` wrote for ``r``.
         call: the call itself, with its initial state.
