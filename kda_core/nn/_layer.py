@@ -16,7 +16,7 @@ from kda_core.nn._checks import expect_tensor
 from kda_core.nn._convolution import convolve
 from kda_core.nn._dispatch import is_eager
 from kda_core.nn._norm import gated_rms_norm
-from kda_core.nn._projections import project
+from kda_core.nn._projections import Projections, project
 
 RATES = (1.0, 16.0)
 """Range of exp(A_log) in a new layer, as in fla and Mamba."""
@@ -164,14 +164,15 @@ class KimiDeltaAttention(nn.Module):
         if mask is not None:
             # The convolutions see zeros, and nothing of what stands there, NaN too, reaches a gradient.
             hidden_states = hidden_states.masked_fill(~mask[..., None], 0)
-        linears = (self.q_proj, self.k_proj, self.v_proj, self.f_proj[0], self.g_proj[0], self.b_proj)
+        (f_in, f_out), (g_in, g_out) = self.f_proj, self.g_proj
+        linears = Projections(self.q_proj, self.k_proj, self.v_proj, f_in, g_in, self.b_proj, f_out, g_out)
         # Rows, because torch's linear layers take fewer steps for two dimensions, and add a bias on the way.
         batch = hidden_states.shape[:2]
-        mixed, low, out_low, beta = project(hidden_states.flatten(0, 1), linears)
+        mixed, g, beta, gate = project(hidden_states.flatten(0, 1), linears)
         mixed, beta = mixed.view(*batch, -1), beta.view(*batch, -1)
         # The heads at hand: with tensor parallelism a layer has some of them.
         HV = beta.shape[-1]
-        g = self.f_proj[1](low).view(*batch, HV, -1)
+        g, gate = g.view(*batch, HV, -1), gate.view(*batch, HV, -1)
         if mask is not None:
             # A gate input whose decay is 1, and a beta of 0: the state stays.
             least = torch.finfo(g.dtype).min
@@ -179,7 +180,6 @@ class KimiDeltaAttention(nn.Module):
         (q, k, v), conv = self._convolve(mixed, HV, mask, cache, cu_seqlens)
         tensors: dict[str, Any] = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
         o = self._attend(tensors, mixed, mask, conv, cache, cu_seqlens, cu_seqlens_cpu)
-        gate = self.g_proj[1](out_low).view(*batch, HV, -1)
         o = gated_rms_norm(o, gate, self.o_norm.weight, self.norm_eps, self.backend)
         o = self.o_proj(o.view(hidden_states.shape[0] * hidden_states.shape[1], -1)).view(*batch, -1)
         return o if mask is None else o.masked_fill(~mask[..., None], 0)
