@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import installed
+import pages
 import pytest
 import torch
 import torch.nn.functional as F
@@ -302,3 +303,11 @@ def test_layers_call_kda_core():
     model.generate(torch.randint(3, 99, (1, 80)), max_new_tokens=3, min_new_tokens=3, do_sample=False)
     registry.remove_wrapper(watch)
     assert called == ["chunk_kda"] * 2 + ["fused_recurrent_kda"] * 4
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/integrations/fla.md"])
+def test_the_line_of_the_page(page):
+    kda_core_fla.uninstall()
+    before = entries()
+    exec(pages.one_line(page, "kda_core_fla"), {})
+    assert entries() != before

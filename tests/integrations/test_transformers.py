@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import subprocess
+import sys
 
 import installed
+import pages
 import pytest
 import torch
 
@@ -194,3 +197,25 @@ def test_what_is_not_served_is_refused_before_anything_changes(tmp_path, monkeyp
     with pytest.raises(UnsupportedStack, match=r"transformers 5.25.0 is installed; pip install 'transformers<5.25"):
         kda_core_transformers.install()
     assert functions("kimi_linear") == before
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/integrations/transformers.md"])
+def test_the_line_of_the_page(page):
+    before = functions("kimi_linear")
+    exec(pages.one_line(page, "kda_core_transformers"), {})
+    assert all(now is not stock for now, stock in zip(functions("kimi_linear"), before, strict=True))
+
+
+def test_the_example():
+    command = [
+        sys.executable,
+        str(pages.ROOT / "examples/kimi_linear.py"),
+        "--tokens=20",
+        "--repeats=1",
+        "--device=cpu",
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+    for action in ("training step", "prefill", "32 tokens"):
+        assert action in result.stdout
+    assert "0.0e+00" in result.stdout  # the same text
