@@ -235,8 +235,6 @@ def _calls(shapes: Sequence[tuple]) -> Iterator[tuple[str, AnyRequest, int]]:
         name = "softplus" if bound is None else "bounded"
         yield name, request, 0
         yield name, replace(request, grad_output=torch.empty(64, 4, 128), needs_grad=needs), 0
-    for name, call in layer_calls("meta"):
-        yield name, call, 0
 
 
 def shipped(target: Architecture, only: str = "", quick: bool = False) -> list[Job]:
@@ -247,7 +245,8 @@ def shipped(target: Architecture, only: str = "", quick: bool = False) -> list[J
         quick: the most common shape and the largest, rather than all.
     """
     found: dict[Any, Job] = {}
-    for name, call, rows in _calls(_QUICK if quick else _SHIPPED):
+    around = ((name, call, 0) for name, call in layer_calls("meta", quick))
+    for name, call, rows in (*_calls(_QUICK if quick else _SHIPPED), *around):
         for launch in plan_of(call, target, rows=rows).launches:
             if only in f"{launch.name} {name}":
                 one = Job(launch, name, target)

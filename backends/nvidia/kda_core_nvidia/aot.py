@@ -247,7 +247,7 @@ def _calls(quick: bool) -> Iterator[tuple[str, AnyRequest | LayerRequest]]:
             yield f"{case}, no do", replace(case.gradients(), grad_o=None)
     steps = aot_recurrent.shipped()
     yield from itertools.islice(steps, aot_recurrent.QUICK) if quick else steps
-    yield from layer_calls("meta")
+    yield from layer_calls("meta", quick)
     for dtype, bound in ((torch.bfloat16, -5.0), (torch.float32, None)):
         request = GateRequest(
             g=_empty(64, 4, 128, dtype=dtype), A_log=_empty(4), dt_bias=_empty(4, 128), lower_bound=bound
