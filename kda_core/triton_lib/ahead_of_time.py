@@ -254,10 +254,14 @@ def gate_calls(dtype: torch.dtype, lower_bound: float | None) -> Iterator[tuple[
     yield name, replace(r, grad_output=g, needs_grad=frozenset({"g", "A_log", "dt_bias"}))
 
 
-def layer_calls() -> Iterator[tuple[str, LayerRequest]]:
-    """(name, call) of what launches every kernel around the operator: plain, and with everything there is."""
+def layer_calls(quick: bool = False) -> Iterator[tuple[str, LayerRequest]]:
+    """(name, call) of what launches every kernel around the operator: plain, and with everything there is.
+
+    Args:
+        quick: only in bfloat16, and the norm of 128 channels.
+    """
     empty = partial(torch.empty, device="meta")
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in (torch.bfloat16,) if quick else (torch.bfloat16, torch.float32):
         x, D, W = empty(1, 128, 3 * 1024, dtype=dtype), 3 * 1024, 4
         plain = ShortConvolutionRequest(x=x, weight=empty(D, W))
         more = {"bias": empty(D), "initial_state": empty(2, W - 1, D, dtype=dtype), "output_final_state": True}
@@ -267,7 +271,7 @@ def layer_calls() -> Iterator[tuple[str, LayerRequest]]:
             thirds = dict.fromkeys(("grad_output", "grad_second", "grad_third"), empty(1, 128, 1024, dtype=dtype))
             gradients = {**thirds, "grad_final_state": call.initial_state, "needs_grad": frozenset({"x"})}
             yield f"layer, {TYPES[dtype]}{name}", replace(call, parts=(1024,) * 3, **gradients)
-        for D in (64, 128, 256):
+        for D in (128,) if quick else (64, 128, 256):
             x = empty(1, 128, 8, D, dtype=dtype)
             norm = GatedNormRequest(x=x, gate=x, weight=empty(D), eps=1e-5)
             yield f"layer, {TYPES[dtype]} V {D}", norm

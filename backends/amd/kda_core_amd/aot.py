@@ -143,7 +143,7 @@ def _calls(quick: bool) -> list[tuple[str, AnyRequest]]:
         found.append((case.name, inference(case)))
         if case.backward:
             found.append((case.name, gradients(case)))
-    return [*found, *(call for bound in (None, -5.0) for call in gate_calls(BF16, bound)), *layer_calls()]
+    return [*found, *(call for bound in (None, -5.0) for call in gate_calls(BF16, bound)), *layer_calls(quick)]
 
 
 def address_hazards(ir: str) -> list[Hazard]:

@@ -205,7 +205,7 @@ def _calls(quick: bool) -> list[tuple[Case | None, str, Any]]:
                 # The plain kernels, where those for Hopper serve the rest.
                 found.append((None, f"{case.name}, no do", replace(backward, grad_o=None)))
     gates = [call for gate in ((BF16, -5.0), (FP32, None)) for call in gate_calls(*gate)]
-    return found + [(None, *call) for call in (*gates, *layer_calls())]
+    return found + [(None, *call) for call in (*gates, *layer_calls(quick))]
 
 
 class _Tool(Tool):
