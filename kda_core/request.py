@@ -231,7 +231,8 @@ class ShortConvolutionRequest:
         silu: whether SiLU follows.
         output_final_state: the final state is asked for.
         inplace_final_state: write it over ``initial_state``; then the result's ``final_state`` is None.
-        grad_output: backward only: [B, T, D].
+        parts: sizes of two or three parts of the channels, each with a gradient of its own backwards; (): one of all.
+        grad_output, grad_second, grad_third: backward only: [B, T, part's size].
         grad_final_state: backward only: [N, W - 1, D] or None.
         needs_grad: backward only: names among "x", "weight", "bias", "initial_state".
         memo: as in ``Request``.
@@ -245,7 +246,10 @@ class ShortConvolutionRequest:
     silu: bool = True
     output_final_state: bool = False
     inplace_final_state: bool = False
+    parts: tuple[int, ...] = ()
     grad_output: Tensor | None = None
+    grad_second: Tensor | None = None
+    grad_third: Tensor | None = None
     grad_final_state: Tensor | None = None
     needs_grad: frozenset[str] = frozenset()
     memo: dict[Any, Any] | None = field(default=None)

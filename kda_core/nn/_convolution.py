@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,34 +56,59 @@ def short_convolution(
         TypeError: a wrong type or dtype.
         UnsupportedCall, BackendNotFound, BrokenBackend: as ``chunk_kda``, for a backend that was asked for.
     """
-    if isinstance(weight, Tensor) and weight.dim() == 3:
-        weight = weight.squeeze(1)
-    _check(x, weight, bias, initial_state, cu_seqlens)
     flags = {"output_final_state": output_final_state, "inplace_final_state": inplace_final_state, "silu": silu}
     for name, value in flags.items():
         expect_flag(name, value)
-    tensors = (x, weight, bias, initial_state, cu_seqlens)
+    if isinstance(weight, Tensor) and weight.dim() == 3:
+        weight = weight.squeeze(1)
+    _check(x, weight, bias, initial_state, cu_seqlens)
     if inplace_final_state:
         if initial_state is None:
             raise ValueError("inplace_final_state: needs an initial_state")
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors[:4]):
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias, initial_state)):
             raise ValueError("inplace_final_state: is not differentiable; detach the inputs, or use torch.no_grad()")
-    own, memo = None, None
-    if x.numel() and weight.shape[1] <= MAX_TAPS:
-        own, memo = backend_for("short_convolution", x, tensors[1:], tuple(flags.values()), backend)
-    if own is None:
-        y, final = _in_torch(x, weight, bias, initial_state, cu_seqlens, silu)
-        if inplace_final_state and initial_state is not None:
-            final = initial_state.copy_(final)
-        return y, final.to(_state_dtype(x, initial_state)) if output_final_state else None
-    if not inplace_final_state and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return _Convolution.apply(own, memo, flags, *tensors)
-    result = own.result("kda_core_short_convolution_forward", _request(tensors, flags, memo))
-    return result.o, initial_state if inplace_final_state and output_final_state else result.final_state
+    (y,), final = convolve(x, weight, bias, initial_state, cu_seqlens, flags, (x.shape[2:],), backend)
+    return y, final
 
 
 MAX_TAPS = 8
 """Taps up to which backends' hooks are asked: they hold as many rows in registers."""
+
+
+def convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, cu_seqlens: Tensor | None,
+    flags: dict[str, bool], parts: Sequence[Sequence[int]], backend: str | None,
+) -> tuple[Sequence[Tensor], Tensor | None]:  # fmt: skip
+    """``short_convolution`` of checked arguments, with its output in up to three parts.
+
+    Args:
+        parts: shapes of the parts' channels, which follow each other: (D,) or (heads, channels). Their gradients need
+            not be put together for a backend.
+    """
+    tensors = (x, weight, bias, state, cu_seqlens)
+    sizes = [math.prod(part) for part in parts]
+    own, memo = None, None
+    if x.numel() and weight.shape[1] <= MAX_TAPS:
+        options = (*flags.values(), *sizes)
+        own, memo = backend_for("short_convolution", x, tensors[1:], options, backend)
+    inplace = flags["inplace_final_state"]
+    if own is None:
+        y, final = _in_torch(*tensors, flags["silu"])
+        if inplace and state is not None:
+            final = state.copy_(final)
+        final = final.to(_state_dtype(x, state)) if flags["output_final_state"] else None
+    elif not inplace and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        *found, final = _Convolution.apply(own, memo, flags, parts, *tensors)
+        return found, final
+    else:
+        result = own.result("kda_core_short_convolution_forward", _request(tensors, flags, memo))
+        y, final = result.o, state if inplace and flags["output_final_state"] else result.final_state
+    return _in_parts(y, parts), final
+
+
+def _in_parts(y: Tensor, parts: Sequence[Sequence[int]]) -> list[Tensor]:
+    split = y.split([math.prod(part) for part in parts], -1) if len(parts) > 1 else (y,)
+    return [t.unflatten(-1, part) if len(part) > 1 else t for t, part in zip(split, parts, strict=True)]
 
 
 def _state_dtype(x: Tensor, state: Tensor | None) -> torch.dtype:
@@ -170,24 +196,33 @@ def _request(tensors: Sequence[Any], flags: dict[str, bool], memo: Any, **more: 
 
 
 _DIFFERENTIABLE = ("x", "weight", "bias", "initial_state")
+_GRADIENTS = ("grad_output", "grad_second", "grad_third")
+_BEFORE = 4
+"""Arguments of ``_Convolution`` ahead of the tensors."""
 
 
 class _Convolution(torch.autograd.Function):
     """A backend's convolution."""
 
     @staticmethod
-    def forward(ctx: Any, backend: Backend, memo: dict, flags: dict[str, bool], *tensors: Tensor | None) -> Any:
+    def forward(
+        ctx: Any, backend: Backend, memo: dict, flags: dict[str, bool], parts: Sequence, *tensors: Tensor | None
+    ) -> Any:
         ctx.save_for_backward(*tensors)
-        ctx.call = backend, memo, flags
+        ctx.call = backend, memo, flags, parts
         result = backend.result("kda_core_short_convolution_forward", _request(tensors, flags, memo))
-        return result.o, result.final_state
+        return *_in_parts(result.o, parts), result.final_state
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, grad_final: Tensor | None) -> tuple:
-        backend, memo, flags = ctx.call
-        needs = frozenset(n for n, wanted in zip(_DIFFERENTIABLE, ctx.needs_input_grad[3:], strict=False) if wanted)
-        gradients = {"grad_output": grad, "grad_final_state": grad_final, "needs_grad": needs}
-        request = _request(ctx.saved_tensors, flags, memo, **gradients)
-        grads = backend.result("kda_core_short_convolution_backward", request).grads
-        return (None, None, None, *(grads[n] if n in needs else None for n in _DIFFERENTIABLE), None)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
+        backend, memo, flags, parts = ctx.call
+        *given, grad_final = grads
+        needed = ctx.needs_input_grad[_BEFORE:]
+        needs = frozenset(n for n, wanted in zip(_DIFFERENTIABLE, needed, strict=False) if wanted)
+        gradients = dict(zip(_GRADIENTS, [grad.flatten(2) for grad in given], strict=False))
+        sizes = tuple(map(math.prod, parts)) if len(parts) > 1 else ()
+        more = {"parts": sizes, **gradients, "grad_final_state": grad_final, "needs_grad": needs}
+        request = _request(ctx.saved_tensors, flags, memo, **more)
+        found = backend.result("kda_core_short_convolution_backward", request).grads
+        return (*[None] * _BEFORE, *(found[n] if n in needs else None for n in _DIFFERENTIABLE), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,10 +13,10 @@ from torch.nn import functional as F
 from kda_core.api import chunk_kda, fused_recurrent_kda
 from kda_core.nn._cache import Call, KDACache, last_inputs
 from kda_core.nn._checks import expect_tensor
-from kda_core.nn._convolution import short_convolution
+from kda_core.nn._convolution import convolve
 from kda_core.nn._dispatch import is_eager
 from kda_core.nn._norm import gated_rms_norm
-from kda_core.nn._projections import project
+from kda_core.nn._projections import Projections, project
 
 RATES = (1.0, 16.0)
 """Range of exp(A_log) in a new layer, as in fla and Mamba."""
@@ -163,26 +164,24 @@ class KimiDeltaAttention(nn.Module):
         if mask is not None:
             # The convolutions see zeros, and nothing of what stands there, NaN too, reaches a gradient.
             hidden_states = hidden_states.masked_fill(~mask[..., None], 0)
-        linears = (self.q_proj, self.k_proj, self.v_proj, self.f_proj[0], self.g_proj[0], self.b_proj)
-        mixed, rest = project(hidden_states, linears)
-        # The sizes of the weights at hand: with tensor parallelism a layer has some of the heads.
-        low, out_low, beta = rest.split((self.head_v_dim, self.head_v_dim, rest.shape[-1] - 2 * self.head_v_dim), -1)
-        g = self.f_proj[1](low)
+        (f_in, f_out), (g_in, g_out) = self.f_proj, self.g_proj
+        linears = Projections(self.q_proj, self.k_proj, self.v_proj, f_in, g_in, self.b_proj, f_out, g_out)
+        # Rows, because torch's linear layers take fewer steps for two dimensions, and add a bias on the way.
+        batch = hidden_states.shape[:2]
+        mixed, g, beta, gate = project(hidden_states.flatten(0, 1), linears)
+        mixed, beta = mixed.view(*batch, -1), beta.view(*batch, -1)
+        # The heads at hand: with tensor parallelism a layer has some of them.
+        HV = beta.shape[-1]
+        g, gate = g.view(*batch, HV, -1), gate.view(*batch, HV, -1)
         if mask is not None:
             # A gate input whose decay is 1, and a beta of 0: the state stays.
             least = torch.finfo(g.dtype).min
-            g, beta = g.masked_fill(~mask[..., None], least), beta.masked_fill(~mask[..., None], least)
-        qkv, conv = self._convolve(mixed, mask, cache, cu_seqlens)
-        HV = beta.shape[-1]
-        q, k, v = qkv.split(((qkv.shape[-1] - HV * self.head_v_dim) // 2,) * 2 + (HV * self.head_v_dim,), -1)
-        tensors: dict[str, Any] = {
-            "q": q.unflatten(-1, (-1, self.head_k_dim)), "k": k.unflatten(-1, (-1, self.head_k_dim)),
-            "v": v.unflatten(-1, (HV, -1)), "g": g.unflatten(-1, (HV, -1)), "beta": beta,
-        }  # fmt: skip
+            g, beta = g.masked_fill(~mask[..., None, None], least), beta.masked_fill(~mask[..., None], least)
+        (q, k, v), conv = self._convolve(mixed, HV, mask, cache, cu_seqlens)
+        tensors: dict[str, Any] = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
         o = self._attend(tensors, mixed, mask, conv, cache, cu_seqlens, cu_seqlens_cpu)
-        gate = self.g_proj[1](out_low).unflatten(-1, (HV, -1))
         o = gated_rms_norm(o, gate, self.o_norm.weight, self.norm_eps, self.backend)
-        o = self.o_proj(o.flatten(-2))
+        o = self.o_proj(o.view(hidden_states.shape[0] * hidden_states.shape[1], -1)).view(*batch, -1)
         return o if mask is None else o.masked_fill(~mask[..., None], 0)
 
     def _check(self, x: Any, attention_mask: Any, cache: Any, cu_seqlens: Any) -> Tensor | None:
@@ -211,20 +210,24 @@ class KimiDeltaAttention(nn.Module):
         return mask
 
     def _convolve(
-        self, mixed: Tensor, mask: Tensor | None, cache: KDACache | None, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """q, k and v [B, T, D] side by side, and the next state of the convolution."""
+        self, mixed: Tensor, HV: int, mask: Tensor | None, cache: KDACache | None, cu_seqlens: Tensor | None
+    ) -> tuple[Sequence[Tensor], Tensor | None]:
+        """q, k [B, T, H, K] and v [B, T, HV, V], and the next state of the convolution."""
+        V = HV * self.head_v_dim
+        K = (mixed.shape[-1] - V) // 2
+        parts = ((K // self.head_k_dim, self.head_k_dim),) * 2 + ((HV, self.head_v_dim),)
         if not self.use_short_conv:
-            return F.silu(mixed), None
+            return [t.unflatten(-1, s) for t, s in zip(F.silu(mixed).split((K, K, V), -1), parts, strict=True)], None
         layers: tuple[Any, ...] = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-        weight = torch.cat([layer.weight for layer in layers])
+        weight = torch.cat([layer.weight for layer in layers]).squeeze(1)
         bias = torch.cat([layer.bias for layer in layers]) if self.conv_bias else None
         before = None if cache is None else cache.conv
         keep = cache is not None and mask is None
         inplace = keep and before is not None and not torch.is_grad_enabled()
         if cache is not None and cache.crop_calls:
             inplace = False
-        qkv, after = short_convolution(mixed, weight, bias, before, keep, inplace, cu_seqlens, backend=self.backend)
+        flags = {"output_final_state": keep, "inplace_final_state": inplace, "silu": True}
+        qkv, after = convolve(mixed, weight, bias, before, cu_seqlens, flags, parts, self.backend)
         if cache is not None and mask is not None:
             after = last_inputs(before, mixed, mask, self.conv_size - 1)
         return qkv, after

@@ -1,9 +1,8 @@
-"""Projections of one input by several weights: a product for each large weight, and one for all small ones."""
+"""All projections of a layer's input: a product for each large weight, one for all small ones, and the gates'."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,65 +10,88 @@ from torch.autograd.function import once_differentiable
 
 from kda_core.nn._dispatch import is_eager
 
-LARGE = 3
-"""Weights that have a product of their own: of q, k and v."""
+
+class Projections(NamedTuple):
+    """A layer's projections, or results of theirs."""
+
+    q: Any
+    k: Any
+    v: Any
+    decay_in: Any
+    gate_in: Any
+    beta: Any
+    decay_out: Any
+    gate_out: Any
 
 
-def project(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, Tensor]:
-    """``x`` [..., D] through several linear layers: (results of the first LARGE, results of the others), side by side.
+def project(x: Tensor, layers: Projections) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``x`` [R, D] through a layer's projections: q, k and v side by side; decay input, beta and gate: [R, channels].
 
-    The products write into parts of one tensor, so that no weight is copied and what follows is one launch; backwards
-    they add up in one gradient of x. Layers that are more than a product (hooks, adapters, quantised or distributed
-    weights), and layers under a compiler, are called one by one.
+    The products of q, k and v write into parts of one tensor, so that no weight is copied and what follows is one
+    launch; backwards they add up in one gradient of x. Layers that are more than a product (hooks, adapters, quantised
+    or distributed weights), and layers under a compiler, are called one by one.
     """
     weights: list[Any] = [getattr(layer, "weight", None) for layer in layers]
-    if not all(map(_is_product, layers)) or not is_eager(x, *weights):
-        made = [layer(x) for layer in layers]
-        return torch.cat(made[:LARGE], -1), torch.cat(made[LARGE:], -1)
+    bias: Any = getattr(layers.gate_out, "bias", None)
+    if not all(map(_is_product, layers, Projections(*[None] * 7, bias))) or not is_eager(x, bias, *weights):
+        decay, gate = layers.decay_out(layers.decay_in(x)), layers.gate_out(layers.gate_in(x))
+        return torch.cat([layer(x) for layer in layers[:3]], -1), decay, layers.beta(x), gate
     kind = x.device.type
+    tensors = [x, bias, *weights]
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
-        x, *weights = (t.to(torch.get_autocast_dtype(kind)) for t in (x, *weights))
-    rows = x.reshape(-1, x.shape[-1])
-    differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights))
-    large, small = _Projections.apply(rows, *weights) if differentiable else _products(rows, weights)
-    return large.view(*x.shape[:-1], -1), small.view(*x.shape[:-1], -1)
+        tensors = [t.to(torch.get_autocast_dtype(kind)) for t in tensors]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return _Project.apply(*tensors)
+    return _products(tensors[0], tensors[1], Projections(*tensors[2:]))[0]
 
 
-def _is_product(layer: nn.Module) -> bool:
-    """Whether a call of the layer is nothing but a product with its weight."""
+def _is_product(layer: nn.Module, bias: Tensor | None) -> bool:
+    """Whether a call of the layer is nothing but a product with its weight, and this bias."""
     hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
-    return type(layer) is nn.Linear and layer.bias is None and not hooks
+    return type(layer) is nn.Linear and layer.bias is bias and not hooks
 
 
-def _products(rows: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    sizes = [w.shape[0] for w in weights[:LARGE]]
-    large = rows.new_empty(rows.shape[0], sum(sizes))
-    for weight, part in zip(weights, large.split(sizes, 1), strict=False):
-        torch.mm(rows, weight.t(), out=part)
-    return large, rows @ torch.cat([*weights[LARGE:]]).t()
+def _products(x: Tensor, bias: Tensor, w: Projections) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
+    """The results of ``project``, and the inputs of both gates' second products."""
+    large = [t.shape[0] for t in w[:3]]
+    mixed = x.new_empty(x.shape[0], sum(large))
+    for weight, part in zip(w, mixed.split(large, 1), strict=False):
+        torch.mm(x, weight.t(), out=part)
+    small = [t.shape[0] for t in w[3:6]]
+    decay, gate, beta = (x @ torch.cat(w[3:6]).t()).split(small, 1)
+    return (mixed, decay @ w.decay_out.t(), beta, torch.addmm(bias, gate, w.gate_out.t())), (decay, gate)
 
 
-class _Projections(torch.autograd.Function):
+class _Project(torch.autograd.Function):
     """``_products`` with a backward."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(rows, *weights)
-        return _products(rows, weights)
+    def forward(ctx: Any, x: Tensor, bias: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        results, low = _products(x, bias, Projections(*weights))
+        ctx.save_for_backward(x, *low, *weights)
+        return results
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_large: Tensor, grad_small: Tensor) -> tuple:
-        rows, *weights = ctx.saved_tensors
-        sizes = [w.shape[0] for w in weights]
-        parts = [*grad_large.split(sizes[:LARGE], 1), *grad_small.split(sizes[LARGE:], 1)]
-        wanted, *of_weights = ctx.needs_input_grad
+    def backward(ctx: Any, grad_mixed: Tensor, grad_decay: Tensor, grad_beta: Tensor, grad_gate: Tensor) -> tuple:
+        x, decay, gate, *weights = ctx.saved_tensors
+        w = Projections(*weights)
+        of_x, of_bias, *needed = ctx.needs_input_grad
+        needs = Projections(*needed)
+        sizes = [t.shape[0] for t in weights]
+        parts = grad_mixed.split(sizes[:3], 1)
+        small = x.new_empty(x.shape[0], sum(sizes[3:6]))
+        low_decay, low_gate, low_beta = small.split(sizes[3:6], 1)
+        torch.mm(grad_decay, w.decay_out, out=low_decay)
+        torch.mm(grad_gate, w.gate_out, out=low_gate)
+        low_beta.copy_(grad_beta)
         grad = None
-        if wanted:
-            grad = grad_small @ torch.cat(weights[LARGE:])
-            for part, weight in zip(parts[:LARGE], weights, strict=False):
+        if of_x:
+            grad = small @ torch.cat(w[3:6])
+            for part, weight in zip(parts, w, strict=False):
                 grad.addmm_(part, weight)
-        small = grad_small.t() @ rows if any(of_weights[LARGE:]) else None
-        found = [part.t() @ rows if needed else None for part, needed in zip(parts[:LARGE], of_weights, strict=False)]
-        found += [None] * (len(weights) - LARGE) if small is None else small.split(sizes[LARGE:])
-        return (grad, *found)
+        found = [part.t() @ x if wanted else None for part, wanted in zip(parts, needs, strict=False)]
+        found += (small.t() @ x).split(sizes[3:6]) if any(needs[3:6]) else [None] * 3
+        found.append(grad_decay.t() @ decay if needs.decay_out else None)
+        found.append(grad_gate.t() @ gate if needs.gate_out else None)
+        return grad, grad_gate.sum(0) if of_bias else None, *found

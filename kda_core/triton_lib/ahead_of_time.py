@@ -69,8 +69,9 @@ def layer_calls(device: str) -> Iterator[tuple[str, LayerRequest]]:
         packed = replace(plain, **more, cu_seqlens=torch.zeros(3, dtype=torch.int32, device=device))
         for name, call in (("", plain), (", packed", packed)):
             yield f"layer, {TYPES[dtype]}{name}", call
-            gradients = {"grad_output": x, "grad_final_state": call.initial_state, "needs_grad": frozenset({"x"})}
-            yield f"layer, {TYPES[dtype]}{name}", replace(call, **gradients)
+            thirds = dict.fromkeys(("grad_output", "grad_second", "grad_third"), empty(1, 128, 1024, dtype=dtype))
+            gradients = {**thirds, "grad_final_state": call.initial_state, "needs_grad": frozenset({"x"})}
+            yield f"layer, {TYPES[dtype]}{name}", replace(call, parts=(1024,) * 3, **gradients)
         for D in (64, 128, 256):
             x = empty(1, 128, 8, D, dtype=dtype)
             norm = GatedNormRequest(x=x, gate=x, weight=empty(D), eps=1e-5)

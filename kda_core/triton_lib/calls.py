@@ -40,7 +40,9 @@ _RECURRENT = (*_CHUNK, "num_accepted_tokens")
 _recurrent_inputs = attrgetter(*_RECURRENT)
 _GATE = ("g", "A_log", "dt_bias", "grad_output")
 _gate_inputs = attrgetter(*_GATE)
-_CONVOLUTION = ("x", "weight", "bias", "initial_state", "cu_seqlens", "grad_output", "grad_final_state")
+_CONVOLUTION_GRADIENTS = ("grad_output", "grad_second", "grad_third", "grad_final_state")
+_convolution_gradients = attrgetter(*_CONVOLUTION_GRADIENTS)
+_CONVOLUTION = ("x", "weight", "bias", "initial_state", "cu_seqlens", *_CONVOLUTION_GRADIENTS)
 _convolution_inputs = attrgetter(*_CONVOLUTION)
 _NORM = ("x", "gate", "weight", "grad_output")
 _norm_inputs = attrgetter(*_NORM)
@@ -159,7 +161,7 @@ class Calls:
         return BackwardResult(self.run(request, key, _GATE, _gate_inputs(request)))
 
     def _convolve(self, request: ShortConvolutionRequest) -> dict[str, Any]:
-        key = _gradient_kind(request.grad_output), _gradient_kind(request.grad_final_state)
+        key = tuple(map(_gradient_kind, _convolution_gradients(request)))
         return self.run(request, key, _CONVOLUTION, _convolution_inputs(request))
 
     def short_convolution_forward(self, request: ShortConvolutionRequest) -> ForwardResult:

@@ -22,24 +22,22 @@ from kda_core.triton_lib.packing import rows_of_slot
 
 
 @triton.jit
-def _channels(o_d, condition, D: tl.constexpr):
-    """Mask of the channels where a scalar condition holds, else nothing."""
+def _channels(o_d, condition, D):
+    """Mask of the channels below D where a scalar condition holds, else nothing."""
     # Not an "and": the interpreter makes int32 of a scalar's broadcast.
     return o_d < tl.where(condition, D, 0)
 
 
 @triton.jit
-def _place(cu_seqlens, T, N, chunks, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr):
-    """(slot, sequence, batch row, begin of the sequence, first row, end, channels, their mask) of a program."""
-    BLOCKS: tl.constexpr = (D + BD - 1) // BD
+def _place(cu_seqlens, T, N, chunks, BLOCKS: tl.constexpr, C: tl.constexpr):
+    """(slot, sequence, batch row, begin of the sequence, first row, end, block of channels) of a program."""
     pid = tl.program_id(0).to(tl.int64)
     i_slot = pid // BLOCKS
     i_n, i_b, first, end = rows_of_slot(cu_seqlens, i_slot, T, N, chunks, C)
     begin = i_n * 0
     if cu_seqlens is not None:
         begin = tl.load(cu_seqlens + i_n).to(tl.int64)
-    o_d = pid % BLOCKS * BD + tl.arange(0, BD)
-    return i_slot, i_n, i_b, begin, first, end, o_d, o_d < D
+    return i_slot, i_n, i_b, begin, first, end, pid % BLOCKS
 
 
 @triton.jit
@@ -55,15 +53,17 @@ def _filter(weight, bias, o_d, m_d, W: tl.constexpr):
 
 
 @triton.jit
-def _window(p_x, state, i_n, begin, first, o_d, real, s_xt, D: tl.constexpr, W: tl.constexpr):
-    """The W - 1 rows before row ``first``: of the sequence, or of its initial state."""
+def _window(p_x, state, i_n, begin, first, o_d, real, s_xt, D: tl.constexpr, end_d, W: tl.constexpr):
+    """The W - 1 rows before row ``first``, channels below ``end_d``: of the sequence, or of its initial state."""
     window = ()
     for j in tl.static_range(W - 1):
         row = first + (j - W + 1)
-        b_x = tl.load(p_x + row * s_xt + o_d, mask=_channels(o_d, real & (row >= begin), D), other=0.0).to(tl.float32)
+        b_x = tl.load(p_x + row * s_xt + o_d, mask=_channels(o_d, real & (row >= begin), end_d), other=0.0).to(
+            tl.float32
+        )
         if state is not None:
             o_s = (i_n * (W - 1) + row - begin + (W - 1)) * D + o_d
-            b_x += tl.load(state + o_s, mask=_channels(o_d, real & (row < begin), D), other=0.0).to(tl.float32)
+            b_x += tl.load(state + o_s, mask=_channels(o_d, real & (row < begin), end_d), other=0.0).to(tl.float32)
         window += (b_x,)
     return window
 
@@ -88,12 +88,14 @@ def convolution_forward_kernel(
     s_xb, s_xt, T, N, chunks, D: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr,
     C: tl.constexpr, BD: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    _, i_n, i_b, begin, first, end, o_d, m_d = _place(cu_seqlens, T, N, chunks, D, C, BD)
+    _, i_n, i_b, begin, first, end, i_d = _place(cu_seqlens, T, N, chunks, (D + BD - 1) // BD, C)
+    o_d = i_d * BD + tl.arange(0, BD)
+    m_d = o_d < D
     real = i_n < N
     p_x = x + i_b * s_xb
     p_y = y + i_b * T * D
     taps, b_bias = _filter(weight, bias, o_d, m_d, W)
-    window = _window(p_x, state, i_n, begin, first, o_d, real, s_xt, D, W)
+    window = _window(p_x, state, i_n, begin, first, o_d, real, s_xt, D, D, W)
     stop = tl.minimum(first + C, end)
     for start in range(first, stop, UNROLL):
         rows = ()
@@ -128,23 +130,45 @@ def convolution_backward_kernel(
     bias,  # [D] or None
     state,  # [N, W - 1, D] or None
     cu_seqlens,  # [N + 1] or None
-    dy,  # [B, T, D]
+    dy_0, dy_1, dy_2,  # [B, T, D_0], [B, T, D_1] and [B, T, D_2]; None where a part has no channels
     dfinal,  # [N, W - 1, D] or None
     dx,  # [B, T, D]
     dweight,  # [slots, W, D] float32
     dbias,  # [slots, D] float32 or None
     dstate,  # [N, W - 1, D] or None
-    s_xb, s_xt, T, N, chunks, D: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr,
-    C: tl.constexpr, BD: tl.constexpr, UNROLL: tl.constexpr,
+    s_xb, s_xt, T, N, chunks, D: tl.constexpr, D_0: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr,
+    W: tl.constexpr, SILU: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    i_slot, i_n, i_b, begin, first, end, o_d, m_d = _place(cu_seqlens, T, N, chunks, D, C, BD)
+    # Blocks of channels begin anew with each part of dy.
+    N_0: tl.constexpr = (D_0 + BD - 1) // BD
+    N_1: tl.constexpr = (D_1 + BD - 1) // BD
+    N_2: tl.constexpr = (D_2 + BD - 1) // BD
+    i_slot, i_n, i_b, begin, first, end, i_d = _place(cu_seqlens, T, N, chunks, N_0 + N_1 + N_2, C)
+    p_dy = dy_0
+    s_dy = D_0
+    base = 0
+    if D_1 > 0:
+        second = i_d >= N_0
+        p_dy = tl.where(second, dy_1, p_dy)
+        s_dy = tl.where(second, D_1, s_dy)
+        base = tl.where(second, D_0, base)
+    if D_2 > 0:
+        third = i_d >= N_0 + N_1
+        p_dy = tl.where(third, dy_2, p_dy)
+        s_dy = tl.where(third, D_2, s_dy)
+        base = tl.where(third, D_0 + D_1, base)
+    if D_1 > 0:
+        i_d -= tl.where(i_d >= N_0 + N_1, N_0 + N_1, tl.where(second, N_0, 0))
+    o_p = i_d * BD + tl.arange(0, BD)
+    o_d = base + o_p
+    m_d = o_p < s_dy
     # Rows behind the last sequence may hold anything: nothing of them is read.
     real = i_n < N
     p_x = x + i_b * s_xb
-    p_dy = dy + i_b * T * D
+    p_dy += i_b * T * s_dy
     p_dx = dx + i_b * T * D
     taps, b_bias = _filter(weight, bias, o_d, m_d, W)
-    window = _window(p_x, state, i_n, begin, first, o_d, real, s_xt, D, W)
+    window = _window(p_x, state, i_n, begin, first, o_d, real, s_xt, D, base + s_dy, W)
     stop = tl.minimum(first + C, end)
     b_dbias = tl.zeros_like(b_bias)
     recent = ()
@@ -157,9 +181,9 @@ def convolution_backward_kernel(
         rows = ()
         grads = ()
         for i in tl.static_range(UNROLL):
-            m_row = _channels(o_d, real & (start + i < end), D)
+            m_row = _channels(o_p, real & (start + i < end), s_dy)
             rows += (tl.load(p_x + (start + i) * s_xt + o_d, mask=m_row, other=0.0).to(tl.float32),)
-            grads += (tl.load(p_dy + (start + i) * D + o_d, mask=m_row, other=0.0).to(tl.float32),)
+            grads += (tl.load(p_dy + (start + i) * s_dy + o_p, mask=m_row, other=0.0).to(tl.float32),)
         for i in tl.static_range(UNROLL):
             row = start + i
             seen = window
@@ -182,15 +206,15 @@ def convolution_backward_kernel(
             for j in tl.static_range(1, W):
                 b_dx += taps[j] * known[W - 1 - j]
             if dfinal is not None:
-                m_final = _channels(o_d, real & (row >= end) & (row < end + (W - 1)), D)
+                m_final = _channels(o_p, real & (row >= end) & (row < end + (W - 1)), s_dy)
                 o_f = (i_n * (W - 1) + row - end) * D + o_d
                 b_dx += tl.load(dfinal + o_f, mask=m_final, other=0.0).to(tl.float32)
             done = row - (W - 1)
-            m_dx = _channels(o_d, (done >= first) & (done < stop), D)
+            m_dx = _channels(o_p, (done >= first) & (done < stop), s_dy)
             tl.store(p_dx + done * D + o_d, b_dx.to(dx.dtype.element_ty), mask=m_dx)
             if dstate is not None:
                 o_s = (i_n * (W - 1) + row - begin) * D + o_d
-                m_s = _channels(o_d, real & (first == begin) & (done < begin), D)
+                m_s = _channels(o_p, real & (first == begin) & (done < begin), s_dy)
                 tl.store(dstate + o_s, b_dx.to(dstate.dtype.element_ty), mask=m_s)
             window = seen[1:]
             recent = known[1:]

@@ -18,8 +18,8 @@ ROWS_OF_SLOT = 64
 CHANNELS_OF_LANE = 4
 """Channels of a lane in the convolution, 8 bytes of a 16-bit row: more would need too many registers backwards."""
 
-UNROLL = 4
-"""Rows that a program of the convolution loads at once."""
+UNROLL, UNROLL_BACKWARD = 8, 2
+"""Rows that a program of the convolution loads at once: backwards more registers hold sums."""
 
 NORM_ELEMENTS = 32
 """Elements of a lane in the norm."""
@@ -38,8 +38,8 @@ def plan_of_layer(r: LayerRequest, lanes: int, warps: int) -> Plan:
 
 def _convolution(
     b: Builder, r: ShortConvolutionRequest, lanes: int, warps: int
-) -> tuple[int, int, dict[str, Any], dict[str, Any]]:
-    """Slots, programs, and the arguments and constants of both kernels."""
+) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    """Slots, and the arguments and constants of both kernels."""
     x = r.x if r.x.strides[2] == 1 else b.dense(r.x)
     B, T, D = x.shape
     N = B if r.cu_seqlens is None else r.cu_seqlens.shape[0] - 1
@@ -51,14 +51,16 @@ def _convolution(
         "chunks": chunks,
     }  # fmt: skip
     block = lanes * warps * CHANNELS_OF_LANE
-    constants = {"D": D, "W": r.weight.shape[1], "SILU": r.silu, "C": ROWS_OF_SLOT, "BD": block, "UNROLL": UNROLL}
-    return slots, slots * -(-D // block), arguments, constants
+    constants = {"D": D, "W": r.weight.shape[1], "SILU": r.silu, "C": ROWS_OF_SLOT, "BD": block}
+    return slots, arguments, constants
 
 
 def _convolution_forward(r: ShortConvolutionRequest, lanes: int, warps: int) -> Plan:
     b = Builder()
-    _, programs, arguments, constants = _convolution(b, r, lanes, warps)
+    slots, arguments, constants = _convolution(b, r, lanes, warps)
+    constants["UNROLL"] = UNROLL
     _, T, D = r.x.shape
+    programs = slots * -(-D // constants["BD"])
     y = b.result("y", r.x.shape, r.x.dtype)
     final = None
     shape = arguments["N"], r.weight.shape[1] - 1, D
@@ -78,8 +80,11 @@ def _convolution_forward(r: ShortConvolutionRequest, lanes: int, warps: int) -> 
 
 def _convolution_backward(r: ShortConvolutionRequest, lanes: int, warps: int) -> Plan:
     b = Builder()
-    slots, programs, arguments, constants = _convolution(b, r, lanes, warps)
+    slots, arguments, constants = _convolution(b, r, lanes, warps)
     D, W = r.weight.shape
+    parts = [*(r.parts or (D,)), 0, 0][:3]
+    constants |= {"UNROLL": UNROLL_BACKWARD, "D_0": parts[0], "D_1": parts[1], "D_2": parts[2]}
+    programs = slots * sum(-(-n // constants["BD"]) for n in parts)
     dx = b.result("dx", r.x.shape, r.x.dtype)
     dweight, dbias = b.scratch("dweight by slots", (slots, W, D), torch.float32), None
     if r.bias is not None:
@@ -88,7 +93,8 @@ def _convolution_backward(r: ShortConvolutionRequest, lanes: int, warps: int) ->
     if r.initial_state is not None:
         dstate = b.result("dstate", r.initial_state.shape, r.initial_state.dtype)
     b.launch(
-        convolution_backward_kernel, (programs, 1, 1), warps, constants, **arguments, dy=b.dense(r.grad_output),
+        convolution_backward_kernel, (programs, 1, 1), warps, constants, **arguments,
+        dy_0=b.dense(r.grad_output), dy_1=b.dense(r.grad_second), dy_2=b.dense(r.grad_third),
         dfinal=b.dense(r.grad_final_state), dx=dx, dweight=dweight, dbias=dbias, dstate=dstate,
     )  # fmt: skip
     # [W, D], as the kernel has it: the caller transposes the few numbers.

@@ -78,6 +78,22 @@ def convolution(backend: str, name: str, dtype: torch.dtype) -> list[float]:
     return [e / ROUNDING[dtype] for e in errors]
 
 
+def parts(backend: str, dtype: torch.dtype) -> list[float]:
+    """The output in three parts, as of a layer: their gradients lie apart."""
+    from kda_core.nn._convolution import convolve
+
+    torch.manual_seed(0)
+    given = [torch.randn(2, 5, 1100).to(dtype), torch.randn(1100, 4), None, torch.randn(2, 3, 1100).to(dtype)]
+    flags = {"output_final_state": True, "inplace_final_state": False, "silu": True}
+    shapes = ((6, 100), (3, 100), (200,))
+    actual, expected = (
+        results(lambda *t, own=own: [*(c := convolve(*t, None, flags, shapes, own))[0], c[1]], tensors, 1)
+        for own, tensors in ((backend, given), ("reference", widened(given)))
+    )
+    assert [tuple(t.shape[2:]) for t in actual[:3]] == list(shapes)
+    return [relative(a, e) / ROUNDING[dtype] for a, e in zip(actual, expected, strict=True)]
+
+
 def norm(backend: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[float]:
     from kda_core.nn import gated_rms_norm
 
@@ -111,6 +127,7 @@ def main(backend: str) -> None:
     for dtype in ROUNDING:
         for name in CONVOLUTIONS:
             found[f"{name}, {dtype}"] = convolution(backend, name, dtype)
+        found[f"parts, {dtype}"] = parts(backend, dtype)
         for shape in ((3, 5, 128), (70, 33), (2, 20, 2, 200)):
             found[f"norm {shape}, {dtype}"] = norm(backend, shape, dtype)
     found["hooks"] = [0.0 if launched(backend) else 2.0]
@@ -122,7 +139,7 @@ def test_kernels(backend: str):
     """Forward and backward; every part of every result within rounding."""
     installed.need_backend(backend)
     found = interpreted.printed(__file__, backend)
-    assert len(found) == 1 + len(ROUNDING) * (len(CONVOLUTIONS) + 3)
+    assert len(found) == 1 + len(ROUNDING) * (len(CONVOLUTIONS) + 4)
     assert {name: errors for name, errors in found.items() if not max(errors) <= 1} == {}
 
 

@@ -317,7 +317,7 @@ def test_projections_that_are_more_than_a_product():
     seen = []
     m.q_proj.register_forward_hook(lambda module, args, result: seen.append(result.shape))
     torch.testing.assert_close(m(x), expected)
-    assert seen == [(1, 20, 16)]
+    assert seen == [(20, 16)]
     adapted = copy.deepcopy(layer())
     adapted.k_proj = nn.Sequential(adapted.k_proj, nn.Identity())
     torch.testing.assert_close(adapted(x), expected)

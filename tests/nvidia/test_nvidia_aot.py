@@ -31,8 +31,8 @@ KERNELS = {
     "norm_forward_kernel", "norm_backward_kernel",
 }  # fmt: skip
 HOPPER = {
-    "gradients_hopper", "gradients_hopper_persistent", "prepare_hopper", "recurrence_hopper", "recurrences_hopper",
-    "recurrent_step",
+    "gradients_hopper", "gradients_hopper_persistent", "join_hopper", "prepare_hopper", "recurrence_hopper",
+    "recurrences_hopper", "recurrent_step", "reverse_transitions_hopper", "transitions_hopper",
 }  # fmt: skip
 
 

@@ -71,10 +71,11 @@ CASES = {
     "segments": {"T": 172, "HV": 2, "K": 24, "V": 40, "decay": lambda s: -0.05 * torch.rand(s)},
     # Four segments and two blocks of key channels: transitions one after the other, each by a loop.
     "segments, V-first states, no decay": {"T": 200, "K": 40, "state_v_first": True, "decay": torch.zeros},
-    "segments, isolated -1e30": {"T": 160, "decay": mixed, "state": False},
+    # Of one length: a batch of segments.
+    "segments, isolated -1e30": {"T": 192, "decay": mixed, "state": False},
     "segments, only the final state's gradient": {"T": 160, "output": False, "decay": lambda s: -0.05 * torch.rand(s)},
     "segments, half": {
-        "T": 200, "strided": True, "dtype": torch.float16, "K": 32, "V": 16, "decay": lambda s: -0.1 * torch.rand(s),
+        "T": 192, "strided": True, "dtype": torch.float16, "K": 32, "V": 16, "decay": lambda s: -0.1 * torch.rand(s),
     },
     "segments, bfloat16": {
         "T": 172, "HV": 2, "dtype": torch.bfloat16, "K": 32, "V": 16, "decay": lambda s: -0.05 * torch.rand(s),

@@ -27,10 +27,13 @@ from kda_core_nvidia.choose.chunk import (
     BlockConfig,
     HopperConfig,
     PrepareHopperConfig,
+    TransitionsHopperConfig,
+    as_segments,
     hopper_config,
     prepare_config,
     row_aligned,
     split_scale,
+    starts_shape,
 )
 from kda_core_nvidia.choose.forward import recurrence_config
 from kda_core_nvidia.choose.recurrent import recurrent_config
@@ -128,10 +131,13 @@ def test_programs_of_the_backward_s_recurrences_share_multiprocessors():
 
 def test_long_sequences_of_few_heads_are_cut():
     """At least four segments of at least 2,048 rows, as many as the chip runs side by side."""
-    assert forward_on(90, request(T=8191)).segment_rows == 0
-    assert forward_on(90, request(T=8192)).segment_rows == 2048
-    assert forward_on(90, request(T=32768)).segment_rows == 2048
-    assert forward_on(90, request(T=65536)).segment_rows == 4096
+    for dtype, K in ((FP16, 128), (BF16, 64)):
+        call = {"dtype": dtype, "K": K, "V": 128}
+        assert forward_on(90, request(T=8191, **call)).segment_rows == 0
+        assert forward_on(90, request(T=8192, **call)).segment_rows == 2048
+        assert forward_on(90, request(T=32768, **call)).segment_rows == 2048
+        assert forward_on(90, request(T=65536, **call)).segment_rows == 4096
+        assert backward_on(90, backward(T=8192, **call)).segment_rows == 2048
     for other in (
         request(T=8192, H=17),
         request(T=8192, B=2),
@@ -140,7 +146,52 @@ def test_long_sequences_of_few_heads_are_cut():
         request(T=8192, cu_seqlens=torch.empty(2, dtype=torch.int32, device="meta")),
     ):
         assert forward_on(90, other).segment_rows == 0
-    assert backward_on(90, backward(T=8192)).segment_rows == 2048
+
+
+def test_hopper_joins_shorter_segments():
+    """At least 512 rows of 4,096; of one length where such a number of segments is near the one that fits."""
+
+    def rows(T: int, H: int = 4) -> int:
+        both = forward_on(90, request(T=T, H=H)), backward_on(90, backward(T=T, H=H))
+        assert both[0].segment_rows == both[1].segment_rows
+        assert {isinstance(x.transitions, TransitionsHopperConfig) for x in both} == {True}
+        if both[0].segment_rows:
+            assert {isinstance(x.prepare, PrepareHopperConfig) for x in both} == {True}
+        return both[0].segment_rows
+
+    assert rows(4095) == 0
+    assert [rows(T) for T in (4096, 4100, 8192, 8256, 65536)] == [512, 544, 512, 544, 4096]
+    assert [rows(8192, H) for H in (1, 8, 12, 16)] == [512, 1024, 2048, 2048]
+    # 5 segments fit: 8,200 rows are no number of equal ones.
+    assert rows(8200, 12) == 1664
+    for arch, r in ((100, request(T=8192)), (90, request(T=8192, dtype=FP16)), (90, request(T=8192, K=64))):
+        assert not isinstance(forward_on(arch, r).transitions, TransitionsHopperConfig)
+    assert not isinstance(choose_forward(metadata(request(T=8192)), INTERPRETED).transitions, TransitionsHopperConfig)
+
+
+def test_segments_of_one_length_are_a_batch():
+    """Others are packed sequences, whose boundaries are written."""
+    even, odd = (as_segments(metadata(request(T=T)), 512) for T in (4096, 4100))
+    assert (even.B, even.T, even.N, even.cu_seqlens) == (8, 512, 8, None)
+    assert (even.q.shape, even.q.strides) == ((8, 512, 4, 128), (512 * 512, 512, 128, 1))
+    assert (even.beta.shape, even.beta.strides) == ((8, 512, 4), (512 * 4, 4, 1))
+    assert (odd.B, odd.T, odd.N) == (1, 4100, 9)
+    assert even.state_v_first
+    assert even.initial_state is None
+
+
+def test_what_is_saved_of_segments_does_not_depend_on_the_chip():
+    """States at their starts, with room for as many as any chip has; none for calls that are never cut."""
+    assert starts_shape(metadata(request(T=8192))) == (16, 4, 128, 128)
+    assert starts_shape(metadata(request(T=8192, H=16))) == (4, 16, 128, 128)
+    assert starts_shape(metadata(request(T=10**6, H=1))) == (66, 1, 128, 128)
+    bounds = torch.empty(2, dtype=torch.int32, device="meta")
+    never: list[dict[str, Any]] = [{"T": 4095}, {"H": 17}, {"B": 2}, {"K": 64}, {"dtype": FP16}, {"cu_seqlens": bounds}]
+    for other in (*never, {"disable_recompute": True}):
+        assert starts_shape(metadata(request(**({"T": 8192} | other)))) == (), other
+    for T, H in ((4096, 1), (8256, 3), (10**6, 16), (10**6, 1)):
+        r = request(T=T, H=H)
+        assert -(-T // forward_on(90, r).segment_rows) <= starts_shape(metadata(r))[0]
 
 
 def test_wide_heads_run_by_turns_or_by_halves():
@@ -185,6 +236,7 @@ def test_gradients_take_pairs_of_slots():
 
     assert kind() is GradientsPersistentConfig
     assert kind(T=64) is GradientsPersistentConfig
+    assert kind(T=8192) is GradientsPersistentConfig, "in segments, of one length"
     assert kind(80) is GradientsConfig
     assert kind(K=64) is GradientsConfig
     wide_gate = torch.empty(1, 4096, 4, 128, dtype=FP32, device="meta")
@@ -192,7 +244,7 @@ def test_gradients_take_pairs_of_slots():
     others: list[dict[str, Any]] = [
         {"safe_gate": False},
         {"T": 4096 + 32},
-        {"T": 8192},  # is cut into segments
+        {"T": 8200},  # is cut into packed segments
         {"cu_seqlens": torch.empty(2, dtype=torch.int32, device="meta")},
         {"g": wide_gate},
         {"q": few_heads, "k": few_heads},

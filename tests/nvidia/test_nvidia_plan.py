@@ -19,7 +19,7 @@ from kda_core_nvidia.triton_private import shared_layout
 from triton.experimental.gluon import language as gl
 
 from kda_core.request import GateRequest, Request
-from kda_core.triton_lib.plan import Builder, Copy, Launch, Plan, Sum, Tile, View, metadata
+from kda_core.triton_lib.plan import Boundaries, Builder, Copy, Launch, Plan, Sum, Tile, View, metadata
 
 BF16 = torch.bfloat16
 
@@ -134,12 +134,38 @@ def test_a_pool_is_advanced_in_place():
     assert arguments["final_state"].source == "initial_state"
 
 
-def test_a_long_sequence_is_cut_into_segments():
-    """The states at the starts of segments replace the call's own."""
-    plan = plan_of(request(B=1, T=8192, H=1, output_final_state=True), CHIPS[90])
-    assert plan.kernels == ("prepare", "transitions_kernel", "join_kernel", "recurrence")
-    assert launch_of(plan, "recurrence").arguments["initial_state"].source == "states at starts"
-    assert plan.steps[-1].target.source == "final_state"
+@pytest.mark.parametrize(("K", "kernels"), [
+    (64, ("prepare", "transitions_kernel", "join_kernel", "recurrence")),
+    (128, ("prepare_hopper", "transitions_hopper", "join_hopper", "recurrence_hopper")),
+])  # fmt: skip
+def test_a_long_sequence_is_cut_into_segments(K: int, kernels: tuple[str, ...]):
+    """The states at the starts of segments replace the call's own. Of one length they need nothing but launches."""
+    r = request(B=1, T=8192, H=1, HV=1, K=K, output_final_state=True)
+    plan = plan_of(r, CHIPS[90])
+    assert plan.kernels == kernels
+    assert len(plan.steps) == 4
+    recurrence = plan.launches[-1]
+    assert recurrence.arguments["initial_state"].source == "states at starts"
+    assert recurrence.arguments["final_state"].source == "final_state"
+    assert recurrence.constants["LAST_STATE"]
+    odd = plan_of(request(B=1, T=8193, H=1, HV=1, K=K, output_final_state=True), CHIPS[90])
+    assert [type(s) for s in odd.steps if not isinstance(s, Launch)] == [Boundaries]
+
+
+def test_a_backward_reads_the_states_at_the_starts_of_segments():
+    """As the forward for Hopper saved them; without them it makes them again."""
+    case = aot.Case(BF16, 128, 128, 4, "bounded", T=8192)
+    first, second = plan_of(case.training(), CHIPS[90]), plan_of(case.gradients(), CHIPS[90])
+    assert first.buffers[first.results["starts"]].shape == (16, 4, 128, 128)
+    starts = launch_of(second, "recurrences_hopper").arguments["initial_state"]
+    assert starts.source == "saved[3]"
+    assert second.kernels == (
+        "prepare_hopper", "reverse_transitions_hopper", "join_hopper", "recurrences_hopper",
+        "gradients_hopper_persistent",
+    )  # fmt: skip
+    assert {second.buffers[second.results[n]].shape for n in "qkvg"} == {(1, 8192, 4, 128)}
+    again = plan_of(replace(case.gradients(), saved=()), CHIPS[90])
+    assert again.kernels[:4] == ("prepare_hopper", "transitions_hopper", "join_hopper", "reverse_transitions_hopper")
 
 
 def test_pairs_of_slots_have_one_state():

@@ -59,7 +59,10 @@ CASES = [
     Case(name="rows", B=2, T=4100, H=1, K=128, dtype=BF16, state=FP32, backward=True),
     Case(name="rows, K 256", B=2, T=1030, H=1, K=256, dtype=BF16, state=FP32, backward=True),
     Case(name="whole chunks", B=2, T=2048, H=4, K=128, dtype=BF16, state=FP32, backward=True),
-    Case(name="segments", T=8300, H=1, K=128, dtype=BF16, decay="slow", state=FP32, backward=True),
+    Case(name="segments, float16", T=8300, H=1, K=128, dtype=FP16, decay="slow", state=FP32, backward=True),
+    Case(name="segments", T=4130, H=2, K=128, dtype=BF16, decay="slow", state=FP32, backward=True),
+    # Segments of one length, of which some are forgotten by the next.
+    Case(name="segments, mixed decays", T=4096, H=1, K=128, dtype=BF16, decay="isolated", state=FP32, backward=True),
     Case(name="tokens", B=3, T=7, gate="lower bound", **STEP),
     Case(name="prompts", T=136, lengths=BOUNDARIES, gate="softplus", **STEP),
     Case(name="prompts, K 256", B=2, T=40, **(STEP | {"K": 256, "V": 64})),

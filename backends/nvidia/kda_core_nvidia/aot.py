@@ -218,7 +218,7 @@ def cases(quick: bool = False) -> list[Case]:
             Case(torch.bfloat16, 128, 128, MANY, "softplus"),
             Case(torch.bfloat16, 128, 128, FEW, "bounded", T=ODD),
         ]
-        return [*found, Case(torch.bfloat16, 128, 128, 4, "given", T=LONG)]
+        return found + [Case(dtype, 128, 128, 4, "given", T=LONG) for dtype in (torch.bfloat16, torch.float16)]
     sizes = itertools.product((torch.bfloat16, torch.float32), (64, 128, 256), (FEW, MANY))
     found = [Case(dtype, size, size, heads, gate) for dtype, size, heads in sizes for gate in ("bounded", "softplus")]
     found += [Case(torch.float16, 128, 128, heads, "softplus") for heads in (FEW, MANY)]
@@ -226,6 +226,8 @@ def cases(quick: bool = False) -> list[Case]:
     found += [Case(torch.bfloat16, 128, 128, FEW, gate, T=ODD) for gate in ("bounded", "promised")]
     found += [Case(torch.bfloat16, 128, 128, heads, "given", True) for heads in (FEW, MANY)]
     found += [Case(torch.bfloat16, size, size, 4, "given", T=LONG) for size in (64, 128, 256)]
+    # Segments of one length (above) have other constants than packed ones.
+    found += [Case(torch.bfloat16, 128, 128, 4, "given", T=LONG + 1), Case(torch.float16, 128, 128, 4, "given", T=LONG)]
     wholes = ((torch.bfloat16, 128), (torch.float16, 128), (torch.bfloat16, 256))
     found += [Case(dtype, size, size, FEW, "given", T=ODD) for dtype, size in wholes]
     found += [Case(torch.bfloat16, 256, 256, MANY, "given", True), Case(torch.float32, 64, 64, FEW, "given", True)]

@@ -36,6 +36,7 @@ def recurrence(
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, LIFT: tl.constexpr, UNIT: tl.constexpr,
     V_FIRST: tl.constexpr,
     LAST_CONTIGUOUS: tl.constexpr,  # the states' last stride is 1
+    LAST_STATE: tl.constexpr,  # of final states only the last sequence's is wanted, and stored as the only one
     BV: tl.constexpr,
     H_EVERY: tl.constexpr,  # a state goes to h every so many chunks
     DESCRIPTORS: tl.constexpr, STAGES: tl.constexpr, DOT: tl.constexpr,
@@ -120,6 +121,10 @@ def recurrence(
         S = tl.dot(b_r, k_a, S * b_d[None, :], input_precision=DOT)
         tl.store(p_o + first * s_ot + o_or, tl.trans((b_o * o_scale).to(o.dtype.element_ty)), mask=m_o)
 
+    if LAST_STATE:
+        if i_n < tl.num_programs(0) // HV - 1:
+            return
+        i_state -= i_n
     if final_state is not None:
         p_state = final_state + i_state * s_fn + i_h * s_fh
         p_state += o_v[:, None].to(tl.int64) * s_fv + o_k[None, :].to(tl.int64) * s_fk

@@ -211,6 +211,7 @@ def recurrence_hopper(
     K: gl.constexpr, V: gl.constexpr, KP: gl.constexpr, C: gl.constexpr, LIFT: gl.constexpr, UNIT: gl.constexpr,
     V_FIRST: gl.constexpr,
     LAST_CONTIGUOUS: gl.constexpr,  # the states' last stride is 1
+    LAST_STATE: gl.constexpr,  # of final states only the last sequence's is wanted, and stored as the only one
     BV: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr, STORERS: gl.constexpr,
 ):  # fmt: skip
     num_warps: gl.constexpr = gl.num_warps()
@@ -341,6 +342,10 @@ def recurrence_hopper(
             [40, 40],
         )  # fmt: skip
 
+    if LAST_STATE:
+        if i_n < gl.num_programs(0) // HV - 1:
+            return
+        i_state -= i_n
     if final_state is not None:
         p_state = final_state + i_state * s_fn + i_h * s_fh + i_v.to(gl.int64) * BV * s_fv
         store_state(p_state, S, s_fv, s_fk, K, BV, KP)

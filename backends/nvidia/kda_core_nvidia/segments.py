@@ -28,7 +28,7 @@ def transitions_kernel(
     if (i_n == 0) & (i_row >= VP):
         return
     dt = keys.dtype.element_ty
-    slot0, length, first, _ = rows_of(i_n, cu_seqlens, T, 0, 0, 0, s_vt, C)
+    slot0, length, first, _ = rows_of(i_n, cu_seqlens, T, T, tl.cdiv(T, C), 0, s_vt, C)
     v += first + i_h.to(tl.int64) * s_vh
     o_k = tl.arange(0, KP)
     o_v = i_row + tl.arange(0, BV)
@@ -72,7 +72,7 @@ def reverse_transitions_kernel(
     i_n = i_nh // HV + 1
     i_h = i_nh % HV
     dt = keys.dtype.element_ty
-    slot0, length, first, _ = rows_of(i_n, cu_seqlens, T, 0, 0, 0, s_ot, C)
+    slot0, length, first, _ = rows_of(i_n, cu_seqlens, T, T, tl.cdiv(T, C), 0, s_ot, C)
     do += first + i_h.to(tl.int64) * s_oh
     o_k = tl.arange(0, KP)
     o_v = i_v * BV + tl.arange(0, BV)

@@ -10,7 +10,6 @@ from kda_core.request import Request
 from kda_core.triton_lib.arguments import decays_bounded, has_contiguous_rows
 from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.plan import View, contiguous_strides
-from kda_core.triton_lib.segments import as_packed
 from kda_core_nvidia.choose.chip import Chip
 from kda_core_nvidia.choose.chunk import (
     BlockConfig,
@@ -18,6 +17,8 @@ from kda_core_nvidia.choose.chunk import (
     Precision,
     PrepareConfig,
     PrepareHopperConfig,
+    TransitionsHopperConfig,
+    as_segments,
     choose_prepare,
     hopper_config,
     join_precision,
@@ -25,7 +26,7 @@ from kda_core_nvidia.choose.chunk import (
     row_aligned,
     segment_rows,
     serves,
-    transitions_config,
+    transitions_of,
 )
 
 
@@ -220,7 +221,7 @@ class BackwardChoice:
     operand: bool
     descriptors: bool
     tokens: bool
-    transitions: BlockConfig
+    transitions: BlockConfig | TransitionsHopperConfig
     join_precision: str
 
 
@@ -233,7 +234,7 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
         many: slots times heads from which ``gradients`` reads through descriptors.
     """
     rows = segment_rows(request, chip)
-    r = as_packed(request, rows, v_first=True) if rows else request
+    r = as_segments(request, rows) if rows else request
     K, V, HV, T, dtype = r.K, r.V, r.HV, r.T, r.q.dtype
     KP, VP = padded(K), padded(V)
     turns = turns_of(r, chip)
@@ -269,7 +270,7 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
         segment_rows=rows,
         bounded=decays_bounded(r),
         precision=precision(dtype, chip),
-        prepare=choose_prepare(r, chip, again=bool(r.saved)),
+        prepare=choose_prepare(r, chip, again=bool(r.saved), cut=bool(rows)),
         turns=turns,
         states=states,
         reverse=reverse,
@@ -277,7 +278,7 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
         operand=chip.arch == 90 and config.recurrences.block_v >= 64,
         descriptors=descriptors,
         tokens=tokens,
-        transitions=transitions_config(chip, KP, VP),
+        transitions=transitions_of(r, chip),
         join_precision=join_precision(chip),
     )
 

@@ -5,7 +5,8 @@ for Hopper take a recurrence.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -82,6 +83,31 @@ class HopperConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TransitionsHopperConfig:
+    """Launch configuration of the kernels for Hopper that join segments.
+
+    Attributes:
+        rows: key channels of a program of the transitions.
+        unroll: chunks from one look at what is left of a segment's start to the next.
+        stages, registers: of ``transitions_hopper``: chunks that are loaded ahead, registers of a thread at launch.
+            With fewer, ptxas runs the products one after another.
+        reverse_stages, reverse_registers: the same of ``reverse_transitions_hopper``.
+        join_block, join_stages: value channels of a program of ``join_hopper``, matrices that it loads ahead. Up to 32
+            channels its products take as long as fewer: reading the matrix limits them.
+    """
+
+    rows: int = 64
+    num_warps: int = 4
+    unroll: int = 4
+    stages: int = 6
+    registers: int = 144
+    reverse_stages: int = 4
+    reverse_registers: int = 152
+    join_block: int = 32
+    join_stages: int = 3
+
+
+@dataclass(frozen=True, slots=True)
 class Precision:
     """How float32 numbers enter the products of the forward.
 
@@ -141,16 +167,20 @@ _PREPARE_HOPPER = {torch.bfloat16: PrepareHopperConfig(168), torch.float32: Prep
 """By the dtype of g: three programs share a multiprocessor, or two."""
 
 LEAST_HEADS = 17
-"""Value heads from which ``prepare_hopper`` was measured to gain with the host. One long sequence of fewer is cut into
-segments, and its four descriptors cost the host more than the kernel gains."""
+"""Value heads from which ``prepare_hopper`` was measured to gain with the host."""
 
 
-def choose_prepare(r: Request, chip: Chip, again: bool = False) -> PrepareConfig | PrepareHopperConfig:
+def choose_prepare(
+    r: Request, chip: Chip, again: bool = False, cut: bool = False
+) -> PrepareConfig | PrepareHopperConfig:
     """The kernel that prepares a call, by its configuration; ``again`` as for ``prepare_config``.
 
     The results of the two kernels differ in their last bits. Dtypes, head dimensions and the number of heads therefore
     decide, and neither strides nor the number and lengths of the sequences: a sequence's bits do not depend on its
     company. (More slots than 32 bits count are more than any memory holds.)
+
+    Args:
+        cut: the call is one long sequence of few heads, cut into segments. It has bits of its own, and work enough.
     """
     hopper = (
         chip.capability == (9, 0)
@@ -158,7 +188,7 @@ def choose_prepare(r: Request, chip: Chip, again: bool = False) -> PrepareConfig
         and r.q.dtype == torch.bfloat16
         and r.g.dtype in _PREPARE_HOPPER
         and r.K == 128
-        and r.HV >= LEAST_HEADS
+        and (cut or r.HV >= LEAST_HEADS)
         and r.B * r.T > 0
         # Rows of a descriptor and programs are counted in 32 bits.
         and slots(r) * r.HV * 3 * CHUNK < 2**31
@@ -244,23 +274,51 @@ LEAST_ROWS = 2048
 
 LEAST_SEGMENTS = 4
 
+LEAST_ROWS_HOPPER = 512
+"""The same with ``transitions_hopper``, whose programs are half as many and take a third of the time."""
+
+LEAST_TOTAL_HOPPER = 4096
+"""Rows of a sequence, at least, that is cut then: of shorter ones the launches cost what the recurrence saves."""
+
+
+MOST_PROGRAMS = 132
+"""Programs of 64 channels that are cut for: the multiprocessors of the largest chip."""
+
+
+def cut_on_hopper(r: Request, chip: Chip) -> bool:
+    """Whether the kernels for Hopper join the segments of a call, by dtype and head dimensions."""
+    return (
+        chip.capability == (9, 0)
+        and not chip.interpreted
+        and r.q.dtype == torch.bfloat16
+        and r.K == r.V == 128
+        # Rows of a descriptor are counted in 32 bits.
+        and (r.T // CHUNK + r.T // LEAST_ROWS_HOPPER + 2) * r.HV * 3 * CHUNK < 2**31
+    )
+
 
 def segment_rows(request: Request, chip: Chip) -> int:
     """Rows of each segment of a call, or 0 when it is not cut: long calls of one dense sequence with few heads."""
-    q = request.q
-    if q.shape[1] < LEAST_SEGMENTS * LEAST_ROWS or q.shape[0] != 1 or request.cu_seqlens is not None:
+    r, q = request, request.q
+    if q.shape[0] != 1 or r.cu_seqlens is not None or q.dtype.itemsize != 2:
         return 0
-    if q.dtype.itemsize != 2:
+    if r.inplace_final_state or r.ssm_state_indices is not None:
         return 0
-    if request.inplace_final_state or request.ssm_state_indices is not None:
+    if r.return_intermediate_states or r.disable_recompute:
         return 0
-    if request.return_intermediate_states or request.disable_recompute:
+    hopper = cut_on_hopper(r, chip)
+    if hopper and r.T < LEAST_TOTAL_HOPPER:
         return 0
-    programs = request.HV * -(-padded(request.V) // 64)
-    count = min(chip.multiprocessors // programs, request.T // LEAST_ROWS)
+    programs = r.HV * -(-padded(r.V) // 64)
+    room, least = (MOST_PROGRAMS, LEAST_ROWS_HOPPER) if hopper else (chip.multiprocessors, LEAST_ROWS)
+    count = min(room // programs, chip.multiprocessors // programs, r.T // least)
     if count < LEAST_SEGMENTS:
         return 0
-    rows = -(-request.T // count)
+    if hopper:
+        # Segments of one length are a batch, and their boundaries need not be written.
+        even = [n for n in range(LEAST_SEGMENTS, count + 1) if r.T % (2 * CHUNK * n) == 0]
+        count = even[-1] if even and 2 * even[-1] > count else count
+    rows = -(-r.T // count)
     return -(-rows // CHUNK) * CHUNK
 
 
@@ -270,8 +328,45 @@ def saved_slots(request: Request) -> int:
     Whether it is cut depends on the device; shapes must not. At least one: none would say that nothing is saved.
     """
     if request.B == 1 and request.cu_seqlens is None:
-        return request.T // CHUNK + request.T // LEAST_ROWS + 2
+        return request.T // CHUNK + request.T // LEAST_ROWS_HOPPER + 2
     return max(1, slots(request))
+
+
+def starts_shape(r: Request) -> tuple[int, ...]:
+    """Shape of the states at the starts of segments that a training forward saves; () for calls that are never cut.
+
+    As for ``saved_slots`` it does not depend on the device: at most 66 states.
+    """
+    if r.B != 1 or r.cu_seqlens is not None or r.disable_recompute or r.q.dtype != torch.bfloat16:
+        return ()
+    count = min(MOST_PROGRAMS // (2 * r.HV), r.T // LEAST_ROWS_HOPPER) if r.K == r.V == 128 else 0
+    return (count, r.HV, r.V, r.K) if count >= LEAST_SEGMENTS and r.T >= LEAST_TOTAL_HOPPER else ()
+
+
+def in_parts(x: View, count: int) -> View:
+    """``x`` [1, T, ..] as [count, T / count, ..]."""
+    rows = x.shape[1] // count
+    return replace(x, shape=(count, rows, *x.shape[2:]), strides=(rows * x.strides[1], *x.strides[1:]))
+
+
+def as_segments(request: Request, rows: int) -> Request:
+    """The call with its segments as sequences, states V first and none given.
+
+    Segments of one length are a batch; others are packed sequences.
+    """
+    r, count = request, -(-request.T // rows)
+    own: dict[str, Any] = {"initial_state": None, "grad_final_state": None, "state_v_first": True}
+    if count * rows == r.T:
+        names = ("q", "k", "v", "g", "beta", "grad_o")
+        own |= {n: in_parts(x, count) for n in names if (x := getattr(r, n)) is not None}
+    else:
+        own["cu_seqlens"] = View("cu_seqlens", (count + 1,), (1,), torch.int64)
+    return replace(r, **own)
+
+
+def transitions_of(r: Request, chip: Chip) -> BlockConfig | TransitionsHopperConfig:
+    """The kernels that join the segments of a call, by their configuration."""
+    return TransitionsHopperConfig() if cut_on_hopper(r, chip) else transitions_config(chip, padded(r.K), padded(r.V))
 
 
 def transitions_config(chip: Chip, kp: int, vp: int) -> BlockConfig:

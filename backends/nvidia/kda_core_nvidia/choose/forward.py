@@ -9,7 +9,6 @@ import torch
 from kda_core.request import Request
 from kda_core.triton_lib.arguments import decays_bounded, has_contiguous_rows
 from kda_core.triton_lib.layout import CHUNK, padded, slots
-from kda_core.triton_lib.segments import as_packed
 from kda_core_nvidia.choose.chip import Chip
 from kda_core_nvidia.choose.chunk import (
     BlockConfig,
@@ -17,6 +16,8 @@ from kda_core_nvidia.choose.chunk import (
     Precision,
     PrepareConfig,
     PrepareHopperConfig,
+    TransitionsHopperConfig,
+    as_segments,
     choose_prepare,
     hopper_config,
     join_precision,
@@ -24,7 +25,7 @@ from kda_core_nvidia.choose.chunk import (
     saved_slots,
     segment_rows,
     serves,
-    transitions_config,
+    transitions_of,
 )
 
 
@@ -72,20 +73,20 @@ class ForwardChoice:
     saved_slots: int
     bounded: bool
     descriptors: bool
-    transitions: BlockConfig
+    transitions: BlockConfig | TransitionsHopperConfig
     join_precision: str
 
 
 def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
     """How a forward of ``chunk_kda`` runs on ``chip``; ``request`` is metadata alone."""
     rows = segment_rows(request, chip)
-    r = as_packed(request, rows, v_first=True) if rows else request
+    r = as_segments(request, rows) if rows else request
     K, V, dtype, h = r.K, r.V, r.q.dtype, r.return_intermediate_states
     KP, count, heads = padded(K), slots(r), r.N * r.HV
     v = r.v if has_contiguous_rows(r.v) else r.v.contiguous()
     hopper = not h and serves(chip, dtype, count, r.HV, KP, V, v)
     return ForwardChoice(
-        prepare=choose_prepare(r, chip),
+        prepare=choose_prepare(r, chip, cut=bool(rows)),
         recurrence=hopper_config("recurrence", chip, KP, V, heads)
         if hopper
         else recurrence_config(chip, dtype, K, V, heads, h),
@@ -95,6 +96,6 @@ def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
         bounded=decays_bounded(r),
         # Rows of a descriptor are counted in 32 bits.
         descriptors=chip.descriptors and 0 < count * r.HV * 3 * CHUNK < 2**31,
-        transitions=transitions_config(chip, KP, padded(V)),
+        transitions=transitions_of(r, chip),
         join_precision=join_precision(chip),
     )

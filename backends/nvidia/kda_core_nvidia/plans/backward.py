@@ -23,7 +23,6 @@ from kda_core.triton_lib.arguments import gate_kind
 from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.lift import lift
 from kda_core.triton_lib.plan import Builder, Copy, Plan, Sum, View, input_layouts, matrix_tile, token_tile
-from kda_core.triton_lib.segments import cut_into_segments
 from kda_core_nvidia.backward_finish import finish_kernel
 from kda_core_nvidia.backward_gradients import gradients_kernel
 from kda_core_nvidia.backward_hopper import recurrences_hopper
@@ -37,10 +36,10 @@ from kda_core_nvidia.choose.backward import (
     mildest,
     rows_readable,
 )
-from kda_core_nvidia.choose.chunk import HopperConfig, split_scale
-from kda_core_nvidia.plans.forward import Kept, Prepared, add_prepare, gate_parameters, hopper_tiles
+from kda_core_nvidia.choose.chunk import HopperConfig, TransitionsHopperConfig, in_parts, split_scale
+from kda_core_nvidia.plans.forward import Prepared, add_prepare, gate_parameters, hopper_tiles, kept_of
 from kda_core_nvidia.plans.gradients_hopper import CHANNELS, launch_gradients_hopper, launch_gradients_persistent
-from kda_core_nvidia.plans.segments import add_ends, add_starts
+from kda_core_nvidia.plans.segments import add_ends, add_starts, cut_into_segments
 
 FINISH_ELEMENTS = 2048
 """Elements of a tile of ``finish_kernel``."""
@@ -118,7 +117,7 @@ class _Backward:
     def __init__(self, b: Builder, call: Request, choice: BackwardChoice, into: dict[str, View]) -> None:
         self.b, self.call, self.choice, self.into = b, call, choice, into
         self.part = "q" in into
-        r = cut_into_segments(b, call, choice.segment_rows, v_first=True) if choice.segment_rows else call
+        r = cut_into_segments(b, call, choice.segment_rows) if choice.segment_rows else call
         names = [n for n in ("q", "k", "v", "g", "beta", "grad_o") if getattr(r, n) is not None]
         r = replace(r, **{n: x if rows_readable(x := getattr(r, n)) else b.dense(x) for n in names})
         r = replace(r, cu_seqlens=b.dense(r.cu_seqlens), **gate_parameters(b, r))
@@ -141,9 +140,14 @@ class _Backward:
         self.collapsed = self.B == 1 or all(x.strides[0] == x.strides[1] * self.T for x in views)
         self.T_row = self.T if self.collapsed else 0
 
-    def new(self, *arguments: Any) -> View:
-        """A result of the call, or scratch where it is a part of one."""
-        return (self.b.scratch if self.part else self.b.result)(*arguments)
+    def new(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> View:
+        """A result of the call [B, T, ..], or scratch where it is a part of one."""
+        if self.part:
+            return self.b.scratch(name, shape, dtype)
+        if self.B == self.call.B:
+            return self.b.result(name, shape, dtype)
+        # Segments are a batch here.
+        return in_parts(self.b.result(name, (1, self.B * self.T, *shape[2:]), dtype), self.B)
 
     def strides(self, letter: str, x: View | None) -> dict[str, int]:
         """Strides by batch, token and head, by the names of the kernels' parameters."""
@@ -158,10 +162,11 @@ class _Backward:
             prepared = Prepared(*r.saved)
         else:
             how = self.choice.prepare, self.choice.precision, self.choice.bounded
-            kept = Kept(*r.saved) if r.saved else None
+            kept = kept_of(r) if r.saved else None
             prepared = add_prepare(b, r, *how, dv, backward=True, kept=kept)
         want = call.initial_state is not None and "initial_state" in call.needs_grad
-        grad_state = self.new("dinitial_state", call.state_shape, call.state_dtype) if want else None
+        make = b.scratch if self.part else b.result
+        grad_state = make("dinitial_state", call.state_shape, call.state_dtype) if want else None
         states = self._states(prepared, grad_state)
         grads = self._turns(prepared, dv, states)
         if states.grad_initial is not grad_state:
@@ -179,7 +184,7 @@ class _Backward:
         if not self.choice.segment_rows:
             return _States(initial, grad_final, grad_state, (initial, grad_final) if exact else (None, None))
         # The states at the starts of the segments and their gradients at the ends stand for those of packed sequences.
-        first, transitions = add_starts(b, r, self.choice, r.v, prepared.keys, prepared.D, call)
+        first, transitions = self._starts(prepared)
         if r.grad_o is None:
             self.r = r = replace(r, grad_o=b.scratch("do", r.v.shape, r.v.dtype, True))
         factors = prepared.keys, prepared.P, prepared.D
@@ -187,6 +192,14 @@ class _Backward:
         b.free(transitions)
         own = None if grad_state is None else b.scratch("gradients at starts", first.shape, first.dtype)
         return _States(first, last, own, (None, None))
+
+    def _starts(self, prepared: Prepared) -> tuple[View, View | None]:
+        """States at the starts of segments, which a forward for Hopper has saved, and what ``add_starts`` says."""
+        b, r, choice = self.b, self.r, self.choice
+        kept = kept_of(r).starts if r.saved and isinstance(choice.transitions, TransitionsHopperConfig) else None
+        if kept is not None:
+            return kept.cut(0, slice(0, r.N)), None
+        return add_starts(b, r, choice, r.v, prepared.keys, prepared.D, self.call)
 
     def _turns(self, prepared: Prepared, dv: View, states: _States) -> Grads:
         """The recurrences and ``gradients`` for the sequences of each turn, and ``finish``."""
@@ -256,16 +269,16 @@ class _Backward:
         """What ``gradients`` writes: dq and dk by value heads, and partial sums."""
         b, r, into = self.b, self.r, self.into
         shape, blocks = (self.B, self.T, self.HV, self.K), self.blocks
-        dg = into["g"] if self.part else b.result("dg", shape, r.g.dtype)
+        dg = into["g"] if self.part else self.new("dg", shape, r.g.dtype)
         if self.HV != self.H:
             dq, dk = (b.scratch(f"{n} by value head", shape, torch.float32) for n in ("dq", "dk"))
         elif self.part:
             dq, dk = into["q"], into["k"]
         else:
-            dq, dk = (b.result(n, shape, self.dtype) for n in ("dq", "dk"))
+            dq, dk = (self.new(n, shape, self.dtype) for n in ("dq", "dk"))
         found = {"dq": dq, "dk": dk, "dg": dg}
         if self._finished:
-            found["dbeta"] = b.result("dbeta", shape[:3], r.beta.dtype)
+            found["dbeta"] = self.new("dbeta", shape[:3], r.beta.dtype)
         else:
             found["dbeta"] = b.scratch("dbeta by channel block", (blocks, *shape[:3]), torch.float32)
         # Slots that hold nothing write no summand; only packed calls have such.
@@ -343,7 +356,7 @@ class _Backward:
         if self.part:
             dq, dk = self.into["q"], self.into["k"]
         elif self.HV != H:
-            dq, dk = (b.result(n, (self.B, self.T, H, K), self.dtype) for n in ("dq", "dk"))
+            dq, dk = (self.new(n, (self.B, self.T, H, K), self.dtype) for n in ("dq", "dk"))
         tile = max(1, FINISH_ELEMENTS // self.kp)
         constants = {"H": H, "HV": self.HV, "HO": self._wider(), "K": K, "KP": self.kp, "NK": self.blocks, "R": tile}
         rows = self.B * self.T

@@ -22,18 +22,20 @@ from kda_core.triton_lib.arguments import (
 from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.lift import lift
 from kda_core.triton_lib.plan import Builder, Copy, Plan, View, input_layouts, matrix_tile, token_tile
-from kda_core.triton_lib.segments import cut_into_segments
 from kda_core_nvidia.choose import ForwardChoice
 from kda_core_nvidia.choose.chunk import (
     HopperConfig,
     Precision,
     PrepareConfig,
     PrepareHopperConfig,
+    TransitionsHopperConfig,
+    in_parts,
     saved_slots,
     split_scale,
+    starts_shape,
 )
 from kda_core_nvidia.plans.prepare_hopper import launch_prepare_hopper
-from kda_core_nvidia.plans.segments import add_starts
+from kda_core_nvidia.plans.segments import add_starts, cut_into_segments
 from kda_core_nvidia.prepare import prepare
 from kda_core_nvidia.recurrence import recurrence
 from kda_core_nvidia.recurrence_hopper import recurrence_hopper
@@ -50,11 +52,24 @@ class Prepared(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Tensors saved for the backward when recomputation is on; ``inverse``: X in float32."""
+    """Tensors saved for the backward when recomputation is on.
+
+    Attributes:
+        inverse: X in float32.
+        starts: states at the starts of segments, [segments or more, HV, V, K]; of no meaning where the call is not cut.
+    """
 
     P: View
     inverse: View
     norms: View | None = None
+    starts: View | None = None
+
+
+def kept_of(r: Request) -> Kept:
+    """What a forward saved for ``r``."""
+    P, inverse, *rest = r.saved
+    norms = rest.pop(0) if r.use_qk_l2norm_in_kernel else None
+    return Kept(P, inverse, norms, *rest)
 
 
 def _prepared_shapes(count: int, HV: int, KP: int) -> tuple[tuple[int, ...], ...]:
@@ -67,7 +82,8 @@ def saved_specs(request: Request) -> tuple[TensorSpec, ...]:
     """Shapes and dtypes of what a forward saves for its backward.
 
     With ``disable_recompute``: everything that ``prepare`` wrote, in the order of ``Prepared``. Without: P, the inverse
-    in float32 and the norms, from which a second ``prepare`` need not multiply pairs nor invert.
+    in float32 and the norms, from which a second ``prepare`` need not multiply pairs nor invert, and the states at the
+    starts of segments.
     """
     everything = request.disable_recompute
     rows = slots(request) if everything else saved_slots(request)
@@ -78,6 +94,8 @@ def saved_specs(request: Request) -> tuple[TensorSpec, ...]:
         specs = [TensorSpec(keys, dtype), specs[0], TensorSpec(decay, torch.float32), TensorSpec(square, dtype)]
     if request.use_qk_l2norm_in_kernel:
         specs.append(TensorSpec(norms, torch.float32))
+    if not everything and starts_shape(request):
+        specs.append(TensorSpec(starts_shape(request), torch.float32))
     return tuple(specs)
 
 
@@ -156,25 +174,32 @@ def gate_parameters(b: Builder, r: Request) -> dict[str, View | None]:
 
 
 def add_recurrence(
-    b: Builder, r: Request, choice: ForwardChoice, prepared: Prepared, o: View, final_state: View | None, h: View | None
-) -> None:
-    """Add a launch of ``recurrence``, which writes ``o``, ``final_state`` and ``h``."""
+    b: Builder, r: Request, choice: ForwardChoice, prepared: Prepared, o: View, final_state: View | None,
+    h: View | None, whole: Request | None = None,
+) -> None:  # fmt: skip
+    """Add a launch of ``recurrence``, which writes ``o``, ``final_state`` and ``h``.
+
+    Args:
+        whole: the call of which ``r`` has the segments; ``final_state`` is its.
+    """
     v, config = b.rows(r.v), choice.recurrence
     _, T, HV, V = v.shape
     K, KP, v_first, indices = r.K, padded(r.K), r.state_v_first, r.ssm_state_indices
     keys, P, D = prepared[:3]
     unit, strides = row_strides(v=v, o=o)
+    final_v_first = v_first if whole is None else whole.state_v_first
     last = 2 if v_first else 3
-    given = [state_strides(x, v_first) for x in (r.initial_state, final_state) if x is not None]
+    states = (r.initial_state, v_first), (final_state, final_v_first)
+    given = [state_strides(x, first) for x, first in states if x is not None]
     constants: dict[str, Any] = {
         "K": K, "V": V, "KP": KP, "C": CHUNK, "LIFT": lift(v.dtype, r.use_qk_l2norm_in_kernel), "UNIT": unit,
-        "V_FIRST": v_first, "LAST_CONTIGUOUS": all(s[last] == 1 for s in given),
+        "V_FIRST": v_first, "LAST_CONTIGUOUS": all(s[last] == 1 for s in given), "LAST_STATE": whole is not None,
     }  # fmt: skip
     arguments = dict(
         v=v, o=o, initial_state=r.initial_state, final_state=final_state, cu_seqlens=b.dense(r.cu_seqlens),
         indices=indices, T=T, chunks=-(-T // CHUNK), HV=HV,
         **strides, **named_state_strides("i", r.initial_state, v_first),
-        **named_state_strides("f", final_state, v_first),
+        **named_state_strides("f", final_state, final_v_first),
         s_index=0 if indices is None else indices.stride(0), pad_slot_id=r.pad_slot_id,
         o_scale=split_scale(r.scale, v.dtype)[1],
     )  # fmt: skip
@@ -231,8 +256,9 @@ def plan_forward(request: Request, choice: ForwardChoice, h_shape: tuple[int, ..
         h = b.result("h", h_shape, r.state_dtype, zeros)
     training, everything = r.save_for_backward, r.disable_recompute and r.save_for_backward
     keep = choice.saved_slots if training and not everything else 0
+    starts = b.result("starts", starts_shape(r), torch.float32) if keep and starts_shape(r) else None
     if choice.segment_rows:
-        prepared = _add_segments(b, r, choice, o, final_state, keep)
+        prepared = _add_segments(b, r, choice, o, final_state, keep, starts)
     else:
         how = choice.prepare, choice.precision, choice.bounded
         prepared = add_prepare(b, r, *how, o, everything, keep, new=b.result if everything else b.scratch)
@@ -243,21 +269,24 @@ def plan_forward(request: Request, choice: ForwardChoice, h_shape: tuple[int, ..
     if everything:
         results |= prepared._asdict()
     elif training:
-        results |= {"P": prepared.P, "X": prepared.X, "norms": prepared.norms}
+        results |= {"P": prepared.P, "X": prepared.X, "norms": prepared.norms, "starts": starts}
     return b.plan(input_layouts(request), results)
 
 
 def _add_segments(
-    b: Builder, r: Request, choice: ForwardChoice, o: View, final_state: View | None, keep: int
+    b: Builder, r: Request, choice: ForwardChoice, o: View, final_state: View | None, keep: int, starts: View | None
 ) -> Prepared:
-    """Run both kernels with the sequence cut into segments; they write ``o`` and ``final_state``."""
-    packed = cut_into_segments(b, r, choice.segment_rows, v_first=True)
-    prepared = add_prepare(b, packed, choice.prepare, choice.precision, choice.bounded, o, keep=keep)
-    packed = replace(packed, v=b.rows(r.v))
-    first, _ = add_starts(b, packed, choice, packed.v, prepared.keys, prepared.D, r)
-    last = None if final_state is None else b.scratch("last states", first.shape, first.dtype)
-    add_recurrence(b, replace(packed, initial_state=first), choice, prepared, o, last, None)
-    if last is not None:
-        end = last.cut(0, slice(packed.N - 1, packed.N))
-        b.step(Copy(final_state, end if r.state_v_first else end.mT))
+    """Run both kernels with the sequence cut into segments; they write ``o`` and ``final_state``.
+
+    Args:
+        starts: for the states at the starts of segments, of which a backward for Hopper makes use.
+    """
+    cut = cut_into_segments(b, r, choice.segment_rows)
+    if cut.cu_seqlens is None:
+        o = in_parts(o, cut.N)
+    prepared = add_prepare(b, cut, choice.prepare, choice.precision, choice.bounded, o, keep=keep)
+    cut = replace(cut, v=b.rows(cut.v))
+    own = starts.cut(0, slice(0, cut.N)) if starts and isinstance(choice.transitions, TransitionsHopperConfig) else None
+    first, _ = add_starts(b, cut, choice, cut.v, prepared.keys, prepared.D, r, own)
+    add_recurrence(b, replace(cut, initial_state=first), choice, prepared, o, final_state, None, whole=r)
     return prepared

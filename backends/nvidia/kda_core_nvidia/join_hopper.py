@@ -1,0 +1,125 @@
+"""``join`` for Hopper, written in Gluon: states at the starts of segments, x ← M x + b from one segment to the next.
+
+Grid: (V / BV, HV, count). The program of segment s has work where s is first, or where all rows of the segment before
+it have forgotten (``transitions_hopper``): then the state at its start is b of that segment alone. It goes on up to the
+next start of this kind. Where nothing is forgotten, the program of s = 0 takes all segments, one after another; where
+everything is, all programs start at once and multiply nothing. The data decide, on the device.
+
+The chain of dependent steps limits it. So the matrices, 64 KiB for a segment and head, are loaded ahead, and products
+take their two bfloat16 parts as they lie; the state is split in the same way, and the product of both second parts is
+left out (2^-16 of a result).
+
+Reverse: segments from the last to the first, with the transposed matrices and the sums of
+``reverse_transitions_hopper``; states are gradients at the ends of segments then.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block
+
+
+@gluon.jit
+def _begin(matrices, t, end, step, row, stage, ready, buffer, K: gl.constexpr):
+    """Start to load both parts of the matrix of step t."""
+    bar = ready.index(stage)
+    mbarrier.expect(bar, 2 * K * K * 2, pred=t < end)
+    copy_block(matrices, [row + t * step, 0], bar, buffer.index(2 * stage), pred=t < end)
+    copy_block(matrices, [row + t * step + K, 0], bar, buffer.index(2 * stage + 1), pred=t < end)
+
+
+@gluon.jit(do_not_specialize=["count"])
+def join_hopper(
+    matrices,  # descriptor of M (reverse: Mᵀ) as two parts, [(count - 1) · HV · 2 · K, K] by [K, K]
+    additions,  # b, float32 [count - 1, HV, K, V]
+    forgotten,  # int32 [count - 1, HV, PARTS]
+    given,  # [1, HV, K, V] (or [1, HV, V, K]) or None: the first state (reverse: the last one's gradient)
+    states,  # float32 [count, HV, V, K]
+    count,
+    HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, PARTS: gl.constexpr,
+    MOST: gl.constexpr,  # a power of two, at least count - 1
+    V_FIRST: gl.constexpr,  # the layout of ``given``
+    REVERSE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    num_warps: gl.constexpr = gl.num_warps()
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BV, 16])
+    WHOLE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([K, K], gl.bfloat16)
+    HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([K, BV], gl.bfloat16)
+    FLAGS: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
+    i_v = gl.program_id(0)
+    i_h = gl.program_id(1)
+    i_s = gl.program_id(2)
+    last = count - 1
+    # Step t leads from the t-th state that is known to the next one. Its matrix lies at t, in reverse from the end.
+    o_t = gl.arange(0, MOST, layout=FLAGS)
+    if REVERSE:
+        at_t = last - 1 - o_t
+    else:
+        at_t = o_t
+    gone = gl.full([MOST], 1, gl.int32, FLAGS)
+    for part in gl.static_range(PARTS):
+        gone = gone & gl.load(forgotten + (at_t * HV + i_h) * PARTS + part, mask=o_t < last, other=1)
+    if (i_s > 0) & (gl.sum(gl.where(o_t == i_s - 1, gone, 0), 0) == 0):
+        return
+    end = gl.minimum(gl.min(gl.where((o_t >= i_s) & (gone != 0), o_t, MOST), 0), last)
+
+    buffer = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, K, K], WHOLE)
+    first_part = gl.allocate_shared_memory(gl.bfloat16, [K, BV], HALF)
+    second_part = gl.allocate_shared_memory(gl.bfloat16, [K, BV], HALF)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(ready.index(s), count=1)
+    fence_async_shared()
+    block_barrier()
+
+    # Where what step t reads and writes lies: + t · step.
+    if REVERSE:
+        step = -HV
+        first = (last - 1) * HV + i_h
+        first_state = last * HV + i_h
+    else:
+        step = gl.to_tensor(HV)
+        first = gl.to_tensor(0) + i_h
+        first_state = first
+    row, row_step = first * (2 * K), step * (2 * K)
+    for s in gl.static_range(STAGES):
+        _begin(matrices, i_s + s, end, row_step, row, s, ready, buffer, K)
+    o_k = gl.arange(0, K, layout=gl.SliceLayout(1, L))
+    o_v = i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(0, L))
+    at_b = o_k[:, None] * V + o_v[None, :]
+    at_x = o_v[None, :] * K + o_k[:, None]
+    if i_s > 0:
+        x = gl.load(additions + (first + (i_s - 1) * step).to(gl.int64) * (K * V) + at_b)
+    elif given is None:
+        x = gl.full([K, BV], 0.0, gl.float32, L)
+    elif V_FIRST:
+        x = gl.load(given + i_h * (K * V) + at_x).to(gl.float32)
+    else:
+        x = gl.load(given + i_h * (K * V) + at_b).to(gl.float32)
+    gl.store(states + (first_state + i_s * step).to(gl.int64) * (V * K) + at_x, x)
+    for t in range(i_s, end):
+        j = t - i_s
+        stage = j % STAGES
+        b = gl.load(additions + (first + t * step).to(gl.int64) * (K * V) + at_b)
+        x_first = x.to(gl.bfloat16)
+        first_part.store(x_first)
+        second_part.store((x - x_first.to(gl.float32)).to(gl.bfloat16))
+        fence_async_shared()
+        block_barrier()
+        mbarrier.wait(ready.index(stage), (j // STAGES) & 1)
+        x = warpgroup_mma(buffer.index(2 * stage), first_part, b, is_async=True)
+        x = warpgroup_mma(buffer.index(2 * stage), second_part, x, is_async=True)
+        x = warpgroup_mma(buffer.index(2 * stage + 1), first_part, x, is_async=True)
+        x = warpgroup_mma_wait(0, deps=(x,))
+        # Every warp has done with what was loaded, and with both parts of the state.
+        block_barrier()
+        _begin(matrices, t + STAGES, end, row_step, row, stage, ready, buffer, K)
+        gl.store(states + (first_state + (t + 1) * step).to(gl.int64) * (V * K) + at_x, x)
+    for s in gl.static_range(STAGES):
+        mbarrier.invalidate(ready.index(s))
