@@ -92,8 +92,7 @@ class TransitionsHopperConfig:
         stages, registers: of ``transitions_hopper``: chunks that are loaded ahead, registers of a thread at launch.
             With fewer, ptxas runs the products one after another.
         reverse_stages, reverse_registers: the same of ``reverse_transitions_hopper``.
-        join_block, join_stages: value channels of a program of ``join_hopper``, matrices that it loads ahead. Up to 32
-            channels its products take as long as fewer: reading the matrix limits them.
+        join_block, join_stages: value channels of a program of ``join_hopper``, matrices that it loads ahead.
     """
 
     rows: int = 64
@@ -103,7 +102,7 @@ class TransitionsHopperConfig:
     registers: int = 144
     reverse_stages: int = 4
     reverse_registers: int = 152
-    join_block: int = 32
+    join_block: int = 16
     join_stages: int = 3
 
 
@@ -315,6 +314,8 @@ def segment_rows(request: Request, chip: Chip) -> int:
     if count < LEAST_SEGMENTS:
         return 0
     if hopper:
+        # A step of the join takes as long as two chunks of the other kernels.
+        count = max(LEAST_SEGMENTS, min(count, math.isqrt(r.T // (2 * CHUNK))))
         # Segments of one length are a batch, and their boundaries need not be written.
         even = [n for n in range(LEAST_SEGMENTS, count + 1) if r.T % (2 * CHUNK * n) == 0]
         count = even[-1] if even and 2 * even[-1] > count else count
