@@ -26,7 +26,7 @@ SOURCE_FILES = $(shell find $(1) -type f -not -path '*/__pycache__/*')
 .PHONY: help announcement demo test test-end-to-end bench lint typecheck environment wheels clean compiler FORCE
 
 help: ## Show this list.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo "  Variables: PYTHON=$(PYTHON)  VENV=$(VENV)  TORCH=$(TORCH)  BACKENDS=\"$(BACKENDS)\" (wheels to install)"
 	@echo "             BACKEND=$(BACKEND) (the one under test)  WORKERS=$(WORKERS) (processes that run tests)"
@@ -59,7 +59,7 @@ lint: $(STAMPS)/lint ## Check style and formatting.
 	$(VENV)/bin/ruff format --check .
 
 typecheck: $(STAMPS)/lint $(STAMPS)/test ## Check the types of the core.
-	$(VENV)/bin/mypy --follow-imports=silent kda_core/*.py
+	$(VENV)/bin/mypy --follow-imports=silent kda_core/*.py kda_core/nn/*.py
 
 # torch.compile's default backend writes C++; CXX is the variable that it reads, too.
 compiler:
@@ -75,7 +75,7 @@ wheels: $(call WHEELS,core $(ALL_BACKENDS)) ## Build the wheels of the core and 
 clean: ## Remove the environment, the wheels and caches (not demo-output).
 	@if [ -d "$(STAMPS)" ]; then rm -rf "$(VENV)"; fi
 	rm -rf $(DIST) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find kda_core backends benchmarks tests tools examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	find kda_core backends integrations benchmarks tests tools examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A file that holds the value of a variable and is touched only when that changes.
 $(STAMPS)/%.value: FORCE
@@ -128,6 +128,53 @@ $(STAMPS)/docs $(STAMPS)/release: $(STAMPS)/%: requirements/%.txt $(CONSTRAINTS)
 	@echo "environment: requirements/$*.txt"
 	@$(PIP) install --no-compile -r $<
 	@touch $@
+
+# Adapters for other stacks: each with the oldest and newest version of the stack, in an environment of its own.
+STACKS := fla-0.6.0 transformers-5.18.0 transformers-5.24.0 kernels-0.17.2
+STACK_OF = $(firstword $(subst -, ,$(1)))
+PACKAGES_fla := flash-linear-attention triton
+PACKAGES_transformers := transformers
+PACKAGES_kernels := kernels transformers
+PINNED_fla := fla-core|flash-linear-attention
+PINNED_transformers := transformers
+PINNED_kernels := kernels
+ADAPTERS := $(notdir $(patsubst %/pyproject.toml,%,$(wildcard integrations/*/pyproject.toml)))
+STACK_ENVIRONMENTS := build/integrations
+$(foreach a,$(ADAPTERS),$(eval $(call WHEEL_RULE,$(a),integrations/$(a),$(call SOURCE_FILES,integrations/$(a)))))
+
+.PHONY: integrations-test fla-own-tests hub-build
+.PRECIOUS: $(STACK_ENVIRONMENTS)/%/.stamp
+
+$(STACK_ENVIRONMENTS)/%/.stamp: requirements/stack.txt $(CONSTRAINTS) $(STAMPS)/TORCH.value | $(STAMPS)/venv
+	@echo "environment: $*"
+	@rm -rf $(@D) && $(PYTHON) -m venv $(@D)
+	@sed -E 's/^($(PINNED_$(call STACK_OF,$*)))==.*/\1==$(lastword $(subst -, ,$*))/' $(CONSTRAINTS) > $(@D)/constraints.txt
+	@$(@D)/bin/python -m pip install -qq --no-compile -c $(@D)/constraints.txt '$(TORCH)'
+	@$(@D)/bin/python -m pip install -qq --no-compile -c $(@D)/constraints.txt \
+		$$(grep -v '^#' requirements/stack.txt) $(PACKAGES_$(call STACK_OF,$*))
+	@touch $@
+
+integrations-test: $(STACKS:%=integrations-test-%) ## Set each stack up in an environment of its own, run its adapter's tests.
+
+# The console script, as for make test: the wheels are under test.
+integrations-test-%: $(STACK_ENVIRONMENTS)/%/.stamp $(call WHEELS,core cpu $(ADAPTERS))
+	@$(<D)/bin/python -m pip install -qq --no-compile --no-deps --force-reinstall \
+		$(DIST)/kda_core-*.whl $(DIST)/kda_core_cpu-*.whl $(patsubst %,$(DIST)/kda_core_%-*.whl,$(filter $(call STACK_OF,$*),$(ADAPTERS)))
+	@$(<D)/bin/python -m pip check
+	$(<D)/bin/pytest -m end_to_end tests/integrations/test_$(call STACK_OF,$*).py $(PYTEST_ARGS)
+
+hub-build: environment ## Write a repository for Hugging Face's kernels library in build/hub.
+	$(VENV_PYTHON) integrations/hub/build.py build/hub
+
+FLA_SOURCE ?= https://github.com/fla-org/flash-linear-attention
+FLA_COMMIT := bc3b101dcb713ddc5bd8924b66754eb68b5ccf89
+
+# torch.device("cuda") stands in the file; the plugin sets the rest of the device.
+fla-own-tests: integrations-test-fla-0.6.0 ## Fetch fla's own tests of KDA (FLA_SOURCE) and run them on kda_core.
+	git init -q build/fla && git -C build/fla fetch -q --depth 1 $(FLA_SOURCE) $(FLA_COMMIT)
+	git -C build/fla show FETCH_HEAD:tests/ops/test_kda.py | sed 's/"cuda"/"cpu"/' > build/fla/test_kda.py
+	cd build/fla && OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/tests/integrations \
+		../integrations/fla-0.6.0/bin/pytest -p fla_own -n $(WORKERS) -q test_kda.py
 
 .PHONY: docs release
 

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from kda_mixer import KimiDeltaAttention, MixerCache
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from kda_core.nn import KDACache, KimiDeltaAttention
 
 VOCABULARY = 256
 
@@ -51,12 +52,12 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.mixer_norm = nn.RMSNorm(config.dim)
-        self.mixer = KimiDeltaAttention(config.dim, config.heads, config.head_dim)
+        self.mixer = KimiDeltaAttention(config.dim, num_heads=config.heads, head_dim=config.head_dim)
         self.mlp_norm = nn.RMSNorm(config.dim)
         self.mlp = SwiGLU(config.dim, config.mlp_dim)
 
-    def forward(self, x: Tensor, cache: MixerCache | None = None) -> Tensor:
-        x = x + self.mixer(self.mixer_norm(x), cache)
+    def forward(self, x: Tensor, cache: KDACache | None = None) -> Tensor:
+        x = x + self.mixer(self.mixer_norm(x), cache=cache)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -72,7 +73,7 @@ class ByteLM(nn.Module):
         self.head = nn.Linear(config.dim, VOCABULARY, bias=False)
         nn.init.normal_(self.embedding.weight, std=0.02)
 
-    def forward(self, tokens: Tensor, caches: list[MixerCache] | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, caches: list[KDACache] | None = None) -> Tensor:
         """Predict the byte behind each of ``tokens`` [B, T] (int64): logits [B, T, 256].
 
         With ``caches`` (from ``new_caches``) the tokens continue those of the last call.
@@ -82,9 +83,9 @@ class ByteLM(nn.Module):
             x = block(x, None if caches is None else caches[i])
         return self.head(self.norm(x))
 
-    def new_caches(self) -> list[MixerCache]:
+    def new_caches(self) -> list[KDACache]:
         """Empty caches, one for each block."""
-        return [MixerCache() for _ in self.blocks]
+        return [KDACache() for _ in self.blocks]
 
     @torch.inference_mode()
     def generate(self, prompt: bytes, length: int, temperature: float, top_k: int, seed: int) -> Iterator[int]:

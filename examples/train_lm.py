@@ -5,8 +5,8 @@
     python examples/train_lm.py --text book.txt                   # on any file
     python examples/train_lm.py --generate-only --prompt "The "   # from the checkpoint
 
-Writes checkpoint.pt and loss.png into the output folder. kda_mixer.py shows how kda_core is called,
-byte_lm.py is the model, training.py the rest.
+Writes checkpoint.pt and loss.png into the output folder. byte_lm.py is the model, training.py the
+rest.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from kda_core import _checked
 from kda_core._checked import checked_calls
 from kda_core._devices import default_device
 from kda_core._plugins import use_backend
-from kda_core.api import backends, chunk_kda, explain, fused_recurrent_kda, kda_gate
+from kda_core.api import backends, chunk_kda, explain, fused_recurrent_kda, kda_gate, supports
 from kda_core.errors import (
     BackendNotFound,
     BrokenBackend,
@@ -35,5 +35,6 @@ __all__ = [
     "explain",
     "fused_recurrent_kda",
     "kda_gate",
+    "supports",
     "use_backend",
 ]

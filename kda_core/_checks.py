@@ -317,12 +317,6 @@ def _check_gate(
         _expect_number("lower_bound", lower_bound)
         if not (lower_bound < 0 and _is_normal(lower_bound, dtype)):
             _fail("lower_bound", f"a number below 0 and {_normal_range(dtype)}", f"{lower_bound}")
-        if not in_kernel and not safe_gate:
-            _fail(
-                "lower_bound",
-                "use_gate_in_kernel=True or safe_gate=True beside it",
-                "neither, so that it has no effect",
-            )
     if not in_kernel:
         for name, t in (("A_log", A_log), ("dt_bias", dt_bias)):
             if t is not None:

@@ -5,6 +5,7 @@ The commands themselves are in ``kda_core._commands``, which needs the extra ``c
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
 import sys
@@ -19,6 +20,7 @@ from kda_core._contract import found_entry_points
 from kda_core._devices import default_device
 from kda_core.capabilities import FOREIGN_VARIABLE, Available, BackendInfo, Unavailable
 from kda_core.errors import BackendNotFound, BrokenBackend, UnsupportedCall
+from kda_core.integrations import integrations
 
 EXIT_BAD_ARGUMENTS = 2
 
@@ -85,6 +87,7 @@ def info() -> dict[str, Any]:
         "default_device_reason": reason,
         "backends": [*_found_backends(devices), *_wheels_not_installed()],
         "entry_points": _entry_points(),
+        "integrations": [dataclasses.asdict(found) for found in integrations()],
         "environment": {name: os.environ.get(name) for name in ENVIRONMENT_VARIABLES},
         "platform": platforms.flags(),
     }

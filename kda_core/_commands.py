@@ -25,6 +25,7 @@ from rich.table import Table
 import kda_core
 from kda_core import _cli, _plugins, api, platforms
 from kda_core._example_call import MOST_BYTES, CallShape, example_call
+from kda_core._ledger import Explanation
 from kda_core.call_plan import CallPlan
 from kda_core.capabilities import Available, Unavailable
 from kda_core.errors import BackendNotFound, BrokenBackend, KdaError, UnsupportedCall
@@ -40,8 +41,8 @@ OPS: dict[str, Any] = {
 TYPES: dict[str, Any] = {"bool": bool, "int": int, "float | None": float | None}
 """The command line's types of flags and numbers, by the annotations of the public functions."""
 STYLES = {
-    **dict.fromkeys(("chosen", "available", "passed"), "green"),
-    **dict.fromkeys(("refused", "untested", "unavailable", "not installed"), "yellow"),
+    **dict.fromkeys(("chosen", "available", "passed", "ready"), "green"),
+    **dict.fromkeys(("refused", "untested", "unavailable", "not installed", "switched off", "unsupported"), "yellow"),
     **dict.fromkeys(("broken", "incompatible", "conflict", "FAILED"), "red"),
 }
 
@@ -90,6 +91,9 @@ def info(as_json: AsJson = False) -> None:
     _print_table("Backends", ("backend", "device", "state", "priority", "about"), backends)
     entry_points = [(e["name"], e["value"], e["distribution"] or "") for e in found["entry_points"]]
     _print_table("Entry points", ("name", "module", "distribution"), entry_points)
+    adapters = [(i["name"], i["state"], i["distribution"], i["reason"] or i["supports"]) for i in found["integrations"]]
+    if adapters:
+        _print_table("Integrations", ("stack", "state", "wheel", "about"), adapters)
     environment = [
         (name, "(unset)" if value is None else value, _cli.ENVIRONMENT_VARIABLES[name])
         for name, value in found["environment"].items()
@@ -213,7 +217,7 @@ def explain(
         raise typer.Exit(EXIT_NOT_SERVED)
 
 
-def _show_explanation(explanation: _plugins.Explanation, op: str, as_json: bool) -> None:
+def _show_explanation(explanation: Explanation, op: str, as_json: bool) -> None:
     if as_json:
         verdicts = [{"backend": v.backend, "status": v.status, "reason": v.reason} for v in explanation.verdicts]
         _print_json({"op": explanation.op, "chosen": explanation.chosen, "verdicts": verdicts})

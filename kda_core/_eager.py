@@ -7,6 +7,7 @@ training step half a millisecond, which is longer than the kernels of a small la
 from __future__ import annotations
 
 import types
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -82,6 +83,11 @@ _BEFORE = 3
 """Arguments of ``_Call`` ahead of the tensors."""
 
 
+def _strides(tensors: Sequence[Tensor | None]) -> list[tuple[int, ...] | None]:
+    """What a memo requires of saved tensors: their hooks may return others, e.g. when they offload to the CPU."""
+    return [None if t is None else t.stride() for t in tensors]
+
+
 class _Call(torch.autograd.Function):
     """``chunk_kda`` or ``fused_recurrent_kda`` of the tensors that a call has."""
 
@@ -95,7 +101,7 @@ class _Call(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *saved)
         # Not the request: it holds the tensors, and autograd decides how long they live.
-        ctx.call = backend, kind, r.memo, None if r.memo is None else [t.stride() for t in tensors]
+        ctx.call = backend, kind, r.memo, None if r.memo is None else _strides(tensors)
         return result.o, result.final_state
 
     @staticmethod
@@ -106,8 +112,7 @@ class _Call(torch.autograd.Function):
         names, needs = kind.names, ctx.needs_input_grad[_BEFORE:]
         tensors = dict(zip(names, kept[: len(names)], strict=True))
         saved = kept[len(names) :]
-        if strides is not None and strides != [t.stride() for t in kept[: len(names)]]:
-            # Hooks of saved tensors may return tensors with other strides, e.g. when they offload to the CPU.
+        if strides is not None and strides != _strides(kept[: len(names)]):
             memo = None
         if grad_o is None and grad_final_state is None:
             return (None,) * (_BEFORE + len(names))
@@ -142,7 +147,7 @@ class _GateCall(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, backend: Backend, r: GateRequest, *tensors: Tensor | None) -> Tensor:
         ctx.save_for_backward(*tensors)
-        ctx.backend, ctx.lower_bound, ctx.memo = backend, r.lower_bound, r.memo
+        ctx.call = backend, r.lower_bound, r.memo, _strides(tensors)
         return _ops.gate_forward(backend, r)
 
     @staticmethod
@@ -151,20 +156,23 @@ class _GateCall(torch.autograd.Function):
         if not compiling:
             _check_gradients("kda_gate", grad)
         tensors, needs = ctx.saved_tensors, list(ctx.needs_input_grad[2:])
+        backend, lower_bound, memo, strides = ctx.call
         if compiling or torch.is_grad_enabled() or needs_operator(grad):
             named = dict(zip(_schemas.GATE_DIFFERENTIABLE, tensors, strict=True))
-            more = {"lower_bound": ctx.lower_bound, "backend": ctx.backend.info.name}
+            more = {"lower_bound": lower_bound, "backend": backend.info.name}
             grads = _ops.call_gate_backward({**named, **more, "grad_output": grad, "needs": needs})
             return (None, None, *map(grads.get, _schemas.GATE_DIFFERENTIABLE))
         names = _schemas.GATE_DIFFERENTIABLE
         r = GateRequest(
             **dict(zip(names, tensors, strict=True)),
-            lower_bound=ctx.lower_bound,
+            lower_bound=lower_bound,
             save_for_backward=True,
             grad_output=grad,
             needs_grad=frozenset(name for name, wanted in zip(names, needs, strict=True) if wanted),
         )
-        grads = _ops.gate_backward(ctx.backend, r, ctx.memo)
+        if strides == _strides(tensors):
+            r.__dict__["memo"] = memo
+        grads = _ops.gate_backward(backend, r)
         return (None, None, *(grads[name] if wanted else None for name, wanted in zip(names, needs, strict=True)))
 
 

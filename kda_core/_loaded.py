@@ -13,7 +13,7 @@ from kda_core import _ranges
 from kda_core._torch_private import profiling
 from kda_core.capabilities import Available, BackendInfo, Unavailable
 from kda_core.errors import ContractViolation
-from kda_core.request import AnyRequest, Request
+from kda_core.request import AnyRequest, LayerRequest, Request
 
 watch: Callable[[Backend, str, Callable[..., Any]], Callable[..., Any]] | None = None
 """Wraps the hooks of all backends while calls are checked: (backend, hook, caller) -> caller."""
@@ -49,7 +49,7 @@ class Backend:
         """Drop the cached callers, so that the next call sees new wrappers and ``watch``."""
         self._callers.clear()
 
-    def result(self, hook: str, request: AnyRequest) -> Any:
+    def result(self, hook: str, request: AnyRequest | LayerRequest) -> Any:
         """Call a hook that must answer."""
         caller = self._callers.get(hook)
         if caller is None:

@@ -138,9 +138,9 @@ def gate_forward(backend: Backend, r: GateRequest) -> Tensor:
     return log_decay
 
 
-def gate_backward(backend: Backend, r: GateRequest, memo: dict | None = None) -> dict[str, Tensor]:
-    """Run the backward of ``kda_gate``; ``memo``: that of the forward."""
-    return _checked(backend, r, backend.result("kda_core_gate_backward", r), memo)
+def gate_backward(backend: Backend, r: GateRequest) -> dict[str, Tensor]:
+    """Run the backward of ``kda_gate``."""
+    return _checked(backend, r, backend.result("kda_core_gate_backward", r), r.memo)
 
 
 def _checked(backend: Backend, r: AnyRequest, result: Any, memo: dict | None) -> dict[str, Tensor]:

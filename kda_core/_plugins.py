@@ -12,15 +12,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from importlib import metadata
-from typing import Literal
 
 import pluggy
 
 import kda_core
 from kda_core import _checks, _meta, _torch_private, hookspecs, platforms
 from kda_core._contract import contract_problem, found_entry_points, mismatch, read_info
+from kda_core._ledger import Explanation, LedgerEntry, State, Status, Verdict
 from kda_core._loaded import Backend
 from kda_core._signature import Like, is_plain, signature
 from kda_core.call_plan import CallPlan
@@ -33,59 +32,6 @@ ENVIRONMENT_VARIABLE = "KDA_BACKEND"
 
 # Packed training batches have many lengths, each with its own signature. The cache is cleared at this size.
 MAX_CACHED_CHOICES = 4096
-
-State = Literal["loaded", "broken", "incompatible", "conflict"]
-Status = Literal["chosen", "accepted", "refused", "unavailable", "not installed", "broken"]
-
-
-@dataclass(frozen=True, slots=True)
-class LedgerEntry:
-    """The outcome of loading one entry point, or of registering one plugin by hand.
-
-    Attributes:
-        name: the backend's name, or the entry point's when the backend could not say.
-        distribution: name and version of the wheel, or "" when it was registered by hand.
-        entry_point: ``module:attribute``.
-        state: "loaded", or why it is not.
-        reason: for users; "" when loaded.
-        info: the backend's identity card, when it could be read.
-    """
-
-    name: str
-    distribution: str
-    entry_point: str
-    state: State
-    reason: str = ""
-    info: BackendInfo | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """One backend's answer about one call."""
-
-    backend: str
-    status: Status
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """The answer of ``explain``: a verdict for every known backend, and which one would be chosen.
-
-    Attributes:
-        op: the public function that was asked about.
-        chosen: name of the backend that would serve the call, or None.
-        verdicts: one for each known backend, best priority first.
-    """
-
-    op: str
-    chosen: str | None
-    verdicts: tuple[Verdict, ...]
-
-    def __str__(self) -> str:
-        head = f"{self.op}: " + (f"served by {self.chosen!r}" if self.chosen else "no backend can serve this call")
-        lines = [f"  {v.backend}: {v.status}" + (f" ({v.reason})" if v.reason else "") for v in self.verdicts]
-        return "\n".join([head, *lines])
 
 
 class Registry:
@@ -100,10 +46,10 @@ class Registry:
         self.manager.add_hookspecs(hookspecs)
         self._backends: dict[str, Backend] = {}
         self._ledger: list[LedgerEntry] = []
-        # By signature, the backend and the calls' memo.
-        self._choices: dict[tuple, tuple[Backend, dict]] = {}
+        # By signature, the backend (or why none serves the call) and the calls' memo.
+        self._choices: dict[tuple, tuple[Backend | str, dict]] = {}
         # By operator, a fast match with the last call, and its choice.
-        self._latest: dict[str, tuple[Like, tuple[Backend, dict]]] = {}
+        self._latest: dict[str, tuple[Like, tuple[Backend | str, dict]]] = {}
 
     def load(self) -> None:
         """Load the oracle and every installed wheel, once."""
@@ -315,6 +261,19 @@ class Registry:
             ValueError, TypeError: the arguments are wrong.
             UnsupportedCall: no installed backend, or not the named one, can serve the call.
         """
+        backend = self._backend_of(request, name)
+        _check_values(request)
+        return backend
+
+    def supports(self, request: AnyRequest, name: str | None) -> tuple[bool, str]:
+        """Whether ``choose`` finds a backend, and why not; the values of index tensors are not read."""
+        try:
+            self._backend_of(request, name)
+        except UnsupportedCall as error:
+            return False, str(error)
+        return True, ""
+
+    def _backend_of(self, request: AnyRequest, name: str | None) -> Backend:
         latest = self._latest.get(request.op)
         if latest is not None and latest[0](request, name):
             backend, memo = latest[1]
@@ -333,26 +292,34 @@ class Registry:
             if like is None:
                 like = memo[Like] = Like(request, name)
             self._latest[request.op] = like, found
+        if isinstance(backend, str):
+            raise UnsupportedCall(backend)
         request.__dict__["memo"] = memo
-        if type(request) is Request:
-            _checks.check_values(request)
         return backend
 
     def _chosen_anew(self, request: AnyRequest, name: str | None, key: tuple | None) -> Backend:
-        """``choose`` for a call with a new signature, or without one (``key`` is None)."""
+        """The backend of a call with a new signature, or without one (``key`` is None)."""
         if _checks.convert_scalars(request) | _checks.resolve_signs(request):
-            return self.choose(request, name)
+            return self._backend_of(request, name)
         self.load()
         _checks.check(request)
-        backend = self._choose(request, name)
+        memo: dict = {}
+        try:
+            backend = self._choose(request, name)
+        except UnsupportedCall as error:
+            self._keep(key, str(error), memo)
+            raise
         if key is not None:
-            if len(self._choices) >= MAX_CACHED_CHOICES:
-                self._choices.clear()
-            memo: dict = {}
-            self._choices[key] = backend, memo
+            self._keep(key, backend, memo)
             request.__dict__["memo"] = memo
-        _check_values(request)
         return backend
+
+    def _keep(self, key: tuple | None, choice: Backend | str, memo: dict) -> None:
+        if key is None:
+            return
+        if len(self._choices) >= MAX_CACHED_CHOICES:
+            self._choices.clear()
+        self._choices[key] = choice, memo
 
     def _choose(self, request: AnyRequest, name: str | None) -> Backend:
         if _meta.is_meta(request):

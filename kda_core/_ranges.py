@@ -25,7 +25,7 @@ ROWS = {
 """Hooks that compute, with the operator that each one serves."""
 
 
-def call_within_range(caller: Callable[..., Any], backend: str, hook: str, request: AnyRequest) -> Any:
+def call_within_range(caller: Callable[..., Any], backend: str, hook: str, request: Any) -> Any:
     """Call a backend's hook inside a row; hooks that compute nothing have none."""
     if hook not in ROWS:
         return caller(request=request)

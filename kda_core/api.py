@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from kda_core import _checks, _eager, _ops, _plugins
+from kda_core._ledger import Explanation, LedgerEntry
 from kda_core._ops import default_scale
-from kda_core._plugins import Explanation, LedgerEntry, registry
+from kda_core._plugins import registry
 from kda_core._torch_private import constant_in_graphs, in_forward_mode
 from kda_core.call_plan import CallPlan
 from kda_core.request import AnyRequest, GateRequest, Request, build_request
@@ -117,7 +118,8 @@ def chunk_kda(
         safe_gate: a promise that decays lie within [lower_bound, 0) ([-5, 0) without a bound); a backend may use it for
             speed. A broken promise may give wrong results (decays below the bound may count as the bound), but never
             NaN. With ``use_gate_in_kernel`` it needs ``lower_bound``.
-        lower_bound: negative, as ``scale``; chooses the bounded gate, or with ``safe_gate`` alone is the hint's bound.
+        lower_bound: negative, as ``scale``; chooses the bounded gate. Beside given decays it is the bound that
+            ``safe_gate`` promises, and without ``safe_gate`` it changes nothing.
         disable_recompute: save what the chunks' backward would compute again: faster, more memory, the same gradients.
             In fla it saves every intermediate. Here a backend may save only some, or none: its ``kda_core_saved_spec``
             says which, and the guide to training lists them.
@@ -197,6 +199,7 @@ def fused_recurrent_kda(
     pad_slot_id: int = -1,
     out: Tensor | None = None,
     backend: str | None = None,
+    safe_gate: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     r"""Kimi Delta Attention token by token, with the state kept on chip: for decoding and short sequences.
 
@@ -232,7 +235,7 @@ def fused_recurrent_kda(
             "scale": default_scale(q) if scale is None else scale, "initial_state": initial_state,
             "output_final_state": output_final_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
             "use_gate_in_kernel": use_gate_in_kernel, "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
-            "allow_neg_eigval": allow_neg_eigval, "safe_gate": False, "lower_bound": lower_bound,
+            "allow_neg_eigval": allow_neg_eigval, "safe_gate": safe_gate, "lower_bound": lower_bound,
             "disable_recompute": False, "return_intermediate_states": False, "state_v_first": state_v_first,
             "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": None, "cp_context": None, "chunk_size": 64,
             "ssm_state_indices": ssm_state_indices, "num_accepted_tokens": num_accepted_tokens,
@@ -341,19 +344,55 @@ def plan(*args: Any, op: str = "chunk_kda", chip: str | None = None, **kwargs: A
 
 def _ask(question: Callable[[AnyRequest, str | None], Any], op: str, args: Any, kwargs: Any) -> Any:
     """The answer to a question about a call: ``question`` takes its request and the name of the wanted backend."""
-    functions: dict[str, Any] = {
-        "chunk_kda": chunk_kda,
-        "fused_recurrent_kda": fused_recurrent_kda,
-        "kda_gate": kda_gate,
-    }
-    if not isinstance(op, str) or op not in functions:
-        raise ValueError(f"op: expected one of {', '.join(functions)}, got {op!r}")
-    call = inspect.signature(functions[op]).bind(*args, **kwargs)
+    function = _function(op)
+    call = inspect.signature(function).bind(*args, **kwargs)
     name = _plugins.requested_name(call.arguments.get("backend"))
     if name is not None:
         registry.named(name)
     call.arguments["backend"] = _Question(lambda request: question(request, name))
-    return functions[op](*call.args, **call.kwargs)
+    return function(*call.args, **call.kwargs)
+
+
+def _function(op: str) -> Callable[..., Any]:
+    function = _FUNCTIONS.get(op) if isinstance(op, str) else None
+    if function is None:
+        raise ValueError(f"op: expected one of {', '.join(_FUNCTIONS)}, got {op!r}")
+    return function
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "chunk_kda": chunk_kda,
+    "fused_recurrent_kda": fused_recurrent_kda,
+    "kda_gate": kda_gate,
+}
+
+
+def supports(op: str, /, *args: Any, **kwargs: Any) -> tuple[bool, str]:
+    """Say whether a call would be served, and if not, why; runs nothing.
+
+    A verdict is kept by shapes, strides, dtypes, devices and options, so that an adapter can ask before every call.
+    The values of tensors are not read: a call that is supported still raises for a wrong slot or boundary.
+
+    Args:
+        op: "chunk_kda", "fused_recurrent_kda" or "kda_gate".
+        *args: the arguments of the call, as the function ``op`` takes them.
+        **kwargs: those that are given by name.
+
+    Returns:
+        ``(True, "")``, or False and the text of the error that the call would raise: wrong arguments (ValueError,
+        TypeError) or no backend for them (UnsupportedCall).
+
+    Raises:
+        ValueError: there is no such ``op``.
+        BackendNotFound, BrokenBackend: ``backend=`` names one that cannot be used at all.
+    """
+    function = _function(op)
+    name = _plugins.requested_name(kwargs.get("backend"))
+    kwargs["backend"] = _Question(lambda request: registry.supports(request, name))
+    try:
+        return function(*args, **kwargs)
+    except (ValueError, TypeError) as error:
+        return False, str(error)
 
 
 def backends() -> tuple[LedgerEntry, ...]:
@@ -374,6 +413,8 @@ def _by_head(t: Tensor | None, g: Tensor, dims: int) -> Tensor | None:
         return t  # no tensor, or a nested one
     if shape == expected or len(expected) < dims or not isinstance(t, Tensor) or t.layout is not torch.strided:
         return t
+    if len(shape) == 1:  # flat, as most layers keep it
+        return t.reshape(expected) if shape[0] == math.prod(expected) else t
     # The checks refuse other shapes: as many elements in another order would be taken for right.
     if _long(shape) in (_long(expected), _long((math.prod(expected),))):
         return t.reshape(expected)

@@ -30,6 +30,13 @@ class ContractViolation(KdaError, RuntimeError):
     """A backend broke the plugin contract while serving a call (for example, a hook returned None)."""
 
 
+class UnsupportedStack(KdaError, RuntimeError):
+    """An adapter (``kda_core.integrations``) does not serve this version, model or setting of the stack.
+
+    ``install()`` raises it before it has changed anything; the message says what to do.
+    """
+
+
 class CheckFailed(KdaError, ArithmeticError):
     """A call that was checked (``KDA_CHECK=1``, ``checked_calls``) had wrong inputs or gave wrong results.
 

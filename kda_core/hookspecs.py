@@ -14,9 +14,18 @@ from torch import Tensor
 
 from kda_core.call_plan import CallPlan
 from kda_core.capabilities import Available, BackendInfo, Feature, Unavailable
-from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request, TensorSpec
+from kda_core.request import (
+    AnyRequest,
+    BackwardResult,
+    ForwardResult,
+    GatedNormRequest,
+    GateRequest,
+    Request,
+    ShortConvolutionRequest,
+    TensorSpec,
+)
 
-CONTRACT_VERSION = Version("1.0")
+CONTRACT_VERSION = Version("1.1")
 """Version of this contract. Minor: a hook, a request field or a feature was added. Major: a meaning changed."""
 
 PROJECT = "kda_core"
@@ -112,6 +121,34 @@ def kda_core_gate_backward(request: GateRequest) -> BackwardResult:
 
 
 @hookspec(firstresult=True)
+def kda_core_short_convolution_forward(request: ShortConvolutionRequest) -> ForwardResult:
+    """Run ``kda_core.nn.short_convolution``: ``o`` [B, T, D] in the dtype of x, ``final_state`` where it is asked for.
+
+    Optional, together with its backward; since 1.1. Fires once for each eager call on a device that the backend serves,
+    in a dtype that it declares. Without the hook the core's torch code runs, which compiled calls use as well.
+    """
+    raise AssertionError("specification only")
+
+
+@hookspec(firstresult=True)
+def kda_core_short_convolution_backward(request: ShortConvolutionRequest) -> BackwardResult:
+    """Run its backward for ``request.needs_grad``. Optional. Fires once for each backward pass."""
+    raise AssertionError("specification only")
+
+
+@hookspec(firstresult=True)
+def kda_core_gated_rms_norm_forward(request: GatedNormRequest) -> Tensor:
+    """Run ``kda_core.nn.gated_rms_norm``: shape and dtype of x. Optional, as its backward. Fires as the other does."""
+    raise AssertionError("specification only")
+
+
+@hookspec(firstresult=True)
+def kda_core_gated_rms_norm_backward(request: GatedNormRequest) -> BackwardResult:
+    """Run its backward for ``request.needs_grad``. Optional. Fires once for each backward pass."""
+    raise AssertionError("specification only")
+
+
+@hookspec(firstresult=True)
 def kda_core_plan(request: AnyRequest, chip: str | None) -> tuple[CallPlan, ...]:
     """Say what a call allocates and launches: its forward, and with ``save_for_backward`` its backward.
 
@@ -125,7 +162,13 @@ def kda_core_plan(request: AnyRequest, chip: str | None) -> tuple[CallPlan, ...]
 REQUIRED_HOOKS = ("kda_core_backend", "kda_core_availability", "kda_core_reject")
 """Hooks that every backend implements."""
 
-OPTIONAL_HOOKS = ("kda_core_plan",)
+OPTIONAL_HOOKS = (
+    "kda_core_plan",
+    "kda_core_short_convolution_forward",
+    "kda_core_short_convolution_backward",
+    "kda_core_gated_rms_norm_forward",
+    "kda_core_gated_rms_norm_backward",
+)
 """Hooks that a backend may leave out."""
 
 HOOKS_OF_FEATURE: dict[Feature, tuple[str, ...]] = {

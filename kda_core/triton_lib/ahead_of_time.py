@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+
+from kda_core.request import GatedNormRequest, LayerRequest, ShortConvolutionRequest
 
 DIVISIBLE = ["tt.divisibility", 16]
 """Attribute of an integer or an address that 16 divides."""
@@ -53,3 +57,23 @@ def specialised(
         if known:
             attributes[(i,)] = known
     return signature, constants, attributes
+
+
+def layer_calls(device: str) -> Iterator[tuple[str, LayerRequest]]:
+    """(name, call) of what launches every kernel around the operator: plain, and with everything there is."""
+    empty = partial(torch.empty, device=device)
+    for dtype in (torch.bfloat16, torch.float32):
+        x, D, W = empty(1, 128, 3 * 1024, dtype=dtype), 3 * 1024, 4
+        plain = ShortConvolutionRequest(x=x, weight=empty(D, W))
+        more = {"bias": empty(D), "initial_state": empty(2, W - 1, D, dtype=dtype), "output_final_state": True}
+        packed = replace(plain, **more, cu_seqlens=torch.zeros(3, dtype=torch.int32, device=device))
+        for name, call in (("", plain), (", packed", packed)):
+            yield f"layer, {TYPES[dtype]}{name}", call
+            thirds = dict.fromkeys(("grad_output", "grad_second", "grad_third"), empty(1, 128, 1024, dtype=dtype))
+            gradients = {**thirds, "grad_final_state": call.initial_state, "needs_grad": frozenset({"x"})}
+            yield f"layer, {TYPES[dtype]}{name}", replace(call, parts=(1024,) * 3, **gradients)
+        for D in (64, 128, 256):
+            x = empty(1, 128, 8, D, dtype=dtype)
+            norm = GatedNormRequest(x=x, gate=x, weight=empty(D), eps=1e-5)
+            yield f"layer, {TYPES[dtype]} V {D}", norm
+            yield f"layer, {TYPES[dtype]} V {D}", replace(norm, grad_output=x, needs_grad=frozenset({"x"}))

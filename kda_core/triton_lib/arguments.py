@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
 
 from kda_core.request import Request
 
@@ -30,35 +31,33 @@ def decays_bounded(request: Request) -> bool:
     return request.safe_gate or gate_kind(request) == "bounded"
 
 
-def has_contiguous_rows(x: Tensor) -> bool:
+def has_contiguous_rows(x: Any) -> bool:
     """Whether kernels can read and write ``x`` itself: its last dimension is contiguous."""
     return x.stride(-1) == 1 or x.shape[-1] == 1
 
 
-def rows_contiguous(x: Tensor) -> Tensor:
-    """``x``, copied only when its last dimension is not contiguous (kernels take every other stride)."""
-    return x if has_contiguous_rows(x) else x.contiguous()
+def row_strides(**tensors: Any) -> tuple[int, dict[str, int]]:
+    """The unit of batch strides, and strides by batch (in units), token and head: s_qb, s_qt and s_qh of ``q``.
 
-
-def contiguous(x: Tensor | None) -> Tensor | None:
-    """A small tensor of parameters or boundaries, contiguous."""
-    return None if x is None else x.contiguous()
-
-
-def batch_strides(*tensors: Tensor) -> tuple[int, tuple[int, ...]]:
-    """(unit, batch strides in units): the unit is 8 elements if it divides all strides, so that kernels see alignment.
-
-    Strides of a batch of one are not used: they are 0.
+    The unit is 8 elements if it divides all batch strides, so that kernels see alignment. Strides of a batch of one are
+    not used: they are 0.
     """
-    if tensors[0].shape[0] <= 1:
-        return 8, (0,) * len(tensors)
-    unit = 1 if any(x.stride(0) % 8 for x in tensors) else 8
-    return unit, tuple(x.stride(0) // unit for x in tensors)
+    unit = 1 if any(x.shape[0] > 1 and x.stride(0) % 8 for x in tensors.values()) else 8
+    found = {}
+    for letter, x in tensors.items():
+        batch = x.stride(0) // unit if x.shape[0] > 1 else 0
+        found |= {f"s_{letter}b": batch, f"s_{letter}t": x.stride(1), f"s_{letter}h": x.stride(2)}
+    return unit, found
 
 
-def state_strides(state: Tensor | None, v_first: bool) -> tuple[int, int, int, int]:
+def state_strides(state: Any, v_first: bool) -> tuple[int, int, int, int]:
     """Strides of a state by (sequence, head, K, V); zeros without a state."""
     if state is None:
         return 0, 0, 0, 0
     s_n, s_h, s_row, s_last = state.stride()
     return (s_n, s_h, s_last, s_row) if v_first else (s_n, s_h, s_row, s_last)
+
+
+def named_state_strides(letter: str, state: Any, v_first: bool) -> dict[str, int]:
+    """``state_strides`` by the kernels' names: s_in, s_ih, s_ik and s_iv of the letter i."""
+    return dict(zip((f"s_{letter}{axis}" for axis in "nhkv"), state_strides(state, v_first), strict=True))

@@ -1,4 +1,4 @@
-"""Kernels of ``kda_gate`` on its own, and what surrounds their launch: the log decay γ of the raw gate input g, and its
+"""Kernels of ``kda_gate`` on its own, and their plans: the log decay γ of the raw gate input g, and its
 gradients. With x = g + dt_bias,
 
     γ = −exp(A_log)·softplus(x), or with a lower bound b, γ = b·sigmoid(exp(A_log)·x).
@@ -12,22 +12,21 @@ at once. Sums over rows leave one partial result a program, added up afterwards 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from kda_core.request import BackwardResult, GateRequest
+from kda_core.request import GateRequest
 from kda_core.triton_lib.gate import gate_gradient, gate_rate, sigmoid, softplus
+from kda_core.triton_lib.layout import padded
+from kda_core.triton_lib.plan import Builder, Plan, Sum, View, contiguous_strides, input_layouts
 
 ROWS = 32
 """Rows of a program: enough to fill four warps at K = 64, few enough that short inputs still spread over a chip."""
-
-Launch = Callable[[int, tuple[Any, ...], dict[str, Any]], None]
-"""Launches one kernel: so many programs, its first parameters in order, and the others, constants."""
 
 
 @triton.jit
@@ -83,43 +82,42 @@ def gate_backward_kernel(
         tl.store(ddt_bias + pid * K + o_k, tl.sum(dx, 0), mask=o_k < K)
 
 
-def _flat(request: GateRequest) -> tuple[Tensor, Tensor | None, Tensor | None, dict[str, Any]]:
-    """g as [R, HV, K], the parameters, all contiguous, and the constants of both kernels."""
-    g = request.g.reshape(math.prod(request.g.shape[:-2]), *request.g.shape[-2:]).contiguous()
-    A_log = None if request.A_log is None else request.A_log.contiguous()
-    dt_bias = None if request.dt_bias is None else request.dt_bias.contiguous()
-    K = g.shape[2]
-    KP = max(16, triton.next_power_of_2(K))
-    return g, A_log, dt_bias, {"K": K, "KP": KP, "ROWS": ROWS, "BOUNDED": request.lower_bound is not None}
+def _flat(b: Builder, r: GateRequest, x: View) -> View:
+    """``x`` [.., HV, K] as [R, HV, K], contiguous."""
+    shape = (math.prod(r.g.shape[:-2]), *r.g.shape[-2:])
+    return replace(b.dense(x), shape=shape, strides=contiguous_strides(shape))
 
 
-def forward(request: GateRequest, launch: Launch) -> Tensor:
-    """Run ``kda_gate``: float32, shape of g. ``launch``: of ``gate_forward_kernel``."""
-    g, A_log, dt_bias, constants = _flat(request)
-    R, HV, _ = g.shape
-    log_decay = torch.empty(request.g.shape, dtype=torch.float32, device=g.device)
-    bound = float(request.lower_bound or 0.0)
-    launch(-(-R // ROWS) * HV, (g, A_log, dt_bias, log_decay, bound, R, HV), constants)
-    return log_decay
+def plan_gate(r: GateRequest, num_warps: int, options: Mapping[str, Any]) -> Plan:
+    """The plan of ``kda_gate``, whose result is log_decay, or of its backward, whose results are the gradients.
 
-
-def backward(request: GateRequest, launch: Launch) -> BackwardResult:
-    """Run the backward of ``kda_gate`` for ``request.needs_grad``. ``launch``: of ``gate_backward_kernel``."""
-    g, A_log, dt_bias, constants = _flat(request)
-    R, HV, K = g.shape
-    blocks = -(-R // ROWS)
-    grad = request.grad_output.reshape(g.shape).contiguous()
-    dg = torch.empty_like(g)
-    dA_log = ddt_bias = None
-    if "A_log" in request.needs_grad and A_log is not None:
-        dA_log = torch.empty((blocks, HV), dtype=torch.float32, device=g.device)
-    if "dt_bias" in request.needs_grad and dt_bias is not None:
-        ddt_bias = torch.empty((blocks, HV, K), dtype=torch.float32, device=g.device)
-    bound = float(request.lower_bound or 0.0)
-    launch(blocks * HV, (g, A_log, dt_bias, grad, dg, dA_log, ddt_bias, bound, R, HV), constants)
-    grads = {"g": dg.view(request.g.shape)}
-    if dA_log is not None:
-        grads["A_log"] = dA_log.sum(0).to(A_log.dtype)
-    if ddt_bias is not None:
-        grads["dt_bias"] = ddt_bias.sum(0).to(dt_bias.dtype)
-    return BackwardResult(grads)
+    Args:
+        r: metadata alone.
+        options: of the compiler.
+    """
+    b = Builder()
+    HV, K = r.g.shape[-2:]
+    g = _flat(b, r, r.g)
+    blocks = -(-g.shape[0] // ROWS)
+    named = {
+        "g": g, "A_log": b.dense(r.A_log), "dt_bias": b.dense(r.dt_bias), "lower_bound": float(r.lower_bound or 0.0),
+        "R": g.shape[0], "HV": HV, "K": K, "KP": padded(K), "ROWS": ROWS, "BOUNDED": r.lower_bound is not None,
+    }  # fmt: skip
+    results, parts = {}, {}
+    if r.needs_grad:
+        kernel = gate_backward_kernel
+        results["g"] = b.result("dg", r.g.shape, r.g.dtype)
+        # Sums over rows leave one partial result for each block of rows.
+        shapes = {"A_log": (blocks, HV), "dt_bias": (blocks, HV, K)}
+        wanted = [n for n in shapes if n in r.needs_grad and getattr(r, n) is not None]
+        parts = {n: b.scratch(f"d{n} by blocks", shapes[n], torch.float32) for n in wanted}
+        written = {"dg": results["g"], "dA_log": parts.get("A_log"), "ddt_bias": parts.get("dt_bias")}
+        named |= {"grad": _flat(b, r, r.grad_output), **written}
+    else:
+        kernel = gate_forward_kernel
+        named["log_decay"] = results["log_decay"] = b.result("log_decay", r.g.shape, torch.float32)
+    b.pick(kernel, blocks * HV, num_warps, named, options)
+    for n, x in parts.items():
+        results[n] = b.result(f"d{n}", getattr(r, n).shape, getattr(r, n).dtype)
+        b.step(Sum(results[n], x, (0,)))
+    return b.plan(input_layouts(r), results)

@@ -10,13 +10,17 @@ is given back after its last step.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from kda_core.triton_lib.arguments import has_contiguous_rows
 
 ALIGNMENT = 512
 """Bytes between scratch buffers that share an allocation, as torch's allocator aligns."""
@@ -161,6 +165,13 @@ class Buffer:
 Argument = View | Tile | int | float | None
 
 
+@cache
+def constants_of(kernel: Any) -> frozenset[str]:
+    """Names of a jitted function's parameters that are constants."""
+    parameters = inspect.signature(kernel.fn).parameters.values()
+    return frozenset(x.name for x in parameters if "constexpr" in str(x.annotation))
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """One launch of a kernel.
@@ -272,6 +283,11 @@ class Plan:
                 if found is not None and not found.epochs[0] <= number <= found.epochs[1]:
                     raise ValueError(f"{x.source!r} lasts for epochs {found.epochs} and is used in epoch {number}")
 
+    def whole(self, name: str) -> View:
+        """The layout of all of an input or a buffer."""
+        b = self.buffers.get(name)
+        return self.inputs[name] if b is None else View(name, b.shape, contiguous_strides(b.shape), b.dtype)
+
     @property
     def steps(self) -> tuple[Step, ...]:
         return tuple(step for steps in self.epochs for step in steps)
@@ -353,6 +369,27 @@ class Builder:
     ) -> None:  # fmt: skip
         """Add a launch; ``arguments``: the kernel's parameters by name, without its constants."""
         self.step(Launch(kernel, grid, arguments, constants, num_warps))
+
+    def pick(
+        self, kernel: Any, programs: int, num_warps: int, named: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> None:
+        """Add a launch of ``programs`` along axis 0, if any, whose kernel takes what it names from ``named``.
+
+        Args:
+            named: values of the kernel's parameters, constants as well, and of others'.
+            options: of the compiler.
+        """
+        if not programs:
+            return
+        known = [n for n in kernel.arg_names if n in named]
+        of_compiler = constants_of(kernel)
+        arguments = {n: named[n] for n in known if n not in of_compiler}
+        constants = {n: named[n] for n in known if n in of_compiler}
+        self.step(Launch(kernel, (programs, 1, 1), arguments, {**constants, **options}, num_warps))
+
+    def rows(self, x: View) -> View:
+        """``x`` [.., D], copied where its last dimension is not contiguous: kernels take every other stride."""
+        return x if has_contiguous_rows(x) else self.dense(x)
 
     def dense(self, x: View | None) -> View | None:
         """``x`` if it is contiguous, else a contiguous copy in scratch."""

@@ -23,11 +23,19 @@ from dataclasses import replace
 import torch
 
 from kda_core.request import Request
+from kda_core.triton_lib.plan import Boundaries, Builder, View
 
 
 def as_packed(request: Request, rows: int, v_first: bool) -> Request:
-    """The call with segments of ``rows`` rows as packed sequences, without states; ``v_first``: of those to come."""
-    count = -(-request.T // rows)
+    """Metadata of the call with segments of ``rows`` rows as packed sequences; ``v_first``: of the states to come."""
     # int64: kernels count rows of a whole tensor in it.
-    bounds = torch.arange(0, count * rows + 1, rows, device=request.device).clamp_(max=request.T)
+    bounds = View("cu_seqlens of segments", (-(-request.T // rows) + 1,), (1,), torch.int64)
     return replace(request, cu_seqlens=bounds, initial_state=None, grad_final_state=None, state_v_first=v_first)
+
+
+def cut_into_segments(b: Builder, request: Request, rows: int, v_first: bool) -> Request:
+    """``as_packed``, with boundaries that the plan writes."""
+    packed = as_packed(request, rows, v_first)
+    bounds = b.scratch(packed.cu_seqlens.source, packed.cu_seqlens.shape, torch.int64)
+    b.step(Boundaries(bounds, rows, request.T))
+    return replace(packed, cu_seqlens=bounds)

@@ -20,7 +20,7 @@ import kda_core_amd
 import triton
 import triton.language as tl
 from kda_core_amd import aot
-from kda_core_amd.choose import ARCHITECTURES, CONFIGS, FOREIGN_ARCHITECTURE, compile_options
+from kda_core_amd.choose import ARCHITECTURES, CONFIGS, FOREIGN_ARCHITECTURE
 from kda_core_amd.plugin import SERVED_ARCHITECTURES, kda_core_reject
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -33,16 +33,15 @@ pytestmark = pytest.mark.end_to_end
 CASE = "bf16 K 64 bounded"
 KERNELS = (
     "prepare", "recurrence", "recurrent", "states_kernel", "reverse_kernel", "gradients_kernel", "finish_kernel",
-    "transitions_kernel", "reverse_transitions_kernel", "join_kernel",
+    "transitions_kernel", "reverse_transitions_kernel", "join_kernel", "convolution_forward_kernel",
+    "convolution_backward_kernel", "norm_forward_kernel", "norm_backward_kernel",
 )  # fmt: skip
-CASES = dict.fromkeys(KERNELS[-3:], "bf16 K 128 segments")
+CASES = dict.fromkeys(KERNELS[-7:-4], "bf16 K 128 segments") | dict.fromkeys(KERNELS[-4:], "layer, bf16")
 """Of those that CASE does not launch."""
 
 
-def _launch(architecture: str, kernel: str) -> aot.Launch:
-    found = [
-        x for x in aot.shipped(ARCHITECTURES[architecture], CASES.get(kernel, CASE)) if x.kernel.fn.__name__ == kernel
-    ]
+def _launch(architecture: str, kernel: str) -> aot.Job:
+    found = [x for x in aot.shipped(ARCHITECTURES[architecture], CASES.get(kernel, CASE)) if x.launch.name == kernel]
     return found[-1]
 
 
@@ -56,8 +55,7 @@ def test_resources(kernel: str):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_fusion_is_stated(architecture: str):
     """What triton does by default differs from version to version, and bits of results with it."""
-    target = ARCHITECTURES[architecture]
-    options = [compile_options(x.config, target) for x in aot.shipped(target)]
+    options = [x.options for x in aot.shipped(ARCHITECTURES[architecture])]
     assert options
     assert all(found["enable_fp_fusion"] is True for found in options)
 
@@ -88,7 +86,7 @@ def test_quick_is_a_part_of_everything():
     """``--quick`` compiles fewer kernels, and each kernel at least once."""
     quick, every = (aot.shipped(ARCHITECTURES["gfx942"], quick=q) for q in (True, False))
     assert len(quick) < len(every) / 3
-    assert {x.kernel.fn.__name__ for x in quick} == {x.kernel.fn.__name__ for x in every} >= set(KERNELS)
+    assert {x.launch.name for x in quick} == {x.launch.name for x in every} >= set(KERNELS)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -12,6 +12,7 @@ import json
 import sys
 import traceback
 from dataclasses import replace
+from functools import partial
 
 import installed
 import interpreted
@@ -97,71 +98,63 @@ def check_drafts() -> None:
     torch.testing.assert_close(pool[0, 0], expected)
 
 
-def check_segments(subject, case: Case, forward: bool, apart: float | None) -> None:
+def check_segments(subject, case: Case, whole, forward: bool, apart: float | None) -> None:
     """Forward and gradients within the kit's budgets.
 
     Args:
+        subject: cuts every call into segments.
+        whole: cuts none.
         forward: also make a forward alone, into a given buffer: the same bits.
         apart: also make the call again (the same bits) and whole, and compare the results.
     """
-    from kda_core_amd import chunk_backward, chunk_forward
-
-    cut = []
-
-    def rule(request, target, units):
-        cut.append(request.op)
-        return 64
-
-    def segments(found):
-        before = chunk_forward.segment_rows, chunk_backward.segment_rows
-        chunk_forward.segment_rows = chunk_backward.segment_rows = found
-        return before
-
-    before = segments(rule)
-    try:
-        call = case.call()
-        found = subject.check(call)
-        assert len(cut) == 2
-        if apart is not None:
-            again = subject.run(call)
-            assert all(torch.equal(x, again[name]) for name, x in found.tensors.items())
-        if forward:
-            plain = replace(call, grads={}, given_out=True)
-            assert all(torch.equal(x, found[name]) for name, x in subject.run(plain).tensors.items())
-        if apart is not None:
-            segments(lambda *_: 0)
-            whole = subject.run(call)
-            assert found.tensors.keys() == whole.tensors.keys()
-            for name, x in whole.tensors.items():
-                distance = (found[name].double() - x.double()).norm() / x.double().norm().clamp_min(1e-30)
-                assert distance < apart, (name, distance)
-    finally:
-        chunk_forward.segment_rows, chunk_backward.segment_rows = before
+    call = case.call()
+    found = subject.check(call)
+    if apart is not None:
+        again = subject.run(call)
+        assert all(torch.equal(x, again[name]) for name, x in found.tensors.items())
+    if forward:
+        plain = replace(call, grads={}, given_out=True)
+        assert all(torch.equal(x, found[name]) for name, x in subject.run(plain).tensors.items())
+    if apart is not None:
+        uncut = whole.run(call)
+        assert found.tensors.keys() == uncut.tensors.keys()
+        for name, x in uncut.tensors.items():
+            distance = (found[name].double() - x.double()).norm() / x.double().norm().clamp_min(1e-30)
+            assert distance < apart, (name, distance)
 
 
 def checks(architecture: str) -> None:
     """Print what went wrong with every call of an architecture, by name; "" where nothing did."""
-    from kda_core_amd import launch
+    from kda_core_amd import plugin
+    from kda_core_amd.calls import plan_of
     from kda_core_amd.choose import ARCHITECTURES
+    from planned_backend import PlannedBackend
 
+    from kda_core._plugins import registry
     from kda_core.testing.interpreter import improve
     from kda_core.testing.subject import Subject
     from kda_core.testing.targets import find_target
+    from kda_core.triton_lib.calls import Calls
+
+    def subject(name: str, rows: int) -> Subject:
+        """The backend as on this architecture, with segments of so many rows."""
+        calls = Calls(partial(plan_of, rows=rows), lambda device: ARCHITECTURES[architecture])
+        assert registry.register(PlannedBackend(plugin, calls, name=name)).state == "loaded"
+        return Subject(find_target(name, interpret=True))
 
     improve()
     torch.set_num_threads(1)
-    launch.architecture = lambda device: ARCHITECTURES[architecture]
-    subject = Subject(find_target("amd", interpret=True))
-    work = {name: (check_kernels, _other(x)) for (a, name), x in KERNELS.items() if a == architecture}
+    whole, cut = subject("amd_whole", 0), subject("amd_cut", 64)
+    work = {name: (check_kernels, whole, _other(x)) for (a, name), x in KERNELS.items() if a == architecture}
     segments = {name: case for (a, name), case in SEGMENTS.items() if a == architecture}
     forward = architecture == STAND_IN
     if forward:
-        work[DRAFTS] = (lambda subject: check_drafts(),)
-    work |= {name: (check_segments, case, forward, APART.get(name)) for name, case in segments.items()}
+        work[DRAFTS] = (check_drafts,)
+    work |= {name: (check_segments, cut, case, whole, forward, APART.get(name)) for name, case in segments.items()}
     failures = {}
     for name, (function, *arguments) in work.items():
         try:
-            function(subject, *arguments)
+            function(*arguments)
             failures[name] = ""
         except Exception:  # reported, call by call, to the process that asked
             failures[name] = traceback.format_exc()
@@ -205,7 +198,7 @@ from kda_core_amd import choose
 def rows(B=1, T=65536, H=8, K=128, dtype=torch.bfloat16, units=132, **options):
     x = torch.empty(1, dtype=dtype).expand(B, T, H, K)
     call = Request(op="chunk_kda", q=x, k=x, v=x, g=x, beta=x[..., 0], scale=1.0, **options)
-    return choose.segment_rows(call, choose.ARCHITECTURES["gfx942"], units)
+    return choose.segment_rows(call, choose.ARCHITECTURES["gfx942"].having(units))
 
 found = rows()
 assert choose.LEAST_ROWS <= found < 65536 // choose.LEAST_SEGMENTS + 32 and found % 32 == 0

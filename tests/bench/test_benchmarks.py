@@ -25,6 +25,7 @@ import figures
 import first_call
 import inference
 import inputs
+import layer
 import measuring
 import memory
 import peers
@@ -38,7 +39,7 @@ training = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(training)
 
 CPU = ("--device", "cpu")
-PROGRAMS = (accuracy, decode, first_call, inference, memory, router, training)
+PROGRAMS = (accuracy, decode, first_call, inference, layer, memory, router, training)
 HUGE = "1,1,1,8000000"
 TINY = ("--shapes", "1,16,2,8", "--seconds", "0.01", "--peers", "none")
 
@@ -228,6 +229,13 @@ def test_memory(tmp_path):
     (row,) = rows_of(memory, tmp_path, "--shapes", "1,2048,4,64", "--peers", "none")
     # o alone is 2 MiB, and the inputs are not counted.
     assert 2**21 <= row["implementations"]["kda_core"]["grown_bytes"] < 2**26
+
+
+def test_layer(tmp_path, capsys):
+    rows = rows_of(layer, tmp_path, "--sizes", "1,16,8,2,4", "--seconds", "0.01", "--no-peer", "--gate", "bounded")
+    assert [(row["case"], row["gate"]) for row in rows] == [("forward", "bounded"), ("training step", "bounded")]
+    assert all(row["implementations"]["kda_core"]["ms"]["median"] > 0 for row in rows)
+    assert "1,16,8,2,4, training step" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: Path(program.__file__).stem)

@@ -154,3 +154,34 @@ def test_a_memo_is_not_that_of_tensors_that_came_back_with_other_strides():
     assert sliced != contiguous
     assert own is not None
     assert offloaded is None
+
+
+def test_a_gate_has_one_memo_forward_and_backward():
+    """As long as its tensors come back with the strides that they had."""
+    memos = []
+
+    class Watcher:
+        @hookimpl(wrapper=True)
+        def kda_core_gate_forward(self, request):
+            memos.append(request.memo)
+            return (yield)
+
+        @hookimpl(wrapper=True)
+        def kda_core_gate_backward(self, request):
+            memos.append(request.memo)
+            return (yield)
+
+    g = torch.randn(5, 2, 32)[..., ::2].requires_grad_()
+    A_log = torch.zeros(2, requires_grad=True)
+    registry.add_wrapper(watcher := Watcher())
+    try:
+        kda_core.kda_gate(g, A_log).sum().backward()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.contiguous(), lambda x: x):
+            log_decay = kda_core.kda_gate(g, A_log)
+        log_decay.sum().backward()
+    finally:
+        registry.remove_wrapper(watcher)
+    forward, backward, again, offloaded = memos
+    assert forward is backward is again
+    assert forward is not None
+    assert offloaded is None

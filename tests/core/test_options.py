@@ -20,19 +20,19 @@ FIELDS = {f.name: f for f in fields(Request)[NAMES.index("q") : NAMES.index("out
 NOT_TAKEN = {
     "chunk_kda": {"num_accepted_tokens", "inplace_final_state"},
     "fused_recurrent_kda": {
-        *("safe_gate", "disable_recompute", "return_intermediate_states", "cu_seqlens_cpu", "cp_context", "chunk_size")
+        *("disable_recompute", "return_intermediate_states", "cu_seqlens_cpu", "cp_context", "chunk_size")
     },
 }
 
 
 def order(op: str) -> list[str]:
-    """That of the fields; but ``chunk_kda`` takes the gate's parameters behind fla's, which fla takes by name."""
-    names, gate = [name for name in FIELDS if name not in NOT_TAKEN[op]], ["A_log", "dt_bias"]
-    if op == "chunk_kda":
-        names = [name for name in names if name not in gate]
-        place = names.index("chunk_size")
-        names[place:place] = gate
-    return [*names, "backend"]
+    """That of the fields, with what fla's function does not have, or takes by name only, behind what it has."""
+    names, moved = [name for name in FIELDS if name not in NOT_TAKEN[op]], {"A_log", "dt_bias"}
+    if op == "fused_recurrent_kda":
+        return [*(name for name in names if name != "safe_gate"), "backend", "safe_gate"]
+    names = [name for name in names if name not in moved]
+    place = names.index("chunk_size")
+    return [*names[:place], "A_log", "dt_bias", *names[place:], "backend"]
 
 
 def parameters(function: str) -> dict[str, inspect.Parameter]:

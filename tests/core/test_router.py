@@ -275,12 +275,62 @@ def test_explain_takes_the_calls_arguments_and_names_the_op():
         kda_core.explain(*inputs(), nonsense=1)
 
 
+def test_supports_gives_the_verdict_of_the_call_and_its_reason():
+    with installed(Toy("fussy", 3000, reject="not today")):
+        assert kda_core.supports("chunk_kda", *inputs(), backend="reference") == (True, "")
+        answer = kda_core.supports("chunk_kda", *inputs(), backend="fussy")
+        with pytest.raises(kda_core.UnsupportedCall) as refused:
+            kda_core.chunk_kda(*inputs(), backend="fussy")
+        assert answer == (False, str(refused.value))
+        wrong = kda_core.supports("chunk_kda", *inputs(), chunk_size=16, backend="reference")
+        assert wrong == (False, "chunk_size: expected one of (32, 64), got 16")
+        unknown = kda_core.supports("fused_recurrent_kda", *inputs(), has_initial_state=None)
+        assert not unknown[0]
+        assert "unexpected keyword argument 'has_initial_state'" in unknown[1]
+        for op in ("kda", None):
+            with pytest.raises(ValueError, match="op: expected one of chunk_kda"):
+                kda_core.supports(op, *inputs())
+        with pytest.raises(kda_core.BackendNotFound):
+            kda_core.supports("chunk_kda", *inputs(), backend="nope")
+
+
+def test_a_verdict_is_asked_for_once_and_forgotten_when_backends_change():
+    asked = []
+
+    class Asked(Toy):
+        @hookimpl
+        def kda_core_reject(self, request):
+            asked.append(request)
+            return "not today"
+
+    with installed(Asked("asked")):
+        for _ in range(3):
+            assert not kda_core.supports("chunk_kda", *inputs(), backend="asked")[0]
+            assert kda_core.supports("chunk_kda", *inputs(), backend="reference")[0]
+            with pytest.raises(kda_core.UnsupportedCall, match="not today"):
+                kda_core.chunk_kda(*inputs(), backend="asked")
+        assert len(asked) == 1
+        with installed(Toy("other")):
+            assert not kda_core.supports("chunk_kda", *inputs(), backend="asked")[0]
+        assert len(asked) == 2
+
+
+def test_a_backend_that_breaks_the_contract_is_no_verdict():
+    class Raising(Toy):
+        @hookimpl
+        def kda_core_reject(self, request):
+            raise ValueError("boom")
+
+    with installed(Raising("raising")), pytest.raises(kda_core.ContractViolation, match="kda_core_reject failed"):
+        kda_core.supports("chunk_kda", *inputs(), backend="raising")
+
+
 def test_every_hook_is_documented_and_implemented_by_the_oracle():
     from kda_core import hookspecs
     from kda_core.reference import ReferenceBackend
 
     hooks = [n for n in vars(hookspecs) if n.startswith("kda_core_")]
-    assert len(hooks) == 11
+    assert len(hooks) == 15
     assert ENTRY_POINT_GROUP == "kda_core.backends.v1"
     assert hookspec is not None
     for name in hooks:

@@ -6,7 +6,6 @@ import re
 
 import pytest
 import torch
-from kda_mixer import KimiDeltaAttention
 from packaging.version import Version
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -14,6 +13,7 @@ from torch.func import functional_call, functionalize, grad, hessian, jacfwd, ja
 from torch.utils._pytree import tree_leaves
 
 import kda_core
+from kda_core.nn import KimiDeltaAttention
 
 n, B, T, H, HV, K, V = 3, 2, 5, 1, 2, 4, 3
 ALL = ("chunk_kda", "fused_recurrent_kda", "kda_gate")
@@ -227,7 +227,7 @@ def test_the_jacobian_of_an_empty_gate():
 def test_gradients_of_each_sample_of_a_layer():
     """The recipe of torch.func: vmap(grad(loss)) of functional_call."""
     torch.manual_seed(0)
-    layer = KimiDeltaAttention(dim=6, heads=2, head_dim=4)
+    layer = KimiDeltaAttention(hidden_size=6, num_heads=2, head_dim=4)
     parameters = {name: p.detach() for name, p in layer.named_parameters()}
     x = torch.randn(n, T, 6)
 

@@ -10,6 +10,8 @@ import torch
 
 from kda_core.request import Request
 from kda_core.triton_lib import arguments, layout, segments
+from kda_core.triton_lib.plan import Builder, Copy
+from kda_core.triton_lib.plan import layout as layout_of
 
 
 def request(B: int = 2, T: int = 70, HV: int = 4, K: int = 24, V: int = 40, dtype=torch.bfloat16, **options) -> Request:
@@ -27,7 +29,7 @@ def packed(*lengths: int, rest: int = 0, **options) -> Request:
 
 def test_the_host_side_imports_no_triton():
     names = ", ".join(
-        f"kda_core.triton_lib.{name}" for name in ("addresses", "arguments", "layout", "lift", "segments")
+        f"kda_core.triton_lib.{name}" for name in ("addresses", "arguments", "layout", "lift", "plan", "segments")
     )
     code = f"import {names}, sys; print('triton' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -97,20 +99,25 @@ def test_decays_bounded(options: dict, expected: bool):
 
 
 def test_rows_are_copied_only_where_they_must_be():
-    x = torch.randn(2, 3, 4, 8)
+    x = torch.empty(2, 3, 4, 8)
     for same in (x, x[:, ::2], x[..., :3], x[..., :1].expand(2, 3, 4, 1), x.transpose(1, 2)):
-        assert arguments.rows_contiguous(same) is same
+        b, given = Builder(), layout_of("x", same)
+        assert b.rows(given) is given
     for other in (x[..., ::2], x.transpose(2, 3), x[..., :1].expand(2, 3, 4, 8)):
-        copy = arguments.rows_contiguous(other)
-        assert copy.stride(-1) == 1
-        assert torch.equal(copy, other)
+        b, given = Builder(), layout_of("x", other)
+        copy = b.rows(given)
+        assert copy.is_contiguous()
+        assert b.plan({"x": given}, {}).steps == (Copy(copy, given),)
 
 
-def test_batch_strides():
+def test_row_strides():
     x, y = torch.empty(2, 3, 4, 8), torch.empty(2, 5, 4, 8)
-    assert arguments.batch_strides(x, y) == (8, (12, 20))
-    assert arguments.batch_strides(x, torch.empty(2, 3, 1)) == (1, (96, 3))
-    assert arguments.batch_strides(x[:1], y[:1, :3]) == (8, (0, 0))
+    rows = {"s_xt": 32, "s_xh": 8, "s_yt": 32, "s_yh": 8}
+    assert arguments.row_strides(x=x, y=y) == (8, {"s_xb": 12, "s_yb": 20} | rows)
+    assert arguments.row_strides(x=x, y=torch.empty(2, 3, 1))[1]["s_yb"] == 3
+    assert arguments.row_strides(x=x, y=torch.empty(2, 3, 1))[0] == 1
+    # The stride of a batch of one is not used.
+    assert arguments.row_strides(x=x[:1], y=y[:1, :3]) == (8, {"s_xb": 0, "s_yb": 0} | rows)
 
 
 @pytest.mark.parametrize("v_first", [False, True])
@@ -121,6 +128,7 @@ def test_state_strides(v_first: bool):
     k, v = (3, 1) if v_first else (1, 3)
     element = state[1, 2, v, k] if v_first else state[1, 2, k, v]
     assert state.as_strided((), (), s_n + 2 * s_h + k * s_k + v * s_v) == element
+    assert arguments.named_state_strides("f", state, v_first) == {"s_fn": s_n, "s_fh": s_h, "s_fk": s_k, "s_fv": s_v}
     assert arguments.state_strides(None, v_first) == (0, 0, 0, 0)
 
 
@@ -128,8 +136,12 @@ def test_state_strides(v_first: bool):
 def test_segments_are_packed_sequences_without_states(v_first: bool):
     state = torch.zeros(1, 4, 24, 40)
     call = request(B=1, T=200, initial_state=state, grad_final_state=state, state_v_first=not v_first)
-    cut = segments.as_packed(call, 64, v_first)
-    assert cut.cu_seqlens.tolist() == [0, 64, 128, 192, 200]
-    assert cut.cu_seqlens.dtype == torch.int64
+    b = Builder()
+    cut = segments.cut_into_segments(b, call, 64, v_first)
+    (step,) = b.plan({}, {}).steps
+    bounds = torch.empty(cut.cu_seqlens.shape, dtype=cut.cu_seqlens.dtype)
+    step.run(bounds)
+    assert bounds.tolist() == [0, 64, 128, 192, 200]
+    assert bounds.dtype == torch.int64
     assert (cut.initial_state, cut.grad_final_state, cut.state_v_first) == (None, None, v_first)
     assert call.initial_state is state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import installed
@@ -23,7 +24,7 @@ from cpu_requests import (
     make_request,
     relative_error,
 )
-from kda_core_cpu import choose, recurrent
+from kda_core_cpu import choose, recurrent, small_step
 
 
 @pytest.mark.parametrize("layout", ["dense", "packed"])
@@ -159,3 +160,73 @@ def test_the_decoding_path_is_the_general_one(layout, pooled, K, V, monkeypatch)
     general_o, general_state = run()
     assert torch.equal(o, general_o)
     assert torch.equal(state, general_state)
+
+
+STEPS = {
+    "plain": {"in_kernel": False}, "half": {"dtype": torch.bfloat16}, "float64": {"dtype": torch.float64},
+    "bounded": {"lower_bound": -5.0}, "no rate": {"lower_bound": -5.0, "A_log": None},
+    "negative eigenvalues": {"allow_neg_eigval": True}, "no final state": {"output_final_state": False},
+    "in place": {"inplace_final_state": True, "output_final_state": False},
+    "pool": {"pooled": True}, "half pool call": {"pooled": True, "dtype": torch.float16},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", [{"B": 3, "T": 1}, {"cu": [0, 1, 2, 3]}], ids=["rows", "packed"])
+@pytest.mark.parametrize("options", STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize(("H", "K", "V"), [(4, 64, 64), (3, 12, 10), (2, 128, 128), (4, 16, 33)])
+def test_a_small_step_has_the_bits_of_the_general_path(layout, options, H, K, V):
+    options = dict(options)
+    pooled, removed = options.pop("pooled", False), {n: options.pop(n) for n in ("A_log",) if n in options}
+    if pooled:
+        wide = torch.float32 if options.get("dtype") != torch.float64 else torch.float64
+        options |= {"initial_state": torch.randn(7, H, K, V, dtype=wide), "output_final_state": False}
+        options |= {"inplace_final_state": True, "ssm_state_indices": torch.tensor([6, 0, 3])}
+
+    def run(compute):
+        r = replace(make_request(RECURRENT, **layout, H=H, K=K, V=V, **options), **removed)
+        r = replace(r, initial_state=r.initial_state.clone())
+        result = compute(r)
+        return result.o, result.final_state, r.initial_state
+
+    expected = run(recurrent.general_forward)
+    for _ in range(2):  # the second reuses scratch memory
+        for found, state in zip(run(small_step.small_step), expected, strict=True):
+            assert (found is None) == (state is None)
+            if found is not None:
+                assert torch.equal(found, state)
+                assert (found.dtype, found.stride()) == (state.dtype, state.stride())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"T": 2}, {"HV": 4}, {"state": False}, {"state_v_first": True}, {"K": 512, "V": 512},
+        {"B": 1, "cu": [0, 0, 2]}, {"slots": [0, -1, 2]}, {"slots": [0, 5, 2]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_other_calls_are_no_small_steps(options):
+    options = {"B": 3, "T": 1, "K": 12, "V": 10} | options
+    slots = options.pop("slots", None)
+    if slots is not None:
+        options |= {"initial_state": torch.randn(7, 2, 12, 10), "ssm_state_indices": torch.tensor(slots)}
+        options |= {"inplace_final_state": True, "pad_slot_id": 5}
+    if "cu" in options:
+        options["T"] = None
+    assert small_step.small_step(make_request(RECURRENT, **options)) is None
+
+
+def test_scratch_memory_of_steps_is_bounded():
+    for B in range(1, 3 * small_step.MAX_KEPT):
+        assert small_step.small_step(make_request(RECURRENT, B=B, T=1)) is not None
+    assert len(small_step._kept) == small_step.MAX_KEPT
+
+
+def test_threads_that_run_the_same_step_do_not_share_scratch_memory():
+    r = make_request(RECURRENT, B=4, T=1, H=4, K=64, V=64)
+    others = [replace(r, q=r.q * i) for i in range(1, 9)]
+    expected = [recurrent.general_forward(other).o for other in others]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(20):
+            for found, o in zip(pool.map(recurrent.recurrent_forward, others), expected, strict=True):
+                assert torch.equal(found.o, o)

@@ -32,13 +32,14 @@ NOT_RUN = {
     "docs/amd.md": 3,
     "docs/debugging.md": 1,
     "docs/index.md": 1,
+    "docs/integrations/fla.md": 1,
+    "docs/integrations/transformers.md": 1,
     "docs/notes/amd.md": 3,
     "docs/notes/nvidia.md": 2,
     "docs/notes/performance.md": 1,
     "docs/nvidia.md": 4,
     "docs/performance.md": 2,
     "docs/quick_start.md": 1,
-    "docs/training.md": 1,
 }
 """How many blocks of a page say that they are not run. One more is a decision, which a change of this table shows."""
 
@@ -49,7 +50,9 @@ needs_the_cpu_backend = pytest.mark.skipif(
     importlib.util.find_spec("kda_core_cpu") is None, reason="kda-core-cpu is not installed: pip install ./backends/cpu"
 )
 
-PATH = re.compile(r"`((?:kda_core|backends|benchmarks|docs|examples|requirements|tests|tools|\.ci|\.github)/[\w./-]*)`")
+PATH = re.compile(
+    r"`((?:kda_core|backends|integrations|benchmarks|docs|examples|requirements|tests|tools|\.ci|\.github)/[\w./-]*)`"
+)
 
 
 def run_here(*languages: str) -> list[Block]:

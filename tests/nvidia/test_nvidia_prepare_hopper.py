@@ -15,7 +15,7 @@ import kda_core
 
 installed.need_backend("nvidia")
 
-from kda_core_nvidia import calls
+from kda_core_nvidia.calls import CALLS
 from kda_core_nvidia.choose import backward, chunk, forward
 
 pytestmark = pytest.mark.platform("nvidia_hopper")
@@ -66,7 +66,7 @@ def call(gate: str = "bounded", B: int = 2, T: int = 200, H: int = HV, **more: A
 @contextmanager
 def prepared_by(hopper: bool, monkeypatch) -> Iterator[None]:
     """The kernel for Hopper serves every call in here, and takes it where it is meant to."""
-    chosen, execute = chunk.choose_prepare, calls.execute
+    chosen, made = chunk.choose_prepare, CALLS.run
 
     def choose_prepare(*facts: Any, again: bool = False) -> Any:
         config = chosen(*facts, again=again)
@@ -77,7 +77,7 @@ def prepared_by(hopper: bool, monkeypatch) -> Iterator[None]:
         for module in (forward, backward):
             patch.setattr(module, "choose_prepare", choose_prepare)
         # Plans of one signature share a memo.
-        patch.setattr(calls, "execute", lambda request, key, *rest: execute(request, (key, hopper), *rest))
+        patch.setattr(CALLS, "run", lambda request, key, *rest: made(request, (key, hopper), *rest))
         yield
 
 

@@ -189,7 +189,7 @@ def drafts() -> None:
 @check
 def values_that_a_device_cannot_refuse() -> None:
     """Counts out of range are clamped; tokens past the table keep no state. (The core refuses both on the CPU.)"""
-    from kda_core_nvidia.calls import recurrent_forward
+    from kda_core_nvidia.calls import CALLS
 
     def run(indices: Tensor, accepted: Tensor | None, T: int) -> tuple[Tensor, Tensor, Tensor]:
         x = {n: inputs(2, T)[n] for n in ("q", "k", "v", "g", "beta")}
@@ -202,7 +202,7 @@ def values_that_a_device_cannot_refuse() -> None:
             op="fused_recurrent_kda", **x, scale=1.0, initial_state=states, ssm_state_indices=indices,
             num_accepted_tokens=accepted, inplace_final_state=True,
         )  # fmt: skip
-        return recurrent_forward(request).o, states, before
+        return CALLS.recurrent_forward(request).o, states, before
 
     table = torch.tensor([[0, 1], [2, 3]])
     for wrong, right in (([0, 9], [1, 2]), ([-3, 1], [1, 1])):

@@ -25,10 +25,12 @@ import triton
 from kda_core_nvidia import plugin, run, triton_private
 from kda_core_nvidia.calls import plan_of
 from kda_core_nvidia.choose import CHIPS
+from planned_backend import PlannedBackend
 
 from kda_core import _eager, _ops, api, chunk_kda, fused_recurrent_kda
 from kda_core._plugins import Registry
 from kda_core.request import Request
+from kda_core.triton_lib.calls import Calls
 from kda_core.triton_lib.plan import Builder, Copy, Plan, View, layout, matrix_tile
 
 
@@ -312,28 +314,34 @@ class Noted:
         return {n: None if x is None else (given | made)[x] for n, x in self.plan.results.items()}
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """The backend as on an H200, but that plans are noted instead of run: pairs of the plan and the one to expect."""
-    pairs: list[tuple[Plan, Plan, bool]] = []
+MOST_PLANS = 200
 
-    def execute(request: Any, key: Any, names: Any, inputs: Any, plan: Any, before: Any = run.execute) -> Any:
-        made = before(request, key, names, inputs, plan)
+
+class NotedCalls(Calls):
+    """The calls as on an H200, but that plans are noted instead of run: pairs of the plan and the one to expect."""
+
+    def __init__(self) -> None:
+        super().__init__(plan_of, lambda device: CHIPS[90], Noted, MOST_PLANS)
+        self.pairs: list[tuple[Plan, Plan, bool]] = []
+
+    def run(self, request: Any, key: Any, names: Any, inputs: Any) -> Any:
+        made = super().run(request, key, names, inputs)
         used, given, new = Noted.calls.pop()
         crooked = frozenset(n for n, x in zip(names, given, strict=True) if x is not None and x.data_ptr() & 15)
-        pairs.append((used, plan_of(request, CHIPS[90], crooked), new))
+        self.pairs.append((used, plan_of(request, CHIPS[90], crooked), new))
         return made
 
-    monkeypatch.setattr(run, "Bound", Noted)
-    monkeypatch.setattr("kda_core_nvidia.calls.execute", execute)
-    monkeypatch.setattr(run, "chip", lambda device: CHIPS[90])
-    monkeypatch.setattr(plugin, "_INFO", replace(plugin._INFO, device_types=("cpu",), priority=100))
-    monkeypatch.setattr(plugin, "INTERPRET", True)
+
+@pytest.fixture
+def calls(monkeypatch):
+    """A registry whose only backend has ``NotedCalls``."""
+    noted = NotedCalls()
     registry = Registry(entry_points=False)
-    assert registry.register(plugin).state == "loaded"
+    backend = PlannedBackend(plugin, noted, device_types=("cpu",), priority=100)
+    assert registry.register(backend).state == "loaded"
     for module in (api, _ops):
         monkeypatch.setattr(module, "registry", registry)
-    return SimpleNamespace(pairs=pairs, registry=registry)
+    return SimpleNamespace(pairs=noted.pairs, registry=registry)
 
 
 def inputs(B: int = 2, T: int = 64, H: int = 2, K: int = 64, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
@@ -500,15 +508,13 @@ def test_a_backward_of_offloaded_tensors_does_not_take_the_plan_of_others(calls)
         plans(False)
 
 
-def test_plans_stay_bounded(calls, monkeypatch):
-    monkeypatch.setattr(run, "MAX_PLANS", 3)
-    monkeypatch.setattr(run, "_holders", type(run._holders)())
-    for T in range(1, 9):
-        for _ in range(3):
+def test_plans_stay_bounded(calls):
+    for T in range(1, MOST_PLANS + 9):
+        for _ in range(2):
             with torch.no_grad():
-                chunk_kda(**inputs(T=T))
+                chunk_kda(**inputs(T=T, H=1, K=16))
     plans = [p for _, memo in calls.registry._choices.values() for p in memo.values() if isinstance(p, Noted)]
-    assert len(plans) == 3
+    assert len(plans) == MOST_PLANS
 
 
 def test_a_memo_belongs_to_one_signature(calls):

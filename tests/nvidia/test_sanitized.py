@@ -24,12 +24,13 @@ from kda_core_nvidia.plans.backward import plan_backward
 from kda_core_nvidia.plans.forward import saved_specs
 from kda_core_nvidia.run import chip, run_plan
 
-from kda_core.request import AnyRequest
+from kda_core.request import AnyRequest, LayerRequest
 from kda_core.testing import gate
 from kda_core.testing.cases import BF16, BFLOAT16, FP16, FP32, Case
 from kda_core.testing.inputs import Call
 from kda_core.testing.subject import Subject
 from kda_core.testing.targets import find_target
+from kda_core.triton_lib.ahead_of_time import layer_calls
 from kda_core.triton_lib.plan import metadata
 
 on_gpu = pytest.mark.platform("nvidia")
@@ -77,6 +78,9 @@ POOLS = [
 ]
 
 
+LAYER = list(layer_calls("meta"))
+
+
 def in_pool(case: Case) -> Call:
     """The case on a pool with an unused slot after every used one; the second sequence is skipped."""
     slots = torch.arange(case.N, dtype=torch.int32) * 2 + 1
@@ -121,6 +125,17 @@ def test_gates(subject: Subject, bound: float | None):
 
 
 @on_gpu
+@pytest.mark.parametrize("call", [pytest.param(call, id=f"{i} {name}") for i, (name, call) in enumerate(LAYER)])
+def test_calls_around_the_operator(call: LayerRequest):
+    """Their values are compared elsewhere; here the sanitizer looks at addresses and races."""
+    tensors = {n: torch.zeros_like(x, device="cuda") for n, x in vars(call).items() if isinstance(x, torch.Tensor)}
+    if getattr(call, "cu_seqlens", None) is not None:
+        tensors["cu_seqlens"] = torch.tensor([0, 61, call.x.shape[1]], dtype=torch.int32, device="cuda")
+    request = replace(call, **tensors)
+    run_plan(plan_of(request, chip(request.device)), request)
+
+
+@on_gpu
 @pytest.mark.parametrize("lengths", [(), BOUNDARIES])
 def test_gradients_through_descriptors(lengths: tuple[int, ...]):
     """Only very large calls use descriptors otherwise; the bits are those of pointers."""
@@ -135,8 +150,9 @@ def test_gradients_through_descriptors(lengths: tuple[int, ...]):
     assert [n for n, x in first.items() if not torch.equal(x, second[n])] == []
 
 
-def requests() -> Iterator[AnyRequest]:
+def requests() -> Iterator[AnyRequest | LayerRequest]:
     """Plans of the calls above, but the gates and the descriptors."""
+    yield from (call for _, call in LAYER)
     yield from (call.request() for call in (*map(in_pool, POOLS), drafts()))
     for case in CASES:
         r = replace(case.call().request(), save_for_backward=case.backward)

@@ -73,3 +73,9 @@ def table_rows(text: str) -> list[list[str]]:
     """Cells of the rows below a table's header."""
     rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in row] for row in rows[2:]]
+
+
+def one_line(name: str, adapter: str) -> str:
+    """The line of code of a page that installs an adapter."""
+    (line,) = set(re.findall(rf"`(import {adapter}; {adapter}\.install\(\))`", read(name)))
+    return line

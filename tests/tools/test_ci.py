@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -102,5 +103,5 @@ def test_a_step_that_fails_is_not_recorded(tree: Path):
 
 
 def test_the_table_has_every_step(tree: Path):
-    assert "0 s  long" in run(tree)
+    assert re.search(r"^ +\d+ s  long$", run(tree), re.MULTILINE)
     assert "skipped  long: passed on 20" in run(tree)

@@ -15,7 +15,7 @@ import pytest
 from environments import ROOT
 from house_exceptions import IN_CYCLES, LONG_FILES, LONG_FUNCTIONS, MUTUAL, PATCHED
 
-FOLDERS = ("kda_core", "backends", "benchmarks", "tools", "examples", "tests")
+FOLDERS = ("kda_core", "backends", "integrations", "benchmarks", "tools", "examples", "tests")
 FILES = sorted(
     file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py") if "build" not in file.relative_to(ROOT).parts
 )
@@ -243,10 +243,11 @@ def test_the_rules_find_what_breaks_them(tmp_path: Path):
     assert in_cycles({a: {b}, b: {c}, c: {a}, d: {e}, e: {d}}) == {a, b, c, d, e}
 
 
-def test_public_modules_of_the_core_are_those_that_users_and_backends_need():
-    users = {"api", "errors", "platforms", "flops"}
+def test_public_modules_of_the_core_are_those_that_users_backends_and_adapters_need():
+    users = {"api", "errors", "platforms", "flops", "nn"}
     backends = {"capabilities", "hookspecs", "request", "call_plan", "reference", "testing", "triton_lib"}
+    adapters = {"integrations"}
     found = {
         path.stem for path in (ROOT / "kda_core").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
     }
-    assert {name for name in found if not name.startswith("_")} == users | backends
+    assert {name for name in found if not name.startswith("_")} == users | backends | adapters

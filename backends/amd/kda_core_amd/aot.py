@@ -1,7 +1,7 @@
 """``python -m kda_core_amd.aot``: compile every shipped configuration without a GPU and print what it takes.
 
-The launch functions run on small CPU tensors with the launch itself replaced by a recorder, so that what is compiled
-is what a call would compile. For each kernel: vector registers, spills and local data share, as the assembler's
+Calls are planned for each architecture, and the launches of their plans are compiled: the same plans that calls run.
+For each kernel: vector registers, spills and local data share, as the assembler's
 metadata has them, and the waves that fit on a SIMD unit. Exit status 1 when a kernel spills more registers than
 stated (SPILL_LIMIT, KNOWN_LARGE_SPILLS) or needs more local data share than the chip has.
 """
@@ -13,24 +13,24 @@ import multiprocessing
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kda_core.request import GateRequest, Request
+from kda_core.request import AnyRequest, GateRequest, Request
 from kda_core.triton_lib.addresses import Hazard, hazards
-from kda_core.triton_lib.ahead_of_time import DIVISIBLE, TYPES, specialised
+from kda_core.triton_lib.ahead_of_time import DIVISIBLE, TYPES, layer_calls, specialised
 from kda_core.triton_lib.layout import CHUNK
-from kda_core_amd import chunk_backward, chunk_forward, gate, launch, recurrent
-from kda_core_amd.choose import ARCHITECTURES, FOREIGN_ARCHITECTURE, MOST_KEYS, Architecture, Config, compile_options
+from kda_core.triton_lib.plan import Launch, View
+from kda_core.triton_lib.run import compile_options
+from kda_core_amd.calls import plan_of
+from kda_core_amd.choose import ARCHITECTURES, FOREIGN_ARCHITECTURE, MOST_KEYS, Architecture
 
 SPILL_LIMIT = 8
 """Vector registers of a lane that may spill: a few saved round a loop cost nothing that can be measured."""
@@ -52,56 +52,46 @@ POINTER_RANGE = 32
 """Bits that reach every byte of a tensor below 2 GiB; triton's ROCm launcher says so of such a tensor."""
 
 
-UNITS = 304
-"""Compute units of the chip that calls are recorded for; they only decide how one long sequence is cut."""
-
-
 @dataclass(frozen=True)
-class Launch:
-    """One recorded launch: what a call would compile."""
+class Job:
+    """A launch to be compiled for a chip, of a call that ``name`` describes."""
 
+    launch: Launch
     name: str
-    kernel: Any
-    arguments: dict[str, Any]
-    config: Config
     target: Architecture
 
+    @property
+    def kernel(self) -> Any:
+        return self.launch.kernel
 
-@contextmanager
-def recorded(target: Architecture, name: str) -> Iterator[list[Launch]]:
-    """Record, under a name, what is launched on ``target``, and launch nothing."""
-    found: list[Launch] = []
+    @property
+    def values(self) -> dict[str, Any]:
+        """Values of the kernel's parameters."""
+        return {**self.launch.arguments, **self.launch.constants}
 
-    def record(kernel, programs, arguments, constants, chosen, target):
-        named = dict(zip(kernel.arg_names, arguments, strict=False)) | constants
-        found.append(Launch(name, kernel, named, chosen, target))
-
-    saved = launch.launch, launch.architecture, launch.compute_units
-    launch.launch, launch.architecture, launch.compute_units = record, lambda device: target, lambda device: UNITS
-    try:
-        yield found
-    finally:
-        launch.launch, launch.architecture, launch.compute_units = saved
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of the compiler."""
+        return {n: x for n, x in compile_options(self.launch).items() if n not in self.kernel.arg_names}
 
 
-def source(recorded: Launch, small: bool) -> ASTSource:
+def source(job: Job, small: bool) -> ASTSource:
     """What triton compiles for a launch.
 
     Args:
         small: every tensor is below 2 GiB, as triton's ROCm launcher tells the compiler.
     """
 
-    def of_tensor(x: Tensor) -> tuple[str, list[list[Any]]]:
+    def of_tensor(x: View) -> tuple[str, list[list[Any]]]:
         return "*" + TYPES[x.dtype], [DIVISIBLE] + [["tt.pointer_range", POINTER_RANGE]] * small
 
-    return ASTSource(recorded.kernel, *specialised(recorded.kernel, recorded.arguments, of_tensor))
+    return ASTSource(job.kernel, *specialised(job.kernel, job.values, of_tensor))
 
 
-def compiled(recorded: Launch, small: bool = True) -> Any:
+def compiled(job: Job, small: bool = True) -> Any:
     """Compile a launch for its architecture; the result's ``asm`` holds every stage's text."""
-    target = GPUTarget("hip", recorded.target.name, recorded.target.wave)
-    options = compile_options(recorded.config, recorded.target)
-    return triton.compile(source(recorded, small), target=target, options=options)
+    target = GPUTarget("hip", job.target.name, job.target.wave)
+    return triton.compile(source(job, small), target=target, options=job.options)
 
 
 @dataclass(frozen=True)
@@ -137,13 +127,13 @@ class Resources:
             waves = min(waves, target.lds // self.lds * num_warps / target.simds)
         return waves
 
-    def problems(self, recorded: Launch, small: bool = True) -> list[str]:
+    def problems(self, job: Job, small: bool = True) -> list[str]:
         """Why a configuration must not be shipped; ``small`` as it was compiled."""
         found = []
-        target = recorded.target
-        operand = next(x for x in recorded.arguments.values() if isinstance(x, Tensor)).dtype.itemsize
-        width = 128 if recorded.arguments["KP"] <= 128 else 256
-        name = recorded.kernel.fn.__name__ + ", h" * isinstance(recorded.arguments.get("h"), Tensor)
+        target, values = job.target, job.values
+        operand = next(job.launch.views()).itemsize
+        width = 128 if values.get("KP", 0) <= 128 else 256
+        name = job.launch.name + ", h" * (values.get("h") is not None)
         stated = {} if small else KNOWN_LARGE_SPILLS
         limit = stated.get((target.name, name, operand, width), SPILL_LIMIT)
         if self.vgpr_spills > limit:
@@ -209,20 +199,19 @@ _QUICK = ((torch.bfloat16, 128, ("bounded",)), (torch.float32, 256, ("softplus",
 """The most common shape and the largest."""
 
 
-def _calls(shapes: Sequence[tuple]) -> Iterator[tuple[str, Callable[[], object]]]:
-    """(name, call) of every kernel at these shapes."""
+def _calls(shapes: Sequence[tuple]) -> Iterator[tuple[str, AnyRequest, int]]:
+    """(name, call, rows of its segments) of every kernel at these shapes."""
     for dtype, K, gates in shapes:
         for gate_name in gates:
             options = _GATES[gate_name]
             request = _request("chunk_kda", dtype, K, options)
-            yield f"{TYPES[dtype]} K {K} {gate_name}", lambda r=request: chunk_forward.chunk_forward(r)
+            yield f"{TYPES[dtype]} K {K} {gate_name}", request, 0
             if gate_name == "given":
                 states = replace(request, return_intermediate_states=True, cu_seqlens_cpu=request.cu_seqlens)
-                yield f"{TYPES[dtype]} K {K} states", lambda r=states: chunk_forward.chunk_forward(r)
+                yield f"{TYPES[dtype]} K {K} states", states, 0
             if gate_name == gates[0]:
                 # The layout of states changes the same code for every gate.
-                transposed = replace(request, state_v_first=True)
-                yield f"{TYPES[dtype]} K {K}, V first", lambda r=transposed: chunk_forward.chunk_forward(r)
+                yield f"{TYPES[dtype]} K {K}, V first", replace(request, state_v_first=True), 0
             if "safe" not in gate_name:
                 backward = replace(
                     request,
@@ -230,40 +219,41 @@ def _calls(shapes: Sequence[tuple]) -> Iterator[tuple[str, Callable[[], object]]
                     grad_final_state=request.initial_state,
                     needs_grad=frozenset({"q", "k", "v", "g", "beta", "initial_state"}),
                 )
-                yield f"{TYPES[dtype]} K {K} {gate_name}", lambda r=backward: chunk_backward.chunk_backward(r)
+                yield f"{TYPES[dtype]} K {K} {gate_name}", backward, 0
                 if gate_name == "bounded" and dtype.itemsize == 2 and K == MOST_KEYS:
                     name = f"{TYPES[dtype]} K {K} segments"
-                    yield name, lambda r=request: chunk_forward.chunk_forward(_one_sequence(r), CHUNK)
-                    yield name, lambda r=backward: chunk_backward.chunk_backward(_one_sequence(r), CHUNK)
+                    yield name, _one_sequence(request), CHUNK
+                    yield name, _one_sequence(backward), CHUNK
                 for v_first in (False, True):
                     pool = _in_pool(_request("fused_recurrent_kda", dtype, K, options), v_first)
                     name = f"{TYPES[dtype]} K {K} {gate_name}" + ", V first" * v_first
-                    yield name, lambda r=pool: recurrent.recurrent_forward(r)
+                    yield name, pool, 0
     for bound in (None, -5.0):
         g = torch.empty(64, 4, 128, dtype=torch.bfloat16)
-        parameters = {"A_log": torch.empty(4), "dt_bias": torch.empty(4, 128), "lower_bound": bound}
+        request = GateRequest(g=g, A_log=torch.empty(4), dt_bias=torch.empty(4, 128), lower_bound=bound)
         needs = frozenset({"g", "A_log", "dt_bias"})
-        request = GateRequest(g=g, **parameters, grad_output=torch.empty(64, 4, 128), needs_grad=needs)
         name = "softplus" if bound is None else "bounded"
-        yield name, lambda r=request: (gate.gate_forward(r), gate.gate_backward(r))
+        yield name, request, 0
+        yield name, replace(request, grad_output=torch.empty(64, 4, 128), needs_grad=needs), 0
+    for name, call in layer_calls("meta"):
+        yield name, call, 0
 
 
-def shipped(target: Architecture, only: str = "", quick: bool = False) -> list[Launch]:
+def shipped(target: Architecture, only: str = "", quick: bool = False) -> list[Job]:
     """Every launch to be compiled for an architecture, each once.
 
     Args:
         only: a part of the kernel's name, or of the launch's.
         quick: the most common shape and the largest, rather than all.
     """
-    found: dict[Any, Launch] = {}
-    for name, call in _calls(_QUICK if quick else _SHIPPED):
-        with recorded(target, name) as launches:
-            call()
-        for one in launches:
-            if only in f"{one.kernel.fn.__name__} {one.name}":
+    found: dict[Any, Job] = {}
+    for name, call, rows in _calls(_QUICK if quick else _SHIPPED):
+        for launch in plan_of(call, target, rows=rows).launches:
+            if only in f"{launch.name} {name}":
+                one = Job(launch, name, target)
                 what = source(one, small=True)
-                compiles = (str(x) for x in (what.signature, what.constants, what.attrs, one.config))
-                found.setdefault((one.kernel.fn.__name__, *compiles), one)
+                compiles = (str(x) for x in (what.signature, what.constants, what.attrs, one.options))
+                found.setdefault((launch.name, *compiles), one)
     return list(found.values())
 
 
@@ -272,26 +262,26 @@ def address_hazards(ir: str) -> list[Hazard]:
     return hazards(ir, ("amdg.buffer_", "amdgpu.buffer_"), ("amdg.buffer_load",))
 
 
-_JOBS: list[Launch] = []
+_JOBS: list[Job] = []
 """Launches that the workers of ``report`` compile; the workers are forked, so that launches are not sent to them."""
 
 
 def _line(index: int, small: bool) -> tuple[str, bool]:
     """Compile a launch; its line of the table, and whether it may be shipped."""
     one = _JOBS[index]
-    kernel, waves = compiled(one, small), one.config.num_warps
+    kernel, waves = compiled(one, small), one.launch.num_warps
     taken = Resources.of(kernel)
     problems = taken.problems(one, small)
     if not small:
         problems += [f"32-bit address: {h.line} ({h.reason})" for h in address_hazards(kernel.asm["ttgir"])]
     line = (
-        f"{one.target.name:8} {one.kernel.fn.__name__:20} {one.name:24} {waves:5} {taken.vgprs:5} "
+        f"{one.target.name:8} {one.launch.name:20} {one.name:24} {waves:5} {taken.vgprs:5} "
         f"{taken.vgpr_spills:6} {taken.stack:5} {taken.lds:7} {taken.occupancy(one.target, waves):5g}"
     )
     return line + "".join(f"  ERROR: {p}" for p in problems), not problems
 
 
-def report(launches: list[Launch], small: bool, jobs: int) -> int:
+def report(launches: list[Job], small: bool, jobs: int) -> int:
     """Compile launches, print a line for each, and answer how many of them must not be shipped."""
     _JOBS[:] = launches
     failed = 0

@@ -7,7 +7,7 @@ batch that a sequence travels in. Only whether one long sequence is cut follows 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -31,6 +31,7 @@ class Architecture:
         granule: registers are given to a wave in multiples of this.
         waves: waves that a SIMD unit can hold.
         simds: SIMD units that share one local data share.
+        units: compute units: of a device at hand its own, otherwise those of the largest chip.
     """
 
     name: str
@@ -39,20 +40,29 @@ class Architecture:
     registers: int
     granule: int
     waves: int
+    units: int
     simds: int = 4
+
+    def having(self, units: int) -> Architecture:
+        """The same with so many compute units."""
+        return replace(self, units=units)
 
 
 FOREIGN_ARCHITECTURE = "foreign"
 """Any other GPU, under the test-only switch (``switches.FOREIGN``): the same kernels as plain Triton."""
 
-# Sources: LLVM's AMDGPU target description (register granules, waves a SIMD), AMD's CDNA and RDNA 3 ISA manuals (LDS).
+INTERPRETED = "gfx942"
+"""The architecture that Triton's interpreter stands in for."""
+
+# Sources: LLVM's AMDGPU target description (register granules, waves a SIMD), AMD's CDNA and RDNA 3 ISA manuals (LDS),
+# its data sheets (compute units of one die of an MI250X, of an MI300X, an MI355X and an RX 7900 XTX).
 ARCHITECTURES = MappingProxyType(
     {
-        "gfx90a": Architecture("gfx90a", 64, 64 * KIB, 512, 8, 8),
-        "gfx942": Architecture("gfx942", 64, 64 * KIB, 512, 8, 8),
-        "gfx950": Architecture("gfx950", 64, 160 * KIB, 512, 8, 8),
-        "gfx1100": Architecture("gfx1100", 32, 64 * KIB, 1536, 24, 16, simds=2),
-        FOREIGN_ARCHITECTURE: Architecture(FOREIGN_ARCHITECTURE, 32, 99 * KIB, 512, 8, 16),
+        "gfx90a": Architecture("gfx90a", 64, 64 * KIB, 512, 8, 8, 110),
+        "gfx942": Architecture("gfx942", 64, 64 * KIB, 512, 8, 8, 304),
+        "gfx950": Architecture("gfx950", 64, 160 * KIB, 512, 8, 8, 256),
+        "gfx1100": Architecture("gfx1100", 32, 64 * KIB, 1536, 24, 16, 96, simds=2),
+        FOREIGN_ARCHITECTURE: Architecture(FOREIGN_ARCHITECTURE, 32, 99 * KIB, 512, 8, 16, 132),
     }
 )
 
@@ -215,15 +225,10 @@ def dot_widths(dtype: torch.dtype, target: Architecture) -> tuple[int, str, str]
 
 
 def compile_options(chosen: Config, target: Architecture) -> dict[str, int]:
-    """Triton's options for a configuration; those of AMD's compiler are unknown to others.
-
-    ``enable_fp_fusion`` is always stated: it decides the bits of results, and triton 3.9 warns that its default will
-    change.
-    """
-    options = {"num_warps": chosen.num_warps, "num_stages": chosen.stages, "enable_fp_fusion": True}
-    if target.name != FOREIGN_ARCHITECTURE:
-        options |= {"waves_per_eu": chosen.waves_per_eu, "matrix_instr_nonkdim": MATRIX_SIDE}
-    return options
+    """Triton's options for a configuration, waves apart; those of AMD's compiler are unknown to others."""
+    if target.name == FOREIGN_ARCHITECTURE:
+        return {"num_stages": chosen.stages}
+    return {"num_stages": chosen.stages, "waves_per_eu": chosen.waves_per_eu, "matrix_instr_nonkdim": MATRIX_SIDE}
 
 
 FINISH_ROWS = 16
@@ -245,8 +250,8 @@ PROGRAMS_A_UNIT = 4
 """Programs of the recurrence for each compute unit, at most: this bounds the number of segments."""
 
 
-def segment_rows(request: Request, target: Architecture, compute_units: int) -> int:
-    """Rows of each segment of a call on a chip with so many compute units, or 0 when it is not cut."""
+def segment_rows(request: Request, target: Architecture) -> int:
+    """Rows of each segment of a call, or 0 when it is not cut."""
     q = request.q
     if q.shape[1] < LEAST_SEGMENTS * LEAST_ROWS or q.shape[0] != 1 or request.cu_seqlens is not None:
         return 0
@@ -257,7 +262,7 @@ def segment_rows(request: Request, target: Architecture, compute_units: int) -> 
     VP = padded(request.V)
     block = min(config("recurrence", target, q.dtype, padded(request.K)).block, VP)
     programs = request.HV * VP // block
-    room = PROGRAMS_A_UNIT * compute_units // programs
+    room = PROGRAMS_A_UNIT * target.units // programs
     count = min(room, request.T // LEAST_ROWS, MOST_SEGMENTS)
     if count < LEAST_SEGMENTS:
         return 0

@@ -18,7 +18,16 @@ from kda_core.capabilities import (
     Unavailable,
 )
 from kda_core.hookspecs import hookimpl
-from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request, TensorSpec
+from kda_core.request import (
+    AnyRequest,
+    BackwardResult,
+    ForwardResult,
+    GatedNormRequest,
+    GateRequest,
+    Request,
+    ShortConvolutionRequest,
+    TensorSpec,
+)
 from kda_core_amd import __version__
 from kda_core_amd.switches import FOREIGN, INTERPRET, NAME
 
@@ -36,7 +45,7 @@ _CLOSED = {Feature.CONTEXT_PARALLEL: "one device serves the whole sequence; leav
 _INFO = BackendInfo(
     name=NAME,
     version=__version__,
-    contract=SpecifierSet("~=1.0"),
+    contract=SpecifierSet("~=1.1"),
     device_types=("cuda", "cpu") if INTERPRET else ("cuda",),
     # Neither the interpreter nor a foreign device may serve a call that did not ask for it by name.
     # Only when named, until the conformance kit has passed on AMD hardware.
@@ -114,41 +123,69 @@ def kda_core_saved_spec(request: Request) -> tuple[TensorSpec, ...]:
 
 @hookimpl
 def kda_core_chunk_forward(request: Request) -> ForwardResult:
-    from kda_core_amd.chunk_forward import chunk_forward
+    from kda_core_amd.calls import CALLS
 
-    return chunk_forward(request)
+    return CALLS.chunk_forward(request)
 
 
 @hookimpl
 def kda_core_chunk_backward(request: Request) -> BackwardResult:
-    from kda_core_amd.chunk_backward import chunk_backward
+    from kda_core_amd.calls import CALLS
 
-    return chunk_backward(request)
+    return CALLS.chunk_backward(request)
 
 
 @hookimpl
 def kda_core_recurrent_forward(request: Request) -> ForwardResult:
-    from kda_core_amd.recurrent import recurrent_forward
+    from kda_core_amd.calls import CALLS
 
-    return recurrent_forward(request)
+    return CALLS.recurrent_forward(request)
 
 
 @hookimpl
 def kda_core_recurrent_backward(request: Request) -> BackwardResult:
-    from kda_core_amd.chunk_backward import chunk_backward
+    from kda_core_amd.calls import CALLS
 
-    return chunk_backward(request)
+    return CALLS.recurrent_backward(request)
 
 
 @hookimpl
 def kda_core_gate_forward(request: GateRequest) -> Tensor:
-    from kda_core_amd.gate import gate_forward
+    from kda_core_amd.calls import CALLS
 
-    return gate_forward(request)
+    return CALLS.gate_forward(request)
 
 
 @hookimpl
 def kda_core_gate_backward(request: GateRequest) -> BackwardResult:
-    from kda_core_amd.gate import gate_backward
+    from kda_core_amd.calls import CALLS
 
-    return gate_backward(request)
+    return CALLS.gate_backward(request)
+
+
+@hookimpl
+def kda_core_short_convolution_forward(request: ShortConvolutionRequest) -> ForwardResult:
+    from kda_core_amd.calls import CALLS
+
+    return CALLS.short_convolution_forward(request)
+
+
+@hookimpl
+def kda_core_short_convolution_backward(request: ShortConvolutionRequest) -> BackwardResult:
+    from kda_core_amd.calls import CALLS
+
+    return CALLS.short_convolution_backward(request)
+
+
+@hookimpl
+def kda_core_gated_rms_norm_forward(request: GatedNormRequest) -> Tensor:
+    from kda_core_amd.calls import CALLS
+
+    return CALLS.gated_rms_norm_forward(request)
+
+
+@hookimpl
+def kda_core_gated_rms_norm_backward(request: GatedNormRequest) -> BackwardResult:
+    from kda_core_amd.calls import CALLS
+
+    return CALLS.gated_rms_norm_backward(request)

@@ -21,19 +21,12 @@ the rows behind the last one. Every offset is int64, from the sequence and head 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-from kda_core.request import ForwardResult, Request
-from kda_core.triton_lib.arguments import batch_strides, contiguous, gate_kind, rows_contiguous, state_strides
 from kda_core.triton_lib.factor import decay_minus_one
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
-from kda_core.triton_lib.layout import padded
 from kda_core.triton_lib.packing import is_padding
-from kda_core_amd import launch
-from kda_core_amd.choose import config
-from kda_core_amd.chunk_forward import finished, output_buffers
 
 _NUMBERS = [
     "scale", "lower_bound", "T", "N", "HV", "group", "width", "s_qb", "s_kb", "s_vb", "s_gb", "s_bb", "s_ob", "s_row",
@@ -203,43 +196,3 @@ def recurrent(
     if (final_state is not None) and (not EVERY_TOKEN):
         p_state = final_state + i_state * s_fn + i_h * s_fh + o_state
         tl.store(p_state, S.to(final_state.dtype.element_ty), mask=m_state)
-
-
-def recurrent_forward(request: Request) -> ForwardResult:
-    """Run ``fused_recurrent_kda`` for a call that the plugin accepted."""
-    with launch.on_device(request.device):
-        o, final_state = output_buffers(request)
-        q, k, v, g = (rows_contiguous(x) for x in (request.q, request.k, request.v, request.g))
-        beta, indices, accepted = request.beta, request.ssm_state_indices, request.num_accepted_tokens
-        K, V, HV = request.K, request.V, request.HV
-        KP = padded(K)
-        sequences = request.N + (request.cu_seqlens is not None)
-        target = launch.architecture(request.device)
-        name = "recurrent, V first" if request.state_v_first else "recurrent"
-        state = final_state if request.initial_state is None else request.initial_state
-        chosen = config(name, target, torch.float32 if state is None else state.dtype, KP)
-        block_v = min(chosen.block, padded(V))
-        gate = gate_kind(request)
-        unit, (s_qb, s_kb, s_vb, s_gb, s_bb, s_ob) = batch_strides(q, k, v, g, beta, o)
-        width = 1 if indices is None or indices.dim() == 1 else indices.shape[1]
-        initial, final = (state_strides(x, request.state_v_first) for x in (request.initial_state, final_state))
-        arguments = (
-            q, k, v, g, beta, contiguous(request.A_log) if gate != "none" else None,
-            contiguous(request.dt_bias) if gate != "none" else None, o, request.initial_state, final_state,
-            contiguous(request.cu_seqlens), indices, accepted, float(request.scale),
-            0.0 if request.lower_bound is None else float(request.lower_bound), request.T, request.N, HV,
-            HV // request.H, width,
-            s_qb, *q.stride()[1:3], s_kb, *k.stride()[1:3], s_vb, *v.stride()[1:3], s_gb, *g.stride()[1:3],
-            s_bb, *beta.stride()[1:3], s_ob, *o.stride()[1:3], *initial[:2], *final[:2],
-            0 if indices is None else indices.stride(0), 0 if width == 1 else indices.stride(1),
-            0 if accepted is None else accepted.stride(0), request.pad_slot_id,
-        )  # fmt: skip
-        constants = {
-            "K": K, "V": V, "KP": KP, "BV": block_v, "UNIT": unit,
-            **dict(zip(("I_K", "I_V", "F_K", "F_V"), initial[2:] + final[2:], strict=True)),
-            "V_FIRST": request.state_v_first, "EVERY_TOKEN": width > 1, "GATE": gate,
-            "L2NORM": request.use_qk_l2norm_in_kernel, "SIGMOID": request.use_beta_sigmoid_in_kernel,
-            "NEG_EIGVAL": request.allow_neg_eigval,
-        }  # fmt: skip
-        launch.launch(recurrent, sequences * HV * -(-V // block_v), arguments, constants, chosen, target)
-        return finished(request, o, final_state)

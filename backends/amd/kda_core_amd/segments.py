@@ -1,24 +1,12 @@
-"""Kernels and launches for a sequence that is cut into segments (``kda_core.triton_lib.segments`` has the algorithm).
+"""Kernels for a sequence that is cut into segments (``kda_core.triton_lib.segments`` has the algorithm).
 
 Matrices are held as the recurrences hold states, transposed and in blocks of key channels; states at the boundaries
 are stored K first. Every offset is int64, from the program id up.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from kda_core.request import Request
-from kda_core.triton_lib.arguments import rows_contiguous, state_strides
-from kda_core.triton_lib.layout import CHUNK, padded
-from kda_core.triton_lib.lift import lift
-from kda_core_amd import launch
-from kda_core_amd.choose import Architecture, Config, config, dot_widths
 from kda_core_amd.recurrence import load_state, reverse_step, step, store_state
 
 
@@ -214,88 +202,3 @@ def _step(
             block = tl.dot(x[i_from], tl.load(part + o_xx), block, input_precision=DOT)
         following += (block,)
     return following
-
-
-def starts(
-    request: Request, rows: int, keys: Tensor, D: Tensor, initial_state: Tensor | None, v_first: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The state at the start of every segment, and the transitions.
-
-    Args:
-        request: the call as ``as_packed`` gave it.
-        rows: of a segment.
-        keys, D: what ``prepare`` wrote for ``request``.
-        initial_state: the call's own, or None.
-        v_first: its layout.
-
-    Returns:
-        states [segments, HV, K, V] and transitions [segments - 1, HV, VP + KP, KP], both in float32.
-    """
-    target, chosen, constants = _constants("states", request)
-    v, HV, count = rows_contiguous(request.v), request.HV, request.N
-    KP, VP = constants["KP"], constants["VP"]
-    transitions = D.new_empty((count - 1, HV, VP + KP, KP))
-    strides = state_strides(initial_state, v_first)[1:]
-    arguments = (keys, D, v, initial_state, transitions, rows, HV, (count - 1) * HV, *v.stride()[1:3], *strides)
-    programs = (VP + KP) // constants["BV"] * (count - 1) * HV
-    launch.launch(transitions_kernel, programs, arguments, constants, chosen, target)
-    return _joined(request, initial_state, v_first, transitions), transitions
-
-
-def ends(
-    request: Request, rows: int, do: Tensor, prepared: tuple[Tensor, Tensor, Tensor], transitions: Tensor,
-    grad_final_state: Tensor | None, v_first: bool,
-) -> Tensor:  # fmt: skip
-    """The gradient of the state at the end of every segment, [segments, HV, K, V] in float32.
-
-    Args:
-        request: the call as ``as_packed`` gave it.
-        rows: of a segment.
-        do: [1, T, HV, V], its last dimension contiguous.
-        prepared: keys, P and D, as ``prepare`` wrote them for ``request``.
-        transitions: from ``starts``.
-        grad_final_state: the call's own, or None; ``v_first``: its layout.
-    """
-    target, chosen, constants = _constants("reverse", request)
-    HV, count = request.HV, request.N
-    additions = transitions.new_empty((count - 1, HV, constants["VP"], constants["KP"]))
-    strides = state_strides(grad_final_state, v_first)[1:]
-    numbers = (request.T, rows, HV, (count - 1) * HV, *do.stride()[1:3], *strides)
-    programs = constants["VP"] // constants["BV"] * (count - 1) * HV
-    arguments = (*prepared, do, grad_final_state, additions, *numbers)
-    launch.launch(reverse_transitions_kernel, programs, arguments, constants, chosen, target)
-    return _joined(request, grad_final_state, v_first, transitions, additions)
-
-
-def _constants(kernel: str, request: Request) -> tuple[Architecture, Config, dict[str, Any]]:
-    """Target, configuration and constants of a recurrence without results, those of ``kernel`` with them."""
-    KP, VP = padded(request.K), padded(request.V)
-    target = launch.architecture(request.device)
-    chosen = config(kernel, target, request.q.dtype, KP)
-    constants = {
-        "K": request.K, "V": request.V, "KP": KP, "VP": VP, "BV": min(chosen.block, VP, KP),
-        "BK": min(chosen.keys or KP, KP), "C": CHUNK,
-        "LIFT": lift(request.q.dtype, request.use_qk_l2norm_in_kernel, request.scale), "STAGES": chosen.stages,
-        "DOT": dot_widths(request.q.dtype, target)[1],
-    }  # fmt: skip
-    return target, chosen, constants
-
-
-def _joined(
-    request: Request, given: Tensor | None, v_first: bool, transitions: Tensor, additions: Tensor | None = None
-) -> Tensor:
-    """States at the starts of the segments, or gradients at their ends."""
-    KP, VP, HV, count = padded(request.K), padded(request.V), request.HV, request.N
-    target = launch.architecture(request.device)
-    chosen = config("join", target, torch.float32, KP)
-    states = transitions.new_empty((count, HV, request.K, request.V))
-    strides = state_strides(given, v_first)[1:]
-    arguments = (given, transitions, additions, states, count, HV, *strides)
-    constants = {
-        "K": request.K, "V": request.V, "KP": KP, "VP": VP, "BV": chosen.block, "BK": min(chosen.keys, KP),
-        "REVERSE": additions is not None, "IN_TURN": chosen.level_loop, "STAGES": chosen.stages,
-        # As float16's: where a foreign device's matrix unit has no float32, 22 bits are enough beside rounded operands.
-        "DOT": dot_widths(torch.float16, target)[1],
-    }  # fmt: skip
-    launch.launch(join_kernel, VP // chosen.block * HV, arguments, constants, chosen, target)
-    return states

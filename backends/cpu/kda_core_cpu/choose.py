@@ -38,8 +38,23 @@ _RUN = 64
 _SLOT_IN_PLACE = 1 << 16
 """State elements of a sequence from which its slot is updated in place, rather than gathered with others."""
 
+_SMALL_STEP = 1 << 18
+"""State elements up to which a step's time is that of its torch calls."""
+
 _BAG = 1 << 13
 """Elements of one state from which a weighted sum of its rows beats a matrix product of two rows."""
+
+
+def is_small_step(r: Request) -> bool:
+    """Whether a call may be one token for each of a few states, which are together or in small slots of a pool."""
+    states, slots = r.initial_state, r.ssm_state_indices
+    if states is None or states.dtype != r.compute_dtype or r.state_v_first or r.H != r.HV:
+        return False
+    if not 0 < r.B * r.T == r.N <= _SMALL_STEP // (r.HV * r.K * r.V):
+        return False
+    if slots is None:
+        return states.is_contiguous()
+    return slots.numel() == r.N and r.num_accepted_tokens is None and not updates_slot_in_place(r.HV, r.K, r.V)
 
 
 def rows_per_chunk(request: Request) -> int:

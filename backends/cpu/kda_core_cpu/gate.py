@@ -23,19 +23,30 @@ _SOFTPLUS_IS_LINEAR = 40.0
 """Above it log(1 + exp(x)) is x, in fp64 too; exp(40) is far from overflow in fp32."""
 
 
+_LARGEST = {dtype: torch.finfo(dtype).max for dtype in (torch.float32, torch.float64)}
+
+_FEW = 1 << 12
+"""Elements that are held in less time than it takes to look for a rate of 0."""
+
+
 def rate_of(A_log: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """exp(A_log) [HV], finite, or None for a rate of 1."""
     if A_log is None:
         return None
-    return A_log.to(dtype).exp().clamp_(max=torch.finfo(dtype).max)
+    return hold_rate(A_log.to(dtype).exp())
+
+
+def hold_rate(rate: Tensor) -> Tensor:
+    """exp(A_log), finite, in place."""
+    return rate.clamp_(max=_LARGEST[rate.dtype])
 
 
 def _gate_input(x: Tensor, rate: Tensor | None, bias: Tensor | None) -> None:
     """x + bias, in place; finite if a rate is 0."""
     if bias is not None:
         x.add_(bias)
-    if rate is not None and not rate.all():
-        largest = torch.finfo(x.dtype).max
+    if rate is not None and (x.numel() <= _FEW or not rate.all()):
+        largest = _LARGEST[x.dtype]
         x.clamp_(-largest, largest)
 
 
@@ -49,7 +60,7 @@ def log_decay(
     memory = x if memory is None else memory
     _gate_input(x, rate, bias)
     if lower_bound is None:
-        torch.ops.aten.softplus.out(memory, 1, _SOFTPLUS_IS_LINEAR, out=memory)
+        F.softplus(memory, 1, _SOFTPLUS_IS_LINEAR, out=memory)
         return x.neg_() if rate is None else x.mul_(-rate)
     if rate is not None:
         x.mul_(rate)

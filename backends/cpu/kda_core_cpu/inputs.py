@@ -35,7 +35,7 @@ def inverse_norm_backward(unit: Tensor, inverse: Tensor, grad: Tensor) -> Tensor
 
 
 @functools.lru_cache(maxsize=64)
-def _norm_constants(scale: float, dtype: torch.dtype, dims: int) -> tuple[Tensor, Tensor]:
+def norm_constants(scale: float, dtype: torch.dtype, dims: int) -> tuple[Tensor, Tensor]:
     """ε, and (1, scale) along the first of ``dims`` dimensions, as tensors: numbers cost a call three times as much."""
     # The cache outlives the call: made in inference mode these would stay inference tensors.
     with torch.inference_mode(False):
@@ -87,8 +87,8 @@ class RowInputs:
         of_k, of_q = inverses.unbind(0)
         torch.linalg.vector_norm(k, dim=-1, keepdim=True, out=of_k)
         torch.linalg.vector_norm(q, dim=-1, keepdim=True, out=of_q)
-        epsilon, factors = _norm_constants(request.scale, self.dtype, inverses.dim())
-        torch.mul(inverses, inverses, out=inverses).add_(epsilon).rsqrt_().mul_(factors)
+        epsilon, factors = norm_constants(request.scale, self.dtype, inverses.dim())
+        torch.addcmul(epsilon, inverses, inverses, out=inverses).rsqrt_().mul_(factors)
         torch.mul(k, of_k, out=into_k)
         torch.mul(q, of_q, out=into_q)
         return into_k, into_q

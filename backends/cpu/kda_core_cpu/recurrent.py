@@ -16,7 +16,6 @@ so rows must be small: βv, u and o share one buffer, and inputs with the right 
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -28,7 +27,9 @@ from kda_core.request import ForwardResult, Request
 from kda_core_cpu.choose import group_lanes, run_lanes, run_tokens, sums_rows, updates_slot_in_place
 from kda_core_cpu.inputs import RowInputs
 from kda_core_cpu.results import empty_output
+from kda_core_cpu.row_sums import row_sums
 from kda_core_cpu.sequences import Sequences, lane_groups
+from kda_core_cpu.small_step import small_step
 from kda_core_cpu.states import PoolRows, States
 from kda_core_cpu.windows import TokenWindow, Window
 from kda_core_cpu.workspace import Workspace
@@ -36,6 +37,11 @@ from kda_core_cpu.workspace import Workspace
 
 def recurrent_forward(request: Request) -> ForwardResult:
     """Run ``fused_recurrent_kda``."""
+    return small_step(request) or general_forward(request)
+
+
+def general_forward(request: Request) -> ForwardResult:
+    """Run any call of ``fused_recurrent_kda``."""
     pool = PoolRows.of(request)
     states = States(request, pool)
     o = empty_output(request)
@@ -171,7 +177,7 @@ class _Reader:
 
     def __init__(self, workspace: Workspace, states: States) -> None:
         K, V = states.shape
-        self.workspace, self.K, self.V = workspace, K, V
+        self.workspace, self.V = workspace, V
         self.sums_rows = sums_rows(states.dtype, K, V, states.v_first)
 
     def advance(self, token: _Token, source: Tensor, S: Tensor) -> None:
@@ -188,18 +194,7 @@ class _Reader:
         lanes, V = kq.shape[0], self.V
         if not self.sums_rows:
             return torch.bmm(kq, S, out=self.workspace("y", lanes, 2, V)).unbind(1)
-        rows, bags = _bags(lanes, self.K)
-        sums = torch.embedding_bag(S.view(-1, V), rows, bags, False, 0, False, kq.reshape(-1))[0]
-        return sums.view(lanes, 2, V).unbind(1)
-
-
-@functools.lru_cache(maxsize=8)
-def _bags(lanes: int, K: int) -> tuple[Tensor, Tensor]:
-    """State rows of every bag and the bags' offsets; two bags a lane."""
-    # The cache outlives the call: made in inference mode these would stay inference tensors.
-    with torch.inference_mode(False):
-        rows = torch.arange(lanes * K, device="cpu").view(lanes, 1, K).expand(lanes, 2, K).reshape(-1)
-        return rows, torch.arange(0, 2 * lanes * K, K, device="cpu")
+        return row_sums(kq, S).view(lanes, 2, V).unbind(1)
 
 
 class _Block:

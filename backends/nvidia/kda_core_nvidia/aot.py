@@ -28,16 +28,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from kda_core.request import AnyRequest, GateRequest, Request
-from kda_core.triton_lib.ahead_of_time import DIVISIBLE, TYPES, specialised
+from kda_core.request import AnyRequest, GateRequest, LayerRequest, Request
+from kda_core.triton_lib.ahead_of_time import DIVISIBLE, TYPES, layer_calls, specialised
 from kda_core.triton_lib.plan import Launch, Tile, View, metadata
+from kda_core.triton_lib.run import compile_options
 from kda_core_nvidia import aot_recurrent
 from kda_core_nvidia.calls import plan_of
 from kda_core_nvidia.choose import CHIPS, SHARED_LIMIT, choose_backward
 from kda_core_nvidia.machine_code import uses_stack_pointer
 from kda_core_nvidia.plans.backward import plan_backward
 from kda_core_nvidia.plans.forward import saved_specs
-from kda_core_nvidia.run import compile_options
 from kda_core_nvidia.triton_private import shared_layout
 
 STACK_LIMITS = {
@@ -67,8 +67,7 @@ class Job:
     @cached_property
     def arguments(self) -> dict[str, Any]:
         """Arguments, constants and the compiler's options."""
-        options = compile_options(self.launch.constants)
-        return {**self.launch.arguments, **options, "num_warps": self.launch.num_warps}
+        return {**self.launch.arguments, **compile_options(self.launch)}
 
     @property
     def stack_limit(self) -> int:
@@ -235,7 +234,7 @@ def cases(quick: bool = False) -> list[Case]:
     return found
 
 
-def _calls(quick: bool) -> Iterator[tuple[str, AnyRequest]]:
+def _calls(quick: bool) -> Iterator[tuple[str, AnyRequest | LayerRequest]]:
     """(name, call) of what launches every kernel."""
     for case in cases(quick):
         yield str(case), case.request()
@@ -248,6 +247,7 @@ def _calls(quick: bool) -> Iterator[tuple[str, AnyRequest]]:
             yield f"{case}, no do", replace(case.gradients(), grad_o=None)
     steps = aot_recurrent.shipped()
     yield from itertools.islice(steps, aot_recurrent.QUICK) if quick else steps
+    yield from layer_calls("meta")
     for dtype, bound in ((torch.bfloat16, -5.0), (torch.float32, None)):
         request = GateRequest(
             g=_empty(64, 4, 128, dtype=dtype), A_log=_empty(4), dt_bias=_empty(4, 128), lower_bound=bound

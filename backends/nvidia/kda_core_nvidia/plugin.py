@@ -12,7 +12,16 @@ from torch import Tensor
 from kda_core.call_plan import CallPlan
 from kda_core.capabilities import FEATURES_1_0, Available, BackendInfo, Capabilities, Feature, Unavailable
 from kda_core.hookspecs import hookimpl
-from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request, TensorSpec
+from kda_core.request import (
+    AnyRequest,
+    BackwardResult,
+    ForwardResult,
+    GatedNormRequest,
+    GateRequest,
+    Request,
+    ShortConvolutionRequest,
+    TensorSpec,
+)
 from kda_core_nvidia import __version__
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
@@ -26,7 +35,7 @@ _CLOSED = {Feature.CONTEXT_PARALLEL: "one device serves the whole sequence; leav
 _INFO = BackendInfo(
     name="nvidia",
     version=__version__,
-    contract=SpecifierSet("~=1.0"),
+    contract=SpecifierSet("~=1.1"),
     device_types=("cuda", "cpu") if INTERPRET else ("cuda",),
     # How much of the conformance kit has passed on an H200, with which code, and what has not: docs/notes/nvidia.md.
     # Tensors on the CPU belong to others: the interpreter is for tests.
@@ -91,44 +100,72 @@ def kda_core_saved_spec(request: Request) -> tuple[TensorSpec, ...]:
 
 @hookimpl
 def kda_core_chunk_forward(request: Request) -> ForwardResult:
-    from kda_core_nvidia.calls import chunk_forward
+    from kda_core_nvidia.calls import CALLS
 
-    return chunk_forward(request)
+    return CALLS.chunk_forward(request)
 
 
 @hookimpl
 def kda_core_chunk_backward(request: Request) -> BackwardResult:
-    from kda_core_nvidia.calls import chunk_backward
+    from kda_core_nvidia.calls import CALLS
 
-    return chunk_backward(request)
+    return CALLS.chunk_backward(request)
 
 
 @hookimpl
 def kda_core_recurrent_forward(request: Request) -> ForwardResult:
-    from kda_core_nvidia.calls import recurrent_forward
+    from kda_core_nvidia.calls import CALLS
 
-    return recurrent_forward(request)
+    return CALLS.recurrent_forward(request)
 
 
 @hookimpl
 def kda_core_recurrent_backward(request: Request) -> BackwardResult:
-    from kda_core_nvidia.calls import recurrent_backward
+    from kda_core_nvidia.calls import CALLS
 
-    return recurrent_backward(request)
+    return CALLS.recurrent_backward(request)
 
 
 @hookimpl
 def kda_core_gate_forward(request: GateRequest) -> Tensor:
-    from kda_core_nvidia.calls import gate_forward
+    from kda_core_nvidia.calls import CALLS
 
-    return gate_forward(request)
+    return CALLS.gate_forward(request)
 
 
 @hookimpl
 def kda_core_gate_backward(request: GateRequest) -> BackwardResult:
-    from kda_core_nvidia.calls import gate_backward
+    from kda_core_nvidia.calls import CALLS
 
-    return gate_backward(request)
+    return CALLS.gate_backward(request)
+
+
+@hookimpl
+def kda_core_short_convolution_forward(request: ShortConvolutionRequest) -> ForwardResult:
+    from kda_core_nvidia.calls import CALLS
+
+    return CALLS.short_convolution_forward(request)
+
+
+@hookimpl
+def kda_core_short_convolution_backward(request: ShortConvolutionRequest) -> BackwardResult:
+    from kda_core_nvidia.calls import CALLS
+
+    return CALLS.short_convolution_backward(request)
+
+
+@hookimpl
+def kda_core_gated_rms_norm_forward(request: GatedNormRequest) -> Tensor:
+    from kda_core_nvidia.calls import CALLS
+
+    return CALLS.gated_rms_norm_forward(request)
+
+
+@hookimpl
+def kda_core_gated_rms_norm_backward(request: GatedNormRequest) -> BackwardResult:
+    from kda_core_nvidia.calls import CALLS
+
+    return CALLS.gated_rms_norm_backward(request)
 
 
 @hookimpl

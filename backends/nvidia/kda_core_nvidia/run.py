@@ -1,42 +1,32 @@
 """Runs plans: allocates their buffers, binds addresses, launches.
 
-A call's plan is looked up by its metadata, or made. A plan whose kernels are all compiled is bound once: what a launch
-is given is a tuple picked from a list of addresses and constants, and scratch that begins and ends together is one
-allocation. Where a kernel is not compiled yet, in Triton's interpreter, and under hooks on launches, the same plan runs
-through triton's public ``kernel[grid](...)``, with every buffer allocated on its own.
+A plan whose kernels are all compiled is bound once: what a launch is given is a tuple picked from a list of addresses
+and constants, and scratch that begins and ends together is one allocation. Where a kernel is not compiled yet, in
+Triton's interpreter, and under hooks on launches, the same plan runs through triton's public interface
+(``kda_core.triton_lib.run``).
 
-A bound plan holds no tensor, and threads share it. It is kept in the memo that the core gives to the calls of one
-signature, one for each set of tensors whose addresses are not multiples of 16 bytes.
+A bound plan holds no tensor, and threads share it.
 """
 
 from __future__ import annotations
 
-import os
-from collections import deque
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
-from functools import cache, partial, reduce
-from operator import itemgetter, or_
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cache, partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kda_core.triton_lib.plan import ALIGNMENT, Buffer, Launch, Plan, Step, Tile, View, contiguous_strides
+from kda_core.triton_lib.plan import ALIGNMENT, Buffer, Launch, Plan, Step, Tile, View
+from kda_core.triton_lib.run import INTERPRET, PublicPlan, Results, maker, part
+from kda_core.triton_lib.run import run_plan as run_plan_with
 from kda_core_nvidia import triton_private
 from kda_core_nvidia.choose import INTERPRETED, Chip
 from kda_core_nvidia.triton_private import Entry
 
-INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
-"""Kernels run in Triton's interpreter, on CPU tensors (read once: triton reads it once as well)."""
-
-MAX_PLANS = 1024
-"""Plans that are kept, of some 20 KB each; the oldest is dropped first."""
-
 MAX_ENCODED = 64
 """Addresses for which a launch keeps each of its descriptors, of 0.4 KB: a model's next step brings the same again."""
-
-_NOTHING_TO_DO = nullcontext()
 
 
 @cache
@@ -46,23 +36,6 @@ def chip(device: torch.device) -> Chip:
         return INTERPRETED
     properties = torch.cuda.get_device_properties(device)
     return Chip((properties.major, properties.minor), properties.multi_processor_count)
-
-
-def on_device(device: torch.device) -> Any:
-    """Make ``device`` current for launches, at no cost when it already is."""
-    index = device.index
-    if INTERPRET or index is None or index == torch.cuda.current_device():
-        return _NOTHING_TO_DO
-    return torch.cuda.device(device)
-
-
-def compile_options(constants: Any) -> dict[str, Any]:
-    """Constants and options of a launch as triton is given them.
-
-    Whether multiplications and additions become one instruction is always stated: it decides the bits of results, and
-    triton warns (3.9) that its default is going to change.
-    """
-    return {"enable_fp_fusion": True, **constants}
 
 
 _entries: dict[Any, Entry | None] = {}
@@ -221,12 +194,12 @@ class _Binder:
         """A function that allocates these buffers as one, and the slots and offsets of their parts."""
         first = group[0]
         if len(group) == 1:
-            return _maker(first.shape, first.dtype, first.zeros, self.device), tuple(self._parts[first.name])
+            return maker(first.shape, first.dtype, first.zeros, self.device), tuple(self._parts[first.name])
         size, parts = 0, []
         for b in group:
             parts += [(slot, size + offset) for slot, offset in self._parts[b.name]]
             size += -(-b.nbytes // ALIGNMENT) * ALIGNMENT
-        return _maker((size,), torch.uint8, False, self.device), tuple(parts)
+        return maker((size,), torch.uint8, False, self.device), tuple(parts)
 
 
 class _AnyTensor:
@@ -242,21 +215,6 @@ class _AnyTensor:
         return self.dtype.itemsize
 
 
-def _maker(shape: tuple[int, ...], dtype: torch.dtype, zeros: bool, device: torch.device) -> Callable[[], Tensor]:
-    """A function that makes a contiguous tensor."""
-    if zeros:
-        return partial(torch.zeros, shape, dtype=dtype, device=device)
-    # The quickest of all functions that allocate.
-    return partial(torch.empty_strided, shape, contiguous_strides(shape), dtype=dtype, device=device)
-
-
-def _part(base: Tensor, x: View) -> Tensor:
-    """The tensor of a view."""
-    if not x.offset and tuple(base.shape) == x.shape and base.stride() == x.strides:
-        return base
-    return base.as_strided(x.shape, x.strides, base.storage_offset() + x.offset)
-
-
 def _torch_step(step: Step, plan: Plan, numbers: dict[str, int]) -> Callable[[list[Any]], None]:
     """A function of the tensors that are held, for a step of torch."""
     views = tuple(step.views())
@@ -265,7 +223,7 @@ def _torch_step(step: Step, plan: Plan, numbers: dict[str, int]) -> Callable[[li
     if all(x.shape == whole and not x.offset for x, whole in zip(views, wholes, strict=True)) and len(found) == 2:
         first, second = found
         return lambda held: step.run(held[first], held[second])
-    return lambda held: step.run(*(_part(held[n], x) for n, x in zip(found, views, strict=True)))
+    return lambda held: step.run(*(part(held[n], x) for n, x in zip(found, views, strict=True)))
 
 
 class Bound:
@@ -273,6 +231,7 @@ class Bound:
 
     def __init__(self, plan: Plan, names: Sequence[str], device: torch.device) -> None:
         self.plan, self._names, self._device = plan, tuple(names), device
+        self._publicly = PublicPlan(plan, names, device, self._launch_publicly, triton_private.descriptor)
         self._epochs: tuple[_Epoch, ...] | None = None
         # What is compiled already, for other lengths, need not be looked for by triton.
         self._bind()
@@ -290,10 +249,13 @@ class Bound:
             self._stream = triton_private.current_stream()
             self._epochs = epochs
 
-    def __call__(self, inputs: Sequence[Tensor | None], places: Sequence[int]) -> dict[str, Tensor | None]:
+    def __call__(self, inputs: Sequence[Tensor | None], places: Sequence[int]) -> Results:
         """Run for ``inputs``, which are at ``places``; the results by name."""
         if self._epochs is None or triton_private.watched():
-            return self._run_publicly(inputs)
+            made = self._publicly(inputs)
+            if self._epochs is None:
+                self._bind()
+            return made
         values = [self._stream(self._device.index), *places, *self._template]
         for slot, place, offset in self._derived:
             values[slot] = values[place] + offset
@@ -326,84 +288,14 @@ class Bound:
                 held[n] = None
         return {name: None if n is None else held[n] for name, n in self._results}
 
-    def _run_publicly(self, inputs: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
-        """The same through triton's public interface, every buffer on its own."""
-        held = dict(zip(self._names, inputs, strict=True))
-        plan = self.plan
-        for n, steps in enumerate(plan.epochs):
-            for b in plan.buffers.values():
-                if b.epochs[0] == n:
-                    held[b.name] = _maker(b.shape, b.dtype, b.zeros, self._device)()
-            for step in steps:
-                if isinstance(step, Launch):
-                    self._launch_publicly(step, held)
-                else:
-                    step.run(*(_part(held[x.source], x) for x in step.views()))
-            for b in plan.buffers.values():
-                if b.role == "scratch" and b.epochs[1] == n:
-                    del held[b.name]
-        if self._epochs is None:
-            self._bind()
-        return {name: None if x is None else held[x] for name, x in plan.results.items()}
-
-    def _launch_publicly(self, launch: Launch, held: dict[str, Any]) -> None:
-        arguments = []
-        for x in (launch.arguments[n] for n in launch.kernel.arg_names if n in launch.arguments):
-            if isinstance(x, Tile):
-                x = triton_private.descriptor(x, _part(held[x.base.source], x.base))
-            arguments.append(_part(held[x.source], x) if isinstance(x, View) else x)
-        if INTERPRET:
-            triton_private.launch(launch.kernel, launch.grid, arguments, dict(launch.constants))
-            return
-        options = compile_options(launch.constants) | {"num_warps": launch.num_warps}
+    def _launch_publicly(self, launch: Launch, arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
         compiled = triton_private.launch(launch.kernel, launch.grid, arguments, options)
+        if INTERPRET:
+            return
         key = _compiled_for(launch, self._device.index)
         if key not in _entries:
             tiles = sum(isinstance(x, Tile) for x in launch.arguments.values())
             _entries[key] = triton_private.entry(compiled, tiles)
 
 
-_holders: deque[tuple[dict[Any, Any], Hashable]] = deque()
-
-
-def execute(
-    request: Any,
-    key: Hashable,
-    names: Sequence[str],
-    inputs: Sequence[Tensor | None],
-    plan: Callable[[Any, Chip, frozenset[str]], Plan],
-) -> dict[str, Tensor | None]:
-    """Run a call; its results by name.
-
-    Args:
-        key: tells plans in one memo apart: everything beside the request's signature that the plan follows from.
-        names, inputs: every tensor that a step may read or write and the plan does not allocate.
-        plan: makes the plan of the request for a chip; it is told the inputs whose addresses are not multiples of 16
-            bytes.
-    """
-    # Requests of the gate have no memo.
-    memo = getattr(request, "memo", None)
-    places = [0 if x is None else x.data_ptr() for x in inputs]
-    if reduce(or_, places) & 15:
-        key = key, tuple(place & 15 == 0 for place in places)
-    with on_device(request.device):
-        bound = None if memo is None else memo.get(key)
-        if bound is None:
-            misaligned = frozenset(n for n, place in zip(names, places, strict=True) if place & 15)
-            bound = Bound(plan(request, chip(request.device), misaligned), names, request.device)
-            if memo is not None:
-                memo[key] = bound
-                _holders.append((memo, key))
-                if len(_holders) > MAX_PLANS:
-                    old, name = _holders.popleft()
-                    old.pop(name, None)
-        return bound(inputs, places)
-
-
-def run_plan(plan: Plan, request: Any) -> dict[str, Tensor | None]:
-    """Run a plan that was made for ``request``, once; its results by name."""
-    tensors = {n: x for n, x in vars(request).items() if isinstance(x, Tensor)}
-    tensors |= {f"saved[{i}]": x for i, x in enumerate(getattr(request, "saved", ()))}
-    inputs = [tensors[n] for n in plan.inputs]
-    with on_device(request.device):
-        return Bound(plan, tuple(plan.inputs), request.device)(inputs, [x.data_ptr() for x in inputs])
+run_plan = partial(run_plan_with, bind=Bound)

@@ -25,7 +25,7 @@ from kda_core import (
     kda_gate,
     use_backend,
 )
-from kda_core._plugins import Explanation, LedgerEntry, Verdict
+from kda_core._ledger import Explanation, LedgerEntry, Verdict
 from kda_core.capabilities import Available, BackendInfo, Capabilities, Feature, Slack, Unavailable
 from kda_core.hookspecs import hookimpl
 from kda_core.request import AnyRequest, ForwardResult, Request

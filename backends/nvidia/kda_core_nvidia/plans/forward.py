@@ -12,7 +12,13 @@ from typing import Any, NamedTuple
 import torch
 
 from kda_core.request import Request, TensorSpec
-from kda_core.triton_lib.arguments import batch_strides, gate_kind, has_contiguous_rows, state_strides
+from kda_core.triton_lib.arguments import (
+    gate_kind,
+    has_contiguous_rows,
+    named_state_strides,
+    row_strides,
+    state_strides,
+)
 from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.lift import lift
 from kda_core.triton_lib.plan import Builder, Copy, Plan, View, input_layouts, matrix_tile, token_tile
@@ -93,20 +99,6 @@ def saved_specs(request: Request) -> tuple[TensorSpec, ...]:
     return tuple(specs)
 
 
-def rows_dense(b: Builder, x: View) -> View:
-    """``x``, copied where its last dimension is not contiguous."""
-    return x if has_contiguous_rows(x) else b.dense(x)
-
-
-def _strides(**views: View) -> tuple[int, dict[str, int]]:
-    """The unit of batch strides, and strides by batch (in units), token and head, by the kernels' parameters."""
-    unit, batch = batch_strides(*views.values())
-    found = {f"s_{letter}b": stride for letter, stride in zip(views, batch, strict=True)}
-    for letter, x in views.items():
-        found |= {f"s_{letter}t": x.stride(1), f"s_{letter}h": x.stride(2)}
-    return unit, found
-
-
 def _prepare_constants(
     r: Request, config: PrepareConfig, precision: Precision, bounded: bool, unit: int
 ) -> dict[str, Any]:
@@ -154,9 +146,9 @@ def add_prepare(
         kept: what an earlier run saved; for a backward.
         new: allocates all that is not saved; scratch when left out.
     """
-    q, k, g = (rows_dense(b, x) for x in (r.q, r.k, r.g))
+    q, k, g = (b.rows(x) for x in (r.q, r.k, r.g))
     beta, T, HV = r.beta, r.T, r.HV
-    unit, strides = _strides(q=q, k=k, g=g, b=beta, o=o)
+    unit, strides = row_strides(q=q, k=k, g=g, b=beta, o=o)
     written, prepared = _prepare_buffers(b, r, new or b.scratch, backward, keep, kept)
     inverse = None if kept is None else kept.inverse
     if isinstance(config, PrepareHopperConfig):
@@ -190,15 +182,15 @@ def add_recurrence(
     Args:
         whole: the call of which ``r`` has the segments; ``final_state`` is its.
     """
-    v, config = rows_dense(b, r.v), choice.recurrence
+    v, config = b.rows(r.v), choice.recurrence
     _, T, HV, V = v.shape
     K, KP, v_first, indices = r.K, padded(r.K), r.state_v_first, r.ssm_state_indices
     keys, P, D = prepared[:3]
-    unit, strides = _strides(v=v, o=o)
-    initial = state_strides(r.initial_state, v_first)
-    final = state_strides(final_state, v_first if whole is None else whole.state_v_first)
+    unit, strides = row_strides(v=v, o=o)
+    final_v_first = v_first if whole is None else whole.state_v_first
     last = 2 if v_first else 3
-    given = [s for x, s in ((r.initial_state, initial), (final_state, final)) if x is not None]
+    states = (r.initial_state, v_first), (final_state, final_v_first)
+    given = [state_strides(x, first) for x, first in states if x is not None]
     constants: dict[str, Any] = {
         "K": K, "V": V, "KP": KP, "C": CHUNK, "LIFT": lift(v.dtype, r.use_qk_l2norm_in_kernel), "UNIT": unit,
         "V_FIRST": v_first, "LAST_CONTIGUOUS": all(s[last] == 1 for s in given), "LAST_STATE": whole is not None,
@@ -206,8 +198,8 @@ def add_recurrence(
     arguments = dict(
         v=v, o=o, initial_state=r.initial_state, final_state=final_state, cu_seqlens=b.dense(r.cu_seqlens),
         indices=indices, T=T, chunks=-(-T // CHUNK), HV=HV,
-        **strides, **dict(zip(("s_in", "s_ih", "s_ik", "s_iv"), initial, strict=True)),
-        **dict(zip(("s_fn", "s_fh", "s_fk", "s_fv"), final, strict=True)),
+        **strides, **named_state_strides("i", r.initial_state, v_first),
+        **named_state_strides("f", final_state, final_v_first),
         s_index=0 if indices is None else indices.stride(0), pad_slot_id=r.pad_slot_id,
         o_scale=split_scale(r.scale, v.dtype)[1],
     )  # fmt: skip
@@ -293,7 +285,7 @@ def _add_segments(
     if cut.cu_seqlens is None:
         o = in_parts(o, cut.N)
     prepared = add_prepare(b, cut, choice.prepare, choice.precision, choice.bounded, o, keep=keep)
-    cut = replace(cut, v=rows_dense(b, cut.v))
+    cut = replace(cut, v=b.rows(cut.v))
     own = starts.cut(0, slice(0, cut.N)) if starts and isinstance(choice.transitions, TransitionsHopperConfig) else None
     first, _ = add_starts(b, cut, choice, cut.v, prepared.keys, prepared.D, r, own)
     add_recurrence(b, replace(cut, initial_state=first), choice, prepared, o, final_state, None, whole=r)

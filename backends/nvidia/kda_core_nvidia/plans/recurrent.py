@@ -24,7 +24,7 @@ from kda_core.triton_lib.layout import padded
 from kda_core.triton_lib.plan import Builder, Plan, View, input_layouts
 from kda_core_nvidia.choose import RecurrentChoice
 from kda_core_nvidia.choose.recurrent import Prompts, RecurrentConfig, StepConfig, power_of_two
-from kda_core_nvidia.plans.forward import gate_parameters, rows_dense
+from kda_core_nvidia.plans.forward import gate_parameters
 from kda_core_nvidia.recurrent import recurrent
 from kda_core_nvidia.recurrent_blocks import PLANES, ROWS, SHORT
 from kda_core_nvidia.recurrent_blocks_prepare import blocks_prepare
@@ -45,7 +45,7 @@ def plan_recurrent(request: Request, choice: RecurrentChoice) -> Plan:
     final_state = r.initial_state if r.inplace_final_state else None
     if r.output_final_state and not r.inplace_final_state:
         final_state = b.result("final_state", r.state_shape, r.state_dtype)
-    r = replace(r, **{n: rows_dense(b, getattr(r, n)) for n in "qkvg"})
+    r = replace(r, **{n: b.rows(getattr(r, n)) for n in "qkvg"})
     r = replace(r, cu_seqlens=b.dense(r.cu_seqlens), **gate_parameters(b, r))
     if choice.step is not None:
         _add_step(b, r, choice.step, o, final_state)

@@ -1,0 +1,67 @@
+"""Calls of this backend: plan, run."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from kda_core.request import AnyRequest, GateRequest, LayerRequest
+from kda_core.triton_lib.calls import Calls, h_shape
+from kda_core.triton_lib.gate_kernels import plan_gate
+from kda_core.triton_lib.layer_plans import plan_of_layer
+from kda_core.triton_lib.plan import Plan, metadata
+from kda_core_amd.choose import (
+    ARCHITECTURES,
+    FOREIGN_ARCHITECTURE,
+    GATE,
+    INTERPRETED,
+    Architecture,
+    compile_options,
+    segment_rows,
+)
+from kda_core_amd.plans.backward import plan_backward
+from kda_core_amd.plans.forward import plan_forward
+from kda_core_amd.plans.recurrent import plan_recurrent
+from kda_core_amd.switches import FOREIGN, INTERPRET
+
+LAYER_LANES = 128
+"""Lanes of a program of the kernels around the operator in a layer: two waves of 64, four of 32."""
+
+
+@cache
+def chip(device: torch.device) -> Architecture:
+    """Facts of ``device``."""
+    if INTERPRET:
+        return ARCHITECTURES[INTERPRETED]
+    properties = torch.cuda.get_device_properties(device)
+    foreign = FOREIGN and torch.version.hip is None
+    name = FOREIGN_ARCHITECTURE if foreign else properties.gcnArchName.split(":")[0]
+    return ARCHITECTURES[name].having(properties.multi_processor_count)
+
+
+def plan_of(
+    request: AnyRequest | LayerRequest,
+    on: Architecture,
+    misaligned: frozenset[str] = frozenset(),
+    rows: int | None = None,
+) -> Plan:  # fmt: skip
+    """The plan of a call; pure, of the call's metadata and the chip.
+
+    Args:
+        request: forward, or backward where it has ``needs_grad``; its tensors may be fake.
+        misaligned: names of the tensors whose addresses are not multiples of 16 bytes.
+        rows: of a segment, 0 for none; ``segment_rows`` decides when it is None.
+    """
+    r = metadata(request, misaligned)
+    if isinstance(r, LayerRequest):
+        return plan_of_layer(r, on.wave, LAYER_LANES // on.wave)
+    if isinstance(r, GateRequest):
+        return plan_gate(r, GATE.num_warps, compile_options(GATE, on))
+    if not r.needs_grad and r.op == "fused_recurrent_kda":
+        return plan_recurrent(r, on)
+    rows = segment_rows(r, on) if rows is None else rows
+    return plan_backward(r, on, rows) if r.needs_grad else plan_forward(r, on, rows, h_shape(request))
+
+
+CALLS = Calls(plan_of, chip)

@@ -1,0 +1,150 @@
+"""Backward of ``chunk_kda``, and of ``fused_recurrent_kda``, which is the same function.
+
+With w = β ⊙ z the rows that the delta rule writes, a chunk is (notation of ``triton_lib.layout``)
+
+    z = v − ke S − Lk w = X (v − ke S)        o = qg S + M w        S' = D ⊙ S + kgᵀ w
+
+1. prepare: the inputs once more through the forward's kernel, which also stores X;
+2. states: forward recurrence, z and the state of every slot (backward_states);
+3. reverse: backward recurrence, dv and the state gradient of every slot (backward_reverse);
+4. gradients: dq, dk, dg, dβ and partial sums for A_log and dt_bias (backward_gradients);
+5. finish: sums over value heads and the gradient of the norms, where there are any (backward_finish).
+
+One long sequence with few heads is cut (segments), which takes four more between 1 and 2.
+
+Nothing synchronises with the host, and every sum is ordered, so that results repeat bitwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kda_core.request import Request
+from kda_core.triton_lib.arguments import named_state_strides, row_strides
+from kda_core.triton_lib.layout import CHUNK, slots
+from kda_core.triton_lib.plan import Builder, Copy, Plan, Sum, View, input_layouts
+from kda_core.triton_lib.segments import cut_into_segments
+from kda_core_amd.backward_finish import finish_kernel
+from kda_core_amd.backward_gradients import gradients_kernel
+from kda_core_amd.backward_reverse import reverse_kernel
+from kda_core_amd.backward_states import states_kernel
+from kda_core_amd.choose import FINISH_ROWS, GATE, Architecture
+from kda_core_amd.plans.forward import add_prepare
+from kda_core_amd.plans.frame import Frame
+from kda_core_amd.plans.segments import add_ends, add_starts
+
+
+def plan_backward(call: Request, chip: Architecture, rows: int) -> Plan:
+    """The plan of a backward of ``chunk_kda``.
+
+    Args:
+        call: metadata alone.
+        rows: of a segment, 0 for none.
+
+    Returns:
+        a plan whose results are the gradients of q, k, v, g, beta, and of A_log, dt_bias and initial_state where the
+        call has them, each in the shape and dtype of its input, contiguous.
+    """
+    b = Builder()
+    r = cut_into_segments(b, call, rows, v_first=False) if rows else call
+    f = Frame(b, r, chip)
+    names = f.names
+    names["do"] = b.scratch("do", r.v.shape, r.v.dtype, True) if r.grad_o is None else b.rows(r.grad_o)
+    names["dv"] = b.result("dv", r.v.shape, r.v.dtype)
+    add_prepare(f, names["dv"], backward=True)
+    if rows:
+        # States at the starts of the segments and their gradients at the ends, as if these were given.
+        first, transitions = add_starts(f, rows, call)
+        last = add_ends(f, rows, call, transitions)
+        f.r = r = replace(r, initial_state=first, grad_final_state=last)
+    want = call.initial_state is not None and "initial_state" in call.needs_grad
+    grad_state = b.result("dinitial_state", call.state_shape, call.state_dtype) if want else None
+    first = b.scratch("gradients at starts", r.state_shape, r.state_dtype) if want and rows else grad_state
+    _add_recurrences(f, first)
+    b.free(*(names[n] for n in ("keys", "P", "D", "X")))
+    grads = _add_gradients(f)
+    if want and rows:
+        start = first.cut(0, slice(0, 1))
+        b.step(Copy(grad_state, start.mT if call.state_v_first else start))
+    grads["initial_state"] = grad_state
+    return b.plan(input_layouts(call), {n: x for n, x in grads.items() if x is not None})
+
+
+def _add_recurrences(f: Frame, grad_state: View | None) -> None:
+    """Add ``states``, which writes z and the states at the starts of the slots, and ``reverse``, which writes dv, the
+    gradients of states at the ends of the slots, and that of the initial state.
+    """
+    b, r, names = f.b, f.r, f.names
+    v_first, heads, count = r.state_v_first, r.N * r.HV, slots(r)
+    KP, VP = names["KP"], names["VP"]
+    names["z"] = b.scratch("z", (count, r.HV, CHUNK, VP), r.v.dtype)
+    for name in ("states", "state_grads"):
+        names[name] = b.scratch(name, (count, r.HV, VP, KP), r.v.dtype)
+
+    def launch(kernel: Any, name: str, rows: dict[str, View], **own: Any) -> None:
+        chosen = f.config(name)
+        blocks, (unit, strides) = f.blocks(chosen), row_strides(**rows)
+        f.launch(kernel, chosen, heads * (VP // blocks["BV"]), programs=heads, UNIT=unit, **blocks, **strides, **own)
+
+    launch(
+        states_kernel, "states", {"v": names["v"]}, initial_state=r.initial_state,
+        **named_state_strides("i", r.initial_state, v_first),
+    )  # fmt: skip
+    launch(
+        reverse_kernel, "reverse", {"o": names["do"], "v": names["dv"]}, grad_final_state=r.grad_final_state,
+        grad_initial_state=grad_state, **named_state_strides("f", r.grad_final_state, v_first),
+        **named_state_strides("i", grad_state, v_first),
+    )  # fmt: skip
+
+
+def _add_gradients(f: Frame) -> dict[str, View | None]:
+    """Add ``gradients`` and what follows it: gradients of all inputs but the initial state."""
+    b, r, names = f.b, f.r, f.names
+    shape, count, KP = (r.B, r.T, r.HV, r.K), slots(r), names["KP"]
+    unfinished = r.HV != r.H or r.use_qk_l2norm_in_kernel
+    for name in ("dq", "dk"):
+        if unfinished:
+            names[name] = b.scratch(f"{name} by value head", shape, torch.float32)
+        else:
+            names[name] = b.result(name, shape, r.q.dtype)
+    names["dg"], names["dbeta"] = b.result("dg", shape, r.g.dtype), b.result("dbeta", shape[:3], r.beta.dtype)
+    # Slots that hold nothing give nothing.
+    shapes = {"A_log": (count, r.HV), "dt_bias": (count, r.HV, r.K)}
+    for name, x in shapes.items():
+        used = names[name] is not None
+        names[f"d{name}"] = b.scratch(f"d{name} by slots", x, torch.float32, True) if used else None
+    # Exact ends of sequences of one chunk, where there may be such, and their states are stored in 16 bits.
+    ends_given = r.initial_state is not None and r.grad_final_state is not None
+    exact = ends_given and r.q.dtype.itemsize == 2 and (r.cu_seqlens is not None or r.T <= CHUNK)
+    first, last = (r.initial_state, r.grad_final_state) if exact else (None, None)
+    chosen = f.config("gradients")
+    rows = {"q": names["q"], "k": names["k"], "g": names["g"], "b": names["beta"], "o": names["do"]}
+    unit, strides = row_strides(**rows)
+    f.launch(
+        gradients_kernel, chosen, count * r.HV, initial_state=first, grad_final_state=last, ROWS=chosen.rows,
+        BK=min(chosen.block, KP), BV=min(chosen.block, names["VP"]), UNIT=unit, **strides,
+        **named_state_strides("i", first, r.state_v_first), **named_state_strides("f", last, r.state_v_first),
+    )  # fmt: skip
+    grads = {n: names[f"d{n}"] for n in ("q", "k", "v", "g", "beta")}
+    if unfinished:
+        grads |= {n: _add_finish(f, n) for n in ("q", "k")}
+    for n in shapes:
+        if names[f"d{n}"] is not None:
+            x = getattr(r, n)
+            grads[n] = b.result(f"d{n}", x.shape, x.dtype)
+            b.step(Sum(grads[n], names[f"d{n}"], (0,)))
+    return grads
+
+
+def _add_finish(f: Frame, name: str) -> View:
+    """The gradient of q or k from those of its value heads, [B, T, HV, K] float32."""
+    x, dy = f.names[name], f.names[f"d{name}"]
+    rows = f.r.B * f.r.T
+    dx = f.b.result(f"d{name}", x.shape, x.dtype)
+    s_b, s_t, s_h, _ = x.strides
+    programs = -(-rows // FINISH_ROWS) * f.r.H
+    f.launch(finish_kernel, GATE, programs, x=x, dy=dy, dx=dx, R=rows, ROWS=FINISH_ROWS, s_b=s_b, s_t=s_t, s_h=s_h)
+    return dx

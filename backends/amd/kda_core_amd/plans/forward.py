@@ -1,0 +1,88 @@
+"""Forward of ``chunk_kda``: two launches, ``prepare`` (chunk-parallel) and ``recurrence`` (sequential).
+
+One long sequence with few heads is cut (``segments``), which takes two more between them.
+
+``kda_core.triton_lib.layout`` has the layout of what passes between them, and the equations.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kda_core.request import Request
+from kda_core.triton_lib.arguments import named_state_strides, row_strides
+from kda_core.triton_lib.layout import CHUNK, slots
+from kda_core.triton_lib.plan import Builder, Copy, Plan, View, input_layouts
+from kda_core.triton_lib.segments import cut_into_segments
+from kda_core_amd.choose import Architecture
+from kda_core_amd.plans.frame import Frame, finish_output, outputs
+from kda_core_amd.plans.segments import add_starts
+from kda_core_amd.prepare import prepare
+from kda_core_amd.recurrence import recurrence
+
+
+def add_prepare(f: Frame, o: View, backward: bool = False) -> None:
+    """Add a launch of ``prepare``, which writes keys, P and D.
+
+    Args:
+        o: [B, T, HV, V], zeroed in the rows that no recurrence writes.
+        backward: it also writes X.
+    """
+    b, names, dtype = f.b, f.names, f.r.q.dtype
+    count, HV, KP = slots(f.r), f.r.HV, names["KP"]
+    names["keys"] = b.scratch("keys", (count, HV, 3, CHUNK, KP), dtype)
+    names["P"] = b.scratch("P", (count, HV, CHUNK, CHUNK), dtype)
+    names["D"] = b.scratch("D", (count, HV, KP), torch.float32)
+    names["X"] = b.scratch("X", (count, HV, CHUNK, CHUNK), dtype) if backward else None
+    unit, strides = row_strides(q=names["q"], k=names["k"], g=names["g"], b=names["beta"], o=o)
+    chosen = f.config("prepare")
+    f.launch(prepare, chosen, count * HV, o=o, BK=min(chosen.block, KP), UNIT=unit, **strides)
+
+
+def add_recurrence(
+    f: Frame, o: View, initial_state: View | None, final_state: View | None, h: View | None = None
+) -> None:
+    """Add a launch of ``recurrence``, which writes ``o``, ``final_state`` and ``h``."""
+    r, chosen = f.r, f.config("recurrence")
+    blocks, heads = f.blocks(chosen), r.N * r.HV
+    unit, strides = row_strides(v=f.names["v"], o=o)
+    f.launch(
+        recurrence, chosen, heads * -(-r.V // blocks["BV"]), o=o, initial_state=initial_state,
+        final_state=final_state, h=h, programs=heads, UNIT=unit, H_EVERY=r.chunk_size // CHUNK, **blocks, **strides,
+        **named_state_strides("i", initial_state, r.state_v_first),
+        **named_state_strides("f", final_state, r.state_v_first),
+    )  # fmt: skip
+
+
+def plan_forward(r: Request, chip: Architecture, rows: int, h_shape: tuple[int, ...] = ()) -> Plan:
+    """The plan of a forward of ``chunk_kda``, whose results are o, final_state and h.
+
+    Args:
+        r: metadata alone.
+        rows: of a segment, 0 for none.
+        h_shape: of the intermediate states, which follows from values when packed.
+    """
+    b = Builder()
+    o, final_state = outputs(b, r)
+    h = None
+    if r.return_intermediate_states:
+        # Sequences of a pool that are skipped write no state.
+        h = b.result("h", h_shape, r.state_dtype, r.ssm_state_indices is not None)
+    if rows:
+        _add_segments(Frame(b, cut_into_segments(b, r, rows, v_first=False), chip), rows, r, o, final_state)
+    else:
+        f = Frame(b, r, chip)
+        add_prepare(f, o)
+        add_recurrence(f, o, r.initial_state, final_state, h)
+    return b.plan(input_layouts(r), {"o": finish_output(b, r, o), "final_state": final_state, "h": h})
+
+
+def _add_segments(f: Frame, rows: int, call: Request, o: View, final_state: View | None) -> None:
+    """Add all launches with the sequence cut into segments of ``rows`` rows; they write ``o`` and ``final_state``."""
+    add_prepare(f, o)
+    first, _ = add_starts(f, rows, call)
+    last = None if final_state is None else f.b.scratch("last states", first.shape, first.dtype)
+    add_recurrence(f, o, first, last)
+    if last is not None:
+        end = last.cut(0, slice(f.r.N - 1, f.r.N))
+        f.b.step(Copy(final_state, end.mT if call.state_v_first else end))

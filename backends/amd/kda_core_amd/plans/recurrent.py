@@ -1,0 +1,38 @@
+"""Forward of ``fused_recurrent_kda``: one launch of ``recurrent``."""
+
+from __future__ import annotations
+
+import torch
+
+from kda_core.request import Request
+from kda_core.triton_lib.arguments import row_strides, state_strides
+from kda_core.triton_lib.plan import Builder, Plan, input_layouts
+from kda_core_amd.choose import Architecture
+from kda_core_amd.plans.frame import Frame, finish_output, outputs
+from kda_core_amd.recurrent import recurrent
+
+
+def plan_recurrent(r: Request, chip: Architecture) -> Plan:
+    """The plan of a forward of ``fused_recurrent_kda``, whose results are o and final_state; ``r``: metadata alone."""
+    b = Builder()
+    o, final_state = outputs(b, r)
+    f = Frame(b, r, chip)
+    indices, accepted = r.ssm_state_indices, r.num_accepted_tokens
+    width = 1 if indices is None or indices.dim() == 1 else indices.shape[1]
+    state = final_state if r.initial_state is None else r.initial_state
+    chosen = f.config(
+        "recurrent, V first" if r.state_v_first else "recurrent", torch.float32 if state is None else state.dtype
+    )
+    BV = min(chosen.block, f.names["VP"])
+    s_in, s_ih, I_K, I_V = state_strides(r.initial_state, r.state_v_first)
+    s_fn, s_fh, F_K, F_V = state_strides(final_state, r.state_v_first)
+    unit, strides = row_strides(**{n: f.names[n] for n in "qkvg"}, b=r.beta, o=o)
+    sequences = r.N + (r.cu_seqlens is not None)
+    f.launch(
+        recurrent, chosen, sequences * r.HV * -(-r.V // BV), o=o, initial_state=r.initial_state,
+        final_state=final_state, accepted=accepted, width=width, **strides, s_in=s_in, s_ih=s_ih, s_fn=s_fn, s_fh=s_fh,
+        s_row=f.names["s_index"], s_column=0 if width == 1 else indices.stride(1),
+        s_accepted=0 if accepted is None else accepted.stride(0), BV=BV, UNIT=unit, I_K=I_K, I_V=I_V, F_K=F_K, F_V=F_V,
+        EVERY_TOKEN=width > 1,
+    )  # fmt: skip
+    return b.plan(input_layouts(r), {"o": finish_output(b, r, o), "final_state": final_state})

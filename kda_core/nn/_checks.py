@@ -1,0 +1,31 @@
+"""Checks of the layer's functions: each error names the argument, and says what was expected and what came."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def expect_tensor(name: str, value: Any, rank: int | None = None) -> None:
+    """A floating tensor, of a rank."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
+    if not value.is_floating_point():
+        raise TypeError(f"{name}: expected a floating dtype, got {value.dtype}")
+    if rank is not None and value.dim() != rank:
+        raise ValueError(f"{name}: expected {rank} dimensions, got shape {list(value.shape)}")
+
+
+def expect_shape(name: str, value: Tensor, shape: tuple[int, ...]) -> None:
+    """A tensor of this shape."""
+    if tuple(value.shape) != tuple(shape):
+        raise ValueError(f"{name}: expected shape {list(shape)}, got {list(value.shape)}")
+
+
+def expect_same_device(x: Tensor, others: Mapping[str, Tensor | None]) -> None:
+    """Tensors on the device of x."""
+    for name, value in others.items():
+        if value is not None and value.device != x.device:
+            raise ValueError(f"{name}: expected {x.device}, the device of x, got {value.device}")

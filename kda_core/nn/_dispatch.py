@@ -1,0 +1,77 @@
+"""Which code runs the functions of a layer: a backend's hooks, or the core's torch code.
+
+The torch code is the implementation for every device and dtype. A backend's hooks run instead in eager calls on plain
+tensors of a device that it serves, in a dtype that it declares. Compilers, ``torch.func`` and fake tensors meet the
+torch code, which they differentiate and fuse.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kda_core import _torch_private
+from kda_core._loaded import Backend
+from kda_core._plugins import MAX_CACHED_CHOICES, registry, requested_name
+from kda_core._signature import is_plain
+from kda_core.capabilities import Unavailable
+from kda_core.errors import UnsupportedCall
+
+
+def is_eager(*tensors: Tensor | None) -> bool:
+    """Whether a call is eager, and all tensors are plain ones."""
+    if torch.compiler.is_compiling():
+        return False
+    plain = all(t is None or is_plain(t) for t in tensors)
+    return plain and not _torch_private.in_mode() and not _torch_private.in_forward_mode()
+
+
+def backend_for(
+    function: str, x: Tensor, others: tuple[Tensor | None, ...], options: tuple, name: str | None
+) -> tuple[Backend | None, Any]:
+    """The backend whose hooks serve a call, with the memo of its kind of calls; (None, None): the torch code.
+
+    Args:
+        function: "short_convolution" or "gated_rms_norm".
+        x: the tensor that decides on device and dtype.
+        others: the other tensors.
+        options: the rest of the arguments.
+        name: the backend that the caller asked for.
+
+    Raises:
+        UnsupportedCall: the backend that was asked for cannot serve the device.
+        BackendNotFound, BrokenBackend: it is not installed, or could not be loaded.
+    """
+    if not is_eager(x, *others):
+        return None, None
+    name = requested_name(name)
+    layouts = [t if t is None else (t.shape, t.stride(), t.dtype) for t in (x, *others)]
+    key = (function, name, x.device, *layouts, *options)
+    # With the router's choices: they are dropped together when a backend comes or goes.
+    choices: dict[Any, Any] = registry._choices
+    found = choices.get(key)
+    if found is None:
+        if len(choices) >= MAX_CACHED_CHOICES:
+            choices.clear()
+        found = choices[key] = _choose(function, x, name), {}
+    return found
+
+
+def _choose(function: str, x: Tensor, name: str | None) -> Backend | None:
+    if x.device.type == "meta":
+        return None
+    hook = f"kda_core_{function}_forward"
+    if name is None:
+        asked = [b for b in registry.backends if b.info.priority is not None]
+    else:
+        asked = [registry.named(name)]
+    for backend in asked:
+        available = backend.availability(x.device)
+        if isinstance(available, Unavailable):
+            if name is not None:
+                raise UnsupportedCall(f"{function}: backend {name!r} cannot serve this call: {available.reason}")
+        elif hasattr(backend.plugin, hook) and x.dtype in backend.info.capabilities.dtypes:
+            return backend
+    return None

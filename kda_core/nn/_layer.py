@@ -1,0 +1,258 @@
+"""Kimi Delta Attention as a module: projections, short convolutions, the operator, gated norm, output projection."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kda_core.api import chunk_kda, fused_recurrent_kda
+from kda_core.nn._cache import Call, KDACache, last_inputs
+from kda_core.nn._checks import expect_tensor
+from kda_core.nn._convolution import convolve
+from kda_core.nn._dispatch import is_eager
+from kda_core.nn._norm import gated_rms_norm
+from kda_core.nn._projections import Projections, project
+
+RATES = (1.0, 16.0)
+"""Range of exp(A_log) in a new layer, as in fla and Mamba."""
+
+STEPS = (1e-3, 1e-1)
+"""Range of softplus(dt_bias) in a new layer: some channels forget within ten tokens, others in a thousand."""
+
+SHORT = 16
+"""Tokens of a call with a cache up to which the recurrent function runs."""
+
+
+class KimiDeltaAttention(nn.Module):
+    """A KDA layer: [B, T, hidden_size] to the same, causal.
+
+    Arguments and parameters have the names, shapes and meanings of ``fla.layers.KimiDeltaAttention`` 0.6, so that state
+    dicts load both ways; ``from_transformers`` and ``to_transformers`` convert those of transformers' Kimi Linear.
+    Source: Kimi Linear, arXiv 2510.26692, section 4. Symbols: B batch, T tokens, H and HV heads, K and V head
+    dimensions, N sequences.
+
+    Args:
+        hidden_size: width of the input and the output.
+        expand_v: V / K.
+        head_dim: K.
+        num_heads: H, of queries and keys.
+        num_v_heads: HV, a multiple of H; None: H.
+        mode: "chunk", or "fused_recurrent": calls with a cache and without gradients go token by token.
+        use_short_conv: convolve q, k and v over the last tokens; otherwise only SiLU.
+        allow_neg_eigval: beta is 2 · sigmoid, so that a state may change its sign.
+        safe_gate: as in ``chunk_kda``; needs ``lower_bound``. ``A_log`` starts at 0.
+        lower_bound: choose the bounded gate, with log decays in [lower_bound, 0).
+        conv_size: tokens that the convolution sees.
+        conv_bias: whether the convolution has a bias.
+        layer_idx: kept for models that number their layers.
+        norm_eps: of the gated norm.
+        backend: name of a backend for every call; None: as ``chunk_kda`` chooses.
+        device, dtype: of the parameters; ``A_log`` and ``dt_bias`` are float32.
+
+    Raises:
+        ValueError: sizes that do not fit, or another mode.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int = 2048,
+        expand_v: float = 1,
+        head_dim: int = 128,
+        num_heads: int = 16,
+        num_v_heads: int | None = None,
+        mode: str = "chunk",
+        use_short_conv: bool = True,
+        allow_neg_eigval: bool = False,
+        safe_gate: bool = False,
+        lower_bound: float | None = None,
+        conv_size: int = 4,
+        conv_bias: bool = False,
+        layer_idx: int | None = None,
+        norm_eps: float = 1e-5,
+        *,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        num_v_heads = num_heads if num_v_heads is None else num_v_heads
+        head_v_dim = round(head_dim * expand_v)
+        if not math.isclose(head_dim * expand_v, head_v_dim, rel_tol=1e-5):
+            raise ValueError(f"expand_v: expected a whole number of value channels, got {head_dim} * {expand_v}")
+        if num_v_heads % num_heads:
+            raise ValueError(f"num_v_heads: expected a multiple of num_heads = {num_heads}, got {num_v_heads}")
+        if mode not in ("chunk", "fused_recurrent"):
+            raise ValueError(f"mode: expected 'chunk' or 'fused_recurrent', got {mode!r}")
+        if safe_gate and lower_bound is None:
+            raise ValueError("safe_gate: needs lower_bound")
+        self.hidden_size, self.expand_v, self.head_dim = hidden_size, expand_v, head_dim
+        self.num_heads, self.num_v_heads = num_heads, num_v_heads
+        self.head_k_dim, self.head_v_dim = head_dim, head_v_dim
+        self.key_dim, self.value_dim = num_heads * head_dim, num_v_heads * head_v_dim
+        self.gate_dim = num_v_heads * head_dim
+        self.mode, self.use_short_conv, self.allow_neg_eigval = mode, use_short_conv, allow_neg_eigval
+        self.safe_gate, self.lower_bound = safe_gate, lower_bound
+        self.conv_size, self.conv_bias, self.layer_idx, self.backend = conv_size, conv_bias, layer_idx, backend
+        self.norm_eps = norm_eps
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+
+        def linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=bias, **factory)
+
+        def convolution(channels: int) -> nn.Conv1d:
+            # Holds and initialises the weights; ``forward`` convolves q, k and v at once.
+            return nn.Conv1d(channels, channels, conv_size, groups=channels, bias=conv_bias, **factory)
+
+        self.q_proj = linear(hidden_size, self.key_dim)
+        self.k_proj = linear(hidden_size, self.key_dim)
+        self.v_proj = linear(hidden_size, self.value_dim)
+        if use_short_conv:
+            self.q_conv1d = convolution(self.key_dim)
+            self.k_conv1d = convolution(self.key_dim)
+            self.v_conv1d = convolution(self.value_dim)
+        # Both gates go through V channels: low rank, few parameters.
+        self.f_proj = nn.Sequential(linear(hidden_size, head_v_dim), linear(head_v_dim, self.gate_dim))
+        self.b_proj = linear(hidden_size, num_v_heads)
+        self.A_log = nn.Parameter(torch.empty(num_v_heads, dtype=torch.float32, device=device))
+        self.dt_bias = nn.Parameter(torch.empty(self.gate_dim, dtype=torch.float32, device=device))
+        for parameter in (self.A_log, self.dt_bias):
+            parameter._no_weight_decay = True  # type: ignore[attr-defined]
+        self.g_proj = nn.Sequential(linear(hidden_size, head_v_dim), linear(head_v_dim, self.value_dim, bias=True))
+        self.o_norm = nn.RMSNorm(head_v_dim, eps=norm_eps, **factory)
+        self.o_proj = linear(self.value_dim, hidden_size)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw ``A_log`` and ``dt_bias`` again; the submodules have functions of this name for theirs."""
+        if self.safe_gate:
+            self.A_log.zero_()
+        else:
+            self.A_log.uniform_(*RATES).log_()
+        step = torch.empty_like(self.dt_bias).uniform_(*map(math.log, STEPS)).exp_()
+        self.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        cache: KDACache | None = None,
+        cu_seqlens: Tensor | None = None,
+        cu_seqlens_cpu: Tensor | None = None,
+    ) -> Tensor:
+        """Mix tokens; with a ``cache``, continue behind its tokens and update it.
+
+        Args:
+            hidden_states: [B, T, hidden_size].
+            attention_mask: [B, at least T], 0 where a token is padding; the last T columns are read. The tokens of a
+                row stand side by side, with padding before or behind them. Padding changes no state, its output is 0.
+            cache: a ``KDACache``. Calls of few tokens without gradients advance it in place.
+            cu_seqlens, cu_seqlens_cpu: boundaries of packed sequences (B = 1), as in ``chunk_kda``.
+
+        Returns:
+            [B, T, hidden_size].
+
+        Raises:
+            TypeError, ValueError: a wrong type, shape or combination, or (on the CPU) a mask with holes.
+        """
+        mask = self._check(hidden_states, attention_mask, cache, cu_seqlens)
+        if mask is not None:
+            # The convolutions see zeros, and nothing of what stands there, NaN too, reaches a gradient.
+            hidden_states = hidden_states.masked_fill(~mask[..., None], 0)
+        (f_in, f_out), (g_in, g_out) = self.f_proj, self.g_proj
+        linears = Projections(self.q_proj, self.k_proj, self.v_proj, f_in, g_in, self.b_proj, f_out, g_out)
+        # Rows, because torch's linear layers take fewer steps for two dimensions, and add a bias on the way.
+        batch = hidden_states.shape[:2]
+        mixed, g, beta, gate = project(hidden_states.flatten(0, 1), linears)
+        mixed, beta = mixed.view(*batch, -1), beta.view(*batch, -1)
+        # The heads at hand: with tensor parallelism a layer has some of them.
+        HV = beta.shape[-1]
+        g, gate = g.view(*batch, HV, -1), gate.view(*batch, HV, -1)
+        if mask is not None:
+            # A gate input whose decay is 1, and a beta of 0: the state stays.
+            least = torch.finfo(g.dtype).min
+            g, beta = g.masked_fill(~mask[..., None, None], least), beta.masked_fill(~mask[..., None], least)
+        (q, k, v), conv = self._convolve(mixed, HV, mask, cache, cu_seqlens)
+        tensors: dict[str, Any] = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+        o = self._attend(tensors, mixed, mask, conv, cache, cu_seqlens, cu_seqlens_cpu)
+        o = gated_rms_norm(o, gate, self.o_norm.weight, self.norm_eps, self.backend)
+        o = self.o_proj(o.view(hidden_states.shape[0] * hidden_states.shape[1], -1)).view(*batch, -1)
+        return o if mask is None else o.masked_fill(~mask[..., None], 0)
+
+    def _check(self, x: Any, attention_mask: Any, cache: Any, cu_seqlens: Any) -> Tensor | None:
+        """Check the arguments; the mask [B, T] as bool."""
+        expect_tensor("hidden_states", x, 3)
+        if x.shape[-1] != self.hidden_size:
+            raise ValueError(f"hidden_states: expected [B, T, {self.hidden_size}], got {list(x.shape)}")
+        if cache is not None and not isinstance(cache, KDACache):
+            raise TypeError(f"cache: expected a KDACache, got {type(cache).__name__}")
+        if cache is not None and cache.crop_calls and cu_seqlens is not None:
+            raise ValueError("cache: crop_calls does not go with cu_seqlens")
+        if attention_mask is None:
+            return None
+        if cu_seqlens is not None:
+            raise ValueError("attention_mask: does not go with cu_seqlens")
+        if not isinstance(attention_mask, Tensor):
+            raise TypeError(f"attention_mask: expected a tensor, got {type(attention_mask).__name__}")
+        B, T, _ = x.shape
+        if attention_mask.dim() != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
+            raise ValueError(f"attention_mask: expected [{B}, at least {T}], got {list(attention_mask.shape)}")
+        mask = attention_mask[:, attention_mask.shape[1] - T :] != 0
+        if mask.device.type == "cpu" and is_eager(mask) and T:
+            begins = mask[:, 0] + (mask[:, 1:] & ~mask[:, :-1]).sum(1)
+            if (begins > 1).any():
+                raise ValueError("attention_mask: expected the tokens of a row side by side, got a mask with holes")
+        return mask
+
+    def _convolve(
+        self, mixed: Tensor, HV: int, mask: Tensor | None, cache: KDACache | None, cu_seqlens: Tensor | None
+    ) -> tuple[Sequence[Tensor], Tensor | None]:
+        """q, k [B, T, H, K] and v [B, T, HV, V], and the next state of the convolution."""
+        V = HV * self.head_v_dim
+        K = (mixed.shape[-1] - V) // 2
+        parts = ((K // self.head_k_dim, self.head_k_dim),) * 2 + ((HV, self.head_v_dim),)
+        if not self.use_short_conv:
+            return [t.unflatten(-1, s) for t, s in zip(F.silu(mixed).split((K, K, V), -1), parts, strict=True)], None
+        layers: tuple[Any, ...] = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+        weight = torch.cat([layer.weight for layer in layers]).squeeze(1)
+        bias = torch.cat([layer.bias for layer in layers]) if self.conv_bias else None
+        before = None if cache is None else cache.conv
+        keep = cache is not None and mask is None
+        inplace = keep and before is not None and not torch.is_grad_enabled()
+        if cache is not None and cache.crop_calls:
+            inplace = False
+        flags = {"output_final_state": keep, "inplace_final_state": inplace, "silu": True}
+        qkv, after = convolve(mixed, weight, bias, before, cu_seqlens, flags, parts, self.backend)
+        if cache is not None and mask is not None:
+            after = last_inputs(before, mixed, mask, self.conv_size - 1)
+        return qkv, after
+
+    def _attend(
+        self, tensors: dict[str, Any], mixed: Tensor, mask: Tensor | None, conv: Tensor | None,
+        cache: KDACache | None, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Run the operator and update the cache; [B, T, HV, V]."""
+        options: dict[str, Any] = {
+            "A_log": self.A_log, "dt_bias": self.dt_bias, "use_qk_l2norm_in_kernel": True,
+            "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": self.allow_neg_eigval,
+            "safe_gate": self.safe_gate, "lower_bound": self.lower_bound, "state_v_first": True,
+            "cu_seqlens": cu_seqlens, "backend": self.backend,
+        }  # fmt: skip
+        if cache is None:
+            return chunk_kda(**tensors, **options, cu_seqlens_cpu=cu_seqlens_cpu)[0]
+        T = mixed.shape[1]
+        if cache.crop_calls:
+            cache.record(Call(cache.length, cache.state, cache.conv, mixed, mask, tensors, options))
+        states: dict[str, Any] = {"initial_state": cache.state, "output_final_state": True}
+        if torch.is_grad_enabled() or (T > SHORT and self.mode == "chunk"):
+            o, cache.state = chunk_kda(**tensors, **options, **states, cu_seqlens_cpu=cu_seqlens_cpu)
+        else:
+            inplace = cache.state is not None and not cache.crop_calls
+            o, cache.state = fused_recurrent_kda(**tensors, **options, **states, inplace_final_state=inplace)
+        cache.conv, cache.length = conv, cache.length + T
+        return o

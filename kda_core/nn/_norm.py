@@ -1,0 +1,84 @@
+"""The gated RMS norm of a layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kda_core._loaded import Backend
+from kda_core.nn._checks import expect_same_device, expect_shape, expect_tensor
+from kda_core.nn._dispatch import backend_for
+from kda_core.request import GatedNormRequest
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-5, backend: str | None = None) -> Tensor:
+    """RMS norm over the last dimension, times a weight and the sigmoid of a gate: behind the operator in a KDA layer.
+
+    ``x / sqrt(mean(x^2) + eps) * weight * sigmoid(gate)``, in float32 (float64 for float64 x). Source: Kimi Linear,
+    arXiv 2510.26692, section 4.
+
+    Args:
+        x: [..., D], floating, any strides.
+        gate: shape of x, any floating dtype: logits.
+        weight: [D], any floating dtype.
+        eps: at least 0.
+        backend: name of a backend, as in ``chunk_kda``.
+
+    Returns:
+        Shape and dtype of x.
+
+    Raises:
+        ValueError, TypeError: a wrong shape, device, value or type.
+        UnsupportedCall, BackendNotFound, BrokenBackend: as ``chunk_kda``, for a backend that was asked for.
+    """
+    expect_tensor("x", x)
+    expect_tensor("gate", gate)
+    expect_tensor("weight", weight, 1)
+    if not x.dim():
+        raise ValueError("x: expected at least one dimension, got a scalar")
+    expect_shape("gate", gate, x.shape)
+    expect_shape("weight", weight, x.shape[-1:])
+    expect_same_device(x, {"gate": gate, "weight": weight})
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
+        raise TypeError(f"eps: expected a number, got {type(eps).__name__}")
+    if not 0 <= eps < float("inf"):
+        raise ValueError(f"eps: expected a finite number of at least 0, got {eps}")
+    tensors = (x, gate, weight)
+    chosen = backend_for("gated_rms_norm", x, tensors[1:], (eps,), backend) if x.numel() else (None, None)
+    if chosen[0] is None:
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        rows = x.to(wide)
+        scale = torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)
+        return (rows * scale * weight.to(wide) * torch.sigmoid(gate.to(wide))).to(x.dtype)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return _Norm.apply(*chosen, eps, *tensors)
+    request = GatedNormRequest(x=x, gate=gate, weight=weight, eps=eps, memo=chosen[1])
+    return chosen[0].result("kda_core_gated_rms_norm_forward", request)
+
+
+_DIFFERENTIABLE = ("x", "gate", "weight")
+
+
+class _Norm(torch.autograd.Function):
+    """A backend's norm."""
+
+    @staticmethod
+    def forward(ctx: Any, backend: Backend, memo: dict, eps: float, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.call = backend, memo, eps
+        x, gate, weight = tensors
+        request = GatedNormRequest(x=x, gate=gate, weight=weight, eps=eps, memo=memo)
+        return backend.result("kda_core_gated_rms_norm_forward", request)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        backend, memo, eps = ctx.call
+        needs = frozenset(n for n, wanted in zip(_DIFFERENTIABLE, ctx.needs_input_grad[3:], strict=True) if wanted)
+        tensors: dict[str, Any] = dict(zip(_DIFFERENTIABLE, ctx.saved_tensors, strict=True))
+        request = GatedNormRequest(**tensors, eps=eps, memo=memo, grad_output=grad, needs_grad=needs)
+        grads = backend.result("kda_core_gated_rms_norm_backward", request).grads
+        return (None, None, None, *(grads[n] if n in needs else None for n in _DIFFERENTIABLE))

@@ -1,0 +1,186 @@
+"""Calls of a backend whose kernels are launched by plans: find a call's plan, or make it, and run it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from functools import reduce
+from operator import attrgetter, or_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kda_core.request import (
+    AnyRequest,
+    BackwardResult,
+    ForwardResult,
+    GatedNormRequest,
+    GateRequest,
+    LayerRequest,
+    Request,
+    ShortConvolutionRequest,
+)
+from kda_core.triton_lib.layout import intermediate_states_shape
+from kda_core.triton_lib.plan import Plan
+from kda_core.triton_lib.run import PublicPlan, Results, on_device
+
+MAX_PLANS = 1024
+"""Plans that are kept, of some 20 KB each; the oldest is dropped first."""
+
+_CHUNK = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "ssm_state_indices", "out")
+_chunk_inputs = attrgetter(*_CHUNK)
+_BACKWARD = (
+    *("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "grad_o", "grad_final_state"),
+)
+_backward_inputs = attrgetter(*_BACKWARD)
+_SAVED = tuple((*_BACKWARD, *(f"saved[{i}]" for i in range(n))) for n in range(9))
+"""Names of a backward's inputs, by the number of tensors that the forward saved."""
+_RECURRENT = (*_CHUNK, "num_accepted_tokens")
+_recurrent_inputs = attrgetter(*_RECURRENT)
+_GATE = ("g", "A_log", "dt_bias", "grad_output")
+_gate_inputs = attrgetter(*_GATE)
+_CONVOLUTION_GRADIENTS = ("grad_output", "grad_second", "grad_third", "grad_final_state")
+_convolution_gradients = attrgetter(*_CONVOLUTION_GRADIENTS)
+_CONVOLUTION = ("x", "weight", "bias", "initial_state", "cu_seqlens", *_CONVOLUTION_GRADIENTS)
+_convolution_inputs = attrgetter(*_CONVOLUTION)
+_NORM = ("x", "gate", "weight", "grad_output")
+_norm_inputs = attrgetter(*_NORM)
+
+
+def h_shape(request: Request) -> tuple[int, ...]:
+    """Shape of the intermediate states; () where none are asked for."""
+    return intermediate_states_shape(request) if request.return_intermediate_states else ()
+
+
+def _kind(request: Request, name: Hashable) -> Hashable:
+    """The key of a call's plan. The sign of a scale that is 0 matters, and 0.0 and -0.0 are of one signature."""
+    return name if request.scale else (name, str(float(request.scale)))
+
+
+def _gradient_kind(x: Tensor | None) -> Any:
+    """The part of a plan's key that stands for a given gradient: its shape follows from the call's."""
+    return None if x is None else (x.is_contiguous() or x.stride(), x.dtype)
+
+
+class Calls:
+    """The hooks of a backend.
+
+    A plan is kept in the memo that the core gives to the calls of one signature, one for each set of tensors whose
+    addresses are not multiples of 16 bytes.
+
+    Args:
+        plan_of: makes the plan of a request for a chip; it is told the inputs whose addresses are not multiples of 16
+            bytes. Pure, of the call's metadata and the chip; forward, or backward where the request has ``needs_grad``.
+        chip: facts of a device.
+        bind: makes, of a plan, the names of inputs and a device, a function of inputs and their addresses.
+        most: plans that are kept.
+    """
+
+    def __init__(
+        self,
+        plan_of: Callable[[Any, Any, frozenset[str]], Plan],
+        chip: Callable[[torch.device], Any],
+        bind: Callable[[Plan, Sequence[str], torch.device], Callable[..., Results]] = PublicPlan,
+        most: int = MAX_PLANS,
+    ) -> None:
+        self._plan_of, self._chip, self._bind, self._most = plan_of, chip, bind, most
+        self._holders: deque[tuple[dict[Any, Any], Hashable]] = deque()
+
+    def run(
+        self, request: AnyRequest | LayerRequest, key: Hashable, names: Sequence[str], inputs: Sequence[Tensor | None]
+    ) -> dict[str, Any]:
+        """Run a call; its results by name.
+
+        Args:
+            key: tells plans in one memo apart: everything beside the request's signature that the plan follows from.
+            names, inputs: every tensor that a step may read or write and the plan does not allocate.
+        """
+        memo = request.memo
+        places = [0 if x is None else x.data_ptr() for x in inputs]
+        if reduce(or_, places) & 15:
+            key = key, tuple(place & 15 == 0 for place in places)
+        with on_device(request.device):
+            bound = None if memo is None else memo.get(key)
+            if bound is None:
+                misaligned = frozenset(n for n, place in zip(names, places, strict=True) if place & 15)
+                plan = self._plan_of(request, self._chip(request.device), misaligned)
+                bound = self._bind(plan, names, request.device)
+                if memo is not None:
+                    memo[key] = bound
+                    self._holders.append((memo, key))
+                    if len(self._holders) > self._most:
+                        old, name = self._holders.popleft()
+                        old.pop(name, None)
+            return bound(inputs, places)
+
+    def chunk_forward(self, request: Request) -> ForwardResult:
+        """Run ``chunk_kda`` for a call that the plugin accepted."""
+        key: Hashable = "forward"
+        if request.return_intermediate_states:
+            # The shape of h follows from values.
+            key = key, h_shape(request)
+        made = self.run(request, _kind(request, key), _CHUNK, _chunk_inputs(request))
+        o, final_state, h, *kept = made.values()
+        saved = tuple([x for x in kept if x is not None]) if kept else ()
+        return ForwardResult(o=o, final_state=None if request.inplace_final_state else final_state, h=h, saved=saved)
+
+    def chunk_backward(self, request: Request) -> BackwardResult:
+        """Gradients of ``chunk_kda`` for ``request.grad_o`` and ``request.grad_final_state`` (either may be None).
+
+        Those of ``fused_recurrent_kda`` as well, which is the same function: its other arguments (a pool,
+        ``num_accepted_tokens``) are not differentiable and never come this far.
+
+        Returns:
+            gradients of q, k, v, g, beta, and of A_log, dt_bias and initial_state where the call has them, each in the
+            shape and dtype of its input (dt_bias as [HV, K]), contiguous.
+        """
+        if torch.is_grad_enabled():
+            # Autograd has it off already, and the context takes as long as a launch.
+            with torch.no_grad():
+                return self.chunk_backward(request)
+        given = _gradient_kind(request.grad_o), _gradient_kind(request.grad_final_state)
+        key = "backward", *given, "initial_state" in request.needs_grad
+        inputs = (*_backward_inputs(request), *request.saved)
+        return BackwardResult(grads=self.run(request, _kind(request, key), _SAVED[len(request.saved)], inputs))
+
+    def recurrent_forward(self, request: Request) -> ForwardResult:
+        """Run ``fused_recurrent_kda`` for a call that the plugin accepted."""
+        made = self.run(request, _kind(request, "forward"), _RECURRENT, _recurrent_inputs(request))
+        return ForwardResult(o=made["o"], final_state=None if request.inplace_final_state else made["final_state"])
+
+    recurrent_backward = chunk_backward
+
+    def gate_forward(self, request: GateRequest) -> Tensor:
+        """Run ``kda_gate``: float32, shape of g."""
+        return self.run(request, "gate", _GATE, _gate_inputs(request))["log_decay"]
+
+    def gate_backward(self, request: GateRequest) -> BackwardResult:
+        """Run the backward of ``kda_gate`` for ``request.needs_grad``."""
+        key = "gate backward", _gradient_kind(request.grad_output), request.needs_grad
+        return BackwardResult(self.run(request, key, _GATE, _gate_inputs(request)))
+
+    def _convolve(self, request: ShortConvolutionRequest) -> dict[str, Any]:
+        key = tuple(map(_gradient_kind, _convolution_gradients(request)))
+        return self.run(request, key, _CONVOLUTION, _convolution_inputs(request))
+
+    def short_convolution_forward(self, request: ShortConvolutionRequest) -> ForwardResult:
+        """Run ``kda_core.nn.short_convolution``."""
+        made = self._convolve(request)
+        return ForwardResult(o=made["y"], final_state=made["final"])
+
+    def short_convolution_backward(self, request: ShortConvolutionRequest) -> BackwardResult:
+        """Run its backward."""
+        grads = self._convolve(request)
+        return BackwardResult({**grads, "weight": grads["weight"].t()})
+
+    def _norm(self, request: GatedNormRequest) -> dict[str, Any]:
+        return self.run(request, _gradient_kind(request.grad_output), _NORM, _norm_inputs(request))
+
+    def gated_rms_norm_forward(self, request: GatedNormRequest) -> Tensor:
+        """Run ``kda_core.nn.gated_rms_norm``."""
+        return self._norm(request)["y"]
+
+    def gated_rms_norm_backward(self, request: GatedNormRequest) -> BackwardResult:
+        """Run its backward."""
+        return BackwardResult(self._norm(request))

@@ -1,0 +1,84 @@
+"""Adapters of other stacks: found, refused and switched off by what the wheels' metadata say; no stack is imported."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from kda_core import _commands
+from kda_core.errors import UnsupportedStack
+from kda_core.integrations import admit, integrations
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Write a distribution's metadata where Python looks first."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def write(name: str, version: str, needs: tuple[str, ...] = (), entry_point: str = "") -> None:
+        folder = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+        folder.mkdir()
+        lines = [
+            "Metadata-Version: 2.1",
+            f"Name: {name}",
+            f"Version: {version}",
+            *(f"Requires-Dist: {n}" for n in needs),
+        ]
+        (folder / "METADATA").write_text("\n".join(lines) + "\n")
+        if entry_point:
+            (folder / "entry_points.txt").write_text(f"[kda_core.integrations]\n{entry_point}\n")
+
+    write("kda-core-stackery", "0.3", ("kda-core>=0.1", "stackery>=2,<3"), "stackery = no_such_module")
+    return write
+
+
+def found():
+    (own,) = (i for i in integrations() if i.name == "stackery")
+    return own
+
+
+def info() -> str:
+    return CliRunner().invoke(_commands.app, ["info"]).stdout
+
+
+def test_a_fitting_stack(install):
+    install("stackery", "2.5rc1")
+    assert admit("stackery")
+    assert (found().state, found().reason) == ("ready", "")
+    assert (found().distribution, found().supports) == ("kda-core-stackery 0.3", "stackery<3,>=2")
+    assert "stackery" in info()
+    assert "no_such_module" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("version", "state", "message"),
+    [
+        ("3.0", "unsupported", r"stackery: stackery 3.0 is installed; pip install 'stackery<3,>=2'"),
+        (None, "not installed", r"stackery: stackery is not installed; pip install 'stackery<3,>=2'"),
+    ],
+)
+def test_an_unfitting_stack_is_refused(install, version, state, message):
+    if version:
+        install("stackery", version)
+    with pytest.raises(UnsupportedStack, match=message):
+        admit("stackery")
+    assert found().state == state
+    assert state in info()
+
+
+def test_switched_off(install, monkeypatch):
+    install("stackery", "2.0")
+    monkeypatch.setenv("KDA_STACKERY", "0")
+    assert not admit("stackery")
+    assert found().state == "switched off"
+    assert "unset KDA_STACKERY to switch it on" in info()
+    monkeypatch.setenv("KDA_STACKERY", "1")
+    assert admit("stackery")
+
+
+def test_an_adapter_that_is_no_wheel():
+    with pytest.raises(UnsupportedStack, match=r"no adapter is installed: pip install \./integrations/nothere"):
+        admit("nothere")

@@ -1,0 +1,221 @@
+"""transformers' KDA models on kda_core: the logits, gradients and text of transformers' own torch code."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import subprocess
+import sys
+
+import installed
+import pages
+import pytest
+import torch
+
+installed.need_backend("cpu")
+installed.need_package("kda_core_transformers", "./integrations/transformers")
+
+import kda_core_transformers
+import transformers
+from packaging.version import Version
+
+from kda_core.errors import UnsupportedStack
+
+pytestmark = [pytest.mark.end_to_end, pytest.mark.filterwarnings("ignore")]
+
+MODELS = ["kimi_linear", "glm5_next"]
+WITH_TEXT = ["kimi_linear"]
+if Version(transformers.__version__) >= Version("5.20"):
+    MODELS.append("bailing_hybrid")
+    WITH_TEXT.append("bailing_hybrid")
+LINEAR = {"linear_num_heads": 2, "linear_head_dim": 16}
+ATTENTION = {"num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 16, "v_head_dim": 16}
+SIZES = {
+    **{"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "vocab_size": 256},
+    **{"num_hidden_layers": 3, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **LINEAR, **ATTENTION},
+}
+
+
+def layers(other: str) -> list[str]:
+    return ["linear_attention", "linear_attention", other]
+
+
+@pytest.fixture(autouse=True)
+def switched_off_at_the_end():
+    yield
+    kda_core_transformers.uninstall()
+
+
+def module_of(model: str):
+    return importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+
+
+def functions(model: str) -> list[object]:
+    return [getattr(module_of(model), name) for name in kda_core_transformers.OPERATORS]
+
+
+@pytest.fixture(params=MODELS)
+def name(request):
+    return request.param
+
+
+@pytest.fixture
+def model(name):
+    """A small model of each architecture; the first output is its logits, or its hidden states without a head."""
+    torch.manual_seed(0)
+    if name == "kimi_linear":
+        more = {"num_local_experts": 4, "num_experts_per_tok": 2, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16}
+        config = transformers.KimiLinearConfig(**SIZES, **more, layer_types=layers("full_attention"))
+        return transformers.KimiLinearForCausalLM(config).eval()
+    sparse = {"mlp_layer_types": ["dense", "sparse", "sparse"], "qk_nope_head_dim": 16}
+    if name == "glm5_next":
+        more = {"n_routed_experts": 4, "num_experts_per_tok": 2, "q_lora_rank": 16, "indexer_types": ["full"] * 3}
+        index = {"index_n_heads": 2, "index_head_dim": 16, "layer_types": layers("indexed_attention")}
+        return (
+            module_of(name)
+            .Glm5NextTextModel(transformers.Glm5NextTextConfig(**SIZES, **sparse, **more, **index))
+            .eval()
+        )
+    more = {"num_experts": 4, "num_experts_per_token": 2, "num_expert_group": 2, "topk_group": 1, "head_dim": 16}
+    config = transformers.BailingHybridConfig(
+        **SIZES, **sparse, **more, qk_rope_head_dim=16, layer_types=layers("full_attention")
+    )
+    return transformers.BailingHybridForCausalLM(config).eval()
+
+
+@pytest.fixture
+def text():
+    return torch.randint(3, 256, (2, 90), generator=torch.Generator().manual_seed(1))
+
+
+def apart(a, b) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+def step(model, text):
+    """The outputs and, in one row, the gradients of a training step."""
+    model.zero_grad()
+    result = model(text, use_cache=False)[0]
+    result.square().mean().backward()
+    return result.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def test_training_steps_agree(model, text):
+    expected = step(model, text)
+    assert expected[1].norm() > 1e-3
+    assert kda_core_transformers.install()
+    assert max(map(apart, step(model, text), expected)) < 5e-6
+
+
+def test_a_prompt_in_pieces(model, text):
+    """Several tokens on top of a cache, then single ones, against all at once on transformers' code."""
+    with torch.no_grad():
+        expected = model(text)[0]
+        assert kda_core_transformers.install()
+        cache, pieces = None, []
+        for piece in text.split([70, 17, 1, 1, 1], dim=1):
+            result = model(piece, past_key_values=cache, use_cache=True)
+            cache = result.past_key_values
+            pieces.append(result[0])
+    assert apart(torch.cat(pieces, dim=1), expected) < 5e-6
+
+
+def test_bfloat16(model, text):
+    """As far from float32 as transformers' code, which computes in it."""
+    with torch.no_grad():
+        exact = model(text)[0]
+        model.bfloat16()
+        expected = apart(model(text)[0].float(), exact)
+        assert kda_core_transformers.install()
+        assert apart(model(text)[0].float(), exact) < 1.3 * expected < 0.15
+
+
+@pytest.mark.parametrize("name", WITH_TEXT, indirect=True)
+def test_text_is_the_same(model, text):
+    def write():
+        mask = torch.ones_like(text)
+        return model.generate(text, attention_mask=mask, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+
+    expected = write()
+    assert kda_core_transformers.install()
+    assert torch.equal(write(), expected)
+
+
+def test_layers_call_kda_core(model, text, name, monkeypatch):
+    """Both linear layers, one token at a time when they write."""
+    called = []
+    for stock, op in list(kda_core_transformers.OPERATORS.items()):
+        watched = lambda *args, op=op, **more: called.append(op.__name__) or op(*args, **more)  # noqa: E731
+        monkeypatch.setitem(kda_core_transformers.OPERATORS, stock, watched)
+    assert kda_core_transformers.install(name)
+    with torch.no_grad():
+        cache = model(text, use_cache=True).past_key_values
+        model(text[:, :1], past_key_values=cache, use_cache=True)
+    assert called == ["chunk_kda"] * 2 + ["fused_recurrent_kda"] * 2
+
+
+@pytest.mark.parametrize("bounds", ["cu_seqlens", "cu_seq_lens_q"])
+def test_packed_documents_share_no_state(bounds):
+    """The name of the boundaries since transformers 5.23, and the one before."""
+    torch.manual_seed(3)
+    kda_core_transformers.install("kimi_linear")
+    chunk, _ = functions("kimi_linear")
+    q, k, v = (torch.randn(1, 50, 2, 16) for _ in range(3))
+    g, beta = -torch.rand(1, 50, 2, 16), torch.rand(1, 50, 2)
+    flags = {"output_final_state": False, "use_qk_l2norm_in_kernel": True, "an_argument_of_the_model": 1}
+    o, _ = chunk(q, k, v, g=g, beta=beta, **flags, **{bounds: torch.tensor([0, 20, 50], dtype=torch.int32)})
+    parts = zip(*(x.split([20, 30], dim=1) for x in (o, q, k, v, g, beta)), strict=True)
+    for own, a, b, c, decay, rate in parts:
+        alone, _ = chunk(a, b, c, g=decay, beta=rate, **flags)
+        torch.testing.assert_close(own, alone)
+
+
+def test_every_function_comes_back(name):
+    before = functions(name)
+    assert kda_core_transformers.install()
+    assert kda_core_transformers.install(name)
+    for function, operator, stock in zip(
+        functions(name), kda_core_transformers.OPERATORS.values(), before, strict=True
+    ):
+        assert function is not stock
+        assert inspect.getclosurevars(function).nonlocals["operator"] is operator
+    kda_core_transformers.uninstall()
+    assert all(now is stock for now, stock in zip(functions(name), before, strict=True))
+
+
+def test_what_is_not_served_is_refused_before_anything_changes(tmp_path, monkeypatch):
+    before = functions("kimi_linear")
+    with pytest.raises(UnsupportedStack, match=r"model 'qwen3_next' is not served; .* kimi_linear, glm5_next"):
+        kda_core_transformers.install("kimi_linear", "qwen3_next")
+    monkeypatch.setenv("KDA_TRANSFORMERS", "0")
+    assert not kda_core_transformers.install()
+    monkeypatch.delenv("KDA_TRANSFORMERS")
+    dist = tmp_path / "transformers-5.25.0.dist-info"
+    dist.mkdir()
+    (dist / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 5.25.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UnsupportedStack, match=r"transformers 5.25.0 is installed; pip install 'transformers<5.25"):
+        kda_core_transformers.install()
+    assert functions("kimi_linear") == before
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/integrations/transformers.md"])
+def test_the_line_of_the_page(page):
+    before = functions("kimi_linear")
+    exec(pages.one_line(page, "kda_core_transformers"), {})
+    assert all(now is not stock for now, stock in zip(functions("kimi_linear"), before, strict=True))
+
+
+def test_the_example():
+    command = [
+        sys.executable,
+        str(pages.ROOT / "examples/kimi_linear.py"),
+        "--tokens=20",
+        "--repeats=1",
+        "--device=cpu",
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+    for action in ("training step", "prefill", "32 tokens"):
+        assert action in result.stdout
+    assert "0.0e+00" in result.stdout  # the same text
