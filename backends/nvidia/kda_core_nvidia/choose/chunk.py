@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from kda_core.request import Request
 from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.plan import View
+from kda_core.triton_lib.segments import as_packed
 from kda_core_nvidia.choose.chip import Chip
 
 
@@ -355,14 +355,11 @@ def as_segments(request: Request, rows: int) -> Request:
 
     Segments of one length are a batch; others are packed sequences.
     """
-    r, count = request, -(-request.T // rows)
-    own: dict[str, Any] = {"initial_state": None, "grad_final_state": None, "state_v_first": True}
-    if count * rows == r.T:
-        names = ("q", "k", "v", "g", "beta", "grad_o")
-        own |= {n: in_parts(x, count) for n in names if (x := getattr(r, n)) is not None}
-    else:
-        own["cu_seqlens"] = View("cu_seqlens", (count + 1,), (1,), torch.int64)
-    return replace(r, **own)
+    if request.T % rows:
+        return as_packed(request, rows, v_first=True)
+    names = ("q", "k", "v", "g", "beta", "grad_o")
+    parts = {n: in_parts(x, request.T // rows) for n in names if (x := getattr(request, n)) is not None}
+    return replace(request, **parts, initial_state=None, grad_final_state=None, state_v_first=True)
 
 
 def transitions_of(r: Request, chip: Chip) -> BlockConfig | TransitionsHopperConfig:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from kda_core.request import Request
+from kda_core.triton_lib import segments
 from kda_core.triton_lib.layout import CHUNK, padded
 from kda_core.triton_lib.lift import lift
-from kda_core.triton_lib.plan import Boundaries, Builder, View, matrix_tile, token_tile
+from kda_core.triton_lib.plan import Builder, View, matrix_tile, token_tile
 from kda_core_nvidia.choose import BackwardChoice, ForwardChoice
 from kda_core_nvidia.choose.chunk import BlockConfig, TransitionsHopperConfig, as_segments, split_scale
 from kda_core_nvidia.join_hopper import join_hopper
@@ -26,13 +26,8 @@ Choice = ForwardChoice | BackwardChoice
 
 
 def cut_into_segments(b: Builder, r: Request, rows: int) -> Request:
-    """The call with its segments of ``rows`` rows as a batch or as packed sequences (``as_segments``)."""
-    cut = as_segments(r, rows)
-    if cut.cu_seqlens is None:
-        return cut
-    bounds = b.scratch("cu_seqlens of segments", cut.cu_seqlens.shape, torch.int64)
-    b.step(Boundaries(bounds, rows, r.T))
-    return replace(cut, cu_seqlens=bounds)
+    """``as_segments``, with boundaries that the plan writes where it has them."""
+    return segments.cut_into_segments(b, r, rows, v_first=True) if r.T % rows else as_segments(r, rows)
 
 
 def _shape(r: Request) -> dict[str, int]:
@@ -65,11 +60,11 @@ def add_starts(
     if states is None:
         states = b.scratch("states at starts", (count, r.HV, r.V, r.K), torch.float32)
     if isinstance(config, TransitionsHopperConfig):
-        made = _transitions_hopper(b, r, config)
+        made, v = _transitions_hopper(b, r, config), aligned(b, v)
         b.launch(
             transitions_hopper, (r.K // config.rows, (count - 1) * r.HV, 1), config.num_warps,
             _hopper_constants(r, config) | {"STAGES": config.stages}, **_hopper_arguments(r, choice, keys, D), **made,
-            values=token_tile(aligned(b, v), CHUNK, r.V, swizzled=True), s_vh=v.stride(2),
+            values=token_tile(v, CHUNK, r.V, swizzled=True), s_vh=v.stride(2),
         )  # fmt: skip
         _add_join_hopper(b, r, config, made, initial_state, v_first, states, reverse=False)
         return states, None
@@ -136,13 +131,13 @@ def add_ends(
     keys, P, D = prepared
     states = b.scratch("gradients at ends", (count, r.HV, r.V, r.K), torch.float32)
     if isinstance(config, TransitionsHopperConfig):
-        made = _transitions_hopper(b, r, config)
+        made, do = _transitions_hopper(b, r, config), aligned(b, do)
         b.launch(
             reverse_transitions_hopper, (r.K // config.rows, (count - 1) * r.HV, 1), config.num_warps,
             _hopper_constants(r, config) | {"STAGES": config.reverse_stages, "maxnreg": config.reverse_registers},
             **_hopper_arguments(r, choice, keys, D), **made, pairs=matrix_tile(keys, 2 * CHUNK, r.K, swizzled=True),
             P=matrix_tile(P, CHUNK, CHUNK, swizzled=True),
-            gradients=token_tile(aligned(b, do), CHUNK, r.V, swizzled=True), s_oh=do.stride(2),
+            gradients=token_tile(do, CHUNK, r.V, swizzled=True), s_oh=do.stride(2),
             T=r.T * (r.N if r.cu_seqlens is None else 1), o_scale=o_scale,
         )  # fmt: skip
         _add_join_hopper(b, r, config, made, grad_final_state, v_first, states, reverse=True)
