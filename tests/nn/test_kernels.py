@@ -107,6 +107,21 @@ def norm(backend: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[float
     return [relative(a, e) / ROUNDING[dtype] for a, e in zip(actual, expected, strict=True)]
 
 
+def layer(backend: str, bound: float | None) -> list[float]:
+    """Output and gradients of a whole layer with padding, beside the float64 oracle's in float32."""
+    from kda_core.nn import KimiDeltaAttention
+
+    torch.manual_seed(0)
+    m, x = KimiDeltaAttention(16, head_dim=16, num_heads=1, lower_bound=bound), torch.randn(2, 20, 16)
+    leaves = [x.requires_grad_(), *m.parameters()]
+    mask = torch.stack([torch.arange(20) >= 7, torch.arange(20) < 9])
+    found = []
+    for m.backend in (backend, "reference"):
+        y = m(x, mask)
+        found.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
+    return [relative(a, e) / ROUNDING[torch.float32] for a, e in zip(*found, strict=True)]
+
+
 def launched(backend: str) -> bool:
     """Whether the hooks ran, and not the core's own code."""
     from kda_core._plugins import registry
@@ -130,6 +145,7 @@ def main(backend: str) -> None:
         found[f"parts, {dtype}"] = parts(backend, dtype)
         for shape in ((3, 5, 128), (70, 33), (2, 20, 2, 200)):
             found[f"norm {shape}, {dtype}"] = norm(backend, shape, dtype)
+    found |= {f"layer, bound {bound}": layer(backend, bound) for bound in (None, -5.0)}
     found["hooks"] = [0.0 if launched(backend) else 2.0]
     print(json.dumps(found))
 
@@ -139,7 +155,7 @@ def test_kernels(backend: str):
     """Forward and backward; every part of every result within rounding."""
     installed.need_backend(backend)
     found = interpreted.printed(__file__, backend)
-    assert len(found) == 1 + len(ROUNDING) * (len(CONVOLUTIONS) + 4)
+    assert len(found) == 3 + len(ROUNDING) * (len(CONVOLUTIONS) + 4)
     assert {name: errors for name, errors in found.items() if not max(errors) <= 1} == {}
 
 
