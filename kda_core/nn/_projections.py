@@ -135,7 +135,8 @@ class _Project(torch.autograd.Function):
             found = own.backend.result("kda_core_short_convolution_forward", own.request(own.mixed, weight))
             ctx.save_for_backward(x, *low, *w, own.mixed, weight)
             results = (*in_parts(found.o, own.parts), *results[1:])
-            own = own._replace(mixed=None, weights=())
+            # What is saved must not live longer than autograd lets it.
+            own = own._replace(mixed=x.new_empty(0), weights=())
         ctx.own = own
         return results
 
