@@ -32,8 +32,8 @@ class ReleaseError(Exception):
 
 def packages(root: Path = ROOT) -> dict[str, Path]:
     """Folder of every package's pyproject.toml, by the name of what it installs; the core first."""
-    backends = sorted(path.parent for path in root.glob("backends/*/pyproject.toml"))
-    return {"kda_core": root, **{f"kda_core_{folder.name}": folder for folder in backends}}
+    found = [path for kind in ("backends", "integrations") for path in sorted(root.glob(f"{kind}/*/pyproject.toml"))]
+    return {"kda_core": root, **{f"kda_core_{path.parent.name}": path.parent for path in found}}
 
 
 def version_of(folder: Path, package: str) -> str:
@@ -108,8 +108,8 @@ def verify_installed(wheels: list[Path], torch: str) -> None:
     install = [*pip, "install", "--quiet", "--no-compile", "--constraint", CONSTRAINTS]
     # Install torch first and alone: a plain requirement of it may fetch another build, of several gigabytes.
     run(*install, torch)
-    core, *backends = wheels
-    run(*install, f"{core}[cli]", *backends)
+    core, *others = wheels
+    run(*install, f"{core}[cli]", *others)
     run(*pip, "check")
     # Outside the checkout, whose kda_core would hide the wheel's.
     for command in ("info", "verify"):

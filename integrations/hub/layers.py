@@ -9,8 +9,8 @@ from . import BACKEND
 from .kda_core import chunk_kda, fused_recurrent_kda
 
 # The signatures are those of the functions that the layers replace: the kernels library compares them. Layers of models
-# pass on every argument of the model's call; transformers renamed the boundaries of packed documents in 5.23. The backend is
-# named: KDA_BACKEND is for an installed kda_core, and amd serves only calls that name it.
+# pass on every argument of the model's call; transformers renamed the boundaries of packed documents in 5.23. Calls
+# name the backend: KDA_BACKEND is for an installed kda_core, and amd serves only calls that name it.
 
 
 class chunk_kimi_delta_attention(torch.nn.Module):

@@ -20,7 +20,8 @@ def tree(tmp_path: Path) -> Path:
 
 
 def test_this_checkout_has_one_version():
-    assert set(release.packages()) == {"kda_core", "kda_core_cpu", "kda_core_nvidia", "kda_core_amd"}
+    backends, adapters = ("cpu", "nvidia", "amd"), ("fla", "transformers")
+    assert set(release.packages()) == {"kda_core", *(f"kda_core_{name}" for name in (*backends, *adapters))}
     assert release.common_version()
 
 

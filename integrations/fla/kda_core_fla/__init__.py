@@ -6,6 +6,7 @@ error comes through instead, and plain torch serves what stands around the opera
 """
 
 import os
+import sys
 
 from kda_core.errors import UnsupportedStack
 from kda_core.integrations import admit
@@ -39,8 +40,7 @@ def install() -> bool:
 
 def uninstall() -> None:
     """Take kda_core out of fla's registries, which have no public way to do it."""
-    from fla import backends
-
-    for registry in (*backends._function_registries.values(), *backends._operation_registries.values()):
-        for name in ("kda_core", "kda_core_torch"):
-            registry._backends.pop(name, None)
+    if backends := sys.modules.get("fla.backends"):
+        for registry in (*backends._function_registries.values(), *backends._operation_registries.values()):
+            for name in ("kda_core", "kda_core_torch"):
+                registry._backends.pop(name, None)
