@@ -77,9 +77,8 @@ class HopperConfig:
 
     @property
     def constants(self) -> dict[str, int]:
-        """The kernel's constants that follow from it, and the compiler's option."""
-        shared = {"BV": self.block_v, "STAGES": self.stages, "OUT": self.out, "STORERS": self.storers}
-        return shared | {"maxnreg": self.registers}
+        """The kernel's constants that follow from it."""
+        return {"BV": self.block_v, "STAGES": self.stages, "OUT": self.out, "STORERS": self.storers}
 
 
 @dataclass(frozen=True, slots=True)
