@@ -11,7 +11,7 @@ import torch
 
 from kda_core.request import Request
 from kda_core.triton_lib.layout import CHUNK, padded, slots
-from kda_core.triton_lib.plan import View
+from kda_core.triton_lib.plan import View, contiguous_strides
 from kda_core.triton_lib.segments import as_packed
 from kda_core_nvidia.choose.chip import Chip
 
@@ -247,6 +247,11 @@ def row_aligned(x: View) -> bool:
         # A descriptor is of one row at least.
         and 0 < B * T < 2**31
     )
+
+
+def as_copied(x: View) -> View:
+    """``x``, or the layout of the copy that a plan makes of rows which bulk copies cannot take."""
+    return x if row_aligned(x) else View(x.source, x.shape, contiguous_strides(x.shape), x.dtype)
 
 
 def serves(chip: Chip, dtype: torch.dtype, count: int, HV: int, KP: int, V: int, rows: View) -> bool:

@@ -14,7 +14,6 @@ from kda_core.triton_lib.plan import Builder, View, matrix_tile, token_tile
 from kda_core_nvidia.choose import BackwardChoice, ForwardChoice
 from kda_core_nvidia.choose.chunk import BlockConfig, TransitionsHopperConfig, as_segments, split_scale
 from kda_core_nvidia.join_hopper import join_hopper
-from kda_core_nvidia.plans.prepare_hopper import aligned
 from kda_core_nvidia.reverse_transitions_hopper import reverse_transitions_hopper
 from kda_core_nvidia.segments import join_kernel, reverse_transitions_kernel, transitions_kernel
 from kda_core_nvidia.transitions_hopper import transitions_hopper
@@ -47,7 +46,7 @@ def add_starts(
 
     Args:
         r: the call in segments (``cut_into_segments``).
-        v: as of ``r``, last dimension contiguous.
+        v: as of ``r``, last dimension contiguous; for Hopper with rows that bulk copies take.
         keys, D: what ``prepare`` wrote for ``r``.
         call: the call itself, with its initial state.
         states: [count, HV, V, K] in float32, to be written; scratch when left out.
@@ -60,7 +59,7 @@ def add_starts(
     if states is None:
         states = b.scratch("states at starts", (count, r.HV, r.V, r.K), torch.float32)
     if isinstance(config, TransitionsHopperConfig):
-        made, v = _transitions_hopper(b, r, config), aligned(b, v)
+        made = _transitions_hopper(b, r, config)
         b.launch(
             transitions_hopper, (r.K // config.rows, (count - 1) * r.HV, 1), config.num_warps,
             _hopper_constants(r, config) | {"STAGES": config.stages}, **_hopper_arguments(r, choice, keys, D), **made,
@@ -122,7 +121,7 @@ def add_ends(
     """Compute the gradient of the state at the end of every segment, [count, HV, V, K] in float32.
 
     Args:
-        do: as of ``r``, last dimension contiguous.
+        do: as of ``r``, last dimension contiguous; for Hopper with rows that bulk copies take.
         prepared: keys, P and D, as ``prepare`` wrote them for ``r``.
         transitions: from ``add_starts``.
         grad_final_state: the call's own, contiguous, or None; ``v_first``: its layout.
@@ -131,7 +130,7 @@ def add_ends(
     keys, P, D = prepared
     states = b.scratch("gradients at ends", (count, r.HV, r.V, r.K), torch.float32)
     if isinstance(config, TransitionsHopperConfig):
-        made, do = _transitions_hopper(b, r, config), aligned(b, do)
+        made = _transitions_hopper(b, r, config)
         b.launch(
             reverse_transitions_hopper, (r.K // config.rows, (count - 1) * r.HV, 1), config.num_warps,
             _hopper_constants(r, config) | {"STAGES": config.reverse_stages, "maxnreg": config.reverse_registers},
