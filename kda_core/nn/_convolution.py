@@ -92,11 +92,13 @@ def convolve(
         options = (*flags.values(), *sizes)
         own, memo = backend_for("short_convolution", x, tensors[1:], options, backend)
     inplace = flags["inplace_final_state"]
+    final: Tensor | None
     if own is None:
-        y, final = _in_torch(*tensors, flags["silu"])
+        y, last = _in_torch(*tensors, flags["silu"])
+        last = last.to(x.dtype if state is None else state.dtype)
         if inplace and state is not None:
-            final = state.copy_(final)
-        final = final.to(_state_dtype(x, state)) if flags["output_final_state"] else None
+            last = state.copy_(last)
+        final = last if flags["output_final_state"] else None
     elif not inplace and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         *found, final = _Convolution.apply(own, memo, flags, parts, *tensors)
         return found, final
@@ -109,10 +111,6 @@ def convolve(
 def _in_parts(y: Tensor, parts: Sequence[Sequence[int]]) -> list[Tensor]:
     split = y.split([math.prod(part) for part in parts], -1) if len(parts) > 1 else (y,)
     return [t.unflatten(-1, part) if len(part) > 1 else t for t, part in zip(split, parts, strict=True)]
-
-
-def _state_dtype(x: Tensor, state: Tensor | None) -> torch.dtype:
-    return x.dtype if state is None else state.dtype
 
 
 def _check(x: Any, weight: Any, bias: Any, state: Any, cu_seqlens: Any) -> None:
@@ -215,7 +213,7 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
+    def backward(ctx: Any, *grads: Any) -> tuple:
         backend, memo, flags, parts = ctx.call
         *given, grad_final = grads
         needed = ctx.needs_input_grad[_BEFORE:]

@@ -33,7 +33,7 @@ def project(x: Tensor, layers: Projections) -> tuple[Tensor, Tensor, Tensor, Ten
     """
     weights: list[Any] = [getattr(layer, "weight", None) for layer in layers]
     bias: Any = getattr(layers.gate_out, "bias", None)
-    if not all(map(_is_product, layers, Projections(*[None] * 7, bias))) or not is_eager(x, bias, *weights):
+    if not all(map(_is_product, layers, (*[None] * 7, bias))) or not is_eager(x, bias, *weights):
         decay, gate = layers.decay_out(layers.decay_in(x)), layers.gate_out(layers.gate_in(x))
         return torch.cat([layer(x) for layer in layers[:3]], -1), decay, layers.beta(x), gate
     kind = x.device.type
@@ -41,8 +41,10 @@ def project(x: Tensor, layers: Projections) -> tuple[Tensor, Tensor, Tensor, Ten
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
         tensors = [t.to(torch.get_autocast_dtype(kind)) for t in tensors]
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        return _Project.apply(*tensors)
-    return _products(tensors[0], tensors[1], Projections(*tensors[2:]))[0]
+        mixed, decay, beta, gate = _Project.apply(*tensors)
+    else:
+        mixed, decay, beta, gate = _products(tensors[0], tensors[1], Projections(*tensors[2:]))[0]
+    return mixed, decay, beta, gate
 
 
 def _is_product(layer: nn.Module, bias: Tensor | None) -> bool:

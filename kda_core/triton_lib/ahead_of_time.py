@@ -1,15 +1,37 @@
-"""The inputs of triton's compiler for a launch that never runs, by triton's own rules of specialisation."""
+"""Compiles the launches of plans without a GPU, and judges what they take.
+
+Calls of the kit's cases are planned for each architecture, and the launches of their plans are compiled: the same plans
+that calls run. A backend's module ``aot`` says what is known of its vendor (``Tool``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+import argparse
+import multiprocessing
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+import triton
+from triton.compiler import ASTSource
 
-from kda_core.request import GatedNormRequest, LayerRequest, ShortConvolutionRequest
+from kda_core._torch_private import fake_tensors
+from kda_core.reference import DIFFERENTIABLE
+from kda_core.request import (
+    AnyRequest,
+    GatedNormRequest,
+    GateRequest,
+    LayerRequest,
+    Request,
+    ShortConvolutionRequest,
+    TensorSpec,
+)
+from kda_core.testing.cases import Case
+from kda_core.triton_lib.plan import Launch, Plan
+from kda_core.triton_lib.run import compile_options
 
 DIVISIBLE = ["tt.divisibility", 16]
 """Attribute of an integer or an address that 16 divides."""
@@ -25,54 +47,231 @@ TYPES = {
 }
 """Triton's names of dtypes."""
 
-Specialised = tuple[dict[str, str], dict[tuple[int], Any], dict[tuple[int], list[list[Any]]]]
+DRAFTS = 3
+"""Slots of a sequence whose tokens have one each."""
 
 
-def specialised(
-    kernel: Any, arguments: Mapping[str, Any], of_tensor: Callable[[Any], tuple[str, list[list[Any]]]]
-) -> Specialised:
-    """(signature, constants, attributes) of a launch, as ``triton.compiler.ASTSource`` takes them.
+@dataclass(frozen=True)
+class Job:
+    """A launch to be compiled.
+
+    Attributes:
+        name: of the call that it belongs to.
+        arch: name of an architecture.
+        large: tensors may have 2 GiB and more.
+    """
+
+    launch: Launch
+    arch: str
+    name: str = ""
+    large: bool = False
+
+    @property
+    def kernel(self) -> Any:
+        return self.launch.kernel
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments, constants and the compiler's options."""
+        return {**self.launch.arguments, **compile_options(self.launch)}
+
+
+class Tool:
+    """What is known of a vendor's chips and compiler, and the command ``python -m <package>.aot``.
+
+    Attributes:
+        package: of the backend.
+        chips: facts of a chip by the name of its architecture.
+        usual: architectures that are compiled for when none is named.
+        sizes: the compiler is told whether tensors are below 2 GiB.
+    """
+
+    package: str
+    description: str
+    chips: Mapping[str, Any]
+    usual: Sequence[str]
+    sizes = False
+
+    def plans(self, chip: Any, quick: bool) -> Iterable[tuple[str, Plan]]:
+        """Names of calls and their plans, which between them launch every shipped configuration of every kernel.
+
+        Args:
+            quick: the commonest configuration of every kernel.
+        """
+        raise NotImplementedError
+
+    def of_tensor(self, x: Any, job: Job) -> tuple[str, list[list[Any]]]:
+        """Triton's type of a tensor or a tile, and its attributes."""
+        raise NotImplementedError
+
+    def source_type(self, job: Job) -> Any:
+        """The class of what triton compiles."""
+        return ASTSource
+
+    def target(self, job: Job) -> Any:
+        """Triton's target."""
+        raise NotImplementedError
+
+    def resources(self, job: Job, kernel: Any) -> Any:
+        """What a compiled kernel takes: an object with a text, and ``problems(job)``, why it must not be shipped."""
+        raise NotImplementedError
+
+    def source(self, job: Job) -> tuple[ASTSource, dict[str, Any]]:
+        """What triton compiles for a launch, by triton's own rules of specialisation, and its options."""
+        signature, constants, attributes = {}, {}, {}
+        arguments = job.arguments
+        for i, parameter in enumerate(job.kernel.params):
+            value = arguments.pop(parameter.name)
+            kind, known = "constexpr", []
+            if parameter.is_constexpr or value is None:
+                pass
+            elif isinstance(value, float):
+                kind = "fp32"
+            elif not isinstance(value, int):
+                kind, known = self.of_tensor(value, job)
+            elif parameter.do_not_specialize or value != 1:
+                kind = parameter.annotation_type or "i32"
+                known = [DIVISIBLE] if value % 16 == 0 and not parameter.do_not_specialize else []
+            signature[parameter.name] = kind
+            if kind == "constexpr":
+                constants[(i,)] = value
+            if known:
+                attributes[(i,)] = known
+        return self.source_type(job)(job.kernel, signature, constants, attributes), arguments
+
+    def compile(self, job: Job) -> Any:
+        """Compile a launch; the result's ``asm`` holds every stage's text."""
+        source, options = self.source(job)
+        return triton.compile(source, target=self.target(job), options=options)
+
+    def compiled(self, job: Job) -> Any:
+        """Compile a launch; what it takes."""
+        return self.resources(job, self.compile(job))
+
+    def shipped(self, arch: str, only: str = "", quick: bool = False, large: bool = False) -> list[Job]:
+        """Every launch to be compiled for an architecture, each once.
+
+        Args:
+            only: a part of the kernel's name, or of the call's.
+            quick: the commonest configuration of every kernel, rather than all.
+            large: for tensors of 2 GiB and more.
+        """
+        found: dict[Any, Job] = {}
+        for name, plan in self.plans(self.chips[arch], quick):
+            for launch in plan.launches:
+                if only not in f"{launch.name} {name}":
+                    continue
+                job = Job(launch, arch, name, large)
+                source, options = self.source(job)
+                names = job.kernel.arg_names
+                # Counts of heads only enter addresses.
+                constants = {names[i]: x for (i,), x in source.constants.items() if names[i] not in ("H", "HV", "HO")}
+                compiles = (str(x) for x in (source.signature, constants, source.attrs, options))
+                found.setdefault((launch.name, *compiles), job)
+        return list(found.values())
+
+    def line(self, job: Job) -> tuple[str, bool]:
+        """Compile a launch; its line of the table, and whether it may be shipped."""
+        taken = self.compiled(job)
+        problems = taken.problems(job)
+        line = f"{job.arch:8} {job.launch.name:27} {job.name:44} {taken}"
+        return line + "".join(f"  ERROR: {p}" for p in problems), not problems
+
+    def main(self, arguments: Sequence[str] | None = None) -> int:
+        """Compile, print a line for each kernel, and answer the exit status: 1 when one must not be shipped."""
+        parser = argparse.ArgumentParser(prog=f"python -m {self.package}.aot", description=self.description)
+        parser.add_argument("--arch", nargs="+", default=self.usual, choices=sorted(self.chips), help="architectures")
+        parser.add_argument("--only", default="", help="only kernels whose name or case contains this")
+        parser.add_argument("--quick", action="store_true", help="only the commonest configuration of every kernel")
+        parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="compile so many at once")
+        if self.sizes:
+            parser.add_argument("--large", action="store_true", help="for tensors of any size; checks addresses, too")
+        chosen = parser.parse_args(arguments)
+        large = self.sizes and chosen.large
+        _QUEUE[:] = [
+            (self, job) for arch in chosen.arch for job in self.shipped(arch, chosen.only, chosen.quick, large)
+        ]
+        print(f"triton {triton.__version__}, {len(_QUEUE)} kernels" + ", tensors of any size" * large)
+        failed = 0
+        with multiprocessing.get_context("fork").Pool(chosen.jobs) as pool:
+            for line, right in pool.imap(_line, range(len(_QUEUE))):
+                print(line, flush=True)
+                failed += not right
+        print(f"{failed} of {len(_QUEUE)} kernels must not be shipped" if failed else "all within limits")
+        return 1 if failed else 0
+
+
+_QUEUE: list[tuple[Tool, Job]] = []
+"""What the workers compile: they are forked, so that launches need not travel."""
+
+
+def _line(index: int) -> tuple[str, bool]:
+    tool, job = _QUEUE[index]
+    return tool.line(job)
+
+
+def inference(case: Case) -> Request:
+    """The forward of a case, whose tensors have no memory; beta has the dtype of q.
+
+    With the tag "pool" its states lie in a pool that is advanced in place, with "drafts" in one where every token has a
+    slot.
+    """
+    with fake_tensors():
+        r = case.call().request()
+        changed: dict[str, Any] = {"beta": r.beta.to(r.q.dtype), "save_for_backward": False}
+        if case.tags & {"pool", "drafts"}:
+            table = (r.N, DRAFTS) if "drafts" in case.tags else (r.N,)
+            changed |= {"ssm_state_indices": torch.empty(table, dtype=case.index_dtype), "inplace_final_state": True}
+        if "drafts" in case.tags:
+            changed["num_accepted_tokens"] = torch.empty(r.N, dtype=torch.int32)
+    if case.lengths:
+        # Shapes of intermediate states follow from the values.
+        bounds = torch.tensor([0, *case.lengths]).cumsum(0).to(case.index_dtype)
+        changed |= {"cu_seqlens": bounds, "cu_seqlens_cpu": bounds}
+    return replace(r, **changed)
+
+
+def training(case: Case) -> Request:
+    """The forward of a training step: the same without a pool and intermediate states."""
+    left_out = {"return_intermediate_states": False, "cu_seqlens_cpu": None, "save_for_backward": True}
+    return replace(inference(case.having(tags=case.tags - {"pool", "drafts"})), **left_out)
+
+
+def gradients(case: Case, saved: Sequence[TensorSpec] = ()) -> Request:
+    """The backward of a training step, whose forward saved tensors of these specifications."""
+    r = training(case)
+    needs = frozenset(n for n in DIFFERENTIABLE if getattr(r, n) is not None)
+    kept = tuple(torch.empty(x.shape, dtype=x.dtype, device="meta") for x in saved)
+    return replace(r, saved=kept, grad_o=r.v, grad_final_state=r.initial_state, needs_grad=needs)
+
+
+def gate_calls(dtype: torch.dtype, lower_bound: float | None) -> Iterator[tuple[str, AnyRequest]]:
+    """Names and requests of ``kda_gate``, forward and backward."""
+    g, A_log, dt_bias = (torch.empty(*n, device="meta") for n in ((64, 4, 128), (4,), (4, 128)))
+    r = GateRequest(g=g.to(dtype), A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound)
+    name = f"gate, {TYPES[dtype]}, {'softplus' if lower_bound is None else 'bounded'}"
+    yield name, r
+    yield name, replace(r, grad_output=g, needs_grad=frozenset({"g", "A_log", "dt_bias"}))
+
+
+def layer_calls(quick: bool = False) -> Iterator[tuple[str, LayerRequest]]:
+    """(name, call) of what launches every kernel around the operator: plain, and with everything there is.
 
     Args:
-        kernel: the jit function.
-        arguments: value of every parameter by name.
-        of_tensor: (type, attributes) of an argument that is neither a number nor None.
+        quick: only in bfloat16, and the norm of 128 channels.
     """
-    signature, constants, attributes = {}, {}, {}
-    for i, parameter in enumerate(kernel.params):
-        value = arguments[parameter.name]
-        kind, known = "constexpr", []
-        if parameter.is_constexpr or value is None:
-            pass
-        elif isinstance(value, float):
-            kind = "fp32"
-        elif not isinstance(value, int):
-            kind, known = of_tensor(value)
-        elif parameter.do_not_specialize or value != 1:
-            kind = parameter.annotation_type or "i32"
-            known = [DIVISIBLE] if value % 16 == 0 and not parameter.do_not_specialize else []
-        signature[parameter.name] = kind
-        if kind == "constexpr":
-            constants[(i,)] = value
-        if known:
-            attributes[(i,)] = known
-    return signature, constants, attributes
-
-
-def layer_calls(device: str) -> Iterator[tuple[str, LayerRequest]]:
-    """(name, call) of what launches every kernel around the operator: plain, and with everything there is."""
-    empty = partial(torch.empty, device=device)
-    for dtype in (torch.bfloat16, torch.float32):
+    empty = partial(torch.empty, device="meta")
+    for dtype in (torch.bfloat16,) if quick else (torch.bfloat16, torch.float32):
         x, D, W = empty(1, 128, 3 * 1024, dtype=dtype), 3 * 1024, 4
         plain = ShortConvolutionRequest(x=x, weight=empty(D, W))
         more = {"bias": empty(D), "initial_state": empty(2, W - 1, D, dtype=dtype), "output_final_state": True}
-        packed = replace(plain, **more, cu_seqlens=torch.zeros(3, dtype=torch.int32, device=device))
+        packed = replace(plain, **more, cu_seqlens=torch.zeros(3, dtype=torch.int32, device="meta"))
         for name, call in (("", plain), (", packed", packed)):
             yield f"layer, {TYPES[dtype]}{name}", call
             thirds = dict.fromkeys(("grad_output", "grad_second", "grad_third"), empty(1, 128, 1024, dtype=dtype))
             gradients = {**thirds, "grad_final_state": call.initial_state, "needs_grad": frozenset({"x"})}
             yield f"layer, {TYPES[dtype]}{name}", replace(call, parts=(1024,) * 3, **gradients)
-        for D in (64, 128, 256):
+        for D in (128,) if quick else (64, 128, 256):
             x = empty(1, 128, 8, D, dtype=dtype)
             norm = GatedNormRequest(x=x, gate=x, weight=empty(D), eps=1e-5)
             yield f"layer, {TYPES[dtype]} V {D}", norm

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import reduce
 from operator import attrgetter, or_
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kda_core.call_plan import CallPlan
 from kda_core.request import (
     AnyRequest,
     BackwardResult,
@@ -20,7 +22,9 @@ from kda_core.request import (
     LayerRequest,
     Request,
     ShortConvolutionRequest,
+    TensorSpec,
 )
+from kda_core.triton_lib.describe import describe
 from kda_core.triton_lib.layout import intermediate_states_shape
 from kda_core.triton_lib.plan import Plan
 from kda_core.triton_lib.run import PublicPlan, Results, on_device
@@ -73,18 +77,23 @@ class Calls:
         plan_of: makes the plan of a request for a chip; it is told the inputs whose addresses are not multiples of 16
             bytes. Pure, of the call's metadata and the chip; forward, or backward where the request has ``needs_grad``.
         chip: facts of a device.
+        chips: facts of chips by their names, for ``describe``.
+        saved_specs: of what a forward of ``chunk_kda`` saves for its backward.
         bind: makes, of a plan, the names of inputs and a device, a function of inputs and their addresses.
         most: plans that are kept.
     """
 
     def __init__(
         self,
-        plan_of: Callable[[Any, Any, frozenset[str]], Plan],
+        plan_of: Callable[..., Plan],
         chip: Callable[[torch.device], Any],
+        chips: Mapping[str, Any] = MappingProxyType({}),
+        saved_specs: Callable[[Request], tuple[TensorSpec, ...]] = lambda request: (),
         bind: Callable[[Plan, Sequence[str], torch.device], Callable[..., Results]] = PublicPlan,
         most: int = MAX_PLANS,
     ) -> None:
         self._plan_of, self._chip, self._bind, self._most = plan_of, chip, bind, most
+        self._chips, self._saved_specs = chips, saved_specs
         self._holders: deque[tuple[dict[Any, Any], Hashable]] = deque()
 
     def run(
@@ -184,3 +193,14 @@ class Calls:
     def gated_rms_norm_backward(self, request: GatedNormRequest) -> BackwardResult:
         """Run its backward."""
         return BackwardResult(self._norm(request))
+
+    def describe(self, request: AnyRequest, chip: str | None) -> tuple[CallPlan, ...]:
+        """The plans of a call, for the chip of this name or, when it is None, for the request's device.
+
+        Raises:
+            ValueError: no such chip is known, or shapes follow from values.
+        """
+        if chip is not None and chip not in self._chips:
+            raise ValueError(f"chip: expected one of {', '.join(self._chips)}, got {chip!r}")
+        facts = self._chip(request.device) if chip is None else self._chips[chip]
+        return describe(request, facts, self._plan_of, self._saved_specs)

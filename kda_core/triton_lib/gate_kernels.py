@@ -12,7 +12,6 @@ at once. Sums over rows leave one partial result a program, added up afterwards 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -88,7 +87,7 @@ def _flat(b: Builder, r: GateRequest, x: View) -> View:
     return replace(b.dense(x), shape=shape, strides=contiguous_strides(shape))
 
 
-def plan_gate(r: GateRequest, num_warps: int, options: Mapping[str, Any]) -> Plan:
+def plan_gate(r: GateRequest, num_warps: int, **options: Any) -> Plan:
     """The plan of ``kda_gate``, whose result is log_decay, or of its backward, whose results are the gradients.
 
     Args:
@@ -116,7 +115,7 @@ def plan_gate(r: GateRequest, num_warps: int, options: Mapping[str, Any]) -> Pla
     else:
         kernel = gate_forward_kernel
         named["log_decay"] = results["log_decay"] = b.result("log_decay", r.g.shape, torch.float32)
-    b.pick(kernel, blocks * HV, num_warps, named, options)
+    b.pick(kernel, blocks * HV, num_warps, named, **options)
     for n, x in parts.items():
         results[n] = b.result(f"d{n}", getattr(r, n).shape, getattr(r, n).dtype)
         b.step(Sum(results[n], x, (0,)))

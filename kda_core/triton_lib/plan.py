@@ -371,21 +371,23 @@ class Builder:
         self.step(Launch(kernel, grid, arguments, constants, num_warps))
 
     def pick(
-        self, kernel: Any, programs: int, num_warps: int, named: Mapping[str, Any], options: Mapping[str, Any]
+        self, kernel: Any, grid: int | tuple[int, ...], num_warps: int, named: Mapping[str, Any], /, **options: Any
     ) -> None:
-        """Add a launch of ``programs`` along axis 0, if any, whose kernel takes what it names from ``named``.
+        """Add a launch whose kernel takes what it names from ``named``, constants as well.
 
         Args:
-            named: values of the kernel's parameters, constants as well, and of others'.
+            grid: programs along axis 0, or along each axis; without any nothing is launched.
+            named: values of the kernel's parameters, and of others'.
             options: of the compiler.
         """
-        if not programs:
+        x, y, z = (*(grid if isinstance(grid, tuple) else (grid,)), 1, 1)[:3]
+        if not x * y * z:
             return
         known = [n for n in kernel.arg_names if n in named]
         of_compiler = constants_of(kernel)
         arguments = {n: named[n] for n in known if n not in of_compiler}
         constants = {n: named[n] for n in known if n in of_compiler}
-        self.step(Launch(kernel, (programs, 1, 1), arguments, {**constants, **options}, num_warps))
+        self.step(Launch(kernel, (x, y, z), arguments, {**constants, **options}, num_warps))
 
     def rows(self, x: View) -> View:
         """``x`` [.., D], copied where its last dimension is not contiguous: kernels take every other stride."""

@@ -20,6 +20,7 @@ import kda_core_amd
 import triton
 import triton.language as tl
 from kda_core_amd import aot
+from kda_core_amd.aot import TOOL
 from kda_core_amd.choose import ARCHITECTURES, CONFIGS, FOREIGN_ARCHITECTURE
 from kda_core_amd.plugin import SERVED_ARCHITECTURES, kda_core_reject
 from triton.backends.compiler import GPUTarget
@@ -27,6 +28,7 @@ from triton.compiler import ASTSource
 
 from kda_core import triton_lib
 from kda_core.request import Request
+from kda_core.triton_lib.ahead_of_time import Job
 
 pytestmark = pytest.mark.end_to_end
 
@@ -40,34 +42,34 @@ CASES = dict.fromkeys(KERNELS[-7:-4], "bf16 K 128 segments") | dict.fromkeys(KER
 """Of those that CASE does not launch."""
 
 
-def _launch(architecture: str, kernel: str) -> aot.Job:
-    found = [x for x in aot.shipped(ARCHITECTURES[architecture], CASES.get(kernel, CASE)) if x.launch.name == kernel]
-    return found[-1]
+def _job(architecture: str, kernel: str, large: bool = False) -> Job:
+    found = TOOL.shipped(architecture, CASES.get(kernel, CASE), large=large)
+    return [x for x in found if x.launch.name == kernel][-1]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_resources(kernel: str):
     """No spills, and no more local data share than gfx942 has."""
-    launch = _launch("gfx942", kernel)
-    assert aot.Resources.of(aot.compiled(launch)).problems(launch) == []
+    job = _job("gfx942", kernel)
+    assert TOOL.compiled(job).problems(job) == []
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", SERVED_ARCHITECTURES)
 def test_fusion_is_stated(architecture: str):
     """What triton does by default differs from version to version, and bits of results with it."""
-    options = [x.options for x in aot.shipped(ARCHITECTURES[architecture])]
+    options = [TOOL.source(x)[1] for x in TOOL.shipped(architecture)]
     assert options
     assert all(found["enable_fp_fusion"] is True for found in options)
 
 
 def test_limits_are_held():
     """Spilled registers and local data share past what is stated are problems, and a kernel that has them fails."""
-    launch = _launch("gfx942", "recurrence")
+    job = _job("gfx942", "recurrence")
     right = aot.Resources(vgprs=128, vgpr_spills=aot.SPILL_LIMIT, sgpr_spills=0, stack=0, lds=64 * 1024)
-    assert right.problems(launch) == []
-    (spills,) = replace(right, vgpr_spills=aot.SPILL_LIMIT + 1).problems(launch)
+    assert right.problems(job) == []
+    (spills,) = replace(right, vgpr_spills=aot.SPILL_LIMIT + 1).problems(job)
     assert "spilled registers" in spills
-    (lds,) = replace(right, lds=64 * 1024 + 1).problems(launch)
+    (lds,) = replace(right, lds=64 * 1024 + 1).problems(job)
     assert "local data share" in lds
 
 
@@ -75,16 +77,16 @@ def test_known_spills_are_few():
     """Below 2 GiB nothing is excused; above it only gfx1100, and no more than a lane has."""
     assert {architecture for architecture, *_ in aot.KNOWN_LARGE_SPILLS} == {"gfx1100"}
     assert max(aot.KNOWN_LARGE_SPILLS.values()) < 256
-    launch = _launch("gfx1100", "recurrence")
+    job = _job("gfx1100", "recurrence")
     known = aot.KNOWN_LARGE_SPILLS["gfx1100", "recurrence", 2, 128]
     taken = aot.Resources(vgprs=256, vgpr_spills=known, sgpr_spills=0, stack=0, lds=0)
-    assert taken.problems(launch, small=False) == []
-    assert taken.problems(launch)
+    assert taken.problems(replace(job, large=True)) == []
+    assert taken.problems(job)
 
 
 def test_quick_is_a_part_of_everything():
     """``--quick`` compiles fewer kernels, and each kernel at least once."""
-    quick, every = (aot.shipped(ARCHITECTURES["gfx942"], quick=q) for q in (True, False))
+    quick, every = (TOOL.shipped("gfx942", quick=q) for q in (True, False))
     assert len(quick) < len(every) / 3
     assert {x.launch.name for x in quick} == {x.launch.name for x in every} >= set(KERNELS)
 
@@ -92,7 +94,7 @@ def test_quick_is_a_part_of_everything():
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_addresses_are_64_bit(kernel: str):
     """FAILURES 15: in the IR that triton emits, and again after AMD's pointer canonicalisation, no offset may wrap."""
-    compiled = aot.compiled(_launch("gfx942", kernel), small=False)
+    compiled = TOOL.compile(_job("gfx942", kernel, large=True))
     assert "tt.addptr" in compiled.asm["ttir"]
     for stage in ("ttir", "ttgir"):
         assert aot.address_hazards(compiled.asm[stage]) == []
@@ -185,7 +187,7 @@ def test_every_architecture_is_configured():
 @pytest.mark.parametrize("architecture", SERVED_ARCHITECTURES)
 def test_everything_that_is_shipped(architecture: str):
     """The command that CI runs, for tensors of any size: resources and addresses of every configuration."""
-    assert aot.main(["--arch", architecture, "--large"]) == 0
+    assert TOOL.main(["--arch", architecture, "--large"]) == 0
 
 
 @pytest.mark.parametrize(

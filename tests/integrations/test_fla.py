@@ -176,6 +176,8 @@ def test_refused_calls_go_on_to_fla():
         assert not served
         assert name in reason
     assert not backend.verify("chunk_kda_bwd_wy_dqkg_fused", **call)[0]
+    with pytest.raises(ValueError, match="must be either 32 or 64 for KDA"):  # fla's words
+        chunk_kda(**draw(), chunk_size=16)
     with pytest.raises(ValueError, match="q: expected"):  # no other kernel can serve it: the error of kda_core
         chunk_kda(**{**draw(), "q": torch.randn(2, 70, 16)})
 
@@ -228,7 +230,8 @@ def test_the_convolution_agrees_with_torch(bias):
         first, state = conv(x[:, :5], output_final_state=True)
         rest = [first]
         for t in range(5, 9):
-            y, state = conv(x[:, t : t + 1], cache=state, output_final_state=True)
+            y, written = conv(x[:, t : t + 1], cache=state, output_final_state=True)
+            assert written is state
             rest.append(y)
         close(torch.cat(rest, 1), found.detach())
         assert torch.equal(state, x[:, -4:].transpose(1, 2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 import installed
 import pytest
@@ -12,17 +11,17 @@ import torch
 installed.need_backend("nvidia")
 installed.need_package("triton")
 
-import triton
-from kda_core_nvidia import aot, aot_recurrent
+from kda_core_nvidia import aot
+from kda_core_nvidia.aot import TOOL, step_case
 from kda_core_nvidia.calls import plan_of
 from kda_core_nvidia.choose import CHIPS
 from kda_core_nvidia.choose.recurrent import RECURRENT_CONFIGS, STEP_CONFIGS
 from kda_core_nvidia.machine_code import uses_stack_pointer
 from triton._C.libtriton import ir
-from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 
 from kda_core.triton_lib.addresses import hazards
+from kda_core.triton_lib.ahead_of_time import Job, inference
 
 KERNELS = {
     "prepare", "recurrence", "recurrences_kernel", "gradients_kernel", "finish_kernel", "recurrent", "blocks_prepare",
@@ -40,14 +39,14 @@ HOPPER = {
 def test_every_kernel_is_compiled(arch: int):
     """Forward, backward, gate and decoding, with --quick, too."""
     kernels = KERNELS | HOPPER if arch == 90 else KERNELS
-    assert {launch.kernel.__name__ for launch in aot.shipped(arch)} == kernels
-    assert {launch.kernel.__name__ for launch in aot.shipped(arch, quick=True)} == kernels
+    assert {job.launch.name for job in TOOL.shipped(str(arch))} == kernels
+    assert {job.launch.name for job in TOOL.shipped(str(arch), quick=True)} == kernels
 
 
 @pytest.mark.parametrize("arch", [80, 90])
 def test_fusion_is_stated(arch: int):
     """What triton does by default differs from version to version, and bits of results with it."""
-    stated = {launch.kernel.__name__: aot.source(launch)[1].get("enable_fp_fusion") for launch in aot.shipped(arch)}
+    stated = {job.launch.name: TOOL.source(job)[1].get("enable_fp_fusion") for job in TOOL.shipped(str(arch))}
     exact = {"recurrent", "recurrent_step", "blocks_prepare", "blocks_recurrence"}
     assert stated == {name: name not in exact for name in stated}
 
@@ -56,7 +55,7 @@ def test_every_configuration_of_decoding_is_compiled():
     """Each row of the table is among what is compiled."""
     names = ("V_FIRST", "BV", "KS", "EVICTION", "num_warps")
     compiled = set()
-    for launch in aot.shipped(90, "recurrent recurrent"):
+    for launch in TOOL.shipped("90", "recurrent recurrent"):
         state = launch.arguments["initial_state"]
         if launch.arguments["K"] == 128 and state is not None:
             compiled.add((state.dtype, *(launch.arguments[n] for n in names)))
@@ -65,7 +64,7 @@ def test_every_configuration_of_decoding_is_compiled():
         for _, c in table:
             share = c.row_bytes // dtype.itemsize if v_first else 128
             assert (dtype, v_first, c.block_v, share, c.eviction, c.num_warps) in compiled, f"{dtype}, {v_first}, {c}"
-    steps = {(x.arguments["maxnreg"], x.arguments["PARTS"]) for x in aot.shipped(90, "recurrent_step recurrent")}
+    steps = {(x.arguments["maxnreg"], x.arguments["PARTS"]) for x in TOOL.shipped("90", "recurrent_step recurrent")}
     assert steps == {(c.registers, c.parts) for _, c in STEP_CONFIGS}
 
 
@@ -76,14 +75,12 @@ def test_rows_of_a_tile_are_summed_alike_in_tiles_of_any_size(state: torch.dtype
     """Where the number of states decides how many rows (V first) a tile has, no other part of its layout changes."""
     layouts = set()
     for N in (1, 8, 129):
-        request = aot_recurrent.example(N, 2 if form == "two tokens" else 1, True, state)
+        case = step_case(N, 2 if form == "two tokens" else 1, True, state)
         if form == "packed":
-            rows = {n: getattr(request, n).flatten(0, 1)[None] for n in ("q", "k", "v", "g", "beta")}
-            request = replace(request, **rows, cu_seqlens=torch.zeros(N + 1, dtype=torch.int32))
-        one = aot.Job(plan_of(request, CHIPS[90]).launches[0], arch=90)
-        assert one.kernel.__name__ == "recurrent"
-        src, options = aot.source(one)
-        code = triton.compile(src, target=GPUTarget("cuda", 90, 32), options=options).asm["ttgir"]
+            case = case.having(B=1, T=N, lengths=(1,) * N)
+        one = Job(plan_of(inference(case), CHIPS[90]).launches[0], "90")
+        assert one.launch.name == "recurrent"
+        code = TOOL.compile(one).asm["ttgir"]
         share = one.arguments["KS"]
         tile = rf"tensor<{one.arguments['BV']}x{128 // share}x{share}xf32, (#\w+)>"
         kinds = dict(re.findall(r"^(#\w+) = (#ttg\.\w+<{.*}>)", code, re.MULTILINE))
@@ -97,11 +94,10 @@ def test_both_kernels_of_a_step_sum_a_tile_alike():
     """The threads of ``recurrent_step`` hold the channels that those of ``recurrent`` hold: the same bits."""
     layouts = []
     for T in (1, 2):
-        plan = plan_of(aot_recurrent.example(129, T, False, torch.bfloat16), CHIPS[90])
-        one = aot.Job(plan.launches[0], arch=90)
-        assert one.kernel.__name__ == ("recurrent_step" if T == 1 else "recurrent")
-        src, options = aot.source(one)
-        code = triton.compile(src, target=GPUTarget("cuda", 90, 32), options=options).asm["ttgir"]
+        plan = plan_of(inference(step_case(129, T, False, torch.bfloat16)), CHIPS[90])
+        one = Job(plan.launches[0], "90")
+        assert one.launch.name == ("recurrent_step" if T == 1 else "recurrent")
+        code = TOOL.compile(one).asm["ttgir"]
         kinds = re.findall(r"^(#\w+) = #ttg.blocked<{(.*), warpsPerCTA = .*}>", code, re.MULTILINE)
         # ``recurrent`` has one more dimension, of one.
         kinds = {name: kind.replace("[1, 1, 8]", "[1, 8]").replace("[1, 8, 4]", "[8, 4]") for name, kind in kinds}
@@ -115,7 +111,7 @@ def test_descriptors_only_where_the_chip_has_them():
     """TensorDescriptor from sm_90 on, pointers before."""
 
     def kinds(arch: int) -> set[str]:
-        recurrence = aot.shipped(arch, "recurrence fp32", quick=True)
+        recurrence = TOOL.shipped(str(arch), "recurrence fp32", quick=True)
         return {type(launch.arguments["keys"]).__name__ for launch in recurrence}
 
     assert kinds(90) == {"Tile"}
@@ -124,8 +120,8 @@ def test_descriptors_only_where_the_chip_has_them():
 
 def test_problems():
     """Stack beyond the stated bytes, more shared memory than the chip has."""
-    launch = aot.shipped(80, "prepare bf16", quick=True)[0]
-    limit = launch.stack_limit
+    launch = TOOL.shipped("80", "prepare bf16", quick=True)[0]
+    limit = aot.stack_limit(launch)
     assert aot.Resources(255, limit, 163 * 1024, b"").problems(launch) == []
     spilled, large = aot.Resources(255, limit + 8, 163 * 1024 + 1, b"").problems(launch)
     assert "stack" in spilled
@@ -161,7 +157,7 @@ def test_computing_with_the_stack_pointer_is_found(code: str, used: bool):
 
 def test_blocks_of_states_that_are_stored_fit_shared_memory():
     """128 value channels with 256 key channels took 306 KiB where states are stored at chunks, of the 227 of sm_90."""
-    launches = aot.shipped(90, "recurrence bf16 K 256 V 256")
+    launches = TOOL.shipped("90", "recurrence bf16 K 256 V 256")
     assert {launch.arguments["BV"] for launch in launches if launch.arguments.get("h") is not None} == {64}
 
 
@@ -169,7 +165,7 @@ def test_blocks_of_states_that_are_stored_fit_shared_memory():
 @pytest.mark.parametrize("arch", [80, 89, 90, 100, 120])
 def test_everything_that_is_shipped(arch: int):
     """Resources of every configuration: CI compiles the commonest ones."""
-    assert aot.main(["--arch", str(arch), "--jobs", "2"]) == 0
+    assert TOOL.main(["--arch", str(arch), "--jobs", "2"]) == 0
 
 
 @pytest.mark.end_to_end
@@ -185,31 +181,32 @@ def test_everything_that_is_shipped(arch: int):
 )
 def test_what_is_nearest_to_its_limit(arch: int, name: str):
     """Kernels that spill nearly what they may; --quick compiles others, and triton's next version may take more."""
-    launches = aot.shipped(arch, name)
+    launches = TOOL.shipped(str(arch), name)
     assert launches
     for launch in launches:
-        assert aot.compiled(launch).problems(launch) == []
+        assert TOOL.compiled(launch).problems(launch) == []
 
 
 def test_one_kernel_compiles():
     """Registers and stack are read from the machine code."""
-    (launch,) = aot.shipped(80, "finish_kernel bf16", quick=True)
-    found = aot.compiled(launch)
+    (launch,) = TOOL.shipped("80", "finish_kernel bf16", quick=True)
+    found = TOOL.compiled(launch)
     assert 16 < found.registers < 255
     assert found.problems(launch) == []
 
 
-def _as_emitted(one: aot.Job) -> str:
+def _as_emitted(one: Job) -> str:
     """A kernel's IR as triton emits it."""
-    src, options = aot.source(one)
+    src, options = TOOL.source(one)
+    target = TOOL.target(one)
     context = ir.context()
     ir.load_dialects(context)
-    backend = make_backend(GPUTarget("cuda", one.arch, 32))
+    backend = make_backend(target)
     backend.load_dialects(context)
     options = backend.parse_options(options)
     given = options, backend.get_codegen_implementation(options), backend.get_module_map(), context
-    module = src.make_ir(GPUTarget("cuda", one.arch, 32), *given)
-    return str(backend.make_ttir(module, {}, options, one.arch))
+    module = src.make_ir(target, *given)
+    return str(backend.make_ttir(module, {}, options, target.arch))
 
 
 @pytest.mark.parametrize("kernel", sorted(KERNELS))
@@ -219,9 +216,9 @@ def test_no_product_of_a_stride_wraps(kernel: str):
     """
     for arch in (80, 90):
         seen = set()
-        for one in aot.shipped(arch, quick=True):
+        for one in TOOL.shipped(str(arch), quick=True):
             form = one.arguments.get("DESCRIPTORS"), one.arguments.get("K")
-            if one.kernel.__name__ == kernel and form not in seen:
+            if one.launch.name == kernel and form not in seen:
                 seen.add(form)
                 found = [x.reason for x in hazards(_as_emitted(one))]
                 assert [x for x in found if re.search(r"arith\.muli .*%s_\w+.* : i32", x)] == []

@@ -12,7 +12,7 @@ import torch
 installed.need_backend("nvidia")
 installed.need_package("triton")
 
-from kda_core_nvidia import aot
+from kda_core_nvidia.aot import chunk_case, trained
 from kda_core_nvidia.calls import plan_of
 from kda_core_nvidia.choose import CHIPS
 from kda_core_nvidia.triton_private import shared_layout
@@ -154,15 +154,15 @@ def test_a_long_sequence_is_cut_into_segments(K: int, kernels: tuple[str, ...]):
 
 def test_segments_are_of_rows_that_bulk_copies_can_take():
     """Others are copied, and the copies' strides are what kernels get: with any other the copy engine faults."""
-    case = aot.Case(BF16, 128, 128, 4, "bounded", T=8192)
+    forward, backward = trained(chunk_case(BF16, 128, 128, 4, "bounded", T=8192))
     wide = torch.empty(1, 8192, 4, 129, dtype=BF16, device="meta")[..., 1:]
-    plan = plan_of(replace(case.request(), v=wide), CHIPS[90], frozenset({"v"}))
-    assert plan.kernels == plan_of(case.request(), CHIPS[90]).kernels
+    plan = plan_of(replace(forward, v=wide), CHIPS[90], frozenset({"v"}))
+    assert plan.kernels == plan_of(forward, CHIPS[90]).kernels
     first = launch_of(plan, "transitions_hopper").arguments
     assert (first["values"].base.source, first["s_vh"]) == ("v, aligned", 128)
     assert launch_of(plan, "recurrence_hopper").arguments["v"].source == "v, aligned"
-    plan = plan_of(replace(case.gradients(), v=wide, grad_o=wide), CHIPS[90], frozenset({"v", "grad_o"}))
-    assert plan.kernels == plan_of(case.gradients(), CHIPS[90]).kernels
+    plan = plan_of(replace(backward, v=wide, grad_o=wide), CHIPS[90], frozenset({"v", "grad_o"}))
+    assert plan.kernels == plan_of(backward, CHIPS[90]).kernels
     second = launch_of(plan, "reverse_transitions_hopper").arguments
     assert (second["gradients"].base.source, second["s_oh"]) == ("grad_o, aligned", 128)
     both = launch_of(plan, "recurrences_hopper").arguments
@@ -171,9 +171,9 @@ def test_segments_are_of_rows_that_bulk_copies_can_take():
 
 def test_a_backward_reads_the_states_at_the_starts_of_segments():
     """As the forward for Hopper saved them; without them it makes them again."""
-    case = aot.Case(BF16, 128, 128, 4, "bounded", T=8192)
-    first, second = plan_of(case.training(), CHIPS[90]), plan_of(case.gradients(), CHIPS[90])
-    assert first.buffers[first.results["starts"]].shape == (16, 4, 128, 128)
+    forward, backward = trained(chunk_case(BF16, 128, 128, 4, "bounded", T=8192))
+    first, second = plan_of(forward, CHIPS[90]), plan_of(backward, CHIPS[90])
+    assert first.buffers[first.results["starts"]].shape == (11, 4, 128, 128)
     starts = launch_of(second, "recurrences_hopper").arguments["initial_state"]
     assert starts.source == "saved[3]"
     assert second.kernels == (
@@ -181,13 +181,13 @@ def test_a_backward_reads_the_states_at_the_starts_of_segments():
         "gradients_hopper_persistent",
     )  # fmt: skip
     assert {second.buffers[second.results[n]].shape for n in "qkvg"} == {(1, 8192, 4, 128)}
-    again = plan_of(replace(case.gradients(), saved=()), CHIPS[90])
+    again = plan_of(replace(backward, saved=()), CHIPS[90])
     assert again.kernels[:4] == ("prepare_hopper", "transitions_hopper", "join_hopper", "reverse_transitions_hopper")
 
 
 def test_pairs_of_slots_have_one_state():
     """The recurrences store every second state, and partial sums are by pairs and warps."""
-    r = replace(metadata(aot.Case(BF16, 128, 128, 256, "bounded", T=1024).gradients()), saved=())
+    r = replace(metadata(trained(chunk_case(BF16, 128, 128, 256, "bounded", T=1024))[1]), saved=())
     plan = plan_of(r, CHIPS[90])
     recurrences, gradients = (x for x in plan.launches if "prepare" not in x.name)
     assert gradients.name == "gradients_hopper_persistent"
@@ -220,7 +220,7 @@ def states_held(r: Request, axis: int) -> list[int]:
 @pytest.mark.parametrize(("size", "heads", "held"), [(256, 64, [4, 4]), (256, 16, [8]), (128, 64, [8])])
 def test_states_of_wide_heads_are_held_for_half_of_the_batch(size: int, heads: int, held: list[int]):
     """Slots of the buffer of states in each turn of a batch of four; where half would leave the chip idle, one turn."""
-    r = aot.Case(BF16, size, size, heads, "given").gradients()
+    r = trained(chunk_case(BF16, size, size, heads, "given"))[1]
     names = ("q", "k", "v", "g", "beta", "initial_state", "grad_o", "grad_final_state")
     r = replace(r, **{n: torch.cat([getattr(r, n)] * 4) for n in names}, saved=())
     assert states_held(r, 0) == held
@@ -248,7 +248,7 @@ def test_gradients_of_wide_heads_are_finished():
 @pytest.mark.parametrize(("size", "heads", "held"), [(256, 256, [128, 128]), (256, 64, [64]), (128, 256, [256])])
 def test_states_of_wide_heads_are_held_for_half_of_them(size: int, heads: int, held: list[int]):
     """Heads of the buffer of states in each turn of a packed call; where half would leave the chip idle, one turn."""
-    r = aot.Case(BF16, size, size, heads, "given", everything=True).gradients()
+    r = trained(chunk_case(BF16, size, size, heads, "given", everything=True))[1]
     assert states_held(r, 1) == held
     plan = plan_of(r, CHIPS[90])
     shapes = {n: plan.buffers[x].shape for n, x in plan.results.items()}
@@ -341,7 +341,7 @@ def test_views():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_descriptors_of_gradients_lie_as_the_kernel_allocates_them(dtype: torch.dtype):
     """Triton 3.6 does not compare them: with another layout fewer bytes arrive than a barrier expects, and it hangs."""
-    r = aot.Case(BF16, 128, 128, 16, "bounded", T=96).gradients()
+    r = trained(chunk_case(BF16, 128, 128, 16, "bounded", T=96))[1]
     r = replace(r, g=r.g.to(dtype))
     (launch,) = (x for x in plan_of(r, CHIPS[90]).launches if x.name == "gradients_hopper")
     tile = launch.arguments["g"]

@@ -321,7 +321,7 @@ class NotedCalls(Calls):
     """The calls as on an H200, but that plans are noted instead of run: pairs of the plan and the one to expect."""
 
     def __init__(self) -> None:
-        super().__init__(plan_of, lambda device: CHIPS[90], Noted, MOST_PLANS)
+        super().__init__(plan_of, lambda device: CHIPS[90], bind=Noted, most=MOST_PLANS)
         self.pairs: list[tuple[Plan, Plan, bool]] = []
 
     def run(self, request: Any, key: Any, names: Any, inputs: Any) -> Any:

@@ -17,7 +17,7 @@ import torch
 installed.need_backend("nvidia")
 installed.need_package("triton")
 
-from kda_core_nvidia import aot
+from kda_core_nvidia.aot import TOOL
 from kda_core_nvidia.calls import plan_of
 from kda_core_nvidia.choose import CHIPS, choose_backward
 from kda_core_nvidia.plans.backward import plan_backward
@@ -78,7 +78,7 @@ POOLS = [
 ]
 
 
-LAYER = list(layer_calls("meta"))
+LAYER = list(layer_calls())
 
 
 def in_pool(case: Case) -> Call:
@@ -167,5 +167,5 @@ def requests() -> Iterator[AnyRequest | LayerRequest]:
 def test_every_kernel_is_launched():
     """Planned for an H100, without a GPU."""
     launched = {name for r in requests() for name in plan_of(r, CHIPS[90]).kernels}
-    shipped = {job.kernel.__name__ for job in aot.shipped(90)} - {"gate_forward_kernel", "gate_backward_kernel"}
+    shipped = {job.launch.name for job in TOOL.shipped("90")} - {"gate_forward_kernel", "gate_backward_kernel"}
     assert shipped - launched == set()

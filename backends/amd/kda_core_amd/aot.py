@@ -1,36 +1,29 @@
 """``python -m kda_core_amd.aot``: compile every shipped configuration without a GPU and print what it takes.
 
-Calls are planned for each architecture, and the launches of their plans are compiled: the same plans that calls run.
-For each kernel: vector registers, spills and local data share, as the assembler's
-metadata has them, and the waves that fit on a SIMD unit. Exit status 1 when a kernel spills more registers than
-stated (SPILL_LIMIT, KNOWN_LARGE_SPILLS) or needs more local data share than the chip has.
+For each kernel: vector registers, spills and local data share, as the assembler's metadata has them, and the waves that
+fit on a SIMD unit. Exit status 1 when a kernel spills more registers than stated (SPILL_LIMIT, KNOWN_LARGE_SPILLS) or
+needs more local data share than the chip has.
 """
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
-import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
 from typing import Any
 
-import torch
-import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-from kda_core.request import AnyRequest, GateRequest, Request
+from kda_core.request import AnyRequest
+from kda_core.testing.cases import BF16, FP16, FP32, Case
 from kda_core.triton_lib.addresses import Hazard, hazards
-from kda_core.triton_lib.ahead_of_time import DIVISIBLE, TYPES, layer_calls, specialised
-from kda_core.triton_lib.layout import CHUNK
-from kda_core.triton_lib.plan import Launch, View
-from kda_core.triton_lib.run import compile_options
+from kda_core.triton_lib.ahead_of_time import DIVISIBLE, TYPES, Job, Tool, gate_calls, gradients, inference, layer_calls
+from kda_core.triton_lib.plan import Plan, View
 from kda_core_amd.calls import plan_of
-from kda_core_amd.choose import ARCHITECTURES, FOREIGN_ARCHITECTURE, MOST_KEYS, Architecture
+from kda_core_amd.choose import ARCHITECTURES, FOREIGN_ARCHITECTURE, LEAST_ROWS, MOST_KEYS, MOST_SEGMENTS, Architecture
 
 SPILL_LIMIT = 8
 """Vector registers of a lane that may spill: a few saved round a loop cost nothing that can be measured."""
@@ -53,208 +46,104 @@ POINTER_RANGE = 32
 
 
 @dataclass(frozen=True)
-class Job:
-    """A launch to be compiled for a chip, of a call that ``name`` describes."""
-
-    launch: Launch
-    name: str
-    target: Architecture
-
-    @property
-    def kernel(self) -> Any:
-        return self.launch.kernel
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """Values of the kernel's parameters."""
-        return {**self.launch.arguments, **self.launch.constants}
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Options of the compiler."""
-        return {n: x for n, x in compile_options(self.launch).items() if n not in self.kernel.arg_names}
-
-
-def source(job: Job, small: bool) -> ASTSource:
-    """What triton compiles for a launch.
-
-    Args:
-        small: every tensor is below 2 GiB, as triton's ROCm launcher tells the compiler.
-    """
-
-    def of_tensor(x: View) -> tuple[str, list[list[Any]]]:
-        return "*" + TYPES[x.dtype], [DIVISIBLE] + [["tt.pointer_range", POINTER_RANGE]] * small
-
-    return ASTSource(job.kernel, *specialised(job.kernel, job.values, of_tensor))
-
-
-def compiled(job: Job, small: bool = True) -> Any:
-    """Compile a launch for its architecture; the result's ``asm`` holds every stage's text."""
-    target = GPUTarget("hip", job.target.name, job.target.wave)
-    return triton.compile(source(job, small), target=target, options=job.options)
-
-
-@dataclass(frozen=True)
 class Resources:
-    """What a compiled kernel takes: registers of a lane, spilled registers, bytes of stack and of local data share."""
+    """What a compiled kernel takes: registers of a lane, spilled registers, bytes of stack and of local data share.
+
+    Attributes:
+        wrong: addresses that may wrap.
+    """
 
     vgprs: int
     vgpr_spills: int
     sgpr_spills: int
     stack: int
     lds: int
+    waves: float = 0
+    wrong: tuple[Hazard, ...] = ()
 
-    @classmethod
-    def of(cls, kernel: Any) -> Resources:
-        text = kernel.asm["amdgcn"]
+    def __str__(self) -> str:
+        registers = f"{self.vgprs:3d} VGPRs {self.vgpr_spills:3d} spilled {self.stack:4d} B stack"
+        return f"{registers} {self.lds / 1024:5.1f} KiB LDS {self.waves:5g} waves a SIMD unit"
 
-        def number(name: str) -> int:
-            return int(re.search(rf"\.{name}:\s*(\d+)", text)[1])
-
-        return cls(
-            number("vgpr_count"),
-            number("vgpr_spill_count"),
-            number("sgpr_spill_count"),
-            number("private_segment_fixed_size"),
-            kernel.metadata.shared,
-        )
-
-    def occupancy(self, target: Architecture, num_warps: int) -> float:
-        """Waves a SIMD unit, an estimate: by registers and by local data share."""
-        granted = -(-max(self.vgprs, 1) // target.granule) * target.granule
-        waves: float = min(target.waves, target.registers // granted)
-        if self.lds:
-            waves = min(waves, target.lds // self.lds * num_warps / target.simds)
-        return waves
-
-    def problems(self, job: Job, small: bool = True) -> list[str]:
-        """Why a configuration must not be shipped; ``small`` as it was compiled."""
+    def problems(self, job: Job) -> list[str]:
+        """Why a configuration must not be shipped."""
         found = []
-        target, values = job.target, job.values
         operand = next(job.launch.views()).itemsize
-        width = 128 if values.get("KP", 0) <= 128 else 256
-        name = job.launch.name + ", h" * (values.get("h") is not None)
-        stated = {} if small else KNOWN_LARGE_SPILLS
-        limit = stated.get((target.name, name, operand, width), SPILL_LIMIT)
+        width = 128 if job.arguments.get("KP", 0) <= 128 else 256
+        name = job.launch.name + ", h" * (job.arguments.get("h") is not None)
+        stated = KNOWN_LARGE_SPILLS if job.large else {}
+        limit, lds = stated.get((job.arch, name, operand, width), SPILL_LIMIT), ARCHITECTURES[job.arch].lds
         if self.vgpr_spills > limit:
             found.append(f"{self.vgpr_spills} spilled registers, at most {limit} allowed")
-        if self.lds > target.lds:
-            found.append(f"{self.lds} bytes of local data share, {target.lds} available")
-        return found
+        if self.lds > lds:
+            found.append(f"{self.lds} bytes of local data share, {lds} available")
+        return found + [f"32-bit address: {h.line} ({h.reason})" for h in self.wrong]
+
+
+def occupancy(vgprs: int, lds: int, num_warps: int, target: Architecture) -> float:
+    """Waves a SIMD unit, an estimate: by registers and by local data share."""
+    granted = -(-max(vgprs, 1) // target.granule) * target.granule
+    waves: float = min(target.waves, target.registers // granted)
+    return min(waves, target.lds // lds * num_warps / target.simds) if lds else waves
 
 
 _GATES: dict[str, dict[str, Any]] = {
     "given": {},
-    "given, safe": {"safe_gate": True},
-    "softplus": {"use_gate_in_kernel": True},
-    "bounded": {"use_gate_in_kernel": True, "lower_bound": -5.0},
+    "given, safe": {"options": {"safe_gate": True}},
+    "softplus": {"gate": "softplus"},
+    "bounded": {"gate": "lower bound"},
 }
-
-
-def _request(op: str, dtype: torch.dtype, K: int, gate_options: dict[str, Any], T: int = 64) -> Request:
-    """A packed call with everything in the kernel."""
-    H, HV, N = 2, 4, 2
-    q = torch.empty(1, T, H, K, dtype=dtype)
-    g = torch.empty(1, T, HV, K, dtype=dtype)
-    options = dict(gate_options)
-    if options.get("use_gate_in_kernel"):
-        options |= {"A_log": torch.empty(HV), "dt_bias": torch.empty(HV, K)}
-    return Request(
-        op=op, q=q, k=torch.empty_like(q), v=torch.empty(1, T, HV, K, dtype=dtype), g=g,
-        beta=torch.empty(1, T, HV, dtype=dtype), scale=K**-0.5, initial_state=torch.empty(N, HV, K, K),
-        cu_seqlens=torch.zeros(N + 1, dtype=torch.int32), output_final_state=True, use_qk_l2norm_in_kernel=True,
-        use_beta_sigmoid_in_kernel=True, **options,
-    )  # fmt: skip
-
-
-def _one_sequence(request: Request) -> Request:
-    """The same call with one dense sequence, to be cut into segments."""
-    states = {name: getattr(request, name) for name in ("initial_state", "grad_final_state")}
-    return replace(request, cu_seqlens=None, **{name: x if x is None else x[:1] for name, x in states.items()})
-
-
-def _in_pool(request: Request, v_first: bool) -> Request:
-    """The same call on a pool, with a slot for every token."""
-    return replace(
-        request,
-        ssm_state_indices=torch.zeros(request.N, 3, dtype=torch.int32),
-        num_accepted_tokens=torch.ones(request.N, dtype=torch.int32),
-        inplace_final_state=True,
-        state_v_first=v_first,
-    )
-
-
 _EVERY_GATE = tuple(_GATES)
 _SHIPPED = (
-    (torch.bfloat16, 64, ("bounded",)),
-    (torch.bfloat16, 128, _EVERY_GATE),
-    (torch.bfloat16, 256, _EVERY_GATE),
-    (torch.float16, 128, ("given",)),
-    (torch.float32, 128, _EVERY_GATE),
-    (torch.float32, 256, _EVERY_GATE),
+    (BF16, 64, ("bounded",)),
+    (BF16, 128, _EVERY_GATE),
+    (BF16, 256, _EVERY_GATE),
+    (FP16, 128, ("given",)),
+    (FP32, 128, _EVERY_GATE),
+    (FP32, 256, _EVERY_GATE),
 )
 """(dtype, K, gates) that stand for every configuration: float16 has bfloat16's, and K up to 128 has that of 128."""
 
-_QUICK = ((torch.bfloat16, 128, ("bounded",)), (torch.float32, 256, ("softplus",)))
+_QUICK = ((BF16, 128, ("bounded",)), (FP32, 256, ("softplus",)))
 """The most common shape and the largest."""
 
+_V_FIRST = {"options": {"state_v_first": True}}
 
-def _calls(shapes: Sequence[tuple]) -> Iterator[tuple[str, AnyRequest, int]]:
-    """(name, call, rows of its segments) of every kernel at these shapes."""
-    for dtype, K, gates in shapes:
-        for gate_name in gates:
-            options = _GATES[gate_name]
-            request = _request("chunk_kda", dtype, K, options)
-            yield f"{TYPES[dtype]} K {K} {gate_name}", request, 0
-            if gate_name == "given":
-                states = replace(request, return_intermediate_states=True, cu_seqlens_cpu=request.cu_seqlens)
-                yield f"{TYPES[dtype]} K {K} states", states, 0
-            if gate_name == gates[0]:
+
+def cases(quick: bool = False) -> Iterator[Case]:
+    """Calls that between them launch every configuration; ``quick``: the most common shape and the largest."""
+    for dtype, K, gates in _QUICK if quick else _SHIPPED:
+        for gate in gates:
+            trained = "safe" not in gate
+            case = Case(
+                name=f"{TYPES[dtype]} K {K} {gate}", T=64, lengths=(32, 32), H=2, HV=4, K=K, dtype=dtype,
+                gate_dtype=dtype, state=FP32, l2norm=True, beta="sigmoid", backward=trained, **_GATES[gate],
+            )  # fmt: skip
+            yield case
+            if gate == "given":
+                options = {"return_intermediate_states": True}
+                yield case.having(name=f"{TYPES[dtype]} K {K} states", backward=False, options=options)
+            if gate == gates[0]:
                 # The layout of states changes the same code for every gate.
-                yield f"{TYPES[dtype]} K {K}, V first", replace(request, state_v_first=True), 0
-            if "safe" not in gate_name:
-                backward = replace(
-                    request,
-                    grad_o=request.v,
-                    grad_final_state=request.initial_state,
-                    needs_grad=frozenset({"q", "k", "v", "g", "beta", "initial_state"}),
-                )
-                yield f"{TYPES[dtype]} K {K} {gate_name}", backward, 0
-                if gate_name == "bounded" and dtype.itemsize == 2 and K == MOST_KEYS:
-                    name = f"{TYPES[dtype]} K {K} segments"
-                    yield name, _one_sequence(request), CHUNK
-                    yield name, _one_sequence(backward), CHUNK
-                for v_first in (False, True):
-                    pool = _in_pool(_request("fused_recurrent_kda", dtype, K, options), v_first)
-                    name = f"{TYPES[dtype]} K {K} {gate_name}" + ", V first" * v_first
-                    yield name, pool, 0
-    for bound in (None, -5.0):
-        g = torch.empty(64, 4, 128, dtype=torch.bfloat16)
-        request = GateRequest(g=g, A_log=torch.empty(4), dt_bias=torch.empty(4, 128), lower_bound=bound)
-        needs = frozenset({"g", "A_log", "dt_bias"})
-        name = "softplus" if bound is None else "bounded"
-        yield name, request, 0
-        yield name, replace(request, grad_output=torch.empty(64, 4, 128), needs_grad=needs), 0
-    for name, call in layer_calls("meta"):
-        yield name, call, 0
+                yield case.having(name=f"{TYPES[dtype]} K {K}, V first", backward=False, **_V_FIRST)
+            if gate == "bounded" and dtype.itemsize == 2 and K == MOST_KEYS:
+                # One long sequence, which is cut.
+                yield case.having(name=f"{TYPES[dtype]} K {K} segments", lengths=(), T=LEAST_ROWS * MOST_SEGMENTS)
+            if trained:
+                drafts = case.having(op="fused_recurrent_kda", tags=frozenset({"drafts"}), backward=False)
+                yield drafts
+                yield drafts.having(name=f"{drafts.name}, V first", **_V_FIRST)
 
 
-def shipped(target: Architecture, only: str = "", quick: bool = False) -> list[Job]:
-    """Every launch to be compiled for an architecture, each once.
-
-    Args:
-        only: a part of the kernel's name, or of the launch's.
-        quick: the most common shape and the largest, rather than all.
-    """
-    found: dict[Any, Job] = {}
-    for name, call, rows in _calls(_QUICK if quick else _SHIPPED):
-        for launch in plan_of(call, target, rows=rows).launches:
-            if only in f"{launch.name} {name}":
-                one = Job(launch, name, target)
-                what = source(one, small=True)
-                compiles = (str(x) for x in (what.signature, what.constants, what.attrs, one.options))
-                found.setdefault((launch.name, *compiles), one)
-    return list(found.values())
+@cache
+def _calls(quick: bool) -> list[tuple[str, AnyRequest]]:
+    """Names and requests."""
+    found: list[Any] = []
+    for case in cases(quick):
+        found.append((case.name, inference(case)))
+        if case.backward:
+            found.append((case.name, gradients(case)))
+    return [*found, *(call for bound in (None, -5.0) for call in gate_calls(BF16, bound)), *layer_calls(quick)]
 
 
 def address_hazards(ir: str) -> list[Hazard]:
@@ -262,53 +151,31 @@ def address_hazards(ir: str) -> list[Hazard]:
     return hazards(ir, ("amdg.buffer_", "amdgpu.buffer_"), ("amdg.buffer_load",))
 
 
-_JOBS: list[Job] = []
-"""Launches that the workers of ``report`` compile; the workers are forked, so that launches are not sent to them."""
+class _Tool(Tool):
+    package, description = "kda_core_amd", "Compile for AMD GPUs: registers, spills, local data share."
+    chips = MappingProxyType({name: chip for name, chip in ARCHITECTURES.items() if name != FOREIGN_ARCHITECTURE})
+    usual = tuple(chips)
+    sizes = True
+
+    def plans(self, chip: Architecture, quick: bool) -> Iterator[tuple[str, Plan]]:
+        return ((name, plan_of(call, chip)) for name, call in _calls(quick))
+
+    def of_tensor(self, x: View, job: Job) -> tuple[str, list[list[Any]]]:
+        # As triton's ROCm launcher tells the compiler of tensors below 2 GiB.
+        return "*" + TYPES[x.dtype], [DIVISIBLE] + [["tt.pointer_range", POINTER_RANGE]] * (not job.large)
+
+    def target(self, job: Job) -> Any:
+        return GPUTarget("hip", job.arch, ARCHITECTURES[job.arch].wave)
+
+    def resources(self, job: Job, kernel: Any) -> Resources:
+        text, lds = kernel.asm["amdgcn"], kernel.metadata.shared
+        names = ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
+        numbers = [int(re.search(rf"\.{name}:\s*(\d+)", text)[1]) for name in names]
+        waves = occupancy(numbers[0], lds, job.launch.num_warps, ARCHITECTURES[job.arch])
+        return Resources(*numbers, lds, waves, tuple(address_hazards(kernel.asm["ttgir"])) if job.large else ())
 
 
-def _line(index: int, small: bool) -> tuple[str, bool]:
-    """Compile a launch; its line of the table, and whether it may be shipped."""
-    one = _JOBS[index]
-    kernel, waves = compiled(one, small), one.launch.num_warps
-    taken = Resources.of(kernel)
-    problems = taken.problems(one, small)
-    if not small:
-        problems += [f"32-bit address: {h.line} ({h.reason})" for h in address_hazards(kernel.asm["ttgir"])]
-    line = (
-        f"{one.target.name:8} {one.launch.name:20} {one.name:24} {waves:5} {taken.vgprs:5} "
-        f"{taken.vgpr_spills:6} {taken.stack:5} {taken.lds:7} {taken.occupancy(one.target, waves):5g}"
-    )
-    return line + "".join(f"  ERROR: {p}" for p in problems), not problems
-
-
-def report(launches: list[Job], small: bool, jobs: int) -> int:
-    """Compile launches, print a line for each, and answer how many of them must not be shipped."""
-    _JOBS[:] = launches
-    failed = 0
-    with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        for line, right in pool.imap(partial(_line, small=small), range(len(launches))):
-            print(line, flush=True)
-            failed += not right
-    return failed
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile, print a line for each kernel, and answer the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m kda_core_amd.aot", description=__doc__.split("\n\n")[1])
-    known = [name for name in ARCHITECTURES if name != FOREIGN_ARCHITECTURE]
-    parser.add_argument("--arch", nargs="+", default=known, choices=known, help="architectures; default: all of them")
-    parser.add_argument("--only", default="", help="only kernels whose name or case contains this")
-    parser.add_argument("--quick", action="store_true", help="only the most common shape and the largest")
-    parser.add_argument("--large", action="store_true", help="for tensors of any size; checks addresses, too")
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="compile so many at once")
-    chosen = parser.parse_args(arguments)
-    print(f"triton {triton.__version__}, tensors {'of any size' if chosen.large else 'below 2 GiB'}")
-    print(f"{'':8} {'kernel':20} {'case':24} waves VGPRs spills stack     LDS waves/SIMD")
-    launches = [one for name in chosen.arch for one in shipped(ARCHITECTURES[name], chosen.only, chosen.quick)]
-    failed = report(launches, not chosen.large, chosen.jobs)
-    print(f"{failed} of {len(launches)} failed" if failed else f"{len(launches)} kernels within limits")
-    return 1 if failed else 0
-
+TOOL = _Tool()
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(TOOL.main())

@@ -57,11 +57,11 @@ def plan_of(
     if isinstance(r, LayerRequest):
         return plan_of_layer(r, on.wave, LAYER_LANES // on.wave)
     if isinstance(r, GateRequest):
-        return plan_gate(r, GATE.num_warps, compile_options(GATE, on))
+        return plan_gate(r, GATE.num_warps, **compile_options(GATE, on))
     if not r.needs_grad and r.op == "fused_recurrent_kda":
         return plan_recurrent(r, on)
     rows = segment_rows(r, on) if rows is None else rows
     return plan_backward(r, on, rows) if r.needs_grad else plan_forward(r, on, rows, h_shape(request))
 
 
-CALLS = Calls(plan_of, chip)
+CALLS = Calls(plan_of, chip, ARCHITECTURES)

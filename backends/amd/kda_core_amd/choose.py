@@ -98,104 +98,59 @@ GATE = Config(0, 4)
 MATRIX_SIDE = 16
 """``matrix_instr_nonkdim``: tiles are 16 rows, so that the 16×16 instructions fit them."""
 
-# (operand bytes, padded K up to) -> configuration; for ``recurrent`` the bytes of a state's elements. K is padded to 16
-# at least and limited to 256.
-_STEP = {(2, 128): Config(32, 2), (2, 256): Config(32, 4), (4, 128): Config(32, 2), (4, 256): Config(32, 4)}
+_SHAPES = ((2, 128), (2, 256), (4, 128), (4, 256))
+"""(operand bytes, padded K up to); for ``recurrent`` the bytes of a state's elements. K is padded to 16 at least."""
+
+
+def _table(*configs: Config) -> dict[tuple[int, int], Config]:
+    """Configurations by shape; the last one serves the shapes after it, too."""
+    return dict(zip(_SHAPES, (*configs, *[configs[-1]] * (len(_SHAPES) - len(configs))), strict=True))
+
+
 # Between segments, products of float32: blocks of key channels that leave room for the operands in local data share.
-_JOIN = {shape: Config(16, 4, keys=32) for shape in _STEP}
+_JOIN = _table(Config(16, 4, keys=32))
+_STEP = _table(Config(32, 2), Config(32, 4), Config(32, 2), Config(32, 4))
+_RECURRENCES = _table(Config(32, 2), Config(32, 2), Config(32, 4))
 _CDNA = MappingProxyType(
     {
-        "prepare": {(2, 128): Config(32, 1), (2, 256): Config(32, 1), (4, 128): Config(32, 1), (4, 256): Config(32, 1)},
-        "recurrence": {
-            (2, 128): Config(32, 2, 2),
-            (2, 256): Config(32, 2),
-            (4, 128): Config(32, 4),
-            (4, 256): Config(32, 4),
-        },
+        "prepare": _table(Config(32, 1)),
+        "recurrence": _table(Config(32, 2, 2), Config(32, 2), Config(32, 4)),
         "recurrent": _STEP,
         "recurrent, V first": _STEP,
         "join": _JOIN,
-        "states": {(2, 128): Config(32, 2), (2, 256): Config(32, 2), (4, 128): Config(32, 4), (4, 256): Config(32, 4)},
-        "reverse": {(2, 128): Config(32, 2), (2, 256): Config(32, 2), (4, 128): Config(32, 4), (4, 256): Config(32, 4)},
-        "gradients": {
-            (2, 128): Config(32, 4),
-            (2, 256): Config(32, 4),
-            (4, 128): Config(32, 4),
-            (4, 256): Config(32, 4),
-        },
+        "states": _RECURRENCES,
+        "reverse": _RECURRENCES,
+        "gradients": _table(Config(32, 4)),
     }
 )
-_WIDE_STEP = {shape: Config(c.block, 2 * c.num_warps) for shape, c in _STEP.items()}
 # Chosen for the fewest spilled registers: a lane has 256, operands of the matrix unit lie in both halves of a wave, and
 # float32 has no matrix unit, so that whole rows of its operands lie in every lane. Hence few key channels at a time.
+_WIDE_STEP = {shape: Config(c.block, 2 * c.num_warps) for shape, c in _STEP.items()}
+_FEW_KEYS = _table(Config(16, 2, keys=32), Config(16, 4, keys=32), Config(16, 16, keys=64))
 _RDNA = MappingProxyType(
     {
-        "prepare": {
-            (2, 128): Config(16, 4, level_loop=True),
-            (2, 256): Config(16, 4, level_loop=True),
-            (4, 128): Config(16, 8, level_loop=True),
-            (4, 256): Config(16, 8, level_loop=True),
-        },
-        "recurrence": {
-            (2, 128): Config(16, 2, keys=32),
-            (2, 256): Config(16, 4, keys=32),
-            (4, 128): Config(16, 16, keys=64),
-            (4, 256): Config(16, 16, keys=64),
-        },
+        "prepare": _table(*[Config(16, 4, level_loop=True)] * 2, Config(16, 8, level_loop=True)),
+        "recurrence": _FEW_KEYS,
         "recurrent": _WIDE_STEP,
         "recurrent, V first": _WIDE_STEP,
-        "join": {shape: Config(16, 16, keys=32, level_loop=True) for shape in _STEP},
-        "states": {
-            (2, 128): Config(16, 2, keys=32),
-            (2, 256): Config(16, 4, keys=32),
-            (4, 128): Config(16, 16, keys=64),
-            (4, 256): Config(16, 16, keys=64),
-        },
-        "reverse": {
-            (2, 128): Config(16, 2, keys=32),
-            (2, 256): Config(16, 4, keys=16),
-            (4, 128): Config(16, 8, keys=32),
-            (4, 256): Config(16, 8, keys=32),
-        },
-        "gradients": {
-            (2, 128): Config(16, 16, level_loop=True),
-            (2, 256): Config(16, 16, level_loop=True),
-            (4, 128): Config(16, 16, level_loop=True),
-            (4, 256): Config(16, 16, level_loop=True),
-        },
+        "join": _table(Config(16, 16, keys=32, level_loop=True)),
+        "states": _FEW_KEYS,
+        "reverse": _table(Config(16, 2, keys=32), Config(16, 4, keys=16), Config(16, 8, keys=32)),
+        "gradients": _table(Config(16, 16, level_loop=True)),
     }
 )
 # For tests alone; these are the fastest of a few on an H200, whose lanes have 255 registers and whose warps are RDNA's.
+_FOREIGN_RECURRENCES = _table(Config(32, 2, 2), Config(32, 4), Config(16, 4))
 _FOREIGN = MappingProxyType(
     {
-        "prepare": {(2, 128): Config(16, 1), (2, 256): Config(16, 1), (4, 128): Config(16, 2), (4, 256): Config(16, 2)},
-        "recurrence": {
-            (2, 128): Config(32, 2, 2),
-            (2, 256): Config(32, 4),
-            (4, 128): Config(16, 4),
-            (4, 256): Config(16, 4),
-        },
-        "recurrent": {(size, K): Config(32, 1) if size == 2 else Config(64, 2) for size, K in _STEP},
-        "recurrent, V first": {shape: Config(16, 1) for shape in _STEP},
+        "prepare": _table(Config(16, 1), Config(16, 1), Config(16, 2)),
+        "recurrence": _FOREIGN_RECURRENCES,
+        "recurrent": _table(Config(32, 1), Config(32, 1), Config(64, 2)),
+        "recurrent, V first": _table(Config(16, 1)),
         "join": _JOIN,
-        "states": {
-            (2, 128): Config(32, 2, 2),
-            (2, 256): Config(32, 4),
-            (4, 128): Config(16, 4),
-            (4, 256): Config(16, 4),
-        },
-        "reverse": {
-            (2, 128): Config(32, 2, 2),
-            (2, 256): Config(32, 4),
-            (4, 128): Config(16, 4),
-            (4, 256): Config(16, 4),
-        },
-        "gradients": {
-            (2, 128): Config(128, 8, rows=16),
-            (2, 256): Config(128, 8, rows=16),
-            (4, 128): Config(16, 4),
-            (4, 256): Config(16, 4),
-        },
+        "states": _FOREIGN_RECURRENCES,
+        "reverse": _FOREIGN_RECURRENCES,
+        "gradients": _table(*[Config(128, 8, rows=16)] * 2, Config(16, 4)),
     }
 )
 CONFIGS = MappingProxyType(

@@ -8,6 +8,7 @@ import torch
 from packaging.specifiers import SpecifierSet
 from torch import Tensor
 
+from kda_core.call_plan import CallPlan
 from kda_core.capabilities import (
     FEATURES_1_0,
     FOREIGN_VARIABLE,
@@ -189,3 +190,10 @@ def kda_core_gated_rms_norm_backward(request: GatedNormRequest) -> BackwardResul
     from kda_core_amd.calls import CALLS
 
     return CALLS.gated_rms_norm_backward(request)
+
+
+@hookimpl
+def kda_core_plan(request: AnyRequest, chip: str | None) -> tuple[CallPlan, ...]:
+    from kda_core_amd.calls import CALLS
+
+    return CALLS.describe(request, chip)

@@ -9,9 +9,9 @@ from kda_core.triton_lib.calls import Calls, h_shape
 from kda_core.triton_lib.gate_kernels import plan_gate
 from kda_core.triton_lib.layer_plans import plan_of_layer
 from kda_core.triton_lib.plan import Plan, metadata
-from kda_core_nvidia.choose import Chip, choose_backward, choose_forward, choose_recurrent
+from kda_core_nvidia.choose import CHIPS, Chip, choose_backward, choose_forward, choose_recurrent
 from kda_core_nvidia.plans.backward import plan_backward
-from kda_core_nvidia.plans.forward import plan_forward
+from kda_core_nvidia.plans.forward import plan_forward, saved_specs
 from kda_core_nvidia.plans.recurrent import plan_recurrent
 from kda_core_nvidia.run import Bound, chip
 
@@ -32,7 +32,7 @@ def plan_of(request: AnyRequest | LayerRequest, on: Chip, misaligned: frozenset[
     if isinstance(r, LayerRequest):
         return plan_of_layer(r, 32, LAYER_WARPS)
     if isinstance(r, GateRequest):
-        return plan_gate(r, GATE_WARPS, {})
+        return plan_gate(r, GATE_WARPS)
     if r.needs_grad:
         r = replace(r, op="chunk_kda")
         return plan_backward(r, choose_backward(r, on))
@@ -41,4 +41,4 @@ def plan_of(request: AnyRequest | LayerRequest, on: Chip, misaligned: frozenset[
     return plan_forward(r, choose_forward(r, on), h_shape(request))
 
 
-CALLS = Calls(plan_of, chip, Bound)
+CALLS = Calls(plan_of, chip, {x.name: x for x in CHIPS.values()}, saved_specs, Bound)

@@ -170,6 +170,6 @@ def kda_core_gated_rms_norm_backward(request: GatedNormRequest) -> BackwardResul
 
 @hookimpl
 def kda_core_plan(request: AnyRequest, chip: str | None) -> tuple[CallPlan, ...]:
-    from kda_core_nvidia.describe import describe
+    from kda_core_nvidia.calls import CALLS
 
-    return describe(request, chip)
+    return CALLS.describe(request, chip)

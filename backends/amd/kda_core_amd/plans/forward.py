@@ -11,11 +11,12 @@ import torch
 
 from kda_core.request import Request
 from kda_core.triton_lib.arguments import named_state_strides, row_strides
+from kda_core.triton_lib.frame import finish_output, outputs
 from kda_core.triton_lib.layout import CHUNK, slots
 from kda_core.triton_lib.plan import Builder, Copy, Plan, View, input_layouts
 from kda_core.triton_lib.segments import cut_into_segments
 from kda_core_amd.choose import Architecture
-from kda_core_amd.plans.frame import Frame, finish_output, outputs
+from kda_core_amd.plans.frame import Frame
 from kda_core_amd.plans.segments import add_starts
 from kda_core_amd.prepare import prepare
 from kda_core_amd.recurrence import recurrence

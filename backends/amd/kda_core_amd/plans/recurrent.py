@@ -6,9 +6,10 @@ import torch
 
 from kda_core.request import Request
 from kda_core.triton_lib.arguments import row_strides, state_strides
+from kda_core.triton_lib.frame import finish_output, outputs
 from kda_core.triton_lib.plan import Builder, Plan, input_layouts
 from kda_core_amd.choose import Architecture
-from kda_core_amd.plans.frame import Frame, finish_output, outputs
+from kda_core_amd.plans.frame import Frame
 from kda_core_amd.recurrent import recurrent
 
 

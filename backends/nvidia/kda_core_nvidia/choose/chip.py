@@ -30,6 +30,10 @@ class Chip:
         return 10 * self.capability[0] + self.capability[1]
 
     @property
+    def name(self) -> str:
+        return f"sm_{self.arch}"
+
+    @property
     def descriptors(self) -> bool:
         """Whether tiles are loaded through descriptors (sm_90 and later)."""
         return self.capability >= (9, 0)

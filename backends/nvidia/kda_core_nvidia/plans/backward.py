@@ -20,6 +20,7 @@ import torch
 
 from kda_core.request import Request
 from kda_core.triton_lib.arguments import gate_kind
+from kda_core.triton_lib.frame import gate_parameters, names
 from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.lift import lift
 from kda_core.triton_lib.plan import Builder, Copy, Plan, Sum, View, input_layouts, matrix_tile, token_tile
@@ -37,7 +38,7 @@ from kda_core_nvidia.choose.backward import (
     rows_readable,
 )
 from kda_core_nvidia.choose.chunk import HopperConfig, TransitionsHopperConfig, in_parts, split_scale
-from kda_core_nvidia.plans.forward import Prepared, add_prepare, gate_parameters, hopper_tiles, kept_of
+from kda_core_nvidia.plans.forward import Prepared, add_prepare, hopper_tiles, kept_of
 from kda_core_nvidia.plans.gradients_hopper import CHANNELS, launch_gradients_hopper, launch_gradients_persistent
 from kda_core_nvidia.plans.prepare_hopper import aligned
 from kda_core_nvidia.plans.segments import add_ends, add_starts, cut_into_segments
@@ -233,16 +234,12 @@ class _Backward:
         """Sequences of a turn times value heads."""
         return (self.r.N if turn is None else turn.stop - turn.start) * self.HV
 
-    def _constants(self, letter: str) -> dict[str, Any]:
-        r = self.r
-        shape = {"HV": self.HV, "K": self.K, "V": self.V, "C": CHUNK, "KP": self.kp, "V_FIRST": r.state_v_first}
-        if letter == "gradients":
-            return shape | {"VP": self.vp}
-        return shape | {"LIFT": lift(self.dtype, r.use_qk_l2norm_in_kernel), "EVERY_SECOND": self.paired}
-
-    @property
-    def _precision(self) -> dict[str, str]:
-        return {"PRECISION": "ieee" if self.dtype == torch.float32 else "tf32"}
+    def _names(self) -> dict[str, Any]:
+        """What the launches share."""
+        exact, r = self.dtype == torch.float32, self.r
+        own = {"T_row": self.T_row, "o_scale": self.o_scale, "rows": self.B * self.T, "HO": self._wider()}
+        own |= {"LIFT": lift(self.dtype, r.use_qk_l2norm_in_kernel), "PRECISION": "ieee" if exact else "tf32"}
+        return names(r) | own | {"EVERY_SECOND": self.paired}
 
     def _add_recurrences(
         self, turn: slice | None, prepared: Prepared, states: _States, dv: View, own: dict[str, View]
@@ -251,27 +248,25 @@ class _Backward:
         choice, r, slots_of = self.choice, self.r, self._slots_of(turn)
         keys, X, P, D = (x.cut(0, slots_of) for x in (prepared.keys, prepared.X, prepared.P, prepared.D))
         v, do = r.v.cut(0, turn), r.grad_o and r.grad_o.cut(0, turn)
-        arguments = {"v": v, "do": do, "dv": dv.cut(0, turn), "cu_seqlens": r.cu_seqlens, **own}
+        first, last = choice.states, choice.reverse
+        programs = self.vp // first.block_v * self._heads(turn)
+        named = self._names() | own | {"v": v, "do": do, "dv": dv.cut(0, turn), "programs": programs}
         for name in ("initial", "grad_final", "grad_initial"):
             x = getattr(states, name)
-            arguments[f"{name}_state"] = x and x.cut(0, turn)
-        arguments |= self.strides("v", r.v) | self.strides("o", r.v if do is None else r.grad_o)
-        constants = self._constants("recurrences")
-        first, last = choice.states, choice.reverse
+            named[f"{name}_state"] = x and x.cut(0, turn)
+        named |= self.strides("v", r.v) | self.strides("o", r.v if do is None else r.grad_o)
         if isinstance(first, HopperConfig):
             kernel = recurrences_hopper
-            constants |= first.constants | {"STAGES_REVERSE": last.stages, "OUT_REVERSE": last.out}
-            arguments |= hopper_tiles(keys, P, D) | {"X": matrix_tile(X, CHUNK, CHUNK, swizzled=True)}
+            named |= first.constants | {"STAGES_REVERSE": last.stages, "OUT_REVERSE": last.out}
+            named |= hopper_tiles(keys, P, D) | {"X": matrix_tile(X, CHUNK, CHUNK, swizzled=True)}
             tiles = {"values": v, "gradients": do}
-            arguments |= {n: token_tile(x, CHUNK, first.block_v, swizzled=True) for n, x in tiles.items()}
+            named |= {n: token_tile(x, CHUNK, first.block_v, swizzled=True) for n, x in tiles.items()}
+            options = {"maxnreg": first.registers}
         else:
-            kernel = recurrences_kernel
-            constants |= {"BV": first.block_v, "STAGES": first.stages, "VP": self.vp}
-            constants |= self._precision | {"V_AS_OPERAND": choice.operand}
-            arguments |= {"keys": keys, "X": X, "P": P, "D": D}
-        programs = self.vp // first.block_v * self._heads(turn)
-        arguments |= {"T": self.T, "T_row": self.T_row, "NT": self.NT, "o_scale": self.o_scale}
-        self.b.launch(kernel, (2 * programs, 1, 1), first.num_warps, constants, **arguments, programs=programs)
+            kernel, options = recurrences_kernel, {}
+            named |= {"BV": first.block_v, "STAGES": first.stages, "V_AS_OPERAND": choice.operand}
+            named |= {"keys": keys, "X": X, "P": P, "D": D}
+        self.b.pick(kernel, 2 * programs, first.num_warps, named, **options)
 
     def _outputs(self) -> dict[str, View | None]:
         """What ``gradients`` writes: dq and dk by value heads, and partial sums."""
@@ -305,47 +300,36 @@ class _Backward:
         out: dict[str, View | None],
     ) -> None:  # fmt: skip
         r, choice, config, slots_of = self.r, self.choice, self.choice.gradients, self._slots_of(turn)
-        q, k, g, beta, do = (x and x.cut(0, turn) for x in (r.q, r.k, r.g, r.beta, r.grad_o))
-        dv = dv.cut(0, turn)
+        data = {n: (x := getattr(r, n)) and x.cut(0, turn) for n in ("q", "k", "v", "g", "beta", "grad_o")}
+        part, do, dv = replace(r, **data), data["grad_o"], dv.cut(0, turn)
         exact = [x and x.cut(0, turn) for x in states.exact]
-        D, norms = (x and x.cut(0, slots_of) for x in (prepared.D, prepared.norms))
-        written = {n: out[n].cut(0, turn) for n in ("dq", "dk", "dg")}
-        sums = {n: x and x.cut(0, slots_of) for n, x in out.items() if n in ("dA_partial", "dbias_partial")}
-        sums["dbeta"] = out["dbeta"].cut(out["dbeta"].dim() - 3, turn)
+        named = self._names() | own | data | {"do": do, "dv": dv}
+        named["dbeta"] = out["dbeta"].cut(out["dbeta"].dim() - 3, turn)
+        named |= {n: (x := getattr(prepared, n)) and x.cut(0, slots_of) for n in ("D", "norms")}
+        named |= {n: out[n].cut(0, turn) for n in ("dq", "dk", "dg")}
+        named |= {n: out[n] and out[n].cut(0, slots_of) for n in ("dA_partial", "dbias_partial")}
+        named |= {"initial_state": exact[0], "grad_final_state": exact[1]}
         if self.paired:
-            small = sums | {"D": D, "norms": norms}
-            launch_gradients_persistent(self.b, r, config, self.o_scale, {"dv": dv, **own}, small, written)
+            launch_gradients_persistent(self.b, r, config, named)
             return
         if self.hopper:
-            part = replace(r, q=q, k=k, v=r.v.cut(0, turn), g=g, beta=beta, grad_o=do)
-            small = sums | {"D": D, "norms": norms, "initial_state": exact[0], "grad_final_state": exact[1]}
-            how = config, choice.bounded, self.o_scale
-            rows = self._wider(), self.B * self.T
-            launch_gradients_hopper(self.b, part, *how, {"dv": dv, **own}, small, written, *rows)
+            launch_gradients_hopper(self.b, part, config, choice.bounded, named | {"N": part.N}, self.B * self.T)
             return
-        constants = self._constants("gradients") | self._precision
-        constants |= {"H": self.H, "HO": self._wider(), "BK": config.block_k, "BV": config.block_v}
-        constants |= {"GATE": gate_kind(r), "BETA_SIGMOID": r.use_beta_sigmoid_in_kernel}
-        constants |= {"BETA_SCALE": 2.0 if r.allow_neg_eigval else 1.0, "LEVELS": CHUNK.bit_length() - 1}
-        constants |= {"MILD": mildest(self.dtype, r.use_qk_l2norm_in_kernel), "STAGES": config.stages}
-        constants |= {"DESCRIPTORS": choice.descriptors, "TOKENS": choice.tokens}
-        read = {"do": do, "dv": dv, **own}
+        named |= {
+            "BK": config.block_k, "BV": config.block_v, "STAGES": config.stages, "LEVELS": CHUNK.bit_length() - 1,
+            "MILD": mildest(self.dtype, r.use_qk_l2norm_in_kernel), "DESCRIPTORS": choice.descriptors,
+            "TOKENS": choice.tokens,
+        }  # fmt: skip
+        for letter, x in {"q": r.q, "k": r.k, "g": r.g, "b": r.beta, "o": r.grad_o or r.v}.items():
+            named |= self.strides(letter, x)
         if choice.descriptors:
-            read["z"] = matrix_tile(own["z"], CHUNK, self.vp, config.block_v)
+            named["z"] = matrix_tile(own["z"], CHUNK, self.vp, config.block_v)
             for n in ("states", "state_grads"):
-                read[n] = matrix_tile(own[n], config.block_v, self.kp, config.block_k)
+                named[n] = matrix_tile(own[n], config.block_v, self.kp, config.block_k)
         if choice.tokens:
-            read |= {"do": token_tile(do, CHUNK, config.block_v), "dv": token_tile(dv, CHUNK, config.block_v)}
+            named |= {"do": token_tile(do, CHUNK, config.block_v), "dv": token_tile(dv, CHUNK, config.block_v)}
         blocks = (self.slots if turn is None else slots_of.stop - slots_of.start) * self.HV * self.kp // config.block_k
-        self.b.launch(
-            gradients_kernel, (blocks, 1, 1), config.num_warps, constants, q=q, k=k, g=g, beta=beta, A_log=r.A_log,
-            dt_bias=r.dt_bias, D=D, norms=norms, cu_seqlens=r.cu_seqlens, **read, **written, **sums,
-            initial_state=exact[0], grad_final_state=exact[1],
-            **self.strides("q", r.q), **self.strides("k", r.k), **self.strides("g", r.g), **self.strides("b", r.beta),
-            **self.strides("o", r.v if r.grad_o is None else r.grad_o), scale=float(r.scale), o_scale=self.o_scale,
-            lower_bound=float(r.lower_bound or 0.0), T=self.T, T_row=self.T_row, NT=self.NT, N=r.N,
-            rows=self.B * self.T,
-        )  # fmt: skip
+        self.b.pick(gradients_kernel, blocks, config.num_warps, named)
 
     def _wider(self) -> int:
         """Value heads of the tensor that the gradient of g is a part of."""
@@ -366,14 +350,11 @@ class _Backward:
         elif self.HV != H:
             dq, dk = (self.new(n, (self.B, self.T, H, K), self.dtype) for n in ("dq", "dk"))
         tile = max(1, FINISH_ELEMENTS // self.kp)
-        constants = {"H": H, "HV": self.HV, "HO": self._wider(), "K": K, "KP": self.kp, "NK": self.blocks, "R": tile}
-        rows = self.B * self.T
-        b.launch(
-            finish_kernel, (-(-rows // tile), H, 1), 4,
-            constants | {"L2NORM": r.use_qk_l2norm_in_kernel and not self.whole_rows}, q=r.q, k=r.k, dq_hat=out["dq"],
-            dk_hat=out["dk"], dbeta_partial=out["dbeta"], dq=dq, dk=dk, dbeta=dbeta, T=self.T, T_row=self.T_row,
-            rows=rows, **self.strides("q", r.q), **self.strides("k", r.k),
-        )  # fmt: skip
+        named = self._names() | self.strides("q", r.q) | self.strides("k", r.k) | {
+            "dq_hat": out["dq"], "dk_hat": out["dk"], "dbeta_partial": out["dbeta"], "dq": dq, "dk": dk, "dbeta": dbeta,
+            "NK": self.blocks, "R": tile, "L2NORM": r.use_qk_l2norm_in_kernel and not self.whole_rows,
+        }  # fmt: skip
+        b.pick(finish_kernel, (-(-self.B * self.T // tile), H), 4, named)
         return dq, dk, dbeta
 
     def _finish(self, r: Request, dv: View, out: dict[str, View | None]) -> Grads:

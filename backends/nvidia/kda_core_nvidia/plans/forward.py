@@ -12,16 +12,11 @@ from typing import Any, NamedTuple
 import torch
 
 from kda_core.request import Request, TensorSpec
-from kda_core.triton_lib.arguments import (
-    gate_kind,
-    has_contiguous_rows,
-    named_state_strides,
-    row_strides,
-    state_strides,
-)
+from kda_core.triton_lib.arguments import named_state_strides, row_strides, state_strides
+from kda_core.triton_lib.frame import finish_output, names, outputs, readable
 from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.lift import lift
-from kda_core.triton_lib.plan import Builder, Copy, Plan, View, input_layouts, matrix_tile, token_tile
+from kda_core.triton_lib.plan import Builder, Plan, View, input_layouts, matrix_tile, token_tile
 from kda_core_nvidia.choose import ForwardChoice
 from kda_core_nvidia.choose.chunk import (
     HopperConfig,
@@ -99,18 +94,6 @@ def saved_specs(request: Request) -> tuple[TensorSpec, ...]:
     return tuple(specs)
 
 
-def _prepare_constants(
-    r: Request, config: PrepareConfig, precision: Precision, bounded: bool, unit: int
-) -> dict[str, Any]:
-    return {
-        "K": r.K, "V": r.V, "KP": padded(r.K), "BK": config.block_k, "BW": config.wide, "C": CHUNK,
-        "LIFT": lift(r.q.dtype, r.use_qk_l2norm_in_kernel), "STAGES": config.stages, "WIDE_STAGES": config.wide_stages,
-        "UNIT": unit, "GATE": gate_kind(r), "BOUNDED": bounded, "L2NORM": r.use_qk_l2norm_in_kernel,
-        "SIGMOID": r.use_beta_sigmoid_in_kernel, "NEG_EIGVAL": r.allow_neg_eigval, "TERMS": precision.terms,
-        "DOT": precision.dot, "SMALL_DOT": precision.small_dot,
-    }  # fmt: skip
-
-
 def _prepare_buffers(
     b: Builder, r: Request, new: Callable[..., View], backward: bool, keep: int, kept: Kept | None
 ) -> tuple[Prepared, Prepared]:
@@ -146,31 +129,20 @@ def add_prepare(
         kept: what an earlier run saved; for a backward.
         new: allocates all that is not saved; scratch when left out.
     """
-    q, k, g = (b.rows(x) for x in (r.q, r.k, r.g))
-    beta, T, HV = r.beta, r.T, r.HV
-    unit, strides = row_strides(q=q, k=k, g=g, b=beta, o=o)
     written, prepared = _prepare_buffers(b, r, new or b.scratch, backward, keep, kept)
-    inverse = None if kept is None else kept.inverse
+    own = {"inverse": None if kept is None else kept.inverse, "o": o, "scale": split_scale(r.scale, r.q.dtype)[0]}
+    named = names(r) | written._asdict() | own | {"BOUNDED": bounded}
     if isinstance(config, PrepareHopperConfig):
-        parameters = gate_parameters(b, r) | written._asdict() | {"inverse": inverse}
-        launch_prepare_hopper(b, replace(r, q=q, k=k, g=g), config, bounded, o, parameters)
+        launch_prepare_hopper(b, r, config, named)
         return prepared
-    b.launch(
-        prepare, (slots(r) * HV, 1, 1), config.num_warps, _prepare_constants(r, config, precision, bounded, unit), q=q,
-        k=k, g=g, beta=beta, **gate_parameters(b, r), **written._asdict(), inverse=inverse, o=o,
-        cu_seqlens=b.dense(r.cu_seqlens), indices=r.ssm_state_indices, scale=split_scale(r.scale, q.dtype)[0],
-        lower_bound=float(r.lower_bound or 0.0), T=T, N=r.N, chunks=-(-T // CHUNK), HV=HV, group=HV // q.shape[2],
-        **strides, s_index=0 if r.ssm_state_indices is None else r.ssm_state_indices.stride(0),
-        pad_slot_id=r.pad_slot_id,
-    )  # fmt: skip
+    unit, strides = row_strides(q=r.q, k=r.k, g=r.g, b=r.beta, o=o)
+    named |= strides | {
+        "UNIT": unit, "BK": config.block_k, "BW": config.wide, "STAGES": config.stages,
+        "WIDE_STAGES": config.wide_stages, "LIFT": lift(r.q.dtype, r.use_qk_l2norm_in_kernel),
+        "TERMS": precision.terms, "DOT": precision.dot, "SMALL_DOT": precision.small_dot,
+    }  # fmt: skip
+    b.pick(prepare, slots(r) * r.HV, config.num_warps, named)
     return prepared
-
-
-def gate_parameters(b: Builder, r: Request) -> dict[str, View | None]:
-    """A_log and dt_bias, contiguous, where the gate uses them."""
-    if gate_kind(r) == "none":
-        return {"A_log": None, "dt_bias": None}
-    return {"A_log": b.dense(r.A_log), "dt_bias": b.dense(r.dt_bias)}
 
 
 def add_recurrence(
@@ -182,43 +154,28 @@ def add_recurrence(
     Args:
         whole: the call of which ``r`` has the segments; ``final_state`` is its.
     """
-    v, config = b.rows(r.v), choice.recurrence
-    _, T, HV, V = v.shape
-    K, KP, v_first, indices = r.K, padded(r.K), r.state_v_first, r.ssm_state_indices
-    keys, P, D = prepared[:3]
-    unit, strides = row_strides(v=v, o=o)
+    config, v_first, (keys, P, D, *_) = choice.recurrence, r.state_v_first, prepared
     final_v_first = v_first if whole is None else whole.state_v_first
+    unit, strides = row_strides(v=r.v, o=o)
     last = 2 if v_first else 3
     states = (r.initial_state, v_first), (final_state, final_v_first)
     given = [state_strides(x, first) for x, first in states if x is not None]
-    constants: dict[str, Any] = {
-        "K": K, "V": V, "KP": KP, "C": CHUNK, "LIFT": lift(v.dtype, r.use_qk_l2norm_in_kernel), "UNIT": unit,
-        "V_FIRST": v_first, "LAST_CONTIGUOUS": all(s[last] == 1 for s in given), "LAST_STATE": whole is not None,
-    }  # fmt: skip
-    arguments = dict(
-        v=v, o=o, initial_state=r.initial_state, final_state=final_state, cu_seqlens=b.dense(r.cu_seqlens),
-        indices=indices, T=T, chunks=-(-T // CHUNK), HV=HV,
-        **strides, **named_state_strides("i", r.initial_state, v_first),
-        **named_state_strides("f", final_state, final_v_first),
-        s_index=0 if indices is None else indices.stride(0), pad_slot_id=r.pad_slot_id,
-        o_scale=split_scale(r.scale, v.dtype)[1],
-    )  # fmt: skip
-    if isinstance(config, HopperConfig):
-        arguments |= hopper_tiles(keys, P, D) | {"values": token_tile(v, CHUNK, config.block_v, swizzled=True)}
-        grid = (r.N * HV, V // config.block_v, 1)
-        b.launch(recurrence_hopper, grid, config.num_warps, constants | config.constants, **arguments)
-        return
-    constants |= {
-        "BV": config.block_v,
-        "H_EVERY": r.chunk_size // CHUNK,
-        "DESCRIPTORS": choice.descriptors,
+    named = names(r) | strides | named_state_strides("i", r.initial_state, v_first) | {
+        **named_state_strides("f", final_state, final_v_first), "o": o, "final_state": final_state, "UNIT": unit,
+        "o_scale": split_scale(r.scale, r.v.dtype)[1], "LIFT": lift(r.v.dtype, r.use_qk_l2norm_in_kernel),
+        "LAST_CONTIGUOUS": all(s[last] == 1 for s in given), "LAST_STATE": whole is not None, "BV": config.block_v,
         "STAGES": config.stages,
-        "DOT": choice.precision.dot,
-    }
-    arguments |= {"keys": keys, "P": P, "D": D, "h": h}
+    }  # fmt: skip
+    if isinstance(config, HopperConfig):
+        named |= hopper_tiles(keys, P, D) | {"values": token_tile(r.v, CHUNK, config.block_v, swizzled=True)}
+        grid = (r.N * r.HV, r.V // config.block_v)
+        b.pick(recurrence_hopper, grid, config.num_warps, named | config.constants, maxnreg=config.registers)
+        return
+    named |= {"keys": keys, "P": P, "D": D, "h": h, "H_EVERY": r.chunk_size // CHUNK, "DOT": choice.precision.dot}
+    named["DESCRIPTORS"] = choice.descriptors
     if choice.descriptors:
-        arguments |= {"keys": matrix_tile(keys, CHUNK, KP), "P": matrix_tile(P, CHUNK, CHUNK)}
-    b.launch(recurrence, (r.N * HV, -(-V // config.block_v), 1), config.num_warps, constants, **arguments)
+        named |= {"keys": matrix_tile(keys, CHUNK, padded(r.K)), "P": matrix_tile(P, CHUNK, CHUNK)}
+    b.pick(recurrence, (r.N * r.HV, -(-r.V // config.block_v)), config.num_warps, named)
 
 
 def hopper_tiles(keys: View, P: View | None, D: View) -> dict[str, Any]:
@@ -241,14 +198,9 @@ def plan_forward(request: Request, choice: ForwardChoice, h_shape: tuple[int, ..
     Returns:
         a plan whose results are o, final_state, h and, for a backward, what is saved, in order.
     """
-    b, r, dtype = Builder(), request, request.q.dtype
-    shape = (r.B, r.T, r.HV, r.V)
-    o, direct = r.out, r.out is not None and has_contiguous_rows(r.out)
-    if not direct:
-        o = (b.result if r.out is None else b.scratch)("o", shape, dtype)
-    final_state = r.initial_state if r.inplace_final_state else None
-    if r.output_final_state and not r.inplace_final_state:
-        final_state = b.result("final_state", r.state_shape, r.state_dtype)
+    b = Builder()
+    o, final_state = outputs(b, request)
+    r = readable(b, request)
     h = None
     if r.return_intermediate_states:
         # Sequences that are skipped have no state of their own: zeros.
@@ -263,9 +215,7 @@ def plan_forward(request: Request, choice: ForwardChoice, h_shape: tuple[int, ..
         how = choice.prepare, choice.precision, choice.bounded
         prepared = add_prepare(b, r, *how, o, everything, keep, new=b.result if everything else b.scratch)
         add_recurrence(b, r, choice, prepared, o, final_state, h)
-    if r.out is not None and not direct:
-        b.step(Copy(r.out, o))
-    results: dict[str, View | None] = {"o": o if r.out is None else r.out, "final_state": final_state, "h": h}
+    results: dict[str, View | None] = {"o": finish_output(b, r, o), "final_state": final_state, "h": h}
     if everything:
         results |= prepared._asdict()
     elif training:
@@ -286,7 +236,8 @@ def _add_segments(
         o = in_parts(o, cut.N)
     prepared = add_prepare(b, cut, choice.prepare, choice.precision, choice.bounded, o, keep=keep)
     hopper = isinstance(choice.transitions, TransitionsHopperConfig)
-    cut = replace(cut, v=aligned(b, cut.v) if hopper else b.rows(cut.v))
+    if hopper:
+        cut = replace(cut, v=aligned(b, cut.v))
     own = starts.cut(0, slice(0, cut.N)) if starts and hopper else None
     first, _ = add_starts(b, cut, choice, cut.v, prepared.keys, prepared.D, r, own)
     add_recurrence(b, replace(cut, initial_state=first), choice, prepared, o, final_state, None, whole=r)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from kda_core.request import Request
-from kda_core.triton_lib.arguments import gate_kind
+from kda_core.triton_lib.arguments import row_strides
 from kda_core.triton_lib.layout import CHUNK, slots
-from kda_core.triton_lib.plan import Builder, View, matrix_tile, token_tile
+from kda_core.triton_lib.plan import Builder, matrix_tile, token_tile
 from kda_core_nvidia.choose.backward import GradientsHopperConfig, GradientsPersistentConfig
 from kda_core_nvidia.gradients_hopper import gradients_hopper
 from kda_core_nvidia.gradients_hopper_persistent import gradients_hopper_persistent
@@ -22,49 +22,35 @@ CHANNELS = 128
 
 
 def launch_gradients_hopper(
-    b: Builder, r: Request, config: GradientsHopperConfig, bounded: bool, o_scale: float, read: Mapping[str, View],
-    small: Mapping[str, View | None], written: Mapping[str, View], heads: int, tokens: int,
-) -> None:  # fmt: skip
+    b: Builder, r: Request, config: GradientsHopperConfig, bounded: bool, named: Mapping[str, Any], tokens: int
+) -> None:
     """Add a launch of ``gradients_hopper``.
 
     Args:
         r: the call, or some of its sequences.
         bounded: whether each row's log decay is at least −5.
-        o_scale: what state gradients still have to be multiplied by.
-        read: dv, z, states and state_grads.
-        small: what the kernel reads and writes through pointers, by its names.
-        written: dq, dk and dg [B, T, HV, K].
-        heads: value heads of the tensor that dg is a part of.
+        named: what the kernel reads and writes, by its names.
         tokens: rows of dβ of the whole call.
     """
     blocks = r.K // CHANNELS
-    constants, arguments = _shared(b, r, CHUNK, VALUES, o_scale, read, written)
-    constants |= {"BOUNDED": bounded, "V_FIRST": r.state_v_first, "maxnreg": config.registers}
     whole = r.cu_seqlens is None and r.T % CHUNK == 0
-    rows = {f"{n}_rows": None if whole else x for n, x in {**written, "dv": read["dv"]}.items()}
-    b.launch(
-        gradients_hopper, (slots(r) * r.HV * blocks, 1, 1), config.num_warps, constants, **arguments, **rows, **small,
-        cu_seqlens=r.cu_seqlens, tokens=None if blocks == 1 else tokens, T=r.T, N=r.N, chunks=-(-r.T // CHUNK),
-        HO=None if blocks == 1 else heads, group=r.HV // r.H,
-    )  # fmt: skip
+    rows = {f"{n}_rows": None if whole else named[n] for n in ("dq", "dk", "dg", "dv")}
+    one = {"tokens": None, "HO": None} if blocks == 1 else {"tokens": tokens}
+    named = {**named, **_tiles(b, r, CHUNK, VALUES, named), **rows, **one, "BOUNDED": bounded}
+    b.pick(gradients_hopper, slots(r) * r.HV * blocks, config.num_warps, named, maxnreg=config.registers)
 
 
 def launch_gradients_persistent(
-    b: Builder, r: Request, config: GradientsPersistentConfig, o_scale: float, read: Mapping[str, View],
-    small: Mapping[str, View | None], written: Mapping[str, View],
-) -> None:  # fmt: skip
-    """Add a launch of ``gradients_hopper_persistent``; arguments as above, z and the states by pairs of slots."""
-    constants, arguments = _shared(b, r, 2 * CHUNK, r.V, o_scale, read, written)
+    b: Builder, r: Request, config: GradientsPersistentConfig, named: Mapping[str, Any]
+) -> None:
+    """Add a launch of ``gradients_hopper_persistent``; z and the states are by pairs of slots."""
     blocks = slots(r) // 2 * r.HV
-    grid = (min(blocks, config.programs), 1, 1)
-    b.launch(gradients_hopper_persistent, grid, config.num_warps, constants, **arguments, **small, blocks=blocks)
+    named = {**named, **_tiles(b, r, 2 * CHUNK, r.V, named), "C": 2 * CHUNK, "blocks": blocks}
+    b.pick(gradients_hopper_persistent, min(blocks, config.programs), config.num_warps, named)
 
 
-def _shared(
-    b: Builder, r: Request, rows: int, block_v: int, o_scale: float, read: Mapping[str, View],
-    written: Mapping[str, View],
-) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
-    """Constants and arguments that both kernels have.
+def _tiles(b: Builder, r: Request, rows: int, block_v: int, named: Mapping[str, Any]) -> dict[str, Any]:
+    """Tiles and strides that both kernels take.
 
     Args:
         rows: of a program.
@@ -72,17 +58,9 @@ def _shared(
     """
     q, k, g, do = (aligned(b, x) for x in (r.q, r.k, r.g, r.grad_o))
     beta = one_token_axis(b, r.beta)
+    written = {n: named[n] for n in ("dq", "dk", "dg")}
     tiles = {n: token_tile(x, rows, CHANNELS, swizzled=True) for n, x in {"q": q, "k": k, "g": g, **written}.items()}
-    tiles |= {n: token_tile(x, rows, VALUES, swizzled=True) for n, x in {"do": do, "dv": read["dv"]}.items()}
-    tiles["z"] = matrix_tile(read["z"], rows, r.V, VALUES, swizzled=True)
-    tiles |= {n: matrix_tile(read[n], block_v, r.K, CHANNELS, swizzled=True) for n in ("states", "state_grads")}
-    constants = {
-        "K": r.K, "V": r.V, "C": rows, "GATE": gate_kind(r), "BETA_SIGMOID": r.use_beta_sigmoid_in_kernel,
-        "BETA_SCALE": 2.0 if r.allow_neg_eigval else 1.0,
-    }  # fmt: skip
-    arguments = tiles | {
-        "beta": beta, "A_log": r.A_log, "dt_bias": r.dt_bias, "s_qh": q.stride(2), "s_kh": k.stride(2),
-        "s_gh": g.stride(2), "s_oh": do.stride(2), "s_bt": beta.stride(1), "s_bh": beta.stride(2),
-        "scale": float(r.scale), "o_scale": o_scale, "lower_bound": float(r.lower_bound or 0.0), "HV": r.HV,
-    }  # fmt: skip
-    return constants, arguments
+    tiles |= {n: token_tile(x, rows, VALUES, swizzled=True) for n, x in {"do": do, "dv": named["dv"]}.items()}
+    tiles["z"] = matrix_tile(named["z"], rows, r.V, VALUES, swizzled=True)
+    tiles |= {n: matrix_tile(named[n], block_v, r.K, CHANNELS, swizzled=True) for n in ("states", "state_grads")}
+    return tiles | row_strides(q=q, k=k, g=g, b=beta, o=do)[1] | {"beta": beta}

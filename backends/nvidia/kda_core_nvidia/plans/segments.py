@@ -8,11 +8,13 @@ import torch
 
 from kda_core.request import Request
 from kda_core.triton_lib import segments
+from kda_core.triton_lib.arguments import row_strides
+from kda_core.triton_lib.frame import names
 from kda_core.triton_lib.layout import CHUNK, padded
 from kda_core.triton_lib.lift import lift
 from kda_core.triton_lib.plan import Builder, View, matrix_tile, token_tile
 from kda_core_nvidia.choose import BackwardChoice, ForwardChoice
-from kda_core_nvidia.choose.chunk import BlockConfig, TransitionsHopperConfig, as_segments, split_scale
+from kda_core_nvidia.choose.chunk import TransitionsHopperConfig, as_segments, split_scale
 from kda_core_nvidia.join_hopper import join_hopper
 from kda_core_nvidia.reverse_transitions_hopper import reverse_transitions_hopper
 from kda_core_nvidia.segments import join_kernel, reverse_transitions_kernel, transitions_kernel
@@ -29,14 +31,10 @@ def cut_into_segments(b: Builder, r: Request, rows: int) -> Request:
     return segments.cut_into_segments(b, r, rows, v_first=True) if r.T % rows else as_segments(r, rows)
 
 
-def _shape(r: Request) -> dict[str, int]:
-    return {"HV": r.HV, "K": r.K, "V": r.V, "KP": padded(r.K), "VP": padded(r.V)}
-
-
-def _transition_constants(r: Request, config: BlockConfig, v_first: bool) -> dict[str, Any]:
-    """Constants of both transition kernels."""
-    own = {"C": CHUNK, "LIFT": lift(r.q.dtype, r.use_qk_l2norm_in_kernel), "BV": config.block_v}
-    return _shape(r) | own | {"V_FIRST": v_first, "PRECISION": "tf32", "STAGES": config.stages}
+def _names(r: Request, v_first: bool) -> dict[str, Any]:
+    """What launches between segments share; ``v_first``: the layout of the call's own states."""
+    own = {"count": r.N, "V_FIRST": v_first, "LIFT": lift(r.q.dtype, r.use_qk_l2norm_in_kernel), "PRECISION": "tf32"}
+    return names(r) | own
 
 
 def add_starts(
@@ -54,64 +52,52 @@ def add_starts(
     Returns:
         the states, and the transitions where ``add_ends`` needs them: [count - 1, HV, VP + KP, KP] in float32.
     """
-    initial_state, v_first = b.dense(call.initial_state), call.state_v_first
-    shape, count, config = _shape(r), r.N, choice.transitions
+    initial_state, named = b.dense(call.initial_state), _names(r, call.state_v_first)
+    count, config = r.N, choice.transitions
     if states is None:
         states = b.scratch("states at starts", (count, r.HV, r.V, r.K), torch.float32)
     if isinstance(config, TransitionsHopperConfig):
-        made = _transitions_hopper(b, r, config)
-        b.launch(
-            transitions_hopper, (r.K // config.rows, (count - 1) * r.HV, 1), config.num_warps,
-            _hopper_constants(r, config) | {"STAGES": config.stages}, **_hopper_arguments(r, choice, keys, D), **made,
-            values=token_tile(v, CHUNK, r.V, swizzled=True), s_vh=v.stride(2),
-        )  # fmt: skip
-        _add_join_hopper(b, r, config, made, initial_state, v_first, states, reverse=False)
+        named |= _hopper(b, r, choice, config, keys, D)
+        own = {"values": token_tile(v, CHUNK, r.V, swizzled=True), "s_vh": v.stride(2)}
+        grid = (r.K // config.rows, (count - 1) * r.HV)
+        b.pick(transitions_hopper, grid, config.num_warps, named | own, maxnreg=config.registers)
+        _add_join_hopper(b, r, config, named, initial_state, states, reverse=False)
         return states, None
-    KP, VP = shape["KP"], shape["VP"]
+    KP, VP = named["KP"], named["VP"]
     transitions = b.scratch("transitions", (count - 1, r.HV, VP + KP, KP), torch.float32)
-    b.launch(
-        transitions_kernel, ((VP + KP) // config.block_v, (count - 1) * r.HV, 1), config.num_warps,
-        _transition_constants(r, config, v_first), v=v, keys=keys, D=D, initial_state=initial_state,
-        transitions=transitions, cu_seqlens=r.cu_seqlens, s_vt=v.stride(1), s_vh=v.stride(2), T=r.T, count=count,
-    )  # fmt: skip
-    _add_join(b, shape, choice, initial_state, transitions, None, states, v_first)
+    named |= {"BV": config.block_v, "STAGES": config.stages, "keys": keys, "D": D, "initial_state": initial_state}
+    grid = ((VP + KP) // config.block_v, (count - 1) * r.HV)
+    own = row_strides(v=v)[1] | {"v": v, "transitions": transitions}
+    b.pick(transitions_kernel, grid, config.num_warps, named | own)
+    _add_join(b, choice, named, initial_state, transitions, None, states)
     return states, transitions
 
 
-def _transitions_hopper(b: Builder, r: Request, config: TransitionsHopperConfig) -> dict[str, View]:
-    """Scratch for what ``transitions_hopper`` or ``reverse_transitions_hopper`` writes, by its parameters."""
+def _hopper(
+    b: Builder, r: Request, choice: Choice, config: TransitionsHopperConfig, keys: View, D: View
+) -> dict[str, Any]:
+    """What both transition kernels for Hopper read, and scratch for what they write."""
     lead = (r.N - 1, r.HV)
     return {
+        "single": matrix_tile(keys, CHUNK, r.K, swizzled=True), "decays": matrix_tile(D, 1, r.K, by_rows=True),
+        "chunks": choice.segment_rows // CHUNK, "spare": 0 if r.cu_seqlens is None else 1, "BR": config.rows,
+        "UNROLL": config.unroll, "STAGES": config.stages,
         "matrices": b.scratch("matrices of segments", (*lead, 2, r.K, r.K), torch.bfloat16),
         "additions": b.scratch("additions of segments", (*lead, r.K, r.V), torch.float32),
         "forgotten": b.scratch("forgotten", (*lead, r.K // config.rows), torch.int32),
-    }
-
-
-def _hopper_constants(r: Request, config: TransitionsHopperConfig) -> dict[str, Any]:
-    shape = {"HV": r.HV, "V": r.V, "KP": r.K, "C": CHUNK}
-    return shape | {"BR": config.rows, "UNROLL": config.unroll, "maxnreg": config.registers}
-
-
-def _hopper_arguments(r: Request, choice: Choice, keys: View, D: View) -> dict[str, Any]:
-    """Arguments of both transition kernels for Hopper."""
-    tiles = {"single": matrix_tile(keys, CHUNK, r.K, swizzled=True), "decays": matrix_tile(D, 1, r.K, by_rows=True)}
-    return tiles | {"chunks": choice.segment_rows // CHUNK, "spare": 0 if r.cu_seqlens is None else 1}
+    }  # fmt: skip
 
 
 def _add_join_hopper(
-    b: Builder, r: Request, config: TransitionsHopperConfig, made: dict[str, View], given: View | None, v_first: bool,
-    states: View, reverse: bool,
+    b: Builder, r: Request, config: TransitionsHopperConfig, named: dict[str, Any], given: View | None, states: View,
+    reverse: bool,
 ) -> None:  # fmt: skip
-    constants = {
-        "HV": r.HV, "K": r.K, "V": r.V, "BV": config.join_block, "PARTS": r.K // config.rows,
-        "MOST": max(32, padded(r.N - 1)), "V_FIRST": v_first, "REVERSE": reverse, "STAGES": config.join_stages,
+    own = {
+        "matrices": matrix_tile(named["matrices"], r.K, r.K, swizzled=True), "given": given, "states": states,
+        "BV": config.join_block, "PARTS": r.K // config.rows, "MOST": max(32, padded(r.N - 1)), "REVERSE": reverse,
+        "STAGES": config.join_stages,
     }  # fmt: skip
-    tiles = {"matrices": matrix_tile(made["matrices"], r.K, r.K, swizzled=True)}
-    b.launch(
-        join_hopper, (r.V // config.join_block, r.HV, r.N), 8, constants, **(made | tiles), given=given, states=states,
-        count=r.N,
-    )  # fmt: skip
+    b.pick(join_hopper, (r.V // config.join_block, r.HV, r.N), 8, named | own)
 
 
 def add_ends(
@@ -126,41 +112,35 @@ def add_ends(
         transitions: from ``add_starts``.
         grad_final_state: the call's own, contiguous, or None; ``v_first``: its layout.
     """
-    shape, count, config, o_scale = _shape(r), r.N, choice.transitions, split_scale(r.scale, r.q.dtype)[1]
-    keys, P, D = prepared
+    named, count, config, (keys, P, D) = _names(r, v_first), r.N, choice.transitions, prepared
+    named["o_scale"] = split_scale(r.scale, r.q.dtype)[1]
     states = b.scratch("gradients at ends", (count, r.HV, r.V, r.K), torch.float32)
     if isinstance(config, TransitionsHopperConfig):
-        made = _transitions_hopper(b, r, config)
-        b.launch(
-            reverse_transitions_hopper, (r.K // config.rows, (count - 1) * r.HV, 1), config.num_warps,
-            _hopper_constants(r, config) | {"STAGES": config.reverse_stages, "maxnreg": config.reverse_registers},
-            **_hopper_arguments(r, choice, keys, D), **made, pairs=matrix_tile(keys, 2 * CHUNK, r.K, swizzled=True),
-            P=matrix_tile(P, CHUNK, CHUNK, swizzled=True),
-            gradients=token_tile(do, CHUNK, r.V, swizzled=True), s_oh=do.stride(2),
-            T=r.T * (r.N if r.cu_seqlens is None else 1), o_scale=o_scale,
-        )  # fmt: skip
-        _add_join_hopper(b, r, config, made, grad_final_state, v_first, states, reverse=True)
+        named |= _hopper(b, r, choice, config, keys, D) | {"STAGES": config.reverse_stages}
+        own = {
+            "pairs": matrix_tile(keys, 2 * CHUNK, r.K, swizzled=True), "s_oh": do.stride(2),
+            "P": matrix_tile(P, CHUNK, CHUNK, swizzled=True), "T": r.T * (r.N if r.cu_seqlens is None else 1),
+            "gradients": token_tile(do, CHUNK, r.V, swizzled=True),
+        }  # fmt: skip
+        grid = (r.K // config.rows, (count - 1) * r.HV)
+        b.pick(reverse_transitions_hopper, grid, config.num_warps, named | own, maxnreg=config.reverse_registers)
+        _add_join_hopper(b, r, config, named, grad_final_state, states, reverse=True)
         return states
-    KP, VP = shape["KP"], shape["VP"]
+    KP, VP = named["KP"], named["VP"]
     additions = b.scratch("additions", (count - 1, r.HV, VP, KP), torch.float32)
-    b.launch(
-        reverse_transitions_kernel, (VP // config.block_v, (count - 1) * r.HV, 1), config.num_warps,
-        _transition_constants(r, config, v_first), keys=keys, P=P, D=D, do=do, grad_final_state=grad_final_state,
-        additions=additions, cu_seqlens=r.cu_seqlens, s_ot=do.stride(1), s_oh=do.stride(2), T=r.T, count=count,
-        o_scale=o_scale,
-    )  # fmt: skip
-    _add_join(b, shape, choice, grad_final_state, transitions, additions, states, v_first)
+    named |= {"BV": config.block_v, "STAGES": config.stages, "keys": keys, "P": P, "D": D, "do": do}
+    own = row_strides(o=do)[1] | {"grad_final_state": grad_final_state, "additions": additions}
+    b.pick(reverse_transitions_kernel, (VP // config.block_v, (count - 1) * r.HV), config.num_warps, named | own)
+    _add_join(b, choice, named, grad_final_state, transitions, additions, states)
     b.free(additions)
     return states
 
 
 def _add_join(
-    b: Builder, shape: dict[str, int], choice: Choice, given: View | None, transitions: View, additions: View | None,
-    states: View, v_first: bool,
+    b: Builder, choice: Choice, named: dict[str, Any], given: View | None, transitions: View, additions: View | None,
+    states: View,
 ) -> None:  # fmt: skip
-    reverse = additions is not None
-    constants = shape | {"BV": JOIN_ROWS, "BK": min(32, shape["KP"]), "V_FIRST": v_first, "REVERSE": reverse}
-    b.launch(
-        join_kernel, (shape["VP"] // JOIN_ROWS, shape["HV"], 1), 4, constants | {"PRECISION": choice.join_precision},
-        given=given, transitions=transitions, additions=additions, states=states, count=states.shape[0],
-    )  # fmt: skip
+    own = {"given": given, "transitions": transitions, "additions": additions, "states": states}
+    own |= {"BV": JOIN_ROWS, "BK": min(32, named["KP"]), "REVERSE": additions is not None}
+    named = named | own | {"PRECISION": choice.join_precision}
+    b.pick(join_kernel, (named["VP"] // JOIN_ROWS, named["HV"]), 4, named)

@@ -2,40 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 
 from kda_core.call_plan import CallPlan, PlannedBuffer, PlannedStep
 from kda_core.reference import DIFFERENTIABLE
-from kda_core.request import AnyRequest, GateRequest, Request
+from kda_core.request import AnyRequest, GateRequest, Request, TensorSpec
 from kda_core.triton_lib.plan import Launch, Plan, Step
-from kda_core_nvidia.calls import plan_of
-from kda_core_nvidia.choose import CHIPS, Chip
-from kda_core_nvidia.plans.forward import saved_specs
-from kda_core_nvidia.run import chip as chip_of
 
 
-def describe(request: AnyRequest, chip: str | None) -> tuple[CallPlan, ...]:
+def describe(
+    request: AnyRequest,
+    chip: Any,
+    plan_of: Callable[[AnyRequest, Any], Plan],
+    saved_specs: Callable[[Request], tuple[TensorSpec, ...]],
+) -> tuple[CallPlan, ...]:
     """The plan of a call's forward, and of its backward where the forward saves for one.
 
+    Args:
+        chip: its facts, with a ``name``.
+        saved_specs: of what a forward of ``chunk_kda`` saves.
+
     Raises:
-        ValueError: ``chip`` is none of CHIPS, or shapes follow from values.
+        ValueError: shapes follow from values.
     """
-    known = {f"sm_{arch}": facts for arch, facts in CHIPS.items()}
-    if chip is not None and chip not in known:
-        raise ValueError(f"chip: expected one of {', '.join(known)}, got {chip!r}")
     if isinstance(request, Request) and request.return_intermediate_states and request.cu_seqlens is not None:
         raise ValueError("return_intermediate_states: how many there are follows from the values of cu_seqlens")
-    facts = chip_of(request.device) if chip is None else known[chip]
-    plans = [_described("forward", plan_of(request, facts), facts)]
+    plans = [_described("forward", plan_of(request, chip), chip)]
     if request.save_for_backward:
-        plans.append(_described("backward", plan_of(_backward(request), facts), facts))
+        plans.append(_described("backward", plan_of(_backward(request, saved_specs), chip), chip))
     return tuple(plans)
 
 
-def _backward(request: AnyRequest) -> AnyRequest:
+def _backward(request: AnyRequest, saved_specs: Callable[[Request], tuple[TensorSpec, ...]]) -> AnyRequest:
     """The request of a backward of everything, without memory."""
     if isinstance(request, GateRequest):
         grad = torch.empty(request.g.shape, device="meta")
@@ -53,7 +56,7 @@ def _backward(request: AnyRequest) -> AnyRequest:
     return replace(request, **changed)
 
 
-def _described(name: str, plan: Plan, facts: Chip) -> CallPlan:
+def _described(name: str, plan: Plan, chip: Any) -> CallPlan:
     ends = list(accumulate(len(steps) for steps in plan.epochs))
     starts = [0, *ends[:-1]]
     buffers = tuple(
@@ -61,7 +64,7 @@ def _described(name: str, plan: Plan, facts: Chip) -> CallPlan:
         for b in plan.buffers.values()
     )
     return CallPlan(
-        name, f"sm_{facts.arch}", tuple(map(_step, plan.steps)), buffers, plan.bytes_moved, plan.bytes_floor,
+        name, chip.name, tuple(map(_step, plan.steps)), buffers, plan.bytes_moved, plan.bytes_floor,
         plan.peak_scratch,
     )  # fmt: skip
 

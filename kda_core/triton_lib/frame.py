@@ -1,0 +1,59 @@
+"""What the launches of a call share, by the kernels' names of parameters: a launch takes what its kernel names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from kda_core.request import Request
+from kda_core.triton_lib.arguments import gate_kind, has_contiguous_rows
+from kda_core.triton_lib.layout import CHUNK, padded
+from kda_core.triton_lib.plan import Builder, Copy, View
+
+
+def readable(b: Builder, r: Request) -> Request:
+    """Metadata of the call as kernels read it: rows, parameters and boundaries are copied where they have gaps."""
+    rows = {n: b.rows(getattr(r, n)) for n in "qkvg"}
+    return replace(r, cu_seqlens=b.dense(r.cu_seqlens), **rows, **gate_parameters(b, r))
+
+
+def gate_parameters(b: Builder, r: Request) -> dict[str, View | None]:
+    """A_log and dt_bias, contiguous, where the gate uses them."""
+    unused = gate_kind(r) == "none"
+    return {n: None if unused else b.dense(getattr(r, n)) for n in ("A_log", "dt_bias")}
+
+
+def names(r: Request) -> dict[str, Any]:
+    """Values that follow from a call's metadata, ``readable`` as a rule."""
+    indices, group, chunks = r.ssm_state_indices, r.HV // r.H, -(-r.T // CHUNK)
+    return {
+        "q": r.q, "k": r.k, "v": r.v, "g": r.g, "beta": r.beta, "A_log": r.A_log, "dt_bias": r.dt_bias,
+        "initial_state": r.initial_state, "cu_seqlens": r.cu_seqlens, "indices": indices,
+        "s_index": 0 if indices is None else indices.stride(0), "pad_slot_id": r.pad_slot_id, "scale": float(r.scale),
+        "lower_bound": float(r.lower_bound or 0.0), "T": r.T, "N": r.N, "H": r.H, "HV": r.HV, "group": group,
+        "GROUP": group, "chunks": chunks, "NT": chunks, "K": r.K, "V": r.V, "KP": padded(r.K), "VP": padded(r.V),
+        "C": CHUNK, "V_FIRST": r.state_v_first, "GATE": gate_kind(r), "L2NORM": r.use_qk_l2norm_in_kernel,
+        "SIGMOID": r.use_beta_sigmoid_in_kernel, "BETA_SIGMOID": r.use_beta_sigmoid_in_kernel,
+        "NEG_EIGVAL": r.allow_neg_eigval, "BETA_SCALE": 2.0 if r.allow_neg_eigval else 1.0,
+    }  # fmt: skip
+
+
+def outputs(b: Builder, r: Request, any_strides: bool = False) -> tuple[View, View | None]:
+    """``o`` as kernels can write it (``finish_output`` puts it where the caller wants it) and the final state.
+
+    Args:
+        any_strides: kernels take every stride of value channels.
+    """
+    o = r.out
+    if o is None or not (any_strides or has_contiguous_rows(o)):
+        o = (b.result if o is None else b.scratch)("o", (r.B, r.T, r.HV, r.V), r.q.dtype)
+    if r.inplace_final_state:
+        return o, r.initial_state
+    return o, b.result("final_state", r.state_shape, r.state_dtype) if r.output_final_state else None
+
+
+def finish_output(b: Builder, r: Request, o: View) -> View:
+    """The result, in the caller's buffer if there is one."""
+    if r.out is not None and o is not r.out:
+        b.step(Copy(r.out, o))
+    return o if r.out is None else r.out
