@@ -185,7 +185,7 @@ def test_segments_of_one_length_are_a_batch():
 
 def test_what_is_saved_of_segments_does_not_depend_on_the_chip():
     """States at their starts, with room for as many as any chip has; none for calls that are never cut."""
-    assert starts_shape(metadata(request(T=8192))) == (16, 4, 128, 128)
+    assert starts_shape(metadata(request(T=8192))) == (11, 4, 128, 128)
     assert starts_shape(metadata(request(T=8192, H=16))) == (4, 16, 128, 128)
     assert starts_shape(metadata(request(T=10**6, H=1))) == (66, 1, 128, 128)
     bounds = torch.empty(2, dtype=torch.int32, device="meta")

@@ -18,8 +18,10 @@ from kda_core_nvidia.choose.chunk import (
     PrepareConfig,
     PrepareHopperConfig,
     TransitionsHopperConfig,
+    as_copied,
     as_segments,
     choose_prepare,
+    cut_on_hopper,
     hopper_config,
     join_precision,
     precision,
@@ -246,6 +248,8 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
     if do is None and rows:
         # Zeros stand for it there.
         do = _dv(r)
+    if rows and cut_on_hopper(r, chip):
+        v, do = as_copied(v), as_copied(do)
     config = backward_config(chip, dtype, KP, VP, r.N * HV)
 
     def hopper(x: View | None) -> bool:

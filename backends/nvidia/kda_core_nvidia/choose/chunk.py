@@ -11,7 +11,7 @@ import torch
 
 from kda_core.request import Request
 from kda_core.triton_lib.layout import CHUNK, padded, slots
-from kda_core.triton_lib.plan import View
+from kda_core.triton_lib.plan import View, contiguous_strides
 from kda_core.triton_lib.segments import as_packed
 from kda_core_nvidia.choose.chip import Chip
 
@@ -248,6 +248,11 @@ def row_aligned(x: View) -> bool:
     )
 
 
+def as_copied(x: View) -> View:
+    """``x``, or the layout of the copy that a plan makes of rows which bulk copies cannot take."""
+    return x if row_aligned(x) else View(x.source, x.shape, contiguous_strides(x.shape), x.dtype)
+
+
 def serves(chip: Chip, dtype: torch.dtype, count: int, HV: int, KP: int, V: int, rows: View) -> bool:
     """Whether the kernel for Hopper takes a recurrence.
 
@@ -305,16 +310,13 @@ def segment_rows(request: Request, chip: Chip) -> int:
     if r.return_intermediate_states or r.disable_recompute:
         return 0
     hopper = cut_on_hopper(r, chip)
-    if hopper and r.T < LEAST_TOTAL_HOPPER:
+    if r.T < (LEAST_TOTAL_HOPPER if hopper else LEAST_SEGMENTS * LEAST_ROWS):
         return 0
     programs = r.HV * -(-padded(r.V) // 64)
-    room, least = (MOST_PROGRAMS, LEAST_ROWS_HOPPER) if hopper else (chip.multiprocessors, LEAST_ROWS)
-    count = min(room // programs, chip.multiprocessors // programs, r.T // least)
+    count = min(chip.multiprocessors // programs, _most_segments(r) if hopper else r.T // LEAST_ROWS)
     if count < LEAST_SEGMENTS:
         return 0
     if hopper:
-        # A step of the join takes as long as two chunks of the other kernels.
-        count = max(LEAST_SEGMENTS, min(count, math.isqrt(r.T // (2 * CHUNK))))
         # Segments of one length are a batch, and their boundaries need not be written.
         even = [n for n in range(LEAST_SEGMENTS, count + 1) if r.T % (2 * CHUNK * n) == 0]
         count = even[-1] if even and 2 * even[-1] > count else count
@@ -332,6 +334,11 @@ def saved_slots(request: Request) -> int:
     return max(1, slots(request))
 
 
+def _most_segments(r: Request) -> int:
+    """Segments that the kernels for Hopper join, at most: a step of the join takes as long as two chunks elsewhere."""
+    return min(MOST_PROGRAMS // (2 * r.HV), r.T // LEAST_ROWS_HOPPER, math.isqrt(r.T // (2 * CHUNK)))
+
+
 def starts_shape(r: Request) -> tuple[int, ...]:
     """Shape of the states at the starts of segments that a training forward saves; () for calls that are never cut.
 
@@ -339,7 +346,7 @@ def starts_shape(r: Request) -> tuple[int, ...]:
     """
     if r.B != 1 or r.cu_seqlens is not None or r.disable_recompute or r.q.dtype != torch.bfloat16:
         return ()
-    count = min(MOST_PROGRAMS // (2 * r.HV), r.T // LEAST_ROWS_HOPPER) if r.K == r.V == 128 else 0
+    count = _most_segments(r) if r.K == r.V == 128 else 0
     return (count, r.HV, r.V, r.K) if count >= LEAST_SEGMENTS and r.T >= LEAST_TOTAL_HOPPER else ()
 
 

@@ -17,8 +17,10 @@ from kda_core_nvidia.choose.chunk import (
     PrepareConfig,
     PrepareHopperConfig,
     TransitionsHopperConfig,
+    as_copied,
     as_segments,
     choose_prepare,
+    cut_on_hopper,
     hopper_config,
     join_precision,
     precision,
@@ -84,6 +86,8 @@ def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
     K, V, dtype, h = r.K, r.V, r.q.dtype, r.return_intermediate_states
     KP, count, heads = padded(K), slots(r), r.N * r.HV
     v = r.v if has_contiguous_rows(r.v) else r.v.contiguous()
+    if rows and cut_on_hopper(r, chip):
+        v = as_copied(v)
     hopper = not h and serves(chip, dtype, count, r.HV, KP, V, v)
     return ForwardChoice(
         prepare=choose_prepare(r, chip, cut=bool(rows)),

@@ -40,6 +40,7 @@ from kda_core_nvidia.choose.backward import (
 from kda_core_nvidia.choose.chunk import HopperConfig, TransitionsHopperConfig, in_parts, split_scale
 from kda_core_nvidia.plans.forward import Prepared, add_prepare, hopper_tiles, kept_of
 from kda_core_nvidia.plans.gradients_hopper import CHANNELS, launch_gradients_hopper, launch_gradients_persistent
+from kda_core_nvidia.plans.prepare_hopper import aligned
 from kda_core_nvidia.plans.segments import add_ends, add_starts, cut_into_segments
 
 FINISH_ELEMENTS = 2048
@@ -121,6 +122,8 @@ class _Backward:
         r = cut_into_segments(b, call, choice.segment_rows) if choice.segment_rows else call
         names = [n for n in ("q", "k", "v", "g", "beta", "grad_o") if getattr(r, n) is not None]
         r = replace(r, **{n: x if rows_readable(x := getattr(r, n)) else b.dense(x) for n in names})
+        if self._cut_on_hopper:
+            r = replace(r, **{n: aligned(b, getattr(r, n)) for n in ("v", "grad_o") if n in names})
         r = replace(r, cu_seqlens=b.dense(r.cu_seqlens), **gate_parameters(b, r))
         self.r, self.dtype = r, r.q.dtype
         self.B, self.T, self.H, self.K = r.q.shape
@@ -140,6 +143,11 @@ class _Backward:
         views = [getattr(r, n) for n in names]
         self.collapsed = self.B == 1 or all(x.strides[0] == x.strides[1] * self.T for x in views)
         self.T_row = self.T if self.collapsed else 0
+
+    @property
+    def _cut_on_hopper(self) -> bool:
+        """Whether the call is cut into segments that the kernels for Hopper join."""
+        return bool(self.choice.segment_rows) and isinstance(self.choice.transitions, TransitionsHopperConfig)
 
     def new(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> View:
         """A result of the call [B, T, ..], or scratch where it is a part of one."""
@@ -197,7 +205,7 @@ class _Backward:
     def _starts(self, prepared: Prepared) -> tuple[View, View | None]:
         """States at the starts of segments, which a forward for Hopper has saved, and what ``add_starts`` says."""
         b, r, choice = self.b, self.r, self.choice
-        kept = kept_of(r).starts if r.saved and isinstance(choice.transitions, TransitionsHopperConfig) else None
+        kept = kept_of(r).starts if r.saved and self._cut_on_hopper else None
         if kept is not None:
             return kept.cut(0, slice(0, r.N)), None
         return add_starts(b, r, choice, r.v, prepared.keys, prepared.D, self.call)

@@ -29,7 +29,7 @@ from kda_core_nvidia.choose.chunk import (
     split_scale,
     starts_shape,
 )
-from kda_core_nvidia.plans.prepare_hopper import launch_prepare_hopper
+from kda_core_nvidia.plans.prepare_hopper import aligned, launch_prepare_hopper
 from kda_core_nvidia.plans.segments import add_starts, cut_into_segments
 from kda_core_nvidia.prepare import prepare
 from kda_core_nvidia.recurrence import recurrence
@@ -235,7 +235,10 @@ def _add_segments(
     if cut.cu_seqlens is None:
         o = in_parts(o, cut.N)
     prepared = add_prepare(b, cut, choice.prepare, choice.precision, choice.bounded, o, keep=keep)
-    own = starts.cut(0, slice(0, cut.N)) if starts and isinstance(choice.transitions, TransitionsHopperConfig) else None
+    hopper = isinstance(choice.transitions, TransitionsHopperConfig)
+    if hopper:
+        cut = replace(cut, v=aligned(b, cut.v))
+    own = starts.cut(0, slice(0, cut.N)) if starts and hopper else None
     first, _ = add_starts(b, cut, choice, cut.v, prepared.keys, prepared.D, r, own)
     add_recurrence(b, replace(cut, initial_state=first), choice, prepared, o, final_state, None, whole=r)
     return prepared

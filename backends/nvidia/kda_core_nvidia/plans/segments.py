@@ -16,7 +16,6 @@ from kda_core.triton_lib.plan import Builder, View, matrix_tile, token_tile
 from kda_core_nvidia.choose import BackwardChoice, ForwardChoice
 from kda_core_nvidia.choose.chunk import TransitionsHopperConfig, as_segments, split_scale
 from kda_core_nvidia.join_hopper import join_hopper
-from kda_core_nvidia.plans.prepare_hopper import aligned
 from kda_core_nvidia.reverse_transitions_hopper import reverse_transitions_hopper
 from kda_core_nvidia.segments import join_kernel, reverse_transitions_kernel, transitions_kernel
 from kda_core_nvidia.transitions_hopper import transitions_hopper
@@ -45,7 +44,7 @@ def add_starts(
 
     Args:
         r: the call in segments (``cut_into_segments``).
-        v: as of ``r``, last dimension contiguous.
+        v: as of ``r``, last dimension contiguous; for Hopper with rows that bulk copies take.
         keys, D: what ``prepare`` wrote for ``r``.
         call: the call itself, with its initial state.
         states: [count, HV, V, K] in float32, to be written; scratch when left out.
@@ -58,7 +57,7 @@ def add_starts(
     if states is None:
         states = b.scratch("states at starts", (count, r.HV, r.V, r.K), torch.float32)
     if isinstance(config, TransitionsHopperConfig):
-        named, v = named | _hopper(b, r, choice, config, keys, D), aligned(b, v)
+        named |= _hopper(b, r, choice, config, keys, D)
         own = {"values": token_tile(v, CHUNK, r.V, swizzled=True), "s_vh": v.stride(2)}
         grid = (r.K // config.rows, (count - 1) * r.HV)
         b.pick(transitions_hopper, grid, config.num_warps, named | own, maxnreg=config.registers)
@@ -108,7 +107,7 @@ def add_ends(
     """Compute the gradient of the state at the end of every segment, [count, HV, V, K] in float32.
 
     Args:
-        do: as of ``r``, last dimension contiguous.
+        do: as of ``r``, last dimension contiguous; for Hopper with rows that bulk copies take.
         prepared: keys, P and D, as ``prepare`` wrote them for ``r``.
         transitions: from ``add_starts``.
         grad_final_state: the call's own, contiguous, or None; ``v_first``: its layout.
@@ -117,7 +116,6 @@ def add_ends(
     named["o_scale"] = split_scale(r.scale, r.q.dtype)[1]
     states = b.scratch("gradients at ends", (count, r.HV, r.V, r.K), torch.float32)
     if isinstance(config, TransitionsHopperConfig):
-        do = aligned(b, do)
         named |= _hopper(b, r, choice, config, keys, D) | {"STAGES": config.reverse_stages}
         own = {
             "pairs": matrix_tile(keys, 2 * CHUNK, r.K, swizzled=True), "s_oh": do.stride(2),
