@@ -149,7 +149,9 @@ def test_long_sequences_of_few_heads_are_cut():
 
 
 def test_hopper_joins_shorter_segments():
-    """At least 512 rows of 4,096; of one length where such a number of segments is near the one that fits."""
+    """At least 512 rows of 4,096, and more in longer sequences, so that a segment has twice as many chunks as there are
+    segments; of one length where such a number of segments is near the one that fits.
+    """
 
     def rows(T: int, H: int = 4) -> int:
         both = forward_on(90, request(T=T, H=H)), backward_on(90, backward(T=T, H=H))
@@ -160,8 +162,9 @@ def test_hopper_joins_shorter_segments():
         return both[0].segment_rows
 
     assert rows(4095) == 0
-    assert [rows(T) for T in (4096, 4100, 8192, 8256, 65536)] == [512, 544, 512, 544, 4096]
-    assert [rows(8192, H) for H in (1, 8, 12, 16)] == [512, 1024, 2048, 2048]
+    assert [rows(T) for T in (4096, 4100, 8192, 8256, 16384, 65536)] == [512, 544, 1024, 768, 1024, 4096]
+    assert [rows(8192, H) for H in (1, 8, 12, 16)] == [1024, 1024, 2048, 2048]
+    assert rows(2**20, 1) == 2**14
     # 5 segments fit: 8,200 rows are no number of equal ones.
     assert rows(8200, 12) == 1664
     for arch, r in ((100, request(T=8192)), (90, request(T=8192, dtype=FP16)), (90, request(T=8192, K=64))):

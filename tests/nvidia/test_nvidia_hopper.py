@@ -40,7 +40,7 @@ CALLS = {
     "padded keys": (1, 130, 2, 2, 100, 128, None, False),
     "packed": (1, 1000, 4, 4, 128, 128, [0, 0, 1, 33, 400, 400, 990], False),
     "many programs": (8, 320, 32, 32, 128, 128, None, True),
-    "few programs": (1, 4096, 4, 4, 128, 128, None, False),
+    "few programs": (1, 4064, 4, 4, 128, 128, None, False),
     "wide keys": (2, 330, 2, 2, 256, 256, None, False),
     "wide keys, narrow values, packed": (1, 1000, 2, 4, 200, 64, [0, 0, 1, 33, 400, 400, 990], True),
     "wide keys, many programs": (4, 200, 40, 40, 256, 128, None, True),

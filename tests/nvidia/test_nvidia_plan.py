@@ -152,6 +152,16 @@ def test_a_long_sequence_is_cut_into_segments(K: int, kernels: tuple[str, ...]):
     assert [type(s) for s in odd.steps if not isinstance(s, Launch)] == [Boundaries]
 
 
+def test_transitions_read_copies_of_rows_that_bulk_copies_cannot_take():
+    forward, backward = trained(chunk_case(BF16, 128, 128, 4, "bounded", T=8192))
+    wide = torch.empty(1, 8192, 4, 129, dtype=BF16, device="meta")[..., 1:]
+    first = launch_of(plan_of(replace(forward, v=wide), CHIPS[90], frozenset({"v"})), "transitions_hopper")
+    assert (first.arguments["values"].base.source, first.arguments["s_vh"]) == ("v, aligned", 128)
+    second = plan_of(replace(backward, grad_o=wide), CHIPS[90], frozenset({"grad_o"}))
+    second = launch_of(second, "reverse_transitions_hopper")
+    assert (second.arguments["gradients"].base.source, second.arguments["s_oh"]) == ("grad_o, aligned", 128)
+
+
 def test_a_backward_reads_the_states_at_the_starts_of_segments():
     """As the forward for Hopper saved them; without them it makes them again."""
     forward, backward = trained(chunk_case(BF16, 128, 128, 4, "bounded", T=8192))

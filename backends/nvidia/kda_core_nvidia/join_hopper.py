@@ -103,10 +103,13 @@ def join_hopper(
     else:
         x = gl.load(given + i_h * (K * V) + at_b).to(gl.float32)
     gl.store(states + (first_state + i_s * step).to(gl.int64) * (V * K) + at_x, x)
+    # What a step adds is loaded one step ahead; without a step it is not used.
+    b = x
+    if i_s < end:
+        b = gl.load(additions + (first + i_s * step).to(gl.int64) * (K * V) + at_b)
     for t in range(i_s, end):
         j = t - i_s
         stage = j % STAGES
-        b = gl.load(additions + (first + t * step).to(gl.int64) * (K * V) + at_b)
         x_first = x.to(gl.bfloat16)
         first_part.store(x_first)
         second_part.store((x - x_first.to(gl.float32)).to(gl.bfloat16))
@@ -116,6 +119,8 @@ def join_hopper(
         x = warpgroup_mma(buffer.index(2 * stage), first_part, b, is_async=True)
         x = warpgroup_mma(buffer.index(2 * stage), second_part, x, is_async=True)
         x = warpgroup_mma(buffer.index(2 * stage + 1), first_part, x, is_async=True)
+        after = gl.minimum(t + 1, end - 1)
+        b = gl.load(additions + (first + after * step).to(gl.int64) * (K * V) + at_b)
         x = warpgroup_mma_wait(0, deps=(x,))
         # Every warp has done with what was loaded, and with both parts of the state.
         block_barrier()

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from kda_core.request import Request
 from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.plan import View
+from kda_core.triton_lib.segments import as_packed
 from kda_core_nvidia.choose.chip import Chip
 
 
@@ -91,8 +91,7 @@ class TransitionsHopperConfig:
         stages, registers: of ``transitions_hopper``: chunks that are loaded ahead, registers of a thread at launch.
             With fewer, ptxas runs the products one after another.
         reverse_stages, reverse_registers: the same of ``reverse_transitions_hopper``.
-        join_block, join_stages: value channels of a program of ``join_hopper``, matrices that it loads ahead. Up to 32
-            channels its products take as long as fewer: reading the matrix limits them.
+        join_block, join_stages: value channels of a program of ``join_hopper``, matrices that it loads ahead.
     """
 
     rows: int = 64
@@ -102,7 +101,7 @@ class TransitionsHopperConfig:
     registers: int = 144
     reverse_stages: int = 4
     reverse_registers: int = 152
-    join_block: int = 32
+    join_block: int = 16
     join_stages: int = 3
 
 
@@ -314,6 +313,8 @@ def segment_rows(request: Request, chip: Chip) -> int:
     if count < LEAST_SEGMENTS:
         return 0
     if hopper:
+        # A step of the join takes as long as two chunks of the other kernels.
+        count = max(LEAST_SEGMENTS, min(count, math.isqrt(r.T // (2 * CHUNK))))
         # Segments of one length are a batch, and their boundaries need not be written.
         even = [n for n in range(LEAST_SEGMENTS, count + 1) if r.T % (2 * CHUNK * n) == 0]
         count = even[-1] if even and 2 * even[-1] > count else count
@@ -353,14 +354,11 @@ def as_segments(request: Request, rows: int) -> Request:
 
     Segments of one length are a batch; others are packed sequences.
     """
-    r, count = request, -(-request.T // rows)
-    own: dict[str, Any] = {"initial_state": None, "grad_final_state": None, "state_v_first": True}
-    if count * rows == r.T:
-        names = ("q", "k", "v", "g", "beta", "grad_o")
-        own |= {n: in_parts(x, count) for n in names if (x := getattr(r, n)) is not None}
-    else:
-        own["cu_seqlens"] = View("cu_seqlens", (count + 1,), (1,), torch.int64)
-    return replace(r, **own)
+    if request.T % rows:
+        return as_packed(request, rows, v_first=True)
+    names = ("q", "k", "v", "g", "beta", "grad_o")
+    parts = {n: in_parts(x, request.T // rows) for n in names if (x := getattr(request, n)) is not None}
+    return replace(request, **parts, initial_state=None, grad_final_state=None, state_v_first=True)
 
 
 def transitions_of(r: Request, chip: Chip) -> BlockConfig | TransitionsHopperConfig:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from kda_core.request import Request
+from kda_core.triton_lib import segments
 from kda_core.triton_lib.arguments import row_strides
 from kda_core.triton_lib.frame import names
 from kda_core.triton_lib.layout import CHUNK, padded
 from kda_core.triton_lib.lift import lift
-from kda_core.triton_lib.plan import Boundaries, Builder, View, matrix_tile, token_tile
+from kda_core.triton_lib.plan import Builder, View, matrix_tile, token_tile
 from kda_core_nvidia.choose import BackwardChoice, ForwardChoice
 from kda_core_nvidia.choose.chunk import TransitionsHopperConfig, as_segments, split_scale
 from kda_core_nvidia.join_hopper import join_hopper
@@ -28,13 +28,8 @@ Choice = ForwardChoice | BackwardChoice
 
 
 def cut_into_segments(b: Builder, r: Request, rows: int) -> Request:
-    """The call with its segments of ``rows`` rows as a batch or as packed sequences (``as_segments``)."""
-    cut = as_segments(r, rows)
-    if cut.cu_seqlens is None:
-        return cut
-    bounds = b.scratch("cu_seqlens of segments", cut.cu_seqlens.shape, torch.int64)
-    b.step(Boundaries(bounds, rows, r.T))
-    return replace(cut, cu_seqlens=bounds)
+    """``as_segments``, with boundaries that the plan writes where it has them."""
+    return segments.cut_into_segments(b, r, rows, v_first=True) if r.T % rows else as_segments(r, rows)
 
 
 def _names(r: Request, v_first: bool) -> dict[str, Any]:
@@ -63,8 +58,8 @@ def add_starts(
     if states is None:
         states = b.scratch("states at starts", (count, r.HV, r.V, r.K), torch.float32)
     if isinstance(config, TransitionsHopperConfig):
-        named |= _hopper(b, r, choice, config, keys, D)
-        own = {"values": token_tile(aligned(b, v), CHUNK, r.V, swizzled=True), "s_vh": v.stride(2)}
+        named, v = named | _hopper(b, r, choice, config, keys, D), aligned(b, v)
+        own = {"values": token_tile(v, CHUNK, r.V, swizzled=True), "s_vh": v.stride(2)}
         grid = (r.K // config.rows, (count - 1) * r.HV)
         b.pick(transitions_hopper, grid, config.num_warps, named | own, maxnreg=config.registers)
         _add_join_hopper(b, r, config, named, initial_state, states, reverse=False)
@@ -122,11 +117,12 @@ def add_ends(
     named["o_scale"] = split_scale(r.scale, r.q.dtype)[1]
     states = b.scratch("gradients at ends", (count, r.HV, r.V, r.K), torch.float32)
     if isinstance(config, TransitionsHopperConfig):
+        do = aligned(b, do)
         named |= _hopper(b, r, choice, config, keys, D) | {"STAGES": config.reverse_stages}
         own = {
             "pairs": matrix_tile(keys, 2 * CHUNK, r.K, swizzled=True), "s_oh": do.stride(2),
             "P": matrix_tile(P, CHUNK, CHUNK, swizzled=True), "T": r.T * (r.N if r.cu_seqlens is None else 1),
-            "gradients": token_tile(aligned(b, do), CHUNK, r.V, swizzled=True),
+            "gradients": token_tile(do, CHUNK, r.V, swizzled=True),
         }  # fmt: skip
         grid = (r.K // config.rows, (count - 1) * r.HV)
         b.pick(reverse_transitions_hopper, grid, config.num_warps, named | own, maxnreg=config.reverse_registers)
