@@ -131,13 +131,18 @@ $(STAMPS)/docs $(STAMPS)/release: $(STAMPS)/%: requirements/%.txt $(CONSTRAINTS)
 
 # Adapters for other stacks: each with the oldest and newest version of the stack, in an environment of its own.
 STACKS := fla-0.6.0 transformers-5.18.0 transformers-5.24.0 kernels-0.17.2
+LARGE_STACKS := vllm-0.33.0
 STACK_OF = $(firstword $(subst -, ,$(1)))
 PACKAGES_fla := flash-linear-attention triton
 PACKAGES_transformers := transformers
 PACKAGES_kernels := kernels transformers
+PACKAGES_vllm := transformers triton
 PINNED_fla := fla-core|flash-linear-attention
 PINNED_transformers := transformers
 PINNED_kernels := kernels
+PINNED_vllm := vllm
+# Installed without the packages that they require.
+ALONE_vllm := -r requirements/stack-vllm.txt vllm==0.33.0
 ADAPTERS := $(notdir $(patsubst %/pyproject.toml,%,$(wildcard integrations/*/pyproject.toml)))
 STACK_ENVIRONMENTS := build/integrations
 $(foreach a,$(ADAPTERS),$(eval $(call WHEEL_RULE,$(a),integrations/$(a),$(call SOURCE_FILES,integrations/$(a)))))
@@ -152,15 +157,17 @@ $(STACK_ENVIRONMENTS)/%/.stamp: requirements/stack.txt $(CONSTRAINTS) $(STAMPS)/
 	@$(@D)/bin/python -m pip install -qq --no-compile -c $(@D)/constraints.txt '$(TORCH)'
 	@$(@D)/bin/python -m pip install -qq --no-compile -c $(@D)/constraints.txt \
 		$$(grep -v '^#' requirements/stack.txt) $(PACKAGES_$(call STACK_OF,$*))
+	@$(if $(ALONE_$(call STACK_OF,$*)),$(@D)/bin/python -m pip install -qq --no-compile --no-deps \
+		-c $(@D)/constraints.txt $(ALONE_$(call STACK_OF,$*)))
 	@touch $@
 
-integrations-test: $(STACKS:%=integrations-test-%) ## Set each stack up in an environment of its own, run its adapter's tests.
+integrations-test: $(STACKS:%=integrations-test-%) $(LARGE_STACKS:%=integrations-test-%) ## Set each stack up in an environment of its own, run its adapter's tests.
 
 # The console script, as for make test: the wheels are under test.
 integrations-test-%: $(STACK_ENVIRONMENTS)/%/.stamp $(call WHEELS,core cpu $(ADAPTERS))
 	@$(<D)/bin/python -m pip install -qq --no-compile --no-deps --force-reinstall \
 		$(DIST)/kda_core-*.whl $(DIST)/kda_core_cpu-*.whl $(patsubst %,$(DIST)/kda_core_%-*.whl,$(filter $(call STACK_OF,$*),$(ADAPTERS)))
-	@$(<D)/bin/python -m pip check
+	@$(if $(ALONE_$(call STACK_OF,$*)),,$(<D)/bin/python -m pip check)
 	$(<D)/bin/pytest -m end_to_end tests/integrations/test_$(call STACK_OF,$*).py $(PYTEST_ARGS)
 
 hub-build: environment ## Write a repository for Hugging Face's kernels library in build/hub.

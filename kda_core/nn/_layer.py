@@ -52,7 +52,8 @@ class KimiDeltaAttention(nn.Module):
         layer_idx: kept for models that number their layers.
         norm_eps: of the gated norm.
         backend: name of a backend for every call; None: as ``chunk_kda`` chooses.
-        device, dtype: of the parameters; ``A_log`` and ``dt_bias`` are float32.
+        device: of the parameters.
+        dtype: of the parameters; ``A_log`` and ``dt_bias`` are float32.
 
     Raises:
         ValueError: sizes that do not fit, or another mode.
@@ -152,7 +153,8 @@ class KimiDeltaAttention(nn.Module):
             attention_mask: [B, at least T], 0 where a token is padding; the last T columns are read. The tokens of a
                 row stand side by side, with padding before or behind them. Padding changes no state, its output is 0.
             cache: a ``KDACache``. Calls of few tokens without gradients advance it in place.
-            cu_seqlens, cu_seqlens_cpu: boundaries of packed sequences (B = 1), as in ``chunk_kda``.
+            cu_seqlens: boundaries of packed sequences (B = 1), as in ``chunk_kda``.
+            cu_seqlens_cpu: a copy of them on the CPU.
 
         Returns:
             [B, T, hidden_size].

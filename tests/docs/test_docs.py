@@ -34,6 +34,7 @@ NOT_RUN = {
     "docs/index.md": 1,
     "docs/integrations/fla.md": 1,
     "docs/integrations/transformers.md": 1,
+    "docs/integrations/vllm.md": 1,
     "docs/notes/amd.md": 3,
     "docs/notes/nvidia.md": 2,
     "docs/notes/performance.md": 1,
