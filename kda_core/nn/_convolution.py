@@ -105,10 +105,11 @@ def convolve(
     else:
         result = own.result("kda_core_short_convolution_forward", _request(tensors, flags, memo))
         y, final = result.o, state if inplace and flags["output_final_state"] else result.final_state
-    return _in_parts(y, parts), final
+    return in_parts(y, parts), final
 
 
-def _in_parts(y: Tensor, parts: Sequence[Sequence[int]]) -> list[Tensor]:
+def in_parts(y: Tensor, parts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Views of y [B, T, D]: the parts of its channels, each [B, T, *part]."""
     split = y.split([math.prod(part) for part in parts], -1) if len(parts) > 1 else (y,)
     return [t.unflatten(-1, part) if len(part) > 1 else t for t, part in zip(split, parts, strict=True)]
 
@@ -194,7 +195,7 @@ def _request(tensors: Sequence[Any], flags: dict[str, bool], memo: Any, **more: 
 
 
 _DIFFERENTIABLE = ("x", "weight", "bias", "initial_state")
-_GRADIENTS = ("grad_output", "grad_second", "grad_third")
+GRADIENTS = ("grad_output", "grad_second", "grad_third")
 _BEFORE = 4
 """Arguments of ``_Convolution`` ahead of the tensors."""
 
@@ -209,7 +210,7 @@ class _Convolution(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         ctx.call = backend, memo, flags, parts
         result = backend.result("kda_core_short_convolution_forward", _request(tensors, flags, memo))
-        return *_in_parts(result.o, parts), result.final_state
+        return *in_parts(result.o, parts), result.final_state
 
     @staticmethod
     @once_differentiable
@@ -218,7 +219,7 @@ class _Convolution(torch.autograd.Function):
         *given, grad_final = grads
         needed = ctx.needs_input_grad[_BEFORE:]
         needs = frozenset(n for n, wanted in zip(_DIFFERENTIABLE, needed, strict=False) if wanted)
-        gradients = dict(zip(_GRADIENTS, [grad.flatten(2) for grad in given], strict=False))
+        gradients = dict(zip(GRADIENTS, [grad.flatten(2) for grad in given], strict=False))
         sizes = tuple(map(math.prod, parts)) if len(parts) > 1 else ()
         more = {"parts": sizes, **gradients, "grad_final_state": grad_final, "needs_grad": needs}
         request = _request(ctx.saved_tensors, flags, memo, **more)

@@ -16,7 +16,7 @@ from kda_core.nn._checks import expect_tensor
 from kda_core.nn._convolution import convolve
 from kda_core.nn._dispatch import is_eager
 from kda_core.nn._norm import gated_rms_norm
-from kda_core.nn._projections import Projections, project
+from kda_core.nn._projections import Convolutions, Projections, project
 
 RATES = (1.0, 16.0)
 """Range of exp(A_log) in a new layer, as in fla and Mamba."""
@@ -168,20 +168,26 @@ class KimiDeltaAttention(nn.Module):
         linears = Projections(self.q_proj, self.k_proj, self.v_proj, f_in, g_in, self.b_proj, f_out, g_out)
         # Rows, because torch's linear layers take fewer steps for two dimensions, and add a bias on the way.
         batch = hidden_states.shape[:2]
-        mixed, g, beta, gate = project(hidden_states.flatten(0, 1), linears)
-        mixed, beta = mixed.view(*batch, -1), beta.view(*batch, -1)
+        rows = hidden_states.flatten(0, 1)
+        mixed, g, beta, gate = project(rows, linears, self._convolutions(batch, cu_seqlens) if cache is None else None)
         # The heads at hand: with tensor parallelism a layer has some of them.
         HV = beta.shape[-1]
-        g, gate = g.view(*batch, HV, -1), gate.view(*batch, HV, -1)
+        beta = beta.view(*batch, HV)
+        g, gate = g.view(*batch, HV, self.head_k_dim), gate.view(*batch, HV, self.head_v_dim)
         if mask is not None:
             # A gate input whose decay is 1, and a beta of 0: the state stays.
             least = torch.finfo(g.dtype).min
             g, beta = g.masked_fill(~mask[..., None, None], least), beta.masked_fill(~mask[..., None], least)
-        (q, k, v), conv = self._convolve(mixed, HV, mask, cache, cu_seqlens)
+        conv = None
+        if isinstance(mixed, Tensor):
+            mixed = mixed.view(*batch, mixed.shape[-1])
+            (q, k, v), conv = self._convolve(mixed, HV, mask, cache, cu_seqlens)
+        else:
+            q, k, v = mixed
         tensors: dict[str, Any] = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
         o = self._attend(tensors, mixed, mask, conv, cache, cu_seqlens, cu_seqlens_cpu)
         o = gated_rms_norm(o, gate, self.o_norm.weight, self.norm_eps, self.backend)
-        o = self.o_proj(o.view(hidden_states.shape[0] * hidden_states.shape[1], -1)).view(*batch, -1)
+        o = self.o_proj(o.view(-1, HV * self.head_v_dim)).view(*batch, self.hidden_size)
         return o if mask is None else o.masked_fill(~mask[..., None], 0)
 
     def _check(self, x: Any, attention_mask: Any, cache: Any, cu_seqlens: Any) -> Tensor | None:
@@ -209,6 +215,15 @@ class KimiDeltaAttention(nn.Module):
                 raise ValueError("attention_mask: expected the tokens of a row side by side, got a mask with holes")
         return mask
 
+    def _convolutions(self, batch: Sequence[int], cu_seqlens: Tensor | None) -> Convolutions | None:
+        """The convolutions where they have neither bias nor state."""
+        if not self.use_short_conv or self.conv_bias:
+            return None
+        weights = self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight
+        widths = self.head_k_dim, self.head_k_dim, self.head_v_dim
+        parts = tuple((w.shape[0] // n, n) for w, n in zip(weights, widths, strict=True))
+        return Convolutions(weights, batch, parts, cu_seqlens, self.backend)
+
     def _convolve(
         self, mixed: Tensor, HV: int, mask: Tensor | None, cache: KDACache | None, cu_seqlens: Tensor | None
     ) -> tuple[Sequence[Tensor], Tensor | None]:
@@ -233,7 +248,7 @@ class KimiDeltaAttention(nn.Module):
         return qkv, after
 
     def _attend(
-        self, tensors: dict[str, Any], mixed: Tensor, mask: Tensor | None, conv: Tensor | None,
+        self, tensors: dict[str, Any], mixed: Any, mask: Tensor | None, conv: Tensor | None,
         cache: KDACache | None, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """Run the operator and update the cache; [B, T, HV, V]."""
@@ -245,7 +260,7 @@ class KimiDeltaAttention(nn.Module):
         }  # fmt: skip
         if cache is None:
             return chunk_kda(**tensors, **options, cu_seqlens_cpu=cu_seqlens_cpu)[0]
-        T = mixed.shape[1]
+        T = tensors["q"].shape[1]
         if cache.crop_calls:
             cache.record(Call(cache.length, cache.state, cache.conv, mixed, mask, tensors, options))
         states: dict[str, Any] = {"initial_state": cache.state, "output_final_state": True}

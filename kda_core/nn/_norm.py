@@ -34,6 +34,17 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-5, b
         ValueError, TypeError: a wrong shape, device, value or type.
         UnsupportedCall, BackendNotFound, BrokenBackend: as ``chunk_kda``, for a backend that was asked for.
     """
+    _check(x, gate, weight, eps)
+    own, memo = backend_for("gated_rms_norm", x, (gate, weight), (eps,), backend) if x.numel() else (None, None)
+    if own is None:
+        return _in_torch(x, gate, weight, eps)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, gate, weight)):
+        return _Norm.apply(own, memo, eps, x, gate, weight)
+    request = GatedNormRequest(x=x, gate=gate, weight=weight, eps=eps, memo=memo)
+    return own.result("kda_core_gated_rms_norm_forward", request)
+
+
+def _check(x: Any, gate: Any, weight: Any, eps: Any) -> None:
     expect_tensor("x", x)
     expect_tensor("gate", gate)
     expect_tensor("weight", weight, 1)
@@ -46,17 +57,13 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-5, b
         raise TypeError(f"eps: expected a number, got {type(eps).__name__}")
     if not 0 <= eps < float("inf"):
         raise ValueError(f"eps: expected a finite number of at least 0, got {eps}")
-    tensors = (x, gate, weight)
-    chosen = backend_for("gated_rms_norm", x, tensors[1:], (eps,), backend) if x.numel() else (None, None)
-    if chosen[0] is None:
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        rows = x.to(wide)
-        scale = torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)
-        return (rows * scale * weight.to(wide) * torch.sigmoid(gate.to(wide))).to(x.dtype)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        return _Norm.apply(*chosen, eps, *tensors)
-    request = GatedNormRequest(x=x, gate=gate, weight=weight, eps=eps, memo=chosen[1])
-    return chosen[0].result("kda_core_gated_rms_norm_forward", request)
+
+
+def _in_torch(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    rows = x.to(wide)
+    scale = torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)
+    return (rows * scale * weight.to(wide) * torch.sigmoid(gate.to(wide))).to(x.dtype)
 
 
 _DIFFERENTIABLE = ("x", "gate", "weight")
