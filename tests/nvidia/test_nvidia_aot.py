@@ -107,6 +107,15 @@ def test_both_kernels_of_a_step_sum_a_tile_alike():
     assert len(layouts[0]) == 1
 
 
+@pytest.mark.end_to_end
+@pytest.mark.parametrize(("name", "most"), [("transitions_hopper", 40), ("reverse_transitions_hopper", 50)])
+def test_products_of_transitions_are_under_way_together(name: str, most: int):
+    """Where registers are few ptxas orders each after the one before, without a spill: 124 such instructions at 128."""
+    (one,) = (x for x in TOOL.shipped("90", name, quick=True) if x.launch.name == name)
+    code = aot._tool("-sass", TOOL.compiled(one).machine_code)
+    assert 20 < len(re.findall(r"\bWARPGROUP\.", code)) < most
+
+
 def test_descriptors_only_where_the_chip_has_them():
     """TensorDescriptor from sm_90 on, pointers before."""
 
