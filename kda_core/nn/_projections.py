@@ -61,7 +61,7 @@ def project(
     bias: Any = getattr(layers.gate_out, "bias", None)
     if not all(map(_is_product, layers, (*[None] * 7, bias))) or not is_eager(x, bias, *weights):
         decay, gate = layers.decay_out(layers.decay_in(x)), layers.gate_out(layers.gate_in(x))
-        return torch.cat([layer(x) for layer in layers[:3]], -1), decay, layers.beta(x), gate
+        return torch.cat([layers.q(x), layers.k(x), layers.v(x)], -1), decay, layers.beta(x), gate
     kind = x.device.type
     tensors = [x, bias, *weights]
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
