@@ -131,18 +131,21 @@ $(STAMPS)/docs $(STAMPS)/release: $(STAMPS)/%: requirements/%.txt $(CONSTRAINTS)
 
 # Adapters for other stacks: each with the oldest and newest version of the stack, in an environment of its own.
 STACKS := fla-0.6.0 transformers-5.18.0 transformers-5.24.0 kernels-0.17.2
-LARGE_STACKS := vllm-0.33.0
+LARGE_STACKS := vllm-0.33.0 sglang-0.5.23
 STACK_OF = $(firstword $(subst -, ,$(1)))
 PACKAGES_fla := flash-linear-attention triton
 PACKAGES_transformers := transformers
 PACKAGES_kernels := kernels transformers
 PACKAGES_vllm := transformers triton
+PACKAGES_sglang := transformers triton
 PINNED_fla := fla-core|flash-linear-attention
 PINNED_transformers := transformers
 PINNED_kernels := kernels
 PINNED_vllm := vllm
+PINNED_sglang := sglang
 # Installed without the packages that they require.
-ALONE_vllm := -r requirements/stack-vllm.txt vllm==0.33.0
+ALONE_vllm := -r requirements/stack-servers.txt vllm==0.33.0
+ALONE_sglang := -r requirements/stack-servers.txt sglang==0.5.23
 ADAPTERS := $(notdir $(patsubst %/pyproject.toml,%,$(wildcard integrations/*/pyproject.toml)))
 STACK_ENVIRONMENTS := build/integrations
 $(foreach a,$(ADAPTERS),$(eval $(call WHEEL_RULE,$(a),integrations/$(a),$(call SOURCE_FILES,integrations/$(a)))))

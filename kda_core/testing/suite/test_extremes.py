@@ -9,6 +9,7 @@ import torch
 
 import kda_core
 from kda_core.capabilities import Feature
+from kda_core.testing import references
 from kda_core.testing.cases import BF16, FP16, FP32, PLAIN, SOFTPLUS, Beta, Case, Gate, Keys
 from kda_core.testing.inputs import Call, same_bits
 from kda_core.testing.marks import either_way, requires, slow
@@ -46,6 +47,21 @@ def test_decay_backward_of_few_rows(kda, decay: float, T: int):
     """Strong decays in the few rows after the last whole chunk: results are small beside cancelling terms."""
     case = Case(name=f"{T} rows, decay {decay}", T=T, K=128, dtype=BF16, decay=decay, state=FP32, backward=True)
     kda.check(case)
+
+
+@requires(Feature.CHUNK)
+@pytest.mark.parametrize("T", [37, 100])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
+def test_later_decays_change_no_earlier_output(kda, dtype: torch.dtype, T: int):
+    """FAILURES 32: outputs of the first T tokens are as exact as alone, however the tokens behind them decay."""
+    call = kda.near(Case(name=f"later decays {dtype} {T}", T=130, final_state=False, **PLAIN[dtype])).call()
+    first = call.slice_tokens(0, T)
+    expected = references.results(first)["o"]
+    for later in (0.0, -5.0, -2661.0):
+        g = call.tensors["g"].clone()
+        g[:, T:] = later
+        found = kda.run(call.having(g=g))["o"][:, :T]
+        kda.expect(first, "o", found, expected, f"decays of {later} behind token {T}")
 
 
 @requires(Feature.RECURRENT)
