@@ -113,7 +113,7 @@ class Tool:
         raise NotImplementedError
 
     def resources(self, job: Job, kernel: Any) -> Any:
-        """What a compiled kernel takes: an object with a text, and ``problems(job)``, why it must not be shipped."""
+        """Resources of a compiled kernel: an object with a text, and ``problems(job)``, why it must not be shipped."""
         raise NotImplementedError
 
     def source(self, job: Job) -> tuple[ASTSource, dict[str, Any]]:

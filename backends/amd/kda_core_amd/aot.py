@@ -47,7 +47,7 @@ POINTER_RANGE = 32
 
 @dataclass(frozen=True)
 class Resources:
-    """What a compiled kernel takes: registers of a lane, spilled registers, bytes of stack and of local data share.
+    """Resources of a compiled kernel: registers of a lane, spilled registers, bytes of stack and of local data share.
 
     Attributes:
         wrong: addresses that may wrap.

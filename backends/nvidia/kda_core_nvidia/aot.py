@@ -69,7 +69,7 @@ def _tool(option: str, cubin: bytes) -> str:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a compiled kernel takes."""
+    """Resources of a compiled kernel."""
 
     registers: int
     stack: int

@@ -103,7 +103,7 @@ def join_hopper(
     else:
         x = gl.load(given + i_h * (K * V) + at_b).to(gl.float32)
     gl.store(states + (first_state + i_s * step).to(gl.int64) * (V * K) + at_x, x)
-    # What a step adds is loaded one step ahead; without a step it is not used.
+    # The addition of a step is loaded one step ahead; without a step it is not used.
     b = x
     if i_s < end:
         b = gl.load(additions + (first + i_s * step).to(gl.int64) * (K * V) + at_b)

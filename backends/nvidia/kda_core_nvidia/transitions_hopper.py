@@ -57,7 +57,7 @@ def _load(
             copy_block(single, [slot * (3 * C), 0], bar, ke_buffer.index(stage))
             copy_block(values, [row0 + i * C, column], bar, v_buffer.index(stage))
             j += 1
-    # Nobody may leave while copies are under way.
+    # A program must not end while copies are under way.
     for back in gl.static_range(STAGES):
         last = j - 1 - back
         mbarrier.wait(ready.index((last + STAGES) % STAGES), ((last + STAGES) // STAGES + 1) & 1, pred=last >= 0)

@@ -235,7 +235,7 @@ class _Backward:
         return (self.r.N if turn is None else turn.stop - turn.start) * self.HV
 
     def _names(self) -> dict[str, Any]:
-        """What the launches share."""
+        """Arguments that the launches share."""
         exact, r = self.dtype == torch.float32, self.r
         own = {"T_row": self.T_row, "o_scale": self.o_scale, "rows": self.B * self.T, "HO": self._wider()}
         own |= {"LIFT": lift(self.dtype, r.use_qk_l2norm_in_kernel), "PRECISION": "ieee" if exact else "tf32"}

@@ -61,7 +61,7 @@ class Kept(NamedTuple):
 
 
 def kept_of(r: Request) -> Kept:
-    """What a forward saved for ``r``."""
+    """The tensors that a forward saved for ``r``."""
     P, inverse, *rest = r.saved
     norms = rest.pop(0) if r.use_qk_l2norm_in_kernel else None
     return Kept(P, inverse, norms, *rest)

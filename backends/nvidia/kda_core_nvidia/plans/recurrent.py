@@ -61,7 +61,7 @@ def _strides(packed: bool, **views: View) -> dict[str, int]:
 
 
 def _names(r: Request, final_state: View | None, o: View) -> dict[str, Any]:
-    """What the launches share."""
+    """Arguments that the launches share."""
     s_in, s_ih, I_K, I_V = state_strides(r.initial_state, r.state_v_first)
     s_fn, s_fh, F_K, F_V = state_strides(final_state, r.state_v_first)
     strides = _strides(r.cu_seqlens is not None, q=r.q, k=r.k, v=r.v, g=r.g, b=r.beta, o=o)

@@ -32,7 +32,7 @@ def cut_into_segments(b: Builder, r: Request, rows: int) -> Request:
 
 
 def _names(r: Request, v_first: bool) -> dict[str, Any]:
-    """What launches between segments share; ``v_first``: the layout of the call's own states."""
+    """Arguments that launches between segments share; ``v_first``: the layout of the call's own states."""
     own = {"count": r.N, "V_FIRST": v_first, "LIFT": lift(r.q.dtype, r.use_qk_l2norm_in_kernel), "PRECISION": "tf32"}
     return names(r) | own
 
@@ -76,7 +76,7 @@ def add_starts(
 def _hopper(
     b: Builder, r: Request, choice: Choice, config: TransitionsHopperConfig, keys: View, D: View
 ) -> dict[str, Any]:
-    """What both transition kernels for Hopper read, and scratch for what they write."""
+    """Inputs of both transition kernels for Hopper, and scratch for their outputs."""
     lead = (r.N - 1, r.HV)
     return {
         "single": matrix_tile(keys, CHUNK, r.K, swizzled=True), "decays": matrix_tile(D, 1, r.K, by_rows=True),
