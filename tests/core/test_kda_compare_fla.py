@@ -68,6 +68,7 @@ ADDED = {
     "inplace_final_state": "fla has it in its kernel and not in its public call",
     "out": "a caller's buffer, which fla has not",
     "backend": "fla chooses by environment variables",
+    "safe_gate": "fla takes it in chunk_kda only",
 }
 LEFT_OUT = {
     "kwargs": "every parameter is named; an unknown one raises TypeError where fla would swallow it",
