@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block
-from kda_core_nvidia.transitions_hopper import minus_rounded, rounded, store_parts, vanished
+from kda_core_nvidia.transitions_hopper import drain, minus_rounded, rounded, store_parts, vanished
 
 
 @gluon.jit
@@ -46,9 +46,7 @@ def _load_forwards(
             # Rows past the end of the tensor arrive as zeros.
             copy_block(gradients, [row0 + j * C, column], bar, o_buffer.index(stage))
             j += 1
-    for back in gl.static_range(STAGES):
-        last = j - 1 - back
-        mbarrier.wait(ready.index((last + STAGES) % STAGES), ((last + STAGES) // STAGES + 1) & 1, pred=last >= 0)
+    drain(ready, j, STAGES)
 
 
 @gluon.jit

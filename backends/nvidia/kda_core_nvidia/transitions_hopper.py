@@ -33,6 +33,14 @@ state is enormous: at most 2^-113 of the norm of the state where they stop."""
 
 
 @gluon.jit
+def drain(ready, j, STAGES: gl.constexpr):
+    """Wait for the last of ``j`` loads: a program must not end while copies are under way."""
+    for back in gl.static_range(STAGES):
+        last = j - 1 - back
+        mbarrier.wait(ready.index((last + STAGES) % STAGES), ((last + STAGES) // STAGES + 1) & 1, pred=last >= 0)
+
+
+@gluon.jit
 def _load(
     single, decays, values, row0, column, slot0, i_h, n, ready, free, stop, ka_buffer, ke_buffer, v_buffer, d_buffer,
     HV: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
@@ -57,10 +65,7 @@ def _load(
             copy_block(single, [slot * (3 * C), 0], bar, ke_buffer.index(stage))
             copy_block(values, [row0 + i * C, column], bar, v_buffer.index(stage))
             j += 1
-    # A program must not end while copies are under way.
-    for back in gl.static_range(STAGES):
-        last = j - 1 - back
-        mbarrier.wait(ready.index((last + STAGES) % STAGES), ((last + STAGES) // STAGES + 1) & 1, pred=last >= 0)
+    drain(ready, j, STAGES)
 
 
 @gluon.jit
