@@ -7,8 +7,8 @@ import importlib
 import installed
 import pages
 import pytest
+import recurrence
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 installed.need_backend("cpu")
@@ -55,23 +55,13 @@ def draw(tokens: int) -> dict[str, Tensor]:
 
 def gate(x: dict[str, Tensor], lower_bound: float | None) -> tuple[Tensor, Tensor]:
     """Decays and beta of the raw ones."""
-    raw, rate = x["a"] + x["dt_bias"].view(HV, D), x["A_log"].view(HV, 1).exp()
-    decays = -rate * F.softplus(raw) if lower_bound is None else lower_bound * torch.sigmoid(rate * raw)
-    return decays, x["b"].sigmoid()
+    return recurrence.gate(x["a"], x["b"], x["A_log"], x["dt_bias"], lower_bound)
 
 
 def recur(x: dict[str, Tensor], lower_bound: float | None, rows: slice, state: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Outputs of one request's tokens, and the state [HV, V, K] before the first and after each."""
-    decays, beta = gate(x, lower_bound)
-    q, k = (F.normalize(x[n][0, rows], dim=-1).repeat_interleave(HV // H, 1) for n in ("q", "k"))
-    outputs, states, S = [], [state], state.mT
-    for t, v in enumerate(x["v"][0, rows]):
-        S = S * decays[0, rows][t].exp().unsqueeze(-1)
-        u = beta[0, rows][t].unsqueeze(-1) * (v - torch.einsum("hk,hkv->hv", k[t], S))
-        S = S + torch.einsum("hk,hv->hkv", k[t], u)
-        outputs.append(torch.einsum("hk,hkv->hv", q[t] * D**-0.5, S))
-        states.append(S.mT)
-    return torch.stack(outputs), states
+    tensors = x["q"], x["k"], x["v"], *gate(x, lower_bound)
+    return recurrence.recur(*(t[0, rows] for t in tensors), state)
 
 
 def close(found: Tensor, expected: Tensor) -> None:

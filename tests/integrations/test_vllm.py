@@ -11,8 +11,8 @@ from types import ModuleType
 import installed
 import pages
 import pytest
+import recurrence
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 installed.need_backend("cpu")
@@ -71,24 +71,15 @@ def draw(tokens: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
 
 def gate(x: dict[str, Tensor], lower_bound: float | None) -> tuple[Tensor, Tensor]:
     """Decays and beta of the raw ones."""
-    raw, rate = x["g"].float() + x["bias"].view(H, D), x["A_log"].view(H, 1).exp()
-    decays = -rate * F.softplus(raw) if lower_bound is None else lower_bound * torch.sigmoid(rate * raw)
-    return decays, x["beta"].float().sigmoid()
+    return recurrence.gate(x["g"], x["beta"], x["A_log"], x["bias"], lower_bound)
 
 
 def recur(
     x: dict[str, Tensor], decays: Tensor, beta: Tensor, rows: slice, state: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
     """Outputs of one request's tokens, and the state [H, V, K] after each."""
-    q, k = (F.normalize(x[n][0, rows].float(), dim=-1) for n in ("q", "k"))
-    outputs, states, S = [], [], state.float().mT
-    for t, v in enumerate(x["v"][0, rows].float()):
-        S = S * decays[0, rows][t].exp().unsqueeze(-1)
-        u = beta[0, rows][t].unsqueeze(-1) * (v - torch.einsum("hk,hkv->hv", k[t], S))
-        S = S + torch.einsum("hk,hv->hkv", k[t], u)
-        outputs.append(torch.einsum("hk,hkv->hv", q[t] * D**-0.5, S))
-        states.append(S.mT)
-    return torch.stack(outputs), states
+    outputs, states = recurrence.recur(*(t[0, rows] for t in (x["q"], x["k"], x["v"], decays, beta)), state)
+    return outputs, states[1:]
 
 
 def close(found: Tensor, expected: Tensor) -> None:
