@@ -84,7 +84,7 @@ _BEFORE = 3
 
 
 def _strides(tensors: Sequence[Tensor | None]) -> list[tuple[int, ...] | None]:
-    """What a memo requires of saved tensors: their hooks may return others, e.g. when they offload to the CPU."""
+    """The part of saved tensors that a memo depends on: their hooks may return others, e.g. from the CPU."""
     return [None if t is None else t.stride() for t in tensors]
 
 

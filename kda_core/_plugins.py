@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import metadata
+from typing import Any
 
 import pluggy
 
@@ -314,7 +315,8 @@ class Registry:
             request.__dict__["memo"] = memo
         return backend
 
-    def _keep(self, key: tuple | None, choice: Backend | str, memo: dict) -> None:
+    def _keep(self, key: tuple | None, choice: Any, memo: dict) -> None:
+        """Keep a choice, which is None where torch code of ``kda_core.nn`` serves a call of its functions."""
         if key is None:
             return
         if len(self._choices) >= MAX_CACHED_CHOICES:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kda_core import _torch_private
 from kda_core._loaded import Backend
-from kda_core._plugins import MAX_CACHED_CHOICES, registry, requested_name
+from kda_core._plugins import registry, requested_name
 from kda_core._signature import is_plain
 from kda_core.capabilities import Unavailable
 from kda_core.errors import UnsupportedCall
@@ -53,9 +53,8 @@ def backend_for(
     choices: dict[Any, Any] = registry._choices
     found = choices.get(key)
     if found is None:
-        if len(choices) >= MAX_CACHED_CHOICES:
-            choices.clear()
-        found = choices[key] = _choose(function, x, name), {}
+        found = _choose(function, x, name), {}
+        registry._keep(key, *found)
     return found
 
 

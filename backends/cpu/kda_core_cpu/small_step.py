@@ -17,7 +17,7 @@ from kda_core_cpu.row_sums import row_sums
 from kda_core_cpu.workspace import Workspace, with_slack
 
 MAX_KEPT = 16
-"""Shapes whose scratch memory is kept: each takes about as much memory as 8 rows of q, k and v."""
+"""Shapes whose scratch memory is kept: each takes twice the memory of q, k and v in the compute dtype."""
 
 _kept: dict[tuple, _SmallStep] = {}
 

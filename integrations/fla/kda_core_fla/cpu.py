@@ -1,4 +1,4 @@
-"""What stands around KDA in fla's layer and models, in plain torch for CPU tensors: fla has Triton kernels only."""
+"""The modules around KDA in fla's layer and models, in plain torch for CPU tensors: fla has Triton kernels only."""
 
 import torch
 import torch.nn.functional as F
