@@ -120,8 +120,7 @@ def resolve_signs(r: AnyRequest) -> bool:
         Whether anything was replaced.
     """
     found = {n: t.resolve_neg() for n, t in vars(r).items() if type(t) in (Tensor, Parameter) and t.is_neg()}
-    written = ("out", "initial_state") if isinstance(r, Request) and r.inplace_final_state else ("out",)
-    for name in written:
+    for name in ("out", r.written_states) if isinstance(r, Request) else ():
         if name in found:
             _fail(name, "a tensor that can be written to as it lies in memory", "a negative view (see resolve_neg)")
     r.__dict__.update(found)
@@ -178,7 +177,7 @@ def _check_places(r: Request) -> None:
 def _check_written(r: Request) -> None:
     """Refuse ``out`` and a pool that share memory with other tensors of the call."""
     tensors = {n: t for n, t in vars(r).items() if type(t) in (Tensor, Parameter)}
-    for name in ("out", "initial_state") if r.inplace_final_state else ("out",):
+    for name in filter(None, ("out", r.written_states)):
         written = tensors.pop(name, None)
         for other, t in tensors.items():
             if written is not None and t.device == written.device and share_memory(written, t):
@@ -377,6 +376,7 @@ def _check_state(r: Request) -> None:
 
 def _check_slots(r: Request) -> None:
     indices, accepted = r.ssm_state_indices, r.num_accepted_tokens
+    _check_reads(r)
     _expect_int("pad_slot_id", r.pad_slot_id)
     if isinstance(r.pad_slot_id, int) and not -(2**63) <= r.pad_slot_id < 2**63:
         _fail("pad_slot_id", "a number of 64 bits", f"{r.pad_slot_id}")
@@ -404,6 +404,19 @@ def _check_slots(r: Request) -> None:
         _expect_shape("num_accepted_tokens", accepted, (r.N,), "[N]")
         if indices.dim() != 2:
             _fail("ssm_state_indices", "shape [N, 1+S] beside num_accepted_tokens", _shape(indices))
+
+
+def _check_reads(r: Request) -> None:
+    """Check which states of a pool are read, and whether they are written back."""
+    fresh = r.has_initial_state
+    for name, given in (("has_initial_state", fresh is not None), ("update_state=False", not r.update_state)):
+        if given and r.ssm_state_indices is None:
+            _fail("ssm_state_indices", f"slots of a pool beside {name}", "None")
+    if fresh is not None:
+        _expect_tensor("has_initial_state", fresh, (torch.bool,), r.device)
+        _expect_shape("has_initial_state", fresh, (r.N,), "[N]")
+    if r.output_final_state and not r.update_state:
+        _fail("output_final_state", "False beside update_state=False, which computes no final states", "True")
 
 
 def _check_cu_seqlens_values(r: Request) -> list[int] | None:
@@ -454,19 +467,29 @@ def _check_slot_values(r: Request, bounds: list[int] | None) -> None:
     for count in counts:
         if not 1 <= count <= width:
             _fail("num_accepted_tokens", f"values from 1 to {width}", f"{count}")
+    fresh = [False] * r.N if r.has_initial_state is None else (~r.has_initial_state).tolist()
+    reads: list[tuple[int, int]] = []
     owner: dict[int, int] = {}
     for n, (row, count, length) in enumerate(zip(rows, counts, lengths, strict=True)):
-        if row[count - 1] < 0 or row[count - 1] == r.pad_slot_id:
+        start = row[count - 1]
+        if start < 0 or start == r.pad_slot_id:
             continue  # skipped: its other slots are never read
-        touched = [row[count - 1], *(row[:length] if every_token else row)]
-        used = {slot for slot in touched if slot >= 0 and slot != r.pad_slot_id}
-        written = [slot for slot in touched[1:] if slot >= 0 and slot != r.pad_slot_id]
-        for slot in used:
+        touched = (row[:length] if every_token else row) if r.update_state else []
+        written = [slot for slot in touched if slot >= 0 and slot != r.pad_slot_id]
+        for slot in (start, *written):
             if slot >= pool.shape[0]:
                 _fail("ssm_state_indices", f"slots below {pool.shape[0]}, the size of the pool", f"{slot}")
-            if owner.setdefault(slot, n) != n:
-                _fail(
-                    "ssm_state_indices", "every slot in one sequence only", f"slot {slot} in rows {owner[slot]} and {n}"
-                )
         if len(set(written)) != len(written):
             _fail("ssm_state_indices", "different slots for the tokens of a sequence", f"{written} in row {n}")
+        if not fresh[n]:
+            reads.append((start, n))
+        for slot in written:
+            _check_owner(slot, owner.setdefault(slot, n), n)
+    for slot, n in reads:
+        _check_owner(slot, owner.get(slot, n), n)
+
+
+def _check_owner(slot: int, owner: int, n: int) -> None:
+    """Refuse a slot that sequence ``owner`` writes and ``n`` uses."""
+    if owner != n:
+        _fail("ssm_state_indices", "every slot in one sequence only", f"slot {slot} in rows {owner} and {n}")

@@ -108,6 +108,7 @@ def _tensors(shape: CallShape, v_first: bool) -> dict[str, Tensor]:
             "initial_state": tensor(rows, HV, *((V, K) if v_first else (K, V)), dtype=state_dtype),
             "ssm_state_indices": tensor(N, shape.slots_per_sequence, dtype=torch.int64),
             "num_accepted_tokens": tensor(N, dtype=torch.int32), "cu_seqlens": tensor(N + 1, dtype=torch.int64),
+            "has_initial_state": tensor(N, dtype=torch.bool),
             "cu_seqlens_cpu": torch.empty(N + 1, dtype=torch.int64), "out": tensor(B, T, HV, V, dtype=data),
         }  # fmt: skip
         # Last, so that no view follows: recording one on a device that torch was not built for ends the process.

@@ -25,7 +25,7 @@ from kda_core.request import (
     TensorSpec,
 )
 
-CONTRACT_VERSION = Version("1.1")
+CONTRACT_VERSION = Version("1.2")
 """Version of this contract. Minor: a hook, a request field or a feature was added. Major: a meaning changed."""
 
 PROJECT = "kda_core"

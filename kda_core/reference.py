@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kda_core._meta import chunks_of
-from kda_core.capabilities import FEATURES_1_0, Available, BackendInfo, Capabilities, Feature, Unavailable
+from kda_core.capabilities import FEATURES_1_2, Available, BackendInfo, Capabilities, Feature, Unavailable
 from kda_core.hookspecs import hookimpl
 from kda_core.request import DATA, AnyRequest, BackwardResult, ForwardResult, GateRequest, Request, TensorSpec
 
@@ -137,8 +137,9 @@ def _initial(r: Request, x: Tensor | None) -> tuple[Tensor, Tensor]:
         if not len(x):  # a pool without slots: there is none to stand in for what is skipped
             x = x.new_zeros(1, *x.shape[1:])
         x = x[start.clamp_min(0).to(x.device)]
-        # where(), not a product: a skipped row must not read NaN from the slot that stands in for it.
-        x = torch.where(none.to(x.device)[:, None, None, None], torch.zeros_like(x), x)
+        # where(), not a product: a row that reads no slot must not get NaN from the one that stands in for it.
+        zero = none if r.has_initial_state is None else none | ~r.has_initial_state.cpu()
+        x = torch.where(zero.to(x.device)[:, None, None, None], torch.zeros_like(x), x)
     return (x.mT if r.state_v_first else x), none
 
 
@@ -199,7 +200,7 @@ def forward(r: Request) -> ForwardResult:
     def layout(state: Tensor) -> Tensor:
         return (state.mT if r.state_v_first else state).to(r.state_dtype).contiguous()
 
-    if r.inplace_final_state:
+    if r.written_states:
         _write_pool(r, result)
     o = result.o.to(r.q.dtype)
     if r.out is not None:
@@ -279,11 +280,11 @@ class ReferenceBackend:
         return BackendInfo(
             name="reference",
             version="1.0",
-            contract=SpecifierSet("~=1.0"),
+            contract=SpecifierSet("~=1.2"),
             device_types=("cpu",),
             priority=None,
             capabilities=Capabilities(
-                features=FEATURES_1_0,
+                features=FEATURES_1_2,
                 dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
                 closed={Feature.CONTEXT_PARALLEL: "the oracle runs on one device"},
             ),

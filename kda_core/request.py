@@ -23,9 +23,9 @@ Op = Literal["chunk_kda", "fused_recurrent_kda"]
 class Request:
     """One checked call of ``chunk_kda`` or ``fused_recurrent_kda``, forward or backward.
 
-    The fields from ``q`` to ``out`` are the table of the arguments, in the order of ``fused_recurrent_kda``: checks,
-    features, cache keys and the command line read it, and a test compares the signatures with it. Any value
-    but None (of a flag: but False) needs the feature that its field names.
+    The fields from ``q`` to ``save_for_backward`` are the table of the arguments, in the order of
+    ``fused_recurrent_kda``: checks, features, cache keys and the command line read it, and a test compares the
+    signatures with it. Any value but the default needs the feature that its field names.
 
     Attributes:
         op: the public function that was called.
@@ -42,6 +42,8 @@ class Request:
         ssm_state_indices: [N] or [N, 1+S] slots of the pool, or None (row n is slot n).
         num_accepted_tokens: [N] or None.
         out: [B, T, HV, V] to be written in full, or None.
+        has_initial_state: [N] bool or None; a sequence with False starts from zero, and its slot is not read.
+        update_state: False: a pool is read and stays as it was.
         inplace_final_state: ``initial_state`` is a pool that is read and advanced in place; then the
             result's ``final_state`` is None.
         save_for_backward: the result's ``saved`` must match ``kda_core_saved_spec``.
@@ -85,6 +87,8 @@ class Request:
     inplace_final_state: bool = field(default=False, metadata={"needs": Feature.PAGED_STATE})
     pad_slot_id: int = -1
     out: Tensor | None = field(default=None, metadata={"needs": Feature.OUT})
+    has_initial_state: Tensor | None = field(default=None, metadata={"needs": Feature.HAS_INITIAL_STATE})
+    update_state: bool = field(default=True, metadata={"needs": Feature.NO_STATE_UPDATE})
     save_for_backward: bool = False
     saved: tuple[Tensor, ...] = ()
     grad_o: Tensor | None = None
@@ -144,6 +148,11 @@ class Request:
         """Shape of a dense state, [N, HV, K, V] or [N, HV, V, K]."""
         last = (self.V, self.K) if self.state_v_first else (self.K, self.V)
         return (self.N, self.HV, *last)
+
+    @property
+    def written_states(self) -> str | None:
+        """Name of the argument whose states the call advances in place; None where it writes to none."""
+        return "initial_state" if self.inplace_final_state and self.update_state is not False else None
 
     @property
     def features(self) -> frozenset[Feature]:
@@ -331,9 +340,7 @@ def _is_power_of_two(n: int) -> bool:
 
 
 # With each field that needs a feature, the value that does not: a False is none of the options that are no flags.
-_FEATURE_OF = tuple(
-    (f.name, f.metadata["needs"], False if f.type == "bool" else None) for f in fields(Request) if "needs" in f.metadata
-)
+_FEATURE_OF = tuple((f.name, f.metadata["needs"], f.default) for f in fields(Request) if "needs" in f.metadata)
 
 
 def _features(r: Request) -> Iterator[Feature]:

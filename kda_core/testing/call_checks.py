@@ -15,7 +15,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import torch
@@ -37,8 +37,9 @@ Result = TypeVar("Result")
 
 INPUTS = (
     *("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu"),
-    *("ssm_state_indices", "num_accepted_tokens", "grad_o", "grad_final_state", "grad_output"),
+    *("ssm_state_indices", "num_accepted_tokens", "has_initial_state", "grad_o", "grad_final_state", "grad_output"),
 )
+DEFAULTS = {f.name: f.default for f in fields(Request)}
 SUMS_OVER_TOKENS = ("dA_log", "ddt_bias")
 """Gradients that every token of every sequence adds to."""
 
@@ -234,7 +235,7 @@ class _Check(ABC):
                 low, high = (x.item() for x in values.detach().aminmax())
                 line += f", {low:.4g} to {high:.4g}"
             lines.append(line)
-        return [*lines, ", ".join(f"{n}={v!r}" for n, v in self.options().items() if v not in (None, False))]
+        return [*lines, ", ".join(f"{n}={v!r}" for n, v in self.options().items() if v != DEFAULTS.get(n))]
 
     def as_saved(self, problems: list[str], result: Any) -> dict[str, Any]:
         """Everything that is needed to repeat the call, for ``torch.save``: CPU tensors, numbers and strings."""
@@ -295,9 +296,10 @@ class _CallCheck(_Check):
             if name in self.tensors and not (name == "initial_state" and slots is not None):
                 problems += finite.faults(name, self.tensors[name])
         if slots is not None and r.initial_state is not None:
-            problems += finite.faults("initial_state", slots.states, slots.used)
+            read = [i for i, slot in enumerate(slots.used) if slot in slots.read]
+            problems += finite.faults("initial_state", slots.states[read], [slots.used[i] for i in read])
             self.pool_before = bit_sum(r.initial_state, by_slot=True)
-        self.remember_inputs(frozenset(["initial_state"]) if slots is not None else frozenset())
+        self.remember_inputs(frozenset(filter(None, [r.written_states])))
         self.call = self.sample.call()
         return problems
 
@@ -313,8 +315,8 @@ class _CallCheck(_Check):
             if by_row:
                 problems += finite.padding_faults(name, t, self.rows)
         if self.slots is not None and self.request.initial_state is not None:
-            used = torch.tensor(self.slots.used, dtype=torch.long, device=self.request.device)
-            problems += finite.faults("final_state", self.request.initial_state[used], self.slots.used)
+            slots = sorted(self.slots.written([end - start for _, start, end in self.sample.bounds]))
+            problems += finite.faults("final_state", self.request.initial_state[slots], slots)
         if not self.sample.sequences:
             return problems
         call, got = self.call, self._sampled(results)
@@ -354,7 +356,7 @@ class _CallCheck(_Check):
             else:
                 found[name] = sample.tokens_of(name, t)
         pool = self.request.initial_state
-        if self.slots is not None and complete and pool is not None:
+        if self.request.written_states and self.slots is not None and complete and pool is not None:
             written = torch.tensor(sample.written_slots(), dtype=torch.long, device=pool.device)
             found["final_state"] = pool[written][:, sample.value_heads].cpu()
         return found

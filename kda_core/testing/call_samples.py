@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterable
 from dataclasses import fields, replace
 
 import torch
@@ -34,8 +35,10 @@ def on_cpu(r: Request) -> Request:
     indices, accepted = r.ssm_state_indices, r.num_accepted_tokens
     if accepted is not None and indices is not None and not accepted.is_cpu:
         accepted = accepted.cpu().clamp(1, 1 if indices.dim() == 1 else indices.shape[1])
-    cu, indices, accepted = (t if t is None else t.cpu() for t in (r.cu_seqlens, indices, accepted))
-    return replace(r, cu_seqlens=cu, ssm_state_indices=indices, num_accepted_tokens=accepted)
+    cu, indices, accepted, given = (
+        t if t is None else t.cpu() for t in (r.cu_seqlens, indices, accepted, r.has_initial_state)
+    )
+    return replace(r, cu_seqlens=cu, ssm_state_indices=indices, num_accepted_tokens=accepted, has_initial_state=given)
 
 
 class Slots:
@@ -43,10 +46,12 @@ class Slots:
 
     Attributes:
         used: all of them, in ascending order.
+        read: those that a sequence starts from.
         skipped: for every sequence, whether the call leaves it out.
         states: what ``used`` held before the call, on the pool's device.
         rows: [N][W] slots by sequence, -1 where none is used.
         accepted: [N] which of them a sequence starts from, or None.
+        given: [N] whether a sequence starts from its slot rather than from zero, or None.
     """
 
     def __init__(self, r: Request) -> None:
@@ -55,10 +60,16 @@ class Slots:
         self.accepted = None if r.num_accepted_tokens is None else r.num_accepted_tokens.tolist()
         counts = self.accepted or [1] * r.N
         self.skipped = [row[count - 1] < 0 for row, count in zip(rows, counts, strict=True)]
-        self.rows = []
-        for row, count, length, skip in zip(rows, counts, lengths, self.skipped, strict=True):
-            touched = {count - 1, *(range(min(length, len(row))) if len(row) > 1 else [0])}
-            self.rows.append([slot if i in touched and not skip else -1 for i, slot in enumerate(row)])
+        self.given = None if r.has_initial_state is None else r.has_initial_state.tolist()
+        self.updated = r.update_state
+        self.rows, self.read = [], set()
+        for n, (row, count, length) in enumerate(zip(rows, counts, lengths, strict=True)):
+            touched = {count - 1}
+            if self.updated:
+                touched |= {*(range(min(length, len(row))) if len(row) > 1 else [0])}
+            self.rows.append([slot if i in touched and not self.skipped[n] else -1 for i, slot in enumerate(row)])
+            if not self.skipped[n] and (self.given is None or self.given[n]):
+                self.read.add(row[count - 1])
         self.used = sorted({slot for row in self.rows for slot in row if slot >= 0})
         pool = r.initial_state
         assert pool is not None
@@ -66,10 +77,15 @@ class Slots:
 
     def written(self, lengths: list[int]) -> set[int]:
         """The slots that the call writes; sequences have ``lengths`` tokens."""
-        found: set[int] = set()
-        for row, length in zip(self.rows, lengths, strict=True):
-            found |= {slot for slot in (row[:length] if len(row) > 1 else row[: min(length, 1)]) if slot >= 0}
-        return found
+        return set(self.written_by(range(len(self.rows)), lengths))
+
+    def written_by(self, sequences: Iterable[int], lengths: list[int]) -> list[int]:
+        """The same of some sequences, in order of sequence and token."""
+        found = []
+        for n, length in zip(sequences, lengths, strict=True):
+            row = self.rows[n]
+            found += [slot for slot in (row[:length] if len(row) > 1 else row[: min(length, 1)]) if slot >= 0]
+        return found if self.updated else []
 
 
 def whole(r: Request) -> Sample:
@@ -212,6 +228,8 @@ class Sample:
             accepted = [slots.accepted[n] for n in self.sequences]
             found |= {"num_accepted_tokens": torch.tensor(accepted, dtype=torch.int32, device="cpu")}
             found["ssm_state_indices"] = indices
+        if slots.given is not None:
+            found["has_initial_state"] = torch.tensor([slots.given[n] for n in self.sequences], device="cpu")
         return found
 
     def place(self, name: str, where: tuple[int, ...]) -> str:
@@ -237,10 +255,5 @@ class Sample:
 
     def written_slots(self) -> list[int]:
         """Slots of the pool that the sample's sequences write, in order."""
-        slots = self.slots
-        assert slots is not None
-        found = []
-        for n, length in zip(self.sequences, self.lengths, strict=True):
-            row = slots.rows[n]
-            found += [slot for slot in (row[:length] if len(row) > 1 else row[: min(length, 1)]) if slot >= 0]
-        return found
+        assert self.slots is not None
+        return self.slots.written_by(self.sequences, self.lengths)

@@ -65,7 +65,12 @@ class Call:
     def has_draft(self) -> bool:
         """Whether there is a slot for every token."""
         indices = self.tensors.get("ssm_state_indices")
-        return indices is not None and indices.dim() == 2 and indices.shape[1] > 1
+        return self.updates and indices is not None and indices.dim() == 2 and indices.shape[1] > 1
+
+    @property
+    def updates(self) -> bool:
+        """Whether a pool is written."""
+        return self.has_pool and self.options.get("update_state", True)
 
     def lengths(self) -> list[int]:
         """Tokens of every sequence."""
@@ -87,6 +92,11 @@ class Call:
         rows = self._slots()
         return [row[0 if accepted is None else int(accepted[n]) - 1] for n, row in enumerate(rows)]
 
+    def fresh_sequences(self) -> list[bool]:
+        """[N] whether a sequence starts from zero rather than from its slot."""
+        given = self.tensors.get("has_initial_state")
+        return [False] * len(self.lengths()) if given is None else (~given).tolist()
+
     def advanced_sequences(self) -> list[int]:
         """The sequences whose states in the pool the call reads and writes: none that is skipped or has no token."""
         starts = zip(self.starting_slots(), self.lengths(), strict=True)
@@ -95,19 +105,23 @@ class Call:
     def written_slots(self) -> list[int]:
         """The slots of the pool that the call writes, in order of sequence and token."""
         rows, lengths = self._slots(), self.lengths()
-        written = []
+        written: list[int] = []
+        if not self.updates:
+            return written
         for n in self.advanced_sequences():
             row = rows[n]
             written += [slot for slot in (row[: lengths[n]] if len(row) > 1 else row) if slot >= 0]
         return written
 
     def without_pool(self) -> Call:
-        """The call on the states that its pool holds for its sequences; a skipped one starts from zero."""
+        """The call on the states that its sequences start from; a skipped one starts from zero."""
         if not self.has_pool:
             return self
         pool, start = self.tensors["initial_state"], torch.tensor(self.starting_slots())
-        dense = torch.where((start < 0)[:, None, None, None], 0, pool[start.clamp_min(0)])
-        gone = dict.fromkeys(("ssm_state_indices", "num_accepted_tokens", "inplace_final_state", "out"))
+        zero = (start < 0) | torch.tensor(self.fresh_sequences(), dtype=torch.bool)
+        dense = torch.where(zero[:, None, None, None], 0, pool[start.clamp_min(0)])
+        names = ("ssm_state_indices", "num_accepted_tokens", "inplace_final_state", "out", "has_initial_state")
+        gone = dict.fromkeys((*names, "update_state"))
         return self.having(initial_state=dense, **gone)
 
     def in_pool(self, indices: Tensor, slots: int, accepted: Tensor | None = None) -> Call:
@@ -115,14 +129,14 @@ class Call:
         states = self.tensors["initial_state"]
         pool = torch.full((slots, *states.shape[1:]), float("nan"), dtype=states.dtype)
         call = self.having(initial_state=pool, ssm_state_indices=indices, num_accepted_tokens=accepted)
-        for n, slot in enumerate(call.starting_slots()):
-            if slot >= 0:
+        for n, (slot, fresh) in enumerate(zip(call.starting_slots(), call.fresh_sequences(), strict=True)):
+            if slot >= 0 and not fresh:
                 pool[slot] = states[n]
         return call.forward_only()
 
     def written_names(self) -> frozenset[str]:
         """The arguments that the call writes to."""
-        return frozenset(["initial_state"] * self.has_pool + ["out"] * self.given_out)
+        return frozenset(["initial_state"] * self.updates + ["out"] * self.given_out)
 
     def request_shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor in the request (dt_bias is [HV, K] there)."""

@@ -23,6 +23,30 @@ class PaddingSlotWritten(Mutant):
         return result
 
 
+class HasInitialStateIgnored(Mutant):
+    """Sequences that are to start from zero read their slot."""
+
+    def asked(self, r: Request) -> Request:
+        return replace(r, has_initial_state=None)
+
+
+class SlotsOfFreshSequencesZeroed(Mutant):
+    """They are set to zero ahead of the call, as servers do it, although the call may leave the pool alone."""
+
+    def asked(self, r: Request) -> Request:
+        if r.has_initial_state is not None:
+            slots = r.ssm_state_indices if r.ssm_state_indices.dim() == 1 else r.ssm_state_indices[:, 0]
+            r.initial_state[slots[~r.has_initial_state & (slots >= 0)].long()] = 0
+        return r
+
+
+class PoolAdvancedWithoutBeingAsked(Mutant):
+    """update_state is ignored."""
+
+    def asked(self, r: Request) -> Request:
+        return replace(r, update_state=True)
+
+
 class FirstSlotRead(Mutant):
     """Speculative decoding starts from the first slot whatever was accepted."""
 

@@ -10,7 +10,7 @@ from packaging.specifiers import SpecifierSet
 from torch import Tensor
 
 from kda_core.call_plan import CallPlan
-from kda_core.capabilities import FEATURES_1_0, Available, BackendInfo, Capabilities, Feature, Unavailable
+from kda_core.capabilities import FEATURES_1_2, Available, BackendInfo, Capabilities, Feature, Unavailable
 from kda_core.hookspecs import hookimpl
 from kda_core.request import (
     AnyRequest,
@@ -35,13 +35,13 @@ _CLOSED = {Feature.CONTEXT_PARALLEL: "one device serves the whole sequence; leav
 _INFO = BackendInfo(
     name="nvidia",
     version=__version__,
-    contract=SpecifierSet("~=1.1"),
+    contract=SpecifierSet("~=1.2"),
     device_types=("cuda", "cpu") if INTERPRET else ("cuda",),
     # How much of the conformance kit has passed on an H200, with which code, and what has not: docs/notes/nvidia.md.
     # Tensors on the CPU belong to others: the interpreter is for tests.
     priority=None if INTERPRET else 100,
     capabilities=Capabilities(
-        features=FEATURES_1_0,
+        features=FEATURES_1_2,
         dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
         max_head_dim_k=256,
         max_head_dim_v=256,

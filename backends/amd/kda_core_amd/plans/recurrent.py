@@ -34,6 +34,6 @@ def plan_recurrent(r: Request, chip: Architecture) -> Plan:
         final_state=final_state, accepted=accepted, width=width, **strides, s_in=s_in, s_ih=s_ih, s_fn=s_fn, s_fh=s_fh,
         s_row=f.names["s_index"], s_column=0 if width == 1 else indices.stride(1),
         s_accepted=0 if accepted is None else accepted.stride(0), BV=BV, UNIT=unit, I_K=I_K, I_V=I_V, F_K=F_K, F_V=F_V,
-        EVERY_TOKEN=width > 1,
+        EVERY_TOKEN=width > 1 and r.update_state,
     )  # fmt: skip
     return b.plan(input_layouts(r), {"o": finish_output(b, r, o), "final_state": final_state})

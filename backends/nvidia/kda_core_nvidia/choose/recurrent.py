@@ -152,6 +152,7 @@ def step_serves(r: Request, chip: Chip, least: int) -> bool:
         and r.N * r.HV >= least
         and r.cu_seqlens is None
         and r.num_accepted_tokens is None
+        and r.has_initial_state is None
         and (indices is None or indices.dim() == 1 or indices.shape[1] == 1)
         and (r.out is None or r.out.strides[3] == 1)
         and all(_rows_aligned(x) for x in (r.q, r.k, r.g))

@@ -86,7 +86,7 @@ def _add_short(b: Builder, r: Request, choice: RecurrentChoice, config: Recurren
         "accepted": accepted, "s_accepted": 0 if accepted is None else accepted.stride(0), "s_slot": s_slot,
         "width": width, "KP": KP, "BV": config.block_v,
         "KS": min(KP, config.row_bytes // r.state_dtype.itemsize) if r.state_v_first else KP,
-        "IN_PLACE": r.inplace_final_state, "EVERY_TOKEN": width > 1, "ONE_TOKEN": one_token,
+        "IN_PLACE": r.written_states is not None, "EVERY_TOKEN": width > 1 and r.update_state, "ONE_TOKEN": one_token,
         "MOST": SHORT.value if short_only else 0, "EVICTION": config.eviction,
         # The kernels for prompts follow, and mostly find no work: they can do so while the last programs run.
         "LEADS": short_only and choice.overlap,

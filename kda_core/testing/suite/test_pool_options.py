@@ -1,0 +1,128 @@
+"""What servers ask of a pool: sequences that start from zero, and outputs alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kda_core.capabilities import Feature
+from kda_core.testing.cases import BF16, FP32, Case
+from kda_core.testing.inputs import Call, same_bits
+from kda_core.testing.marks import requires
+
+FUNCTIONS = pytest.mark.parametrize(
+    ("op", "T"),
+    [
+        pytest.param("chunk_kda", 70, marks=requires(Feature.CHUNK, Feature.PAGED_STATE), id="chunk"),
+        pytest.param("fused_recurrent_kda", 1, marks=requires(Feature.RECURRENT, Feature.PAGED_STATE), id="recurrent"),
+        pytest.param("fused_recurrent_kda", 20, marks=requires(Feature.RECURRENT, Feature.PAGED_STATE), id="prompts"),
+    ],
+)
+DRAFTS = requires(Feature.RECURRENT, Feature.PAGED_STATE, Feature.SPEC_DECODE)
+FRESH = requires(Feature.HAS_INITIAL_STATE)
+KEPT = requires(Feature.NO_STATE_UPDATE)
+
+
+def _call(kda, op: str, T: int, N: int = 3, **fields) -> Call:
+    """N sequences of T tokens: packed for ``chunk_kda``; in a dtype that is served, without a final state."""
+    name = " ".join(["pool options", op, str(T), *sorted(fields)])
+    layout = {"T": N * T, "lengths": (T,) * N} if op == "chunk_kda" else {"T": T, "B": N}
+    case = Case(name=name, op=op, **({"state": FP32, "final_state": False} | layout | fields))
+    return kda.near(case, lambda near: near.call().in_pool(torch.arange(N, dtype=torch.int32), N)).call()
+
+
+def _draft(kda, T: int = 3, **fields) -> Call:
+    """Three requests of T tokens that have a slot each."""
+    name = " ".join(["pool options, draft", *sorted(fields)])
+    case = Case(name=name, op="fused_recurrent_kda", B=3, T=T, state=FP32, final_state=False).having(**fields)
+    slots = torch.arange(3 * T, dtype=torch.int32).view(3, T)
+    return kda.near(case, lambda near: near.call().in_pool(slots, 3 * T)).call()
+
+
+def _indices(*slots: int) -> torch.Tensor:
+    return torch.tensor(slots, dtype=torch.int32)
+
+
+def _flags(*given: bool) -> torch.Tensor:
+    return torch.tensor(given)
+
+
+@FUNCTIONS
+@FRESH
+def test_fresh_sequences(kda, op: str, T: int):
+    """False starts from zero, whatever the slot holds (NaN here); the slot is written as usual."""
+    call = _call(kda, op, T).having(has_initial_state=_flags(False, True, False))
+    kda.check(call.in_pool(_indices(4, 0, 2), 6))
+
+
+@FUNCTIONS
+@FRESH
+def test_fresh_sequences_have_the_bits_of_a_zero_slot(kda, op: str, T: int):
+    """As servers do it without has_initial_state: they zero the slot first."""
+    call = _call(kda, op, T).in_pool(_indices(4, 0, 2), 6)
+    pool = call.tensors["initial_state"].clone()
+    pool[4] = 0
+    expected = kda.run(call.having(initial_state=pool))
+    found = kda.run(call.having(has_initial_state=_flags(False, True, True)))
+    assert all(same_bits(found[name], expected[name]) for name in ("o", "final_state"))
+
+
+@FUNCTIONS
+@FRESH
+def test_fresh_sequences_in_a_bfloat16_pool(kda, op: str, T: int):
+    """V first, a bfloat16 pool, flags that are a column of a matrix, and a sequence that is skipped as well."""
+    call = _call(kda, op, T, state=BF16, V=64, options={"state_v_first": True})
+    call = call.having(has_initial_state=_flags(False, False, True)).in_pool(_indices(-1, 3, 0), 5)
+    strided = call.strided | {"has_initial_state"}
+    kda.check(Call(call.op, call.tensors, call.options, strided=strided, name=call.name))
+
+
+@requires(Feature.CHUNK, Feature.PAGED_STATE)
+@FRESH
+def test_fresh_sequence_without_tokens(kda):
+    """It writes nothing: its slot keeps what it held (NaN here), bit for bit."""
+    call = Case(name="fresh and empty", T=40, lengths=(20, 0, 20), state=FP32, final_state=False).call()
+    call = call.having(has_initial_state=_flags(True, False, False))
+    kda.check(call.in_pool(_indices(1, 4, 0), 5))
+    kda.check(call.decoding().in_pool(_indices(1, 4, 0), 5))
+
+
+@DRAFTS
+@FRESH
+def test_fresh_drafts(kda):
+    """A draft that starts from zero does not read the slot of its last accepted token."""
+    call = _draft(kda).having(has_initial_state=_flags(True, False, False))
+    counts = torch.tensor([2, 1, 3], dtype=torch.int32)
+    kda.check(call.in_pool(torch.tensor([[8, 1, 2], [0, 4, 9], [6, -1, 7]], dtype=torch.int32), 11, counts))
+
+
+@FUNCTIONS
+@KEPT
+def test_outputs_alone(kda, op: str, T: int):
+    """update_state=False: the pool stays as it was, bit for bit; two sequences may read one slot."""
+    call = _call(kda, op, T).having(update_state=False)
+    kda.check(call.in_pool(_indices(4, -1, 2), 6))
+    call = call.in_pool(_indices(4, 4, 2), 6)
+    pool = call.tensors["initial_state"].nan_to_num(0.25)
+    expected = kda.run(_call(kda, op, T).in_pool(_indices(4, 0, 2), 6).having(initial_state=pool))
+    found = kda.check(call.having(initial_state=pool))
+    tokens = found["o"].reshape(3, T, *found["o"].shape[2:])
+    assert same_bits(tokens[::2], expected["o"].reshape(tokens.shape)[::2])
+
+
+@DRAFTS
+@KEPT
+def test_outputs_of_drafts_alone(kda):
+    """No slot of the table is written; they need not differ."""
+    call = _draft(kda).having(update_state=False)
+    counts = torch.tensor([2, 1, 3], dtype=torch.int32)
+    kda.check(call.in_pool(torch.tensor([[8, 1, 1], [0, 4, 9], [1, 6, 7]], dtype=torch.int32), 11, counts))
+
+
+@FUNCTIONS
+@FRESH
+@KEPT
+def test_outputs_of_fresh_sequences_alone(kda, op: str, T: int):
+    """Both: a sequence that starts from zero leaves its slot as it was."""
+    call = _call(kda, op, T).having(update_state=False, has_initial_state=_flags(False, True, False))
+    kda.check(call.in_pool(_indices(4, 0, 2), 6))
