@@ -20,7 +20,7 @@ def describe(plugin):
 
 def test_wheels_of_another_contract_are_incompatible():
     assert describe(Toy("old", contract="~=0.9")).state == "incompatible"
-    assert "this kda-core has 1.1" in describe(Toy("new", contract=">=2")).reason
+    assert "this kda-core has 1.2" in describe(Toy("new", contract=">=2")).reason
     assert describe(Toy("fine", contract=">=1.0.dev0")).state == "loaded"
 
 
