@@ -14,7 +14,7 @@ from torch import Tensor
 from kda_core import _meta
 from kda_core._loaded import Backend
 from kda_core.errors import ContractViolation
-from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request
+from kda_core.request import AnyRequest, BackwardResult, Begun, ForwardResult, GateRequest, Request
 
 
 def check_forward(backend: Backend, r: Request, result: Any) -> None:
@@ -52,6 +52,16 @@ def check_gradients(backend: Backend, r: AnyRequest, result: Any, memo: dict | N
         _expect(backend, f"d{name}", result.grads[name], like.shape, like.dtype, like.device)
     if memo is not None:
         memo[BackwardResult, r.needs_grad] = True
+
+
+def check_begun(backend: Backend, r: Request, begun: Any) -> None:
+    """The same for a first half; ``matrices`` may be None where the request is for a backward."""
+    if not isinstance(begun, Begun):
+        raise ContractViolation(f"backend {backend.info.name!r} returned {type(begun).__name__}, expected Begun")
+    lead, dtype = (r.N, r.HV, r.K), r.compute_dtype
+    if begun.matrices is not None or not r.needs_grad:
+        _expect(backend, "matrices", begun.matrices, (*lead, r.K), dtype, r.device)
+    _expect(backend, "additions", begun.additions, (*lead, r.V), dtype, r.device)
 
 
 def check_decay(backend: Backend, r: GateRequest, result: Any) -> None:

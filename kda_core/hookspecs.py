@@ -17,6 +17,7 @@ from kda_core.capabilities import Available, BackendInfo, Feature, Unavailable
 from kda_core.request import (
     AnyRequest,
     BackwardResult,
+    Begun,
     ForwardResult,
     GatedNormRequest,
     GateRequest,
@@ -69,6 +70,10 @@ def kda_core_reject(request: AnyRequest) -> str | None:
     has compared the call with the declared capabilities. It must be cheap and pure, must look at
     metadata only (tensors may be fake), and must not catch broadly: an exception is an error, never
     a refusal.
+
+    Where a backend declares CONTEXT_PARALLEL, the hook fires once more for a sequence over several devices, with
+    ``request.cp_context`` True: a reason then refuses the hooks in halves alone. The core serves the call by plain
+    calls of the same backend, and ``explain`` shows the reason.
     """
     raise AssertionError("specification only")
 
@@ -79,7 +84,8 @@ def kda_core_saved_spec(request: Request) -> tuple[TensorSpec, ...]:
 
     Fires when the forward is traced with fake tensors (``torch.compile``, ``torch.export``), when the backward runs
     as an operator, and at the first eager call of a signature. Looks at metadata only; shapes may be symbolic.
-    More tensors than MAX_SAVED_TENSORS are a ContractViolation.
+    More tensors than MAX_SAVED_TENSORS are a ContractViolation. With ``request.cp_context`` it announces what
+    ``kda_core_chunk_finish`` saves, which may be other tensors than those of a plain call.
     """
     raise AssertionError("specification only")
 
@@ -93,6 +99,48 @@ def kda_core_chunk_forward(request: Request) -> ForwardResult:
 @hookspec(firstresult=True)
 def kda_core_chunk_backward(request: Request) -> BackwardResult:
     """Run the backward of ``chunk_kda`` for ``request.needs_grad``. Fires once for each backward pass."""
+    raise AssertionError("specification only")
+
+
+@hookspec(firstresult=True)
+def kda_core_chunk_begin(request: Request) -> Begun:
+    """Run the first half of ``chunk_kda`` for fragments of sequences that several devices share (``Begun`` says how).
+
+    Everything that needs no state at the fragments' starts. Since 1.2, with CONTEXT_PARALLEL. Fires once for each call;
+    the core then exchanges matrices and additions between devices and calls ``kda_core_chunk_finish``.
+    """
+    raise AssertionError("specification only")
+
+
+@hookspec(firstresult=True)
+def kda_core_chunk_finish(request: Request, kept: tuple[Tensor, ...], starts: Tensor) -> ForwardResult:
+    """Run the second half from the states at the fragments' starts.
+
+    ``request`` is that of the first half, ``kept`` its result's, ``starts`` is [F, HV, K, V] in ``compute_dtype``,
+    contiguous. The result is that of a forward: ``final_state`` holds the state at the end of each fragment, and with
+    ``save_for_backward`` ``saved`` is as ``kda_core_saved_spec`` announced. Fires once after each first half.
+    """
+    raise AssertionError("specification only")
+
+
+@hookspec(firstresult=True)
+def kda_core_chunk_begin_backward(request: Request) -> Begun:
+    """Run the first half of the backward: everything that needs no gradient of the fragments' states at their ends.
+
+    ``request`` has ``saved``, from ``kda_core_chunk_finish``, and ``grad_o``, or None where only states have gradients.
+    Fires once for each backward pass.
+    """
+    raise AssertionError("specification only")
+
+
+@hookspec(firstresult=True)
+def kda_core_chunk_finish_backward(request: Request, kept: tuple[Tensor, ...], ends: Tensor) -> BackwardResult:
+    """Run the second half of the backward for ``request.needs_grad``.
+
+    ``request`` is that of the first half, ``kept`` its result's, ``ends`` the gradients of the states at the fragments'
+    ends, [F, HV, K, V] in ``compute_dtype``, contiguous, that of a final state included. A gradient of A_log or dt_bias
+    is the sum over the fragments of this request. Fires once after each first half.
+    """
     raise AssertionError("specification only")
 
 
@@ -168,8 +216,12 @@ OPTIONAL_HOOKS = (
     "kda_core_short_convolution_backward",
     "kda_core_gated_rms_norm_forward",
     "kda_core_gated_rms_norm_backward",
+    "kda_core_chunk_begin",
+    "kda_core_chunk_finish",
+    "kda_core_chunk_begin_backward",
+    "kda_core_chunk_finish_backward",
 )
-"""Hooks that a backend may leave out."""
+"""Hooks that a backend may leave out; the last four come with CONTEXT_PARALLEL."""
 
 HOOKS_OF_FEATURE: dict[Feature, tuple[str, ...]] = {
     Feature.CHUNK: ("kda_core_chunk_forward",),
@@ -178,5 +230,15 @@ HOOKS_OF_FEATURE: dict[Feature, tuple[str, ...]] = {
     Feature.RECURRENT_BACKWARD: ("kda_core_recurrent_backward", "kda_core_saved_spec"),
     Feature.GATE: ("kda_core_gate_forward",),
     Feature.GATE_BACKWARD: ("kda_core_gate_backward",),
+    Feature.CONTEXT_PARALLEL: (
+        "kda_core_chunk_begin",
+        "kda_core_chunk_finish",
+        "kda_core_chunk_begin_backward",
+        "kda_core_chunk_finish_backward",
+        "kda_core_saved_spec",
+    ),
 }
-"""Hooks that a backend implements because it declares a feature."""
+"""Hooks that a backend implements because it declares a feature.
+
+A backend without CONTEXT_PARALLEL still serves a sequence over several devices, by plain calls.
+"""

@@ -186,9 +186,10 @@ def test_a_peer_that_fails_is_left_out_and_a_failure_of_ours_fails_the_row():
     functions = {"kda_core": kda_core.chunk_kda, "fla": broken}
     assert accuracy.measure(case, functions, cpu, 1)["left_out"] == {"fla": "RuntimeError: no kernel"}
     assert accuracy.measure(case, {"kda_core": broken}, cpu, 1)["failed"] == "RuntimeError: no kernel"
-    call, _ = inputs.draw(inputs.parse_shape("1,8,1,4"), "training", "given", "random", torch.float32, cpu)
-    runs, left_out = peers.first_runs(call, functions)
-    assert (list(runs), left_out) == (["kda_core"], {"fla": "RuntimeError: no kernel"})
+    runs, left_out = peers.first_runs({"kda_core": int, "fla": broken})
+    assert (runs, left_out) == ({"kda_core": int}, {"fla": "RuntimeError: no kernel"})
+    with pytest.raises(RuntimeError, match="no kernel"):
+        peers.first_runs({"kda_core": broken})
 
 
 def test_a_row_that_fails_ends_no_run(tmp_path, capsys):
