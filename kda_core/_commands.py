@@ -170,6 +170,12 @@ def explain(
         bool, typer.Option("--num-accepted-tokens", help="Pass num_accepted_tokens.")
     ] = False,
     has_initial_state: Annotated[bool, typer.Option("--has-initial-state", help="Pass has_initial_state.")] = False,
+    final_state_indices: Annotated[
+        bool, typer.Option("--final-state-indices", help="Pass final_state_indices, with as many columns.")
+    ] = False,
+    final_state_pool: Annotated[
+        bool, typer.Option("--final-state-pool", help="Pass final_state_pool, of the pool's size and dtype.")
+    ] = False,
     out: Annotated[bool, typer.Option("--out", help="Pass an output buffer.")] = False,
     cp_context: Annotated[bool, typer.Option("--cp-context", help="Pass a context-parallel context.")] = False,
     backend: BackendName = None,
@@ -194,6 +200,7 @@ def explain(
         "A_log": a_log, "dt_bias": dt_bias, "initial_state": initial_state or slots is not None,
         "cu_seqlens": varlen is not None, "cu_seqlens_cpu": cu_seqlens_cpu, "ssm_state_indices": slots is not None,
         "num_accepted_tokens": num_accepted_tokens, "out": out, "has_initial_state": has_initial_state,
+        "final_state_indices": final_state_indices, "final_state_pool": final_state_pool,
     }  # fmt: skip
     # Only what the user wrote is passed on, so that the defaults are those of the call itself.
     written = {name: value for name, value in given.items() if _is_written(ctx, name)}

@@ -79,7 +79,8 @@ _NEEDS = "bool[] needs=[]"
 # States that are only read are not declared as written: those that are have an argument of their own.
 _WRITTEN = (
     "Tensor(a!)? pool=None, Tensor? ssm_state_indices=None, Tensor? num_accepted_tokens=None, "
-    "Tensor(b!)? out=None, int pad_slot_id=-1, Tensor? has_initial_state=None, bool update_state=True"
+    "Tensor(b!)? out=None, int pad_slot_id=-1, Tensor? has_initial_state=None, bool update_state=True, "
+    "Tensor? final_state_indices=None, Tensor(c!)? final_state_pool=None"
 )
 _GRADIENTS = ", ".join(f"Tensor? {name}=None" for name in ("grad_o", "grad_final_state", *SAVED_NAMES))
 

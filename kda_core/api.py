@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from kda_core import _checks, _eager, _ops, _plugins
+from kda_core import _checks, _eager, _expect, _ops, _plugins
 from kda_core._ledger import LedgerEntry
 from kda_core._ops import default_scale
 from kda_core._plugins import registry
@@ -29,7 +29,7 @@ def chunk_kda(
     cu_seqlens_cpu: Tensor | None = None, cp_context: Any = None, A_log: Tensor | None = None,
     dt_bias: Tensor | None = None, chunk_size: int = 64, ssm_state_indices: Tensor | None = None, pad_slot_id: int = -1,
     out: Tensor | None = None, backend: str | None = None, has_initial_state: Tensor | None = None,
-    update_state: bool = True,
+    update_state: bool = True, final_state_indices: Tensor | None = None, final_state_pool: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]: ...
 
 
@@ -43,7 +43,7 @@ def chunk_kda(
     cu_seqlens_cpu: Tensor | None = None, cp_context: Any = None, A_log: Tensor | None = None,
     dt_bias: Tensor | None = None, chunk_size: int = 64, ssm_state_indices: Tensor | None = None, pad_slot_id: int = -1,
     out: Tensor | None = None, backend: str | None = None, has_initial_state: Tensor | None = None,
-    update_state: bool = True,
+    update_state: bool = True, final_state_indices: Tensor | None = None, final_state_pool: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]: ...
 
 
@@ -57,7 +57,7 @@ def chunk_kda(
     cu_seqlens_cpu: Tensor | None = None, cp_context: Any = None, A_log: Tensor | None = None,
     dt_bias: Tensor | None = None, chunk_size: int = 64, ssm_state_indices: Tensor | None = None, pad_slot_id: int = -1,
     out: Tensor | None = None, backend: str | None = None, has_initial_state: Tensor | None = None,
-    update_state: bool = True,
+    update_state: bool = True, final_state_indices: Tensor | None = None, final_state_pool: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]: ...
 # fmt: on
 
@@ -92,6 +92,8 @@ def chunk_kda(
     backend: str | None = None,
     has_initial_state: Tensor | None = None,
     update_state: bool = True,
+    final_state_indices: Tensor | None = None,
+    final_state_pool: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     r"""Kimi Delta Attention over whole sequences, in chunks: for training and prefill.
 
@@ -148,12 +150,18 @@ def chunk_kda(
             zero. Its slot is not read, may hold anything, and is written like any other.
         update_state: False leaves the pool as it was and computes outputs alone; needs ``ssm_state_indices``, and no
             ``output_final_state``.
+        final_state_indices: [N] or [N, 1], int32 or int64, any stride, beside ``ssm_state_indices``: slots that states
+            are written to, while ``ssm_state_indices`` are read. Two sequences may read one slot. A slot that one
+            writes no other may read or write: refused as other wrong slots are. ``pad_slot_id`` and negative indices
+            drop the state. ``fused_recurrent_kda`` also takes [N, 1+S], a slot for every token.
+        final_state_pool: [slots, HV, K, V], float32 or bfloat16, beside ``final_state_indices``: the pool that they
+            point into, while ``initial_state`` is only read.
 
     Returns:
         ``(o, final_state)``, or ``(o, final_state, h)`` with ``return_intermediate_states``.
         o: [B, T, HV, V], dtype of q.
-        final_state: [N, HV, K, V] in the initial state's dtype (default float32); the pool when one was
-            given; None unless ``output_final_state``.
+        final_state: [N, HV, K, V] in the initial state's dtype (default float32); the pool that was written when one
+            was given; None unless ``output_final_state``.
         h: [B, NT, HV, K, V], the state's dtype; NT = sum of ceil(length / chunk_size); zero where a
             sequence is skipped.
 
@@ -176,7 +184,8 @@ def chunk_kda(
             "cp_context": cp_context, "chunk_size": chunk_size, "ssm_state_indices": ssm_state_indices,
             "num_accepted_tokens": None, "inplace_final_state": ssm_state_indices is not None,
             "pad_slot_id": pad_slot_id, "out": out, "has_initial_state": has_initial_state,
-            "update_state": update_state,
+            "update_state": update_state, "final_state_indices": final_state_indices,
+            "final_state_pool": final_state_pool,
             "save_for_backward": _needs_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state, out),
         }
     )  # fmt: skip
@@ -210,6 +219,8 @@ def fused_recurrent_kda(
     safe_gate: bool = False,
     has_initial_state: Tensor | None = None,
     update_state: bool = True,
+    final_state_indices: Tensor | None = None,
+    final_state_pool: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     r"""Kimi Delta Attention token by token, with the state kept on chip: for decoding and short sequences.
 
@@ -251,7 +262,8 @@ def fused_recurrent_kda(
             "ssm_state_indices": ssm_state_indices, "num_accepted_tokens": num_accepted_tokens,
             "inplace_final_state": _is_set("inplace_final_state", inplace_final_state) or ssm_state_indices is not None,
             "pad_slot_id": pad_slot_id, "out": out, "has_initial_state": has_initial_state,
-            "update_state": update_state,
+            "update_state": update_state, "final_state_indices": final_state_indices,
+            "final_state_pool": final_state_pool,
             "save_for_backward": _needs_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state, out),
         }
     )  # fmt: skip
@@ -349,7 +361,7 @@ def _is_set(name: str, flag: Any) -> bool:
     if flag is False or flag is True:
         return flag
     value = _checks.python_value(flag)
-    _checks.expect_flag(name, value)
+    _expect.expect_flag(name, value)
     return value
 
 

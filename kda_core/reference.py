@@ -113,11 +113,11 @@ def sequence_bounds(r: Request) -> list[tuple[int, int, int]]:
     return [(0, start, end) for start, end in itertools.pairwise(cuts)]
 
 
-def _slots(r: Request) -> Tensor:
-    """[N, W] int64 slot indices of a pool, every skipped entry as -1."""
-    if r.ssm_state_indices is None:
+def _slots(r: Request, table: Tensor | None) -> Tensor:
+    """[N, W] int64 slot indices of a pool, every skipped entry as -1; without a table row n is slot n."""
+    if table is None:
         return torch.arange(r.N, device="cpu")[:, None]
-    indices = r.ssm_state_indices.cpu().long()
+    indices = table.cpu().long()
     indices = indices[:, None] if indices.dim() == 1 else indices
     return torch.where((indices < 0) | (indices == r.pad_slot_id), -1, indices)
 
@@ -128,7 +128,7 @@ def _initial(r: Request, x: Tensor | None) -> tuple[Tensor, Tensor]:
     if x is None:
         return r.v.new_zeros(r.N, r.HV, r.K, r.V, dtype=torch.float64), none
     if r.inplace_final_state:
-        slots = _slots(r)
+        slots = _slots(r, r.ssm_state_indices)
         if r.num_accepted_tokens is None:
             start = slots[:, 0]
         else:
@@ -200,8 +200,7 @@ def forward(r: Request) -> ForwardResult:
     def layout(state: Tensor) -> Tensor:
         return (state.mT if r.state_v_first else state).to(r.state_dtype).contiguous()
 
-    if r.written_states:
-        _write_pool(r, result)
+    _write_pool(r, result)
     o = result.o.to(r.q.dtype)
     if r.out is not None:
         o = r.out.copy_(o)
@@ -213,10 +212,9 @@ def forward(r: Request) -> ForwardResult:
 
 
 def _write_pool(r: Request, result: OracleResult) -> None:
-    pool, slots = r.initial_state, _slots(r)
-    if pool is None:
+    if r.written_states is None:
         return
-    every_token = r.ssm_state_indices is not None and r.ssm_state_indices.dim() == 2 and slots.shape[1] > 1
+    pool, slots, every_token = getattr(r, r.written_states), _slots(r, r.written_slots), r.writes_every_token
     for n, (_, start, end) in enumerate(sequence_bounds(r)):
         if result.skipped[n] or start == end or result.token_states is None:
             continue

@@ -63,14 +63,13 @@ class Call:
 
     @property
     def has_draft(self) -> bool:
-        """Whether there is a slot for every token."""
-        indices = self.tensors.get("ssm_state_indices")
-        return self.updates and indices is not None and indices.dim() == 2 and indices.shape[1] > 1
+        """Whether every token has a slot that is written."""
+        return self.request().writes_every_token
 
     @property
-    def updates(self) -> bool:
-        """Whether a pool is written."""
-        return self.has_pool and self.options.get("update_state", True)
+    def written_states(self) -> str | None:
+        """Name of the pool that the call writes to, or None."""
+        return self.request().written_states
 
     def lengths(self) -> list[int]:
         """Tokens of every sequence."""
@@ -78,10 +77,10 @@ class Call:
         B, T = self.tensors["q"].shape[:2]
         return [T] * B if cu is None else cu.diff().tolist()
 
-    def _slots(self) -> list[list[int]]:
-        """[N, W] slots of a pool, None where one is to be skipped."""
+    def _slots(self, *names: str) -> list[list[int]]:
+        """[N, W] slots of a pool, from the first of these tables that is given; -1 where one is to be skipped."""
         N = len(self.lengths())
-        indices = self.tensors.get("ssm_state_indices")
+        indices = next((self.tensors[n] for n in names if n in self.tensors), None)
         rows = [[n] for n in range(N)] if indices is None else indices.reshape(N, -1).tolist()
         pad = self.options.get("pad_slot_id", -1)
         return [[-1 if slot < 0 or slot == pad else slot for slot in row] for row in rows]
@@ -89,7 +88,7 @@ class Call:
     def starting_slots(self) -> list[int]:
         """The slot that every sequence starts from; -1: the sequence is skipped."""
         accepted = self.tensors.get("num_accepted_tokens")
-        rows = self._slots()
+        rows = self._slots("ssm_state_indices")
         return [row[0 if accepted is None else int(accepted[n]) - 1] for n, row in enumerate(rows)]
 
     def fresh_sequences(self) -> list[bool]:
@@ -104,9 +103,9 @@ class Call:
 
     def written_slots(self) -> list[int]:
         """The slots of the pool that the call writes, in order of sequence and token."""
-        rows, lengths = self._slots(), self.lengths()
+        rows, lengths = self._slots("final_state_indices", "ssm_state_indices"), self.lengths()
         written: list[int] = []
-        if not self.updates:
+        if self.written_states is None:
             return written
         for n in self.advanced_sequences():
             row = rows[n]
@@ -121,7 +120,7 @@ class Call:
         zero = (start < 0) | torch.tensor(self.fresh_sequences(), dtype=torch.bool)
         dense = torch.where(zero[:, None, None, None], 0, pool[start.clamp_min(0)])
         names = ("ssm_state_indices", "num_accepted_tokens", "inplace_final_state", "out", "has_initial_state")
-        gone = dict.fromkeys((*names, "update_state"))
+        gone = dict.fromkeys((*names, "update_state", "final_state_indices", "final_state_pool"))
         return self.having(initial_state=dense, **gone)
 
     def in_pool(self, indices: Tensor, slots: int, accepted: Tensor | None = None) -> Call:
@@ -134,9 +133,16 @@ class Call:
                 pool[slot] = states[n]
         return call.forward_only()
 
+    def written_elsewhere(self, indices: Tensor, slots: int = 0, dtype: torch.dtype | None = None) -> Call:
+        """The call with its states written to other slots; with ``slots``, of a pool of that many, full of NaN."""
+        call, states = self.having(final_state_indices=indices), self.tensors["initial_state"]
+        if not slots:
+            return call
+        return call.having(final_state_pool=states.new_full((slots, *states.shape[1:]), float("nan"), dtype=dtype))
+
     def written_names(self) -> frozenset[str]:
         """The arguments that the call writes to."""
-        return frozenset(["initial_state"] * self.updates + ["out"] * self.given_out)
+        return frozenset(filter(None, [self.written_states, "out" if self.given_out else None]))
 
     def request_shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor in the request (dt_bias is [HV, K] there)."""

@@ -131,6 +131,16 @@ def checks() -> list[Check | GateCheck]:
         _pooled(
             step.having(name="outputs of a pool alone", final_state=False), [2, 2, 1], more={"update_state": False}
         ),
+        _pooled(
+            prefill.having(name="prefill in a pool, copy on write"),
+            [3, 1, 3],
+            more={"final_state_indices": torch.tensor([0, 2, 4])},
+        ),
+        _pooled(
+            draft.having(name="draft, states elsewhere"),
+            [[8], [0], [8]],
+            more={"final_state_indices": torch.tensor([[1, 2, 3], [4, 5, -1], [6, 7, 9]])},
+        ),
         GateCheck("softplus gate"),
         GateCheck("lower-bound gate without A_log", -5.0, absent=frozenset({"A_log"})),
         GateCheck("gradients of the softplus gate", backward=True),

@@ -227,6 +227,7 @@ def inference(case: Case) -> Request:
             changed["num_accepted_tokens"] = torch.empty(r.N, dtype=torch.int32)
         if "served" in case.tags:
             changed["has_initial_state"] = torch.empty(r.N, dtype=torch.bool)
+            changed |= {"final_state_indices": changed["ssm_state_indices"], "final_state_pool": r.initial_state}
     if case.lengths:
         # Shapes of intermediate states follow from the values.
         bounds = torch.tensor([0, *case.lengths]).cumsum(0).to(case.index_dtype)

@@ -17,7 +17,10 @@ import triton.language as tl
 
 from kda_core.triton_lib.packing import chunks_before, is_padding, rows_of_sequence, starts_from_state
 
-_NUMBERS = ["T", "chunks", "HV", "programs", "s_vb", "s_ob", "s_index", "pad_slot_id", "slots", "s_has"]
+_NUMBERS = [
+    "T", "chunks", "HV", "programs", "s_vb", "s_ob", "s_index", "pad_slot_id", "slots", "s_has", "s_final",
+    "final_slots",
+]  # fmt: skip
 """Parameters that are not specialised: most of them change with the lengths of the sequences."""
 
 
@@ -104,10 +107,11 @@ def recurrence(
     cu_seqlens,  # [N + 1] or None
     indices,  # [N] or None
     has_state,  # [N] bool or None
+    final_indices,  # [N] slots of final_state, or None: indices
     T, chunks,  # chunks of a dense sequence
     HV, programs,  # N · HV
     s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv,
-    s_index, pad_slot_id, slots, s_has,
+    s_index, pad_slot_id, slots, s_has, s_final, final_slots,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
     BK: tl.constexpr,  # key channels of a block of the state
     C: tl.constexpr, LIFT: tl.constexpr,
@@ -195,7 +199,10 @@ def recurrence(
         tl.store(o + first * s_ot + o_or, b_o.to(o.dtype.element_ty), mask=m_row)
 
     if final_state is not None:
-        if has_state is not None:
+        if final_indices is not None:
+            i_state = tl.load(final_indices + i_n * s_final).to(tl.int64)
+            m_v = tl.where(is_padding(i_state, pad_slot_id, final_slots), False, m_v)
+        if (has_state is not None) | (final_indices is not None):
             # A sequence without tokens leaves its slot alone.
             m_v = tl.where(length > 0, m_v, False)
         store_state(final_state + i_state * s_fn + i_h * s_fh, S, o_v, m_v, s_fk, s_fv, K, KP, BK)

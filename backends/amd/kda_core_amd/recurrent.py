@@ -30,7 +30,8 @@ from kda_core.triton_lib.packing import is_padding, starts_from_state
 
 _NUMBERS = [
     "scale", "lower_bound", "T", "N", "HV", "group", "width", "s_qb", "s_kb", "s_vb", "s_gb", "s_bb", "s_ob", "s_row",
-    "s_column", "pad_slot_id", "slots", "s_has",
+    "s_column", "pad_slot_id", "slots", "s_has", "s_final", "s_final_column", "final_width",
+    "final_slots",
 ]  # fmt: skip
 """Parameters that are not specialised: most of them change with the lengths of the sequences."""
 
@@ -92,13 +93,14 @@ def recurrent(
     indices,  # [N] or [N, width], or None
     accepted,  # [N] or None
     has_state,  # [N] bool or None
+    final_indices,  # [N, final_width] slots of final_state, or None: indices
     scale, lower_bound,
     T, N,
     HV, group,  # value heads a key head
     width,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh, s_ob, s_ot, s_oh,
     s_in, s_ih, s_fn, s_fh, s_row, s_column, s_accepted,
-    pad_slot_id, slots, s_has,
+    pad_slot_id, slots, s_has, s_final, s_final_column, final_width, final_slots,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
     UNIT: tl.constexpr,  # batch strides are given in this many elements, so that alignment shows
     I_K: tl.constexpr, I_V: tl.constexpr,  # strides within a state, by key and value channel, of initial_state
@@ -149,6 +151,12 @@ def recurrent(
             return
         if bos >= eos:
             return
+        if final_indices is not None:
+            # From here on only slots that are written are looked up.
+            indices = final_indices + i_n * s_final
+            s_column = s_final_column
+            width = final_width
+            slots = final_slots
 
     m_state = _value_in(m_v, V_FIRST) & _row_in(m_k, V_FIRST)
     S = tl.zeros(m_state.shape, tl.float32)
@@ -198,5 +206,8 @@ def recurrent(
                 p_state = final_state + i_state * s_fn + i_h * s_fh + o_state
                 tl.store(p_state, S.to(final_state.dtype.element_ty), mask=m_state)
     if (final_state is not None) and (not EVERY_TOKEN):
+        if final_indices is not None:
+            i_state = tl.load(indices).to(tl.int64)
+            m_state = tl.where(is_padding(i_state, pad_slot_id, slots), False, m_state)
         p_state = final_state + i_state * s_fn + i_h * s_fh + o_state
         tl.store(p_state, S.to(final_state.dtype.element_ty), mask=m_state)

@@ -41,21 +41,21 @@ class PoolRows:
             return None
         if request.ssm_state_indices is None:
             return cls(list(range(request.N)))
-        pad = request.pad_slot_id
-        indices = request.ssm_state_indices
-        rows = (indices[:, None] if indices.dim() == 1 else indices).tolist()
-        table = [[-1 if slot < 0 or slot == pad else slot for slot in row] for row in rows]
-        if request.num_accepted_tokens is None:
-            first = [row[0] for row in table]
-        else:
-            first = [row[count - 1] for row, count in zip(table, request.num_accepted_tokens.tolist(), strict=True)]
-        every_token = request.ssm_state_indices.dim() == 2 and request.ssm_state_indices.shape[1] > 1
-        if request.has_initial_state is None and request.update_state:
-            return cls(first, table if every_token else None)
+        rows = _rows(request.ssm_state_indices, request.pad_slot_id)
+        first = [row[0] for row in rows]
+        if request.num_accepted_tokens is not None:
+            first = [row[count - 1] for row, count in zip(rows, request.num_accepted_tokens.tolist(), strict=True)]
+        other, table = request.final_state_indices, None
+        targets = rows if other is None else _rows(other, request.pad_slot_id)
+        if request.writes_every_token:
+            table = targets
+        if request.has_initial_state is None and request.update_state and other is None:
+            return cls(first, table)
         # A sequence without tokens writes nothing, not even what it starts from.
         lengths = token_counts(request).tolist()
-        last = [slot if length else -1 for slot, length in zip(first, lengths, strict=True)]
-        return cls(first, table if every_token else None, last, apart=True)
+        last = first if other is None else [row[0] for row in targets]
+        last = [slot if length else -1 for slot, length in zip(last, lengths, strict=True)]
+        return cls(first, table, last, apart=True)
 
     def gathered(self, request: Request, pool: Tensor) -> Tensor:
         """[N, HV, K, V] states that the sequences start from, out of ``pool`` [slots, HV, K, V]."""
@@ -84,7 +84,8 @@ class States:
         self._strides = (K * V, 1, K) if self.v_first else (K * V, V, 1)
         self.result: Tensor | None = None
         self.initial = None if request.initial_state is None else key_first(request.initial_state, request)
-        self.home: Tensor | None = self.initial if pool is not None and request.update_state else None
+        written = request.written_states
+        self.home: Tensor | None = None if written is None else key_first(getattr(request, written), request)
         # Whether a sequence's old states lie where its new ones are written.
         self.at_home = pool is not None and not pool.apart
         if pool is not None and pool.apart and self.initial is not None:
@@ -157,6 +158,12 @@ class States:
             return ids
         slots = self.pool.slot if self.pool.last is None else self.pool.last
         return [slots[i] for i in ids]
+
+
+def _rows(table: Tensor, pad_slot_id: int) -> list[list[int]]:
+    """[N][W] slots of a table [N] or [N, W]; -1 for none."""
+    rows = (table[:, None] if table.dim() == 1 else table).tolist()
+    return [[-1 if slot < 0 or slot == pad_slot_id else slot for slot in row] for row in rows]
 
 
 def _put(home: Tensor, index: list[int], heads: slice, states: Tensor) -> None:

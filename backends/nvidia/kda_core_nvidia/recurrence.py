@@ -14,7 +14,20 @@ import triton.language as tl
 
 from kda_core.triton_lib.packing import chunks_before, is_padding, rows_of_sequence, starts_from_state
 
-_NUMBERS = ["T", "chunks", "HV", "s_vb", "s_ob", "s_index", "pad_slot_id", "slots", "s_has", "o_scale"]
+_NUMBERS = [
+    "T",
+    "chunks",
+    "HV",
+    "s_vb",
+    "s_ob",
+    "s_index",
+    "pad_slot_id",
+    "slots",
+    "s_has",
+    "s_final",
+    "final_slots",
+    "o_scale",
+]
 """Parameters that the compiler must not look at: most of them change with the lengths of the sequences."""
 
 
@@ -30,10 +43,11 @@ def recurrence(
     cu_seqlens,  # [N + 1] or None
     indices,  # [N] or None
     has_state,  # [N] bool or None
+    final_indices,  # [N] slots of final_state, or None: indices
     T,
     chunks,  # chunks of a dense sequence
     HV, s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv, s_index, pad_slot_id,
-    slots, s_has,
+    slots, s_has, s_final, final_slots,
     o_scale,  # what qg and P leave of the scale
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, LIFT: tl.constexpr, UNIT: tl.constexpr,
     V_FIRST: tl.constexpr,
@@ -131,9 +145,12 @@ def recurrence(
             return
         i_state -= i_n
     if final_state is not None:
+        if final_indices is not None:
+            i_state = tl.load(final_indices + i_n * s_final).to(tl.int64)
+            m_state = tl.where(is_padding(i_state, pad_slot_id, final_slots), False, m_state)
         p_state = final_state + i_state * s_fn + i_h * s_fh
         p_state += o_v[:, None].to(tl.int64) * s_fv + o_k[None, :].to(tl.int64) * s_fk
-        if has_state is not None:
+        if (has_state is not None) | (final_indices is not None):
             # A sequence without tokens leaves its slot alone.
             m_state = tl.where(length > 0, m_state, False)
         tl.store(p_state, S.to(final_state.dtype.element_ty), mask=m_state)

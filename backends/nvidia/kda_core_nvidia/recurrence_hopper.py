@@ -28,7 +28,20 @@ from kda_core.triton_lib.packing import is_padding, starts_from_state
 copy_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 block_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
-_NUMBERS = ["T", "chunks", "HV", "s_vb", "s_ob", "s_index", "pad_slot_id", "slots", "s_has", "o_scale"]
+_NUMBERS = [
+    "T",
+    "chunks",
+    "HV",
+    "s_vb",
+    "s_ob",
+    "s_index",
+    "pad_slot_id",
+    "slots",
+    "s_has",
+    "s_final",
+    "final_slots",
+    "o_scale",
+]
 
 
 @gluon.jit
@@ -207,10 +220,11 @@ def recurrence_hopper(
     cu_seqlens,  # [N + 1] or None
     indices,  # [N] or None
     has_state,  # [N] bool or None
+    final_indices,  # [N] slots of final_state, or None: indices
     T,
     chunks,  # chunks of a dense sequence
     HV, s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv, s_index, pad_slot_id,
-    slots, s_has,
+    slots, s_has, s_final, final_slots,
     o_scale,  # what qg and P leave of the scale
     K: gl.constexpr, V: gl.constexpr, KP: gl.constexpr, C: gl.constexpr, LIFT: gl.constexpr, UNIT: gl.constexpr,
     V_FIRST: gl.constexpr,
@@ -352,7 +366,11 @@ def recurrence_hopper(
         if i_n < gl.num_programs(0) // HV - 1:
             return
         i_state -= i_n
-    if has_state is not None:  # noqa: SIM102 (known when the kernel is compiled)
+    if final_indices is not None:
+        i_state = gl.load(final_indices + i_n * s_final).to(gl.int64)
+        if is_padding(i_state, pad_slot_id, final_slots):
+            return
+    if (has_state is not None) | (final_indices is not None):  # noqa: SIM102 (known when the kernel is compiled)
         # A sequence without tokens leaves its slot alone.
         if length <= 0:
             return

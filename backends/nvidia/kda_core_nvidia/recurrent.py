@@ -85,13 +85,14 @@ def zero_rows(p_o, s_t, s_v, first, end, share, SHARES: tl.constexpr, V: tl.cons
 
 _NUMBERS = [
     "scale", "lower_bound", "T", "N", "s_index", "s_slot", "s_accepted", "width", "pad_slot_id", "slots", "s_has",
+    "s_final", "s_final_slot", "final_width", "final_slots",
 ]  # fmt: skip
 
 
 @triton.jit(
     do_not_specialize=_NUMBERS,
     # Slices of a server's buffers, which begin anywhere.
-    do_not_specialize_on_alignment=["cu_seqlens", "indices", "accepted", "has_state"],
+    do_not_specialize_on_alignment=["cu_seqlens", "indices", "accepted", "has_state", "final_indices"],
 )
 def recurrent(
     q, k,  # [B, T, H, K]
@@ -107,11 +108,12 @@ def recurrent(
     indices,  # [N, width] slots or None
     accepted,  # [N] or None
     has_state,  # [N] bool or None
+    final_indices,  # [N, final_width] slots of final_state, or None: indices
     scale, lower_bound, T, N,
     # strides by sequence (the token's when packed), token, head
     s_qn, s_qt, s_qh, s_kn, s_kt, s_kh, s_vn, s_vt, s_vh, s_gn, s_gt, s_gh, s_bn, s_bt, s_bh, s_on, s_ot, s_oh, s_ov,
     s_in, s_ih, s_fn, s_fh, s_index: tl.int64, s_slot: tl.int64, s_accepted: tl.int64, width, pad_slot_id: tl.int64,
-    slots, s_has: tl.int64,
+    slots, s_has: tl.int64, s_final: tl.int64, s_final_slot: tl.int64, final_width, final_slots,
     HV: tl.constexpr,
     GROUP: tl.constexpr,  # value heads a key head
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, KS: tl.constexpr, BV: tl.constexpr,
@@ -184,6 +186,13 @@ def recurrent(
         if length == 0:
             return
 
+    if final_indices is not None:
+        # From here on only slots that are written are looked up.
+        p_slot = final_indices + i_n * s_final
+        s_slot = s_final_slot
+        width = final_width
+        slots = final_slots
+
     m_state = along_k(m_k, V_FIRST) & along_v(m_v, V_FIRST)
     S = tl.zeros(m_state.shape, tl.float32)
     if initial_state is not None:
@@ -234,5 +243,8 @@ def recurrent(
             if IN_PLACE:
                 p_last = p_state
             else:
+                if final_indices is not None:
+                    i_state = tl.load(p_slot).to(tl.int64)
+                    m_state = tl.where(is_padding(i_state, pad_slot_id, slots), False, m_state)
                 p_last = final_state + i_state * s_fn + i_h * s_fh + tile_offsets(o_k, o_v, F_K, F_V, V_FIRST)
             tl.store(p_last, S.to(final_state.dtype.element_ty), mask=m_state)

@@ -1,6 +1,8 @@
-"""What servers ask of a pool: sequences that start from zero, and outputs alone."""
+"""What servers ask of a pool: sequences that start from zero, outputs alone, states that are written elsewhere."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ FUNCTIONS = pytest.mark.parametrize(
 DRAFTS = requires(Feature.RECURRENT, Feature.PAGED_STATE, Feature.SPEC_DECODE)
 FRESH = requires(Feature.HAS_INITIAL_STATE)
 KEPT = requires(Feature.NO_STATE_UPDATE)
+ELSEWHERE = requires(Feature.FINAL_STATE_INDICES)
 
 
 def _call(kda, op: str, T: int, N: int = 3, **fields) -> Call:
@@ -73,8 +76,7 @@ def test_fresh_sequences_in_a_bfloat16_pool(kda, op: str, T: int):
     """V first, a bfloat16 pool, flags that are a column of a matrix, and a sequence that is skipped as well."""
     call = _call(kda, op, T, state=BF16, V=64, options={"state_v_first": True})
     call = call.having(has_initial_state=_flags(False, False, True)).in_pool(_indices(-1, 3, 0), 5)
-    strided = call.strided | {"has_initial_state"}
-    kda.check(Call(call.op, call.tensors, call.options, strided=strided, name=call.name))
+    kda.check(replace(call, strided=call.strided | {"has_initial_state"}))
 
 
 @requires(Feature.CHUNK, Feature.PAGED_STATE)
@@ -126,3 +128,90 @@ def test_outputs_of_fresh_sequences_alone(kda, op: str, T: int):
     """Both: a sequence that starts from zero leaves its slot as it was."""
     call = _call(kda, op, T).having(update_state=False, has_initial_state=_flags(False, True, False))
     kda.check(call.in_pool(_indices(4, 0, 2), 6))
+
+
+@FUNCTIONS
+@ELSEWHERE
+def test_written_elsewhere(kda, op: str, T: int):
+    """Slots that are read stay as they were, bit for bit, and two sequences may read one: copy on write."""
+    call = _call(kda, op, T).in_pool(_indices(4, 4, 2), 8)
+    kda.check(call.written_elsewhere(_indices(0, 7, 3)))
+    kda.check(call.written_elsewhere(_indices(0, -1, 3)[:, None]))
+
+
+@FUNCTIONS
+@ELSEWHERE
+def test_written_elsewhere_with_the_bits_of_a_copy(kda, op: str, T: int):
+    """As servers do it without final_state_indices: they copy the slot first."""
+    call = _call(kda, op, T).in_pool(_indices(4, 0, 2), 8)
+    copied = call.tensors["initial_state"][[0, 1, 2, 3, 4, 4, 0, 7]]
+    expected = kda.run(call.having(initial_state=copied, ssm_state_indices=_indices(5, 6, 2)))
+    found = kda.run(call.written_elsewhere(_indices(5, 6, 2)))
+    assert all(same_bits(found[name], expected[name]) for name in ("o", "final_state"))
+
+
+@FUNCTIONS
+@ELSEWHERE
+def test_written_to_another_pool(kda, op: str, T: int):
+    """The pool that is read stays as it was; slots of both may have the same numbers, and dtypes may differ."""
+    call = _call(kda, op, T, final_state=True).in_pool(_indices(4, -1, 4), 6)
+    kda.check(call.written_elsewhere(_indices(4, 0, 1), 5))
+    for state, written in ((FP32, BF16), (BF16, FP32)):
+        call = _call(kda, op, T, V=64, state=state, options={"state_v_first": True}).in_pool(_indices(4, 0, 2), 6)
+        kda.check(call.written_elsewhere(_indices(1, 3, 0), 4, written))
+
+
+@FUNCTIONS
+@ELSEWHERE
+def test_written_elsewhere_strided(kda, op: str, T: int):
+    """Both tables are columns of block tables, both pools slices of wider ones."""
+    call = _call(kda, op, T).in_pool(_indices(4, 0, 2), 6).written_elsewhere(_indices(3, 1, 4), 5)
+    names = {"ssm_state_indices", "final_state_indices", "initial_state", "final_state_pool"}
+    kda.check(replace(call, strided=frozenset(names)))
+
+
+@FUNCTIONS
+@ELSEWHERE
+@FRESH
+def test_fresh_sequences_written_elsewhere(kda, op: str, T: int):
+    """Both: a sequence that starts from zero leaves the slot that it does not read as it was."""
+    call = _call(kda, op, T).having(has_initial_state=_flags(False, True, False)).in_pool(_indices(4, 0, 2), 8)
+    kda.check(call.written_elsewhere(_indices(6, 7, 3)))
+
+
+@requires(Feature.CHUNK, Feature.PAGED_STATE)
+@ELSEWHERE
+def test_written_elsewhere_without_tokens(kda):
+    """A sequence without tokens writes nothing: no copy of what it starts from."""
+    call = Case(name="elsewhere and empty", T=40, lengths=(20, 0, 20), state=FP32, final_state=False).call()
+    for empty in (call, call.decoding()):
+        kda.check(empty.in_pool(_indices(1, 4, 0), 8).written_elsewhere(_indices(5, 6, 7)))
+
+
+@DRAFTS
+@ELSEWHERE
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
+def test_drafts_written_elsewhere(kda, dtype: torch.dtype):
+    """From a committed pool into a buffer of the states after every token, which may have another dtype."""
+    table = torch.tensor([[8, 1, -1], [0, 4, 9], [6, 3, 7]], dtype=torch.int32)
+    call = _draft(kda).in_pool(_indices(2, -1, 2), 4)
+    kda.check(call.written_elsewhere(table, 10, dtype))
+    # A slot for every token is read as well: the last accepted one.
+    counts = torch.tensor([3, 1, 2], dtype=torch.int32)
+    call = _draft(kda).in_pool(torch.tensor([[5, 6, 7], [0, 1, 2], [3, 4, 8]], dtype=torch.int32), 20, counts)
+    kda.check(call.written_elsewhere(table + 9))
+    kda.check(call.written_elsewhere(_indices(9, 12, -1)))
+
+
+@FUNCTIONS
+@ELSEWHERE
+def test_what_may_not_be_written(kda, op: str, T: int):
+    """A slot that another sequence reads or writes, or past the pool: refused on the CPU, and nothing is written."""
+    if kda.device.type != "cpu":
+        pytest.skip("values on a device are not read back")
+    call = _call(kda, op, T).in_pool(_indices(4, 0, 2), 8)
+    for slots in ((0, 6, 7), (5, 5, 7), (5, 6, 8)):
+        tensors = {n: t.clone() for n, t in call.written_elsewhere(_indices(*slots)).tensors.items()}
+        with pytest.raises(ValueError, match=r"^final_state_indices: expected"):
+            call(tensors, kda.name)
+        assert same_bits(tensors["initial_state"], call.tensors["initial_state"])
