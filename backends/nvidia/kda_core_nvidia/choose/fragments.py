@@ -68,20 +68,29 @@ def as_fragments(r: Request, rows: int) -> Request:
     Where packed fragments are cut, segments of each are numbered as ``bounds_kernel`` says.
     """
     if rows and r.cu_seqlens is not None:
-        count = r.T // rows + r.N
-        bounds = View("cu_seqlens of segments", (count + 1,), (1,), torch.int64)
+        bounds = View("cu_seqlens of segments", (segments_of(r, rows) + 1,), (1,), torch.int64)
         return replace(r, cu_seqlens=bounds, state_v_first=True)
     return as_segments(r, rows) if rows else replace(r, state_v_first=True)
 
 
+def segments_of(r: Request, rows: int) -> int:
+    """Number of segments of a call; packed, some of them have no rows."""
+    if not rows:
+        return r.N
+    return -(-r.T // rows) if r.cu_seqlens is None else r.T // rows + r.N
+
+
 def fragment_slots(r: Request) -> int:
     """Slots of what a forward saves; at least one, as for ``saved_slots``."""
-    return max(1, slots(as_fragments(r, fragment_rows(r))))
+    rows = fragment_rows(r)
+    if rows and (r.cu_seqlens is not None or r.T % rows):
+        return r.T // CHUNK + segments_of(r, rows) + 1
+    return max(1, slots(r))
 
 
 def fragment_starts_shape(r: Request) -> tuple[int, ...]:
     """Shape of the states at the starts of segments, which a forward saves."""
-    return (as_fragments(r, fragment_rows(r)).N, r.HV, r.V, r.K)
+    return (segments_of(r, fragment_rows(r)), r.HV, r.V, r.K)
 
 
 def fragment_transitions(r: Request, chip: Chip) -> BlockConfig | TransitionsHopperConfig:
