@@ -24,6 +24,7 @@ from kda_core_nvidia.transitions_hopper import (
     rows_of_segment,
     store_parts,
     vanished,
+    without_forgotten,
 )
 
 
@@ -231,7 +232,7 @@ def reverse_transitions_hopper(
     )  # fmt: skip
     at = i_nh.to(gl.int64)
     if EVERY:
-        W = gl.where(gone == 0, W, 0.0)
+        W = without_forgotten(W, gone)
         a = gl.where(n > 0, a, 0.0)
     # A row of Mᵀ is a column of W.
     store_parts(matrices + at * (2 * KP * KP) + (o_r[:, None] * KP + o_k[None, :]), W, KP * KP)

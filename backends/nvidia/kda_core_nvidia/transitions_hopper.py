@@ -147,6 +147,14 @@ def keep_rows(buffer, count, C: gl.constexpr, V: gl.constexpr):
 
 
 @gluon.jit
+def without_forgotten(X, gone):
+    """Zeros for rows that are forgotten. ``gone`` passes through assembly: the compiler would move the zeros into the
+    loop, and ptxas would then wait for every product before the next one."""
+    gone = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [gone], dtype=gl.int32, is_pure=False, pack=1)
+    return gl.where(gone == 0, X, 0.0)
+
+
+@gluon.jit
 def _multiply(
     X, b, n, length, ready, free, stop, ka_buffer, ke_buffer, v_buffer, d_buffer,
     BR: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr,
@@ -288,7 +296,7 @@ def transitions_hopper(
     at = i_nh.to(gl.int64)
     at_x = o_r[:, None] * KP + o_k[None, :]
     if EVERY:
-        X = gl.where(gone == 0, X, 0.0)
+        X = without_forgotten(X, gone)
         # Without a chunk the last product was one of zeros and of what lay in shared memory.
         b = gl.where(n > 0, b, 0.0)
     store_parts(matrices + at * (2 * KP * KP) + at_x, X, KP * KP)
