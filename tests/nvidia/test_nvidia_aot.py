@@ -26,7 +26,8 @@ from kda_core.triton_lib.ahead_of_time import Job, inference
 KERNELS = {
     "prepare", "recurrence", "recurrences_kernel", "gradients_kernel", "finish_kernel", "recurrent", "blocks_prepare",
     "blocks_recurrence", "gate_forward_kernel", "gate_backward_kernel", "transitions_kernel",
-    "reverse_transitions_kernel", "join_kernel", "chain_kernel", "bounds_kernel", "convolution_forward_kernel", "convolution_backward_kernel",
+    "reverse_transitions_kernel", "join_kernel", "chain_kernel", "bounds_kernel",
+    "convolution_forward_kernel", "convolution_backward_kernel",
     "norm_forward_kernel", "norm_backward_kernel",
 }  # fmt: skip
 HOPPER = {
