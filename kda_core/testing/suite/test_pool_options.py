@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kda_core._plugins import registry
 from kda_core.capabilities import Feature
 from kda_core.testing.cases import BF16, FP32, Case
 from kda_core.testing.inputs import Call, same_bits
@@ -215,3 +216,33 @@ def test_what_may_not_be_written(kda, op: str, T: int):
         with pytest.raises(ValueError, match=r"^final_state_indices: expected"):
             call(tensors, kda.name)
         assert same_bits(tensors["initial_state"], call.tensors["initial_state"])
+
+
+def _computed(kda, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output and the written pool of a call whose indices nobody has checked."""
+    tensors = {n: t.to(kda.device, copy=True) for n, t in call.tensors.items()}
+    request = call.having(**tensors).request()
+    hook = "kda_core_chunk_forward" if call.op == "chunk_kda" else "kda_core_recurrent_forward"
+    o = registry.named(kda.name).call(hook, request=request).o
+    return o.cpu(), getattr(request, request.written_states).cpu()
+
+
+@FUNCTIONS
+@ELSEWHERE
+@pytest.mark.parametrize("far", [6, 2**30])
+def test_index_past_the_pool(kda, op: str, T: int, far: int):
+    """It counts as padding where no check can read it: no memory outside of the pool is read or written."""
+    if kda.device.type == "cpu" and not kda.target.interpreted:
+        pytest.skip("indices on the CPU are checked before any backend sees them")
+    call = _call(kda, op, T).in_pool(_indices(4, -1, 2), 6)
+    elsewhere = _call(kda, op, T).in_pool(_indices(4, 0, 2), 9).written_elsewhere(_indices(3, -1, 1), 6)
+    calls = [(call, "ssm_state_indices", 1), (elsewhere, "final_state_indices", 1)]
+    if T == 1:
+        table = torch.tensor([[4, 1, -1], [0, 5, 3], [-1, 2, 2]], dtype=torch.int32)
+        calls += [(_draft(kda).in_pool(table, 6), "ssm_state_indices", 2)]
+        calls += [(_draft(kda).in_pool(_indices(2, 0, 1), 9).written_elsewhere(table, 6), "final_state_indices", 2)]
+    for padded, name, dims in calls:
+        slots = padded.tensors[name]
+        assert slots.dim() == dims
+        found = _computed(kda, padded.having(**{name: torch.where(slots < 0, far, slots)}))
+        assert all(map(same_bits, found, _computed(kda, padded)))
