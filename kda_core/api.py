@@ -130,7 +130,9 @@ def chunk_kda(
             behind it may hold anything; their output is zero, and so are their gradients.
         cu_seqlens_cpu: [N+1] copy of ``cu_seqlens`` on the CPU; lets a backend plan without waiting. On other devices
             ``return_intermediate_states`` needs it.
-        cp_context: context parallelism; refused unless a backend declares it.
+        cp_context: from ``kda_core.distributed.build_cp_context`` (or fla's), for sequences over several ranks: q, k,
+            v, g and beta then hold this rank's rows, the states are those of all N sequences, and ``cu_seqlens``
+            belongs to the context. Every rank makes the call, and its backward.
         A_log: [HV], log of the gate's rate; optional with ``lower_bound``. Dimensions of size 1 may stand around it.
         dt_bias: [HV * K] or [HV, K], added to g in the gate; dimensions of size 1 as well.
         chunk_size: 32 or 64: distance of the intermediate states, and a backend's block size.
@@ -463,22 +465,31 @@ def _refuse_tangents(request: Request | GateRequest) -> None:
     _ops.refuse_tangents(request.op, *values)
 
 
+def _over_devices() -> Any:
+    """The module that serves calls with a context; it imports torch.distributed, which few calls need."""
+    from kda_core.distributed import _call
+
+    return _call
+
+
 def _run(request: Request, backend: str | _Question | None) -> Any:
     if request.save_for_backward:
         _checks.check_differentiable(request)
     if isinstance(backend, _Question):
-        return backend.answer(request)
+        return backend.answer(request if request.cp_context is None else _over_devices().part(request))
     compiling = torch.compiler.is_compiling()
     name = _traced_name(backend) if compiling else _plugins.requested_name(backend)
     if in_forward_mode():
         _refuse_tangents(request)
     chosen = None
-    if request.cp_context is not None or not (compiling or _eager.needs_operator(request.q)):
+    if request.cp_context is None and not (compiling or _eager.needs_operator(request.q)):
         chosen = registry.choose(request, name)
         # A call without a signature has no memo: one of its tensors may be a wrapped one.
-        if request.memo is None and request.cp_context is None:
+        if request.memo is None:
             chosen = None if any(map(_eager.needs_operator, vars(request).values())) else chosen
-    if chosen is None:
+    if request.cp_context is not None:
+        result = _over_devices().run(request, name)
+    elif chosen is None:
         if not compiling:
             _prepare_for_operator(request)
         result = _ops.call(request, name)
