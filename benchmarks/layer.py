@@ -4,16 +4,19 @@
 
 A size is B,T,hidden,heads,head dimension. Each gets a row for a forward without gradients and one for a training step,
 which computes the gradients of the input and of all parameters. All layers have the same weights. On a GPU a row also
-has the time replayed from a CUDA graph, the peak memory with weights and input, and the share of each part's kernels.
+has the host's time until a call returns, the time replayed from a CUDA graph, the bytes that a call allocates at its
+peak, and the share of each part's kernels.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Mapping
 from typing import Any
 
+import peers
 import torch
 from measuring import OURS, Parser, Row, Rows, capture, count, number, positive, summary
 from torch import Tensor, nn
@@ -24,13 +27,14 @@ from kda_core.nn import KimiDeltaAttention, to_transformers
 
 SIZES = {"cuda": ("1,8192,2048,16,128", "1,8192,4096,32,128", "16,512,2048,16,128"), "cpu": ("1,512,512,8,64",)}
 PARTS = {
-    "convolutions": r"conv",
-    "norms": r"norm_(forward|backward)|norm_gated|layer_norm",
-    "products": r"gemm|nvjet|cutlass|splitk|cublas",
     "torch's elementwise kernels": r"at::|Memcpy|Memset",
+    "convolutions": r"conv",
+    "norms": r"(^|_)norm_(forward|backward)|layer_norm",
+    "products": r"gemm|nvjet|cutlass|splitk|cublas",
     "the operator": "",
 }
 """Patterns of the names of kernels, tried in this order; the last takes the rest."""
+HOST_CALLS = 20
 
 
 def size(text: str) -> tuple[int, ...]:
@@ -41,26 +45,29 @@ def size(text: str) -> tuple[int, ...]:
     return found
 
 
-def fla_layer(ours: KimiDeltaAttention) -> Callable[[Tensor], Tensor]:
+def fla_layer(ours: KimiDeltaAttention) -> nn.Module:
     """fla's layer with the same weights."""
     from fla.layers.kda import KimiDeltaAttention as Theirs
 
     names = ("hidden_size", "head_dim", "num_heads", "lower_bound", "safe_gate")
-    theirs = Theirs(**{name: getattr(ours, name) for name in names}).to(ours.q_proj.weight)
-    theirs.load_state_dict(ours.state_dict())
-    return lambda x: theirs(x)[0]
+    theirs = Theirs(**{name: getattr(ours, name) for name in names})
+    given = ours.state_dict()
+    # A_log and dt_bias stay float32.
+    for name, parameter in theirs.named_parameters():
+        parameter.data = parameter.data.to(given[name])
+    theirs.load_state_dict(given)
+    return theirs
 
 
-def transformers_layer(ours: KimiDeltaAttention) -> Callable[[Tensor], Tensor]:
+def transformers_layer(ours: KimiDeltaAttention) -> nn.Module:
     """transformers' layer with the same weights and its own torch code."""
-    from peers import KIMI_LINEAR, imported
     from transformers import KimiLinearConfig
     from transformers.models.kimi_linear import modeling_kimi_linear as modeling
 
     if ours.lower_bound is not None:
         raise ValueError("it has no bounded gate: give --gate softplus")
     for name in ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"):
-        setattr(modeling, name, imported(KIMI_LINEAR, name))
+        setattr(modeling, name, peers.imported(peers.KIMI_LINEAR, name))
     config = KimiLinearConfig(
         hidden_size=ours.hidden_size, linear_num_heads=ours.num_heads, linear_head_dim=ours.head_dim,
         num_hidden_layers=1, layer_types=["linear_attention"], rms_norm_eps=ours.o_norm.eps,
@@ -73,48 +80,66 @@ def transformers_layer(ours: KimiDeltaAttention) -> Callable[[Tensor], Tensor]:
 PEERS = {"cuda": ("fla", "fla-core", fla_layer), "cpu": ("transformers", "transformers", transformers_layer)}
 
 
-def runs_of(layer: Callable[[Tensor], Tensor], x: Tensor) -> dict[str, Run]:
+def runs_of(layer: nn.Module, x: Tensor) -> dict[str, Run]:
     """A forward, and a training step."""
-    owner: Any = layer if isinstance(layer, nn.Module) else layer.__closure__[0].cell_contents
-    leaves = [x.detach().requires_grad_(), *owner.parameters()]
+    leaves = [x.detach().requires_grad_(), *layer.parameters()]
     grad = torch.ones_like(x)
+
+    def output(x: Tensor) -> Tensor:
+        found = layer(x)
+        # fla's layer returns a tuple.
+        return found if isinstance(found, Tensor) else found[0]
 
     @torch.no_grad()
     def forward() -> Tensor:
-        return layer(x)
+        return output(x)
 
-    return {"forward": forward, "training step": lambda: torch.autograd.grad(layer(leaves[0]), leaves, grad)}
+    return {"forward": forward, "training step": lambda: torch.autograd.grad(output(leaves[0]), leaves, grad)}
 
 
-def measured_on_gpu(run: Run, device: torch.device) -> dict[str, Any]:
-    """Milliseconds replayed, peak bytes, and each part's share of the kernels' time."""
-    run()
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    run()
-    torch.cuda.synchronize(device)
-    found: dict[str, Any] = {"peak_bytes": torch.cuda.max_memory_allocated(device)}
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
+def shares(kernels: Mapping[str, float]) -> dict[str, float]:
+    """Each part's share of the kernels' time, given by name."""
+    found = dict.fromkeys(PARTS, 0.0)
+    for kernel, ms in kernels.items():
+        found[next(part for part, pattern in PARTS.items() if re.search(pattern, kernel))] += ms
+    whole = sum(found.values())
+    return {part: ms / whole for part, ms in found.items()}
+
+
+def host_times(run: Run, device: torch.device) -> list[float]:
+    """Milliseconds until a call returns, on a device that has nothing to do."""
+    times = []
+    for _ in range(HOST_CALLS):
         torch.cuda.synchronize(device)
-    times = dict.fromkeys(PARTS, 0.0)
-    for event in profile.key_averages():
-        part = next(name for name, pattern in PARTS.items() if re.search(pattern, event.key))
-        times[part] += event.device_time_total
-    found["shares"] = {name: time / sum(times.values()) for name, time in times.items()}
-    replay = capture(run, device)
-    found["graph_ms"] = summary(take_turns({OURS: replay}, device, 0.3)[OURS])
+        begin = time.perf_counter()
+        run()
+        times.append(1e3 * (time.perf_counter() - begin))
+    torch.cuda.synchronize(device)
+    return times
+
+
+def measured(runs: Mapping[str, Run], device: torch.device, seconds: float) -> dict[str, dict[str, Any]]:
+    """By implementation: times, and on a GPU memory and shares."""
+    times = take_turns(runs, device, seconds)
+    found: dict[str, dict[str, Any]] = {name: {"ms": summary(ms)} for name, ms in times.items()}
+    if device.type == "cpu":
+        return found
+    for name, run in runs.items():
+        found[name] |= {
+            "host_ms": summary(host_times(run, device)),
+            "peak_bytes": peers.growth(run, device),
+            "shares": shares(peers.kernels(run, device)),
+        }
+    replays = {}
+    # Last: a capture that fails may leave the device unusable.
+    for name, run in runs.items():
+        try:
+            replays[name] = capture(run, device)
+        except Exception as error:
+            found[name]["not_captured"] = reason(error)
+    for name, ms in take_turns(replays, device, seconds / 2).items() if replays else ():
+        found[name]["device_ms"] = summary(ms)
     return found
-
-
-def row_of(mode: str, shape: tuple[int, ...], layers: dict[str, Any], x: Tensor, seconds: float) -> Row:
-    """One row: a forward or a step of all layers."""
-    runs = {name: runs_of(layer, x)[mode] for name, layer in layers.items()}
-    times = take_turns(runs, x.device, seconds)
-    found = {name: {"ms": summary(ms)} for name, ms in times.items()}
-    if x.device.type == "cuda":
-        found = {name: own | measured_on_gpu(runs[name], x.device) for name, own in found.items()}
-    return {"suite": "layer", "shape": ",".join(map(str, shape)), "case": mode, "implementations": found}
 
 
 def lines_of(row: Row) -> list[str]:
@@ -122,9 +147,10 @@ def lines_of(row: Row) -> list[str]:
     lines = [f"{row['shape']}, {row['case']}"]
     for name, own in row["implementations"].items():
         line = f"  {name:12} {number(own['ms']['median'])} ms"
-        if "graph_ms" in own:
-            line += f", {number(own['graph_ms']['median'])} ms replayed, {own['peak_bytes'] / 2**30:.2f} GiB"
-            line += "; " + ", ".join(f"{part} {share:.0%}" for part, share in own["shares"].items() if share >= 0.005)
+        line += f", {number(own['device_ms']['median'])} ms replayed" if "device_ms" in own else ""
+        if "shares" in own:
+            line += f", {number(own['host_ms']['median'])} ms of host, {own['peak_bytes'] / 2**30:.2f} GiB; "
+            line += ", ".join(f"{part} {share:.0%}" for part, share in own["shares"].items() if share >= 0.005)
         lines.append(line)
     return lines
 
@@ -150,17 +176,18 @@ def main(arguments: list[str] | None = None) -> int:
             hidden, head_dim=K, num_heads=heads, backend=options.backend, device=options.device, dtype=dtype, **bounded
         )
         nn.init.zeros_(ours.g_proj[1].bias)
-        layers: dict[str, Any] = {OURS: ours}
-        left_out = {}
+        x = torch.randn(B, T, hidden, device=options.device, dtype=dtype)
+        runs, left_out = {OURS: runs_of(ours, x)}, {}
         if not options.no_peer:
             try:
-                layers[name] = load(ours)
+                runs[name] = runs_of(load(ours), x)
             # Another library may fail in any way, which is no failure of ours.
             except Exception as error:
                 left_out[name] = reason(error)
-        x = torch.randn(B, T, hidden, device=options.device, dtype=dtype)
         for mode in ("forward", "training step"):
-            row = row_of(mode, shape, layers, x, options.seconds) | {"gate": options.gate, "left_out": left_out}
+            row: Row = {"suite": "layer", "shape": ",".join(map(str, shape)), "case": mode, "gate": options.gate}
+            chosen, why = peers.first_runs({layer: own[mode] for layer, own in runs.items()})
+            row |= {"implementations": measured(chosen, options.device, options.seconds), "left_out": left_out | why}
             rows.add(row, *lines_of(row))
     return rows.status
 

@@ -17,7 +17,7 @@ import os
 import sys
 import warnings
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -149,7 +149,9 @@ def main(
         index, count = map(int, options.part.split("/"))
         # No kernel depends on the decays' values.
         for case, gate in itertools.product(cases[index::count], gates):
-            first_runs(draw(case, mode, gate, decays[0], DTYPES[dtype], device)[0], functions)
+            call = draw(case, mode, gate, decays[0], DTYPES[dtype], device)[0]
+            first_runs({name: runner(f, call) for name, f in functions.items()})
+            del call
             free(device)
         return 0
     if options.warm:
@@ -174,11 +176,10 @@ def main(
     return rows.status
 
 
-def first_runs(call: Call, functions: dict[str, Function]) -> tuple[dict[str, Run], dict[str, str]]:
+def first_runs(given: Mapping[str, Run]) -> tuple[dict[str, Run], dict[str, str]]:
     """The calls that run, each after its first run, and why others do not. A failure of ours is raised."""
     runs, left_out = {}, {}
-    for name, function in functions.items():
-        run = runner(function, call)
+    for name, run in given.items():
         try:
             run()
             runs[name] = run
@@ -194,7 +195,7 @@ def measured(call: Call, functions: dict[str, Function], options: Namespace) -> 
     """Times, memory and errors of a call by implementation."""
     device = options.device
     gpu = device.type == "cuda"
-    runs, left_out = first_runs(call, functions)
+    runs, left_out = first_runs({name: runner(f, call) for name, f in functions.items()})
     seconds = options.seconds or (0.4 if gpu else 2.0)
     found: dict[str, dict[str, Any]] = {n: {"ms": summary(ms)} for n, ms in take_turns(runs, device, seconds).items()}
     if gpu:

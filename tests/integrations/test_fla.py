@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import installed
+import layer
 import pages
 import pytest
 import torch
@@ -306,6 +307,14 @@ def test_layers_call_kda_core():
     model.generate(torch.randint(3, 99, (1, 80)), max_new_tokens=3, min_new_tokens=3, do_sample=False)
     registry.remove_wrapper(watch)
     assert called == ["chunk_kda"] * 2 + ["fused_recurrent_kda"] * 4
+
+
+def test_the_layer_of_the_benchmark_has_the_same_results():
+    ours = layer.KimiDeltaAttention(24, head_dim=8, num_heads=3)
+    x = torch.randn(2, 70, 24)
+    first, second = layer.runs_of(ours, x), layer.runs_of(layer.fla_layer(ours), x)
+    close(second["forward"](), first["forward"](), 1e-5)
+    close(second["training step"]()[0], first["training step"]()[0], 1e-5)
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/integrations/fla.md"])

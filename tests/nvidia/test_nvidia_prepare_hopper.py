@@ -1,10 +1,9 @@
-"""``prepare_hopper`` beside the plain kernel and the oracle; needs an sm_90 GPU."""
+"""``prepare_hopper`` beside the plain kernel and the oracle; most tests need an sm_90 GPU."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import installed
@@ -15,10 +14,19 @@ import kda_core
 
 installed.need_backend("nvidia")
 
-from kda_core_nvidia.calls import CALLS
-from kda_core_nvidia.choose import backward, chunk, forward
+from kda_core_nvidia.calls import plan_of
+from kda_core_nvidia.choose import CHIPS, Chip, choose_backward, choose_forward
+from kda_core_nvidia.choose.chunk import prepare_config
+from kda_core_nvidia.plans.backward import plan_backward
+from kda_core_nvidia.plans.forward import plan_forward, saved_specs
+from kda_core_nvidia.run import Bound, chip
 
-pytestmark = pytest.mark.platform("nvidia_hopper")
+from kda_core.request import Request
+from kda_core.testing.inputs import Call
+from kda_core.triton_lib.calls import Calls, h_shape
+from kda_core.triton_lib.plan import Plan, metadata
+
+on_hopper = pytest.mark.platform("nvidia_hopper")
 
 DEVICE = "cuda"
 HV = 20
@@ -39,12 +47,14 @@ GATES = {
 }
 
 
-def call(gate: str = "bounded", B: int = 2, T: int = 200, H: int = HV, **more: Any) -> dict[str, Any]:
+def call(
+    gate: str = "bounded", B: int = 2, T: int = 200, H: int = HV, device: str = DEVICE, **more: Any
+) -> dict[str, Any]:
     options, scale, dtype = GATES[gate]
     torch.manual_seed(len(gate) + T)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device=DEVICE)
+        return torch.randn(*shape, device=device)
 
     g = normal(B, T, HV, 128)
     found = {
@@ -59,32 +69,36 @@ def call(gate: str = "bounded", B: int = 2, T: int = 200, H: int = HV, **more: A
         **options,
     }
     if options.get("use_gate_in_kernel"):
-        found |= {"A_log": torch.rand(HV, device=DEVICE), "dt_bias": normal(HV, 128)}
+        found |= {"A_log": torch.rand(HV, device=device), "dt_bias": normal(HV, 128)}
     return found | more
 
 
-@contextmanager
-def prepared_by(hopper: bool, monkeypatch) -> Iterator[None]:
-    """The kernel for Hopper serves every call in here, and takes it where it is meant to."""
-    chosen, made = chunk.choose_prepare, CALLS.run
-
-    def choose_prepare(*facts: Any, again: bool = False) -> Any:
-        config = chosen(*facts, again=again)
-        assert isinstance(config, chunk.PrepareHopperConfig)
-        return config if hopper else chunk.prepare_config(128, torch.bfloat16, again)
-
-    with monkeypatch.context() as patch:
-        for module in (forward, backward):
-            patch.setattr(module, "choose_prepare", choose_prepare)
-        # Plans of one signature share a memo.
-        patch.setattr(CALLS, "run", lambda request, key, *rest: made(request, (key, hopper), *rest))
-        yield
+def plain_plan(request: Request, on: Chip, misaligned: frozenset[str] = frozenset()) -> Plan:
+    """The plan of a call with the plain kernel in the place of ``prepare_hopper``."""
+    r = metadata(request, misaligned)
+    plain = prepare_config(128, torch.bfloat16, again=bool(r.saved))
+    if r.needs_grad:
+        return plan_backward(r, replace(choose_backward(r, on), prepare=plain))
+    return plan_forward(r, replace(choose_forward(r, on), prepare=plain), h_shape(request))
 
 
-def run(arguments: dict[str, Any], monkeypatch, hopper: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+PLAIN = Calls(plain_plan, chip, saved_specs=saved_specs, bind=Bound)
+
+
+def request_of(arguments: dict[str, Any]) -> Request:
+    options = {n: x for n, x in arguments.items() if not isinstance(x, torch.Tensor)}
+    return Call("chunk_kda", {n: x for n, x in arguments.items() if n not in options}, options).request()
+
+
+def run(arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and final state."""
-    with prepared_by(hopper, monkeypatch), torch.no_grad():
+    with torch.no_grad():
         return kda_core.chunk_kda(**arguments, backend="nvidia")
+
+
+def run_plain(arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    made = PLAIN.chunk_forward(request_of(arguments))
+    return made.o, made.final_state
 
 
 def upstream(x: torch.Tensor) -> torch.Tensor:
@@ -92,28 +106,52 @@ def upstream(x: torch.Tensor) -> torch.Tensor:
     return torch.arange(x.numel(), dtype=torch.float64).cos().bfloat16().view(x.shape).to(x)
 
 
-def trained(arguments: dict[str, Any], monkeypatch, hopper: bool = True, **more: Any) -> dict[str, torch.Tensor]:
+def inputs_of(arguments: dict[str, Any]) -> list[str]:
+    """Names of the inputs that get gradients."""
+    return [n for n in ("q", "k", "v", "g", "beta", "A_log", "dt_bias") if n in arguments]
+
+
+def trained(arguments: dict[str, Any], **more: Any) -> dict[str, torch.Tensor]:
     """Output, final state and all gradients."""
-    names = [n for n in ("q", "k", "v", "g", "beta", "A_log", "dt_bias") if n in arguments]
-    leaves = {n: arguments[n].detach().requires_grad_() for n in names}
-    with prepared_by(hopper, monkeypatch):
-        o, state = kda_core.chunk_kda(**(arguments | leaves | {"backend": "nvidia"} | more))
-        grads = torch.autograd.grad([o, state], list(leaves.values()), [upstream(o), upstream(state)])
-    return {"o": o.detach(), "final_state": state.detach()} | {f"d{n}": x for n, x in zip(names, grads, strict=True)}
+    leaves = {n: arguments[n].detach().requires_grad_() for n in inputs_of(arguments)}
+    o, state = kda_core.chunk_kda(**(arguments | leaves | {"backend": "nvidia"} | more))
+    grads = torch.autograd.grad([o, state], list(leaves.values()), [upstream(o), upstream(state)])
+    return {"o": o.detach(), "final_state": state.detach()} | dict(zip(leaves, grads, strict=True))
+
+
+def trained_plain(arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
+    request = replace(request_of(arguments), save_for_backward=True)
+    made = PLAIN.chunk_forward(request)
+    given = {"grad_o": upstream(made.o), "grad_final_state": upstream(made.final_state)}
+    request = replace(request, saved=made.saved, needs_grad=frozenset(inputs_of(arguments)), **given)
+    return dict(PLAIN.chunk_backward(request).grads)
 
 
 def error(x: torch.Tensor, exact: torch.Tensor) -> float:
     return float((x.double() - exact.double()).norm() / exact.double().norm())
 
 
+@pytest.mark.parametrize("gate", GATES)
+def test_only_prepare_differs(gate):
+    """Planned for an H100, without a GPU."""
+    r = replace(request_of(call(gate, device="cpu")), save_for_backward=True)
+    saved = tuple(torch.empty(spec.shape, dtype=spec.dtype) for spec in saved_specs(r))
+    grads = {"grad_o": r.v, "grad_final_state": torch.empty(2, HV, 128, 128)}
+    for step in (r, replace(r, saved=saved, needs_grad=frozenset({"q", "k", "v", "g", "beta"}), **grads)):
+        plain, ours = (plan(step, CHIPS[90]).kernels for plan in (plain_plan, plan_of))
+        differ = [pair for pair in zip(plain, ours, strict=True) if pair[0] != pair[1]]
+        assert differ == [("prepare", "prepare_hopper")]
+
+
+@on_hopper
 @pytest.mark.parametrize("more", [{}, {"H": 4, "T": 97}, {"B": 1, "T": 31, "use_qk_l2norm_in_kernel": False}], ids=str)
 @pytest.mark.parametrize("gate", GATES)
-def test_as_exact_as_the_plain_kernel(gate, more, monkeypatch):
+def test_as_exact_as_the_plain_kernel(gate, more):
     """5%: operands are rounded to 16 bits in either, but not the same ones. The kit holds both to its budgets."""
     arguments = call(gate, **more)
     if not arguments["use_qk_l2norm_in_kernel"]:
         arguments |= {n: arguments[n] / 11 for n in ("q", "k")}
-    plain, ours = run(arguments, monkeypatch, hopper=False), run(arguments, monkeypatch)
+    plain, ours = run_plain(arguments), run(arguments)
     cpu = {n: x.cpu() if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}
     exact = kda_core.chunk_kda(**cpu, backend="reference")
     for name, x, before, right in zip(("o", "final_state"), ours, plain, exact, strict=True):
@@ -121,96 +159,103 @@ def test_as_exact_as_the_plain_kernel(gate, more, monkeypatch):
         assert error(x, right) <= 1.05 * error(before, right) + 1e-6, name
 
 
+@on_hopper
 @pytest.mark.parametrize("gate", GATES)
-def test_gradients_as_exact_as_the_plain_kernels(gate, monkeypatch):
+def test_gradients_as_exact_as_the_plain_kernels(gate):
     """In the root mean square of four draws (a length is a seed): dA_log has 20 numbers, and one draw says little."""
     squares: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for T in (97, 98, 99, 100):
         arguments = call(gate, B=1, T=T)
-        both = trained(arguments, monkeypatch, hopper=False), trained(arguments, monkeypatch)
+        both = trained_plain(arguments), trained(arguments)
         exact = {n: x.cpu() if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}
-        names = [n for n in ("q", "k", "v", "g", "beta", "A_log", "dt_bias") if n in exact]
+        names = inputs_of(exact)
         leaves = {n: exact[n].double().requires_grad_() for n in names}
         o, state = kda_core.chunk_kda(**(exact | leaves | {"backend": "reference"}))
         grads = torch.autograd.grad([o, state], list(leaves.values()), [upstream(o), upstream(state)])
         for name, right in zip(names, grads, strict=True):
             for i, found in enumerate(both):
-                squares[name][i] += error(found[f"d{name}"], right.to(DEVICE)) ** 2 / 4
+                squares[name][i] += error(found[name], right.to(DEVICE)) ** 2 / 4
     for name, (before, after) in squares.items():
         assert after**0.5 <= 1.05 * before**0.5 + 1e-5, name
 
 
+@on_hopper
 @pytest.mark.parametrize("more", [{}, {"H": 4, "T": 97}, {"B": 1, "T": 31, "use_qk_l2norm_in_kernel": False}], ids=str)
 @pytest.mark.parametrize("gate", GATES)
-def test_the_second_run_of_a_step_gives_the_first_one_s_bits(gate, more, monkeypatch):
+def test_the_second_run_of_a_step_gives_the_first_one_s_bits(gate, more):
     """What a training step keeps of its forward, or everything: the factors come out the same."""
     arguments = call(gate, **more)
-    again = trained(arguments, monkeypatch)
-    for name, x in trained(arguments, monkeypatch, disable_recompute=True).items():
+    again = trained(arguments)
+    for name, x in trained(arguments, disable_recompute=True).items():
         assert torch.equal(again[name], x), name
 
 
+@on_hopper
 @pytest.mark.parametrize("gate", ["bounded", "softplus, strong", "given"])
-def test_repeats_bitwise(gate, monkeypatch):
+def test_repeats_bitwise(gate):
     arguments = call(gate, B=8, T=1000)
-    first = trained(arguments, monkeypatch)
+    first = trained(arguments)
     for _ in range(5):
-        for name, x in trained(arguments, monkeypatch).items():
+        for name, x in trained(arguments).items():
             assert torch.equal(first[name], x), name
 
 
+@on_hopper
 @pytest.mark.parametrize("gate", GATES)
-def test_a_sequence_is_its_own(gate, monkeypatch):
+def test_a_sequence_is_its_own(gate):
     """Packed with others, which hold NaN, its bits are those that it has alone; rows behind the last one are zero."""
     arguments = call(gate, B=1, T=500)
     rows = ("q", "k", "v", "g", "beta")
     bounds = [0, 33, 33, 97, 161, 400]
     for n in rows:
         arguments[n][:, :97] = arguments[n][:, 161:] = float("nan")
-    o, state = run(arguments | {"cu_seqlens": torch.tensor(bounds, device=DEVICE)}, monkeypatch)
-    alone, last = run(arguments | {n: arguments[n][:, 97:161].contiguous() for n in rows}, monkeypatch)
+    o, state = run(arguments | {"cu_seqlens": torch.tensor(bounds, device=DEVICE)})
+    alone, last = run(arguments | {n: arguments[n][:, 97:161].contiguous() for n in rows})
     assert torch.equal(o[:, 97:161], alone)
     assert torch.equal(state[3:4], last)
     assert bool((o[:, 400:] == 0).all())
     # A batch gives every sequence the bits that it has alone, too.
     pair = {n: torch.cat([arguments[n][:, 97:161], torch.flip(arguments[n][:, 97:161], [1])]) for n in rows}
-    assert torch.equal(run(arguments | pair, monkeypatch)[0][:1], alone)
+    assert torch.equal(run(arguments | pair)[0][:1], alone)
 
 
+@on_hopper
 @pytest.mark.parametrize("gate", GATES)
-def test_a_chunk_does_not_see_the_next_one(gate, monkeypatch):
+def test_a_chunk_does_not_see_the_next_one(gate):
     """Both chunks of a program, the second with decays of another kind."""
     arguments = call(gate, B=1, T=64)
     rows = ("q", "k", "v", "g", "beta")
     for strength in (0.0, 1.0, 1000.0):
         whole = arguments | {"g": arguments["g"].clone()}
         whole["g"][:, 32:] *= strength
-        half, _ = run(arguments | {n: arguments[n][:, :32].contiguous() for n in rows}, monkeypatch)
-        assert torch.equal(run(whole, monkeypatch)[0][:, :32], half)
+        half, _ = run(arguments | {n: arguments[n][:, :32].contiguous() for n in rows})
+        assert torch.equal(run(whole)[0][:, :32], half)
 
 
+@on_hopper
 @pytest.mark.parametrize("name", ["q", "k", "g", "beta"])
-def test_bits_do_not_depend_on_strides(name, monkeypatch):
+def test_bits_do_not_depend_on_strides(name):
     """Rows that bulk copies cannot take are copied: of wider tensors, between others of a batch, heads first."""
     arguments = call()
     x = arguments[name]
-    right, _ = run(arguments, monkeypatch)
+    right, _ = run(arguments)
     wider = torch.zeros(*x.shape[:-1], x.shape[-1] + 1, device=DEVICE, dtype=x.dtype)[..., 1:].copy_(x)
     longer = torch.full((x.shape[0], x.shape[1] + 3, *x.shape[2:]), float("nan"), device=DEVICE, dtype=x.dtype)
     longer = longer[:, : x.shape[1]].copy_(x)
     heads_first = x.transpose(1, 2).contiguous().transpose(1, 2)
     for strided in (wider, longer, heads_first):
-        assert torch.equal(run(arguments | {name: strided}, monkeypatch)[0], right)
+        assert torch.equal(run(arguments | {name: strided})[0], right)
 
 
+@on_hopper
 @pytest.mark.parametrize("size", [1e-8, 1e-3, 1e6, 1e12])
 @pytest.mark.parametrize("gate", ["bounded, strongest", "softplus"])
-def test_rows_of_any_size(gate, size, monkeypatch):
+def test_rows_of_any_size(gate, size):
     """Shifts by powers of two leave norms and operands in range."""
     arguments = call(gate)
     for n in ("q", "k"):
         arguments[n] = arguments[n] * size
-    plain, ours = run(arguments, monkeypatch, hopper=False), run(arguments, monkeypatch)
+    plain, ours = run_plain(arguments), run(arguments)
     cpu = {n: x.cpu() if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}
     exact = kda_core.chunk_kda(**cpu, backend="reference")
     for x, before, right in zip(ours, plain, exact, strict=True):
@@ -218,10 +263,11 @@ def test_rows_of_any_size(gate, size, monkeypatch):
         assert error(x, right) <= 1.05 * error(before, right) + 1e-6
 
 
-def test_padded_slots_of_a_pool(monkeypatch):
+@on_hopper
+def test_padded_slots_of_a_pool():
     arguments = call(B=3, T=80, initial_state=torch.zeros(4, HV, 128, 128, device=DEVICE))
-    whole, _ = run(arguments | {"initial_state": None}, monkeypatch)
+    whole, _ = run(arguments | {"initial_state": None})
     indices = torch.tensor([2, -1, 0], device=DEVICE, dtype=torch.int32)
-    o, _ = run(arguments | {"ssm_state_indices": indices, "output_final_state": False}, monkeypatch)
+    o, _ = run(arguments | {"ssm_state_indices": indices, "output_final_state": False})
     assert torch.equal(o[[0, 2]], whole[[0, 2]])
     assert bool((o[1] == 0).all())
