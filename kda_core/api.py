@@ -130,9 +130,8 @@ def chunk_kda(
             behind it may hold anything; their output is zero, and so are their gradients.
         cu_seqlens_cpu: [N+1] copy of ``cu_seqlens`` on the CPU; lets a backend plan without waiting. On other devices
             ``return_intermediate_states`` needs it.
-        cp_context: from ``kda_core.distributed.build_cp_context`` (or fla's), for sequences over several ranks: q, k,
-            v, g and beta then hold this rank's rows, the states are those of all N sequences, and ``cu_seqlens``
-            belongs to the context. Every rank makes the call, and its backward.
+        cp_context: from ``kda_core.distributed.build_cp_context`` (or fla's): q, k, v, g and beta hold this rank's rows
+            of sequences that several ranks share; states are of all N. Every rank makes the call and its backward.
         A_log: [HV], log of the gate's rate; optional with ``lower_bound``. Dimensions of size 1 may stand around it.
         dt_bias: [HV * K] or [HV, K], added to g in the gate; dimensions of size 1 as well.
         chunk_size: 32 or 64: distance of the intermediate states, and a backend's block size.
@@ -362,11 +361,7 @@ def _function(op: str) -> Callable[..., Any]:
     return function
 
 
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "chunk_kda": chunk_kda,
-    "fused_recurrent_kda": fused_recurrent_kda,
-    "kda_gate": kda_gate,
-}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (chunk_kda, fused_recurrent_kda, kda_gate)}
 
 
 def supports(op: str, /, *args: Any, **kwargs: Any) -> tuple[bool, str]:
@@ -466,8 +461,7 @@ def _refuse_tangents(request: Request | GateRequest) -> None:
 
 
 def _over_devices() -> Any:
-    """The module that serves calls with a context; it imports torch.distributed, which few calls need."""
-    from kda_core.distributed import _call
+    from kda_core.distributed import _call  # imports torch.distributed, which few calls need
 
     return _call
 
@@ -497,8 +491,7 @@ def _run(request: Request, backend: str | _Question | None) -> Any:
         result = _eager.call(chosen, request)
     else:
         result = _ops.forward(chosen, request)
-        if _ops.writes_to_caller(request):
-            _ops.count_writes(request)
+        _ops.count_writes(request)
     final_state = request.initial_state if request.inplace_final_state else result.final_state
     outputs = (result.o, final_state if request.output_final_state else None)
     return (*outputs, result.h) if request.return_intermediate_states else outputs

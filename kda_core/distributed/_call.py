@@ -239,11 +239,17 @@ def run(r: Request, name: str | None) -> ForwardResult:
 
 
 def part(r: Request) -> Request:
-    """The call of this rank's fragments alone, for questions about it."""
+    """The call of this rank's fragments alone, for questions about it; what is no context is left to the router."""
+    if not is_context(r.cp_context):
+        return r
     c = context_of(r)
     cpu = c.cu_seqlens_cpu if r.return_intermediate_states else None
     s = Shared(c.fragments, c.slots, c.group_name, c.before, c.sequences, c.dense, c.gather)
     return s.local(build_request({**vars(r), "cu_seqlens_cpu": cpu}))[0]
+
+
+def is_context(value: Any) -> bool:
+    return isinstance(value, ContextParallel) or is_fla_context(value)
 
 
 def context_of(r: Request) -> ContextParallel:
