@@ -54,9 +54,11 @@ class Shared(NamedTuple):
 
     def local(self, r: Request) -> tuple[Request, Tensor]:
         """The call of this rank's fragments, as a plain one, and its initial state, [F, HV, K, V] without values."""
-        B, T = (self.dense, r.B * r.T // self.dense) if self.dense else (1, r.B * r.T)
-        F = self.fragments.shape[1] - 1
-        rows = {n: t.reshape(B, T, *t.shape[2:]) for n in (*DATA, "grad_o") if (t := getattr(r, n)) is not None}
+        B, F = self.dense or 1, self.fragments.shape[1] - 1
+        rows = {}
+        if B != r.B:
+            T = r.B * r.T // B
+            rows = {n: t.reshape(B, T, *t.shape[2:]) for n in (*DATA, "grad_o") if (t := getattr(r, n)) is not None}
         states = r.q.new_empty(F, r.HV, r.K, r.V, dtype=r.compute_dtype)
         bounds = None if self.dense else self.fragments[0]
         own = {"initial_state": states, "state_v_first": False, "cu_seqlens": bounds, "cp_context": None}
@@ -228,11 +230,15 @@ def run(r: Request, name: str | None) -> ForwardResult:
     # Boundaries that the caller gave beside the context are those of the context.
     cpu = c.cu_seqlens_cpu if r.return_intermediate_states else None
     values = {**vars(r), "cu_seqlens": None, "cu_seqlens_cpu": cpu, "cp_context": None}
-    if torch.compiler.is_compiling() or _eager.needs_operator(r.q):
+    compiling = torch.compiler.is_compiling()
+    if compiling or _eager.needs_operator(r.q):
+        if not compiling:
+            plain = build_request(values)
+            _checks.convert_scalars(plain)
+            values = vars(plain)
         o, final, h, *_ = _call_operator(_FORWARD, {**values, **s._asdict(), "backend": name or ""})
         return ForwardResult(o, final if r.output_final_state else None, h if r.return_intermediate_states else None)
     plain = build_request(values)
-    _checks.convert_scalars(plain)
     if not r.save_for_backward:
         return forward(plain, s, name).result
     return ForwardResult(*_Call.apply(plain, s, name, *(getattr(r, n) for n in DIFFERENTIABLE)))

@@ -58,16 +58,19 @@ def applied(matrices: Tensor, states: Tensor, additions: Tensor) -> Tensor:
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Products of float32 without TF32, whatever the program has chosen for its own."""
-    if device.type == "cpu" or torch.get_float32_matmul_precision() == "highest":
+    """Products of float32 without TF32 on GPUs, whatever the program has chosen for its own."""
+    # Newer versions of torch refuse to read the older setting where a program has made the newer one.
+    owner = torch.backends.cuda.matmul
+    name, exact = ("fp32_precision", "ieee") if hasattr(owner, "fp32_precision") else ("allow_tf32", False)
+    before = getattr(owner, name)
+    if device.type == "cpu" or before == exact:
         yield
         return
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    setattr(owner, name, exact)
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        setattr(owner, name, before)
 
 
 def at(states: Tensor | None, index: Tensor, like: Tensor) -> Tensor:

@@ -23,39 +23,41 @@ def changed(r: Request, **values: Any) -> Request:
 
 
 class Halves:
-    """The hooks of a backend that declares ``Feature.CONTEXT_PARALLEL``.
+    """The hooks of a backend that declares ``Feature.CONTEXT_PARALLEL``; one object for a forward or a backward.
 
     Requests are those of the plain call, with any initial state of the right shape; ``hook_request`` is what hooks get.
     """
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
+        self._asked: Request | None = None
 
     def saved_spec(self, r: Request) -> tuple[TensorSpec, ...]:
         return _ops.saved_specs(self.backend, hook_request(r))
 
     def begin(self, r: Request) -> Begun:
-        return self._begun("kda_core_chunk_begin", hook_request(r))
+        return self._begun("kda_core_chunk_begin", r)
 
     def finish(self, r: Request, kept: tuple[Tensor, ...], starts: Tensor) -> ForwardResult:
-        asked = hook_request(r)
+        asked = self._asked or hook_request(r)
         result = self.backend.call("kda_core_chunk_finish", request=asked, kept=kept, starts=starts)
         if asked.memo is None or ForwardResult not in asked.memo or type(result) is not ForwardResult:
             _results.check_forward(self.backend, asked, result)
         return result
 
     def begin_backward(self, r: Request) -> Begun:
-        return self._begun("kda_core_chunk_begin_backward", hook_request(r))
+        return self._begun("kda_core_chunk_begin_backward", r)
 
     def finish_backward(self, r: Request, kept: tuple[Tensor, ...], ends: Tensor) -> dict[str, Tensor]:
-        asked = hook_request(r)
+        asked = self._asked or hook_request(r)
         result = self.backend.call("kda_core_chunk_finish_backward", request=asked, kept=kept, ends=ends)
         seen = asked.memo is not None and (BackwardResult, asked.needs_grad) in asked.memo
         if not seen or type(result) is not BackwardResult or not asked.needs_grad <= result.grads.keys():
             _results.check_gradients(self.backend, asked, result, asked.memo)
         return result.grads
 
-    def _begun(self, hook: str, r: Request) -> Begun:
+    def _begun(self, hook: str, plain: Request) -> Begun:
+        r = self._asked = hook_request(plain)
         begun = self.backend.result(hook, r)
         if r.memo is None or hook not in r.memo:
             _results.check_begun(self.backend, r, begun)
