@@ -294,10 +294,15 @@ def _check_states(c: ContextParallel, r: Request) -> None:
         _checks._expect_tensor("initial_state", state, (*_checks.STATE_DTYPES, r.compute_dtype), r.q.device)
         shape = (c.sequences, r.HV, *((r.V, r.K) if r.state_v_first is True else (r.K, r.V)))
         _checks._expect_shape("initial_state", state, shape, "[N, HV, K, V], the states of all sequences,")
-    given = r.cu_seqlens
-    same = isinstance(given, Tensor) and (torch.compiler.is_compiling() or torch.equal(given, c.cu_seqlens.to(given)))
-    if given is not None and not same:
+    # fla's callers pass the context's own.
+    given, own = r.cu_seqlens, getattr(r.cp_context, "cu_seqlens", None)
+    if given is not None and (torch.compiler.is_compiling() or not _same_memory(given, own)):
         raise ValueError("cu_seqlens: expected None with cp_context, which holds the boundaries, got others")
+
+
+def _same_memory(a: Any, b: Any) -> bool:
+    both = isinstance(a, Tensor) and isinstance(b, Tensor)
+    return both and (a.data_ptr(), a.shape, a.device) == (b.data_ptr(), b.shape, b.device)
 
 
 # The operators. Their arguments are those of the plain ones, then the context's.

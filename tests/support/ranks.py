@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 SIZES = (1, 2, 3, 4, 8)
-TIMEOUT = 60
+TIMEOUT = 30
 """Seconds until a rank that waits for another gives up."""
 
 
@@ -57,7 +57,7 @@ class Ranks:
             pipe.send_bytes(pickle.dumps((size, job, arguments)))
         found = []
         for rank, pipe in enumerate(self._pipes[:size]):
-            if not pipe.poll(2 * TIMEOUT):
+            if not pipe.poll(TIMEOUT + 15):
                 self.broken = True
                 raise RankFailed(f"rank {rank} of {size} did not answer in {job}")
             found.append(pickle.loads(pipe.recv_bytes()))
