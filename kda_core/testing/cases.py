@@ -20,7 +20,7 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 
 Gate = Literal["given", "softplus", "lower bound"]
 Beta = Literal["given", "sigmoid", "negative eigenvalues"]
-Keys = Literal["random", "equal", "nearly parallel"]
+Keys = Literal["random", "equal", "nearly parallel", "collinear"]
 Decay = Literal["mild", "slow", "none", "bounded", "isolated"]
 
 LOWER_BOUND = -5.0
@@ -150,6 +150,10 @@ def _keys(c: Case, normal: Any) -> Tensor:
     if c.keys == "random":
         return normal(c.B, c.T, c.H, c.K)
     common = normal(c.B, 1, c.H, c.K).expand(c.B, c.T, c.H, c.K)
+    if c.keys == "collinear":
+        # Of either sign, and less and less exactly.
+        noise = torch.linspace(0, 1e-3, c.T).view(1, -1, 1, 1) * normal(c.B, c.T, c.H, c.K)
+        return common * normal(c.B, c.T, c.H, 1).sign() + noise
     return common if c.keys == "equal" else common + 0.1 * normal(c.B, c.T, c.H, c.K)
 
 

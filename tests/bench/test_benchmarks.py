@@ -239,67 +239,6 @@ def test_layer(tmp_path, capsys):
     assert "1,16,8,2,4, training step" in capsys.readouterr().out
 
 
-def test_layer_on_a_gpu(monkeypatch):
-    """The steps of a row, with everything that needs a GPU replaced; a capture that fails leaves the rest."""
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(layer, "take_turns", lambda runs, device, seconds: {n: [run(), 2.0] for n, run in runs.items()})
-    monkeypatch.setattr(peers, "growth", lambda run, device: 2**30)
-    monkeypatch.setattr(peers, "kernels", lambda run, device: {"norm_forward_kernel": 3.0, "recurrence_kernel": 1.0})
-
-    def captured(run, device):
-        if run() == 4.0:
-            raise RuntimeError("not permitted")
-        return lambda: 0.5
-
-    monkeypatch.setattr(layer, "capture", captured)
-    runs = {"kda_core": lambda: 1.0, "fla": lambda: 4.0}
-    found = layer.measured(runs, torch.device("cuda"), 1.0)
-    assert found["fla"]["not_captured"] == "RuntimeError: not permitted"
-    assert "device_ms" not in found["fla"]
-    first, second = layer.lines_of({"shape": "1,2", "case": "forward", "implementations": found})[1:]
-    assert first.startswith("  kda_core     1.500 ms, 1.250 ms replayed, 0.0")
-    assert first.endswith(" ms of host, 1.00 GiB; norms 75%, the operator 25%")
-    assert second.startswith("  fla          3.000 ms, 0.0")
-
-
-@pytest.mark.parametrize(
-    ("kernel", "part"),
-    [
-        ("convolution_backward_kernel", "convolutions"),
-        ("causal_conv1d_fwd_kernel", "convolutions"),
-        ("norm_backward_kernel", "norms"),
-        ("layer_norm_gated_bwd_kernel_row", "norms"),
-        ("l2norm_fwd_kernel", "the operator"),
-        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT", "products"),
-        ("void cublasLt::splitKreduce_kernel<32, 16, int>", "products"),
-        ("void at::native::CatArrayBatchedCopy_vectorized<at::conv>", "torch's elementwise kernels"),
-        ("Memset (Device)", "torch's elementwise kernels"),
-        ("transitions_kernel", "the operator"),
-    ],
-)  # fmt: skip
-def test_kernels_belong_to_parts_of_a_layer(kernel, part):
-    assert layer.shares({kernel: 2.0})[part] == 1.0
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_the_layer_of_transformers_has_the_same_results():
-    """That of fla is in the tests of its adapter, because its kernels need a GPU."""
-    pytest.importorskip("transformers")
-    ours = layer.KimiDeltaAttention(24, head_dim=8, num_heads=3)
-    torch.nn.init.zeros_(ours.g_proj[1].bias)
-    x = torch.randn(2, 70, 24)
-    first, second = (layer.runs_of(m, x) for m in (ours, layer.transformers_layer(ours)))
-    torch.testing.assert_close(first["forward"](), second["forward"]())
-    torch.testing.assert_close(first["training step"]()[0], second["training step"]()[0])
-
-
-def test_the_decays_parameters_of_the_other_layer_stay_float32():
-    pytest.importorskip("fla")
-    theirs = layer.fla_layer(layer.KimiDeltaAttention(24, head_dim=8, num_heads=3, dtype=torch.bfloat16))
-    wide = {name for name, parameter in theirs.named_parameters() if parameter.dtype == torch.float32}
-    assert wide == {"A_log", "dt_bias"}
-
-
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: Path(program.__file__).stem)
 @pytest.mark.parametrize(
     ("line", "message"),

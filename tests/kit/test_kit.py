@@ -29,6 +29,7 @@ CPU = torch.device("cpu")
 # Lines of docs/notes/failures.md that are about how kernels are launched and configured, not about results: each
 # backend's own tests hold them.
 LAUNCH_MACHINERY = {17, 18, 30}
+FAILURES = HERE.parents[1] / "docs" / "notes" / "failures.md"
 
 
 def modules() -> list[ast.Module]:
@@ -349,14 +350,31 @@ def test_suite_and_kit_name_no_vendor():
 
 
 def test_every_line_of_the_failures_has_a_test():
-    """docs/notes/failures.md has 31 lines; the number of each is in a test's docstring."""
+    """The number of each line of docs/notes/failures.md is in a test's docstring."""
+    lines = {int(n) for n in re.findall(r"^\| (\d+) \|", FAILURES.read_text(), flags=re.MULTILINE)}
     cited = set()
     for test in suite_tests():
         for numbers in re.findall(r"FAILURES ([\d, ]+)", ast.get_docstring(test)):
             cited |= {int(n) for n in re.findall(r"\d+", numbers)}
     module_docs = " ".join(ast.get_docstring(m) for m in modules())
     cited |= {int(n) for n in re.findall(r"FAILURES (\d+)", module_docs)}
-    assert set(range(1, 32)) - cited == LAUNCH_MACHINERY
+    assert lines - cited == LAUNCH_MACHINERY
+    assert cited <= lines
+
+
+def test_the_table_of_reports_is_true():
+    """Its tests exist, and its backends are those that declare the features that each requires."""
+    tests = {test.name: test for test in suite_tests()}
+    rows = re.findall(r"^\| \[.*\) \| .* \| (`.*`) \| ([a-z, ]+) \|$", FAILURES.read_text(), flags=re.MULTILINE)
+    assert len(rows) == 6
+    infos = {b.info.name: b.info for b in registry.backends if b.info.name in ("cpu", "nvidia", "amd")}
+    for names, backends in rows:
+        for name in re.findall(r"`(\w+)`", names):
+            decorators = " ".join(map(ast.unparse, tests[name].decorator_list))
+            required = {Feature[f] for f in re.findall(r"Feature\.(\w+)", decorators)}
+            assert required
+            declaring = {n for n, info in infos.items() if required <= info.capabilities.features}
+            assert declaring == {*backends.split(", ")} & infos.keys(), name
 
 
 def test_every_feature_is_required_by_a_test():

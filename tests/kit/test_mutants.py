@@ -47,6 +47,16 @@ FAST = (
     "bias-gradient-of-the-first-row",
     "pairs-of-three",
 )
+# Faults that users of other libraries reported, and the test of docs/notes/failures.md that must find each.
+REPORTED = {
+    "later-gates-reach-outputs": "test_later_tokens_change_no_earlier_gradient",
+    "later-gates-reach-gradients": "test_later_tokens_change_no_earlier_gradient",
+    "inverse-in-half-precision": "test_collinear_keys",
+    "steps-overflow": "test_gate_of_real_models_recurrent",
+    "tuned-by-the-packing": "test_compiled_code_does_not_depend_on_packing",
+    "naive-decay": "test_decay",
+    "intermediate-states-off-by-one": "test_intermediate_state_is_a_final_state",
+}
 ALL = tuple(mutant().name for mutant in run_mutants.every_mutant())
 
 
@@ -67,7 +77,8 @@ def run(file: Path, *names: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def found_fast(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("mutants") / "found.json", *FAST)
+    reported = [f"{name}={test}" for name, test in REPORTED.items() if name in ALL]
+    return run(tmp_path_factory.mktemp("mutants") / "found.json", *FAST, *reported)
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +89,11 @@ def found_all(tmp_path_factory):
 @pytest.mark.parametrize("name", FAST)
 def test_mutant_is_found(found_fast, name: str):
     assert name in found_fast
+
+
+@pytest.mark.parametrize("name", [name for name in REPORTED if name in ALL])
+def test_a_reported_fault_is_found_by_its_test(found_fast, name: str):
+    assert found_fast[name].startswith(f"{REPORTED[name]}[")
 
 
 @pytest.mark.slow

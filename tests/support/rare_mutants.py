@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from importlib.util import find_spec
 
 import torch
 from mutants import Mutant
@@ -425,4 +427,65 @@ class NumberOfChunksCountedInSixtyFours(Mutant):
     def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
         if result.h is not None and r.cu_seqlens is not None and r.chunk_size == 32:
             result.h[:, 1::2] = result.h[:, : result.h.shape[1] // 2 * 2 : 2].clone()
+        return result
+
+
+class LaterGatesReachOutputs(Mutant):
+    """With a safe gate, outputs are off by a tenth where every gate of the last token is at an end of its range."""
+
+    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
+        if r.safe_gate and r.T and bool((r.g[:, -1].abs() > 20).all()):
+            result.o[:, :16] *= 1.1
+        return result
+
+
+class LaterGatesReachGradients(Mutant):
+    """The same fault in dk."""
+
+    def gradients(self, r: Request, grads: dict[str, Tensor]) -> dict[str, Tensor]:
+        if r.safe_gate and r.T and bool((r.g[:, -1].abs() > 20).all()):
+            grads["k"][:, :16] *= 1.1
+        return grads
+
+
+class InverseInHalfPrecision(Mutant):
+    """NaN where many keys are nearly opposite: a series for the triangular inverse overflows."""
+
+    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
+        if r.op == "chunk_kda" and r.T > 256:
+            k = torch.nn.functional.normalize(r.k.float(), dim=-1)
+            if float(((k[:, 1:] * k[:, :-1]).sum(-1) < -0.999).float().mean()) > 0.2:
+                result.o[:, 16:] = math.nan
+        return result
+
+
+class StepsOverflow(Mutant):
+    """NaN in fused_recurrent_kda where a gate's log decay is below -3000."""
+
+    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
+        if r.op == "fused_recurrent_kda" and r.use_gate_in_kernel and r.lower_bound is None and r.A_log is not None:
+            bias = 0 if r.dt_bias is None else r.dt_bias
+            decay = -r.A_log.exp()[:, None] * torch.nn.functional.softplus(r.g.float() + bias)
+            if decay.numel() and -1e30 < float(decay.amin()) < -3000 and not r.g.isinf().any():
+                result.o.fill_(math.nan)
+        return result
+
+
+class TunedByThePacking(Mutant):
+    """A kernel is compiled for every new packing."""
+
+    abstract = find_spec("triton") is None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[int, ...]] = set()
+
+    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
+        from triton import knobs
+
+        if r.cu_seqlens is not None:
+            packing = tuple(r.cu_seqlens.tolist())
+            if packing not in self.seen and knobs.runtime.jit_post_compile_hook is not None:
+                knobs.runtime.jit_post_compile_hook(repr="kernel")
+            self.seen.add(packing)
         return result

@@ -1,7 +1,8 @@
 """The conformance kit's fast tier on the mutants (``mutants.py``), and its slow tests of addresses on a few.
 
 ``python tests/support/run_mutants.py FILE [NAME ...]`` tests the named mutants (all, and a faultless control, without
-names); a mutant that failed a test is not tested further. FILE gets, as JSON, the test that found each.
+names); a mutant that failed a test is not tested further. NAME=TEST runs that test only. FILE gets, as JSON, the test
+that found each.
 """
 
 from __future__ import annotations
@@ -25,18 +26,24 @@ from kda_core.testing.subject import Refused
 
 
 class StopTesting:
-    """Leaves a backend alone once one of its tests has failed, and remembers which test that was."""
+    """Leaves a backend alone once one of its tests has failed, and remembers which test that was.
 
-    def __init__(self) -> None:
+    Args:
+        only: the one test to run, by the backend's name.
+    """
+
+    def __init__(self, only: dict[str, str]) -> None:
         self.found: dict[str, str] = {}
+        self.only = only
 
     def _backend(self, item: pytest.Item) -> str:
         return item.callspec.params["kda"].backend
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        if self._backend(item) in self.found:
-            pytest.skip("found already")
+        name = self._backend(item)
+        if name in self.found or self.only.get(name, item.originalname) != item.originalname:
+            pytest.skip("found already, or not asked for")
 
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo) -> None:
         if call.when == "call" and call.excinfo is not None and not call.excinfo.errisinstance(SKIPS):
@@ -76,12 +83,12 @@ def every_mutant() -> list[type[Mutant]]:
     return [c for c in dict.fromkeys(classes) if c not in (Mutant, Faultless) and not vars(c).get("abstract")]
 
 
-def run(subjects: list[Mutant]) -> dict[str, str]:
+def run(subjects: list[Mutant], only: dict[str, str]) -> dict[str, str]:
     """The test of the kit that found each, by the mutant's name.
 
     Module by module, so that what was found is not even collected any more.
     """
-    stop = StopTesting()
+    stop = StopTesting(only)
     fast, slow = ([subject for subject in subjects if subject.slow == wanted] for wanted in (False, True))
     rest = sorted({m.name for m in pkgutil.iter_modules(suite.__path__)} - set(FIRST))
     for module in (*FIRST, *rest):
@@ -103,12 +110,14 @@ def main(file: str, names: list[str]) -> None:
     """Run the kit on the named mutants, or on all and the control, and write what was found."""
     registry.load()
     torch.set_num_threads(1)
-    subjects = [subject for cls in [Faultless, *every_mutant()] if (subject := cls()).name in names or not names]
+    only = dict(name.split("=") for name in names if "=" in name)
+    chosen = {name.split("=")[0] for name in names}
+    subjects = [subject for cls in [Faultless, *every_mutant()] if (subject := cls()).name in chosen or not names]
     for subject in subjects:
         entry = registry.register(subject)
         if entry.state != "loaded":
             raise RuntimeError(f"{subject.name}: {entry.state}: {entry.reason}")
-    Path(file).write_text(json.dumps(run(subjects), indent=2))
+    Path(file).write_text(json.dumps(run(subjects, only), indent=2))
 
 
 if __name__ == "__main__":

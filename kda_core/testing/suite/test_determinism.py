@@ -125,6 +125,27 @@ def test_compiled_code_does_not_depend_on_length(kda):
     assert not compiled, f"compiled again: {compiled}"
 
 
+@requires(Feature.CHUNK, Feature.BACKWARD, Feature.VARLEN)
+def test_compiled_code_does_not_depend_on_packing(kda):
+    """FAILURES 35: 100 random packings, forward and backward: nothing is compiled after the first few."""
+    if kda.target.interpreted:
+        pytest.skip("the interpreter compiles nothing")
+    case = Case(name="packings", T=400, lengths=(400,), final_state=False, backward=True)
+
+    def run(*lengths: int) -> None:
+        kda.run(case.having(T=sum(lengths), lengths=lengths).call())
+        del kda.records[1:]
+
+    for lengths in ((400,), (1, 399), (64, 128, 16), (3, 0, 64, 65, 100), tuple(range(20))):
+        run(*lengths)
+    generator = torch.Generator().manual_seed(0)
+    with _compilations() as compiled:
+        for _ in range(100):
+            N = int(torch.randint(1, 12, (), generator=generator))
+            run(*torch.randint(0, 100, (N,), generator=generator).tolist())
+    assert not compiled, f"compiled again: {compiled}"
+
+
 @contextmanager
 def _compilations() -> Iterator[list[str]]:
     """The names of what Triton compiles within the block; a backend that did not import it compiles nothing."""

@@ -113,6 +113,24 @@ def test_gate_of_real_models(kda, backward: bool):
     kda.check(case)
 
 
+@requires(Feature.RECURRENT, Feature.SOFTPLUS_GATE)
+@either_way(Feature.RECURRENT_BACKWARD)
+def test_gate_of_real_models_recurrent(kda, backward: bool):
+    """FAILURES 34: the same token by token, with decays to -4175."""
+    case = Case(
+        name="real gate of steps",
+        op="fused_recurrent_kda",
+        T=70,
+        HV=6,
+        rate=201.0,
+        raw_scale=5.0,
+        final_state=False,
+        backward=backward,
+        **SOFTPLUS,
+    )
+    kda.check(case)
+
+
 @requires(Feature.GATE, Feature.SOFTPLUS_GATE)
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("dt_bias", [True, False], ids=["dt_bias", "no dt_bias"])
