@@ -27,7 +27,7 @@ class Ranks:
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "kda_core.distributed", "kda_core_cpu.plugin"])
+        context.set_forkserver_preload(["torch._dynamo", "kda_core.distributed", "kda_core_cpu.plugin"])
         self._folder = tempfile.TemporaryDirectory()
         self._pipes, self._processes = [], []
         for rank in range(max(SIZES)):
