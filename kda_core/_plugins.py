@@ -22,7 +22,7 @@ from kda_core import _checks, _meta, _torch_private, hookspecs, platforms
 from kda_core._contract import contract_problem, found_entry_points, mismatch, read_info
 from kda_core._ledger import Explanation, LedgerEntry, State, Status, Verdict
 from kda_core._loaded import Backend
-from kda_core._signature import Like, is_plain, signature
+from kda_core._signature import Asked, Like, is_plain, signature
 from kda_core.call_plan import CallPlan
 from kda_core.capabilities import BackendInfo, Unavailable
 from kda_core.errors import BackendNotFound, BrokenBackend, ContractViolation, UnsupportedCall
@@ -51,6 +51,8 @@ class Registry:
         self._choices: dict[tuple, tuple[Backend | str, dict]] = {}
         # By operator, a fast match with the last call, and its choice.
         self._latest: dict[str, tuple[Like, tuple[Backend | str, dict]]] = {}
+        # Answers of ``supports``, by ``_question``.
+        self._asked: dict[tuple, Asked] = {}
 
     def load(self) -> None:
         """Load the oracle and every installed wheel, once."""
@@ -169,6 +171,7 @@ class Registry:
     def _forget_choices(self) -> None:
         self._latest.clear()
         self._choices.clear()
+        self._asked.clear()
         for backend in self._backends.values():
             backend._callers.clear()
 
@@ -266,13 +269,29 @@ class Registry:
         _check_values(request)
         return backend
 
-    def supports(self, request: AnyRequest, name: str | None) -> tuple[bool, str]:
-        """Whether ``choose`` finds a backend, and why not; the values of index tensors are not read."""
+    def answered(self, op: str, args: tuple, kwargs: dict[str, Any], name: str | None) -> tuple[bool, str] | None:
+        """The answer of ``supports`` to the arguments of a call, if it was asked the same before."""
+        try:
+            asked = self._asked.get(_question(op, args, kwargs))
+        except (AttributeError, KeyError, RuntimeError, TypeError):  # wrong arguments, or a nested tensor
+            return None
+        return asked.answer if asked is not None and asked(args, kwargs, name) else None
+
+    def supports(self, request: AnyRequest, args: tuple, kwargs: dict[str, Any], name: str | None) -> tuple[bool, str]:
+        """Whether ``choose`` finds a backend, and why not; the values of index tensors are not read.
+
+        Args:
+            args, kwargs: the arguments that the request was made of; the answer to them is kept.
+        """
         try:
             self._backend_of(request, name)
+            answer = True, ""
         except UnsupportedCall as error:
-            return False, str(error)
-        return True, ""
+            answer = False, str(error)
+        asked = Asked(args, kwargs, name, answer)
+        if asked.can_match:
+            self._asked[_question(request.op, args, kwargs)] = asked
+        return answer
 
     def _backend_of(self, request: AnyRequest, name: str | None) -> Backend:
         latest = self._latest.get(request.op)
@@ -321,6 +340,7 @@ class Registry:
             return
         if len(self._choices) >= MAX_CACHED_CHOICES:
             self._choices.clear()
+            self._asked.clear()
         self._choices[key] = choice, memo
 
     def _choose(self, request: AnyRequest, name: str | None) -> Backend:
@@ -335,8 +355,7 @@ class Registry:
         for backend in self.backends:
             if backend.info.priority is not None and backend.refusal(request) is None:
                 return backend
-        explanation = self.explain(request, None)
-        raise UnsupportedCall(str(explanation))
+        raise UnsupportedCall(str(self._explained(request, None)))
 
     def _choose_on_meta(self, request: AnyRequest, name: str | None) -> Backend:
         """The backend of meta tensors; a backend that the caller names must declare the features of the call."""
@@ -351,6 +370,9 @@ class Registry:
         self.load()
         _checks.check(request)
         _check_values(request)
+        return self._explained(request, name)
+
+    def _explained(self, request: AnyRequest, name: str | None) -> Explanation:
         verdicts: list[Verdict] = []
         chosen: str | None = None
         if _meta.is_meta(request) and (name is None or self.named(name).undeclared(request) is None):
@@ -390,6 +412,11 @@ class Registry:
             if own not in seen:
                 verdicts.append(Verdict(own, "not installed", platforms.install_command(wheel)))
         return Explanation(request.op, chosen, tuple(verdicts))
+
+
+def _question(op: str, args: tuple, kwargs: dict[str, Any]) -> tuple:
+    """A key that tells questions apart well; g is an argument of every function."""
+    return op, (args[0] if args else kwargs["g"]).shape
 
 
 def _check_values(request: AnyRequest) -> None:

@@ -6,9 +6,10 @@ Every call passes by here: fields are read by ``attrgetter``, or one by one, bec
 from __future__ import annotations
 
 from dataclasses import fields
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -82,7 +83,7 @@ class Like:
     """
 
     def __init__(self, request: AnyRequest, name: str | None) -> None:
-        kind, guards = type(request), _torch_private.tensor_guards()
+        kind = type(request)
         given = [n for n in _TENSORS[kind] if getattr(request, n) is not None]
         absent = [n for n in _TENSORS[kind] if n not in given]
         # torch's check ends the process where a tensor is nested: it has no sizes to compare.
@@ -91,11 +92,7 @@ class Like:
         self._types = tuple(map(type, self._values))
         # attrgetter returns no tuple for a single name.
         self._tensors = attrgetter(*given) if len(given) > 1 else lambda r: (getattr(r, given[0]),)
-        self._check: Any = None
-        if guards is not None:
-            tensors = self._tensors(request)
-            sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
-            self._check = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+        self._check = _comparison(self._tensors(request))
 
     def __call__(self, request: AnyRequest, name: str | None) -> bool:
         if self._check is None or name != self._name:
@@ -108,6 +105,71 @@ class Like:
         if tuple(map(type, rest)) != self._types or rest != self._values:
             return False
         return self._check(*self._tensors(request))
+
+
+def _comparison(tensors: tuple[Tensor, ...]) -> Any:
+    """A function that tells whether tensors have the metadata of these, in C; None where torch has none.
+
+    None of its arguments may be nested: it ends the process, because such a tensor has no sizes to compare.
+    """
+    guards = _torch_private.tensor_guards()
+    if guards is None:
+        return None
+    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+    return guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+
+
+_is_nested = attrgetter("is_nested")
+_PRIMITIVE = frozenset({bool, int, float, str, type(None)})
+
+
+class Asked:
+    """A question of ``supports`` and its answer: it meets the same question without a request.
+
+    Args:
+        args, kwargs: tensors by position; tensors and options by name.
+        name: the backend that was asked for. answer: of ``supports``.
+    """
+
+    def __init__(self, args: tuple, kwargs: dict[str, Any], name: str | None, answer: tuple[bool, str]) -> None:
+        self.answer = answer
+        given = [n for n, value in kwargs.items() if isinstance(value, Tensor)]
+        rest = [n for n in kwargs if n not in given]
+        tensors = (*args, *map(kwargs.__getitem__, given))
+        self._count, self._name, self._grad = len(kwargs), name, torch.is_grad_enabled()
+        self._given = _getter(given)
+        self._rest = _getter(rest)
+        self._values = self._rest(kwargs)
+        self._types = tuple(map(type, self._values))
+        # Other options may change between two questions, or hold values of tensors.
+        simple = _PRIMITIVE.issuperset(self._types) and all(map(is_plain, tensors))
+        self._check: Any = _comparison(tensors) if simple and not any(map(_is_nested, tensors)) else None
+
+    @property
+    def can_match(self) -> bool:
+        """Whether any question will be known as the same."""
+        return self._check is not None
+
+    def __call__(self, args: tuple, kwargs: dict[str, Any], name: str | None) -> bool:
+        """Whether this question is the same; False means unknown."""
+        if len(kwargs) != self._count or name != self._name:
+            return False
+        try:
+            rest = self._rest(kwargs)
+            tensors = args + self._given(kwargs)
+            if tuple(map(type, rest)) != self._types or rest != self._values or any(map(_is_nested, tensors)):
+                return False
+        except (KeyError, AttributeError):  # other names, or something is no tensor
+            return False
+        return torch.is_grad_enabled() == self._grad and self._check(*tensors)
+
+
+def _getter(names: list[str]) -> Any:
+    """The values of these keys of a dictionary, as a tuple."""
+    if len(names) > 1:
+        return itemgetter(*names)
+    # itemgetter returns no tuple for a single name.
+    return (lambda values: (values[names[0]],)) if names else lambda values: ()
 
 
 def _of_gate(r: Any, name: str | None) -> tuple:

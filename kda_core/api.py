@@ -383,11 +383,14 @@ def supports(op: str, /, *args: Any, **kwargs: Any) -> tuple[bool, str]:
         ValueError: there is no such ``op``.
         BackendNotFound, BrokenBackend: ``backend=`` names one that cannot be used at all.
     """
-    function = _function(op)
     name = _plugins.requested_name(kwargs.get("backend"))
-    kwargs["backend"] = _Question(lambda request: registry.supports(request, name))
+    answer = registry.answered(op, args, kwargs, name)
+    if answer is not None:
+        return answer
+    function = _function(op)
+    question = _Question(lambda request: registry.supports(request, args, kwargs, name))
     try:
-        return function(*args, **kwargs)
+        return function(*args, **kwargs | {"backend": question})
     except (ValueError, TypeError) as error:
         return False, str(error)
 

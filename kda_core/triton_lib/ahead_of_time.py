@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -243,6 +243,34 @@ def gradients(case: Case, saved: Sequence[TensorSpec] = ()) -> Request:
     needs = frozenset(n for n in DIFFERENTIABLE if getattr(r, n) is not None)
     kept = tuple(torch.empty(x.shape, dtype=x.dtype, device="meta") for x in saved)
     return replace(r, saved=kept, grad_o=r.v, grad_final_state=r.initial_state, needs_grad=needs)
+
+
+def halves(
+    case: Case, plan_of: Callable[[Request, str], Plan], saved_specs: Callable[[Request], Sequence[TensorSpec]]
+) -> Iterator[tuple[str, Plan]]:
+    """Names and plans of the halves of a training step, for fragments that are the case's sequences.
+
+    Args:
+        plan_of: the plan of the half that is named.
+    """
+
+    def made(plan: Plan) -> tuple[torch.Tensor, ...]:
+        found = [plan.whole(x) for x in list(plan.results.values())[2:] if x is not None]
+        return tuple(torch.empty(x.shape, dtype=x.dtype, device="meta") for x in found)
+
+    none = {"initial_state": None, "cp_context": True}
+    forward = replace(training(case), **none)
+    states = torch.empty((forward.N, forward.HV, forward.K, forward.V), device="meta")
+    begin = plan_of(forward, "begin")
+    yield f"{case.name}, begin", begin
+    yield f"{case.name}, finish", plan_of(replace(forward, saved=(*made(begin), states)), "finish")
+    backward = gradients(case, saved_specs(forward))
+    needs = backward.needs_grad - {"initial_state"}
+    backward = replace(backward, **none, grad_final_state=None, needs_grad=needs)
+    begin = plan_of(backward, "begin_backward")
+    yield f"{case.name}, begin backward", begin
+    more = (*backward.saved, *made(begin), states)
+    yield f"{case.name}, finish backward", plan_of(replace(backward, saved=more), "finish_backward")
 
 
 def gate_calls(dtype: torch.dtype, lower_bound: float | None) -> Iterator[tuple[str, AnyRequest]]:

@@ -383,10 +383,10 @@ def test_every_feature_is_required_by_a_test():
 
 
 def test_page_for_vendors_names_every_feature_and_module():
-    """The steps of docs/write_a_backend.md lead to all of the contract; CONTEXT_PARALLEL is no step for one device."""
+    """The steps of docs/write_a_backend.md lead to all of the contract."""
     page = (HERE.parents[1] / "docs" / "write_a_backend.md").read_text()
     rows = re.findall(r"^\| \d\. [^|]+\| ([^|]+) \| ([^|]+) \|$", page, flags=re.MULTILINE)
     declared = {name for features, _ in rows for name in features.split(", ")}
-    assert declared == {f.name for f in Feature} - {"CONTEXT_PARALLEL"}
+    assert declared == {f.name for f in Feature}
     tested = {name for _, modules_of_step in rows for name in modules_of_step.split(", ")}
     assert tested == {file.stem for file in SUITE.glob("test_*.py")}
