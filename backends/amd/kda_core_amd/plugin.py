@@ -41,7 +41,7 @@ TRITON_DISTRIBUTIONS = ("triton", "triton-rocm", "pytorch-triton-rocm")
 MAX_PROGRAMS = 2**24
 """A launch counts its lanes in 32 bits: this many programs of four waves."""
 
-_CLOSED = {Feature.CONTEXT_PARALLEL: "one device serves the whole sequence; leave cp_context out"}
+_CLOSED = {Feature.CONTEXT_PARALLEL: "it has no hooks in halves; the core makes plain calls of it"}
 
 _INFO = BackendInfo(
     name=NAME,
