@@ -72,11 +72,7 @@ def _function(op: str) -> Callable[..., Any]:
     return function
 
 
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "chunk_kda": chunk_kda,
-    "fused_recurrent_kda": fused_recurrent_kda,
-    "kda_gate": kda_gate,
-}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (chunk_kda, fused_recurrent_kda, kda_gate)}
 
 
 def supports(op: str, /, *args: Any, **kwargs: Any) -> tuple[bool, str]:
