@@ -324,11 +324,12 @@ class NotedCalls(Calls):
         super().__init__(plan_of, lambda device: CHIPS[90], bind=Noted, most=MOST_PLANS)
         self.pairs: list[tuple[Plan, Plan, bool]] = []
 
-    def run(self, request: Any, key: Any, names: Any, inputs: Any) -> Any:
-        made = super().run(request, key, names, inputs)
+    def run(self, request: Any, key: Any, names: Any, inputs: Any, saved: Any = None, half: Any = ()) -> Any:
+        made = super().run(request, key, names, inputs, saved, half)
         used, given, new = Noted.calls.pop()
         crooked = frozenset(n for n, x in zip(names, given, strict=True) if x is not None and x.data_ptr() & 15)
-        self.pairs.append((used, plan_of(request, CHIPS[90], crooked), new))
+        planned = request if saved is None else replace(request, saved=saved)
+        self.pairs.append((used, plan_of(planned, CHIPS[90], crooked, *half), new))
         return made
 
 
@@ -482,6 +483,29 @@ def test_the_plan_that_is_found_is_the_plan_of_the_call(calls):
                 assert repr(used) == repr(expected), name
                 assert used == expected, name
                 assert not (turn and new), name
+
+
+def test_the_plan_of_a_half_is_that_of_the_half():
+    """Four halves share one memo, a backward without a gradient of o, too; what they are handed may lie crooked."""
+    noted, memo = NotedCalls(), {}
+
+    def remembered(**values: Any) -> Request:
+        r = Request(op="chunk_kda", scale=1.0, output_final_state=True, cp_context=True, **inputs(B=1), **values)
+        r.__dict__["memo"] = memo
+        return r
+
+    for turn in range(3):
+        for crooked in (False, True):
+            states = torch.randn(1, 2, 64, 64)
+            states = misaligned(states) if crooked else states
+            r = remembered(save_for_backward=True)
+            saved = noted.chunk_finish(r, noted.chunk_begin(r).kept, states).saved
+            for grad_o in (None, r.v):
+                r = remembered(save_for_backward=True, saved=saved, grad_o=grad_o, needs_grad=frozenset("qkv"))
+                noted.chunk_finish_backward(r, noted.chunk_begin_backward(r).kept, states)
+        assert all(used == expected for used, expected, _ in noted.pairs)
+        assert not (turn and any(new for *_, new in noted.pairs))
+        noted.pairs.clear()
 
 
 def test_a_backward_of_offloaded_tensors_does_not_take_the_plan_of_others(calls):
