@@ -195,7 +195,7 @@ def test_explain_exits_with_0_when_the_call_is_served():
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("--cp-context", "--backend", "reference"), "the oracle runs on one device"),
+        (("--cp-context", "--backend", "reference"), "it has no hooks in halves"),
         (("--backend", "nochip"), "backend 'nochip' is not installed"),
     ],
 )

@@ -214,10 +214,14 @@ def test_subject_finds_bits_that_differ_when_a_call_is_made_again(altered, monke
     assert len(count) == 3
 
 
-def test_subject_demands_the_declared_reason():
+def test_subject_demands_the_declared_reason(monkeypatch):
+    backend = registry.named("reference")
+    plain = backend.info.capabilities
+    fewer = replace(plain, features=plain.features - {Feature.OUT}, closed={Feature.OUT: "no buffer"})
+    monkeypatch.setattr(backend, "info", replace(backend.info, capabilities=fewer))
     subject = Subject(Target("reference", CPU))
-    with pytest.raises(Refused, match="the oracle runs on one device"):
-        subject.run(named("past a chunk").call().having(cp_context=object()))
+    with pytest.raises(Refused, match="no buffer"):
+        subject.run(replace(named("past a chunk").call(), given_out=True))
     assert subject.records[-1].status == "refused"
 
 
