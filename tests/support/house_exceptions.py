@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-LONG_FILES = {"backends/nvidia/kda_core_nvidia/backward_hopper.py": 527, "tests/nvidia/test_nvidia_run.py": 542}
+LONG_FILES = {"backends/nvidia/kda_core_nvidia/backward_hopper.py": 527}
 """Lines of files."""
 
 LONG_FUNCTIONS = {
-    "tests/nvidia/test_nvidia_run.py: kinds": 84,
+    "tests/nvidia/test_nvidia_found_plans.py: kinds": 84,
 }
 """Lines of host functions, without their docstrings."""
 
