@@ -7,7 +7,7 @@ import torch
 from kda_core.request import Request
 from kda_core.triton_lib.arguments import row_strides, state_strides
 from kda_core.triton_lib.frame import finish_output, outputs
-from kda_core.triton_lib.plan import Builder, Plan, input_layouts
+from kda_core.triton_lib.plan import Builder, Plan, View, input_layouts
 from kda_core_amd.choose import Architecture
 from kda_core_amd.plans.frame import Frame
 from kda_core_amd.recurrent import recurrent
@@ -16,6 +16,12 @@ from kda_core_amd.recurrent import recurrent
 def plan_recurrent(r: Request, chip: Architecture) -> Plan:
     """The plan of a forward of ``fused_recurrent_kda``, whose results are o and final_state; ``r``: metadata alone."""
     b = Builder()
+    o, final_state = add_recurrent(b, r, chip)
+    return b.plan(input_layouts(r), {"o": o, "final_state": final_state})
+
+
+def add_recurrent(b: Builder, r: Request, chip: Architecture) -> tuple[View, View | None]:
+    """Add the launch; o and the final state."""
     o, final_state = outputs(b, r)
     f = Frame(b, r, chip)
     indices, accepted = r.ssm_state_indices, r.num_accepted_tokens
@@ -36,4 +42,4 @@ def plan_recurrent(r: Request, chip: Architecture) -> Plan:
         s_accepted=0 if accepted is None else accepted.stride(0), BV=BV, UNIT=unit, I_K=I_K, I_V=I_V, F_K=F_K, F_V=F_V,
         EVERY_TOKEN=width > 1,
     )  # fmt: skip
-    return b.plan(input_layouts(r), {"o": finish_output(b, r, o), "final_state": final_state})
+    return finish_output(b, r, o), final_state
