@@ -14,11 +14,6 @@ from kda_core.triton_lib.gate import sigmoid
 from kda_core.triton_lib.packing import is_padding
 
 
-@triton.jit
-def _is_unused(i_slot, slots, pad_slot_id):
-    return is_padding(i_slot, pad_slot_id) | (i_slot >= slots)
-
-
 @triton.jit(
     do_not_specialize=["T", "slots", "s_index", "s_slot", "width", "pad_slot_id"],
     do_not_specialize_on_alignment=["indices", "accepted"],
@@ -48,7 +43,7 @@ def convolution_step_kernel(
             # Out of range is clamped: the device has nobody to tell, and must not read past the table.
             i_first = tl.minimum(tl.maximum(tl.load(accepted + i_n).to(tl.int32) - 1, 0), width - 1)
         i_slot = tl.load(indices + i_n * s_index + i_first * s_slot).to(tl.int64)
-        if _is_unused(i_slot, slots, pad_slot_id):
+        if is_padding(i_slot, pad_slot_id, slots):
             return
     taps, b_bias = filter_of(weight, bias, o_d, m_d, W)
     p_first = conv_state + i_slot * s_cn + o_d * s_cd
@@ -68,7 +63,7 @@ def convolution_step_kernel(
         i_last = i_slot
         if EVERY_TOKEN:
             i_last = tl.load(indices + i_n * s_index + t * s_slot).to(tl.int64)
-        if (EVERY_TOKEN or t == T - 1) and not _is_unused(i_last, slots, pad_slot_id):
+        if (EVERY_TOKEN or t == T - 1) and not is_padding(i_last, pad_slot_id, slots):
             # All has been read from the slot before a part of it is written.
             tl.debug_barrier()
             p_last = conv_state + i_last * s_cn + o_d * s_cd

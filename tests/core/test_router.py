@@ -284,9 +284,9 @@ def test_supports_gives_the_verdict_of_the_call_and_its_reason():
         assert answer == (False, str(refused.value))
         wrong = kda_core.supports("chunk_kda", *inputs(), chunk_size=16, backend="reference")
         assert wrong == (False, "chunk_size: expected one of (32, 64), got 16")
-        unknown = kda_core.supports("fused_recurrent_kda", *inputs(), has_initial_state=None)
+        unknown = kda_core.supports("fused_recurrent_kda", *inputs(), slots=None)
         assert not unknown[0]
-        assert "unexpected keyword argument 'has_initial_state'" in unknown[1]
+        assert "unexpected keyword argument 'slots'" in unknown[1]
         for op in ("kda", None):
             with pytest.raises(ValueError, match="op: expected one of chunk_kda"):
                 kda_core.supports(op, *inputs())

@@ -86,16 +86,23 @@ def _add_step(b: Builder, r: Request, config: StepConfig, named: dict[str, Any])
     b.pick(recurrent_step, programs, STEP_WARPS, named | own, enable_fp_fusion=False, maxnreg=config.registers)
 
 
+def _columns(table: View | None) -> tuple[int, int]:
+    """Stride and number of the columns of a table of slots."""
+    return (0, 1) if table is None or table.dim() == 1 else (table.stride(1), table.shape[1])
+
+
 def _add_short(b: Builder, r: Request, choice: RecurrentChoice, config: RecurrentConfig, named: dict[str, Any]) -> None:
     """Add ``recurrent``. Where prompts follow, packed sequences of more than SHORT tokens are left to them."""
     packed, indices, accepted = r.cu_seqlens is not None, r.ssm_state_indices, r.num_accepted_tokens
-    s_slot, width = (indices.stride(1), indices.shape[1]) if indices is not None and indices.dim() == 2 else (0, 1)
+    s_slot, width = _columns(indices)
+    s_final_slot, final_width = _columns(r.final_state_indices)
     KP, short_only, one_token = power_of_two(r.K), choice.prompts is not None, r.T == 1 and not packed
     own = {
         "accepted": accepted, "s_accepted": 0 if accepted is None else accepted.stride(0), "s_slot": s_slot,
-        "width": width, "KP": KP, "BV": config.block_v,
+        "width": width, "s_final_slot": s_final_slot, "final_width": final_width, "KP": KP, "BV": config.block_v,
         "KS": min(KP, config.row_bytes // r.state_dtype.itemsize) if r.state_v_first else KP,
-        "IN_PLACE": r.inplace_final_state, "EVERY_TOKEN": width > 1, "ONE_TOKEN": one_token,
+        "IN_PLACE": r.written_states is not None and r.final_state_indices is None,
+        "EVERY_TOKEN": r.writes_every_token, "ONE_TOKEN": one_token,
         "MOST": SHORT.value if short_only else 0, "EVICTION": config.eviction,
     }  # fmt: skip
     options = {"maxnreg": config.registers} if config.registers and one_token else {}
