@@ -130,7 +130,8 @@ def chunk_kda(
             behind it may hold anything; their output is zero, and so are their gradients.
         cu_seqlens_cpu: [N+1] copy of ``cu_seqlens`` on the CPU; lets a backend plan without waiting. On other devices
             ``return_intermediate_states`` needs it.
-        cp_context: context parallelism; refused unless a backend declares it.
+        cp_context: from ``kda_core.distributed.build_cp_context`` (or fla's): q, k, v, g and beta hold this rank's rows
+            of sequences that several ranks share; states are of all N. Every rank makes the call and its backward.
         A_log: [HV], log of the gate's rate; optional with ``lower_bound``. Dimensions of size 1 may stand around it.
         dt_bias: [HV * K] or [HV, K], added to g in the gate; dimensions of size 1 as well.
         chunk_size: 32 or 64: distance of the intermediate states, and a backend's block size.
@@ -158,8 +159,8 @@ def chunk_kda(
     """
     request = build_request(
         {
-            "op": "chunk_kda", "q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": _by_head(A_log, g, 1),
-            "dt_bias": _by_head(dt_bias, g, 2),
+            "op": "chunk_kda", "q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": by_head(A_log, g, 1),
+            "dt_bias": by_head(dt_bias, g, 2),
             "scale": default_scale(q) if scale is None else scale, "initial_state": initial_state,
             "output_final_state": output_final_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
             "use_gate_in_kernel": use_gate_in_kernel, "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
@@ -230,8 +231,8 @@ def fused_recurrent_kda(
     """
     request = build_request(
         {
-            "op": "fused_recurrent_kda", "q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": _by_head(A_log, g, 1),
-            "dt_bias": _by_head(dt_bias, g, 2),
+            "op": "fused_recurrent_kda", "q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": by_head(A_log, g, 1),
+            "dt_bias": by_head(dt_bias, g, 2),
             "scale": default_scale(q) if scale is None else scale, "initial_state": initial_state,
             "output_final_state": output_final_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
             "use_gate_in_kernel": use_gate_in_kernel, "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
@@ -274,8 +275,8 @@ def kda_gate(
     """
     request = GateRequest(
         g=g,
-        A_log=_by_head(A_log, g, 1),
-        dt_bias=_by_head(dt_bias, g, 2),
+        A_log=by_head(A_log, g, 1),
+        dt_bias=by_head(dt_bias, g, 2),
         lower_bound=lower_bound,
         save_for_backward=_needs_gradient(g, A_log, dt_bias),
     )
@@ -360,11 +361,7 @@ def _function(op: str) -> Callable[..., Any]:
     return function
 
 
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "chunk_kda": chunk_kda,
-    "fused_recurrent_kda": fused_recurrent_kda,
-    "kda_gate": kda_gate,
-}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (chunk_kda, fused_recurrent_kda, kda_gate)}
 
 
 def supports(op: str, /, *args: Any, **kwargs: Any) -> tuple[bool, str]:
@@ -406,7 +403,7 @@ def backends() -> tuple[LedgerEntry, ...]:
     return registry.ledger
 
 
-def _by_head(t: Tensor | None, g: Tensor, dims: int) -> Tensor | None:
+def by_head(t: Tensor | None, g: Tensor, dims: int) -> Tensor | None:
     """A_log as [HV] (dims = 1) or dt_bias as [HV, K] (2), from a flat one or one with dimensions of size 1."""
     if t is None:
         return None
@@ -466,22 +463,30 @@ def _refuse_tangents(request: Request | GateRequest) -> None:
     _ops.refuse_tangents(request.op, *values)
 
 
+def _over_devices() -> Any:
+    from kda_core.distributed import _call  # imports torch.distributed, which few calls need
+
+    return _call
+
+
 def _run(request: Request, backend: str | _Question | None) -> Any:
     if request.save_for_backward:
         _checks.check_differentiable(request)
     if isinstance(backend, _Question):
-        return backend.answer(request)
+        return backend.answer(request if request.cp_context is None else _over_devices().part(request))
     compiling = torch.compiler.is_compiling()
     name = _traced_name(backend) if compiling else _plugins.requested_name(backend)
     if in_forward_mode():
         _refuse_tangents(request)
     chosen = None
-    if request.cp_context is not None or not (compiling or _eager.needs_operator(request.q)):
+    if request.cp_context is None and not (compiling or _eager.needs_operator(request.q)):
         chosen = registry.choose(request, name)
         # A call without a signature has no memo: one of its tensors may be a wrapped one.
-        if request.memo is None and request.cp_context is None:
+        if request.memo is None:
             chosen = None if any(map(_eager.needs_operator, vars(request).values())) else chosen
-    if chosen is None:
+    if request.cp_context is not None:
+        result = _over_devices().run(request, name)
+    elif chosen is None:
         if not compiling:
             _prepare_for_operator(request)
         result = _ops.call(request, name)
@@ -489,8 +494,7 @@ def _run(request: Request, backend: str | _Question | None) -> Any:
         result = _eager.call(chosen, request)
     else:
         result = _ops.forward(chosen, request)
-        if _ops.writes_to_caller(request):
-            _ops.count_writes(request)
+        _ops.count_writes(request)
     final_state = request.initial_state if request.inplace_final_state else result.final_state
     outputs = (result.o, final_state if request.output_final_state else None)
     return (*outputs, result.h) if request.return_intermediate_states else outputs

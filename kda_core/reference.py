@@ -285,7 +285,7 @@ class ReferenceBackend:
             capabilities=Capabilities(
                 features=FEATURES_1_0,
                 dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
-                closed={Feature.CONTEXT_PARALLEL: "the oracle runs on one device"},
+                closed={Feature.CONTEXT_PARALLEL: "it has no hooks in halves; the core makes plain calls of it"},
             ),
             summary="float64 token recurrence, the oracle of the tests; only when named",
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from kda_core._torch_private import fake_tensors
 from kda_core.reference import DIFFERENTIABLE
 from kda_core.request import (
     AnyRequest,
+    DecodeStepRequest,
     GatedNormRequest,
     GateRequest,
     LayerRequest,
@@ -245,6 +246,34 @@ def gradients(case: Case, saved: Sequence[TensorSpec] = ()) -> Request:
     return replace(r, saved=kept, grad_o=r.v, grad_final_state=r.initial_state, needs_grad=needs)
 
 
+def halves(
+    case: Case, plan_of: Callable[[Request, str], Plan], saved_specs: Callable[[Request], Sequence[TensorSpec]]
+) -> Iterator[tuple[str, Plan]]:
+    """Names and plans of the halves of a training step, for fragments that are the case's sequences.
+
+    Args:
+        plan_of: the plan of the half that is named.
+    """
+
+    def made(plan: Plan) -> tuple[torch.Tensor, ...]:
+        found = [plan.whole(x) for x in list(plan.results.values())[2:] if x is not None]
+        return tuple(torch.empty(x.shape, dtype=x.dtype, device="meta") for x in found)
+
+    none = {"initial_state": None, "cp_context": True}
+    forward = replace(training(case), **none)
+    states = torch.empty((forward.N, forward.HV, forward.K, forward.V), device="meta")
+    begin = plan_of(forward, "begin")
+    yield f"{case.name}, begin", begin
+    yield f"{case.name}, finish", plan_of(replace(forward, saved=(*made(begin), states)), "finish")
+    backward = gradients(case, saved_specs(forward))
+    needs = backward.needs_grad - {"initial_state"}
+    backward = replace(backward, **none, grad_final_state=None, needs_grad=needs)
+    begin = plan_of(backward, "begin_backward")
+    yield f"{case.name}, begin backward", begin
+    more = (*backward.saved, *made(begin), states)
+    yield f"{case.name}, finish backward", plan_of(replace(backward, saved=more), "finish_backward")
+
+
 def gate_calls(dtype: torch.dtype, lower_bound: float | None) -> Iterator[tuple[str, AnyRequest]]:
     """Names and requests of ``kda_gate``, forward and backward."""
     g, A_log, dt_bias = (torch.empty(*n, device="meta") for n in ((64, 4, 128), (4,), (4, 128)))
@@ -276,3 +305,22 @@ def layer_calls(quick: bool = False) -> Iterator[tuple[str, LayerRequest]]:
             norm = GatedNormRequest(x=x, gate=x, weight=empty(D), eps=1e-5)
             yield f"layer, {TYPES[dtype]} V {D}", norm
             yield f"layer, {TYPES[dtype]} V {D}", replace(norm, grad_output=x, needs_grad=frozenset({"x"}))
+    yield from _decode_steps(quick)
+
+
+def _decode_steps(quick: bool) -> Iterator[tuple[str, LayerRequest]]:
+    empty, HV = partial(torch.empty, device="meta"), 8
+    slots = torch.zeros(2, 3, dtype=torch.int32, device="meta")
+    drafts = {"indices": slots, "accepted": slots[:, 0], "lower_bound": -5.0}
+    kinds: list[tuple[torch.dtype, int, int, dict[str, Any]]] = [(torch.float32, 1, 4, {"indices": slots[:, 0]})]
+    if not quick:
+        kinds += [(torch.float32, 3, 4, drafts), (torch.bfloat16, 1, HV, {"state_v_first": True})]
+    for dtype, T, H, more in kinds:
+        D = (2 * H + HV) * 128
+        g = empty(2, T, HV, 128, dtype=torch.bfloat16)
+        x, conv_state = empty(2, T, D, dtype=torch.bfloat16), empty(6, 3, D, dtype=torch.bfloat16)
+        call = DecodeStepRequest(
+            x=x, g=g, beta=g[..., 0], conv_state=conv_state, weight=empty(D, 4), norm_gate=g, norm_weight=empty(128),
+            state=empty(6, HV, 128, 128, dtype=dtype), A_log=empty(HV), dt_bias=empty(HV, 128), **more,
+        )  # fmt: skip
+        yield f"step of a layer, T {T}, H {H}, states {TYPES[dtype]}", call

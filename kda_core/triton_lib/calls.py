@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
 from operator import attrgetter, or_
 from types import MappingProxyType
@@ -16,6 +17,8 @@ from kda_core.call_plan import CallPlan
 from kda_core.request import (
     AnyRequest,
     BackwardResult,
+    Begun,
+    DecodeStepRequest,
     ForwardResult,
     GatedNormRequest,
     GateRequest,
@@ -38,8 +41,10 @@ _BACKWARD = (
     *("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "grad_o", "grad_final_state"),
 )
 _backward_inputs = attrgetter(*_BACKWARD)
-_SAVED = tuple((*_BACKWARD, *(f"saved[{i}]" for i in range(n))) for n in range(9))
-"""Names of a backward's inputs, by the number of tensors that the forward saved."""
+_MORE = tuple(tuple(f"saved[{i}]" for i in range(n)) for n in range(20))
+"""Names of tensors that are handed on from an earlier part of a call, by their number."""
+_SAVED = tuple((*_BACKWARD, *more) for more in _MORE)
+"""Names of a backward's inputs, by the number of tensors that are handed on."""
 _RECURRENT = (*_CHUNK, "num_accepted_tokens")
 _recurrent_inputs = attrgetter(*_RECURRENT)
 _GATE = ("g", "A_log", "dt_bias", "grad_output")
@@ -50,6 +55,11 @@ _CONVOLUTION = ("x", "weight", "bias", "initial_state", "cu_seqlens", *_CONVOLUT
 _convolution_inputs = attrgetter(*_CONVOLUTION)
 _NORM = ("x", "gate", "weight", "grad_output")
 _norm_inputs = attrgetter(*_NORM)
+_DECODE_STEP = (
+    *("x", "g", "beta", "conv_state", "weight", "state", "bias", "indices", "accepted", "A_log", "dt_bias"),
+    *("norm_gate", "norm_weight", "out"),
+)
+_decode_step_inputs = attrgetter(*_DECODE_STEP)
 
 
 def h_shape(request: Request) -> tuple[int, ...]:
@@ -67,6 +77,11 @@ def _gradient_kind(x: Tensor | None) -> Any:
     return None if x is None else (x.is_contiguous() or x.stride(), x.dtype)
 
 
+def _begun(made: dict[str, Any]) -> Begun:
+    matrices, additions, *kept = made.values()
+    return Begun(matrices, additions, tuple([x for x in kept if x is not None]))
+
+
 class Calls:
     """The hooks of a backend.
 
@@ -76,6 +91,7 @@ class Calls:
     Args:
         plan_of: makes the plan of a request for a chip; it is told the inputs whose addresses are not multiples of 16
             bytes. Pure, of the call's metadata and the chip; forward, or backward where the request has ``needs_grad``.
+            For a half of a call it is also told which: "begin", "finish", "begin_backward" or "finish_backward".
         chip: facts of a device.
         chips: facts of chips by their names, for ``describe``.
         saved_specs: of what a forward of ``chunk_kda`` saves for its backward.
@@ -97,13 +113,16 @@ class Calls:
         self._holders: deque[tuple[dict[Any, Any], Hashable]] = deque()
 
     def run(
-        self, request: AnyRequest | LayerRequest, key: Hashable, names: Sequence[str], inputs: Sequence[Tensor | None]
-    ) -> dict[str, Any]:
+        self, request: AnyRequest | LayerRequest, key: Hashable, names: Sequence[str], inputs: Sequence[Tensor | None],
+        saved: tuple[Tensor, ...] | None = None, half: tuple[str, ...] = (),
+    ) -> dict[str, Any]:  # fmt: skip
         """Run a call; its results by name.
 
         Args:
             key: tells plans in one memo apart: everything beside the request's signature that the plan follows from.
             names, inputs: every tensor that a step may read or write and the plan does not allocate.
+            saved: what the plan reads in the place of the request's.
+            half: the half of a call, for ``plan_of``; () for all of it.
         """
         memo = request.memo
         places = [0 if x is None else x.data_ptr() for x in inputs]
@@ -113,7 +132,8 @@ class Calls:
             bound = None if memo is None else memo.get(key)
             if bound is None:
                 misaligned = frozenset(n for n, place in zip(names, places, strict=True) if place & 15)
-                plan = self._plan_of(request, self._chip(request.device), misaligned)
+                planned = request if saved is None else replace(request, saved=saved)
+                plan = self._plan_of(planned, self._chip(request.device), misaligned, *half)
                 bound = self._bind(plan, names, request.device)
                 if memo is not None:
                     memo[key] = bound
@@ -152,6 +172,34 @@ class Calls:
         key = "backward", *given, "initial_state" in request.needs_grad
         inputs = (*_backward_inputs(request), *request.saved)
         return BackwardResult(grads=self.run(request, _kind(request, key), _SAVED[len(request.saved)], inputs))
+
+    def chunk_begin(self, request: Request) -> Begun:
+        """The first half of ``chunk_kda`` for fragments of sequences that several devices share."""
+        made = self.run(request, _kind(request, "begin"), _CHUNK, _chunk_inputs(request), half=("begin",))
+        return _begun(made)
+
+    def chunk_finish(self, request: Request, kept: tuple[Tensor, ...], starts: Tensor) -> ForwardResult:
+        """The second half."""
+        more = (*kept, starts)
+        names, inputs = (*_CHUNK, *_MORE[len(more)]), (*_chunk_inputs(request), *more)
+        made = self.run(request, _kind(request, "finish"), names, inputs, more, ("finish",))
+        o, final_state, h, *saved = made.values()
+        return ForwardResult(o, final_state, h, tuple([x for x in saved if x is not None]))
+
+    def chunk_begin_backward(self, request: Request) -> Begun:
+        """The first half of the backward."""
+        key = "begin_backward", _gradient_kind(request.grad_o)
+        return _begun(self._half_of_backward(request, key, request.saved))
+
+    def chunk_finish_backward(self, request: Request, kept: tuple[Tensor, ...], ends: Tensor) -> BackwardResult:
+        """The second half."""
+        key = "finish_backward", _gradient_kind(request.grad_o)
+        return BackwardResult(grads=self._half_of_backward(request, key, (*request.saved, *kept, ends)))
+
+    def _half_of_backward(self, request: Request, key: tuple[str, Any], more: tuple[Tensor, ...]) -> dict[str, Any]:
+        with torch.no_grad():
+            inputs = (*_backward_inputs(request), *more)
+            return self.run(request, _kind(request, key), _SAVED[len(more)], inputs, more, key[:1])
 
     def recurrent_forward(self, request: Request) -> ForwardResult:
         """Run ``fused_recurrent_kda`` for a call that the plugin accepted."""
@@ -193,6 +241,11 @@ class Calls:
     def gated_rms_norm_backward(self, request: GatedNormRequest) -> BackwardResult:
         """Run its backward."""
         return BackwardResult(self._norm(request))
+
+    def decode_step(self, request: DecodeStepRequest) -> Tensor:
+        """Run ``kda_core.nn.kda_decode_step``."""
+        made = self.run(request, "step", _DECODE_STEP, _decode_step_inputs(request))["o"]
+        return made if request.out is None else request.out
 
     def describe(self, request: AnyRequest, chip: str | None) -> tuple[CallPlan, ...]:
         """The plans of a call, for the chip of this name or, when it is None, for the request's device.

@@ -69,6 +69,26 @@ class Toy:
     def kda_core_recurrent_forward(self, request):
         return self.kda_core_chunk_forward(request)
 
+    @hookimpl
+    def kda_core_saved_spec(self, request):
+        raise NotImplementedError
+
+    @hookimpl
+    def kda_core_chunk_begin(self, request):
+        raise NotImplementedError
+
+    @hookimpl
+    def kda_core_chunk_finish(self, request, kept, starts):
+        raise NotImplementedError
+
+    @hookimpl
+    def kda_core_chunk_begin_backward(self, request):
+        raise NotImplementedError
+
+    @hookimpl
+    def kda_core_chunk_finish_backward(self, request, kept, ends):
+        raise NotImplementedError
+
 
 @contextmanager
 def installed(toy):
@@ -175,7 +195,7 @@ def test_explain_exits_with_0_when_the_call_is_served():
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("--cp-context", "--backend", "reference"), "the oracle runs on one device"),
+        (("--cp-context", "--backend", "reference"), "it has no hooks in halves"),
         (("--backend", "nochip"), "backend 'nochip' is not installed"),
     ],
 )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import kda_core
 from kda_core import _plugins
 from kda_core._plugins import Registry, registry
+from kda_core.capabilities import Feature
 from kda_core.errors import BackendNotFound, UnsupportedCall
 
 B, T, H, HV, K, V = 2, 70, 2, 4, 8, 6
@@ -196,14 +199,18 @@ def test_no_backend_need_be_installed(bare):
     assert kda_core.kda_gate(arguments["g"], lower_bound=-5.0).shape == arguments["g"].shape
 
 
-def test_a_named_backend_is_held_to_what_it_declares_but_not_to_its_device():
+def test_a_named_backend_is_held_to_what_it_declares_but_not_to_its_device(monkeypatch):
     meta = on_meta(data())
     assert kda_core.chunk_kda(**meta, backend="reference")[0].shape == (B, T, HV, V)
     with pytest.raises(BackendNotFound, match="'meta' is not installed"):
         kda_core.chunk_kda(**meta, backend="meta")
-    refused = r"chunk_kda: backend 'reference' cannot serve this call: does not serve .*one device"
+    oracle = registry.named("reference")
+    plain = oracle.info.capabilities
+    fewer = replace(plain, features=plain.features - {Feature.CHUNK_32}, closed={Feature.CHUNK_32: "too short"})
+    monkeypatch.setattr(oracle, "info", replace(oracle.info, capabilities=fewer))
+    refused = r"chunk_kda: backend 'reference' cannot serve this call: does not serve .*too short"
     with pytest.raises(UnsupportedCall, match=refused):
-        kda_core.chunk_kda(**meta, backend="reference", cp_context=object())
+        kda_core.chunk_kda(**meta, backend="reference", chunk_size=32)
 
 
 def test_an_environment_that_names_a_missing_backend_is_an_error(monkeypatch):

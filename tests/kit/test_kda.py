@@ -8,6 +8,7 @@ from kda_core.testing.suite.test_addressing import *  # noqa: F403
 from kda_core.testing.suite.test_backward import *  # noqa: F403
 from kda_core.testing.suite.test_beta import *  # noqa: F403
 from kda_core.testing.suite.test_compile import *  # noqa: F403
+from kda_core.testing.suite.test_context_parallel import *  # noqa: F403
 from kda_core.testing.suite.test_determinism import *  # noqa: F403
 from kda_core.testing.suite.test_extremes import *  # noqa: F403
 from kda_core.testing.suite.test_forward import *  # noqa: F403

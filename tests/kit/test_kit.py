@@ -214,10 +214,14 @@ def test_subject_finds_bits_that_differ_when_a_call_is_made_again(altered, monke
     assert len(count) == 3
 
 
-def test_subject_demands_the_declared_reason():
+def test_subject_demands_the_declared_reason(monkeypatch):
+    backend = registry.named("reference")
+    plain = backend.info.capabilities
+    fewer = replace(plain, features=plain.features - {Feature.OUT}, closed={Feature.OUT: "no buffer"})
+    monkeypatch.setattr(backend, "info", replace(backend.info, capabilities=fewer))
     subject = Subject(Target("reference", CPU))
-    with pytest.raises(Refused, match="the oracle runs on one device"):
-        subject.run(named("past a chunk").call().having(cp_context=object()))
+    with pytest.raises(Refused, match="no buffer"):
+        subject.run(replace(named("past a chunk").call(), given_out=True))
     assert subject.records[-1].status == "refused"
 
 
@@ -379,10 +383,10 @@ def test_every_feature_is_required_by_a_test():
 
 
 def test_page_for_vendors_names_every_feature_and_module():
-    """The steps of docs/write_a_backend.md lead to all of the contract; CONTEXT_PARALLEL is no step for one device."""
+    """The steps of docs/write_a_backend.md lead to all of the contract."""
     page = (HERE.parents[1] / "docs" / "write_a_backend.md").read_text()
     rows = re.findall(r"^\| \d\. [^|]+\| ([^|]+) \| ([^|]+) \|$", page, flags=re.MULTILINE)
     declared = {name for features, _ in rows for name in features.split(", ")}
-    assert declared == {f.name for f in Feature} - {"CONTEXT_PARALLEL"}
+    assert declared == {f.name for f in Feature}
     tested = {name for _, modules_of_step in rows for name in modules_of_step.split(", ")}
     assert tested == {file.stem for file in SUITE.glob("test_*.py")}

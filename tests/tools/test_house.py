@@ -244,7 +244,7 @@ def test_the_rules_find_what_breaks_them(tmp_path: Path):
 
 
 def test_public_modules_of_the_core_are_those_that_users_backends_and_adapters_need():
-    users = {"api", "errors", "platforms", "flops", "nn"}
+    users = {"api", "errors", "platforms", "flops", "nn", "distributed"}
     backends = {"capabilities", "hookspecs", "request", "call_plan", "reference", "testing", "triton_lib"}
     adapters = {"integrations"}
     found = {

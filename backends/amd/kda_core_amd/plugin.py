@@ -22,6 +22,7 @@ from kda_core.hookspecs import hookimpl
 from kda_core.request import (
     AnyRequest,
     BackwardResult,
+    DecodeStepRequest,
     ForwardResult,
     GatedNormRequest,
     GateRequest,
@@ -41,7 +42,7 @@ TRITON_DISTRIBUTIONS = ("triton", "triton-rocm", "pytorch-triton-rocm")
 MAX_PROGRAMS = 2**24
 """A launch counts its lanes in 32 bits: this many programs of four waves."""
 
-_CLOSED = {Feature.CONTEXT_PARALLEL: "one device serves the whole sequence; leave cp_context out"}
+_CLOSED = {Feature.CONTEXT_PARALLEL: "it has no hooks in halves; the core makes plain calls of it"}
 
 _INFO = BackendInfo(
     name=NAME,
@@ -197,3 +198,10 @@ def kda_core_plan(request: AnyRequest, chip: str | None) -> tuple[CallPlan, ...]
     from kda_core_amd.calls import CALLS
 
     return CALLS.describe(request, chip)
+
+
+@hookimpl
+def kda_core_decode_step(request: DecodeStepRequest) -> Tensor:
+    from kda_core_amd.calls import CALLS
+
+    return CALLS.decode_step(request)

@@ -27,7 +27,7 @@ _INFO = BackendInfo(
     capabilities=Capabilities(
         features=FEATURES_1_0,
         dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64}),
-        closed={Feature.CONTEXT_PARALLEL: "one process serves the whole sequence on a CPU; leave cp_context out"},
+        closed={Feature.CONTEXT_PARALLEL: "it has no hooks in halves; the core makes plain calls of it"},
     ),
     summary="vectorised torch: chunk and recurrent form, hand-derived backward, any log decay",
 )

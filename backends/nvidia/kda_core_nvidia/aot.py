@@ -34,6 +34,7 @@ from kda_core.triton_lib.ahead_of_time import (
     Tool,
     gate_calls,
     gradients,
+    halves,
     inference,
     layer_calls,
     training,
@@ -208,12 +209,27 @@ def _calls(quick: bool) -> list[tuple[Case | None, str, Any]]:
     return found + [(None, *call) for call in (*gates, *layer_calls(quick))]
 
 
+def fragments(quick: bool = False) -> list[Case]:
+    """Calls in halves: dense, uneven and packed fragments, cut and not, of every configuration."""
+    if quick:
+        found = [chunk_case(BF16, 128, 128, 4, "bounded", T=LONG), chunk_case(FP16, 128, 128, FEW, "given")]
+        return [found[0].having(lengths=(LONG // 2, LONG // 2)), *found]
+    found = [chunk_case(BF16, 128, 128, 4, gate, T=LONG) for gate in ("bounded", "given")]
+    found += [chunk_case(dtype, 128, 128, heads, "given") for dtype in (BF16, FP16) for heads in (FEW, MANY)]
+    found += [chunk_case(BF16, K, K, 4, "softplus", T=LONG + 1) for K in (64, 128)]
+    found += [chunk_case(BF16, 100, 60, FEW, "given"), chunk_case(BF16, 64, 256, FEW, "given")]
+    packed = [case.having(name=f"{case.name}, packed", lengths=(case.T // 2, 5)) for case in found]
+    return found + [case.having(options={"state_v_first": True}) for case in packed]
+
+
 class _Tool(Tool):
     package, description = "kda_core_nvidia", "Compile for NVIDIA GPUs: registers, stack, shared memory."
     chips = MappingProxyType({str(arch): chip for arch, chip in CHIPS.items()})
     usual = ("80", "89", "90", "100", "120")
 
     def plans(self, chip: Chip, quick: bool) -> Iterator[tuple[str, Plan]]:
+        for case in fragments(quick):
+            yield from halves(case, lambda r, half: plan_of(r, chip, half=half), saved_specs)
         for case, name, call in _calls(quick):
             yield name, plan_of(call, chip)
             if case is not None and call.needs_grad and "descriptors" in case.tags:

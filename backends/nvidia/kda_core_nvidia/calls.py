@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kda_core.request import AnyRequest, GateRequest, LayerRequest
+from kda_core.request import AnyRequest, DecodeStepRequest, GateRequest, LayerRequest
 from kda_core.triton_lib.calls import Calls, h_shape
 from kda_core.triton_lib.gate_kernels import plan_gate
-from kda_core.triton_lib.layer_plans import plan_of_layer
+from kda_core.triton_lib.layer_plans import plan_decode_step, plan_of_layer
 from kda_core.triton_lib.plan import Plan, metadata
 from kda_core_nvidia.choose import CHIPS, Chip, choose_backward, choose_forward, choose_recurrent
-from kda_core_nvidia.plans.backward import plan_backward
+from kda_core_nvidia.choose.recurrent import step_tile
+from kda_core_nvidia.plans.backward import plan_backward, plan_begin_backward, plan_finish_backward
 from kda_core_nvidia.plans.forward import plan_forward, saved_specs
+from kda_core_nvidia.plans.fragments import plan_begin, plan_finish
 from kda_core_nvidia.plans.recurrent import plan_recurrent
 from kda_core_nvidia.run import Bound, chip
 
@@ -21,14 +23,29 @@ LAYER_WARPS = 4
 """Warps of a program of the kernels around the operator in a layer."""
 
 
-def plan_of(request: AnyRequest | LayerRequest, on: Chip, misaligned: frozenset[str] = frozenset()) -> Plan:
+_HALVES = {
+    "begin": (plan_begin, choose_forward), "finish": (plan_finish, choose_forward),
+    "begin_backward": (plan_begin_backward, choose_backward),
+    "finish_backward": (plan_finish_backward, choose_backward),
+}  # fmt: skip
+
+
+def plan_of(
+    request: AnyRequest | LayerRequest, on: Chip, misaligned: frozenset[str] = frozenset(), half: str = ""
+) -> Plan:
     """The plan of a call; pure, of the call's metadata and the chip.
 
     Args:
         request: forward, or backward where it has ``needs_grad``; its tensors may be fake.
         misaligned: names of the tensors whose addresses are not multiples of 16 bytes.
+        half: of a call in two halves.
     """
     r = metadata(request, misaligned)
+    if half:
+        plan, choose = _HALVES[half]
+        return plan(r, choose(r, on))
+    if isinstance(r, DecodeStepRequest):
+        return plan_decode_step(r, step_tile(r, on), 32)
     if isinstance(r, LayerRequest):
         return plan_of_layer(r, 32, LAYER_WARPS)
     if isinstance(r, GateRequest):

@@ -15,6 +15,8 @@ from kda_core.hookspecs import hookimpl
 from kda_core.request import (
     AnyRequest,
     BackwardResult,
+    Begun,
+    DecodeStepRequest,
     ForwardResult,
     GatedNormRequest,
     GateRequest,
@@ -30,22 +32,19 @@ INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 TRITON = SpecifierSet(">=3.6")
 LEAST_CAPABILITY = (8, 0)
 
-_CLOSED = {Feature.CONTEXT_PARALLEL: "one device serves the whole sequence; leave cp_context out"}
-
 _INFO = BackendInfo(
     name="nvidia",
     version=__version__,
-    contract=SpecifierSet("~=1.1"),
+    contract=SpecifierSet("~=1.2"),
     device_types=("cuda", "cpu") if INTERPRET else ("cuda",),
     # How much of the conformance kit has passed on an H200, with which code, and what has not: docs/notes/nvidia.md.
     # Tensors on the CPU belong to others: the interpreter is for tests.
     priority=None if INTERPRET else 100,
     capabilities=Capabilities(
-        features=FEATURES_1_0,
+        features=FEATURES_1_0 | {Feature.CONTEXT_PARALLEL},
         dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
         max_head_dim_k=256,
         max_head_dim_v=256,
-        closed=_CLOSED,
     ),
     summary="Triton for sm_80 and later, TensorDescriptor from sm_90: forward and backward, any log decay",
 )
@@ -86,6 +85,10 @@ def kda_core_reject(request: AnyRequest) -> str | None:
             return "computes in float32; a float64 gate input would lose digits"
         if request.g.shape[-1] > _INFO.capabilities.max_head_dim_k:
             return f"K = {request.g.shape[-1]} is above {_INFO.capabilities.max_head_dim_k}"
+    elif request.cp_context:
+        from kda_core_nvidia.choose.fragments import rejected
+
+        return rejected(request)
     return None
 
 
@@ -110,6 +113,34 @@ def kda_core_chunk_backward(request: Request) -> BackwardResult:
     from kda_core_nvidia.calls import CALLS
 
     return CALLS.chunk_backward(request)
+
+
+@hookimpl
+def kda_core_chunk_begin(request: Request) -> Begun:
+    from kda_core_nvidia.calls import CALLS
+
+    return CALLS.chunk_begin(request)
+
+
+@hookimpl
+def kda_core_chunk_finish(request: Request, kept: tuple[Tensor, ...], starts: Tensor) -> ForwardResult:
+    from kda_core_nvidia.calls import CALLS
+
+    return CALLS.chunk_finish(request, kept, starts)
+
+
+@hookimpl
+def kda_core_chunk_begin_backward(request: Request) -> Begun:
+    from kda_core_nvidia.calls import CALLS
+
+    return CALLS.chunk_begin_backward(request)
+
+
+@hookimpl
+def kda_core_chunk_finish_backward(request: Request, kept: tuple[Tensor, ...], ends: Tensor) -> BackwardResult:
+    from kda_core_nvidia.calls import CALLS
+
+    return CALLS.chunk_finish_backward(request, kept, ends)
 
 
 @hookimpl
@@ -173,3 +204,10 @@ def kda_core_plan(request: AnyRequest, chip: str | None) -> tuple[CallPlan, ...]
     from kda_core_nvidia.calls import CALLS
 
     return CALLS.describe(request, chip)
+
+
+@hookimpl
+def kda_core_decode_step(request: DecodeStepRequest) -> Tensor:
+    from kda_core_nvidia.calls import CALLS
+
+    return CALLS.decode_step(request)

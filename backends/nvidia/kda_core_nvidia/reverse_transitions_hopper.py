@@ -16,7 +16,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block
-from kda_core_nvidia.transitions_hopper import drain, minus_rounded, rounded, store_parts, vanished
+from kda_core_nvidia.transitions_hopper import (
+    drain,
+    keep_rows,
+    minus_rounded,
+    rounded,
+    rows_of_segment,
+    store_parts,
+    vanished,
+    without_forgotten,
+)
 
 
 @gluon.jit
@@ -86,8 +95,9 @@ def _step_forwards(
 
 @gluon.jit
 def _multiply_forwards(
-    W, a, n, ready, free, stop, pair_buffer, ka_buffer, p_buffer, o_buffer, d_buffer,
-    BR: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr,
+    W, a, n, length, ready, free, stop, pair_buffer, ka_buffer, p_buffer, o_buffer, d_buffer,
+    BR: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr,
+    EVERY: gl.constexpr,
 ):  # fmt: skip
     """The warps that multiply for ``reverse_transitions_hopper``."""
     num_warps: gl.constexpr = gl.num_warps()
@@ -120,6 +130,9 @@ def _multiply_forwards(
         )  # fmt: skip
         j += 1
     last = (j + STAGES - 1) % STAGES
+    if EVERY:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
+        if length < j * C:
+            keep_rows(o_buffer.index(last), length - (n - 1) * C, C, V)
     a = warpgroup_mma(rows, o_buffer.index(last), a, is_async=True)
     a, rows = warpgroup_mma_wait(0, deps=(a, rows))
     block_barrier()
@@ -136,8 +149,9 @@ def reverse_transitions_hopper(
     gradients,  # descriptor of do as a matrix with a row for each token, by [C, V]
     matrices,  # Mᵀ of segments 1 to count - 1, as two parts in bfloat16, [count - 1, HV, 2, KP, KP]
     additions,  # a of the same, in float32, [count - 1, HV, KP, V]; no final state's gradient enters
-    forgotten,  # int32 [count - 1, HV, KP / BR]
-    T,
+    forgotten,  # int32 [count - 1, HV, KP / BR]; None with EVERY
+    cu_seqlens,  # as for transitions_hopper
+    T,  # all rows; with EVERY those of a segment of a batch
     chunks,  # of a segment; the last one may have fewer
     spare,  # slots between two segments that hold nothing
     s_oh,
@@ -149,8 +163,9 @@ def reverse_transitions_hopper(
     BR: gl.constexpr,
     STAGES: gl.constexpr,
     UNROLL: gl.constexpr,
+    EVERY: gl.constexpr,
 ):
-    """Grid: (KP / BR, (count - 1) · HV)."""
+    """Grid: (KP / BR, (count - 1) · HV); with EVERY count · HV, from segment 0 on."""
     num_warps: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = single.dtype
     L_W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KP, 16])
@@ -164,12 +179,17 @@ def reverse_transitions_hopper(
 
     i_part = gl.program_id(0)
     i_nh = gl.program_id(1)
-    i_n = i_nh // HV + 1
     i_h = i_nh % HV
-    slot0 = i_n * (chunks + spare)
-    row0 = i_n * chunks * C
-    left_over = T - row0
-    n = gl.minimum(chunks, (left_over + C - 1) // C)
+    if EVERY:
+        row0, length, slot0 = rows_of_segment(i_nh // HV, cu_seqlens, T, chunks, C)
+        n = (length + C - 1) // C
+    else:
+        i_n = i_nh // HV + 1
+        slot0 = i_n * (chunks + spare)
+        row0 = i_n * chunks * C
+        left_over = T - row0
+        n = gl.minimum(chunks, (left_over + C - 1) // C)
+        length = n
 
     pair_buffer = gl.allocate_shared_memory(dtype, [STAGES, 2 * C, KP], PAIR)
     ka_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, KP], SINGLE)
@@ -195,8 +215,8 @@ def reverse_transitions_hopper(
             (
                 _multiply_forwards,
                 (
-                    W, a, n, ready, free, stop, pair_buffer, ka_buffer, p_buffer, o_buffer, d_buffer, BR, C, KP,
-                    STAGES, UNROLL,
+                    W, a, n, length, ready, free, stop, pair_buffer, ka_buffer, p_buffer, o_buffer, d_buffer, BR, C, KP,
+                    V, STAGES, UNROLL, EVERY,
                 ),
             ),
             (
@@ -211,9 +231,13 @@ def reverse_transitions_hopper(
         [40],
     )  # fmt: skip
     at = i_nh.to(gl.int64)
+    if EVERY:
+        W = without_forgotten(W, gone)
+        a = gl.where(n > 0, a, 0.0)
     # A row of Mᵀ is a column of W.
     store_parts(matrices + at * (2 * KP * KP) + (o_r[:, None] * KP + o_k[None, :]), W, KP * KP)
     o_a = i_part * BR + gl.arange(0, BR, layout=gl.SliceLayout(1, L_A))
     o_v = gl.arange(0, V, layout=gl.SliceLayout(0, L_A))
     gl.store(additions + at * (KP * V) + (o_a[:, None] * V + o_v[None, :]), a * o_scale)
-    gl.store(forgotten + i_nh * (KP // BR) + i_part, gone)
+    if not EVERY:
+        gl.store(forgotten + i_nh * (KP // BR) + i_part, gone)

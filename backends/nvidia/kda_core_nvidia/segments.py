@@ -14,19 +14,20 @@ def transitions_kernel(
     v, keys, D, initial_state, transitions, cu_seqlens, s_vt, s_vh, T, count,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, LIFT: tl.constexpr,
     KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, EVERY: tl.constexpr,
 ):  # fmt: skip
     """Rows of [b | Mᵀ] of one segment and head: transitions [count - 1, HV, VP + KP, KP] in float32.
 
-    The first segment's b starts from the call's own state, and its M is not needed.
-    Grid: ((VP + KP) / BV, (count - 1) · HV).
+    The first segment's b starts from the call's own state, and its M is not needed. With EVERY all of every segment is
+    computed, and no state is given. Grid: ((VP + KP) / BV, (count - 1) · HV), with EVERY count · HV.
     """
     i_row = tl.program_id(0) * BV
     i_nh = tl.program_id(1)
     i_n = i_nh // HV
     i_h = i_nh % HV
-    if (i_n == 0) & (i_row >= VP):
-        return
+    if not EVERY:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
+        if (i_n == 0) & (i_row >= VP):
+            return
     dt = keys.dtype.element_ty
     slot0, length, first, _ = rows_of(i_n, cu_seqlens, T, T, tl.cdiv(T, C), 0, s_vt, C)
     v += first + i_h.to(tl.int64) * s_vh
@@ -59,17 +60,17 @@ def reverse_transitions_kernel(
     keys, P, D, do, grad_final_state, additions, cu_seqlens, s_ot, s_oh, T, count, o_scale,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, LIFT: tl.constexpr,
     KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, EVERY: tl.constexpr,
 ):  # fmt: skip
     """What a segment's outputs add to the gradient of the state at its start, of segments 1 to count - 1: additions
     [count - 1, HV, VP, KP] in float32. The last one's starts from the final state's gradient. ``o_scale``: as for
-    ``backward_reverse``.
+    ``backward_reverse``. With EVERY: of every segment, without a gradient of a final state.
 
-    Grid: (VP / BV, (count - 1) · HV).
+    Grid: (VP / BV, (count - 1) · HV), with EVERY count · HV.
     """
     i_v = tl.program_id(0)
     i_nh = tl.program_id(1)
-    i_n = i_nh // HV + 1
+    i_n = i_nh // HV + (1 - EVERY)
     i_h = i_nh % HV
     dt = keys.dtype.element_ty
     slot0, length, first, _ = rows_of(i_n, cu_seqlens, T, T, tl.cdiv(T, C), 0, s_ot, C)
@@ -100,7 +101,7 @@ def reverse_transitions_kernel(
         b_dv = tl.dot(b_do, b_p, b_dv, input_precision=PRECISION).to(dt)
         b_s = tl.dot(b_do, b_qg, b_s * b_d[None, :], input_precision=PRECISION)
         b_s = tl.dot(-b_dv, b_ke, b_s, input_precision=PRECISION)
-    out = additions + ((i_n - 1).to(tl.int64) * HV + i_h) * (VP * KP)
+    out = additions + i_nh.to(tl.int64) * (VP * KP)
     tl.store(out + o_v[:, None] * KP + o_k[None, :], b_s * (o_scale * (1 / LIFT)))
 
 
@@ -154,3 +155,101 @@ def join_kernel(
                 b_x = tl.dot(b_a, b_m, b_x, input_precision=PRECISION)
         i += 1 - 2 * REVERSE
         tl.store(at + i * step, b_x, mask=mask)
+
+
+@triton.jit(do_not_specialize=["N", "rows"])
+def bounds_kernel(cu_seqlens, bounds, N, rows):
+    """Boundaries [segments + 1] of fragments [N + 1] cut into segments of ``rows`` rows, on the device alone.
+
+    Segment i of fragment n is number cu_seqlens[n] // rows + n + i, as chunks have slots; numbers left over are
+    segments without rows. Grid: segments + 1.
+    """
+    i = tl.program_id(0)
+    low = N * 0
+    high = N
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tl.load(cu_seqlens + middle).to(tl.int64) // rows + middle <= i:
+            low = middle
+        else:
+            high = middle - 1
+    begin = tl.load(cu_seqlens + low).to(tl.int64)
+    end = tl.load(cu_seqlens + tl.minimum(low + 1, N)).to(tl.int64)
+    tl.store(bounds + i, tl.minimum(begin + (i - begin // rows - low) * rows, end))
+
+
+@triton.jit(do_not_specialize=["rows", "per"])
+def chain_kernel(
+    matrices,  # of segments: M (reverse: Mᵀ) in float32, or as two parts in bfloat16
+    additions,  # of segments, float32
+    given,  # [F, HV, K, V] float32: states at the starts of fragments (reverse: their gradients at the ends)
+    states,  # [segments, HV, V, K] float32: the same for segments, written; or None
+    ends,  # states at the ends of fragments [F, HV, K, V] (or [F, HV, V, K]), any dtype, written; or None
+    summary,  # float32 [F, HV, K, K]: the product of the matrices of a fragment, written; or None
+    sums,  # float32 [F, HV, K, V]: what a fragment adds to a state of zeros, written; or None
+    cu_seqlens,  # [F + 1]: boundaries of fragments in segments of ``rows`` rows (``bounds_kernel``); or None
+    rows,
+    per,  # segments of each fragment, without cu_seqlens
+    s_m, s_mi, s_mo,  # strides of matrices by segment and head, and by channels of what they multiply and of the result
+    s_part,  # from the first part to the second
+    s_a, s_ak, s_av,  # strides of additions by segment and head, and by channels
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr,
+    REVERSE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """x ← M x + b over the segments of each fragment, transposed, products in float32.
+
+    From ``given``: ``states`` at each step, and ``ends``. Or from [I | 0]: ``summary`` and ``sums``; where ``summary``
+    is None, from zeros ``sums`` alone. Grid: (columns / BV, HV, F) with columns V, or padded K and V.
+    """
+    i_h = tl.program_id(1)
+    i_f = tl.program_id(2)
+    o_k = tl.arange(0, KP)
+    o_v = tl.program_id(0) * BV + tl.arange(0, BV)
+    if cu_seqlens is None:
+        first = i_f * per
+        count = per
+    else:
+        begin = tl.load(cu_seqlens + i_f).to(tl.int64)
+        first = (begin // rows).to(tl.int32) + i_f
+        count = ((tl.load(cu_seqlens + i_f + 1).to(tl.int64) - begin + rows - 1) // rows).to(tl.int32)
+    m_k = (o_k < K)[None, :]
+    if summary is not None:
+        # Columns of the identity come first.
+        o_v -= KP
+    m_v = ((o_v >= 0) & (o_v < V))[:, None]
+    i_fh = (i_f * HV + i_h).to(tl.int64)
+    at = o_k[None, :] * V + o_v[:, None]
+    if given is not None:
+        x = tl.load(given + i_fh * (K * V) + at, mask=m_v & m_k, other=0.0)
+    elif summary is not None:
+        x = tl.where((o_v + KP)[:, None] == o_k[None, :], 1.0, 0.0)
+    else:
+        x = tl.zeros([BV, KP], tl.float32)
+    m_square = (o_k < K)[:, None] & m_k
+    p_m = matrices + o_k[:, None] * s_mi + o_k[None, :] * s_mo
+    p_a = additions + o_v[:, None] * s_av + o_k[None, :] * s_ak
+    for j in tl.range(0, count, num_stages=STAGES):
+        i_s = first + j
+        if REVERSE:
+            i_s = first + count - 1 - j
+        i_sh = (i_s * HV + i_h).to(tl.int64)
+        if states is not None:
+            tl.store(states + i_sh * (V * K) + o_v[:, None] * K + o_k[None, :], x, mask=m_v & m_k)
+        m = tl.load(p_m + i_sh * s_m, mask=m_square, other=0.0).to(tl.float32)
+        if matrices.dtype.element_ty == tl.bfloat16:
+            m += tl.load(p_m + i_sh * s_m + s_part, mask=m_square, other=0.0).to(tl.float32)
+        b = tl.load(p_a + i_sh * s_a, mask=m_v & m_k, other=0.0)
+        x = tl.dot(x, m, b, input_precision=PRECISION)
+    if ends is not None:
+        p_e = ends + i_fh * (K * V)
+        x = x.to(ends.dtype.element_ty)
+        if V_FIRST:
+            tl.store(p_e + o_v[:, None] * K + o_k[None, :], x, mask=m_v & m_k)
+        else:
+            tl.store(p_e + at, x, mask=m_v & m_k)
+    if summary is not None:
+        o_c = o_v + KP
+        at_m = o_k[None, :] * K + o_c[:, None]
+        tl.store(summary + i_fh * (K * K) + at_m, x, mask=(o_c < K)[:, None] & m_k)
+    if sums is not None:
+        tl.store(sums + i_fh * (K * V) + at, x, mask=m_v & m_k)

@@ -121,9 +121,44 @@ def _step(
 
 
 @gluon.jit
+def rows_of_segment(i_n, cu_seqlens, T, chunks, C: gl.constexpr):
+    """(first row, rows, first slot) of segment ``i_n``, which need not be of whole chunks: packed, or of a batch."""
+    if cu_seqlens is None:
+        row0 = i_n * T
+        length = T
+        slot0 = i_n * chunks
+    else:
+        row0 = gl.load(cu_seqlens + i_n).to(gl.int32)
+        length = gl.load(cu_seqlens + i_n + 1).to(gl.int32) - row0
+        slot0 = row0 // C + i_n
+    return row0, length, slot0
+
+
+@gluon.jit
+def keep_rows(buffer, count, C: gl.constexpr, V: gl.constexpr):
+    """Zero the rows of a block behind the first ``count``: they are another sequence's, and may be of any value."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
+    o_r = gl.arange(0, C, layout=gl.SliceLayout(1, LAYOUT))
+    block = buffer.load(LAYOUT)
+    zeros = gl.full([C, V], 0.0, buffer.dtype, LAYOUT)
+    buffer.store(gl.where((o_r < count)[:, None], block, zeros))
+    fence_async_shared()
+    block_barrier()
+
+
+@gluon.jit
+def without_forgotten(X, gone):
+    """Zeros for rows that are forgotten. ``gone`` passes through assembly: the compiler would move the zeros into the
+    loop, and ptxas would then wait for every product before the next one."""
+    gone = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [gone], dtype=gl.int32, is_pure=False, pack=1)
+    return gl.where(gone == 0, X, 0.0)
+
+
+@gluon.jit
 def _multiply(
-    X, b, n, ready, free, stop, ka_buffer, ke_buffer, v_buffer, d_buffer,
-    BR: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr,
+    X, b, n, length, ready, free, stop, ka_buffer, ke_buffer, v_buffer, d_buffer,
+    BR: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr,
+    EVERY: gl.constexpr,
 ):  # fmt: skip
     """The warps that multiply; answers X, −b and whether the rows were forgotten."""
     num_warps: gl.constexpr = gl.num_warps()
@@ -138,6 +173,10 @@ def _multiply(
     forgotten = gl.to_tensor(0)
     limit = n
     j = gl.to_tensor(0)
+    if EVERY:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
+        if length < n * C:
+            mbarrier.wait(ready.index(0), 0)
+            keep_rows(v_buffer.index(0), length - (n - 1) * C, C, V)
     while j + UNROLL <= limit:
         for more in gl.static_range(UNROLL):
             X, b, y, rows, gone = _step(
@@ -171,14 +210,16 @@ def store_parts(at, x, PART: gl.constexpr):
     gl.store(at + PART, (x - first.to(gl.float32)).to(gl.bfloat16))
 
 
-@gluon.jit(do_not_specialize=["chunks", "spare", "s_vh"])
+@gluon.jit(do_not_specialize=["T", "chunks", "spare", "s_vh"])
 def transitions_hopper(
     single,  # descriptor of keys as [slots · HV · 3 · C, KP] by [C, KP]
     decays,  # descriptor of D as [slots · HV, KP] by [1, KP]
     values,  # descriptor of v as a matrix with a row for each token, by [C, V]
     matrices,  # M as two parts in bfloat16, [count - 1, HV, 2, KP, KP]
     additions,  # b in float32, [count - 1, HV, KP, V]; no initial state enters
-    forgotten,  # int32 [count - 1, HV, KP / BR]: 1 where these rows of M are below TINY
+    forgotten,  # int32 [count - 1, HV, KP / BR]: 1 where these rows of M are below TINY; None with EVERY
+    cu_seqlens,  # EVERY: boundaries of the segments, or None for a batch of T rows each
+    T,
     chunks,  # of a segment
     spare,  # slots between two segments that hold nothing
     s_vh,
@@ -189,8 +230,9 @@ def transitions_hopper(
     BR: gl.constexpr,
     STAGES: gl.constexpr,
     UNROLL: gl.constexpr,
+    EVERY: gl.constexpr,  # the last segment as well, and segments of any number of rows
 ):
-    """Grid: (KP / BR, (count - 1) · HV)."""
+    """Grid: (KP / BR, (count - 1) · HV); with EVERY count · HV, where a forgotten row of M is zero."""
     num_warps: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = single.dtype
     L_X: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KP, 16])
@@ -204,8 +246,14 @@ def transitions_hopper(
     i_nh = gl.program_id(1)
     i_n = i_nh // HV
     i_h = i_nh % HV
-    slot0 = i_n * (chunks + spare)
-    row0 = i_n * chunks * C
+    if EVERY:
+        row0, length, slot0 = rows_of_segment(i_n, cu_seqlens, T, chunks, C)
+        n = (length + C - 1) // C
+    else:
+        slot0 = i_n * (chunks + spare)
+        row0 = i_n * chunks * C
+        n = chunks
+        length = n
 
     ka_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, KP], SINGLE)
     ke_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, KP], SINGLE)
@@ -230,14 +278,14 @@ def transitions_hopper(
             (
                 _multiply,
                 (
-                    X, b, chunks, ready, free, stop, ka_buffer, ke_buffer, v_buffer, d_buffer, BR, C, KP, STAGES,
-                    UNROLL,
+                    X, b, n, length, ready, free, stop, ka_buffer, ke_buffer, v_buffer, d_buffer, BR, C, KP, V, STAGES,
+                    UNROLL, EVERY,
                 ),
             ),
             (
                 _load,
                 (
-                    single, decays, values, row0, i_h * s_vh, slot0, i_h, chunks, ready, free, stop, ka_buffer,
+                    single, decays, values, row0, i_h * s_vh, slot0, i_h, n, ready, free, stop, ka_buffer,
                     ke_buffer, v_buffer, d_buffer, HV, C, KP, V, STAGES,
                 ),
             ),
@@ -247,8 +295,13 @@ def transitions_hopper(
     )  # fmt: skip
     at = i_nh.to(gl.int64)
     at_x = o_r[:, None] * KP + o_k[None, :]
+    if EVERY:
+        X = without_forgotten(X, gone)
+        # Without a chunk the last product was one of zeros and of what lay in shared memory.
+        b = gl.where(n > 0, b, 0.0)
     store_parts(matrices + at * (2 * KP * KP) + at_x, X, KP * KP)
     o_b = i_part * BR + gl.arange(0, BR, layout=gl.SliceLayout(1, L_B))
     o_v = gl.arange(0, V, layout=gl.SliceLayout(0, L_B))
     gl.store(additions + at * (KP * V) + (o_b[:, None] * V + o_v[None, :]), -b)
-    gl.store(forgotten + i_nh * (KP // BR) + i_part, gone)
+    if not EVERY:
+        gl.store(forgotten + i_nh * (KP // BR) + i_part, gone)

@@ -21,7 +21,6 @@ from kda_core_nvidia.choose.chunk import (
     as_copied,
     as_segments,
     choose_prepare,
-    cut_on_hopper,
     hopper_config,
     join_precision,
     precision,
@@ -30,6 +29,7 @@ from kda_core_nvidia.choose.chunk import (
     serves,
     transitions_of,
 )
+from kda_core_nvidia.choose.fragments import as_fragments, fragment_rows, fragment_transitions
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,20 +235,22 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
         half: the request is for half of the heads of another one.
         many: slots times heads from which ``gradients`` reads through descriptors.
     """
-    rows = segment_rows(request, chip)
-    r = as_segments(request, rows) if rows else request
+    fragments = bool(request.cp_context)
+    rows = fragment_rows(request) if fragments else segment_rows(request, chip)
+    r = as_fragments(request, rows) if fragments else as_segments(request, rows) if rows else request
+    transitions = fragment_transitions(r, chip) if fragments else transitions_of(r, chip)
     K, V, HV, T, dtype = r.K, r.V, r.HV, r.T, r.q.dtype
     KP, VP = padded(K), padded(V)
-    turns = turns_of(r, chip)
+    turns = WHOLE if fragments else turns_of(r, chip)
     most, N = slots(r), r.N
     if turns != WHOLE:
         N = max(turn.stop - turn.start for turn in turns)
         most = N * -(-T // CHUNK)
     v, do = (_as_read(x) for x in (r.v, r.grad_o))
-    if do is None and rows:
+    if do is None and (fragments or rows):
         # Zeros stand for it there.
         do = _dv(r)
-    if rows and cut_on_hopper(r, chip):
+    if (fragments or rows) and isinstance(transitions, TransitionsHopperConfig):
         v, do = as_copied(v), as_copied(do)
     config = backward_config(chip, dtype, KP, VP, r.N * HV)
 
@@ -269,12 +271,12 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
     tokens = tokens and do.dtype == dtype and all(row_aligned(x.cut(0, t)) for t in turns for x in (do, _dv(r)))
     return BackwardChoice(
         halves=tuple(choose_backward(heads_of(request, i), chip, half=True, many=many) for i in (0, 1))
-        if not half and halved(request, chip)
+        if not (half or fragments) and halved(request, chip)
         else (),
         segment_rows=rows,
         bounded=decays_bounded(r),
         precision=precision(dtype, chip),
-        prepare=choose_prepare(r, chip, again=bool(r.saved), cut=bool(rows)),
+        prepare=choose_prepare(r, chip, again=bool(r.saved), cut=fragments or bool(rows)),
         turns=turns,
         states=states,
         reverse=reverse,
@@ -282,7 +284,7 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
         operand=chip.arch == 90 and config.recurrences.block_v >= 64,
         descriptors=descriptors,
         tokens=tokens,
-        transitions=transitions_of(r, chip),
+        transitions=transitions,
         join_precision=join_precision(chip),
     )
 

@@ -313,7 +313,7 @@ def segment_rows(request: Request, chip: Chip) -> int:
     if r.T < (LEAST_TOTAL_HOPPER if hopper else LEAST_SEGMENTS * LEAST_ROWS):
         return 0
     programs = r.HV * -(-padded(r.V) // 64)
-    count = min(chip.multiprocessors // programs, _most_segments(r) if hopper else r.T // LEAST_ROWS)
+    count = min(chip.multiprocessors // programs, most_segments(r) if hopper else r.T // LEAST_ROWS)
     if count < LEAST_SEGMENTS:
         return 0
     if hopper:
@@ -334,7 +334,7 @@ def saved_slots(request: Request) -> int:
     return max(1, slots(request))
 
 
-def _most_segments(r: Request) -> int:
+def most_segments(r: Request) -> int:
     """Segments that the kernels for Hopper join, at most: a step of the join takes as long as two chunks elsewhere."""
     return min(MOST_PROGRAMS // (2 * r.HV), r.T // LEAST_ROWS_HOPPER, math.isqrt(r.T // (2 * CHUNK)))
 
@@ -346,7 +346,7 @@ def starts_shape(r: Request) -> tuple[int, ...]:
     """
     if r.B != 1 or r.cu_seqlens is not None or r.disable_recompute or r.q.dtype != torch.bfloat16:
         return ()
-    count = _most_segments(r) if r.K == r.V == 128 else 0
+    count = most_segments(r) if r.K == r.V == 128 else 0
     return (count, r.HV, r.V, r.K) if count >= LEAST_SEGMENTS and r.T >= LEAST_TOTAL_HOPPER else ()
 
 

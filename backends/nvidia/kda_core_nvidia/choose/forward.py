@@ -20,7 +20,6 @@ from kda_core_nvidia.choose.chunk import (
     as_copied,
     as_segments,
     choose_prepare,
-    cut_on_hopper,
     hopper_config,
     join_precision,
     precision,
@@ -29,6 +28,7 @@ from kda_core_nvidia.choose.chunk import (
     serves,
     transitions_of,
 )
+from kda_core_nvidia.choose.fragments import as_fragments, fragment_rows, fragment_slots, fragment_transitions
 
 
 def recurrence_config(chip: Chip, dtype: torch.dtype, K: int, V: int, heads: int, h: bool = False) -> BlockConfig:
@@ -61,7 +61,7 @@ class ForwardChoice:
     """How a forward of ``chunk_kda`` runs.
 
     Attributes:
-        segment_rows: rows of each segment; 0: the sequence is not cut.
+        segment_rows: rows of each segment; 0: sequences, or fragments of a call in halves, are not cut.
         saved_slots: slots of what is saved for a backward that recomputes.
         bounded: decays are known to be at least −5 a row.
         descriptors: the plain recurrence reads keys through descriptors.
@@ -81,25 +81,27 @@ class ForwardChoice:
 
 def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
     """How a forward of ``chunk_kda`` runs on ``chip``; ``request`` is metadata alone."""
-    rows = segment_rows(request, chip)
-    r = as_segments(request, rows) if rows else request
+    fragments = bool(request.cp_context)
+    rows = fragment_rows(request) if fragments else segment_rows(request, chip)
+    r = as_fragments(request, rows) if fragments else as_segments(request, rows) if rows else request
+    transitions = fragment_transitions(r, chip) if fragments else transitions_of(r, chip)
     K, V, dtype, h = r.K, r.V, r.q.dtype, r.return_intermediate_states
     KP, count, heads = padded(K), slots(r), r.N * r.HV
     v = r.v if has_contiguous_rows(r.v) else r.v.contiguous()
-    if rows and cut_on_hopper(r, chip):
+    if (fragments or rows) and isinstance(transitions, TransitionsHopperConfig):
         v = as_copied(v)
     hopper = not h and serves(chip, dtype, count, r.HV, KP, V, v)
     return ForwardChoice(
-        prepare=choose_prepare(r, chip, cut=bool(rows)),
+        prepare=choose_prepare(r, chip, cut=fragments or bool(rows)),
         recurrence=hopper_config("recurrence", chip, KP, V, heads)
         if hopper
         else recurrence_config(chip, dtype, K, V, heads, h),
         precision=precision(dtype, chip),
         segment_rows=rows,
-        saved_slots=saved_slots(request),
+        saved_slots=fragment_slots(request) if fragments else saved_slots(request),
         bounded=decays_bounded(r),
         # Rows of a descriptor are counted in 32 bits.
         descriptors=chip.descriptors and 0 < count * r.HV * 3 * CHUNK < 2**31,
-        transitions=transitions_of(r, chip),
+        transitions=transitions,
         join_precision=join_precision(chip),
     )

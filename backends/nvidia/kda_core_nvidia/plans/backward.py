@@ -13,6 +13,7 @@ whose size T and N bound. Sums over value heads and over slots are ordered, so t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,6 +40,7 @@ from kda_core_nvidia.choose.backward import (
 )
 from kda_core_nvidia.choose.chunk import HopperConfig, TransitionsHopperConfig, in_parts, split_scale
 from kda_core_nvidia.plans.forward import Prepared, add_prepare, hopper_tiles, kept_of
+from kda_core_nvidia.plans.fragments import add_chain, add_reverse_transitions, cut_fragments, like_segments
 from kda_core_nvidia.plans.gradients_hopper import CHANNELS, launch_gradients_hopper, launch_gradients_persistent
 from kda_core_nvidia.plans.prepare_hopper import aligned
 from kda_core_nvidia.plans.segments import add_ends, add_starts, cut_into_segments
@@ -62,9 +64,47 @@ def plan_backward(call: Request, choice: BackwardChoice) -> Plan:
 
 
 def _whole(b: Builder, call: Request, choice: BackwardChoice) -> Grads:
-    sums = {n: x for n in ("A_log", "dt_bias") if (x := getattr(call, n)) is not None and gate_kind(call) != "none"}
-    into = {n: b.result(f"d{n}", x.shape, x.dtype) for n, x in sums.items()}
-    return _Backward(b, call, choice, into).add()
+    return _Backward(b, call, choice, _sums(b, call)).add()
+
+
+def plan_begin_backward(call: Request, choice: BackwardChoice) -> Plan:
+    """The first half of a backward; ``call.saved`` is what the second half of the forward saved.
+
+    Results: matrices (none: those of the forward, transposed), additions, then what the second half is given: dv, the
+    keys, D and X of a second ``prepare``, and what the segments do to gradients of states.
+    """
+    b = Builder()
+    w = _Backward(b, call, choice, {})
+    dv = w.new("dv", (w.B, w.T, w.HV, w.V), w.dtype)
+    prepared = w.prepare(dv, b.result)
+    segments = add_reverse_transitions(b, w.with_do(), choice, prepared.keys, prepared.P, prepared.D)
+    sums = b.result("additions", (call.N, call.HV, call.K, call.V), torch.float32)
+    add_chain(b, w.whole, w.r, choice, segments, reverse=True, sums=sums)
+    results = {"matrices": None, "additions": sums, "dv": dv, "keys": prepared.keys, "D": prepared.D, "X": prepared.X}
+    return b.plan(input_layouts(call), results | {f"segments {i}": x for i, x in enumerate(segments)})
+
+
+def plan_finish_backward(call: Request, choice: BackwardChoice) -> Plan:
+    """The second half; behind what the forward saved ``call.saved`` holds what the first half kept, and the gradients
+    of the states at the fragments' ends. Results are those of ``plan_backward``.
+    """
+    b = Builder()
+    count = 4 if call.use_qk_l2norm_in_kernel else 3
+    saved, (dv, keys, D, X, *segments, ends) = call.saved[:count], call.saved[count:]
+    w = _Backward(b, replace(call, saved=saved), choice, _sums(b, call))
+    kept, r = kept_of(w.r), w.with_do()
+    last = b.scratch("gradients at ends", (r.N, r.HV, r.V, r.K), torch.float32)
+    add_chain(b, w.whole, r, choice, tuple(segments), reverse=True, given=ends, states=last)
+    exact = (kept.starts, last) if r.cu_seqlens is not None or r.T <= CHUNK else (None, None)
+    prepared = Prepared(keys, kept.P, D, X, kept.norms)
+    grads = w.finish(prepared, like_segments(dv, r), _States(kept.starts, last, None, exact))
+    return b.plan(input_layouts(call), {n: x for n, x in grads.items() if x is not None})
+
+
+def _sums(b: Builder, call: Request) -> dict[str, View]:
+    """Results for the gradients of the gate's parameters."""
+    given = {n: x for n in ("A_log", "dt_bias") if (x := getattr(call, n)) is not None and gate_kind(call) != "none"}
+    return {n: b.result(f"d{n}", x.shape, x.dtype) for n, x in given.items()}
 
 
 def _by_halves(b: Builder, call: Request, choice: BackwardChoice) -> Grads:
@@ -118,8 +158,14 @@ class _Backward:
 
     def __init__(self, b: Builder, call: Request, choice: BackwardChoice, into: dict[str, View]) -> None:
         self.b, self.call, self.choice, self.into = b, call, choice, into
+        self.whole = call
         self.part = "q" in into
-        r = cut_into_segments(b, call, choice.segment_rows) if choice.segment_rows else call
+        r = call
+        if call.cp_context:
+            self.whole = replace(call, cu_seqlens=b.dense(call.cu_seqlens))
+            r = cut_fragments(b, self.whole, choice.segment_rows)
+        elif choice.segment_rows:
+            r = cut_into_segments(b, call, choice.segment_rows)
         names = [n for n in ("q", "k", "v", "g", "beta", "grad_o") if getattr(r, n) is not None]
         r = replace(r, **{n: x if rows_readable(x := getattr(r, n)) else b.dense(x) for n in names})
         if self._cut_on_hopper:
@@ -147,7 +193,8 @@ class _Backward:
     @property
     def _cut_on_hopper(self) -> bool:
         """Whether the call is cut into segments that the kernels for Hopper join."""
-        return bool(self.choice.segment_rows) and isinstance(self.choice.transitions, TransitionsHopperConfig)
+        cut = self.call.cp_context or self.choice.segment_rows
+        return bool(cut) and isinstance(self.choice.transitions, TransitionsHopperConfig)
 
     def new(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> View:
         """A result of the call [B, T, ..], or scratch where it is a part of one."""
@@ -167,21 +214,28 @@ class _Backward:
         """Add all launches; the gradients by input."""
         b, r, call, dtype = self.b, self.r, self.call, self.dtype
         dv = self.new("dv", (self.B, self.T, self.HV, self.V), dtype)
-        if r.saved and r.disable_recompute:
-            prepared = Prepared(*r.saved)
-        else:
-            how = self.choice.prepare, self.choice.precision, self.choice.bounded
-            kept = kept_of(r) if r.saved else None
-            prepared = add_prepare(b, r, *how, dv, backward=True, kept=kept)
+        prepared = Prepared(*r.saved) if r.saved and r.disable_recompute else self.prepare(dv)
         want = call.initial_state is not None and "initial_state" in call.needs_grad
         make = b.scratch if self.part else b.result
         grad_state = make("dinitial_state", call.state_shape, call.state_dtype) if want else None
         states = self._states(prepared, grad_state)
-        grads = self._turns(prepared, dv, states)
+        grads = self.finish(prepared, dv, states)
         if states.grad_initial is not grad_state:
             first = states.grad_initial.cut(0, slice(0, 1))
             b.step(Copy(grad_state, first if call.state_v_first else first.mT))
         return grads | {"initial_state": grad_state}
+
+    def prepare(self, dv: View, new: Callable[..., View] | None = None) -> Prepared:
+        """What ``prepare`` makes, from what the forward saved if it did; ``dv`` and ``new`` as for ``add_prepare``."""
+        how = self.choice.prepare, self.choice.precision, self.choice.bounded
+        kept = kept_of(self.r) if self.r.saved else None
+        return add_prepare(self.b, self.r, *how, dv, backward=True, kept=kept, new=new)
+
+    def with_do(self) -> Request:
+        """The call as kernels read it, with zeros for the gradient of the output where it has none."""
+        if self.r.grad_o is None:
+            self.r = replace(self.r, grad_o=self.b.scratch("do", self.r.v.shape, self.r.v.dtype, True))
+        return self.r
 
     def _states(self, prepared: Prepared, grad_state: View | None) -> _States:
         """The states that the recurrences start from, joined over segments where the call is cut."""
@@ -194,8 +248,7 @@ class _Backward:
             return _States(initial, grad_final, grad_state, (initial, grad_final) if exact else (None, None))
         # The states at the starts of the segments and their gradients at the ends stand for those of packed sequences.
         first, transitions = self._starts(prepared)
-        if r.grad_o is None:
-            self.r = r = replace(r, grad_o=b.scratch("do", r.v.shape, r.v.dtype, True))
+        r = self.with_do()
         factors = prepared.keys, prepared.P, prepared.D
         last = add_ends(b, r, self.choice, r.grad_o, factors, transitions, grad_final, call.state_v_first)
         b.free(transitions)
@@ -210,7 +263,7 @@ class _Backward:
             return kept.cut(0, slice(0, r.N)), None
         return add_starts(b, r, choice, r.v, prepared.keys, prepared.D, self.call)
 
-    def _turns(self, prepared: Prepared, dv: View, states: _States) -> Grads:
+    def finish(self, prepared: Prepared, dv: View, states: _States) -> Grads:
         """The recurrences and ``gradients`` for the sequences of each turn, and ``finish``."""
         b, r, turns = self.b, self.r, self.choice.turns
         most = self.slots if turns == WHOLE else max(turn.stop - turn.start for turn in turns) * self.NT

@@ -29,6 +29,7 @@ from kda_core_nvidia.choose.chunk import (
     split_scale,
     starts_shape,
 )
+from kda_core_nvidia.choose.fragments import fragment_slots, fragment_starts_shape
 from kda_core_nvidia.plans.prepare_hopper import aligned, launch_prepare_hopper
 from kda_core_nvidia.plans.segments import add_starts, cut_into_segments
 from kda_core_nvidia.prepare import prepare
@@ -82,6 +83,9 @@ def saved_specs(request: Request) -> tuple[TensorSpec, ...]:
     """
     everything = request.disable_recompute
     rows = slots(request) if everything else saved_slots(request)
+    starts = starts_shape(request)
+    if request.cp_context:
+        rows, starts = fragment_slots(request), fragment_starts_shape(request)
     keys, square, decay, _, norms = _prepared_shapes(rows, request.HV, padded(request.K))
     dtype = request.q.dtype
     specs = [TensorSpec(square, dtype), TensorSpec(square, torch.float32)]
@@ -89,8 +93,8 @@ def saved_specs(request: Request) -> tuple[TensorSpec, ...]:
         specs = [TensorSpec(keys, dtype), specs[0], TensorSpec(decay, torch.float32), TensorSpec(square, dtype)]
     if request.use_qk_l2norm_in_kernel:
         specs.append(TensorSpec(norms, torch.float32))
-    if not everything and starts_shape(request):
-        specs.append(TensorSpec(starts_shape(request), torch.float32))
+    if not everything and starts:
+        specs.append(TensorSpec(starts, torch.float32))
     return tuple(specs)
 
 

@@ -34,6 +34,7 @@ def cut_into_segments(b: Builder, r: Request, rows: int) -> Request:
 def _names(r: Request, v_first: bool) -> dict[str, Any]:
     """Arguments that launches between segments share; ``v_first``: the layout of the call's own states."""
     own = {"count": r.N, "V_FIRST": v_first, "LIFT": lift(r.q.dtype, r.use_qk_l2norm_in_kernel), "PRECISION": "tf32"}
+    own["EVERY"] = False
     return names(r) | own
 
 
@@ -79,7 +80,8 @@ def _hopper(
     """Inputs of both transition kernels for Hopper, and scratch for their outputs."""
     lead = (r.N - 1, r.HV)
     return {
-        "single": matrix_tile(keys, CHUNK, r.K, swizzled=True), "decays": matrix_tile(D, 1, r.K, by_rows=True),
+        "cu_seqlens": None, "single": matrix_tile(keys, CHUNK, r.K, swizzled=True),
+        "decays": matrix_tile(D, 1, r.K, by_rows=True),
         "chunks": choice.segment_rows // CHUNK, "spare": 0 if r.cu_seqlens is None else 1, "BR": config.rows,
         "UNROLL": config.unroll, "STAGES": config.stages,
         "matrices": b.scratch("matrices of segments", (*lead, 2, r.K, r.K), torch.bfloat16),

@@ -1,0 +1,107 @@
+"""How fragments of sequences that several devices share are cut: calls in two halves (``Feature.CONTEXT_PARALLEL``).
+
+The choice depends on shapes and dtypes, and not on the chip: what a forward saves has the same shapes everywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from kda_core.request import Request
+from kda_core.triton_lib.layout import CHUNK, padded, slots
+from kda_core.triton_lib.plan import View
+from kda_core_nvidia.choose.chip import Chip
+from kda_core_nvidia.choose.chunk import (
+    BlockConfig,
+    TransitionsHopperConfig,
+    as_segments,
+    most_segments,
+    transitions_config,
+)
+
+MOST_CHANNELS = 128
+"""Key channels, at most: ``chain_kernel`` holds a matrix [KP, KP] in float32."""
+
+MOST_FRAGMENTS = 60_000
+"""Fragments times heads, at most; with their segments they are the second axis of a grid, which takes 65,535."""
+
+CHAIN_COLUMNS, CHAIN_WARPS = 16, 8
+"""Value channels and warps of a program of ``chain_kernel``."""
+
+
+def rejected(r: Request) -> str | None:
+    """Why the hooks in halves do not serve a call that a plain call serves, or None."""
+    if r.q.dtype == torch.float32:
+        return "a sequence over several devices in two halves: takes bfloat16 and float16, not float32"
+    if r.K > MOST_CHANNELS:
+        return f"a sequence over several devices in two halves: takes K up to {MOST_CHANNELS}, not {r.K}"
+    named = {"return_intermediate_states": r.return_intermediate_states, "disable_recompute": r.disable_recompute}
+    named |= {"out": r.out is not None, "ssm_state_indices": r.ssm_state_indices is not None}
+    named |= {"inplace_final_state": r.inplace_final_state, "initial_state": r.initial_state is not None}
+    if r.N * r.HV > MOST_FRAGMENTS:
+        return f"a sequence over several devices in two halves: takes fragments × heads up to {MOST_FRAGMENTS}"
+    if given := [n for n, x in named.items() if x]:
+        return f"a sequence over several devices in two halves: without {', '.join(given)}"
+    return None
+
+
+def fragment_rows(r: Request) -> int:
+    """Rows of a segment, or 0 where each fragment is one segment: batches, short ones, and many heads.
+
+    As many segments as fill the largest chip with programs of the transitions, of which a segment and head has two.
+    """
+    count = most_segments(r) if r.B == 1 else 1
+    if count < 2:
+        return 0
+    if r.cu_seqlens is None:
+        even = [n for n in range(2, count + 1) if r.T % (2 * CHUNK * n) == 0]
+        count = even[-1] if even and 2 * even[-1] > count else count
+    rows = -(-r.T // count)
+    return -(-rows // CHUNK) * CHUNK
+
+
+def as_fragments(r: Request, rows: int) -> Request:
+    """Metadata of the call with its segments as sequences, states V first and none given.
+
+    Where packed fragments are cut, segments of each are numbered as ``bounds_kernel`` says.
+    """
+    if rows and r.cu_seqlens is not None:
+        bounds = View("cu_seqlens of segments", (segments_of(r, rows) + 1,), (1,), torch.int64)
+        return replace(r, cu_seqlens=bounds, state_v_first=True)
+    return as_segments(r, rows) if rows else replace(r, state_v_first=True)
+
+
+def segments_of(r: Request, rows: int) -> int:
+    """Number of segments of a call; packed, some of them have no rows."""
+    if not rows:
+        return r.N
+    return -(-r.T // rows) if r.cu_seqlens is None else r.T // rows + r.N
+
+
+def fragment_slots(r: Request) -> int:
+    """Slots of what a forward saves; at least one, as for ``saved_slots``."""
+    rows = fragment_rows(r)
+    if rows and (r.cu_seqlens is not None or r.T % rows):
+        return r.T // CHUNK + segments_of(r, rows) + 1
+    return max(1, slots(r))
+
+
+def fragment_starts_shape(r: Request) -> tuple[int, ...]:
+    """Shape of the states at the starts of segments, which a forward saves."""
+    return (segments_of(r, fragment_rows(r)), r.HV, r.V, r.K)
+
+
+def fragment_transitions(r: Request, chip: Chip) -> BlockConfig | TransitionsHopperConfig:
+    """The kernels of the transitions, by their configuration; ``r``: the call in segments."""
+    hopper = (
+        chip.capability == (9, 0)
+        and not chip.interpreted
+        and r.q.dtype == torch.bfloat16
+        and r.K == r.V == 128
+        # Rows of a descriptor are counted in 32 bits.
+        and 0 < slots(r) * r.HV * 3 * CHUNK < 2**31
+        and 0 < r.B * r.T < 2**31
+    )
+    return TransitionsHopperConfig() if hopper else transitions_config(chip, padded(r.K), padded(r.V))

@@ -1,0 +1,341 @@
+"""Time one sequence over several devices, beside one device on its share of the tokens, and beside fla.
+
+    torchrun --nproc-per-node 2 benchmarks/parallel.py --json parallel.json
+    torchrun --nproc-per-node 2 benchmarks/parallel.py --device cpu --shapes 256x2x16
+
+A row is printed as soon as it is measured; a shape is T x heads x K (= V), with T over all ranks. Inputs are raw
+projections of a layer, 16-bit, with the softplus gate. "ideal" is one device on T / W tokens, without the others;
+efficiency is ideal / measured. Times are medians of rounds; of a round the slowest rank counts, with its host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import kda_core
+from kda_core.distributed import build_cp_context
+
+SHAPES = {
+    "cuda": ("32768x32x128", "131072x32x128", "32768x8x128", "262144x8x128"),
+    "cpu": ("256x4x16", "512x2x16"),
+}
+ROWS = ("q", "k", "v", "g", "beta")
+OPTIONS = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+HOST_ROWS = 64
+"""Rows a rank of the calls that are bound by the host."""
+
+Function = Callable[..., Any]
+
+
+class Ranks:
+    """This process among the others, and what they print and measure together."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.device, self.rounds = options.device, options.rounds
+        self.end, self.file = time.monotonic() + options.seconds, options.json
+        self.rows: list[dict[str, Any]] = []
+
+    def add(self, text: str, **row: Any) -> None:
+        """Print a row on the first rank and write the file."""
+        if self.rank:
+            return
+        print(text, flush=True)
+        self.rows.append(row)
+        if self.file is not None:
+            self.file.write_text(json.dumps({"environment": environment(self), "rows": self.rows}, indent=1) + "\n")
+
+    def worst(self, value: float) -> float:
+        """The largest of all ranks' values."""
+        found = torch.tensor([value], dtype=torch.float64 if self.device.type == "cpu" else torch.float32)
+        found = found.to(self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return float(found)
+
+    def has_time(self, seconds: float) -> bool:
+        return self.worst(float(time.monotonic() + seconds > self.end)) == 0
+
+    def synchronize(self) -> None:
+        if self.device.type != "cpu":
+            torch.cuda.synchronize()
+
+    def milliseconds(self, run: Callable[[], Any]) -> float:
+        """Median over the rounds of the slowest rank's time; each round begins behind a barrier."""
+        times = []
+        for i in range(self.rounds + 2):
+            self.worst(0.0)
+            self.synchronize()
+            if self.device.type == "cpu":
+                began = time.perf_counter()
+                run()
+                took = 1e3 * (time.perf_counter() - began)
+            else:
+                first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                first.record()
+                run()
+                last.record()
+                torch.cuda.synchronize()
+                took = first.elapsed_time(last)
+            if i >= 2:
+                times.append(self.worst(took))
+        return statistics.median(times)
+
+    def host(self, run: Callable[[], Any], calls: int = 50) -> float:
+        """Milliseconds a call of many in a row, which wait for the device at their end alone."""
+        for _ in range(5):
+            run()
+        self.synchronize()
+        began = time.perf_counter()
+        for _ in range(calls):
+            run()
+        self.synchronize()
+        return self.worst(1e3 * (time.perf_counter() - began) / calls)
+
+
+@contextlib.contextmanager
+def reported(ranks: Ranks, name: str) -> Iterator[None]:
+    """An error is a row of every rank, and the run goes on with the next one."""
+    try:
+        yield
+    # Anything that a peer or a device raises; where one rank alone fails the others end by the group's timeout.
+    except Exception as error:
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        print(f"{name}: failed on rank {ranks.rank}: {text}", flush=True)
+
+
+def draw(T: int, heads: int, K: int, ranks: Ranks, seed: int) -> dict[str, Tensor]:
+    dtype = torch.float32 if ranks.device.type == "cpu" else torch.bfloat16
+    generator = torch.Generator(device=ranks.device).manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device=ranks.device)
+
+    found = {n: normal(1, T, heads, K) for n in ("q", "k", "v")} | {"g": normal(1, T, heads, K) / 2 - 3}
+    found = {n: t.to(dtype) for n, t in (found | {"beta": normal(1, T, heads)}).items()}
+    return found | {"A_log": 0.3 * normal(heads), "dt_bias": 0.3 * normal(heads * K) - 1}
+
+
+def training(function: Function, tensors: dict[str, Tensor], grad: Tensor, **more: Any) -> list[Tensor]:
+    """A forward and a backward; the output and the gradients."""
+    leaves = {n: t.detach().requires_grad_() for n, t in tensors.items()}
+    o = function(**leaves, **OPTIONS, **more)[0]
+    o.backward(grad)
+    return [o.detach(), *(t.grad for t in leaves.values())]
+
+
+def prefill(function: Function, tensors: dict[str, Tensor], grad: Tensor, **more: Any) -> list[Tensor]:
+    """A forward without gradients."""
+    with torch.no_grad():
+        return [function(**tensors, **OPTIONS, **more)[0]]
+
+
+MODES = {"training": training, "prefill": prefill}
+
+
+def own_ways(T: int) -> dict[str, tuple[Function, dict[str, Any]]]:
+    """This library's function with each layout."""
+    layouts = {"kda_core": "contiguous", "zigzag": "zigzag"}
+    return {n: (kda_core.chunk_kda, {"cp_context": build_cp_context(tokens=T, layout=x)}) for n, x in layouts.items()}
+
+
+def peer_ways(T: int, ranks: Ranks) -> dict[str, tuple[Function, dict[str, Any]]]:
+    """fla's function with its context."""
+    from fla.ops.cp import build_cp_context as fla_context
+    from fla.ops.kda import chunk_kda as fla_kda
+
+    bounds = torch.tensor([0, T], dtype=torch.int32)
+    context = fla_context(bounds.to(ranks.device), group=dist.group.WORLD, cu_seqlens_cpu=bounds)
+    return {"fla": (fla_kda, {"cp_context": context})}
+
+
+def measure_shape(T: int, heads: int, K: int, ranks: Ranks, peers: bool) -> None:
+    """The share of one rank by itself, and all ranks together; of ``peers`` the latter alone."""
+    name = f"T={T} heads={heads} K={K}"
+    tensors = draw(T // ranks.size, heads, K, ranks, ranks.rank)
+    grad = torch.randn_like(tensors["v"])
+    ways = peer_ways(T, ranks) if peers else {"ideal": (kda_core.chunk_kda, {}), **own_ways(T)}
+    for mode, run in MODES.items():
+        for way, (function, more) in ways.items():
+            if not ranks.has_time(5):
+                return
+            with reported(ranks, f"{name} {mode} {way}"):
+                took = ranks.milliseconds(lambda f=function, m=more, run=run: run(f, tensors, grad, **m))
+                ideals = [r["ms"] for r in ranks.rows if (r.get("shape"), r["mode"], r["way"]) == (name, mode, "ideal")]
+                share = (ideals or [took])[0] / took
+                text = f"{name} {mode:8} {way:8} {took:8.3f} ms  {100 * share:3.0f}% of ideal"
+                ranks.add(text, shape=name, mode=mode, way=way, ms=took, efficiency=share)
+
+
+def measure_whole(T: int, heads: int, K: int, ranks: Ranks) -> None:
+    """One device on all tokens, every rank for itself."""
+    name = f"T={T} heads={heads} K={K}"
+    with reported(ranks, f"{name} one device"):
+        tensors = draw(T, heads, K, ranks, 0)
+        grad = torch.randn_like(tensors["v"])
+        for mode, run in MODES.items():
+            took = ranks.milliseconds(lambda run=run: run(kda_core.chunk_kda, tensors, grad))
+            ranks.add(f"{name} {mode:8} whole    {took:8.3f} ms  on one", shape=name, mode=mode, way="whole", ms=took)
+    if ranks.device.type != "cpu":
+        torch.cuda.empty_cache()
+
+
+def measure_errors(T: int, heads: int, K: int, ranks: Ranks) -> None:
+    """How far the ranks' results are from one device's, and whether they repeat."""
+    tensors = draw(T, heads, K, ranks, 0)
+    grad = torch.randn(tensors["v"].shape, generator=torch.Generator().manual_seed(1)).to(tensors["v"])
+    names = ("o", *tensors)
+    whole = dict(zip(names, training(kda_core.chunk_kda, tensors, grad), strict=True))
+    for layout in ("contiguous", "zigzag"):
+        with reported(ranks, f"errors {layout}"):
+            c = build_cp_context(tokens=T, layout=layout)
+            local = {n: c.local(t) if n in ROWS else t for n, t in tensors.items()}
+            run = functools.partial(training, kda_core.chunk_kda, local, c.local(grad), cp_context=c)
+            found, again = run(), run()
+            same = all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+            errors = {}
+            for n, t in zip(names, found, strict=True):
+                expected = whole[n]
+                if n in ("o", *ROWS):
+                    expected = c.local(expected)
+                else:
+                    t = t.clone()
+                    dist.all_reduce(t)
+                difference = (t.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)
+                errors[n] = ranks.worst(float(difference))
+            text = " ".join(f"{n} {x:.1e}" for n, x in errors.items())
+            ranks.add(
+                f"errors beside one device, T={T} heads={heads} {layout}: {text}; repeats {same}",
+                shape=f"T={T} heads={heads} K={K}", mode="errors", way=layout, errors=errors, repeats=same,
+            )  # fmt: skip
+
+
+def measure_host(heads: int, K: int, ranks: Ranks, peers: bool) -> None:
+    """Calls of few rows, which wait for the host."""
+    T = HOST_ROWS * ranks.size
+    tensors = draw(HOST_ROWS, heads, K, ranks, 0)
+    grad = torch.randn_like(tensors["v"])
+    if not peers:
+        began = time.perf_counter()
+        for _ in range(10):
+            build_cp_context(tokens=T)
+        made = 1e2 * (time.perf_counter() - began)
+        ranks.add(f"host: a context {made:.3f} ms", mode="host", way="context", ms=made)
+    ways = peer_ways(T, ranks) if peers else {"plain": (kda_core.chunk_kda, {}), **own_ways(T)}
+    for mode, run in MODES.items():
+        for way, (function, more) in ways.items():
+            with reported(ranks, f"host {mode} {way}"):
+                took = ranks.host(lambda f=function, m=more, run=run: run(f, tensors, grad, **m))
+                ranks.add(f"host: {mode:8} {way:8} {took:.3f} ms a call", mode=f"host {mode}", way=way, ms=took)
+
+
+def measure_graph(T: int, heads: int, K: int, ranks: Ranks) -> None:
+    """A call captured in a CUDA graph with its collectives: bits and time of replays, new lengths included."""
+    bounds = [0, T // 3, T]
+    c = build_cp_context(bounds, fragments=2)
+    tensors = {n: c.local(t).clone() if n in ROWS else t for n, t in draw(T, heads, K, ranks, 0).items()}
+    grad = torch.randn_like(tensors["v"])
+    for mode, run in MODES.items():
+        with reported(ranks, f"graph {mode}"):
+            step = functools.partial(run, kda_core.chunk_kda, tensors, grad, cp_context=c)
+            c.refresh(bounds)
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    step()
+            torch.cuda.current_stream().wait_stream(side)
+            ranks.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                results = step()
+            same = []
+            for other in (bounds, [0, T // 5, T]):
+                c.refresh(other)
+                graph.replay()
+                ranks.synchronize()
+                replayed = [t.clone() for t in results]
+                same.append(all(torch.equal(a, b) for a, b in zip(replayed, step(), strict=True)))
+            replay, eager = ranks.milliseconds(graph.replay), ranks.milliseconds(step)
+            ranks.add(
+                f"graph {mode:8} T={T} heads={heads}: replay {replay:.3f} ms, eager {eager:.3f} ms, same bits {same}",
+                mode=f"graph {mode}", way="kda_core", ms=replay, eager=eager, same=same,
+            )  # fmt: skip
+            del graph, results
+
+
+def environment(ranks: Ranks) -> dict[str, Any]:
+    device = "CPU" if ranks.device.type == "cpu" else torch.cuda.get_device_name()
+    versions = {"torch": torch.__version__, "kda_core": kda_core.__version__}
+    for package in ("triton", "flash-linear-attention"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return {"device": device, "ranks": ranks.size, "versions": versions}
+
+
+def shape(text: str) -> tuple[int, int, int]:
+    sizes = tuple(int(n) for n in text.split("x"))
+    if len(sizes) != 3 or min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"expected T x heads x K, e.g. 32768x32x128, got {text!r}")
+    return sizes
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    parser.add_argument("--shapes", type=shape, nargs="+", metavar="TxHxK", help="T over all ranks")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=280, help="rows that would begin later are left out")
+    parser.add_argument("--peers", choices=("auto", "none"), default="auto", help="time fla where it is installed")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args(arguments)
+    if "RANK" not in os.environ:
+        parser.error("start it with torchrun --nproc-per-node W")
+    kind = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    options.device = torch.device(kind)
+    if kind == "cuda":
+        options.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(options.device)
+        dist.init_process_group("nccl", device_id=options.device)
+    else:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+    ranks = Ranks(options)
+    shapes = options.shapes or [shape(text) for text in SHAPES[kind]]
+    facts = environment(ranks)
+    ranks.add(f"{facts['ranks']} x {facts['device']}, {facts['versions']}", mode="environment", way="", **facts)
+    measure_errors(shapes[0][0], *shapes[0][1:], ranks)
+    measure_host(8, shapes[0][2], ranks, False)
+    for T, heads, K in shapes:
+        measure_shape(T, heads, K, ranks, False)
+        if ranks.has_time(10):
+            measure_whole(T, heads, K, ranks)
+    if kind == "cuda" and ranks.has_time(15):
+        measure_graph(8192 * ranks.size, 8, shapes[0][2], ranks)
+    # Last: fla compiles and tunes its kernels for minutes.
+    if options.peers == "auto" and kind == "cuda" and importlib.util.find_spec("fla") is not None:
+        for T, heads, K in shapes:
+            measure_shape(T, heads, K, ranks, True)
+        if ranks.has_time(10):
+            measure_host(8, shapes[0][2], ranks, True)
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,8 @@
+"""One sequence over several devices, on ``torch.distributed``: ``chunk_kda(..., cp_context=build_cp_context(...))``.
+
+``import kda_core`` imports nothing of this.
+"""
+
+from kda_core.distributed._context import ContextParallel, build_cp_context
+
+__all__ = ["ContextParallel", "build_cp_context"]

@@ -1,0 +1,325 @@
+"""Contexts: which rows of which sequences the ranks of a group hold, as tables on the device."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kda_core.distributed._layout import Layout, Range, joined, split
+
+LAYOUTS = ("contiguous", "zigzag")
+
+
+class ContextParallel:
+    """Sequences whose rows lie on several ranks; made by ``build_cp_context``.
+
+    Attributes:
+        group: the process group; ``group_name``: its name in torch.
+        rank, size: this rank in the group, and the number of ranks.
+        sequences: N, of all ranks.
+        batch, rows: B and T of the tensors that this rank passes.
+        ranges: this rank's ranges of global rows, of each of the B; None in a context of fla's.
+        cu_seqlens: [F + 1] int64 on the device: boundaries of this rank's fragments within its rows; the last ones may
+            be empty. ``cu_seqlens_cpu``: a copy on the CPU.
+        conv1d_kernel_size: as given, or None.
+        gather: whether every rank gets every final state.
+        dense: F where all fragments have the same number of rows for good, or 0.
+        fragments: [3, F + 1] int64 on the device: ``cu_seqlens``; the sequence that a fragment begins; the one that it
+            ends, or N.
+        slots: int64 on the device, a column for each range of the rank that has most: the fragment that is sent forward
+            and backward; the one that is received for, or F; ``before`` rows of slots to join forward, from the
+            beginning of the sequence on, and the others to join backward, from its end on. Slots of all ranks count
+            through; W times their number stands for none.
+    """
+
+    def __init__(self, group: Any, batch: int, rows: int, sequences: int, gather: bool) -> None:
+        self.group, self.group_name = group, group.group_name
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.batch, self.rows, self.sequences, self.gather = batch, rows, sequences, gather
+        self.conv1d_kernel_size: int | None = None
+        self.dense = self.before = 0
+        self.layout: Layout | None = None
+        self.states = True
+        self.ranges: list[Range] | None = None
+        self.given: dict[str, Any] = {}
+
+    def fill(self, cut: list[tuple], chains: list[tuple], lengths: tuple[int, int], most: int, device: Any) -> None:
+        """Set the tables.
+
+        Args:
+            cut: (rows, sequence that it begins or N, sequence that it ends or N) of each fragment.
+            chains: (first fragment, last one, slots ahead, slots behind) of each slot, or None for an empty one.
+            lengths: of the longest chains ahead and behind.
+            most: F, at least the number of fragments.
+        """
+        N, F, none = self.sequences, most, self.size * len(chains)
+        cu = [0]
+        for rows, _, _ in cut:
+            cu.append(cu[-1] + rows)
+        rest = F - len(cut)
+        cu += [cu[-1]] * rest
+        begins, ends = ([f[i] for f in cut] + [N] * (rest + 1) for i in (1, 2))
+        columns = []
+        for chain in chains:
+            first, last, ahead, behind = chain or (0, 0, [], [])
+            into = (first if ahead else F, last if behind else F)
+            received = [[none] * (n - len(c)) + c for n, c in zip(lengths, (ahead, behind), strict=True)]
+            columns.append([last, first, *into, *received[0], *received[1]])
+        values = torch.tensor([*cu, *begins, *ends, *(x for row in zip(*columns, strict=True) for x in row)])
+        self.before = lengths[0]
+        self.cu_seqlens_cpu = values[: F + 1]
+        if device.type == "cuda":
+            values = values.pin_memory()
+        # One transfer; a refreshed context keeps its memory, which graphs read.
+        if getattr(self, "_values", None) is None:
+            self._values = torch.empty_like(values, device=device)
+        self._values.copy_(values, non_blocking=True)
+        self.fragments = self._values[: 3 * (F + 1)].view(3, F + 1)
+        self.slots = self._values[3 * (F + 1) :].view(-1, len(chains))
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        return self.fragments[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.fragments.device
+
+    def local(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's rows of a whole tensor [B, T, ...], or of any tensor along ``dim``."""
+        if self.ranges is None:
+            raise ValueError("local: a context of fla's does not know the rows of its rank")
+        parts = [x.narrow(dim, a, b - a) for a, b in self.ranges]
+        return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
+
+    def refresh(self, cu_seqlens: Tensor | Sequence[int]) -> None:
+        """Take other boundaries of as many sequences; a captured CUDA graph then serves those when it is replayed.
+
+        Raises:
+            ValueError: a context without ``cu_seqlens``, another number of sequences, or more fragments than the
+                tables have places for (see ``fragments`` of ``build_cp_context``).
+        """
+        if self.dense or self.layout is None:
+            raise ValueError("refresh: expected a context that was made with cu_seqlens")
+        bounds = _bounds(cu_seqlens)
+        if len(bounds) != self.sequences + 1:
+            raise ValueError(f"cu_seqlens: expected {self.sequences} sequences as before, got {len(bounds) - 1}")
+        layout = Layout(bounds, self.layout.ranges, self.rank)
+        _fill(self, layout, self.fragments.shape[1] - 1, self.device)
+
+    def verify(self) -> None:
+        """Check that all ranks have made the same context; a collective call, for debugging.
+
+        Raises:
+            ValueError: on every rank, with what differs.
+        """
+        if self.layout is None:
+            return
+        own = {"cu_seqlens": self.layout.bounds, "ranges": self.layout.ranges, "batch": self.batch, **self.given}
+        every: list[Any] = [None] * self.size
+        dist.all_gather_object(every, own, group=self.group)
+        for name in own:
+            others = [r for r, found in enumerate(every) if found[name] != every[0][name]]
+            if others:
+                r = others[0]
+                raise ValueError(
+                    f"{name}: expected the same on all ranks, got {every[0][name]} on rank 0 and {every[r][name]} on "
+                    f"rank {r}"
+                )
+
+    def bytes_sent(self, heads: int, K: int, V: int, itemsize: int = 4) -> int:
+        """Bytes that this rank sends to the others for one forward, and again for a backward, whatever its rows are.
+
+        Args:
+            heads: HV.
+            K, V: head dimensions.
+            itemsize: of the states' dtype: 4, or 8 for float64 q.
+        """
+        return (self.size - 1) * self.slots.shape[1] * heads * K * (K + V) * itemsize
+
+    def __repr__(self) -> str:
+        return f"ContextParallel(rank {self.rank} of {self.size}, {self.sequences} sequences, {self.rows} rows here)"
+
+
+def build_cp_context(
+    cu_seqlens: Any = None,
+    group: Any = None,
+    conv1d_kernel_size: int | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    *,
+    layout: str | Sequence[Sequence[Range]] = "contiguous",
+    tokens: int | None = None,
+    batch: int = 1,
+    gather: bool = False,
+    fragments: int | None = None,
+    device: torch.device | str | None = None,
+) -> ContextParallel:
+    """Describe sequences whose rows lie on several ranks, for ``chunk_kda(..., cp_context=...)``.
+
+    Local: no rank waits for another. Every rank of the group makes it with the same arguments (``verify`` checks that).
+
+    Args:
+        cu_seqlens: [N + 1] *global* boundaries of packed sequences, over all ranks, a tensor or integers (B = 1); None:
+            ``batch`` sequences of ``tokens`` rows, each of them laid out alike. A context of fla's is converted.
+        group: a process group, a DeviceMesh of one dimension, or None for all processes.
+        conv1d_kernel_size: taps of a layer's short convolution; kept for ``conv_halo``.
+        cu_seqlens_cpu: a copy of ``cu_seqlens`` on the CPU; without it values on a device are read back.
+        layout: "contiguous"; "zigzag", where rank r of W holds parts r and 2 W - 1 - r of 2 W; or for every rank a list
+            of its ranges (start, end) of global rows, of any lengths, in the order of its tensors. Parts differ by a
+            row where they do not divide evenly. Ranks may be empty.
+        tokens: number of global rows (of each sequence without ``cu_seqlens``); None: the last boundary. Rows behind
+            that belong to no sequence.
+        batch: B, without ``cu_seqlens``.
+        gather: give every rank all final states, in one more collective; otherwise the rank that holds the end of a
+            sequence has its final state, and others have zeros.
+        fragments: places of the tables, F; None: the fragments of this rank, rounded up to a power of two. With equal F
+            contexts of other lengths need no recompilation.
+        device: of the tables; None: that of ``cu_seqlens``, or of the group's accelerator.
+
+    Returns:
+        A context for any number of calls and layers.
+
+    Raises:
+        ValueError: torch.distributed is not initialised, a group without this process, boundaries that decrease, ranges
+            that overlap or leave rows out, too few ``fragments``.
+        TypeError: an argument of another type.
+    """
+    if is_fla_context(cu_seqlens):
+        return from_fla(cu_seqlens)
+    process_group = _process_group(group)
+    ranks = dist.get_world_size(process_group)
+    for name, value in (("batch", batch), ("tokens", tokens), ("fragments", fragments)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < (name != "tokens")):
+            raise ValueError(f"{name}: expected a number of at least {int(name != 'tokens')}, got {value!r}")
+    if cu_seqlens is None:
+        if tokens is None:
+            raise ValueError("tokens: expected a number of rows where there is no cu_seqlens, got None")
+        bounds = [tokens * b for b in range(batch + 1)]
+    else:
+        if batch != 1:
+            raise ValueError(f"batch: expected 1 with cu_seqlens (sequences are packed), got {batch}")
+        bounds = _bounds(cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu)
+    total = bounds[-1] // batch if tokens is None else tokens
+    ranges = [joined(own) for own in _ranges(layout, total, ranks)]
+    every = [[(a + total * b, e + total * b) for b in range(batch) for a, e in own] for own in ranges]
+    found = Layout(bounds, every, dist.get_rank(process_group))
+    c = ContextParallel(process_group, batch, found.rows // batch, len(bounds) - 1, gather)
+    c.conv1d_kernel_size = conv1d_kernel_size
+    c.given, c.ranges = {"tokens": total, "gather": gather}, ranges[c.rank]
+    each = {f.end - f.start for f in found.fragments}
+    count = len(found.fragments)
+    if cu_seqlens is None and len(each) == 1 and count == found.slots * (found.rows > 0):
+        c.dense = count
+    elif fragments is None:
+        fragments = 1 << max(count - 1, 0).bit_length()
+    _fill(c, found, c.dense or fragments or 1, _device(device, cu_seqlens, process_group))
+    return c
+
+
+def _fill(c: ContextParallel, layout: Layout, most: int, device: torch.device) -> None:
+    N, slots = c.sequences, range(layout.slots)
+    if len(layout.fragments) > most:
+        raise ValueError(f"fragments: expected at least {len(layout.fragments)} for rank {c.rank}, got {most}")
+    cut = [(f.end - f.start, f.sequence if f.begins else N, f.sequence if f.ends else N) for f in layout.fragments]
+    chains = []
+    for s in slots:
+        edges = layout.edges(s)
+        chains.append(edges and (*edges, layout.ahead(s), layout.behind(s)))
+    # The longest chain that any boundaries may make, so that other boundaries give tables of the same size.
+    longest = tuple(max(len(of(s, not c.dense)) for s in slots) for of in (layout.ahead, layout.behind))
+    c.layout = layout
+    c.fill(cut, chains, longest, most, device)  # type: ignore[arg-type]
+
+
+def _bounds(cu_seqlens: Any) -> list[int]:
+    if isinstance(cu_seqlens, Tensor):
+        if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"cu_seqlens: expected [N + 1] int32 or int64, got {list(cu_seqlens.shape)} {cu_seqlens.dtype}"
+            )
+        return cu_seqlens.tolist()
+    if not isinstance(cu_seqlens, Sequence) or isinstance(cu_seqlens, str):
+        raise TypeError(f"cu_seqlens: expected a tensor or integers, got {type(cu_seqlens).__name__}")
+    return [int(x) for x in cu_seqlens]
+
+
+def _ranges(layout: Any, rows: int, ranks: int) -> Sequence[Sequence[Range]]:
+    if isinstance(layout, str):
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout: expected {', '.join(LAYOUTS)} or ranges for every rank, got {layout!r}")
+        return split(layout, rows, ranks)
+    if not isinstance(layout, Sequence) or len(layout) != ranks:
+        found = f"{len(layout)}" if isinstance(layout, Sequence) else f"{layout!r}"
+        raise ValueError(f"layout: expected a list of ranges for each of {ranks} ranks, got {found}")
+    ranges = [[(int(a), int(b)) for a, b in own] for own in layout]
+    end = max((b for own in ranges for _, b in own), default=0)
+    if end != rows and rows:
+        raise ValueError(f"layout: expected ranges of {rows} rows, got ranges that end at {end}")
+    return ranges
+
+
+def _process_group(group: Any) -> dist.ProcessGroup:
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError(
+            "group: expected torch.distributed to be initialised (start the processes with torchrun and call "
+            "torch.distributed.init_process_group first), got no process group"
+        )
+    if hasattr(group, "get_group") and hasattr(group, "ndim"):
+        if group.ndim != 1:
+            raise ValueError(f"group: expected a DeviceMesh of one dimension (mesh['cp']), got {group.ndim} dimensions")
+        group = group.get_group()
+    found = dist.group.WORLD if group is None else group
+    if not isinstance(found, dist.ProcessGroup):
+        raise ValueError(f"group: expected a process group that holds this process, or a DeviceMesh, got {group!r}")
+    return found
+
+
+def _device(device: Any, cu_seqlens: Any, group: Any) -> torch.device:
+    if device is not None:
+        found = torch.device(device)
+    elif isinstance(cu_seqlens, Tensor) and cu_seqlens.device.type != "cpu":
+        found = cu_seqlens.device
+    else:
+        accelerator = torch.accelerator.current_accelerator() if dist.get_backend(group) != "gloo" else None
+        found = accelerator or torch.device("cpu")
+    if found.type != "cpu" and found.index is None:
+        found = torch.device(found.type, torch.accelerator.current_device_index())
+    return found
+
+
+def is_fla_context(value: Any) -> bool:
+    return type(value).__name__ == "FLACPContext" and type(value).__module__.partition(".")[0] == "fla"
+
+
+def from_fla(theirs: Any) -> ContextParallel:
+    """The same as a context of ours; fla's have neither initial nor final states."""
+    group = _process_group(theirs.group)
+    bounds = (theirs.cu_seqlens if theirs.cu_seqlens_cpu is None else theirs.cu_seqlens_cpu).tolist()
+    c = ContextParallel(group, 1, bounds[-1], 0, False)
+    c.conv1d_kernel_size, c.states = theirs.conv1d_kernel_size, False
+    count, W, r = len(bounds) - 1, c.size, c.rank
+    if theirs.layout == "contiguous":
+        edges, places = [(0, count - 1)], [r]
+        pre, post = [theirs.pre_num_ranks], [theirs.post_num_ranks]
+    else:
+        front = theirs.front_num_seqs
+        edges, places = [(0, front - 1), (front, count - 1)], [r, 2 * W - 1 - r]
+        pre, post = theirs.pre_num_ranks_by_part, theirs.post_num_ranks_by_part
+    parts = len(edges)
+
+    def slots(places: range) -> list[int]:
+        return [p * parts if p < W else (2 * W - 1 - p) * parts + 1 for p in places]
+
+    chains = [
+        (*edge, slots(range(p - n, p)), slots(range(p + m, p, -1)))
+        for edge, p, n, m in zip(edges, places, pre, post, strict=True)
+    ]
+    longest = max(places), W * parts - 1 - min(places)
+    cut = [(b - a, 0, 0) for a, b in itertools.pairwise(bounds)]
+    c.fill(cut, chains, longest, count, theirs.cu_seqlens.device)
+    return c

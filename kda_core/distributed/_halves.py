@@ -1,0 +1,137 @@
+"""A forward and a backward in two halves: a backend's own hooks, or plain calls of a backend that has none."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from kda_core import _ops, _results
+from kda_core._loaded import Backend
+from kda_core._plugins import registry
+from kda_core.capabilities import Feature
+from kda_core.errors import UnsupportedCall
+from kda_core.request import BackwardResult, Begun, ForwardResult, Request, TensorSpec, build_request
+
+
+def changed(r: Request, **values: Any) -> Request:
+    """``replace(r, ...)`` of a call with the same signature, memo included."""
+    found = build_request({**vars(r), **values})
+    found.__dict__["memo"] = r.memo
+    return found
+
+
+class Halves:
+    """The hooks of a backend that declares ``Feature.CONTEXT_PARALLEL``; one object for a forward or a backward.
+
+    Requests are those of the plain call, with any initial state of the right shape; ``hook_request`` is what hooks get.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self._asked: Request | None = None
+
+    def saved_spec(self, r: Request) -> tuple[TensorSpec, ...]:
+        return _ops.saved_specs(self.backend, hook_request(r))
+
+    def begin(self, r: Request) -> Begun:
+        return self._begun("kda_core_chunk_begin", r)
+
+    def finish(self, r: Request, kept: tuple[Tensor, ...], starts: Tensor) -> ForwardResult:
+        asked = self._asked or hook_request(r)
+        result = self.backend.call("kda_core_chunk_finish", request=asked, kept=kept, starts=starts)
+        if asked.memo is None or ForwardResult not in asked.memo or type(result) is not ForwardResult:
+            _results.check_forward(self.backend, asked, result)
+        return result
+
+    def begin_backward(self, r: Request) -> Begun:
+        return self._begun("kda_core_chunk_begin_backward", r)
+
+    def finish_backward(self, r: Request, kept: tuple[Tensor, ...], ends: Tensor) -> dict[str, Tensor]:
+        asked = self._asked or hook_request(r)
+        result = self.backend.call("kda_core_chunk_finish_backward", request=asked, kept=kept, ends=ends)
+        seen = asked.memo is not None and (BackwardResult, asked.needs_grad) in asked.memo
+        if not seen or type(result) is not BackwardResult or not asked.needs_grad <= result.grads.keys():
+            _results.check_gradients(self.backend, asked, result, asked.memo)
+        return result.grads
+
+    def _begun(self, hook: str, plain: Request) -> Begun:
+        r = self._asked = hook_request(plain)
+        begun = self.backend.result(hook, r)
+        if r.memo is None or hook not in r.memo:
+            _results.check_begun(self.backend, r, begun)
+            if r.memo is not None:
+                r.memo[hook] = True
+        return begun
+
+
+class PlainCalls:
+    """The same by plain calls: a forward for the transitions, one for the results; two backwards.
+
+    Nothing but final states, which backends keep in float32, tells what a fragment does to a state.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+
+    def saved_spec(self, r: Request) -> tuple[TensorSpec, ...]:
+        states = TensorSpec((r.N, r.HV, r.K, r.V), r.compute_dtype)
+        return (*_ops.saved_specs(self.backend, r), states)
+
+    def begin(self, r: Request) -> Begun:
+        lead = (r.N, r.HV, r.K)
+        unit = torch.eye(r.K, dtype=r.compute_dtype, device=r.device).expand(*lead, r.K)
+        zeros = unit.new_zeros(*lead, r.V)
+        none = r.v.new_zeros(*r.v.shape[:-1], r.K)
+        try:
+            both = self._last(r, torch.cat([r.v, none], -1), torch.cat([zeros, unit], -1))
+            additions, matrices = both.split((r.V, r.K), -1)
+        except UnsupportedCall:  # the backend does not take so many value channels
+            additions, matrices = self._last(r, r.v, zeros), self._last(r, none, unit.contiguous())
+        return Begun(matrices, additions, ())
+
+    def _last(self, r: Request, values: Tensor, states: Tensor) -> Tensor:
+        options = {"save_for_backward": False, "return_intermediate_states": False, "disable_recompute": False}
+        given = {"v": values, "initial_state": states, "output_final_state": True}
+        asked = build_request({**vars(r), **given, **options})
+        return cast(Tensor, _ops.forward(registry.choose(asked, self.backend.info.name), asked).final_state)
+
+    def finish(self, r: Request, kept: tuple[Tensor, ...], starts: Tensor) -> ForwardResult:
+        found = _ops.forward(self.backend, changed(r, initial_state=starts))
+        if not r.save_for_backward:
+            return found
+        return ForwardResult(found.o, found.final_state, found.h, (*found.saved, starts))
+
+    def begin_backward(self, r: Request) -> Begun:
+        *saved, starts = r.saved
+        if r.grad_o is None:
+            return Begun(None, torch.zeros_like(starts), ())
+        asked = changed(
+            r, saved=tuple(saved), initial_state=starts, grad_final_state=None, needs_grad=frozenset({"initial_state"})
+        )
+        return Begun(None, _ops.backward(self.backend, asked)["initial_state"], ())
+
+    def finish_backward(self, r: Request, kept: tuple[Tensor, ...], ends: Tensor) -> dict[str, Tensor]:
+        *saved, starts = r.saved
+        return _ops.backward(self.backend, changed(r, saved=tuple(saved), initial_state=starts, grad_final_state=ends))
+
+
+def hook_request(r: Request) -> Request:
+    """The request that hooks in halves are given: without states, marked, with a memo of its own."""
+    # A backward that is asked for the states' gradients alone still says that it is one.
+    needs = r.needs_grad and (r.needs_grad - {"initial_state"} or frozenset({"beta"}))
+    found = changed(r, initial_state=None, grad_final_state=None, cp_context=True, needs_grad=needs)
+    found.__dict__["memo"] = None if r.memo is None else r.memo.setdefault(Halves, {})
+    return found
+
+
+def halves_of(backend: Backend, r: Request) -> Halves | PlainCalls:
+    """How a backend serves a plain request in two halves."""
+    known = None if r.memo is None else r.memo.get(PlainCalls)
+    if known is None:
+        own = Feature.CONTEXT_PARALLEL in backend.info.capabilities.features
+        known = Halves if own and backend.rejection(hook_request(r)) is None else PlainCalls
+        if r.memo is not None:
+            r.memo[PlainCalls] = known
+    return known(backend)

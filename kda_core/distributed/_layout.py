@@ -1,0 +1,151 @@
+"""Which rank holds which rows, what a rank sends of them and what it needs of others; numbers on the host.
+
+Ranks hold ranges of the global rows; a range cut at the boundaries of sequences gives fragments. A fragment that goes
+on elsewhere is the last one of its range, one that comes from elsewhere the first. So a rank has one slot for each
+range: it sends the transition of the last fragment (backwards: of the first) and needs a state for the first (the
+last).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """A run of rows of one sequence on one rank.
+
+    Attributes:
+        sequence: its number.
+        start, end: its global rows; equal for a sequence without rows.
+        begins, ends: whether it holds the beginning and the end of its sequence.
+    """
+
+    sequence: int
+    start: int
+    end: int
+    begins: bool
+    ends: bool
+
+
+class Layout:
+    """The rows of all ranks, and the fragments of one.
+
+    Args:
+        bounds: [N + 1] global boundaries of the sequences, from 0.
+        ranges: for every rank, its ranges of global rows in the order of its tensors, none of them empty.
+        rank: this one.
+
+    Raises:
+        ValueError: boundaries or ranges that cannot be, with the ranges.
+
+    Attributes:
+        bounds, ranges, rank: as given.
+        slots: ranges of the rank that has most of them.
+        fragments: of this rank, in the order of its rows.
+    """
+
+    def __init__(self, bounds: Sequence[int], ranges: Sequence[Sequence[Range]], rank: int) -> None:
+        self.bounds, self.rank = tuple(bounds), rank
+        self.ranges = [list(own) for own in ranges]
+        self.slots = max(1, *(len(own) for own in self.ranges))
+        self._places = sorted((a, b, r, s) for r, own in enumerate(self.ranges) for s, (a, b) in enumerate(own))
+        self.rows = sum(b - a for a, b in self.ranges[rank])
+        self._check()
+        self._of_slot = [self._cut(a, b) for a, b in self.ranges[rank]]
+        if not self._places and not rank:  # no rows at all: the first rank has the sequences
+            self._of_slot = [[Fragment(n, 0, 0, True, True) for n in range(len(self.bounds) - 1)]]
+        self.fragments = [f for found in self._of_slot for f in found]
+
+    def _check(self) -> None:
+        if not self.bounds or self.bounds[0] != 0 or list(self.bounds) != sorted(self.bounds):
+            raise ValueError(f"cu_seqlens: expected boundaries from 0, not decreasing, got {_short(self.bounds)}")
+        at = 0
+        for a, b, r, _ in self._places:
+            if a != at:
+                what = f"rows {at} to {a} are on no rank" if a > at else f"rows {a} to {min(at, b)} are on two ranks"
+                raise ValueError(
+                    f"layout: expected every row on one rank; {what} (rank {r} holds {_short(self.ranges[r])})"
+                )
+            at = b
+        if at < self.bounds[-1]:
+            raise ValueError(f"layout: expected all {self.bounds[-1]} rows of cu_seqlens, got ranges that end at {at}")
+        for r, own in enumerate(self.ranges):
+            padded = False
+            for a, b in own:
+                if padded and a < self.bounds[-1]:
+                    raise ValueError(
+                        f"layout: expected the rows behind the last boundary {self.bounds[-1]} at the end of a "
+                        f"rank's rows, got {_short(own)} on rank {r}"
+                    )
+                padded = padded or b > self.bounds[-1]
+
+    def _cut(self, start: int, end: int) -> list[Fragment]:
+        """The fragments of a range. A sequence without rows goes with the row before it, or with the first one."""
+        found = []
+        for n, (a, b) in enumerate(itertools.pairwise(self.bounds)):
+            empty_here = a == b and (start < a <= end or a == start == 0)
+            if max(a, start) < min(b, end) or empty_here:
+                low, high = max(a, start), min(b, end)
+                found.append(Fragment(n, low, high, low == a, high == b))
+        return found
+
+    def ahead(self, slot: int, all_of_them: bool = False) -> list[int]:
+        """Slots of all ranks, counted through, whose ranges lie before a slot's in its first fragment's sequence."""
+        return self._neighbours(slot, -1, all_of_them)
+
+    def behind(self, slot: int, all_of_them: bool = False) -> list[int]:
+        """The same behind its last fragment; the farthest comes first in both."""
+        return self._neighbours(slot, 1, all_of_them)
+
+    def _neighbours(self, slot: int, step: int, all_of_them: bool) -> list[int]:
+        if slot >= len(self.ranges[self.rank]):
+            return []
+        here = self._places.index((*self.ranges[self.rank][slot], self.rank, slot))
+        others = self._places[here + 1 :] if step > 0 else self._places[:here][::-1]
+        if not all_of_them:
+            fragments = self._of_slot[slot]
+            edge = fragments[-1 if step > 0 else 0] if fragments else None
+            if edge is None or (edge.ends if step > 0 else edge.begins):
+                return []
+            low, high = self.bounds[edge.sequence], self.bounds[edge.sequence + 1]
+            others = [p for p in others if p[0] < high and p[1] > low]
+        return [r * self.slots + s for _, _, r, s in others][::-1]
+
+    def edges(self, slot: int) -> tuple[int, int] | None:
+        """Numbers of a slot's first and last fragment, or None."""
+        before = sum(len(found) for found in self._of_slot[:slot])
+        count = len(self._of_slot[slot]) if slot < len(self._of_slot) else 0
+        return (before, before + count - 1) if count else None
+
+
+def split(layout: str, rows: int, ranks: int) -> list[list[Range]]:
+    """Ranges of every rank: "contiguous", or "zigzag", where rank r holds parts r and 2 W - 1 - r of 2 W."""
+    parts = ranks if layout == "contiguous" else 2 * ranks
+    cuts = [rows * i // parts for i in range(parts + 1)]
+    each = list(itertools.pairwise(cuts))
+    if layout == "contiguous":
+        return [[part] for part in each]
+    return [[each[r], each[parts - 1 - r]] for r in range(ranks)]
+
+
+def joined(ranges: Sequence[Range]) -> list[Range]:
+    """Neighbours become one range, empty ones none."""
+    found: list[Range] = []
+    for a, b in ranges:
+        if not 0 <= a <= b:
+            raise ValueError(f"layout: expected ranges (start, end) of rows with 0 <= start <= end, got ({a}, {b})")
+        if found and found[-1][1] == a:
+            found[-1] = (found[-1][0], b)
+        elif a < b:
+            found.append((a, b))
+    return found
+
+
+def _short(values: Sequence) -> str:
+    text = ", ".join(map(str, values[:8]))
+    return f"[{text}{', …' if len(values) > 8 else ''}]"

@@ -1,0 +1,157 @@
+"""What the ranks of ``tests/support/ranks.py`` run."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import kda_core
+from kda_core.distributed import build_cp_context
+
+ROWS = ("q", "k", "v", "g", "beta")
+
+
+def training_step(group: Any, rank: int, inputs: dict, grads: dict, context: dict, options: dict) -> dict[str, Any]:
+    """A forward and, with ``grads``, a backward of this rank's rows; all tensors come whole."""
+    c = build_cp_context(group=group, **context)
+    tensors = {n: c.local(t) if n in ROWS else t for n, t in inputs.items()}
+    leaves = {n: t.detach().clone().requires_grad_(bool(grads)) for n, t in tensors.items()}
+    o, state, *h = kda_core.chunk_kda(**leaves, **options, cp_context=c)
+    found = {"o": o.detach(), "final_state": None if state is None else state.detach(), "ranges": c.ranges}
+    if h:
+        found["h"] = h[0]
+    if grads:
+        outputs, given = [o], [c.local(grads["o"])]
+        if "final_state" in grads:
+            outputs, given = [*outputs, state], [*given, grads["final_state"]]
+        if "without o" in grads:
+            outputs, given = outputs[1:], given[1:]
+        torch.autograd.backward(outputs, given)
+        found |= {f"d{n}": t.grad for n, t in leaves.items()}
+    return found
+
+
+def _local(c: Any, inputs: dict, gradients: bool = True) -> dict[str, torch.Tensor]:
+    tensors = {n: c.local(t) if n in ROWS else t for n, t in inputs.items()}
+    return {n: t.detach().clone().requires_grad_(gradients) for n, t in tensors.items()}
+
+
+def compiled_step(group: Any, rank: int, inputs: dict, grad: Any, context: dict, options: dict, loss: str) -> bool:
+    """Whether a compiled training step has the bits of the eager one; ``loss``: what it depends on."""
+    torch._dynamo.reset()
+    c = build_cp_context(group=group, **context)
+
+    def call(x: dict, c: Any) -> tuple:
+        # With work before and behind, so that a compiler has something to move.
+        x = {**x, "v": x["v"] * 2}
+        o, state = kda_core.chunk_kda(**x, **options, cp_context=c)
+        return o.sin(), state if state is None else state + 1
+
+    found = []
+    for function in (torch.compile(call, fullgraph=True, backend="aot_eager"), call):
+        leaves = _local(c, inputs)
+        o, state = function(leaves, c)
+        outputs = {"o": [o], "state": [state], "both": [o, state]}[loss]
+        given = [c.local(grad) if t is o else torch.ones_like(t) for t in outputs]
+        torch.autograd.backward(outputs, given)
+        found.append([o.detach(), *(t.grad for t in leaves.values())])
+    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def packings(group: Any, rank: int, inputs: dict, contexts: list[dict], options: dict) -> tuple[int, bool]:
+    """Graphs that one compiled function has after calls with all contexts, and whether results are the eager ones."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(
+        lambda x, c: kda_core.chunk_kda(**x, **options, cp_context=c)[0] * 2, fullgraph=True, backend="aot_eager"
+    )
+    same = True
+    for context in contexts:
+        c = build_cp_context(group=group, **context)
+        x = _local(c, inputs, False)
+        with torch.no_grad():
+            same = same and torch.equal(compiled(x, c), kda_core.chunk_kda(**x, **options, cp_context=c)[0] * 2)
+    return counters["stats"]["unique_graphs"], same
+
+
+def saved_bytes(group: Any, rank: int, inputs: dict, context: dict, options: dict) -> tuple[int, int]:
+    """Bytes that the graph of a call keeps: with a context, and of a plain call of the same rows."""
+    c = build_cp_context(group=group, **context)
+    found = []
+    for more in ({"cp_context": c}, {}):
+        seen: dict[int, int] = {}
+
+        def keep(t: torch.Tensor, seen: dict[int, int] = seen) -> torch.Tensor:
+            seen[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        leaves = _local(c, inputs)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            kept = kda_core.chunk_kda(**leaves, **options, **more)
+        found.append(sum(seen.values()))
+        del kept
+    return found[0], found[1]
+
+
+def bad_call(group: Any, rank: int, inputs: dict, context: dict, changes: dict) -> tuple[str, float]:
+    """The error of a call with ``changes``, and after how many seconds."""
+    began = time.perf_counter()
+    try:
+        c = build_cp_context(group=group, **context)
+        x = _local(c, inputs, False)
+        x |= {n: x[n][:, 1:] if change == "short" else change for n, change in changes.items()}
+        kda_core.chunk_kda(**x, cp_context=c)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.perf_counter() - began
+    return "", time.perf_counter() - began
+
+
+def verified(group: Any, rank: int, contexts: list[dict]) -> str:
+    """What ``verify`` says of contexts that differ by rank."""
+    c = build_cp_context(group=group, **contexts[rank % len(contexts)])
+    try:
+        c.verify()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def refreshed(group: Any, rank: int, inputs: dict, before: list[int], after: list[int], options: dict) -> bool:
+    """Whether a context that takes other boundaries is as good as a new one, in the same memory."""
+    T = inputs["q"].shape[1]
+    c = build_cp_context(before, group, tokens=T, fragments=4)
+    memory = c.fragments.data_ptr(), c.slots.data_ptr()
+    c.refresh(after)
+    new = build_cp_context(after, group, tokens=T, fragments=4)
+    x = _local(c, inputs, False)
+    both = [kda_core.chunk_kda(**x, **options, cp_context=made)[0] for made in (c, new)]
+    return torch.equal(*both) and memory == (c.fragments.data_ptr(), c.slots.data_ptr())
+
+
+def checkpointed(group: Any, rank: int, inputs: dict, grad: Any, context: dict, options: dict) -> bool:
+    """Whether activation checkpointing has the gradients of a plain step."""
+    from torch.utils.checkpoint import checkpoint
+
+    c = build_cp_context(group=group, **context)
+
+    def call(**x: torch.Tensor) -> torch.Tensor:
+        return kda_core.chunk_kda(**x, **options, cp_context=c)[0]
+
+    found = []
+    for function in (call, lambda **x: checkpoint(call, use_reentrant=False, **x)):
+        leaves = _local(c, inputs)
+        function(**leaves).backward(c.local(grad))
+        found.append([t.grad for t in leaves.values()])
+    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def made_alone(group: Any, rank: int, size: int) -> bool:
+    """Make a context of a larger group, none of whose other ranks takes part."""
+    others = dist.group.WORLD
+    c = build_cp_context([0, 3, 7], others, tokens=2 * size * 8)
+    return c.size > 1

@@ -1,0 +1,100 @@
+"""A pool of gloo processes, started once and reused: jobs run on the first W of them.
+
+The processes are forked off a server that has imported torch and kda_core, which takes a second for all of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import pickle
+import tempfile
+import traceback
+from datetime import timedelta
+from typing import Any
+
+SIZES = (1, 2, 3, 4, 8)
+TIMEOUT = 30
+"""Seconds until a rank that waits for another gives up."""
+
+
+class RankFailed(Exception):
+    """A job raised on a rank; the text has the traceback."""
+
+
+class Ranks:
+    """Processes of ranks 0 to 7, with a group of the first W for each W of ``SIZES``."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch._dynamo", "kda_core.distributed", "kda_core_cpu.plugin"])
+        self._folder = tempfile.TemporaryDirectory()
+        self._pipes, self._processes = [], []
+        for rank in range(max(SIZES)):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self._folder.name, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        self.broken = False
+
+    def run(self, size: int, job: str, *arguments: Any) -> list[Any]:
+        """Run ``job`` ("module:function") on ranks 0 to size - 1; function(group, rank, *arguments) of each.
+
+        Raises:
+            RankFailed: with the tracebacks of the ranks that raised.
+        """
+        found = self.attempt(size, job, *arguments)
+        failed = [f"rank {r}: {text}" for r, (ok, text) in enumerate(found) if not ok]
+        if failed:
+            raise RankFailed("\n".join(failed))
+        return [value for _, value in found]
+
+    def attempt(self, size: int, job: str, *arguments: Any) -> list[tuple[bool, Any]]:
+        """The same; for each rank (True, result) or (False, traceback)."""
+        for pipe in self._pipes[:size]:
+            pipe.send_bytes(pickle.dumps((size, job, arguments)))
+        found = []
+        for rank, pipe in enumerate(self._pipes[:size]):
+            if not pipe.poll(TIMEOUT + 15):
+                self.broken = True
+                raise RankFailed(f"rank {rank} of {size} did not answer in {job}")
+            found.append(pickle.loads(pipe.recv_bytes()))
+        # A collective may be half done.
+        self.broken = self.broken or not all(ok for ok, _ in found)
+        return found
+
+    def close(self) -> list[int | None]:
+        """End the processes; their exit codes."""
+        for pipe in self._pipes:
+            pipe.send_bytes(pickle.dumps(None))
+        for process in self._processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+        self._folder.cleanup()
+        return [process.exitcode for process in self._processes]
+
+
+def _serve(rank: int, folder: str, pipe: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    timeout = timedelta(seconds=TIMEOUT)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=max(SIZES), timeout=timeout)
+    groups = {size: dist.new_group(list(range(size))) for size in SIZES}
+    while True:
+        asked = pickle.loads(pipe.recv_bytes())
+        if asked is None:
+            break
+        size, job, arguments = asked
+        module, _, name = job.partition(":")
+        try:
+            answer = True, getattr(importlib.import_module(module), name)(groups[size], rank, *arguments)
+        except BaseException:
+            answer = False, traceback.format_exc()
+        pipe.send_bytes(pickle.dumps(answer))
+    dist.destroy_process_group()
