@@ -235,23 +235,11 @@ def chain_kernel(
         i_sh = (i_s * HV + i_h).to(tl.int64)
         if states is not None:
             tl.store(states + i_sh * (V * K) + o_v[:, None] * K + o_k[None, :], x, mask=m_v & m_k)
-        b = tl.load(p_a + i_sh * s_a, mask=m_v & m_k, other=0.0)
+        m = tl.load(p_m + i_sh * s_m, mask=m_square, other=0.0).to(tl.float32)
         if matrices.dtype.element_ty == tl.bfloat16:
-            # Parts as they lie, so that they are loaded ahead: K = KP. Three parts hold all of x.
-            m_first = tl.load(p_m + i_sh * s_m)
-            m_second = tl.load(p_m + i_sh * s_m + s_part)
-            x_first = x.to(tl.bfloat16)
-            x -= x_first.to(tl.float32)
-            x_second = x.to(tl.bfloat16)
-            x_third = (x - x_second.to(tl.float32)).to(tl.bfloat16)
-            x = tl.dot(x_second, m_second, b)
-            x = tl.dot(x_third, m_first, x)
-            x = tl.dot(x_first, m_second, x)
-            x = tl.dot(x_second, m_first, x)
-            x = tl.dot(x_first, m_first, x)
-        else:
-            m = tl.load(p_m + i_sh * s_m, mask=m_square, other=0.0)
-            x = tl.dot(x, m, b, input_precision=PRECISION)
+            m += tl.load(p_m + i_sh * s_m + s_part, mask=m_square, other=0.0).to(tl.float32)
+        b = tl.load(p_a + i_sh * s_a, mask=m_v & m_k, other=0.0)
+        x = tl.dot(x, m, b, input_precision=PRECISION)
     if ends is not None:
         p_e = ends + i_fh * (K * V)
         x = x.to(ends.dtype.element_ty)

@@ -21,7 +21,7 @@ from kda_core.triton_lib.lift import lift
 from kda_core.triton_lib.plan import Boundaries, Builder, Plan, View, input_layouts, matrix_tile, token_tile
 from kda_core_nvidia.choose import BackwardChoice, ForwardChoice
 from kda_core_nvidia.choose.chunk import TransitionsHopperConfig, in_parts, split_scale
-from kda_core_nvidia.choose.fragments import CHAIN_COLUMNS, CHAIN_STAGES, CHAIN_WARPS, as_fragments
+from kda_core_nvidia.choose.fragments import CHAIN_COLUMNS, CHAIN_WARPS, as_fragments
 from kda_core_nvidia.plans.forward import Prepared, add_prepare, add_recurrence
 from kda_core_nvidia.plans.prepare_hopper import aligned, one_token_axis
 from kda_core_nvidia.reverse_transitions_hopper import reverse_transitions_hopper
@@ -121,15 +121,15 @@ def add_chain(
     K, V, KP, VP = r.K, r.V, padded(r.K), padded(r.V)
     if isinstance(choice.transitions, TransitionsHopperConfig):
         matrices, additions = segments
-        strides, stages = (2 * K * K, 1, K, K * K, K * V, V, 1), CHAIN_STAGES
+        strides = (2 * K * K, 1, K, K * K, K * V, V, 1)
     else:
         matrices = segments[0].cut(2, slice(VP, VP + KP))
         additions, step = segments[-1], (VP + KP) * KP
         own = (1, KP) if reverse else (KP, 1)
-        strides, stages = (step, *own, 0, VP * KP if reverse else step, 1, KP), 1
+        strides = (step, *own, 0, VP * KP if reverse else step, 1, KP)
     named = names(r) | dict(zip(("s_m", "s_mi", "s_mo", "s_part", "s_a", "s_ak", "s_av"), strides, strict=True)) | {
         "matrices": matrices, "additions": additions, "given": given, "states": states, "ends": ends,
-        "summary": summary, "sums": sums, "REVERSE": reverse, "PRECISION": choice.join_precision, "STAGES": stages,
+        "summary": summary, "sums": sums, "REVERSE": reverse, "PRECISION": choice.join_precision, "STAGES": 1,
         # Where fragments are not cut, each is one segment, of more rows than there are.
         "rows": choice.segment_rows or r.T + 1, "per": cut.N // r.N if r.N else 0, "BV": CHAIN_COLUMNS,
     }  # fmt: skip
