@@ -196,7 +196,7 @@ def chunk_kda(
             "save_for_backward": _needs_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state, out),
         }
     )  # fmt: skip
-    return _run(request, backend)
+    return run(request, backend)
 
 
 def fused_recurrent_kda(
@@ -274,7 +274,7 @@ def fused_recurrent_kda(
             "save_for_backward": _needs_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state, out),
         }
     )  # fmt: skip
-    return _run(request, backend)
+    return run(request, backend)
 
 
 def kda_gate(
@@ -406,7 +406,7 @@ def _over_devices() -> Any:
     return _call
 
 
-def _run(request: Request, backend: str | Question | None) -> Any:
+def run(request: Request, backend: str | Question | None) -> Any:
     if request.save_for_backward:
         _checks.check_differentiable(request)
     if isinstance(backend, Question):

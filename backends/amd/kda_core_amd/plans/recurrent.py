@@ -21,6 +21,12 @@ def _columns(table: View | None) -> tuple[int, int]:
 def plan_recurrent(r: Request, chip: Architecture) -> Plan:
     """The plan of a forward of ``fused_recurrent_kda``, whose results are o and final_state; ``r``: metadata alone."""
     b = Builder()
+    o, final_state = add_recurrent(b, r, chip)
+    return b.plan(input_layouts(r), {"o": o, "final_state": final_state})
+
+
+def add_recurrent(b: Builder, r: Request, chip: Architecture) -> tuple[View, View | None]:
+    """Add the launch; o and the final state."""
     o, final_state = outputs(b, r)
     f = Frame(b, r, chip)
     indices, accepted = r.ssm_state_indices, r.num_accepted_tokens
@@ -43,4 +49,4 @@ def plan_recurrent(r: Request, chip: Architecture) -> Plan:
         s_accepted=0 if accepted is None else accepted.stride(0), BV=BV, UNIT=unit, I_K=I_K, I_V=I_V, F_K=F_K, F_V=F_V,
         EVERY_TOKEN=r.writes_every_token,
     )  # fmt: skip
-    return b.plan(input_layouts(r), {"o": finish_output(b, r, o), "final_state": final_state})
+    return finish_output(b, r, o), final_state

@@ -93,7 +93,7 @@ def saved_specs(request: Request) -> tuple[TensorSpec, ...]:
         specs = [TensorSpec(keys, dtype), specs[0], TensorSpec(decay, torch.float32), TensorSpec(square, dtype)]
     if request.use_qk_l2norm_in_kernel:
         specs.append(TensorSpec(norms, torch.float32))
-    if not everything and starts:
+    if starts and (request.cp_context or not everything):
         specs.append(TensorSpec(starts, torch.float32))
     return tuple(specs)
 

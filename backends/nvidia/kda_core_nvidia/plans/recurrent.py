@@ -39,16 +39,25 @@ PREPARE_STAGES, RECURRENCE_STAGES = 4, 2
 def plan_recurrent(request: Request, choice: RecurrentChoice) -> Plan:
     """The plan of a forward of ``fused_recurrent_kda``, whose results are o and final_state."""
     b = Builder()
+    o, final_state = add_recurrent(b, request, choice)
+    return b.plan(input_layouts(request), {"o": o, "final_state": final_state})
+
+
+def add_recurrent(
+    b: Builder, request: Request, choice: RecurrentChoice, leads: bool = False
+) -> tuple[View, View | None]:
+    """Add the launches; o and the final state. ``leads``: a short call's next kernel waits for it by itself."""
     o, final_state = outputs(b, request, any_strides=True)
     r = readable(b, request)
-    named = _names(r, final_state, o)
+    # The kernels for prompts follow, and mostly find no work: they can do so while the last programs run.
+    named = _names(r, final_state, o) | {"LEADS": choice.overlap and (leads or choice.prompts is not None)}
     if choice.step is not None:
         _add_step(b, r, choice.step, named)
     if choice.short is not None:
         _add_short(b, r, choice, choice.short, named)
     if choice.prompts is not None:
         _add_prompts(b, r, choice, choice.prompts, named)
-    return b.plan(input_layouts(request), {"o": o, "final_state": final_state})
+    return o, final_state
 
 
 def _strides(packed: bool, **views: View) -> dict[str, int]:
@@ -95,8 +104,6 @@ def _add_short(b: Builder, r: Request, choice: RecurrentChoice, config: Recurren
         "IN_PLACE": r.written_states is not None and r.final_state_indices is None,
         "EVERY_TOKEN": r.writes_every_token, "ONE_TOKEN": one_token,
         "MOST": SHORT.value if short_only else 0, "EVICTION": config.eviction,
-        # The kernels for prompts follow, and mostly find no work: they can do so while the last programs run.
-        "LEADS": short_only and choice.overlap,
     }  # fmt: skip
     options = {"maxnreg": config.registers} if config.registers and one_token else {}
     # With packed sequences one more set of programs zeroes the rows behind the last one.
