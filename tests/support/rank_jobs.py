@@ -155,3 +155,32 @@ def made_alone(group: Any, rank: int, size: int) -> bool:
     others = dist.group.WORLD
     c = build_cp_context([0, 3, 7], others, tokens=2 * size * 8)
     return c.size > 1
+
+
+def step_by_hooks(group: Any, rank: int, *arguments: Any) -> tuple[dict[str, Any], dict[str, int]]:
+    """``training_step`` on a backend with hooks in halves, and how often each was called."""
+    import halves_backend
+
+    from kda_core._plugins import registry
+
+    if all(b.info.name != halves_backend.NAME for b in registry.backends):
+        entry = registry.register(halves_backend.HalvesBackend())
+        assert entry.state == "loaded", entry
+    halves_backend.COUNT.update(dict.fromkeys(halves_backend.COUNT, 0))
+    *others, options = arguments
+    found = training_step(group, rank, *others, {**options, "backend": halves_backend.NAME})
+    return found, dict(halves_backend.COUNT)
+
+
+def step_with_flas_context(group: Any, rank: int, inputs: dict, grads: dict, bounds: list[int], layout: str) -> dict:
+    """``training_step`` with a context that fla has made."""
+    from fla.ops.cp import build_cp_context as fla_context
+
+    cu = torch.tensor(bounds, dtype=torch.int32)
+    theirs = fla_context(cu, group, cu_seqlens_cpu=cu, layout=layout)
+    ours = build_cp_context(bounds, group, layout=layout)
+    leaves = _local(ours, inputs)
+    options = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+    o, _ = kda_core.chunk_kda(**leaves, **options, cu_seqlens=theirs.cu_seqlens, cp_context=theirs)
+    o.backward(ours.local(grads["o"]))
+    return {"o": o.detach(), "ranges": ours.ranges, **{f"d{n}": t.grad for n, t in leaves.items()}}
