@@ -84,8 +84,7 @@ class Shared(NamedTuple):
             additions = applied(matrices, self.of_slots(states, backward), additions)
         received = self.slots[4:]
         received = received[self.before :] if backward else received[: self.before]
-        group = self.group
-        came = join(matrices, additions, received, group, group.size())
+        came = join(matrices, additions, received, self.group)
         if came is None:
             return states
         if self.dense:

@@ -14,29 +14,35 @@ from torch import Tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def join(matrices: Tensor, additions: Tensor, received: Tensor, group: Any, ranks: int) -> Tensor | None:
+def gathered(own: Tensor, group: Any) -> Tensor:
+    """What all ranks have, one behind the other along the first dimension, and one place more, without values."""
+    ranks, places = group.size(), own.shape[0]
+    every = own.new_empty(ranks * places + 1, *own.shape[1:])
+    if ranks > 1:
+        _all_gather(every[:-1], own, group=group)
+    else:
+        every[:-1] = own
+    return every
+
+
+def join(matrices: Tensor, additions: Tensor, received: Tensor, group: Any) -> Tensor | None:
     """The states that this rank's slots need, from the transitions of all ranks' slots.
 
     Args:
         matrices, additions: [S, HV, K, K] and [S, HV, K, V]: what this rank's slots do to a state.
         received: [L, S] slots of all ranks to join for each of ours, from the farthest on; W S stands for none. A chain
             that is shorter than L begins with those.
-        group, ranks: the process group and W.
+        group: the process group.
 
     Returns:
         [S, HV, K, V], or None where no slot ever receives anything (L = 0).
     """
     K, steps = matrices.shape[-1], received.shape[0]
     own = torch.cat([matrices, additions], -1)
-    slots = own.shape[0]
-    # One more slot, of zeros: S = 0 stays 0 there, and no other sequence's NaN is multiplied by 0.
-    every = own.new_empty(ranks * slots + 1, *own.shape[1:])
-    if ranks > 1:
-        _all_gather(every[:-1], own, group=group)
-    else:
-        every[:-1] = own
+    slots, every = own.shape[0], gathered(own, group)
     if not steps:
         return None
+    # One more slot, of zeros: S = 0 stays 0 there, and no other sequence's NaN is multiplied by 0.
     every[-1].zero_()
     # Of the farthest slot the additions alone are needed.
     state = every[..., K:].index_select(0, received[0]).flatten(0, 1)

@@ -184,3 +184,20 @@ def step_with_flas_context(group: Any, rank: int, inputs: dict, grads: dict, bou
     o, _ = kda_core.chunk_kda(**leaves, **options, cu_seqlens=theirs.cu_seqlens, cp_context=theirs)
     o.backward(ours.local(grads["o"]))
     return {"o": o.detach(), "ranges": ours.ranges, **{f"d{n}": t.grad for n, t in leaves.items()}}
+
+
+def convolution_step(group: Any, rank: int, x: Any, weight: Any, grad: Any, context: dict, compiled: bool) -> dict:
+    """A short convolution of this rank's rows, with the rows ahead from other ranks."""
+    from kda_core.distributed import conv_halo
+    from kda_core.nn import short_convolution
+
+    c = build_cp_context(group=group, conv1d_kernel_size=weight.shape[1], **context)
+    leaf, taps = c.local(x).requires_grad_(), weight.clone().requires_grad_()
+
+    def call(leaf: torch.Tensor, c: Any) -> torch.Tensor:
+        rows = leaf.reshape(1, -1, leaf.shape[2])
+        return short_convolution(rows, taps, None, conv_halo(leaf, c), cu_seqlens=c.cu_seqlens)[0].view_as(leaf)
+
+    y = (torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call)(leaf, c)
+    y.backward(c.local(grad))
+    return {"o": y.detach(), "dq": leaf.grad, "dA_log": taps.grad, "ranges": c.ranges}
