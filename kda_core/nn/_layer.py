@@ -145,6 +145,7 @@ class KimiDeltaAttention(nn.Module):
         cache: KDACache | None = None,
         cu_seqlens: Tensor | None = None,
         cu_seqlens_cpu: Tensor | None = None,
+        cp_context: Any = None,
     ) -> Tensor:
         """Mix tokens; with a ``cache``, continue behind its tokens and update it.
 
@@ -155,6 +156,8 @@ class KimiDeltaAttention(nn.Module):
             cache: a ``KDACache``. Calls of few tokens without gradients advance it in place.
             cu_seqlens: boundaries of packed sequences (B = 1), as in ``chunk_kda``.
             cu_seqlens_cpu: a copy of them on the CPU.
+            cp_context: from ``kda_core.distributed.build_cp_context`` with ``conv1d_kernel_size=conv_size``: the tokens
+                are this rank's, of sequences that several ranks share. It goes with neither of the above.
 
         Returns:
             [B, T, hidden_size].
@@ -162,6 +165,10 @@ class KimiDeltaAttention(nn.Module):
         Raises:
             TypeError, ValueError: a wrong type, shape or combination, or (on the CPU) a mask with holes.
         """
+        others = {"attention_mask": attention_mask, "cache": cache, "cu_seqlens": cu_seqlens}
+        for name, value in others.items():
+            if cp_context is not None and value is not None:
+                raise ValueError(f"{name}: does not go with cp_context")
         mask = self._check(hidden_states, attention_mask, cache, cu_seqlens)
         if mask is not None:
             # The convolutions see zeros, and nothing of what stands there, NaN too, reaches a gradient.
@@ -171,7 +178,8 @@ class KimiDeltaAttention(nn.Module):
         # Rows, because torch's linear layers take fewer steps for two dimensions, and add a bias on the way.
         batch = hidden_states.shape[:2]
         rows = hidden_states.flatten(0, 1)
-        mixed, g, beta, gate = project(rows, linears, self._convolutions(batch, cu_seqlens) if cache is None else None)
+        alone = cache is None and cp_context is None
+        mixed, g, beta, gate = project(rows, linears, self._convolutions(batch, cu_seqlens) if alone else None)
         # The heads at hand: with tensor parallelism a layer has some of them.
         HV = beta.shape[-1]
         beta = beta.view(*batch, HV)
@@ -183,10 +191,15 @@ class KimiDeltaAttention(nn.Module):
         conv = None
         if isinstance(mixed, Tensor):
             mixed = mixed.view(*batch, mixed.shape[-1])
-            (q, k, v), conv = self._convolve(mixed, HV, mask, cache, cu_seqlens)
+            if cp_context is not None:
+                q, k, v = self._convolve_fragments(mixed, HV, cp_context)
+            else:
+                (q, k, v), conv = self._convolve(mixed, HV, mask, cache, cu_seqlens)
         else:
             q, k, v = mixed
         tensors: dict[str, Any] = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+        if cp_context is not None:
+            tensors["cp_context"] = cp_context
         o = self._attend(tensors, mixed, mask, conv, cache, cu_seqlens, cu_seqlens_cpu)
         o = gated_rms_norm(o, gate, self.o_norm.weight, self.norm_eps, self.backend)
         o = self.o_proj(o.view(-1, HV * self.head_v_dim)).view(*batch, self.hidden_size)
@@ -227,9 +240,10 @@ class KimiDeltaAttention(nn.Module):
         return Convolutions(weights, batch, parts, cu_seqlens, self.backend)
 
     def _convolve(
-        self, mixed: Tensor, HV: int, mask: Tensor | None, cache: KDACache | None, cu_seqlens: Tensor | None
-    ) -> tuple[Sequence[Tensor], Tensor | None]:
-        """q, k [B, T, H, K] and v [B, T, HV, V], and the next state of the convolution."""
+        self, mixed: Tensor, HV: int, mask: Tensor | None, cache: KDACache | None, cu_seqlens: Tensor | None,
+        halo: Tensor | None = None,
+    ) -> tuple[Sequence[Tensor], Tensor | None]:  # fmt: skip
+        """q, k [B, T, H, K] and v [B, T, HV, V], and the next state of the convolution; ``halo``: the one before."""
         V = HV * self.head_v_dim
         K = (mixed.shape[-1] - V) // 2
         parts = ((K // self.head_k_dim, self.head_k_dim),) * 2 + ((HV, self.head_v_dim),)
@@ -238,7 +252,7 @@ class KimiDeltaAttention(nn.Module):
         layers: tuple[Any, ...] = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         weight = torch.cat([layer.weight for layer in layers]).squeeze(1)
         bias = torch.cat([layer.bias for layer in layers]) if self.conv_bias else None
-        before = None if cache is None else cache.conv
+        before = halo if cache is None else cache.conv
         keep = cache is not None and mask is None
         inplace = keep and before is not None and not torch.is_grad_enabled()
         if cache is not None and cache.crop_calls:
@@ -248,6 +262,22 @@ class KimiDeltaAttention(nn.Module):
         if cache is not None and mask is not None:
             after = last_inputs(before, mixed, mask, self.conv_size - 1)
         return qkv, after
+
+    def _convolve_fragments(self, mixed: Tensor, HV: int, context: Any) -> Sequence[Tensor]:
+        """q, k and v of a rank's fragments, whose rows ahead lie on others."""
+        if not self.use_short_conv:
+            return self._convolve(mixed, HV, None, None, None)[0]
+        from kda_core.distributed import conv_halo  # imports torch.distributed, which few layers need
+
+        if context.conv1d_kernel_size != self.conv_size:
+            raise ValueError(
+                f"cp_context: expected conv1d_kernel_size={self.conv_size}, got {context.conv1d_kernel_size}"
+            )
+        F = context.dense or 1
+        bounds = None if context.dense else context.cu_seqlens
+        rows = mixed.reshape(F, context.batch * context.rows // F, mixed.shape[2])
+        parts, _ = self._convolve(rows, HV, None, None, bounds, conv_halo(mixed, context))
+        return [t.reshape(*mixed.shape[:2], *t.shape[2:]) for t in parts]
 
     def _attend(
         self, tensors: dict[str, Any], mixed: Any, mask: Tensor | None, conv: Tensor | None,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import SIZES
 from whole_calls import assembled, worst
 
-from kda_core.nn import short_convolution
+from kda_core.distributed import build_cp_context
+from kda_core.nn import KDACache, KimiDeltaAttention, short_convolution
 
 JOBS = "rank_jobs:"
 
@@ -47,3 +49,45 @@ def test_a_compiled_convolution(ranks):
     both = [ranks.run(2, JOBS + "convolution_step", x, weight, grad, {"tokens": 20}, how) for how in (False, True)]
     for a, b in zip(*both, strict=True):
         assert worst(b, {n: a[n] for n in ("o", "dq", "dA_log")})[0] < 1e-14
+
+
+LAYER = {"hidden_size": 12, "head_dim": 8, "num_heads": 2, "num_v_heads": 4}
+
+
+@pytest.mark.parametrize("options", [{}, {"conv_bias": True}, {"use_short_conv": False}])
+@pytest.mark.parametrize(
+    ("size", "context"),
+    [(2, {"tokens": 40, "batch": 2}), (3, {"tokens": 40, "layout": "zigzag"}), (4, {"cu_seqlens": [0, 2, 2, 38]})],
+)
+def test_a_layer(ranks, size, context, options):
+    B, T = context.get("batch", 1), context.get("tokens", 38)
+    cu = context.get("cu_seqlens")
+    x, grad, options = normal(B, T, 12), normal(B, T, 12, seed=5), {**LAYER, **options}
+    parts = ranks.run(size, JOBS + "layer_step", x, grad, context, options)
+    torch.manual_seed(0)
+    layer, leaf = KimiDeltaAttention(**options).double(), x.clone().requires_grad_()
+    y = layer(leaf, cu_seqlens=None if cu is None else torch.tensor(cu))
+    y.backward(grad)
+    expected = {"o": y.detach(), "dq": leaf.grad} | {f"d {n}": p.grad for n, p in layer.named_parameters()}
+    error, name = worst(assembled(parts, expected), expected)
+    assert error < 1e-12, name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"cu_seqlens": torch.tensor([0, 9])}, "cu_seqlens: does not go with cp_context"),
+        ({"attention_mask": torch.ones(1, 9)}, "attention_mask: does not go with cp_context"),
+        ({"cache": KDACache()}, "cache: does not go with cp_context"),
+        ({}, "cp_context: expected conv1d_kernel_size=4, got 3"),
+    ],
+)
+def test_what_a_layer_refuses_beside_a_context(arguments, message):
+    layer = KimiDeltaAttention(**LAYER)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        context = build_cp_context(tokens=9, conv1d_kernel_size=3)
+        with pytest.raises(ValueError, match=message):
+            layer(torch.zeros(1, 9, 12), **arguments, cp_context=context)
+    finally:
+        dist.destroy_process_group()

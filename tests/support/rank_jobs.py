@@ -201,3 +201,17 @@ def convolution_step(group: Any, rank: int, x: Any, weight: Any, grad: Any, cont
     y = (torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call)(leaf, c)
     y.backward(c.local(grad))
     return {"o": y.detach(), "dq": leaf.grad, "dA_log": taps.grad, "ranges": c.ranges}
+
+
+def layer_step(group: Any, rank: int, x: Any, grad: Any, context: dict, options: dict) -> dict[str, Any]:
+    """A training step of a layer on this rank's tokens."""
+    from kda_core.nn import KimiDeltaAttention
+
+    torch.manual_seed(0)
+    layer = KimiDeltaAttention(**options).double()
+    c = build_cp_context(group=group, conv1d_kernel_size=layer.conv_size, **context)
+    leaf = c.local(x).requires_grad_()
+    y = layer(leaf, cp_context=c)
+    y.backward(c.local(grad))
+    found = {"o": y.detach(), "dq": leaf.grad, "ranges": c.ranges}
+    return found | {f"d {n}": p.grad for n, p in layer.named_parameters()}
