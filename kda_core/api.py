@@ -159,8 +159,8 @@ def chunk_kda(
     """
     request = build_request(
         {
-            "op": "chunk_kda", "q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": _by_head(A_log, g, 1),
-            "dt_bias": _by_head(dt_bias, g, 2),
+            "op": "chunk_kda", "q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": by_head(A_log, g, 1),
+            "dt_bias": by_head(dt_bias, g, 2),
             "scale": default_scale(q) if scale is None else scale, "initial_state": initial_state,
             "output_final_state": output_final_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
             "use_gate_in_kernel": use_gate_in_kernel, "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
@@ -231,8 +231,8 @@ def fused_recurrent_kda(
     """
     request = build_request(
         {
-            "op": "fused_recurrent_kda", "q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": _by_head(A_log, g, 1),
-            "dt_bias": _by_head(dt_bias, g, 2),
+            "op": "fused_recurrent_kda", "q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": by_head(A_log, g, 1),
+            "dt_bias": by_head(dt_bias, g, 2),
             "scale": default_scale(q) if scale is None else scale, "initial_state": initial_state,
             "output_final_state": output_final_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
             "use_gate_in_kernel": use_gate_in_kernel, "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
@@ -275,8 +275,8 @@ def kda_gate(
     """
     request = GateRequest(
         g=g,
-        A_log=_by_head(A_log, g, 1),
-        dt_bias=_by_head(dt_bias, g, 2),
+        A_log=by_head(A_log, g, 1),
+        dt_bias=by_head(dt_bias, g, 2),
         lower_bound=lower_bound,
         save_for_backward=_needs_gradient(g, A_log, dt_bias),
     )
@@ -403,7 +403,7 @@ def backends() -> tuple[LedgerEntry, ...]:
     return registry.ledger
 
 
-def _by_head(t: Tensor | None, g: Tensor, dims: int) -> Tensor | None:
+def by_head(t: Tensor | None, g: Tensor, dims: int) -> Tensor | None:
     """A_log as [HV] (dims = 1) or dt_bias as [HV, K] (2), from a flat one or one with dimensions of size 1."""
     if t is None:
         return None

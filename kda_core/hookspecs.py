@@ -18,6 +18,7 @@ from kda_core.request import (
     AnyRequest,
     BackwardResult,
     Begun,
+    DecodeStepRequest,
     ForwardResult,
     GatedNormRequest,
     GateRequest,
@@ -197,6 +198,16 @@ def kda_core_gated_rms_norm_backward(request: GatedNormRequest) -> BackwardResul
 
 
 @hookspec(firstresult=True)
+def kda_core_decode_step(request: DecodeStepRequest) -> Tensor:
+    """Run ``kda_core.nn.kda_decode_step``: [N, T, HV, V] in the dtype of x, ``request.out`` itself where it is given.
+
+    Optional; since 1.2. Fires once for each eager call on a device that the backend serves, in a dtype that it
+    declares. Without the hook the convolution, the recurrence and the norm are calls of their own.
+    """
+    raise AssertionError("specification only")
+
+
+@hookspec(firstresult=True)
 def kda_core_plan(request: AnyRequest, chip: str | None) -> tuple[CallPlan, ...]:
     """Say what a call allocates and launches: its forward, and with ``save_for_backward`` its backward.
 
@@ -216,6 +227,7 @@ OPTIONAL_HOOKS = (
     "kda_core_short_convolution_backward",
     "kda_core_gated_rms_norm_forward",
     "kda_core_gated_rms_norm_backward",
+    "kda_core_decode_step",
     "kda_core_chunk_begin",
     "kda_core_chunk_finish",
     "kda_core_chunk_begin_backward",

@@ -287,8 +287,71 @@ class GatedNormRequest:
         return self.x.device
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DecodeStepRequest:
+    """One checked call of ``kda_core.nn.kda_decode_step``: T tokens of each of N sequences. W taps, D = 2·H·K + HV·V.
+
+    Attributes:
+        x: [N, T, D], inputs of the convolution: q, k and v side by side; neither N nor T 0.
+        g: [N, T, HV, K].
+        beta: [N, T, HV].
+        conv_state: [slots, W - 1, D], any strides; advanced.
+        weight: [D, W].
+        bias: [D] or None.
+        state: [slots, HV, K, V] (V and K exchanged with ``state_v_first``), a head's numbers contiguous; advanced.
+        indices: [N], a slot read and written; [N, T], a slot written for each token; None: slot n of sequence n.
+        accepted: [N] or None: sequence n starts from slot [n, accepted - 1], and from [n, 0] without it.
+        A_log, dt_bias: [HV], [HV, K] or None.
+        norm_gate: [N, T, HV, V] or None: no norm.
+        norm_weight: [V] or None: no norm.
+        norm_eps, scale, lower_bound, pad_slot_id and the flags: as in the function.
+        out: [N, T, HV, V], to be written; or None.
+        memo: as in ``Request``.
+    """
+
+    x: Tensor
+    g: Tensor
+    beta: Tensor
+    conv_state: Tensor
+    weight: Tensor
+    state: Tensor
+    bias: Tensor | None = None
+    indices: Tensor | None = None
+    accepted: Tensor | None = None
+    A_log: Tensor | None = None
+    dt_bias: Tensor | None = None
+    norm_gate: Tensor | None = None
+    norm_weight: Tensor | None = None
+    norm_eps: float = 1e-5
+    scale: float = 1.0
+    lower_bound: float | None = None
+    use_qk_l2norm_in_kernel: bool = True
+    use_gate_in_kernel: bool = True
+    use_beta_sigmoid_in_kernel: bool = True
+    allow_neg_eigval: bool = False
+    state_v_first: bool = False
+    pad_slot_id: int = -1
+    out: Tensor | None = None
+    needs_grad: frozenset[str] = frozenset()
+    memo: dict[Any, Any] | None = field(default=None)
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+    @property
+    def H(self) -> int:
+        """Heads of q and k."""
+        *_, HV, K = self.g.shape
+        return (self.x.shape[2] - HV * self.V) // (2 * K)
+
+    @property
+    def V(self) -> int:
+        return self.state.shape[2 if self.state_v_first else 3]
+
+
 AnyRequest = Request | GateRequest
-LayerRequest = ShortConvolutionRequest | GatedNormRequest
+LayerRequest = ShortConvolutionRequest | GatedNormRequest | DecodeStepRequest
 """Calls around the operator in a layer, which a backend may serve; the core has code of its own for them."""
 
 

@@ -19,6 +19,13 @@ from kda_core._signature import is_plain
 from kda_core.capabilities import Unavailable
 from kda_core.errors import UnsupportedCall
 
+HOOKS = {
+    "short_convolution": "kda_core_short_convolution_forward",
+    "gated_rms_norm": "kda_core_gated_rms_norm_forward",
+    "decode_step": "kda_core_decode_step",
+}
+"""The hook that a backend serves a function with, by the function."""
+
 
 def is_eager(*tensors: Tensor | None) -> bool:
     """Whether a call is eager, and all tensors are plain ones."""
@@ -34,7 +41,7 @@ def backend_for(
     """The backend whose hooks serve a call, with the memo of its kind of calls; (None, None): the torch code.
 
     Args:
-        function: "short_convolution" or "gated_rms_norm".
+        function: a key of ``HOOKS``.
         x: the tensor that decides on device and dtype.
         others: the other tensors.
         options: the rest of the arguments.
@@ -61,7 +68,7 @@ def backend_for(
 def _choose(function: str, x: Tensor, name: str | None) -> Backend | None:
     if x.device.type == "meta":
         return None
-    hook = f"kda_core_{function}_forward"
+    hook = HOOKS[function]
     if name is None:
         asked = [b for b in registry.backends if b.info.priority is not None]
     else:

@@ -93,9 +93,9 @@ def run(kda: Subject, call: Call, cuts: Sequence[int]) -> Results:
         Mismatch: a half's results break the contract, or an input was modified.
     """
     own = processes(kda, call, cuts)
-    request = own[0].request
-    features = sorted(f.name for f in request.features)
-    record = Record(kda.name, axes(request), DTYPES[request.q.dtype], features, call.name)
+    request, whole = own[0].request, call.request()
+    features = sorted(f.name for f in request.features | whole.features)
+    record = Record(kda.name, axes(whole), DTYPES[whole.q.dtype], features, call.name)
     kda.records.append(record)
     if reasons := undeclared(kda.info, request):
         raise record.turned_down("refused", *reasons)

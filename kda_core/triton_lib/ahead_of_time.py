@@ -22,6 +22,7 @@ from kda_core._torch_private import fake_tensors
 from kda_core.reference import DIFFERENTIABLE
 from kda_core.request import (
     AnyRequest,
+    DecodeStepRequest,
     GatedNormRequest,
     GateRequest,
     LayerRequest,
@@ -304,3 +305,22 @@ def layer_calls(quick: bool = False) -> Iterator[tuple[str, LayerRequest]]:
             norm = GatedNormRequest(x=x, gate=x, weight=empty(D), eps=1e-5)
             yield f"layer, {TYPES[dtype]} V {D}", norm
             yield f"layer, {TYPES[dtype]} V {D}", replace(norm, grad_output=x, needs_grad=frozenset({"x"}))
+    yield from _decode_steps(quick)
+
+
+def _decode_steps(quick: bool) -> Iterator[tuple[str, LayerRequest]]:
+    empty, HV = partial(torch.empty, device="meta"), 8
+    slots = torch.zeros(2, 3, dtype=torch.int32, device="meta")
+    drafts = {"indices": slots, "accepted": slots[:, 0], "lower_bound": -5.0}
+    kinds: list[tuple[torch.dtype, int, int, dict[str, Any]]] = [(torch.float32, 1, 4, {"indices": slots[:, 0]})]
+    if not quick:
+        kinds += [(torch.float32, 3, 4, drafts), (torch.bfloat16, 1, HV, {"state_v_first": True})]
+    for dtype, T, H, more in kinds:
+        D = (2 * H + HV) * 128
+        g = empty(2, T, HV, 128, dtype=torch.bfloat16)
+        x, conv_state = empty(2, T, D, dtype=torch.bfloat16), empty(6, 3, D, dtype=torch.bfloat16)
+        call = DecodeStepRequest(
+            x=x, g=g, beta=g[..., 0], conv_state=conv_state, weight=empty(D, 4), norm_gate=g, norm_weight=empty(128),
+            state=empty(6, HV, 128, 128, dtype=dtype), A_log=empty(HV), dt_bias=empty(HV, 128), **more,
+        )  # fmt: skip
+        yield f"step of a layer, T {T}, H {H}, states {TYPES[dtype]}", call

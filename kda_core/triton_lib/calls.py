@@ -18,6 +18,7 @@ from kda_core.request import (
     AnyRequest,
     BackwardResult,
     Begun,
+    DecodeStepRequest,
     ForwardResult,
     GatedNormRequest,
     GateRequest,
@@ -54,6 +55,11 @@ _CONVOLUTION = ("x", "weight", "bias", "initial_state", "cu_seqlens", *_CONVOLUT
 _convolution_inputs = attrgetter(*_CONVOLUTION)
 _NORM = ("x", "gate", "weight", "grad_output")
 _norm_inputs = attrgetter(*_NORM)
+_DECODE_STEP = (
+    *("x", "g", "beta", "conv_state", "weight", "state", "bias", "indices", "accepted", "A_log", "dt_bias"),
+    *("norm_gate", "norm_weight", "out"),
+)
+_decode_step_inputs = attrgetter(*_DECODE_STEP)
 
 
 def h_shape(request: Request) -> tuple[int, ...]:
@@ -235,6 +241,11 @@ class Calls:
     def gated_rms_norm_backward(self, request: GatedNormRequest) -> BackwardResult:
         """Run its backward."""
         return BackwardResult(self._norm(request))
+
+    def decode_step(self, request: DecodeStepRequest) -> Tensor:
+        """Run ``kda_core.nn.kda_decode_step``."""
+        made = self.run(request, "step", _DECODE_STEP, _decode_step_inputs(request))["o"]
+        return made if request.out is None else request.out
 
     def describe(self, request: AnyRequest, chip: str | None) -> tuple[CallPlan, ...]:
         """The plans of a call, for the chip of this name or, when it is None, for the request's device.

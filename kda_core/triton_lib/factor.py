@@ -1,7 +1,8 @@
-"""Device function for a state's decay in one step, exact for slow channels.
+"""Device functions for a state's decay in one step, exact for slow channels and for fast ones.
 
 d, rounded to float32, has an error of up to 3e-8; a constant decay repeats it in every step. A channel that keeps most
-of its state therefore adds (d − 1) times its state.
+of its state therefore adds (d − 1) times its state. One that loses most of it takes d: S + (d − 1)⊙S would be off by
+3e-8 of the old state, however little of it is left.
 """
 
 import math
@@ -13,6 +14,9 @@ from kda_core.triton_lib.gate import LN_2
 
 SERIES_REACH = tl.constexpr(0.5)
 """|log2 decay| below which d − 1 comes from the series; beyond it 2^y − 1 loses at most two bits."""
+
+NOTHING = tl.constexpr(2.0**-100)
+"""So little of x that x less it is x."""
 
 _C2, _C3, _C4, _C5, _C6, _C7 = (tl.constexpr(1 / math.factorial(n)) for n in range(2, 8))
 
@@ -29,3 +33,19 @@ def decay_minus_one(y):
     series = tl.fma(series, x, _C2)
     series = tl.fma(series, x, 1.0)
     return tl.where(tl.abs(y) < SERIES_REACH, series * x, tl.exp2(y) - 1.0)
+
+
+@triton.jit
+def decay_factor(y):
+    """What ``decayed`` multiplies with, y <= 0 the log2 decay: 2^y − 1 down to y = −1, and below it 2^y.
+
+    Its sign tells which: 2^y − 1 is not zero here, but so small that it changes nothing.
+    """
+    slow = tl.minimum(decay_minus_one(y), -NOTHING, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(y < -1.0, tl.exp2(y), slow)
+
+
+@triton.jit
+def decayed(x, factor):
+    """x times the decay, rounded once."""
+    return tl.fma(x, factor, tl.where(factor < 0.0, x, 0.0))

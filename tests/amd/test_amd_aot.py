@@ -36,7 +36,7 @@ CASE = "bf16 K 64 bounded"
 KERNELS = (
     "prepare", "recurrence", "recurrent", "states_kernel", "reverse_kernel", "gradients_kernel", "finish_kernel",
     "transitions_kernel", "reverse_transitions_kernel", "join_kernel", "convolution_forward_kernel",
-    "convolution_backward_kernel", "norm_forward_kernel", "norm_backward_kernel",
+    "convolution_backward_kernel", "norm_forward_kernel", "norm_backward_kernel", "decode_step_kernel",
 )  # fmt: skip
 CASES = dict.fromkeys(KERNELS[-7:-4], "bf16 K 128 segments") | dict.fromkeys(KERNELS[-4:], "layer, bf16")
 """Of those that CASE does not launch."""

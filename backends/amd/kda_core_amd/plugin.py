@@ -22,6 +22,7 @@ from kda_core.hookspecs import hookimpl
 from kda_core.request import (
     AnyRequest,
     BackwardResult,
+    DecodeStepRequest,
     ForwardResult,
     GatedNormRequest,
     GateRequest,
@@ -197,3 +198,10 @@ def kda_core_plan(request: AnyRequest, chip: str | None) -> tuple[CallPlan, ...]
     from kda_core_amd.calls import CALLS
 
     return CALLS.describe(request, chip)
+
+
+@hookimpl
+def kda_core_decode_step(request: DecodeStepRequest) -> Tensor:
+    from kda_core_amd.calls import CALLS
+
+    return CALLS.decode_step(request)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kda_core.request import AnyRequest, GateRequest, LayerRequest
+from kda_core.request import AnyRequest, DecodeStepRequest, GateRequest, LayerRequest
 from kda_core.triton_lib.calls import Calls, h_shape
 from kda_core.triton_lib.gate_kernels import plan_gate
-from kda_core.triton_lib.layer_plans import plan_of_layer
+from kda_core.triton_lib.layer_plans import plan_decode_step, plan_of_layer
 from kda_core.triton_lib.plan import Plan, metadata
 from kda_core_nvidia.choose import CHIPS, Chip, choose_backward, choose_forward, choose_recurrent
+from kda_core_nvidia.choose.recurrent import step_tile
 from kda_core_nvidia.plans.backward import plan_backward, plan_begin_backward, plan_finish_backward
 from kda_core_nvidia.plans.forward import plan_forward, saved_specs
 from kda_core_nvidia.plans.fragments import plan_begin, plan_finish
@@ -43,6 +44,8 @@ def plan_of(
     if half:
         plan, choose = _HALVES[half]
         return plan(r, choose(r, on))
+    if isinstance(r, DecodeStepRequest):
+        return plan_decode_step(r, step_tile(r, on), 32)
     if isinstance(r, LayerRequest):
         return plan_of_layer(r, 32, LAYER_WARPS)
     if isinstance(r, GateRequest):

@@ -16,6 +16,7 @@ from kda_core.request import (
     AnyRequest,
     BackwardResult,
     Begun,
+    DecodeStepRequest,
     ForwardResult,
     GatedNormRequest,
     GateRequest,
@@ -203,3 +204,10 @@ def kda_core_plan(request: AnyRequest, chip: str | None) -> tuple[CallPlan, ...]
     from kda_core_nvidia.calls import CALLS
 
     return CALLS.describe(request, chip)
+
+
+@hookimpl
+def kda_core_decode_step(request: DecodeStepRequest) -> Tensor:
+    from kda_core_nvidia.calls import CALLS
+
+    return CALLS.decode_step(request)

@@ -25,9 +25,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from kda_core.triton_lib.factor import decay_factor, decayed
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
 from kda_core.triton_lib.packing import is_padding
-from kda_core_nvidia.factor import decay_factor, decayed
 
 ZERO_ROWS = tl.constexpr(8)
 """Rows of output that are zeroed at once."""

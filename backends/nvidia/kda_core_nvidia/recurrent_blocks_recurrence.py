@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from kda_core.triton_lib.factor import decayed
 from kda_core.triton_lib.packing import is_padding
-from kda_core_nvidia.factor import decayed
 from kda_core_nvidia.recurrent_blocks import PLANES, ROWS, TOP, locate, product, scaled_halves
 
 

@@ -16,8 +16,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from kda_core.triton_lib.factor import decay_factor, decayed
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
-from kda_core_nvidia.factor import decay_factor, decayed
 
 # Later versions of triton renamed these.
 copy_tile = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared

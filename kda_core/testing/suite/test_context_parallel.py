@@ -24,13 +24,16 @@ CASES = [
     (Case(name="fragments without states", T=70, decay="none", final_state=False, **HALF | {"state": None}), (32,)),
     (Case(name="fragments of bfloat16", T=100, H=1, HV=2, K=64, state=BF16, **BFLOAT16, **SOFTPLUS), (50,)),
     (Case(name="fragments, all in kernel", T=100, H=1, K=128, state=FP32, **BFLOAT16, **BOUNDED), (37,)),
+    # A backend may cut long fragments once more.
+    (Case(name="long fragments", T=1120, H=1, decay="slow", **HALF | {"K": 16}), (20,)),
+    (Case(name="long fragments, packed", T=1120, H=1, lengths=(7, 500, 613), decay="slow", **HALF | {"K": 16}), (5,)),
     (Case(name="fragments, promised decays", T=64, decay="bounded", options={"safe_gate": True}, **HALF), (32,)),
 ]  # fmt: skip
 CUTS = {case.name: cuts for case, cuts in CASES}
 
 
 @requires(Feature.CHUNK, Feature.CONTEXT_PARALLEL)
-@each([case for case, _ in CASES])
+@each([case for case, _ in CASES if "long" not in case.name])
 def test_fragments(kda, case: Case):
     """A call that is begun and finished piece by piece is the whole call."""
     call = case.call()
@@ -49,6 +52,6 @@ def test_fragments_backward(kda, case: Case):
 @pytest.mark.parametrize("output", ["o", "final_state"])
 def test_fragments_backward_from_one_output(kda, output: str):
     """The gradient of one output alone; from a final state alone fragments have no gradient of o."""
-    call = Case(name=f"fragments, gradient of {output}", T=70, backward=True, **HALF).call()
+    call = Case(name=f"fragments, gradient of {output}", T=70, decay="slow", backward=True, **HALF).call()
     call = replace(call, grads={output: call.grads[output]})
     kda.compare(call, fragments.run(kda, call, (30,)))

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kda_core.request import Request
+from kda_core.request import DecodeStepRequest, Request
 from kda_core.triton_lib.arguments import LEAST_BOUNDED_DECAY, gate_kind
+from kda_core.triton_lib.layer_plans import StepTile
 from kda_core.triton_lib.layout import padded
 from kda_core.triton_lib.plan import View
 from kda_core_nvidia.choose.chip import Chip
@@ -226,3 +227,11 @@ def _prompts(r: Request, chip: Chip) -> Prompts:
             sequences = step = min(sequences, max(1, 2 * chip.multiprocessors // heads))
     bounded = gate_kind(r) == "bounded" and r.lower_bound >= LEAST_BOUNDED_DECAY
     return Prompts(config, slots, sequences, step, bounded, 1 if chip.interpreted else 3)
+
+
+def step_tile(r: DecodeStepRequest, chip: Chip) -> StepTile:
+    """How a decoding step of a layer shares its states: as ``recurrent`` does."""
+    N, _, HV, K = r.g.shape
+    config = recurrent_config(N * HV, K, r.V, r.state_v_first, r.state.dtype)
+    row = config.row_bytes // r.state.dtype.itemsize
+    return StepTile(config.block_v, config.num_warps, row, config.eviction, chip.overlaps)

@@ -1,0 +1,227 @@
+"""One call for a decoding step of a layer: everything between its projections."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kda_core._checks import check, check_values, expect_flag
+from kda_core.api import by_head, fused_recurrent_kda
+from kda_core.nn._checks import expect_same_device, expect_shape, expect_tensor
+from kda_core.nn._convolution import short_convolution
+from kda_core.nn._dispatch import backend_for
+from kda_core.nn._norm import gated_rms_norm
+from kda_core.request import DecodeStepRequest, Request
+
+
+def kda_decode_step(
+    mixed_qkv: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    conv_state: Tensor,
+    conv_weight: Tensor,
+    state: Tensor,
+    conv_bias: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    norm_gate: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    scale: float | None = None,
+    norm_eps: float = 1e-5,
+    use_qk_l2norm_in_kernel: bool = True,
+    use_gate_in_kernel: bool = True,
+    use_beta_sigmoid_in_kernel: bool = True,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    pad_slot_id: int = -1,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """A decoding step of a KDA layer between its projections: short convolution, recurrence and gated RMS norm.
+
+    ``short_convolution`` of q, k and v side by side, ``fused_recurrent_kda``, ``gated_rms_norm``, for one token of each
+    of N sequences, or for T of each (drafts), with both states advanced in place. Not differentiable. On the GPU
+    backends it is two launches; elsewhere it is these three calls. Symbols as in ``chunk_kda``; D = 2·H·K + HV·V
+    channels, W taps.
+
+    Args:
+        mixed_qkv: [N, D], or [N, T, D]: the projections of q, k and v side by side, any strides. H follows from D.
+        g: [N, HV, K], or [N, T, HV, K]; raw values of the gate, or log decays without ``use_gate_in_kernel``.
+        beta: [N, HV], or [N, T, HV]; logits, or values without ``use_beta_sigmoid_in_kernel``.
+        conv_state: [slots, W - 1, D], any floating dtype, any strides: the inputs before the first token, oldest first.
+        conv_weight: [D, W] or [D, 1, W].
+        state: [slots, HV, K, V], as ``initial_state`` of ``fused_recurrent_kda``.
+        conv_bias: [D] or None.
+        A_log, dt_bias, scale, lower_bound, allow_neg_eigval, state_v_first, the flags: as in ``fused_recurrent_kda``,
+            but that q and k are normalised, and gate and beta computed, unless you say no.
+        norm_gate: [N, HV, V], or [N, T, HV, V]: logits; None, together with ``norm_weight``: no norm.
+        norm_weight: [V].
+        state_indices: the slots of both states: [N], or [N, T] and more with one for every token, which then holds the
+            states behind this token. None: slot n of sequence n. Negative ones, and ``pad_slot_id``, are skipped as in
+            ``fused_recurrent_kda``. Past the end: ValueError on the CPU, skipped on other devices.
+        num_accepted_tokens: [N], beside [N, T] slots: sequence n starts from slot [n, accepted - 1].
+        norm_eps: as ``eps`` of ``gated_rms_norm``.
+        out: [N, HV, V], or [N, T, HV, V], in the dtype of ``mixed_qkv``: written and returned.
+        backend: name of a backend, as in ``chunk_kda``.
+
+    Returns:
+        [N, HV, V], or [N, T, HV, V], in the dtype of ``mixed_qkv``.
+
+    Raises:
+        ValueError, TypeError: a wrong shape, dtype, device, value or combination, or an input that requires a gradient.
+        UnsupportedCall, BackendNotFound, BrokenBackend: as ``chunk_kda``.
+    """
+    for name, value in (("mixed_qkv", mixed_qkv), ("g", g), ("beta", beta), ("state", state)):
+        expect_tensor(name, value)
+    if mixed_qkv.dim() not in (2, 3):
+        raise ValueError(f"mixed_qkv: expected [N, D] or [N, T, D], got shape {list(mixed_qkv.shape)}")
+    single = mixed_qkv.dim() == 2
+
+    def by_token(name: str, t: Tensor | None, rank: int) -> Tensor | None:
+        if t is None:
+            return None
+        expect_tensor(name, t, rank - single)
+        return t.unsqueeze(1) if single else t
+
+    weight = conv_weight.squeeze(1) if isinstance(conv_weight, Tensor) and conv_weight.dim() == 3 else conv_weight
+    tensors: dict[str, Any] = {
+        "x": by_token("mixed_qkv", mixed_qkv, 3), "g": by_token("g", g, 4), "beta": by_token("beta", beta, 3),
+        "conv_state": conv_state, "weight": weight, "state": state, "bias": conv_bias, "indices": state_indices,
+        "accepted": num_accepted_tokens, "A_log": by_head(A_log, g, 1),
+        "dt_bias": by_head(dt_bias, g, 2), "norm_gate": by_token("norm_gate", norm_gate, 4), "norm_weight": norm_weight,
+        "out": by_token("out", out, 4),
+    }  # fmt: skip
+    options = {
+        "norm_eps": norm_eps, "scale": g.shape[-1] ** -0.5 if scale is None else scale, "lower_bound": lower_bound,
+        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "use_gate_in_kernel": use_gate_in_kernel,
+        "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel, "allow_neg_eigval": allow_neg_eigval,
+        "state_v_first": state_v_first, "pad_slot_id": pad_slot_id,
+    }  # fmt: skip
+    x, *others = tensors.values()
+    own, memo = None, None
+    if x.numel():
+        own, memo = backend_for("decode_step", x, tuple(others), tuple(options.values()), backend)
+    request = DecodeStepRequest(**tensors, **options, memo=memo)
+    if own is None:
+        _check(request)
+        o = _in_parts(request, backend)
+    else:
+        if not memo:
+            # Later calls of a kind have the same layouts and options.
+            _check(request)
+        o = own.result("kda_core_decode_step", request)
+    return out if out is not None else o.squeeze(1) if single else o
+
+
+def _check(r: DecodeStepRequest) -> None:
+    """All that the three functions do not check, or would check too late: nothing may have been written."""
+    N, T, D = r.x.shape
+    expect_tensor("conv_weight", r.weight, 2)
+    expect_tensor("conv_state", r.conv_state, 3)
+    if r.state.dim() != 4:
+        raise ValueError(f"state: expected 4 dimensions, got shape {list(r.state.shape)}")
+    HV, K = r.g.shape[2:]
+    if r.H < 1 or D != 2 * r.H * K + HV * r.V or HV % r.H:
+        expected = f"2 · H · {K} + {HV * r.V} channels, H a divisor of {HV}"
+        raise ValueError(f"mixed_qkv: expected {expected} (K and HV as of g, V as of state), got {D}")
+    if not 2 <= r.weight.shape[1]:
+        raise ValueError(f"conv_weight: expected at least two taps, got {r.weight.shape[1]}")
+    expect_shape("conv_weight", r.weight, (D, r.weight.shape[1]))
+    expect_shape("conv_state", r.conv_state, (r.state.shape[0], r.weight.shape[1] - 1, D))
+    if r.bias is not None:
+        expect_tensor("conv_bias", r.bias, 1)
+        expect_shape("conv_bias", r.bias, (D,))
+    if (r.norm_gate is None) != (r.norm_weight is None):
+        raise ValueError("norm_gate, norm_weight: expected both or neither")
+    if r.norm_gate is not None and r.norm_weight is not None:
+        expect_shape("norm_gate", r.norm_gate, (N, T, HV, r.V))
+        expect_tensor("norm_weight", r.norm_weight, 1)
+        expect_shape("norm_weight", r.norm_weight, (r.V,))
+    if r.out is not None:
+        expect_shape("out", r.out, (N, T, HV, r.V))
+        if r.out.dtype != r.x.dtype:
+            raise TypeError(f"out: expected {r.x.dtype}, the dtype of mixed_qkv, got {r.out.dtype}")
+    if r.indices is None and r.state.shape[0] < N:
+        raise ValueError(f"state: expected a slot for each of {N} sequences, got {r.state.shape[0]}")
+    for name, value in vars(r).items():
+        if isinstance(value, bool):
+            expect_flag(name, value)
+        elif torch.is_grad_enabled() and isinstance(value, Tensor) and value.requires_grad:
+            raise ValueError(f"{name}: kda_decode_step is not differentiable; use torch.no_grad(), or detach it")
+    layer = {
+        "conv_state": r.conv_state, "conv_weight": r.weight, "conv_bias": r.bias, "norm_gate": r.norm_gate,
+        "norm_weight": r.norm_weight, "out": r.out,
+    }  # fmt: skip
+    expect_same_device(r.x, layer)
+    _check_recurrence(r)
+
+
+def _split(r: DecodeStepRequest, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k [N, T, H, K] and v [N, T, HV, V] as views of y [N, T, D]."""
+    HV, K = r.g.shape[2:]
+    q, k, v = y.split([r.H * K, r.H * K, HV * r.V], -1)
+    return q.unflatten(-1, (r.H, K)), k.unflatten(-1, (r.H, K)), v.unflatten(-1, (HV, r.V))
+
+
+def _recurrence(r: DecodeStepRequest, y: Tensor) -> dict[str, Any]:
+    """The arguments of ``fused_recurrent_kda`` behind a convolution with the result y."""
+    q, k, v = _split(r, y)
+    flags = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval")
+    return {name: getattr(r, name) for name in flags} | {
+        "q": q, "k": k, "v": v, "g": r.g, "beta": r.beta, "A_log": r.A_log, "dt_bias": r.dt_bias, "scale": r.scale,
+        "initial_state": r.state if r.indices is not None else r.state[: len(q)], "inplace_final_state": True,
+        "lower_bound": r.lower_bound, "state_v_first": r.state_v_first, "ssm_state_indices": r.indices,
+        "num_accepted_tokens": r.accepted, "pad_slot_id": r.pad_slot_id,
+    }  # fmt: skip
+
+
+def _check_recurrence(r: DecodeStepRequest) -> None:
+    request = Request(op="fused_recurrent_kda", **_recurrence(r, r.x))
+    check(request)
+    check_values(request)
+
+
+def _in_parts(r: DecodeStepRequest, backend: str | None) -> Tensor:
+    """The step in three calls; without a synchronisation, so that a CUDA graph can hold it."""
+    slots, first = _slots(r)
+    before = r.conv_state[first]
+    y, _ = short_convolution(r.x, r.weight, r.bias, before, backend=backend)
+    o, _ = fused_recurrent_kda(**_recurrence(r, y), output_final_state=True, backend=backend)
+    _keep_inputs(r, slots, before)
+    if r.norm_gate is not None and r.norm_weight is not None:
+        o = gated_rms_norm(o, r.norm_gate, r.norm_weight, r.norm_eps, backend)
+    return o if r.out is None else r.out.copy_(o)
+
+
+def _slots(r: DecodeStepRequest) -> tuple[Tensor, Tensor]:
+    """Slots to be written [N, T], or [N, 1] after the last token, -1 for none; and those to start from [N], any."""
+    N, T, _ = r.x.shape
+    if r.indices is None:
+        first = torch.arange(N, device=r.x.device)
+        return first[:, None], first
+    table = r.indices.long() if r.indices.dim() == 2 else r.indices.long()[:, None]
+    start = table[:, :1]
+    if r.accepted is not None:
+        start = table.gather(1, (r.accepted.long() - 1).clamp(0, table.shape[1] - 1)[:, None])
+    unused = (table < 0) | (table == r.pad_slot_id) | (table >= r.state.shape[0])
+    skipped = (start < 0) | (start == r.pad_slot_id) | (start >= r.state.shape[0])
+    written = table.masked_fill(unused | skipped, -1)
+    return written[:, :T], start.clamp(0, r.state.shape[0] - 1)[:, 0]
+
+
+def _keep_inputs(r: DecodeStepRequest, slots: Tensor, before: Tensor) -> None:
+    """Write the W - 1 inputs behind each token, or behind the last one, to its slot."""
+    reach, T = before.shape[1], r.x.shape[1]
+    every = torch.cat([before, r.x.to(before.dtype)], dim=1).unfold(1, reach, 1)[:, 1:]  # [N, T, D, W - 1]
+    rows = every[:, T - slots.shape[1] :].transpose(2, 3).flatten(0, 1)
+    places = slots.flatten()
+    # A row without a slot repeats one that has a slot, with the same numbers: writing needs no order, and no wait.
+    used = places >= 0
+    source = torch.where(used, torch.arange(len(places), device=places.device), used.int().argmax())
+    places, rows = places[source].clamp(min=0), rows[source]
+    r.conv_state[places] = torch.where(used.any(), rows, r.conv_state[places])

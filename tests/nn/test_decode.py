@@ -1,0 +1,103 @@
+"""A decoding step of a layer in one call: beside its parts, sequence by sequence, and with bad input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from layer_steps import STEPS, expected, step, with_slots
+
+from kda_core.nn import kda_decode_step
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_step_is_its_parts(name: str, backend: str):
+    call = step(name)
+    o, state, conv_state = expected(call)
+    before = {n: t.clone() for n, t in call.items() if isinstance(t, torch.Tensor)}
+    found = kda_decode_step(**call, backend=backend)
+    exact = torch.finfo(call["mixed_qkv"].dtype).eps
+    torch.testing.assert_close(found, o, rtol=20 * exact, atol=20 * exact)
+    own = torch.finfo(call["state"].dtype).eps
+    torch.testing.assert_close(call["state"], state, rtol=20 * own, atol=2 * own)
+    assert torch.equal(call["conv_state"], conv_state)
+    assert [n for n, t in before.items() if n not in ("state", "conv_state") and not torch.equal(t, call[n])] == []
+
+
+def test_skipped_sequences_and_other_slots_are_left_alone():
+    """Slot 2 is the null slot of those who count from it, and holds NaN; so does the output."""
+    call = step("one token")
+    call |= {"state_indices": torch.tensor([4, -1, 2]), "pad_slot_id": 2}
+    for name in ("state", "conv_state"):
+        call[name][[0, 1, 2, 3, 5]] = torch.nan
+    kept = call["state"].clone(), call["conv_state"].clone()
+    out = torch.full_like(call["norm_gate"], torch.nan)
+    o = kda_decode_step(**call, out=out)
+    assert o is out
+    assert torch.equal(o[1:], torch.zeros_like(o[1:]))
+    assert not o[0].isnan().any()
+    for name, before in zip(("state", "conv_state"), kept, strict=True):
+        others = [0, 1, 2, 3, 5, 6]
+        assert torch.equal(call[name][others].nan_to_num(7), before[others].nan_to_num(7))
+        assert not torch.equal(call[name][4], before[4])
+
+
+def test_all_sequences_skipped():
+    call = step("one token")
+    call["state_indices"] = torch.tensor([-1, -1, -1])
+    kept = call["state"].clone(), call["conv_state"].clone()
+    assert not kda_decode_step(**call).any()
+    assert torch.equal(call["state"], kept[0])
+    assert torch.equal(call["conv_state"], kept[1])
+
+
+def test_drafts_continue_from_the_accepted_token():
+    """Three drafts, of which one or two are accepted, and the next step: as if only these had come."""
+    call = step("one token", T=3)
+    draft = with_slots(call, torch.arange(9).view(3, 3))
+    draft["state"][::3], draft["conv_state"][::3] = call["state"][:3], call["conv_state"][:3]
+    accepted = torch.tensor([1, 2, 3])
+    by_token = ("mixed_qkv", "g", "beta", "norm_gate")
+    kda_decode_step(**draft)
+    following = {n: step("one token", seed=5)[n].unsqueeze(1) for n in by_token}
+    o = kda_decode_step(**draft | following, num_accepted_tokens=accepted)
+    for n, count in enumerate(accepted.tolist()):
+        alone = {**call, "state": call["state"][n : n + 1].clone(), "conv_state": call["conv_state"][n : n + 1].clone()}
+        kda_decode_step(**alone | {m: call[m][n : n + 1, :count] for m in by_token})
+        plain = kda_decode_step(**alone | {m: following[m][n : n + 1] for m in by_token})
+        torch.testing.assert_close(o[n : n + 1], plain, rtol=1e-5, atol=1e-5)
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "channels": ({"mixed_qkv": torch.zeros(3, 33)}, ValueError, "mixed_qkv: expected 2 · H"),
+    "heads": ({"g": torch.zeros(3, 3, 32)}, ValueError, "mixed_qkv: expected 2 · H"),
+    "weight": ({"conv_weight": torch.zeros(4, 4)}, ValueError, "conv_weight: expected shape"),
+    "taps": ({"conv_weight": torch.zeros(192, 1)}, ValueError, "at least two taps"),
+    "conv state": ({"conv_state": torch.zeros(7, 2, 192)}, ValueError, "conv_state: expected shape"),
+    "half a norm": ({"norm_weight": None}, ValueError, "both or neither"),
+    "gate's shape": ({"norm_gate": torch.zeros(3, 2, 31)}, ValueError, "norm_gate: expected shape"),
+    "slots": ({"state_indices": torch.tensor([0, 1, 7])}, ValueError, "slots below 7"),
+    "a slot twice": ({"state_indices": torch.tensor([0, 1, 1])}, ValueError, "one sequence only"),
+    "float slots": ({"state_indices": torch.zeros(3)}, TypeError, "state_indices"),
+    "few states": (
+        {"state": torch.zeros(2, 2, 32, 32), "conv_state": torch.zeros(2, 3, 192)},
+        ValueError,
+        "a slot for",
+    ),
+    "gradients": ({"conv_bias": torch.zeros(192, requires_grad=True)}, ValueError, "not differentiable"),
+    "out": ({"out": torch.zeros(3, 2, 32, dtype=torch.bfloat16)}, TypeError, "out: expected"),
+    "a number": ({"mixed_qkv": 3}, TypeError, "mixed_qkv: expected a tensor"),
+    "dimensions": ({"mixed_qkv": torch.zeros(192)}, ValueError, "mixed_qkv: expected"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_bad_input_is_refused_before_anything_is_written(name: str):
+    changed, error, message = WRONG[name]
+    call = step("one token") | changed
+    kept = {n: call[n].clone() for n in ("state", "conv_state")}
+    with pytest.raises(error, match=message):
+        kda_decode_step(**call)
+    assert all(torch.equal(t, call[n]) for n, t in kept.items())
