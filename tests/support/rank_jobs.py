@@ -215,3 +215,59 @@ def layer_step(group: Any, rank: int, x: Any, grad: Any, context: dict, options:
     y.backward(c.local(grad))
     found = {"o": y.detach(), "dq": leaf.grad, "ranges": c.ranges}
     return found | {f"d {n}": p.grad for n, p in layer.named_parameters()}
+
+
+def sharded_step(group: Any, rank: int, inputs: dict, grads: dict, kinds: list[str], options: dict, how: str) -> dict:
+    """A training step of DTensors over a mesh of as many dimensions as ``kinds``; whole results.
+
+    Args:
+        kinds: what each dimension of the mesh, of two ranks, shards: "batch" or "heads".
+        how: "eager" or "compiled".
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    torch._dynamo.reset()
+    mesh = _mesh(group, rank, len(kinds))
+    heads = {**dict.fromkeys(ROWS, 2), "A_log": 0, "dt_bias": 0, "initial_state": 1, "o": 2, "final_state": 1}
+    batch = {**dict.fromkeys(ROWS, 0), "initial_state": 0, "o": 0, "final_state": 0}
+
+    def placements(name: str) -> list:
+        dims = [{"batch": batch, "heads": heads}[kind].get(name) for kind in kinds]
+        return [Replicate() if dim is None else Shard(dim) for dim in dims]
+
+    def spread(name: str, t: torch.Tensor) -> torch.Tensor:
+        return distribute_tensor(t.clone(), mesh, placements(name))
+
+    leaves = {n: spread(n, t).requires_grad_() for n, t in inputs.items()}
+
+    def call(**x: torch.Tensor) -> tuple:
+        return kda_core.chunk_kda(**x, **options, output_final_state=True)
+
+    function = torch.compile(call, fullgraph=True, backend="aot_eager") if how == "compiled" else call
+    o, state = function(**leaves)
+    assert list(o.placements) == placements("o")
+    torch.autograd.backward([o, state], [spread("o", grads["o"]), spread("final_state", grads["final_state"])])
+    found = {"o": o.detach(), "final_state": state.detach(), **{f"d{n}": t.grad for n, t in leaves.items()}}
+    return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in found.items()}
+
+
+def _mesh(group: Any, rank: int, dims: int) -> Any:
+    """A mesh of all ranks of a group of two, or of one of four as two times two."""
+    import ranks
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if dims == 1:
+        return DeviceMesh.from_group(group, "cpu")
+    rows, columns = (next(p for p in part if rank in p) for part in (ranks.MESH[:2], ranks.MESH[2:]))
+    groups = [ranks.PAIRS[columns], ranks.PAIRS[rows]]
+    return DeviceMesh.from_group(groups, "cpu", mesh=torch.arange(4).view(2, 2), mesh_dim_names=("first", "second"))
+
+
+def local_rows(group: Any, rank: int, inputs: dict, options: dict) -> torch.Tensor:
+    """A call of this rank's heads as plain tensors, beside parameters that are DTensors."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = _mesh(group, rank, 1)
+    rows = {n: t.chunk(2, 2)[rank] for n, t in inputs.items() if n in ROWS}
+    parameters = {n: distribute_tensor(inputs[n], mesh, [Shard(0)]) for n in ("A_log", "dt_bias")}
+    return kda_core.chunk_kda(**rows, **parameters, **options)[0]
