@@ -25,12 +25,12 @@ from kda_core_nvidia.plans.forward import saved_specs
 from kda_core_nvidia.run import chip, run_plan
 
 from kda_core.request import AnyRequest, LayerRequest
-from kda_core.testing import gate
+from kda_core.testing import fragments, gate
 from kda_core.testing.cases import BF16, BFLOAT16, FP16, FP32, Case
 from kda_core.testing.inputs import Call
 from kda_core.testing.subject import Subject
 from kda_core.testing.targets import find_target
-from kda_core.triton_lib.ahead_of_time import layer_calls
+from kda_core.triton_lib.ahead_of_time import halves, layer_calls
 from kda_core.triton_lib.plan import metadata
 
 on_gpu = pytest.mark.platform("nvidia")
@@ -78,6 +78,13 @@ POOLS = [
 ]
 
 
+HALVES = [
+    (Case(name="halves", T=1100, H=2, K=128, dtype=BF16, decay="slow", state=FP32, backward=True), (1060,)),
+    (Case(name="halves, packed", dtype=BF16, **(PACKED | {"T": 1300, "lengths": (1100, 0, 190)})), ()),
+    (Case(name="halves, float16", dtype=FP16, **PACKED), (50, 50)),
+]
+"""Calls in halves, and where their rows are cut between processes."""
+
 LAYER = list(layer_calls())
 
 
@@ -104,6 +111,13 @@ def subject() -> Subject:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_calls(subject: Subject, case: Case):
     subject.check(case.call())
+
+
+@on_gpu
+@pytest.mark.parametrize(("case", "cuts"), HALVES, ids=lambda x: getattr(x, "name", ""))
+def test_halves(subject: Subject, case: Case, cuts: tuple[int, ...]):
+    call = case.call()
+    subject.compare(call, fragments.run(subject, call, cuts))
 
 
 @on_gpu
@@ -167,5 +181,8 @@ def requests() -> Iterator[AnyRequest | LayerRequest]:
 def test_every_kernel_is_launched():
     """Planned for an H100, without a GPU."""
     launched = {name for r in requests() for name in plan_of(r, CHIPS[90]).kernels}
+    for case, _ in HALVES:
+        plans = halves(case, lambda r, half: plan_of(r, CHIPS[90], half=half), saved_specs)
+        launched |= {name for _, plan in plans for name in plan.kernels}
     shipped = {job.launch.name for job in TOOL.shipped("90")} - {"gate_forward_kernel", "gate_backward_kernel"}
     assert shipped - launched == set()
