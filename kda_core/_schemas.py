@@ -26,7 +26,7 @@ NAMESPACE = "kda_core"
 SCHEMA_VERSION = 1
 """Rises whenever a schema grows; ``tests/core/data`` has programs that were exported with each version."""
 
-DEFAULTS = {"None": None, "False": False, '""': "", "[]": (), "64": 64, "-1": -1, "0": 0}
+DEFAULTS = {"None": None, "False": False, "True": True, '""': "", "[]": (), "64": 64, "-1": -1, "0": 0}
 """Python's values of the defaults."""
 
 GATE_DIFFERENTIABLE = ("g", "A_log", "dt_bias")

@@ -31,6 +31,7 @@ class ContextParallel:
         dense: F where all fragments have the same number of rows for good, or 0.
         fragments: [3, F + 1] int64 on the device: ``cu_seqlens``; the sequence that a fragment begins; the one that it
             ends, or N.
+        padded: whether a chain of slots may be shorter than the longest.
         slots: int64 on the device, a column for each range of the rank that has most: the fragment that is sent forward
             and backward; the one that is received for, or F; ``before`` rows of slots to join forward, from the
             beginning of the sequence on, and the others to join backward, from its end on. Slots of all ranks count
@@ -45,6 +46,7 @@ class ContextParallel:
         self.batch, self.rows, self.sequences, self.gather = batch, rows, sequences, gather
         self.conv1d_kernel_size: int | None = None
         self.dense = self.before = 0
+        self.padded = True
         self.layout: Layout | None = None
         self.states = True
         self.ranges: list[Range] | None = None
@@ -79,6 +81,8 @@ class ContextParallel:
         rows = zip(*columns, strict=True)
         values = torch.tensor([*cu, *begins, *ends, *(x for row in rows for x in row), *tails[0], *tails[1]])
         self.before = lengths[0]
+        # Chains of other boundaries may be shorter.
+        self.padded = not self.dense or any(none in column[4:] for column in columns)
         self.cu_seqlens_cpu = values[: F + 1]
         if device.type == "cuda":
             values = values.pin_memory()

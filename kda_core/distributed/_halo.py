@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_core.distributed._call import NAMESPACE, _library, _resolve_group
+from kda_core.distributed._call import NAMESPACE, _library
 from kda_core.distributed._context import ContextParallel
 from kda_core.distributed._exchange import gathered
+from kda_core.distributed._steps import resolve_group
 
 
 def conv_halo(x: Tensor, context: ContextParallel) -> Tensor:
@@ -37,12 +38,11 @@ def conv_halo(x: Tensor, context: ContextParallel) -> Tensor:
 
 
 def _halo(x: Tensor, tails: Tensor, sources: Tensor, slots: Tensor, fragments: Tensor, group_name: str) -> Tensor:
-    group = _resolve_group(group_name)
+    group = resolve_group(group_name)
     # One row more, for those that are not there: no rank asks for them.
     rows = torch.cat([x.flatten(0, 1), x.new_zeros(1, x.shape[2])]) if not x.shape[1] else x.flatten(0, 1)
     own = rows.index_select(0, tails.flatten().clamp(max=len(rows) - 1))
-    every = gathered(own, group)
-    every[-1].zero_()
+    every = gathered(own, group, True)
     count, width = tails.shape
     wanted = sources.view(-1, count, width)[group.rank()].flatten()
     ahead = every.index_select(0, wanted).view(count, width, -1)
@@ -53,10 +53,10 @@ def _halo(x: Tensor, tails: Tensor, sources: Tensor, slots: Tensor, fragments: T
 def _halo_backward(
     grad: Tensor, tails: Tensor, sources: Tensor, slots: Tensor, batch: int, rows: int, group_name: str
 ) -> Tensor:
-    group = _resolve_group(group_name)
+    group = resolve_group(group_name)
     count, width = tails.shape
     padded = torch.cat([grad, grad.new_zeros(1, *grad.shape[1:])])
-    every = gathered(padded.index_select(0, slots[2]).flatten(0, 1), group)[:-1]
+    every = gathered(padded.index_select(0, slots[2]).flatten(0, 1), group, False)
     # Sums in one order: a row may lie ahead of several short fragments.
     total = every.new_zeros(len(every) + 1, every.shape[1])
     total.index_put_((sources.flatten(),), every, accumulate=True)
