@@ -128,9 +128,9 @@ def context_of(r: Request) -> ContextParallel:
                 f"cp_context: expected a context of kda_core.distributed.build_cp_context, got {type(c).__name__}"
             )
         c = from_fla(c)
-    if r.inplace_final_state or r.out is not None:
-        name = "out" if r.out is not None else "ssm_state_indices"
-        raise UnsupportedCall(f"chunk_kda: {name} is not served with cp_context; leave one of them out")
+    for name in ("out", "ssm_state_indices", "has_initial_state", "final_state_indices", "final_state_pool"):
+        if getattr(r, name) is not None:
+            raise UnsupportedCall(f"chunk_kda: {name} is not served with cp_context; leave one of them out")
     for name, t in (("q", r.q), ("v", r.v)):
         if not isinstance(t, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(t).__name__}")
@@ -217,7 +217,7 @@ def _fake_operator(*args: Any) -> tuple[Tensor, ...]:
     if r.output_final_state:
         final = r.v.new_empty(shape, dtype=r.state_dtype)
     if r.return_intermediate_states:
-        h = r.v.new_empty((r.B, torch.library.get_ctx().new_dynamic_size(), *shape[1:]), dtype=r.state_dtype)
+        h = r.v.new_empty((r.B, torch.library.get_ctx().new_dynamic_size(), *shape[1:]), dtype=r.h_dtype)
     matrices = r.q.new_empty(0)
     specs: tuple[TensorSpec, ...] = ()
     if r.save_for_backward:

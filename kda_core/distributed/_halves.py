@@ -93,7 +93,7 @@ class PlainCalls:
 
     def _last(self, r: Request, values: Tensor, states: Tensor) -> Tensor:
         options = {"save_for_backward": False, "return_intermediate_states": False, "disable_recompute": False}
-        given = {"v": values, "initial_state": states, "output_final_state": True}
+        given = {"v": values, "initial_state": states, "output_final_state": True, "intermediate_states_dtype": None}
         asked = build_request({**vars(r), **given, **options})
         return cast(Tensor, _ops.forward(registry.choose(asked, self.backend.info.name), asked).final_state)
 

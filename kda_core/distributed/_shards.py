@@ -19,7 +19,10 @@ HEADS = {
     **dict.fromkeys(DATA, 2), "A_log": 0, "dt_bias": 0, "initial_state": 1, "o": 2, "final_state": 1, "h": 2,
 }  # fmt: skip
 PARAMETERS = ("A_log", "dt_bias")
-REFUSED = ("cu_seqlens", "cu_seqlens_cpu", "cp_context", "ssm_state_indices", "num_accepted_tokens", "out")
+REFUSED = (
+    *("cu_seqlens", "cu_seqlens_cpu", "cp_context", "ssm_state_indices", "num_accepted_tokens", "out"),
+    *("has_initial_state", "final_state_indices", "final_state_pool"),
+)
 """Arguments that do not go with DTensors: their rows, slots or places are those of all sequences."""
 
 

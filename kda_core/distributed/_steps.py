@@ -125,7 +125,7 @@ def forward(r: Request, s: Shared, name: str | None) -> Forward:
     if final is not None:
         final = _like_callers(r, s.summed(scattered(final, s.fragments[2, :-1], s.sequences)), r.state_dtype)
     if h is not None:
-        h = _like_callers(r, h.reshape(r.B, -1, *h.shape[2:]), r.state_dtype)
+        h = _like_callers(r, h.reshape(r.B, -1, *h.shape[2:]), r.h_dtype)
     if call.B != r.B:
         o = o.view(r.B, r.T, r.HV, r.V)
     return Forward(ForwardResult(o, final, h), r.q.new_empty(0) if matrices is None else matrices, found.saved, chosen)
