@@ -83,3 +83,20 @@ def test_parameters_of_tensor_parallelism_beside_local_rows(ranks):
     whole = oracle(tensors, {}, None, RAW)["o"]
     parts = ranks.run(2, JOBS + "local_rows", tensors, RAW)
     torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.end_to_end
+def test_one_compiled_function_for_shards_of_either_kind(ranks):
+    """Placements were constants of the graph: heads, then batches raised InternalTorchDynamoError.
+
+    Batches of several sizes follow: shapes of results are global ones.
+    """
+    options, calls = {"use_qk_l2norm_in_kernel": True}, []
+    for B, dim in ((2, 2), (2, 0), (4, 0)):
+        tensors = inputs(6, B=B, gate=False, seed=B)
+        calls.append((tensors | {"g": -tensors["g"].abs()}, dim))
+    for found in ranks.run(2, JOBS + "sharded_one_after_another", calls, options):
+        for (tensors, _), (shape, o, grad) in zip(calls, found, strict=True):
+            expected = oracle(tensors, {"o": torch.ones_like(tensors["v"])}, None, options)
+            assert shape == tuple(expected["o"].shape)
+            assert worst({"o": o, "dq": grad}, expected)[0] < 1e-12

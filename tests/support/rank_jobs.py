@@ -271,3 +271,22 @@ def local_rows(group: Any, rank: int, inputs: dict, options: dict) -> torch.Tens
     rows = {n: t.chunk(2, 2)[rank] for n, t in inputs.items() if n in ROWS}
     parameters = {n: distribute_tensor(inputs[n], mesh, [Shard(0)]) for n in ("A_log", "dt_bias")}
     return kda_core.chunk_kda(**rows, **parameters, **options)[0]
+
+
+def sharded_one_after_another(group: Any, rank: int, calls: list[tuple[dict, int]], options: dict) -> list[Any]:
+    """Whole outputs of one compiled function for DTensors that are sharded along other dimensions each time."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch._dynamo.reset()
+    mesh = _mesh(group, rank, 1)
+    # torch 2.13 cannot partition graphs of DTensors whose sizes are symbols (docs/several_devices.md).
+    function = torch.compile(
+        lambda **x: kda_core.chunk_kda(**x, **options)[0], fullgraph=True, backend="aot_eager", dynamic=False
+    )
+    found = []
+    for inputs, dim in calls:
+        leaves = {n: distribute_tensor(t.clone(), mesh, [Shard(dim)]).requires_grad_() for n, t in inputs.items()}
+        o = function(**leaves)
+        o.sum().backward()
+        found.append((tuple(o.shape), o.full_tensor().detach(), leaves["q"].grad.full_tensor()))
+    return found
