@@ -23,10 +23,10 @@ from kda_core.request import Op
 
 NAMESPACE = "kda_core"
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Rises whenever a schema grows; ``tests/core/data`` has programs that were exported with each version."""
 
-DEFAULTS = {"None": None, "False": False, '""': "", "[]": (), "64": 64, "-1": -1, "0": 0}
+DEFAULTS = {"None": None, "False": False, "True": True, '""': "", "[]": (), "64": 64, "-1": -1, "0": 0}
 """Python's values of the defaults."""
 
 GATE_DIFFERENTIABLE = ("g", "A_log", "dt_bias")
@@ -79,7 +79,8 @@ _NEEDS = "bool[] needs=[]"
 # States that are only read are not declared as written: those that are have an argument of their own.
 _WRITTEN = (
     "Tensor(a!)? pool=None, Tensor? ssm_state_indices=None, Tensor? num_accepted_tokens=None, "
-    "Tensor(b!)? out=None, int pad_slot_id=-1"
+    "Tensor(b!)? out=None, int pad_slot_id=-1, Tensor? has_initial_state=None, bool update_state=True, "
+    "Tensor? final_state_indices=None, Tensor(c!)? final_state_pool=None"
 )
 _GRADIENTS = ", ".join(f"Tensor? {name}=None" for name in ("grad_o", "grad_final_state", *SAVED_NAMES))
 

@@ -48,6 +48,9 @@ class Feature(Enum):
     OUT = "the caller's output buffer (out)"
     STRIDED_INPUT = "inputs that are not contiguous"
     CONTEXT_PARALLEL = "a sequence spread over devices (cp_context)"
+    HAS_INITIAL_STATE = "sequences of a pool that start from zero (has_initial_state)"
+    NO_STATE_UPDATE = "outputs alone, from a pool that stays as it was (update_state=False)"
+    FINAL_STATE_INDICES = "final states in other slots, or in another pool (final_state_indices, final_state_pool)"
 
 
 FEATURES_1_0 = frozenset(
@@ -64,6 +67,9 @@ FEATURES_1_0 = frozenset(
 
 The set names its features and never grows: a wheel that declares it does not know features that came later.
 """
+
+FEATURES_1_2 = FEATURES_1_0 | {Feature.HAS_INITIAL_STATE, Feature.NO_STATE_UPDATE, Feature.FINAL_STATE_INDICES}
+"""The same of contract 1.2."""
 
 
 @dataclass(frozen=True, slots=True)

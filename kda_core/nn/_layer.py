@@ -15,8 +15,7 @@ from kda_core.nn._cache import Call, KDACache, last_inputs
 from kda_core.nn._checks import expect_tensor
 from kda_core.nn._convolution import convolve
 from kda_core.nn._dispatch import is_eager
-from kda_core.nn._norm import gated_rms_norm
-from kda_core.nn._projections import Convolutions, Projections, project
+from kda_core.nn._projections import Convolutions, Projections, normed_projection, project
 
 RATES = (1.0, 16.0)
 """Range of exp(A_log) in a new layer, as in fla and Mamba."""
@@ -168,28 +167,22 @@ class KimiDeltaAttention(nn.Module):
             hidden_states = hidden_states.masked_fill(~mask[..., None], 0)
         (f_in, f_out), (g_in, g_out) = self.f_proj, self.g_proj
         linears = Projections(self.q_proj, self.k_proj, self.v_proj, f_in, g_in, self.b_proj, f_out, g_out)
-        # Rows, because torch's linear layers take fewer steps for two dimensions, and add a bias on the way.
-        batch = hidden_states.shape[:2]
-        rows = hidden_states.flatten(0, 1)
-        mixed, g, beta, gate = project(rows, linears, self._convolutions(batch, cu_seqlens) if cache is None else None)
-        # The heads at hand: with tensor parallelism a layer has some of them.
-        HV = beta.shape[-1]
-        beta = beta.view(*batch, HV)
-        g, gate = g.view(*batch, HV, self.head_k_dim), gate.view(*batch, HV, self.head_v_dim)
+        channels = self.head_k_dim, self.head_v_dim
+        mixed, g, beta, gate = project(
+            hidden_states, linears, channels, self._convolutions(cu_seqlens) if cache is None else None
+        )
         if mask is not None:
             # A gate input whose decay is 1, and a beta of 0: the state stays.
             least = torch.finfo(g.dtype).min
             g, beta = g.masked_fill(~mask[..., None, None], least), beta.masked_fill(~mask[..., None], least)
         conv = None
         if isinstance(mixed, Tensor):
-            mixed = mixed.view(*batch, mixed.shape[-1])
-            (q, k, v), conv = self._convolve(mixed, HV, mask, cache, cu_seqlens)
+            (q, k, v), conv = self._convolve(mixed, beta.shape[-1], mask, cache, cu_seqlens)
         else:
             q, k, v = mixed
         tensors: dict[str, Any] = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
         o = self._attend(tensors, mixed, mask, conv, cache, cu_seqlens, cu_seqlens_cpu)
-        o = gated_rms_norm(o, gate, self.o_norm.weight, self.norm_eps, self.backend)
-        o = self.o_proj(o.view(-1, HV * self.head_v_dim)).view(*batch, self.hidden_size)
+        o = normed_projection(o, gate, self.o_norm, self.norm_eps, self.o_proj, self.backend)
         return o if mask is None else o.masked_fill(~mask[..., None], 0)
 
     def _check(self, x: Any, attention_mask: Any, cache: Any, cu_seqlens: Any) -> Tensor | None:
@@ -217,14 +210,14 @@ class KimiDeltaAttention(nn.Module):
                 raise ValueError("attention_mask: expected the tokens of a row side by side, got a mask with holes")
         return mask
 
-    def _convolutions(self, batch: Sequence[int], cu_seqlens: Tensor | None) -> Convolutions | None:
+    def _convolutions(self, cu_seqlens: Tensor | None) -> Convolutions | None:
         """The convolutions where they have neither bias nor state."""
         if not self.use_short_conv or self.conv_bias:
             return None
         weights = self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight
         widths = self.head_k_dim, self.head_k_dim, self.head_v_dim
         parts = tuple((w.shape[0] // n, n) for w, n in zip(weights, widths, strict=True))
-        return Convolutions(weights, batch, parts, cu_seqlens, self.backend)
+        return Convolutions(weights, parts, cu_seqlens, self.backend)
 
     def _convolve(
         self, mixed: Tensor, HV: int, mask: Tensor | None, cache: KDACache | None, cu_seqlens: Tensor | None

@@ -1,7 +1,8 @@
-"""All projections of a layer's input: a product for each large weight, one for all small ones, and the gates'."""
+"""A layer's projections: a product for each large weight, one for all small ones, the gates', and the output's."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,9 +11,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from kda_core._loaded import Backend
+from kda_core._signature import is_plain
 from kda_core.nn._convolution import GRADIENTS, in_parts
 from kda_core.nn._dispatch import backend_for, is_eager
-from kda_core.request import ShortConvolutionRequest
+from kda_core.nn._norm import gated_rms_norm
+from kda_core.request import GatedNormRequest, ShortConvolutionRequest
 
 
 class Projections(NamedTuple):
@@ -33,54 +36,82 @@ class Convolutions(NamedTuple):
 
     Attributes:
         weights: of q, k and v, [D, 1, W].
-        batch: B and T.
         parts: (heads, channels) of q, k and v.
         cu_seqlens, backend: as in ``short_convolution``.
     """
 
     weights: Sequence[Tensor]
-    batch: Sequence[int]
     parts: Sequence[Sequence[int]]
     cu_seqlens: Tensor | None
     backend: str | None
 
 
 def project(
-    x: Tensor, layers: Projections, convolutions: Convolutions | None = None
+    x: Tensor, layers: Projections, channels: tuple[int, int], convolutions: Convolutions | None = None
 ) -> tuple[Tensor | Sequence[Tensor], Tensor, Tensor, Tensor]:
-    """``x`` [R, D] through a layer's projections: q, k and v side by side; decay input, beta and gate: [R, channels].
+    """``x`` [B, T, D] through a layer's projections.
 
-    With ``convolutions``, where a backend serves them and a gradient is needed, q, k and v come convolved, as three
-    tensors [B, T, heads, channels]: the host limits a layer's step, and a node of its own takes as long as a kernel.
+    Returns:
+        q, k and v side by side [B, T, channels]; decay input [B, T, HV, K], beta [B, T, HV] and gate [B, T, HV, V],
+        where ``channels`` is (K, V). With ``convolutions``, where a backend serves them and a gradient is needed, q, k
+        and v come convolved, as three tensors [B, T, heads, channels].
 
-    The products of q, k and v write into parts of one tensor, so that no weight is copied and what follows is one
-    launch; backwards they add up in one gradient of x. Layers that are more than a product (hooks, adapters, quantised
-    or distributed weights), and layers under a compiler, are called one by one.
+    The host limits a layer's step, and a node of autograd takes as long as a kernel: eager calls with gradients are one
+    node with all their views. The products of q, k and v write into parts of one tensor, so that no weight is copied
+    and what follows is one launch; backwards they add up in one gradient of x. Layers that are more than a product
+    (hooks, adapters, quantised or distributed weights), and layers under a compiler, are called one by one.
     """
-    weights: list[Any] = [getattr(layer, "weight", None) for layer in layers]
-    bias: Any = getattr(layers.gate_out, "bias", None)
-    if not all(map(_is_product, layers, (*[None] * 7, bias))) or not is_eager(x, bias, *weights):
+    weights: list[Any] = [*map(product_weight, layers[:-1]), product_weight(layers.gate_out, biased=True)]
+    if any(w is None for w in weights) or not is_eager(x, bias := layers.gate_out.bias, *weights):
+        # Rows, because torch's linear layers take fewer steps for two dimensions, and add a bias on the way.
+        batch, x = x.shape[:2], x.flatten(0, 1)
         decay, gate = layers.decay_out(layers.decay_in(x)), layers.gate_out(layers.gate_in(x))
-        return torch.cat([layers.q(x), layers.k(x), layers.v(x)], -1), decay, layers.beta(x), gate
-    kind = x.device.type
+        mixed = torch.cat([layers.q(x), layers.k(x), layers.v(x)], -1)
+        return _shaped((mixed, decay, layers.beta(x), gate), batch, channels)
     tensors = [x, bias, *weights]
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
-        tensors = [t.to(torch.get_autocast_dtype(kind)) for t in tensors]
+    dtype = _autocast_dtype(x)
+    if dtype is not None:
+        tensors = [t.to(dtype) for t in tensors]
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         own = None if convolutions is None else _served(tensors[0], tensors[2:5], convolutions)
-        *first, decay, beta, gate = _Project.apply(own, *tensors, *(() if own is None else own.weights))
+        *first, decay, beta, gate = _Project.apply(own, channels, *tensors, *(() if own is None else own.weights))
         return first[0] if own is None else first, decay, beta, gate
-    mixed, decay, beta, gate = _products(tensors[0], tensors[1], Projections(*tensors[2:]))[0]
-    return mixed, decay, beta, gate
+    x, bias, *weights = tensors
+    results = _products(x.flatten(0, 1), bias, Projections(*weights), torch.cat(weights[3:6]))[0]
+    return _shaped(results, x.shape[:2], channels)
 
 
 COUNT = len(Projections._fields)
 
 
-def _is_product(layer: nn.Module, bias: Tensor | None) -> bool:
-    """Whether a call of the layer is nothing but a product with its weight, and this bias."""
-    hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
-    return type(layer) is nn.Linear and layer.bias is bias and not hooks
+def _shaped(
+    results: Sequence[Tensor], batch: Sequence[int], channels: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The results of projections of rows, as ``project`` returns them."""
+    mixed, decay, beta, gate = results
+    # The heads at hand: with tensor parallelism a layer has some of them.
+    K, V = channels
+    HV = beta.shape[-1]
+    mixed, beta = mixed.view(*batch, mixed.shape[-1]), beta.view(*batch, HV)
+    return mixed, decay.view(*batch, HV, K), beta, gate.view(*batch, HV, V)
+
+
+def product_weight(layer: Any, biased: bool = False) -> Tensor | None:
+    """The weight of a layer whose call is nothing but a product with it, with a bias or without; None of others."""
+    if type(layer) is not nn.Linear:
+        return None
+    if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
+        return None
+    own = layer._parameters
+    return own.get("weight") if (own.get("bias") is not None) == biased else None
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype in which a product of x runs where autocast is on."""
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return None
 
 
 class _Served(NamedTuple):
@@ -98,7 +129,7 @@ class _Served(NamedTuple):
 
 
 def _served(x: Tensor, weights: Sequence[Tensor], c: Convolutions) -> _Served | None:
-    mixed = x.new_empty(*c.batch, sum(t.shape[0] for t in weights))
+    mixed = x.new_empty(*x.shape[:2], sum([t.shape[0] for t in weights]))
     if not mixed.numel():
         return None
     others = (*c.weights, c.cu_seqlens)
@@ -107,72 +138,142 @@ def _served(x: Tensor, weights: Sequence[Tensor], c: Convolutions) -> _Served | 
 
 
 def _products(
-    x: Tensor, bias: Tensor, w: Projections, mixed: Tensor | None = None
+    x: Tensor, bias: Tensor, w: Projections, small: Tensor, mixed: Tensor | None = None
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
-    """The results of ``project``, the first in ``mixed``, and the inputs of both gates' second products."""
+    """Projections of rows, the first in ``mixed``, and the inputs of both gates' second products.
+
+    Args:
+        small: the weights ``decay_in``, ``gate_in`` and ``beta`` behind one another.
+    """
     large = [t.shape[0] for t in w[:3]]
     if mixed is None:
         mixed = x.new_empty(x.shape[0], sum(large))
-    for weight, part in zip(w, mixed.split(large, 1), strict=False):
+    for weight, part in zip(w, mixed.split_with_sizes(large, 1), strict=False):
         torch.mm(x, weight.t(), out=part)
-    small = [t.shape[0] for t in w[3:6]]
-    decay, gate, beta = (x @ torch.cat(w[3:6]).t()).split(small, 1)
-    return (mixed, decay @ w.decay_out.t(), beta, torch.addmm(bias, gate, w.gate_out.t())), (decay, gate)
+    decay, gate, beta = torch.mm(x, small.t()).split_with_sizes([t.shape[0] for t in w[3:6]], 1)
+    return (mixed, torch.mm(decay, w.decay_out.t()), beta, torch.addmm(bias, gate, w.gate_out.t())), (decay, gate)
 
 
 class _Project(torch.autograd.Function):
     """``_products`` and the convolutions that a backend serves, with a backward."""
 
     @staticmethod
-    def forward(ctx: Any, own: _Served | None, x: Tensor, bias: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, own: _Served | None, channels: tuple[int, int], x: Tensor, bias: Tensor, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
         w = Projections(*weights[:COUNT])
+        small = torch.cat(w[3:6])
+        rows = x.flatten(0, 1)
         if own is None:
-            results, low = _products(x, bias, w)
-            ctx.save_for_backward(x, *low, *weights)
+            results, low = _products(rows, bias, w, small)
+            mixed, *others = _shaped(results, x.shape[:2], channels)
+            ctx.save_for_backward(rows, *low, small, *w)
+            results = (mixed, *others)
         else:
-            results, low = _products(x, bias, w, own.mixed.flatten(0, 1))
+            results, low = _products(rows, bias, w, small, own.mixed.flatten(0, 1))
+            _, *others = _shaped(results, x.shape[:2], channels)
             weight = torch.cat([*own.weights]).squeeze(1)
             found = own.backend.result("kda_core_short_convolution_forward", own.request(own.mixed, weight))
-            ctx.save_for_backward(x, *low, *w, own.mixed, weight)
-            results = (*in_parts(found.o, own.parts), *results[1:])
+            ctx.save_for_backward(rows, *low, small, *w, own.mixed, weight)
+            results = (*in_parts(found.o, own.parts), *others)
             # What is saved must not live longer than autograd lets it.
             own = own._replace(mixed=x.new_empty(0), weights=())
-        ctx.own = own
+        ctx.own, ctx.shape = own, x.shape
         return results
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple:
-        x, decay, gate, *kept = ctx.saved_tensors
+        rows, decay, gate, cat, *kept = ctx.saved_tensors
         w = Projections(*kept[:COUNT])
-        of_x, of_bias, *needed = ctx.needs_input_grad[1:]
+        of_x, of_bias, *needed = ctx.needs_input_grad[2:]
         needs = Projections(*needed[:COUNT])
         *first, grad_decay, grad_beta, grad_gate = grads
+        grad_decay, grad_gate = grad_decay.flatten(2).flatten(0, 1), grad_gate.flatten(2).flatten(0, 1)
         sizes = [t.shape[0] for t in w]
+        large, narrow = sizes[:3], sizes[3:6]
         of_convolutions: Sequence[Tensor | None] = ()
         if ctx.own is None:
-            grad_mixed = first[0]
+            grad_mixed = first[0].flatten(0, 1)
         else:
             given = dict(zip(GRADIENTS, [t.flatten(2) for t in first], strict=True))
-            request = ctx.own.request(
-                *kept[COUNT:], parts=tuple(sizes[:3]), **given, needs_grad=frozenset({"x", "weight"})
-            )
+            request = ctx.own.request(*kept[COUNT:], parts=tuple(large), **given, needs_grad=_OF_CONVOLUTION)
             found = ctx.own.backend.result("kda_core_short_convolution_backward", request).grads
             grad_mixed = found["x"].flatten(0, 1)
-            of_convolutions = found["weight"].unsqueeze(1).split(sizes[:3])
-        parts = grad_mixed.split(sizes[:3], 1)
-        small = x.new_empty(x.shape[0], sum(sizes[3:6]))
-        low_decay, low_gate, low_beta = small.split(sizes[3:6], 1)
+            of_convolutions = found["weight"].unsqueeze(1).split_with_sizes(large)
+        small = rows.new_empty(rows.shape[0], sum(narrow))
+        low_decay, low_gate, low_beta = small.split_with_sizes(narrow, 1)
         torch.mm(grad_decay, w.decay_out, out=low_decay)
         torch.mm(grad_gate, w.gate_out, out=low_gate)
-        low_beta.copy_(grad_beta)
+        low_beta.copy_(grad_beta.flatten(0, 1))
         grad = None
         if of_x:
-            grad = small @ torch.cat(w[3:6])
-            for part, weight in zip(parts, w, strict=False):
+            grad = torch.mm(small, cat)
+            for part, weight in zip(grad_mixed.split_with_sizes(large, 1), w, strict=False):
                 grad.addmm_(part, weight)
-        of_weights = [part.t() @ x if wanted else None for part, wanted in zip(parts, needs, strict=False)]
-        of_weights += (small.t() @ x).split(sizes[3:6]) if any(needs[3:6]) else [None] * 3
-        of_weights.append(grad_decay.t() @ decay if needs.decay_out else None)
-        of_weights.append(grad_gate.t() @ gate if needs.gate_out else None)
-        return None, grad, grad_gate.sum(0) if of_bias else None, *of_weights, *of_convolutions
+            grad = grad.view(ctx.shape)
+        of_weights = _of_weights(grad_mixed, rows, large, needs[:3])
+        of_weights += _of_weights(small, rows, narrow, needs[3:6])
+        of_weights.append(torch.mm(grad_decay.t(), decay) if needs.decay_out else None)
+        of_weights.append(torch.mm(grad_gate.t(), gate) if needs.gate_out else None)
+        return None, None, grad, grad_gate.sum(0) if of_bias else None, *of_weights, *of_convolutions
+
+
+_OF_CONVOLUTION = frozenset({"x", "weight"})
+
+
+def _of_weights(grad: Tensor, rows: Tensor, sizes: list[int], needs: Sequence[bool]) -> list[Tensor | None]:
+    """Gradients of weights of products of the same rows, in one product where all are needed."""
+    if all(needs):
+        return [*torch.mm(grad.t(), rows).split_with_sizes(sizes)]
+    parts = grad.split_with_sizes(sizes, 1)
+    return [torch.mm(part.t(), rows) if wanted else None for part, wanted in zip(parts, needs, strict=True)]
+
+
+def normed_projection(x: Tensor, gate: Tensor, norm: nn.RMSNorm, eps: float, layer: Any, backend: str | None) -> Tensor:
+    """``gated_rms_norm`` of x [B, T, HV, V], and a layer's projection of all its channels: [B, T, D].
+
+    Where a backend serves the norm and a gradient is needed, both are one node of autograd.
+    """
+    weight = product_weight(layer)
+    if x.numel() and weight is not None and is_plain(weight) and torch.is_grad_enabled():
+        weight = weight.to(_autocast_dtype(x) or weight.dtype)
+        given = x, gate, norm.weight, weight
+        if weight.dtype == x.dtype and any(t.requires_grad for t in given):
+            own, memo = backend_for("gated_rms_norm", x, given[1:3], (eps,), backend)
+            if own is not None:
+                return _NormedProjection.apply(own, memo, eps, *given)
+    y = gated_rms_norm(x, gate, norm.weight, eps, backend)
+    return layer(y.flatten(2).flatten(0, 1)).unflatten(0, x.shape[:2])
+
+
+class _NormedProjection(torch.autograd.Function):
+    """A backend's norm, and a product."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, own: Backend, memo: dict, eps: float, x: Tensor, gate: Tensor, norm: Tensor, weight: Tensor
+    ) -> Tensor:
+        request = GatedNormRequest(x=x, gate=gate, weight=norm, eps=eps, memo=memo)
+        rows = own.result("kda_core_gated_rms_norm_forward", request).flatten(2).flatten(0, 1)
+        ctx.save_for_backward(x, gate, norm, weight, rows)
+        ctx.call = own, memo, eps
+        return torch.mm(rows, weight.t()).view(*x.shape[:2], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        x, gate, norm, weight, rows = ctx.saved_tensors
+        own, memo, eps = ctx.call
+        *needed, of_weight = ctx.needs_input_grad[3:]
+        grad = grad.flatten(0, 1)
+        needs = frozenset(itertools.compress(("x", "gate", "weight"), needed))
+        grads: dict[str, Tensor] = {}
+        if needs:
+            of_norm = torch.mm(grad, weight).view(x.shape)
+            request = GatedNormRequest(
+                x=x, gate=gate, weight=norm, eps=eps, memo=memo, grad_output=of_norm, needs_grad=needs
+            )
+            grads = own.result("kda_core_gated_rms_norm_backward", request).grads
+        found = [grads[name] if name in needs else None for name in ("x", "gate", "weight")]
+        return None, None, None, *found, torch.mm(grad.t(), rows) if of_weight else None

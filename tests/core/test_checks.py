@@ -6,7 +6,22 @@ import re
 
 import pytest
 import torch
-from example_arguments import HV, POOL, SLOTS, B, H, K, T, V, call_arguments, gate, packed, paged, speculative
+from example_arguments import (
+    HV,
+    POOL,
+    SLOTS,
+    B,
+    H,
+    K,
+    T,
+    V,
+    call_arguments,
+    elsewhere,
+    gate,
+    packed,
+    paged,
+    speculative,
+)
 from torch import tensor, zeros
 
 import kda_core
@@ -89,6 +104,43 @@ BAD_CALLS = [
     ("ssm_state_indices", TypeError, CHUNK, lambda: {**paged(), "ssm_state_indices": tensor([0.0, 1.0])}),
     ("initial_state", ValueError, CHUNK, lambda: {**paged(), "initial_state": zeros(1, HV, K, V).expand(POOL)}),
     ("pad_slot_id", TypeError, CHUNK, lambda: paged(pad_slot_id=None)),
+    ("has_initial_state", TypeError, CHUNK, lambda: paged(has_initial_state=[True, False])),
+    ("has_initial_state", TypeError, CHUNK, lambda: paged(has_initial_state=tensor([1, 0]))),
+    ("has_initial_state", ValueError, CHUNK, lambda: paged(has_initial_state=tensor([True]))),
+    ("has_initial_state", ValueError, CHUNK, lambda: paged(has_initial_state=zeros(B, device="meta").bool())),
+    ("ssm_state_indices", ValueError, CHUNK, lambda: call_arguments(has_initial_state=tensor([True, False]))),
+    ("ssm_state_indices", ValueError, CHUNK, lambda: call_arguments(update_state=False)),
+    ("output_final_state", ValueError, CHUNK, lambda: paged(update_state=False, output_final_state=True)),
+    ("update_state", TypeError, CHUNK, lambda: paged(update_state=0)),
+    ("final_state_indices", TypeError, CHUNK, lambda: paged(final_state_indices=[0, 1])),
+    ("final_state_indices", TypeError, CHUNK, lambda: paged(final_state_indices=tensor([0.0, 1.0]))),
+    ("final_state_indices", ValueError, CHUNK, lambda: paged(final_state_indices=tensor([0]))),
+    ("final_state_indices", ValueError, CHUNK, lambda: paged(final_state_indices=tensor([0, 1], device="meta"))),
+    ("final_state_indices", ValueError, CHUNK, lambda: paged(final_state_indices=zeros(B, 2, dtype=torch.int32))),
+    ("final_state_indices", ValueError, RECURRENT, lambda: paged(final_state_indices=zeros(B, 2, dtype=torch.int32))),
+    ("final_state_indices", ValueError, CHUNK, lambda: paged(final_state_indices=tensor([0, SLOTS]))),
+    ("final_state_indices", ValueError, CHUNK, lambda: paged(final_state_indices=tensor([0, 0]))),
+    ("final_state_indices", ValueError, CHUNK, lambda: paged(final_state_indices=tensor([3, 0]))),
+    ("final_state_indices", ValueError, CHUNK, lambda: paged(final_state_indices=tensor([0, 2]), update_state=False)),
+    ("ssm_state_indices", ValueError, CHUNK, lambda: call_arguments(final_state_indices=tensor([0, 1]))),
+    ("final_state_indices", ValueError, CHUNK, lambda: paged(final_state_pool=zeros(POOL))),
+    ("final_state_pool", TypeError, CHUNK, lambda: elsewhere(final_state_pool=zeros(POOL).half())),
+    ("final_state_pool", ValueError, CHUNK, lambda: elsewhere(final_state_pool=zeros(SLOTS, HV, V, K))),
+    ("final_state_pool", ValueError, CHUNK, lambda: elsewhere(final_state_pool=zeros(POOL, device="meta"))),
+    ("final_state_pool", ValueError, CHUNK, lambda: elsewhere(final_state_pool=zeros(1, HV, K, V).expand(POOL))),
+    ("final_state_indices", ValueError, CHUNK, lambda: elsewhere(final_state_pool=zeros(2, HV, K, V))),
+    (
+        "final_state_pool",
+        ValueError,
+        CHUNK,
+        lambda: (lambda a: {**a, "final_state_pool": a["initial_state"]})(elsewhere()),
+    ),
+    (
+        "ssm_state_indices",
+        ValueError,
+        CHUNK,
+        lambda: {**paged(update_state=False), "ssm_state_indices": tensor([0, SLOTS])},
+    ),
     ("out", ValueError, CHUNK, lambda: call_arguments(out=zeros(B, T, H, V))),
     ("out", TypeError, CHUNK, lambda: call_arguments(out=zeros(B, T, HV, V, dtype=torch.float64))),
     ("out", ValueError, CHUNK, lambda: call_arguments(out=zeros(1, T, HV, V).expand(B, T, HV, V))),

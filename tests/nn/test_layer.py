@@ -144,6 +144,22 @@ def test_a_layer_on_a_backends_hooks(form: str, frozen: tuple[str, ...]):
     torch.testing.assert_close(grads, torch.autograd.grad(expected.square().sum(), leaves))
 
 
+def test_the_graph_of_a_step_is_small():
+    """On a GPU the host limits a small layer: three nodes of our own, a view of dt_bias, and the leaves."""
+    m = layer()
+    with toys.installed(Hooked("hooked", priority=1, features=(), dtypes=(torch.float64,))):
+        y = m(tokens(1, 40).requires_grad_())
+    names, seen = [], [y.grad_fn]
+    for node in seen:
+        names.append(node.name())
+        seen += [n for n, _ in node.next_functions if n is not None and n not in seen]
+    leaves = {"torch::autograd::AccumulateGrad"}
+    assert sorted({*names} - leaves) == [
+        "ViewBackward0", "_NormedProjectionBackward", "_ProjectBackward", "kda_core::chunk_kdaBackward",
+    ]  # fmt: skip
+    assert len([name for name in names if name not in leaves]) == 4
+
+
 def test_no_tokens_and_no_sequences(kind: KimiDeltaAttention):
     for B, T in ((2, 0), (0, 5)):
         cache = KDACache()
@@ -391,6 +407,17 @@ def test_compiled_as_one_graph(options: dict):
         ours, theirs = KDACache(), KDACache()
         for piece in (x[:, :60], x[:, 60:61], x[:, 61:62]):
             torch.testing.assert_close(compiled(piece, cache=ours), m(piece, cache=theirs))
+
+
+def test_an_output_gate_without_a_bias():
+    """As in transformers' layer."""
+    m, x = layer(), tokens(2, 9)
+    torch.nn.init.zeros_(m.g_proj[1].bias)
+    expected = m(x)
+    plain = torch.nn.Linear(*m.g_proj[1].weight.shape[::-1], bias=False, dtype=x.dtype)
+    plain.load_state_dict({"weight": m.g_proj[1].weight})
+    m.g_proj[1] = plain
+    torch.testing.assert_close(m(x), expected)
 
 
 def test_projections_that_are_more_than_a_product():

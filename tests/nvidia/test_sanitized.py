@@ -85,6 +85,18 @@ HALVES = [
 ]
 """Calls in halves, and where their rows are cut between processes."""
 
+
+def served(case: Case) -> Iterator[Call]:
+    """The case with what servers ask of a pool, and with indices past its end, which count as padding."""
+    N = case.N
+    slots, others = torch.arange(N, dtype=torch.int32) * 2 + 1, torch.arange(N, dtype=torch.int32) * 2
+    fresh = torch.arange(N) % 2 == 0
+    call = case.having(final_state=False).call()
+    yield call.having(has_initial_state=fresh).in_pool(slots, 2 * N + 1).written_elsewhere(others)
+    yield call.in_pool(slots, 2 * N + 1).written_elsewhere(others.flip(0), 2 * N, BF16)
+    yield call.having(update_state=False, has_initial_state=~fresh).in_pool(slots, 2 * N + 1)
+
+
 LAYER = list(layer_calls())
 
 
@@ -124,6 +136,13 @@ def test_halves(subject: Subject, case: Case, cuts: tuple[int, ...]):
 @pytest.mark.parametrize("case", POOLS, ids=lambda case: case.name)
 def test_pools(subject: Subject, case: Case):
     subject.check(in_pool(case))
+
+
+@on_gpu
+@pytest.mark.parametrize("case", POOLS, ids=lambda case: case.name)
+def test_what_servers_ask(subject: Subject, case: Case):
+    for call in served(case):
+        subject.check(call)
 
 
 @on_gpu
@@ -167,7 +186,7 @@ def test_gradients_through_descriptors(lengths: tuple[int, ...]):
 def requests() -> Iterator[AnyRequest | LayerRequest]:
     """Plans of the calls above, but the gates and the descriptors."""
     yield from (call for _, call in LAYER)
-    yield from (call.request() for call in (*map(in_pool, POOLS), drafts()))
+    yield from (call.request() for call in (*map(in_pool, POOLS), *(c for p in POOLS for c in served(p)), drafts()))
     for case in CASES:
         r = replace(case.call().request(), save_for_backward=case.backward)
         yield r

@@ -16,6 +16,7 @@ IN_CYCLES = {
     "kda_core/_checked.py",
     "kda_core/_devices.py",
     "kda_core/_eager.py",
+    "kda_core/_explain.py",
     "kda_core/_ops.py",
     "kda_core/_plugins.py",
 }

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kda_core.call_plan import CallPlan
 from kda_core.capabilities import (
-    FEATURES_1_0,
+    FEATURES_1_2,
     FOREIGN_VARIABLE,
     Available,
     BackendInfo,
@@ -52,7 +52,7 @@ _INFO = BackendInfo(
     # Only when named, until the conformance kit has passed on AMD hardware.
     priority=None,
     capabilities=Capabilities(
-        features=FEATURES_1_0 | {Feature.CONTEXT_PARALLEL},
+        features=FEATURES_1_2 | {Feature.CONTEXT_PARALLEL},
         dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
         max_head_dim_k=256,
         max_head_dim_v=256,

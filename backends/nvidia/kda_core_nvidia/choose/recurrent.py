@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kda_core.request import DecodeStepRequest, Request
+from kda_core.request import Request
 from kda_core.triton_lib.arguments import LEAST_BOUNDED_DECAY, gate_kind
-from kda_core.triton_lib.layer_plans import StepTile
 from kda_core.triton_lib.layout import padded
 from kda_core.triton_lib.plan import View
 from kda_core_nvidia.choose.chip import Chip
@@ -153,6 +152,8 @@ def step_serves(r: Request, chip: Chip, least: int) -> bool:
         and r.N * r.HV >= least
         and r.cu_seqlens is None
         and r.num_accepted_tokens is None
+        and r.has_initial_state is None
+        and r.final_state_indices is None
         and (indices is None or indices.dim() == 1 or indices.shape[1] == 1)
         and (r.out is None or r.out.strides[3] == 1)
         and all(_rows_aligned(x) for x in (r.q, r.k, r.g))
@@ -201,10 +202,9 @@ class RecurrentChoice:
 
 def choose_recurrent(r: Request, chip: Chip) -> RecurrentChoice:
     """How a call of ``fused_recurrent_kda`` runs on ``chip``; the request is metadata alone."""
-    states, indices = r.N * r.HV, r.ssm_state_indices
+    states = r.N * r.HV
     # A slot for every token: such calls are drafts, which are short.
-    every_token = indices is not None and indices.dim() == 2 and indices.shape[1] > 1
-    long = r.T > SHORT.value and not every_token and r.num_accepted_tokens is None
+    long = r.T > SHORT.value and not r.writes_every_token and r.num_accepted_tokens is None
     step = short = None
     if step_serves(r, chip, STEP_CONFIGS[0][0]):
         step = [c for least, c in STEP_CONFIGS if states >= least][-1]
@@ -227,11 +227,3 @@ def _prompts(r: Request, chip: Chip) -> Prompts:
             sequences = step = min(sequences, max(1, 2 * chip.multiprocessors // heads))
     bounded = gate_kind(r) == "bounded" and r.lower_bound >= LEAST_BOUNDED_DECAY
     return Prompts(config, slots, sequences, step, bounded, 1 if chip.interpreted else 3)
-
-
-def step_tile(r: DecodeStepRequest, chip: Chip) -> StepTile:
-    """How a decoding step of a layer shares its states: as ``recurrent`` does."""
-    N, _, HV, K = r.g.shape
-    config = recurrent_config(N * HV, K, r.V, r.state_v_first, r.state.dtype)
-    row = config.row_bytes // r.state.dtype.itemsize
-    return StepTile(config.block_v, config.num_warps, row, config.eviction, chip.overlaps)
