@@ -30,6 +30,7 @@ from kda_core._expect import (
     expect_tensor,
     fail,
     is_normal,
+    names_of,
     normal_range,
     shape_of,
     state_dtypes,
@@ -235,6 +236,12 @@ def _check_options(r: Request) -> None:
     expect_int("chunk_size", r.chunk_size)
     if r.chunk_size not in CHUNK_SIZES:
         fail("chunk_size", f"one of {CHUNK_SIZES}", f"{r.chunk_size}")
+    dtype = r.intermediate_states_dtype
+    if dtype is not None:
+        if not isinstance(dtype, torch.dtype) or dtype not in state_dtypes(r):
+            raise TypeError(f"intermediate_states_dtype: expected {names_of(state_dtypes(r))} or None, got {dtype!r}")
+        if not r.return_intermediate_states:
+            fail("intermediate_states_dtype", "return_intermediate_states=True beside it", "False")
     if r.allow_neg_eigval and not r.use_beta_sigmoid_in_kernel:
         fail("allow_neg_eigval", "use_beta_sigmoid_in_kernel=True beside it", "False")
 

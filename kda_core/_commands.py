@@ -170,6 +170,7 @@ def explain(
         bool, typer.Option("--num-accepted-tokens", help="Pass num_accepted_tokens.")
     ] = False,
     has_initial_state: Annotated[bool, typer.Option("--has-initial-state", help="Pass has_initial_state.")] = False,
+    intermediate_states_dtype: Annotated[str | None, typer.Option(help="Dtype of the intermediate states.")] = None,
     final_state_indices: Annotated[
         bool, typer.Option("--final-state-indices", help="Pass final_state_indices, with as many columns.")
     ] = False,
@@ -204,6 +205,9 @@ def explain(
     }  # fmt: skip
     # Only what the user wrote is passed on, so that the defaults are those of the call itself.
     written = {name: value for name, value in given.items() if _is_written(ctx, name)}
+    if intermediate_states_dtype is not None:
+        # A name that is none of a dtype's reaches the call, which refuses it.
+        written["intermediate_states_dtype"] = getattr(torch, intermediate_states_dtype, intermediate_states_dtype)
     if cp_context:
         written["cp_context"] = object()
     try:

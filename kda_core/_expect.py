@@ -15,7 +15,7 @@ from kda_core.request import DATA, Request
 
 DATA_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int32, torch.int64)
-STATE_DTYPES = (torch.float32, torch.bfloat16)
+STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def fail(argument: str, expected: str, actual: str) -> NoReturn:

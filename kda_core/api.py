@@ -30,6 +30,7 @@ def chunk_kda(
     dt_bias: Tensor | None = None, chunk_size: int = 64, ssm_state_indices: Tensor | None = None, pad_slot_id: int = -1,
     out: Tensor | None = None, backend: str | None = None, has_initial_state: Tensor | None = None,
     update_state: bool = True, final_state_indices: Tensor | None = None, final_state_pool: Tensor | None = None,
+    intermediate_states_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]: ...
 
 
@@ -44,6 +45,7 @@ def chunk_kda(
     dt_bias: Tensor | None = None, chunk_size: int = 64, ssm_state_indices: Tensor | None = None, pad_slot_id: int = -1,
     out: Tensor | None = None, backend: str | None = None, has_initial_state: Tensor | None = None,
     update_state: bool = True, final_state_indices: Tensor | None = None, final_state_pool: Tensor | None = None,
+    intermediate_states_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]: ...
 
 
@@ -58,6 +60,7 @@ def chunk_kda(
     dt_bias: Tensor | None = None, chunk_size: int = 64, ssm_state_indices: Tensor | None = None, pad_slot_id: int = -1,
     out: Tensor | None = None, backend: str | None = None, has_initial_state: Tensor | None = None,
     update_state: bool = True, final_state_indices: Tensor | None = None, final_state_pool: Tensor | None = None,
+    intermediate_states_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]: ...
 # fmt: on
 
@@ -94,6 +97,7 @@ def chunk_kda(
     update_state: bool = True,
     final_state_indices: Tensor | None = None,
     final_state_pool: Tensor | None = None,
+    intermediate_states_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     r"""Kimi Delta Attention over whole sequences, in chunks: for training and prefill.
 
@@ -112,8 +116,8 @@ def chunk_kda(
             gate; or the raw gate input with ``use_gate_in_kernel`` and in ``kda_gate``.
         beta: [B, T, HV], any floating dtype: in [0, 1]; or logits with ``use_beta_sigmoid_in_kernel``.
         scale: factor of the output: 0, or a normal number of float32 (of float64 with float64 q); None: K ** -0.5.
-        initial_state: [N, HV, K, V] float32 or bfloat16 (float64 with float64 q): state before the first token; None:
-            zero. With ``ssm_state_indices`` a pool [slots, HV, K, V], read and advanced in place.
+        initial_state: [N, HV, K, V] float32, bfloat16 or float16 (float64 with float64 q): state before the first
+            token; None: zero. With ``ssm_state_indices`` a pool [slots, HV, K, V], read and advanced in place.
         output_final_state: return the state after the last token.
         use_qk_l2norm_in_kernel: replace q and k by x / sqrt(sum x^2 + 1e-6), computed in float32.
         use_gate_in_kernel: g is raw; the decay is ``-exp(A_log) * softplus(g + dt_bias)``, or with ``lower_bound`` b:
@@ -155,16 +159,18 @@ def chunk_kda(
             are written to, while ``ssm_state_indices`` are read. Two sequences may read one slot. A slot that one
             writes no other may read or write: refused as other wrong slots are. ``pad_slot_id`` and negative indices
             drop the state. ``fused_recurrent_kda`` also takes [N, 1+S], a slot for every token.
-        final_state_pool: [slots, HV, K, V], float32 or bfloat16, beside ``final_state_indices``: the pool that they
-            point into, while ``initial_state`` is only read.
+        final_state_pool: [slots, HV, K, V], of any dtype that ``initial_state`` may have, beside
+            ``final_state_indices``: the pool that they point into, while ``initial_state`` is only read.
+        intermediate_states_dtype: dtype of h, beside ``return_intermediate_states``; one that states may have. None:
+            that of the initial state.
 
     Returns:
         ``(o, final_state)``, or ``(o, final_state, h)`` with ``return_intermediate_states``.
         o: [B, T, HV, V], dtype of q.
         final_state: [N, HV, K, V] in the initial state's dtype (default float32); the pool that was written when one
             was given; None unless ``output_final_state``.
-        h: [B, NT, HV, K, V], the state's dtype; NT = sum of ceil(length / chunk_size); zero where a
-            sequence is skipped.
+        h: [B, NT, HV, K, V], in the initial state's dtype unless another was asked for; NT = sum of
+            ceil(length / chunk_size); zero where a sequence is skipped.
 
     Raises:
         ValueError: a wrong shape, device, value or combination; nothing has been written.
@@ -186,7 +192,7 @@ def chunk_kda(
             "num_accepted_tokens": None, "inplace_final_state": ssm_state_indices is not None,
             "pad_slot_id": pad_slot_id, "out": out, "has_initial_state": has_initial_state,
             "update_state": update_state, "final_state_indices": final_state_indices,
-            "final_state_pool": final_state_pool,
+            "final_state_pool": final_state_pool, "intermediate_states_dtype": intermediate_states_dtype,
             "save_for_backward": _needs_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state, out),
         }
     )  # fmt: skip
@@ -264,7 +270,7 @@ def fused_recurrent_kda(
             "inplace_final_state": _is_set("inplace_final_state", inplace_final_state) or ssm_state_indices is not None,
             "pad_slot_id": pad_slot_id, "out": out, "has_initial_state": has_initial_state,
             "update_state": update_state, "final_state_indices": final_state_indices,
-            "final_state_pool": final_state_pool,
+            "final_state_pool": final_state_pool, "intermediate_states_dtype": None,
             "save_for_backward": _needs_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state, out),
         }
     )  # fmt: skip
@@ -426,6 +432,7 @@ def run(request: Request, backend: str | Question | None) -> Any:
     else:
         result = _ops.forward(chosen, request)
         _ops.count_writes(request)
-    final_state = request.initial_state if request.inplace_final_state else result.final_state
+    written = request.written_states
+    final_state = result.final_state if written is None else getattr(request, written)
     outputs = (result.o, final_state if request.output_final_state else None)
     return (*outputs, result.h) if request.return_intermediate_states else outputs

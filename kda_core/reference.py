@@ -197,8 +197,8 @@ def forward(r: Request) -> ForwardResult:
     """A request's forward with the results in the contract's shapes and dtypes."""
     result = oracle(r, token_states=r.inplace_final_state)
 
-    def layout(state: Tensor) -> Tensor:
-        return (state.mT if r.state_v_first else state).to(r.state_dtype).contiguous()
+    def layout(state: Tensor, dtype: torch.dtype) -> Tensor:
+        return (state.mT if r.state_v_first else state).to(dtype).contiguous()
 
     _write_pool(r, result)
     o = result.o.to(r.q.dtype)
@@ -206,8 +206,10 @@ def forward(r: Request) -> ForwardResult:
         o = r.out.copy_(o)
     return ForwardResult(
         o=o,
-        final_state=layout(result.final_state) if r.output_final_state and not r.inplace_final_state else None,
-        h=layout(result.h) if r.return_intermediate_states else None,
+        final_state=layout(result.final_state, r.state_dtype)
+        if r.output_final_state and not r.inplace_final_state
+        else None,
+        h=layout(result.h, r.h_dtype) if r.return_intermediate_states else None,
     )
 
 

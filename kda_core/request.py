@@ -46,6 +46,7 @@ class Request:
         update_state: False: a pool is read and stays as it was.
         final_state_indices: [N] or [N, 1+S] slots that states are written to, or None: those of ssm_state_indices.
         final_state_pool: [slots, HV, K, V] pool that states are written to, or None: initial_state.
+        intermediate_states_dtype: of h, or None: ``state_dtype``.
         inplace_final_state: ``initial_state`` is a pool that is read and advanced in place; then the
             result's ``final_state`` is None.
         save_for_backward: the result's ``saved`` must match ``kda_core_saved_spec``.
@@ -95,6 +96,9 @@ class Request:
     update_state: bool = field(default=True, metadata={"needs": Feature.NO_STATE_UPDATE})
     final_state_indices: Tensor | None = field(default=None, metadata={"needs": Feature.FINAL_STATE_INDICES})
     final_state_pool: Tensor | None = field(default=None, metadata={"needs": Feature.FINAL_STATE_INDICES})
+    intermediate_states_dtype: torch.dtype | None = field(
+        default=None, metadata={"needs": Feature.INTERMEDIATE_STATES_DTYPE}
+    )
     save_for_backward: bool = False
     saved: tuple[Tensor, ...] = ()
     grad_o: Tensor | None = None
@@ -146,8 +150,13 @@ class Request:
 
     @property
     def state_dtype(self) -> torch.dtype:
-        """Dtype of the final and the intermediate states: that of the initial state, or the compute dtype."""
+        """Dtype of states unless the call says otherwise: that of the initial state, or the compute dtype."""
         return self.compute_dtype if self.initial_state is None else self.initial_state.dtype
+
+    @property
+    def h_dtype(self) -> torch.dtype:
+        """Dtype of the intermediate states."""
+        return self.intermediate_states_dtype or self.state_dtype
 
     @property
     def state_shape(self) -> tuple[int, ...]:
@@ -404,7 +413,7 @@ class ForwardResult:
         o: [B, T, HV, V], dtype of q; the request's ``out`` when that was given.
         final_state: ``request.state_shape`` in ``request.state_dtype``; None unless
             ``output_final_state`` (and always None for a pool).
-        h: [B, NT, HV, K, V] (or [..., V, K]) in the state dtype; None unless asked for.
+        h: [B, NT, HV, K, V] (or [..., V, K]) in ``request.h_dtype``; None unless asked for.
         saved: tensors for the backward, as ``kda_core_saved_spec`` announced; () unless asked for.
     """
 
@@ -463,6 +472,9 @@ def _is_power_of_two(n: int) -> bool:
 _FEATURE_OF = tuple((f.name, f.metadata["needs"], f.default) for f in fields(Request) if "needs" in f.metadata)
 
 
+_STATES = {torch.bfloat16: Feature.BF16_STATE, torch.float16: Feature.FP16_STATE}
+
+
 def _features(r: Request) -> Iterator[Feature]:
     for name, feature, absent in _FEATURE_OF:
         if getattr(r, name) is not absent:
@@ -480,8 +492,9 @@ def _features(r: Request) -> Iterator[Feature]:
         yield Feature.UNEQUAL_HEAD_DIMS
     if not (_is_power_of_two(r.K) and _is_power_of_two(r.V)):
         yield Feature.ODD_HEAD_DIMS
-    if any(t is not None and t.dtype == torch.bfloat16 for t in (r.initial_state, r.final_state_pool)):
-        yield Feature.BF16_STATE
+    for states in (r.initial_state, r.final_state_pool):
+        if states is not None and states.dtype in _STATES:
+            yield _STATES[states.dtype]
     if any(t is not None and t.dim() == 2 and t.shape[1] > 1 for t in (r.ssm_state_indices, r.final_state_indices)):
         yield Feature.SPEC_DECODE
     if r.use_gate_in_kernel:

@@ -95,7 +95,7 @@ class Budget:
 
 def result_dtypes(r: Request) -> dict[str, torch.dtype]:
     """The dtype that each result of a request is stored in."""
-    dtypes = {"o": r.q.dtype, "final_state": r.final_dtype, "h": r.state_dtype}
+    dtypes = {"o": r.q.dtype, "final_state": r.final_dtype, "h": r.h_dtype}
     return dtypes | {f"d{n}": getattr(r, n).dtype for n in DIFFERENTIABLE if getattr(r, n) is not None}
 
 
@@ -162,7 +162,7 @@ def budgets(call: Call, device: torch.device = CPU) -> dict[str, Budget]:
     call = call.without_pool()
     seed = call.digest()
     flushed_below = platforms.flushed_below(device, call.tensors["q"].dtype)
-    key = f"{seed} {advanced} {flushed_below} {dtypes['final_state']}"
+    key = f"{seed} {advanced} {flushed_below} {dtypes['final_state']} {dtypes['h']}"
     if key not in _cache:
         if len(_cache) >= MAX_CACHED_BUDGETS:
             _cache.clear()

@@ -155,7 +155,7 @@ class _Check(ABC):
         if isinstance(r, GateRequest):
             return kinds | {"gate": (r.g.shape, r.output_dtype)}
         kinds |= {"o": ((r.B, r.T, r.HV, r.V), r.q.dtype), "final_state": (r.state_shape, r.state_dtype)}
-        return kinds | {"h": ((r.B, chunks_of(r), *r.state_shape[1:]), r.state_dtype)}
+        return kinds | {"h": ((r.B, chunks_of(r), *r.state_shape[1:]), r.h_dtype)}
 
     def bounds(self) -> list[tuple[int, int, int]]:
         """(batch row, first token, end) of every sequence."""

@@ -19,7 +19,7 @@ from kda_core.request import Request
 from kda_core.testing.inputs import Call
 
 BY_QUERY_HEAD, BY_VALUE_HEAD = ("q", "k", "dq", "dk"), ("v", "g", "beta", "o", "dv", "dg", "dbeta")
-_KINDS = ("bool", "int", "float", "float | None")
+_KINDS = ("bool", "int", "float", "float | None", "torch.dtype | None")
 OPTIONS = tuple(
     f.name for f in fields(Request) if f.type in _KINDS and f.name not in ("pad_slot_id", "save_for_backward")
 )

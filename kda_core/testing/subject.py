@@ -429,7 +429,7 @@ class Subject:
             state = r.state_shape if r.written_states is None else tuple(getattr(r, r.written_states).shape)
             expected["final_state"] = (state, r.final_dtype)
         if r.return_intermediate_states:
-            expected["h"] = ((r.B, chunks_of(r), *r.state_shape[1:]), r.state_dtype)
+            expected["h"] = ((r.B, chunks_of(r), *r.state_shape[1:]), r.h_dtype)
         names = ("o", "final_state", "h") if r.return_intermediate_states else ("o", "final_state")
         if not isinstance(answer, tuple) or len(answer) != len(names):
             raise Mismatch(f"returned {answer!r}, expected a tuple of {', '.join(names)}")

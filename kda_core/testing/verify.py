@@ -15,7 +15,7 @@ import torch
 
 from kda_core.capabilities import FEATURES_1_0, FEATURES_1_2, Feature
 from kda_core.testing import gate
-from kda_core.testing.cases import BF16, BFLOAT16, BOUNDED, FP32, Case, named, select
+from kda_core.testing.cases import BF16, BFLOAT16, BOUNDED, FP16, FP32, Case, named, select
 from kda_core.testing.inputs import Call
 from kda_core.testing.nearby import Build
 from kda_core.testing.subject import Mismatch, Record, Refused, Subject
@@ -109,6 +109,14 @@ def checks() -> list[Check | GateCheck]:
     return [
         *(Check(case) for case in (*select("verify"), named("float64"))),
         Check(Case(name="intermediate states", T=130, state=FP32, options={"return_intermediate_states": True})),
+        Check(
+            Case(
+                name="float16 states, intermediate states in float32",
+                T=130,
+                state=FP16,
+                options={"return_intermediate_states": True, "intermediate_states_dtype": FP32},
+            )
+        ),
         Check(Case(name="strided inputs", T=70, strided=frozenset({"q", "g", "beta"}))),
         Check(Case(name="output buffer", T=70), lambda case: replace(case.call(), given_out=True)),
         Check(Case(name="gradients without recompute", T=70, backward=True, options={"disable_recompute": True})),

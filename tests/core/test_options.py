@@ -22,7 +22,8 @@ LATER = NAMES[NAMES.index("out") + 1 : NAMES.index("save_for_backward")]
 NOT_TAKEN = {
     "chunk_kda": {"num_accepted_tokens", "inplace_final_state"},
     "fused_recurrent_kda": {
-        *("disable_recompute", "return_intermediate_states", "cu_seqlens_cpu", "cp_context", "chunk_size")
+        *("disable_recompute", "return_intermediate_states", "cu_seqlens_cpu", "cp_context", "chunk_size"),
+        "intermediate_states_dtype",
     },
 }
 
@@ -75,7 +76,7 @@ def test_every_argument_is_in_the_request_under_its_name(op: str):
 def test_the_operators_take_the_arguments(op: str):
     """A pool is an argument of its own; a context of several devices is in no program."""
     assert {*_schemas.INPLACE[op].names} == FIELDS.keys() - {"cp_context", "inplace_final_state"} | {"pool", "backend"}
-    assert {*_schemas.FUNCTIONAL[op].names} - {"backend", "save_for_backward"} == {
+    assert {*_schemas.FUNCTIONAL[op].names} - {"backend", "save_for_backward", "intermediate_states_dtype"} == {
         *_schemas.TENSOR_NAMES,
         *_schemas.OPTION_NAMES,
     }
@@ -122,6 +123,7 @@ OPTIONS = [
 def test_an_option_takes_only_values_of_its_kind(op, name, annotation, kind):
     """0, "", [] and None counted as False for inplace_final_state, and an array ended in an error of NumPy's."""
     kinds = {"bool": bool, "int": int, "float": (int, float), "str": str, "None": type(None), "Any": type(None)}
+    kinds["torch.dtype"] = torch.dtype
     kinds = tuple(kinds[part] for part in annotation.split(" | "))
     arguments = right_call(op, pool=kind == "pool", gradient=kind == "gradient")
     for value in OTHER_VALUES:

@@ -140,6 +140,31 @@ class PaddingIndexIsMinusOne(Mutant):
         return replace(r, pad_slot_id=-1)
 
 
+class NullSlotOfZeroIsNone(Mutant):
+    """``pad_slot_id or -1``: slot 0 is an ordinary slot."""
+
+    def asked(self, r: Request) -> Request:
+        return replace(r, pad_slot_id=r.pad_slot_id or -1)
+
+
+class HalfStatesAsBfloat16(Mutant):
+    """States in float16 are rounded to bfloat16 first."""
+
+    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
+        if result.final_state is not None and result.final_state.dtype == torch.float16:
+            return replace(result, final_state=result.final_state.bfloat16().half())
+        return result
+
+
+class DtypeOfIntermediateStatesIgnored(Mutant):
+    """They pass through the dtype of the initial state."""
+
+    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
+        if r.intermediate_states_dtype is None or result.h is None:
+            return result
+        return replace(result, h=result.h.to(r.state_dtype).to(r.h_dtype))
+
+
 class PairsOfThree(Mutant):
     """With HV = 3 H, dq and dk add up the first two heads of each group."""
 

@@ -9,7 +9,7 @@ import torch
 
 from kda_core._plugins import registry
 from kda_core.capabilities import Feature
-from kda_core.testing.cases import BF16, FP32, Case
+from kda_core.testing.cases import BF16, FP16, FP32, Case
 from kda_core.testing.inputs import Call, same_bits
 from kda_core.testing.marks import requires
 
@@ -246,3 +246,46 @@ def test_index_past_the_pool(kda, op: str, T: int, far: int):
         assert slots.dim() == dims
         found = _computed(kda, padded.having(**{name: torch.where(slots < 0, far, slots)}))
         assert all(map(same_bits, found, _computed(kda, padded)))
+
+
+@FUNCTIONS
+def test_null_slot(kda, op: str, T: int):
+    """pad_slot_id=0, as vLLM counts: slot 0 is nobody's. It holds NaN here, and keeps it."""
+    call = _call(kda, op, T).having(pad_slot_id=0)
+    results = kda.check(call.in_pool(_indices(0, 4, 0), 6))
+    assert not results["o"].reshape(3, T, -1)[::2].any()
+    kda.check(call.in_pool(_indices(5, -1, 2), 6))
+
+
+@FUNCTIONS
+@ELSEWHERE
+def test_null_slot_written_elsewhere(kda, op: str, T: int):
+    """It drops a state that would be written, and skips a row that would read it."""
+    call = _call(kda, op, T).having(pad_slot_id=0).in_pool(_indices(4, 4, 0), 6)
+    kda.check(call.written_elsewhere(_indices(0, 1, 2)))
+    kda.check(call.written_elsewhere(_indices(0, 1, 2), 4))
+
+
+@FUNCTIONS
+@requires(Feature.FP16_STATE)
+def test_pool_float16(kda, op: str, T: int):
+    """A pool in float16, in both layouts."""
+    kda.check(_call(kda, op, T, state=FP16).in_pool(_indices(1, -1, 0), 5))
+    kda.check(_call(kda, op, T, state=FP16, V=64, options={"state_v_first": True}).in_pool(_indices(1, 3, 0), 5))
+
+
+@DRAFTS
+@requires(Feature.FP16_STATE)
+def test_drafts_in_a_float16_pool(kda):
+    """Half inputs and a float16 pool; then states in another dtype."""
+    table = torch.tensor([[8, 1, 2], [0, 4, 9], [6, 3, 7]], dtype=torch.int32)
+    kda.check(_draft(kda, state=FP16, dtype=FP16, gate_dtype=FP16).in_pool(table, 10, torch.tensor([2, 1, 3])))
+
+
+@DRAFTS
+def test_null_slot_in_drafts(kda):
+    """In later tokens, too: their states are dropped."""
+    call = _draft(kda).having(pad_slot_id=0)
+    table = torch.tensor([[8, 0, 2], [0, 4, 9], [6, 3, 0]], dtype=torch.int32)
+    kda.check(call.in_pool(table, 10))
+    kda.check(call.in_pool(table, 10, torch.tensor([1, 2, 3], dtype=torch.int32)))

@@ -48,7 +48,7 @@ class RecurrentConfig:
 # are taken in another order, and how many states there are must not show in any bit of a result. Only V first may a
 # tile have more rows or fewer: each is summed on its own, by the same threads in the same order.
 RECURRENT_CONFIGS = {
-    # (V first, bfloat16): (the least states N · HV for it, the configuration), by number of states
+    # (V first, 16 bits): (the least states N · HV for it, the configuration), by number of states
     (False, False): (
         (0, RecurrentConfig(64, 2, 128, "evict_last")),
         (65, RecurrentConfig(64, 2)),
@@ -109,7 +109,7 @@ def recurrent_config(
 
     Without a given state there is none to load, and triton 3.6 finds the large tile no layout without spills.
     """
-    table = RECURRENT_CONFIGS[v_first, state_dtype == torch.bfloat16]
+    table = RECURRENT_CONFIGS[v_first, state_dtype.itemsize == 2]
     config = [c for least, c in table if states >= least][-1]
     if power_of_two(K) != 128:
         # That tiles of several sizes sum alike has been seen there only, and bounds on registers are for its tiles.
