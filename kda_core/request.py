@@ -54,8 +54,7 @@ class Request:
         grad_o: backward only: [B, T, HV, V] or None.
         grad_final_state: backward only: shape of the final state, or None.
         needs_grad: backward only: names of the inputs whose gradient is asked for.
-        cp_context: None of a plain call. Hooks are given True in a call in two halves (``Feature.CONTEXT_PARALLEL``);
-            the request then holds this process's fragments, and ``Begun`` says which fields it has.
+        cp_context: hooks are given None, or True in a call in two halves (``Begun`` says which fields that has).
         memo: None, or a dictionary for values that a backend derives from options and tensor metadata (shapes, strides,
             dtypes, device). All calls with the same ones share it, forward and backward, in all threads. It may be
             dropped at any time. A copy of a request (``replace``) has none.
