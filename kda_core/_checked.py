@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from kda_core import _checks, _loaded
+from kda_core import _expect, _loaded
 from kda_core._loaded import Backend
 from kda_core._plugins import registry
 from kda_core._ranges import ROWS
@@ -69,7 +69,7 @@ def checked_calls(
         CheckFailed: from a call within the block, unless ``warn``.
         TypeError, ValueError: an argument is wrong.
     """
-    _checks.expect_flag("warn", warn)
+    _expect.expect_flag("warn", warn)
     if dump is not None and not isinstance(dump, (str, os.PathLike)):
         raise TypeError(f"dump: expected a path or None, got {type(dump).__name__}")
     if isinstance(elements, bool) or not isinstance(elements, int):

@@ -23,7 +23,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import kda_core
-from kda_core import _cli, _plugins, api, platforms
+from kda_core import _cli, _explain, _plugins, platforms
 from kda_core._example_call import MOST_BYTES, CallShape, example_call
 from kda_core._ledger import Explanation
 from kda_core.call_plan import CallPlan
@@ -136,7 +136,9 @@ def _with_call_options(command: Callable[..., None]) -> Callable[..., None]:
     meanings = {name: text for function in reversed(OPS.values()) for name, text in _meanings(function)}
     for name in (f.name for f in dataclasses.fields(Request) if f.name in taken):
         kind, default = TYPES[taken[name].annotation], taken[name].default
-        option = typer.Option(default, "--" + name.replace("_", "-"), help=meanings.get(name))
+        flag = "--" + name.replace("_", "-")
+        flag += flag.replace("--", "/--no-") if default is True else ""
+        option = typer.Option(default, flag, help=meanings.get(name))
         parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind))
     command.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
     return command
@@ -167,6 +169,14 @@ def explain(
     num_accepted_tokens: Annotated[
         bool, typer.Option("--num-accepted-tokens", help="Pass num_accepted_tokens.")
     ] = False,
+    has_initial_state: Annotated[bool, typer.Option("--has-initial-state", help="Pass has_initial_state.")] = False,
+    intermediate_states_dtype: Annotated[str | None, typer.Option(help="Dtype of the intermediate states.")] = None,
+    final_state_indices: Annotated[
+        bool, typer.Option("--final-state-indices", help="Pass final_state_indices, with as many columns.")
+    ] = False,
+    final_state_pool: Annotated[
+        bool, typer.Option("--final-state-pool", help="Pass final_state_pool, of the pool's size and dtype.")
+    ] = False,
     out: Annotated[bool, typer.Option("--out", help="Pass an output buffer.")] = False,
     cp_context: Annotated[bool, typer.Option("--cp-context", help="Pass a context-parallel context.")] = False,
     backend: BackendName = None,
@@ -190,10 +200,14 @@ def explain(
     tensors = {
         "A_log": a_log, "dt_bias": dt_bias, "initial_state": initial_state or slots is not None,
         "cu_seqlens": varlen is not None, "cu_seqlens_cpu": cu_seqlens_cpu, "ssm_state_indices": slots is not None,
-        "num_accepted_tokens": num_accepted_tokens, "out": out,
+        "num_accepted_tokens": num_accepted_tokens, "out": out, "has_initial_state": has_initial_state,
+        "final_state_indices": final_state_indices, "final_state_pool": final_state_pool,
     }  # fmt: skip
     # Only what the user wrote is passed on, so that the defaults are those of the call itself.
     written = {name: value for name, value in given.items() if _is_written(ctx, name)}
+    if intermediate_states_dtype is not None:
+        # A name that is none of a dtype's reaches the call, which refuses it.
+        written["intermediate_states_dtype"] = getattr(torch, intermediate_states_dtype, intermediate_states_dtype)
     if cp_context:
         written["cp_context"] = object()
     try:
@@ -205,7 +219,7 @@ def explain(
         )  # fmt: skip
         call = example_call(OPS[op], call_shape, written)
         if plan:
-            _show_plans(api.plan(**call, op=op, backend=backend, chip=chip), as_json)
+            _show_plans(_explain.plan(**call, op=op, backend=backend, chip=chip), as_json)
             return
         explanation = kda_core.explain(**call, op=op, backend=backend)
     except (BackendNotFound, BrokenBackend, UnsupportedCall) as error:

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_core import _checks
+from kda_core import _expect
 from kda_core._torch_private import fake_tensors
 from kda_core.reference import DIFFERENTIABLE
 from kda_core.request import DATA
 
-DATA_DTYPES = {str(d).removeprefix("torch."): d for d in _checks.DATA_DTYPES}
+DATA_DTYPES = {str(d).removeprefix("torch."): d for d in _expect.DATA_DTYPES}
 
 MOST_BYTES = 2**62
 """Bytes of a tensor: torch counts them in 64 bits with a sign, and a strided tensor has twice as many."""
@@ -108,8 +108,11 @@ def _tensors(shape: CallShape, v_first: bool) -> dict[str, Tensor]:
             "initial_state": tensor(rows, HV, *((V, K) if v_first else (K, V)), dtype=state_dtype),
             "ssm_state_indices": tensor(N, shape.slots_per_sequence, dtype=torch.int64),
             "num_accepted_tokens": tensor(N, dtype=torch.int32), "cu_seqlens": tensor(N + 1, dtype=torch.int64),
+            "has_initial_state": tensor(N, dtype=torch.bool),
+            "final_state_indices": tensor(N, shape.slots_per_sequence, dtype=torch.int64),
             "cu_seqlens_cpu": torch.empty(N + 1, dtype=torch.int64), "out": tensor(B, T, HV, V, dtype=data),
         }  # fmt: skip
+        made["final_state_pool"] = torch.empty_like(made["initial_state"])
         # Last, so that no view follows: recording one on a device that torch was not built for ends the process.
         for name in DIFFERENTIABLE:
             made[name].requires_grad_(shape.backward)

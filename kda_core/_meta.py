@@ -37,7 +37,7 @@ def chunks_of(r: Request) -> int:
 
 def empty_h(r: Request, chunks: int | torch.SymInt) -> Tensor:
     """The intermediate states, with any content."""
-    return r.v.new_empty((r.B, chunks, *r.state_shape[1:]), dtype=r.state_dtype)
+    return r.v.new_empty((r.B, chunks, *r.state_shape[1:]), dtype=r.h_dtype)
 
 
 def empty_final_state(r: Request) -> Tensor | None:

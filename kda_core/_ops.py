@@ -418,11 +418,10 @@ def writes_to_caller(r: Request) -> bool:
 
 def count_writes(r: Request) -> None:
     """Tell autograd that a pool or ``out`` was written, so that a stale use of it in a backward is found."""
-    pool = r.initial_state if r.inplace_final_state else None
-    if pool is not None and not pool.is_inference():
-        torch.autograd.graph.increment_version(pool)
-    if r.out is not None and not r.out.is_inference():
-        torch.autograd.graph.increment_version(r.out)
+    for name in ("out", r.written_states):
+        t = None if name is None else getattr(r, name)
+        if t is not None and not t.is_inference():
+            torch.autograd.graph.increment_version(t)
 
 
 def call(r: Request, backend: str | None) -> ForwardResult:

@@ -32,7 +32,7 @@ def check_forward(backend: Backend, r: Request, result: Any) -> None:
         _fail(backend, "final_state", "None, because the call asks for none", result.final_state)
     if r.return_intermediate_states:
         shape = (r.B, _meta.chunks_of(r), *r.state_shape[1:])
-        _expect(backend, "h", result.h, shape, r.state_dtype, r.device)
+        _expect(backend, "h", result.h, shape, r.h_dtype, r.device)
     elif result.h is not None:
         _fail(backend, "h", "None, because the call asks for none", result.h)
     if r.memo is not None:

@@ -23,10 +23,10 @@ from kda_core.request import Op
 
 NAMESPACE = "kda_core"
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Rises whenever a schema grows; ``tests/core/data`` has programs that were exported with each version."""
 
-DEFAULTS = {"None": None, "False": False, '""': "", "[]": (), "64": 64, "-1": -1, "0": 0}
+DEFAULTS = {"None": None, "False": False, "True": True, '""': "", "[]": (), "64": 64, "-1": -1, "0": 0}
 """Python's values of the defaults."""
 
 GATE_DIFFERENTIABLE = ("g", "A_log", "dt_bias")
@@ -79,8 +79,10 @@ _NEEDS = "bool[] needs=[]"
 # States that are only read are not declared as written: those that are have an argument of their own.
 _WRITTEN = (
     "Tensor(a!)? pool=None, Tensor? ssm_state_indices=None, Tensor? num_accepted_tokens=None, "
-    "Tensor(b!)? out=None, int pad_slot_id=-1"
+    "Tensor(b!)? out=None, int pad_slot_id=-1, Tensor? has_initial_state=None, bool update_state=True, "
+    "Tensor? final_state_indices=None, Tensor(c!)? final_state_pool=None"
 )
+_LATER = "ScalarType? intermediate_states_dtype=None"
 _GRADIENTS = ", ".join(f"Tensor? {name}=None" for name in ("grad_o", "grad_final_state", *SAVED_NAMES))
 
 TENSOR_NAMES = _names(_TENSORS)
@@ -90,10 +92,10 @@ OPTION_NAMES = _names(_OPTIONS)
 """Options that all operators of a public function share, the backend's name aside."""
 
 
-FUNCTIONAL = {op: Schema(op, f"{_SHARED}, {_SAVE}", 3 + MAX_SAVED_TENSORS) for op in get_args(Op)}
+FUNCTIONAL = {op: Schema(op, f"{_SHARED}, {_SAVE}, {_LATER}", 3 + MAX_SAVED_TENSORS) for op in get_args(Op)}
 """(o, final_state, h, saved_0, ...) of a call that writes to nothing of the caller's; differentiable."""
 
-INPLACE = {op: Schema(f"{op}_", f"{_SHARED}, {_WRITTEN}", 3) for op in get_args(Op)}
+INPLACE = {op: Schema(f"{op}_", f"{_SHARED}, {_WRITTEN}, {_LATER}", 3) for op in get_args(Op)}
 """(o, final_state, h) of a call that writes to the caller's ``pool`` or ``out``; no gradient."""
 
 BACKWARD = {

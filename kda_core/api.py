@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any, Literal, overload
@@ -10,12 +9,11 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from kda_core import _checks, _eager, _ops, _plugins
-from kda_core._ledger import Explanation, LedgerEntry
+from kda_core import _checks, _eager, _expect, _ops, _plugins
+from kda_core._ledger import LedgerEntry
 from kda_core._ops import default_scale
 from kda_core._plugins import registry
 from kda_core._torch_private import constant_in_graphs, in_forward_mode
-from kda_core.call_plan import CallPlan
 from kda_core.request import AnyRequest, GateRequest, Request, build_request
 
 
@@ -30,7 +28,9 @@ def chunk_kda(
     return_intermediate_states: Literal[False] = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None, cp_context: Any = None, A_log: Tensor | None = None,
     dt_bias: Tensor | None = None, chunk_size: int = 64, ssm_state_indices: Tensor | None = None, pad_slot_id: int = -1,
-    out: Tensor | None = None, backend: str | None = None,
+    out: Tensor | None = None, backend: str | None = None, has_initial_state: Tensor | None = None,
+    update_state: bool = True, final_state_indices: Tensor | None = None, final_state_pool: Tensor | None = None,
+    intermediate_states_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]: ...
 
 
@@ -43,7 +43,9 @@ def chunk_kda(
     *, return_intermediate_states: Literal[True], state_v_first: bool = False, cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None, cp_context: Any = None, A_log: Tensor | None = None,
     dt_bias: Tensor | None = None, chunk_size: int = 64, ssm_state_indices: Tensor | None = None, pad_slot_id: int = -1,
-    out: Tensor | None = None, backend: str | None = None,
+    out: Tensor | None = None, backend: str | None = None, has_initial_state: Tensor | None = None,
+    update_state: bool = True, final_state_indices: Tensor | None = None, final_state_pool: Tensor | None = None,
+    intermediate_states_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]: ...
 
 
@@ -56,7 +58,9 @@ def chunk_kda(
     return_intermediate_states: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None, cp_context: Any = None, A_log: Tensor | None = None,
     dt_bias: Tensor | None = None, chunk_size: int = 64, ssm_state_indices: Tensor | None = None, pad_slot_id: int = -1,
-    out: Tensor | None = None, backend: str | None = None,
+    out: Tensor | None = None, backend: str | None = None, has_initial_state: Tensor | None = None,
+    update_state: bool = True, final_state_indices: Tensor | None = None, final_state_pool: Tensor | None = None,
+    intermediate_states_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]: ...
 # fmt: on
 
@@ -89,6 +93,11 @@ def chunk_kda(
     pad_slot_id: int = -1,
     out: Tensor | None = None,
     backend: str | None = None,
+    has_initial_state: Tensor | None = None,
+    update_state: bool = True,
+    final_state_indices: Tensor | None = None,
+    final_state_pool: Tensor | None = None,
+    intermediate_states_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     r"""Kimi Delta Attention over whole sequences, in chunks: for training and prefill.
 
@@ -107,8 +116,8 @@ def chunk_kda(
             gate; or the raw gate input with ``use_gate_in_kernel`` and in ``kda_gate``.
         beta: [B, T, HV], any floating dtype: in [0, 1]; or logits with ``use_beta_sigmoid_in_kernel``.
         scale: factor of the output: 0, or a normal number of float32 (of float64 with float64 q); None: K ** -0.5.
-        initial_state: [N, HV, K, V] float32 or bfloat16 (float64 with float64 q): state before the first token; None:
-            zero. With ``ssm_state_indices`` a pool [slots, HV, K, V], read and advanced in place.
+        initial_state: [N, HV, K, V] float32, bfloat16 or float16 (float64 with float64 q): state before the first
+            token; None: zero. With ``ssm_state_indices`` a pool [slots, HV, K, V], read and advanced in place.
         output_final_state: return the state after the last token.
         use_qk_l2norm_in_kernel: replace q and k by x / sqrt(sum x^2 + 1e-6), computed in float32.
         use_gate_in_kernel: g is raw; the decay is ``-exp(A_log) * softplus(g + dt_bias)``, or with ``lower_bound`` b:
@@ -142,14 +151,26 @@ def chunk_kda(
         out: [B, T, HV, V], dtype of q: written in full and returned as ``o``; no overlap with the inputs.
         backend: name of the backend; never falls back to another. None: ``use_backend``, then ``KDA_BACKEND``, then the
             best one for the tensors' device.
+        has_initial_state: [N] bool, on the device of q, beside ``ssm_state_indices``: a sequence with False starts from
+            zero. Its slot is not read, may hold anything, and is written like any other.
+        update_state: False leaves the pool as it was and computes outputs alone; needs ``ssm_state_indices``, and no
+            ``output_final_state``.
+        final_state_indices: [N] or [N, 1], int32 or int64, any stride, beside ``ssm_state_indices``: slots that states
+            are written to, while ``ssm_state_indices`` are read. Two sequences may read one slot. A slot that one
+            writes no other may read or write: refused as other wrong slots are. ``pad_slot_id`` and negative indices
+            drop the state. ``fused_recurrent_kda`` also takes [N, 1+S], a slot for every token.
+        final_state_pool: [slots, HV, K, V], of any dtype that ``initial_state`` may have, beside
+            ``final_state_indices``: the pool that they point into, while ``initial_state`` is only read.
+        intermediate_states_dtype: dtype of h, beside ``return_intermediate_states``; one that states may have. None:
+            that of the initial state.
 
     Returns:
         ``(o, final_state)``, or ``(o, final_state, h)`` with ``return_intermediate_states``.
         o: [B, T, HV, V], dtype of q.
-        final_state: [N, HV, K, V] in the initial state's dtype (default float32); the pool when one was
-            given; None unless ``output_final_state``.
-        h: [B, NT, HV, K, V], the state's dtype; NT = sum of ceil(length / chunk_size); zero where a
-            sequence is skipped.
+        final_state: [N, HV, K, V] in the initial state's dtype (default float32); the pool that was written when one
+            was given; None unless ``output_final_state``.
+        h: [B, NT, HV, K, V], in the initial state's dtype unless another was asked for; NT = sum of
+            ceil(length / chunk_size); zero where a sequence is skipped.
 
     Raises:
         ValueError: a wrong shape, device, value or combination; nothing has been written.
@@ -169,11 +190,13 @@ def chunk_kda(
             "state_v_first": state_v_first, "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu,
             "cp_context": cp_context, "chunk_size": chunk_size, "ssm_state_indices": ssm_state_indices,
             "num_accepted_tokens": None, "inplace_final_state": ssm_state_indices is not None,
-            "pad_slot_id": pad_slot_id, "out": out,
+            "pad_slot_id": pad_slot_id, "out": out, "has_initial_state": has_initial_state,
+            "update_state": update_state, "final_state_indices": final_state_indices,
+            "final_state_pool": final_state_pool, "intermediate_states_dtype": intermediate_states_dtype,
             "save_for_backward": _needs_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state, out),
         }
     )  # fmt: skip
-    return _run(request, backend)
+    return run(request, backend)
 
 
 def fused_recurrent_kda(
@@ -201,6 +224,10 @@ def fused_recurrent_kda(
     out: Tensor | None = None,
     backend: str | None = None,
     safe_gate: bool = False,
+    has_initial_state: Tensor | None = None,
+    update_state: bool = True,
+    final_state_indices: Tensor | None = None,
+    final_state_pool: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     r"""Kimi Delta Attention token by token, with the state kept on chip: for decoding and short sequences.
 
@@ -212,9 +239,9 @@ def fused_recurrent_kda(
         initial_state: [N, HV, K, V]; a pool [slots, HV, K, V] with ``ssm_state_indices``.
         ssm_state_indices: [N], the slot of each sequence, read before its first token and written after its last; or,
             for speculative decoding, [N, 1+S]: slot [n, i] is written after token i, and the first is read unless
-            ``num_accepted_tokens`` says otherwise. On the CPU, an index past the pool or a slot that two rows use
-            raises ValueError; on other devices nothing is read back to check it, an index past the pool is the caller's
-            error and rows that share a slot race.
+            ``num_accepted_tokens`` says otherwise. On the CPU and under ``KDA_CHECK=1``, an index past the pool and a
+            slot that one row writes and another uses raise ValueError; elsewhere nothing is read back to check it: an
+            index past the pool counts as padding, and such rows race.
         num_accepted_tokens: [N], from 1 to 1+S: sequence n starts from slot [n, accepted - 1]. Out of range: ValueError
             on the CPU; clamped into the range on other devices.
         inplace_final_state: write the final state over ``initial_state`` [N, HV, K, V] (a pool always is advanced in
@@ -241,11 +268,13 @@ def fused_recurrent_kda(
             "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": None, "cp_context": None, "chunk_size": 64,
             "ssm_state_indices": ssm_state_indices, "num_accepted_tokens": num_accepted_tokens,
             "inplace_final_state": _is_set("inplace_final_state", inplace_final_state) or ssm_state_indices is not None,
-            "pad_slot_id": pad_slot_id, "out": out,
+            "pad_slot_id": pad_slot_id, "out": out, "has_initial_state": has_initial_state,
+            "update_state": update_state, "final_state_indices": final_state_indices,
+            "final_state_pool": final_state_pool, "intermediate_states_dtype": None,
             "save_for_backward": _needs_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state, out),
         }
     )  # fmt: skip
-    return _run(request, backend)
+    return run(request, backend)
 
 
 def kda_gate(
@@ -280,7 +309,7 @@ def kda_gate(
         lower_bound=lower_bound,
         save_for_backward=_needs_gradient(g, A_log, dt_bias),
     )
-    if isinstance(backend, _Question):
+    if isinstance(backend, Question):
         return backend.answer(request)
     compiling = torch.compiler.is_compiling()
     name = _traced_name(backend) if compiling else _plugins.requested_name(backend)
@@ -296,103 +325,11 @@ def kda_gate(
     return _ops.gate_forward(chosen, request)
 
 
-class _Question:
+class Question:
     """Stands in for ``backend=`` when a call is to be explained rather than run; ``answer`` takes its request."""
 
     def __init__(self, answer: Callable[[AnyRequest], Any]) -> None:
         self.answer = answer
-
-
-def explain(*args: Any, op: str = "chunk_kda", **kwargs: Any) -> Explanation:
-    """Say which backend would serve a call and why the others would not; runs nothing.
-
-    Args:
-        *args: the arguments of the call, as the function ``op`` takes them.
-        **kwargs: those that are given by name.
-        op: "chunk_kda", "fused_recurrent_kda" or "kda_gate".
-
-    Returns:
-        A verdict for every known backend; ``print`` shows it.
-
-    Raises:
-        ValueError, TypeError: the arguments are wrong, as in the call itself.
-        BackendNotFound, BrokenBackend: ``backend=`` names one that cannot be used at all.
-    """
-    return _ask(lambda request, name: registry.explain(request, name), op, args, kwargs)
-
-
-def plan(*args: Any, op: str = "chunk_kda", chip: str | None = None, **kwargs: Any) -> tuple[CallPlan, ...]:
-    """Say what a call would allocate and launch; runs nothing.
-
-    Args:
-        *args: the arguments of the call, as the function ``op`` takes them.
-        **kwargs: those that are given by name.
-        op: "chunk_kda", "fused_recurrent_kda" or "kda_gate".
-        chip: name of the chip to plan for, such as "sm_90"; None: the device of the arguments. Needs ``backend=``.
-
-    Returns:
-        The plan of the forward and, where an argument requires a gradient, of the backward.
-
-    Raises:
-        ValueError, TypeError: the arguments are wrong, as in the call itself, or the chip is not known.
-        UnsupportedCall: no backend serves the call, or the one that does makes no plans.
-        BackendNotFound, BrokenBackend: ``backend=`` names one that cannot be used at all.
-    """
-    if chip is not None and not isinstance(chip, str):
-        raise TypeError(f"chip: expected the name of a chip or None, got {type(chip).__name__}")
-    return _ask(lambda request, name: registry.plan(request, name, chip), op, args, kwargs)
-
-
-def _ask(question: Callable[[AnyRequest, str | None], Any], op: str, args: Any, kwargs: Any) -> Any:
-    """The answer to a question about a call: ``question`` takes its request and the name of the wanted backend."""
-    function = _function(op)
-    call = inspect.signature(function).bind(*args, **kwargs)
-    name = _plugins.requested_name(call.arguments.get("backend"))
-    if name is not None:
-        registry.named(name)
-    call.arguments["backend"] = _Question(lambda request: question(request, name))
-    return function(*call.args, **call.kwargs)
-
-
-def _function(op: str) -> Callable[..., Any]:
-    function = _FUNCTIONS.get(op) if isinstance(op, str) else None
-    if function is None:
-        raise ValueError(f"op: expected one of {', '.join(_FUNCTIONS)}, got {op!r}")
-    return function
-
-
-_FUNCTIONS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (chunk_kda, fused_recurrent_kda, kda_gate)}
-
-
-def supports(op: str, /, *args: Any, **kwargs: Any) -> tuple[bool, str]:
-    """Say whether a call would be served, and if not, why; runs nothing.
-
-    A verdict is kept by shapes, strides, dtypes, devices and options, so that an adapter can ask before every call.
-    The values of tensors are not read: a call that is supported still raises for a wrong slot or boundary.
-
-    Args:
-        op: "chunk_kda", "fused_recurrent_kda" or "kda_gate".
-        *args: the arguments of the call, as the function ``op`` takes them.
-        **kwargs: those that are given by name.
-
-    Returns:
-        ``(True, "")``, or False and the text of the error that the call would raise: wrong arguments (ValueError,
-        TypeError) or no backend for them (UnsupportedCall).
-
-    Raises:
-        ValueError: there is no such ``op``.
-        BackendNotFound, BrokenBackend: ``backend=`` names one that cannot be used at all.
-    """
-    name = _plugins.requested_name(kwargs.get("backend"))
-    answer = registry.answered(op, args, kwargs, name)
-    if answer is not None:
-        return answer
-    function = _function(op)
-    question = _Question(lambda request: registry.supports(request, args, kwargs, name))
-    try:
-        return function(*args, **kwargs | {"backend": question})
-    except (ValueError, TypeError) as error:
-        return False, str(error)
 
 
 def backends() -> tuple[LedgerEntry, ...]:
@@ -431,7 +368,7 @@ def _is_set(name: str, flag: Any) -> bool:
     if flag is False or flag is True:
         return flag
     value = _checks.python_value(flag)
-    _checks.expect_flag(name, value)
+    _expect.expect_flag(name, value)
     return value
 
 
@@ -469,10 +406,10 @@ def _over_devices() -> Any:
     return _call
 
 
-def _run(request: Request, backend: str | _Question | None) -> Any:
+def run(request: Request, backend: str | Question | None) -> Any:
     if request.save_for_backward:
         _checks.check_differentiable(request)
-    if isinstance(backend, _Question):
+    if isinstance(backend, Question):
         return backend.answer(request if request.cp_context is None else _over_devices().part(request))
     compiling = torch.compiler.is_compiling()
     name = _traced_name(backend) if compiling else _plugins.requested_name(backend)
@@ -495,6 +432,7 @@ def _run(request: Request, backend: str | _Question | None) -> Any:
     else:
         result = _ops.forward(chosen, request)
         _ops.count_writes(request)
-    final_state = request.initial_state if request.inplace_final_state else result.final_state
+    written = request.written_states
+    final_state = result.final_state if written is None else getattr(request, written)
     outputs = (result.o, final_state if request.output_final_state else None)
     return (*outputs, result.h) if request.return_intermediate_states else outputs

@@ -34,7 +34,9 @@ class Feature(Enum):
     STATE_GRADIENT = "gradients through the initial and the final state"
     STATE_V_FIRST = "states stored V first (state_v_first)"
     BF16_STATE = "bfloat16 states"
+    FP16_STATE = "float16 states"
     INTERMEDIATE_STATES = "intermediate states (return_intermediate_states)"
+    INTERMEDIATE_STATES_DTYPE = "intermediate states in a dtype of their own (intermediate_states_dtype)"
     PAGED_STATE = "a pool of states, advanced in place (ssm_state_indices, inplace_final_state)"
     SPEC_DECODE = "a slot for every token (ssm_state_indices [N, 1+S], num_accepted_tokens)"
     QK_L2NORM = "q/k normalisation (use_qk_l2norm_in_kernel)"
@@ -48,6 +50,9 @@ class Feature(Enum):
     OUT = "the caller's output buffer (out)"
     STRIDED_INPUT = "inputs that are not contiguous"
     CONTEXT_PARALLEL = "a sequence spread over devices (cp_context)"
+    HAS_INITIAL_STATE = "sequences of a pool that start from zero (has_initial_state)"
+    NO_STATE_UPDATE = "outputs alone, from a pool that stays as it was (update_state=False)"
+    FINAL_STATE_INDICES = "final states in other slots, or in another pool (final_state_indices, final_state_pool)"
 
 
 FEATURES_1_0 = frozenset(
@@ -64,6 +69,12 @@ FEATURES_1_0 = frozenset(
 
 The set names its features and never grows: a wheel that declares it does not know features that came later.
 """
+
+FEATURES_1_2 = FEATURES_1_0 | {
+    Feature.HAS_INITIAL_STATE, Feature.NO_STATE_UPDATE, Feature.FINAL_STATE_INDICES, Feature.FP16_STATE,
+    Feature.INTERMEDIATE_STATES_DTYPE,
+}  # fmt: skip
+"""The same of contract 1.2."""
 
 
 @dataclass(frozen=True, slots=True)

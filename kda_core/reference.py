@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kda_core._meta import chunks_of
-from kda_core.capabilities import FEATURES_1_0, Available, BackendInfo, Capabilities, Feature, Unavailable
+from kda_core.capabilities import FEATURES_1_2, Available, BackendInfo, Capabilities, Feature, Unavailable
 from kda_core.hookspecs import hookimpl
 from kda_core.request import DATA, AnyRequest, BackwardResult, ForwardResult, GateRequest, Request, TensorSpec
 
@@ -113,11 +113,11 @@ def sequence_bounds(r: Request) -> list[tuple[int, int, int]]:
     return [(0, start, end) for start, end in itertools.pairwise(cuts)]
 
 
-def _slots(r: Request) -> Tensor:
-    """[N, W] int64 slot indices of a pool, every skipped entry as -1."""
-    if r.ssm_state_indices is None:
+def _slots(r: Request, table: Tensor | None) -> Tensor:
+    """[N, W] int64 slot indices of a pool, every skipped entry as -1; without a table row n is slot n."""
+    if table is None:
         return torch.arange(r.N, device="cpu")[:, None]
-    indices = r.ssm_state_indices.cpu().long()
+    indices = table.cpu().long()
     indices = indices[:, None] if indices.dim() == 1 else indices
     return torch.where((indices < 0) | (indices == r.pad_slot_id), -1, indices)
 
@@ -128,7 +128,7 @@ def _initial(r: Request, x: Tensor | None) -> tuple[Tensor, Tensor]:
     if x is None:
         return r.v.new_zeros(r.N, r.HV, r.K, r.V, dtype=torch.float64), none
     if r.inplace_final_state:
-        slots = _slots(r)
+        slots = _slots(r, r.ssm_state_indices)
         if r.num_accepted_tokens is None:
             start = slots[:, 0]
         else:
@@ -137,8 +137,9 @@ def _initial(r: Request, x: Tensor | None) -> tuple[Tensor, Tensor]:
         if not len(x):  # a pool without slots: there is none to stand in for what is skipped
             x = x.new_zeros(1, *x.shape[1:])
         x = x[start.clamp_min(0).to(x.device)]
-        # where(), not a product: a skipped row must not read NaN from the slot that stands in for it.
-        x = torch.where(none.to(x.device)[:, None, None, None], torch.zeros_like(x), x)
+        # where(), not a product: a row that reads no slot must not get NaN from the one that stands in for it.
+        zero = none if r.has_initial_state is None else none | ~r.has_initial_state.cpu()
+        x = torch.where(zero.to(x.device)[:, None, None, None], torch.zeros_like(x), x)
     return (x.mT if r.state_v_first else x), none
 
 
@@ -196,26 +197,26 @@ def forward(r: Request) -> ForwardResult:
     """A request's forward with the results in the contract's shapes and dtypes."""
     result = oracle(r, token_states=r.inplace_final_state)
 
-    def layout(state: Tensor) -> Tensor:
-        return (state.mT if r.state_v_first else state).to(r.state_dtype).contiguous()
+    def layout(state: Tensor, dtype: torch.dtype) -> Tensor:
+        return (state.mT if r.state_v_first else state).to(dtype).contiguous()
 
-    if r.inplace_final_state:
-        _write_pool(r, result)
+    _write_pool(r, result)
     o = result.o.to(r.q.dtype)
     if r.out is not None:
         o = r.out.copy_(o)
     return ForwardResult(
         o=o,
-        final_state=layout(result.final_state) if r.output_final_state and not r.inplace_final_state else None,
-        h=layout(result.h) if r.return_intermediate_states else None,
+        final_state=layout(result.final_state, r.state_dtype)
+        if r.output_final_state and not r.inplace_final_state
+        else None,
+        h=layout(result.h, r.h_dtype) if r.return_intermediate_states else None,
     )
 
 
 def _write_pool(r: Request, result: OracleResult) -> None:
-    pool, slots = r.initial_state, _slots(r)
-    if pool is None:
+    if r.written_states is None:
         return
-    every_token = r.ssm_state_indices is not None and r.ssm_state_indices.dim() == 2 and slots.shape[1] > 1
+    pool, slots, every_token = getattr(r, r.written_states), _slots(r, r.written_slots), r.writes_every_token
     for n, (_, start, end) in enumerate(sequence_bounds(r)):
         if result.skipped[n] or start == end or result.token_states is None:
             continue
@@ -279,11 +280,11 @@ class ReferenceBackend:
         return BackendInfo(
             name="reference",
             version="1.0",
-            contract=SpecifierSet("~=1.0"),
+            contract=SpecifierSet("~=1.2"),
             device_types=("cpu",),
             priority=None,
             capabilities=Capabilities(
-                features=FEATURES_1_0,
+                features=FEATURES_1_2,
                 dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
                 closed={Feature.CONTEXT_PARALLEL: "it has no hooks in halves; the core makes plain calls of it"},
             ),

@@ -23,9 +23,9 @@ Op = Literal["chunk_kda", "fused_recurrent_kda"]
 class Request:
     """One checked call of ``chunk_kda`` or ``fused_recurrent_kda``, forward or backward.
 
-    The fields from ``q`` to ``out`` are the table of the arguments, in the order of ``fused_recurrent_kda``: checks,
-    features, cache keys and the command line read it, and a test compares the signatures with it. Any value
-    but None (of a flag: but False) needs the feature that its field names.
+    The fields from ``q`` to ``save_for_backward`` are the table of the arguments, in the order of
+    ``fused_recurrent_kda``: checks, features, cache keys and the command line read it, and a test compares the
+    signatures with it. Any value but the default needs the feature that its field names.
 
     Attributes:
         op: the public function that was called.
@@ -42,6 +42,11 @@ class Request:
         ssm_state_indices: [N] or [N, 1+S] slots of the pool, or None (row n is slot n).
         num_accepted_tokens: [N] or None.
         out: [B, T, HV, V] to be written in full, or None.
+        has_initial_state: [N] bool or None; a sequence with False starts from zero, and its slot is not read.
+        update_state: False: a pool is read and stays as it was.
+        final_state_indices: [N] or [N, 1+S] slots that states are written to, or None: those of ssm_state_indices.
+        final_state_pool: [slots, HV, K, V] pool that states are written to, or None: initial_state.
+        intermediate_states_dtype: of h, or None: ``state_dtype``.
         inplace_final_state: ``initial_state`` is a pool that is read and advanced in place; then the
             result's ``final_state`` is None.
         save_for_backward: the result's ``saved`` must match ``kda_core_saved_spec``.
@@ -87,6 +92,13 @@ class Request:
     inplace_final_state: bool = field(default=False, metadata={"needs": Feature.PAGED_STATE})
     pad_slot_id: int = -1
     out: Tensor | None = field(default=None, metadata={"needs": Feature.OUT})
+    has_initial_state: Tensor | None = field(default=None, metadata={"needs": Feature.HAS_INITIAL_STATE})
+    update_state: bool = field(default=True, metadata={"needs": Feature.NO_STATE_UPDATE})
+    final_state_indices: Tensor | None = field(default=None, metadata={"needs": Feature.FINAL_STATE_INDICES})
+    final_state_pool: Tensor | None = field(default=None, metadata={"needs": Feature.FINAL_STATE_INDICES})
+    intermediate_states_dtype: torch.dtype | None = field(
+        default=None, metadata={"needs": Feature.INTERMEDIATE_STATES_DTYPE}
+    )
     save_for_backward: bool = False
     saved: tuple[Tensor, ...] = ()
     grad_o: Tensor | None = None
@@ -138,14 +150,42 @@ class Request:
 
     @property
     def state_dtype(self) -> torch.dtype:
-        """Dtype of the final and the intermediate states: that of the initial state, or the compute dtype."""
+        """Dtype of states unless the call says otherwise: that of the initial state, or the compute dtype."""
         return self.compute_dtype if self.initial_state is None else self.initial_state.dtype
+
+    @property
+    def h_dtype(self) -> torch.dtype:
+        """Dtype of the intermediate states."""
+        return self.intermediate_states_dtype or self.state_dtype
 
     @property
     def state_shape(self) -> tuple[int, ...]:
         """Shape of a dense state, [N, HV, K, V] or [N, HV, V, K]."""
         last = (self.V, self.K) if self.state_v_first else (self.K, self.V)
         return (self.N, self.HV, *last)
+
+    @property
+    def written_states(self) -> str | None:
+        """Name of the argument whose states the call advances in place; None where it writes to none."""
+        if not self.inplace_final_state or self.update_state is False:
+            return None
+        return "initial_state" if self.final_state_pool is None else "final_state_pool"
+
+    @property
+    def written_slots(self) -> Tensor | None:
+        """[N] or [N, 1+S], the slots that states are written to; None: row n is slot n, or there is no pool."""
+        return self.ssm_state_indices if self.final_state_indices is None else self.final_state_indices
+
+    @property
+    def writes_every_token(self) -> bool:
+        """Whether every token has a slot of its own, rather than the last one."""
+        slots = self.written_slots
+        return self.update_state and slots is not None and slots.dim() == 2 and slots.shape[1] > 1
+
+    @property
+    def final_dtype(self) -> torch.dtype:
+        """Dtype of the final states: that of the pool that they are written to, or of the initial state."""
+        return self.state_dtype if self.final_state_pool is None else self.final_state_pool.dtype
 
     @property
     def features(self) -> frozenset[Feature]:
@@ -349,6 +389,16 @@ class DecodeStepRequest:
     def V(self) -> int:
         return self.state.shape[2 if self.state_v_first else 3]
 
+    def recurrence(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor, out: Tensor | None = None) -> Request:
+        """The call of ``fused_recurrent_kda`` behind a convolution that gave q, k and v; ``state``: the pool, or N."""
+        flags = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval")
+        return Request(
+            op="fused_recurrent_kda", q=q, k=k, v=v, g=self.g, beta=self.beta, A_log=self.A_log, dt_bias=self.dt_bias,
+            scale=self.scale, initial_state=state, inplace_final_state=True, lower_bound=self.lower_bound,
+            state_v_first=self.state_v_first, ssm_state_indices=self.indices, num_accepted_tokens=self.accepted,
+            pad_slot_id=self.pad_slot_id, out=out, **{name: getattr(self, name) for name in flags},
+        )  # fmt: skip
+
 
 AnyRequest = Request | GateRequest
 LayerRequest = ShortConvolutionRequest | GatedNormRequest | DecodeStepRequest
@@ -363,7 +413,7 @@ class ForwardResult:
         o: [B, T, HV, V], dtype of q; the request's ``out`` when that was given.
         final_state: ``request.state_shape`` in ``request.state_dtype``; None unless
             ``output_final_state`` (and always None for a pool).
-        h: [B, NT, HV, K, V] (or [..., V, K]) in the state dtype; None unless asked for.
+        h: [B, NT, HV, K, V] (or [..., V, K]) in ``request.h_dtype``; None unless asked for.
         saved: tensors for the backward, as ``kda_core_saved_spec`` announced; () unless asked for.
     """
 
@@ -419,9 +469,10 @@ def _is_power_of_two(n: int) -> bool:
 
 
 # With each field that needs a feature, the value that does not: a False is none of the options that are no flags.
-_FEATURE_OF = tuple(
-    (f.name, f.metadata["needs"], False if f.type == "bool" else None) for f in fields(Request) if "needs" in f.metadata
-)
+_FEATURE_OF = tuple((f.name, f.metadata["needs"], f.default) for f in fields(Request) if "needs" in f.metadata)
+
+
+_STATES = {torch.bfloat16: Feature.BF16_STATE, torch.float16: Feature.FP16_STATE}
 
 
 def _features(r: Request) -> Iterator[Feature]:
@@ -441,10 +492,10 @@ def _features(r: Request) -> Iterator[Feature]:
         yield Feature.UNEQUAL_HEAD_DIMS
     if not (_is_power_of_two(r.K) and _is_power_of_two(r.V)):
         yield Feature.ODD_HEAD_DIMS
-    if r.initial_state is not None and r.initial_state.dtype == torch.bfloat16:
-        yield Feature.BF16_STATE
-    indices = r.ssm_state_indices
-    if indices is not None and indices.dim() == 2 and indices.shape[1] > 1:
+    for states in (r.initial_state, r.final_state_pool):
+        if states is not None and states.dtype in _STATES:
+            yield _STATES[states.dtype]
+    if any(t is not None and t.dim() == 2 and t.shape[1] > 1 for t in (r.ssm_state_indices, r.final_state_indices)):
         yield Feature.SPEC_DECODE
     if r.use_gate_in_kernel:
         yield Feature.SOFTPLUS_GATE if r.lower_bound is None else Feature.LOWER_BOUND_GATE

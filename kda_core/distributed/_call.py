@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kda_core import _checks, _eager, _meta, _ops, _schemas
+from kda_core import _checks, _eager, _expect, _meta, _ops, _schemas
 from kda_core._plugins import registry
 from kda_core.distributed._context import ContextParallel, from_fla, is_fla_context
 from kda_core.distributed._exchange import applied, at, join, scattered
@@ -291,9 +291,9 @@ def _check_states(c: ContextParallel, r: Request) -> None:
             "chunk_kda: a context of fla's has neither initial nor final states; use kda_core.distributed's own"
         )
     if state is not None:
-        _checks._expect_tensor("initial_state", state, (*_checks.STATE_DTYPES, r.compute_dtype), r.q.device)
+        _expect.expect_tensor("initial_state", state, (*_expect.STATE_DTYPES, r.compute_dtype), r.q.device)
         shape = (c.sequences, r.HV, *((r.V, r.K) if r.state_v_first is True else (r.K, r.V)))
-        _checks._expect_shape("initial_state", state, shape, "[N, HV, K, V], the states of all sequences,")
+        _expect.expect_shape("initial_state", state, shape, "[N, HV, K, V], the states of all sequences,")
     # fla's callers pass the context's own.
     given, own = r.cu_seqlens, getattr(r.cp_context, "cu_seqlens", None)
     if given is not None and (torch.compiler.is_compiling() or not _same_memory(given, own)):

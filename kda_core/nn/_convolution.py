@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from kda_core._checks import expect_flag
+from kda_core._expect import expect_flag
 from kda_core._loaded import Backend
 from kda_core.nn._checks import expect_same_device, expect_shape, expect_tensor
 from kda_core.nn._dispatch import backend_for

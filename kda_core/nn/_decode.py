@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kda_core._checks import check, check_values, expect_flag
-from kda_core.api import by_head, fused_recurrent_kda
+from kda_core.api import by_head, run
 from kda_core.nn._checks import expect_same_device, expect_shape, expect_tensor
 from kda_core.nn._convolution import short_convolution
 from kda_core.nn._dispatch import backend_for
@@ -45,9 +45,9 @@ def kda_decode_step(
     """A decoding step of a KDA layer between its projections: short convolution, recurrence and gated RMS norm.
 
     ``short_convolution`` of q, k and v side by side, ``fused_recurrent_kda``, ``gated_rms_norm``, for one token of each
-    of N sequences, or for T of each (drafts), with both states advanced in place. Not differentiable. On the GPU
-    backends it is two launches; elsewhere it is these three calls. Symbols as in ``chunk_kda``; D = 2·H·K + HV·V
-    channels, W taps.
+    of N sequences, or for T of each (drafts), with both states advanced in place. Not differentiable. The GPU backends
+    take it as one call of three launches; elsewhere it is these three calls.
+    Symbols as in ``chunk_kda``; D = 2·H·K + HV·V channels, W taps.
 
     Args:
         mixed_qkv: [N, D], or [N, T, D]: the projections of q, k and v side by side, any strides. H follows from D.
@@ -96,7 +96,7 @@ def kda_decode_step(
         "dt_bias": by_head(dt_bias, g, 2), "norm_gate": by_token("norm_gate", norm_gate, 4), "norm_weight": norm_weight,
         "out": by_token("out", out, 4),
     }  # fmt: skip
-    options = {
+    options: dict[str, Any] = {
         "norm_eps": norm_eps, "scale": g.shape[-1] ** -0.5 if scale is None else scale, "lower_bound": lower_bound,
         "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "use_gate_in_kernel": use_gate_in_kernel,
         "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel, "allow_neg_eigval": allow_neg_eigval,
@@ -158,32 +158,17 @@ def _check(r: DecodeStepRequest) -> None:
         "norm_weight": r.norm_weight, "out": r.out,
     }  # fmt: skip
     expect_same_device(r.x, layer)
-    _check_recurrence(r)
-
-
-def _split(r: DecodeStepRequest, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k [N, T, H, K] and v [N, T, HV, V] as views of y [N, T, D]."""
-    HV, K = r.g.shape[2:]
-    q, k, v = y.split([r.H * K, r.H * K, HV * r.V], -1)
-    return q.unflatten(-1, (r.H, K)), k.unflatten(-1, (r.H, K)), v.unflatten(-1, (HV, r.V))
-
-
-def _recurrence(r: DecodeStepRequest, y: Tensor) -> dict[str, Any]:
-    """The arguments of ``fused_recurrent_kda`` behind a convolution with the result y."""
-    q, k, v = _split(r, y)
-    flags = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval")
-    return {name: getattr(r, name) for name in flags} | {
-        "q": q, "k": k, "v": v, "g": r.g, "beta": r.beta, "A_log": r.A_log, "dt_bias": r.dt_bias, "scale": r.scale,
-        "initial_state": r.state if r.indices is not None else r.state[: len(q)], "inplace_final_state": True,
-        "lower_bound": r.lower_bound, "state_v_first": r.state_v_first, "ssm_state_indices": r.indices,
-        "num_accepted_tokens": r.accepted, "pad_slot_id": r.pad_slot_id,
-    }  # fmt: skip
-
-
-def _check_recurrence(r: DecodeStepRequest) -> None:
-    request = Request(op="fused_recurrent_kda", **_recurrence(r, r.x))
+    request = _recurrence(r, r.x)
     check(request)
     check_values(request)
+
+
+def _recurrence(r: DecodeStepRequest, y: Tensor) -> Request:
+    """The recurrence behind a convolution with the result y [N, T, D]."""
+    HV, K = r.g.shape[2:]
+    q, k, v = y.split([r.H * K, r.H * K, HV * r.V], -1)
+    state = r.state if r.indices is not None else r.state[: len(y)]
+    return r.recurrence(q.unflatten(-1, (r.H, K)), k.unflatten(-1, (r.H, K)), v.unflatten(-1, (HV, r.V)), state)
 
 
 def _in_parts(r: DecodeStepRequest, backend: str | None) -> Tensor:
@@ -191,7 +176,7 @@ def _in_parts(r: DecodeStepRequest, backend: str | None) -> Tensor:
     slots, first = _slots(r)
     before = r.conv_state[first]
     y, _ = short_convolution(r.x, r.weight, r.bias, before, backend=backend)
-    o, _ = fused_recurrent_kda(**_recurrence(r, y), output_final_state=True, backend=backend)
+    o, _ = run(_recurrence(r, y), backend)
     _keep_inputs(r, slots, before)
     if r.norm_gate is not None and r.norm_weight is not None:
         o = gated_rms_norm(o, r.norm_gate, r.norm_weight, r.norm_eps, backend)

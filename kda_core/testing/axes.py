@@ -16,7 +16,9 @@ AXES: dict[str, tuple[str, ...]] = {
     "gate": ("given", "softplus", "lower bound"),
     "beta": ("given", "sigmoid", "negative eigenvalues"),
     "q and k": ("as given", "l2norm"),
-    "initial state": ("none", "float32", "bfloat16", "pool", "bfloat16 pool", "slot for every token"),
+    "initial state": (
+        *("none", "float32", "bfloat16", "float16", "pool", "bfloat16 pool", "float16 pool", "slot for every token"),
+    ),
     "final state": ("no", "yes"),
     "state layout": ("K first", "V first"),
     "intermediate states": ("no", "yes"),
@@ -37,12 +39,10 @@ def axes(r: Request) -> dict[str, list[str]]:
     if state is None:
         initial = "none"
     elif r.inplace_final_state:
-        indices = r.ssm_state_indices
-        every_token = indices is not None and indices.dim() == 2 and indices.shape[1] > 1
-        half = "bfloat16 " if state.dtype == torch.bfloat16 else ""
-        initial = "slot for every token" if every_token else f"{half}pool"
+        half = f"{DTYPES[state.dtype]} " if state.dtype.itemsize == 2 else ""
+        initial = "slot for every token" if r.writes_every_token else f"{half}pool"
     else:
-        initial = "bfloat16" if state.dtype == torch.bfloat16 else "float32"
+        initial = DTYPES[state.dtype] if state.dtype.itemsize == 2 else "float32"
     odd = any(d & (d - 1) for d in (r.K, r.V))
     longest = r.T if r.cu_seqlens is None else int(r.cu_seqlens.diff().amax()) if r.N else 0
     if longest == 1:

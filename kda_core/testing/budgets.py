@@ -95,7 +95,7 @@ class Budget:
 
 def result_dtypes(r: Request) -> dict[str, torch.dtype]:
     """The dtype that each result of a request is stored in."""
-    dtypes = {"o": r.q.dtype, "final_state": r.state_dtype, "h": r.state_dtype}
+    dtypes = {"o": r.q.dtype, "final_state": r.final_dtype, "h": r.h_dtype}
     return dtypes | {f"d{n}": getattr(r, n).dtype for n in DIFFERENTIABLE if getattr(r, n) is not None}
 
 
@@ -158,24 +158,25 @@ def budgets(call: Call, device: torch.device = CPU) -> dict[str, Budget]:
     # Only the slots that the call writes are compared, so only these sequences count in the samples too.
     advanced = call.advanced_sequences() if call.has_pool else None
     draft = call if call.has_draft else None
+    dtypes = result_dtypes(call.request())
     call = call.without_pool()
     seed = call.digest()
     flushed_below = platforms.flushed_below(device, call.tensors["q"].dtype)
-    key = f"{seed} {advanced} {flushed_below}"
+    key = f"{seed} {advanced} {flushed_below} {dtypes['final_state']} {dtypes['h']}"
     if key not in _cache:
         if len(_cache) >= MAX_CACHED_BUDGETS:
             _cache.clear()
         with references.single_threaded():
-            _cache[key] = _budgets(call, random.Random(seed), flushed_below, advanced)
-    return _cache[key] if draft is None else _with_states_of_tokens(draft, _cache[key])
+            _cache[key] = _budgets(call, random.Random(seed), flushed_below, advanced, dtypes)
+    return _cache[key] if draft is None else _with_states_of_tokens(draft, _cache[key], dtypes["final_state"])
 
 
-def _with_states_of_tokens(call: Call, allowed: dict[str, Budget]) -> dict[str, Budget]:
+def _with_states_of_tokens(call: Call, allowed: dict[str, Budget], dtype: torch.dtype) -> dict[str, Budget]:
     """The budgets of a draft, widened by the rounding of its states, which are stored after every token.
 
     The samples have only the last states, which are fewer, and smaller where decays are strong.
     """
-    exact, dtype = references.results(call)["final_state"], call.tensors["initial_state"].dtype
+    exact = references.results(call)["final_state"]
     storing = _measure("final_state", exact[None].to(dtype).double(), exact, dtype)[0]
     state = allowed["final_state"]
     frobenius, worst_row = FACTOR * storing.frobenius, FACTOR * storing.worst_row
@@ -183,8 +184,10 @@ def _with_states_of_tokens(call: Call, allowed: dict[str, Budget]) -> dict[str, 
     return allowed | {"final_state": wider}
 
 
-def _budgets(call: Call, offsets: random.Random, flushed_below: float, advanced: list[int] | None) -> dict[str, Budget]:
-    """The budgets; those of states count only the ``advanced`` sequences (None: all)."""
+def _budgets(
+    call: Call, offsets: random.Random, flushed_below: float, advanced: list[int] | None, dtypes: dict[str, torch.dtype]
+) -> dict[str, Budget]:
+    """The budgets of results in ``dtypes``; those of states count only the ``advanced`` sequences (None: all)."""
     request = call.request()
     expected = references.results(call)
     accumulate = unit_roundoff(request.compute_dtype)
@@ -194,7 +197,6 @@ def _budgets(call: Call, offsets: random.Random, flushed_below: float, advanced:
     in_double = request.compute_dtype == torch.float64
     if in_double:
         rescale, accumulate = accumulate / unit_roundoff(torch.float32), unit_roundoff(torch.float32)
-    dtypes = result_dtypes(request)
     units = {n: accumulate if in_double else max(unit_roundoff(d), accumulate) for n, d in dtypes.items()}
     operand = max(unit_roundoff(request.q.dtype), accumulate)
     r = in_float64(request)

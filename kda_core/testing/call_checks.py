@@ -15,7 +15,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import torch
@@ -37,8 +37,18 @@ Result = TypeVar("Result")
 
 INPUTS = (
     *("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu"),
-    *("ssm_state_indices", "num_accepted_tokens", "grad_o", "grad_final_state", "grad_output"),
+    *(
+        "ssm_state_indices",
+        "num_accepted_tokens",
+        "has_initial_state",
+        "final_state_indices",
+        "final_state_pool",
+        "grad_o",
+        "grad_final_state",
+        "grad_output",
+    ),
 )
+DEFAULTS = {f.name: f.default for f in fields(Request)}
 SUMS_OVER_TOKENS = ("dA_log", "ddt_bias")
 """Gradients that every token of every sequence adds to."""
 
@@ -145,7 +155,7 @@ class _Check(ABC):
         if isinstance(r, GateRequest):
             return kinds | {"gate": (r.g.shape, r.output_dtype)}
         kinds |= {"o": ((r.B, r.T, r.HV, r.V), r.q.dtype), "final_state": (r.state_shape, r.state_dtype)}
-        return kinds | {"h": ((r.B, chunks_of(r), *r.state_shape[1:]), r.state_dtype)}
+        return kinds | {"h": ((r.B, chunks_of(r), *r.state_shape[1:]), r.h_dtype)}
 
     def bounds(self) -> list[tuple[int, int, int]]:
         """(batch row, first token, end) of every sequence."""
@@ -234,7 +244,7 @@ class _Check(ABC):
                 low, high = (x.item() for x in values.detach().aminmax())
                 line += f", {low:.4g} to {high:.4g}"
             lines.append(line)
-        return [*lines, ", ".join(f"{n}={v!r}" for n, v in self.options().items() if v not in (None, False))]
+        return [*lines, ", ".join(f"{n}={v!r}" for n, v in self.options().items() if v != DEFAULTS.get(n))]
 
     def as_saved(self, problems: list[str], result: Any) -> dict[str, Any]:
         """Everything that is needed to repeat the call, for ``torch.save``: CPU tensors, numbers and strings."""
@@ -295,9 +305,11 @@ class _CallCheck(_Check):
             if name in self.tensors and not (name == "initial_state" and slots is not None):
                 problems += finite.faults(name, self.tensors[name])
         if slots is not None and r.initial_state is not None:
-            problems += finite.faults("initial_state", slots.states, slots.used)
-            self.pool_before = bit_sum(r.initial_state, by_slot=True)
-        self.remember_inputs(frozenset(["initial_state"]) if slots is not None else frozenset())
+            read = [i for i, slot in enumerate(slots.used) if slot in slots.read]
+            problems += finite.faults("initial_state", slots.states[read], [slots.used[i] for i in read])
+            if r.written_states is not None:
+                self.pool_before = bit_sum(getattr(r, r.written_states), by_slot=True)
+        self.remember_inputs(frozenset(filter(None, [r.written_states])))
         self.call = self.sample.call()
         return problems
 
@@ -313,8 +325,8 @@ class _CallCheck(_Check):
             if by_row:
                 problems += finite.padding_faults(name, t, self.rows)
         if self.slots is not None and self.request.initial_state is not None:
-            used = torch.tensor(self.slots.used, dtype=torch.long, device=self.request.device)
-            problems += finite.faults("final_state", self.request.initial_state[used], self.slots.used)
+            slots = sorted(self.slots.written())
+            problems += finite.faults("final_state", self._pool()[slots], slots)
         if not self.sample.sequences:
             return problems
         call, got = self.call, self._sampled(results)
@@ -353,21 +365,28 @@ class _CallCheck(_Check):
                 found[name] = sample.chunk_states_of(t)
             else:
                 found[name] = sample.tokens_of(name, t)
-        pool = self.request.initial_state
-        if self.slots is not None and complete and pool is not None:
+        if self.request.written_states and self.slots is not None and complete:
+            pool = self._pool()
             written = torch.tensor(sample.written_slots(), dtype=torch.long, device=pool.device)
             found["final_state"] = pool[written][:, sample.value_heads].cpu()
         return found
 
+    def _pool(self) -> Tensor:
+        """The pool that the call writes to, or reads if it writes to none."""
+        return getattr(self.request, self.request.written_states or "initial_state")
+
     def _touched_slots(self) -> list[str]:
         """Slots of the pool that changed though the call does not write them."""
-        if self.pool_before is None or self.request.initial_state is None or self.slots is None:
+        if self.pool_before is None or self.slots is None:
             return []
-        changed = (bit_sum(self.request.initial_state, by_slot=True) != self.pool_before).nonzero()[:, 0].tolist()
-        lengths = [end - start for _, start, end in self.sample.bounds]
-        wrong = sorted(set(changed) - self.slots.written(lengths))
+        changed = (bit_sum(self._pool(), by_slot=True) != self.pool_before).nonzero()[:, 0].tolist()
+        wrong = sorted(set(changed) - self.slots.written())
         many = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        return [f"initial_state: slot {wrong[0]}{many} changed, which this call must not write"] if wrong else []
+        return (
+            [f"{self.request.written_states}: slot {wrong[0]}{many} changed, which this call must not write"]
+            if wrong
+            else []
+        )
 
 
 class _GateCheck(_Check):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterable
 from dataclasses import fields, replace
 
 import torch
@@ -18,7 +19,7 @@ from kda_core.request import Request
 from kda_core.testing.inputs import Call
 
 BY_QUERY_HEAD, BY_VALUE_HEAD = ("q", "k", "dq", "dk"), ("v", "g", "beta", "o", "dv", "dg", "dbeta")
-_KINDS = ("bool", "int", "float", "float | None")
+_KINDS = ("bool", "int", "float", "float | None", "torch.dtype | None")
 OPTIONS = tuple(
     f.name for f in fields(Request) if f.type in _KINDS and f.name not in ("pad_slot_id", "save_for_backward")
 )
@@ -34,42 +35,57 @@ def on_cpu(r: Request) -> Request:
     indices, accepted = r.ssm_state_indices, r.num_accepted_tokens
     if accepted is not None and indices is not None and not accepted.is_cpu:
         accepted = accepted.cpu().clamp(1, 1 if indices.dim() == 1 else indices.shape[1])
-    cu, indices, accepted = (t if t is None else t.cpu() for t in (r.cu_seqlens, indices, accepted))
-    return replace(r, cu_seqlens=cu, ssm_state_indices=indices, num_accepted_tokens=accepted)
+    names = ("cu_seqlens", "ssm_state_indices", "has_initial_state", "final_state_indices")
+    moved = {n: t if (t := getattr(r, n)) is None else t.cpu() for n in names}
+    return replace(r, **moved, num_accepted_tokens=accepted if accepted is None else accepted.cpu())
 
 
 class Slots:
     """The slots of a pool that a call uses.
 
     Attributes:
-        used: all of them, in ascending order.
+        used: all of the pool that it reads, in ascending order; ``written_apart``: of the other one that it writes.
+        read: those that a sequence starts from.
         skipped: for every sequence, whether the call leaves it out.
         states: what ``used`` held before the call, on the pool's device.
-        rows: [N][W] slots by sequence, -1 where none is used.
+        rows, targets: [N][W] slots by sequence that are read, and that are written; -1 where none is used. Both are in
+            ``rows`` where the call has one table.
         accepted: [N] which of them a sequence starts from, or None.
+        given: [N] whether a sequence starts from its slot rather than from zero, or None.
     """
 
     def __init__(self, r: Request) -> None:
+        self.request = r
         lengths = [end - start for _, start, end in reference.sequence_bounds(r)]
-        rows = reference._slots(r).tolist()
+        rows, targets = (reference._slots(r, table).tolist() for table in (r.ssm_state_indices, r.written_slots))
         self.accepted = None if r.num_accepted_tokens is None else r.num_accepted_tokens.tolist()
+        self.given = None if r.has_initial_state is None else r.has_initial_state.tolist()
         counts = self.accepted or [1] * r.N
         self.skipped = [row[count - 1] < 0 for row, count in zip(rows, counts, strict=True)]
-        self.rows = []
-        for row, count, length, skip in zip(rows, counts, lengths, self.skipped, strict=True):
-            touched = {count - 1, *(range(min(length, len(row))) if len(row) > 1 else [0])}
-            self.rows.append([slot if i in touched and not skip else -1 for i, slot in enumerate(row)])
-        self.used = sorted({slot for row in self.rows for slot in row if slot >= 0})
-        pool = r.initial_state
+        self.rows, self.targets, self.read = [], [], set()
+        for n, (row, target, count, length) in enumerate(zip(rows, targets, counts, lengths, strict=True)):
+            read, written = ({count - 1}, {*range(min(length, len(target)))}) if not self.skipped[n] else ((), ())
+            written = written if r.written_states else ()
+            self.targets.append([slot if i in written else -1 for i, slot in enumerate(target)])
+            if r.final_state_indices is None:
+                read = {*read, *written}
+            self.rows.append([slot if i in read else -1 for i, slot in enumerate(row)])
+            if not self.skipped[n] and (self.given is None or self.given[n]):
+                self.read.add(row[count - 1])
+        pool, apart = r.initial_state, r.written_states == "final_state_pool"
         assert pool is not None
+        written = {slot for row in self.targets for slot in row if slot >= 0}
+        used = {slot for row in self.rows for slot in row if slot >= 0}
+        self.used, self.written_apart = sorted(used if apart else used | written), sorted(written if apart else ())
         self.states = pool[torch.tensor(self.used, dtype=torch.long, device=pool.device)].detach()
 
-    def written(self, lengths: list[int]) -> set[int]:
-        """The slots that the call writes; sequences have ``lengths`` tokens."""
-        found: set[int] = set()
-        for row, length in zip(self.rows, lengths, strict=True):
-            found |= {slot for slot in (row[:length] if len(row) > 1 else row[: min(length, 1)]) if slot >= 0}
-        return found
+    def written(self) -> set[int]:
+        """The slots that the call writes."""
+        return {slot for row in self.targets for slot in row if slot >= 0}
+
+    def written_by(self, sequences: Iterable[int], lengths: list[int]) -> list[int]:
+        """The slots that the first tokens of some sequences write, in order of sequence and token."""
+        return [slot for n, k in zip(sequences, lengths, strict=True) for slot in self.targets[n][:k] if slot >= 0]
 
 
 def whole(r: Request) -> Sample:
@@ -203,16 +219,28 @@ class Sample:
         states = slots.states[:, self.value_heads].cpu()
         if not len(states):  # a pool has at least one slot
             states = states.new_zeros(1, *states.shape[1:])
-        place = {slot: i for i, slot in enumerate(slots.used)}
-        rows = [[place.get(slot, -1) for slot in slots.rows[n]] for n in self.sequences]
-        width = len(slots.rows[0]) if slots.rows else 1
-        indices = torch.tensor(rows, dtype=torch.long, device="cpu").reshape(len(rows), width)
-        found = {"initial_state": states, "ssm_state_indices": indices if width > 1 else indices[:, 0]}
+        found = {"initial_state": states, "ssm_state_indices": self._table(slots.rows, slots.used)}
         if slots.accepted is not None:
             accepted = [slots.accepted[n] for n in self.sequences]
-            found |= {"num_accepted_tokens": torch.tensor(accepted, dtype=torch.int32, device="cpu")}
-            found["ssm_state_indices"] = indices
+            found["num_accepted_tokens"] = torch.tensor(accepted, dtype=torch.int32, device="cpu")
+        elif len(slots.rows[0] if slots.rows else [0]) == 1:
+            found["ssm_state_indices"] = found["ssm_state_indices"][:, 0]
+        if slots.given is not None:
+            found["has_initial_state"] = torch.tensor([slots.given[n] for n in self.sequences], device="cpu")
+        if slots.request.final_state_indices is not None:
+            pool = slots.request.final_state_pool
+            places = slots.used if pool is None else slots.written_apart
+            found["final_state_indices"] = self._table(slots.targets, places)
+            if pool is not None:
+                shape = (max(1, len(places)), *states.shape[1:])
+                found["final_state_pool"] = torch.zeros(shape, dtype=pool.dtype, device="cpu")
         return found
+
+    def _table(self, rows: list[list[int]], places: list[int]) -> Tensor:
+        """[N', W] slots of the sample's pool, for rows of slots of the call's."""
+        place = {slot: i for i, slot in enumerate(places)}
+        table = [[place.get(slot, -1) for slot in rows[n]] for n in self.sequences]
+        return torch.tensor(table, dtype=torch.long, device="cpu").reshape(len(table), len(rows[0]) if rows else 1)
 
     def place(self, name: str, where: tuple[int, ...]) -> str:
         """Where a row of the sample's output ``name`` lies in the call."""
@@ -237,10 +265,5 @@ class Sample:
 
     def written_slots(self) -> list[int]:
         """Slots of the pool that the sample's sequences write, in order."""
-        slots = self.slots
-        assert slots is not None
-        found = []
-        for n, length in zip(self.sequences, self.lengths, strict=True):
-            row = slots.rows[n]
-            found += [slot for slot in (row[:length] if len(row) > 1 else row[: min(length, 1)]) if slot >= 0]
-        return found
+        assert self.slots is not None
+        return self.slots.written_by(self.sequences, self.lengths)

@@ -63,9 +63,13 @@ class Call:
 
     @property
     def has_draft(self) -> bool:
-        """Whether there is a slot for every token."""
-        indices = self.tensors.get("ssm_state_indices")
-        return indices is not None and indices.dim() == 2 and indices.shape[1] > 1
+        """Whether every token has a slot that is written."""
+        return self.request().writes_every_token
+
+    @property
+    def written_states(self) -> str | None:
+        """Name of the pool that the call writes to, or None."""
+        return self.request().written_states
 
     def lengths(self) -> list[int]:
         """Tokens of every sequence."""
@@ -73,10 +77,10 @@ class Call:
         B, T = self.tensors["q"].shape[:2]
         return [T] * B if cu is None else cu.diff().tolist()
 
-    def _slots(self) -> list[list[int]]:
-        """[N, W] slots of a pool, None where one is to be skipped."""
+    def _slots(self, *names: str) -> list[list[int]]:
+        """[N, W] slots of a pool, from the first of these tables that is given; -1 where one is to be skipped."""
         N = len(self.lengths())
-        indices = self.tensors.get("ssm_state_indices")
+        indices = next((self.tensors[n] for n in names if n in self.tensors), None)
         rows = [[n] for n in range(N)] if indices is None else indices.reshape(N, -1).tolist()
         pad = self.options.get("pad_slot_id", -1)
         return [[-1 if slot < 0 or slot == pad else slot for slot in row] for row in rows]
@@ -84,8 +88,13 @@ class Call:
     def starting_slots(self) -> list[int]:
         """The slot that every sequence starts from; -1: the sequence is skipped."""
         accepted = self.tensors.get("num_accepted_tokens")
-        rows = self._slots()
+        rows = self._slots("ssm_state_indices")
         return [row[0 if accepted is None else int(accepted[n]) - 1] for n, row in enumerate(rows)]
+
+    def fresh_sequences(self) -> list[bool]:
+        """[N] whether a sequence starts from zero rather than from its slot."""
+        given = self.tensors.get("has_initial_state")
+        return [False] * len(self.lengths()) if given is None else (~given).tolist()
 
     def advanced_sequences(self) -> list[int]:
         """The sequences whose states in the pool the call reads and writes: none that is skipped or has no token."""
@@ -94,20 +103,24 @@ class Call:
 
     def written_slots(self) -> list[int]:
         """The slots of the pool that the call writes, in order of sequence and token."""
-        rows, lengths = self._slots(), self.lengths()
-        written = []
+        rows, lengths = self._slots("final_state_indices", "ssm_state_indices"), self.lengths()
+        written: list[int] = []
+        if self.written_states is None:
+            return written
         for n in self.advanced_sequences():
             row = rows[n]
             written += [slot for slot in (row[: lengths[n]] if len(row) > 1 else row) if slot >= 0]
         return written
 
     def without_pool(self) -> Call:
-        """The call on the states that its pool holds for its sequences; a skipped one starts from zero."""
+        """The call on the states that its sequences start from; a skipped one starts from zero."""
         if not self.has_pool:
             return self
         pool, start = self.tensors["initial_state"], torch.tensor(self.starting_slots())
-        dense = torch.where((start < 0)[:, None, None, None], 0, pool[start.clamp_min(0)])
-        gone = dict.fromkeys(("ssm_state_indices", "num_accepted_tokens", "inplace_final_state", "out"))
+        zero = (start < 0) | torch.tensor(self.fresh_sequences(), dtype=torch.bool)
+        dense = torch.where(zero[:, None, None, None], 0, pool[start.clamp_min(0)])
+        names = ("ssm_state_indices", "num_accepted_tokens", "inplace_final_state", "out", "has_initial_state")
+        gone = dict.fromkeys((*names, "update_state", "final_state_indices", "final_state_pool"))
         return self.having(initial_state=dense, **gone)
 
     def in_pool(self, indices: Tensor, slots: int, accepted: Tensor | None = None) -> Call:
@@ -115,14 +128,21 @@ class Call:
         states = self.tensors["initial_state"]
         pool = torch.full((slots, *states.shape[1:]), float("nan"), dtype=states.dtype)
         call = self.having(initial_state=pool, ssm_state_indices=indices, num_accepted_tokens=accepted)
-        for n, slot in enumerate(call.starting_slots()):
-            if slot >= 0:
+        for n, (slot, fresh) in enumerate(zip(call.starting_slots(), call.fresh_sequences(), strict=True)):
+            if slot >= 0 and not fresh:
                 pool[slot] = states[n]
         return call.forward_only()
 
+    def written_elsewhere(self, indices: Tensor, slots: int = 0, dtype: torch.dtype | None = None) -> Call:
+        """The call with its states written to other slots; with ``slots``, of a pool of that many, full of NaN."""
+        call, states = self.having(final_state_indices=indices), self.tensors["initial_state"]
+        if not slots:
+            return call
+        return call.having(final_state_pool=states.new_full((slots, *states.shape[1:]), float("nan"), dtype=dtype))
+
     def written_names(self) -> frozenset[str]:
         """The arguments that the call writes to."""
-        return frozenset(["initial_state"] * self.has_pool + ["out"] * self.given_out)
+        return frozenset(filter(None, [self.written_states, "out" if self.given_out else None]))
 
     def request_shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor in the request (dt_bias is [HV, K] there)."""

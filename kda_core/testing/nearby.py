@@ -117,7 +117,8 @@ def _head_dim(size: int, limit: int | None, powers_only: bool) -> int:
 def _state_dtype(case: Case, closed: set[Feature], stateless: bool) -> torch.dtype | None:
     if stateless or Feature.INITIAL_STATE in closed:
         return None
-    return FP32 if case.state == BF16 and Feature.BF16_STATE in closed else case.state
+    needed = {BF16: Feature.BF16_STATE, FP16: Feature.FP16_STATE}.get(case.state)
+    return FP32 if needed in closed else case.state
 
 
 def _gate(case: Case, closed: set[Feature]) -> str:
@@ -131,6 +132,7 @@ def _without_options(case: Case, closed: set[Feature]) -> Case:
     needed = {
         "state_v_first": Feature.STATE_V_FIRST,
         "return_intermediate_states": Feature.INTERMEDIATE_STATES,
+        "intermediate_states_dtype": Feature.INTERMEDIATE_STATES_DTYPE,
         "safe_gate": Feature.SAFE_GATE,
         "disable_recompute": Feature.DISABLE_RECOMPUTE,
         "chunk_size": Feature.CHUNK_32,

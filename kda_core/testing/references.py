@@ -57,8 +57,8 @@ def results(call: Call) -> Results:
     with single_threaded():
         found = _backward(r, call.grads) if call.grads else _forward(r)
     if call.has_pool:
-        found["pool"] = r.initial_state
-        found["final_state"] = r.initial_state[call.written_slots()]
+        found["pool"] = getattr(r, r.written_states or "initial_state")
+        found["final_state"] = found["pool"][call.written_slots()]
     _cache[key] = found
     while len(_cache) > 1 and sum(map(_bytes, _cache.values())) > MAX_CACHED_BYTES:
         _cache.popitem(last=False)

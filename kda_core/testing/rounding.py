@@ -368,8 +368,8 @@ def _gate(r: Request, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, n
 
 
 def in_float64(r: Request) -> Request:
-    """The request with float64 copies of its floating tensors, all on the CPU."""
-    changes = {}
+    """The request with float64 copies of its floating tensors, all on the CPU, and results in float64."""
+    changes: dict[str, Any] = {"intermediate_states_dtype": None}
     for name, value in vars(r).items():
         if isinstance(value, Tensor):
             copy = value.detach().to("cpu", copy=True)

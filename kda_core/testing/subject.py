@@ -413,9 +413,10 @@ class Subject:
         if call.given_out and results["o"].data_ptr() != tensors["out"].data_ptr():
             raise Mismatch("o is not the buffer that was passed as out")
         if call.has_pool:
-            if "final_state" in results and results["final_state"].data_ptr() != tensors["initial_state"].data_ptr():
+            pool = tensors[call.written_states or "initial_state"]
+            if "final_state" in results and results["final_state"].data_ptr() != pool.data_ptr():
                 raise Mismatch("final_state is not the pool that was advanced in place")
-            results["pool"] = tensors["initial_state"]
+            results["pool"] = pool
         moved = {n: t.to("cpu", copy=True) for n, t in results.items()}
         if call.has_pool:
             moved["final_state"] = moved["pool"][call.written_slots()]
@@ -425,10 +426,10 @@ class Subject:
         """The results by name, their presence, shapes, dtypes and device checked."""
         expected = {"o": (self._o_shape(r), r.q.dtype)}
         if r.output_final_state:
-            state = tuple(r.initial_state.shape) if r.inplace_final_state else r.state_shape
-            expected["final_state"] = (state, r.state_dtype)
+            state = r.state_shape if r.written_states is None else tuple(getattr(r, r.written_states).shape)
+            expected["final_state"] = (state, r.final_dtype)
         if r.return_intermediate_states:
-            expected["h"] = ((r.B, chunks_of(r), *r.state_shape[1:]), r.state_dtype)
+            expected["h"] = ((r.B, chunks_of(r), *r.state_shape[1:]), r.h_dtype)
         names = ("o", "final_state", "h") if r.return_intermediate_states else ("o", "final_state")
         if not isinstance(answer, tuple) or len(answer) != len(names):
             raise Mismatch(f"returned {answer!r}, expected a tuple of {', '.join(names)}")

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from kda_core.capabilities import Feature
+from kda_core.capabilities import FEATURES_1_0, FEATURES_1_2, Feature
 from kda_core.testing import gate
-from kda_core.testing.cases import BF16, BFLOAT16, BOUNDED, FP32, Case, named, select
+from kda_core.testing.cases import BF16, BFLOAT16, BOUNDED, FP16, FP32, Case, named, select
 from kda_core.testing.inputs import Call
 from kda_core.testing.nearby import Build
 from kda_core.testing.subject import Mismatch, Record, Refused, Subject
@@ -86,18 +86,18 @@ class GateCheck:
         gate.check(subject, gate.arguments(**given), self.lower_bound, self.backward)
 
 
-def _pooled(case: Case, slots: list, accepted: list[int] | None = None, **changes: Any) -> Check:
-    """The case on slots of a pool."""
+def _pooled(case: Case, slots: list, accepted: list[int] | None = None, more: Any = None, **changes: Any) -> Check:
+    """The case on slots of a pool; ``more``: further arguments."""
     table = torch.tensor(slots, dtype=torch.int32)
 
     def build(case: Case) -> Call:
         counts = None if accepted is None else torch.tensor(accepted, dtype=torch.int32)
-        return replace(case.call().in_pool(table, int(table.max()) + 2, counts), **changes)
+        return replace(case.call().having(**more or {}).in_pool(table, int(table.max()) + 2, counts), **changes)
 
-    about = {Feature.PAGED_STATE} | ({Feature.SPEC_DECODE} if table.dim() == 2 else set())
-    return Check(case, build, frozenset(about))
+    return Check(case, build, build(case).request().features & _POOLS)
 
 
+_POOLS = FEATURES_1_2 - FEATURES_1_0 | {Feature.PAGED_STATE, Feature.SPEC_DECODE}
 _HALF: dict[str, Any] = {"K": 64} | BFLOAT16
 
 
@@ -109,6 +109,14 @@ def checks() -> list[Check | GateCheck]:
     return [
         *(Check(case) for case in (*select("verify"), named("float64"))),
         Check(Case(name="intermediate states", T=130, state=FP32, options={"return_intermediate_states": True})),
+        Check(
+            Case(
+                name="float16 states, intermediate states in float32",
+                T=130,
+                state=FP16,
+                options={"return_intermediate_states": True, "intermediate_states_dtype": FP32},
+            )
+        ),
         Check(Case(name="strided inputs", T=70, strided=frozenset({"q", "g", "beta"}))),
         Check(Case(name="output buffer", T=70), lambda case: replace(case.call(), given_out=True)),
         Check(Case(name="gradients without recompute", T=70, backward=True, options={"disable_recompute": True})),
@@ -123,6 +131,24 @@ def checks() -> list[Check | GateCheck]:
         _pooled(step.having(name="step in a bfloat16 pool", state=BF16, **_HALF), [4, 0, 2], given_out=True),
         _pooled(draft, [[8, 1, 2], [0, 4, 9], [6, 3, 7]]),
         _pooled(draft.having(name="draft, some accepted"), [[8, 1, 2], [0, 4, 9], [6, 3, 7]], [2, 1, 3]),
+        _pooled(
+            prefill.having(name="prefill in a pool, one from zero"),
+            [3, 0, 1],
+            more={"has_initial_state": torch.tensor([True, False, False])},
+        ),
+        _pooled(
+            step.having(name="outputs of a pool alone", final_state=False), [2, 2, 1], more={"update_state": False}
+        ),
+        _pooled(
+            prefill.having(name="prefill in a pool, copy on write"),
+            [3, 1, 3],
+            more={"final_state_indices": torch.tensor([0, 2, 4])},
+        ),
+        _pooled(
+            draft.having(name="draft, states elsewhere"),
+            [[8], [0], [8]],
+            more={"final_state_indices": torch.tensor([[1, 2, 3], [4, 5, -1], [6, 7, 9]])},
+        ),
         GateCheck("softplus gate"),
         GateCheck("lower-bound gate without A_log", -5.0, absent=frozenset({"A_log"})),
         GateCheck("gradients of the softplus gate", backward=True),

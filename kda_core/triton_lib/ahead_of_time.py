@@ -42,6 +42,7 @@ TYPES = {
     torch.float16: "fp16",
     torch.float32: "fp32",
     torch.float64: "fp64",
+    torch.bool: "i1",
     torch.int8: "i8",
     torch.int32: "i32",
     torch.int64: "i64",
@@ -215,7 +216,7 @@ def inference(case: Case) -> Request:
     """The forward of a case, whose tensors have no memory; beta has the dtype of q.
 
     With the tag "pool" its states lie in a pool that is advanced in place, with "drafts" in one where every token has a
-    slot.
+    slot. With "served" it has what servers ask of a pool as well.
     """
     with fake_tensors():
         r = case.call().request()
@@ -225,6 +226,9 @@ def inference(case: Case) -> Request:
             changed |= {"ssm_state_indices": torch.empty(table, dtype=case.index_dtype), "inplace_final_state": True}
         if "drafts" in case.tags:
             changed["num_accepted_tokens"] = torch.empty(r.N, dtype=torch.int32)
+        if "served" in case.tags:
+            changed["has_initial_state"] = torch.empty(r.N, dtype=torch.bool)
+            changed |= {"final_state_indices": changed["ssm_state_indices"], "final_state_pool": r.initial_state}
     if case.lengths:
         # Shapes of intermediate states follow from the values.
         bounds = torch.tensor([0, *case.lengths]).cumsum(0).to(case.index_dtype)
@@ -235,7 +239,7 @@ def inference(case: Case) -> Request:
 def training(case: Case) -> Request:
     """The forward of a training step: the same without a pool and intermediate states."""
     left_out = {"return_intermediate_states": False, "cu_seqlens_cpu": None, "save_for_backward": True}
-    return replace(inference(case.having(tags=case.tags - {"pool", "drafts"})), **left_out)
+    return replace(inference(case.having(tags=case.tags - {"pool", "drafts", "served"})), **left_out)
 
 
 def gradients(case: Case, saved: Sequence[TensorSpec] = ()) -> Request:

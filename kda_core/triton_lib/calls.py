@@ -35,7 +35,10 @@ from kda_core.triton_lib.run import PublicPlan, Results, on_device
 MAX_PLANS = 1024
 """Plans that are kept, of some 20 KB each; the oldest is dropped first."""
 
-_CHUNK = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "ssm_state_indices", "out")
+_CHUNK = (
+    *("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "ssm_state_indices", "out"),
+    *("has_initial_state", "final_state_indices", "final_state_pool"),
+)
 _chunk_inputs = attrgetter(*_CHUNK)
 _BACKWARD = (
     *("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "grad_o", "grad_final_state"),

@@ -22,7 +22,7 @@ from kda_core.triton_lib.packing import rows_of_slot
 
 
 @triton.jit
-def channels_if(o_d, condition, D):
+def _channels(o_d, condition, D):
     """Mask of the channels below D where a scalar condition holds, else nothing."""
     # Not an "and": the interpreter makes int32 of a scalar's broadcast.
     return o_d < tl.where(condition, D, 0)
@@ -58,18 +58,18 @@ def _window(p_x, state, i_n, begin, first, o_d, real, s_xt, D: tl.constexpr, end
     window = ()
     for j in tl.static_range(W - 1):
         row = first + (j - W + 1)
-        b_x = tl.load(p_x + row * s_xt + o_d, mask=channels_if(o_d, real & (row >= begin), end_d), other=0.0).to(
+        b_x = tl.load(p_x + row * s_xt + o_d, mask=_channels(o_d, real & (row >= begin), end_d), other=0.0).to(
             tl.float32
         )
         if state is not None:
             o_s = (i_n * (W - 1) + row - begin + (W - 1)) * D + o_d
-            b_x += tl.load(state + o_s, mask=channels_if(o_d, real & (row < begin), end_d), other=0.0).to(tl.float32)
+            b_x += tl.load(state + o_s, mask=_channels(o_d, real & (row < begin), end_d), other=0.0).to(tl.float32)
         window += (b_x,)
     return window
 
 
 @triton.jit
-def _convolved(window, taps, b_bias, W: tl.constexpr):
+def convolved(window, taps, b_bias, W: tl.constexpr):
     b_z = b_bias
     for j in tl.static_range(W):
         b_z += taps[j] * window[j]
@@ -100,25 +100,25 @@ def convolution_forward_kernel(
     for start in range(first, stop, UNROLL):
         rows = ()
         for i in tl.static_range(UNROLL):
-            m_row = channels_if(o_d, real & (start + i < stop), D)
+            m_row = _channels(o_d, real & (start + i < stop), D)
             rows += (tl.load(p_x + (start + i) * s_xt + o_d, mask=m_row, other=0.0).to(tl.float32),)
         for i in tl.static_range(UNROLL):
             # Rows behind the end of the sequence must not enter the final state.
             inside = start + i < stop
             seen = window
             seen += (rows[i],)
-            b_y = _convolved(seen, taps, b_bias, W)
+            b_y = convolved(seen, taps, b_bias, W)
             if SILU:
                 b_y = b_y * sigmoid(b_y, False)
             b_y = tl.where(real, b_y, 0.0).to(y.dtype.element_ty)
-            tl.store(p_y + (start + i) * D + o_d, b_y, mask=channels_if(o_d, inside, D))
+            tl.store(p_y + (start + i) * D + o_d, b_y, mask=_channels(o_d, inside, D))
             window = ()
             for j in tl.static_range(W - 1):
                 window += (tl.where(inside, seen[j + 1], seen[j]),)
     if final is not None:
         # The slot of the last row; of an empty sequence the one where it begins.
         last = tl.maximum(end - 1, begin)
-        m_final = channels_if(o_d, real & (first <= last) & (last < first + C), D)
+        m_final = _channels(o_d, real & (first <= last) & (last < first + C), D)
         for j in tl.static_range(W - 1):
             tl.store(final + (i_n * (W - 1) + j) * D + o_d, window[j].to(final.dtype.element_ty), mask=m_final)
 
@@ -181,7 +181,7 @@ def convolution_backward_kernel(
         rows = ()
         grads = ()
         for i in tl.static_range(UNROLL):
-            m_row = channels_if(o_p, real & (start + i < end), s_dy)
+            m_row = _channels(o_p, real & (start + i < end), s_dy)
             rows += (tl.load(p_x + (start + i) * s_xt + o_d, mask=m_row, other=0.0).to(tl.float32),)
             grads += (tl.load(p_dy + (start + i) * s_dy + o_p, mask=m_row, other=0.0).to(tl.float32),)
         for i in tl.static_range(UNROLL):
@@ -190,7 +190,7 @@ def convolution_backward_kernel(
             seen += (rows[i],)
             b_dz = grads[i]
             if SILU:
-                b_z = _convolved(seen, taps, b_bias, W)
+                b_z = convolved(seen, taps, b_bias, W)
                 b_s = sigmoid(b_z, False)
                 b_dz = b_dz * b_s * (1.0 + b_z * (1.0 - b_s))
             own = tl.where(row < stop, b_dz, 0.0)
@@ -206,15 +206,15 @@ def convolution_backward_kernel(
             for j in tl.static_range(1, W):
                 b_dx += taps[j] * known[W - 1 - j]
             if dfinal is not None:
-                m_final = channels_if(o_p, real & (row >= end) & (row < end + (W - 1)), s_dy)
+                m_final = _channels(o_p, real & (row >= end) & (row < end + (W - 1)), s_dy)
                 o_f = (i_n * (W - 1) + row - end) * D + o_d
                 b_dx += tl.load(dfinal + o_f, mask=m_final, other=0.0).to(tl.float32)
             done = row - (W - 1)
-            m_dx = channels_if(o_p, (done >= first) & (done < stop), s_dy)
+            m_dx = _channels(o_p, (done >= first) & (done < stop), s_dy)
             tl.store(p_dx + done * D + o_d, b_dx.to(dx.dtype.element_ty), mask=m_dx)
             if dstate is not None:
                 o_s = (i_n * (W - 1) + row - begin) * D + o_d
-                m_s = channels_if(o_p, real & (first == begin) & (done < begin), s_dy)
+                m_s = _channels(o_p, real & (first == begin) & (done < begin), s_dy)
                 tl.store(dstate + o_s, b_dx.to(dstate.dtype.element_ty), mask=m_s)
             window = seen[1:]
             recent = known[1:]

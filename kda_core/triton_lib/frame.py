@@ -26,10 +26,15 @@ def gate_parameters(b: Builder, r: Request) -> dict[str, View | None]:
 def names(r: Request) -> dict[str, Any]:
     """Values that follow from a call's metadata, ``readable`` as a rule."""
     indices, group, chunks = r.ssm_state_indices, r.HV // r.H, -(-r.T // CHUNK)
+    final, written = r.final_state_indices, None if r.written_states is None else getattr(r, r.written_states)
     return {
         "q": r.q, "k": r.k, "v": r.v, "g": r.g, "beta": r.beta, "A_log": r.A_log, "dt_bias": r.dt_bias,
         "initial_state": r.initial_state, "cu_seqlens": r.cu_seqlens, "indices": indices,
-        "s_index": 0 if indices is None else indices.stride(0), "pad_slot_id": r.pad_slot_id, "scale": float(r.scale),
+        "s_index": 0 if indices is None else indices.stride(0), "pad_slot_id": r.pad_slot_id,
+        "slots": 0 if indices is None else r.initial_state.shape[0], "final_indices": final,
+        "s_final": 0 if final is None else final.stride(0), "final_slots": 0 if final is None else written.shape[0],
+        "has_state": r.has_initial_state,
+        "s_has": 0 if r.has_initial_state is None else r.has_initial_state.stride(0), "scale": float(r.scale),
         "lower_bound": float(r.lower_bound or 0.0), "T": r.T, "N": r.N, "H": r.H, "HV": r.HV, "group": group,
         "GROUP": group, "chunks": chunks, "NT": chunks, "K": r.K, "V": r.V, "KP": padded(r.K), "VP": padded(r.V),
         "C": CHUNK, "V_FIRST": r.state_v_first, "GATE": gate_kind(r), "L2NORM": r.use_qk_l2norm_in_kernel,
@@ -48,7 +53,7 @@ def outputs(b: Builder, r: Request, any_strides: bool = False) -> tuple[View, Vi
     if o is None or not (any_strides or has_contiguous_rows(o)):
         o = (b.result if o is None else b.scratch)("o", (r.B, r.T, r.HV, r.V), r.q.dtype)
     if r.inplace_final_state:
-        return o, r.initial_state
+        return o, r.written_states and getattr(r, r.written_states)
     return o, b.result("final_state", r.state_shape, r.state_dtype) if r.output_final_state else None
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from kda_core.request import DecodeStepRequest, GatedNormRequest, LayerRequest, ShortConvolutionRequest
-from kda_core.triton_lib.arguments import gate_kind, has_contiguous_rows
+from kda_core.request import DecodeStepRequest, GatedNormRequest, LayerRequest, Request, ShortConvolutionRequest
+from kda_core.triton_lib.arguments import has_contiguous_rows
 from kda_core.triton_lib.convolution_kernels import convolution_backward_kernel, convolution_forward_kernel
-from kda_core.triton_lib.decode_kernels import decode_step_kernel, finish_step_kernel
+from kda_core.triton_lib.decode_kernels import convolution_step_kernel, norm_step_kernel
 from kda_core.triton_lib.layout import padded
 from kda_core.triton_lib.norm_kernels import norm_backward_kernel, norm_forward_kernel
 from kda_core.triton_lib.plan import Builder, Copy, Plan, Sum, View, contiguous_strides, input_layouts
@@ -27,8 +28,8 @@ UNROLL, UNROLL_BACKWARD = 8, 2
 NORM_ELEMENTS = 32
 """Elements of a lane in the norm."""
 
-FINISH_WARPS = 4
-"""Warps of a program of ``finish_step_kernel``."""
+STEP_WARPS, STEP_ELEMENTS = 4, 8
+"""Warps of a program in a decoding step, and elements of a lane in its norm: there are few rows, and they are short."""
 
 
 def plan_of_layer(r: LayerRequest, lanes: int, warps: int) -> Plan:
@@ -139,59 +140,49 @@ def _norm(r: GatedNormRequest, lanes: int, warps: int) -> Plan:
     return b.plan(input_layouts(r), grads)
 
 
-@dataclass(frozen=True, slots=True)
-class StepTile:
-    """How programs of ``decode_step_kernel`` share a head.
+def plan_decode_step(
+    r: DecodeStepRequest, add_recurrence: Callable[[Builder, Request], object], lanes: int, overlap: bool = False
+) -> Plan:
+    """The plan of ``kda_decode_step``; the request is metadata alone.
 
-    Attributes:
-        block_v: value channels of a program.
-        num_warps: its warps.
-        row_channels: V first: key channels of a state that neighbouring lanes read at once.
-        eviction: policy of the load of the states.
-        overlap: the second kernel may start before the first one ends.
+    Args:
+        add_recurrence: adds the launches of ``fused_recurrent_kda`` for its request, which has ``out``.
+        lanes: of a warp.
+        overlap: the norm may start before the recurrence ends.
     """
-
-    block_v: int
-    num_warps: int
-    row_channels: int
-    eviction: str = ""
-    overlap: bool = False
-
-
-def plan_decode_step(r: DecodeStepRequest, tile: StepTile, lanes: int) -> Plan:
-    """The plan of ``kda_decode_step``; the request is metadata alone."""
     b = Builder()
     N, T, D = r.x.shape
-    HV, K = r.g.shape[2:]
-    V, indices, every_token = r.V, r.indices, r.indices is not None and r.indices.dim() == 2
-    x, g, gate = b.rows(r.x), b.rows(r.g), r.norm_gate if r.norm_gate is None else b.rows(r.norm_gate)
-    o = r.out
-    if o is None or not (o.is_contiguous() if gate is None else has_contiguous_rows(o)):
-        o = (b.result if o is None else b.scratch)("o", (N, T, HV, V), r.x.dtype)
-    rows = o if gate is None else b.scratch("rows", (N, T, HV, V), torch.float32)
-    strides = {f"s_{name}": t.stride(i) for t, names in (
-        (x, ("xn", "xt")), (g, ("gn", "gt", "gh")), (r.beta, ("bn", "bt", "bh")), (r.conv_state, ("cn", "ct", "cd")),
-        (r.state, ("sn", "sh")), (gate or g, ("an", "at", "ah")), (o, ("on", "ot", "oh")),
-    ) for i, name in enumerate(names)}  # fmt: skip
-    KP, VP = padded(K), padded(V)
-    of_program = max(1, lanes * FINISH_WARPS * NORM_ELEMENTS // 4 // VP)
-    named = strides | {
-        "x": x, "g": g, "beta": r.beta, "A_log": b.dense(r.A_log), "dt_bias": b.dense(r.dt_bias),
-        "weight": b.dense(r.weight), "bias": b.dense(r.bias), "conv_state": r.conv_state, "state": r.state,
-        "indices": indices, "accepted": b.dense(r.accepted), "norm_gate": gate, "norm_weight": b.dense(r.norm_weight),
-        "rows": rows, "o": o, "scale": float(r.scale), "lower_bound": float(r.lower_bound or 0.0), "N": N, "T": T,
-        "norm_eps": float(r.norm_eps), "slots": r.state.shape[0], "pad_slot_id": r.pad_slot_id,
+    HV, K, H, V, dtype = r.g.shape[2], r.g.shape[3], r.H, r.V, r.x.dtype
+    indices, every_token = r.indices, r.indices is not None and r.indices.dim() == 2
+    x, o, accepted = b.rows(r.x), r.out, b.dense(r.accepted)
+    y = b.scratch("y", (N, T, D), dtype)
+    named = {
+        "x": x, "weight": b.dense(r.weight), "bias": b.dense(r.bias), "conv_state": r.conv_state, "indices": indices,
+        "accepted": accepted, "y": y, "T": T, "slots": r.state.shape[0], "pad_slot_id": r.pad_slot_id,
         "s_index": 0 if indices is None else indices.stride(0), "s_slot": indices.stride(1) if every_token else 0,
-        "width": indices.shape[1] if every_token else 1, "H": r.H, "HV": HV, "K": K, "V": V, "D": D, "KP": KP, "VP": VP,
-        "KS": min(KP, tile.row_channels) if r.state_v_first else KP, "BV": min(VP, tile.block_v),
-        "W": r.weight.shape[1], "GATE": gate_kind(r), "L2NORM": r.use_qk_l2norm_in_kernel,
-        "SIGMOID": r.use_beta_sigmoid_in_kernel, "NEG_EIGVAL": r.allow_neg_eigval, "V_FIRST": r.state_v_first,
-        "EVERY_TOKEN": every_token, "ONE_TOKEN": T == 1, "EVICTION": tile.eviction, "OVERLAP": tile.overlap,
-        "BD": lanes * FINISH_WARPS * CHANNELS_OF_LANE // 2, "ROWS": of_program,
+        "width": indices.shape[1] if every_token else 1, "s_xn": x.stride(0), "s_xt": x.stride(1),
+        **dict(zip(("s_cn", "s_ct", "s_cd"), r.conv_state.strides, strict=True)), "D": D, "W": r.weight.shape[1],
+        "BD": lanes * STEP_WARPS, "EVERY_TOKEN": every_token,
     }  # fmt: skip
-    b.pick(decode_step_kernel, N * HV * -(-V // named["BV"]), tile.num_warps, named)
-    programs = N * -(-D // named["BD"]) + (0 if gate is None else -(-N * T * HV // of_program))
-    b.pick(finish_step_kernel, programs, FINISH_WARPS, named, **({"launch_pdl": True} if tile.overlap else {}))
+    b.pick(convolution_step_kernel, N * -(-D // named["BD"]), STEP_WARPS, named)
+    if o is None or not has_contiguous_rows(o):
+        o = (b.result if o is None else b.scratch)("o", (N, T, HV, V), dtype)
+    rows = o if r.norm_gate is None else b.scratch("rows", (N, T, HV, V), dtype)
+    q, k, v = (
+        View(y.source, (N, T, heads, size), (T * D, D, size, 1), dtype, offset, offset * dtype.itemsize % 16 == 0)
+        for heads, size, offset in ((H, K, 0), (H, K, H * K), (HV, V, 2 * H * K))
+    )
+    add_recurrence(b, r.recurrence(q, k, v, r.state if indices is not None else r.state.cut(0, slice(0, N)), rows))
+    if r.norm_gate is not None:
+        gate, VP, R = b.rows(r.norm_gate), padded(V), N * T * HV
+        of_program = max(1, lanes * STEP_WARPS * STEP_ELEMENTS // VP)
+        strides = {f"s_{n}{i}": s for n, t in (("a", gate), ("o", o)) for i, s in zip("nth", t.strides, strict=False)}
+        named = strides | {
+            "rows": rows, "gate": gate, "weight": b.dense(r.norm_weight), "o": o, "R": R, "T": T,
+            "eps": float(r.norm_eps), "HV": HV, "V": V, "VP": VP, "ROWS": of_program, "OVERLAP": overlap,
+        }  # fmt: skip
+        options = {"launch_pdl": True} if overlap else {}
+        b.pick(norm_step_kernel, -(-R // of_program), STEP_WARPS, named, **options)
     if r.out is not None and o is not r.out:
         b.step(Copy(r.out, o))
     return b.plan(input_layouts(r), {"o": o if r.out is None else None})

@@ -81,6 +81,13 @@ def rows_of_slot(cu_seqlens, i_slot, T, N, chunks, C: tl.constexpr):
 
 
 @triton.jit
-def is_padding(i_state, pad_slot_id):
-    """Whether an index of a pool names no slot."""
-    return (i_state < 0) | (i_state == pad_slot_id)
+def is_padding(i_state, pad_slot_id, slots):
+    """Whether an index of a pool of so many slots names none of them."""
+    return (i_state < 0) | (i_state >= slots) | (i_state == pad_slot_id)
+
+
+@triton.jit
+def starts_from_state(has_state, i_n, s_has):
+    """Whether sequence ``i_n`` starts from its state, rather than from zero."""
+    # As bytes: the interpreter reads no booleans.
+    return tl.load(has_state.to(tl.pointer_type(tl.int8)) + i_n * s_has) != 0

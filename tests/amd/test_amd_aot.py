@@ -33,12 +33,18 @@ from kda_core.triton_lib.ahead_of_time import Job
 pytestmark = pytest.mark.end_to_end
 
 CASE = "bf16 K 64 bounded"
-KERNELS = (
+CHUNK = (
     "prepare", "recurrence", "recurrent", "states_kernel", "reverse_kernel", "gradients_kernel", "finish_kernel",
-    "transitions_kernel", "reverse_transitions_kernel", "join_kernel", "convolution_forward_kernel",
-    "convolution_backward_kernel", "norm_forward_kernel", "norm_backward_kernel", "decode_step_kernel",
 )  # fmt: skip
-CASES = dict.fromkeys(KERNELS[-7:-4], "bf16 K 128 segments") | dict.fromkeys(KERNELS[-4:], "layer, bf16")
+SEGMENTS = ("transitions_kernel", "reverse_transitions_kernel", "join_kernel")
+LAYER = ("convolution_forward_kernel", "convolution_backward_kernel", "norm_forward_kernel", "norm_backward_kernel")
+STEP = ("convolution_step_kernel", "norm_step_kernel")
+KERNELS = (*CHUNK, *SEGMENTS, *LAYER, *STEP)
+CASES = (
+    dict.fromkeys(SEGMENTS, "bf16 K 128 segments")
+    | dict.fromkeys(LAYER, "layer, bf16")
+    | dict.fromkeys(STEP, "step of a layer")
+)
 """Of those that CASE does not launch."""
 
 

@@ -14,6 +14,8 @@ from checked import inputs, registered
 
 import kda_core
 from kda_core import CheckFailed, CheckWarning
+from kda_core._plugins import registry
+from kda_core.api import Question
 from kda_core.hookspecs import hookimpl
 from kda_core.request import BackwardResult
 from kda_core.testing.call_samples import Sample
@@ -267,6 +269,47 @@ def test_decoding_over_pools_passes():
         kda_core.fused_recurrent_kda(
             **packed, initial_state=states(5), ssm_state_indices=torch.tensor([-1]), out=torch.empty(1, 9, 4, 8)
         )
+
+
+@pytest.mark.parametrize("op", ["chunk_kda", "fused_recurrent_kda"])
+def test_what_servers_ask_of_a_pool_passes(op):
+    """Starts from zero over slots of NaN, outputs alone, states in other slots and in another pool of another dtype."""
+    call, x, slots = getattr(kda_core, op), inputs(T=3), torch.tensor([2, 1])
+    fresh, nowhere = torch.tensor([True, False]), {"backend": "cpu", "ssm_state_indices": slots}
+    other = torch.full_like(states(6), float("nan")).bfloat16()
+    with torch.no_grad(), kda_core.checked_calls():
+        pool = states(5)
+        pool[1] = float("nan")
+        call(**x, initial_state=pool.clone(), has_initial_state=fresh, **nowhere)
+        call(**x, initial_state=pool.clone(), has_initial_state=fresh, update_state=False, **nowhere)
+        pool = states(5)
+        call(**x, initial_state=pool, ssm_state_indices=slots[:1].expand(2), final_state_indices=torch.tensor([0, -1]))
+        call(**x, initial_state=pool, final_state_indices=torch.tensor([5, 0]), final_state_pool=other, **nowhere)
+        call(**x, initial_state=pool, has_initial_state=fresh, final_state_indices=torch.tensor([3, 4]), **nowhere)
+        if op == "fused_recurrent_kda":
+            drafts = torch.tensor([[4, 0, -1], [2, 1, 3]])
+            call(**x, initial_state=pool, final_state_indices=drafts, final_state_pool=other, **nowhere)
+
+
+@pytest.mark.parametrize(
+    ("slots", "more"),
+    [
+        ([3, 9], {}),
+        ([3, 3], {}),
+        ([3, 1], {"final_state_indices": torch.tensor([1, 2])}),
+        ([3, 1], {"final_state_indices": torch.tensor([2, 2])}),
+        ([3, 1], {"final_state_indices": torch.tensor([0, 9])}),
+        ([3, 9], {"update_state": False}),
+    ],
+)
+def test_slots_on_a_device_are_looked_at(slots, more):
+    """Under KDA_CHECK=1 as on the CPU; the router reads none on other devices."""
+    arguments = {"initial_state": states(5), "ssm_state_indices": torch.tensor(slots), **more, "backend": "cpu"}
+    with torch.no_grad(), kda_core.checked_calls():
+        # As for a device: the router's own checks of values are left out.
+        request = kda_core.chunk_kda(**inputs(), **arguments | {"backend": Question(lambda r: r)})
+        with pytest.raises(ValueError, match=r"_indices: expected"):
+            registry.named("cpu").call("kda_core_chunk_forward", request=request)
 
 
 @pytest.mark.parametrize("op", ["chunk_kda", "fused_recurrent_kda"])

@@ -6,12 +6,32 @@ import re
 
 import pytest
 import torch
-from example_arguments import HV, POOL, SLOTS, B, H, K, T, V, call_arguments, gate, packed, paged, speculative
+from example_arguments import (
+    HV,
+    POOL,
+    SLOTS,
+    B,
+    H,
+    K,
+    T,
+    V,
+    call_arguments,
+    elsewhere,
+    gate,
+    packed,
+    paged,
+    speculative,
+)
 from torch import tensor, zeros
 
 import kda_core
 from kda_core._plugins import registry
 from kda_core.hookspecs import hookimpl
+
+
+def snapshots(**changes):
+    return call_arguments(return_intermediate_states=True, **changes)
+
 
 CHUNK, RECURRENT, GATE = "chunk_kda", "fused_recurrent_kda", "kda_gate"
 
@@ -66,7 +86,7 @@ BAD_CALLS = [
     ("lower_bound", ValueError, CHUNK, lambda: call_arguments(A_log=zeros(HV), safe_gate=True, **gate)),
     ("initial_state", ValueError, CHUNK, lambda: call_arguments(initial_state=zeros(B, HV, V, K))),
     ("initial_state", ValueError, CHUNK, lambda: call_arguments(initial_state=zeros(B, HV, K, V), state_v_first=True)),
-    ("initial_state", TypeError, CHUNK, lambda: call_arguments(initial_state=zeros(B, HV, K, V, dtype=torch.float16))),
+    ("initial_state", TypeError, CHUNK, lambda: call_arguments(initial_state=zeros(B, HV, K, V, dtype=torch.int32))),
     ("initial_state", TypeError, CHUNK, lambda: call_arguments(initial_state=zeros(B, HV, K, V, dtype=torch.float64))),
     ("initial_state", ValueError, CHUNK, lambda: packed(initial_state=zeros(1, HV, K, V))),
     ("cu_seqlens", ValueError, CHUNK, lambda: packed(cu_seqlens=tensor([1, 4, B * T]))),
@@ -89,6 +109,47 @@ BAD_CALLS = [
     ("ssm_state_indices", TypeError, CHUNK, lambda: {**paged(), "ssm_state_indices": tensor([0.0, 1.0])}),
     ("initial_state", ValueError, CHUNK, lambda: {**paged(), "initial_state": zeros(1, HV, K, V).expand(POOL)}),
     ("pad_slot_id", TypeError, CHUNK, lambda: paged(pad_slot_id=None)),
+    ("has_initial_state", TypeError, CHUNK, lambda: paged(has_initial_state=[True, False])),
+    ("has_initial_state", TypeError, CHUNK, lambda: paged(has_initial_state=tensor([1, 0]))),
+    ("has_initial_state", ValueError, CHUNK, lambda: paged(has_initial_state=tensor([True]))),
+    ("has_initial_state", ValueError, CHUNK, lambda: paged(has_initial_state=zeros(B, device="meta").bool())),
+    ("ssm_state_indices", ValueError, CHUNK, lambda: call_arguments(has_initial_state=tensor([True, False]))),
+    ("ssm_state_indices", ValueError, CHUNK, lambda: call_arguments(update_state=False)),
+    ("output_final_state", ValueError, CHUNK, lambda: paged(update_state=False, output_final_state=True)),
+    ("intermediate_states_dtype", TypeError, CHUNK, lambda: snapshots(intermediate_states_dtype="float32")),
+    ("intermediate_states_dtype", TypeError, CHUNK, lambda: snapshots(intermediate_states_dtype=torch.float64)),
+    ("intermediate_states_dtype", TypeError, CHUNK, lambda: snapshots(intermediate_states_dtype=torch.int32)),
+    ("intermediate_states_dtype", ValueError, CHUNK, lambda: call_arguments(intermediate_states_dtype=torch.float32)),
+    ("update_state", TypeError, CHUNK, lambda: paged(update_state=0)),
+    ("final_state_indices", TypeError, CHUNK, lambda: paged(final_state_indices=[0, 1])),
+    ("final_state_indices", TypeError, CHUNK, lambda: paged(final_state_indices=tensor([0.0, 1.0]))),
+    ("final_state_indices", ValueError, CHUNK, lambda: paged(final_state_indices=tensor([0]))),
+    ("final_state_indices", ValueError, CHUNK, lambda: paged(final_state_indices=tensor([0, 1], device="meta"))),
+    ("final_state_indices", ValueError, CHUNK, lambda: paged(final_state_indices=zeros(B, 2, dtype=torch.int32))),
+    ("final_state_indices", ValueError, RECURRENT, lambda: paged(final_state_indices=zeros(B, 2, dtype=torch.int32))),
+    ("final_state_indices", ValueError, CHUNK, lambda: paged(final_state_indices=tensor([0, SLOTS]))),
+    ("final_state_indices", ValueError, CHUNK, lambda: paged(final_state_indices=tensor([0, 0]))),
+    ("final_state_indices", ValueError, CHUNK, lambda: paged(final_state_indices=tensor([3, 0]))),
+    ("final_state_indices", ValueError, CHUNK, lambda: paged(final_state_indices=tensor([0, 2]), update_state=False)),
+    ("ssm_state_indices", ValueError, CHUNK, lambda: call_arguments(final_state_indices=tensor([0, 1]))),
+    ("final_state_indices", ValueError, CHUNK, lambda: paged(final_state_pool=zeros(POOL))),
+    ("final_state_pool", TypeError, CHUNK, lambda: elsewhere(final_state_pool=zeros(POOL).double())),
+    ("final_state_pool", ValueError, CHUNK, lambda: elsewhere(final_state_pool=zeros(SLOTS, HV, V, K))),
+    ("final_state_pool", ValueError, CHUNK, lambda: elsewhere(final_state_pool=zeros(POOL, device="meta"))),
+    ("final_state_pool", ValueError, CHUNK, lambda: elsewhere(final_state_pool=zeros(1, HV, K, V).expand(POOL))),
+    ("final_state_indices", ValueError, CHUNK, lambda: elsewhere(final_state_pool=zeros(2, HV, K, V))),
+    (
+        "final_state_pool",
+        ValueError,
+        CHUNK,
+        lambda: (lambda a: {**a, "final_state_pool": a["initial_state"]})(elsewhere()),
+    ),
+    (
+        "ssm_state_indices",
+        ValueError,
+        CHUNK,
+        lambda: {**paged(update_state=False), "ssm_state_indices": tensor([0, SLOTS])},
+    ),
     ("out", ValueError, CHUNK, lambda: call_arguments(out=zeros(B, T, H, V))),
     ("out", TypeError, CHUNK, lambda: call_arguments(out=zeros(B, T, HV, V, dtype=torch.float64))),
     ("out", ValueError, CHUNK, lambda: call_arguments(out=zeros(1, T, HV, V).expand(B, T, HV, V))),

@@ -225,6 +225,7 @@ def test_explain_exits_with_1_when_the_call_is_not_served(arguments, reason, mon
         (("--allow-neg-eigval",), "use_beta_sigmoid_in_kernel"),
         (("--num-accepted-tokens", "--slots", "4"), "num_accepted_tokens: not taken by chunk_kda"),
         (("--op", "kda_gate", "--safe-gate"), "safe_gate: not taken by kda_gate"),
+        (("--return-intermediate-states", "--intermediate-states-dtype", "int8"), "intermediate_states_dtype"),
         (("--no-such-option",), "--no-such-option"),
     ],
 )
@@ -260,6 +261,16 @@ def test_explain_has_every_option_and_every_tensor_of_the_public_functions():
         ("--output-final-state --return-intermediate-states", {"return_intermediate_states": True}),
         ("--disable-recompute --chunk-size 32", {"disable_recompute": True, "chunk_size": 32}),
         ("--slots 9 --pad-slot-id -7", {"ssm_state_indices.shape": (1, 1), "pad_slot_id": -7}),
+        ("--slots 9 --has-initial-state", {"has_initial_state.dtype": torch.bool, "update_state": True}),
+        (
+            "--slots 9 --final-state-indices --final-state-pool",
+            {"final_state_indices.shape": (1, 1), "final_state_pool.shape": (9, 2, 32, 64)},
+        ),
+        (
+            "--return-intermediate-states --intermediate-states-dtype bfloat16 --initial-state --state-dtype float16",
+            {"h_dtype": torch.bfloat16, "state_dtype": torch.float16},
+        ),
+        ("--slots 9 --no-update-state", {"has_initial_state": None, "update_state": False}),
         ("--out", {"out.shape": (1, 128, 2, 64)}),
         ("--op fused_recurrent_kda --initial-state --inplace-final-state", {"inplace_final_state": True}),
         (

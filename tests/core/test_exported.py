@@ -24,6 +24,10 @@ DIGESTS = {
     "chunk_kda_packed.v1.pt2": "600e263caf092d67ac661f032250fe946f587c12be323769b18d9c5dcd9c2603",
     "fused_recurrent_kda_pool.v1.pt2": "82954df818bc9842ecc3d262becb1fcef1a8986c48b6ed7fec1cf91aac408fa2",
     "kda_gate.v1.pt2": "90bee75dc1f93f6ad10b202654423a6dc7e496b153d6996c924e830d252568c3",
+    "chunk_kda_dense.v2.pt2": "d0477b8fd036369523e6e1ecdd35c2cfc2e19b4d60d7ff7e70dbced2b1fec85a",
+    "chunk_kda_packed.v2.pt2": "976b3247c7461e66051c8ae4bbb1842ba3b3eaba08579a757f968160994c6fe5",
+    "fused_recurrent_kda_pool.v2.pt2": "d4d8805ab4d03c02697d871c6770cb7fdd5977ccec1884b0d073ba9b8f388abe",
+    "kda_gate.v2.pt2": "24f446dea911bb50b069a67acd75dd7eb4b93d28eb44712a939d54fd7052ec5e",
 }
 
 

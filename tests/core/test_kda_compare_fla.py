@@ -69,6 +69,11 @@ ADDED = {
     "out": "a caller's buffer, which fla has not",
     "backend": "fla chooses by environment variables",
     "safe_gate": "fla takes it in chunk_kda only",
+    "has_initial_state": "a pool of states, which fla has not in its public call",
+    "update_state": "a pool of states, which fla has not in its public call",
+    "final_state_indices": "a pool of states, which fla has not in its public call",
+    "intermediate_states_dtype": "fla stores them in the dtype of k",
+    "final_state_pool": "a pool of states, which fla has not in its public call",
 }
 LEFT_OUT = {
     "kwargs": "every parameter is named; an unknown one raises TypeError where fla would swallow it",

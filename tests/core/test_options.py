@@ -10,29 +10,33 @@ import pytest
 import torch
 
 import kda_core
-from kda_core import _schemas, api
+from kda_core import _explain, _schemas, api
 from kda_core.capabilities import Feature
 from kda_core.request import Request
 
 NAMES = [f.name for f in fields(Request)]
-FIELDS = {f.name: f for f in fields(Request)[NAMES.index("q") : NAMES.index("out") + 1]}
+FIELDS = {f.name: f for f in fields(Request)[NAMES.index("q") : NAMES.index("save_for_backward")]}
 """The fields that are arguments."""
+LATER = NAMES[NAMES.index("out") + 1 : NAMES.index("save_for_backward")]
+"""Those that came after the functions were published: they stand at the end."""
 NOT_TAKEN = {
     "chunk_kda": {"num_accepted_tokens", "inplace_final_state"},
     "fused_recurrent_kda": {
-        *("disable_recompute", "return_intermediate_states", "cu_seqlens_cpu", "cp_context", "chunk_size")
+        *("disable_recompute", "return_intermediate_states", "cu_seqlens_cpu", "cp_context", "chunk_size"),
+        "intermediate_states_dtype",
     },
 }
 
 
 def order(op: str) -> list[str]:
     """That of the fields, with what fla's function does not have, or takes by name only, behind what it has."""
-    names, moved = [name for name in FIELDS if name not in NOT_TAKEN[op]], {"A_log", "dt_bias"}
+    taken, moved = [name for name in FIELDS if name not in NOT_TAKEN[op]], {"A_log", "dt_bias"}
+    names, later = [n for n in taken if n not in LATER], [n for n in taken if n in LATER]
     if op == "fused_recurrent_kda":
-        return [*(name for name in names if name != "safe_gate"), "backend", "safe_gate"]
+        return [*(name for name in names if name != "safe_gate"), "backend", "safe_gate", *later]
     names = [name for name in names if name not in moved]
     place = names.index("chunk_size")
-    return [*names[:place], "A_log", "dt_bias", *names[place:], "backend"]
+    return [*names[:place], "A_log", "dt_bias", *names[place:], "backend", *later]
 
 
 def parameters(function: str) -> dict[str, inspect.Parameter]:
@@ -61,7 +65,7 @@ def test_the_gate_takes_its_arguments_as_the_other_functions_do():
 def test_every_argument_is_in_the_request_under_its_name(op: str):
     """Values that no check has seen, each of its own; but one flag is looked at before there is a request."""
     given = {name: name == "inplace_final_state" or object() for name in parameters(op) if name != "backend"}
-    request = getattr(kda_core, op)(**given, backend=api._Question(lambda request: request))
+    request = getattr(kda_core, op)(**given, backend=api.Question(lambda request: request))
     found = {name: value for name, value in vars(request).items() if name in FIELDS}
     own = {"chunk_kda": {"inplace_final_state": True}, "fused_recurrent_kda": {}}[op]
     assert found == {n: FIELDS[n].default for n in NOT_TAKEN[op]} | own | given
@@ -72,7 +76,7 @@ def test_every_argument_is_in_the_request_under_its_name(op: str):
 def test_the_operators_take_the_arguments(op: str):
     """A pool is an argument of its own; a context of several devices is in no program."""
     assert {*_schemas.INPLACE[op].names} == FIELDS.keys() - {"cp_context", "inplace_final_state"} | {"pool", "backend"}
-    assert {*_schemas.FUNCTIONAL[op].names} - {"backend", "save_for_backward"} == {
+    assert {*_schemas.FUNCTIONAL[op].names} - {"backend", "save_for_backward", "intermediate_states_dtype"} == {
         *_schemas.TENSOR_NAMES,
         *_schemas.OPTION_NAMES,
     }
@@ -87,8 +91,9 @@ def test_a_flag_needs_its_feature(name: str):
     x = torch.zeros(1, 2, 1, 4)
     data = {"op": "chunk_kda", "scale": 1.0, "q": x, "k": x, "v": x, "g": x, "beta": x[..., 0].contiguous()}
     needed = FIELDS[name].metadata["needs"]
-    assert needed in Request(**data, **{name: True}).features
-    assert needed not in Request(**data, **{name: False}).features
+    default = FIELDS[name].default
+    assert needed in Request(**data, **{name: not default}).features
+    assert needed not in Request(**data, **{name: default}).features
 
 
 def test_every_feature_that_an_argument_alone_needs_is_asked_for():
@@ -118,6 +123,7 @@ OPTIONS = [
 def test_an_option_takes_only_values_of_its_kind(op, name, annotation, kind):
     """0, "", [] and None counted as False for inplace_final_state, and an array ended in an error of NumPy's."""
     kinds = {"bool": bool, "int": int, "float": (int, float), "str": str, "None": type(None), "Any": type(None)}
+    kinds["torch.dtype"] = torch.dtype
     kinds = tuple(kinds[part] for part in annotation.split(" | "))
     arguments = right_call(op, pool=kind == "pool", gradient=kind == "gradient")
     for value in OTHER_VALUES:
@@ -159,7 +165,7 @@ def test_other_public_functions_take_only_values_of_their_kind(value):
         with pytest.raises(TypeError, match=r"^dump: expected "), kda_core.checked_calls(dump=value):
             pass
         with pytest.raises(TypeError, match=r"^chip: expected "):
-            api.plan(**arguments, chip=value)
+            _explain.plan(**arguments, chip=value)
 
 
 @pytest.mark.parametrize("op", ["chunk_kda", "fused_recurrent_kda", "kda_gate"])

@@ -284,9 +284,9 @@ def test_supports_gives_the_verdict_of_the_call_and_its_reason():
         assert answer == (False, str(refused.value))
         wrong = kda_core.supports("chunk_kda", *inputs(), chunk_size=16, backend="reference")
         assert wrong == (False, "chunk_size: expected one of (32, 64), got 16")
-        unknown = kda_core.supports("fused_recurrent_kda", *inputs(), has_initial_state=None)
+        unknown = kda_core.supports("fused_recurrent_kda", *inputs(), slots=None)
         assert not unknown[0]
-        assert "unexpected keyword argument 'has_initial_state'" in unknown[1]
+        assert "unexpected keyword argument 'slots'" in unknown[1]
         for op in ("kda", None):
             with pytest.raises(ValueError, match="op: expected one of chunk_kda"):
                 kda_core.supports(op, *inputs())
@@ -330,7 +330,7 @@ def test_every_hook_is_documented_and_implemented_by_the_oracle():
     from kda_core.reference import ReferenceBackend
 
     hooks = [n for n in vars(hookspecs) if n.startswith("kda_core_")]
-    assert len(hooks) == 19
+    assert len(hooks) == 20
     assert ENTRY_POINT_GROUP == "kda_core.backends.v1"
     assert hookspec is not None
     for name in hooks:

@@ -33,6 +33,14 @@ _INPLACE = (
     f"({_SHARED}, Tensor(a!)? pool=None, Tensor? ssm_state_indices=None, Tensor? num_accepted_tokens=None, "
     "Tensor(b!)? out=None, int pad_slot_id=-1) -> (Tensor, Tensor, Tensor)"
 )
+_FUNCTIONAL_2 = _FUNCTIONAL.replace(
+    "save_for_backward=False", "save_for_backward=False, ScalarType? intermediate_states_dtype=None"
+)
+_INPLACE_2 = _INPLACE.replace(
+    "int pad_slot_id=-1",
+    "int pad_slot_id=-1, Tensor? has_initial_state=None, bool update_state=True, Tensor? final_state_indices=None, "
+    "Tensor(c!)? final_state_pool=None, ScalarType? intermediate_states_dtype=None",
+)
 _BACKWARD = (
     f"({_SHARED}, Tensor? grad_o=None, Tensor? grad_final_state=None, Tensor? saved_0=None, Tensor? saved_1=None, "
     "Tensor? saved_2=None, Tensor? saved_3=None, Tensor? saved_4=None, Tensor? saved_5=None, Tensor? saved_6=None, "
@@ -53,6 +61,8 @@ PINNED = {
         "kda_gate_backward": f"({_GATE}, Tensor? grad_output=None, bool[] needs=[]) -> (Tensor, Tensor, Tensor)",
     }
 }
+PINNED[2] = PINNED[1] | dict.fromkeys(("chunk_kda_", "fused_recurrent_kda_"), _INPLACE_2)
+PINNED[2] |= dict.fromkeys(("chunk_kda", "fused_recurrent_kda"), _FUNCTIONAL_2)
 
 
 def registered() -> dict[str, str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from layer_steps import expected, step
 from torch import Tensor
 
 import kda_core
@@ -208,6 +209,19 @@ def test_the_packed_form_of_a_step_is_the_same_call(guide: SimpleNamespace) -> N
     )  # fmt: skip
     torch.testing.assert_close(packed[0], dense[:, 0])
     torch.testing.assert_close(before, traffic.pool.states)
+
+
+def test_a_layer_s_step_in_one_call(guide: SimpleNamespace) -> None:
+    call = step("slots")
+    o, state, conv_state = expected(call)
+    pool = guide.StatePool(*call["state"].shape)
+    pool.states = call["state"]
+    x = {n: call[n] for n in ("mixed_qkv", "g", "beta", "norm_gate")}
+    names = ("conv_weight", "conv_bias", "A_log", "dt_bias", "norm_weight", "norm_eps")
+    found = guide.layer_step(pool, call["conv_state"], x, {n: call[n] for n in names}, call["state_indices"])
+    torch.testing.assert_close(found, o, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(pool.states, state, rtol=1e-5, atol=1e-5)
+    assert torch.equal(call["conv_state"], conv_state)
 
 
 def test_our_names_in_the_table_exist() -> None:

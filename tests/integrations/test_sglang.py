@@ -110,6 +110,23 @@ def test_prompts(kernel, lower_bound, wanted):
         close(track[2], states[2][64])
 
 
+@pytest.mark.parametrize("wanted", [False, True])
+def test_snapshots_of_a_bfloat16_pool_are_float32(kernel, wanted):
+    """They went to SGLang's own kernels; what is returned has the dtype of the pool."""
+    x, slots = draw(130), torch.tensor([4], dtype=torch.int32)
+    pool, track = x["pool"].bfloat16(), torch.full((1, HV, D, D), torch.nan)
+    given = pool[4].float()
+    found = kernel.extend(
+        x["q"], x["k"], x["v"], x["a"], x["b"], ssm_states=pool, cache_indices=slots, A_log=x["A_log"],
+        query_start_loc=torch.tensor([0, 130], dtype=torch.int32), dt_bias=x["dt_bias"], beta_is_raw=True,
+        track_state=track, track_chunk_idx=torch.tensor([2]), extend_seq_lens_cpu=[130],
+        return_intermediate_states=wanted,
+    )  # fmt: skip
+    _, after = recur(x, None, slice(0, 130), given)
+    close(track[0], after[128])
+    assert not wanted or found[1].dtype == torch.bfloat16
+
+
 def test_prompts_of_given_decays(kernel):
     x, pool = draw(40), None
     pool = x["pool"].clone()
@@ -162,7 +179,7 @@ def test_drafts_leave_the_pool_and_fill_the_buffer(kernel, dtype):
     assert torch.equal(pool, x["pool"])
     assert (buffer[[1, 3]] == 7).all()
     for n, (slot, place) in enumerate([(5, 2), (2, 0)]):
-        own, after = recur(x, -5.0, slice(3 * n, 3 * n + 3), x["pool"][slot].to(dtype).float())
+        own, after = recur(x, -5.0, slice(3 * n, 3 * n + 3), x["pool"][slot])
         close(o[0, 3 * n : 3 * n + 3], own)
         torch.testing.assert_close(
             buffer[place], torch.stack(after[1:]).to(dtype), atol=2e-2 * (dtype != torch.float32) or 2e-5, rtol=1e-2
@@ -181,9 +198,7 @@ def test_what_kda_core_cannot_say_goes_to_sglangs_own_kernels(kernel, method, mo
         tracked = {"track_state": torch.empty(2, HV, D, D), "track_chunk_idx": slots, "layer_id": 3}
         rows = x["q"], x["k"], x["v"], x["a"], x["b"]
         assert kernel.extend(*rows, **gates, **common, **tracked) == "stock"
-        half = {**common, "ssm_states": pool.bfloat16()}
-        assert kernel.extend(*rows, **gates, **half, **tracked, extend_seq_lens_cpu=[2, 2]) == "stock"
-        assert [s["layer_id"] for s in seen] == [3, 3]
+        assert [s["layer_id"] for s in seen] == [3]
     elif method == "packed_decode":
         ring = {"replayssm_d": pool, "num_v_heads": HV, "head_v_dim": D, "scale": 1.0}
         assert kernel.packed_decode(x["a"], x["a"], x["b"], **gates, **common, **ring) == "stock"

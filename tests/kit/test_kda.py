@@ -19,6 +19,7 @@ from kda_core.testing.suite.test_intermediate_states import *  # noqa: F403
 from kda_core.testing.suite.test_options import *  # noqa: F403
 from kda_core.testing.suite.test_packing import *  # noqa: F403
 from kda_core.testing.suite.test_paged_pool import *  # noqa: F403
+from kda_core.testing.suite.test_pool_options import *  # noqa: F403
 from kda_core.testing.suite.test_random import *  # noqa: F403
 from kda_core.testing.suite.test_recurrent import *  # noqa: F403
 from kda_core.testing.suite.test_rejections import *  # noqa: F403

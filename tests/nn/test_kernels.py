@@ -12,6 +12,7 @@ import installed
 import interpreted
 import pytest
 import torch
+from layer_steps import STEPS, expected, step
 
 pytestmark = pytest.mark.end_to_end
 
@@ -130,6 +131,16 @@ def layer(backend: str, bound: float | None) -> list[float]:
     return [relative(a, e) / (LAYER * ROUNDING[torch.float32]) for a, e in zip(*found, strict=True)]
 
 
+def decode(backend: str, name: str) -> list[float]:
+    """Output and both states of a decoding step."""
+    from kda_core.nn import kda_decode_step
+
+    call = step(name)
+    right = expected(call)
+    found = kda_decode_step(**call, backend=backend), call["state"], call["conv_state"]
+    return [relative(a, e) / (8 * torch.finfo(e.dtype).eps) for a, e in zip(found, right, strict=True)]
+
+
 def launched(backend: str) -> bool:
     """Whether the hooks ran, and not the core's own code."""
     from kda_core._plugins import registry
@@ -154,6 +165,7 @@ def main(backend: str) -> None:
         for shape in ((3, 5, 128), (70, 33), (2, 20, 2, 200)):
             found[f"norm {shape}, {dtype}"] = norm(backend, shape, dtype)
     found |= {f"layer, bound {bound}": layer(backend, bound) for bound in (None, -5.0)}
+    found |= {f"step, {name}": decode(backend, name) for name in STEPS}
     found["hooks"] = [0.0 if launched(backend) else 2.0]
     print(json.dumps(found))
 
@@ -163,7 +175,7 @@ def test_kernels(backend: str):
     """Forward and backward; every part of every result within rounding."""
     installed.need_backend(backend)
     found = interpreted.printed(__file__, backend)
-    assert len(found) == 3 + len(CONVOLUTIONS) + len(HALF) + 4 * len(ROUNDING)
+    assert len(found) == 3 + len(CONVOLUTIONS) + len(HALF) + 4 * len(ROUNDING) + len(STEPS)
     assert {name: errors for name, errors in found.items() if not max(errors) <= 1} == {}
 
 

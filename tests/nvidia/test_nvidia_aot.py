@@ -28,7 +28,7 @@ KERNELS = {
     "blocks_recurrence", "gate_forward_kernel", "gate_backward_kernel", "transitions_kernel",
     "reverse_transitions_kernel", "join_kernel", "chain_kernel", "bounds_kernel",
     "convolution_forward_kernel", "convolution_backward_kernel",
-    "norm_forward_kernel", "norm_backward_kernel", "decode_step_kernel", "finish_step_kernel",
+    "norm_forward_kernel", "norm_backward_kernel", "convolution_step_kernel", "norm_step_kernel",
 }  # fmt: skip
 HOPPER = {
     "gradients_hopper", "gradients_hopper_persistent", "join_hopper", "prepare_hopper", "recurrence_hopper",

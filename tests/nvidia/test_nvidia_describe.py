@@ -9,7 +9,7 @@ import torch
 installed.need_backend("nvidia")
 installed.need_package("triton")
 
-from kda_core import api
+from kda_core import _explain, api
 
 
 def example(op: str = "chunk_kda", **options):
@@ -25,7 +25,7 @@ def example(op: str = "chunk_kda", **options):
 
 
 def test_forward_and_backward():
-    forward, backward = api.plan(**example(backward=True), chip="sm_90", backend="nvidia")
+    forward, backward = _explain.plan(**example(backward=True), chip="sm_90", backend="nvidia")
     assert (forward.name, backward.name) == ("forward", "backward")
     assert [s.name for s in forward.steps] == ["prepare", "recurrence"]
     assert [s.name for s in backward.steps][-2:] == ["gradients_kernel", "finish_kernel"]
@@ -40,16 +40,16 @@ def test_forward_and_backward():
 @pytest.mark.parametrize("op", ["fused_recurrent_kda", "kda_gate"])
 def test_other_functions(op: str):
     options = {"lower_bound": -5.0} if op == "kda_gate" else {}
-    plans = api.plan(**example(op, backward=True, **options), op=op, chip="sm_80", backend="nvidia")
+    plans = _explain.plan(**example(op, backward=True, **options), op=op, chip="sm_80", backend="nvidia")
     assert [p.name for p in plans] == ["forward", "backward"]
     assert all(p.chip == "sm_80" and p.steps for p in plans)
 
 
 def test_what_is_refused():
     with pytest.raises(ValueError, match=r"chip: expected one of sm_80, .* got 'sm_91'"):
-        api.plan(**example(), chip="sm_91", backend="nvidia")
+        _explain.plan(**example(), chip="sm_91", backend="nvidia")
     packed = example(cu_seqlens=True, cu_seqlens_cpu=True, return_intermediate_states=True)
     with pytest.raises(ValueError, match="follows from the values of cu_seqlens"):
-        api.plan(**packed, chip="sm_90", backend="nvidia")
+        _explain.plan(**packed, chip="sm_90", backend="nvidia")
     with pytest.raises(ValueError, match="chip: needs the name of a backend"):
-        api.plan(**example(), chip="sm_90")
+        _explain.plan(**example(), chip="sm_90")

@@ -17,16 +17,15 @@ from kda_core.testing import fragments, references
 from kda_core.testing.cases import BFLOAT16, BOUNDED, FP32, SOFTPLUS, Case
 from kda_core.testing.inputs import Call, same_bits
 from kda_core.testing.subject import Subject
-from kda_core.testing.targets import Target
+from kda_core.testing.targets import find_target
 
 pytestmark = pytest.mark.platform("nvidia_hopper")
 
-DEVICE = torch.device("cuda")
 HEADS = {"H": 2, "K": 128, "state": FP32, "backward": True, "l2norm": True, **BFLOAT16}
 
 
 def subject() -> Subject:
-    return Subject(Target("nvidia", DEVICE))
+    return Subject(find_target("nvidia"))
 
 
 def decays(call: Call, kind: str) -> Call:
@@ -103,7 +102,7 @@ def test_neighbours_are_not_read(value: float):
 @pytest.mark.parametrize("kind", ["even", "packed"])
 def test_the_kernels_for_hopper_serve(kind: str):
     (p, *_) = fragments.processes(subject(), *made(kind))
-    kernels = plan_of(p.request, chip(DEVICE), half="begin").kernels
+    kernels = plan_of(p.request, chip(p.request.device), half="begin").kernels
     assert kernels[-3:] == ("prepare_hopper", "transitions_hopper", "chain_kernel")
     assert ("bounds_kernel" in kernels) == (kind == "packed")
 
@@ -112,7 +111,7 @@ def test_a_captured_call():
     """Both halves in one graph, replayed."""
     call, cuts = made("even")
     r = fragments.processes(subject(), call, cuts)[0].request
-    starts = torch.randn(r.N, r.HV, r.K, r.V, device=DEVICE)
+    starts = torch.randn(r.N, r.HV, r.K, r.V, device=r.device)
 
     def both() -> tuple[torch.Tensor, ...]:
         begun = CALLS.chunk_begin(r)
@@ -134,6 +133,6 @@ def test_saved_memory():
     call = Call(call.op, call.tensors, call.options, {"o": call.tensors["v"]})
     r = fragments.processes(subject(), call, ())[0].request
     begun = CALLS.chunk_begin(r)
-    halves = CALLS.chunk_finish(r, begun.kept, torch.zeros(1, 8, 128, 128, device=DEVICE)).saved
+    halves = CALLS.chunk_finish(r, begun.kept, torch.zeros(1, 8, 128, 128, device=r.device)).saved
     plain = CALLS.chunk_forward(replace(r, cp_context=None)).saved
     assert sum(x.nbytes for x in halves) <= 1.05 * sum(x.nbytes for x in plain)

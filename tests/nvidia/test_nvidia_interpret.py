@@ -207,7 +207,54 @@ def intermediate_states(found):
         found.true(f"h every {size}", torch.equal(h[:, 64 // size], kda_core.chunk_kda(**cut, **run)[1]))
 
 
-PARTS = {f.__name__: f for f in (bounded_decays, shapes, packing, intermediate_states)}
+def launch_chain(matrices, parts, additions, bounds, rows, reverse, **tensors):
+    """``chain_kernel`` on matrices [S, HV, K, K], as float32 or as two parts, and additions [S, HV, K, V]."""
+    from kda_core_nvidia.segments import chain_kernel
+
+    HV, K, V = additions.shape[1:]
+    strides = {"s_m": K * K, "s_mi": 1, "s_mo": K, "s_part": 0, "s_a": K * V, "s_ak": V, "s_av": 1}
+    if parts:
+        first = matrices.bfloat16()
+        matrices = torch.stack([first, (matrices - first.float()).bfloat16()], 2)
+        strides |= {"s_m": 2 * K * K, "s_part": K * K}
+    named = dict.fromkeys(("given", "states", "ends", "summary", "sums")) | tensors | strides
+    F, columns = len(bounds) - 1, V if named["summary"] is None else K + V
+    chain_kernel[columns // 16, HV, F](
+        matrices, additions, cu_seqlens=bounds, rows=rows, per=1, HV=HV, K=K, V=V, KP=K, BV=16, V_FIRST=False,
+        REVERSE=reverse, PRECISION="ieee", STAGES=1, **named,
+    )  # fmt: skip
+
+
+def chains(found):
+    """Fragments of several segments, of one and of none: products of matrices, and states from one to the next."""
+    HV, K, V, rows = 2, 16, 32, 10
+    bounds = torch.tensor([0, 25, 25, 30, 70])
+    first = [int(b) // rows + n for n, b in enumerate(bounds[:-1])]
+    count = [-(-int(length) // rows) for length in bounds.diff()]
+    generator = torch.Generator().manual_seed(0)
+    matrices = torch.randn(11, HV, K, K, generator=generator) / 4
+    additions = torch.randn(11, HV, K, V, generator=generator)
+    given = torch.randn(4, HV, K, V, generator=generator)
+    for parts, reverse in ((False, False), (False, True), (True, False), (True, True)):
+        summary, sums = torch.empty(4, HV, K, K), torch.empty(4, HV, K, V)
+        states, ends = torch.empty(11, HV, V, K), torch.empty(4, HV, K, V)
+        run = partial(launch_chain, matrices, parts, additions, bounds, rows, reverse)
+        run(summary=summary, sums=sums)
+        run(given=given, states=states, ends=ends)
+        for f in range(4):
+            order = [first[f] + i for i in range(count[f])]
+            product, x = torch.eye(K, dtype=torch.float64).expand(HV, K, K), given[f].double()
+            for s in reversed(order) if reverse else order:
+                name = f"chain, parts {parts}, reverse {reverse}, fragment {f}, segment {s}"
+                found.close(f"{name}: state", states[s].mT, x, 1e-5)
+                product, x = matrices[s].double() @ product, matrices[s].double() @ x + additions[s].double()
+            name = f"chain, parts {parts}, reverse {reverse}, fragment {f}"
+            found.close(f"{name}: matrix", summary[f], product, 1e-5)
+            found.close(f"{name}: end", ends[f], x, 1e-5)
+            found.close(f"{name}: sum", sums[f], x - product @ given[f].double(), 1e-5)
+
+
+PARTS = {f.__name__: f for f in (bounded_decays, shapes, packing, intermediate_states, chains)}
 
 
 @pytest.fixture(scope="module")

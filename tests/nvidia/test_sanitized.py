@@ -25,12 +25,12 @@ from kda_core_nvidia.plans.forward import saved_specs
 from kda_core_nvidia.run import chip, run_plan
 
 from kda_core.request import AnyRequest, LayerRequest
-from kda_core.testing import gate
+from kda_core.testing import fragments, gate
 from kda_core.testing.cases import BF16, BFLOAT16, FP16, FP32, Case
 from kda_core.testing.inputs import Call
 from kda_core.testing.subject import Subject
 from kda_core.testing.targets import find_target
-from kda_core.triton_lib.ahead_of_time import layer_calls
+from kda_core.triton_lib.ahead_of_time import halves, layer_calls
 from kda_core.triton_lib.plan import metadata
 
 on_gpu = pytest.mark.platform("nvidia")
@@ -78,6 +78,25 @@ POOLS = [
 ]
 
 
+HALVES = [
+    (Case(name="halves", T=1100, H=2, K=128, dtype=BF16, decay="slow", state=FP32, backward=True), (1060,)),
+    (Case(name="halves, packed", dtype=BF16, **(PACKED | {"T": 1300, "lengths": (1100, 0, 190)})), ()),
+    (Case(name="halves, float16", dtype=FP16, **PACKED), (50, 50)),
+]
+"""Calls in halves, and where their rows are cut between processes."""
+
+
+def served(case: Case) -> Iterator[Call]:
+    """The case with what servers ask of a pool, and with indices past its end, which count as padding."""
+    N = case.N
+    slots, others = torch.arange(N, dtype=torch.int32) * 2 + 1, torch.arange(N, dtype=torch.int32) * 2
+    fresh = torch.arange(N) % 2 == 0
+    call = case.having(final_state=False).call()
+    yield call.having(has_initial_state=fresh).in_pool(slots, 2 * N + 1).written_elsewhere(others)
+    yield call.in_pool(slots, 2 * N + 1).written_elsewhere(others.flip(0), 2 * N, BF16)
+    yield call.having(update_state=False, has_initial_state=~fresh).in_pool(slots, 2 * N + 1)
+
+
 LAYER = list(layer_calls())
 
 
@@ -107,9 +126,23 @@ def test_calls(subject: Subject, case: Case):
 
 
 @on_gpu
+@pytest.mark.parametrize(("case", "cuts"), HALVES, ids=lambda x: getattr(x, "name", ""))
+def test_halves(subject: Subject, case: Case, cuts: tuple[int, ...]):
+    call = case.call()
+    subject.compare(call, fragments.run(subject, call, cuts))
+
+
+@on_gpu
 @pytest.mark.parametrize("case", POOLS, ids=lambda case: case.name)
 def test_pools(subject: Subject, case: Case):
     subject.check(in_pool(case))
+
+
+@on_gpu
+@pytest.mark.parametrize("case", POOLS, ids=lambda case: case.name)
+def test_what_servers_ask(subject: Subject, case: Case):
+    for call in served(case):
+        subject.check(call)
 
 
 @on_gpu
@@ -153,7 +186,7 @@ def test_gradients_through_descriptors(lengths: tuple[int, ...]):
 def requests() -> Iterator[AnyRequest | LayerRequest]:
     """Plans of the calls above, but the gates and the descriptors."""
     yield from (call for _, call in LAYER)
-    yield from (call.request() for call in (*map(in_pool, POOLS), drafts()))
+    yield from (call.request() for call in (*map(in_pool, POOLS), *(c for p in POOLS for c in served(p)), drafts()))
     for case in CASES:
         r = replace(case.call().request(), save_for_backward=case.backward)
         yield r
@@ -167,5 +200,8 @@ def requests() -> Iterator[AnyRequest | LayerRequest]:
 def test_every_kernel_is_launched():
     """Planned for an H100, without a GPU."""
     launched = {name for r in requests() for name in plan_of(r, CHIPS[90]).kernels}
+    for case, _ in HALVES:
+        plans = halves(case, lambda r, half: plan_of(r, CHIPS[90], half=half), saved_specs)
+        launched |= {name for _, plan in plans for name in plan.kernels}
     shipped = {job.launch.name for job in TOOL.shipped("90")} - {"gate_forward_kernel", "gate_backward_kernel"}
     assert shipped - launched == set()

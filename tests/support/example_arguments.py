@@ -30,6 +30,10 @@ def paged(**changes):
     return call_arguments(initial_state=torch.zeros(POOL), ssm_state_indices=torch.tensor([1, 3]), **changes)
 
 
+def elsewhere(**changes):
+    return paged(final_state_indices=torch.tensor([0, 5]), **{"final_state_pool": torch.zeros(POOL), **changes})
+
+
 def speculative(**changes):
     indices = torch.arange(B * T).reshape(B, T) % SLOTS
     indices = torch.tensor([[0, 1, 2], [3, 4, 5]])

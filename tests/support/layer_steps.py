@@ -27,9 +27,7 @@ STEPS: dict[str, dict[str, Any]] = {
 }
 
 
-def step(
-    name: str, N: int = 3, seed: int = 0, **more: Any,
-) -> dict[str, Any]:  # fmt: skip
+def step(name: str, N: int = 3, seed: int = 0, **more: Any) -> dict[str, Any]:
     """Arguments of ``kda_decode_step``."""
     sizes = {"T": 1, "H": 2, "HV": 2, "K": 32, "V": 32, "W": 4} | STEPS[name] | more
     T, H, HV, K, V, W = (sizes[n] for n in ("T", "H", "HV", "K", "V", "W"))

@@ -46,6 +46,22 @@ class PlannedBackend:
         return self.calls.chunk_backward(request)
 
     @hookimpl
+    def kda_core_chunk_begin(self, request: Any) -> Any:
+        return self.calls.chunk_begin(request)
+
+    @hookimpl
+    def kda_core_chunk_finish(self, request: Any, kept: Any, starts: Any) -> Any:
+        return self.calls.chunk_finish(request, kept, starts)
+
+    @hookimpl
+    def kda_core_chunk_begin_backward(self, request: Any) -> Any:
+        return self.calls.chunk_begin_backward(request)
+
+    @hookimpl
+    def kda_core_chunk_finish_backward(self, request: Any, kept: Any, ends: Any) -> Any:
+        return self.calls.chunk_finish_backward(request, kept, ends)
+
+    @hookimpl
     def kda_core_recurrent_forward(self, request: Any) -> Any:
         return self.calls.recurrent_forward(request)
 

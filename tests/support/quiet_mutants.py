@@ -23,6 +23,66 @@ class PaddingSlotWritten(Mutant):
         return result
 
 
+class HasInitialStateIgnored(Mutant):
+    """Sequences that are to start from zero read their slot."""
+
+    def asked(self, r: Request) -> Request:
+        return replace(r, has_initial_state=None)
+
+
+class SlotsOfFreshSequencesZeroed(Mutant):
+    """They are set to zero ahead of the call, as servers do it, although the call may leave the pool alone."""
+
+    def asked(self, r: Request) -> Request:
+        if r.has_initial_state is not None:
+            slots = r.ssm_state_indices if r.ssm_state_indices.dim() == 1 else r.ssm_state_indices[:, 0]
+            r.initial_state[slots[~r.has_initial_state & (slots >= 0)].long()] = 0
+        return r
+
+
+class PoolAdvancedWithoutBeingAsked(Mutant):
+    """update_state is ignored."""
+
+    def asked(self, r: Request) -> Request:
+        return replace(r, update_state=True)
+
+
+class OtherSlotsIgnored(Mutant):
+    """final_state_indices are ignored: states are advanced where they were read."""
+
+    def asked(self, r: Request) -> Request:
+        return replace(r, final_state_indices=None, final_state_pool=None)
+
+
+class SourceAdvancedAsWell(Mutant):
+    """Where another slot of the same pool is written, the one that was read is as well."""
+
+    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
+        if r.written_states == "initial_state" and r.final_state_indices is not None and r.T > 1:
+            self.compute(replace(r, final_state_indices=None))
+        return result
+
+
+class DroppedStateKept(Mutant):
+    """A negative index of final_state_indices counts from the pool's end, as in Python."""
+
+    def asked(self, r: Request) -> Request:
+        table = r.final_state_indices
+        if table is None:
+            return r
+        return replace(r, final_state_indices=torch.where(table == -1, len(getattr(r, r.written_states)) - 1, table))
+
+
+class EmptySequencesCopied(Mutant):
+    """A sequence without tokens has its state copied to the slot that it would write."""
+
+    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
+        if r.final_state_indices is not None and r.cu_seqlens is not None and r.final_state_pool is None:
+            for n in (r.cu_seqlens.diff() == 0).nonzero()[:, 0].tolist():
+                r.initial_state[int(r.final_state_indices[n])] = r.initial_state[int(r.ssm_state_indices[n])].clone()
+        return result
+
+
 class FirstSlotRead(Mutant):
     """Speculative decoding starts from the first slot whatever was accepted."""
 
@@ -78,6 +138,31 @@ class PaddingIndexIsMinusOne(Mutant):
 
     def asked(self, r: Request) -> Request:
         return replace(r, pad_slot_id=-1)
+
+
+class NullSlotOfZeroIsNone(Mutant):
+    """``pad_slot_id or -1``: slot 0 is an ordinary slot."""
+
+    def asked(self, r: Request) -> Request:
+        return replace(r, pad_slot_id=r.pad_slot_id or -1)
+
+
+class HalfStatesAsBfloat16(Mutant):
+    """States in float16 are rounded to bfloat16 first."""
+
+    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
+        if result.final_state is not None and result.final_state.dtype == torch.float16:
+            return replace(result, final_state=result.final_state.bfloat16().half())
+        return result
+
+
+class DtypeOfIntermediateStatesIgnored(Mutant):
+    """They pass through the dtype of the initial state."""
+
+    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
+        if r.intermediate_states_dtype is None or result.h is None:
+            return result
+        return replace(result, h=result.h.to(r.state_dtype).to(r.h_dtype))
 
 
 class PairsOfThree(Mutant):

@@ -58,6 +58,7 @@ FIRST = (
     "test_spec_decode",
     "test_state",
     "test_paged_pool",
+    "test_pool_options",
     "test_packing",
 )
 SKIPS = (pytest.skip.Exception, Refused)

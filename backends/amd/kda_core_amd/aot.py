@@ -124,6 +124,8 @@ def cases(quick: bool = False) -> Iterator[Case]:
                 options = {"return_intermediate_states": True}
                 yield case.having(name=f"{TYPES[dtype]} K {K} states", backward=False, options=options)
             if gate == gates[0]:
+                tags = frozenset({"pool", "served"})
+                yield case.having(name=f"{TYPES[dtype]} K {K}, served", backward=False, tags=tags)
                 # The layout of states changes the same code for every gate.
                 yield case.having(name=f"{TYPES[dtype]} K {K}, V first", backward=False, **_V_FIRST)
             if gate == "bounded" and dtype.itemsize == 2 and K == MOST_KEYS:
@@ -132,6 +134,7 @@ def cases(quick: bool = False) -> Iterator[Case]:
             if trained:
                 drafts = case.having(op="fused_recurrent_kda", tags=frozenset({"drafts"}), backward=False)
                 yield drafts
+                yield drafts.having(name=f"{drafts.name}, served", tags=drafts.tags | {"served"})
                 yield drafts.having(name=f"{drafts.name}, V first", **_V_FIRST)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 
 from kda_core.request import AnyRequest, DecodeStepRequest, GateRequest, LayerRequest
 from kda_core.triton_lib.calls import Calls, h_shape
 from kda_core.triton_lib.gate_kernels import plan_gate
-from kda_core.triton_lib.layer_plans import StepTile, plan_decode_step, plan_of_layer
+from kda_core.triton_lib.layer_plans import plan_decode_step, plan_of_layer
 from kda_core.triton_lib.plan import Plan, metadata
 from kda_core_amd.choose import (
     ARCHITECTURES,
@@ -18,19 +18,15 @@ from kda_core_amd.choose import (
     INTERPRETED,
     Architecture,
     compile_options,
-    config,
     segment_rows,
 )
 from kda_core_amd.plans.backward import plan_backward
 from kda_core_amd.plans.forward import plan_forward
-from kda_core_amd.plans.recurrent import plan_recurrent
+from kda_core_amd.plans.recurrent import add_recurrent, plan_recurrent
 from kda_core_amd.switches import FOREIGN, INTERPRET
 
 LAYER_LANES = 128
 """Lanes of a program of the kernels around the operator in a layer: two waves of 64, four of 32."""
-
-ROW = 256
-"""Key channels of a state stored V first that neighbouring lanes read at once: all."""
 
 
 @cache
@@ -59,8 +55,7 @@ def plan_of(
     """
     r = metadata(request, misaligned)
     if isinstance(r, DecodeStepRequest):
-        found = config("recurrent, V first" if r.state_v_first else "recurrent", on, r.state.dtype, r.g.shape[3])
-        return plan_decode_step(r, StepTile(found.block, found.num_warps, ROW), on.wave)
+        return plan_decode_step(r, partial(add_recurrent, chip=on), on.wave)
     if isinstance(r, LayerRequest):
         return plan_of_layer(r, on.wave, LAYER_LANES // on.wave)
     if isinstance(r, GateRequest):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kda_core.call_plan import CallPlan
 from kda_core.capabilities import (
-    FEATURES_1_0,
+    FEATURES_1_2,
     FOREIGN_VARIABLE,
     Available,
     BackendInfo,
@@ -47,13 +47,13 @@ _CLOSED = {Feature.CONTEXT_PARALLEL: "it has no hooks in halves; the core makes 
 _INFO = BackendInfo(
     name=NAME,
     version=__version__,
-    contract=SpecifierSet("~=1.1"),
+    contract=SpecifierSet("~=1.2"),
     device_types=("cuda", "cpu") if INTERPRET else ("cuda",),
     # Neither the interpreter nor a foreign device may serve a call that did not ask for it by name.
     # Only when named, until the conformance kit has passed on AMD hardware.
     priority=None,
     capabilities=Capabilities(
-        features=FEATURES_1_0,
+        features=FEATURES_1_2,
         dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
         max_head_dim_k=256,
         max_head_dim_v=256,

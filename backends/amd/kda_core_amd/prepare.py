@@ -28,7 +28,7 @@ from kda_core.triton_lib.parts import split, two_parts
 
 _NUMBERS = [
     "scale", "lower_bound", "T", "N", "chunks", "HV", "group", "s_qb", "s_kb", "s_gb", "s_bb", "s_ob", "s_index",
-    "pad_slot_id",
+    "pad_slot_id", "slots",
 ]  # fmt: skip
 """Parameters that are not specialised: most of them change with the lengths of the sequences."""
 
@@ -126,7 +126,7 @@ def prepare(
     T, N, chunks,  # chunks of a dense sequence
     HV, group,  # value heads a key head
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh, s_ob, s_ot, s_oh,
-    s_index, pad_slot_id,
+    s_index, pad_slot_id, slots,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LIFT: tl.constexpr,
     UNIT: tl.constexpr,  # batch strides are given in this many elements, so that alignment shows
     GATE: tl.constexpr, BOUNDED: tl.constexpr, L2NORM: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr,
@@ -152,7 +152,7 @@ def prepare(
         if indices is not None:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
             if i_n < N:
                 i_state = tl.load(indices + i_n * s_index)
-                skip = is_padding(i_state, pad_slot_id)
+                skip = is_padding(i_state, pad_slot_id, slots)
         if skip:
             # Rows that no recurrence visits: behind the last packed sequence, or of a padded slot.
             o_r = tl.arange(0, C).to(tl.int64)

@@ -15,9 +15,12 @@ to share a die's cache. Every offset is int64, from the program id up.
 import triton
 import triton.language as tl
 
-from kda_core.triton_lib.packing import chunks_before, is_padding, rows_of_sequence
+from kda_core.triton_lib.packing import chunks_before, is_padding, rows_of_sequence, starts_from_state
 
-_NUMBERS = ["T", "chunks", "HV", "programs", "s_vb", "s_ob", "s_index", "pad_slot_id"]
+_NUMBERS = [
+    "T", "chunks", "HV", "programs", "s_vb", "s_ob", "s_index", "pad_slot_id", "slots", "s_has", "s_final",
+    "final_slots",
+]  # fmt: skip
 """Parameters that are not specialised: most of them change with the lengths of the sequences."""
 
 
@@ -103,10 +106,12 @@ def recurrence(
     h,  # [B, NT, HV, K, V] (or [..., V, K]) contiguous, or None
     cu_seqlens,  # [N + 1] or None
     indices,  # [N] or None
+    has_state,  # [N] bool or None
+    final_indices,  # [N] slots of final_state, or None: indices
     T, chunks,  # chunks of a dense sequence
     HV, programs,  # N · HV
     s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv,
-    s_index, pad_slot_id,
+    s_index, pad_slot_id, slots, s_has, s_final, final_slots,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
     BK: tl.constexpr,  # key channels of a block of the state
     C: tl.constexpr, LIFT: tl.constexpr,
@@ -130,13 +135,16 @@ def recurrence(
     i_state = i_n
     if indices is not None:
         i_state = tl.load(indices + i_n * s_index).to(tl.int64)
-        if is_padding(i_state, pad_slot_id):
+        if is_padding(i_state, pad_slot_id, slots):
             return
 
     p_state = initial_state
     if initial_state is not None:
         p_state += i_state * s_in + i_h * s_ih
-    S = load_state(p_state, o_v, m_v, s_ik, s_iv, K, KP, BV, BK)
+    m_read = m_v
+    if has_state is not None:
+        m_read = tl.where(starts_from_state(has_state, i_n, s_has), m_read, False)
+    S = load_state(p_state, o_v, m_read, s_ik, s_iv, K, KP, BV, BK)
 
     dtype = v.dtype.element_ty
     first_chunk = first_slot * HV + i_h
@@ -191,4 +199,10 @@ def recurrence(
         tl.store(o + first * s_ot + o_or, b_o.to(o.dtype.element_ty), mask=m_row)
 
     if final_state is not None:
+        if final_indices is not None:
+            i_state = tl.load(final_indices + i_n * s_final).to(tl.int64)
+            m_v = tl.where(is_padding(i_state, pad_slot_id, final_slots), False, m_v)
+        if (has_state is not None) | (final_indices is not None):
+            # A sequence without tokens leaves its slot alone.
+            m_v = tl.where(length > 0, m_v, False)
         store_state(final_state + i_state * s_fn + i_h * s_fh, S, o_v, m_v, s_fk, s_fv, K, KP, BK)

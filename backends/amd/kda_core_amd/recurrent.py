@@ -26,11 +26,12 @@ import triton.language as tl
 
 from kda_core.triton_lib.factor import decay_minus_one
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
-from kda_core.triton_lib.packing import is_padding
+from kda_core.triton_lib.packing import is_padding, starts_from_state
 
 _NUMBERS = [
     "scale", "lower_bound", "T", "N", "HV", "group", "width", "s_qb", "s_kb", "s_vb", "s_gb", "s_bb", "s_ob", "s_row",
-    "s_column", "pad_slot_id",
+    "s_column", "pad_slot_id", "slots", "s_has", "s_final", "s_final_column", "final_width",
+    "final_slots",
 ]  # fmt: skip
 """Parameters that are not specialised: most of them change with the lengths of the sequences."""
 
@@ -91,13 +92,15 @@ def recurrent(
     cu_seqlens,  # [N + 1] or None
     indices,  # [N] or [N, width], or None
     accepted,  # [N] or None
+    has_state,  # [N] bool or None
+    final_indices,  # [N, final_width] slots of final_state, or None: indices
     scale, lower_bound,
     T, N,
     HV, group,  # value heads a key head
     width,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh, s_ob, s_ot, s_oh,
     s_in, s_ih, s_fn, s_fh, s_row, s_column, s_accepted,
-    pad_slot_id,
+    pad_slot_id, slots, s_has, s_final, s_final_column, final_width, final_slots,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
     UNIT: tl.constexpr,  # batch strides are given in this many elements, so that alignment shows
     I_K: tl.constexpr, I_V: tl.constexpr,  # strides within a state, by key and value channel, of initial_state
@@ -143,18 +146,27 @@ def recurrent(
             # A count out of range is the caller's error; clamped, it reads no memory that is not a table's.
             first = tl.minimum(tl.maximum(count, 1), width.to(tl.int64)) - 1
         i_state = tl.load(indices + first * s_column).to(tl.int64)
-        if is_padding(i_state, pad_slot_id):
+        if is_padding(i_state, pad_slot_id, slots):
             _zero_rows(o, bos, eos, s_ot, o_v, m_v)
             return
         if bos >= eos:
             return
+        if final_indices is not None:
+            # From here on only slots that are written are looked up.
+            indices = final_indices + i_n * s_final
+            s_column = s_final_column
+            width = final_width
+            slots = final_slots
 
     m_state = _value_in(m_v, V_FIRST) & _row_in(m_k, V_FIRST)
     S = tl.zeros(m_state.shape, tl.float32)
     if initial_state is not None:
         o_state = _value_in(o_v.to(tl.int64) * I_V, V_FIRST) + _row_in(o_k.to(tl.int64) * I_K, V_FIRST)
         p_state = initial_state + i_state * s_in + i_h * s_ih + o_state
-        S = tl.load(p_state, mask=m_state, other=0.0).to(tl.float32)
+        m_read = m_state
+        if has_state is not None:
+            m_read = tl.where(starts_from_state(has_state, i_n, s_has), m_read, False)
+        S = tl.load(p_state, mask=m_read, other=0.0).to(tl.float32)
     o_state = _value_in(o_v.to(tl.int64) * F_V, V_FIRST) + _row_in(o_k.to(tl.int64) * F_K, V_FIRST)
 
     rate = gate_rate(A_log, i_h)
@@ -190,9 +202,12 @@ def recurrent(
         if EVERY_TOKEN:
             # A sequence longer than its row of the table is the caller's error; no other row is read for it.
             i_state = tl.load(indices + (t - bos) * s_column, mask=t - bos < width, other=-1).to(tl.int64)
-            if not is_padding(i_state, pad_slot_id):
+            if not is_padding(i_state, pad_slot_id, slots):
                 p_state = final_state + i_state * s_fn + i_h * s_fh + o_state
                 tl.store(p_state, S.to(final_state.dtype.element_ty), mask=m_state)
     if (final_state is not None) and (not EVERY_TOKEN):
+        if final_indices is not None:
+            i_state = tl.load(indices).to(tl.int64)
+            m_state = tl.where(is_padding(i_state, pad_slot_id, slots), False, m_state)
         p_state = final_state + i_state * s_fn + i_h * s_fh + o_state
         tl.store(p_state, S.to(final_state.dtype.element_ty), mask=m_state)

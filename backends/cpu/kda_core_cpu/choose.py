@@ -52,6 +52,8 @@ def is_small_step(r: Request) -> bool:
         return False
     if not 0 < r.B * r.T == r.N <= _SMALL_STEP // (r.HV * r.K * r.V):
         return False
+    if r.has_initial_state is not None or r.final_state_indices is not None or not r.update_state:
+        return False
     if slots is None:
         return states.is_contiguous()
     return slots.numel() == r.N and r.num_accepted_tokens is None and not updates_slot_in_place(r.HV, r.K, r.V)

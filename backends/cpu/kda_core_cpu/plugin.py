@@ -9,7 +9,7 @@ import torch
 from packaging.specifiers import SpecifierSet
 from torch import Tensor
 
-from kda_core.capabilities import FEATURES_1_0, Available, BackendInfo, Capabilities, Feature, Unavailable
+from kda_core.capabilities import FEATURES_1_2, Available, BackendInfo, Capabilities, Feature, Unavailable
 from kda_core.hookspecs import hookimpl
 from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request, TensorSpec
 from kda_core_cpu import __version__, chunk_backward, chunk_forward, gate, recurrent
@@ -21,11 +21,11 @@ Result = TypeVar("Result")
 _INFO = BackendInfo(
     name="cpu",
     version=__version__,
-    contract=SpecifierSet("~=1.0"),
+    contract=SpecifierSet("~=1.2"),
     device_types=("cpu",),
     priority=10,
     capabilities=Capabilities(
-        features=FEATURES_1_0,
+        features=FEATURES_1_2,
         dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64}),
         closed={Feature.CONTEXT_PARALLEL: "it has no hooks in halves; the core makes plain calls of it"},
     ),

@@ -259,7 +259,7 @@ class _Block:
         """Set S, the memory of the states, and ``source``, the states before the first token."""
         home = states.in_place(self.ids, self.heads)
         self.in_place = home is not None
-        if home is not None and states.pool is not None:
+        if home is not None and states.at_home:
             self.S = self.source = home
             return
         self.S = states.scratch(workspace, len(self.ids) * self.n_heads) if home is None else home
@@ -301,5 +301,5 @@ class _Block:
 def _place(ids: list[int], heads: slice, states: States) -> tuple[Tensor, Tensor] | None:
     """Views of the old and of the new states of ``ids``, or None."""
     home = states.in_place(ids, heads)
-    source = home if states.pool is not None else states.view(ids, heads)
+    source = home if states.at_home else states.view(ids, heads)
     return None if home is None or source is None else (source, home)

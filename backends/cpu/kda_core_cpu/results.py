@@ -87,7 +87,7 @@ def intermediate_states(request: Request, sequences: Sequences) -> ChunkRecord |
         return None
     shape = (request.B, sequences.chunks, request.HV, *request.state_shape[2:])
     # Skipped rows of a pool have no state to report.
-    h = torch.zeros(shape, dtype=request.state_dtype, device="cpu")
+    h = torch.zeros(shape, dtype=request.h_dtype, device="cpu")
     return ChunkRecord(h, key_first(h, request))
 
 

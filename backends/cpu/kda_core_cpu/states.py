@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kda_core.request import Request
 from kda_core_cpu.choose import walks_v_first
+from kda_core_cpu.sequences import token_counts
 from kda_core_cpu.workspace import Workspace
 
 
@@ -24,10 +25,14 @@ class PoolRows:
         slot: [N] slot that is read first, and written last when there is no table; -1: the sequence is skipped,
             touches no slot and has zero output.
         table: [N][1+S] slot to write after each token, -1 for none; or None.
+        last: [N] slot to write after the last token, -1 for none, where it is not the one that is read; or None.
+        apart: states are read from a copy, in which some are zero, and not where they are written.
     """
 
     slot: list[int]
     table: list[list[int]] | None = None
+    last: list[int] | None = None
+    apart: bool = False
 
     @classmethod
     def of(cls, request: Request) -> PoolRows | None:
@@ -36,16 +41,30 @@ class PoolRows:
             return None
         if request.ssm_state_indices is None:
             return cls(list(range(request.N)))
-        pad = request.pad_slot_id
-        indices = request.ssm_state_indices
-        rows = (indices[:, None] if indices.dim() == 1 else indices).tolist()
-        table = [[-1 if slot < 0 or slot == pad else slot for slot in row] for row in rows]
-        if request.num_accepted_tokens is None:
-            first = [row[0] for row in table]
-        else:
-            first = [row[count - 1] for row, count in zip(table, request.num_accepted_tokens.tolist(), strict=True)]
-        every_token = request.ssm_state_indices.dim() == 2 and request.ssm_state_indices.shape[1] > 1
-        return cls(first, table if every_token else None)
+        rows = _rows(request.ssm_state_indices, request.pad_slot_id)
+        first = [row[0] for row in rows]
+        if request.num_accepted_tokens is not None:
+            first = [row[count - 1] for row, count in zip(rows, request.num_accepted_tokens.tolist(), strict=True)]
+        other, table = request.final_state_indices, None
+        targets = rows if other is None else _rows(other, request.pad_slot_id)
+        if request.writes_every_token:
+            table = targets
+        if request.has_initial_state is None and request.update_state and other is None:
+            return cls(first, table)
+        # A sequence without tokens writes nothing, not even what it starts from.
+        lengths = token_counts(request).tolist()
+        last = first if other is None else [row[0] for row in targets]
+        last = [slot if length else -1 for slot, length in zip(last, lengths, strict=True)]
+        return cls(first, table, last, apart=True)
+
+    def gathered(self, request: Request, pool: Tensor) -> Tensor:
+        """[N, HV, K, V] states that the sequences start from, out of ``pool`` [slots, HV, K, V]."""
+        read = torch.tensor(self.slot, device="cpu") >= 0
+        if request.has_initial_state is not None:
+            read &= request.has_initial_state
+        found = pool.new_zeros(len(self.slot), *pool.shape[1:])
+        found[read] = pool[torch.tensor(self.slot, dtype=torch.long, device="cpu")[read]]
+        return found
 
     @property
     def skipped(self) -> Tensor | None:
@@ -65,7 +84,12 @@ class States:
         self._strides = (K * V, 1, K) if self.v_first else (K * V, V, 1)
         self.result: Tensor | None = None
         self.initial = None if request.initial_state is None else key_first(request.initial_state, request)
-        self.home: Tensor | None = self.initial if pool is not None else None
+        written = request.written_states
+        self.home: Tensor | None = None if written is None else key_first(getattr(request, written), request)
+        # Whether a sequence's old states lie where its new ones are written.
+        self.at_home = pool is not None and not pool.apart
+        if pool is not None and pool.apart and self.initial is not None:
+            self.initial = pool.gathered(request, self.initial)
         if request.output_final_state and pool is None:
             self.result = torch.empty(request.state_shape, dtype=request.state_dtype, device="cpu")
             self.home = key_first(self.result, request)
@@ -91,11 +115,11 @@ class States:
         view = self.view(ids, heads)
         if view is not None:
             return view
-        return self.initial[torch.tensor(self._index(ids), device="cpu"), heads].flatten(0, 1)
+        return self.initial[torch.tensor(self._read(ids), device="cpu"), heads].flatten(0, 1)
 
     def view(self, ids: list[int], heads: slice) -> Tensor | None:
         """A view of the stored states before the first token, or None if there is none."""
-        return None if self.initial is None else _view(self.initial, self._index(ids), heads)
+        return None if self.initial is None else _view(self.initial, self._read(ids), heads)
 
     def in_place(self, ids: list[int], heads: slice) -> Tensor | None:
         """A view of the memory for the last states of ``ids``, if it has the layout of ``scratch``, else None.
@@ -104,7 +128,7 @@ class States:
         """
         if self.home is None or self.home.dtype != self.dtype or self._table is not None:
             return None
-        view = _view(self.home, self._index(ids), heads)
+        view = _view(self.home, self._written(ids), heads)
         return view if view is not None and view.stride() == self._strides else None
 
     def scratch(self, workspace: Workspace, lanes: int) -> Tensor:
@@ -116,24 +140,38 @@ class States:
         """Store the states [lanes, K or more, V or more] after the last token."""
         if self.home is not None and self._table is None:
             K, V = self.shape
-            _put(self.home, self._index(ids), heads, states[:, :K, :V])
+            _put(self.home, self._written(ids), heads, states[:, :K, :V])
 
     def write_token(self, ids: list[int], heads: slice, states: Tensor, token: int) -> None:
         """Store the states after token number ``token`` in its slots; does nothing unless every token has one."""
         if self._table is None or self.home is None:
             return
-        slots = [self._table[i][token] for i in ids]
-        kept = [i for i, slot in enumerate(slots) if slot >= 0]
-        if len(kept) < len(slots):
-            states = states.unflatten(0, (len(ids), -1))[kept].flatten(0, 1)
-        _put(self.home, [slots[i] for i in kept], heads, states)
+        _put(self.home, [self._table[i][token] for i in ids], heads, states)
 
-    def _index(self, ids: list[int]) -> list[int]:
-        return ids if self.pool is None else [self.pool.slot[i] for i in ids]
+    def _read(self, ids: list[int]) -> list[int]:
+        """Where the states of ``ids`` before the first token lie in ``initial``."""
+        return ids if self.pool is None or self.pool.apart else [self.pool.slot[i] for i in ids]
+
+    def _written(self, ids: list[int]) -> list[int]:
+        """Where those after the last token lie in ``home``; -1: nowhere."""
+        if self.pool is None:
+            return ids
+        slots = self.pool.slot if self.pool.last is None else self.pool.last
+        return [slots[i] for i in ids]
+
+
+def _rows(table: Tensor, pad_slot_id: int) -> list[list[int]]:
+    """[N][W] slots of a table [N] or [N, W]; -1 for none."""
+    rows = (table[:, None] if table.dim() == 1 else table).tolist()
+    return [[-1 if slot < 0 or slot == pad_slot_id else slot for slot in row] for row in rows]
 
 
 def _put(home: Tensor, index: list[int], heads: slice, states: Tensor) -> None:
-    """``home[index, heads]`` ← [lanes, K, V]."""
+    """``home[index, heads]`` ← [lanes, K, V]; states with a negative index are dropped."""
+    if min(index, default=0) < 0:
+        kept = [i for i, slot in enumerate(index) if slot >= 0]
+        states = states.unflatten(0, (len(index), -1))[kept].flatten(0, 1)
+        index = [index[i] for i in kept]
     if not index:
         return
     view = _view(home, index, heads)
@@ -146,6 +184,8 @@ def _put(home: Tensor, index: list[int], heads: slice, states: Tensor) -> None:
 def _view(states: Tensor, index: list[int], heads: slice) -> Tensor | None:
     """``states[index, heads]`` as [lanes, K, V] without a copy, or None where strides forbid it."""
     first, n, HV = index[0], len(index), states.shape[1]
+    if first < 0:
+        return None
     every_head = heads.stop - heads.start == HV
     if n == 1:
         return states[first] if every_head else states[first, heads]

@@ -132,6 +132,12 @@ def chunk_case(dtype: torch.dtype, K: int, V: int, H: int, gate: str, everything
     return case.having(tags=case.tags | {"pool"}, lengths=(T,), index_dtype=torch.int64, options=options)
 
 
+def served(case: Case) -> Case:
+    """The call with everything that servers ask of a pool, forward only."""
+    tags = case.tags - {"descriptors"} | {"pool", "served"}
+    return case.having(name=f"{case.name}, served", tags=tags, backward=False)
+
+
 def step_case(
     N: int, T: int, v_first: bool, state: torch.dtype | None, K: int = 128, V: int = 0, name: str = "", **more: Any
 ) -> Case:
@@ -157,6 +163,9 @@ def _steps() -> Iterator[Case]:
     yield step_case(2, 3, False, FP32, name="drafts", tags=frozenset({"drafts"}))
     yield step_case(2, 3, False, FP32, name="softplus gate, states in and out", gate="softplus", **own)
     yield step_case(1, 18, True, FP32, name="prompts packed", lengths=(9, 9))
+    yield served(step_case(1, 18, True, FP32, name="prompts packed", lengths=(9, 9)))
+    yield from (served(step_case(8, T, v_first, BF16)) for v_first in (False, True) for T in (1, 9))
+    yield served(step_case(2, 3, False, FP32, name="drafts", tags=frozenset({"drafts"})))
     yield step_case(1, 6, False, FP32, name="packed", lengths=(3, 3))
     yield step_case(1, 6, False, None, name="packed, decay given, no states", lengths=(3, 3), gate="given", **own)
 
@@ -180,6 +189,8 @@ def cases(quick: bool = False) -> list[Case]:
     found += [chunk_case(BF16, 128, 128, 4, "given", T=LONG + 1), chunk_case(FP16, 128, 128, 4, "given", T=LONG)]
     found += [chunk_case(dtype, K, K, FEW, "given", T=ODD) for dtype, K in ((BF16, 128), (FP16, 128), (BF16, 256))]
     found += [chunk_case(BF16, 256, 256, MANY, "given", True), chunk_case(FP32, 64, 64, FEW, "given", True)]
+    found += [served(chunk_case(BF16, 128, 128, heads, "bounded")) for heads in (FEW, MANY)]
+    found += [served(chunk_case(BF16, 256, 256, FEW, "bounded")), served(chunk_case(FP32, 64, 64, FEW, "softplus"))]
     return [*found, *_steps()]
 
 

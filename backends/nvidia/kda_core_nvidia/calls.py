@@ -10,11 +10,10 @@ from kda_core.triton_lib.gate_kernels import plan_gate
 from kda_core.triton_lib.layer_plans import plan_decode_step, plan_of_layer
 from kda_core.triton_lib.plan import Plan, metadata
 from kda_core_nvidia.choose import CHIPS, Chip, choose_backward, choose_forward, choose_recurrent
-from kda_core_nvidia.choose.recurrent import step_tile
 from kda_core_nvidia.plans.backward import plan_backward, plan_begin_backward, plan_finish_backward
 from kda_core_nvidia.plans.forward import plan_forward, saved_specs
 from kda_core_nvidia.plans.fragments import plan_begin, plan_finish
-from kda_core_nvidia.plans.recurrent import plan_recurrent
+from kda_core_nvidia.plans.recurrent import add_recurrent, plan_recurrent
 from kda_core_nvidia.run import Bound, chip
 
 GATE_WARPS = 4
@@ -45,7 +44,7 @@ def plan_of(
         plan, choose = _HALVES[half]
         return plan(r, choose(r, on))
     if isinstance(r, DecodeStepRequest):
-        return plan_decode_step(r, step_tile(r, on), 32)
+        return plan_decode_step(r, lambda b, x: add_recurrent(b, x, choose_recurrent(x, on), True), 32, on.overlaps)
     if isinstance(r, LayerRequest):
         return plan_of_layer(r, 32, LAYER_WARPS)
     if isinstance(r, GateRequest):

@@ -10,7 +10,7 @@ from packaging.specifiers import SpecifierSet
 from torch import Tensor
 
 from kda_core.call_plan import CallPlan
-from kda_core.capabilities import FEATURES_1_0, Available, BackendInfo, Capabilities, Feature, Unavailable
+from kda_core.capabilities import FEATURES_1_2, Available, BackendInfo, Capabilities, Feature, Unavailable
 from kda_core.hookspecs import hookimpl
 from kda_core.request import (
     AnyRequest,
@@ -41,7 +41,7 @@ _INFO = BackendInfo(
     # Tensors on the CPU belong to others: the interpreter is for tests.
     priority=None if INTERPRET else 100,
     capabilities=Capabilities(
-        features=FEATURES_1_0 | {Feature.CONTEXT_PARALLEL},
+        features=FEATURES_1_2 | {Feature.CONTEXT_PARALLEL},
         dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
         max_head_dim_k=256,
         max_head_dim_v=256,

@@ -33,7 +33,7 @@ from kda_core.triton_lib.decay import (
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
 from kda_core.triton_lib.inverse import inverse_16
 from kda_core.triton_lib.levels import straddles, to_reference
-from kda_core.triton_lib.packing import sequence_of_slot
+from kda_core.triton_lib.packing import is_padding, sequence_of_slot
 from kda_core.triton_lib.parts import split, two_parts
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -41,7 +41,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 _NUMBERS = [
     "scale", "lower_bound", "T", "N", "chunks", "HV", "group", "s_qb", "s_kb", "s_gb", "s_bb", "s_ob", "s_index",
-    "pad_slot_id",
+    "pad_slot_id", "slots",
 ]  # fmt: skip
 """Parameters that the compiler must not look at: most of them change with the lengths of the sequences."""
 
@@ -185,6 +185,7 @@ def prepare(
     HV,
     group,  # value heads a key head
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh, s_ob, s_ot, s_oh, s_index, pad_slot_id,
+    slots,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr, C: tl.constexpr,
     LIFT: tl.constexpr, STAGES: tl.constexpr, WIDE_STAGES: tl.constexpr,
     UNIT: tl.constexpr,  # batch strides are given in this many elements, so that alignment shows
@@ -222,7 +223,7 @@ def prepare(
         if indices is not None:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
             if i_n < N:
                 i_state = tl.load(indices + i_n.to(tl.int64) * s_index)
-                skip = (i_state < 0) | (i_state == pad_slot_id)
+                skip = is_padding(i_state, pad_slot_id, slots)
         if skip:
             # Rows that no recurrence visits: behind the last packed sequence, or of a padded slot.
             o_r = tl.arange(0, C)

@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2, tma
 
 from kda_core.triton_lib.gate import gate_rate, write_strength
-from kda_core.triton_lib.packing import sequence_of_slot
+from kda_core.triton_lib.packing import is_padding, sequence_of_slot
 from kda_core_nvidia.hopper_squares import (
     BY_COLUMN,
     BY_ROW,
@@ -68,7 +68,7 @@ from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block
 
 store_block = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
-_NUMBERS = ["scale", "lower_bound", "T", "N", "chunks", "HV", "group", "s_ob", "s_index", "pad_slot_id"]
+_NUMBERS = ["scale", "lower_bound", "T", "N", "chunks", "HV", "group", "s_ob", "s_index", "pad_slot_id", "slots"]
 
 
 @gluon.jit
@@ -108,6 +108,7 @@ def prepare_hopper(
     HV,
     group,  # value heads a key head
     s_qh, s_kh, s_gh, s_bt, s_bh, s_ob, s_ot, s_oh, s_index, pad_slot_id,
+    slots,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     G_BITS: gl.constexpr,  # of an element of g
     GATE: gl.constexpr, BOUNDED: gl.constexpr, L2NORM: gl.constexpr, SIGMOID: gl.constexpr, NEG_EIGVAL: gl.constexpr,
@@ -145,7 +146,7 @@ def prepare_hopper(
         if indices is not None:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
             if i_n < N:
                 i_state = gl.load(indices + i_n.to(gl.int64) * s_index)
-                skip = (i_state < 0) | (i_state == pad_slot_id)
+                skip = is_padding(i_state, pad_slot_id, slots)
         if skip:
             _store_zeros(o, i_n, i_h, row0, start, count0 + count1, s_ob, s_ot, s_oh, V, 2 * C, cu_seqlens is None)
             return

@@ -12,9 +12,22 @@ int64 from the sequence up.
 import triton
 import triton.language as tl
 
-from kda_core.triton_lib.packing import chunks_before, is_padding, rows_of_sequence
+from kda_core.triton_lib.packing import chunks_before, is_padding, rows_of_sequence, starts_from_state
 
-_NUMBERS = ["T", "chunks", "HV", "s_vb", "s_ob", "s_index", "pad_slot_id", "o_scale"]
+_NUMBERS = [
+    "T",
+    "chunks",
+    "HV",
+    "s_vb",
+    "s_ob",
+    "s_index",
+    "pad_slot_id",
+    "slots",
+    "s_has",
+    "s_final",
+    "final_slots",
+    "o_scale",
+]
 """Parameters that the compiler must not look at: most of them change with the lengths of the sequences."""
 
 
@@ -29,9 +42,12 @@ def recurrence(
     h,  # [B, NT, HV, K, V] (or [..., V, K]) contiguous, or None
     cu_seqlens,  # [N + 1] or None
     indices,  # [N] or None
+    has_state,  # [N] bool or None
+    final_indices,  # [N] slots of final_state, or None: indices
     T,
     chunks,  # chunks of a dense sequence
     HV, s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv, s_index, pad_slot_id,
+    slots, s_has, s_final, final_slots,
     o_scale,  # what qg and P leave of the scale
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, LIFT: tl.constexpr, UNIT: tl.constexpr,
     V_FIRST: tl.constexpr,
@@ -55,7 +71,7 @@ def recurrence(
     i_state = i_n
     if indices is not None:
         i_state = tl.load(indices + i_n * s_index).to(tl.int64)
-        if is_padding(i_state, pad_slot_id):
+        if is_padding(i_state, pad_slot_id, slots):
             return
 
     if LAST_CONTIGUOUS:
@@ -70,7 +86,10 @@ def recurrence(
     if initial_state is not None:
         p_state = initial_state + i_state * s_in + i_h * s_ih
         p_state += o_v[:, None].to(tl.int64) * s_iv + o_k[None, :].to(tl.int64) * s_ik
-        S = tl.load(p_state, mask=m_state, other=0.0).to(tl.float32)
+        m_read = m_state
+        if has_state is not None:
+            m_read = tl.where(starts_from_state(has_state, i_n, s_has), m_read, False)
+        S = tl.load(p_state, mask=m_read, other=0.0).to(tl.float32)
 
     dtype = v.dtype.element_ty
     o_vr = o_r[:, None].to(tl.int64) * s_vt + o_v[None, :]
@@ -126,6 +145,12 @@ def recurrence(
             return
         i_state -= i_n
     if final_state is not None:
+        if final_indices is not None:
+            i_state = tl.load(final_indices + i_n * s_final).to(tl.int64)
+            m_state = tl.where(is_padding(i_state, pad_slot_id, final_slots), False, m_state)
         p_state = final_state + i_state * s_fn + i_h * s_fh
         p_state += o_v[:, None].to(tl.int64) * s_fv + o_k[None, :].to(tl.int64) * s_fk
+        if (has_state is not None) | (final_indices is not None):
+            # A sequence without tokens leaves its slot alone.
+            m_state = tl.where(length > 0, m_state, False)
         tl.store(p_state, S.to(final_state.dtype.element_ty), mask=m_state)

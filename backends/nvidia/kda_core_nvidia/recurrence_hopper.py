@@ -23,10 +23,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 # Later versions of triton renamed these.
+from kda_core.triton_lib.packing import is_padding, starts_from_state
+
 copy_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 block_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
-_NUMBERS = ["T", "chunks", "HV", "s_vb", "s_ob", "s_index", "pad_slot_id", "o_scale"]
+_NUMBERS = [
+    "T",
+    "chunks",
+    "HV",
+    "s_vb",
+    "s_ob",
+    "s_index",
+    "pad_slot_id",
+    "slots",
+    "s_has",
+    "s_final",
+    "final_slots",
+    "o_scale",
+]
 
 
 @gluon.jit
@@ -204,9 +219,12 @@ def recurrence_hopper(
     final_state,  # likewise; the pool itself when indices is given
     cu_seqlens,  # [N + 1] or None
     indices,  # [N] or None
+    has_state,  # [N] bool or None
+    final_indices,  # [N] slots of final_state, or None: indices
     T,
     chunks,  # chunks of a dense sequence
     HV, s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv, s_index, pad_slot_id,
+    slots, s_has, s_final, final_slots,
     o_scale,  # what qg and P leave of the scale
     K: gl.constexpr, V: gl.constexpr, KP: gl.constexpr, C: gl.constexpr, LIFT: gl.constexpr, UNIT: gl.constexpr,
     V_FIRST: gl.constexpr,
@@ -237,7 +255,7 @@ def recurrence_hopper(
     i_state = i_n
     if indices is not None:
         i_state = gl.load(indices + i_n * s_index).to(gl.int64)
-        if (i_state < 0) | (i_state == pad_slot_id):
+        if is_padding(i_state, pad_slot_id, slots):
             return
 
     if LAST_CONTIGUOUS:
@@ -254,6 +272,8 @@ def recurrence_hopper(
     if initial_state is not None:
         p_state = initial_state + i_state * s_in + i_h * s_ih
         p_state = p_state + o_sv[:, None] * s_iv + o_sk[None, :].to(gl.int64) * s_ik
+        if has_state is not None:
+            m_state = m_state & starts_from_state(has_state, i_n, s_has)
         S = gl.load(p_state, mask=m_state, other=0.0).to(gl.float32)
     o_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_ROWS))
     o_v = i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(0, L_ROWS))
@@ -346,6 +366,14 @@ def recurrence_hopper(
         if i_n < gl.num_programs(0) // HV - 1:
             return
         i_state -= i_n
+    if final_indices is not None:
+        i_state = gl.load(final_indices + i_n * s_final).to(gl.int64)
+        if is_padding(i_state, pad_slot_id, final_slots):
+            return
+    if (has_state is not None) | (final_indices is not None):  # noqa: SIM102 (known when the kernel is compiled)
+        # A sequence without tokens leaves its slot alone.
+        if length <= 0:
+            return
     if final_state is not None:
         p_state = final_state + i_state * s_fn + i_h * s_fh + i_v.to(gl.int64) * BV * s_fv
         store_state(p_state, S, s_fv, s_fk, K, BV, KP)

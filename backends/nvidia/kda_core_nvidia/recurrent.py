@@ -27,7 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from kda_core.triton_lib.factor import decay_factor, decayed
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
-from kda_core.triton_lib.packing import is_padding
+from kda_core.triton_lib.packing import is_padding, starts_from_state
 
 ZERO_ROWS = tl.constexpr(8)
 """Rows of output that are zeroed at once."""
@@ -83,10 +83,16 @@ def zero_rows(p_o, s_t, s_v, first, end, share, SHARES: tl.constexpr, V: tl.cons
         tl.store(p_rows, zeros, mask=(rows < end)[:, None] & (o_v < V)[None, :])
 
 
+_NUMBERS = [
+    "scale", "lower_bound", "T", "N", "s_index", "s_slot", "s_accepted", "width", "pad_slot_id", "slots", "s_has",
+    "s_final", "s_final_slot", "final_width", "final_slots",
+]  # fmt: skip
+
+
 @triton.jit(
-    do_not_specialize=["scale", "lower_bound", "T", "N", "s_index", "s_slot", "s_accepted", "width", "pad_slot_id"],
+    do_not_specialize=_NUMBERS,
     # Slices of a server's buffers, which begin anywhere.
-    do_not_specialize_on_alignment=["cu_seqlens", "indices", "accepted"],
+    do_not_specialize_on_alignment=["cu_seqlens", "indices", "accepted", "has_state", "final_indices"],
 )
 def recurrent(
     q, k,  # [B, T, H, K]
@@ -101,10 +107,13 @@ def recurrent(
     cu_seqlens,  # [N + 1] or None
     indices,  # [N, width] slots or None
     accepted,  # [N] or None
+    has_state,  # [N] bool or None
+    final_indices,  # [N, final_width] slots of final_state, or None: indices
     scale, lower_bound, T, N,
     # strides by sequence (the token's when packed), token, head
     s_qn, s_qt, s_qh, s_kn, s_kt, s_kh, s_vn, s_vt, s_vh, s_gn, s_gt, s_gh, s_bn, s_bt, s_bh, s_on, s_ot, s_oh, s_ov,
     s_in, s_ih, s_fn, s_fh, s_index: tl.int64, s_slot: tl.int64, s_accepted: tl.int64, width, pad_slot_id: tl.int64,
+    slots, s_has: tl.int64, s_final: tl.int64, s_final_slot: tl.int64, final_width, final_slots,
     HV: tl.constexpr,
     GROUP: tl.constexpr,  # value heads a key head
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, KS: tl.constexpr, BV: tl.constexpr,
@@ -168,20 +177,30 @@ def recurrent(
         bias = tl.load(dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)
 
     if indices is not None:  # noqa: SIM102 (known when the kernel is compiled)
-        if is_padding(i_state, pad_slot_id):
+        if is_padding(i_state, pad_slot_id, slots):
             zero_rows(p_o, s_ot, s_ov, 0, length, i_v, BLOCKS, V, VP)
             return
 
-    if IN_PLACE:  # noqa: SIM102 (known when the kernel is compiled)
+    if (indices is not None) | IN_PLACE:  # noqa: SIM102 (known when the kernel is compiled)
         # The slot of a sequence without tokens is nobody's to write, not even with what it holds.
         if length == 0:
             return
+
+    if final_indices is not None:
+        # From here on only slots that are written are looked up.
+        p_slot = final_indices + i_n * s_final
+        s_slot = s_final_slot
+        width = final_width
+        slots = final_slots
 
     m_state = along_k(m_k, V_FIRST) & along_v(m_v, V_FIRST)
     S = tl.zeros(m_state.shape, tl.float32)
     if initial_state is not None:
         p_state = initial_state + i_state * s_in + i_h * s_ih + tile_offsets(o_k, o_v, I_K, I_V, V_FIRST)
-        S = tl.load(p_state, mask=m_state, other=0.0, eviction_policy=EVICTION).to(tl.float32)
+        m_read = m_state
+        if has_state is not None:
+            m_read = tl.where(starts_from_state(has_state, i_n, s_has), m_read, False)
+        S = tl.load(p_state, mask=m_read, other=0.0, eviction_policy=EVICTION).to(tl.float32)
 
     for t in range(0, length):
         b_q = next_q.to(tl.float32)
@@ -215,7 +234,7 @@ def recurrent(
         p_o += s_ot
         if EVERY_TOKEN:
             i_slot = tl.load(p_slot + t * s_slot, mask=t < width, other=-1).to(tl.int64)
-            if not is_padding(i_slot, pad_slot_id):
+            if not is_padding(i_slot, pad_slot_id, slots):
                 p_kept = final_state + i_slot * s_fn + i_h * s_fh + tile_offsets(o_k, o_v, F_K, F_V, V_FIRST)
                 tl.store(p_kept, S.to(final_state.dtype.element_ty), mask=m_state)
 
@@ -224,5 +243,8 @@ def recurrent(
             if IN_PLACE:
                 p_last = p_state
             else:
+                if final_indices is not None:
+                    i_state = tl.load(p_slot).to(tl.int64)
+                    m_state = tl.where(is_padding(i_state, pad_slot_id, slots), False, m_state)
                 p_last = final_state + i_state * s_fn + i_h * s_fh + tile_offsets(o_k, o_v, F_K, F_V, V_FIRST)
             tl.store(p_last, S.to(final_state.dtype.element_ty), mask=m_state)

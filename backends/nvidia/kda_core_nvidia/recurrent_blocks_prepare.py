@@ -36,7 +36,7 @@ from kda_core_nvidia.recurrent_blocks import (
     scaled,
 )
 
-_NUMBERS = ["scale", "lower_bound", "T", "N", "blocks", "s_index", "pad_slot_id"]
+_NUMBERS = ["scale", "lower_bound", "T", "N", "blocks", "s_index", "pad_slot_id", "slots"]
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=["cu_seqlens", "indices"])
@@ -55,7 +55,7 @@ def blocks_prepare(
     scale, lower_bound, T, N,
     blocks,  # blocks of a dense sequence
     s_qn, s_qt, s_qh, s_kn, s_kt, s_kh, s_gn, s_gt, s_gh, s_bn, s_bt, s_bh, s_on, s_ot, s_oh, s_ov,
-    s_index: tl.int64, pad_slot_id: tl.int64,
+    s_index: tl.int64, pad_slot_id: tl.int64, slots,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr,
     GATE: tl.constexpr, L2NORM: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr,
     EXACT_OUT: tl.constexpr,
@@ -91,7 +91,7 @@ def blocks_prepare(
     rows = rows.to(tl.int64)
     if indices is not None:
         i_state = tl.load(indices + i_n * s_index).to(tl.int64)
-        if is_padding(i_state, pad_slot_id):
+        if is_padding(i_state, pad_slot_id, slots):
             p_o = o + row * s_on + i_h * s_oh
             zero_rows(p_o, s_ot, s_ov, start, tl.minimum(length, start + ROWS), 0, 1, V, VP)
             return

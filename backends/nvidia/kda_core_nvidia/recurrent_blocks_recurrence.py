@@ -14,13 +14,14 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from kda_core.triton_lib.factor import decayed
-from kda_core.triton_lib.packing import is_padding
+from kda_core.triton_lib.packing import is_padding, starts_from_state
 from kda_core_nvidia.recurrent_blocks import PLANES, ROWS, TOP, locate, product, scaled_halves
 
 
 @triton.jit
 def follow(
-    planes, squares, factors, v, initial_state, final_state, o, i_state, row, length, slot, i_h, i_v,
+    planes, squares, factors, v, initial_state, final_state, o, p_has, p_final, i_state, row, length, slot, i_h, i_v,
+    pad_slot_id, final_slots,
     s_vn, s_vt, s_vh, s_on, s_ot, s_oh, s_ov, s_in, s_ih, s_fn, s_fh,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
     I_K: tl.constexpr, I_V: tl.constexpr, F_K: tl.constexpr, F_V: tl.constexpr,
@@ -29,6 +30,8 @@ def follow(
     """One sequence: its state from its one load to its one store.
 
     Args:
+        p_has: whether it starts from its state, or None: it does.
+        p_final: the slot that it writes, of ``final_slots``, or None: that of ``i_state``.
         i_state: where its state lies; row, length, slot: its first row, its rows, its first block.
         i_h, i_v: value head, block of value channels. The others are those of ``blocks_recurrence``.
     """
@@ -41,7 +44,10 @@ def follow(
     if initial_state is not None:
         p_state = initial_state + i_state * s_in + i_h * s_ih
         p_state += o_v[:, None].to(tl.int64) * I_V + o_k[None, :].to(tl.int64) * I_K
-        S = tl.load(p_state, mask=m_state, other=0.0).to(tl.float32)
+        m_read = m_state
+        if p_has is not None:
+            m_read = tl.where(starts_from_state(p_has, 0, 0), m_read, False)
+        S = tl.load(p_state, mask=m_read, other=0.0).to(tl.float32)
     p_v = v + row * s_vn + i_h * s_vh + o_v[None, :]
     # Values are fetched a block ahead, here and below: the compiler does that only to what products take.
     next_v = tl.load(p_v + r[:, None].to(tl.int64) * s_vt, mask=(r < length)[:, None] & m_v[None, :], other=0.0)
@@ -86,14 +92,17 @@ def follow(
         tl.store(p_o + rows[:, None] * s_ot, tl.trans(b_o).to(o.dtype.element_ty), mask=m_o)
 
     if final_state is not None:
+        if p_final is not None:
+            i_state = tl.load(p_final).to(tl.int64)
+            m_state = tl.where(is_padding(i_state, pad_slot_id, final_slots), False, m_state)
         p_state = final_state + i_state * s_fn + i_h * s_fh
         p_state += o_v[:, None].to(tl.int64) * F_V + o_k[None, :].to(tl.int64) * F_K
         tl.store(p_state, S.to(final_state.dtype.element_ty), mask=m_state)
 
 
 @triton.jit(
-    do_not_specialize=["T", "N", "blocks", "s_index", "pad_slot_id"],
-    do_not_specialize_on_alignment=["cu_seqlens", "indices"],
+    do_not_specialize=["T", "N", "blocks", "s_index", "pad_slot_id", "slots", "s_has", "s_final", "final_slots"],
+    do_not_specialize_on_alignment=["cu_seqlens", "indices", "has_state", "final_indices"],
 )
 def blocks_recurrence(
     planes, squares, factors,  # as in blocks_prepare
@@ -103,8 +112,10 @@ def blocks_recurrence(
     o,  # [B, T, HV, V]
     cu_seqlens,  # [N + 1] or None
     indices,  # [N] slots or None
+    has_state,  # [N] bool or None
+    final_indices,  # [N] slots of final_state, or None: indices
     T, N, blocks, s_vn, s_vt, s_vh, s_on, s_ot, s_oh, s_ov, s_in, s_ih, s_fn, s_fh,
-    s_index: tl.int64, pad_slot_id: tl.int64,
+    s_index: tl.int64, pad_slot_id: tl.int64, slots, s_has: tl.int64, s_final: tl.int64, final_slots,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
     I_K: tl.constexpr, I_V: tl.constexpr, F_K: tl.constexpr, F_V: tl.constexpr, STAGES: tl.constexpr,
     STEP: tl.constexpr,  # packed: a program takes every STEP-th long sequence; 0: one each
@@ -124,15 +135,21 @@ def blocks_recurrence(
         i_state = i_n
         if indices is not None:
             i_state = tl.load(indices + i_n * s_index).to(tl.int64)
-            if is_padding(i_state, pad_slot_id):
+            if is_padding(i_state, pad_slot_id, slots):
                 if OVERLAP:  # noqa: SIM102 (known when the kernel is compiled)
                     # One program waits, so that no kernel behind this one finds those before it still running.
                     if pid == 0:
                         gdc_wait()
                 return
+        p_has = has_state
+        if has_state is not None:
+            p_has += i_n * s_has
+        p_final = final_indices
+        if final_indices is not None:
+            p_final += i_n * s_final
         follow(
-            planes, squares, factors, v, initial_state, final_state, o,
-            i_state, row, length, slot, i_h, i_v,
+            planes, squares, factors, v, initial_state, final_state, o, p_has, p_final,
+            i_state, row, length, slot, i_h, i_v, pad_slot_id, final_slots,
             s_vn, s_vt, s_vh, s_on,
             s_ot, s_oh, s_ov, s_in, s_ih, s_fn, s_fh,
             HV, K, V, KP, BV, I_K,
@@ -152,11 +169,17 @@ def blocks_recurrence(
                 skip = n < 0
                 if indices is not None:
                     i_state = tl.load(indices + i_n * s_index).to(tl.int64)
-                    skip = is_padding(i_state, pad_slot_id)
+                    skip = is_padding(i_state, pad_slot_id, slots)
+                p_has = has_state
+                if has_state is not None:
+                    p_has += i_n * s_has
+                p_final = final_indices
+                if final_indices is not None:
+                    p_final += i_n * s_final
                 if not skip:
                     follow(
-                        planes, squares, factors, v, initial_state, final_state, o,
-                        i_state, row, length, slot, i_h, i_v,
+                        planes, squares, factors, v, initial_state, final_state, o, p_has, p_final,
+                        i_state, row, length, slot, i_h, i_v, pad_slot_id, final_slots,
                         s_vn, s_vt, s_vh, s_on,
                         s_ot, s_oh, s_ov, s_in, s_ih, s_fn, s_fh,
                         HV, K, V, KP, BV, I_K,

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from kda_core.triton_lib.factor import decay_factor, decayed
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
+from kda_core.triton_lib.packing import is_padding
 
 # Later versions of triton renamed these.
 copy_tile = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -39,7 +40,8 @@ def _widen(x):
 
 
 @gluon.jit(
-    do_not_specialize=["scale", "lower_bound", "s_index", "pad_slot_id"], do_not_specialize_on_alignment=["indices"]
+    do_not_specialize=["scale", "lower_bound", "s_index", "pad_slot_id", "slots"],
+    do_not_specialize_on_alignment=["indices"],
 )
 def recurrent_step(
     q, k,  # [N, 1, H, K]
@@ -55,7 +57,7 @@ def recurrent_step(
     scale, lower_bound,
     # strides by sequence and head
     s_qn, s_qh, s_kn, s_kh, s_vn, s_vh, s_gn, s_gh, s_bn, s_bh, s_on, s_oh, s_in, s_ih, s_fn, s_fh,
-    s_index: gl.int64, pad_slot_id: gl.int64,
+    s_index: gl.int64, pad_slot_id: gl.int64, slots,
     HV: gl.constexpr,
     GROUP: gl.constexpr,  # value heads a key head
     I_ROW: gl.constexpr, F_ROW: gl.constexpr,  # strides of a state's rows, of initial_state and final_state
@@ -94,7 +96,7 @@ def recurrent_step(
     b_v = gl.load(v + i_n * s_vn + i_h * s_vh + o_v).to(gl.float32)
     p_o = o + i_n * s_on + i_h * s_oh + o_v
     if indices is not None:  # noqa: SIM102 (known when the kernel is compiled)
-        if (i_state < 0) | (i_state == pad_slot_id):
+        if is_padding(i_state, pad_slot_id, slots):
             gl.store(p_o, gl.full([BV], 0.0, o.dtype.element_ty, VALUES))
             return
 

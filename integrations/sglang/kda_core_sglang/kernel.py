@@ -1,8 +1,8 @@
 """SGLang's kernels for KDA with kda_core's operators inside.
 
 States are stored V first, in a pool that calls read and advance in place; slots below 0 are padding. SGLang's own
-kernels keep what kda_core cannot say yet: trees of drafts, rings of their records, and float32 snapshots of a pool that
-is not float32 or whose lengths are not on the host.
+kernels keep what kda_core cannot say yet: trees of drafts, rings of their records, and states at chunks of prompts whose
+lengths are not on the host.
 """
 
 import torch
@@ -35,9 +35,7 @@ class KdaCoreKernel(TritonKDAKernel):
     ):  # fmt: skip
         """Prompts."""
         h_wanted = return_intermediate_states or track_state is not None
-        if h_wanted and (
-            extend_seq_lens_cpu is None or (track_state is not None and ssm_states.dtype != torch.float32)
-        ):
+        if h_wanted and extend_seq_lens_cpu is None:
             return super().extend(
                 q, k, v, g, beta, ssm_states=ssm_states, cache_indices=cache_indices, query_start_loc=query_start_loc,
                 A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, beta_is_raw=beta_is_raw,
@@ -48,6 +46,8 @@ class KdaCoreKernel(TritonKDAKernel):
         if A_log is not None:
             options |= {"A_log": A_log, "dt_bias": dt_bias, "lower_bound": lower_bound}
             options["safe_gate"] = lower_bound is not None
+        if track_state is not None:
+            options["intermediate_states_dtype"] = track_state.dtype
         if h_wanted:
             options["cu_seqlens_cpu"] = torch.tensor([0, *extend_seq_lens_cpu]).cumsum(0)
         o, _, *h = kda_core.chunk_kda(
@@ -59,7 +59,7 @@ class KdaCoreKernel(TritonKDAKernel):
             # SGLang does not read the rows of sequences without a snapshot.
             rows = (chunks.cumsum(0) - chunks + track_chunk_idx).clamp(0, h[0].shape[1] - 1)
             track_state.copy_(h[0][0, rows.long()])
-        return (o, h[0]) if return_intermediate_states else o
+        return (o, h[0].to(ssm_states.dtype)) if return_intermediate_states else o
 
     def packed_decode(
         self, mixed_qkv, a, b, *, A_log, dt_bias, scale, ssm_states, cache_indices, num_v_heads, head_v_dim,
@@ -99,11 +99,7 @@ class KdaCoreKernel(TritonKDAKernel):
         self, A_log, dt_bias, q, k, v, a, b, *, ssm_states, cache_indices, query_start_loc, intermediate_states_buffer,
         intermediate_state_indices, cache_steps, retrieve_parent_token, lower_bound=None, cache_ring=False, **others,
     ):  # fmt: skip
-        """Draft tokens: the pool stays, the state after each token goes to the buffer [slots, steps, HV, V, K].
-
-        kda_core reads and writes one pool. The buffer serves as that pool, and the states of the requests are copied
-        into it first.
-        """
+        """Draft tokens: the pool stays, the state after each token goes to the buffer [slots, steps, HV, V, K]."""
         if retrieve_parent_token is not None or cache_ring:
             return super().target_verify(
                 A_log, dt_bias, q, k, v, a, b, ssm_states=ssm_states, cache_indices=cache_indices,
@@ -113,14 +109,11 @@ class KdaCoreKernel(TritonKDAKernel):
             )  # fmt: skip
         N, T, steps = cache_indices.shape[0], q.shape[1], intermediate_states_buffer.shape[1]
         HV, K = ssm_states.shape[1], ssm_states.shape[-1]
-        buffer = intermediate_states_buffer.flatten(0, 1)
-        first, live = intermediate_state_indices[:N].long() * steps, cache_indices >= 0
-        given = ssm_states[cache_indices.long().clamp(min=0)].to(buffer.dtype)
-        buffer[first] = torch.where(live[:, None, None, None], given, buffer[first])
-        slots = torch.where(live[:, None], first[:, None] + torch.arange(steps, device=q.device), -1)
+        first = intermediate_state_indices[:N, None].long() * steps
         o, _ = kda_core.fused_recurrent_kda(
-            q, k, v, a.reshape(1, T, HV, K), b.reshape(1, T, HV), initial_state=buffer, cu_seqlens=query_start_loc,
-            ssm_state_indices=slots, num_accepted_tokens=torch.ones_like(cache_indices), A_log=A_log, dt_bias=dt_bias,
+            q, k, v, a.reshape(1, T, HV, K), b.reshape(1, T, HV), initial_state=ssm_states, cu_seqlens=query_start_loc,
+            ssm_state_indices=cache_indices, final_state_pool=intermediate_states_buffer.flatten(0, 1),
+            final_state_indices=first + torch.arange(steps, device=q.device), A_log=A_log, dt_bias=dt_bias,
             lower_bound=lower_bound, **RAW,
         )  # fmt: skip
         return o

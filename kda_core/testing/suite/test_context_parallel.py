@@ -24,6 +24,7 @@ CASES = [
     (Case(name="fragments without states", T=70, decay="none", final_state=False, **HALF | {"state": None}), (32,)),
     (Case(name="fragments of bfloat16", T=100, H=1, HV=2, K=64, state=BF16, **BFLOAT16, **SOFTPLUS), (50,)),
     (Case(name="fragments, all in kernel", T=100, H=1, K=128, state=FP32, **BFLOAT16, **BOUNDED), (37,)),
+    (Case(name="fragments, everything saved", T=70, H=1, options={"disable_recompute": True}, **HALF), (33,)),
     # A backend may cut long fragments once more.
     (Case(name="long fragments", T=1120, H=1, decay="slow", **HALF | {"K": 16}), (20,)),
     (Case(name="long fragments, packed", T=1120, H=1, lengths=(7, 500, 613), decay="slow", **HALF | {"K": 16}), (5,)),

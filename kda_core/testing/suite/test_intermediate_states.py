@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kda_core.capabilities import Feature
-from kda_core.testing.cases import BF16, FP32, Case
+from kda_core.testing.cases import BF16, FP16, FP32, Case
 from kda_core.testing.marks import each, requires
 
 WITH_H = {"return_intermediate_states": True}
@@ -30,6 +30,14 @@ CASES = [
 def test_intermediate_states(kda, case: Case):
     """Every state is within its budget."""
     kda.check(case)
+
+
+@requires(Feature.CHUNK, Feature.INTERMEDIATE_STATES, Feature.INTERMEDIATE_STATES_DTYPE)
+@pytest.mark.parametrize(("state", "dtype"), [(BF16, FP32), (FP32, BF16), (FP32, FP16), (None, BF16)])
+def test_intermediate_states_in_another_dtype(kda, state: torch.dtype | None, dtype: torch.dtype):
+    """float32 snapshots of bfloat16 states and the reverse; with None as fla stores them, in the dtype of k."""
+    options = WITH_H | {"intermediate_states_dtype": dtype}
+    kda.check(Case(name=f"h {dtype} of {state}", T=130, state=state, options=options))
 
 
 @requires(Feature.CHUNK, Feature.INTERMEDIATE_STATES)

@@ -146,7 +146,7 @@ def test_explanation_agrees(kda, feature: Feature):
         ("beta", lambda t: t[:, :, :1]),
         ("initial_state", lambda t: t[:, :, 1:]),
         ("v", lambda t: t.double()),
-        ("initial_state", lambda t: t.half()),
+        ("initial_state", lambda t: t.int()),
     ],
     ids=["k", "v", "g", "beta", "initial_state", "v dtype", "initial_state dtype"],
 )

@@ -25,6 +25,16 @@ def test_state(kda, v_first: bool, V: int, dtype: torch.dtype):
     kda.check(case.having(options={"state_v_first": v_first}))
 
 
+@requires(Feature.CHUNK, Feature.INITIAL_STATE, Feature.FINAL_STATE, Feature.FP16_STATE)
+@LAYOUTS
+def test_state_float16(kda, v_first: bool):
+    """States in float16, forward and backward, in both functions."""
+    case = Case(name=f"float16 states {v_first}", T=70, V=64, state=FP16, options={"state_v_first": v_first})
+    kda.check(case)
+    kda.check(case.having(name="float16 states of halves", K=64, dtype=FP16, gate_dtype=FP16, backward=True))
+    kda.check(case.having(op="fused_recurrent_kda", T=9, backward=True))
+
+
 @requires(Feature.CHUNK, Feature.INITIAL_STATE)
 def test_state_alone(kda):
     """An initial state without a final one."""

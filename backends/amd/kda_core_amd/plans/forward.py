@@ -68,7 +68,7 @@ def plan_forward(r: Request, chip: Architecture, rows: int, h_shape: tuple[int, 
     h = None
     if r.return_intermediate_states:
         # Sequences of a pool that are skipped write no state.
-        h = b.result("h", h_shape, r.state_dtype, r.ssm_state_indices is not None)
+        h = b.result("h", h_shape, r.h_dtype, r.ssm_state_indices is not None)
     if rows:
         _add_segments(Frame(b, cut_into_segments(b, r, rows, v_first=False), chip), rows, r, o, final_state)
     else:

@@ -7,19 +7,31 @@ import torch
 from kda_core.request import Request
 from kda_core.triton_lib.arguments import row_strides, state_strides
 from kda_core.triton_lib.frame import finish_output, outputs
-from kda_core.triton_lib.plan import Builder, Plan, input_layouts
+from kda_core.triton_lib.plan import Builder, Plan, View, input_layouts
 from kda_core_amd.choose import Architecture
 from kda_core_amd.plans.frame import Frame
 from kda_core_amd.recurrent import recurrent
 
 
+def _columns(table: View | None) -> tuple[int, int]:
+    """Stride and number of the columns of a table of slots; of one column the stride does not matter."""
+    return (0, 1) if table is None or table.dim() == 1 or table.shape[1] == 1 else (table.stride(1), table.shape[1])
+
+
 def plan_recurrent(r: Request, chip: Architecture) -> Plan:
     """The plan of a forward of ``fused_recurrent_kda``, whose results are o and final_state; ``r``: metadata alone."""
     b = Builder()
+    o, final_state = add_recurrent(b, r, chip)
+    return b.plan(input_layouts(r), {"o": o, "final_state": final_state})
+
+
+def add_recurrent(b: Builder, r: Request, chip: Architecture) -> tuple[View, View | None]:
+    """Add the launch; o and the final state."""
     o, final_state = outputs(b, r)
     f = Frame(b, r, chip)
     indices, accepted = r.ssm_state_indices, r.num_accepted_tokens
-    width = 1 if indices is None or indices.dim() == 1 else indices.shape[1]
+    s_column, width = _columns(indices)
+    s_final_column, final_width = _columns(r.final_state_indices)
     state = final_state if r.initial_state is None else r.initial_state
     chosen = f.config(
         "recurrent, V first" if r.state_v_first else "recurrent", torch.float32 if state is None else state.dtype
@@ -32,8 +44,9 @@ def plan_recurrent(r: Request, chip: Architecture) -> Plan:
     f.launch(
         recurrent, chosen, sequences * r.HV * -(-r.V // BV), o=o, initial_state=r.initial_state,
         final_state=final_state, accepted=accepted, width=width, **strides, s_in=s_in, s_ih=s_ih, s_fn=s_fn, s_fh=s_fh,
-        s_row=f.names["s_index"], s_column=0 if width == 1 else indices.stride(1),
+        s_row=f.names["s_index"], s_column=s_column, s_final_column=s_final_column,
+        final_width=final_width,
         s_accepted=0 if accepted is None else accepted.stride(0), BV=BV, UNIT=unit, I_K=I_K, I_V=I_V, F_K=F_K, F_V=F_V,
-        EVERY_TOKEN=width > 1,
+        EVERY_TOKEN=r.writes_every_token,
     )  # fmt: skip
-    return b.plan(input_layouts(r), {"o": finish_output(b, r, o), "final_state": final_state})
+    return finish_output(b, r, o), final_state

@@ -37,9 +37,9 @@ def rejected(r: Request) -> str | None:
         return "a sequence over several devices in two halves: takes bfloat16 and float16, not float32"
     if r.K > MOST_CHANNELS:
         return f"a sequence over several devices in two halves: takes K up to {MOST_CHANNELS}, not {r.K}"
-    named = {"return_intermediate_states": r.return_intermediate_states, "disable_recompute": r.disable_recompute}
-    named |= {"out": r.out is not None, "ssm_state_indices": r.ssm_state_indices is not None}
-    named |= {"inplace_final_state": r.inplace_final_state, "initial_state": r.initial_state is not None}
+    named = {"return_intermediate_states": r.return_intermediate_states, "out": r.out is not None}
+    named |= {"ssm_state_indices": r.ssm_state_indices is not None, "inplace_final_state": r.inplace_final_state}
+    named["initial_state"] = r.initial_state is not None
     if r.N * r.HV > MOST_FRAGMENTS:
         return f"a sequence over several devices in two halves: takes fragments × heads up to {MOST_FRAGMENTS}"
     if given := [n for n, x in named.items() if x]:
@@ -81,11 +81,11 @@ def segments_of(r: Request, rows: int) -> int:
 
 
 def fragment_slots(r: Request) -> int:
-    """Slots of what a forward saves; at least one, as for ``saved_slots``."""
+    """Slots of the call in segments; where it recomputes at least one is saved, as for ``saved_slots``."""
     rows = fragment_rows(r)
     if rows and (r.cu_seqlens is not None or r.T % rows):
         return r.T // CHUNK + segments_of(r, rows) + 1
-    return max(1, slots(r))
+    return slots(r) if r.disable_recompute else max(1, slots(r))
 
 
 def fragment_starts_shape(r: Request) -> tuple[int, ...]:

@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kda_core.request import DecodeStepRequest, Request
+from kda_core.request import Request
 from kda_core.triton_lib.arguments import LEAST_BOUNDED_DECAY, gate_kind
-from kda_core.triton_lib.layer_plans import StepTile
 from kda_core.triton_lib.layout import padded
 from kda_core.triton_lib.plan import View
 from kda_core_nvidia.choose.chip import Chip
@@ -49,7 +48,7 @@ class RecurrentConfig:
 # are taken in another order, and how many states there are must not show in any bit of a result. Only V first may a
 # tile have more rows or fewer: each is summed on its own, by the same threads in the same order.
 RECURRENT_CONFIGS = {
-    # (V first, bfloat16): (the least states N · HV for it, the configuration), by number of states
+    # (V first, 16 bits): (the least states N · HV for it, the configuration), by number of states
     (False, False): (
         (0, RecurrentConfig(64, 2, 128, "evict_last")),
         (65, RecurrentConfig(64, 2)),
@@ -110,7 +109,7 @@ def recurrent_config(
 
     Without a given state there is none to load, and triton 3.6 finds the large tile no layout without spills.
     """
-    table = RECURRENT_CONFIGS[v_first, state_dtype == torch.bfloat16]
+    table = RECURRENT_CONFIGS[v_first, state_dtype.itemsize == 2]
     config = [c for least, c in table if states >= least][-1]
     if power_of_two(K) != 128:
         # That tiles of several sizes sum alike has been seen there only, and bounds on registers are for its tiles.
@@ -153,6 +152,8 @@ def step_serves(r: Request, chip: Chip, least: int) -> bool:
         and r.N * r.HV >= least
         and r.cu_seqlens is None
         and r.num_accepted_tokens is None
+        and r.has_initial_state is None
+        and r.final_state_indices is None
         and (indices is None or indices.dim() == 1 or indices.shape[1] == 1)
         and (r.out is None or r.out.strides[3] == 1)
         and all(_rows_aligned(x) for x in (r.q, r.k, r.g))
@@ -201,10 +202,9 @@ class RecurrentChoice:
 
 def choose_recurrent(r: Request, chip: Chip) -> RecurrentChoice:
     """How a call of ``fused_recurrent_kda`` runs on ``chip``; the request is metadata alone."""
-    states, indices = r.N * r.HV, r.ssm_state_indices
+    states = r.N * r.HV
     # A slot for every token: such calls are drafts, which are short.
-    every_token = indices is not None and indices.dim() == 2 and indices.shape[1] > 1
-    long = r.T > SHORT.value and not every_token and r.num_accepted_tokens is None
+    long = r.T > SHORT.value and not r.writes_every_token and r.num_accepted_tokens is None
     step = short = None
     if step_serves(r, chip, STEP_CONFIGS[0][0]):
         step = [c for least, c in STEP_CONFIGS if states >= least][-1]
@@ -227,11 +227,3 @@ def _prompts(r: Request, chip: Chip) -> Prompts:
             sequences = step = min(sequences, max(1, 2 * chip.multiprocessors // heads))
     bounded = gate_kind(r) == "bounded" and r.lower_bound >= LEAST_BOUNDED_DECAY
     return Prompts(config, slots, sequences, step, bounded, 1 if chip.interpreted else 3)
-
-
-def step_tile(r: DecodeStepRequest, chip: Chip) -> StepTile:
-    """How a decoding step of a layer shares its states: as ``recurrent`` does."""
-    N, _, HV, K = r.g.shape
-    config = recurrent_config(N * HV, K, r.V, r.state_v_first, r.state.dtype)
-    row = config.row_bytes // r.state.dtype.itemsize
-    return StepTile(config.block_v, config.num_warps, row, config.eviction, chip.overlaps)

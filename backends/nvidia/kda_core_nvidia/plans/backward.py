@@ -71,16 +71,19 @@ def plan_begin_backward(call: Request, choice: BackwardChoice) -> Plan:
     """The first half of a backward; ``call.saved`` is what the second half of the forward saved.
 
     Results: matrices (none: those of the forward, transposed), additions, then what the second half is given: dv, the
-    keys, D and X of a second ``prepare``, and what the segments do to gradients of states.
+    keys, D and X of a second ``prepare`` if there is one, and what the segments do to gradients of states.
     """
     b = Builder()
     w = _Backward(b, call, choice, {})
     dv = w.new("dv", (w.B, w.T, w.HV, w.V), w.dtype)
-    prepared = w.prepare(dv, b.result)
+    prepared, new = _prepared_before(w.r)[0], {}
+    if not call.disable_recompute:
+        prepared = w.prepare(dv, b.result)
+        new = {"keys": prepared.keys, "D": prepared.D, "X": prepared.X}
     segments = add_reverse_transitions(b, w.with_do(), choice, prepared.keys, prepared.P, prepared.D)
     sums = b.result("additions", (call.N, call.HV, call.K, call.V), torch.float32)
     add_chain(b, w.whole, w.r, choice, segments, reverse=True, sums=sums)
-    results = {"matrices": None, "additions": sums, "dv": dv, "keys": prepared.keys, "D": prepared.D, "X": prepared.X}
+    results = {"matrices": None, "additions": sums, "dv": dv, **new}
     return b.plan(input_layouts(call), results | {f"segments {i}": x for i, x in enumerate(segments)})
 
 
@@ -89,16 +92,27 @@ def plan_finish_backward(call: Request, choice: BackwardChoice) -> Plan:
     of the states at the fragments' ends. Results are those of ``plan_backward``.
     """
     b = Builder()
-    count = 4 if call.use_qk_l2norm_in_kernel else 3
-    saved, (dv, keys, D, X, *segments, ends) = call.saved[:count], call.saved[count:]
+    count = (5 if call.disable_recompute else 3) + call.use_qk_l2norm_in_kernel
+    saved, (dv, *segments, ends) = call.saved[:count], call.saved[count:]
     w = _Backward(b, replace(call, saved=saved), choice, _sums(b, call))
-    kept, r = kept_of(w.r), w.with_do()
+    r, (prepared, starts) = w.with_do(), _prepared_before(w.r)
+    if not call.disable_recompute:
+        keys, D, X, *segments = segments
+        prepared = prepared._replace(keys=keys, D=D, X=X)
     last = b.scratch("gradients at ends", (r.N, r.HV, r.V, r.K), torch.float32)
     add_chain(b, w.whole, r, choice, tuple(segments), reverse=True, given=ends, states=last)
-    exact = (kept.starts, last) if r.cu_seqlens is not None or r.T <= CHUNK else (None, None)
-    prepared = Prepared(keys, kept.P, D, X, kept.norms)
-    grads = w.finish(prepared, like_segments(dv, r), _States(kept.starts, last, None, exact))
+    exact = (starts, last) if r.cu_seqlens is not None or r.T <= CHUNK else (None, None)
+    grads = w.finish(prepared, like_segments(dv, r), _States(starts, last, None, exact))
     return b.plan(input_layouts(call), {n: x for n, x in grads.items() if x is not None})
+
+
+def _prepared_before(r: Request) -> tuple[Prepared, View]:
+    """What the forward's ``prepare`` wrote, as far as it was saved, and the states at the starts of segments."""
+    if r.disable_recompute:
+        *everything, starts = r.saved
+        return Prepared(*everything), starts
+    kept = kept_of(r)
+    return Prepared(None, kept.P, None, None, kept.norms), kept.starts
 
 
 def _sums(b: Builder, call: Request) -> dict[str, View]:

@@ -93,7 +93,7 @@ def saved_specs(request: Request) -> tuple[TensorSpec, ...]:
         specs = [TensorSpec(keys, dtype), specs[0], TensorSpec(decay, torch.float32), TensorSpec(square, dtype)]
     if request.use_qk_l2norm_in_kernel:
         specs.append(TensorSpec(norms, torch.float32))
-    if not everything and starts:
+    if starts and (request.cp_context or not everything):
         specs.append(TensorSpec(starts, torch.float32))
     return tuple(specs)
 
@@ -209,7 +209,7 @@ def plan_forward(request: Request, choice: ForwardChoice, h_shape: tuple[int, ..
     if r.return_intermediate_states:
         # Sequences that are skipped have no state of their own: zeros.
         zeros = r.ssm_state_indices is not None
-        h = b.result("h", h_shape, r.state_dtype, zeros)
+        h = b.result("h", h_shape, r.h_dtype, zeros)
     training, everything = r.save_for_backward, r.disable_recompute and r.save_for_backward
     keep = choice.saved_slots if training and not everything else 0
     starts = b.result("starts", starts_shape(r), torch.float32) if keep and starts_shape(r) else None

@@ -147,9 +147,10 @@ def plan_begin(request: Request, choice: ForwardChoice) -> Plan:
     r = readable(b, request)
     cut = cut_fragments(b, r, choice.segment_rows)
     o = b.result("o", (r.B, r.T, r.HV, r.V), r.q.dtype)
-    keep = choice.saved_slots if r.save_for_backward else 0
+    everything = r.save_for_backward and r.disable_recompute
+    keep = choice.saved_slots if r.save_for_backward and not everything else 0
     how = choice.prepare, choice.precision, choice.bounded
-    prepared = add_prepare(b, cut, *how, like_segments(o, cut), keep=keep, new=b.result)
+    prepared = add_prepare(b, cut, *how, like_segments(o, cut), everything, keep, new=b.result)
     segments = add_transitions(b, replace(cut, v=_rows(b, cut.v, choice)), choice, prepared.keys, prepared.D)
     lead = (r.N, r.HV, r.K)
     summary = b.result("matrices", (*lead, r.K), torch.float32)
@@ -178,7 +179,8 @@ def plan_finish(request: Request, choice: ForwardChoice) -> Plan:
     add_recurrence(b, cut, choice, Prepared(keys, P, D), like_segments(o, cut), None, None)
     results = {"o": o, "final_state": final_state, "h": None}
     if r.save_for_backward:
-        results |= {"P": P, "X": X, "norms": norms, "starts": states}
+        kept = {"P": P, "X": X, "norms": norms, "starts": states}
+        results |= {"keys": keys, "P": P, "D": D, **kept} if r.disable_recompute else kept
     return b.plan(input_layouts(request), results)
 
 

@@ -39,16 +39,25 @@ PREPARE_STAGES, RECURRENCE_STAGES = 4, 2
 def plan_recurrent(request: Request, choice: RecurrentChoice) -> Plan:
     """The plan of a forward of ``fused_recurrent_kda``, whose results are o and final_state."""
     b = Builder()
+    o, final_state = add_recurrent(b, request, choice)
+    return b.plan(input_layouts(request), {"o": o, "final_state": final_state})
+
+
+def add_recurrent(
+    b: Builder, request: Request, choice: RecurrentChoice, leads: bool = False
+) -> tuple[View, View | None]:
+    """Add the launches; o and the final state. ``leads``: a short call's next kernel waits for it by itself."""
     o, final_state = outputs(b, request, any_strides=True)
     r = readable(b, request)
-    named = _names(r, final_state, o)
+    # The kernels for prompts follow, and mostly find no work: they can do so while the last programs run.
+    named = _names(r, final_state, o) | {"LEADS": choice.overlap and (leads or choice.prompts is not None)}
     if choice.step is not None:
         _add_step(b, r, choice.step, named)
     if choice.short is not None:
         _add_short(b, r, choice, choice.short, named)
     if choice.prompts is not None:
         _add_prompts(b, r, choice, choice.prompts, named)
-    return b.plan(input_layouts(request), {"o": o, "final_state": final_state})
+    return o, final_state
 
 
 def _strides(packed: bool, **views: View) -> dict[str, int]:
@@ -77,19 +86,24 @@ def _add_step(b: Builder, r: Request, config: StepConfig, named: dict[str, Any])
     b.pick(recurrent_step, programs, STEP_WARPS, named | own, enable_fp_fusion=False, maxnreg=config.registers)
 
 
+def _columns(table: View | None) -> tuple[int, int]:
+    """Stride and number of the columns of a table of slots."""
+    return (0, 1) if table is None or table.dim() == 1 else (table.stride(1), table.shape[1])
+
+
 def _add_short(b: Builder, r: Request, choice: RecurrentChoice, config: RecurrentConfig, named: dict[str, Any]) -> None:
     """Add ``recurrent``. Where prompts follow, packed sequences of more than SHORT tokens are left to them."""
     packed, indices, accepted = r.cu_seqlens is not None, r.ssm_state_indices, r.num_accepted_tokens
-    s_slot, width = (indices.stride(1), indices.shape[1]) if indices is not None and indices.dim() == 2 else (0, 1)
+    s_slot, width = _columns(indices)
+    s_final_slot, final_width = _columns(r.final_state_indices)
     KP, short_only, one_token = power_of_two(r.K), choice.prompts is not None, r.T == 1 and not packed
     own = {
         "accepted": accepted, "s_accepted": 0 if accepted is None else accepted.stride(0), "s_slot": s_slot,
-        "width": width, "KP": KP, "BV": config.block_v,
+        "width": width, "s_final_slot": s_final_slot, "final_width": final_width, "KP": KP, "BV": config.block_v,
         "KS": min(KP, config.row_bytes // r.state_dtype.itemsize) if r.state_v_first else KP,
-        "IN_PLACE": r.inplace_final_state, "EVERY_TOKEN": width > 1, "ONE_TOKEN": one_token,
+        "IN_PLACE": r.written_states is not None and r.final_state_indices is None,
+        "EVERY_TOKEN": r.writes_every_token, "ONE_TOKEN": one_token,
         "MOST": SHORT.value if short_only else 0, "EVICTION": config.eviction,
-        # The kernels for prompts follow, and mostly find no work: they can do so while the last programs run.
-        "LEADS": short_only and choice.overlap,
     }  # fmt: skip
     options = {"maxnreg": config.registers} if config.registers and one_token else {}
     # With packed sequences one more set of programs zeroes the rows behind the last one.

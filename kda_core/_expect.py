@@ -1,0 +1,104 @@
+"""What the checks of arguments expect: each raises TypeError or ValueError naming the argument and what came."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.masked import is_masked_tensor
+from torch.nn.parameter import Parameter, is_lazy
+
+from kda_core._overlaps import meets_itself
+from kda_core.request import DATA, Request
+
+DATA_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+INDEX_DTYPES = (torch.int32, torch.int64)
+STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def fail(argument: str, expected: str, actual: str) -> NoReturn:
+    raise ValueError(f"{argument}: expected {expected}, got {actual}")
+
+
+def shape_of(t: Tensor) -> str:
+    return str(list(t.shape))
+
+
+def names_of(dtypes: Sequence[torch.dtype]) -> str:
+    return " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+
+
+def expect_tensor(
+    name: str, t: Any, dtypes: Sequence[torch.dtype], device: torch.device | None = None, why: str = ""
+) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(t).__name__}")
+    expect_dense(name, t)
+    if t.dtype not in dtypes:
+        raise TypeError(f"{name}: expected dtype {names_of(dtypes)}{why}, got {names_of((t.dtype,))}")
+    if device is not None and t.device != device:
+        fail(name, f"a tensor on {device}, where q is", f"one on {t.device}")
+
+
+def expect_dense(name: str, t: Tensor) -> None:
+    if t.is_nested:
+        hint = " (pack its sequences one behind the other, with cu_seqlens)" if name in DATA else ""
+        raise TypeError(f"{name}: expected a dense (strided) tensor, got a nested one with layout {t.layout}{hint}")
+    if t.layout is not torch.strided:
+        raise TypeError(f"{name}: expected a dense (strided) tensor, got layout {t.layout}")
+    if t.is_quantized:
+        raise TypeError(f"{name}: expected a dense (strided) tensor, got a quantized one of {names_of((t.dtype,))}")
+    if type(t) is Tensor:
+        return
+    if is_lazy(t):
+        raise TypeError(f"{name}: expected a tensor, got a parameter that has not been initialised")
+    if is_masked_tensor(t):
+        raise TypeError(f"{name}: expected a dense (strided) tensor, got a masked one")
+
+
+def expect_shape(name: str, t: Tensor, expected: tuple[int, ...], symbols: str) -> None:
+    if tuple(t.shape) != expected:
+        fail(name, f"shape {symbols} = {list(expected)}", shape_of(t))
+
+
+def expect_flag(name: str, value: Any) -> None:
+    """Raise unless ``value`` is a bool: an option that merely counts as true or false may be another argument's."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {value!r}")
+
+
+def expect_int(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+
+
+def expect_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+
+
+def is_normal(value: float, dtype: torch.dtype) -> bool:
+    """Whether ``dtype`` holds a number with full precision: it neither overflows nor is subnormal."""
+    limits = torch.finfo(dtype)
+    return limits.tiny <= abs(value) <= limits.max
+
+
+def normal_range(dtype: torch.dtype) -> str:
+    limits = torch.finfo(dtype)
+    return f"of a size from {limits.tiny:.2g} to {limits.max:.2g}, as {names_of((dtype,))} holds it"
+
+
+def expect_no_overlap(name: str, t: Tensor) -> None:
+    """Refuse a tensor as a place to write to where elements share memory."""
+    for size, stride in zip(t.shape, t.stride(), strict=True):
+        if size > 1 and stride == 0:
+            fail(name, "memory of its own for every element", f"an expanded tensor with strides {tuple(t.stride())}")
+    if type(t) in (Tensor, Parameter) and meets_itself(t):  # sizes of traced tensors may be symbols
+        fail(name, "memory of its own for every element", f"overlapping ones with strides {tuple(t.stride())}")
+
+
+def state_dtypes(r: Request) -> tuple[torch.dtype, ...]:
+    """Dtypes that states of a call may have."""
+    return (*STATE_DTYPES, torch.float64) if r.q.dtype == torch.float64 else STATE_DTYPES

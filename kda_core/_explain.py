@@ -1,0 +1,106 @@
+"""Questions about calls, which run nothing: who would serve one, why, and with which kernels."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from kda_core import _plugins
+from kda_core._ledger import Explanation
+from kda_core._plugins import registry
+from kda_core.api import Question, chunk_kda, fused_recurrent_kda, kda_gate
+from kda_core.call_plan import CallPlan
+from kda_core.request import AnyRequest
+
+
+def explain(*args: Any, op: str = "chunk_kda", **kwargs: Any) -> Explanation:
+    """Say which backend would serve a call and why the others would not; runs nothing.
+
+    Args:
+        *args: the arguments of the call, as the function ``op`` takes them.
+        **kwargs: those that are given by name.
+        op: "chunk_kda", "fused_recurrent_kda" or "kda_gate".
+
+    Returns:
+        A verdict for every known backend; ``print`` shows it.
+
+    Raises:
+        ValueError, TypeError: the arguments are wrong, as in the call itself.
+        BackendNotFound, BrokenBackend: ``backend=`` names one that cannot be used at all.
+    """
+    return _ask(lambda request, name: registry.explain(request, name), op, args, kwargs)
+
+
+def plan(*args: Any, op: str = "chunk_kda", chip: str | None = None, **kwargs: Any) -> tuple[CallPlan, ...]:
+    """Say what a call would allocate and launch; runs nothing.
+
+    Args:
+        *args: the arguments of the call, as the function ``op`` takes them.
+        **kwargs: those that are given by name.
+        op: "chunk_kda", "fused_recurrent_kda" or "kda_gate".
+        chip: name of the chip to plan for, such as "sm_90"; None: the device of the arguments. Needs ``backend=``.
+
+    Returns:
+        The plan of the forward and, where an argument requires a gradient, of the backward.
+
+    Raises:
+        ValueError, TypeError: the arguments are wrong, as in the call itself, or the chip is not known.
+        UnsupportedCall: no backend serves the call, or the one that does makes no plans.
+        BackendNotFound, BrokenBackend: ``backend=`` names one that cannot be used at all.
+    """
+    if chip is not None and not isinstance(chip, str):
+        raise TypeError(f"chip: expected the name of a chip or None, got {type(chip).__name__}")
+    return _ask(lambda request, name: registry.plan(request, name, chip), op, args, kwargs)
+
+
+def _ask(question: Callable[[AnyRequest, str | None], Any], op: str, args: Any, kwargs: Any) -> Any:
+    """The answer to a question about a call: ``question`` takes its request and the name of the wanted backend."""
+    function = _function(op)
+    call = inspect.signature(function).bind(*args, **kwargs)
+    name = _plugins.requested_name(call.arguments.get("backend"))
+    if name is not None:
+        registry.named(name)
+    call.arguments["backend"] = Question(lambda request: question(request, name))
+    return function(*call.args, **call.kwargs)
+
+
+def _function(op: str) -> Callable[..., Any]:
+    function = _FUNCTIONS.get(op) if isinstance(op, str) else None
+    if function is None:
+        raise ValueError(f"op: expected one of {', '.join(_FUNCTIONS)}, got {op!r}")
+    return function
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (chunk_kda, fused_recurrent_kda, kda_gate)}
+
+
+def supports(op: str, /, *args: Any, **kwargs: Any) -> tuple[bool, str]:
+    """Say whether a call would be served, and if not, why; runs nothing.
+
+    A verdict is kept by shapes, strides, dtypes, devices and options, so that an adapter can ask before every call.
+    The values of tensors are not read: a call that is supported still raises for a wrong slot or boundary.
+
+    Args:
+        op: "chunk_kda", "fused_recurrent_kda" or "kda_gate".
+        *args: the arguments of the call, as the function ``op`` takes them.
+        **kwargs: those that are given by name.
+
+    Returns:
+        ``(True, "")``, or False and the text of the error that the call would raise: wrong arguments (ValueError,
+        TypeError) or no backend for them (UnsupportedCall).
+
+    Raises:
+        ValueError: there is no such ``op``.
+        BackendNotFound, BrokenBackend: ``backend=`` names one that cannot be used at all.
+    """
+    name = _plugins.requested_name(kwargs.get("backend"))
+    answer = registry.answered(op, args, kwargs, name)
+    if answer is not None:
+        return answer
+    function = _function(op)
+    question = Question(lambda request: registry.supports(request, args, kwargs, name))
+    try:
+        return function(*args, **kwargs | {"backend": question})
+    except (ValueError, TypeError) as error:
+        return False, str(error)

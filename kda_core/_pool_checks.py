@@ -1,0 +1,141 @@
+"""The checks of a pool's arguments: which slots are read and written, by metadata and by values."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import torch
+from torch import Tensor
+
+from kda_core._expect import (
+    INDEX_DTYPES,
+    expect_int,
+    expect_no_overlap,
+    expect_shape,
+    expect_tensor,
+    fail,
+    shape_of,
+    state_dtypes,
+)
+from kda_core.request import Request
+
+
+def check_slots(r: Request) -> None:
+    indices, accepted = r.ssm_state_indices, r.num_accepted_tokens
+    _check_reads_and_writes(r)
+    expect_int("pad_slot_id", r.pad_slot_id)
+    if isinstance(r.pad_slot_id, int) and not -(2**63) <= r.pad_slot_id < 2**63:
+        fail("pad_slot_id", "a number of 64 bits", f"{r.pad_slot_id}")
+    if indices is None:
+        if accepted is not None:
+            fail("num_accepted_tokens", "ssm_state_indices [N, 1+S] beside it", "ssm_state_indices=None")
+        return
+    if r.initial_state is None:
+        fail("initial_state", "the pool that ssm_state_indices points into", "None")
+    _check_table("ssm_state_indices", indices, r)
+    if r.writes_every_token and r.cu_seqlens is None and r.T > r.written_slots.shape[1]:  # type: ignore[union-attr]
+        name = "ssm_state_indices" if r.final_state_indices is None else "final_state_indices"
+        fail(name, f"a slot for each of the T = {r.T} tokens", shape_of(r.written_slots))  # type: ignore[arg-type]
+    if accepted is not None:
+        expect_tensor("num_accepted_tokens", accepted, INDEX_DTYPES, r.device)
+        expect_shape("num_accepted_tokens", accepted, (r.N,), "[N]")
+        if indices.dim() != 2:
+            fail("ssm_state_indices", "shape [N, 1+S] beside num_accepted_tokens", shape_of(indices))
+
+
+def _check_table(name: str, table: Tensor, r: Request) -> None:
+    """Check a table of slots, by its metadata."""
+    expect_tensor(name, table, INDEX_DTYPES, r.device)
+    widths = "[N] or [N, 1]" if r.op == "chunk_kda" else "[N] or [N, 1+S]"
+    if table.dim() not in (1, 2) or table.shape[0] != r.N or (table.dim() == 2 and table.shape[1] < 1):
+        fail(name, f"shape {widths} with N = {r.N}", shape_of(table))
+    if r.op == "chunk_kda" and table.dim() == 2 and table.shape[1] > 1:
+        fail(name, f"shape {widths} (one slot a sequence; fused_recurrent_kda takes more)", shape_of(table))
+
+
+def _check_reads_and_writes(r: Request) -> None:
+    """Check which states of a pool are read, and where they are written."""
+    fresh, indices, pool = r.has_initial_state, r.final_state_indices, r.final_state_pool
+    given = {
+        "has_initial_state": fresh is not None, "update_state=False": not r.update_state,
+        "final_state_indices": indices is not None,
+    }  # fmt: skip
+    for name, used in given.items():
+        if used and r.ssm_state_indices is None:
+            fail("ssm_state_indices", f"slots of a pool beside {name}", "None")
+    if fresh is not None:
+        expect_tensor("has_initial_state", fresh, (torch.bool,), r.device)
+        expect_shape("has_initial_state", fresh, (r.N,), "[N]")
+    if not r.update_state and (r.output_final_state or indices is not None):
+        name, expected = ("final_state_indices", "None") if indices is not None else ("output_final_state", "False")
+        fail(name, f"{expected} beside update_state=False, which computes no final states", "one")
+    if indices is not None:
+        _check_table("final_state_indices", indices, r)
+    if pool is None:
+        return
+    if indices is None:
+        fail("final_state_indices", "slots of final_state_pool beside it", "None")
+    expect_tensor("final_state_pool", pool, state_dtypes(r), r.device)
+    if pool.dim() != 4 or tuple(pool.shape[1:]) != r.state_shape[1:]:
+        fail("final_state_pool", f"shape [slots, *{list(r.state_shape[1:])}], as initial_state", shape_of(pool))
+    expect_no_overlap("final_state_pool", pool)
+
+
+@functools.lru_cache(maxsize=64)
+def _are_slots_of_their_own(slots: tuple[int, ...], pool_size: int, pad_slot_id: int) -> bool:
+    """Whether every sequence has one slot within the pool and none is skipped."""
+    return len(set(slots)) == len(slots) and 0 <= min(slots) <= max(slots) < pool_size and pad_slot_id not in slots
+
+
+def check_slot_values(r: Request, bounds: list[int] | None) -> None:
+    indices, accepted, pool = r.ssm_state_indices, r.num_accepted_tokens, r.initial_state
+    if indices is None or pool is None or not indices.is_cpu:
+        return
+    target, final = r.written_slots, r.final_state_indices
+    if final is None and indices.numel() == r.N and accepted is None:
+        # Decoding runs this once a token and layer: accept valid slots without skipped rows from a cache.
+        slots = (indices if indices.dim() == 1 else indices[:, 0]).tolist()
+        if not slots or _are_slots_of_their_own(tuple(slots), pool.size(0), r.pad_slot_id):
+            return
+    rows, targets = (t.reshape(r.N, -1).tolist() if r.N else [] for t in (indices, target))  # type: ignore[union-attr]
+    every_token, name = r.writes_every_token, "ssm_state_indices" if final is None else "final_state_indices"
+    lengths = [r.T] * r.N if bounds is None else [b - a for a, b in itertools.pairwise(bounds)]
+    if every_token and max(lengths, default=0) > target.shape[1]:  # type: ignore[union-attr]
+        longest = max(lengths)
+        fail(name, f"a slot for each of the {longest} tokens of the longest sequence", shape_of(target))  # type: ignore[arg-type]
+    counts = [1] * r.N if accepted is None else accepted.tolist()
+    for count, row in zip(counts, rows, strict=True):
+        if not 1 <= count <= len(row):
+            fail("num_accepted_tokens", f"values from 1 to {len(row)}", f"{count}")
+    fresh = [False] * r.N if r.has_initial_state is None else (~r.has_initial_state).tolist()
+    size = pool.shape[0] if r.final_state_pool is None else r.final_state_pool.shape[0]
+    reads: list[tuple[int, int]] = []
+    owner: dict[int, int] = {}
+    for n, (row, count, length) in enumerate(zip(rows, counts, lengths, strict=True)):
+        start = row[count - 1]
+        if start < 0 or start == r.pad_slot_id:
+            continue  # skipped: its other slots are never read
+        _check_slot("ssm_state_indices", start, pool.shape[0])
+        if not fresh[n] and r.final_state_pool is None:
+            reads.append((start, n))
+        touched = (targets[n][:length] if every_token else targets[n]) if r.update_state else []
+        written = [slot for slot in touched if slot >= 0 and slot != r.pad_slot_id]
+        if len(set(written)) != len(written):
+            fail(name, "different slots for the tokens of a sequence", f"{written} in row {n}")
+        for slot in written:
+            _check_slot(name, slot, size)
+            _check_owner(name, slot, owner.setdefault(slot, n), n)
+    for slot, n in reads:
+        _check_owner(name, slot, owner.get(slot, n), n)
+
+
+def _check_slot(name: str, slot: int, size: int) -> None:
+    if slot >= size:
+        fail(name, f"slots below {size}, the size of the pool", f"{slot}")
+
+
+def _check_owner(name: str, slot: int, owner: int, n: int) -> None:
+    """Refuse a slot that sequence ``owner`` writes and ``n`` reads or writes."""
+    if owner != n:
+        fail(name, "every slot in one sequence only, if it is written", f"slot {slot} in rows {owner} and {n}")
