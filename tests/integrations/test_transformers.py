@@ -107,6 +107,56 @@ def test_training_steps_agree(model, text):
     assert max(map(apart, step(model, text), expected)) < 5e-6
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", ["silu", None, "gelu"])
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_convolution_of_a_token(monkeypatch, dtype, activation, tokens, bias):
+    """Results and states are transformers' own; calls that are not served are transformers' own, too."""
+    module = module_of("kimi_linear")
+    # With fla or causal_conv1d installed transformers wraps their GPU kernels.
+    monkeypatch.setattr(module, kda_core_transformers.UPDATE, inspect.unwrap(module.causal_conv1d_update))
+    x, state, weight = torch.randn(3, 20, tokens), torch.randn(3, 20, 4), torch.randn(20, 4)
+    given = (x.to(dtype), weight.to(dtype), torch.randn(20, dtype=dtype) if bias else None, activation)
+    found = []
+    for install in (False, True):
+        if install:
+            assert kda_core_transformers.install("kimi_linear")
+        own = state.to(dtype, copy=True)
+        with torch.no_grad():
+            y = module.causal_conv1d_update(given[0], own, weight=given[1], bias=given[2], activation=given[3])
+        assert y.dtype == dtype
+        found.append((y, own))
+    kda_core_transformers.uninstall()
+    assert "kda_core" not in module.causal_conv1d_update.__code__.co_filename
+    (expected, expected_state), (y, advanced) = found
+    assert torch.equal(advanced, expected_state)
+    assert apart(y.float(), expected.float()) < (1e-6 if dtype == torch.float32 else 1e-2)
+    if activation != "gelu" and tokens == 1:
+        wide = torch.cat([state.to(dtype), given[0]], -1)[..., 1:].double()
+        exact = (wide * given[1].double()).sum(-1, keepdim=True) + (given[2].double()[:, None] if bias else 0)
+        exact = torch.nn.functional.silu(exact) if activation else exact
+        assert apart(y.double(), exact) < (1e-6 if dtype == torch.float32 else 4e-3)
+
+
+def test_a_token_advances_the_caches_state_in_place():
+    """Its copy over the cache is then no copy; with gradients the state is not written."""
+    assert kda_core_transformers.install("kimi_linear")
+    recurrent = module_of("kimi_linear").recurrent_kimi_delta_attention
+    q, beta = torch.randn(2, 1, 2, 16), torch.rand(2, 1, 2)
+    state = torch.randn(2, 2, 16, 16)
+    before = state.clone()
+    options = {"g": -q.abs(), "beta": beta, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    o, after = recurrent(q, q, q, initial_state=state, **options)
+    assert torch.equal(state, before)
+    with torch.no_grad():
+        again, last = recurrent(q, q, q, initial_state=state, **options)
+        assert last is state
+        assert torch.equal(again, o)
+        assert torch.equal(last, after)
+        assert recurrent(q, q, q, initial_state=None, **options)[1] is not None
+
+
 def test_a_prompt_in_pieces(model, text):
     """Several tokens on top of a cache, then single ones, against all at once on transformers' code."""
     with torch.no_grad():

@@ -1,8 +1,9 @@
 """transformers' KDA models on kda_core: ``kda_core_transformers.install()``; ``uninstall()`` takes it back.
 
-A model's module chooses its two KDA functions once, when it is imported: a kernel of the Hub, fla's or its own torch
-code. No registry can be entered before that, so that ``install`` binds the module's two names anew, for models that are
-built already, too. ``KDA_TRANSFORMERS=0`` switches it off.
+A model's module chooses its KDA functions once, when it is imported: a kernel of the Hub, fla's or its own torch code.
+No registry can be entered before that, so that ``install`` binds the module's names anew, for models that are built
+already, too: two operators and, for one token on a CPU, the short convolution before them. ``KDA_TRANSFORMERS=0``
+switches it off.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import kda_core
 from kda_core.errors import UnsupportedStack
@@ -30,6 +33,9 @@ OPERATORS = {
     "recurrent_kimi_delta_attention": kda_core.fused_recurrent_kda,
 }
 """Their functions for prompts and training, and for one token."""
+
+UPDATE = "causal_conv1d_update"
+"""Their short convolution of one token."""
 
 TAKEN = ("g", "beta", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
 """The layers pass on every argument of the model's call besides these."""
@@ -58,11 +64,12 @@ def install(*models: str) -> bool:
                 f"transformers: model {name!r} is not served; leave it out, or take {', '.join(there)}"
             )
     modules = [importlib.import_module(f"transformers.models.{name}.modeling_{name}") for name in models or there]
-    found = {(module, name): getattr(module, name) for module in modules for name in OPERATORS}
+    found = {(module, name): getattr(module, name) for module in modules for name in (*OPERATORS, UPDATE)}
     for (module, name), stock in found.items():
         if (module, name) not in _stock:
             _stock[module, name] = stock
-            setattr(module, name, _as_layers_call(OPERATORS[name], stock))
+            operator = OPERATORS.get(name)
+            setattr(module, name, _update(stock) if operator is None else _as_layers_call(operator, stock))
     return True
 
 
@@ -74,10 +81,40 @@ def uninstall() -> None:
 
 
 def _as_layers_call(operator: Callable, stock: Callable) -> Callable:
+    in_place = operator is kda_core.fused_recurrent_kda
+
     @functools.wraps(inspect.unwrap(stock))
     def call(query: Tensor, key: Tensor, value: Tensor, **given: Any):
+        options = {name: given[name] for name in TAKEN if name in given}
+        if in_place:
+            # The layers copy the new state over the cache's, which is the initial one: written there, nothing is left.
+            options["inplace_final_state"] = given.get("initial_state") is not None and not torch.is_grad_enabled()
         # transformers renamed the boundaries of packed documents in 5.23. Only prompts and training have any.
         bounds = given.get("cu_seqlens", given.get("cu_seq_lens_q"))
-        return operator(query, key, value, cu_seqlens=bounds, **{name: given[name] for name in TAKEN if name in given})
+        return operator(query, key, value, cu_seqlens=bounds, **options)
 
     return call
+
+
+def _update(stock: Callable) -> Callable:
+    """The convolution of one token [B, D, 1] behind the W last ones, which it advances [B, D, W]; the weight is [D, W].
+
+    torch's grouped convolution takes ten times as long on a CPU. All other calls go on to ``stock``.
+    """
+
+    @functools.wraps(inspect.unwrap(stock))
+    def update(
+        hidden_states: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None,
+        activation: str | None = None,
+    ) -> Tensor:  # fmt: skip
+        x, state = hidden_states, conv_state
+        plain = x.device.type == "cpu" and not torch.is_grad_enabled() and activation in ("silu", None)
+        if not plain or x.shape[-1] != 1 or state.shape[-1] != weight.shape[-1] or torch.compiler.is_compiling():
+            return stock(x, state, weight, bias, activation)
+        state.copy_(torch.cat([state[..., 1:], x.to(weight.dtype)], dim=-1))
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        y = (state.to(wide) * weight).sum(-1, keepdim=True)
+        y = y if bias is None else y + bias[:, None]
+        return (F.silu(y) if activation else y).to(x.dtype)
+
+    return update
