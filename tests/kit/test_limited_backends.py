@@ -283,6 +283,6 @@ def test_states_of_a_draft_may_be_rounded_once_each(registered, monkeypatch):
     case = Case(name="y0", op="fused_recurrent_kda", T=8, H=1, K=16, V=1, dtype=BF16, state=BF16)
     call = case.call().in_pool(torch.arange(8, dtype=torch.int32).view(1, 8), 9)
     subject.check(call)
-    monkeypatch.setattr(budgets, "_with_states_of_tokens", lambda call, allowed: allowed)
+    monkeypatch.setattr(budgets, "_with_states_of_tokens", lambda call, allowed, dtype: allowed)
     with pytest.raises(Mismatch, match="final_state"):
         subject.check(call)

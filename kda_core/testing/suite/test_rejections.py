@@ -110,8 +110,10 @@ def test_head_dimension_limits(kda, symbol: str):
 
 def test_what_is_no_context_is_refused(kda):
     """cp_context is never ignored, with or without Feature.CONTEXT_PARALLEL."""
+    call = _case().call()
+    tensors = {n: t.to(kda.device) for n, t in call.tensors.items()}
     with pytest.raises(TypeError, match=r"^cp_context: expected a context of"):
-        kda.run(_case().call().having(cp_context=object()))
+        call.having(cp_context=object())(tensors, kda.name)
 
 
 @pytest.mark.parametrize("feature", CALLS, ids=lambda f: f.name)
