@@ -1,8 +1,8 @@
 """SGLang's kernels for KDA with kda_core's operators inside.
 
 States are stored V first, in a pool that calls read and advance in place; slots below 0 are padding. SGLang's own
-kernels keep what kda_core cannot say yet: trees of drafts, rings of their records, and states at chunks of prompts whose
-lengths are not on the host.
+kernels keep what kda_core cannot say yet: trees of drafts, rings of their records, and states at chunks of prompts
+whose lengths are not on the host.
 """
 
 import torch
