@@ -229,6 +229,9 @@ def inference(case: Case) -> Request:
         if "served" in case.tags:
             changed["has_initial_state"] = torch.empty(r.N, dtype=torch.bool)
             changed |= {"final_state_indices": changed["ssm_state_indices"], "final_state_pool": r.initial_state}
+            if r.op == "chunk_kda":
+                table = torch.empty(r.N, 2, dtype=case.index_dtype)
+                changed |= {"checkpoint_indices": table, "checkpoint_every": r.chunk_size}
     if case.lengths:
         # Shapes of intermediate states follow from the values.
         bounds = torch.tensor([0, *case.lengths]).cumsum(0).to(case.index_dtype)
