@@ -52,6 +52,10 @@ def expect_dense(name: str, t: Tensor) -> None:
         raise TypeError(f"{name}: expected a dense (strided) tensor, got a quantized one of {names_of((t.dtype,))}")
     if type(t) is Tensor:
         return
+    if hasattr(t, "device_mesh"):
+        raise TypeError(
+            f"{name}: expected a plain tensor, as q is, got a DTensor; make DTensors of all, or pass its to_local()"
+        )
     if is_lazy(t):
         raise TypeError(f"{name}: expected a tensor, got a parameter that has not been initialised")
     if is_masked_tensor(t):

@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from kda_core import _checks, _eager, _expect, _ops, _plugins
+from kda_core import _checks, _eager, _expect, _ops, _plugins, _several
 from kda_core._ledger import LedgerEntry
 from kda_core._ops import default_scale
 from kda_core._plugins import registry
@@ -324,6 +324,8 @@ def kda_gate(
         lower_bound=lower_bound,
         save_for_backward=_needs_gradient(g, A_log, dt_bias),
     )
+    if _several.is_sharded(g):
+        return _several.on_shards(request, kda_gate, backend)
     if isinstance(backend, Question):
         return backend.answer(request)
     compiling = torch.compiler.is_compiling()
@@ -365,6 +367,8 @@ def by_head(t: Tensor | None, g: Tensor, dims: int) -> Tensor | None:
         return t  # no tensor, or a nested one
     if shape == expected or len(expected) < dims or not isinstance(t, Tensor) or t.layout is not torch.strided:
         return t
+    if _several.is_sharded(t) and not _several.is_sharded(g):  # of tensor parallelism, beside local rows
+        return by_head(t.to_local(), g, dims)  # type: ignore[attr-defined]
     if len(shape) == 1:  # flat, as most layers keep it
         return t.reshape(expected) if shape[0] == math.prod(expected) else t
     # The checks refuse other shapes: as many elements in another order would be taken for right.
@@ -415,17 +419,14 @@ def _refuse_tangents(request: Request | GateRequest) -> None:
     _ops.refuse_tangents(request.op, *values)
 
 
-def _over_devices() -> Any:
-    from kda_core.distributed import _call  # imports torch.distributed, which few calls need
-
-    return _call
-
-
 def run(request: Request, backend: str | Question | None) -> Any:
     if request.save_for_backward:
         _checks.check_differentiable(request)
+    if _several.is_sharded(request.q):
+        functions: dict[str, Any] = {"chunk_kda": chunk_kda, "fused_recurrent_kda": fused_recurrent_kda}
+        return _several.on_shards(request, functions[request.op], backend)
     if isinstance(backend, Question):
-        return backend.answer(request if request.cp_context is None else _over_devices().part(request))
+        return backend.answer(request if request.cp_context is None else _several.over_devices().part(request))
     compiling = torch.compiler.is_compiling()
     name = _traced_name(backend) if compiling else _plugins.requested_name(backend)
     if in_forward_mode():
@@ -437,7 +438,7 @@ def run(request: Request, backend: str | Question | None) -> Any:
         if request.memo is None:
             chosen = None if any(map(_eager.needs_operator, vars(request).values())) else chosen
     if request.cp_context is not None:
-        result = _over_devices().run(request, name)
+        result = _several.over_devices().run(request, name)
     elif chosen is None:
         if not compiling:
             _prepare_for_operator(request)

@@ -57,8 +57,7 @@ class Request:
         grad_o: backward only: [B, T, HV, V] or None.
         grad_final_state: backward only: shape of the final state, or None.
         needs_grad: backward only: names of the inputs whose gradient is asked for.
-        cp_context: None of a plain call. Hooks are given True in a call in two halves (``Feature.CONTEXT_PARALLEL``);
-            the request then holds this process's fragments, and ``Begun`` says which fields it has.
+        cp_context: hooks are given None, or True in a call in two halves (``Begun`` says which fields that has).
         memo: None, or a dictionary for values that a backend derives from options and tensor metadata (shapes, strides,
             dtypes, device). All calls with the same ones share it, forward and backward, in all threads. It may be
             dropped at any time. A copy of a request (``replace``) has none.
@@ -382,19 +381,15 @@ class BackwardResult:
 class Begun(NamedTuple):
     """Result of the first half of a forward or a backward: what each fragment does to a state that it is not yet told.
 
-    A fragment is a run of rows of one sequence, which other processes may continue. A request for halves has
-    ``cp_context=True`` and F = N fragments as its sequences: packed by ``cu_seqlens`` (any lengths, also 0), or B dense
-    ones. It has none of ``initial_state``, ``grad_final_state``, ``out``, a pool or "initial_state" in ``needs_grad``:
-    states and their gradients enter as ``starts`` and ``ends``, and the core passes them between fragments.
-
-    Dtype of all states: ``request.compute_dtype``. Layout: K first, whatever ``state_v_first`` says of results.
+    A fragment is a run of rows of one sequence. A request for halves has ``cp_context=True`` and F = N fragments as its
+    sequences: packed (any lengths, also 0), or B dense ones. It has no ``initial_state``, ``grad_final_state``, ``out``
+    nor pool: states and their gradients enter as ``starts`` and ``ends``. States are K first, in ``compute_dtype``.
 
     Attributes:
         matrices: M [F, HV, K, K], contiguous. Forward: S_end = M @ S_start + b. Backward: dS_start = M @ dS_end + b,
             and None stands for the transposed matrices of the forward of the same fragments, which the core has kept.
         additions: b [F, HV, K, V], contiguous. A fragment without rows has M = I and b = 0.
-        kept: tensors for the second half of the same direction, once; opaque to the core, which passes them on
-            unchanged. The second half may write into them and return them.
+        kept: for the second half of the same direction, which may write into these tensors and return them.
     """
 
     matrices: Tensor | None

@@ -4,5 +4,6 @@
 """
 
 from kda_core.distributed._context import ContextParallel, build_cp_context
+from kda_core.distributed._halo import conv_halo
 
-__all__ = ["ContextParallel", "build_cp_context"]
+__all__ = ["ContextParallel", "build_cp_context", "conv_halo"]

@@ -8,179 +8,33 @@ Eager calls run the same code under a plain autograd function.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, cast
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kda_core import _checks, _eager, _expect, _meta, _ops, _schemas
-from kda_core._plugins import registry
 from kda_core.distributed._context import ContextParallel, from_fla, is_fla_context
-from kda_core.distributed._exchange import applied, at, join, scattered
-from kda_core.distributed._halves import Halves, PlainCalls, changed, halves_of
+from kda_core.distributed._halves import choose
+from kda_core.distributed._steps import Shared, backward, forward, keeps_all
 from kda_core.errors import UnsupportedCall
 from kda_core.hookspecs import MAX_SAVED_TENSORS
 from kda_core.reference import DIFFERENTIABLE
-from kda_core.request import DATA, ForwardResult, Request, TensorSpec, build_request
+from kda_core.request import ForwardResult, Request, TensorSpec, build_request
 
 NAMESPACE = "kda_core_distributed"
 PLACES = MAX_SAVED_TENSORS + 1
 """Saved tensors of a forward: a backend's, and the states at the fragments' starts."""
 
-_resolve_group: Any = dist.distributed_c10d._resolve_process_group
-"""Private in torch (2.7 to 2.13): a process group by its name, which is a constant of a compiled graph."""
+
+_options_of = attrgetter(*_schemas.OPTION_NAMES)
 
 
-class Shared(NamedTuple):
-    """A context as operators take it; the names are those of ``ContextParallel``."""
-
-    fragments: Tensor
-    slots: Tensor
-    group_name: str
-    before: int
-    sequences: int
-    dense: int
-    gather: bool
-
-    @property
-    def group(self) -> Any:
-        return _resolve_group(self.group_name)
-
-    def is_alone(self) -> bool:
-        """Whether no fragment ever goes on in another range."""
-        return self.slots.shape[0] == 4 and self.group.size() == 1
-
-    def local(self, r: Request) -> tuple[Request, Tensor]:
-        """The call of this rank's fragments, as a plain one, and its initial state, [F, HV, K, V] without values."""
-        B, F = self.dense or 1, self.fragments.shape[1] - 1
-        rows = {}
-        if B != r.B:
-            T = r.B * r.T // B
-            rows = {n: t.reshape(B, T, *t.shape[2:]) for n in (*DATA, "grad_o") if (t := getattr(r, n)) is not None}
-        states = r.q.new_empty(F, r.HV, r.K, r.V, dtype=r.compute_dtype)
-        bounds = None if self.dense else self.fragments[0]
-        own = {"initial_state": states, "state_v_first": False, "cu_seqlens": bounds, "cp_context": None}
-        if self.dense or not r.return_intermediate_states:
-            own["cu_seqlens_cpu"] = None
-        return build_request({**vars(r), **rows, **own}), states
-
-    def of_slots(self, t: Tensor, backward: bool) -> Tensor:
-        """Of values for each fragment those for the fragment that each slot sends."""
-        return t if self.dense else t.index_select(0, self.slots[int(backward)])
-
-    def exchange(
-        self, matrices: Tensor, additions: Tensor, given: Tensor | None, states: Tensor, backward: bool
-    ) -> Tensor:
-        """The states at the fragments' starts (gradients at their ends), [F, HV, K, V]; one collective.
-
-        Args:
-            matrices, additions: of the slots.
-            given: [N, HV, K, V] initial states (gradients of final states), or None.
-            states: [F, HV, K, V], those of ``given`` where a fragment begins (ends) its sequence, otherwise zeros.
-        """
-        if given is not None:
-            additions = applied(matrices, self.of_slots(states, backward), additions)
-        received = self.slots[4:]
-        received = received[self.before :] if backward else received[: self.before]
-        group = self.group
-        came = join(matrices, additions, received, group, group.size())
-        if came is None:
-            return states
-        if self.dense:
-            return came if given is None else came + states
-        padded = torch.cat([states, states[:1]])  # the last place takes what no fragment needs
-        return padded.index_copy_(0, self.slots[3 if backward else 2], came)[:-1]
-
-    def summed(self, states: Tensor) -> Tensor:
-        """The sum over ranks, where every rank has every final state."""
-        if self.gather:
-            dist.all_reduce(states, group=self.group)
-        return states
-
-
-class Forward(NamedTuple):
-    """What a forward returns: this rank's part, and what the backward needs."""
-
-    result: ForwardResult
-    matrices: Tensor
-    saved: tuple[Tensor, ...]
-
-
-def _k_first(r: Request, states: Tensor | None) -> Tensor | None:
-    """A caller's states as [N, HV, K, V] in the dtype of state arithmetic."""
-    if states is None:
-        return None
-    return (states.mT if r.state_v_first else states).to(r.compute_dtype)
-
-
-def _like_callers(r: Request, states: Tensor, dtype: torch.dtype) -> Tensor:
-    return (states.mT if r.state_v_first else states).to(dtype).contiguous()
-
-
-def forward(r: Request, s: Shared, name: str | None) -> Forward:
-    """Run a call whose tensors are the caller's, on the backend of that name or the one that is chosen."""
-    call, states = s.local(r)
-    backend = registry.choose(call, name)
-    given = _k_first(r, r.initial_state)
-    states = at(given, s.fragments[1, :-1], states)
-    matrices = states.new_empty(0)
-    kept: tuple[Tensor, ...] = ()
-    halves: Halves | PlainCalls
-    if s.is_alone():
-        halves = PlainCalls(backend)
-    else:
-        halves = halves_of(backend, call)
-        every, additions, kept = halves.begin(call)
-        every = cast(Tensor, every)
-        states = s.exchange(s.of_slots(every, False), s.of_slots(additions, False), given, states, False)
-        if r.save_for_backward:
-            matrices = every if _keeps_all(r, s) else s.of_slots(every, True)
-        del every, additions
-    found = halves.finish(call, kept, states)
-    final, h = found.final_state, found.h
-    if final is not None:
-        final = _like_callers(r, s.summed(scattered(final, s.fragments[2, :-1], s.sequences)), r.state_dtype)
-    if h is not None:
-        h = _like_callers(r, h.reshape(r.B, -1, *h.shape[2:]), r.state_dtype)
-    result = ForwardResult(found.o.view(r.B, r.T, r.HV, r.V), final, h)
-    return Forward(result, matrices.contiguous(), found.saved)
-
-
-def _keeps_all(r: Request, s: Shared) -> bool:
-    """Whether the backward needs the matrices of all fragments: for the gradient of the initial states."""
-    return bool(s.dense) or r.initial_state is not None
-
-
-def backward(r: Request, s: Shared, name: str | None, matrices: Tensor) -> dict[str, Tensor]:
-    """Run its backward: ``r`` has ``saved``, ``grad_o``, ``grad_final_state`` and ``needs_grad``."""
-    grad_final = r.grad_final_state
-    call, states = s.local(changed(r, grad_final_state=None))
-    backend = registry.choose(call, name)
-    given = _k_first(r, grad_final)
-    if s.gather and r.output_final_state:
-        given = s.summed(states.new_zeros(s.sequences, r.HV, r.K, r.V) if given is None else given.clone())
-    states = at(given, s.fragments[2, :-1], states)
-    kept: tuple[Tensor, ...] = ()
-    halves: Halves | PlainCalls
-    if s.is_alone():
-        halves = PlainCalls(backend)
-    else:
-        halves = halves_of(backend, call)
-        every, additions, kept = halves.begin_backward(call)
-        whole = every is not None or _keeps_all(r, s)
-        matrices = matrices.mT if every is None else every
-        sent = s.of_slots(matrices, True) if whole else matrices
-        states = s.exchange(sent, s.of_slots(additions, True), given, states, True)
-    grads = dict(halves.finish_backward(call, kept, states))
-    if "initial_state" in r.needs_grad:
-        found = grads.get("initial_state")
-        if found is None:
-            found = applied(matrices, states, additions)
-        state = scattered(found, s.fragments[1, :-1], s.sequences)
-        grads["initial_state"] = _like_callers(r, state, r.initial_state.dtype)  # type: ignore[union-attr]
-    return {n: grads[n].view(getattr(r, n).shape) for n in r.needs_grad}
+def _strides(tensors: Sequence[Tensor | None]) -> list[tuple[int, ...] | None]:
+    return [None if t is None else t.stride() for t in tensors]
 
 
 class _Call(torch.autograd.Function):
@@ -188,11 +42,13 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, r: Request, s: Shared, name: str | None, *tensors: Tensor | None) -> tuple:
-        result, matrices, saved = forward(r, s, name)
+        result, matrices, saved, chosen = forward(r, s, name)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, s.fragments, s.slots, matrices, *saved)
-        options = {n: getattr(r, n) for n in _schemas.OPTION_NAMES}
-        ctx.call = {**options, "op": r.op, "save_for_backward": True}, s[2:], name
+        # Not the request: it holds the tensors, and autograd decides how long they live.
+        options = dict(zip(_schemas.OPTION_NAMES, _options_of(r), strict=True))
+        options.update({"op": r.op, "save_for_backward": True})
+        ctx.call = options, s[2:], name, chosen.without_tensors(), _strides(tensors)
         return result.o, result.final_state
 
     @staticmethod
@@ -201,7 +57,7 @@ class _Call(torch.autograd.Function):
         kept = ctx.saved_tensors
         count = len(DIFFERENTIABLE)
         fragments, slots, matrices, *saved = kept[count:]
-        options, rest, name = ctx.call
+        options, rest, name, known, strides = ctx.call
         needed = frozenset(n for n, wanted in zip(DIFFERENTIABLE, ctx.needs_input_grad[3:], strict=True) if wanted)
         if not needed or (grad_o is None and grad_final_state is None):
             return (None,) * (3 + count)
@@ -214,7 +70,8 @@ class _Call(torch.autograd.Function):
             found = _call_operator(_BACKWARD, {**values, **asked, **s._asdict(), **places, **more})
             grads = dict(zip(DIFFERENTIABLE, found, strict=True))
         else:
-            grads = backward(build_request({**values, **asked}), s, name, matrices)
+            same = strides == _strides(kept[:count])  # hooks of saved tensors may return others
+            grads = backward(build_request({**values, **asked}), s, name, matrices, known if same else None)
         return (None, None, None, *(grads[n] if n in needed else None for n in DIFFERENTIABLE))
 
 
@@ -226,22 +83,28 @@ def run(r: Request, name: str | None) -> ForwardResult:
         UnsupportedCall: an option that a context does not go with, or no backend.
     """
     c = context_of(r)
-    s = Shared(c.fragments, c.slots, c.group_name, c.before, c.sequences, c.dense, c.gather)
-    # Boundaries that the caller gave beside the context are those of the context.
-    cpu = c.cu_seqlens_cpu if r.return_intermediate_states else None
-    values = {**vars(r), "cu_seqlens": None, "cu_seqlens_cpu": cpu, "cp_context": None}
-    compiling = torch.compiler.is_compiling()
+    s, compiling = shared(c), torch.compiler.is_compiling()
     if compiling or _eager.needs_operator(r.q):
+        cpu = c.cu_seqlens_cpu if r.return_intermediate_states else None
+        values = {**vars(r), "cu_seqlens": None, "cu_seqlens_cpu": cpu, "cp_context": None}
         if not compiling:
             plain = build_request(values)
             _checks.convert_scalars(plain)
             values = vars(plain)
         o, final, h, *_ = _call_operator(_FORWARD, {**values, **s._asdict(), "backend": name or ""})
         return ForwardResult(o, final if r.output_final_state else None, h if r.return_intermediate_states else None)
-    plain = build_request(values)
+    if r.return_intermediate_states:
+        r = build_request({**vars(r), "cu_seqlens_cpu": c.cu_seqlens_cpu})
     if not r.save_for_backward:
-        return forward(plain, s, name).result
-    return ForwardResult(*_Call.apply(plain, s, name, *(getattr(r, n) for n in DIFFERENTIABLE)))
+        return forward(r, s, name).result
+    return ForwardResult(*_Call.apply(r, s, name, *_differentiable_of(r)))
+
+
+_differentiable_of = attrgetter(*DIFFERENTIABLE)
+
+
+def shared(c: ContextParallel) -> Shared:
+    return Shared(c.fragments, c.slots, c.group_name, c.before, c.sequences, c.dense, c.gather, c.padded)
 
 
 def part(r: Request) -> Request:
@@ -249,9 +112,7 @@ def part(r: Request) -> Request:
     if not is_context(r.cp_context):
         return r
     c = context_of(r)
-    cpu = c.cu_seqlens_cpu if r.return_intermediate_states else None
-    s = Shared(c.fragments, c.slots, c.group_name, c.before, c.sequences, c.dense, c.gather)
-    return s.local(build_request({**vars(r), "cu_seqlens_cpu": cpu}))[0]
+    return shared(c).local(build_request({**vars(r), "cu_seqlens_cpu": c.cu_seqlens_cpu}))
 
 
 def is_context(value: Any) -> bool:
@@ -267,9 +128,9 @@ def context_of(r: Request) -> ContextParallel:
                 f"cp_context: expected a context of kda_core.distributed.build_cp_context, got {type(c).__name__}"
             )
         c = from_fla(c)
-    if r.inplace_final_state or r.out is not None:
-        name = "out" if r.out is not None else "ssm_state_indices"
-        raise UnsupportedCall(f"chunk_kda: {name} is not served with cp_context; leave one of them out")
+    for name in ("out", "ssm_state_indices", "has_initial_state", "final_state_indices", "final_state_pool"):
+        if getattr(r, name) is not None:
+            raise UnsupportedCall(f"chunk_kda: {name} is not served with cp_context; leave one of them out")
     for name, t in (("q", r.q), ("v", r.v)):
         if not isinstance(t, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(t).__name__}")
@@ -308,7 +169,7 @@ def _same_memory(a: Any, b: Any) -> bool:
 # The operators. Their arguments are those of the plain ones, then the context's.
 _CONTEXT = (
     'Tensor? fragments=None, Tensor? slots=None, str group_name="", int before=0, SymInt sequences=0, int dense=0, '
-    "bool gather=False"
+    "bool gather=False, bool padded=True"
 )
 _SAVED = (*_schemas.SAVED_NAMES, f"saved_{MAX_SAVED_TENSORS}")
 
@@ -338,7 +199,7 @@ def _take(values: dict[str, Any]) -> tuple[Request, Shared, str | None]:
 def _operator(*args: Any) -> tuple[Tensor, ...]:
     _ops.refuse_tangents("chunk_kda", *args)
     r, s, name = _take(_FORWARD.bind(args, {}))
-    result, matrices, saved = forward(r, s, name)
+    result, matrices, saved, _ = forward(r, s, name)
     flat = [t.reshape(-1) for t in saved]
     return _results(r, result.o, result.final_state, result.h, matrices, flat)
 
@@ -350,23 +211,20 @@ def _results(r: Request, o: Tensor, final: Any, h: Any, matrices: Tensor, saved:
 
 def _fake_operator(*args: Any) -> tuple[Tensor, ...]:
     r, s, name = _take(_FORWARD.bind(args, {}))
-    call, places = s.local(r)
-    backend = registry.choose(call, name)
+    chosen = choose(s.local(r), name, s.is_alone())
     final = h = None
     shape = (s.sequences, *r.state_shape[1:])
     if r.output_final_state:
         final = r.v.new_empty(shape, dtype=r.state_dtype)
     if r.return_intermediate_states:
-        h = r.v.new_empty((r.B, torch.library.get_ctx().new_dynamic_size(), *shape[1:]), dtype=r.state_dtype)
-    matrices = places.new_empty(0)
+        h = r.v.new_empty((r.B, torch.library.get_ctx().new_dynamic_size(), *shape[1:]), dtype=r.h_dtype)
+    matrices = r.q.new_empty(0)
     specs: tuple[TensorSpec, ...] = ()
-    alone = s.is_alone()
     if r.save_for_backward:
-        halves = PlainCalls(backend) if alone else halves_of(backend, call)
-        specs = halves.saved_spec(call)
-        if not alone:
-            count = call.N if _keeps_all(r, s) else s.slots.shape[1]
-            matrices = matrices.new_empty(count, r.HV, r.K, r.K)
+        specs = chosen.halves.saved_spec(chosen.request)
+        if not chosen.alone:
+            count = s.fragments.shape[1] - 1 if keeps_all(r, s) else s.slots.shape[1]
+            matrices = r.q.new_empty(count, r.HV, r.K, r.K, dtype=r.compute_dtype)
     saved = [r.v.new_empty(math.prod(spec.shape), dtype=spec.dtype) for spec in specs]
     return _results(r, _meta.empty_o(r), final, h, matrices, saved)
 
@@ -377,11 +235,10 @@ def _backward_operator(*args: Any) -> tuple[Tensor, ...]:
     more = {n: values.pop(n) for n in ("grad_o", "grad_final_state")}
     needed = _ops._needed({n: values[n] for n in DIFFERENTIABLE}, values.pop("needs"))
     r, s, name = _take({**values, "save_for_backward": True})
-    call, _ = s.local(r)
-    backend = registry.choose(call, name)
-    halves = PlainCalls(backend) if s.is_alone() else halves_of(backend, call)
-    saved = tuple(t.view(spec.shape) for t, spec in zip(flat, halves.saved_spec(call), strict=False))
-    grads = backward(changed(r, saved=saved, needs_grad=needed, **more), s, name, matrices)
+    chosen = choose(s.local(r), name, s.is_alone())
+    saved = tuple(t.view(spec.shape) for t, spec in zip(flat, chosen.halves.saved_spec(chosen.request), strict=False))
+    asked = build_request({**vars(r), "saved": saved, "needs_grad": needed, **more})
+    grads = backward(asked, s, name, matrices)
     return _ops._gradients(grads, DIFFERENTIABLE, needed, r.v)
 
 

@@ -31,10 +31,13 @@ class ContextParallel:
         dense: F where all fragments have the same number of rows for good, or 0.
         fragments: [3, F + 1] int64 on the device: ``cu_seqlens``; the sequence that a fragment begins; the one that it
             ends, or N.
+        padded: whether a chain of slots may be shorter than the longest.
         slots: int64 on the device, a column for each range of the rank that has most: the fragment that is sent forward
             and backward; the one that is received for, or F; ``before`` rows of slots to join forward, from the
             beginning of the sequence on, and the others to join backward, from its end on. Slots of all ranks count
             through; W times their number stands for none.
+        tails, sources: int64 on the device, for ``conv_halo``: the last rows of each of our slots, and for each slot of
+            all ranks the places of the rows ahead among the tails of all.
     """
 
     def __init__(self, group: Any, batch: int, rows: int, sequences: int, gather: bool) -> None:
@@ -43,12 +46,16 @@ class ContextParallel:
         self.batch, self.rows, self.sequences, self.gather = batch, rows, sequences, gather
         self.conv1d_kernel_size: int | None = None
         self.dense = self.before = 0
+        self.padded = True
         self.layout: Layout | None = None
         self.states = True
         self.ranges: list[Range] | None = None
         self.given: dict[str, Any] = {}
 
-    def fill(self, cut: list[tuple], chains: list[tuple], lengths: tuple[int, int], most: int, device: Any) -> None:
+    def fill(
+        self, cut: list[tuple], chains: list[tuple], lengths: tuple[int, int], most: int, device: Any,
+        tails: tuple[list[int], list[int]] = ([], []),
+    ) -> None:  # fmt: skip
         """Set the tables.
 
         Args:
@@ -56,6 +63,7 @@ class ContextParallel:
             chains: (first fragment, last one, slots ahead, slots behind) of each slot, or None for an empty one.
             lengths: of the longest chains ahead and behind.
             most: F, at least the number of fragments.
+            tails: what ``Layout.tails`` gives.
         """
         N, F, none = self.sequences, most, self.size * len(chains)
         cu = [0]
@@ -70,8 +78,11 @@ class ContextParallel:
             into = (first if ahead else F, last if behind else F)
             received = [[none] * (n - len(c)) + c for n, c in zip(lengths, (ahead, behind), strict=True)]
             columns.append([last, first, *into, *received[0], *received[1]])
-        values = torch.tensor([*cu, *begins, *ends, *(x for row in zip(*columns, strict=True) for x in row)])
+        rows = zip(*columns, strict=True)
+        values = torch.tensor([*cu, *begins, *ends, *(x for row in rows for x in row), *tails[0], *tails[1]])
         self.before = lengths[0]
+        # Chains of other boundaries may be shorter.
+        self.padded = not self.dense or any(none in column[4:] for column in columns)
         self.cu_seqlens_cpu = values[: F + 1]
         if device.type == "cuda":
             values = values.pin_memory()
@@ -79,8 +90,10 @@ class ContextParallel:
         if getattr(self, "_values", None) is None:
             self._values = torch.empty_like(values, device=device)
         self._values.copy_(values, non_blocking=True)
-        self.fragments = self._values[: 3 * (F + 1)].view(3, F + 1)
-        self.slots = self._values[3 * (F + 1) :].view(-1, len(chains))
+        sizes = [3 * (F + 1), sum(map(len, columns)), len(tails[0]), len(tails[1])]
+        fragments, slots, own, sources = self._values.split(sizes)
+        self.fragments, self.slots = fragments.view(3, F + 1), slots.view(-1, len(chains))
+        self.tails, self.sources = own.view(len(chains), -1), sources.view(none, -1)
 
     @property
     def cu_seqlens(self) -> Tensor:
@@ -167,7 +180,7 @@ def build_cp_context(
         cu_seqlens: [N + 1] *global* boundaries of packed sequences, over all ranks, a tensor or integers (B = 1); None:
             ``batch`` sequences of ``tokens`` rows, each of them laid out alike. A context of fla's is converted.
         group: a process group, a DeviceMesh of one dimension, or None for all processes.
-        conv1d_kernel_size: taps of a layer's short convolution; kept for ``conv_halo``.
+        conv1d_kernel_size: taps of a layer's short convolution, for ``conv_halo``.
         cu_seqlens_cpu: a copy of ``cu_seqlens`` on the CPU; without it values on a device are read back.
         layout: "contiguous"; "zigzag", where rank r of W holds parts r and 2 W - 1 - r of 2 W; or for every rank a list
             of its ranges (start, end) of global rows, of any lengths, in the order of its tensors. Parts differ by a
@@ -193,7 +206,8 @@ def build_cp_context(
         return from_fla(cu_seqlens)
     process_group = _process_group(group)
     ranks = dist.get_world_size(process_group)
-    for name, value in (("batch", batch), ("tokens", tokens), ("fragments", fragments)):
+    sizes = {"batch": batch, "tokens": tokens, "fragments": fragments, "conv1d_kernel_size": conv1d_kernel_size}
+    for name, value in sizes.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < (name != "tokens")):
             raise ValueError(f"{name}: expected a number of at least {int(name != 'tokens')}, got {value!r}")
     if cu_seqlens is None:
@@ -233,7 +247,8 @@ def _fill(c: ContextParallel, layout: Layout, most: int, device: torch.device) -
     # The longest chain that any boundaries may make, so that other boundaries give tables of the same size.
     longest = tuple(max(len(of(s, not c.dense)) for s in slots) for of in (layout.ahead, layout.behind))
     c.layout = layout
-    c.fill(cut, chains, longest, most, device)  # type: ignore[arg-type]
+    taps = c.conv1d_kernel_size
+    c.fill(cut, chains, longest, most, device, layout.tails(taps - 1) if taps else ([], []))  # type: ignore[arg-type]
 
 
 def _bounds(cu_seqlens: Any) -> list[int]:

@@ -14,37 +14,49 @@ from torch import Tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def join(matrices: Tensor, additions: Tensor, received: Tensor, group: Any, ranks: int) -> Tensor | None:
+def gathered(own: Tensor, group: Any, padded: bool) -> Tensor:
+    """What all ranks have, one behind the other along the first dimension; with ``padded`` and one place of zeros."""
+    ranks, places = group.size(), own.shape[0]
+    every = own.new_empty(ranks * places + padded, *own.shape[1:])
+    into = every
+    if padded:
+        into = every[:-1]
+        every[-1].zero_()
+    if ranks > 1:
+        _all_gather(into, own, group=group)
+    else:
+        into.copy_(own)
+    return every
+
+
+def join(matrices: Tensor, additions: Tensor, received: Tensor, group: Any, padded: bool) -> Tensor | None:
     """The states that this rank's slots need, from the transitions of all ranks' slots.
 
     Args:
         matrices, additions: [S, HV, K, K] and [S, HV, K, V]: what this rank's slots do to a state.
         received: [L, S] slots of all ranks to join for each of ours, from the farthest on; W S stands for none. A chain
             that is shorter than L begins with those.
-        group, ranks: the process group and W.
+        padded: whether any chain is.
+        group: the process group.
 
     Returns:
         [S, HV, K, V], or None where no slot ever receives anything (L = 0).
     """
     K, steps = matrices.shape[-1], received.shape[0]
     own = torch.cat([matrices, additions], -1)
-    slots = own.shape[0]
     # One more slot, of zeros: S = 0 stays 0 there, and no other sequence's NaN is multiplied by 0.
-    every = own.new_empty(ranks * slots + 1, *own.shape[1:])
-    if ranks > 1:
-        _all_gather(every[:-1], own, group=group)
-    else:
-        every[:-1] = own
+    slots, every = own.shape[0], gathered(own, group, padded)
     if not steps:
         return None
-    every[-1].zero_()
     # Of the farthest slot the additions alone are needed.
-    state = every[..., K:].index_select(0, received[0]).flatten(0, 1)
-    if steps > 1:
-        chain = every.index_select(0, received[1:].flatten()).view(steps - 1, -1, *own.shape[2:])
-        with full_precision(state.device):
-            for step in chain:
-                state = torch.baddbmm(step[..., K:], step[..., :K], state)
+    state = every[..., K:].index_select(0, received[0])
+    if steps == 1:
+        return state
+    state = state.flatten(0, 1)
+    chain = every.index_select(0, received[1:].flatten()).view(steps - 1, -1, *own.shape[2:])
+    with full_precision(state.device):
+        for step in chain:
+            state = torch.baddbmm(step[..., K:], step[..., :K], state)
     return state.view(slots, -1, *state.shape[1:])
 
 

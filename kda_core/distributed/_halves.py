@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -93,7 +93,7 @@ class PlainCalls:
 
     def _last(self, r: Request, values: Tensor, states: Tensor) -> Tensor:
         options = {"save_for_backward": False, "return_intermediate_states": False, "disable_recompute": False}
-        given = {"v": values, "initial_state": states, "output_final_state": True}
+        given = {"v": values, "initial_state": states, "output_final_state": True, "intermediate_states_dtype": None}
         asked = build_request({**vars(r), **given, **options})
         return cast(Tensor, _ops.forward(registry.choose(asked, self.backend.info.name), asked).final_state)
 
@@ -121,17 +121,53 @@ def hook_request(r: Request) -> Request:
     """The request that hooks in halves are given: without states, marked, with a memo of its own."""
     # A backward that is asked for the states' gradients alone still says that it is one.
     needs = r.needs_grad and (r.needs_grad - {"initial_state"} or frozenset({"beta"}))
-    found = changed(r, initial_state=None, grad_final_state=None, cp_context=True, needs_grad=needs)
+    found = build_request({**vars(r), "initial_state": None, "cp_context": True, "needs_grad": needs})
     found.__dict__["memo"] = None if r.memo is None else r.memo.setdefault(Halves, {})
     return found
 
 
-def halves_of(backend: Backend, r: Request) -> Halves | PlainCalls:
-    """How a backend serves a plain request in two halves."""
-    known = None if r.memo is None else r.memo.get(PlainCalls)
-    if known is None:
-        own = Feature.CONTEXT_PARALLEL in backend.info.capabilities.features
-        known = Halves if own and backend.rejection(hook_request(r)) is None else PlainCalls
-        if r.memo is not None:
-            r.memo[PlainCalls] = known
-    return known(backend)
+class Chosen(NamedTuple):
+    """Who serves a call, and how.
+
+    Attributes:
+        halves: hooks or plain calls.
+        request: the plain call, with its memo.
+        alone: whether nothing has to be exchanged, so that plain calls serve without a first half.
+    """
+
+    halves: Halves | PlainCalls
+    request: Request
+    alone: bool
+
+    def again(self, call: Request) -> Chosen:
+        """The same for a call of the same signature."""
+        if isinstance(self.halves, PlainCalls):
+            call = _with_states(call)
+        call.__dict__["memo"] = self.request.memo
+        return Chosen(type(self.halves)(self.halves.backend), call, self.alone)
+
+    def without_tensors(self) -> Chosen:
+        """The same, with a request that holds nothing but the memo."""
+        return Chosen(type(self.halves)(self.halves.backend), build_request({"memo": self.request.memo}), self.alone)
+
+
+def choose(call: Request, name: str | None, alone: bool) -> Chosen:
+    """The backend of a plain call without states, and whether its hooks or plain calls serve it."""
+    if not alone:
+        backend = registry.choose(call, name)
+        known = None if call.memo is None else call.memo.get(PlainCalls)
+        if known is None:
+            declared = Feature.CONTEXT_PARALLEL in backend.info.capabilities.features
+            known = declared and backend.rejection(hook_request(call)) is None
+            if call.memo is not None:
+                call.memo[PlainCalls] = known
+        if known:
+            return Chosen(Halves(backend), call, False)
+    call = _with_states(call)
+    return Chosen(PlainCalls(registry.choose(call, name)), call, alone)
+
+
+def _with_states(call: Request) -> Request:
+    """The call with an initial state of the right metadata, which plain calls replace."""
+    states = call.q.new_empty(call.N, call.HV, call.K, call.V, dtype=call.compute_dtype)
+    return build_request({**vars(call), "initial_state": states})

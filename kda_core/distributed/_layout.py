@@ -8,6 +8,7 @@ last).
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,7 +88,10 @@ class Layout:
     def _cut(self, start: int, end: int) -> list[Fragment]:
         """The fragments of a range. A sequence without rows goes with the row before it, or with the first one."""
         found = []
-        for n, (a, b) in enumerate(itertools.pairwise(self.bounds)):
+        # From the sequences that end at the range's start to those that begin at its end.
+        low_n, high_n = bisect.bisect_left(self.bounds, start) - 1, bisect.bisect_right(self.bounds, end)
+        for n in range(max(low_n, 0), min(high_n, len(self.bounds) - 1)):
+            a, b = self.bounds[n], self.bounds[n + 1]
             empty_here = a == b and (start < a <= end or a == start == 0)
             if max(a, start) < min(b, end) or empty_here:
                 low, high = max(a, start), min(b, end)
@@ -121,6 +125,29 @@ class Layout:
         before = sum(len(found) for found in self._of_slot[:slot])
         count = len(self._of_slot[slot]) if slot < len(self._of_slot) else 0
         return (before, before + count - 1) if count else None
+
+    def tails(self, width: int) -> tuple[list[int], list[int]]:
+        """The rows ahead of each range within its first row's sequence, for short convolutions.
+
+        Returns:
+            the last ``width`` local rows of each of this rank's slots; and for the ``width`` rows ahead of each slot of
+            all ranks, oldest first, their places among the tails of all ranks. Rows that are not there: one past all.
+        """
+        own, at = [], 0
+        for s in range(self.slots):
+            a, b = self.ranges[self.rank][s] if s < len(self.ranges[self.rank]) else (0, 0)
+            own += [at + max(b - a - j, 0) if b - a >= j else self.rows for j in range(width, 0, -1)]
+            at += b - a
+        starts = [p[0] for p in self._places]
+        none = len(self.ranges) * self.slots * width
+        sources = [none] * none
+        for a, _, r, s in self._places:
+            begin = self.bounds[bisect.bisect_right(self.bounds, a) - 1] if a < self.bounds[-1] else a
+            for j in range(1, min(width, a - begin) + 1):
+                _, end, rank, slot = self._places[bisect.bisect_right(starts, a - j) - 1]
+                place = (rank * self.slots + slot) * width + width - (end - (a - j))
+                sources[(r * self.slots + s) * width + width - j] = place
+        return own, sources
 
 
 def split(layout: str, rows: int, ranks: int) -> list[list[Range]]:

@@ -144,6 +144,7 @@ class KimiDeltaAttention(nn.Module):
         cache: KDACache | None = None,
         cu_seqlens: Tensor | None = None,
         cu_seqlens_cpu: Tensor | None = None,
+        cp_context: Any = None,
     ) -> Tensor:
         """Mix tokens; with a ``cache``, continue behind its tokens and update it.
 
@@ -154,6 +155,8 @@ class KimiDeltaAttention(nn.Module):
             cache: a ``KDACache``. Calls of few tokens without gradients advance it in place.
             cu_seqlens: boundaries of packed sequences (B = 1), as in ``chunk_kda``.
             cu_seqlens_cpu: a copy of them on the CPU.
+            cp_context: from ``kda_core.distributed.build_cp_context`` with ``conv1d_kernel_size=conv_size``: the tokens
+                are this rank's, of sequences that several ranks share. It goes with neither of the above.
 
         Returns:
             [B, T, hidden_size].
@@ -161,6 +164,10 @@ class KimiDeltaAttention(nn.Module):
         Raises:
             TypeError, ValueError: a wrong type, shape or combination, or (on the CPU) a mask with holes.
         """
+        others = {"attention_mask": attention_mask, "cache": cache, "cu_seqlens": cu_seqlens}
+        for name, value in others.items():
+            if cp_context is not None and value is not None:
+                raise ValueError(f"{name}: does not go with cp_context")
         mask = self._check(hidden_states, attention_mask, cache, cu_seqlens)
         if mask is not None:
             # The convolutions see zeros, and nothing of what stands there, NaN too, reaches a gradient.
@@ -168,8 +175,9 @@ class KimiDeltaAttention(nn.Module):
         (f_in, f_out), (g_in, g_out) = self.f_proj, self.g_proj
         linears = Projections(self.q_proj, self.k_proj, self.v_proj, f_in, g_in, self.b_proj, f_out, g_out)
         channels = self.head_k_dim, self.head_v_dim
+        alone = cache is None and cp_context is None
         mixed, g, beta, gate = project(
-            hidden_states, linears, channels, self._convolutions(cu_seqlens) if cache is None else None
+            hidden_states, linears, channels, self._convolutions(cu_seqlens) if alone else None
         )
         if mask is not None:
             # A gate input whose decay is 1, and a beta of 0: the state stays.
@@ -177,10 +185,16 @@ class KimiDeltaAttention(nn.Module):
             g, beta = g.masked_fill(~mask[..., None, None], least), beta.masked_fill(~mask[..., None], least)
         conv = None
         if isinstance(mixed, Tensor):
-            (q, k, v), conv = self._convolve(mixed, beta.shape[-1], mask, cache, cu_seqlens)
+            HV = beta.shape[-1]
+            if cp_context is not None:
+                q, k, v = self._convolve_fragments(mixed, HV, cp_context)
+            else:
+                (q, k, v), conv = self._convolve(mixed, HV, mask, cache, cu_seqlens)
         else:
             q, k, v = mixed
         tensors: dict[str, Any] = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+        if cp_context is not None:
+            tensors["cp_context"] = cp_context
         o = self._attend(tensors, mixed, mask, conv, cache, cu_seqlens, cu_seqlens_cpu)
         o = normed_projection(o, gate, self.o_norm, self.norm_eps, self.o_proj, self.backend)
         return o if mask is None else o.masked_fill(~mask[..., None], 0)
@@ -220,9 +234,10 @@ class KimiDeltaAttention(nn.Module):
         return Convolutions(weights, parts, cu_seqlens, self.backend)
 
     def _convolve(
-        self, mixed: Tensor, HV: int, mask: Tensor | None, cache: KDACache | None, cu_seqlens: Tensor | None
-    ) -> tuple[Sequence[Tensor], Tensor | None]:
-        """q, k [B, T, H, K] and v [B, T, HV, V], and the next state of the convolution."""
+        self, mixed: Tensor, HV: int, mask: Tensor | None, cache: KDACache | None, cu_seqlens: Tensor | None,
+        halo: Tensor | None = None,
+    ) -> tuple[Sequence[Tensor], Tensor | None]:  # fmt: skip
+        """q, k [B, T, H, K] and v [B, T, HV, V], and the next state of the convolution; ``halo``: the one before."""
         V = HV * self.head_v_dim
         K = (mixed.shape[-1] - V) // 2
         parts = ((K // self.head_k_dim, self.head_k_dim),) * 2 + ((HV, self.head_v_dim),)
@@ -231,7 +246,7 @@ class KimiDeltaAttention(nn.Module):
         layers: tuple[Any, ...] = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         weight = torch.cat([layer.weight for layer in layers]).squeeze(1)
         bias = torch.cat([layer.bias for layer in layers]) if self.conv_bias else None
-        before = None if cache is None else cache.conv
+        before = halo if cache is None else cache.conv
         keep = cache is not None and mask is None
         inplace = keep and before is not None and not torch.is_grad_enabled()
         if cache is not None and cache.crop_calls:
@@ -241,6 +256,22 @@ class KimiDeltaAttention(nn.Module):
         if cache is not None and mask is not None:
             after = last_inputs(before, mixed, mask, self.conv_size - 1)
         return qkv, after
+
+    def _convolve_fragments(self, mixed: Tensor, HV: int, context: Any) -> Sequence[Tensor]:
+        """q, k and v of a rank's fragments, whose rows ahead lie on others."""
+        if not self.use_short_conv:
+            return self._convolve(mixed, HV, None, None, None)[0]
+        from kda_core.distributed import conv_halo  # imports torch.distributed, which few layers need
+
+        if context.conv1d_kernel_size != self.conv_size:
+            raise ValueError(
+                f"cp_context: expected conv1d_kernel_size={self.conv_size}, got {context.conv1d_kernel_size}"
+            )
+        F = context.dense or 1
+        bounds = None if context.dense else context.cu_seqlens
+        rows = mixed.reshape(F, context.batch * context.rows // F, mixed.shape[2])
+        parts, _ = self._convolve(rows, HV, None, None, bounds, conv_halo(mixed, context))
+        return [t.reshape(*mixed.shape[:2], *t.shape[2:]) for t in parts]
 
     def _attend(
         self, tensors: dict[str, Any], mixed: Any, mask: Tensor | None, conv: Tensor | None,

@@ -33,6 +33,19 @@ def as_packed(request: Request, rows: int, v_first: bool) -> Request:
     return replace(request, cu_seqlens=bounds, initial_state=None, grad_final_state=None, state_v_first=v_first)
 
 
+def segments_of(r: Request, rows: int) -> int:
+    """Segments of a call in halves: a fragment each without ``rows``; packed, some of them have no rows."""
+    if not rows:
+        return r.N
+    return -(-r.T // rows) if r.cu_seqlens is None else r.T // rows + r.N
+
+
+def packed_segments(r: Request, rows: int, v_first: bool) -> Request:
+    """Metadata of packed fragments with their segments as sequences, numbered as ``fragments.bounds_kernel`` says."""
+    bounds = View("cu_seqlens of segments", (segments_of(r, rows) + 1,), (1,), torch.int64)
+    return replace(r, cu_seqlens=bounds, state_v_first=v_first)
+
+
 def cut_into_segments(b: Builder, request: Request, rows: int, v_first: bool) -> Request:
     """``as_packed``, with boundaries that the plan writes."""
     packed = as_packed(request, rows, v_first)

@@ -39,11 +39,13 @@ CHUNK = (
 SEGMENTS = ("transitions_kernel", "reverse_transitions_kernel", "join_kernel")
 LAYER = ("convolution_forward_kernel", "convolution_backward_kernel", "norm_forward_kernel", "norm_backward_kernel")
 STEP = ("convolution_step_kernel", "norm_step_kernel")
-KERNELS = (*CHUNK, *SEGMENTS, *LAYER, *STEP)
+HALVES = ("bounds_kernel", "chain_kernel")
+KERNELS = (*CHUNK, *SEGMENTS, *LAYER, *STEP, *HALVES)
 CASES = (
     dict.fromkeys(SEGMENTS, "bf16 K 128 segments")
     | dict.fromkeys(LAYER, "layer, bf16")
     | dict.fromkeys(STEP, "step of a layer")
+    | dict.fromkeys(HALVES, "halves, packed")
 )
 """Of those that CASE does not launch."""
 

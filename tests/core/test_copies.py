@@ -12,7 +12,7 @@ import torch
 from packaging.specifiers import SpecifierSet
 
 import kda_core
-from kda_core import api, errors
+from kda_core import _explain, errors
 from kda_core._plugins import registry
 from kda_core.capabilities import Available, BackendInfo, Capabilities, Feature, Slack, Unavailable
 from kda_core.request import BackwardResult, ForwardResult, GateRequest, Request, TensorSpec
@@ -97,7 +97,7 @@ def test_errors_keep_their_message(name, way):
 @pytest.mark.parametrize("way", WAYS)
 def test_an_error_that_was_raised_keeps_its_message(way):
     with pytest.raises(kda_core.UnsupportedCall) as caught:
-        api.plan(**inputs(), backend="reference")
+        _explain.plan(**inputs(), backend="reference")
     assert str(WAYS[way](caught.value)) == str(caught.value)
     with pytest.raises(kda_core.BackendNotFound) as missing:
         registry.named("nope")

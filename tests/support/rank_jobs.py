@@ -155,3 +155,138 @@ def made_alone(group: Any, rank: int, size: int) -> bool:
     others = dist.group.WORLD
     c = build_cp_context([0, 3, 7], others, tokens=2 * size * 8)
     return c.size > 1
+
+
+def step_by_hooks(group: Any, rank: int, *arguments: Any) -> tuple[dict[str, Any], dict[str, int]]:
+    """``training_step`` on a backend with hooks in halves, and how often each was called."""
+    import halves_backend
+
+    from kda_core._plugins import registry
+
+    if all(b.info.name != halves_backend.NAME for b in registry.backends):
+        entry = registry.register(halves_backend.HalvesBackend())
+        assert entry.state == "loaded", entry
+    halves_backend.COUNT.update(dict.fromkeys(halves_backend.COUNT, 0))
+    *others, options = arguments
+    found = training_step(group, rank, *others, {**options, "backend": halves_backend.NAME})
+    return found, dict(halves_backend.COUNT)
+
+
+def step_with_flas_context(group: Any, rank: int, inputs: dict, grads: dict, bounds: list[int], layout: str) -> dict:
+    """``training_step`` with a context that fla has made."""
+    from fla.ops.cp import build_cp_context as fla_context
+
+    cu = torch.tensor(bounds, dtype=torch.int32)
+    theirs = fla_context(cu, group, cu_seqlens_cpu=cu, layout=layout)
+    ours = build_cp_context(bounds, group, layout=layout)
+    leaves = _local(ours, inputs)
+    options = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+    o, _ = kda_core.chunk_kda(**leaves, **options, cu_seqlens=theirs.cu_seqlens, cp_context=theirs)
+    o.backward(ours.local(grads["o"]))
+    return {"o": o.detach(), "ranges": ours.ranges, **{f"d{n}": t.grad for n, t in leaves.items()}}
+
+
+def convolution_step(group: Any, rank: int, x: Any, weight: Any, grad: Any, context: dict, compiled: bool) -> dict:
+    """A short convolution of this rank's rows, with the rows ahead from other ranks."""
+    from kda_core.distributed import conv_halo
+    from kda_core.nn import short_convolution
+
+    c = build_cp_context(group=group, conv1d_kernel_size=weight.shape[1], **context)
+    leaf, taps = c.local(x).requires_grad_(), weight.clone().requires_grad_()
+
+    def call(leaf: torch.Tensor, c: Any) -> torch.Tensor:
+        rows = leaf.reshape(1, -1, leaf.shape[2])
+        return short_convolution(rows, taps, None, conv_halo(leaf, c), cu_seqlens=c.cu_seqlens)[0].view_as(leaf)
+
+    y = (torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call)(leaf, c)
+    y.backward(c.local(grad))
+    return {"o": y.detach(), "dq": leaf.grad, "dA_log": taps.grad, "ranges": c.ranges}
+
+
+def layer_step(group: Any, rank: int, x: Any, grad: Any, context: dict, options: dict) -> dict[str, Any]:
+    """A training step of a layer on this rank's tokens."""
+    from kda_core.nn import KimiDeltaAttention
+
+    torch.manual_seed(0)
+    layer = KimiDeltaAttention(**options).double()
+    c = build_cp_context(group=group, conv1d_kernel_size=layer.conv_size, **context)
+    leaf = c.local(x).requires_grad_()
+    y = layer(leaf, cp_context=c)
+    y.backward(c.local(grad))
+    found = {"o": y.detach(), "dq": leaf.grad, "ranges": c.ranges}
+    return found | {f"d {n}": p.grad for n, p in layer.named_parameters()}
+
+
+def sharded_step(group: Any, rank: int, inputs: dict, grads: dict, kinds: list[str], options: dict, how: str) -> dict:
+    """A training step of DTensors over a mesh of as many dimensions as ``kinds``; whole results.
+
+    Args:
+        kinds: what each dimension of the mesh, of two ranks, shards: "batch" or "heads".
+        how: "eager" or "compiled".
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    torch._dynamo.reset()
+    mesh = _mesh(group, rank, len(kinds))
+    heads = {**dict.fromkeys(ROWS, 2), "A_log": 0, "dt_bias": 0, "initial_state": 1, "o": 2, "final_state": 1}
+    batch = {**dict.fromkeys(ROWS, 0), "initial_state": 0, "o": 0, "final_state": 0}
+
+    def placements(name: str) -> list:
+        dims = [{"batch": batch, "heads": heads}[kind].get(name) for kind in kinds]
+        return [Replicate() if dim is None else Shard(dim) for dim in dims]
+
+    def spread(name: str, t: torch.Tensor) -> torch.Tensor:
+        return distribute_tensor(t.clone(), mesh, placements(name))
+
+    leaves = {n: spread(n, t).requires_grad_() for n, t in inputs.items()}
+
+    def call(**x: torch.Tensor) -> tuple:
+        return kda_core.chunk_kda(**x, **options, output_final_state=True)
+
+    function = torch.compile(call, fullgraph=True, backend="aot_eager") if how == "compiled" else call
+    o, state = function(**leaves)
+    assert list(o.placements) == placements("o")
+    torch.autograd.backward([o, state], [spread("o", grads["o"]), spread("final_state", grads["final_state"])])
+    found = {"o": o.detach(), "final_state": state.detach(), **{f"d{n}": t.grad for n, t in leaves.items()}}
+    return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in found.items()}
+
+
+def _mesh(group: Any, rank: int, dims: int) -> Any:
+    """A mesh of all ranks of a group of two, or of one of four as two times two."""
+    import ranks
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if dims == 1:
+        return DeviceMesh.from_group(group, "cpu")
+    rows, columns = (next(p for p in part if rank in p) for part in (ranks.MESH[:2], ranks.MESH[2:]))
+    groups = [ranks.PAIRS[columns], ranks.PAIRS[rows]]
+    return DeviceMesh.from_group(groups, "cpu", mesh=torch.arange(4).view(2, 2), mesh_dim_names=("first", "second"))
+
+
+def local_rows(group: Any, rank: int, inputs: dict, options: dict) -> torch.Tensor:
+    """A call of this rank's heads as plain tensors, beside parameters that are DTensors."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = _mesh(group, rank, 1)
+    rows = {n: t.chunk(2, 2)[rank] for n, t in inputs.items() if n in ROWS}
+    parameters = {n: distribute_tensor(inputs[n], mesh, [Shard(0)]) for n in ("A_log", "dt_bias")}
+    return kda_core.chunk_kda(**rows, **parameters, **options)[0]
+
+
+def sharded_one_after_another(group: Any, rank: int, calls: list[tuple[dict, int]], options: dict) -> list[Any]:
+    """Whole outputs of one compiled function for DTensors that are sharded along other dimensions each time."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch._dynamo.reset()
+    mesh = _mesh(group, rank, 1)
+    # torch 2.13 cannot partition graphs of DTensors whose sizes are symbols (docs/several_devices.md).
+    function = torch.compile(
+        lambda **x: kda_core.chunk_kda(**x, **options)[0], fullgraph=True, backend="aot_eager", dynamic=False
+    )
+    found = []
+    for inputs, dim in calls:
+        leaves = {n: distribute_tensor(t.clone(), mesh, [Shard(dim)]).requires_grad_() for n, t in inputs.items()}
+        o = function(**leaves)
+        o.sum().backward()
+        found.append((tuple(o.shape), o.full_tensor().detach(), leaves["q"].grad.full_tensor()))
+    return found

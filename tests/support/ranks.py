@@ -18,6 +18,12 @@ TIMEOUT = 30
 """Seconds until a rank that waits for another gives up."""
 
 
+MESH = ((0, 1), (2, 3), (0, 2), (1, 3))
+"""Rows, then columns of a mesh of ranks 0 to 3."""
+PAIRS: dict[tuple[int, int], Any] = {}
+"""In the processes of a pool: the groups of ``MESH``."""
+
+
 class RankFailed(Exception):
     """A job raised on a rank; the text has the traceback."""
 
@@ -86,6 +92,8 @@ def _serve(rank: int, folder: str, pipe: Any) -> None:
     timeout = timedelta(seconds=TIMEOUT)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=max(SIZES), timeout=timeout)
     groups = {size: dist.new_group(list(range(size))) for size in SIZES}
+    for pair in MESH:
+        PAIRS[pair] = dist.new_group(list(pair))
     while True:
         asked = pickle.loads(pipe.recv_bytes())
         if asked is None:

@@ -33,7 +33,7 @@ def inputs(
 
 def oracle(tensors: dict[str, Tensor], grads: dict[str, Tensor], cu: list[int] | None, options: dict) -> dict[str, Any]:
     """Results and gradients of one process in float64."""
-    leaves = {n: t.double().requires_grad_(bool(grads)) for n, t in tensors.items()}
+    leaves = {n: t.detach().double().clone().requires_grad_(bool(grads)) for n, t in tensors.items()}
     packed = {} if cu is None else {"cu_seqlens": torch.tensor(cu)}
     o, state, *h = kda_core.chunk_kda(**leaves, **packed, **options, backend="reference")
     found = {"o": o.detach(), "final_state": None if state is None else state.detach()}

@@ -20,10 +20,21 @@ from triton.backends.compiler import GPUTarget
 from kda_core.request import AnyRequest
 from kda_core.testing.cases import BF16, FP16, FP32, Case
 from kda_core.triton_lib.addresses import Hazard, hazards
-from kda_core.triton_lib.ahead_of_time import DIVISIBLE, TYPES, Job, Tool, gate_calls, gradients, inference, layer_calls
+from kda_core.triton_lib.ahead_of_time import (
+    DIVISIBLE,
+    TYPES,
+    Job,
+    Tool,
+    gate_calls,
+    gradients,
+    halves,
+    inference,
+    layer_calls,
+)
 from kda_core.triton_lib.plan import Plan, View
 from kda_core_amd.calls import plan_of
 from kda_core_amd.choose import ARCHITECTURES, FOREIGN_ARCHITECTURE, LEAST_ROWS, MOST_KEYS, MOST_SEGMENTS, Architecture
+from kda_core_amd.plans.fragments import saved_specs
 
 SPILL_LIMIT = 8
 """Vector registers of a lane that may spill: a few saved round a loop cost nothing that can be measured."""
@@ -36,6 +47,7 @@ KNOWN_LARGE_SPILLS = {
     ("gfx1100", "recurrence, h", 2, 256): 160,
     ("gfx1100", "reverse_kernel", 2, 128): 24,
     ("gfx1100", "reverse_kernel", 2, 256): 40,
+    ("gfx1100", "reverse_transitions_kernel", 2, 128): 32,
 }
 """(architecture, kernel, bytes of an operand, padded K up to) -> registers of a lane that spill in kernels that are
 served all the same, only for tensors of 2 GiB and more ("h": with intermediate states). A lane of gfx1100 has 256
@@ -138,6 +150,18 @@ def cases(quick: bool = False) -> Iterator[Case]:
                 yield drafts.having(name=f"{drafts.name}, V first", **_V_FIRST)
 
 
+def fragments(quick: bool = False) -> Iterator[Case]:
+    """Calls in halves: packed, and of few heads, which are cut; with both layouts of states."""
+    dense = Case(
+        name="halves", T=LEAST_ROWS * MOST_SEGMENTS, H=2, HV=4, K=128, dtype=BF16, gate_dtype=BF16, l2norm=True,
+        backward=True, **_GATES["bounded"],
+    )  # fmt: skip
+    yield dense.having(name="halves, packed", lengths=(dense.T // 2, 5), **_V_FIRST)
+    if not quick:
+        yield dense
+        yield dense.having(name="halves, short", T=64, lengths=(32, 32))
+
+
 @cache
 def _calls(quick: bool) -> list[tuple[str, AnyRequest]]:
     """Names and requests."""
@@ -161,7 +185,9 @@ class _Tool(Tool):
     sizes = True
 
     def plans(self, chip: Architecture, quick: bool) -> Iterator[tuple[str, Plan]]:
-        return ((name, plan_of(call, chip)) for name, call in _calls(quick))
+        yield from ((name, plan_of(call, chip)) for name, call in _calls(quick))
+        for case in fragments(quick):
+            yield from halves(case, lambda r, half: plan_of(r, chip, half=half), saved_specs)
 
     def of_tensor(self, x: View, job: Job) -> tuple[str, list[list[Any]]]:
         # As triton's ROCm launcher tells the compiler of tensors below 2 GiB.

@@ -22,6 +22,7 @@ from kda_core_amd.choose import (
 )
 from kda_core_amd.plans.backward import plan_backward
 from kda_core_amd.plans.forward import plan_forward
+from kda_core_amd.plans.fragments import plan_begin, plan_begin_backward, plan_finish, plan_finish_backward
 from kda_core_amd.plans.recurrent import add_recurrent, plan_recurrent
 from kda_core_amd.switches import FOREIGN, INTERPRET
 
@@ -40,10 +41,19 @@ def chip(device: torch.device) -> Architecture:
     return ARCHITECTURES[name].having(properties.multi_processor_count)
 
 
+_HALVES = {
+    "begin": plan_begin,
+    "finish": plan_finish,
+    "begin_backward": plan_begin_backward,
+    "finish_backward": plan_finish_backward,
+}
+
+
 def plan_of(
     request: AnyRequest | LayerRequest,
     on: Architecture,
     misaligned: frozenset[str] = frozenset(),
+    half: str = "",
     rows: int | None = None,
 ) -> Plan:  # fmt: skip
     """The plan of a call; pure, of the call's metadata and the chip.
@@ -51,9 +61,12 @@ def plan_of(
     Args:
         request: forward, or backward where it has ``needs_grad``; its tensors may be fake.
         misaligned: names of the tensors whose addresses are not multiples of 16 bytes.
+        half: of a call in two halves.
         rows: of a segment, 0 for none; ``segment_rows`` decides when it is None.
     """
     r = metadata(request, misaligned)
+    if half:
+        return _HALVES[half](r, on)
     if isinstance(r, DecodeStepRequest):
         return plan_decode_step(r, partial(add_recurrent, chip=on), on.wave)
     if isinstance(r, LayerRequest):

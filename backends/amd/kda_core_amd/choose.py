@@ -222,3 +222,26 @@ def segment_rows(request: Request, target: Architecture) -> int:
     if count < LEAST_SEGMENTS:
         return 0
     return -(-request.T // (count * CHUNK)) * CHUNK
+
+
+FRAGMENT_UNITS = 304
+"""Compute units that fragments are cut for, those of the largest chip: a forward saves the same shapes on all."""
+
+
+def fragment_rows(r: Request) -> int:
+    """Rows of a segment of a call in halves, or 0 where each fragment is one: batches, short ones, and many heads."""
+    programs = r.HV * (padded(r.K) + padded(r.V)) // 32
+    count = min(FRAGMENT_UNITS // programs, r.T // LEAST_ROWS, MOST_SEGMENTS) if r.B == 1 else 1
+    return -(-r.T // (count * CHUNK)) * CHUNK if count > 1 else 0
+
+
+def halves_rejected(r: Request) -> str | None:
+    """Why the hooks in halves do not serve a call that a plain call serves, or None."""
+    if r.K > MOST_KEYS or r.q.dtype.itemsize != 2:
+        return f"a sequence over several devices in two halves: takes 16-bit inputs with K up to {MOST_KEYS}"
+    named = {"return_intermediate_states": r.return_intermediate_states, "out": r.out is not None}
+    named |= {"ssm_state_indices": r.ssm_state_indices is not None, "inplace_final_state": r.inplace_final_state}
+    named["initial_state"] = r.initial_state is not None
+    if given := [n for n, x in named.items() if x]:
+        return f"a sequence over several devices in two halves: without {', '.join(given)}"
+    return None

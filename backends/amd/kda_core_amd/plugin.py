@@ -22,6 +22,7 @@ from kda_core.hookspecs import hookimpl
 from kda_core.request import (
     AnyRequest,
     BackwardResult,
+    Begun,
     DecodeStepRequest,
     ForwardResult,
     GatedNormRequest,
@@ -42,8 +43,6 @@ TRITON_DISTRIBUTIONS = ("triton", "triton-rocm", "pytorch-triton-rocm")
 MAX_PROGRAMS = 2**24
 """A launch counts its lanes in 32 bits: this many programs of four waves."""
 
-_CLOSED = {Feature.CONTEXT_PARALLEL: "it has no hooks in halves; the core makes plain calls of it"}
-
 _INFO = BackendInfo(
     name=NAME,
     version=__version__,
@@ -53,11 +52,10 @@ _INFO = BackendInfo(
     # Only when named, until the conformance kit has passed on AMD hardware.
     priority=None,
     capabilities=Capabilities(
-        features=FEATURES_1_2,
+        features=FEATURES_1_2 | {Feature.CONTEXT_PARALLEL},
         dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
         max_head_dim_k=256,
         max_head_dim_v=256,
-        closed=_CLOSED,
     ),
     summary=f"Triton for ROCm ({', '.join(SERVED_ARCHITECTURES)}), any log decay; not yet run on AMD hardware",
     foreign_device=True,
@@ -114,13 +112,22 @@ def kda_core_reject(request: AnyRequest) -> str | None:
     if max(chunks, request.N * request.HV * -(-request.V // 16)) > MAX_PROGRAMS:
         rows, columns = request.B * request.T * request.HV, request.N * request.HV * request.V
         return f"B · T · HV = {rows} or N · HV · V = {columns} is more than one launch holds; split the batch"
+    if request.cp_context:
+        from kda_core_amd.choose import halves_rejected
+
+        return halves_rejected(request)
     return None
 
 
 @hookimpl
 def kda_core_saved_spec(request: Request) -> tuple[TensorSpec, ...]:
-    """Nothing, with ``disable_recompute`` as well: the backward computes everything again from the inputs."""
-    return ()
+    """Nothing, with ``disable_recompute`` as well: the backward computes everything again from the inputs. A call in
+    halves saves states."""
+    if not request.cp_context:
+        return ()
+    from kda_core_amd.plans.fragments import saved_specs
+
+    return saved_specs(request)
 
 
 @hookimpl
@@ -135,6 +142,34 @@ def kda_core_chunk_backward(request: Request) -> BackwardResult:
     from kda_core_amd.calls import CALLS
 
     return CALLS.chunk_backward(request)
+
+
+@hookimpl
+def kda_core_chunk_begin(request: Request) -> Begun:
+    from kda_core_amd.calls import CALLS
+
+    return CALLS.chunk_begin(request)
+
+
+@hookimpl
+def kda_core_chunk_finish(request: Request, kept: tuple[Tensor, ...], starts: Tensor) -> ForwardResult:
+    from kda_core_amd.calls import CALLS
+
+    return CALLS.chunk_finish(request, kept, starts)
+
+
+@hookimpl
+def kda_core_chunk_begin_backward(request: Request) -> Begun:
+    from kda_core_amd.calls import CALLS
+
+    return CALLS.chunk_begin_backward(request)
+
+
+@hookimpl
+def kda_core_chunk_finish_backward(request: Request, kept: tuple[Tensor, ...], ends: Tensor) -> BackwardResult:
+    from kda_core_amd.calls import CALLS
+
+    return CALLS.chunk_finish_backward(request, kept, ends)
 
 
 @hookimpl

@@ -7,29 +7,33 @@ are stored K first. Every offset is int64, from the program id up.
 import triton
 import triton.language as tl
 
+from kda_core.triton_lib.packing import rows_of_sequence
 from kda_core_amd.recurrence import load_state, reverse_step, step, store_state
 
 
-@triton.jit(do_not_specialize=["rows", "HV", "programs"])
+@triton.jit(do_not_specialize=["T", "chunks", "rows", "HV", "programs", "s_vb"])
 def transitions_kernel(
     keys,  # [slots, HV, 3, C, KP]
     D,  # [slots, HV, KP]
-    v,  # [1, T, HV, V]
+    v,  # [1, T, HV, V]; with EVERY [B, T, HV, V]
     initial_state,  # the call's own, [1, HV, K, V] (or [..., V, K]), or None
     transitions,  # [segments - 1, HV, VP + KP, KP]: bᵀ and below it Mᵀ; M of the first segment is not needed
-    rows,  # of a segment; only the last one, which has no part here, may have fewer
-    HV, programs,  # (segments - 1) · HV
-    s_vt, s_vh, s_ih, s_ik, s_iv,
+    cu_seqlens,  # EVERY: boundaries of the segments, or None for a batch of T rows each
+    T, chunks, rows,  # of a segment; only the last one, which has no part here, may have fewer
+    HV, programs,  # (segments - 1) · HV; with EVERY segments · HV
+    s_vb, s_vt, s_vh, s_ih, s_ik, s_iv,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr,
     BK: tl.constexpr,  # key channels of a block of the state
-    C: tl.constexpr, LIFT: tl.constexpr, STAGES: tl.constexpr, DOT: tl.constexpr,
+    C: tl.constexpr, LIFT: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr, DOT: tl.constexpr,
+    EVERY: tl.constexpr,  # all of every segment, of any number of rows
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     i_v = pid // programs
     i_n = pid % programs // HV
     i_h = pid % programs % HV
-    if (i_n == 0) & (i_v * BV >= VP):
-        return
+    if not EVERY:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
+        if (i_n == 0) & (i_v * BV >= VP):
+            return
     o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)  # past VP: a row of Mᵀ, which starts as one of the identity's and has no values
     o_r = tl.arange(0, C)
@@ -44,17 +48,25 @@ def transitions_kernel(
         S += (given[i_k] + one.to(tl.float32),)
 
     dtype = v.dtype.element_ty
-    bos = i_n * rows
-    first_slot = bos // C + i_n
+    if EVERY:
+        i_b, bos, length, first_slot = rows_of_sequence(cu_seqlens, i_n, T.to(tl.int64), chunks, C)
+        v += i_b * UNIT * s_vb
+    else:
+        bos = i_n * rows
+        length = tl.zeros_like(bos) + rows
+        first_slot = bos // C + i_n
     v += bos * s_vt + i_h * s_vh
     o_vr = o_r.to(tl.int64)[None, :] * s_vt + o_v[:, None]
     o_ck = o_r[:, None] * KP + o_k[None, :]
     o_kc = o_r[None, :] * KP + o_k[:, None]
     # Offsets are formed again in every chunk: kept across chunks they would fill the registers.
-    for i in tl.range(0, rows // C, num_stages=STAGES, disable_licm=True):
+    for i in tl.range(0, (length + C - 1) // C, num_stages=STAGES, disable_licm=True):
         i_row = tl.cast(i, tl.int64) * C
         i_chunk = (first_slot + tl.cast(i, tl.int64)) * HV + i_h
-        b_v = tl.load(v + i_row * s_vt + o_vr, mask=m_v[:, None], other=0.0).to(tl.float32)
+        m_row = m_v[:, None]
+        if EVERY:
+            m_row = m_row & (o_r < length - i_row)[None, :]
+        b_v = tl.load(v + i_row * s_vt + o_vr, mask=m_row, other=0.0).to(tl.float32)
         p_keys = keys + i_chunk * (3 * C * KP)
         known = tl.zeros([BV, C], tl.float32)
         for i_k in tl.static_range(KP // BK):
@@ -67,24 +79,26 @@ def transitions_kernel(
     store_state(p_out, S, o_v, o_v < VP + KP, 1, KP, KP, KP, BK)
 
 
-@triton.jit(do_not_specialize=["T", "rows", "HV", "programs"])
+@triton.jit(do_not_specialize=["T", "chunks", "rows", "HV", "programs", "s_ob"])
 def reverse_transitions_kernel(
     keys,  # [slots, HV, 3, C, KP]
     P,  # [slots, HV, C, C]
     D,  # [slots, HV, KP]
-    do,  # [1, T, HV, V]
+    do,  # [1, T, HV, V]; with EVERY [B, T, HV, V]
     grad_final_state,  # the call's own, [1, HV, K, V] (or [..., V, K]), or None
     additions,  # [segments - 1, HV, VP, KP]: what each segment but the first adds to the gradient at its start
-    T, rows,  # of a segment
-    HV, programs,  # (segments - 1) · HV
-    s_ot, s_oh, s_fh, s_fk, s_fv,
+    cu_seqlens,  # as for transitions_kernel
+    T, chunks, rows,  # of a segment
+    HV, programs,  # (segments - 1) · HV; with EVERY segments · HV, and additions of the first, too
+    s_ob, s_ot, s_oh, s_fh, s_fk, s_fv,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr,
     BK: tl.constexpr,  # key channels of a block of the state
-    C: tl.constexpr, LIFT: tl.constexpr, STAGES: tl.constexpr, DOT: tl.constexpr,
+    C: tl.constexpr, LIFT: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr, DOT: tl.constexpr,
+    EVERY: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     i_v = pid // programs
-    i_n = pid % programs // HV + 1
+    i_n = pid % programs // HV + (1 - EVERY)
     i_h = pid % programs % HV
     o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
@@ -96,9 +110,13 @@ def reverse_transitions_kernel(
     dS = load_state(p_state, o_v, o_v < tl.where(i_n == programs // HV, V, 0), s_fk, s_fv, K, KP, BV, BK)
 
     dtype = do.dtype.element_ty
-    bos = i_n * rows
-    length = tl.minimum(T - bos, rows)
-    first_slot = bos // C + i_n
+    if EVERY:
+        i_b, bos, length, first_slot = rows_of_sequence(cu_seqlens, i_n, T.to(tl.int64), chunks, C)
+        do += i_b * UNIT * s_ob
+    else:
+        bos = i_n * rows
+        length = tl.minimum(T - bos, rows)
+        first_slot = bos // C + i_n
     do += bos * s_ot + i_h * s_oh
     o_or = o_r.to(tl.int64)[None, :] * s_ot + o_v[:, None]
     o_ck = o_r[:, None] * KP + o_k[None, :]
@@ -119,7 +137,7 @@ def reverse_transitions_kernel(
             b_dv = tl.dot(b_s, tl.load(p_keys + 2 * C * KP + i_k * BK + o_kc), b_dv, input_precision=DOT)
         b_dv = tl.dot(b_do, tl.load(P + i_chunk * (C * C) + o_cc), b_dv, input_precision=DOT).to(dtype)
         dS = reverse_step(dS, b_do, b_dv, p_keys, D + i_chunk * KP, o_k, o_ck, C, KP, BK, LIFT, DOT)
-    p_out = additions + ((i_n - 1) * HV + i_h) * (VP * KP)
+    p_out = additions + pid % programs * (VP * KP)
     store_state(p_out, dS, o_v, o_v < VP, 1, KP, KP, KP, BK)
 
 
@@ -202,3 +220,76 @@ def _step(
             block = tl.dot(x[i_from], tl.load(part + o_xx), block, input_precision=DOT)
         following += (block,)
     return following
+
+
+@triton.jit(do_not_specialize=["rows", "per", "HV", "programs"])
+def chain_kernel(
+    transitions,  # [segments, HV, VP + KP, KP]
+    additions,  # [segments, HV, VP, KP], in reverse; else None
+    given,  # [F, HV, K, V]: states at the starts of fragments (reverse: their gradients at the ends), or None
+    states,  # [segments, HV, K, V]: the same for segments, written; or None
+    ends,  # states at the ends of fragments, written; or None
+    summary,  # [F, HV, K, K]: the product of the matrices of a fragment, written; or None
+    sums,  # [F, HV, K, V]: what a fragment adds to a state of zeros, written; or None
+    cu_seqlens,  # [F + 1]: boundaries of fragments in segments of ``rows`` rows (``bounds_kernel``); or None
+    rows, per,  # segments of each fragment, without cu_seqlens
+    HV, programs,  # F · HV
+    s_en, s_eh, s_ek, s_ev,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr,
+    BK: tl.constexpr,  # key channels of a block of a state
+    REVERSE: tl.constexpr,
+    IN_TURN: tl.constexpr,  # blocks of the new state one after another
+    STAGES: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """x ← M x + b over the segments of each fragment: from ``given``, or from [I | 0] into ``summary`` and ``sums``
+    (from zeros into ``sums`` alone where there is no ``summary``). One program a fragment, head and BV columns, of V
+    columns, or of KP and VP.
+    """
+    SIZE: tl.constexpr = (VP + KP) * KP
+    pid = tl.program_id(0).to(tl.int64)
+    i_fh = pid % programs
+    i_f = i_fh // HV
+    i_h = i_fh % HV
+    o_k = tl.arange(0, BK)
+    o_v = pid // programs * BV + tl.arange(0, BV)
+    if summary is not None:
+        # Columns of the identity come first.
+        o_v -= KP
+    m_v = (o_v >= 0) & (o_v < V)
+    m_all = (o_v >= 0) & (o_v < VP)
+    first = i_f * per
+    count = tl.zeros_like(i_f) + per
+    if cu_seqlens is not None:
+        begin = tl.load(cu_seqlens + i_f).to(tl.int64)
+        first = begin // rows + i_f
+        count = (tl.load(cu_seqlens + i_f + 1).to(tl.int64) - begin + rows - 1) // rows
+    p_given = given
+    if given is not None:
+        p_given += i_fh * (K * V)
+    x = load_state(p_given, o_v, m_v, V, 1, K, KP, BV, BK)
+    if summary is not None:
+        unit = ()
+        for i_k in tl.static_range(KP // BK):
+            unit += (tl.where((o_v + KP)[:, None] == (i_k * BK + o_k)[None, :], 1.0, x[i_k]),)
+        x = unit
+    o_xx = o_k[:, None] * KP + o_k[None, :]
+    if REVERSE:
+        o_xx = o_k[:, None] + o_k[None, :] * KP
+    for j in tl.range(0, count, num_stages=STAGES, disable_licm=True):
+        i = first + j
+        if REVERSE:
+            i = first + count - 1 - j
+        if states is not None:
+            store_state(states + (i * HV + i_h) * (K * V), x, o_v, m_v, V, 1, K, KP, BK)
+        own = transitions + (i * HV + i_h) * SIZE
+        matrix = own + VP * KP
+        if REVERSE:
+            own = additions + (i * HV + i_h) * (VP * KP)
+        x = _step(x, own, matrix, o_v, m_all, o_xx, KP, BV, BK, REVERSE, IN_TURN, DOT)
+    if ends is not None:
+        store_state(ends + i_f * s_en + i_h * s_eh, x, o_v, m_v, s_ek, s_ev, K, KP, BK)
+    if summary is not None:
+        o_c = o_v + KP
+        store_state(summary + i_fh * (K * K), x, o_c, o_c < K, K, 1, K, KP, BK)
+    if sums is not None:
+        store_state(sums + i_fh * (K * V), x, o_v, m_v, V, 1, K, KP, BK)

@@ -157,27 +157,6 @@ def join_kernel(
         tl.store(at + i * step, b_x, mask=mask)
 
 
-@triton.jit(do_not_specialize=["N", "rows"])
-def bounds_kernel(cu_seqlens, bounds, N, rows):
-    """Boundaries [segments + 1] of fragments [N + 1] cut into segments of ``rows`` rows, on the device alone.
-
-    Segment i of fragment n is number cu_seqlens[n] // rows + n + i, as chunks have slots; numbers left over are
-    segments without rows. Grid: segments + 1.
-    """
-    i = tl.program_id(0)
-    low = N * 0
-    high = N
-    while low < high:
-        middle = (low + high + 1) // 2
-        if tl.load(cu_seqlens + middle).to(tl.int64) // rows + middle <= i:
-            low = middle
-        else:
-            high = middle - 1
-    begin = tl.load(cu_seqlens + low).to(tl.int64)
-    end = tl.load(cu_seqlens + tl.minimum(low + 1, N)).to(tl.int64)
-    tl.store(bounds + i, tl.minimum(begin + (i - begin // rows - low) * rows, end))
-
-
 @triton.jit(do_not_specialize=["rows", "per"])
 def chain_kernel(
     matrices,  # of segments: M (reverse: Mᵀ) in float32, or as two parts in bfloat16

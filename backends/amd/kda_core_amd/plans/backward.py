@@ -63,9 +63,9 @@ def plan_backward(call: Request, chip: Architecture, rows: int) -> Plan:
     want = call.initial_state is not None and "initial_state" in call.needs_grad
     grad_state = b.result("dinitial_state", call.state_shape, call.state_dtype) if want else None
     first = b.scratch("gradients at starts", r.state_shape, r.state_dtype) if want and rows else grad_state
-    _add_recurrences(f, first)
+    add_recurrences(f, first)
     b.free(*(names[n] for n in ("keys", "P", "D", "X")))
-    grads = _add_gradients(f)
+    grads = add_gradients(f)
     if want and rows:
         start = first.cut(0, slice(0, 1))
         b.step(Copy(grad_state, start.mT if call.state_v_first else start))
@@ -73,7 +73,7 @@ def plan_backward(call: Request, chip: Architecture, rows: int) -> Plan:
     return b.plan(input_layouts(call), {n: x for n, x in grads.items() if x is not None})
 
 
-def _add_recurrences(f: Frame, grad_state: View | None) -> None:
+def add_recurrences(f: Frame, grad_state: View | None) -> None:
     """Add ``states``, which writes z and the states at the starts of the slots, and ``reverse``, which writes dv, the
     gradients of states at the ends of the slots, and that of the initial state.
     """
@@ -100,7 +100,7 @@ def _add_recurrences(f: Frame, grad_state: View | None) -> None:
     )  # fmt: skip
 
 
-def _add_gradients(f: Frame) -> dict[str, View | None]:
+def add_gradients(f: Frame) -> dict[str, View | None]:
     """Add ``gradients`` and what follows it: gradients of all inputs but the initial state."""
     b, r, names = f.b, f.r, f.names
     shape, count, KP = (r.B, r.T, r.HV, r.K), slots(r), names["KP"]

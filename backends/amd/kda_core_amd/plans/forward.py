@@ -7,6 +7,8 @@ One long sequence with few heads is cut (``segments``), which takes two more bet
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from kda_core.request import Request
@@ -22,19 +24,20 @@ from kda_core_amd.prepare import prepare
 from kda_core_amd.recurrence import recurrence
 
 
-def add_prepare(f: Frame, o: View, backward: bool = False) -> None:
+def add_prepare(f: Frame, o: View, backward: bool = False, new: Callable[..., View] | None = None) -> None:
     """Add a launch of ``prepare``, which writes keys, P and D.
 
     Args:
         o: [B, T, HV, V], zeroed in the rows that no recurrence writes.
         backward: it also writes X.
+        new: allocates what it writes; scratch when left out.
     """
-    b, names, dtype = f.b, f.names, f.r.q.dtype
+    names, dtype, new = f.names, f.r.q.dtype, new or f.b.scratch
     count, HV, KP = slots(f.r), f.r.HV, names["KP"]
-    names["keys"] = b.scratch("keys", (count, HV, 3, CHUNK, KP), dtype)
-    names["P"] = b.scratch("P", (count, HV, CHUNK, CHUNK), dtype)
-    names["D"] = b.scratch("D", (count, HV, KP), torch.float32)
-    names["X"] = b.scratch("X", (count, HV, CHUNK, CHUNK), dtype) if backward else None
+    names["keys"] = new("keys", (count, HV, 3, CHUNK, KP), dtype)
+    names["P"] = new("P", (count, HV, CHUNK, CHUNK), dtype)
+    names["D"] = new("D", (count, HV, KP), torch.float32)
+    names["X"] = new("X", (count, HV, CHUNK, CHUNK), dtype) if backward else None
     unit, strides = row_strides(q=names["q"], k=names["k"], g=names["g"], b=names["beta"], o=o)
     chosen = f.config("prepare")
     f.launch(prepare, chosen, count * HV, o=o, BK=min(chosen.block, KP), UNIT=unit, **strides)

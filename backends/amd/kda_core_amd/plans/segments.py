@@ -12,7 +12,7 @@ from kda_core_amd.plans.frame import Frame
 from kda_core_amd.segments import join_kernel, reverse_transitions_kernel, transitions_kernel
 
 
-def _blocks(f: Frame, kernel: str) -> dict[str, int]:
+def blocks_of(f: Frame, kernel: str) -> dict[str, int]:
     """Blocks of a recurrence whose programs also have rows of the transitions."""
     found = f.blocks(f.config(kernel))
     return found | {"BV": min(found["BV"], f.names["KP"])}
@@ -29,13 +29,13 @@ def add_starts(f: Frame, rows: int, call: Request) -> tuple[View, View]:
     Returns:
         states [segments, HV, K, V] and transitions [segments - 1, HV, VP + KP, KP], both in float32.
     """
-    state, names, blocks = call.initial_state, f.names, _blocks(f, "states")
+    state, names, blocks = call.initial_state, f.names, blocks_of(f, "states")
     KP, VP, heads = names["KP"], names["VP"], (f.r.N - 1) * f.r.HV
     transitions = f.b.scratch("transitions", (f.r.N - 1, f.r.HV, VP + KP, KP), torch.float32)
     f.launch(
         transitions_kernel, f.config("states"), (VP + KP) // blocks["BV"] * heads, initial_state=state,
-        transitions=transitions, rows=rows, programs=heads, **blocks, **row_strides(v=names["v"])[1],
-        **named_state_strides("i", state, call.state_v_first),
+        transitions=transitions, rows=rows, programs=heads, EVERY=False, UNIT=1, **blocks,
+        **row_strides(v=names["v"])[1], **named_state_strides("i", state, call.state_v_first),
     )  # fmt: skip
     return _add_join(f, state, call.state_v_first, transitions), transitions
 
@@ -49,12 +49,12 @@ def add_ends(f: Frame, rows: int, call: Request, transitions: View) -> View:
         call: the call itself, with the gradient of its final state.
         transitions: from ``add_starts``.
     """
-    state, names, blocks = call.grad_final_state, f.names, _blocks(f, "reverse")
+    state, names, blocks = call.grad_final_state, f.names, blocks_of(f, "reverse")
     KP, VP, heads = names["KP"], names["VP"], (f.r.N - 1) * f.r.HV
     additions = f.b.scratch("additions", (f.r.N - 1, f.r.HV, VP, KP), torch.float32)
     f.launch(
         reverse_transitions_kernel, f.config("reverse"), VP // blocks["BV"] * heads, grad_final_state=state,
-        additions=additions, rows=rows, programs=heads, **blocks, **row_strides(o=names["do"])[1],
+        additions=additions, rows=rows, programs=heads, EVERY=False, UNIT=1, **blocks, **row_strides(o=names["do"])[1],
         **named_state_strides("f", state, call.state_v_first),
     )  # fmt: skip
     return _add_join(f, state, call.state_v_first, transitions, additions)

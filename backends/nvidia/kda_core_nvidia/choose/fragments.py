@@ -11,7 +11,7 @@ import torch
 
 from kda_core.request import Request
 from kda_core.triton_lib.layout import CHUNK, padded, slots
-from kda_core.triton_lib.plan import View
+from kda_core.triton_lib.segments import packed_segments, segments_of
 from kda_core_nvidia.choose.chip import Chip
 from kda_core_nvidia.choose.chunk import (
     BlockConfig,
@@ -63,21 +63,10 @@ def fragment_rows(r: Request) -> int:
 
 
 def as_fragments(r: Request, rows: int) -> Request:
-    """Metadata of the call with its segments as sequences, states V first and none given.
-
-    Where packed fragments are cut, segments of each are numbered as ``bounds_kernel`` says.
-    """
+    """Metadata of the call with its segments as sequences, states V first and none given."""
     if rows and r.cu_seqlens is not None:
-        bounds = View("cu_seqlens of segments", (segments_of(r, rows) + 1,), (1,), torch.int64)
-        return replace(r, cu_seqlens=bounds, state_v_first=True)
+        return packed_segments(r, rows, v_first=True)
     return as_segments(r, rows) if rows else replace(r, state_v_first=True)
-
-
-def segments_of(r: Request, rows: int) -> int:
-    """Number of segments of a call; packed, some of them have no rows."""
-    if not rows:
-        return r.N
-    return -(-r.T // rows) if r.cu_seqlens is None else r.T // rows + r.N
 
 
 def fragment_slots(r: Request) -> int:

@@ -15,17 +15,18 @@ import torch
 
 from kda_core.request import Request
 from kda_core.triton_lib.arguments import row_strides
+from kda_core.triton_lib.fragments import write_bounds
 from kda_core.triton_lib.frame import names, readable
 from kda_core.triton_lib.layout import CHUNK, padded
 from kda_core.triton_lib.lift import lift
-from kda_core.triton_lib.plan import Boundaries, Builder, Plan, View, input_layouts, matrix_tile, token_tile
+from kda_core.triton_lib.plan import Builder, Plan, View, input_layouts, matrix_tile, token_tile
 from kda_core_nvidia.choose import BackwardChoice, ForwardChoice
 from kda_core_nvidia.choose.chunk import TransitionsHopperConfig, in_parts, split_scale
 from kda_core_nvidia.choose.fragments import CHAIN_COLUMNS, CHAIN_WARPS, as_fragments
 from kda_core_nvidia.plans.forward import Prepared, add_prepare, add_recurrence
 from kda_core_nvidia.plans.prepare_hopper import aligned, one_token_axis
 from kda_core_nvidia.reverse_transitions_hopper import reverse_transitions_hopper
-from kda_core_nvidia.segments import bounds_kernel, chain_kernel, reverse_transitions_kernel, transitions_kernel
+from kda_core_nvidia.segments import chain_kernel, reverse_transitions_kernel, transitions_kernel
 from kda_core_nvidia.transitions_hopper import transitions_hopper
 
 Choice = ForwardChoice | BackwardChoice
@@ -33,15 +34,7 @@ Choice = ForwardChoice | BackwardChoice
 
 def cut_fragments(b: Builder, r: Request, rows: int) -> Request:
     """``as_fragments``, with boundaries that the plan writes where it has them."""
-    cut = as_fragments(r, rows)
-    if cut.cu_seqlens is r.cu_seqlens:
-        return cut
-    bounds = b.scratch(cut.cu_seqlens.source, cut.cu_seqlens.shape, torch.int64)
-    if r.cu_seqlens is None:
-        b.step(Boundaries(bounds, rows, r.T))
-    else:
-        b.pick(bounds_kernel, cut.N + 1, 1, {"cu_seqlens": r.cu_seqlens, "bounds": bounds, "N": r.N, "rows": rows})
-    return replace(cut, cu_seqlens=bounds)
+    return write_bounds(b, r, as_fragments(r, rows), rows)
 
 
 def like_segments(x: View, cut: Request) -> View:

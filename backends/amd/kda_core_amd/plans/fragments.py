@@ -1,0 +1,148 @@
+"""The halves of a forward and of a backward, for fragments of sequences that several devices share.
+
+Fragments are sequences, cut into segments where heads are few. The first half ends with the matrix and the addition of
+each fragment; the second begins with the states at the fragments' starts (in a backward: their gradients at the ends).
+A backward is given the states at the starts of segments, and nothing else of the forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from kda_core.request import Request, TensorSpec
+from kda_core.triton_lib.arguments import named_state_strides, row_strides
+from kda_core.triton_lib.fragments import write_bounds
+from kda_core.triton_lib.plan import Builder, Plan, View, input_layouts
+from kda_core.triton_lib.segments import as_packed, packed_segments, segments_of
+from kda_core_amd.choose import Architecture, dot_widths, fragment_rows
+from kda_core_amd.plans.backward import add_gradients, add_recurrences
+from kda_core_amd.plans.forward import add_prepare, add_recurrence
+from kda_core_amd.plans.frame import Frame
+from kda_core_amd.plans.segments import blocks_of
+from kda_core_amd.segments import chain_kernel, reverse_transitions_kernel, transitions_kernel
+
+
+def saved_specs(r: Request) -> tuple[TensorSpec, ...]:
+    """The states at the starts of segments, which the second half of a forward saves."""
+    return (TensorSpec((segments_of(r, fragment_rows(r)), r.HV, r.K, r.V), torch.float32),)
+
+
+def _frame(b: Builder, r: Request, chip: Architecture) -> Frame:
+    """The call in segments as sequences, states K first and none given."""
+    rows = fragment_rows(r)
+    if not rows:
+        return Frame(b, replace(r, cu_seqlens=b.dense(r.cu_seqlens), state_v_first=False), chip)
+    r = replace(r, cu_seqlens=b.dense(r.cu_seqlens))
+    cut = as_packed if r.cu_seqlens is None else packed_segments
+    return Frame(b, write_bounds(b, r, cut(r, rows, v_first=False), rows), chip)
+
+
+def _add_transitions(f: Frame) -> View:
+    """bᵀ and Mᵀ of all segments, [segments, HV, VP + KP, KP] in float32."""
+    names, blocks, programs = f.names, blocks_of(f, "states"), f.r.N * f.r.HV
+    KP, VP = names["KP"], names["VP"]
+    transitions = f.b.result("transitions", (f.r.N, f.r.HV, VP + KP, KP), torch.float32)
+    unit, strides = row_strides(v=names["v"])
+    f.launch(
+        transitions_kernel, f.config("states"), (VP + KP) // blocks["BV"] * programs, initial_state=None,
+        transitions=transitions, rows=0, programs=programs, EVERY=True, UNIT=unit, **blocks, **strides,
+        **named_state_strides("i", None, False),
+    )  # fmt: skip
+    return transitions
+
+
+def _add_additions(f: Frame) -> View:
+    """What the outputs of all segments add to gradients of states, [segments, HV, VP, KP] in float32."""
+    names, blocks, programs = f.names, blocks_of(f, "reverse"), f.r.N * f.r.HV
+    KP, VP = names["KP"], names["VP"]
+    additions = f.b.result("additions of segments", (f.r.N, f.r.HV, VP, KP), torch.float32)
+    unit, strides = row_strides(o=names["do"])
+    f.launch(
+        reverse_transitions_kernel, f.config("reverse"), VP // blocks["BV"] * programs, grad_final_state=None,
+        additions=additions, rows=0, programs=programs, EVERY=True, UNIT=unit, **blocks, **strides,
+        **named_state_strides("f", None, False),
+    )  # fmt: skip
+    return additions
+
+
+def _add_chain(
+    f: Frame, call: Request, transitions: View, additions: View | None = None, given: View | None = None,
+    states: View | None = None, ends: View | None = None, summary: View | None = None, sums: View | None = None,
+) -> None:  # fmt: skip
+    """Add a launch of ``chain_kernel``; ``call``: with its fragments, of which ``f`` has the segments."""
+    names, chosen, programs = f.names, f.config("join", torch.float32), call.N * call.HV
+    columns = names["VP"] + (0 if summary is None else names["KP"])
+    bounds = f.b.dense(call.cu_seqlens)
+    f.launch(
+        chain_kernel, chosen, columns // chosen.block * programs, transitions=transitions, additions=additions,
+        given=given, states=states, ends=ends, summary=summary, sums=sums, cu_seqlens=bounds,
+        # Where fragments are not cut, each is one segment, of more rows than there are.
+        rows=fragment_rows(call) or call.T + 1, per=f.r.N // call.N, programs=programs, BV=chosen.block,
+        BK=min(chosen.keys, names["KP"]), REVERSE=additions is not None, IN_TURN=chosen.level_loop,
+        DOT=dot_widths(torch.float16, f.chip)[1], **named_state_strides("e", ends, call.state_v_first),
+    )  # fmt: skip
+
+
+def plan_begin(r: Request, chip: Architecture) -> Plan:
+    """The first half of a forward; results: matrices, additions, then what the second half is given."""
+    b = Builder()
+    o = b.result("o", (r.B, r.T, r.HV, r.V), r.q.dtype)
+    f = _frame(b, r, chip)
+    add_prepare(f, o, new=b.result)
+    transitions = _add_transitions(f)
+    summary = b.result("matrices", (r.N, r.HV, r.K, r.K), torch.float32)
+    sums = b.result("additions", (r.N, r.HV, r.K, r.V), torch.float32)
+    _add_chain(f, r, transitions, summary=summary, sums=sums)
+    kept = {"o": o, **{n: f.names[n] for n in ("keys", "P", "D")}, "transitions": transitions}
+    return b.plan(input_layouts(r), {"matrices": summary, "additions": sums, **kept})
+
+
+def plan_finish(r: Request, chip: Architecture) -> Plan:
+    """The second half; ``r.saved`` holds what the first half kept, and the states at the fragments' starts."""
+    b = Builder()
+    o, keys, P, D, transitions, starts = r.saved
+    f = _frame(b, r, chip)
+    f.names |= {"keys": keys, "P": P, "D": D}
+    states = (b.result if r.save_for_backward else b.scratch)("starts", (f.r.N, r.HV, r.K, r.V), torch.float32)
+    final_state = b.result("final_state", r.state_shape, r.state_dtype) if r.output_final_state else None
+    _add_chain(f, r, transitions, given=starts, states=states, ends=final_state)
+    add_recurrence(f, o, states, None)
+    results = {"o": o, "final_state": final_state, "h": None}
+    return b.plan(input_layouts(r), results | ({"starts": states} if r.save_for_backward else {}))
+
+
+def _backward(b: Builder, r: Request, chip: Architecture) -> Frame:
+    f = _frame(b, r, chip)
+    f.names["do"] = b.scratch("do", r.v.shape, r.v.dtype, True) if r.grad_o is None else b.rows(r.grad_o)
+    return f
+
+
+def plan_begin_backward(r: Request, chip: Architecture) -> Plan:
+    """The first half of a backward; results: matrices (none: those of the forward), additions, and what it keeps."""
+    b = Builder()
+    f = _backward(b, r, chip)
+    dv = b.result("dv", r.v.shape, r.v.dtype)
+    add_prepare(f, dv, backward=True, new=b.result)
+    transitions, additions = _add_transitions(f), _add_additions(f)
+    sums = b.result("additions", (r.N, r.HV, r.K, r.V), torch.float32)
+    _add_chain(f, r, transitions, additions, sums=sums)
+    kept = {"dv": dv, **{n: f.names[n] for n in ("keys", "P", "D", "X")}, "transitions": transitions}
+    return b.plan(input_layouts(r), {"matrices": None, "additions": sums, **kept, "of segments": additions})
+
+
+def plan_finish_backward(r: Request, chip: Architecture) -> Plan:
+    """The second half; ``r.saved`` holds the states at the segments' starts, what the first half kept, and the
+    gradients of the states at the fragments' ends.
+    """
+    b = Builder()
+    starts, dv, keys, P, D, X, transitions, additions, ends = r.saved
+    f = _backward(b, r, chip)
+    f.names |= {"dv": dv, "keys": keys, "P": P, "D": D, "X": X}
+    last = b.scratch("gradients at ends", starts.shape, torch.float32)
+    _add_chain(f, r, transitions, additions, given=ends, states=last)
+    f.r = replace(f.r, initial_state=starts, grad_final_state=last)
+    add_recurrences(f, None)
+    grads = add_gradients(f)
+    return b.plan(input_layouts(r), {n: x for n, x in grads.items() if x is not None})

@@ -1,0 +1,227 @@
+"""Train a small language model over several processes: tokens, heads and parameters shared in any combination.
+
+    python examples/train_parallel.py --json one.json                          # one process
+    torchrun --nproc-per-node 4 examples/train_parallel.py --cp 2 --tp 2 --fsdp --expect one.json
+
+--cp C shares the tokens of every sequence among C processes, --tp T the heads of every layer among T. What is left of
+the processes shares the batch. --fsdp shards the parameters over all that do not share heads. The losses are those of
+one process. On GPUs the processes talk by NCCL, on CPUs by gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+from kda_core.distributed import build_cp_context
+from kda_core.nn import KimiDeltaAttention
+
+VOCABULARY, WIDTH, HEADS, HEAD, LAYERS = 64, 48, 4, 16, 2
+BATCH, TOKENS, RATE = 4, 96, 3e-3
+ALONG_FIRST = ("q_proj", "k_proj", "v_proj", "b_proj", "f_proj.1", "g_proj.1", "conv1d", "A_log", "dt_bias")
+"""Parameters whose first dimension are a layer's heads; that of o_proj is its second."""
+SHARED = ("f_proj.0", "g_proj.0", "o_norm")
+"""Parameters of a layer that all heads use: processes that share heads have parts of their gradients."""
+
+
+class _Enter(torch.autograd.Function):
+    """Where processes begin to share heads: what comes in is the same, gradients are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        grad = grad.contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class _Leave(torch.autograd.Function):
+    """Where they end: what comes out is summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        return grad, None
+
+
+class Block(nn.Module):
+    """x + mixer(norm(x)), x + MLP(norm(x)); the mixer with some of the heads where ``group`` shares them."""
+
+    def __init__(self, heads: int, group: Any) -> None:
+        super().__init__()
+        self.norm, self.mixer = nn.RMSNorm(WIDTH), KimiDeltaAttention(WIDTH, head_dim=HEAD, num_heads=heads)
+        self.mlp = nn.Sequential(nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.SiLU(), nn.Linear(2 * WIDTH, WIDTH))
+        self.group = group
+
+    def forward(self, x: Tensor, context: Any) -> Tensor:
+        y = self.norm(x)
+        if self.group is None:
+            x = x + self.mixer(y, cp_context=context)
+        else:
+            x = x + _Leave.apply(self.mixer(_Enter.apply(y, self.group), cp_context=context), self.group)
+        return x + self.mlp(x)
+
+
+class Model(nn.Module):
+    """Tokens to logits."""
+
+    def __init__(self, heads: int = HEADS, group: Any = None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(heads, group) for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor, context: Any = None) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, context)
+        return self.head(x)
+
+
+def model_of(rank: int, ranks: int, group: Any) -> Model:
+    """This process's heads of the model that one process would have."""
+    torch.manual_seed(0)
+    whole = Model()
+    if ranks == 1:
+        return whole
+    if HEADS % ranks:
+        raise SystemExit(f"--tp: expected a number that divides {HEADS} heads, got {ranks}")
+    model = Model(HEADS // ranks, group)
+    found = {}
+    for name, t in whole.state_dict().items():
+        if "mixer" in name and any(part in name for part in (*ALONG_FIRST, "o_proj")):
+            t = t.chunk(ranks, 1 if "o_proj" in name else 0)[rank].clone()
+        found[name] = t
+    model.load_state_dict(found)
+    return model
+
+
+def batches(steps: int) -> list[Tensor]:
+    """[BATCH, TOKENS + 1] tokens for each step: words of a small language, drawn on the CPU."""
+    generator = torch.Generator().manual_seed(1)
+    words = torch.randint(0, VOCABULARY, (16, 6), generator=generator)
+    count = math.ceil((TOKENS + 1) / words.shape[1])
+    drawn = (torch.randint(0, len(words), (BATCH, count), generator=generator) for _ in range(steps))
+    return [words[index].flatten(1)[:, : TOKENS + 1] for index in drawn]
+
+
+class Processes:
+    """This process's place among all: a mesh of (batch, tokens, heads)."""
+
+    def __init__(self, cp: int, tp: int) -> None:
+        alone = "RANK" not in os.environ
+        size = 1 if alone else int(os.environ["WORLD_SIZE"])
+        if size % (cp * tp):
+            raise SystemExit(f"--cp {cp} --tp {tp}: expected {cp * tp} processes or a multiple, got {size}")
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = (
+            torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device("cpu")
+        )
+        if kind == "cuda":
+            torch.cuda.set_device(self.device)
+        place = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if alone else {}
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo", **place)
+        self.mesh = init_device_mesh(kind, (size // (cp * tp), cp, tp), mesh_dim_names=("dp", "cp", "tp"))
+        self.dp, self.cp, self.tp = (self.mesh[name] for name in ("dp", "cp", "tp"))
+        # Processes with the same heads: they hold the same parameters, and have parts of one gradient.
+        self.same = self.mesh["dp", "cp"]._flatten("same")
+
+
+def train(options: argparse.Namespace, p: Processes) -> list[float]:
+    """The loss of every step, over all tokens of all processes."""
+    heads_group = p.tp.get_group() if options.tp > 1 else None
+    model = model_of(p.tp.get_local_rank(), options.tp, heads_group).to(p.device)
+    context = None
+    if options.cp > 1:
+        context = build_cp_context(
+            None, p.cp, KimiDeltaAttention(WIDTH, head_dim=HEAD, num_heads=1).conv_size, tokens=TOKENS,
+            batch=BATCH // p.dp.size(), layout=options.layout, device=p.device,
+        )  # fmt: skip
+    if options.fsdp:
+        from torch.distributed.fsdp import fully_shard
+
+        for block in model.blocks:
+            fully_shard(block, mesh=p.same)
+        fully_shard(model, mesh=p.same)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    losses = []
+    for tokens in batches(options.steps):
+        own = tokens.chunk(p.dp.size())[p.dp.get_local_rank()].to(p.device)
+        given, wanted = own[:, :-1], own[:, 1:]
+        if context is not None:
+            given, wanted = context.local(given), context.local(wanted)
+        logits = model(given, context)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten(), reduction="sum") / (BATCH * TOKENS)
+        # The loss is the sum of all processes'; FSDP takes the mean of their gradients.
+        (loss * (p.same.size() if options.fsdp else 1)).backward()
+        sum_gradients(model, p, options)
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        dist.all_reduce(total, group=p.same.get_group())
+        losses.append(float(total))
+        if dist.get_rank() == 0:
+            print(f"step {len(losses)}: loss {losses[-1]:.5f}", flush=True)
+    return losses
+
+
+def sum_gradients(model: nn.Module, p: Processes, options: argparse.Namespace) -> None:
+    """Sum the parts of gradients that neither autograd nor FSDP has summed."""
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        local = grad.to_local() if hasattr(grad, "to_local") else grad
+        if options.tp > 1 and "mixer" in name and any(part in name for part in SHARED):
+            dist.all_reduce(local, group=p.tp.get_group())
+        if not options.fsdp and p.same.size() > 1:
+            dist.all_reduce(local, group=p.same.get_group())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--cp", type=int, default=1, help="processes that share the tokens of a sequence")
+    parser.add_argument("--tp", type=int, default=1, help="processes that share the heads of a layer")
+    parser.add_argument("--fsdp", action="store_true", help="shard the parameters")
+    parser.add_argument("--layout", choices=("contiguous", "zigzag"), default="contiguous", help="of tokens, with --cp")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--json", type=Path, metavar="FILE", help='write {"losses": [...]}')
+    parser.add_argument("--expect", type=Path, metavar="FILE", help="fail unless losses are those of FILE within 1e-4")
+    options = parser.parse_args(arguments)
+    processes = Processes(options.cp, options.tp)
+    try:
+        if BATCH % processes.dp.size():
+            raise SystemExit(f"expected a batch of {BATCH} that {processes.dp.size()} processes divide")
+        losses = train(options, processes)
+        if dist.get_rank() == 0 and options.json is not None:
+            options.json.write_text(json.dumps({"losses": losses}) + "\n")
+    finally:
+        dist.destroy_process_group()
+    if options.expect is not None:
+        expected = json.loads(options.expect.read_text())["losses"]
+        worst = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
+        print(f"largest difference from {options.expect}: {worst:.1e}")
+        return int(not worst < 1e-4)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""DTensors that are sharded evenly by batch or by heads: a call of its own on every rank, where nothing travels."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from kda_core.request import DATA, GateRequest, Request
+
+Kind = Literal["batch", "heads"] | None
+
+# Dimensions that hold sequences and heads.
+BATCH = {**dict.fromkeys(DATA, 0), "initial_state": 0, "o": 0, "final_state": 0, "h": 0}
+HEADS = {
+    **dict.fromkeys(DATA, 2), "A_log": 0, "dt_bias": 0, "initial_state": 1, "o": 2, "final_state": 1, "h": 2,
+}  # fmt: skip
+PARAMETERS = ("A_log", "dt_bias")
+REFUSED = (
+    *("cu_seqlens", "cu_seqlens_cpu", "cp_context", "ssm_state_indices", "num_accepted_tokens", "out"),
+    *("has_initial_state", "final_state_indices", "final_state_pool"),
+)
+"""Arguments that do not go with DTensors: their rows, slots or places are those of all sequences."""
+
+
+def run(r: Request | GateRequest, function: Callable[..., Any], backend: Any) -> Any:
+    """Call the public function of a request with this rank's shards; its results as DTensors.
+
+    Raises:
+        TypeError: a plain tensor among q, k, v, g, beta or states.
+        ValueError: other placements than those of q, another mesh, an uneven shard, or an argument of ``REFUSED``.
+    """
+    rows = ("g",) if isinstance(r, GateRequest) else DATA
+    first: DTensor = getattr(r, rows[0])  # type: ignore[assignment]
+    mesh = first.device_mesh
+    kinds = [_kind(rows[0], p, r) for p in first.placements]
+    names = inspect.signature(function).parameters
+    local: dict[str, Any] = {n: getattr(r, n) for n in names if n != "backend"}
+    if local.get("inplace_final_state"):
+        raise ValueError("inplace_final_state: expected False beside DTensors; use to_local()")
+    for name in REFUSED:
+        if local.get(name) is not None:
+            raise ValueError(f"{name}: expected None beside DTensors, got {type(local[name]).__name__}; use to_local()")
+    for name in (*rows, *PARAMETERS, "initial_state"):
+        t = local.get(name)
+        if t is None:
+            continue
+        if not isinstance(t, DTensor):
+            if name not in PARAMETERS:
+                raise TypeError(f"{name}: expected a DTensor, as {rows[0]} is, got {type(t).__name__}")
+            local[name] = _slice(name, t, kinds, mesh)
+            continue
+        placements = [_placement(name, kind, r) for kind in kinds]
+        if t.device_mesh != mesh or list(t.placements) != placements:
+            raise ValueError(
+                f"{name}: expected a DTensor with placements {placements} on {mesh}, as those of {rows[0]} demand, got "
+                f"{list(t.placements)} on {t.device_mesh}; redistribute it"
+            )
+        _check_even(name, t, placements)
+        # Every rank has a part of the gradient of what all ranks have.
+        grads = [Partial() if isinstance(p, Replicate) else p for p in placements] if name in PARAMETERS else placements
+        local[name] = t.to_local(grad_placements=grads)
+    found = function(**local, backend=backend)
+    if isinstance(r, GateRequest):
+        return _global("g", found, kinds, mesh, r)
+    if not isinstance(found, tuple):
+        return found  # an explanation
+    results = zip(("o", "final_state", "h"), found, strict=False)
+    return tuple(None if t is None else _global(n, t, kinds, mesh, r) for n, t in results)
+
+
+def _dims(name: str, r: Any) -> tuple[int | None, int]:
+    """The dimensions of sequences and of heads."""
+    if isinstance(r, GateRequest) and name == "g":
+        n = r.g.dim()
+        return (0 if n > 2 else None), n - 2
+    return BATCH.get(name), HEADS[name]
+
+
+def _kind(name: str, p: Placement, r: Any) -> Kind:
+    batch, heads = _dims(name, r)
+    if isinstance(p, Replicate):
+        return None
+    if type(p) is Shard and p.dim in (batch, heads):
+        return "heads" if p.dim == heads else "batch"
+    raise ValueError(
+        f"{name}: expected a DTensor sharded by batch, Shard({batch}), or by heads, Shard({heads}), or replicated, got "
+        f"{p}; several ranks share the tokens of a sequence by cp_context"
+    )
+
+
+def _placement(name: str, kind: Kind, r: Any) -> Placement:
+    batch, heads = _dims(name, r)
+    dim = {"batch": batch, "heads": heads}.get(kind or "")
+    return Replicate() if dim is None else Shard(dim)
+
+
+def _check_even(name: str, t: DTensor, placements: list[Placement]) -> None:
+    for dim in range(t.dim()):
+        ranks = 1
+        for i, p in enumerate(placements):
+            ranks *= t.device_mesh.size(i) if isinstance(p, Shard) and p.dim == dim else 1
+        if t.shape[dim] % ranks:
+            raise ValueError(
+                f"{name}: expected a size of dimension {dim} that {ranks} ranks divide, got {list(t.shape)}"
+            )
+
+
+def _slice(name: str, t: Tensor, kinds: list[Kind], mesh: Any) -> Tensor:
+    """This rank's heads of a parameter that all ranks have."""
+    for i, kind in enumerate(kinds):
+        if kind == "heads":
+            t = t.chunk(mesh.size(i), 0)[mesh.get_local_rank(i)]
+    return t
+
+
+def _global(name: str, t: Tensor, kinds: list[Kind], mesh: Any, r: Any) -> DTensor:
+    return DTensor.from_local(t, mesh, [_placement(name, kind, r) for kind in kinds], run_check=False)

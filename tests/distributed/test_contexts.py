@@ -1,0 +1,134 @@
+"""Contexts: what they refuse, that ranks agree, other lengths, fla's; and backends with hooks in halves."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from whole_calls import RAW, assembled, inputs, oracle, worst
+
+from kda_core.distributed import build_cp_context
+from kda_core.distributed._layout import Layout
+
+JOBS = "rank_jobs:"
+
+
+def normal(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "ranges", "message"),
+    [
+        ([0, 9], [[(0, 5)], [(4, 9)]], "rows 4 to 5 are on two ranks (rank 1 holds [(4, 9)])"),
+        ([0, 9], [[(0, 4)], [(5, 9)]], "rows 4 to 5 are on no rank"),
+        ([0, 9], [[(0, 4)], [(4, 8)]], "expected all 9 rows of cu_seqlens, got ranges that end at 8"),
+        ([0, 9], [[(0, 9)], [(0, 9)]], "rows 0 to 9 are on two ranks"),
+        ([0, 5], [[(4, 7), (0, 4)], [(7, 9)]], "at the end of a rank's rows, got [(4, 7), (0, 4)] on rank 0"),
+        ([1, 5], [[(0, 5)], []], "cu_seqlens: expected boundaries from 0, not decreasing, got [1, 5]"),
+        ([0, 5, 3], [[(0, 5)], []], "not decreasing, got [0, 5, 3]"),
+    ],
+)
+def test_ranges_that_cannot_be_are_refused_with_the_ranges(bounds, ranges, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Layout(bounds, ranges, 0)
+
+
+@pytest.fixture
+def alone():
+    """This process as a group of its own."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({}, ValueError, "tokens: expected a number of rows"),
+        ({"tokens": -1}, ValueError, "tokens: expected a number of at least 0, got -1"),
+        ({"tokens": 4, "batch": 0}, ValueError, "batch: expected a number of at least 1, got 0"),
+        ({"cu_seqlens": [0, 4], "batch": 2}, ValueError, "batch: expected 1 with cu_seqlens"),
+        ({"tokens": 4, "layout": "ring"}, ValueError, "layout: expected contiguous, zigzag or ranges"),
+        ({"tokens": 4, "layout": [[(0, 2)], [(2, 4)]]}, ValueError, "for each of 1 ranks, got 2"),
+        ({"tokens": 4, "layout": [[(0, 5)]]}, ValueError, "expected ranges of 4 rows, got ranges that end at 5"),
+        ({"tokens": 4, "layout": [[(2, 0), (0, 4)]]}, ValueError, "got (2, 0)"),
+        ({"cu_seqlens": [0, 1, 2, 3], "fragments": 2}, ValueError, "fragments: expected at least 3 for rank 0, got 2"),
+        ({"cu_seqlens": "0,4"}, TypeError, "cu_seqlens: expected a tensor or integers, got str"),
+        ({"cu_seqlens": torch.zeros(2)}, ValueError, "cu_seqlens: expected [N + 1] int32 or int64"),
+        ({"tokens": 4, "group": 7}, ValueError, "group: expected a process group"),
+    ],
+)  # fmt: skip
+def test_arguments_that_are_refused(alone, arguments, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        build_cp_context(**arguments)
+
+
+def test_it_needs_torch_distributed():
+    with pytest.raises(ValueError, match=r"group: expected torch\.distributed to be initialised"):
+        build_cp_context([0, 4])
+
+
+def test_what_a_rank_sends_does_not_depend_on_its_rows(alone):
+    assert build_cp_context(tokens=100).bytes_sent(4, 8, 6) == 0
+
+
+def test_ranks_that_disagree_are_told_by_verify(ranks):
+    same = [{"cu_seqlens": [0, 4, 9]}]
+    assert ranks.run(3, JOBS + "verified", same) == ["", "", ""]
+    bounds = [*same, {"cu_seqlens": [0, 5, 9]}]
+    message = "cu_seqlens: expected the same on all ranks, got (0, 4, 9) on rank 0 and (0, 5, 9) on rank 1"
+    assert ranks.run(3, JOBS + "verified", bounds) == [message] * 3
+    layouts = [*same, {"cu_seqlens": [0, 4, 9], "layout": [[(3, 9)], [(0, 3)]]}]
+    assert all("ranges: expected the same" in text for text in ranks.run(2, JOBS + "verified", layouts))
+
+
+def test_a_refreshed_context_serves_other_lengths(ranks):
+    assert all(ranks.run(3, JOBS + "refreshed", inputs(60), [0, 7, 30, 60], [0, 0, 44, 59], RAW))
+
+
+@pytest.mark.parametrize(
+    ("size", "context", "N"),
+    [(2, {"tokens": 70}, 1), (3, {"tokens": 70, "layout": "zigzag"}, 1), (2, {"cu_seqlens": [0, 5, 5, 60]}, 3)],
+)
+@pytest.mark.parametrize("outputs", ["o", "final_state", "both"])
+def test_hooks_in_halves(ranks, size, context, N, outputs):
+    """Each runs once a direction, with requests as ``Begun`` says, and results are the oracle's."""
+    T = context.get("tokens", 60)
+    tensors = inputs(T, N)
+    grads = {"o": normal(1, T, 4, 6), "final_state": normal(N, 4, 8, 6)}
+    options = {**RAW, "output_final_state": True}
+    expected = oracle(
+        tensors, grads if outputs == "both" else {outputs: grads[outputs]}, context.get("cu_seqlens"), options
+    )
+    asked = {"both": grads, "o": {"o": grads["o"]}, "final_state": {**grads, "without o": None}}[outputs]
+    parts, counts = zip(*ranks.run(size, JOBS + "step_by_hooks", tensors, asked, context, options), strict=True)
+    error, name = worst(assembled(parts, expected), expected)
+    assert error < 1e-12, name
+    assert all(set(count.values()) == {1} for count in counts)
+
+
+def test_a_call_that_hooks_refuse_is_served_by_plain_calls(ranks):
+    tensors = inputs(64)
+    options = {**RAW, "return_intermediate_states": True}
+    found = ranks.run(2, JOBS + "step_by_hooks", tensors, {}, {"tokens": 64}, options)
+    parts, counts = zip(*found, strict=True)
+    expected = oracle(tensors, {}, None, RAW)
+    assert worst(assembled(parts, expected), expected)[0] < 1e-12
+    assert all(set(count.values()) == {0} for count in counts)
+
+
+@pytest.mark.end_to_end
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("bounds", [[0, 64], [0, 10, 16, 50, 64]])
+def test_flas_contexts(ranks, bounds, layout):
+    """Importing fla takes seconds."""
+    pytest.importorskip("fla")
+    tensors = inputs(64)
+    grads = {"o": normal(1, 64, 4, 6)}
+    parts = ranks.run(2, JOBS + "step_with_flas_context", tensors, grads, bounds, layout)
+    expected = oracle(tensors, grads, bounds, RAW)
+    error, name = worst(assembled(parts, expected), {n: t for n, t in expected.items() if t is not None})
+    assert error < 1e-12, name

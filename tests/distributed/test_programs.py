@@ -1,0 +1,62 @@
+"""Programs that torchrun starts: the example's losses in any combination, and the benchmark's rows."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from environments import ROOT
+
+pytestmark = pytest.mark.end_to_end
+
+RUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+
+
+def run(*line):
+    done = subprocess.run([*map(str, line)], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    file = tmp_path_factory.mktemp("losses") / "one.json"
+    run(sys.executable, ROOT / "examples" / "train_parallel.py", "--steps", 8, "--json", file)
+    losses = json.loads(file.read_text())["losses"]
+    assert len(losses) == 8
+    assert losses[-1] < losses[0] - 0.5
+    return file
+
+
+@pytest.mark.parametrize(
+    ("processes", "options"),
+    [
+        (2, ["--cp", 2]),
+        (2, ["--cp", 2, "--layout", "zigzag", "--fsdp"]),
+        (2, ["--tp", 2]),
+        (4, ["--tp", 2, "--fsdp"]),
+        (4, ["--cp", 2, "--tp", 2]),
+        (4, ["--cp", 2, "--tp", 2, "--fsdp"]),
+        (4, ["--cp", 2, "--fsdp"]),
+    ],
+)
+def test_losses_are_those_of_one_process(one_process, processes, options):
+    program = ROOT / "examples" / "train_parallel.py"
+    said = run(*RUN, processes, program, "--steps", 8, *options, "--expect", one_process)
+    assert "largest difference" in said
+
+
+def test_the_benchmark_has_a_row_for_each_way(tmp_path):
+    file = tmp_path / "rows.json"
+    program = ROOT / "benchmarks" / "parallel.py"
+    run(*RUN, 2, program, "--device", "cpu", "--shapes", "64x2x8", "--rounds", 1, "--json", file)
+    rows = json.loads(file.read_text())["rows"]
+    ways = {(row["mode"], row["way"]) for row in rows}
+    for mode in ("training", "prefill"):
+        assert {(mode, way) for way in ("ideal", "kda_core", "zigzag", "whole")} <= ways
+        assert {(f"host {mode}", way) for way in ("plain", "kda_core", "zigzag")} <= ways
+    errors = [row for row in rows if row["mode"] == "errors"]
+    assert len(errors) == 2
+    assert all(row["repeats"] and max(row["errors"].values()) < 1e-5 for row in errors)
