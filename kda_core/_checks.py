@@ -42,7 +42,7 @@ from kda_core.request import AnyRequest, GateRequest, Request
 CHUNK_SIZES = (32, 64)
 FLAGS = tuple(f.name for f in fields(Request) if f.type == "bool")
 NUMBERS = ("scale", "lower_bound")
-OPTIONS = {Request: (*FLAGS, *NUMBERS, "chunk_size", "pad_slot_id"), GateRequest: ("lower_bound",)}
+OPTIONS = {Request: (*FLAGS, *NUMBERS, "chunk_size", "pad_slot_id", "checkpoint_every"), GateRequest: ("lower_bound",)}
 """Fields that are flags or numbers."""
 
 
@@ -131,7 +131,7 @@ def resolve_signs(r: AnyRequest) -> bool:
         Whether anything was replaced.
     """
     found = {n: t.resolve_neg() for n, t in vars(r).items() if type(t) in (Tensor, Parameter) and t.is_neg()}
-    for name in ("out", r.written_states) if isinstance(r, Request) else ():
+    for name in ("out", r.written_states, r.checkpoint_states) if isinstance(r, Request) else ():
         if name in found:
             fail(name, "a tensor that can be written to as it lies in memory", "a negative view (see resolve_neg)")
     r.__dict__.update(found)
@@ -188,7 +188,7 @@ def _check_places(r: Request) -> None:
 def _check_written(r: Request) -> None:
     """Refuse ``out`` and a pool that share memory with other tensors of the call."""
     tensors = {n: t for n, t in vars(r).items() if type(t) in (Tensor, Parameter)}
-    for name in filter(None, ("out", r.written_states)):
+    for name in filter(None, ("out", r.written_states, r.checkpoint_states)):
         written = tensors.pop(name, None)
         for other, t in tensors.items():
             if written is not None and t.device == written.device and share_memory(written, t):

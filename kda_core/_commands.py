@@ -40,6 +40,12 @@ OPS: dict[str, Any] = {
 }
 TYPES: dict[str, Any] = {"bool": bool, "int": int, "float | None": float | None}
 """The command line's types of flags and numbers, by the annotations of the public functions."""
+PASSED = tuple(
+    f.name
+    for f in dataclasses.fields(Request)[: list(inspect.signature(Request).parameters).index("save_for_backward")]
+    if f.type == "Tensor | None" and f.name not in ("A_log", "cu_seqlens", "ssm_state_indices")
+)
+"""Optional tensors that have a flag each: the others follow from other options."""
 STYLES = {
     **dict.fromkeys(("chosen", "available", "passed", "ready"), "green"),
     **dict.fromkeys(("refused", "untested", "unavailable", "not installed", "switched off", "unsupported"), "yellow"),
@@ -129,7 +135,7 @@ def _meanings(function: Callable[..., Any]) -> list[tuple[str, str]]:
 
 
 def _with_call_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the flags and numbers of the public functions, in the place of its ``**given``."""
+    """Give a command the flags, numbers and tensors of the public functions, in the place of its ``**given``."""
     own = inspect.signature(command, eval_str=True)
     parameters = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
     taken = {n: p for f in OPS.values() for n, p in inspect.signature(f).parameters.items() if p.annotation in TYPES}
@@ -140,6 +146,9 @@ def _with_call_options(command: Callable[..., None]) -> Callable[..., None]:
         flag += flag.replace("--", "/--no-") if default is True else ""
         option = typer.Option(default, flag, help=meanings.get(name))
         parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind))
+    for name in PASSED:
+        option = typer.Option(False, "--" + name.replace("_", "-"), help=f"Pass {name}.")
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=bool))
     command.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
     return command
 
@@ -161,23 +170,7 @@ def explain(
     slots: Annotated[int | None, typer.Option(min=0, help="Size of a pool, with ssm_state_indices.")] = None,
     slots_per_sequence: Annotated[int, typer.Option(min=1, help="Columns 1+S of ssm_state_indices.")] = 1,
     a_log: Annotated[bool | None, typer.Option(help="Pass A_log; left out: where the gate needs it.")] = None,
-    dt_bias: Annotated[bool, typer.Option("--dt-bias", help="Pass dt_bias.")] = False,
-    initial_state: Annotated[bool, typer.Option("--initial-state", help="Pass an initial state.")] = False,
-    cu_seqlens_cpu: Annotated[
-        bool, typer.Option("--cu-seqlens-cpu", help="Pass the copy of cu_seqlens on the CPU.")
-    ] = False,
-    num_accepted_tokens: Annotated[
-        bool, typer.Option("--num-accepted-tokens", help="Pass num_accepted_tokens.")
-    ] = False,
-    has_initial_state: Annotated[bool, typer.Option("--has-initial-state", help="Pass has_initial_state.")] = False,
     intermediate_states_dtype: Annotated[str | None, typer.Option(help="Dtype of the intermediate states.")] = None,
-    final_state_indices: Annotated[
-        bool, typer.Option("--final-state-indices", help="Pass final_state_indices, with as many columns.")
-    ] = False,
-    final_state_pool: Annotated[
-        bool, typer.Option("--final-state-pool", help="Pass final_state_pool, of the pool's size and dtype.")
-    ] = False,
-    out: Annotated[bool, typer.Option("--out", help="Pass an output buffer.")] = False,
     cp_context: Annotated[bool, typer.Option("--cp-context", help="Pass a context-parallel context.")] = False,
     backend: BackendName = None,
     plan: Annotated[bool, typer.Option("--plan", help="Show what the call would allocate and launch.")] = False,
@@ -197,12 +190,9 @@ def explain(
         raise typer.BadParameter(f"expected one of {', '.join(OPS)}, got {op!r}", param_hint="--op")
     if a_log is None:
         a_log = (given["use_gate_in_kernel"] or op == "kda_gate") and given["lower_bound"] is None
-    tensors = {
-        "A_log": a_log, "dt_bias": dt_bias, "initial_state": initial_state or slots is not None,
-        "cu_seqlens": varlen is not None, "cu_seqlens_cpu": cu_seqlens_cpu, "ssm_state_indices": slots is not None,
-        "num_accepted_tokens": num_accepted_tokens, "out": out, "has_initial_state": has_initial_state,
-        "final_state_indices": final_state_indices, "final_state_pool": final_state_pool,
-    }  # fmt: skip
+    passed = {name: given.pop(name) for name in PASSED} | {"A_log": a_log, "cu_seqlens": varlen is not None}
+    if slots is not None:
+        passed |= {"initial_state": True, "ssm_state_indices": True}
     # Only what the user wrote is passed on, so that the defaults are those of the call itself.
     written = {name: value for name, value in given.items() if _is_written(ctx, name)}
     if intermediate_states_dtype is not None:
@@ -215,7 +205,7 @@ def explain(
             sizes=_sizes(shape), HV=hv, dtype=dtype, gate_dtype=gate_dtype, state_dtype=state_dtype,
             device=_planned_device(backend) if chip and backend and device is None else _device(device, backend),
             bounds=None if varlen is None else _integers(varlen), slots=slots, slots_per_sequence=slots_per_sequence,
-            strided=strided, backward=backward, present=frozenset(name for name, passed in tensors.items() if passed),
+            strided=strided, backward=backward, present=frozenset(n for n, given in passed.items() if given),
         )  # fmt: skip
         call = example_call(OPS[op], call_shape, written)
         if plan:

@@ -418,7 +418,7 @@ def writes_to_caller(r: Request) -> bool:
 
 def count_writes(r: Request) -> None:
     """Tell autograd that a pool or ``out`` was written, so that a stale use of it in a backward is found."""
-    for name in ("out", r.written_states):
+    for name in {"out", r.written_states, r.checkpoint_states}:
         t = None if name is None else getattr(r, name)
         if t is not None and not t.is_inference():
             torch.autograd.graph.increment_version(t)

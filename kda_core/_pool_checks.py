@@ -59,7 +59,7 @@ def _check_reads_and_writes(r: Request) -> None:
     fresh, indices, pool = r.has_initial_state, r.final_state_indices, r.final_state_pool
     given = {
         "has_initial_state": fresh is not None, "update_state=False": not r.update_state,
-        "final_state_indices": indices is not None,
+        "final_state_indices": indices is not None, "checkpoint_indices": r.checkpoint_indices is not None,
     }  # fmt: skip
     for name, used in given.items():
         if used and r.ssm_state_indices is None:
@@ -72,14 +72,38 @@ def _check_reads_and_writes(r: Request) -> None:
         fail(name, f"{expected} beside update_state=False, which computes no final states", "one")
     if indices is not None:
         _check_table("final_state_indices", indices, r)
-    if pool is None:
-        return
-    if indices is None:
-        fail("final_state_indices", "slots of final_state_pool beside it", "None")
-    expect_tensor("final_state_pool", pool, state_dtypes(r), r.device)
+    _check_checkpoints(r)
+    if pool is not None:
+        if indices is None:
+            fail("final_state_indices", "slots of final_state_pool beside it", "None")
+        _check_pool("final_state_pool", pool, r)
+
+
+def _check_pool(name: str, pool: Tensor, r: Request) -> None:
+    """Check a pool that is written, by its metadata."""
+    expect_tensor(name, pool, state_dtypes(r), r.device)
     if pool.dim() != 4 or tuple(pool.shape[1:]) != r.state_shape[1:]:
-        fail("final_state_pool", f"shape [slots, *{list(r.state_shape[1:])}], as initial_state", shape_of(pool))
-    expect_no_overlap("final_state_pool", pool)
+        fail(name, f"shape [slots, *{list(r.state_shape[1:])}], as initial_state", shape_of(pool))
+    expect_no_overlap(name, pool)
+
+
+def _check_checkpoints(r: Request) -> None:
+    indices, every = r.checkpoint_indices, r.checkpoint_every
+    expect_int("checkpoint_every", every)
+    if indices is None:
+        for name, used in (("checkpoint_every", every != 0), ("checkpoint_pool", r.checkpoint_pool is not None)):
+            if used:
+                fail("checkpoint_indices", f"slots [N, M] beside {name}", "None")
+        return
+    expect_tensor("checkpoint_indices", indices, INDEX_DTYPES, r.device)
+    if indices.dim() != 2 or indices.shape[0] != r.N:
+        fail("checkpoint_indices", f"shape [N, M] with N = {r.N}", shape_of(indices))
+    if every < 1 or every % r.chunk_size:
+        fail("checkpoint_every", f"a positive multiple of chunk_size = {r.chunk_size}", f"{every}")
+    if r.checkpoint_pool is not None:
+        _check_pool("checkpoint_pool", r.checkpoint_pool, r)
+    elif r.written_states is None:
+        fail("checkpoint_pool", "a pool beside update_state=False", "None")
 
 
 @functools.lru_cache(maxsize=64)
@@ -93,7 +117,7 @@ def check_slot_values(r: Request, bounds: list[int] | None) -> None:
     if indices is None or pool is None or not indices.is_cpu:
         return
     target, final = r.written_slots, r.final_state_indices
-    if final is None and indices.numel() == r.N and accepted is None:
+    if final is None and indices.numel() == r.N and accepted is None and r.checkpoint_indices is None:
         # Decoding runs this once a token and layer: accept valid slots without skipped rows from a cache.
         slots = (indices if indices.dim() == 1 else indices[:, 0]).tolist()
         if not slots or _are_slots_of_their_own(tuple(slots), pool.size(0), r.pad_slot_id):
@@ -109,25 +133,38 @@ def check_slot_values(r: Request, bounds: list[int] | None) -> None:
         if not 1 <= count <= len(row):
             fail("num_accepted_tokens", f"values from 1 to {len(row)}", f"{count}")
     fresh = [False] * r.N if r.has_initial_state is None else (~r.has_initial_state).tolist()
-    size = pool.shape[0] if r.final_state_pool is None else r.final_state_pool.shape[0]
+    # By pool and slot; a sequence may write what it alone reads.
     reads: list[tuple[int, int]] = []
-    owner: dict[int, int] = {}
+    owner: dict[tuple[str, int], int] = {}
+    kept = _checkpoints(r, lengths)
     for n, (row, count, length) in enumerate(zip(rows, counts, lengths, strict=True)):
         start = row[count - 1]
         if start < 0 or start == r.pad_slot_id:
             continue  # skipped: its other slots are never read
         _check_slot("ssm_state_indices", start, pool.shape[0])
-        if not fresh[n] and r.final_state_pool is None:
+        if not fresh[n]:
             reads.append((start, n))
-        touched = (targets[n][:length] if every_token else targets[n]) if r.update_state else []
-        written = [slot for slot in touched if slot >= 0 and slot != r.pad_slot_id]
-        if len(set(written)) != len(written):
-            fail(name, "different slots for the tokens of a sequence", f"{written} in row {n}")
-        for slot in written:
-            _check_slot(name, slot, size)
-            _check_owner(name, slot, owner.setdefault(slot, n), n)
+        states = [(name, r.written_states, slot) for slot in (targets[n][:length] if every_token else targets[n])]
+        states += [("checkpoint_indices", r.checkpoint_states, slot) for slot in kept[n]]
+        own: set[tuple[str, int]] = set()
+        for table, where, slot in states:
+            if where is None or slot < 0 or slot == r.pad_slot_id:
+                continue
+            _check_slot(table, slot, getattr(r, where).shape[0])
+            _check_owner(table, slot, owner.setdefault((where, slot), n), n)
+            if (where, slot) in own:
+                fail(table, "different slots for the states of a sequence", f"slot {slot} twice in row {n}")
+            own.add((where, slot))
     for slot, n in reads:
-        _check_owner(name, slot, owner.get(slot, n), n)
+        _check_owner(name, slot, owner.get(("initial_state", slot), n), n)
+
+
+def _checkpoints(r: Request, lengths: list[int]) -> list[list[int]]:
+    """The slots of every sequence's checkpoints, as far as it has tokens for them."""
+    if r.checkpoint_indices is None:
+        return [[] for _ in lengths]
+    rows = zip(r.checkpoint_indices.tolist(), lengths, strict=True)
+    return [row[: length // r.checkpoint_every] for row, length in rows]
 
 
 def _check_slot(name: str, slot: int, size: int) -> None:

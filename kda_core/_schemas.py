@@ -83,6 +83,7 @@ _WRITTEN = (
     "Tensor? final_state_indices=None, Tensor(c!)? final_state_pool=None"
 )
 _LATER = "ScalarType? intermediate_states_dtype=None"
+_CHECKPOINTS = "Tensor? checkpoint_indices=None, int checkpoint_every=0, Tensor(d!)? checkpoint_pool=None"
 _GRADIENTS = ", ".join(f"Tensor? {name}=None" for name in ("grad_o", "grad_final_state", *SAVED_NAMES))
 
 TENSOR_NAMES = _names(_TENSORS)
@@ -95,7 +96,7 @@ OPTION_NAMES = _names(_OPTIONS)
 FUNCTIONAL = {op: Schema(op, f"{_SHARED}, {_SAVE}, {_LATER}", 3 + MAX_SAVED_TENSORS) for op in get_args(Op)}
 """(o, final_state, h, saved_0, ...) of a call that writes to nothing of the caller's; differentiable."""
 
-INPLACE = {op: Schema(f"{op}_", f"{_SHARED}, {_WRITTEN}, {_LATER}", 3) for op in get_args(Op)}
+INPLACE = {op: Schema(f"{op}_", f"{_SHARED}, {_WRITTEN}, {_LATER}, {_CHECKPOINTS}", 3) for op in get_args(Op)}
 """(o, final_state, h) of a call that writes to the caller's ``pool`` or ``out``; no gradient."""
 
 BACKWARD = {

@@ -30,7 +30,8 @@ def chunk_kda(
     dt_bias: Tensor | None = None, chunk_size: int = 64, ssm_state_indices: Tensor | None = None, pad_slot_id: int = -1,
     out: Tensor | None = None, backend: str | None = None, has_initial_state: Tensor | None = None,
     update_state: bool = True, final_state_indices: Tensor | None = None, final_state_pool: Tensor | None = None,
-    intermediate_states_dtype: torch.dtype | None = None,
+    intermediate_states_dtype: torch.dtype | None = None, checkpoint_indices: Tensor | None = None,
+    checkpoint_every: int = 0, checkpoint_pool: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]: ...
 
 
@@ -45,7 +46,8 @@ def chunk_kda(
     dt_bias: Tensor | None = None, chunk_size: int = 64, ssm_state_indices: Tensor | None = None, pad_slot_id: int = -1,
     out: Tensor | None = None, backend: str | None = None, has_initial_state: Tensor | None = None,
     update_state: bool = True, final_state_indices: Tensor | None = None, final_state_pool: Tensor | None = None,
-    intermediate_states_dtype: torch.dtype | None = None,
+    intermediate_states_dtype: torch.dtype | None = None, checkpoint_indices: Tensor | None = None,
+    checkpoint_every: int = 0, checkpoint_pool: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]: ...
 
 
@@ -60,7 +62,8 @@ def chunk_kda(
     dt_bias: Tensor | None = None, chunk_size: int = 64, ssm_state_indices: Tensor | None = None, pad_slot_id: int = -1,
     out: Tensor | None = None, backend: str | None = None, has_initial_state: Tensor | None = None,
     update_state: bool = True, final_state_indices: Tensor | None = None, final_state_pool: Tensor | None = None,
-    intermediate_states_dtype: torch.dtype | None = None,
+    intermediate_states_dtype: torch.dtype | None = None, checkpoint_indices: Tensor | None = None,
+    checkpoint_every: int = 0, checkpoint_pool: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]: ...
 # fmt: on
 
@@ -98,6 +101,9 @@ def chunk_kda(
     final_state_indices: Tensor | None = None,
     final_state_pool: Tensor | None = None,
     intermediate_states_dtype: torch.dtype | None = None,
+    checkpoint_indices: Tensor | None = None,
+    checkpoint_every: int = 0,
+    checkpoint_pool: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     r"""Kimi Delta Attention over whole sequences, in chunks: for training and prefill.
 
@@ -161,6 +167,12 @@ def chunk_kda(
             drop the state. ``fused_recurrent_kda`` also takes [N, 1+S], a slot for every token.
         final_state_pool: [slots, HV, K, V], of any dtype that ``initial_state`` may have, beside
             ``final_state_indices``: the pool that they point into, while ``initial_state`` is only read.
+        checkpoint_indices: [N, M] int32 or int64, beside ``ssm_state_indices`` and ``checkpoint_every``: slot [n, j]
+            takes the state after (j + 1) * checkpoint_every tokens of sequence n, if it has so many; ``pad_slot_id``
+            and negative indices drop it. A sequence may have more of them than columns. No slot is written twice.
+        checkpoint_every: tokens between checkpoints, a multiple of ``chunk_size``.
+        checkpoint_pool: [slots, HV, K, V], of any dtype that ``initial_state`` may have: the pool that checkpoints go
+            to; None: the one that final states go to.
         intermediate_states_dtype: dtype of h, beside ``return_intermediate_states``; one that states may have. None:
             that of the initial state.
 
@@ -193,6 +205,8 @@ def chunk_kda(
             "pad_slot_id": pad_slot_id, "out": out, "has_initial_state": has_initial_state,
             "update_state": update_state, "final_state_indices": final_state_indices,
             "final_state_pool": final_state_pool, "intermediate_states_dtype": intermediate_states_dtype,
+            "checkpoint_indices": checkpoint_indices, "checkpoint_every": checkpoint_every,
+            "checkpoint_pool": checkpoint_pool,
             "save_for_backward": _needs_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state, out),
         }
     )  # fmt: skip
@@ -271,6 +285,7 @@ def fused_recurrent_kda(
             "pad_slot_id": pad_slot_id, "out": out, "has_initial_state": has_initial_state,
             "update_state": update_state, "final_state_indices": final_state_indices,
             "final_state_pool": final_state_pool, "intermediate_states_dtype": None,
+            "checkpoint_indices": None, "checkpoint_every": 0, "checkpoint_pool": None,
             "save_for_backward": _needs_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state, out),
         }
     )  # fmt: skip

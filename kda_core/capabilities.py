@@ -52,6 +52,7 @@ class Feature(Enum):
     CONTEXT_PARALLEL = "a sequence spread over devices (cp_context)"
     HAS_INITIAL_STATE = "sequences of a pool that start from zero (has_initial_state)"
     NO_STATE_UPDATE = "outputs alone, from a pool that stays as it was (update_state=False)"
+    CHECKPOINTS = "states at multiples of a number of tokens, in slots (checkpoint_indices, checkpoint_every)"
     FINAL_STATE_INDICES = "final states in other slots, or in another pool (final_state_indices, final_state_pool)"
 
 
@@ -72,7 +73,7 @@ The set names its features and never grows: a wheel that declares it does not kn
 
 FEATURES_1_2 = FEATURES_1_0 | {
     Feature.HAS_INITIAL_STATE, Feature.NO_STATE_UPDATE, Feature.FINAL_STATE_INDICES, Feature.FP16_STATE,
-    Feature.INTERMEDIATE_STATES_DTYPE,
+    Feature.INTERMEDIATE_STATES_DTYPE, Feature.CHECKPOINTS,
 }  # fmt: skip
 """The same of contract 1.2."""
 

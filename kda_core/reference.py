@@ -201,6 +201,7 @@ def forward(r: Request) -> ForwardResult:
         return (state.mT if r.state_v_first else state).to(dtype).contiguous()
 
     _write_pool(r, result)
+    _write_checkpoints(r, result)
     o = result.o.to(r.q.dtype)
     if r.out is not None:
         o = r.out.copy_(o)
@@ -225,6 +226,19 @@ def _write_pool(r: Request, result: OracleResult) -> None:
             slot = int(slots[n, t if every_token else 0])
             if slot >= 0:
                 state = result.token_states[n, t]
+                pool[slot] = (state.mT if r.state_v_first else state).to(pool.dtype)
+
+
+def _write_checkpoints(r: Request, result: OracleResult) -> None:
+    if r.checkpoint_states is None or result.token_states is None:
+        return
+    pool, slots = getattr(r, r.checkpoint_states), _slots(r, r.checkpoint_indices)
+    for n, (_, start, end) in enumerate(sequence_bounds(r)):
+        for slot, t in zip(
+            slots[n].tolist(), range(r.checkpoint_every, end - start + 1, r.checkpoint_every), strict=False
+        ):
+            if slot >= 0 and not result.skipped[n]:
+                state = result.token_states[n, t - 1]
                 pool[slot] = (state.mT if r.state_v_first else state).to(pool.dtype)
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from kda_core._layer_requests import GatedNormRequest, ShortConvolutionRequest
 from kda_core.capabilities import Feature
 
 Op = Literal["chunk_kda", "fused_recurrent_kda"]
@@ -47,6 +48,8 @@ class Request:
         final_state_indices: [N] or [N, 1+S] slots that states are written to, or None: those of ssm_state_indices.
         final_state_pool: [slots, HV, K, V] pool that states are written to, or None: initial_state.
         intermediate_states_dtype: of h, or None: ``state_dtype``.
+        checkpoint_indices: [N, M] slots or None; [n, j] takes the state after (j + 1) * checkpoint_every tokens.
+        checkpoint_pool: [slots, HV, K, V] pool that they point into, or None: that of ``written_states``.
         inplace_final_state: ``initial_state`` is a pool that is read and advanced in place; then the
             result's ``final_state`` is None.
         save_for_backward: the result's ``saved`` must match ``kda_core_saved_spec``.
@@ -98,6 +101,9 @@ class Request:
     intermediate_states_dtype: torch.dtype | None = field(
         default=None, metadata={"needs": Feature.INTERMEDIATE_STATES_DTYPE}
     )
+    checkpoint_indices: Tensor | None = field(default=None, metadata={"needs": Feature.CHECKPOINTS})
+    checkpoint_every: int = 0
+    checkpoint_pool: Tensor | None = field(default=None, metadata={"needs": Feature.CHECKPOINTS})
     save_for_backward: bool = False
     saved: tuple[Tensor, ...] = ()
     grad_o: Tensor | None = None
@@ -169,6 +175,13 @@ class Request:
         if not self.inplace_final_state or self.update_state is False:
             return None
         return "initial_state" if self.final_state_pool is None else "final_state_pool"
+
+    @property
+    def checkpoint_states(self) -> str | None:
+        """Name of the pool that checkpoints go to; None without checkpoints."""
+        if self.checkpoint_indices is None:
+            return None
+        return self.written_states if self.checkpoint_pool is None else "checkpoint_pool"
 
     @property
     def written_slots(self) -> Tensor | None:
@@ -257,73 +270,6 @@ class GateRequest:
         if not self.g.is_contiguous():
             needed.add(Feature.STRIDED_INPUT)
         return frozenset(needed)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class ShortConvolutionRequest:
-    """One checked call of ``kda_core.nn.short_convolution``, forward or backward. D channels, W taps.
-
-    Attributes:
-        x: [B, T, D], neither B, T nor D 0; any strides.
-        weight: [D, W]; W >= 2.
-        bias: [D] or None.
-        initial_state: [N, W - 1, D], contiguous, or None.
-        cu_seqlens: [N + 1] or None.
-        silu: whether SiLU follows.
-        output_final_state: the final state is asked for.
-        inplace_final_state: write it over ``initial_state``; then the result's ``final_state`` is None.
-        parts: sizes of two or three parts of the channels, each with a gradient of its own backwards; (): one of all.
-        grad_output, grad_second, grad_third: backward only: [B, T, part's size].
-        grad_final_state: backward only: [N, W - 1, D] or None.
-        needs_grad: backward only: names among "x", "weight", "bias", "initial_state".
-        memo: as in ``Request``.
-    """
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None = None
-    initial_state: Tensor | None = None
-    cu_seqlens: Tensor | None = None
-    silu: bool = True
-    output_final_state: bool = False
-    inplace_final_state: bool = False
-    parts: tuple[int, ...] = ()
-    grad_output: Tensor | None = None
-    grad_second: Tensor | None = None
-    grad_third: Tensor | None = None
-    grad_final_state: Tensor | None = None
-    needs_grad: frozenset[str] = frozenset()
-    memo: dict[Any, Any] | None = field(default=None)
-
-    @property
-    def device(self) -> torch.device:
-        return self.x.device
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class GatedNormRequest:
-    """One checked call of ``kda_core.nn.gated_rms_norm``, forward or backward.
-
-    Attributes:
-        x, gate: [..., D], of one shape without a 0; any strides.
-        weight: [D].
-        eps: added to the mean of squares.
-        grad_output: backward only: shape of x.
-        needs_grad: backward only: names among "x", "gate", "weight".
-        memo: as in ``Request``.
-    """
-
-    x: Tensor
-    gate: Tensor
-    weight: Tensor
-    eps: float
-    grad_output: Tensor | None = None
-    needs_grad: frozenset[str] = frozenset()
-    memo: dict[Any, Any] | None = field(default=None)
-
-    @property
-    def device(self) -> torch.device:
-        return self.x.device
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -487,7 +433,7 @@ def _features(r: Request) -> Iterator[Feature]:
         yield Feature.UNEQUAL_HEAD_DIMS
     if not (_is_power_of_two(r.K) and _is_power_of_two(r.V)):
         yield Feature.ODD_HEAD_DIMS
-    for states in (r.initial_state, r.final_state_pool):
+    for states in (r.initial_state, r.final_state_pool, r.checkpoint_pool):
         if states is not None and states.dtype in _STATES:
             yield _STATES[states.dtype]
     if any(t is not None and t.dim() == 2 and t.shape[1] > 1 for t in (r.ssm_state_indices, r.final_state_indices)):

@@ -21,7 +21,9 @@ from kda_core.testing.inputs import Call
 BY_QUERY_HEAD, BY_VALUE_HEAD = ("q", "k", "dq", "dk"), ("v", "g", "beta", "o", "dv", "dg", "dbeta")
 _KINDS = ("bool", "int", "float", "float | None", "torch.dtype | None")
 OPTIONS = tuple(
-    f.name for f in fields(Request) if f.type in _KINDS and f.name not in ("pad_slot_id", "save_for_backward")
+    f.name
+    for f in fields(Request)
+    if f.type in _KINDS and f.name not in ("pad_slot_id", "save_for_backward", "checkpoint_every")
 )
 """A call's options; a sample's pool has its own slots, and slot -1 is skipped."""
 
@@ -35,7 +37,7 @@ def on_cpu(r: Request) -> Request:
     indices, accepted = r.ssm_state_indices, r.num_accepted_tokens
     if accepted is not None and indices is not None and not accepted.is_cpu:
         accepted = accepted.cpu().clamp(1, 1 if indices.dim() == 1 else indices.shape[1])
-    names = ("cu_seqlens", "ssm_state_indices", "has_initial_state", "final_state_indices")
+    names = ("cu_seqlens", "ssm_state_indices", "has_initial_state", "final_state_indices", "checkpoint_indices")
     moved = {n: t if (t := getattr(r, n)) is None else t.cpu() for n in names}
     return replace(r, **moved, num_accepted_tokens=accepted if accepted is None else accepted.cpu())
 
@@ -82,6 +84,16 @@ class Slots:
     def written(self) -> set[int]:
         """The slots that the call writes."""
         return {slot for row in self.targets for slot in row if slot >= 0}
+
+    def checkpoints(self) -> set[int]:
+        """The slots that its checkpoints are written to."""
+        r = self.request
+        if r.checkpoint_indices is None:
+            return set()
+        bounds = zip(reference.sequence_bounds(r), self.skipped, strict=True)
+        counts = [0 if skip else (end - start) // r.checkpoint_every for (_, start, end), skip in bounds]
+        rows = reference._slots(r, r.checkpoint_indices).tolist()
+        return {slot for row, count in zip(rows, counts, strict=True) for slot in row[:count] if slot >= 0}
 
     def written_by(self, sequences: Iterable[int], lengths: list[int]) -> list[int]:
         """The slots that the first tokens of some sequences write, in order of sequence and token."""

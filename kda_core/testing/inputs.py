@@ -112,6 +112,19 @@ class Call:
             written += [slot for slot in (row[: lengths[n]] if len(row) > 1 else row) if slot >= 0]
         return written
 
+    def checkpoint_slots(self) -> list[int]:
+        """The slots that the call's checkpoints are written to, in order of sequence and token."""
+        if "checkpoint_indices" not in self.tensors:
+            return []
+        rows, lengths, every = self._slots("checkpoint_indices"), self.lengths(), self.options["checkpoint_every"]
+        return [slot for n in self.advanced_sequences() for slot in rows[n][: lengths[n] // every] if slot >= 0]
+
+    def slots_of(self, name: str) -> list[int]:
+        """All slots of a pool that the call writes, by the name of its argument."""
+        request = self.request()
+        slots = self.written_slots() if request.written_states == name else []
+        return slots + (self.checkpoint_slots() if request.checkpoint_states == name else [])
+
     def without_pool(self) -> Call:
         """The call on the states that its sequences start from; a skipped one starts from zero."""
         if not self.has_pool:
@@ -121,6 +134,7 @@ class Call:
         dense = torch.where(zero[:, None, None, None], 0, pool[start.clamp_min(0)])
         names = ("ssm_state_indices", "num_accepted_tokens", "inplace_final_state", "out", "has_initial_state")
         gone = dict.fromkeys((*names, "update_state", "final_state_indices", "final_state_pool"))
+        gone |= dict.fromkeys(("checkpoint_indices", "checkpoint_every", "checkpoint_pool"))
         return self.having(initial_state=dense, **gone)
 
     def in_pool(self, indices: Tensor, slots: int, accepted: Tensor | None = None) -> Call:
@@ -142,7 +156,8 @@ class Call:
 
     def written_names(self) -> frozenset[str]:
         """The arguments that the call writes to."""
-        return frozenset(filter(None, [self.written_states, "out" if self.given_out else None]))
+        names = [self.written_states, self.request().checkpoint_states, "out" if self.given_out else None]
+        return frozenset(filter(None, names))
 
     def request_shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor in the request (dt_bias is [HV, K] there)."""

@@ -353,7 +353,7 @@ class Subject:
         wrong = []
         for name, got in results.tensors.items():
             # Written slots of a pool are compared as final states, all others bit for bit.
-            if name == "pool":
+            if name in ("pool", "checkpoints"):
                 continue
             wrong += self._compare(name, got, expected[name], allowed[name], dtypes[name], request)
         if wrong:
@@ -417,6 +417,9 @@ class Subject:
             if "final_state" in results and results["final_state"].data_ptr() != pool.data_ptr():
                 raise Mismatch("final_state is not the pool that was advanced in place")
             results["pool"] = pool
+            if "checkpoint_indices" in call.tensors:
+                kept = tensors[call.request().checkpoint_states or "checkpoint_pool"]
+                results["checkpoints"] = kept[call.checkpoint_slots()]
         moved = {n: t.to("cpu", copy=True) for n, t in results.items()}
         if call.has_pool:
             moved["final_state"] = moved["pool"][call.written_slots()]
@@ -485,7 +488,7 @@ class Subject:
             if name == "out":
                 view.copy_(old_view)
             else:
-                slots = torch.tensor(call.written_slots(), dtype=torch.long, device=t.device)
+                slots = torch.tensor(call.slots_of(name), dtype=torch.long, device=t.device)
                 view[slots] = old_view[slots]
             if not torch.equal(restored, before[name]):
                 raise Mismatch(f"{name}: memory was written that this call must not touch")

@@ -145,6 +145,11 @@ def checks() -> list[Check | GateCheck]:
             more={"final_state_indices": torch.tensor([0, 2, 4])},
         ),
         _pooled(
+            prefill.having(name="prefill in a pool, checkpoints"),
+            [3, 1, 0],
+            more={"checkpoint_indices": torch.tensor([[2], [2], [4]]), "checkpoint_every": 64},
+        ),
+        _pooled(
             draft.having(name="draft, states elsewhere"),
             [[8], [0], [8]],
             more={"final_state_indices": torch.tensor([[1, 2, 3], [4, 5, -1], [6, 7, 9]])},

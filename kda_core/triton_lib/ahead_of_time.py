@@ -216,7 +216,7 @@ def inference(case: Case) -> Request:
     """The forward of a case, whose tensors have no memory; beta has the dtype of q.
 
     With the tag "pool" its states lie in a pool that is advanced in place, with "drafts" in one where every token has a
-    slot. With "served" it has what servers ask of a pool as well.
+    slot. With "served" it has what servers ask of a pool as well, with "checkpoints" those too.
     """
     with fake_tensors():
         r = case.call().request()
@@ -229,6 +229,9 @@ def inference(case: Case) -> Request:
         if "served" in case.tags:
             changed["has_initial_state"] = torch.empty(r.N, dtype=torch.bool)
             changed |= {"final_state_indices": changed["ssm_state_indices"], "final_state_pool": r.initial_state}
+            if "checkpoints" in case.tags:
+                table = torch.empty(r.N, 2, dtype=case.index_dtype)
+                changed |= {"checkpoint_indices": table, "checkpoint_every": r.chunk_size}
     if case.lengths:
         # Shapes of intermediate states follow from the values.
         bounds = torch.tensor([0, *case.lengths]).cumsum(0).to(case.index_dtype)
@@ -239,7 +242,7 @@ def inference(case: Case) -> Request:
 def training(case: Case) -> Request:
     """The forward of a training step: the same without a pool and intermediate states."""
     left_out = {"return_intermediate_states": False, "cu_seqlens_cpu": None, "save_for_backward": True}
-    return replace(inference(case.having(tags=case.tags - {"pool", "drafts", "served"})), **left_out)
+    return replace(inference(case.having(tags=case.tags - {"pool", "drafts", "served", "checkpoints"})), **left_out)
 
 
 def gradients(case: Case, saved: Sequence[TensorSpec] = ()) -> Request:

@@ -37,7 +37,7 @@ MAX_PLANS = 1024
 
 _CHUNK = (
     *("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "ssm_state_indices", "out"),
-    *("has_initial_state", "final_state_indices", "final_state_pool"),
+    *("has_initial_state", "final_state_indices", "final_state_pool", "checkpoint_indices", "checkpoint_pool"),
 )
 _chunk_inputs = attrgetter(*_CHUNK)
 _BACKWARD = (

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from kda_core.request import Request
-from kda_core.triton_lib.arguments import gate_kind, has_contiguous_rows
+from kda_core.triton_lib.arguments import gate_kind, has_contiguous_rows, named_state_strides
 from kda_core.triton_lib.layout import CHUNK, padded
 from kda_core.triton_lib.plan import Builder, Copy, View
 
@@ -33,13 +33,24 @@ def names(r: Request) -> dict[str, Any]:
         "s_index": 0 if indices is None else indices.stride(0), "pad_slot_id": r.pad_slot_id,
         "slots": 0 if indices is None else r.initial_state.shape[0], "final_indices": final,
         "s_final": 0 if final is None else final.stride(0), "final_slots": 0 if final is None else written.shape[0],
-        "has_state": r.has_initial_state,
+        "has_state": r.has_initial_state, **_checkpoints(r),
         "s_has": 0 if r.has_initial_state is None else r.has_initial_state.stride(0), "scale": float(r.scale),
         "lower_bound": float(r.lower_bound or 0.0), "T": r.T, "N": r.N, "H": r.H, "HV": r.HV, "group": group,
         "GROUP": group, "chunks": chunks, "NT": chunks, "K": r.K, "V": r.V, "KP": padded(r.K), "VP": padded(r.V),
         "C": CHUNK, "V_FIRST": r.state_v_first, "GATE": gate_kind(r), "L2NORM": r.use_qk_l2norm_in_kernel,
         "SIGMOID": r.use_beta_sigmoid_in_kernel, "BETA_SIGMOID": r.use_beta_sigmoid_in_kernel,
         "NEG_EIGVAL": r.allow_neg_eigval, "BETA_SCALE": 2.0 if r.allow_neg_eigval else 1.0,
+    }  # fmt: skip
+
+
+def _checkpoints(r: Request) -> dict[str, Any]:
+    """Where states after every so many chunks go."""
+    table, pool = r.checkpoint_indices, None if r.checkpoint_states is None else getattr(r, r.checkpoint_states)
+    s_row, s_column = (0, 0) if table is None else table.strides
+    return named_state_strides("c", pool, r.state_v_first) | {
+        "checkpoints": table, "checkpoint_pool": pool, "s_row": s_row, "s_column": s_column,
+        "columns": 0 if table is None else table.shape[1], "checkpoint_slots": 0 if pool is None else pool.shape[0],
+        "every": max(1, r.checkpoint_every // CHUNK),
     }  # fmt: skip
 
 

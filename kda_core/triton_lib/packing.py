@@ -91,3 +91,13 @@ def starts_from_state(has_state, i_n, s_has):
     """Whether sequence ``i_n`` starts from its state, rather than from zero."""
     # As bytes: the interpreter reads no booleans.
     return tl.load(has_state.to(tl.pointer_type(tl.int8)) + i_n * s_has) != 0
+
+
+@triton.jit
+def checkpoint_slot(checkpoints, i_n, chunks, every, columns, s_row, s_column, pad_slot_id, slots):
+    """The slot that takes the state of sequence ``i_n`` after so many chunks; -1: none does."""
+    chunks = tl.cast(chunks, tl.int64)  # a plain Python number in the interpreter
+    column = chunks // every - 1
+    wanted = (chunks > 0) & (chunks % every == 0) & (column < columns)
+    slot = tl.load(checkpoints + i_n * s_row + column * s_column, mask=wanted, other=-1).to(tl.int64)
+    return tl.where(is_padding(slot, pad_slot_id, slots), -1, slot)

@@ -286,6 +286,10 @@ def test_what_servers_ask_of_a_pool_passes(op):
         call(**x, initial_state=pool, ssm_state_indices=slots[:1].expand(2), final_state_indices=torch.tensor([0, -1]))
         call(**x, initial_state=pool, final_state_indices=torch.tensor([5, 0]), final_state_pool=other, **nowhere)
         call(**x, initial_state=pool, has_initial_state=fresh, final_state_indices=torch.tensor([3, 4]), **nowhere)
+        if op == "chunk_kda":
+            kept = {"checkpoint_indices": torch.tensor([[0, 4], [-1, 3]]), "checkpoint_every": 64}
+            call(**inputs(T=130), initial_state=pool, **kept, **nowhere)
+            call(**inputs(T=130), initial_state=pool, checkpoint_pool=other, update_state=False, **kept, **nowhere)
         if op == "fused_recurrent_kda":
             drafts = torch.tensor([[4, 0, -1], [2, 1, 3]])
             call(**x, initial_state=pool, final_state_indices=drafts, final_state_pool=other, **nowhere)

@@ -33,6 +33,13 @@ def snapshots(**changes):
     return call_arguments(return_intermediate_states=True, **changes)
 
 
+def kept(**changes):
+    """Sequences of 128 tokens with two checkpoints each."""
+    arguments = {n: t.repeat_interleave(26, 1)[:, :128] for n, t in call_arguments().items()}
+    arguments |= {"initial_state": zeros(POOL), "ssm_state_indices": tensor([1, 3])}
+    return {**arguments, "checkpoint_indices": tensor([[0, 2], [4, 5]]), "checkpoint_every": 64, **changes}
+
+
 CHUNK, RECURRENT, GATE = "chunk_kda", "fused_recurrent_kda", "kda_gate"
 
 BAD_CALLS = [
@@ -120,6 +127,30 @@ BAD_CALLS = [
     ("intermediate_states_dtype", TypeError, CHUNK, lambda: snapshots(intermediate_states_dtype=torch.float64)),
     ("intermediate_states_dtype", TypeError, CHUNK, lambda: snapshots(intermediate_states_dtype=torch.int32)),
     ("intermediate_states_dtype", ValueError, CHUNK, lambda: call_arguments(intermediate_states_dtype=torch.float32)),
+    ("checkpoint_indices", TypeError, CHUNK, lambda: kept(checkpoint_indices=zeros(B, 2))),
+    ("checkpoint_indices", ValueError, CHUNK, lambda: kept(checkpoint_indices=tensor([0, 2]))),
+    ("checkpoint_indices", ValueError, CHUNK, lambda: kept(checkpoint_indices=tensor([[0, 2]]))),
+    ("checkpoint_indices", ValueError, CHUNK, lambda: paged(checkpoint_every=64)),
+    ("checkpoint_indices", ValueError, CHUNK, lambda: paged(checkpoint_pool=zeros(POOL))),
+    ("checkpoint_every", TypeError, CHUNK, lambda: kept(checkpoint_every=64.0)),
+    ("checkpoint_every", ValueError, CHUNK, lambda: kept(checkpoint_every=0)),
+    ("checkpoint_every", ValueError, CHUNK, lambda: kept(checkpoint_every=-64)),
+    ("checkpoint_every", ValueError, CHUNK, lambda: kept(checkpoint_every=16)),
+    ("checkpoint_every", ValueError, CHUNK, lambda: kept(checkpoint_every=96)),
+    ("checkpoint_pool", ValueError, CHUNK, lambda: kept(update_state=False)),
+    ("checkpoint_pool", ValueError, CHUNK, lambda: kept(checkpoint_pool=zeros(SLOTS, HV, V, K))),
+    ("checkpoint_pool", TypeError, CHUNK, lambda: kept(checkpoint_pool=zeros(POOL).int())),
+    ("initial_state", ValueError, CHUNK, lambda: (lambda a: {**a, "checkpoint_pool": a["initial_state"]})(kept())),
+    ("ssm_state_indices", ValueError, CHUNK, lambda: kept(checkpoint_indices=tensor([[0, 3], [2, 4]]))),
+    ("checkpoint_indices", ValueError, CHUNK, lambda: kept(checkpoint_indices=tensor([[0, 2], [0, 4]]))),
+    ("checkpoint_indices", ValueError, CHUNK, lambda: kept(checkpoint_indices=tensor([[0, 0], [2, 4]]))),
+    ("checkpoint_indices", ValueError, CHUNK, lambda: kept(checkpoint_indices=tensor([[0, SLOTS], [2, 4]]))),
+    (
+        "ssm_state_indices",
+        ValueError,
+        CHUNK,
+        lambda: snapshots(checkpoint_indices=tensor([[0], [2]]), checkpoint_every=64),
+    ),
     ("update_state", TypeError, CHUNK, lambda: paged(update_state=0)),
     ("final_state_indices", TypeError, CHUNK, lambda: paged(final_state_indices=[0, 1])),
     ("final_state_indices", TypeError, CHUNK, lambda: paged(final_state_indices=tensor([0.0, 1.0]))),

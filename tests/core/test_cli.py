@@ -270,6 +270,10 @@ def test_explain_has_every_option_and_every_tensor_of_the_public_functions():
             "--return-intermediate-states --intermediate-states-dtype bfloat16 --initial-state --state-dtype float16",
             {"h_dtype": torch.bfloat16, "state_dtype": torch.float16},
         ),
+        (
+            "--slots 9 --checkpoint-indices --checkpoint-every 128 --checkpoint-pool",
+            {"checkpoint_indices.shape": (1, 1), "checkpoint_every": 128, "checkpoint_pool.shape": (9, 2, 32, 64)},
+        ),
         ("--slots 9 --no-update-state", {"has_initial_state": None, "update_state": False}),
         ("--out", {"out.shape": (1, 128, 2, 64)}),
         ("--op fused_recurrent_kda --initial-state --inplace-final-state", {"inplace_final_state": True}),

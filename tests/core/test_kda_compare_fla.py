@@ -72,6 +72,9 @@ ADDED = {
     "has_initial_state": "a pool of states, which fla has not in its public call",
     "update_state": "a pool of states, which fla has not in its public call",
     "final_state_indices": "a pool of states, which fla has not in its public call",
+    "checkpoint_indices": "a pool of states, which fla has not in its public call",
+    "checkpoint_every": "a pool of states, which fla has not in its public call",
+    "checkpoint_pool": "a pool of states, which fla has not in its public call",
     "intermediate_states_dtype": "fla stores them in the dtype of k",
     "final_state_pool": "a pool of states, which fla has not in its public call",
 }

@@ -23,7 +23,7 @@ NOT_TAKEN = {
     "chunk_kda": {"num_accepted_tokens", "inplace_final_state"},
     "fused_recurrent_kda": {
         *("disable_recompute", "return_intermediate_states", "cu_seqlens_cpu", "cp_context", "chunk_size"),
-        "intermediate_states_dtype",
+        *("intermediate_states_dtype", "checkpoint_indices", "checkpoint_every", "checkpoint_pool"),
     },
 }
 

@@ -39,7 +39,8 @@ _FUNCTIONAL_2 = _FUNCTIONAL.replace(
 _INPLACE_2 = _INPLACE.replace(
     "int pad_slot_id=-1",
     "int pad_slot_id=-1, Tensor? has_initial_state=None, bool update_state=True, Tensor? final_state_indices=None, "
-    "Tensor(c!)? final_state_pool=None, ScalarType? intermediate_states_dtype=None",
+    "Tensor(c!)? final_state_pool=None, ScalarType? intermediate_states_dtype=None, "
+    "Tensor? checkpoint_indices=None, int checkpoint_every=0, Tensor(d!)? checkpoint_pool=None",
 )
 _BACKWARD = (
     f"({_SHARED}, Tensor? grad_o=None, Tensor? grad_final_state=None, Tensor? saved_0=None, Tensor? saved_1=None, "

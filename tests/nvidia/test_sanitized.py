@@ -94,6 +94,10 @@ def served(case: Case) -> Iterator[Call]:
     call = case.having(final_state=False).call()
     yield call.having(has_initial_state=fresh).in_pool(slots, 2 * N + 1).written_elsewhere(others)
     yield call.in_pool(slots, 2 * N + 1).written_elsewhere(others.flip(0), 2 * N, BF16)
+    if case.op == "chunk_kda":
+        kept = {"checkpoint_indices": torch.full((N, 3), 2**30, dtype=torch.int32), "checkpoint_every": 32}
+        kept["checkpoint_indices"][:, 0] = others
+        yield replace(call, options=call.options | {"chunk_size": 32}).having(**kept).in_pool(slots, 2 * N + 1)
     yield call.having(update_state=False, has_initial_state=~fresh).in_pool(slots, 2 * N + 1)
 
 

@@ -165,6 +165,35 @@ class DtypeOfIntermediateStatesIgnored(Mutant):
         return replace(result, h=result.h.to(r.state_dtype).to(r.h_dtype))
 
 
+class CheckpointsAChunkLate(Mutant):
+    """They are asked for a chunk after where they belong, as far as there is one."""
+
+    def compute(self, r: Request) -> ForwardResult:
+        result = super().compute(r)
+        if r.checkpoint_states is not None and r.N == 4:
+            every = r.checkpoint_every
+            super().compute(
+                replace(
+                    r, update_state=False, checkpoint_pool=getattr(r, r.checkpoint_states), checkpoint_every=every + 64
+                )
+            )
+        return result
+
+
+class CheckpointAtTheEndForgotten(Mutant):
+    """The state after the last token is none."""
+
+    def asked(self, r: Request) -> Request:
+        if r.checkpoint_indices is None:
+            return r
+        table = r.checkpoint_indices.clone()
+        for n, (_, start, end) in enumerate(reference.sequence_bounds(r)):
+            count = (end - start) // r.checkpoint_every
+            if count and (end - start) % r.checkpoint_every == 0 and count <= table.shape[1]:
+                table[n, count - 1] = -1
+        return replace(r, checkpoint_indices=table)
+
+
 class PairsOfThree(Mutant):
     """With HV = 3 H, dq and dk add up the first two heads of each group."""
 

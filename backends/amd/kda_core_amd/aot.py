@@ -136,7 +136,7 @@ def cases(quick: bool = False) -> Iterator[Case]:
                 options = {"return_intermediate_states": True}
                 yield case.having(name=f"{TYPES[dtype]} K {K} states", backward=False, options=options)
             if gate == gates[0]:
-                tags = frozenset({"pool", "served"})
+                tags = frozenset({"pool", "served", "checkpoints"})
                 yield case.having(name=f"{TYPES[dtype]} K {K}, served", backward=False, tags=tags)
                 # The layout of states changes the same code for every gate.
                 yield case.having(name=f"{TYPES[dtype]} K {K}, V first", backward=False, **_V_FIRST)

@@ -15,11 +15,11 @@ to share a die's cache. Every offset is int64, from the program id up.
 import triton
 import triton.language as tl
 
-from kda_core.triton_lib.packing import chunks_before, is_padding, rows_of_sequence, starts_from_state
+from kda_core.triton_lib.packing import checkpoint_slot, chunks_before, is_padding, rows_of_sequence, starts_from_state
 
 _NUMBERS = [
     "T", "chunks", "HV", "programs", "s_vb", "s_ob", "s_index", "pad_slot_id", "slots", "s_has", "s_final",
-    "final_slots",
+    "final_slots", "s_row", "s_column", "columns", "checkpoint_slots", "every",
 ]  # fmt: skip
 """Parameters that are not specialised: most of them change with the lengths of the sequences."""
 
@@ -108,10 +108,14 @@ def recurrence(
     indices,  # [N] or None
     has_state,  # [N] bool or None
     final_indices,  # [N] slots of final_state, or None: indices
+    checkpoints,  # [N, columns] slots of checkpoint_pool, or None
+    checkpoint_pool,  # [checkpoint_slots, HV, K, V] (or [..., V, K]) or None
     T, chunks,  # chunks of a dense sequence
     HV, programs,  # N · HV
     s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv,
-    s_index, pad_slot_id, slots, s_has, s_final, final_slots,
+    s_index, pad_slot_id, slots, s_has, s_final, final_slots, s_cn, s_ch, s_ck, s_cv, s_row, s_column,
+    columns, checkpoint_slots,
+    every,  # chunks from checkpoint to checkpoint
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
     BK: tl.constexpr,  # key channels of a block of the state
     C: tl.constexpr, LIFT: tl.constexpr,
@@ -183,6 +187,12 @@ def recurrence(
                         o_h = o_block[:, None] + (i_k * BK + o_k)[None, :] * V
                     m_state = m_v[:, None] & (i_k * BK + o_k < K)[None, :]
                     tl.store(p_h + o_h, S[i_k].to(h.dtype.element_ty), mask=m_state)
+        if checkpoints is not None:
+            i_kept = checkpoint_slot(
+                checkpoints, i_n, i, every, columns, s_row, s_column, pad_slot_id, checkpoint_slots
+            )  # fmt: skip
+            p_kept = checkpoint_pool + i_kept * s_cn + i_h * s_ch
+            store_state(p_kept, S, o_v, o_v < tl.where(i_kept < 0, 0, V), s_ck, s_cv, K, KP, BK)
         b_o = tl.zeros([BV, C], tl.float32)
         known = tl.zeros([BV, C], tl.float32)
         for i_k in tl.static_range(KP // BK):
@@ -198,6 +208,13 @@ def recurrence(
         S = step(S, b_r, p_keys, p_decay, o_ck, C, KP, BK, DOT)
         tl.store(o + first * s_ot + o_or, b_o.to(o.dtype.element_ty), mask=m_row)
 
+    if checkpoints is not None:
+        i_kept = checkpoint_slot(
+            checkpoints, i_n, tl.where(length % C == 0, length // C, 0), every, columns, s_row, s_column, pad_slot_id,
+            checkpoint_slots,
+        )  # fmt: skip
+        p_kept = checkpoint_pool + i_kept * s_cn + i_h * s_ch
+        store_state(p_kept, S, o_v, o_v < tl.where(i_kept < 0, 0, V), s_ck, s_cv, K, KP, BK)
     if final_state is not None:
         if final_indices is not None:
             i_state = tl.load(final_indices + i_n * s_final).to(tl.int64)

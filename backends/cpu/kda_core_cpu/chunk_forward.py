@@ -22,7 +22,7 @@ from kda_core_cpu.inputs import RowInputs
 from kda_core_cpu.levels import pairwise
 from kda_core_cpu.results import ChunkRecord, Saved, empty_output, intermediate_states, unfilled
 from kda_core_cpu.sequences import Sequences, lane_groups
-from kda_core_cpu.states import PoolRows, States
+from kda_core_cpu.states import Checkpoints, PoolRows, States
 from kda_core_cpu.windows import Window
 from kda_core_cpu.workspace import Workspace
 
@@ -32,7 +32,7 @@ def chunk_forward(request: Request) -> ForwardResult:
     pool = PoolRows.of(request)
     C = rows_per_chunk(request)
     sequences = Sequences.of(request, C, None if pool is None else pool.skipped)
-    states = States(request, pool)
+    states, checkpoints = States(request, pool), Checkpoints.of(request, pool)
     o = empty_output(request)
     if int(sequences.length.sum()) < request.B * request.T:
         o.zero_()
@@ -46,7 +46,7 @@ def chunk_forward(request: Request) -> ForwardResult:
         S = torch.empty(len(group.ids) * group.n_heads, K, V, dtype=request.compute_dtype, device="cpu")
         states.read(group.ids.tolist(), group.heads, into=S)
         for i0, i1 in group.windows(budget):
-            _run_window(workspace, inputs, Window(group, i0, i1), S, o, h, saved)
+            _run_window(workspace, inputs, Window(group, i0, i1), S, o, h, saved, checkpoints)
         states.write(group.ids.tolist(), group.heads, S)
     return ForwardResult(o=o, final_state=states.result, h=None if h is None else h.tensor, saved=tensors)
 
@@ -72,7 +72,7 @@ def load_rows(workspace: Workspace, inputs: RowInputs, window: Window) -> tuple[
 
 def _run_window(
     workspace: Workspace, inputs: RowInputs, window: Window, S: Tensor, o: Tensor, h: ChunkRecord | None,
-    saved: Saved | None,
+    saved: Saved | None, checkpoints: Checkpoints | None,
 ) -> None:  # fmt: skip
     """Advance the states ``S`` [lanes, K, V] of a group through a window and write its outputs."""
     Z, C, V = window.Z, window.rows, S.shape[-1]
@@ -91,6 +91,9 @@ def _run_window(
         torch.bmm(A[lanes], r[lanes].sub_(read[:, :, 1]), out=v_new[lanes])
         torch.baddbmm(read[:, :, 0], M[lanes], v_new[lanes], out=outputs[lanes])
         state.mul_(total[lanes]).baddbmm_(F[lanes].transpose(1, 2), v_new[lanes])
+        if checkpoints is not None:
+            ids = window.group.ids[: n // window.group.n_heads].tolist()
+            checkpoints.put(ids, window.heads, state, (window.i0 + step + 1) * C)
     window.store(outputs, o)
     if saved is not None and saved.products is not None:
         for record, x in zip(saved.products, (v_new, M, A), strict=True):

@@ -160,6 +160,29 @@ class States:
         return [slots[i] for i in ids]
 
 
+class Checkpoints:
+    """Writes the states after every so many tokens to slots of a pool."""
+
+    def __init__(self, request: Request) -> None:
+        self.every, self.shape = request.checkpoint_every, (request.K, request.V)
+        self.home = key_first(getattr(request, request.checkpoint_states), request)
+        rows = _rows(request.checkpoint_indices, request.pad_slot_id)
+        counts = (token_counts(request) // self.every).tolist()
+        self.rows = [row[:count] for row, count in zip(rows, counts, strict=True)]
+
+    @classmethod
+    def of(cls, request: Request, pool: PoolRows | None) -> Checkpoints | None:
+        return None if pool is None or request.checkpoint_indices is None else cls(request)
+
+    def put(self, ids: list[int], heads: slice, states: Tensor, tokens: int) -> None:
+        """Store the states [lanes, K or more, V or more] after so many tokens, where they are asked for."""
+        if tokens % self.every:
+            return
+        column, (K, V) = tokens // self.every - 1, self.shape
+        slots = [self.rows[i][column] if column < len(self.rows[i]) else -1 for i in ids]
+        _put(self.home, slots, heads, states[:, :K, :V])
+
+
 def _rows(table: Tensor, pad_slot_id: int) -> list[list[int]]:
     """[N][W] slots of a table [N] or [N, W]; -1 for none."""
     rows = (table[:, None] if table.dim() == 1 else table).tolist()

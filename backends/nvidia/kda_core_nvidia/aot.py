@@ -132,10 +132,10 @@ def chunk_case(dtype: torch.dtype, K: int, V: int, H: int, gate: str, everything
     return case.having(tags=case.tags | {"pool"}, lengths=(T,), index_dtype=torch.int64, options=options)
 
 
-def served(case: Case) -> Case:
-    """The call with everything that servers ask of a pool, forward only."""
-    tags = case.tags - {"descriptors"} | {"pool", "served"}
-    return case.having(name=f"{case.name}, served", tags=tags, backward=False)
+def served(case: Case, *more: str) -> Case:
+    """The call with everything that servers ask of a pool, forward only; with further tags."""
+    tags = case.tags - {"descriptors"} | {"pool", "served", *more}
+    return case.having(name=", ".join([case.name, "served", *more]), tags=tags, backward=False)
 
 
 def step_case(
@@ -191,6 +191,7 @@ def cases(quick: bool = False) -> list[Case]:
     found += [chunk_case(BF16, 256, 256, MANY, "given", True), chunk_case(FP32, 64, 64, FEW, "given", True)]
     found += [served(chunk_case(BF16, 128, 128, heads, "bounded")) for heads in (FEW, MANY)]
     found += [served(chunk_case(BF16, 256, 256, FEW, "bounded")), served(chunk_case(FP32, 64, 64, FEW, "softplus"))]
+    found += [served(chunk_case(dtype, 128, 128, MANY, "softplus"), "checkpoints") for dtype in (BF16, FP32)]
     return [*found, *_steps()]
 
 

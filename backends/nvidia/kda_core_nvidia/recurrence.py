@@ -12,22 +12,13 @@ int64 from the sequence up.
 import triton
 import triton.language as tl
 
-from kda_core.triton_lib.packing import chunks_before, is_padding, rows_of_sequence, starts_from_state
+from kda_core.triton_lib.packing import checkpoint_slot, chunks_before, is_padding, rows_of_sequence, starts_from_state
 
 _NUMBERS = [
-    "T",
-    "chunks",
-    "HV",
-    "s_vb",
-    "s_ob",
-    "s_index",
-    "pad_slot_id",
-    "slots",
-    "s_has",
-    "s_final",
-    "final_slots",
-    "o_scale",
-]
+    "T", "chunks", "HV", "s_vb", "s_ob", "s_index", "pad_slot_id", "slots", "s_has", "s_final", "final_slots",
+    "o_scale", "s_row",
+    "s_column", "columns", "checkpoint_slots", "every",
+]  # fmt: skip
 """Parameters that the compiler must not look at: most of them change with the lengths of the sequences."""
 
 
@@ -44,10 +35,13 @@ def recurrence(
     indices,  # [N] or None
     has_state,  # [N] bool or None
     final_indices,  # [N] slots of final_state, or None: indices
+    checkpoints,  # [N, columns] slots of checkpoint_pool, or None
+    checkpoint_pool,  # [checkpoint_slots, HV, K, V] (or [..., V, K]) or None
     T,
     chunks,  # chunks of a dense sequence
     HV, s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv, s_index, pad_slot_id,
-    slots, s_has, s_final, final_slots,
+    slots, s_has, s_final, final_slots, s_cn, s_ch, s_ck, s_cv, s_row, s_column, columns, checkpoint_slots,
+    every,  # chunks from checkpoint to checkpoint
     o_scale,  # what qg and P leave of the scale
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, LIFT: tl.constexpr, UNIT: tl.constexpr,
     V_FIRST: tl.constexpr,
@@ -78,9 +72,11 @@ def recurrence(
         if V_FIRST:
             s_ik = 1
             s_fk = 1
+            s_ck = 1
         else:
             s_iv = 1
             s_fv = 1
+            s_cv = 1
     m_state = m_v[:, None] & m_k[None, :]
     S = tl.zeros([BV, KP], tl.float32)
     if initial_state is not None:
@@ -127,6 +123,14 @@ def recurrence(
                 else:
                     p_h += o_v[:, None] + o_k[None, :] * V
                 tl.store(p_h, S.to(h.dtype.element_ty), mask=m_state)
+        if checkpoints is not None:
+            i_kept = checkpoint_slot(
+                checkpoints, i_n, i, every, columns, s_row, s_column, pad_slot_id, checkpoint_slots
+            )  # fmt: skip
+            p_kept = checkpoint_pool + i_kept * s_cn + i_h * s_ch
+            p_kept += o_v[:, None].to(tl.int64) * s_cv + o_k[None, :].to(tl.int64) * s_ck
+            m_kept = (o_v < tl.where(i_kept < 0, 0, V))[:, None] & m_k[None, :]
+            tl.store(p_kept, S.to(checkpoint_pool.dtype.element_ty), mask=m_kept)
         b_s = S.to(dtype)
         if dtype == tl.float32:
             b_r = tl.trans(b_v) - tl.dot(b_s, tl.trans(k_e), input_precision=DOT)
@@ -140,6 +144,15 @@ def recurrence(
         S = tl.dot(b_r, k_a, S * b_d[None, :], input_precision=DOT)
         tl.store(p_o + first * s_ot + o_or, tl.trans((b_o * o_scale).to(o.dtype.element_ty)), mask=m_o)
 
+    if checkpoints is not None:
+        i_kept = checkpoint_slot(
+            checkpoints, i_n, tl.where(length % C == 0, length // C, 0), every, columns, s_row, s_column, pad_slot_id,
+            checkpoint_slots,
+        )  # fmt: skip
+        p_kept = checkpoint_pool + i_kept * s_cn + i_h * s_ch
+        p_kept += o_v[:, None].to(tl.int64) * s_cv + o_k[None, :].to(tl.int64) * s_ck
+        m_kept = (o_v < tl.where(i_kept < 0, 0, V))[:, None] & m_k[None, :]
+        tl.store(p_kept, S.to(checkpoint_pool.dtype.element_ty), mask=m_kept)
     if LAST_STATE:
         if i_n < tl.num_programs(0) // HV - 1:
             return

@@ -29,19 +29,9 @@ copy_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 block_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 _NUMBERS = [
-    "T",
-    "chunks",
-    "HV",
-    "s_vb",
-    "s_ob",
-    "s_index",
-    "pad_slot_id",
-    "slots",
-    "s_has",
-    "s_final",
-    "final_slots",
+    "T", "chunks", "HV", "s_vb", "s_ob", "s_index", "pad_slot_id", "slots", "s_has", "s_final", "final_slots",
     "o_scale",
-]
+]  # fmt: skip
 
 
 @gluon.jit

@@ -24,6 +24,7 @@ FUNCTIONS = pytest.mark.parametrize(
 DRAFTS = requires(Feature.RECURRENT, Feature.PAGED_STATE, Feature.SPEC_DECODE)
 FRESH = requires(Feature.HAS_INITIAL_STATE)
 KEPT = requires(Feature.NO_STATE_UPDATE)
+CHECKPOINTS = requires(Feature.CHUNK, Feature.PAGED_STATE, Feature.CHECKPOINTS)
 ELSEWHERE = requires(Feature.FINAL_STATE_INDICES)
 
 
@@ -290,3 +291,61 @@ def test_null_slot_in_drafts(kda):
     table = torch.tensor([[8, 0, 2], [0, 4, 9], [6, 3, 0]], dtype=torch.int32)
     kda.check(call.in_pool(table, 10))
     kda.check(call.in_pool(table, 10, torch.tensor([1, 2, 3], dtype=torch.int32)))
+
+
+def _kept(call: Call, table: torch.Tensor, every: int, slots: int = 0, dtype: torch.dtype | None = None) -> Call:
+    """The call with checkpoints in slots of its pool; with ``slots`` of a pool of that many, full of NaN."""
+    states = call.tensors["initial_state"]
+    pool = states.new_full((slots, *states.shape[1:]), float("nan"), dtype=dtype) if slots else None
+    return call.having(checkpoint_indices=table, checkpoint_every=every, checkpoint_pool=pool)
+
+
+CHECKPOINTED = {"T": 330, "lengths": (128, 0, 65, 137), "state": FP32, "final_state": False}
+TABLE = torch.tensor([[7, 8], [9, 9], [10, 9], [-1, 11]], dtype=torch.int32)
+
+
+@CHECKPOINTS
+@pytest.mark.parametrize("C", [64, 32])
+def test_checkpoints(kda, C: int):
+    """States after every 64 tokens; at the end of a sequence its final state, to the bit; dropped ones are nowhere."""
+    case = Case(name=f"checkpoints {C}", options={"chunk_size": C}, **CHECKPOINTED)
+    call = case.call().in_pool(_indices(4, 0, 2, 5), 12)
+    results = kda.check(_kept(call, TABLE, 64))
+    first, last, third, fourth = results["checkpoints"]
+    assert same_bits(last, results["final_state"][0])
+    for n, tokens, found in ((0, 64, first), (2, 64, third), (3, 128, fourth)):
+        start = sum(CHECKPOINTED["lengths"][:n])
+        rows = {x: call.tensors[x][:, start : start + tokens].contiguous() for x in ("q", "k", "v", "g", "beta")}
+        begun = call.tensors["initial_state"][[4, 0, 2, 5][n]][None]
+        prefix = replace(call, tensors={**rows, "initial_state": begun}).having(output_final_state=True)
+        expected = kda.check(prefix)["final_state"][0]
+        kda.expect(prefix, "final_state", found[None], expected[None], f"the state after {tokens} tokens of {n}")
+
+
+@CHECKPOINTS
+def test_checkpoints_change_nothing_else(kda):
+    """In another pool and dtype, strided, without an update; other columns of a table are not looked at."""
+    call = Case(name="checkpoints elsewhere", V=64, **CHECKPOINTED).call().in_pool(_indices(4, 0, -1, 5), 6)
+    plain = kda.check(_kept(call, torch.full((4, 2), -1), 64))
+    table = torch.tensor([[7, 8, 2**20], [9, 9, 9], [1, 9, 9], [0, 11, 2**20]])
+    found = kda.check(replace(_kept(call, table, 64, 12, BF16), strided=frozenset({"checkpoint_indices", "v"})))
+    assert same_bits(found["o"], plain["o"])
+    assert same_bits(found["pool"], plain["pool"])
+    alone = kda.check(_kept(call, table, 64, 12, FP32).having(update_state=False))
+    assert same_bits(alone["o"], plain["o"])
+    assert same_bits(alone["checkpoints"].bfloat16(), found["checkpoints"])
+
+
+@CHECKPOINTS
+def test_a_checkpoint_is_gone_on_from_with_the_same_bits(kda):
+    """From an offset that is a multiple of the chunk; both calls have checkpoints, and so the same kernels."""
+    case = Case(name="checkpoint and on", T=200, lengths=(200,), state=FP32, final_state=False)
+    call = kda.near(case, lambda near: near.call().in_pool(_indices(0), 3)).call().in_pool(_indices(0), 3)
+    nowhere = torch.full((1, 1), -1, dtype=torch.int32)
+    whole = kda.run(_kept(call, torch.tensor([[1]], dtype=torch.int32), 128))
+    rest = {n: call.tensors[n][:, 128:].contiguous() for n in ("q", "k", "v", "g", "beta")}
+    bounds = {"cu_seqlens": torch.tensor([0, 72], dtype=torch.int32), "initial_state": whole["pool"]}
+    second = replace(call, tensors=call.tensors | rest | bounds).having(ssm_state_indices=_indices(1))
+    found = kda.run(_kept(second, nowhere, 128))
+    assert same_bits(found["o"], whole["o"][:, 128:])
+    assert same_bits(found["pool"][1], whole["pool"][0])

@@ -85,7 +85,7 @@ def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
     rows = fragment_rows(request) if fragments else segment_rows(request, chip)
     r = as_fragments(request, rows) if fragments else as_segments(request, rows) if rows else request
     transitions = fragment_transitions(r, chip) if fragments else transitions_of(r, chip)
-    K, V, dtype, h = r.K, r.V, r.q.dtype, r.return_intermediate_states
+    K, V, dtype, h = r.K, r.V, r.q.dtype, r.return_intermediate_states or r.checkpoint_indices is not None
     KP, count, heads = padded(K), slots(r), r.N * r.HV
     v = r.v if has_contiguous_rows(r.v) else r.v.contiguous()
     if (fragments or rows) and isinstance(transitions, TransitionsHopperConfig):

@@ -162,7 +162,8 @@ def add_recurrence(
     final_v_first = v_first if whole is None else whole.state_v_first
     unit, strides = row_strides(v=r.v, o=o)
     last = 2 if v_first else 3
-    states = (r.initial_state, v_first), (final_state, final_v_first)
+    kept = None if r.checkpoint_states is None else getattr(r, r.checkpoint_states)
+    states = (r.initial_state, v_first), (final_state, final_v_first), (kept, v_first)
     given = [state_strides(x, first) for x, first in states if x is not None]
     named = names(r) | strides | named_state_strides("i", r.initial_state, v_first) | {
         **named_state_strides("f", final_state, final_v_first), "o": o, "final_state": final_state, "UNIT": unit,
