@@ -28,7 +28,18 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 KIT = ("-p", "kda_core.testing.plugin", "--pyargs", "kda_core.testing.suite")
-OWN = {"nvidia": ("hopper", "prepare_hopper", "gradients_hopper", "step", "accuracy")}
+OWN = {
+    "nvidia": (
+        "hopper",
+        "prepare_hopper",
+        "gradients_hopper",
+        "segments_hopper",
+        "step",
+        "accuracy",
+        "halves",
+        "decode",
+    )
+}
 """Names of a backend's own test files that need a GPU, without ``test_nvidia_``."""
 
 PASSED = "KDA_PASSED"

@@ -150,7 +150,8 @@ class ContextParallel:
 
         Args:
             heads: HV.
-            K, V: head dimensions.
+            K: head dimension of q and k.
+            V: of v.
             itemsize: of the states' dtype: 4, or 8 for float64 q.
         """
         return (self.size - 1) * self.slots.shape[1] * heads * K * (K + V) * itemsize
