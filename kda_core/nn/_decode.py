@@ -57,8 +57,8 @@ def kda_decode_step(
         conv_weight: [D, W] or [D, 1, W].
         state: [slots, HV, K, V], as ``initial_state`` of ``fused_recurrent_kda``.
         conv_bias: [D] or None.
-        A_log: as in ``fused_recurrent_kda``; so are dt_bias, scale, lower_bound, allow_neg_eigval and state_v_first, and
-            the three flags, but that q and k are normalised, and gate and beta computed, unless you say no.
+        A_log: as in ``fused_recurrent_kda``; so are dt_bias, scale, lower_bound, allow_neg_eigval and state_v_first,
+            and the three flags, but that q and k are normalised, and gate and beta computed, unless you say no.
         norm_gate: [N, HV, V], or [N, T, HV, V]: logits; None, together with ``norm_weight``: no norm.
         norm_weight: [V].
         state_indices: the slots of both states: [N], or [N, T] and more with one for every token, which then holds the
