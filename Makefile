@@ -23,7 +23,7 @@ SOURCE_FILES = $(shell find $(1) -type f -not -path '*/__pycache__/*')
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help announcement demo demo-parallel test test-end-to-end bench lint typecheck environment wheels clean compiler FORCE
+.PHONY: help announcement demo serve-demo demo-parallel test test-end-to-end bench lint typecheck environment wheels clean compiler FORCE
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -34,6 +34,9 @@ help: ## Show this list.
 
 demo: announcement $(STAMPS)/demo $(STAMPS)/installed ## Set everything up, train the example's language model, let it write.
 	$(VENV_PYTHON) examples/train_lm.py $(DEMO_ARGS)
+
+serve-demo: $(STAMPS)/demo $(STAMPS)/installed ## Serve random requests over pools of states, and compare each with the model alone.
+	OMP_NUM_THREADS=1 $(VENV_PYTHON) examples/serve.py --json $(VENV)/served.json --plot $(VENV)/served.png
 
 demo-parallel: $(STAMPS)/demo $(STAMPS)/installed ## Train a small model in one process, then in four that share tokens, heads and parameters.
 	OMP_NUM_THREADS=1 $(VENV_PYTHON) examples/train_parallel.py --json $(VENV)/one.json

@@ -1,0 +1,440 @@
+"""A simulated server over one pool of states a layer: continuous batching, a prefix cache, drafts, preemption.
+
+    python examples/serve.py --requests 40 --seed 0 --json served.json
+
+Requests for pieces of a text, many with common beginnings, arrive at a byte-level model that has read this text for
+some steps. Some are cancelled. Every request's bytes are compared with those of the model alone, greedy and in float32.
+The JSON has ``mismatched``, ``leaked_slots``, ``cache_hits``, ``preempted``, ``accepted_drafts``,
+``tokens_per_second`` and more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import accumulate, takewhile
+from pathlib import Path
+from typing import Any
+
+import torch
+from byte_lm import ByteLM, ModelConfig
+from rich.progress import Progress, track
+from torch import Tensor
+from training import Text, Trainer, TrainingConfig, python_help_text
+
+from kda_core import chunk_kda
+from kda_core.nn import KimiDeltaAttention, gated_rms_norm, kda_decode_step, short_convolution
+
+BLOCK = 64
+"""Tokens of a block of the prefix cache: the chunk of ``chunk_kda``."""
+
+TIE = 1e-4
+"""Logits that are closer than this may change places when they are computed in another batch."""
+
+
+class Slots:
+    """The slots of all layers' pools: given, given back, and held by the prefix cache until somebody needs them."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.free = count, list(range(count))
+        self.cache: OrderedDict[int, int] = OrderedDict()
+        self.pinned: dict[int, int] = {}
+
+    def take(self, count: int) -> list[int] | None:
+        """So many slots, or None: cached states go first that nobody has used for the longest time."""
+        unused = [key for key, slot in self.cache.items() if not self.pinned.get(slot)]
+        if len(self.free) + len(unused) < count:
+            return None
+        while len(self.free) < count:
+            self.free.append(self.cache.pop(unused.pop(0)))
+        return [self.free.pop() for _ in range(count)]
+
+    def give_back(self, slots: list[int]) -> None:
+        if set(slots) & set(self.free) or len(set(slots)) < len(slots):
+            raise AssertionError(f"slots {slots} are given back twice")
+        self.free += slots
+
+    def find(self, keys: list[int]) -> tuple[int, int | None]:
+        """The longest cached prefix: its number of blocks, and its slot, pinned until ``unpin``."""
+        for blocks in range(len(keys), 0, -1):
+            slot = self.cache.get(keys[blocks - 1])
+            if slot is not None:
+                self.cache.move_to_end(keys[blocks - 1])
+                self.pinned[slot] = self.pinned.get(slot, 0) + 1
+                return blocks, slot
+        return 0, None
+
+    def unpin(self, slot: int | None) -> None:
+        if slot is not None:
+            self.pinned[slot] -= 1
+
+    def leaked(self) -> int:
+        """Slots that neither are free nor hold a cached state."""
+        return self.count - len(self.free) - len(self.cache)
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt to be continued.
+
+    Attributes:
+        prompt, length: bytes to read, and how many to write.
+        arrival, cancelled: steps at which it comes, and is taken back (or None).
+        written: bytes so far.
+        slots: one for each token of a draft; [] while it waits.
+        read: tokens that the state knows, of the prompt and what was written before it was preempted.
+        prefix: a cached slot that its first piece reads.
+        accepted: tokens of the last step that were kept.
+        waited: steps without slots.
+    """
+
+    prompt: list[int]
+    length: int
+    arrival: int
+    cancelled: int | None = None
+    written: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    read: int = 0
+    prefix: int | None = None
+    accepted: int = 1
+    waited: int = 0
+    tokens: list[int] = field(default_factory=list)
+
+    def keys(self) -> list[int]:
+        """Hashes of the prefixes of whole blocks; the last token is never cached, whose output is needed."""
+        ends = range(BLOCK, len(self.tokens), BLOCK)
+        return list(accumulate((hash(tuple(self.tokens[e - BLOCK : e])) for e in ends), lambda a, b: hash((a, b))))
+
+
+class Layers:
+    """The model over pools: [slots, ...] of each layer, shared by prompts and drafts."""
+
+    def __init__(self, model: ByteLM, slots: int) -> None:
+        self.model, mixers = model, [block.mixer for block in model.blocks]
+        device, W = model.head.weight.device, mixers[0].conv_size
+        self.states = [torch.full((slots, m.num_v_heads, m.head_v_dim, m.head_k_dim), torch.nan) for m in mixers]
+        self.conv = [torch.full((slots, W - 1, 2 * m.key_dim + m.value_dim), torch.nan) for m in mixers]
+        self.states, self.conv = ([t.to(device) for t in pool] for pool in (self.states, self.conv))
+
+    def prefill(
+        self, tokens: list[list[int]], read: list[int | None], write: list[int], table: list[list[int]]
+    ) -> Tensor:
+        """Logits [N, 256] behind pieces of prompts; ``table``: slots for the states behind each of their blocks."""
+        device = self.model.head.weight.device
+        bounds = torch.tensor([0, *accumulate(map(len, tokens))], dtype=torch.int32)
+        ends = bounds[1:].tolist()
+        old = torch.tensor([slot is not None for slot in read], device=device)
+        first, own = (torch.tensor([s or 0 for s in x], device=device) for x in (read, write))
+        marks = [
+            (start + (j + 1) * BLOCK, slot)
+            for start, row in zip(bounds.tolist(), table, strict=False)
+            for j, slot in enumerate(row)
+            if slot >= 0
+        ]
+        kept = torch.tensor(table, dtype=torch.int32, device=device)
+        x = self.model.embedding(torch.tensor([[t for piece in tokens for t in piece]], device=device))
+        for i, block in enumerate(self.model.blocks):
+            m, conv = block.mixer, self.conv[i]
+            mixed, g, beta, gate = projected(m, block.mixer_norm(x))
+            before = torch.where(old[:, None, None], conv[first], 0)
+            y, last = short_convolution(mixed, filters(m), None, before, True, cu_seqlens=bounds.to(device))
+            conv[own] = last
+            for end, slot in marks:
+                conv[slot] = mixed[0, end - conv.shape[1] : end]
+            q, k, v = y.split([m.key_dim, m.key_dim, m.value_dim], -1)
+            o, _ = chunk_kda(
+                q.unflatten(-1, (m.num_heads, -1)), k.unflatten(-1, (m.num_heads, -1)),
+                v.unflatten(-1, (m.num_v_heads, -1)), g, beta, A_log=m.A_log, dt_bias=m.dt_bias,
+                initial_state=self.states[i],
+                use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
+                state_v_first=True, cu_seqlens=bounds.to(device), cu_seqlens_cpu=bounds, ssm_state_indices=first,
+                has_initial_state=old, final_state_indices=own, checkpoint_indices=kept, checkpoint_every=BLOCK,
+            )  # fmt: skip
+            o = gated_rms_norm(o, gate, m.o_norm.weight, m.norm_eps)
+            x = x + m.o_proj(o.flatten(2))
+            x = x + block.mlp(block.mlp_norm(x))
+        return self.model.head(self.model.norm(x[0, [e - 1 for e in ends]]))
+
+    def verify(self, tokens: list[list[int]], slots: list[list[int]], accepted: list[int]) -> Tensor:
+        """Logits [N, 1 + S, 256] behind the last byte and each of S drafts; each token's states go to its slot."""
+        device = self.model.head.weight.device
+        table, counts = torch.tensor(slots, device=device), torch.tensor(accepted, device=device)
+        x = self.model.embedding(torch.tensor(tokens, device=device))
+        for i, block in enumerate(self.model.blocks):
+            m = block.mixer
+            mixed, g, beta, gate = projected(m, block.mixer_norm(x))
+            o = kda_decode_step(
+                mixed, g, beta, self.conv[i], filters(m), self.states[i], A_log=m.A_log, dt_bias=m.dt_bias,
+                norm_gate=gate, norm_weight=m.o_norm.weight, norm_eps=m.norm_eps, state_v_first=True,
+                state_indices=table, num_accepted_tokens=counts,
+            )  # fmt: skip
+            x = x + m.o_proj(o.flatten(2))
+            x = x + block.mlp(block.mlp_norm(x))
+        return self.model.head(self.model.norm(x))
+
+
+def projected(m: KimiDeltaAttention, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Inputs of the convolution, g, beta and the norm's gate of a layer."""
+    mixed = torch.cat([m.q_proj(x), m.k_proj(x), m.v_proj(x)], -1)
+    return (
+        mixed,
+        m.f_proj(x).unflatten(-1, (m.num_v_heads, -1)),
+        m.b_proj(x),
+        m.g_proj(x).unflatten(-1, (m.num_v_heads, -1)),
+    )
+
+
+def filters(m: KimiDeltaAttention) -> Tensor:
+    return torch.cat([m.q_conv1d.weight, m.k_conv1d.weight, m.v_conv1d.weight])
+
+
+Drafter = Callable[[Request, int, random.Random], list[int]]
+"""So many bytes that may follow those of a request."""
+
+
+class Server:
+    """Steps of a batch: pieces of prompts first, then a draft of every request whose prompt is read."""
+
+    def __init__(
+        self, model: ByteLM, slots: int, drafts: int, piece: int, rng: random.Random, drafter: Drafter
+    ) -> None:
+        self.drafter = drafter
+        self.layers, self.slots = Layers(model, slots), Slots(slots)
+        self.drafts, self.piece, self.rng, self.now = drafts, piece, rng, 0
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.done: list[Request] = []
+        self.counts = {"cache_hits": 0, "preempted": 0, "cancelled": 0, "accepted_drafts": 0, "drafted": 0, "steps": 0}
+        self.seconds: list[float] = []
+
+    def step(self) -> None:
+        """One step of the batch."""
+        begun = time.perf_counter()
+        self._cancel()
+        self._admit()
+        self._prefill([r for r in self.running if r.read < len(r.tokens)])
+        self._decode([r for r in self.running if r.read >= len(r.tokens) and len(r.written) < r.length])
+        for r in [r for r in self.running if len(r.written) >= r.length]:
+            self._end(r)
+        self.now += 1
+        self.counts["steps"] += 1
+        self.seconds.append(time.perf_counter() - begun)
+
+    def _end(self, r: Request) -> None:
+        self._stop(r)
+        del r.written[r.length :]
+        self.done.append(r)
+
+    def _stop(self, r: Request) -> None:
+        self.running.remove(r)
+        self.slots.unpin(r.prefix)
+        self.slots.give_back(r.slots)
+        r.slots, r.prefix = [], None
+
+    def _cancel(self) -> None:
+        for r in [r for r in self.waiting + self.running if r.cancelled is not None and r.cancelled <= self.now]:
+            self.counts["cancelled"] += 1
+            if r in self.running:
+                self._stop(r)
+            else:
+                self.waiting.remove(r)
+            self.done.append(r)
+
+    def _admit(self) -> None:
+        while self.waiting:
+            r = self.waiting[0]
+            found = self.slots.take(1 + self.drafts)
+            if found is None:
+                r.waited += 1
+                if r.waited > 8 and self.running:
+                    # The one that came last reads again what it has read and written.
+                    r.waited, last = 0, self.running[-1]
+                    self._stop(last)
+                    self.waiting.append(last)
+                    self.counts["preempted"] += 1
+                    continue
+                return
+            self.waiting.pop(0)
+            r.slots, r.waited, r.accepted, r.tokens = found, 0, 1, r.prompt + r.written
+            blocks, r.prefix = self.slots.find(r.keys())
+            r.read = blocks * BLOCK
+            self.counts["cache_hits"] += blocks > 0
+            self.running.append(r)
+
+    def _prefill(self, requests: list[Request]) -> None:
+        pieces: list[tuple[Request, int]] = []
+        left = self.piece
+        for r in requests:
+            count = min(len(r.tokens) - r.read, left)
+            if r.read + count < len(r.tokens):
+                count -= count % BLOCK  # the next piece begins at a block's edge
+            if count:
+                pieces.append((r, count))
+                left -= count
+        if not pieces:
+            return
+        width = max(1, max(count // BLOCK for _, count in pieces))
+        table, cached = [], []
+        for r, count in pieces:
+            row = [-1] * width
+            for j, key in enumerate(r.keys()[r.read // BLOCK : (r.read + count) // BLOCK]):
+                if key not in self.slots.cache and all(key != other for other, _ in cached):
+                    found = self.slots.take(1)
+                    if found is not None:
+                        row[j] = found[0]
+                        cached.append((key, found[0]))
+            table.append(row)
+        own = [r.slots[0] for r, _ in pieces]
+        # From a cached slot, from its own, or from zero.
+        read = [r.slots[0] if r.prefix is None and r.read else r.prefix for r, _ in pieces]
+        logits = self.layers.prefill([r.tokens[r.read : r.read + n] for r, n in pieces], read, own, table)
+        self.slots.cache.update(cached)
+        for (r, count), row in zip(pieces, logits, strict=True):
+            self.slots.unpin(r.prefix)
+            r.prefix, r.read = None, r.read + count
+            if r.read == len(r.tokens):
+                r.written.append(int(row.argmax()))
+
+    def _decode(self, requests: list[Request]) -> None:
+        if not requests:
+            return
+        drafts = [self.drafter(r, self.drafts, self.rng) for r in requests]
+        tokens = [[r.written[-1], *draft] for r, draft in zip(requests, drafts, strict=True)]
+        logits = self.layers.verify(tokens, [r.slots for r in requests], [r.accepted for r in requests])
+        for r, draft, best in zip(requests, drafts, logits.argmax(-1).tolist(), strict=True):
+            kept = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(draft, best, strict=False))))
+            r.written += best[: kept + 1]
+            r.accepted = kept + 1
+            self.counts["accepted_drafts"] += kept
+            self.counts["drafted"] += len(draft)
+
+
+def from_before(r: Request, count: int, rng: random.Random) -> list[int]:
+    """What followed the last two bytes when they came before, else random bytes."""
+    seen = r.prompt + r.written
+    for i in range(len(seen) - 3, 0, -1):
+        if seen[i - 1 : i + 1] == seen[-2:]:
+            found = seen[i + 1 : i + 1 + count]
+            return found + [0] * (count - len(found))
+    return at_random(r, count, rng)
+
+
+def at_random(r: Request, count: int, rng: random.Random) -> list[int]:
+    return [rng.randrange(256) for _ in range(count)]
+
+
+DRAFTERS: dict[str, Drafter] = {"ngram": from_before, "random": at_random}
+
+
+def random_requests(count: int, text: bytes, rng: random.Random) -> list[Request]:
+    """Requests with prompts of 1 to 300 bytes of the text, half of them behind one of three common beginnings."""
+
+    def piece(length: int) -> list[int]:
+        start = rng.randrange(len(text) - length)
+        return list(text[start : start + length])
+
+    beginnings = [piece(rng.choice((64, 130, 200))) for _ in range(3)]
+    found = []
+    for i in range(count):
+        prompt = piece(rng.choice((1, 5, 40, 100)))
+        if rng.random() < 0.5:
+            prompt = rng.choice(beginnings) + prompt
+        arrival = rng.randrange(2 * i + 1)
+        cancelled = arrival + rng.randrange(1, 20) if rng.random() < 0.1 else None
+        found.append(Request(prompt, rng.randrange(1, 40), arrival, cancelled))
+    return sorted(found, key=lambda r: r.arrival)
+
+
+@torch.inference_mode()
+def alone(model: ByteLM, r: Request) -> tuple[list[int], list[float]]:
+    """The bytes that the model writes for the request's prompt alone, and how far each is ahead of the second."""
+    caches, tokens, written, ahead = model.new_caches(), r.prompt, [], []
+    for _ in range(len(r.written)):
+        logits = model(torch.tensor([tokens], device=model.head.weight.device), caches)[0, -1]
+        first, second = logits.topk(2).values.tolist()
+        tokens = [int(logits.argmax())]
+        written += tokens
+        ahead.append(first - second)
+    return written, ahead
+
+
+def compare(model: ByteLM, requests: list[Request]) -> dict[str, int]:
+    """Requests whose bytes differ from the model's alone; from a tie on they may."""
+    found = {"mismatched": 0, "ties": 0}
+    for r in requests:
+        written, ahead = alone(model, r)
+        differ = [i for i, (a, b) in enumerate(zip(r.written, written, strict=True)) if a != b]
+        if differ:
+            found["ties" if ahead[differ[0]] < TIE else "mismatched"] += 1
+    return found
+
+
+@torch.inference_mode()
+def serve(model: ByteLM, requests: list[Request], server: Server, show: bool = False) -> dict[str, Any]:
+    """Serve all requests; the figures."""
+    begun, coming = time.perf_counter(), list(requests)
+    with Progress(disable=not show) as progress:
+        task = progress.add_task("requests", total=len(requests))
+        while coming or server.waiting or server.running:
+            while coming and coming[0].arrival <= server.now:
+                server.waiting.append(coming.pop(0))
+            server.step()
+            progress.update(task, completed=len(server.done))
+    seconds = time.perf_counter() - begun
+    written = sum(len(r.written) for r in requests)
+    figures = {"requests": len(requests), "tokens": written, "leaked_slots": server.slots.leaked(), **server.counts}
+    return figures | {"tokens_per_second": round(written / seconds, 1)}
+
+
+def plot(seconds: list[float], file: Path) -> None:
+    """A histogram of the steps' latencies."""
+    from matplotlib import pyplot
+
+    pyplot.hist([1000 * s for s in seconds], bins=40)
+    pyplot.xlabel("milliseconds of a step")
+    pyplot.ylabel("steps")
+    pyplot.savefig(file)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--slots", type=int, default=48, help="of each layer's pool")
+    parser.add_argument("--drafts", type=int, default=3, help="tokens drafted a step")
+    parser.add_argument("--drafter", choices=DRAFTERS, default="ngram")
+    parser.add_argument("--train", type=int, default=60, metavar="STEPS", help="of the model, before it serves")
+    parser.add_argument("--piece", type=int, default=256, help="tokens of prompts a step")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--plot", type=Path, help="write a histogram of the steps' latencies to this file")
+    options = parser.parse_args(arguments)
+    if options.requests < 1 or options.drafts < 0 or options.slots < 1 + options.drafts or options.piece < BLOCK:
+        parser.error(f"expected a request, {1 + options.drafts} slots and pieces of {BLOCK} tokens at least")
+    torch.manual_seed(options.seed)
+    rng = random.Random(options.seed)
+    text, config = python_help_text(), TrainingConfig(steps=options.train, seed=options.seed)
+    model = ByteLM(ModelConfig())
+    trainer = Trainer(model, config, Text.of(text, config.context), torch.device(options.device))
+    for _ in track(trainer.train(), "training", config.steps):
+        pass
+    model.eval()
+    requests = random_requests(options.requests, text, rng)
+    server = Server(model, options.slots, options.drafts, options.piece, rng, DRAFTERS[options.drafter])
+    figures = serve(model, requests, server, show=True) | compare(model, requests)
+    print(json.dumps(figures, indent=2))
+    if options.json:
+        options.json.write_text(json.dumps(figures))
+    if options.plot:
+        plot(server.seconds, options.plot)
+    return 1 if figures["mismatched"] or figures["leaked_slots"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

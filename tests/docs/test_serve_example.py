@@ -1,0 +1,102 @@
+"""The simulated server: whatever comes, every request gets the bytes that it gets alone, and no slot is lost."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import cache
+
+import pytest
+import serve
+import torch
+from byte_lm import ByteLM, ModelConfig
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+TINY = ModelConfig(dim=16, layers=2, heads=2, head_dim=8, mlp_dim=16)
+TEXT = bytes(random.Random(0).choices(b"abc", k=600))
+"""Few letters, so that prompts begin alike and drafts repeat."""
+
+
+@cache
+def model() -> ByteLM:
+    torch.manual_seed(3)
+    return ByteLM(TINY).eval()
+
+
+@cache
+def right(prompt: tuple[int, ...]) -> list[int]:
+    longest = serve.Request(list(prompt), 0, 0)
+    longest.written = [0] * 40
+    return serve.alone(model(), longest)[0]
+
+
+def knowing(r: serve.Request, count: int, rng: random.Random) -> list[int]:
+    """The right bytes, then a wrong one or none: every number of accepted drafts comes."""
+    following = right(tuple(r.prompt))[len(r.written) :][:count]
+    kept = rng.randrange(count + 1)
+    return [*following[:kept], *((b + 1) % 256 for b in following[kept:])]
+
+
+def served(requests: list[serve.Request], slots: int, drafts: int, piece: int) -> dict:
+    server = serve.Server(model(), slots, drafts, piece, random.Random(1), knowing)
+    return serve.serve(model(), requests, server) | serve.compare(model(), requests)
+
+
+REQUESTS = st.lists(
+    st.builds(
+        lambda start, size, length, arrival, cancelled: serve.Request(
+            list(TEXT[start : start + size]), length, arrival, cancelled
+        ),
+        st.sampled_from([0, 0, 0, 7]), st.sampled_from([1, 63, 64, 65, 129, 200]), st.integers(1, 9),
+        st.integers(0, 12), st.none() | st.integers(0, 20),
+    ),
+    min_size=1, max_size=7,
+).map(lambda found: sorted(found, key=lambda r: r.arrival))  # fmt: skip
+
+
+@settings(max_examples=25, deadline=None)
+@given(requests=REQUESTS, spare=st.integers(0, 12), drafts=st.integers(0, 3), piece=st.sampled_from([64, 128, 200]))
+def test_every_request_gets_its_bytes(requests, spare, drafts, piece):
+    found = served(requests, 1 + drafts + spare, drafts, piece)
+    assert (found["mismatched"], found["leaked_slots"]) == (0, 0)
+
+
+def test_everything_happens():
+    """Cache hits, preemption, and some drafts that are right, in one run."""
+    requests = [serve.Request(list(TEXT[:200]), 30, i // 2) for i in range(8)]
+    found = served(requests, 12, 2, 64)
+    assert (found["mismatched"], found["leaked_slots"]) == (0, 0)
+    assert found["cache_hits"] > 0
+    assert found["preempted"] > 0
+    assert 0 < found["accepted_drafts"] < found["drafted"]
+
+
+@pytest.mark.parametrize("fault", ["one more", "stale", "prefix"])
+def test_a_wrong_server_is_found(fault: str, monkeypatch):
+    """One accepted draft too many, a draft from the first slot always, a prefix that is a block too long."""
+    plain_verify, plain_find = serve.Layers.verify, serve.Slots.find
+
+    def verify(self, tokens, slots, accepted):
+        wrong = [min(a + 1, len(slots[0])) for a in accepted] if fault == "one more" else [1] * len(accepted)
+        return plain_verify(self, tokens, slots, accepted if fault == "prefix" else wrong)
+
+    def find(self, keys):
+        blocks, slot = plain_find(self, keys)
+        return (blocks - 1 if fault == "prefix" and blocks > 1 else blocks), slot
+
+    monkeypatch.setattr(serve.Layers, "verify", verify)
+    monkeypatch.setattr(serve.Slots, "find", find)
+    requests = [serve.Request(list(TEXT[:200]), 20, 4 * i) for i in range(4)]
+    assert served(requests, 40, 2, 256)["mismatched"] > 0
+
+
+def test_command_line(tmp_path, capsys):
+    file = tmp_path / "served.json"
+    assert serve.main(["--requests", "4", "--train", "1", "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    names = ("mismatched", "leaked_slots", "cache_hits", "preempted", "accepted_drafts", "tokens_per_second")
+    assert set(names) <= found.keys()
+    with pytest.raises(SystemExit):
+        serve.main(["--requests", "0"])
+    assert "expected a request" in capsys.readouterr().err
