@@ -158,9 +158,11 @@ def _check(r: DecodeStepRequest) -> None:
         "norm_weight": r.norm_weight, "out": r.out,
     }  # fmt: skip
     expect_same_device(r.x, layer)
-    request = _recurrence(r, r.x)
-    check(request)
-    check_values(request)
+    if not torch.compiler.is_compiling():
+        # A compiled call's operator makes these checks itself, before anything is written.
+        request = _recurrence(r, r.x)
+        check(request)
+        check_values(request)
 
 
 def _recurrence(r: DecodeStepRequest, y: Tensor) -> Request:

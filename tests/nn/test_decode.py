@@ -70,6 +70,22 @@ def test_drafts_continue_from_the_accepted_token():
         torch.testing.assert_close(o[n : n + 1], plain, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["one token", "slots", "drafts"])
+def test_one_graph_of_a_compiler(name: str):
+    call = step(name)
+    own = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in call.items()}
+    with torch.no_grad():
+        found = torch.compile(kda_decode_step, fullgraph=True, backend="aot_eager")(**own)
+    torch.testing.assert_close(found, kda_decode_step(**call))
+    torch.testing.assert_close(own["state"], call["state"])
+    assert torch.equal(own["conv_state"], call["conv_state"])
+
+
+def test_meta_tensors_have_a_shape():
+    call = {n: t.to("meta") if isinstance(t, torch.Tensor) else t for n, t in step("drafts").items()}
+    assert kda_decode_step(**call).shape == (3, 3, 2, 32)
+
+
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "channels": ({"mixed_qkv": torch.zeros(3, 33)}, ValueError, "mixed_qkv: expected 2 · H"),
     "heads": ({"g": torch.zeros(3, 3, 32)}, ValueError, "mixed_qkv: expected 2 · H"),

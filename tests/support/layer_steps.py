@@ -13,7 +13,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "one token": {},
     "slots": {"slots": [4, 0, 2]},
     "three tokens": {"T": 3},
-    "grouped, V first": {
+    "drafts": {
         "H": 1,
         "T": 3,
         "v_first": True,
