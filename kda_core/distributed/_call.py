@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import fields
 from operator import attrgetter
 from typing import Any
 
@@ -67,7 +68,9 @@ class _Call(torch.autograd.Function):
         if torch.compiler.is_compiling():
             places = dict(zip(_SAVED, [t.reshape(-1) for t in saved], strict=False))
             more = {"needs": [n in needed for n in DIFFERENTIABLE], "backend": name or "", "matrices": matrices}
-            found = _call_operator(_BACKWARD, {**values, **asked, **s._asdict(), **places, **more})
+            found = _call_operator(
+                _BACKWARD, {**values, **asked, **dict(zip(Shared._fields, s, strict=True)), **places, **more}
+            )
             grads = dict(zip(DIFFERENTIABLE, found, strict=True))
         else:
             same = strides == _strides(kept[:count])  # hooks of saved tensors may return others
@@ -86,12 +89,16 @@ def run(r: Request, name: str | None) -> ForwardResult:
     s, compiling = shared(c), torch.compiler.is_compiling()
     if compiling or _eager.needs_operator(r.q):
         cpu = c.cu_seqlens_cpu if r.return_intermediate_states else None
-        values = {**vars(r), "cu_seqlens": None, "cu_seqlens_cpu": cpu, "cp_context": None}
+        # By name: compilers of torch 2.7 do not see what vars() gives.
+        own = {"cu_seqlens": None, "cu_seqlens_cpu": cpu, "cp_context": None}
+        values = {**{n: getattr(r, n) for n in _FIELDS}, **own}
         if not compiling:
             plain = build_request(values)
             _checks.convert_scalars(plain)
             values = vars(plain)
-        o, final, h, *_ = _call_operator(_FORWARD, {**values, **s._asdict(), "backend": name or ""})
+        o, final, h, *_ = _call_operator(
+            _FORWARD, {**values, **dict(zip(Shared._fields, s, strict=True)), "backend": name or ""}
+        )
         return ForwardResult(o, final if r.output_final_state else None, h if r.return_intermediate_states else None)
     if r.return_intermediate_states:
         r = build_request({**vars(r), "cu_seqlens_cpu": c.cu_seqlens_cpu})
@@ -100,7 +107,13 @@ def run(r: Request, name: str | None) -> ForwardResult:
     return ForwardResult(*_Call.apply(r, s, name, *_differentiable_of(r)))
 
 
+def _named(s: Shared) -> dict[str, Any]:
+    """``s._asdict()``, which compilers of torch 2.7 do not look into."""
+    return dict(zip(Shared._fields, s, strict=True))
+
+
 _differentiable_of = attrgetter(*DIFFERENTIABLE)
+_FIELDS = tuple(f.name for f in fields(Request) if f.init)
 
 
 def shared(c: ContextParallel) -> Shared:

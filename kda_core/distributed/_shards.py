@@ -68,7 +68,8 @@ def run(r: Request | GateRequest, function: Callable[..., Any], backend: Any) ->
         return _global("g", found, kinds, mesh, r)
     if not isinstance(found, tuple):
         return found  # an explanation
-    results = zip(("o", "final_state", "h"), found, strict=False)
+    # Compilers of torch 2.7 take every zip for a strict one.
+    results = zip(("o", "final_state", "h")[: len(found)], found, strict=True)
     return tuple(None if t is None else _global(n, t, kinds, mesh, r) for n, t in results)
 
 

@@ -15,6 +15,12 @@ from kda_core.nn._dispatch import backend_for
 from kda_core.nn._norm import gated_rms_norm
 from kda_core.request import DecodeStepRequest, Request
 
+FLAGS = (
+    "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first",
+)  # fmt: skip
+TENSORS = ("x", "g", "beta", "conv_state", "weight", "state", "bias", "A_log", "dt_bias", "norm_gate", "norm_weight")
+"""Fields of a request that may require gradients."""
+
 
 def kda_decode_step(
     mixed_qkv: Tensor,
@@ -148,10 +154,11 @@ def _check(r: DecodeStepRequest) -> None:
             raise TypeError(f"out: expected {r.x.dtype}, the dtype of mixed_qkv, got {r.out.dtype}")
     if r.indices is None and r.state.shape[0] < N:
         raise ValueError(f"state: expected a slot for each of {N} sequences, got {r.state.shape[0]}")
-    for name, value in vars(r).items():
-        if isinstance(value, bool):
-            expect_flag(name, value)
-        elif torch.is_grad_enabled() and isinstance(value, Tensor) and value.requires_grad:
+    for name in FLAGS:
+        expect_flag(name, getattr(r, name))
+    for name in TENSORS:
+        value = getattr(r, name)
+        if value is not None and value.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name}: kda_decode_step is not differentiable; use torch.no_grad(), or detach it")
     layer = {
         "conv_state": r.conv_state, "conv_weight": r.weight, "conv_bias": r.bias, "norm_gate": r.norm_gate,

@@ -61,7 +61,7 @@ def project(
     and what follows is one launch; backwards they add up in one gradient of x. Layers that are more than a product
     (hooks, adapters, quantised or distributed weights), and layers under a compiler, are called one by one.
     """
-    weights: list[Any] = [*map(product_weight, layers[:-1]), product_weight(layers.gate_out, biased=True)]
+    weights: list[Any] = [*map(product_weight, list(layers)[:-1]), product_weight(layers.gate_out, biased=True)]
     if any(w is None for w in weights) or not is_eager(x, bias := layers.gate_out.bias, *weights):
         # Rows, because torch's linear layers take fewer steps for two dimensions, and add a bias on the way.
         batch, x = x.shape[:2], x.flatten(0, 1)
@@ -235,7 +235,7 @@ def normed_projection(x: Tensor, gate: Tensor, norm: nn.RMSNorm, eps: float, lay
 
     Where a backend serves the norm and a gradient is needed, both are one node of autograd.
     """
-    weight = product_weight(layer)
+    weight = None if torch.compiler.is_compiling() else product_weight(layer)
     if x.numel() and weight is not None and is_plain(weight) and torch.is_grad_enabled():
         weight = weight.to(_autocast_dtype(x) or weight.dtype)
         given = x, gate, norm.weight, weight
