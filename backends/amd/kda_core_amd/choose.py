@@ -130,7 +130,8 @@ _FEW_KEYS = _table(Config(16, 2, keys=32), Config(16, 4, keys=32), Config(16, 16
 _RDNA = MappingProxyType(
     {
         "prepare": _table(*[Config(16, 4, level_loop=True)] * 2, Config(16, 8, level_loop=True)),
-        "recurrence": _FEW_KEYS,
+        # Checkpoints need addresses beside the state: smaller blocks leave room for them.
+        "recurrence": _table(Config(16, 2, keys=32), Config(16, 4, keys=16), Config(16, 16, keys=64)),
         "recurrent": _WIDE_STEP,
         "recurrent, V first": _WIDE_STEP,
         "join": _table(Config(16, 16, keys=32, level_loop=True)),

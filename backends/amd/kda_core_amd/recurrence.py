@@ -191,8 +191,8 @@ def recurrence(
             i_kept = checkpoint_slot(
                 checkpoints, i_n, i, every, columns, s_row, s_column, pad_slot_id, checkpoint_slots
             )  # fmt: skip
-            p_kept = checkpoint_pool + i_kept * s_cn + i_h * s_ch
-            store_state(p_kept, S, o_v, o_v < tl.where(i_kept < 0, 0, V), s_ck, s_cv, K, KP, BK)
+            if i_kept >= 0:
+                store_state(checkpoint_pool + i_kept * s_cn + i_h * s_ch, S, o_v, m_v, s_ck, s_cv, K, KP, BK)
         b_o = tl.zeros([BV, C], tl.float32)
         known = tl.zeros([BV, C], tl.float32)
         for i_k in tl.static_range(KP // BK):
@@ -213,8 +213,8 @@ def recurrence(
             checkpoints, i_n, tl.where(length % C == 0, length // C, 0), every, columns, s_row, s_column, pad_slot_id,
             checkpoint_slots,
         )  # fmt: skip
-        p_kept = checkpoint_pool + i_kept * s_cn + i_h * s_ch
-        store_state(p_kept, S, o_v, o_v < tl.where(i_kept < 0, 0, V), s_ck, s_cv, K, KP, BK)
+        if i_kept >= 0:
+            store_state(checkpoint_pool + i_kept * s_cn + i_h * s_ch, S, o_v, m_v, s_ck, s_cv, K, KP, BK)
     if final_state is not None:
         if final_indices is not None:
             i_state = tl.load(final_indices + i_n * s_final).to(tl.int64)
