@@ -43,6 +43,9 @@ KNOWN_LARGE_SPILLS = {
     ("gfx1100", "recurrence", 2, 128): 16,
     ("gfx1100", "recurrence", 2, 256): 24,
     ("gfx1100", "recurrence", 4, 256): 24,
+    ("gfx1100", "recurrence, checkpoints", 2, 128): 56,
+    ("gfx1100", "recurrence, checkpoints", 2, 256): 160,
+    ("gfx1100", "recurrence, checkpoints", 4, 256): 24,
     ("gfx1100", "recurrence, h", 2, 128): 56,
     ("gfx1100", "recurrence, h", 2, 256): 160,
     ("gfx1100", "reverse_kernel", 2, 128): 24,
@@ -50,8 +53,9 @@ KNOWN_LARGE_SPILLS = {
     ("gfx1100", "reverse_transitions_kernel", 2, 128): 32,
 }
 """(architecture, kernel, bytes of an operand, padded K up to) -> registers of a lane that spill in kernels that are
-served all the same, only for tensors of 2 GiB and more ("h": with intermediate states). A lane of gfx1100 has 256
-registers, its matrix unit wants every operand in both halves of a wave, and an address of 64 bits takes two."""
+served all the same, only for tensors of 2 GiB and more ("h": with intermediate states; "checkpoints": with those). A
+lane of gfx1100 has 256 registers, its matrix unit wants every operand in both halves of a wave, and an address of 64
+bits takes two."""
 
 POINTER_RANGE = 32
 """Bits that reach every byte of a tensor below 2 GiB; triton's ROCm launcher says so of such a tensor."""
@@ -82,7 +86,8 @@ class Resources:
         found = []
         operand = next(job.launch.views()).itemsize
         width = 128 if job.arguments.get("KP", 0) <= 128 else 256
-        name = job.launch.name + ", h" * (job.arguments.get("h") is not None)
+        more = [n for n in ("h", "checkpoints") if job.arguments.get(n) is not None]
+        name = ", ".join([job.launch.name, *more])
         stated = KNOWN_LARGE_SPILLS if job.large else {}
         limit, lds = stated.get((job.arch, name, operand, width), SPILL_LIMIT), ARCHITECTURES[job.arch].lds
         if self.vgpr_spills > limit:
