@@ -57,7 +57,7 @@ class Halves:
         return found
 
     def runs(self, training: bool) -> dict[str, Callable[[], Any]]:
-        """What is timed, by name."""
+        """The calls that are timed, by name."""
         plain, halved, states, call = self.plain, self.halved, self.states, self.backend.call
         if not training:
             plain, halved = replace(plain, save_for_backward=False), replace(halved, save_for_backward=False)

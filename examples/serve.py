@@ -316,7 +316,7 @@ class Server:
 
 
 def from_before(r: Request, count: int, rng: random.Random) -> list[int]:
-    """What followed the last two bytes when they came before, else random bytes."""
+    """The bytes that followed the last two when these came before, else random ones."""
     seen = r.prompt + r.written
     for i in range(len(seen) - 3, 0, -1):
         if seen[i - 1 : i + 1] == seen[-2:]:

@@ -113,6 +113,10 @@ def kda_decode_step(
     if x.numel():
         own, memo = backend_for("decode_step", x, tuple(others), tuple(options.values()), backend)
     request = DecodeStepRequest(**tensors, **options, memo=memo)
+    # At every call: layouts, by which calls are of one kind, do not say it.
+    for name in TENSORS if torch.is_grad_enabled() else ():
+        if getattr(tensors[name], "requires_grad", False):
+            raise ValueError(f"{name}: kda_decode_step is not differentiable; use torch.no_grad(), or detach it")
     if own is None:
         _check(request)
         o = _in_parts(request, backend)
@@ -156,10 +160,6 @@ def _check(r: DecodeStepRequest) -> None:
         raise ValueError(f"state: expected a slot for each of {N} sequences, got {r.state.shape[0]}")
     for name in FLAGS:
         expect_flag(name, getattr(r, name))
-    for name in TENSORS:
-        value = getattr(r, name)
-        if value is not None and value.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name}: kda_decode_step is not differentiable; use torch.no_grad(), or detach it")
     layer = {
         "conv_state": r.conv_state, "conv_weight": r.weight, "conv_bias": r.bias, "norm_gate": r.norm_gate,
         "norm_weight": r.norm_weight, "out": r.out,

@@ -102,7 +102,7 @@ def _serve(rank: int, folder: str, pipe: Any) -> None:
         module, _, name = job.partition(":")
         try:
             answer = True, getattr(importlib.import_module(module), name)(groups[size], rank, *arguments)
-        except BaseException:
+        except BaseException:  # the parent raises it, SystemExit too: a rank without an answer would hang it
             answer = False, traceback.format_exc()
         pipe.send_bytes(pickle.dumps(answer))
     dist.destroy_process_group()
