@@ -23,6 +23,15 @@ class PaddingSlotWritten(Mutant):
         return result
 
 
+class AnotherKernelForManySequences(Mutant):
+    """Calls of more than eight sequences take another kernel, as exact as the first, with other last bits."""
+
+    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
+        if r.N <= 8:
+            return result
+        return replace(result, o=torch.nextafter(result.o, torch.zeros_like(result.o)))
+
+
 class HasInitialStateIgnored(Mutant):
     """Sequences that are to start from zero read their slot."""
 

@@ -10,7 +10,7 @@ import torch
 
 from kda_core.capabilities import Feature
 from kda_core.testing.cases import BF16, FP16, FP32, PLAIN, SOFTPLUS, Case
-from kda_core.testing.inputs import same_bits
+from kda_core.testing.inputs import Call, same_bits
 from kda_core.testing.marks import each_tagged, requires, slow
 
 
@@ -62,6 +62,42 @@ def test_packed_neighbours(kda):
     results = kda.run(alone)
     kda.expect(alone, "o", results["o"], first["o"][:, 70:135], "alone against packed")
     kda.expect(alone, "final_state", results["final_state"], first["final_state"][1:2], "alone against packed")
+
+
+def _with_sequences(call: Call, chosen: list[int]) -> Call:
+    """A packed call of these sequences of it alone."""
+    lengths = call.lengths()
+    starts = [sum(lengths[:n]) for n in chosen]
+    rows = torch.cat([torch.arange(a, a + lengths[n]) for n, a in zip(chosen, starts, strict=True)])
+    own = {n: call.tensors[n][:, rows].contiguous() for n in ("q", "k", "v", "g", "beta")}
+    own["initial_state"] = call.tensors["initial_state"][chosen].contiguous()
+    ends = torch.tensor([0, *(lengths[n] for n in chosen)]).cumsum(0)
+    grads = {n: t[:, rows] if n == "o" else t[chosen] for n, t in call.grads.items()}
+    return replace(call.having(**own, cu_seqlens=ends.to(torch.int32)), grads=grads)
+
+
+@requires(Feature.CHUNK, Feature.VARLEN)
+@pytest.mark.parametrize("op", ["chunk_kda", "fused_recurrent_kda"])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
+def test_packed_in_any_company(kda, op: str, dtype: torch.dtype):
+    """A sequence packed alone has the bits that it has among few and among many others, gradients included."""
+    # More sequences times heads than any chip has multiprocessors, by which a backend may choose.
+    lengths = (130, 1, *(3,) * 40, 33)
+    fields = {"op": op, "H": 4, "l2norm": True, "backward": op == "chunk_kda"}
+    call = Case(name=f"company {op} {dtype}", T=sum(lengths), lengths=lengths, **PLAIN[dtype] | fields).call()
+    many = kda.run(call)
+    last = len(lengths) - 1
+    for chosen in ([0], [last], [last, 1, 0, 2]):
+        found = kda.run(_with_sequences(call, chosen))
+        at = 0
+        for i, n in enumerate(chosen):
+            start, rows = sum(lengths[:n]), lengths[n]
+            for name, got in found.tensors.items():
+                by_sequence = name.endswith("state")
+                own = got[i] if by_sequence else got[:, at : at + rows]
+                expected = many[name][n] if by_sequence else many[name][:, start : start + rows]
+                assert same_bits(own, expected), f"{name} of sequence {n} among {chosen}"
+            at += rows
 
 
 @requires(Feature.CHUNK, Feature.VARLEN)
