@@ -19,8 +19,9 @@ from torch.autograd.function import once_differentiable
 
 from kda_core import _checks, _eager, _expect, _meta, _ops, _schemas
 from kda_core.distributed._context import ContextParallel, from_fla, is_fla_context
-from kda_core.distributed._halves import choose
-from kda_core.distributed._steps import Shared, backward, forward, keeps_all
+from kda_core.distributed._halves import Chosen, choose
+from kda_core.distributed._passes import backward, forward
+from kda_core.distributed._steps import Shared, keeps_all
 from kda_core.errors import UnsupportedCall
 from kda_core.hookspecs import MAX_SAVED_TENSORS
 from kda_core.reference import DIFFERENTIABLE
@@ -45,11 +46,11 @@ class _Call(torch.autograd.Function):
     def forward(ctx: Any, r: Request, s: Shared, name: str | None, *tensors: Tensor | None) -> tuple:
         result, matrices, saved, chosen = forward(r, s, name)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, s.fragments, s.slots, matrices, *saved)
+        ctx.save_for_backward(*tensors, *s[:3], matrices, *saved)
         # Not the request: it holds the tensors, and autograd decides how long they live.
         options = dict(zip(_schemas.OPTION_NAMES, _options_of(r), strict=True))
         options.update({"op": r.op, "save_for_backward": True})
-        ctx.call = options, s[2:], name, chosen.without_tensors(), _strides(tensors)
+        ctx.call = options, s[3:], name, chosen and chosen.without_tensors(), _strides(tensors)
         return result.o, result.final_state
 
     @staticmethod
@@ -57,16 +58,16 @@ class _Call(torch.autograd.Function):
     def backward(ctx: Any, grad_o: Tensor | None, grad_final_state: Tensor | None) -> tuple:
         kept = ctx.saved_tensors
         count = len(DIFFERENTIABLE)
-        fragments, slots, matrices, *saved = kept[count:]
+        fragments, slots, chain, matrices, *saved = kept[count:]
         options, rest, name, known, strides = ctx.call
         needed = frozenset(n for n, wanted in zip(DIFFERENTIABLE, ctx.needs_input_grad[3:], strict=True) if wanted)
         if not needed or (grad_o is None and grad_final_state is None):
             return (None,) * (3 + count)
         values = {**options, **dict(zip(DIFFERENTIABLE, kept[:count], strict=True))}
         asked = {"saved": tuple(saved), "grad_o": grad_o, "grad_final_state": grad_final_state, "needs_grad": needed}
-        s = Shared(fragments, slots, *rest)
+        s = Shared(fragments, slots, chain, *rest)
         if torch.compiler.is_compiling():
-            places = dict(zip(_SAVED, [t.reshape(-1) for t in saved], strict=False))
+            places = dict(zip(_SAVED, _flat(saved, s), strict=False))
             more = {"needs": [n in needed for n in DIFFERENTIABLE], "backend": name or "", "matrices": matrices}
             found = _call_operator(
                 _BACKWARD, {**values, **asked, **dict(zip(Shared._fields, s, strict=True)), **places, **more}
@@ -88,7 +89,7 @@ def run(r: Request, name: str | None) -> ForwardResult:
     c = context_of(r)
     s, compiling = shared(c), torch.compiler.is_compiling()
     if compiling or _eager.needs_operator(r.q):
-        cpu = c.cu_seqlens_cpu if r.return_intermediate_states else None
+        cpu = c.call_cu_seqlens_cpu if r.return_intermediate_states else None
         # By name: compilers of torch 2.7 do not see what vars() gives.
         own = {"cu_seqlens": None, "cu_seqlens_cpu": cpu, "cp_context": None}
         values = {**{n: getattr(r, n) for n in _FIELDS}, **own}
@@ -101,7 +102,7 @@ def run(r: Request, name: str | None) -> ForwardResult:
         )
         return ForwardResult(o, final if r.output_final_state else None, h if r.return_intermediate_states else None)
     if r.return_intermediate_states:
-        r = build_request({**vars(r), "cu_seqlens_cpu": c.cu_seqlens_cpu})
+        r = build_request({**vars(r), "cu_seqlens_cpu": c.call_cu_seqlens_cpu})
     if not r.save_for_backward:
         return forward(r, s, name).result
     return ForwardResult(*_Call.apply(r, s, name, *_differentiable_of(r)))
@@ -117,7 +118,12 @@ _FIELDS = tuple(f.name for f in fields(Request) if f.init)
 
 
 def shared(c: ContextParallel) -> Shared:
-    return Shared(c.fragments, c.slots, c.group_name, c.before, c.sequences, c.dense, c.gather, c.padded)
+    g = c.cells
+    if g is None:
+        return Shared(
+            c.fragments, c.slots, None, c.group_name, c.before, c.sequences, c.dense, c.gather, c.padded, 0, ()
+        )
+    return Shared(g.fragments, g.slots, g.chain, c.group_name, 0, c.sequences, g.dense, c.gather, True, g.grid, g.own)
 
 
 def part(r: Request) -> Request:
@@ -125,7 +131,8 @@ def part(r: Request) -> Request:
     if not is_context(r.cp_context):
         return r
     c = context_of(r)
-    return shared(c).local(build_request({**vars(r), "cu_seqlens_cpu": c.cu_seqlens_cpu}))
+    parts = shared(c).parts(build_request({**vars(r), "cu_seqlens_cpu": c.call_cu_seqlens_cpu}))
+    return parts[0][1].local(parts[0][0]) if parts else build_request({**vars(r), "cp_context": None})
 
 
 def is_context(value: Any) -> bool:
@@ -152,6 +159,11 @@ def context_of(r: Request) -> ContextParallel:
                 f"{name}: expected [B, T, …] = [{c.batch}, {c.rows}, …], the rows of rank {c.rank} of cp_context, got "
                 f"{list(t.shape)}"
             )
+    if c.cells is not None:  # rows are cut before the other checks see them
+        for name in ("k", "g", "beta"):
+            rows = getattr(getattr(r, name), "shape", ())[:2]
+            if tuple(rows) != (c.batch, c.rows):
+                raise ValueError(f"{name}: expected [B, T, …] = [{c.batch}, {c.rows}, …], as q, got {list(rows)} …")
     if r.q.device != c.device:
         raise ValueError(f"cp_context: expected tables on {r.q.device}, where q is, got {c.device}; give device=")
     _check_states(c, r)
@@ -181,8 +193,9 @@ def _same_memory(a: Any, b: Any) -> bool:
 
 # The operators. Their arguments are those of the plain ones, then the context's.
 _CONTEXT = (
-    'Tensor? fragments=None, Tensor? slots=None, str group_name="", int before=0, SymInt sequences=0, int dense=0, '
-    "bool gather=False, bool padded=True"
+    "Tensor? fragments=None, Tensor? slots=None, Tensor? chain=None, "
+    'str group_name="", int before=0, SymInt sequences=0, int dense=0, bool gather=False, bool padded=True, '
+    "int grid=0, int[] cells=[]"
 )
 _SAVED = (*_schemas.SAVED_NAMES, f"saved_{MAX_SAVED_TENSORS}")
 
@@ -213,8 +226,30 @@ def _operator(*args: Any) -> tuple[Tensor, ...]:
     _ops.refuse_tangents("chunk_kda", *args)
     r, s, name = _take(_FORWARD.bind(args, {}))
     result, matrices, saved, _ = forward(r, s, name)
-    flat = [t.reshape(-1) for t in saved]
-    return _results(r, result.o, result.final_state, result.h, matrices, flat)
+    return _results(r, result.o, result.final_state, result.h, matrices, _flat(saved, s))
+
+
+def _flat(saved: Sequence[Tensor], s: Shared) -> list[Tensor]:
+    """Saved tensors of one dimension, each with those of all cells."""
+    if not s.grid:
+        return [t.reshape(-1) for t in saved]
+    each = len(saved) // max(len(s.cells), 1)
+    return [torch.cat([t.reshape(-1) for t in saved[i::each]]) for i in range(each)]
+
+
+def _saved_of(flat: Sequence[Tensor], parts: Sequence[Chosen]) -> tuple[Tensor, ...]:
+    """The inverse."""
+    found, at = [], [0] * len(flat)
+    for chosen in parts:
+        for i, spec in enumerate(chosen.halves.saved_spec(chosen.request)):
+            count = math.prod(spec.shape)
+            found.append(flat[i].narrow(0, at[i], count).view(spec.shape))
+            at[i] += count
+    return tuple(found)
+
+
+def _chosen(r: Request, s: Shared, name: str | None) -> list[Chosen]:
+    return [choose(t.local(q), name, t.is_alone()) for q, t in s.parts(r)]
 
 
 def _results(r: Request, o: Tensor, final: Any, h: Any, matrices: Tensor, saved: list[Tensor]) -> tuple[Tensor, ...]:
@@ -224,7 +259,7 @@ def _results(r: Request, o: Tensor, final: Any, h: Any, matrices: Tensor, saved:
 
 def _fake_operator(*args: Any) -> tuple[Tensor, ...]:
     r, s, name = _take(_FORWARD.bind(args, {}))
-    chosen = choose(s.local(r), name, s.is_alone())
+    parts = _chosen(r, s, name)
     final = h = None
     shape = (s.sequences, *r.state_shape[1:])
     if r.output_final_state:
@@ -232,13 +267,15 @@ def _fake_operator(*args: Any) -> tuple[Tensor, ...]:
     if r.return_intermediate_states:
         h = r.v.new_empty((r.B, torch.library.get_ctx().new_dynamic_size(), *shape[1:]), dtype=r.h_dtype)
     matrices = r.q.new_empty(0)
-    specs: tuple[TensorSpec, ...] = ()
+    specs: list[tuple[TensorSpec, ...]] = []
     if r.save_for_backward:
-        specs = chosen.halves.saved_spec(chosen.request)
-        if not chosen.alone:
-            count = s.fragments.shape[1] - 1 if keeps_all(r, s) else s.slots.shape[1]
-            matrices = r.q.new_empty(count, r.HV, r.K, r.K, dtype=r.compute_dtype)
-    saved = [r.v.new_empty(math.prod(spec.shape), dtype=spec.dtype) for spec in specs]
+        # Of each saved tensor those of all parts.
+        specs = [*zip(*(c.halves.saved_spec(c.request) for c in parts), strict=True)]
+        if parts and not parts[0].alone:
+            slots = (s.dense or 1) if s.grid else s.slots.shape[1]
+            count = s.fragments.shape[-1] - 1 if keeps_all(r, s) else slots
+            matrices = r.q.new_empty(len(parts) * count, r.HV, r.K, r.K, dtype=r.compute_dtype)
+    saved = [r.v.new_empty(sum(math.prod(p.shape) for p in each), dtype=each[0].dtype) for each in specs]
     return _results(r, _meta.empty_o(r), final, h, matrices, saved)
 
 
@@ -248,8 +285,7 @@ def _backward_operator(*args: Any) -> tuple[Tensor, ...]:
     more = {n: values.pop(n) for n in ("grad_o", "grad_final_state")}
     needed = _ops._needed({n: values[n] for n in DIFFERENTIABLE}, values.pop("needs"))
     r, s, name = _take({**values, "save_for_backward": True})
-    chosen = choose(s.local(r), name, s.is_alone())
-    saved = tuple(t.view(spec.shape) for t, spec in zip(flat, chosen.halves.saved_spec(chosen.request), strict=False))
+    saved = _saved_of(flat, _chosen(r, s, name))
     asked = build_request({**vars(r), "saved": saved, "needs_grad": needed, **more})
     grads = backward(asked, s, name, matrices)
     return _ops._gradients(grads, DIFFERENTIABLE, needed, r.v)
@@ -263,7 +299,7 @@ def _fake_backward_operator(*args: Any) -> tuple[Tensor, ...]:
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     values = _FORWARD.bind(inputs, {})
     ctx.set_materialize_grads(False)
-    tensors = (*_schemas.TENSOR_NAMES, "fragments", "slots")
+    tensors = (*_schemas.TENSOR_NAMES, "fragments", "slots", "chain")
     ctx.save_for_backward(*(values[n] for n in tensors), *output[3:])
     ctx.values = {n: x for n, x in values.items() if n not in tensors}
     ctx.mark_non_differentiable(*output[2 if values["output_final_state"] else 1 :])
@@ -274,7 +310,7 @@ def _apply_backward(ctx: Any, grad_o: Tensor | None, grad_final: Tensor | None, 
         grad_final = None
     grads: dict[str, Tensor] = {}
     if grad_o is not None or grad_final is not None:
-        names = (*_schemas.TENSOR_NAMES, "fragments", "slots", "matrices", *_SAVED)
+        names = (*_schemas.TENSOR_NAMES, "fragments", "slots", "chain", "matrices", *_SAVED)
         kept = dict(zip(names, ctx.saved_tensors, strict=True))
         needs = _ops._needed_by_autograd(ctx, _FORWARD.names, DIFFERENTIABLE)
         more = {"grad_o": grad_o, "grad_final_state": grad_final, "needs": needs}

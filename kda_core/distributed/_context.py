@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kda_core.distributed._cells import GRID, Cells, cut_of, moved, on_grid, table
 from kda_core.distributed._layout import Layout, Range, joined, split
 
 LAYOUTS = ("contiguous", "zigzag")
@@ -38,6 +39,7 @@ class ContextParallel:
             through; W times their number stands for none.
         tails, sources: int64 on the device, for ``conv_halo``: the last rows of each of our slots, and for each slot of
             all ranks the places of the rows ahead among the tails of all.
+        cells: the tables of calls with ``deterministic_degree``, or None.
     """
 
     def __init__(self, group: Any, batch: int, rows: int, sequences: int, gather: bool) -> None:
@@ -51,6 +53,7 @@ class ContextParallel:
         self.states = True
         self.ranges: list[Range] | None = None
         self.given: dict[str, Any] = {}
+        self.cells: Cells | None = None
 
     def fill(
         self, cut: list[tuple], chains: list[tuple], lengths: tuple[int, int], most: int, device: Any,
@@ -66,12 +69,6 @@ class ContextParallel:
             tails: what ``Layout.tails`` gives.
         """
         N, F, none = self.sequences, most, self.size * len(chains)
-        cu = [0]
-        for rows, _, _ in cut:
-            cu.append(cu[-1] + rows)
-        rest = F - len(cut)
-        cu += [cu[-1]] * rest
-        begins, ends = ([f[i] for f in cut] + [N] * (rest + 1) for i in (1, 2))
         columns = []
         for chain in chains:
             first, last, ahead, behind = chain or (0, 0, [], [])
@@ -79,17 +76,12 @@ class ContextParallel:
             received = [[none] * (n - len(c)) + c for n, c in zip(lengths, (ahead, behind), strict=True)]
             columns.append([last, first, *into, *received[0], *received[1]])
         rows = zip(*columns, strict=True)
-        values = torch.tensor([*cu, *begins, *ends, *(x for row in rows for x in row), *tails[0], *tails[1]])
+        values = torch.tensor([*table(cut, F, N), *(x for row in rows for x in row), *tails[0], *tails[1]])
         self.before = lengths[0]
         # Chains of other boundaries may be shorter.
         self.padded = not self.dense or any(none in column[4:] for column in columns)
         self.cu_seqlens_cpu = values[: F + 1]
-        if device.type == "cuda":
-            values = values.pin_memory()
-        # One transfer; a refreshed context keeps its memory, which graphs read.
-        if getattr(self, "_values", None) is None:
-            self._values = torch.empty_like(values, device=device)
-        self._values.copy_(values, non_blocking=True)
+        self._values = moved(values, getattr(self, "_values", None), device)
         sizes = [3 * (F + 1), sum(map(len, columns)), len(tails[0]), len(tails[1])]
         fragments, slots, own, sources = self._values.split(sizes)
         self.fragments, self.slots = fragments.view(3, F + 1), slots.view(-1, len(chains))
@@ -98,6 +90,11 @@ class ContextParallel:
     @property
     def cu_seqlens(self) -> Tensor:
         return self.fragments[0]
+
+    @property
+    def call_cu_seqlens_cpu(self) -> Tensor:
+        """What ``chunk_kda`` takes of it: [F + 1], or [P, F + 1] of cells."""
+        return self.cu_seqlens_cpu if self.cells is None else self.cells.cu_seqlens_cpu
 
     @property
     def device(self) -> torch.device:
@@ -123,6 +120,8 @@ class ContextParallel:
         if len(bounds) != self.sequences + 1:
             raise ValueError(f"cu_seqlens: expected {self.sequences} sequences as before, got {len(bounds) - 1}")
         layout = Layout(bounds, self.layout.ranges, self.rank)
+        if self.cells is not None:
+            self.cells.fill(bounds, self.device)
         _fill(self, layout, self.fragments.shape[1] - 1, self.device)
 
     def verify(self) -> None:
@@ -154,7 +153,8 @@ class ContextParallel:
             V: of v.
             itemsize: of the states' dtype: 4, or 8 for float64 q.
         """
-        return (self.size - 1) * self.slots.shape[1] * heads * K * (K + V) * itemsize
+        slots = self.slots if self.cells is None else self.cells.slots
+        return (self.size - 1) * slots.shape[1] * heads * K * (K + V) * itemsize
 
     def __repr__(self) -> str:
         return f"ContextParallel(rank {self.rank} of {self.size}, {self.sequences} sequences, {self.rows} rows here)"
@@ -172,6 +172,8 @@ def build_cp_context(
     gather: bool = False,
     fragments: int | None = None,
     device: torch.device | str | None = None,
+    deterministic_degree: bool = False,
+    grid: int | None = None,
 ) -> ContextParallel:
     """Describe sequences whose rows lie on several ranks, for ``chunk_kda(..., cp_context=...)``.
 
@@ -191,16 +193,21 @@ def build_cp_context(
         batch: B, without ``cu_seqlens``.
         gather: give every rank all final states, in one more collective; otherwise the rank that holds the end of a
             sequence has its final state, and others have zeros.
-        fragments: places of the tables, F; None: the fragments of this rank, rounded up to a power of two. With equal F
-            contexts of other lengths need no recompilation.
+        fragments: places of the tables, F; None: the fragments of this rank (of the cell that has most), rounded up to
+            a power of two. With equal F contexts of other lengths need no recompilation.
         device: of the tables; None: that of ``cu_seqlens``, or of the group's accelerator.
+        deterministic_degree: results and gradients have the same bits for every number of ranks. Every rank calls the
+            backend once for each cell of ``grid`` rows, and all cells' summaries are exchanged. The gradients of
+            ``A_log`` and ``dt_bias`` are summed over ranks already: the first rank has them, others have zeros.
+        grid: rows of a cell, with ``deterministic_degree``: ranges begin and end at multiples of it. None: 4,096.
 
     Returns:
         A context for any number of calls and layers.
 
     Raises:
         ValueError: torch.distributed is not initialised, a group without this process, boundaries that decrease, ranges
-            that overlap or leave rows out, too few ``fragments``.
+            that overlap, leave rows out or cut a cell, too few ``fragments``, ``grid`` without
+            ``deterministic_degree``.
         TypeError: an argument of another type.
     """
     if is_fla_context(cu_seqlens):
@@ -208,9 +215,12 @@ def build_cp_context(
     process_group = _process_group(group)
     ranks = dist.get_world_size(process_group)
     sizes = {"batch": batch, "tokens": tokens, "fragments": fragments, "conv1d_kernel_size": conv1d_kernel_size}
+    sizes["grid"] = grid
     for name, value in sizes.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < (name != "tokens")):
             raise ValueError(f"{name}: expected a number of at least {int(name != 'tokens')}, got {value!r}")
+    if grid is not None and not deterministic_degree:
+        raise ValueError(f"grid: expected None without deterministic_degree=True, got {grid}")
     if cu_seqlens is None:
         if tokens is None:
             raise ValueError("tokens: expected a number of rows where there is no cu_seqlens, got None")
@@ -225,22 +235,29 @@ def build_cp_context(
     found = Layout(bounds, every, dist.get_rank(process_group))
     c = ContextParallel(process_group, batch, found.rows // batch, len(bounds) - 1, gather)
     c.conv1d_kernel_size = conv1d_kernel_size
-    c.given, c.ranges = {"tokens": total, "gather": gather}, ranges[c.rank]
+    if deterministic_degree:
+        grid = GRID if grid is None else grid
+        dense = batch if cu_seqlens is None and total else 0
+        c.cells = Cells(on_grid(ranges, total, grid), c.rank, grid, total, batch, dense, dense or fragments)
+        fragments = fragments and fragments * len(c.cells.own)
+    c.given, c.ranges = {"tokens": total, "gather": gather, "grid": grid}, ranges[c.rank]
     each = {f.end - f.start for f in found.fragments}
     count = len(found.fragments)
     if cu_seqlens is None and len(each) == 1 and count == found.slots * (found.rows > 0):
         c.dense = count
     elif fragments is None:
         fragments = 1 << max(count - 1, 0).bit_length()
-    _fill(c, found, c.dense or fragments or 1, _device(device, cu_seqlens, process_group))
+    tables_device = _device(device, cu_seqlens, process_group)
+    if c.cells is not None:
+        c.cells.fill(bounds, tables_device)
+    _fill(c, found, c.dense or fragments or 1, tables_device)
     return c
 
 
 def _fill(c: ContextParallel, layout: Layout, most: int, device: torch.device) -> None:
-    N, slots = c.sequences, range(layout.slots)
+    slots = range(layout.slots)
     if len(layout.fragments) > most:
         raise ValueError(f"fragments: expected at least {len(layout.fragments)} for rank {c.rank}, got {most}")
-    cut = [(f.end - f.start, f.sequence if f.begins else N, f.sequence if f.ends else N) for f in layout.fragments]
     chains = []
     for s in slots:
         edges = layout.edges(s)
@@ -249,7 +266,8 @@ def _fill(c: ContextParallel, layout: Layout, most: int, device: torch.device) -
     longest = tuple(max(len(of(s, not c.dense)) for s in slots) for of in (layout.ahead, layout.behind))
     c.layout = layout
     taps = c.conv1d_kernel_size
-    c.fill(cut, chains, longest, most, device, layout.tails(taps - 1) if taps else ([], []))  # type: ignore[arg-type]
+    cut, tails = cut_of(layout.fragments, c.sequences), layout.tails(taps - 1) if taps else ([], [])
+    c.fill(cut, chains, longest, most, device, tails)  # type: ignore[arg-type]
 
 
 def _bounds(cu_seqlens: Any) -> list[int]:

@@ -47,6 +47,7 @@ class Layout:
     Attributes:
         bounds, ranges, rank: as given.
         slots: ranges of the rank that has most of them.
+        of_slot: this rank's fragments of each of its ranges.
         fragments: of this rank, in the order of its rows.
     """
 
@@ -57,20 +58,20 @@ class Layout:
         self._places = sorted((a, b, r, s) for r, own in enumerate(self.ranges) for s, (a, b) in enumerate(own))
         self.rows = sum(b - a for a, b in self.ranges[rank])
         self._check()
-        self._of_slot = [self._cut(a, b) for a, b in self.ranges[rank]]
+        self.of_slot = [self._cut(a, b) for a, b in self.ranges[rank]]
         if not self._places and not rank:  # no rows at all: the first rank has the sequences
-            self._of_slot = [[Fragment(n, 0, 0, True, True) for n in range(len(self.bounds) - 1)]]
-        self.fragments = [f for found in self._of_slot for f in found]
+            self.of_slot = [[Fragment(n, 0, 0, True, True) for n in range(len(self.bounds) - 1)]]
+        self.fragments = [f for found in self.of_slot for f in found]
 
     def _check(self) -> None:
         if not self.bounds or self.bounds[0] != 0 or list(self.bounds) != sorted(self.bounds):
-            raise ValueError(f"cu_seqlens: expected boundaries from 0, not decreasing, got {_short(self.bounds)}")
+            raise ValueError(f"cu_seqlens: expected boundaries from 0, not decreasing, got {short(self.bounds)}")
         at = 0
         for a, b, r, _ in self._places:
             if a != at:
                 what = f"rows {at} to {a} are on no rank" if a > at else f"rows {a} to {min(at, b)} are on two ranks"
                 raise ValueError(
-                    f"layout: expected every row on one rank; {what} (rank {r} holds {_short(self.ranges[r])})"
+                    f"layout: expected every row on one rank; {what} (rank {r} holds {short(self.ranges[r])})"
                 )
             at = b
         if at < self.bounds[-1]:
@@ -81,7 +82,7 @@ class Layout:
                 if padded and a < self.bounds[-1]:
                     raise ValueError(
                         f"layout: expected the rows behind the last boundary {self.bounds[-1]} at the end of a "
-                        f"rank's rows, got {_short(own)} on rank {r}"
+                        f"rank's rows, got {short(own)} on rank {r}"
                     )
                 padded = padded or b > self.bounds[-1]
 
@@ -112,7 +113,7 @@ class Layout:
         here = self._places.index((*self.ranges[self.rank][slot], self.rank, slot))
         others = self._places[here + 1 :] if step > 0 else self._places[:here][::-1]
         if not all_of_them:
-            fragments = self._of_slot[slot]
+            fragments = self.of_slot[slot]
             edge = fragments[-1 if step > 0 else 0] if fragments else None
             if edge is None or (edge.ends if step > 0 else edge.begins):
                 return []
@@ -122,8 +123,8 @@ class Layout:
 
     def edges(self, slot: int) -> tuple[int, int] | None:
         """Numbers of a slot's first and last fragment, or None."""
-        before = sum(len(found) for found in self._of_slot[:slot])
-        count = len(self._of_slot[slot]) if slot < len(self._of_slot) else 0
+        before = sum(len(found) for found in self.of_slot[:slot])
+        count = len(self.of_slot[slot]) if slot < len(self.of_slot) else 0
         return (before, before + count - 1) if count else None
 
     def tails(self, width: int) -> tuple[list[int], list[int]]:
@@ -173,6 +174,6 @@ def joined(ranges: Sequence[Range]) -> list[Range]:
     return found
 
 
-def _short(values: Sequence) -> str:
+def short(values: Sequence) -> str:
     text = ", ".join(map(str, values[:8]))
     return f"[{text}{', …' if len(values) > 8 else ''}]"

@@ -1,14 +1,15 @@
-"""A forward and a backward of this rank's fragments: begin, exchange, finish."""
+"""The two steps of a forward and of a backward, before an exchange and behind it; and a context as they take it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kda_core.distributed._exchange import applied, at, join, scattered
+from kda_core.distributed._exchange import applied, at, scattered
 from kda_core.distributed._halves import Chosen, choose
 from kda_core.request import DATA, ForwardResult, Request, build_request
 
@@ -17,16 +18,19 @@ resolve_group: Any = dist.distributed_c10d._resolve_process_group
 
 
 class Shared(NamedTuple):
-    """A context as operators take it; the names are those of ``ContextParallel``."""
+    """A context as operators take it; the names are those of ``ContextParallel``, or of its ``Cells``."""
 
     fragments: Tensor
     slots: Tensor
+    chain: Tensor | None
     group_name: str
     before: int
     sequences: int
     dense: int
     gather: bool
     padded: bool
+    grid: int
+    cells: Sequence[int]
 
     @property
     def group(self) -> Any:
@@ -34,7 +38,28 @@ class Shared(NamedTuple):
 
     def is_alone(self) -> bool:
         """Whether no fragment ever goes on in another range."""
-        return self.slots.shape[0] == 4 and self.group.size() == 1
+        return not self.grid and self.slots.shape[0] == 4 and self.group.size() == 1
+
+    def parts(self, r: Request) -> list[tuple[Request, Shared]]:
+        """The calls that this rank makes: the caller's own, or one for each of its cells."""
+        if not self.grid:
+            return [(r, self)]
+        assert self.chain is not None
+        found, n, at, last = [], self.dense or 1, 0, self.chain.shape[1] - 1
+        saved = len(r.saved) // max(len(self.cells), 1)
+        short = r.T - self.grid * (len(self.cells) - 1)
+        for i, cell in enumerate(self.cells):
+            rows = short if cell == last else self.grid
+            own: dict[str, Any] = {"saved": r.saved[i * saved : (i + 1) * saved]}
+            own |= {
+                m: t.narrow(1, at, rows).contiguous() for m in (*DATA, "grad_o") if (t := getattr(r, m)) is not None
+            }
+            if r.cu_seqlens_cpu is not None:
+                own["cu_seqlens_cpu"] = r.cu_seqlens_cpu[i]
+            tables = self._replace(fragments=self.fragments[i], slots=self.slots[:, i * n : (i + 1) * n], cells=())
+            found.append((build_request({**vars(r), **own}), tables))
+            at += rows
+        return found
 
     def local(self, r: Request) -> Request:
         """The call of this rank's fragments, as a plain one without states."""
@@ -56,19 +81,14 @@ class Shared(NamedTuple):
         """Of values for each fragment those for the fragment that each slot sends."""
         return t if self.dense else t.index_select(0, self.slots[int(backward)])
 
-    def exchange(self, r: Request, matrices: Tensor, additions: Tensor, own: Tensor | None, backward: bool) -> Tensor:
-        """The states at the fragments' starts (gradients at their ends), [F, HV, K, V]; one collective.
+    def placed(self, r: Request, came: Tensor | None, own: Tensor | None, backward: bool) -> Tensor:
+        """The states at the fragments' starts (gradients at their ends), [F, HV, K, V].
 
         Args:
-            matrices, additions: of the slots.
+            came: what came for the slots from other ranges, [S, HV, K, V], or None.
             own: [F, HV, K, V], given initial states (gradients of final states) where a fragment begins (ends) its
                 sequence, otherwise zeros; None: none is given.
         """
-        if own is not None:
-            additions = applied(matrices, self.of_slots(own, backward), additions)
-        rows = self.slots
-        received = rows[4 + self.before :] if backward else rows[4 : 4 + self.before]
-        came = join(matrices, additions, received, self.group, self.padded)
         if came is None:
             return self.states(r) if own is None else own
         if self.dense:
@@ -85,50 +105,70 @@ class Shared(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """What a forward returns: this rank's part, and what the backward needs."""
+    """What a forward returns: this rank's part, and what the backward needs; ``chosen`` of calls of cells is None."""
 
     result: ForwardResult
     matrices: Tensor
     saved: tuple[Tensor, ...]
-    chosen: Chosen
+    chosen: Chosen | None
 
 
-def _k_first(r: Request, states: Tensor | None) -> Tensor | None:
+def k_first(r: Request, states: Tensor | None) -> Tensor | None:
     """A caller's states as [N, HV, K, V] in the dtype of state arithmetic."""
     if states is None:
         return None
     return (states.mT if r.state_v_first else states).to(r.compute_dtype)
 
 
-def _like_callers(r: Request, states: Tensor, dtype: torch.dtype) -> Tensor:
+def like_callers(r: Request, states: Tensor, dtype: torch.dtype) -> Tensor:
     return (states.mT if r.state_v_first else states).to(dtype).contiguous()
 
 
-def forward(r: Request, s: Shared, name: str | None) -> Forward:
-    """Run a call whose tensors are the caller's, on the backend of that name or the one that is chosen."""
-    chosen = choose(s.local(r), name, s.is_alone())
-    call, halves = chosen.request, chosen.halves
-    own = None if r.initial_state is None else at(_k_first(r, r.initial_state), s.fragments[1, :-1], s.states(r))
-    matrices = None
-    kept: tuple[Tensor, ...] = ()
-    if chosen.alone:
-        states = s.states(r) if own is None else own
-    else:
-        every, additions, kept = halves.begin(call)
+class ForwardStep:
+    """A forward of one call, on the backend of that name or the one that is chosen.
+
+    Attributes:
+        own: given initial states, as ``Shared.placed`` takes them.
+    """
+
+    def __init__(self, r: Request, s: Shared, name: str | None) -> None:
+        self.r, self.s = r, s
+        self.chosen = choose(s.local(r), name, s.is_alone())
+        self.own = (
+            None if r.initial_state is None else at(k_first(r, r.initial_state), s.fragments[1, :-1], s.states(r))
+        )
+        self.matrices: Tensor | None = None
+        self.kept: tuple[Tensor, ...] = ()
+
+    def begin(self) -> tuple[Tensor, Tensor]:
+        """What the slots do to a state: matrices and additions, with the given states in them."""
+        r, s = self.r, self.s
+        every, additions, self.kept = self.chosen.halves.begin(self.chosen.request)
         every = cast(Tensor, every)
-        states = s.exchange(r, s.of_slots(every, False), s.of_slots(additions, False), own, False)
         if r.save_for_backward:
-            matrices = (every if keeps_all(r, s) else s.of_slots(every, True)).contiguous()
-        del every, additions
-    found = halves.finish(call, kept, states)
-    o, final, h = found.o, found.final_state, found.h
-    if final is not None:
-        final = _like_callers(r, s.summed(scattered(final, s.fragments[2, :-1], s.sequences)), r.state_dtype)
-    if h is not None:
-        h = _like_callers(r, h.reshape(r.B, -1, *h.shape[2:]), r.h_dtype)
-    if call.B != r.B:
-        o = o.view(r.B, r.T, r.HV, r.V)
-    return Forward(ForwardResult(o, final, h), r.q.new_empty(0) if matrices is None else matrices, found.saved, chosen)
+            self.matrices = (every if keeps_all(r, s) else s.of_slots(every, True)).contiguous()
+        return _sent(s, s.of_slots(every, False), s.of_slots(additions, False), self.own, False)
+
+    def finish(self, came: Tensor | None) -> Forward:
+        """This call's part, with the final states of all sequences that end in it, [N, HV, K, V]."""
+        r, s = self.r, self.s
+        call = self.chosen.request
+        found = self.chosen.halves.finish(call, self.kept, s.placed(r, came, self.own, False))
+        o, final, h = found.o, found.final_state, found.h
+        if final is not None:
+            final = scattered(final, s.fragments[2, :-1], s.sequences)
+        if h is not None:
+            h = like_callers(r, h.reshape(r.B, -1, *h.shape[2:]), r.h_dtype)
+        if call.B != r.B:
+            o = o.view(r.B, r.T, r.HV, r.V)
+        matrices = r.q.new_empty(0) if self.matrices is None else self.matrices
+        return Forward(ForwardResult(o, final, h), matrices, found.saved, self.chosen)
+
+
+def _sent(s: Shared, matrices: Tensor, additions: Tensor, own: Tensor | None, backward: bool) -> tuple[Tensor, Tensor]:
+    if own is not None:
+        additions = applied(matrices, s.of_slots(own, backward), additions)
+    return matrices, additions
 
 
 def keeps_all(r: Request, s: Shared) -> bool:
@@ -136,38 +176,43 @@ def keeps_all(r: Request, s: Shared) -> bool:
     return bool(s.dense) or r.initial_state is not None
 
 
-def backward(
-    r: Request, s: Shared, name: str | None, matrices: Tensor, known: Chosen | None = None
-) -> dict[str, Tensor]:
-    """Run its backward: ``r`` has ``saved``, ``grad_o``, ``grad_final_state`` and ``needs_grad``.
+class BackwardStep:
+    """A backward of one call; ``r`` has ``saved``, ``grad_o`` and ``needs_grad``.
 
     Args:
+        matrices: what the forward kept.
+        given: gradients of final states, [N, HV, K, V], or None.
         known: what the forward chose, for tensors of the same metadata.
     """
-    call = s.local(r)
-    chosen = choose(call, name, s.is_alone()) if known is None else known.again(call)
-    call, halves = chosen.request, chosen.halves
-    given = _k_first(r, r.grad_final_state)
-    if s.gather and r.output_final_state:
-        zeros = None if given is not None else r.q.new_zeros(s.sequences, r.HV, r.K, r.V, dtype=r.compute_dtype)
-        given = s.summed(given.clone() if zeros is None else zeros)  # type: ignore[union-attr]
-    own = None if given is None else at(given, s.fragments[2, :-1], s.states(r))
-    kept: tuple[Tensor, ...] = ()
-    if chosen.alone:
-        states = s.states(r) if own is None else own
-    else:
-        every, additions, kept = halves.begin_backward(call)
+
+    def __init__(
+        self, r: Request, s: Shared, name: str | None, matrices: Tensor, given: Tensor | None, known: Chosen | None
+    ) -> None:
+        self.r, self.s, self.matrices = r, s, matrices
+        call = s.local(r)
+        self.chosen = choose(call, name, s.is_alone()) if known is None else known.again(call)
+        self.own = None if given is None else at(given, s.fragments[2, :-1], s.states(r))
+        self.additions: Tensor | None = None
+        self.kept: tuple[Tensor, ...] = ()
+
+    def begin(self) -> tuple[Tensor, Tensor]:
+        r, s = self.r, self.s
+        every, self.additions, self.kept = self.chosen.halves.begin_backward(self.chosen.request)
         whole = every is not None or keeps_all(r, s)
-        matrices = matrices.mT if every is None else every
-        sent = s.of_slots(matrices, True) if whole else matrices
-        states = s.exchange(r, sent, s.of_slots(additions, True), own, True)
-    grads = dict(halves.finish_backward(call, kept, states))
-    if "initial_state" in r.needs_grad:
-        found = grads.get("initial_state")
-        if found is None:
-            found = applied(matrices, states, additions)
-        state = scattered(found, s.fragments[1, :-1], s.sequences)
-        grads["initial_state"] = _like_callers(r, state, r.initial_state.dtype)  # type: ignore[union-attr]
-    if call.B != r.B:
-        grads |= {n: grads[n].view(getattr(r, n).shape) for n in r.needs_grad.intersection(DATA)}
-    return grads
+        self.matrices = self.matrices.mT if every is None else every
+        sent = s.of_slots(self.matrices, True) if whole else self.matrices
+        return _sent(s, sent, s.of_slots(self.additions, True), self.own, True)
+
+    def finish(self, came: Tensor | None) -> dict[str, Tensor]:
+        """This call's part of the gradients, that of the initial states for all sequences, [N, HV, K, V]."""
+        r, s = self.r, self.s
+        states = s.placed(r, came, self.own, True)
+        grads = dict(self.chosen.halves.finish_backward(self.chosen.request, self.kept, states))
+        if "initial_state" in r.needs_grad:
+            found = grads.get("initial_state")
+            if found is None:
+                found = applied(self.matrices, states, cast(Tensor, self.additions))
+            grads["initial_state"] = scattered(found, s.fragments[1, :-1], s.sequences)
+        if self.chosen.request.B != r.B:
+            grads |= {n: grads[n].view(getattr(r, n).shape) for n in r.needs_grad.intersection(DATA)}
+        return grads

@@ -113,21 +113,22 @@ def bad_call(group: Any, rank: int, inputs: dict, context: dict, changes: dict) 
 
 def verified(group: Any, rank: int, contexts: list[dict]) -> str:
     """What ``verify`` says of contexts that differ by rank."""
-    c = build_cp_context(group=group, **contexts[rank % len(contexts)])
     try:
-        c.verify()
+        build_cp_context(group=group, **contexts[rank % len(contexts)]).verify()
     except ValueError as error:
         return str(error)
     return ""
 
 
-def refreshed(group: Any, rank: int, inputs: dict, before: list[int], after: list[int], options: dict) -> bool:
-    """Whether a context that takes other boundaries is as good as a new one, in the same memory."""
+def refreshed(
+    group: Any, rank: int, inputs: dict, before: list[int], after: list[int], options: dict, more: dict | None = None
+) -> bool:
+    """Whether a context (made with ``more``) that takes other boundaries is as good as a new one, in its memory."""
     T = inputs["q"].shape[1]
-    c = build_cp_context(before, group, tokens=T, fragments=4)
+    c = build_cp_context(before, group, tokens=T, fragments=4, **(more or {}))
     memory = c.fragments.data_ptr(), c.slots.data_ptr()
     c.refresh(after)
-    new = build_cp_context(after, group, tokens=T, fragments=4)
+    new = build_cp_context(after, group, tokens=T, fragments=4, **(more or {}))
     x = _local(c, inputs, False)
     both = [kda_core.chunk_kda(**x, **options, cp_context=made)[0] for made in (c, new)]
     return torch.equal(*both) and memory == (c.fragments.data_ptr(), c.slots.data_ptr())

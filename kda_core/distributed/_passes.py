@@ -1,0 +1,152 @@
+"""A forward and a backward of this rank: begin, exchange, finish; of all its rows, or of one cell of a grid at a time.
+
+Calls of one cell have the same bits on every rank, and so has all that is computed of all cells in their order: the
+chain of their transitions, and the sums of the gradients of ``A_log`` and ``dt_bias``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kda_core.distributed._exchange import full_precision, gathered, join
+from kda_core.distributed._halves import Chosen
+from kda_core.distributed._steps import BackwardStep, Forward, ForwardStep, Shared, k_first, like_callers
+from kda_core.request import DATA, ForwardResult, Request, build_request
+
+PARAMETERS = ("A_log", "dt_bias")
+ALIGNED = 64
+"""Bytes: matrix libraries may round otherwise at other addresses."""
+
+
+def _joined(s: Shared, sent: tuple[Tensor, Tensor], backward: bool) -> Tensor | None:
+    """What comes for the slots; one collective."""
+    received = s.slots[4 + s.before :] if backward else s.slots[4 : 4 + s.before]
+    return join(*sent, received, s.group, s.padded)
+
+
+def _aligned(r: Request) -> Request:
+    """The call with tensors whose addresses say nothing about the rank's other cells."""
+
+    def moved(t: Tensor) -> Tensor:
+        return t.clone() if t.data_ptr() % ALIGNED else t
+
+    rows = {n: moved(t) for n in (*DATA, "grad_o") if (t := getattr(r, n)) is not None}
+    return build_request({**vars(r), **rows, "saved": tuple(map(moved, r.saved))})
+
+
+def _chained(r: Request, s: Shared, sent: list[tuple[Tensor, Tensor]], backward: bool) -> list[Tensor]:
+    """What comes for the slots of each of our cells; one collective, and products in the order of all cells.
+
+    Every rank makes the same products of the same shapes.
+    """
+    assert s.chain is not None
+    n, places = s.dense or 1, s.slots.shape[1]
+    own = r.q.new_zeros(places, r.HV, r.K, r.K + r.V, dtype=r.compute_dtype)
+    for i, both in enumerate(sent):
+        torch.cat(both, -1, out=own[i * n : (i + 1) * n])
+    every = gathered(own, s.group, False).view(-1, n * r.HV, r.K, r.K + r.V)
+    order, goes_on = s.chain[0], s.chain[1].bool()
+    state = own.new_zeros(n * r.HV, r.K, r.V)
+    found: dict[int, Tensor] = {}
+    count = len(order)
+    with full_precision(state.device):
+        for cell in reversed(range(count)) if backward else range(count):
+            if cell in s.cells:
+                found[cell] = state
+            if len(found) == len(s.cells):
+                break
+            step = every.index_select(0, order[cell : cell + 1])[0]
+            passed = torch.baddbmm(step[..., r.K :], step[..., : r.K], state)
+            # Not a product with zero: it would carry another sequence's NaN.
+            state = torch.where(goes_on[cell], passed, step[..., r.K :])
+    return [found[cell].view(n, r.HV, r.K, r.V) for cell in s.cells]
+
+
+def _forward_of_cells(r: Request, s: Shared, name: str | None) -> Forward:
+    steps = [ForwardStep(_aligned(q), t, name) for q, t in s.parts(r)]
+    came = _chained(r, s, [step.begin() for step in steps], False)
+    parts = [step.finish(states) for step, states in zip(steps, came, strict=True)]
+    o = torch.cat([r.v.new_empty(r.B, 0, r.HV, r.V), *(p.result.o for p in parts)], 1)
+    final = h = None
+    if r.output_final_state:
+        final = _total(r, s, [p.result.final_state for p in parts if p.result.final_state is not None])
+    if r.return_intermediate_states:
+        shape = (r.V, r.K) if r.state_v_first else (r.K, r.V)
+        absent = r.q.new_empty(r.B, 0, r.HV, *shape, dtype=r.h_dtype)
+        h = torch.cat([absent, *(p.result.h for p in parts if p.result.h is not None)], 1)
+    matrices = torch.cat([p.matrices for p in parts]) if parts else r.q.new_empty(0)
+    return Forward(ForwardResult(o, final, h), matrices, tuple(t for p in parts for t in p.saved), None)
+
+
+def _backward_of_cells(
+    r: Request, s: Shared, name: str | None, matrices: Tensor, given: Tensor | None
+) -> dict[str, Tensor]:
+    parts = s.parts(r)
+    each = matrices.chunk(len(parts)) if parts else ()
+    steps = [BackwardStep(_aligned(q), t, name, m, given, None) for (q, t), m in zip(parts, each, strict=True)]
+    came = _chained(r, s, [step.begin() for step in steps], True)
+    found = [step.finish(states) for step, states in zip(steps, came, strict=True)]
+    grads = {
+        n: torch.cat([torch.empty_like(getattr(r, n)[:, :0]), *(g[n] for g in found)], 1)
+        for n in DATA
+        if n in r.needs_grad
+    }
+    if "initial_state" in r.needs_grad:
+        grads["initial_state"] = _total(r, s, [g["initial_state"] for g in found])
+    names = [n for n in PARAMETERS if n in r.needs_grad]
+    if names:
+        sizes = [getattr(r, n).numel() for n in names]
+        own = r.q.new_zeros(s.slots.shape[1] // (s.dense or 1), sum(sizes), dtype=r.compute_dtype)
+        for i, g in enumerate(found):
+            own[i] = torch.cat([g[n].flatten() for n in names])
+        every = gathered(own, s.group, False).index_select(0, s.chain[0])  # type: ignore[index]
+        # A rank has a part of these gradients; the first one has all.
+        total = every.sum(0) if s.group.rank() == 0 else torch.zeros_like(every[0])
+        for n, t in zip(names, total.split(sizes), strict=True):
+            grads[n] = t.view(getattr(r, n).shape).to(getattr(r, n).dtype)
+    return grads
+
+
+def _total(r: Request, s: Shared, states: list[Tensor]) -> Tensor:
+    """[N, HV, K, V] with the states of every cell, which lie at places of their own."""
+    total = r.q.new_zeros(s.sequences, r.HV, r.K, r.V, dtype=r.compute_dtype)
+    for t in states:
+        total += t
+    return total
+
+
+def forward(r: Request, s: Shared, name: str | None) -> Forward:
+    """Run a call whose tensors are the caller's."""
+    if s.grid:
+        found = _forward_of_cells(r, s, name)
+    else:
+        step = ForwardStep(r, s, name)
+        found = step.finish(None if step.chosen.alone else _joined(s, step.begin(), False))
+    final = found.result.final_state
+    if final is None:
+        return found
+    states = like_callers(r, s.summed(final), r.state_dtype)
+    return found._replace(result=ForwardResult(found.result.o, states, found.result.h))
+
+
+def backward(
+    r: Request, s: Shared, name: str | None, matrices: Tensor, known: Chosen | None = None
+) -> dict[str, Tensor]:
+    """Run its backward: ``r`` has ``saved``, ``grad_o``, ``grad_final_state`` and ``needs_grad``.
+
+    Args:
+        known: what the forward chose, for tensors of the same metadata.
+    """
+    given = k_first(r, r.grad_final_state)
+    if s.gather and r.output_final_state:
+        zeros = None if given is not None else r.q.new_zeros(s.sequences, r.HV, r.K, r.V, dtype=r.compute_dtype)
+        given = s.summed(given.clone() if zeros is None else zeros)  # type: ignore[union-attr]
+    if s.grid:
+        grads = _backward_of_cells(r, s, name, matrices, given)
+    else:
+        step = BackwardStep(r, s, name, matrices, given, known)
+        grads = step.finish(None if step.chosen.alone else _joined(s, step.begin(), True))
+    if "initial_state" in r.needs_grad:
+        grads["initial_state"] = like_callers(r, grads["initial_state"], r.initial_state.dtype)  # type: ignore[union-attr]
+    return grads
