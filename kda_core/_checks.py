@@ -36,13 +36,16 @@ from kda_core._expect import (
     state_dtypes,
 )
 from kda_core._overlaps import extent, share_memory
-from kda_core._pool_checks import check_slot_values, check_slots
-from kda_core.request import AnyRequest, GateRequest, Request
+from kda_core._pool_checks import check_commit, check_commit_values, check_slot_values, check_slots
+from kda_core.request import AnyRequest, CommitRequest, GateRequest, Request
 
 CHUNK_SIZES = (32, 64)
 FLAGS = tuple(f.name for f in fields(Request) if f.type == "bool")
 NUMBERS = ("scale", "lower_bound")
-OPTIONS = {Request: (*FLAGS, *NUMBERS, "chunk_size", "pad_slot_id", "checkpoint_every"), GateRequest: ("lower_bound",)}
+OPTIONS = {
+    Request: (*FLAGS, *NUMBERS, "chunk_size", "pad_slot_id", "checkpoint_every"), GateRequest: ("lower_bound",),
+    CommitRequest: ("state_v_first", "pad_slot_id"),
+}  # fmt: skip
 """Fields that are flags or numbers."""
 
 
@@ -50,6 +53,8 @@ def check(r: AnyRequest) -> None:
     """Raise unless types, shapes, dtypes, devices and the combination of options are right."""
     if isinstance(r, GateRequest):
         check_gate_metadata(r)
+    elif isinstance(r, CommitRequest):
+        check_commit(r)
     else:
         check_metadata(r)
 
@@ -131,7 +136,10 @@ def resolve_signs(r: AnyRequest) -> bool:
         Whether anything was replaced.
     """
     found = {n: t.resolve_neg() for n, t in vars(r).items() if type(t) in (Tensor, Parameter) and t.is_neg()}
-    for name in ("out", r.written_states, r.checkpoint_states) if isinstance(r, Request) else ():
+    written: tuple[str | None, ...] = ("pool", "out", "records")
+    if isinstance(r, Request):
+        written += r.written_states, r.checkpoint_states
+    for name in written:
         if name in found:
             fail(name, "a tensor that can be written to as it lies in memory", "a negative view (see resolve_neg)")
     r.__dict__.update(found)
@@ -152,8 +160,11 @@ def _is_numpy_scalar(value: Any) -> bool:
     return isinstance(value, getattr(sys.modules.get("numpy"), "generic", ()))
 
 
-def check_values(r: Request) -> None:
+def check_values(r: Request | CommitRequest) -> None:
     """Raise when index tensors on the CPU hold values that the contract forbids."""
+    if isinstance(r, CommitRequest):
+        check_commit_values(r)
+        return
     bounds = None if r.cu_seqlens is None else _check_cu_seqlens_values(r)
     if r.inplace_final_state:
         check_slot_values(r, bounds)
@@ -188,7 +199,7 @@ def _check_places(r: Request) -> None:
 def _check_written(r: Request) -> None:
     """Refuse ``out`` and a pool that share memory with other tensors of the call."""
     tensors = {n: t for n, t in vars(r).items() if type(t) in (Tensor, Parameter)}
-    for name in filter(None, ("out", r.written_states, r.checkpoint_states)):
+    for name in filter(None, ("out", "records", r.written_states, r.checkpoint_states)):
         written = tensors.pop(name, None)
         for other, t in tensors.items():
             if written is not None and t.device == written.device and share_memory(written, t):

@@ -103,6 +103,13 @@ def expect_no_overlap(name: str, t: Tensor) -> None:
         fail(name, "memory of its own for every element", f"overlapping ones with strides {tuple(t.stride())}")
 
 
+def expect_rows(name: str, t: Tensor) -> None:
+    """Refuse a tensor as a place to write to unless its last dimension is contiguous and no elements share memory."""
+    if t.shape[-1] > 1 and t.stride(-1) != 1:
+        fail(name, "a contiguous last dimension", f"strides {tuple(t.stride())}")
+    expect_no_overlap(name, t)
+
+
 def state_dtypes(r: Request) -> tuple[torch.dtype, ...]:
     """Dtypes that states of a call may have."""
     return (*STATE_DTYPES, torch.float64) if r.q.dtype == torch.float64 else STATE_DTYPES

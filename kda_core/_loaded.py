@@ -13,7 +13,7 @@ from kda_core import _ranges
 from kda_core._torch_private import profiling
 from kda_core.capabilities import Available, BackendInfo, Unavailable
 from kda_core.errors import ContractViolation
-from kda_core.request import AnyRequest, LayerRequest, Request
+from kda_core.request import AnyRequest, CommitRequest, GateRequest, LayerRequest, Request
 
 watch: Callable[[Backend, str, Callable[..., Any]], Callable[..., Any]] | None = None
 """Wraps the hooks of all backends while calls are checked: (backend, hook, caller) -> caller."""
@@ -112,16 +112,18 @@ class Backend:
         capabilities = self.info.capabilities
         reasons = [capabilities.refusal(feature) for feature in sorted(request.features, key=lambda f: f.name)]
         found = [reason for reason in reasons if reason is not None]
-        if isinstance(request, Request):
+        if not isinstance(request, GateRequest):
             found += _limit_refusals(request, self.info)
         return "; ".join(found) or None
 
 
-def _limit_refusals(r: Request, info: BackendInfo) -> Iterator[str]:
+def _limit_refusals(r: Request | CommitRequest, info: BackendInfo) -> Iterator[str]:
     c = info.capabilities
-    if r.q.dtype not in c.dtypes:
+    dtype = r.q.dtype if isinstance(r, Request) else r.records.dtype
+    # Records are in the dtype of the arithmetic, which is float32 for narrower inputs too.
+    if dtype not in c.dtypes and (isinstance(r, Request) or dtype == torch.float64):
         names = ", ".join(sorted(str(d).removeprefix("torch.") for d in c.dtypes))
-        yield f"does not take {str(r.q.dtype).removeprefix('torch.')} (takes {names})"
+        yield f"does not take {str(dtype).removeprefix('torch.')} (takes {names})"
     for symbol, size, limit in (("K", r.K, c.max_head_dim_k), ("V", r.V, c.max_head_dim_v)):
         if limit is not None and size > limit:
             yield f"takes head dimensions {symbol} up to {limit}, not {size}"

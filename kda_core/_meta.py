@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kda_core._loaded import Backend
 from kda_core.capabilities import BackendInfo, Capabilities
-from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request, TensorSpec
+from kda_core.request import AnyRequest, BackwardResult, CommitRequest, ForwardResult, GateRequest, Request, TensorSpec
 
 NAME = "meta"
 
@@ -83,6 +83,9 @@ class MetaBackend(Backend):
 
     kda_core_recurrent_forward = kda_core_chunk_forward
     kda_core_recurrent_backward = kda_core_gate_backward = kda_core_chunk_backward
+
+    def kda_core_commit(self, request: CommitRequest) -> Tensor:
+        return request.pool
 
     def kda_core_gate_forward(self, request: GateRequest) -> Tensor:
         return empty_decay(request)

@@ -45,7 +45,7 @@ NO_FORWARD_MODE = (
 _library = torch.library.Library(NAMESPACE, "DEF")
 
 
-def _under_transforms(kernel_of: Callable) -> Callable:
+def under_transforms(kernel_of: Callable) -> Callable:
     """A kernel of ``transforms``, which is imported when ``torch.func`` first meets an operator: few use it."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -56,7 +56,7 @@ def _under_transforms(kernel_of: Callable) -> Callable:
     return kernel
 
 
-def _define(schema: Schema, implementation: Callable, fake: Callable, transformed: Callable) -> None:
+def define(schema: Schema, implementation: Callable, fake: Callable, transformed: Callable) -> None:
     _library.define(schema.text, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(schema.name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{schema.name}", fake, lib=_library)
@@ -64,7 +64,7 @@ def _define(schema: Schema, implementation: Callable, fake: Callable, transforme
     _torch_private.implement_under_transforms(_library, schema.name, transformed)
 
 
-def _asked(name: str) -> str | None:
+def asked(name: str) -> str | None:
     """The backend that the caller asked for, from the operator's argument (``plugins.traced_name`` adds to it)."""
     return name.partition(TRACED)[0] or None
 
@@ -92,7 +92,7 @@ def default_scale(q: Tensor) -> float:
 
 def _request(op: Op, values: dict[str, Any]) -> tuple[Request, str | None]:
     """The request that an operator's arguments stand for, and the backend that was asked for; takes ``values``."""
-    name = _asked(values.pop("backend"))
+    name = asked(values.pop("backend"))
     if values["scale"] is None:
         values["scale"] = default_scale(values["q"])
     return Request(op=op, **values), name
@@ -271,7 +271,7 @@ def _register(op: Op) -> None:
             grads = call_backward(op, asked)
         return tuple(grads.get(n) for n in schema.names)
 
-    _define(schema, functional, functional_fake, _under_transforms(lambda t: t.kernel(op)))
+    define(schema, functional, functional_fake, under_transforms(lambda t: t.kernel(op)))
     torch.library.register_autograd(f"{NAMESPACE}::{op}", apply_backward, setup_context=setup_context, lib=_library)
     _register_inplace(op)
     _register_backward(op)
@@ -302,7 +302,7 @@ def _register_inplace(op: Op) -> None:
         registry.choose(r, name)
         return _fake_forward(r)
 
-    _define(schema, inplace, inplace_fake, _under_transforms(lambda t: t.inplace_kernel(op)))
+    define(schema, inplace, inplace_fake, under_transforms(lambda t: t.inplace_kernel(schema)))
 
 
 def _register_backward(op: Op) -> None:
@@ -327,7 +327,7 @@ def _register_backward(op: Op) -> None:
         values = schema.bind(args, kwargs)
         return _fake_gradients(values, DIFFERENTIABLE, values["needs"], values["v"])
 
-    _define(schema, differentiated, differentiated_fake, _under_transforms(lambda t: t.backward_kernel(op)))
+    define(schema, differentiated, differentiated_fake, under_transforms(lambda t: t.backward_kernel(op)))
     torch.library.register_autograd(
         f"{NAMESPACE}::{schema.name}", _missing_double_backward(op), setup_context=_nothing, lib=_library
     )
@@ -358,7 +358,7 @@ def _register_gate() -> None:
     schema, of_backward = _schemas.GATE, _schemas.GATE_BACKWARD
 
     def request(values: dict[str, Any]) -> tuple[GateRequest, str | None]:
-        name = _asked(values.pop("backend"))
+        name = asked(values.pop("backend"))
         return GateRequest(**values), name
 
     def functional(*args: Any, **kwargs: Any) -> Tensor:
@@ -398,8 +398,8 @@ def _register_gate() -> None:
         grads = call_gate_backward({**named, **ctx.options, "grad_output": grad, "needs": needs})
         return tuple(grads.get(n) for n in schema.names)
 
-    _define(schema, functional, functional_fake, _under_transforms(lambda t: t.gate_kernel))
-    _define(of_backward, differentiated, differentiated_fake, _under_transforms(lambda t: t.gate_backward_kernel))
+    define(schema, functional, functional_fake, under_transforms(lambda t: t.gate_kernel))
+    define(of_backward, differentiated, differentiated_fake, under_transforms(lambda t: t.gate_backward_kernel))
     torch.library.register_autograd(f"{NAMESPACE}::kda_gate", apply_backward, setup_context=setup_context, lib=_library)
     torch.library.register_autograd(
         f"{NAMESPACE}::kda_gate_backward", _missing_double_backward("kda_gate"), setup_context=_nothing, lib=_library
@@ -418,7 +418,7 @@ def writes_to_caller(r: Request) -> bool:
 
 def count_writes(r: Request) -> None:
     """Tell autograd that a pool or ``out`` was written, so that a stale use of it in a backward is found."""
-    for name in {"out", r.written_states, r.checkpoint_states}:
+    for name in {"out", "records", r.written_states, r.checkpoint_states}:
         t = None if name is None else getattr(r, name)
         if t is not None and not t.is_inference():
             torch.autograd.graph.increment_version(t)

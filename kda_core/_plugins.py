@@ -27,7 +27,7 @@ from kda_core.call_plan import CallPlan
 from kda_core.capabilities import BackendInfo, Unavailable
 from kda_core.errors import BackendNotFound, BrokenBackend, ContractViolation, UnsupportedCall
 from kda_core.reference import ReferenceBackend
-from kda_core.request import AnyRequest, Request
+from kda_core.request import AnyRequest, GateRequest, Request
 
 ENVIRONMENT_VARIABLE = "KDA_BACKEND"
 
@@ -421,7 +421,8 @@ def _question(op: str, args: tuple, kwargs: dict[str, Any]) -> tuple:
 
 def _check_values(request: AnyRequest) -> None:
     """Check the values of index tensors; fake tensors have none."""
-    if isinstance(request, Request) and is_plain(request.q):
+    first = request.q if isinstance(request, Request) else getattr(request, "pool", None)
+    if is_plain(first) and not isinstance(request, GateRequest):
         _checks.check_values(request)
 
 

@@ -10,23 +10,32 @@ from torch import Tensor
 
 from kda_core._expect import (
     INDEX_DTYPES,
+    STATE_DTYPES,
+    expect_flag,
     expect_int,
     expect_no_overlap,
+    expect_rows,
     expect_shape,
     expect_tensor,
     fail,
     shape_of,
     state_dtypes,
 )
-from kda_core.request import Request
+from kda_core._overlaps import share_memory
+from kda_core.request import CommitRequest, Request
+
+
+def check_pad_slot_id(value: int) -> None:
+    expect_int("pad_slot_id", value)
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        fail("pad_slot_id", "a number of 64 bits", f"{value}")
 
 
 def check_slots(r: Request) -> None:
     indices, accepted = r.ssm_state_indices, r.num_accepted_tokens
     _check_reads_and_writes(r)
-    expect_int("pad_slot_id", r.pad_slot_id)
-    if isinstance(r.pad_slot_id, int) and not -(2**63) <= r.pad_slot_id < 2**63:
-        fail("pad_slot_id", "a number of 64 bits", f"{r.pad_slot_id}")
+    _check_records(r)
+    check_pad_slot_id(r.pad_slot_id)
     if indices is None:
         if accepted is not None:
             fail("num_accepted_tokens", "ssm_state_indices [N, 1+S] beside it", "ssm_state_indices=None")
@@ -85,6 +94,75 @@ def _check_pool(name: str, pool: Tensor, r: Request) -> None:
     if pool.dim() != 4 or tuple(pool.shape[1:]) != r.state_shape[1:]:
         fail(name, f"shape [slots, *{list(r.state_shape[1:])}], as initial_state", shape_of(pool))
     expect_no_overlap(name, pool)
+
+
+def _check_records(r: Request) -> None:
+    if r.records is None:
+        return
+    if r.ssm_state_indices is None:
+        fail("ssm_state_indices", "slots of a pool beside records", "None")
+    if r.update_state:
+        fail("update_state", "False beside records, which are committed later", "True")
+    expect_tensor("records", r.records, (r.compute_dtype,), r.device)
+    expect_shape("records", r.records, (r.B, r.T, r.HV, 2 * r.K + r.V), "[B, T, HV, 2K + V]")
+    expect_rows("records", r.records)
+
+
+def check_commit(r: CommitRequest) -> None:
+    """The checks of ``commit_kda``, by metadata."""
+    expect_flag("state_v_first", r.state_v_first)
+    check_pad_slot_id(r.pad_slot_id)
+    expect_tensor("pool", r.pool, (*STATE_DTYPES, torch.float64))
+    if r.pool.dim() != 4:
+        fail("pool", f"shape [slots, HV, {'V, K' if r.state_v_first else 'K, V'}]", shape_of(r.pool))
+    expect_no_overlap("pool", r.pool)
+    expect_tensor("records", r.records, (torch.float32, torch.float64), r.device)
+    if r.records.dim() != 4 or tuple(r.records.shape[2:]) != (r.HV, 2 * r.K + r.V):
+        fail(
+            "records",
+            f"shape [B, T, HV, 2K + V] = [B, T, {r.HV}, {2 * r.K + r.V}] beside this pool",
+            shape_of(r.records),
+        )
+    expect_rows("records", r.records)
+    if r.pool.dtype == torch.float64 and r.records.dtype != torch.float64:
+        raise TypeError("records: expected dtype float64, as the pool has, got float32")
+    if r.cu_seqlens is not None:
+        expect_tensor("cu_seqlens", r.cu_seqlens, INDEX_DTYPES, r.device)
+        if r.cu_seqlens.dim() != 1 or r.cu_seqlens.shape[0] < 1:
+            fail("cu_seqlens", "shape [N+1]", shape_of(r.cu_seqlens))
+        if r.records.shape[0] != 1:
+            fail("records", "B = 1 with cu_seqlens", shape_of(r.records))
+    for name in ("num_accepted", "state_indices"):
+        expect_tensor(name, getattr(r, name), INDEX_DTYPES, r.device)
+        expect_shape(name, getattr(r, name), (r.N,), "[N]")
+
+
+def check_commit_values(r: CommitRequest) -> None:
+    """The checks of the values of index tensors that are on the CPU."""
+    if not r.state_indices.is_cpu:
+        return
+    lengths = [r.T] * r.N
+    if r.cu_seqlens is not None:
+        bounds = r.cu_seqlens.tolist()
+        if bounds[0] != 0 or bounds != sorted(bounds) or bounds[-1] > r.T:
+            fail("cu_seqlens", f"values from 0 that do not decrease, up to T = {r.T} at most", f"{bounds}")
+        lengths = [b - a for a, b in itertools.pairwise(bounds)]
+    owner: dict[int, int] = {}
+    rows = zip(r.num_accepted.tolist(), r.state_indices.tolist(), lengths, strict=True)
+    for n, (count, slot, length) in enumerate(rows):
+        if slot < 0 or slot == r.pad_slot_id:
+            continue
+        _check_slot("state_indices", slot, r.pool.shape[0])
+        _check_owner("state_indices", slot, owner.setdefault(slot, n), n)
+        if not 0 <= count <= length:
+            fail("num_accepted", f"values from 0 to {length}, the tokens of sequence {n}", f"{count}")
+    if r.memo is None or check_commit_values not in r.memo:
+        for name in ("records", "num_accepted", "state_indices", "cu_seqlens"):
+            other = getattr(r, name)
+            if other is not None and share_memory(r.pool, other):
+                fail("pool", "memory of its own", f"memory that {name} overlaps")
+        if r.memo is not None:
+            r.memo[check_commit_values] = True
 
 
 def _check_checkpoints(r: Request) -> None:

@@ -12,13 +12,14 @@ from typing import Any
 
 from torch.autograd import profiler
 
-from kda_core.request import AnyRequest, GateRequest
+from kda_core.request import AnyRequest, CommitRequest, GateRequest
 
 ROWS = {
     "kda_core_chunk_forward": "kda_core::chunk_kda",
     "kda_core_chunk_backward": "kda_core::chunk_kda_backward",
     "kda_core_recurrent_forward": "kda_core::fused_recurrent_kda",
     "kda_core_recurrent_backward": "kda_core::fused_recurrent_kda_backward",
+    "kda_core_commit": "kda_core::commit_kda",
     "kda_core_gate_forward": "kda_core::kda_gate",
     "kda_core_gate_backward": "kda_core::kda_gate_backward",
 }
@@ -37,6 +38,8 @@ def row_name(backend: str, hook: str, request: AnyRequest) -> str:
     """The operator, the backend and the shape: of q; of v too where that differs; the number of packed sequences."""
     if isinstance(request, GateRequest):
         return f"{ROWS[hook]} ({backend}) {list(request.g.shape)}"
+    if isinstance(request, CommitRequest):
+        return f"{ROWS[hook]} ({backend}) {list(request.records.shape)}"
     shapes = str(list(request.q.shape))
     if request.v.shape != request.q.shape:
         shapes += f", v {list(request.v.shape)}"

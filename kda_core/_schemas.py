@@ -84,6 +84,7 @@ _WRITTEN = (
 )
 _LATER = "ScalarType? intermediate_states_dtype=None"
 _CHECKPOINTS = "Tensor? checkpoint_indices=None, int checkpoint_every=0, Tensor(d!)? checkpoint_pool=None"
+_RECORDS = {"chunk_kda": "", "fused_recurrent_kda": ", Tensor(e!)? records=None"}
 _GRADIENTS = ", ".join(f"Tensor? {name}=None" for name in ("grad_o", "grad_final_state", *SAVED_NAMES))
 
 TENSOR_NAMES = _names(_TENSORS)
@@ -96,7 +97,9 @@ OPTION_NAMES = _names(_OPTIONS)
 FUNCTIONAL = {op: Schema(op, f"{_SHARED}, {_SAVE}, {_LATER}", 3 + MAX_SAVED_TENSORS) for op in get_args(Op)}
 """(o, final_state, h, saved_0, ...) of a call that writes to nothing of the caller's; differentiable."""
 
-INPLACE = {op: Schema(f"{op}_", f"{_SHARED}, {_WRITTEN}, {_LATER}, {_CHECKPOINTS}", 3) for op in get_args(Op)}
+INPLACE = {
+    op: Schema(f"{op}_", f"{_SHARED}, {_WRITTEN}, {_LATER}, {_CHECKPOINTS}{_RECORDS[op]}", 3) for op in get_args(Op)
+}
 """(o, final_state, h) of a call that writes to the caller's ``pool`` or ``out``; no gradient."""
 
 BACKWARD = {
@@ -110,3 +113,9 @@ If the backend saves tensors and none are passed, the forward is run again.
 _GATE = 'Tensor g, Tensor? A_log=None, Tensor? dt_bias=None, float? lower_bound=None, str backend=""'
 GATE = Schema("kda_gate", f"{_GATE}, {_SAVE}", 1)
 GATE_BACKWARD = Schema("kda_gate_backward", f"{_GATE}, Tensor? grad_output=None, {_NEEDS}", len(GATE_DIFFERENTIABLE))
+COMMIT = Schema(
+    "commit_kda_",
+    "Tensor(a!) pool, Tensor records, Tensor num_accepted, Tensor state_indices, Tensor? cu_seqlens=None, "
+    'bool state_v_first=False, int pad_slot_id=-1, str backend=""',
+    0,
+)

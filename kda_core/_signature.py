@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from kda_core import _torch_private
-from kda_core.request import DATA, AnyRequest, GateRequest, Request
+from kda_core.request import DATA, AnyRequest, CommitRequest, GateRequest, Request
 
 _PLAIN = frozenset({Tensor, Parameter})
 
@@ -32,7 +32,7 @@ def signature(request: AnyRequest, name: str | None) -> tuple | None:
     layout, because an MKL-DNN tensor has the shape, dtype and device of a plain one.
     """
     try:
-        return _of_gate(request, name) if type(request) is GateRequest else _of_call(request, name)
+        return _KINDS[type(request)](request, name)
     except (AttributeError, RuntimeError):
         # A value is no tensor, or a sparse one without strides: the checks refuse it by name.
         return None
@@ -62,7 +62,7 @@ def _of_call(r: Any, name: str | None) -> tuple | None:
 # A request's fields that a choice may depend on, told apart by their annotations.
 _TENSORS = {
     kind: tuple(f.name for f in fields(kind) if f.type in ("Tensor", "Tensor | None") and f.name not in BACKWARD_ONLY)
-    for kind in (Request, GateRequest)
+    for kind in (Request, GateRequest, CommitRequest)
 }
 _OPTIONS = {
     kind: tuple(f.name for f in fields(kind) if f.name not in {*tensors, *BACKWARD_ONLY, "memo"})
@@ -178,6 +178,17 @@ def _of_gate(r: Any, name: str | None) -> tuple:
         name, *map(type, values), values, _metadata(r.g), None if r.A_log is None else _metadata(r.A_log),
         None if r.dt_bias is None else _metadata(r.dt_bias),
     )  # fmt: skip
+
+
+def _of_commit(r: Any, name: str | None) -> tuple:
+    values = _options_of_commit(r)
+    tensors = _tensors_of_commit(r)
+    return (name, *map(type, values), values, r.op, *[None if t is None else _metadata(t) for t in tensors])
+
+
+_options_of_commit = attrgetter(*_OPTIONS[CommitRequest])
+_tensors_of_commit = attrgetter(*_TENSORS[CommitRequest])
+_KINDS = {Request: _of_call, GateRequest: _of_gate, CommitRequest: _of_commit}
 
 
 def _metadata(t: Tensor) -> tuple:

@@ -309,16 +309,16 @@ def _constant(t: Any) -> Any:
     return t
 
 
-def inplace_kernel(op: str) -> Callable:
+def inplace_kernel(schema: _schemas.Schema) -> Callable:
     """The kernel of a writing operator under transforms: the operator, if no transform changes an argument."""
-    schema = _schemas.INPLACE[op]
+    op = schema.name.removesuffix("_")
 
     def transformed(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         values = schema.bind(args, kwargs)
         constants = {n: _constant(t) for n, t in values.items()}
         if any(constants[n] is None for n, t in values.items() if t is not None):
-            name = next(n for n in ("ssm_state_indices", "pool", "out") if values[n] is not None)
-            name = "inplace_final_state" if name == "pool" else name
+            name = next(n for n in ("ssm_state_indices", "pool", "out") if values.get(n) is not None)
+            name = "inplace_final_state" if name == "pool" and schema is not _schemas.COMMIT else name
             raise ValueError(
                 f"{name}: expected no torch.func transform (grad, vmap, ...) of a call that writes to its caller's "
                 f"memory; call {op} outside of the transform, or without {name}"

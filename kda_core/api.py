@@ -206,7 +206,7 @@ def chunk_kda(
             "update_state": update_state, "final_state_indices": final_state_indices,
             "final_state_pool": final_state_pool, "intermediate_states_dtype": intermediate_states_dtype,
             "checkpoint_indices": checkpoint_indices, "checkpoint_every": checkpoint_every,
-            "checkpoint_pool": checkpoint_pool,
+            "checkpoint_pool": checkpoint_pool, "records": None,
             "save_for_backward": _needs_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state, out),
         }
     )  # fmt: skip
@@ -242,6 +242,7 @@ def fused_recurrent_kda(
     update_state: bool = True,
     final_state_indices: Tensor | None = None,
     final_state_pool: Tensor | None = None,
+    records: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     r"""Kimi Delta Attention token by token, with the state kept on chip: for decoding and short sequences.
 
@@ -262,6 +263,10 @@ def fused_recurrent_kda(
             place).
         pad_slot_id: a row that starts at this index, or at any negative one, is skipped: its output is zero and no slot
             is touched; such an index for a later token means that its state is dropped.
+        records: [B, T, HV, 2K + V] float32 (float64 with float64 q), one contiguous row a token and head, as
+            ``empty_records`` makes it; beside ``ssm_state_indices``. The call writes there what ``commit_kda`` needs to
+            advance the states by any number of first tokens, and leaves the pool as it was. No
+            ``output_final_state`` nor ``final_state_indices``. Rows of skipped sequences are not written.
 
     Returns:
         ``(o, final_state)``: o [B, T, HV, V], dtype of q; final_state as in ``chunk_kda`` (``initial_state``
@@ -283,9 +288,10 @@ def fused_recurrent_kda(
             "ssm_state_indices": ssm_state_indices, "num_accepted_tokens": num_accepted_tokens,
             "inplace_final_state": _is_set("inplace_final_state", inplace_final_state) or ssm_state_indices is not None,
             "pad_slot_id": pad_slot_id, "out": out, "has_initial_state": has_initial_state,
-            "update_state": update_state, "final_state_indices": final_state_indices,
+            "update_state": update_state if records is None else _is_set("update_state", update_state) and False,
+            "final_state_indices": final_state_indices,
             "final_state_pool": final_state_pool, "intermediate_states_dtype": None,
-            "checkpoint_indices": None, "checkpoint_every": 0, "checkpoint_pool": None,
+            "checkpoint_indices": None, "checkpoint_every": 0, "checkpoint_pool": None, "records": records,
             "save_for_backward": _needs_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state, out),
         }
     )  # fmt: skip
@@ -329,7 +335,7 @@ def kda_gate(
     if isinstance(backend, Question):
         return backend.answer(request)
     compiling = torch.compiler.is_compiling()
-    name = _traced_name(backend) if compiling else _plugins.requested_name(backend)
+    name = traced_name(backend) if compiling else _plugins.requested_name(backend)
     if in_forward_mode():
         _refuse_tangents(request)
     if compiling or any(map(_eager.needs_operator, (g, A_log, dt_bias))):
@@ -408,7 +414,7 @@ def _prepare_for_operator(request: Request | GateRequest) -> None:
 
 
 @constant_in_graphs
-def _traced_name(backend: str | None) -> str:
+def traced_name(backend: str | None) -> str:
     """A constant of a compiled graph: compile again after changing ``use_backend`` or ``KDA_BACKEND``."""
     return _plugins.traced_name(backend)
 
@@ -428,7 +434,7 @@ def run(request: Request, backend: str | Question | None) -> Any:
     if isinstance(backend, Question):
         return backend.answer(request if request.cp_context is None else _several.over_devices().part(request))
     compiling = torch.compiler.is_compiling()
-    name = _traced_name(backend) if compiling else _plugins.requested_name(backend)
+    name = traced_name(backend) if compiling else _plugins.requested_name(backend)
     if in_forward_mode():
         _refuse_tangents(request)
     chosen = None

@@ -54,6 +54,7 @@ class Feature(Enum):
     NO_STATE_UPDATE = "outputs alone, from a pool that stays as it was (update_state=False)"
     CHECKPOINTS = "states at multiples of a number of tokens, in slots (checkpoint_indices, checkpoint_every)"
     FINAL_STATE_INDICES = "final states in other slots, or in another pool (final_state_indices, final_state_pool)"
+    DRAFT_RECORDS = "records of a draft instead of its states, and their commit (records, commit_kda)"
 
 
 FEATURES_1_0 = frozenset(
@@ -73,7 +74,7 @@ The set names its features and never grows: a wheel that declares it does not kn
 
 FEATURES_1_2 = FEATURES_1_0 | {
     Feature.HAS_INITIAL_STATE, Feature.NO_STATE_UPDATE, Feature.FINAL_STATE_INDICES, Feature.FP16_STATE,
-    Feature.INTERMEDIATE_STATES_DTYPE, Feature.CHECKPOINTS,
+    Feature.INTERMEDIATE_STATES_DTYPE, Feature.CHECKPOINTS, Feature.DRAFT_RECORDS,
 }  # fmt: skip
 """The same of contract 1.2."""
 

@@ -18,6 +18,7 @@ from kda_core.request import (
     AnyRequest,
     BackwardResult,
     Begun,
+    CommitRequest,
     DecodeStepRequest,
     ForwardResult,
     GatedNormRequest,
@@ -158,6 +159,16 @@ def kda_core_recurrent_backward(request: Request) -> BackwardResult:
 
 
 @hookspec(firstresult=True)
+def kda_core_commit(request: CommitRequest) -> Tensor:
+    """Run ``commit_kda`` and return ``request.pool``. Since 1.2, with DRAFT_RECORDS. Fires once for each call.
+
+    The records are those that this backend's ``kda_core_recurrent_forward`` wrote to ``request.records``. Read by
+    ``CommitRequest``'s rule they say what any other backend would: the core compares with the reference by it.
+    """
+    raise AssertionError("specification only")
+
+
+@hookspec(firstresult=True)
 def kda_core_gate_forward(request: GateRequest) -> Tensor:
     """Run ``kda_gate``: the log decay, shape of g, float32 (float64 for float64 g). Fires once for each call."""
     raise AssertionError("specification only")
@@ -240,6 +251,7 @@ HOOKS_OF_FEATURE: dict[Feature, tuple[str, ...]] = {
     Feature.BACKWARD: ("kda_core_chunk_backward", "kda_core_saved_spec"),
     Feature.RECURRENT: ("kda_core_recurrent_forward",),
     Feature.RECURRENT_BACKWARD: ("kda_core_recurrent_backward", "kda_core_saved_spec"),
+    Feature.DRAFT_RECORDS: ("kda_core_recurrent_forward", "kda_core_commit"),
     Feature.GATE: ("kda_core_gate_forward",),
     Feature.GATE_BACKWARD: ("kda_core_gate_backward",),
     Feature.CONTEXT_PARALLEL: (

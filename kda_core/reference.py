@@ -24,7 +24,16 @@ from torch.nn import functional as F
 from kda_core._meta import chunks_of
 from kda_core.capabilities import FEATURES_1_2, Available, BackendInfo, Capabilities, Feature, Unavailable
 from kda_core.hookspecs import hookimpl
-from kda_core.request import DATA, AnyRequest, BackwardResult, ForwardResult, GateRequest, Request, TensorSpec
+from kda_core.request import (
+    DATA,
+    AnyRequest,
+    BackwardResult,
+    CommitRequest,
+    ForwardResult,
+    GateRequest,
+    Request,
+    TensorSpec,
+)
 
 L2NORM_EPS = 1e-6
 DIFFERENTIABLE = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
@@ -41,6 +50,7 @@ class OracleResult:
         h: [B, NT, HV, K, V], K first.
         token_states: [N, L, HV, K, V] with L the longest sequence, or None unless asked for.
         skipped: [N] bool, rows that a pool's indices skip.
+        records: [N, L, HV, 2K + V], or None unless the request has records.
     """
 
     o: Tensor
@@ -48,6 +58,7 @@ class OracleResult:
     h: Tensor
     token_states: Tensor | None
     skipped: Tensor
+    records: Tensor | None = None
 
 
 def l2norm(x: Tensor) -> Tensor:
@@ -177,7 +188,8 @@ def oracle(r: Request, *, token_states: bool = False, inputs: dict[str, Tensor] 
         return torch.stack(padded) if padded else t.new_zeros(0, length, *t.shape[2:])
 
     state, skipped = _initial(r, x["initial_state"])
-    o_rows, states = recurrence(rows(q), rows(k), rows(v), rows(log_decay), rows(beta), state)
+    q, k, v_rows, log_decay, beta = map(rows, (q, k, v, log_decay, beta))
+    o_rows, states = recurrence(q, k, v_rows, log_decay, beta, state)
     o_rows = r.scale * o_rows
 
     o = v.new_zeros(r.B, r.T, r.HV, r.V)
@@ -190,7 +202,16 @@ def oracle(r: Request, *, token_states: bool = False, inputs: dict[str, Tensor] 
     shape = (r.B, chunks_of(r), r.HV, r.K, r.V)
     h_tensor = torch.stack(h).reshape(shape) if h else v.new_zeros(shape)
     per_token = torch.stack(states[1:], 1) if token_states and length else None
-    return OracleResult(o, states[-1], h_tensor, per_token, skipped)
+    records = _records(k, v_rows, log_decay, beta, states) if r.records is not None and length else None
+    return OracleResult(o, states[-1], h_tensor, per_token, skipped, records)
+
+
+def _records(k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, states: list[Tensor]) -> Tensor:
+    """k, the decay and u of every token [N, L, HV, ...], from the states before and after them."""
+    decay = log_decay.exp()
+    decayed = decay[..., None] * torch.stack(states[:-1], 1)
+    u = beta[..., None] * (v - (k[..., None] * decayed).sum(-2))
+    return torch.cat([k, decay, u], -1)
 
 
 def forward(r: Request) -> ForwardResult:
@@ -202,6 +223,7 @@ def forward(r: Request) -> ForwardResult:
 
     _write_pool(r, result)
     _write_checkpoints(r, result)
+    _write_records(r, result)
     o = result.o.to(r.q.dtype)
     if r.out is not None:
         o = r.out.copy_(o)
@@ -240,6 +262,43 @@ def _write_checkpoints(r: Request, result: OracleResult) -> None:
             if slot >= 0 and not result.skipped[n]:
                 state = result.token_states[n, t - 1]
                 pool[slot] = (state.mT if r.state_v_first else state).to(pool.dtype)
+
+
+def _write_records(r: Request, result: OracleResult) -> None:
+    if r.records is None or result.records is None:
+        return
+    for n, (b, start, end) in enumerate(sequence_bounds(r)):
+        if not result.skipped[n]:
+            r.records[b, start:end] = result.records[n, : end - start].to(r.records.dtype)
+
+
+def committed(r: CommitRequest) -> dict[int, Tensor]:
+    """The states that a commit writes, in float64 and [HV, K, V], by their slots."""
+    lengths = [r.T] * r.N
+    first = [0] * r.N
+    if r.cu_seqlens is not None:
+        cuts = r.cu_seqlens.tolist()
+        first, lengths = cuts[:-1], [end - start for start, end in itertools.pairwise(cuts)]
+    found: dict[int, Tensor] = {}
+    for n, (slot, count) in enumerate(zip(r.state_indices.tolist(), r.num_accepted.tolist(), strict=True)):
+        count = min(max(count, 0), lengths[n])
+        if not 0 <= slot < len(r.pool) or slot == r.pad_slot_id or not count:
+            continue
+        rows = r.records[0 if r.cu_seqlens is not None else n, first[n] : first[n] + count].double()
+        state = r.pool[slot].double()
+        state = state.mT if r.state_v_first else state
+        for k, decay, u in zip(*rows.split([r.K, r.K, r.V], -1), strict=True):
+            decay = torch.where(decay < 0, 1 + decay, decay)
+            state = decay[..., None] * state + k[..., None] * u[..., None, :]
+        found[slot] = state
+    return found
+
+
+def commit(r: CommitRequest) -> Tensor:
+    """Run ``commit_kda``."""
+    for slot, state in committed(r).items():
+        r.pool[slot] = (state.mT if r.state_v_first else state).to(r.pool.dtype)
+    return r.pool
 
 
 def _on_a_fresh_thread(compute: Callable[[], BackwardResult]) -> BackwardResult:
@@ -332,6 +391,10 @@ class ReferenceBackend:
     @hookimpl
     def kda_core_recurrent_backward(self, request: Request) -> BackwardResult:
         return _on_a_fresh_thread(lambda: backward(request))
+
+    @hookimpl
+    def kda_core_commit(self, request: CommitRequest) -> Tensor:
+        return commit(request)
 
     @hookimpl
     def kda_core_gate_forward(self, request: GateRequest) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from kda_core._commit_request import STATES, CommitRequest, is_power_of_two
 from kda_core._layer_requests import GatedNormRequest, ShortConvolutionRequest
 from kda_core.capabilities import Feature
 
@@ -50,6 +51,8 @@ class Request:
         intermediate_states_dtype: of h, or None: ``state_dtype``.
         checkpoint_indices: [N, M] slots or None; [n, j] takes the state after (j + 1) * checkpoint_every tokens.
         checkpoint_pool: [slots, HV, K, V] pool that they point into, or None: that of ``written_states``.
+        records: [B, T, HV, 2K + V] float32 (float64), to be written as ``CommitRequest`` says, or None. Rows of no
+            sequence, and of one that is skipped, are not written. With it ``update_state`` is False.
         inplace_final_state: ``initial_state`` is a pool that is read and advanced in place; then the
             result's ``final_state`` is None.
         save_for_backward: the result's ``saved`` must match ``kda_core_saved_spec``.
@@ -104,6 +107,7 @@ class Request:
     checkpoint_indices: Tensor | None = field(default=None, metadata={"needs": Feature.CHECKPOINTS})
     checkpoint_every: int = 0
     checkpoint_pool: Tensor | None = field(default=None, metadata={"needs": Feature.CHECKPOINTS})
+    records: Tensor | None = field(default=None, metadata={"needs": Feature.DRAFT_RECORDS})
     save_for_backward: bool = False
     saved: tuple[Tensor, ...] = ()
     grad_o: Tensor | None = None
@@ -345,7 +349,7 @@ class DecodeStepRequest:
         )  # fmt: skip
 
 
-AnyRequest = Request | GateRequest
+AnyRequest = Request | GateRequest | CommitRequest
 LayerRequest = ShortConvolutionRequest | GatedNormRequest | DecodeStepRequest
 """Calls around the operator in a layer, which a backend may serve; the core has code of its own for them."""
 
@@ -405,15 +409,8 @@ class TensorSpec:
     dtype: torch.dtype
 
 
-def _is_power_of_two(n: int) -> bool:
-    return n > 0 and n & (n - 1) == 0
-
-
 # With each field that needs a feature, the value that does not: a False is none of the options that are no flags.
 _FEATURE_OF = tuple((f.name, f.metadata["needs"], f.default) for f in fields(Request) if "needs" in f.metadata)
-
-
-_STATES = {torch.bfloat16: Feature.BF16_STATE, torch.float16: Feature.FP16_STATE}
 
 
 def _features(r: Request) -> Iterator[Feature]:
@@ -431,11 +428,11 @@ def _features(r: Request) -> Iterator[Feature]:
         yield Feature.GVA
     if r.K != r.V:
         yield Feature.UNEQUAL_HEAD_DIMS
-    if not (_is_power_of_two(r.K) and _is_power_of_two(r.V)):
+    if not (is_power_of_two(r.K) and is_power_of_two(r.V)):
         yield Feature.ODD_HEAD_DIMS
     for states in (r.initial_state, r.final_state_pool, r.checkpoint_pool):
-        if states is not None and states.dtype in _STATES:
-            yield _STATES[states.dtype]
+        if states is not None and states.dtype in STATES:
+            yield STATES[states.dtype]
     if any(t is not None and t.dim() == 2 and t.shape[1] > 1 for t in (r.ssm_state_indices, r.final_state_indices)):
         yield Feature.SPEC_DECODE
     if r.use_gate_in_kernel:

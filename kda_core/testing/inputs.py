@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import kda_core
+from kda_core import reference
 from kda_core.request import Request
 
 GUARD = 512
@@ -134,7 +135,7 @@ class Call:
         dense = torch.where(zero[:, None, None, None], 0, pool[start.clamp_min(0)])
         names = ("ssm_state_indices", "num_accepted_tokens", "inplace_final_state", "out", "has_initial_state")
         gone = dict.fromkeys((*names, "update_state", "final_state_indices", "final_state_pool"))
-        gone |= dict.fromkeys(("checkpoint_indices", "checkpoint_every", "checkpoint_pool"))
+        gone |= dict.fromkeys(("checkpoint_indices", "checkpoint_every", "checkpoint_pool", "records"))
         return self.having(initial_state=dense, **gone)
 
     def in_pool(self, indices: Tensor, slots: int, accepted: Tensor | None = None) -> Call:
@@ -154,10 +155,23 @@ class Call:
             return call
         return call.having(final_state_pool=states.new_full((slots, *states.shape[1:]), float("nan"), dtype=dtype))
 
+    def recorded(self) -> Call:
+        """The call with records, in a buffer full of NaN."""
+        r = self.request()
+        shape = (r.B, r.T, r.HV, 2 * r.K + r.V)
+        return self.having(records=torch.full(shape, float("nan"), dtype=r.compute_dtype))
+
+    def recorded_rows(self) -> Tensor:
+        """[B, T] bool: the tokens that the call records."""
+        rows = torch.zeros(self.tensors["q"].shape[:2], dtype=torch.bool)
+        for n, (b, start, end) in enumerate(reference.sequence_bounds(self.request())):
+            rows[b, start:end] = self.starting_slots()[n] >= 0
+        return rows
+
     def written_names(self) -> frozenset[str]:
         """The arguments that the call writes to."""
         names = [self.written_states, self.request().checkpoint_states, "out" if self.given_out else None]
-        return frozenset(filter(None, names))
+        return frozenset(filter(None, [*names, "records" if "records" in self.tensors else None]))
 
     def request_shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor in the request (dt_bias is [HV, K] there)."""
@@ -187,6 +201,8 @@ class Call:
             tensors["dt_bias"] = tensors["dt_bias"].reshape(g.shape[-2:])
         if "ssm_state_indices" in tensors:
             options["inplace_final_state"] = True
+        if "records" in tensors:
+            options["update_state"] = False
         return Request(op=self.op, save_for_backward=bool(self.grads), **tensors, **options)
 
     def digest(self) -> str:

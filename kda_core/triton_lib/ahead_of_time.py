@@ -22,6 +22,7 @@ from kda_core._torch_private import fake_tensors
 from kda_core.reference import DIFFERENTIABLE
 from kda_core.request import (
     AnyRequest,
+    CommitRequest,
     DecodeStepRequest,
     GatedNormRequest,
     GateRequest,
@@ -216,11 +217,15 @@ def inference(case: Case) -> Request:
     """The forward of a case, whose tensors have no memory; beta has the dtype of q.
 
     With the tag "pool" its states lie in a pool that is advanced in place, with "drafts" in one where every token has a
-    slot. With "served" it has what servers ask of a pool as well, with "checkpoints" those too.
+    slot. With "records" too, its tokens are recorded instead. With "served" it has what servers ask of a pool as well,
+    with "checkpoints" those too.
     """
     with fake_tensors():
         r = case.call().request()
         changed: dict[str, Any] = {"beta": r.beta.to(r.q.dtype), "save_for_backward": False}
+        if "records" in case.tags:
+            shape = (r.B, r.T, r.HV, 2 * r.K + r.V)
+            changed |= {"records": torch.empty(shape, dtype=r.compute_dtype), "update_state": False}
         if case.tags & {"pool", "drafts"}:
             table = (r.N, DRAFTS) if "drafts" in case.tags else (r.N,)
             changed |= {"ssm_state_indices": torch.empty(table, dtype=case.index_dtype), "inplace_final_state": True}
@@ -288,6 +293,18 @@ def gate_calls(dtype: torch.dtype, lower_bound: float | None) -> Iterator[tuple[
     name = f"gate, {TYPES[dtype]}, {'softplus' if lower_bound is None else 'bounded'}"
     yield name, r
     yield name, replace(r, grad_output=g, needs_grad=frozenset({"g", "A_log", "dt_bias"}))
+
+
+def commit_calls() -> Iterator[tuple[str, AnyRequest]]:
+    """Names and requests of ``commit_kda``: a dense draft, and a packed one in another dtype and layout."""
+    for size, dtype, v_first in ((128, torch.float32, False), (128, torch.bfloat16, True), (256, torch.float32, True)):
+        pool = torch.empty(64, 32, size, size, dtype=dtype, device="meta")
+        records = torch.empty(1 if v_first else 8, 32, 32, 3 * size, device="meta")
+        n, bounds = torch.empty(8, dtype=torch.int32, device="meta"), torch.empty(9, dtype=torch.int32, device="meta")
+        yield f"commit, {TYPES[dtype]} {size}", CommitRequest(
+            pool=pool, records=records, num_accepted=n, state_indices=n, cu_seqlens=bounds if v_first else None,
+            state_v_first=v_first,
+        )  # fmt: skip
 
 
 def layer_calls(quick: bool = False) -> Iterator[tuple[str, LayerRequest]]:

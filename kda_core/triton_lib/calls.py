@@ -18,6 +18,7 @@ from kda_core.request import (
     AnyRequest,
     BackwardResult,
     Begun,
+    CommitRequest,
     DecodeStepRequest,
     ForwardResult,
     GatedNormRequest,
@@ -48,8 +49,10 @@ _MORE = tuple(tuple(f"saved[{i}]" for i in range(n)) for n in range(20))
 """Names of tensors that are handed on from an earlier part of a call, by their number."""
 _SAVED = tuple((*_BACKWARD, *more) for more in _MORE)
 """Names of a backward's inputs, by the number of tensors that are handed on."""
-_RECURRENT = (*_CHUNK, "num_accepted_tokens")
+_RECURRENT = (*_CHUNK, "num_accepted_tokens", "records")
 _recurrent_inputs = attrgetter(*_RECURRENT)
+_COMMIT = ("pool", "records", "num_accepted", "state_indices", "cu_seqlens")
+_commit_inputs = attrgetter(*_COMMIT)
 _GATE = ("g", "A_log", "dt_bias", "grad_output")
 _gate_inputs = attrgetter(*_GATE)
 _CONVOLUTION_GRADIENTS = ("grad_output", "grad_second", "grad_third", "grad_final_state")
@@ -210,6 +213,11 @@ class Calls:
         return ForwardResult(o=made["o"], final_state=None if request.inplace_final_state else made["final_state"])
 
     recurrent_backward = chunk_backward
+
+    def commit(self, request: CommitRequest) -> Tensor:
+        """Run ``commit_kda``."""
+        self.run(request, "commit", _COMMIT, _commit_inputs(request))
+        return request.pool
 
     def gate_forward(self, request: GateRequest) -> Tensor:
         """Run ``kda_gate``: float32, shape of g."""

@@ -70,6 +70,10 @@ class Toy:
         return self.kda_core_chunk_forward(request)
 
     @hookimpl
+    def kda_core_commit(self, request):
+        raise NotImplementedError
+
+    @hookimpl
     def kda_core_saved_spec(self, request):
         raise NotImplementedError
 
@@ -269,6 +273,10 @@ def test_explain_has_every_option_and_every_tensor_of_the_public_functions():
         (
             "--return-intermediate-states --intermediate-states-dtype bfloat16 --initial-state --state-dtype float16",
             {"h_dtype": torch.bfloat16, "state_dtype": torch.float16},
+        ),
+        (
+            "--op fused_recurrent_kda --shape 3,2,2,32,64 --slots 9 --records",
+            {"records.shape": (3, 2, 2, 128), "update_state": False},
         ),
         (
             "--slots 9 --checkpoint-indices --checkpoint-every 128 --checkpoint-pool",

@@ -20,7 +20,7 @@ FIELDS = {f.name: f for f in fields(Request)[NAMES.index("q") : NAMES.index("sav
 LATER = NAMES[NAMES.index("out") + 1 : NAMES.index("save_for_backward")]
 """Those that came after the functions were published: they stand at the end."""
 NOT_TAKEN = {
-    "chunk_kda": {"num_accepted_tokens", "inplace_final_state"},
+    "chunk_kda": {"num_accepted_tokens", "inplace_final_state", "records"},
     "fused_recurrent_kda": {
         *("disable_recompute", "return_intermediate_states", "cu_seqlens_cpu", "cp_context", "chunk_size"),
         *("intermediate_states_dtype", "checkpoint_indices", "checkpoint_every", "checkpoint_pool"),
@@ -63,19 +63,22 @@ def test_the_gate_takes_its_arguments_as_the_other_functions_do():
 
 @pytest.mark.parametrize("op", NOT_TAKEN)
 def test_every_argument_is_in_the_request_under_its_name(op: str):
-    """Values that no check has seen, each of its own; but one flag is looked at before there is a request."""
-    given = {name: name == "inplace_final_state" or object() for name in parameters(op) if name != "backend"}
+    """Values that no check has seen, each of its own; but two flags are looked at before there is a request."""
+    looked_at = ("inplace_final_state", *(["update_state"] if op == "fused_recurrent_kda" else []))
+    given = {name: name in looked_at or object() for name in parameters(op) if name != "backend"}
     request = getattr(kda_core, op)(**given, backend=api.Question(lambda request: request))
     found = {name: value for name, value in vars(request).items() if name in FIELDS}
-    own = {"chunk_kda": {"inplace_final_state": True}, "fused_recurrent_kda": {}}[op]
-    assert found == {n: FIELDS[n].default for n in NOT_TAKEN[op]} | own | given
+    # Records leave the pool as it was.
+    own = {"chunk_kda": {"inplace_final_state": True}, "fused_recurrent_kda": {"update_state": False}}[op]
+    assert found == {n: FIELDS[n].default for n in NOT_TAKEN[op]} | given | own
     assert vars(request) == found | {"op": op, "save_for_backward": False}
 
 
 @pytest.mark.parametrize("op", NOT_TAKEN)
 def test_the_operators_take_the_arguments(op: str):
     """A pool is an argument of its own; a context of several devices is in no program."""
-    assert {*_schemas.INPLACE[op].names} == FIELDS.keys() - {"cp_context", "inplace_final_state"} | {"pool", "backend"}
+    taken = FIELDS.keys() - {"cp_context", "inplace_final_state", *({"records"} & NOT_TAKEN[op])}
+    assert {*_schemas.INPLACE[op].names} == taken | {"pool", "backend"}
     assert {*_schemas.FUNCTIONAL[op].names} - {"backend", "save_for_backward", "intermediate_states_dtype"} == {
         *_schemas.TENSOR_NAMES,
         *_schemas.OPTION_NAMES,

@@ -99,6 +99,6 @@ def test_tools_that_take_torchs_ranges_get_ours(monkeypatch):
 
 
 def test_every_hook_that_computes_has_a_row():
-    hooks = {name for name in dir(registry.named("cpu").plugin) if name.endswith(("_forward", "_backward"))}
+    hooks = {name for name in dir(registry.named("cpu").plugin) if name.endswith(("_forward", "_backward", "_commit"))}
     assert hooks >= _ranges.ROWS.keys()
     assert {name for name in hooks if name.startswith("kda_core_")} == _ranges.ROWS.keys()

@@ -330,7 +330,7 @@ def test_every_hook_is_documented_and_implemented_by_the_oracle():
     from kda_core.reference import ReferenceBackend
 
     hooks = [n for n in vars(hookspecs) if n.startswith("kda_core_")]
-    assert len(hooks) == 20
+    assert len(hooks) == 21
     assert ENTRY_POINT_GROUP == "kda_core.backends.v1"
     assert hookspec is not None
     for name in hooks:

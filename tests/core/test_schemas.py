@@ -62,8 +62,16 @@ PINNED = {
         "kda_gate_backward": f"({_GATE}, Tensor? grad_output=None, bool[] needs=[]) -> (Tensor, Tensor, Tensor)",
     }
 }
+_INPLACE_RECORDS = _INPLACE_2.replace("checkpoint_pool=None", "checkpoint_pool=None, Tensor(e!)? records=None")
 PINNED[2] = PINNED[1] | dict.fromkeys(("chunk_kda_", "fused_recurrent_kda_"), _INPLACE_2)
 PINNED[2] |= dict.fromkeys(("chunk_kda", "fused_recurrent_kda"), _FUNCTIONAL_2)
+PINNED[2] |= {
+    "fused_recurrent_kda_": _INPLACE_RECORDS,
+    "commit_kda_": (
+        "(Tensor(a!) pool, Tensor records, Tensor num_accepted, Tensor state_indices, Tensor? cu_seqlens=None, "
+        'bool state_v_first=False, int pad_slot_id=-1, str backend="") -> ()'
+    ),
+}
 
 
 def registered() -> dict[str, str]:

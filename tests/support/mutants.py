@@ -13,7 +13,15 @@ from kda_core import reference
 from kda_core._plugins import registry
 from kda_core.capabilities import Available, BackendInfo, Unavailable
 from kda_core.hookspecs import hookimpl
-from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request, TensorSpec
+from kda_core.request import (
+    AnyRequest,
+    BackwardResult,
+    CommitRequest,
+    ForwardResult,
+    GateRequest,
+    Request,
+    TensorSpec,
+)
 
 
 class Mutant:
@@ -44,6 +52,10 @@ class Mutant:
         """What becomes of the forward's result."""
         return result
 
+    def committed(self, r: CommitRequest) -> CommitRequest:
+        """What reaches the CPU backend's commit."""
+        return r
+
     def gradients(self, r: Request, grads: dict[str, Tensor]) -> dict[str, Tensor]:
         """What becomes of the gradients."""
         return grads
@@ -71,6 +83,11 @@ class Mutant:
     @hookimpl
     def kda_core_recurrent_forward(self, request: Request) -> ForwardResult:
         return self.answered(request, self.compute(self.asked(request)))
+
+    @hookimpl
+    def kda_core_commit(self, request: CommitRequest) -> Tensor:
+        self.cpu.kda_core_commit(request=self.committed(request))
+        return request.pool
 
     @hookimpl
     def kda_core_chunk_backward(self, request: Request) -> BackwardResult:

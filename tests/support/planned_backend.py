@@ -70,6 +70,10 @@ class PlannedBackend:
         return self.calls.recurrent_backward(request)
 
     @hookimpl
+    def kda_core_commit(self, request: Any) -> Any:
+        return request.pool
+
+    @hookimpl
     def kda_core_gate_forward(self, request: Any) -> Any:
         return self.calls.gate_forward(request)
 

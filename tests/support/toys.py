@@ -60,6 +60,10 @@ class Toy:
         return self.options.get("gradients", BackwardResult({"q": torch.ones_like(request.q)}))
 
     @hookimpl
+    def kda_core_commit(self, request):
+        return request.pool
+
+    @hookimpl
     def kda_core_saved_spec(self, request):
         return ()
 

@@ -25,6 +25,7 @@ from kda_core.triton_lib.ahead_of_time import (
     TYPES,
     Job,
     Tool,
+    commit_calls,
     gate_calls,
     gradients,
     halves,
@@ -153,6 +154,7 @@ def cases(quick: bool = False) -> Iterator[Case]:
                 yield drafts
                 yield drafts.having(name=f"{drafts.name}, served", tags=drafts.tags | {"served"})
                 yield drafts.having(name=f"{drafts.name}, V first", **_V_FIRST)
+                yield drafts.having(name=f"{drafts.name}, records", tags=frozenset({"pool", "records"}))
 
 
 def fragments(quick: bool = False) -> Iterator[Case]:
@@ -175,7 +177,8 @@ def _calls(quick: bool) -> list[tuple[str, AnyRequest]]:
         found.append((case.name, inference(case)))
         if case.backward:
             found.append((case.name, gradients(case)))
-    return [*found, *(call for bound in (None, -5.0) for call in gate_calls(BF16, bound)), *layer_calls(quick)]
+    gates = [call for bound in (None, -5.0) for call in gate_calls(BF16, bound)]
+    return [*found, *gates, *commit_calls(), *layer_calls(quick)]
 
 
 def address_hazards(ir: str) -> list[Hazard]:

@@ -6,13 +6,15 @@ from functools import cache, partial
 
 import torch
 
-from kda_core.request import AnyRequest, DecodeStepRequest, GateRequest, LayerRequest
+from kda_core.request import AnyRequest, CommitRequest, DecodeStepRequest, GateRequest, LayerRequest
 from kda_core.triton_lib.calls import Calls, h_shape
+from kda_core.triton_lib.commit_kernels import plan_commit
 from kda_core.triton_lib.gate_kernels import plan_gate
 from kda_core.triton_lib.layer_plans import plan_decode_step, plan_of_layer
 from kda_core.triton_lib.plan import Plan, metadata
 from kda_core_amd.choose import (
     ARCHITECTURES,
+    COMMIT,
     FOREIGN_ARCHITECTURE,
     GATE,
     INTERPRETED,
@@ -71,6 +73,8 @@ def plan_of(
         return plan_decode_step(r, partial(add_recurrent, chip=on), on.wave)
     if isinstance(r, LayerRequest):
         return plan_of_layer(r, on.wave, LAYER_LANES // on.wave)
+    if isinstance(r, CommitRequest):
+        return plan_commit(r, COMMIT.num_warps, False, **compile_options(COMMIT, on))
     if isinstance(r, GateRequest):
         return plan_gate(r, GATE.num_warps, **compile_options(GATE, on))
     if not r.needs_grad and r.op == "fused_recurrent_kda":

@@ -92,8 +92,8 @@ class Config:
     level_loop: bool = False
 
 
-GATE = Config(0, 4)
-"""Configuration of ``kda_gate`` on every architecture: it streams, and its tile is a head's channels."""
+GATE = COMMIT = Config(0, 4)
+"""Configuration of ``kda_gate`` and ``commit_kda`` on every architecture: they stream."""
 
 MATRIX_SIDE = 16
 """``matrix_instr_nonkdim``: tiles are 16 rows, so that the 16×16 instructions fit them."""

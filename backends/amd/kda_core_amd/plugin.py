@@ -23,6 +23,7 @@ from kda_core.request import (
     AnyRequest,
     BackwardResult,
     Begun,
+    CommitRequest,
     DecodeStepRequest,
     ForwardResult,
     GatedNormRequest,
@@ -107,6 +108,10 @@ def kda_core_reject(request: AnyRequest) -> str | None:
         if request.g.shape[-1] > _INFO.capabilities.max_head_dim_k:
             return f"K = {request.g.shape[-1]} is above {_INFO.capabilities.max_head_dim_k}"
         return None
+    if isinstance(request, CommitRequest):
+        if request.N * request.HV * -(-request.V // 16) <= MAX_PROGRAMS:
+            return None
+        return f"N · HV · V = {request.N * request.HV * request.V} is more than one launch holds; split the batch"
     chunks = (request.B * request.T // 16 + request.N + 1) * request.HV
     # Recurrences: blocks of 16 value channels at least.
     if max(chunks, request.N * request.HV * -(-request.V // 16)) > MAX_PROGRAMS:
@@ -184,6 +189,13 @@ def kda_core_recurrent_backward(request: Request) -> BackwardResult:
     from kda_core_amd.calls import CALLS
 
     return CALLS.recurrent_backward(request)
+
+
+@hookimpl
+def kda_core_commit(request: CommitRequest) -> Tensor:
+    from kda_core_amd.calls import CALLS
+
+    return CALLS.commit(request)
 
 
 @hookimpl

@@ -29,8 +29,8 @@ from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_stre
 from kda_core.triton_lib.packing import is_padding, starts_from_state
 
 _NUMBERS = [
-    "scale", "lower_bound", "T", "N", "HV", "group", "width", "s_qb", "s_kb", "s_vb", "s_gb", "s_bb", "s_ob", "s_row",
-    "s_column", "pad_slot_id", "slots", "s_has", "s_final", "s_final_column", "final_width",
+    "scale", "lower_bound", "T", "N", "HV", "group", "width", "s_qb", "s_kb", "s_vb", "s_gb", "s_bb", "s_ob", "s_rb",
+    "s_row", "s_column", "pad_slot_id", "slots", "s_has", "s_final", "s_final_column", "final_width",
     "final_slots",
 ]  # fmt: skip
 """Parameters that are not specialised: most of them change with the lengths of the sequences."""
@@ -94,12 +94,13 @@ def recurrent(
     accepted,  # [N] or None
     has_state,  # [N] bool or None
     final_indices,  # [N, final_width] slots of final_state, or None: indices
+    records,  # [B, T, HV, 2K + V] or None
     scale, lower_bound,
     T, N,
     HV, group,  # value heads a key head
     width,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh, s_ob, s_ot, s_oh,
-    s_in, s_ih, s_fn, s_fh, s_row, s_column, s_accepted,
+    s_rb, s_rt, s_rh, s_in, s_ih, s_fn, s_fh, s_row, s_column, s_accepted,
     pad_slot_id, slots, s_has, s_final, s_final_column, final_width, final_slots,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
     UNIT: tl.constexpr,  # batch strides are given in this many elements, so that alignment shows
@@ -179,6 +180,8 @@ def recurrent(
     v += i_b * s_vb + i_h * s_vh
     g += i_b * s_gb + i_h * s_gh
     beta += i_b * s_bb + i_h * s_bh
+    if records is not None:
+        records += i_n * s_rb + i_h * s_rh
     channels: tl.constexpr = 1 if V_FIRST else 0
     lost = tl.zeros([KP], tl.float32)
     for t in range(bos, eos):
@@ -197,8 +200,17 @@ def recurrent(
         b_p = tl.sum(S * _row_in(b_q * decay, V_FIRST), channels)
         b_u = b_beta * (b_v - r_k * b_y)
         b_o = r_q * b_p + tl.sum(b_q * b_k, 0) * (r_q * r_k) * b_u
-        S = S * _row_in(decay, V_FIRST) + _row_in(b_k * r_k, V_FIRST) * _value_in(b_u, V_FIRST)
+        b_k *= r_k
+        # ``commit_kernel`` has these two lines as well, and the same bits: no compiler may fuse otherwise.
+        S = S * _row_in(decay, V_FIRST)
+        S = tl.fma(_value_in(b_u, V_FIRST), _row_in(b_k, V_FIRST), S)
         tl.store(o + t * s_ot + o_v, b_o.to(o.dtype.element_ty), mask=m_v)
+        if records is not None:
+            p_record = records + t * s_rt
+            m_own = o_k < tl.where(i_v == 0, K, 0)
+            tl.store(p_record + o_k, b_k, mask=m_own)
+            tl.store(p_record + K + o_k, decay, mask=m_own)
+            tl.store(p_record + 2 * K + o_v, b_u, mask=m_v)
         if EVERY_TOKEN:
             # A sequence longer than its row of the table is the caller's error; no other row is read for it.
             i_state = tl.load(indices + (t - bos) * s_column, mask=t - bos < width, other=-1).to(tl.int64)

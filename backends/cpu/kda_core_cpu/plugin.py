@@ -11,8 +11,16 @@ from torch import Tensor
 
 from kda_core.capabilities import FEATURES_1_2, Available, BackendInfo, Capabilities, Feature, Unavailable
 from kda_core.hookspecs import hookimpl
-from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request, TensorSpec
-from kda_core_cpu import __version__, chunk_backward, chunk_forward, gate, recurrent
+from kda_core.request import (
+    AnyRequest,
+    BackwardResult,
+    CommitRequest,
+    ForwardResult,
+    GateRequest,
+    Request,
+    TensorSpec,
+)
+from kda_core_cpu import __version__, chunk_backward, chunk_forward, commit, gate, recurrent
 from kda_core_cpu.results import saved_spec
 
 Call = TypeVar("Call")
@@ -84,6 +92,11 @@ def kda_core_recurrent_forward(request: Request) -> ForwardResult:
 @hookimpl
 def kda_core_recurrent_backward(request: Request) -> BackwardResult:
     return _without_autograd(chunk_backward.recurrent_backward, request)
+
+
+@hookimpl
+def kda_core_commit(request: CommitRequest) -> Tensor:
+    return _without_autograd(commit.commit, request)
 
 
 @hookimpl

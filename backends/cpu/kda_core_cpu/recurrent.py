@@ -11,7 +11,8 @@ dtype and the block is a view of it, else in the scratch memory of one block. No
 size.
 
 A decoding step spends as much time in torch calls as in memory traffic, so it makes few calls. States fill the cache,
-so rows must be small: βv, u and o share one buffer, and inputs with the right layout and dtype are read in place.
+so rows must be small: βv, u and o share one buffer, unless u is recorded, and inputs with the right layout and dtype
+are read in place.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def general_forward(request: Request) -> ForwardResult:
     states = States(request, pool)
     o = empty_output(request)
     workspace, inputs = Workspace(request.compute_dtype), RowInputs(request)
-    step = TokenWindow.of(request)
+    step = TokenWindow.of(request) if request.records is None else None
     if step is None:
         _run_sequences(request, states, workspace, inputs, o)
     else:
@@ -111,7 +112,8 @@ def _run_sequences(request: Request, states: States, workspace: Workspace, input
         for i in range(runs):
             window = Window(group, i, i + 1)
             rows = workspace("o", window.Z, run, request.V)
-            tokens = _load_tokens(workspace, inputs, window, rows)
+            updates = rows if request.records is None else workspace("u", *rows.shape)
+            tokens = _load_tokens(workspace, inputs, window, rows, updates)
             parts = zip(*(token.split(sizes) for token in tokens), strict=True)
             for block, part in zip(blocks, parts, strict=True):
                 if i == 0:
@@ -120,13 +122,28 @@ def _run_sequences(request: Request, states: States, workspace: Workspace, input
                 if i == runs - 1:
                     block.end(states)
             window.store(rows, o)
+            if request.records is not None:
+                _store_records(workspace, window, updates, request.records)
         if runs == 0:
             whole.begin(states, workspace)
             whole.end(states)
 
 
+def _store_records(workspace: Workspace, window: Window, updates: Tensor, records: Tensor) -> None:
+    """Copy k', d and u of a window's rows, as its tokens have left them, to ``records`` [B, T, HV, 2K + V]."""
+    V = updates.shape[-1]
+    K = (records.shape[-1] - V) // 2
+    kq, d = workspace("kq", *window.shape, 2, K), workspace("d", *window.shape, K)
+    parts = records.split([K, K, V], -1)
+    for rows, into in zip((kq.select(-2, 0), d, updates), parts, strict=True):
+        window.store(rows, into)
+
+
 class _Token(NamedTuple):
-    """One token of some lanes. ``u`` is a view of ``o``, which holds βv first, then u, and o last."""
+    """One token of some lanes.
+
+    ``w`` holds βv first, then u; it is the memory of ``o`` unless u is recorded. ``u`` is a view of it.
+    """
 
     kq: Tensor
     k: Tensor
@@ -134,6 +151,7 @@ class _Token(NamedTuple):
     beta: Tensor
     qk: Tensor
     u: Tensor
+    w: Tensor
     o: Tensor
 
     def split(self, lanes: list[int]) -> Iterator[_Token]:
@@ -147,8 +165,11 @@ class _Token(NamedTuple):
         return _Token._make(x[first:last] for x in self)
 
 
-def _load_rows(workspace: Workspace, inputs: RowInputs, window: Window | TokenWindow, o: Tensor) -> tuple[Tensor, ...]:
+def _load_rows(
+    workspace: Workspace, inputs: RowInputs, window: Window | TokenWindow, o: Tensor, w: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """The fields of ``_Token`` for all rows of a window, with results in ``o``; padding rows are never walked."""
+    w = o if w is None else w
     K = inputs.request.K
     kq, d = workspace("kq", *window.shape, 2, K), workspace("d", *window.shape, K)
     k, q = inputs.load_units(window, workspace, kq)
@@ -158,13 +179,13 @@ def _load_rows(workspace: Workspace, inputs: RowInputs, window: Window | TokenWi
     else:
         inputs.load_decays(window, d, workspace)
     beta = inputs.read_beta(window, workspace)
-    torch.mul(inputs.read(inputs.request.v, window, o), beta, out=o)
-    return kq, k.unsqueeze(-1), d.unsqueeze(-1), beta, qk, o.unsqueeze(-2), o
+    torch.mul(inputs.read(inputs.request.v, window, w), beta, out=w)
+    return kq, k.unsqueeze(-1), d.unsqueeze(-1), beta, qk, w.unsqueeze(-2), w, o
 
 
-def _load_tokens(workspace: Workspace, inputs: RowInputs, window: Window, o: Tensor) -> list[_Token]:
-    """The tokens of a run, with results in ``o`` [lanes, tokens, V]."""
-    fields = (x.unbind(1) for x in _load_rows(workspace, inputs, window, o))
+def _load_tokens(workspace: Workspace, inputs: RowInputs, window: Window, o: Tensor, w: Tensor) -> list[_Token]:
+    """The tokens of a run, with results in ``o`` and u in ``w`` [lanes, tokens, V]."""
+    fields = (x.unbind(1) for x in _load_rows(workspace, inputs, window, o, w))
     return list(map(_Token._make, zip(*fields, strict=True)))
 
 
@@ -182,12 +203,12 @@ class _Reader:
 
     def advance(self, token: _Token, source: Tensor, S: Tensor) -> None:
         """Write to ``S`` the states after a token of all its lanes, from those before it, and fill its outputs."""
-        kq, k, d, beta, qk, u, o = token
+        kq, k, d, beta, qk, u, w, o = token
         torch.mul(source, d, out=S)
         along_k, along_q = self.read(kq, S)
-        o.addcmul_(beta, along_k, value=-1)
+        w.addcmul_(beta, along_k, value=-1)
         S.addcmul_(k, u)
-        torch.addcmul(along_q, qk, o, out=o)
+        torch.addcmul(along_q, qk, w, out=o)
 
     def read(self, kq: Tensor, S: Tensor) -> tuple[Tensor, ...]:
         """[lanes, 2, K] times [lanes, K, V], as two of [lanes, V]."""

@@ -32,6 +32,7 @@ from kda_core.triton_lib.ahead_of_time import (
     TYPES,
     Job,
     Tool,
+    commit_calls,
     gate_calls,
     gradients,
     halves,
@@ -161,6 +162,9 @@ def _steps() -> Iterator[Case]:
     yield from (step_case(*size, v_first, FP32, 256) for v_first in (False, True) for size in ((9, 2), (2, 1)))
     own = {"tags": frozenset()}
     yield step_case(2, 3, False, FP32, name="drafts", tags=frozenset({"drafts"}))
+    yield from (
+        step_case(8, 4, *layout, tags=frozenset({"pool", "records"}), name=f"records, {layout}") for layout in layouts
+    )
     yield step_case(2, 3, False, FP32, name="softplus gate, states in and out", gate="softplus", **own)
     yield step_case(1, 18, True, FP32, name="prompts packed", lengths=(9, 9))
     yield served(step_case(1, 18, True, FP32, name="prompts packed", lengths=(9, 9)))
@@ -218,7 +222,7 @@ def _calls(quick: bool) -> list[tuple[Case | None, str, Any]]:
                 # The plain kernels, where those for Hopper serve the rest.
                 found.append((None, f"{case.name}, no do", replace(backward, grad_o=None)))
     gates = [call for gate in ((BF16, -5.0), (FP32, None)) for call in gate_calls(*gate)]
-    return found + [(None, *call) for call in (*gates, *layer_calls(quick))]
+    return found + [(None, *call) for call in (*gates, *commit_calls(), *layer_calls(quick))]
 
 
 def fragments(quick: bool = False) -> list[Case]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kda_core.request import AnyRequest, DecodeStepRequest, GateRequest, LayerRequest
+from kda_core.request import AnyRequest, CommitRequest, DecodeStepRequest, GateRequest, LayerRequest
 from kda_core.triton_lib.calls import Calls, h_shape
+from kda_core.triton_lib.commit_kernels import plan_commit
 from kda_core.triton_lib.gate_kernels import plan_gate
 from kda_core.triton_lib.layer_plans import plan_decode_step, plan_of_layer
 from kda_core.triton_lib.plan import Plan, metadata
@@ -16,7 +17,7 @@ from kda_core_nvidia.plans.fragments import plan_begin, plan_finish
 from kda_core_nvidia.plans.recurrent import add_recurrent, plan_recurrent
 from kda_core_nvidia.run import Bound, chip
 
-GATE_WARPS = 4
+GATE_WARPS = COMMIT_WARPS = 4
 
 LAYER_WARPS = 4
 """Warps of a program of the kernels around the operator in a layer."""
@@ -47,6 +48,8 @@ def plan_of(
         return plan_decode_step(r, lambda b, x: add_recurrent(b, x, choose_recurrent(x, on), True), 32, on.overlaps)
     if isinstance(r, LayerRequest):
         return plan_of_layer(r, 32, LAYER_WARPS)
+    if isinstance(r, CommitRequest):
+        return plan_commit(r, COMMIT_WARPS, True, enable_fp_fusion=False)
     if isinstance(r, GateRequest):
         return plan_gate(r, GATE_WARPS)
     if r.needs_grad:

@@ -16,6 +16,7 @@ from kda_core.request import (
     AnyRequest,
     BackwardResult,
     Begun,
+    CommitRequest,
     DecodeStepRequest,
     ForwardResult,
     GatedNormRequest,
@@ -85,7 +86,7 @@ def kda_core_reject(request: AnyRequest) -> str | None:
             return "computes in float32; a float64 gate input would lose digits"
         if request.g.shape[-1] > _INFO.capabilities.max_head_dim_k:
             return f"K = {request.g.shape[-1]} is above {_INFO.capabilities.max_head_dim_k}"
-    elif request.cp_context:
+    elif isinstance(request, Request) and request.cp_context:
         from kda_core_nvidia.choose.fragments import rejected
 
         return rejected(request)
@@ -155,6 +156,13 @@ def kda_core_recurrent_backward(request: Request) -> BackwardResult:
     from kda_core_nvidia.calls import CALLS
 
     return CALLS.recurrent_backward(request)
+
+
+@hookimpl
+def kda_core_commit(request: CommitRequest) -> Tensor:
+    from kda_core_nvidia.calls import CALLS
+
+    return CALLS.commit(request)
 
 
 @hookimpl

@@ -109,9 +109,11 @@ def recurrent(
     accepted,  # [N] or None
     has_state,  # [N] bool or None
     final_indices,  # [N, final_width] slots of final_state, or None: indices
+    records,  # [B, T, HV, 2K + V] or None
     scale, lower_bound, T, N,
     # strides by sequence (the token's when packed), token, head
     s_qn, s_qt, s_qh, s_kn, s_kt, s_kh, s_vn, s_vt, s_vh, s_gn, s_gt, s_gh, s_bn, s_bt, s_bh, s_on, s_ot, s_oh, s_ov,
+    s_rn, s_rt, s_rh,
     s_in, s_ih, s_fn, s_fh, s_index: tl.int64, s_slot: tl.int64, s_accepted: tl.int64, width, pad_slot_id: tl.int64,
     slots, s_has: tl.int64, s_final: tl.int64, s_final_slot: tl.int64, final_width, final_slots,
     HV: tl.constexpr,
@@ -232,6 +234,13 @@ def recurrent(
         S = tl.fma(along_v(r_k * u, V_FIRST), along_k(b_k, V_FIRST), S)
         tl.store(p_o + o_v.to(tl.int64) * s_ov, b_o.to(o.dtype.element_ty), mask=m_v)
         p_o += s_ot
+        if records is not None:
+            # What the line above adds to S, for ``commit_kernel``: k, the factor of the decay, and r_k u.
+            p_record = records + row * s_rn + i_h * s_rh + tl.cast(t, tl.int64) * s_rt
+            m_own = o_k < tl.where(i_v == 0, K, 0)
+            tl.store(p_record + o_k, b_k, mask=m_own)
+            tl.store(p_record + K + o_k, factor, mask=m_own)
+            tl.store(p_record + 2 * K + o_v, r_k * u, mask=m_v)
         if EVERY_TOKEN:
             i_slot = tl.load(p_slot + t * s_slot, mask=t < width, other=-1).to(tl.int64)
             if not is_padding(i_slot, pad_slot_id, slots):

@@ -40,10 +40,13 @@ def add_recurrent(b: Builder, r: Request, chip: Architecture) -> tuple[View, Vie
     s_in, s_ih, I_K, I_V = state_strides(r.initial_state, r.state_v_first)
     s_fn, s_fh, F_K, F_V = state_strides(final_state, r.state_v_first)
     unit, strides = row_strides(**{n: f.names[n] for n in "qkvg"}, b=r.beta, o=o)
+    s_rb, s_rt, s_rh = (0, 0, 0) if r.records is None else r.records.strides[:3]
     sequences = r.N + (r.cu_seqlens is not None)
     f.launch(
         recurrent, chosen, sequences * r.HV * -(-r.V // BV), o=o, initial_state=r.initial_state,
-        final_state=final_state, accepted=accepted, width=width, **strides, s_in=s_in, s_ih=s_ih, s_fn=s_fn, s_fh=s_fh,
+        final_state=final_state, records=r.records, accepted=accepted, width=width, **strides,
+        s_rb=s_rb if r.cu_seqlens is None else 0, s_rt=s_rt, s_rh=s_rh,
+        s_in=s_in, s_ih=s_ih, s_fn=s_fn, s_fh=s_fh,
         s_row=f.names["s_index"], s_column=s_column, s_final_column=s_final_column,
         final_width=final_width,
         s_accepted=0 if accepted is None else accepted.stride(0), BV=BV, UNIT=unit, I_K=I_K, I_V=I_V, F_K=F_K, F_V=F_V,

@@ -154,6 +154,7 @@ def step_serves(r: Request, chip: Chip, least: int) -> bool:
         and r.num_accepted_tokens is None
         and r.has_initial_state is None
         and r.final_state_indices is None
+        and r.records is None
         and (indices is None or indices.dim() == 1 or indices.shape[1] == 1)
         and (r.out is None or r.out.strides[3] == 1)
         and all(_rows_aligned(x) for x in (r.q, r.k, r.g))
@@ -203,8 +204,9 @@ class RecurrentChoice:
 def choose_recurrent(r: Request, chip: Chip) -> RecurrentChoice:
     """How a call of ``fused_recurrent_kda`` runs on ``chip``; the request is metadata alone."""
     states = r.N * r.HV
-    # A slot for every token: such calls are drafts, which are short.
-    long = r.T > SHORT.value and not r.writes_every_token and r.num_accepted_tokens is None
+    # A slot, or a record, for every token: such calls are drafts, which are short.
+    draft = r.writes_every_token or r.num_accepted_tokens is not None or r.records is not None
+    long = r.T > SHORT.value and not draft
     step = short = None
     if step_serves(r, chip, STEP_CONFIGS[0][0]):
         step = [c for least, c in STEP_CONFIGS if states >= least][-1]

@@ -98,7 +98,8 @@ def _add_short(b: Builder, r: Request, choice: RecurrentChoice, config: Recurren
     s_final_slot, final_width = _columns(r.final_state_indices)
     KP, short_only, one_token = power_of_two(r.K), choice.prompts is not None, r.T == 1 and not packed
     own = {
-        "accepted": accepted, "s_accepted": 0 if accepted is None else accepted.stride(0), "s_slot": s_slot,
+        **_record_strides(r), "accepted": accepted,
+        "s_accepted": 0 if accepted is None else accepted.stride(0), "s_slot": s_slot,
         "width": width, "s_final_slot": s_final_slot, "final_width": final_width, "KP": KP, "BV": config.block_v,
         "KS": min(KP, config.row_bytes // r.state_dtype.itemsize) if r.state_v_first else KP,
         "IN_PLACE": r.written_states is not None and r.final_state_indices is None,
@@ -109,6 +110,13 @@ def _add_short(b: Builder, r: Request, choice: RecurrentChoice, config: Recurren
     # With packed sequences one more set of programs zeroes the rows behind the last one.
     programs = (r.N + packed) * r.HV * -(-r.V // config.block_v)
     b.pick(recurrent, programs, config.num_warps, named | own, enable_fp_fusion=False, **options)
+
+
+def _record_strides(r: Request) -> dict[str, Any]:
+    """The buffer of records and its strides."""
+    packed = r.cu_seqlens is not None
+    none = {"s_rn": 0, "s_rt": 0, "s_rh": 0}
+    return {"records": r.records, **(none if r.records is None else _strides(packed, r=r.records))}
 
 
 def _add_prompts(b: Builder, r: Request, choice: RecurrentChoice, prompts: Prompts, named: dict[str, Any]) -> None:

@@ -1,0 +1,230 @@
+"""Drafts without a state for every token: what a call records, and the commit of accepted tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import kda_core
+from kda_core.capabilities import Feature
+from kda_core.testing.cases import BF16, FP16, FP32, Case
+from kda_core.testing.inputs import Call, guards, placed, same_bits
+from kda_core.testing.marks import requires
+from kda_core.testing.subject import Subject
+
+pytestmark = requires(Feature.RECURRENT, Feature.PAGED_STATE, Feature.NO_STATE_UPDATE, Feature.DRAFT_RECORDS)
+TABLES = requires(Feature.SPEC_DECODE, Feature.FINAL_STATE_INDICES)
+"""Today's drafts, which records are compared with."""
+
+SLOTS = 6
+
+
+def _indices(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def _draft(kda: Subject, slots: Tensor, T: int = 4, **fields) -> Call:
+    """Sequences of T tokens (of ``lengths``), which start from these slots of a pool of SLOTS."""
+    name = " ".join(["records", str(T), *map(str, fields.values())])
+    layout = {"T": sum(fields["lengths"]) + 2} if fields.get("lengths") else {"B": len(slots), "T": T}
+    case = Case(name=name, op="fused_recurrent_kda", final_state=False, **({"state": FP32} | layout | fields))
+    return kda.near(case, lambda near: near.call().in_pool(slots, SLOTS)).call().in_pool(slots, SLOTS)
+
+
+def _commit(kda: Subject, call: Call, records: Tensor, counts: Tensor, pool: Tensor | None = None, **changes) -> Tensor:
+    """The pool after a commit; nothing else is written, nor a slot of no accepted token."""
+    pool = call.tensors["initial_state"] if pool is None else pool
+    given = {
+        "pool": pool, "records": records, "num_accepted": counts, "state_indices": call.tensors["ssm_state_indices"],
+        "cu_seqlens": call.tensors.get("cu_seqlens"),
+    } | changes  # fmt: skip
+    tensors = {n: placed(t, kda.device) for n, t in given.items() if t is not None}
+    before = {n: guards(t).clone() for n, t in tensors.items()}
+    options = {n: call.options[n] for n in ("state_v_first", "pad_slot_id") if n in call.options}
+    kda_core.commit_kda(**tensors, **options, backend=kda.name)
+    for name, t in tensors.items():
+        assert name == "pool" or torch.equal(guards(t), before[name]), name
+    found = tensors["pool"].cpu()
+    slots = given["state_indices"].tolist()
+    kept = set(range(len(pool))) - {s for s, c in zip(slots, counts.tolist(), strict=True) if s >= 0 and c > 0}
+    assert same_bits(found[sorted(kept)], pool[sorted(kept)])
+    return found
+
+
+def _states(kda: Subject, call: Call) -> tuple[Tensor, Tensor]:
+    """What today's draft gives: the output, and the states [N, L, ...] after every token."""
+    N, T = len(call.lengths()), max(call.lengths())
+    results = kda.check(call.written_elsewhere(torch.arange(N * T, dtype=torch.int32).view(N, T), N * T))
+    return results["o"], results["pool"].unflatten(0, (N, T))
+
+
+def _expect(kda: Subject, call: Call, got: Tensor, expected: Tensor, what: str) -> None:
+    """One state has the bits of another; the oracle, which computes in float64 and records in float32, nearly so."""
+    if kda.name == "reference":
+        last = replace(call, tensors=call.tensors | {"ssm_state_indices": call.tensors["ssm_state_indices"]})
+        kda.expect(last.having(records=None, update_state=None), "final_state", got[None], expected[None], what)
+    else:
+        assert same_bits(got, expected), what
+
+
+LAYOUTS = pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"gate": "lower bound", "beta": "sigmoid", "l2norm": True, "dtype": BF16}, id="model"),
+        pytest.param({"state": BF16, "V": 64, "HV": 6, "options": {"state_v_first": True}}, id="bfloat16 V first"),
+        pytest.param({"state": FP16, "gate": "softplus", "l2norm": True}, id="float16"),
+        pytest.param({"K": 20, "V": 12}, id="odd"),
+        pytest.param({"lengths": (3, 1, 5)}, id="packed"),
+        pytest.param({"T": 1}, id="one token"),
+        pytest.param({"T": 16, "l2norm": True}, id="sixteen tokens"),
+        pytest.param({"decay": "isolated", "l2norm": True}, id="isolated decay"),
+    ],
+)
+
+
+@TABLES
+@LAYOUTS
+def test_commit_has_the_bits_of_the_states_of_tokens(kda, fields: dict):
+    """For every number of accepted tokens; outputs have the bits of today's draft as well."""
+    call = _draft(kda, _indices(4, 0, 2), **fields)
+    o, states = _states(kda, call)
+    results = kda.check(call.recorded())
+    assert same_bits(results["o"], o)
+    assert not results["records"][call.recorded_rows()].isnan().any()
+    lengths = call.lengths()
+    for most in range(max(lengths) + 1):
+        counts = torch.tensor([min(most, lengths[0]), min(max(most - 1, 0), lengths[1]), lengths[2]])
+        pool = _commit(kda, call, results["records"], counts)
+        for n, (slot, count) in enumerate(zip((4, 0, 2), counts.tolist(), strict=True)):
+            if count:
+                _expect(kda, call, pool[slot], states[n, count - 1], f"{count} tokens of sequence {n}")
+
+
+def test_rows_of_skipped_sequences_are_not_recorded(kda):
+    """Nor those behind the last sequence; a sequence that starts from the same slot as another is recorded."""
+    call = _draft(kda, _indices(4, -1, 4), lengths=(3, 1, 5))
+    kda.check(call.recorded())
+    call = _draft(kda, _indices(0, 3, 1)).having(pad_slot_id=0)
+    results = kda.check(call.recorded())
+    pool = _commit(kda, call, results["records"], torch.tensor([0, 2, 4]))
+    assert not same_bits(pool[3], call.tensors["initial_state"][3])
+
+
+@requires(Feature.SPEC_DECODE)
+def test_records_from_the_slot_of_the_last_accepted_token(kda):
+    """A table of slots is read as in other drafts, and not written."""
+    call = _draft(kda, _indices(0, 1, 2))
+    table = torch.tensor([[0, 4], [5, 1], [2, 3]], dtype=torch.int32)
+    kda.check(call.in_pool(table, SLOTS, _indices(2, 1, 2)).recorded())
+
+
+@requires(Feature.HAS_INITIAL_STATE)
+def test_records_of_fresh_sequences(kda):
+    kda.check(_draft(kda, _indices(4, 0, 2)).having(has_initial_state=torch.tensor([False, True, False])).recorded())
+
+
+@requires(Feature.STRIDED_INPUT)
+def test_records_in_a_larger_buffer(kda):
+    """Slices along batch, tokens and heads; the rest of the buffer stays as it was."""
+    call = _draft(kda, _indices(4, 0, 2)).recorded()
+    expected = kda.run(call)["records"]
+    tensors = {n: placed(t, kda.device) for n, t in call.tensors.items()}
+    B, T, HV, row = expected.shape
+    buffer = torch.full((B + 1, T + 2, HV + 1, row), float("nan"), device=kda.device)
+    tensors["records"] = buffer[1:, 1:-1, :HV]
+    call(tensors, kda.name)
+    assert same_bits(tensors["records"].cpu(), expected)
+    assert int(buffer.isnan().sum()) == buffer.numel() - expected.numel()
+    pool = tensors["initial_state"].clone()
+    counts = torch.tensor([1, 4, 2], device=kda.device)
+    kda_core.commit_kda(pool, tensors["records"], counts, tensors["ssm_state_indices"], backend=kda.name)
+    assert same_bits(pool.cpu(), _commit(kda, call, expected, counts.cpu()))
+
+
+def test_commit_into_another_pool(kda):
+    """The records are of the inputs: states of other slots, in other numbers, advance alike."""
+    call = _draft(kda, _indices(4, 0, 2))
+    records = kda.run(call.recorded())["records"]
+    counts, pool = torch.tensor([2, 0, 4]), call.tensors["initial_state"]
+    expected = _commit(kda, call, records, counts)
+    moved = torch.cat([pool[[2, 5, 4]], pool])
+    found = _commit(kda, call, records, counts, moved, state_indices=torch.tensor([2, -1, 0]))
+    assert same_bits(found[[2, 0]], expected[[4, 2]])
+
+
+def _device_alone(kda) -> None:
+    if kda.device.type == "cpu" and not kda.target.interpreted:
+        pytest.skip("values on the CPU are checked before any backend sees them")
+
+
+@pytest.mark.parametrize("lengths", [(), (3, 1, 4)], ids=["dense", "packed"])
+def test_values_out_of_range_where_nothing_reads_them(kda, lengths):
+    """Counts are clamped, slots past the pool are skipped: no memory outside of the tensors is read or written."""
+    _device_alone(kda)
+    call = _draft(kda, _indices(4, 0, 2), lengths=lengths)
+    records = kda.run(call.recorded())["records"]
+    last = call.lengths()[2]
+    expected = _commit(kda, call, records, torch.tensor([0, 1, last]), state_indices=_indices(4, -1, 2))
+    from kda_core._plugins import registry
+    from kda_core.request import CommitRequest
+
+    for far in (SLOTS, 2**30):
+        tensors = {
+            "pool": call.tensors["initial_state"], "records": records, "num_accepted": torch.tensor([-3, 1, 2**20]),
+            "state_indices": _indices(4, far, 2), "cu_seqlens": call.tensors.get("cu_seqlens"),
+        }  # fmt: skip
+        request = CommitRequest(**{n: t if t is None else placed(t, kda.device) for n, t in tensors.items()})
+        registry.named(kda.name).call("kda_core_commit", request=request)
+        assert same_bits(request.pool.cpu(), expected)
+
+
+def test_records_of_what_has_no_room_are_refused(kda):
+    """Another shape or dtype, final states that nobody computes, and no pool; nothing is written."""
+    call = _draft(kda, _indices(4, 0, 2)).recorded()
+    tensors = {n: t.to(kda.device) for n, t in call.tensors.items()}
+    records = tensors["records"]
+    wrong = [
+        ("records", {"records": records[..., 1:]}), ("records", {"records": records.half()}),
+        ("records", {"records": records[:1].expand_as(records)}),
+        ("output_final_state", {"output_final_state": True}),
+        ("final_state_indices", {"final_state_indices": tensors["ssm_state_indices"]}),
+        ("ssm_state_indices", {"ssm_state_indices": None, "initial_state": tensors["initial_state"][:3]}),
+        ("update_state", {"update_state": 3}),
+    ]  # fmt: skip
+    for name, changes in wrong:
+        changed = call.having(**changes)
+        with pytest.raises((ValueError, TypeError), match=f"^{name}: expected"):
+            changed(changed.tensors | {n: tensors[n] for n in changed.tensors if n not in changes}, kda.name)
+    assert records.isnan().all()
+
+
+def test_commits_of_bad_values_are_refused(kda):
+    """Where the data is on the CPU; other shapes and dtypes everywhere. Nothing is written."""
+    call = _draft(kda, _indices(4, 0, 2))
+    records = kda.run(call.recorded())["records"]
+    good = {
+        "pool": call.tensors["initial_state"], "records": records, "num_accepted": torch.tensor([1, 2, 3]),
+        "state_indices": _indices(4, 0, 2),
+    }  # fmt: skip
+    wrong = [
+        ("records", records[..., :-1]), ("records", records.half()), ("records", records[..., ::2]),
+        ("num_accepted", torch.tensor([1, 2])), ("num_accepted", torch.tensor([1.0, 2.0, 3.0])),
+        ("state_indices", _indices(4, 0)), ("pool", good["pool"][0]), ("pool", good["pool"].int()),
+        ("pool", good["pool"][:1].expand(3, -1, -1, -1)), ("state_v_first", 1), ("pad_slot_id", 0.5),
+    ]  # fmt: skip
+    if kda.device.type == "cpu":
+        wrong += [
+            ("num_accepted", torch.tensor([1, 2, 5])), ("num_accepted", torch.tensor([-1, 2, 3])),
+            ("state_indices", _indices(4, 0, SLOTS)), ("state_indices", _indices(4, 4, 2)),
+        ]  # fmt: skip
+    for name, value in wrong:
+        tensors = {n: t.to(kda.device, copy=n == "pool") if isinstance(t, Tensor) else t for n, t in good.items()} | {
+            name: value.to(kda.device) if isinstance(value, Tensor) else value
+        }
+        with pytest.raises((ValueError, TypeError), match=f"^{name}: expected"):
+            kda_core.commit_kda(**tensors, backend=kda.name)
+        assert name == "pool" or same_bits(tensors["pool"].cpu(), good["pool"])
