@@ -1,4 +1,4 @@
-"""What the checks of arguments expect: each raises TypeError or ValueError naming the argument and what came."""
+"""Expectations of the checks of arguments: each raises TypeError or ValueError naming the argument and what came."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ class Registry:
         raise BackendNotFound(f"backend {name!r} is not installed (installed: {installed}){hint}")
 
     def plan(self, request: AnyRequest, name: str | None, chip: str | None) -> tuple[CallPlan, ...]:
-        """What the chosen or named backend would allocate and launch for a call; runs nothing.
+        """The plan of the chosen or named backend for a call: allocations and launches; runs nothing.
 
         With ``chip`` the backend need not be able to run here.
 

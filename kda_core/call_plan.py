@@ -1,4 +1,4 @@
-"""What one call allocates and launches, as ``kda explain --plan`` shows it; backends answer with it."""
+"""The allocations and launches of one call, as ``kda explain --plan`` shows it; backends answer with it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PlannedBuffer:
 
 @dataclass(frozen=True, slots=True)
 class CallPlan:
-    """What one call allocates and launches.
+    """The allocations and launches of one call.
 
     Attributes:
         name: "forward" or "backward".

@@ -49,7 +49,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported stays: the garbage collector need not look at it again and again, seconds of a run."""
+    """Imported modules stay: the garbage collector need not look at it again and again, seconds of a run."""
     gc.collect()
     gc.freeze()
 

@@ -1,4 +1,4 @@
-"""What a layer keeps of the tokens that it has seen."""
+"""The states that a layer keeps of the tokens that it has seen."""
 
 from __future__ import annotations
 

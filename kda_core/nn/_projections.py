@@ -176,7 +176,7 @@ class _Project(torch.autograd.Function):
             found = own.backend.result("kda_core_short_convolution_forward", own.request(own.mixed, weight))
             ctx.save_for_backward(rows, *low, small, *w, own.mixed, weight)
             results = (*in_parts(found.o, own.parts), *others)
-            # What is saved must not live longer than autograd lets it.
+            # Saved tensors must not live longer than autograd lets them.
             own = own._replace(mixed=x.new_empty(0), weights=())
         ctx.own, ctx.shape = own, x.shape
         return results

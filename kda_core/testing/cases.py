@@ -151,7 +151,7 @@ def _keys(c: Case, normal: Any) -> Tensor:
         return normal(c.B, c.T, c.H, c.K)
     common = normal(c.B, 1, c.H, c.K).expand(c.B, c.T, c.H, c.K)
     if c.keys == "collinear":
-        # Of either sign, and less and less exactly.
+        # Numbers of either sign, less and less exact.
         noise = torch.linspace(0, 1e-3, c.T).view(1, -1, 1, 1) * normal(c.B, c.T, c.H, c.K)
         return common * normal(c.B, c.T, c.H, 1).sign() + noise
     return common if c.keys == "equal" else common + 0.1 * normal(c.B, c.T, c.H, c.K)

@@ -131,7 +131,7 @@ class _Run:
         return found
 
     def _last(self, states: list[Tensor]) -> Tensor:
-        """Of the fragments' states those of the last fragment of each sequence."""
+        """The states of the last fragment of each sequence."""
         r = self.whole
         found = torch.empty(r.state_shape, dtype=states[0].dtype)
         for p, own in zip(self.own, states, strict=True):

@@ -80,7 +80,7 @@ class Job:
 
 
 class Tool:
-    """What is known of a vendor's chips and compiler, and the command ``python -m <package>.aot``.
+    """The facts about a vendor's chips and compiler, and the command ``python -m <package>.aot``.
 
     Attributes:
         package: of the backend.
@@ -120,7 +120,7 @@ class Tool:
         raise NotImplementedError
 
     def source(self, job: Job) -> tuple[ASTSource, dict[str, Any]]:
-        """What triton compiles for a launch, by triton's own rules of specialisation, and its options."""
+        """The specialisation that triton compiles for a launch, by triton's own rules, and its options."""
         signature, constants, attributes = {}, {}, {}
         arguments = job.arguments
         for i, parameter in enumerate(job.kernel.params):
@@ -205,7 +205,7 @@ class Tool:
 
 
 _QUEUE: list[tuple[Tool, Job]] = []
-"""What the workers compile: they are forked, so that launches need not travel."""
+"""Jobs of the workers: they are forked, so that launches need not travel."""
 
 
 def _line(index: int) -> tuple[str, bool]:

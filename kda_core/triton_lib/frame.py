@@ -1,4 +1,4 @@
-"""What the launches of a call share, by the kernels' names of parameters: a launch takes what its kernel names."""
+"""Arguments that a call's launches share, by the kernels' names of parameters: a launch takes what its kernel names."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1 / math.log(2))
 
 LOG2_E_REST = tl.constexpr(LOG2_E.value - struct.unpack("f", struct.pack("f", LOG2_E.value))[0])
-"""What float32 leaves out of LOG2_E."""
+"""The part of LOG2_E that float32 leaves out."""
 
 LN_2 = tl.constexpr(math.log(2))
 

@@ -260,7 +260,7 @@ Step = Launch | Copy | Sum | Boundaries
 
 @dataclass(frozen=True)
 class Plan:
-    """What one call allocates and runs.
+    """The allocations and launches of one call.
 
     Attributes:
         inputs: layouts of the tensors that the call is given, by name.

@@ -47,7 +47,7 @@ CASES = (
     | dict.fromkeys(STEP, "step of a layer")
     | dict.fromkeys(HALVES, "halves, packed")
 )
-"""Of those that CASE does not launch."""
+"""Kernels that CASE does not launch."""
 
 
 def _job(architecture: str, kernel: str, large: bool = False) -> Job:
@@ -64,7 +64,7 @@ def test_resources(kernel: str):
 
 @pytest.mark.parametrize("architecture", SERVED_ARCHITECTURES)
 def test_fusion_is_stated(architecture: str):
-    """What triton does by default differs from version to version, and bits of results with it."""
+    """Triton's defaults differ from version to version, and bits of results with it."""
     options = [TOOL.source(x)[1] for x in TOOL.shipped(architecture)]
     assert options
     assert all(found["enable_fp_fusion"] is True for found in options)

@@ -28,7 +28,7 @@ installed.need_package("triton")
 
 
 def _other(dtype: torch.dtype) -> Case:
-    """What the interpreter's stand-in does not take: a state in blocks of key channels, levels in a loop, two tiles."""
+    """Paths that the stand-in does not take: a state in blocks of key channels, levels in a loop, two tiles."""
     return Case(
         name="amd other", T=37, lengths=(35, 2), HV=2, H=1, K=40, V=20, dtype=dtype, state=FP32, gate="softplus",
         l2norm=True, beta="sigmoid", backward=True, options={"state_v_first": True},
@@ -163,7 +163,7 @@ def checks(architecture: str) -> None:
 
 @pytest.fixture(scope="module")
 def failures():
-    """What went wrong, by name of the call, for an architecture."""
+    """The errors, by name of the call, for an architecture."""
     found: dict[str, dict[str, str]] = {}
 
     def of(architecture: str) -> dict[str, str]:

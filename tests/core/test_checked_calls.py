@@ -40,7 +40,7 @@ def failure_of(call, **settings):
 
 
 def problems_of(call):
-    """What a checked call finds, by the argument or result that comes first in each sentence."""
+    """The findings of a checked call, by the argument or result that comes first in each sentence."""
     return {sentence.partition(":")[0]: sentence for sentence in failure_of(call).problems}
 
 

@@ -1,4 +1,4 @@
-"""What holds between a core and wheels that are older or newer: features, versions, entry-point groups."""
+"""The contract between a core and wheels that are older or newer: features, versions, entry-point groups."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class EntryPoint:
 
 @pytest.fixture
 def ledger(monkeypatch):
-    """What a core of some version finds of these entry points, by name."""
+    """The entry points that a core of some version finds, by name."""
 
     def load(*entry_points, core="0.1.3"):
         monkeypatch.setattr(kda_core, "__version__", core)

@@ -1,4 +1,4 @@
-"""What torch's FLOP counter counts for the operators: three products of a vector with the state a token and head."""
+"""Operations that torch's FLOP counter counts: three products of a vector with the state a token and head."""
 
 from __future__ import annotations
 

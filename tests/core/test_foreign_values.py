@@ -22,7 +22,7 @@ def nested(layout):
     return lambda t: torch.nested.nested_tensor(list(t.reshape(len(t), -1)), layout=layout)
 
 
-# What comes, how it is made of a plain tensor, and what the message calls it.
+# The value, how it is made of a plain tensor, and what the message calls it.
 FOREIGN = {
     "jagged": (nested(torch.jagged), "a nested one with layout torch.jagged"),
     "nested": (nested(torch.strided), "a nested one with layout torch.strided"),

@@ -87,7 +87,7 @@ LEFT_OUT = {
 
 
 def importable_fla() -> SimpleNamespace:
-    """What of fla is compared; skips where it is not installed."""
+    """The functions of fla that are compared; skips where it is not installed."""
     try:
         version = Version(metadata.version(DISTRIBUTION))
     except metadata.PackageNotFoundError:
@@ -295,7 +295,7 @@ def test_fla_takes_the_same_arguments(fla, case):
 
 
 class _TorchNorm(torch.nn.Module):
-    """Of fla's FusedRMSNormGated, which needs a GPU."""
+    """In place of fla's FusedRMSNormGated, which needs a GPU."""
 
     def __init__(self, weight):
         super().__init__()

@@ -66,7 +66,7 @@ def shared(a: Tensors, names) -> tuple[Tensors, dict]:
 
 
 def looped(of, a: Tensors, dims: dict):
-    """What vmap stands for."""
+    """The loop that vmap stands for."""
     results = [of({name: t if dims[name] is None else t[i] for name, t in a.items()}) for i in range(n)]
     if isinstance(results[0], dict):
         return {name: torch.stack([r[name] for r in results]) for name in results[0]}

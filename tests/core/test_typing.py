@@ -36,7 +36,7 @@ def test_an_installed_package_says_that_it_is_typed(package):
 
 
 def checked(command: list[str], folder: Path) -> str:
-    """What a checker prints of the user's file, from a folder where the packages are those that are installed."""
+    """The output of a checker for the user's file, from a folder where the packages are those that are installed."""
     shutil.copy(USER_FILE, folder)
     done = subprocess.run(
         [sys.executable, "-m", *command, USER_FILE.name], cwd=folder, capture_output=True, text=True, timeout=600

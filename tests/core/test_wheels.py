@@ -110,7 +110,7 @@ def environment(wheels, tmp_path_factory):
 
 
 def probe(python: Path, *first: Path) -> dict:
-    """What tests/core/wheels/probe.py finds, with some folders before the environment's own."""
+    """The findings of tests/core/wheels/probe.py, with some folders before the environment's own."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "KDA_"))}
     environment["PYTHONPATH"] = os.pathsep.join(map(str, first))
     child = subprocess.run([python, SOURCES / "probe.py"], env=environment, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""What is the CPU backend's own: scratch memory, saved tensors, decay gradients, dtypes, the tensors that it writes."""
+"""Parts of the CPU backend alone: scratch memory, saved tensors, decay gradients, dtypes, the tensors that it writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What went wrong in an earlier attempt at several devices, each fault as a test that fails with it."""
+"""Faults of an earlier attempt at several devices, each as a test that fails with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What docs/limits.md says of rows that are not finite, of erased states, and of inductor's rounding under autocast."""
+"""docs/limits.md on rows that are not finite, on erased states, and of inductor's rounding under autocast."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_errors_of_an_erased_state_are_relative_to_the_state_it_came_from():
     for size in (1e2, 1e4, 1e6):
         of_old, of_new = erased("chunk_kda", size)
         assert of_old < 8 * ulp
-        # Of what is left, which is 16 vectors of size 1 whatever was there before, the error is size times as large.
+        # 16 vectors of size 1 are left, whatever was there before: beside them the error is size times as large.
         assert 0.1 * size * ulp < of_new < 10 * size * ulp
         assert erased("fused_recurrent_kda", size)[1] < 8 * ulp
 

@@ -57,7 +57,7 @@ def run_kit(python: Path, folder: Path, *arguments: str, modules: tuple[str, ...
 
 
 def test_kit_on_an_outside_backend(python: Path, tmp_path: Path):
-    """What it declares is right; what it does not declare is refused with its reason."""
+    """Declared calls are right; others are refused with the reason."""
     status, text = run_kit(python, tmp_path, "--backend=mychip", "--kda-report=report.json", "-n", "2")
     assert status == pytest.ExitCode.OK, text[-4000:]
     assert "backend mychip 0.1.0 (contract ~=1.0) on cpu" in text

@@ -36,7 +36,7 @@ def _on_the_cpu_backend() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def guide() -> SimpleNamespace:
-    """What the guide's code defines."""
+    """The names that the guide's code defines."""
     blocks = re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(encoding="utf-8"), flags=re.M | re.S)
     namespace: dict[str, Any] = {}
     for block in blocks:

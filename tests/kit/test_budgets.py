@@ -111,7 +111,7 @@ def test_float64_call_with_shorter_tensors(short: torch.dtype):
 
 
 def test_gradients_below_what_float16_holds_in_full_are_within_the_budget():
-    """Of decays of e⁻⁸ in every channel all gradients of g are below 6e-5, where float16 has few digits."""
+    """With decays of e⁻⁸ in every channel all gradients of g are below 6e-5, where float16 has few digits."""
     case = Case(name="random 33", T=15, lengths=(10, 5), H=3, HV=9, K=20, V=1, dtype=FP16, gate_dtype=FP16, decay=-8.0)
     call = case.having(beta="sigmoid", final_state=False, backward=True).call()
     expected = references.results(call)["dg"]
@@ -129,7 +129,7 @@ def test_gradients_of_decays_allow_for_states_that_kernels_keep_between_chunks()
 
 
 def test_states_of_a_pool_are_measured_where_they_are_advanced():
-    """What a call leaves alone (no token, skipped) is no measure of the rest: here its states are larger by far.
+    """A state that a call leaves alone (no token, skipped) is no measure of the rest: here such states are far larger.
 
     One row of the others is much larger than the rest of them. An exactly rounded one exceeded the budget.
     """

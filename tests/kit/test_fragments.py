@@ -127,7 +127,7 @@ class EndsIgnored(Halved):
 
 
 class OutputsIgnored(Halved):
-    """What a fragment's outputs add to the gradient of its start is left out."""
+    """The part of the gradient of a fragment's start that its own outputs add is left out."""
 
     def begun_backward(self, r: Request, begun: Begun) -> Begun:
         return begun._replace(additions=torch.zeros_like(begun.additions))

@@ -1,4 +1,4 @@
-"""What the kit's summary says of failures, the order of its tests, and tiers that collect nothing."""
+"""The kit's summary of failures, the order of its tests, and tiers that collect nothing."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def registered():
         registry.unregister(name)
 
 
-# What failures have in common
+# Properties that failures share
 
 
 @pytest.mark.parametrize(

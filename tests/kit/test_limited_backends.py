@@ -28,7 +28,7 @@ MODULES = ("forward_only", "inference_only", "decoding_only")
 FOLDER = Path(__file__).parent / "limited_backends"
 CPU = torch.device("cpu")
 
-# What the kit must have compared with the oracle: served calls, at least, by axis and value.
+# The comparisons with the oracle that the kit must have made: served calls, at least, by axis and value.
 SERVED = {
     "forward_only": {
         "function": {"chunk_kda": 150, "fused_recurrent_kda": 80, "kda_gate": 10},

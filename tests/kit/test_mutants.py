@@ -20,7 +20,7 @@ import run_mutants
 
 pytestmark = pytest.mark.end_to_end
 
-# What the fast tier of this repository tries; the slow one tries all.
+# The fast tier of this repository tries these; the slow one tries all.
 FAST = (
     "dropped-decay",
     "decay-after-the-update",
@@ -105,5 +105,5 @@ def test_every_mutant_is_found(found_all, name: str):
 
 @pytest.mark.slow
 def test_faultless_backend_passes(found_all):
-    """What finds the mutants is their fault, not the way that they are made."""
+    """The kit finds the mutants by their faults, not by the way that they are made."""
     assert mutants.Faultless().name not in found_all

@@ -46,7 +46,7 @@ def test_every_kernel_is_compiled(arch: int):
 
 @pytest.mark.parametrize("arch", [80, 90])
 def test_fusion_is_stated(arch: int):
-    """What triton does by default differs from version to version, and bits of results with it."""
+    """Triton's defaults differ from version to version, and bits of results with it."""
     stated = {job.launch.name: TOOL.source(job)[1].get("enable_fp_fusion") for job in TOOL.shipped(str(arch))}
     exact = {"recurrent", "recurrent_step", "blocks_prepare", "blocks_recurrence"}
     assert stated == {name: name not in exact for name in stated}
@@ -153,7 +153,7 @@ def test_problems():
         ("R2UR UR21, R1 ; STG.E.128 desc[UR20][R4.64], R12 ; UMOV UR21, URZ ;", True),
         ("R2UR UR21, R1 ; STG.E.128 desc[UR14][R4.64], R12 ; UMOV UR21, URZ ;", False),
         ("R2UR UR21, R1 ; ULDC.64 UR20, c[0x0][0x198] ; UMOV UR2, UR21 ; BRA 0x10 ;", False),
-        # What is written under a predicate, or still there at a branch, may be read.
+        # A register that is written under a predicate, or still live at a branch, may be read.
         ("R2UR UR21, R1 ; @P0 UMOV UR21, URZ ; UIADD3 UR30, UR21, 0x3, URZ ;", True),
         ("R2UR UR21, R1 ; @P0 BRA 0x7f0 ; UMOV UR21, URZ ;", True),
         ("R2UR UR8, R14 ; HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24 ;", False),

@@ -34,7 +34,7 @@ def mixed(shape):
     return g
 
 
-# What the kit has in the interpreter, within budgets, is not here: given decays of one kind, gates, layouts of states,
+# The kit's own calls in the interpreter are not here: given decays of one kind, gates, layouts of states,
 # gradients of one output, equal keys, one token.
 CASES = {
     "plain": {},
@@ -71,7 +71,7 @@ CASES = {
     "segments": {"T": 172, "HV": 2, "K": 24, "V": 40, "decay": lambda s: -0.05 * torch.rand(s)},
     # Four segments and two blocks of key channels: transitions one after the other, each by a loop.
     "segments, V-first states, no decay": {"T": 200, "K": 40, "state_v_first": True, "decay": torch.zeros},
-    # Of one length: a batch of segments.
+    # Segments of one length are a batch.
     "segments, isolated -1e30": {"T": 192, "decay": mixed, "state": False},
     "segments, only the final state's gradient": {"T": 160, "output": False, "decay": lambda s: -0.05 * torch.rand(s)},
     "segments, half": {

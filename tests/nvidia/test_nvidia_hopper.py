@@ -141,7 +141,7 @@ def test_hopper_repeats_bitwise(name):
 
 @pytest.mark.parametrize("name", ["batch", "grouped", "packed", "few programs", "wide keys, many programs"])
 def test_gradients_are_the_same_through_descriptors(name):
-    """What the chunk-parallel kernel reads through descriptors where a call is large."""
+    """Blocks that the chunk-parallel kernel reads through descriptors where a call is large."""
     call = arguments(name, torch.bfloat16)
     with_descriptors, with_pointers = (results(call, True, many) for many in (0, 2**31))
     for n, x in with_descriptors.items():
@@ -150,7 +150,7 @@ def test_gradients_are_the_same_through_descriptors(name):
 
 @pytest.mark.parametrize("name", ["less than a chunk", "grouped", "packed", "few programs", "wide keys"])
 def test_gradients_are_the_same_from_all_that_the_forward_made(name):
-    """What a training step keeps of its forward, or everything: the factors come out the same."""
+    """A training step keeps some of its forward, or everything: the factors come out the same."""
     call = arguments(name, torch.bfloat16)
     names = ("q", "k", "v", "g", "beta", "initial_state")
     leaves = {n: call[n].detach().requires_grad_() for n in names}

@@ -66,7 +66,7 @@ def operands(T=40, B=1, H=1, HV=1, K=16, V=16, dtype=torch.float32, decay=1.0, s
 
 
 class Found(dict):
-    """What the child found: name -> [error, limit]; an error at or under the limit is right."""
+    """The child's findings: name -> [error, limit]; an error at or under the limit is right."""
 
     def close(self, name, actual, expected, limit=FP32):
         self[name] = [relative(actual, expected), limit]
@@ -259,7 +259,7 @@ PARTS = {f.__name__: f for f in (bounded_decays, shapes, packing, intermediate_s
 
 @pytest.fixture(scope="module")
 def found():
-    """What the child found, by part: one for all, for importing torch takes it longer than a part."""
+    """The child's findings, by part: one for all, for importing torch takes it longer than a part."""
     return interpreted.printed(__file__)
 
 

@@ -81,7 +81,7 @@ def test_equal_calls_have_equal_plans():
 
 
 def test_what_a_backward_holds_ends_as_early_as_it_can():
-    """What the recurrences read ends before ``gradients`` allocates its results; ``finish`` holds no states."""
+    """Inputs of the recurrences end before ``gradients`` allocates its results; ``finish`` holds no states."""
     plan = plan_of(backward(), CHIPS[90])
     assert plan.kernels == ("prepare", "recurrences_kernel", "gradients_kernel", "finish_kernel")
     kernels = [[s.name for s in steps] for steps in plan.epochs]

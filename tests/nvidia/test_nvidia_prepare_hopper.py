@@ -183,7 +183,7 @@ def test_gradients_as_exact_as_the_plain_kernels(gate):
 @pytest.mark.parametrize("more", [{}, {"H": 4, "T": 97}, {"B": 1, "T": 31, "use_qk_l2norm_in_kernel": False}], ids=str)
 @pytest.mark.parametrize("gate", GATES)
 def test_the_second_run_of_a_step_gives_the_first_one_s_bits(gate, more):
-    """What a training step keeps of its forward, or everything: the factors come out the same."""
+    """A training step keeps some of its forward, or everything: the factors come out the same."""
     arguments = call(gate, **more)
     again = trained(arguments)
     for name, x in trained(arguments, disable_recompute=True).items():

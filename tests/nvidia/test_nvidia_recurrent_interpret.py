@@ -444,7 +444,7 @@ def main() -> None:
 
 @pytest.fixture(scope="module")
 def failures() -> dict[str, str]:
-    """What went wrong, by check; "" where nothing did."""
+    """The error, by check; "" where there is none."""
     return interpreted.printed(__file__)
 
 

@@ -1,4 +1,4 @@
-"""What test_house.py lets pass, by name. Delete what is not needed any more; the test says so. Add nothing."""
+"""Names that test_house.py lets pass. Delete what is not needed any more; the test says so. Add nothing."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 FROM_OUTSIDE = ("TRITON_INTERPRET", "KDA_FOREIGN_DEVICE", "KDA_BACKEND")
-"""What a shell may say of kernels and backends, and tests may not inherit."""
+"""Variables of kernels and backends that tests may not inherit from a shell."""
 
 
 SUPPORT = str(Path(__file__).parent)
@@ -25,7 +25,7 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
 
 
 def printed(*arguments: str) -> Any:
-    """What python, called with these arguments where Triton interprets, prints last, as JSON.
+    """The last line, JSON, that python prints when it is called with these arguments where Triton interprets.
 
     Raises:
         AssertionError: it failed; says what it wrote to stderr.

@@ -28,7 +28,7 @@ def _value(operand: Any) -> np.ndarray:
 
 
 def _exponent(x: np.ndarray) -> np.ndarray:
-    """Of the leading bit; of zero, so little that it counts for nothing."""
+    """Exponent of the leading bit; of zero, so little that it counts for nothing."""
     return np.where(x == 0, -2000, np.frexp(np.abs(x))[1] - 1)
 
 

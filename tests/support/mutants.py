@@ -36,11 +36,11 @@ class Mutant:
         self.name = words.strip().replace(" ", "-")
 
     def asked(self, r: Request) -> Request:
-        """What reaches the CPU backend, forward and backward."""
+        """The request that reaches the CPU backend, forward and backward."""
         return r
 
     def differentiated(self, r: Request) -> Request:
-        """What reaches the CPU backend's backward."""
+        """The request that reaches the CPU backend's backward."""
         return self.asked(r)
 
     def compute(self, r: Request) -> ForwardResult:
@@ -49,15 +49,15 @@ class Mutant:
         return hook(request=r)
 
     def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
-        """What becomes of the forward's result."""
+        """The forward's result, changed."""
         return result
 
     def committed(self, r: CommitRequest) -> CommitRequest:
-        """What reaches the CPU backend's commit."""
+        """The request that reaches the CPU backend's commit."""
         return r
 
     def gradients(self, r: Request, grads: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What becomes of the gradients."""
+        """The gradients, changed."""
         return grads
 
     @hookimpl

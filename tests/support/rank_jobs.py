@@ -1,4 +1,4 @@
-"""What the ranks of ``tests/support/ranks.py`` run."""
+"""Functions that the ranks of ``tests/support/ranks.py`` run."""
 
 from __future__ import annotations
 

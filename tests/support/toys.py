@@ -87,7 +87,7 @@ def inputs(T=3, dtype=torch.float32, K=4):
 
 
 class EntryPoints(list):
-    """What importlib.metadata finds."""
+    """The entry points that importlib.metadata finds."""
 
     @property
     def groups(self):

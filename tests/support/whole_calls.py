@@ -47,7 +47,7 @@ def oracle(tensors: dict[str, Tensor], grads: dict[str, Tensor], cu: list[int] |
 
 
 def assembled(parts: list[dict[str, Any]], like: dict[str, Any]) -> dict[str, Any]:
-    """What the ranks have together: rows at their places, everything else summed."""
+    """The results of all ranks together: rows at their places, everything else summed."""
     found: dict[str, Any] = {}
     for name, t in like.items():
         if t is None or name == "h":

@@ -187,7 +187,7 @@ def test_direct_questions_about_the_chip_are_found(line: str):
 
 
 def patched(file: Path) -> Iterator[str]:
-    """What a test replaces in our modules: "module.name", by ``setattr`` of a monkeypatch."""
+    """The names that a test replaces in our modules: "module.name", by ``setattr`` of a monkeypatch."""
     modules: dict[str, str] = {}
     for node in ast.walk(TREES[file]):
         if isinstance(node, ast.Import):

@@ -21,7 +21,7 @@ KIB = 1024
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What kernels and tests need to know about a chip.
+    """The facts about a chip that kernels and tests need.
 
     Attributes:
         name: gfx..., or FOREIGN_ARCHITECTURE.

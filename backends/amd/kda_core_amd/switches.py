@@ -1,4 +1,4 @@
-"""What the environment asks of this backend, read once."""
+"""The environment variables of this backend, read once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is left once a head's channel blocks are done: sums over them and over grouped heads, and the row norms.
+"""The last kernel, once a head's channel blocks are done: sums over them and over grouped heads, and the row norms.
 
     dx = (dx̂ - x̂ (x̂ · dx̂)) / |x|,    x = q, k, with dx̂ summed over the value heads that share the row
 

@@ -214,7 +214,7 @@ def gradients_kernel(
     i_n, i_b, t0, eos = rows_of_slot(cu_seqlens, i_slot, T, N, NT, C)
     if t0 >= eos:
         return
-    # Of fewer rows less may decay: what cancels in sums over rows would be large beside what is left of them.
+    # Fewer rows may decay less: what cancels in sums over rows would be large beside what is left of them.
     count = tl.minimum(eos - t0, C)
     # One row alone has pairs with the states only: without an initial one dg is zero, which sums that cancel are not.
     mildest = tl.where(count > 1, count * (-MILD / C), 1.0)
@@ -344,7 +344,7 @@ def gradients_kernel(
     decay = tl.load(D + block * KP + o_k)
     b_sums = tl.sum(b_sums, 1) * (decay * (o_scale / 16))
     if initial_state is not None:
-        # Of a sequence of one chunk both states are the call's own: as they were given, not as they were stored.
+        # Both states of a sequence of one chunk are the call's own: as they were given, not as they were stored.
         start = 0
         if cu_seqlens is not None:
             start = tl.load(cu_seqlens + i_n).to(tl.int32)

@@ -105,7 +105,7 @@ def _store_for_states(
         out = i % OUT
         slot = (slot0 + i) * HV + i_h
         mbarrier.wait(full.index(out), (i // OUT) & 1)
-        # Whoever hands over chunk i has done with what was loaded for the one before.
+        # The warps that hand over chunk i have done with what was loaded for the one before.
         mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
         before = (slot - HV) * C
         if EVERY_SECOND:
@@ -436,7 +436,7 @@ def _reverse_of_sequence(
     p_dv = dv + (row0 * HV + i_h) * V + i_v * BV
     S = gl.full([BV, KP], 0.0, gl.float32, L_STATE)
     if grad_final_state is not None:
-        # What passes through an empty sequence is not rounded by two factors.
+        # A gradient that passes through an empty sequence is not rounded by two factors.
         into = gl.where(length == 0, 1.0, LIFT / o_scale)
         S = _load_state(grad_final_state, i_nh, i_v, K, V, BV, KP, V_FIRST, L_STATE) * into
 

@@ -23,7 +23,7 @@ from kda_core_nvidia.prepare import INTERPRETED
 MIN_LOG2_DECAY = tl.constexpr(-512.0)
 
 UNIT = tl.constexpr(2.0**6)
-"""Of the terms of a float32 decay: MIN_LOG2_DECAY times this is within what fp16 holds."""
+"""A bound of the terms of a float32 decay: MIN_LOG2_DECAY times this is within what fp16 holds."""
 
 
 @triton.jit

@@ -43,7 +43,7 @@ def reverse_of_sequence(
     o_s = o_v[:, None] * KP + o_k[None, :]
     b_s = tl.zeros([BV, KP], tl.float32)
     if grad_final_state is not None:
-        # What passes through an empty sequence is not rounded by two factors.
+        # A gradient that passes through an empty sequence is not rounded by two factors.
         into = tl.where(length == 0, 1.0, LIFT / o_scale)
         b_s = load_state(grad_final_state, i_nh, o_v, o_k, K, V, V_FIRST) * into
     last = tl.cdiv(length, C) - 1

@@ -59,7 +59,7 @@ def _row_products(
     K: tl.constexpr, BK: tl.constexpr, KP: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr, NORMS: tl.constexpr,
     OWN: tl.constexpr,
 ):  # fmt: skip
-    """Of both tiles' rows, from the diagonals of q qᵀ, k kᵀ and q kᵀ: reciprocal norms of q and of k (NORMS), and
+    """For both tiles' rows, from the diagonals of q qᵀ, k kᵀ and q kᵀ: reciprocal norms of q and of k (NORMS), and
     products of q with a row's own k (OWN); ones and zeros where they are not asked for."""
     zero = tl.zeros([16, 16], tl.float32)
     gram_q0 = zero
@@ -301,7 +301,7 @@ def prepare(
         b_g0 = tl.load(g + p_g + rows0[:, None] * s_gt + o_k[None, :], mask=mask0, other=0.0)
         b_g1 = tl.load(g + p_g + rows1[:, None] * s_gt + o_k[None, :], mask=mask1, other=0.0)
         if GATE == "none":
-            # What little is done to them is done in the layout in which products take decays.
+            # The little that is done to them is done in the layout in which products take decays.
             b_g0, b_g1 = b_g0.to(tl.float32), b_g1.to(tl.float32)
         else:
             b_g0, b_g1 = _widen_gate(b_g0, BK), _widen_gate(b_g1, BK)

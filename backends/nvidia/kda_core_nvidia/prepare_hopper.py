@@ -356,7 +356,7 @@ def prepare_hopper(
     lower = own & odd2
     upper = own & (odd2 == 0)
     corner = gl.where(odd2, 16 * C + 16, 0)
-    # What is read here makes room for other sums.
+    # Reading these here makes room for other sums.
     k_norm0 = norm_of_rows(k_sum0, kept, C, there, L2NORM)
     k_norm1 = norm_of_rows(k_sum1, kept, C + 16, there, L2NORM)
     if AGAIN:

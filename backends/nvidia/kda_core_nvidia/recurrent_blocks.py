@@ -1,4 +1,4 @@
-"""What the kernels for prompts of ``fused_recurrent_kda`` share: blocks of 16 tokens, exact to float32 on matrix units.
+"""Shared by the kernels for prompts of ``fused_recurrent_kda``: blocks of 16 tokens, exact to float32 on matrix units.
 
 Two launches, as for ``chunk_kda``: ``blocks_prepare`` (one program a block and value head) and ``blocks_recurrence``
 (sequential). The equations are those of ``triton_lib.layout``, for C = 16 rows.

@@ -43,7 +43,7 @@ _entries: dict[Any, Entry | None] = {}
 
 
 def _compiled_for(launch: Launch, device: int | None) -> Hashable:
-    """What triton compiles a kernel for, by triton's own rules.
+    """The key for which triton compiles a kernel, by triton's own rules.
 
     They are: dtypes, 16-byte alignment of tensors, the values of integers that may be specialised, whether other
     integers need 64 bits, and constants. Strides (s_...) are the only integers that the kernels let triton specialise.
@@ -233,7 +233,7 @@ class Bound:
         self.plan, self._names, self._device = plan, tuple(names), device
         self._publicly = PublicPlan(plan, names, device, self._launch_publicly, triton_private.descriptor)
         self._epochs: tuple[_Epoch, ...] | None = None
-        # What is compiled already, for other lengths, need not be looked for by triton.
+        # A kernel that is compiled already, for other lengths, need not be looked for by triton.
         self._bind()
 
     def _bind(self) -> None:

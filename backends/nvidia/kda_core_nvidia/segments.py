@@ -62,7 +62,7 @@ def reverse_transitions_kernel(
     KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr, EVERY: tl.constexpr,
 ):  # fmt: skip
-    """What a segment's outputs add to the gradient of the state at its start, of segments 1 to count - 1: additions
+    """Gradients of the states at the starts of segments 1 to count - 1, as far as their own outputs add: additions
     [count - 1, HV, VP, KP] in float32. The last one's starts from the final state's gradient. ``o_scale``: as for
     ``backward_reverse``. With EVERY: of every segment, without a gradient of a final state.
 
@@ -139,7 +139,7 @@ def join_kernel(
             own = matrices + i * matrix_step
         b_x = tl.load(own + o_v[:, None] * KP + o_k[None, :])
         if j > 1:
-            # What this program has just stored is read again, in blocks, by other threads of it.
+            # Other threads of this program read in blocks what it has just stored.
             tl.debug_barrier()
             m = matrices + i * matrix_step + VP * KP
             for first in range(0, KP, BK):

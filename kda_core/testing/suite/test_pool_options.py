@@ -1,4 +1,4 @@
-"""What servers ask of a pool: sequences that start from zero, outputs alone, states that are written elsewhere."""
+"""Pools as servers use them: sequences that start from zero, outputs alone, states that are written elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user of kda_core writes, as type checkers see it; tests/core/test_typing.py checks it, nothing runs it.
+"""A user's file, as type checkers see it; tests/core/test_typing.py checks it, nothing runs it.
 
 Every ``type: ignore`` stands on a line that must be an error: both checkers report one that is not needed.
 """

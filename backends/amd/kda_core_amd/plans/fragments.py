@@ -54,7 +54,7 @@ def _add_transitions(f: Frame) -> View:
 
 
 def _add_additions(f: Frame) -> View:
-    """What the outputs of all segments add to gradients of states, [segments, HV, VP, KP] in float32."""
+    """The gradients of states that come from the outputs of segments, [segments, HV, VP, KP] in float32."""
     names, blocks, programs = f.names, blocks_of(f, "reverse"), f.r.N * f.r.HV
     KP, VP = names["KP"], names["VP"]
     additions = f.b.result("additions of segments", (f.r.N, f.r.HV, VP, KP), torch.float32)

@@ -1,4 +1,4 @@
-"""What the forward and the backward of ``chunk_kda`` share: configurations, precision, segments, and when the kernels
+"""Shared by the forward and the backward of ``chunk_kda``: configurations, precision, segments, and when the kernels
 for Hopper take a recurrence.
 """
 

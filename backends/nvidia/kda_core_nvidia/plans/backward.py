@@ -107,7 +107,7 @@ def plan_finish_backward(call: Request, choice: BackwardChoice) -> Plan:
 
 
 def _prepared_before(r: Request) -> tuple[Prepared, View]:
-    """What the forward's ``prepare`` wrote, as far as it was saved, and the states at the starts of segments."""
+    """The results of the forward's ``prepare``, as far as it was saved, and the states at the starts of segments."""
     if r.disable_recompute:
         *everything, starts = r.saved
         return Prepared(*everything), starts

@@ -101,7 +101,7 @@ def saved_specs(request: Request) -> tuple[TensorSpec, ...]:
 def _prepare_buffers(
     b: Builder, r: Request, new: Callable[..., View], backward: bool, keep: int, kept: Kept | None
 ) -> tuple[Prepared, Prepared]:
-    """What a launch writes, and what it and an earlier run made; arguments as of ``add_prepare``."""
+    """The tensors that a launch writes, and those of an earlier run; arguments as of ``add_prepare``."""
     dtype = r.q.dtype
     shapes = _prepared_shapes(slots(r), r.HV, padded(r.K))
     keys, D = new("keys", shapes[0], dtype), new("D", shapes[2], torch.float32)

@@ -58,7 +58,7 @@ def _hopper(b: Builder, r: Request, config: TransitionsHopperConfig, keys: View,
 
 
 def add_transitions(b: Builder, r: Request, choice: Choice, keys: View, D: View) -> tuple[View, ...]:
-    """What each segment does to a state: matrices and additions by ``transitions_hopper``, or both in one tensor.
+    """Add the transitions of segments: matrices and additions by ``transitions_hopper``, or both in one tensor.
 
     Args:
         r: the call in segments, v as kernels take it.
