@@ -1,4 +1,4 @@
-"""Parts of the CPU backend alone: scratch memory, saved tensors, decay gradients, dtypes, the tensors that it writes."""
+"""The CPU backend's own parts: scratch memory, saved tensors, decay gradients, dtypes, the tensors that it writes."""
 
 from __future__ import annotations
 

@@ -56,8 +56,9 @@ STACK_LIMITS = {
     (4, True): 800,
 }
 """Spills that are allowed: with 16-bit inputs loop constants, read a few times in 1,400 instructions (above 128
-channels, blocks of 128 value channels spill up to 392 bytes and still take an H200 half the time of blocks of 64); with float32 inputs
-the parts of operands of products in full precision, of which a state of more than 128 channels has the most."""
+channels, blocks of 128 value channels spill up to 392 bytes and still take an H200 half the time of blocks of 64);
+with float32 inputs the parts of operands of products in full precision, of which a state of more than 128 channels has
+the most."""
 
 
 def _tool(option: str, cubin: bytes) -> str:
