@@ -151,6 +151,33 @@ def checkpointed(group: Any, rank: int, inputs: dict, grad: Any, context: dict, 
     return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+def explained(group: Any, rank: int, inputs: dict, context: dict, options: dict) -> tuple[list, list]:
+    """The collectives and bytes of a training step: what an explanation says, and what torch.distributed was asked."""
+    from unittest import mock
+
+    from kda_core.distributed import _exchange
+
+    c = build_cp_context(group=group, **context)
+    leaves = _local(c, inputs)
+    options = {**options, "output_final_state": True}
+    said = kda_core.explain(**leaves, **options, cp_context=c).transfers
+    seen: list[tuple] = []
+    gather, reduce = _exchange._all_gather, dist.all_reduce
+
+    def gathered(into: torch.Tensor, own: torch.Tensor, group: Any) -> None:
+        seen.append(("all_gather", own.nbytes))
+        gather(into, own, group=group)
+
+    def reduced(t: torch.Tensor, group: Any) -> None:
+        seen.append(("all_reduce", t.nbytes))
+        reduce(t, group=group)
+
+    with mock.patch.object(_exchange, "_all_gather", gathered), mock.patch.object(dist, "all_reduce", reduced):
+        o, state = kda_core.chunk_kda(**leaves, **options, cp_context=c)
+        torch.autograd.backward([o, state], [torch.ones_like(o), torch.ones_like(state)])
+    return [(t.collective, t.nbytes) for t in said], seen
+
+
 def made_alone(group: Any, rank: int, size: int) -> bool:
     """Make a context of a larger group, none of whose other ranks takes part."""
     others = dist.group.WORLD
