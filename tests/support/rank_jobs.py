@@ -231,6 +231,46 @@ def convolution_step(group: Any, rank: int, x: Any, weight: Any, grad: Any, cont
     return {"o": y.detach(), "dq": leaf.grad, "dA_log": taps.grad, "ranges": c.ranges}
 
 
+def fsdp_step(
+    group: Any, rank: int, x: Any, grad: Any, context: dict, options: dict, recomputed: bool
+) -> dict[str, Any]:
+    """A training step of two layers under FSDP2 in bfloat16 over this rank's tokens; whole gradients on rank 0.
+
+    Args:
+        recomputed: whether layers recompute their activations in the backward.
+    """
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from kda_core.nn import KimiDeltaAttention
+
+    torch.manual_seed(0)
+    layers = [KimiDeltaAttention(**options) for _ in range(2)]
+    taps = layers[0].conv_size
+    mesh = DeviceMesh.from_group(group, "cpu")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if recomputed:
+        layers = [checkpoint_wrapper(layer) for layer in layers]
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    c = build_cp_context(group=group, conv1d_kernel_size=taps, **context)
+    leaf = c.local(x).requires_grad_()
+    y = leaf
+    for layer in layers:
+        y = y + layer(y, cp_context=c)
+    y.backward(c.local(grad).to(y.dtype))
+    found = {"o": y.detach(), "dq": leaf.grad, "ranges": c.ranges}
+    for i, layer in enumerate(layers):
+        for name, p in layer.named_parameters():
+            # FSDP takes the mean; every rank then has the whole, of which the first one's counts.
+            whole = p.grad.full_tensor() * group.size()
+            found[f"d {i} {name.replace('_checkpoint_wrapped_module.', '')}"] = (
+                whole if rank == 0 else torch.zeros_like(whole)
+            )
+    return found
+
+
 def layer_step(group: Any, rank: int, x: Any, grad: Any, context: dict, options: dict) -> dict[str, Any]:
     """A training step of a layer on this rank's tokens."""
     from kda_core.nn import KimiDeltaAttention
