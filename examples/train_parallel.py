@@ -6,6 +6,9 @@
 --cp C shares the tokens of every sequence among C processes, --tp T the heads of every layer among T. What is left of
 the processes shares the batch. --fsdp shards the parameters over all that do not share heads. The losses are those of
 one process. On GPUs the processes talk by NCCL, on CPUs by gloo.
+
+--save FOLDER writes a checkpoint (torch.distributed.checkpoint); --load FOLDER goes on from it, with any number of
+processes and any way of sharing.
 """
 
 from __future__ import annotations
@@ -20,8 +23,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional as F
 
 from kda_core.distributed import build_cp_context
@@ -98,6 +103,13 @@ class Model(nn.Module):
         return self.head(x)
 
 
+def heads_dim(name: str) -> int | None:
+    """The dimension of a parameter that has a layer's heads."""
+    if "mixer" not in name:
+        return None
+    return 1 if "o_proj" in name else 0 if any(part in name for part in ALONG_FIRST) else None
+
+
 def model_of(rank: int, ranks: int, group: Any) -> Model:
     """This process's heads of the model that one process would have."""
     torch.manual_seed(0)
@@ -109,9 +121,8 @@ def model_of(rank: int, ranks: int, group: Any) -> Model:
     model = Model(HEADS // ranks, group)
     found = {}
     for name, t in whole.state_dict().items():
-        if "mixer" in name and any(part in name for part in (*ALONG_FIRST, "o_proj")):
-            t = t.chunk(ranks, 1 if "o_proj" in name else 0)[rank].clone()
-        found[name] = t
+        dim = heads_dim(name)
+        found[name] = t if dim is None else t.chunk(ranks, dim)[rank].clone()
     model.load_state_dict(found)
     return model
 
@@ -147,8 +158,42 @@ class Processes:
         self.same = self.mesh["dp", "cp"]._flatten("same")
 
 
-def train(options: argparse.Namespace, p: Processes) -> list[float]:
-    """The loss of every step, over all tokens of all processes."""
+class Checkpoint:
+    """Parameters and the optimizer's moments as whole tensors, or as DTensors where processes share heads."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, p: Processes, steps: int) -> None:
+        self.steps, self.counts = torch.tensor(steps), []
+        self.own: dict[str, Tensor] = {}
+        for name, t in model.named_parameters():
+            state = optimizer.state[t]
+            if not state:
+                state |= {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(t), "exp_avg_sq": torch.zeros_like(t)}
+            self.counts.append(state["step"])
+            self.own |= {f"{name}.exp_avg": state["exp_avg"], f"{name}.exp_avg_sq": state["exp_avg_sq"]}
+            self.own[name] = t.detach()
+        self.whole = {"steps": self.steps, **{n: self._whole(n, t, p) for n, t in self.own.items()}}
+
+    @staticmethod
+    def _whole(name: str, t: Tensor, p: Processes) -> Tensor:
+        t = t.full_tensor() if isinstance(t, DTensor) else t
+        dim = heads_dim(name)
+        return t if dim is None or p.tp.size() == 1 else DTensor.from_local(t, p.tp, [Shard(dim)])
+
+    def load(self, folder: Path) -> int:
+        """Fill the parameters and moments; the number of steps that were done."""
+        dcp.load(self.whole, checkpoint_id=folder)
+        for name, t in self.own.items():
+            if isinstance(t, DTensor):
+                found = self.whole[name]
+                found = found.to_local() if isinstance(found, DTensor) else found
+                t.copy_(distribute_tensor(found, t.device_mesh, t.placements))
+        for count in self.counts:
+            count.fill_(int(self.steps))
+        return int(self.steps)
+
+
+def train(options: argparse.Namespace, p: Processes) -> tuple[int, list[float]]:
+    """The steps of the checkpoint, and the loss of every step behind it, over all tokens of all processes."""
     heads_group = p.tp.get_group() if options.tp > 1 else None
     model = model_of(p.tp.get_local_rank(), options.tp, heads_group).to(p.device)
     context = None
@@ -164,8 +209,9 @@ def train(options: argparse.Namespace, p: Processes) -> list[float]:
             fully_shard(block, mesh=p.same)
         fully_shard(model, mesh=p.same)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    losses = []
-    for tokens in batches(options.steps):
+    done = 0 if options.load is None else Checkpoint(model, optimizer, p, 0).load(options.load)
+    losses: list[float] = []
+    for tokens in batches(done + options.steps)[done:]:
         own = tokens.chunk(p.dp.size())[p.dp.get_local_rank()].to(p.device)
         given, wanted = own[:, :-1], own[:, 1:]
         if context is not None:
@@ -181,8 +227,10 @@ def train(options: argparse.Namespace, p: Processes) -> list[float]:
         dist.all_reduce(total, group=p.same.get_group())
         losses.append(float(total))
         if dist.get_rank() == 0:
-            print(f"step {len(losses)}: loss {losses[-1]:.5f}", flush=True)
-    return losses
+            print(f"step {done + len(losses)}: loss {losses[-1]:.5f}", flush=True)
+    if options.save is not None:
+        dcp.save(Checkpoint(model, optimizer, p, done + len(losses)).whole, checkpoint_id=options.save)
+    return done, losses
 
 
 def sum_gradients(model: nn.Module, p: Processes, options: argparse.Namespace) -> None:
@@ -205,18 +253,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--json", type=Path, metavar="FILE", help='write {"losses": [...]}')
     parser.add_argument("--expect", type=Path, metavar="FILE", help="fail unless losses are those of FILE within 1e-4")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write a checkpoint at the end")
+    parser.add_argument("--load", type=Path, metavar="FOLDER", help="go on from a checkpoint")
     options = parser.parse_args(arguments)
     processes = Processes(options.cp, options.tp)
     try:
         if BATCH % processes.dp.size():
             raise SystemExit(f"expected a batch of {BATCH} that {processes.dp.size()} processes divide")
-        losses = train(options, processes)
+        done, losses = train(options, processes)
         if dist.get_rank() == 0 and options.json is not None:
             options.json.write_text(json.dumps({"losses": losses}) + "\n")
     finally:
         dist.destroy_process_group()
     if options.expect is not None:
-        expected = json.loads(options.expect.read_text())["losses"]
+        expected = json.loads(options.expect.read_text())["losses"][done : done + len(losses)]
         worst = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
         print(f"largest difference from {options.expect}: {worst:.1e}")
         return int(not worst < 1e-4)

@@ -24,7 +24,7 @@ from rich.table import Table
 
 import kda_core
 from kda_core import _cli, _explain, _plugins, platforms
-from kda_core._example_call import MOST_BYTES, CallShape, example_call
+from kda_core._example_call import MOST_BYTES, CallShape, example_call, example_context
 from kda_core._ledger import Explanation
 from kda_core.call_plan import CallPlan
 from kda_core.capabilities import Available, Unavailable
@@ -171,7 +171,10 @@ def explain(
     slots_per_sequence: Annotated[int, typer.Option(min=1, help="Columns 1+S of ssm_state_indices.")] = 1,
     a_log: Annotated[bool | None, typer.Option(help="Pass A_log; left out: where the gate needs it.")] = None,
     intermediate_states_dtype: Annotated[str | None, typer.Option(help="Dtype of the intermediate states.")] = None,
-    cp_context: Annotated[bool, typer.Option("--cp-context", help="Pass a context-parallel context.")] = False,
+    cp_context: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="RANKS", help="Ranks that share tokens; --shape is one's part."),
+    ] = None,
     backend: BackendName = None,
     plan: Annotated[bool, typer.Option("--plan", help="Show what the call would allocate and launch.")] = False,
     chip: Annotated[
@@ -198,8 +201,10 @@ def explain(
     if intermediate_states_dtype is not None:
         # A name that is none of a dtype's reaches the call, which refuses it.
         written["intermediate_states_dtype"] = getattr(torch, intermediate_states_dtype, intermediate_states_dtype)
-    if cp_context:
-        written["cp_context"] = object()
+    if cp_context is not None:
+        if varlen is not None:
+            raise typer.BadParameter("does not go with --cp-context", param_hint="--varlen")
+        written["cp_context"] = None
     try:
         call_shape = CallShape(
             sizes=_sizes(shape), HV=hv, dtype=dtype, gate_dtype=gate_dtype, state_dtype=state_dtype,
@@ -208,10 +213,13 @@ def explain(
             strided=strided, backward=backward, present=frozenset(n for n, given in passed.items() if given),
         )  # fmt: skip
         call = example_call(OPS[op], call_shape, written)
-        if plan:
-            _show_plans(_explain.plan(**call, op=op, backend=backend, chip=chip), as_json)
-            return
-        explanation = kda_core.explain(**call, op=op, backend=backend)
+        with contextlib.ExitStack() as ranks:
+            if cp_context is not None:
+                call["cp_context"] = ranks.enter_context(example_context(call_shape, cp_context))
+            if plan:
+                _show_plans(_explain.plan(**call, op=op, backend=backend, chip=chip), as_json)
+                return
+            explanation = kda_core.explain(**call, op=op, backend=backend)
     except (BackendNotFound, BrokenBackend, UnsupportedCall) as error:
         _fail(str(error), EXIT_NOT_SERVED)
     except (ValueError, TypeError) as error:
@@ -224,11 +232,14 @@ def explain(
 def _show_explanation(explanation: Explanation, op: str, as_json: bool) -> None:
     if as_json:
         verdicts = [{"backend": v.backend, "status": v.status, "reason": v.reason} for v in explanation.verdicts]
-        _print_json({"op": explanation.op, "chosen": explanation.chosen, "verdicts": verdicts})
+        found = {"op": explanation.op, "chosen": explanation.chosen, "verdicts": verdicts}
+        _print_json(found | {"transfers": [dataclasses.asdict(t) for t in explanation.transfers]})
     else:
         title = f"{op} is served by {explanation.chosen}" if explanation.chosen else f"no backend serves this {op}"
         rows = [(v.backend, v.status, v.reason) for v in explanation.verdicts]
         _print_table(title, ("backend", "verdict", "reason"), rows)
+        for transfer in explanation.transfers:
+            typer.echo(transfer)
 
 
 def _planned_device(backend: str) -> torch.device:

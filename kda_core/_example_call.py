@@ -8,7 +8,8 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kda_core import _expect
-from kda_core._torch_private import fake_tensors
+from kda_core._torch_private import fake_group, fake_tensors
 from kda_core.reference import DIFFERENTIABLE
 from kda_core.request import DATA
 
@@ -78,6 +79,21 @@ def example_call(function: Callable[..., Any], shape: CallShape, options: Mappin
     v_first = bool(options.get("state_v_first"))
     passed = {name: t for name, t in _tensors(shape, v_first).items() if name in (*DATA, *shape.present)}
     return {name: value for name, value in (passed | dict(options)).items() if name in parameters}
+
+
+@contextmanager
+def example_context(shape: CallShape, ranks: int) -> Iterator[Any]:
+    """A context of as many ranks, of which this one alone is there, with rows of that shape."""
+    from kda_core.distributed import build_cp_context
+
+    B, T = shape.sizes[:2]
+    with fake_group(ranks):
+        context = build_cp_context(tokens=T * ranks, batch=B, device="cpu")
+        with fake_tensors():
+            for name in ("fragments", "slots"):
+                table = getattr(context, name)
+                setattr(context, name, torch.empty(table.shape, dtype=table.dtype, device=shape.device))
+        yield context
 
 
 def _tensors(shape: CallShape, v_first: bool) -> dict[str, Tensor]:

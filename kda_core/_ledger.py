@@ -42,6 +42,31 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class Transfer:
+    """What a call with ``cp_context`` sends in one collective of its group; every rank passes as much.
+
+    Attributes:
+        direction: "forward" or "backward".
+        collective: "all_gather" or "all_reduce".
+        ranks: of the group.
+        nbytes: that each rank passes to the collective: an all_gather sends them to every other rank.
+        tensors: what they are.
+    """
+
+    direction: Literal["forward", "backward"]
+    collective: Literal["all_gather", "all_reduce"]
+    ranks: int
+    nbytes: int
+    tensors: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.direction}: {self.collective} among {self.ranks} ranks, {self.nbytes:,} bytes of each: "
+            f"{self.tensors}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """The answer of ``explain``: a verdict for every known backend, and which one would be chosen.
 
@@ -49,13 +74,15 @@ class Explanation:
         op: the public function that was asked about.
         chosen: name of the backend that would serve the call, or None.
         verdicts: one for each known backend, best priority first.
+        transfers: what a call with ``cp_context`` sends, in order.
     """
 
     op: str
     chosen: str | None
     verdicts: tuple[Verdict, ...]
+    transfers: tuple[Transfer, ...] = ()
 
     def __str__(self) -> str:
         head = f"{self.op}: " + (f"served by {self.chosen!r}" if self.chosen else "no backend can serve this call")
         lines = [f"  {v.backend}: {v.status}" + (f" ({v.reason})" if v.reason else "") for v in self.verdicts]
-        return "\n".join([head, *lines])
+        return "\n".join([head, *lines, *(f"  {t}" for t in self.transfers)])

@@ -6,10 +6,9 @@ Checked with torch 2.7 to 2.13 and Python 3.10 to 3.14. ``MISSING`` names those 
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, NoReturn, TypeVar
@@ -155,6 +154,19 @@ def fake_tensors() -> AbstractContextManager[Any]:
     return FakeTensorMode()
 
 
+@contextmanager
+def fake_group(ranks: int) -> Iterator[None]:
+    """While it lasts, this process is the first of a group of processes that are not there."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 profiling: Any = profiler
 """``profiling._is_profiler_enabled`` says whether a profiler runs. Without it calls have no rows in profilers.
 
@@ -167,7 +179,7 @@ if not hasattr(profiler, "_is_profiler_enabled"):
 
 def environment_reader(variable: str) -> Callable[[], str | None]:
     """``os.environ.get(variable)`` without encoding the name each time, which takes a microsecond of every call."""
-    with contextlib.suppress(AttributeError):
+    with suppress(AttributeError):
         found, name = os.environ._data, os.environ.encodekey(variable)  # type: ignore[attr-defined]
         return lambda: os.environ[variable] if name in found else None
     MISSING.append("os.environ._data")

@@ -432,7 +432,9 @@ def run(request: Request, backend: str | Question | None) -> Any:
         functions: dict[str, Any] = {"chunk_kda": chunk_kda, "fused_recurrent_kda": fused_recurrent_kda}
         return _several.on_shards(request, functions[request.op], backend)
     if isinstance(backend, Question):
-        return backend.answer(request if request.cp_context is None else _several.over_devices().part(request))
+        if request.cp_context is None:
+            return backend.answer(request)
+        return _several.over_devices().answered(request, backend.answer)
     compiling = torch.compiler.is_compiling()
     name = traced_name(backend) if compiling else _plugins.requested_name(backend)
     if in_forward_mode():

@@ -8,8 +8,8 @@ Eager calls run the same code under a plain autograd function.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any
 
@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kda_core import _checks, _eager, _expect, _meta, _ops, _schemas
+from kda_core._ledger import Explanation
 from kda_core.distributed._context import ContextParallel, from_fla, is_fla_context
 from kda_core.distributed._halves import Chosen, choose
-from kda_core.distributed._passes import backward, forward
+from kda_core.distributed._passes import backward, forward, transfers
 from kda_core.distributed._steps import Shared, keeps_all
 from kda_core.errors import UnsupportedCall
 from kda_core.hookspecs import MAX_SAVED_TENSORS
@@ -126,11 +127,19 @@ def shared(c: ContextParallel) -> Shared:
     return Shared(g.fragments, g.slots, g.chain, c.group_name, 0, c.sequences, g.dense, c.gather, True, g.grid, g.own)
 
 
-def part(r: Request) -> Request:
-    """The call of this rank's fragments alone, for questions about it; what is no context is left to the router."""
+def answered(r: Request, answer: Callable[[Request], Any]) -> Any:
+    """The answer to a question about the call of this rank's fragments; an explanation also says what is sent.
+
+    What is no context is left to the router.
+    """
     if not is_context(r.cp_context):
-        return r
+        return answer(r)
     c = context_of(r)
+    found = answer(_part(r, c))
+    return replace(found, transfers=transfers(r, shared(c))) if isinstance(found, Explanation) else found
+
+
+def _part(r: Request, c: ContextParallel) -> Request:
     parts = shared(c).parts(build_request({**vars(r), "cu_seqlens_cpu": c.call_cu_seqlens_cpu}))
     return parts[0][1].local(parts[0][0]) if parts else build_request({**vars(r), "cp_context": None})
 
@@ -181,8 +190,10 @@ def _check_states(c: ContextParallel, r: Request) -> None:
         shape = (c.sequences, r.HV, *((r.V, r.K) if r.state_v_first is True else (r.K, r.V)))
         _expect.expect_shape("initial_state", state, shape, "[N, HV, K, V], the states of all sequences,")
     # fla's callers pass the context's own.
-    given, own = r.cu_seqlens, getattr(r.cp_context, "cu_seqlens", None)
-    if given is not None and (torch.compiler.is_compiling() or not _same_memory(given, own)):
+    given = r.cu_seqlens
+    if given is not None and (
+        torch.compiler.is_compiling() or not _same_memory(given, getattr(r.cp_context, "cu_seqlens", None))
+    ):
         raise ValueError("cu_seqlens: expected None with cp_context, which holds the boundaries, got others")
 
 

@@ -6,9 +6,12 @@ chain of their transitions, and the sums of the gradients of ``A_log`` and ``dt_
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from kda_core._ledger import Transfer
 from kda_core.distributed._exchange import full_precision, gathered, join
 from kda_core.distributed._halves import Chosen
 from kda_core.distributed._steps import BackwardStep, Forward, ForwardStep, Shared, k_first, like_callers
@@ -17,6 +20,32 @@ from kda_core.request import DATA, ForwardResult, Request, build_request
 PARAMETERS = ("A_log", "dt_bias")
 ALIGNED = 64
 """Bytes: matrix libraries may round otherwise at other addresses."""
+
+
+def transfers(r: Request, s: Shared) -> tuple[Transfer, ...]:
+    """The collectives of a call, and of its backward where an input requires a gradient."""
+    if s.is_alone():
+        return ()
+    W, itemsize = s.group.size(), r.compute_dtype.itemsize
+    found: list[Transfer] = []
+
+    def sent(direction: Any, collective: Any, numbers: int, tensors: str) -> None:
+        found.append(Transfer(direction, collective, W, numbers * itemsize, tensors))
+
+    for direction in ("forward", "backward") if r.save_for_backward else ("forward",):
+        gathers = s.gather and r.output_final_state
+        states = s.sequences * r.HV * r.K * r.V
+        if gathers and direction == "backward":
+            sent(direction, "all_reduce", states, "gradients of all final states")
+        what = "M and b of every cell" if s.grid else "M and b of the fragments at the ranges' edges"
+        sent(direction, "all_gather", s.slots.shape[1] * r.HV * r.K * (r.K + r.V), what)
+        if gathers and direction == "forward":
+            sent(direction, "all_reduce", states, "all final states")
+    names = [n for n in PARAMETERS if (t := getattr(r, n)) is not None and t.requires_grad]
+    if s.grid and names and r.save_for_backward:
+        numbers = s.slots.shape[1] // (s.dense or 1) * sum(getattr(r, n).numel() for n in names)
+        sent("backward", "all_gather", numbers, f"gradients of {' and '.join(names)} of every cell")
+    return tuple(found)
 
 
 def _joined(s: Shared, sent: tuple[Tensor, Tensor], backward: bool) -> Tensor | None:

@@ -199,7 +199,6 @@ def test_explain_exits_with_0_when_the_call_is_served():
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("--cp-context", "--backend", "reference"), "it has no hooks in halves"),
         (("--backend", "nochip"), "backend 'nochip' is not installed"),
     ],
 )
@@ -210,9 +209,25 @@ def test_explain_exits_with_1_when_the_call_is_not_served(arguments, reason, mon
     assert reason in result.output
 
 
+def test_explain_says_what_ranks_send():
+    asked = ("explain", "--device", "cpu", "--cp-context", "4", "--shape", "2,128,4,64,32", "--hv", "8")
+    each = 2 * 8 * 64 * (64 + 32) * 4
+    found = run_json(*asked, "--backward", "--backend", "reference")
+    assert found["chosen"] == "reference"
+    for transfer, direction in zip(found["transfers"], ("forward", "backward"), strict=True):
+        assert (transfer["direction"], transfer["collective"]) == (direction, "all_gather")
+        assert (transfer["ranks"], transfer["nbytes"]) == (4, each)
+    result = run(*asked)
+    assert f"forward: all_gather among 4 ranks, {each:,} bytes of each: M and b" in result.stdout
+    assert "backward" not in result.stdout
+    assert run_json("explain", "--device", "cpu", "--cp-context", "1")["transfers"] == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("--cp-context", "2", "--varlen", "0,128"), "--varlen"),
+        (("--cp-context", "2", "--op", "kda_gate"), "cp_context: not taken by kda_gate"),
         (("--op", "flash_kda"), "chunk_kda, fused_recurrent_kda, kda_gate"),
         (("--shape", "1,2,3"), "B,T,H,K,V"),
         (("--shape", "1,2,x,4,5"), "whole numbers"),

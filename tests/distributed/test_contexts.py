@@ -132,3 +132,11 @@ def test_flas_contexts(ranks, bounds, layout):
     expected = oracle(tensors, grads, bounds, RAW)
     error, name = worst(assembled(parts, expected), {n: t for n, t in expected.items() if t is not None})
     assert error < 1e-12, name
+
+
+@pytest.mark.parametrize("cells", [{}, {"deterministic_degree": True, "grid": 16}])
+def test_an_explanation_says_what_is_sent(ranks, cells):
+    """Every collective of a training step is there, with its bytes, and in its order."""
+    for said, seen in ranks.run(2, JOBS + "explained", inputs(64), {"tokens": 64, "gather": True, **cells}, RAW):
+        assert said == seen
+        assert len(said) == 4 + bool(cells)

@@ -111,7 +111,10 @@ def test_bad_input_raises_on_all_ranks_before_they_wait(ranks, what):
     assert [text for text, _ in ranks.run(2, JOBS + "bad_call", tensors, {"tokens": 64}, {})] == ["", ""]
 
 
-@pytest.mark.parametrize("context", [{"tokens": 2048}, {"tokens": 2048, "layout": "zigzag"}])
+CELLS = {"tokens": 2048, "deterministic_degree": True, "grid": 256}
+
+
+@pytest.mark.parametrize("context", [{"tokens": 2048}, {"tokens": 2048, "layout": "zigzag"}, CELLS])
 def test_memory_for_the_backward_is_that_of_one_call(ranks, context):
     """It was 1.25 to 1.5 times as much."""
     tensors = in_float32(inputs(2048, H=4, K=16, V=16))

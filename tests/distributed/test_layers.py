@@ -73,6 +73,30 @@ def test_a_layer(ranks, size, context, options):
     assert error < 1e-12, name
 
 
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.end_to_end)])
+def test_fsdp_in_mixed_precision_with_activation_checkpointing(ranks, size):
+    """Recomputing changes no bit, and gradients are as close to float64's as those of one process."""
+    x, grad, context = normal(1, 40, 12).float(), normal(1, 40, 12, seed=5).float(), {"tokens": 40}
+    torch.manual_seed(0)
+    layers = [KimiDeltaAttention(**LAYER).double() for _ in range(2)]
+    leaf = y = x.double().requires_grad_()
+    for layer in layers:
+        y = y + layer(y)
+    y.backward(grad.double())
+    expected = {"o": y.detach(), "dq": leaf.grad}
+    for i, layer in enumerate(layers):
+        expected |= {f"d {i} {n}": p.grad for n, p in layer.named_parameters()}
+    both = [ranks.run(size, JOBS + "fsdp_step", x, grad, context, LAYER, how) for how in (False, True)]
+    for a, b in zip(*both, strict=True):
+        assert a.keys() == b.keys() == {*expected, "ranges"}
+        assert all(torch.equal(a[n], b[n]) for n in expected)
+    alone = ranks.run(1, JOBS + "fsdp_step", x, grad, context, LAYER, True)
+    for name, t in expected.items():
+        ours, theirs = (worst(assembled(parts, {name: t}), {name: t})[0] for parts in (both[1], alone))
+        assert ours < 2 * theirs + 2**-8, name
+        assert ours < 0.1, name
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -48,6 +48,20 @@ def test_losses_are_those_of_one_process(one_process, processes, options):
     assert "largest difference" in said
 
 
+WAYS = [(1, []), (2, ["--tp", 2]), (2, ["--cp", 2, "--fsdp"]), (4, ["--cp", 2, "--tp", 2, "--fsdp"]), (4, ["--tp", 4])]
+
+
+def test_checkpoints_are_read_by_other_numbers_of_ranks(one_process, tmp_path):
+    """Each way goes on where the one before it ended; its step has the loss of one process."""
+    for i, (processes, options) in enumerate([*WAYS, *WAYS[1::-1]]):
+        program = [ROOT / "examples" / "train_parallel.py", "--steps", 1, "--expect", one_process]
+        folders = ["--save", tmp_path / str(i), *(["--load", tmp_path / str(i - 1)] if i else [])]
+        start = [sys.executable] if processes == 1 else [*RUN, processes]
+        said = run(*start, *program, *options, *folders)
+        assert f"step {i + 1}: loss" in said
+        assert "largest difference" in said
+
+
 def test_the_benchmark_has_a_row_for_each_way(tmp_path):
     file = tmp_path / "rows.json"
     program = ROOT / "benchmarks" / "parallel.py"

@@ -151,6 +151,33 @@ def checkpointed(group: Any, rank: int, inputs: dict, grad: Any, context: dict, 
     return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+def explained(group: Any, rank: int, inputs: dict, context: dict, options: dict) -> tuple[list, list]:
+    """The collectives and bytes of a training step: what an explanation says, and what torch.distributed was asked."""
+    from unittest import mock
+
+    from kda_core.distributed import _exchange
+
+    c = build_cp_context(group=group, **context)
+    leaves = _local(c, inputs)
+    options = {**options, "output_final_state": True}
+    said = kda_core.explain(**leaves, **options, cp_context=c).transfers
+    seen: list[tuple] = []
+    gather, reduce = _exchange._all_gather, dist.all_reduce
+
+    def gathered(into: torch.Tensor, own: torch.Tensor, group: Any) -> None:
+        seen.append(("all_gather", own.nbytes))
+        gather(into, own, group=group)
+
+    def reduced(t: torch.Tensor, group: Any) -> None:
+        seen.append(("all_reduce", t.nbytes))
+        reduce(t, group=group)
+
+    with mock.patch.object(_exchange, "_all_gather", gathered), mock.patch.object(dist, "all_reduce", reduced):
+        o, state = kda_core.chunk_kda(**leaves, **options, cp_context=c)
+        torch.autograd.backward([o, state], [torch.ones_like(o), torch.ones_like(state)])
+    return [(t.collective, t.nbytes) for t in said], seen
+
+
 def made_alone(group: Any, rank: int, size: int) -> bool:
     """Make a context of a larger group, none of whose other ranks takes part."""
     others = dist.group.WORLD
@@ -202,6 +229,46 @@ def convolution_step(group: Any, rank: int, x: Any, weight: Any, grad: Any, cont
     y = (torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call)(leaf, c)
     y.backward(c.local(grad))
     return {"o": y.detach(), "dq": leaf.grad, "dA_log": taps.grad, "ranges": c.ranges}
+
+
+def fsdp_step(
+    group: Any, rank: int, x: Any, grad: Any, context: dict, options: dict, recomputed: bool
+) -> dict[str, Any]:
+    """A training step of two layers under FSDP2 in bfloat16 over this rank's tokens; whole gradients on rank 0.
+
+    Args:
+        recomputed: whether layers recompute their activations in the backward.
+    """
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from kda_core.nn import KimiDeltaAttention
+
+    torch.manual_seed(0)
+    layers = [KimiDeltaAttention(**options) for _ in range(2)]
+    taps = layers[0].conv_size
+    mesh = DeviceMesh.from_group(group, "cpu")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if recomputed:
+        layers = [checkpoint_wrapper(layer) for layer in layers]
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    c = build_cp_context(group=group, conv1d_kernel_size=taps, **context)
+    leaf = c.local(x).requires_grad_()
+    y = leaf
+    for layer in layers:
+        y = y + layer(y, cp_context=c)
+    y.backward(c.local(grad).to(y.dtype))
+    found = {"o": y.detach(), "dq": leaf.grad, "ranges": c.ranges}
+    for i, layer in enumerate(layers):
+        for name, p in layer.named_parameters():
+            # FSDP takes the mean; every rank then has the whole, of which the first one's counts.
+            whole = p.grad.full_tensor() * group.size()
+            found[f"d {i} {name.replace('_checkpoint_wrapped_module.', '')}"] = (
+                whole if rank == 0 else torch.zeros_like(whole)
+            )
+    return found
 
 
 def layer_step(group: Any, rank: int, x: Any, grad: Any, context: dict, options: dict) -> dict[str, Any]:
