@@ -1,4 +1,4 @@
-"""Packages that a test file needs beside the core and pytest: without them it is skipped, with a command to install one.
+"""Packages that a test file needs beside the core and pytest: without them it is skipped, with a command to install.
 
 A file calls these functions before it imports what it needs; a test calls one where only it needs something. A package
 that is installed and does not import is an error, not a reason to skip.
