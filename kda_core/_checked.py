@@ -20,6 +20,7 @@ from kda_core._loaded import Backend
 from kda_core._plugins import registry
 from kda_core._ranges import ROWS
 
+COMMIT = "kda_core_commit"
 VARIABLE = "KDA_CHECK"
 DUMP_VARIABLE = "KDA_CHECK_DUMP"
 
@@ -53,7 +54,8 @@ def checked_calls(
 ) -> Iterator[None]:
     """Within the block, compare every call of this process, of any thread, with the float64 reference.
 
-    Checked are ``chunk_kda``, ``fused_recurrent_kda`` and ``kda_gate``, forward and backward, eager and compiled: that
+    Checked are ``chunk_kda``, ``fused_recurrent_kda`` and ``kda_gate``, forward and backward, eager and compiled, and
+    what ``commit_kda`` makes of the records that it is given: that
     inputs and results are finite, that results lie within the conformance kit's budget (twice the error that rounding
     to the call's dtypes makes), that rows of padding are zero, and that inputs and slots which the call must not write
     stay as they are. Calls take seconds rather than milliseconds.
@@ -129,9 +131,13 @@ def _watch(backend: Backend, hook: str, caller: Callable[..., Any]) -> Callable[
 
     def checked(request: Any) -> Any:
         from kda_core.testing.call_checks import run_checked
+        from kda_core.testing.commit_checks import run_checked_commit
 
         # No lock: a child that is forked while a thread holds one would wait for ever.
         settings = _in_force[-1:]
-        return run_checked(backend, hook, caller, request, settings[0]) if settings else caller(request=request)
+        if not settings:
+            return caller(request=request)
+        check = run_checked_commit if hook == COMMIT else run_checked
+        return check(backend, hook, caller, request, settings[0])
 
     return checked

@@ -159,7 +159,7 @@ def check_commit_values(r: CommitRequest) -> None:
     if r.memo is None or check_commit_values not in r.memo:
         for name in ("records", "num_accepted", "state_indices", "cu_seqlens"):
             other = getattr(r, name)
-            if other is not None and share_memory(r.pool, other):
+            if other is not None and other.device == r.pool.device and share_memory(r.pool, other):
                 fail("pool", "memory of its own", f"memory that {name} overlaps")
         if r.memo is not None:
             r.memo[check_commit_values] = True

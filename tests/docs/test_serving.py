@@ -196,6 +196,27 @@ def test_verified_drafts_equal_the_accepted_tokens_alone(guide: SimpleNamespace)
         torch.testing.assert_close(torch.cat(kept[n]), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_drafts_without_states_leave_the_state_of_the_accepted_tokens(guide: SimpleNamespace) -> None:
+    torch.manual_seed(0)
+    N, T = 3, 4
+    traffic = Traffic(guide, seed=0)
+    pool, tables = guide.StatePool(N, HV, K, V), guide.StatePool(N * T + N, HV, K, V)
+    rows = [n * 10 + t for n in range(N) for t in range(T)]
+    x = {n: t.unflatten(0, (N, T)) for n, t in traffic.inputs(rows).items()} | traffic.gate
+    pool.states.normal_()
+    tables.states[:N] = pool.states
+    own, accepted = torch.arange(N, dtype=torch.int32), torch.tensor([0, 2, T])
+    records = kda_core.empty_records(N, T, HV, K, V)
+    o = guide.verify_and_commit(pool, x, own, records, lambda o: accepted)
+    kept = torch.arange(N, N + N * T, dtype=torch.int32).view(N, T)
+    expected, _ = kda_core.fused_recurrent_kda(
+        **x, **guide.OPTIONS, initial_state=tables.states, ssm_state_indices=own, final_state_indices=kept
+    )
+    assert torch.equal(o, expected)
+    for n, count in enumerate(accepted.tolist()):
+        assert torch.equal(pool.states[n], tables.states[N + n * T + count - 1 if count else n])
+
+
 def test_the_packed_form_of_a_step_is_the_same_call(guide: SimpleNamespace) -> None:
     traffic = Traffic(guide, seed=1)
     traffic.pool.states.normal_()

@@ -21,6 +21,7 @@ from kda_core.testing.suite.test_packing import *  # noqa: F403
 from kda_core.testing.suite.test_paged_pool import *  # noqa: F403
 from kda_core.testing.suite.test_pool_options import *  # noqa: F403
 from kda_core.testing.suite.test_random import *  # noqa: F403
+from kda_core.testing.suite.test_records import *  # noqa: F403
 from kda_core.testing.suite.test_recurrent import *  # noqa: F403
 from kda_core.testing.suite.test_rejections import *  # noqa: F403
 from kda_core.testing.suite.test_spec_decode import *  # noqa: F403

@@ -15,6 +15,7 @@ IN_CYCLES = {
     "kda_core/api.py",
     "kda_core/_checked.py",
     "kda_core/_devices.py",
+    "kda_core/_drafts.py",
     "kda_core/_eager.py",
     "kda_core/_explain.py",
     "kda_core/_ops.py",
@@ -25,6 +26,7 @@ IN_CYCLES = {
 MUTUAL = {
     ("kda_core/__init__.py", "kda_core/_plugins.py"),
     ("kda_core/_checked.py", "kda_core/testing/call_checks.py"),
+    ("kda_core/_checked.py", "kda_core/testing/commit_checks.py"),
     ("kda_core/_cli.py", "kda_core/_commands.py"),
     ("kda_core/_ops.py", "kda_core/_transforms.py"),
 }

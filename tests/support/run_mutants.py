@@ -12,6 +12,7 @@ import pkgutil
 import sys
 from pathlib import Path
 
+import draft_mutants
 import mutants
 import pytest
 import quiet_mutants
@@ -75,7 +76,7 @@ OPTIONS = (
 )
 
 
-MODULES = (mutants, quiet_mutants, rare_mutants, stride_mutants)
+MODULES = (mutants, quiet_mutants, rare_mutants, stride_mutants, draft_mutants)
 
 
 def every_mutant() -> list[type[Mutant]]:

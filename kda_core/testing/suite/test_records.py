@@ -15,7 +15,7 @@ from kda_core.testing.inputs import Call, guards, placed, same_bits
 from kda_core.testing.marks import requires
 from kda_core.testing.subject import Subject
 
-pytestmark = requires(Feature.RECURRENT, Feature.PAGED_STATE, Feature.NO_STATE_UPDATE, Feature.DRAFT_RECORDS)
+RECORDED = requires(Feature.RECURRENT, Feature.PAGED_STATE, Feature.NO_STATE_UPDATE, Feature.DRAFT_RECORDS)
 TABLES = requires(Feature.SPEC_DECODE, Feature.FINAL_STATE_INDICES)
 """Today's drafts, which records are compared with."""
 
@@ -86,6 +86,7 @@ LAYOUTS = pytest.mark.parametrize(
 )
 
 
+@RECORDED
 @TABLES
 @LAYOUTS
 def test_commit_has_the_bits_of_the_states_of_tokens(kda, fields: dict):
@@ -104,6 +105,7 @@ def test_commit_has_the_bits_of_the_states_of_tokens(kda, fields: dict):
                 _expect(kda, call, pool[slot], states[n, count - 1], f"{count} tokens of sequence {n}")
 
 
+@RECORDED
 def test_rows_of_skipped_sequences_are_not_recorded(kda):
     """Nor those behind the last sequence; a sequence that starts from the same slot as another is recorded."""
     call = _draft(kda, _indices(4, -1, 4), lengths=(3, 1, 5))
@@ -114,6 +116,7 @@ def test_rows_of_skipped_sequences_are_not_recorded(kda):
     assert not same_bits(pool[3], call.tensors["initial_state"][3])
 
 
+@RECORDED
 @requires(Feature.SPEC_DECODE)
 def test_records_from_the_slot_of_the_last_accepted_token(kda):
     """A table of slots is read as in other drafts, and not written."""
@@ -122,11 +125,14 @@ def test_records_from_the_slot_of_the_last_accepted_token(kda):
     kda.check(call.in_pool(table, SLOTS, _indices(2, 1, 2)).recorded())
 
 
+@RECORDED
 @requires(Feature.HAS_INITIAL_STATE)
 def test_records_of_fresh_sequences(kda):
+    """A sequence that starts from zero reads no slot."""
     kda.check(_draft(kda, _indices(4, 0, 2)).having(has_initial_state=torch.tensor([False, True, False])).recorded())
 
 
+@RECORDED
 @requires(Feature.STRIDED_INPUT)
 def test_records_in_a_larger_buffer(kda):
     """Slices along batch, tokens and heads; the rest of the buffer stays as it was."""
@@ -145,6 +151,7 @@ def test_records_in_a_larger_buffer(kda):
     assert same_bits(pool.cpu(), _commit(kda, call, expected, counts.cpu()))
 
 
+@RECORDED
 def test_commit_into_another_pool(kda):
     """The records are of the inputs: states of other slots, in other numbers, advance alike."""
     call = _draft(kda, _indices(4, 0, 2))
@@ -161,6 +168,7 @@ def _device_alone(kda) -> None:
         pytest.skip("values on the CPU are checked before any backend sees them")
 
 
+@RECORDED
 @pytest.mark.parametrize("lengths", [(), (3, 1, 4)], ids=["dense", "packed"])
 def test_values_out_of_range_where_nothing_reads_them(kda, lengths):
     """Counts are clamped, slots past the pool are skipped: no memory outside of the tensors is read or written."""
@@ -182,6 +190,7 @@ def test_values_out_of_range_where_nothing_reads_them(kda, lengths):
         assert same_bits(request.pool.cpu(), expected)
 
 
+@RECORDED
 def test_records_of_what_has_no_room_are_refused(kda):
     """Another shape or dtype, final states that nobody computes, and no pool; nothing is written."""
     call = _draft(kda, _indices(4, 0, 2)).recorded()
@@ -202,6 +211,7 @@ def test_records_of_what_has_no_room_are_refused(kda):
     assert records.isnan().all()
 
 
+@RECORDED
 def test_commits_of_bad_values_are_refused(kda):
     """Where the data is on the CPU; other shapes and dtypes everywhere. Nothing is written."""
     call = _draft(kda, _indices(4, 0, 2))

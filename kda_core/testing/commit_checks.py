@@ -1,0 +1,90 @@
+"""Checks a commit of a running program against the float64 reference (``kda_core.checked_calls``); needs no pytest."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kda_core import _checks, reference
+from kda_core._checked import CheckSettings
+from kda_core._loaded import Backend
+from kda_core.errors import CheckFailed, CheckWarning
+from kda_core.request import CommitRequest
+from kda_core.testing.call_checks import bit_sum, is_captured
+
+ROUNDINGS = 4
+"""Of a token: decay, product and sum, and one of the record."""
+
+_choice = random.Random(0)
+
+
+def run_checked_commit(
+    backend: Backend, hook: str, caller: Callable[..., Any], request: CommitRequest, settings: CheckSettings
+) -> Any:
+    """Call a backend's commit and check what it wrote.
+
+    Raises:
+        CheckFailed: unless the settings say to warn.
+        ValueError: index tensors on a device hold values that are refused on the CPU.
+    """
+    if is_captured(request.device):
+        message = f"{request.op} on {backend.info.name!r} was not checked: the stream is being captured into a graph"
+        warnings.warn(message, CheckWarning, stacklevel=2)
+        return caller(request=request)
+    r = _indexed(request)
+    _checks.check_values(r)
+    slots = [slot for slot, c in zip(r.state_indices.tolist(), r.num_accepted.tolist(), strict=True) if c > 0]
+    slots = sorted({slot for slot in slots if slot >= 0 and slot != r.pad_slot_id})
+    of_head = max(1, len(slots)) * max(1, r.T) * max(1, r.K * r.V)
+    heads = max(1, min(r.HV, settings.elements // of_head))
+    first = _choice.randrange(r.HV - heads + 1) if r.HV else 0
+    of_sample = slice(first, first + heads)
+    pool = request.pool[slots][:, of_sample].detach().cpu()
+    places = {slot: i for i, slot in enumerate(slots)}
+    own = torch.tensor([places.get(slot, -1) for slot in r.state_indices.tolist()], dtype=torch.int64, device="cpu")
+    records = request.records[:, :, of_sample].detach().cpu()
+    sample = replace(r, pool=pool, records=records, state_indices=own, pad_slot_id=-1)
+    exact = reference.committed(sample)
+    K = r.K
+    sizes = torch.cat([records[..., :K].abs(), records[..., K : 2 * K], records[..., 2 * K :].abs()], -1)
+    bounds = reference.committed(replace(sample, pool=pool.abs(), records=sizes))
+    before = bit_sum(request.pool, by_slot=True)
+    result = caller(request=request)
+    problems = []
+    changed = set((bit_sum(request.pool, by_slot=True) != before).nonzero()[:, 0].tolist())
+    if wrong := sorted(changed - set(slots)):
+        problems.append(f"pool: slot {wrong[0]} changed, which this call must not write")
+    found = request.pool[slots][:, of_sample].detach().cpu().double()
+    for slot, i in places.items():
+        state = found[i].mT if r.state_v_first else found[i]
+        off = _off(state, exact[i], bounds[i], r)
+        if off:
+            problems.append(f"pool: {off} elements of slot {slot} are not the replay of its accepted tokens")
+    if problems:
+        message = f"{r.op} on backend {backend.info.name!r}:\n  " + "\n  ".join(problems)
+        if not settings.warn:
+            raise CheckFailed(message)
+        warnings.warn(message, CheckWarning, stacklevel=3)
+    return result
+
+
+def _indexed(r: CommitRequest) -> CommitRequest:
+    """The request with its index tensors on the CPU."""
+    names = ("num_accepted", "state_indices", "cu_seqlens")
+    return replace(r, **{n: None if (t := getattr(r, n)) is None else t.cpu() for n in names})
+
+
+def _off(got: Tensor, exact: Tensor, bound: Tensor, r: CommitRequest) -> int:
+    """Elements that no order of roundings explains; ``bound``: the replay of sizes."""
+    arithmetic = torch.finfo(r.records.dtype)
+    allowed = ROUNDINGS * (r.T + 1) * arithmetic.eps * bound + torch.finfo(r.pool.dtype).eps * exact.abs()
+    within = (got - exact).abs() <= allowed + torch.finfo(r.pool.dtype).tiny
+    # Beyond the pool's range the rounded number is infinite, and a state that was not finite stays so.
+    largest = torch.finfo(r.pool.dtype).max
+    return int((~(within | (exact.abs() * (1 + allowed) > largest) | exact.isnan())).sum())

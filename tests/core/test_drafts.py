@@ -1,0 +1,128 @@
+"""Records of drafts and their commit: through operators, on meta tensors, under KDA_CHECK, in kernels' places."""
+
+from __future__ import annotations
+
+import draft_mutants
+import pytest
+import torch
+
+import kda_core
+from kda_core._plugins import registry
+from kda_core.errors import CheckFailed, UnsupportedCall
+
+N, T, H, K, V, SLOTS = 3, 4, 2, 16, 8, 5
+
+
+def draft(**more) -> dict:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"q": (N, T, H, K), "k": (N, T, H, K), "v": (N, T, H, V), "g": (N, T, H, K), "beta": (N, T, H)}
+    made = {n: torch.randn(*shape, generator=generator) for n, shape in shapes.items()}
+    made["g"], made["beta"] = -made["g"].abs(), made["beta"].sigmoid()
+    pool = torch.randn(SLOTS, H, K, V, generator=generator)
+    return made | {"initial_state": pool, "ssm_state_indices": torch.tensor([4, 0, 2]), "scale": 0.3} | more
+
+
+def verified(x: dict, records: torch.Tensor, counts: torch.Tensor, backend: str | None = None) -> torch.Tensor:
+    o, _ = kda_core.fused_recurrent_kda(**x, use_qk_l2norm_in_kernel=True, records=records, backend=backend)
+    kda_core.commit_kda(x["initial_state"], records, counts, x["ssm_state_indices"], backend=backend)
+    return o
+
+
+def test_a_compiled_draft_and_commit_have_the_bits_of_eager_ones():
+    torch._dynamo.reset()
+    compiled = torch.compile(verified, backend="aot_eager", fullgraph=True)
+    found = []
+    for function in (verified, compiled):
+        x, records = draft(), kda_core.empty_records(N, T, H, K, V)
+        with torch.no_grad():
+            found.append((function(x, records, torch.tensor([1, 0, 4])), x["initial_state"], records))
+    assert all(map(torch.equal, *found))
+
+
+def test_the_operator_is_a_right_one():
+    records = kda_core.empty_records(N, T, H, K, V)
+    x = draft()
+    verified(x, records, torch.zeros(N, dtype=torch.int64))
+    arguments = (x["initial_state"], records, torch.tensor([1, 0, 4]), x["ssm_state_indices"])
+    torch.library.opcheck(torch.ops.kda_core.commit_kda_.default, arguments)
+
+
+def test_writes_are_counted():
+    """A stale use of the pool in a backward is found."""
+    x, records = draft(), kda_core.empty_records(N, T, H, K, V)
+    before = [t._version for t in (x["initial_state"], records)]
+    kda_core.fused_recurrent_kda(**x, records=records)
+    between = [t._version for t in (x["initial_state"], records)]
+    assert between[0] == before[0]
+    assert between[1] > before[1]
+    kda_core.commit_kda(x["initial_state"], records, torch.tensor([1, 0, 4]), x["ssm_state_indices"])
+    assert x["initial_state"]._version > between[0]
+    assert records._version == between[1]
+
+
+def test_meta_tensors():
+    x = {n: t.to("meta") if isinstance(t, torch.Tensor) else t for n, t in draft().items()}
+    o = verified(x, kda_core.empty_records(N, T, H, K, V, device="meta"), torch.zeros(N, device="meta").long())
+    assert o.shape == (N, T, H, V)
+
+
+def test_a_commit_is_not_differentiable():
+    x, records = draft(), kda_core.empty_records(N, T, H, K, V)
+    kda_core.fused_recurrent_kda(**x, records=records)
+    for name in ("pool", "records"):
+        given = {"pool": x["initial_state"].clone(), "records": records.clone()}
+        given[name].requires_grad_()
+        with pytest.raises(ValueError, match=f"{name}: commit_kda is not differentiable"):
+            kda_core.commit_kda(**given, num_accepted=torch.tensor([1, 1, 1]), state_indices=torch.tensor([0, 1, 2]))
+
+
+def test_memory_that_is_shared_is_refused():
+    x = draft(scale=0.7)  # looked at in the first call of a kind
+    buffer = torch.zeros(SLOTS * H * K * V)
+    records = buffer[: N * T * H * (2 * K + V)].view(N, T, H, 2 * K + V)
+    x["initial_state"] = buffer[: SLOTS * H * K * V].view(SLOTS, H, K, V)
+    with pytest.raises(ValueError, match="records: expected memory of its own, got the memory of initial_state"):
+        kda_core.fused_recurrent_kda(**x, records=records)
+    with pytest.raises(ValueError, match="pool: expected memory of its own, got memory that records overlaps"):
+        kda_core.commit_kda(
+            x["initial_state"], records, torch.tensor([1, 1, 1]), x["ssm_state_indices"], pad_slot_id=-9
+        )
+
+
+def test_a_backend_without_the_feature_refuses_both_by_name():
+    from toys import Toy
+
+    registry.load()
+    from kda_core.capabilities import Feature
+
+    assert registry.register(Toy("older", features={Feature.CHUNK})).state == "loaded"
+    try:
+        x, records = draft(), kda_core.empty_records(N, T, H, K, V)
+        with pytest.raises(UnsupportedCall, match=r"does not serve records of a draft instead of"):
+            kda_core.fused_recurrent_kda(**x, records=records, backend="older")
+        with pytest.raises(UnsupportedCall, match=r"does not serve records of a draft instead of"):
+            kda_core.commit_kda(
+                x["initial_state"], records, torch.tensor([1, 1, 1]), x["ssm_state_indices"], backend="older"
+            )
+    finally:
+        registry.unregister("older")
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checked_commits(v_first: bool, dtype: torch.dtype):
+    x = draft(state_v_first=v_first)
+    x["initial_state"] = (x["initial_state"].mT if v_first else x["initial_state"]).to(dtype).contiguous()
+    records = kda_core.empty_records(N, T, H, K, V)
+    arguments = (x["initial_state"], records, torch.tensor([1, 0, 4]), x["ssm_state_indices"], None, v_first)
+    with kda_core.checked_calls():
+        kda_core.fused_recurrent_kda(**x, use_qk_l2norm_in_kernel=True, records=records)
+        kda_core.commit_kda(*arguments)
+        for wrong in (draft_mutants.CommitOfOneTooMany, draft_mutants.CommitOfRowsOfTheBatch):
+            subject = wrong()
+            registry.register(subject)
+            try:
+                with pytest.raises(CheckFailed, match=r"commit_kda on backend .*\n  pool: "):
+                    kda_core.commit_kda(*arguments, backend=subject.name)
+            finally:
+                registry.unregister(subject.name)

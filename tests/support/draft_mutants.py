@@ -1,0 +1,71 @@
+"""Faults of drafts that leave records, and of their commit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import mutants
+from torch import Tensor
+
+from kda_core.request import CommitRequest, ForwardResult, Request
+
+
+class PoolWrittenByTheDraft(mutants.Mutant):
+    """A call with records leaves the last state in the pool as well."""
+
+    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
+        if r.records is not None:
+            self.compute(replace(r, records=None, update_state=True))
+        return result
+
+
+class RecordsOneTokenOff(mutants.Mutant):
+    """Each token's record stands in the row of the token before it."""
+
+    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
+        if r.records is not None and r.T > 1:
+            r.records[:, :-1] = r.records[:, 1:].clone()
+        return result
+
+
+class RecordsOfRawKeys(mutants.Mutant):
+    """Keys are recorded as they came, without their norm."""
+
+    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
+        if r.records is not None and r.use_qk_l2norm_in_kernel and r.H == r.HV:
+            r.records[..., : r.K] = r.k
+        return result
+
+
+class SkippedRowsRecorded(mutants.Mutant):
+    """Rows of skipped sequences are written too."""
+
+    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
+        if r.records is not None:
+            r.records.nan_to_num_(0.0)
+        return result
+
+
+class CommitOfOneTooMany(mutants.Mutant):
+    """The first rejected token is committed as well, unless it is the first of all."""
+
+    def committed(self, r: CommitRequest) -> CommitRequest:
+        if r.cu_seqlens is not None:
+            return r
+        return replace(r, num_accepted=(r.num_accepted + (r.num_accepted > 0)).clamp_max(r.T))
+
+
+class NothingAcceptedIsOne(mutants.Mutant):
+    """At least one token is committed."""
+
+    def committed(self, r: CommitRequest) -> CommitRequest:
+        return replace(r, num_accepted=r.num_accepted.clamp_min(1))
+
+
+class CommitOfRowsOfTheBatch(mutants.Mutant):
+    """The slot of a commit is the number of the sequence."""
+
+    def committed(self, r: CommitRequest) -> CommitRequest:
+        slots: Tensor = r.state_indices.clone()
+        slots[slots >= 0] = (slots >= 0).nonzero()[:, 0].to(slots.dtype)
+        return replace(r, state_indices=slots)
