@@ -173,7 +173,7 @@ def explain(
     intermediate_states_dtype: Annotated[str | None, typer.Option(help="Dtype of the intermediate states.")] = None,
     cp_context: Annotated[
         int | None,
-        typer.Option(min=1, metavar="RANKS", help="Ranks that share tokens; --shape is one's part."),
+        typer.Option(min=1, max=8192, metavar="RANKS", help="Ranks that share tokens; --shape is one's part."),
     ] = None,
     backend: BackendName = None,
     plan: Annotated[bool, typer.Option("--plan", help="Show what the call would allocate and launch.")] = False,

@@ -27,7 +27,7 @@ from kda_core._signature import is_plain
 from kda_core.errors import ContractViolation
 from kda_core.hookspecs import MAX_SAVED_TENSORS
 from kda_core.reference import DIFFERENTIABLE
-from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Op, Request, TensorSpec
+from kda_core.request import BackwardResult, ForwardResult, GateRequest, Op, Request, TensorSpec
 
 HOOKS: dict[str, tuple[str, str]] = {
     "chunk_kda": ("kda_core_chunk_forward", "kda_core_chunk_backward"),
@@ -143,7 +143,7 @@ def gate_backward(backend: Backend, r: GateRequest) -> dict[str, Tensor]:
     return _checked(backend, r, backend.result("kda_core_gate_backward", r), r.memo)
 
 
-def _checked(backend: Backend, r: AnyRequest, result: Any, memo: dict | None) -> dict[str, Tensor]:
+def _checked(backend: Backend, r: Request | GateRequest, result: Any, memo: dict | None) -> dict[str, Tensor]:
     seen = memo is not None and (BackwardResult, r.needs_grad) in memo and type(result) is BackwardResult
     if not (seen and r.needs_grad <= result.grads.keys()):
         _results.check_gradients(backend, r, result, memo)

@@ -14,7 +14,7 @@ from torch import Tensor
 from kda_core import _meta
 from kda_core._loaded import Backend
 from kda_core.errors import ContractViolation
-from kda_core.request import AnyRequest, BackwardResult, Begun, ForwardResult, GateRequest, Request
+from kda_core.request import BackwardResult, Begun, ForwardResult, GateRequest, Request
 
 
 def check_forward(backend: Backend, r: Request, result: Any) -> None:
@@ -39,7 +39,7 @@ def check_forward(backend: Backend, r: Request, result: Any) -> None:
         r.memo[ForwardResult] = True
 
 
-def check_gradients(backend: Backend, r: AnyRequest, result: Any, memo: dict | None) -> None:
+def check_gradients(backend: Backend, r: Request | GateRequest, result: Any, memo: dict | None) -> None:
     """The same for a backward: a gradient for every name in ``needs_grad``, of its input's shape and dtype."""
     if not isinstance(result, BackwardResult):
         raise ContractViolation(
