@@ -137,6 +137,10 @@ def _watch(backend: Backend, hook: str, caller: Callable[..., Any]) -> Callable[
         settings = _in_force[-1:]
         if not settings:
             return caller(request=request)
+        if hook != COMMIT and getattr(request, "commit", None) is not None:
+            # The same bits in two calls, each of which can be compared.
+            backend.result(COMMIT, request.committing())
+            request = request.after_commit()
         check = run_checked_commit if hook == COMMIT else run_checked
         return check(backend, hook, caller, request, settings[0])
 

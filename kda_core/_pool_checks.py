@@ -97,6 +97,7 @@ def _check_pool(name: str, pool: Tensor, r: Request) -> None:
 
 
 def _check_records(r: Request) -> None:
+    _check_commit(r)
     if r.records is None:
         return
     if r.ssm_state_indices is None:
@@ -106,6 +107,28 @@ def _check_records(r: Request) -> None:
     expect_tensor("records", r.records, (r.compute_dtype,), r.device)
     expect_shape("records", r.records, (r.B, r.T, r.HV, 2 * r.K + r.V), "[B, T, HV, 2K + V]")
     expect_rows("records", r.records)
+
+
+def _check_commit(r: Request) -> None:
+    """The checks of a commit that a call begins with."""
+    if (r.commit is None) != (r.num_committed is None):
+        fail("commit" if r.commit is None else "num_committed", "a tensor beside the other of the two", "None")
+    if r.commit is None:
+        return
+    for name, needed in (("records", r.records), ("ssm_state_indices", r.ssm_state_indices)):
+        if needed is None:
+            fail(name, "a tensor beside commit", "None")
+    if r.cu_seqlens is not None:
+        fail("cu_seqlens", "None beside commit, whose records are dense (commit_kda takes packed ones)", "a tensor")
+    expect_tensor("num_committed", r.num_committed, INDEX_DTYPES, r.device)
+    expect_shape("num_committed", r.num_committed, (r.N,), "[N]")  # type: ignore[arg-type]
+    expect_tensor("commit", r.commit, (r.compute_dtype,), r.device)
+    if r.commit.dim() != 4 or (r.commit.shape[0], *r.commit.shape[2:]) != (r.N, r.HV, 2 * r.K + r.V):
+        fail("commit", f"shape [N, T', HV, 2K + V] = [{r.N}, T', {r.HV}, {2 * r.K + r.V}]", shape_of(r.commit))
+    expect_rows("commit", r.commit)
+    slots = r.ssm_state_indices
+    if slots.dim() == 2 and slots.shape[1] > 1:  # type: ignore[union-attr]
+        fail("ssm_state_indices", "shape [N] or [N, 1] beside commit", shape_of(slots))  # type: ignore[arg-type]
 
 
 def check_commit(r: CommitRequest) -> None:
@@ -137,8 +160,8 @@ def check_commit(r: CommitRequest) -> None:
         expect_shape(name, getattr(r, name), (r.N,), "[N]")
 
 
-def check_commit_values(r: CommitRequest) -> None:
-    """The checks of the values of index tensors that are on the CPU."""
+def check_commit_values(r: CommitRequest, counts: str = "num_accepted", slots: str = "state_indices") -> None:
+    """The checks of the values of index tensors that are on the CPU; ``counts`` and ``slots``: the caller's names."""
     if not r.state_indices.is_cpu:
         return
     lengths = [r.T] * r.N
@@ -152,10 +175,10 @@ def check_commit_values(r: CommitRequest) -> None:
     for n, (count, slot, length) in enumerate(rows):
         if slot < 0 or slot == r.pad_slot_id:
             continue
-        _check_slot("state_indices", slot, r.pool.shape[0])
-        _check_owner("state_indices", slot, owner.setdefault(slot, n), n)
+        _check_slot(slots, slot, r.pool.shape[0])
+        _check_owner(slots, slot, owner.setdefault(slot, n), n)
         if not 0 <= count <= length:
-            fail("num_accepted", f"values from 0 to {length}, the tokens of sequence {n}", f"{count}")
+            fail(counts, f"values from 0 to {length}, the tokens of sequence {n}", f"{count}")
     if r.memo is None or check_commit_values not in r.memo:
         for name in ("records", "num_accepted", "state_indices", "cu_seqlens"):
             other = getattr(r, name)
@@ -194,6 +217,9 @@ def check_slot_values(r: Request, bounds: list[int] | None) -> None:
     indices, accepted, pool = r.ssm_state_indices, r.num_accepted_tokens, r.initial_state
     if indices is None or pool is None or not indices.is_cpu:
         return
+    if r.commit is not None:
+        check_commit_values(r.committing(), "num_committed", "ssm_state_indices")
+        r = r.after_commit()
     target, final = r.written_slots, r.final_state_indices
     if final is None and indices.numel() == r.N and accepted is None and r.checkpoint_indices is None:
         # Decoding runs this once a token and layer: accept valid slots without skipped rows from a cache.

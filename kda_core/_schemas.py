@@ -84,7 +84,10 @@ _WRITTEN = (
 )
 _LATER = "ScalarType? intermediate_states_dtype=None"
 _CHECKPOINTS = "Tensor? checkpoint_indices=None, int checkpoint_every=0, Tensor(d!)? checkpoint_pool=None"
-_RECORDS = {"chunk_kda": "", "fused_recurrent_kda": ", Tensor(e!)? records=None"}
+_RECORDS = {
+    "chunk_kda": "",
+    "fused_recurrent_kda": ", Tensor(e!)? records=None, Tensor? commit=None, Tensor? num_committed=None",
+}
 _GRADIENTS = ", ".join(f"Tensor? {name}=None" for name in ("grad_o", "grad_final_state", *SAVED_NAMES))
 
 TENSOR_NAMES = _names(_TENSORS)

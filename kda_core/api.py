@@ -206,7 +206,8 @@ def chunk_kda(
             "update_state": update_state, "final_state_indices": final_state_indices,
             "final_state_pool": final_state_pool, "intermediate_states_dtype": intermediate_states_dtype,
             "checkpoint_indices": checkpoint_indices, "checkpoint_every": checkpoint_every,
-            "checkpoint_pool": checkpoint_pool, "records": None,
+            "checkpoint_pool": checkpoint_pool, "records": None, "commit": None,
+            "num_committed": None,
             "save_for_backward": _needs_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state, out),
         }
     )  # fmt: skip
@@ -243,6 +244,8 @@ def fused_recurrent_kda(
     final_state_indices: Tensor | None = None,
     final_state_pool: Tensor | None = None,
     records: Tensor | None = None,
+    commit: Tensor | None = None,
+    num_committed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     r"""Kimi Delta Attention token by token, with the state kept on chip: for decoding and short sequences.
 
@@ -267,6 +270,10 @@ def fused_recurrent_kda(
             ``empty_records`` makes it; beside ``ssm_state_indices``. The call writes there what ``commit_kda`` needs to
             advance the states by any number of first tokens, and leaves the pool as it was. No
             ``output_final_state`` nor ``final_state_indices``. Rows of skipped sequences are not written.
+        commit: [N, T', HV, 2K + V]: records of the drafts before, in another buffer than ``records``, beside it and
+            without ``cu_seqlens``. The call then begins with ``commit_kda``: each state is advanced by the first
+            ``num_committed`` of these tokens and written to its slot, and the call starts from there.
+        num_committed: [N] int32 or int64, as ``num_accepted`` of ``commit_kda``.
 
     Returns:
         ``(o, final_state)``: o [B, T, HV, V], dtype of q; final_state as in ``chunk_kda`` (``initial_state``
@@ -292,6 +299,7 @@ def fused_recurrent_kda(
             "final_state_indices": final_state_indices,
             "final_state_pool": final_state_pool, "intermediate_states_dtype": None,
             "checkpoint_indices": None, "checkpoint_every": 0, "checkpoint_pool": None, "records": records,
+            "commit": commit, "num_committed": num_committed,
             "save_for_backward": _needs_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state, out),
         }
     )  # fmt: skip

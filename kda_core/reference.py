@@ -216,6 +216,9 @@ def _records(k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, states: list
 
 def forward(r: Request) -> ForwardResult:
     """A request's forward with the results in the contract's shapes and dtypes."""
+    if r.commit is not None:
+        commit(r.committing())
+        r = r.after_commit()
     result = oracle(r, token_states=r.inplace_final_state)
 
     def layout(state: Tensor, dtype: torch.dtype) -> Tensor:

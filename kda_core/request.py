@@ -8,7 +8,7 @@ heads, K and V head dimensions, N sequences, C chunk size.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -53,6 +53,9 @@ class Request:
         checkpoint_pool: [slots, HV, K, V] pool that they point into, or None: that of ``written_states``.
         records: [B, T, HV, 2K + V] float32 (float64), to be written as ``CommitRequest`` says, or None. Rows of no
             sequence, and of one that is skipped, are not written. With it ``update_state`` is False.
+        commit: [N, T', HV, 2K + V] records of an earlier call, or None: the pool is first advanced by num_committed of
+            them, as ``committing`` says, and the call starts from that. Only beside records, without cu_seqlens.
+        num_committed: [N] or None.
         inplace_final_state: ``initial_state`` is a pool that is read and advanced in place; then the
             result's ``final_state`` is None.
         save_for_backward: the result's ``saved`` must match ``kda_core_saved_spec``.
@@ -108,6 +111,8 @@ class Request:
     checkpoint_every: int = 0
     checkpoint_pool: Tensor | None = field(default=None, metadata={"needs": Feature.CHECKPOINTS})
     records: Tensor | None = field(default=None, metadata={"needs": Feature.DRAFT_RECORDS})
+    commit: Tensor | None = field(default=None, metadata={"needs": Feature.DRAFT_RECORDS})
+    num_committed: Tensor | None = None
     save_for_backward: bool = False
     saved: tuple[Tensor, ...] = ()
     grad_o: Tensor | None = None
@@ -176,9 +181,27 @@ class Request:
     @property
     def written_states(self) -> str | None:
         """Name of the argument whose states the call advances in place; None where it writes to none."""
+        if self.commit is not None:
+            return "initial_state"
         if not self.inplace_final_state or self.update_state is False:
             return None
         return "initial_state" if self.final_state_pool is None else "final_state_pool"
+
+    def committing(self) -> CommitRequest:
+        """The commit that comes first in a call with ``commit``."""
+        assert self.initial_state is not None
+        assert self.commit is not None
+        assert self.num_committed is not None
+        assert self.ssm_state_indices is not None
+        return CommitRequest(
+            pool=self.initial_state, records=self.commit, num_accepted=self.num_committed,
+            state_indices=self.ssm_state_indices.flatten(), state_v_first=self.state_v_first,
+            pad_slot_id=self.pad_slot_id,
+        )  # fmt: skip
+
+    def after_commit(self) -> Request:
+        """The rest of such a call."""
+        return replace(self, commit=None, num_committed=None)
 
     @property
     def checkpoint_states(self) -> str | None:

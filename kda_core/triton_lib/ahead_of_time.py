@@ -217,8 +217,8 @@ def inference(case: Case) -> Request:
     """The forward of a case, whose tensors have no memory; beta has the dtype of q.
 
     With the tag "pool" its states lie in a pool that is advanced in place, with "drafts" in one where every token has a
-    slot. With "records" too, its tokens are recorded instead. With "served" it has what servers ask of a pool as well,
-    with "checkpoints" those too.
+    slot. With "records" too, its tokens are recorded instead, with "commits" behind a commit. With "served" it has what
+    servers ask of a pool as well, with "checkpoints" those too.
     """
     with fake_tensors():
         r = case.call().request()
@@ -226,6 +226,8 @@ def inference(case: Case) -> Request:
         if "records" in case.tags:
             shape = (r.B, r.T, r.HV, 2 * r.K + r.V)
             changed |= {"records": torch.empty(shape, dtype=r.compute_dtype), "update_state": False}
+            if "commits" in case.tags:
+                changed |= {"commit": changed["records"], "num_committed": torch.empty(r.N, dtype=torch.int32)}
         if case.tags & {"pool", "drafts"}:
             table = (r.N, DRAFTS) if "drafts" in case.tags else (r.N,)
             changed |= {"ssm_state_indices": torch.empty(table, dtype=case.index_dtype), "inplace_final_state": True}

@@ -112,6 +112,12 @@ def plan_commit(r: CommitRequest, num_warps: int, signed: bool, **options: Any) 
         options: of the compiler.
     """
     b = Builder()
+    add_commit(b, r, num_warps, signed, **options)
+    return b.plan(input_layouts(r), {"pool": r.pool})
+
+
+def add_commit(b: Builder, r: CommitRequest, num_warps: int, signed: bool, **options: Any) -> None:
+    """Add the launch."""
     s_pn, s_ph, P_K, P_V = state_strides(r.pool, r.state_v_first)
     s_b, s_t, s_h = r.records.strides[:3]
     KP, VP = padded(r.K), padded(r.V)
@@ -124,4 +130,3 @@ def plan_commit(r: CommitRequest, num_warps: int, signed: bool, **options: Any) 
         "V": r.V, "KP": KP, "BV": BV, "P_K": P_K, "P_V": P_V, "V_FIRST": r.state_v_first, "SIGNED": signed,
     }  # fmt: skip
     b.pick(commit_kernel, r.N * r.HV * -(-r.V // BV), num_warps, named, **options)
-    return b.plan(input_layouts(r), {"pool": r.pool})

@@ -64,7 +64,7 @@ def outputs(b: Builder, r: Request, any_strides: bool = False) -> tuple[View, Vi
     if o is None or not (any_strides or has_contiguous_rows(o)):
         o = (b.result if o is None else b.scratch)("o", (r.B, r.T, r.HV, r.V), r.q.dtype)
     if r.inplace_final_state:
-        return o, r.written_states and getattr(r, r.written_states)
+        return o, getattr(r, r.written_states) if r.written_states and r.update_state else None
     return o, b.result("final_state", r.state_shape, r.state_dtype) if r.output_final_state else None
 
 

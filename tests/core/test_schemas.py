@@ -62,7 +62,10 @@ PINNED = {
         "kda_gate_backward": f"({_GATE}, Tensor? grad_output=None, bool[] needs=[]) -> (Tensor, Tensor, Tensor)",
     }
 }
-_INPLACE_RECORDS = _INPLACE_2.replace("checkpoint_pool=None", "checkpoint_pool=None, Tensor(e!)? records=None")
+_INPLACE_RECORDS = _INPLACE_2.replace(
+    "checkpoint_pool=None",
+    "checkpoint_pool=None, Tensor(e!)? records=None, Tensor? commit=None, Tensor? num_committed=None",
+)
 PINNED[2] = PINNED[1] | dict.fromkeys(("chunk_kda_", "fused_recurrent_kda_"), _INPLACE_2)
 PINNED[2] |= dict.fromkeys(("chunk_kda", "fused_recurrent_kda"), _FUNCTIONAL_2)
 PINNED[2] |= {

@@ -213,6 +213,10 @@ def test_drafts_without_states_leave_the_state_of_the_accepted_tokens(guide: Sim
         **x, **guide.OPTIONS, initial_state=tables.states, ssm_state_indices=own, final_state_indices=kept
     )
     assert torch.equal(o, expected)
+    before, again = tables.states[:N].clone(), torch.empty_like(records)
+    kept_pool, pool.states = pool.states, before
+    guide.verify_after_commit(pool, x, own, records, accepted, again)
+    assert torch.equal(pool.states, kept_pool)
     for n, count in enumerate(accepted.tolist()):
         assert torch.equal(pool.states[n], tables.states[N + n * T + count - 1 if count else n])
 

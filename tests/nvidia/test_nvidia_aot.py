@@ -90,6 +90,27 @@ def test_rows_of_a_tile_are_summed_alike_in_tiles_of_any_size(state: torch.dtype
     assert all(layouts)
 
 
+def summed_layouts(tags: set[str], N: int, v_first: bool, state: torch.dtype) -> list[str]:
+    """The layout of every operand of a sum in a draft's kernel, in order."""
+    case = step_case(N, 3, v_first, state, tags=frozenset(tags))
+    code = TOOL.compile(Job(plan_of(inference(case), CHIPS[90]).launches[0], "90")).asm["ttgir"]
+    kinds = dict(re.findall(r"^(#\w+) = (#ttg\.\w+<{.*}>)", code, re.MULTILINE))
+    operands = re.findall(r"^ *}\) : \((tensor<.*?>)\) ->", code, re.MULTILINE)
+    return [re.sub(r"#\w+", lambda name: kinds.get(name[0], name[0]), operand) for operand in operands]
+
+
+@pytest.mark.end_to_end
+@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("N", [1, 129])
+def test_drafts_that_record_sum_as_those_that_keep_states(N: int, v_first: bool, state: torch.dtype):
+    """The layouts decide over the bits of outputs and records."""
+    expected = summed_layouts({"drafts"}, N, v_first, state)
+    assert expected
+    for more in (set(), {"commits"}):
+        assert summed_layouts({"pool", "records", *more}, N, v_first, state) == expected
+
+
 @pytest.mark.end_to_end
 def test_both_kernels_of_a_step_sum_a_tile_alike():
     """The threads of ``recurrent_step`` hold the channels that those of ``recurrent`` hold: the same bits."""

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from kda_core.request import ForwardResult, Request
 from kda_core_cpu.choose import group_lanes, run_lanes, run_tokens, sums_rows, updates_slot_in_place
+from kda_core_cpu.commit import commit
 from kda_core_cpu.inputs import RowInputs
 from kda_core_cpu.results import empty_output
 from kda_core_cpu.row_sums import row_sums
@@ -38,6 +39,9 @@ from kda_core_cpu.workspace import Workspace
 
 def recurrent_forward(request: Request) -> ForwardResult:
     """Run ``fused_recurrent_kda``."""
+    if request.commit is not None:
+        commit(request.committing())
+        request = request.after_commit()
     return small_step(request) or general_forward(request)
 
 

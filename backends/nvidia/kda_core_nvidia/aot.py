@@ -163,9 +163,9 @@ def _steps() -> Iterator[Case]:
     yield from (step_case(*size, v_first, FP32, 256) for v_first in (False, True) for size in ((9, 2), (2, 1)))
     own = {"tags": frozenset()}
     yield step_case(2, 3, False, FP32, name="drafts", tags=frozenset({"drafts"}))
-    yield from (
-        step_case(8, 4, *layout, tags=frozenset({"pool", "records"}), name=f"records, {layout}") for layout in layouts
-    )
+    for kind in ("records", "commits"):
+        tags = frozenset({"pool", "records", kind})
+        yield from (step_case(N, 4, *x, tags=tags, name=f"{kind}, {N}, {x}") for x in layouts for N in (1, 8, 64))
     yield step_case(2, 3, False, FP32, name="softplus gate, states in and out", gate="softplus", **own)
     yield step_case(1, 18, True, FP32, name="prompts packed", lengths=(9, 9))
     yield served(step_case(1, 18, True, FP32, name="prompts packed", lengths=(9, 9)))

@@ -85,14 +85,14 @@ def zero_rows(p_o, s_t, s_v, first, end, share, SHARES: tl.constexpr, V: tl.cons
 
 _NUMBERS = [
     "scale", "lower_bound", "T", "N", "s_index", "s_slot", "s_accepted", "width", "pad_slot_id", "slots", "s_has",
-    "s_final", "s_final_slot", "final_width", "final_slots",
+    "s_final", "s_final_slot", "final_width", "final_slots", "s_committed", "C",
 ]  # fmt: skip
 
 
 @triton.jit(
     do_not_specialize=_NUMBERS,
     # Slices of a server's buffers, which begin anywhere.
-    do_not_specialize_on_alignment=["cu_seqlens", "indices", "accepted", "has_state", "final_indices"],
+    do_not_specialize_on_alignment=["cu_seqlens", "indices", "accepted", "has_state", "final_indices", "committed"],
 )
 def recurrent(
     q, k,  # [B, T, H, K]
@@ -110,10 +110,12 @@ def recurrent(
     has_state,  # [N] bool or None
     final_indices,  # [N, final_width] slots of final_state, or None: indices
     records,  # [B, T, HV, 2K + V] or None
+    commit,  # [N, C, HV, 2K + V] or None: records that come first
+    committed,  # [N], how many of them, or None
     scale, lower_bound, T, N,
     # strides by sequence (the token's when packed), token, head
     s_qn, s_qt, s_qh, s_kn, s_kt, s_kh, s_vn, s_vt, s_vh, s_gn, s_gt, s_gh, s_bn, s_bt, s_bh, s_on, s_ot, s_oh, s_ov,
-    s_rn, s_rt, s_rh,
+    s_rn, s_rt, s_rh, s_cn, s_ct, s_ch, s_committed: tl.int64, C,
     s_in, s_ih, s_fn, s_fh, s_index: tl.int64, s_slot: tl.int64, s_accepted: tl.int64, width, pad_slot_id: tl.int64,
     slots, s_has: tl.int64, s_final: tl.int64, s_final_slot: tl.int64, final_width, final_slots,
     HV: tl.constexpr,
@@ -183,7 +185,7 @@ def recurrent(
             zero_rows(p_o, s_ot, s_ov, 0, length, i_v, BLOCKS, V, VP)
             return
 
-    if (indices is not None) | IN_PLACE:  # noqa: SIM102 (known when the kernel is compiled)
+    if ((indices is not None) | IN_PLACE) & (commit is None):  # noqa: SIM102 (known when the kernel is compiled)
         # The slot of a sequence without tokens is nobody's to write, not even with what it holds.
         if length == 0:
             return
@@ -203,6 +205,20 @@ def recurrent(
         if has_state is not None:
             m_read = tl.where(starts_from_state(has_state, i_n, s_has), m_read, False)
         S = tl.load(p_state, mask=m_read, other=0.0, eviction_policy=EVICTION).to(tl.float32)
+        if commit is not None:
+            # The lines of ``commit_kernel``. A count out of range is clamped, as there.
+            count = tl.minimum(tl.maximum(tl.load(committed + i_n * s_committed), 0), C).to(tl.int32)
+            p_commit = commit + i_n * s_cn + i_h * s_ch
+            for _ in range(0, count):
+                b_d = tl.load(p_commit + K + o_k, mask=m_k, other=0.0)
+                b_k = tl.load(p_commit + o_k, mask=m_k, other=0.0)
+                b_u = tl.load(p_commit + 2 * K + o_v, mask=m_v, other=0.0)
+                p_commit += s_ct
+                S = decayed(S, along_k(b_d, V_FIRST))
+                S = tl.fma(along_v(b_u, V_FIRST), along_k(b_k, V_FIRST), S)
+            if count > 0:
+                tl.store(p_state, S.to(initial_state.dtype.element_ty), mask=m_state)
+                S = S.to(initial_state.dtype.element_ty).to(tl.float32)
 
     for t in range(0, length):
         b_q = next_q.to(tl.float32)

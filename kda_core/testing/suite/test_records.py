@@ -224,7 +224,7 @@ def test_commits_of_bad_values_are_refused(kda):
         ("records", records[..., :-1]), ("records", records.half()), ("records", records[..., ::2]),
         ("num_accepted", torch.tensor([1, 2])), ("num_accepted", torch.tensor([1.0, 2.0, 3.0])),
         ("state_indices", _indices(4, 0)), ("pool", good["pool"][0]), ("pool", good["pool"].int()),
-        ("pool", good["pool"][:1].expand(3, -1, -1, -1)), ("state_v_first", 1), ("pad_slot_id", 0.5),
+        ("pool", good["pool"].to(kda.device)[:1].expand(3, -1, -1, -1)), ("state_v_first", 1), ("pad_slot_id", 0.5),
     ]  # fmt: skip
     if kda.device.type == "cpu":
         wrong += [
@@ -238,3 +238,71 @@ def test_commits_of_bad_values_are_refused(kda):
         with pytest.raises((ValueError, TypeError), match=f"^{name}: expected"):
             kda_core.commit_kda(**tensors, backend=kda.name)
         assert name == "pool" or same_bits(tensors["pool"].cpu(), good["pool"])
+
+
+@RECORDED
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"gate": "lower bound", "beta": "sigmoid", "l2norm": True, "dtype": BF16}, id="model"),
+        pytest.param({"state": BF16, "V": 64, "HV": 6, "options": {"state_v_first": True}}, id="bfloat16 V first"),
+        pytest.param({"T": 1, "K": 20, "V": 12}, id="one token"),
+    ],
+)
+def test_commit_and_draft_in_one_call(kda, fields: dict):
+    """It has the bits of the two calls, counts of 0 and skipped sequences among them."""
+    first, slots = _draft(kda, _indices(4, 0, 2), **fields), _indices(4, -1, 2)
+    earlier = kda.run(first.recorded())["records"]
+    call = first.having(ssm_state_indices=slots).recorded()
+    for counts in ((1, 1, 0), (first.tensors["q"].shape[1], 0, 1)):
+        found = []
+        for together in (False, True):
+            given = call.tensors | {"earlier": earlier, "counts": torch.tensor(counts, dtype=torch.int32)}
+            tensors = {n: placed(t, kda.device) for n, t in given.items()}
+            before = {n: guards(t).clone() for n, t in tensors.items()}
+            commit, accepted = tensors.pop("earlier"), tensors.pop("counts")
+            if together:
+                o, _ = call(tensors | {"commit": commit, "num_committed": accepted}, kda.name)
+            else:
+                v_first = call.options.get("state_v_first", False)
+                where = tensors["ssm_state_indices"]
+                kda_core.commit_kda(
+                    tensors["initial_state"], commit, accepted, where, state_v_first=v_first, backend=kda.name
+                )
+                o, _ = call(tensors, kda.name)
+            found.append((o.cpu(), tensors["initial_state"].cpu(), tensors["records"].cpu()))
+            for name in before.keys() - {"initial_state", "records", "earlier", "counts"}:
+                assert torch.equal(guards(tensors[name]), before[name]), name
+            assert torch.equal(guards(commit), before["earlier"])
+        assert all(map(same_bits, *found))
+        assert not same_bits(found[0][1][4], call.tensors["initial_state"][4])
+
+
+@RECORDED
+def test_commits_in_a_call_that_are_refused(kda):
+    """Without records, in the same buffer, packed, of another shape, with wrong counts; nothing is written."""
+    call = _draft(kda, _indices(4, 0, 2)).recorded()
+    earlier = kda.run(call)["records"]
+    tensors = {n: t.to(kda.device) for n, t in call.tensors.items()}
+    good = {"commit": earlier.to(kda.device), "num_committed": torch.tensor([1, 0, 2], device=kda.device)}
+    wrong = [
+        ("records", {"records": None, "update_state": False}), ("num_committed", {"num_committed": None}),
+        ("commit", {"commit": None}), ("commit", {"commit": good["commit"][:, :, 1:]}),
+        ("commit", {"commit": good["commit"].double()}), ("records", {"commit": tensors["records"]}),
+        ("num_committed", {"num_committed": good["num_committed"][1:]}),
+        ("cu_seqlens", {n: tensors[n].flatten(0, 1)[None] for n in ("q", "k", "v", "g", "beta", "records")}
+         | {"cu_seqlens": torch.tensor([0, 4, 8, 12], device=kda.device)}),
+    ]  # fmt: skip
+    if kda.device.type == "cpu":
+        wrong += [("num_committed", {"num_committed": torch.tensor([1, 0, 5])})]
+        wrong += [("ssm_state_indices", {"ssm_state_indices": _indices(4, 4, 2)})]
+    pool = tensors["initial_state"].clone()
+    for name, changes in wrong:
+        changed = call.having(**good, **{n: t for n, t in changes.items() if n not in good}, **{})
+        changed = changed.having(**changes)
+        given = {n: changes.get(n, (tensors | good).get(n)) for n in changed.tensors}
+        with pytest.raises((ValueError, TypeError), match=f"^{name}: expected"):
+            changed(given, kda.name)
+    assert same_bits(tensors["initial_state"], pool)
+    assert tensors["records"].isnan().all()

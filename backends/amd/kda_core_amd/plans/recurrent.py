@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from kda_core.request import Request
+from kda_core.request import CommitRequest, Request
 from kda_core.triton_lib.arguments import row_strides, state_strides
+from kda_core.triton_lib.commit_kernels import add_commit
 from kda_core.triton_lib.frame import finish_output, outputs
 from kda_core.triton_lib.plan import Builder, Plan, View, input_layouts
-from kda_core_amd.choose import Architecture
+from kda_core_amd.choose import COMMIT, Architecture, compile_options
 from kda_core_amd.plans.frame import Frame
 from kda_core_amd.recurrent import recurrent
 
@@ -26,7 +27,13 @@ def plan_recurrent(r: Request, chip: Architecture) -> Plan:
 
 
 def add_recurrent(b: Builder, r: Request, chip: Architecture) -> tuple[View, View | None]:
-    """Add the launch; o and the final state."""
+    """Add the launch, behind that of a commit; o and the final state."""
+    if r.commit is not None:
+        commit = CommitRequest(
+            pool=r.initial_state, records=r.commit, num_accepted=r.num_committed, state_indices=r.ssm_state_indices,
+            state_v_first=r.state_v_first, pad_slot_id=r.pad_slot_id,
+        )  # fmt: skip
+        add_commit(b, commit, COMMIT.num_warps, False, **compile_options(COMMIT, chip))
     o, final_state = outputs(b, r)
     f = Frame(b, r, chip)
     indices, accepted = r.ssm_state_indices, r.num_accepted_tokens

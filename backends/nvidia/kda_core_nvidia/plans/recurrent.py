@@ -102,7 +102,7 @@ def _add_short(b: Builder, r: Request, choice: RecurrentChoice, config: Recurren
         "s_accepted": 0 if accepted is None else accepted.stride(0), "s_slot": s_slot,
         "width": width, "s_final_slot": s_final_slot, "final_width": final_width, "KP": KP, "BV": config.block_v,
         "KS": min(KP, config.row_bytes // r.state_dtype.itemsize) if r.state_v_first else KP,
-        "IN_PLACE": r.written_states is not None and r.final_state_indices is None,
+        "IN_PLACE": r.written_states is not None and r.update_state and r.final_state_indices is None,
         "EVERY_TOKEN": r.writes_every_token, "ONE_TOKEN": one_token,
         "MOST": SHORT.value if short_only else 0, "EVICTION": config.eviction,
     }  # fmt: skip
@@ -113,10 +113,15 @@ def _add_short(b: Builder, r: Request, choice: RecurrentChoice, config: Recurren
 
 
 def _record_strides(r: Request) -> dict[str, Any]:
-    """The buffer of records and its strides."""
+    """The buffer of records, those that are committed first, and their strides."""
     packed = r.cu_seqlens is not None
-    none = {"s_rn": 0, "s_rt": 0, "s_rh": 0}
-    return {"records": r.records, **(none if r.records is None else _strides(packed, r=r.records))}
+    found: dict[str, Any] = dict.fromkeys(("s_rn", "s_rt", "s_rh", "s_cn", "s_ct", "s_ch", "s_committed", "C"), 0)
+    found |= {"records": r.records, "commit": r.commit, "committed": r.num_committed}
+    if r.records is not None:
+        found |= _strides(packed, r=r.records)
+    if r.commit is not None:
+        found |= _strides(False, c=r.commit) | {"s_committed": r.num_committed.stride(0), "C": r.commit.shape[1]}
+    return found
 
 
 def _add_prompts(b: Builder, r: Request, choice: RecurrentChoice, prompts: Prompts, named: dict[str, Any]) -> None:
