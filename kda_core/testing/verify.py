@@ -129,6 +129,11 @@ def checks() -> list[Check | GateCheck]:
         _pooled(prefill, [3, 0, 1]),
         _pooled(step.having(name="step in a pool, one skipped"), [4, -1, 2]),
         _pooled(step.having(name="step in a bfloat16 pool", state=BF16, **_HALF), [4, 0, 2], given_out=True),
+        Check(
+            draft.having(name="draft that leaves records"),
+            lambda case: case.call().in_pool(torch.tensor([1, -1, 0]), 3).recorded(),
+            frozenset({Feature.DRAFT_RECORDS, Feature.PAGED_STATE}),
+        ),
         _pooled(draft, [[8, 1, 2], [0, 4, 9], [6, 3, 7]]),
         _pooled(draft.having(name="draft, some accepted"), [[8, 1, 2], [0, 4, 9], [6, 3, 7]], [2, 1, 3]),
         _pooled(

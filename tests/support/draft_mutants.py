@@ -69,3 +69,19 @@ class CommitOfRowsOfTheBatch(mutants.Mutant):
         slots: Tensor = r.state_indices.clone()
         slots[slots >= 0] = (slots >= 0).nonzero()[:, 0].to(slots.dtype)
         return replace(r, state_indices=slots)
+
+
+class CommitInACallIgnored(mutants.Mutant):
+    """A call with ``commit`` starts from the slot as it is."""
+
+    def asked(self, r: Request) -> Request:
+        return r if r.commit is None else r.after_commit()
+
+
+class CommitInACallNotStored(mutants.Mutant):
+    """A call with ``commit`` starts from the right state, and leaves the slot as it was."""
+
+    def compute(self, r: Request) -> ForwardResult:
+        if r.commit is None or r.initial_state is None:
+            return super().compute(r)
+        return super().compute(replace(r, initial_state=r.initial_state.clone()))
