@@ -262,7 +262,7 @@ def _write_checkpoints(r: Request, result: OracleResult) -> None:
         for slot, t in zip(
             slots[n].tolist(), range(r.checkpoint_every, end - start + 1, r.checkpoint_every), strict=False
         ):
-            if slot >= 0 and not result.skipped[n]:
+            if 0 <= slot < pool.shape[0] and not result.skipped[n]:
                 state = result.token_states[n, t - 1]
                 pool[slot] = (state.mT if r.state_v_first else state).to(pool.dtype)
 

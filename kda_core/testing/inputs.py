@@ -118,7 +118,9 @@ class Call:
         if "checkpoint_indices" not in self.tensors:
             return []
         rows, lengths, every = self._slots("checkpoint_indices"), self.lengths(), self.options["checkpoint_every"]
-        return [slot for n in self.advanced_sequences() for slot in rows[n][: lengths[n] // every] if slot >= 0]
+        size = self.tensors[self.request().checkpoint_states or "checkpoint_pool"].shape[0]
+        written = [slot for n in self.advanced_sequences() for slot in rows[n][: lengths[n] // every]]
+        return [slot for slot in written if 0 <= slot < size]
 
     def slots_of(self, name: str) -> list[int]:
         """All slots of a pool that the call writes, by the name of its argument."""

@@ -24,8 +24,8 @@ from kda_core_nvidia.plans.backward import plan_backward
 from kda_core_nvidia.plans.forward import saved_specs
 from kda_core_nvidia.run import chip, run_plan
 
-from kda_core.request import AnyRequest, LayerRequest
-from kda_core.testing import fragments, gate
+from kda_core.request import AnyRequest, CommitRequest, LayerRequest
+from kda_core.testing import fragments, gate, references
 from kda_core.testing.cases import BF16, BFLOAT16, FP16, FP32, Case
 from kda_core.testing.inputs import Call
 from kda_core.testing.subject import Subject
@@ -118,6 +118,19 @@ def drafts() -> Call:
     return case.call().in_pool(slots, case.N * case.T + 1, torch.arange(case.N) % case.T + 1)
 
 
+def recorded() -> Call:
+    """Drafts with records."""
+    case = Case(name="records", B=3, T=4, gate="lower bound", **STEP)
+    return case.call().in_pool(torch.tensor([4, 0, 2], dtype=torch.int32), 6).recorded()
+
+
+def commit(records: torch.Tensor) -> CommitRequest:
+    """None, one and more tokens than there are; one slot past the pool."""
+    counts, slots = (torch.tensor(x, dtype=torch.int32) for x in ([9, 0, 1], [2**30, 0, 3]))
+    pool = torch.zeros(6, 4, 128, 128)
+    return CommitRequest(pool=pool, records=records, num_accepted=counts, state_indices=slots)
+
+
 @pytest.fixture(scope="module")
 def subject() -> Subject:
     return Subject(find_target("nvidia"))
@@ -149,9 +162,28 @@ def test_what_servers_ask(subject: Subject, case: Case):
         subject.check(call)
 
 
+@pytest.mark.parametrize("case", POOLS[:-1], ids=lambda case: case.name)
+def test_the_oracle_takes_what_servers_ask(case: Case):
+    """Without a GPU: slots past the pool, which a check of values on the CPU would refuse."""
+    for call in served(case):
+        results = references.results(call)
+        assert results["o"].isfinite().all()
+
+
 @on_gpu
 def test_drafts(subject: Subject):
     subject.check(drafts())
+
+
+@on_gpu
+def test_records(subject: Subject):
+    """Slot 3 alone is written; values are compared by the kit."""
+    subject.check(recorded())
+    r = commit(torch.ones(3, 4, 4, 3 * 128))
+    r = replace(r, **{n: x.cuda() for n, x in vars(r).items() if isinstance(x, torch.Tensor)})
+    run_plan(plan_of(r, chip(r.device)), r)
+    assert r.pool[3].eq(1).all()
+    assert not r.pool[[0, 1, 2, 4, 5]].any()
 
 
 @on_gpu
@@ -190,6 +222,7 @@ def test_gradients_through_descriptors(lengths: tuple[int, ...]):
 def requests() -> Iterator[AnyRequest | LayerRequest]:
     """Plans of the calls above, but the gates and the descriptors."""
     yield from (call for _, call in LAYER)
+    yield from (recorded().request(), commit(torch.ones(3, 4, 4, 3 * 128)))
     yield from (call.request() for call in (*map(in_pool, POOLS), *(c for p in POOLS for c in served(p)), drafts()))
     for case in CASES:
         r = replace(case.call().request(), save_for_backward=case.backward)
