@@ -6,6 +6,7 @@ from kda_core._devices import default_device
 from kda_core._drafts import commit_kda, empty_records
 from kda_core._explain import explain, supports
 from kda_core._plugins import use_backend
+from kda_core._version import __version__
 from kda_core.api import backends, chunk_kda, fused_recurrent_kda, kda_gate
 from kda_core.errors import (
     BackendNotFound,
@@ -16,8 +17,6 @@ from kda_core.errors import (
     KdaError,
     UnsupportedCall,
 )
-
-__version__ = "0.1.0"
 
 _checked.check_as_environment_says()
 

@@ -17,12 +17,12 @@ from typing import Any
 
 import pluggy
 
-import kda_core
 from kda_core import _checks, _meta, _torch_private, hookspecs, platforms
 from kda_core._contract import contract_problem, found_entry_points, mismatch, read_info
 from kda_core._ledger import Explanation, LedgerEntry, State, Status, Verdict
 from kda_core._loaded import Backend
 from kda_core._signature import Asked, Like, is_plain, signature
+from kda_core._version import __version__
 from kda_core.call_plan import CallPlan
 from kda_core.capabilities import BackendInfo, Unavailable
 from kda_core.errors import BackendNotFound, BrokenBackend, ContractViolation, UnsupportedCall
@@ -38,8 +38,8 @@ MAX_CACHED_CHOICES = 4096
 class Registry:
     """The backends of this process."""
 
-    def __init__(self, *, entry_points: bool = True) -> None:
-        self._entry_points = entry_points
+    def __init__(self, *, entry_points: bool = True, core: str = __version__) -> None:
+        self._entry_points, self._core = entry_points, core
         self._lock = threading.RLock()
         self._loaded = False
         self._loading = False
@@ -90,7 +90,7 @@ class Registry:
     def _load_entry_point(self, entry_point: metadata.EntryPoint) -> None:
         dist = entry_point.dist
         distribution = f"{dist.name} {dist.version}" if dist else ""
-        reason = mismatch(entry_point, kda_core.__version__)
+        reason = mismatch(entry_point, self._core)
         if reason is not None:
             self._ledger.append(LedgerEntry(entry_point.name, distribution, entry_point.value, "incompatible", reason))
             return

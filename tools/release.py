@@ -37,8 +37,9 @@ def packages(root: Path = ROOT) -> dict[str, Path]:
 
 
 def version_of(folder: Path, package: str) -> str:
-    """The version that a package's ``__init__.py`` states."""
-    text = (folder / package / "__init__.py").read_text(encoding="utf-8")
+    """The version that a package states in its ``_version.py``, or in its ``__init__.py``."""
+    files = (folder / package / name for name in ("_version.py", "__init__.py"))
+    text = next(file for file in files if file.exists()).read_text(encoding="utf-8")
     found = re.search(r'^__version__ = "([^"]+)"$', text, flags=re.M)
     if found is None:
         raise ReleaseError(f'{package}: expected a line __version__ = "..." in its __init__.py, found none')

@@ -104,9 +104,8 @@ def ledger(monkeypatch):
     """The entry points that a core of some version finds, by name."""
 
     def load(*entry_points, core="0.1.3"):
-        monkeypatch.setattr(kda_core, "__version__", core)
         monkeypatch.setattr(metadata, "entry_points", lambda: EntryPoints(entry_points))
-        fresh = Registry()
+        fresh = Registry(core=core)
         return {e.name: e for e in fresh.ledger if e.name != "reference"}, fresh
 
     return load

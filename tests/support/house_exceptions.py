@@ -10,21 +10,7 @@ LONG_FUNCTIONS = {
 }
 """Lines of host functions, without their docstrings."""
 
-IN_CYCLES = {
-    "kda_core/__init__.py",
-    "kda_core/api.py",
-    "kda_core/_checked.py",
-    "kda_core/_devices.py",
-    "kda_core/_drafts.py",
-    "kda_core/_eager.py",
-    "kda_core/_explain.py",
-    "kda_core/_ops.py",
-    "kda_core/_plugins.py",
-}
-"""Files that are in a cycle of imports."""
-
 MUTUAL = {
-    ("kda_core/__init__.py", "kda_core/_plugins.py"),
     ("kda_core/_checked.py", "kda_core/testing/call_checks.py"),
     ("kda_core/_checked.py", "kda_core/testing/commit_checks.py"),
     ("kda_core/_cli.py", "kda_core/_commands.py"),
@@ -35,7 +21,6 @@ MUTUAL = {
 PATCHED = {
     "tests/core/test_checked_scope.py: kda_core.testing.call_checks.is_captured",
     "tests/core/test_cli.py: kda_core.testing.verify.checks",
-    "tests/core/test_contract.py: kda_core.__version__",
     "tests/core/test_default_device.py: kda_core._plugins.registry",
     "tests/core/test_profiler.py: kda_core._ranges.call_within_range",
     "tests/core/test_profiler.py: kda_core._ranges.row_name",
