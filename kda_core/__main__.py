@@ -1,6 +1,22 @@
-"""``python -m kda_core``."""
+"""The entry point of the command line, ``kda`` or ``python -m kda_core``; its commands need the extra ``cli``."""
 
-from kda_core._cli import main
+import sys
+
+from kda_core._cli import EXIT_BAD_ARGUMENTS
+
+
+def main() -> None:
+    """Run the command line; exits with status 2 and the command to install when the extra ``cli`` is missing."""
+    try:
+        from kda_core._commands import app
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in ("typer", "rich"):
+            raise
+        print(f'The command line needs {missing}: pip install ".[cli]" in a checkout of kda-core', file=sys.stderr)
+        sys.exit(EXIT_BAD_ARGUMENTS)
+    app(prog_name="kda")
+
 
 if __name__ == "__main__":
     main()

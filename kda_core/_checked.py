@@ -12,10 +12,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from kda_core import _expect, _loaded
+from kda_core._check_settings import DEFAULT_ELEMENTS, CheckSettings
 from kda_core._loaded import Backend
 from kda_core._plugins import registry
 from kda_core._ranges import ROWS
@@ -23,26 +23,6 @@ from kda_core._ranges import ROWS
 COMMIT = "kda_core_commit"
 VARIABLE = "KDA_CHECK"
 DUMP_VARIABLE = "KDA_CHECK_DUMP"
-
-DEFAULT_ELEMENTS = 2**26
-"""At K = V = 128 one head over 4,096 tokens: seconds of a core, and half a gigabyte."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CheckSettings:
-    """Settings of ``checked_calls``.
-
-    Attributes:
-        warn: warn (``CheckWarning``) rather than raise ``CheckFailed``.
-        dump: file that the first call which fails is written to, or None.
-        elements: state elements (tokens times value heads times K times V) that the reference computes for one call;
-            larger calls are compared in a sample.
-    """
-
-    warn: bool = False
-    dump: str | None = None
-    elements: int = DEFAULT_ELEMENTS
-
 
 _lock = threading.Lock()
 _in_force: list[CheckSettings] = []

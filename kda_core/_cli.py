@@ -1,14 +1,10 @@
-"""The command line, ``kda`` or ``python -m kda_core``: its entry point, and the facts that ``info`` shows.
-
-The commands themselves are in ``kda_core._commands``, which needs the extra ``cli``; nothing here does.
-"""
+"""The facts that ``kda info`` shows; nothing here needs the extra ``cli``."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import platform
-import sys
 from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
@@ -36,19 +32,6 @@ ENVIRONMENT_VARIABLES = {
 
 DISTRIBUTIONS = ("kda-core", "torch", "triton", "pluggy", "packaging")
 """Distributions whose versions matter in a bug report."""
-
-
-def main() -> None:
-    """Run the command line; exits with status 2 and the command to install when the extra ``cli`` is missing."""
-    try:
-        from kda_core._commands import app
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing not in ("typer", "rich"):
-            raise
-        print(f'The command line needs {missing}: pip install ".[cli]" in a checkout of kda-core', file=sys.stderr)
-        sys.exit(EXIT_BAD_ARGUMENTS)
-    app(prog_name="kda")
 
 
 def version_of(distribution: str) -> str | None:

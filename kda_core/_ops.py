@@ -24,7 +24,7 @@ from kda_core import _meta, _results, _schemas, _torch_private
 from kda_core._plugins import TRACED, Backend, registry
 from kda_core._schemas import GATE_DIFFERENTIABLE, NAMESPACE, SAVED_NAMES, Schema
 from kda_core._signature import is_plain
-from kda_core.errors import ContractViolation
+from kda_core.errors import NO_DOUBLE_BACKWARD, NO_FORWARD_MODE, ContractViolation
 from kda_core.hookspecs import MAX_SAVED_TENSORS
 from kda_core.reference import DIFFERENTIABLE
 from kda_core.request import BackwardResult, ForwardResult, GateRequest, Op, Request, TensorSpec
@@ -33,14 +33,6 @@ HOOKS: dict[str, tuple[str, str]] = {
     "chunk_kda": ("kda_core_chunk_forward", "kda_core_chunk_backward"),
     "fused_recurrent_kda": ("kda_core_recurrent_forward", "kda_core_recurrent_backward"),
 }
-
-NO_DOUBLE_BACKWARD = (
-    "{op}: double backward is not supported (the backward has no gradient of its own); leave out create_graph=True, "
-    "or detach what the first gradients depend on"
-)
-NO_FORWARD_MODE = (
-    "{op}: forward-mode differentiation is not supported; use reverse mode: torch.func.vjp, or jacrev instead of jacfwd"
-)
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 

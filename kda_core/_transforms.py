@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from kda_core import _schemas
-from kda_core._ops import NO_DOUBLE_BACKWARD, NO_FORWARD_MODE
 from kda_core._schemas import GATE_DIFFERENTIABLE, SAVED_NAMES
 from kda_core._torch_private import in_functionalize, is_tracking_gradient, is_wrapped, outside_of_transforms, unwrapped
+from kda_core.errors import NO_DOUBLE_BACKWARD, NO_FORWARD_MODE
 from kda_core.reference import DIFFERENTIABLE
 
 _PARAMETERS = ("A_log", "dt_bias")

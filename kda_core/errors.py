@@ -55,3 +55,13 @@ class CheckFailed(KdaError, ArithmeticError):
 
 class CheckWarning(RuntimeWarning):
     """The message of ``CheckFailed``, with ``KDA_CHECK=warn``; or a call that could not be checked."""
+
+
+NO_DOUBLE_BACKWARD = (
+    "{op}: double backward is not supported (the backward has no gradient of its own); leave out create_graph=True, "
+    "or detach what the first gradients depend on"
+)
+NO_FORWARD_MODE = (
+    "{op}: forward-mode differentiation is not supported; use reverse mode: torch.func.vjp, or jacrev instead of jacfwd"
+)
+"""Texts of the RuntimeErrors of autograd's unserved modes."""

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 import kda_core
 from kda_core import _cli, _commands, platforms
+from kda_core.__main__ import main
 from kda_core._plugins import registry
 from kda_core.call_plan import CallPlan, PlannedBuffer, PlannedStep
 from kda_core.capabilities import Available, BackendInfo, Capabilities, Feature, Unavailable
@@ -476,7 +477,7 @@ def test_without_the_extra_it_says_which_one_to_install(package, monkeypatch, ca
     monkeypatch.delitem(sys.modules, "kda_core._commands")
     monkeypatch.delattr(kda_core, "_commands")
     with pytest.raises(SystemExit) as stopped:
-        _cli.main()
+        main()
     assert stopped.value.code == 2
     assert 'pip install ".[cli]" in a checkout' in capsys.readouterr().err
 
@@ -486,7 +487,7 @@ def test_an_import_that_fails_for_another_reason_is_not_taken_for_the_extra(monk
     monkeypatch.delitem(sys.modules, "kda_core._commands")
     monkeypatch.delattr(kda_core, "_commands")
     with pytest.raises(ModuleNotFoundError, match="example_call"):
-        _cli.main()
+        main()
 
 
 def test_brackets_in_a_title_are_shown(capsys):

@@ -10,14 +10,6 @@ LONG_FUNCTIONS = {
 }
 """Lines of host functions, without their docstrings."""
 
-MUTUAL = {
-    ("kda_core/_checked.py", "kda_core/testing/call_checks.py"),
-    ("kda_core/_checked.py", "kda_core/testing/commit_checks.py"),
-    ("kda_core/_cli.py", "kda_core/_commands.py"),
-    ("kda_core/_ops.py", "kda_core/_transforms.py"),
-}
-"""Files that import each other, if only inside functions."""
-
 PATCHED = {
     "tests/core/test_checked_scope.py: kda_core.testing.call_checks.is_captured",
     "tests/core/test_cli.py: kda_core.testing.verify.checks",
