@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kda_core.distributed._cells import GRID, Cells, cut_of, moved, on_grid, table
+from kda_core.distributed._exchange import resolve_group
 from kda_core.distributed._layout import Layout, Range, joined, split
 
 LAYOUTS = ("contiguous", "zigzag")
@@ -20,7 +21,7 @@ class ContextParallel:
     """Sequences whose rows lie on several ranks; made by ``build_cp_context``.
 
     Attributes:
-        group: the process group; ``group_name``: its name in torch.
+        group_name: the process group's name in torch.
         rank, size: this rank in the group, and the number of ranks.
         sequences: N, of all ranks.
         batch, rows: B and T of the tensors that this rank passes.
@@ -43,7 +44,7 @@ class ContextParallel:
     """
 
     def __init__(self, group: Any, batch: int, rows: int, sequences: int, gather: bool) -> None:
-        self.group, self.group_name = group, group.group_name
+        self.group_name = group.group_name
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.batch, self.rows, self.sequences, self.gather = batch, rows, sequences, gather
         self.conv1d_kernel_size: int | None = None
@@ -54,6 +55,11 @@ class ContextParallel:
         self.ranges: list[Range] | None = None
         self.given: dict[str, Any] = {}
         self.cells: Cells | None = None
+
+    @property
+    def group(self) -> Any:
+        """The process group, which a context does not keep alive: threads that outlive it may end the interpreter."""
+        return resolve_group(self.group_name)
 
     def fill(
         self, cut: list[tuple], chains: list[tuple], lengths: tuple[int, int], most: int, device: Any,

@@ -13,6 +13,9 @@ from torch import Tensor
 # The newer name, where torch has it: the older one warns there.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+resolve_group: Any = dist.distributed_c10d._resolve_process_group
+"""Private in torch (2.7 to 2.13): a process group by its name, which is a constant of a compiled graph."""
+
 
 def gathered(own: Tensor, group: Any, padded: bool) -> Tensor:
     """What all ranks have, one behind the other along the first dimension; with ``padded`` and one place of zeros."""

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from kda_core.distributed._call import NAMESPACE, _library
 from kda_core.distributed._context import ContextParallel
-from kda_core.distributed._exchange import gathered
-from kda_core.distributed._steps import resolve_group
+from kda_core.distributed._exchange import gathered, resolve_group
 
 
 def conv_halo(x: Tensor, context: ContextParallel) -> Tensor:

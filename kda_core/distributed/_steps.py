@@ -9,12 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kda_core.distributed._exchange import applied, at, scattered
+from kda_core.distributed._exchange import applied, at, resolve_group, scattered
 from kda_core.distributed._halves import Chosen, choose
 from kda_core.request import DATA, ForwardResult, Request, build_request
-
-resolve_group: Any = dist.distributed_c10d._resolve_process_group
-"""Private in torch (2.7 to 2.13): a process group by its name, which is a constant of a compiled graph."""
 
 
 class Shared(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import pytest
 import torch
@@ -42,6 +43,15 @@ def alone():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def test_a_context_does_not_keep_its_group_alive(alone):
+    """A group's threads end with it: one that is left when Python ends may end the process with an abort."""
+    group = dist.group.WORLD
+    before = sys.getrefcount(group)
+    context = build_cp_context(tokens=4)
+    assert context.group is group
+    assert sys.getrefcount(group) == before
 
 
 @pytest.mark.parametrize(
