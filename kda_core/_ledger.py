@@ -43,7 +43,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What a call with ``cp_context`` sends in one collective of its group; every rank passes as much.
+    """One collective of a call with ``cp_context``; every rank passes as much.
 
     Attributes:
         direction: "forward" or "backward".

@@ -130,7 +130,7 @@ def shared(c: ContextParallel) -> Shared:
 def answered(r: Request, answer: Callable[[Request], Any]) -> Any:
     """The answer to a question about the call of this rank's fragments; an explanation also says what is sent.
 
-    What is no context is left to the router.
+    A value that is no context is left to the router.
     """
     if not is_context(r.cp_context):
         return answer(r)
@@ -280,7 +280,7 @@ def _fake_operator(*args: Any) -> tuple[Tensor, ...]:
     matrices = r.q.new_empty(0)
     specs: list[tuple[TensorSpec, ...]] = []
     if r.save_for_backward:
-        # Of each saved tensor those of all parts.
+        # Each saved tensor of all parts, one behind the other.
         specs = [*zip(*(c.halves.saved_spec(c.request) for c in parts), strict=True)]
         if parts and not parts[0].alone:
             slots = (s.dense or 1) if s.grid else s.slots.shape[1]

@@ -99,7 +99,7 @@ def cut_of(fragments: Sequence[Fragment], N: int) -> list[tuple[int, int, int]]:
 
 
 def _edges(slots: Sequence[Sequence[Fragment]], none: int) -> list[tuple[int, int, int, int]]:
-    """Of each slot of a cell the last and the first fragment, and those that need what comes, or ``none``."""
+    """For each slot of a cell: its last and first fragment, and those that need received states, or ``none``."""
     found, at = [], 0
     for cut in slots:
         first, last = at, at + len(cut) - 1

@@ -18,7 +18,7 @@ resolve_group: Any = dist.distributed_c10d._resolve_process_group
 
 
 def gathered(own: Tensor, group: Any, padded: bool) -> Tensor:
-    """What all ranks have, one behind the other along the first dimension; with ``padded`` and one place of zeros."""
+    """The tensors of all ranks along the first dimension; with ``padded`` and one place of zeros."""
     ranks, places = group.size(), own.shape[0]
     every = own.new_empty(ranks * places + padded, *own.shape[1:])
     into = every
@@ -51,7 +51,7 @@ def join(matrices: Tensor, additions: Tensor, received: Tensor, group: Any, padd
     slots, every = own.shape[0], gathered(own, group, padded)
     if not steps:
         return None
-    # Of the farthest slot the additions alone are needed.
+    # The farthest slot needs its additions alone.
     state = every[..., K:].index_select(0, received[0])
     if steps == 1:
         return state

@@ -49,7 +49,7 @@ def transfers(r: Request, s: Shared) -> tuple[Transfer, ...]:
 
 
 def _joined(s: Shared, sent: tuple[Tensor, Tensor], backward: bool) -> Tensor | None:
-    """What comes for the slots; one collective."""
+    """The states that the slots receive; one collective."""
     received = s.slots[4 + s.before :] if backward else s.slots[4 : 4 + s.before]
     return join(*sent, received, s.group, s.padded)
 
@@ -65,7 +65,7 @@ def _aligned(r: Request) -> Request:
 
 
 def _chained(r: Request, s: Shared, sent: list[tuple[Tensor, Tensor]], backward: bool) -> list[Tensor]:
-    """What comes for the slots of each of our cells; one collective, and products in the order of all cells.
+    """The states that the slots of our cells receive; one collective, and products in the order of all cells.
 
     Every rank makes the same products of the same shapes.
     """

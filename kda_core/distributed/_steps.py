@@ -75,7 +75,7 @@ class Shared(NamedTuple):
         return r.q.new_zeros(self.fragments.shape[1] - 1, r.HV, r.K, r.V, dtype=r.compute_dtype)
 
     def of_slots(self, t: Tensor, backward: bool) -> Tensor:
-        """Of values for each fragment those for the fragment that each slot sends."""
+        """The values of the fragment that each slot sends, out of those of all fragments."""
         return t if self.dense else t.index_select(0, self.slots[int(backward)])
 
     def placed(self, r: Request, came: Tensor | None, own: Tensor | None, backward: bool) -> Tensor:
@@ -102,7 +102,7 @@ class Shared(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """What a forward returns: this rank's part, and what the backward needs; ``chosen`` of calls of cells is None."""
+    """A forward's results: this rank's part, and tensors for the backward; ``chosen`` of calls of cells is None."""
 
     result: ForwardResult
     matrices: Tensor
@@ -138,7 +138,7 @@ class ForwardStep:
         self.kept: tuple[Tensor, ...] = ()
 
     def begin(self) -> tuple[Tensor, Tensor]:
-        """What the slots do to a state: matrices and additions, with the given states in them."""
+        """The slots' transitions: matrices and additions, with the given states in them."""
         r, s = self.r, self.s
         every, additions, self.kept = self.chosen.halves.begin(self.chosen.request)
         every = cast(Tensor, every)

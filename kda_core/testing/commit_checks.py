@@ -19,7 +19,7 @@ from kda_core.request import CommitRequest
 from kda_core.testing.call_checks import bit_sum, is_captured
 
 ROUNDINGS = 4
-"""Of a token: decay, product and sum, and one of the record."""
+"""Roundings of a token: decay, product and sum, and one of the record."""
 
 _choice = random.Random(0)
 

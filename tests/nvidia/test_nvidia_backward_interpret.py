@@ -148,7 +148,7 @@ def request(
 def _alike(a, b):
     """The same but for rounding: on some machines NumPy adds up products of transposed blocks in another order.
 
-    What is launched is the same where this is used; on a GPU bits are compared.
+    The launches are the same where this is used; on a GPU bits are compared.
     """
     unit = torch.finfo(b.dtype).eps
     return (a.double() - b.double()).norm() <= unit * b.double().norm()

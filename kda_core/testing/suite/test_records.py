@@ -55,7 +55,7 @@ def _commit(kda: Subject, call: Call, records: Tensor, counts: Tensor, pool: Ten
 
 
 def _states(kda: Subject, call: Call) -> tuple[Tensor, Tensor]:
-    """What today's draft gives: the output, and the states [N, L, ...] after every token."""
+    """The output of a draft with a slot for every token, and the states [N, L, ...] after each."""
     N, T = len(call.lengths()), max(call.lengths())
     results = kda.check(call.written_elsewhere(torch.arange(N * T, dtype=torch.int32).view(N, T), N * T))
     return results["o"], results["pool"].unflatten(0, (N, T))
