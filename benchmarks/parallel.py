@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import kda_core
-from kda_core.distributed import build_cp_context
+from kda_core.distributed import ContextParallel, build_cp_context
 
 SHAPES = {
     "cuda": ("32768x32x128", "131072x32x128", "32768x8x128", "262144x8x128"),
@@ -37,6 +37,8 @@ SHAPES = {
 }
 ROWS = ("q", "k", "v", "g", "beta")
 OPTIONS = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+GRID = 4096
+"""Rows of a cell, at most; of fewer tokens an eighth, so that up to eight ranks have the same bits."""
 HOST_ROWS = 64
 """Rows a rank of the calls that are bound by the host."""
 
@@ -148,10 +150,16 @@ def prefill(function: Function, tensors: dict[str, Tensor], grad: Tensor, **more
 MODES = {"training": training, "prefill": prefill}
 
 
-def own_ways(T: int) -> dict[str, tuple[Function, dict[str, Any]]]:
-    """This library's function with each layout."""
+def own_contexts(T: int) -> dict[str, ContextParallel]:
+    """Contexts of each layout, and of cells, whose bits are those of any number of ranks."""
+    cells = build_cp_context(tokens=T, deterministic_degree=True, grid=min(GRID, T // 8))
     layouts = {"kda_core": "contiguous", "zigzag": "zigzag"}
-    return {n: (kda_core.chunk_kda, {"cp_context": build_cp_context(tokens=T, layout=x)}) for n, x in layouts.items()}
+    return {n: build_cp_context(tokens=T, layout=x) for n, x in layouts.items()} | {"cells": cells}
+
+
+def own_ways(T: int) -> dict[str, tuple[Function, dict[str, Any]]]:
+    """This library's function with each of them."""
+    return {n: (kda_core.chunk_kda, {"cp_context": c}) for n, c in own_contexts(T).items()}
 
 
 def peer_ways(T: int, ranks: Ranks) -> dict[str, tuple[Function, dict[str, Any]]]:
@@ -195,21 +203,38 @@ def measure_whole(T: int, heads: int, K: int, ranks: Ranks) -> None:
         torch.cuda.empty_cache()
 
 
+def digest(t: Tensor, c: ContextParallel | None) -> int:
+    """A number of the bits of all ranks' rows, or of the sum of all ranks' tensors, for comparing numbers of ranks."""
+    if c is None:
+        t = t.clone()
+        dist.all_reduce(t)
+        places = torch.arange(t.numel(), device=t.device)
+    else:
+        rows = torch.cat([torch.arange(a, b, device=t.device) for a, b in c.ranges or ()])
+        width = t[0, 0].numel()
+        places = (rows[:, None] * width + torch.arange(width, device=t.device)).flatten()
+    bits = t.contiguous().view(torch.int16 if t.dtype.itemsize == 2 else torch.int32).flatten().long()
+    found = (bits * (places % 65521 + 1)).sum()
+    if c is not None:
+        dist.all_reduce(found)
+    return int(found)
+
+
 def measure_errors(T: int, heads: int, K: int, ranks: Ranks) -> None:
     """How far the ranks' results are from one device's, and whether they repeat."""
     tensors = draw(T, heads, K, ranks, 0)
     grad = torch.randn(tensors["v"].shape, generator=torch.Generator().manual_seed(1)).to(tensors["v"])
     names = ("o", *tensors)
     whole = dict(zip(names, training(kda_core.chunk_kda, tensors, grad), strict=True))
-    for layout in ("contiguous", "zigzag"):
+    for layout, c in own_contexts(T).items():
         with reported(ranks, f"errors {layout}"):
-            c = build_cp_context(tokens=T, layout=layout)
             local = {n: c.local(t) if n in ROWS else t for n, t in tensors.items()}
             run = functools.partial(training, kda_core.chunk_kda, local, c.local(grad), cp_context=c)
             found, again = run(), run()
             same = all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
-            errors = {}
+            errors, bits = {}, 0
             for n, t in zip(names, found, strict=True):
+                bits += digest(t, c if n in ("o", *ROWS) else None)
                 expected = whole[n]
                 if n in ("o", *ROWS):
                     expected = c.local(expected)
@@ -218,7 +243,7 @@ def measure_errors(T: int, heads: int, K: int, ranks: Ranks) -> None:
                     dist.all_reduce(t)
                 difference = (t.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)
                 errors[n] = ranks.worst(float(difference))
-            text = " ".join(f"{n} {x:.1e}" for n, x in errors.items())
+            text = " ".join(f"{n} {x:.1e}" for n, x in errors.items()) + f"; bits {bits & 0xFFFFFFFF:08x}"
             ranks.add(
                 f"errors beside one device, T={T} heads={heads} {layout}: {text}; repeats {same}",
                 shape=f"T={T} heads={heads} K={K}", mode="errors", way=layout, errors=errors, repeats=same,
