@@ -39,6 +39,8 @@ _root = Path(importlib.util.find_spec("vllm").origin).parent
 sys.modules["vllm.models.glm5next"] = ModuleType("vllm.models.glm5next")
 sys.modules["vllm.models.glm5next"].__path__ = [str(_root / "models" / "glm5next")]
 
+from vllm_layers import SITES, Layer, StateCopies
+
 
 def bound() -> dict[tuple[str, str], object]:
     return {(home, n): getattr(importlib.import_module(home), n) for home, names in NAMES.items() for n in names}
@@ -215,6 +217,127 @@ def test_drafts_start_from_the_last_accepted_token(ours, home):
         close(o[0, 3 * n : 3 * n + 3], out)
         expected[slots[n].long()] = torch.stack(states)
     close(pool, expected)
+
+
+def arguments(name, x, lower_bound):
+    """Gate and beta as a layer's ``_forward`` takes them: Bailing (Ling) computes both before."""
+    return gate(x, lower_bound) if name == "bailing_moe_v3" else (x["g"], x["beta"])
+
+
+def copying(state: Tensor, indices: Tensor, has_initial_state: Tensor) -> Tensor:
+    """vLLM's ``gather_initial_states`` in plain torch."""
+    return torch.where(has_initial_state[:, None, None, None], state[indices], 0)
+
+
+IN_PLACE = [(name, False) for name in SITES if name != "bailing_moe_v3"]
+
+
+@pytest.mark.parametrize(("name", "copies"), [*IN_PLACE, *((name, True) for name in SITES)])
+def test_prompts_of_a_layer_stay_in_the_pool(ours, monkeypatch, name, copies):
+    """A new request whose slot holds NaN, and one that goes on; vLLM's copies, where they are put back, are found.
+
+    Bailing (Ling) copies always: its code indexes the pool, and calls no function that could be replaced.
+    """
+    x, slots = draw(40), torch.tensor([4, 2], dtype=torch.int32)
+    pool = x["pool"].clone()
+    pool[[0, 4]] = torch.nan
+    layer = Layer(name, x, -5.0, pool, monkeypatch)
+    if copies and name != "bailing_moe_v3":
+        monkeypatch.setattr(layer.site, "gather_initial_states", copying)
+        monkeypatch.setattr(
+            layer.site, "scatter_states", lambda pool, rows, at: pool.index_put_((at,), rows), raising=False
+        )
+    with StateCopies(pool, monkeypatch) as counted:
+        o = layer(
+            *arguments(name, x, -5.0), monkeypatch, num_prefills=2, num_prefill_tokens=40,
+            has_initial_state=torch.tensor([False, True]), non_spec_state_indices_tensor=slots,
+            non_spec_query_start_loc=torch.tensor([0, 17, 40], dtype=torch.int32),
+        )  # fmt: skip
+    assert (counted.bytes > 0) == copies
+    assert copies or [p is pool for p in counted.pools] == [True]
+    decays, beta = gate(x, -5.0)
+    expected = x["pool"].clone()
+    for rows, start, slot in [(slice(0, 17), torch.zeros(H, D, D), 4), (slice(17, 40), x["pool"][2], 2)]:
+        own, states = recur(x, decays, beta, rows, start)
+        close(o[0, rows], own)
+        expected[slot] = states[-1]
+    close(pool[1:], expected[1:])
+    assert pool[0].isnan().all()
+
+
+@pytest.mark.parametrize("name", SITES)
+def test_steps_and_drafts_of_a_layer_stay_in_the_pool(ours, monkeypatch, name):
+    x = draw(6)
+    pool = x["pool"].clone()
+    decays, beta = gate(x, -5.0)
+    given = *arguments(name, x, -5.0), monkeypatch
+    layer = Layer(name, x, -5.0, pool, monkeypatch)
+    with StateCopies(pool, monkeypatch) as counted:
+        o = layer(
+            *given, num_decodes=6, num_decode_tokens=6, non_spec_query_start_loc=torch.arange(7, dtype=torch.int32),
+            non_spec_state_indices_tensor=torch.tensor([3, 8, 1, 5, 2, 0], dtype=torch.int32),
+        )  # fmt: skip
+    expect_steps(x, decays, beta, o, pool, [3, 8, 1, 5, 2, 0])
+    pool.copy_(x["pool"])
+    slots = torch.tensor([[1, 2, 3], [4, 5, 6]], dtype=torch.int32)
+    with counted:
+        o = layer(
+            *given, num_spec_decodes=2, num_spec_decode_tokens=6, spec_state_indices_tensor=slots,
+            spec_query_start_loc=torch.tensor([0, 3, 6], dtype=torch.int32), spec_token_indx=torch.arange(6),
+            non_spec_token_indx=torch.arange(0), spec_sequence_masks=torch.tensor([True, True]),
+            num_accepted_tokens=torch.tensor([2, 1], dtype=torch.int32),
+        )  # fmt: skip
+    for n, first in enumerate([2, 4]):
+        own, states = recur(x, decays, beta, slice(3 * n, 3 * n + 3), x["pool"][first])
+        close(o[0, 3 * n : 3 * n + 3], own)
+        close(pool[slots[n].long()], torch.stack(states))
+    assert counted.bytes == 0
+    assert all(p.data_ptr() == pool.data_ptr() for p in counted.pools)
+    assert len(counted.pools) == 2
+
+
+def test_prompts_on_amd_gpus_stay_in_the_pool(monkeypatch):
+    """ROCm's layer goes through ``chunk_kda_prefill``, which takes the function and the gather by name."""
+    from vllm.models.kimi_k3.amd.ops.kda_prefill import chunk_kda_prefill
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "is_rocm", lambda self: True)
+    assert kda_core_vllm.install("kimi_k3")
+    x, out = draw(20), torch.empty(1, 20, H, D)
+    pool = x["pool"].clone()
+    with StateCopies(pool, monkeypatch) as counted:
+        chunk_kda_prefill(
+            x["q"], x["k"], x["v"], x["g"], x["beta"], x["A_log"], x["bias"], lower_bound=-5.0, state_cache=pool,
+            state_indices=torch.tensor([3]), has_initial_state=torch.tensor([True]), out=out,
+            use_qk_l2norm_in_kernel=True, cu_seqlens=torch.tensor([0, 20], dtype=torch.int32),
+            chunk_indices=torch.zeros(1, 2), chunk_offsets=torch.zeros(2),
+        )  # fmt: skip
+    own, states = recur(x, *gate(x, -5.0), slice(0, 20), x["pool"][3])
+    close(out[0], own)
+    close(pool[3], states[-1])
+    assert counted.bytes == 0
+
+
+def test_others_find_copies_where_kda_core_finds_the_pool(ours, monkeypatch):
+    """Kernels of vLLM that kda_core does not replace gather the states, once, and what is written stays where it is."""
+    home = importlib.import_module("vllm.model_executor.layers.mamba.ops.gather_initial_states")
+    gathers, pool = [], torch.randn(SLOTS, H, D, D)
+    stock = lambda *place: gathers.append(1) or copying(*place)  # noqa: E731
+    kda_core_vllm.uninstall()
+    monkeypatch.setattr(home, "gather_initial_states", stock)
+    kda_core_vllm.install()
+    slots = torch.tensor([3, 5])
+    rows = home.gather_initial_states(pool, slots, torch.tensor([True, False]))
+    assert gathers == []
+    assert rows.contiguous()[0].equal(pool[3])
+    assert rows.shape == (2, H, D, D)
+    assert gathers == [1]
+    written, before = kda_core_vllm.Written(pool), pool.clone()
+    pool[slots] = written.to(torch.bfloat16)
+    assert pool.equal(before)
+    for wrong in (lambda: pool.clone().__setitem__(slots, written), lambda: torch.add(pool, written)):
+        with pytest.raises(TypeError, match="they cannot be used elsewhere"):
+            wrong()
 
 
 def test_a_pool_that_is_not_advanced_in_place_is_refused(ours):

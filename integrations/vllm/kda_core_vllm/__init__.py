@@ -1,38 +1,116 @@
 """vLLM on kda_core: ``kda_core_vllm.install()``; ``uninstall()`` takes it back.
 
-vLLM runs ``install`` itself in each of its processes, as a plugin of the group ``vllm.general_plugins``; calling it is
-needed only where plugins are switched off. It binds anew the functions of vLLM's own Triton kernels, which its models
-call with ``--kda-prefill-backend triton --kda-decode-backend triton``. ``KDA_VLLM=0`` switches it off, and
-``KDA_VLLM=kimi_k3,glm5next`` names the models.
+vLLM runs ``install`` itself in each process, as a plugin of the group ``vllm.general_plugins``. It replaces the Triton
+kernels that models run with ``--kda-prefill-backend triton --kda-decode-backend triton``. ``KDA_VLLM=0`` switches it
+off, ``KDA_VLLM=kimi_k3,glm5next`` names models. States stay in vLLM's pool, V first; slots of 0 and below are padding.
 """
-
-from __future__ import annotations
 
 import importlib
 import os
 import sys
-from types import ModuleType
+from functools import cache, partial, update_wrapper, wraps
+from inspect import signature
 
-from kda_core.errors import UnsupportedStack
+from torch import Tensor
+
+import kda_core
 from kda_core.integrations import admit
 
 __version__ = "0.1.0"
 
-MODELS = ("kimi_k3", "bailing_moe_v3", "glm5next")
-"""Kimi-K3 and Kimi-Linear, Bailing (Ling), GLM-5."""
+RENAMED = {"raw_g": "g", "raw_beta": "beta", "g_bias": "dt_bias", "a_log": "A_log"}
+RENAMED |= {"compute_gate": "use_gate_in_kernel", "sigmoid_beta": "use_beta_sigmoid_in_kernel"}
+HINTS = ("chunk_indices", "chunk_offsets", "uniform_sequence_length", "fuse_gate")  # they change no result
+_stock: dict = {}
 
-USUAL = MODELS[:2]
-"""Models that are served when none is named: importing the kernels of glm5next imports the model, too."""
 
-USERS = (
-    "vllm.models.kimi_k3.amd.kda",
-    "vllm.models.kimi_k3.amd.ops.kda_prefill",
-    "vllm.models.glm5next.common.kda",
-    "vllm.model_executor.models.bailing_moe_v3",
-)
-"""Modules that take the functions by name when they are imported; the others look for them at each call."""
+class Rows:
+    """A prompt's states ``state[indices]``: kda_core reads them in the pool, and others get vLLM's copy of them."""
 
-_stock: dict[tuple[ModuleType, str], object] = {}
+    def __init__(self, gather, state, indices, has_initial_state):
+        self.pool, self.slots, self.has_initial_state = state, indices, has_initial_state
+        self.gathered = cache(partial(gather, state, indices, has_initial_state))
+
+    def __getattr__(self, name):
+        return getattr(self.gathered(), name)
+
+
+class Written:
+    """States that kda_core has written to the pool: vLLM's ``pool[slots] = states`` has nothing left to do."""
+
+    def __init__(self, pool):
+        self.pool = pool
+
+    to = lambda self, dtype: self  # noqa: E731
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is not Tensor.__setitem__ or args[2].pool is not args[0]:
+            raise TypeError("kda_core wrote these states to vLLM's pool: they cannot be used elsewhere")
+
+
+def scatter_states(stock):
+    scatter = lambda state, src, *rest: getattr(src, "pool", None) is state or stock(state, src, *rest)  # noqa: E731
+    return update_wrapper(scatter, stock, ("register_warmup",), ())
+
+
+def serve(operator, stock):
+    """A function with the arguments and defaults of vLLM's, and an operator inside."""
+    names = [name for name, p in signature(stock).parameters.items() if p.kind is not p.VAR_KEYWORD]
+    defaults = {name: p.default for name, p in signature(stock).parameters.items() if p.default is not p.empty}
+    # A raw argument has no switch beside it, nor has a norm of q and k that is always applied.
+    fixed = {"use_gate_in_kernel": "raw_g" in names, "use_beta_sigmoid_in_kernel": "raw_beta" in names}
+    fixed["use_qk_l2norm_in_kernel"] = "use_qk_l2norm_in_kernel" not in names
+
+    @wraps(stock)
+    def function(*args, **kwargs):
+        given = defaults | dict(zip(names, args)) | kwargs  # noqa: B905 - some come by name
+        given = fixed | {RENAMED.get(name, name): x for name, x in given.items() if name not in HINTS}
+        bound = given.pop("lower_bound", None) if given.pop("safe_gate", given["use_gate_in_kernel"]) else None
+        return operator(**given | {"lower_bound": bound, "safe_gate": bound is not None, "state_v_first": True})
+
+    return function
+
+
+def prefill(initial_state=None, output_final_state=False, **given):
+    if not isinstance(initial_state, Rows):
+        return kda_core.chunk_kda(initial_state=initial_state, output_final_state=output_final_state, **given)
+    given |= {"ssm_state_indices": initial_state.slots, "has_initial_state": initial_state.has_initial_state}
+    o, _ = kda_core.chunk_kda(initial_state=initial_state.pool, pad_slot_id=0, update_state=output_final_state, **given)
+    return o, Written(initial_state.pool)
+
+
+def decode(q, initial_state, ssm_state_indices, cu_seqlens=None, num_accepted_tokens=None, **given):
+    if not given.pop("inplace_final_state", True):
+        raise ValueError("inplace_final_state: expected True, kda_core advances a pool in place only")
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    o, _ = kda_core.fused_recurrent_kda(
+        q, initial_state=initial_state, cu_seqlens=cu_seqlens, ssm_state_indices=ssm_state_indices[:N], pad_slot_id=0,
+        num_accepted_tokens=None if num_accepted_tokens is None else num_accepted_tokens[:N], **given,
+    )  # fmt: skip
+    return o, initial_state
+
+
+def packed_decode(mixed_qkv, g, beta, initial_state, state_indices, out=None, **given):
+    _, H, V, K = initial_state.shape
+    q, k, v = (x.unflatten(-1, (H, -1)).unsqueeze(1) for x in mixed_qkv.split([H * K, H * K, H * V], -1))
+    out = mixed_qkv.new_empty(1, len(q), H, V) if out is None else out
+    given |= {"g": g.transpose(0, 1), "beta": beta.transpose(0, 1), "out": out.transpose(0, 1)}
+    decode(q, initial_state, state_indices, k=k, v=v, **given)
+    return out, initial_state
+
+
+CHUNK, STEP, PACKED = (partial(serve, operator) for operator in (prefill, decode, packed_decode))
+GLM = {"chunk_kda_with_fused_gate": CHUNK, "fused_recurrent_kda": STEP}
+MODELS = {  # Kimi-K3 and Kimi-Linear; Bailing (Ling); GLM-5, on demand: importing its kernels imports its whole model
+    "kimi_k3": ("models.kimi_k3.{}.ops.third_party.kda", GLM | {"fused_recurrent_kda_packed_decode": PACKED}),
+    "bailing_moe_v3": ("third_party.flash_linear_attention.ops.kda",
+                       {"chunk_kda": CHUNK, "fused_recurrent_kda": STEP, "fused_recurrent_kda_fwd": STEP}),
+    "glm5next": ("models.glm5next.{}.ops.third_party.kda", GLM),
+}  # fmt: skip
+COPY = "model_executor.layers.mamba.ops"
+COPIES = [(f"{COPY}.gather_initial_states", {"gather_initial_states": lambda stock: partial(Rows, stock)}),
+          (f"{COPY}.scatter_states", {"scatter_states": scatter_states})]  # fmt: skip
 
 
 def install(*models: str) -> bool:
@@ -49,23 +127,19 @@ def install(*models: str) -> bool:
     """
     if not admit("vllm"):
         return False
-    models = models or tuple(filter(None, os.environ.get("KDA_VLLM", "").split(","))) or USUAL
-    for name in models:
-        if name not in MODELS:
-            raise UnsupportedStack(f"vllm: model {name!r} is not served; take {', '.join(MODELS)}")
+    models = models or tuple(filter(None, os.environ.get("KDA_VLLM", "").split(","))) or tuple(MODELS)[:2]
+    if unknown := [name for name in models if name not in MODELS]:
+        raise kda_core.errors.UnsupportedStack(f"vllm: model {unknown[0]!r} is not served; take {', '.join(MODELS)}")
     from vllm.platforms import current_platform
 
-    from kda_core_vllm.operators import FUNCTIONS
-
+    places = [*map(MODELS.get, models), *COPIES]
     vendor = "amd" if current_platform.is_rocm() else "nvidia"
-    homes = [(importlib.import_module(FUNCTIONS[name][0].format(vendor=vendor)), FUNCTIONS[name][1]) for name in models]
-    for home, functions in homes:
-        for name, function in functions.items():
-            stock = getattr(home, name)
-            for module in (home, *filter(None, map(sys.modules.get, USERS))):
-                if stock is not function and module.__dict__.get(name) is stock:
-                    _stock[module, name] = stock
-                    setattr(module, name, function)
+    for home, makers in [(importlib.import_module("vllm." + home.format(vendor)), makers) for home, makers in places]:
+        for name, stock in [(name, getattr(home, name)) for name in makers if (home, name) not in _stock]:
+            function = makers[name](stock)
+            for module in [m for m in list(sys.modules.values()) if getattr(m, "__dict__", {}).get(name) is stock]:
+                _stock[module, name] = stock
+                setattr(module, name, function)
     return True
 
 
