@@ -31,7 +31,9 @@ from kda_core.reference import ReferenceBackend
 from kda_core.request import ForwardResult, Request
 
 ORACLES = ReferenceBackend().kda_core_backend().capabilities.features
-NO_BACKWARD = {Feature.BACKWARD, Feature.RECURRENT_BACKWARD, Feature.GATE_BACKWARD, Feature.STATE_GRADIENT}
+LEFT_OUT = {
+    Feature.BACKWARD, Feature.RECURRENT_BACKWARD, Feature.GATE_BACKWARD, Feature.STATE_GRADIENT, Feature.DRAFT_RECORDS,
+}  # fmt: skip
 PLAINEST = "chunk_kda, no option"
 
 # The child imports torch, then times the import of kda_core, in wall and in processor time.
@@ -53,7 +55,7 @@ class NullBackend:
     @hookimpl
     def kda_core_backend(self) -> BackendInfo:
         # Every feature of this core: the benchmark always comes with its core.
-        capabilities = Capabilities(ORACLES - NO_BACKWARD, frozenset({torch.float32, torch.bfloat16}))
+        capabilities = Capabilities(ORACLES - LEFT_OUT, frozenset({torch.float32, torch.bfloat16}))
         return BackendInfo("null", "1.0", SpecifierSet("~=1.0"), ("cpu",), 1_000_000, capabilities)
 
     @hookimpl
