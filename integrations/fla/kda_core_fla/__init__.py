@@ -1,8 +1,8 @@
 """flash-linear-attention on kda_core: ``kda_core_fla.install()``; ``uninstall()`` takes it back.
 
-fla asks its registries of backends at every call. kda_core stands before fla's own backends on every device. A call
-that it refuses goes on to fla, with the reason in fla's log. On a CPU fla's Triton kernels cannot run: kda_core's own
-error comes through instead, and plain torch serves what stands around the operator. ``KDA_FLA=0`` switches it off.
+fla's registries ask kda_core first, at every call and on every device. A call that it refuses goes on to fla, with the
+reason in fla's log; on CPUs, where fla's Triton kernels cannot run, its error comes through. ``KDA_FLA=0`` switches it
+off.
 """
 
 import os
@@ -29,12 +29,12 @@ def install() -> bool:
         raise UnsupportedStack("fla: FLA_DISABLE_BACKEND_DISPATCH=1 closes its registries: start Python without it")
     from fla import backends
 
-    from kda_core_fla import cpu, operators
+    from kda_core_fla.backend import ON_CPUS, KdaCore, chunk
 
-    for entry_point in (operators.chunk_kda, "kda"):
-        backends.register(entry_point)(operators.KdaCore)
-    for entry_point, implementation in cpu.IMPLEMENTATIONS.items():
-        backends.register(entry_point, backend=cpu.Torch)(implementation)
+    for entry_point in (chunk.chunk_kda, "kda"):
+        backends.register(entry_point)(KdaCore)
+    for entry_point, implementation in ON_CPUS.items():
+        backends.register(entry_point, backend=KdaCore)(implementation)
     return True
 
 
@@ -42,5 +42,4 @@ def uninstall() -> None:
     """Take kda_core out of fla's registries, which have no public way to do it."""
     if backends := sys.modules.get("fla.backends"):
         for registry in (*backends._function_registries.values(), *backends._operation_registries.values()):
-            for name in ("kda_core", "kda_core_torch"):
-                registry._backends.pop(name, None)
+            registry._backends.pop("kda_core", None)
