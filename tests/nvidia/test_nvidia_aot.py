@@ -28,7 +28,7 @@ KERNELS = {
     "blocks_recurrence", "gate_forward_kernel", "gate_backward_kernel", "transitions_kernel",
     "reverse_transitions_kernel", "join_kernel", "chain_kernel", "bounds_kernel",
     "convolution_forward_kernel", "convolution_backward_kernel",
-    "norm_forward_kernel", "norm_backward_kernel", "convolution_step_kernel", "norm_step_kernel",
+    "norm_forward_kernel", "norm_backward_kernel", "convolution_step_kernel", "norm_step_kernel", "commit_kernel",
 }  # fmt: skip
 HOPPER = {
     "gradients_hopper", "gradients_hopper_persistent", "join_hopper", "prepare_hopper", "recurrence_hopper",
@@ -48,7 +48,7 @@ def test_every_kernel_is_compiled(arch: int):
 def test_fusion_is_stated(arch: int):
     """Triton's defaults differ from version to version, and bits of results with it."""
     stated = {job.launch.name: TOOL.source(job)[1].get("enable_fp_fusion") for job in TOOL.shipped(str(arch))}
-    exact = {"recurrent", "recurrent_step", "blocks_prepare", "blocks_recurrence"}
+    exact = {"recurrent", "recurrent_step", "blocks_prepare", "blocks_recurrence", "commit_kernel"}
     assert stated == {name: name not in exact for name in stated}
 
 
