@@ -247,7 +247,7 @@ def test_prompts_of_a_layer_stay_in_the_pool(ours, monkeypatch, name, copies):
         monkeypatch.setattr(
             layer.site, "scatter_states", lambda pool, rows, at: pool.index_put_((at,), rows), raising=False
         )
-    with StateCopies(pool, monkeypatch) as counted:
+    with StateCopies(pool) as counted:
         o = layer(
             *arguments(name, x, -5.0), monkeypatch, num_prefills=2, num_prefill_tokens=40,
             has_initial_state=torch.tensor([False, True]), non_spec_state_indices_tensor=slots,
@@ -272,7 +272,7 @@ def test_steps_and_drafts_of_a_layer_stay_in_the_pool(ours, monkeypatch, name):
     decays, beta = gate(x, -5.0)
     given = *arguments(name, x, -5.0), monkeypatch
     layer = Layer(name, x, -5.0, pool, monkeypatch)
-    with StateCopies(pool, monkeypatch) as counted:
+    with StateCopies(pool) as counted:
         o = layer(
             *given, num_decodes=6, num_decode_tokens=6, non_spec_query_start_loc=torch.arange(7, dtype=torch.int32),
             non_spec_state_indices_tensor=torch.tensor([3, 8, 1, 5, 2, 0], dtype=torch.int32),
@@ -305,7 +305,7 @@ def test_prompts_on_amd_gpus_stay_in_the_pool(monkeypatch):
     assert kda_core_vllm.install("kimi_k3")
     x, out = draw(20), torch.empty(1, 20, H, D)
     pool = x["pool"].clone()
-    with StateCopies(pool, monkeypatch) as counted:
+    with StateCopies(pool) as counted:
         chunk_kda_prefill(
             x["q"], x["k"], x["v"], x["g"], x["beta"], x["A_log"], x["bias"], lower_bound=-5.0, state_cache=pool,
             state_indices=torch.tensor([3]), has_initial_state=torch.tensor([True]), out=out,

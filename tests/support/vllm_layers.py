@@ -6,6 +6,7 @@ Doubles stand for vLLM's other kernels, which need a GPU: convolutions and gated
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import torch
@@ -15,7 +16,9 @@ from torch.utils._pytree import tree_leaves
 from vllm.models.kimi_k3.nvidia.kda_metadata import KimiK3KDAMetadata
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
-import kda_core
+from kda_core._plugins import registry
+from kda_core.hookspecs import hookimpl
+from kda_core.request import Request
 
 SITES = {
     "kimi": ("vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn", "KimiGatedDeltaNetAttention"),
@@ -77,29 +80,37 @@ class Layer:
 
 
 class StateCopies(TorchDispatchMode):
-    """Counts the bytes of states that are written by anything but kda_core: rows of a pool, or new tensors of its rows.
+    """Counts the bytes of states that anything but a backend writes: rows of a pool, or new tensors of its rows.
 
     Attributes:
-        bytes: found so far. pools: what kda_core was given as initial states.
+        bytes: found so far. pools: what backends were given as initial states.
     """
 
-    def __init__(self, pool: Tensor, monkeypatch) -> None:
+    def __init__(self, pool: Tensor) -> None:
         super().__init__()
         self.row, self.storage = pool.shape[1:], pool.untyped_storage().data_ptr()
         self.bytes, self.pools, self.inside = 0, [], False
-        for name in ("chunk_kda", "fused_recurrent_kda"):
-            monkeypatch.setattr(kda_core, name, self._watched(getattr(kda_core, name)))
 
-    def _watched(self, function):
-        def call(*args, initial_state, **kwargs):
-            self.pools.append(initial_state)
-            self.inside = True
-            try:
-                return function(*args, initial_state=initial_state, **kwargs)
-            finally:
-                self.inside = False
+    def __enter__(self) -> StateCopies:
+        registry.add_wrapper(self)
+        return super().__enter__()
 
-        return call
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        registry.remove_wrapper(self)
+
+    @hookimpl(wrapper=True)
+    def kda_core_chunk_forward(self, request: Request) -> Iterator[None]:
+        self.pools.append(request.initial_state)
+        self.inside = True
+        try:
+            return (yield)
+        finally:
+            self.inside = False
+
+    @hookimpl(wrapper=True)
+    def kda_core_recurrent_forward(self, request: Request) -> Iterator[None]:
+        return (yield from self.kda_core_chunk_forward(request))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
