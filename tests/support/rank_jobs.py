@@ -260,11 +260,15 @@ def fsdp_step(
     for layer in layers:
         y = y + layer(y, cp_context=c)
     y.backward(c.local(grad).to(y.dtype))
+    # FSDP takes the mean of ranks; torch 2.7's takes the sum on gloo.
+    probe = fully_shard(torch.nn.Linear(1, 1, bias=False), mesh=mesh)
+    probe(torch.ones(1, 1)).backward()
+    ranks = group.size() / float(probe.weight.grad.full_tensor())
     found = {"o": y.detach(), "dq": leaf.grad, "ranges": c.ranges}
     for i, layer in enumerate(layers):
         for name, p in layer.named_parameters():
-            # FSDP takes the mean; every rank then has the whole, of which the first one's counts.
-            whole = p.grad.full_tensor() * group.size()
+            # Every rank has the whole, of which the first one's counts.
+            whole = p.grad.full_tensor() * ranks
             found[f"d {i} {name.replace('_checkpoint_wrapped_module.', '')}"] = (
                 whole if rank == 0 else torch.zeros_like(whole)
             )
