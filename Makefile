@@ -137,7 +137,7 @@ $(STAMPS)/docs $(STAMPS)/release: $(STAMPS)/%: requirements/%.txt $(CONSTRAINTS)
 	@touch $@
 
 # Adapters for other stacks: each with the oldest and newest version of the stack, in an environment of its own.
-STACKS := fla-0.6.0 transformers-5.18.0 transformers-5.24.0 kernels-0.17.2
+STACKS := fla-0.6.0 transformers-5.18.0 transformers-5.24.0 kernels-0.17.2 torchtitan-0.3.0
 LARGE_STACKS := vllm-0.33.0 sglang-0.5.23
 STACK_OF = $(firstword $(subst -, ,$(1)))
 PACKAGES_fla := flash-linear-attention triton
@@ -145,14 +145,17 @@ PACKAGES_transformers := transformers
 PACKAGES_kernels := kernels transformers
 PACKAGES_vllm := transformers triton
 PACKAGES_sglang := transformers triton
+PACKAGES_torchtitan := einops numpy triton
 PINNED_fla := fla-core|flash-linear-attention
 PINNED_transformers := transformers
 PINNED_kernels := kernels
 PINNED_vllm := vllm
 PINNED_sglang := sglang
+PINNED_torchtitan := torchtitan
 # Installed without the packages that they require.
 ALONE_vllm := -r requirements/stack-servers.txt vllm==0.33.0
 ALONE_sglang := -r requirements/stack-servers.txt sglang==0.5.23
+ALONE_torchtitan := -r requirements/stack-torchtitan.txt torchtitan==0.3.0
 ADAPTERS := $(notdir $(patsubst %/pyproject.toml,%,$(wildcard integrations/*/pyproject.toml)))
 STACK_ENVIRONMENTS := build/integrations
 $(foreach a,$(ADAPTERS),$(eval $(call WHEEL_RULE,$(a),integrations/$(a),$(call SOURCE_FILES,integrations/$(a)))))

@@ -34,6 +34,7 @@ NOT_RUN = {
     "docs/index.md": 1,
     "docs/integrations/fla.md": 1,
     "docs/integrations/sglang.md": 1,
+    "docs/integrations/torchtitan.md": 1,
     "docs/integrations/transformers.md": 1,
     "docs/integrations/vllm.md": 1,
     "docs/notes/amd.md": 3,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 
 import pages
+import pytest
+import torch
 
 import kda_core
 from kda_core.capabilities import Feature
@@ -29,6 +31,33 @@ def test_the_first_screen_has_three_figures_and_a_plot():
 def test_the_example_has_at_most_fifteen_lines():
     (block,) = pages.blocks("README.md", "python")
     assert len([line for line in block.text.splitlines() if line.strip()]) <= 15
+
+
+STACKS = {
+    "fla": "kda_core_fla.install()",
+    "transformers": "kda_core_transformers.install()",
+    "vllm": "kda_core_vllm.install()",
+    "sglang": "kda_core_sglang.install()",
+    "torchtitan": "--override.imports kda_core_torchtitan.kimi_linear",
+}
+"""How the line of each stack ends; tests/integrations runs it, from the README and from the stack's page."""
+
+
+def test_every_stack_has_one_line_that_its_page_begins_with():
+    rows = pages.table_rows(pages.section("README.md", "In your stack"))
+    found = {re.search(r"integrations/(\w+)\.md", name)[1]: line for name, line in rows[:-1]}
+    assert found.keys() == STACKS.keys()
+    for stack, line in found.items():
+        assert line.removesuffix("`").endswith(STACKS[stack])
+        assert pages.read(f"docs/integrations/{stack}.md").splitlines()[2] == line
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/layer.md"])
+def test_the_line_of_the_layer(page):
+    (line,) = set(re.findall(r"`(from kda_core\.nn import KimiDeltaAttention; layer = .*?)`", pages.read(page)))
+    names: dict = {}
+    exec(line, names)
+    assert names["layer"](torch.randn(2, 10, 256)).shape == (2, 10, 256)
 
 
 def test_the_feature_table_agrees_with_what_the_backends_declare():

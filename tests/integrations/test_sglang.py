@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
 
 import installed
 import pages
@@ -15,6 +19,7 @@ installed.need_backend("cpu")
 installed.need_package("kda_core_sglang", "./integrations/sglang")
 
 import kda_core_sglang
+import sglang
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from kda_core.errors import UnsupportedStack
@@ -78,6 +83,28 @@ def test_the_class_is_replaced_and_given_back():
     assert home.TritonKDAKernel is STOCK[0]
     assert kda_core_sglang.install()
     assert home.TritonKDAKernel is not STOCK[0]
+
+
+@pytest.mark.parametrize("user", ["layers.attention.linear.kda_backend", "models.glm5_next", "models.bailing_moe_v3"])
+def test_a_module_that_took_the_class_by_name_is_bound_anew(user, monkeypatch):
+    """Modules of these names that stand for SGLang's own: those import packages of a GPU server."""
+    module = ModuleType(f"sglang.srt.{user}")
+    module.TritonKDAKernel = STOCK[0]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert kda_core_sglang.install()
+    assert module.TritonKDAKernel is home.TritonKDAKernel is not STOCK[0]
+    kda_core_sglang.uninstall()
+    assert module.TritonKDAKernel is STOCK[0]
+
+
+@pytest.mark.parametrize("model", ["kimi_linear", "glm5_next", "bailing_moe_v3"])
+def test_models_reach_the_kernels_through_the_class_alone(model):
+    """None imports a kernel for KDA, only norms: each goes to the backend, which makes objects of the class."""
+    tree = ast.parse((Path(sglang.__file__).parent / "srt" / "models" / f"{model}.py").read_text(encoding="utf-8"))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    names = {alias.name for node in imports for alias in node.names if "ops.attention" in node.module}
+    assert {"RadixLinearAttention", "KimiDeltaAttention"} & {alias.name for node in imports for alias in node.names}
+    assert not any("kda" in name or "recurrent" in name or "chunk" in name for name in names)
 
 
 @pytest.mark.parametrize("lower_bound", [None, -5.0])

@@ -20,7 +20,7 @@ def tree(tmp_path: Path) -> Path:
 
 
 def test_this_checkout_has_one_version():
-    backends, adapters = ("cpu", "nvidia", "amd"), ("fla", "transformers", "vllm", "sglang")
+    backends, adapters = ("cpu", "nvidia", "amd"), ("fla", "transformers", "vllm", "sglang", "torchtitan")
     assert set(release.packages()) == {"kda_core", *(f"kda_core_{name}" for name in (*backends, *adapters))}
     assert release.common_version()
 
