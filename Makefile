@@ -137,8 +137,8 @@ $(STAMPS)/docs $(STAMPS)/release: $(STAMPS)/%: requirements/%.txt $(CONSTRAINTS)
 	@touch $@
 
 # Adapters for other stacks: each with the oldest and newest version of the stack, in an environment of its own.
-STACKS := fla-0.6.0 transformers-5.18.0 transformers-5.24.0 kernels-0.17.2 torchtitan-0.3.0
-LARGE_STACKS := vllm-0.33.0 sglang-0.5.23
+STACKS := fla-0.6.0 transformers-5.18.0 transformers-5.24.0 kernels-0.17.2
+LARGE_STACKS := torchtitan-0.3.0 vllm-0.33.0 sglang-0.5.23
 STACK_OF = $(firstword $(subst -, ,$(1)))
 PACKAGES_fla := flash-linear-attention triton
 PACKAGES_transformers := transformers
