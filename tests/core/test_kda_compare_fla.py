@@ -77,6 +77,9 @@ ADDED = {
     "checkpoint_pool": "a pool of states, which fla has not in its public call",
     "intermediate_states_dtype": "fla stores them in the dtype of k",
     "final_state_pool": "a pool of states, which fla has not in its public call",
+    "records": "drafts over a pool of states, which fla has not in its public call",
+    "commit": "drafts over a pool of states, which fla has not in its public call",
+    "num_committed": "drafts over a pool of states, which fla has not in its public call",
 }
 LEFT_OUT = {
     "kwargs": "every parameter is named; an unknown one raises TypeError where fla would swallow it",

@@ -194,6 +194,7 @@ def test_values_out_of_range_where_nothing_reads_them(kda, lengths):
 def test_records_of_what_has_no_room_are_refused(kda):
     """Another shape or dtype, final states that nobody computes, and no pool; nothing is written."""
     call = _draft(kda, _indices(4, 0, 2)).recorded()
+    kda.run(call)
     tensors = {n: t.to(kda.device) for n, t in call.tensors.items()}
     records = tensors["records"]
     wrong = [
