@@ -68,9 +68,7 @@ def run_checked(
         CheckFailed: unless the settings say to warn.
         ValueError: index tensors on a device hold values that are refused on the CPU.
     """
-    if is_captured(request.device):
-        message = f"{request.op} on {backend.info.name!r} was not checked: the stream is being captured into a graph"
-        warnings.warn(message, CheckWarning, stacklevel=2)
+    if left_unchecked(backend, request):
         return caller(request=request)
     if isinstance(request, GateRequest) and not request.g.numel():
         return caller(request=request)
@@ -94,6 +92,15 @@ def run_checked(
 def is_captured(device: torch.device) -> bool:
     """Whether a graph is being captured; values cannot be read then."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def left_unchecked(backend: Backend, request: AnyRequest) -> bool:
+    """Whether a call cannot be checked because it is captured; it warns then."""
+    captured = is_captured(request.device)
+    if captured:
+        message = f"{request.op} on {backend.info.name!r} was not checked: the stream is being captured into a graph"
+        warnings.warn(message, CheckWarning, stacklevel=3)
+    return captured
 
 
 def on_fresh_thread(compute: Callable[[], Result]) -> Result:

@@ -16,7 +16,7 @@ from kda_core._check_settings import CheckSettings
 from kda_core._loaded import Backend
 from kda_core.errors import CheckFailed, CheckWarning
 from kda_core.request import CommitRequest
-from kda_core.testing.call_checks import bit_sum, is_captured
+from kda_core.testing.call_checks import bit_sum, left_unchecked
 
 ROUNDINGS = 4
 """Roundings of a token: decay, product and sum, and one of the record."""
@@ -33,9 +33,7 @@ def run_checked_commit(
         CheckFailed: unless the settings say to warn.
         ValueError: index tensors on a device hold values that are refused on the CPU.
     """
-    if is_captured(request.device):
-        message = f"{request.op} on {backend.info.name!r} was not checked: the stream is being captured into a graph"
-        warnings.warn(message, CheckWarning, stacklevel=2)
+    if left_unchecked(backend, request):
         return caller(request=request)
     r = _indexed(request)
     _checks.check_values(r)
