@@ -14,7 +14,7 @@ import torch
 
 from kda_core.request import Request
 from kda_core.triton_lib.layout import CHUNK, padded
-from kda_core_amd.switches import INTERPRET
+from kda_core.triton_lib.run import INTERPRET
 
 KIB = 1024
 

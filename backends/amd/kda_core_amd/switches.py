@@ -1,15 +1,10 @@
-"""The environment variables of this backend, read once."""
+"""The environment variable of this backend, read once."""
 
 from __future__ import annotations
-
-import os
 
 from kda_core.capabilities import runs_on_foreign_device
 
 NAME = "amd"
-
-INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
-"""Triton's interpreter runs the kernels, on CPU tensors (read once: triton reads it once as well)."""
 
 FOREIGN = runs_on_foreign_device(NAME)
 """For tests only: on another vendor's GPU the arithmetic and the addresses of these kernels, which are plain Triton,
