@@ -40,7 +40,7 @@ from kda_core_nvidia.choose.backward import (
 )
 from kda_core_nvidia.choose.chunk import HopperConfig, TransitionsHopperConfig, in_parts, split_scale
 from kda_core_nvidia.plans.forward import Prepared, add_prepare, hopper_tiles, kept_of
-from kda_core_nvidia.plans.fragments import add_chain, add_reverse_transitions, cut_fragments, like_segments
+from kda_core_nvidia.plans.fragments import add_chain, cut_fragments, like_segments, reverse_segments
 from kda_core_nvidia.plans.gradients_hopper import CHANNELS, launch_gradients_hopper, launch_gradients_persistent
 from kda_core_nvidia.plans.prepare_hopper import aligned
 from kda_core_nvidia.plans.segments import add_ends, add_starts, cut_into_segments
@@ -80,7 +80,7 @@ def plan_begin_backward(call: Request, choice: BackwardChoice) -> Plan:
     if not call.disable_recompute:
         prepared = w.prepare(dv, b.result)
         new = {"keys": prepared.keys, "D": prepared.D, "X": prepared.X}
-    segments = add_reverse_transitions(b, w.with_do(), choice, prepared.keys, prepared.P, prepared.D)
+    segments = reverse_segments(b, w.with_do(), choice, prepared)
     sums = b.result("additions", (call.N, call.HV, call.K, call.V), torch.float32)
     add_chain(b, w.whole, w.r, choice, segments, reverse=True, sums=sums)
     results = {"matrices": None, "additions": sums, "dv": dv, **new}
@@ -253,29 +253,29 @@ class _Backward:
 
     def _states(self, prepared: Prepared, grad_state: View | None) -> _States:
         """The states that the recurrences start from, joined over segments where the call is cut."""
-        b, r, call = self.b, self.r, self.call
-        initial, grad_final = b.dense(call.initial_state), b.dense(call.grad_final_state)
+        b, r = self.b, self.r
+        initial, grad_final = b.dense(self.call.initial_state), b.dense(self.call.grad_final_state)
         short = r.cu_seqlens is not None or self.T <= CHUNK
         exact = short and self.dtype.itemsize == 2 and not self.choice.segment_rows
         exact = exact and initial is not None and grad_final is not None
         if not self.choice.segment_rows:
             return _States(initial, grad_final, grad_state, (initial, grad_final) if exact else (None, None))
         # The states at the starts of the segments and their gradients at the ends stand for those of packed sequences.
-        first, transitions = self._starts(prepared)
+        call = replace(self.call, initial_state=initial, grad_final_state=grad_final)
+        first, transitions = self._starts(prepared, call)
         r = self.with_do()
-        factors = prepared.keys, prepared.P, prepared.D
-        last = add_ends(b, r, self.choice, r.grad_o, factors, transitions, grad_final, call.state_v_first)
+        last = add_ends(b, r, self.choice, r.grad_o, prepared[:3], transitions, call)
         b.free(transitions)
         own = None if grad_state is None else b.scratch("gradients at starts", first.shape, first.dtype)
         return _States(first, last, own, (None, None))
 
-    def _starts(self, prepared: Prepared) -> tuple[View, View | None]:
-        """States at the starts of segments, which a forward for Hopper has saved, and what ``add_starts`` says."""
+    def _starts(self, prepared: Prepared, call: Request) -> tuple[View, View | None]:
+        """The results of ``add_starts`` for the call with its states; a forward for Hopper has saved the states."""
         b, r, choice = self.b, self.r, self.choice
         kept = kept_of(r).starts if r.saved and self._cut_on_hopper else None
         if kept is not None:
             return kept.cut(0, slice(0, r.N)), None
-        return add_starts(b, r, choice, r.v, prepared.keys, prepared.D, self.call)
+        return add_starts(b, r, choice, r.v, prepared.keys, prepared.D, call)
 
     def finish(self, prepared: Prepared, dv: View, states: _States) -> Grads:
         """The recurrences and ``gradients`` for the sequences of each turn, and ``finish``."""
