@@ -13,9 +13,8 @@ import torch
 
 from kda_core.request import Request, TensorSpec
 from kda_core.triton_lib.arguments import named_state_strides
-from kda_core.triton_lib.fragments import write_bounds
 from kda_core.triton_lib.plan import Builder, Plan, View, input_layouts
-from kda_core.triton_lib.segments import as_packed, packed_segments, segments_of
+from kda_core.triton_lib.segments import packed_segments, segments_of, write_bounds
 from kda_core_amd.choose import Architecture, dot_widths, fragment_rows
 from kda_core_amd.plans.backward import add_gradients, add_recurrences
 from kda_core_amd.plans.forward import add_prepare, add_recurrence
@@ -35,8 +34,7 @@ def _frame(b: Builder, r: Request, chip: Architecture) -> Frame:
     if not rows:
         return Frame(b, replace(r, cu_seqlens=b.dense(r.cu_seqlens), state_v_first=False), chip)
     r = replace(r, cu_seqlens=b.dense(r.cu_seqlens))
-    cut = as_packed if r.cu_seqlens is None else packed_segments
-    return Frame(b, write_bounds(b, r, cut(r, rows, v_first=False), rows), chip)
+    return Frame(b, write_bounds(b, r, packed_segments(r, rows, v_first=False), rows), chip)
 
 
 def _add_chain(

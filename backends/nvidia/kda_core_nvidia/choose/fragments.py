@@ -11,7 +11,7 @@ import torch
 
 from kda_core.request import Request
 from kda_core.triton_lib.layout import CHUNK, padded, slots
-from kda_core.triton_lib.segments import packed_segments, segments_of
+from kda_core.triton_lib.segments import segments_of
 from kda_core_nvidia.choose.chip import Chip
 from kda_core_nvidia.choose.chunk import (
     BlockConfig,
@@ -63,9 +63,7 @@ def fragment_rows(r: Request) -> int:
 
 
 def as_fragments(r: Request, rows: int) -> Request:
-    """Metadata of the call with its segments as sequences, states V first and none given."""
-    if rows and r.cu_seqlens is not None:
-        return packed_segments(r, rows, v_first=True)
+    """``as_segments``; the call itself, states V first, without ``rows``."""
     return as_segments(r, rows) if rows else replace(r, state_v_first=True)
 
 

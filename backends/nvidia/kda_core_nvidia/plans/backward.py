@@ -40,7 +40,7 @@ from kda_core_nvidia.choose.backward import (
 )
 from kda_core_nvidia.choose.chunk import HopperConfig, TransitionsHopperConfig, in_parts, split_scale
 from kda_core_nvidia.plans.forward import Prepared, add_prepare, hopper_tiles, kept_of
-from kda_core_nvidia.plans.fragments import add_chain, cut_fragments, like_segments, reverse_segments
+from kda_core_nvidia.plans.fragments import add_chain, like_segments, reverse_segments
 from kda_core_nvidia.plans.gradients_hopper import CHANNELS, launch_gradients_hopper, launch_gradients_persistent
 from kda_core_nvidia.plans.prepare_hopper import aligned
 from kda_core_nvidia.plans.segments import add_ends, add_starts, cut_into_segments
@@ -174,12 +174,10 @@ class _Backward:
         self.b, self.call, self.choice, self.into = b, call, choice, into
         self.whole = call
         self.part = "q" in into
-        r = call
         if call.cp_context:
             self.whole = replace(call, cu_seqlens=b.dense(call.cu_seqlens))
-            r = cut_fragments(b, self.whole, choice.segment_rows)
-        elif choice.segment_rows:
-            r = cut_into_segments(b, call, choice.segment_rows)
+        cut = call.cp_context or choice.segment_rows
+        r = cut_into_segments(b, self.whole, choice.segment_rows) if cut else call
         names = [n for n in ("q", "k", "v", "g", "beta", "grad_o") if getattr(r, n) is not None]
         r = replace(r, **{n: x if rows_readable(x := getattr(r, n)) else b.dense(x) for n in names})
         if self._cut_on_hopper:

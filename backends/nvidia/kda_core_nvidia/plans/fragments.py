@@ -13,24 +13,18 @@ from dataclasses import replace
 import torch
 
 from kda_core.request import Request
-from kda_core.triton_lib.fragments import write_bounds
 from kda_core.triton_lib.frame import names, readable
 from kda_core.triton_lib.layout import padded
 from kda_core.triton_lib.plan import Builder, Plan, View, input_layouts
 from kda_core_nvidia.choose import BackwardChoice, ForwardChoice
 from kda_core_nvidia.choose.chunk import TransitionsHopperConfig, in_parts
-from kda_core_nvidia.choose.fragments import CHAIN_COLUMNS, CHAIN_WARPS, as_fragments
+from kda_core_nvidia.choose.fragments import CHAIN_COLUMNS, CHAIN_WARPS
 from kda_core_nvidia.plans.forward import Prepared, add_prepare, add_recurrence
 from kda_core_nvidia.plans.prepare_hopper import aligned, one_token_axis
-from kda_core_nvidia.plans.segments import add_reverse_transitions, add_transitions
+from kda_core_nvidia.plans.segments import add_reverse_transitions, add_transitions, cut_into_segments
 from kda_core_nvidia.segments import chain_kernel
 
 Choice = ForwardChoice | BackwardChoice
-
-
-def cut_fragments(b: Builder, r: Request, rows: int) -> Request:
-    """``as_fragments``, with boundaries that the plan writes where it has them."""
-    return write_bounds(b, r, as_fragments(r, rows), rows)
 
 
 def like_segments(x: View, cut: Request) -> View:
@@ -85,7 +79,7 @@ def plan_begin(request: Request, choice: ForwardChoice) -> Plan:
     """
     b = Builder()
     r = readable(b, request)
-    cut = cut_fragments(b, r, choice.segment_rows)
+    cut = cut_into_segments(b, r, choice.segment_rows)
     o = b.result("o", (r.B, r.T, r.HV, r.V), r.q.dtype)
     everything = r.save_for_backward and r.disable_recompute
     keep = choice.saved_slots if r.save_for_backward and not everything else 0
@@ -112,7 +106,7 @@ def plan_finish(request: Request, choice: ForwardChoice) -> Plan:
     o, keys, P, D, *rest, starts = r.saved
     X = rest.pop(0) if r.save_for_backward else None
     norms = rest.pop(0) if r.save_for_backward and r.use_qk_l2norm_in_kernel else None
-    cut = cut_fragments(b, r, choice.segment_rows)
+    cut = cut_into_segments(b, r, choice.segment_rows)
     make = b.result if r.save_for_backward else b.scratch
     states = make("states at starts", (cut.N, r.HV, r.V, r.K), torch.float32)
     final_state = b.result("final_state", r.state_shape, r.state_dtype) if r.output_final_state else None

@@ -7,14 +7,15 @@ from typing import Any
 import torch
 
 from kda_core.request import Request
-from kda_core.triton_lib import segments
 from kda_core.triton_lib.arguments import row_strides
 from kda_core.triton_lib.frame import names
 from kda_core.triton_lib.layout import CHUNK, padded
 from kda_core.triton_lib.lift import lift
 from kda_core.triton_lib.plan import Builder, View, matrix_tile, token_tile
+from kda_core.triton_lib.segments import write_bounds
 from kda_core_nvidia.choose import BackwardChoice, ForwardChoice
-from kda_core_nvidia.choose.chunk import TransitionsHopperConfig, as_segments, split_scale
+from kda_core_nvidia.choose.chunk import TransitionsHopperConfig, split_scale
+from kda_core_nvidia.choose.fragments import as_fragments
 from kda_core_nvidia.join_hopper import join_hopper
 from kda_core_nvidia.reverse_transitions_hopper import reverse_transitions_hopper
 from kda_core_nvidia.segments import join_kernel, reverse_transitions_kernel, transitions_kernel
@@ -27,8 +28,8 @@ Choice = ForwardChoice | BackwardChoice
 
 
 def cut_into_segments(b: Builder, r: Request, rows: int) -> Request:
-    """``as_segments``, with boundaries that the plan writes where it has them."""
-    return segments.cut_into_segments(b, r, rows, v_first=True) if r.T % rows else as_segments(r, rows)
+    """``as_fragments``, with boundaries that the plan writes where it has them."""
+    return write_bounds(b, r, as_fragments(r, rows), rows)
 
 
 def _names(b: Builder, r: Request, choice: Choice, keys: View, D: View, call: Request | None) -> dict[str, Any]:
