@@ -70,9 +70,7 @@ class _Call(torch.autograd.Function):
         if torch.compiler.is_compiling():
             places = dict(zip(_SAVED, _flat(saved, s), strict=False))
             more = {"needs": [n in needed for n in DIFFERENTIABLE], "backend": name or "", "matrices": matrices}
-            found = _call_operator(
-                _BACKWARD, {**values, **asked, **dict(zip(Shared._fields, s, strict=True)), **places, **more}
-            )
+            found = _call_operator(_BACKWARD, {**values, **asked, **_named(s), **places, **more})
             grads = dict(zip(DIFFERENTIABLE, found, strict=True))
         else:
             same = strides == _strides(kept[:count])  # hooks of saved tensors may return others
@@ -98,9 +96,7 @@ def run(r: Request, name: str | None) -> ForwardResult:
             plain = build_request(values)
             _checks.convert_scalars(plain)
             values = vars(plain)
-        o, final, h, *_ = _call_operator(
-            _FORWARD, {**values, **dict(zip(Shared._fields, s, strict=True)), "backend": name or ""}
-        )
+        o, final, h, *_ = _call_operator(_FORWARD, {**values, **_named(s), "backend": name or ""})
         return ForwardResult(o, final if r.output_final_state else None, h if r.return_intermediate_states else None)
     if r.return_intermediate_states:
         r = build_request({**vars(r), "cu_seqlens_cpu": c.call_cu_seqlens_cpu})
