@@ -99,7 +99,7 @@ class ContextParallel:
 
     @property
     def call_cu_seqlens_cpu(self) -> Tensor:
-        """What ``chunk_kda`` takes of it: [F + 1], or [P, F + 1] of cells."""
+        """The boundaries that ``chunk_kda`` takes: [F + 1], or [P, F + 1] of cells."""
         return self.cu_seqlens_cpu if self.cells is None else self.cells.cu_seqlens_cpu
 
     @property

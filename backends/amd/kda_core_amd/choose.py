@@ -181,7 +181,7 @@ def dot_widths(dtype: torch.dtype, target: Architecture) -> tuple[int, str, str]
 
 
 def compile_options(chosen: Config, target: Architecture) -> dict[str, int]:
-    """Triton's options for a configuration, waves apart; those of AMD's compiler are unknown to others."""
+    """Triton's options for a configuration, except its waves; those of AMD's compiler are unknown to others."""
     if target.name == FOREIGN_ARCHITECTURE:
         return {"num_stages": chosen.stages}
     return {"num_stages": chosen.stages, "waves_per_eu": chosen.waves_per_eu, "matrix_instr_nonkdim": MATRIX_SIDE}

@@ -1,9 +1,9 @@
 """``reverse_transitions`` for Hopper, written in Gluon: what a segment's outputs add to the gradient of the state at
 its start, and its M, from the first chunk to the last.
 
-The recurrence runs from the identity without values: W = M of the chunks so far. What the outputs of a chunk see of the
-state at the segment's start is õ = qg W − P ke W, and a ← a + õᵀ do beside the chain of dependent products. A program
-has 64 columns of W, as rows, and the same rows of a. ``transitions_hopper`` says what else holds, of both kernels.
+The recurrence runs from the identity without values: W = M of the chunks so far. A chunk's outputs see the state at the
+segment's start through õ = qg W − P ke W, and a ← a + õᵀ do runs beside the chain of dependent products. A program has
+64 columns of W, as rows, and the same rows of a. ``transitions_hopper`` says what else holds, of both kernels.
 """
 
 from triton.experimental import gluon

@@ -28,8 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block
 
 TINY = gl.constexpr(2.0**-120)
-"""Rows that have no larger element are forgotten. What they would add is next to what float32 holds at all, unless a
-state is enormous: at most 2^-113 of the norm of the state where they stop."""
+"""Rows that have no larger element are forgotten. They would add close to the least that float32 holds, unless a state
+is enormous: at most 2^-113 of the norm of the state where they stop."""
 
 
 @gluon.jit

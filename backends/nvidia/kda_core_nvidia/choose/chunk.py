@@ -53,8 +53,8 @@ class BlockConfig:
 class HopperConfig:
     """Launch configuration of a recurrence in its form for Hopper.
 
-    One warp group computes 64 value channels. Of the other warps one loads and ``storers`` store. ``registers`` is
-    what a multiprocessor has for so many threads; the warps that do not multiply give most of their own away.
+    One warp group computes 64 value channels. One other warp loads and ``storers`` warps store. ``registers`` is what
+    a multiprocessor has for so many threads; the warps that do not multiply give most of their own away.
 
     Attributes:
         block_v: value channels of a program.

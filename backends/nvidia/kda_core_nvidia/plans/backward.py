@@ -238,7 +238,7 @@ class _Backward:
         return grads | {"initial_state": grad_state}
 
     def prepare(self, dv: View, new: Callable[..., View] | None = None) -> Prepared:
-        """What ``prepare`` makes, from what the forward saved if it did; ``dv`` and ``new`` as for ``add_prepare``."""
+        """Results of ``prepare``, from what the forward saved if it did; ``dv`` and ``new`` as for ``add_prepare``."""
         how = self.choice.prepare, self.choice.precision, self.choice.bounded
         kept = kept_of(self.r) if self.r.saved else None
         return add_prepare(self.b, self.r, *how, dv, backward=True, kept=kept, new=new)
@@ -334,7 +334,7 @@ class _Backward:
         self.b.pick(kernel, 2 * programs, first.num_warps, named, **options)
 
     def _outputs(self) -> dict[str, View | None]:
-        """What ``gradients`` writes: dq and dk by value heads, and partial sums."""
+        """Outputs of ``gradients``: dq and dk by value heads, and partial sums."""
         b, r, into = self.b, self.r, self.into
         shape, blocks = (self.B, self.T, self.HV, self.K), self.blocks
         dg = into["g"] if self.part else self.new("dg", shape, r.g.dtype)

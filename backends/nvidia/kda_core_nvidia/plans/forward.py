@@ -38,7 +38,7 @@ from kda_core_nvidia.recurrence_hopper import recurrence_hopper
 
 
 class Prepared(NamedTuple):
-    """What ``prepare`` wrote; shapes in ``triton_lib.layout``. X and norms only for a backward."""
+    """Outputs of ``prepare``; shapes in ``triton_lib.layout``. X and norms only for a backward."""
 
     keys: View
     P: View
