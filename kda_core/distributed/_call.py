@@ -326,13 +326,16 @@ def _apply_backward(ctx: Any, grad_o: Tensor | None, grad_final: Tensor | None, 
     return tuple(grads.get(n) for n in _FORWARD.names)
 
 
-for _schema, _implementation, _fake in (
-    (_FORWARD, _operator, _fake_operator),
-    (_BACKWARD, _backward_operator, _fake_backward_operator),
-):
-    _library.define(_schema.text, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(_schema.name, _implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{_schema.name}", _fake, lib=_library)
+def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Define an operator of this package."""
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+
+
+define(_FORWARD.text, _operator, _fake_operator)
+define(_BACKWARD.text, _backward_operator, _fake_backward_operator)
 torch.library.register_autograd(
     f"{NAMESPACE}::{_FORWARD.name}", _apply_backward, setup_context=_setup_context, lib=_library
 )
