@@ -59,3 +59,15 @@ def write_bounds(b: Builder, r: Request, cut: Request, rows: int) -> Request:
 
         b.pick(bounds_kernel, cut.N + 1, 1, {"cu_seqlens": r.cu_seqlens, "bounds": bounds, "N": r.N, "rows": rows})
     return replace(cut, cu_seqlens=bounds)
+
+
+IN_HALVES = "a sequence over several devices in two halves"
+
+
+def rejected_in_halves(r: Request) -> str | None:
+    """Why no backend's hooks in halves serve the options of a call, or None."""
+    named = {"return_intermediate_states": r.return_intermediate_states, "out": r.out is not None}
+    named |= {"ssm_state_indices": r.ssm_state_indices is not None, "inplace_final_state": r.inplace_final_state}
+    named["initial_state"] = r.initial_state is not None
+    given = [n for n, x in named.items() if x]
+    return f"{IN_HALVES}: without {', '.join(given)}" if given else None

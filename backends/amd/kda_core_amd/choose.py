@@ -15,6 +15,7 @@ import torch
 from kda_core.request import Request
 from kda_core.triton_lib.layout import CHUNK, padded
 from kda_core.triton_lib.run import INTERPRET
+from kda_core.triton_lib.segments import IN_HALVES, rejected_in_halves
 
 KIB = 1024
 
@@ -239,10 +240,5 @@ def fragment_rows(r: Request) -> int:
 def halves_rejected(r: Request) -> str | None:
     """Why the hooks in halves do not serve a call that a plain call serves, or None."""
     if r.K > MOST_KEYS or r.q.dtype.itemsize != 2:
-        return f"a sequence over several devices in two halves: takes 16-bit inputs with K up to {MOST_KEYS}"
-    named = {"return_intermediate_states": r.return_intermediate_states, "out": r.out is not None}
-    named |= {"ssm_state_indices": r.ssm_state_indices is not None, "inplace_final_state": r.inplace_final_state}
-    named["initial_state"] = r.initial_state is not None
-    if given := [n for n, x in named.items() if x]:
-        return f"a sequence over several devices in two halves: without {', '.join(given)}"
-    return None
+        return f"{IN_HALVES}: takes 16-bit inputs with K up to {MOST_KEYS}"
+    return rejected_in_halves(r)

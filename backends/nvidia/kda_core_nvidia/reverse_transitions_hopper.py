@@ -154,17 +154,10 @@ def reverse_transitions_hopper(
     T,  # all rows; with EVERY those of a segment of a batch
     chunks,  # of a segment; the last one may have fewer
     spare,  # slots between two segments that hold nothing
-    s_oh,
-    o_scale,
-    HV: gl.constexpr,
-    V: gl.constexpr,
-    KP: gl.constexpr,
-    C: gl.constexpr,
-    BR: gl.constexpr,
-    STAGES: gl.constexpr,
-    UNROLL: gl.constexpr,
-    EVERY: gl.constexpr,
-):
+    s_oh, o_scale,
+    HV: gl.constexpr, V: gl.constexpr, KP: gl.constexpr, C: gl.constexpr, BR: gl.constexpr, STAGES: gl.constexpr,
+    UNROLL: gl.constexpr, EVERY: gl.constexpr,
+):  # fmt: skip
     """Grid: (KP / BR, (count - 1) · HV); with EVERY count · HV, from segment 0 on."""
     num_warps: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = single.dtype

@@ -223,15 +223,10 @@ def transitions_hopper(
     chunks,  # of a segment
     spare,  # slots between two segments that hold nothing
     s_vh,
-    HV: gl.constexpr,
-    V: gl.constexpr,
-    KP: gl.constexpr,
-    C: gl.constexpr,
-    BR: gl.constexpr,
-    STAGES: gl.constexpr,
+    HV: gl.constexpr, V: gl.constexpr, KP: gl.constexpr, C: gl.constexpr, BR: gl.constexpr, STAGES: gl.constexpr,
     UNROLL: gl.constexpr,
     EVERY: gl.constexpr,  # the last segment as well, and segments of any number of rows
-):
+):  # fmt: skip
     """Grid: (KP / BR, (count - 1) · HV); with EVERY count · HV, where a forgotten row of M is zero."""
     num_warps: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = single.dtype
