@@ -20,6 +20,7 @@ from kda_core_nvidia.transitions_hopper import (
     drain,
     keep_rows,
     minus_rounded,
+    pair_of_barriers,
     rounded,
     rows_of_segment,
     store_parts,
@@ -190,11 +191,7 @@ def reverse_transitions_hopper(
     o_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, V], VALUES)
     d_buffer = gl.allocate_shared_memory(gl.float32, [STAGES, 1, KP], ROW)
     stop = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(ready.index(s), count=1)
-        mbarrier.init(free.index(s), count=1)
+    ready, free = pair_of_barriers(STAGES)
     stop.store(gl.full([1], 0, gl.int32, ONE))
     fence_async_shared()
     block_barrier()

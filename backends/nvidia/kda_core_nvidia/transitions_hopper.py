@@ -33,6 +33,17 @@ is enormous: at most 2^-113 of the norm of the state where they stop."""
 
 
 @gluon.jit
+def pair_of_barriers(COUNT: gl.constexpr):
+    """Barriers [COUNT, 1] of stages that are filled, and of those that are free."""
+    filled = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(filled.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    return filled, free
+
+
+@gluon.jit
 def drain(ready, j, STAGES: gl.constexpr):
     """Wait for the last of ``j`` loads: a program must not end while copies are under way."""
     for back in gl.static_range(STAGES):
@@ -255,11 +266,7 @@ def transitions_hopper(
     v_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, V], VALUES)
     d_buffer = gl.allocate_shared_memory(gl.float32, [STAGES, 1, KP], ROW)
     stop = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(ready.index(s), count=1)
-        mbarrier.init(free.index(s), count=1)
+    ready, free = pair_of_barriers(STAGES)
     stop.store(gl.full([1], 0, gl.int32, ONE))
     fence_async_shared()
     block_barrier()
