@@ -150,18 +150,6 @@ class ContextParallel:
                     f"rank {r}"
                 )
 
-    def bytes_sent(self, heads: int, K: int, V: int, itemsize: int = 4) -> int:
-        """Bytes that this rank sends to the others for one forward, and again for a backward, whatever its rows are.
-
-        Args:
-            heads: HV.
-            K: head dimension of q and k.
-            V: of v.
-            itemsize: of the states' dtype: 4, or 8 for float64 q.
-        """
-        slots = self.slots if self.cells is None else self.cells.slots
-        return (self.size - 1) * slots.shape[1] * heads * K * (K + V) * itemsize
-
     def __repr__(self) -> str:
         return f"ContextParallel(rank {self.rank} of {self.size}, {self.sequences} sequences, {self.rows} rows here)"
 
