@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 import torch
 
+from kda_core.capabilities import runs_on_foreign_device
 from kda_core.request import Request
 from kda_core.triton_lib.layout import CHUNK, padded
 from kda_core.triton_lib.run import INTERPRET
@@ -49,8 +50,12 @@ class Architecture:
         return replace(self, units=units)
 
 
+FOREIGN = runs_on_foreign_device("amd")
+"""For tests only, read once: on another vendor's GPU the arithmetic and the addresses of these kernels, which are plain
+Triton, can be checked at full size, and nothing about speed, registers or instructions of an AMD chip."""
+
 FOREIGN_ARCHITECTURE = "foreign"
-"""Any other GPU, under the test-only switch (``switches.FOREIGN``): the same kernels as plain Triton."""
+"""Any other GPU, where ``FOREIGN`` allows it."""
 
 INTERPRETED = "gfx942"
 """The architecture that Triton's interpreter stands in for."""

@@ -9,7 +9,7 @@ from kda_core.hookspecs import hookimpl
 from kda_core.request import AnyRequest, CommitRequest, Request, TensorSpec
 from kda_core.triton_lib.hooks import TritonBackend
 from kda_core_amd import __version__
-from kda_core_amd.switches import FOREIGN, NAME
+from kda_core_amd.choose import FOREIGN, halves_rejected
 
 SERVED_ARCHITECTURES = ("gfx90a", "gfx942", "gfx950", "gfx1100")
 
@@ -45,11 +45,7 @@ class AmdBackend(TritonBackend):
         if max(chunks, request.N * request.HV * -(-request.V // 16)) > MAX_PROGRAMS:
             rows, columns = request.B * request.T * request.HV, request.N * request.HV * request.V
             return f"B · T · HV = {rows} or N · HV · V = {columns} is more than one launch holds; split the batch"
-        if request.cp_context:
-            from kda_core_amd.choose import halves_rejected
-
-            return halves_rejected(request)
-        return None
+        return halves_rejected(request) if request.cp_context else None
 
     @hookimpl
     def kda_core_saved_spec(self, request: Request) -> tuple[TensorSpec, ...]:
@@ -66,7 +62,7 @@ BACKEND = AmdBackend(
     "kda_core_amd.calls",
     # Names of ROCm builds of torch come after the plain one.
     distributions=("triton", "triton-rocm", "pytorch-triton-rocm"),
-    name=NAME,
+    name="amd",
     version=__version__,
     # Only when named, until the conformance kit has passed on AMD hardware; and neither the interpreter nor a foreign
     # device may serve a call that did not ask for it.
