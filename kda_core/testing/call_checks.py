@@ -44,6 +44,7 @@ INPUTS = (
         "final_state_indices",
         "checkpoint_indices",
         "final_state_pool",
+        "parents",
         "grad_o",
         "grad_final_state",
         "grad_output",
