@@ -174,12 +174,12 @@ class Layers:
         """
         device = self.model.head.weight.device
         own, counts = (torch.tensor(x, device=device) for x in (slots, accepted))
+        behind = (counts[:, None] + torch.arange(self.conv[0].shape[1], device=device))[..., None]
         self.earlier, self.records = self.records, self.earlier
         x = self.model.embedding(torch.tensor(tokens, device=device))
         for i, block in enumerate(self.model.blocks):
             m, conv = block.mixer, self.conv[i]
             mixed, g, beta, gate = projected(m, block.mixer_norm(x))
-            behind = (counts[:, None] + torch.arange(conv.shape[1], device=device))[..., None]
             conv[own] = before = torch.cat([conv[own], self.drafted[i]], 1).take_along_dim(behind, 1)
             self.drafted[i] = mixed
             y, _ = short_convolution(mixed, filters(m), None, before)
