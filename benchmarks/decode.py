@@ -53,6 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--heads", type=count, default=32)
     parser.add_argument("--channels", type=count, default=128, help="K = V")
     parser.add_argument("--prompts", type=int, nargs="*", metavar="T", help="tokens of a prompt; default: 2, 4, ... 64")
+    parser.add_argument("--drafts", type=count, nargs="*", metavar="T", help="only drafts of T tokens, and trees")
     parser.add_argument("--cold", type=count, default=COLD, metavar="BYTES", help="least size of a pool")
     options = parser.parse(arguments)
     gpu = options.device.type == "cuda"
@@ -63,6 +64,9 @@ def main(arguments: list[str] | None = None) -> int:
     prompts = ((2, 4, 8, 16, 32, 64) if gpu else (2, 8, 32)) if options.prompts is None else options.prompts
     kinds = [(N, 1, state, layout) for state in options.states for layout in options.layouts for N in sizes]
     kinds += [(N, T, "float32", "K first") for N in sizes if N in (1, 8, 64) for T in prompts]
+    if options.drafts:
+        kinds = [(N, T, *x) for T in options.drafts for N in sizes for x in itertools.product(options.states, LAYOUTS)]
+        kinds = [kind for kind in kinds if kind[3] in options.layouts]
     for kind in kinds:
         row = measure(*kind, list(functions), options)
         rows.add(row, line(row, copy))
@@ -86,7 +90,8 @@ class Work:
     def __init__(self, N: int, T: int, state: str, layout: str, options: Namespace) -> None:
         self.N, self.v_first, self.backend, device = N, layout == "V first", options.backend, options.device
         H, K, dtype = options.heads, options.channels, torch.bfloat16 if device.type == "cuda" else torch.float32
-        slots = max(N, options.cold // (H * K**2 * DTYPES[state].itemsize))
+        self.drafts = bool(options.drafts)
+        slots = max(N * (T if self.drafts else 1), options.cold // (H * K**2 * DTYPES[state].itemsize))
         self.pool = make_pool(slots, H, K, DTYPES[state], device)
         torch.manual_seed(0)
         q, k, v = (torch.randn(N, T, H, K, device=device, dtype=dtype) for _ in range(3))
@@ -102,9 +107,11 @@ class Work:
         self.out = torch.empty_like(v)
 
     def slots(self) -> Iterator[Tensor]:
-        """Slots for successive calls, shuffled over the whole pool."""
-        N, generator = self.N, torch.Generator().manual_seed(1)
+        """Slots for successive calls, shuffled over the whole pool: [N], or for drafts [N, T]."""
+        N, T, generator = self.N, self.out.shape[1], torch.Generator().manual_seed(1)
         order = torch.randperm(len(self.pool), generator=generator).to(torch.int32).to(self.pool.device)
+        for table in itertools.cycle(order[: len(order) // (N * T) * N * T].view(-1, N, T) if self.drafts else []):
+            yield table.contiguous()
         while True:
             for i in range(len(self.pool) // N):
                 yield order[i * N : (i + 1) * N].contiguous()
@@ -114,6 +121,9 @@ class Work:
         given = self.tensors | self.options
         given |= {"state_v_first": self.v_first, "out": self.out, "initial_state": self.pool}
         ours = given | {"backend": self.backend}
+        if self.drafts:
+            yield from self.draft_steps(ours, T)
+            return
         yield OURS, lambda slots: kda_core.fused_recurrent_kda(**ours, ssm_state_indices=slots)
         if T > 1:
             yield CHUNK, lambda slots: kda_core.chunk_kda(**ours, ssm_state_indices=slots)
@@ -139,6 +149,22 @@ class Work:
                 return function(*self.tensors.values(), initial_state=states, **options)
 
             yield "transformers", fallback
+
+    def draft_steps(self, given: dict[str, Any], T: int) -> Iterator[tuple[str, Step]]:
+        """Drafts of T tokens: a slot for every token, records, records behind a commit of some tokens, and a tree."""
+        call, device, N = kda_core.fused_recurrent_kda, self.pool.device, self.N
+        records, earlier = (kda_core.empty_records(N, T, *self.pool.shape[1:], device=device) for _ in range(2))
+        earlier.normal_().mul_(1e-3)
+        yield OURS, lambda slots: call(**given, ssm_state_indices=slots)
+        yield "records", lambda slots: call(**given, ssm_state_indices=slots[:, 0], records=records)
+        for tokens in sorted({0, 1, T - 1, T}):
+            counts = torch.full((N,), tokens, device=device)
+            more = {"records": records, "commit": earlier, "num_committed": counts}
+            yield f"commit of {tokens}", lambda slots, more=more: call(**given, ssm_state_indices=slots[:, 0], **more)
+        # Two tokens at every depth, depth first: every second token begins a branch.
+        parents = torch.tensor([t - 1 - t % 2 if t else -1 for t in range(T)], device=device).expand(N, T).contiguous()
+        more = {"records": records, "parents": parents}
+        yield "tree", lambda slots: call(**given, ssm_state_indices=slots[:, 0], **more)
 
 
 def measure(N: int, T: int, state: str, layout: str, peers: list[str], options: Namespace) -> Row:

@@ -244,6 +244,7 @@ def measure_errors(T: int, heads: int, K: int, ranks: Ranks) -> None:
             ranks.add(
                 f"errors beside one device, T={T} heads={heads} {layout}: {text}; repeats {same}",
                 shape=f"T={T} heads={heads} K={K}", mode="errors", way=layout, errors=errors, repeats=same,
+                bits=f"{bits & 0xFFFFFFFF:08x}",
             )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,8 @@ from rich.progress import Progress, track
 from torch import Tensor
 from training import Text, Trainer, TrainingConfig, python_help_text
 
-from kda_core import chunk_kda
-from kda_core.nn import KimiDeltaAttention, gated_rms_norm, kda_decode_step, short_convolution
+from kda_core import chunk_kda, empty_records, fused_recurrent_kda
+from kda_core.nn import KimiDeltaAttention, gated_rms_norm, short_convolution
 
 BLOCK = 64
 """Tokens of a block of the prefix cache: the chunk of ``chunk_kda``."""
@@ -46,19 +47,17 @@ class Slots:
         self.cache: OrderedDict[int, int] = OrderedDict()
         self.pinned: dict[int, int] = {}
 
-    def take(self, count: int) -> list[int] | None:
-        """So many slots, or None: cached states go first that nobody has used for the longest time."""
+    def take(self) -> int | None:
+        """A slot, or None: the cached state goes first that nobody has used for the longest time."""
         unused = [key for key, slot in self.cache.items() if not self.pinned.get(slot)]
-        if len(self.free) + len(unused) < count:
-            return None
-        while len(self.free) < count:
-            self.free.append(self.cache.pop(unused.pop(0)))
-        return [self.free.pop() for _ in range(count)]
+        if self.free or not unused:
+            return self.free.pop() if self.free else None
+        return self.cache.pop(unused[0])
 
-    def give_back(self, slots: list[int]) -> None:
-        if set(slots) & set(self.free) or len(set(slots)) < len(slots):
-            raise AssertionError(f"slots {slots} are given back twice")
-        self.free += slots
+    def give_back(self, slot: int) -> None:
+        if slot in self.free:
+            raise AssertionError(f"slot {slot} is given back twice")
+        self.free.append(slot)
 
     def find(self, keys: list[int]) -> tuple[int, int | None]:
         """The longest cached prefix: its number of blocks, and its slot, pinned until ``unpin``."""
@@ -87,11 +86,11 @@ class Request:
         prompt, length: bytes to read, and how many to write.
         arrival, cancelled: steps at which it comes, and is taken back (or None).
         written: bytes so far.
-        slots: one for each token of a draft; [] while it waits.
+        slot, row: of the pools, and of the batch; anything while it waits.
         read: tokens that the state knows, of the prompt and what was written before it was preempted.
         prefix: a cached slot that its first piece reads.
-        accepted: tokens of the last step that were kept.
-        waited: steps without slots.
+        accepted: tokens of the last draft that are kept and not in the state yet; 0 before the first draft.
+        waited: steps without a slot and a row.
     """
 
     prompt: list[int]
@@ -99,10 +98,11 @@ class Request:
     arrival: int
     cancelled: int | None = None
     written: list[int] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
+    slot: int = -1
+    row: int = -1
     read: int = 0
     prefix: int | None = None
-    accepted: int = 1
+    accepted: int = 0
     waited: int = 0
     tokens: list[int] = field(default_factory=list)
 
@@ -113,14 +113,24 @@ class Request:
 
 
 class Layers:
-    """The model over pools: [slots, ...] of each layer, shared by prompts and drafts."""
+    """The model over pools: [slots, ...] of each layer, shared by prompts and drafts.
 
-    def __init__(self, model: ByteLM, slots: int) -> None:
+    A draft of T tokens leaves no state, but records and the convolution's inputs in its row [T, ...] of the batch; two
+    buffers of records take turns.
+    """
+
+    def __init__(self, model: ByteLM, slots: int, batch: int, T: int) -> None:
         self.model, mixers = model, [block.mixer for block in model.blocks]
-        device, W = model.head.weight.device, mixers[0].conv_size
-        self.states = [torch.full((slots, m.num_v_heads, m.head_v_dim, m.head_k_dim), torch.nan) for m in mixers]
-        self.conv = [torch.full((slots, W - 1, 2 * m.key_dim + m.value_dim), torch.nan) for m in mixers]
-        self.states, self.conv = ([t.to(device) for t in pool] for pool in (self.states, self.conv))
+        device = model.head.weight.device
+        nan = partial(torch.full, fill_value=torch.nan, device=device)
+        sizes = [(m.num_v_heads, m.head_k_dim, m.head_v_dim, 2 * m.key_dim + m.value_dim) for m in mixers]
+        self.states = [nan((slots, HV, V, K)) for HV, K, V, _ in sizes]
+        # The last one is that of rows without a request, whose slot is -1.
+        self.conv = [nan((slots + 1, mixers[0].conv_size - 1, D)) for *_, D in sizes]
+        self.drafted = [nan((batch, T, D)) for *_, D in sizes]
+        self.earlier, self.records = (
+            [empty_records(batch, T, *heads, device=device) for *heads, _ in sizes] for _ in range(2)
+        )
 
     def prefill(
         self, tokens: list[list[int]], read: list[int | None], write: list[int], table: list[list[int]]
@@ -147,33 +157,37 @@ class Layers:
             conv[own] = last
             for end, slot in marks:
                 conv[slot] = mixed[0, end - conv.shape[1] : end]
-            q, k, v = y.split([m.key_dim, m.key_dim, m.value_dim], -1)
             o, _ = chunk_kda(
-                q.unflatten(-1, (m.num_heads, -1)), k.unflatten(-1, (m.num_heads, -1)),
-                v.unflatten(-1, (m.num_v_heads, -1)), g, beta, A_log=m.A_log, dt_bias=m.dt_bias,
-                initial_state=self.states[i],
-                use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
-                state_v_first=True, cu_seqlens=bounds.to(device), cu_seqlens_cpu=bounds, ssm_state_indices=first,
-                has_initial_state=old, final_state_indices=own, checkpoint_indices=kept, checkpoint_every=BLOCK,
+                **recurrence(m, y, g, beta), initial_state=self.states[i], ssm_state_indices=first,
+                cu_seqlens=bounds.to(device), cu_seqlens_cpu=bounds, has_initial_state=old, final_state_indices=own,
+                checkpoint_indices=kept, checkpoint_every=BLOCK,
             )  # fmt: skip
             o = gated_rms_norm(o, gate, m.o_norm.weight, m.norm_eps)
             x = x + m.o_proj(o.flatten(2))
             x = x + block.mlp(block.mlp_norm(x))
         return self.model.head(self.model.norm(x[0, [e - 1 for e in ends]]))
 
-    def verify(self, tokens: list[list[int]], slots: list[list[int]], accepted: list[int]) -> Tensor:
-        """Logits [N, 1 + S, 256] behind the last byte and each of S drafts; each token's states go to its slot."""
+    def verify(self, tokens: list[list[int]], slots: list[int], accepted: list[int]) -> Tensor:
+        """Logits [batch, T, 256] behind the last byte and each draft of a row, T = 1 + drafts.
+
+        First the states advance by the accepted tokens of the row's draft before, 0 to T. A row of slot -1 is padding.
+        """
         device = self.model.head.weight.device
-        table, counts = torch.tensor(slots, device=device), torch.tensor(accepted, device=device)
+        own, counts = (torch.tensor(x, device=device) for x in (slots, accepted))
+        behind = (counts[:, None] + torch.arange(self.conv[0].shape[1], device=device))[..., None]
+        self.earlier, self.records = self.records, self.earlier
         x = self.model.embedding(torch.tensor(tokens, device=device))
         for i, block in enumerate(self.model.blocks):
-            m = block.mixer
+            m, conv = block.mixer, self.conv[i]
             mixed, g, beta, gate = projected(m, block.mixer_norm(x))
-            o = kda_decode_step(
-                mixed, g, beta, self.conv[i], filters(m), self.states[i], A_log=m.A_log, dt_bias=m.dt_bias,
-                norm_gate=gate, norm_weight=m.o_norm.weight, norm_eps=m.norm_eps, state_v_first=True,
-                state_indices=table, num_accepted_tokens=counts,
+            conv[own] = before = torch.cat([conv[own], self.drafted[i]], 1).take_along_dim(behind, 1)
+            self.drafted[i] = mixed
+            y, _ = short_convolution(mixed, filters(m), None, before)
+            o, _ = fused_recurrent_kda(
+                **recurrence(m, y, g, beta), initial_state=self.states[i], ssm_state_indices=own,
+                commit=self.earlier[i], num_committed=counts, records=self.records[i],
             )  # fmt: skip
+            o = gated_rms_norm(o, gate, m.o_norm.weight, m.norm_eps)
             x = x + m.o_proj(o.flatten(2))
             x = x + block.mlp(block.mlp_norm(x))
         return self.model.head(self.model.norm(x))
@@ -190,6 +204,15 @@ def projected(m: KimiDeltaAttention, x: Tensor) -> tuple[Tensor, Tensor, Tensor,
     )
 
 
+def recurrence(m: KimiDeltaAttention, y: Tensor, g: Tensor, beta: Tensor) -> dict[str, Any]:
+    """Arguments of both operators behind the convolution's result y."""
+    q, k, v = y.split([m.key_dim, m.key_dim, m.value_dim], -1)
+    heads = {"q": q.unflatten(-1, (m.num_heads, -1)), "k": k.unflatten(-1, (m.num_heads, -1))}
+    heads |= {"v": v.unflatten(-1, (m.num_v_heads, -1)), "g": g, "beta": beta, "A_log": m.A_log, "dt_bias": m.dt_bias}
+    flags = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "state_v_first")
+    return heads | dict.fromkeys(flags, True)
+
+
 def filters(m: KimiDeltaAttention) -> Tensor:
     return torch.cat([m.q_conv1d.weight, m.k_conv1d.weight, m.v_conv1d.weight])
 
@@ -202,10 +225,10 @@ class Server:
     """Steps of a batch: pieces of prompts first, then a draft of every request whose prompt is read."""
 
     def __init__(
-        self, model: ByteLM, slots: int, drafts: int, piece: int, rng: random.Random, drafter: Drafter
+        self, model: ByteLM, slots: int, batch: int, drafts: int, piece: int, rng: random.Random, drafter: Drafter
     ) -> None:
-        self.drafter = drafter
-        self.layers, self.slots = Layers(model, slots), Slots(slots)
+        self.drafter, self.batch, self.rows = drafter, batch, list(range(batch))
+        self.layers, self.slots = Layers(model, slots, batch, 1 + drafts), Slots(slots)
         self.drafts, self.piece, self.rng, self.now = drafts, piece, rng, 0
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -234,8 +257,9 @@ class Server:
     def _stop(self, r: Request) -> None:
         self.running.remove(r)
         self.slots.unpin(r.prefix)
-        self.slots.give_back(r.slots)
-        r.slots, r.prefix = [], None
+        self.slots.give_back(r.slot)
+        self.rows.append(r.row)
+        r.prefix = None
 
     def _cancel(self) -> None:
         for r in [r for r in self.waiting + self.running if r.cancelled is not None and r.cancelled <= self.now]:
@@ -249,8 +273,8 @@ class Server:
     def _admit(self) -> None:
         while self.waiting:
             r = self.waiting[0]
-            found = self.slots.take(1 + self.drafts)
-            if found is None:
+            slot = self.slots.take() if self.rows else None
+            if slot is None:
                 r.waited += 1
                 if r.waited > 8 and self.running:
                     # The one that came last reads again what it has read and written.
@@ -261,7 +285,9 @@ class Server:
                     continue
                 return
             self.waiting.pop(0)
-            r.slots, r.waited, r.accepted, r.tokens = found, 0, 1, r.prompt + r.written
+            # The row may hold records of a request that was cancelled or preempted: of these 0 are accepted.
+            r.slot, r.row, r.waited, r.accepted = slot, self.rows.pop(), 0, 0
+            r.tokens = r.prompt + r.written
             blocks, r.prefix = self.slots.find(r.keys())
             r.read = blocks * BLOCK
             self.counts["cache_hits"] += blocks > 0
@@ -285,14 +311,14 @@ class Server:
             row = [-1] * width
             for j, key in enumerate(r.keys()[r.read // BLOCK : (r.read + count) // BLOCK]):
                 if key not in self.slots.cache and all(key != other for other, _ in cached):
-                    found = self.slots.take(1)
+                    found = self.slots.take()
                     if found is not None:
-                        row[j] = found[0]
-                        cached.append((key, found[0]))
+                        row[j] = found
+                        cached.append((key, found))
             table.append(row)
-        own = [r.slots[0] for r, _ in pieces]
+        own = [r.slot for r, _ in pieces]
         # From a cached slot, from its own, or from zero.
-        read = [r.slots[0] if r.prefix is None and r.read else r.prefix for r, _ in pieces]
+        read = [r.slot if r.prefix is None and r.read else r.prefix for r, _ in pieces]
         logits = self.layers.prefill([r.tokens[r.read : r.read + n] for r, n in pieces], read, own, table)
         self.slots.cache.update(cached)
         for (r, count), row in zip(pieces, logits, strict=True):
@@ -304,10 +330,13 @@ class Server:
     def _decode(self, requests: list[Request]) -> None:
         if not requests:
             return
-        drafts = [self.drafter(r, self.drafts, self.rng) for r in requests]
-        tokens = [[r.written[-1], *draft] for r, draft in zip(requests, drafts, strict=True)]
-        logits = self.layers.verify(tokens, [r.slots for r in requests], [r.accepted for r in requests])
-        for r, draft, best in zip(requests, drafts, logits.argmax(-1).tolist(), strict=True):
+        tokens, slots, accepted = [[0] * (1 + self.drafts)] * self.batch, [-1] * self.batch, [0] * self.batch
+        for r in requests:
+            tokens[r.row] = [r.written[-1], *self.drafter(r, self.drafts, self.rng)]
+            slots[r.row], accepted[r.row] = r.slot, r.accepted
+        found = self.layers.verify(tokens, slots, accepted).argmax(-1).tolist()
+        for r in requests:
+            draft, best = tokens[r.row][1:], found[r.row]
             kept = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(draft, best, strict=False))))
             r.written += best[: kept + 1]
             r.accepted = kept + 1
@@ -407,6 +436,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--slots", type=int, default=48, help="of each layer's pool")
+    parser.add_argument("--batch", type=int, default=12, help="requests that run at a time")
     parser.add_argument("--drafts", type=int, default=3, help="tokens drafted a step")
     parser.add_argument("--drafter", choices=DRAFTERS, default="ngram")
     parser.add_argument("--train", type=int, default=60, metavar="STEPS", help="of the model, before it serves")
@@ -415,8 +445,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--plot", type=Path, help="write a histogram of the steps' latencies to this file")
     options = parser.parse_args(arguments)
-    if options.requests < 1 or options.drafts < 0 or options.slots < 1 + options.drafts or options.piece < BLOCK:
-        parser.error(f"expected a request, {1 + options.drafts} slots and pieces of {BLOCK} tokens at least")
+    if min(options.requests, options.slots, options.batch) < 1 or options.drafts < 0 or options.piece < BLOCK:
+        parser.error(f"expected a request, a slot, a row and pieces of {BLOCK} tokens at least")
     torch.manual_seed(options.seed)
     rng = random.Random(options.seed)
     text, config = python_help_text(), TrainingConfig(steps=options.train, seed=options.seed)
@@ -426,7 +456,7 @@ def main(arguments: list[str] | None = None) -> int:
         pass
     model.eval()
     requests = random_requests(options.requests, text, rng)
-    server = Server(model, options.slots, options.drafts, options.piece, rng, DRAFTERS[options.drafter])
+    server = Server(model, options.slots, options.batch, options.drafts, options.piece, rng, DRAFTERS[options.drafter])
     figures = serve(model, requests, server, show=True) | compare(model, requests)
     print(json.dumps(figures, indent=2))
     if options.json:

@@ -14,16 +14,18 @@ from kda_core.capabilities import Feature
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CommitRequest:
-    """One checked call of ``commit_kda``: ``S <- D * S + k u^T`` for the first tokens of each sequence.
+    """One checked call of ``commit_kda``: ``S <- D * S + k u^T`` for some tokens of each sequence.
 
     Attributes:
         pool: [slots, HV, K, V] ([slots, HV, V, K] with ``state_v_first``), advanced in place; any strides.
         records: [B, T, HV, 2K + V] float32 (float64), a record contiguous: k, the decay D and u of a token. A negative
             number d in the place of a decay stands for D = 1 + d. How a factor is shared between k and u is the
             backend's.
-        num_accepted: [N]; sequence n replays its first num_accepted[n] tokens. Clamped to 0 and to its tokens.
+        num_accepted: [N]; sequence n replays its first num_accepted[n] tokens, or the first of its path. Clamped to 0
+            and to their number.
         state_indices: [N] slots; negative, ``pad_slot_id`` and past the pool: the sequence is skipped.
         cu_seqlens: [N + 1] or None.
+        path: [N, M] numbers of a sequence's tokens in the order of their replay, clamped to its tokens; None: 0, 1, ...
         memo: as in ``Request``.
     """
 
@@ -34,6 +36,7 @@ class CommitRequest:
     cu_seqlens: Tensor | None = None
     state_v_first: bool = False
     pad_slot_id: int = -1
+    path: Tensor | None = None
     op: Literal["commit_kda"] = "commit_kda"
     memo: dict[Any, Any] | None = field(default=None, init=False)
 
@@ -73,6 +76,8 @@ class CommitRequest:
 
     def _features(self) -> Iterator[Feature]:
         yield Feature.DRAFT_RECORDS
+        if self.path is not None:
+            yield Feature.DRAFT_TREES
         if self.cu_seqlens is not None:
             yield Feature.VARLEN
         if self.state_v_first:

@@ -55,18 +55,21 @@ def commit_kda(
     state_v_first: bool = False,
     pad_slot_id: int = -1,
     backend: str | None = None,
+    path: Tensor | None = None,
 ) -> None:
     """Advance states of a pool by the accepted tokens of drafts, in one read and one write of each state.
 
-    ``S <- D * S + k u^T`` for the first ``num_accepted[n]`` tokens of sequence n, from the records that
-    ``fused_recurrent_kda`` wrote. The state has the bits that the call with a slot for every token would have left in
-    the slot of the last accepted one, on the same backend. Not differentiable; nothing waits for the device.
+    ``S <- D * S + k u^T`` for the first ``num_accepted[n]`` tokens of sequence n (of its path, if the draft was a
+    tree), from the records that ``fused_recurrent_kda`` wrote. The state has the bits that the call with a slot for
+    every token would have left in the slot of the last accepted one, on the same backend. Not differentiable; nothing
+    waits for the device.
 
     Args:
         pool: [slots, HV, K, V], as ``initial_state`` of the call that wrote the records.
         records: [B, T, HV, 2K + V], written by the backend that commits them.
         num_accepted: [N] int32 or int64, on the device of the pool: from 0, which leaves the slot as it was, to the
-            sequence's tokens. Out of range: ValueError on the CPU and under ``KDA_CHECK=1``; clamped on other devices.
+            sequence's tokens, or to M with ``path``. Out of range: ValueError on the CPU and under ``KDA_CHECK=1``;
+            clamped on other devices.
         state_indices: [N] int32 or int64: the slot of each sequence. Negative ones and ``pad_slot_id`` are skipped. A
             slot past the pool, or twice: ValueError in the same cases; otherwise one past the pool is skipped, and
             sequences that share a slot race.
@@ -74,6 +77,8 @@ def commit_kda(
         state_v_first: states are stored [..., V, K].
         pad_slot_id: as in ``fused_recurrent_kda``.
         backend: as in ``chunk_kda``.
+        path: [N, M] int32 or int64: the accepted tokens of sequence n by their numbers in its draft, from the root of
+            the tree on; entries behind ``num_accepted[n]`` are not read. Out of range: as ``num_accepted``.
 
     Raises:
         ValueError, TypeError: a wrong shape, dtype, device or value; nothing has been written.
@@ -81,7 +86,7 @@ def commit_kda(
     """
     tensors = {
         "pool": pool, "records": records, "num_accepted": num_accepted, "state_indices": state_indices,
-        "cu_seqlens": cu_seqlens,
+        "cu_seqlens": cu_seqlens, "path": path,
     }  # fmt: skip
     request = CommitRequest(**tensors, state_v_first=state_v_first, pad_slot_id=pad_slot_id)  # type: ignore[arg-type]
     if torch.is_grad_enabled():
@@ -97,7 +102,7 @@ def commit_kda(
             _checks.check(request)
         torch.ops.kda_core.commit_kda_(
             pool, records, num_accepted, state_indices, cu_seqlens, request.state_v_first, request.pad_slot_id,
-            asked or "",
+            asked or "", path,
         )  # fmt: skip
         return
     _commit(registry.choose(request, asked), request)

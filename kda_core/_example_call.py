@@ -130,6 +130,7 @@ def _tensors(shape: CallShape, v_first: bool) -> dict[str, Tensor]:
         }  # fmt: skip
         made["records"] = tensor(B, T, HV, 2 * K + V, dtype=torch.float64 if data == torch.float64 else torch.float32)
         made["commit"], made["num_committed"] = torch.empty_like(made["records"]), tensor(N, dtype=torch.int32)
+        made["parents"], made["commit_path"] = tensor(N, T, dtype=torch.int64), tensor(N, T, dtype=torch.int64)
         made["checkpoint_indices"] = tensor(N, 1, dtype=torch.int64)
         made["checkpoint_pool"] = torch.empty_like(made["initial_state"])
         made["final_state_pool"] = torch.empty_like(made["initial_state"])

@@ -24,6 +24,9 @@ from kda_core._expect import (
 from kda_core._overlaps import share_memory
 from kda_core.request import CommitRequest, Request
 
+MOST_NODES = 64
+"""Tokens of a tree: a kernel keeps the ancestors of one in the bits of a number."""
+
 
 def check_pad_slot_id(value: int) -> None:
     expect_int("pad_slot_id", value)
@@ -98,6 +101,8 @@ def _check_pool(name: str, pool: Tensor, r: Request) -> None:
 
 def _check_records(r: Request) -> None:
     _check_commit(r)
+    if r.parents is not None:
+        _check_tree(r)
     if r.records is None:
         return
     if r.ssm_state_indices is None:
@@ -109,8 +114,21 @@ def _check_records(r: Request) -> None:
     expect_rows("records", r.records)
 
 
+def _check_tree(r: Request) -> None:
+    if r.records is None:
+        fail("records", "a tensor beside parents", "None")
+    if r.cu_seqlens is not None:
+        fail("cu_seqlens", "None beside parents, whose trees are dense", "a tensor")
+    expect_tensor("parents", r.parents, INDEX_DTYPES, r.device)
+    expect_shape("parents", r.parents, (r.B, r.T), "[N, T]")  # type: ignore[arg-type]
+    if r.T > MOST_NODES:
+        fail("parents", f"trees of at most {MOST_NODES} tokens", f"T = {r.T}")
+
+
 def _check_commit(r: Request) -> None:
     """The checks of a commit that a call begins with."""
+    if r.commit_path is not None and r.commit is None:
+        fail("commit", "a tensor beside commit_path", "None")
     if (r.commit is None) != (r.num_committed is None):
         fail("commit" if r.commit is None else "num_committed", "a tensor beside the other of the two", "None")
     if r.commit is None:
@@ -126,9 +144,17 @@ def _check_commit(r: Request) -> None:
     if r.commit.dim() != 4 or (r.commit.shape[0], *r.commit.shape[2:]) != (r.N, r.HV, 2 * r.K + r.V):
         fail("commit", f"shape [N, T', HV, 2K + V] = [{r.N}, T', {r.HV}, {2 * r.K + r.V}]", shape_of(r.commit))
     expect_rows("commit", r.commit)
+    if r.commit_path is not None:
+        _check_path("commit_path", r.commit_path, r.N, r.device)
     slots = r.ssm_state_indices
     if slots.dim() == 2 and slots.shape[1] > 1:  # type: ignore[union-attr]
         fail("ssm_state_indices", "shape [N] or [N, 1] beside commit", shape_of(slots))  # type: ignore[arg-type]
+
+
+def _check_path(name: str, path: Tensor, N: int, device: torch.device) -> None:
+    expect_tensor(name, path, INDEX_DTYPES, device)
+    if path.dim() != 2 or path.shape[0] != N or path.shape[1] < 1:
+        fail(name, f"shape [N, M] with N = {N}", shape_of(path))
 
 
 def check_commit(r: CommitRequest) -> None:
@@ -158,10 +184,14 @@ def check_commit(r: CommitRequest) -> None:
     for name in ("num_accepted", "state_indices"):
         expect_tensor(name, getattr(r, name), INDEX_DTYPES, r.device)
         expect_shape(name, getattr(r, name), (r.N,), "[N]")
+    if r.path is not None:
+        _check_path("path", r.path, r.N, r.device)
 
 
-def check_commit_values(r: CommitRequest, counts: str = "num_accepted", slots: str = "state_indices") -> None:
-    """The checks of the values of index tensors that are on the CPU; ``counts`` and ``slots``: the caller's names."""
+def check_commit_values(
+    r: CommitRequest, counts: str = "num_accepted", slots: str = "state_indices", path: str = "path"
+) -> None:
+    """The checks of the values of index tensors that are on the CPU; ``counts``, ``slots``, ``path``: their names."""
     if not r.state_indices.is_cpu:
         return
     lengths = [r.T] * r.N
@@ -177,10 +207,14 @@ def check_commit_values(r: CommitRequest, counts: str = "num_accepted", slots: s
             continue
         _check_slot(slots, slot, r.pool.shape[0])
         _check_owner(slots, slot, owner.setdefault(slot, n), n)
-        if not 0 <= count <= length:
-            fail(counts, f"values from 0 to {length}, the tokens of sequence {n}", f"{count}")
+        most, of = (length, "tokens") if r.path is None else (r.path.shape[1], f"columns of {path}")
+        if not 0 <= count <= most:
+            fail(counts, f"values from 0 to {most}, the {of} of sequence {n}", f"{count}")
+        taken = [] if r.path is None else r.path[n, :count].tolist()
+        if not all(0 <= token < length for token in taken):
+            fail(path, f"tokens from 0 to {length - 1} of sequence {n}", f"{taken}")
     if r.memo is None or check_commit_values not in r.memo:
-        for name in ("records", "num_accepted", "state_indices", "cu_seqlens"):
+        for name in ("records", "num_accepted", "state_indices", "cu_seqlens", "path"):
             other = getattr(r, name)
             if other is not None and other.device == r.pool.device and share_memory(r.pool, other):
                 fail("pool", "memory of its own", f"memory that {name} overlaps")
@@ -215,10 +249,15 @@ def _are_slots_of_their_own(slots: tuple[int, ...], pool_size: int, pad_slot_id:
 
 def check_slot_values(r: Request, bounds: list[int] | None) -> None:
     indices, accepted, pool = r.ssm_state_indices, r.num_accepted_tokens, r.initial_state
+    if r.parents is not None and r.parents.is_cpu:
+        for n, row in enumerate(r.parents.tolist()):
+            for t, parent in enumerate(row):
+                if parent >= t:
+                    fail("parents", f"a token before token {t} of sequence {n}, or -1", f"{parent}")
     if indices is None or pool is None or not indices.is_cpu:
         return
     if r.commit is not None:
-        check_commit_values(r.committing(), "num_committed", "ssm_state_indices")
+        check_commit_values(r.committing(), "num_committed", "ssm_state_indices", "commit_path")
         r = r.after_commit()
     target, final = r.written_slots, r.final_state_indices
     if final is None and indices.numel() == r.N and accepted is None and r.checkpoint_indices is None:

@@ -86,7 +86,8 @@ _LATER = "ScalarType? intermediate_states_dtype=None"
 _CHECKPOINTS = "Tensor? checkpoint_indices=None, int checkpoint_every=0, Tensor(d!)? checkpoint_pool=None"
 _RECORDS = {
     "chunk_kda": "",
-    "fused_recurrent_kda": ", Tensor(e!)? records=None, Tensor? commit=None, Tensor? num_committed=None",
+    "fused_recurrent_kda": ", Tensor(e!)? records=None, Tensor? commit=None, Tensor? num_committed=None, "
+    "Tensor? parents=None, Tensor? commit_path=None",
 }
 _GRADIENTS = ", ".join(f"Tensor? {name}=None" for name in ("grad_o", "grad_final_state", *SAVED_NAMES))
 
@@ -119,6 +120,6 @@ GATE_BACKWARD = Schema("kda_gate_backward", f"{_GATE}, Tensor? grad_output=None,
 COMMIT = Schema(
     "commit_kda_",
     "Tensor(a!) pool, Tensor records, Tensor num_accepted, Tensor state_indices, Tensor? cu_seqlens=None, "
-    'bool state_v_first=False, int pad_slot_id=-1, str backend=""',
+    'bool state_v_first=False, int pad_slot_id=-1, str backend="", Tensor? path=None',
     0,
 )

@@ -207,7 +207,7 @@ def chunk_kda(
             "final_state_pool": final_state_pool, "intermediate_states_dtype": intermediate_states_dtype,
             "checkpoint_indices": checkpoint_indices, "checkpoint_every": checkpoint_every,
             "checkpoint_pool": checkpoint_pool, "records": None, "commit": None,
-            "num_committed": None,
+            "num_committed": None, "parents": None, "commit_path": None,
             "save_for_backward": _needs_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state, out),
         }
     )  # fmt: skip
@@ -246,6 +246,8 @@ def fused_recurrent_kda(
     records: Tensor | None = None,
     commit: Tensor | None = None,
     num_committed: Tensor | None = None,
+    parents: Tensor | None = None,
+    commit_path: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     r"""Kimi Delta Attention token by token, with the state kept on chip: for decoding and short sequences.
 
@@ -274,6 +276,12 @@ def fused_recurrent_kda(
             without ``cu_seqlens``. The call then begins with ``commit_kda``: each state is advanced by the first
             ``num_committed`` of these tokens and written to its slot, and the call starts from there.
         num_committed: [N] int32 or int64, as ``num_accepted`` of ``commit_kda``.
+        parents: [N, T] int32 or int64, T <= 64, beside ``records`` and without ``cu_seqlens``: the draft is a tree.
+            Token t continues from the state after token ``parents[n, t] < t``, or from the sequence's state before the
+            call where that is negative; t - 1 everywhere is a plain draft. A token has the bits that it has in a
+            plain draft of its ancestors. A number from t on: ValueError on the CPU and under ``KDA_CHECK=1``; t - 1 on
+            other devices.
+        commit_path: [N, M], as ``path`` of ``commit_kda``, beside ``commit``.
 
     Returns:
         ``(o, final_state)``: o [B, T, HV, V], dtype of q; final_state as in ``chunk_kda`` (``initial_state``
@@ -299,7 +307,7 @@ def fused_recurrent_kda(
             "final_state_indices": final_state_indices,
             "final_state_pool": final_state_pool, "intermediate_states_dtype": None,
             "checkpoint_indices": None, "checkpoint_every": 0, "checkpoint_pool": None, "records": records,
-            "commit": commit, "num_committed": num_committed,
+            "commit": commit, "num_committed": num_committed, "parents": parents, "commit_path": commit_path,
             "save_for_backward": _needs_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state, out),
         }
     )  # fmt: skip

@@ -252,6 +252,7 @@ HOOKS_OF_FEATURE: dict[Feature, tuple[str, ...]] = {
     Feature.RECURRENT: ("kda_core_recurrent_forward",),
     Feature.RECURRENT_BACKWARD: ("kda_core_recurrent_backward", "kda_core_saved_spec"),
     Feature.DRAFT_RECORDS: ("kda_core_recurrent_forward", "kda_core_commit"),
+    Feature.DRAFT_TREES: ("kda_core_recurrent_forward", "kda_core_commit"),
     Feature.GATE: ("kda_core_gate_forward",),
     Feature.GATE_BACKWARD: ("kda_core_gate_backward",),
     Feature.CONTEXT_PARALLEL: (

@@ -98,15 +98,17 @@ def gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: f
     return lower_bound * sigmoid(x if A_log is None else A_log.exp()[:, None] * x)
 
 
-def recurrence(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor):
-    """The equation above over [N, L, HV, ...] from ``state`` [N, HV, K, V].
+def recurrence(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, parents: Tensor | None = None
+):
+    """The equation above over [N, L, HV, ...] from ``state`` [N, HV, K, V]; ``parents`` [N, L] as in ``Request``.
 
     Returns:
         o [N, L, HV, V] (without the scale) and the list of the L + 1 states.
     """
     outputs, states = [], [state]
     for t in range(q.shape[1]):
-        decayed = log_decay[:, t].exp()[..., None] * states[-1]
+        decayed = log_decay[:, t].exp()[..., None] * _before(states, t, parents)
         k_t = k[:, t][..., None]
         error = v[:, t] - (k_t * decayed).sum(-2)
         state = decayed + k_t * (beta[:, t][..., None] * error)[..., None, :]
@@ -114,6 +116,13 @@ def recurrence(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor,
         states.append(state)
     o = torch.stack(outputs, 1) if outputs else v[:, :0]
     return o, states
+
+
+def _before(states: list[Tensor], t: int, parents: Tensor | None) -> Tensor:
+    """The states [N, HV, K, V] that token t continues from; ``states``: those before each token, and after the last."""
+    if parents is None:
+        return states[t]
+    return torch.stack([states[min(p, t - 1) + 1 if p >= 0 else 0][n] for n, p in enumerate(parents[:, t].tolist())])
 
 
 def sequence_bounds(r: Request) -> list[tuple[int, int, int]]:
@@ -189,7 +198,7 @@ def oracle(r: Request, *, token_states: bool = False, inputs: dict[str, Tensor] 
 
     state, skipped = _initial(r, x["initial_state"])
     q, k, v_rows, log_decay, beta = map(rows, (q, k, v, log_decay, beta))
-    o_rows, states = recurrence(q, k, v_rows, log_decay, beta, state)
+    o_rows, states = recurrence(q, k, v_rows, log_decay, beta, state, r.parents)
     o_rows = r.scale * o_rows
 
     o = v.new_zeros(r.B, r.T, r.HV, r.V)
@@ -202,14 +211,17 @@ def oracle(r: Request, *, token_states: bool = False, inputs: dict[str, Tensor] 
     shape = (r.B, chunks_of(r), r.HV, r.K, r.V)
     h_tensor = torch.stack(h).reshape(shape) if h else v.new_zeros(shape)
     per_token = torch.stack(states[1:], 1) if token_states and length else None
-    records = _records(k, v_rows, log_decay, beta, states) if r.records is not None and length else None
+    records = None
+    if r.records is not None and length:
+        before = torch.stack([_before(states, t, r.parents) for t in range(length)], 1)
+        records = _records(k, v_rows, log_decay, beta, before)
     return OracleResult(o, states[-1], h_tensor, per_token, skipped, records)
 
 
-def _records(k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, states: list[Tensor]) -> Tensor:
-    """k, the decay and u of every token [N, L, HV, ...], from the states before and after them."""
+def _records(k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, before: Tensor) -> Tensor:
+    """k, the decay and u of every token [N, L, HV, ...], from the states [N, L, HV, K, V] before them."""
     decay = log_decay.exp()
-    decayed = decay[..., None] * torch.stack(states[:-1], 1)
+    decayed = decay[..., None] * before
     u = beta[..., None] * (v - (k[..., None] * decayed).sum(-2))
     return torch.cat([k, decay, u], -1)
 
@@ -284,10 +296,12 @@ def committed(r: CommitRequest) -> dict[int, Tensor]:
         first, lengths = cuts[:-1], [end - start for start, end in itertools.pairwise(cuts)]
     found: dict[int, Tensor] = {}
     for n, (slot, count) in enumerate(zip(r.state_indices.tolist(), r.num_accepted.tolist(), strict=True)):
-        count = min(max(count, 0), lengths[n])
+        count = min(max(count, 0), lengths[n] if r.path is None else r.path.shape[1])
         if not 0 <= slot < len(r.pool) or slot == r.pad_slot_id or not count:
             continue
-        rows = r.records[0 if r.cu_seqlens is not None else n, first[n] : first[n] + count].double()
+        tokens = torch.arange(count, device="cpu") if r.path is None else r.path[n, :count].cpu().long()
+        tokens = tokens.clamp(0, lengths[n] - 1).to(r.records.device)
+        rows = r.records[0 if r.cu_seqlens is not None else n, first[n] + tokens].double()
         state = r.pool[slot].double()
         state = state.mT if r.state_v_first else state
         for k, decay, u in zip(*rows.split([r.K, r.K, r.V], -1), strict=True):

@@ -56,6 +56,9 @@ class Request:
         commit: [N, T', HV, 2K + V] records of an earlier call, or None: the pool is first advanced by num_committed of
             them, as ``committing`` says, and the call starts from that. Only beside records, without cu_seqlens.
         num_committed: [N] or None.
+        parents: [N, T] or None: token t continues from the state after token parents[n, t] < t, or from the sequence's
+            first state where that is negative. What is not below t stands for t - 1. None: t - 1. Only beside records.
+        commit_path: [N, M] or None, the ``path`` of the commit.
         inplace_final_state: ``initial_state`` is a pool that is read and advanced in place; then the
             result's ``final_state`` is None.
         save_for_backward: the result's ``saved`` must match ``kda_core_saved_spec``.
@@ -113,6 +116,8 @@ class Request:
     records: Tensor | None = field(default=None, metadata={"needs": Feature.DRAFT_RECORDS})
     commit: Tensor | None = field(default=None, metadata={"needs": Feature.DRAFT_RECORDS})
     num_committed: Tensor | None = None
+    parents: Tensor | None = field(default=None, metadata={"needs": Feature.DRAFT_TREES})
+    commit_path: Tensor | None = field(default=None, metadata={"needs": Feature.DRAFT_TREES})
     save_for_backward: bool = False
     saved: tuple[Tensor, ...] = ()
     grad_o: Tensor | None = None
@@ -196,12 +201,26 @@ class Request:
         return CommitRequest(
             pool=self.initial_state, records=self.commit, num_accepted=self.num_committed,
             state_indices=self.ssm_state_indices.flatten(), state_v_first=self.state_v_first,
-            pad_slot_id=self.pad_slot_id,
+            pad_slot_id=self.pad_slot_id, path=self.commit_path,
         )  # fmt: skip
 
     def after_commit(self) -> Request:
         """The rest of such a call."""
-        return replace(self, commit=None, num_committed=None)
+        return replace(self, commit=None, num_committed=None, commit_path=None)
+
+    def branches(self) -> list[tuple[int, list[int]]]:
+        """A sequence's number and tokens from the root to a leaf, for every leaf of the trees; reads ``parents``."""
+        assert self.parents is not None
+        found = []
+        for n, row in enumerate(self.parents.tolist()):
+            parents = [min(parent, t - 1) for t, parent in enumerate(row)]
+            for leaf in sorted({*range(len(parents))} - {*parents}):
+                branch, token = [], leaf
+                while token >= 0:
+                    branch.append(token)
+                    token = parents[token]
+                found.append((n, branch[::-1]))
+        return found
 
     @property
     def checkpoint_states(self) -> str | None:

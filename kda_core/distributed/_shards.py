@@ -21,7 +21,7 @@ HEADS = {
 PARAMETERS = ("A_log", "dt_bias")
 REFUSED = (
     *("cu_seqlens", "cu_seqlens_cpu", "cp_context", "ssm_state_indices", "num_accepted_tokens", "out"),
-    *("has_initial_state", "final_state_indices", "final_state_pool", "records", "commit"),
+    *("has_initial_state", "final_state_indices", "final_state_pool", "records", "commit", "parents"),
 )
 """Arguments that do not go with DTensors: their rows, slots or places are those of all sequences."""
 

@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 INPUTS = (
     *("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu"),
     *("ssm_state_indices", "num_accepted_tokens", "has_initial_state", "final_state_indices", "checkpoint_indices"),
-    *("final_state_pool", "grad_o", "grad_final_state", "grad_output"),
+    *("final_state_pool", "parents", "grad_o", "grad_final_state", "grad_output"),
 )
 DEFAULTS = {f.name: f.default for f in fields(Request)}
 SUMS_OVER_TOKENS = ("dA_log", "ddt_bias")

@@ -38,6 +38,7 @@ def on_cpu(r: Request) -> Request:
     if accepted is not None and indices is not None and not accepted.is_cpu:
         accepted = accepted.cpu().clamp(1, 1 if indices.dim() == 1 else indices.shape[1])
     names = ("cu_seqlens", "ssm_state_indices", "has_initial_state", "final_state_indices", "checkpoint_indices")
+    names = (*names, "parents")
     moved = {n: t if (t := getattr(r, n)) is None else t.cpu() for n in names}
     return replace(r, **moved, num_accepted_tokens=accepted if accepted is None else accepted.cpu())
 
@@ -213,6 +214,9 @@ class Sample:
                 tensors[name] = given.detach()[self.value_heads].to("cpu", copy=True)
         if r.cu_seqlens is not None:
             tensors["cu_seqlens"] = torch.tensor([0, *self.lengths], dtype=torch.long, device="cpu").cumsum(0)
+        if r.parents is not None:
+            tokens = self.lengths[0] if self.sequences else 0
+            tensors["parents"] = r.parents[self.sequences, :tokens]
         if self.slots is not None:
             tensors |= self.pool()
         elif r.initial_state is not None:

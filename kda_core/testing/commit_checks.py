@@ -74,7 +74,7 @@ def run_checked_commit(
 
 def _indexed(r: CommitRequest) -> CommitRequest:
     """The request with its index tensors on the CPU."""
-    names = ("num_accepted", "state_indices", "cu_seqlens")
+    names = ("num_accepted", "state_indices", "cu_seqlens", "path")
     return replace(r, **{n: None if (t := getattr(r, n)) is None else t.cpu() for n in names})
 
 

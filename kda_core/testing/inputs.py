@@ -12,7 +12,7 @@ from torch import Tensor
 
 import kda_core
 from kda_core import reference
-from kda_core.request import Request
+from kda_core.request import DATA, Request
 
 GUARD = 512
 """Poisoned elements before and behind every input: more than any tile's reach past an end."""
@@ -137,8 +137,19 @@ class Call:
         dense = torch.where(zero[:, None, None, None], 0, pool[start.clamp_min(0)])
         names = ("ssm_state_indices", "num_accepted_tokens", "inplace_final_state", "out", "has_initial_state")
         gone = dict.fromkeys((*names, "update_state", "final_state_indices", "final_state_pool"))
-        gone |= dict.fromkeys(("checkpoint_indices", "checkpoint_every", "checkpoint_pool", "records"))
-        return self.having(initial_state=dense, **gone)
+        gone |= dict.fromkeys(("checkpoint_indices", "checkpoint_every", "checkpoint_pool", "records", "parents"))
+        call = self.having(initial_state=dense, **gone)
+        return call if "parents" not in self.tensors else call.with_sequences(self.request().branches())
+
+    def with_sequences(self, rows: list[tuple[int, list[int]]]) -> Call:
+        """The dense call's tokens as packed sequences: (number of a sequence, its tokens) of each."""
+        index = [(n, t) for n, tokens in rows for t in tokens]
+        of_row, token = torch.tensor(index, dtype=torch.long).reshape(-1, 2).unbind(1)
+        data = {name: self.tensors[name][of_row, token][None] for name in DATA}
+        lengths = torch.tensor([0, *(len(tokens) for _, tokens in rows)])
+        owner = torch.tensor([n for n, _ in rows], dtype=torch.long)
+        states = self.tensors["initial_state"][owner]
+        return self.having(**data, cu_seqlens=lengths.cumsum(0), initial_state=states)
 
     def in_pool(self, indices: Tensor, slots: int, accepted: Tensor | None = None) -> Call:
         """The call on a pool of that many slots, full of NaN but for the states that its sequences start from."""

@@ -22,6 +22,7 @@ from kda_core.testing.subject import Mismatch, Record, Refused, Subject
 from kda_core.testing.targets import Target, find_target
 
 R = "fused_recurrent_kda"
+TREES = torch.tensor([[-1, 0, 0], [-1, -1, 0], [-1, 0, 1]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,11 @@ def checks() -> list[Check | GateCheck]:
             draft.having(name="draft that leaves records", final_state=False),
             lambda case: case.call().in_pool(torch.tensor([1, -1, 0]), 3).recorded(),
             frozenset({Feature.DRAFT_RECORDS, Feature.PAGED_STATE}),
+        ),
+        Check(
+            draft.having(name="tree of draft tokens", final_state=False),
+            lambda case: case.call().in_pool(torch.tensor([1, -1, 0]), 3).recorded().having(parents=TREES),
+            frozenset({Feature.DRAFT_TREES, Feature.DRAFT_RECORDS, Feature.PAGED_STATE}),
         ),
         _pooled(draft, [[8, 1, 2], [0, 4, 9], [6, 3, 7]]),
         _pooled(draft.having(name="draft, some accepted"), [[8, 1, 2], [0, 4, 9], [6, 3, 7]], [2, 1, 3]),

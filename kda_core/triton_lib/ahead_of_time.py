@@ -217,8 +217,8 @@ def inference(case: Case) -> Request:
     """The forward of a case, whose tensors have no memory; beta has the dtype of q.
 
     With the tag "pool" its states lie in a pool that is advanced in place, with "drafts" in one where every token has a
-    slot. With "records" too, its tokens are recorded instead, with "commits" behind a commit. With "served" it has what
-    servers ask of a pool as well, with "checkpoints" those too.
+    slot. With "records" too, its tokens are recorded instead, with "commits" behind a commit, with "trees" as trees.
+    With "served" it has what servers ask of a pool as well, with "checkpoints" those too.
     """
     with fake_tensors():
         r = case.call().request()
@@ -228,6 +228,9 @@ def inference(case: Case) -> Request:
             changed |= {"records": torch.empty(shape, dtype=r.compute_dtype), "update_state": False}
             if "commits" in case.tags:
                 changed |= {"commit": changed["records"], "num_committed": torch.empty(r.N, dtype=torch.int32)}
+            if "trees" in case.tags:
+                changed["parents"] = torch.empty(r.N, r.T, dtype=torch.int32)
+                changed["commit_path"] = changed["parents"] if "commits" in case.tags else None
         if case.tags & {"pool", "drafts"}:
             table = (r.N, DRAFTS) if "drafts" in case.tags else (r.N,)
             changed |= {"ssm_state_indices": torch.empty(table, dtype=case.index_dtype), "inplace_final_state": True}

@@ -49,9 +49,9 @@ _MORE = tuple(tuple(f"saved[{i}]" for i in range(n)) for n in range(20))
 """Names of tensors that are handed on from an earlier part of a call, by their number."""
 _SAVED = tuple((*_BACKWARD, *more) for more in _MORE)
 """Names of a backward's inputs, by the number of tensors that are handed on."""
-_RECURRENT = (*_CHUNK, "num_accepted_tokens", "records", "commit", "num_committed")
+_RECURRENT = (*_CHUNK, "num_accepted_tokens", "records", "commit", "num_committed", "parents", "commit_path")
 _recurrent_inputs = attrgetter(*_RECURRENT)
-_COMMIT = ("pool", "records", "num_accepted", "state_indices", "cu_seqlens")
+_COMMIT = ("pool", "records", "num_accepted", "state_indices", "cu_seqlens", "path")
 _commit_inputs = attrgetter(*_COMMIT)
 _GATE = ("g", "A_log", "dt_bias", "grad_output")
 _gate_inputs = attrgetter(*_GATE)

@@ -25,11 +25,11 @@ from kda_core.triton_lib.plan import Builder, Plan, input_layouts
 ELEMENTS = 4096
 """Elements of a state in a program."""
 
-_NUMBERS = ["T", "HV", "s_accepted", "s_index", "pad_slot_id", "slots"]
+_NUMBERS = ["T", "HV", "s_accepted", "s_index", "pad_slot_id", "slots", "M"]
 
 
 @triton.jit
-def _load_record(p_record, o_k, o_v, live, K: tl.constexpr, V: tl.constexpr):
+def load_record(p_record, o_k, o_v, live, K: tl.constexpr, V: tl.constexpr):
     """k, the decay and u of a token; zeros past K, past V, and everywhere unless ``live``."""
     m_k = o_k < tl.where(live, K, 0)
     m_v = o_v < tl.where(live, V, 0)
@@ -39,15 +39,42 @@ def _load_record(p_record, o_k, o_v, live, K: tl.constexpr, V: tl.constexpr):
     return b_k, b_d, b_u
 
 
-@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=["accepted", "indices", "cu_seqlens"])
+@triton.jit
+def token_of(path, m, most):
+    """The number of the m-th token of a path (or m without one), clamped below ``most``."""
+    token = m
+    if path is not None:
+        token = tl.minimum(tl.maximum(tl.load(path + m).to(tl.int32), 0), most - 1)
+    return token
+
+
+@triton.jit
+def parent_of(parents, t):
+    """The token of a tree [T] that token t continues from, -1 for none; what is not below t is t - 1."""
+    parent = tl.load(parents + t)
+    return tl.minimum(tl.maximum(parent, -1), t - 1).to(tl.int32)
+
+
+@triton.jit
+def ancestors_of(parents, token):
+    """A bit for every token on the way from the root of a tree to ``token``, which may be -1: for none."""
+    found = tl.zeros([], tl.int64)
+    while token >= 0:
+        found |= tl.full([], 1, tl.int64) << token
+        token = parent_of(parents, token)
+    return found
+
+
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=["accepted", "indices", "cu_seqlens", "path"])
 def commit_kernel(
     pool,  # [slots, HV, K, V] (or [..., V, K])
     records,  # [B, T, HV, 2K + V]
     accepted, indices,  # [N]
     cu_seqlens,  # [N + 1] or None
+    path,  # [N, M] tokens of a sequence, or None: the first ones
     s_pn, s_ph,  # strides by slot and head
     s_rn, s_rt, s_rh,  # strides by sequence (the token's when packed), token, head
-    T, HV, s_accepted: tl.int64, s_index: tl.int64, pad_slot_id: tl.int64, slots,
+    T, HV, s_accepted: tl.int64, s_index: tl.int64, pad_slot_id: tl.int64, slots, M,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
     P_K: tl.constexpr, P_V: tl.constexpr,  # strides within a state, by key and value channel
     V_FIRST: tl.constexpr,
@@ -67,11 +94,17 @@ def commit_kernel(
         row = tl.load(cu_seqlens + i_n).to(tl.int64)
         length = tl.load(cu_seqlens + i_n + 1).to(tl.int64) - row
     # A count out of range is the caller's error; clamped, it reads no record of another sequence.
-    count = tl.minimum(tl.maximum(count, 0), length).to(tl.int32)
+    length = length.to(tl.int32)
+    most = length
+    if path is not None:
+        path += i_n * M
+        most = tl.where(length > 0, M, 0)
+    count = tl.minimum(tl.maximum(count, 0), most).to(tl.int32)
     if is_padding(i_state, pad_slot_id, slots) | (count == 0):
         return
     p_record = records + row * s_rn + i_h * s_rh
-    next_k, next_d, next_u = _load_record(p_record, o_k, o_v, True, K, V)
+    p_next = p_record + token_of(path, 0, length) * s_rt
+    next_k, next_d, next_u = load_record(p_next, o_k, o_v, True, K, V)
     if V_FIRST:
         o_state = o_v.to(tl.int64)[:, None] * P_V + o_k.to(tl.int64)[None, :] * P_K
         m_state = (o_v < V)[:, None] & (o_k < K)[None, :]
@@ -85,8 +118,9 @@ def commit_kernel(
         b_d = next_d
         b_u = next_u
         # Fetched while this token is computed.
-        p_record += s_rt
-        next_k, next_d, next_u = _load_record(p_record, o_k, o_v, t + 1 < count, K, V)
+        more = t + 1 < count
+        p_next = p_record + token_of(path, tl.where(more, t + 1, 0), length) * s_rt
+        next_k, next_d, next_u = load_record(p_next, o_k, o_v, more, K, V)
         if V_FIRST:
             b_k = b_k[None, :]
             b_d = b_d[None, :]
@@ -124,7 +158,8 @@ def add_commit(b: Builder, r: CommitRequest, num_warps: int, signed: bool, **opt
     BV = min(VP, max(16, ELEMENTS // KP))
     named = {
         "pool": r.pool, "records": r.records, "accepted": r.num_accepted, "indices": r.state_indices,
-        "cu_seqlens": b.dense(r.cu_seqlens), "s_pn": s_pn, "s_ph": s_ph, "s_rn": s_b if r.cu_seqlens is None else s_t,
+        "cu_seqlens": b.dense(r.cu_seqlens), "path": b.dense(r.path), "M": 0 if r.path is None else r.path.shape[1],
+        "s_pn": s_pn, "s_ph": s_ph, "s_rn": s_b if r.cu_seqlens is None else s_t,
         "s_rt": s_t, "s_rh": s_h, "T": r.T, "HV": r.HV, "s_accepted": r.num_accepted.stride(0),
         "s_index": r.state_indices.stride(0), "pad_slot_id": r.pad_slot_id, "slots": r.pool.shape[0], "K": r.K,
         "V": r.V, "KP": KP, "BV": BV, "P_K": P_K, "P_V": P_V, "V_FIRST": r.state_v_first, "SIGNED": signed,

@@ -291,8 +291,8 @@ def test_explain_has_every_option_and_every_tensor_of_the_public_functions():
             {"h_dtype": torch.bfloat16, "state_dtype": torch.float16},
         ),
         (
-            "--op fused_recurrent_kda --shape 3,2,2,32,64 --slots 9 --records",
-            {"records.shape": (3, 2, 2, 128), "update_state": False},
+            "--op fused_recurrent_kda --shape 3,2,2,32,64 --slots 9 --records --commit --num-committed --commit-path",
+            {"records.shape": (3, 2, 2, 128), "update_state": False, "commit_path.shape": (3, 2), "parents": None},
         ),
         (
             "--slots 9 --checkpoint-indices --checkpoint-every 128 --checkpoint-pool",

@@ -39,6 +39,51 @@ def test_a_compiled_draft_and_commit_have_the_bits_of_eager_ones():
     assert all(map(torch.equal, *found))
 
 
+def verified_tree(x: dict, records: torch.Tensor, parents: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
+    """A tree, the commit of a path of it, and a call that commits another."""
+    o, _ = kda_core.fused_recurrent_kda(**x, records=records, parents=parents)
+    counts, slots, more = torch.tensor([2, 0, 1]), x["ssm_state_indices"], torch.empty_like(records)
+    kda_core.commit_kda(x["initial_state"], records, counts, slots, path=path)
+    following, _ = kda_core.fused_recurrent_kda(
+        **x, records=more, commit=records, num_committed=counts, commit_path=path.flip(1), parents=parents
+    )
+    return torch.cat([o, following])
+
+
+def test_compiled_trees_have_the_bits_of_eager_ones():
+    torch._dynamo.reset()
+    compiled = torch.compile(verified_tree, backend="aot_eager", fullgraph=True)
+    parents = torch.tensor([[-1, 0, 0, 2], [-1, -1, 1, 0], [-1, 0, 1, 2]])
+    found = []
+    for function in (verified_tree, compiled):
+        x, records = draft(), kda_core.empty_records(N, T, H, K, V)
+        with torch.no_grad(), kda_core.checked_calls():
+            found.append((function(x, records, parents, torch.tensor([[0, 2], [1, 3], [3, 0]])), x["initial_state"]))
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("wrong", [draft_mutants.TreesAreChains, draft_mutants.PathIgnored])
+def test_checked_trees(wrong):
+    """KDA_CHECK finds a tree that was taken for a chain, and a path that was not."""
+    x, records, subject = draft(), kda_core.empty_records(N, T, H, K, V), wrong()
+    parents, path = torch.tensor([[-1, 0, 0, 2], [-1, -1, 1, 0], [-1, 0, 1, 2]]), torch.tensor([[0, 2], [1, 3], [3, 0]])
+    registry.register(subject)
+
+    def serve():
+        kda_core.fused_recurrent_kda(**x, records=records, parents=parents, backend=subject.name)
+        counts, slots = torch.tensor([2, 0, 1]), x["ssm_state_indices"]
+        kda_core.commit_kda(x["initial_state"], records, counts, slots, path=path, backend=subject.name)
+
+    try:
+        with (
+            kda_core.checked_calls(),
+            pytest.raises(CheckFailed, match=r"_kda(, forward,)? on backend .*\n  (o|pool): "),
+        ):
+            serve()
+    finally:
+        registry.unregister(subject.name)
+
+
 def test_the_operator_is_a_right_one():
     records = kda_core.empty_records(N, T, H, K, V)
     x = draft()

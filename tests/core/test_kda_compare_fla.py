@@ -80,6 +80,8 @@ ADDED = {
     "records": "drafts over a pool of states, which fla has not in its public call",
     "commit": "drafts over a pool of states, which fla has not in its public call",
     "num_committed": "drafts over a pool of states, which fla has not in its public call",
+    "parents": "drafts over a pool of states, which fla has not in its public call",
+    "commit_path": "drafts over a pool of states, which fla has not in its public call",
 }
 LEFT_OUT = {
     "kwargs": "every parameter is named; an unknown one raises TypeError where fla would swallow it",

@@ -20,7 +20,10 @@ FIELDS = {f.name: f for f in fields(Request)[NAMES.index("q") : NAMES.index("sav
 LATER = NAMES[NAMES.index("out") + 1 : NAMES.index("save_for_backward")]
 """Those that came after the functions were published: they stand at the end."""
 NOT_TAKEN = {
-    "chunk_kda": {"num_accepted_tokens", "inplace_final_state", "records", "commit", "num_committed"},
+    "chunk_kda": {
+        *("num_accepted_tokens", "inplace_final_state", "records", "commit", "num_committed"),
+        *("parents", "commit_path"),
+    },
     "fused_recurrent_kda": {
         *("disable_recompute", "return_intermediate_states", "cu_seqlens_cpu", "cp_context", "chunk_size"),
         *("intermediate_states_dtype", "checkpoint_indices", "checkpoint_every", "checkpoint_pool"),
@@ -80,7 +83,7 @@ def test_the_operators_take_the_arguments(op: str):
     taken = FIELDS.keys() - {
         "cp_context",
         "inplace_final_state",
-        *({"records", "commit", "num_committed"} & NOT_TAKEN[op]),
+        *({"records", "commit", "num_committed", "parents", "commit_path"} & NOT_TAKEN[op]),
     }
     assert {*_schemas.INPLACE[op].names} == taken | {"pool", "backend"}
     assert {*_schemas.FUNCTIONAL[op].names} - {"backend", "save_for_backward", "intermediate_states_dtype"} == {

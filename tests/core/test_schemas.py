@@ -64,7 +64,8 @@ PINNED = {
 }
 _INPLACE_RECORDS = _INPLACE_2.replace(
     "checkpoint_pool=None",
-    "checkpoint_pool=None, Tensor(e!)? records=None, Tensor? commit=None, Tensor? num_committed=None",
+    "checkpoint_pool=None, Tensor(e!)? records=None, Tensor? commit=None, Tensor? num_committed=None, "
+    "Tensor? parents=None, Tensor? commit_path=None",
 )
 PINNED[2] = PINNED[1] | dict.fromkeys(("chunk_kda_", "fused_recurrent_kda_"), _INPLACE_2)
 PINNED[2] |= dict.fromkeys(("chunk_kda", "fused_recurrent_kda"), _FUNCTIONAL_2)
@@ -72,7 +73,7 @@ PINNED[2] |= {
     "fused_recurrent_kda_": _INPLACE_RECORDS,
     "commit_kda_": (
         "(Tensor(a!) pool, Tensor records, Tensor num_accepted, Tensor state_indices, Tensor? cu_seqlens=None, "
-        'bool state_v_first=False, int pad_slot_id=-1, str backend="") -> ()'
+        'bool state_v_first=False, int pad_slot_id=-1, str backend="", Tensor? path=None) -> ()'
     ),
 }
 

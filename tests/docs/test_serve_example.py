@@ -38,8 +38,8 @@ def knowing(r: serve.Request, count: int, rng: random.Random) -> list[int]:
     return [*following[:kept], *((b + 1) % 256 for b in following[kept:])]
 
 
-def served(requests: list[serve.Request], slots: int, drafts: int, piece: int) -> dict:
-    server = serve.Server(model(), slots, drafts, piece, random.Random(1), knowing)
+def served(requests: list[serve.Request], slots: int, batch: int, drafts: int, piece: int) -> dict:
+    server = serve.Server(model(), slots, batch, drafts, piece, random.Random(1), knowing)
     return serve.serve(model(), requests, server) | serve.compare(model(), requests)
 
 
@@ -56,30 +56,55 @@ REQUESTS = st.lists(
 
 
 @settings(max_examples=25, deadline=None)
-@given(requests=REQUESTS, spare=st.integers(0, 12), drafts=st.integers(0, 3), piece=st.sampled_from([64, 128, 200]))
-def test_every_request_gets_its_bytes(requests, spare, drafts, piece):
-    found = served(requests, 1 + drafts + spare, drafts, piece)
+@given(
+    requests=REQUESTS, slots=st.integers(1, 16), batch=st.integers(1, 5), drafts=st.integers(0, 3),
+    piece=st.sampled_from([64, 128, 200]),
+)  # fmt: skip
+def test_every_request_gets_its_bytes(requests, slots, batch, drafts, piece):
+    found = served(requests, slots, batch, drafts, piece)
     assert (found["mismatched"], found["leaked_slots"]) == (0, 0)
 
 
-def test_everything_happens():
-    """Cache hits, preemption, and some drafts that are right, in one run."""
-    requests = [serve.Request(list(TEXT[:200]), 30, i // 2) for i in range(8)]
-    found = served(requests, 12, 2, 64)
+def test_everything_happens(monkeypatch):
+    """Cache hits, every number of accepted tokens, and requests that stop with accepted tokens still in records."""
+    plain_verify, plain_stop, counts, stopped = serve.Layers.verify, serve.Server._stop, set(), set()
+
+    def verify(self, tokens, slots, accepted):
+        counts.update(count for slot, count in zip(slots, accepted, strict=True) if slot >= 0)
+        return plain_verify(self, tokens, slots, accepted)
+
+    def stop(self, r):
+        if r.accepted:
+            cancelled = r.cancelled is not None and r.cancelled <= self.now
+            stopped.add("cancelled" if cancelled else "preempted" if len(r.written) < r.length else "ended")
+        plain_stop(self, r)
+
+    monkeypatch.setattr(serve.Layers, "verify", verify)
+    monkeypatch.setattr(serve.Server, "_stop", stop)
+    requests = [serve.Request(list(TEXT[:200]), 30, i // 2, 12 if i == 1 else None) for i in range(8)]
+    found = served(requests, 4, 3, 2, 64)
     assert (found["mismatched"], found["leaked_slots"]) == (0, 0)
     assert found["cache_hits"] > 0
-    assert found["preempted"] > 0
     assert 0 < found["accepted_drafts"] < found["drafted"]
+    assert counts == {0, 1, 2, 3}
+    assert stopped == {"cancelled", "preempted", "ended"}
 
 
-@pytest.mark.parametrize("fault", ["one more", "stale", "prefix"])
+FAULTS = {
+    "one more": lambda accepted, T: min(accepted + 1, T) if accepted else 0,
+    "stale": lambda accepted, T: min(accepted, 1),
+    "another's": lambda accepted, T: accepted or T,
+    "prefix": lambda accepted, T: accepted,
+}
+"""One accepted token too many, the first one always, records of another request, a prefix that is a block too long."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_server_is_found(fault: str, monkeypatch):
-    """One accepted draft too many, a draft from the first slot always, a prefix that is a block too long."""
     plain_verify, plain_find = serve.Layers.verify, serve.Slots.find
 
     def verify(self, tokens, slots, accepted):
-        wrong = [min(a + 1, len(slots[0])) for a in accepted] if fault == "one more" else [1] * len(accepted)
-        return plain_verify(self, tokens, slots, accepted if fault == "prefix" else wrong)
+        return plain_verify(self, tokens, slots, [FAULTS[fault](a, len(tokens[0])) for a in accepted])
 
     def find(self, keys):
         blocks, slot = plain_find(self, keys)
@@ -88,7 +113,7 @@ def test_a_wrong_server_is_found(fault: str, monkeypatch):
     monkeypatch.setattr(serve.Layers, "verify", verify)
     monkeypatch.setattr(serve.Slots, "find", find)
     requests = [serve.Request(list(TEXT[:200]), 20, 4 * i) for i in range(4)]
-    assert served(requests, 40, 2, 256)["mismatched"] > 0
+    assert served(requests, 40, 4, 2, 256)["mismatched"] > 0
 
 
 def test_command_line(tmp_path, capsys):

@@ -221,6 +221,25 @@ def test_drafts_without_states_leave_the_state_of_the_accepted_tokens(guide: Sim
         assert torch.equal(pool.states[n], tables.states[N + n * T + count - 1 if count else n])
 
 
+def test_a_tree_s_path_is_committed(guide: SimpleNamespace) -> None:
+    traffic = Traffic(guide, seed=2)
+    pool = guide.StatePool(2, HV, K, V)
+    x = {n: t.unflatten(0, (2, 4)) for n, t in traffic.inputs(list(range(8))).items()} | traffic.gate
+    pool.states.normal_()
+    before = pool.states.clone()
+    parents, slots = torch.tensor([[-1, 0, 0, 2], [-1, -1, 1, 2]]), torch.arange(2, dtype=torch.int32)
+    path, counts = torch.tensor([[0, 2, 3], [1, 2, 3]]), torch.tensor([3, 2])
+    o = guide.verify_tree(pool, x, parents, slots, kda_core.empty_records(2, 4, HV, K, V), lambda o: (path, counts))
+    for n, count in enumerate(counts.tolist()):
+        tokens = path[n, :count]
+        own = {name: x[name][n : n + 1, tokens] for name in PER_TOKEN} | traffic.gate
+        expected, state = kda_core.fused_recurrent_kda(
+            **own, **guide.OPTIONS, initial_state=before[n : n + 1], output_final_state=True
+        )
+        torch.testing.assert_close(o[n, tokens], expected[0])
+        torch.testing.assert_close(pool.states[n], state[0])
+
+
 def test_the_packed_form_of_a_step_is_the_same_call(guide: SimpleNamespace) -> None:
     traffic = Traffic(guide, seed=1)
     traffic.pool.states.normal_()

@@ -26,3 +26,4 @@ from kda_core.testing.suite.test_recurrent import *  # noqa: F403
 from kda_core.testing.suite.test_rejections import *  # noqa: F403
 from kda_core.testing.suite.test_spec_decode import *  # noqa: F403
 from kda_core.testing.suite.test_state import *  # noqa: F403
+from kda_core.testing.suite.test_trees import *  # noqa: F403

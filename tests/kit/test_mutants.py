@@ -49,6 +49,8 @@ FAST = (
     "pool-written-by-the-draft",
     "records-one-token-off",
     "commit-of-one-too-many",
+    "trees-are-chains",
+    "path-ignored",
 )
 # Faults that users of other libraries reported, or fear, and the test that must find each.
 REPORTED = {

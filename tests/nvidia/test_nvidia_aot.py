@@ -107,7 +107,7 @@ def test_drafts_that_record_sum_as_those_that_keep_states(N: int, v_first: bool,
     """The layouts decide over the bits of outputs and records."""
     expected = summed_layouts({"drafts"}, N, v_first, state)
     assert expected
-    for more in (set(), {"commits"}):
+    for more in (set(), {"commits"}, {"trees"}, {"trees", "commits"}):
         assert summed_layouts({"pool", "records", *more}, N, v_first, state) == expected
 
 

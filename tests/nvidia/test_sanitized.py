@@ -124,11 +124,22 @@ def recorded() -> Call:
     return case.call().in_pool(torch.tensor([4, 0, 2], dtype=torch.int32), 6).recorded()
 
 
+def tree() -> Call:
+    """Drafts with records that are trees."""
+    return recorded().having(parents=torch.tensor([[-1, 0, 0, 1], [-1, -1, 0, 1], [-1, 0, 1, -1]], dtype=torch.int32))
+
+
 def commit(records: torch.Tensor) -> CommitRequest:
     """None, one and more tokens than there are; one slot past the pool."""
     counts, slots = (torch.tensor(x, dtype=torch.int32) for x in ([9, 0, 1], [2**30, 0, 3]))
     pool = torch.zeros(6, 4, 128, 128)
     return CommitRequest(pool=pool, records=records, num_accepted=counts, state_indices=slots)
+
+
+def commit_of_a_path(records: torch.Tensor) -> CommitRequest:
+    """The same of tokens past the draft."""
+    path = torch.tensor([[0, 2**30], [1, 2], [9, -5]], dtype=torch.int32)
+    return replace(commit(records), path=path)
 
 
 @pytest.fixture(scope="module")
@@ -179,11 +190,13 @@ def test_drafts(subject: Subject):
 def test_records(subject: Subject):
     """Slot 3 alone is written; values are compared by the kit."""
     subject.check(recorded())
-    r = commit(torch.ones(3, 4, 4, 3 * 128))
-    r = replace(r, **{n: x.cuda() for n, x in vars(r).items() if isinstance(x, torch.Tensor)})
-    run_plan(plan_of(r, chip(r.device)), r)
-    assert r.pool[3].eq(1).all()
-    assert not r.pool[[0, 1, 2, 4, 5]].any()
+    subject.check(tree())
+    for made in (commit, commit_of_a_path):
+        r = made(torch.ones(3, 4, 4, 3 * 128))
+        r = replace(r, **{n: x.cuda() for n, x in vars(r).items() if isinstance(x, torch.Tensor)})
+        run_plan(plan_of(r, chip(r.device)), r)
+        assert r.pool[3].eq(1).all()
+        assert not r.pool[[0, 1, 2, 4, 5]].any()
 
 
 @on_gpu

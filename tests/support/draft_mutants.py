@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import mutants
+import torch
 from torch import Tensor
 
 from kda_core.request import CommitRequest, ForwardResult, Request
@@ -85,3 +86,59 @@ class CommitInACallNotStored(mutants.Mutant):
         if r.commit is None or r.initial_state is None:
             return super().compute(r)
         return super().compute(replace(r, initial_state=r.initial_state.clone()))
+
+
+class TreesAreChains(mutants.Mutant):
+    """Every token continues from the one before it."""
+
+    def asked(self, r: Request) -> Request:
+        return replace(r, parents=None)
+
+
+class ParentsOfTheFirstTree(mutants.Mutant):
+    """All sequences of a call have the tree of the first one."""
+
+    def asked(self, r: Request) -> Request:
+        return r if r.parents is None else replace(r, parents=r.parents[:1].expand_as(r.parents).contiguous())
+
+
+class GrandparentsForParents(mutants.Mutant):
+    """Tokens continue from the parent of their parent, where that is a token."""
+
+    def asked(self, r: Request) -> Request:
+        if r.parents is None:
+            return r
+        above = r.parents.gather(1, r.parents.clamp_min(0).long())
+        return replace(r, parents=torch.where((r.parents >= 0) & (above >= 0), above, r.parents))
+
+
+class OneRootOnly(mutants.Mutant):
+    """Tokens that continue from the state before the call are taken for children of the first token."""
+
+    def asked(self, r: Request) -> Request:
+        if r.parents is None:
+            return r
+        parents = r.parents.clamp_min(0)
+        parents[:, :1] = -1
+        return replace(r, parents=parents)
+
+
+class PathIgnored(mutants.Mutant):
+    """A commit takes the first tokens instead of those of the path."""
+
+    def committed(self, r: CommitRequest) -> CommitRequest:
+        return replace(r, path=None, num_accepted=r.num_accepted.clamp_max(r.T))
+
+
+class PathInACallIgnored(mutants.Mutant):
+    """The same in a call that begins with a commit."""
+
+    def asked(self, r: Request) -> Request:
+        return r if r.commit is None else replace(r, commit_path=None)
+
+
+class PathOfTheFirstSequence(mutants.Mutant):
+    """All sequences commit the path of the first one."""
+
+    def committed(self, r: CommitRequest) -> CommitRequest:
+        return r if r.path is None else replace(r, path=r.path[:1].expand_as(r.path).contiguous())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-LONG_FILES = {"backends/nvidia/kda_core_nvidia/backward_hopper.py": 512}
+LONG_FILES = {"backends/nvidia/kda_core_nvidia/backward_hopper.py": 527}
 """Lines of files."""
 
 LONG_FUNCTIONS = {

@@ -127,12 +127,12 @@ class WrongRecurrence(Mutant):
         with mock.patch.object(reference, "recurrence", self._recurrence):
             return reference.forward(r)
 
-    def _recurrence(self, q, k, v, log_decay, beta, state):
+    def _recurrence(self, q, k, v, log_decay, beta, state, parents=None):
         outputs, states = [], [state]
         for t in range(q.shape[1]):
             columns = (q[:, t, ..., None], k[:, t, ..., None], v[:, t, ..., None, :])
             decay, rate = log_decay[:, t].exp()[..., None], beta[:, t][..., None, None]
-            o, state = self.step(states[-1], *columns, decay, rate)
+            o, state = self.step(reference._before(states, t, parents), *columns, decay, rate)
             outputs.append(o)
             states.append(state)
         return (torch.stack(outputs, 1) if outputs else v[:, :0]), states

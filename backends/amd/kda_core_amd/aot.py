@@ -154,7 +154,9 @@ def cases(quick: bool = False) -> Iterator[Case]:
                 yield drafts
                 yield drafts.having(name=f"{drafts.name}, served", tags=drafts.tags | {"served"})
                 yield drafts.having(name=f"{drafts.name}, V first", **_V_FIRST)
-                yield drafts.having(name=f"{drafts.name}, records", tags=frozenset({"pool", "records"}))
+                for kind in ("records", "trees"):
+                    tags = frozenset({"pool", "records", kind})
+                    yield drafts.having(name=f"{drafts.name}, {kind}", tags=tags)
 
 
 def fragments(quick: bool = False) -> Iterator[Case]:

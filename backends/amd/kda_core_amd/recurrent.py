@@ -24,6 +24,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kda_core.triton_lib.commit_kernels import ancestors_of, parent_of
 from kda_core.triton_lib.factor import decay_minus_one
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
 from kda_core.triton_lib.packing import is_padding, starts_from_state
@@ -95,6 +96,7 @@ def recurrent(
     has_state,  # [N] bool or None
     final_indices,  # [N, final_width] slots of final_state, or None: indices
     records,  # [B, T, HV, 2K + V] or None
+    parents,  # [N, T], tokens that the tokens continue from, or None: each from the one before it
     scale, lower_bound,
     T, N,
     HV, group,  # value heads a key head
@@ -185,6 +187,27 @@ def recurrent(
     channels: tl.constexpr = 1 if V_FIRST else 0
     lost = tl.zeros([KP], tl.float32)
     for t in range(bos, eos):
+        if parents is not None:
+            parent = parent_of(parents + i_n * T, t)
+            if parent < t - 1:
+                # Another branch: the state is that of the start, advanced by the ancestors, which come in their order.
+                ancestors = ancestors_of(parents + i_n * T, parent)
+                # This program's own stores of u may be read by other threads of it.
+                tl.debug_barrier()
+                S = tl.load(p_state, mask=m_read, other=0.0).to(tl.float32)
+                lost = tl.zeros([KP], tl.float32)
+                for a in range(0, parent + 1):
+                    if (ancestors >> a) & 1:
+                        # k and the decay anew: another program records them, and the decay's rounding goes on.
+                        ancestor = tl.cast(a, tl.int64)
+                        b_k = tl.load(k + ancestor * s_kt + o_k, mask=m_k, other=0.0).to(tl.float32)
+                        b_g = tl.load(g + ancestor * s_gt + o_k, mask=m_k, other=0.0).to(tl.float32)
+                        b_u = tl.load(records + ancestor * s_rt + 2 * K + o_v, mask=m_v, other=0.0)
+                        if L2NORM:
+                            b_k *= tl.rsqrt(tl.sum(b_k * b_k, 0) + NORM_EPS)
+                        decay, lost = _decay(log2_decay(b_g, rate, bias, bound, GATE), lost)
+                        S = S * _row_in(decay, V_FIRST)
+                        S = tl.fma(_value_in(b_u, V_FIRST), _row_in(b_k, V_FIRST), S)
         b_q = tl.load(q + t * s_qt + o_k, mask=m_k, other=0.0).to(tl.float32)
         b_k = tl.load(k + t * s_kt + o_k, mask=m_k, other=0.0).to(tl.float32)
         b_g = tl.load(g + t * s_gt + o_k, mask=m_k, other=0.0).to(tl.float32)

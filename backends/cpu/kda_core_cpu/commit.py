@@ -38,5 +38,6 @@ def _accepted(r: CommitRequest) -> list[tuple[int, Tensor]]:
     counts = zip(r.state_indices.tolist(), r.num_accepted.tolist(), itertools.pairwise(first), strict=True)
     for n, (slot, count, (start, _)) in enumerate(counts):
         if slot >= 0 and slot != r.pad_slot_id and count:
-            found.append((slot, r.records[n if r.cu_seqlens is None else 0, start : start + count]))
+            rows = r.records[n if r.cu_seqlens is None else 0, start:]
+            found.append((slot, rows[:count] if r.path is None else rows[r.path[n, :count].long()]))
     return found

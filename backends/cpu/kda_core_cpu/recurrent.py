@@ -33,6 +33,7 @@ from kda_core_cpu.row_sums import row_sums
 from kda_core_cpu.sequences import Sequences, lane_groups
 from kda_core_cpu.small_step import small_step
 from kda_core_cpu.states import PoolRows, States
+from kda_core_cpu.trees import as_branches
 from kda_core_cpu.windows import TokenWindow, Window
 from kda_core_cpu.workspace import Workspace
 
@@ -42,7 +43,20 @@ def recurrent_forward(request: Request) -> ForwardResult:
     if request.commit is not None:
         commit(request.committing())
         request = request.after_commit()
+    if request.parents is not None:
+        return tree_forward(request)
     return small_step(request) or general_forward(request)
+
+
+def tree_forward(request: Request) -> ForwardResult:
+    """Run a draft that is a tree."""
+    packed, (row, sequence, token) = as_branches(request)
+    found, o, pool = general_forward(packed).o, empty_output(request), PoolRows.of(request)
+    o[sequence, token] = found[0, row]
+    live = torch.tensor(pool.slot, device="cpu")[sequence] >= 0  # type: ignore[union-attr]
+    row, sequence, token = (x[live] for x in (row, sequence, token))
+    request.records[sequence, token] = packed.records[0, row]  # type: ignore[index]
+    return ForwardResult(o=o)
 
 
 def general_forward(request: Request) -> ForwardResult:

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from kda_core.triton_lib.commit_kernels import ancestors_of, load_record, parent_of, token_of
 from kda_core.triton_lib.factor import decay_factor, decayed
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
 from kda_core.triton_lib.packing import is_padding, starts_from_state
@@ -85,14 +86,17 @@ def zero_rows(p_o, s_t, s_v, first, end, share, SHARES: tl.constexpr, V: tl.cons
 
 _NUMBERS = [
     "scale", "lower_bound", "T", "N", "s_index", "s_slot", "s_accepted", "width", "pad_slot_id", "slots", "s_has",
-    "s_final", "s_final_slot", "final_width", "final_slots", "s_committed", "C",
+    "s_final", "s_final_slot", "final_width", "final_slots", "s_committed", "C", "M",
 ]  # fmt: skip
+
+
+_INDICES = ["cu_seqlens", "indices", "accepted", "has_state", "final_indices", "committed", "parents", "path"]
 
 
 @triton.jit(
     do_not_specialize=_NUMBERS,
     # Slices of a server's buffers, which begin anywhere.
-    do_not_specialize_on_alignment=["cu_seqlens", "indices", "accepted", "has_state", "final_indices", "committed"],
+    do_not_specialize_on_alignment=_INDICES,
 )
 def recurrent(
     q, k,  # [B, T, H, K]
@@ -112,10 +116,12 @@ def recurrent(
     records,  # [B, T, HV, 2K + V] or None
     commit,  # [N, C, HV, 2K + V] or None: records that come first
     committed,  # [N], how many of them, or None
+    path,  # [N, M], which of them, or None: the first ones
+    parents,  # [N, T], tokens that the tokens continue from, or None: each from the one before it
     scale, lower_bound, T, N,
     # strides by sequence (the token's when packed), token, head
     s_qn, s_qt, s_qh, s_kn, s_kt, s_kh, s_vn, s_vt, s_vh, s_gn, s_gt, s_gh, s_bn, s_bt, s_bh, s_on, s_ot, s_oh, s_ov,
-    s_rn, s_rt, s_rh, s_cn, s_ct, s_ch, s_committed: tl.int64, C,
+    s_rn, s_rt, s_rh, s_cn, s_ct, s_ch, s_committed: tl.int64, C, M,
     s_in, s_ih, s_fn, s_fh, s_index: tl.int64, s_slot: tl.int64, s_accepted: tl.int64, width, pad_slot_id: tl.int64,
     slots, s_has: tl.int64, s_final: tl.int64, s_final_slot: tl.int64, final_width, final_slots,
     HV: tl.constexpr,
@@ -207,20 +213,48 @@ def recurrent(
         S = tl.load(p_state, mask=m_read, other=0.0, eviction_policy=EVICTION).to(tl.float32)
         if commit is not None:
             # The lines of ``commit_kernel``. A count out of range is clamped, as there.
-            count = tl.minimum(tl.maximum(tl.load(committed + i_n * s_committed), 0), C).to(tl.int32)
+            most = C
+            if path is not None:
+                path += i_n * M
+                most = tl.where(C > 0, M, 0)
+            count = tl.minimum(tl.maximum(tl.load(committed + i_n * s_committed), 0), most).to(tl.int32)
             p_commit = commit + i_n * s_cn + i_h * s_ch
-            for _ in range(0, count):
-                b_d = tl.load(p_commit + K + o_k, mask=m_k, other=0.0)
-                b_k = tl.load(p_commit + o_k, mask=m_k, other=0.0)
-                b_u = tl.load(p_commit + 2 * K + o_v, mask=m_v, other=0.0)
-                p_commit += s_ct
+            p_next = p_commit + token_of(path, 0, C) * s_ct
+            next_record_k, next_d, next_u = load_record(p_next, o_k, o_v, count > 0, K, V)
+            for m in range(0, count):
+                b_k = next_record_k
+                b_d = next_d
+                b_u = next_u
+                more = m + 1 < count
+                p_next = p_commit + token_of(path, tl.where(more, m + 1, 0), C) * s_ct
+                next_record_k, next_d, next_u = load_record(p_next, o_k, o_v, more, K, V)
                 S = decayed(S, along_k(b_d, V_FIRST))
                 S = tl.fma(along_v(b_u, V_FIRST), along_k(b_k, V_FIRST), S)
             if count > 0:
                 tl.store(p_state, S.to(initial_state.dtype.element_ty), mask=m_state)
                 S = S.to(initial_state.dtype.element_ty).to(tl.float32)
+                m_read = m_state
 
     for t in range(0, length):
+        if (parents is not None) & (not ONE_TOKEN):
+            parent = parent_of(parents + i_n * T, t)
+            if parent < t - 1:
+                # Another branch: the state is that of the start, advanced by the ancestors, which come in their order.
+                ancestors = ancestors_of(parents + i_n * T, parent)
+                # This program's own stores of the start and of u may be read by other threads of it.
+                tl.debug_barrier()
+                S = tl.load(p_state, mask=m_read, other=0.0).to(tl.float32)
+                for a in range(0, parent + 1):
+                    if (ancestors >> a) & 1:
+                        # k and the decay anew: another program records them.
+                        ancestor = tl.cast(a, tl.int64)
+                        b_k = tl.load(k + row * s_kn + i_h // GROUP * s_kh + ancestor * s_kt + o_k, mask=m_k, other=0.0)
+                        b_g = tl.load(g + row * s_gn + i_h * s_gh + ancestor * s_gt + o_k, mask=m_k, other=0.0)
+                        p_record = records + row * s_rn + i_h * s_rh + ancestor * s_rt
+                        b_u = tl.load(p_record + 2 * K + o_v, mask=m_v, other=0.0)
+                        factor = decay_factor(log2_decay(b_g.to(tl.float32), rate, bias, lower_bound, GATE))
+                        S = decayed(S, along_k(factor, V_FIRST))
+                        S = tl.fma(along_v(b_u, V_FIRST), along_k(b_k.to(tl.float32), V_FIRST), S)
         b_q = next_q.to(tl.float32)
         b_k = next_k.to(tl.float32)
         b_v = next_v.to(tl.float32)

@@ -22,11 +22,11 @@ TABLES = requires(Feature.SPEC_DECODE, Feature.FINAL_STATE_INDICES)
 SLOTS = 6
 
 
-def _indices(*values: int) -> Tensor:
+def indices(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def _draft(kda: Subject, slots: Tensor, T: int = 4, **fields) -> Call:
+def draft(kda: Subject, slots: Tensor, T: int = 4, **fields) -> Call:
     """Sequences of T tokens (of ``lengths``), which start from these slots of a pool of SLOTS."""
     name = " ".join(["records", str(T), *map(str, fields.values())])
     layout = {"T": sum(fields["lengths"]) + 2} if fields.get("lengths") else {"B": len(slots), "T": T}
@@ -34,7 +34,7 @@ def _draft(kda: Subject, slots: Tensor, T: int = 4, **fields) -> Call:
     return kda.near(case, lambda near: near.call().in_pool(slots, SLOTS)).call().in_pool(slots, SLOTS)
 
 
-def _commit(kda: Subject, call: Call, records: Tensor, counts: Tensor, pool: Tensor | None = None, **changes) -> Tensor:
+def commit(kda: Subject, call: Call, records: Tensor, counts: Tensor, pool: Tensor | None = None, **changes) -> Tensor:
     """The pool after a commit; nothing else is written, nor a slot of no accepted token."""
     pool = call.tensors["initial_state"] if pool is None else pool
     given = {
@@ -91,7 +91,7 @@ LAYOUTS = pytest.mark.parametrize(
 @LAYOUTS
 def test_commit_has_the_bits_of_the_states_of_tokens(kda, fields: dict):
     """For every number of accepted tokens; outputs have the bits of today's draft as well."""
-    call = _draft(kda, _indices(4, 0, 2), **fields)
+    call = draft(kda, indices(4, 0, 2), **fields)
     o, states = _states(kda, call)
     results = kda.check(call.recorded())
     assert same_bits(results["o"], o)
@@ -99,7 +99,7 @@ def test_commit_has_the_bits_of_the_states_of_tokens(kda, fields: dict):
     lengths = call.lengths()
     for most in range(max(lengths) + 1):
         counts = torch.tensor([min(most, lengths[0]), min(max(most - 1, 0), lengths[1]), lengths[2]])
-        pool = _commit(kda, call, results["records"], counts)
+        pool = commit(kda, call, results["records"], counts)
         for n, (slot, count) in enumerate(zip((4, 0, 2), counts.tolist(), strict=True)):
             if count:
                 _expect(kda, call, pool[slot], states[n, count - 1], f"{count} tokens of sequence {n}")
@@ -108,11 +108,11 @@ def test_commit_has_the_bits_of_the_states_of_tokens(kda, fields: dict):
 @RECORDED
 def test_rows_of_skipped_sequences_are_not_recorded(kda):
     """Nor those behind the last sequence; a sequence that starts from the same slot as another is recorded."""
-    call = _draft(kda, _indices(4, -1, 4), lengths=(3, 1, 5))
+    call = draft(kda, indices(4, -1, 4), lengths=(3, 1, 5))
     kda.check(call.recorded())
-    call = _draft(kda, _indices(0, 3, 1)).having(pad_slot_id=0)
+    call = draft(kda, indices(0, 3, 1)).having(pad_slot_id=0)
     results = kda.check(call.recorded())
-    pool = _commit(kda, call, results["records"], torch.tensor([0, 2, 4]))
+    pool = commit(kda, call, results["records"], torch.tensor([0, 2, 4]))
     assert not same_bits(pool[3], call.tensors["initial_state"][3])
 
 
@@ -120,23 +120,23 @@ def test_rows_of_skipped_sequences_are_not_recorded(kda):
 @requires(Feature.SPEC_DECODE)
 def test_records_from_the_slot_of_the_last_accepted_token(kda):
     """A table of slots is read as in other drafts, and not written."""
-    call = _draft(kda, _indices(0, 1, 2))
+    call = draft(kda, indices(0, 1, 2))
     table = torch.tensor([[0, 4], [5, 1], [2, 3]], dtype=torch.int32)
-    kda.check(call.in_pool(table, SLOTS, _indices(2, 1, 2)).recorded())
+    kda.check(call.in_pool(table, SLOTS, indices(2, 1, 2)).recorded())
 
 
 @RECORDED
 @requires(Feature.HAS_INITIAL_STATE)
 def test_records_of_fresh_sequences(kda):
     """A sequence that starts from zero reads no slot."""
-    kda.check(_draft(kda, _indices(4, 0, 2)).having(has_initial_state=torch.tensor([False, True, False])).recorded())
+    kda.check(draft(kda, indices(4, 0, 2)).having(has_initial_state=torch.tensor([False, True, False])).recorded())
 
 
 @RECORDED
 @requires(Feature.STRIDED_INPUT)
 def test_records_in_a_larger_buffer(kda):
     """Slices along batch, tokens and heads; the rest of the buffer stays as it was."""
-    call = _draft(kda, _indices(4, 0, 2)).recorded()
+    call = draft(kda, indices(4, 0, 2)).recorded()
     expected = kda.run(call)["records"]
     tensors = {n: placed(t, kda.device) for n, t in call.tensors.items()}
     B, T, HV, row = expected.shape
@@ -148,18 +148,18 @@ def test_records_in_a_larger_buffer(kda):
     pool = tensors["initial_state"].clone()
     counts = torch.tensor([1, 4, 2], device=kda.device)
     kda_core.commit_kda(pool, tensors["records"], counts, tensors["ssm_state_indices"], backend=kda.name)
-    assert same_bits(pool.cpu(), _commit(kda, call, expected, counts.cpu()))
+    assert same_bits(pool.cpu(), commit(kda, call, expected, counts.cpu()))
 
 
 @RECORDED
 def test_commit_into_another_pool(kda):
     """The records are of the inputs: states of other slots, in other numbers, advance alike."""
-    call = _draft(kda, _indices(4, 0, 2))
+    call = draft(kda, indices(4, 0, 2))
     records = kda.run(call.recorded())["records"]
     counts, pool = torch.tensor([2, 0, 4]), call.tensors["initial_state"]
-    expected = _commit(kda, call, records, counts)
+    expected = commit(kda, call, records, counts)
     moved = torch.cat([pool[[2, 5, 4]], pool])
-    found = _commit(kda, call, records, counts, moved, state_indices=torch.tensor([2, -1, 0]))
+    found = commit(kda, call, records, counts, moved, state_indices=torch.tensor([2, -1, 0]))
     assert same_bits(found[[2, 0]], expected[[4, 2]])
 
 
@@ -173,17 +173,17 @@ def _device_alone(kda) -> None:
 def test_values_out_of_range_where_nothing_reads_them(kda, lengths):
     """Counts are clamped, slots past the pool are skipped: no memory outside of the tensors is read or written."""
     _device_alone(kda)
-    call = _draft(kda, _indices(4, 0, 2), lengths=lengths)
+    call = draft(kda, indices(4, 0, 2), lengths=lengths)
     records = kda.run(call.recorded())["records"]
     last = call.lengths()[2]
-    expected = _commit(kda, call, records, torch.tensor([0, 1, last]), state_indices=_indices(4, -1, 2))
+    expected = commit(kda, call, records, torch.tensor([0, 1, last]), state_indices=indices(4, -1, 2))
     from kda_core._plugins import registry
     from kda_core.request import CommitRequest
 
     for far in (SLOTS, 2**30):
         tensors = {
             "pool": call.tensors["initial_state"], "records": records, "num_accepted": torch.tensor([-3, 1, 2**20]),
-            "state_indices": _indices(4, far, 2), "cu_seqlens": call.tensors.get("cu_seqlens"),
+            "state_indices": indices(4, far, 2), "cu_seqlens": call.tensors.get("cu_seqlens"),
         }  # fmt: skip
         request = CommitRequest(**{n: t if t is None else placed(t, kda.device) for n, t in tensors.items()})
         registry.named(kda.name).call("kda_core_commit", request=request)
@@ -193,7 +193,7 @@ def test_values_out_of_range_where_nothing_reads_them(kda, lengths):
 @RECORDED
 def test_records_of_what_has_no_room_are_refused(kda):
     """Another shape or dtype, final states that nobody computes, and no pool; nothing is written."""
-    call = _draft(kda, _indices(4, 0, 2)).recorded()
+    call = draft(kda, indices(4, 0, 2)).recorded()
     kda.run(call)
     tensors = {n: t.to(kda.device) for n, t in call.tensors.items()}
     records = tensors["records"]
@@ -215,22 +215,22 @@ def test_records_of_what_has_no_room_are_refused(kda):
 @RECORDED
 def test_commits_of_bad_values_are_refused(kda):
     """Where the data is on the CPU; other shapes and dtypes everywhere. Nothing is written."""
-    call = _draft(kda, _indices(4, 0, 2))
+    call = draft(kda, indices(4, 0, 2))
     records = kda.run(call.recorded())["records"]
     good = {
         "pool": call.tensors["initial_state"], "records": records, "num_accepted": torch.tensor([1, 2, 3]),
-        "state_indices": _indices(4, 0, 2),
+        "state_indices": indices(4, 0, 2),
     }  # fmt: skip
     wrong = [
         ("records", records[..., :-1]), ("records", records.half()), ("records", records[..., ::2]),
         ("num_accepted", torch.tensor([1, 2])), ("num_accepted", torch.tensor([1.0, 2.0, 3.0])),
-        ("state_indices", _indices(4, 0)), ("pool", good["pool"][0]), ("pool", good["pool"].int()),
+        ("state_indices", indices(4, 0)), ("pool", good["pool"][0]), ("pool", good["pool"].int()),
         ("pool", good["pool"].to(kda.device)[:1].expand(3, -1, -1, -1)), ("state_v_first", 1), ("pad_slot_id", 0.5),
     ]  # fmt: skip
     if kda.device.type == "cpu":
         wrong += [
             ("num_accepted", torch.tensor([1, 2, 5])), ("num_accepted", torch.tensor([-1, 2, 3])),
-            ("state_indices", _indices(4, 0, SLOTS)), ("state_indices", _indices(4, 4, 2)),
+            ("state_indices", indices(4, 0, SLOTS)), ("state_indices", indices(4, 4, 2)),
         ]  # fmt: skip
     for name, value in wrong:
         tensors = {n: t.to(kda.device, copy=n == "pool") if isinstance(t, Tensor) else t for n, t in good.items()} | {
@@ -253,7 +253,7 @@ def test_commits_of_bad_values_are_refused(kda):
 )
 def test_commit_and_draft_in_one_call(kda, fields: dict):
     """It has the bits of the two calls, counts of 0 and skipped sequences among them."""
-    first, slots = _draft(kda, _indices(4, 0, 2), **fields), _indices(4, -1, 2)
+    first, slots = draft(kda, indices(4, 0, 2), **fields), indices(4, -1, 2)
     earlier = kda.run(first.recorded())["records"]
     call = first.having(ssm_state_indices=slots).recorded()
     for counts in ((1, 1, 0), (first.tensors["q"].shape[1], 0, 1)):
@@ -283,7 +283,7 @@ def test_commit_and_draft_in_one_call(kda, fields: dict):
 @RECORDED
 def test_commits_in_a_call_that_are_refused(kda):
     """Without records, in the same buffer, packed, of another shape, with wrong counts; nothing is written."""
-    call = _draft(kda, _indices(4, 0, 2)).recorded()
+    call = draft(kda, indices(4, 0, 2)).recorded()
     earlier = kda.run(call)["records"]
     tensors = {n: t.to(kda.device) for n, t in call.tensors.items()}
     good = {"commit": earlier.to(kda.device), "num_committed": torch.tensor([1, 0, 2], device=kda.device)}
@@ -297,7 +297,7 @@ def test_commits_in_a_call_that_are_refused(kda):
     ]  # fmt: skip
     if kda.device.type == "cpu":
         wrong += [("num_committed", {"num_committed": torch.tensor([1, 0, 5])})]
-        wrong += [("ssm_state_indices", {"ssm_state_indices": _indices(4, 4, 2)})]
+        wrong += [("ssm_state_indices", {"ssm_state_indices": indices(4, 4, 2)})]
     pool = tensors["initial_state"].clone()
     for name, changes in wrong:
         changed = call.having(**good, **{n: t for n, t in changes.items() if n not in good}, **{})

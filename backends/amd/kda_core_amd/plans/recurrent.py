@@ -31,7 +31,7 @@ def add_recurrent(b: Builder, r: Request, chip: Architecture) -> tuple[View, Vie
     if r.commit is not None:
         commit = CommitRequest(
             pool=r.initial_state, records=r.commit, num_accepted=r.num_committed, state_indices=r.ssm_state_indices,
-            state_v_first=r.state_v_first, pad_slot_id=r.pad_slot_id,
+            state_v_first=r.state_v_first, pad_slot_id=r.pad_slot_id, path=r.commit_path,
         )  # fmt: skip
         add_commit(b, commit, COMMIT.num_warps, False, **compile_options(COMMIT, chip))
     o, final_state = outputs(b, r)
@@ -51,7 +51,8 @@ def add_recurrent(b: Builder, r: Request, chip: Architecture) -> tuple[View, Vie
     sequences = r.N + (r.cu_seqlens is not None)
     f.launch(
         recurrent, chosen, sequences * r.HV * -(-r.V // BV), o=o, initial_state=r.initial_state,
-        final_state=final_state, records=r.records, accepted=accepted, width=width, **strides,
+        final_state=final_state, records=r.records, parents=b.dense(r.parents), accepted=accepted, width=width,
+        **strides,
         s_rb=s_rb if r.cu_seqlens is None else 0, s_rt=s_rt, s_rh=s_rh,
         s_in=s_in, s_ih=s_ih, s_fn=s_fn, s_fh=s_fh,
         s_row=f.names["s_index"], s_column=s_column, s_final_column=s_final_column,

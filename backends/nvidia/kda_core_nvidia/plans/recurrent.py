@@ -98,7 +98,7 @@ def _add_short(b: Builder, r: Request, choice: RecurrentChoice, config: Recurren
     s_final_slot, final_width = _columns(r.final_state_indices)
     KP, short_only, one_token = power_of_two(r.K), choice.prompts is not None, r.T == 1 and not packed
     own = {
-        **_record_strides(r), "accepted": accepted,
+        **_records(b, r), "accepted": accepted,
         "s_accepted": 0 if accepted is None else accepted.stride(0), "s_slot": s_slot,
         "width": width, "s_final_slot": s_final_slot, "final_width": final_width, "KP": KP, "BV": config.block_v,
         "KS": min(KP, config.row_bytes // r.state_dtype.itemsize) if r.state_v_first else KP,
@@ -112,11 +112,14 @@ def _add_short(b: Builder, r: Request, choice: RecurrentChoice, config: Recurren
     b.pick(recurrent, programs, config.num_warps, named | own, enable_fp_fusion=False, **options)
 
 
-def _record_strides(r: Request) -> dict[str, Any]:
-    """The buffer of records, those that are committed first, and their strides."""
-    packed = r.cu_seqlens is not None
+def _records(b: Builder, r: Request) -> dict[str, Any]:
+    """The buffer of records, those that are committed first, their strides, and the tables of trees."""
+    packed, path = r.cu_seqlens is not None, b.dense(r.commit_path)
     found: dict[str, Any] = dict.fromkeys(("s_rn", "s_rt", "s_rh", "s_cn", "s_ct", "s_ch", "s_committed", "C"), 0)
-    found |= {"records": r.records, "commit": r.commit, "committed": r.num_committed}
+    found |= {
+        "records": r.records, "commit": r.commit, "committed": r.num_committed, "parents": b.dense(r.parents),
+        "path": path, "M": 0 if path is None else path.shape[1],
+    }  # fmt: skip
     if r.records is not None:
         found |= _strides(packed, r=r.records)
     if r.commit is not None:

@@ -1,0 +1,193 @@
+"""Drafts that are trees: outputs and records of every token, and the commit of a path, beside drafts of the path."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import kda_core
+from kda_core.capabilities import Feature
+from kda_core.testing.inputs import Call, placed, same_bits
+from kda_core.testing.marks import requires
+from kda_core.testing.subject import Subject
+from kda_core.testing.suite.test_records import BF16, FP16, RECORDED, commit, draft, indices
+
+TREES = requires(Feature.DRAFT_TREES)
+
+FORKED = ((-1, 0, 0, 1, 1, 2, 4), (-1, -1, 0, 0, 1, 3, -1), (-1, 0, 1, 2, 3, 4, 5))
+"""A tree with a fork at two depths, one with three roots, and a chain."""
+
+LAYOUTS = pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"gate": "lower bound", "beta": "sigmoid", "l2norm": True, "dtype": BF16}, id="model"),
+        pytest.param({"state": BF16, "V": 64, "HV": 6, "options": {"state_v_first": True}}, id="bfloat16 V first"),
+        pytest.param({"state": FP16, "gate": "softplus", "l2norm": True}, id="float16"),
+        pytest.param({"K": 20, "V": 12}, id="odd"),
+        pytest.param({"decay": "isolated", "l2norm": True}, id="isolated decay"),
+    ],
+)
+
+
+def _tree(kda: Subject, parents: tuple[tuple[int, ...], ...], slots: Tensor | None = None, **fields) -> Call:
+    """Drafts with these trees, which leave records."""
+    slots = indices(4, 0, 2) if slots is None else slots
+    call = draft(kda, slots, len(parents[0]), **fields).recorded()
+    return call.having(parents=torch.tensor(parents, dtype=torch.int32))
+
+
+def _path(parents: tuple[int, ...], token: int) -> list[int]:
+    """The tokens from the root to this one."""
+    path: list[int] = []
+    while token >= 0:
+        path.insert(0, token)
+        token = parents[token]
+    return path
+
+
+@RECORDED
+@TREES
+@LAYOUTS
+def test_a_token_has_the_bits_of_a_draft_of_its_ancestors(kda, fields: dict):
+    """And a commit of its path those of a commit of that draft, for every token of the trees."""
+    call = _tree(kda, FORKED, **fields)
+    found = kda.check(call)
+    rows = ("q", "k", "v", "g", "beta")
+    for token in range(len(FORKED[0])):
+        paths = [_path(parents, token) for parents in FORKED]
+        longest = max(map(len, paths))
+        # Behind a shorter path its last token again, which nothing before it depends on.
+        filled = torch.tensor([path + path[-1:] * (longest - len(path)) for path in paths])
+        of_path = {n: torch.stack([x[i] for x, i in zip(call.tensors[n], filled, strict=True)]) for n in rows}
+        plain = call.having(**of_path, parents=None).recorded()
+        expected = kda.run(plain)
+        counts = torch.tensor([len(path) for path in paths])
+        for n, path in enumerate(paths):
+            length = len(path)
+            assert same_bits(found["o"][n, path], expected["o"][n, :length]), (n, path)
+            assert same_bits(found["records"][n, path], expected["records"][n, :length]), (n, path)
+        pool = commit(kda, call, found["records"], counts, path=filled.int())
+        assert same_bits(pool, commit(kda, plain, expected["records"], counts))
+
+
+@RECORDED
+@TREES
+def test_a_chain_has_the_bits_of_a_plain_draft(kda):
+    """Of sixteen tokens, whatever negative number says that the first has no parent."""
+    call = draft(kda, indices(4, 0, 2), 16, l2norm=True).recorded()
+    chain = torch.arange(-1, 15)[None].repeat(3, 1)
+    chain[1, 0] = -7
+    expected, found = kda.run(call), kda.check(call.having(parents=chain))
+    assert all(same_bits(found[n], expected[n]) for n in ("o", "records"))
+
+
+@RECORDED
+@TREES
+def test_a_tree_of_sixty_four_tokens(kda):
+    """Deep and wide: ancestors at both ends of a number of 64 bits."""
+    deep = [t - 1 for t in range(63)] + [61]
+    wide = [-1] + [0] * 62 + [31]
+    comb = [-1] + [t - 1 - (t % 3 == 0) for t in range(1, 64)]
+    kda.check(_tree(kda, tuple(map(tuple, (deep, wide, comb))), gate="lower bound", l2norm=True))
+
+
+@RECORDED
+@TREES
+@requires(Feature.HAS_INITIAL_STATE)
+def test_branches_of_sequences_that_start_from_zero_or_are_skipped(kda):
+    """Branches of a fresh sequence start from zero as well, and those of a skipped one leave no record."""
+    call = _tree(kda, FORKED, indices(4, -1, 2))
+    kda.check(call.having(has_initial_state=torch.tensor([False, True, True])))
+
+
+@RECORDED
+@TREES
+@pytest.mark.parametrize("state", [None, BF16], ids=["float32", "bfloat16"])
+def test_a_path_is_committed_by_the_next_call(kda, state):
+    """It has the bits of the two calls; a fresh sequence and a skipped one are among them, and branches start anew."""
+    fields = {} if state is None else {"state": state}
+    first = _tree(kda, FORKED, **fields)
+    earlier = kda.run(first)["records"]
+    path = torch.tensor([[0, 1, 4, 6], [0, 3, 5, 0], [0, 1, 2, 3]], dtype=torch.int32)
+    counts = torch.tensor([4, 2, 0], dtype=torch.int32)
+    call = first.having(ssm_state_indices=indices(4, -1, 2)).recorded()
+    pool = commit(kda, call, earlier, counts, path=path)
+    expected = kda.run(call.having(initial_state=pool))
+    given = call.tensors | {"commit": earlier, "num_committed": counts, "commit_path": path}
+    tensors = {n: placed(t, kda.device) for n, t in given.items()}
+    o, _ = call(tensors, kda.name)
+    assert same_bits(o.cpu(), expected["o"])
+    assert same_bits(tensors["records"].cpu(), expected["records"])
+    assert same_bits(tensors["initial_state"].cpu(), pool)
+
+
+@RECORDED
+@TREES
+def test_numbers_out_of_range_where_nothing_reads_them(kda):
+    """Parents that are no earlier token, paths and counts out of range are clamped: no other memory is touched."""
+    if kda.device.type == "cpu" and not kda.target.interpreted:
+        pytest.skip("values on the CPU are checked before any backend sees them")
+    from kda_core._plugins import registry
+    from kda_core.request import CommitRequest
+
+    good, bad = ((-1, 0, 1, 1), (-1, -1, 1, 0), (-1, 0, 0, 2)), ((9, 0, 2**30, 1), (-3, -9, 5, 0), (0, 0, 0, 2**20))
+    call = _tree(kda, good)
+    expected = kda.run(call)
+    tensors = {n: placed(t, kda.device) for n, t in call.having(parents=torch.tensor(bad)).tensors.items()}
+    request = call.having(**tensors).request()
+    result = registry.named(kda.name).call("kda_core_recurrent_forward", request=request)
+    assert same_bits(result.o.cpu(), expected["o"])
+    assert same_bits(tensors["records"].cpu(), expected["records"])
+    records, pool = expected["records"], call.tensors["initial_state"]
+    counts, path = torch.tensor([3, 0, 2]), torch.tensor([[0, 3, 3], [1, 2, 0], [0, 2, 3]])
+    committed = commit(kda, call, records, counts, path=path)
+    far = torch.tensor([[-5, 9, 2**30], [1, 2, 0], [0, 2, 99]])
+    given = {
+        "pool": pool, "records": records, "num_accepted": torch.tensor([2**20, -1, 2]), "path": far,
+        "state_indices": indices(4, 0, 2),
+    }  # fmt: skip
+    request = CommitRequest(**{n: placed(t, kda.device) for n, t in given.items()})
+    registry.named(kda.name).call("kda_core_commit", request=request)
+    assert same_bits(request.pool.cpu(), committed)
+
+
+@RECORDED
+@TREES
+def test_trees_that_are_refused(kda):
+    """Without records, packed, too large, of another shape or dtype; where the data is on the CPU wrong numbers too."""
+    call = _tree(kda, FORKED)
+    records = kda.run(call)["records"]
+    tensors = {n: t.to(kda.device) for n, t in call.tensors.items()}
+    parents, path, counts = tensors["parents"], tensors["parents"].clamp_min(0), torch.tensor([1, 0, 2])
+    earlier = {"commit": records.to(kda.device), "num_committed": counts.to(kda.device)}
+    wrong = [
+        ("records", {"records": None, "update_state": False}), ("parents", {"parents": parents[:, 1:]}),
+        ("parents", {"parents": parents.float()}), ("parents", {"parents": parents[0]}),
+        ("commit", {"commit_path": path}), ("commit_path", earlier | {"commit_path": path[:2]}),
+        ("commit_path", earlier | {"commit_path": path.float()}), ("commit_path", earlier | {"commit_path": path[0]}),
+        ("cu_seqlens", {n: tensors[n].flatten(0, 1)[None] for n in ("q", "k", "v", "g", "beta", "records")}
+         | {"cu_seqlens": torch.tensor([0, 7, 14, 21], device=kda.device)}),
+        ("parents", {n: tensors[n].repeat(1, 10, *[1] * (tensors[n].dim() - 2))
+                     for n in ("q", "k", "v", "g", "beta", "records", "parents")}),
+    ]  # fmt: skip
+    if kda.device.type == "cpu":
+        wrong += [("parents", {"parents": torch.tensor(FORKED).clamp_min(0)})]
+        wrong += [("commit_path", earlier | {"num_committed": counts.to(kda.device), "commit_path": path + 7})]
+        wrong += [("num_committed", earlier | {"num_committed": counts + 7, "commit_path": path})]
+    for name, changes in wrong:
+        given = {n: t for n, t in (tensors | changes).items() if isinstance(t, Tensor)}
+        options = {n: t for n, t in changes.items() if isinstance(t, bool)}
+        with pytest.raises((ValueError, TypeError), match=f"^{name}: expected"):
+            call.having(**options)(given, kda.name)
+    pool = tensors["initial_state"]
+    refused = [path[:2], path[0], path.float(), *([path + 7, path - 1] if kda.device.type == "cpu" else [])]
+    for value in refused:
+        with pytest.raises((ValueError, TypeError), match=r"^path: expected"):
+            kda_core.commit_kda(
+                pool, earlier["commit"], earlier["num_committed"], tensors["ssm_state_indices"], path=value,
+                backend=kda.name,
+            )  # fmt: skip
+    assert same_bits(pool.cpu(), call.tensors["initial_state"])
+    assert tensors["records"].isnan().all()
