@@ -12,22 +12,21 @@ from torch import Tensor
 from kda_core.call_plan import CallPlan
 from kda_core.capabilities import FEATURES_1_2, Available, BackendInfo, Capabilities, Feature, Unavailable
 from kda_core.hookspecs import hookimpl
-from kda_core.request import (
-    AnyRequest,
-    BackwardResult,
-    Begun,
-    CommitRequest,
-    DecodeStepRequest,
-    ForwardResult,
-    GatedNormRequest,
-    GateRequest,
-    Request,
-    ShortConvolutionRequest,
-)
+from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request
 from kda_core.triton_lib.run import INTERPRET
 
 TRITON = SpecifierSet(">=3.6")
 MAX_HEAD_DIM = 256
+
+
+def _served_by(method: str) -> Any:
+    """The hook that hands its request to this method of a backend's ``calls``."""
+
+    @hookimpl
+    def hook(self: TritonBackend, request: Any) -> Any:
+        return getattr(self.calls, method)(request)
+
+    return hook
 
 
 class TritonBackend:
@@ -101,71 +100,30 @@ class TritonBackend:
             return f"K = {request.g.shape[-1]} is above {MAX_HEAD_DIM}"
         return None
 
-    @hookimpl
-    def kda_core_chunk_forward(self, request: Request) -> ForwardResult:
-        return self.calls.chunk_forward(request)
-
-    @hookimpl
-    def kda_core_chunk_backward(self, request: Request) -> BackwardResult:
-        return self.calls.chunk_backward(request)
-
-    @hookimpl
-    def kda_core_chunk_begin(self, request: Request) -> Begun:
-        return self.calls.chunk_begin(request)
+    kda_core_chunk_forward = _served_by("chunk_forward")
+    kda_core_chunk_backward = _served_by("chunk_backward")
+    kda_core_chunk_begin = _served_by("chunk_begin")
+    kda_core_chunk_begin_backward = _served_by("chunk_begin_backward")
+    kda_core_recurrent_forward = _served_by("recurrent_forward")
+    kda_core_recurrent_backward = _served_by("recurrent_backward")
+    kda_core_commit = _served_by("commit")
+    kda_core_gate_forward = _served_by("gate_forward")
+    kda_core_gate_backward = _served_by("gate_backward")
+    kda_core_short_convolution_forward = _served_by("short_convolution_forward")
+    kda_core_short_convolution_backward = _served_by("short_convolution_backward")
+    kda_core_gated_rms_norm_forward = _served_by("gated_rms_norm_forward")
+    kda_core_gated_rms_norm_backward = _served_by("gated_rms_norm_backward")
+    kda_core_decode_step = _served_by("decode_step")
 
     @hookimpl
     def kda_core_chunk_finish(self, request: Request, kept: tuple[Tensor, ...], starts: Tensor) -> ForwardResult:
         return self.calls.chunk_finish(request, kept, starts)
 
     @hookimpl
-    def kda_core_chunk_begin_backward(self, request: Request) -> Begun:
-        return self.calls.chunk_begin_backward(request)
-
-    @hookimpl
     def kda_core_chunk_finish_backward(
         self, request: Request, kept: tuple[Tensor, ...], ends: Tensor
     ) -> BackwardResult:
         return self.calls.chunk_finish_backward(request, kept, ends)
-
-    @hookimpl
-    def kda_core_recurrent_forward(self, request: Request) -> ForwardResult:
-        return self.calls.recurrent_forward(request)
-
-    @hookimpl
-    def kda_core_recurrent_backward(self, request: Request) -> BackwardResult:
-        return self.calls.recurrent_backward(request)
-
-    @hookimpl
-    def kda_core_commit(self, request: CommitRequest) -> Tensor:
-        return self.calls.commit(request)
-
-    @hookimpl
-    def kda_core_gate_forward(self, request: GateRequest) -> Tensor:
-        return self.calls.gate_forward(request)
-
-    @hookimpl
-    def kda_core_gate_backward(self, request: GateRequest) -> BackwardResult:
-        return self.calls.gate_backward(request)
-
-    @hookimpl
-    def kda_core_short_convolution_forward(self, request: ShortConvolutionRequest) -> ForwardResult:
-        return self.calls.short_convolution_forward(request)
-
-    @hookimpl
-    def kda_core_short_convolution_backward(self, request: ShortConvolutionRequest) -> BackwardResult:
-        return self.calls.short_convolution_backward(request)
-
-    @hookimpl
-    def kda_core_gated_rms_norm_forward(self, request: GatedNormRequest) -> Tensor:
-        return self.calls.gated_rms_norm_forward(request)
-
-    @hookimpl
-    def kda_core_gated_rms_norm_backward(self, request: GatedNormRequest) -> BackwardResult:
-        return self.calls.gated_rms_norm_backward(request)
-
-    @hookimpl
-    def kda_core_decode_step(self, request: DecodeStepRequest) -> Tensor:
-        return self.calls.decode_step(request)
 
     @hookimpl
     def kda_core_plan(self, request: AnyRequest, chip: str | None) -> tuple[CallPlan, ...]:
