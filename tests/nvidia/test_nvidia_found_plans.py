@@ -14,9 +14,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 installed.need_backend("nvidia")
 installed.need_package("triton")
 
-from kda_core_nvidia import plugin
 from kda_core_nvidia.calls import plan_of
 from kda_core_nvidia.choose import CHIPS
+from kda_core_nvidia.plugin import BACKEND
 from planned_backend import PlannedBackend
 
 from kda_core import _eager, _ops, api, chunk_kda, fused_recurrent_kda
@@ -66,7 +66,7 @@ def calls(monkeypatch):
     """A registry whose only backend has ``NotedCalls``."""
     noted = NotedCalls()
     registry = Registry(entry_points=False)
-    backend = PlannedBackend(plugin, noted, device_types=("cpu",), priority=100)
+    backend = PlannedBackend(BACKEND, noted, device_types=("cpu",), priority=100)
     assert registry.register(backend).state == "loaded"
     for module in (api, _ops):
         monkeypatch.setattr(module, "registry", registry)
