@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.metadata
 import importlib.util
 import itertools
 import os
@@ -34,12 +33,14 @@ from measuring import OURS, Parser, Row, Rows, capture, count, median, number, s
 from torch import Tensor
 
 from kda_core._bench import reason
+from kda_core._cli import version_of
 from kda_core.testing.inputs import Call
 
 COLD, COMPARED_HEADS, STRETCH, WARM_TURNS, TURNS = 256 * 2**20, 2, 10, 2, 15
 CASES = ("1x1", "8x1", "64x1", "64x4", "1x8192", "8x1024")
 """Sequences and tokens of each: decoding, a token with three drafts, prompts."""
-RAW = dict.fromkeys(("use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "use_qk_l2norm_in_kernel", "state_v_first"), 1)
+FLAGS = "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "use_qk_l2norm_in_kernel", "state_v_first"
+RAW = dict.fromkeys((*FLAGS, "output_final_state"), True)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -53,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse(arguments)
     if options.backend:  # the adapters name none
         os.environ["KDA_BACKEND"] = options.backend
-    rows = Rows(options, {name: importlib.metadata.version(name) for name in options.stacks})
+    rows = Rows(options, {name: version_of(name) for name in options.stacks})
     for stack in options.stacks:
         sides = dict(zip((OURS, stack), STACKS[stack](options.device), strict=True))
         for case, gate in itertools.product(options.cases, options.gates):
@@ -113,7 +114,7 @@ class Work:
         tensors |= {"A_log": self.A_log[:n], "dt_bias": self.dt_bias.view(H, K)[:n].flatten()}
         tensors |= {"initial_state": self.pool[self.first[0].long(), :n], "cu_seqlens": self.bounds.long()}
         gate = {"lower_bound": self.lower_bound, "safe_gate": self.lower_bound is not None}
-        return oracle(Call("chunk_kda", tensors, {**RAW, **gate, "output_final_state": True}))
+        return oracle(Call("chunk_kda", tensors, RAW | gate))
 
 
 Side = Callable[[Work, int], tuple[Tensor, Tensor | None]]
