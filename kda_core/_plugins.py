@@ -36,10 +36,16 @@ MAX_CACHED_CHOICES = 4096
 
 
 class Registry:
-    """The backends of this process."""
+    """The backends of this process.
 
-    def __init__(self, *, entry_points: bool = True, core: str = __version__) -> None:
-        self._entry_points, self._core = entry_points, core
+    Args:
+        entry_points: load installed wheels. core: the version of this package. most_choices: that are cached.
+    """
+
+    def __init__(
+        self, *, entry_points: bool = True, core: str = __version__, most_choices: int = MAX_CACHED_CHOICES
+    ) -> None:
+        self._entry_points, self._core, self._most_choices = entry_points, core, most_choices
         self._lock = threading.RLock()
         self._loaded = False
         self._loading = False
@@ -338,7 +344,7 @@ class Registry:
         """Keep a choice, which is None where torch code of ``kda_core.nn`` serves a call of its functions."""
         if key is None:
             return
-        if len(self._choices) >= MAX_CACHED_CHOICES:
+        if len(self._choices) >= self._most_choices:
             self._choices.clear()
             self._asked.clear()
         self._choices[key] = choice, memo
