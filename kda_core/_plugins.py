@@ -31,21 +31,14 @@ from kda_core.request import AnyRequest, GateRequest, Request
 
 ENVIRONMENT_VARIABLE = "KDA_BACKEND"
 
-# Packed training batches have many lengths, each with its own signature. The cache is cleared at this size.
-MAX_CACHED_CHOICES = 4096
-
 
 class Registry:
-    """The backends of this process.
+    """The backends of this process."""
 
-    Args:
-        entry_points: load installed wheels. core: the version of this package. most_choices: that are cached.
-    """
-
-    def __init__(
-        self, *, entry_points: bool = True, core: str = __version__, most_choices: int = MAX_CACHED_CHOICES
-    ) -> None:
-        self._entry_points, self._core, self._most_choices = entry_points, core, most_choices
+    def __init__(self, *, entry_points: bool = True, core: str = __version__, most_choices: int = 4096) -> None:
+        self._entry_points, self._core = entry_points, core
+        # Packed training batches have many lengths, each with its own signature. The cache is cleared at this size.
+        self._most_choices = most_choices
         self._lock = threading.RLock()
         self._loaded = False
         self._loading = False

@@ -391,16 +391,12 @@ def verify(*arguments):
     return run("verify", "--case", "one token", "--case", "K 60 V 36", *arguments)
 
 
-def verify_json(*arguments):
-    return json.loads(verify(*arguments, "--json").stdout)
-
-
 def test_verify_compares_with_the_oracle():
     result = verify("--backend", "reference")
     assert result.exit_code == 0, result.output
     assert "reference on cpu" in result.stdout
     assert "4 outputs compared, 0 failures" in result.stdout
-    found = verify_json("--backend", "reference")
+    found = json.loads(verify("--backend", "reference", "--json").stdout)
     assert found["passed"] is True
     compared = [row for row in found["backends"]["reference"] if row["output"]]
     assert [row["output"] for row in compared] == ["o", "final_state"] * 2
@@ -410,22 +406,16 @@ def test_verify_compares_with_the_oracle():
 def test_verify_prints_a_case_when_it_ends():
     """And not all of them at the end: here the second case never ends."""
 
-    class Stopped:
-        @hookimpl(wrapper=True)
-        def kda_core_gate_forward(self, request):
+    class Stopping(Toy):
+        @hookimpl
+        def kda_core_recurrent_forward(self, request):
             raise KeyboardInterrupt
-            yield
 
-    wrapper = Stopped()
-    registry.add_wrapper(wrapper)
-    try:
-        result = run("verify", "--backend", "reference", "--case", "one token", "--case", "softplus gate")
-    finally:
-        registry.remove_wrapper(wrapper)
+    with installed(Stopping(with_state=True)):
+        result = run("verify", "--backend", "toy", "--case", "one token", "--case", "decoding step")
     assert result.exit_code != 0
     lines = result.stdout.splitlines()
-    assert lines[0] == "reference on cpu, against the float64 oracle"
-    assert lines[1].startswith("  passed   one token: outputs: 2, at most ")
+    assert lines[:2] == ["toy on cpu, against the float64 oracle", "  FAILED   one token"]
 
 
 def test_verify_prints_failures_in_full_and_outputs_when_asked():
@@ -440,7 +430,7 @@ def test_verify_prints_failures_in_full_and_outputs_when_asked():
 @pytest.mark.parametrize("value", [0.0, math.nan])
 def test_verify_exits_with_1_when_a_result_is_wrong(value):
     with installed(Toy(value=value, with_state=True)):
-        result, found = verify("--backend", "toy"), verify_json("--backend", "toy")
+        result, found = verify("--backend", "toy"), json.loads(verify("--backend", "toy", "--json").stdout)
     assert result.exit_code == 1
     assert "FAILED" in result.stdout
     assert found["passed"] is False
