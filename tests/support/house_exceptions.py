@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 PATCHED = {
-    "tests/cpu/test_cpu_backend.py: kda_core_cpu.choose._STEP_BUDGET",
-    "tests/cpu/test_cpu_backend.py: kda_core_cpu.choose._WINDOW_BUDGET",
-    "tests/cpu/test_cpu_bits.py: kda_core_cpu.choose._LANE_BUDGET",
-    "tests/cpu/test_cpu_bits.py: kda_core_cpu.choose._WINDOW_BUDGET",
     "tests/nvidia/test_nvidia_run.py: kda_core_nvidia.run.MAX_ENCODED",
     "tests/nvidia/test_nvidia_run.py: kda_core_nvidia.run._entries",
     "tests/nvidia/test_nvidia_run.py: kda_core_nvidia.triton_private.VERSION",
