@@ -16,11 +16,13 @@ from dataclasses import replace
 from typing import Any
 
 import inputs
-import measuring
 import torch
+from measuring import capture
+from peers import kernels
 from torch import Tensor
 
 from kda_core import _ops
+from kda_core._bench import take_turns
 from kda_core._plugins import registry
 from kda_core.reference import DIFFERENTIABLE
 from kda_core.request import Request
@@ -106,36 +108,11 @@ class Halves:
         }
 
 
-def milliseconds(run: Callable[[], Any], seconds: float) -> float:
-    """Median of a call with the host."""
-    times: list[float] = []
-    for _ in range(3):
-        run()
-    torch.cuda.synchronize()
-    while len(times) < 5 or (sum(times) < 1e3 * seconds and len(times) < 200):
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        run()
-        last.record()
-        last.synchronize()
-        times.append(first.elapsed_time(last))
-    return statistics.median(times)
-
-
-def kernels(run: Callable[[], Any]) -> dict[str, float]:
-    """Microseconds of each kernel of a call."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-        for _ in range(3):
-            run()
-        torch.cuda.synchronize()
-    return {e.key: e.device_time_total / 3 for e in found.key_averages() if e.device_time_total}
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--shapes", nargs="+", type=inputs.parse_shape, default=[*map(inputs.parse_shape, SHAPES)])
     parser.add_argument("--decay", choices=inputs.DECAYS, default="slow")
-    parser.add_argument("--seconds", type=float, default=0.3, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=0.6, help="of each row")
     parser.add_argument("--backend", default="nvidia")
     options = parser.parse_args(arguments)
     device = torch.device("cuda")
@@ -146,12 +123,12 @@ def main(arguments: list[str] | None = None) -> int:
             for training in (False, True):
                 times = {}
                 for name, run in Halves(options.backend, call).runs(training).items():
-                    eager = milliseconds(run, options.seconds)
-                    graph = milliseconds(measuring.capture(run, device), options.seconds)
-                    times[name.removeprefix("inference, ")] = eager, graph
+                    both = {"eager": run, "graph": capture(run, device)}
+                    medians = map(statistics.median, take_turns(both, device, options.seconds).values())
+                    eager, graph = times[name.removeprefix("inference, ")] = tuple(medians)
                     print(f"{case.name:24} {name:28} eager {eager:7.3f}  graph {graph:7.3f}", flush=True)
-                    parts = sorted(kernels(run).items(), key=lambda x: -x[1])
-                    print(*(f"    {us:9.1f} us {kernel[:90]}" for kernel, us in parts[:9]), sep="\n", flush=True)
+                    parts = [*kernels(run, device).items()][:9]
+                    print(*(f"    {1e3 * ms:9.1f} us {kernel[:90]}" for kernel, ms in parts), sep="\n", flush=True)
                 whole, halved = ("plain step", "step in halves") if training else ("plain forward", "both")
                 shares = [f"{100 * a / b:.1f}%" for a, b in zip(times[whole], times[halved], strict=True)]
                 print(f"{case.name:24} share {'training' if training else 'inference'} {shares}", flush=True)

@@ -18,10 +18,10 @@ from typing import Any
 
 import peers
 import torch
-from measuring import OURS, Parser, Row, Rows, capture, count, number, positive, summary
+from measuring import OURS, Parser, Row, Rows, count, number, positive, summary
 from torch import Tensor, nn
 
-from kda_core._bench import DTYPES, Run, reason, take_turns
+from kda_core._bench import DTYPES, Run, reason
 from kda_core._cli import version_of
 from kda_core.nn import KimiDeltaAttention, to_transformers
 
@@ -120,26 +120,11 @@ def host_times(run: Run, device: torch.device) -> list[float]:
 
 def measured(runs: Mapping[str, Run], device: torch.device, seconds: float) -> dict[str, dict[str, Any]]:
     """By implementation: times, and on a GPU memory and shares."""
-    times = take_turns(runs, device, seconds)
-    found: dict[str, dict[str, Any]] = {name: {"ms": summary(ms)} for name, ms in times.items()}
-    if device.type == "cpu":
-        return found
-    for name, run in runs.items():
-        found[name] |= {
-            "host_ms": summary(host_times(run, device)),
-            "peak_bytes": peers.growth(run, device),
-            "shares": shares(peers.kernels(run, device)),
-        }
-    replays = {}
-    # Last: a capture that fails may leave the device unusable.
-    for name, run in runs.items():
-        try:
-            replays[name] = capture(run, device)
-        except Exception as error:
-            found[name]["not_captured"] = reason(error)
-    for name, ms in take_turns(replays, device, seconds / 2).items() if replays else ():
-        found[name]["device_ms"] = summary(ms)
-    return found
+    found: dict[str, dict[str, Any]] = {name: {} for name in runs}
+    for name, run in runs.items() if device.type == "cuda" else ():
+        host, kernels = host_times(run, device), peers.kernels(run, device)
+        found[name] = {"host_ms": summary(host), "shares": shares(kernels)}
+    return {name: found[name] | own for name, own in peers.timed(runs, device, seconds).items()}
 
 
 def lines_of(row: Row) -> list[str]:

@@ -31,10 +31,7 @@ from torch import Tensor
 import kda_core
 from kda_core.distributed import ContextParallel, build_cp_context
 
-SHAPES = {
-    "cuda": ("32768x32x128", "131072x32x128", "32768x8x128", "262144x8x128"),
-    "cpu": ("256x4x16", "512x2x16"),
-}
+SHAPES = {"cuda": ("32768x32x128", "131072x32x128", "32768x8x128", "262144x8x128"), "cpu": ("256x4x16", "512x2x16")}
 ROWS = ("q", "k", "v", "g", "beta")
 OPTIONS = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
 GRID = 4096
@@ -247,6 +244,7 @@ def measure_errors(T: int, heads: int, K: int, ranks: Ranks) -> None:
             ranks.add(
                 f"errors beside one device, T={T} heads={heads} {layout}: {text}; repeats {same}",
                 shape=f"T={T} heads={heads} K={K}", mode="errors", way=layout, errors=errors, repeats=same,
+                bits=f"{bits & 0xFFFFFFFF:08x}",
             )  # fmt: skip
 
 

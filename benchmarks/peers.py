@@ -196,20 +196,10 @@ def measured(call: Call, functions: dict[str, Function], options: Namespace) -> 
     device = options.device
     gpu = device.type == "cuda"
     runs, left_out = first_runs({name: runner(f, call) for name, f in functions.items()})
-    seconds = options.seconds or (0.4 if gpu else 2.0)
-    found: dict[str, dict[str, Any]] = {n: {"ms": summary(ms)} for n, ms in take_turns(runs, device, seconds).items()}
+    found = timed(runs, device, options.seconds or (0.4 if gpu else 2.0))
     if gpu:
-        for name, run in runs.items():
-            found[name]["peak_bytes"] = bytes_held(call) + growth(run, device)
-        replays = {}
-        for name, run in runs.items():
-            try:
-                replays[name] = capture(run, device)
-            # A call that cannot be captured has its time with the host.
-            except Exception as error:
-                found[name]["not_captured"] = reason(error)
-        for name, ms in take_turns(replays, device, seconds / 2).items() if replays else ():
-            found[name]["device_ms"] = summary(ms)
+        for own in found.values():
+            own["peak_bytes"] += bytes_held(call)
         if options.profile:
             found[OURS]["kernels_ms"] = kernels(runs[OURS], device)
     if not options.no_errors:
@@ -217,6 +207,26 @@ def measured(call: Call, functions: dict[str, Function], options: Namespace) -> 
         for name, run in runs.items():
             found[name]["errors"] = part.errors(run)
     return {"left_out": left_out, "implementations": found}
+
+
+def timed(runs: Mapping[str, Run], device: torch.device, seconds: float) -> dict[str, dict[str, Any]]:
+    """By implementation: times, and on a GPU times of replays and the bytes that a call allocates."""
+    found: dict[str, dict[str, Any]] = {n: {"ms": summary(ms)} for n, ms in take_turns(runs, device, seconds).items()}
+    if device.type == "cpu":
+        return found
+    for name, run in runs.items():
+        found[name]["peak_bytes"] = growth(run, device)
+    replays = {}
+    # Last: a capture that fails may leave the device unusable.
+    for name, run in runs.items():
+        try:
+            replays[name] = capture(run, device)
+        # A call that cannot be captured has its time with the host.
+        except Exception as error:
+            found[name]["not_captured"] = reason(error)
+    for name, ms in take_turns(replays, device, seconds / 2).items() if replays else ():
+        found[name]["device_ms"] = summary(ms)
+    return found
 
 
 def growth(run: Run, device: torch.device) -> int:

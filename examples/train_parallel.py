@@ -3,9 +3,9 @@
     python examples/train_parallel.py --json one.json                          # one process
     torchrun --nproc-per-node 4 examples/train_parallel.py --cp 2 --tp 2 --fsdp --expect one.json
 
---cp C shares the tokens of every sequence among C processes, --tp T the heads of every layer among T. What is left of
-the processes shares the batch. --fsdp shards the parameters over all that do not share heads. The losses are those of
-one process. On GPUs the processes talk by NCCL, on CPUs by gloo.
+--cp C shares the tokens of every sequence among C processes, --tp T the heads of every layer among T. The other
+processes share the batch. --fsdp shards the parameters over all that do not share heads. The losses are those of one
+process. On GPUs the processes talk by NCCL, on CPUs by gloo.
 
 --save FOLDER writes a checkpoint (torch.distributed.checkpoint); --load FOLDER goes on from it, with any number of
 processes and any way of sharing.

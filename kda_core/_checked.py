@@ -35,17 +35,17 @@ def checked_calls(
     """Within the block, compare every call of this process, of any thread, with the float64 reference.
 
     Checked are ``chunk_kda``, ``fused_recurrent_kda`` and ``kda_gate``, forward and backward, eager and compiled, and
-    what ``commit_kda`` makes of the records that it is given: that
-    inputs and results are finite, that results lie within the conformance kit's budget (twice the error that rounding
-    to the call's dtypes makes), that rows of padding are zero, and that inputs and slots which the call must not write
-    stay as they are. Calls take seconds rather than milliseconds.
+    what ``commit_kda`` makes of the records that it is given: that inputs and results are finite, that results lie
+    within the conformance kit's budget (twice the error that rounding to the call's dtypes makes), that rows of padding
+    are zero, and that inputs and slots which the call must not write stay as they are. Calls take seconds rather than
+    milliseconds.
 
     Args:
         warn: warn (``CheckWarning``) rather than raise ``CheckFailed``.
         dump: file for ``torch.save``: the arguments and results of the first call that fails.
-        elements: tokens times value heads times K times V that the reference computes for one call. Of larger calls
-            some heads are compared, drawn anew for each call, then some sequences; of a sequence that is larger by
-            itself the first tokens (its final state and its gradients, dq aside, are then not compared).
+        elements: tokens times value heads times K times V that the reference computes for one call. Larger calls
+            are compared in some heads, drawn anew for each call, then in some sequences; a sequence that is larger by
+            itself in its first tokens (its final state and its gradients, except dq, are then not compared).
 
     Raises:
         CheckFailed: from a call within the block, unless ``warn``.

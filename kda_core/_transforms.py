@@ -3,8 +3,8 @@
 Under a transform an operator runs as one of the autograd functions below. Each level of transforms meets it in turn:
 ``grad`` takes ``backward``, ``vmap`` takes ``vmap``, and the last level calls the operator itself. Samples of ``vmap``
 become one call: they are laid into the batch, [n·B, T, H, K]; or into the heads, [B, T, n·H, K], where the samples
-have an A_log or dt_bias (or a gradient of one) each, or share ``cu_seqlens``. What a forward saves belongs to the
-joined samples, so that a backward under ``vmap`` runs the forward again.
+have an A_log or dt_bias (or a gradient of one) each, or share ``cu_seqlens``. A forward saves tensors of the joined
+samples, so that a backward under ``vmap`` runs the forward again.
 """
 
 from __future__ import annotations

@@ -70,21 +70,15 @@ def errors_of(row: Row, name: str) -> dict[str, float]:
     return {n: float(x) for n, x in row["implementations"][name]["errors"].items()}
 
 
-def median(row: Row, name: str) -> float | None:
-    """Median milliseconds of an implementation, or None where it was not timed."""
-    found = row["implementations"].get(name, {}).get("ms")
+def median(row: Row, name: str, key: str = "ms") -> float | None:
+    """Median milliseconds of an implementation ("device_ms": without the host), or None where it was not timed."""
+    found = row["implementations"].get(name, {}).get(key)
     return None if found is None else found["median"]
 
 
 def others(rows: list[Row]) -> list[str]:
     """The peers of these rows, in order."""
     return [n for n in dict.fromkeys(n for row in rows for n in row["implementations"]) if n not in (OURS, COPY)]
-
-
-def replayed(row: Row, name: str) -> float | None:
-    """Median milliseconds without the host, or None where it was not measured."""
-    found = row["implementations"].get(name, {}).get("device_ms")
-    return None if found is None else found["median"]
 
 
 def ratio(row: Row, name: str) -> float | None:
@@ -197,7 +191,7 @@ def speed(name: str, suite: str) -> str:
                 f"{row['gate']}, {row['decay']}" if row["gate"] in RAW_GATES else "given",
                 *(digits(median(row, n)) for n in (OURS, *peers)),
                 *(times(ratio(row, n)) for n in peers),
-                *(digits(replayed(row, n)) for n in (OURS, *peers)),
+                *(digits(median(row, n, "device_ms")) for n in (OURS, *peers)),
                 digits(row.get("floor_ms")),
                 *(f"{size / GIB:.2f}" if size else "" for size in peaks),
             ]

@@ -70,9 +70,7 @@ class _Call(torch.autograd.Function):
         if torch.compiler.is_compiling():
             places = dict(zip(_SAVED, _flat(saved, s), strict=False))
             more = {"needs": [n in needed for n in DIFFERENTIABLE], "backend": name or "", "matrices": matrices}
-            found = _call_operator(
-                _BACKWARD, {**values, **asked, **dict(zip(Shared._fields, s, strict=True)), **places, **more}
-            )
+            found = _call_operator(_BACKWARD, {**values, **asked, **_named(s), **places, **more})
             grads = dict(zip(DIFFERENTIABLE, found, strict=True))
         else:
             same = strides == _strides(kept[:count])  # hooks of saved tensors may return others
@@ -98,9 +96,7 @@ def run(r: Request, name: str | None) -> ForwardResult:
             plain = build_request(values)
             _checks.convert_scalars(plain)
             values = vars(plain)
-        o, final, h, *_ = _call_operator(
-            _FORWARD, {**values, **dict(zip(Shared._fields, s, strict=True)), "backend": name or ""}
-        )
+        o, final, h, *_ = _call_operator(_FORWARD, {**values, **_named(s), "backend": name or ""})
         return ForwardResult(o, final if r.output_final_state else None, h if r.return_intermediate_states else None)
     if r.return_intermediate_states:
         r = build_request({**vars(r), "cu_seqlens_cpu": c.call_cu_seqlens_cpu})
@@ -330,13 +326,16 @@ def _apply_backward(ctx: Any, grad_o: Tensor | None, grad_final: Tensor | None, 
     return tuple(grads.get(n) for n in _FORWARD.names)
 
 
-for _schema, _implementation, _fake in (
-    (_FORWARD, _operator, _fake_operator),
-    (_BACKWARD, _backward_operator, _fake_backward_operator),
-):
-    _library.define(_schema.text, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(_schema.name, _implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{_schema.name}", _fake, lib=_library)
+def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Define an operator of this package."""
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+
+
+define(_FORWARD.text, _operator, _fake_operator)
+define(_BACKWARD.text, _backward_operator, _fake_backward_operator)
 torch.library.register_autograd(
     f"{NAMESPACE}::{_FORWARD.name}", _apply_backward, setup_context=_setup_context, lib=_library
 )

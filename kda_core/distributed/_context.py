@@ -99,7 +99,7 @@ class ContextParallel:
 
     @property
     def call_cu_seqlens_cpu(self) -> Tensor:
-        """What ``chunk_kda`` takes of it: [F + 1], or [P, F + 1] of cells."""
+        """The boundaries that ``chunk_kda`` takes: [F + 1], or [P, F + 1] of cells."""
         return self.cu_seqlens_cpu if self.cells is None else self.cells.cu_seqlens_cpu
 
     @property
@@ -149,18 +149,6 @@ class ContextParallel:
                     f"{name}: expected the same on all ranks, got {every[0][name]} on rank 0 and {every[r][name]} on "
                     f"rank {r}"
                 )
-
-    def bytes_sent(self, heads: int, K: int, V: int, itemsize: int = 4) -> int:
-        """Bytes that this rank sends to the others for one forward, and again for a backward, whatever its rows are.
-
-        Args:
-            heads: HV.
-            K: head dimension of q and k.
-            V: of v.
-            itemsize: of the states' dtype: 4, or 8 for float64 q.
-        """
-        slots = self.slots if self.cells is None else self.cells.slots
-        return (self.size - 1) * slots.shape[1] * heads * K * (K + V) * itemsize
 
     def __repr__(self) -> str:
         return f"ContextParallel(rank {self.rank} of {self.size}, {self.sequences} sequences, {self.rows} rows here)"

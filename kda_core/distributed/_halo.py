@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_core.distributed._call import NAMESPACE, _library
+from kda_core.distributed._call import NAMESPACE, _library, define
 from kda_core.distributed._context import ContextParallel
 from kda_core.distributed._exchange import gathered, resolve_group
 
@@ -87,16 +87,9 @@ def _apply_backward(ctx: Any, grad: Tensor) -> tuple:
 
 
 _TABLES = "Tensor tails, Tensor sources, Tensor slots"
-for _schema, _implementation, _fake in (
-    (f"halo(Tensor x, {_TABLES}, Tensor fragments, str group_name) -> Tensor", _halo, _fake_halo),
-    (
-        f"halo_backward(Tensor grad, {_TABLES}, SymInt batch, SymInt rows, str group_name) -> Tensor",
-        _halo_backward,
-        _fake_backward,
-    ),
-):
-    _name = _schema.partition("(")[0]
-    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(_name, _implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
+define(f"halo(Tensor x, {_TABLES}, Tensor fragments, str group_name) -> Tensor", _halo, _fake_halo)
+define(
+    f"halo_backward(Tensor grad, {_TABLES}, SymInt batch, SymInt rows, str group_name) -> Tensor",
+    _halo_backward, _fake_backward,
+)  # fmt: skip
 torch.library.register_autograd(f"{NAMESPACE}::halo", _apply_backward, setup_context=_setup_context, lib=_library)

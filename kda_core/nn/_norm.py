@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-5, b
     if own is None:
         return _in_torch(x, gate, weight, eps)
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, gate, weight)):
-        return _Norm.apply(own, memo, eps, x, gate, weight)
+        return NormedProduct.apply(own, memo, eps, x, gate, weight, None)
     request = GatedNormRequest(x=x, gate=gate, weight=weight, eps=eps, memo=memo)
     return own.result("kda_core_gated_rms_norm_forward", request)
 
@@ -66,26 +67,40 @@ def _in_torch(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (rows * scale * weight.to(wide) * torch.sigmoid(gate.to(wide))).to(x.dtype)
 
 
-_DIFFERENTIABLE = ("x", "gate", "weight")
-
-
-class _Norm(torch.autograd.Function):
-    """A backend's norm."""
+class NormedProduct(torch.autograd.Function):
+    """A backend's norm, and a product of all channels of a token with the weight of a projection, unless it is None."""
 
     @staticmethod
-    def forward(ctx: Any, backend: Backend, memo: dict, eps: float, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        ctx.call = backend, memo, eps
-        x, gate, weight = tensors
-        request = GatedNormRequest(x=x, gate=gate, weight=weight, eps=eps, memo=memo)
-        return backend.result("kda_core_gated_rms_norm_forward", request)
+    def forward(
+        ctx: Any, own: Backend, memo: dict, eps: float, x: Tensor, gate: Tensor, norm: Tensor, weight: Tensor | None
+    ) -> Tensor:
+        request = GatedNormRequest(x=x, gate=gate, weight=norm, eps=eps, memo=memo)
+        y = own.result("kda_core_gated_rms_norm_forward", request)
+        ctx.call = own, memo, eps
+        if weight is None:
+            ctx.save_for_backward(x, gate, norm)
+            return y
+        rows = y.flatten(2).flatten(0, 1)
+        ctx.save_for_backward(x, gate, norm, weight, rows)
+        return torch.mm(rows, weight.t()).view(*x.shape[:2], -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        backend, memo, eps = ctx.call
-        needs = frozenset(n for n, wanted in zip(_DIFFERENTIABLE, ctx.needs_input_grad[3:], strict=True) if wanted)
-        tensors: dict[str, Any] = dict(zip(_DIFFERENTIABLE, ctx.saved_tensors, strict=True))
-        request = GatedNormRequest(**tensors, eps=eps, memo=memo, grad_output=grad, needs_grad=needs)
-        grads = backend.result("kda_core_gated_rms_norm_backward", request).grads
-        return (None, None, None, *(grads[n] if n in needs else None for n in _DIFFERENTIABLE))
+        x, gate, norm, *product = ctx.saved_tensors
+        own, memo, eps = ctx.call
+        *needed, of_weight = ctx.needs_input_grad[3:]
+        names = ("x", "gate", "weight")
+        needs = frozenset(itertools.compress(names, needed))
+        grad_weight, grads = None, {}
+        if product:
+            weight, rows = product
+            grad = grad.flatten(0, 1)
+            grad_weight = torch.mm(grad.t(), rows) if of_weight else None
+        if needs:
+            grad = torch.mm(grad, weight).view(x.shape) if product else grad
+            request = GatedNormRequest(
+                x=x, gate=gate, weight=norm, eps=eps, memo=memo, grad_output=grad, needs_grad=needs
+            )
+            grads = own.result("kda_core_gated_rms_norm_backward", request).grads
+        return None, None, None, *(grads[name] if name in needs else None for name in names), grad_weight

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,8 +13,8 @@ from kda_core._loaded import Backend
 from kda_core._signature import is_plain
 from kda_core.nn._convolution import GRADIENTS, in_parts
 from kda_core.nn._dispatch import backend_for, is_eager
-from kda_core.nn._norm import gated_rms_norm
-from kda_core.request import GatedNormRequest, ShortConvolutionRequest
+from kda_core.nn._norm import NormedProduct, gated_rms_norm
+from kda_core.request import ShortConvolutionRequest
 
 
 class Projections(NamedTuple):
@@ -242,38 +241,6 @@ def normed_projection(x: Tensor, gate: Tensor, norm: nn.RMSNorm, eps: float, lay
         if weight.dtype == x.dtype and any(t.requires_grad for t in given):
             own, memo = backend_for("gated_rms_norm", x, given[1:3], (eps,), backend)
             if own is not None:
-                return _NormedProjection.apply(own, memo, eps, *given)
+                return NormedProduct.apply(own, memo, eps, *given)
     y = gated_rms_norm(x, gate, norm.weight, eps, backend)
     return layer(y.flatten(2).flatten(0, 1)).unflatten(0, x.shape[:2])
-
-
-class _NormedProjection(torch.autograd.Function):
-    """A backend's norm, and a product."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, own: Backend, memo: dict, eps: float, x: Tensor, gate: Tensor, norm: Tensor, weight: Tensor
-    ) -> Tensor:
-        request = GatedNormRequest(x=x, gate=gate, weight=norm, eps=eps, memo=memo)
-        rows = own.result("kda_core_gated_rms_norm_forward", request).flatten(2).flatten(0, 1)
-        ctx.save_for_backward(x, gate, norm, weight, rows)
-        ctx.call = own, memo, eps
-        return torch.mm(rows, weight.t()).view(*x.shape[:2], -1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        x, gate, norm, weight, rows = ctx.saved_tensors
-        own, memo, eps = ctx.call
-        *needed, of_weight = ctx.needs_input_grad[3:]
-        grad = grad.flatten(0, 1)
-        needs = frozenset(itertools.compress(("x", "gate", "weight"), needed))
-        grads: dict[str, Tensor] = {}
-        if needs:
-            of_norm = torch.mm(grad, weight).view(x.shape)
-            request = GatedNormRequest(
-                x=x, gate=gate, weight=norm, eps=eps, memo=memo, grad_output=of_norm, needs_grad=needs
-            )
-            grads = own.result("kda_core_gated_rms_norm_backward", request).grads
-        found = [grads[name] if name in needs else None for name in ("x", "gate", "weight")]
-        return None, None, None, *found, torch.mm(grad.t(), rows) if of_weight else None

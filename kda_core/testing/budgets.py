@@ -40,19 +40,9 @@ FACTOR = 2.0
 """Budget over the measured error of rounding."""
 
 HEAD_AXIS = {
-    "o": 2,
-    "final_state": 1,
-    "h": 2,
-    "dq": 2,
-    "dk": 2,
-    "dv": 2,
-    "dg": 2,
-    "dbeta": 2,
-    "dA_log": None,
-    "ddt_bias": 0,
-    "dinitial_state": 1,
-    "gate": -2,
-}
+    **dict.fromkeys(("o", "h", "dq", "dk", "dv", "dg", "dbeta"), 2), "final_state": 1, "dinitial_state": 1,
+    "dA_log": None, "ddt_bias": 0, "gate": -2,
+}  # fmt: skip
 """Outputs, with the axis of their heads; rows are compared within a head. None: the output is one head."""
 
 SINGLE_NUMBERS = frozenset({"dbeta", "dA_log"})

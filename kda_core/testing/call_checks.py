@@ -37,18 +37,8 @@ Result = TypeVar("Result")
 
 INPUTS = (
     *("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu"),
-    *(
-        "ssm_state_indices",
-        "num_accepted_tokens",
-        "has_initial_state",
-        "final_state_indices",
-        "checkpoint_indices",
-        "final_state_pool",
-        "parents",
-        "grad_o",
-        "grad_final_state",
-        "grad_output",
-    ),
+    *("ssm_state_indices", "num_accepted_tokens", "has_initial_state", "final_state_indices", "checkpoint_indices"),
+    *("final_state_pool", "parents", "grad_o", "grad_final_state", "grad_output"),
 )
 DEFAULTS = {f.name: f.default for f in fields(Request)}
 SUMS_OVER_TOKENS = ("dA_log", "ddt_bias")
@@ -167,10 +157,6 @@ class _Check(ABC):
             return kinds | {"gate": (r.g.shape, r.output_dtype)}
         kinds |= {"o": ((r.B, r.T, r.HV, r.V), r.q.dtype), "final_state": (r.state_shape, r.state_dtype)}
         return kinds | {"h": ((r.B, chunks_of(r), *r.state_shape[1:]), r.h_dtype)}
-
-    def bounds(self) -> list[tuple[int, int, int]]:
-        """(batch row, first token, end) of every sequence."""
-        return []
 
     def compare(
         self,
@@ -292,9 +278,6 @@ class _CallCheck(_Check):
 
     def compared(self) -> str:
         return str(self.sample)
-
-    def bounds(self) -> list[tuple[int, int, int]]:
-        return self.sample.bounds
 
     def options(self) -> dict[str, Any]:
         return {n: getattr(self.request, n) for n in OPTIONS}

@@ -124,12 +124,7 @@ class Sample:
     """
 
     def __init__(
-        self,
-        r: Request,
-        slots: Slots | None,
-        elements: int,
-        choice: random.Random,
-        most_states: int = MOST_STATES,
+        self, r: Request, slots: Slots | None, elements: int, choice: random.Random, most_states: int = MOST_STATES
     ) -> None:
         self.request, self.slots = r, slots
         self.bounds = reference.sequence_bounds(r)

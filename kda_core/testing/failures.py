@@ -17,9 +17,6 @@ MANY = 0.5
 OFTEN = 1.5
 """And when tests that involve it fail at least this many times as often as others."""
 
-EXPECTED = 3.0
-"""A value is reported as never failing when this many of its tests were expected to fail."""
-
 MOST_NAMED = 5
 
 
@@ -93,7 +90,8 @@ class Failures:
         evidence. A value that every test has is left out; so are later values that the same tests have.
         """
         found, seen = [], set()
-        for value in self._values(self.failed):
+        # Features, in capitals, come before values of axes.
+        for value in sorted(frozenset().union(*(o.values for o in self.failed))):
             failed, passed = self._tests_with(value)
             others = len(self.failed) - len(failed), len(self.passed) - len(passed)
             if (failed, passed) in seen or not sum(others):
@@ -107,16 +105,6 @@ class Failures:
         found.sort(key=lambda v: (-v["failed"], -v["share"]))
         return found[:MOST_NAMED]
 
-    def spared(self) -> list[dict[str, Any]]:
-        """The values with which no test failed, though several failures were to be expected."""
-        rate = len(self.failed) / (len(self.failed) + len(self.passed))
-        found = {}
-        for value in self._values(self.passed):
-            failed, passed = self._tests_with(value)
-            if not failed and len(passed) * rate >= EXPECTED:
-                found.setdefault(passed, {"value": value, "passed": len(passed)})
-        return sorted(found.values(), key=lambda v: -v["passed"])[:MOST_NAMED]
-
     def rerun(self) -> str:
         """The command that runs the first failed test again."""
         first = self.failed[0]
@@ -127,13 +115,12 @@ class Failures:
     def as_json(self) -> dict[str, Any]:
         """The failures as JSON values."""
         if not self.failed:
-            return {"count": 0, "tests": [], "functions": [], "involve": [], "spared": [], "rerun": None}
+            return {"count": 0, "tests": [], "functions": [], "involve": [], "rerun": None}
         return {
             "count": len(self.failed),
             "tests": [o.test for o in self.failed],
             "functions": self.functions(),
             "involve": self.involve(),
-            "spared": self.spared(),
             "rerun": self.rerun(),
         }
 
@@ -152,8 +139,6 @@ class Failures:
         for v in self.involve():
             noun = "failures involve" if count > 1 else "failure involves"
             yield f"    {self._share(v['failed'])} {noun} {v['value']} ({v['passed']} tests with it passed)"
-        for v in self.spared():
-            yield f"    no failure involves {v['value']} ({v['passed']} tests with it passed)"
         yield f"    the first, simplest tests first: {self.failed[0].test}"
         # A mismatch names the call in its first line, and the worst output in the second.
         yield from (f"      {line.strip()}" for line in self.failed[0].message.splitlines()[:2])
@@ -162,11 +147,6 @@ class Failures:
     def _share(self, failed: int) -> str:
         count = len(self.failed)
         return f"all {count}" if failed == count else f"{failed} of {count}"
-
-    @staticmethod
-    def _values(outcomes: list[Outcome]) -> list[str]:
-        """Every value among these outcomes: features, in capitals, come before values of axes."""
-        return sorted(frozenset().union(*(o.values for o in outcomes)) if outcomes else ())
 
     def _tests_with(self, value: str) -> tuple[frozenset[str], frozenset[str]]:
         """The tests with a value that failed, and those that passed."""

@@ -162,12 +162,7 @@ class _Run:
         if "final_state" in grads:
             ends = _k_first(r, grads["final_state"])
         requests = [
-            replace(
-                p.request,
-                saved=x.saved,
-                grad_o=p.part(grads["o"]) if "o" in grads else None,
-                needs_grad=needs,
-            )
+            replace(p.request, saved=x.saved, grad_o=p.part(grads["o"]) if "o" in grads else None, needs_grad=needs)
             for p, x in zip(self.own, done, strict=True)
         ]
         begun = [self._begin("kda_core_chunk_begin_backward", q) for q in requests]

@@ -37,7 +37,7 @@ def decay_minus_one(y):
 
 @triton.jit
 def decay_factor(y):
-    """What ``decayed`` multiplies with, y <= 0 the log2 decay: 2^y − 1 down to y = −1, and below it 2^y.
+    """The factor that ``decayed`` takes, y <= 0 the log2 decay: 2^y − 1 down to y = −1, and below it 2^y.
 
     Its sign tells which: 2^y − 1 is not zero here, but so small that it changes nothing.
     """

@@ -43,34 +43,28 @@ def plan_of_layer(r: LayerRequest, lanes: int, warps: int) -> Plan:
     return _convolution_backward(r, lanes, warps) if r.needs_grad else _convolution_forward(r, lanes, warps)
 
 
-def _convolution(
-    b: Builder, r: ShortConvolutionRequest, lanes: int, warps: int
-) -> tuple[int, dict[str, Any], dict[str, Any]]:
-    """Slots, and the arguments and constants of both kernels."""
+def _convolution(b: Builder, r: ShortConvolutionRequest, lanes: int, warps: int) -> tuple[int, dict[str, Any]]:
+    """Slots, and the arguments that both kernels share."""
     x = r.x if r.x.strides[2] == 1 else b.dense(r.x)
     B, T, D = x.shape
     N = B if r.cu_seqlens is None else r.cu_seqlens.shape[0] - 1
     chunks = -(-T // ROWS_OF_SLOT)
     slots = B * chunks if r.cu_seqlens is None else T // ROWS_OF_SLOT + N + 1
-    arguments = {
+    return slots, {
         "x": x, "weight": b.dense(r.weight), "bias": b.dense(r.bias), "state": b.dense(r.initial_state),
         "cu_seqlens": b.dense(r.cu_seqlens), "s_xb": x.strides[0], "s_xt": x.strides[1], "T": T, "N": N,
-        "chunks": chunks,
+        "chunks": chunks, "D": D, "W": r.weight.shape[1], "SILU": r.silu, "C": ROWS_OF_SLOT,
+        "BD": lanes * warps * CHANNELS_OF_LANE,
     }  # fmt: skip
-    block = lanes * warps * CHANNELS_OF_LANE
-    constants = {"D": D, "W": r.weight.shape[1], "SILU": r.silu, "C": ROWS_OF_SLOT, "BD": block}
-    return slots, arguments, constants
 
 
 def _convolution_forward(r: ShortConvolutionRequest, lanes: int, warps: int) -> Plan:
     b = Builder()
-    slots, arguments, constants = _convolution(b, r, lanes, warps)
-    constants["UNROLL"] = UNROLL
+    slots, named = _convolution(b, r, lanes, warps)
     _, T, D = r.x.shape
-    programs = slots * -(-D // constants["BD"])
     y = b.result("y", r.x.shape, r.x.dtype)
     final = None
-    shape = arguments["N"], r.weight.shape[1] - 1, D
+    shape = named["N"], r.weight.shape[1] - 1, D
     # In place, a program reads the state and another writes it where a sequence may have several slots.
     direct = r.inplace_final_state and T <= ROWS_OF_SLOT
     if direct:
@@ -79,7 +73,8 @@ def _convolution_forward(r: ShortConvolutionRequest, lanes: int, warps: int) -> 
         final = b.scratch("final state", shape, r.initial_state.dtype)
     elif r.output_final_state:
         final = b.result("final", shape, r.x.dtype if r.initial_state is None else r.initial_state.dtype)
-    b.launch(convolution_forward_kernel, (programs, 1, 1), warps, constants, **arguments, y=y, final=final)
+    named |= {"y": y, "final": final, "UNROLL": UNROLL}
+    b.pick(convolution_forward_kernel, slots * -(-D // named["BD"]), warps, named)
     if r.inplace_final_state and not direct:
         b.step(Copy(r.initial_state, final))
     return b.plan(input_layouts(r), {"y": y, "final": None if r.inplace_final_state else final})
@@ -87,11 +82,10 @@ def _convolution_forward(r: ShortConvolutionRequest, lanes: int, warps: int) -> 
 
 def _convolution_backward(r: ShortConvolutionRequest, lanes: int, warps: int) -> Plan:
     b = Builder()
-    slots, arguments, constants = _convolution(b, r, lanes, warps)
+    slots, named = _convolution(b, r, lanes, warps)
     D, W = r.weight.shape
     parts = [*(r.parts or (D,)), 0, 0][:3]
-    constants |= {"UNROLL": UNROLL_BACKWARD, "D_0": parts[0], "D_1": parts[1], "D_2": parts[2]}
-    programs = slots * sum(-(-n // constants["BD"]) for n in parts)
+    programs = slots * sum(-(-n // named["BD"]) for n in parts)
     dx = b.result("dx", r.x.shape, r.x.dtype)
     dweight, dbias = b.scratch("dweight by slots", (slots, W, D), torch.float32), None
     if r.bias is not None:
@@ -99,11 +93,12 @@ def _convolution_backward(r: ShortConvolutionRequest, lanes: int, warps: int) ->
     dstate = None
     if r.initial_state is not None:
         dstate = b.result("dstate", r.initial_state.shape, r.initial_state.dtype)
-    b.launch(
-        convolution_backward_kernel, (programs, 1, 1), warps, constants, **arguments,
-        dy_0=b.dense(r.grad_output), dy_1=b.dense(r.grad_second), dy_2=b.dense(r.grad_third),
-        dfinal=b.dense(r.grad_final_state), dx=dx, dweight=dweight, dbias=dbias, dstate=dstate,
-    )  # fmt: skip
+    named |= {
+        "dy_0": b.dense(r.grad_output), "dy_1": b.dense(r.grad_second), "dy_2": b.dense(r.grad_third),
+        "dfinal": b.dense(r.grad_final_state), "dx": dx, "dweight": dweight, "dbias": dbias, "dstate": dstate,
+        "UNROLL": UNROLL_BACKWARD, "D_0": parts[0], "D_1": parts[1], "D_2": parts[2],
+    }  # fmt: skip
+    b.pick(convolution_backward_kernel, programs, warps, named)
     # [W, D], as the kernel has it: the caller transposes the few numbers.
     results = {"x": dx, "weight": b.result("dweight", (W, D), r.weight.dtype), "initial_state": dstate}
     b.step(Sum(results["weight"], dweight, (0,)))
@@ -124,18 +119,16 @@ def _norm(r: GatedNormRequest, lanes: int, warps: int) -> Plan:
     padded = 1 << (D - 1).bit_length()
     block = max(1, lanes * warps * NORM_ELEMENTS // padded)
     programs = -(-rows // block)
-    constants = {"D": D, "DP": padded, "ROWS": block}
-    arguments = {"x": flat(r.x), "gate": flat(r.gate), "weight": b.dense(r.weight), "R": rows, "eps": float(r.eps)}
+    named = {"x": flat(r.x), "gate": flat(r.gate), "weight": b.dense(r.weight), "R": rows, "eps": float(r.eps)}
+    named |= {"D": D, "DP": padded, "ROWS": block}
     if not r.needs_grad:
         y = b.result("y", r.x.shape, r.x.dtype)
-        b.launch(norm_forward_kernel, (programs, 1, 1), warps, constants, **arguments, y=y)
+        b.pick(norm_forward_kernel, programs, warps, named | {"y": y})
         return b.plan(input_layouts(r), {"y": y})
     grads = {n: b.result(f"d{n}", getattr(r, n).shape, getattr(r, n).dtype) for n in ("x", "gate", "weight")}
     dweight = b.scratch("dweight by programs", (programs, D), torch.float32)
-    b.launch(
-        norm_backward_kernel, (programs, 1, 1), warps, constants, **arguments, dy=flat(r.grad_output), dx=grads["x"],
-        dgate=grads["gate"], dweight=dweight,
-    )  # fmt: skip
+    named |= {"dy": flat(r.grad_output), "dx": grads["x"], "dgate": grads["gate"], "dweight": dweight}
+    b.pick(norm_backward_kernel, programs, warps, named)
     b.step(Sum(grads["weight"], dweight, (0,)))
     return b.plan(input_layouts(r), grads)
 

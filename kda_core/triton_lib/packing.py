@@ -5,7 +5,7 @@ import triton.language as tl
 
 
 @triton.jit
-def sequence_of_slot(cu_seqlens, N, i_slot, C: tl.constexpr):
+def sequence_of_slot(cu_seqlens, N, i_slot, C):
     """Sequence that owns chunk slot ``i_slot`` when slot(n, i) = cu_seqlens[n] // C + n + i.
 
     First slots grow strictly with n, so that a binary search finds the last n in [0, N] whose first slot is not past

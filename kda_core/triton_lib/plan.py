@@ -362,14 +362,6 @@ class Builder:
     def step(self, step: Step) -> None:
         self._epochs[-1].append(step)
 
-    def launch(
-        self, kernel: Any, grid: tuple[int, int, int], num_warps: int, constants: Mapping[str, Any],
-        /,
-        **arguments: Any,
-    ) -> None:  # fmt: skip
-        """Add a launch; ``arguments``: the kernel's parameters by name, without its constants."""
-        self.step(Launch(kernel, grid, arguments, constants, num_warps))
-
     def pick(
         self, kernel: Any, grid: int | tuple[int, ...], num_warps: int, named: Mapping[str, Any], /, **options: Any
     ) -> None:

@@ -26,13 +26,6 @@ from kda_core.request import Request
 from kda_core.triton_lib.plan import Boundaries, Builder, View
 
 
-def as_packed(request: Request, rows: int, v_first: bool) -> Request:
-    """Metadata of the call with segments of ``rows`` rows as packed sequences; ``v_first``: of the states to come."""
-    # int64: kernels count rows of a whole tensor in it.
-    bounds = View("cu_seqlens of segments", (-(-request.T // rows) + 1,), (1,), torch.int64)
-    return replace(request, cu_seqlens=bounds, initial_state=None, grad_final_state=None, state_v_first=v_first)
-
-
 def segments_of(r: Request, rows: int) -> int:
     """Segments of a call in halves: a fragment each without ``rows``; packed, some of them have no rows."""
     if not rows:
@@ -41,14 +34,40 @@ def segments_of(r: Request, rows: int) -> int:
 
 
 def packed_segments(r: Request, rows: int, v_first: bool) -> Request:
-    """Metadata of packed fragments with their segments as sequences, numbered as ``fragments.bounds_kernel`` says."""
+    """Metadata of the call with its segments of ``rows`` rows as packed sequences without states.
+
+    Segments of packed fragments are numbered as ``fragments.bounds_kernel`` says.
+
+    Args:
+        v_first: layout of the states to come.
+    """
+    # int64: kernels count rows of a whole tensor in it.
     bounds = View("cu_seqlens of segments", (segments_of(r, rows) + 1,), (1,), torch.int64)
-    return replace(r, cu_seqlens=bounds, state_v_first=v_first)
+    return replace(r, cu_seqlens=bounds, initial_state=None, grad_final_state=None, state_v_first=v_first)
 
 
-def cut_into_segments(b: Builder, request: Request, rows: int, v_first: bool) -> Request:
-    """``as_packed``, with boundaries that the plan writes."""
-    packed = as_packed(request, rows, v_first)
-    bounds = b.scratch(packed.cu_seqlens.source, packed.cu_seqlens.shape, torch.int64)
-    b.step(Boundaries(bounds, rows, request.T))
-    return replace(packed, cu_seqlens=bounds)
+def write_bounds(b: Builder, r: Request, cut: Request, rows: int) -> Request:
+    """``cut``, the call ``r`` in segments of ``rows`` rows, with boundaries that the plan writes where they are new."""
+    if cut.cu_seqlens is r.cu_seqlens:
+        return cut
+    bounds = b.scratch(cut.cu_seqlens.source, cut.cu_seqlens.shape, torch.int64)
+    if r.cu_seqlens is None:
+        b.step(Boundaries(bounds, rows, r.T))
+    else:
+        # Not at the top: choices need this module and no triton.
+        from kda_core.triton_lib.fragments import bounds_kernel
+
+        b.pick(bounds_kernel, cut.N + 1, 1, {"cu_seqlens": r.cu_seqlens, "bounds": bounds, "N": r.N, "rows": rows})
+    return replace(cut, cu_seqlens=bounds)
+
+
+IN_HALVES = "a sequence over several devices in two halves"
+
+
+def rejected_in_halves(r: Request) -> str | None:
+    """Why no backend's hooks in halves serve the options of a call, or None."""
+    named = {"return_intermediate_states": r.return_intermediate_states, "out": r.out is not None}
+    named |= {"ssm_state_indices": r.ssm_state_indices is not None, "inplace_final_state": r.inplace_final_state}
+    named["initial_state"] = r.initial_state is not None
+    given = [n for n, x in named.items() if x]
+    return f"{IN_HALVES}: without {', '.join(given)}" if given else None

@@ -22,7 +22,7 @@ import triton.language as tl
 from kda_core_amd import aot
 from kda_core_amd.aot import TOOL
 from kda_core_amd.choose import ARCHITECTURES, CONFIGS, FOREIGN_ARCHITECTURE
-from kda_core_amd.plugin import SERVED_ARCHITECTURES, kda_core_reject
+from kda_core_amd.plugin import BACKEND, SERVED_ARCHITECTURES
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -212,6 +212,6 @@ def test_everything_that_is_shipped(architecture: str):
 def test_calls_of_more_programs_than_a_launch_holds_are_refused(shape: tuple[int, int, int], V: int, refused: bool):
     x, v = torch.empty(*shape, 16, device="meta"), torch.empty(*shape, V, device="meta")
     request = Request(op="fused_recurrent_kda", q=x, k=x, v=v, g=x, beta=torch.empty(shape, device="meta"), scale=1.0)
-    reason = kda_core_reject(request)
+    reason = BACKEND.kda_core_reject(request)
     assert (reason is not None) is refused
     assert reason is None or "more than one launch holds" in reason

@@ -125,9 +125,9 @@ def check_segments(subject, case: Case, whole, forward: bool, apart: float | Non
 
 def checks(architecture: str) -> None:
     """Print what went wrong with every call of an architecture, by name; "" where nothing did."""
-    from kda_core_amd import plugin
     from kda_core_amd.calls import plan_of
     from kda_core_amd.choose import ARCHITECTURES
+    from kda_core_amd.plugin import BACKEND
     from planned_backend import PlannedBackend
 
     from kda_core._plugins import registry
@@ -139,7 +139,7 @@ def checks(architecture: str) -> None:
     def subject(name: str, rows: int) -> Subject:
         """The backend as on this architecture, with segments of so many rows."""
         calls = Calls(partial(plan_of, rows=rows), lambda device: ARCHITECTURES[architecture])
-        assert registry.register(PlannedBackend(plugin, calls, name=name)).state == "loaded"
+        assert registry.register(PlannedBackend(BACKEND, calls, name=name)).state == "loaded"
         return Subject(find_target(name, interpret=True))
 
     improve()

@@ -30,6 +30,7 @@ import measuring
 import memory
 import peers
 import router
+import stacks
 
 import kda_core
 
@@ -39,7 +40,7 @@ training = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(training)
 
 CPU = ("--device", "cpu")
-PROGRAMS = (accuracy, decode, first_call, inference, layer, memory, router, training)
+PROGRAMS = (accuracy, decode, first_call, inference, layer, memory, router, stacks, training)
 HUGE = "1,1,1,8000000"
 TINY = ("--shapes", "1,16,2,8", "--seconds", "0.01", "--peers", "none")
 

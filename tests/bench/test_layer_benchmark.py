@@ -14,7 +14,7 @@ import peers
 def test_layer_on_a_gpu(monkeypatch):
     """The steps of a row, with everything that needs a GPU replaced; a capture that fails leaves the rest."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(layer, "take_turns", lambda runs, device, seconds: {n: [run(), 2.0] for n, run in runs.items()})
+    monkeypatch.setattr(peers, "take_turns", lambda runs, device, seconds: {n: [run(), 2.0] for n, run in runs.items()})
     monkeypatch.setattr(peers, "growth", lambda run, device: 2**30)
     monkeypatch.setattr(peers, "kernels", lambda run, device: {"norm_forward_kernel": 3.0, "recurrence_kernel": 1.0})
 
@@ -23,7 +23,7 @@ def test_layer_on_a_gpu(monkeypatch):
             raise RuntimeError("not permitted")
         return lambda: 0.5
 
-    monkeypatch.setattr(layer, "capture", captured)
+    monkeypatch.setattr(peers, "capture", captured)
     runs = {"kda_core": lambda: 1.0, "fla": lambda: 4.0}
     found = layer.measured(runs, torch.device("cuda"), 1.0)
     assert found["fla"]["not_captured"] == "RuntimeError: not permitted"

@@ -137,7 +137,7 @@ def test_segments_are_packed_sequences_without_states(v_first: bool):
     state = torch.zeros(1, 4, 24, 40)
     call = request(B=1, T=200, initial_state=state, grad_final_state=state, state_v_first=not v_first)
     b = Builder()
-    cut = segments.cut_into_segments(b, call, 64, v_first)
+    cut = segments.write_bounds(b, call, segments.packed_segments(call, 64, v_first), 64)
     (step,) = b.plan({}, {}).steps
     bounds = torch.empty(cut.cu_seqlens.shape, dtype=cut.cu_seqlens.dtype)
     step.run(bounds)

@@ -155,7 +155,7 @@ def test_the_graph_of_a_step_is_small():
         seen += [n for n, _ in node.next_functions if n is not None and n not in seen]
     leaves = {"torch::autograd::AccumulateGrad"}
     assert sorted({*names} - leaves) == [
-        "ViewBackward0", "_NormedProjectionBackward", "_ProjectBackward", "kda_core::chunk_kdaBackward",
+        "NormedProductBackward", "ViewBackward0", "_ProjectBackward", "kda_core::chunk_kdaBackward",
     ]  # fmt: skip
     assert len([name for name in names if name not in leaves]) == 4
 

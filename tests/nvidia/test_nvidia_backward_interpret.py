@@ -196,7 +196,7 @@ class Choices:
 
 def errors():
     """Relative error of every gradient of every case."""
-    from kda_core_nvidia.plugin import kda_core_saved_spec
+    from kda_core_nvidia.plugin import BACKEND
 
     from kda_core import reference
 
@@ -214,7 +214,7 @@ def errors():
             made = run.forward(replace(of, grad_o=None, grad_final_state=None, save_for_backward=True))
             saved = tuple(x for n, x in made.items() if n not in ("o", "final_state", "h") and x is not None)
             if not rows:
-                specs = kda_core_saved_spec(of)
+                specs = BACKEND.kda_core_saved_spec(of)
                 assert [(t.shape, t.dtype) for t in saved] == [(s.shape, s.dtype) for s in specs]
             kept.append((made, saved, run.backward(replace(of, saved=saved))))
         made, saved, first = kept[0]

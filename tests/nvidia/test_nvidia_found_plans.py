@@ -13,9 +13,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 installed.need_backend("nvidia")
 installed.need_package("triton")
 
-from kda_core_nvidia import plugin
 from kda_core_nvidia.calls import plan_of
 from kda_core_nvidia.choose import CHIPS
+from kda_core_nvidia.plugin import BACKEND
 from planned_backend import PlannedBackend
 
 from kda_core import _eager, chunk_kda, fused_recurrent_kda
@@ -71,7 +71,7 @@ class NotedCalls(Calls):
 def calls():
     """The ``NotedCalls`` of a backend that every call goes to."""
     noted = NotedCalls()
-    backend = PlannedBackend(plugin, noted, name="noted", device_types=("cpu",), priority=10**6)
+    backend = PlannedBackend(BACKEND, noted, name="noted", device_types=("cpu",), priority=10**6)
     registry.load()
     assert registry.register(backend).state == "loaded"
     yield noted

@@ -25,7 +25,7 @@ installed.need_package("triton")
 import triton
 from kda_core_nvidia import run, triton_private
 
-from kda_core.triton_lib.plan import Builder, Copy, Plan, View, layout, matrix_tile
+from kda_core.triton_lib.plan import Builder, Copy, Launch, Plan, View, layout, matrix_tile
 
 
 def parameter(name: str) -> Any:
@@ -79,6 +79,10 @@ def fake():
     return launched
 
 
+def launch(b: Builder, grid: tuple[int, int, int], warps: int = 4, K: int = 16, /, **arguments: Any) -> None:
+    b.step(Launch(KERNEL, grid, arguments, {"K": K}, warps))
+
+
 def plan_with(x: torch.Tensor, number: int = 5, tile: bool = False, copies: bool = False) -> Plan:
     """y = kernel(x), z = kernel(y); a part of x where there are copies."""
     b = Builder()
@@ -89,8 +93,8 @@ def plan_with(x: torch.Tensor, number: int = 5, tile: bool = False, copies: bool
         b.step(Copy(half, own.cut(0, slice(2, 4))))
         own = own.cut(0, slice(0, 2))
     shared = {"s_x": 32, "n": number}
-    b.launch(KERNEL, (3, 2, 1), 4, {"K": 16}, x=matrix_tile(own, 4, 32) if tile else own, y=y, **shared)
-    b.launch(KERNEL, (1, 1, 1), 4, {"K": 16}, x=y.cut(0, slice(1, 3)), y=z, **shared)
+    launch(b, (3, 2, 1), x=matrix_tile(own, 4, 32) if tile else own, y=y, **shared)
+    launch(b, (1, 1, 1), x=y.cut(0, slice(1, 3)), y=z, **shared)
     return b.plan({"x": layout("x", x)}, {"z": z, "given": layout("x", x), "none": None})
 
 
@@ -137,7 +141,7 @@ def test_a_kernel_is_compiled_for_what_triton_looks_at(fake):
 
     def kind(x: Any = x, s_x: int = 7, n: int = 5, K: int = 16, warps: int = 4, device: int = 0) -> Any:
         b = Builder()
-        b.launch(KERNEL, (1, 1, 1), warps, {"K": K}, x=x, y=None, s_x=s_x, n=n)
+        launch(b, (1, 1, 1), warps, K, x=x, y=None, s_x=s_x, n=n)
         return run._compiled_for(b.plan({"x": View("x", (), (), torch.float32)}, {}).launches[0], device)
 
     assert kind() == kind(n=6) == kind(x.cut(0, slice(1, 2)))
@@ -156,10 +160,10 @@ def test_scratch_is_one_allocation_where_it_lasts_alike_and_is_given_back(fake):
     first = [b.scratch(n, (100,), torch.float32) for n in "ab"]
     held = b.scratch("held", (4,), torch.float32)
     shared = {"s_x": 1, "n": 5}
-    b.launch(KERNEL, (1, 1, 1), 4, {"K": 16}, x=first[0], y=first[1], **shared)
+    launch(b, (1, 1, 1), x=first[0], y=first[1], **shared)
     b.free(*first)
     c = b.scratch("c", (4,), torch.float32)
-    b.launch(KERNEL, (1, 1, 1), 4, {"K": 16}, x=held, y=c, **shared)
+    launch(b, (1, 1, 1), x=held, y=c, **shared)
     bound = fake.bind(b.plan({}, {}), (), CPU)
     bound([], [])
     alive: list[weakref.ref[torch.Tensor]] = []

@@ -12,9 +12,11 @@ from kda_core.triton_lib.commit_kernels import plan_commit
 from kda_core.triton_lib.gate_kernels import plan_gate
 from kda_core.triton_lib.layer_plans import plan_decode_step, plan_of_layer
 from kda_core.triton_lib.plan import Plan, metadata
+from kda_core.triton_lib.run import INTERPRET
 from kda_core_amd.choose import (
     ARCHITECTURES,
     COMMIT,
+    FOREIGN,
     FOREIGN_ARCHITECTURE,
     GATE,
     INTERPRETED,
@@ -26,7 +28,6 @@ from kda_core_amd.plans.backward import plan_backward
 from kda_core_amd.plans.forward import plan_forward
 from kda_core_amd.plans.fragments import plan_begin, plan_begin_backward, plan_finish, plan_finish_backward
 from kda_core_amd.plans.recurrent import add_recurrent, plan_recurrent
-from kda_core_amd.switches import FOREIGN, INTERPRET
 
 LAYER_LANES = 128
 """Lanes of a program of the kernels around the operator in a layer: two waves of 64, four of 32."""

@@ -12,9 +12,11 @@ from types import MappingProxyType
 
 import torch
 
+from kda_core.capabilities import runs_on_foreign_device
 from kda_core.request import Request
 from kda_core.triton_lib.layout import CHUNK, padded
-from kda_core_amd.switches import INTERPRET
+from kda_core.triton_lib.run import INTERPRET
+from kda_core.triton_lib.segments import IN_HALVES, rejected_in_halves
 
 KIB = 1024
 
@@ -48,8 +50,12 @@ class Architecture:
         return replace(self, units=units)
 
 
+FOREIGN = runs_on_foreign_device("amd")
+"""For tests only, read once: on another vendor's GPU the arithmetic and the addresses of these kernels, which are plain
+Triton, can be checked at full size, and nothing about speed, registers or instructions of an AMD chip."""
+
 FOREIGN_ARCHITECTURE = "foreign"
-"""Any other GPU, under the test-only switch (``switches.FOREIGN``): the same kernels as plain Triton."""
+"""Any other GPU, where ``FOREIGN`` allows it."""
 
 INTERPRETED = "gfx942"
 """The architecture that Triton's interpreter stands in for."""
@@ -181,7 +187,7 @@ def dot_widths(dtype: torch.dtype, target: Architecture) -> tuple[int, str, str]
 
 
 def compile_options(chosen: Config, target: Architecture) -> dict[str, int]:
-    """Triton's options for a configuration, waves apart; those of AMD's compiler are unknown to others."""
+    """Triton's options for a configuration, except its waves; those of AMD's compiler are unknown to others."""
     if target.name == FOREIGN_ARCHITECTURE:
         return {"num_stages": chosen.stages}
     return {"num_stages": chosen.stages, "waves_per_eu": chosen.waves_per_eu, "matrix_instr_nonkdim": MATRIX_SIDE}
@@ -239,10 +245,5 @@ def fragment_rows(r: Request) -> int:
 def halves_rejected(r: Request) -> str | None:
     """Why the hooks in halves do not serve a call that a plain call serves, or None."""
     if r.K > MOST_KEYS or r.q.dtype.itemsize != 2:
-        return f"a sequence over several devices in two halves: takes 16-bit inputs with K up to {MOST_KEYS}"
-    named = {"return_intermediate_states": r.return_intermediate_states, "out": r.out is not None}
-    named |= {"ssm_state_indices": r.ssm_state_indices is not None, "inplace_final_state": r.inplace_final_state}
-    named["initial_state"] = r.initial_state is not None
-    if given := [n for n, x in named.items() if x]:
-        return f"a sequence over several devices in two halves: without {', '.join(given)}"
-    return None
+        return f"{IN_HALVES}: takes 16-bit inputs with K up to {MOST_KEYS}"
+    return rejected_in_halves(r)

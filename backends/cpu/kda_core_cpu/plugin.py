@@ -11,15 +11,7 @@ from torch import Tensor
 
 from kda_core.capabilities import FEATURES_1_2, Available, BackendInfo, Capabilities, Feature, Unavailable
 from kda_core.hookspecs import hookimpl
-from kda_core.request import (
-    AnyRequest,
-    BackwardResult,
-    CommitRequest,
-    ForwardResult,
-    GateRequest,
-    Request,
-    TensorSpec,
-)
+from kda_core.request import AnyRequest, BackwardResult, CommitRequest, ForwardResult, GateRequest, Request, TensorSpec
 from kda_core_cpu import __version__, chunk_backward, chunk_forward, commit, gate, recurrent
 from kda_core_cpu.results import saved_spec
 

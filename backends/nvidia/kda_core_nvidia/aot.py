@@ -62,7 +62,7 @@ the most."""
 
 
 def _tool(option: str, cubin: bytes) -> str:
-    """What ``cuobjdump`` says about machine code."""
+    """Output of ``cuobjdump`` for machine code."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

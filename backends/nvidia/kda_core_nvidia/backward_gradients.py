@@ -69,7 +69,7 @@ def _sums(p_hi, p_lo, reach, b_dgamma, dt: tl.constexpr, PRECISION: tl.constexpr
 def _cancelling_sums(b_p, b_dgamma, o_c, dt: tl.constexpr):
     """Add to dgamma, for each row t, the sum of ``b_p`` over rows s >= t, in which terms cancel: two parts of 16 bits.
 
-    Of float16 three parts of bfloat16, for the reason that ``_summands`` has.
+    float16 gets three parts of bfloat16, for the reason that ``_summands`` has.
     """
     if dt != tl.float16:
         p_hi, p_lo = _two_parts(b_p, dt)

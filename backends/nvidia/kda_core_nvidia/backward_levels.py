@@ -78,7 +78,7 @@ def split3(b_x, dt: tl.constexpr):
 def interval_sum(hi, mid, lo, b_w, TERMS: tl.constexpr):
     """Sum over rows s of x[c, s] where ``b_w[s, r]``, as [BK, C] in fp32, from TERMS of ``hi, mid, lo = split3(x)``.
 
-    Of three terms, which fp32 takes, the small ones are added up among themselves, for the reason that
+    With three terms, for fp32, the small ones are added up among themselves, for the reason that
     ``decay.selected_sum`` has.
     """
     w = b_w.to(hi.dtype)

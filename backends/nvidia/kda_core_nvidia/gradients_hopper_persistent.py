@@ -142,7 +142,7 @@ def _load_and_store(
 def _load_numbers(beta, A_log, dt_bias, D, norms, pair, i_h, HV, s_bt, s_bh, K: gl.constexpr, C: gl.constexpr):
     """Begin to load a pair's numbers for channels and rows: A_log, dt_bias, decays of its slots, beta, norms.
 
-    As they are in memory; zeros stand for those that do not exist. Of rows, a thread has one.
+    As they are in memory; zeros stand for those that do not exist. A thread has one row.
     """
     c = gl.arange(0, 128, layout=BY_CHANNEL)
     r = gl.arange(0, 256, layout=LANES) % 64

@@ -1,9 +1,9 @@
 """``reverse_transitions`` for Hopper, written in Gluon: what a segment's outputs add to the gradient of the state at
 its start, and its M, from the first chunk to the last.
 
-The recurrence runs from the identity without values: W = M of the chunks so far. What the outputs of a chunk see of the
-state at the segment's start is õ = qg W − P ke W, and a ← a + õᵀ do beside the chain of dependent products. A program
-has 64 columns of W, as rows, and the same rows of a. ``transitions_hopper`` says what else holds, of both kernels.
+The recurrence runs from the identity without values: W = M of the chunks so far. A chunk's outputs see the state at the
+segment's start through õ = qg W − P ke W, and a ← a + õᵀ do runs beside the chain of dependent products. A program has
+64 columns of W, as rows, and the same rows of a. ``transitions_hopper`` says what else holds, of both kernels.
 """
 
 from triton.experimental import gluon
@@ -20,6 +20,7 @@ from kda_core_nvidia.transitions_hopper import (
     drain,
     keep_rows,
     minus_rounded,
+    pair_of_barriers,
     rounded,
     rows_of_segment,
     store_parts,
@@ -154,17 +155,10 @@ def reverse_transitions_hopper(
     T,  # all rows; with EVERY those of a segment of a batch
     chunks,  # of a segment; the last one may have fewer
     spare,  # slots between two segments that hold nothing
-    s_oh,
-    o_scale,
-    HV: gl.constexpr,
-    V: gl.constexpr,
-    KP: gl.constexpr,
-    C: gl.constexpr,
-    BR: gl.constexpr,
-    STAGES: gl.constexpr,
-    UNROLL: gl.constexpr,
-    EVERY: gl.constexpr,
-):
+    s_oh, o_scale,
+    HV: gl.constexpr, V: gl.constexpr, KP: gl.constexpr, C: gl.constexpr, BR: gl.constexpr, STAGES: gl.constexpr,
+    UNROLL: gl.constexpr, EVERY: gl.constexpr,
+):  # fmt: skip
     """Grid: (KP / BR, (count - 1) · HV); with EVERY count · HV, from segment 0 on."""
     num_warps: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = single.dtype
@@ -197,11 +191,7 @@ def reverse_transitions_hopper(
     o_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, V], VALUES)
     d_buffer = gl.allocate_shared_memory(gl.float32, [STAGES, 1, KP], ROW)
     stop = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(ready.index(s), count=1)
-        mbarrier.init(free.index(s), count=1)
+    ready, free = pair_of_barriers(STAGES)
     stop.store(gl.full([1], 0, gl.int32, ONE))
     fence_async_shared()
     block_barrier()

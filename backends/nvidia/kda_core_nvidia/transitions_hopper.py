@@ -28,8 +28,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block
 
 TINY = gl.constexpr(2.0**-120)
-"""Rows that have no larger element are forgotten. What they would add is next to what float32 holds at all, unless a
-state is enormous: at most 2^-113 of the norm of the state where they stop."""
+"""Rows that have no larger element are forgotten. They would add close to the least that float32 holds, unless a state
+is enormous: at most 2^-113 of the norm of the state where they stop."""
+
+
+@gluon.jit
+def pair_of_barriers(COUNT: gl.constexpr):
+    """Barriers [COUNT, 1] of stages that are filled, and of those that are free."""
+    filled = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(filled.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    return filled, free
 
 
 @gluon.jit
@@ -223,15 +234,10 @@ def transitions_hopper(
     chunks,  # of a segment
     spare,  # slots between two segments that hold nothing
     s_vh,
-    HV: gl.constexpr,
-    V: gl.constexpr,
-    KP: gl.constexpr,
-    C: gl.constexpr,
-    BR: gl.constexpr,
-    STAGES: gl.constexpr,
+    HV: gl.constexpr, V: gl.constexpr, KP: gl.constexpr, C: gl.constexpr, BR: gl.constexpr, STAGES: gl.constexpr,
     UNROLL: gl.constexpr,
     EVERY: gl.constexpr,  # the last segment as well, and segments of any number of rows
-):
+):  # fmt: skip
     """Grid: (KP / BR, (count - 1) · HV); with EVERY count · HV, where a forgotten row of M is zero."""
     num_warps: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = single.dtype
@@ -260,11 +266,7 @@ def transitions_hopper(
     v_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, V], VALUES)
     d_buffer = gl.allocate_shared_memory(gl.float32, [STAGES, 1, KP], ROW)
     stop = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(ready.index(s), count=1)
-        mbarrier.init(free.index(s), count=1)
+    ready, free = pair_of_barriers(STAGES)
     stop.store(gl.full([1], 0, gl.int32, ONE))
     fence_async_shared()
     block_barrier()

@@ -38,15 +38,7 @@ def test_forward_repeats(kda):
 @requires(Feature.CHUNK, Feature.BACKWARD)
 def test_backward_repeats(kda):
     """FAILURES 19: 30 backwards, bit for bit, reductions over tokens included."""
-    case = Case(
-        name="repeated gradients",
-        B=2,
-        T=70,
-        HV=6,
-        final_state=False,
-        backward=True,
-        **SOFTPLUS,
-    )
+    case = Case(name="repeated gradients", B=2, T=70, HV=6, final_state=False, backward=True, **SOFTPLUS)
     call = case.call()
     first = kda.run(call)
     _check_repeats(kda, call, first, REPEATS)
@@ -92,16 +84,9 @@ def test_forward_repeats_at_length(kda, dtype: torch.dtype, C: int):
 def test_backward_repeats_at_length(kda, dtype: torch.dtype, K: int):
     """FAILURES 19: 30 backwards of many chunks, at the head dimensions of models, bit for bit."""
     case = Case(
-        name=f"repeated gradients at length {dtype} {K}",
-        T=700,
-        H=2,
-        K=K,
-        dtype=dtype,
-        gate_dtype=dtype,
-        state=FP32,
-        backward=True,
-        **SOFTPLUS,
-    )
+        name=f"repeated gradients at length {dtype} {K}", T=700, H=2, K=K, dtype=dtype, gate_dtype=dtype, state=FP32,
+        backward=True, **SOFTPLUS,
+    )  # fmt: skip
     call = case.call()
     first = kda.check(call)
     _check_repeats(kda, call, first, REPEATS)

@@ -118,16 +118,9 @@ def test_gate_of_real_models(kda, backward: bool):
 def test_gate_of_real_models_recurrent(kda, backward: bool):
     """FAILURES 34: the same token by token, with decays to -4175."""
     case = Case(
-        name="real gate of steps",
-        op="fused_recurrent_kda",
-        T=70,
-        HV=6,
-        rate=201.0,
-        raw_scale=5.0,
-        final_state=False,
-        backward=backward,
-        **SOFTPLUS,
-    )
+        name="real gate of steps", op="fused_recurrent_kda", T=70, HV=6, rate=201.0, raw_scale=5.0, final_state=False,
+        backward=backward, **SOFTPLUS,
+    )  # fmt: skip
     kda.check(case)
 
 

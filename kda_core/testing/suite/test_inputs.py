@@ -12,15 +12,9 @@ from kda_core.testing.inputs import same_bits
 from kda_core.testing.marks import requires
 
 ALL = Case(
-    name="unchanged",
-    T=100,
-    HV=6,
-    gate="softplus",
-    l2norm=True,
-    beta="negative eigenvalues",
-    state=torch.float32,
+    name="unchanged", T=100, HV=6, gate="softplus", l2norm=True, beta="negative eigenvalues", state=torch.float32,
     lengths=(40, 60),
-)
+)  # fmt: skip
 
 
 @requires(Feature.CHUNK)

@@ -26,7 +26,7 @@ from kda_core.request import Request
 from kda_core.triton_lib.arguments import named_state_strides, row_strides
 from kda_core.triton_lib.layout import CHUNK, slots
 from kda_core.triton_lib.plan import Builder, Copy, Plan, Sum, View, input_layouts
-from kda_core.triton_lib.segments import cut_into_segments
+from kda_core.triton_lib.segments import packed_segments, write_bounds
 from kda_core_amd.backward_finish import finish_kernel
 from kda_core_amd.backward_gradients import gradients_kernel
 from kda_core_amd.backward_reverse import reverse_kernel
@@ -49,7 +49,7 @@ def plan_backward(call: Request, chip: Architecture, rows: int) -> Plan:
         call has them, each in the shape and dtype of its input, contiguous.
     """
     b = Builder()
-    r = cut_into_segments(b, call, rows, v_first=False) if rows else call
+    r = write_bounds(b, call, packed_segments(call, rows, v_first=False), rows) if rows else call
     f = Frame(b, r, chip)
     names = f.names
     names["do"] = b.scratch("do", r.v.shape, r.v.dtype, True) if r.grad_o is None else b.rows(r.grad_o)

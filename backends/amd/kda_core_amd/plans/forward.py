@@ -16,7 +16,7 @@ from kda_core.triton_lib.arguments import named_state_strides, row_strides
 from kda_core.triton_lib.frame import finish_output, outputs
 from kda_core.triton_lib.layout import CHUNK, slots
 from kda_core.triton_lib.plan import Builder, Copy, Plan, View, input_layouts
-from kda_core.triton_lib.segments import cut_into_segments
+from kda_core.triton_lib.segments import packed_segments, write_bounds
 from kda_core_amd.choose import Architecture
 from kda_core_amd.plans.frame import Frame
 from kda_core_amd.plans.segments import add_starts
@@ -73,7 +73,8 @@ def plan_forward(r: Request, chip: Architecture, rows: int, h_shape: tuple[int, 
         # Sequences of a pool that are skipped write no state.
         h = b.result("h", h_shape, r.h_dtype, r.ssm_state_indices is not None)
     if rows:
-        _add_segments(Frame(b, cut_into_segments(b, r, rows, v_first=False), chip), rows, r, o, final_state)
+        cut = write_bounds(b, r, packed_segments(r, rows, v_first=False), rows)
+        _add_segments(Frame(b, cut, chip), rows, r, o, final_state)
     else:
         f = Frame(b, r, chip)
         add_prepare(f, o)

@@ -12,16 +12,15 @@ from dataclasses import replace
 import torch
 
 from kda_core.request import Request, TensorSpec
-from kda_core.triton_lib.arguments import named_state_strides, row_strides
-from kda_core.triton_lib.fragments import write_bounds
+from kda_core.triton_lib.arguments import named_state_strides
 from kda_core.triton_lib.plan import Builder, Plan, View, input_layouts
-from kda_core.triton_lib.segments import as_packed, packed_segments, segments_of
+from kda_core.triton_lib.segments import packed_segments, segments_of, write_bounds
 from kda_core_amd.choose import Architecture, dot_widths, fragment_rows
 from kda_core_amd.plans.backward import add_gradients, add_recurrences
 from kda_core_amd.plans.forward import add_prepare, add_recurrence
 from kda_core_amd.plans.frame import Frame
-from kda_core_amd.plans.segments import blocks_of
-from kda_core_amd.segments import chain_kernel, reverse_transitions_kernel, transitions_kernel
+from kda_core_amd.plans.segments import add_reverse_transitions, add_transitions
+from kda_core_amd.segments import chain_kernel
 
 
 def saved_specs(r: Request) -> tuple[TensorSpec, ...]:
@@ -35,36 +34,7 @@ def _frame(b: Builder, r: Request, chip: Architecture) -> Frame:
     if not rows:
         return Frame(b, replace(r, cu_seqlens=b.dense(r.cu_seqlens), state_v_first=False), chip)
     r = replace(r, cu_seqlens=b.dense(r.cu_seqlens))
-    cut = as_packed if r.cu_seqlens is None else packed_segments
-    return Frame(b, write_bounds(b, r, cut(r, rows, v_first=False), rows), chip)
-
-
-def _add_transitions(f: Frame) -> View:
-    """bᵀ and Mᵀ of all segments, [segments, HV, VP + KP, KP] in float32."""
-    names, blocks, programs = f.names, blocks_of(f, "states"), f.r.N * f.r.HV
-    KP, VP = names["KP"], names["VP"]
-    transitions = f.b.result("transitions", (f.r.N, f.r.HV, VP + KP, KP), torch.float32)
-    unit, strides = row_strides(v=names["v"])
-    f.launch(
-        transitions_kernel, f.config("states"), (VP + KP) // blocks["BV"] * programs, initial_state=None,
-        transitions=transitions, rows=0, programs=programs, EVERY=True, UNIT=unit, **blocks, **strides,
-        **named_state_strides("i", None, False),
-    )  # fmt: skip
-    return transitions
-
-
-def _add_additions(f: Frame) -> View:
-    """The gradients of states that come from the outputs of segments, [segments, HV, VP, KP] in float32."""
-    names, blocks, programs = f.names, blocks_of(f, "reverse"), f.r.N * f.r.HV
-    KP, VP = names["KP"], names["VP"]
-    additions = f.b.result("additions of segments", (f.r.N, f.r.HV, VP, KP), torch.float32)
-    unit, strides = row_strides(o=names["do"])
-    f.launch(
-        reverse_transitions_kernel, f.config("reverse"), VP // blocks["BV"] * programs, grad_final_state=None,
-        additions=additions, rows=0, programs=programs, EVERY=True, UNIT=unit, **blocks, **strides,
-        **named_state_strides("f", None, False),
-    )  # fmt: skip
-    return additions
+    return Frame(b, write_bounds(b, r, packed_segments(r, rows, v_first=False), rows), chip)
 
 
 def _add_chain(
@@ -91,7 +61,7 @@ def plan_begin(r: Request, chip: Architecture) -> Plan:
     o = b.result("o", (r.B, r.T, r.HV, r.V), r.q.dtype)
     f = _frame(b, r, chip)
     add_prepare(f, o, new=b.result)
-    transitions = _add_transitions(f)
+    transitions = add_transitions(f)
     summary = b.result("matrices", (r.N, r.HV, r.K, r.K), torch.float32)
     sums = b.result("additions", (r.N, r.HV, r.K, r.V), torch.float32)
     _add_chain(f, r, transitions, summary=summary, sums=sums)
@@ -125,7 +95,7 @@ def plan_begin_backward(r: Request, chip: Architecture) -> Plan:
     f = _backward(b, r, chip)
     dv = b.result("dv", r.v.shape, r.v.dtype)
     add_prepare(f, dv, backward=True, new=b.result)
-    transitions, additions = _add_transitions(f), _add_additions(f)
+    transitions, additions = add_transitions(f), add_reverse_transitions(f)
     sums = b.result("additions", (r.N, r.HV, r.K, r.V), torch.float32)
     _add_chain(f, r, transitions, additions, sums=sums)
     kept = {"dv": dv, **{n: f.names[n] for n in ("keys", "P", "D", "X")}, "transitions": transitions}

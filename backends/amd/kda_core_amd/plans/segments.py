@@ -12,52 +12,70 @@ from kda_core_amd.plans.frame import Frame
 from kda_core_amd.segments import join_kernel, reverse_transitions_kernel, transitions_kernel
 
 
-def blocks_of(f: Frame, kernel: str) -> dict[str, int]:
+def add_transitions(f: Frame, rows: int = 0, call: Request | None = None) -> View:
+    """bᵀ and Mᵀ of segments, [segments, HV, VP + KP, KP] in float32.
+
+    Args:
+        f: of the call in segments, after ``prepare``.
+        rows: of a segment, with ``call``.
+        call: the call itself, with its initial state, from which the first segment starts; the last segment has no
+            transitions. None for fragments: all segments have transitions, which are a result, and none a state.
+    """
+    names, blocks, state = f.names, _blocks_of(f, "states"), call and call.initial_state
+    count, new = (f.r.N, f.b.result) if call is None else (f.r.N - 1, f.b.scratch)
+    KP, VP, programs = names["KP"], names["VP"], count * f.r.HV
+    transitions = new("transitions", (count, f.r.HV, VP + KP, KP), torch.float32)
+    unit, strides = row_strides(v=names["v"])
+    f.launch(
+        transitions_kernel, f.config("states"), (VP + KP) // blocks["BV"] * programs, initial_state=state,
+        transitions=transitions, rows=rows, programs=programs, EVERY=call is None, UNIT=unit, **blocks, **strides,
+        **named_state_strides("i", state, call is not None and call.state_v_first),
+    )  # fmt: skip
+    return transitions
+
+
+def add_reverse_transitions(f: Frame, rows: int = 0, call: Request | None = None) -> View:
+    """The gradients of states that come from the outputs of segments, [segments, HV, VP, KP] in float32.
+
+    Arguments as of ``add_transitions``: ``f`` knows ``do``, and ``call`` the gradient of its final state.
+    """
+    names, blocks, state = f.names, _blocks_of(f, "reverse"), call and call.grad_final_state
+    count, new = (f.r.N, f.b.result) if call is None else (f.r.N - 1, f.b.scratch)
+    KP, VP, programs = names["KP"], names["VP"], count * f.r.HV
+    additions = new("additions of segments", (count, f.r.HV, VP, KP), torch.float32)
+    unit, strides = row_strides(o=names["do"])
+    f.launch(
+        reverse_transitions_kernel, f.config("reverse"), VP // blocks["BV"] * programs, grad_final_state=state,
+        additions=additions, rows=rows, programs=programs, EVERY=call is None, UNIT=unit, **blocks, **strides,
+        **named_state_strides("f", state, call is not None and call.state_v_first),
+    )  # fmt: skip
+    return additions
+
+
+def _blocks_of(f: Frame, kernel: str) -> dict[str, int]:
     """Blocks of a recurrence whose programs also have rows of the transitions."""
     found = f.blocks(f.config(kernel))
     return found | {"BV": min(found["BV"], f.names["KP"])}
 
 
 def add_starts(f: Frame, rows: int, call: Request) -> tuple[View, View]:
-    """Compute the state at the start of every segment, and the transitions.
-
-    Args:
-        f: of the call in segments, after ``prepare``.
-        rows: of a segment.
-        call: the call itself, with its initial state.
+    """Compute the state at the start of every segment, and the transitions; arguments as of ``add_transitions``.
 
     Returns:
         states [segments, HV, K, V] and transitions [segments - 1, HV, VP + KP, KP], both in float32.
     """
-    state, names, blocks = call.initial_state, f.names, blocks_of(f, "states")
-    KP, VP, heads = names["KP"], names["VP"], (f.r.N - 1) * f.r.HV
-    transitions = f.b.scratch("transitions", (f.r.N - 1, f.r.HV, VP + KP, KP), torch.float32)
-    f.launch(
-        transitions_kernel, f.config("states"), (VP + KP) // blocks["BV"] * heads, initial_state=state,
-        transitions=transitions, rows=rows, programs=heads, EVERY=False, UNIT=1, **blocks,
-        **row_strides(v=names["v"])[1], **named_state_strides("i", state, call.state_v_first),
-    )  # fmt: skip
-    return _add_join(f, state, call.state_v_first, transitions), transitions
+    transitions = add_transitions(f, rows, call)
+    return _add_join(f, call.initial_state, call.state_v_first, transitions), transitions
 
 
 def add_ends(f: Frame, rows: int, call: Request, transitions: View) -> View:
     """Compute the gradient of the state at the end of every segment, [segments, HV, K, V] in float32.
 
     Args:
-        f: of the call in segments, after ``prepare``; it knows ``do``.
-        rows: of a segment.
-        call: the call itself, with the gradient of its final state.
-        transitions: from ``add_starts``.
+        transitions: from ``add_starts``; the others as of ``add_reverse_transitions``.
     """
-    state, names, blocks = call.grad_final_state, f.names, blocks_of(f, "reverse")
-    KP, VP, heads = names["KP"], names["VP"], (f.r.N - 1) * f.r.HV
-    additions = f.b.scratch("additions", (f.r.N - 1, f.r.HV, VP, KP), torch.float32)
-    f.launch(
-        reverse_transitions_kernel, f.config("reverse"), VP // blocks["BV"] * heads, grad_final_state=state,
-        additions=additions, rows=rows, programs=heads, EVERY=False, UNIT=1, **blocks, **row_strides(o=names["do"])[1],
-        **named_state_strides("f", state, call.state_v_first),
-    )  # fmt: skip
-    return _add_join(f, state, call.state_v_first, transitions, additions)
+    additions = add_reverse_transitions(f, rows, call)
+    return _add_join(f, call.grad_final_state, call.state_v_first, transitions, additions)
 
 
 def _add_join(f: Frame, given: View | None, v_first: bool, transitions: View, additions: View | None = None) -> View:

@@ -19,7 +19,6 @@ from kda_core_nvidia.choose.chunk import (
     PrepareHopperConfig,
     TransitionsHopperConfig,
     as_copied,
-    as_segments,
     choose_prepare,
     hopper_config,
     join_precision,
@@ -237,7 +236,7 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
     """
     fragments = bool(request.cp_context)
     rows = fragment_rows(request) if fragments else segment_rows(request, chip)
-    r = as_fragments(request, rows) if fragments else as_segments(request, rows) if rows else request
+    r = as_fragments(request, rows) if fragments or rows else request
     transitions = fragment_transitions(r, chip) if fragments else transitions_of(r, chip)
     K, V, HV, T, dtype = r.K, r.V, r.HV, r.T, r.q.dtype
     KP, VP = padded(K), padded(V)

@@ -12,7 +12,7 @@ import torch
 from kda_core.request import Request
 from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.plan import View, contiguous_strides
-from kda_core.triton_lib.segments import as_packed
+from kda_core.triton_lib.segments import packed_segments
 from kda_core_nvidia.choose.chip import Chip
 
 
@@ -53,8 +53,8 @@ class BlockConfig:
 class HopperConfig:
     """Launch configuration of a recurrence in its form for Hopper.
 
-    One warp group computes 64 value channels. Of the other warps one loads and ``storers`` store. ``registers`` is
-    what a multiprocessor has for so many threads; the warps that do not multiply give most of their own away.
+    One warp group computes 64 value channels. One other warp loads and ``storers`` warps store. ``registers`` is what
+    a multiprocessor has for so many threads; the warps that do not multiply give most of their own away.
 
     Attributes:
         block_v: value channels of a program.
@@ -361,8 +361,8 @@ def as_segments(request: Request, rows: int) -> Request:
 
     Segments of one length are a batch; others are packed sequences.
     """
-    if request.T % rows:
-        return as_packed(request, rows, v_first=True)
+    if request.cu_seqlens is not None or request.T % rows:
+        return packed_segments(request, rows, v_first=True)
     names = ("q", "k", "v", "g", "beta", "grad_o")
     parts = {n: in_parts(x, request.T // rows) for n in names if (x := getattr(request, n)) is not None}
     return replace(request, **parts, initial_state=None, grad_final_state=None, state_v_first=True)

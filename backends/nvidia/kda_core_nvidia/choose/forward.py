@@ -18,7 +18,6 @@ from kda_core_nvidia.choose.chunk import (
     PrepareHopperConfig,
     TransitionsHopperConfig,
     as_copied,
-    as_segments,
     choose_prepare,
     hopper_config,
     join_precision,
@@ -83,7 +82,7 @@ def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
     """How a forward of ``chunk_kda`` runs on ``chip``; ``request`` is metadata alone."""
     fragments = bool(request.cp_context)
     rows = fragment_rows(request) if fragments else segment_rows(request, chip)
-    r = as_fragments(request, rows) if fragments else as_segments(request, rows) if rows else request
+    r = as_fragments(request, rows) if fragments or rows else request
     transitions = fragment_transitions(r, chip) if fragments else transitions_of(r, chip)
     K, V, dtype, h = r.K, r.V, r.q.dtype, r.return_intermediate_states or r.checkpoint_indices is not None
     KP, count, heads = padded(K), slots(r), r.N * r.HV

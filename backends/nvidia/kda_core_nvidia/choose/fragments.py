@@ -11,7 +11,7 @@ import torch
 
 from kda_core.request import Request
 from kda_core.triton_lib.layout import CHUNK, padded, slots
-from kda_core.triton_lib.segments import packed_segments, segments_of
+from kda_core.triton_lib.segments import IN_HALVES, rejected_in_halves, segments_of
 from kda_core_nvidia.choose.chip import Chip
 from kda_core_nvidia.choose.chunk import (
     BlockConfig,
@@ -34,17 +34,12 @@ CHAIN_COLUMNS, CHAIN_WARPS = 16, 8
 def rejected(r: Request) -> str | None:
     """Why the hooks in halves do not serve a call that a plain call serves, or None."""
     if r.q.dtype == torch.float32:
-        return "a sequence over several devices in two halves: takes bfloat16 and float16, not float32"
+        return f"{IN_HALVES}: takes bfloat16 and float16, not float32"
     if r.K > MOST_CHANNELS:
-        return f"a sequence over several devices in two halves: takes K up to {MOST_CHANNELS}, not {r.K}"
-    named = {"return_intermediate_states": r.return_intermediate_states, "out": r.out is not None}
-    named |= {"ssm_state_indices": r.ssm_state_indices is not None, "inplace_final_state": r.inplace_final_state}
-    named["initial_state"] = r.initial_state is not None
+        return f"{IN_HALVES}: takes K up to {MOST_CHANNELS}, not {r.K}"
     if r.N * r.HV > MOST_FRAGMENTS:
-        return f"a sequence over several devices in two halves: takes fragments × heads up to {MOST_FRAGMENTS}"
-    if given := [n for n, x in named.items() if x]:
-        return f"a sequence over several devices in two halves: without {', '.join(given)}"
-    return None
+        return f"{IN_HALVES}: takes fragments × heads up to {MOST_FRAGMENTS}"
+    return rejected_in_halves(r)
 
 
 def fragment_rows(r: Request) -> int:
@@ -63,9 +58,7 @@ def fragment_rows(r: Request) -> int:
 
 
 def as_fragments(r: Request, rows: int) -> Request:
-    """Metadata of the call with its segments as sequences, states V first and none given."""
-    if rows and r.cu_seqlens is not None:
-        return packed_segments(r, rows, v_first=True)
+    """``as_segments``; the call itself, states V first, without ``rows``."""
     return as_segments(r, rows) if rows else replace(r, state_v_first=True)
 
 

@@ -40,7 +40,7 @@ from kda_core_nvidia.choose.backward import (
 )
 from kda_core_nvidia.choose.chunk import HopperConfig, TransitionsHopperConfig, in_parts, split_scale
 from kda_core_nvidia.plans.forward import Prepared, add_prepare, hopper_tiles, kept_of
-from kda_core_nvidia.plans.fragments import add_chain, add_reverse_transitions, cut_fragments, like_segments
+from kda_core_nvidia.plans.fragments import add_chain, like_segments, reverse_segments
 from kda_core_nvidia.plans.gradients_hopper import CHANNELS, launch_gradients_hopper, launch_gradients_persistent
 from kda_core_nvidia.plans.prepare_hopper import aligned
 from kda_core_nvidia.plans.segments import add_ends, add_starts, cut_into_segments
@@ -80,7 +80,7 @@ def plan_begin_backward(call: Request, choice: BackwardChoice) -> Plan:
     if not call.disable_recompute:
         prepared = w.prepare(dv, b.result)
         new = {"keys": prepared.keys, "D": prepared.D, "X": prepared.X}
-    segments = add_reverse_transitions(b, w.with_do(), choice, prepared.keys, prepared.P, prepared.D)
+    segments = reverse_segments(b, w.with_do(), choice, prepared)
     sums = b.result("additions", (call.N, call.HV, call.K, call.V), torch.float32)
     add_chain(b, w.whole, w.r, choice, segments, reverse=True, sums=sums)
     results = {"matrices": None, "additions": sums, "dv": dv, **new}
@@ -174,12 +174,10 @@ class _Backward:
         self.b, self.call, self.choice, self.into = b, call, choice, into
         self.whole = call
         self.part = "q" in into
-        r = call
         if call.cp_context:
             self.whole = replace(call, cu_seqlens=b.dense(call.cu_seqlens))
-            r = cut_fragments(b, self.whole, choice.segment_rows)
-        elif choice.segment_rows:
-            r = cut_into_segments(b, call, choice.segment_rows)
+        cut = call.cp_context or choice.segment_rows
+        r = cut_into_segments(b, self.whole, choice.segment_rows) if cut else call
         names = [n for n in ("q", "k", "v", "g", "beta", "grad_o") if getattr(r, n) is not None]
         r = replace(r, **{n: x if rows_readable(x := getattr(r, n)) else b.dense(x) for n in names})
         if self._cut_on_hopper:
@@ -240,7 +238,7 @@ class _Backward:
         return grads | {"initial_state": grad_state}
 
     def prepare(self, dv: View, new: Callable[..., View] | None = None) -> Prepared:
-        """What ``prepare`` makes, from what the forward saved if it did; ``dv`` and ``new`` as for ``add_prepare``."""
+        """Results of ``prepare``, from what the forward saved if it did; ``dv`` and ``new`` as for ``add_prepare``."""
         how = self.choice.prepare, self.choice.precision, self.choice.bounded
         kept = kept_of(self.r) if self.r.saved else None
         return add_prepare(self.b, self.r, *how, dv, backward=True, kept=kept, new=new)
@@ -253,29 +251,29 @@ class _Backward:
 
     def _states(self, prepared: Prepared, grad_state: View | None) -> _States:
         """The states that the recurrences start from, joined over segments where the call is cut."""
-        b, r, call = self.b, self.r, self.call
-        initial, grad_final = b.dense(call.initial_state), b.dense(call.grad_final_state)
+        b, r = self.b, self.r
+        initial, grad_final = b.dense(self.call.initial_state), b.dense(self.call.grad_final_state)
         short = r.cu_seqlens is not None or self.T <= CHUNK
         exact = short and self.dtype.itemsize == 2 and not self.choice.segment_rows
         exact = exact and initial is not None and grad_final is not None
         if not self.choice.segment_rows:
             return _States(initial, grad_final, grad_state, (initial, grad_final) if exact else (None, None))
         # The states at the starts of the segments and their gradients at the ends stand for those of packed sequences.
-        first, transitions = self._starts(prepared)
+        call = replace(self.call, initial_state=initial, grad_final_state=grad_final)
+        first, transitions = self._starts(prepared, call)
         r = self.with_do()
-        factors = prepared.keys, prepared.P, prepared.D
-        last = add_ends(b, r, self.choice, r.grad_o, factors, transitions, grad_final, call.state_v_first)
+        last = add_ends(b, r, self.choice, r.grad_o, prepared[:3], transitions, call)
         b.free(transitions)
         own = None if grad_state is None else b.scratch("gradients at starts", first.shape, first.dtype)
         return _States(first, last, own, (None, None))
 
-    def _starts(self, prepared: Prepared) -> tuple[View, View | None]:
-        """States at the starts of segments, which a forward for Hopper has saved, and what ``add_starts`` says."""
+    def _starts(self, prepared: Prepared, call: Request) -> tuple[View, View | None]:
+        """The results of ``add_starts`` for the call with its states; a forward for Hopper has saved the states."""
         b, r, choice = self.b, self.r, self.choice
         kept = kept_of(r).starts if r.saved and self._cut_on_hopper else None
         if kept is not None:
             return kept.cut(0, slice(0, r.N)), None
-        return add_starts(b, r, choice, r.v, prepared.keys, prepared.D, self.call)
+        return add_starts(b, r, choice, r.v, prepared.keys, prepared.D, call)
 
     def finish(self, prepared: Prepared, dv: View, states: _States) -> Grads:
         """The recurrences and ``gradients`` for the sequences of each turn, and ``finish``."""
@@ -336,7 +334,7 @@ class _Backward:
         self.b.pick(kernel, 2 * programs, first.num_warps, named, **options)
 
     def _outputs(self) -> dict[str, View | None]:
-        """What ``gradients`` writes: dq and dk by value heads, and partial sums."""
+        """Outputs of ``gradients``: dq and dk by value heads, and partial sums."""
         b, r, into = self.b, self.r, self.into
         shape, blocks = (self.B, self.T, self.HV, self.K), self.blocks
         dg = into["g"] if self.part else self.new("dg", shape, r.g.dtype)

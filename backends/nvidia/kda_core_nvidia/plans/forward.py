@@ -38,7 +38,7 @@ from kda_core_nvidia.recurrence_hopper import recurrence_hopper
 
 
 class Prepared(NamedTuple):
-    """What ``prepare`` wrote; shapes in ``triton_lib.layout``. X and norms only for a backward."""
+    """Outputs of ``prepare``; shapes in ``triton_lib.layout``. X and norms only for a backward."""
 
     keys: View
     P: View
@@ -244,6 +244,7 @@ def _add_segments(
     if hopper:
         cut = replace(cut, v=aligned(b, cut.v))
     own = starts.cut(0, slice(0, cut.N)) if starts and hopper else None
-    first, _ = add_starts(b, cut, choice, cut.v, prepared.keys, prepared.D, r, own)
+    call = replace(r, initial_state=b.dense(r.initial_state))
+    first, _ = add_starts(b, cut, choice, cut.v, prepared.keys, prepared.D, call, own)
     add_recurrence(b, replace(cut, initial_state=first), choice, prepared, o, final_state, None, whole=r)
     return prepared

@@ -9,32 +9,22 @@ segment, and the recurrence. A backward does the same from the end.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from kda_core.request import Request
-from kda_core.triton_lib.arguments import row_strides
-from kda_core.triton_lib.fragments import write_bounds
 from kda_core.triton_lib.frame import names, readable
-from kda_core.triton_lib.layout import CHUNK, padded
-from kda_core.triton_lib.lift import lift
-from kda_core.triton_lib.plan import Builder, Plan, View, input_layouts, matrix_tile, token_tile
+from kda_core.triton_lib.layout import padded
+from kda_core.triton_lib.plan import Builder, Plan, View, input_layouts
 from kda_core_nvidia.choose import BackwardChoice, ForwardChoice
-from kda_core_nvidia.choose.chunk import TransitionsHopperConfig, in_parts, split_scale
-from kda_core_nvidia.choose.fragments import CHAIN_COLUMNS, CHAIN_WARPS, as_fragments
+from kda_core_nvidia.choose.chunk import TransitionsHopperConfig, in_parts
+from kda_core_nvidia.choose.fragments import CHAIN_COLUMNS, CHAIN_WARPS
 from kda_core_nvidia.plans.forward import Prepared, add_prepare, add_recurrence
 from kda_core_nvidia.plans.prepare_hopper import aligned, one_token_axis
-from kda_core_nvidia.reverse_transitions_hopper import reverse_transitions_hopper
-from kda_core_nvidia.segments import chain_kernel, reverse_transitions_kernel, transitions_kernel
-from kda_core_nvidia.transitions_hopper import transitions_hopper
+from kda_core_nvidia.plans.segments import add_reverse_transitions, add_transitions, cut_into_segments
+from kda_core_nvidia.segments import chain_kernel
 
 Choice = ForwardChoice | BackwardChoice
-
-
-def cut_fragments(b: Builder, r: Request, rows: int) -> Request:
-    """``as_fragments``, with boundaries that the plan writes where it has them."""
-    return write_bounds(b, r, as_fragments(r, rows), rows)
 
 
 def like_segments(x: View, cut: Request) -> View:
@@ -42,62 +32,13 @@ def like_segments(x: View, cut: Request) -> View:
     return in_parts(x, cut.N) if cut.B != x.shape[0] else x
 
 
-def _names(r: Request) -> dict[str, Any]:
-    shared = {"T": r.T, "count": r.N, "LIFT": lift(r.q.dtype, r.use_qk_l2norm_in_kernel), "PRECISION": "tf32"}
-    return names(r) | shared | {"EVERY": True, "spare": 0, "initial_state": None, "grad_final_state": None}
-
-
-def _hopper(b: Builder, r: Request, config: TransitionsHopperConfig, keys: View, D: View) -> dict[str, Any]:
-    lead = (r.N, r.HV)
-    return {
-        "single": matrix_tile(keys, CHUNK, r.K, swizzled=True), "decays": matrix_tile(D, 1, r.K, by_rows=True),
-        "BR": config.rows, "UNROLL": config.unroll, "forgotten": None,
-        "matrices": b.result("matrices of segments", (*lead, 2, r.K, r.K), torch.bfloat16),
-        "additions": b.result("additions of segments", (*lead, r.K, r.V), torch.float32),
-    }  # fmt: skip
-
-
-def add_transitions(b: Builder, r: Request, choice: Choice, keys: View, D: View) -> tuple[View, ...]:
-    """Add the transitions of segments: matrices and additions by ``transitions_hopper``, or both in one tensor.
-
-    Args:
-        r: the call in segments, v as kernels take it.
-    """
-    config, named, programs = choice.transitions, _names(r), r.N * r.HV
-    if isinstance(config, TransitionsHopperConfig):
-        named |= _hopper(b, r, config, keys, D) | {"STAGES": config.stages, "s_vh": r.v.stride(2)}
-        named["values"] = token_tile(r.v, CHUNK, r.V, swizzled=True)
-        grid = (r.K // config.rows, programs)
-        b.pick(transitions_hopper, grid, config.num_warps, named, maxnreg=config.registers)
-        return named["matrices"], named["additions"]
-    KP, VP = padded(r.K), padded(r.V)
-    transitions = b.result("transitions", (r.N, r.HV, VP + KP, KP), torch.float32)
-    named |= {"BV": config.block_v, "STAGES": config.stages, "keys": keys, "D": D, "transitions": transitions}
-    named |= row_strides(v=r.v)[1]
-    b.pick(transitions_kernel, ((VP + KP) // config.block_v, programs), config.num_warps, named)
-    return (transitions,)
-
-
-def add_reverse_transitions(b: Builder, r: Request, choice: Choice, keys: View, P: View, D: View) -> tuple[View, ...]:
-    """The same for gradients of states, from ``r.grad_o``."""
-    config, named, do, programs = choice.transitions, _names(r), r.grad_o, r.N * r.HV
-    named["o_scale"] = split_scale(r.scale, r.q.dtype)[1]
-    if isinstance(config, TransitionsHopperConfig):
-        named |= _hopper(b, r, config, keys, D) | {
-            "STAGES": config.reverse_stages, "pairs": matrix_tile(keys, 2 * CHUNK, r.K, swizzled=True),
-            "P": matrix_tile(P, CHUNK, CHUNK, swizzled=True), "s_oh": do.stride(2),
-            "gradients": token_tile(do, CHUNK, r.V, swizzled=True),
-        }  # fmt: skip
-        grid = (r.K // config.rows, programs)
-        b.pick(reverse_transitions_hopper, grid, config.num_warps, named, maxnreg=config.reverse_registers)
-        return named["matrices"], named["additions"]
-    KP, VP = padded(r.K), padded(r.V)
-    (transitions,) = add_transitions(b, r, choice, keys, D)
-    additions = b.result("additions of segments", (r.N, r.HV, VP, KP), torch.float32)
-    named |= {"BV": config.block_v, "STAGES": config.stages, "keys": keys, "P": P, "D": D, "do": do}
-    named |= row_strides(o=do)[1] | {"additions": additions}
-    b.pick(reverse_transitions_kernel, (VP // config.block_v, programs), config.num_warps, named)
-    return transitions, additions
+def reverse_segments(b: Builder, r: Request, choice: Choice, prepared: Prepared) -> tuple[View, ...]:
+    """Add the transitions of gradients of states; the tensors that ``add_chain`` takes."""
+    keys, P, D, *_ = prepared
+    hopper = isinstance(choice.transitions, TransitionsHopperConfig)
+    forward = {} if hopper else add_transitions(b, r, choice, r.v, keys, D)
+    named = forward | add_reverse_transitions(b, r, choice, r.grad_o, keys, P, D)
+    return named["matrices" if hopper else "transitions"], named["additions"]
 
 
 def add_chain(
@@ -109,7 +50,7 @@ def add_chain(
 
     Args:
         r: the call; ``cut``: the call in segments.
-        segments: from ``add_transitions`` or ``add_reverse_transitions``.
+        segments: matrices and additions for Hopper, else transitions, and additions where ``reverse``.
     """
     K, V, KP, VP = r.K, r.V, padded(r.K), padded(r.V)
     if isinstance(choice.transitions, TransitionsHopperConfig):
@@ -138,13 +79,15 @@ def plan_begin(request: Request, choice: ForwardChoice) -> Plan:
     """
     b = Builder()
     r = readable(b, request)
-    cut = cut_fragments(b, r, choice.segment_rows)
+    cut = cut_into_segments(b, r, choice.segment_rows)
     o = b.result("o", (r.B, r.T, r.HV, r.V), r.q.dtype)
     everything = r.save_for_backward and r.disable_recompute
     keep = choice.saved_slots if r.save_for_backward and not everything else 0
     how = choice.prepare, choice.precision, choice.bounded
     prepared = add_prepare(b, cut, *how, like_segments(o, cut), everything, keep, new=b.result)
-    segments = add_transitions(b, replace(cut, v=_rows(b, cut.v, choice)), choice, prepared.keys, prepared.D)
+    named = add_transitions(b, cut, choice, _rows(b, cut.v, choice), prepared.keys, prepared.D)
+    hopper = isinstance(choice.transitions, TransitionsHopperConfig)
+    segments = (named["matrices"], named["additions"]) if hopper else (named["transitions"],)
     lead = (r.N, r.HV, r.K)
     summary = b.result("matrices", (*lead, r.K), torch.float32)
     sums = b.result("additions", (*lead, r.V), torch.float32)
@@ -163,7 +106,7 @@ def plan_finish(request: Request, choice: ForwardChoice) -> Plan:
     o, keys, P, D, *rest, starts = r.saved
     X = rest.pop(0) if r.save_for_backward else None
     norms = rest.pop(0) if r.save_for_backward and r.use_qk_l2norm_in_kernel else None
-    cut = cut_fragments(b, r, choice.segment_rows)
+    cut = cut_into_segments(b, r, choice.segment_rows)
     make = b.result if r.save_for_backward else b.scratch
     states = make("states at starts", (cut.N, r.HV, r.V, r.K), torch.float32)
     final_state = b.result("final_state", r.state_shape, r.state_dtype) if r.output_final_state else None

@@ -36,7 +36,7 @@ def _pairs_of_chunks(x: View, by_rows: bool = False) -> Tile:
 
 
 def launch_prepare_hopper(b: Builder, r: Request, config: PrepareHopperConfig, named: Mapping[str, Any]) -> None:
-    """Add a launch of ``prepare_hopper``; ``named``: what it takes, by its names, tiles apart."""
+    """Add a launch of ``prepare_hopper``; ``named``: its arguments by name, without tiles."""
     q, k, g = (aligned(b, x) for x in (r.q, r.k, r.g))
     beta, o = one_token_axis(b, r.beta), named["o"]
     pairs = r.B * -(-named["chunks"] // 2) if r.cu_seqlens is None else r.T // (2 * CHUNK) + r.N + 1

@@ -7,14 +7,15 @@ from typing import Any
 import torch
 
 from kda_core.request import Request
-from kda_core.triton_lib import segments
 from kda_core.triton_lib.arguments import row_strides
 from kda_core.triton_lib.frame import names
 from kda_core.triton_lib.layout import CHUNK, padded
 from kda_core.triton_lib.lift import lift
 from kda_core.triton_lib.plan import Builder, View, matrix_tile, token_tile
+from kda_core.triton_lib.segments import write_bounds
 from kda_core_nvidia.choose import BackwardChoice, ForwardChoice
-from kda_core_nvidia.choose.chunk import TransitionsHopperConfig, as_segments, split_scale
+from kda_core_nvidia.choose.chunk import TransitionsHopperConfig, split_scale
+from kda_core_nvidia.choose.fragments import as_fragments
 from kda_core_nvidia.join_hopper import join_hopper
 from kda_core_nvidia.reverse_transitions_hopper import reverse_transitions_hopper
 from kda_core_nvidia.segments import join_kernel, reverse_transitions_kernel, transitions_kernel
@@ -27,67 +28,115 @@ Choice = ForwardChoice | BackwardChoice
 
 
 def cut_into_segments(b: Builder, r: Request, rows: int) -> Request:
-    """``as_segments``, with boundaries that the plan writes where it has them."""
-    return segments.cut_into_segments(b, r, rows, v_first=True) if r.T % rows else as_segments(r, rows)
+    """``as_fragments``, with boundaries that the plan writes where it has them."""
+    return write_bounds(b, r, as_fragments(r, rows), rows)
 
 
-def _names(r: Request, v_first: bool) -> dict[str, Any]:
-    """Arguments that launches between segments share; ``v_first``: the layout of the call's own states."""
-    own = {"count": r.N, "V_FIRST": v_first, "LIFT": lift(r.q.dtype, r.use_qk_l2norm_in_kernel), "PRECISION": "tf32"}
-    own["EVERY"] = False
-    return names(r) | own
+def _names(b: Builder, r: Request, choice: Choice, keys: View, D: View, call: Request | None) -> dict[str, Any]:
+    """Arguments of the launches that compute transitions, with the tensors that those for Hopper write."""
+    named = names(r) | {
+        "keys": keys, "D": D, "count": r.N, "LIFT": lift(r.q.dtype, r.use_qk_l2norm_in_kernel), "PRECISION": "tf32",
+        "EVERY": call is None, "initial_state": call and call.initial_state,
+        "grad_final_state": call and call.grad_final_state,
+    }  # fmt: skip
+    if call is not None:
+        named["V_FIRST"] = call.state_v_first
+    config = choice.transitions
+    if not isinstance(config, TransitionsHopperConfig):
+        return named | {"BV": config.block_v, "STAGES": config.stages}
+    count, new = (r.N, b.result) if call is None else (r.N - 1, b.scratch)
+    named |= {
+        "single": matrix_tile(keys, CHUNK, r.K, swizzled=True), "decays": matrix_tile(D, 1, r.K, by_rows=True),
+        "BR": config.rows, "UNROLL": config.unroll, "STAGES": config.stages, "spare": 0, "forgotten": None,
+        "matrices": new("matrices of segments", (count, r.HV, 2, r.K, r.K), torch.bfloat16),
+        "additions": new("additions of segments", (count, r.HV, r.K, r.V), torch.float32),
+    }  # fmt: skip
+    if call is None:
+        return named
+    return named | {
+        "cu_seqlens": None, "chunks": choice.segment_rows // CHUNK, "spare": 0 if r.cu_seqlens is None else 1,
+        "forgotten": b.scratch("forgotten", (count, r.HV, r.K // config.rows), torch.int32),
+    }  # fmt: skip
+
+
+def add_transitions(
+    b: Builder, r: Request, choice: Choice, v: View, keys: View, D: View, call: Request | None = None
+) -> dict[str, Any]:
+    """Add the transitions of segments.
+
+    Args:
+        r: the call in segments.
+        v: as of ``r``, last dimension contiguous; for Hopper with rows that bulk copies take.
+        keys, D: what ``prepare`` wrote for ``r``.
+        call: the call itself, with its initial state, contiguous, from which the first segment starts; the last segment
+            has no transitions. None for fragments: all segments have transitions, which are results, and none a state.
+
+    Returns:
+        arguments of the launch, with "matrices" and "additions" for Hopper, else "transitions" [.., HV, VP + KP, KP] in
+        float32.
+    """
+    config, named = choice.transitions, _names(b, r, choice, keys, D, call)
+    count = r.N - (call is not None)
+    if isinstance(config, TransitionsHopperConfig):
+        own = {"values": token_tile(v, CHUNK, r.V, swizzled=True), "s_vh": v.stride(2)}
+        grid = (r.K // config.rows, count * r.HV)
+        b.pick(transitions_hopper, grid, config.num_warps, named | own, maxnreg=config.registers)
+        return named
+    rows, new = named["VP"] + named["KP"], b.result if call is None else b.scratch
+    named["transitions"] = new("transitions", (count, r.HV, rows, named["KP"]), torch.float32)
+    own = row_strides(v=v)[1] | {"v": v}
+    b.pick(transitions_kernel, (rows // config.block_v, count * r.HV), config.num_warps, named | own)
+    return named
+
+
+def add_reverse_transitions(
+    b: Builder, r: Request, choice: Choice, do: View, keys: View, P: View, D: View, call: Request | None = None
+) -> dict[str, Any]:
+    """The same for gradients of states, from ``do``, and from the gradient of the final state of ``call``.
+
+    Returns:
+        arguments of the launch, with "additions", and for Hopper "matrices".
+    """
+    config = choice.transitions
+    named = _names(b, r, choice, keys, D, call) | {"o_scale": split_scale(r.scale, r.q.dtype)[1]}
+    count = r.N - (call is not None)
+    if isinstance(config, TransitionsHopperConfig):
+        if call is not None:
+            named["T"] = r.T * (r.N if r.cu_seqlens is None else 1)
+        own = {
+            "pairs": matrix_tile(keys, 2 * CHUNK, r.K, swizzled=True), "s_oh": do.stride(2),
+            "P": matrix_tile(P, CHUNK, CHUNK, swizzled=True), "STAGES": config.reverse_stages,
+            "gradients": token_tile(do, CHUNK, r.V, swizzled=True),
+        }  # fmt: skip
+        grid = (r.K // config.rows, count * r.HV)
+        b.pick(reverse_transitions_hopper, grid, config.num_warps, named | own, maxnreg=config.reverse_registers)
+        return named
+    new = b.result if call is None else b.scratch
+    named["additions"] = new("additions of segments", (count, r.HV, named["VP"], named["KP"]), torch.float32)
+    own = row_strides(o=do)[1] | {"P": P, "do": do}
+    b.pick(reverse_transitions_kernel, (named["VP"] // config.block_v, count * r.HV), config.num_warps, named | own)
+    return named
 
 
 def add_starts(
     b: Builder, r: Request, choice: Choice, v: View, keys: View, D: View, call: Request, states: View | None = None
 ) -> tuple[View, View | None]:
-    """Compute the state at the start of every segment.
+    """Compute the state at the start of every segment; arguments as of ``add_transitions``.
 
     Args:
-        r: the call in segments (``cut_into_segments``).
-        v: as of ``r``, last dimension contiguous; for Hopper with rows that bulk copies take.
-        keys, D: what ``prepare`` wrote for ``r``.
-        call: the call itself, with its initial state.
         states: [count, HV, V, K] in float32, to be written; scratch when left out.
 
     Returns:
         the states, and the transitions where ``add_ends`` needs them: [count - 1, HV, VP + KP, KP] in float32.
     """
-    initial_state, named = b.dense(call.initial_state), _names(r, call.state_v_first)
-    count, config = r.N, choice.transitions
     if states is None:
-        states = b.scratch("states at starts", (count, r.HV, r.V, r.K), torch.float32)
-    if isinstance(config, TransitionsHopperConfig):
-        named |= _hopper(b, r, choice, config, keys, D)
-        own = {"values": token_tile(v, CHUNK, r.V, swizzled=True), "s_vh": v.stride(2)}
-        grid = (r.K // config.rows, (count - 1) * r.HV)
-        b.pick(transitions_hopper, grid, config.num_warps, named | own, maxnreg=config.registers)
-        _add_join_hopper(b, r, config, named, initial_state, states, reverse=False)
+        states = b.scratch("states at starts", (r.N, r.HV, r.V, r.K), torch.float32)
+    named = add_transitions(b, r, choice, v, keys, D, call)
+    if isinstance(choice.transitions, TransitionsHopperConfig):
+        _add_join_hopper(b, r, choice.transitions, named, call.initial_state, states, reverse=False)
         return states, None
-    KP, VP = named["KP"], named["VP"]
-    transitions = b.scratch("transitions", (count - 1, r.HV, VP + KP, KP), torch.float32)
-    named |= {"BV": config.block_v, "STAGES": config.stages, "keys": keys, "D": D, "initial_state": initial_state}
-    grid = ((VP + KP) // config.block_v, (count - 1) * r.HV)
-    own = row_strides(v=v)[1] | {"v": v, "transitions": transitions}
-    b.pick(transitions_kernel, grid, config.num_warps, named | own)
-    _add_join(b, choice, named, initial_state, transitions, None, states)
-    return states, transitions
-
-
-def _hopper(
-    b: Builder, r: Request, choice: Choice, config: TransitionsHopperConfig, keys: View, D: View
-) -> dict[str, Any]:
-    """Inputs of both transition kernels for Hopper, and scratch for their outputs."""
-    lead = (r.N - 1, r.HV)
-    return {
-        "cu_seqlens": None, "single": matrix_tile(keys, CHUNK, r.K, swizzled=True),
-        "decays": matrix_tile(D, 1, r.K, by_rows=True),
-        "chunks": choice.segment_rows // CHUNK, "spare": 0 if r.cu_seqlens is None else 1, "BR": config.rows,
-        "UNROLL": config.unroll, "STAGES": config.stages,
-        "matrices": b.scratch("matrices of segments", (*lead, 2, r.K, r.K), torch.bfloat16),
-        "additions": b.scratch("additions of segments", (*lead, r.K, r.V), torch.float32),
-        "forgotten": b.scratch("forgotten", (*lead, r.K // config.rows), torch.int32),
-    }  # fmt: skip
+    _add_join(b, choice, named, call.initial_state, named["transitions"], None, states)
+    return states, named["transitions"]
 
 
 def _add_join_hopper(
@@ -104,7 +153,7 @@ def _add_join_hopper(
 
 def add_ends(
     b: Builder, r: Request, choice: Choice, do: View, prepared: tuple[View, View, View], transitions: View | None,
-    grad_final_state: View | None, v_first: bool,
+    call: Request,
 ) -> View:  # fmt: skip
     """Compute the gradient of the state at the end of every segment, [count, HV, V, K] in float32.
 
@@ -112,29 +161,15 @@ def add_ends(
         do: as of ``r``, last dimension contiguous; for Hopper with rows that bulk copies take.
         prepared: keys, P and D, as ``prepare`` wrote them for ``r``.
         transitions: from ``add_starts``.
-        grad_final_state: the call's own, contiguous, or None; ``v_first``: its layout.
+        call: the call itself, with the gradient of its final state, contiguous.
     """
-    named, count, config, (keys, P, D) = _names(r, v_first), r.N, choice.transitions, prepared
-    named["o_scale"] = split_scale(r.scale, r.q.dtype)[1]
-    states = b.scratch("gradients at ends", (count, r.HV, r.V, r.K), torch.float32)
-    if isinstance(config, TransitionsHopperConfig):
-        named |= _hopper(b, r, choice, config, keys, D) | {"STAGES": config.reverse_stages}
-        own = {
-            "pairs": matrix_tile(keys, 2 * CHUNK, r.K, swizzled=True), "s_oh": do.stride(2),
-            "P": matrix_tile(P, CHUNK, CHUNK, swizzled=True), "T": r.T * (r.N if r.cu_seqlens is None else 1),
-            "gradients": token_tile(do, CHUNK, r.V, swizzled=True),
-        }  # fmt: skip
-        grid = (r.K // config.rows, (count - 1) * r.HV)
-        b.pick(reverse_transitions_hopper, grid, config.num_warps, named | own, maxnreg=config.reverse_registers)
-        _add_join_hopper(b, r, config, named, grad_final_state, states, reverse=True)
+    states = b.scratch("gradients at ends", (r.N, r.HV, r.V, r.K), torch.float32)
+    named = add_reverse_transitions(b, r, choice, do, *prepared, call)
+    if isinstance(choice.transitions, TransitionsHopperConfig):
+        _add_join_hopper(b, r, choice.transitions, named, call.grad_final_state, states, reverse=True)
         return states
-    KP, VP = named["KP"], named["VP"]
-    additions = b.scratch("additions", (count - 1, r.HV, VP, KP), torch.float32)
-    named |= {"BV": config.block_v, "STAGES": config.stages, "keys": keys, "P": P, "D": D, "do": do}
-    own = row_strides(o=do)[1] | {"grad_final_state": grad_final_state, "additions": additions}
-    b.pick(reverse_transitions_kernel, (VP // config.block_v, (count - 1) * r.HV), config.num_warps, named | own)
-    _add_join(b, choice, named, grad_final_state, transitions, additions, states)
-    b.free(additions)
+    _add_join(b, choice, named, call.grad_final_state, transitions, named["additions"], states)
+    b.free(named["additions"])
     return states
 
 
