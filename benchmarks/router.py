@@ -33,6 +33,7 @@ from kda_core.request import ForwardResult, Request
 ORACLES = ReferenceBackend().kda_core_backend().capabilities.features
 LEFT_OUT = {
     Feature.BACKWARD, Feature.RECURRENT_BACKWARD, Feature.GATE_BACKWARD, Feature.STATE_GRADIENT, Feature.DRAFT_RECORDS,
+    Feature.DRAFT_TREES,
 }  # fmt: skip
 PLAINEST = "chunk_kda, no option"
 

@@ -285,6 +285,7 @@ def _show_plans(plans: tuple[CallPlan, ...], as_json: bool) -> None:
 def verify(
     backend: BackendName = None,
     device: DeviceName = None,
+    case: Annotated[list[str] | None, typer.Option(help="Run this case alone; may be given again.")] = None,
     as_json: AsJson = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Print the error and the budget of outputs.")
@@ -307,7 +308,7 @@ def verify(
             from kda_core.testing import verify as kit
 
             rows[name] = []
-            for found in kit.by_case(name, where):
+            for found in kit.by_case(name, where, case or ()):
                 rows[name] += found
                 for line in () if as_json else _case_lines(found, verbose):
                     typer.echo(line)

@@ -19,26 +19,30 @@ def default_device() -> torch.device:
         UnsupportedCall: no installed backend, or not the named one, can serve a device of this machine.
         BackendNotFound, BrokenBackend: the named backend is not installed, or could not be loaded.
     """
-    machine = [_current_device(device_type) for device_type in platforms.device_types()]
+    return best_device([_current_device(t) for t in platforms.device_types()], _plugins.registry)
+
+
+def best_device(machine: list[torch.device], registry: _plugins.Registry) -> torch.device:
+    """``default_device`` among the devices of a machine, the best first."""
     name = _plugins.requested_name(None)
     if name is not None:
-        backend, reasons = _plugins.registry.named(name), []
+        backend, reasons = registry.named(name), []
         for device in backend.devices_among(machine):
             available = backend.availability(device)
             if isinstance(available, Available):
                 return device
             reasons.append(f"{device}: {available.reason}")
         raise UnsupportedCall(f"backend {name!r} can serve no device of this machine: {'; '.join(reasons)}")
-    reasons, installed = [], {b.info.name for b in _plugins.registry.backends}
+    reasons, installed = [], {b.info.name for b in registry.backends}
     for device in machine:
-        for backend in _plugins.registry.backends:
+        for backend in registry.backends:
             if backend.info.priority is None:
                 continue
             available = backend.availability(device)
             if isinstance(available, Available):
                 return device
             reasons.append(f"{backend.info.name} on {device}: {available.reason}")
-        for backend in _plugins.registry.backends if device.type != "cpu" else ():
+        for backend in registry.backends if device.type != "cpu" else ():
             if backend.info.priority is None and isinstance(backend.availability(device), Available):
                 own = backend.info.name
                 reasons.append(f"{own} on {device}: it serves only calls that name it, e.g. with KDA_BACKEND={own}")

@@ -87,13 +87,6 @@ class Backend:
             self.availability_of[device] = known
         return known
 
-    def refusal(self, request: AnyRequest) -> str | None:
-        """Why the backend cannot serve the call, or None: device, then capabilities, then its own word."""
-        available = self.availability(request.device)
-        if isinstance(available, Unavailable):
-            return available.reason
-        return self.undeclared(request) or self.rejection(request)
-
     def rejection(self, request: AnyRequest) -> str | None:
         """The backend's own reason against a call, or None."""
         try:

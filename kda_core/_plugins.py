@@ -31,15 +31,14 @@ from kda_core.request import AnyRequest, GateRequest, Request
 
 ENVIRONMENT_VARIABLE = "KDA_BACKEND"
 
-# Packed training batches have many lengths, each with its own signature. The cache is cleared at this size.
-MAX_CACHED_CHOICES = 4096
-
 
 class Registry:
     """The backends of this process."""
 
-    def __init__(self, *, entry_points: bool = True, core: str = __version__) -> None:
+    def __init__(self, *, entry_points: bool = True, core: str = __version__, most_choices: int = 4096) -> None:
         self._entry_points, self._core = entry_points, core
+        # Packed training batches have many lengths, each with its own signature. The cache is cleared at this size.
+        self._most_choices = most_choices
         self._lock = threading.RLock()
         self._loaded = False
         self._loading = False
@@ -338,31 +337,20 @@ class Registry:
         """Keep a choice, which is None where torch code of ``kda_core.nn`` serves a call of its functions."""
         if key is None:
             return
-        if len(self._choices) >= MAX_CACHED_CHOICES:
+        if len(self._choices) >= self._most_choices:
             self._choices.clear()
             self._asked.clear()
         self._choices[key] = choice, memo
 
     def _choose(self, request: AnyRequest, name: str | None) -> Backend:
-        if _meta.is_meta(request):
-            return self._choose_on_meta(request, name)
-        if name is not None:
-            backend = self.named(name)
-            reason = backend.refusal(request)
-            if reason is not None:
-                raise UnsupportedCall(f"{request.op}: backend {name!r} cannot serve this call: {reason}")
-            return backend
-        for backend in self.backends:
-            if backend.info.priority is not None and backend.refusal(request) is None:
+        verdicts = []
+        for verdict, backend in self._verdicts(request, name, self.backends if name is None else (self.named(name),)):
+            if backend is not None and verdict.status == "chosen":
                 return backend
-        raise UnsupportedCall(str(self._explained(request, None)))
-
-    def _choose_on_meta(self, request: AnyRequest, name: str | None) -> Backend:
-        """The backend of meta tensors; a backend that the caller names must declare the features of the call."""
-        reason = None if name is None else self.named(name).undeclared(request)
-        if reason is not None:
-            raise UnsupportedCall(f"{request.op}: backend {name!r} cannot serve this call: {reason}")
-        return _meta.META
+            if name is not None:
+                raise UnsupportedCall(f"{request.op}: backend {name!r} cannot serve this call: {verdict.reason}")
+            verdicts.append(verdict)
+        raise UnsupportedCall(str(Explanation(request.op, None, tuple(verdicts))))
 
     def explain(self, request: AnyRequest, name: str | None) -> Explanation:
         """A verdict of every known backend on a checked call; runs nothing."""
@@ -370,48 +358,60 @@ class Registry:
         self.load()
         _checks.check(request)
         _check_values(request)
-        return self._explained(request, name)
+        verdicts = tuple(verdict for verdict, _ in self._verdicts(request, name, self.backends))
+        chosen = next((v.backend for v in verdicts if v.status == "chosen"), None)
+        return Explanation(request.op, chosen, verdicts)
 
-    def _explained(self, request: AnyRequest, name: str | None) -> Explanation:
-        verdicts: list[Verdict] = []
-        chosen: str | None = None
-        if _meta.is_meta(request) and (name is None or self.named(name).undeclared(request) is None):
-            chosen = _meta.NAME
-            verdicts.append(Verdict(chosen, "chosen", "shapes, dtypes and strides; nothing is computed"))
-        for backend in self.backends:
+    def _verdicts(
+        self, request: AnyRequest, name: str | None, backends: tuple[Backend, ...]
+    ) -> Iterator[tuple[Verdict, Backend | None]]:
+        """The verdicts of ``backends`` on a checked call, each when its turn comes; then of those that cannot be asked.
+
+        At most one is "chosen": of meta tensors, or of the first that accepts (the one of that name, if one is given).
+        """
+        chosen = _meta.is_meta(request) and (name is None or self.named(name).undeclared(request) is None)
+        if chosen:
+            yield Verdict(_meta.NAME, "chosen", "shapes, dtypes and strides; nothing is computed"), _meta.META
+        seen = set()
+        for backend in backends:
             own = backend.info.name
-            available = backend.availability(request.device)
-            asked = chosen is None and (own == name if name is not None else backend.info.priority is not None)
-            try:
-                reason = backend.refusal(request)
-            except ContractViolation as error:
-                if asked:  # the call itself fails
-                    raise
-                verdicts.append(Verdict(own, "broken", str(error)))
-                continue
-            if own == name and _meta.is_meta(request):
-                undeclared = backend.undeclared(request)
-                status: Status = "refused" if undeclared else "accepted"
-                verdicts.append(Verdict(own, status, undeclared or "declares what the call needs; nothing runs here"))
-            elif isinstance(available, Unavailable):
-                verdicts.append(Verdict(own, "unavailable", available.reason))
-            elif reason is not None:
-                verdicts.append(Verdict(own, "refused", reason))
-            elif asked:
-                chosen = own
-                verdicts.append(Verdict(own, "chosen"))
-            elif name is None and backend.info.priority is None:
-                verdicts.append(Verdict(own, "accepted", "only when named"))
-            else:
-                verdicts.append(
-                    Verdict(own, "accepted", f"another backend was named: {name!r}" if name else "lower priority")
-                )
-        verdicts += [Verdict(e.name, "broken", e.reason) for e in self.ledger if e.state != "loaded"]
-        seen = {v.backend for v in verdicts}
+            asked = not chosen and (own == name if name is not None else backend.info.priority is not None)
+            verdict = _verdict(backend, request, name, asked)
+            chosen = chosen or verdict.status == "chosen"
+            seen.add(own)
+            yield verdict, backend
+        for entry in self.ledger:
+            if entry.state != "loaded":
+                seen.add(entry.name)
+                yield Verdict(entry.name, "broken", entry.reason), None
         for wheel, own in platforms.BACKEND_OF_WHEEL.items():
             if own not in seen:
-                verdicts.append(Verdict(own, "not installed", platforms.install_command(wheel)))
-        return Explanation(request.op, chosen, tuple(verdicts))
+                yield Verdict(own, "not installed", platforms.install_command(wheel)), None
+
+
+def _verdict(backend: Backend, request: AnyRequest, name: str | None, asked: bool) -> Verdict:
+    """The verdict of a backend, "chosen" where it accepts and it is ``asked`` to serve the call."""
+    own = backend.info.name
+    if own == name and _meta.is_meta(request):
+        undeclared = backend.undeclared(request)
+        status: Status = "refused" if undeclared else "accepted"
+        return Verdict(own, status, undeclared or "declares what the call needs; nothing runs here")
+    available = backend.availability(request.device)
+    if isinstance(available, Unavailable):
+        return Verdict(own, "unavailable", available.reason)
+    try:
+        reason = backend.undeclared(request) or backend.rejection(request)
+    except ContractViolation as error:
+        if asked:  # the call itself fails
+            raise
+        return Verdict(own, "broken", str(error))
+    if reason is not None:
+        return Verdict(own, "refused", reason)
+    if asked:
+        return Verdict(own, "chosen")
+    if name is None and backend.info.priority is None:
+        return Verdict(own, "accepted", "only when named")
+    return Verdict(own, "accepted", f"another backend was named: {name!r}" if name else "lower priority")
 
 
 def _question(op: str, args: tuple, kwargs: dict[str, Any]) -> tuple:

@@ -5,6 +5,7 @@ Every call passes by here: fields are read by ``attrgetter``, or one by one, bec
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -80,9 +81,12 @@ class Like:
 
     Args:
         request, name: the call that was seen, one with a key.
+        guards: gives torch's class for comparisons, or None.
     """
 
-    def __init__(self, request: AnyRequest, name: str | None) -> None:
+    def __init__(
+        self, request: AnyRequest, name: str | None, guards: Callable[[], Any] = _torch_private.tensor_guards
+    ) -> None:
         kind = type(request)
         given = [n for n in _TENSORS[kind] if getattr(request, n) is not None]
         absent = [n for n in _TENSORS[kind] if n not in given]
@@ -92,7 +96,7 @@ class Like:
         self._types = tuple(map(type, self._values))
         # attrgetter returns no tuple for a single name.
         self._tensors = attrgetter(*given) if len(given) > 1 else lambda r: (getattr(r, given[0]),)
-        self._check = _comparison(self._tensors(request))
+        self._check = _comparison(self._tensors(request), guards())
 
     def __call__(self, request: AnyRequest, name: str | None) -> bool:
         if self._check is None or name != self._name:
@@ -107,12 +111,11 @@ class Like:
         return self._check(*self._tensors(request))
 
 
-def _comparison(tensors: tuple[Tensor, ...]) -> Any:
-    """A function that tells whether tensors have the metadata of these, in C; None where torch has none.
+def _comparison(tensors: tuple[Tensor, ...], guards: Any) -> Any:
+    """A function that tells whether tensors have the metadata of these, in C; None without ``tensor_guards``.
 
     None of its arguments may be nested: it ends the process, because such a tensor has no sizes to compare.
     """
-    guards = _torch_private.tensor_guards()
     if guards is None:
         return None
     sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
@@ -143,7 +146,8 @@ class Asked:
         self._types = tuple(map(type, self._values))
         # Other options may change between two questions, or hold values of tensors.
         simple = _PRIMITIVE.issuperset(self._types) and all(map(is_plain, tensors))
-        self._check: Any = _comparison(tensors) if simple and not any(map(_is_nested, tensors)) else None
+        comparable = simple and not any(map(_is_nested, tensors))
+        self._check: Any = _comparison(tensors, _torch_private.tensor_guards()) if comparable else None
 
     @property
     def can_match(self) -> bool:

@@ -85,7 +85,9 @@ def is_captured(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def left_unchecked(backend: Backend, request: AnyRequest) -> bool:
+def left_unchecked(
+    backend: Backend, request: AnyRequest, is_captured: Callable[[torch.device], bool] = is_captured
+) -> bool:
     """Whether a call cannot be checked because it is captured; it warns then."""
     captured = is_captured(request.device)
     if captured:

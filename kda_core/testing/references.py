@@ -100,13 +100,13 @@ _PER_TOKEN = ("q", "k", "v", "g", "beta")
 _SHARED = ("A_log", "dt_bias")
 
 
-def _piecewise_backward(r: Request, grads: Results) -> Results:
+def _piecewise_backward(r: Request, grads: Results, most_bytes: int = MAX_GRAPH_BYTES) -> Results:
     """Gradients of long sequences, in pieces from back to front; only the states between pieces are kept."""
     like = {n: getattr(r, n) for n in reference.DIFFERENTIABLE if getattr(r, n) is not None}
     total = {f"d{n}": torch.zeros_like(t) for n, t in like.items()}
     total |= {"o": r.v.new_zeros(r.B, r.T, r.HV, r.V), "final_state": r.v.new_zeros(r.state_shape)}
     per_token = _KEPT_STATES * 8 * r.HV * r.K * r.V
-    length = max(1, MAX_GRAPH_BYTES // per_token)
+    length = max(1, most_bytes // per_token)
     for n, (b, start, end) in enumerate(reference.sequence_bounds(r)):
         state = r.v.new_zeros(1, *r.state_shape[1:]) if r.initial_state is None else r.initial_state[n : n + 1]
         cuts = list(range(start, end, length))

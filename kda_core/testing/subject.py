@@ -164,6 +164,7 @@ class Subject:
         about: the features that the test is about.
         info: the backend's identity card.
         records: one for every call made so far.
+        wrong_in_bfloat16: the interpreter runs without ``correct_arithmetic``.
     """
 
     def __init__(self, target: Target, about: Collection[Feature] = ()) -> None:
@@ -171,6 +172,7 @@ class Subject:
         self.about = frozenset(about)
         self.info = registry.named(target.backend).info
         self.records: list[Record] = []
+        self.wrong_in_bfloat16 = target.interpreted and not interpreter.bfloat16_is_right()
 
     @property
     def name(self) -> str:
@@ -191,13 +193,8 @@ class Subject:
 
     def takes(self, dtype: torch.dtype) -> bool:
         """Whether q, k and v may have this dtype here."""
-        wrong_here = self._wrong_in_bfloat16 and dtype == torch.bfloat16
+        wrong_here = self.wrong_in_bfloat16 and dtype == torch.bfloat16
         return dtype in self.info.capabilities.dtypes and not wrong_here
-
-    @property
-    def _wrong_in_bfloat16(self) -> bool:
-        """Whether the interpreter runs without ``correct_arithmetic``."""
-        return self.target.interpreted and not interpreter.bfloat16_is_right()
 
     def repeats(self, count: int) -> int:
         """How often a test repeats a call: once in the interpreter, whose programs run one after another."""
@@ -240,7 +237,7 @@ class Subject:
         self.records.append(record)
         reasons = self._refusals(request, call)
         if self.target.interpreted and not reasons:
-            if self._wrong_in_bfloat16 and self._rounds_to_bfloat16(request, call):
+            if self.wrong_in_bfloat16 and self._rounds_to_bfloat16(request, call):
                 raise record.turned_down("left out", INTERPRETER_LEAVES_OUT)
             if _chunks(request) > INTERPRETER_MOST_CHUNKS:
                 raise record.turned_down("left out", INTERPRETER_LEAVES_LONG_CALLS_OUT)

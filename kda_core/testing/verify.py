@@ -6,7 +6,7 @@ is tested.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -172,17 +172,18 @@ def checks() -> list[Check | GateCheck]:
     ]
 
 
-def run(backend: str, device: torch.device | None = None) -> list[Row]:
+def run(backend: str, device: torch.device | None = None, names: Collection[str] = ()) -> list[Row]:
     """Check a backend: ``by_case``, the rows of all cases in one list."""
-    return [row for rows in by_case(backend, device) for row in rows]
+    return [row for rows in by_case(backend, device, names) for row in rows]
 
 
-def by_case(backend: str, device: torch.device | None = None) -> Iterator[list[Row]]:
+def by_case(backend: str, device: torch.device | None = None, names: Collection[str] = ()) -> Iterator[list[Row]]:
     """Check a backend, case by case.
 
     Args:
         backend: its name.
         device: where to run; None: the best device of this machine that it can serve.
+        names: of the cases to run; all where none is named.
 
     Yields:
         The rows of a case, as soon as it ran: one for every output, or one that says that it is refused. Then the
@@ -191,12 +192,17 @@ def by_case(backend: str, device: torch.device | None = None) -> Iterator[list[R
     Raises:
         BackendNotFound, BrokenBackend: no such backend can be used.
         UnsupportedCall: it cannot run here.
+        ValueError: no case has one of the names.
     """
+    chosen = {_name(check): check for check in checks()}
+    unknown = [name for name in names if name not in chosen]
+    if unknown:
+        raise ValueError(f"case: expected names of cases, e.g. {next(iter(chosen))!r}, got {unknown[0]!r}")
     # A device without an index becomes the current one's.
     there = None if device is None else torch.empty(0, device=device).device
     subject = Subject(find_target(backend) if there is None else Target(backend, there))
-    for check in checks():
-        yield list(_rows(subject, _name(check), partial(check.run, subject)))
+    for name in names or chosen:
+        yield list(_rows(subject, name, partial(chosen[name].run, subject)))
     for row in _untested(subject):
         yield [row]
 

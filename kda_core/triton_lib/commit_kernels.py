@@ -119,7 +119,7 @@ def commit_kernel(
         b_u = next_u
         # Fetched while this token is computed.
         more = t + 1 < count
-        p_next = p_record + token_of(path, tl.where(more, t + 1, 0), length) * s_rt
+        p_next = p_record + token_of(path, tl.where(more, t + 1, 0), length).to(tl.int64) * s_rt
         next_k, next_d, next_u = load_record(p_next, o_k, o_v, more, K, V)
         if V_FIRST:
             b_k = b_k[None, :]

@@ -17,6 +17,7 @@ from checked import inputs, registered
 import kda_core
 from kda_core import CheckFailed, CheckWarning, _cli, _loaded
 from kda_core._plugins import registry
+from kda_core.request import Request
 from kda_core.testing import call_checks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,11 +40,11 @@ def test_outside_of_the_block_nothing_is_checked():
     assert hook is None or hook.__module__.startswith("kda_core_cpu")
 
 
-def test_a_call_that_is_captured_is_not_checked_and_says_so(monkeypatch):
-    monkeypatch.setattr(call_checks, "is_captured", lambda device: True)
-    warned = pytest.warns(CheckWarning, match=r"was not checked: the stream is being captured")
-    with registered(mutants.ScaleIgnored) as name, torch.no_grad(), kda_core.checked_calls(), warned:
-        kda_core.chunk_kda(**inputs(), scale=0.5, backend=name)
+def test_a_call_that_is_captured_is_not_checked_and_says_so():
+    backend, request = registry.named("cpu"), Request(op="chunk_kda", scale=1.0, **inputs())
+    assert not call_checks.left_unchecked(backend, request)
+    with pytest.warns(CheckWarning, match=r"^chunk_kda on 'cpu' was not checked: the stream is being captured"):
+        assert call_checks.left_unchecked(backend, request, lambda device: True)
 
 
 def test_other_threads_are_checked_too():

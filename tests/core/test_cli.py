@@ -26,8 +26,6 @@ from kda_core.capabilities import Available, BackendInfo, Capabilities, Feature,
 from kda_core.hookspecs import CONTRACT_VERSION, hookimpl
 from kda_core.reference import ReferenceBackend
 from kda_core.request import ForwardResult
-from kda_core.testing import verify
-from kda_core.testing.cases import named
 
 AVAILABLE = Available("a detail")
 ORACLES = ReferenceBackend().kda_core_backend().capabilities.features
@@ -388,41 +386,41 @@ def test_explain_of_a_device_that_torch_was_not_built_for_answers():
     assert json.loads(child.stdout)["op"] == "chunk_kda"
 
 
-@pytest.fixture
-def quick_cases(monkeypatch):
-    monkeypatch.setattr(verify, "checks", lambda: [verify.Check(named(name)) for name in ("one token", "K 60 V 36")])
+def verify(*arguments):
+    """Two quick cases alone."""
+    return run("verify", "--case", "one token", "--case", "K 60 V 36", *arguments)
 
 
-def test_verify_compares_with_the_oracle(quick_cases):
-    result = run("verify", "--backend", "reference")
+def test_verify_compares_with_the_oracle():
+    result = verify("--backend", "reference")
     assert result.exit_code == 0, result.output
     assert "reference on cpu" in result.stdout
     assert "4 outputs compared, 0 failures" in result.stdout
-    found = run_json("verify", "--backend", "reference")
+    found = json.loads(verify("--backend", "reference", "--json").stdout)
     assert found["passed"] is True
     compared = [row for row in found["backends"]["reference"] if row["output"]]
     assert [row["output"] for row in compared] == ["o", "final_state"] * 2
     assert all(row["error"] <= row["budget"] for row in compared)
 
 
-def test_verify_prints_a_case_when_it_ends(monkeypatch):
+def test_verify_prints_a_case_when_it_ends():
     """And not all of them at the end: here the second case never ends."""
 
-    class Stopped(verify.GateCheck):
-        def run(self, subject):
+    class Stopping(Toy):
+        @hookimpl
+        def kda_core_recurrent_forward(self, request):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(verify, "checks", lambda: [verify.Check(named("one token")), Stopped("stopped")])
-    result = run("verify", "--backend", "reference")
+    with installed(Stopping(with_state=True)):
+        result = run("verify", "--backend", "toy", "--case", "one token", "--case", "decoding step")
     assert result.exit_code != 0
     lines = result.stdout.splitlines()
-    assert lines[0] == "reference on cpu, against the float64 oracle"
-    assert lines[1].startswith("  passed   one token: outputs: 2, at most ")
+    assert lines[:2] == ["toy on cpu, against the float64 oracle", "  FAILED   one token"]
 
 
-def test_verify_prints_failures_in_full_and_outputs_when_asked(quick_cases):
+def test_verify_prints_failures_in_full_and_outputs_when_asked():
     with installed(Toy(value=0.0, with_state=True)):
-        short, long = run("verify", "--backend", "toy").stdout, run("verify", "--backend", "toy", "-v").stdout
+        short, long = verify("--backend", "toy").stdout, verify("--backend", "toy", "-v").stdout
     place = r"at token 0 of sequence 0, head 0: got \[0, 0, 0\], expected \["
     assert re.search(rf"FAILED   one token\n.*\n +o: relative error 1 \(budget .*\), worst row .* {place}", short)
     assert "o: error" not in short
@@ -430,27 +428,27 @@ def test_verify_prints_failures_in_full_and_outputs_when_asked(quick_cases):
 
 
 @pytest.mark.parametrize("value", [0.0, math.nan])
-def test_verify_exits_with_1_when_a_result_is_wrong(quick_cases, value):
+def test_verify_exits_with_1_when_a_result_is_wrong(value):
     with installed(Toy(value=value, with_state=True)):
-        result, found = run("verify", "--backend", "toy"), run_json("verify", "--backend", "toy")
+        result, found = verify("--backend", "toy"), json.loads(verify("--backend", "toy", "--json").stdout)
     assert result.exit_code == 1
     assert "FAILED" in result.stdout
     assert found["passed"] is False
     assert not any(row["passed"] for row in found["backends"]["toy"] if row["output"] == "o")
 
 
-def test_verify_exits_with_1_when_the_contract_is_broken(quick_cases, monkeypatch):
+def test_verify_exits_with_1_when_the_contract_is_broken(monkeypatch):
     """A final state was asked for and does not come."""
     monkeypatch.setenv("COLUMNS", "200")
     with installed(Toy()):
-        result = run("verify", "--backend", "toy")
+        result = verify("--backend", "toy")
     assert result.exit_code == 1
     assert "returned final_state: expected" in " ".join(result.stdout.split())
 
 
-def test_verify_that_compared_nothing_has_not_passed(quick_cases):
+def test_verify_that_compared_nothing_has_not_passed():
     with installed(Toy(features=())):
-        result = run("verify", "--backend", "toy")
+        result = verify("--backend", "toy")
     assert result.exit_code == 1
     assert "0 outputs compared, 0 failures" in result.stdout
 
@@ -461,6 +459,7 @@ def test_verify_that_compared_nothing_has_not_passed(quick_cases):
         (("--backend", "nochip"), 1, "backend 'nochip' is not installed"),
         (("--backend", "reference", "--device", "meta"), 1, "serves tensors on cpu, not on meta"),
         (("--device", "abacus"), 2, "--device"),
+        (("--case", "two tokens"), 2, "case: expected names of cases"),
     ],
 )
 def test_verify_says_why_it_cannot_run(arguments, status, message):

@@ -11,7 +11,8 @@ from toys import Toy, inputs, installed
 from typer.testing import CliRunner
 
 import kda_core
-from kda_core import _commands, _plugins
+from kda_core import _commands
+from kda_core._devices import best_device
 from kda_core._plugins import Registry
 from kda_core.capabilities import Available, Unavailable
 
@@ -23,24 +24,24 @@ def test_default_device_is_one_that_a_backend_serves():
     assert kda_core.explain(q, k, v, g, beta).chosen is not None
 
 
-def test_default_device_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(_plugins, "registry", Registry(entry_points=False))
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+def test_default_device_says_what_to_install():
     with pytest.raises(kda_core.UnsupportedCall, match=r"pip install \./backends/cpu in a checkout"):
-        kda_core.default_device()
+        best_device([CPU], Registry(entry_points=False))
 
 
 def test_default_device_says_that_a_backend_waits_to_be_named(monkeypatch):
     """On a GPU whose only backend serves by name it said "pip install kda-core-cpu", and nothing of that backend."""
-    monkeypatch.setattr(_plugins, "registry", Registry(entry_points=False))
-    monkeypatch.setattr(_plugins.platforms, "device_types", lambda: ("meta",))
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: None)
-    _plugins.registry.register(Toy("shy", None, device_types=("meta",)))
+    own = Registry(entry_points=False)
+    own.register(Toy("shy", None, device_types=("meta",)))
     with pytest.raises(
         kda_core.UnsupportedCall, match=r"shy on meta: it serves only calls that name it, e\.g\. with KDA_BACKEND=shy"
     ):
-        kda_core.default_device()
+        best_device([META], own)
     monkeypatch.setenv("KDA_BACKEND", "shy")
-    assert kda_core.default_device() == torch.device("meta")
+    assert best_device([META], own) == META
 
 
 def name_by_variable(name, monkeypatch):
@@ -58,30 +59,29 @@ def name_by_context(name, monkeypatch):
 def test_default_device_is_that_of_the_named_backend(named, monkeypatch):
     """It said "cpu" whatever was named."""
     far = Toy("far", device_types=("meta",), availability=Available("far away"))
-    gone = Toy("gone", device_types=("cuda",), availability=Unavailable("its driver is not here"))
+    gone = Toy("gone", device_types=("xpu",), availability=Unavailable("its driver is not here"))
     shy = Toy("shy", None)
-    monkeypatch.setattr(_plugins.platforms, "device_types", lambda: ("cpu",))
     with installed(far, gone, shy):
         with named("shy", monkeypatch):
-            assert kda_core.default_device() == torch.device("cpu"), "one that serves only when it is named"
+            assert kda_core.default_device() == CPU, "one that serves only when it is named"
         with named("reference", monkeypatch):
-            assert kda_core.default_device() == torch.device("cpu")
+            assert kda_core.default_device() == CPU
         with named("far", monkeypatch):
-            assert kda_core.default_device() == torch.device("meta")
-        refusal = r"^backend 'gone' can serve no device of this machine: cuda: its driver is not here$"
+            assert kda_core.default_device() == META
+        refusal = r"^backend 'gone' can serve no device of this machine: xpu: its driver is not here$"
         with named("gone", monkeypatch), pytest.raises(kda_core.UnsupportedCall, match=refusal):
             kda_core.default_device()
 
 
 def test_default_device_of_a_backend_that_is_not_installed_says_how_to_install_it(monkeypatch):
-    monkeypatch.setattr(_plugins, "registry", Registry(entry_points=False))
+    own = Registry(entry_points=False)
     monkeypatch.setenv("KDA_BACKEND", "cpu")
     with pytest.raises(kda_core.BackendNotFound, match=r"pip install \./backends/cpu in a checkout"):
-        kda_core.default_device()
-    _plugins.registry.register(Toy("toy", contract="~=0.9"))
+        best_device([CPU], own)
+    own.register(Toy("toy", contract="~=0.9"))
     monkeypatch.setenv("KDA_BACKEND", "toy")
     with pytest.raises(kda_core.BrokenBackend, match="needs plugin contract"):
-        kda_core.default_device()
+        best_device([CPU], own)
 
 
 def command(*arguments: str) -> dict:
@@ -92,13 +92,12 @@ def command(*arguments: str) -> dict:
     ("name", "device", "reason"),
     [
         ("reference", "cpu", ""),
-        ("gone", None, "backend 'gone' can serve no device of this machine: cuda: its driver is not here"),
+        ("gone", None, "backend 'gone' can serve no device of this machine: xpu: its driver is not here"),
         ("nowhere", None, "backend 'nowhere' is not installed"),
     ],
 )
 def test_info_shows_the_named_backends_default_device(name, device, reason, monkeypatch):
-    gone = Toy("gone", device_types=("cuda",), availability=Unavailable("its driver is not here"))
-    monkeypatch.setattr(_plugins.platforms, "device_types", lambda: ("cpu",))
+    gone = Toy("gone", device_types=("xpu",), availability=Unavailable("its driver is not here"))
     monkeypatch.setenv("KDA_BACKEND", name)
     with installed(gone):
         found = command("info")
@@ -109,10 +108,9 @@ def test_info_shows_the_named_backends_default_device(name, device, reason, monk
 
 def test_explain_asks_about_a_device_of_the_backend_that_it_is_given(monkeypatch):
     """The option goes before the variable, for the device too."""
-    gone = Toy("gone", device_types=("cuda",), availability=Unavailable("its driver is not here"))
+    gone = Toy("gone", device_types=("xpu",), availability=Unavailable("its driver is not here"))
     monkeypatch.setenv("KDA_BACKEND", "gone")
-    monkeypatch.setattr(_plugins.platforms, "device_types", lambda: ("cpu",))
-    with installed(gone), installed(Toy("far", device_types=("xpu",))):
+    with installed(gone), installed(Toy("far", device_types=("mtia",))):
         assert command("explain", "--backend", "far")["chosen"] == "far"
         assert command("explain", "--backend", "reference")["chosen"] == "reference"
         assert command("explain")["chosen"] is None

@@ -18,13 +18,14 @@ from cpu_requests import (
     PACKING,
     RECURRENT,
     assert_equal,
+    cut_chunks,
     forward,
     gradients,
     hooks,
     make_request,
     relative_error,
 )
-from kda_core_cpu import choose, recurrent, small_step
+from kda_core_cpu import recurrent, small_step
 
 
 @pytest.mark.parametrize("layout", ["dense", "packed"])
@@ -114,13 +115,11 @@ def test_a_sequence_of_a_pool_does_not_depend_on_its_neighbours(op, T, HV, v_fir
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_results_do_not_depend_on_how_work_is_cut(layout, monkeypatch):
+def test_results_do_not_depend_on_how_work_is_cut(layout):
     """Windows of one step and groups of one lane against one window and one group."""
     r = make_request(**LAYOUTS[layout], return_intermediate_states=True)
     expected, expected_grads, _ = gradients(r)
-    monkeypatch.setattr(choose, "_WINDOW_BUDGET", 1)
-    monkeypatch.setattr(choose, "_LANE_BUDGET", 1)
-    found, grads, _ = gradients(r)
+    found, grads, _ = gradients(r, functions=cut_chunks(chunks=1, lanes=1))
     assert torch.equal(found.o, expected.o)
     assert torch.equal(found.final_state, expected.final_state)
     assert torch.equal(found.h, expected.h)

@@ -157,6 +157,7 @@ def test_the_gate():
     tensors = [t.requires_grad_() for t in (g, A_log, bias)]
     found, expected = (f(g, A_log, dt_bias=bias) for f in (fused_kda_gate, naive_kda_gate))
     close(found, expected)
+    assert torch.equal(fused_kda_gate(g, A_log, bias, None, torch.bfloat16), found.bfloat16())
     given = torch.randn_like(g)
     for a, b in zip(*(torch.autograd.grad(y, tensors, given) for y in (found, expected)), strict=True):
         close(a, b)

@@ -205,15 +205,13 @@ def test_slack_applies_by_output_and_dtype():
     assert budgets.slack_of(slack[:1], "dq", BF16) is None
 
 
-def test_piecewise_gradients_are_the_whole_ones(monkeypatch):
+def test_piecewise_gradients_are_the_whole_ones():
     """Long sequences: the oracle's gradient is put together from pieces."""
     for case in (named("gradients"), named("gradients packed, grouped values, softplus gate")):
         call = case.call()
         whole = references.results(call)
         request = rounding.in_float64(call.request())
-        monkeypatch.setattr(
-            references, "MAX_GRAPH_BYTES", 20 * references._KEPT_STATES * 8 * request.HV * request.K * request.V
-        )
-        pieces = references._piecewise_backward(request, {n: g.double() for n, g in call.grads.items()})
+        most = 20 * references._KEPT_STATES * 8 * request.HV * request.K * request.V
+        pieces = references._piecewise_backward(request, {n: g.double() for n, g in call.grads.items()}, most)
         for name, expected in whole.items():
             torch.testing.assert_close(pieces[name], expected, rtol=1e-11, atol=1e-12, msg=name)

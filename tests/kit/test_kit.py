@@ -225,13 +225,14 @@ def test_subject_demands_the_declared_reason(monkeypatch):
     assert subject.records[-1].status == "refused"
 
 
-def test_interpreter_leaves_bfloat16_out_where_it_is_wrong(monkeypatch):
+def test_interpreter_leaves_bfloat16_out_where_it_is_wrong():
     """Visibly: as a record with its reason, never on a device."""
     subject = Subject(Target("reference", CPU, interpreted=True))
-    monkeypatch.setattr(interpreter, "bfloat16_is_right", lambda: True)
+    assert subject.wrong_in_bfloat16 is not interpreter.bfloat16_is_right()
+    subject.wrong_in_bfloat16 = False
     assert subject.takes(BF16)
     subject.run(named("bfloat16").call())
-    monkeypatch.setattr(interpreter, "bfloat16_is_right", lambda: False)
+    subject.wrong_in_bfloat16 = True
     with pytest.raises(Refused, match="left out"):
         subject.run(named("bfloat16").call())
     assert subject.records[-1].status == "left out"

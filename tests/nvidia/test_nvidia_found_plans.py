@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import installed
@@ -19,8 +18,8 @@ from kda_core_nvidia.choose import CHIPS
 from kda_core_nvidia.plugin import BACKEND
 from planned_backend import PlannedBackend
 
-from kda_core import _eager, _ops, api, chunk_kda, fused_recurrent_kda
-from kda_core._plugins import Registry
+from kda_core import _eager, chunk_kda, fused_recurrent_kda
+from kda_core._plugins import registry
 from kda_core.request import Request
 from kda_core.triton_lib.calls import Calls
 from kda_core.triton_lib.plan import Plan
@@ -46,14 +45,21 @@ MOST_PLANS = 200
 
 
 class NotedCalls(Calls):
-    """The calls as on an H200, but that plans are noted instead of run: pairs of the plan and the one to expect."""
+    """The calls as on an H200, but that plans are noted instead of run.
+
+    Attributes:
+        pairs: of every call, its plan, the one to expect, and whether it was bound for this call.
+        memos: of every call.
+    """
 
     def __init__(self) -> None:
         super().__init__(plan_of, lambda device: CHIPS[90], bind=Noted, most=MOST_PLANS)
         self.pairs: list[tuple[Plan, Plan, bool]] = []
+        self.memos: list[Any] = []
 
     def run(self, request: Any, key: Any, names: Any, inputs: Any, saved: Any = None, half: Any = ()) -> Any:
         made = super().run(request, key, names, inputs, saved, half)
+        self.memos.append(request.memo)
         used, given, new = Noted.calls.pop()
         crooked = frozenset(n for n, x in zip(names, given, strict=True) if x is not None and x.data_ptr() & 15)
         planned = request if saved is None else replace(request, saved=saved)
@@ -62,15 +68,14 @@ class NotedCalls(Calls):
 
 
 @pytest.fixture
-def calls(monkeypatch):
-    """A registry whose only backend has ``NotedCalls``."""
+def calls():
+    """The ``NotedCalls`` of a backend that every call goes to."""
     noted = NotedCalls()
-    registry = Registry(entry_points=False)
-    backend = PlannedBackend(BACKEND, noted, device_types=("cpu",), priority=100)
+    backend = PlannedBackend(BACKEND, noted, name="noted", device_types=("cpu",), priority=10**6)
+    registry.load()
     assert registry.register(backend).state == "loaded"
-    for module in (api, _ops):
-        monkeypatch.setattr(module, "registry", registry)
-    return SimpleNamespace(pairs=noted.pairs, registry=registry)
+    yield noted
+    registry.unregister("noted")
 
 
 def inputs(B: int = 2, T: int = 64, H: int = 2, K: int = 64, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
@@ -112,32 +117,39 @@ def states(V_first: bool = False) -> dict[str, Any]:
     return {"initial_state": torch.zeros(2, 2, 64, 64), "output_final_state": True, "state_v_first": V_first}
 
 
+def chunk(a: dict[str, Any], train: bool = False, **options: Any) -> Any:
+    if train:
+        return trained(chunk_kda, a, **options)
+    with torch.no_grad():
+        return chunk_kda(**a, **options)
+
+
+def only(name: str, change: Any, **options: Any) -> Any:
+    """A call one of whose tensors is changed."""
+
+    def make() -> Any:
+        a = inputs()
+        return chunk({**a, name: change(a[name])}, **options)
+
+    return make
+
+
+def step(a: dict[str, Any]) -> Any:
+    pool = torch.zeros(128, 2, 128, 128, dtype=torch.bfloat16)
+    return fused_recurrent_kda(**a, initial_state=pool, ssm_state_indices=torch.arange(128))
+
+
+def packed_h(bounds: list[int]) -> Any:
+    x = torch.tensor(bounds)
+    return chunk(inputs(B=1), cu_seqlens=x, cu_seqlens_cpu=x, return_intermediate_states=True)
+
+
+BOUNDS = torch.tensor([0, 30, 64])
+
+
 def kinds() -> dict[str, Any]:
     """Calls that differ from the first in one thing that a plan's key must hold, each with tensors of its own."""
-
-    def chunk(a: dict[str, Any], train: bool = False, **options: Any) -> Any:
-        if train:
-            return trained(chunk_kda, a, **options)
-        with torch.no_grad():
-            return chunk_kda(**a, **options)
-
-    def only(name: str, change: Any, **options: Any) -> Any:
-        def make() -> Any:
-            a = inputs()
-            return chunk({**a, name: change(a[name])}, **options)
-
-        return make
-
-    def step(a: dict[str, Any]) -> Any:
-        pool = torch.zeros(128, 2, 128, 128, dtype=torch.bfloat16)
-        return fused_recurrent_kda(**a, initial_state=pool, ssm_state_indices=torch.arange(128))
-
-    def packed_h(bounds: list[int]) -> Any:
-        x = torch.tensor(bounds)
-        return chunk(inputs(B=1), cu_seqlens=x, cu_seqlens_cpu=x, return_intermediate_states=True)
-
-    bounds = torch.tensor([0, 30, 64])
-    found = {
+    return {
         "plain": lambda: chunk(inputs()),
         "float16": lambda: chunk(inputs(dtype=torch.float16)),
         "g in float32": only("g", torch.Tensor.float),
@@ -154,8 +166,8 @@ def kinds() -> dict[str, Any]:
         "h": lambda: chunk(inputs(), return_intermediate_states=True),
         "h, packed": lambda: packed_h([0, 64, 64]),
         "h, packed otherwise": lambda: packed_h([0, 1, 64]),
-        "packed": lambda: chunk(inputs(B=1), cu_seqlens=bounds),
-        "packed, int32": lambda: chunk(inputs(B=1), cu_seqlens=bounds.int()),
+        "packed": lambda: chunk(inputs(B=1), cu_seqlens=BOUNDS),
+        "packed, int32": lambda: chunk(inputs(B=1), cu_seqlens=BOUNDS.int()),
         "128 channels": lambda: chunk(inputs(K=128)),
         "128 channels, v misaligned": lambda: (a := inputs(K=128)) and chunk({**a, "v": misaligned(a["v"])}),
         "v by heads": only("v", by_heads),
@@ -175,11 +187,18 @@ def kinds() -> dict[str, Any]:
         "a step of many states, q misaligned": lambda: (
             (a := inputs(B=128, T=1, K=128)) and step({**a, "q": misaligned(a["q"])})
         ),
+        **{f"{name} misaligned": only(name, misaligned) for name in ("q", "k", "v", "g", "beta")},
+    }
+
+
+def training_kinds() -> dict[str, Any]:
+    """The same with gradients."""
+    return {
         "training": lambda: chunk(inputs(), True),
         "training, norms": lambda: chunk(inputs(), True, **NORM),
         "training, all kept": lambda: chunk(inputs(), True, disable_recompute=True, **NORM),
         "training, gate, states": lambda: chunk(inputs(), True, **parameters(), **states()),
-        "training, gate, packed": lambda: chunk(inputs(B=1), True, **parameters(), cu_seqlens=bounds),
+        "training, gate, packed": lambda: chunk(inputs(B=1), True, **parameters(), cu_seqlens=BOUNDS),
         "training, a gradient by heads": lambda: chunk(inputs(), True, shape=lambda x: by_heads(torch.ones_like(x))),
         "training, a gradient that must be copied": lambda: chunk(
             inputs(), True, shape=lambda x: torch.ones(1, dtype=x.dtype).expand(x.shape)
@@ -192,16 +211,13 @@ def kinds() -> dict[str, Any]:
         "training token by token": lambda: trained(fused_recurrent_kda, inputs()),
         "training, 128 channels": lambda: chunk(inputs(K=128), True),
         "training, long, 128 channels": lambda: chunk(inputs(B=1, T=4096, K=128), True),
+        **{f"training, {name} misaligned": only(name, misaligned, train=True) for name in ("q", "k", "v", "g", "beta")},
     }
-    for name in ("q", "k", "v", "g", "beta"):
-        found[f"{name} misaligned"] = only(name, misaligned)
-        found[f"training, {name} misaligned"] = only(name, misaligned, train=True)
-    return found
 
 
 def test_the_plan_that_is_found_is_the_plan_of_the_call(calls):
     """Calls of every kind in turn, again and again, so that a plan of the wrong kind would be found."""
-    found = kinds()
+    found = kinds() | training_kinds()
     for turn in range(3):
         for name, make in found.items():
             calls.pairs.clear()
@@ -265,28 +281,22 @@ def test_plans_stay_bounded(calls):
         for _ in range(2):
             with torch.no_grad():
                 chunk_kda(**inputs(T=T, H=1, K=16))
-    plans = [p for _, memo in calls.registry._choices.values() for p in memo.values() if isinstance(p, Noted)]
+    plans = [p for _, memo in registry._choices.values() for p in memo.values() if isinstance(p, Noted)]
     assert len(plans) == MOST_PLANS
 
 
 def test_a_memo_belongs_to_one_signature(calls):
     """Shared by calls that are alike, a backward's with its forward's; a changed copy of a request has none."""
-    seen = []
-
-    def spy(backend: Any, r: Request, before: Any = _ops.forward) -> Any:
-        seen.append(r.memo)
-        return before(backend, r)
-
-    with pytest.MonkeyPatch.context() as m:
-        m.setattr(_ops, "forward", spy)
-        with torch.no_grad():
-            chunk_kda(**inputs())
-            chunk_kda(**inputs())
-            chunk_kda(**inputs(), scale=2.0)
-            chunk_kda(**inputs(T=32))
-        chunk_kda(**{n: x.requires_grad_() for n, x in inputs().items()})
-    assert seen[0] is seen[1]
-    assert len({id(x) for x in seen}) == 4
+    with torch.no_grad():
+        chunk_kda(**inputs())
+        chunk_kda(**inputs())
+        chunk_kda(**inputs(), scale=2.0)
+        chunk_kda(**inputs(T=32))
+    trained(chunk_kda, inputs())
+    first, second, *others, forward, backward = calls.memos
+    assert first is second
+    assert forward is backward
+    assert len({id(x) for x in (first, *others, forward)}) == 4
     r = Request(op="chunk_kda", **inputs(), scale=1.0)
     r.__dict__["memo"] = {}
     assert replace(r, scale=2.0).memo is None

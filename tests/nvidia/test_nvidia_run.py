@@ -9,6 +9,7 @@ import os
 import threading
 import weakref
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,10 +44,18 @@ KERNEL = Kernel()
 CPU = torch.device("cpu")
 
 
+class Fake(list):
+    """What was launched, and ``bind``: ``Bound`` with another triton, of some version, and nothing compiled yet."""
+
+    def __init__(self, launch: Any, version: str) -> None:
+        own = {"launch": launch, "current_stream": lambda: lambda device: "stream"}
+        own["entry"] = partial(triton_private.entry, version=version)
+        self.bind = partial(run.Bound, private=SimpleNamespace(**{**vars(triton_private), **own}), entries={})
+
+
 @pytest.fixture
-def fake(monkeypatch):
+def fake():
     """Triton as the executor sees it; gives what was launched: (way, grid, addresses and numbers)."""
-    launched: list[Any] = []
 
     def flat(x: Any) -> Any:
         return x.data_ptr() if hasattr(x, "data_ptr") else x.base.data_ptr() if hasattr(x, "base") else x
@@ -66,10 +75,7 @@ def fake(monkeypatch):
         launched.append(("triton", grid, tuple(map(flat, [*arguments, *constants]))))
         return Compiled()
 
-    monkeypatch.setattr(triton_private, "launch", launch)
-    monkeypatch.setattr(triton_private, "current_stream", lambda: lambda device: "stream")
-    monkeypatch.setattr(triton_private, "VERSION", "0.0")
-    monkeypatch.setattr(run, "_entries", {})
+    launched = Fake(launch, "0.0")
     return launched
 
 
@@ -92,8 +98,8 @@ def plan_with(x: torch.Tensor, number: int = 5, tile: bool = False, copies: bool
     return b.plan({"x": layout("x", x)}, {"z": z, "given": layout("x", x), "none": None})
 
 
-def bound_to(plan: Plan, x: torch.Tensor) -> Any:
-    bound = run.Bound(plan, ("x",), CPU)
+def bound_to(fake: Fake, plan: Plan, x: torch.Tensor) -> Any:
+    bound = fake.bind(plan, ("x",), CPU)
     return lambda x=x: bound([x], [x.data_ptr()])
 
 
@@ -102,7 +108,7 @@ def bound_to(plan: Plan, x: torch.Tensor) -> Any:
 def test_a_repeated_call_is_given_what_the_first_one_was(fake, tile: bool, copies: bool):
     """Addresses of this call's tensors, at the same offsets; grids and numbers alike."""
     x = torch.randn(4, 32)
-    call = bound_to(plan_with(x, tile=tile, copies=copies), x)
+    call = bound_to(fake, plan_with(x, tile=tile, copies=copies), x)
     for way in ("triton", "again", "again"):
         fake.clear()
         x = torch.randn(4, 32)
@@ -121,12 +127,12 @@ def test_a_repeated_call_is_given_what_the_first_one_was(fake, tile: bool, copie
 def test_what_is_compiled_is_found_for_other_lengths(fake):
     """A plan with another number is bound at once; another stride, alignment or constant is compiled."""
     x = torch.randn(4, 32)
-    bound_to(plan_with(x), x)()
+    bound_to(fake, plan_with(x), x)()
     fake.clear()
-    bound_to(plan_with(x, number=6), x)()
+    bound_to(fake, plan_with(x, number=6), x)()
     assert [way for way, *_ in fake] == ["again"] * 2
     fake.clear()
-    bound_to(plan_with(x, number=2**31), x)()
+    bound_to(fake, plan_with(x, number=2**31), x)()
     assert [way for way, *_ in fake] == ["triton"] * 2
 
 
@@ -158,7 +164,7 @@ def test_scratch_is_one_allocation_where_it_lasts_alike_and_is_given_back(fake):
     b.free(*first)
     c = b.scratch("c", (4,), torch.float32)
     launch(b, (1, 1, 1), x=held, y=c, **shared)
-    bound = run.Bound(b.plan({}, {}), (), CPU)
+    bound = fake.bind(b.plan({}, {}), (), CPU)
     bound([], [])
     alive: list[weakref.ref[torch.Tensor]] = []
     seen = []
@@ -188,7 +194,7 @@ def test_scratch_is_one_allocation_where_it_lasts_alike_and_is_given_back(fake):
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
 def test_who_watches_launches_sees_repeated_ones(fake, name: str):
     x = torch.randn(4, 32)
-    call = bound_to(plan_with(x), x)
+    call = bound_to(fake, plan_with(x), x)
     call()
     hook = getattr(triton.knobs.runtime, name)
 
@@ -209,7 +215,7 @@ def test_who_watches_launches_sees_repeated_ones(fake, name: str):
 
 def test_threads_that_run_the_same_plan_use_their_own_tensors(fake):
     given = [torch.randn(4, 32) for _ in range(4)]
-    call = bound_to(plan_with(given[0]), given[0])
+    call = bound_to(fake, plan_with(given[0]), given[0])
     call()
     fake.clear()
     threads = [threading.Thread(target=lambda x=x: [call(x) for _ in range(50)]) for x in given]
@@ -221,12 +227,12 @@ def test_threads_that_run_the_same_plan_use_their_own_tensors(fake):
     assert sorted(seen) == sorted([x.data_ptr() for x in given] * 50)
 
 
-def test_descriptors_stay_bounded(fake, monkeypatch):
+def test_descriptors_stay_bounded(fake):
     """One for every address that comes again, and not for every address that ever was."""
-    monkeypatch.setattr(run, "MAX_ENCODED", 3)
     given = [torch.randn(4, 32) for _ in range(9)]
     plan = plan_with(given[0], tile=True)
-    bound = run.Bound(plan, ("x",), CPU)
+    bound = fake.bind(plan, ("x",), CPU)
+    bound.most_encoded = 3
     for x in given:
         bound([x], [x.data_ptr()])
     maps = [m for epoch in bound._epochs for call in epoch.calls for m in call.maps]
@@ -252,7 +258,7 @@ class Triton36:
 
 
 @pytest.mark.parametrize("tile", [False, True])
-def test_where_triton_is_known_its_last_function_is_called(fake, monkeypatch, tile: bool):
+def test_where_triton_is_known_its_last_function_is_called(monkeypatch, tile: bool):
     """Descriptors are encoded, their shapes and strides follow them, as triton's own launcher has it."""
     launched: list[Any] = []
 
@@ -267,11 +273,9 @@ def test_where_triton_is_known_its_last_function_is_called(fake, monkeypatch, ti
         assert kind == "kind"
         return [("encoded", descriptor.base.data_ptr()), "shape", "strides"]
 
-    monkeypatch.setattr(triton_private, "launch", launch)
-    monkeypatch.setattr(triton_private, "VERSION", "3.6")
     monkeypatch.setattr("triton.backends.nvidia.driver.make_tensordesc_arg", encoded)
     x = torch.randn(4, 32)
-    call = bound_to(plan_with(x, tile=tile), x)
+    call = bound_to(Fake(launch, "3.6"), plan_with(x, tile=tile), x)
     call()
     for _ in range(2):
         launched.clear()

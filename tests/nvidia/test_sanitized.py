@@ -120,7 +120,7 @@ def drafts() -> Call:
 
 def recorded() -> Call:
     """Drafts with records."""
-    case = Case(name="records", B=3, T=4, gate="lower bound", **STEP)
+    case = Case(name="records", B=3, T=4, gate="lower bound", final_state=False, **STEP)
     return case.call().in_pool(torch.tensor([4, 0, 2], dtype=torch.int32), 6).recorded()
 
 
@@ -179,6 +179,13 @@ def test_the_oracle_takes_what_servers_ask(case: Case):
     for call in served(case):
         results = references.results(call)
         assert results["o"].isfinite().all()
+
+
+def test_the_core_takes_what_drafts_ask():
+    """Without a GPU, too: the arguments of drafts that leave records."""
+    for call in (recorded(), tree()):
+        o, _ = call(call.tensors, "reference")
+        assert o.isfinite().all()
 
 
 @on_gpu

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
-from kda_core_cpu import plugin
+from kda_core_cpu import chunk_backward, chunk_forward, plugin
 
 from kda_core.reference import DIFFERENTIABLE
 from kda_core.request import Request
@@ -53,10 +54,15 @@ def forward(r):
     return hooks(r.op)[0](r)
 
 
-def gradients(r, names=None, grad_o=True, grad_final_state=True):
-    """(forward result, gradients by name) for fixed output gradients."""
+def cut_chunks(**cut):
+    """The forward and the backward of ``chunk_kda`` with work cut otherwise than by default."""
+    return partial(chunk_forward.chunk_forward, **cut), partial(chunk_backward.chunk_backward, **cut)
+
+
+def gradients(r, names=None, grad_o=True, grad_final_state=True, functions=None):
+    """(forward result, gradients by name) for fixed output gradients, by ``functions`` or the hooks."""
     generator = torch.Generator().manual_seed(2)
-    run, back = hooks(r.op)
+    run, back = functions or hooks(r.op)
     result = run(replace(r, save_for_backward=True))
     do = torch.randn(result.o.shape, generator=generator).to(result.o.dtype)
     dS = torch.randn(r.state_shape, generator=generator).to(r.state_dtype)

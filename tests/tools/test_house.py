@@ -1,6 +1,6 @@
 """How the repository is built: sizes of files and functions, who imports whom, which modules tests patch.
 
-A rule may have exceptions, each by name (house_exceptions.py). They only become fewer: a needless one fails.
+No rule has an exception.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from environments import ROOT
-from house_exceptions import LONG_FILES, LONG_FUNCTIONS, PATCHED
 
 FOLDERS = ("kda_core", "backends", "integrations", "benchmarks", "tools", "examples", "tests")
 FILES = sorted(
@@ -87,16 +86,12 @@ def name(file: Path) -> str:
     return file.relative_to(ROOT).as_posix()
 
 
-def check(found: dict[str, int], limit: int, exceptions: dict[str, int]) -> None:
-    """Nothing is above the limit, or above its exception; every exception is above the limit."""
-    long = {what: lines for what, lines in found.items() if lines > exceptions.get(what, limit)}
-    assert long == {}, f"more than {limit} lines"
-    needless = {what for what in exceptions if found.get(what, 0) <= limit}
-    assert needless == set(), "delete these exceptions"
+def check(found: dict[str, int], limit: int) -> None:
+    assert {what: lines for what, lines in found.items() if lines > limit} == {}, f"more than {limit} lines"
 
 
 def test_files_are_short():
-    check({name(file): len(file.read_text(encoding="utf-8").splitlines()) for file in FILES}, FILE_LINES, LONG_FILES)
+    check({name(file): len(file.read_text(encoding="utf-8").splitlines()) for file in FILES}, FILE_LINES)
 
 
 def is_kernel(function: ast.FunctionDef) -> bool:
@@ -119,7 +114,7 @@ def test_host_functions_are_short():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and not is_kernel(node):
                 found[f"{name(file)}: {node.name}"] = lines_of(node)
-    check(found, FUNCTION_LINES, LONG_FUNCTIONS)
+    check(found, FUNCTION_LINES)
 
 
 def graph(*, at_once: bool) -> Graph:
@@ -211,19 +206,13 @@ def test_tests_patch_no_module_of_ours():
         for what in patched(file)
         if what.startswith("kda_core")
     }
-    assert found - PATCHED == set()
-    assert PATCHED - found == set(), "delete these exceptions"
+    assert found == set()
 
 
 def test_the_rules_find_what_breaks_them(tmp_path: Path):
-    lines = {"long": 501, "short": 500}
+    check({"short": 500}, 500)
     with pytest.raises(AssertionError, match="more than 500 lines"):
-        check(lines, 500, {})
-    check(lines, 500, {"long": 501})
-    with pytest.raises(AssertionError, match="more than 500 lines"):
-        check({"long": 502}, 500, {"long": 501})
-    with pytest.raises(AssertionError, match="delete these exceptions"):
-        check(lines, 500, {"long": 501, "short": 500})
+        check({"long": 501, "short": 500}, 500)
     for module, text in {
         "a": "import b",
         "b": "def f():\n    import a",

@@ -37,23 +37,23 @@ _ROW_INPUTS = frozenset({"q", "k", "g", "beta", "A_log", "dt_bias"})
 """Inputs whose gradient needs that of the decayed rows."""
 
 
-def chunk_backward(request: Request) -> BackwardResult:
-    """Gradients of ``chunk_kda`` for the inputs in ``request.needs_grad``."""
+def chunk_backward(request: Request, chunks: int | None = None, lanes: int | None = None) -> BackwardResult:
+    """Gradients of ``chunk_kda`` for the inputs in ``request.needs_grad``; other arguments as for ``chunk_forward``."""
     C = rows_per_chunk(request)
     sequences = Sequences.of(request, C)
     saved = Saved.of(request.saved)
     K, V = product_dims(request)
     workspace, inputs = Workspace(request.compute_dtype), RowInputs(request, K)
     grads = _Gradients(request)
-    budget = window_chunks(K, V, C, backward=True)
-    for group in lane_groups(sequences, request, C, group_lanes(K, V)):
+    chunks = chunks or window_chunks(K, V, C, backward=True)
+    for group in lane_groups(sequences, request, C, lanes or group_lanes(K, V)):
         dS = torch.zeros(len(group.ids), group.n_heads, K, V, dtype=request.compute_dtype, device="cpu")
         of_states = dS[..., : request.K, : request.V]
         if request.grad_final_state is not None:
             of_states.copy_(group.rows_of(key_first(request.grad_final_state, request)))
-        lanes = dS.flatten(0, 1)
-        for i0, i1 in reversed(group.windows(budget)):
-            _Backstep(workspace, inputs, Window(group, i0, i1), saved, grads).run(lanes)
+        of_lanes = dS.flatten(0, 1)
+        for i0, i1 in reversed(group.windows(chunks)):
+            _Backstep(workspace, inputs, Window(group, i0, i1), saved, grads).run(of_lanes)
         if grads.initial_state is not None:
             index = group.ids if group.span is None else group.span
             grads.initial_state[index, group.heads] = of_states.to(grads.initial_state.dtype)

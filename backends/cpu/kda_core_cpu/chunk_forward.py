@@ -27,8 +27,8 @@ from kda_core_cpu.windows import Window
 from kda_core_cpu.workspace import Workspace
 
 
-def chunk_forward(request: Request) -> ForwardResult:
-    """Run ``chunk_kda``."""
+def chunk_forward(request: Request, chunks: int | None = None, lanes: int | None = None) -> ForwardResult:
+    """Run ``chunk_kda``, in windows of ``chunks`` and groups of ``lanes``; by default those of ``choose``."""
     pool = PoolRows.of(request)
     C = rows_per_chunk(request)
     sequences = Sequences.of(request, C, None if pool is None else pool.skipped)
@@ -41,11 +41,11 @@ def chunk_forward(request: Request) -> ForwardResult:
     saved = Saved.of(tensors) if tensors else None
     K, V = product_dims(request)
     workspace, inputs = Workspace(request.compute_dtype), RowInputs(request, K)
-    budget = window_chunks(K, V, C)
-    for group in lane_groups(sequences, request, C, group_lanes(K, V)):
+    chunks = chunks or window_chunks(K, V, C)
+    for group in lane_groups(sequences, request, C, lanes or group_lanes(K, V)):
         S = torch.empty(len(group.ids) * group.n_heads, K, V, dtype=request.compute_dtype, device="cpu")
         states.read(group.ids.tolist(), group.heads, into=S)
-        for i0, i1 in group.windows(budget):
+        for i0, i1 in group.windows(chunks):
             _run_window(workspace, inputs, Window(group, i0, i1), S, o, h, saved, checkpoints)
         states.write(group.ids.tolist(), group.heads, S)
     return ForwardResult(o=o, final_state=states.result, h=None if h is None else h.tensor, saved=tensors)

@@ -1,13 +1,6 @@
-"""The recurrences of the backward for Hopper, written in Gluon: the equations of ``backward_states`` and
-``backward_reverse``, with warps that load and that store beside those that multiply.
-
-As in ``recurrence_hopper`` the loading warp runs a few chunks ahead. Every chunk's state leaves the chip, which is more
-than what is loaded. The warps that multiply only put it into shared memory, while the chunk's first products run, with
-the rows of the chunk before it; from there others copy it, whole rows at a time. (Copies through descriptors would need
-a fence of the warps that multiply, which waits for all that they have under way.)
-
-With EVERY_SECOND, sequences have even numbers of chunks, and only every second state is stored: the one at the start of
-a pair of chunks, and the gradient at its end. States and z are numbered by pairs then, [pairs, HV, ..]; z has 2 C rows.
+"""The recurrences of the backward for Hopper, written in Gluon: the kernel, and its second half, which computes the
+equations of ``backward_reverse``. ``backward_states_hopper`` has the first half. The second is its mirror image: it
+stores the gradient of the state at the end of every chunk, or with EVERY_SECOND of every pair of chunks.
 
 They take calls whose value channels fill whole blocks of BV (V = VP) and whose rows of v, or of the output's gradient,
 are 16-byte aligned; other calls take the plain kernels.
@@ -22,262 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kda_core_nvidia.backward_states_hopper import load_state, rows_of, states_of_sequence, store_state_block
 from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block, halves, store_state
-
-
-@gluon.jit
-def _rows_of(i_n, cu_seqlens, T, T_row, NT, s_b, s_t, C: gl.constexpr):
-    """(first slot, length, offset of the first row, first row of a contiguous [B · T] axis) of sequence ``i_n``."""
-    i_n = i_n.to(gl.int64)
-    if cu_seqlens is None:
-        slot0 = i_n * NT
-        length = T
-        first = i_n * s_b + i_n * T_row * s_t
-        bos = i_n * T
-    else:
-        bos = gl.load(cu_seqlens + i_n).to(gl.int64)
-        slot0 = bos // C + i_n
-        length = (gl.load(cu_seqlens + i_n + 1).to(gl.int64) - bos).to(gl.int32)
-        first = bos * s_t
-    return slot0, length, first, bos
-
-
-@gluon.jit
-def _load_state(
-    state, i_nh, i_v, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, KP: gl.constexpr, V_FIRST: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Transposed block [BV, KP] of a dense state [N, HV, K, V] (or [N, HV, V, K]), in float32."""
-    o_v = i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, LAYOUT))
-    o_k = gl.arange(0, KP, layout=gl.SliceLayout(0, LAYOUT))
-    at = state + i_nh.to(gl.int64) * (K * V)
-    if V_FIRST:
-        at = at + (o_v[:, None] * K + o_k[None, :])
-    else:
-        at = at + (o_k[None, :] * V + o_v[:, None])
-    return gl.load(at, mask=(o_v >= 0)[:, None] & (o_k < K)[None, :], other=0.0).to(gl.float32)
-
-
-@gluon.jit
-def _load_for_states(
-    values, pairs, X, decays, value_row, value_column, slot0, i_h, length, ready, free,
-    ke_buffer, ka_buffer, x_buffer, v_buffer, d_buffer,
-    HV: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """The warp that loads for states."""
-    for i in range((length + C - 1) // C):
-        stage = i % STAGES
-        slot = ((slot0 + i) * HV + i_h).to(gl.int32)
-        whole = length >= (i + 1) * C
-        bar = ready.index(stage)
-        mbarrier.wait(free.index(stage), ((i // STAGES) & 1) ^ 1)
-        mbarrier.expect(bar, (2 * C * KP + C * C + C * BV) * 2 + KP * 4, pred=whole)
-        mbarrier.expect(bar, (2 * C * KP + C * C) * 2 + KP * 4, pred=whole == 0)
-        copy_block(pairs, [slot * (3 * C), 0], bar, ke_buffer.index(stage))
-        copy_block(decays, [slot, 0], bar, d_buffer.index(stage))
-        copy_block(values, [value_row + i * C, value_column], bar, v_buffer.index(stage), pred=whole)
-        copy_block(pairs, [slot * (3 * C) + 2 * C, 0], bar, ka_buffer.index(stage))
-        copy_block(X, [slot * C, 0], bar, x_buffer.index(stage))
-
-
-@gluon.jit
-def _store_state_block(at, block, BV: gl.constexpr, KP: gl.constexpr, STORERS: gl.constexpr):
-    """Copy a block [BV, KP] from shared memory to ``at``, sixteen rows at a time: these warps have few registers."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // KP, KP // 8], [STORERS, 1], [1, 0])
-    row = gl.arange(0, 16, layout=gl.SliceLayout(1, LAYOUT))
-    column = gl.arange(0, KP, layout=gl.SliceLayout(0, LAYOUT))
-    for first in gl.static_range(0, BV, 16):
-        gl.store(at + first * KP + (row[:, None] * KP + column[None, :]), block.slice(first, 16).load(LAYOUT))
-
-
-@gluon.jit
-def _store_for_states(
-    states, z, slot0, i_h, i_v, length, free, full, empty, s_buffer, z_buffer,
-    HV: gl.constexpr, V: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
-    OUT: gl.constexpr, STORERS: gl.constexpr, EVERY_SECOND: gl.constexpr,
-):  # fmt: skip
-    """The warps that store for states: the state at the start of chunk i, and z of chunk i - 1."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [STORERS, 1], [1, 0])
-    row = gl.arange(0, C, layout=gl.SliceLayout(1, LAYOUT))
-    column = gl.arange(0, BV, layout=gl.SliceLayout(0, LAYOUT))
-    n = (length + C - 1) // C
-    for i in range(n + (n > 0).to(gl.int32)):
-        out = i % OUT
-        slot = (slot0 + i) * HV + i_h
-        mbarrier.wait(full.index(out), (i // OUT) & 1)
-        # The warps that hand over chunk i have done with what was loaded for the one before.
-        mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
-        before = (slot - HV) * C
-        if EVERY_SECOND:
-            slot = (slot0 + i) // 2 * HV + i_h
-            before = ((slot0 + i - 1) // 2 * HV + i_h) * (2 * C) + (i - 1) % 2 * C
-        if (i < n) & ((i % 2 == 0) | (not EVERY_SECOND)):
-            _store_state_block(states + (slot * V + i_v * BV) * KP, s_buffer.index(out), BV, KP, STORERS)
-        if i > 0:
-            at = z + before * V + i_v * BV + (row[:, None] * V + column[None, :])
-            gl.store(at, z_buffer.index(out).load(LAYOUT))
-        block_barrier()
-        mbarrier.arrive(empty.index(out), count=1)
-
-
-@gluon.jit
-def _states(
-    S, p_v, s_vt, length, ready, full, empty, ke_buffer, ka_buffer, x_buffer, v_buffer, d_buffer,
-    s_buffer, z_buffer, minus_eye,
-    L_ROWS: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, LIFT: gl.constexpr, STAGES: gl.constexpr,
-    OUT: gl.constexpr,
-):  # fmt: skip
-    """The warps that multiply for states."""
-    num_warps: gl.constexpr = gl.num_warps()
-    dtype: gl.constexpr = p_v.dtype.element_ty
-    L_SMALL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, C, 16])
-    L_STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KP, 16])
-    WIDE: gl.constexpr = KP > 128
-    PART: gl.constexpr = KP // 2 if WIDE else KP
-    L_LEFT: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, PART, 16]), 2)
-    o_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_ROWS))
-    every_v = (gl.arange(0, BV, layout=gl.SliceLayout(0, L_ROWS)) >= 0)[None, :]
-    rows_of_chunk = gl.to_tensor(C).to(gl.int64)
-    n = (length + C - 1) // C
-    # Accumulators of products that start from nothing are given those of the previous chunk, which are not read:
-    # registers set to zero here would make the compiler wait for every product in flight.
-    r = gl.full([BV, C], 0.0, gl.float32, L_SMALL)
-    scaled = gl.full([BV, C], 0.0, gl.float32, L_SMALL)
-    for i in range(n):
-        stage = i % STAGES
-        out = i % OUT
-        if WIDE:
-            part, rest = halves(S, BV, KP)
-        else:
-            part = S
-        rounded = part.to(dtype)
-        left = gl.convert_layout(rounded, L_LEFT)
-        rows = scaled.to(dtype)
-        mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
-        if length < (i + 1) * C:
-            # The last rows of a sequence: what follows them is another's, and not to be read.
-            m_v = (o_r < length - i * C)[:, None] & every_v
-            v_buffer.index(stage).store(gl.load(p_v + (rows_of_chunk * i) * s_vt, mask=m_v, other=0.0))
-            fence_async_shared()
-            block_barrier()
-        if not WIDE:
-            S = S * d_buffer.index(stage).load(L_STATE)
-        v_block = v_buffer.index(stage).permute((1, 0))
-        ke = ke_buffer.index(stage)
-        r = warpgroup_mma(v_block, minus_eye, r, use_acc=False, is_async=True)
-        r = warpgroup_mma(left, ke.slice(0, PART, dim=1).permute((1, 0)), r, is_async=True)
-        # Meanwhile this chunk's state and the previous chunk's z are handed to the warps that store.
-        mbarrier.wait(empty.index(out), ((i // OUT) & 1) ^ 1)
-        s_buffer.index(out).slice(0, PART, dim=1).store(rounded)
-        z_buffer.index(out).permute((1, 0)).store(rows)
-        if WIDE:
-            # All of the state as an operand, beside the state itself, would be more than the registers hold.
-            r, left = warpgroup_mma_wait(0, deps=(r, left))
-            rounded = rest.to(dtype)
-            left = gl.convert_layout(rounded, L_LEFT)
-            S = S * d_buffer.index(stage).load(L_STATE)
-            r = warpgroup_mma(left, ke.slice(PART, PART, dim=1).permute((1, 0)), r, is_async=True)
-            s_buffer.index(out).slice(PART, PART, dim=1).store(rounded)
-        block_barrier()
-        mbarrier.arrive(full.index(out), count=1)
-        r, left = warpgroup_mma_wait(0, deps=(r, left))
-        residual = gl.convert_layout((-r * (1 / LIFT)).to(dtype), L_LEFT)
-        S = warpgroup_mma(residual, ka_buffer.index(stage), S, is_async=True)
-        x_block = x_buffer.index(stage).permute((1, 0))
-        scaled = warpgroup_mma(residual, x_block, scaled, use_acc=False, is_async=True)
-        S, residual = warpgroup_mma_wait(1, deps=(S, residual))
-        scaled, residual = warpgroup_mma_wait(0, deps=(scaled, residual))
-    if n > 0:
-        out = n % OUT
-        mbarrier.wait(empty.index(out), ((n // OUT) & 1) ^ 1)
-        z_buffer.index(out).permute((1, 0)).store(scaled.to(dtype))
-        block_barrier()
-        mbarrier.arrive(full.index(out), count=1)
-    return S, n
-
-
-@gluon.jit
-def _states_of_sequence(
-    program, values, v, single, X, decays, initial_state, z, states, cu_seqlens, s_vb, s_vt, s_vh, T, T_row, NT,
-    HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, LIFT: gl.constexpr, KP: gl.constexpr,
-    BV: gl.constexpr, V_FIRST: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr, STORERS: gl.constexpr,
-    EVERY_SECOND: gl.constexpr,
-):  # fmt: skip
-    num_warps: gl.constexpr = gl.num_warps()
-    dtype: gl.constexpr = v.dtype.element_ty
-    L_STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KP, 16])
-    L_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [num_warps, 1], [1, 0])
-    SINGLE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, KP], dtype)
-    SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
-    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BV], dtype)
-    STATE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BV, KP], dtype)
-    ROW: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-
-    NV: gl.constexpr = V // BV
-    i_v = program % NV
-    i_nh = program // NV
-    i_h = i_nh % HV
-    slot0, length, first, row0 = _rows_of(i_nh // HV, cu_seqlens, T, T_row, NT, s_vb, s_vt, C)
-    o_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_ROWS))
-    o_v = i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(0, L_ROWS))
-    p_v = v + first + i_h.to(gl.int64) * s_vh + (o_r[:, None].to(gl.int64) * s_vt + o_v[None, :])
-    S = gl.full([BV, KP], 0.0, gl.float32, L_STATE)
-    if initial_state is not None:
-        S = _load_state(initial_state, i_nh, i_v, K, V, BV, KP, V_FIRST, L_STATE)
-
-    ke_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, KP], SINGLE)
-    ka_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, KP], SINGLE)
-    x_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, C], SQUARE)
-    v_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, BV], VALUES)
-    d_buffer = gl.allocate_shared_memory(gl.float32, [STAGES, 1, KP], ROW)
-    s_buffer = gl.allocate_shared_memory(dtype, [OUT, BV, KP], STATE)
-    z_buffer = gl.allocate_shared_memory(dtype, [OUT, C, BV], VALUES)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [OUT, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [OUT, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(ready.index(s), count=1)
-        mbarrier.init(free.index(s), count=1)
-    for s in gl.static_range(OUT):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=1)
-    # −I, times LIFT: as an operand of a product, v needs no change of layout.
-    L_EYE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [num_warps, 1], [1, 0])
-    e_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_EYE))
-    e_c = gl.arange(0, C, layout=gl.SliceLayout(0, L_EYE))
-    eye = gl.where(e_r[:, None] == e_c[None, :], -LIFT, 0.0).to(dtype)
-    minus_eye = gl.allocate_shared_memory(dtype, [C, C], SQUARE, eye)
-    fence_async_shared()
-    block_barrier()
-
-    gl.warp_specialize(
-        [
-            (
-                _states,
-                (
-                    S, p_v, s_vt, length, ready, full, empty, ke_buffer, ka_buffer, x_buffer, v_buffer,
-                    d_buffer, s_buffer, z_buffer, minus_eye, L_ROWS, BV, C, KP, LIFT, STAGES, OUT,
-                ),
-            ),
-            (
-                _load_for_states,
-                (
-                    values, single, X, decays, row0.to(gl.int32), i_h * s_vh + i_v * BV, slot0, i_h, length, ready,
-                    free, ke_buffer, ka_buffer, x_buffer, v_buffer, d_buffer, HV, C, KP, BV, STAGES,
-                ),
-            ),
-            (
-                _store_for_states,
-                (
-                    states, z, slot0, i_h, i_v, length, free, full, empty, s_buffer, z_buffer, HV, V, C, KP, BV, STAGES,
-                    OUT, STORERS, EVERY_SECOND,
-                ),
-            ),
-        ],
-        [1, STORERS],
-        [40, 40],
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -325,7 +64,7 @@ def _store_for_reverse(
         if EVERY_SECOND:
             slot = (slot0 + i) // 2 * HV + i_h
         if (j < n) & ((i % 2 == 1) | (not EVERY_SECOND)):
-            _store_state_block(state_grads + (slot * V + i_v * BV) * KP, s_buffer.index(out), BV, KP, STORERS)
+            store_state_block(state_grads + (slot * V + i_v * BV) * KP, s_buffer.index(out), BV, KP, STORERS)
         if j > 0:
             at = p_dv + rows_of_chunk * (i + 1) * (HV * V) + (row[:, None] * (HV * V) + column[None, :])
             mask = (row < length - (i + 1) * C)[:, None] & (column >= 0)[None, :]
@@ -429,7 +168,7 @@ def _reverse_of_sequence(
     i_v = program % NV
     i_nh = program // NV
     i_h = i_nh % HV
-    slot0, length, first, row0 = _rows_of(i_nh // HV, cu_seqlens, T, T_row, NT, s_ob, s_ot, C)
+    slot0, length, first, row0 = rows_of(i_nh // HV, cu_seqlens, T, T_row, NT, s_ob, s_ot, C)
     o_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_ROWS))
     o_v = i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(0, L_ROWS))
     p_do = do + first + i_h.to(gl.int64) * s_oh + (o_r[:, None].to(gl.int64) * s_ot + o_v[None, :])
@@ -438,7 +177,7 @@ def _reverse_of_sequence(
     if grad_final_state is not None:
         # A gradient that passes through an empty sequence is not rounded by two factors.
         into = gl.where(length == 0, 1.0, LIFT / o_scale)
-        S = _load_state(grad_final_state, i_nh, i_v, K, V, BV, KP, V_FIRST, L_STATE) * into
+        S = load_state(grad_final_state, i_nh, i_v, K, V, BV, KP, V_FIRST, L_STATE) * into
 
     pair_buffer = gl.allocate_shared_memory(dtype, [STAGES, 2 * C, KP], PAIR)
     a_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, KP], SINGLE)
@@ -515,7 +254,7 @@ def recurrences_hopper(
     OUT_REVERSE: gl.constexpr, STORERS: gl.constexpr, EVERY_SECOND: gl.constexpr,
 ):  # fmt: skip
     if gl.program_id(0) < programs:
-        _states_of_sequence(
+        states_of_sequence(
             gl.program_id(0), values, v, single, X, decays, initial_state, z, states, cu_seqlens, s_vb, s_vt, s_vh,
             T, T_row, NT, HV, K, V, C, LIFT, KP, BV, V_FIRST, STAGES, OUT, STORERS, EVERY_SECOND,
         )  # fmt: skip

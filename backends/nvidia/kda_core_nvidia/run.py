@@ -25,9 +25,6 @@ from kda_core_nvidia import triton_private
 from kda_core_nvidia.choose import INTERPRETED, Chip
 from kda_core_nvidia.triton_private import Entry
 
-MAX_ENCODED = 64
-"""Addresses for which a launch keeps each of its descriptors, of 0.4 KB: a model's next step brings the same again."""
-
 
 @cache
 def chip(device: torch.device) -> Chip:
@@ -227,10 +224,21 @@ def _torch_step(step: Step, plan: Plan, numbers: dict[str, int]) -> Callable[[li
 
 
 class Bound:
-    """A plan that runs for calls of one kind on one device."""
+    """A plan that runs for calls of one kind on one device.
 
-    def __init__(self, plan: Plan, names: Sequence[str], device: torch.device) -> None:
+    Attributes:
+        most_encoded: addresses for which a launch keeps each of its descriptors, of 0.4 KB: a model's next step brings
+            the same again.
+    """
+
+    most_encoded = 64
+
+    def __init__(
+        self, plan: Plan, names: Sequence[str], device: torch.device, private: Any = triton_private,
+        entries: dict[Any, Entry | None] = _entries,
+    ) -> None:  # fmt: skip
         self.plan, self._names, self._device = plan, tuple(names), device
+        self._private, self._entries = private, entries
         self._publicly = PublicPlan(plan, names, device, self._launch_publicly, triton_private.descriptor)
         self._epochs: tuple[_Epoch, ...] | None = None
         # A kernel that is compiled already, for other lengths, need not be looked for by triton.
@@ -239,14 +247,14 @@ class Bound:
     def _bind(self) -> None:
         if INTERPRET:
             return
-        entries = {id(x): _entries.get(_compiled_for(x, self._device.index)) for x in self.plan.launches}
+        entries = {id(x): self._entries.get(_compiled_for(x, self._device.index)) for x in self.plan.launches}
         if all(entries.values()):
             binder = _Binder(self.plan, self._names, self._device)
             epochs, numbers = binder.epochs(entries)
             self._template, self._derived = tuple(binder.template), tuple(binder.derived)
             results = {n: x if x is None else numbers[x] for n, x in self.plan.results.items()}
             self._results = tuple(results.items())
-            self._stream = triton_private.current_stream()
+            self._stream = self._private.current_stream()
             self._epochs = epochs
 
     def __call__(self, inputs: Sequence[Tensor | None], places: Sequence[int]) -> Results:
@@ -279,7 +287,7 @@ class Bound:
                     found = known.get(address)
                     if found is None:
                         found = encode(address)
-                        if len(known) >= MAX_ENCODED:
+                        if len(known) >= self.most_encoded:
                             known.clear()
                         known[address] = found
                     values[slot] = found
@@ -289,13 +297,13 @@ class Bound:
         return {name: None if n is None else held[n] for name, n in self._results}
 
     def _launch_publicly(self, launch: Launch, arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
-        compiled = triton_private.launch(launch.kernel, launch.grid, arguments, options)
+        compiled = self._private.launch(launch.kernel, launch.grid, arguments, options)
         if INTERPRET:
             return
         key = _compiled_for(launch, self._device.index)
-        if key not in _entries:
+        if key not in self._entries:
             tiles = sum(isinstance(x, Tile) for x in launch.arguments.values())
-            _entries[key] = triton_private.entry(compiled, tiles)
+            self._entries[key] = self._private.entry(compiled, tiles)
 
 
 run_plan = partial(run_plan_with, bind=Bound)

@@ -60,18 +60,19 @@ class Entry(NamedTuple):
     encode: Callable[[int, Any], Any] = lambda number, x: x
 
 
-def entry(compiled: Any, descriptors: int) -> Entry | None:
+def entry(compiled: Any, descriptors: int, version: str = VERSION) -> Entry | None:
     """How ``compiled`` is launched again; None when a launch needs more than its arguments.
 
     Args:
         descriptors: how many of its arguments are descriptors.
+        version: of triton.
     """
     run = compiled.run
     if getattr(run, "global_scratch_size", 0) or getattr(run, "profile_scratch_size", 0):
         return None
     found = Entry(run, (compiled.function, compiled.packed_metadata, *_NO_HOOKS))
     call = getattr(run, "launch", None)
-    if call is None or VERSION not in KNOWN:
+    if call is None or version not in KNOWN:
         return found
     head = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata)
     if not descriptors:

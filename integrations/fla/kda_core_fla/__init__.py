@@ -1,8 +1,7 @@
 """flash-linear-attention on kda_core: ``kda_core_fla.install()``; ``uninstall()`` takes it back.
 
 fla's registries ask kda_core first, at every call and on every device. A call that it refuses goes on to fla, with the
-reason in fla's log; on CPUs, where fla's Triton kernels cannot run, its error comes through. ``KDA_FLA=0`` switches it
-off.
+reason in fla's log; on CPUs, where fla's kernels cannot run, its error comes through. ``KDA_FLA=0`` switches it off.
 """
 
 import os
@@ -27,14 +26,10 @@ def install() -> bool:
         return False
     if os.environ.get("FLA_DISABLE_BACKEND_DISPATCH") == "1":
         raise UnsupportedStack("fla: FLA_DISABLE_BACKEND_DISPATCH=1 closes its registries: start Python without it")
-    from fla import backends
+    from kda_core_fla.backend import SERVED, KdaCore, register
 
-    from kda_core_fla.backend import ON_CPUS, KdaCore, chunk
-
-    for entry_point in (chunk.chunk_kda, "kda"):
-        backends.register(entry_point)(KdaCore)
-    for entry_point, implementation in ON_CPUS.items():
-        backends.register(entry_point, backend=KdaCore)(implementation)
+    for entry_point, implementation in SERVED.items():
+        register(entry_point, backend=KdaCore)(implementation)
     return True
 
 

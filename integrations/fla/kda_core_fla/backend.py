@@ -5,7 +5,7 @@ from inspect import signature, unwrap
 
 import torch
 import torch.nn.functional as F
-from fla.backends import BaseBackend
+from fla.backends import BaseBackend, register  # noqa: F401 - for install
 from fla.modules.activations.ops import swiglu_linear
 from fla.modules.causal_conv1d import ops as conv
 from fla.modules.fused_cross_entropy import ops as entropy
@@ -57,9 +57,10 @@ class KdaCore(BaseBackend):
     def get_implementation(self, function_name):
         return self.implementation or partial(self.call, function_name)
 
-    def call(self, function_name, *args, output_dtype=None, **kwargs):
+    def call(self, function_name, *args, **kwargs):
+        dtype = (dict(zip(THEIRS[function_name], args)) | kwargs).get("output_dtype")  # noqa: B905
         result = OURS[function_name](**by_name(function_name, args, kwargs))
-        return result if output_dtype is None else result.to(output_dtype)
+        return result if dtype is None else result.to(dtype)
 
 
 def gradients(f, inputs, given):
@@ -80,28 +81,30 @@ def convolve(x, weight, bias, residual=None, initial_state=None, output_final_st
     return y.to(x.dtype), state.transpose(1, 2).to(x.dtype).contiguous() if output_final_state else None
 
 
+def convolve_bwd(x, dy, dht, weight, bias, residual, initial_state, **given):
+    return gradients(partial(convolve, **given), (x, weight, bias, residual, initial_state), (dy.view(x.shape), dht))
+
+
 def convolve_step(x, cache, residual=None, weight=None, bias=None, activation=None):
     one = x.reshape(len(cache), 1, -1)
     y, state = convolve(one, weight, bias, None if residual is None else residual.view_as(one), cache, True, activation)
     return y.view(x.shape), cache.copy_(state)
 
 
-def normed(x, weight, bias, g, eps, is_rms_norm, activation, groups):
-    weight = x.new_ones(groups * x.shape[-1]) if weight is None else weight
-    rows = x.view(-1, weight.shape[-1])  # rows alternate in the groups
-    y = layernorm.group_norm_ref(rows, weight, bias, groups, eps=eps, is_rms_norm=is_rms_norm, upcast=True)
-    return y.view(x.shape) if g is None else y * (F.sigmoid if activation == "sigmoid" else F.silu)(g.float())
-
-
-def norm_fwd(x, weight, bias, eps, residual, residual_dtype, is_rms_norm, g=None, activation=None, num_groups=1):
+def norm(x, weight, bias, eps, residual, residual_dtype, is_rms_norm, g=None, activation=None, num_groups=1):
     total = x.float() if residual is None else x.float() + residual.float()
-    y = normed(total, weight, bias, g, eps, is_rms_norm, activation, num_groups).to(x.dtype)
+    weight = total.new_ones(num_groups * x.shape[-1]) if weight is None else weight
+    rows = total.view(-1, weight.shape[-1])  # rows alternate in the groups
+    y = layernorm.group_norm_ref(rows, weight, bias, num_groups, eps=eps, is_rms_norm=is_rms_norm, upcast=True)
+    factor = 1 if g is None else (F.sigmoid if activation == "sigmoid" else F.silu)(g.float())
     # The backward function gets no epsilon: it comes in the place of the deviations, which are computed anew.
+    y = (y.view(x.shape) * factor).to(x.dtype)
     return y, None, torch.tensor(eps, dtype=torch.float64), total.to(residual_dtype or x.dtype)
 
 
 def norm_bwd(dy, x, weight, bias, rstd, has_residual, is_rms_norm, x_dtype, g=None, activation=None, num_groups=1, dres=None, dresidual=None, **others):  # fmt: skip # noqa: E501
-    f = lambda *t: (normed(*t, float(rstd), is_rms_norm, activation, num_groups),)  # noqa: E731
+    kind = {"residual_dtype": None, "is_rms_norm": is_rms_norm, "activation": activation, "num_groups": num_groups}
+    f = lambda x, weight, bias, g: norm(x, weight, bias, float(rstd), None, g=g, **kind)[:1]  # noqa: E731
     dx, dw, db, dg = gradients(f, (x.float(), weight, bias, g), (dy.float(),))
     dx = sum((d for d in (dres, dresidual) if d is not None), dx)
     return dx.to(x_dtype), *(() if g is None else (dg,)), dw, db, dx.to(x.dtype) if has_residual else None
@@ -123,18 +126,13 @@ def losses_bwd(logits, target, dloss, lse, total_classes, class_start_idx, inpla
     return logits.copy_(found) if inplace_backward else found
 
 
-ON_CPUS = {
-    conv.causal_conv1d_fwd: convolve,
-    conv.causal_conv1d_bwd: lambda x, dy, dht, weight, bias, residual, initial_state, **given: gradients(
-        partial(convolve, **given), (x, weight, bias, residual, initial_state), (dy.view(x.shape), dht)
-    ),
-    conv.causal_conv1d_update: convolve_step,
-    layernorm.layer_norm_fwd: norm_fwd,
-    layernorm.layer_norm_bwd: norm_bwd,
-    fused_norm_gate.layer_norm_gated_fwd: norm_fwd,
-    fused_norm_gate.layer_norm_gated_bwd: norm_bwd,
+SERVED = {
+    chunk.chunk_kda: KdaCore, "kda": KdaCore,
+    conv.causal_conv1d_fwd: convolve, conv.causal_conv1d_bwd: convolve_bwd, conv.causal_conv1d_update: convolve_step,
+    layernorm.layer_norm_fwd: norm, layernorm.layer_norm_bwd: norm_bwd,
+    fused_norm_gate.layer_norm_gated_fwd: norm, fused_norm_gate.layer_norm_gated_bwd: norm_bwd,
     swiglu_linear: lambda x, y, weight, bias: F.linear((F.silu(x.float()) * y.float()).to(x.dtype), weight, bias),
-    entropy.cross_entropy_fwd: losses,
-    entropy.cross_entropy_bwd: losses_bwd,
+    entropy.cross_entropy_fwd: losses, entropy.cross_entropy_bwd: losses_bwd,
     fused_linear_cross_entropy_bwd: lambda do, dx, dw, db: tuple(t if t is None else t * do for t in (dx, dw, db)),
-}
+}  # fmt: skip
+"""The operators, and what stands around them on CPUs."""

@@ -54,11 +54,10 @@ class KdaCoreKernel(TritonKDAKernel):
         """One token of each request, from the rows of the convolution's result: views, no copies."""
         if call.get("replayssm_d") is not None:
             return super().packed_decode(mixed_qkv, a, b, num_v_heads=num_v_heads, head_v_dim=head_v_dim, **call)
-        K, value_dim = call["ssm_states"].shape[-1], num_v_heads * head_v_dim
+        K, value_dim, N = call["ssm_states"].shape[-1], num_v_heads * head_v_dim, len(mixed_qkv)
         key_dim = (mixed_qkv.shape[1] - value_dim) // 2
-        q, k, v = mixed_qkv[None].split([key_dim, key_dim, value_dim], -1)
-        q, k, v = q.unflatten(-1, (-1, K)), k.unflatten(-1, (-1, K)), v.unflatten(-1, (-1, head_v_dim))
-        return self.decode(q, k, v, a, b, **call)
+        q, k, v = mixed_qkv.split_with_sizes([key_dim, key_dim, value_dim], -1)
+        return self.decode(q.view(1, N, -1, K), k.view(1, N, -1, K), v.view(1, N, -1, head_v_dim), a, b, **call)
 
     def decode(self, q, k, v, a, b, *, A_log, dt_bias, ssm_states, cache_indices, lower_bound=None, scale=None, **_):
         """One token of each request: [1, N, heads, channels]."""

@@ -9,7 +9,7 @@ import importlib
 import os
 import sys
 from functools import cache, partial, update_wrapper, wraps
-from inspect import signature
+from inspect import Parameter, signature
 
 from torch import Tensor
 
@@ -20,7 +20,7 @@ __version__ = "0.1.0"
 
 RENAMED = {"raw_g": "g", "raw_beta": "beta", "g_bias": "dt_bias", "a_log": "A_log"}
 RENAMED |= {"compute_gate": "use_gate_in_kernel", "sigmoid_beta": "use_beta_sigmoid_in_kernel"}
-HINTS = ("chunk_indices", "chunk_offsets", "uniform_sequence_length", "fuse_gate")  # they change no result
+RENAMED |= dict.fromkeys(("chunk_indices", "chunk_offsets", "uniform_sequence_length", "fuse_gate"), "hint")
 _stock: dict = {}
 
 
@@ -56,18 +56,18 @@ def scatter_states(stock):
 
 def serve(operator, stock):
     """A function with the arguments and defaults of vLLM's, and an operator inside."""
-    names = [name for name, p in signature(stock).parameters.items() if p.kind is not p.VAR_KEYWORD]
-    defaults = {name: p.default for name, p in signature(stock).parameters.items() if p.default is not p.empty}
+    taken = {p.name: p.default for p in signature(stock).parameters.values() if p.kind is not p.VAR_KEYWORD}
     # A raw argument has no switch beside it, nor has a norm of q and k that is always applied.
-    fixed = {"use_gate_in_kernel": "raw_g" in names, "use_beta_sigmoid_in_kernel": "raw_beta" in names}
-    fixed["use_qk_l2norm_in_kernel"] = "use_qk_l2norm_in_kernel" not in names
+    fixed = {"use_gate_in_kernel": "raw_g" in taken, "use_beta_sigmoid_in_kernel": "raw_beta" in taken}
+    fixed |= {"use_qk_l2norm_in_kernel": "use_qk_l2norm_in_kernel" not in taken, "state_v_first": True}
+    fixed |= {RENAMED.get(name, name): x for name, x in taken.items() if x is not Parameter.empty}
 
     @wraps(stock)
     def function(*args, **kwargs):
-        given = defaults | dict(zip(names, args)) | kwargs  # noqa: B905 - some come by name
-        given = fixed | {RENAMED.get(name, name): x for name, x in given.items() if name not in HINTS}
-        bound = given.pop("lower_bound", None) if given.pop("safe_gate", given["use_gate_in_kernel"]) else None
-        return operator(**given | {"lower_bound": bound, "safe_gate": bound is not None, "state_v_first": True})
+        given = fixed | {RENAMED.get(n, n): x for n, x in (dict(zip(taken, args)) | kwargs).items()}  # noqa: B905
+        given.pop("hint", None)  # it changes no result
+        bound = given.get("lower_bound") if given.pop("safe_gate", given["use_gate_in_kernel"]) else None
+        return operator(**given | {"lower_bound": bound, "safe_gate": bound is not None})
 
     return function
 
@@ -93,7 +93,7 @@ def decode(q, initial_state, ssm_state_indices, cu_seqlens=None, num_accepted_to
 
 def packed_decode(mixed_qkv, g, beta, initial_state, state_indices, out=None, **given):
     _, H, V, K = initial_state.shape
-    q, k, v = (x.unflatten(-1, (H, -1)).unsqueeze(1) for x in mixed_qkv.split([H * K, H * K, H * V], -1))
+    q, k, v = (x.view(len(x), 1, H, -1) for x in mixed_qkv.split_with_sizes([H * K, H * K, H * V], -1))
     out = mixed_qkv.new_empty(1, len(q), H, V) if out is None else out
     given |= {"g": g.transpose(0, 1), "beta": beta.transpose(0, 1), "out": out.transpose(0, 1)}
     decode(q, initial_state, state_indices, k=k, v=v, **given)
