@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kda_core_nvidia.backward_states_hopper import load_state, rows_of, states_of_sequence, store_state_block
 from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block, halves, store_state
+from kda_core_nvidia.transitions_hopper import pair_of_barriers
 
 
 @gluon.jit
@@ -186,16 +187,8 @@ def _reverse_of_sequence(
     d_buffer = gl.allocate_shared_memory(gl.float32, [STAGES, 1, KP], ROW)
     s_buffer = gl.allocate_shared_memory(dtype, [OUT, BV, KP], STATE)
     v_buffer = gl.allocate_shared_memory(dtype, [OUT, C, BV], VALUES)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [OUT, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [OUT, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(ready.index(s), count=1)
-        mbarrier.init(free.index(s), count=1)
-    for s in gl.static_range(OUT):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=1)
+    ready, free = pair_of_barriers(STAGES)
+    full, empty = pair_of_barriers(OUT)
     fence_async_shared()
     block_barrier()
 

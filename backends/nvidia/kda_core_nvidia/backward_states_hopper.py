@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block, halves
+from kda_core_nvidia.transitions_hopper import pair_of_barriers
 
 
 @gluon.jit
@@ -229,16 +230,8 @@ def states_of_sequence(
     d_buffer = gl.allocate_shared_memory(gl.float32, [STAGES, 1, KP], ROW)
     s_buffer = gl.allocate_shared_memory(dtype, [OUT, BV, KP], STATE)
     z_buffer = gl.allocate_shared_memory(dtype, [OUT, C, BV], VALUES)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [OUT, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [OUT, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(ready.index(s), count=1)
-        mbarrier.init(free.index(s), count=1)
-    for s in gl.static_range(OUT):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=1)
+    ready, free = pair_of_barriers(STAGES)
+    full, empty = pair_of_barriers(OUT)
     # −I, times LIFT: as an operand of a product, v needs no change of layout.
     L_EYE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [num_warps, 1], [1, 0])
     e_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_EYE))
