@@ -1,15 +1,27 @@
 """Facts about this machine, computed at first use.
 
-Importing this module starts no device. Only this module and the command line know names of vendors. Tests and the
-conformance kit ask this module, and nothing else, which chip is there: ``@pytest.mark.platform("nvidia_hopper")`` skips
-by ``is_platform``, and budgets take a platform's arithmetic from ``flushed_below``.
+Importing this module starts no device. ``platforms.IS_NVIDIA`` and its neighbours are computed at the
+first access. Only this module and the command line know names of vendors. Tests and the conformance kit ask
+this module, and nothing else, which chip is there: ``@pytest.mark.platform("nvidia_hopper")`` skips by a flag,
+and budgets take a platform's arithmetic from ``flushed_below``.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    IS_CPU: bool
+    IS_NVIDIA: bool
+    IS_NVIDIA_HOPPER: bool
+    IS_NVIDIA_BLACKWELL: bool
+    IS_AMD: bool
+    IS_AMD_CDNA: bool
+    IS_AMD_RDNA: bool
+    FLUSHES_16BIT_SUBNORMALS: bool
 
 WHEEL_OF_RUNTIME = {"cpu": "kda-core-cpu", "cuda": "kda-core-nvidia", "hip": "kda-core-amd"}
 """Runtime -> distribution of the first-party backend that serves it."""
@@ -63,6 +75,13 @@ FLAGS = {
     "FLUSHES_16BIT_SUBNORMALS": lambda: _gcn_arch() == "gfx90a",
 }
 """How every flag is computed. IS_CPU: torch has no accelerator. A test may replace an entry."""
+
+
+def __getattr__(name: str) -> bool:
+    flag = FLAGS.get(name)
+    if flag is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return flag()
 
 
 def flags() -> dict[str, bool]:
