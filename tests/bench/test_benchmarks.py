@@ -168,6 +168,15 @@ def test_decode(tmp_path, capsys):
     assert "of a copy" in capsys.readouterr().out
 
 
+def test_drafts(tmp_path):
+    """No other rows; the commits are of none, some and all tokens."""
+    arguments = ("--drafts", "3", "--sizes", "2", "--heads", "2", "--channels", "8", "--layouts", "V first")
+    rows = rows_of(decode, tmp_path, *arguments, "--cold", "1", "--peers", "none")
+    assert [row["sizes"]["T"] for row in rows] == [3, 3]
+    names = ["kda_core", "records", *(f"commit of {n}" for n in (0, 1, 2, 3)), "tree"]
+    assert all(list(row["implementations"]) == names for row in rows)
+
+
 def test_accuracy(tmp_path):
     (row,) = rows_of(accuracy, tmp_path, "--by-length", "--only", "16 tokens, mild decay, float32", "--draws", "2")
     assert row["by_length"]
@@ -370,7 +379,7 @@ def test_a_step_on_a_gpu(gpu, broken, monkeypatch):
     for name in ("fla", "fla.ops", "fla.ops.kda", "fla.ops.kda.fused_recurrent"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     sys.modules["fla.ops.kda.fused_recurrent"].fused_recurrent_kda_fwd = fused_recurrent_kda_fwd
-    options = Namespace(device=gpu, backend="cpu", heads=2, channels=8, cold=1)
+    options = Namespace(device=gpu, backend="cpu", heads=2, channels=8, cold=1, drafts=None)
     row = decode.measure(2, 1, "bfloat16", "V first", ["fla"], options)
     assert "failed" not in row
     assert row["left_out"] == ({"fla": "RuntimeError: no kernel"} if broken else {})
