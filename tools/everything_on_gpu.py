@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,7 +163,7 @@ def run(todo: Sequence[Job], out: Path, gpus: Sequence[str], cores: int, seconds
     return statuses
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None, jobs: Callable[[str, bool], list[Job]] = jobs) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--backend", required=True)
     parser.add_argument("--foreign-device", action="store_true", help="run it on a device that it is not made for")
@@ -171,7 +171,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder of logs and outcomes; goes on from those there")
     parser.add_argument("--only", nargs="+", default=[], metavar="JOB", help="only jobs whose names begin so")
     parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)), help="workers altogether, about")
-    chosen = parser.parse_args()
+    chosen = parser.parse_args(arguments)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell ignores interrupts for its background jobs. The jobs here would inherit that and not end when told to.
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -23,7 +23,9 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -238,13 +240,45 @@ def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(x.abs() < limits.smallest_normal, (x / step).round() * step, x)
 
 
-def slack_of(slack: tuple[Slack, ...], output: str, dtype: torch.dtype) -> Slack | None:
+def slack_of(slack: tuple[Slack, ...], output: str, dtype: torch.dtype | None) -> Slack | None:
     """The declared slack that applies to an output of a call with inputs of ``dtype``: the widest one."""
     fitting = [s for s in slack if s.output in (output, "*") and s.dtype in (None, dtype)]
     return max(fitting, key=lambda s: s.factor, default=None)
 
 
-def describe(name: str, got: Tensor, expected: Tensor, error: Error, budget: Budget, slack: float, at: str) -> str:
+class Comparison(NamedTuple):
+    """A result beside the oracle's.
+
+    Attributes:
+        error: of the result.
+        slack: declared factor of the budget.
+        problem: a sentence where the error is outside the budget, otherwise "".
+    """
+
+    error: Error
+    slack: float
+    problem: str
+
+
+def compare(
+    name: str, got: Tensor, expected: Tensor, dtype: torch.dtype, budget: Budget,
+    place: Callable[[str, tuple[int, ...]], str], slack: tuple[Slack, ...] = (), inputs: torch.dtype | None = None,
+) -> Comparison:  # fmt: skip
+    """Compare a result with the oracle's.
+
+    Args:
+        name, got, expected, dtype: as for ``measure``.
+        place: the place in the call of an index of the output.
+        slack: that the backend declares. inputs: dtype of the call's inputs, which slack depends on.
+    """
+    error, declared = measure(name, got, expected, dtype), slack_of(slack, name, inputs)
+    factor = 1.0 if declared is None else declared.factor
+    if error.share(budget) <= factor:
+        return Comparison(error, factor, "")
+    return Comparison(error, factor, _sentence(name, got, expected, error, budget, factor, place(name, error.where)))
+
+
+def _sentence(name: str, got: Tensor, expected: Tensor, error: Error, budget: Budget, slack: float, at: str) -> str:
     """One sentence on a result outside its budget.
 
     Args:

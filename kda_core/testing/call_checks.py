@@ -169,13 +169,9 @@ class _Check(ABC):
         problems = []
         for name, found in got.items():
             exact, stored, budget = expected[name]
-            error = budgets.measure(name, found, exact, stored)
-            slack = budgets.slack_of(self.backend.info.slack, name, dtype)
-            factor = 1.0 if slack is None else slack.factor
-            if error.share(budget) > factor:
-                at = place(name, error.where)
-                problems.append(budgets.describe(name, found, exact, error, budget, factor, at))
-        return problems
+            slack = self.backend.info.slack
+            problems.append(budgets.compare(name, found, exact, stored, budget, place, slack, dtype).problem)
+        return list(filter(None, problems))
 
     def report(self, problems: list[str], result: Any) -> None:
         """Raise or warn, and write the call to a file if that is asked for."""

@@ -18,7 +18,7 @@ from kda_core import reference
 from kda_core.errors import ContractViolation, UnsupportedCall
 from kda_core.request import GateRequest
 from kda_core.testing.axes import DTYPES
-from kda_core.testing.budgets import FACTOR, Budget, Error, describe, measure
+from kda_core.testing.budgets import FACTOR, Budget, Error, compare, measure
 from kda_core.testing.inputs import guards, placed
 from kda_core.testing.rounding import FUNCTION_ULPS, RELATIVE_RMS, unit_roundoff
 from kda_core.testing.subject import Mismatch, Record, Subject
@@ -91,11 +91,11 @@ def check(
             continue
         if got[name].shape != expected.shape or got[name].dtype != dtype:
             raise Mismatch(f"{name}: expected {list(expected.shape)} {dtype}, got {got[name].shape} {got[name].dtype}")
-        error = _measure(name, got[name], expected, dtype, g)
-        record.note(name, error, budget)
-        if not error.share(budget) <= 1:
-            by_head = (_by_head(name, t, g) for t in (got[name], expected))
-            raise Mismatch(f"kda_gate: {describe(name, *by_head, error, budget, 1.0, _place(error.where))}")
+        by_head = (_by_head(name, t, g) for t in (got[name], expected))
+        found = compare(name, *by_head, dtype, budget, _place)
+        record.note(name, found.error, budget)
+        if found.problem:
+            raise Mismatch(f"kda_gate: {found.problem}")
 
 
 def _cotangent(shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -103,7 +103,7 @@ def _cotangent(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return (0.5 + torch.rand(shape, generator=torch.Generator().manual_seed(2))).to(dtype)
 
 
-def _place(where: tuple[int, ...]) -> str:
+def _place(name: str, where: tuple[int, ...]) -> str:
     *token, head = where
     return f"token {token}, head {head}" if token else f"head {head}"
 

@@ -372,14 +372,14 @@ class Subject:
         self, name: str, got: Tensor, expected: Tensor, budget: Budget, dtype: torch.dtype, r: Request
     ) -> list[str]:
         """A sentence about a result outside its budget; empty if it is within."""
-        error = budgets.measure(name, got, expected, dtype)
-        slack = budgets.slack_of(self.info.slack, name, r.q.dtype)
-        factor = 1.0 if slack is None else slack.factor
+
+        def place(*where: Any) -> str:
+            return whole(r).place(*where)
+
+        found = budgets.compare(name, got, expected, dtype, budget, place, self.info.slack, r.q.dtype)
         if self.records:
-            self.records[-1].note(name, error, budget, factor)
-        if error.share(budget) <= factor:
-            return []
-        return [budgets.describe(name, got, expected, error, budget, factor, whole(r).place(name, error.where))]
+            self.records[-1].note(name, found.error, budget, found.slack)
+        return [found.problem] if found.problem else []
 
     def _features(self, r: Request, call: Call) -> set[Feature]:
         strided = {Feature.STRIDED_INPUT} if _is_strided(call) else set()

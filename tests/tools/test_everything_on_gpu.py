@@ -19,45 +19,43 @@ installed.need_package("xdist", "pytest-xdist")
 SMALL = Job("small", (*KIT, "--backend=cpu", "-k", "test_beta"))
 
 
-def call(monkeypatch, out: Path, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["everything_on_gpu.py", "--backend", "cpu", "--out", str(out), *arguments])
-    return everything_on_gpu.main()
+def call(out: Path, *arguments: str, job: Job = SMALL) -> int:
+    return everything_on_gpu.main(["--backend", "cpu", "--out", str(out), *arguments], lambda *facts: [job])
 
 
 @pytest.mark.end_to_end
-def test_goes_on_where_it_stopped(monkeypatch, capsys, tmp_path: Path):
-    monkeypatch.setattr(everything_on_gpu, "jobs", lambda *facts: [SMALL])
-    assert call(monkeypatch, tmp_path, "--minutes", "0.001") == 1
+def test_goes_on_where_it_stopped(capsys, tmp_path: Path):
+    assert call(tmp_path, "--minutes", "0.001") == 1
     assert "stopped" in capsys.readouterr().out
-    assert call(monkeypatch, tmp_path) == 0
+    assert call(tmp_path) == 0
     assert "passed or skipped: right" in capsys.readouterr().out
     passed = (tmp_path / "small.passed").read_text().splitlines()
     assert len(passed) == len(set(passed)) > 3
     # As if the last of them had not been run.
     (tmp_path / "small.passed").write_text("".join(f"{name}\n" for name in passed[:-1]))
     (tmp_path / "small.done").unlink()
-    assert call(monkeypatch, tmp_path) == 0
+    assert call(tmp_path) == 0
     assert sorted((tmp_path / "small.passed").read_text().splitlines()) == sorted(passed)
     # Nothing is left: nothing runs.
     size = (tmp_path / "small.log").stat().st_size
-    assert call(monkeypatch, tmp_path) == 0
+    assert call(tmp_path) == 0
     assert (tmp_path / "small.log").stat().st_size == size
 
 
 @pytest.mark.end_to_end
-def test_what_failed_is_run_again(monkeypatch, capsys, tmp_path: Path):
+def test_what_failed_is_run_again(capsys, tmp_path: Path):
     file = tmp_path / "test_two.py"
     file.write_text("import os\n\ndef test_a(): pass\n\ndef test_b(): assert os.path.exists('mended')\n")
-    monkeypatch.setattr(everything_on_gpu, "jobs", lambda *facts: [Job("two", (str(file),))])
-    assert call(monkeypatch, tmp_path) == 1
+    job = Job("two", (str(file),))
+    assert call(tmp_path, job=job) == 1
     assert "1 passed or skipped: exit status 1" in capsys.readouterr().out
     (tmp_path / "mended").touch()
-    assert call(monkeypatch, tmp_path) == 0
+    assert call(tmp_path, job=job) == 0
     assert (tmp_path / "two.passed").read_text().splitlines() == ["test_two.py::test_a", "test_two.py::test_b"]
 
 
 @pytest.mark.end_to_end
-def test_what_is_stopped_has_not_failed(monkeypatch, tmp_path: Path):
+def test_what_is_stopped_has_not_failed(tmp_path: Path):
     """A test that waits for a program of its own, as for a compiler, when the time is over; and all of it ends.
 
     A shell lets what it puts into the background ignore interrupts; ptxas does not.
@@ -69,10 +67,10 @@ def test_what_is_stopped_has_not_failed(monkeypatch, tmp_path: Path):
     )
     line = f"subprocess.run([sys.executable, '-c', {program!r}], check=True)"
     file.write_text(f"import subprocess, sys\n\ndef test_waits():\n    {line}\n")
-    monkeypatch.setattr(everything_on_gpu, "jobs", lambda *facts: [Job("waits", (str(file),))])
+    job = Job("waits", (str(file),))
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        assert call(monkeypatch, tmp_path, "--minutes", "0.15") == 1
+        assert call(tmp_path, "--minutes", "0.15", job=job) == 1
     finally:
         signal.signal(signal.SIGINT, handler)
     pid = int(began.read_text())
@@ -122,6 +120,6 @@ def test_every_test_of_the_kit_is_in_one_job(tmp_path: Path):
     assert sorted(name for job in jobs for name in collected(*job.arguments)) == sorted(everything)
 
 
-def test_a_name_that_no_job_has(monkeypatch, tmp_path: Path):
+def test_a_name_that_no_job_has(tmp_path: Path):
     with pytest.raises(SystemExit):
-        call(monkeypatch, tmp_path, "--only", "nothing")
+        call(tmp_path, "--only", "nothing")

@@ -177,6 +177,13 @@ def test_direct_questions_about_the_chip_are_found(line: str):
     assert ASKS_THE_CHIP.search(line)
 
 
+def as_imported(name: str) -> str:
+    """The name of a module that is reached through another that imports it."""
+    owner, _, last = name.rpartition(".")
+    found = (imported for file in MODULES.get(owner, ()) for imported in imports(file) if imported in MODULES)
+    return next((imported for imported in found if imported.endswith(f".{last}")), name)
+
+
 def patched(file: Path) -> Iterator[str]:
     """The names that a test replaces in our modules: "module.name", by ``setattr`` of a monkeypatch."""
     modules: dict[str, str] = {}
@@ -192,7 +199,7 @@ def patched(file: Path) -> Iterator[str]:
                 yield str(target.value)
             elif len(rest) > 1:
                 first, _, others = ast.unparse(target).partition(".")
-                module = ".".join(filter(None, [modules.get(first, first), others]))
+                module = as_imported(".".join(filter(None, [modules.get(first, first), others])))
                 if module in MODULES:
                     yield f"{module}.{ast.literal_eval(rest[0]) if isinstance(rest[0], ast.Constant) else '*'}"
 

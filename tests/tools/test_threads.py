@@ -28,7 +28,6 @@ def test_the_smaller_of_affinity_and_quota_and_never_none(monkeypatch, tmp_path,
 def test_tests_run_no_more_threads_than_cores(monkeypatch, workers, set_by_user, expected):
     """Eight cores; a run that only starts workers, or whose user has decided, is left alone."""
     asked = []
-    monkeypatch.setattr(cores, "usable_cores", lambda: 8)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     # Set and deleted through the fixture, which then restores what this run had.
@@ -38,7 +37,7 @@ def test_tests_run_no_more_threads_than_cores(monkeypatch, workers, set_by_user,
     config = SimpleNamespace(getoption=lambda name, default: None)
     if workers is not None:
         config.workerinput = {"workercount": workers}
-    limit_threads(config)
+    limit_threads(config, cores=8)
     assert asked == ([] if expected is None else [expected])
     assert os.environ["OMP_NUM_THREADS"] == (set_by_user or str(expected))
 

@@ -1,0 +1,48 @@
+"""A call goes one way: from its arguments to a request, the choice of a backend, autograd and the backend's hook."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from toys import inputs
+
+import kda_core
+from kda_core._plugins import registry
+
+CORE = Path(kda_core.__file__).parent
+
+
+@pytest.mark.parametrize("op", ["chunk_kda", "fused_recurrent_kda"])
+def test_a_warm_training_forward_goes_one_way(op: str):
+    """The modules come in order, and at most nine functions stand on the stack between the caller and the hook."""
+    hooks, entered, above = registry.named("cpu").plugin.__file__, [], []
+    function, arguments = getattr(kda_core, op), [t.requires_grad_() for t in inputs()]
+
+    def follow(frame: FrameType, event: str, argument: Any) -> None:
+        if event != "call" or above:
+            return
+        path = Path(frame.f_code.co_filename)
+        if path.parent == CORE:
+            entered.append(path.stem)
+        elif str(path) == hooks:
+            caller = frame.f_back
+            while caller.f_code.co_filename != __file__:
+                above.append(caller.f_code.co_name)
+                caller = caller.f_back
+
+    for _ in range(2):
+        function(*arguments, backend="cpu")
+    before = sys.getprofile()
+    sys.setprofile(follow)
+    try:
+        function(*arguments, backend="cpu")
+    finally:
+        sys.setprofile(before)
+    way = ["api", "request", "_plugins", "_eager", "_loaded"]
+    assert [name for name in dict.fromkeys(entered) if name in way] == way
+    assert above[-1] == op
+    assert len(above) <= 9
