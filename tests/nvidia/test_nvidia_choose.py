@@ -285,6 +285,30 @@ def test_which_calls_the_prepare_for_hopper_takes():
     assert not isinstance(choose_forward(metadata(request(H=17)), INTERPRETED).prepare, PrepareHopperConfig)
 
 
+def test_short_sequences():
+    """By their mean length: kernels whose results have the same bits as others'."""
+
+    def kinds(**fields: Any) -> tuple[bool, bool, bool]:
+        choice = forward_on(90, request(**({"T": 96, "H": 40, "cu_seqlens": two} | fields)))
+        return getattr(choice.prepare, "paired", False), choice.finishes, choice.recurrence.stages == 3
+
+    two = torch.empty(3, dtype=torch.int64, device="meta")
+    assert kinds() == (True, True, True)
+    assert kinds(T=97) == kinds(T=192) == (True, False, True)
+    assert kinds(T=193) == (False, False, False)
+    # Few heads: the plain prepare, and programs for every multiprocessor.
+    assert kinds(H=16) == (False, False, False)
+    # Their keys are read by others.
+    assert kinds(save_for_backward=True) == (True, True, True)
+    assert kinds(save_for_backward=True, disable_recompute=True) == (True, False, True)
+    assert kinds(V=64) == (True, False, False)
+    h = forward_on(90, request(T=96, H=40, cu_seqlens=two, return_intermediate_states=True))
+    assert h.prepare.paired
+    assert not h.finishes
+    kernels = [plan_of(request(B=2, T=T, H=40), CHIPS[90]).kernels for T in (32, 33)]
+    assert kernels == [("prepare_hopper",), ("prepare_hopper", "recurrence_hopper")]
+
+
 @pytest.mark.parametrize("name", ["q", "k", "g", "beta"])
 def test_rows_that_bulk_copies_cannot_take_are_copied(name: str):
     r = request(B=2, H=17)

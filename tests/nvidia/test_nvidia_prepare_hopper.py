@@ -16,10 +16,10 @@ installed.need_backend("nvidia")
 
 from kda_core_nvidia.calls import plan_of
 from kda_core_nvidia.choose import CHIPS, Chip, choose_backward, choose_forward
-from kda_core_nvidia.choose.chunk import prepare_config
+from kda_core_nvidia.choose.chunk import hopper_config, prepare_config
 from kda_core_nvidia.plans.backward import plan_backward
 from kda_core_nvidia.plans.forward import plan_forward, saved_specs
-from kda_core_nvidia.run import Bound, chip
+from kda_core_nvidia.run import Bound, chip, run_plan
 
 from kda_core.request import Request
 from kda_core.testing.inputs import Call
@@ -271,3 +271,79 @@ def test_padded_slots_of_a_pool():
     o, _ = run(arguments | {"ssm_state_indices": indices, "output_final_state": False})
     assert torch.equal(o[[0, 2]], whole[[0, 2]])
     assert bool((o[1] == 0).all())
+
+
+LENGTHS = [1, 33, 7, 64, 32, 0, 31, 16, 129, 5, 32, 32] * 3
+
+FORMS = {
+    # name: (value heads, value heads a key head, state V first, how a pool is used or "")
+    "states in and out": (HV, 1, False, ""),
+    "odd heads": (HV - 1, 1, True, ""),
+    "grouped, in place": (HV, 2, False, "in place"),
+    "served": (HV - 1, 1, True, "served"),
+    "dense": (HV - 1, 1, False, "dense"),
+}
+
+
+def short_request(gate: str, form: str) -> Request:
+    """Sequences most of which have one chunk; packed, three rows behind the last one, unless the form is dense."""
+    heads, group, v_first, pool = FORMS[form]
+    N, T = (37, 29) if pool == "dense" else (len(LENGTHS), sum(LENGTHS) + 3)
+    arguments = call(gate, B=N if pool == "dense" else 1, T=T, H=HV // group)
+    for n in ("q", "k", "v", "g", "beta") if group == 1 else ():
+        arguments[n] = arguments[n][:, :, :heads]
+    arguments |= {n: arguments[n][:heads] for n in ("A_log", "dt_bias") if n in arguments}
+    slots = torch.randperm(N + 2, device=DEVICE)[:N].int()
+    arguments |= {"state_v_first": v_first, "initial_state": torch.randn(N, heads, 128, 128, device=DEVICE)}
+    if pool != "dense":
+        arguments["cu_seqlens"] = torch.tensor([0, *LENGTHS], device=DEVICE).cumsum(0)
+    if pool in ("in place", "served"):
+        slots[4] = -1
+        pooled = torch.randn(N + 2, heads, 128, 128, device=DEVICE)
+        arguments |= {"initial_state": pooled, "ssm_state_indices": slots, "inplace_final_state": True}
+    if pool == "served":
+        has = torch.arange(N, device=DEVICE) % 3 > 0
+        arguments |= {"has_initial_state": has, "final_state_indices": slots.flip(0).contiguous()}
+        arguments["final_state_pool"] = torch.zeros_like(arguments["initial_state"])
+    return request_of(arguments)
+
+
+def forward(r: Request, short: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and final states, by the kernels for short sequences or by those for long ones."""
+    r = replace(r, **{n: x.clone() for n in ("initial_state", "final_state_pool") if (x := getattr(r, n)) is not None})
+    meta, on = metadata(r), chip(r.device)
+    choice = choose_forward(meta, on)
+    assert choice.finishes
+    if not short:
+        prepare = replace(choice.prepare, paired=False, finishes=False)
+        choice = replace(choice, prepare=prepare, recurrence=hopper_config("recurrence", on, 128, 128, r.N * r.HV))
+    made = run_plan(plan_forward(meta, choice), r)
+    return made["o"], made["final_state"]
+
+
+@on_hopper
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("gate", GATES)
+def test_short_sequences_have_the_bits_of_long_ones_kernels(gate, form):
+    """Which kernels run follows from a batch's mean length, which must not show in any of its sequences."""
+    r = short_request(gate, form)
+    right = forward(r, False)
+    for _ in range(5):
+        for x, y in zip(forward(r, True), right, strict=True):
+            assert torch.equal(x, y)
+    if r.cu_seqlens is not None:
+        assert bool((right[0][:, sum(LENGTHS) :] == 0).all())
+
+
+@on_hopper
+def test_a_short_sequence_does_not_see_what_follows_it():
+    """NaN behind its last row, in v too, of which all of a chunk's rows are copied."""
+    r = short_request("bounded", "states in and out")
+    clean = forward(r, True)
+    rows = slice(sum(LENGTHS[:7]), sum(LENGTHS[:8]))
+    dirty = {n: torch.full_like(getattr(r, n), float("nan")) for n in ("q", "k", "v", "g", "beta")}
+    for n, x in dirty.items():
+        x[:, rows] = getattr(r, n)[:, rows]
+    seen = forward(replace(r, **dirty), True)
+    assert torch.equal(seen[0][:, rows], clean[0][:, rows])
+    assert torch.equal(seen[1][7], clean[1][7])

@@ -134,6 +134,14 @@ def chunk_case(dtype: torch.dtype, K: int, V: int, H: int, gate: str, everything
     return case.having(tags=case.tags | {"pool"}, lengths=(T,), index_dtype=torch.int64, options=options)
 
 
+def short_cases() -> list[Case]:
+    """Calls of ``chunk_kda`` whose sequences are short: packed, and dense ones, which need no recurrence."""
+    found = [chunk_case(BF16, 128, 128, MANY, gate).having(T=32, B=2) for gate in ("given", "softplus")]
+    packed = [chunk_case(dtype, 128, 128, MANY, "bounded").having(lengths=(32, 32)) for dtype in (BF16, FP16)]
+    found += [*packed, served(packed[0]), packed[0].having(gate="given", gate_dtype=FP32)]
+    return [case.having(name=f"{case.name}, short", tags=case.tags - {"descriptors"}) for case in found]
+
+
 def served(case: Case, *more: str) -> Case:
     """The call with everything that servers ask of a pool, forward only; with further tags."""
     tags = case.tags - {"descriptors"} | {"pool", "served", *more}
@@ -197,6 +205,7 @@ def cases(quick: bool = False) -> list[Case]:
     found += [chunk_case(dtype, K, K, FEW, "given", T=ODD) for dtype, K in ((BF16, 128), (FP16, 128), (BF16, 256))]
     found += [chunk_case(BF16, 256, 256, MANY, "given", True), chunk_case(FP32, 64, 64, FEW, "given", True)]
     found += [served(chunk_case(BF16, 128, 128, heads, "bounded")) for heads in (FEW, MANY)]
+    found += short_cases()
     found += [served(chunk_case(BF16, 256, 256, FEW, "bounded")), served(chunk_case(FP32, 64, 64, FEW, "softplus"))]
     found += [served(chunk_case(dtype, 128, 128, MANY, "softplus"), "checkpoints") for dtype in (BF16, FP32)]
     return [*found, *_steps()]

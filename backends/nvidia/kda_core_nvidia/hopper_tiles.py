@@ -1,4 +1,5 @@
-"""Device functions of ``prepare_hopper`` for tiles of 16 rows: gate, sums of decays, norms, scaled rows, pairs."""
+"""Device functions of ``prepare_hopper`` for tiles of 16 rows: gate, sums of decays, norms, scaled rows, pairs, and
+zeros for rows of the output that no recurrence visits."""
 
 import triton.language as tl
 from triton.experimental import gluon
@@ -276,3 +277,20 @@ def add_pairs(q_e, k_e, right, near, m, el):
         right = gl.where(of_warps(near, LEFT), right, 0.0)
     right = turned(right.to(gl.bfloat16))
     return mma_v2(q_e.to(gl.bfloat16), right, m), mma_v2(k_e.to(gl.bfloat16), right, el)
+
+
+@gluon.jit
+def store_zeros(
+    o, i_n, i_h, row, start, count, s_ob, s_ot, s_oh, V: gl.constexpr, ROWS: gl.constexpr, DENSE: gl.constexpr
+):
+    """Zeros for ``count`` rows of the output that no recurrence visits: ``row`` of all, ``start`` of a sequence."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    o_r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    if DENSE:
+        p_o = o + i_n.to(gl.int64) * s_ob + (start + o_r).to(gl.int64)[:, None] * s_ot + i_h * s_oh
+    else:
+        p_o = o + (row + o_r).to(gl.int64)[:, None] * s_ot + i_h * s_oh
+    zeros = gl.full([ROWS, 64], 0.0, o.dtype.element_ty, LAYOUT)
+    for first in range(0, V, 64):
+        o_v = first + gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
+        gl.store(p_o + o_v[None, :], zeros, mask=(o_r < count)[:, None] & (o_v < V)[None, :])

@@ -1,7 +1,8 @@
 """``prepare`` for Hopper, written in Gluon: the same equations and outputs for bfloat16 rows of 128 key channels.
 
-A program takes two chunk slots of one value head. Each of its four warps takes 64 channels of one slot, and products
-of pairs are summed over a slot's two warps afterwards. Rows, decays and results pass through shared memory by bulk
+A program takes two chunk slots of one value head or, where a sequence ends with the first of a pair, that slot of two
+heads. Each of its four warps takes 64 channels of one slot and head (called a slot below), and products of pairs are
+summed over a slot's two warps afterwards. Rows, decays and results pass through shared memory by bulk
 copies. Log decays are summed where a thread holds 16 rows of two channels, so that a sum is one addition an element.
 The factors 2^G are formed where the matrix unit takes its operands, which therefore never leave the registers.
 
@@ -61,36 +62,24 @@ from kda_core_nvidia.hopper_tiles import (
     scaled_rows,
     store_part,
     store_totals,
+    store_zeros,
     sums_of_rows,
     tile_decays,
 )
+from kda_core_nvidia.one_chunk_hopper import finish_sequence
 from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block
 
 store_block = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
-_NUMBERS = ["scale", "lower_bound", "T", "N", "chunks", "HV", "group", "s_ob", "s_index", "pad_slot_id", "slots"]
-
-
-@gluon.jit
-def _store_zeros(
-    o, i_n, i_h, row, start, count, s_ob, s_ot, s_oh, V: gl.constexpr, ROWS: gl.constexpr, DENSE: gl.constexpr
-):
-    """Zeros for ``count`` rows of the output that no recurrence visits: ``row`` of all, ``start`` of a sequence."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    o_r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    if DENSE:
-        p_o = o + i_n.to(gl.int64) * s_ob + (start + o_r).to(gl.int64)[:, None] * s_ot + i_h * s_oh
-    else:
-        p_o = o + (row + o_r).to(gl.int64)[:, None] * s_ot + i_h * s_oh
-    zeros = gl.full([ROWS, 64], 0.0, o.dtype.element_ty, LAYOUT)
-    for first in range(0, V, 64):
-        o_v = first + gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
-        gl.store(p_o + o_v[None, :], zeros, mask=(o_r < count)[:, None] & (o_v < V)[None, :])
+_NUMBERS = [
+    "scale", "lower_bound", "T", "N", "chunks", "HV", "group", "s_ob", "s_index", "pad_slot_id", "slots",
+    "s_has", "s_final", "final_slots", "o_scale",
+]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_NUMBERS)
 def prepare_hopper(
-    q, k, g,  # descriptors of [B · T rows, ..] by [2 C, 64]
+    q, k, g,  # descriptors of [B · T rows, ..] by [2 C, 64], or PAIRED by [C, 64]
     keys,  # descriptor of [slots · HV · 3 · C, KP] by [C, 64]
     beta,  # [B, T, HV], rows at s_bt
     A_log,  # [HV] or None
@@ -101,6 +90,8 @@ def prepare_hopper(
     norms,  # [slots, HV, 2, C] or None; read with an inverse, else written
     inverse,  # [slots, HV, C, C] float32 or None: X as an earlier run wrote it
     o,  # [B, T, HV, V]; only rows that no recurrence writes
+    values,  # descriptor of v like that of k, or None
+    initial_state, final_state, has_state, final_indices,  # as in recurrence_hopper, or None
     cu_seqlens,  # [N + 1] or None
     indices,  # [N] or None
     scale, lower_bound, T, N,
@@ -109,7 +100,11 @@ def prepare_hopper(
     group,  # value heads a key head
     s_qh, s_kh, s_gh, s_bt, s_bh, s_ob, s_ot, s_oh, s_index, pad_slot_id,
     slots,
+    s_vh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv, s_has, s_final, final_slots, o_scale,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
+    V_FIRST: gl.constexpr, LAST_CONTIGUOUS: gl.constexpr,  # as in recurrence_hopper
+    PAIRED: gl.constexpr,  # a slot without its second goes with the same slot of the next head
+    FINISHED: gl.constexpr,  # sequences of one chunk are finished here, and their keys are not stored
     G_BITS: gl.constexpr,  # of an element of g
     GATE: gl.constexpr, BOUNDED: gl.constexpr, L2NORM: gl.constexpr, SIGMOID: gl.constexpr, NEG_EIGVAL: gl.constexpr,
 ):  # fmt: skip
@@ -140,17 +135,26 @@ def prepare_hopper(
     row1 = row0 + C
     count0 = gl.minimum(length - start, C)
     count1 = gl.maximum(gl.minimum(length - start - C, C), 0)
-    second = count1 > 0
+    i_state = i_n.to(gl.int64)
     if (cu_seqlens is not None) | (indices is not None):
         skip = i_n == N
         if indices is not None:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
             if i_n < N:
-                i_state = gl.load(indices + i_n.to(gl.int64) * s_index)
+                i_state = gl.load(indices + i_n.to(gl.int64) * s_index).to(gl.int64)
                 skip = is_padding(i_state, pad_slot_id, slots)
         if skip:
-            _store_zeros(o, i_n, i_h, row0, start, count0 + count1, s_ob, s_ot, s_oh, V, 2 * C, cu_seqlens is None)
+            store_zeros(o, i_n, i_h, row0, start, count0 + count1, s_ob, s_ot, s_oh, V, 2 * C, cu_seqlens is None)
             return
+    head1 = i_h
+    if PAIRED and count1 == 0:
+        if i_h % 2 == 1:
+            return
+        slot1, row1 = slot0, row0
+        if i_h + 1 < HV:
+            head1, count1 = i_h + 1, count0
+    second = count1 > 0
     tail = (count0 < C) | (count1 < C)
+    alone = length <= C
 
     # Blocks as bulk copies take them, and the same as tensors of three dimensions.
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, 64], q.dtype)
@@ -163,15 +167,21 @@ def prepare_hopper(
     w_blocks = gl.allocate_shared_memory(q.dtype, [4 * G_PARTS, C, 64], TILE)
     q_buffer = seen_as(q_blocks, q.dtype, [4, C, 64], TILES)
     k_buffer = seen_as(k_blocks, q.dtype, [4, C, 64], TILES)
-    # Rows of both slots are copied at once. The place of g holds kg and kA later.
-    q_pairs = seen_as(q_blocks, q.dtype, [2, 2 * C, 64], TILE)
-    k_pairs = seen_as(k_blocks, q.dtype, [2, 2 * C, 64], TILE)
-    g_pairs = seen_as(w_blocks, g.dtype, [2, 2 * C, 64], G_TILE)
+    # The place of g holds kg and kA later.
+    ROWS: gl.constexpr = C if PAIRED else 2 * C
+    q_rows = seen_as(q_blocks, q.dtype, [4 * C // ROWS, ROWS, 64], TILE)
+    k_rows = seen_as(k_blocks, q.dtype, [4 * C // ROWS, ROWS, 64], TILE)
+    g_rows = seen_as(w_blocks, g.dtype, [4 * C // ROWS, ROWS, 64], G_TILE)
     g_buffer = seen_as(w_blocks, g.dtype, [4, C, 64], G_TILES)
     w_buffer = seen_as(w_blocks, q.dtype, [4, C, 64], TILES)
     # Sums of decays, and sums over channels after them.
     SUMS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
-    work = gl.allocate_shared_memory(gl.float32, [2, 32, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    WORK: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    if FINISHED:
+        v_blocks = gl.allocate_shared_memory(q.dtype, [4, C, 64], TILE)
+        work = seen_as(v_blocks, gl.float32, [2, 32, 64], WORK)
+    else:
+        work = gl.allocate_shared_memory(gl.float32, [2, 32, 64], WORK)
     x_buffer = seen_as(work, gl.float32, [4, 16, 64], SUMS)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     total_buffer = gl.allocate_shared_memory(gl.float32, [2, 4, 64], PLAIN)
@@ -183,11 +193,19 @@ def prepare_hopper(
     block_barrier()
     mbarrier.expect(rows_ready, 8 * C * 64 * 2)
     mbarrier.expect(decays_ready, 4 * C * 64 * (G_BITS // 8))
-    for half in gl.static_range(2):
-        copy_block(k, [row0, i_kh * s_kh + half * 64], rows_ready, k_pairs.index(half))
-        copy_block(q, [row0, i_kh * s_qh + half * 64], rows_ready, q_pairs.index(half))
-    for half in gl.static_range(2):
-        copy_block(g, [row0, i_h * s_gh + half * 64], decays_ready, g_pairs.index(half))
+    # Rows of both slots are copied at once where they are one head's.
+    COPIES: gl.constexpr = 2 * C // ROWS
+    for i in gl.static_range(2 * COPIES):
+        row, kh = row0, i_kh
+        if i % COPIES == 1:
+            row, kh = row1, head1 // group
+        copy_block(k, [row, kh * s_kh + i // COPIES * 64], rows_ready, k_rows.index(i))
+        copy_block(q, [row, kh * s_qh + i // COPIES * 64], rows_ready, q_rows.index(i))
+    for i in gl.static_range(2 * COPIES):
+        row, head = row0, i_h
+        if i % COPIES == 1:
+            row, head = row1, head1
+        copy_block(g, [row, head * s_gh + i // COPIES * 64], decays_ready, g_rows.index(i))
 
     # A warp's slot, its rows, and which of the slot's tiles is its own where it works on one.
     warp = gl.arange(0, 4, layout=gl.SliceLayout(1, BY_ROW))
@@ -199,19 +217,25 @@ def prepare_hopper(
     row = gl.where(of_second, row1, row0).to(gl.int64) + r
     slot = gl.where(of_second, slot1, slot0).to(gl.int64)
     there = ((of_second == 0) | second) & (r >= 0)
-    p_beta = beta + i_h * s_bh + row * s_bt
+    cw = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(1, COLUMNS))), 1)
+    cc = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, COLUMNS))), 0) + (cw // 2) * 64
+    # Heads of rows and of channels: one number, unless heads are paired.
+    r_head, c_head = i_h, i_h
+    if PAIRED:
+        r_head, c_head = gl.where(of_second, head1, i_h), gl.where(cw % 2 == 1, head1, i_h)
+    p_beta = beta + r_head * s_bh + row * s_bt
     beta0 = write_strength(gl.load(p_beta, mask=r < count, other=0.0), SIGMOID, NEG_EIGVAL)
     beta1 = write_strength(gl.load(p_beta + 16 * s_bt, mask=r + 16 < count, other=0.0), SIGMOID, NEG_EIGVAL)
-    a = gate_rate(A_log, i_h)
+    a = gate_rate(A_log, c_head)
+    if PAIRED and A_log is not None:
+        a = by_column(a)
     if GATE == "bounded":
         # Behind a sequence's end g is minus infinity: its product with the rate must not be NaN, nor may the bound's.
         a = gl.maximum(a, 1e-30)
         lower_bound = gl.maximum(lower_bound, -2e38)
-    cw = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(1, COLUMNS))), 1)
-    cc = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, COLUMNS))), 0) + (cw // 2) * 64
     bias = 0.0
     if dt_bias is not None:
-        bias = by_column(gl.load(dt_bias + i_h * K + cc).to(gl.float32))
+        bias = by_column(gl.load(dt_bias + c_head * K + cc).to(gl.float32))
         bias = gl.minimum(bias, 1e30)
     zero = gl.full([4, 16, 16], 0.0, gl.float32, MMA)
 
@@ -228,8 +252,15 @@ def prepare_hopper(
         k_buffer.store(gl.where(inside, x, gl.full([4, C, 64], 0.0, q.dtype, LOAD)))
 
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    m10_sum = gl.allocate_shared_memory(gl.float32, [4, 4, 64], VECTOR)
-    l10_sum = gl.allocate_shared_memory(gl.float32, [4, 4, 64], VECTOR)
+    if FINISHED:
+        SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], q.dtype)
+        squares = gl.allocate_shared_memory(q.dtype, [4, C, C], SQUARE)
+        sums = seen_as(squares, gl.float32, [2, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        m10_sum = seen_as(sums.index(0), gl.float32, [4, 4, 64], VECTOR)
+        l10_sum = seen_as(sums.index(1), gl.float32, [4, 4, 64], VECTOR)
+    else:
+        m10_sum = gl.allocate_shared_memory(gl.float32, [4, 4, 64], VECTOR)
+        l10_sum = gl.allocate_shared_memory(gl.float32, [4, 4, 64], VECTOR)
     own_sum0 = seen_as(m10_sum.index(0), gl.float32, [4, 16], VECTOR)
     own_sum1 = seen_as(m10_sum.index(1), gl.float32, [4, 16], VECTOR)
     q_sum0 = seen_as(m10_sum.index(2), gl.float32, [4, 16], VECTOR)
@@ -240,14 +271,14 @@ def prepare_hopper(
     # Where a forward kept norms they are read again; else they are sums over a slot's warps.
     kept = None
     if AGAIN and L2NORM:
-        kept = norms + (slot * HV + i_h) * (2 * C) + r
+        kept = norms + (slot * HV + r_head) * (2 * C) + r
     if not AGAIN:
         q0, k0 = q_buffer.slice(0, 16, dim=1), k_buffer.slice(0, 16, dim=1)
         q1, k1 = q_buffer.slice(16, 16, dim=1), k_buffer.slice(16, 16, dim=1)
         put_products(q0, k0, own_sum0, q_sum0, k_sum0, zero, L2NORM)
         put_products(q1, k1, own_sum1, q_sum1, k_sum1, zero, L2NORM)
         if norms is not None:
-            p_norms = norms + (slot * HV + i_h) * (2 * C) + r
+            p_norms = norms + (slot * HV + r_head) * (2 * C) + r
             once = there & (odd == 0)
             gl.store(p_norms, norm_of_rows(q_sum0, kept, 0, there, L2NORM), mask=once)
             gl.store(p_norms + 16, norm_of_rows(q_sum1, kept, 16, there, L2NORM), mask=once)
@@ -305,7 +336,7 @@ def prepare_hopper(
     x, total1 = sums_of_rows(tile_decays(g_tile, a, bias, lower_bound, GATE, BOUNDED), unit)
     x_buffer.store(x)
     c_slot = gl.where(cw % 2 == 1, slot1, slot0).to(gl.int64)
-    gl.store(D + (c_slot * HV + i_h) * K + cc, gl.exp2(total0 + total1), mask=((cw % 2 == 0) | second) & (cc >= 0))
+    gl.store(D + (c_slot * HV + c_head) * K + cc, gl.exp2(total0 + total1), mask=((cw % 2 == 0) | second) & (cc >= 0))
     store_totals(total1, total_buffer.index(1), BOUNDED)
     m11 = zero
     l11 = zero
@@ -339,17 +370,18 @@ def prepare_hopper(
     fence_async_shared()
     block_barrier()
     out0 = (slot0 * HV + i_h) * (3 * C)
-    out1 = (slot1 * HV + i_h) * (3 * C)
-    for half in gl.static_range(2):
-        store_block(keys, [out0, half * 64], k_blocks.index(2 * half))
-        store_block(keys, [out0 + C, half * 64], q_blocks.index(2 * half))
-    if second:
+    out1 = (slot1 * HV + head1) * (3 * C)
+    if not (FINISHED and alone):
         for half in gl.static_range(2):
-            store_block(keys, [out1, half * 64], k_blocks.index(2 * half + 1))
-            store_block(keys, [out1 + C, half * 64], q_blocks.index(2 * half + 1))
+            store_block(keys, [out0, half * 64], k_blocks.index(2 * half))
+            store_block(keys, [out0 + C, half * 64], q_blocks.index(2 * half))
+        if second:
+            for half in gl.static_range(2):
+                store_block(keys, [out1, half * 64], k_blocks.index(2 * half + 1))
+                store_block(keys, [out1 + C, half * 64], q_blocks.index(2 * half + 1))
 
     # From here on a warp has one tile of a slot for its own.
-    p_square = by_row((slot * HV + i_h) * (C * C))
+    p_square = by_row((slot * HV + r_head) * (C * C))
     everywhere = by_column(gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, BY_COLUMN)), 0) >= 0)
     own = by_row(there) & everywhere
     odd2 = by_row(odd)
@@ -433,12 +465,21 @@ def prepare_hopper(
     w_buffer.slice(16, 16, dim=1).store(k_a1.to(q.dtype))
     fence_async_shared()
     block_barrier()
-    for half in gl.static_range(2):
-        store_block(keys, [out0 + 2 * C, half * 64], w_blocks.index(2 * half))
-    if second:
+    if FINISHED and alone:
+        first = o + (i_n.to(gl.int64) * s_ob if cu_seqlens is None else row0.to(gl.int64) * s_ot)
+        finish_sequence(
+            k_blocks, q_blocks, w_blocks, v_blocks, squares, rows_ready, values, P, D, first, initial_state,
+            final_state, has_state, final_indices, i_n, i_state, i_h, head1, slot0 * HV + i_h, slot1 * HV + head1,
+            row0, count0, s_vh, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv, pad_slot_id, s_has,
+            s_final, final_slots, o_scale, K, V, C, V_FIRST, LAST_CONTIGUOUS,
+        )  # fmt: skip
+    else:
         for half in gl.static_range(2):
-            store_block(keys, [out1 + 2 * C, half * 64], w_blocks.index(2 * half + 1))
-    tma.store_wait(0)
+            store_block(keys, [out0 + 2 * C, half * 64], w_blocks.index(2 * half))
+        if second:
+            for half in gl.static_range(2):
+                store_block(keys, [out1 + 2 * C, half * 64], w_blocks.index(2 * half + 1))
+        tma.store_wait(0)
     # The compiler gives away memory after its last use, but bulk copies still read blocks, and warps still wait at
     # barriers that others have passed.
     q_blocks._keep_alive()

@@ -34,10 +34,18 @@ class PrepareConfig:
 
 @dataclass(frozen=True, slots=True)
 class PrepareHopperConfig:
-    """Launch configuration of ``prepare_hopper``; ``registers``: of a thread."""
+    """Launch configuration of ``prepare_hopper``.
+
+    Attributes:
+        registers: of a thread.
+        paired: for sequences most of which end with the first chunk of a pair: it is paired with that of the next head.
+        finishes: it also does what is left of sequences of one chunk; the recurrence has the others.
+    """
 
     registers: int
     num_warps: int = 4
+    paired: bool = False
+    finishes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +172,19 @@ def prepare_config(K: int, dtype: torch.dtype, again: bool = False) -> PrepareCo
 _PREPARE_HOPPER = {torch.bfloat16: PrepareHopperConfig(168), torch.float32: PrepareHopperConfig(255)}
 """By the dtype of g: three programs share a multiprocessor, or two."""
 
+SHORT = 96
+"""Rows of a packed sequence, on average, up to which kernels are those for short ones. Their bits are the others'."""
+
+
+MOSTLY_ONE_CHUNK = 48
+"""The same for kernels that finish sequences of one chunk apart: of 64 rows each there are none."""
+
+
+def short(r: Request, rows: int = SHORT) -> bool:
+    """Whether sequences have few chunks: by the call's shape, since their lengths are on the GPU."""
+    return r.T <= CHUNK if r.cu_seqlens is None else r.T <= rows * r.N
+
+
 LEAST_HEADS = 17
 """Value heads from which ``prepare_hopper`` was measured to gain with the host."""
 
@@ -191,7 +212,7 @@ def choose_prepare(
         # Rows of a descriptor and programs are counted in 32 bits.
         and slots(r) * r.HV * 3 * CHUNK < 2**31
     )
-    return _PREPARE_HOPPER[r.g.dtype] if hopper else prepare_config(r.K, r.q.dtype, again)
+    return replace(_PREPARE_HOPPER[r.g.dtype], paired=short(r)) if hopper else prepare_config(r.K, r.q.dtype, again)
 
 
 _HOPPER_CONFIGS = {
@@ -207,11 +228,15 @@ _HOPPER_CONFIGS = {
 }
 
 
+_MANY = HopperConfig(64, 3, 0, 1, 128)
+"""The recurrence of many short sequences with 128 key channels: two programs share a multiprocessor, so that states
+come and go while others are computed."""
+
 _SHARING = {"states": HopperConfig(64, 3, 2, 2, 128), "reverse": HopperConfig(64, 3, 2, 1, 128)}
 """The backward's recurrences of 128 key channels where two programs share a multiprocessor."""
 
 
-def hopper_config(kernel: str, chip: Chip, KP: int, V: int, heads: int) -> HopperConfig:
+def hopper_config(kernel: str, chip: Chip, KP: int, V: int, heads: int, short: bool = False) -> HopperConfig:
     """The configuration for ``heads`` = sequences times value heads.
 
     A program of 64 channels takes less time than one of 128. Where there are more of them than multiprocessors, one
@@ -224,10 +249,13 @@ def hopper_config(kernel: str, chip: Chip, KP: int, V: int, heads: int) -> Hoppe
 
     Args:
         kernel: recurrence, states or reverse.
+        short: of a call for which ``short`` is true.
     """
     if kernel in _SHARING and KP == 128 and math.ceil(chip.load(2 * heads * (V // 64))) not in (1, 3):
         return _SHARING[kernel]
     wide = kernel == "recurrence" and V % 128 == 0 and chip.load(heads * (V // 64)) > 1
+    if wide and short and KP == 128:
+        return _MANY
     return _HOPPER_CONFIGS[kernel, KP, 128 if wide else 64]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,6 +11,7 @@ from kda_core.triton_lib.arguments import decays_bounded, has_contiguous_rows
 from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core_nvidia.choose.chip import Chip
 from kda_core_nvidia.choose.chunk import (
+    MOSTLY_ONE_CHUNK,
     BlockConfig,
     HopperConfig,
     Precision,
@@ -25,6 +26,7 @@ from kda_core_nvidia.choose.chunk import (
     saved_slots,
     segment_rows,
     serves,
+    short,
     transitions_of,
 )
 from kda_core_nvidia.choose.fragments import as_fragments, fragment_rows, fragment_slots, fragment_transitions
@@ -77,6 +79,12 @@ class ForwardChoice:
     transitions: BlockConfig | TransitionsHopperConfig
     join_precision: str
 
+    @property
+    def finishes(self) -> bool:
+        """Whether ``prepare_hopper`` finishes sequences of one chunk, and the recurrence leaves them alone."""
+        both = isinstance(self.prepare, PrepareHopperConfig) and isinstance(self.recurrence, HopperConfig)
+        return both and self.prepare.finishes
+
 
 def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
     """How a forward of ``chunk_kda`` runs on ``chip``; ``request`` is metadata alone."""
@@ -90,9 +98,14 @@ def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
     if (fragments or rows) and isinstance(transitions, TransitionsHopperConfig):
         v = as_copied(v)
     hopper = not h and serves(chip, dtype, count, r.HV, KP, V, v)
+    prepare = choose_prepare(r, chip, cut=fragments or bool(rows))
+    if isinstance(prepare, PrepareHopperConfig) and hopper and V == K and not (fragments or rows):
+        # A training step that keeps everything needs the keys.
+        everything = r.save_for_backward and r.disable_recompute
+        prepare = replace(prepare, finishes=short(r, MOSTLY_ONE_CHUNK) and not everything)
     return ForwardChoice(
-        prepare=choose_prepare(r, chip, cut=fragments or bool(rows)),
-        recurrence=hopper_config("recurrence", chip, KP, V, heads)
+        prepare=prepare,
+        recurrence=hopper_config("recurrence", chip, KP, V, heads, short(r))
         if hopper
         else recurrence_config(chip, dtype, K, V, heads, h),
         precision=precision(dtype, chip),

@@ -123,6 +123,7 @@ def _prepare_buffers(
 def add_prepare(
     b: Builder, r: Request, config: PrepareConfig | PrepareHopperConfig, precision: Precision, bounded: bool, o: View,
     backward: bool = False, keep: int = 0, kept: Kept | None = None, new: Callable[..., View] | None = None,
+    states: dict[str, Any] | None = None,
 ) -> Prepared:  # fmt: skip
     """Add a launch of ``prepare``, or of ``prepare_hopper``.
 
@@ -132,12 +133,13 @@ def add_prepare(
         keep: also return X in float32, and P, X and norms with room for so many slots: results to be saved.
         kept: what an earlier run saved; for a backward.
         new: allocates all that is not saved; scratch when left out.
+        states: of a recurrence (``_states``), where ``prepare_hopper`` finishes sequences of one chunk.
     """
     written, prepared = _prepare_buffers(b, r, new or b.scratch, backward, keep, kept)
     own = {"inverse": None if kept is None else kept.inverse, "o": o, "scale": split_scale(r.scale, r.q.dtype)[0]}
-    named = names(r) | written._asdict() | own | {"BOUNDED": bounded}
+    named = names(r) | written._asdict() | own | {"BOUNDED": bounded, "FINISHED": states is not None}
     if isinstance(config, PrepareHopperConfig):
-        launch_prepare_hopper(b, r, config, named)
+        launch_prepare_hopper(b, r, config, named, states)
         return prepared
     unit, strides = row_strides(q=r.q, k=r.k, g=r.g, b=r.beta, o=o)
     named |= strides | {
@@ -149,6 +151,21 @@ def add_prepare(
     return prepared
 
 
+def _states(r: Request, o: View, final_state: View | None, whole: Request | None = None) -> dict[str, Any]:
+    """What a recurrence takes by name for values, outputs and states; arguments as of ``add_recurrence``."""
+    v_first = r.state_v_first
+    final_v_first = v_first if whole is None else whole.state_v_first
+    unit, strides = row_strides(v=r.v, o=o)
+    last = 2 if v_first else 3
+    kept = None if r.checkpoint_states is None else getattr(r, r.checkpoint_states)
+    states = (r.initial_state, v_first), (final_state, final_v_first), (kept, v_first)
+    given = [state_strides(x, first) for x, first in states if x is not None]
+    return strides | named_state_strides("i", r.initial_state, v_first) | {
+        **named_state_strides("f", final_state, final_v_first), "final_state": final_state, "UNIT": unit,
+        "o_scale": split_scale(r.scale, r.v.dtype)[1], "LAST_CONTIGUOUS": all(s[last] == 1 for s in given),
+    }  # fmt: skip
+
+
 def add_recurrence(
     b: Builder, r: Request, choice: ForwardChoice, prepared: Prepared, o: View, final_state: View | None,
     h: View | None, whole: Request | None = None,
@@ -158,22 +175,14 @@ def add_recurrence(
     Args:
         whole: the call of which ``r`` has the segments; ``final_state`` is its.
     """
-    config, v_first, (keys, P, D, *_) = choice.recurrence, r.state_v_first, prepared
-    final_v_first = v_first if whole is None else whole.state_v_first
-    unit, strides = row_strides(v=r.v, o=o)
-    last = 2 if v_first else 3
-    kept = None if r.checkpoint_states is None else getattr(r, r.checkpoint_states)
-    states = (r.initial_state, v_first), (final_state, final_v_first), (kept, v_first)
-    given = [state_strides(x, first) for x, first in states if x is not None]
-    named = names(r) | strides | named_state_strides("i", r.initial_state, v_first) | {
-        **named_state_strides("f", final_state, final_v_first), "o": o, "final_state": final_state, "UNIT": unit,
-        "o_scale": split_scale(r.scale, r.v.dtype)[1], "LIFT": lift(r.v.dtype, r.use_qk_l2norm_in_kernel),
-        "LAST_CONTIGUOUS": all(s[last] == 1 for s in given), "LAST_STATE": whole is not None, "BV": config.block_v,
-        "STAGES": config.stages,
+    config, (keys, P, D, *_) = choice.recurrence, prepared
+    named = names(r) | _states(r, o, final_state, whole) | {
+        "o": o, "LIFT": lift(r.v.dtype, r.use_qk_l2norm_in_kernel), "LAST_STATE": whole is not None,
+        "BV": config.block_v, "STAGES": config.stages, "FINISHED": choice.finishes,
     }  # fmt: skip
     if isinstance(config, HopperConfig):
         named |= hopper_tiles(keys, P, D) | {"values": token_tile(r.v, CHUNK, config.block_v, swizzled=True)}
-        grid = (r.N * r.HV, r.V // config.block_v)
+        grid = r.N * r.HV * (r.V // config.block_v)
         b.pick(recurrence_hopper, grid, config.num_warps, named | config.constants, maxnreg=config.registers)
         return
     named |= {"keys": keys, "P": P, "D": D, "h": h, "H_EVERY": r.chunk_size // CHUNK, "DOT": choice.precision.dot}
@@ -218,8 +227,11 @@ def plan_forward(request: Request, choice: ForwardChoice, h_shape: tuple[int, ..
         prepared = _add_segments(b, r, choice, o, final_state, keep, starts)
     else:
         how = choice.prepare, choice.precision, choice.bounded
-        prepared = add_prepare(b, r, *how, o, everything, keep, new=b.result if everything else b.scratch)
-        add_recurrence(b, r, choice, prepared, o, final_state, h)
+        new = b.result if everything else b.scratch
+        states = _states(r, o, final_state) if choice.finishes else None
+        prepared = add_prepare(b, r, *how, o, everything, keep, new=new, states=states)
+        if not (choice.finishes and r.cu_seqlens is None):
+            add_recurrence(b, r, choice, prepared, o, final_state, h)
     results: dict[str, View | None] = {"o": finish_output(b, r, o), "final_state": final_state, "h": h}
     if everything:
         results |= prepared._asdict()

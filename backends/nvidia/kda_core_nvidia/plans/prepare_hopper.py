@@ -30,20 +30,34 @@ def one_token_axis(b: Builder, x: View) -> View:
     return x if x.shape[0] == 1 or x.stride(0) == x.stride(1) * x.shape[1] else b.dense(x)
 
 
-def _pairs_of_chunks(x: View, by_rows: bool = False) -> Tile:
-    """Blocks of two chunks."""
-    return token_tile(x, 2 * CHUNK, CHANNELS, swizzled=not by_rows, by_rows=by_rows)
+def _chunks(x: View, count: int, by_rows: bool = False) -> Tile:
+    """Blocks of so many chunks."""
+    return token_tile(x, count * CHUNK, CHANNELS, swizzled=not by_rows, by_rows=by_rows)
 
 
-def launch_prepare_hopper(b: Builder, r: Request, config: PrepareHopperConfig, named: Mapping[str, Any]) -> None:
-    """Add a launch of ``prepare_hopper``; ``named``: its arguments by name, without tiles."""
+def launch_prepare_hopper(
+    b: Builder, r: Request, config: PrepareHopperConfig, named: Mapping[str, Any], states: Mapping[str, Any] | None
+) -> None:
+    """Add a launch of ``prepare_hopper``.
+
+    Args:
+        named: what it takes, by its names, tiles apart.
+        states: the same of a recurrence, where sequences of one chunk are finished.
+    """
     q, k, g = (aligned(b, x) for x in (r.q, r.k, r.g))
     beta, o = one_token_axis(b, r.beta), named["o"]
+    count = 1 if config.paired else 2
     pairs = r.B * -(-named["chunks"] // 2) if r.cu_seqlens is None else r.T // (2 * CHUNK) + r.N + 1
     strides = row_strides(q=q, k=k, g=g, b=beta, o=o)[1] | {"s_ob": o.stride(0) if r.B > 1 else 0}
     tiles = {
-        "q": _pairs_of_chunks(q), "k": _pairs_of_chunks(k), "g": _pairs_of_chunks(g, by_rows=True),
+        "q": _chunks(q, count), "k": _chunks(k, count), "g": _chunks(g, count, by_rows=True),
         "keys": matrix_tile(named["keys"], CHUNK, r.K, CHANNELS, swizzled=True),
     }  # fmt: skip
-    named = {**named, **strides, **tiles, "beta": beta, "G_BITS": 8 * g.itemsize}
+    if states is None:
+        numbers = ("s_vh", *(f"s_{x}{axis}" for x in "if" for axis in "nhkv"), "s_has", "s_final", "final_slots")
+        tensors = ("values", "initial_state", "final_state", "has_state", "final_indices")
+        states = {**dict.fromkeys(numbers, 0), **dict.fromkeys(tensors), "o_scale": 1.0, "LAST_CONTIGUOUS": True}
+    else:
+        tiles["values"] = _chunks(r.v, 1)
+    named = {**named, **states, **strides, **tiles, "beta": beta, "G_BITS": 8 * g.itemsize, "PAIRED": config.paired}
     b.pick(prepare_hopper, pairs * r.HV, config.num_warps, named, maxnreg=config.registers)
