@@ -103,7 +103,7 @@ def _store(
     for i in range(n + (n > 0).to(gl.int32)):
         out = i % OUT
         mbarrier.wait(full.index(out), (i // OUT) & 1)
-        # Whoever hands over has done with what was loaded for the chunk before.
+        # The warps that hand over have done with what was loaded for the chunk before.
         mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
         if i > 0:
             at = p_o + rows_of_chunk * (i - 1) * s_ot + (row[:, None] * s_ot + column[None, :])

@@ -285,7 +285,7 @@ def recurrent(
         tl.store(p_o + o_v.to(tl.int64) * s_ov, b_o.to(o.dtype.element_ty), mask=m_v)
         p_o += s_ot
         if records is not None:
-            # What the line above adds to S, for ``commit_kernel``: k, the factor of the decay, and r_k u.
+            # The terms of the line above, for ``commit_kernel``: k, the factor of the decay, and r_k u.
             p_record = records + row * s_rn + i_h * s_rh + tl.cast(t, tl.int64) * s_rt
             m_own = o_k < tl.where(i_v == 0, K, 0)
             tl.store(p_record + o_k, b_k, mask=m_own)

@@ -127,7 +127,7 @@ def bounded_decay(b_g, slope, bias, reach):
 def scaled(x, scale):
     """A loaded block [16, 16] in float32, its rows times powers of two, by one product that rounds nothing.
 
-    What is infinite or NaN in a row becomes NaN in all rows, which it does to keys in any case: (I + L)⁻¹ mixes them.
+    An infinity or NaN in a row becomes NaN in all rows, which it does to keys in any case: (I + L)⁻¹ mixes them.
     """
     if x.dtype == tl.bfloat16 and not INTERPRETED:
         r = tl.arange(0, 16)
@@ -179,7 +179,7 @@ def alternating(x):
 def pairs(b_q, b_k, parts, m, el, TERMS: tl.constexpr, EXACT_OUT: tl.constexpr):
     """Add q kᵀ and k kᵀ, right for all pairs below the diagonal, to m and el; decays are at least −5 a row.
 
-    No exponent is then beyond ±58. What is above the diagonal may overflow, and is not looked at.
+    No exponent is then beyond ±58. Pairs above the diagonal may overflow, and are not looked at.
     """
     r = tl.arange(0, 16)
     distance = selected_sum(signed(r, r), parts, TERMS)
