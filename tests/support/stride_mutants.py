@@ -121,6 +121,12 @@ class AcceptedTakenForContiguous(StrideIgnored):
     arguments = ("num_accepted_tokens",)
 
 
+class ParentsTakenForContiguous(StrideIgnored):
+    """parents is read as though it was contiguous."""
+
+    arguments = ("parents",)
+
+
 class RateTakenForContiguous(StrideIgnored):
     """A_log is read as though it was contiguous."""
 

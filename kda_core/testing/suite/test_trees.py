@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -91,6 +93,26 @@ def test_a_tree_of_sixty_four_tokens(kda):
     wide = [-1] + [0] * 62 + [31]
     comb = [-1] + [t - 1 - (t % 3 == 0) for t in range(1, 64)]
     kda.check(_tree(kda, tuple(map(tuple, (deep, wide, comb))), gate="lower bound", l2norm=True))
+
+
+@RECORDED
+@TREES
+@requires(Feature.STRIDED_INPUT)
+def test_tables_of_any_strides(kda):
+    """Parents and paths that are slices of wider tables, as a server's buffers are."""
+    call = _tree(kda, FORKED)
+    found = kda.run(call)
+    strided = kda.run(replace(call, strided=frozenset({"parents"})))
+    assert same_bits(strided["o"], found["o"])
+    assert same_bits(strided["records"], found["records"])
+    path, counts = torch.tensor([[0, 1, 4, 6], [0, 3, 5, 0], [0, 1, 2, 3]]), torch.tensor([4, 3, 2])
+    expected = commit(kda, call, found["records"], counts, path=path)
+    tensors = {n: t.to(kda.device) for n, t in call.tensors.items()}
+    pool, wide = tensors["initial_state"].clone(), placed(path, kda.device, strided=True)
+    assert not wide.is_contiguous()
+    slots, records = tensors["ssm_state_indices"], found["records"].to(kda.device)
+    kda_core.commit_kda(pool, records, counts.to(kda.device), slots, path=wide, backend=kda.name)
+    assert same_bits(pool.cpu(), expected)
 
 
 @RECORDED
