@@ -171,8 +171,17 @@ def _within(x: Tensor, r: Request, bounds: list[tuple[int, int, int]]) -> Tensor
     return torch.cat([x[:, :end], torch.zeros_like(x[:, end:])], 1)
 
 
-def oracle(r: Request, *, token_states: bool = False, inputs: dict[str, Tensor] | None = None) -> OracleResult:
-    """Compute a request in float64, differentiably with respect to ``inputs`` (float64 copies by name)."""
+def oracle(
+    r: Request,
+    *,
+    token_states: bool = False,
+    inputs: dict[str, Tensor] | None = None,
+    steps: Callable[..., tuple[Tensor, list[Tensor]]] = recurrence,
+) -> OracleResult:
+    """Compute a request in float64, differentiably with respect to ``inputs`` (float64 copies by name).
+
+    ``steps``: what stands for ``recurrence``, for tests of the kit.
+    """
     x = {name: getattr(r, name) for name in DIFFERENTIABLE}
     x = {name: t if t is None else t.double() for name, t in x.items()} | (inputs or {})
     bounds = sequence_bounds(r)
@@ -198,7 +207,7 @@ def oracle(r: Request, *, token_states: bool = False, inputs: dict[str, Tensor] 
 
     state, skipped = _initial(r, x["initial_state"])
     q, k, v_rows, log_decay, beta = map(rows, (q, k, v, log_decay, beta))
-    o_rows, states = recurrence(q, k, v_rows, log_decay, beta, state, r.parents)
+    o_rows, states = steps(q, k, v_rows, log_decay, beta, state, r.parents)
     o_rows = r.scale * o_rows
 
     o = v.new_zeros(r.B, r.T, r.HV, r.V)
@@ -226,12 +235,12 @@ def _records(k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, before: Tens
     return torch.cat([k, decay, u], -1)
 
 
-def forward(r: Request) -> ForwardResult:
-    """A request's forward with the results in the contract's shapes and dtypes."""
+def forward(r: Request, steps: Callable[..., tuple[Tensor, list[Tensor]]] = recurrence) -> ForwardResult:
+    """A request's forward with the results in the contract's shapes and dtypes; ``steps`` as in ``oracle``."""
     if r.commit is not None:
         commit(r.committing())
         r = r.after_commit()
-    result = oracle(r, token_states=r.inplace_final_state)
+    result = oracle(r, token_states=r.inplace_final_state, steps=steps)
 
     def layout(state: Tensor, dtype: torch.dtype) -> Tensor:
         return (state.mT if r.state_v_first else state).to(dtype).contiguous()
