@@ -56,7 +56,9 @@ def launch_prepare_hopper(
     if states is None:
         numbers = ("s_vh", *(f"s_{x}{axis}" for x in "if" for axis in "nhkv"), "s_has", "s_final", "final_slots")
         tensors = ("values", "initial_state", "final_state", "has_state", "final_indices")
-        states = {**dict.fromkeys(numbers, 0), **dict.fromkeys(tensors), "o_scale": 1.0, "LAST_CONTIGUOUS": True}
+        states = {**dict.fromkeys(numbers, 0), **dict.fromkeys(tensors), "o_scale": 1.0}
+        # One kernel for every layout of states.
+        states |= {"V_FIRST": False, "LAST_CONTIGUOUS": True}
     else:
         tiles["values"] = _chunks(r.v, 1)
     named = {**named, **states, **strides, **tiles, "beta": beta, "G_BITS": 8 * g.itemsize, "PAIRED": config.paired}
