@@ -41,18 +41,18 @@ def load_record(p_record, o_k, o_v, live, K: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def token_of(path, m, most):
-    """The number of the m-th token of a path (or m without one), clamped below ``most``."""
-    token = m
+    """The number of the m-th token of a path (or m without one), clamped below ``most``; int64."""
+    token = tl.cast(m, tl.int64)
     if path is not None:
-        token = tl.minimum(tl.maximum(tl.load(path + m).to(tl.int32), 0), most - 1)
+        token = tl.minimum(tl.maximum(tl.load(path + token).to(tl.int64), 0), tl.cast(most, tl.int64) - 1)
     return token
 
 
 @triton.jit
 def parent_of(parents, t):
-    """The token of a tree [T] that token t continues from, -1 for none; what is not below t is t - 1."""
-    parent = tl.load(parents + t)
-    return tl.minimum(tl.maximum(parent, -1), t - 1).to(tl.int32)
+    """The token of a tree [T] that token t continues from, -1 for none; what is not below t is t - 1. int64."""
+    t = tl.cast(t, tl.int64)
+    return tl.minimum(tl.maximum(tl.load(parents + t).to(tl.int64), -1), t - 1)
 
 
 @triton.jit
@@ -94,12 +94,11 @@ def commit_kernel(
         row = tl.load(cu_seqlens + i_n).to(tl.int64)
         length = tl.load(cu_seqlens + i_n + 1).to(tl.int64) - row
     # A count out of range is the caller's error; clamped, it reads no record of another sequence.
-    length = length.to(tl.int32)
     most = length
     if path is not None:
         path += i_n * M
-        most = tl.where(length > 0, M, 0)
-    count = tl.minimum(tl.maximum(count, 0), most).to(tl.int32)
+        most = tl.where(length > 0, M, 0).to(tl.int64)
+    count = tl.minimum(tl.maximum(count, 0), most)
     if is_padding(i_state, pad_slot_id, slots) | (count == 0):
         return
     p_record = records + row * s_rn + i_h * s_rh
@@ -119,7 +118,7 @@ def commit_kernel(
         b_u = next_u
         # Fetched while this token is computed.
         more = t + 1 < count
-        p_next = p_record + token_of(path, tl.where(more, t + 1, 0), length).to(tl.int64) * s_rt
+        p_next = p_record + token_of(path, tl.where(more, t + 1, 0), length) * s_rt
         next_k, next_d, next_u = load_record(p_next, o_k, o_v, more, K, V)
         if V_FIRST:
             b_k = b_k[None, :]
