@@ -311,7 +311,7 @@ def short_request(gate: str, form: str) -> Request:
 def forward(r: Request, short: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and final states, by the kernels for short sequences or by those for long ones."""
     r = replace(r, **{n: x.clone() for n in ("initial_state", "final_state_pool") if (x := getattr(r, n)) is not None})
-    meta, on = metadata(r), chip(r.device)
+    meta, on = metadata(r), replace(chip(r.device), short_sequences=True)
     choice = choose_forward(meta, on)
     assert choice.finishes
     if not short:
