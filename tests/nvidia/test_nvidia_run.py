@@ -45,7 +45,7 @@ CPU = torch.device("cpu")
 
 
 class Fake(list):
-    """What was launched, and ``bind``: ``Bound`` with another triton, of some version, and nothing compiled yet."""
+    """The launches, and ``bind``: ``Bound`` with another triton, of some version, and nothing compiled yet."""
 
     def __init__(self, launch: Any, version: str) -> None:
         own = {"launch": launch, "current_stream": lambda: lambda device: "stream"}

@@ -76,7 +76,7 @@ def finish_sequence(
     column = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, ROWS))[None, :]
     inside = (row < count) & (column >= 0)
     if count < C:
-        # What follows a sequence is another's.
+        # The rows that follow a sequence are another's.
         for b in gl.static_range(2 * BLOCKS):
             v_block = v_blocks.index(b)
             v_block.store(gl.where(inside, v_block.load(ROWS), gl.full([C, BLOCK], 0.0, dtype, ROWS)))

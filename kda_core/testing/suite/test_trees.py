@@ -77,7 +77,7 @@ def test_a_token_has_the_bits_of_a_draft_of_its_ancestors(kda, fields: dict):
 @RECORDED
 @TREES
 def test_a_chain_has_the_bits_of_a_plain_draft(kda):
-    """Of sixteen tokens, whatever negative number says that the first has no parent."""
+    """Sixteen tokens; any negative number says that the first has no parent."""
     call = draft(kda, indices(4, 0, 2), 16, l2norm=True).recorded()
     chain = torch.arange(-1, 15)[None].repeat(3, 1)
     chain[1, 0] = -7

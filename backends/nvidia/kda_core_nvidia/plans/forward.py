@@ -152,7 +152,7 @@ def add_prepare(
 
 
 def _states(r: Request, o: View, final_state: View | None, whole: Request | None = None) -> dict[str, Any]:
-    """What a recurrence takes by name for values, outputs and states; arguments as of ``add_recurrence``."""
+    """Arguments of a recurrence by name, for values, outputs and states; parameters as of ``add_recurrence``."""
     v_first = r.state_v_first
     final_v_first = v_first if whole is None else whole.state_v_first
     unit, strides = row_strides(v=r.v, o=o)
