@@ -70,25 +70,24 @@ def _expect(kda: Subject, call: Call, got: Tensor, expected: Tensor, what: str) 
         assert same_bits(got, expected), what
 
 
-LAYOUTS = pytest.mark.parametrize(
-    "fields",
-    [
-        pytest.param({}, id="plain"),
-        pytest.param({"gate": "lower bound", "beta": "sigmoid", "l2norm": True, "dtype": BF16}, id="model"),
-        pytest.param({"state": BF16, "V": 64, "HV": 6, "options": {"state_v_first": True}}, id="bfloat16 V first"),
-        pytest.param({"state": FP16, "gate": "softplus", "l2norm": True}, id="float16"),
-        pytest.param({"K": 20, "V": 12}, id="odd"),
-        pytest.param({"lengths": (3, 1, 5)}, id="packed"),
-        pytest.param({"T": 1}, id="one token"),
-        pytest.param({"T": 16, "l2norm": True}, id="sixteen tokens"),
-        pytest.param({"decay": "isolated", "l2norm": True}, id="isolated decay"),
-    ],
-)
+KINDS = [
+    pytest.param({}, id="plain"),
+    pytest.param({"gate": "lower bound", "beta": "sigmoid", "l2norm": True, "dtype": BF16}, id="model"),
+    pytest.param({"state": BF16, "V": 64, "HV": 6, "options": {"state_v_first": True}}, id="bfloat16 V first"),
+    pytest.param({"state": FP16, "gate": "softplus", "l2norm": True}, id="float16"),
+    pytest.param({"K": 20, "V": 12}, id="odd"),
+    pytest.param({"decay": "isolated", "l2norm": True}, id="isolated decay"),
+]
+LENGTHS = [
+    pytest.param({"lengths": (3, 1, 5)}, id="packed"),
+    pytest.param({"T": 1}, id="one token"),
+    pytest.param({"T": 16, "l2norm": True}, id="sixteen tokens"),
+]
 
 
 @RECORDED
 @TABLES
-@LAYOUTS
+@pytest.mark.parametrize("fields", KINDS + LENGTHS)
 def test_commit_has_the_bits_of_the_states_of_tokens(kda, fields: dict):
     """For every number of accepted tokens; outputs have the bits of today's draft as well."""
     call = draft(kda, indices(4, 0, 2), **fields)
@@ -242,15 +241,7 @@ def test_commits_of_bad_values_are_refused(kda):
 
 
 @RECORDED
-@pytest.mark.parametrize(
-    "fields",
-    [
-        pytest.param({}, id="plain"),
-        pytest.param({"gate": "lower bound", "beta": "sigmoid", "l2norm": True, "dtype": BF16}, id="model"),
-        pytest.param({"state": BF16, "V": 64, "HV": 6, "options": {"state_v_first": True}}, id="bfloat16 V first"),
-        pytest.param({"T": 1, "K": 20, "V": 12}, id="one token"),
-    ],
-)
+@pytest.mark.parametrize("fields", [*KINDS[:3], pytest.param({"T": 1, "K": 20, "V": 12}, id="one token")])
 def test_commit_and_draft_in_one_call(kda, fields: dict):
     """It has the bits of the two calls, counts of 0 and skipped sequences among them."""
     first, slots = draft(kda, indices(4, 0, 2), **fields), indices(4, -1, 2)

@@ -13,24 +13,12 @@ from kda_core.capabilities import Feature
 from kda_core.testing.inputs import Call, placed, same_bits
 from kda_core.testing.marks import requires
 from kda_core.testing.subject import Subject
-from kda_core.testing.suite.test_records import BF16, FP16, RECORDED, commit, draft, indices
+from kda_core.testing.suite.test_records import BF16, KINDS, RECORDED, commit, draft, indices
 
 TREES = requires(Feature.DRAFT_TREES)
 
 FORKED = ((-1, 0, 0, 1, 1, 2, 4), (-1, -1, 0, 0, 1, 3, -1), (-1, 0, 1, 2, 3, 4, 5))
 """A tree with a fork at two depths, one with three roots, and a chain."""
-
-LAYOUTS = pytest.mark.parametrize(
-    "fields",
-    [
-        pytest.param({}, id="plain"),
-        pytest.param({"gate": "lower bound", "beta": "sigmoid", "l2norm": True, "dtype": BF16}, id="model"),
-        pytest.param({"state": BF16, "V": 64, "HV": 6, "options": {"state_v_first": True}}, id="bfloat16 V first"),
-        pytest.param({"state": FP16, "gate": "softplus", "l2norm": True}, id="float16"),
-        pytest.param({"K": 20, "V": 12}, id="odd"),
-        pytest.param({"decay": "isolated", "l2norm": True}, id="isolated decay"),
-    ],
-)
 
 
 def _tree(kda: Subject, parents: tuple[tuple[int, ...], ...], slots: Tensor | None = None, **fields) -> Call:
@@ -51,7 +39,7 @@ def _path(parents: tuple[int, ...], token: int) -> list[int]:
 
 @RECORDED
 @TREES
-@LAYOUTS
+@pytest.mark.parametrize("fields", KINDS)
 def test_a_token_has_the_bits_of_a_draft_of_its_ancestors(kda, fields: dict):
     """And a commit of its path those of a commit of that draft, for every token of the trees."""
     call = _tree(kda, FORKED, **fields)
