@@ -39,7 +39,7 @@ def run_checked_commit(
     _checks.check_values(r)
     slots = [slot for slot, c in zip(r.state_indices.tolist(), r.num_accepted.tolist(), strict=True) if c > 0]
     slots = sorted({slot for slot in slots if slot >= 0 and slot != r.pad_slot_id})
-    of_head = max(1, len(slots)) * max(1, r.T) * max(1, r.K * r.V)
+    of_head = max(1, len(slots)) * max(1, _replays(r)) * max(1, r.K * r.V)
     heads = max(1, min(r.HV, settings.elements // of_head))
     first = _choice.randrange(r.HV - heads + 1) if r.HV else 0
     of_sample = slice(first, first + heads)
@@ -78,10 +78,15 @@ def _indexed(r: CommitRequest) -> CommitRequest:
     return replace(r, **{n: None if (t := getattr(r, n)) is None else t.cpu() for n in names})
 
 
+def _replays(r: CommitRequest) -> int:
+    """Tokens that a sequence replays at most; a path may name one more than once."""
+    return r.T if r.path is None else r.path.shape[1]
+
+
 def _off(got: Tensor, exact: Tensor, bound: Tensor, r: CommitRequest) -> int:
     """Elements that no order of roundings explains; ``bound``: the replay of sizes."""
     arithmetic = torch.finfo(r.records.dtype)
-    allowed = ROUNDINGS * (r.T + 1) * arithmetic.eps * bound + torch.finfo(r.pool.dtype).eps * exact.abs()
+    allowed = ROUNDINGS * (_replays(r) + 1) * arithmetic.eps * bound + torch.finfo(r.pool.dtype).eps * exact.abs()
     within = (got - exact).abs() <= allowed + torch.finfo(r.pool.dtype).tiny
     # Beyond the pool's range the rounded number is infinite, and a state that was not finite stays so.
     largest = torch.finfo(r.pool.dtype).max

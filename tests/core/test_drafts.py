@@ -153,6 +153,16 @@ def test_a_backend_without_the_feature_refuses_both_by_name():
         registry.unregister("older")
 
 
+def test_a_checked_path_may_be_longer_than_the_draft():
+    """It replays a token again; the rounding that is allowed is that of its own length."""
+    generator = torch.Generator().manual_seed(0)
+    records = torch.rand(N, 1, H, 2 * K + V, generator=generator)
+    records[..., :K] *= 0.1
+    pool, path = torch.randn(SLOTS, H, K, V, generator=generator), torch.zeros(N, 400, dtype=torch.int64)
+    with kda_core.checked_calls():
+        kda_core.commit_kda(pool, records, torch.full((N,), 400), torch.arange(N), path=path)
+
+
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_checked_commits(v_first: bool, dtype: torch.dtype):
