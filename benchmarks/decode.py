@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -62,11 +63,10 @@ def main(arguments: list[str] | None = None) -> int:
     rows = Rows(options, versions, copy_bytes_per_second=copy)
     sizes = options.sizes or [2**i for i in range(10 if gpu else 5)]
     prompts = ((2, 4, 8, 16, 32, 64) if gpu else (2, 8, 32)) if options.prompts is None else options.prompts
-    kinds = [(N, 1, state, layout) for state in options.states for layout in options.layouts for N in sizes]
-    kinds += [(N, T, "float32", "K first") for N in sizes if N in (1, 8, 64) for T in prompts]
-    if options.drafts:
-        kinds = [(N, T, *x) for T in options.drafts for N in sizes for x in itertools.product(options.states, LAYOUTS)]
-        kinds = [kind for kind in kinds if kind[3] in options.layouts]
+    axes = (options.drafts or [1], options.states, options.layouts, sizes)
+    kinds = [(N, T, state, layout) for T, state, layout, N in itertools.product(*axes)]
+    if not options.drafts:
+        kinds += [(N, T, "float32", "K first") for N in sizes if N in (1, 8, 64) for T in prompts]
     for kind in kinds:
         row = measure(*kind, list(functions), options)
         rows.add(row, line(row, copy))
@@ -110,11 +110,11 @@ class Work:
         """Slots for successive calls, shuffled over the whole pool: [N], or for drafts [N, T]."""
         N, T, generator = self.N, self.out.shape[1], torch.Generator().manual_seed(1)
         order = torch.randperm(len(self.pool), generator=generator).to(torch.int32).to(self.pool.device)
-        for table in itertools.cycle(order[: len(order) // (N * T) * N * T].view(-1, N, T) if self.drafts else []):
-            yield table.contiguous()
+        shape = (N, T) if self.drafts else (N,)
+        size = math.prod(shape)
         while True:
-            for i in range(len(self.pool) // N):
-                yield order[i * N : (i + 1) * N].contiguous()
+            for i in range(len(self.pool) // size):
+                yield order[i * size : (i + 1) * size].view(shape).contiguous()
 
     def steps(self, T: int, peers: list[str]) -> Iterator[tuple[str, Step]]:
         """The implementations that are timed."""

@@ -37,8 +37,10 @@ def on_cpu(r: Request) -> Request:
     indices, accepted = r.ssm_state_indices, r.num_accepted_tokens
     if accepted is not None and indices is not None and not accepted.is_cpu:
         accepted = accepted.cpu().clamp(1, 1 if indices.dim() == 1 else indices.shape[1])
-    names = ("cu_seqlens", "ssm_state_indices", "has_initial_state", "final_state_indices", "checkpoint_indices")
-    names = (*names, "parents")
+    names = (
+        *("cu_seqlens", "ssm_state_indices", "has_initial_state", "final_state_indices", "checkpoint_indices"),
+        "parents",
+    )
     moved = {n: t if (t := getattr(r, n)) is None else t.cpu() for n in names}
     return replace(r, **moved, num_accepted_tokens=accepted if accepted is None else accepted.cpu())
 
