@@ -306,7 +306,7 @@ def committed(r: CommitRequest) -> dict[int, Tensor]:
     found: dict[int, Tensor] = {}
     for n, (slot, count) in enumerate(zip(r.state_indices.tolist(), r.num_accepted.tolist(), strict=True)):
         count = min(max(count, 0), lengths[n] if r.path is None else r.path.shape[1])
-        if not 0 <= slot < len(r.pool) or slot == r.pad_slot_id or not count:
+        if not 0 <= slot < len(r.pool) or slot == r.pad_slot_id or not count or not lengths[n]:
             continue
         tokens = torch.arange(count, device="cpu") if r.path is None else r.path[n, :count].cpu().long()
         tokens = tokens.clamp(0, lengths[n] - 1).to(r.records.device)

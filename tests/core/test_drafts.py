@@ -7,8 +7,10 @@ import pytest
 import torch
 
 import kda_core
+from kda_core import reference
 from kda_core._plugins import registry
 from kda_core.errors import CheckFailed, UnsupportedCall
+from kda_core.request import CommitRequest
 
 N, T, H, K, V, SLOTS = 3, 4, 2, 16, 8, 5
 
@@ -151,6 +153,16 @@ def test_a_backend_without_the_feature_refuses_both_by_name():
             )
     finally:
         registry.unregister("older")
+
+
+def test_the_reference_commits_no_token_of_an_empty_sequence():
+    """As kernels do, which nobody checks the values for: not the row of another sequence."""
+    counts, path = torch.tensor([1, 1]), torch.tensor([[0], [2]])
+    r = CommitRequest(
+        pool=torch.ones(2, 1, 2, 2), records=torch.ones(1, 3, 1, 6), num_accepted=counts, path=path,
+        state_indices=torch.tensor([0, 1]), cu_seqlens=torch.tensor([0, 0, 3]),
+    )  # fmt: skip
+    assert list(reference.committed(r)) == [1]
 
 
 def test_a_checked_path_may_be_longer_than_the_draft():
