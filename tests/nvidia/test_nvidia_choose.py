@@ -14,7 +14,7 @@ installed.need_backend("nvidia")
 installed.need_package("triton")
 
 from kda_core_nvidia.calls import plan_of
-from kda_core_nvidia.choose import CHIPS, INTERPRETED, Chip, choose_backward, choose_forward, choose_recurrent
+from kda_core_nvidia.choose import CHIPS, INTERPRETED, choose_backward, choose_forward, choose_recurrent
 from kda_core_nvidia.choose.backward import (
     WHOLE,
     GradientsConfig,
@@ -286,15 +286,13 @@ def test_which_calls_the_prepare_for_hopper_takes():
 
 
 def test_short_sequences():
-    """By their mean length, where the chip says so: kernels whose results have the same bits as others'."""
-    on = replace(CHIPS[90], short_sequences=True)
+    """By their mean length: kernels whose results have the same bits as others'."""
 
-    def kinds(chip: Chip = on, **fields: Any) -> tuple[bool, bool, bool]:
-        choice = choose_forward(metadata(request(**({"T": 96, "H": 40, "cu_seqlens": two} | fields))), chip)
+    def kinds(**fields: Any) -> tuple[bool, bool, bool]:
+        choice = choose_forward(metadata(request(**({"T": 96, "H": 40, "cu_seqlens": two} | fields))), CHIPS[90])
         return getattr(choice.prepare, "paired", False), choice.finishes, choice.recurrence.stages == 3
 
     two = torch.empty(3, dtype=torch.int64, device="meta")
-    assert kinds(CHIPS[90]) == (False, False, False)
     assert kinds() == (True, True, True)
     assert kinds(T=97) == kinds(T=192) == (True, False, True)
     assert kinds(T=193) == (False, False, False)
@@ -304,10 +302,10 @@ def test_short_sequences():
     assert kinds(save_for_backward=True) == (True, True, True)
     assert kinds(save_for_backward=True, disable_recompute=True) == (True, False, True)
     assert kinds(V=64) == (True, False, False)
-    h = choose_forward(metadata(request(T=96, H=40, cu_seqlens=two, return_intermediate_states=True)), on)
+    h = choose_forward(metadata(request(T=96, H=40, cu_seqlens=two, return_intermediate_states=True)), CHIPS[90])
     assert h.prepare.paired
     assert not h.finishes
-    kernels = [plan_of(request(B=2, T=T, H=40), on).kernels for T in (32, 33)]
+    kernels = [plan_of(request(B=2, T=T, H=40), CHIPS[90]).kernels for T in (32, 33)]
     assert kernels == [("prepare_hopper",), ("prepare_hopper", "recurrence_hopper")]
 
 

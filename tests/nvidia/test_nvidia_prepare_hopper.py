@@ -311,12 +311,13 @@ def short_request(gate: str, form: str) -> Request:
 def forward(r: Request, short: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and final states, by the kernels for short sequences or by those for long ones."""
     r = replace(r, **{n: x.clone() for n in ("initial_state", "final_state_pool") if (x := getattr(r, n)) is not None})
-    meta, on = metadata(r), replace(chip(r.device), short_sequences=True)
-    choice = choose_forward(meta, on)
+    meta = metadata(r)
+    choice = choose_forward(meta, chip(r.device))
     assert choice.finishes
     if not short:
         prepare = replace(choice.prepare, paired=False, finishes=False)
-        choice = replace(choice, prepare=prepare, recurrence=hopper_config("recurrence", on, 128, 128, r.N * r.HV))
+        recurrence = hopper_config("recurrence", chip(r.device), 128, 128, r.N * r.HV)
+        choice = replace(choice, prepare=prepare, recurrence=recurrence)
     made = run_plan(plan_forward(meta, choice), r)
     return made["o"], made["final_state"]
 

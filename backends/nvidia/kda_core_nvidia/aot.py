@@ -252,8 +252,7 @@ def fragments(quick: bool = False) -> list[Case]:
 
 class _Tool(Tool):
     package, description = "kda_core_nvidia", "Compile for NVIDIA GPUs: registers, stack, shared memory."
-    # Kernels that no chip chooses yet are compiled, too.
-    chips = MappingProxyType({str(arch): replace(chip, short_sequences=True) for arch, chip in CHIPS.items()})
+    chips = MappingProxyType({str(arch): chip for arch, chip in CHIPS.items()})
     usual = ("80", "89", "90", "100", "120")
 
     def plans(self, chip: Chip, quick: bool) -> Iterator[tuple[str, Plan]]:

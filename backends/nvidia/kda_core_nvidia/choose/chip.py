@@ -14,14 +14,11 @@ class Chip:
         multiprocessors: how many there are.
         interpreted: Triton's interpreter stands in for the chip; it runs no kernel written in Gluon, and its products
             are exact.
-        short_sequences: kernels of their own serve sequences of few chunks. Off: of these kernels nothing but bits and
-            times has been looked at on a GPU; the kit, memcheck and racecheck come first (docs/notes/performance.md).
     """
 
     capability: tuple[int, int]
     multiprocessors: int
     interpreted: bool = False
-    short_sequences: bool = False
 
     @property
     def major(self) -> int:

@@ -180,9 +180,9 @@ MOSTLY_ONE_CHUNK = 48
 """The same for kernels that finish sequences of one chunk apart: of 64 rows each there are none."""
 
 
-def short(r: Request, chip: Chip, rows: int = SHORT) -> bool:
+def short(r: Request, rows: int = SHORT) -> bool:
     """Whether kernels for few chunks serve the sequences: by the call's shape, since lengths are on the GPU."""
-    return chip.short_sequences and (r.T <= CHUNK if r.cu_seqlens is None else r.T <= rows * r.N)
+    return r.T <= CHUNK if r.cu_seqlens is None else r.T <= rows * r.N
 
 
 LEAST_HEADS = 17
@@ -212,9 +212,7 @@ def choose_prepare(
         # Rows of a descriptor and programs are counted in 32 bits.
         and slots(r) * r.HV * 3 * CHUNK < 2**31
     )
-    return (
-        replace(_PREPARE_HOPPER[r.g.dtype], paired=short(r, chip)) if hopper else prepare_config(r.K, r.q.dtype, again)
-    )
+    return replace(_PREPARE_HOPPER[r.g.dtype], paired=short(r)) if hopper else prepare_config(r.K, r.q.dtype, again)
 
 
 _HOPPER_CONFIGS = {

@@ -102,10 +102,10 @@ def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
     if isinstance(prepare, PrepareHopperConfig) and hopper and V == K and not (fragments or rows):
         # A training step that keeps everything needs the keys.
         everything = r.save_for_backward and r.disable_recompute
-        prepare = replace(prepare, finishes=short(r, chip, MOSTLY_ONE_CHUNK) and not everything)
+        prepare = replace(prepare, finishes=short(r, MOSTLY_ONE_CHUNK) and not everything)
     return ForwardChoice(
         prepare=prepare,
-        recurrence=hopper_config("recurrence", chip, KP, V, heads, short(r, chip))
+        recurrence=hopper_config("recurrence", chip, KP, V, heads, short(r))
         if hopper
         else recurrence_config(chip, dtype, K, V, heads, h),
         precision=precision(dtype, chip),
