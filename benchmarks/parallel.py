@@ -5,7 +5,9 @@
 
 A row is printed as soon as it is measured; a shape is T x heads x K (= V), with T over all ranks. Inputs are raw
 projections of a layer, 16-bit, with the softplus gate. "ideal" is one device on T / W tokens, without the others;
-efficiency is ideal / measured. Times are medians of rounds; of a round the slowest rank counts, with its host.
+"heads" is a rank's share of the heads on all tokens, for which nothing is sent. Efficiency is ideal / measured.
+Times are medians of rounds; of a round the slowest rank counts, with its host. "sent" is what a rank passes to the
+collectives of a call, "peak" the largest memory of a rank in a call, its inputs included.
 """
 
 from __future__ import annotations
@@ -73,6 +75,15 @@ class Ranks:
     def synchronize(self) -> None:
         if self.device.type != "cpu":
             torch.cuda.synchronize()
+
+    def forget_peak(self) -> None:
+        if self.device.type != "cpu":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def peak(self) -> float:
+        """The most bytes that a rank's tensors have taken since; 0 on CPUs."""
+        return self.worst(0.0 if self.device.type == "cpu" else float(torch.cuda.max_memory_allocated()))
 
     def milliseconds(self, run: Callable[[], Any]) -> float:
         """Median over the rounds of the slowest rank's time; each round begins behind a barrier."""
@@ -169,22 +180,45 @@ def peer_ways(T: int, ranks: Ranks) -> dict[str, tuple[Function, dict[str, Any]]
     return {"fla": (fla_kda, {"cp_context": context})}
 
 
+def sent(run: Function, tensors: dict[str, Tensor], **more: Any) -> int:
+    """Bytes that a rank passes to a call's collectives."""
+    if "cp_context" not in more:
+        return 0
+    given = {n: t.detach().requires_grad_(run is training) for n, t in tensors.items()}
+    return sum(t.nbytes for t in kda_core.explain(**given, **OPTIONS, **more).transfers)
+
+
 def measure_shape(T: int, heads: int, K: int, ranks: Ranks, peers: bool) -> None:
     """The share of one rank by itself, and all ranks together; of ``peers`` the latter alone."""
     name = f"T={T} heads={heads} K={K}"
-    tensors = draw(T // ranks.size, heads, K, ranks, ranks.rank)
-    grad = torch.randn_like(tensors["v"])
     ways = peer_ways(T, ranks) if peers else {"ideal": (kda_core.chunk_kda, {}), **own_ways(T)}
+    if not peers and heads % ranks.size == 0:
+        ways["heads"] = (kda_core.chunk_kda, {})
     for mode, run in MODES.items():
         for way, (function, more) in ways.items():
             if not ranks.has_time(5):
                 return
             with reported(ranks, f"{name} {mode} {way}"):
-                took = ranks.milliseconds(lambda f=function, m=more, run=run: run(f, tensors, grad, **m))
+                sizes = (T, heads // ranks.size) if way == "heads" else (T // ranks.size, heads)
+                tensors = draw(*sizes, K, ranks, ranks.rank)
+                grad = torch.randn_like(tensors["v"])
+                ranks.forget_peak()
+                took = ranks.milliseconds(lambda f=function, m=more, r=run, t=tensors, g=grad: r(f, t, g, **m))
                 ideals = [r["ms"] for r in ranks.rows if (r.get("shape"), r["mode"], r["way"]) == (name, mode, "ideal")]
                 share = (ideals or [took])[0] / took
+                nbytes, peak = 0 if peers else sent(run, tensors, **more), ranks.peak()
                 text = f"{name} {mode:8} {way:8} {took:8.3f} ms  {100 * share:3.0f}% of ideal"
-                ranks.add(text, shape=name, mode=mode, way=way, ms=took, efficiency=share)
+                text += f", peak {peak / 2**30:.2f} GiB, sent {nbytes / 2**20:.1f} MiB"
+                ranks.add(text, shape=name, mode=mode, way=way, ms=took, efficiency=share, peak=peak, sent=nbytes)
+
+
+def measure_exchange(heads: int, K: int, ranks: Ranks) -> None:
+    """The collective by itself: every rank's M and b of one fragment to all."""
+    own = torch.zeros(heads, K, 2 * K, device=ranks.device)
+    every = own.new_empty(ranks.size * heads, K, 2 * K)
+    took = ranks.milliseconds(lambda: dist.all_gather_into_tensor(every, own))
+    text = f"all_gather of {own.nbytes / 2**20:.1f} MiB, heads={heads}: {took:.3f} ms"
+    ranks.add(text, shape=f"heads={heads} K={K}", mode="exchange", way="all_gather", ms=took, sent=own.nbytes)
 
 
 def measure_whole(T: int, heads: int, K: int, ranks: Ranks) -> None:
@@ -322,6 +356,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--shapes", type=shape, nargs="+", metavar="TxHxK", help="T over all ranks")
+    parser.add_argument(
+        "--whole", type=int, default=262144, metavar="T", help="tokens, at most, of a call on one device"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=280, help="rows that would begin later are left out")
     parser.add_argument("--peers", choices=("auto", "none"), default="auto", help="time fla where it is installed")
@@ -344,9 +381,11 @@ def main(arguments: list[str] | None = None) -> int:
     ranks.add(f"{facts['ranks']} x {facts['device']}, {facts['versions']}", mode="environment", way="", **facts)
     measure_errors(shapes[0][0], *shapes[0][1:], ranks)
     measure_host(8, shapes[0][2], ranks, False)
+    for heads in {heads for _, heads, _ in shapes}:
+        measure_exchange(heads, shapes[0][2], ranks)
     for T, heads, K in shapes:
         measure_shape(T, heads, K, ranks, False)
-        if ranks.has_time(10):
+        if T <= options.whole and ranks.has_time(10):
             measure_whole(T, heads, K, ranks)
     if kind == "cuda" and ranks.has_time(15):
         measure_graph(8192 * ranks.size, 8, shapes[0][2], ranks)

@@ -7,6 +7,11 @@
 processes share the batch. --fsdp shards the parameters over all that do not share heads. The losses are those of one
 process. On GPUs the processes talk by NCCL, on CPUs by gloo.
 
+At a real size, on GPUs, the time of a step is printed too:
+
+    torchrun --nproc-per-node 4 examples/train_parallel.py --cp 2 --tp 2 --fsdp --width 2048 --heads 16 --head-dim 128 \
+        --layers 4 --tokens 65536 --dtype bfloat16
+
 --save FOLDER writes a checkpoint (torch.distributed.checkpoint); --load FOLDER goes on from it, with any number of
 processes and any way of sharing.
 """
@@ -17,7 +22,9 @@ import argparse
 import json
 import math
 import os
+import statistics
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +39,8 @@ from torch.nn import functional as F
 from kda_core.distributed import build_cp_context
 from kda_core.nn import KimiDeltaAttention
 
-VOCABULARY, WIDTH, HEADS, HEAD, LAYERS = 64, 48, 4, 16, 2
-BATCH, TOKENS, RATE = 4, 96, 3e-3
+VOCABULARY, RATE = 64, 3e-3
+SIZES = {"width": 48, "heads": 4, "head_dim": 16, "layers": 2, "batch": 4, "tokens": 96}
 ALONG_FIRST = ("q_proj", "k_proj", "v_proj", "b_proj", "f_proj.1", "g_proj.1", "conv1d", "A_log", "dt_bias")
 """Parameters whose first dimension are a layer's heads; that of o_proj is its second."""
 SHARED = ("f_proj.0", "g_proj.0", "o_norm")
@@ -72,10 +79,10 @@ class _Leave(torch.autograd.Function):
 class Block(nn.Module):
     """x + mixer(norm(x)), x + MLP(norm(x)); the mixer with some of the heads where ``group`` shares them."""
 
-    def __init__(self, heads: int, group: Any) -> None:
+    def __init__(self, width: int, head_dim: int, heads: int, group: Any) -> None:
         super().__init__()
-        self.norm, self.mixer = nn.RMSNorm(WIDTH), KimiDeltaAttention(WIDTH, head_dim=HEAD, num_heads=heads)
-        self.mlp = nn.Sequential(nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.SiLU(), nn.Linear(2 * WIDTH, WIDTH))
+        self.norm, self.mixer = nn.RMSNorm(width), KimiDeltaAttention(width, head_dim=head_dim, num_heads=heads)
+        self.mlp = nn.Sequential(nn.RMSNorm(width), nn.Linear(width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width))
         self.group = group
 
     def forward(self, x: Tensor, context: Any) -> Tensor:
@@ -90,11 +97,12 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Tokens to logits."""
 
-    def __init__(self, heads: int = HEADS, group: Any = None) -> None:
+    def __init__(self, options: argparse.Namespace, heads: int, group: Any = None) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block(heads, group) for _ in range(LAYERS))
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        width = options.width
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width, options.head_dim, heads, group) for _ in range(options.layers))
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor, context: Any = None) -> Tensor:
         x = self.embed(tokens)
@@ -110,30 +118,30 @@ def heads_dim(name: str) -> int | None:
     return 1 if "o_proj" in name else 0 if any(part in name for part in ALONG_FIRST) else None
 
 
-def model_of(rank: int, ranks: int, group: Any) -> Model:
+def model_of(options: argparse.Namespace, rank: int, group: Any) -> Model:
     """This process's heads of the model that one process would have."""
     torch.manual_seed(0)
-    whole = Model()
-    if ranks == 1:
+    whole = Model(options, options.heads)
+    if options.tp == 1:
         return whole
-    if HEADS % ranks:
-        raise SystemExit(f"--tp: expected a number that divides {HEADS} heads, got {ranks}")
-    model = Model(HEADS // ranks, group)
+    if options.heads % options.tp:
+        raise SystemExit(f"--tp: expected a number that divides {options.heads} heads, got {options.tp}")
+    model = Model(options, options.heads // options.tp, group)
     found = {}
     for name, t in whole.state_dict().items():
         dim = heads_dim(name)
-        found[name] = t if dim is None else t.chunk(ranks, dim)[rank].clone()
+        found[name] = t if dim is None else t.chunk(options.tp, dim)[rank].clone()
     model.load_state_dict(found)
     return model
 
 
-def batches(steps: int) -> list[Tensor]:
-    """[BATCH, TOKENS + 1] tokens for each step: words of a small language, drawn on the CPU."""
+def batches(steps: int, batch: int, tokens: int) -> list[Tensor]:
+    """[batch, tokens + 1] tokens for each step: words of a small language, drawn on the CPU."""
     generator = torch.Generator().manual_seed(1)
     words = torch.randint(0, VOCABULARY, (16, 6), generator=generator)
-    count = math.ceil((TOKENS + 1) / words.shape[1])
-    drawn = (torch.randint(0, len(words), (BATCH, count), generator=generator) for _ in range(steps))
-    return [words[index].flatten(1)[:, : TOKENS + 1] for index in drawn]
+    count = math.ceil((tokens + 1) / words.shape[1])
+    drawn = (torch.randint(0, len(words), (batch, count), generator=generator) for _ in range(steps))
+    return [words[index].flatten(1)[:, : tokens + 1] for index in drawn]
 
 
 class Processes:
@@ -195,12 +203,12 @@ class Checkpoint:
 def train(options: argparse.Namespace, p: Processes) -> tuple[int, list[float]]:
     """The steps of the checkpoint, and the loss of every step behind it, over all tokens of all processes."""
     heads_group = p.tp.get_group() if options.tp > 1 else None
-    model = model_of(p.tp.get_local_rank(), options.tp, heads_group).to(p.device)
+    model = model_of(options, p.tp.get_local_rank(), heads_group).to(p.device, getattr(torch, options.dtype))
     context = None
     if options.cp > 1:
         context = build_cp_context(
-            None, p.cp, KimiDeltaAttention(WIDTH, head_dim=HEAD, num_heads=1).conv_size, tokens=TOKENS,
-            batch=BATCH // p.dp.size(), layout=options.layout, device=p.device,
+            None, p.cp, model.blocks[0].mixer.conv_size, tokens=options.tokens, batch=options.batch // p.dp.size(),
+            layout=options.layout, device=p.device,
         )  # fmt: skip
     if options.fsdp:
         from torch.distributed.fsdp import fully_shard
@@ -211,13 +219,16 @@ def train(options: argparse.Namespace, p: Processes) -> tuple[int, list[float]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     done = 0 if options.load is None else Checkpoint(model, optimizer, p, 0).load(options.load)
     losses: list[float] = []
-    for tokens in batches(done + options.steps)[done:]:
+    seconds: list[float] = []
+    for tokens in batches(done + options.steps, options.batch, options.tokens)[done:]:
+        began = time.perf_counter()
         own = tokens.chunk(p.dp.size())[p.dp.get_local_rank()].to(p.device)
         given, wanted = own[:, :-1], own[:, 1:]
         if context is not None:
             given, wanted = context.local(given), context.local(wanted)
         logits = model(given, context)
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten(), reduction="sum") / (BATCH * TOKENS)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten(), reduction="sum")
+        loss = loss / (options.batch * options.tokens)
         # The loss is the sum of all processes'; FSDP takes the mean of their gradients.
         (loss * (p.same.size() if options.fsdp else 1)).backward()
         sum_gradients(model, p, options)
@@ -226,8 +237,12 @@ def train(options: argparse.Namespace, p: Processes) -> tuple[int, list[float]]:
         total = loss.detach().clone()
         dist.all_reduce(total, group=p.same.get_group())
         losses.append(float(total))
+        seconds.append(time.perf_counter() - began)
         if dist.get_rank() == 0:
             print(f"step {done + len(losses)}: loss {losses[-1]:.5f}", flush=True)
+    if dist.get_rank() == 0 and p.device.type == "cuda" and len(seconds) > 4:
+        step, peak = statistics.median(seconds[4:]), torch.cuda.max_memory_allocated() / 2**30
+        print(f"{1e3 * step:.1f} ms a step, {options.batch * options.tokens / step:,.0f} tokens/s, {peak:.2f} GiB")
     if options.save is not None:
         dcp.save(Checkpoint(model, optimizer, p, done + len(losses)).whole, checkpoint_id=options.save)
     return done, losses
@@ -251,6 +266,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--fsdp", action="store_true", help="shard the parameters")
     parser.add_argument("--layout", choices=("contiguous", "zigzag"), default="contiguous", help="of tokens, with --cp")
     parser.add_argument("--steps", type=int, default=20)
+    for name, default in SIZES.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=f"default: {default}")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of parameters")
     parser.add_argument("--json", type=Path, metavar="FILE", help='write {"losses": [...]}')
     parser.add_argument("--expect", type=Path, metavar="FILE", help="fail unless losses are those of FILE within 1e-4")
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="write a checkpoint at the end")
@@ -258,8 +276,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     processes = Processes(options.cp, options.tp)
     try:
-        if BATCH % processes.dp.size():
-            raise SystemExit(f"expected a batch of {BATCH} that {processes.dp.size()} processes divide")
+        if options.batch % processes.dp.size():
+            raise SystemExit(f"expected a batch of {options.batch} that {processes.dp.size()} processes divide")
         done, losses = train(options, processes)
         if dist.get_rank() == 0 and options.json is not None:
             options.json.write_text(json.dumps({"losses": losses}) + "\n")
