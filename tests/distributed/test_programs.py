@@ -69,8 +69,8 @@ def test_the_benchmark_has_a_row_for_each_way(tmp_path):
     rows = json.loads(file.read_text())["rows"]
     ways = {(row["mode"], row["way"]) for row in rows}
     for mode in ("training", "prefill"):
-        assert {(mode, way) for way in ("ideal", "kda_core", "zigzag", "heads", "whole")} <= ways
+        assert {(mode, way) for way in ("ideal", "kda_core", "zigzag", "cells", "heads", "whole")} <= ways
         assert {(f"host {mode}", way) for way in ("plain", "kda_core", "zigzag")} <= ways
     errors = [row for row in rows if row["mode"] == "errors"]
-    assert len(errors) == 2
+    assert len(errors) == 3
     assert all(row["repeats"] and max(row["errors"].values()) < 1e-5 for row in errors)
