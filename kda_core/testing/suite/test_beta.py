@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from kda_core.capabilities import Feature
-from kda_core.testing.cases import BF16, FP32, Beta, Case
+from kda_core.testing.budgets import slack_of
+from kda_core.testing.cases import BF16, FP32, FP64, Beta, Case
 from kda_core.testing.marks import requires
 
 LOGITS = pytest.mark.parametrize(
@@ -72,3 +74,24 @@ def test_beta_large_logits(kda):
     beta = 100 * call.tensors["beta"]
     beta[:, ::5] *= torch.inf
     kda.check(call.having(beta=beta))
+
+
+def solved(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+    """The output of sequences [N, H, T, ..] without decays, by a triangular solve in the tensors' dtype."""
+    writes = (beta.unsqueeze(-1) * k @ k.mT).tril(-1) + torch.eye(k.shape[-2], dtype=k.dtype)
+    values = torch.linalg.solve_triangular(writes, beta.unsqueeze(-1) * (v - k @ state), upper=False)
+    return k.shape[-1] ** -0.5 * (q @ state + (q @ k.mT).tril() @ values)
+
+
+@requires(Feature.CHUNK)
+@pytest.mark.parametrize("T", [32, 64])
+def test_equal_keys_are_forgotten_as_by_a_triangular_solve(kda, T: int):
+    """A chunk's inverse has large terms of both signs: in float32 errors stay within twice those of torch's solve."""
+    call = Case(name=f"forgotten {T}", B=4, T=T, K=64, decay="none", keys="equal", beta=0.9, state=FP32).call()
+    call = call.having(v=torch.zeros_like(call.tensors["v"]))
+    rows = [call.tensors[n].transpose(1, 2) for n in ("q", "k", "v", "beta")]
+    exact = solved(*(t.to(FP64) for t in (*rows, call.tensors["initial_state"])))
+    plain = (solved(*rows, call.tensors["initial_state"]) - exact).norm()
+    got = kda.run(call)["o"].cpu().transpose(1, 2)
+    slack = slack_of(kda.info.slack, "o", FP32)
+    assert (got - exact).norm() <= 2 * plain * (slack.factor if slack else 1)
