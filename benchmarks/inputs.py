@@ -201,13 +201,14 @@ class Part:
     and those of A_log and dt_bias, are those of the part alone.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, most: int | None = None) -> None:
+        """``most``: tokens to compare; by default ``COMPARED_TOKENS``."""
         self.call = call
         q, v = call.tensors["q"], call.tensors["v"]
         group = v.shape[2] // q.shape[2]
         self.H = max(1, min(q.shape[2], COMPARED_HEADS // group))
         self.HV = self.H * group
-        most = COMPARED_TOKENS["training" if call.grads else "inference"][q.device.type]
+        most = most or COMPARED_TOKENS["training" if call.grads else "inference"][q.device.type]
         left = max(1, min(most, STATE_BYTES[q.device.type] // (8 * self.HV * q.shape[3] * v.shape[3])))
         packed = "cu_seqlens" in call.tensors
         self.lengths, cut = [], False

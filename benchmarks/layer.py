@@ -118,11 +118,13 @@ def host_times(run: Run, device: torch.device) -> list[float]:
     return times
 
 
-def measured(runs: Mapping[str, Run], device: torch.device, seconds: float) -> dict[str, dict[str, Any]]:
-    """By implementation: times, and on a GPU memory and shares."""
+def measured(
+    runs: Mapping[str, Run], device: torch.device, seconds: float, profiled: peers.Profiled = peers.kernels
+) -> dict[str, dict[str, Any]]:
+    """By implementation: times, and on a GPU memory and shares of the kernels that ``profiled`` times."""
     found: dict[str, dict[str, Any]] = {name: {} for name in runs}
     for name, run in runs.items() if device.type == "cuda" else ():
-        host, kernels = host_times(run, device), peers.kernels(run, device)
+        host, kernels = host_times(run, device), profiled(run, device)
         found[name] = {"host_ms": summary(host), "shares": shares(kernels)}
     return {name: found[name] | own for name, own in peers.timed(runs, device, seconds).items()}
 

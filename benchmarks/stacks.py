@@ -22,7 +22,7 @@ import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -43,10 +43,11 @@ FLAGS = "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "use_qk_l2norm_in_ke
 RAW = dict.fromkeys((*FLAGS, "output_final_state"), True)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Measure every row."""
+def main(arguments: list[str] | None = None, stacks: Mapping[str, Stack] | None = None) -> int:
+    """Measure every row; ``stacks``: by name, by default ``STACKS``."""
+    stacks = STACKS if stacks is None else stacks
     parser = Parser(__file__, __doc__)
-    parser.add_argument("--stacks", nargs="+", choices=STACKS, default=list(STACKS), help="default: both")
+    parser.add_argument("--stacks", nargs="+", choices=stacks, default=list(stacks), help="default: both")
     parser.add_argument("--cases", nargs="+", default=CASES, metavar="NxT", help=f"default: {' '.join(CASES)}")
     parser.add_argument("--gates", nargs="+", choices=("softplus", "bounded"), default=["softplus"])
     parser.add_argument("--heads", type=count, default=32)
@@ -56,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
         os.environ["KDA_BACKEND"] = options.backend
     rows = Rows(options, {name: version_of(name) for name in options.stacks})
     for stack in options.stacks:
-        sides = dict(zip((OURS, stack), STACKS[stack](options.device), strict=True))
+        sides = dict(zip((OURS, stack), stacks[stack](options.device), strict=True))
         for case, gate in itertools.product(options.cases, options.gates):
             row: Row = {"suite": "stacks", "shape": f"{stack} {case}", "gate": gate}
             try:
@@ -119,6 +120,8 @@ class Work:
 
 Side = Callable[[Work, int], tuple[Tensor, Tensor | None]]
 """A call, on its slots: o [1, N * T, H, V], and the states after each token if they are not in the pool."""
+Stack = Callable[[torch.device], tuple[Side, Side]]
+"""Makes our side and a stack's own."""
 
 
 def bare(home: str) -> None:
@@ -218,7 +221,7 @@ def sglang(device: torch.device) -> tuple[Side, Side]:
     return partial(run, KdaCoreKernel()), partial(run, KdaCoreKernel.__base__())
 
 
-STACKS = {"vllm": vllm, "sglang": sglang}
+STACKS: dict[str, Stack] = {"vllm": vllm, "sglang": sglang}
 
 
 def capability(device: torch.device) -> tuple[int, int]:

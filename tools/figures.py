@@ -37,7 +37,7 @@ Row = dict[str, Any]
 
 
 def read(name: str) -> dict[str, Any]:
-    """A measurement, by the name of its file.
+    """A measurement, by the name of its file in ``docs/data``, or by its path without ".json".
 
     Raises:
         ValueError: the file is not of the schema that this script knows.
@@ -249,9 +249,9 @@ def prompts() -> str:
     return table(["sequences", "tokens each", "`fused_recurrent_kda` µs", "`chunk_kda` µs"], body)
 
 
-def accuracy() -> str:
+def accuracy(name: str = "accuracy") -> str:
     """Errors of every case beside the peers'."""
-    rows = [row for row in rows_of("accuracy", "accuracy") if not row["by_length"]]
+    rows = [row for row in rows_of(name, "accuracy") if not row["by_length"]]
     outputs = list(dict.fromkeys(o for row in rows for o in errors_of(row, OURS)))
     body = []
     for row in rows:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
@@ -103,20 +102,19 @@ def test_a_run_adds_to_the_rows_of_others(tmp_path):
     assert row["suite"] == "inference"
 
 
-def test_the_tables_of_the_documentation_are_made_from_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(figures, "DATA", tmp_path)
+def test_the_tables_of_the_documentation_are_made_from_it(tmp_path):
+    found = str(tmp_path / "found")
     rows_of(training, tmp_path, *TINY, "--shapes", "1,16,2,8:packed=9+7", "--gates", "given")
     rows_of(inference, tmp_path, *TINY, "--append")
     step = ("--sizes", "2", "--heads", "2", "--channels", "32", "--prompts", "--cold", "1", "--peers", "none")
     rows_of(decode, tmp_path, *step, "--states", "float32", "--layouts", "V first", "--append")
     rows_of(accuracy, tmp_path, "--only", "given decay, float32", "--append")
-    assert "| 1, 16, 2, 8, packed in 2 | given | " in figures.speed("found", "training")
-    assert "| 1, 16, 2, 8 | bounded, random | " in figures.speed("found", "inference")
-    assert "| float32, V first | 2 | " in figures.decoding("found")
+    assert "| 1, 16, 2, 8, packed in 2 | given | " in figures.speed(found, "training")
+    assert "| 1, 16, 2, 8 | bounded, random | " in figures.speed(found, "inference")
+    assert "| float32, V first | 2 | " in figures.decoding(found)
     environment = json.loads((tmp_path / "found.json").read_text())["environment"]
-    assert figures.machine("found").endswith(f"; {environment['date']}, commit {environment['commit'][:7]}.")
-    (tmp_path / "found.json").rename(tmp_path / "accuracy.json")
-    assert "| given decay, float32 | float32 | kda_core | " in figures.accuracy()
+    assert figures.machine(found).endswith(f"; {environment['date']}, commit {environment['commit'][:7]}.")
+    assert "| given decay, float32 | float32 | kda_core | " in figures.accuracy(found)
 
 
 def test_a_file_of_another_kind_is_not_added_to(tmp_path, capsys):
@@ -300,52 +298,16 @@ def test_a_number_that_json_lacks_is_spelled(tmp_path):
     assert accuracy.root_mean_square([{"o": "nan"}, {"o": 1.0}]) == {"o": "nan"}
 
 
-class Gpu(str):
-    """A device for torch, on the CPU, that the programs take for a GPU."""
-
-    type, index = "cuda", None
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    """A CPU that pretends to be a GPU: events are 2.5 ms apart, and a call takes 200 bytes."""
-
-    class Event:
-        def __init__(self, enable_timing):
-            assert enable_timing
-
-        def elapsed_time(self, end):
-            return 2.5
-
-        def record(self):
-            pass
-
-        synchronize = record
-
-    fakes = {
-        "Event": Event,
-        "Stream": lambda device: None,
-        "stream": lambda stream: contextlib.nullcontext(),
-        "CUDAGraph": lambda: types.SimpleNamespace(replay=lambda: None),
-        "graph": lambda graph, stream: contextlib.nullcontext(),
-        "memory_allocated": lambda device: 100,
-        "max_memory_allocated": lambda device: 300,
-        **dict.fromkeys(("synchronize", "reset_peak_memory_stats", "empty_cache"), lambda *device: None),
-    }
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    return Gpu("cpu")
-
-
 @pytest.mark.parametrize("mode", ["training", "inference"])
-def test_a_row_on_a_gpu(gpu, mode, monkeypatch):
-    monkeypatch.setattr(peers, "kernels", lambda run, device: {"one": 1.5, "two": 0.25})
+def test_a_row_on_a_gpu(gpu, mode):
     call, _ = inputs.draw(inputs.parse_shape("1,8,1,4"), mode, "softplus", "initialised", torch.float32, gpu)
     options = Namespace(device=gpu, seconds=0.01, profile=True, no_errors=False)
-    ours = peers.measured(call, {"kda_core": kda_core.chunk_kda}, options)["implementations"]["kda_core"]
+    kernels = {"one": 1.5, "two": 0.25}
+    found = peers.measured(call, {"kda_core": kda_core.chunk_kda}, options, lambda run, device: kernels)
+    ours = found["implementations"]["kda_core"]
     assert ours["ms"]["median"] == ours["device_ms"]["median"] == 2.5
     assert ours["peak_bytes"] == inputs.bytes_held(call) + 200
-    assert ours["kernels_ms"] == {"one": 1.5, "two": 0.25}
+    assert ours["kernels_ms"] == kernels
     row = {"shape": "1,8,1,4", "gate": "softplus", "decay": "initialised", "implementations": {"kda_core": ours}}
     _, line, *kernels = peers.lines(row)
     assert "2.500 ms" in line
@@ -443,7 +405,7 @@ def test_a_child_that_fails_says_why():
         measuring.child("raise SystemExit('no memory')")
 
 
-def test_rows_of_an_earlier_run_keep_its_day_and_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_rows_of_an_earlier_run_keep_its_day_and_commit(tmp_path: Path):
     found = rows_of(training, tmp_path, *TINY, "--shapes", "1,16,2,8")
     content = json.loads((tmp_path / "found.json").read_text())
     content["environment"] |= {"date": "2026-01-01", "commit": "a" * 40}
@@ -453,5 +415,4 @@ def test_rows_of_an_earlier_run_keep_its_day_and_commit(tmp_path: Path, monkeypa
     assert (old["date"], old["commit"]) == ("2026-01-01", "a" * 40)
     assert new["date"] > "2026-01-01"
     assert new["commit"] != "a" * 40
-    monkeypatch.setattr(figures, "DATA", tmp_path)
-    assert "training 2026-01-01, commit aaaaaaa; training 20" in figures.machine("found")
+    assert "training 2026-01-01, commit aaaaaaa; training 20" in figures.machine(str(tmp_path / "found"))

@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
 pytest.importorskip("kda_core_cpu")
 
 import layer
-import peers
 
 
-def test_layer_on_a_gpu(monkeypatch):
-    """The steps of a row, with everything that needs a GPU replaced; a capture that fails leaves the rest."""
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(peers, "take_turns", lambda runs, device, seconds: {n: [run(), 2.0] for n, run in runs.items()})
-    monkeypatch.setattr(peers, "growth", lambda run, device: 2**30)
-    monkeypatch.setattr(peers, "kernels", lambda run, device: {"norm_forward_kernel": 3.0, "recurrence_kernel": 1.0})
+def test_layer_on_a_gpu(gpu, monkeypatch):
+    """The steps of a row; a capture that fails leaves the rest."""
+    captures = []
 
-    def captured(run, device):
-        if run() == 4.0:
+    def graph(graph, stream):
+        captures.append(0)
+        if len(captures) > 1:
             raise RuntimeError("not permitted")
-        return lambda: 0.5
+        return contextlib.nullcontext()
 
-    monkeypatch.setattr(peers, "capture", captured)
-    runs = {"kda_core": lambda: 1.0, "fla": lambda: 4.0}
-    found = layer.measured(runs, torch.device("cuda"), 1.0)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    runs = {"kda_core": lambda: None, "fla": lambda: None}
+    kernels = {"norm_forward_kernel": 3.0, "recurrence_kernel": 1.0}
+    found = layer.measured(runs, gpu, 0.01, lambda run, device: kernels)
     assert found["fla"]["not_captured"] == "RuntimeError: not permitted"
     assert "device_ms" not in found["fla"]
     first, second = layer.lines_of({"shape": "1,2", "case": "forward", "implementations": found})[1:]
-    assert first.startswith("  kda_core     1.500 ms, 1.250 ms replayed, 0.0")
-    assert first.endswith(" ms of host, 1.00 GiB; norms 75%, the operator 25%")
-    assert second.startswith("  fla          3.000 ms, 0.0")
+    assert first.startswith("  kda_core     2.500 ms, 2.500 ms replayed, 0.0")
+    assert first.endswith(" ms of host, 0.00 GiB; norms 75%, the operator 25%")
+    assert second.startswith("  fla          2.500 ms, 0.0")
 
 
 @pytest.mark.parametrize(

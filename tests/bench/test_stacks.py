@@ -24,11 +24,10 @@ def call(x: stacks.Work, i: int, wrong: bool = False):
     return o, states[:, None]
 
 
-def rows(tmp_path, monkeypatch, theirs) -> list[dict]:
-    monkeypatch.setitem(stacks.STACKS, "other", lambda device: (call, theirs))
+def rows(tmp_path, theirs) -> list[dict]:
     file = tmp_path / "found.json"
     sizes = ("--heads", "2", "--channels", "16", "--cases", "2x1", "2x3", "1x70", "--gates", "softplus", "bounded")
-    status = stacks.main(["--device", "cpu", "--stacks", "other", *sizes, "--json", str(file)])
+    status = stacks.main(["--device", "cpu", *sizes, "--json", str(file)], {"other": lambda device: (call, theirs)})
     found = json.loads(file.read_text())["rows"]
     assert status == any("failed" in row for row in found)
     assert len(found) == 6
@@ -36,8 +35,8 @@ def rows(tmp_path, monkeypatch, theirs) -> list[dict]:
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-def test_errors_tell_a_wrong_side_from_a_right_one(tmp_path, monkeypatch, wrong):
-    for row in rows(tmp_path, monkeypatch, lambda x, i: call(x, i, wrong)):
+def test_errors_tell_a_wrong_side_from_a_right_one(tmp_path, wrong):
+    for row in rows(tmp_path, lambda x, i: call(x, i, wrong)):
         ours, theirs = (row["implementations"][name] for name in ("kda_core", "other"))
         assert ours["errors"]["o"] < 3e-3
         assert ours["errors"]["final_state"] < 1e-6
@@ -45,14 +44,14 @@ def test_errors_tell_a_wrong_side_from_a_right_one(tmp_path, monkeypatch, wrong)
         assert ours["ms"]["median"] > 0
 
 
-def test_a_side_that_fails_fails_the_row_and_not_the_run(tmp_path, monkeypatch):
+def test_a_side_that_fails_fails_the_row_and_not_the_run(tmp_path):
     def broken(x, i):
         raise RuntimeError("no kernel")
 
-    assert all(row["failed"] == "RuntimeError: no kernel" for row in rows(tmp_path, monkeypatch, broken))
+    assert all(row["failed"] == "RuntimeError: no kernel" for row in rows(tmp_path, broken))
 
 
-def test_states_and_values_are_those_of_the_first_call_again(monkeypatch):
+def test_states_and_values_are_those_of_the_first_call_again():
     """Each side of the comparison starts from the same pool, whatever the one before it wrote."""
 
     def writes(x, i):

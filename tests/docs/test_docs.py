@@ -11,10 +11,12 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import ModuleType
 
 import figures
 import pages
@@ -250,42 +252,51 @@ def test_every_table_stands_in_a_page():
     assert drawn == set(figures.PLOTS)
 
 
-def test_a_changed_measurement_makes_pages_and_plots_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for file in figures.DATA.glob("*.json"):
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    content = json.loads((tmp_path / "decode.json").read_text(encoding="utf-8"))
+@pytest.fixture
+def copied(tmp_path: Path) -> ModuleType:
+    """``figures`` of a copy of the checkout's pages, data and plots."""
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    shutil.copytree(ROOT / "tools", tmp_path / "tools")
+    shutil.copy(ROOT / "README.md", tmp_path)
+    spec = importlib.util.spec_from_file_location("figures_of_a_copy", tmp_path / "tools" / "figures.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_changed_measurement_makes_pages_and_plots_stale(copied: ModuleType):
+    content = copied.read("decode")
     content["rows"][0]["implementations"]["kda_core"]["ms"]["median"] *= 2
-    (tmp_path / "decode.json").write_text(json.dumps(content), encoding="utf-8")
-    monkeypatch.setattr(figures, "DATA", tmp_path)
-    assert list(figures.stale()) == ["docs/performance.md"]
-    content = json.loads((tmp_path / "headline.json").read_text(encoding="utf-8"))
-    (tmp_path / "headline.json").write_text(json.dumps(content | {"more": 1}), encoding="utf-8")
+    (copied.DATA / "decode.json").write_text(json.dumps(content), encoding="utf-8")
+    assert list(copied.stale()) == ["docs/performance.md"]
+    content = copied.read("headline")
+    (copied.DATA / "headline.json").write_text(json.dumps(content | {"more": 1}), encoding="utf-8")
     drawn = [f"docs/images/{name}.svg" for name in ("headline", "training", "inference")]
-    assert list(figures.stale()) == ["docs/performance.md", *drawn]
-    (tmp_path / "headline.json").write_text(json.dumps(content | {"schema": 2}), encoding="utf-8")
+    assert list(copied.stale()) == ["docs/performance.md", *drawn]
+    (copied.DATA / "headline.json").write_text(json.dumps(content | {"schema": 2}), encoding="utf-8")
     with pytest.raises(ValueError, match=r"headline.json: expected schema 1, got 2"):
-        list(figures.stale())
+        list(copied.stale())
 
 
-def test_figures_take_several_peers_and_leave_out_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_figures_take_several_peers_and_leave_out_what_failed(tmp_path: Path):
     content = figures.read("speed")
     row, *_ = content["rows"]
     more = copy.deepcopy(row)
     more["implementations"]["other"] = {"ms": {"median": 2 * more["implementations"]["kda_core"]["ms"]["median"]}}
     failed = {n: x for n, x in row.items() if n != "implementations"} | {"failed": "OutOfMemoryError"}
     (tmp_path / "speed.json").write_text(json.dumps(content | {"rows": [more, failed]}), encoding="utf-8")
-    monkeypatch.setattr(figures, "DATA", tmp_path)
-    header, _, line = figures.speed("speed", "training").splitlines()
+    header, _, line = figures.speed(str(tmp_path / "speed"), "training").splitlines()
     assert "| kda_core ms | fla ms | other ms | fla / kda_core | other / kda_core |" in header
     assert "| 2.0× |" in line
 
 
 @pytest.mark.end_to_end
-def test_every_plot_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(figures, "IMAGES", tmp_path)
-    for name, (data, _, _) in figures.PLOTS.items():
-        figures.draw(name)
-        assert f"data {figures.digest(data)}" in (tmp_path / f"{name}.svg").read_text(encoding="utf-8")
+def test_every_plot_is_drawn(copied: ModuleType):
+    shutil.rmtree(copied.IMAGES)
+    copied.IMAGES.mkdir()
+    for name in copied.PLOTS:
+        copied.draw(name)
+    assert list(copied.stale()) == []
 
 
 @pytest.mark.end_to_end
