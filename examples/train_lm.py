@@ -16,6 +16,7 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,12 +39,11 @@ VALIDATION_WINDOWS = 32
 console = Console(highlight=False)
 
 
-def idle_cores(seconds: float = 0.2) -> int:
-    """Cores that other programs leave idle now; at least 1.
+def idle_cores(busy: Sequence[float]) -> int:
+    """Cores that other programs leave idle, by the percentages in which each is ``busy``; at least 1.
 
     OpenMP's threads wait for each other: one thread more than there are idle cores makes a step several times slower.
     """
-    busy = psutil.cpu_percent(interval=seconds, percpu=True)
     affinity = getattr(os, "sched_getaffinity", None)
     allowed = range(len(busy)) if affinity is None else affinity(0)
     return max(1, round(sum(1 - busy[core] / 100 for core in allowed)))
@@ -154,7 +154,8 @@ def main(
     if not prompt:
         raise typer.BadParameter("at least one character is needed", param_hint="--prompt")
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(min(torch.get_num_threads(), usable_cores(), idle_cores()))
+        idle = idle_cores(psutil.cpu_percent(interval=0.2, percpu=True))
+        torch.set_num_threads(min(torch.get_num_threads(), usable_cores(), idle))
     checkpoint = read_checkpoint(output / "checkpoint.pt") if resume or generate_only else None
     saved_model = ModelConfig() if checkpoint is None else checkpoint["model_config"]
     model_config = replace(saved_model, **model_options)

@@ -1,6 +1,7 @@
 """The entry point of the command line, ``kda`` or ``python -m kda_core``; its commands need the extra ``cli``."""
 
 import sys
+from importlib import import_module
 
 from kda_core._cli import EXIT_BAD_ARGUMENTS
 
@@ -8,7 +9,8 @@ from kda_core._cli import EXIT_BAD_ARGUMENTS
 def main() -> None:
     """Run the command line; exits with status 2 and the command to install when the extra ``cli`` is missing."""
     try:
-        from kda_core._commands import app
+        # By its name: ``from`` would take the package's attribute of an import that came before.
+        app = import_module("kda_core._commands").app
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in ("typer", "rich"):

@@ -59,7 +59,7 @@ def device_name(device: torch.device) -> str:
     return runtime.get_device_name(device) if hasattr(runtime, "get_device_name") else device.type
 
 
-def info() -> dict[str, Any]:
+def info(registry: _plugins.Registry = _plugins.registry) -> dict[str, Any]:
     """Everything that ``kda info`` shows, ready for JSON. Asks the machine's devices for their names."""
     devices = machine_devices()
     default, reason = _default_device()
@@ -68,7 +68,7 @@ def info() -> dict[str, Any]:
         "devices": [{"device": str(d), "name": device_name(d)} for d in devices],
         "default_device": default,
         "default_device_reason": reason,
-        "backends": [*_found_backends(devices), *_wheels_not_installed()],
+        "backends": [*_found_backends(registry, devices), *_wheels_not_installed(registry)],
         "entry_points": _entry_points(),
         "integrations": [dataclasses.asdict(found) for found in integrations()],
         "environment": {name: os.environ.get(name) for name in ENVIRONMENT_VARIABLES},
@@ -109,9 +109,9 @@ def _entry_points() -> list[dict[str, str | None]]:
     ]
 
 
-def _found_backends(devices: list[torch.device]) -> Iterator[dict[str, Any]]:
-    loaded = {b.info.name: b for b in _plugins.registry.backends}
-    for entry in _plugins.registry.ledger:
+def _found_backends(registry: _plugins.Registry, devices: list[torch.device]) -> Iterator[dict[str, Any]]:
+    loaded = {b.info.name: b for b in registry.backends}
+    for entry in registry.ledger:
         backend = loaded.get(entry.name) if entry.state == "loaded" else None
         answers = [] if backend is None else [_availability(backend, d) for d in backend.devices_among(devices)]
         yield {
@@ -164,8 +164,8 @@ def _identity(card: BackendInfo) -> dict[str, Any]:
     }
 
 
-def _wheels_not_installed() -> Iterator[dict[str, Any]]:
-    found = {entry.name for entry in _plugins.registry.ledger}
+def _wheels_not_installed(registry: _plugins.Registry) -> Iterator[dict[str, Any]]:
+    found = {entry.name for entry in registry.ledger}
     for wheel, name in platforms.BACKEND_OF_WHEEL.items():
         if name not in found:
             yield {"name": name, "state": "not installed", "reason": platforms.install_command(wheel)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from operator import attrgetter
 from typing import Any
@@ -19,18 +19,22 @@ from kda_core.capabilities import BackendInfo, Capabilities, Feature, Slack
 CORE = "kda-core"
 
 
-def found_entry_points() -> list[metadata.EntryPoint]:
+def found_entry_points(every: Iterable[metadata.EntryPoint] | None = None) -> list[metadata.EntryPoint]:
     """Entry points of backends in a fixed order: those for this contract, and those for another major version of it.
 
     A wheel that has one for this contract is left out of the others: it serves several.
+
+    Args:
+        every: the entry points to look at; None: those that are installed.
     """
-    every = metadata.entry_points()
-    own = list(every.select(group=hookspecs.ENTRY_POINT_GROUP))
+    if every is None:
+        installed = metadata.entry_points()
+        groups = [group for group in installed.groups if group.startswith(hookspecs.ENTRY_POINT_GROUPS)]
+        every = [entry_point for group in groups for entry_point in installed.select(group=group)]
+    own = [e for e in every if e.group == hookspecs.ENTRY_POINT_GROUP]
     names = {entry_point.name for entry_point in own}
-    for group in every.groups:
-        if group.startswith(hookspecs.ENTRY_POINT_GROUPS) and group != hookspecs.ENTRY_POINT_GROUP:
-            own += [entry_point for entry_point in every.select(group=group) if entry_point.name not in names]
-    return sorted(own, key=lambda e: (e.name, e.group, e.value))
+    others = [e for e in every if e.group.startswith(hookspecs.ENTRY_POINT_GROUPS) and e.name not in names]
+    return sorted(own + others, key=lambda e: (e.name, e.group, e.value))
 
 
 def mismatch(entry_point: metadata.EntryPoint, core_version: str) -> str | None:

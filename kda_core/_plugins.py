@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import metadata
@@ -33,9 +33,20 @@ ENVIRONMENT_VARIABLE = "KDA_BACKEND"
 
 
 class Registry:
-    """The backends of this process."""
+    """The backends of this process.
 
-    def __init__(self, *, entry_points: bool = True, core: str = __version__, most_choices: int = 4096) -> None:
+    Args:
+        entry_points: of the wheels to load; None: all that are installed.
+        core: the version that wheels must fit.
+    """
+
+    def __init__(
+        self,
+        *,
+        entry_points: Sequence[metadata.EntryPoint] | None = None,
+        core: str = __version__,
+        most_choices: int = 4096,
+    ) -> None:
         self._entry_points, self._core = entry_points, core
         # Packed training batches have many lengths, each with its own signature. The cache is cleared at this size.
         self._most_choices = most_choices
@@ -75,9 +86,8 @@ class Registry:
 
     def _load_all(self) -> None:
         self.register(ReferenceBackend(), entry_point="kda_core.reference:ReferenceBackend")
-        if self._entry_points:
-            for entry_point in found_entry_points():
-                self._load_entry_point(entry_point)
+        for entry_point in found_entry_points(self._entry_points):
+            self._load_entry_point(entry_point)
 
     def _go_back(self, backends: dict[str, Backend], ledger: list[LedgerEntry]) -> None:
         for name, backend in self._backends.items():

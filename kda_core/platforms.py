@@ -74,7 +74,7 @@ FLAGS = {
     # MI200: https://rocm.docs.amd.com/projects/MIOpen/en/latest/MI200AlternateImplementation.html
     "FLUSHES_16BIT_SUBNORMALS": lambda: _gcn_arch() == "gfx90a",
 }
-"""How every flag is computed. IS_CPU: torch has no accelerator. A test may replace an entry."""
+"""How every flag is computed. IS_CPU: torch has no accelerator."""
 
 
 def __getattr__(name: str) -> bool:
@@ -105,8 +105,12 @@ def this_platform() -> str:
     return max(found, key=len) if found else device_types()[0]
 
 
-def flushed_below(device: torch.device, dtype: torch.dtype) -> float:
-    """The magnitude below which the device's matrix units take an operand of ``dtype`` for zero; 0.0 if they do not."""
-    if device.type == "cpu" or dtype.itemsize != 2 or not FLAGS["FLUSHES_16BIT_SUBNORMALS"]():
+def flushed_below(device: torch.device, dtype: torch.dtype, flushes: bool | None = None) -> float:
+    """The magnitude below which the device's matrix units take an operand of ``dtype`` for zero; 0.0 if they do not.
+
+    ``flushes`` stands for FLUSHES_16BIT_SUBNORMALS.
+    """
+    if device.type == "cpu" or dtype.itemsize != 2:
         return 0.0
-    return torch.finfo(dtype).smallest_normal
+    flushes = FLAGS["FLUSHES_16BIT_SUBNORMALS"]() if flushes is None else flushes
+    return torch.finfo(dtype).smallest_normal if flushes else 0.0

@@ -103,7 +103,7 @@ def write(folder: Path, torch_backend: str, backend: str) -> None:
     namespace = f"_kda_core_{torch_backend}_{digest}"
     schemas, plugins = (folder / "kda_core" / name for name in ("_schemas.py", "_plugins.py"))
     files[schemas] = replace(files[schemas], 'NAMESPACE = "kda_core"', f'NAMESPACE = "{namespace}"')
-    files[plugins] = replace(files[plugins], "registry = Registry()", "registry = Registry(entry_points=False)")
+    files[plugins] = replace(files[plugins], "registry = Registry()", "registry = Registry(entry_points=())")
     for path, text in files.items():
         depth = len(path.relative_to(folder).parts) - 1
         path.write_text(relative(text.replace("torch.ops.kda_core", f"torch.ops.{namespace}"), depth, packages))

@@ -145,15 +145,19 @@ MAX_CACHED_BUDGETS = 4096
 """Calls that call_checks.py checks hardly ever repeat: past this many, empty the cache."""
 
 
-def budgets(call: Call, device: torch.device = CPU) -> dict[str, Budget]:
-    """The budget of every output of a call on a device, by name ("o", "final_state", "h", "dq", ...)."""
+def budgets(call: Call, device: torch.device = CPU, flushed_below: float | None = None) -> dict[str, Budget]:
+    """The budget of every output of a call on a device, by name ("o", "final_state", "h", "dq", ...).
+
+    ``flushed_below`` stands for ``platforms.flushed_below`` of the device.
+    """
     # Only the slots that the call writes are compared, so only these sequences count in the samples too.
     advanced = call.advanced_sequences() if call.has_pool else None
     draft = call if call.has_draft else None
     dtypes = result_dtypes(call.request())
     call = call.without_pool()
     seed = call.digest()
-    flushed_below = platforms.flushed_below(device, call.tensors["q"].dtype)
+    if flushed_below is None:
+        flushed_below = platforms.flushed_below(device, call.tensors["q"].dtype)
     key = f"{seed} {advanced} {flushed_below} {dtypes['final_state']} {dtypes['h']}"
     if key not in _cache:
         if len(_cache) >= MAX_CACHED_BUDGETS:

@@ -152,13 +152,17 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
         info = registry.named(t.backend).info
         how = ", interpreted" * t.interpreted + ", a foreign device" * t.foreign
         lines.append(f"backend {info.name} {info.version} (contract {info.contract}) on {_device_name(t.device)}{how}")
-        if below := platforms.flushed_below(t.device, torch.float16):
-            lines.append(f"budgets: products on {t.device} take float16 operands below {below:.1e} for zero")
+        lines += _arithmetic(t.device, platforms.flushed_below(t.device, torch.float16))
     tested = {t.backend for t in config.stash[TARGETS]} | {ORACLE}
     for backend in registry.backends if config.getoption("backend") is None else ():
         if backend.info.name not in tested:
             lines.append(f"not tested: {_why_not(backend.info.name, config.getoption('interpret'))}")
     return lines
+
+
+def _arithmetic(device: torch.device, below: float) -> list[str]:
+    """A line on the products that budgets follow, where they are unlike those of a CPU."""
+    return [f"budgets: products on {device} take float16 operands below {below:.1e} for zero"] if below else []
 
 
 def _device_name(device: torch.device) -> str:

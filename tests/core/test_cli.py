@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 from packaging.specifiers import SpecifierSet
+from toys import no_wheels
 from typer.testing import CliRunner
 
-import kda_core
 from kda_core import _cli, _commands, platforms
 from kda_core.__main__ import main
-from kda_core._plugins import registry
+from kda_core._plugins import Registry, registry
 from kda_core.call_plan import CallPlan, PlannedBuffer, PlannedStep
 from kda_core.capabilities import Available, BackendInfo, Capabilities, Feature, Unavailable
 from kda_core.hookspecs import CONTRACT_VERSION, hookimpl
@@ -140,26 +140,22 @@ def test_versions_come_from_the_distributions():
     assert _cli.version_of("a-distribution-that-nobody-installed") is None
 
 
-def test_info_names_wheels_that_are_not_installed(monkeypatch):
-    monkeypatch.setitem(platforms.BACKEND_OF_WHEEL, "kda-core-nochip", "nochip")
-    (wheel,) = (b for b in run_json("info")["backends"] if b["name"] == "nochip")
-    assert wheel == {
-        "name": "nochip",
-        "state": "not installed",
-        "reason": "pip install ./backends/nochip in a checkout of kda-core",
-    }
-    assert "not installed" in run("info").stdout
+def test_info_names_wheels_that_are_not_installed():
+    with no_wheels():
+        (wheel,) = (b for b in run_json("info")["backends"] if b["name"] == "amd")
+        assert "not installed" in run("info").stdout
+    reason = "pip install ./backends/amd in a checkout of kda-core"
+    assert wheel == {"name": "amd", "state": "not installed", "reason": reason}
 
 
 class Hookless(Toy):
     kda_core_chunk_forward = None
 
 
-def test_info_shows_a_broken_backend_with_its_reason(monkeypatch):
-    registry.load()
-    monkeypatch.setattr(registry, "_ledger", list(registry.ledger))
-    assert registry.register(Hookless()).state == "broken"
-    (found,) = (b for b in run_json("info")["backends"] if b["name"] == "toy")
+def test_info_shows_a_broken_backend_with_its_reason():
+    fresh = Registry(entry_points=())
+    assert fresh.register(Hookless()).state == "broken"
+    (found,) = (b for b in _cli.info(fresh)["backends"] if b["name"] == "toy")
     assert found["state"] == "broken"
     assert found["reason"] == "missing hooks: kda_core_chunk_forward"
     assert found["availability"] == []
@@ -179,9 +175,9 @@ def test_info_says_whether_a_backend_can_run_here_even_when_its_hook_raises(answ
         assert toy["availability"] == [{"device": "cpu", "available": available, "detail": detail}]
 
 
-def test_info_without_a_backend_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(_cli._plugins.registry, "_backends", {})
-    result = run("info")
+def test_info_without_a_backend_says_what_to_install():
+    with no_wheels():
+        result = run("info")
     assert result.exit_code == 0
     assert "pip install ./backends/cpu in a checkout" in " ".join(result.stdout.split())
 
@@ -474,7 +470,6 @@ def test_without_the_extra_it_says_which_one_to_install(package, monkeypatch, ca
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, "kda_core._commands")
-    monkeypatch.delattr(kda_core, "_commands")
     with pytest.raises(SystemExit) as stopped:
         main()
     assert stopped.value.code == 2
@@ -484,7 +479,6 @@ def test_without_the_extra_it_says_which_one_to_install(package, monkeypatch, ca
 def test_an_import_that_fails_for_another_reason_is_not_taken_for_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "kda_core._example_call", None)
     monkeypatch.delitem(sys.modules, "kda_core._commands")
-    monkeypatch.delattr(kda_core, "_commands")
     with pytest.raises(ModuleNotFoundError, match="example_call"):
         main()
 

@@ -8,7 +8,7 @@ import pytest
 from interpreted import printed
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from toys import EntryPoints, Toy
+from toys import Toy
 
 import kda_core
 from kda_core import hookspecs
@@ -22,23 +22,30 @@ FIRST_PARTY = ("cpu", "nvidia", "amd", "reference")
 LATER = """
 import importlib.machinery as machinery, json
 kept = machinery.SourceFileLoader.get_data
+NEEDED = b'''
+of_today = _features
+def _features(r):
+    return [*of_today(r), Feature.TELEPATHY]
+'''
+CHANGED = {
+    "capabilities.": lambda text: text.replace(b'    CHUNK = "', b'    TELEPATHY = "telepathy"\\n    CHUNK = "', 1),
+    "request.": lambda text: text + NEEDED,
+}
 
 def with_one_more(self, path):
     name = path.replace("\\\\", "/").rpartition("kda_core/")[2]
-    if not name.startswith(("capabilities.", "__pycache__/capabilities.")):
+    if not name.startswith(tuple(folder + module for folder in ("", "__pycache__/") for module in CHANGED)):
         return kept(self, path)
-    if name != "capabilities.py":
+    if not name.endswith(".py"):
         raise OSError("compiled from another source")
-    return kept(self, path).replace(b'    CHUNK = "', b'    TELEPATHY = "telepathy"\\n    CHUNK = "', 1)
+    return CHANGED[name[:-2]](kept(self, path))
 
 machinery.SourceFileLoader.get_data = with_one_more
 import torch, kda_core
-from kda_core import capabilities, request
+from kda_core import capabilities
 from kda_core._plugins import registry
 
 later = capabilities.Feature["TELEPATHY"]
-needed = request._features
-request._features = lambda r: [*needed(r), later]
 q = torch.zeros(1, 2, 1, 4)
 answers = {}
 for backend in registry.backends:
@@ -99,16 +106,10 @@ class EntryPoint:
         return self.plugin
 
 
-@pytest.fixture
-def ledger(monkeypatch):
-    """The entry points that a core of some version finds, by name."""
-
-    def load(*entry_points, core="0.1.3"):
-        monkeypatch.setattr(metadata, "entry_points", lambda: EntryPoints(entry_points))
-        fresh = Registry(core=core)
-        return {e.name: e for e in fresh.ledger if e.name != "reference"}, fresh
-
-    return load
+def ledger(*entry_points, core="0.1.3"):
+    """The entry points that a core of some version finds, by name, and its registry."""
+    fresh = Registry(entry_points=entry_points, core=core)
+    return {e.name: e for e in fresh.ledger if e.name != "reference"}, fresh
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ def ledger(monkeypatch):
         ("0.1.3", ("kda-core>=0.1", 'kda-core<0.1.3; python_version >= "3"'), "<0.1.3"),
     ],
 )
-def test_a_wheel_for_another_core_is_not_imported_and_says_which_one_it_needs(ledger, core, requires, needs):
+def test_a_wheel_for_another_core_is_not_imported_and_says_which_one_it_needs(core, requires, needs):
     """It would fail with a name that this core lacks: true, and no help to anybody."""
     entry_point = EntryPoint(*requires)
     (entry,), fresh = ledger(entry_point, core=core)[0].values(), ledger(entry_point, core=core)[1]
@@ -134,7 +135,7 @@ def test_a_wheel_for_another_core_is_not_imported_and_says_which_one_it_needs(le
         fresh.named("toy")
 
 
-def test_bounds_are_shown_as_people_write_them(ledger):
+def test_bounds_are_shown_as_people_write_them():
     found, _ = ledger(EntryPoint("kda-core<0.2,>=0.1"), core="0.0.9")
     assert found["toy"].reason == "needs kda-core>=0.1,<0.2, this is kda-core 0.0.9"
 
@@ -151,19 +152,19 @@ def test_bounds_are_shown_as_people_write_them(ledger):
         ("this is no requirement",),
     ],
 )
-def test_a_wheel_that_fits_or_does_not_say_is_imported(ledger, requires):
+def test_a_wheel_that_fits_or_does_not_say_is_imported(requires):
     entry_point = EntryPoint(*requires, load=Toy("toy"))
     found, _ = ledger(entry_point)
     assert found["toy"].state == "loaded", found["toy"].reason
     assert entry_point.imported == 1
 
 
-def test_a_release_candidate_of_the_core_takes_the_wheels_of_its_release(ledger):
+def test_a_release_candidate_of_the_core_takes_the_wheels_of_its_release():
     found, _ = ledger(EntryPoint("kda-core<0.2,>=0.1", load=Toy("toy")), core="0.1.4rc1")
     assert found["toy"].state == "loaded", found["toy"].reason
 
 
-def test_a_wheel_of_another_major_contract_is_known_and_not_imported(ledger):
+def test_a_wheel_of_another_major_contract_is_known_and_not_imported():
     """It is in another entry-point group; "not installed" would send its user in circles."""
     later = EntryPoint(group="kda_core.backends.v2")
     found, fresh = ledger(later, EntryPoint(group="kda_core.cooks.v1", name="cook"))
@@ -174,7 +175,7 @@ def test_a_wheel_of_another_major_contract_is_known_and_not_imported(ledger):
         fresh.named("toy")
 
 
-def test_a_wheel_for_two_major_contracts_serves(ledger):
+def test_a_wheel_for_two_major_contracts_serves():
     later = EntryPoint(group="kda_core.backends.v2")
     found, _ = ledger(later, EntryPoint(load=Toy("toy")))
     assert found["toy"].state == "loaded"

@@ -10,6 +10,7 @@ from types import MappingProxyType
 import pytest
 import torch
 from packaging.specifiers import SpecifierSet
+from toys import Watcher
 
 import kda_core
 from kda_core import _explain, errors
@@ -35,21 +36,6 @@ def inputs():
 
 def capabilities(closed):
     return Capabilities(frozenset({Feature.CHUNK}), frozenset({torch.float32}), 64, None, closed)
-
-
-class Watcher:
-    """Keeps the requests of all calls."""
-
-    def __init__(self, monkeypatch):
-        self.requests = []
-        backend = type(registry.named("cpu"))
-        result = backend.result
-
-        def watched(this, hook, request):
-            self.requests.append(request)
-            return result(this, hook, request)
-
-        monkeypatch.setattr(backend, "result", watched)
 
 
 OBJECTS = {
@@ -118,13 +104,12 @@ def assert_same(found, original):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_request_is_copied_without_what_calls_share(way, monkeypatch):
+def test_a_request_is_copied_without_what_calls_share(way):
     """Its memo belongs to the router and to backends, and holds functions and memory."""
-    watcher = Watcher(monkeypatch)
-    with torch.no_grad():
+    with Watcher() as requests, torch.no_grad():
         for _ in range(2):
             kda_core.chunk_kda(**inputs(), scale=0.3)
-    request = watcher.requests[-1]
+    request = requests[-1]
     assert request.memo
     assert request.features
     found = WAYS[way](request)
@@ -137,12 +122,13 @@ def test_a_request_is_copied_without_what_calls_share(way, monkeypatch):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_gates_request_of_a_call_is_copied(way, monkeypatch):
-    watcher = Watcher(monkeypatch)
+def test_a_gates_request_of_a_call_is_copied(way):
     raw = torch.randn(3, 2, 4)
-    for _ in range(3):
-        kda_core.kda_gate(raw, lower_bound=-2.5)
-    for request in watcher.requests:
+    with Watcher() as requests:
+        for _ in range(3):
+            kda_core.kda_gate(raw, lower_bound=-2.5)
+    assert len(requests) == 3
+    for request in requests:
         assert torch.equal(WAYS[way](request).g, raw)
 
 

@@ -29,12 +29,12 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 def test_default_device_says_what_to_install():
     with pytest.raises(kda_core.UnsupportedCall, match=r"pip install \./backends/cpu in a checkout"):
-        best_device([CPU], Registry(entry_points=False))
+        best_device([CPU], Registry(entry_points=()))
 
 
 def test_default_device_says_that_a_backend_waits_to_be_named(monkeypatch):
     """On a GPU whose only backend serves by name it said "pip install kda-core-cpu", and nothing of that backend."""
-    own = Registry(entry_points=False)
+    own = Registry(entry_points=())
     own.register(Toy("shy", None, device_types=("meta",)))
     with pytest.raises(
         kda_core.UnsupportedCall, match=r"shy on meta: it serves only calls that name it, e\.g\. with KDA_BACKEND=shy"
@@ -74,7 +74,7 @@ def test_default_device_is_that_of_the_named_backend(named, monkeypatch):
 
 
 def test_default_device_of_a_backend_that_is_not_installed_says_how_to_install_it(monkeypatch):
-    own = Registry(entry_points=False)
+    own = Registry(entry_points=())
     monkeypatch.setenv("KDA_BACKEND", "cpu")
     with pytest.raises(kda_core.BackendNotFound, match=r"pip install \./backends/cpu in a checkout"):
         best_device([CPU], own)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from example_arguments import HV, SLOTS, B, K, T, V, call_arguments, gate, packed, paged, speculative
 from torch._subclasses.fake_tensor import FakeTensorMode
+from toys import Watcher
 
 import kda_core
 from kda_core._plugins import registry
@@ -70,7 +71,7 @@ def test_every_tensor_argument_is_tried():
 
 @pytest.mark.parametrize("kind", FOREIGN)
 @pytest.mark.parametrize(("op", "name", "make"), ARGUMENTS, ids=[f"{op}-{name}" for op, name, _ in ARGUMENTS])
-def test_a_tensor_that_no_operator_takes_is_refused_by_name(op, name, make, kind, monkeypatch):
+def test_a_tensor_that_no_operator_takes_is_refused_by_name(op, name, make, kind):
     """With and without a call before it whose choice is cached; ``explain`` refuses the same."""
     convert, called = FOREIGN[kind]
     arguments = make()
@@ -82,11 +83,12 @@ def test_a_tensor_that_no_operator_takes_is_refused_by_name(op, name, make, kind
         for _ in range(3):  # from the second call on the router knows calls like it
             function(**make())
     foreign = convert(arguments[name])
-    monkeypatch.setattr(registry, "_choose", None)
+    choices = dict(registry._choices)
     for call in (function, lambda **given: kda_core.explain(**given, op=op)):
         with pytest.raises(TypeError, match=rf"^{name}: expected a .*tensor, got {re.escape(called)}") as caught:
             call(**{**arguments, name: foreign})
         assert type(caught.value) is TypeError
+    assert registry._choices == choices
     for n, t in before.items():
         assert torch.equal(arguments[n], t), n
 
@@ -124,31 +126,24 @@ def negative_view(t):
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias"])
 @pytest.mark.parametrize("op", ["chunk_kda", "fused_recurrent_kda"])
-def test_backends_never_see_a_negative_view(op, name, monkeypatch):
+def test_backends_never_see_a_negative_view(op, name):
     """Kernels that read memory took its values with the wrong sign; the gradient goes through."""
     arguments = gated(initial_state=torch.ones(B, HV, K, V))
     arguments["A_log"], arguments["dt_bias"] = torch.linspace(-1, 0, HV), torch.linspace(-1, 1, HV * K)
     function = getattr(kda_core, op)
-    seen = []
-    backend = type(registry.named("cpu"))
-    result = backend.result
-
-    def watched(this, hook, request):
-        seen.extend(t for t in vars(request).values() if isinstance(t, torch.Tensor))
-        return result(this, hook, request)
-
-    monkeypatch.setattr(backend, "result", watched)
-    with torch.no_grad():
-        for _ in range(3):
-            expected, _ = function(**arguments)
-        found, _ = function(**{**arguments, name: negative_view(arguments[name])})
-    torch.testing.assert_close(found, expected)
-    given = arguments[name].clone().requires_grad_()
-    found, _ = function(**{**arguments, name: negative_view(given)})
-    (gradient,) = torch.autograd.grad(found.sum(), given)
-    arguments[name] = arguments[name].clone().requires_grad_()
-    (wanted,) = torch.autograd.grad(function(**arguments)[0].sum(), arguments[name])
+    with Watcher() as requests:
+        with torch.no_grad():
+            for _ in range(3):
+                expected, _ = function(**arguments)
+            found, _ = function(**{**arguments, name: negative_view(arguments[name])})
+        torch.testing.assert_close(found, expected)
+        given = arguments[name].clone().requires_grad_()
+        found, _ = function(**{**arguments, name: negative_view(given)})
+        (gradient,) = torch.autograd.grad(found.sum(), given)
+        arguments[name] = arguments[name].clone().requires_grad_()
+        (wanted,) = torch.autograd.grad(function(**arguments)[0].sum(), arguments[name])
     torch.testing.assert_close(gradient, wanted)
+    seen = [t for request in requests for t in vars(request).values() if isinstance(t, torch.Tensor)]
     assert len(seen) > 40
     assert not any(t.is_neg() for t in seen)
 
@@ -231,25 +226,16 @@ NUMPY_OPTIONS = [
 @pytest.mark.parametrize(
     ("name", "value", "others"), NUMPY_OPTIONS, ids=[f"{n}-{type(v).__name__}-{v}" for n, v, _ in NUMPY_OPTIONS]
 )
-def test_numpys_scalars_are_taken_for_pythons(name, value, others, monkeypatch):
+def test_numpys_scalars_are_taken_for_pythons(name, value, others):
     """Backends, operators and the cache of choices see Python values."""
     arguments = call_arguments(**others)
     python = value.item() if not isinstance(value, np.longdouble) else float(value)
-    seen = []
-    backend = registry.named("cpu")
-    result = type(backend).result
-
-    def watched(self, hook, request):
-        seen.append(request)
-        return result(self, hook, request)
-
-    monkeypatch.setattr(type(backend), "result", watched)
-    with torch.no_grad():
+    with Watcher() as seen, torch.no_grad():
         expected = kda_core.chunk_kda(**arguments, **{name: python})
         choices = len(registry._choices)
         for _ in range(3):
             found = kda_core.chunk_kda(**arguments, **{name: value})
-    assert len(registry._choices) == choices
+        assert len(registry._choices) == choices
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
         assert (one is None) == (other is None)

@@ -5,17 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from toys import EntryPoints, Toy
+from toys import Toy
 
 import kda_core
-from kda_core import _plugins
 from kda_core._plugins import Registry
 from kda_core.capabilities import Feature
 from kda_core.hookspecs import ENTRY_POINT_GROUP, hookimpl
 
 
 def describe(plugin):
-    return Registry(entry_points=False).register(plugin)
+    return Registry(entry_points=()).register(plugin)
 
 
 def test_wheels_of_another_contract_are_incompatible():
@@ -63,7 +62,7 @@ def test_missing_unknown_and_defaulted_hooks_are_broken():
 
 def test_two_plugins_with_one_name_serve_neither_in_any_order():
     for first, second in ((1.0, 2.0), (2.0, 1.0)):
-        fresh = Registry(entry_points=False)
+        fresh = Registry(entry_points=())
         fresh.load()
         fresh.register(Toy("twin", value=first))
         assert fresh.register(Toy("twin", value=second)).state == "conflict"
@@ -155,12 +154,11 @@ def interrupted():
 
 
 @pytest.fixture
-def found(monkeypatch):
+def found():
     """A registry of its own that finds an entry point, and what to set its import to."""
     # By name one comes before it and one after it.
     first, own, last = EntryPoint("a", lambda: Toy("toy")), EntryPoint("foreign"), EntryPoint("z", lambda: Toy("last"))
-    monkeypatch.setattr(_plugins.metadata, "entry_points", lambda: EntryPoints([last, own, first]))
-    fresh = Registry()
+    fresh = Registry(entry_points=(last, own, first))
     fresh.import_by = lambda do: setattr(own, "load", do)
     return fresh
 

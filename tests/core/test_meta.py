@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
+from toys import Toy, installed, no_wheels
 
 import kda_core
 from kda_core._plugins import registry
@@ -180,36 +179,24 @@ def test_double_backward_says_that_there_is_none(op: str):
         grad.sum().backward()
 
 
-@pytest.fixture
-def bare(monkeypatch):
-    """A process without any wheel of a backend."""
-    monkeypatch.setattr(registry, "_backends", {"reference": registry.named("reference")})
-    registry._forget_choices()
-    yield
-    registry._forget_choices()
-
-
-def test_no_backend_need_be_installed(bare):
-    with pytest.raises(UnsupportedCall):
-        kda_core.chunk_kda(**data())
+def test_no_backend_need_be_installed():
     arguments = {n: t.requires_grad_() for n, t in on_meta(data()).items()}
-    kda_core.chunk_kda(**arguments)[0].sum().backward()
+    with no_wheels():
+        with pytest.raises(UnsupportedCall):
+            kda_core.chunk_kda(**data())
+        kda_core.chunk_kda(**arguments)[0].sum().backward()
+        assert kda_core.kda_gate(arguments["g"], lower_bound=-5.0).shape == arguments["g"].shape
     assert arguments["q"].grad.shape == arguments["q"].shape
-    assert kda_core.kda_gate(arguments["g"], lower_bound=-5.0).shape == arguments["g"].shape
 
 
-def test_a_named_backend_is_held_to_what_it_declares_but_not_to_its_device(monkeypatch):
+def test_a_named_backend_is_held_to_what_it_declares_but_not_to_its_device():
     meta = on_meta(data())
     assert kda_core.chunk_kda(**meta, backend="reference")[0].shape == (B, T, HV, V)
     with pytest.raises(BackendNotFound, match="'meta' is not installed"):
         kda_core.chunk_kda(**meta, backend="meta")
-    oracle = registry.named("reference")
-    plain = oracle.info.capabilities
-    fewer = replace(plain, features=plain.features - {Feature.CHUNK_32}, closed={Feature.CHUNK_32: "too short"})
-    monkeypatch.setattr(oracle, "info", replace(oracle.info, capabilities=fewer))
-    refused = r"chunk_kda: backend 'reference' cannot serve this call: does not serve .*too short"
-    with pytest.raises(UnsupportedCall, match=refused):
-        kda_core.chunk_kda(**meta, backend="reference", chunk_size=32)
+    refused = r"chunk_kda: backend 'toy' cannot serve this call: does not serve .*too short"
+    with installed(Toy("toy", closed={Feature.CHUNK_32: "too short"})), pytest.raises(UnsupportedCall, match=refused):
+        kda_core.chunk_kda(**meta, backend="toy", chunk_size=32)
 
 
 def test_an_environment_that_names_a_missing_backend_is_an_error(monkeypatch):

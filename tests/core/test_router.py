@@ -71,7 +71,7 @@ def test_unknown_names_say_what_is_installed_and_how_to_install_known_wheels():
         pass
     with pytest.raises(kda_core.BackendNotFound):
         kda_core.explain(*inputs(), backend="nope")
-    empty = Registry(entry_points=False)
+    empty = Registry(entry_points=())
     with pytest.raises(kda_core.BackendNotFound, match=r"pip install \./backends/cpu in a checkout"):
         empty.named("cpu")
 
@@ -146,7 +146,7 @@ def test_a_value_that_does_not_compare_is_refused_by_name_after_a_call_that_was_
 
 
 def test_the_cache_stays_bounded():
-    own = Registry(entry_points=False, most_choices=4)
+    own = Registry(entry_points=(), most_choices=4)
     own.register(Toy("toy"))
     q, k, v, g, beta = inputs()
     for n in range(10):
@@ -254,7 +254,7 @@ def test_slack_needs_a_reason_and_a_factor_above_one():
 
 
 def test_explain_knows_wheels_that_are_not_installed():
-    fresh = Registry(entry_points=False)
+    fresh = Registry(entry_points=())
     from kda_core.request import Request
 
     q, k, v, g, beta = inputs()

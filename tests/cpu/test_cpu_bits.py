@@ -141,24 +141,28 @@ def test_asking_for_some_gradients_changes_none(op, names):
 @pytest.mark.parametrize("layout", [{"B": 5, "T": 1}, {"cu": [0, 1, 2, 3], "T": 5}])
 @pytest.mark.parametrize("pooled", [False, True])
 @pytest.mark.parametrize(("K", "V"), [(12, 10), (128, 96)])
-def test_the_decoding_path_is_the_general_one(layout, pooled, K, V, monkeypatch):
+def test_the_decoding_path_is_the_general_one(layout, pooled, K, V):
+    """Which a batch takes that has a sequence of two tokens behind the others."""
     N = 5 if "B" in layout else 3
     options = {"K": K, "V": V}
     if pooled:
-        pool = torch.randn(7, 4, K, V)
         options |= {"inplace_final_state": True, "ssm_state_indices": torch.tensor([6, -1, 0, 3, 2])[:N]}
-
-    def run():
-        own = {**options, "initial_state": pool.clone()} if pooled else options
-        r = make_request(RECURRENT, **layout, HV=4, **own)
-        result = forward(r)
-        return result.o, r.initial_state if pooled else result.final_state
-
-    o, state = run()
-    monkeypatch.setattr(recurrent.TokenWindow, "of", classmethod(lambda cls, request: None))
-    general_o, general_state = run()
-    assert torch.equal(o, general_o)
-    assert torch.equal(state, general_state)
+        options["initial_state"] = torch.randn(7, 4, K, V)
+    r = make_request(RECURRENT, **layout, HV=4, **options)
+    longer = {n: getattr(r, n).flatten(0, 1)[[*range(N), 0, 1]][None] for n in ("q", "k", "v", "g", "beta")}
+    longer["cu_seqlens"] = torch.tensor([*range(N + 1), N + 2])
+    if pooled:
+        longer["ssm_state_indices"] = torch.cat([r.ssm_state_indices, torch.tensor([1])])
+        longer["initial_state"] = r.initial_state.clone()
+    else:
+        longer["initial_state"] = r.initial_state[[*range(N), 0]]
+    general = replace(r, **longer)
+    found, expected = forward(r), forward(general)
+    assert torch.equal(found.o.flatten(0, 1)[:N], expected.o[0, :N])
+    assert not found.o.flatten(0, 1)[N:].any()
+    states, wanted = (r.initial_state, general.initial_state) if pooled else (found.final_state, expected.final_state)
+    kept = [0, 2, 3, 4, 5, 6] if pooled else range(N)
+    assert torch.equal(states[kept], wanted[kept])
 
 
 STEPS = {

@@ -38,8 +38,10 @@ def knowing(r: serve.Request, count: int, rng: random.Random) -> list[int]:
     return [*following[:kept], *((b + 1) % 256 for b in following[kept:])]
 
 
-def served(requests: list[serve.Request], slots: int, batch: int, drafts: int, piece: int) -> dict:
-    server = serve.Server(model(), slots, batch, drafts, piece, random.Random(1), knowing)
+def served(
+    requests: list[serve.Request], slots: int, batch: int, drafts: int, piece: int, kind: type = serve.Server
+) -> dict:
+    server = kind(model(), slots, batch, drafts, piece, random.Random(1), knowing)
     return serve.serve(model(), requests, server) | serve.compare(model(), requests)
 
 
@@ -65,24 +67,23 @@ def test_every_request_gets_its_bytes(requests, slots, batch, drafts, piece):
     assert (found["mismatched"], found["leaked_slots"]) == (0, 0)
 
 
-def test_everything_happens(monkeypatch):
+def test_everything_happens():
     """Cache hits, every number of accepted tokens, and requests that stop with accepted tokens still in records."""
-    plain_verify, plain_stop, counts, stopped = serve.Layers.verify, serve.Server._stop, set(), set()
+    counts, stopped = set(), set()
 
-    def verify(self, tokens, slots, accepted):
-        counts.update(count for slot, count in zip(slots, accepted, strict=True) if slot >= 0)
-        return plain_verify(self, tokens, slots, accepted)
+    class Watched(serve.Server):
+        def _stop(self, r):
+            if r.accepted:
+                cancelled = r.cancelled is not None and r.cancelled <= self.now
+                stopped.add("cancelled" if cancelled else "preempted" if len(r.written) < r.length else "ended")
+            super()._stop(r)
 
-    def stop(self, r):
-        if r.accepted:
-            cancelled = r.cancelled is not None and r.cancelled <= self.now
-            stopped.add("cancelled" if cancelled else "preempted" if len(r.written) < r.length else "ended")
-        plain_stop(self, r)
+        def _decode(self, requests):
+            counts.update(r.accepted for r in requests)
+            super()._decode(requests)
 
-    monkeypatch.setattr(serve.Layers, "verify", verify)
-    monkeypatch.setattr(serve.Server, "_stop", stop)
     requests = [serve.Request(list(TEXT[:200]), 30, i // 2, 12 if i == 1 else None) for i in range(8)]
-    found = served(requests, 4, 3, 2, 64)
+    found = served(requests, 4, 3, 2, 64, Watched)
     assert (found["mismatched"], found["leaked_slots"]) == (0, 0)
     assert found["cache_hits"] > 0
     assert 0 < found["accepted_drafts"] < found["drafted"]
@@ -100,20 +101,23 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_wrong_server_is_found(fault: str, monkeypatch):
-    plain_verify, plain_find = serve.Layers.verify, serve.Slots.find
+def test_a_wrong_server_is_found(fault: str):
+    class Layers(serve.Layers):
+        def verify(self, tokens, slots, accepted):
+            return super().verify(tokens, slots, [FAULTS[fault](a, len(tokens[0])) for a in accepted])
 
-    def verify(self, tokens, slots, accepted):
-        return plain_verify(self, tokens, slots, [FAULTS[fault](a, len(tokens[0])) for a in accepted])
+    class Slots(serve.Slots):
+        def find(self, keys):
+            blocks, slot = super().find(keys)
+            return (blocks - 1 if fault == "prefix" and blocks > 1 else blocks), slot
 
-    def find(self, keys):
-        blocks, slot = plain_find(self, keys)
-        return (blocks - 1 if fault == "prefix" and blocks > 1 else blocks), slot
+    class Wrong(serve.Server):
+        def __init__(self, model, slots, batch, drafts, *others):
+            super().__init__(model, slots, batch, drafts, *others)
+            self.layers, self.slots = Layers(model, slots, batch, 1 + drafts), Slots(slots)
 
-    monkeypatch.setattr(serve.Layers, "verify", verify)
-    monkeypatch.setattr(serve.Slots, "find", find)
     requests = [serve.Request(list(TEXT[:200]), 20, 4 * i) for i in range(4)]
-    assert served(requests, 40, 4, 2, 256)["mismatched"] > 0
+    assert served(requests, 40, 4, 2, 256, Wrong)["mismatched"] > 0
 
 
 def test_command_line(tmp_path, capsys):

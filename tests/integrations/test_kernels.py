@@ -14,6 +14,7 @@ import installed
 import pages
 import pytest
 import torch
+from toys import Watcher
 
 installed.need_backend("cpu")
 installed.need_package("kernels", at_least="0.17")
@@ -91,7 +92,7 @@ def test_a_name_of_the_hub_loads_it_without_kda_core(repository, tmp_path, check
     assert child.stdout == "[]\n"
 
 
-def test_kernelize_serves_a_model(repository, monkeypatch):
+def test_kernelize_serves_a_model(repository):
     torch.manual_seed(0)
     attention = {"num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 16, "qk_rope_head_dim": 16}
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 64}
@@ -102,19 +103,15 @@ def test_kernelize_serves_a_model(repository, monkeypatch):
     text = torch.randint(3, 256, (2, 90))
     with torch.no_grad():
         expected = model(text).logits
-    layers = kernels.get_local_kernel(repository).layers
-    called = []
-    for name in ("chunk_kda", "fused_recurrent_kda"):
-        function = getattr(layers, name)
-        monkeypatch.setattr(layers, name, lambda *a, n=name, f=function, **kw: called.append(n) or f(*a, **kw))
+    core = kernels.get_local_kernel(repository).kda_core  # its own copy
     names = {"chunk_kda": "chunk_kimi_delta_attention", "fused_recurrent_kda": "recurrent_kimi_delta_attention"}
     mapping = {
         op: {"cpu": kernels.LocalLayerRepository(repo_path=repository, layer_name=layer)} for op, layer in names.items()
     }
     with kernels.use_kernel_mapping(mapping):
         model = kernels.kernelize(model, mode=kernels.Mode.INFERENCE, device="cpu")
-    with torch.no_grad():
+    with Watcher(core._plugins.registry) as requests, torch.no_grad():
         result = model(text, use_cache=True)
         model(text[:, :1], past_key_values=result.past_key_values, use_cache=True)
-    assert called == ["chunk_kda", "fused_recurrent_kda"]
+    assert [r.op for r in requests] == ["chunk_kda", "fused_recurrent_kda"]
     assert float((result.logits - expected).norm() / expected.norm()) < 5e-6

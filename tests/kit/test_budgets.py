@@ -174,7 +174,7 @@ def test_short_products_exceed_the_budget_of_float32():
     assert budgets.measure("o", got, expected, FP32).share(budgets.budgets(call)["o"]) > 20
 
 
-def test_flushed_subnormals_count_only_where_the_platform_flushes_them(monkeypatch):
+def test_flushed_subnormals_count_only_where_the_platform_flushes_them():
     """v near 6e-5, float16: products that take its small numbers for zero are right on such a device and nowhere else.
 
     The budget of bfloat16, whose subnormals are below 1e-38, and budgets on the CPU stay as they are.
@@ -187,11 +187,12 @@ def test_flushed_subnormals_count_only_where_the_platform_flushes_them(monkeypat
     error = budgets.measure("o", got, expected, FP16)
     plain = budgets.budgets(call, gpu)
     assert error.share(plain["o"]) > 2
-    monkeypatch.setitem(platforms.FLAGS, "FLUSHES_16BIT_SUBNORMALS", lambda: True)
-    assert error.share(budgets.budgets(call, gpu)["o"]) < 1
+    assert error.share(budgets.budgets(call, gpu, platforms.flushed_below(gpu, FP16, True))["o"]) < 1
     assert budgets.budgets(call) == plain
     in_bfloat16 = Case(name="small values, bfloat16", T=70, dtype=BF16).call()
-    assert budgets.budgets(in_bfloat16, gpu) == budgets.budgets(in_bfloat16)
+    below = platforms.flushed_below(gpu, BF16, True)
+    assert budgets.budgets(in_bfloat16, gpu, below) == budgets.budgets(in_bfloat16)
+    assert platforms.flushed_below(torch.device("cpu"), FP16, True) == platforms.flushed_below(gpu, FP32, True) == 0
 
 
 def _cut(t: Tensor) -> Tensor:

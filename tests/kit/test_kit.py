@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import random
 import re
 from dataclasses import replace
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from toys import Toy, installed
 
 from kda_core._plugins import registry
 from kda_core.capabilities import Feature
@@ -190,7 +192,8 @@ def test_subject_finds_writes_round_a_tensor(altered):
         altered(write_behind).check(named("past a chunk").call())
 
 
-def test_subject_finds_bits_that_differ_when_a_call_is_made_again(altered, monkeypatch):
+@pytest.mark.parametrize("times", [2, 3])
+def test_subject_finds_bits_that_differ_when_a_call_is_made_again(altered, times: int):
     """On devices every small call is made three times: what is kept of the first ones serves the last."""
     count = []
 
@@ -198,30 +201,30 @@ def test_subject_finds_bits_that_differ_when_a_call_is_made_again(altered, monke
         count.append(0)
         return replace(y, o=y.o.nextafter(torch.full_like(y.o, 9.0))) if len(count) % 3 == 0 else y
 
-    subject, call = altered(third), named("past a chunk").call()
-    assert subject.calls(call) == 1
-    monkeypatch.setattr(Subject, "device", torch.device("cuda"))
-    assert subject.calls(call) == 3
-    large = torch.zeros(1).expand(2**23)
-    assert subject.calls(call.having(dt_bias=large)) == 1
-    monkeypatch.undo()
-    monkeypatch.setattr(Subject, "calls", lambda *_: 2)
-    subject.run(call)
-    count.clear()
-    monkeypatch.setattr(Subject, "calls", lambda *_: 3)
-    with pytest.raises(Mismatch, match="o: other bits when the call was made again"):
-        subject.run(call)
-    assert len(count) == 3
+    class Repeating(Subject):
+        def calls(self, call):
+            return times
+
+    altered(third)
+    found = pytest.raises(Mismatch, match="o: other bits when the call was made again")
+    with found if times == 3 else contextlib.nullcontext():
+        Repeating(Target("reference", CPU)).run(named("past a chunk").call())
+    assert len(count) == times
 
 
-def test_subject_demands_the_declared_reason(monkeypatch):
-    backend = registry.named("reference")
-    plain = backend.info.capabilities
-    fewer = replace(plain, features=plain.features - {Feature.OUT}, closed={Feature.OUT: "no buffer"})
-    monkeypatch.setattr(backend, "info", replace(backend.info, capabilities=fewer))
-    subject = Subject(Target("reference", CPU))
-    with pytest.raises(Refused, match="no buffer"):
-        subject.run(replace(named("past a chunk").call(), given_out=True))
+def test_small_calls_are_repeated_on_devices():
+    call = named("past a chunk").call()
+    large = call.having(dt_bias=torch.zeros(1).expand(2**23))
+    for device, times in ((CPU, 1), (torch.device("cuda"), 3)):
+        subject = Subject(Target("reference", device))
+        assert (subject.calls(call), subject.calls(large)) == (times, 1)
+
+
+def test_subject_demands_the_declared_reason():
+    with installed(Toy("small", closed={Feature.OUT: "no buffer"})):
+        subject = Subject(Target("small", CPU))
+        with pytest.raises(Refused, match="no buffer"):
+            subject.run(replace(named("below a chunk").call(), given_out=True))
     assert subject.records[-1].status == "refused"
 
 

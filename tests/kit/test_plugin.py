@@ -12,12 +12,14 @@ from dataclasses import replace
 
 import installed
 import pytest
+import torch
 
 from kda_core import platforms
 from kda_core._plugins import registry
 from kda_core.capabilities import FOREIGN_VARIABLE, Available, Unavailable, runs_on_foreign_device
 from kda_core.hookspecs import hookimpl
 from kda_core.reference import ReferenceBackend
+from kda_core.testing import plugin
 from kda_core.testing.plugin import INTERPRETER_VARIABLE, MODE_VARIABLE
 
 TINY = """
@@ -100,46 +102,38 @@ def test_plugin_fails_when_nothing_ran(pytest_in):
 PLATFORMS = """
 import pytest
 
-@pytest.mark.platform("nvidia_hopper")
-def test_on_hopper():
+@pytest.mark.platform("{0}")
+def test_elsewhere():
     pass
 
-@pytest.mark.platform("cpu", "nvidia", "amd")
-@pytest.mark.parametrize("x", [pytest.param(0, marks=pytest.mark.platform("nvidia_blackwell", "amd_cdna"))])
+@pytest.mark.platform("{here}", "{0}")
+@pytest.mark.parametrize("x", [0, pytest.param(1, marks=pytest.mark.platform("{1}", "{2}"))])
 def test_on_one_of_two(x):
     pass
 """
 
 
-def test_marker_asks_for_a_platform_when_the_test_runs(pytest_in, tmp_path, monkeypatch):
-    (tmp_path / "test_platforms.py").write_text(PLATFORMS)
-    for flag in platforms.FLAGS:
-        monkeypatch.setitem(platforms.FLAGS, flag, lambda flag=flag: flag == "IS_CPU")
+def test_marker_asks_for_a_platform_when_the_test_runs(pytest_in, tmp_path):
+    flags, here = platforms.flags(), platforms.this_platform()
+    others = [name for name in platforms.platform_names() if not flags[f"IS_{name.upper()}"]]
     # Tests and backends of others ask by these names.
-    assert platforms.IS_CPU
-    others = (platforms.IS_NVIDIA, platforms.IS_NVIDIA_HOPPER, platforms.IS_NVIDIA_BLACKWELL, platforms.IS_AMD)
-    assert not any((*others, platforms.IS_AMD_CDNA, platforms.IS_AMD_RDNA))
-    status, text = pytest_in("test_platforms.py", "-rs")
-    assert "2 skipped" in text
-    assert "test_platforms.py:4: needs nvidia_hopper, this machine is cpu" in text
-    assert "needs nvidia_blackwell or amd_cdna, this machine is cpu" in text
-    for flag in ("IS_NVIDIA", "IS_NVIDIA_HOPPER"):
-        monkeypatch.setitem(platforms.FLAGS, flag, lambda: True)
-    monkeypatch.setitem(platforms.FLAGS, "IS_CPU", lambda: False)
+    assert {name: getattr(platforms, name) for name in flags} == flags
+    (tmp_path / "test_platforms.py").write_text(PLATFORMS.format(*others, here=here))
     status, text = pytest_in("test_platforms.py", "-rs")
     assert status == pytest.ExitCode.OK
-    assert "1 passed, 1 skipped" in text
-    assert "needs nvidia_blackwell or amd_cdna, this machine is nvidia_hopper" in text
+    assert "1 passed, 2 skipped" in text
+    assert f"test_platforms.py:4: needs {others[0]}, this machine is {here}" in text
+    assert f"needs {others[1]} or {others[2]}, this machine is {here}" in text
 
 
 @pytest.mark.parametrize("names", ["'hopper'", ""])
 def test_marker_refuses_unknown_platforms_at_collection(pytest_in, tmp_path, names: str):
     file = tmp_path / f"test_unknown_{len(names)}.py"
-    file.write_text(PLATFORMS.replace('"nvidia_hopper"', names))
+    file.write_text(f"import pytest\n@pytest.mark.platform({names})\ndef test_elsewhere():\n    pass\n")
     status, text = pytest_in(file.name, "--collect-only")
     assert status == pytest.ExitCode.INTERRUPTED
     given = names or "none"
-    assert f"test_on_hopper: platform: expected one of {', '.join(platforms.platform_names())}; got {given}" in text
+    assert f"test_elsewhere: platform: expected one of {', '.join(platforms.platform_names())}; got {given}" in text
 
 
 def test_markers_are_described(pytest_in):
@@ -148,12 +142,11 @@ def test_markers_are_described(pytest_in):
     assert "@pytest.mark.platform(*names): skip the test on a machine that is none of these: cpu, nvidia" in text
 
 
-def test_header_says_which_arithmetic_budgets_follow(pytest_in, traveller, monkeypatch):
-    monkeypatch.setitem(platforms.FLAGS, "FLUSHES_16BIT_SUBNORMALS", lambda: True)
-    traveller(device_type="meta")
-    monkeypatch.setenv(FOREIGN_VARIABLE, "traveller")
-    _, text = pytest_in("--backend=traveller", "test_tiny.py", "--collect-only")
-    assert "budgets: products on meta take float16 operands below 6.1e-05 for zero" in text
+def test_header_says_which_arithmetic_budgets_follow():
+    gpu = torch.device("cuda")
+    (line,) = plugin._arithmetic(gpu, platforms.flushed_below(gpu, torch.float16, True))
+    assert line == "budgets: products on cuda take float16 operands below 6.1e-05 for zero"
+    assert plugin._arithmetic(gpu, 0.0) == []
 
 
 @pytest.mark.parametrize(

@@ -275,7 +275,7 @@ def test_loading_the_plugin_imports_no_triton():
 import sys
 from kda_core._plugins import Registry
 from kda_core_nvidia.plugin import BACKEND
-assert Registry(entry_points=False).register(BACKEND).state == "loaded"
+assert Registry(entry_points=()).register(BACKEND).state == "loaded"
 sys.exit("triton" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,4 +1,4 @@
-"""Backends whose every answer can be set, and entry points that are made up."""
+"""Backends whose every answer can be set, none at all, and the requests that backends get."""
 
 from __future__ import annotations
 
@@ -81,17 +81,41 @@ def installed(*toys):
             registry.unregister(toy.name)
 
 
+@contextmanager
+def no_wheels():
+    """A process without any wheel of a backend."""
+    taken = [(e, registry.named(e.name).plugin) for e in registry.ledger if e.state == "loaded" and e.distribution]
+    for entry, _ in taken:
+        registry.unregister(entry.name)
+    try:
+        yield
+    finally:
+        for entry, plugin in taken:
+            registry.register(plugin, distribution=entry.distribution, entry_point=entry.entry_point)
+
+
+class Watcher:
+    """The requests that backends of a registry get inside of ``with``."""
+
+    def __init__(self, registry=registry):
+        self.registry, self.requests = registry, []
+
+    def __enter__(self):
+        self.registry.add_wrapper(self)
+        return self.requests
+
+    def __exit__(self, *error):
+        self.registry.remove_wrapper(self)
+
+    @hookimpl(wrapper=True)
+    def kda_core_chunk_forward(self, request):
+        self.requests.append(request)
+        return (yield)
+
+    kda_core_chunk_backward = kda_core_recurrent_forward = kda_core_recurrent_backward = kda_core_chunk_forward
+    kda_core_gate_forward = kda_core_chunk_forward
+
+
 def inputs(T=3, dtype=torch.float32, K=4):
     q, k, v = torch.randn(3, 1, T, 2, K, dtype=dtype)
     return q, k, v, -q.abs(), torch.rand(1, T, 2, dtype=dtype)
-
-
-class EntryPoints(list):
-    """The entry points that importlib.metadata finds."""
-
-    @property
-    def groups(self):
-        return {e.group for e in self}
-
-    def select(self, group):
-        return [e for e in self if e.group == group]
