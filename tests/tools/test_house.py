@@ -1,4 +1,4 @@
-"""How the repository is built: sizes of files and functions, who imports whom, which modules tests patch.
+"""How the repository is built: sizes of files and functions, who imports whom, what tests replace.
 
 No rule has an exception.
 """
@@ -6,6 +6,7 @@ No rule has an exception.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import re
 from collections.abc import Collection, Iterator
@@ -177,43 +178,72 @@ def test_direct_questions_about_the_chip_are_found(line: str):
     assert ASKS_THE_CHIP.search(line)
 
 
-def as_imported(name: str) -> str:
-    """The name of a module that is reached through another that imports it."""
-    owner, _, last = name.rpartition(".")
-    found = (imported for file in MODULES.get(owner, ()) for imported in imports(file) if imported in MODULES)
-    return next((imported for imported in found if imported.endswith(f".{last}")), name)
+REPLACING = {"setattr", "setitem", "delattr", "delitem", "patch", "patch.object", "patch.dict"}
+"""Functions that replace something of their first argument."""
 
 
-def patched(file: Path) -> Iterator[str]:
-    """The names that a test replaces in our modules: "module.name", by ``setattr`` of a monkeypatch."""
-    modules: dict[str, str] = {}
+def programs(file: Path) -> Iterator[ast.AST]:
+    """A test's own code, and that of the programs which it holds in strings and runs."""
+    yield TREES[file]
     for node in ast.walk(TREES[file]):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "import kda_core" in node.value:
+            with contextlib.suppress(SyntaxError):
+                yield ast.parse(node.value)
+
+
+def last_name(function: ast.AST | None) -> str:
+    """``setattr`` of ``monkeypatch.setattr``, ``patch.dict`` of ``mock.patch.dict``."""
+    name, owner = getattr(function, "attr", getattr(function, "id", "")), getattr(function, "value", None)
+    return f"patch.{name}" if name in ("object", "dict") and last_name(owner) == "patch" else name
+
+
+def replaced(program: ast.AST) -> Iterator[str]:
+    """What a program replaces: by ``setattr`` and its like, of a monkeypatch, too, by assignments and by ``del``."""
+    origin: dict[str, str] = {}
+    for node in ast.walk(program):
         if isinstance(node, ast.Import):
-            modules |= {alias.asname or alias.name: alias.name for alias in node.names}
+            origin |= {alias.asname or alias.name.partition(".")[0]: alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            modules |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-    for node in ast.walk(TREES[file]):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "setattr":
-            target, *rest = node.args
+            origin |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    for node in ast.walk(program):
+        targets = [*getattr(node, "targets", ()), getattr(node, "target", None)]
+        found = [t.value for t in targets if isinstance(t, (ast.Attribute, ast.Subscript))]
+        if isinstance(node, ast.Call) and node.args and last_name(node.func) in REPLACING:
+            found.append(node.args[0])
+        for target in found:
             if isinstance(target, ast.Constant):
                 yield str(target.value)
-            elif len(rest) > 1:
-                first, _, others = ast.unparse(target).partition(".")
-                module = as_imported(".".join(filter(None, [modules.get(first, first), others])))
-                if module in MODULES:
-                    yield f"{module}.{ast.literal_eval(rest[0]) if isinstance(rest[0], ast.Constant) else '*'}"
+            while inner := getattr(target, "value", None) or next(iter(getattr(target, "args", ())), None):
+                target = inner
+            if isinstance(target, ast.Name) and target.id in origin:
+                yield origin[target.id]
 
 
-def test_tests_patch_no_module_of_ours():
+def test_tests_replace_nothing_of_ours():
     """A test that replaces a module's global sees what this module reads today, not what it promises."""
     found = {
         f"{name(file)}: {what}"
         for file in FILES
         if name(file).startswith("tests/")
-        for what in patched(file)
-        if what.startswith("kda_core")
+        for program in programs(file)
+        for what in replaced(program)
+        if any(not name(home).startswith("tests/") for home in nearest(what))
     }
     assert found == set()
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("m.setattr(a.b, 'c', 1)", "ours.a"), ("m.setitem(a.B, 'c', 1)", "ours.a"), ("m.delattr(a, 'b')", "ours.a"),
+        ("mock.patch('ours.a.b')", "ours.a.b"), ("mock.patch.object(a, 'b')", "ours.a"), ("del a.b", "ours.a"),
+        ("a.b = 1", "ours.a"), ("a.B['c'] = 1", "ours.a"), ("a.b += 1", "ours.a"), ("setattr(a, 'b', 1)", "ours.a"),
+        ("setattr(type(a.b), 'c', 1)", "ours.a"), ("m.setattr('ours.a.b', 1)", "ours.a.b"),
+    ],
+)  # fmt: skip
+def test_what_a_program_replaces_is_found(line: str, what: str):
+    assert list(replaced(ast.parse(f"from ours import a\n{line}"))) == [what]
+    assert list(replaced(ast.parse("from ours import a\nc = a.b\nc.d = a.e(1)\na.b(c)"))) == []
 
 
 def test_the_rules_find_what_breaks_them(tmp_path: Path):
