@@ -22,6 +22,7 @@ from kda_core._expect import (
     state_dtypes,
 )
 from kda_core._overlaps import share_memory
+from kda_core._pool_slots import PoolSlots, slot_rows
 from kda_core.request import CommitRequest, Request
 
 MOST_NODES = 64
@@ -201,9 +202,9 @@ def check_commit_values(
             fail("cu_seqlens", f"values from 0 that do not decrease, up to T = {r.T} at most", f"{bounds}")
         lengths = [b - a for a, b in itertools.pairwise(bounds)]
     owner: dict[int, int] = {}
-    rows = zip(r.num_accepted.tolist(), r.state_indices.tolist(), lengths, strict=True)
-    for n, (count, slot, length) in enumerate(rows):
-        if slot < 0 or slot == r.pad_slot_id:
+    rows = zip(r.num_accepted.tolist(), slot_rows(r.state_indices, r.N, r.pad_slot_id), lengths, strict=True)
+    for n, (count, (slot,), length) in enumerate(rows):
+        if slot < 0:
             continue
         _check_slot(slots, slot, r.pool.shape[0])
         _check_owner(slots, slot, owner.setdefault(slot, n), n)
@@ -262,52 +263,39 @@ def check_slot_values(r: Request, bounds: list[int] | None) -> None:
     target, final = r.written_slots, r.final_state_indices
     if final is None and indices.numel() == r.N and accepted is None and r.checkpoint_indices is None:
         # Decoding runs this once a token and layer: accept valid slots without skipped rows from a cache.
-        slots = (indices if indices.dim() == 1 else indices[:, 0]).tolist()
-        if not slots or _are_slots_of_their_own(tuple(slots), pool.size(0), r.pad_slot_id):
+        firsts = (indices if indices.dim() == 1 else indices[:, 0]).tolist()
+        if not firsts or _are_slots_of_their_own(tuple(firsts), pool.size(0), r.pad_slot_id):
             return
-    rows, targets = (t.reshape(r.N, -1).tolist() if r.N else [] for t in (indices, target))  # type: ignore[union-attr]
     every_token, name = r.writes_every_token, "ssm_state_indices" if final is None else "final_state_indices"
     lengths = [r.T] * r.N if bounds is None else [b - a for a, b in itertools.pairwise(bounds)]
     if every_token and max(lengths, default=0) > target.shape[1]:  # type: ignore[union-attr]
         longest = max(lengths)
         fail(name, f"a slot for each of the {longest} tokens of the longest sequence", shape_of(target))  # type: ignore[arg-type]
-    counts = [1] * r.N if accepted is None else accepted.tolist()
-    for count, row in zip(counts, rows, strict=True):
-        if not 1 <= count <= len(row):
-            fail("num_accepted_tokens", f"values from 1 to {len(row)}", f"{count}")
-    fresh = [False] * r.N if r.has_initial_state is None else (~r.has_initial_state).tolist()
+    most = 1 if indices.dim() == 1 else indices.shape[1]
+    for count in [] if accepted is None else accepted.tolist():
+        if not 1 <= count <= most:
+            fail("num_accepted_tokens", f"values from 1 to {most}", f"{count}")
+    # The slots of an empty sequence are checked, too.
+    slots = PoolSlots.of(r, [max(1, length) for length in lengths])
     # By pool and slot; a sequence may write what it alone reads.
-    reads: list[tuple[int, int]] = []
     owner: dict[tuple[str, int], int] = {}
-    kept = _checkpoints(r, lengths)
-    for n, (row, count, length) in enumerate(zip(rows, counts, lengths, strict=True)):
-        start = row[count - 1]
-        if start < 0 or start == r.pad_slot_id:
-            continue  # skipped: its other slots are never read
+    for n, (start, written, kept) in enumerate(zip(slots.start, slots.written, slots.checkpoints, strict=True)):
+        if start < 0:
+            continue
         _check_slot("ssm_state_indices", start, pool.shape[0])
-        if not fresh[n]:
-            reads.append((start, n))
-        states = [(name, r.written_states, slot) for slot in (targets[n][:length] if every_token else targets[n])]
-        states += [("checkpoint_indices", r.checkpoint_states, slot) for slot in kept[n]]
+        states = [(name, r.written_states, slot) for slot in written]
+        states += [("checkpoint_indices", r.checkpoint_states, slot) for slot in kept]
         own: set[tuple[str, int]] = set()
         for table, where, slot in states:
-            if where is None or slot < 0 or slot == r.pad_slot_id:
+            if where is None or slot < 0:
                 continue
             _check_slot(table, slot, getattr(r, where).shape[0])
             _check_owner(table, slot, owner.setdefault((where, slot), n), n)
             if (where, slot) in own:
                 fail(table, "different slots for the states of a sequence", f"slot {slot} twice in row {n}")
             own.add((where, slot))
-    for slot, n in reads:
+    for n, slot in enumerate(slots.read):
         _check_owner(name, slot, owner.get(("initial_state", slot), n), n)
-
-
-def _checkpoints(r: Request, lengths: list[int]) -> list[list[int]]:
-    """The slots of every sequence's checkpoints, as far as it has tokens for them."""
-    if r.checkpoint_indices is None:
-        return [[] for _ in lengths]
-    rows = zip(r.checkpoint_indices.tolist(), lengths, strict=True)
-    return [row[: length // r.checkpoint_every] for row, length in rows]
 
 
 def _check_slot(name: str, slot: int, size: int) -> None:

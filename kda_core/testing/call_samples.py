@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kda_core import reference
+from kda_core._pool_slots import PoolSlots
 from kda_core.request import Request
 from kda_core.testing.inputs import Call
 
@@ -61,22 +62,16 @@ class Slots:
 
     def __init__(self, r: Request) -> None:
         self.request = r
-        lengths = [end - start for _, start, end in reference.sequence_bounds(r)]
-        rows, targets = (reference._slots(r, table).tolist() for table in (r.ssm_state_indices, r.written_slots))
+        found = PoolSlots.of(r, [end - start for _, start, end in reference.sequence_bounds(r)])
         self.accepted = None if r.num_accepted_tokens is None else r.num_accepted_tokens.tolist()
         self.given = None if r.has_initial_state is None else r.has_initial_state.tolist()
-        counts = self.accepted or [1] * r.N
-        self.skipped = [row[count - 1] < 0 for row, count in zip(rows, counts, strict=True)]
-        self.rows, self.targets, self.read = [], [], set()
-        for n, (row, target, count, length) in enumerate(zip(rows, targets, counts, lengths, strict=True)):
-            read, written = ({count - 1}, {*range(min(length, len(target)))}) if not self.skipped[n] else ((), ())
-            written = written if r.written_states else ()
-            self.targets.append([slot if i in written else -1 for i, slot in enumerate(target)])
-            if r.final_state_indices is None:
-                read = {*read, *written}
-            self.rows.append([slot if i in read else -1 for i, slot in enumerate(row)])
-            if not self.skipped[n] and (self.given is None or self.given[n]):
-                self.read.add(row[count - 1])
+        self.skipped, self.read = [slot < 0 for slot in found.start], {slot for slot in found.read if slot >= 0}
+        self.targets, self._checkpoints = found.written, found.checkpoints
+        table = r.ssm_state_indices
+        width = 1 if table is None or table.dim() == 1 else table.shape[1]
+        self.rows = [[*row] if r.final_state_indices is None else [-1] * width for row in self.targets]
+        for row, count, slot in zip(self.rows, self.accepted or [1] * r.N, found.start, strict=True):
+            row[count - 1] = slot
         pool, apart = r.initial_state, r.written_states == "final_state_pool"
         assert pool is not None
         written = {slot for row in self.targets for slot in row if slot >= 0}
@@ -90,13 +85,7 @@ class Slots:
 
     def checkpoints(self) -> set[int]:
         """The slots that its checkpoints are written to."""
-        r = self.request
-        if r.checkpoint_indices is None:
-            return set()
-        bounds = zip(reference.sequence_bounds(r), self.skipped, strict=True)
-        counts = [0 if skip else (end - start) // r.checkpoint_every for (_, start, end), skip in bounds]
-        rows = reference._slots(r, r.checkpoint_indices).tolist()
-        return {slot for row, count in zip(rows, counts, strict=True) for slot in row[:count] if slot >= 0}
+        return {slot for row in self._checkpoints for slot in row if slot >= 0}
 
     def written_by(self, sequences: Iterable[int], lengths: list[int]) -> list[int]:
         """The slots that the first tokens of some sequences write, in order of sequence and token."""

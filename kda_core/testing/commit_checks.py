@@ -14,6 +14,7 @@ from torch import Tensor
 from kda_core import _checks, reference
 from kda_core._check_settings import CheckSettings
 from kda_core._loaded import Backend
+from kda_core._pool_slots import slot_rows
 from kda_core.errors import CheckFailed, CheckWarning
 from kda_core.request import CommitRequest
 from kda_core.testing.call_checks import bit_sum, left_unchecked
@@ -37,8 +38,8 @@ def run_checked_commit(
         return caller(request=request)
     r = _indexed(request)
     _checks.check_values(r)
-    slots = [slot for slot, c in zip(r.state_indices.tolist(), r.num_accepted.tolist(), strict=True) if c > 0]
-    slots = sorted({slot for slot in slots if slot >= 0 and slot != r.pad_slot_id})
+    rows = zip(slot_rows(r.state_indices, r.N, r.pad_slot_id), r.num_accepted.tolist(), strict=True)
+    slots = sorted({slot for (slot,), count in rows if slot >= 0 and count > 0})
     of_head = max(1, len(slots)) * max(1, _replays(r)) * max(1, r.K * r.V)
     heads = max(1, min(r.HV, settings.elements // of_head))
     first = _choice.randrange(r.HV - heads + 1) if r.HV else 0

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 import kda_core
-from kda_core import reference
+from kda_core._pool_slots import PoolSlots
 from kda_core.request import DATA, Request
+from kda_core.testing.finite import live_rows
 
 GUARD = 512
 """Poisoned elements before and behind every input: more than any tile's reach past an end."""
@@ -78,49 +79,25 @@ class Call:
         B, T = self.tensors["q"].shape[:2]
         return [T] * B if cu is None else cu.diff().tolist()
 
-    def _slots(self, *names: str) -> list[list[int]]:
-        """[N, W] slots of a pool, from the first of these tables that is given; -1 where one is to be skipped."""
-        N = len(self.lengths())
-        indices = next((self.tensors[n] for n in names if n in self.tensors), None)
-        rows = [[n] for n in range(N)] if indices is None else indices.reshape(N, -1).tolist()
-        pad = self.options.get("pad_slot_id", -1)
-        return [[-1 if slot < 0 or slot == pad else slot for slot in row] for row in rows]
-
-    def starting_slots(self) -> list[int]:
-        """The slot that every sequence starts from; -1: the sequence is skipped."""
-        accepted = self.tensors.get("num_accepted_tokens")
-        rows = self._slots("ssm_state_indices")
-        return [row[0 if accepted is None else int(accepted[n]) - 1] for n, row in enumerate(rows)]
-
-    def fresh_sequences(self) -> list[bool]:
-        """[N] whether a sequence starts from zero rather than from its slot."""
-        given = self.tensors.get("has_initial_state")
-        return [False] * len(self.lengths()) if given is None else (~given).tolist()
+    def slots(self) -> PoolSlots:
+        """The slots that the call reads and writes."""
+        return PoolSlots.of(self.request(), self.lengths())
 
     def advanced_sequences(self) -> list[int]:
         """The sequences whose states in the pool the call reads and writes: none that is skipped or has no token."""
-        starts = zip(self.starting_slots(), self.lengths(), strict=True)
+        starts = zip(self.slots().start, self.lengths(), strict=True)
         return [n for n, (start, length) in enumerate(starts) if start >= 0 and length]
 
     def written_slots(self) -> list[int]:
         """The slots of the pool that the call writes, in order of sequence and token."""
-        rows, lengths = self._slots("final_state_indices", "ssm_state_indices"), self.lengths()
-        written: list[int] = []
-        if self.written_states is None:
-            return written
-        for n in self.advanced_sequences():
-            row = rows[n]
-            written += [slot for slot in (row[: lengths[n]] if len(row) > 1 else row) if slot >= 0]
-        return written
+        return [slot for row in self.slots().written for slot in row if slot >= 0]
 
     def checkpoint_slots(self) -> list[int]:
         """The slots that the call's checkpoints are written to, in order of sequence and token."""
         if "checkpoint_indices" not in self.tensors:
             return []
-        rows, lengths, every = self._slots("checkpoint_indices"), self.lengths(), self.options["checkpoint_every"]
         size = self.tensors[self.request().checkpoint_states or "checkpoint_pool"].shape[0]
-        written = [slot for n in self.advanced_sequences() for slot in rows[n][: lengths[n] // every]]
-        return [slot for slot in written if 0 <= slot < size]
+        return [slot for row in self.slots().checkpoints for slot in row if 0 <= slot < size]
 
     def slots_of(self, name: str) -> list[int]:
         """All slots of a pool that the call writes, by the name of its argument."""
@@ -132,9 +109,8 @@ class Call:
         """The call on the states that its sequences start from; a skipped one starts from zero."""
         if not self.has_pool:
             return self
-        pool, start = self.tensors["initial_state"], torch.tensor(self.starting_slots())
-        zero = (start < 0) | torch.tensor(self.fresh_sequences(), dtype=torch.bool)
-        dense = torch.where(zero[:, None, None, None], 0, pool[start.clamp_min(0)])
+        pool, read = self.tensors["initial_state"], torch.tensor(self.slots().read, dtype=torch.long)
+        dense = torch.where((read < 0)[:, None, None, None], 0, pool[read.clamp_min(0)])
         names = ("ssm_state_indices", "num_accepted_tokens", "inplace_final_state", "out", "has_initial_state")
         gone = dict.fromkeys((*names, "update_state", "final_state_indices", "final_state_pool"))
         gone |= dict.fromkeys(("checkpoint_indices", "checkpoint_every", "checkpoint_pool", "records", "parents"))
@@ -156,8 +132,8 @@ class Call:
         states = self.tensors["initial_state"]
         pool = torch.full((slots, *states.shape[1:]), float("nan"), dtype=states.dtype)
         call = self.having(initial_state=pool, ssm_state_indices=indices, num_accepted_tokens=accepted)
-        for n, (slot, fresh) in enumerate(zip(call.starting_slots(), call.fresh_sequences(), strict=True)):
-            if slot >= 0 and not fresh:
+        for n, slot in enumerate(call.slots().read):
+            if slot >= 0:
                 pool[slot] = states[n]
         return call.forward_only()
 
@@ -176,10 +152,7 @@ class Call:
 
     def recorded_rows(self) -> Tensor:
         """[B, T] bool: the tokens that the call records."""
-        rows = torch.zeros(self.tensors["q"].shape[:2], dtype=torch.bool)
-        for n, (b, start, end) in enumerate(reference.sequence_bounds(self.request())):
-            rows[b, start:end] = self.starting_slots()[n] >= 0
-        return rows
+        return live_rows(self.request(), [slot < 0 for slot in self.slots().start])
 
     def written_names(self) -> frozenset[str]:
         """The arguments that the call writes to."""
