@@ -5,6 +5,7 @@ from __future__ import annotations
 import draft_mutants
 import pytest
 import torch
+from example_arguments import drawn
 
 import kda_core
 from kda_core import reference
@@ -16,11 +17,8 @@ N, T, H, K, V, SLOTS = 3, 4, 2, 16, 8, 5
 
 
 def draft(**more) -> dict:
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"q": (N, T, H, K), "k": (N, T, H, K), "v": (N, T, H, V), "g": (N, T, H, K), "beta": (N, T, H)}
-    made = {n: torch.randn(*shape, generator=generator) for n, shape in shapes.items()}
-    made["g"], made["beta"] = -made["g"].abs(), made["beta"].sigmoid()
-    pool = torch.randn(SLOTS, H, K, V, generator=generator)
+    made = drawn(B=N, T=T, H=H, K=K, V=V)
+    pool = torch.randn(SLOTS, H, K, V, generator=torch.Generator().manual_seed(0))
     return made | {"initial_state": pool, "ssm_state_indices": torch.tensor([4, 0, 2]), "scale": 0.3} | more
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from example_arguments import drawn
 from torch.utils.flop_counter import FlopCounterMode
 
 import kda_core
@@ -21,11 +22,7 @@ def registered():
 
 
 def inputs(B, T, H, HV, K, V, grad=False):
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"q": (B, T, H, K), "k": (B, T, H, K), "v": (B, T, HV, V), "g": (B, T, HV, K), "beta": (B, T, HV)}
-    made = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    made |= {"g": -made["g"].abs(), "beta": made["beta"].sigmoid()}
-    return {name: t.requires_grad_(grad) for name, t in made.items()}
+    return drawn(grad, B=B, T=T, H=H, HV=HV, K=K, V=V)
 
 
 def by_hand(tokens, HV, K, V):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from example_arguments import drawn
 from toys import Toy, installed, no_wheels
 
 import kda_core
@@ -16,13 +17,7 @@ OPS = ("chunk_kda", "fused_recurrent_kda")
 
 
 def data(dtype=torch.float32, B=B, T=T):
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator)
-
-    q, k, v = (normal(B, T, *tail).to(dtype) for tail in ((H, K), (H, K), (HV, V)))
-    return {"q": q, "k": k, "v": v, "g": -normal(B, T, HV, K).abs(), "beta": normal(B, T, HV).sigmoid()}
+    return drawn(B=B, T=T, H=H, HV=HV, K=K, V=V, dtype=dtype)
 
 
 def states(N=B, dtype=torch.float32, v_first=False):

@@ -6,22 +6,19 @@ import sys
 
 import pytest
 import torch
+from example_arguments import drawn
 from torch.profiler import ProfilerActivity, profile
 
 import kda_core
 from kda_core import _ranges
 from kda_core._plugins import registry
 
-Q, V, G = [1, 40, 2, 8], [1, 40, 4, 16], [1, 40, 4, 8]
-CALLS = {"chunk_kda": f"(cpu) {Q}, v {V}", "fused_recurrent_kda": f"(cpu) {Q}, v {V}", "kda_gate": f"(cpu) {G}"}
+SHAPES = "(cpu) [1, 40, 2, 8], v [1, 40, 4, 16]"
+CALLS = {"chunk_kda": SHAPES, "fused_recurrent_kda": SHAPES, "kda_gate": "(cpu) [1, 40, 4, 8]"}
 
 
 def inputs(grad=True):
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"q": Q, "k": Q, "v": V, "g": G, "beta": G[:3]}
-    made = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    made |= {"g": -made["g"].abs(), "beta": made["beta"].sigmoid()}
-    return {name: t.requires_grad_(grad) for name, t in made.items()}
+    return drawn(grad, T=40, HV=4, K=8, V=16)
 
 
 def call(op, x, **options):

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from example_arguments import drawn
 from packaging.specifiers import SpecifierSet
 
 import kda_core
@@ -139,11 +140,7 @@ def test_every_argument_behind_the_data_has_a_default():
 
 
 def data(T: int = 5, **more):
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"q": (2, T, 2, 8), "k": (2, T, 2, 8), "v": (2, T, 4, 6), "g": (2, T, 4, 8), "beta": (2, T, 4)}
-    made = {n: torch.randn(*shape, generator=generator) for n, shape in shapes.items()}
-    made["g"], made["beta"] = -made["g"].abs(), made["beta"].sigmoid()
-    return made | more
+    return drawn(B=2, T=T, HV=4, K=8, V=6) | more
 
 
 @pytest.mark.parametrize("op", ["chunk_kda", "fused_recurrent_kda"])

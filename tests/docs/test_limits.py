@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from example_arguments import drawn
 from torch.nn import functional as F
 
 import kda_core
@@ -14,15 +15,7 @@ NAMES = ("q", "k", "v", "g", "beta")
 
 
 def inputs(B=2, tokens=T, H=2, K=16, V=8):
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator)
-
-    return {
-        "q": normal(B, tokens, H, K), "k": F.normalize(normal(B, tokens, H, K), dim=-1), "v": normal(B, tokens, H, V),
-        "g": -torch.rand(B, tokens, H, K, generator=generator), "beta": torch.rand(B, tokens, H, generator=generator),
-    }  # fmt: skip
+    return drawn(B=B, T=tokens, H=H, K=K, V=V)
 
 
 def run(op, x, **options):

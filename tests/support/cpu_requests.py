@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from functools import partial
 
@@ -9,40 +10,26 @@ import torch
 from kda_core_cpu import chunk_backward, chunk_forward, plugin
 
 from kda_core.reference import DIFFERENTIABLE
-from kda_core.request import Request
+from kda_core.testing.cases import SOFTPLUS, Case
 
 PACKING = [0, 5, 5, 6, 70, 134, 199]
 CHUNK, RECURRENT = "chunk_kda", "fused_recurrent_kda"
 
 
 def make_request(
-    op=CHUNK, B=1, T=None, H=2, HV=None, K=12, V=10, dtype=torch.float32, cu=None, in_kernel=True, state=True, **options
+    op=CHUNK, B=1, T=None, H=2, HV=0, K=12, V=10, dtype=torch.float32, cu=None, in_kernel=True, state=True, **options
 ):
     """A request with everything in the kernel, or with pre-computed gates; packed when ``cu`` is given."""
-    generator = torch.Generator().manual_seed(1)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    HV, T = HV or H, T or (199 if cu is None else cu[-1])
-    N = B if cu is None else len(cu) - 1
-    q, k, v, g, beta = (
-        normal(B, T, H, K), normal(B, T, H, K), normal(B, T, HV, V), normal(B, T, HV, K), normal(B, T, HV),
-    )  # fmt: skip
     wide = torch.promote_types(dtype, torch.float32)
-    if in_kernel:
-        options |= {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "use_qk_l2norm_in_kernel": True}
-        options |= {"A_log": normal(HV).to(wide), "dt_bias": normal(HV, K).to(wide)}
-    else:
-        k, g, beta = torch.nn.functional.normalize(k, dim=-1), -g.abs(), beta.sigmoid()
-    if state:
-        last = (V, K) if options.get("state_v_first") else (K, V)
-        options.setdefault("initial_state", normal(N, HV, *last).to(wide))
-    if cu is not None:
-        options["cu_seqlens"] = torch.tensor(cu)
-    options.setdefault("output_final_state", not options.get("inplace_final_state", False))
-    rows = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-    return Request(op=op, scale=K**-0.5, **{name: x.to(dtype) for name, x in rows.items()}, **options)
+    case = Case(
+        name="request", op=op, B=B, T=T or (199 if cu is None else cu[-1]), H=H, HV=HV, K=K, V=V, dtype=dtype,
+        gate_dtype=dtype, lengths=tuple(b - a for a, b in itertools.pairwise(cu or ())), index_dtype=torch.int64,
+        state=wide if state else None, final_state=not options.get("inplace_final_state", False),
+        options={"state_v_first": options.get("state_v_first", False)}, **(SOFTPLUS if in_kernel else {}),
+    )  # fmt: skip
+    call, saves = case.call(), options.pop("save_for_backward", False)
+    parameters = {name: call.tensors[name].to(wide) for name in ("A_log", "dt_bias") if in_kernel}
+    return replace(call.having(**parameters | options).request(), save_for_backward=saves)
 
 
 def hooks(op):

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import torch
 
+from kda_core.testing.cases import Case
+
 B, T, H, HV, K, V, SLOTS = 2, 5, 2, 4, 8, 6, 7
 POOL = (SLOTS, HV, K, V)
 
 
+def drawn(grad=False, **fields):
+    """Tensors of the kit's case with these fields."""
+    return {name: t.requires_grad_() if grad else t for name, t in Case(name="drawn", **fields).call().tensors.items()}
+
+
 def call_arguments(**changes):
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator)
-
-    arguments = {
-        "q": normal(B, T, H, K), "k": torch.nn.functional.normalize(normal(B, T, H, K), dim=-1),
-        "v": normal(B, T, HV, V), "g": -normal(B, T, HV, K).abs(), "beta": normal(B, T, HV).sigmoid(),
-    }  # fmt: skip
-    return {**arguments, **changes}
+    return {**drawn(B=B, T=T, H=H, HV=HV, K=K, V=V), **changes}
 
 
 def packed(**changes):
@@ -35,10 +33,8 @@ def elsewhere(**changes):
 
 
 def speculative(**changes):
-    indices = torch.arange(B * T).reshape(B, T) % SLOTS
     indices = torch.tensor([[0, 1, 2], [3, 4, 5]])
-    base = call_arguments()
-    short = {name: t[:, :3] for name, t in base.items()}
+    short = {name: t[:, :3] for name, t in call_arguments().items()}
     return {**short, "initial_state": torch.zeros(POOL), "ssm_state_indices": indices, **changes}
 
 

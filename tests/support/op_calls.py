@@ -8,26 +8,15 @@ import torch._dynamo.testing
 import torch.utils.checkpoint
 
 import kda_core
+from kda_core.testing.cases import SOFTPLUS, Case
 
 HV, K, V = 4, 8, 6
 OPS = ("chunk_kda", "fused_recurrent_kda")
 
 
 def make(T=70, B=2, H=2, dtype=torch.float32, grad=False, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator)
-
-    arguments = {
-        "q": normal(B, T, H, K).to(dtype), "k": normal(B, T, H, K).to(dtype), "v": normal(B, T, HV, V).to(dtype),
-        "g": normal(B, T, HV, K), "beta": normal(B, T, HV), "A_log": normal(HV), "dt_bias": normal(HV * K),
-        "initial_state": normal(B, HV, K, V),
-    }  # fmt: skip
-    if grad:
-        for t in arguments.values():
-            t.requires_grad_()
-    return arguments
+    case = Case(name=f"made {seed}", B=B, T=T, H=H, HV=HV, K=K, V=V, dtype=dtype, state=torch.float32, **SOFTPLUS)
+    return {name: t.requires_grad_() if grad else t for name, t in case.call().tensors.items()}
 
 
 OPTIONS = {

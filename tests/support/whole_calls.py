@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import kda_core
+from kda_core.testing.cases import FP64, SOFTPLUS, Case
 
 ROWS = ("q", "k", "v", "g", "beta")
 RAW = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
@@ -17,17 +18,12 @@ def inputs(
     T: int, N: int = 0, *, B: int = 1, H: int = 2, HV: int = 4, K: int = 8, V: int = 6, seed: int = 0, gate: bool = True
 ) -> dict[str, Tensor]:
     """Tensors of a call in float64, with N initial states."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    found = {"q": normal(B, T, H, K), "k": normal(B, T, H, K), "v": normal(B, T, HV, V)}
-    found |= {"g": 0.5 * normal(B, T, HV, K) - 1, "beta": normal(B, T, HV)}
-    if gate:
-        found |= {"A_log": 0.3 * normal(HV), "dt_bias": 0.3 * normal(HV * K)}
+    raw = SOFTPLUS if gate else {"beta": "sigmoid"}
+    case = Case(name=f"whole {seed}", B=B, T=T, H=H, HV=HV, K=K, V=V, rate=1.5, raw_scale=0.5, **raw)
+    found = {n: t.double() for n, t in case.call().tensors.items()}
     if N:
-        found["initial_state"] = 0.3 * normal(N, HV, K, V)
+        states = Case(name=f"states {seed}", B=N, T=0, H=HV, K=K, V=V, state=FP64).call()
+        found["initial_state"] = states.tensors["initial_state"]
     return found
 
 
