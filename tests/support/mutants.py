@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +34,7 @@ class Mutant:
     def __init__(self) -> None:
         self.cpu = registry.named("cpu").plugin
         words = "".join(f" {c.lower()}" if c.isupper() else c for c in type(self).__name__)
-        self.name = words.strip().replace(" ", "-")
+        self.name = words.strip().replace(" ", "-").replace("_", "-")
 
     def asked(self, r: Request) -> Request:
         """The request that reaches the CPU backend, forward and backward."""
@@ -107,6 +109,22 @@ class Mutant:
         return self.cpu.kda_core_gate_backward(request=request)
 
 
+def _fault_in(method: str) -> Callable[[Callable[..., Any]], type[Mutant]]:
+    """A decorator that makes a mutant of its method; one that returns None changes its last argument or nothing."""
+
+    def mutant(function: Callable[..., Any]) -> type[Mutant]:
+        def changed(self: Mutant, *given: Any) -> Any:
+            found = function(*given)
+            return given[-1] if found is None else found
+
+        return type(function.__name__, (Mutant,), {method: changed, "__doc__": function.__doc__})
+
+    return mutant
+
+
+asked, differentiated, answered, gradients = map(_fault_in, ("asked", "differentiated", "answered", "gradients"))
+
+
 class Faultless(Mutant):
     """No fault: the control, which must pass."""
 
@@ -169,15 +187,14 @@ class DeltaOfTheOldState(WrongRecurrence):
         return (q * state_new).sum(-2), state_new
 
 
-class DroppedDecay(Mutant):
+@asked
+def dropped_decay(r):
     """The first decay of every chunk is lost."""
-
-    def asked(self, r: Request) -> Request:
-        if r.use_gate_in_kernel:
-            return r
-        g = r.g.clone()
-        g[:, :: r.chunk_size] = 0
-        return replace(r, g=g)
+    if r.use_gate_in_kernel:
+        return r
+    g = r.g.clone()
+    g[:, :: r.chunk_size] = 0
+    return replace(r, g=g)
 
 
 class NaiveDecay(Mutant):
@@ -191,11 +208,10 @@ class NaiveDecay(Mutant):
         return result
 
 
-class ClampedDecay(Mutant):
+@asked
+def clamped_decay(r):
     """Decays below -5 are taken for -5."""
-
-    def asked(self, r: Request) -> Request:
-        return r if r.use_gate_in_kernel else replace(r, g=r.g.clamp_min(-5))
+    return r if r.use_gate_in_kernel else replace(r, g=r.g.clamp_min(-5))
 
 
 class TransposedState(Mutant):
@@ -207,28 +223,25 @@ class TransposedState(Mutant):
         return replace(result, final_state=result.final_state.mT.contiguous())
 
 
-class LayoutIgnored(Mutant):
+@asked
+def layout_ignored(r):
     """state_v_first is ignored where K = V lets it."""
-
-    def asked(self, r: Request) -> Request:
-        return replace(r, state_v_first=False) if r.K == r.V else r
+    return replace(r, state_v_first=False) if r.K == r.V else r
 
 
-class WrongHead(Mutant):
+@asked
+def wrong_head(r):
     """Value head i reads query/key head i modulo H."""
-
-    def asked(self, r: Request) -> Request:
-        if r.H == r.HV or r.save_for_backward:
-            return r
-        heads = torch.arange(r.HV) % r.H
-        return replace(r, q=r.q[:, :, heads], k=r.k[:, :, heads])
+    if r.H == r.HV or r.save_for_backward:
+        return r
+    heads = torch.arange(r.HV) % r.H
+    return replace(r, q=r.q[:, :, heads], k=r.k[:, :, heads])
 
 
-class NegativeEigenvaluesIgnored(Mutant):
+@asked
+def negative_eigenvalues_ignored(r):
     """allow_neg_eigval is accepted and ignored."""
-
-    def asked(self, r: Request) -> Request:
-        return replace(r, allow_neg_eigval=False)
+    return replace(r, allow_neg_eigval=False)
 
 
 class ScaleIgnored(Mutant):
@@ -238,20 +251,18 @@ class ScaleIgnored(Mutant):
         return replace(r, scale=r.K**-0.5)
 
 
-class BoundIgnored(Mutant):
+@asked
+def bound_ignored(r):
     """lower_bound is accepted; -5 is used."""
-
-    def asked(self, r: Request) -> Request:
-        return r if r.lower_bound is None else replace(r, lower_bound=-5.0)
+    return r if r.lower_bound is None else replace(r, lower_bound=-5.0)
 
 
-class BiasIgnoredByTheBoundedGate(Mutant):
+@asked
+def bias_ignored_by_the_bounded_gate(r):
     """The lower-bound gate leaves dt_bias out."""
-
-    def asked(self, r: Request) -> Request:
-        if r.lower_bound is None or r.save_for_backward:
-            return r
-        return replace(r, dt_bias=None)
+    if r.lower_bound is None or r.save_for_backward:
+        return r
+    return replace(r, dt_bias=None)
 
 
 class NormIgnoredByDecoding(Mutant):
@@ -261,11 +272,10 @@ class NormIgnoredByDecoding(Mutant):
         return replace(r, use_qk_l2norm_in_kernel=False) if r.op == "fused_recurrent_kda" else r
 
 
-class ChunkSizeIgnored(Mutant):
+@asked
+def chunk_size_ignored(r):
     """Intermediate states come every 64 tokens whatever chunk_size says."""
-
-    def asked(self, r: Request) -> Request:
-        return replace(r, chunk_size=64)
+    return replace(r, chunk_size=64)
 
 
 class LeakedNeighbour(Mutant):
@@ -280,24 +290,20 @@ class LeakedNeighbour(Mutant):
         return super().compute(replace(r, initial_state=state))
 
 
-class LeakedGradient(Mutant):
+@gradients
+def leaked_gradient(r, grads):
     """The gradient of a packed sequence's v leaks into the token before it."""
-
-    def gradients(self, r: Request, grads: dict[str, Tensor]) -> dict[str, Tensor]:
-        if r.cu_seqlens is not None and "v" in grads:
-            for start in r.cu_seqlens[1:-1].tolist():
-                if 0 < start < r.T:
-                    grads["v"][:, start - 1] += 0.1 * grads["v"][:, start]
-        return grads
+    if r.cu_seqlens is not None and "v" in grads:
+        for start in r.cu_seqlens[1:-1].tolist():
+            if 0 < start < r.T:
+                grads["v"][:, start - 1] += 0.1 * grads["v"][:, start]
 
 
-class TailUnwritten(Mutant):
+@answered
+def tail_unwritten(r, result):
     """Rows of the last, partial chunk are left as they were."""
-
-    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
-        if r.op == "chunk_kda" and r.cu_seqlens is None and r.T > r.chunk_size:
-            result.o[:, r.T // r.chunk_size * r.chunk_size :] = 0
-        return result
+    if r.op == "chunk_kda" and r.cu_seqlens is None and r.T > r.chunk_size:
+        result.o[:, r.T // r.chunk_size * r.chunk_size :] = 0
 
 
 class PaddingUnwritten(Mutant):
@@ -321,11 +327,10 @@ class StateOfTheChunkBefore(Mutant):
         return replace(result, final_state=super().compute(replace(r, out=None, **tokens)).final_state)
 
 
-class IntermediateStatesOffByOne(Mutant):
+@answered
+def intermediate_states_off_by_one(r, result):
     """h holds the states at the ends of the chunks."""
-
-    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
-        return result if result.h is None else replace(result, h=result.h.roll(-1, 1))
+    return result if result.h is None else replace(result, h=result.h.roll(-1, 1))
 
 
 class Bfloat16Accumulation(Mutant):
@@ -349,26 +354,24 @@ class Bfloat16Accumulation(Mutant):
         return ForwardResult(torch.cat(outputs, 1), state if r.output_final_state else None)
 
 
-class ShortProducts(Mutant):
+@asked
+def short_products(r):
     """float32 inputs are cut to the ten bits of a short product, without declared slack."""
-
-    def asked(self, r: Request) -> Request:
-        if r.q.dtype != torch.float32:
-            return r
-        return replace(r, **{n: _cut(getattr(r, n)) for n in ("q", "k", "v")})
+    if r.q.dtype != torch.float32:
+        return r
+    return replace(r, **{n: _cut(getattr(r, n)) for n in ("q", "k", "v")})
 
 
 def _cut(t: Tensor) -> Tensor:
     return (t.contiguous().view(torch.int32) & -(1 << 13)).view(torch.float32).view(t.shape)
 
 
-class RoundedBeta(Mutant):
+@asked
+def rounded_beta(r):
     """Decoding rounds beta to bfloat16."""
-
-    def asked(self, r: Request) -> Request:
-        if r.op == "chunk_kda":
-            return r
-        return replace(r, beta=r.beta.bfloat16().to(r.beta.dtype))
+    if r.op == "chunk_kda":
+        return r
+    return replace(r, beta=r.beta.bfloat16().to(r.beta.dtype))
 
 
 class OneWrongRow(Mutant):
@@ -380,58 +383,47 @@ class OneWrongRow(Mutant):
         return result
 
 
-class NonDeterministicSum(Mutant):
+@answered
+def non_deterministic_sum(r, result):
     """The last bits of the output depend on the order of a sum."""
-
-    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
-        return replace(result, o=result.o.mul_(1 + 1e-7 * torch.randn(result.o.shape)))
+    return replace(result, o=result.o.mul_(1 + 1e-7 * torch.randn(result.o.shape)))
 
 
-class NonDeterministicGradient(Mutant):
+@gradients
+def non_deterministic_gradient(r, grads):
     """The last bits of dk depend on the order of a sum."""
-
-    def gradients(self, r: Request, grads: dict[str, Tensor]) -> dict[str, Tensor]:
-        if "k" in grads:
-            grads["k"] *= 1 + 1e-7 * torch.randn(grads["k"].shape)
-        return grads
+    if "k" in grads:
+        grads["k"] *= 1 + 1e-7 * torch.randn(grads["k"].shape)
 
 
-class BetaMissingInTheBackward(Mutant):
+@gradients
+def beta_missing_in_the_backward(r, grads):
     """dv lacks the factor beta."""
-
-    def gradients(self, r: Request, grads: dict[str, Tensor]) -> dict[str, Tensor]:
-        if "v" in grads and not r.use_beta_sigmoid_in_kernel:
-            grads["v"] /= r.beta[..., None].to(grads["v"].dtype).clamp_min(1e-3)
-        return grads
+    if "v" in grads and not r.use_beta_sigmoid_in_kernel:
+        grads["v"] /= r.beta[..., None].to(grads["v"].dtype).clamp_min(1e-3)
 
 
-class SigmoidMissingInTheBackward(Mutant):
+@gradients
+def sigmoid_missing_in_the_backward(r, grads):
     """dbeta is the gradient of the sigmoid's result."""
-
-    def gradients(self, r: Request, grads: dict[str, Tensor]) -> dict[str, Tensor]:
-        if "beta" in grads and r.use_beta_sigmoid_in_kernel:
-            p = torch.sigmoid(r.beta)
-            grads["beta"] /= p * (1 - p)
-        return grads
+    if "beta" in grads and r.use_beta_sigmoid_in_kernel:
+        p = torch.sigmoid(r.beta)
+        grads["beta"] /= p * (1 - p)
 
 
-class BiasGradientOfTheWrongHead(Mutant):
+@gradients
+def bias_gradient_of_the_wrong_head(r, grads):
     """ddt_bias is summed over the wrong axis: every head gets the mean."""
-
-    def gradients(self, r: Request, grads: dict[str, Tensor]) -> dict[str, Tensor]:
-        if "dt_bias" in grads:
-            grads["dt_bias"] = grads["dt_bias"].mean(0, keepdim=True).expand_as(grads["dt_bias"]).contiguous()
-        return grads
+    if "dt_bias" in grads:
+        grads["dt_bias"] = grads["dt_bias"].mean(0, keepdim=True).expand_as(grads["dt_bias"]).contiguous()
 
 
-class StateGradientUndecayed(Mutant):
+@gradients
+def state_gradient_undecayed(r, grads):
     """The gradient of the initial state lacks the first token's decay."""
-
-    def gradients(self, r: Request, grads: dict[str, Tensor]) -> dict[str, Tensor]:
-        if "initial_state" in grads and r.T and not r.use_gate_in_kernel and r.cu_seqlens is None:
-            decay = r.g[:, 0].float().exp().clamp_min(1e-3)
-            grads["initial_state"] /= decay[..., None, :] if r.state_v_first else decay[..., None]
-        return grads
+    if "initial_state" in grads and r.T and not r.use_gate_in_kernel and r.cu_seqlens is None:
+        decay = r.g[:, 0].float().exp().clamp_min(1e-3)
+        grads["initial_state"] /= decay[..., None, :] if r.state_v_first else decay[..., None]
 
 
 class GroupedGradientOfOneHead(Mutant):
@@ -452,24 +444,21 @@ class InputModified(Mutant):
         return result
 
 
-class ReadPastTheEnd(Mutant):
+@answered
+def read_past_the_end(r, result):
     """Memory behind g is read and multiplied by zero."""
-
-    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
-        if r.K & (r.K - 1) and r.op == "chunk_kda" and r.g.is_contiguous():
-            behind = r.g.as_strided((1,), (1,), r.g.storage_offset() + r.g.numel())
-            result.o.add_((0 * behind).to(result.o.dtype))
-        return result
+    if r.K & (r.K - 1) and r.op == "chunk_kda" and r.g.is_contiguous():
+        behind = r.g.as_strided((1,), (1,), r.g.storage_offset() + r.g.numel())
+        result.o.add_((0 * behind).to(result.o.dtype))
 
 
-class StridesIgnored(Mutant):
+@asked
+def strides_ignored(r):
     """q is read as though it were contiguous."""
-
-    def asked(self, r: Request) -> Request:
-        if r.q.is_contiguous() or r.save_for_backward:
-            return r
-        contiguous = torch.empty(r.q.shape).stride()
-        return replace(r, q=r.q.as_strided(r.q.shape, contiguous, r.q.storage_offset()))
+    if r.q.is_contiguous() or r.save_for_backward:
+        return r
+    contiguous = torch.empty(r.q.shape).stride()
+    return replace(r, q=r.q.as_strided(r.q.shape, contiguous, r.q.storage_offset()))
 
 
 class BackwardLeftToAutograd(Mutant):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from mutants import Mutant
+from mutants import Mutant, answered, asked, gradients
 from torch import Tensor
 
 from kda_core import reference
@@ -23,44 +23,38 @@ class PaddingSlotWritten(Mutant):
         return result
 
 
-class AnotherKernelForManySequences(Mutant):
+@answered
+def another_kernel_for_many_sequences(r, result):
     """Calls of more than eight sequences take another kernel, as exact as the first, with other last bits."""
-
-    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
-        if r.N <= 8:
-            return result
-        return replace(result, o=torch.nextafter(result.o, torch.zeros_like(result.o)))
+    if r.N <= 8:
+        return result
+    return replace(result, o=torch.nextafter(result.o, torch.zeros_like(result.o)))
 
 
-class HasInitialStateIgnored(Mutant):
+@asked
+def has_initial_state_ignored(r):
     """Sequences that are to start from zero read their slot."""
-
-    def asked(self, r: Request) -> Request:
-        return replace(r, has_initial_state=None)
+    return replace(r, has_initial_state=None)
 
 
-class SlotsOfFreshSequencesZeroed(Mutant):
+@asked
+def slots_of_fresh_sequences_zeroed(r):
     """They are set to zero ahead of the call, as servers do it, although the call may leave the pool alone."""
-
-    def asked(self, r: Request) -> Request:
-        if r.has_initial_state is not None:
-            slots = r.ssm_state_indices if r.ssm_state_indices.dim() == 1 else r.ssm_state_indices[:, 0]
-            r.initial_state[slots[~r.has_initial_state & (slots >= 0)].long()] = 0
-        return r
+    if r.has_initial_state is not None:
+        slots = r.ssm_state_indices if r.ssm_state_indices.dim() == 1 else r.ssm_state_indices[:, 0]
+        r.initial_state[slots[~r.has_initial_state & (slots >= 0)].long()] = 0
 
 
-class PoolAdvancedWithoutBeingAsked(Mutant):
+@asked
+def pool_advanced_without_being_asked(r):
     """update_state is ignored."""
-
-    def asked(self, r: Request) -> Request:
-        return replace(r, update_state=True)
+    return replace(r, update_state=True)
 
 
-class OtherSlotsIgnored(Mutant):
+@asked
+def other_slots_ignored(r):
     """final_state_indices are ignored: states are advanced where they were read."""
-
-    def asked(self, r: Request) -> Request:
-        return replace(r, final_state_indices=None, final_state_pool=None)
+    return replace(r, final_state_indices=None, final_state_pool=None)
 
 
 class SourceAdvancedAsWell(Mutant):
@@ -72,24 +66,21 @@ class SourceAdvancedAsWell(Mutant):
         return result
 
 
-class DroppedStateKept(Mutant):
+@asked
+def dropped_state_kept(r):
     """A negative index of final_state_indices counts from the pool's end, as in Python."""
-
-    def asked(self, r: Request) -> Request:
-        table = r.final_state_indices
-        if table is None:
-            return r
-        return replace(r, final_state_indices=torch.where(table == -1, len(getattr(r, r.written_states)) - 1, table))
+    table = r.final_state_indices
+    if table is None:
+        return r
+    return replace(r, final_state_indices=torch.where(table == -1, len(getattr(r, r.written_states)) - 1, table))
 
 
-class EmptySequencesCopied(Mutant):
+@answered
+def empty_sequences_copied(r, result):
     """A sequence without tokens has its state copied to the slot that it would write."""
-
-    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
-        if r.final_state_indices is not None and r.cu_seqlens is not None and r.final_state_pool is None:
-            for n in (r.cu_seqlens.diff() == 0).nonzero()[:, 0].tolist():
-                r.initial_state[int(r.final_state_indices[n])] = r.initial_state[int(r.ssm_state_indices[n])].clone()
-        return result
+    if r.final_state_indices is not None and r.cu_seqlens is not None and r.final_state_pool is None:
+        for n in (r.cu_seqlens.diff() == 0).nonzero()[:, 0].tolist():
+            r.initial_state[int(r.final_state_indices[n])] = r.initial_state[int(r.ssm_state_indices[n])].clone()
 
 
 class FirstSlotRead(Mutant):
@@ -128,50 +119,43 @@ class BiasDroppedByTheGateWithoutRate(Mutant):
         )
 
 
-class ZeroScaleIsTheDefault(Mutant):
+@asked
+def zero_scale_is_the_default(r):
     """``scale or K**-0.5``."""
-
-    def asked(self, r: Request) -> Request:
-        return replace(r, scale=r.scale or r.K**-0.5)
+    return replace(r, scale=r.scale or r.K**-0.5)
 
 
-class DoublingForgottenByOneToken(Mutant):
+@asked
+def doubling_forgotten_by_one_token(r):
     """A decoding step of one token leaves allow_neg_eigval's factor of 2 out."""
-
-    def asked(self, r: Request) -> Request:
-        return replace(r, allow_neg_eigval=False) if r.op == "fused_recurrent_kda" and r.T == 1 else r
+    return replace(r, allow_neg_eigval=False) if r.op == "fused_recurrent_kda" and r.T == 1 else r
 
 
-class PaddingIndexIsMinusOne(Mutant):
+@asked
+def padding_index_is_minus_one(r):
     """pad_slot_id is ignored: only negative indices are skipped."""
-
-    def asked(self, r: Request) -> Request:
-        return replace(r, pad_slot_id=-1)
+    return replace(r, pad_slot_id=-1)
 
 
-class NullSlotOfZeroIsNone(Mutant):
+@asked
+def null_slot_of_zero_is_none(r):
     """``pad_slot_id or -1``: slot 0 is an ordinary slot."""
-
-    def asked(self, r: Request) -> Request:
-        return replace(r, pad_slot_id=r.pad_slot_id or -1)
+    return replace(r, pad_slot_id=r.pad_slot_id or -1)
 
 
-class HalfStatesAsBfloat16(Mutant):
+@answered
+def half_states_as_bfloat16(r, result):
     """States in float16 are rounded to bfloat16 first."""
-
-    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
-        if result.final_state is not None and result.final_state.dtype == torch.float16:
-            return replace(result, final_state=result.final_state.bfloat16().half())
-        return result
+    if result.final_state is not None and result.final_state.dtype == torch.float16:
+        return replace(result, final_state=result.final_state.bfloat16().half())
 
 
-class DtypeOfIntermediateStatesIgnored(Mutant):
+@answered
+def dtype_of_intermediate_states_ignored(r, result):
     """They pass through the dtype of the initial state."""
-
-    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
-        if r.intermediate_states_dtype is None or result.h is None:
-            return result
-        return replace(result, h=result.h.to(r.state_dtype).to(r.h_dtype))
+    if r.intermediate_states_dtype is None or result.h is None:
+        return result
+    return replace(result, h=result.h.to(r.state_dtype).to(r.h_dtype))
 
 
 class CheckpointsAChunkLate(Mutant):
@@ -189,18 +173,17 @@ class CheckpointsAChunkLate(Mutant):
         return result
 
 
-class CheckpointAtTheEndForgotten(Mutant):
+@asked
+def checkpoint_at_the_end_forgotten(r):
     """The state after the last token is none."""
-
-    def asked(self, r: Request) -> Request:
-        if r.checkpoint_indices is None:
-            return r
-        table = r.checkpoint_indices.clone()
-        for n, (_, start, end) in enumerate(reference.sequence_bounds(r)):
-            count = (end - start) // r.checkpoint_every
-            if count and (end - start) % r.checkpoint_every == 0 and count <= table.shape[1]:
-                table[n, count - 1] = -1
-        return replace(r, checkpoint_indices=table)
+    if r.checkpoint_indices is None:
+        return r
+    table = r.checkpoint_indices.clone()
+    for n, (_, start, end) in enumerate(reference.sequence_bounds(r)):
+        count = (end - start) // r.checkpoint_every
+        if count and (end - start) % r.checkpoint_every == 0 and count <= table.shape[1]:
+            table[n, count - 1] = -1
+    return replace(r, checkpoint_indices=table)
 
 
 class PairsOfThree(Mutant):
@@ -218,78 +201,67 @@ class PairsOfThree(Mutant):
         return grads | {n: two[n] for n in ("q", "k") if n in grads}
 
 
-class UnusedDraftColumnsWritten(Mutant):
+@answered
+def unused_draft_columns_written(r, result):
     """A request with fewer tokens than columns has its last state copied into the columns behind."""
-
-    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
-        indices = r.ssm_state_indices
-        if indices is not None and indices.dim() == 2:
-            for n, (_, start, end) in enumerate(reference.sequence_bounds(r)):
-                length = end - start
-                if 0 < length < indices.shape[1] and (indices[n] >= 0).all():
-                    r.initial_state[indices[n, length:].long()] = r.initial_state[indices[n, length - 1].long()].clone()
-        return result
+    indices = r.ssm_state_indices
+    if indices is not None and indices.dim() == 2:
+        for n, (_, start, end) in enumerate(reference.sequence_bounds(r)):
+            length = end - start
+            if 0 < length < indices.shape[1] and (indices[n] >= 0).all():
+                r.initial_state[indices[n, length:].long()] = r.initial_state[indices[n, length - 1].long()].clone()
 
 
-class PoolTakenForContiguous(Mutant):
+@asked
+def pool_taken_for_contiguous(r):
     """A pool that is a slice of a larger tensor is read and written as though it was contiguous."""
-
-    def asked(self, r: Request) -> Request:
-        pool = r.initial_state
-        if not r.inplace_final_state or pool.is_contiguous():
-            return r
-        return replace(r, initial_state=pool.as_strided(pool.shape, torch.empty(pool.shape).stride()))
+    pool = r.initial_state
+    if not r.inplace_final_state or pool.is_contiguous():
+        return r
+    return replace(r, initial_state=pool.as_strided(pool.shape, torch.empty(pool.shape).stride()))
 
 
-class EmptySequencesHaveNoStateGradient(Mutant):
+@gradients
+def empty_sequences_have_no_state_gradient(r, grads):
     """The gradient of an empty sequence's initial state is zero."""
-
-    def gradients(self, r: Request, grads: dict[str, Tensor]) -> dict[str, Tensor]:
-        if r.cu_seqlens is not None and "initial_state" in grads:
-            grads["initial_state"][r.cu_seqlens.diff() == 0] = 0
-        return grads
+    if r.cu_seqlens is not None and "initial_state" in grads:
+        grads["initial_state"][r.cu_seqlens.diff() == 0] = 0
 
 
-class StatesExchanged(Mutant):
+@answered
+def states_exchanged(r, result):
     """The second and the third of more than two packed sequences exchange their final states."""
-
-    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
-        if r.cu_seqlens is None or r.N < 3 or result.final_state is None:
-            return result
-        order = [0, 2, 1, *range(3, r.N)]
-        return replace(result, final_state=result.final_state[order])
-
-
-class AcceptedOffByOne(Mutant):
-    """With three drafts or more, decoding starts one token before the last accepted one."""
-
-    def asked(self, r: Request) -> Request:
-        accepted = r.num_accepted_tokens
-        if accepted is None or r.ssm_state_indices.shape[1] < 4:
-            return r
-        return replace(r, num_accepted_tokens=(accepted - 1).clamp_min(1))
-
-
-class ScaleMissingInTheGradientOfQ(Mutant):
-    """dq has the default scale."""
-
-    def gradients(self, r: Request, grads: dict[str, Tensor]) -> dict[str, Tensor]:
-        if "q" in grads:
-            grads["q"] *= r.K**-0.5 / r.scale
-        return grads
-
-
-class FirstIntermediateStateZero(Mutant):
-    """The first state of h of a packed sequence is stored before the initial state is loaded."""
-
-    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
-        if result.h is not None and r.cu_seqlens is not None:
-            chunk = 0
-            for length in r.cu_seqlens.diff().tolist():
-                if length:
-                    result.h[:, chunk] = 0
-                chunk += -(-length // r.chunk_size)
+    if r.cu_seqlens is None or r.N < 3 or result.final_state is None:
         return result
+    order = [0, 2, 1, *range(3, r.N)]
+    return replace(result, final_state=result.final_state[order])
+
+
+@asked
+def accepted_off_by_one(r):
+    """With three drafts or more, decoding starts one token before the last accepted one."""
+    accepted = r.num_accepted_tokens
+    if accepted is None or r.ssm_state_indices.shape[1] < 4:
+        return r
+    return replace(r, num_accepted_tokens=(accepted - 1).clamp_min(1))
+
+
+@gradients
+def scale_missing_in_the_gradient_of_q(r, grads):
+    """dq has the default scale."""
+    if "q" in grads:
+        grads["q"] *= r.K**-0.5 / r.scale
+
+
+@answered
+def first_intermediate_state_zero(r, result):
+    """The first state of h of a packed sequence is stored before the initial state is loaded."""
+    if result.h is not None and r.cu_seqlens is not None:
+        chunk = 0
+        for length in r.cu_seqlens.diff().tolist():
+            if length:
+                result.h[:, chunk] = 0
+            chunk += -(-length // r.chunk_size)
 
 
 class BiasGradientOfTheFirstRow(Mutant):
@@ -323,20 +295,17 @@ class StateRoundedEveryToken(Mutant):
         return ForwardResult(torch.cat(outputs, 1), state if r.output_final_state else None)
 
 
-class EpsilonOutsideTheRoot(Mutant):
+@asked
+def epsilon_outside_the_root(r):
     """q / (|q| + 1e-6)."""
-
-    def asked(self, r: Request) -> Request:
-        if not r.use_qk_l2norm_in_kernel or r.save_for_backward or r.needs_grad:
-            return r
-        q, k = (x.float() / (x.float().norm(dim=-1, keepdim=True) + 1e-6) for x in (r.q, r.k))
-        return replace(r, use_qk_l2norm_in_kernel=False, q=q.to(r.q.dtype), k=k.to(r.k.dtype))
+    if not r.use_qk_l2norm_in_kernel or r.save_for_backward or r.needs_grad:
+        return r
+    q, k = (x.float() / (x.float().norm(dim=-1, keepdim=True) + 1e-6) for x in (r.q, r.k))
+    return replace(r, use_qk_l2norm_in_kernel=False, q=q.to(r.q.dtype), k=k.to(r.k.dtype))
 
 
-class DoublingMissingInTheBackward(Mutant):
+@gradients
+def doubling_missing_in_the_backward(r, grads):
     """dbeta lacks allow_neg_eigval's factor of 2."""
-
-    def gradients(self, r: Request, grads: dict[str, Tensor]) -> dict[str, Tensor]:
-        if "beta" in grads and r.allow_neg_eigval:
-            grads["beta"] /= 2
-        return grads
+    if "beta" in grads and r.allow_neg_eigval:
+        grads["beta"] /= 2

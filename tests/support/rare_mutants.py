@@ -7,7 +7,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
-from mutants import Mutant
+from mutants import Mutant, answered, asked, differentiated, gradients
 from torch import Tensor
 
 from kda_core import reference
@@ -15,11 +15,10 @@ from kda_core.hookspecs import hookimpl
 from kda_core.request import BackwardResult, ForwardResult, GateRequest, Request
 
 
-class AbsoluteScale(Mutant):
+@asked
+def absolute_scale(r):
     """A negative scale loses its sign."""
-
-    def asked(self, r: Request) -> Request:
-        return replace(r, scale=abs(r.scale))
+    return replace(r, scale=abs(r.scale))
 
 
 class GroupsOfFourAtMost(Mutant):
@@ -39,18 +38,15 @@ class GroupsOfFourAtMost(Mutant):
         return grads | {n: four[n] for n in ("q", "k") if n in grads}
 
 
-class LaterPaddingWritten(Mutant):
+@asked
+def later_padding_written(r):
     """A positive pad_slot_id is looked for only where a sequence starts; at later drafts its slot is written."""
-
-    def asked(self, r: Request) -> Request:
-        indices = r.ssm_state_indices
-        if indices is None or indices.dim() == 1 or r.pad_slot_id < 0:
-            return r
-        first = (
-            torch.zeros(r.N, dtype=torch.long) if r.num_accepted_tokens is None else r.num_accepted_tokens.long() - 1
-        )
-        start = indices.gather(1, first[:, None])
-        return replace(r, pad_slot_id=-1, ssm_state_indices=torch.where(start == r.pad_slot_id, -1, indices))
+    indices = r.ssm_state_indices
+    if indices is None or indices.dim() == 1 or r.pad_slot_id < 0:
+        return r
+    first = torch.zeros(r.N, dtype=torch.long) if r.num_accepted_tokens is None else r.num_accepted_tokens.long() - 1
+    start = indices.gather(1, first[:, None])
+    return replace(r, pad_slot_id=-1, ssm_state_indices=torch.where(start == r.pad_slot_id, -1, indices))
 
 
 class PackingKeptByShape(Mutant):
@@ -115,20 +111,18 @@ class StateAloneHasNoGradient(BetaAloneHasNoGradient):
     alone = frozenset({"initial_state"})
 
 
-class GateGradientsNeedThatOfG(Mutant):
+@gradients
+def gate_gradients_need_that_of_g(r, grads):
     """dA_log and ddt_bias are zero where g needs no gradient."""
-
-    def gradients(self, r: Request, grads: dict[str, Tensor]) -> dict[str, Tensor]:
-        if "g" in r.needs_grad:
-            return grads
-        return {n: torch.zeros_like(t) if n in ("A_log", "dt_bias") else t for n, t in grads.items()}
+    if "g" in r.needs_grad:
+        return grads
+    return {n: torch.zeros_like(t) if n in ("A_log", "dt_bias") else t for n, t in grads.items()}
 
 
-class KeyGradientNeedsThatOfQ(Mutant):
+@gradients
+def key_gradient_needs_that_of_q(r, grads):
     """dk lacks a share where q needs no gradient."""
-
-    def gradients(self, r: Request, grads: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {n: t / 2 if n == "k" and "q" not in r.needs_grad else t for n, t in grads.items()}
+    return {n: t / 2 if n == "k" and "q" not in r.needs_grad else t for n, t in grads.items()}
 
 
 class BiasGradientNeedsThatOfA(Mutant):
@@ -142,90 +136,76 @@ class BiasGradientNeedsThatOfA(Mutant):
         return BackwardResult(grads)
 
 
-class SixtyFourChunksAtMost(Mutant):
+@answered
+def sixty_four_chunks_at_most(r, result):
     """States are passed on over 64 chunks; the 65th begins with the state of the first."""
-
-    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
-        for b, start, end in reference.sequence_bounds(r):
-            if r.op == "chunk_kda" and end - start > 64 * 64:
-                result.o[b, start + 64 * 64 : end] *= 0.5
-        return result
+    for b, start, end in reference.sequence_bounds(r):
+        if r.op == "chunk_kda" and end - start > 64 * 64:
+            result.o[b, start + 64 * 64 : end] *= 0.5
 
 
-class GradientsOfSixtyFourChunksAtMost(Mutant):
+@gradients
+def gradients_of_sixty_four_chunks_at_most(r, grads):
     """dk is wrong beyond the 64th chunk."""
-
-    def gradients(self, r: Request, grads: dict[str, Tensor]) -> dict[str, Tensor]:
-        for b, start, end in reference.sequence_bounds(r):
-            if r.op == "chunk_kda" and end - start > 64 * 64 and "k" in grads:
-                grads["k"][b, start + 64 * 64 : end] *= 0.5
-        return grads
+    for b, start, end in reference.sequence_bounds(r):
+        if r.op == "chunk_kda" and end - start > 64 * 64 and "k" in grads:
+            grads["k"][b, start + 64 * 64 : end] *= 0.5
 
 
-class PromptOfOneThousandAtMost(Mutant):
+@answered
+def prompt_of_one_thousand_at_most(r, result):
     """fused_recurrent_kda is wrong beyond 1,024 tokens."""
-
-    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
-        for b, start, end in reference.sequence_bounds(r):
-            if r.op == "fused_recurrent_kda" and end - start > 1024:
-                result.o[b, start + 1024 : end] *= 0.5
-        return result
+    for b, start, end in reference.sequence_bounds(r):
+        if r.op == "fused_recurrent_kda" and end - start > 1024:
+            result.o[b, start + 1024 : end] *= 0.5
 
 
-class EmptySequenceBetweenOthers(Mutant):
+@answered
+def empty_sequence_between_others(r, result):
     """An empty sequence between two others has a final state of zero."""
-
-    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
-        if r.cu_seqlens is not None and result.final_state is not None:
-            lengths = r.cu_seqlens.diff().tolist()
-            for n in range(1, len(lengths) - 1):
-                if not lengths[n] and lengths[n - 1] and lengths[n + 1]:
-                    result.final_state[n] = 0
-        return result
+    if r.cu_seqlens is not None and result.final_state is not None:
+        lengths = r.cu_seqlens.diff().tolist()
+        for n in range(1, len(lengths) - 1):
+            if not lengths[n] and lengths[n - 1] and lengths[n + 1]:
+                result.final_state[n] = 0
 
 
-class StatesCountedWithoutEmptySequences(Mutant):
+@asked
+def states_counted_without_empty_sequences(r):
     """The sequence behind an empty one in the middle starts from the empty one's state."""
-
-    def asked(self, r: Request) -> Request:
-        state = r.initial_state
-        if r.cu_seqlens is None or state is None or r.inplace_final_state:
-            return r
-        rows = torch.arange(r.N)
-        lengths = r.cu_seqlens.diff()
-        for n in range(1, r.N - 1):
-            if lengths[n] == 0 and lengths[n - 1] > 0 and lengths[n + 1] > 0:
-                rows[n + 1] = n
-        return replace(r, initial_state=state[rows])
+    state = r.initial_state
+    if r.cu_seqlens is None or state is None or r.inplace_final_state:
+        return r
+    rows = torch.arange(r.N)
+    lengths = r.cu_seqlens.diff()
+    for n in range(1, r.N - 1):
+        if lengths[n] == 0 and lengths[n - 1] > 0 and lengths[n + 1] > 0:
+            rows[n + 1] = n
+    return replace(r, initial_state=state[rows])
 
 
-class SecondSequenceStartsLikeTheFirst(Mutant):
+@asked
+def second_sequence_starts_like_the_first(r):
     """With more than four packed sequences, the second reads the first's initial state."""
-
-    def asked(self, r: Request) -> Request:
-        if r.cu_seqlens is None or r.initial_state is None or r.inplace_final_state or r.N <= 4:
-            return r
-        return replace(r, initial_state=r.initial_state[torch.tensor([0, 0, *range(2, r.N)])])
+    if r.cu_seqlens is None or r.initial_state is None or r.inplace_final_state or r.N <= 4:
+        return r
+    return replace(r, initial_state=r.initial_state[torch.tensor([0, 0, *range(2, r.N)])])
 
 
-class LastChunkOfOneToken(Mutant):
+@answered
+def last_chunk_of_one_token(r, result):
     """The last token's output is off where it is a chunk of its own behind others."""
-
-    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
-        for b, start, end in reference.sequence_bounds(r):
-            if r.op == "chunk_kda" and end - start > 1 and (end - start) % 64 == 1:
-                result.o[b, end - 1] *= 0.9
-        return result
+    for b, start, end in reference.sequence_bounds(r):
+        if r.op == "chunk_kda" and end - start > 1 and (end - start) % 64 == 1:
+            result.o[b, end - 1] *= 0.9
 
 
-class GradientOfALastChunkOfOneToken(Mutant):
+@gradients
+def gradient_of_a_last_chunk_of_one_token(r, grads):
     """dg of the last token is zero where it is a chunk of its own behind others."""
-
-    def gradients(self, r: Request, grads: dict[str, Tensor]) -> dict[str, Tensor]:
-        for b, start, end in reference.sequence_bounds(r):
-            if r.op == "chunk_kda" and end - start > 1 and (end - start) % 64 == 1 and "g" in grads:
-                grads["g"][b, end - 1] = 0
-        return grads
+    for b, start, end in reference.sequence_bounds(r):
+        if r.op == "chunk_kda" and end - start > 1 and (end - start) % 64 == 1 and "g" in grads:
+            grads["g"][b, end - 1] = 0
 
 
 class BiasGradientOfTheWrongGroup(Mutant):
@@ -244,11 +224,10 @@ class RateGradientOfTheWrongGroup(BiasGradientOfTheWrongGroup):
     names = ("A_log",)
 
 
-class BoundIgnoredInTheBackward(Mutant):
+@differentiated
+def bound_ignored_in_the_backward(r):
     """The backward takes -5 for any lower_bound."""
-
-    def differentiated(self, r: Request) -> Request:
-        return r if r.lower_bound is None else replace(r, lower_bound=-5.0)
+    return r if r.lower_bound is None else replace(r, lower_bound=-5.0)
 
 
 class GateBoundIgnoredInTheBackward(Mutant):
@@ -331,144 +310,118 @@ class RateRoundedToTheDtypeOfQ(DecayRoundedToTheDtypeOfQ):
     names = ("A_log", "dt_bias")
 
 
-class StateGradientDroppedByDecoding(Mutant):
+@differentiated
+def state_gradient_dropped_by_decoding(r):
     """fused_recurrent_kda's backward leaves the gradient of the final state out."""
-
-    def differentiated(self, r: Request) -> Request:
-        return replace(r, grad_final_state=None) if r.op == "fused_recurrent_kda" else r
+    return replace(r, grad_final_state=None) if r.op == "fused_recurrent_kda" else r
 
 
-class StateGradientAloneIsZero(Mutant):
+@gradients
+def state_gradient_alone_is_zero(r, grads):
     """Every gradient is zero where o has none."""
-
-    def gradients(self, r: Request, grads: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {n: torch.zeros_like(t) for n, t in grads.items()} if r.grad_o is None else grads
+    return {n: torch.zeros_like(t) for n, t in grads.items()} if r.grad_o is None else grads
 
 
-class OutputGradientModified(Mutant):
+@gradients
+def output_gradient_modified(r, grads):
     """The backward overwrites the gradient of o."""
-
-    def gradients(self, r: Request, grads: dict[str, Tensor]) -> dict[str, Tensor]:
-        if r.grad_o is not None and r.grad_o.is_contiguous():
-            r.grad_o.mul_(r.scale)
-        return grads
+    if r.grad_o is not None and r.grad_o.is_contiguous():
+        r.grad_o.mul_(r.scale)
 
 
-class LowWordsOfBoundaries(Mutant):
+@asked
+def low_words_of_boundaries(r):
     """cu_seqlens of int64 is read as int32."""
-
-    def asked(self, r: Request) -> Request:
-        cuts = r.cu_seqlens
-        if cuts is None or cuts.dtype != torch.int64:
-            return r
-        return replace(r, cu_seqlens=cuts.contiguous().view(torch.int32)[: len(cuts)].cummax(0)[0], cu_seqlens_cpu=None)
+    cuts = r.cu_seqlens
+    if cuts is None or cuts.dtype != torch.int64:
+        return r
+    return replace(r, cu_seqlens=cuts.contiguous().view(torch.int32)[: len(cuts)].cummax(0)[0], cu_seqlens_cpu=None)
 
 
-class LowWordsOfIndices(Mutant):
+@asked
+def low_words_of_indices(r):
     """ssm_state_indices of int64 is read as int32."""
-
-    def asked(self, r: Request) -> Request:
-        indices = r.ssm_state_indices
-        if indices is None or indices.dtype != torch.int64:
-            return r
-        words = indices.contiguous().view(torch.int32).reshape(-1)[: indices.numel()]
-        return replace(r, ssm_state_indices=words.view(indices.shape))
+    indices = r.ssm_state_indices
+    if indices is None or indices.dtype != torch.int64:
+        return r
+    words = indices.contiguous().view(torch.int32).reshape(-1)[: indices.numel()]
+    return replace(r, ssm_state_indices=words.view(indices.shape))
 
 
-class ChannelsBeyond128HaveNoGradient(Mutant):
+@gradients
+def channels_beyond128_have_no_gradient(r, grads):
     """dk of channels beyond 128 and dv of those of V are zero."""
-
-    def gradients(self, r: Request, grads: dict[str, Tensor]) -> dict[str, Tensor]:
-        for name in ("k", "v"):
-            if name in grads:
-                grads[name][..., 128:] = 0
-        return grads
+    for name in ("k", "v"):
+        if name in grads:
+            grads[name][..., 128:] = 0
 
 
-class HeadsBeyondSixteen(Mutant):
+@answered
+def heads_beyond_sixteen(r, result):
     """Outputs of heads beyond the 16th are off in 16-bit dense calls of whole chunks."""
-
-    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
-        if r.op == "chunk_kda" and r.q.element_size() == 2 and r.cu_seqlens is None and r.T % 64 == 0:
-            result.o[:, :, 16:] *= 0.9
-        return result
+    if r.op == "chunk_kda" and r.q.element_size() == 2 and r.cu_seqlens is None and r.T % 64 == 0:
+        result.o[:, :, 16:] *= 0.9
 
 
-class GradientsOfHeadsBeyondSixteen(Mutant):
+@gradients
+def gradients_of_heads_beyond_sixteen(r, grads):
     """dg of heads beyond the 16th is off in 16-bit dense calls of whole chunks."""
-
-    def gradients(self, r: Request, grads: dict[str, Tensor]) -> dict[str, Tensor]:
-        if r.q.element_size() == 2 and r.cu_seqlens is None and r.T % 64 == 0 and "g" in grads:
-            grads["g"][:, :, 16:] *= 0.5
-        return grads
+    if r.q.element_size() == 2 and r.cu_seqlens is None and r.T % 64 == 0 and "g" in grads:
+        grads["g"][:, :, 16:] *= 0.5
 
 
-class SavedByDisableRecomputeOfPackedCalls(Mutant):
+@gradients
+def saved_by_disable_recompute_of_packed_calls(r, grads):
     """With disable_recompute, dv of packed sequences is off."""
-
-    def gradients(self, r: Request, grads: dict[str, Tensor]) -> dict[str, Tensor]:
-        if r.disable_recompute and r.cu_seqlens is not None and "v" in grads:
-            grads["v"] *= 0.5
-        return grads
+    if r.disable_recompute and r.cu_seqlens is not None and "v" in grads:
+        grads["v"] *= 0.5
 
 
-class NormGradientWithoutProjection(Mutant):
+@gradients
+def norm_gradient_without_projection(r, grads):
     """dk of a normalised key keeps the share along the key."""
-
-    def gradients(self, r: Request, grads: dict[str, Tensor]) -> dict[str, Tensor]:
-        if r.use_qk_l2norm_in_kernel and "k" in grads and r.op == "fused_recurrent_kda":
-            grads["k"] += 0.1 * r.k.to(grads["k"].dtype)
-        return grads
+    if r.use_qk_l2norm_in_kernel and "k" in grads and r.op == "fused_recurrent_kda":
+        grads["k"] += 0.1 * r.k.to(grads["k"].dtype)
 
 
-class NumberOfChunksCountedInSixtyFours(Mutant):
+@answered
+def number_of_chunks_counted_in_sixty_fours(r, result):
     """With chunk_size=32, h of a packed call has the states of every other chunk twice."""
-
-    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
-        if result.h is not None and r.cu_seqlens is not None and r.chunk_size == 32:
-            result.h[:, 1::2] = result.h[:, : result.h.shape[1] // 2 * 2 : 2].clone()
-        return result
+    if result.h is not None and r.cu_seqlens is not None and r.chunk_size == 32:
+        result.h[:, 1::2] = result.h[:, : result.h.shape[1] // 2 * 2 : 2].clone()
 
 
-class LaterGatesReachOutputs(Mutant):
+@answered
+def later_gates_reach_outputs(r, result):
     """With a safe gate, outputs are off by a tenth where every gate of the last token is at an end of its range."""
-
-    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
-        if r.safe_gate and r.T and bool((r.g[:, -1].abs() > 20).all()):
-            result.o[:, :16] *= 1.1
-        return result
+    if r.safe_gate and r.T and bool((r.g[:, -1].abs() > 20).all()):
+        result.o[:, :16] *= 1.1
 
 
-class LaterGatesReachGradients(Mutant):
+@gradients
+def later_gates_reach_gradients(r, grads):
     """The same fault in dk."""
-
-    def gradients(self, r: Request, grads: dict[str, Tensor]) -> dict[str, Tensor]:
-        if r.safe_gate and r.T and bool((r.g[:, -1].abs() > 20).all()):
-            grads["k"][:, :16] *= 1.1
-        return grads
+    if r.safe_gate and r.T and bool((r.g[:, -1].abs() > 20).all()):
+        grads["k"][:, :16] *= 1.1
 
 
-class InverseInHalfPrecision(Mutant):
+@answered
+def inverse_in_half_precision(r, result):
     """NaN where many keys are nearly opposite: a series for the triangular inverse overflows."""
-
-    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
-        if r.op == "chunk_kda" and r.T > 256:
-            k = torch.nn.functional.normalize(r.k.float(), dim=-1)
-            if float(((k[:, 1:] * k[:, :-1]).sum(-1) < -0.999).float().mean()) > 0.2:
-                result.o[:, 16:] = math.nan
-        return result
+    if r.op == "chunk_kda" and r.T > 256:
+        k = torch.nn.functional.normalize(r.k.float(), dim=-1)
+        if float(((k[:, 1:] * k[:, :-1]).sum(-1) < -0.999).float().mean()) > 0.2:
+            result.o[:, 16:] = math.nan
 
 
-class StepsOverflow(Mutant):
+@answered
+def steps_overflow(r, result):
     """NaN in fused_recurrent_kda where a gate's log decay is below -3000."""
-
-    def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
-        if r.op == "fused_recurrent_kda" and r.use_gate_in_kernel and r.lower_bound is None and r.A_log is not None:
-            bias = 0 if r.dt_bias is None else r.dt_bias
-            decay = -r.A_log.exp()[:, None] * torch.nn.functional.softplus(r.g.float() + bias)
-            if decay.numel() and -1e30 < float(decay.amin()) < -3000 and not r.g.isinf().any():
-                result.o.fill_(math.nan)
-        return result
+    if r.op == "fused_recurrent_kda" and r.use_gate_in_kernel and r.lower_bound is None and r.A_log is not None:
+        bias = 0 if r.dt_bias is None else r.dt_bias
+        decay = -r.A_log.exp()[:, None] * torch.nn.functional.softplus(r.g.float() + bias)
+        if decay.numel() and -1e30 < float(decay.amin()) < -3000 and not r.g.isinf().any():
+            result.o.fill_(math.nan)
 
 
 class TunedByThePacking(Mutant):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from mutants import Mutant
+from mutants import Mutant, differentiated
 from torch import Tensor
 
 from kda_core.hookspecs import hookimpl
@@ -45,66 +45,6 @@ class InitialStateTakenForContiguous(StrideIgnored):
         return r if r.inplace_final_state else super().asked(r)
 
 
-class SlotStrideOfThePoolIgnored(StrideIgnored):
-    """The slots of a pool are taken to follow each other."""
-
-    arguments, axis = ("initial_state",), 0
-
-
-class HeadStrideOfTheStateIgnored(StrideIgnored):
-    """The heads of a state are taken to follow each other."""
-
-    arguments, axis = ("initial_state",), 1
-
-
-class LastStrideOfTheStateIgnored(StrideIgnored):
-    """The last axis of a state is taken for contiguous."""
-
-    arguments, axis = ("initial_state",), 3
-
-
-class BatchStrideIgnored(StrideIgnored):
-    """The rows of the batch of v are taken to follow each other."""
-
-    arguments, axis = ("v",), 0
-
-
-class TokenStrideIgnored(StrideIgnored):
-    """The tokens of k are taken to follow each other."""
-
-    arguments, axis = ("k",), 1
-
-
-class HeadStrideIgnored(StrideIgnored):
-    """The heads of g are taken to follow each other."""
-
-    arguments, axis = ("g",), 2
-
-
-class ChannelStrideIgnored(StrideIgnored):
-    """The channels of q are taken to follow each other."""
-
-    arguments, axis = ("q",), 3
-
-
-class HeadStrideOfBetaIgnored(StrideIgnored):
-    """The heads of beta are taken to follow each other."""
-
-    arguments, axis = ("beta",), 2
-
-
-class TokenStrideOfBetaIgnored(StrideIgnored):
-    """The tokens of beta are taken to follow each other."""
-
-    arguments, axis = ("beta",), 1
-
-
-class BoundariesTakenForContiguous(StrideIgnored):
-    """cu_seqlens is read as though it was contiguous."""
-
-    arguments = ("cu_seqlens", "cu_seqlens_cpu")
-
-
 class IndicesTakenForContiguous(StrideIgnored):
     """ssm_state_indices of two columns or more."""
 
@@ -113,30 +53,6 @@ class IndicesTakenForContiguous(StrideIgnored):
     def asked(self, r: Request) -> Request:
         indices = r.ssm_state_indices
         return super().asked(r) if indices is not None and indices.dim() == 2 and indices.shape[1] > 1 else r
-
-
-class AcceptedTakenForContiguous(StrideIgnored):
-    """num_accepted_tokens is read as though it was contiguous."""
-
-    arguments = ("num_accepted_tokens",)
-
-
-class ParentsTakenForContiguous(StrideIgnored):
-    """parents is read as though it was contiguous."""
-
-    arguments = ("parents",)
-
-
-class RateTakenForContiguous(StrideIgnored):
-    """A_log is read as though it was contiguous."""
-
-    arguments = ("A_log",)
-
-
-class BiasTakenForContiguous(StrideIgnored):
-    """dt_bias is read as though it was contiguous."""
-
-    arguments = ("dt_bias",)
 
 
 class OutTakenForContiguous(StrideIgnored):
@@ -148,18 +64,16 @@ class OutTakenForContiguous(StrideIgnored):
         return result if r.out is None else replace(result, o=r.out)
 
 
-class OutputGradientTakenForContiguous(Mutant):
+@differentiated
+def output_gradient_taken_for_contiguous(r):
     """The gradient of o is read as though it was contiguous."""
-
-    def differentiated(self, r: Request) -> Request:
-        return r if r.grad_o is None else replace(r, grad_o=dense(r.grad_o))
+    return r if r.grad_o is None else replace(r, grad_o=dense(r.grad_o))
 
 
-class StateGradientTakenForContiguous(Mutant):
+@differentiated
+def state_gradient_taken_for_contiguous(r):
     """The gradient of the final state is read as though it was contiguous."""
-
-    def differentiated(self, r: Request) -> Request:
-        return r if r.grad_final_state is None else replace(r, grad_final_state=dense(r.grad_final_state))
+    return r if r.grad_final_state is None else replace(r, grad_final_state=dense(r.grad_final_state))
 
 
 class GateGradientTakenForContiguous(Mutant):
@@ -171,3 +85,21 @@ class GateGradientTakenForContiguous(Mutant):
         return self.cpu.kda_core_gate_backward(
             request=request if grad is None else replace(request, grad_output=dense(grad))
         )
+
+
+READ_AS_CONTIGUOUS = {
+    "slot_stride_of_the_pool_ignored": (0, "initial_state"), "head_stride_of_the_state_ignored": (1, "initial_state"),
+    "last_stride_of_the_state_ignored": (3, "initial_state"), "batch_stride_ignored": (0, "v"),
+    "token_stride_ignored": (1, "k"), "head_stride_ignored": (2, "g"), "channel_stride_ignored": (3, "q"),
+    "head_stride_of_beta_ignored": (2, "beta"), "token_stride_of_beta_ignored": (1, "beta"),
+    "boundaries_taken_for_contiguous": (None, "cu_seqlens", "cu_seqlens_cpu"),
+    "accepted_taken_for_contiguous": (None, "num_accepted_tokens"), "parents_taken_for_contiguous": (None, "parents"),
+    "rate_taken_for_contiguous": (None, "A_log"), "bias_taken_for_contiguous": (None, "dt_bias"),
+}  # fmt: skip
+"""Mutants without more to them: the axis, or None for all, and the arguments."""
+globals().update(
+    {
+        name: type(name, (StrideIgnored,), {"axis": axis, "arguments": arguments})
+        for name, (axis, *arguments) in READ_AS_CONTIGUOUS.items()
+    }
+)
