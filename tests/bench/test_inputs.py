@@ -29,16 +29,12 @@ def test_shapes():
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("1,2,3", "four or five sizes"),
-        ("1,2,3,x", "invalid literal"),
-        ("1,-2,3,4", "four or five sizes of 1 and more"),
-        ("1,64,2,32:hv=3", "multiple of H = 2"),
-        ("1,64,2,32:packed=3+5", "add up to T = 64"),
-        ("2,8,2,32:packed=3+5", "with B = 1"),
-        ("1,64,2,32:pools", "'pools' is no word"),
-        ("1,64,2,32:packed=2xx", "invalid literal"),
+        ("1,2,3", "four or five sizes"), ("1,2,3,x", "invalid literal"),
+        ("1,-2,3,4", "four or five sizes of 1 and more"), ("1,64,2,32:hv=3", "multiple of H = 2"),
+        ("1,64,2,32:packed=3+5", "add up to T = 64"), ("2,8,2,32:packed=3+5", "with B = 1"),
+        ("1,64,2,32:pools", "'pools' is no word"), ("1,64,2,32:packed=2xx", "invalid literal"),
     ],
-)
+)  # fmt: skip
 def test_shapes_that_are_none(text, why):
     with pytest.raises(argparse.ArgumentTypeError, match=why) as found:
         inputs.parse_shape(text)

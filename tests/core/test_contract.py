@@ -143,15 +143,10 @@ def test_bounds_are_shown_as_people_write_them():
 @pytest.mark.parametrize(
     "requires",
     [
-        (),
-        ("kda-core",),
-        ("kda-core<0.2,>=0.1",),
-        ("kda-core-cpu>=7", "torch>=99"),
-        ('kda-core>=7; extra == "next"',),
-        ('kda-core>=7; python_version < "3"',),
-        ("this is no requirement",),
+        (), ("kda-core",), ("kda-core<0.2,>=0.1",), ("kda-core-cpu>=7", "torch>=99"), ('kda-core>=7; extra == "next"',),
+        ('kda-core>=7; python_version < "3"',), ("this is no requirement",),
     ],
-)
+)  # fmt: skip
 def test_a_wheel_that_fits_or_does_not_say_is_imported(requires):
     entry_point = EntryPoint(*requires, load=Toy("toy"))
     found, _ = ledger(entry_point)

@@ -277,24 +277,15 @@ def test_numpys_integers_are_taken_for_slots():
 @pytest.mark.parametrize(
     ("name", "value", "got"),
     [
-        ("scale", np.True_, "bool"),
-        ("scale", np.array(0.5), "ndarray"),
-        ("scale", np.complex64(1), "complex"),
-        ("scale", np.str_("1"), "str"),
-        ("scale", np.timedelta64(1, "s"), "timedelta"),
-        ("scale", torch.tensor(0.5), "Tensor"),
-        ("chunk_size", np.float32(64), "float"),
-        ("chunk_size", np.array(64), "ndarray"),
-        ("chunk_size", torch.tensor(64), "Tensor"),
-        ("pad_slot_id", np.float64(-1), "float"),
-        ("output_final_state", np.int64(1), "1"),
-        ("output_final_state", np.array(True), "array"),
-        ("output_final_state", torch.tensor(True), "tensor"),
-        ("output_final_state", "yes", "'yes'"),
-        ("output_final_state", 1, "1"),
-        ("output_final_state", None, "None"),
+        ("scale", np.True_, "bool"), ("scale", np.array(0.5), "ndarray"), ("scale", np.complex64(1), "complex"),
+        ("scale", np.str_("1"), "str"), ("scale", np.timedelta64(1, "s"), "timedelta"),
+        ("scale", torch.tensor(0.5), "Tensor"), ("chunk_size", np.float32(64), "float"),
+        ("chunk_size", np.array(64), "ndarray"), ("chunk_size", torch.tensor(64), "Tensor"),
+        ("pad_slot_id", np.float64(-1), "float"), ("output_final_state", np.int64(1), "1"),
+        ("output_final_state", np.array(True), "array"), ("output_final_state", torch.tensor(True), "tensor"),
+        ("output_final_state", "yes", "'yes'"), ("output_final_state", 1, "1"), ("output_final_state", None, "None"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_scalar_of_the_right_kind_is_refused(name, value, got):
     for _ in range(2):
         with pytest.raises(TypeError, match=rf"^{name}: expected .*, got {got}"):

@@ -84,16 +84,12 @@ def test_gate_kind(options: dict, expected: str):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, False),
-        ({"safe_gate": True}, True),
-        ({"safe_gate": True, "dtype": torch.float16}, False),
-        ({"safe_gate": True, "dtype": torch.float32}, False),
-        ({"safe_gate": True, "lower_bound": -6.0}, False),
-        ({"use_gate_in_kernel": True}, False),
-        ({"use_gate_in_kernel": True, "lower_bound": -5.0}, True),
+        ({}, False), ({"safe_gate": True}, True), ({"safe_gate": True, "dtype": torch.float16}, False),
+        ({"safe_gate": True, "dtype": torch.float32}, False), ({"safe_gate": True, "lower_bound": -6.0}, False),
+        ({"use_gate_in_kernel": True}, False), ({"use_gate_in_kernel": True, "lower_bound": -5.0}, True),
         ({"use_gate_in_kernel": True, "lower_bound": -5.1}, False),
     ],
-)
+)  # fmt: skip
 def test_decays_bounded(options: dict, expected: bool):
     assert arguments.decays_bounded(request(**options)) is expected
 

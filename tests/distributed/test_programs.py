@@ -33,15 +33,11 @@ def one_process(tmp_path_factory):
 @pytest.mark.parametrize(
     ("processes", "options"),
     [
-        (2, ["--cp", 2]),
-        (2, ["--cp", 2, "--layout", "zigzag", "--fsdp"]),
-        (2, ["--tp", 2]),
-        (4, ["--tp", 2, "--fsdp"]),
-        (4, ["--cp", 2, "--tp", 2]),
-        (4, ["--cp", 2, "--tp", 2, "--fsdp"]),
+        (2, ["--cp", 2]), (2, ["--cp", 2, "--layout", "zigzag", "--fsdp"]), (2, ["--tp", 2]),
+        (4, ["--tp", 2, "--fsdp"]), (4, ["--cp", 2, "--tp", 2]), (4, ["--cp", 2, "--tp", 2, "--fsdp"]),
         (4, ["--cp", 2, "--fsdp"]),
     ],
-)
+)  # fmt: skip
 def test_losses_are_those_of_one_process(one_process, processes, options):
     program = ROOT / "examples" / "train_parallel.py"
     said = run(*RUN, processes, program, "--steps", 8, *options, "--expect", one_process)

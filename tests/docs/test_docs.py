@@ -29,23 +29,12 @@ import kda_core
 FUNCTIONS = (kda_core.chunk_kda, kda_core.fused_recurrent_kda, kda_core.kda_gate)
 
 NOT_RUN = {
-    "CONTRIBUTING.md": 3,
-    "README.md": 1,
-    "docs/amd.md": 3,
-    "docs/debugging.md": 1,
-    "docs/index.md": 1,
-    "docs/integrations/fla.md": 1,
-    "docs/integrations/sglang.md": 1,
-    "docs/integrations/torchtitan.md": 1,
-    "docs/integrations/transformers.md": 1,
-    "docs/integrations/vllm.md": 1,
-    "docs/notes/amd.md": 3,
-    "docs/notes/nvidia.md": 2,
-    "docs/notes/performance.md": 1,
-    "docs/nvidia.md": 4,
-    "docs/performance.md": 2,
+    "CONTRIBUTING.md": 3, "README.md": 1, "docs/amd.md": 3, "docs/debugging.md": 1, "docs/index.md": 1,
+    "docs/integrations/fla.md": 1, "docs/integrations/sglang.md": 1, "docs/integrations/torchtitan.md": 1,
+    "docs/integrations/transformers.md": 1, "docs/integrations/vllm.md": 1, "docs/notes/amd.md": 3,
+    "docs/notes/nvidia.md": 2, "docs/notes/performance.md": 1, "docs/nvidia.md": 4, "docs/performance.md": 2,
     "docs/quick_start.md": 1,
-}
+}  # fmt: skip
 """How many blocks of a page say that they are not run. One more is a decision, which a change of this table shows."""
 
 RUN_BY = {"docs/write_a_backend.md": "tests/docs/test_outside_backend.py"}

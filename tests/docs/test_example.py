@@ -161,20 +161,13 @@ def refused(*arguments: object) -> int:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--text=missing.txt"], "does not exist"),
-        (["--text=."], "is a directory"),
-        (["--text=empty.txt"], "0 bytes"),
-        (["--text=short.txt"], "longer file"),
-        (["--generate-only"], "no checkpoint"),
-        (["--resume"], "no checkpoint"),
-        (["--steps=0"], "--steps"),
-        (["--prompt="], "--prompt"),
-        (["--device=toaster"], "--device"),
-        (["--backend=toaster"], "not installed"),
-        (["--output=short.txt"], "short.txt"),
+        (["--text=missing.txt"], "does not exist"), (["--text=."], "is a directory"), (["--text=empty.txt"], "0 bytes"),
+        (["--text=short.txt"], "longer file"), (["--generate-only"], "no checkpoint"), (["--resume"], "no checkpoint"),
+        (["--steps=0"], "--steps"), (["--prompt="], "--prompt"), (["--device=toaster"], "--device"),
+        (["--backend=toaster"], "not installed"), (["--output=short.txt"], "short.txt"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
-)
+)  # fmt: skip
 def test_bad_input_ends_with_a_message_and_a_status(
     arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):

@@ -255,12 +255,8 @@ def test_the_line_of_the_page(page):
 
 def test_the_example():
     command = [
-        sys.executable,
-        str(pages.ROOT / "examples/kimi_linear.py"),
-        "--tokens=20",
-        "--repeats=1",
-        "--device=cpu",
-    ]
+        sys.executable, str(pages.ROOT / "examples/kimi_linear.py"), "--tokens=20", "--repeats=1", "--device=cpu",
+    ]  # fmt: skip
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
     for action in ("training step", "prefill", "32 tokens"):

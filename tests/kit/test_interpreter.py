@@ -98,13 +98,9 @@ def results() -> dict[str, bool]:
     wide = torch.randn(N, N) * 2.0 ** torch.randint(-140, 120, (N, N))
     wide.view(-1)[:8] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 3.4e38, 1 + 2**-8, 1 + 3 * 2**-8])
     expected = {
-        "product": a.float() @ b.float(),
-        "converted": wide.bfloat16(),
-        "summed": a + b,
-        "negative": -a,
-        "less": (a < b).int(),
-        "half": a.half(),
-    }
+        "product": a.float() @ b.float(), "converted": wide.bfloat16(), "summed": a + b, "negative": -a,
+        "less": (a < b).int(), "half": a.half(),
+    }  # fmt: skip
     got = {name: torch.empty_like(x) for name, x in expected.items()}
     kernel[(1,)](a, b, wide, *got.values(), N)
     # Two numbers whose product cancels all but the last bits of another: rounded terms would leave something else.

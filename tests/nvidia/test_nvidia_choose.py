@@ -323,12 +323,8 @@ def test_rows_that_bulk_copies_cannot_take_are_copied(name: str):
 
 def test_descriptors_only_where_the_chip_has_them():
     assert {arch: forward_on(arch, request()).descriptors for arch in (80, 89, 90, 100, 120)} == {
-        80: False,
-        89: False,
-        90: True,
-        100: True,
-        120: True,
-    }
+        80: False, 89: False, 90: True, 100: True, 120: True,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("arch", sorted(CHIPS))

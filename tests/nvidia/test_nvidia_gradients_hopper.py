@@ -75,23 +75,10 @@ CASES = {
     "equal keys": BFLOAT16 | {"keys": "equal", "beta": 1.0, "decay": "slow"},
 }
 WIDE = (
-    "bounded",
-    "bounded, float32",
-    "softplus",
-    "softplus, strong",
-    "softplus, strong, float32, grouped",
-    "given, float32",
-    "given, slow",
-    "promised, float32",
-    "given, -14",
-    "tails",
-    "tails, softplus, grouped",
-    "packed",
-    "packed, states V first",
-    "packed, grouped",
-    "one chunk, states",
-    "negative eigenvalues",
-)
+    "bounded", "bounded, float32", "softplus", "softplus, strong", "softplus, strong, float32, grouped",
+    "given, float32", "given, slow", "promised, float32", "given, -14", "tails", "tails, softplus, grouped", "packed",
+    "packed, states V first", "packed, grouped", "one chunk, states", "negative eigenvalues",
+)  # fmt: skip
 CASES |= {f"{name}, 256 channels": CASES[name] | {"K": 256, "V": 256} for name in WIDE}
 
 EDGE = {("given, -5", "g"): 1.3}

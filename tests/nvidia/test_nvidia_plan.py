@@ -88,14 +88,9 @@ def test_what_a_backward_holds_ends_as_early_as_it_can():
     assert kernels == [["prepare", "recurrences_kernel"], ["gradients_kernel"], ["finish_kernel"]]
     epochs = {n: b.epochs for n, b in plan.buffers.items() if b.role == "scratch"}
     assert epochs == {
-        "keys": (0, 0),
-        "X": (0, 0),
-        "D": (0, 1),
-        "z": (0, 1),
-        "states": (0, 1),
-        "state_grads": (0, 1),
+        "keys": (0, 0), "X": (0, 0), "D": (0, 1), "z": (0, 1), "states": (0, 1), "state_grads": (0, 1),
         "dbeta by channel block": (1, 2),
-    }
+    }  # fmt: skip
     assert plan.buffers["dg"].epochs[0] == 1
 
 

@@ -51,16 +51,10 @@ def call(kind: str, T: int = EVEN, H: int = 2, HV: int = 2, **more: Any) -> dict
         return torch.randn(*shape, device=DEVICE)
 
     return {
-        "q": normal(1, T, H, 128).bfloat16(),
-        "k": normal(1, T, H, 128).bfloat16(),
-        "v": normal(1, T, HV, 128).bfloat16(),
-        "g": decays(kind, T, HV),
-        "beta": normal(1, T, HV).sigmoid(),
-        "initial_state": normal(1, HV, 128, 128),
-        "use_qk_l2norm_in_kernel": True,
-        "output_final_state": True,
-        **more,
-    }
+        "q": normal(1, T, H, 128).bfloat16(), "k": normal(1, T, H, 128).bfloat16(),
+        "v": normal(1, T, HV, 128).bfloat16(), "g": decays(kind, T, HV), "beta": normal(1, T, HV).sigmoid(),
+        "initial_state": normal(1, HV, 128, 128), "use_qk_l2norm_in_kernel": True, "output_final_state": True, **more,
+    }  # fmt: skip
 
 
 def upstream(x: torch.Tensor) -> torch.Tensor:

@@ -14,17 +14,13 @@ STEPS: dict[str, dict[str, Any]] = {
     "slots": {"slots": [4, 0, 2]},
     "three tokens": {"T": 3},
     "drafts": {
-        "H": 1,
-        "T": 3,
-        "v_first": True,
-        "slots": [[1, 5, 2], [6, 0, 9], [3, 4, 8]],
-        "lower_bound": -5.0,
+        "H": 1, "T": 3, "v_first": True, "slots": [[1, 5, 2], [6, 0, 9], [3, 4, 8]], "lower_bound": -5.0,
     },
     "odd channels": {"v_first": True, "V": 20, "K": 48, "slots": [1, 3, 0]},
     "float16": {"dtype": torch.float16, "state_dtype": torch.bfloat16, "W": 2, "HV": 4},
     "wide": {"K": 160, "V": 33, "H": 1, "HV": 1},
     "no norm": {"norm": False, "slots": [0, 1, 3]},
-}
+}  # fmt: skip
 
 
 def step(name: str, N: int = 3, seed: int = 0, **more: Any) -> dict[str, Any]:

@@ -53,27 +53,13 @@ class StopTesting:
 
 # Cheap modules that tell much go first; the long ones are left for what only they can find.
 FIRST = (
-    "test_options",
-    "test_backward",
-    "test_gates",
-    "test_spec_decode",
-    "test_state",
-    "test_paged_pool",
-    "test_pool_options",
-    "test_packing",
-)
+    "test_options", "test_backward", "test_gates", "test_spec_decode", "test_state", "test_paged_pool",
+    "test_pool_options", "test_packing",
+)  # fmt: skip
 SKIPS = (pytest.skip.Exception, Refused)
 OPTIONS = (
-    "-p",
-    "kda_core.testing.plugin",
-    "-p",
-    "no:cacheprovider",
-    "-q",
-    "--tb=short",
-    "--no-header",
-    "-rN",
-    "--pyargs",
-)
+    "-p", "kda_core.testing.plugin", "-p", "no:cacheprovider", "-q", "--tb=short", "--no-header", "-rN", "--pyargs",
+)  # fmt: skip
 
 
 MODULES = (mutants, quiet_mutants, rare_mutants, stride_mutants, draft_mutants)

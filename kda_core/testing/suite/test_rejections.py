@@ -142,16 +142,12 @@ def test_explanation_agrees(kda, feature: Feature):
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
-        ("k", lambda t: t[:, :-1]),
-        ("v", lambda t: t[..., 0]),
-        ("g", lambda t: t[..., :-1]),
-        ("beta", lambda t: t[:, :, :1]),
-        ("initial_state", lambda t: t[:, :, 1:]),
-        ("v", lambda t: t.double()),
+        ("k", lambda t: t[:, :-1]), ("v", lambda t: t[..., 0]), ("g", lambda t: t[..., :-1]),
+        ("beta", lambda t: t[:, :, :1]), ("initial_state", lambda t: t[:, :, 1:]), ("v", lambda t: t.double()),
         ("initial_state", lambda t: t.int()),
     ],
     ids=["k", "v", "g", "beta", "initial_state", "v dtype", "initial_state dtype"],
-)
+)  # fmt: skip
 def test_bad_input_raises(kda, name: str, wrong: Callable):
     """A wrong shape or dtype raises ValueError or TypeError that names the argument, and nothing is modified."""
     call = _case(state=FP32).call()

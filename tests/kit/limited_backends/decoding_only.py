@@ -21,18 +21,9 @@ INFO = BackendInfo(
     capabilities=Capabilities(
         features=frozenset(
             {
-                Feature.RECURRENT,
-                Feature.INITIAL_STATE,
-                Feature.FINAL_STATE,
-                Feature.BF16_STATE,
-                Feature.PAGED_STATE,
-                Feature.SPEC_DECODE,
-                Feature.GVA,
-                Feature.UNEQUAL_HEAD_DIMS,
-                Feature.QK_L2NORM,
-                Feature.LOWER_BOUND_GATE,
-                Feature.BETA_SIGMOID,
-                Feature.OUT,
+                Feature.RECURRENT, Feature.INITIAL_STATE, Feature.FINAL_STATE, Feature.BF16_STATE, Feature.PAGED_STATE,
+                Feature.SPEC_DECODE, Feature.GVA, Feature.UNEQUAL_HEAD_DIMS, Feature.QK_L2NORM,
+                Feature.LOWER_BOUND_GATE, Feature.BETA_SIGMOID, Feature.OUT,
             }
         ),
         dtypes=frozenset({torch.bfloat16}),
@@ -41,7 +32,7 @@ INFO = BackendInfo(
         closed={Feature.CHUNK: "decodes only", Feature.VARLEN: "a request is a row of the batch"},
     ),
     summary="decoding over pools of bfloat16 states",
-)
+)  # fmt: skip
 
 
 @hookimpl

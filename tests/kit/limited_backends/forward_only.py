@@ -23,29 +23,11 @@ INFO = BackendInfo(
     capabilities=Capabilities(
         features=frozenset(
             {
-                Feature.CHUNK,
-                Feature.RECURRENT,
-                Feature.GATE,
-                Feature.VARLEN,
-                Feature.GVA,
-                Feature.UNEQUAL_HEAD_DIMS,
-                Feature.ODD_HEAD_DIMS,
-                Feature.INITIAL_STATE,
-                Feature.FINAL_STATE,
-                Feature.STATE_V_FIRST,
-                Feature.BF16_STATE,
-                Feature.INTERMEDIATE_STATES,
-                Feature.PAGED_STATE,
-                Feature.SPEC_DECODE,
-                Feature.QK_L2NORM,
-                Feature.SOFTPLUS_GATE,
-                Feature.LOWER_BOUND_GATE,
-                Feature.BETA_SIGMOID,
-                Feature.NEG_EIGVAL,
-                Feature.SAFE_GATE,
-                Feature.CHUNK_32,
-                Feature.DISABLE_RECOMPUTE,
-                Feature.OUT,
+                Feature.CHUNK, Feature.RECURRENT, Feature.GATE, Feature.VARLEN, Feature.GVA, Feature.UNEQUAL_HEAD_DIMS,
+                Feature.ODD_HEAD_DIMS, Feature.INITIAL_STATE, Feature.FINAL_STATE, Feature.STATE_V_FIRST,
+                Feature.BF16_STATE, Feature.INTERMEDIATE_STATES, Feature.PAGED_STATE, Feature.SPEC_DECODE,
+                Feature.QK_L2NORM, Feature.SOFTPLUS_GATE, Feature.LOWER_BOUND_GATE, Feature.BETA_SIGMOID,
+                Feature.NEG_EIGVAL, Feature.SAFE_GATE, Feature.CHUNK_32, Feature.DISABLE_RECOMPUTE, Feature.OUT,
                 Feature.STRIDED_INPUT,
             }
         ),
@@ -53,7 +35,7 @@ INFO = BackendInfo(
         closed=dict.fromkeys(GRADIENTS, NO_GRADIENTS),
     ),
     summary="forward only",
-)
+)  # fmt: skip
 
 
 @hookimpl
