@@ -6,10 +6,10 @@ import draft_mutants
 import pytest
 import torch
 from example_arguments import drawn
+from toys import Toy, installed
 
 import kda_core
 from kda_core import reference
-from kda_core._plugins import registry
 from kda_core.errors import CheckFailed, UnsupportedCall
 from kda_core.request import CommitRequest
 
@@ -67,21 +67,15 @@ def test_checked_trees(wrong):
     """KDA_CHECK finds a tree that was taken for a chain, and a path that was not."""
     x, records, subject = draft(), kda_core.empty_records(N, T, H, K, V), wrong()
     parents, path = torch.tensor([[-1, 0, 0, 2], [-1, -1, 1, 0], [-1, 0, 1, 2]]), torch.tensor([[0, 2], [1, 3], [3, 0]])
-    registry.register(subject)
 
     def serve():
         kda_core.fused_recurrent_kda(**x, records=records, parents=parents, backend=subject.name)
         counts, slots = torch.tensor([2, 0, 1]), x["ssm_state_indices"]
         kda_core.commit_kda(x["initial_state"], records, counts, slots, path=path, backend=subject.name)
 
-    try:
-        with (
-            kda_core.checked_calls(),
-            pytest.raises(CheckFailed, match=r"_kda(, forward,)? on backend .*\n  (o|pool): "),
-        ):
-            serve()
-    finally:
-        registry.unregister(subject.name)
+    found = pytest.raises(CheckFailed, match=r"_kda(, forward,)? on backend .*\n  (o|pool): ")
+    with installed(subject), kda_core.checked_calls(), found:
+        serve()
 
 
 def test_the_operator_is_a_right_one():
@@ -135,22 +129,15 @@ def test_memory_that_is_shared_is_refused():
 
 
 def test_a_backend_without_the_feature_refuses_both_by_name():
-    from toys import Toy
-
-    registry.load()
-    from kda_core.capabilities import Feature
-
-    assert registry.register(Toy("older", features={Feature.CHUNK})).state == "loaded"
-    try:
-        x, records = draft(), kda_core.empty_records(N, T, H, K, V)
-        with pytest.raises(UnsupportedCall, match=r"does not serve records of a draft instead of"):
-            kda_core.fused_recurrent_kda(**x, records=records, backend="older")
-        with pytest.raises(UnsupportedCall, match=r"does not serve records of a draft instead of"):
-            kda_core.commit_kda(
-                x["initial_state"], records, torch.tensor([1, 1, 1]), x["ssm_state_indices"], backend="older"
-            )
-    finally:
-        registry.unregister("older")
+    x, records = draft(), kda_core.empty_records(N, T, H, K, V)
+    given = x["initial_state"], records, torch.ones(3, dtype=torch.int64), x["ssm_state_indices"]
+    with installed(Toy("older")):
+        for call in (
+            lambda: kda_core.fused_recurrent_kda(**x, records=records, backend="older"),
+            lambda: kda_core.commit_kda(*given, backend="older"),
+        ):
+            with pytest.raises(UnsupportedCall, match=r"does not serve records of a draft instead of"):
+                call()
 
 
 def test_the_reference_commits_no_token_of_an_empty_sequence():
@@ -184,10 +171,6 @@ def test_checked_commits(v_first: bool, dtype: torch.dtype):
         kda_core.fused_recurrent_kda(**x, use_qk_l2norm_in_kernel=True, records=records)
         kda_core.commit_kda(*arguments)
         for wrong in (draft_mutants.CommitOfOneTooMany, draft_mutants.CommitOfRowsOfTheBatch):
-            subject = wrong()
-            registry.register(subject)
-            try:
-                with pytest.raises(CheckFailed, match=r"commit_kda on backend .*\n  pool: "):
-                    kda_core.commit_kda(*arguments, backend=subject.name)
-            finally:
-                registry.unregister(subject.name)
+            found = pytest.raises(CheckFailed, match=r"commit_kda on backend .*\n  pool: ")
+            with installed(wrong()) as name, found:
+                kda_core.commit_kda(*arguments, backend=name)

@@ -7,12 +7,11 @@ import re
 import pytest
 import torch
 from example_arguments import drawn
-from packaging.specifiers import SpecifierSet
+from toys import Toy, installed
 
 import kda_core
 from kda_core import _schemas
-from kda_core._plugins import registry
-from kda_core.capabilities import Available, BackendInfo, Capabilities, Feature
+from kda_core.capabilities import Feature
 from kda_core.errors import ContractViolation
 from kda_core.hookspecs import MAX_SAVED_TENSORS, hookimpl
 from kda_core.reference import DIFFERENTIABLE
@@ -204,28 +203,13 @@ def test_states_come_as_a_pool_or_as_an_initial_state():
         torch.ops.kda_core.chunk_kda_(**data(), initial_state=state, pool=state.clone())
 
 
-class Hoarder:
+class Hoarder(Toy):
     """Saves ``count`` tensors, the i-th of i elements."""
 
     def __init__(self, count: int) -> None:
+        needed = (Feature.CHUNK, Feature.BACKWARD, Feature.GVA, Feature.UNEQUAL_HEAD_DIMS, Feature.ODD_HEAD_DIMS)
+        super().__init__("hoarder", None, needed)
         self.count, self.seen = count, None
-
-    @hookimpl
-    def kda_core_backend(self):
-        features = frozenset(
-            {Feature.CHUNK, Feature.BACKWARD, Feature.GVA, Feature.UNEQUAL_HEAD_DIMS, Feature.ODD_HEAD_DIMS}
-        )
-        return BackendInfo(
-            "hoarder", "1.0", SpecifierSet("~=1.0"), ("cpu",), None, Capabilities(features, frozenset({torch.float32}))
-        )
-
-    @hookimpl
-    def kda_core_availability(self, device):
-        return Available()
-
-    @hookimpl
-    def kda_core_reject(self, request):
-        return None
 
     @hookimpl
     def kda_core_saved_spec(self, request):
@@ -245,10 +229,8 @@ class Hoarder:
 @pytest.fixture
 def hoarder(request):
     plugin = Hoarder(request.param)
-    registry.load()
-    assert registry.register(plugin).state == "loaded"
-    yield plugin
-    registry.unregister("hoarder")
+    with installed(plugin):
+        yield plugin
 
 
 def forward(arguments: dict[str, torch.Tensor]) -> torch.Tensor:

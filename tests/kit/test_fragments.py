@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import installed
@@ -11,7 +10,6 @@ import torch
 from mutants import Mutant
 from torch import Tensor
 
-from kda_core._plugins import registry
 from kda_core.capabilities import BackendInfo, Feature
 from kda_core.hookspecs import hookimpl
 from kda_core.request import BackwardResult, Begun, ForwardResult, Request, TensorSpec
@@ -141,12 +139,8 @@ class StartsOfTheNeighbour(Halved):
 
 
 @pytest.fixture
-def subject(request) -> Iterator[Subject]:
-    halved = request.param()
-    entry = registry.register(halved)
-    assert entry.state == "loaded", entry.reason
-    yield Subject(Target(halved.name, torch.device("cpu")))
-    registry.unregister(halved.name)
+def subject(request, registered) -> Subject:
+    return Subject(Target(registered(request.param()), torch.device("cpu")))
 
 
 def findings(kda: Subject, backward: bool) -> list[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import shlex
 from pathlib import Path
@@ -12,10 +10,8 @@ import mutants
 import pytest
 from installed import need_package
 
-from kda_core._plugins import registry
 from kda_core.testing import order, suite
 from kda_core.testing.failures import Failures, Outcome
-from kda_core.testing.tiers import MODE_VARIABLE
 
 CASES = """
 import pytest
@@ -37,41 +33,12 @@ TIERS = {
 }
 
 
-@pytest.fixture
-def pytest_in(tmp_path, monkeypatch):
-    """Runs pytest with the kit's plugin in an empty folder; returns exit status and output."""
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(autouse=True)
+def files(tmp_path):
+    """The tests that ``run_inner`` finds."""
     (tmp_path / "test_cases.py").write_text(CASES)
     for name, text in TIERS.items():
         (tmp_path / name).write_text(text)
-    # The last one collects garbage several times at the end of a run, from all that the outer run holds.
-    left_out = ("-p", "no:cacheprovider", "-p", "no:unraisableexception")
-    alone = ("-p", "kda_core.testing.plugin", *left_out, "--import-mode=importlib", "-q")
-
-    def run(*arguments: str, mode: str = "fast") -> tuple[int, str]:
-        monkeypatch.setenv(MODE_VARIABLE, mode)
-        output = io.StringIO()
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            status = pytest.main([*alone, *arguments])
-        return int(status), output.getvalue()
-
-    return run
-
-
-@pytest.fixture
-def registered():
-    """Registers backends by hand, for one test."""
-    registry.load()
-    names = []
-
-    def register(backend) -> str:
-        assert registry.register(backend).state == "loaded"
-        names.append(backend.name)
-        return backend.name
-
-    yield register
-    for name in names:
-        registry.unregister(name)
 
 
 # Properties that failures share
@@ -84,9 +51,9 @@ def registered():
         pytest.param(mutants.TransposedState, {"FINAL_STATE", "head dimensions: K = V"}, marks=pytest.mark.end_to_end),
     ],
 )
-def test_summary_names_what_failures_share(pytest_in, registered, tmp_path, mutant, involved: set):
+def test_summary_names_what_failures_share(run_inner, registered, tmp_path, mutant, involved: set):
     name = registered(mutant())
-    status, text = pytest_in(f"--backend={name}", "--kda-report=report.json", "--tb=no", "test_cases.py")
+    status, text = run_inner(f"--backend={name}", "--kda-report=report.json", "--tb=no", "test_cases.py")
     assert status == pytest.ExitCode.TESTS_FAILED
     (backend,) = json.loads((tmp_path / "report.json").read_text())["backends"]
     failures = backend["failures"]
@@ -101,22 +68,22 @@ def test_summary_names_what_failures_share(pytest_in, registered, tmp_path, muta
     assert "relative error" in text[text.index("the first, simplest") : text.index("run it again")]
 
 
-def test_summary_gives_a_command_that_runs_the_first_failure(pytest_in, registered, tmp_path):
+def test_summary_gives_a_command_that_runs_the_first_failure(run_inner, registered, tmp_path):
     name = registered(mutants.LeakedNeighbour())
     arguments = (f"--backend={name}", "--kda-report=report.json", "--tb=no")
     suite_module = f"{suite.__name__}.test_packing"
-    pytest_in(*arguments, "--pyargs", suite_module, "-k", "test_packed_empty_sequences")
+    run_inner(*arguments, "--pyargs", suite_module, "-k", "test_packed_empty_sequences")
     (backend,) = json.loads((tmp_path / "report.json").read_text())["backends"]
     command = shlex.split(backend["failures"]["rerun"])
     assert command[:3] == ["pytest", "-p", "kda_core.testing.plugin"]
     assert command[4] == f"{suite_module}::test_packed_empty_sequences[{name}]"
-    status, text = pytest_in(*command[3:], "--tb=no")
+    status, text = run_inner(*command[3:], "--tb=no")
     assert status == pytest.ExitCode.TESTS_FAILED
     assert "1 failed" in text
 
 
-def test_summary_says_nothing_of_failures_where_there_are_none(pytest_in, tmp_path):
-    status, text = pytest_in("--backend=cpu", "--kda-report=report.json", "test_cases.py", "-k", "packed and True")
+def test_summary_says_nothing_of_failures_where_there_are_none(run_inner, tmp_path):
+    status, text = run_inner("--backend=cpu", "--kda-report=report.json", "test_cases.py", "-k", "packed and True")
     assert status == pytest.ExitCode.OK
     assert "involve" not in text
     (backend,) = json.loads((tmp_path / "report.json").read_text())["backends"]
@@ -197,12 +164,12 @@ def test_order_knows_every_module_of_the_suite():
     [("test_bound.py",), pytest.param(("--pyargs", suite.__name__), marks=pytest.mark.end_to_end)],
     ids=["bound", "installed"],
 )
-def test_simple_tests_come_first_wherever_the_suite_is_bound(pytest_in, tmp_path, names: tuple[str, ...]):
+def test_simple_tests_come_first_wherever_the_suite_is_bound(run_inner, tmp_path, names: tuple[str, ...]):
     """Alphabetically, and in a file of imports, the random tests would come before those of the states."""
     modules = ["test_random", "test_state", "test_forward"]
     imports = [f"from {suite.__name__}.{name} import *" for name in modules]
     (tmp_path / "test_bound.py").write_text("\n".join(imports))
-    _, text = pytest_in("--collect-only", "--backend=cpu", *names)
+    _, text = run_inner("-q", "--collect-only", "--backend=cpu", *names)
     tests = [line.rpartition("::")[2].partition("[")[0] for line in text.splitlines() if "::" in line]
     assert tests[0] == "test_forward"
     assert tests.index("test_state") < tests.index("test_random_forward")
@@ -223,8 +190,8 @@ def test_simple_tests_come_first_wherever_the_suite_is_bound(pytest_in, tmp_path
     ],
     ids=["variable", "mark", "fast", "one test", "package"],
 )
-def test_tier_without_tests_fails(pytest_in, mode: str, arguments: tuple, sentence: str):
-    status, text = pytest_in(*arguments, mode=mode)
+def test_tier_without_tests_fails(run_inner, mode: str, arguments: tuple, sentence: str):
+    status, text = run_inner(*arguments, mode=mode)
     assert status == pytest.ExitCode.TESTS_FAILED, text
     assert sentence in text
 
@@ -242,15 +209,15 @@ def test_tier_without_tests_fails(pytest_in, mode: str, arguments: tuple, senten
     ],
     ids=str,
 )
-def test_tier_with_tests_passes(pytest_in, mode: str, arguments: tuple):
-    status, text = pytest_in(*arguments, mode=mode)
+def test_tier_with_tests_passes(run_inner, mode: str, arguments: tuple):
+    status, text = run_inner(*arguments, mode=mode)
     assert status == pytest.ExitCode.OK, text
     assert "no tests in tier" not in text
 
 
 @pytest.mark.slow
-def test_workers_tell_of_a_tier_without_tests(pytest_in):
+def test_workers_tell_of_a_tier_without_tests(run_inner):
     need_package("xdist", "pytest-xdist")
-    status, text = pytest_in("-n", "2", "test_fast.py", mode="slow")
+    status, text = run_inner("-n", "2", "test_fast.py", mode="slow")
     assert status == pytest.ExitCode.TESTS_FAILED, text
     assert "no tests in tier slow of test_fast.py" in text

@@ -115,20 +115,9 @@ class Fault:
 
 
 @pytest.fixture
-def registered():
+def limited(registered):
     """Registers the backend of a module of the folder, for one test; answers its name."""
-    registry.load()
-    names = []
-
-    def register(module: str) -> str:
-        backend = importlib.import_module(f"limited_backends.{module}")
-        assert registry.register(backend).state == "loaded"
-        names.append(backend.INFO.name)
-        return backend.INFO.name
-
-    yield register
-    for name in names:
-        registry.unregister(name)
+    return lambda module: registered(importlib.import_module(f"limited_backends.{module}"))
 
 
 def run_kit_here(module: str, *arguments: str) -> tuple[int, str]:
@@ -167,9 +156,9 @@ def test_whole_kit(tmp_path, module: str):
 
 
 @pytest.mark.end_to_end
-def test_kit_refuses_and_serves_as_declared(registered):
+def test_kit_refuses_and_serves_as_declared(limited):
     """The kit's module on refusals, on all of them."""
-    backends = [f"--backend={registered(module)}" for module in MODULES]
+    backends = [f"--backend={limited(module)}" for module in MODULES]
     status, text = run_kit_here("test_rejections", *backends)
     assert status == pytest.ExitCode.OK, text[-3000:]
 
@@ -182,9 +171,9 @@ def test_kit_refuses_and_serves_as_declared(registered):
         for i, fault in enumerate(FAULTS)
     ],
 )
-def test_kit_finds_a_fault(registered, module: str, fault, tests: str):
+def test_kit_finds_a_fault(limited, module: str, fault, tests: str):
     """Green means something: the same backends with a fault in what they serve."""
-    name = registered(module)
+    name = limited(module)
     wrapper = Fault(fault)
     registry.add_wrapper(wrapper)
     try:
@@ -202,22 +191,22 @@ def subject_of(name: str) -> Subject:
     return Subject(Target(name, CPU))
 
 
-def test_nearest_case_is_the_case_where_that_is_served(registered):
+def test_nearest_case_is_the_case_where_that_is_served(limited):
     case = Case(name="as it is", T=5, V=20, dtype=FP32, state=FP32)
     assert subject_of("reference").near(case) is case
-    assert subject_of(registered("forward_only")).near(case) is case
+    assert subject_of(limited("forward_only")).near(case) is case
 
 
-def test_nearest_case_of_one_shape(registered):
+def test_nearest_case_of_one_shape(limited):
     """A dtype and dimensions that are served, no states, no groups; tokens and values stay."""
     case = Case(name="far away", T=5, HV=4, K=20, V=36, state=BF16, gate="softplus", l2norm=True)
-    near = subject_of(registered("inference_only")).near(case)
+    near = subject_of(limited("inference_only")).near(case)
     assert (near.dtype, near.K, near.V, near.HV, near.T) == (BF16, 128, 128, 2, 5)
     assert (near.state, near.final_state, near.gate, near.l2norm) == (None, False, "given", False)
 
 
-def test_refused_call_and_the_nearest_one_are_both_recorded(registered):
-    subject = subject_of(registered("inference_only"))
+def test_refused_call_and_the_nearest_one_are_both_recorded(limited):
+    subject = subject_of(limited("inference_only"))
     subject.check(Case(name="recorded", T=5))
     refused, served = subject.records
     assert (refused.status, served.status) == ("refused", "served")
@@ -226,17 +215,17 @@ def test_refused_call_and_the_nearest_one_are_both_recorded(registered):
     assert served.errors
 
 
-def test_no_other_case_shows_what_a_test_is_about(registered):
+def test_no_other_case_shows_what_a_test_is_about(limited):
     """A test of packed sequences says nothing of a backend that serves dense ones alone: it ends as refused."""
-    name = registered("inference_only")
+    name = limited("inference_only")
     with pytest.raises(Refused, match="packed sequences"):
         Subject(Target(name, CPU), [Feature.VARLEN]).check(Case(name="about packing", T=5, lengths=(2, 3)))
     with pytest.raises(Refused, match="packed sequences"):
         subject_of(name).check(Case(name="about packing", T=5, lengths=(2, 3)), about={Feature.VARLEN})
 
 
-def test_nearest_case_lies_in_a_pool_where_nothing_else_is_served(registered):
-    subject = subject_of(registered("decoding_only"))
+def test_nearest_case_lies_in_a_pool_where_nothing_else_is_served(limited):
+    subject = subject_of(limited("decoding_only"))
     subject.check(Case(name="long prompt", op="fused_recurrent_kda", B=2, T=40, K=16, state=FP32))
     (axes,) = [record.axes for record in subject.records if record.status == "served"]
     assert axes["initial state"] == ["bfloat16 pool"]
@@ -248,9 +237,9 @@ def test_nearest_case_lies_in_a_pool_where_nothing_else_is_served(registered):
 
 @pytest.mark.end_to_end
 @pytest.mark.parametrize("module", ["inference_only", "decoding_only"])
-def test_verify_of_a_limited_backend(registered, module: str):
+def test_verify_of_a_limited_backend(limited, module: str):
     """Something is compared, everything else is refused, nothing fails; drafts are served where they are declared."""
-    rows = verify.run(registered(module), CPU)
+    rows = verify.run(limited(module), CPU)
     assert {row.verdict for row in rows} <= {"passed", "refused", "untested"}
     passed = {row.case for row in rows if row.verdict == "passed"}
     assert len(passed) >= 5
@@ -267,12 +256,12 @@ class Rejecting:
         return "K = 32 only" if request.K == 16 else reason
 
 
-def test_a_complete_backend_has_no_nearest_case(registered, request):
+def test_a_complete_backend_has_no_nearest_case(limited, request):
     """It turns nothing down by its own word: such a call stands as a failure of the tests that look for it."""
     case, rejecting = Case(name="turned down", T=5, K=16), Rejecting()
     registry.add_wrapper(rejecting)
     request.addfinalizer(lambda: registry.remove_wrapper(rejecting))
-    for name, complete in (("reference", True), (registered("forward_only"), False)):
+    for name, complete in (("reference", True), (limited("forward_only"), False)):
         subject = subject_of(name)
         assert subject.is_complete is complete
         if complete:
@@ -284,9 +273,9 @@ def test_a_complete_backend_has_no_nearest_case(registered, request):
             assert [record.status for record in subject.records] == ["rejected", "served"]
 
 
-def test_states_of_a_draft_may_be_rounded_once_each(registered):
+def test_states_of_a_draft_may_be_rounded_once_each(limited):
     """Exact but for the rounding to bfloat16 after every token, which the samples of last states alone do not know."""
-    subject = subject_of(registered("decoding_only"))
+    subject = subject_of(limited("decoding_only"))
     case = Case(name="y0", op="fused_recurrent_kda", T=8, H=1, K=16, V=1, dtype=BF16, state=BF16)
     call = case.call().in_pool(torch.arange(8, dtype=torch.int32).view(1, 8), 9)
     found, expected = subject.check(call)["final_state"], references.results(call)["final_state"]

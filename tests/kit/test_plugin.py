@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import subprocess
@@ -15,7 +13,6 @@ import pytest
 import torch
 
 from kda_core import platforms
-from kda_core._plugins import registry
 from kda_core.capabilities import FOREIGN_VARIABLE, Available, Unavailable, runs_on_foreign_device
 from kda_core.hookspecs import hookimpl
 from kda_core.reference import ReferenceBackend
@@ -43,28 +40,15 @@ def test_of_no_backend():
 """
 
 
-@pytest.fixture
-def pytest_in(tmp_path, monkeypatch):
-    """Runs pytest with the plugin on a small test module; returns exit status and output."""
+@pytest.fixture(autouse=True)
+def tiny(tmp_path):
+    """The tests that ``run_inner`` finds."""
     (tmp_path / "test_tiny.py").write_text(TINY)
-    monkeypatch.chdir(tmp_path)
-    # unraisableexception collects garbage when a run ends: seconds among the objects of the session around this one.
-    left_out = ("-p", "no:cacheprovider", "-p", "no:unraisableexception")
-    alone = ("-p", "kda_core.testing.plugin", *left_out, "--import-mode=importlib", "--capture=no")
-
-    def run(*arguments: str, mode: str = "fast") -> tuple[int, str]:
-        monkeypatch.setenv(MODE_VARIABLE, mode)
-        output = io.StringIO()
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            status = pytest.main([*alone, *arguments])
-        return int(status), output.getvalue()
-
-    return run
 
 
-def test_plugin_reports(pytest_in, tmp_path):
+def test_plugin_reports(run_inner, tmp_path):
     """A named backend: header, summary, JSON; a test that never asked for what it requires fails."""
-    status, text = pytest_in("--backend=reference", "--kda-report=report.json", "test_tiny.py")
+    status, text = run_inner("--backend=reference", "--kda-report=report.json", "test_tiny.py")
     assert status == pytest.ExitCode.TESTS_FAILED
     assert "backend reference" in text
     assert "2 passed" in text
@@ -86,15 +70,15 @@ def test_plugin_reports(pytest_in, tmp_path):
     ],
     ids=["alone", "beside another"],
 )
-def test_plugin_refuses_a_backend_that_cannot_run(pytest_in, arguments, message: str):
-    status, text = pytest_in(*arguments, "test_tiny.py")
+def test_plugin_refuses_a_backend_that_cannot_run(run_inner, arguments, message: str):
+    status, text = run_inner(*arguments, "test_tiny.py")
     assert status == pytest.ExitCode.USAGE_ERROR
     assert message in text
 
 
-def test_plugin_fails_when_nothing_ran(pytest_in):
+def test_plugin_fails_when_nothing_ran(run_inner):
     """An explicit run in which no test of the kit ran has not shown anything."""
-    status, text = pytest_in("--backend=reference", "test_tiny.py", "-k", "no_backend")
+    status, text = run_inner("--backend=reference", "test_tiny.py", "-k", "no_backend")
     assert status == pytest.ExitCode.TESTS_FAILED
     assert "no test of the conformance kit was executed" in text
 
@@ -113,13 +97,13 @@ def test_on_one_of_two(x):
 """
 
 
-def test_marker_asks_for_a_platform_when_the_test_runs(pytest_in, tmp_path):
+def test_marker_asks_for_a_platform_when_the_test_runs(run_inner, tmp_path):
     flags, here = platforms.flags(), platforms.this_platform()
     others = [name for name in platforms.platform_names() if not flags[f"IS_{name.upper()}"]]
     # Tests and backends of others ask by these names.
     assert {name: getattr(platforms, name) for name in flags} == flags
     (tmp_path / "test_platforms.py").write_text(PLATFORMS.format(*others, here=here))
-    status, text = pytest_in("test_platforms.py", "-rs")
+    status, text = run_inner("test_platforms.py", "-rs")
     assert status == pytest.ExitCode.OK
     assert "1 passed, 2 skipped" in text
     assert f"test_platforms.py:4: needs {others[0]}, this machine is {here}" in text
@@ -127,17 +111,17 @@ def test_marker_asks_for_a_platform_when_the_test_runs(pytest_in, tmp_path):
 
 
 @pytest.mark.parametrize("names", ["'hopper'", ""])
-def test_marker_refuses_unknown_platforms_at_collection(pytest_in, tmp_path, names: str):
+def test_marker_refuses_unknown_platforms_at_collection(run_inner, tmp_path, names: str):
     file = tmp_path / f"test_unknown_{len(names)}.py"
     file.write_text(f"import pytest\n@pytest.mark.platform({names})\ndef test_elsewhere():\n    pass\n")
-    status, text = pytest_in(file.name, "--collect-only")
+    status, text = run_inner(file.name, "--collect-only")
     assert status == pytest.ExitCode.INTERRUPTED
     given = names or "none"
     assert f"test_elsewhere: platform: expected one of {', '.join(platforms.platform_names())}; got {given}" in text
 
 
-def test_markers_are_described(pytest_in):
-    status, text = pytest_in("--markers")
+def test_markers_are_described(run_inner):
+    status, text = run_inner("--markers")
     assert status == pytest.ExitCode.OK
     assert "@pytest.mark.platform(*names): skip the test on a machine that is none of these: cpu, nvidia" in text
 
@@ -153,38 +137,38 @@ def test_header_says_which_arithmetic_budgets_follow():
     ("mode", "arguments", "passed"),
     [("fast", (), 1), ("slow", (), 1), ("all", (), 2), ("fast", ("-m", "slow"), 1)],
 )
-def test_plugin_tiers(pytest_in, mode: str, arguments: tuple[str, ...], passed: int):
-    status, text = pytest_in("--backend=reference", "test_tiny.py", "-k", "forward or long", *arguments, mode=mode)
+def test_plugin_tiers(run_inner, mode: str, arguments: tuple[str, ...], passed: int):
+    status, text = run_inner("--backend=reference", "test_tiny.py", "-k", "forward or long", *arguments, mode=mode)
     assert status == pytest.ExitCode.OK, text
     assert f"{passed} passed" in text
 
 
-def test_plugin_refuses_an_unknown_tier(pytest_in):
-    status, text = pytest_in("test_tiny.py", mode="quick")
+def test_plugin_refuses_an_unknown_tier(run_inner):
+    status, text = run_inner("test_tiny.py", mode="quick")
     assert status == pytest.ExitCode.USAGE_ERROR
     assert MODE_VARIABLE in text
 
 
-def test_plugin_without_names_takes_every_backend_but_the_oracle(pytest_in):
-    status, text = pytest_in("test_tiny.py", "-k", "forward")
+def test_plugin_without_names_takes_every_backend_but_the_oracle(run_inner):
+    status, text = run_inner("test_tiny.py", "-k", "forward")
     assert status == pytest.ExitCode.OK, text
     assert "backend cpu" in text
     assert "backend reference" not in text
 
 
-def test_plugin_interprets_only_before_triton_is_there(pytest_in, monkeypatch):
+def test_plugin_interprets_only_before_triton_is_there(run_inner, monkeypatch):
     monkeypatch.delenv(INTERPRETER_VARIABLE, raising=False)
     monkeypatch.setitem(sys.modules, "triton", object())
-    status, text = pytest_in("--interpret", "--backend=reference", "test_tiny.py")
+    status, text = run_inner("--interpret", "--backend=reference", "test_tiny.py")
     assert status == pytest.ExitCode.USAGE_ERROR
     assert f"set {INTERPRETER_VARIABLE}=1" in text
 
 
 @pytest.mark.end_to_end
-def test_plugin_interprets(pytest_in, monkeypatch):
+def test_plugin_interprets(run_inner, monkeypatch):
     """With the interpreter switched on, a backend of the CPU alone is tested as ever."""
     monkeypatch.setenv(INTERPRETER_VARIABLE, "1")
-    status, text = pytest_in("--interpret", "--backend=reference", "test_tiny.py", "-k", "forward")
+    status, text = run_inner("--interpret", "--backend=reference", "test_tiny.py", "-k", "forward")
     assert status == pytest.ExitCode.OK, text
 
 
@@ -197,10 +181,10 @@ def test_plugin_interprets(pytest_in, monkeypatch):
     ],
     ids=["no backend named", "a backend that cannot", "beside the interpreter"],
 )
-def test_plugin_refuses_a_foreign_device(pytest_in, monkeypatch, arguments, message: str):
+def test_plugin_refuses_a_foreign_device(run_inner, monkeypatch, arguments, message: str):
     monkeypatch.setenv(INTERPRETER_VARIABLE, "1")
     monkeypatch.setenv(FOREIGN_VARIABLE, "")
-    status, text = pytest_in(*arguments, "test_tiny.py")
+    status, text = run_inner(*arguments, "test_tiny.py")
     assert status == pytest.ExitCode.USAGE_ERROR
     assert message in text
 
@@ -223,22 +207,16 @@ class Traveller(ReferenceBackend):
 
 
 @pytest.fixture
-def traveller(monkeypatch):
+def traveller(monkeypatch, registered):
     """Registers a ``Traveller``."""
     monkeypatch.setenv(FOREIGN_VARIABLE, "")
-
-    def register(**options) -> None:
-        registry.load()
-        assert registry.register(Traveller(**options)).state == "loaded"
-
-    yield register
-    registry.unregister("traveller")
+    return lambda **options: registered(Traveller(**options))
 
 
-def test_plugin_says_how_to_test_without_the_device(pytest_in, traveller):
+def test_plugin_says_how_to_test_without_the_device(run_inner, traveller):
     """Both options are named to whoever tests a backend whose device is not here."""
     traveller()
-    status, text = pytest_in("--backend=traveller", "test_tiny.py")
+    status, text = run_inner("--backend=traveller", "test_tiny.py")
     assert status == pytest.ExitCode.USAGE_ERROR
     assert "its device is not here" in text
     assert "--interpret" in text
@@ -246,34 +224,34 @@ def test_plugin_says_how_to_test_without_the_device(pytest_in, traveller):
 
 
 @pytest.mark.end_to_end
-def test_plugin_tests_on_a_foreign_device(pytest_in, traveller):
+def test_plugin_tests_on_a_foreign_device(run_inner, traveller):
     traveller()
-    status, text = pytest_in("--backend=traveller", "--foreign-device", "test_tiny.py", "-k", "forward")
+    status, text = run_inner("--backend=traveller", "--foreign-device", "test_tiny.py", "-k", "forward")
     assert status == pytest.ExitCode.OK, text
     assert "a foreign device" in text
 
 
-def test_plugin_refuses_a_foreign_device_that_would_serve(pytest_in, traveller):
+def test_plugin_refuses_a_foreign_device_that_would_serve(run_inner, traveller):
     """On a device that it is not made for, a backend never serves calls that do not name it."""
     traveller(priority=1)
-    status, text = pytest_in("--backend=traveller", "--foreign-device", "test_tiny.py")
+    status, text = run_inner("--backend=traveller", "--foreign-device", "test_tiny.py")
     assert status == pytest.ExitCode.USAGE_ERROR
     assert "would serve calls that do not name it" in text
 
 
 @pytest.mark.end_to_end
-def test_plugin_runs_the_installed_suite(pytest_in):
+def test_plugin_runs_the_installed_suite(run_inner):
     """From any folder: ``--pyargs kda_core.testing.suite``."""
-    status, text = pytest_in("--pyargs", "kda_core.testing.suite", "--backend=reference", "-k", "test_beta_at_its_ends")
+    status, text = run_inner("--pyargs", "kda_core.testing.suite", "--backend=reference", "-k", "test_beta_at_its_ends")
     assert status == pytest.ExitCode.OK, text
     assert "2 passed" in text
 
 
 @pytest.mark.slow
-def test_plugin_gathers_from_workers(pytest_in):
+def test_plugin_gathers_from_workers(run_inner):
     """pytest-xdist: the summary holds what the workers found."""
     installed.need_package("xdist", "pytest-xdist")
-    status, text = pytest_in("--backend=reference", "-n", "2", "test_tiny.py", "-k", "forward or no_backend")
+    status, text = run_inner("--backend=reference", "-n", "2", "test_tiny.py", "-k", "forward or no_backend")
     assert status == pytest.ExitCode.OK, text
     assert "reference 1.0 on cpu: 1 passed" in text
 

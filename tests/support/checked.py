@@ -5,19 +5,14 @@ from __future__ import annotations
 from contextlib import contextmanager
 
 from example_arguments import drawn
-
-from kda_core._plugins import registry
+from toys import installed
 
 
 @contextmanager
 def registered(mutant):
     """The name of a backend for as long as the block runs."""
-    backend = mutant()
-    assert registry.register(backend).state == "loaded"
-    try:
-        yield backend.name
-    finally:
-        registry.unregister(backend.name)
+    with installed(mutant()) as name:
+        yield name
 
 
 def inputs(B=2, T=70, H=2, HV=4, K=16, V=8, grad=False):

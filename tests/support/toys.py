@@ -70,15 +70,18 @@ class Toy:
 
 @contextmanager
 def installed(*toys):
+    """Backends that are registered inside of ``with``; answers the name of the last one."""
     registry.load()
-    for toy in toys:
-        entry = registry.register(toy)
-        assert entry.state == "loaded", entry.reason
+    entries = []
     try:
-        yield
-    finally:
         for toy in toys:
-            registry.unregister(toy.name)
+            entry = registry.register(toy)
+            assert entry.state == "loaded", entry.reason
+            entries.append(entry)
+        yield entries[-1].name
+    finally:
+        for entry in entries:
+            registry.unregister(entry.name)
 
 
 @contextmanager
