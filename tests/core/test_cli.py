@@ -8,21 +8,20 @@ import math
 import re
 import subprocess
 import sys
-from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
-from packaging.specifiers import SpecifierSet
-from toys import no_wheels
+import toys
+from toys import installed, no_wheels
 from typer.testing import CliRunner
 
 from kda_core import _cli, _commands, platforms
 from kda_core.__main__ import main
-from kda_core._plugins import Registry, registry
+from kda_core._plugins import Registry
 from kda_core.call_plan import CallPlan, PlannedBuffer, PlannedStep
-from kda_core.capabilities import Available, BackendInfo, Capabilities, Feature, Unavailable
+from kda_core.capabilities import Available, Feature, Unavailable
 from kda_core.hookspecs import CONTRACT_VERSION, hookimpl
 from kda_core.reference import ReferenceBackend
 from kda_core.request import ForwardResult
@@ -33,29 +32,13 @@ HOOKS_MISSING = {Feature.BACKWARD, Feature.RECURRENT_BACKWARD, Feature.GATE, Fea
 ACCEPTED = ORACLES - HOOKS_MISSING | {Feature.CONTEXT_PARALLEL}
 
 
-class Toy:
+class Toy(toys.Toy):
     """A backend that accepts everything by default and remembers what it was asked about."""
 
-    def __init__(self, availability=AVAILABLE, features=None, value=0.0, with_state=False):
-        self.answer, self.value, self.with_state = availability, value, with_state
-        self.features = ACCEPTED if features is None else frozenset(features)
-        self.asked = []
-
-    @hookimpl
-    def kda_core_backend(self):
-        every = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
-        capabilities = Capabilities(self.features, every)
-        return BackendInfo("toy", "1.2", SpecifierSet("~=1.0"), ("cpu",), None, capabilities, summary="a toy")
-
-    @hookimpl
-    def kda_core_availability(self, device):
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return self.answer
-
-    @hookimpl
-    def kda_core_reject(self, request):
-        self.asked.append(request)
+    def __init__(self, availability=AVAILABLE, features=ACCEPTED, value=0.0, with_state=False):
+        every = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+        super().__init__("toy", None, features, availability=availability, value=value, dtypes=every)
+        self.with_state = with_state
 
     @hookimpl
     def kda_core_chunk_forward(self, request):
@@ -69,39 +52,18 @@ class Toy:
         return self.kda_core_chunk_forward(request)
 
     @hookimpl
-    def kda_core_commit(self, request):
-        raise NotImplementedError
-
-    @hookimpl
-    def kda_core_saved_spec(self, request):
-        raise NotImplementedError
-
-    @hookimpl
     def kda_core_chunk_begin(self, request):
         raise NotImplementedError
+
+    kda_core_chunk_begin_backward = kda_core_chunk_begin
 
     @hookimpl
     def kda_core_chunk_finish(self, request, kept, starts):
         raise NotImplementedError
 
     @hookimpl
-    def kda_core_chunk_begin_backward(self, request):
-        raise NotImplementedError
-
-    @hookimpl
     def kda_core_chunk_finish_backward(self, request, kept, ends):
         raise NotImplementedError
-
-
-@contextmanager
-def installed(toy):
-    registry.load()
-    entry = registry.register(toy)
-    assert entry.state == "loaded", entry.reason
-    try:
-        yield toy
-    finally:
-        registry.unregister("toy")
 
 
 def run(*arguments):
@@ -306,10 +268,11 @@ def test_explain_has_every_option_and_every_tensor_of_the_public_functions():
     ],
 )
 def test_explain_passes_every_option_on(arguments, expected):
-    with installed(Toy()) as toy:
+    toy = Toy()
+    with installed(toy):
         result = run("explain", "--shape", "1,128,2,32,64", "--device", "cpu", "--backend", "toy", *arguments.split())
         assert result.exit_code == 0, result.output
-    (request,) = {id(r): r for r in toy.asked}.values()
+    (request,) = {id(r): r for r in toy.rejections}.values()
     for path, value in expected.items():
         found = request
         for name in path.split("."):

@@ -37,7 +37,10 @@ class Toy:
 
     @hookimpl
     def kda_core_availability(self, device):
-        return self.options.get("availability", Available())
+        answer = self.options.get("availability", Available())
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     @hookimpl
     def kda_core_reject(self, request):
