@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from environments import run
 
 pytestmark = pytest.mark.end_to_end
 
@@ -31,9 +31,7 @@ kda_core.chunk_kda(q, q, q, q, torch.zeros(1, 2, 1), backend="reference")
 
 def last_line(program: str) -> str:
     # Not in the checkout, whose kda_core would be taken instead of the installed one.
-    child = subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True, check=False)
-    assert child.returncode == 0, child.stderr
-    return child.stdout.splitlines()[-1]
+    return run(sys.executable, "-c", program, cwd=HERE).splitlines()[-1]
 
 
 def observed(statement: str) -> tuple[set[str], bool]:

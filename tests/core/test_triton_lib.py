@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
 import torch
+from environments import run
 
 from kda_core.request import Request
 from kda_core.triton_lib import arguments, layout, segments
@@ -32,8 +32,7 @@ def test_the_host_side_imports_no_triton():
         f"kda_core.triton_lib.{name}" for name in ("addresses", "arguments", "layout", "lift", "plan", "segments")
     )
     code = f"import {names}, sys; print('triton' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    assert run(sys.executable, "-c", code).strip() == "False"
 
 
 @pytest.mark.parametrize(("size", "expected"), [(1, 16), (16, 16), (17, 32), (100, 128), (128, 128), (256, 256)])

@@ -7,11 +7,11 @@ import importlib.util
 import inspect
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from environments import run
 from installed import need_package
 
 import kda_core
@@ -38,11 +38,7 @@ def test_an_installed_package_says_that_it_is_typed(package):
 def checked(command: list[str], folder: Path) -> str:
     """The output of a checker for the user's file, from a folder where the packages are those that are installed."""
     shutil.copy(USER_FILE, folder)
-    done = subprocess.run(
-        [sys.executable, "-m", *command, USER_FILE.name], cwd=folder, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return run(sys.executable, "-m", *command, USER_FILE.name, cwd=folder, timeout=600)
 
 
 @pytest.mark.end_to_end

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import venv
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
-from environments import ROOT, link_torch, pip
+from environments import ROOT, link_torch, pip, run
 
 pytestmark = pytest.mark.end_to_end
 
@@ -113,9 +112,7 @@ def probe(python: Path, *first: Path) -> dict:
     """The findings of tests/core/wheels/probe.py, with some folders before the environment's own."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "KDA_"))}
     environment["PYTHONPATH"] = os.pathsep.join(map(str, first))
-    child = subprocess.run([python, SOURCES / "probe.py"], env=environment, capture_output=True, text=True, check=False)
-    assert child.returncode == 0, child.stderr
-    return json.loads(child.stdout)
+    return json.loads(run(python, SOURCES / "probe.py", env=environment))
 
 
 @pytest.fixture(scope="module")

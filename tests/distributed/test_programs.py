@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
-from environments import ROOT
+from environments import ROOT, run
 
 pytestmark = pytest.mark.end_to_end
 
 RUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
-
-
-def run(*line):
-    done = subprocess.run([*map(str, line)], capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="module")

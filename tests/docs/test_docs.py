@@ -21,6 +21,7 @@ from types import ModuleType
 import figures
 import pages
 import pytest
+from environments import run
 from installed import need_package
 from pages import NAMES, ROOT, Block
 
@@ -125,7 +126,7 @@ def test_sessions_answer_as_shown(name: str, tmp_path: Path):
     """In a process that sees no backend but the CPU's: what else is installed would lengthen the answers."""
     session = "\n\n".join(block.text for block in run_here("pycon") if block.page == name)
     (tmp_path / "session.txt").write_text(session, encoding="utf-8")
-    run = """
+    program = """
 import doctest, importlib.metadata as metadata, sys
 found = metadata.entry_points()
 seen = metadata.EntryPoints(e for group in found.groups for e in found.select(group=group) if e.name == "cpu")
@@ -133,9 +134,7 @@ metadata.entry_points = lambda **selection: seen.select(**selection) if selectio
 sys.exit(doctest.testfile(sys.argv[1], module_relative=False, optionflags=doctest.ELLIPSIS, encoding="utf-8").failed)
 """
     environment = {n: value for n, value in os.environ.items() if n != "KDA_BACKEND"}
-    command = [sys.executable, "-c", run, tmp_path / "session.txt"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run(sys.executable, "-c", program, tmp_path / "session.txt", cwd=tmp_path, env=environment, timeout=120)
 
 
 @pytest.fixture
@@ -153,9 +152,7 @@ def checkout(tmp_path: Path) -> Path:
 def test_commands_run(block: Block, checkout: Path):
     environment = {n: value for n, value in os.environ.items() if not n.startswith(("KDA_", "PYTEST_"))}
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
-    command = ["bash", "-euo", "pipefail", "-c", block.text]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=checkout, env=environment, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run("bash", "-euo", "pipefail", "-c", block.text, cwd=checkout, env=environment, timeout=300)
 
 
 @pytest.mark.end_to_end
@@ -194,11 +191,8 @@ with pytest.raises(kda_core.UnsupportedCall, match="does not fit"):
     (kit,) = re.findall(r"`(pytest [^`]*--backend=mychip)`", pages.read(page))
     command = [sys.executable, "-m", *shlex.split(kit.replace("testing.suite", "testing.suite.test_forward"))]
     environment = os.environ | {"PYTHONPATH": str(site)}
-    done = subprocess.run(
-        [*command, "-p", "no:cacheprovider"], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300
-    )
-    assert done.returncode == 0, done.stdout
-    assert re.search(r"[1-9]\d* passed", done.stdout)
+    shown = run(*command, "-p", "no:cacheprovider", cwd=tmp_path, env=environment, timeout=300)
+    assert re.search(r"[1-9]\d* passed", shown)
 
 
 def test_the_argument_table_lists_every_argument_of_every_function():
@@ -292,9 +286,7 @@ def test_every_plot_is_drawn(copied: ModuleType):
 def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path: Path):
     need_package("mkdocs")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"]
-    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run(*command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, timeout=300)
     loaded = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)=["']?(?:https?:)?//[^"'\s>]+""")
     built = list((tmp_path / "site").rglob("*.html"))
     assert {"contributing.html", "changelog.html"} <= {page.name for page in built}

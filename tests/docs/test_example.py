@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from dataclasses import astuple
 from pathlib import Path
 
 import pytest
 import torch
+from environments import run
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 pytestmark = pytest.mark.end_to_end
@@ -124,14 +124,10 @@ def test_the_command_line_trains_resumes_and_generates(text_file: Path, tmp_path
     folder = tmp_path / "out"
 
     def example(*arguments: str) -> str:
-        command = [sys.executable, str(EXAMPLES / "train_lm.py"), f"--output={folder}", *arguments]
+        command = (sys.executable, EXAMPLES / "train_lm.py", f"--output={folder}", *arguments)
         # One thread: threads that wait for each other are slow on a machine that runs other tests beside this one.
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
-        done = subprocess.run(
-            command, capture_output=True, text=True, encoding="utf-8", cwd=tmp_path, env=environment, timeout=300
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return run(*command, cwd=tmp_path, env=environment, timeout=300)
 
     shown = example(f"--text={text_file}", "--steps=12", "--prompt=the quick ", *SHORT_RUN, *TINY_OPTIONS)
     checkpoint = read_checkpoint(folder / "checkpoint.pt")

@@ -6,7 +6,6 @@ import ast
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import installed
 import pages
 import pytest
 import torch
+from environments import run
 from toys import Watcher
 
 installed.need_backend("cpu")
@@ -85,11 +85,7 @@ def test_a_name_of_the_hub_loads_it_without_kda_core(repository, tmp_path, check
         "print([n for n in sys.modules if n.partition('.')[0] in ('kda_core', 'kda_core_cpu', 'pluggy')])\n"
     )
     environment = {**os.environ, "LOCAL_KERNELS": f"kernels-community/fla={repository}", "KDA_CHECK": check}
-    child = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False, timeout=300
-    )
-    assert child.returncode == 0, child.stderr
-    assert child.stdout == "[]\n"
+    assert run(sys.executable, script, env=environment, timeout=300) == "[]\n"
 
 
 def test_kernelize_serves_a_model(repository):

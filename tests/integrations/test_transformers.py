@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import subprocess
 import sys
 
 import installed
 import pages
 import pytest
 import torch
+from environments import run
 from toys import Watcher
 
 installed.need_backend("cpu")
@@ -254,11 +254,8 @@ def test_the_line_of_the_page(page):
 
 
 def test_the_example():
-    command = [
-        sys.executable, str(pages.ROOT / "examples/kimi_linear.py"), "--tokens=20", "--repeats=1", "--device=cpu",
-    ]  # fmt: skip
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode == 0, result.stderr
+    options = ("--tokens=20", "--repeats=1", "--device=cpu")
+    shown = run(sys.executable, pages.ROOT / "examples/kimi_linear.py", *options, timeout=300)
     for action in ("training step", "prefill", "32 tokens"):
-        assert action in result.stdout
-    assert "0.0e+00" in result.stdout  # the same text
+        assert action in shown
+    assert "0.0e+00" in shown  # the same text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from kda_core.testing.plugin import MODE_VARIABLE
 
 installed.need_backend("cpu")
 
+import environments
 import mutants
 import run_mutants
 
@@ -47,15 +47,7 @@ ALL = tuple(mutant().name for mutant in run_mutants.every_mutant())
 def run(file: Path, *names: str) -> dict[str, str]:
     """The test that found each of the named mutants, from the kit's fast tier in a process of its own."""
     environment = {n: v for n, v in os.environ.items() if not n.startswith("PYTEST_")} | {MODE_VARIABLE: "fast"}
-    child = subprocess.run(
-        [sys.executable, run_mutants.__file__, str(file), *names],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        cwd=file.parent,
-    )
-    assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-4000:]
+    environments.run(sys.executable, run_mutants.__file__, file, *names, env=environment, cwd=file.parent)
     return json.loads(file.read_text())
 
 

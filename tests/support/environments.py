@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pluggy
 import torch
@@ -12,10 +13,15 @@ import torch
 ROOT = Path(__file__).parents[2]
 
 
+def run(*command: object, **options: Any) -> str:
+    """The output of a command, which must succeed; ``options`` of ``subprocess.run``."""
+    done = subprocess.run([*map(str, command)], capture_output=True, encoding="utf-8", check=False, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def pip(*arguments: object) -> None:
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *map(str, arguments)]
-    child = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert child.returncode == 0, child.stdout + child.stderr
+    run(sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments)
 
 
 def link_torch(folder: Path) -> None:

@@ -38,45 +38,28 @@ class PlannedBackend:
         return self.plugin.kda_core_saved_spec(request)
 
     @hookimpl
-    def kda_core_chunk_forward(self, request: Any) -> Any:
-        return self.calls.chunk_forward(request)
-
-    @hookimpl
-    def kda_core_chunk_backward(self, request: Any) -> Any:
-        return self.calls.chunk_backward(request)
-
-    @hookimpl
-    def kda_core_chunk_begin(self, request: Any) -> Any:
-        return self.calls.chunk_begin(request)
-
-    @hookimpl
     def kda_core_chunk_finish(self, request: Any, kept: Any, starts: Any) -> Any:
         return self.calls.chunk_finish(request, kept, starts)
-
-    @hookimpl
-    def kda_core_chunk_begin_backward(self, request: Any) -> Any:
-        return self.calls.chunk_begin_backward(request)
 
     @hookimpl
     def kda_core_chunk_finish_backward(self, request: Any, kept: Any, ends: Any) -> Any:
         return self.calls.chunk_finish_backward(request, kept, ends)
 
     @hookimpl
-    def kda_core_recurrent_forward(self, request: Any) -> Any:
-        return self.calls.recurrent_forward(request)
-
-    @hookimpl
-    def kda_core_recurrent_backward(self, request: Any) -> Any:
-        return self.calls.recurrent_backward(request)
-
-    @hookimpl
     def kda_core_commit(self, request: Any) -> Any:
         return request.pool
 
-    @hookimpl
-    def kda_core_gate_forward(self, request: Any) -> Any:
-        return self.calls.gate_forward(request)
 
+def _passed_on(name: str) -> Any:
     @hookimpl
-    def kda_core_gate_backward(self, request: Any) -> Any:
-        return self.calls.gate_backward(request)
+    def hook(self: PlannedBackend, request: Any) -> Any:
+        return getattr(self.calls, name)(request)
+
+    return hook
+
+
+for _name in (
+    "chunk_forward", "chunk_backward", "chunk_begin", "chunk_begin_backward", "recurrent_forward",
+    "recurrent_backward", "gate_forward", "gate_backward",
+):  # fmt: skip
+    setattr(PlannedBackend, f"kda_core_{_name}", _passed_on(_name))
