@@ -11,7 +11,7 @@ A bound plan holds no tensor, and threads share it.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -39,6 +39,12 @@ _entries: dict[Any, Entry | None] = {}
 """How compiled kernels are launched again, by what they were compiled for."""
 
 
+@cache
+def _specialised(kernel: Any) -> frozenset[str]:
+    """Names of a kernel's parameters whose integers triton may specialise."""
+    return frozenset(x.name for x in kernel.params if not x.do_not_specialize and x.name.startswith("s_"))
+
+
 def _compiled_for(launch: Launch, device: int | None) -> Hashable:
     """The key for which triton compiles a kernel, by triton's own rules.
 
@@ -46,17 +52,16 @@ def _compiled_for(launch: Launch, device: int | None) -> Hashable:
     integers need 64 bits, and constants. Strides (s_...) are the only integers that the kernels let triton specialise.
     """
     kinds: list[Any] = []
-    for parameter in launch.kernel.params:
-        x = launch.arguments.get(parameter.name)
+    special = _specialised(launch.kernel)
+    for name, x in launch.arguments.items():
         if isinstance(x, View):
-            kinds.append((x.dtype, x.aligned))
+            kinds.append((name, x.dtype, x.aligned))
         elif isinstance(x, Tile):
-            kinds.append((x.base.dtype, *x.block))
+            kinds.append((name, x.base.dtype, *x.block))
         elif isinstance(x, int):
-            special = not parameter.do_not_specialize and parameter.name.startswith("s_")
-            kinds.append(x if special else -(2**31) <= x < 2**31)
+            kinds.append((name, x if name in special else -(2**31) <= x < 2**31))
         else:
-            kinds.append(x is None)
+            kinds.append((name, x is None))
     return device, id(launch.kernel), launch.num_warps, tuple(launch.constants.items()), tuple(kinds)
 
 
@@ -90,9 +95,6 @@ class _Epoch(NamedTuple):
     """Numbers of allocations."""
 
 
-_SHARED = frozenset({int, bool, str, type(None)})
-"""Types of constants that share a slot when they are equal. Not floats: 0.0 == -0.0."""
-
 _STREAM = 0
 """The slot of the stream."""
 
@@ -109,7 +111,7 @@ class _Binder:
         self.inputs = {n: i for i, n in enumerate(names)}
         self.template: list[Any] = []
         self.derived: list[tuple[int, int, int]] = []
-        self._constants: dict[Any, int] = {}
+        self._constants: dict[int, int] = {}
         self._places: dict[tuple[str, int], int] = {}
         self._parts: dict[str, list[tuple[int, int]]] = {n: [] for n in plan.buffers}
 
@@ -118,12 +120,10 @@ class _Binder:
         return len(self.inputs) + len(self.template)
 
     def _constant(self, value: Any) -> int:
-        kind = type(value)
-        if kind not in _SHARED:
-            return self._slot(value)
-        found = self._constants.get((kind, value))
+        """The slot of a constant, by its identity: the template keeps it alive, and 0.0 == -0.0."""
+        found = self._constants.get(id(value))
         if found is None:
-            found = self._constants[kind, value] = self._slot(value)
+            found = self._constants[id(value)] = self._slot(value)
         return found
 
     def _place(self, x: View) -> int:
@@ -145,13 +145,13 @@ class _Binder:
         slots = [self._constant(x) for x in launch.grid]
         slots += [_STREAM, *(self._constant(x) for x in found.head)]
         maps: list[_Map] = []
+        given = {**launch.constants, **launch.arguments}
         for name in launch.kernel.arg_names:
-            x = launch.arguments[name] if name in launch.arguments else launch.constants[name]
+            x = given[name]
             if isinstance(x, View):
                 slots.append(self._place(x))
             elif isinstance(x, Tile):
-                like = triton_private.descriptor(x, _AnyTensor(x.base.dtype))
-                encode = triton_private.encoder(found, len(maps), like)
+                encode = triton_private.encoder(found, len(maps), x)
                 maps.append(_Map(self._slot(), self._place(x.base), encode, {}))
                 slots.append(maps[-1].slot)
                 if found.flat:
@@ -199,19 +199,6 @@ class _Binder:
         return maker((size,), torch.uint8, False, self.device), tuple(parts)
 
 
-class _AnyTensor:
-    """Stands for the tensor of a descriptor that is bound to addresses later."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def data_ptr(self) -> int:
-        return 0
-
-    def element_size(self) -> int:
-        return self.dtype.itemsize
-
-
 def _torch_step(step: Step, plan: Plan, numbers: dict[str, int]) -> Callable[[list[Any]], None]:
     """A function of the tensors that are held, for a step of torch."""
     views = tuple(step.views())
@@ -239,10 +226,14 @@ class Bound:
     ) -> None:  # fmt: skip
         self.plan, self._names, self._device = plan, tuple(names), device
         self._private, self._entries = private, entries
-        self._publicly = PublicPlan(plan, names, device, self._launch_publicly, triton_private.descriptor)
         self._epochs: tuple[_Epoch, ...] | None = None
         # A kernel that is compiled already, for other lengths, need not be looked for by triton.
         self._bind()
+
+    @cached_property
+    def _publicly(self) -> PublicPlan:
+        """Runs the plan through triton; few plans need it."""
+        return PublicPlan(self.plan, self._names, self._device, self._launch_publicly, triton_private.descriptor)
 
     def _bind(self) -> None:
         if INTERPRET:
