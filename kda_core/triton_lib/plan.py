@@ -26,6 +26,10 @@ ALIGNMENT = 512
 """Bytes between scratch buffers that share an allocation, as torch's allocator aligns."""
 
 
+SMALL = 64 * 2**20
+"""Bytes of scratch that wait for the end of a call: to the host another allocation is worth more."""
+
+
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of a contiguous tensor, as torch counts them (a dimension of size 0 counts as 1)."""
     strides, step = [], 1
@@ -330,9 +334,14 @@ class Plan:
 
 
 class Builder:
-    """Collects the buffers and the steps of a plan."""
+    """Collects the buffers and the steps of a plan.
 
-    def __init__(self) -> None:
+    Args:
+        small: bytes of all scratch up to which the plan has one epoch.
+    """
+
+    def __init__(self, small: int = SMALL) -> None:
+        self._small = small
         self._buffers: dict[str, Buffer] = {}
         self._epochs: list[list[Step]] = [[]]
 
@@ -398,11 +407,13 @@ class Builder:
     def plan(self, inputs: Mapping[str, View], results: Mapping[str, View | None]) -> Plan:
         """The plan of all that was added."""
         epochs = [tuple(steps) for steps in self._epochs]
+        if sum(b.nbytes for b in self._buffers.values() if b.role == "scratch") <= self._small:
+            epochs = [tuple(step for steps in epochs for step in steps)]
         if not epochs[-1] and len(epochs) > 1:
             epochs.pop()
         last = len(epochs) - 1
         buffers = {
-            n: b._replace(epochs=(min(b.epochs[0], last), b.epochs[1] if b.epochs[1] >= 0 else last))
+            n: b._replace(epochs=(min(b.epochs[0], last), min(b.epochs[1] if b.epochs[1] >= 0 else last, last)))
             for n, b in self._buffers.items()
         }
         return Plan(inputs, buffers, tuple(epochs), {n: x and x.source for n, x in results.items()})

@@ -155,7 +155,7 @@ def test_a_kernel_is_compiled_for_what_triton_looks_at(fake):
 
 def test_scratch_is_one_allocation_where_it_lasts_alike_and_is_given_back(fake):
     """An epoch's scratch is freed after its last step; what takes its place is allocated after it."""
-    b = Builder()
+    b = Builder(small=0)
     first = [b.scratch(n, (100,), torch.float32) for n in "ab"]
     held = b.scratch("held", (4,), torch.float32)
     shared = {"s_x": 1, "n": 5}

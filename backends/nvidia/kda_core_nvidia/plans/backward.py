@@ -5,7 +5,8 @@ chunk-parallel kernel.
 2. recurrences: forward, for residuals and the state of every slot (backward_states), and at the same time backward, for
    dv and the state gradient of every slot (backward_reverse);
 3. gradients: dq, dk, dg, dβ and partial sums for A_log and dt_bias (backward_gradients);
-4. finish: sums over channel blocks and grouped heads, the gradient of the row norms (backward_finish).
+4. finish: sums over channel blocks and grouped heads, the gradient of the row norms (backward_finish);
+5. sums: those of A_log and dt_bias over the slots (backward_sums).
 
 Nothing synchronises with the host: with ``cu_seqlens`` the slots of each sequence are found on the device, in buffers
 whose size T and N bound. Sums over value heads and over slots are ordered, so that results repeat bitwise.
@@ -24,11 +25,12 @@ from kda_core.triton_lib.arguments import gate_kind
 from kda_core.triton_lib.frame import gate_parameters, names
 from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.lift import lift
-from kda_core.triton_lib.plan import Builder, Copy, Plan, Sum, View, changed, input_layouts, matrix_tile, token_tile
+from kda_core.triton_lib.plan import Builder, Copy, Plan, View, changed, input_layouts, matrix_tile, token_tile
 from kda_core_nvidia.backward_finish import finish_kernel
 from kda_core_nvidia.backward_gradients import gradients_kernel
 from kda_core_nvidia.backward_hopper import recurrences_hopper
 from kda_core_nvidia.backward_recurrences import recurrences_kernel
+from kda_core_nvidia.backward_sums import sums_kernel
 from kda_core_nvidia.choose import BackwardChoice
 from kda_core_nvidia.choose.backward import (
     WHOLE,
@@ -47,6 +49,9 @@ from kda_core_nvidia.plans.segments import add_ends, add_starts, cut_into_segmen
 
 FINISH_ELEMENTS = 2048
 """Elements of a tile of ``finish_kernel``."""
+
+SUM_CHANNELS, SUM_ROWS = 16, 256
+"""Tile of ``sums_kernel``."""
 
 Grads = dict[str, View | None]
 
@@ -426,8 +431,11 @@ class _Backward:
         b = self.b
         dq, dk, dbeta = (out["dq"], out["dk"], out["dbeta"]) if self._finished else self._add_finish(r, out)
         grads: Grads = {"q": dq, "k": dk, "v": dv, "g": out["dg"], "beta": dbeta}
-        for name, parts, axes in (("A_log", "dA_partial", (0, 2)), ("dt_bias", "dbias_partial", (0,))):
-            if out[parts] is not None:
-                b.step(Sum(self.into[name], out[parts], axes))
-                grads[name] = self.into[name]
+        parts = {n: x for n in ("dA_partial", "dbias_partial") if (x := out[n]) is not None}
+        if parts:
+            sums = {n: self.into.get(n) for n in ("A_log", "dt_bias")}
+            named = {**out, **{f"d{n}": x for n, x in sums.items()}, "count": next(iter(parts.values())).shape[0]}
+            named |= {"HV": self.HV, "K": self.K, "NA": parts["dA_partial"].shape[2] if "dA_partial" in parts else 1}
+            b.pick(sums_kernel, (-(-self.K // SUM_CHANNELS), self.HV), 4, named | {"BK": SUM_CHANNELS, "R": SUM_ROWS})
+            grads |= {n: x for n, x in sums.items() if x is not None}
         return grads
