@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 from kda_core.request import Request
@@ -22,8 +23,9 @@ def gate_parameters(b: Builder, r: Request) -> dict[str, View | None]:
     return {n: None if unused else b.dense(getattr(r, n)) for n in ("A_log", "dt_bias")}
 
 
+@lru_cache(maxsize=1)
 def names(r: Request) -> dict[str, Any]:
-    """Values that follow from a call's metadata, ``readable`` as a rule."""
+    """Values that follow from a call's metadata, ``readable`` as a rule; a plan's launches ask one after another."""
     indices, group, chunks = r.ssm_state_indices, r.HV // r.H, -(-r.T // CHUNK)
     final, written = r.final_state_indices, None if r.written_states is None else getattr(r, r.written_states)
     return {

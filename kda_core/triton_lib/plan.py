@@ -167,16 +167,22 @@ Argument = View | Tile | int | float | None
 
 
 @cache
-def constants_of(kernel: Any) -> frozenset[str]:
-    """Names of a jitted function's parameters that are constants."""
+def constants_of(kernel: Any) -> tuple[str, ...]:
+    """Names of a jitted function's parameters that are constants, in order."""
     parameters = inspect.signature(kernel.fn).parameters.values()
-    return frozenset(x.name for x in parameters if "constexpr" in str(x.annotation))
+    return tuple(x.name for x in parameters if "constexpr" in str(x.annotation))
 
 
 @cache
 def _parameters(kernel: Any) -> frozenset[str]:
     """Names of all of a kernel's parameters."""
     return frozenset(kernel.arg_names)
+
+
+@cache
+def _others(kernel: Any) -> tuple[str, ...]:
+    """Names of a jitted function's parameters that are no constants, in order."""
+    return tuple(n for n in kernel.arg_names if n not in constants_of(kernel))
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,10 +392,8 @@ class Builder:
         x, y, z = (*(grid if isinstance(grid, tuple) else (grid,)), 1, 1)[:3]
         if not x * y * z:
             return
-        known = [n for n in kernel.arg_names if n in named]
-        of_compiler = constants_of(kernel)
-        arguments = {n: named[n] for n in known if n not in of_compiler}
-        constants = {n: named[n] for n in known if n in of_compiler}
+        arguments = {n: named[n] for n in _others(kernel) if n in named}
+        constants = {n: named[n] for n in constants_of(kernel) if n in named}
         self.step(Launch(kernel, (x, y, z), arguments, {**constants, **options}, num_warps))
 
     def rows(self, x: View) -> View:
