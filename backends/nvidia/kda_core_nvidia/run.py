@@ -1,7 +1,7 @@
 """Runs plans: allocates their buffers, binds addresses, launches.
 
-A plan whose kernels are all compiled is bound once: what a launch is given is a tuple picked from a list of addresses
-and constants, and scratch that begins and ends together is one allocation. Where a kernel is not compiled yet, in
+A plan whose kernels are all compiled is bound once: of what a launch is given only addresses and descriptors are new
+in every call, and scratch that begins and ends together is one allocation. Where a kernel is not compiled yet, in
 Triton's interpreter, and under hooks on launches, the same plan runs through triton's public interface
 (``kda_core.triton_lib.run``).
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache, cached_property, partial
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +34,7 @@ def chip(device: torch.device) -> Chip:
     return Chip((properties.major, properties.minor), properties.multi_processor_count)
 
 
-_entries: dict[Any, Entry | None] = {}
+_entries: dict[Any, _Again | None] = {}
 """How compiled kernels are launched again, by what they were compiled for."""
 
 
@@ -66,23 +65,24 @@ def _compiled_for(launch: Launch, device: int | None) -> Hashable:
 
 
 class _Map(NamedTuple):
-    """A descriptor of a launch: where it goes, where its address is, what encodes it, and what has been encoded."""
+    """A descriptor of a launch: its place, the slot of its address, what encodes it, and what has been encoded."""
 
+    place: int
     slot: int
-    address: int
     encode: Callable[[int], Any]
     known: dict[int, Any]
 
 
 class _Call(NamedTuple):
-    """A step: its descriptors, the function, and what picks its arguments from the values.
+    """A step: its descriptors, the function, its arguments, and which places among them take which slots of a call.
 
-    ``pick`` is None for a step of torch, whose function takes the tensors that are held.
+    ``arguments`` is None for a step of torch, whose function takes the tensors that are held.
     """
 
     maps: tuple[_Map, ...]
     function: Callable[..., Any]
-    pick: Callable[[list[Any]], tuple[Any, ...]] | None
+    arguments: list[Any] | None
+    moves: tuple[tuple[int, int], ...] = ()
 
 
 class _Epoch(NamedTuple):
@@ -95,36 +95,51 @@ class _Epoch(NamedTuple):
     """Numbers of allocations."""
 
 
-_STREAM = 0
-"""The slot of the stream."""
+class _Again(NamedTuple):
+    """How a kernel is launched again, with all that it was compiled for.
+
+    Attributes:
+        arguments: constants, and None in the place of others.
+        places: those of the others, by the names of parameters.
+    """
+
+    entry: Entry
+    arguments: list[Any]
+    places: tuple[tuple[str, int], ...]
+
+
+def _again(launch: Launch, entry: Entry | None) -> _Again | None:
+    if entry is None:
+        return None
+    arguments, places = [None] * 4 + list(entry.head), []
+    for name in launch.kernel.arg_names:
+        if name in launch.arguments:
+            places.append((name, len(arguments)))
+        arguments.append(launch.constants.get(name))
+        if entry.flat and isinstance(launch.arguments.get(name), Tile):
+            # Behind a descriptor, its shape and strides.
+            arguments += [None] * 4
+    return _Again(entry, arguments, tuple(places))
 
 
 class _Binder:
     """Binds a plan whose kernels are all compiled.
 
-    The values of a call: its stream, the addresses of its inputs, then the template, in which constants stand and
-    the addresses of buffers, of parts of inputs, and encoded descriptors are filled in.
+    The slots of a call: its stream, the addresses of its inputs, then those of buffers and of parts of inputs, which
+    are filled in.
     """
 
     def __init__(self, plan: Plan, names: Sequence[str], device: torch.device) -> None:
         self.plan, self.device = plan, device
         self.inputs = {n: i for i, n in enumerate(names)}
-        self.template: list[Any] = []
+        self.filled_in = 0
         self.derived: list[tuple[int, int, int]] = []
-        self._constants: dict[int, int] = {}
         self._places: dict[tuple[str, int], int] = {}
         self._parts: dict[str, list[tuple[int, int]]] = {n: [] for n in plan.buffers}
 
-    def _slot(self, value: Any = None) -> int:
-        self.template.append(value)
-        return len(self.inputs) + len(self.template)
-
-    def _constant(self, value: Any) -> int:
-        """The slot of a constant, by its identity: the template keeps it alive, and 0.0 == -0.0."""
-        found = self._constants.get(id(value))
-        if found is None:
-            found = self._constants[id(value)] = self._slot(value)
-        return found
+    def _slot(self) -> int:
+        self.filled_in += 1
+        return len(self.inputs) + self.filled_in
 
     def _place(self, x: View) -> int:
         """The slot of a view's address."""
@@ -141,26 +156,25 @@ class _Binder:
                 self.derived.append((found, 1 + number, offset))
         return found
 
-    def _launch(self, launch: Launch, found: Entry) -> _Call:
-        slots = [self._constant(x) for x in launch.grid]
-        slots += [_STREAM, *(self._constant(x) for x in found.head)]
+    def _launch(self, launch: Launch, again: _Again) -> _Call:
+        # The grid comes first, then the stream.
+        arguments, moves = again.arguments.copy(), [(3, 0)]
+        arguments[:3] = launch.grid
         maps: list[_Map] = []
-        given = {**launch.constants, **launch.arguments}
-        for name in launch.kernel.arg_names:
-            x = given[name]
+        for name, place in again.places:
+            x = launch.arguments[name]
             if isinstance(x, View):
-                slots.append(self._place(x))
+                moves.append((place, self._place(x)))
             elif isinstance(x, Tile):
-                encode = triton_private.encoder(found, len(maps), x)
-                maps.append(_Map(self._slot(), self._place(x.base), encode, {}))
-                slots.append(maps[-1].slot)
-                if found.flat:
-                    slots += [self._constant(n) for n in (*x.shape, x.stride, 1)]
+                encode = triton_private.encoder(again.entry, len(maps), x)
+                maps.append(_Map(place, self._place(x.base), encode, {}))
+                if again.entry.flat:
+                    arguments[place + 1 : place + 5] = (*x.shape, x.stride, 1)
             else:
-                slots.append(self._constant(x))
-        return _Call(tuple(maps), found.call, itemgetter(*slots))
+                arguments[place] = x
+        return _Call(tuple(maps), again.entry.call, arguments, tuple(moves))
 
-    def epochs(self, entries: dict[int, Entry]) -> tuple[tuple[_Epoch, ...], dict[str, int]]:
+    def epochs(self, entries: dict[int, _Again]) -> tuple[tuple[_Epoch, ...], dict[str, int]]:
         """The epochs, and the number of each result that is a buffer of its own; ``entries``: by id of the launch."""
         plan = self.plan
         calls = [
@@ -222,7 +236,7 @@ class Bound:
 
     def __init__(
         self, plan: Plan, names: Sequence[str], device: torch.device, private: Any = triton_private,
-        entries: dict[Any, Entry | None] = _entries,
+        entries: dict[Any, _Again | None] = _entries,
     ) -> None:  # fmt: skip
         self.plan, self._names, self._device = plan, tuple(names), device
         self._private, self._entries = private, entries
@@ -242,7 +256,7 @@ class Bound:
         if all(entries.values()):
             binder = _Binder(self.plan, self._names, self._device)
             epochs, numbers = binder.epochs(entries)
-            self._template, self._derived = tuple(binder.template), tuple(binder.derived)
+            self._empty, self._derived = (0,) * binder.filled_in, tuple(binder.derived)
             results = {n: x if x is None else numbers[x] for n, x in self.plan.results.items()}
             self._results = tuple(results.items())
             self._stream = self._private.current_stream()
@@ -255,7 +269,7 @@ class Bound:
             if self._epochs is None:
                 self._bind()
             return made
-        values = [self._stream(self._device.index), *places, *self._template]
+        values = [self._stream(self._device.index), *places, *self._empty]
         for slot, place, offset in self._derived:
             values[slot] = values[place] + offset
         held: list[Tensor | None] = list(inputs)
@@ -269,20 +283,23 @@ class Bound:
                     values[slot] = first + offset
             # ``held`` has the only references.
             x = None
-            for maps, function, pick in calls:
-                if pick is None:
+            for maps, function, arguments, moves in calls:
+                if arguments is None:
                     function(held)
                     continue
-                for slot, place, encode, known in maps:
-                    address = values[place]
+                arguments = arguments.copy()
+                for place, slot in moves:
+                    arguments[place] = values[slot]
+                for place, slot, encode, known in maps:
+                    address = values[slot]
                     found = known.get(address)
                     if found is None:
                         found = encode(address)
                         if len(known) >= self.most_encoded:
                             known.clear()
                         known[address] = found
-                    values[slot] = found
-                function(*pick(values))
+                    arguments[place] = found
+                function(*arguments)
             for n in ended:
                 held[n] = None
         return {name: None if n is None else held[n] for name, n in self._results}
@@ -294,7 +311,7 @@ class Bound:
         key = _compiled_for(launch, self._device.index)
         if key not in self._entries:
             tiles = sum(isinstance(x, Tile) for x in launch.arguments.values())
-            self._entries[key] = self._private.entry(compiled, tiles)
+            self._entries[key] = _again(launch, self._private.entry(compiled, tiles))
 
 
 run_plan = partial(run_plan_with, bind=Bound)
