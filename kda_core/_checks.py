@@ -118,6 +118,8 @@ def convert_scalars(r: AnyRequest) -> bool:
     found = {}
     for name in OPTIONS[type(r)]:
         given = getattr(r, name)
+        if given is None or type(given) in (bool, float):
+            continue
         value = python_value(given)
         if name in NUMBERS and type(value) is int and 2**63 <= abs(value) <= sys.float_info.max:
             value = float(value)

@@ -103,8 +103,8 @@ class Backend:
     def undeclared(self, request: AnyRequest) -> str | None:
         """Which features and limits of the call the backend does not declare, or None."""
         capabilities = self.info.capabilities
-        reasons = [capabilities.refusal(feature) for feature in sorted(request.features, key=lambda f: f.name)]
-        found = [reason for reason in reasons if reason is not None]
+        missing = sorted(request.features - capabilities.features, key=lambda f: f.name)
+        found = [reason for f in missing if (reason := capabilities.refusal(f)) is not None]
         if not isinstance(request, GateRequest):
             found += _limit_refusals(request, self.info)
         return "; ".join(found) or None

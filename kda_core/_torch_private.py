@@ -147,6 +147,19 @@ def tensor_guards() -> Any:
     return made
 
 
+@cache
+def empty_strided_on(device_type: str) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
+    """A function that allocates on the current device of a type, in half the time of ``torch.empty_strided``.
+
+    Code that ``torch.compile`` generates allocates by it.
+    """
+
+    def publicly(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device_type)
+
+    return _found(torch._C, f"_dynamo.guards._empty_strided_{device_type}", publicly)
+
+
 def fake_tensors() -> AbstractContextManager[Any]:
     """A context in which new tensors have metadata and no memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from kda_core.request import Request
 from kda_core.triton_lib.arguments import gate_kind, has_contiguous_rows, named_state_strides
 from kda_core.triton_lib.layout import CHUNK, padded
-from kda_core.triton_lib.plan import Builder, Copy, View
+from kda_core.triton_lib.plan import Builder, Copy, View, changed
 
 
 def readable(b: Builder, r: Request) -> Request:
     """Metadata of the call as kernels read it: rows, parameters and boundaries are copied where they have gaps."""
     rows = {n: b.rows(getattr(r, n)) for n in "qkvg"}
-    return replace(r, cu_seqlens=b.dense(r.cu_seqlens), **rows, **gate_parameters(b, r))
+    return changed(r, cu_seqlens=b.dense(r.cu_seqlens), **rows, **gate_parameters(b, r))
 
 
 def gate_parameters(b: Builder, r: Request) -> dict[str, View | None]:
@@ -23,8 +23,9 @@ def gate_parameters(b: Builder, r: Request) -> dict[str, View | None]:
     return {n: None if unused else b.dense(getattr(r, n)) for n in ("A_log", "dt_bias")}
 
 
+@lru_cache(maxsize=1)
 def names(r: Request) -> dict[str, Any]:
-    """Values that follow from a call's metadata, ``readable`` as a rule."""
+    """Values that follow from a call's metadata, ``readable`` as a rule; a plan's launches ask one after another."""
     indices, group, chunks = r.ssm_state_indices, r.HV // r.H, -(-r.T // CHUNK)
     final, written = r.final_state_indices, None if r.written_states is None else getattr(r, r.written_states)
     return {

@@ -12,7 +12,6 @@ at once. Sums over rows leave one partial result a program, added up afterwards 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -84,7 +83,7 @@ def gate_backward_kernel(
 def _flat(b: Builder, r: GateRequest, x: View) -> View:
     """``x`` [.., HV, K] as [R, HV, K], contiguous."""
     shape = (math.prod(r.g.shape[:-2]), *r.g.shape[-2:])
-    return replace(b.dense(x), shape=shape, strides=contiguous_strides(shape))
+    return b.dense(x)._replace(shape=shape, strides=contiguous_strides(shape))
 
 
 def plan_gate(r: GateRequest, num_warps: int, **options: Any) -> Plan:

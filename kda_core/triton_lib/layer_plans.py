@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -114,7 +113,7 @@ def _norm(r: GatedNormRequest, lanes: int, warps: int) -> Plan:
     rows = r.x.numel() // D
 
     def flat(x: View) -> View:
-        return replace(b.dense(x), shape=(rows, D), strides=contiguous_strides((rows, D)))
+        return b.dense(x)._replace(shape=(rows, D), strides=contiguous_strides((rows, D)))
 
     padded = 1 << (D - 1).bit_length()
     block = max(1, lanes * warps * NORM_ELEMENTS // padded)

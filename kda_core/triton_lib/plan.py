@@ -13,9 +13,9 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,17 +26,20 @@ ALIGNMENT = 512
 """Bytes between scratch buffers that share an allocation, as torch's allocator aligns."""
 
 
+SMALL = 64 * 2**20
+"""Bytes of scratch that wait for the end of a call: to the host another allocation is worth more."""
+
+
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of a contiguous tensor, as torch counts them (a dimension of size 0 counts as 1)."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
-        step *= max(1, size)
+        step *= size or 1
     return tuple(reversed(strides))
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(NamedTuple):
     """A part of an input or of a buffer: all that is known of a tensor without its memory.
 
     Attributes:
@@ -91,7 +94,7 @@ class View:
         start = self.strides[axis] * rows.start
         shape = (*self.shape[:axis], rows.stop - rows.start, *self.shape[axis + 1 :])
         aligned = self.aligned and start * self.itemsize % 16 == 0
-        return replace(self, shape=shape, offset=self.offset + start, aligned=aligned)
+        return self._replace(shape=shape, offset=self.offset + start, aligned=aligned)
 
     @property
     def mT(self) -> View:
@@ -99,11 +102,10 @@ class View:
         *first, rows, columns = range(len(self.shape))
         order = (*first, columns, rows)
         shape, strides = ([x[i] for i in order] for x in (self.shape, self.strides))
-        return replace(self, shape=tuple(shape), strides=tuple(strides))
+        return self._replace(shape=tuple(shape), strides=tuple(strides))
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
+class Tile(NamedTuple):
     """A tensor descriptor: blocks [rows, columns] of a matrix whose last stride is 1.
 
     Attributes:
@@ -140,8 +142,7 @@ Lifetime = tuple[int, int]
 """The first and the last epoch."""
 
 
-@dataclass(frozen=True, slots=True)
-class Buffer:
+class Buffer(NamedTuple):
     """Memory that a plan allocates; contiguous.
 
     Attributes:
@@ -166,10 +167,22 @@ Argument = View | Tile | int | float | None
 
 
 @cache
-def constants_of(kernel: Any) -> frozenset[str]:
-    """Names of a jitted function's parameters that are constants."""
+def constants_of(kernel: Any) -> tuple[str, ...]:
+    """Names of a jitted function's parameters that are constants, in order."""
     parameters = inspect.signature(kernel.fn).parameters.values()
-    return frozenset(x.name for x in parameters if "constexpr" in str(x.annotation))
+    return tuple(x.name for x in parameters if "constexpr" in str(x.annotation))
+
+
+@cache
+def _parameters(kernel: Any) -> frozenset[str]:
+    """Names of all of a kernel's parameters."""
+    return frozenset(kernel.arg_names)
+
+
+@cache
+def _others(kernel: Any) -> tuple[str, ...]:
+    """Names of a jitted function's parameters that are no constants, in order."""
+    return tuple(n for n in kernel.arg_names if n not in constants_of(kernel))
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,11 +203,10 @@ class Launch:
     num_warps: int
 
     def __post_init__(self) -> None:
-        given = self.arguments.keys() | self.constants.keys()
-        missing = [n for n in self.kernel.arg_names if n not in given]
-        unknown = self.arguments.keys() - set(self.kernel.arg_names)
+        names = _parameters(self.kernel)
+        missing, unknown = names - self.arguments.keys() - self.constants.keys(), self.arguments.keys() - names
         if missing or unknown:
-            raise TypeError(f"{self.name}: missing {missing}, unknown {sorted(unknown)}")
+            raise TypeError(f"{self.name}: missing {sorted(missing)}, unknown {sorted(unknown)}")
 
     @property
     def name(self) -> str:
@@ -276,12 +288,12 @@ class Plan:
 
     def __post_init__(self) -> None:
         for number, steps in enumerate(self.epochs):
-            for x in (x for step in steps for x in step.views()):
-                found = self.buffers.get(x.source)
-                if found is None and x.source not in self.inputs:
-                    raise ValueError(f"{x.source!r} is neither an input nor a buffer")
+            for name in {x.source for step in steps for x in step.views()}:
+                found = self.buffers.get(name)
+                if found is None and name not in self.inputs:
+                    raise ValueError(f"{name!r} is neither an input nor a buffer")
                 if found is not None and not found.epochs[0] <= number <= found.epochs[1]:
-                    raise ValueError(f"{x.source!r} lasts for epochs {found.epochs} and is used in epoch {number}")
+                    raise ValueError(f"{name!r} lasts for epochs {found.epochs} and is used in epoch {number}")
 
     def whole(self, name: str) -> View:
         """The layout of all of an input or a buffer."""
@@ -328,9 +340,14 @@ class Plan:
 
 
 class Builder:
-    """Collects the buffers and the steps of a plan."""
+    """Collects the buffers and the steps of a plan.
 
-    def __init__(self) -> None:
+    Args:
+        small: bytes of all scratch up to which the plan has one epoch.
+    """
+
+    def __init__(self, small: int = SMALL) -> None:
+        self._small = small
         self._buffers: dict[str, Buffer] = {}
         self._epochs: list[list[Step]] = [[]]
 
@@ -356,7 +373,7 @@ class Builder:
         ended = [b for n in names if (b := self._buffers[n]).role == "scratch" and b.epochs[1] < 0]
         if ended:
             now = len(self._epochs) - 1
-            self._buffers |= {b.name: replace(b, epochs=(b.epochs[0], now)) for b in ended}
+            self._buffers |= {b.name: b._replace(epochs=(b.epochs[0], now)) for b in ended}
             self._epochs.append([])
 
     def step(self, step: Step) -> None:
@@ -375,10 +392,8 @@ class Builder:
         x, y, z = (*(grid if isinstance(grid, tuple) else (grid,)), 1, 1)[:3]
         if not x * y * z:
             return
-        known = [n for n in kernel.arg_names if n in named]
-        of_compiler = constants_of(kernel)
-        arguments = {n: named[n] for n in known if n not in of_compiler}
-        constants = {n: named[n] for n in known if n in of_compiler}
+        arguments = {n: named[n] for n in _others(kernel) if n in named}
+        constants = {n: named[n] for n in constants_of(kernel) if n in named}
         self.step(Launch(kernel, (x, y, z), arguments, {**constants, **options}, num_warps))
 
     def rows(self, x: View) -> View:
@@ -396,11 +411,13 @@ class Builder:
     def plan(self, inputs: Mapping[str, View], results: Mapping[str, View | None]) -> Plan:
         """The plan of all that was added."""
         epochs = [tuple(steps) for steps in self._epochs]
+        if sum(b.nbytes for b in self._buffers.values() if b.role == "scratch") <= self._small:
+            epochs = [tuple(step for steps in epochs for step in steps)]
         if not epochs[-1] and len(epochs) > 1:
             epochs.pop()
         last = len(epochs) - 1
         buffers = {
-            n: replace(b, epochs=(min(b.epochs[0], last), b.epochs[1] if b.epochs[1] >= 0 else last))
+            n: b._replace(epochs=(min(b.epochs[0], last), min(b.epochs[1] if b.epochs[1] >= 0 else last, last)))
             for n, b in self._buffers.items()
         }
         return Plan(inputs, buffers, tuple(epochs), {n: x and x.source for n, x in results.items()})
@@ -418,18 +435,31 @@ def metadata(request: Any, misaligned: frozenset[str] = frozenset()) -> Any:
         request: a ``Request`` or a ``GateRequest``; its tensors may be fake.
         misaligned: names of the tensors whose addresses are not multiples of 16 bytes.
     """
-    changed: dict[str, Any] = {}
-    for name, value in ((f.name, getattr(request, f.name)) for f in fields(request)):
+    found: dict[str, Any] = {}
+    for name, value in vars(request).items():
         if isinstance(value, Tensor):
-            changed[name] = layout(name, value, name not in misaligned)
+            found[name] = layout(name, value, name not in misaligned)
         elif name == "saved":
             names = [f"saved[{i}]" for i in range(len(value))]
-            changed[name] = tuple(layout(n, x, n not in misaligned) for n, x in zip(names, value, strict=True))
-    return replace(request, **changed)
+            found[name] = tuple(layout(n, x, n not in misaligned) for n, x in zip(names, value, strict=True))
+    return changed(request, **found)
+
+
+R = TypeVar("R", bound=Any)
+
+
+def changed(request: R, /, **values: Any) -> R:
+    """``dataclasses.replace`` of a request, without its initialiser, which sets fifty fields one by one."""
+    if unknown := values.keys() - request.__dataclass_fields__.keys():
+        raise TypeError(f"{type(request).__name__} has no {', '.join(sorted(unknown))}")
+    new = object.__new__(type(request))
+    new.__dict__.update(vars(request), **values)
+    new.__dict__.pop("memo", None)
+    return new
 
 
 def input_layouts(request: Any) -> dict[str, View]:
     """The layouts in what ``metadata`` returned, by name."""
-    values = [getattr(request, f.name) for f in fields(request)]
-    views = [x for value in values for x in (value if isinstance(value, tuple) else (value,))]
+    values = vars(request).values()
+    views = [x for value in values for x in (value if type(value) is tuple else (value,))]
     return {x.source: x for x in views if isinstance(x, View)}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kda_core._torch_private import empty_strided_on
 from kda_core.triton_lib.plan import Launch, Plan, Step, Tile, View, contiguous_strides
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
@@ -46,11 +47,10 @@ def launch_publicly(launch: Launch, arguments: Sequence[Any], options: Mapping[s
 
 
 def maker(shape: tuple[int, ...], dtype: torch.dtype, zeros: bool, device: torch.device) -> Callable[[], Tensor]:
-    """A function that makes a contiguous tensor."""
+    """A function that makes a contiguous tensor, while ``device`` is current."""
     if zeros:
         return partial(torch.zeros, shape, dtype=dtype, device=device)
-    # The quickest of all functions that allocate.
-    return partial(torch.empty_strided, shape, contiguous_strides(shape), dtype=dtype, device=device)
+    return partial(empty_strided_on(device.type), shape, contiguous_strides(shape), dtype)
 
 
 def part(base: Tensor, x: View) -> Tensor:

@@ -18,12 +18,10 @@ and batched sequences keep their bits whatever they travel with, and the host ne
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from kda_core.request import Request
-from kda_core.triton_lib.plan import Boundaries, Builder, View
+from kda_core.triton_lib.plan import Boundaries, Builder, View, changed
 
 
 def segments_of(r: Request, rows: int) -> int:
@@ -43,7 +41,7 @@ def packed_segments(r: Request, rows: int, v_first: bool) -> Request:
     """
     # int64: kernels count rows of a whole tensor in it.
     bounds = View("cu_seqlens of segments", (segments_of(r, rows) + 1,), (1,), torch.int64)
-    return replace(r, cu_seqlens=bounds, initial_state=None, grad_final_state=None, state_v_first=v_first)
+    return changed(r, cu_seqlens=bounds, initial_state=None, grad_final_state=None, state_v_first=v_first)
 
 
 def write_bounds(b: Builder, r: Request, cut: Request, rows: int) -> Request:
@@ -58,7 +56,7 @@ def write_bounds(b: Builder, r: Request, cut: Request, rows: int) -> Request:
         from kda_core.triton_lib.fragments import bounds_kernel
 
         b.pick(bounds_kernel, cut.N + 1, 1, {"cu_seqlens": r.cu_seqlens, "bounds": bounds, "N": r.N, "rows": rows})
-    return replace(cut, cu_seqlens=bounds)
+    return changed(cut, cu_seqlens=bounds)
 
 
 IN_HALVES = "a sequence over several devices in two halves"

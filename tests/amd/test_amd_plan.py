@@ -52,7 +52,7 @@ def test_a_forward():
 
 
 def test_what_the_recurrences_read_ends_before_gradients():
-    plan = plan_of(backward(use_qk_l2norm_in_kernel=True), CHIP)
+    plan = plan_of(backward(T=2**17, use_qk_l2norm_in_kernel=True), CHIP)
     kernels = [[s.name for s in steps] for steps in plan.epochs]
     first = ["prepare", "states_kernel", "reverse_kernel"]
     assert kernels == [first, ["gradients_kernel", "finish_kernel", "finish_kernel"]]

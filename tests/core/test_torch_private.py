@@ -33,6 +33,7 @@ def loaded_anew():
 def test_the_installed_versions_have_every_interface():
     assert _torch_private.tensor_guards() is not None
     assert _torch_private.environment_reader("PATH")() == os.environ["PATH"]
+    assert _torch_private.empty_strided_on("cuda")
     assert _torch_private.MISSING == []
 
 
@@ -180,6 +181,18 @@ def test_tensor_guards_that_answer_wrongly_are_not_used(monkeypatch, loaded_anew
     module = loaded_anew()
     assert module.tensor_guards() is None
     assert module.MISSING == ["_C._dynamo.guards.TensorGuards"]
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_memory_is_allocated_with_or_without_the_private_function(monkeypatch, loaded_anew, missing: bool):
+    if missing:
+        monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cpu")
+    module = loaded_anew()
+    with torch.inference_mode():
+        x = module.empty_strided_on("cpu")((2, 3), (1, 2), torch.float64)
+    assert (x.shape, x.stride(), x.dtype, x.device.type) == ((2, 3), (1, 2), torch.float64, "cpu")
+    assert x.is_inference()
+    assert module.MISSING == (["_dynamo.guards._empty_strided_cpu"] if missing else [])
 
 
 def test_the_environment_is_read_without_its_private_parts(monkeypatch, loaded_anew):

@@ -73,7 +73,7 @@ def test_scratch_ends_with_its_epoch_and_a_plan_holds_no_tensor():
         seen.extend(map(weakref.ref, (x, y)))
 
     seen: list[Any] = []
-    b = Builder()
+    b = Builder(small=0)
     x, y, z = (b.scratch(n, (4,), torch.float32) for n in "xyz")
     b.pick(noted, 2, 4, {"x": x, "y": y})
     b.free(x)

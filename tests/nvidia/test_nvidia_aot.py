@@ -29,6 +29,7 @@ KERNELS = {
     "reverse_transitions_kernel", "join_kernel", "chain_kernel", "bounds_kernel",
     "convolution_forward_kernel", "convolution_backward_kernel",
     "norm_forward_kernel", "norm_backward_kernel", "convolution_step_kernel", "norm_step_kernel", "commit_kernel",
+    "sums_kernel",
 }  # fmt: skip
 HOPPER = {
     "gradients_hopper", "gradients_hopper_persistent", "join_hopper", "prepare_hopper", "recurrence_hopper",

@@ -194,6 +194,23 @@ class Choices:
         return run_plan(plan_backward(meta, choice), r)
 
 
+def sums(HV=3, K=40, NA=2):
+    """The worst absolute error of ``sums_kernel``, for no slots, fewer than a tile has and several tiles."""
+    from kda_core_nvidia.backward_sums import sums_kernel
+
+    worst = []
+    for count, without in ((0, ""), (5, ""), (600, ""), (5, "A"), (5, "bias")):
+        parts = {"A": torch.randn(count, HV, NA), "bias": torch.randn(count, HV, K)}
+        to = {"A": torch.full((HV,), torch.nan), "bias": torch.full((HV, K), torch.nan)}
+        for part in (parts, to):
+            part.pop(without, None)
+        given = [x.get(n) for x in (parts, to) for n in ("A", "bias")]
+        sums_kernel[(-(-K // 16), HV)](*given, count, HV, K, NA, 16, 256)
+        expected = {n: x.double().sum((0, 2) if n == "A" else 0) for n, x in parts.items()}
+        worst += [(to[n] - x).abs().max().item() for n, x in expected.items()]
+    return max(worst, key=lambda x: (x != x, x))
+
+
 def errors():
     """Relative error of every gradient of every case."""
     from kda_core_nvidia.plugin import BACKEND
@@ -201,7 +218,7 @@ def errors():
     from kda_core import reference
 
     torch.set_num_threads(1)
-    found = {}
+    found = {"sums": sums()}
     for case, arguments in CASES.items():
         r = request(**arguments)
         before = {name: x.clone() for name, x in vars(r).items() if isinstance(x, torch.Tensor)}
@@ -269,6 +286,10 @@ def test_gradients(found, case):
     assert found[case].pop("inputs changed") == []
     most = ERRORS[CASES[case].get("dtype", torch.float32)]
     assert {name: error for name, error in found[case].items() if not error < most} == {}
+
+
+def test_sums_over_slots(found):
+    assert found["sums"] < 1e-4
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ def test_forward_and_backward():
     assert [s.name for s in backward.steps][-2:] == ["gradients_kernel", "finish_kernel"]
     assert {b.name for b in forward.buffers if b.role == "result"} == {"o", "P", "X"}
     held = {b.name: b.steps for b in backward.buffers}
-    assert held["keys"] == (0, 1)
-    assert held["dbeta by channel block"] == (2, 3)
+    # A small call holds its scratch to the end.
+    assert held["keys"] == held["dbeta by channel block"] == (0, 3)
     assert forward.peak_scratch == sum(b.nbytes for b in forward.buffers if b.role == "scratch")
     assert forward.bytes_floor < forward.bytes_moved
 

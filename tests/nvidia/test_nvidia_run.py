@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -146,7 +145,7 @@ def test_a_kernel_is_compiled_for_what_triton_looks_at(fake):
 
     assert kind() == kind(n=6) == kind(x.cut(0, slice(1, 2)))
     others = [
-        kind(replace(x, aligned=False)), kind(replace(x, dtype=torch.bfloat16)), kind(None),
+        kind(x._replace(aligned=False)), kind(x._replace(dtype=torch.bfloat16)), kind(None),
         kind(matrix_tile(x, 2, 32)), kind(s_x=8), kind(n=2**31), kind(n=-(2**31) - 1), kind(K=32), kind(warps=8),
         kind(device=1),
     ]  # fmt: skip
@@ -156,7 +155,7 @@ def test_a_kernel_is_compiled_for_what_triton_looks_at(fake):
 
 def test_scratch_is_one_allocation_where_it_lasts_alike_and_is_given_back(fake):
     """An epoch's scratch is freed after its last step; what takes its place is allocated after it."""
-    b = Builder()
+    b = Builder(small=0)
     first = [b.scratch(n, (100,), torch.float32) for n in "ab"]
     held = b.scratch("held", (4,), torch.float32)
     shared = {"s_x": 1, "n": 5}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from kda_core.request import AnyRequest, CommitRequest, DecodeStepRequest, GateRequest, LayerRequest
 from kda_core.triton_lib.calls import Calls, h_shape
 from kda_core.triton_lib.commit_kernels import plan_commit
 from kda_core.triton_lib.gate_kernels import plan_gate
 from kda_core.triton_lib.layer_plans import plan_decode_step, plan_of_layer
-from kda_core.triton_lib.plan import Plan, metadata
+from kda_core.triton_lib.plan import Plan, changed, metadata
 from kda_core_nvidia.choose import CHIPS, Chip, choose_backward, choose_forward, choose_recurrent
 from kda_core_nvidia.plans.backward import plan_backward, plan_begin_backward, plan_finish_backward
 from kda_core_nvidia.plans.forward import plan_forward, saved_specs
@@ -53,7 +51,7 @@ def plan_of(
     if isinstance(r, GateRequest):
         return plan_gate(r, GATE_WARPS)
     if r.needs_grad:
-        r = replace(r, op="chunk_kda")
+        r = changed(r, op="chunk_kda")
         return plan_backward(r, choose_backward(r, on))
     if r.op == "fused_recurrent_kda":
         return plan_recurrent(r, choose_recurrent(r, on))

@@ -1,7 +1,7 @@
 """Runs plans: allocates their buffers, binds addresses, launches.
 
-A plan whose kernels are all compiled is bound once: what a launch is given is a tuple picked from a list of addresses
-and constants, and scratch that begins and ends together is one allocation. Where a kernel is not compiled yet, in
+A plan whose kernels are all compiled is bound once: of what a launch is given only addresses and descriptors are new
+in every call, and scratch that begins and ends together is one allocation. Where a kernel is not compiled yet, in
 Triton's interpreter, and under hooks on launches, the same plan runs through triton's public interface
 (``kda_core.triton_lib.run``).
 
@@ -11,8 +11,7 @@ A bound plan holds no tensor, and threads share it.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import cache, partial
-from operator import itemgetter
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,8 +34,14 @@ def chip(device: torch.device) -> Chip:
     return Chip((properties.major, properties.minor), properties.multi_processor_count)
 
 
-_entries: dict[Any, Entry | None] = {}
+_entries: dict[Any, _Again | None] = {}
 """How compiled kernels are launched again, by what they were compiled for."""
+
+
+@cache
+def _specialised(kernel: Any) -> frozenset[str]:
+    """Names of a kernel's parameters whose integers triton may specialise."""
+    return frozenset(x.name for x in kernel.params if not x.do_not_specialize and x.name.startswith("s_"))
 
 
 def _compiled_for(launch: Launch, device: int | None) -> Hashable:
@@ -46,38 +51,38 @@ def _compiled_for(launch: Launch, device: int | None) -> Hashable:
     integers need 64 bits, and constants. Strides (s_...) are the only integers that the kernels let triton specialise.
     """
     kinds: list[Any] = []
-    for parameter in launch.kernel.params:
-        x = launch.arguments.get(parameter.name)
+    special = _specialised(launch.kernel)
+    for name, x in launch.arguments.items():
         if isinstance(x, View):
-            kinds.append((x.dtype, x.aligned))
+            kinds.append((name, x.dtype, x.aligned))
         elif isinstance(x, Tile):
-            kinds.append((x.base.dtype, *x.block))
+            kinds.append((name, x.base.dtype, *x.block))
         elif isinstance(x, int):
-            special = not parameter.do_not_specialize and parameter.name.startswith("s_")
-            kinds.append(x if special else -(2**31) <= x < 2**31)
+            kinds.append((name, x if name in special else -(2**31) <= x < 2**31))
         else:
-            kinds.append(x is None)
+            kinds.append((name, x is None))
     return device, id(launch.kernel), launch.num_warps, tuple(launch.constants.items()), tuple(kinds)
 
 
 class _Map(NamedTuple):
-    """A descriptor of a launch: where it goes, where its address is, what encodes it, and what has been encoded."""
+    """A descriptor of a launch: its place, the slot of its address, what encodes it, and what has been encoded."""
 
+    place: int
     slot: int
-    address: int
     encode: Callable[[int], Any]
     known: dict[int, Any]
 
 
 class _Call(NamedTuple):
-    """A step: its descriptors, the function, and what picks its arguments from the values.
+    """A step: its descriptors, the function, its arguments, and which places among them take which slots of a call.
 
-    ``pick`` is None for a step of torch, whose function takes the tensors that are held.
+    ``arguments`` is None for a step of torch, whose function takes the tensors that are held.
     """
 
     maps: tuple[_Map, ...]
     function: Callable[..., Any]
-    pick: Callable[[list[Any]], tuple[Any, ...]] | None
+    arguments: list[Any] | None
+    moves: tuple[tuple[int, int], ...] = ()
 
 
 class _Epoch(NamedTuple):
@@ -90,41 +95,51 @@ class _Epoch(NamedTuple):
     """Numbers of allocations."""
 
 
-_SHARED = frozenset({int, bool, str, type(None)})
-"""Types of constants that share a slot when they are equal. Not floats: 0.0 == -0.0."""
+class _Again(NamedTuple):
+    """How a kernel is launched again, with all that it was compiled for.
 
-_STREAM = 0
-"""The slot of the stream."""
+    Attributes:
+        arguments: constants, and None in the place of others.
+        places: those of the others, by the names of parameters.
+    """
+
+    entry: Entry
+    arguments: list[Any]
+    places: tuple[tuple[str, int], ...]
+
+
+def _again(launch: Launch, entry: Entry | None) -> _Again | None:
+    if entry is None:
+        return None
+    arguments, places = [None] * 4 + list(entry.head), []
+    for name in launch.kernel.arg_names:
+        if name in launch.arguments:
+            places.append((name, len(arguments)))
+        arguments.append(launch.constants.get(name))
+        if entry.flat and isinstance(launch.arguments.get(name), Tile):
+            # Behind a descriptor, its shape and strides.
+            arguments += [None] * 4
+    return _Again(entry, arguments, tuple(places))
 
 
 class _Binder:
     """Binds a plan whose kernels are all compiled.
 
-    The values of a call: its stream, the addresses of its inputs, then the template, in which constants stand and
-    the addresses of buffers, of parts of inputs, and encoded descriptors are filled in.
+    The slots of a call: its stream, the addresses of its inputs, then those of buffers and of parts of inputs, which
+    are filled in.
     """
 
     def __init__(self, plan: Plan, names: Sequence[str], device: torch.device) -> None:
         self.plan, self.device = plan, device
         self.inputs = {n: i for i, n in enumerate(names)}
-        self.template: list[Any] = []
+        self.filled_in = 0
         self.derived: list[tuple[int, int, int]] = []
-        self._constants: dict[Any, int] = {}
         self._places: dict[tuple[str, int], int] = {}
         self._parts: dict[str, list[tuple[int, int]]] = {n: [] for n in plan.buffers}
 
-    def _slot(self, value: Any = None) -> int:
-        self.template.append(value)
-        return len(self.inputs) + len(self.template)
-
-    def _constant(self, value: Any) -> int:
-        kind = type(value)
-        if kind not in _SHARED:
-            return self._slot(value)
-        found = self._constants.get((kind, value))
-        if found is None:
-            found = self._constants[kind, value] = self._slot(value)
-        return found
+    def _slot(self) -> int:
+        self.filled_in += 1
+        return len(self.inputs) + self.filled_in
 
     def _place(self, x: View) -> int:
         """The slot of a view's address."""
@@ -141,26 +156,25 @@ class _Binder:
                 self.derived.append((found, 1 + number, offset))
         return found
 
-    def _launch(self, launch: Launch, found: Entry) -> _Call:
-        slots = [self._constant(x) for x in launch.grid]
-        slots += [_STREAM, *(self._constant(x) for x in found.head)]
+    def _launch(self, launch: Launch, again: _Again) -> _Call:
+        # The grid comes first, then the stream.
+        arguments, moves = again.arguments.copy(), [(3, 0)]
+        arguments[:3] = launch.grid
         maps: list[_Map] = []
-        for name in launch.kernel.arg_names:
-            x = launch.arguments[name] if name in launch.arguments else launch.constants[name]
+        for name, place in again.places:
+            x = launch.arguments[name]
             if isinstance(x, View):
-                slots.append(self._place(x))
+                moves.append((place, self._place(x)))
             elif isinstance(x, Tile):
-                like = triton_private.descriptor(x, _AnyTensor(x.base.dtype))
-                encode = triton_private.encoder(found, len(maps), like)
-                maps.append(_Map(self._slot(), self._place(x.base), encode, {}))
-                slots.append(maps[-1].slot)
-                if found.flat:
-                    slots += [self._constant(n) for n in (*x.shape, x.stride, 1)]
+                encode = triton_private.encoder(again.entry, len(maps), x)
+                maps.append(_Map(place, self._place(x.base), encode, {}))
+                if again.entry.flat:
+                    arguments[place + 1 : place + 5] = (*x.shape, x.stride, 1)
             else:
-                slots.append(self._constant(x))
-        return _Call(tuple(maps), found.call, itemgetter(*slots))
+                arguments[place] = x
+        return _Call(tuple(maps), again.entry.call, arguments, tuple(moves))
 
-    def epochs(self, entries: dict[int, Entry]) -> tuple[tuple[_Epoch, ...], dict[str, int]]:
+    def epochs(self, entries: dict[int, _Again]) -> tuple[tuple[_Epoch, ...], dict[str, int]]:
         """The epochs, and the number of each result that is a buffer of its own; ``entries``: by id of the launch."""
         plan = self.plan
         calls = [
@@ -199,19 +213,6 @@ class _Binder:
         return maker((size,), torch.uint8, False, self.device), tuple(parts)
 
 
-class _AnyTensor:
-    """Stands for the tensor of a descriptor that is bound to addresses later."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def data_ptr(self) -> int:
-        return 0
-
-    def element_size(self) -> int:
-        return self.dtype.itemsize
-
-
 def _torch_step(step: Step, plan: Plan, numbers: dict[str, int]) -> Callable[[list[Any]], None]:
     """A function of the tensors that are held, for a step of torch."""
     views = tuple(step.views())
@@ -235,14 +236,18 @@ class Bound:
 
     def __init__(
         self, plan: Plan, names: Sequence[str], device: torch.device, private: Any = triton_private,
-        entries: dict[Any, Entry | None] = _entries,
+        entries: dict[Any, _Again | None] = _entries,
     ) -> None:  # fmt: skip
         self.plan, self._names, self._device = plan, tuple(names), device
         self._private, self._entries = private, entries
-        self._publicly = PublicPlan(plan, names, device, self._launch_publicly, triton_private.descriptor)
         self._epochs: tuple[_Epoch, ...] | None = None
         # A kernel that is compiled already, for other lengths, need not be looked for by triton.
         self._bind()
+
+    @cached_property
+    def _publicly(self) -> PublicPlan:
+        """Runs the plan through triton; few plans need it."""
+        return PublicPlan(self.plan, self._names, self._device, self._launch_publicly, triton_private.descriptor)
 
     def _bind(self) -> None:
         if INTERPRET:
@@ -251,7 +256,7 @@ class Bound:
         if all(entries.values()):
             binder = _Binder(self.plan, self._names, self._device)
             epochs, numbers = binder.epochs(entries)
-            self._template, self._derived = tuple(binder.template), tuple(binder.derived)
+            self._empty, self._derived = (0,) * binder.filled_in, tuple(binder.derived)
             results = {n: x if x is None else numbers[x] for n, x in self.plan.results.items()}
             self._results = tuple(results.items())
             self._stream = self._private.current_stream()
@@ -264,7 +269,7 @@ class Bound:
             if self._epochs is None:
                 self._bind()
             return made
-        values = [self._stream(self._device.index), *places, *self._template]
+        values = [self._stream(self._device.index), *places, *self._empty]
         for slot, place, offset in self._derived:
             values[slot] = values[place] + offset
         held: list[Tensor | None] = list(inputs)
@@ -278,20 +283,23 @@ class Bound:
                     values[slot] = first + offset
             # ``held`` has the only references.
             x = None
-            for maps, function, pick in calls:
-                if pick is None:
+            for maps, function, arguments, moves in calls:
+                if arguments is None:
                     function(held)
                     continue
-                for slot, place, encode, known in maps:
-                    address = values[place]
+                arguments = arguments.copy()
+                for place, slot in moves:
+                    arguments[place] = values[slot]
+                for place, slot, encode, known in maps:
+                    address = values[slot]
                     found = known.get(address)
                     if found is None:
                         found = encode(address)
                         if len(known) >= self.most_encoded:
                             known.clear()
                         known[address] = found
-                    values[slot] = found
-                function(*pick(values))
+                    arguments[place] = found
+                function(*arguments)
             for n in ended:
                 held[n] = None
         return {name: None if n is None else held[n] for name, n in self._results}
@@ -303,7 +311,7 @@ class Bound:
         key = _compiled_for(launch, self._device.index)
         if key not in self._entries:
             tiles = sum(isinstance(x, Tile) for x in launch.arguments.values())
-            self._entries[key] = self._private.entry(compiled, tiles)
+            self._entries[key] = _again(launch, self._private.entry(compiled, tiles))
 
 
 run_plan = partial(run_plan_with, bind=Bound)

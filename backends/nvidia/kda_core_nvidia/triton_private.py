@@ -94,10 +94,10 @@ def launch(kernel: Any, grid: tuple[int, int, int], arguments: list[Any], option
 
 
 class _Place:
-    """Stands for a tensor of which only the address matters."""
+    """Stands for a tensor of which only the address and the dtype matter."""
 
-    def __init__(self, address: int) -> None:
-        self.address = address
+    def __init__(self, address: int, dtype: torch.dtype | None = None) -> None:
+        self.address, self.dtype = address, dtype
 
     def data_ptr(self) -> int:
         return self.address
@@ -120,12 +120,20 @@ def shared_layout(dtype: torch.dtype, block: tuple[int, int], by_rows: bool = Fa
     return gl.NVMMASharedLayout.get_default_for(list(block), kind)
 
 
-def encoder(found: Entry, number: int, like: Any) -> Callable[[int], Any]:
-    """A function that makes a launch's argument of an address, for descriptors like ``like``.
+@cache
+def _checked(dtype: torch.dtype, block: tuple[int, int], stride: int, swizzled: bool, by_rows: bool) -> Any:
+    """A descriptor with these strides and blocks, which triton's constructor has checked."""
+    base: Any = _Place(0, dtype)
+    return descriptor(Tile(base, block, block, stride, swizzled, by_rows), base)
 
-    The constructor checks the same shape and strides again, which takes longer than the rest: it is left out.
+
+def encoder(found: Entry, number: int, tile: Tile) -> Callable[[int], Any]:
+    """A function that makes a launch's argument of an address, for a descriptor of ``tile``.
+
+    The constructor checks the same blocks and strides again, which takes longer than the rest: it is left out.
     """
-    kind, fields = type(like), {**vars(like), "base": None}
+    like = _checked(tile.base.dtype, tile.block, tile.stride, tile.swizzled, tile.by_rows)
+    kind, fields = type(like), {**vars(like), "shape": list(tile.shape), "base": None}
 
     def encode(address: int) -> Any:
         new = object.__new__(kind)

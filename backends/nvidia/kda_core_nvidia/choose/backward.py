@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from kda_core.request import Request
 from kda_core.triton_lib.arguments import decays_bounded, has_contiguous_rows
 from kda_core.triton_lib.layout import CHUNK, padded, slots
-from kda_core.triton_lib.plan import View, contiguous_strides
+from kda_core.triton_lib.plan import View, changed, contiguous_strides
 from kda_core_nvidia.choose.chip import Chip
 from kda_core_nvidia.choose.chunk import (
     BlockConfig,
@@ -156,7 +156,7 @@ def heads_of(call: Request, half: int) -> Request:
     axes |= dict.fromkeys(("initial_state", "grad_final_state"), (1, own_v))
     axes |= dict.fromkeys(("A_log", "dt_bias"), (0, own_v))
     parts = {n: x.cut(*where) for n, where in axes.items() if (x := getattr(call, n)) is not None}
-    return replace(call, **parts, saved=tuple(x.cut(1, own_v) for x in call.saved))
+    return changed(call, **parts, saved=tuple(x.cut(1, own_v) for x in call.saved))
 
 
 def gradients_on_hopper(r: Request, chip: Chip) -> bool:
@@ -261,7 +261,7 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
         # Both are one launch.
         states, reverse = (hopper_config(n, chip, KP, V, N * HV) for n in ("states", "reverse"))
     gradients = config.gradients
-    if gradients_on_hopper(replace(r, grad_o=do), chip):
+    if gradients_on_hopper(changed(r, grad_o=do), chip):
         gradients = gradients_persistent_config(chip) if gradients_persistent(r) else _GRADIENTS_HOPPER
     # Products on scalar units spill more with them. Rows of a descriptor are counted in 32 bits.
     descriptors = chip.descriptors and dtype.itemsize == 2 and many <= most * HV < 2**31 // max(VP, CHUNK)

@@ -11,7 +11,7 @@ import torch
 
 from kda_core.request import Request
 from kda_core.triton_lib.layout import CHUNK, padded, slots
-from kda_core.triton_lib.plan import View, contiguous_strides
+from kda_core.triton_lib.plan import View, changed, contiguous_strides
 from kda_core.triton_lib.segments import packed_segments
 from kda_core_nvidia.choose.chip import Chip
 
@@ -381,7 +381,7 @@ def starts_shape(r: Request) -> tuple[int, ...]:
 def in_parts(x: View, count: int) -> View:
     """``x`` [1, T, ..] as [count, T / count, ..]."""
     rows = x.shape[1] // count
-    return replace(x, shape=(count, rows, *x.shape[2:]), strides=(rows * x.strides[1], *x.strides[1:]))
+    return x._replace(shape=(count, rows, *x.shape[2:]), strides=(rows * x.strides[1], *x.strides[1:]))
 
 
 def as_segments(request: Request, rows: int) -> Request:
@@ -393,7 +393,7 @@ def as_segments(request: Request, rows: int) -> Request:
         return packed_segments(request, rows, v_first=True)
     names = ("q", "k", "v", "g", "beta", "grad_o")
     parts = {n: in_parts(x, request.T // rows) for n in names if (x := getattr(request, n)) is not None}
-    return replace(request, **parts, initial_state=None, grad_final_state=None, state_v_first=True)
+    return changed(request, **parts, initial_state=None, grad_final_state=None, state_v_first=True)
 
 
 def transitions_of(r: Request, chip: Chip) -> BlockConfig | TransitionsHopperConfig:

@@ -5,12 +5,11 @@ The choice depends on shapes and dtypes, and not on the chip: what a forward sav
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from kda_core.request import Request
 from kda_core.triton_lib.layout import CHUNK, padded, slots
+from kda_core.triton_lib.plan import changed
 from kda_core.triton_lib.segments import IN_HALVES, rejected_in_halves, segments_of
 from kda_core_nvidia.choose.chip import Chip
 from kda_core_nvidia.choose.chunk import (
@@ -59,7 +58,7 @@ def fragment_rows(r: Request) -> int:
 
 def as_fragments(r: Request, rows: int) -> Request:
     """``as_segments``; the call itself, states V first, without ``rows``."""
-    return as_segments(r, rows) if rows else replace(r, state_v_first=True)
+    return as_segments(r, rows) if rows else changed(r, state_v_first=True)
 
 
 def fragment_slots(r: Request) -> int:

@@ -5,7 +5,8 @@ chunk-parallel kernel.
 2. recurrences: forward, for residuals and the state of every slot (backward_states), and at the same time backward, for
    dv and the state gradient of every slot (backward_reverse);
 3. gradients: dq, dk, dg, dβ and partial sums for A_log and dt_bias (backward_gradients);
-4. finish: sums over channel blocks and grouped heads, the gradient of the row norms (backward_finish).
+4. finish: sums over channel blocks and grouped heads, the gradient of the row norms (backward_finish);
+5. sums: those of A_log and dt_bias over the slots (backward_sums).
 
 Nothing synchronises with the host: with ``cu_seqlens`` the slots of each sequence are found on the device, in buffers
 whose size T and N bound. Sums over value heads and over slots are ordered, so that results repeat bitwise.
@@ -14,7 +15,7 @@ whose size T and N bound. Sums over value heads and over slots are ordered, so t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,11 +25,12 @@ from kda_core.triton_lib.arguments import gate_kind
 from kda_core.triton_lib.frame import gate_parameters, names
 from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.lift import lift
-from kda_core.triton_lib.plan import Builder, Copy, Plan, Sum, View, input_layouts, matrix_tile, token_tile
+from kda_core.triton_lib.plan import Builder, Copy, Plan, View, changed, input_layouts, matrix_tile, token_tile
 from kda_core_nvidia.backward_finish import finish_kernel
 from kda_core_nvidia.backward_gradients import gradients_kernel
 from kda_core_nvidia.backward_hopper import recurrences_hopper
 from kda_core_nvidia.backward_recurrences import recurrences_kernel
+from kda_core_nvidia.backward_sums import sums_kernel
 from kda_core_nvidia.choose import BackwardChoice
 from kda_core_nvidia.choose.backward import (
     WHOLE,
@@ -47,6 +49,9 @@ from kda_core_nvidia.plans.segments import add_ends, add_starts, cut_into_segmen
 
 FINISH_ELEMENTS = 2048
 """Elements of a tile of ``finish_kernel``."""
+
+SUM_CHANNELS, SUM_ROWS = 16, 256
+"""Tile of ``sums_kernel``."""
 
 Grads = dict[str, View | None]
 
@@ -94,7 +99,7 @@ def plan_finish_backward(call: Request, choice: BackwardChoice) -> Plan:
     b = Builder()
     count = (5 if call.disable_recompute else 3) + call.use_qk_l2norm_in_kernel
     saved, (dv, *segments, ends) = call.saved[:count], call.saved[count:]
-    w = _Backward(b, replace(call, saved=saved), choice, _sums(b, call))
+    w = _Backward(b, changed(call, saved=saved), choice, _sums(b, call))
     r, (prepared, starts) = w.with_do(), _prepared_before(w.r)
     if not call.disable_recompute:
         keys, D, X, *segments = segments
@@ -131,7 +136,7 @@ def _by_halves(b: Builder, call: Request, choice: BackwardChoice) -> Grads:
         part = heads_of(call, i)
         sums = {n: x for n in ("A_log", "dt_bias") if (x := getattr(part, n)) is not None and gate_kind(call) != "none"}
         into |= {n: b.scratch(f"d{n} of half the heads", x.shape, x.dtype) for n, x in sums.items()}
-        part = replace(part, saved=tuple(b.dense(x) for x in part.saved))
+        part = changed(part, saved=tuple(b.dense(x) for x in part.saved))
         parts.append({n: x for n, x in _Backward(b, part, half, into).add().items() if n not in whole})
     axes = {"v": 2, "beta": 2, "initial_state": 1, "A_log": 0, "dt_bias": 0}
     for n, axis in axes.items():
@@ -175,14 +180,14 @@ class _Backward:
         self.whole = call
         self.part = "q" in into
         if call.cp_context:
-            self.whole = replace(call, cu_seqlens=b.dense(call.cu_seqlens))
+            self.whole = changed(call, cu_seqlens=b.dense(call.cu_seqlens))
         cut = call.cp_context or choice.segment_rows
         r = cut_into_segments(b, self.whole, choice.segment_rows) if cut else call
         names = [n for n in ("q", "k", "v", "g", "beta", "grad_o") if getattr(r, n) is not None]
-        r = replace(r, **{n: x if rows_readable(x := getattr(r, n)) else b.dense(x) for n in names})
+        r = changed(r, **{n: x if rows_readable(x := getattr(r, n)) else b.dense(x) for n in names})
         if self._cut_on_hopper:
-            r = replace(r, **{n: aligned(b, getattr(r, n)) for n in ("v", "grad_o") if n in names})
-        r = replace(r, cu_seqlens=b.dense(r.cu_seqlens), **gate_parameters(b, r))
+            r = changed(r, **{n: aligned(b, getattr(r, n)) for n in ("v", "grad_o") if n in names})
+        r = changed(r, cu_seqlens=b.dense(r.cu_seqlens), **gate_parameters(b, r))
         self.r, self.dtype = r, r.q.dtype
         self.B, self.T, self.H, self.K = r.q.shape
         self.HV, self.V = r.v.shape[2:]
@@ -246,7 +251,7 @@ class _Backward:
     def with_do(self) -> Request:
         """The call as kernels read it, with zeros for the gradient of the output where it has none."""
         if self.r.grad_o is None:
-            self.r = replace(self.r, grad_o=self.b.scratch("do", self.r.v.shape, self.r.v.dtype, True))
+            self.r = changed(self.r, grad_o=self.b.scratch("do", self.r.v.shape, self.r.v.dtype, True))
         return self.r
 
     def _states(self, prepared: Prepared, grad_state: View | None) -> _States:
@@ -259,7 +264,7 @@ class _Backward:
         if not self.choice.segment_rows:
             return _States(initial, grad_final, grad_state, (initial, grad_final) if exact else (None, None))
         # The states at the starts of the segments and their gradients at the ends stand for those of packed sequences.
-        call = replace(self.call, initial_state=initial, grad_final_state=grad_final)
+        call = changed(self.call, initial_state=initial, grad_final_state=grad_final)
         first, transitions = self._starts(prepared, call)
         r = self.with_do()
         last = add_ends(b, r, self.choice, r.grad_o, prepared[:3], transitions, call)
@@ -366,7 +371,7 @@ class _Backward:
     ) -> None:  # fmt: skip
         r, choice, config, slots_of = self.r, self.choice, self.choice.gradients, self._slots_of(turn)
         data = {n: (x := getattr(r, n)) and x.cut(0, turn) for n in ("q", "k", "v", "g", "beta", "grad_o")}
-        part, do, dv = replace(r, **data), data["grad_o"], dv.cut(0, turn)
+        part, do, dv = changed(r, **data), data["grad_o"], dv.cut(0, turn)
         exact = [x and x.cut(0, turn) for x in states.exact]
         named = self._names() | own | data | {"do": do, "dv": dv}
         named["dbeta"] = out["dbeta"].cut(out["dbeta"].dim() - 3, turn)
@@ -426,8 +431,11 @@ class _Backward:
         b = self.b
         dq, dk, dbeta = (out["dq"], out["dk"], out["dbeta"]) if self._finished else self._add_finish(r, out)
         grads: Grads = {"q": dq, "k": dk, "v": dv, "g": out["dg"], "beta": dbeta}
-        for name, parts, axes in (("A_log", "dA_partial", (0, 2)), ("dt_bias", "dbias_partial", (0,))):
-            if out[parts] is not None:
-                b.step(Sum(self.into[name], out[parts], axes))
-                grads[name] = self.into[name]
+        parts = {n: x for n in ("dA_partial", "dbias_partial") if (x := out[n]) is not None}
+        if parts:
+            sums = {n: self.into.get(n) for n in ("A_log", "dt_bias")}
+            named = {**out, **{f"d{n}": x for n, x in sums.items()}, "count": next(iter(parts.values())).shape[0]}
+            named |= {"HV": self.HV, "K": self.K, "NA": parts["dA_partial"].shape[2] if "dA_partial" in parts else 1}
+            b.pick(sums_kernel, (-(-self.K // SUM_CHANNELS), self.HV), 4, named | {"BK": SUM_CHANNELS, "R": SUM_ROWS})
+            grads |= {n: x for n, x in sums.items() if x is not None}
         return grads

@@ -6,7 +6,6 @@ The layout of what passes between them, and the equations, are in ``kda_core.tri
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from kda_core.triton_lib.arguments import named_state_strides, row_strides, stat
 from kda_core.triton_lib.frame import finish_output, names, outputs, readable
 from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.lift import lift
-from kda_core.triton_lib.plan import Builder, Plan, View, input_layouts, matrix_tile, token_tile
+from kda_core.triton_lib.plan import Builder, Plan, View, changed, input_layouts, matrix_tile, token_tile
 from kda_core_nvidia.choose import ForwardChoice
 from kda_core_nvidia.choose.chunk import (
     HopperConfig,
@@ -254,9 +253,9 @@ def _add_segments(
     prepared = add_prepare(b, cut, choice.prepare, choice.precision, choice.bounded, o, keep=keep)
     hopper = isinstance(choice.transitions, TransitionsHopperConfig)
     if hopper:
-        cut = replace(cut, v=aligned(b, cut.v))
+        cut = changed(cut, v=aligned(b, cut.v))
     own = starts.cut(0, slice(0, cut.N)) if starts and hopper else None
-    call = replace(r, initial_state=b.dense(r.initial_state))
+    call = changed(r, initial_state=b.dense(r.initial_state))
     first, _ = add_starts(b, cut, choice, cut.v, prepared.keys, prepared.D, call, own)
-    add_recurrence(b, replace(cut, initial_state=first), choice, prepared, o, final_state, None, whole=r)
+    add_recurrence(b, changed(cut, initial_state=first), choice, prepared, o, final_state, None, whole=r)
     return prepared

@@ -8,14 +8,12 @@ segment, and the recurrence. A backward does the same from the end.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from kda_core.request import Request
 from kda_core.triton_lib.frame import names, readable
 from kda_core.triton_lib.layout import padded
-from kda_core.triton_lib.plan import Builder, Plan, View, input_layouts
+from kda_core.triton_lib.plan import Builder, Plan, View, changed, input_layouts
 from kda_core_nvidia.choose import BackwardChoice, ForwardChoice
 from kda_core_nvidia.choose.chunk import TransitionsHopperConfig, in_parts
 from kda_core_nvidia.choose.fragments import CHAIN_COLUMNS, CHAIN_WARPS
@@ -111,7 +109,7 @@ def plan_finish(request: Request, choice: ForwardChoice) -> Plan:
     states = make("states at starts", (cut.N, r.HV, r.V, r.K), torch.float32)
     final_state = b.result("final_state", r.state_shape, r.state_dtype) if r.output_final_state else None
     add_chain(b, r, cut, choice, tuple(rest), given=starts, states=states, ends=final_state)
-    cut = replace(cut, v=_rows(b, cut.v, choice), initial_state=states)
+    cut = changed(cut, v=_rows(b, cut.v, choice), initial_state=states)
     add_recurrence(b, cut, choice, Prepared(keys, P, D), like_segments(o, cut), None, None)
     results = {"o": o, "final_state": final_state, "h": None}
     if r.save_for_backward:
