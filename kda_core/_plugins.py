@@ -265,7 +265,12 @@ class Registry:
             UnsupportedCall: no installed backend, or not the named one, can serve the call.
         """
         backend = self._backend_of(request, name)
-        _check_values(request)
+        r: Any = request
+        # Most calls have no values to be checked, and pay no call for it.
+        if r.op == "commit_kda" or (
+            r.op != "kda_gate" and (r.cu_seqlens is not None or r.inplace_final_state or r.out is not None)
+        ):
+            _check_values(request)
         return backend
 
     def answered(self, op: str, args: tuple, kwargs: dict[str, Any], name: str | None) -> tuple[bool, str] | None:
@@ -467,18 +472,22 @@ def requested_name(backend: str | None) -> str | None:
         if not backend:
             raise ValueError("backend: expected the name of a backend or None, got an empty string")
         return backend
-    return _override.get() or _environment() or None
+    # Two looks into dictionaries, because every call passes by here.
+    return _override.get() or (os.environ[ENVIRONMENT_VARIABLE] if _variable in _environment else None) or None
 
 
-_environment = _torch_private.environment_reader(ENVIRONMENT_VARIABLE)
+_environment, _variable = _torch_private.environment(ENVIRONMENT_VARIABLE)
 
 
 TRACED = "@"
 """Stands between a backend's name and the versions in the name that a compiled graph holds."""
 
 
+@_torch_private.constant_in_graphs
 def traced_name(backend: str | None) -> str:
     """The name of a backend as a constant of a compiled graph: with the versions of all that could serve the call.
+
+    After a change of ``use_backend`` or ``KDA_BACKEND``, compile again.
 
     Compilers cache graphs on disk by their content, which does not include the tensors that a backend saves. Without
     the versions, a graph made with an earlier wheel would be reused.
