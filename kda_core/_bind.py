@@ -29,12 +29,12 @@ def build_request(values: dict[str, Any], kind: Any = Request) -> Any:
 def bind(op: str, values: dict[str, Any]) -> Any:
     """The request of a call of ``op``, by the function's arguments without ``backend``; keeps ``values``.
 
-    The one place where arguments become a request. An argument that a function does not take has the default of its
-    field. Nothing is checked but flags that decide here.
+    The one place where arguments become a request. An argument that is not there has its default. Nothing is checked
+    but flags that decide here.
 
     Raises:
         ValueError: a gradient is needed through what is not differentiable.
-        TypeError: a flag is none.
+        TypeError: a value that must be a flag is something else.
     """
     values["op"] = op
     if op == "commit_kda":
@@ -42,14 +42,14 @@ def bind(op: str, values: dict[str, Any]) -> Any:
             if _needs_gradient(values, (name,)):
                 raise ValueError(f"{name}: commit_kda is not differentiable; use torch.no_grad(), or detach it")
         return build_request(values, CommitRequest)
-    values["A_log"] = by_head(values["A_log"], values["g"], 1)
-    values["dt_bias"] = by_head(values["dt_bias"], values["g"], 2)
+    values["A_log"] = by_head(values.get("A_log"), values["g"], 1)
+    values["dt_bias"] = by_head(values.get("dt_bias"), values["g"], 2)
     if op == "kda_gate":
         values["save_for_backward"] = _needs_gradient(values, GATE_DIFFERENTIABLE)
         return build_request(values, GateRequest)
-    if values["scale"] is None:
+    if values.get("scale") is None:
         values["scale"] = default_scale(values["q"])
-    in_pool = values["ssm_state_indices"] is not None
+    in_pool = values.get("ssm_state_indices") is not None
     values["inplace_final_state"] = _is_set(values, "inplace_final_state") or in_pool
     if values.get("records") is not None:
         values["update_state"] = _is_set(values, "update_state") and False
@@ -66,7 +66,7 @@ def _needs_gradient(values: dict[str, Any], names: tuple[str, ...]) -> bool:
     if not torch.is_grad_enabled():
         return False
     for name in names:  # any() with a generator costs half a microsecond more
-        t = values[name]
+        t = values.get(name)
         if t is not None and getattr(t, "requires_grad", False):
             return True
     return False
