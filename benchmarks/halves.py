@@ -21,7 +21,6 @@ from measuring import capture
 from peers import kernels
 from torch import Tensor
 
-from kda_core import _ops
 from kda_core._bench import take_turns
 from kda_core._plugins import registry
 from kda_core.reference import DIFFERENTIABLE
@@ -74,14 +73,14 @@ class Halves:
         begun = begin()
         done = finish(begun.kept)
         found = {
-            "plain forward": lambda: _ops.forward(self.backend, plain),
+            "plain forward": lambda: self.backend.forward(plain),
             "begin": begin,
             "finish": lambda: finish(begun.kept),
             "both": lambda: finish(begin().kept),
         }
         if not training:
             return {f"inference, {n}": run for n, run in found.items()}
-        saved = _ops.forward(self.backend, plain).saved
+        saved = self.backend.forward(plain).saved
         whole, part = self._backward(plain, saved), self._backward(halved, done.saved)
 
         def begin_backward(r: Request = part) -> Any:
@@ -91,8 +90,8 @@ class Halves:
             return call("kda_core_chunk_finish_backward", request=r, kept=kept, ends=states)
 
         def step() -> Any:
-            r = self._backward(plain, _ops.forward(self.backend, plain).saved)
-            return _ops.backward(self.backend, r)
+            r = self._backward(plain, self.backend.forward(plain).saved)
+            return self.backend.backward(r)
 
         def both() -> Any:
             r = self._backward(halved, finish(begin().kept).saved)
@@ -100,7 +99,7 @@ class Halves:
 
         begun_backward = begin_backward()
         return found | {
-            "plain backward": lambda: _ops.backward(self.backend, whole),
+            "plain backward": lambda: self.backend.backward(whole),
             "begin backward": begin_backward,
             "finish backward": lambda: finish_backward(begun_backward.kept),
             "plain step": step,

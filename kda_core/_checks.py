@@ -85,21 +85,6 @@ def check_gate_metadata(r: GateRequest) -> None:
     )
 
 
-def check_differentiable(r: Request) -> None:
-    """Raise if a call that needs gradients has an option that is not differentiable."""
-    for name, used in (
-        ("ssm_state_indices", r.ssm_state_indices is not None),
-        ("inplace_final_state", r.inplace_final_state),
-        ("out", r.out is not None),
-        ("return_intermediate_states", r.return_intermediate_states),
-    ):
-        if python_value(used) is True:  # check_metadata refuses what is no flag
-            raise ValueError(
-                f"{name}: expected no gradient to be needed (it is not differentiable; call it under torch.no_grad() "
-                "or torch.inference_mode()), got an input that requires a gradient"
-            )
-
-
 def check_kinds(r: AnyRequest) -> None:
     """Refuse tensors of kinds that no operator takes: the dispatcher's own error does not name the argument."""
     for name, t in vars(r).items():
@@ -138,10 +123,7 @@ def resolve_signs(r: AnyRequest) -> bool:
         Whether anything was replaced.
     """
     found = {n: t.resolve_neg() for n, t in vars(r).items() if type(t) in (Tensor, Parameter) and t.is_neg()}
-    written: tuple[str | None, ...] = ("pool", "out", "records")
-    if isinstance(r, Request):
-        written += r.written_states, r.checkpoint_states
-    for name in written:
+    for name in () if isinstance(r, GateRequest) else r.written:
         if name in found:
             fail(name, "a tensor that can be written to as it lies in memory", "a negative view (see resolve_neg)")
     r.__dict__.update(found)
@@ -201,7 +183,7 @@ def _check_places(r: Request) -> None:
 def _check_written(r: Request) -> None:
     """Refuse ``out`` and a pool that share memory with other tensors of the call."""
     tensors = {n: t for n, t in vars(r).items() if type(t) in (Tensor, Parameter)}
-    for name in filter(None, ("out", "records", r.written_states, r.checkpoint_states)):
+    for name in r.written:
         written = tensors.pop(name, None)
         for other, t in tensors.items():
             if written is not None and t.device == written.device and share_memory(written, t):

@@ -44,6 +44,8 @@ class CommitRequest:
         """All fields but the memo, which calls of this process share: a copy or a pickle has none."""
         return {name: value for name, value in vars(self).items() if name != "memo"}
 
+    save_for_backward = False
+
     @property
     def device(self) -> torch.device:
         return self.pool.device
@@ -68,6 +70,11 @@ class CommitRequest:
     @property
     def V(self) -> int:
         return self.pool.shape[2 if self.state_v_first else 3]
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """Names of the arguments that the call writes to."""
+        return ("pool",)
 
     @property
     def features(self) -> frozenset[Feature]:

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from kda_core import _plugins
+from kda_core._bind import bind, is_sharded
 from kda_core._ledger import Explanation
 from kda_core._plugins import registry
-from kda_core.api import Question, chunk_kda, fused_recurrent_kda, kda_gate
+from kda_core.api import chunk_kda, fused_recurrent_kda, kda_gate
 from kda_core.call_plan import CallPlan
-from kda_core.request import AnyRequest
 
 
 def explain(*args: Any, op: str = "chunk_kda", **kwargs: Any) -> Explanation:
@@ -29,7 +29,7 @@ def explain(*args: Any, op: str = "chunk_kda", **kwargs: Any) -> Explanation:
         ValueError, TypeError: the arguments are wrong, as in the call itself.
         BackendNotFound, BrokenBackend: ``backend=`` names one that cannot be used at all.
     """
-    return _ask(lambda request, name: registry.explain(request, name), op, args, kwargs)
+    return _ask(registry.explain, op, args, kwargs)
 
 
 def plan(*args: Any, op: str = "chunk_kda", chip: str | None = None, **kwargs: Any) -> tuple[CallPlan, ...]:
@@ -54,25 +54,36 @@ def plan(*args: Any, op: str = "chunk_kda", chip: str | None = None, **kwargs: A
     return _ask(lambda request, name: registry.plan(request, name, chip), op, args, kwargs)
 
 
-def _ask(question: Callable[[AnyRequest, str | None], Any], op: str, args: Any, kwargs: Any) -> Any:
+def _ask(question: Callable[[Any, str | None], Any], op: str, args: Any, kwargs: Any) -> Any:
     """The answer to a question about a call: ``question`` takes its request and the name of the wanted backend."""
-    function = _function(op)
-    call = inspect.signature(function).bind(*args, **kwargs)
-    name = _plugins.requested_name(call.arguments.get("backend"))
+    try:
+        given = _signature(op).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{op}() {error}") from None
+    given.apply_defaults()
+    name = _plugins.requested_name(given.arguments.pop("backend"))
     if name is not None:
         registry.named(name)
-    call.arguments["backend"] = Question(lambda request: question(request, name))
-    return function(*call.args, **call.kwargs)
+    r = bind(op, given.arguments)
+    if is_sharded(getattr(r, "q", r.g)):
+        from kda_core.distributed import _shards
+
+        r = bind(op, _shards.local(r)[0])
+    if op != "chunk_kda" or r.cp_context is None:
+        return question(r, name)
+    from kda_core.distributed import _call
+
+    return _call.answered(r, lambda part: question(part, name))
 
 
-def _function(op: str) -> Callable[..., Any]:
-    function = _FUNCTIONS.get(op) if isinstance(op, str) else None
-    if function is None:
-        raise ValueError(f"op: expected one of {', '.join(_FUNCTIONS)}, got {op!r}")
-    return function
+def _signature(op: str) -> inspect.Signature:
+    signature = _SIGNATURES.get(op) if isinstance(op, str) else None
+    if signature is None:
+        raise ValueError(f"op: expected one of {', '.join(_SIGNATURES)}, got {op!r}")
+    return signature
 
 
-_FUNCTIONS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (chunk_kda, fused_recurrent_kda, kda_gate)}
+_SIGNATURES = {f.__name__: inspect.signature(f) for f in (chunk_kda, fused_recurrent_kda, kda_gate)}
 
 
 def supports(op: str, /, *args: Any, **kwargs: Any) -> tuple[bool, str]:
@@ -98,9 +109,8 @@ def supports(op: str, /, *args: Any, **kwargs: Any) -> tuple[bool, str]:
     answer = registry.answered(op, args, kwargs, name)
     if answer is not None:
         return answer
-    function = _function(op)
-    question = Question(lambda request: registry.supports(request, args, kwargs, name))
+    _signature(op)
     try:
-        return function(*args, **kwargs | {"backend": question})
+        return _ask(lambda r, name: registry.supports(r, args, kwargs, name), op, args, kwargs)
     except (ValueError, TypeError) as error:
         return False, str(error)

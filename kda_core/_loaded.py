@@ -8,12 +8,24 @@ from typing import Any
 
 import pluggy
 import torch
+from torch import Tensor
 
-from kda_core import _ranges
+from kda_core import _ranges, _results
+from kda_core._schemas import OPERATORS
 from kda_core._torch_private import profiling
 from kda_core.capabilities import Available, BackendInfo, Unavailable
 from kda_core.errors import ContractViolation
-from kda_core.request import AnyRequest, CommitRequest, GateRequest, LayerRequest, Request
+from kda_core.hookspecs import MAX_SAVED_TENSORS
+from kda_core.request import (
+    AnyRequest,
+    BackwardResult,
+    CommitRequest,
+    ForwardResult,
+    GateRequest,
+    LayerRequest,
+    Request,
+    TensorSpec,
+)
 
 watch: Callable[[Backend, str, Callable[..., Any]], Callable[..., Any]] | None = None
 """Wraps the hooks of all backends while calls are checked: (backend, hook, caller) -> caller."""
@@ -61,6 +73,40 @@ class Backend:
         if answer is None:
             raise ContractViolation(f"backend {self.info.name!r} returned None from {hook}")
         return answer
+
+    def forward(self, r: AnyRequest) -> Any:
+        """Run a request's forward: a ForwardResult; the decay of ``kda_gate``; the pool of a commit."""
+        result = self.result(OPERATORS[r.op].hooks[0], r)
+        memo = r.memo
+        if memo is None or memo.get(ForwardResult) is not type(result):
+            _results.check_forward(self.info.name, r, result)
+        return result
+
+    def backward(self, r: Request | GateRequest) -> dict[str, Tensor]:
+        """Run a request's backward: a gradient for every name in ``needs_grad``."""
+        result = self.result(OPERATORS[r.op].hooks[1], r)
+        memo = r.memo
+        seen = memo is not None and (BackwardResult, r.needs_grad) in memo and type(result) is BackwardResult
+        if not (seen and r.needs_grad <= result.grads.keys()):
+            _results.check_gradients(self.info.name, r, result, memo)
+        return result.grads
+
+    def saved_specs(self, r: Request) -> tuple[TensorSpec, ...]:
+        """The tensors that the backend says it saves.
+
+        Raises:
+            ContractViolation: more tensors than the operators have places for.
+        """
+        specs = self.result("kda_core_saved_spec", r)
+        self.check_number_of_saved(len(specs))
+        return specs
+
+    def check_number_of_saved(self, found: int) -> None:
+        if found > MAX_SAVED_TENSORS:
+            raise ContractViolation(
+                f"backend {self.info.name!r} saves {found} tensors for its backward, expected {MAX_SAVED_TENSORS} at "
+                "most; it can lay several of one dtype into one"
+            )
 
     def devices_among(self, devices: Iterable[torch.device]) -> list[torch.device]:
         """The devices that the backend serves; its device types if there is none among ``devices``."""

@@ -6,7 +6,6 @@ must need only features that it declares; its devices do not matter.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +14,17 @@ from packaging.specifiers import SpecifierSet
 from torch import Tensor
 
 from kda_core._loaded import Backend
+from kda_core._results import chunks_of
 from kda_core.capabilities import BackendInfo, Capabilities
-from kda_core.request import AnyRequest, BackwardResult, CommitRequest, ForwardResult, GateRequest, Request, TensorSpec
+from kda_core.request import (
+    AnyRequest,
+    BackwardResult,
+    CommitRequest,
+    ForwardResult,
+    GateRequest,
+    Request,
+    TensorSpec,
+)
 
 NAME = "meta"
 
@@ -24,15 +32,6 @@ NAME = "meta"
 def is_meta(request: AnyRequest) -> bool:
     """Whether the call's tensors have no values; fake tensors that stand for tensors of a device do not count."""
     return request.device.type == "meta"
-
-
-def chunks_of(r: Request) -> int:
-    """NT, the number of chunks. For packed sequences it depends on values; the checks demand them on the CPU."""
-    C = r.chunk_size
-    if r.cu_seqlens is None:
-        return (r.T + C - 1) // C
-    bounds = (r.cu_seqlens if r.cu_seqlens_cpu is None else r.cu_seqlens_cpu).tolist()
-    return sum((end - start + C - 1) // C for start, end in itertools.pairwise(bounds))
 
 
 def empty_h(r: Request, chunks: int | torch.SymInt) -> Tensor:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from importlib import metadata
+from importlib.metadata import EntryPoint
 from typing import Any
 
 import pluggy
@@ -41,11 +41,7 @@ class Registry:
     """
 
     def __init__(
-        self,
-        *,
-        entry_points: Sequence[metadata.EntryPoint] | None = None,
-        core: str = __version__,
-        most_choices: int = 4096,
+        self, *, entry_points: Sequence[EntryPoint] | None = None, core: str = __version__, most_choices: int = 4096
     ) -> None:
         self._entry_points, self._core = entry_points, core
         # Packed training batches have many lengths, each with its own signature. The cache is cleared at this size.
@@ -76,18 +72,15 @@ class Registry:
             before = dict(self._backends), list(self._ledger)
             self._loading = True
             try:
-                self._load_all()
+                self.register(ReferenceBackend(), entry_point="kda_core.reference:ReferenceBackend")
+                for entry_point in found_entry_points(self._entry_points):
+                    self._load_entry_point(entry_point)
             except BaseException:  # an interrupt: the next call loads again
                 self._go_back(*before)
                 raise
             finally:
                 self._loading = False
             self._loaded = True
-
-    def _load_all(self) -> None:
-        self.register(ReferenceBackend(), entry_point="kda_core.reference:ReferenceBackend")
-        for entry_point in found_entry_points(self._entry_points):
-            self._load_entry_point(entry_point)
 
     def _go_back(self, backends: dict[str, Backend], ledger: list[LedgerEntry]) -> None:
         for name, backend in self._backends.items():
@@ -96,7 +89,7 @@ class Registry:
         self._backends, self._ledger = backends, ledger
         self._forget_choices()
 
-    def _load_entry_point(self, entry_point: metadata.EntryPoint) -> None:
+    def _load_entry_point(self, entry_point: EntryPoint) -> None:
         dist = entry_point.dist
         distribution = f"{dist.name} {dist.version}" if dist else ""
         reason = mismatch(entry_point, self._core)
@@ -275,7 +268,12 @@ class Registry:
             UnsupportedCall: no installed backend, or not the named one, can serve the call.
         """
         backend = self._backend_of(request, name)
-        _check_values(request)
+        r: Any = request
+        # Most calls have no values to be checked, and pay no call for it.
+        if r.op == "commit_kda" or (
+            r.op != "kda_gate" and (r.cu_seqlens is not None or r.inplace_final_state or r.out is not None)
+        ):
+            _check_values(request)
         return backend
 
     def answered(self, op: str, args: tuple, kwargs: dict[str, Any], name: str | None) -> tuple[bool, str] | None:
@@ -477,18 +475,22 @@ def requested_name(backend: str | None) -> str | None:
         if not backend:
             raise ValueError("backend: expected the name of a backend or None, got an empty string")
         return backend
-    return _override.get() or _environment() or None
+    # Two looks into dictionaries, because every call passes by here.
+    return _override.get() or (os.environ[ENVIRONMENT_VARIABLE] if _variable in _environment else None) or None
 
 
-_environment = _torch_private.environment_reader(ENVIRONMENT_VARIABLE)
+_environment, _variable = _torch_private.environment(ENVIRONMENT_VARIABLE)
 
 
 TRACED = "@"
 """Stands between a backend's name and the versions in the name that a compiled graph holds."""
 
 
+@_torch_private.constant_in_graphs
 def traced_name(backend: str | None) -> str:
     """The name of a backend as a constant of a compiled graph: with the versions of all that could serve the call.
+
+    After a change of ``use_backend`` or ``KDA_BACKEND``, compile again.
 
     Compilers cache graphs on disk by their content, which does not include the tensors that a backend saves. Without
     the versions, a graph made with an earlier wheel would be reused.

@@ -1,4 +1,4 @@
-"""Schemas of the torch operators: names, types and defaults of their arguments, and their results.
+"""The torch operators of every public function: schemas, and all that tells one function's from another's.
 
 Exported programs (``torch.export``), compiled packages (AOTInductor) and sharding rules hold these schemas, so
 that they only ever grow. A later version may
@@ -15,11 +15,11 @@ is an empty one of shape [0], because schemas have no optional results and shard
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from dataclasses import dataclass
+from typing import Any
 
 from kda_core.hookspecs import MAX_SAVED_TENSORS
-from kda_core.reference import DIFFERENTIABLE
-from kda_core.request import Op
+from kda_core.request import DIFFERENTIABLE, GATE_DIFFERENTIABLE, CommitRequest, GateRequest, Request
 
 NAMESPACE = "kda_core"
 
@@ -28,9 +28,6 @@ SCHEMA_VERSION = 2
 
 DEFAULTS = {"None": None, "False": False, "True": True, '""': "", "[]": (), "64": 64, "-1": -1, "0": 0}
 """Python's values of the defaults."""
-
-GATE_DIFFERENTIABLE = ("g", "A_log", "dt_bias")
-"""Inputs of ``kda_gate`` that have a gradient."""
 
 SAVED_NAMES = tuple(f"saved_{i}" for i in range(MAX_SAVED_TENSORS))
 """Arguments of a backward operator for what the forward saved, in the order of the forward's last results."""
@@ -84,12 +81,16 @@ _WRITTEN = (
 )
 _LATER = "ScalarType? intermediate_states_dtype=None"
 _CHECKPOINTS = "Tensor? checkpoint_indices=None, int checkpoint_every=0, Tensor(d!)? checkpoint_pool=None"
-_RECORDS = {
-    "chunk_kda": "",
-    "fused_recurrent_kda": ", Tensor(e!)? records=None, Tensor? commit=None, Tensor? num_committed=None, "
-    "Tensor? parents=None, Tensor? commit_path=None",
-}
+_RECORDS = (
+    "Tensor(e!)? records=None, Tensor? commit=None, Tensor? num_committed=None, Tensor? parents=None, "
+    "Tensor? commit_path=None"
+)
 _GRADIENTS = ", ".join(f"Tensor? {name}=None" for name in ("grad_o", "grad_final_state", *SAVED_NAMES))
+_GATE = 'Tensor g, Tensor? A_log=None, Tensor? dt_bias=None, float? lower_bound=None, str backend=""'
+_COMMIT = (
+    "Tensor(a!) pool, Tensor records, Tensor num_accepted, Tensor state_indices, Tensor? cu_seqlens=None, "
+    'bool state_v_first=False, int pad_slot_id=-1, str backend="", Tensor? path=None'
+)
 
 TENSOR_NAMES = _names(_TENSORS)
 """Tensor arguments that the functional operators and their backwards share."""
@@ -98,28 +99,64 @@ OPTION_NAMES = _names(_OPTIONS)
 """Options that all operators of a public function share, the backend's name aside."""
 
 
-FUNCTIONAL = {op: Schema(op, f"{_SHARED}, {_SAVE}, {_LATER}", 3 + MAX_SAVED_TENSORS) for op in get_args(Op)}
-"""(o, final_state, h, saved_0, ...) of a call that writes to nothing of the caller's; differentiable."""
+@dataclass(frozen=True, eq=False)
+class Operator:
+    """The operators of one public function. Autograd, ``torch.func`` and fake kernels of all are made from such rows.
 
-INPLACE = {
-    op: Schema(f"{op}_", f"{_SHARED}, {_WRITTEN}, {_LATER}, {_CHECKPOINTS}{_RECORDS[op]}", 3) for op in get_args(Op)
-}
-"""(o, final_state, h) of a call that writes to the caller's ``pool`` or ``out``; no gradient."""
+    Attributes:
+        op: the function.
+        request: the class of its requests.
+        hooks: a backend's, of the forward and the backward.
+        functional: writes to nothing of the caller's and is differentiable. Results: (o, final_state, h, *saved), or
+            one tensor where nothing is saved.
+        backward: a gradient for each of ``differentiable``, absent where ``needs`` does not ask for it. If the backend
+            saves tensors and none are passed, the forward is run again.
+        writing: (o, final_state, h) of a call that writes to the caller's ``pool`` or ``out``; no gradient.
+        tensors, options: arguments of the functional operator that its backward takes again.
+        differentiable: names of the inputs that have a gradient.
+        grads: arguments of the backward: the gradients of the results.
+        saved: arguments of the backward for what the forward saved, in the order of the forward's last results.
+        namespace: of the operators.
+    """
 
-BACKWARD = {
-    op: Schema(f"{op}_backward", f"{_SHARED}, {_GRADIENTS}, {_NEEDS}", len(DIFFERENTIABLE)) for op in get_args(Op)
-}
-"""A gradient for each of ``DIFFERENTIABLE``, absent where ``needs`` does not ask for it.
+    op: str
+    request: type
+    hooks: tuple[str, ...]
+    # None where a function has no such operator.
+    functional: Schema = None  # type: ignore[assignment]
+    backward: Schema = None  # type: ignore[assignment]
+    writing: Schema = None  # type: ignore[assignment]
+    tensors: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    differentiable: tuple[str, ...] = ()
+    grads: tuple[str, ...] = ()
+    saved: tuple[str, ...] = ()
+    namespace: str = NAMESPACE
 
-If the backend saves tensors and none are passed, the forward is run again.
-"""
 
-_GATE = 'Tensor g, Tensor? A_log=None, Tensor? dt_bias=None, float? lower_bound=None, str backend=""'
-GATE = Schema("kda_gate", f"{_GATE}, {_SAVE}", 1)
-GATE_BACKWARD = Schema("kda_gate_backward", f"{_GATE}, Tensor? grad_output=None, {_NEEDS}", len(GATE_DIFFERENTIABLE))
-COMMIT = Schema(
-    "commit_kda_",
-    "Tensor(a!) pool, Tensor records, Tensor num_accepted, Tensor state_indices, Tensor? cu_seqlens=None, "
-    'bool state_v_first=False, int pad_slot_id=-1, str backend="", Tensor? path=None',
-    0,
-)
+def _of_recurrence(op: str, hooks: str, more: str = "") -> Operator:
+    writing = ", ".join(filter(None, (_SHARED, _WRITTEN, _LATER, _CHECKPOINTS, more)))
+    return Operator(
+        op, Request, (f"{hooks}_forward", f"{hooks}_backward"),
+        Schema(op, f"{_SHARED}, {_SAVE}, {_LATER}", 3 + MAX_SAVED_TENSORS),
+        Schema(f"{op}_backward", f"{_SHARED}, {_GRADIENTS}, {_NEEDS}", len(DIFFERENTIABLE)),
+        Schema(f"{op}_", writing, 3),
+        TENSOR_NAMES, OPTION_NAMES, DIFFERENTIABLE, ("grad_o", "grad_final_state"), SAVED_NAMES,
+    )  # fmt: skip
+
+
+OPERATORS = {
+    row.op: row
+    for row in (
+        _of_recurrence("chunk_kda", "kda_core_chunk"),
+        _of_recurrence("fused_recurrent_kda", "kda_core_recurrent", _RECORDS),
+        Operator(
+            "kda_gate", GateRequest, ("kda_core_gate_forward", "kda_core_gate_backward"),
+            Schema("kda_gate", f"{_GATE}, {_SAVE}", 1),
+            Schema("kda_gate_backward", f"{_GATE}, Tensor? grad_output=None, {_NEEDS}", len(GATE_DIFFERENTIABLE)),
+            tensors=GATE_DIFFERENTIABLE, options=("lower_bound",), differentiable=GATE_DIFFERENTIABLE,
+            grads=("grad_output",),
+        ),
+        Operator("commit_kda", CommitRequest, ("kda_core_commit",), writing=Schema("commit_kda_", _COMMIT, 0)),
+    )
+}  # fmt: skip

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
+from torch.nn import Parameter
 from torch.utils import _python_dispatch
 
 MISSING: list[str] = []
@@ -65,6 +66,17 @@ def in_forward_mode() -> bool:
     if _forward_mode is None:
         return not torch.compiler.is_compiling()
     return _forward_mode._current_level >= 0
+
+
+def needs_operator(*values: Any) -> bool:
+    """Whether a call of these must be an operator: one is a fake or wrapped tensor, or something watches.
+
+    In forward mode the operator finds out whether a tensor has a tangent.
+    """
+    for t in values:
+        if type(t) is not Tensor and type(t) is not Parameter and isinstance(t, Tensor):
+            return True
+    return in_mode() or in_forward_mode()
 
 
 # Tensors that transforms wrap.
@@ -190,10 +202,9 @@ if not hasattr(profiler, "_is_profiler_enabled"):
     profiling = SimpleNamespace(_is_profiler_enabled=False)
 
 
-def environment_reader(variable: str) -> Callable[[], str | None]:
-    """``os.environ.get(variable)`` without encoding the name each time, which takes a microsecond of every call."""
+def environment(variable: str) -> tuple[Any, Any]:
+    """``os.environ`` without encoding the name each time, which takes a microsecond of every call: mapping and key."""
     with suppress(AttributeError):
-        found, name = os.environ._data, os.environ.encodekey(variable)  # type: ignore[attr-defined]
-        return lambda: os.environ[variable] if name in found else None
+        return os.environ._data, os.environ.encodekey(variable)  # type: ignore[attr-defined]
     MISSING.append("os.environ._data")
-    return lambda: os.environ.get(variable)
+    return os.environ, variable

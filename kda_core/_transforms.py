@@ -10,16 +10,17 @@ samples, so that a backward under ``vmap`` runs the forward again.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kda_core import _schemas
-from kda_core._schemas import GATE_DIFFERENTIABLE, SAVED_NAMES
+from kda_core import _autograd
+from kda_core._schemas import NAMESPACE, Operator, Schema
 from kda_core._torch_private import in_functionalize, is_tracking_gradient, is_wrapped, outside_of_transforms, unwrapped
-from kda_core.errors import NO_DOUBLE_BACKWARD, NO_FORWARD_MODE
-from kda_core.reference import DIFFERENTIABLE
+from kda_core.errors import NO_FORWARD_MODE
+from kda_core.request import GateRequest
 
 _PARAMETERS = ("A_log", "dt_bias")
 # The heads' dimension in one sample, by tensor.
@@ -30,8 +31,8 @@ _HEADS = {
 }
 
 
-def _operator(name: str) -> Any:
-    return getattr(torch.ops.kda_core, name).default
+def _operator(schema: Schema) -> Any:
+    return getattr(getattr(torch.ops, NAMESPACE), schema.name).default
 
 
 class _Samples:
@@ -87,157 +88,69 @@ class _Samples:
         return t.narrow(at, 0, 0) if self._none else t
 
 
-def _samples_of(op: str, schema: _schemas.Schema, info: Any, in_dims: tuple, values: tuple) -> tuple[dict, _Samples]:
-    """The arguments of ``op`` by name, and its samples."""
+def _samples_of(row: Operator, schema: Schema, info: Any, in_dims: tuple, values: tuple) -> tuple[dict, _Samples]:
+    """The arguments of an operator by name, and its samples."""
     named = dict(zip(schema.names, values, strict=True))
     # A list counts as one argument and has a list of dimensions.
     dims = dict(zip(schema.names, in_dims, strict=True))
     for name in ("cu_seqlens", "cu_seqlens_cpu"):
-        if dims[name] is not None:
+        if dims.get(name) is not None:
             raise ValueError(
                 f"{name}: expected the same boundaries for every sample of torch.func.vmap (in_dims None), got some "
-                f"for each; pack the samples into one call of {op} instead"
+                f"for each; pack the samples into one call of {row.op} instead"
             )
-    needs = dict(zip(DIFFERENTIABLE, named.get("needs") or (), strict=False))
-    in_heads = named["cu_seqlens"] is not None or any(needs.get(name) for name in _PARAMETERS)
-    return named, _Samples(named, dims, info.batch_size, _HEADS, in_heads)
+    needs = dict(zip(row.differentiable, named.get("needs") or (), strict=False))
+    in_heads = named.get("cu_seqlens") is not None or any(needs.get(name) for name in _PARAMETERS)
+    heads, of_gate = _HEADS, row.request is GateRequest
+    if of_gate:
+        heads = {**_HEADS, **dict.fromkeys(("g", "grad_output"), named["g"].dim() - (dims["g"] is not None) - 2)}
+    return named, _Samples(named, dims, info.batch_size, heads, in_heads, stacked=of_gate)
 
 
-class _WithoutTangents(torch.autograd.Function):
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise RuntimeError(NO_FORWARD_MODE.format(op=ctx.op))
+def _forward_of_samples(row: Operator, info: Any, in_dims: tuple, *values: Any) -> tuple[Any, Any]:
+    named, samples = _samples_of(row, row.functional, info, in_dims, values)
+    found = _functions(row)[0].apply(*samples.joined().values())
+    if row.request is GateRequest:
+        return samples.apart("g", found), samples.place("g")
+    o, final_state, h, *_ = found
+    made = {"o": o, "final_state": final_state, "h": h}
+    wanted = {"o": True, "final_state": named["output_final_state"], "h": named["return_intermediate_states"]}
+    results = [samples.apart(n, t) if wanted[n] else t for n, t in made.items()]
+    out_dims = [samples.place(n) if wanted[n] else None for n in made]
+    saved = [o.new_empty(0) for _ in row.saved]
+    return (*results, *saved), (*out_dims, *(None for _ in saved))
 
 
-class _Forward(_WithoutTangents):
-    """A functional operator: (op, *arguments of its schema)."""
-
-    @staticmethod
-    def forward(op: str, *values: Any) -> tuple[Tensor, ...]:
-        return _operator(op)(*values)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-        op, *values = inputs
-        named = dict(zip(_schemas.FUNCTIONAL[op].names, values, strict=True))
-        ctx.op, ctx.has_final_state = op, named["output_final_state"]
-        ctx.options = {n: named[n] for n in (*_schemas.OPTION_NAMES, "backend")}
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*output[2 if ctx.has_final_state else 1 :])
-        ctx.save_for_backward(*(named[n] for n in _schemas.TENSOR_NAMES), *output[3:])
-
-    @staticmethod
-    def backward(ctx: Any, grad_o: Tensor | None, grad_final_state: Tensor | None, *_: Any) -> tuple:
-        names = _schemas.FUNCTIONAL[ctx.op].names
-        asked = dict(zip(names, ctx.needs_input_grad[1:], strict=True))
-        grads: dict[str, Tensor] = {}
-        if grad_o is not None or grad_final_state is not None:
-            named = dict(zip((*_schemas.TENSOR_NAMES, *SAVED_NAMES), ctx.saved_tensors, strict=True)) | ctx.options
-            named |= {"grad_o": grad_o, "grad_final_state": grad_final_state}
-            named["needs"] = [asked[n] for n in DIFFERENTIABLE]
-            found = _Backward.apply(ctx.op, *(named[n] for n in _schemas.BACKWARD[ctx.op].names))
-            grads = {n: grad for n, grad in zip(DIFFERENTIABLE, found, strict=True) if asked[n]}
-        return (None, *(grads.get(n) for n in names))
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple, op: str, *values: Any) -> tuple[tuple, tuple]:
-        named, samples = _samples_of(op, _schemas.FUNCTIONAL[op], info, in_dims[1:], values)
-        o, final_state, h, *_ = _Forward.apply(op, *samples.joined().values())
-        made = {"o": o, "final_state": final_state, "h": h}
-        wanted = {"o": True, "final_state": named["output_final_state"], "h": named["return_intermediate_states"]}
-        results = [samples.apart(n, t) if wanted[n] else t for n, t in made.items()]
-        out_dims = [samples.place(n) if wanted[n] else None for n in made]
-        saved = [o.new_empty(0) for _ in SAVED_NAMES]
-        return (*results, *saved), (*out_dims, *(None for _ in saved))
-
-
-class _Backward(_WithoutTangents):
-    """A backward operator: (op, *arguments of its schema)."""
-
-    @staticmethod
-    def forward(op: str, *values: Any) -> tuple[Tensor, ...]:
-        return _operator(f"{op}_backward")(*values)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        ctx.op = inputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> None:
-        raise RuntimeError(NO_DOUBLE_BACKWARD.format(op=ctx.op))
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple, op: str, *values: Any) -> tuple[tuple, tuple]:
-        named, samples = _samples_of(op, _schemas.BACKWARD[op], info, in_dims[1:], values)
-        # The saved tensors belong to other samples, or to these in another layout.
-        found = _Backward.apply(op, *(samples.joined() | dict.fromkeys(SAVED_NAMES)).values())
-        return _grads_apart(samples, DIFFERENTIABLE, named["needs"], found)
-
-
-def _grads_apart(samples: _Samples, names: tuple[str, ...], needs: list[bool], found: tuple) -> tuple[tuple, tuple]:
-    needed = [n if wanted else None for n, wanted in zip(names, needs, strict=True)]
+def _backward_of_samples(row: Operator, info: Any, in_dims: tuple, *values: Any) -> tuple[tuple, tuple]:
+    named, samples = _samples_of(row, row.backward, info, in_dims, values)
+    # The saved tensors belong to other samples, or to these in another layout.
+    found = _functions(row)[1].apply(*(samples.joined() | dict.fromkeys(row.saved)).values())
+    needed = [n if wanted else None for n, wanted in zip(row.differentiable, named["needs"], strict=True)]
     grads = [grad if n is None else samples.apart(n, grad) for n, grad in zip(needed, found, strict=True)]
     return tuple(grads), tuple(None if n is None else samples.place(n) for n in needed)
 
 
-def _gates(schema: _schemas.Schema, info: Any, in_dims: tuple, values: tuple) -> tuple[dict, _Samples]:
-    """The arguments of ``kda_gate`` by name, and its samples."""
-    named = dict(zip(schema.names, values, strict=True))
-    dims = dict(zip(schema.names, in_dims, strict=True))
-    heads = named["g"].dim() - (dims["g"] is not None) - 2
-    of_heads = dict.fromkeys(("g", "grad_output"), heads) | dict.fromkeys(_PARAMETERS, 0)
-    needs = dict(zip(GATE_DIFFERENTIABLE, named.get("needs") or (), strict=False))
-    in_heads = any(needs.get(name) for name in _PARAMETERS)
-    return named, _Samples(named, dims, info.batch_size, of_heads, in_heads, stacked=True)
+@cache
+def _functions(row: Operator) -> tuple[Any, Any]:
+    """Autograd functions of a functional operator and of its backward, each of the arguments of its schema."""
 
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise RuntimeError(NO_FORWARD_MODE.format(op=row.op))
 
-class _GateForward(_WithoutTangents):
-    """``kda_gate``: (*arguments of its schema)."""
+    class Forward(torch.autograd.Function):
+        forward = staticmethod(_operator(row.functional))
+        setup_context = staticmethod(partial(_autograd.setup_context, row))
+        backward = staticmethod(partial(_autograd.backward, row))
+        vmap = staticmethod(partial(_forward_of_samples, row))
 
-    @staticmethod
-    def forward(*values: Any) -> Tensor:
-        return _operator("kda_gate")(*values)
+    class Backward(torch.autograd.Function):
+        forward = staticmethod(_operator(row.backward))
+        setup_context = staticmethod(_autograd.nothing)
+        backward = staticmethod(_autograd.missing_double_backward(row.op))
+        vmap = staticmethod(partial(_backward_of_samples, row))
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        named = dict(zip(_schemas.GATE.names, inputs, strict=True))
-        ctx.op, ctx.options = "kda_gate", {n: named[n] for n in ("lower_bound", "backend")}
-        ctx.save_for_backward(*(named[n] for n in GATE_DIFFERENTIABLE))
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple:
-        needs = list(ctx.needs_input_grad[: len(GATE_DIFFERENTIABLE)])
-        named = dict(zip(GATE_DIFFERENTIABLE, ctx.saved_tensors, strict=True)) | ctx.options
-        named |= {"grad_output": grad_output, "needs": needs}
-        found = _GateBackward.apply(*(named[n] for n in _schemas.GATE_BACKWARD.names))
-        grads = {n: grad for n, grad, wanted in zip(GATE_DIFFERENTIABLE, found, needs, strict=True) if wanted}
-        return tuple(grads.get(n) for n in _schemas.GATE.names)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple, *values: Any) -> tuple[Tensor, int]:
-        _, samples = _gates(_schemas.GATE, info, in_dims, values)
-        result = _GateForward.apply(*samples.joined().values())
-        return samples.apart("g", result), samples.place("g")
-
-
-class _GateBackward(_WithoutTangents):
-    """``kda_gate_backward``: (*arguments of its schema)."""
-
-    @staticmethod
-    def forward(*values: Any) -> tuple[Tensor, ...]:
-        return _operator("kda_gate_backward")(*values)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        ctx.op = "kda_gate"
-
-    backward = _Backward.backward
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple, *values: Any) -> tuple[tuple, tuple]:
-        named, samples = _gates(_schemas.GATE_BACKWARD, info, in_dims, values)
-        found = _GateBackward.apply(*samples.joined().values())
-        return _grads_apart(samples, GATE_DIFFERENTIABLE, named["needs"], found)
+    Forward.jvp = Backward.jvp = staticmethod(jvp)  # type: ignore[assignment]
+    return Forward, Backward
 
 
 def _requires_gradient(t: Any) -> bool:
@@ -251,53 +164,35 @@ def _requires_gradient(t: Any) -> bool:
     return False
 
 
-def kernel(op: str) -> Callable:
+def kernel(row: Operator) -> Callable:
     """The kernel of a functional operator under transforms."""
-    schema = _schemas.FUNCTIONAL[op]
 
-    def transformed(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        values = schema.bind(args, kwargs)
+    def transformed(*args: Any, **kwargs: Any) -> Any:
+        values = row.functional.bind(args, kwargs)
         # Only the level that differentiates can see that a gradient is needed.
-        if any(_requires_gradient(values[n]) for n in DIFFERENTIABLE):
+        if any(_requires_gradient(values[n]) for n in row.differentiable):
             values["save_for_backward"] = True
-            if values["return_intermediate_states"] and torch.is_grad_enabled():
+            if values.get("return_intermediate_states") and torch.is_grad_enabled():
                 raise ValueError(
                     "return_intermediate_states: expected no gradient to be needed (it is not differentiable; call it "
                     "under torch.no_grad()), got an input that a transform differentiates"
                 )
-        done, result = in_functionalize(_operator(op), tuple(values.values()))
-        return result if done else _Forward.apply(op, *values.values())
+        done, result = in_functionalize(_operator(row.functional), tuple(values.values()))
+        return result if done else _functions(row)[0].apply(*values.values())
 
     return transformed
 
 
-def backward_kernel(op: str) -> Callable:
+def backward_kernel(row: Operator) -> Callable:
     """The kernel of a backward operator under transforms."""
-    schema = _schemas.BACKWARD[op]
 
     def transformed(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        values = schema.bind(args, kwargs)
-        values["needs"] = values["needs"] or [values[n] is not None for n in DIFFERENTIABLE]
-        done, result = in_functionalize(_operator(schema.name), tuple(values.values()))
-        return result if done else _Backward.apply(op, *values.values())
+        values = row.backward.bind(args, kwargs)
+        values["needs"] = values["needs"] or [values[n] is not None for n in row.differentiable]
+        done, result = in_functionalize(_operator(row.backward), tuple(values.values()))
+        return result if done else _functions(row)[1].apply(*values.values())
 
     return transformed
-
-
-def gate_kernel(*args: Any, **kwargs: Any) -> Tensor:
-    """The kernel of ``kda_gate`` under transforms."""
-    values = _schemas.GATE.bind(args, kwargs)
-    values["save_for_backward"] |= any(_requires_gradient(values[n]) for n in GATE_DIFFERENTIABLE)
-    done, result = in_functionalize(_operator("kda_gate"), tuple(values.values()))
-    return result if done else _GateForward.apply(*values.values())
-
-
-def gate_backward_kernel(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """The kernel of ``kda_gate_backward`` under transforms."""
-    values = _schemas.GATE_BACKWARD.bind(args, kwargs)
-    values["needs"] = values["needs"] or [values[n] is not None for n in GATE_DIFFERENTIABLE]
-    done, result = in_functionalize(_operator("kda_gate_backward"), tuple(values.values()))
-    return result if done else _GateBackward.apply(*values.values())
 
 
 def _constant(t: Any) -> Any:
@@ -309,21 +204,21 @@ def _constant(t: Any) -> Any:
     return t
 
 
-def inplace_kernel(schema: _schemas.Schema) -> Callable:
+def writing_kernel(row: Operator) -> Callable:
     """The kernel of a writing operator under transforms: the operator, if no transform changes an argument."""
-    op = schema.name.removesuffix("_")
+    schema = row.writing
 
     def transformed(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         values = schema.bind(args, kwargs)
         constants = {n: _constant(t) for n, t in values.items()}
         if any(constants[n] is None for n, t in values.items() if t is not None):
             name = next(n for n in ("ssm_state_indices", "pool", "out") if values.get(n) is not None)
-            name = "inplace_final_state" if name == "pool" and schema is not _schemas.COMMIT else name
+            name = "inplace_final_state" if name == "pool" and row.functional is not None else name
             raise ValueError(
                 f"{name}: expected no torch.func transform (grad, vmap, ...) of a call that writes to its caller's "
-                f"memory; call {op} outside of the transform, or without {name}"
+                f"memory; call {row.op} outside of the transform, or without {name}"
             )
         with outside_of_transforms():
-            return _operator(schema.name)(*constants.values())
+            return _operator(schema)(*constants.values())
 
     return transformed

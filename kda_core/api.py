@@ -1,20 +1,18 @@
-"""The public functions: build a request, choose a backend, call it."""
+"""The public functions: bind the arguments to a request, choose a backend, call it."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from kda_core import _checks, _eager, _expect, _ops, _plugins, _several
+from kda_core import _autograd, _checks, _ops, _plugins
+from kda_core._bind import bind, is_sharded
 from kda_core._ledger import LedgerEntry
-from kda_core._ops import default_scale
 from kda_core._plugins import registry
-from kda_core._torch_private import constant_in_graphs, in_forward_mode
-from kda_core.request import AnyRequest, GateRequest, Request, build_request
+from kda_core._torch_private import needs_operator
+from kda_core.request import GateRequest, Request
 
 
 # For type checkers: how many results there are depends on return_intermediate_states alone.
@@ -190,28 +188,22 @@ def chunk_kda(
         UnsupportedCall: no installed backend, or not the named one, can serve the call.
         BackendNotFound, BrokenBackend: the named backend is not installed, or could not be loaded.
     """
-    request = build_request(
-        {
-            "op": "chunk_kda", "q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": by_head(A_log, g, 1),
-            "dt_bias": by_head(dt_bias, g, 2),
-            "scale": default_scale(q) if scale is None else scale, "initial_state": initial_state,
-            "output_final_state": output_final_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
-            "use_gate_in_kernel": use_gate_in_kernel, "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
-            "allow_neg_eigval": allow_neg_eigval, "safe_gate": safe_gate, "lower_bound": lower_bound,
-            "disable_recompute": disable_recompute, "return_intermediate_states": return_intermediate_states,
-            "state_v_first": state_v_first, "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu,
-            "cp_context": cp_context, "chunk_size": chunk_size, "ssm_state_indices": ssm_state_indices,
-            "num_accepted_tokens": None, "inplace_final_state": ssm_state_indices is not None,
-            "pad_slot_id": pad_slot_id, "out": out, "has_initial_state": has_initial_state,
-            "update_state": update_state, "final_state_indices": final_state_indices,
-            "final_state_pool": final_state_pool, "intermediate_states_dtype": intermediate_states_dtype,
-            "checkpoint_indices": checkpoint_indices, "checkpoint_every": checkpoint_every,
-            "checkpoint_pool": checkpoint_pool, "records": None, "commit": None,
-            "num_committed": None, "parents": None, "commit_path": None,
-            "save_for_backward": _needs_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state, out),
-        }
-    )  # fmt: skip
-    return run(request, backend)
+    # Written out: compilers do not know ``locals()``.
+    arguments = {
+        "q": q, "k": k, "v": v, "g": g, "beta": beta, "scale": scale, "initial_state": initial_state,
+        "output_final_state": output_final_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+        "use_gate_in_kernel": use_gate_in_kernel, "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
+        "allow_neg_eigval": allow_neg_eigval, "safe_gate": safe_gate, "lower_bound": lower_bound,
+        "disable_recompute": disable_recompute, "return_intermediate_states": return_intermediate_states,
+        "state_v_first": state_v_first, "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu,
+        "cp_context": cp_context, "A_log": A_log, "dt_bias": dt_bias, "chunk_size": chunk_size,
+        "ssm_state_indices": ssm_state_indices, "pad_slot_id": pad_slot_id, "out": out,
+        "has_initial_state": has_initial_state, "update_state": update_state,
+        "final_state_indices": final_state_indices, "final_state_pool": final_state_pool,
+        "intermediate_states_dtype": intermediate_states_dtype, "checkpoint_indices": checkpoint_indices,
+        "checkpoint_every": checkpoint_every, "checkpoint_pool": checkpoint_pool,
+    }  # fmt: skip
+    return call("chunk_kda", arguments, backend)
 
 
 def fused_recurrent_kda(
@@ -290,28 +282,19 @@ def fused_recurrent_kda(
     Raises:
         ValueError, TypeError, UnsupportedCall, BackendNotFound, BrokenBackend: as ``chunk_kda``.
     """
-    request = build_request(
-        {
-            "op": "fused_recurrent_kda", "q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": by_head(A_log, g, 1),
-            "dt_bias": by_head(dt_bias, g, 2),
-            "scale": default_scale(q) if scale is None else scale, "initial_state": initial_state,
-            "output_final_state": output_final_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
-            "use_gate_in_kernel": use_gate_in_kernel, "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
-            "allow_neg_eigval": allow_neg_eigval, "safe_gate": safe_gate, "lower_bound": lower_bound,
-            "disable_recompute": False, "return_intermediate_states": False, "state_v_first": state_v_first,
-            "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": None, "cp_context": None, "chunk_size": 64,
-            "ssm_state_indices": ssm_state_indices, "num_accepted_tokens": num_accepted_tokens,
-            "inplace_final_state": _is_set("inplace_final_state", inplace_final_state) or ssm_state_indices is not None,
-            "pad_slot_id": pad_slot_id, "out": out, "has_initial_state": has_initial_state,
-            "update_state": update_state if records is None else _is_set("update_state", update_state) and False,
-            "final_state_indices": final_state_indices,
-            "final_state_pool": final_state_pool, "intermediate_states_dtype": None,
-            "checkpoint_indices": None, "checkpoint_every": 0, "checkpoint_pool": None, "records": records,
-            "commit": commit, "num_committed": num_committed, "parents": parents, "commit_path": commit_path,
-            "save_for_backward": _needs_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state, out),
-        }
-    )  # fmt: skip
-    return run(request, backend)
+    arguments = {
+        "q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias, "scale": scale,
+        "initial_state": initial_state, "output_final_state": output_final_state,
+        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "use_gate_in_kernel": use_gate_in_kernel,
+        "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel, "allow_neg_eigval": allow_neg_eigval,
+        "lower_bound": lower_bound, "state_v_first": state_v_first, "cu_seqlens": cu_seqlens,
+        "ssm_state_indices": ssm_state_indices, "num_accepted_tokens": num_accepted_tokens,
+        "inplace_final_state": inplace_final_state, "pad_slot_id": pad_slot_id, "out": out, "safe_gate": safe_gate,
+        "has_initial_state": has_initial_state, "update_state": update_state,
+        "final_state_indices": final_state_indices, "final_state_pool": final_state_pool, "records": records,
+        "commit": commit, "num_committed": num_committed, "parents": parents, "commit_path": commit_path,
+    }  # fmt: skip
+    return call("fused_recurrent_kda", arguments, backend)
 
 
 def kda_gate(
@@ -339,36 +322,82 @@ def kda_gate(
     Raises:
         ValueError, TypeError, UnsupportedCall: as ``chunk_kda``.
     """
-    request = GateRequest(
-        g=g,
-        A_log=by_head(A_log, g, 1),
-        dt_bias=by_head(dt_bias, g, 2),
-        lower_bound=lower_bound,
-        save_for_backward=_needs_gradient(g, A_log, dt_bias),
-    )
-    if _several.is_sharded(g):
-        return _several.on_shards(request, kda_gate, backend)
-    if isinstance(backend, Question):
-        return backend.answer(request)
-    compiling = torch.compiler.is_compiling()
-    name = traced_name(backend) if compiling else _plugins.requested_name(backend)
-    if in_forward_mode():
-        _refuse_tangents(request)
-    if compiling or any(map(_eager.needs_operator, (g, A_log, dt_bias))):
-        if not compiling:
-            _prepare_for_operator(request)
-        return _ops.call_gate(request, name)
-    chosen = registry.choose(request, name)
-    if request.save_for_backward:
-        return _eager.call_gate(chosen, request)
-    return _ops.gate_forward(chosen, request)
+    return call("kda_gate", {"g": g, "A_log": A_log, "dt_bias": dt_bias, "lower_bound": lower_bound}, backend)
 
 
-class Question:
-    """Stands in for ``backend=`` when a call is to be explained rather than run; ``answer`` takes its request."""
+def commit_kda(
+    pool: Tensor,
+    records: Tensor,
+    num_accepted: Tensor,
+    state_indices: Tensor,
+    cu_seqlens: Tensor | None = None,
+    state_v_first: bool = False,
+    pad_slot_id: int = -1,
+    backend: str | None = None,
+    path: Tensor | None = None,
+) -> None:
+    """Advance states of a pool by the accepted tokens of drafts, in one read and one write of each state.
 
-    def __init__(self, answer: Callable[[AnyRequest], Any]) -> None:
-        self.answer = answer
+    ``S <- D * S + k u^T`` for the first ``num_accepted[n]`` tokens of sequence n (of its path, if the draft was a
+    tree), from the records that ``fused_recurrent_kda`` wrote. The state has the bits that the call with a slot for
+    every token would have left in the slot of the last accepted one, on the same backend. Not differentiable; nothing
+    waits for the device.
+
+    Args:
+        pool: [slots, HV, K, V], as ``initial_state`` of the call that wrote the records.
+        records: [B, T, HV, 2K + V], written by the backend that commits them.
+        num_accepted: [N] int32 or int64, on the device of the pool: from 0, which leaves the slot as it was, to the
+            sequence's tokens, or to M with ``path``. Out of range: ValueError on the CPU and under ``KDA_CHECK=1``;
+            clamped on other devices.
+        state_indices: [N] int32 or int64: the slot of each sequence. Negative ones and ``pad_slot_id`` are skipped. A
+            slot past the pool, or twice: ValueError in the same cases; otherwise one past the pool is skipped, and
+            sequences that share a slot race.
+        cu_seqlens: [N+1], as in the call that wrote the records; then B = 1.
+        state_v_first: states are stored [..., V, K].
+        pad_slot_id: as in ``fused_recurrent_kda``.
+        backend: as in ``chunk_kda``.
+        path: [N, M] int32 or int64: the accepted tokens of sequence n by their numbers in its draft, from the root of
+            the tree on; entries behind ``num_accepted[n]`` are not read. Out of range: as ``num_accepted``.
+
+    Raises:
+        ValueError, TypeError: a wrong shape, dtype, device or value; nothing has been written.
+        UnsupportedCall, BackendNotFound, BrokenBackend: as ``chunk_kda``.
+    """
+    arguments = {
+        "pool": pool, "records": records, "num_accepted": num_accepted, "state_indices": state_indices,
+        "cu_seqlens": cu_seqlens, "state_v_first": state_v_first, "pad_slot_id": pad_slot_id, "path": path,
+    }  # fmt: skip
+    call("commit_kda", arguments, backend)
+
+
+def empty_records(
+    B: int,
+    T: int,
+    HV: int,
+    K: int,
+    V: int,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """A buffer for the ``records`` of ``fused_recurrent_kda``, with any content.
+
+    It takes ``4 * (2 * K + V)`` bytes a token and value head: 1.5 KiB at K = V = 128, where a float32 state takes 64.
+    Slices of it along B, T and HV are buffers, too.
+
+    Args:
+        B: batch rows of q.
+        T: tokens of q.
+        HV: value heads.
+        K: key channels.
+        V: value channels.
+        device: that of q.
+        dtype: float32; float64 for float64 q.
+
+    Returns:
+        [B, T, HV, 2K + V]: for each token and head k, the decay and u of ``S <- D * S + k u^T``, in a form that the
+        backend which writes it reads again.
+    """
+    return torch.empty(B, T, HV, 2 * K + V, device=device, dtype=dtype)
 
 
 def backends() -> tuple[LedgerEntry, ...]:
@@ -379,100 +408,52 @@ def backends() -> tuple[LedgerEntry, ...]:
     return registry.ledger
 
 
-def by_head(t: Tensor | None, g: Tensor, dims: int) -> Tensor | None:
-    """A_log as [HV] (dims = 1) or dt_bias as [HV, K] (2), from a flat one or one with dimensions of size 1."""
-    if t is None:
-        return None
-    try:
-        shape, expected = t.shape, g.shape[-2 : dims - 2 or None]
-    except (AttributeError, RuntimeError, TypeError, ValueError):
-        return t  # no tensor, or a nested one
-    if shape == expected or len(expected) < dims or not isinstance(t, Tensor) or t.layout is not torch.strided:
-        return t
-    if _several.is_sharded(t) and not _several.is_sharded(g):  # of tensor parallelism, beside local rows
-        return by_head(t.to_local(), g, dims)  # type: ignore[attr-defined]
-    if len(shape) == 1:  # flat, as most layers keep it
-        return t.reshape(expected) if shape[0] == math.prod(expected) else t
-    # The checks refuse other shapes: as many elements in another order would be taken for right.
-    if _long(shape) in (_long(expected), _long((math.prod(expected),))):
-        return t.reshape(expected)
-    return t
+def call(op: str, arguments: dict[str, Any], backend: str | None) -> Any:
+    """Make a call of the function ``op``; keeps its arguments."""
+    r = bind(op, arguments)
+    if torch.compiler.is_compiling() or arguments.get("cp_context") is not None:
+        return _watched(r, backend)
+    if needs_operator(*((arguments["q"],) if "q" in arguments else arguments.values())):
+        return _watched(r, backend)
+    chosen = registry.choose(r, _plugins.requested_name(backend))
+    # A call without a signature has no memo: one of its other tensors may be a wrapped one.
+    if r.memo is None and needs_operator(*vars(r).values()):
+        return _watched(r, backend)
+    if not r.save_for_backward:
+        result = chosen.forward(r)
+        _ops.count_writes(r)
+        return _outputs(r, result)
+    o, *states = _autograd.call(chosen, r)
+    return (o, states[0] if r.output_final_state else None) if states else o
 
 
-def _long(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The sizes other than 1."""
-    return tuple(n for n in shape if n != 1)
-
-
-def _is_set(name: str, flag: Any) -> bool:
-    """A flag that decides before the checks of the request: True, False or NumPy's."""
-    if flag is False or flag is True:
-        return flag
-    value = _checks.python_value(flag)
-    _expect.expect_flag(name, value)
-    return value
-
-
-def _needs_gradient(*tensors: Any) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    for t in tensors:  # noqa: SIM110 - any() with a generator costs half a microsecond more
-        if t is not None and getattr(t, "requires_grad", False):
-            return True
-    return False
-
-
-def _prepare_for_operator(request: Request | GateRequest) -> None:
-    """Check the arguments here: the dispatcher runs before an operator's own checks, and its errors name none."""
-    _checks.convert_scalars(request)
-    _checks.check_kinds(request)
-    _checks.check(request)
-
-
-@constant_in_graphs
-def traced_name(backend: str | None) -> str:
-    """A constant of a compiled graph: compile again after changing ``use_backend`` or ``KDA_BACKEND``."""
-    return _plugins.traced_name(backend)
-
-
-def _refuse_tangents(request: Request | GateRequest) -> None:
-    # Traced tensors have lost their tangents: refuse every call under forward mode.
-    values = () if torch.compiler.is_compiling() else vars(request).values()
-    _ops.refuse_tangents(request.op, *values)
-
-
-def run(request: Request, backend: str | Question | None) -> Any:
-    if request.save_for_backward:
-        _checks.check_differentiable(request)
-    if _several.is_sharded(request.q):
-        functions: dict[str, Any] = {"chunk_kda": chunk_kda, "fused_recurrent_kda": fused_recurrent_kda}
-        return _several.on_shards(request, functions[request.op], backend)
-    if isinstance(backend, Question):
-        if request.cp_context is None:
-            return backend.answer(request)
-        return _several.over_devices().answered(request, backend.answer)
+def _watched(r: Any, backend: str | None) -> Any:
+    """The same where a compiler, a mode or a transform must see the call, or several devices make it."""
     compiling = torch.compiler.is_compiling()
-    name = traced_name(backend) if compiling else _plugins.requested_name(backend)
-    if in_forward_mode():
-        _refuse_tangents(request)
-    chosen = None
-    if request.cp_context is None and not (compiling or _eager.needs_operator(request.q)):
-        chosen = registry.choose(request, name)
-        # A call without a signature has no memo: one of its tensors may be a wrapped one.
-        if request.memo is None:
-            chosen = None if any(map(_eager.needs_operator, vars(request).values())) else chosen
-    if request.cp_context is not None:
-        result = _several.over_devices().run(request, name)
-    elif chosen is None:
-        if not compiling:
-            _prepare_for_operator(request)
-        result = _ops.call(request, name)
-    elif request.save_for_backward:
-        result = _eager.call(chosen, request)
-    else:
-        result = _ops.forward(chosen, request)
-        _ops.count_writes(request)
-    written = request.written_states
-    final_state = result.final_state if written is None else getattr(request, written)
-    outputs = (result.o, final_state if request.output_final_state else None)
-    return (*outputs, result.h) if request.return_intermediate_states else outputs
+    if is_sharded(getattr(r, "q", getattr(r, "g", None))):
+        from kda_core.distributed import _shards
+
+        return _shards.run(r, lambda local: call(r.op, local, backend))
+    name = _plugins.traced_name(backend) if compiling else _plugins.requested_name(backend)
+    # Traced tensors have lost their tangents: refuse every call under forward mode.
+    _autograd.refuse_tangents(r.op, *(() if compiling else vars(r).values()))
+    if isinstance(r, Request) and r.cp_context is not None:
+        from kda_core.distributed import _call
+
+        return _outputs(r, _call.run(r, name))
+    if not compiling:
+        # The dispatcher runs before an operator's own checks, and its errors name no argument.
+        _checks.convert_scalars(r)
+        _checks.check_kinds(r)
+        _checks.check(r)
+    return _outputs(r, _ops.call(r, name))
+
+
+def _outputs(r: Any, result: Any) -> Any:
+    """The results of the public function."""
+    if not isinstance(r, Request):
+        return result if isinstance(r, GateRequest) else None
+    written = r.written_states
+    final_state = result.final_state if written is None else getattr(r, written)
+    outputs = (result.o, final_state if r.output_final_state else None)
+    return (*outputs, result.h) if r.return_intermediate_states else outputs

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from kda_core import _ops, _schemas
+from kda_core import _schemas
 from kda_core._signature import is_plain
 
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 3, 6
@@ -34,14 +34,13 @@ def register() -> None:
     """Tell ``torch.utils.flop_counter`` what the calls count. Counters that exist already do not learn of it."""
     from torch.utils.flop_counter import register_flop_formula
 
-    for op in _ops.HOOKS:
-        forward, inplace, backward = _schemas.FUNCTIONAL[op], _schemas.INPLACE[op], _schemas.BACKWARD[op]
-        products_of = {forward: FORWARD_PRODUCTS, inplace: FORWARD_PRODUCTS, backward: BACKWARD_PRODUCTS}
-        for schema, products in products_of.items():
-            packet = getattr(torch.ops.kda_core, schema.name)
-            register_flop_formula(packet, get_raw=True)(_formula(schema, products))
-    for packet in (torch.ops.kda_core.kda_gate, torch.ops.kda_core.kda_gate_backward):
-        register_flop_formula(packet, get_raw=True)(_nothing)
+    for row in _schemas.OPERATORS.values():
+        of_gate = row.op == "kda_gate"
+        products_of = {row.functional: FORWARD_PRODUCTS, row.writing: FORWARD_PRODUCTS, row.backward: BACKWARD_PRODUCTS}
+        for schema, products in products_of.items() if row.op != "commit_kda" else ():
+            if schema is not None:
+                packet = getattr(torch.ops.kda_core, schema.name)
+                register_flop_formula(packet, get_raw=True)(_nothing if of_gate else _formula(schema, products))
 
 
 def _formula(schema: _schemas.Schema, products: int) -> Callable[..., int]:

@@ -21,11 +21,12 @@ from packaging.specifiers import SpecifierSet
 from torch import Tensor
 from torch.nn import functional as F
 
-from kda_core._meta import chunks_of
+from kda_core._results import chunks_of
 from kda_core.capabilities import FEATURES_1_2, Available, BackendInfo, Capabilities, Feature, Unavailable
 from kda_core.hookspecs import hookimpl
 from kda_core.request import (
     DATA,
+    DIFFERENTIABLE,
     AnyRequest,
     BackwardResult,
     CommitRequest,
@@ -36,7 +37,6 @@ from kda_core.request import (
 )
 
 L2NORM_EPS = 1e-6
-DIFFERENTIABLE = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -184,6 +184,12 @@ class Request:
         return (self.N, self.HV, *last)
 
     @property
+    def written(self) -> tuple[str, ...]:
+        """Names of the arguments that the call writes to, where they are given."""
+        names = "out", "records", self.written_states, self.checkpoint_states
+        return tuple(filter(None, names))
+
+    @property
     def written_states(self) -> str | None:
         """Name of the argument whose states the call advances in place; None where it writes to none."""
         if self.commit is not None:
@@ -254,19 +260,11 @@ class Request:
 DATA = tuple(f.name for f in fields(Request) if f.type == "Tensor")
 """Names of the arguments that every call has: q, k, v, g and beta."""
 
+DIFFERENTIABLE = (*DATA, "A_log", "dt_bias", "initial_state")
+"""Those that have a gradient."""
 
-def build_request(values: dict[str, Any]) -> Request:
-    """``Request(**values)`` in a fifth of the time, for callers that name every field of a forward; keeps ``values``.
-
-    The initialiser of a frozen dataclass sets its fields one by one, which costs a call more than the rest
-    of the routing. Fields that are not named are found on the class, as the dataclass left their defaults
-    there. A compiler that traces the call knows the initialiser and not this shortcut.
-    """
-    if torch.compiler.is_compiling():
-        return Request(**values)
-    request = object.__new__(Request)
-    object.__setattr__(request, "__dict__", values)
-    return request
+GATE_DIFFERENTIABLE = ("g", "A_log", "dt_bias")
+"""The same of ``kda_gate``."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -392,6 +390,8 @@ class DecodeStepRequest:
 
 
 AnyRequest = Request | GateRequest | CommitRequest
+
+
 LayerRequest = ShortConvolutionRequest | GatedNormRequest | DecodeStepRequest
 """Calls around the operator in a layer, which a backend may serve; the core has code of its own for them."""
 

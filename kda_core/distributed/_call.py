@@ -17,16 +17,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kda_core import _checks, _eager, _expect, _meta, _ops, _schemas
+from kda_core import _autograd, _checks, _expect, _meta, _ops, _schemas
+from kda_core._bind import build_request
 from kda_core._ledger import Explanation
+from kda_core._torch_private import needs_operator
 from kda_core.distributed._context import ContextParallel, from_fla, is_fla_context
 from kda_core.distributed._halves import Chosen, choose
 from kda_core.distributed._passes import backward, forward, transfers
 from kda_core.distributed._steps import Shared, keeps_all
 from kda_core.errors import UnsupportedCall
 from kda_core.hookspecs import MAX_SAVED_TENSORS
-from kda_core.reference import DIFFERENTIABLE
-from kda_core.request import ForwardResult, Request, TensorSpec, build_request
+from kda_core.request import DIFFERENTIABLE, ForwardResult, Request, TensorSpec
 
 NAMESPACE = "kda_core_distributed"
 PLACES = MAX_SAVED_TENSORS + 1
@@ -34,10 +35,6 @@ PLACES = MAX_SAVED_TENSORS + 1
 
 
 _options_of = attrgetter(*_schemas.OPTION_NAMES)
-
-
-def _strides(tensors: Sequence[Tensor | None]) -> list[tuple[int, ...] | None]:
-    return [None if t is None else t.stride() for t in tensors]
 
 
 class _Call(torch.autograd.Function):
@@ -51,7 +48,7 @@ class _Call(torch.autograd.Function):
         # Not the request: it holds the tensors, and autograd decides how long they live.
         options = dict(zip(_schemas.OPTION_NAMES, _options_of(r), strict=True))
         options.update({"op": r.op, "save_for_backward": True})
-        ctx.call = options, s[3:], name, chosen and chosen.without_tensors(), _strides(tensors)
+        ctx.call = options, s[3:], name, chosen and chosen.without_tensors(), _autograd.strides_of(tensors)
         return result.o, result.final_state
 
     @staticmethod
@@ -70,10 +67,9 @@ class _Call(torch.autograd.Function):
         if torch.compiler.is_compiling():
             places = dict(zip(_SAVED, _flat(saved, s), strict=False))
             more = {"needs": [n in needed for n in DIFFERENTIABLE], "backend": name or "", "matrices": matrices}
-            found = _call_operator(_BACKWARD, {**values, **asked, **_named(s), **places, **more})
-            grads = dict(zip(DIFFERENTIABLE, found, strict=True))
+            grads = _autograd.call_backward(_OPERATOR, {**values, **asked, **_named(s), **places, **more})
         else:
-            same = strides == _strides(kept[:count])  # hooks of saved tensors may return others
+            same = strides == _autograd.strides_of(kept[:count])  # hooks of saved tensors may return others
             grads = backward(build_request({**values, **asked}), s, name, matrices, known if same else None)
         return (None, None, None, *(grads[n] if n in needed else None for n in DIFFERENTIABLE))
 
@@ -87,7 +83,7 @@ def run(r: Request, name: str | None) -> ForwardResult:
     """
     c = context_of(r)
     s, compiling = shared(c), torch.compiler.is_compiling()
-    if compiling or _eager.needs_operator(r.q):
+    if compiling or needs_operator(r.q):
         cpu = c.call_cu_seqlens_cpu if r.return_intermediate_states else None
         # By name: compilers of torch 2.7 do not see what vars() gives.
         own = {"cu_seqlens": None, "cu_seqlens_cpu": cpu, "cp_context": None}
@@ -96,7 +92,8 @@ def run(r: Request, name: str | None) -> ForwardResult:
             plain = build_request(values)
             _checks.convert_scalars(plain)
             values = vars(plain)
-        o, final, h, *_ = _call_operator(_FORWARD, {**values, **_named(s), "backend": name or ""})
+        values = {**values, **_named(s), "backend": name or ""}
+        o, final, h, *_ = torch.ops.kda_core_distributed.chunk_kda(*(values.get(n) for n in _FORWARD.names))
         return ForwardResult(o, final if r.output_final_state else None, h if r.return_intermediate_states else None)
     if r.return_intermediate_states:
         r = build_request({**vars(r), "cu_seqlens_cpu": c.call_cu_seqlens_cpu})
@@ -212,25 +209,26 @@ def _extended(schema: _schemas.Schema, more: str, results: int) -> _schemas.Sche
     return _schemas.Schema(schema.name, f"{arguments}, {_CONTEXT}{more}", results)
 
 
-_FORWARD = _extended(_schemas.FUNCTIONAL["chunk_kda"], "", 4 + PLACES)
-_BACKWARD = _extended(
-    _schemas.BACKWARD["chunk_kda"], f", Tensor? matrices=None, Tensor? {_SAVED[-1]}=None", len(DIFFERENTIABLE)
-)
+_PLAIN = _schemas.OPERATORS["chunk_kda"]
+_FORWARD = _extended(_PLAIN.functional, "", 4 + PLACES)
+_BACKWARD = _extended(_PLAIN.backward, f", Tensor? matrices=None, Tensor? {_SAVED[-1]}=None", len(DIFFERENTIABLE))
+_TENSORS = (*_PLAIN.tensors, "fragments", "slots", "chain")
+_OPERATOR = replace(
+    _PLAIN, functional=_FORWARD, backward=_BACKWARD, tensors=_TENSORS,
+    options=tuple(n for n in _FORWARD.names if n not in (*_TENSORS, "backend")), saved=("matrices", *_SAVED),
+    namespace=NAMESPACE,
+)  # fmt: skip
 _library = torch.library.Library(NAMESPACE, "DEF")
-
-
-def _call_operator(schema: _schemas.Schema, values: dict[str, Any]) -> Any:
-    return getattr(torch.ops.kda_core_distributed, schema.name)(*(values.get(n) for n in schema.names))
 
 
 def _take(values: dict[str, Any]) -> tuple[Request, Shared, str | None]:
     s = Shared(*(values.pop(n) for n in Shared._fields))
-    r, name = _ops._request("chunk_kda", values)
+    r, name = _ops.request_of(_PLAIN, values)
     return r, s, name
 
 
 def _operator(*args: Any) -> tuple[Tensor, ...]:
-    _ops.refuse_tangents("chunk_kda", *args)
+    _autograd.refuse_tangents("chunk_kda", *args)
     r, s, name = _take(_FORWARD.bind(args, {}))
     result, matrices, saved, _ = forward(r, s, name)
     return _results(r, result.o, result.final_state, result.h, matrices, _flat(saved, s))
@@ -261,7 +259,7 @@ def _chosen(r: Request, s: Shared, name: str | None) -> list[Chosen]:
 
 def _results(r: Request, o: Tensor, final: Any, h: Any, matrices: Tensor, saved: list[Tensor]) -> tuple[Tensor, ...]:
     absent = [r.v.new_empty(0) for _ in range(PLACES - len(saved))]
-    return o, _ops._or_absent(final, r.v), _ops._or_absent(h, r.v), matrices, *saved, *absent
+    return o, _ops.or_absent(final, r.v), _ops.or_absent(h, r.v), matrices, *saved, *absent
 
 
 def _fake_operator(*args: Any) -> tuple[Tensor, ...]:
@@ -286,62 +284,12 @@ def _fake_operator(*args: Any) -> tuple[Tensor, ...]:
     return _results(r, _meta.empty_o(r), final, h, matrices, saved)
 
 
-def _backward_operator(*args: Any) -> tuple[Tensor, ...]:
-    values = _BACKWARD.bind(args, {})
+def _differentiated(values: dict[str, Any], needed: frozenset[str]) -> dict[str, Tensor]:
     flat, matrices = [values.pop(n) for n in _SAVED], values.pop("matrices")
-    more = {n: values.pop(n) for n in ("grad_o", "grad_final_state")}
-    needed = _ops._needed({n: values[n] for n in DIFFERENTIABLE}, values.pop("needs"))
+    more = {n: values.pop(n) for n in _OPERATOR.grads}
     r, s, name = _take({**values, "save_for_backward": True})
     saved = _saved_of(flat, _chosen(r, s, name))
-    asked = build_request({**vars(r), "saved": saved, "needs_grad": needed, **more})
-    grads = backward(asked, s, name, matrices)
-    return _ops._gradients(grads, DIFFERENTIABLE, needed, r.v)
+    return backward(build_request({**vars(r), "saved": saved, "needs_grad": needed, **more}), s, name, matrices)
 
 
-def _fake_backward_operator(*args: Any) -> tuple[Tensor, ...]:
-    values = _BACKWARD.bind(args, {})
-    return _ops._fake_gradients(values, DIFFERENTIABLE, values["needs"], values["v"])
-
-
-def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    values = _FORWARD.bind(inputs, {})
-    ctx.set_materialize_grads(False)
-    tensors = (*_schemas.TENSOR_NAMES, "fragments", "slots", "chain")
-    ctx.save_for_backward(*(values[n] for n in tensors), *output[3:])
-    ctx.values = {n: x for n, x in values.items() if n not in tensors}
-    ctx.mark_non_differentiable(*output[2 if values["output_final_state"] else 1 :])
-
-
-def _apply_backward(ctx: Any, grad_o: Tensor | None, grad_final: Tensor | None, *_: Any) -> tuple:
-    if not ctx.values["output_final_state"]:
-        grad_final = None
-    grads: dict[str, Tensor] = {}
-    if grad_o is not None or grad_final is not None:
-        names = (*_schemas.TENSOR_NAMES, "fragments", "slots", "chain", "matrices", *_SAVED)
-        kept = dict(zip(names, ctx.saved_tensors, strict=True))
-        needs = _ops._needed_by_autograd(ctx, _FORWARD.names, DIFFERENTIABLE)
-        more = {"grad_o": grad_o, "grad_final_state": grad_final, "needs": needs}
-        found = _call_operator(_BACKWARD, {**ctx.values, **kept, **more})
-        grads = {n: t for n, t, wanted in zip(DIFFERENTIABLE, found, needs, strict=True) if wanted}
-    return tuple(grads.get(n) for n in _FORWARD.names)
-
-
-def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Define an operator of this package."""
-    name = schema.partition("(")[0]
-    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
-
-
-define(_FORWARD.text, _operator, _fake_operator)
-define(_BACKWARD.text, _backward_operator, _fake_backward_operator)
-torch.library.register_autograd(
-    f"{NAMESPACE}::{_FORWARD.name}", _apply_backward, setup_context=_setup_context, lib=_library
-)
-torch.library.register_autograd(
-    f"{NAMESPACE}::{_BACKWARD.name}",
-    _ops._missing_double_backward("chunk_kda"),
-    setup_context=_ops._nothing,
-    lib=_library,
-)
+_ops.define_differentiable(_OPERATOR, _operator, _fake_operator, _differentiated, _library)

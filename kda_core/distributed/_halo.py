@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_core.distributed._call import NAMESPACE, _library, define
+from kda_core._ops import define
+from kda_core.distributed._call import NAMESPACE, _library
 from kda_core.distributed._context import ContextParallel
 from kda_core.distributed._exchange import gathered, resolve_group
 
@@ -87,9 +88,9 @@ def _apply_backward(ctx: Any, grad: Tensor) -> tuple:
 
 
 _TABLES = "Tensor tails, Tensor sources, Tensor slots"
-define(f"halo(Tensor x, {_TABLES}, Tensor fragments, str group_name) -> Tensor", _halo, _fake_halo)
+define(f"halo(Tensor x, {_TABLES}, Tensor fragments, str group_name) -> Tensor", _halo, _fake_halo, _library)
 define(
     f"halo_backward(Tensor grad, {_TABLES}, SymInt batch, SymInt rows, str group_name) -> Tensor",
-    _halo_backward, _fake_backward,
+    _halo_backward, _fake_backward, _library,
 )  # fmt: skip
 torch.library.register_autograd(f"{NAMESPACE}::halo", _apply_backward, setup_context=_setup_context, lib=_library)

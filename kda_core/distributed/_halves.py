@@ -7,12 +7,13 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from kda_core import _ops, _results
+from kda_core import _results
+from kda_core._bind import build_request
 from kda_core._loaded import Backend
 from kda_core._plugins import registry
 from kda_core.capabilities import Feature
 from kda_core.errors import UnsupportedCall
-from kda_core.request import BackwardResult, Begun, ForwardResult, Request, TensorSpec, build_request
+from kda_core.request import BackwardResult, Begun, ForwardResult, Request, TensorSpec
 
 
 def changed(r: Request, **values: Any) -> Request:
@@ -33,7 +34,7 @@ class Halves:
         self._asked: Request | None = None
 
     def saved_spec(self, r: Request) -> tuple[TensorSpec, ...]:
-        return _ops.saved_specs(self.backend, hook_request(r))
+        return self.backend.saved_specs(hook_request(r))
 
     def begin(self, r: Request) -> Begun:
         return self._begun("kda_core_chunk_begin", r)
@@ -42,7 +43,7 @@ class Halves:
         asked = self._asked or hook_request(r)
         result = self.backend.call("kda_core_chunk_finish", request=asked, kept=kept, starts=starts)
         if asked.memo is None or ForwardResult not in asked.memo or type(result) is not ForwardResult:
-            _results.check_forward(self.backend, asked, result)
+            _results.check_forward(self.backend.info.name, asked, result)
         return result
 
     def begin_backward(self, r: Request) -> Begun:
@@ -53,14 +54,14 @@ class Halves:
         result = self.backend.call("kda_core_chunk_finish_backward", request=asked, kept=kept, ends=ends)
         seen = asked.memo is not None and (BackwardResult, asked.needs_grad) in asked.memo
         if not seen or type(result) is not BackwardResult or not asked.needs_grad <= result.grads.keys():
-            _results.check_gradients(self.backend, asked, result, asked.memo)
+            _results.check_gradients(self.backend.info.name, asked, result, asked.memo)
         return result.grads
 
     def _begun(self, hook: str, plain: Request) -> Begun:
         r = self._asked = hook_request(plain)
         begun = self.backend.result(hook, r)
         if r.memo is None or hook not in r.memo:
-            _results.check_begun(self.backend, r, begun)
+            _results.check_begun(self.backend.info.name, r, begun)
             if r.memo is not None:
                 r.memo[hook] = True
         return begun
@@ -77,7 +78,7 @@ class PlainCalls:
 
     def saved_spec(self, r: Request) -> tuple[TensorSpec, ...]:
         states = TensorSpec((r.N, r.HV, r.K, r.V), r.compute_dtype)
-        return (*_ops.saved_specs(self.backend, r), states)
+        return (*self.backend.saved_specs(r), states)
 
     def begin(self, r: Request) -> Begun:
         lead = (r.N, r.HV, r.K)
@@ -95,10 +96,10 @@ class PlainCalls:
         options = {"save_for_backward": False, "return_intermediate_states": False, "disable_recompute": False}
         given = {"v": values, "initial_state": states, "output_final_state": True, "intermediate_states_dtype": None}
         asked = build_request({**vars(r), **given, **options})
-        return cast(Tensor, _ops.forward(registry.choose(asked, self.backend.info.name), asked).final_state)
+        return cast(Tensor, registry.choose(asked, self.backend.info.name).forward(asked).final_state)
 
     def finish(self, r: Request, kept: tuple[Tensor, ...], starts: Tensor) -> ForwardResult:
-        found = _ops.forward(self.backend, changed(r, initial_state=starts))
+        found = self.backend.forward(changed(r, initial_state=starts))
         if not r.save_for_backward:
             return found
         return ForwardResult(found.o, found.final_state, found.h, (*found.saved, starts))
@@ -110,11 +111,11 @@ class PlainCalls:
         asked = changed(
             r, saved=tuple(saved), initial_state=starts, grad_final_state=None, needs_grad=frozenset({"initial_state"})
         )
-        return Begun(None, _ops.backward(self.backend, asked)["initial_state"], ())
+        return Begun(None, self.backend.backward(asked)["initial_state"], ())
 
     def finish_backward(self, r: Request, kept: tuple[Tensor, ...], ends: Tensor) -> dict[str, Tensor]:
         *saved, starts = r.saved
-        return _ops.backward(self.backend, changed(r, saved=tuple(saved), initial_state=starts, grad_final_state=ends))
+        return self.backend.backward(changed(r, saved=tuple(saved), initial_state=starts, grad_final_state=ends))
 
 
 def hook_request(r: Request) -> Request:

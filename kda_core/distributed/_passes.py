@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kda_core._bind import build_request
 from kda_core._ledger import Transfer
 from kda_core.distributed._exchange import full_precision, gathered, join
 from kda_core.distributed._halves import Chosen
 from kda_core.distributed._steps import BackwardStep, Forward, ForwardStep, Shared, k_first, like_callers
-from kda_core.request import DATA, ForwardResult, Request, build_request
+from kda_core.request import DATA, ForwardResult, Request
 
 PARAMETERS = ("A_log", "dt_bias")
 ALIGNED = 64

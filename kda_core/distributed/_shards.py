@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, Literal
 
 from torch import Tensor
@@ -19,6 +19,11 @@ HEADS = {
     **dict.fromkeys(DATA, 2), "A_log": 0, "dt_bias": 0, "initial_state": 1, "o": 2, "final_state": 1, "h": 2,
 }  # fmt: skip
 PARAMETERS = ("A_log", "dt_bias")
+_NAMES = [f.name for f in fields(Request)]
+_ARGUMENTS = {
+    Request: _NAMES[_NAMES.index("q") : _NAMES.index("save_for_backward")],
+    GateRequest: ["g", "A_log", "dt_bias", "lower_bound"],
+}
 REFUSED = (
     *("cu_seqlens", "cu_seqlens_cpu", "cp_context", "ssm_state_indices", "num_accepted_tokens", "out"),
     *("has_initial_state", "final_state_indices", "final_state_pool", "records", "commit", "parents"),
@@ -26,8 +31,19 @@ REFUSED = (
 """Arguments that do not go with DTensors: their rows, slots or places are those of all sequences."""
 
 
-def run(r: Request | GateRequest, function: Callable[..., Any], backend: Any) -> Any:
-    """Call the public function of a request with this rank's shards; its results as DTensors.
+def run(r: Request | GateRequest, function: Callable[[dict[str, Any]], Any]) -> Any:
+    """``function`` of this rank's shards of a call's arguments; its results as DTensors. Raises what ``local`` does."""
+    arguments, kinds, mesh = local(r)
+    found = function(arguments)
+    if isinstance(r, GateRequest):
+        return _global("g", found, kinds, mesh, r)
+    # Compilers of torch 2.7 take every zip for a strict one.
+    results = zip(("o", "final_state", "h")[: len(found)], found, strict=True)
+    return tuple(None if t is None else _global(n, t, kinds, mesh, r) for n, t in results)
+
+
+def local(r: Request | GateRequest) -> tuple[dict[str, Any], list[Kind], Any]:
+    """This rank's shards of a call's arguments, how the mesh's dimensions are used, and the mesh.
 
     Raises:
         TypeError: a plain tensor among q, k, v, g, beta or states.
@@ -37,21 +53,20 @@ def run(r: Request | GateRequest, function: Callable[..., Any], backend: Any) ->
     first: DTensor = getattr(r, rows[0])  # type: ignore[assignment]
     mesh = first.device_mesh
     kinds = [_kind(rows[0], p, r) for p in first.placements]
-    names = inspect.signature(function).parameters
-    local: dict[str, Any] = {n: getattr(r, n) for n in names if n != "backend"}
-    if local.get("inplace_final_state"):
-        raise ValueError("inplace_final_state: expected False beside DTensors; use to_local()")
+    found: dict[str, Any] = {n: getattr(r, n) for n in _ARGUMENTS[type(r)]}
     for name in REFUSED:
-        if local.get(name) is not None:
-            raise ValueError(f"{name}: expected None beside DTensors, got {type(local[name]).__name__}; use to_local()")
+        if found.get(name) is not None:
+            raise ValueError(f"{name}: expected None beside DTensors, got {type(found[name]).__name__}; use to_local()")
+    if found.get("inplace_final_state"):
+        raise ValueError("inplace_final_state: expected False beside DTensors; use to_local()")
     for name in (*rows, *PARAMETERS, "initial_state"):
-        t = local.get(name)
+        t = found.get(name)
         if t is None:
             continue
         if not isinstance(t, DTensor):
             if name not in PARAMETERS:
                 raise TypeError(f"{name}: expected a DTensor, as {rows[0]} is, got {type(t).__name__}")
-            local[name] = _slice(name, t, kinds, mesh)
+            found[name] = _slice(name, t, kinds, mesh)
             continue
         placements = [_placement(name, kind, r) for kind in kinds]
         if t.device_mesh != mesh or list(t.placements) != placements:
@@ -62,15 +77,8 @@ def run(r: Request | GateRequest, function: Callable[..., Any], backend: Any) ->
         _check_even(name, t, placements)
         # Every rank has a part of the gradient of what all ranks have.
         grads = [Partial() if isinstance(p, Replicate) else p for p in placements] if name in PARAMETERS else placements
-        local[name] = t.to_local(grad_placements=grads)
-    found = function(**local, backend=backend)
-    if isinstance(r, GateRequest):
-        return _global("g", found, kinds, mesh, r)
-    if not isinstance(found, tuple):
-        return found  # an explanation
-    # Compilers of torch 2.7 take every zip for a strict one.
-    results = zip(("o", "final_state", "h")[: len(found)], found, strict=True)
-    return tuple(None if t is None else _global(n, t, kinds, mesh, r) for n, t in results)
+        found[name] = t.to_local(grad_placements=grads)
+    return found, kinds, mesh
 
 
 def _dims(name: str, r: Any) -> tuple[int | None, int]:

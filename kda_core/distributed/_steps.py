@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kda_core._bind import build_request
 from kda_core.distributed._exchange import applied, at, resolve_group, scattered
 from kda_core.distributed._halves import Chosen, choose
-from kda_core.request import DATA, ForwardResult, Request, build_request
+from kda_core.request import DATA, ForwardResult, Request
 
 
 class Shared(NamedTuple):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kda_core._bind import by_head
 from kda_core._checks import check, check_values, expect_flag
-from kda_core.api import by_head, run
+from kda_core.api import fused_recurrent_kda
 from kda_core.nn._checks import expect_same_device, expect_shape, expect_tensor
 from kda_core.nn._convolution import short_convolution
 from kda_core.nn._dispatch import backend_for
@@ -20,6 +22,7 @@ FLAGS = (
 )  # fmt: skip
 TENSORS = ("x", "g", "beta", "conv_state", "weight", "state", "bias", "A_log", "dt_bias", "norm_gate", "norm_weight")
 """Fields of a request that may require gradients."""
+_ARGUMENTS = tuple(inspect.signature(fused_recurrent_kda).parameters.keys() - {"backend"})
 
 
 def kda_decode_step(
@@ -185,7 +188,8 @@ def _in_parts(r: DecodeStepRequest, backend: str | None) -> Tensor:
     slots, first = _slots(r)
     before = r.conv_state[first]
     y, _ = short_convolution(r.x, r.weight, r.bias, before, backend=backend)
-    o, _ = run(_recurrence(r, y), backend)
+    call = _recurrence(r, y)
+    o, _ = fused_recurrent_kda(**{n: getattr(call, n) for n in _ARGUMENTS}, backend=backend)
     _keep_inputs(r, slots, before)
     if r.norm_gate is not None and r.norm_weight is not None:
         o = gated_rms_norm(o, r.norm_gate, r.norm_weight, r.norm_eps, backend)

@@ -25,7 +25,7 @@ import kda_core
 from kda_core import _checks
 from kda_core._check_settings import CheckSettings
 from kda_core._loaded import Backend
-from kda_core._meta import chunks_of
+from kda_core._results import chunks_of
 from kda_core.errors import CheckFailed, CheckWarning
 from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request
 from kda_core.testing import budgets, finite, references

@@ -141,12 +141,12 @@ class _Run:
 
     def _begin(self, hook: str, r: Request) -> Begun:
         begun = self.backend.call(hook, request=r)
-        _results.check_begun(self.backend, r, begun)
+        _results.check_begun(self.backend.info.name, r, begun)
         return begun
 
     def _finish(self, r: Request, begun: Begun, starts: Tensor) -> ForwardResult:
         result = self.backend.call("kda_core_chunk_finish", request=r, kept=begun.kept, starts=starts)
-        _results.check_forward(self.backend, r, result)
+        _results.check_forward(self.backend.info.name, r, result)
         if r.save_for_backward:
             specs = self.backend.call("kda_core_saved_spec", request=r)
             saved, said = [(tuple(t.shape), t.dtype) for t in result.saved], [(tuple(s.shape), s.dtype) for s in specs]
@@ -172,7 +172,7 @@ class _Run:
         for q, b, x in zip(requests, begun, given, strict=True):
             hook = "kda_core_chunk_finish_backward"
             result = self.backend.call(hook, request=q, kept=b.kept, ends=x)
-            _results.check_gradients(self.backend, q, result, None)
+            _results.check_gradients(self.backend.info.name, q, result, None)
             assert isinstance(result, BackwardResult)
             for n in needs:
                 found[n].append(result.grads[n].cpu())

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import kda_core
+from kda_core._bind import bind
 from kda_core._pool_slots import PoolSlots
 from kda_core.request import DATA, Request
 from kda_core.testing.finite import live_rows
@@ -179,17 +180,8 @@ class Call:
 
     def request(self) -> Request:
         """The request that the public function makes of this call."""
-        tensors = dict(self.tensors)
-        options = dict(self.options)
-        q, g = tensors["q"], tensors["g"]
-        options.setdefault("scale", q.shape[-1] ** -0.5)
-        if tensors.get("dt_bias") is not None:
-            tensors["dt_bias"] = tensors["dt_bias"].reshape(g.shape[-2:])
-        if "ssm_state_indices" in tensors:
-            options["inplace_final_state"] = True
-        if "records" in tensors:
-            options["update_state"] = False
-        return Request(op=self.op, save_for_backward=bool(self.grads), **tensors, **options)
+        with torch.no_grad():
+            return replace(bind(self.op, self.tensors | self.options), save_for_backward=bool(self.grads))
 
     def digest(self) -> str:
         """A key of everything that decides the result."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 
 from kda_core._plugins import registry
 from kda_core.capabilities import BackendInfo, Feature
+from kda_core.request import Request
 from kda_core.testing.cases import BF16, FP16, FP32, FP64, Case
 from kda_core.testing.inputs import Call
 
@@ -129,14 +130,8 @@ def _gate(case: Case, closed: set[Feature]) -> str:
 
 
 def _without_options(case: Case, closed: set[Feature]) -> Case:
-    needed = {
-        "state_v_first": Feature.STATE_V_FIRST,
-        "return_intermediate_states": Feature.INTERMEDIATE_STATES,
-        "intermediate_states_dtype": Feature.INTERMEDIATE_STATES_DTYPE,
-        "safe_gate": Feature.SAFE_GATE,
-        "disable_recompute": Feature.DISABLE_RECOMPUTE,
-        "chunk_size": Feature.CHUNK_32,
-    }
+    needed = {f.name: f.metadata["needs"] for f in fields(Request) if "needs" in f.metadata}
+    needed["chunk_size"] = Feature.CHUNK_32
     kept = {name: value for name, value in case.options.items() if needed.get(name) not in closed}
     return replace(case, options=kept)
 

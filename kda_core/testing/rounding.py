@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kda_core import reference
-from kda_core._meta import chunks_of
+from kda_core._results import chunks_of
 from kda_core.request import Request
 
 RELATIVE_RMS = math.sqrt(3 / (8 * math.log(2)) / 3)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_core._meta import chunks_of
 from kda_core._plugins import registry
+from kda_core._results import chunks_of
 from kda_core.capabilities import BackendInfo, Feature
 from kda_core.errors import ContractViolation, UnsupportedCall
 from kda_core.reference import DIFFERENTIABLE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import pickle
 import random
@@ -14,8 +15,8 @@ from checked import inputs, registered
 
 import kda_core
 from kda_core import CheckFailed, CheckWarning
+from kda_core._bind import bind
 from kda_core._plugins import registry
-from kda_core.api import Question
 from kda_core.hookspecs import hookimpl
 from kda_core.request import BackwardResult
 from kda_core.testing.call_samples import Sample
@@ -308,10 +309,12 @@ def test_what_servers_ask_of_a_pool_passes(op):
 )
 def test_slots_on_a_device_are_looked_at(slots, more):
     """Under KDA_CHECK=1 as on the CPU; the router reads none on other devices."""
-    arguments = {"initial_state": states(5), "ssm_state_indices": torch.tensor(slots), **more, "backend": "cpu"}
+    arguments = {"initial_state": states(5), "ssm_state_indices": torch.tensor(slots), **more}
     with torch.no_grad(), kda_core.checked_calls():
         # As for a device: the router's own checks of values are left out.
-        request = kda_core.chunk_kda(**inputs(), **arguments | {"backend": Question(lambda r: r)})
+        given = inspect.signature(kda_core.chunk_kda).bind(**inputs(), **arguments)
+        given.apply_defaults()
+        request = bind("chunk_kda", given.arguments)
         with pytest.raises(ValueError, match=r"_indices: expected"):
             registry.named("cpu").call("kda_core_chunk_forward", request=request)
 

@@ -30,8 +30,8 @@ def operator_arguments(op, backend, inplace=False, **changes):
         values["save_for_backward"] = True
     elif "pool" not in values:
         values["initial_state"], values["pool"] = None, values["initial_state"]
-    schema = (_schemas.INPLACE if inplace else _schemas.FUNCTIONAL)[op]
-    return tuple(schema.bind((), values).values())
+    row = _schemas.OPERATORS[op]
+    return tuple((row.writing if inplace else row.functional).bind((), values).values())
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])

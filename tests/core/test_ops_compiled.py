@@ -109,7 +109,7 @@ def test_a_compiled_graph_names_the_versions_of_the_backends():
     torch.compile(run, fullgraph=True, backend=keep)(make(3))
     (call,) = [n for n in graphs[0].graph.nodes if "kda_core" in str(n.target)]
     versions = [f"{b.info.name} {b.info.version}" for b in registry.backends]
-    found = _schemas.FUNCTIONAL["chunk_kda"].bind(call.args, call.kwargs)["backend"]
+    found = _schemas.OPERATORS["chunk_kda"].functional.bind(call.args, call.kwargs)["backend"]
     assert found == "@" + ", ".join(versions)
     assert any(v.startswith("cpu ") for v in versions)
 

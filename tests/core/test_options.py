@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 from dataclasses import MISSING, fields
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 import kda_core
-from kda_core import _explain, _schemas, api
+from kda_core import _explain, _schemas
+from kda_core._bind import bind
 from kda_core.capabilities import Feature
 from kda_core.request import Request
 
@@ -64,17 +66,26 @@ def test_the_gate_takes_its_arguments_as_the_other_functions_do():
         assert (parameter.annotation, parameter.default) == (other[name].annotation, other[name].default), name
 
 
+@pytest.mark.parametrize("op", [*NOT_TAKEN, "kda_gate", "commit_kda"])
+def test_the_functions_pass_every_argument_on_under_its_name(op: str):
+    tree = ast.parse(inspect.getsource(getattr(kda_core, op)))
+    (passed,) = [node for node in ast.walk(tree) if isinstance(node, ast.Dict)]
+    names = [name for name in parameters(op) if name != "backend"]
+    assert [key.value for key in passed.keys] == [value.id for value in passed.values] == names
+
+
 @pytest.mark.parametrize("op", NOT_TAKEN)
 def test_every_argument_is_in_the_request_under_its_name(op: str):
     """Values that no check has seen, each of its own; but two flags are looked at before there is a request."""
     looked_at = ("inplace_final_state", *(["update_state"] if op == "fused_recurrent_kda" else []))
     given = {name: name in looked_at or object() for name in parameters(op) if name != "backend"}
-    request = getattr(kda_core, op)(**given, backend=api.Question(lambda request: request))
-    found = {name: value for name, value in vars(request).items() if name in FIELDS}
+    request = bind(op, dict(given))
+    found = {name: getattr(request, name) for name in FIELDS}
     # Records leave the pool as it was.
     own = {"chunk_kda": {"inplace_final_state": True}, "fused_recurrent_kda": {"update_state": False}}[op]
     assert found == {n: FIELDS[n].default for n in NOT_TAKEN[op]} | given | own
-    assert vars(request) == found | {"op": op, "save_for_backward": False}
+    assert vars(request).keys() <= FIELDS.keys() | {"op", "save_for_backward"}
+    assert (request.op, request.save_for_backward) == (op, False)
 
 
 @pytest.mark.parametrize("op", NOT_TAKEN)
@@ -85,12 +96,13 @@ def test_the_operators_take_the_arguments(op: str):
         "inplace_final_state",
         *({"records", "commit", "num_committed", "parents", "commit_path"} & NOT_TAKEN[op]),
     }
-    assert {*_schemas.INPLACE[op].names} == taken | {"pool", "backend"}
-    assert {*_schemas.FUNCTIONAL[op].names} - {"backend", "save_for_backward", "intermediate_states_dtype"} == {
+    row = _schemas.OPERATORS[op]
+    assert {*row.writing.names} == taken | {"pool", "backend"}
+    assert {*row.functional.names} - {"backend", "save_for_backward", "intermediate_states_dtype"} == {
         *_schemas.TENSOR_NAMES,
         *_schemas.OPTION_NAMES,
     }
-    bound = _schemas.INPLACE[op].bind((), {})
+    bound = row.writing.bind((), {})
     for name in bound.keys() & FIELDS:
         default = None if FIELDS[name].default is MISSING else FIELDS[name].default
         assert bound[name] is default or bound[name] == default, name

@@ -78,6 +78,18 @@ def test_the_recurrent_function_and_the_gate(mesh):
     assert torch.equal(decay.full_tensor(), kda_core.kda_gate(whole["g"], lower_bound=-5.0))
 
 
+def test_questions_are_about_the_shards(mesh):
+    """The answer of ``supports``, and any about the gate, were taken for results, and failed as such."""
+    tensors = shards(mesh)
+    gate = {"g": tensors["g"], "lower_bound": -5.0}
+    for op, arguments in (("chunk_kda", tensors), ("fused_recurrent_kda", tensors), ("kda_gate", gate)):
+        assert kda_core.explain(**arguments, op=op, backend="cpu").chosen == "cpu"
+        assert kda_core.supports(op, **arguments, backend="cpu") == (True, "")
+    answer = kda_core.supports("chunk_kda", **shards(mesh, Shard(1)), backend="cpu")
+    assert not answer[0]
+    assert answer[1].startswith("q: expected a DTensor sharded by batch")
+
+
 def test_parameters_of_tensor_parallelism_beside_local_rows(ranks):
     tensors = inputs(6)
     whole = oracle(tensors, {}, None, RAW)["o"]

@@ -18,7 +18,7 @@ from kda_core_nvidia.choose import CHIPS
 from kda_core_nvidia.plugin import BACKEND
 from planned_backend import PlannedBackend
 
-from kda_core import _eager, chunk_kda, fused_recurrent_kda
+from kda_core import _autograd, chunk_kda, fused_recurrent_kda
 from kda_core._plugins import registry
 from kda_core.request import Request
 from kda_core.triton_lib.calls import Calls
@@ -300,4 +300,4 @@ def test_a_memo_belongs_to_one_signature(calls):
     r = Request(op="chunk_kda", **inputs(), scale=1.0)
     r.__dict__["memo"] = {}
     assert replace(r, scale=2.0).memo is None
-    assert _eager._kind(r) is _eager._kind(r)
+    assert _autograd._kind(r) is _autograd._kind(r)

@@ -1,0 +1,220 @@
+"""Autograd: of eager calls, the backend's hooks under a plain autograd function; of the operators of ``ops``.
+
+The operators are for compilers, fake and wrapped tensors, modes and second derivatives. They cost an eager
+training step half a millisecond, which is longer than the kernels of a small layer. Nor has the function a
+``setup_context``: torch then binds the arguments to a signature at every call, which takes longer than the routing.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from kda_core import _torch_private
+from kda_core._bind import build_request
+from kda_core._loaded import Backend
+from kda_core._schemas import NAMESPACE, OPERATORS, Operator
+from kda_core._torch_private import needs_operator
+from kda_core.errors import NO_DOUBLE_BACKWARD, NO_FORWARD_MODE, ContractViolation
+from kda_core.request import ForwardResult, GateRequest, Request
+
+
+class _Kind:
+    """Values that all calls of one signature share.
+
+    Attributes:
+        operator: the row of the function.
+        names: of the tensors that are given.
+        tensors: takes them from a request.
+        values: the request's other values, as those of a backward.
+        needed: by what autograd asks for (``needs_input_grad``), the names.
+        checked: whether the backend has been seen to save what it announces.
+    """
+
+    def __init__(self, r: Request | GateRequest) -> None:
+        self.operator = OPERATORS[r.op]
+        self.names = tuple(name for name in self.operator.tensors if getattr(r, name) is not None)
+        # attrgetter returns no tuple for a single name.
+        self.tensors = attrgetter(*self.names) if len(self.names) > 1 else lambda r: (getattr(r, self.names[0]),)
+        options = {name: getattr(r, name) for name in self.operator.options}
+        self.values = {"op": r.op, "save_for_backward": True, **options}
+        self.needed: dict[tuple[bool, ...], frozenset[str]] = {}
+        self.checked = not self.operator.saved
+
+
+def _kind(r: Request | GateRequest) -> _Kind:
+    if r.memo is None:
+        return _Kind(r)
+    kind = r.memo.get(_Kind)
+    if kind is None:
+        kind = r.memo[_Kind] = _Kind(r)
+    return kind
+
+
+def call(backend: Backend, r: Request | GateRequest) -> tuple[Tensor, ...]:
+    """The differentiable results of a request whose inputs require gradients: (o, final_state), or (log_decay,)."""
+    kind = _kind(r)
+    return _CALLS[r.op].apply(backend, r, kind, *kind.tensors(r))
+
+
+def _check_gradients(name: str, grads: Sequence[Tensor | None]) -> None:
+    """Refuse gradients that a backend cannot read."""
+    refuse_tangents(name, *grads)
+    for grad in grads:
+        if grad is not None and _torch_private.is_legacy_batched(grad):
+            raise RuntimeError(
+                f"{name}: batched gradients (is_grads_batched) are not supported; use torch.func.jacrev, or "
+                "torch.func.vjp under torch.func.vmap"
+            )
+
+
+_BEFORE = 3
+"""Arguments of ``_Call`` ahead of the tensors."""
+
+
+def strides_of(tensors: Sequence[Tensor | None]) -> list[tuple[int, ...] | None]:
+    """The part of saved tensors that a memo depends on: their hooks may return others, e.g. from the CPU."""
+    return [None if t is None else t.stride() for t in tensors]
+
+
+class _Call(torch.autograd.Function):
+    """A call of the tensors that it has."""
+
+    @staticmethod
+    def forward(ctx: Any, backend: Backend, r: Any, kind: _Kind, *tensors: Tensor) -> tuple[Tensor | None, ...]:
+        result = backend.forward(r)
+        saved = result.saved if kind.operator.saved else ()
+        if not kind.checked:
+            _check_saved(backend, r, saved)
+            kind.checked = True
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, *saved)
+        # Not the request: it holds the tensors, and autograd decides how long they live.
+        ctx.call = backend, kind, r.memo, None if r.memo is None else strides_of(tensors)
+        return (result.o, result.final_state) if type(result) is ForwardResult else (result,)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
+        # Read once: under activation checkpointing a second look at saved tensors is an error.
+        kept = ctx.saved_tensors
+        backend, kind, memo, strides = ctx.call
+        names, needs, operator = kind.names, ctx.needs_input_grad[_BEFORE:], kind.operator
+        if all(grad is None for grad in grads):
+            return (None,) * (_BEFORE + len(names))
+        given = kept[: len(names)]
+        saved = kept[len(names) :]
+        # The compiler of torch 2.7 zips equal lengths only.
+        tensors = dict(zip(names, given, strict=True))
+        asked = dict(zip(operator.grads, grads, strict=True))
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
+            _check_gradients(operator.op, grads)
+        needed = kind.needed.get(needs)
+        if needed is None:
+            needed = kind.needed[needs] = frozenset(n for n, wanted in zip(names, needs, strict=True) if wanted)
+        if compiling or torch.is_grad_enabled() or needs_operator(*grads):
+            flat = dict(zip(operator.saved[: len(saved)], [t.reshape(-1) for t in saved], strict=True))
+            more = {"needs": [n in needed for n in operator.differentiable], "backend": backend.info.name}
+            found = call_backward(operator, {**kind.values, **tensors, **flat, **asked, **more})
+        else:
+            more = {"saved": saved, "needs_grad": needed} if operator.saved else {"needs_grad": needed}
+            r = build_request({**kind.values, **tensors, **asked, **more}, operator.request)
+            if strides == strides_of(given):
+                r.__dict__["memo"] = memo
+            found = backend.backward(r)
+        return (None, None, None, *(found[name] if name in needed else None for name in names))
+
+
+_CALLS: dict[str, Any] = {
+    op: types.new_class(
+        # The name of its rows in profilers, there followed by "Backward".
+        f"{NAMESPACE}::{op}", (_Call,), exec_body=lambda body: body.update(__doc__=_Call.__doc__, __module__=__name__)
+    )
+    for op, row in OPERATORS.items()
+    if row.differentiable
+}  # fmt: skip
+
+
+def _check_saved(backend: Backend, r: Request, saved: tuple[Tensor, ...]) -> None:
+    """Raise if the saved tensors differ from ``kda_core_saved_spec``, on which compiled graphs rely."""
+    specs = backend.saved_specs(r)
+    found, expected = [(tuple(t.shape), t.dtype) for t in saved], [(tuple(s.shape), s.dtype) for s in specs]
+    if found != expected:
+        raise ContractViolation(
+            f"backend {backend.info.name!r} saved tensors of {found}, kda_core_saved_spec says {expected}"
+        )
+
+
+def setup_context(row: Operator, ctx: Any, inputs: tuple, output: Any) -> None:
+    """What the backward of a functional operator needs, of its arguments and results."""
+    # Trailing arguments that have their defaults are left out.
+    named = row.functional.bind(inputs, {})
+    # torch.func asks for a context where no gradient is needed, too.
+    if row.saved and not named["save_for_backward"] and any(ctx.needs_input_grad):
+        raise ValueError(
+            f"save_for_backward: expected True where a gradient is needed; call kda_core.{row.op} with gradients "
+            "enabled (a program that was traced or exported without them has none)"
+        )
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*(named[n] for n in row.tensors), *(output[3:] if row.saved else ()))
+    ctx.options = {n: named[n] for n in (*row.options, "backend")}
+    if row.saved:
+        # Otherwise a gradient of the intermediate states would be dropped in silence.
+        ctx.mark_non_differentiable(*output[2 if named["output_final_state"] else 1 :])
+
+
+def backward(row: Operator, ctx: Any, *grads: Tensor | None) -> tuple:
+    """The gradients of a functional operator's arguments."""
+    # Read once: under activation checkpointing a second look at saved tensors is an error.
+    kept = ctx.saved_tensors
+    if not ctx.options.get("output_final_state", True):
+        grads = grads[:1]
+    given = {n: grad for n, grad in zip(row.grads, grads, strict=False) if grad is not None}
+    found: dict[str, Tensor] = {}
+    if given:
+        named = dict(zip((*row.tensors, *row.saved), kept, strict=True))
+        wanted = dict(zip(row.functional.names, ctx.needs_input_grad, strict=False))
+        needs = [wanted.get(n, False) for n in row.differentiable]
+        found = call_backward(row, {**named, **ctx.options, **given, "needs": needs})
+    return tuple(found.get(n) for n in row.functional.names)
+
+
+def nothing(ctx: Any, inputs: tuple, output: Any) -> None:
+    return None
+
+
+def missing_double_backward(op: str) -> Callable:
+    def backward(ctx: Any, *grads: Any) -> None:
+        raise RuntimeError(NO_DOUBLE_BACKWARD.format(op=op))
+
+    return backward
+
+
+def call_backward(row: Operator, values: dict[str, Any]) -> dict[str, Tensor]:
+    """Call a backward operator with its arguments out of ``values``; the gradients that it is asked for, by name."""
+    operator = getattr(getattr(torch.ops, row.namespace), row.backward.name)
+    found = operator(*(values.get(n) for n in row.backward.names))
+    return {n: grad for n, grad, wanted in zip(row.differentiable, found, values["needs"], strict=True) if wanted}
+
+
+def refuse_tangents(op: str, *values: Any) -> None:
+    """Raise if a value has a tangent: operators ignore tangents, so forward-mode results would be wrong."""
+    if not _torch_private.in_forward_mode():
+        return
+    if torch.compiler.is_compiling() or any(map(_has_tangent, values)):
+        raise RuntimeError(NO_FORWARD_MODE.format(op=op))
+
+
+def _has_tangent(t: Any) -> bool:
+    if torch.compiler.is_compiling():  # by itself, behind a break of the graph
+        return True  # traced tensors have lost their tangents
+    # A tangent below vmap is found when the operator reaches that level.
+    if not isinstance(t, Tensor) or _torch_private.is_batched(t):
+        return False
+    return forward_ad.unpack_dual(t).tangent is not None
