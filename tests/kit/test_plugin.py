@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -126,7 +127,12 @@ def test_markers_are_described(run_inner):
     assert "@pytest.mark.platform(*names): skip the test on a machine that is none of these: cpu, nvidia" in text
 
 
-def test_header_says_which_arithmetic_budgets_follow():
+def test_header_says_which_arithmetic_budgets_follow(run_inner, traveller, monkeypatch):
+    traveller(device_type="meta")
+    monkeypatch.setenv(FOREIGN_VARIABLE, "traveller")
+    _, text = run_inner("--backend=traveller", "test_tiny.py", "--collect-only")
+    assert re.search(r"backend traveller .* on meta$", text, flags=re.M)
+    assert ("budgets: products on meta" in text) == bool(platforms.flushed_below(torch.device("meta"), torch.float16))
     gpu = torch.device("cuda")
     (line,) = plugin._arithmetic(gpu, platforms.flushed_below(gpu, torch.float16, True))
     assert line == "budgets: products on cuda take float16 operands below 6.1e-05 for zero"

@@ -68,3 +68,13 @@ def test_the_rule_is_the_oracles(op: str):
             assert bool(lost[0, first:end].any()) == (read >= 0 and end > first)
         kinds.add((r.written_states, r.writes_every_token, r.checkpoint_states))
     assert len(kinds) >= 4
+
+
+def test_without_a_table_no_slot_is_padding():
+    """Sequence n has slot n then, whatever pad_slot_id says."""
+    case = Case(name="rows", op="fused_recurrent_kda", B=2, T=1, K=4, state=torch.float32)
+    call = case.call().having(inplace_final_state=True, output_final_state=False, pad_slot_id=0)
+    r = call.having(initial_state=call.tensors["initial_state"].clone()).request()
+    reference.forward(r)
+    changed = [n for n in range(2) if not same_bits(r.initial_state[n], call.tensors["initial_state"][n])]
+    assert changed == call.written_slots() == call.slots().start == [0, 1]
