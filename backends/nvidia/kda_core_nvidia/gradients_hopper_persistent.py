@@ -58,8 +58,10 @@ from kda_core_nvidia.gradients_persistent_tiles import (
     sums_of_threads,
     tiles_of,
     tiles_of_stacked,
+    with_sums,
 )
-from kda_core_nvidia.gradients_tiles import last_row, left_parts, log2_decays, selected_sums
+from kda_core_nvidia.gradients_persistent_far import far_gradients_of_pair
+from kda_core_nvidia.gradients_tiles import LEAST_HALF, last_row, left_parts, log2_decays, selected_sums
 from kda_core_nvidia.hopper_squares import seen_as
 from kda_core_nvidia.hopper_tiles import exp2, reciprocal
 from kda_core_nvidia.prepare_hopper import store_block
@@ -166,12 +168,84 @@ def _load_numbers(beta, A_log, dt_bias, D, norms, pair, i_h, HV, s_bt, s_bh, K: 
 
 
 @gluon.jit
+def _near_gradients_of_pair(
+    rows, columns, sums, rise, halves, o_scale, q_rows, k_rows, numbers, own_products, pairs,
+):  # fmt: skip
+    """Gradients of a pair's rows by tile, but for what their norms take away, and of its decays; sums over a warp's
+    channels of a row's product with its gradient, of q and of k, and of the gradient of β, for two tiles each.
+
+    Args:
+        rows, columns: products of the rows of do and dv, and of z, with the states, without any decay.
+        sums: over v of S ⊙ dS, decayed over the pair, [128].
+        rise, halves: 2^x of each tile, and half of its log2 decay.
+    """
+    e_r = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, RIGHT)), 1)
+    e_c = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, RIGHT)), 0)
+    between = ()
+    for t in gl.static_range(TILES - 1):
+        between = between + (gl.expand_dims(exp2(halves[t] + halves[t + 1]), 1),)
+    dq, dk = tiles_of_stacked(rows)
+    dkc = ()
+    to_end = gl.expand_dims(exp2(halves[TILES - 1]) * o_scale, 1)
+    raw = tiles_of(columns)
+    for t in gl.static_range(TILES):
+        dkc = dkc + (raw[t] * to_end,)
+    ends = sums_of_threads(gl.full([128, 16], 0.0, gl.float32, TILE))
+    FOURS: gl.constexpr = gl.SliceLayout(1, ends.type.layout)
+    passed = gl.expand_dims(exp2(halves[0]), 1)
+    for t in gl.static_range(TILES):
+        kb = rows_of(k_rows, t) * reciprocal(rise[t]) * numbers_of(numbers, 0, t)
+        here = sums_of_threads(kb * dkc[t])
+        if t > 0:
+            passed = between[t - 1]
+            x = gl.convert_layout(exp2(halves[t - 1] + halves[t]), FOURS, assert_trivial=True)
+            ends = ends * gl.expand_dims(x, 1)
+        ends += here
+        dq, dk = add_columns(dq, dk, left_parts(kb), pairs, passed, t)
+        in_order()
+
+    from_row = gl.where(e_r >= e_c, 1.0, 0.0).to(gl.bfloat16)
+    everywhere = gl.full([16, 16], 1.0, gl.bfloat16, RIGHT)
+    ends = gl.convert_layout(gl.sum(ends, axis=1), BY_CHANNEL, assert_trivial=True)
+    later = gl.expand_dims(ends + sums, 1) + gl.full([128, 16], 0.0, gl.float32, TILE)
+    new_q = ()
+    new_k = ()
+    dg = ()
+    sums_q = ()
+    sums_k = ()
+    sums_b = ()
+    for t in gl.static_range(TILES - 1, -1, -1):
+        q_tile = rows_of(q_rows, t)
+        k_tile = rows_of(k_rows, t)
+        q_rise = rise[t] * numbers_of(numbers, 1, t)
+        k_rise = rise[t] * -numbers_of(numbers, 2, t)
+        qr = left_parts(q_tile * q_rise)
+        kr = left_parts(k_tile * k_rise)
+        if t == TILES - 1:
+            dkc = add_rows(dkc, qr, kr, pairs, 1.0, t)
+        else:
+            dkc = add_rows(dkc, qr, kr, pairs, between[t], t)
+        dq_t, dk_t, p, sum_q, sum_k, sum_b = own_gradients(
+            dq[t] * q_rise, dk[t] * k_rise, dkc[t] * reciprocal(rise[t]), q_tile, k_tile, numbers, own_products, t
+        )
+        dg = (mma_v2(p[0], from_row, mma_v2(p[1], from_row, later)),) + dg
+        later = mma_v2(p[0], everywhere, mma_v2(p[1], everywhere, later))
+        new_q = (dq_t,) + new_q
+        new_k = (dk_t,) + new_k
+        sums_q = with_sums(sums_q, sum_q, t)
+        sums_k = with_sums(sums_k, sum_k, t)
+        sums_b = with_sums(sums_b, sum_b, t)
+        in_order()
+    return new_q, new_k, dg, sums_q, sums_k, sums_b
+
+
+@gluon.jit
 def _gradients(
     beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, s_bt, s_bh, scale, o_scale, lower_bound, HV,
     blocks, values_ready, values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1, o_0, o_1, s, ds,
     pairs, numbers, own_products,
-    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BETA_SIGMOID: gl.constexpr,
-    BETA_SCALE: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BOUNDED: gl.constexpr,
+    BETA_SIGMOID: gl.constexpr, BETA_SCALE: gl.constexpr,
 ):  # fmt: skip
     """The warps that multiply."""
     dtype: gl.constexpr = q_places.dtype
@@ -181,6 +255,21 @@ def _gradients(
     stacked_0 = seen_as(o_0, dtype, [1, 128, 64], HALVES).index(0)
     stacked_1 = seen_as(o_1, dtype, [1, 128, 64], HALVES).index(0)
     all_pairs = seen_as(pairs, dtype, [1, 512, 16], NARROW).index(0)
+    # Float32 blocks where decays are strong.
+    WIDE_ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([32, 128], gl.float32)
+    of_s = seen_as(s, gl.float32, [2, 32, 128], WIDE_ROWS)
+    of_ds = seen_as(ds, gl.float32, [2, 32, 128], WIDE_ROWS)
+    dq_far = (of_s.index(0), of_s.index(1))
+    dk_far = (of_ds.index(0), of_ds.index(1))
+    dg_far = (
+        seen_as(o_0, gl.float32, [1, 32, 128], WIDE_ROWS).index(0),
+        seen_as(o_1, gl.float32, [1, 32, 128], WIDE_ROWS).index(0),
+    )
+    HIGH: gl.constexpr = gl.NVMMASharedLayout.get_default_for([16, 128], gl.float32)
+    dkc_far = (
+        seen_as(z_0, gl.float32, [1, 16, 128], HIGH).index(0),
+        seen_as(z_1, gl.float32, [1, 16, 128], HIGH).index(0),
+    )
     # Later, in the place of the pairs.
     sums_by_warp = seen_as(pairs, gl.float32, [2, WARPS, 256], PLAIN).index(0)
     first = gl.program_id(0)
@@ -256,74 +345,30 @@ def _gradients(
         halves = ()
         rise = ()
         for t in gl.static_range(TILES):
-            y = log2_decays(g_rows, bias, rate, lower_bound, None, t, GATE, True, TILE)
+            y = log2_decays(g_rows, bias, rate, lower_bound, None, t, GATE, BOUNDED, TILE)
             x = selected_sums(y, e_r <= e_c, (0.5, -0.5), zero)
             halves = halves + (last_row(x),)
             rise = rise + (exp2(x),)
+        far = False
+        if not BOUNDED:
+            least = gl.minimum(gl.minimum(halves[0], halves[1]), gl.minimum(halves[2], halves[3]))
+            far = gl.min(least, axis=0) < LEAST_HALF
         rows, columns = warpgroup_mma_wait(0, deps=(rows, columns))
         block_barrier()
-        mbarrier.arrive(values_free, count=1)
+        mbarrier.arrive(values_free, count=1, pred=not far)
 
-        between = ()
-        for t in gl.static_range(TILES - 1):
-            between = between + (gl.expand_dims(exp2(halves[t] + halves[t + 1]), 1),)
-        dq, dk = tiles_of_stacked(rows)
-        dkc = ()
-        to_end = gl.expand_dims(exp2(halves[TILES - 1]) * o_scale, 1)
-        raw = tiles_of(columns)
-        for t in gl.static_range(TILES):
-            dkc = dkc + (raw[t] * to_end,)
-        ends = sums_of_threads(gl.full([128, 16], 0.0, gl.float32, TILE))
-        FOURS: gl.constexpr = gl.SliceLayout(1, ends.type.layout)
-        passed = gl.expand_dims(exp2(halves[0]), 1)
-        for t in gl.static_range(TILES):
-            kb = rows_of(k_rows, t) * reciprocal(rise[t]) * numbers_of(numbers, 0, t)
-            here = sums_of_threads(kb * dkc[t])
-            if t > 0:
-                passed = between[t - 1]
-                x = gl.convert_layout(exp2(halves[t - 1] + halves[t]), FOURS, assert_trivial=True)
-                ends = ends * gl.expand_dims(x, 1)
-            ends += here
-            dq, dk = add_columns(dq, dk, left_parts(kb), pairs, passed, t)
-            in_order()
-
-        from_row = gl.where(e_r >= e_c, 1.0, 0.0).to(dtype)
-        everywhere = gl.full([16, 16], 1.0, dtype, RIGHT)
-        ends = gl.convert_layout(gl.sum(ends, axis=1), BY_CHANNEL, assert_trivial=True)
-        later = gl.expand_dims(ends + sums, 1) + gl.full([128, 16], 0.0, gl.float32, TILE)
-        new_q = ()
-        new_k = ()
-        dg = ()
-        sums_q = ()
-        sums_k = ()
-        sums_b = ()
-        for t in gl.static_range(TILES - 1, -1, -1):
-            q_tile = rows_of(q_rows, t)
-            k_tile = rows_of(k_rows, t)
-            q_rise = rise[t] * numbers_of(numbers, 1, t)
-            k_rise = rise[t] * -numbers_of(numbers, 2, t)
-            qr = left_parts(q_tile * q_rise)
-            kr = left_parts(k_tile * k_rise)
-            if t == TILES - 1:
-                dkc = add_rows(dkc, qr, kr, pairs, 1.0, t)
-            else:
-                dkc = add_rows(dkc, qr, kr, pairs, between[t], t)
-            dq_t, dk_t, p, sum_q, sum_k, sum_b = own_gradients(
-                dq[t] * q_rise, dk[t] * k_rise, dkc[t] * reciprocal(rise[t]), q_tile, k_tile, numbers, own_products, t
+        if far:
+            new_q, new_k, dg, sums_q, sums_k, sums_b = far_gradients_of_pair(
+                rows, columns, sums, halves, bias, rate, lower_bound, o_scale, g_rows, q_rows, k_rows, numbers,
+                own_products, pairs, dq_far, dk_far, dg_far, dkc_far, GATE,
+            )  # fmt: skip
+            fence_async_shared()
+            block_barrier()
+            mbarrier.arrive(values_free, count=1)
+        else:
+            new_q, new_k, dg, sums_q, sums_k, sums_b = _near_gradients_of_pair(
+                rows, columns, sums, rise, halves, o_scale, q_rows, k_rows, numbers, own_products, pairs
             )
-            dg = (mma_v2(p[0], from_row, mma_v2(p[1], from_row, later)),) + dg
-            later = mma_v2(p[0], everywhere, mma_v2(p[1], everywhere, later))
-            new_q = (dq_t,) + new_q
-            new_k = (dk_t,) + new_k
-            if t % 2 == 1:
-                sums_q = (sum_q,) + sums_q
-                sums_k = (sum_k,) + sums_k
-                sums_b = (sum_b,) + sums_b
-            else:
-                sums_q = (merged_sums(sum_q, sums_q[0], 1),) + sums_q[1:]
-                sums_k = (merged_sums(sum_k, sums_k[0], 1),) + sums_k[1:]
-                sums_b = (merged_sums(sum_b, sums_b[0], 1),) + sums_b[1:]
-            in_order()
         sum_q = merged_sums(sums_q[0], sums_q[1], 2)
         sum_k = merged_sums(sums_k[0], sums_k[1], 2)
         sum_b = merged_sums(sums_b[0], sums_b[1], 2)
@@ -392,8 +437,8 @@ def gradients_hopper_persistent(
     s_qh, s_kh, s_gh, s_oh, s_bt, s_bh,
     scale, o_scale, lower_bound,
     HV, blocks,  # value heads; pairs · HV
-    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BETA_SIGMOID: gl.constexpr,
-    BETA_SCALE: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BOUNDED: gl.constexpr,
+    BETA_SIGMOID: gl.constexpr, BETA_SCALE: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q.dtype
 
@@ -432,8 +477,8 @@ def gradients_hopper_persistent(
                 (
                     beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, s_bt, s_bh, scale, o_scale,
                     lower_bound, HV, blocks, values_ready, values_free, rows_ready, rows_done, q_places, k_places,
-                    g_places, z_0, z_1, o_0, o_1, s, ds, pairs, numbers, own_products, K, V, C, GATE, BETA_SIGMOID,
-                    BETA_SCALE,
+                    g_places, z_0, z_1, o_0, o_1, s, ds, pairs, numbers, own_products, K, V, C, GATE, BOUNDED,
+                    BETA_SIGMOID, BETA_SCALE,
                 ),
             ),
             (

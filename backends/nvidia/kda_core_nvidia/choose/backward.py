@@ -187,7 +187,6 @@ def gradients_persistent(r: Request) -> bool:
     """
     return (
         r.K == 128
-        and decays_bounded(r)
         and r.g.dtype == r.q.dtype
         and r.H == r.HV
         and r.cu_seqlens is None

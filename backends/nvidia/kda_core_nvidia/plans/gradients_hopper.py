@@ -41,11 +41,12 @@ def launch_gradients_hopper(
 
 
 def launch_gradients_persistent(
-    b: Builder, r: Request, config: GradientsPersistentConfig, named: Mapping[str, Any]
+    b: Builder, r: Request, config: GradientsPersistentConfig, bounded: bool, named: Mapping[str, Any]
 ) -> None:
     """Add a launch of ``gradients_hopper_persistent``; z and the states are by pairs of slots."""
     blocks = slots(r) // 2 * r.HV
     named = {**named, **_tiles(b, r, 2 * CHUNK, r.V, named), "C": 2 * CHUNK, "blocks": blocks}
+    named["BOUNDED"] = bounded
     b.pick(gradients_hopper_persistent, min(blocks, config.programs), config.num_warps, named)
 
 
