@@ -282,8 +282,8 @@ def _gradients(
     )
     for n in range((blocks - first + step - 1) // step):
         block = first + n * step
-        row = block // HV * C
-        i_h = block % HV
+        row = pair * C
+        store_h = i_h
         place = n & 1
         phase = n & 1
         rows_phase = (n >> 1) & 1
@@ -305,6 +305,7 @@ def _gradients(
             nk = raw_nk
 
         mbarrier.wait(values_ready, phase)
+        mbarrier.wait(rows_ready.index(place), rows_phase)
         m = gl.full([128, 64], 0.0, gl.float32, M64)
         rows = gl.full([128, 128], 0.0, gl.float32, M128)
         columns = gl.full([128, 64], 0.0, gl.float32, M64)
@@ -319,8 +320,10 @@ def _gradients(
         ds_1 = ds.slice(64, 64).permute((1, 0))
         columns = warpgroup_mma(ds_0, z_0.permute((1, 0)), columns, use_acc=False, is_async=True)
         columns = warpgroup_mma(ds_1, z_1.permute((1, 0)), columns, is_async=True)
-        # Meanwhile the sums over v of S ⊙ dS, and the decays.
-        sums = products_of_channels(s, ds) * (decay * second_decay * o_scale)
+        # Meanwhile the decays, and the sums over v of S ⊙ dS.
+        ys = ()
+        for t in gl.static_range(TILES):
+            ys = ys + (log2_decays(g_rows, bias, rate, lower_bound, None, t, GATE, BOUNDED, TILE),)
         slope = gl.full([256], 1.0, gl.float32, LANES)
         if BETA_SIGMOID:
             slope = sigmoid(-b_beta)
@@ -338,17 +341,16 @@ def _gradients(
         own_products.store(own)
         all_pairs.store(m.reshape([128, 4, 16]).permute((1, 0, 2)).reshape([512, 16]))
         numbers.store(number)
-        mbarrier.wait(rows_ready.index(place), rows_phase)
         e_r = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, RIGHT)), 1)
         e_c = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, RIGHT)), 0)
         zero = gl.full([128, 16], 0.0, gl.float32, TILE)
         halves = ()
         rise = ()
         for t in gl.static_range(TILES):
-            y = log2_decays(g_rows, bias, rate, lower_bound, None, t, GATE, BOUNDED, TILE)
-            x = selected_sums(y, e_r <= e_c, (0.5, -0.5), zero)
+            x = selected_sums(ys[t], e_r <= e_c, (0.5, -0.5), zero)
             halves = halves + (last_row(x),)
             rise = rise + (exp2(x),)
+        sums = products_of_channels(s, ds) * (decay * second_decay * o_scale)
         far = False
         if not BOUNDED:
             least = gl.minimum(gl.minimum(halves[0], halves[1]), gl.minimum(halves[2], halves[3]))
@@ -374,16 +376,28 @@ def _gradients(
         sum_b = merged_sums(sums_b[0], sums_b[1], 2)
         block_barrier()
         store_sums(sums_by_warp, sum_q, sum_k, sum_b)
-        block_barrier()
         # The next pair's numbers, which arrive behind what is left of this one; the last one loads its own again.
         following = gl.where(block + step < blocks, block + step, block)
+        pair = following // HV
+        i_h = following % HV
         if EARLY:
             a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = _load_numbers(
-                beta, A_log, dt_bias, D, norms, following // HV, following % HV, HV, s_bt, s_bh, K, C
+                beta, A_log, dt_bias, D, norms, pair, i_h, HV, s_bt, s_bh, K, C
             )
+        if GATE != "none":
+            dg, summands, totals = gradients_of_gate(g_rows, bias, rate, lower_bound, dg, GATE)
+            if dbias_partial is not None:
+                c = gl.arange(0, 128, layout=BY_CHANNEL)
+                gl.store(dbias_partial + block.to(gl.int64) * K + c, gl.sum(totals, axis=1))
+            if A_log is not None:
+                # A number a warp.
+                summand = gl.sum(gl.sum(summands.reshape([WARPS, 16, 16]), axis=2), axis=1)
+                warp = gl.arange(0, WARPS, layout=summand.type.layout)
+                gl.store(dA_partial + block.to(gl.int64) * WARPS + warp, summand)
+        block_barrier()
         total = gl.sum(sums_by_warp.load(BY_WARP), axis=0) * factor
         r_lane = gl.arange(0, 256, layout=LANES) % 64
-        p_dbeta = dbeta + (row.to(gl.int64) * HV + i_h) + r_lane * HV
+        p_dbeta = dbeta + (row.to(gl.int64) * HV + store_h) + r_lane * HV
         gl.store(p_dbeta, total.to(dbeta.dtype.element_ty), mask=kind == 2)
         if norms is not None:
             numbers.store(total)
@@ -397,19 +411,9 @@ def _gradients(
         else:
             dq = new_q
             dk = new_k
-        if GATE != "none":
-            dg, summands, totals = gradients_of_gate(g_rows, bias, rate, lower_bound, dg, GATE)
-            if dbias_partial is not None:
-                c = gl.arange(0, 128, layout=BY_CHANNEL)
-                gl.store(dbias_partial + block.to(gl.int64) * K + c, gl.sum(totals, axis=1))
-            if A_log is not None:
-                # A number a warp.
-                summand = gl.sum(gl.sum(summands.reshape([WARPS, 16, 16]), axis=2), axis=1)
-                warp = gl.arange(0, WARPS, layout=summand.type.layout)
-                gl.store(dA_partial + block.to(gl.int64) * WARPS + warp, summand)
         if not EARLY:
             a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = _load_numbers(
-                beta, A_log, dt_bias, D, norms, following // HV, following % HV, HV, s_bt, s_bh, K, C
+                beta, A_log, dt_bias, D, norms, pair, i_h, HV, s_bt, s_bh, K, C
             )
         block_barrier()
         store_tiles(q_rows, dq)
