@@ -71,6 +71,12 @@ _NUMBERS = ["scale", "o_scale", "lower_bound", "HV", "blocks"]
 
 
 @gluon.jit
+def _pair_of(far_pairs, i, count, FAR: gl.constexpr):
+    """The i-th of the pairs that a launch takes."""
+    return gl.load(far_pairs + i, mask=i < count, other=0) if FAR else i
+
+
+@gluon.jit
 def _load_rows(q, k, g, block, HV, s_qh, s_kh, s_gh, bar, q_rows, k_rows, g_rows, C: gl.constexpr, pred):
     """Begin to load a pair's rows of g, k and q."""
     row = block // HV * C
@@ -94,22 +100,23 @@ def _store_rows(dq, dk, dg, block, HV, q_rows, k_rows, g_rows, K: gl.constexpr, 
 
 @gluon.jit
 def _load_and_store(
-    q, k, g, do, dv, z, states, state_grads, dq, dk, dg, HV, blocks, s_qh, s_kh, s_gh, s_oh,
+    q, k, g, do, dv, z, states, state_grads, dq, dk, dg, far_pairs, HV, blocks, s_qh, s_kh, s_gh, s_oh,
     values_ready, values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1, o_0, o_1, s, ds,
-    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, FAR: gl.constexpr,
 ):  # fmt: skip
     """The warp that loads, and that stores the gradients of rows."""
     first = gl.program_id(0)
     step = gl.num_programs(0)
     count = (blocks - first + step - 1) // step
     for i in gl.static_range(2):
-        block = first + i * step
+        there = first + i * step < blocks
         _load_rows(
-            q, k, g, block, HV, s_qh, s_kh, s_gh, rows_ready.index(i), q_places.index(i), k_places.index(i),
-            g_places.index(i), C, block < blocks,
+            q, k, g, _pair_of(far_pairs, first + i * step, blocks, FAR), HV, s_qh, s_kh, s_gh, rows_ready.index(i),
+            q_places.index(i), k_places.index(i), g_places.index(i), C, there,
         )  # fmt: skip
+    before = 0
     for n in range(count):
-        block = first + n * step
+        block = _pair_of(far_pairs, first + n * step, blocks, FAR)
         row = block // HV * C
         i_h = block % HV
         mbarrier.wait(values_free, (n & 1) ^ 1)
@@ -126,18 +133,19 @@ def _load_and_store(
             place = (n - 1) & 1
             q_rows, k_rows, g_rows = q_places.index(place), k_places.index(place), g_places.index(place)
             mbarrier.wait(rows_done.index(place), ((n - 1) >> 1) & 1)
-            _store_rows(dq, dk, dg, block - step, HV, q_rows, k_rows, g_rows, K, C)
+            _store_rows(dq, dk, dg, before, HV, q_rows, k_rows, g_rows, K, C)
+            following = first + (n + 1) * step
             _load_rows(
-                q, k, g, block + step, HV, s_qh, s_kh, s_gh, rows_ready.index(place), q_rows, k_rows, g_rows, C,
-                block + step < blocks,
+                q, k, g, _pair_of(far_pairs, following, blocks, FAR), HV, s_qh, s_kh, s_gh, rows_ready.index(place),
+                q_rows, k_rows, g_rows, C, following < blocks,
             )  # fmt: skip
+        before = block
     if count > 0:
         place = (count - 1) & 1
         mbarrier.wait(rows_done.index(place), ((count - 1) >> 1) & 1)
         _store_rows(
-            dq, dk, dg, first + (count - 1) * step, HV, q_places.index(place), k_places.index(place),
-            g_places.index(place), K, C,
-        )  # fmt: skip
+            dq, dk, dg, before, HV, q_places.index(place), k_places.index(place), g_places.index(place), K, C
+        )
 
 
 @gluon.jit
@@ -241,11 +249,11 @@ def _near_gradients_of_pair(
 
 @gluon.jit
 def _gradients(
-    beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, s_bt, s_bh, scale, o_scale, lower_bound, HV,
-    blocks, values_ready, values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1, o_0, o_1, s, ds,
+    beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, far_pairs, far_count, s_bt, s_bh, scale, o_scale,
+    lower_bound, HV, blocks, values_ready, values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1, o_0, o_1, s, ds,
     pairs, numbers, own_products,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BOUNDED: gl.constexpr,
-    BETA_SIGMOID: gl.constexpr, BETA_SCALE: gl.constexpr,
+    FAR: gl.constexpr, BETA_SIGMOID: gl.constexpr, BETA_SCALE: gl.constexpr,
 ):  # fmt: skip
     """The warps that multiply."""
     dtype: gl.constexpr = q_places.dtype
@@ -275,13 +283,13 @@ def _gradients(
     first = gl.program_id(0)
     step = gl.num_programs(0)
     # A program without pairs loads, too.
-    pair = gl.where(first < blocks, first // HV, 0)
-    i_h = gl.where(first < blocks, first % HV, 0)
+    block = gl.where(first < blocks, _pair_of(far_pairs, first, blocks, FAR), 0)
+    pair = block // HV
+    i_h = block % HV
     a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = _load_numbers(
         beta, A_log, dt_bias, D, norms, pair, i_h, HV, s_bt, s_bh, K, C
     )
     for n in range((blocks - first + step - 1) // step):
-        block = first + n * step
         row = pair * C
         store_h = i_h
         place = n & 1
@@ -351,15 +359,17 @@ def _gradients(
             halves = halves + (last_row(x),)
             rise = rise + (exp2(x),)
         sums = products_of_channels(s, ds) * (decay * second_decay * o_scale)
-        far = False
-        if not BOUNDED:
+        if not (BOUNDED or FAR):
             least = gl.minimum(gl.minimum(halves[0], halves[1]), gl.minimum(halves[2], halves[3]))
-            far = gl.min(least, axis=0) < LEAST_HALF
+            if gl.min(least, axis=0) < LEAST_HALF:
+                # Another launch writes all of this pair's results once more.
+                gl.store(far_pairs + gl.atomic_add(far_count, 1), block)
         rows, columns = warpgroup_mma_wait(0, deps=(rows, columns))
         block_barrier()
-        mbarrier.arrive(values_free, count=1, pred=not far)
+        if not FAR:
+            mbarrier.arrive(values_free, count=1)
 
-        if far:
+        if FAR:
             new_q, new_k, dg, sums_q, sums_k, sums_b = far_gradients_of_pair(
                 rows, columns, sums, halves, bias, rate, lower_bound, o_scale, g_rows, q_rows, k_rows, numbers,
                 own_products, pairs, dq_far, dk_far, dg_far, dkc_far, GATE,
@@ -377,7 +387,8 @@ def _gradients(
         block_barrier()
         store_sums(sums_by_warp, sum_q, sum_k, sum_b)
         # The next pair's numbers, which arrive behind what is left of this one; the last one loads its own again.
-        following = gl.where(block + step < blocks, block + step, block)
+        i = first + (n + 1) * step
+        following = gl.where(i < blocks, _pair_of(far_pairs, i, blocks, FAR), block)
         pair = following // HV
         i_h = following % HV
         if EARLY:
@@ -422,6 +433,7 @@ def _gradients(
         fence_async_shared()
         block_barrier()
         mbarrier.arrive(rows_done.index(place), count=1)
+        block = following
 
 
 @gluon.jit(do_not_specialize=_NUMBERS)
@@ -438,12 +450,16 @@ def gradients_hopper_persistent(
     dbeta,  # [B · T, HV]
     dA_partial,  # [pairs, HV, warps] or None
     dbias_partial,  # [pairs, HV, K] or None
+    far_pairs, far_count,  # [pairs · HV] pairs with decays beyond one reference point a tile, how many they are; or None
     s_qh, s_kh, s_gh, s_oh, s_bt, s_bh,
     scale, o_scale, lower_bound,
     HV, blocks,  # value heads; pairs · HV
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BOUNDED: gl.constexpr,
+    FAR: gl.constexpr,  # the launch takes those pairs; else it takes all, and writes down which they are
     BETA_SIGMOID: gl.constexpr, BETA_SCALE: gl.constexpr,
 ):  # fmt: skip
+    if FAR:
+        blocks = gl.load(far_count)
     dtype: gl.constexpr = q.dtype
 
     ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 128], dtype)
@@ -479,18 +495,18 @@ def gradients_hopper_persistent(
             (
                 _gradients,
                 (
-                    beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, s_bt, s_bh, scale, o_scale,
-                    lower_bound, HV, blocks, values_ready, values_free, rows_ready, rows_done, q_places, k_places,
+                    beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, far_pairs, far_count, s_bt,
+                    s_bh, scale, o_scale, lower_bound, HV, blocks, values_ready, values_free, rows_ready, rows_done, q_places, k_places,
                     g_places, z_0, z_1, o_0, o_1, s, ds, pairs, numbers, own_products, K, V, C, GATE, BOUNDED,
-                    BETA_SIGMOID, BETA_SCALE,
+                    FAR, BETA_SIGMOID, BETA_SCALE,
                 ),
             ),
             (
                 _load_and_store,
                 (
-                    q, k, g, do, dv, z, states, state_grads, dq, dk, dg, HV, blocks, s_qh, s_kh, s_gh,
+                    q, k, g, do, dv, z, states, state_grads, dq, dk, dg, far_pairs, HV, blocks, s_qh, s_kh, s_gh,
                     s_oh, values_ready, values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1,
-                    o_0, o_1, s, ds, K, V, C,
+                    o_0, o_1, s, ds, K, V, C, FAR,
                 ),
             ),
         ],

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from kda_core.request import Request
 from kda_core.triton_lib.arguments import row_strides
 from kda_core.triton_lib.layout import CHUNK, slots
@@ -47,7 +49,13 @@ def launch_gradients_persistent(
     blocks = slots(r) // 2 * r.HV
     named = {**named, **_tiles(b, r, 2 * CHUNK, r.V, named), "C": 2 * CHUNK, "blocks": blocks}
     named["BOUNDED"] = bounded
-    b.pick(gradients_hopper_persistent, min(blocks, config.programs), config.num_warps, named)
+    far = {"far_pairs": None, "far_count": None}
+    if not bounded:
+        far = {"far_pairs": b.scratch("far pairs", (blocks,), torch.int32)}
+        far["far_count"] = b.scratch("far pairs, number", (1,), torch.int32, True)
+    for again in (False,) if bounded else (False, True):
+        launch = {**named, **far, "FAR": again}
+        b.pick(gradients_hopper_persistent, min(blocks, config.programs), config.num_warps, launch)
 
 
 def _tiles(b: Builder, r: Request, rows: int, block_v: int, named: Mapping[str, Any]) -> dict[str, Any]:
