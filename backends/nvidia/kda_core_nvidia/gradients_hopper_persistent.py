@@ -10,11 +10,16 @@ A program takes every so many pairs. One warp loads and stores for the eight tha
 products (z, do, dv and the states) are used up early, and those of the next pair are loaded behind the products of
 tiles. Rows of q, k and g have two places, from where their gradients leave the chip while the next pair is at work.
 
-Products of a warp and the gate run beside the asynchronous ones, which ptxas then still leaves in flight (the machine
-code has three WARPGROUP.DEPBAR).
+The gate runs beside the asynchronous products, which ptxas then still leaves in flight (the machine code has three
+WARPGROUP.DEPBAR); it waits for nothing there, or ptxas would run them one after another. Products of a warp come last:
+the matrix unit is busy.
+
+Where decays are not bounded, pairs whose decays are beyond one reference point a tile are written down, and a second
+launch takes them (FAR) and writes their results once more. In one kernel with the others they have 304 bytes of stack
+and more.
 
 Grid: a program a multiprocessor; the pairs of all heads, heads fastest, in turn. It takes dense calls of whole pairs,
-bounded decays, bfloat16 gates and heads that are not grouped (``choose.backward.gradients_persistent``).
+bfloat16 gates and heads that are not grouped (``choose.backward.gradients_persistent``).
 """
 
 # ruff: noqa: RUF005 (no starred tuples in Triton)
@@ -31,6 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kda_core.triton_lib.gate import rate_of, sigmoid
+from kda_core_nvidia.gradients_persistent_far import far_gradients_of_pair
 from kda_core_nvidia.gradients_persistent_tiles import (
     BY_CHANNEL,
     BY_WARP,
@@ -60,7 +66,6 @@ from kda_core_nvidia.gradients_persistent_tiles import (
     tiles_of_stacked,
     with_sums,
 )
-from kda_core_nvidia.gradients_persistent_far import far_gradients_of_pair
 from kda_core_nvidia.gradients_tiles import LEAST_HALF, last_row, left_parts, log2_decays, selected_sums
 from kda_core_nvidia.hopper_squares import seen_as
 from kda_core_nvidia.hopper_tiles import exp2, reciprocal
@@ -143,9 +148,7 @@ def _load_and_store(
     if count > 0:
         place = (count - 1) & 1
         mbarrier.wait(rows_done.index(place), ((count - 1) >> 1) & 1)
-        _store_rows(
-            dq, dk, dg, before, HV, q_places.index(place), k_places.index(place), g_places.index(place), K, C
-        )
+        _store_rows(dq, dk, dg, before, HV, q_places.index(place), k_places.index(place), g_places.index(place), K, C)
 
 
 @gluon.jit
@@ -250,8 +253,8 @@ def _near_gradients_of_pair(
 @gluon.jit
 def _gradients(
     beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, far_pairs, far_count, s_bt, s_bh, scale, o_scale,
-    lower_bound, HV, blocks, values_ready, values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1, o_0, o_1, s, ds,
-    pairs, numbers, own_products,
+    lower_bound, HV, blocks, values_ready, values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1,
+    o_0, o_1, s, ds, pairs, numbers, own_products,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BOUNDED: gl.constexpr,
     FAR: gl.constexpr, BETA_SIGMOID: gl.constexpr, BETA_SCALE: gl.constexpr,
 ):  # fmt: skip
@@ -291,7 +294,6 @@ def _gradients(
     )
     for n in range((blocks - first + step - 1) // step):
         row = pair * C
-        store_h = i_h
         place = n & 1
         phase = n & 1
         rows_phase = (n >> 1) & 1
@@ -389,11 +391,11 @@ def _gradients(
         # The next pair's numbers, which arrive behind what is left of this one; the last one loads its own again.
         i = first + (n + 1) * step
         following = gl.where(i < blocks, _pair_of(far_pairs, i, blocks, FAR), block)
-        pair = following // HV
-        i_h = following % HV
+        next_pair = following // HV
+        next_h = following % HV
         if EARLY:
             a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = _load_numbers(
-                beta, A_log, dt_bias, D, norms, pair, i_h, HV, s_bt, s_bh, K, C
+                beta, A_log, dt_bias, D, norms, next_pair, next_h, HV, s_bt, s_bh, K, C
             )
         if GATE != "none":
             dg, summands, totals = gradients_of_gate(g_rows, bias, rate, lower_bound, dg, GATE)
@@ -408,7 +410,7 @@ def _gradients(
         block_barrier()
         total = gl.sum(sums_by_warp.load(BY_WARP), axis=0) * factor
         r_lane = gl.arange(0, 256, layout=LANES) % 64
-        p_dbeta = dbeta + (row.to(gl.int64) * HV + store_h) + r_lane * HV
+        p_dbeta = dbeta + (row.to(gl.int64) * HV + i_h) + r_lane * HV
         gl.store(p_dbeta, total.to(dbeta.dtype.element_ty), mask=kind == 2)
         if norms is not None:
             numbers.store(total)
@@ -424,7 +426,7 @@ def _gradients(
             dk = new_k
         if not EARLY:
             a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = _load_numbers(
-                beta, A_log, dt_bias, D, norms, pair, i_h, HV, s_bt, s_bh, K, C
+                beta, A_log, dt_bias, D, norms, next_pair, next_h, HV, s_bt, s_bh, K, C
             )
         block_barrier()
         store_tiles(q_rows, dq)
@@ -433,7 +435,7 @@ def _gradients(
         fence_async_shared()
         block_barrier()
         mbarrier.arrive(rows_done.index(place), count=1)
-        block = following
+        block, pair, i_h = following, next_pair, next_h
 
 
 @gluon.jit(do_not_specialize=_NUMBERS)
@@ -450,7 +452,8 @@ def gradients_hopper_persistent(
     dbeta,  # [B · T, HV]
     dA_partial,  # [pairs, HV, warps] or None
     dbias_partial,  # [pairs, HV, K] or None
-    far_pairs, far_count,  # [pairs · HV] pairs with decays beyond one reference point a tile, how many they are; or None
+    far_pairs,  # [pairs · HV]: pairs with decays beyond one reference point a tile, in any order; or None
+    far_count,  # [1]: how many they are
     s_qh, s_kh, s_gh, s_oh, s_bt, s_bh,
     scale, o_scale, lower_bound,
     HV, blocks,  # value heads; pairs · HV
@@ -495,10 +498,10 @@ def gradients_hopper_persistent(
             (
                 _gradients,
                 (
-                    beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, far_pairs, far_count, s_bt,
-                    s_bh, scale, o_scale, lower_bound, HV, blocks, values_ready, values_free, rows_ready, rows_done, q_places, k_places,
-                    g_places, z_0, z_1, o_0, o_1, s, ds, pairs, numbers, own_products, K, V, C, GATE, BOUNDED,
-                    FAR, BETA_SIGMOID, BETA_SCALE,
+                    beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, far_pairs, far_count, s_bt, s_bh,
+                    scale, o_scale, lower_bound, HV, blocks, values_ready, values_free, rows_ready, rows_done,
+                    q_places, k_places, g_places, z_0, z_1, o_0, o_1, s, ds, pairs, numbers, own_products, K, V, C,
+                    GATE, BOUNDED, FAR, BETA_SIGMOID, BETA_SCALE,
                 ),
             ),
             (

@@ -45,14 +45,15 @@ def far_gradients_of_pair(
     rows, columns, sums, halves, bias, rate, lower_bound, o_scale, g_rows, q_rows, k_rows, numbers, own_products, pairs,
     dq_rows, dk_rows, dg_rows, dkc_rows, GATE: gl.constexpr,
 ):  # fmt: skip
-    """Gradients of a pair's rows, of its decays, and sums over channels, as ``near_gradients_of_pair`` returns them.
+    """Gradients of a pair's rows, of its decays, and sums over channels, as the other form returns them.
 
     No exponent is positive, and no terms cancel. A tile's decays lead from its start to a row, or from a row to its
     end; its own pairs have hierarchical reference points.
 
     Args:
-        dq_rows, dk_rows, dg_rows: two float32 blocks [32, 128] each that nothing else uses. Results wait there, so that
-            other pairs do not pay for the registers.
+        halves: half of each tile's log2 decay.
+        dq_rows, dk_rows, dg_rows: two float32 blocks [32, 128] each that nothing else uses, where results wait.
+        dkc_rows: two of [16, 128].
     """
     zero = gl.full([128, 16], 0.0, gl.float32, TILE)
     s = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, RIGHT)), 1)
@@ -131,7 +132,9 @@ def far_gradients_of_pair(
         of_k = _tile(dk_rows, c).load(TILE)
         b = 1
         while b < 16:
-            of_q, of_k, z, dg = add_level(of_q, of_k, z, dg, y, b, q_rows, k_rows, numbers, pairs, c, 9 * c, 9 * c + 4, 64)
+            of_q, of_k, z, dg = add_level(
+                of_q, of_k, z, dg, y, b, q_rows, k_rows, numbers, pairs, c, 9 * c, 9 * c + 4, 64
+            )
             b = b * 2
         of_q = of_q * numbers_of(numbers, 1, c)
         of_k = of_k * -numbers_of(numbers, 2, c)
