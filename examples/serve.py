@@ -29,8 +29,8 @@ from rich.progress import Progress, track
 from torch import Tensor
 from training import Text, Trainer, TrainingConfig, python_help_text
 
-from kda_core import chunk_kda, empty_records, fused_recurrent_kda
-from kda_core.nn import KimiDeltaAttention, gated_rms_norm, short_convolution
+from kda_core import chunk_kda, empty_records
+from kda_core.nn import KimiDeltaAttention, gated_rms_norm, kda_decode_step, short_convolution
 
 BLOCK = 64
 """Tokens of a block of the prefix cache: the chunk of ``chunk_kda``."""
@@ -125,8 +125,7 @@ class Layers:
         nan = partial(torch.full, fill_value=torch.nan, device=device)
         sizes = [(m.num_v_heads, m.head_k_dim, m.head_v_dim, 2 * m.key_dim + m.value_dim) for m in mixers]
         self.states = [nan((slots, HV, V, K)) for HV, K, V, _ in sizes]
-        # The last one is that of rows without a request, whose slot is -1.
-        self.conv = [nan((slots + 1, mixers[0].conv_size - 1, D)) for *_, D in sizes]
+        self.conv = [nan((slots, mixers[0].conv_size - 1, D)) for *_, D in sizes]
         self.drafted = [nan((batch, T, D)) for *_, D in sizes]
         self.earlier, self.records = (
             [empty_records(batch, T, *heads, device=device) for *heads, _ in sizes] for _ in range(2)
@@ -174,20 +173,17 @@ class Layers:
         """
         device = self.model.head.weight.device
         own, counts = (torch.tensor(x, device=device) for x in (slots, accepted))
-        behind = (counts[:, None] + torch.arange(self.conv[0].shape[1], device=device))[..., None]
         self.earlier, self.records = self.records, self.earlier
         x = self.model.embedding(torch.tensor(tokens, device=device))
         for i, block in enumerate(self.model.blocks):
-            m, conv = block.mixer, self.conv[i]
+            m = block.mixer
             mixed, g, beta, gate = projected(m, block.mixer_norm(x))
-            conv[own] = before = torch.cat([conv[own], self.drafted[i]], 1).take_along_dim(behind, 1)
-            self.drafted[i] = mixed
-            y, _ = short_convolution(mixed, filters(m), None, before)
-            o, _ = fused_recurrent_kda(
-                **recurrence(m, y, g, beta), initial_state=self.states[i], ssm_state_indices=own,
-                commit=self.earlier[i], num_committed=counts, records=self.records[i],
+            o = kda_decode_step(
+                mixed, g, beta, self.conv[i], filters(m), self.states[i], None, m.A_log, m.dt_bias, gate,
+                m.o_norm.weight, own, norm_eps=m.norm_eps, state_v_first=True, records=self.records[i],
+                commit=self.earlier[i], num_committed=counts, commit_inputs=self.drafted[i],
             )  # fmt: skip
-            o = gated_rms_norm(o, gate, m.o_norm.weight, m.norm_eps)
+            self.drafted[i] = mixed
             x = x + m.o_proj(o.flatten(2))
             x = x + block.mlp(block.mlp_norm(x))
         return self.model.head(self.model.norm(x))
@@ -205,7 +201,7 @@ def projected(m: KimiDeltaAttention, x: Tensor) -> tuple[Tensor, Tensor, Tensor,
 
 
 def recurrence(m: KimiDeltaAttention, y: Tensor, g: Tensor, beta: Tensor) -> dict[str, Any]:
-    """Arguments of both operators behind the convolution's result y."""
+    """Arguments of the operator behind the convolution's result y."""
     q, k, v = y.split([m.key_dim, m.key_dim, m.value_dim], -1)
     heads = {"q": q.unflatten(-1, (m.num_heads, -1)), "k": k.unflatten(-1, (m.num_heads, -1))}
     heads |= {"v": v.unflatten(-1, (m.num_v_heads, -1)), "g": g, "beta": beta, "A_log": m.A_log, "dt_bias": m.dt_bias}

@@ -335,6 +335,10 @@ class DecodeStepRequest:
         norm_weight: [V] or None: no norm.
         norm_eps, scale, lower_bound, pad_slot_id and the flags: as in the function.
         out: [N, T, HV, V], to be written; or None.
+        records: [N, T, HV, 2K + V], to be written as in ``Request``, and neither state advances; or None.
+        commit: [N, T', HV, 2K + V] or None: as in ``Request``, and the convolution's states advance by as many inputs.
+        num_committed: [N] or None.
+        commit_inputs: [N, T', D] in the dtype of x, the inputs of the committed tokens; or None.
         memo: as in ``Request``.
     """
 
@@ -361,6 +365,10 @@ class DecodeStepRequest:
     state_v_first: bool = False
     pad_slot_id: int = -1
     out: Tensor | None = None
+    records: Tensor | None = None
+    commit: Tensor | None = None
+    num_committed: Tensor | None = None
+    commit_inputs: Tensor | None = None
     needs_grad: frozenset[str] = frozenset()
     memo: dict[Any, Any] | None = field(default=None)
 
@@ -385,7 +393,8 @@ class DecodeStepRequest:
             op="fused_recurrent_kda", q=q, k=k, v=v, g=self.g, beta=self.beta, A_log=self.A_log, dt_bias=self.dt_bias,
             scale=self.scale, initial_state=state, inplace_final_state=True, lower_bound=self.lower_bound,
             state_v_first=self.state_v_first, ssm_state_indices=self.indices, num_accepted_tokens=self.accepted,
-            pad_slot_id=self.pad_slot_id, out=out, **{name: getattr(self, name) for name in flags},
+            pad_slot_id=self.pad_slot_id, out=out, records=self.records, update_state=self.records is None,
+            commit=self.commit, num_committed=self.num_committed, **{name: getattr(self, name) for name in flags},
         )  # fmt: skip
 
 

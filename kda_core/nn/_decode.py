@@ -11,6 +11,7 @@ from torch import Tensor
 from kda_core._bind import by_head
 from kda_core._checks import check, check_values, expect_flag
 from kda_core.api import fused_recurrent_kda
+from kda_core.capabilities import Feature
 from kda_core.nn._checks import expect_same_device, expect_shape, expect_tensor
 from kda_core.nn._convolution import short_convolution
 from kda_core.nn._dispatch import backend_for
@@ -20,7 +21,10 @@ from kda_core.request import DecodeStepRequest, Request
 FLAGS = (
     "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first",
 )  # fmt: skip
-TENSORS = ("x", "g", "beta", "conv_state", "weight", "state", "bias", "A_log", "dt_bias", "norm_gate", "norm_weight")
+TENSORS = (
+    "x", "g", "beta", "conv_state", "weight", "state", "bias", "A_log", "dt_bias", "norm_gate", "norm_weight",
+    "records", "commit", "commit_inputs",
+)  # fmt: skip
 """Fields of a request that may require gradients."""
 _ARGUMENTS = tuple(inspect.signature(fused_recurrent_kda).parameters.keys() - {"backend"})
 
@@ -50,6 +54,10 @@ def kda_decode_step(
     pad_slot_id: int = -1,
     out: Tensor | None = None,
     backend: str | None = None,
+    records: Tensor | None = None,
+    commit: Tensor | None = None,
+    num_committed: Tensor | None = None,
+    commit_inputs: Tensor | None = None,
 ) -> Tensor:
     """A decoding step of a KDA layer between its projections: short convolution, recurrence and gated RMS norm.
 
@@ -77,6 +85,13 @@ def kda_decode_step(
         norm_eps: as ``eps`` of ``gated_rms_norm``.
         out: [N, HV, V], or [N, T, HV, V], in the dtype of ``mixed_qkv``: written and returned.
         backend: name of a backend, as in ``chunk_kda``.
+        records: [N, T, HV, 2K + V] of ``empty_records``, T = 1 for one token: as in ``fused_recurrent_kda`` the tokens
+            are recorded, and both states stay as they are until a later call commits some of them. Needs
+            ``state_indices`` [N].
+        commit: the records of the draft before, [N, T', HV, 2K + V]: both states first advance by the first
+            ``num_committed`` [N] of its tokens (0 to T'). Only beside ``records``.
+        num_committed: as in ``fused_recurrent_kda``.
+        commit_inputs: [N, T', D] (or [N, D]): the ``mixed_qkv`` of the draft that ``commit`` recorded.
 
     Returns:
         [N, HV, V], or [N, T, HV, V], in the dtype of ``mixed_qkv``.
@@ -103,8 +118,11 @@ def kda_decode_step(
         "conv_state": conv_state, "weight": weight, "state": state, "bias": conv_bias, "indices": state_indices,
         "accepted": num_accepted_tokens, "A_log": by_head(A_log, g, 1),
         "dt_bias": by_head(dt_bias, g, 2), "norm_gate": by_token("norm_gate", norm_gate, 4), "norm_weight": norm_weight,
-        "out": by_token("out", out, 4),
+        "out": by_token("out", out, 4), "records": records, "commit": commit, "num_committed": num_committed,
+        "commit_inputs": commit_inputs,
     }  # fmt: skip
+    if isinstance(commit_inputs, Tensor) and commit_inputs.dim() == 2:
+        tensors["commit_inputs"] = commit_inputs.unsqueeze(1)
     options: dict[str, Any] = {
         "norm_eps": norm_eps, "scale": g.shape[-1] ** -0.5 if scale is None else scale, "lower_bound": lower_bound,
         "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "use_gate_in_kernel": use_gate_in_kernel,
@@ -114,7 +132,8 @@ def kda_decode_step(
     x, *others = tensors.values()
     own, memo = None, None
     if x.numel():
-        own, memo = backend_for("decode_step", x, tuple(others), tuple(options.values()), backend)
+        features = frozenset() if records is None and commit is None else frozenset({Feature.DRAFT_RECORDS})
+        own, memo = backend_for("decode_step", x, tuple(others), tuple(options.values()), backend, features)
     request = DecodeStepRequest(**tensors, **options, memo=memo)
     # At every call: layouts, by which calls are of one kind, do not say it.
     for name in TENSORS if torch.is_grad_enabled() else ():
@@ -159,13 +178,21 @@ def _check(r: DecodeStepRequest) -> None:
         expect_shape("out", r.out, (N, T, HV, r.V))
         if r.out.dtype != r.x.dtype:
             raise TypeError(f"out: expected {r.x.dtype}, the dtype of mixed_qkv, got {r.out.dtype}")
+    if (r.commit is None) != (r.commit_inputs is None):
+        raise ValueError("commit, commit_inputs: expected both or neither")
+    if r.commit is not None and r.commit_inputs is not None:
+        expect_shape("commit_inputs", r.commit_inputs, (N, *r.commit.shape[1:2], D))
+        if r.commit_inputs.dtype != r.x.dtype:
+            raise TypeError(f"commit_inputs: expected {r.x.dtype}, as mixed_qkv, got {r.commit_inputs.dtype}")
+    if r.records is not None and r.indices is not None and r.indices.shape[1:].numel() > 1:
+        raise ValueError(f"state_indices: expected [N] beside records, got shape {list(r.indices.shape)}")
     if r.indices is None and r.state.shape[0] < N:
         raise ValueError(f"state: expected a slot for each of {N} sequences, got {r.state.shape[0]}")
     for name in FLAGS:
         expect_flag(name, getattr(r, name))
     layer = {
         "conv_state": r.conv_state, "conv_weight": r.weight, "conv_bias": r.bias, "norm_gate": r.norm_gate,
-        "norm_weight": r.norm_weight, "out": r.out,
+        "norm_weight": r.norm_weight, "out": r.out, "commit_inputs": r.commit_inputs,
     }  # fmt: skip
     expect_same_device(r.x, layer)
     if not torch.compiler.is_compiling():
@@ -187,10 +214,18 @@ def _in_parts(r: DecodeStepRequest, backend: str | None) -> Tensor:
     """The step in three calls; without a synchronisation, so that a CUDA graph can hold it."""
     slots, first = _slots(r)
     before = r.conv_state[first]
+    if r.commit_inputs is not None and r.num_committed is not None:
+        every = torch.cat([before, r.commit_inputs.to(before.dtype)], 1)
+        count = r.num_committed.long().clamp(0, r.commit_inputs.shape[1])
+        taken = count[:, None] + torch.arange(before.shape[1], device=count.device)
+        before = every.gather(1, taken[:, :, None].expand(-1, -1, every.shape[2]))
     y, _ = short_convolution(r.x, r.weight, r.bias, before, backend=backend)
     call = _recurrence(r, y)
     o, _ = fused_recurrent_kda(**{n: getattr(call, n) for n in _ARGUMENTS}, backend=backend)
-    _keep_inputs(r, slots, before)
+    if r.records is None:
+        _keep_inputs(r, slots, before)
+    elif r.commit is not None:
+        _write(r, slots[:, 0], before)
     if r.norm_gate is not None and r.norm_weight is not None:
         o = gated_rms_norm(o, r.norm_gate, r.norm_weight, r.norm_eps, backend)
     return o if r.out is None else r.out.copy_(o)
@@ -217,7 +252,11 @@ def _keep_inputs(r: DecodeStepRequest, slots: Tensor, before: Tensor) -> None:
     reach, T = before.shape[1], r.x.shape[1]
     every = torch.cat([before, r.x.to(before.dtype)], dim=1).unfold(1, reach, 1)[:, 1:]  # [N, T, D, W - 1]
     rows = every[:, T - slots.shape[1] :].transpose(2, 3).flatten(0, 1)
-    places = slots.flatten()
+    _write(r, slots.flatten(), rows)
+
+
+def _write(r: DecodeStepRequest, places: Tensor, rows: Tensor) -> None:
+    """Write rows [N', W - 1, D] to slots [N'], -1 for none."""
     # A row without a slot repeats one that has a slot, with the same numbers: writing needs no order, and no wait.
     used = places >= 0
     source = torch.where(used, torch.arange(len(places), device=places.device), used.int().argmax())

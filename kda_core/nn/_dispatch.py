@@ -16,7 +16,7 @@ from kda_core import _torch_private
 from kda_core._loaded import Backend
 from kda_core._plugins import registry, requested_name
 from kda_core._signature import is_plain
-from kda_core.capabilities import Unavailable
+from kda_core.capabilities import Feature, Unavailable
 from kda_core.errors import UnsupportedCall
 
 HOOKS = {
@@ -36,7 +36,12 @@ def is_eager(*tensors: Tensor | None) -> bool:
 
 
 def backend_for(
-    function: str, x: Tensor, others: tuple[Tensor | None, ...], options: tuple, name: str | None
+    function: str,
+    x: Tensor,
+    others: tuple[Tensor | None, ...],
+    options: tuple,
+    name: str | None,
+    features: frozenset[Feature] = frozenset(),
 ) -> tuple[Backend | None, Any]:
     """The backend whose hooks serve a call, with the memo of its kind of calls; (None, None): the torch code.
 
@@ -46,6 +51,7 @@ def backend_for(
         others: the other tensors.
         options: the rest of the arguments.
         name: the backend that the caller asked for.
+        features: that follow from the tensors, and that a backend must declare for its hook to be used.
 
     Raises:
         UnsupportedCall: the backend that was asked for cannot serve the device.
@@ -60,12 +66,12 @@ def backend_for(
     choices: dict[Any, Any] = registry._choices
     found = choices.get(key)
     if found is None:
-        found = _choose(function, x, name), {}
+        found = _choose(function, x, name, features), {}
         registry._keep(key, *found)
     return found
 
 
-def _choose(function: str, x: Tensor, name: str | None) -> Backend | None:
+def _choose(function: str, x: Tensor, name: str | None, features: frozenset[Feature]) -> Backend | None:
     if x.device.type == "meta":
         return None
     hook = HOOKS[function]
@@ -78,6 +84,8 @@ def _choose(function: str, x: Tensor, name: str | None) -> Backend | None:
         if isinstance(available, Unavailable):
             if name is not None:
                 raise UnsupportedCall(f"{function}: backend {name!r} cannot serve this call: {available.reason}")
-        elif hasattr(backend.plugin, hook) and x.dtype in backend.info.capabilities.dtypes:
+            continue
+        card = backend.info.capabilities
+        if hasattr(backend.plugin, hook) and x.dtype in card.dtypes and features <= card.features:
             return backend
     return None

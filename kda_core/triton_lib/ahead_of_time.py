@@ -352,4 +352,8 @@ def _decode_steps(quick: bool) -> Iterator[tuple[str, LayerRequest]]:
             x=x, g=g, beta=g[..., 0], conv_state=conv_state, weight=empty(D, 4), norm_gate=g, norm_weight=empty(128),
             state=empty(6, HV, 128, 128, dtype=dtype), A_log=empty(HV), dt_bias=empty(HV, 128), **more,
         )  # fmt: skip
+        if T == 1:
+            records = empty(2, 1, HV, 384)
+            more = {"records": records, "commit": records, "num_committed": slots[:, 0], "commit_inputs": x}
+            yield f"draft of a layer, H {H}, states {TYPES[dtype]}", replace(call, indices=slots[:, 0], **more)
         yield f"step of a layer, T {T}, H {H}, states {TYPES[dtype]}", call

@@ -63,7 +63,7 @@ _NORM = ("x", "gate", "weight", "grad_output")
 _norm_inputs = attrgetter(*_NORM)
 _DECODE_STEP = (
     *("x", "g", "beta", "conv_state", "weight", "state", "bias", "indices", "accepted", "A_log", "dt_bias"),
-    *("norm_gate", "norm_weight", "out"),
+    *("norm_gate", "norm_weight", "out", "records", "commit", "num_committed", "commit_inputs"),
 )
 _decode_step_inputs = attrgetter(*_DECODE_STEP)
 

@@ -1,7 +1,8 @@
 """Kernels of a decoding step of a layer beside the recurrence: the short convolution over a pool, and the gated norm.
 
 The convolution is that of ``convolution_kernels``, and rounds its results as that one does. A program owns its channels
-of a sequence: it reads their last W - 1 inputs, and writes them again behind each token, or behind the last one.
+of a sequence: it reads their last W - 1 inputs, and writes them again behind each token, or behind the last one. In a
+call with records it writes those behind the tokens that are committed first.
 Offsets are int64.
 """
 
@@ -15,8 +16,8 @@ from kda_core.triton_lib.packing import is_padding
 
 
 @triton.jit(
-    do_not_specialize=["T", "slots", "s_index", "s_slot", "width", "pad_slot_id"],
-    do_not_specialize_on_alignment=["indices", "accepted"],
+    do_not_specialize=["T", "slots", "s_index", "s_slot", "width", "pad_slot_id", "C"],
+    do_not_specialize_on_alignment=["indices", "accepted", "committed"],
 )
 def convolution_step_kernel(
     x,  # [N, T, D], the last stride 1
@@ -25,11 +26,14 @@ def convolution_step_kernel(
     conv_state,  # [slots, W - 1, D]
     indices,  # [N, width] slots or None
     accepted,  # [N] or None
+    inputs,  # [N, C, D] of the tokens to be committed, the last stride 1; or None
+    committed,  # [N] or None
     y,  # [N, T, D]
-    T, slots, width, pad_slot_id: tl.int64, s_index: tl.int64, s_slot: tl.int64, s_xn: tl.int64, s_xt: tl.int64,
-    s_cn: tl.int64, s_ct: tl.int64, s_cd: tl.int64,
+    T, C, slots, width, pad_slot_id: tl.int64, s_index: tl.int64, s_slot: tl.int64, s_xn: tl.int64, s_xt: tl.int64,
+    s_cn: tl.int64, s_ct: tl.int64, s_cd: tl.int64, s_in: tl.int64, s_it: tl.int64,
     D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr,
     EVERY_TOKEN: tl.constexpr,  # a slot for every token rather than one for the last
+    KEEPS: tl.constexpr,  # inputs behind these tokens are written
 ):  # fmt: skip
     """Grid: one program a (sequence, BD channels), channels fastest. Rows of y of skipped sequences are not written."""
     BLOCKS: tl.constexpr = (D + BD - 1) // BD
@@ -48,8 +52,23 @@ def convolution_step_kernel(
     taps, b_bias = filter_of(weight, bias, o_d, m_d, W)
     p_first = conv_state + i_slot * s_cn + o_d * s_cd
     window = ()
+    if inputs is not None:
+        # Out of range is clamped, as above.
+        count = tl.minimum(tl.maximum(tl.load(committed + i_n).to(tl.int32), 0), C)
     for j in tl.static_range(W - 1):
-        window += (tl.load(p_first + j * s_ct, mask=m_d, other=0.0).to(tl.float32),)
+        if inputs is None:
+            b_in = tl.load(p_first + j * s_ct, mask=m_d, other=0.0)
+        else:
+            behind = count + j - (W - 1)
+            m_old, m_new = o_d < tl.where(behind < 0, D, 0), o_d < tl.where(behind < 0, 0, D)
+            b_old = tl.load(p_first + (count + j) * s_ct, mask=m_old, other=0.0)
+            b_new = tl.load(inputs + i_n * s_in + behind * s_it + o_d, mask=m_new, other=0.0)
+            b_in = tl.where(behind < 0, b_old, b_new.to(b_old.dtype))
+        window += (b_in.to(tl.float32),)
+    if inputs is not None:
+        tl.debug_barrier()
+        for j in tl.static_range(W - 1):
+            tl.store(p_first + j * s_ct, window[j].to(conv_state.dtype.element_ty), mask=m_d)
     p_x = x + i_n * s_xn + o_d
     p_y = y + i_n * T * D + o_d
     for t in range(0, T):
@@ -63,12 +82,13 @@ def convolution_step_kernel(
         i_last = i_slot
         if EVERY_TOKEN:
             i_last = tl.load(indices + i_n * s_index + t * s_slot).to(tl.int64)
-        if (EVERY_TOKEN or t == T - 1) and not is_padding(i_last, pad_slot_id, slots):
-            # All has been read from the slot before a part of it is written.
-            tl.debug_barrier()
-            p_last = conv_state + i_last * s_cn + o_d * s_cd
-            for j in tl.static_range(W - 1):
-                tl.store(p_last + j * s_ct, window[j].to(conv_state.dtype.element_ty), mask=m_d)
+        if KEEPS:  # noqa: SIM102 (known when the kernel is compiled)
+            if (EVERY_TOKEN or t == T - 1) and not is_padding(i_last, pad_slot_id, slots):
+                # All has been read from the slot before a part of it is written.
+                tl.debug_barrier()
+                p_last = conv_state + i_last * s_cn + o_d * s_cd
+                for j in tl.static_range(W - 1):
+                    tl.store(p_last + j * s_ct, window[j].to(conv_state.dtype.element_ty), mask=m_d)
 
 
 @triton.jit(do_not_specialize=["R", "T", "eps"])

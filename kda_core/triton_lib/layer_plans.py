@@ -147,10 +147,14 @@ def plan_decode_step(
     HV, K, H, V, dtype = r.g.shape[2], r.g.shape[3], r.H, r.V, r.x.dtype
     indices, every_token = r.indices, r.indices is not None and r.indices.dim() == 2
     x, o, accepted = b.rows(r.x), r.out, b.dense(r.accepted)
+    inputs = None if r.commit_inputs is None else b.rows(r.commit_inputs)
     y = b.scratch("y", (N, T, D), dtype)
     named = {
         "x": x, "weight": b.dense(r.weight), "bias": b.dense(r.bias), "conv_state": r.conv_state, "indices": indices,
-        "accepted": accepted, "y": y, "T": T, "slots": r.state.shape[0], "pad_slot_id": r.pad_slot_id,
+        "accepted": accepted, "inputs": inputs, "committed": b.dense(r.num_committed), "y": y, "T": T,
+        "C": 0 if inputs is None else inputs.shape[1], "s_in": 0 if inputs is None else inputs.stride(0),
+        "s_it": 0 if inputs is None else inputs.stride(1), "KEEPS": r.records is None, "slots": r.state.shape[0],
+        "pad_slot_id": r.pad_slot_id,
         "s_index": 0 if indices is None else indices.stride(0), "s_slot": indices.stride(1) if every_token else 0,
         "width": indices.shape[1] if every_token else 1, "s_xn": x.stride(0), "s_xt": x.stride(1),
         **dict(zip(("s_cn", "s_ct", "s_cd"), r.conv_state.strides, strict=True)), "D": D, "W": r.weight.shape[1],

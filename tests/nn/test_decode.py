@@ -6,9 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from layer_steps import STEPS, expected, step, with_slots
+from layer_steps import DRAFTS, STEPS, drafts_with_records, expected, step, with_slots
 
+from kda_core import empty_records
 from kda_core.nn import kda_decode_step
+
+SLOTS = {"state_indices": torch.arange(3)}
+RECORDED = SLOTS | {"records": empty_records(3, 1, 2, 32, 32)}
+COMMIT = {
+    "commit": empty_records(3, 2, 2, 32, 32).zero_(), "num_committed": torch.tensor([0, 2, 1]),
+    "commit_inputs": torch.zeros(3, 2, 192),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -70,9 +78,32 @@ def test_drafts_continue_from_the_accepted_token():
         torch.testing.assert_close(o[n : n + 1], plain, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["one token", "slots", "drafts"])
+@pytest.mark.parametrize("name", DRAFTS)
+def test_drafts_with_records_have_the_bits_of_a_slot_for_every_token(name: str):
+    """Four drafts, of which 0 to 3 tokens are accepted, one after another; pools advance by accepted tokens alone."""
+    for found, plain in drafts_with_records(name, "cpu"):
+        assert torch.equal(found, plain)
+
+
+def test_drafts_of_skipped_sequences_leave_their_slots_alone():
+    call = step("one token", T=2) | {"state_indices": torch.tensor([4, -1, 2]), "pad_slot_id": 2}
+    call |= {n: call[n].index_fill(0, torch.tensor([0, 1, 2, 3, 5]), torch.nan) for n in ("state", "conv_state")}
+    kept = call["state"].clone(), call["conv_state"].clone()
+    records, before = (empty_records(3, 2, 2, 32, 32).zero_() for _ in range(2))
+    inputs = torch.randn(3, 2, 192)
+    committed = {"commit": before, "num_committed": torch.tensor([1, 2, 2]), "commit_inputs": inputs}
+    o = kda_decode_step(**call, records=records, **committed)
+    assert not o.isnan().any()
+    assert not o[1:].any()
+    others = [0, 1, 2, 3, 5, 6]
+    for name, old in zip(("state", "conv_state"), kept, strict=True):
+        assert torch.equal(call[name][others].nan_to_num(7), old[others].nan_to_num(7))
+    assert torch.equal(call["conv_state"][4], torch.cat([kept[1][4, 1:], inputs[0, :1]]))
+
+
+@pytest.mark.parametrize("name", ["one token", "slots", "drafts", "records"])
 def test_one_graph_of_a_compiler(name: str):
-    call = step(name)
+    call = step("one token") | RECORDED | COMMIT if name == "records" else step(name)
     own = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in call.items()}
     with torch.no_grad():
         found = torch.compile(kda_decode_step, fullgraph=True, backend="aot_eager")(**own)
@@ -103,6 +134,22 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "a slot for",
     ),
     "gradients": ({"conv_bias": torch.zeros(192, requires_grad=True)}, ValueError, "not differentiable"),
+    "records without slots": ({"records": empty_records(3, 1, 2, 32, 32)}, ValueError, "ssm_state_indices"),
+    "records' shape": ({"records": empty_records(3, 2, 2, 32, 32), **SLOTS}, ValueError, "records: expected shape"),
+    "records and slots of tokens": (
+        {"records": empty_records(3, 1, 2, 32, 32), "state_indices": torch.arange(6).view(3, 2)},
+        ValueError,
+        "state_indices: expected",
+    ),
+    "a commit alone": (SLOTS | COMMIT, ValueError, "records: expected a tensor"),
+    "no inputs": (RECORDED | COMMIT | {"commit_inputs": None}, ValueError, "commit, commit_inputs: expected both"),
+    "inputs' shape": (
+        RECORDED | COMMIT | {"commit_inputs": torch.zeros(3, 1, 192)},
+        ValueError,
+        "commit_inputs: expected shape",
+    ),
+    "inputs' dtype": (RECORDED | COMMIT | {"commit_inputs": torch.zeros(3, 2, 192).half()}, TypeError, "commit_inputs"),
+    "too many accepted": (RECORDED | COMMIT | {"num_committed": torch.tensor([0, 3, 1])}, ValueError, "num_committed"),
     "out": ({"out": torch.zeros(3, 2, 32, dtype=torch.bfloat16)}, TypeError, "out: expected"),
     "a number": ({"mixed_qkv": 3}, TypeError, "mixed_qkv: expected a tensor"),
     "dimensions": ({"mixed_qkv": torch.zeros(192)}, ValueError, "mixed_qkv: expected"),

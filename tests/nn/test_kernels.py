@@ -12,7 +12,7 @@ import installed
 import interpreted
 import pytest
 import torch
-from layer_steps import STEPS, expected, step
+from layer_steps import DRAFTS, STEPS, drafts_with_records, expected, step
 from toys import Watcher
 
 pytestmark = pytest.mark.end_to_end
@@ -161,6 +161,9 @@ def main(backend: str) -> None:
             found[f"norm {shape}, {dtype}"] = norm(backend, shape, dtype)
     found |= {f"layer, bound {bound}": layer(backend, bound) for bound in (None, -5.0)}
     found |= {f"step, {name}": decode(backend, name) for name in STEPS}
+    for name in DRAFTS:
+        pairs = drafts_with_records(name, backend)
+        found[f"drafts with records, {name}"] = [0.0 if torch.equal(a, e) else 2.0 for a, e in pairs]
     found["hooks"] = [0.0 if launched(backend) else 2.0]
     print(json.dumps(found))
 
@@ -170,7 +173,7 @@ def test_kernels(backend: str):
     """Forward and backward; every part of every result within rounding."""
     installed.need_backend(backend)
     found = interpreted.printed(__file__, backend)
-    assert len(found) == 3 + len(CONVOLUTIONS) + len(HALF) + 4 * len(ROUNDING) + len(STEPS)
+    assert len(found) == 3 + len(CONVOLUTIONS) + len(HALF) + 4 * len(ROUNDING) + len(STEPS) + len(DRAFTS)
     assert {name: errors for name, errors in found.items() if not max(errors) <= 1} == {}
 
 

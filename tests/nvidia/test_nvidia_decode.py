@@ -7,7 +7,7 @@ from typing import Any
 import installed
 import pytest
 import torch
-from layer_steps import STEPS, expected, step
+from layer_steps import DRAFTS, STEPS, drafts_with_records, expected, step
 
 import kda_core
 from kda_core.nn import gated_rms_norm, kda_decode_step, short_convolution
@@ -50,6 +50,12 @@ def test_the_bits_of_three_calls():
     torch.testing.assert_close(found, o[:, 0], rtol=1e-6, atol=1e-6)
     assert torch.equal(call["state"], state)
     assert torch.equal(call["conv_state"], conv_state)
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_drafts_with_records_have_the_bits_of_a_slot_for_every_token(name: str):
+    for found, plain in drafts_with_records(name, "nvidia", "cuda"):
+        assert torch.equal(found, plain)
 
 
 @pytest.mark.parametrize("name", ["slots", "drafts"])

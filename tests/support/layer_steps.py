@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from kda_core import fused_recurrent_kda
-from kda_core.nn import gated_rms_norm, short_convolution
+from kda_core import empty_records, fused_recurrent_kda
+from kda_core.nn import gated_rms_norm, kda_decode_step, short_convolution
 
 STEPS: dict[str, dict[str, Any]] = {
     "one token": {},
@@ -21,6 +22,9 @@ STEPS: dict[str, dict[str, Any]] = {
     "wide": {"K": 160, "V": 33, "H": 1, "HV": 1},
     "no norm": {"norm": False, "slots": [0, 1, 3]},
 }  # fmt: skip
+
+DRAFTS = ("one token", "odd channels", "float16")
+"""Steps whose sizes drafts with records take."""
 
 
 def step(name: str, N: int = 3, seed: int = 0, **more: Any) -> dict[str, Any]:
@@ -55,6 +59,34 @@ def with_slots(call: dict[str, Any], slots: torch.Tensor) -> dict[str, Any]:
     count = max(call["state"].shape[0], int(slots.max()) + 1)
     pools = {n: torch.randn(count, *call[n].shape[1:]).to(call[n].dtype) for n in ("state", "conv_state")}
     return call | pools | {"state_indices": slots}
+
+
+def drafts_with_records(name: str, backend: str, device: str = "cpu") -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Outputs of four drafts of three tokens and the states behind them, beside drafts with a slot for every token."""
+    accepted, T, slots = [[1, 3, 2], [0, 1, 2], [2, 0, 3], [3, 1, 0]], 3, torch.arange(9).view(3, 3)
+
+    def on_device(call: dict[str, Any]) -> dict[str, Any]:
+        return {n: t.to(device) if isinstance(t, torch.Tensor) else t for n, t in call.items()}
+
+    pools, by_token = ("state", "conv_state"), ("mixed_qkv", "g", "beta", "norm_gate")
+    call = on_device(with_slots(step(name, T=T), torch.tensor([5, 0, 2]))) | {"backend": backend}
+    states = {n: call[n][call["state_indices"]] for n in pools}
+    HV, K, V = *call["g"].shape[-2:], call["norm_gate"].shape[-1]
+    before: dict[str, Any] = {}
+    for seed, counts in enumerate(torch.tensor(accepted, device=device)):
+        call |= {n: t for n, t in on_device(step(name, T=T, seed=seed)).items() if n in by_token}
+        records = empty_records(3, T, HV, K, V, device=device)
+        found = kda_decode_step(**call, records=records, **before)
+        before = {"commit": records, "num_committed": counts, "commit_inputs": call["mixed_qkv"]}
+        every = call | on_device({"state_indices": slots})
+        every |= {n: t.repeat_interleave(T, 0) for n, t in states.items()}
+        yield found, kda_decode_step(**every)
+        for n, t in states.items():
+            last = every[n][every["state_indices"].gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]]
+            states[n] = torch.where((counts > 0).view(-1, *[1] * (t.dim() - 1)), last, t)
+    kda_decode_step(**call, records=torch.empty_like(records), **before)
+    for n, t in states.items():
+        yield call[n][call["state_indices"]], t
 
 
 def expected(call: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
