@@ -213,7 +213,8 @@ def kda_core_decode_step(request: DecodeStepRequest) -> Tensor:
     """Run ``kda_core.nn.kda_decode_step``: [N, T, HV, V] in the dtype of x, ``request.out`` itself where it is given.
 
     Optional; since 1.2. Fires once for each eager call on a device that the backend serves, in a dtype that it
-    declares; with ``records`` or ``commit`` only where it declares DRAFT_RECORDS. Without the hook the convolution, the recurrence and the norm are calls of their own.
+    declares; with ``records`` or ``commit`` only where it declares DRAFT_RECORDS. Without the hook the convolution, the
+    recurrence and the norm are calls of their own.
     """
     raise AssertionError("specification only")
 
