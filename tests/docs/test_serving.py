@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from layer_steps import expected, step
 from torch import Tensor
 
 import kda_core
+from kda_core.testing.layer_steps import expected, step
 from kda_core.testing.references import single_threaded
 
 GUIDE = Path(__file__).parents[2] / "docs" / "serving.md"

@@ -16,6 +16,7 @@ from kda_core.testing.suite.test_gates import *  # noqa: F403
 from kda_core.testing.suite.test_graphs import *  # noqa: F403
 from kda_core.testing.suite.test_inputs import *  # noqa: F403
 from kda_core.testing.suite.test_intermediate_states import *  # noqa: F403
+from kda_core.testing.suite.test_layer import *  # noqa: F403
 from kda_core.testing.suite.test_options import *  # noqa: F403
 from kda_core.testing.suite.test_packing import *  # noqa: F403
 from kda_core.testing.suite.test_paged_pool import *  # noqa: F403

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from layer_steps import DRAFTS, STEPS, drafts_with_records, expected, step, with_slots
 
 from kda_core import empty_records
 from kda_core.nn import kda_decode_step
+from kda_core.testing.layer_steps import DRAFTS, STEPS, drafts_with_records, expected, step, with_slots
 
 SLOTS = {"state_indices": torch.arange(3)}
 RECORDED = SLOTS | {"records": empty_records(3, 1, 2, 32, 32)}

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import draft_mutants
+import layer_mutants
 import mutants
 import pytest
 import quiet_mutants
@@ -62,7 +63,7 @@ OPTIONS = (
 )  # fmt: skip
 
 
-MODULES = (mutants, quiet_mutants, rare_mutants, stride_mutants, draft_mutants)
+MODULES = (mutants, quiet_mutants, rare_mutants, stride_mutants, draft_mutants, layer_mutants)
 
 
 def every_mutant() -> list[type[Mutant]]:
