@@ -9,7 +9,7 @@ from kda_core.testing import suite
 MODULES = (
     "test_forward", "test_state", "test_backward", "test_packing", "test_beta", "test_gates", "test_options",
     "test_intermediate_states", "test_recurrent", "test_paged_pool", "test_spec_decode", "test_pool_options",
-    "test_records", "test_trees", "test_inputs", "test_addressing", "test_rejections", "test_determinism",
+    "test_records", "test_trees", "test_layer", "test_inputs", "test_addressing", "test_rejections", "test_determinism",
     "test_compile", "test_graphs", "test_context_parallel", "test_extremes", "test_random",
 )  # fmt: skip
 """Modules of the suite, the simplest first."""
