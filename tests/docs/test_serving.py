@@ -268,6 +268,21 @@ def test_a_layer_s_step_in_one_call(guide: SimpleNamespace) -> None:
     assert torch.equal(call["conv_state"], conv_state)
 
 
+def test_drafts_of_a_layer_advance_by_accepted_tokens(guide: SimpleNamespace) -> None:
+    """A draft of which two tokens are accepted, and the next one: states as behind these two alone."""
+    call, names = step("slots", T=3), ("mixed_qkv", "g", "beta", "norm_gate")
+    x, weights = ({n: t for n, t in call.items() if (n in names) == given} for given in (True, False))
+    slots, state, conv = (weights.pop(n) for n in ("state_indices", "state", "conv_state"))
+    _, *right = expected(call | {n: t[:, :2] for n, t in x.items()})
+    records = [kda_core.empty_records(3, 3, 2, 32, 32) for _ in range(2)]
+    pool = SimpleNamespace(states=state)
+    guide.layer_draft(pool, conv, x, weights, slots, records[0])
+    committed = records[0], torch.tensor([2, 2, 2]), x["mixed_qkv"]
+    guide.layer_draft(pool, conv, x, weights, slots, records[1], *committed)
+    torch.testing.assert_close(state, right[0], rtol=1e-5, atol=1e-5)
+    assert torch.equal(conv, right[1])
+
+
 def test_our_names_in_the_table_exist() -> None:
     text = GUIDE.read_text(encoding="utf-8").split("## The names that vLLM and SGLang use")[1].split("\n## ")[0]
     cells = [line.strip("|").split("|")[0] for line in text.splitlines() if line.startswith("| ")][1:]
