@@ -54,7 +54,7 @@ def convolution_step_kernel(
     window = ()
     if inputs is not None:
         # Out of range is clamped, as above.
-        count = tl.minimum(tl.maximum(tl.load(committed + i_n).to(tl.int32), 0), C)
+        count = tl.minimum(tl.maximum(tl.load(committed + i_n).to(tl.int64), 0), C)
     for j in tl.static_range(W - 1):
         if inputs is None:
             b_in = tl.load(p_first + j * s_ct, mask=m_d, other=0.0)
