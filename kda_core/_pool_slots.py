@@ -13,8 +13,7 @@ def slot_rows(table: Tensor | None, N: int, pad_slot_id: int) -> list[list[int]]
     """[N][W] slots of a table [N] or [N, W], -1 where one is to be skipped; without a table row n is slot n."""
     if table is None or not N:
         return [[n] for n in range(N)]
-    rows = table.tolist() if table.dim() == 2 else [[slot] for slot in table.tolist()]
-    return [[-1 if slot < 0 or slot == pad_slot_id else slot for slot in row] for row in rows]
+    return [[-1 if slot < 0 or slot == pad_slot_id else slot for slot in row] for row in table.reshape(N, -1).tolist()]
 
 
 @dataclass(frozen=True)
