@@ -152,7 +152,7 @@ def _check_saved(backend: Backend, r: Request, saved: tuple[Tensor, ...]) -> Non
 
 
 def setup_context(row: Operator, ctx: Any, inputs: tuple, output: Any) -> None:
-    """What the backward of a functional operator needs, of its arguments and results."""
+    """Keep the arguments and results that the backward of a functional operator needs."""
     # Trailing arguments that have their defaults are left out.
     named = row.functional.bind(inputs, {})
     # torch.func asks for a context where no gradient is needed, too.
