@@ -198,7 +198,7 @@ def last_name(function: ast.AST | None) -> str:
 
 
 def replaced(program: ast.AST) -> Iterator[str]:
-    """The names that a program replaces: by ``setattr`` and its like (a monkeypatch too), by assignments and by ``del``."""
+    """Names that a program replaces: by ``setattr`` and its like (a monkeypatch too), by assignments and by ``del``."""
     origin: dict[str, str] = {}
     for node in ast.walk(program):
         if isinstance(node, ast.Import):
