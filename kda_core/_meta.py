@@ -16,15 +16,7 @@ from torch import Tensor
 from kda_core._loaded import Backend
 from kda_core._results import chunks_of
 from kda_core.capabilities import BackendInfo, Capabilities
-from kda_core.request import (
-    AnyRequest,
-    BackwardResult,
-    CommitRequest,
-    ForwardResult,
-    GateRequest,
-    Request,
-    TensorSpec,
-)
+from kda_core.request import AnyRequest, BackwardResult, CommitRequest, ForwardResult, GateRequest, Request, TensorSpec
 
 NAME = "meta"
 

@@ -13,15 +13,7 @@ import torch
 from torch import Tensor
 
 from kda_core.errors import ContractViolation
-from kda_core.request import (
-    AnyRequest,
-    BackwardResult,
-    Begun,
-    CommitRequest,
-    ForwardResult,
-    GateRequest,
-    Request,
-)
+from kda_core.request import AnyRequest, BackwardResult, Begun, CommitRequest, ForwardResult, GateRequest, Request
 
 
 def chunks_of(r: Request) -> int:

@@ -399,8 +399,6 @@ class DecodeStepRequest:
 
 
 AnyRequest = Request | GateRequest | CommitRequest
-
-
 LayerRequest = ShortConvolutionRequest | GatedNormRequest | DecodeStepRequest
 """Calls around the operator in a layer, which a backend may serve; the core has code of its own for them."""
 

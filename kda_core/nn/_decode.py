@@ -26,6 +26,7 @@ TENSORS = (
     "records", "commit", "commit_inputs",
 )  # fmt: skip
 """Fields of a request that may require gradients."""
+_RECORDS = frozenset({Feature.DRAFT_RECORDS})
 _ARGUMENTS = tuple(inspect.signature(fused_recurrent_kda).parameters.keys() - {"backend"})
 
 
@@ -132,7 +133,7 @@ def kda_decode_step(
     x, *others = tensors.values()
     own, memo = None, None
     if x.numel():
-        features = frozenset() if records is None and commit is None else frozenset({Feature.DRAFT_RECORDS})
+        features = frozenset() if records is None else _RECORDS
         own, memo = backend_for("decode_step", x, tuple(others), tuple(options.values()), backend, features)
     request = DecodeStepRequest(**tensors, **options, memo=memo)
     # At every call: layouts, by which calls are of one kind, do not say it.

@@ -57,7 +57,8 @@ def _results(function: Callable[..., Any], tensors: Tensors) -> list[Tensor]:
     found = [y for y in function(*leaves) if y is not None]
     generator = torch.Generator().manual_seed(1)
     grads = [torch.randn(y.shape, generator=generator).to(y) for y in found]
-    return [*found, *torch.autograd.grad(found, [t for t in leaves if t is not None], grads)]
+    gradients = torch.autograd.grad(found, [t for t in leaves if t is not None], grads)
+    return [*(y.detach() for y in found), *gradients]
 
 
 def _expect(kda: Subject, function: Callable[..., Any], tensors: Tensors, dtype: torch.dtype) -> list[Tensor]:
@@ -72,7 +73,7 @@ def _expect(kda: Subject, function: Callable[..., Any], tensors: Tensors, dtype:
 
 
 def _expect_near(x: Tensor, right: Tensor, most: float, what: str) -> None:
-    error = float((x.detach().cpu().double() - right.detach().double()).norm() / right.double().norm().clamp_min(1e-30))
+    error = float((x.cpu().double() - right.double()).norm() / right.double().norm().clamp_min(1e-30))
     assert error <= most, f"{what}: relative error {error:.1e}, expected at most {most:.1e}"
 
 
@@ -95,15 +96,14 @@ def test_convolution(kda, name: str, dtype: torch.dtype, silu: bool):
     given = [x, torch.randn(D, W), torch.randn(D) if bias else None]
     given.append(torch.randn(N, W - 1, D).to(dtype) if state else None)
 
-    def run(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor, backend: str) -> Any:
+    def run(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor, backend: str, inplace: bool = False) -> Any:
         packed = None if cu_seqlens is None else cu_seqlens.to(x.device)
-        return short_convolution(x, weight, bias, state, True, cu_seqlens=packed, silu=silu, backend=backend)
+        return short_convolution(x, weight, bias, state, True, inplace, packed, silu, backend)
 
     exact = _expect(kda, run, given, dtype)
     if state:
-        x, weight, bias, own = (t if t is None else t.to(kda.device) for t in given)
-        packed = None if cu_seqlens is None else cu_seqlens.to(kda.device)
-        y, final = short_convolution(x, weight, bias, own, True, True, packed, silu, kda.name)
+        *others, own = (t if t is None else t.to(kda.device) for t in given)
+        y, final = run(*others, own, kda.name, True)
         assert final is own
         _expect_near(y, exact[0], ROUNDING[dtype], "y")
         _expect_near(own, exact[1], ROUNDING[dtype], "the state")
