@@ -379,14 +379,15 @@ def main(arguments: list[str] | None = None) -> int:
     shapes = options.shapes or [shape(text) for text in SHAPES[kind]]
     facts = environment(ranks)
     ranks.add(f"{facts['ranks']} x {facts['device']}, {facts['versions']}", mode="environment", way="", **facts)
-    measure_errors(shapes[0][0], *shapes[0][1:], ranks)
-    measure_host(8, shapes[0][2], ranks, False)
     for heads in {heads for _, heads, _ in shapes}:
         measure_exchange(heads, shapes[0][2], ranks)
     for T, heads, K in shapes:
         measure_shape(T, heads, K, ranks, False)
         if T <= options.whole and ranks.has_time(10):
             measure_whole(T, heads, K, ranks)
+    if ranks.has_time(30):
+        measure_errors(shapes[0][0], *shapes[0][1:], ranks)
+    measure_host(8, shapes[0][2], ranks, False)
     if kind == "cuda" and ranks.has_time(15):
         measure_graph(8192 * ranks.size, 8, shapes[0][2], ranks)
     # Last: fla compiles and tunes its kernels for minutes.
