@@ -214,7 +214,7 @@ def test_which_calls_the_gradients_for_hopper_take():
         choice = backward_on(arch, backward(**fields))
         return [isinstance(x.gradients, GradientsHopperConfig) for x in (choice, *choice.halves)]
 
-    assert hopper() == hopper(K=256) == hopper(B=4, H=64, K=256) == hopper(T=70, H=1) == [True]
+    assert hopper(T=96) == hopper(K=256) == hopper(B=4, H=64, K=256) == hopper(T=70, H=1) == [True]
     assert hopper(H=256, K=256) == [True] * 3
     for plain in ({"K": 64}, {"K": 192}, {"V": 64}, {"K": 256, "V": 128}, {"dtype": FP16}, {"arch": 100}):
         assert hopper(**plain) == [False], plain
@@ -231,13 +231,13 @@ def test_gradients_read_large_calls_through_descriptors():
 
 
 def test_gradients_take_pairs_of_slots():
-    """Dense sequences of whole pairs, with bounded decays, a bfloat16 gate and heads that are not grouped."""
+    """Dense sequences of whole pairs, with a bfloat16 gate and heads that are not grouped."""
 
     def kind(arch: int = 90, **fields: Any) -> type:
-        options = {"T": 4096, "safe_gate": True} | fields
-        return type(backward_on(arch, backward(**options)).gradients)
+        return type(backward_on(arch, backward(**({"T": 4096} | fields))).gradients)
 
     assert kind() is GradientsPersistentConfig
+    assert kind(safe_gate=True) is GradientsPersistentConfig
     assert kind(T=64) is GradientsPersistentConfig
     assert kind(T=8192) is GradientsPersistentConfig, "in segments, of one length"
     assert kind(80) is GradientsConfig
@@ -245,7 +245,6 @@ def test_gradients_take_pairs_of_slots():
     wide_gate = torch.empty(1, 4096, 4, 128, dtype=FP32, device="meta")
     few_heads = torch.empty(1, 4096, 2, 128, dtype=BF16, device="meta")
     others: list[dict[str, Any]] = [
-        {"safe_gate": False},
         {"T": 4096 + 32},
         {"T": 8200},  # is cut into packed segments
         {"cu_seqlens": torch.empty(2, dtype=torch.int32, device="meta")},

@@ -72,6 +72,12 @@ CASES = {
     "pairs, negative eigenvalues": BOUNDED | BFLOAT16 | {"T": 256, "l2norm": False, "beta": "negative eigenvalues"},
     "pairs, promised": PROMISED | {"T": 256, "gate_dtype": BF16, "decay": "bounded"},
     "pairs, promised softplus": SOFTPLUS | PROMISED | BFLOAT16 | {"T": 256, "rate": 1.0, "raw_scale": 0.25},
+    "pairs, softplus": SOFTPLUS | BFLOAT16 | {"T": 256, "rate": 3.0},
+    "pairs, softplus, strong": SOFTPLUS | BFLOAT16 | {"T": 256, "rate": 200.0, "state": FP32},
+    "pairs, given": {"T": 256, "gate_dtype": BF16},
+    "pairs, given, isolated": {"T": 256, "gate_dtype": BF16, "decay": "isolated"},
+    "pairs, given, -8": {"T": 256, "gate_dtype": BF16, "decay": -8.0},
+    "pairs, given, -14": {"T": 256, "gate_dtype": BF16, "decay": -14.0, "l2norm": True},
     "equal keys": BFLOAT16 | {"keys": "equal", "beta": 1.0, "decay": "slow"},
 }
 WIDE = (
@@ -215,7 +221,7 @@ def test_a_sequence_in_pairs_is_its_own(name: str):
         assert torch.equal(together[n][1:2], alone[n]), n
 
 
-@pytest.mark.parametrize("name", ["pairs", "pairs, promised"])
+@pytest.mark.parametrize("name", ["pairs", "pairs, promised", "pairs, softplus, strong"])
 def test_bits_do_not_depend_on_the_number_of_programs(name: str):
     """A program of many pairs uses every place in shared memory again."""
     request = request_of(case(name))

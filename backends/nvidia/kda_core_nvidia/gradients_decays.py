@@ -29,15 +29,15 @@ from kda_core_nvidia.recurrence_hopper import block_barrier
 
 
 @gluon.jit
-def _rows_by_columns(pairs, block: gl.constexpr):
+def rows_by_columns(pairs, block: gl.constexpr, LAYOUT: gl.constexpr = RIGHT):
     """A 16×16 block of pairs as a right operand [s, r], to sum over s."""
-    return pairs.index(block).permute((1, 0)).load(RIGHT)
+    return pairs.index(block).permute((1, 0)).load(LAYOUT)
 
 
 @gluon.jit
-def _columns_by_rows(pairs, block: gl.constexpr):
+def columns_by_rows(pairs, block: gl.constexpr, LAYOUT: gl.constexpr = RIGHT):
     """The same as [r, s], to sum over r."""
-    return pairs.index(block).load(RIGHT)
+    return pairs.index(block).load(LAYOUT)
 
 
 @gluon.jit
@@ -66,39 +66,43 @@ def near_gradients(dq, dk, dkc, rise0, rise1, half0, half1, o_scale, q_rows, k_r
     kb1 = rows_of_tile(k_rows, 1) * reciprocal(rise1) * numbers_of_rows(numbers, 0, 1)
     ends = gl.sum(kb0 * (dkc0 * between) + kb1 * dkc1, axis=1)
     kb0 = left_parts(kb0)
-    dq0 = add_product(kb0, _rows_by_columns(pairs, 0), dq0 * from_start)
-    dq1 = add_product(kb0, _rows_by_columns(pairs, 1), dq1 * from_start)
-    dk0 = add_product(kb0, _rows_by_columns(pairs, 2), dk0 * from_start)
-    dk1 = add_product(kb0, _rows_by_columns(pairs, 3), dk1 * from_start)
+    dq0 = add_product(kb0, rows_by_columns(pairs, 0), dq0 * from_start)
+    dq1 = add_product(kb0, rows_by_columns(pairs, 1), dq1 * from_start)
+    dk0 = add_product(kb0, rows_by_columns(pairs, 2), dk0 * from_start)
+    dk1 = add_product(kb0, rows_by_columns(pairs, 3), dk1 * from_start)
     kb1 = left_parts(kb1)
-    dq1 = add_product(kb1, _rows_by_columns(pairs, 5), dq1 * between)
-    dk1 = add_product(kb1, _rows_by_columns(pairs, 7), dk1 * between)
+    dq1 = add_product(kb1, rows_by_columns(pairs, 5), dq1 * between)
+    dk1 = add_product(kb1, rows_by_columns(pairs, 7), dk1 * between)
     # Without a barrier the compiler loads the operands of all products first, and spills.
     block_barrier()
     qr = left_parts(rows_of_tile(q_rows, 1) * rise1 * numbers_of_rows(numbers, 1, 1))
     kr = left_parts(rows_of_tile(k_rows, 1) * rise1 * -numbers_of_rows(numbers, 2, 1))
-    dkc0 = add_product(kr, _columns_by_rows(pairs, 3), add_product(qr, _columns_by_rows(pairs, 1), dkc0))
-    dkc1 = add_product(kr, _columns_by_rows(pairs, 7), add_product(qr, _columns_by_rows(pairs, 5), dkc1))
+    dkc0 = add_product(kr, columns_by_rows(pairs, 3), add_product(qr, columns_by_rows(pairs, 1), dkc0))
+    dkc1 = add_product(kr, columns_by_rows(pairs, 7), add_product(qr, columns_by_rows(pairs, 5), dkc1))
     qr = left_parts(rows_of_tile(q_rows, 0) * rise0 * numbers_of_rows(numbers, 1, 0))
     kr = left_parts(rows_of_tile(k_rows, 0) * rise0 * -numbers_of_rows(numbers, 2, 0))
     dkc0 = dkc0 * between
-    dkc0 = add_product(kr, _columns_by_rows(pairs, 2), add_product(qr, _columns_by_rows(pairs, 0), dkc0))
+    dkc0 = add_product(kr, columns_by_rows(pairs, 2), add_product(qr, columns_by_rows(pairs, 0), dkc0))
     fall0 = reciprocal(rise0)
     fall1 = reciprocal(rise1)
     return dq0 * rise0, dk0 * rise0, dkc0 * fall0, dq1 * rise1, dk1 * rise1, dkc1 * fall1, ends
 
 
 @gluon.jit
-def _add_sums(summands, select, acc):
+def add_sums(summands, select, acc):
     """Add to each row t the sum of the summands of rows s where ``select``."""
     return add_product(left_parts(summands), gl.where(select, 1.0, 0.0).to(gl.bfloat16), acc)
 
 
 @gluon.jit
-def _add_level(
-    dq, dk, dkc, dg, y, b, q_rows, k_rows, numbers, pairs, zero, tile: gl.constexpr, MU: gl.constexpr, LU: gl.constexpr
-):
-    """Add the pairs that straddle the middles of a tile's blocks of 2b rows."""
+def add_level(
+    dq, dk, dkc, dg, y, b, q_rows, k_rows, numbers, pairs, tile: gl.constexpr, MU: gl.constexpr, LU: gl.constexpr,
+    ROWS: gl.constexpr = 32,
+):  # fmt: skip
+    """Add the pairs that straddle the middles of a tile's blocks of 2b rows; ``ROWS`` numbers are of a kind."""
+    LAYOUT: gl.constexpr = y.type.layout
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, LAYOUT, 2)
+    zero = gl.full([128, 16], 0.0, gl.float32, LAYOUT)
     s = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, RIGHT)), 1)
     t = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, RIGHT)), 0)
     same = s // b == t // b
@@ -109,17 +113,17 @@ def _add_level(
     below = block & (s // b < t // b)
     above = block & (s // b > t // b)
     none = gl.full([16, 16], 0.0, gl.bfloat16, RIGHT)
-    q = rows_of_tile(q_rows, tile) * numbers_of_rows(numbers, 1, tile)
-    k = rows_of_tile(k_rows, tile) * -numbers_of_rows(numbers, 2, tile)
-    kb = rows_of_tile(k_rows, tile) * numbers_of_rows(numbers, 0, tile)
+    q = rows_of_tile(q_rows, tile, LAYOUT) * numbers_of_rows(numbers, 1, tile, ROWS, LAYOUT)
+    k = rows_of_tile(k_rows, tile, LAYOUT) * -numbers_of_rows(numbers, 2, tile, ROWS, LAYOUT)
+    kb = rows_of_tile(k_rows, tile, LAYOUT) * numbers_of_rows(numbers, 0, tile, ROWS, LAYOUT)
     left = left_parts(kb * e)
-    of_q = add_product(left, gl.where(below, _rows_by_columns(pairs, MU), none), zero) * e
-    of_k = add_product(left, gl.where(below, _rows_by_columns(pairs, LU), none), zero) * e
-    of_column = add_product(left_parts(q * e), gl.where(above, _columns_by_rows(pairs, MU), none), zero)
-    of_column = add_product(left_parts(k * e), gl.where(above, _columns_by_rows(pairs, LU), none), of_column) * e
+    of_q = add_product(left, gl.where(below, rows_by_columns(pairs, MU, RIGHT), none), zero) * e
+    of_k = add_product(left, gl.where(below, rows_by_columns(pairs, LU, RIGHT), none), zero) * e
+    of_column = add_product(left_parts(q * e), gl.where(above, columns_by_rows(pairs, MU, RIGHT), none), zero)
+    of_column = add_product(left_parts(k * e), gl.where(above, columns_by_rows(pairs, LU, RIGHT), none), of_column) * e
     # A pair's product decays in all rows behind its column, up to its row. A row of a second half has no column part
     # here, one of a first half no row part.
-    dg = _add_sums(q * of_q + k * of_k + kb * of_column, same & (second == (s >= t)), dg)
+    dg = add_sums(q * of_q + k * of_k + kb * of_column, same & (second == (s >= t)), dg)
     return dq + of_q, dk + of_k, dkc + of_column, dg
 
 
@@ -140,12 +144,11 @@ def _add_levels(
     tile: gl.constexpr, MU: gl.constexpr, LU: gl.constexpr, GATE: gl.constexpr,
 ):  # fmt: skip
     """Add a tile's own pairs to dkc and, in shared memory, to dq, dk and dg."""
-    zero = gl.full([128, 16], 0.0, gl.float32, TILE)
     y = log2_decays(g_rows, bias, a, lower_bound, count, tile, GATE, False)
     dq, dk, dg = take(dq_rows, tile), take(dk_rows, tile), take(dg_rows, tile)
     b = 1
     while b < 16:
-        dq, dk, dkc, dg = _add_level(dq, dk, dkc, dg, y, b, q_rows, k_rows, numbers, pairs, zero, tile, MU, LU)
+        dq, dk, dkc, dg = add_level(dq, dk, dkc, dg, y, b, q_rows, k_rows, numbers, pairs, tile, MU, LU)
         b = b * 2
     _put(dq_rows, dq, tile)
     _put(dk_rows, dk, tile)
@@ -184,7 +187,7 @@ def far_gradients(
     dk0 = dk0 * since
     q = rows_of_tile(q_rows, 0) * numbers_of_rows(numbers, 1, 0)
     k = rows_of_tile(k_rows, 0) * -numbers_of_rows(numbers, 2, 0)
-    dg0 = _add_sums(q * dq0 + k * dk0, s >= t, gl.expand_dims(sums, 1) + zero)
+    dg0 = add_sums(q * dq0 + k * dk0, s >= t, gl.expand_dims(sums, 1) + zero)
     _put(dq_rows, dq0, 0)
     _put(dk_rows, dk0, 0)
     dq1 = dq1 * whole
@@ -200,19 +203,19 @@ def far_gradients(
     dg0 += gl.expand_dims(gl.sum(q * dq1 + k * dk1, axis=1), 1)
     kb = rows_of_tile(k_rows, 0) * until0 * numbers_of_rows(numbers, 0, 0)
     left = left_parts(kb)
-    dq1 = add_product(left, _rows_by_columns(pairs, 1), dq1)
-    dk1 = add_product(left, _rows_by_columns(pairs, 3), dk1)
+    dq1 = add_product(left, rows_by_columns(pairs, 1), dq1)
+    dk1 = add_product(left, rows_by_columns(pairs, 3), dk1)
     # The columns of tile 0 reach the chunk's end through all of tile 1.
     dkc0 = dkc0 * (whole * o_scale)
     dg1 = gl.expand_dims(gl.sum(kb * dkc0, axis=1) + sums, 1) + zero
-    dg1 = _add_sums(q * dq1 + k * dk1, s >= t, dg1)
-    dg1 = _add_sums(rows_of_tile(k_rows, 1) * dkc1 * numbers_of_rows(numbers, 0, 1), s < t, dg1)
+    dg1 = add_sums(q * dq1 + k * dk1, s >= t, dg1)
+    dg1 = add_sums(rows_of_tile(k_rows, 1) * dkc1 * numbers_of_rows(numbers, 0, 1), s < t, dg1)
     _put(dq_rows, dq1 * since, 1)
     _put(dk_rows, dk1 * since, 1)
     _put(dg_rows, dg1, 1)
-    dkc0 = add_product(left_parts(q), _columns_by_rows(pairs, 1), dkc0)
-    dkc0 = add_product(left_parts(k), _columns_by_rows(pairs, 3), dkc0)
-    _put(dg_rows, _add_sums(kb * dkc0, s < t, dg0), 0)
+    dkc0 = add_product(left_parts(q), columns_by_rows(pairs, 1), dkc0)
+    dkc0 = add_product(left_parts(k), columns_by_rows(pairs, 3), dkc0)
+    _put(dg_rows, add_sums(kb * dkc0, s < t, dg0), 0)
     dkc0 = _add_levels(
         dkc0 * until0, bias, a, lower_bound, count, g_rows, q_rows, k_rows, numbers, pairs, dq_rows, dk_rows, dg_rows,
         0, 0, 2, GATE,

@@ -10,11 +10,16 @@ A program takes every so many pairs. One warp loads and stores for the eight tha
 products (z, do, dv and the states) are used up early, and those of the next pair are loaded behind the products of
 tiles. Rows of q, k and g have two places, from where their gradients leave the chip while the next pair is at work.
 
-Products of a warp and the gate run beside the asynchronous ones, which ptxas then still leaves in flight (the machine
-code has three WARPGROUP.DEPBAR).
+The gate runs beside the asynchronous products, which ptxas then still leaves in flight (the machine code has three
+WARPGROUP.DEPBAR); it waits for nothing there, or ptxas would run them one after another. Products of a warp come last:
+the matrix unit is busy.
+
+Where decays are not bounded, pairs whose decays are beyond one reference point a tile are written down, and a second
+launch takes them (FAR) and writes their results once more. In one kernel with the others they have 304 bytes of stack
+and more.
 
 Grid: a program a multiprocessor; the pairs of all heads, heads fastest, in turn. It takes dense calls of whole pairs,
-bounded decays, bfloat16 gates and heads that are not grouped (``choose.backward.gradients_persistent``).
+bfloat16 gates and heads that are not grouped (``choose.backward.gradients_persistent``).
 """
 
 # ruff: noqa: RUF005 (no starred tuples in Triton)
@@ -31,6 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kda_core.triton_lib.gate import rate_of, sigmoid
+from kda_core_nvidia.gradients_persistent_far import far_gradients_of_pair
 from kda_core_nvidia.gradients_persistent_tiles import (
     BY_CHANNEL,
     BY_WARP,
@@ -58,14 +64,21 @@ from kda_core_nvidia.gradients_persistent_tiles import (
     sums_of_threads,
     tiles_of,
     tiles_of_stacked,
+    with_sums,
 )
-from kda_core_nvidia.gradients_tiles import last_row, left_parts, log2_decays, selected_sums
+from kda_core_nvidia.gradients_tiles import LEAST_HALF, last_row, left_parts, log2_decays, selected_sums
 from kda_core_nvidia.hopper_squares import seen_as
 from kda_core_nvidia.hopper_tiles import exp2, reciprocal
 from kda_core_nvidia.prepare_hopper import store_block
 from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block
 
 _NUMBERS = ["scale", "o_scale", "lower_bound", "HV", "blocks"]
+
+
+@gluon.jit
+def _pair_of(far_pairs, i, count, FAR: gl.constexpr):
+    """The i-th of the pairs that a launch takes."""
+    return gl.load(far_pairs + i, mask=i < count, other=0) if FAR else i
 
 
 @gluon.jit
@@ -92,22 +105,23 @@ def _store_rows(dq, dk, dg, block, HV, q_rows, k_rows, g_rows, K: gl.constexpr, 
 
 @gluon.jit
 def _load_and_store(
-    q, k, g, do, dv, z, states, state_grads, dq, dk, dg, HV, blocks, s_qh, s_kh, s_gh, s_oh,
+    q, k, g, do, dv, z, states, state_grads, dq, dk, dg, far_pairs, HV, blocks, s_qh, s_kh, s_gh, s_oh,
     values_ready, values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1, o_0, o_1, s, ds,
-    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, FAR: gl.constexpr,
 ):  # fmt: skip
     """The warp that loads, and that stores the gradients of rows."""
     first = gl.program_id(0)
     step = gl.num_programs(0)
     count = (blocks - first + step - 1) // step
     for i in gl.static_range(2):
-        block = first + i * step
+        there = first + i * step < blocks
         _load_rows(
-            q, k, g, block, HV, s_qh, s_kh, s_gh, rows_ready.index(i), q_places.index(i), k_places.index(i),
-            g_places.index(i), C, block < blocks,
+            q, k, g, _pair_of(far_pairs, first + i * step, blocks, FAR), HV, s_qh, s_kh, s_gh, rows_ready.index(i),
+            q_places.index(i), k_places.index(i), g_places.index(i), C, there,
         )  # fmt: skip
+    before = 0
     for n in range(count):
-        block = first + n * step
+        block = _pair_of(far_pairs, first + n * step, blocks, FAR)
         row = block // HV * C
         i_h = block % HV
         mbarrier.wait(values_free, (n & 1) ^ 1)
@@ -124,18 +138,17 @@ def _load_and_store(
             place = (n - 1) & 1
             q_rows, k_rows, g_rows = q_places.index(place), k_places.index(place), g_places.index(place)
             mbarrier.wait(rows_done.index(place), ((n - 1) >> 1) & 1)
-            _store_rows(dq, dk, dg, block - step, HV, q_rows, k_rows, g_rows, K, C)
+            _store_rows(dq, dk, dg, before, HV, q_rows, k_rows, g_rows, K, C)
+            following = first + (n + 1) * step
             _load_rows(
-                q, k, g, block + step, HV, s_qh, s_kh, s_gh, rows_ready.index(place), q_rows, k_rows, g_rows, C,
-                block + step < blocks,
+                q, k, g, _pair_of(far_pairs, following, blocks, FAR), HV, s_qh, s_kh, s_gh, rows_ready.index(place),
+                q_rows, k_rows, g_rows, C, following < blocks,
             )  # fmt: skip
+        before = block
     if count > 0:
         place = (count - 1) & 1
         mbarrier.wait(rows_done.index(place), ((count - 1) >> 1) & 1)
-        _store_rows(
-            dq, dk, dg, first + (count - 1) * step, HV, q_places.index(place), k_places.index(place),
-            g_places.index(place), K, C,
-        )  # fmt: skip
+        _store_rows(dq, dk, dg, before, HV, q_places.index(place), k_places.index(place), g_places.index(place), K, C)
 
 
 @gluon.jit
@@ -166,12 +179,84 @@ def _load_numbers(beta, A_log, dt_bias, D, norms, pair, i_h, HV, s_bt, s_bh, K: 
 
 
 @gluon.jit
+def _near_gradients_of_pair(
+    rows, columns, sums, rise, halves, o_scale, q_rows, k_rows, numbers, own_products, pairs,
+):  # fmt: skip
+    """Gradients of a pair's rows by tile, but for what their norms take away, and of its decays; sums over a warp's
+    channels of a row's product with its gradient, of q and of k, and of the gradient of β, for two tiles each.
+
+    Args:
+        rows, columns: products of the rows of do and dv, and of z, with the states, without any decay.
+        sums: over v of S ⊙ dS, decayed over the pair, [128].
+        rise, halves: 2^x of each tile, and half of its log2 decay.
+    """
+    e_r = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, RIGHT)), 1)
+    e_c = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, RIGHT)), 0)
+    between = ()
+    for t in gl.static_range(TILES - 1):
+        between = between + (gl.expand_dims(exp2(halves[t] + halves[t + 1]), 1),)
+    dq, dk = tiles_of_stacked(rows)
+    dkc = ()
+    to_end = gl.expand_dims(exp2(halves[TILES - 1]) * o_scale, 1)
+    raw = tiles_of(columns)
+    for t in gl.static_range(TILES):
+        dkc = dkc + (raw[t] * to_end,)
+    ends = sums_of_threads(gl.full([128, 16], 0.0, gl.float32, TILE))
+    FOURS: gl.constexpr = gl.SliceLayout(1, ends.type.layout)
+    passed = gl.expand_dims(exp2(halves[0]), 1)
+    for t in gl.static_range(TILES):
+        kb = rows_of(k_rows, t) * reciprocal(rise[t]) * numbers_of(numbers, 0, t)
+        here = sums_of_threads(kb * dkc[t])
+        if t > 0:
+            passed = between[t - 1]
+            x = gl.convert_layout(exp2(halves[t - 1] + halves[t]), FOURS, assert_trivial=True)
+            ends = ends * gl.expand_dims(x, 1)
+        ends += here
+        dq, dk = add_columns(dq, dk, left_parts(kb), pairs, passed, t)
+        in_order()
+
+    from_row = gl.where(e_r >= e_c, 1.0, 0.0).to(gl.bfloat16)
+    everywhere = gl.full([16, 16], 1.0, gl.bfloat16, RIGHT)
+    ends = gl.convert_layout(gl.sum(ends, axis=1), BY_CHANNEL, assert_trivial=True)
+    later = gl.expand_dims(ends + sums, 1) + gl.full([128, 16], 0.0, gl.float32, TILE)
+    new_q = ()
+    new_k = ()
+    dg = ()
+    sums_q = ()
+    sums_k = ()
+    sums_b = ()
+    for t in gl.static_range(TILES - 1, -1, -1):
+        q_tile = rows_of(q_rows, t)
+        k_tile = rows_of(k_rows, t)
+        q_rise = rise[t] * numbers_of(numbers, 1, t)
+        k_rise = rise[t] * -numbers_of(numbers, 2, t)
+        qr = left_parts(q_tile * q_rise)
+        kr = left_parts(k_tile * k_rise)
+        if t == TILES - 1:
+            dkc = add_rows(dkc, qr, kr, pairs, 1.0, t)
+        else:
+            dkc = add_rows(dkc, qr, kr, pairs, between[t], t)
+        dq_t, dk_t, p, sum_q, sum_k, sum_b = own_gradients(
+            dq[t] * q_rise, dk[t] * k_rise, dkc[t] * reciprocal(rise[t]), q_tile, k_tile, numbers, own_products, t
+        )
+        dg = (mma_v2(p[0], from_row, mma_v2(p[1], from_row, later)),) + dg
+        later = mma_v2(p[0], everywhere, mma_v2(p[1], everywhere, later))
+        new_q = (dq_t,) + new_q
+        new_k = (dk_t,) + new_k
+        sums_q = with_sums(sums_q, sum_q, t)
+        sums_k = with_sums(sums_k, sum_k, t)
+        sums_b = with_sums(sums_b, sum_b, t)
+        in_order()
+    return new_q, new_k, dg, sums_q, sums_k, sums_b
+
+
+@gluon.jit
 def _gradients(
-    beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, s_bt, s_bh, scale, o_scale, lower_bound, HV,
-    blocks, values_ready, values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1, o_0, o_1, s, ds,
-    pairs, numbers, own_products,
-    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BETA_SIGMOID: gl.constexpr,
-    BETA_SCALE: gl.constexpr,
+    beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, far_pairs, far_count, s_bt, s_bh, scale, o_scale,
+    lower_bound, HV, blocks, values_ready, values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1,
+    o_0, o_1, s, ds, pairs, numbers, own_products,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BOUNDED: gl.constexpr,
+    FAR: gl.constexpr, BETA_SIGMOID: gl.constexpr, BETA_SCALE: gl.constexpr,
 ):  # fmt: skip
     """The warps that multiply."""
     dtype: gl.constexpr = q_places.dtype
@@ -181,20 +266,34 @@ def _gradients(
     stacked_0 = seen_as(o_0, dtype, [1, 128, 64], HALVES).index(0)
     stacked_1 = seen_as(o_1, dtype, [1, 128, 64], HALVES).index(0)
     all_pairs = seen_as(pairs, dtype, [1, 512, 16], NARROW).index(0)
+    # Float32 blocks where decays are strong.
+    WIDE_ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([32, 128], gl.float32)
+    of_s = seen_as(s, gl.float32, [2, 32, 128], WIDE_ROWS)
+    of_ds = seen_as(ds, gl.float32, [2, 32, 128], WIDE_ROWS)
+    dq_far = (of_s.index(0), of_s.index(1))
+    dk_far = (of_ds.index(0), of_ds.index(1))
+    dg_far = (
+        seen_as(o_0, gl.float32, [1, 32, 128], WIDE_ROWS).index(0),
+        seen_as(o_1, gl.float32, [1, 32, 128], WIDE_ROWS).index(0),
+    )
+    HIGH: gl.constexpr = gl.NVMMASharedLayout.get_default_for([16, 128], gl.float32)
+    dkc_far = (
+        seen_as(z_0, gl.float32, [1, 16, 128], HIGH).index(0),
+        seen_as(z_1, gl.float32, [1, 16, 128], HIGH).index(0),
+    )
     # Later, in the place of the pairs.
     sums_by_warp = seen_as(pairs, gl.float32, [2, WARPS, 256], PLAIN).index(0)
     first = gl.program_id(0)
     step = gl.num_programs(0)
     # A program without pairs loads, too.
-    pair = gl.where(first < blocks, first // HV, 0)
-    i_h = gl.where(first < blocks, first % HV, 0)
+    block = gl.where(first < blocks, _pair_of(far_pairs, first, blocks, FAR), 0)
+    pair = block // HV
+    i_h = block % HV
     a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = _load_numbers(
         beta, A_log, dt_bias, D, norms, pair, i_h, HV, s_bt, s_bh, K, C
     )
     for n in range((blocks - first + step - 1) // step):
-        block = first + n * step
-        row = block // HV * C
-        i_h = block % HV
+        row = pair * C
         place = n & 1
         phase = n & 1
         rows_phase = (n >> 1) & 1
@@ -216,6 +315,7 @@ def _gradients(
             nk = raw_nk
 
         mbarrier.wait(values_ready, phase)
+        mbarrier.wait(rows_ready.index(place), rows_phase)
         m = gl.full([128, 64], 0.0, gl.float32, M64)
         rows = gl.full([128, 128], 0.0, gl.float32, M128)
         columns = gl.full([128, 64], 0.0, gl.float32, M64)
@@ -230,8 +330,10 @@ def _gradients(
         ds_1 = ds.slice(64, 64).permute((1, 0))
         columns = warpgroup_mma(ds_0, z_0.permute((1, 0)), columns, use_acc=False, is_async=True)
         columns = warpgroup_mma(ds_1, z_1.permute((1, 0)), columns, is_async=True)
-        # Meanwhile the sums over v of S ⊙ dS, and the decays.
-        sums = products_of_channels(s, ds) * (decay * second_decay * o_scale)
+        # Meanwhile the decays, and the sums over v of S ⊙ dS.
+        ys = ()
+        for t in gl.static_range(TILES):
+            ys = ys + (log2_decays(g_rows, bias, rate, lower_bound, None, t, GATE, BOUNDED, TILE),)
         slope = gl.full([256], 1.0, gl.float32, LANES)
         if BETA_SIGMOID:
             slope = sigmoid(-b_beta)
@@ -249,93 +351,63 @@ def _gradients(
         own_products.store(own)
         all_pairs.store(m.reshape([128, 4, 16]).permute((1, 0, 2)).reshape([512, 16]))
         numbers.store(number)
-        mbarrier.wait(rows_ready.index(place), rows_phase)
         e_r = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, RIGHT)), 1)
         e_c = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, RIGHT)), 0)
         zero = gl.full([128, 16], 0.0, gl.float32, TILE)
         halves = ()
         rise = ()
         for t in gl.static_range(TILES):
-            y = log2_decays(g_rows, bias, rate, lower_bound, None, t, GATE, True, TILE)
-            x = selected_sums(y, e_r <= e_c, (0.5, -0.5), zero)
+            x = selected_sums(ys[t], e_r <= e_c, (0.5, -0.5), zero)
             halves = halves + (last_row(x),)
             rise = rise + (exp2(x),)
+        sums = products_of_channels(s, ds) * (decay * second_decay * o_scale)
+        if not (BOUNDED or FAR):
+            least = gl.minimum(gl.minimum(halves[0], halves[1]), gl.minimum(halves[2], halves[3]))
+            if gl.min(least, axis=0) < LEAST_HALF:
+                # Another launch writes all of this pair's results once more.
+                gl.store(far_pairs + gl.atomic_add(far_count, 1), block)
         rows, columns = warpgroup_mma_wait(0, deps=(rows, columns))
         block_barrier()
-        mbarrier.arrive(values_free, count=1)
+        if not FAR:
+            mbarrier.arrive(values_free, count=1)
 
-        between = ()
-        for t in gl.static_range(TILES - 1):
-            between = between + (gl.expand_dims(exp2(halves[t] + halves[t + 1]), 1),)
-        dq, dk = tiles_of_stacked(rows)
-        dkc = ()
-        to_end = gl.expand_dims(exp2(halves[TILES - 1]) * o_scale, 1)
-        raw = tiles_of(columns)
-        for t in gl.static_range(TILES):
-            dkc = dkc + (raw[t] * to_end,)
-        ends = sums_of_threads(gl.full([128, 16], 0.0, gl.float32, TILE))
-        FOURS: gl.constexpr = gl.SliceLayout(1, ends.type.layout)
-        passed = gl.expand_dims(exp2(halves[0]), 1)
-        for t in gl.static_range(TILES):
-            kb = rows_of(k_rows, t) * reciprocal(rise[t]) * numbers_of(numbers, 0, t)
-            here = sums_of_threads(kb * dkc[t])
-            if t > 0:
-                passed = between[t - 1]
-                x = gl.convert_layout(exp2(halves[t - 1] + halves[t]), FOURS, assert_trivial=True)
-                ends = ends * gl.expand_dims(x, 1)
-            ends += here
-            dq, dk = add_columns(dq, dk, left_parts(kb), pairs, passed, t)
-            in_order()
-
-        from_row = gl.where(e_r >= e_c, 1.0, 0.0).to(dtype)
-        everywhere = gl.full([16, 16], 1.0, dtype, RIGHT)
-        ends = gl.convert_layout(gl.sum(ends, axis=1), BY_CHANNEL, assert_trivial=True)
-        later = gl.expand_dims(ends + sums, 1) + gl.full([128, 16], 0.0, gl.float32, TILE)
-        new_q = ()
-        new_k = ()
-        dg = ()
-        sums_q = ()
-        sums_k = ()
-        sums_b = ()
-        for t in gl.static_range(TILES - 1, -1, -1):
-            q_tile = rows_of(q_rows, t)
-            k_tile = rows_of(k_rows, t)
-            q_rise = rise[t] * numbers_of(numbers, 1, t)
-            k_rise = rise[t] * -numbers_of(numbers, 2, t)
-            qr = left_parts(q_tile * q_rise)
-            kr = left_parts(k_tile * k_rise)
-            if t == TILES - 1:
-                dkc = add_rows(dkc, qr, kr, pairs, 1.0, t)
-            else:
-                dkc = add_rows(dkc, qr, kr, pairs, between[t], t)
-            dq_t, dk_t, p, sum_q, sum_k, sum_b = own_gradients(
-                dq[t] * q_rise, dk[t] * k_rise, dkc[t] * reciprocal(rise[t]), q_tile, k_tile, numbers, own_products, t
+        if FAR:
+            new_q, new_k, dg, sums_q, sums_k, sums_b = far_gradients_of_pair(
+                rows, columns, sums, halves, bias, rate, lower_bound, o_scale, g_rows, q_rows, k_rows, numbers,
+                own_products, pairs, dq_far, dk_far, dg_far, dkc_far, GATE,
+            )  # fmt: skip
+            fence_async_shared()
+            block_barrier()
+            mbarrier.arrive(values_free, count=1)
+        else:
+            new_q, new_k, dg, sums_q, sums_k, sums_b = _near_gradients_of_pair(
+                rows, columns, sums, rise, halves, o_scale, q_rows, k_rows, numbers, own_products, pairs
             )
-            dg = (mma_v2(p[0], from_row, mma_v2(p[1], from_row, later)),) + dg
-            later = mma_v2(p[0], everywhere, mma_v2(p[1], everywhere, later))
-            new_q = (dq_t,) + new_q
-            new_k = (dk_t,) + new_k
-            if t % 2 == 1:
-                sums_q = (sum_q,) + sums_q
-                sums_k = (sum_k,) + sums_k
-                sums_b = (sum_b,) + sums_b
-            else:
-                sums_q = (merged_sums(sum_q, sums_q[0], 1),) + sums_q[1:]
-                sums_k = (merged_sums(sum_k, sums_k[0], 1),) + sums_k[1:]
-                sums_b = (merged_sums(sum_b, sums_b[0], 1),) + sums_b[1:]
-            in_order()
         sum_q = merged_sums(sums_q[0], sums_q[1], 2)
         sum_k = merged_sums(sums_k[0], sums_k[1], 2)
         sum_b = merged_sums(sums_b[0], sums_b[1], 2)
         block_barrier()
         store_sums(sums_by_warp, sum_q, sum_k, sum_b)
-        block_barrier()
         # The next pair's numbers, which arrive behind what is left of this one; the last one loads its own again.
-        following = gl.where(block + step < blocks, block + step, block)
+        i = first + (n + 1) * step
+        following = gl.where(i < blocks, _pair_of(far_pairs, i, blocks, FAR), block)
+        next_pair = following // HV
+        next_h = following % HV
         if EARLY:
             a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = _load_numbers(
-                beta, A_log, dt_bias, D, norms, following // HV, following % HV, HV, s_bt, s_bh, K, C
+                beta, A_log, dt_bias, D, norms, next_pair, next_h, HV, s_bt, s_bh, K, C
             )
+        if GATE != "none":
+            dg, summands, totals = gradients_of_gate(g_rows, bias, rate, lower_bound, dg, GATE)
+            if dbias_partial is not None:
+                c = gl.arange(0, 128, layout=BY_CHANNEL)
+                gl.store(dbias_partial + block.to(gl.int64) * K + c, gl.sum(totals, axis=1))
+            if A_log is not None:
+                # A number a warp.
+                summand = gl.sum(gl.sum(summands.reshape([WARPS, 16, 16]), axis=2), axis=1)
+                warp = gl.arange(0, WARPS, layout=summand.type.layout)
+                gl.store(dA_partial + block.to(gl.int64) * WARPS + warp, summand)
+        block_barrier()
         total = gl.sum(sums_by_warp.load(BY_WARP), axis=0) * factor
         r_lane = gl.arange(0, 256, layout=LANES) % 64
         p_dbeta = dbeta + (row.to(gl.int64) * HV + i_h) + r_lane * HV
@@ -352,19 +424,9 @@ def _gradients(
         else:
             dq = new_q
             dk = new_k
-        if GATE != "none":
-            dg, summands, totals = gradients_of_gate(g_rows, bias, rate, lower_bound, dg, GATE)
-            if dbias_partial is not None:
-                c = gl.arange(0, 128, layout=BY_CHANNEL)
-                gl.store(dbias_partial + block.to(gl.int64) * K + c, gl.sum(totals, axis=1))
-            if A_log is not None:
-                # A number a warp.
-                summand = gl.sum(gl.sum(summands.reshape([WARPS, 16, 16]), axis=2), axis=1)
-                warp = gl.arange(0, WARPS, layout=summand.type.layout)
-                gl.store(dA_partial + block.to(gl.int64) * WARPS + warp, summand)
         if not EARLY:
             a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = _load_numbers(
-                beta, A_log, dt_bias, D, norms, following // HV, following % HV, HV, s_bt, s_bh, K, C
+                beta, A_log, dt_bias, D, norms, next_pair, next_h, HV, s_bt, s_bh, K, C
             )
         block_barrier()
         store_tiles(q_rows, dq)
@@ -373,6 +435,7 @@ def _gradients(
         fence_async_shared()
         block_barrier()
         mbarrier.arrive(rows_done.index(place), count=1)
+        block, pair, i_h = following, next_pair, next_h
 
 
 @gluon.jit(do_not_specialize=_NUMBERS)
@@ -389,12 +452,17 @@ def gradients_hopper_persistent(
     dbeta,  # [B · T, HV]
     dA_partial,  # [pairs, HV, warps] or None
     dbias_partial,  # [pairs, HV, K] or None
+    far_pairs,  # [pairs · HV]: pairs with decays beyond one reference point a tile, in any order; or None
+    far_count,  # [1]: how many they are
     s_qh, s_kh, s_gh, s_oh, s_bt, s_bh,
     scale, o_scale, lower_bound,
     HV, blocks,  # value heads; pairs · HV
-    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BETA_SIGMOID: gl.constexpr,
-    BETA_SCALE: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BOUNDED: gl.constexpr,
+    FAR: gl.constexpr,  # the launch takes those pairs; else it takes all, and writes down which they are
+    BETA_SIGMOID: gl.constexpr, BETA_SCALE: gl.constexpr,
 ):  # fmt: skip
+    if FAR:
+        blocks = gl.load(far_count)
     dtype: gl.constexpr = q.dtype
 
     ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 128], dtype)
@@ -430,18 +498,18 @@ def gradients_hopper_persistent(
             (
                 _gradients,
                 (
-                    beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, s_bt, s_bh, scale, o_scale,
-                    lower_bound, HV, blocks, values_ready, values_free, rows_ready, rows_done, q_places, k_places,
-                    g_places, z_0, z_1, o_0, o_1, s, ds, pairs, numbers, own_products, K, V, C, GATE, BETA_SIGMOID,
-                    BETA_SCALE,
+                    beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, far_pairs, far_count, s_bt, s_bh,
+                    scale, o_scale, lower_bound, HV, blocks, values_ready, values_free, rows_ready, rows_done,
+                    q_places, k_places, g_places, z_0, z_1, o_0, o_1, s, ds, pairs, numbers, own_products, K, V, C,
+                    GATE, BOUNDED, FAR, BETA_SIGMOID, BETA_SCALE,
                 ),
             ),
             (
                 _load_and_store,
                 (
-                    q, k, g, do, dv, z, states, state_grads, dq, dk, dg, HV, blocks, s_qh, s_kh, s_gh,
+                    q, k, g, do, dv, z, states, state_grads, dq, dk, dg, far_pairs, HV, blocks, s_qh, s_kh, s_gh,
                     s_oh, values_ready, values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1,
-                    o_0, o_1, s, ds, K, V, C,
+                    o_0, o_1, s, ds, K, V, C, FAR,
                 ),
             ),
         ],

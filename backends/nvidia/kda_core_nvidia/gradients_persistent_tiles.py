@@ -205,6 +205,16 @@ def merged_sums(first, second, BIT: gl.constexpr):
 
 
 @gluon.jit
+def with_sums(found, new, tile: gl.constexpr):
+    """A tile's sums among those found, last tile first; two tiles' become one block."""
+    if tile % 2 == 1:
+        joined = (new,) + found
+    else:
+        joined = (merged_sums(new, found[0], 1),) + found[1:]
+    return joined
+
+
+@gluon.jit
 def of_raw(d, x_rows, numbers, kind: gl.constexpr, tile: gl.constexpr):
     """The gradient of a tile's rows: less its part along the row."""
     return d - rows_of(x_rows, tile) * numbers_of(numbers, kind, tile)

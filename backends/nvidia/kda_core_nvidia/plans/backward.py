@@ -380,7 +380,7 @@ class _Backward:
         named |= {n: out[n] and out[n].cut(0, slots_of) for n in ("dA_partial", "dbias_partial")}
         named |= {"initial_state": exact[0], "grad_final_state": exact[1]}
         if self.paired:
-            launch_gradients_persistent(self.b, r, config, named)
+            launch_gradients_persistent(self.b, r, config, choice.bounded, named)
             return
         if self.hopper:
             launch_gradients_hopper(self.b, part, config, choice.bounded, named | {"N": part.N}, self.B * self.T)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from kda_core.request import Request
 from kda_core.triton_lib.arguments import row_strides
 from kda_core.triton_lib.layout import CHUNK, slots
@@ -41,12 +43,19 @@ def launch_gradients_hopper(
 
 
 def launch_gradients_persistent(
-    b: Builder, r: Request, config: GradientsPersistentConfig, named: Mapping[str, Any]
+    b: Builder, r: Request, config: GradientsPersistentConfig, bounded: bool, named: Mapping[str, Any]
 ) -> None:
     """Add a launch of ``gradients_hopper_persistent``; z and the states are by pairs of slots."""
     blocks = slots(r) // 2 * r.HV
     named = {**named, **_tiles(b, r, 2 * CHUNK, r.V, named), "C": 2 * CHUNK, "blocks": blocks}
-    b.pick(gradients_hopper_persistent, min(blocks, config.programs), config.num_warps, named)
+    named["BOUNDED"] = bounded
+    far = {"far_pairs": None, "far_count": None}
+    if not bounded:
+        far = {"far_pairs": b.scratch("far pairs", (blocks,), torch.int32)}
+        far["far_count"] = b.scratch("far pairs, number", (1,), torch.int32, True)
+    for again in (False,) if bounded else (False, True):
+        launch = {**named, **far, "FAR": again}
+        b.pick(gradients_hopper_persistent, min(blocks, config.programs), config.num_warps, launch)
 
 
 def _tiles(b: Builder, r: Request, rows: int, block_v: int, named: Mapping[str, Any]) -> dict[str, Any]:

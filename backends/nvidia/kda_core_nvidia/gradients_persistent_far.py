@@ -1,0 +1,156 @@
+"""Pairs of rows in ``gradients_hopper_persistent`` for any decay: ``far_gradients`` of ``gradients_decays`` for four
+tiles.
+"""
+
+# ruff: noqa: RUF005 (no starred tuples in Triton)
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kda_core_nvidia.gradients_decays import add_level, add_sums, columns_by_rows, rows_by_columns
+from kda_core_nvidia.gradients_persistent_tiles import (
+    BY_CHANNEL,
+    RIGHT,
+    TILE,
+    TILES,
+    in_order,
+    numbers_of,
+    own_gradients,
+    rows_of,
+    tiles_of,
+    tiles_of_stacked,
+    with_sums,
+)
+from kda_core_nvidia.gradients_tiles import add_product, left_parts, log2_decays, selected_sums
+from kda_core_nvidia.hopper_tiles import exp2
+
+
+@gluon.jit
+def _tile(buffers, tile: gl.constexpr):
+    """A tile of a float32 block of 64 rows, which is in two buffers, transposed."""
+    return buffers[tile // 2].slice(16 * (tile % 2), 16, dim=0).permute((1, 0))
+
+
+@gluon.jit
+def _product(wholes, first: gl.constexpr, end: gl.constexpr):
+    """Decay over the tiles from ``first`` to before ``end``."""
+    x = gl.full([128], 1.0, gl.float32, BY_CHANNEL)
+    for t in gl.static_range(first, end):
+        x = x * wholes[t]
+    return x
+
+
+@gluon.jit
+def far_gradients_of_pair(
+    rows, columns, sums, halves, bias, rate, lower_bound, o_scale, g_rows, q_rows, k_rows, numbers, own_products, pairs,
+    dq_rows, dk_rows, dg_rows, dkc_rows, GATE: gl.constexpr,
+):  # fmt: skip
+    """Gradients of a pair's rows, of its decays, and sums over channels, as the other form returns them.
+
+    No exponent is positive, and no terms cancel. A tile's decays lead from its start to a row, or from a row to its
+    end; its own pairs have hierarchical reference points.
+
+    Args:
+        halves: half of each tile's log2 decay.
+        dq_rows, dk_rows, dg_rows: two float32 blocks [32, 128] each that nothing else uses, where results wait.
+        dkc_rows: two of [16, 128].
+    """
+    zero = gl.full([128, 16], 0.0, gl.float32, TILE)
+    s = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, RIGHT)), 1)
+    t = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, RIGHT)), 0)
+    dq, dk = tiles_of_stacked(rows)
+    for r in gl.static_range(TILES):
+        _tile(dq_rows, r).store(dq[r])
+        _tile(dk_rows, r).store(dk[r])
+    wholes = ()
+    for r in gl.static_range(TILES):
+        wholes = wholes + (exp2(2 * halves[r]),)
+    raw = tiles_of(columns)
+    # Sums of columns, with respect to their tile's end.
+    dkc = ()
+    # What passes over a whole tile: from before it to behind it.
+    passing = ()
+    for c in gl.static_range(TILES):
+        x = raw[c] * gl.expand_dims(_product(wholes, c + 1, TILES) * o_scale, 1)
+        if c < 2:
+            dkc_rows[c].permute((1, 0)).store(x)
+        else:
+            dkc = dkc + (x,)
+        passing = passing + (sums,)
+    left_kb = ()
+    for r in gl.static_range(TILES):
+        y = log2_decays(g_rows, bias, rate, lower_bound, None, r, GATE, False, TILE)
+        kb = rows_of(k_rows, r) * exp2(selected_sums(y, s > t, (1.0, 0.0), zero)) * numbers_of(numbers, 0, r)
+        left_kb = left_kb + (left_parts(kb),)
+        if r < 2:
+            x = dkc_rows[r].permute((1, 0)).load(TILE)
+        else:
+            x = dkc[r - 2]
+        ends = gl.sum(kb * x, axis=1)
+        for c in gl.static_range(r + 1, TILES):
+            passing = passing[:c] + (passing[c] + ends,) + passing[c + 1 :]
+        since = exp2(selected_sums(y, s <= t, (1.0, 0.0), zero))
+        q = rows_of(q_rows, r) * since * numbers_of(numbers, 1, r)
+        k = rows_of(k_rows, r) * since * -numbers_of(numbers, 2, r)
+        of_q = _tile(dq_rows, r).load(TILE)
+        of_k = _tile(dk_rows, r).load(TILE)
+        left_q = left_parts(q)
+        left_k = left_parts(k)
+        for c in gl.static_range(r):
+            over = gl.sum(q * of_q + k * of_k, axis=1) * _product(wholes, c, r)
+            passing = passing[:c] + (passing[c] + over,) + passing[c + 1 :]
+            whole = gl.expand_dims(wholes[c], 1)
+            of_q = add_product(left_kb[c], rows_by_columns(pairs, 8 * c + r, RIGHT), of_q * whole)
+            of_k = add_product(left_kb[c], rows_by_columns(pairs, 8 * c + 4 + r, RIGHT), of_k * whole)
+            given = add_product(left_q, columns_by_rows(pairs, 8 * c + r, RIGHT), zero)
+            given = add_product(left_k, columns_by_rows(pairs, 8 * c + 4 + r, RIGHT), given)
+            given = given * gl.expand_dims(_product(wholes, c + 1, r), 1)
+            if c < 2:
+                dkc_rows[c].permute((1, 0)).store(dkc_rows[c].permute((1, 0)).load(TILE) + given)
+            else:
+                dkc = (dkc[0] + given, dkc[1])
+            in_order()
+        _tile(dq_rows, r).store(of_q * since)
+        _tile(dk_rows, r).store(of_k * since)
+        _tile(dg_rows, r).store(add_sums(q * of_q + k * of_k, s >= t, zero))
+        in_order()
+    sums_q = ()
+    sums_k = ()
+    sums_b = ()
+    for c in gl.static_range(TILES - 1, -1, -1):
+        y = log2_decays(g_rows, bias, rate, lower_bound, None, c, GATE, False, TILE)
+        if c < 2:
+            z = dkc_rows[c].permute((1, 0)).load(TILE)
+        else:
+            z = dkc[c - 2]
+        z *= exp2(selected_sums(y, s > t, (1.0, 0.0), zero))
+        q_tile = rows_of(q_rows, c)
+        k_tile = rows_of(k_rows, c)
+        dg = _tile(dg_rows, c).load(TILE) + gl.expand_dims(passing[c], 1)
+        dg = add_sums(k_tile * numbers_of(numbers, 0, c) * z, s < t, dg)
+        of_q = _tile(dq_rows, c).load(TILE)
+        of_k = _tile(dk_rows, c).load(TILE)
+        b = 1
+        while b < 16:
+            of_q, of_k, z, dg = add_level(
+                of_q, of_k, z, dg, y, b, q_rows, k_rows, numbers, pairs, c, 9 * c, 9 * c + 4, 64
+            )
+            b = b * 2
+        of_q = of_q * numbers_of(numbers, 1, c)
+        of_k = of_k * -numbers_of(numbers, 2, c)
+        of_q, of_k, _, sum_q, sum_k, sum_b = own_gradients(of_q, of_k, z, q_tile, k_tile, numbers, own_products, c)
+        sums_q = with_sums(sums_q, sum_q, c)
+        sums_k = with_sums(sums_k, sum_k, c)
+        sums_b = with_sums(sums_b, sum_b, c)
+        _tile(dq_rows, c).store(of_q)
+        _tile(dk_rows, c).store(of_k)
+        _tile(dg_rows, c).store(dg)
+        in_order()
+    new_q = ()
+    new_k = ()
+    dg = ()
+    for c in gl.static_range(TILES):
+        new_q = new_q + (_tile(dq_rows, c).load(TILE),)
+        new_k = new_k + (_tile(dk_rows, c).load(TILE),)
+        dg = dg + (_tile(dg_rows, c).load(TILE),)
+    return new_q, new_k, dg, sums_q, sums_k, sums_b
