@@ -139,7 +139,7 @@ def test_long_sequences_of_few_heads_are_cut():
         assert forward_on(90, request(T=65536, **call)).segment_rows == 4096
         assert backward_on(90, backward(T=8192, **call)).segment_rows == 2048
     for other in (
-        request(T=8192, H=17),
+        request(T=8192, H=34),
         request(T=8192, B=2),
         request(T=8192, dtype=FP32),
         request(T=8192, disable_recompute=True),
@@ -165,6 +165,11 @@ def test_hopper_joins_shorter_segments():
     assert [rows(T) for T in (4096, 4100, 8192, 8256, 16384, 65536)] == [512, 544, 1024, 768, 1024, 4096]
     assert [rows(8192, H) for H in (1, 8, 12, 16)] == [1024, 1024, 2048, 2048]
     assert rows(2**20, 1) == 2**14
+    # Two or three segments: of longer calls, and of a training step up to 24 heads.
+    assert [rows(T, 24) for T in (4096, 8191, 8192, 32768)] == [0, 0, 4096, 16384]
+    assert [rows(8200, 20), rows(8192, 22)] == [2752, 4096]
+    assert [forward_on(90, request(T=T, H=32)).segment_rows for T in (8192, 16384)] == [0, 8192]
+    assert forward_on(90, request(T=16384, H=32, save_for_backward=True)).segment_rows == 0
     # 5 segments fit: 8,200 rows are no number of equal ones.
     assert rows(8200, 12) == 1664
     for arch, r in ((100, request(T=8192)), (90, request(T=8192, dtype=FP16)), (90, request(T=8192, K=64))):
@@ -189,9 +194,12 @@ def test_what_is_saved_of_segments_does_not_depend_on_the_chip():
     assert starts_shape(metadata(request(T=8192, H=16))) == (4, 16, 128, 128)
     assert starts_shape(metadata(request(T=10**6, H=1))) == (66, 1, 128, 128)
     bounds = torch.empty(2, dtype=torch.int32, device="meta")
-    never: list[dict[str, Any]] = [{"T": 4095}, {"H": 17}, {"B": 2}, {"K": 64}, {"dtype": FP16}, {"cu_seqlens": bounds}]
+    never: list[dict[str, Any]] = [{"T": 4095}, {"H": 34}, {"B": 2}, {"K": 64}, {"dtype": FP16}, {"cu_seqlens": bounds}]
     for other in (*never, {"disable_recompute": True}):
         assert starts_shape(metadata(request(**({"T": 8192} | other)))) == (), other
+    assert starts_shape(metadata(request(T=8192, H=24))) == (2, 24, 128, 128)
+    assert starts_shape(metadata(request(T=8192, H=24, save_for_backward=True))) == (2, 24, 128, 128)
+    assert starts_shape(metadata(request(T=8192, H=25, save_for_backward=True))) == ()
     for T, H in ((4096, 1), (8256, 3), (10**6, 16), (10**6, 1)):
         r = request(T=T, H=H)
         assert -(-T // forward_on(90, r).segment_rows) <= starts_shape(metadata(r))[0]

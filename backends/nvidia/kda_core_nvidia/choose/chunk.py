@@ -311,6 +311,9 @@ LEAST_ROWS_HOPPER = 512
 LEAST_TOTAL_HOPPER = 4096
 """Rows of a sequence, at least, that is cut then: of shorter ones the launches cost what the recurrence saves."""
 
+LEAST_TOTAL_FEW, MOST_HEADS_FEW = 8192, 24
+"""The same where two or three segments fill the chip, up to so many value heads. With more a forward alone gains, of
+twice as many rows, and a training step nothing."""
 
 MOST_PROGRAMS = 132
 """Programs of 64 channels that are cut for: the multiprocessors of the largest chip."""
@@ -338,18 +341,26 @@ def segment_rows(request: Request, chip: Chip) -> int:
     if r.return_intermediate_states or r.disable_recompute:
         return 0
     hopper = cut_on_hopper(r, chip)
-    if r.T < (LEAST_TOTAL_HOPPER if hopper else LEAST_SEGMENTS * LEAST_ROWS):
-        return 0
     programs = r.HV * -(-padded(r.V) // 64)
     count = min(chip.multiprocessors // programs, most_segments(r) if hopper else r.T // LEAST_ROWS)
-    if count < LEAST_SEGMENTS:
+    if not (cutting_pays(r, count) if hopper else count >= LEAST_SEGMENTS):
         return 0
     if hopper:
         # Segments of one length are a batch, and their boundaries need not be written.
-        even = [n for n in range(LEAST_SEGMENTS, count + 1) if r.T % (2 * CHUNK * n) == 0]
+        least = LEAST_SEGMENTS if count >= LEAST_SEGMENTS else 2
+        even = [n for n in range(least, count + 1) if r.T % (2 * CHUNK * n) == 0]
         count = even[-1] if even and 2 * even[-1] > count else count
     rows = -(-r.T // count)
     return -(-rows // CHUNK) * CHUNK
+
+
+def cutting_pays(r: Request, count: int) -> bool:
+    """Whether a call is faster in so many segments, which the kernels for Hopper join."""
+    if count >= LEAST_SEGMENTS:
+        return r.T >= LEAST_TOTAL_HOPPER
+    if count < 2 or r.HV <= MOST_HEADS_FEW:
+        return count >= 2 and r.T >= LEAST_TOTAL_FEW
+    return r.T >= 2 * LEAST_TOTAL_FEW and not (r.save_for_backward or r.saved)
 
 
 def saved_slots(request: Request) -> int:
@@ -375,7 +386,7 @@ def starts_shape(r: Request) -> tuple[int, ...]:
     if r.B != 1 or r.cu_seqlens is not None or r.disable_recompute or r.q.dtype != torch.bfloat16:
         return ()
     count = most_segments(r) if r.K == r.V == 128 else 0
-    return (count, r.HV, r.V, r.K) if count >= LEAST_SEGMENTS and r.T >= LEAST_TOTAL_HOPPER else ()
+    return (count, r.HV, r.V, r.K) if cutting_pays(r, count) else ()
 
 
 def in_parts(x: View, count: int) -> View:

@@ -1,11 +1,12 @@
-"""Pairs of rows in ``gradients_hopper_persistent`` for any decay: ``far_gradients`` of ``gradients_decays`` for four
-tiles.
+"""Pairs of rows in ``gradients_hopper_persistent``: four tiles with one reference point each, and, as ``far_gradients``
+of ``gradients_decays``, four tiles of any decay.
 """
 
 # ruff: noqa: RUF005 (no starred tuples in Triton)
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
 from kda_core_nvidia.gradients_decays import add_level, add_sums, columns_by_rows, rows_by_columns
 from kda_core_nvidia.gradients_persistent_tiles import (
@@ -13,16 +14,91 @@ from kda_core_nvidia.gradients_persistent_tiles import (
     RIGHT,
     TILE,
     TILES,
+    add_columns,
+    add_rows,
     in_order,
     numbers_of,
     own_gradients,
     rows_of,
+    sums_of_threads,
     tiles_of,
     tiles_of_stacked,
     with_sums,
 )
 from kda_core_nvidia.gradients_tiles import add_product, left_parts, log2_decays, selected_sums
-from kda_core_nvidia.hopper_tiles import exp2
+from kda_core_nvidia.hopper_tiles import exp2, reciprocal
+
+
+@gluon.jit
+def near_gradients_of_pair(
+    rows, columns, sums, rise, halves, o_scale, q_rows, k_rows, numbers, own_products, pairs,
+):  # fmt: skip
+    """Gradients of a pair's rows by tile, but for what their norms take away, and of its decays; sums over a warp's
+    channels of a row's product with its gradient, of q and of k, and of the gradient of β, for two tiles each.
+
+    Args:
+        rows, columns: products of the rows of do and dv, and of z, with the states, without any decay.
+        sums: over v of S ⊙ dS, decayed over the pair, [128].
+        rise, halves: 2^x of each tile, and half of its log2 decay.
+    """
+    e_r = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, RIGHT)), 1)
+    e_c = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, RIGHT)), 0)
+    between = ()
+    for t in gl.static_range(TILES - 1):
+        between = between + (gl.expand_dims(exp2(halves[t] + halves[t + 1]), 1),)
+    dq, dk = tiles_of_stacked(rows)
+    dkc = ()
+    to_end = gl.expand_dims(exp2(halves[TILES - 1]) * o_scale, 1)
+    raw = tiles_of(columns)
+    for t in gl.static_range(TILES):
+        dkc = dkc + (raw[t] * to_end,)
+    ends = sums_of_threads(gl.full([128, 16], 0.0, gl.float32, TILE))
+    FOURS: gl.constexpr = gl.SliceLayout(1, ends.type.layout)
+    passed = gl.expand_dims(exp2(halves[0]), 1)
+    for t in gl.static_range(TILES):
+        kb = rows_of(k_rows, t) * reciprocal(rise[t]) * numbers_of(numbers, 0, t)
+        here = sums_of_threads(kb * dkc[t])
+        if t > 0:
+            passed = between[t - 1]
+            x = gl.convert_layout(exp2(halves[t - 1] + halves[t]), FOURS, assert_trivial=True)
+            ends = ends * gl.expand_dims(x, 1)
+        ends += here
+        dq, dk = add_columns(dq, dk, left_parts(kb), pairs, passed, t)
+        in_order()
+
+    from_row = gl.where(e_r >= e_c, 1.0, 0.0).to(gl.bfloat16)
+    everywhere = gl.full([16, 16], 1.0, gl.bfloat16, RIGHT)
+    ends = gl.convert_layout(gl.sum(ends, axis=1), BY_CHANNEL, assert_trivial=True)
+    later = gl.expand_dims(ends + sums, 1) + gl.full([128, 16], 0.0, gl.float32, TILE)
+    new_q = ()
+    new_k = ()
+    dg = ()
+    sums_q = ()
+    sums_k = ()
+    sums_b = ()
+    for t in gl.static_range(TILES - 1, -1, -1):
+        q_tile = rows_of(q_rows, t)
+        k_tile = rows_of(k_rows, t)
+        q_rise = rise[t] * numbers_of(numbers, 1, t)
+        k_rise = rise[t] * -numbers_of(numbers, 2, t)
+        qr = left_parts(q_tile * q_rise)
+        kr = left_parts(k_tile * k_rise)
+        if t == TILES - 1:
+            dkc = add_rows(dkc, qr, kr, pairs, 1.0, t)
+        else:
+            dkc = add_rows(dkc, qr, kr, pairs, between[t], t)
+        dq_t, dk_t, p, sum_q, sum_k, sum_b = own_gradients(
+            dq[t] * q_rise, dk[t] * k_rise, dkc[t] * reciprocal(rise[t]), q_tile, k_tile, numbers, own_products, t
+        )
+        dg = (mma_v2(p[0], from_row, mma_v2(p[1], from_row, later)),) + dg
+        later = mma_v2(p[0], everywhere, mma_v2(p[1], everywhere, later))
+        new_q = (dq_t,) + new_q
+        new_k = (dk_t,) + new_k
+        sums_q = with_sums(sums_q, sum_q, t)
+        sums_k = with_sums(sums_k, sum_k, t)
+        sums_b = with_sums(sums_b, sum_b, t)
+        in_order()
+    return new_q, new_k, dg, sums_q, sums_k, sums_b
 
 
 @gluon.jit
