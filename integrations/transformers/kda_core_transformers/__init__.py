@@ -37,9 +37,6 @@ OPERATORS = {
 UPDATE = "causal_conv1d_update"
 """Their short convolution of one token."""
 
-TAKEN = ("g", "beta", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
-"""The layers pass on every argument of the model's call besides these."""
-
 _stock: dict[tuple[Any, str], Callable] = {}
 
 
@@ -84,14 +81,19 @@ def _as_layers_call(operator: Callable, stock: Callable) -> Callable:
     in_place = operator is kda_core.fused_recurrent_kda
 
     @functools.wraps(inspect.unwrap(stock))
-    def call(query: Tensor, key: Tensor, value: Tensor, **given: Any):
-        options = {name: given[name] for name in TAKEN if name in given}
-        if in_place:
-            # The layers copy the new state over the cache's, which is the initial one: written there, nothing is left.
-            options["inplace_final_state"] = given.get("initial_state") is not None and not torch.is_grad_enabled()
-        # transformers renamed the boundaries of packed documents in 5.23. Only prompts and training have any.
+    def call(
+        query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None = None,
+        output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, **given: Any,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        # The layers copy the new state over the cache's, which is the initial one: written there, nothing is left.
+        more = {"inplace_final_state": initial_state is not None and not torch.is_grad_enabled()} if in_place else {}
+        # The layers pass on every argument of the model's call besides these. transformers renamed the boundaries of
+        # packed documents in 5.23. Only prompts and training have any.
         bounds = given.get("cu_seqlens", given.get("cu_seq_lens_q"))
-        return operator(query, key, value, cu_seqlens=bounds, **options)
+        return operator(
+            query, key, value, g, beta, initial_state=initial_state, output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=bounds, **more,
+        )  # fmt: skip
 
     return call
 
