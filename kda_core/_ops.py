@@ -242,11 +242,14 @@ def writes_to_caller(r: AnyRequest) -> bool:
 
 def count_writes(r: Any) -> None:
     """Tell autograd that a pool or ``out`` was written, so that a stale use of it in a backward is found."""
-    if not writes_to_caller(r):
-        return
-    for name in r.written:
+    memo = {} if r.memo is None else r.memo
+    names = memo.get(count_writes)
+    if names is None:
+        given = (n for n in r.written if getattr(r, n) is not None) if writes_to_caller(r) else ()
+        names = memo[count_writes] = tuple(given)
+    for name in names:
         t = getattr(r, name)
-        if t is not None and not t.is_inference():
+        if not t.is_inference():
             torch.autograd.graph.increment_version(t)
 
 

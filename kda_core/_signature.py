@@ -123,7 +123,7 @@ def _comparison(tensors: tuple[Tensor, ...], guards: Any) -> Any:
 
 
 _is_nested = attrgetter("is_nested")
-_PRIMITIVE = frozenset({bool, int, float, str, type(None)})
+_PRIMITIVE = frozenset({bool, int, float, str, type(None), torch.dtype})
 
 
 class Asked:

@@ -67,6 +67,8 @@ def variants() -> dict[str, dict]:
         "bound is a tensor": call(lower_bound=torch.tensor(-5.0)),
         "scale is a list": call(scale=[1.0]),
         "unknown name": call(color="red"),
+        "dtype of states": call(return_intermediate_states=True, intermediate_states_dtype=torch.float16),
+        "other dtype of states": call(return_intermediate_states=True, intermediate_states_dtype=torch.int32),
         "state": call(initial_state=torch.zeros(2, H, K, K)),
         "pool": call(initial_state=pool, ssm_state_indices=slots),
         "long indices": call(initial_state=pool, ssm_state_indices=slots.long()),
@@ -123,8 +125,10 @@ def test_whether_gradients_are_computed_is_told_apart():
             assert kda_core.supports("fused_recurrent_kda", **arguments) == (True, "")
 
 
-def test_the_second_question_makes_no_request():
-    arguments = call(backend="reference")
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_the_second_question_makes_no_request(dtype):
+    options = {"backend": "reference", "return_intermediate_states": True, "intermediate_states_dtype": dtype}
+    arguments = call(**options)
     kda_core.supports("chunk_kda", **arguments)
     if not registry._asked:
         pytest.skip("this torch has no comparison of metadata")
@@ -136,7 +140,7 @@ def test_the_second_question_makes_no_request():
 
     sys.setprofile(note)
     try:
-        kda_core.supports("chunk_kda", **call(backend="reference"))
+        kda_core.supports("chunk_kda", **call(**options))
     finally:
         sys.setprofile(None)
     begin = functions.index("supports")

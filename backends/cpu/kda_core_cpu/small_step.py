@@ -13,7 +13,7 @@ from kda_core_cpu.choose import is_small_step, sums_rows
 from kda_core_cpu.gate import hold_rate, log_decay
 from kda_core_cpu.inputs import norm_constants
 from kda_core_cpu.results import empty_output
-from kda_core_cpu.row_sums import row_sums
+from kda_core_cpu.row_sums import bags, sums_of_bags
 from kda_core_cpu.workspace import Workspace, with_slack
 
 MAX_KEPT = 16
@@ -72,6 +72,8 @@ class _SmallStep:
             self.k_column, self.d_column = self.k.view(N, H, K, 1), self.d.view(N, H, K, 1)
             self.u_row = self.u.view(N, H, 1, V)
             self.weights, self.y_of_lanes = self.kq.view(N * H, 2, K), self.y.view(N * H, 2, V)
+            # What a sum of rows takes besides the states.
+            self.flat_weights, self.bags = self.kq.view(-1), bags(N * H, K)
 
     def run(self, r: Request) -> ForwardResult:
         """Run the step."""
@@ -104,7 +106,8 @@ class _SmallStep:
         else:
             S = states.mul_(self.d_column) if r.inplace_final_state else states * self.d_column
         if self.sums_rows:
-            along_k, along_q = row_sums(self.weights, S.view(self.shape)).view_as(self.y).unbind(-2)
+            sums = sums_of_bags(self.flat_weights, S.view(-1, self.shape[2]), *self.bags)
+            along_k, along_q = sums.view_as(self.y).unbind(-2)
         else:
             torch.bmm(self.weights, S.view(self.shape), out=self.y_of_lanes)
             along_k, along_q = self.products

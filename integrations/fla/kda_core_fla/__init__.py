@@ -26,15 +26,15 @@ def install() -> bool:
         return False
     if os.environ.get("FLA_DISABLE_BACKEND_DISPATCH") == "1":
         raise UnsupportedStack("fla: FLA_DISABLE_BACKEND_DISPATCH=1 closes its registries: start Python without it")
-    from kda_core_fla.backend import SERVED, KdaCore, register
+    from kda_core_fla.backend import REGISTRIES, KdaCore
 
-    for entry_point, implementation in SERVED.items():
-        register(entry_point, backend=KdaCore)(implementation)
+    for registry in REGISTRIES:
+        registry.register(KdaCore())
     return True
 
 
 def uninstall() -> None:
     """Take kda_core out of fla's registries, which have no public way to do it."""
-    if backends := sys.modules.get("fla.backends"):
-        for registry in (*backends._function_registries.values(), *backends._operation_registries.values()):
+    if backend := sys.modules.get("kda_core_fla.backend"):
+        for registry in backend.REGISTRIES:
             registry._backends.pop("kda_core", None)

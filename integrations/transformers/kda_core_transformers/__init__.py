@@ -37,9 +37,6 @@ OPERATORS = {
 UPDATE = "causal_conv1d_update"
 """Their short convolution of one token."""
 
-TAKEN = ("g", "beta", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
-"""The layers pass on every argument of the model's call besides these."""
-
 _stock: dict[tuple[Any, str], Callable] = {}
 
 
@@ -84,14 +81,19 @@ def _as_layers_call(operator: Callable, stock: Callable) -> Callable:
     in_place = operator is kda_core.fused_recurrent_kda
 
     @functools.wraps(inspect.unwrap(stock))
-    def call(query: Tensor, key: Tensor, value: Tensor, **given: Any):
-        options = {name: given[name] for name in TAKEN if name in given}
-        if in_place:
-            # The layers copy the new state over the cache's, which is the initial one: written there, nothing is left.
-            options["inplace_final_state"] = given.get("initial_state") is not None and not torch.is_grad_enabled()
-        # transformers renamed the boundaries of packed documents in 5.23. Only prompts and training have any.
+    def call(
+        query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None = None,
+        output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, **given: Any,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        # The layers copy the new state over the cache's, which is the initial one: written there, nothing is left.
+        more = {"inplace_final_state": initial_state is not None and not torch.is_grad_enabled()} if in_place else {}
+        # The layers pass on every argument of the model's call besides these. transformers renamed the boundaries of
+        # packed documents in 5.23. Only prompts and training have any.
         bounds = given.get("cu_seqlens", given.get("cu_seq_lens_q"))
-        return operator(query, key, value, cu_seqlens=bounds, **options)
+        return operator(
+            query, key, value, g, beta, initial_state=initial_state, output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=bounds, **more,
+        )  # fmt: skip
 
     return call
 
@@ -108,12 +110,13 @@ def _update(stock: Callable) -> Callable:
         activation: str | None = None,
     ) -> Tensor:  # fmt: skip
         x, state = hidden_states, conv_state
-        plain = x.device.type == "cpu" and not torch.is_grad_enabled() and activation in ("silu", None)
+        plain = x.is_cpu and not torch.is_grad_enabled() and activation in ("silu", None)
         if not plain or x.shape[-1] != 1 or state.shape[-1] != weight.shape[-1] or torch.compiler.is_compiling():
             return stock(x, state, weight, bias, activation)
-        state.copy_(torch.cat([state[..., 1:], x.to(weight.dtype)], dim=-1))
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        y = (state.to(wide) * weight).sum(-1, keepdim=True)
+        # In one row every input moves by one place, which is a third of the time of a concatenation.
+        state.copy_(state.roll(-1))
+        state[..., -1:] = x
+        y = (state * weight.to(torch.promote_types(weight.dtype, torch.float32))).sum(-1, keepdim=True)
         y = y if bias is None else y + bias[:, None]
         return (F.silu(y) if activation else y).to(x.dtype)
 
