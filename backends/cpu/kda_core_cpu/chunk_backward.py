@@ -26,7 +26,7 @@ from kda_core.request import BackwardResult, Request
 from kda_core_cpu.choose import group_lanes, product_dims, rows_per_chunk, window_chunks
 from kda_core_cpu.chunk_forward import chunk_forward
 from kda_core_cpu.inputs import RowInputs, inverse_norm_backward
-from kda_core_cpu.levels import decay_rows, pairwise, pairwise_backward
+from kda_core_cpu.levels import LOG2_E, decay_rows, pairwise, pairwise_backward
 from kda_core_cpu.results import Saved
 from kda_core_cpu.sequences import Sequences, lane_groups
 from kda_core_cpu.states import key_first
@@ -117,7 +117,7 @@ class _Gradients:
 class _Rows:
     """Rows of a window before any decay (inputs.py), which the gradients of the inputs need.
 
-    ``decay`` is γ, and becomes d when the rows are decayed.
+    ``decay`` is γ·LOG2_E, and becomes d when the rows are decayed.
     """
 
     q: Tensor
@@ -203,7 +203,7 @@ class _Backstep:
         q_inverse_norm = inputs.load_unit(request.q, window, q)
         k_inverse_norm = inputs.load_unit(request.k, window, k)
         beta = inputs.load_beta(window, workspace("beta", Z, C, 1))
-        decay = inputs.load_log_decay(window, workspace("decay", Z, C, K))
+        decay = inputs.load_log_decay(window, workspace("decay", Z, C, K), LOG2_E)
         v = window.load(request.v, workspace("v", Z, C, V))
         return _Rows(q, q_inverse_norm, k, k_inverse_norm, v, beta, decay)
 

@@ -26,12 +26,16 @@ for any γ.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from kda_core_cpu.workspace import Workspace, with_slack
+
+LOG2_E = math.log2(math.e)
+"""Log decays are loaded times this: torch computes exp2 in a third of the time of exp, and in a tenth below 2⁻¹²⁶."""
 
 _SUMMED = 8
 """Least rows of a total decay that is the exponential of a sum; smaller totals are products, which are cheaper."""
@@ -102,7 +106,7 @@ def pairwise(
     Args:
         X: [Z, C, 2, K], rows (q', β k'); overwritten with (q', β k') ⊙ exp(G).
         F: [Z, C, K], rows k'; overwritten with k' ⊙ exp(G_C − G).
-        decay: [Z, C, K], γ; overwritten with d.
+        decay: [Z, C, K], γ·LOG2_E; overwritten with d.
         keep: leave every level's operands in the workspace for ``pairwise_backward``.
 
     Returns:
@@ -141,7 +145,7 @@ def _levels_up(
     summed = min(_SUMMED, C)
     sums = workspace("log total", Z * C // summed, K)
     torch.sum(decay.view(-1, summed, K), 1, out=sums)
-    with_slack(decay).exp_()
+    with_slack(decay).exp2_()
     X.mul_(decay[:, :, None])
     for b in block_sizes(C):
         second, first = _halves(X, F, b)
@@ -160,7 +164,7 @@ def _levels_up(
         if 2 * b > summed:
             of_halves = sums.view(n, 2, K)
             sums = torch.add(of_halves[:, 0], of_halves[:, 1], out=workspace(f"log total{2 * b}", n, K))
-        torch.exp(with_slack(sums), out=with_slack(total))
+        torch.exp2(with_slack(sums), out=with_slack(total))
 
 
 def _levels_down(workspace: Workspace, d: Tensor) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
