@@ -40,7 +40,7 @@ _ROW_INPUTS = frozenset({"q", "k", "g", "beta", "A_log", "dt_bias"})
 def chunk_backward(request: Request, chunks: int | None = None, lanes: int | None = None) -> BackwardResult:
     """Gradients of ``chunk_kda`` for the inputs in ``request.needs_grad``; other arguments as for ``chunk_forward``."""
     C = rows_per_chunk(request)
-    sequences = Sequences.of(request, C)
+    sequences = Sequences.of(request)
     saved = Saved.of(request.saved)
     K, V = product_dims(request)
     workspace, inputs = Workspace(request.compute_dtype), RowInputs(request, K)
@@ -167,23 +167,20 @@ class _Backstep:
             D[:, :, 0] = 0
             dv_new.zero_()
         else:
-            do = window.load(request.grad_o, workspace("do", Z, C, V))
-            D[:, :, 0] = do
-            torch.bmm(M.transpose(1, 2), do, out=dv_new)
+            torch.bmm(M.transpose(1, 2), window.load(request.grad_o, D[:, :, 0]), out=dv_new)
         dF, dlog_total = workspace("dF", Z, C, K), workspace("dlog_total", Z, K)
         dr = workspace("dr", Z, C, V)
-        for step in reversed(range(len(window.steps))):
-            lanes = window.lanes(step)
-            n = lanes.stop - lanes.start
-            state_grad = dS[:n]
-            dv_new[lanes].baddbmm_(F[lanes], state_grad)
-            torch.bmm(A[lanes].transpose(1, 2), dv_new[lanes], out=dr[lanes])
-            torch.neg(dr[lanes], out=D[lanes, :, 1])
+        operands = (X.flatten(1, 2).transpose(1, 2), F, total, A.transpose(1, 2), v_new, S)
+        results = (dv_new, dr, D[:, :, 1], D.flatten(1, 2), dF, dlog_total)
+        for x, f, decay, a, v, s, du, dv, minus_dv, d, df, dlog in reversed(window.by_step(*operands, *results)):
+            state_grad = dS[: len(x)]
+            torch.bmm(a, du.baddbmm_(f, state_grad), out=dv)
+            torch.neg(dv, out=minus_dv)
             if self.grads.rows:
-                torch.bmm(v_new[lanes], state_grad.transpose(1, 2), out=dF[lanes])
-                products = torch.mul(S[lanes], state_grad, out=workspace("state products", n, K, V))
-                torch.sum(products, -1, out=dlog_total[lanes])
-            state_grad.mul_(total[lanes]).baddbmm_(X[lanes].flatten(1, 2).transpose(1, 2), D[lanes].flatten(1, 2))
+                torch.bmm(v, state_grad.transpose(1, 2), out=df)
+                products = torch.mul(s, state_grad, out=workspace("state products", *s.shape))
+                torch.sum(products, -1, out=dlog)
+            state_grad.mul_(decay).baddbmm_(x, d)
         dbeta = torch.mul(rows.v, dr, out=workspace("v products", Z, C, V)).sum(-1, keepdim=True)
         self.grads.store("v", window, dr.mul_(rows.beta))
         if not self.grads.rows:

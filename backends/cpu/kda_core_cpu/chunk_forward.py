@@ -31,7 +31,7 @@ def chunk_forward(request: Request, chunks: int | None = None, lanes: int | None
     """Run ``chunk_kda``, in windows of ``chunks`` and groups of ``lanes``; by default those of ``choose``."""
     pool = PoolRows.of(request)
     C = rows_per_chunk(request)
-    sequences = Sequences.of(request, C, None if pool is None else pool.skipped)
+    sequences = Sequences.of(request, None if pool is None else pool.skipped)
     states, checkpoints = States(request, pool), Checkpoints.of(request, pool)
     o = empty_output(request)
     if int(sequences.length.sum()) < request.B * request.T:
@@ -80,19 +80,18 @@ def _run_window(
     X, F, decay, r = load_rows(workspace, inputs, window)
     M, A, total = pairwise(workspace, X, F, decay)
     outputs, v_new = workspace("o", Z, C, V), workspace("v_new", Z, C, V)
-    sizes = [pairs.stop - pairs.start for pairs in window.steps]
-    lanes = [n * window.group.n_heads for n in sizes]
-    operands = (*X.unbind(2), F.transpose(1, 2), total.unsqueeze(-1), A, r, outputs, v_new)
-    for step, (xq, xk, f, decay, a, u, out, v) in enumerate(zip(*(x.split(lanes) for x in operands), strict=True)):
-        state = S[: lanes[step]]
+    operands = window.by_step(*X.unbind(2), F.transpose(1, 2), total.unsqueeze(-1), A, r, outputs, v_new)
+    for step, (xq, xk, f, decay, a, u, out, v) in enumerate(operands):
+        state = S[: len(out)]
+        recorded = (window.i0 + step) * C % window.group.sequences.chunk_size == 0
         for record in (h, None if saved is None else saved.states):
-            if record is not None:
+            if recorded and record is not None:
                 record.put(window, state, step)
         torch.bmm(xq, state, out=out)
         torch.bmm(a, u.baddbmm_(xk, state, alpha=-1), out=v)
         state.mul_(decay).baddbmm_(f, v)
         if checkpoints is not None:
-            ids = window.group.ids[: sizes[step]].tolist()
+            ids = window.group.ids[: len(out) // window.group.n_heads].tolist()
             checkpoints.put(ids, window.heads, state, (window.i0 + step + 1) * C)
     window.store(outputs.baddbmm_(M, v_new), o)
     if saved is not None and saved.products is not None:

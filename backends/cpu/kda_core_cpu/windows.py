@@ -42,10 +42,10 @@ class Window:
         self.Z = pair * group.n_heads
         self.shape = (self.Z, self.rows)
 
-    def lanes(self, step: int) -> slice:
-        """The chunks of the window's ``step``-th step within [Z, ...]."""
-        pairs, heads = self.steps[step], self.group.n_heads
-        return slice(pairs.start * heads, pairs.stop * heads)
+    def by_step(self, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
+        """For every step, its chunks of each of ``tensors`` [Z, ...]."""
+        sizes = [(pairs.stop - pairs.start) * self.group.n_heads for pairs in self.steps]
+        return list(zip(*(x.split(sizes) for x in tensors), strict=True))
 
     @lazy_attribute
     def _pair_index(self) -> tuple[Tensor, Tensor]:
@@ -58,7 +58,8 @@ class Window:
     def chunk_index(self) -> Tensor:
         """Position of every pair in per-chunk results [B·NT, ...]."""
         sequence, step = self._pair_index
-        return self.group.sequences.first_chunk[sequence] + step
+        sequences = self.group.sequences
+        return sequences.first_chunk[sequence] + step * self.rows // sequences.chunk_size
 
     @lazy_attribute
     def first_of_run(self) -> int | None:
