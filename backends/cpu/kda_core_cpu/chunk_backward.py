@@ -31,7 +31,7 @@ from kda_core_cpu.results import Saved
 from kda_core_cpu.sequences import Sequences, lane_groups
 from kda_core_cpu.states import key_first
 from kda_core_cpu.windows import Window
-from kda_core_cpu.workspace import Workspace
+from kda_core_cpu.workspace import Workspace, product
 
 _ROW_INPUTS = frozenset({"q", "k", "g", "beta", "A_log", "dt_bias"})
 """Inputs whose gradient needs that of the decayed rows."""
@@ -152,9 +152,9 @@ class _Backstep:
         v_new = workspace("v_new", Z, C, V)
         if saved.products is None:
             M, A, total = pairwise(workspace, X, F, rows.decay, keep=self.grads.rows)
-            read = torch.bmm(X[:, :, 1], S, out=workspace("dr", Z, C, V))
+            read = product(X[:, :, 1], S, out=workspace("dr", Z, C, V))
             r = torch.mul(rows.v, rows.beta, out=workspace("dv_new", Z, C, V)).sub_(read)
-            torch.bmm(A, r, out=v_new)
+            product(A, r, out=v_new)
         else:
             total = decay_rows(workspace, X, F, rows.decay, keep=self.grads.rows)
             scratch = (v_new, workspace("M", Z, C, C), workspace("A", Z, C, C))
@@ -167,17 +167,17 @@ class _Backstep:
             D[:, :, 0] = 0
             dv_new.zero_()
         else:
-            torch.bmm(M.transpose(1, 2), window.load(request.grad_o, D[:, :, 0]), out=dv_new)
+            product(M.transpose(1, 2), window.load(request.grad_o, D[:, :, 0]), out=dv_new)
         dF, dlog_total = workspace("dF", Z, C, K), workspace("dlog_total", Z, K)
         dr = workspace("dr", Z, C, V)
         operands = (X.flatten(1, 2).transpose(1, 2), F, total, A.transpose(1, 2), v_new, S)
         results = (dv_new, dr, D[:, :, 1], D.flatten(1, 2), dF, dlog_total)
         for x, f, decay, a, v, s, du, dv, minus_dv, d, df, dlog in reversed(window.by_step(*operands, *results)):
             state_grad = dS[: len(x)]
-            torch.bmm(a, du.baddbmm_(f, state_grad), out=dv)
+            product(a, du.baddbmm_(f, state_grad), out=dv)
             torch.neg(dv, out=minus_dv)
             if self.grads.rows:
-                torch.bmm(v, state_grad.transpose(1, 2), out=df)
+                product(v, state_grad.transpose(1, 2), out=df)
                 products = torch.mul(s, state_grad, out=workspace("state products", *s.shape))
                 torch.sum(products, -1, out=dlog)
             state_grad.mul_(decay).baddbmm_(x, d)
@@ -185,8 +185,8 @@ class _Backstep:
         self.grads.store("v", window, dr.mul_(rows.beta))
         if not self.grads.rows:
             return
-        dX = torch.bmm(D.flatten(1, 2), S.transpose(1, 2), out=workspace("dX", Z, 2 * C, K)).view(Z, C, 2, K)
-        dP = torch.bmm(D.flatten(1, 2), v_new.transpose(1, 2), out=workspace("dP", Z, 2 * C, C)).view(Z, C, 2, C)
+        dX = product(D.flatten(1, 2), S.transpose(1, 2), out=workspace("dX", Z, 2 * C, K)).view(Z, C, 2, K)
+        dP = product(D.flatten(1, 2), v_new.transpose(1, 2), out=workspace("dP", Z, 2 * C, C)).view(Z, C, 2, C)
         dlog_total.mul_(total.squeeze(-1))
         dlog = pairwise_backward(workspace, rows.decay, dX, dF, dP, dlog_total)
         diagonal = dP[:, :, 0].diagonal(dim1=1, dim2=2).unsqueeze(-1)

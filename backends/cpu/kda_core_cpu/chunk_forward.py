@@ -24,7 +24,7 @@ from kda_core_cpu.results import ChunkRecord, Saved, empty_output, intermediate_
 from kda_core_cpu.sequences import Sequences, lane_groups
 from kda_core_cpu.states import Checkpoints, PoolRows, States
 from kda_core_cpu.windows import Window
-from kda_core_cpu.workspace import Workspace
+from kda_core_cpu.workspace import Workspace, product
 
 
 def chunk_forward(request: Request, chunks: int | None = None, lanes: int | None = None) -> ForwardResult:
@@ -87,8 +87,8 @@ def _run_window(
         for record in (h, None if saved is None else saved.states):
             if recorded and record is not None:
                 record.put(window, state, step)
-        torch.bmm(xq, state, out=out)
-        torch.bmm(a, u.baddbmm_(xk, state, alpha=-1), out=v)
+        product(xq, state, out=out)
+        product(a, u.baddbmm_(xk, state, alpha=-1), out=v)
         state.mul_(decay).baddbmm_(f, v)
         if checkpoints is not None:
             ids = window.group.ids[: len(out) // window.group.n_heads].tolist()

@@ -32,7 +32,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kda_core_cpu.workspace import Workspace, with_slack
+from kda_core_cpu.workspace import Workspace, product, with_slack
 
 LOG2_E = math.log2(math.e)
 """Log decays are loaded times this: torch computes exp2 in a third of the time of exp, and in a tenth below 2⁻¹²⁶."""
@@ -65,7 +65,7 @@ def _products(workspace: Workspace, second: Tensor, first: Tensor, b: int) -> Te
         # Batched products of vectors are slow: no library has a kernel for them.
         n, _, K = first.shape
         return torch.mul(second, first, out=workspace("products", n, 2, K)).sum(-1, keepdim=True)
-    return torch.bmm(second, first.transpose(1, 2), out=workspace("block", *second.shape[:2], b))
+    return product(second, first.transpose(1, 2), out=workspace("block", *second.shape[:2], b))
 
 
 def _products_backward(workspace: Workspace, block: Tensor, second: Tensor, first: Tensor, b: int) -> Iterator[Tensor]:
@@ -76,8 +76,8 @@ def _products_backward(workspace: Workspace, block: Tensor, second: Tensor, firs
         one = torch.mul(block[:, :1], second[:, :1], out=workspace("products", n, 1, K))
         yield one.addcmul_(block[:, 1:], second[:, 1:])
     else:
-        yield torch.bmm(block, first, out=workspace("products", n, 2 * b, K))
-        yield torch.bmm(block.transpose(1, 2), second, out=workspace("products", n, b, K))
+        yield product(block, first, out=workspace("products", n, 2 * b, K))
+        yield product(block.transpose(1, 2), second, out=workspace("products", n, b, K))
 
 
 def _next_inverse(workspace: Workspace, inverse: Tensor, lower: Tensor, b: int) -> Tensor:
@@ -90,8 +90,8 @@ def _next_inverse(workspace: Workspace, inverse: Tensor, lower: Tensor, b: int) 
         torch.neg(lower[:, 0], out=result[:, 1, :1])
         return result
     first, second = inverse.view(n, 2, b, b).unbind(1)
-    half = torch.bmm(lower, first, out=workspace("inverse half", n, b, b))
-    corner = torch.bmm(second, half, out=workspace("inverse corner", n, b, b))
+    half = product(lower, first, out=workspace("inverse half", n, b, b))
+    corner = product(second, half, out=workspace("inverse corner", n, b, b))
     result[:, :b, :b] = first
     result[:, b:, b:] = second
     torch.neg(corner, out=result[:, b:, :b])
