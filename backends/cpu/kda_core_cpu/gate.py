@@ -51,9 +51,10 @@ def _gate_input(x: Tensor, rate: Tensor | None, bias: Tensor | None) -> None:
 
 
 def log_decay(
-    x: Tensor, rate: Tensor | None, bias: Tensor | None, lower_bound: float | None, memory: Tensor | None = None
-) -> Tensor:
-    """γ of the raw gate input, in place on ``x``.
+    x: Tensor, rate: Tensor | None, bias: Tensor | None, lower_bound: float | None, memory: Tensor | None = None,
+    unit: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """γ·``unit`` of the raw gate input, in place on ``x``.
 
     ``rate`` and ``bias`` broadcast against ``x``; ``memory`` is that of ``x``, with slack behind it if there is any.
     """
@@ -61,11 +62,11 @@ def log_decay(
     _gate_input(x, rate, bias)
     if lower_bound is None:
         F.softplus(memory, 1, _SOFTPLUS_IS_LINEAR, out=memory)
-        return x.neg_() if rate is None else x.mul_(-rate)
+        return x.mul_(-unit) if rate is None else x.mul_(-hold_rate(rate * unit))
     if rate is not None:
         x.mul_(rate)
     memory.sigmoid_()
-    return x.mul_(lower_bound)
+    return x.mul_(lower_bound * unit)
 
 
 def log_decay_backward(

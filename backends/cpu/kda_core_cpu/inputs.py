@@ -58,14 +58,21 @@ class RowInputs:
                 bias = request.dt_bias.to(self.dtype)
                 self.bias = bias if K in (None, request.K) else torch.nn.functional.pad(bias, (0, K - request.K))
 
-    def load_unit(self, x: Tensor, window: Window, into: Tensor) -> Tensor | None:
-        """Rows of q or k; with l2norm they are normalised, and their inverse norms [Z, C, 1] are returned."""
-        window.load(x, into, shared=self.shared)
+    def load_unit(self, x: Tensor, window: Window, into: Tensor, scale: float = 1.0) -> Tensor | None:
+        """Rows of q or k times ``scale``; with l2norm they are normalised first, and their inverse norms are returned.
+
+        Returns:
+            [Z, C, 1], or None.
+        """
+        rows = window.lift(x, into, self.shared)
+        into = into.view(rows.shape)
         if not self.request.use_qk_l2norm_in_kernel:
+            torch.mul(rows, scale, out=into)
             return None
-        inverse = inverse_norm(into)
-        into.mul_(inverse)
-        return inverse
+        # The first pass over the caller's memory goes through it in order, which is twice as fast.
+        inverse = inverse_norm(rows.transpose(-3, -2)).transpose(-3, -2) if rows.dim() > 3 else inverse_norm(rows)
+        torch.mul(rows, inverse * scale, out=into)
+        return inverse.reshape(*window.shape, 1)
 
     def read(self, x: Tensor, window: Window | TokenWindow, scratch: Tensor, shared: int = 1) -> Tensor:
         """Rows of ``x``, read-only: a view of the caller's memory if its layout is that of ``scratch``, else a copy."""
@@ -128,13 +135,15 @@ class RowInputs:
         last += last * lost[:, :, 0]
         return into
 
-    def load_log_decay(self, window: Window | TokenWindow, into: Tensor) -> Tensor:
-        """γ; ``into`` is scratch."""
+    def load_log_decay(self, window: Window | TokenWindow, into: Tensor, unit: float = 1.0) -> Tensor:
+        """γ·``unit``; ``into`` is scratch."""
         window.load(self.request.g, into)
         if self.request.use_gate_in_kernel:
             heads = into.unflatten(0, (window.pairs, -1))
-            log_decay(heads, *self._gate_parameters(window), self.request.lower_bound, with_slack(into))
+            log_decay(heads, *self._gate_parameters(window), self.request.lower_bound, with_slack(into), unit)
             window.pad(into, 0.0)
+        elif unit != 1.0:
+            into.mul_(unit)
         return into
 
     def read_beta(self, window: Window | TokenWindow, workspace: Workspace) -> Tensor:

@@ -26,12 +26,16 @@ for any γ.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from kda_core_cpu.workspace import Workspace, with_slack
+from kda_core_cpu.workspace import Workspace, product, with_slack
+
+LOG2_E = math.log2(math.e)
+"""Log decays are loaded times this: torch computes exp2 in a third of the time of exp, and in a tenth below 2⁻¹²⁶."""
 
 _SUMMED = 8
 """Least rows of a total decay that is the exponential of a sum; smaller totals are products, which are cheaper."""
@@ -61,7 +65,7 @@ def _products(workspace: Workspace, second: Tensor, first: Tensor, b: int) -> Te
         # Batched products of vectors are slow: no library has a kernel for them.
         n, _, K = first.shape
         return torch.mul(second, first, out=workspace("products", n, 2, K)).sum(-1, keepdim=True)
-    return torch.bmm(second, first.transpose(1, 2), out=workspace("block", *second.shape[:2], b))
+    return product(second, first.transpose(1, 2), out=workspace("block", *second.shape[:2], b))
 
 
 def _products_backward(workspace: Workspace, block: Tensor, second: Tensor, first: Tensor, b: int) -> Iterator[Tensor]:
@@ -72,8 +76,8 @@ def _products_backward(workspace: Workspace, block: Tensor, second: Tensor, firs
         one = torch.mul(block[:, :1], second[:, :1], out=workspace("products", n, 1, K))
         yield one.addcmul_(block[:, 1:], second[:, 1:])
     else:
-        yield torch.bmm(block, first, out=workspace("products", n, 2 * b, K))
-        yield torch.bmm(block.transpose(1, 2), second, out=workspace("products", n, b, K))
+        yield product(block, first, out=workspace("products", n, 2 * b, K))
+        yield product(block.transpose(1, 2), second, out=workspace("products", n, b, K))
 
 
 def _next_inverse(workspace: Workspace, inverse: Tensor, lower: Tensor, b: int) -> Tensor:
@@ -86,8 +90,8 @@ def _next_inverse(workspace: Workspace, inverse: Tensor, lower: Tensor, b: int) 
         torch.neg(lower[:, 0], out=result[:, 1, :1])
         return result
     first, second = inverse.view(n, 2, b, b).unbind(1)
-    half = torch.bmm(lower, first, out=workspace("inverse half", n, b, b))
-    corner = torch.bmm(second, half, out=workspace("inverse corner", n, b, b))
+    half = product(lower, first, out=workspace("inverse half", n, b, b))
+    corner = product(second, half, out=workspace("inverse corner", n, b, b))
     result[:, :b, :b] = first
     result[:, b:, b:] = second
     torch.neg(corner, out=result[:, b:, :b])
@@ -102,7 +106,7 @@ def pairwise(
     Args:
         X: [Z, C, 2, K], rows (q', β k'); overwritten with (q', β k') ⊙ exp(G).
         F: [Z, C, K], rows k'; overwritten with k' ⊙ exp(G_C − G).
-        decay: [Z, C, K], γ; overwritten with d.
+        decay: [Z, C, K], γ·LOG2_E; overwritten with d.
         keep: leave every level's operands in the workspace for ``pairwise_backward``.
 
     Returns:
@@ -141,7 +145,7 @@ def _levels_up(
     summed = min(_SUMMED, C)
     sums = workspace("log total", Z * C // summed, K)
     torch.sum(decay.view(-1, summed, K), 1, out=sums)
-    with_slack(decay).exp_()
+    with_slack(decay).exp2_()
     X.mul_(decay[:, :, None])
     for b in block_sizes(C):
         second, first = _halves(X, F, b)
@@ -160,7 +164,7 @@ def _levels_up(
         if 2 * b > summed:
             of_halves = sums.view(n, 2, K)
             sums = torch.add(of_halves[:, 0], of_halves[:, 1], out=workspace(f"log total{2 * b}", n, K))
-        torch.exp(with_slack(sums), out=with_slack(total))
+        torch.exp2(with_slack(sums), out=with_slack(total))
 
 
 def _levels_down(workspace: Workspace, d: Tensor) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:

@@ -118,7 +118,7 @@ def _runs_of(flags: Iterable[bool]) -> Iterator[tuple[int, int]]:
 def _run_sequences(request: Request, states: States, workspace: Workspace, inputs: RowInputs, o: Tensor) -> None:
     """Any number of tokens."""
     run = run_tokens(request)
-    sequences = Sequences.of(request, run, None if states.pool is None else states.pool.skipped)
+    sequences = Sequences.of(request, None if states.pool is None else states.pool.skipped)
     if int(sequences.length.sum()) < request.B * request.T:
         o.zero_()
     lanes, reader = group_lanes(request.K, request.V), _Reader(workspace, states)

@@ -56,8 +56,9 @@ class Sequences:
         batch: batch row of its tokens.
         start: first token within that row.
         length: tokens; zero for a skipped row of a pool.
-        first_chunk: its first chunk in per-chunk results flattened to [B·NT, ...].
-        chunks: NT, chunks of a batch row.
+        first_chunk: its first chunk of ``chunk_size`` rows in per-chunk results flattened to [B·NT, ...].
+        chunks: NT, such chunks of a batch row.
+        chunk_size: distance of the per-chunk results, in rows.
         ids: the sequences that have work or a state to carry, longest first.
         packed: all of them lie in batch row 0.
     """
@@ -67,13 +68,14 @@ class Sequences:
     length: Tensor
     first_chunk: Tensor
     chunks: int
+    chunk_size: int
     ids: Tensor
     packed: bool
 
     @classmethod
-    def of(cls, request: Request, chunk: int, skip: Tensor | None = None) -> Sequences:
-        """Lay out ``request`` in chunks of ``chunk`` rows; ``skip`` [N] marks rows that must not be touched."""
-        N, length = request.N, token_counts(request)
+    def of(cls, request: Request, skip: Tensor | None = None) -> Sequences:
+        """Lay out ``request``; ``skip`` [N] marks rows that must not be touched."""
+        N, length, chunk = request.N, token_counts(request), request.chunk_size
         counts = (length + chunk - 1) // chunk
         first_chunk = counts.cumsum(0) - counts
         packed = request.cu_seqlens is not None
@@ -88,7 +90,7 @@ class Sequences:
         if skip is not None:
             length = length.masked_fill(skip, 0)
             ids = ids[~skip[ids]]
-        return cls(batch, start, length, first_chunk, chunks, ids, packed)
+        return cls(batch, start, length, first_chunk, chunks, chunk, ids, packed)
 
 
 @dataclass(frozen=True)

@@ -42,10 +42,10 @@ class Window:
         self.Z = pair * group.n_heads
         self.shape = (self.Z, self.rows)
 
-    def lanes(self, step: int) -> slice:
-        """The chunks of the window's ``step``-th step within [Z, ...]."""
-        pairs, heads = self.steps[step], self.group.n_heads
-        return slice(pairs.start * heads, pairs.stop * heads)
+    def by_step(self, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
+        """For every step, its chunks of each of ``tensors`` [Z, ...]."""
+        sizes = [(pairs.stop - pairs.start) * self.group.n_heads for pairs in self.steps]
+        return list(zip(*(x.split(sizes) for x in tensors), strict=True))
 
     @lazy_attribute
     def _pair_index(self) -> tuple[Tensor, Tensor]:
@@ -58,7 +58,8 @@ class Window:
     def chunk_index(self) -> Tensor:
         """Position of every pair in per-chunk results [B·NT, ...]."""
         sequence, step = self._pair_index
-        return self.group.sequences.first_chunk[sequence] + step
+        sequences = self.group.sequences
+        return sequences.first_chunk[sequence] + step * self.rows // sequences.chunk_size
 
     @lazy_attribute
     def first_of_run(self) -> int | None:
@@ -116,13 +117,30 @@ class Window:
             rows, t, whole, part = self._box
             C = self.group.chunk
             target = target.unflatten(0, (len(self.steps), -1))
-            body = x[rows, t : t + whole * C, heads].unflatten(1, (whole, C))
-            target[:whole].copy_(body.permute(1, 0, 3, 2, 4).unsqueeze(3))
+            target[:whole].copy_(self._body(x, shared).unsqueeze(3))
             if part:
                 tail = x[rows, t + whole * C : t + whole * C + part, heads]
                 target[whole, :, :, :, :part].copy_(tail.transpose(1, 2).unsqueeze(2))
         self.pad(into, 0.0)
         return loaded
+
+    def lift(self, x: Tensor, scratch: Tensor, shared: int = 1) -> Tensor:
+        """The window's rows as a view [..., C, D] of ``x``, read-only, or ``load`` them into ``scratch`` [Z, C, D].
+
+        In both cases ``scratch`` can be viewed in the shape of the result.
+        """
+        alike = x.dtype == scratch.dtype and x.shape[-1] == scratch.shape[-1] and x.stride(-1) == 1
+        if not alike or self._box is None or self._box[3]:
+            return self.load(x, scratch, shared)
+        body = self._body(x, shared)
+        return body if shared == 1 else body.unsqueeze(3).expand(-1, -1, -1, shared, -1, -1)
+
+    def _body(self, x: Tensor, shared: int) -> Tensor:
+        """The whole chunks of a box, [steps, batch rows, heads, C, D]."""
+        rows, t, whole, _ = self._box
+        heads = slice(self.group.heads.start // shared, self.group.heads.stop // shared)
+        body = x[rows, t : t + whole * self.rows, heads].unflatten(1, (whole, self.rows))
+        return body.permute(1, 0, 3, 2, 4)
 
     def pad(self, x: Tensor, value: float) -> None:
         """Fill the padding rows of ``x`` [Z, C, D]."""
@@ -149,8 +167,7 @@ class Window:
         rows, t, whole, part = self._box
         C = self.group.chunk
         source = source.unflatten(0, (len(self.steps), -1))
-        body = into[rows, t : t + whole * C, heads].unflatten(1, (whole, C))
-        body.permute(1, 0, 3, 2, 4).copy_(source[:whole])
+        self._body(into, shared).copy_(source[:whole])
         if part:
             tail = into[rows, t + whole * C : t + whole * C + part, heads]
             tail.transpose(1, 2).copy_(source[whole, :, :, :part])

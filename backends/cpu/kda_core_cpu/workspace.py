@@ -1,4 +1,4 @@
-"""Scratch memory of a call, and elementwise functions whose bits do not depend on a tensor's size."""
+"""Scratch memory of a call, products into it, and elementwise functions whose bits do not depend on a tensor's size."""
 
 from __future__ import annotations
 
@@ -47,6 +47,11 @@ def with_slack(scratch: Tensor) -> Tensor:
     this view instead, so that a row's bits do not depend on the number of rows.
     """
     return scratch.as_strided((_whole_vectors(scratch.numel()),), (1,))
+
+
+def product(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+    """Batched a·b; torch.bmm writes ``out`` once more before MKL does, up to half the time of small matrices."""
+    return out.baddbmm_(a, b, beta=0)
 
 
 def _whole_vectors(numel: int) -> int:
