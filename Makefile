@@ -51,8 +51,9 @@ announcement:
 	@echo "Training takes minutes on a CPU, longer on a busy one; a bar shows the time that is left."
 
 # The console script, not "python -m pytest": that would import kda_core from this folder instead of from the wheel.
+# worksteal: a worker has whole files at first, so that few set a file's fixtures up twice.
 test: environment ## Set everything up, run the fast tests on BACKEND.
-	$(VENV)/bin/pytest --backend=$(BACKEND) -n $(WORKERS) $(PYTEST_ARGS)
+	$(VENV)/bin/pytest --backend=$(BACKEND) -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 test-end-to-end: compiler environment ## The same for tests of wheels, environments, interpreted and compiled kernels (minutes).
 	$(VENV)/bin/pytest -m end_to_end $(PYTEST_ARGS)

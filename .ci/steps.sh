@@ -21,33 +21,39 @@ end_step() {
     step_name=
 }
 
-# inputs_of COMMAND PATH...: a hash of the command, of its function's text, and of the committed files below the paths.
+# inputs_of COMMAND PATH...: a hash of the command, of its function's text, and of the committed files below the paths,
+# each of which must have some: a list that a move has made wrong would let a step be skipped for ever.
 inputs_of() {
-    { echo "$1"; declare -f "${1%% *}"; git ls-files --stage -- "${@:2}"; } | sha256sum | cut -c -16
+    { echo "$1"; declare -f "${1%% *}"; git ls-files --stage --error-unmatch -- "${@:2}"; } | sha256sum | cut -c -16
 }
+
+# The hash of each heavy step's inputs when the run began; none while something of them is not committed.
+declare -A inputs
 
 # due NAME COMMAND PATH...: whether the heavy step must run. Without a commit of what was changed, it must.
 due() {
-    local known since
-    if [ -z "$EVERYTHING" ] && [ -z "$(git status --porcelain -- "${@:3}")" ]; then
-        known=$(awk -v name="$1" '$1 == name { print $2 }' "$PASSED" 2> /dev/null || true)
-        if [ "$known" = "$(inputs_of "${@:2}")" ]; then
-            since=$(awk -v name="$1" '$1 == name { print $3 }' "$PASSED")
-            table+=$(printf '%8s  %s: passed on %s, its inputs are the same' skipped "$1" "$since")$'\n'
-            printf '\n==> %s: skipped, passed on %s and its inputs are the same (--all runs it)\n' "$1" "$since"
-            return 1
-        fi
+    local hash known since
+    hash=$(inputs_of "${@:2}") || exit 1
+    inputs[$1]=$([ -n "$(git status --porcelain -- "${@:3}")" ] || echo "$hash")
+    read -r known since < <(awk -v name="$1" '$1 == name { print $2, $3 }' "$PASSED" 2> /dev/null) || true
+    if [ -z "$EVERYTHING" ] && [ -n "${inputs[$1]}" ] && [ "$known" = "${inputs[$1]}" ]; then
+        table+=$(printf '%8s  %s: passed on %s, its inputs are the same' skipped "$1" "$since")$'\n'
+        printf '\n==> %s: skipped, passed on %s and its inputs are the same (--all runs it)\n' "$1" "$since"
+        return 1
     fi
 }
 
-# passed NAME COMMAND PATH...: write down that the heavy step passed with these inputs.
+# passed NAME...: write down that these heavy steps, which were due, passed with their inputs.
 passed() {
-    [ -z "$(git status --porcelain -- "${@:3}")" ] || return 0
-    {
-        grep -v "^$1 " "$PASSED" 2> /dev/null || true
-        printf '%s %s %s\n' "$1" "$(inputs_of "${@:2}")" "$(date -u +%F)"
-    } | sort > "$PASSED.new"
-    mv "$PASSED.new" "$PASSED"
+    local name
+    for name in "$@"; do
+        [ -n "${inputs[$name]}" ] || continue
+        {
+            grep -v "^$name " "$PASSED" 2> /dev/null || true
+            printf '%s %s %s\n' "$name" "${inputs[$name]}" "$(date -u +%F)"
+        } | sort > "$PASSED.new"
+        mv "$PASSED.new" "$PASSED"
+    done
 }
 
 # heavy NAME COMMAND PATH...: a step of its own, run when it is due.
@@ -56,7 +62,7 @@ heavy() {
     if due "$@"; then
         step "$1"
         eval "$2"
-        passed "$@"
+        passed "$1"
     fi
 }
 

@@ -9,13 +9,24 @@ from pathlib import Path
 
 import pytest
 
-STEPS = Path(__file__).parents[2] / ".ci" / "steps.sh"
+ROOT = Path(__file__).parents[2]
+STEPS = ROOT / ".ci" / "steps.sh"
 SCRIPT = """
 set -euo pipefail
 source .ci/steps.sh
 compute() { echo "runs with $1"; }
 heavy long "compute numbers" sources requirements.txt
 report
+"""
+TOGETHER = """
+set -euo pipefail
+source .ci/steps.sh
+found=()
+for name in sources requirements.txt; do
+    if due "$name" "compute $name" "$name"; then found+=("$name"); fi
+done
+echo "due: ${found[*]}"
+passed "${found[@]}"
 """
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
@@ -105,3 +116,39 @@ def test_a_step_that_fails_is_not_recorded(tree: Path):
 def test_the_table_has_every_step(tree: Path):
     assert re.search(r"^ +\d+ s  long$", run(tree), re.MULTILINE)
     assert "skipped  long: passed on 20" in run(tree)
+
+
+def test_steps_that_run_together_are_skipped_one_by_one(tree: Path):
+    assert "due: sources requirements.txt\n" in run(tree, TOGETHER)
+    assert "due: \n" in run(tree, TOGETHER)
+    change(tree, "requirements.txt")
+    assert "due: requirements.txt\n" in run(tree, TOGETHER)
+    assert "due: \n" in run(tree, TOGETHER)
+
+
+def test_what_changes_while_a_step_runs_is_not_recorded_as_its_input(tree: Path):
+    late = "echo late > sources/kernel.py; git -c user.name=a -c user.email=a@b commit -qam late"
+    assert ran(run(tree, SCRIPT.replace('echo "runs with $1"', f'echo "runs with $1"; {late}')))
+    assert ran(run(tree))
+
+
+def test_an_input_that_does_not_exist_is_an_error(tree: Path):
+    """A list that a move has made wrong would let a step be skipped for ever."""
+    git(tree, "mv", "requirements.txt", "needed.txt")
+    git(tree, "commit", "-qm", "moved")
+    found = subprocess.run(["bash", "-c", SCRIPT], cwd=tree, capture_output=True, text=True, check=False)
+    assert found.returncode != 0
+    assert "requirements.txt" in found.stderr
+    assert "runs with" not in found.stdout
+
+
+def test_every_room_of_tests_has_a_step():
+    text = (ROOT / ".ci" / "run").read_text()
+    always, lowest = (re.search(rf"^{name}=\((.*)\)$", text, re.MULTILINE)[1].split() for name in ("always", "LOWEST"))
+    heavy = {f"tests/{name}" for name in re.findall(r"^room (\w+) ", text, re.MULTILINE)}
+    (vendors,) = set(re.findall(r"^for vendor in (.*); do\n    room ", text, re.MULTILINE))
+    heavy |= {f"tests/{vendor}" for vendor in vendors.split()} | {"tests/integrations"}
+    rooms = {f"tests/{path.parent.name}" for path in (ROOT / "tests").glob("*/test_*.py")}
+    assert {*always, *heavy} == rooms
+    assert not heavy & {*always}
+    assert {*lowest} <= rooms
