@@ -244,10 +244,12 @@ def test_gradients_take_pairs_of_slots():
     def kind(arch: int = 90, **fields: Any) -> type:
         return type(backward_on(arch, backward(**({"T": 4096} | fields))).gradients)
 
-    assert kind() is GradientsPersistentConfig
+    assert kind() is GradientsHopperConfig
+    assert kind(H=16) is GradientsPersistentConfig
     assert kind(safe_gate=True) is GradientsPersistentConfig
-    assert kind(T=64) is GradientsPersistentConfig
-    assert kind(T=8192) is GradientsPersistentConfig, "in segments, of one length"
+    assert kind(T=64, safe_gate=True) is GradientsPersistentConfig
+    assert kind(T=64, H=8, B=128) is GradientsHopperConfig, "a sequence's bits do not depend on the others"
+    assert kind(T=16384) is GradientsPersistentConfig, "in segments, of one length"
     assert kind(80) is GradientsConfig
     assert kind(K=64) is GradientsConfig
     wide_gate = torch.empty(1, 4096, 4, 128, dtype=FP32, device="meta")
@@ -259,6 +261,7 @@ def test_gradients_take_pairs_of_slots():
         {"g": wide_gate},
         {"q": few_heads, "k": few_heads},
     ]
+    others = [{"safe_gate": True} | other for other in others]
     for other in others:
         assert kind(**other) is GradientsHopperConfig, other
 

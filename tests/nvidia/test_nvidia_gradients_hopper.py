@@ -15,10 +15,13 @@ installed.need_backend("nvidia")
 
 from kda_core_nvidia.choose import choose_backward
 from kda_core_nvidia.choose.backward import (
+    LEAST_FAR,
     WHOLE,
     GradientsHopperConfig,
     GradientsPersistentConfig,
     backward_config,
+    gradients_persistent,
+    gradients_persistent_config,
     heads_of,
 )
 from kda_core_nvidia.plans.backward import plan_backward
@@ -116,6 +119,9 @@ def gradients(request: Request, hopper: bool = True, programs: int = 0) -> dict[
     r = metadata(request)
     choice = choose_backward(r, chip(DEVICE))
     assert isinstance(choice.gradients, (GradientsHopperConfig, GradientsPersistentConfig))
+    if gradients_persistent(r, LEAST_FAR):
+        # As in longer sequences, where decays are not bounded.
+        choice = replace(choice, gradients=gradients_persistent_config(chip(DEVICE)))
     if programs:
         choice = replace(choice, gradients=replace(choice.gradients, programs=programs))
     if not hopper:

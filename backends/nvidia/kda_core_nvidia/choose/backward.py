@@ -180,12 +180,21 @@ def gradients_on_hopper(r: Request, chip: Chip) -> bool:
     )
 
 
-def gradients_persistent(r: Request) -> bool:
+LEAST_FAR = 65536
+"""Rows times heads of a sequence, at least, whose decays are not bounded: the second launch takes 60 µs for one pair,
+which a shorter one does not save."""
+
+
+def gradients_persistent(r: Request, rows: int) -> bool:
     """Whether ``gradients_hopper_persistent`` serves a call that ``gradients_hopper`` serves.
 
     Segments are packed sequences here. Only calls of fewer pairs than multiprocessors lose, 3 µs of 100.
+
+    Args:
+        rows: of a sequence, whose segments ``r`` may have, times heads.
     """
-    return r.K == 128 and r.g.dtype == r.q.dtype and r.H == r.HV and r.cu_seqlens is None and r.T % (2 * CHUNK) == 0
+    pairs = r.cu_seqlens is None and r.T % (2 * CHUNK) == 0 and (decays_bounded(r) or rows >= LEAST_FAR)
+    return pairs and r.K == 128 and r.g.dtype == r.q.dtype and r.H == r.HV
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +264,7 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
         states, reverse = (hopper_config(n, chip, KP, V, N * HV) for n in ("states", "reverse"))
     gradients = config.gradients
     if gradients_on_hopper(changed(r, grad_o=do), chip):
-        gradients = gradients_persistent_config(chip) if gradients_persistent(r) else _GRADIENTS_HOPPER
+        gradients = gradients_persistent_config(chip) if gradients_persistent(r, request.T * HV) else _GRADIENTS_HOPPER
     # Products on scalar units spill more with them. Rows of a descriptor are counted in 32 bits.
     descriptors = chip.descriptors and dtype.itemsize == 2 and many <= most * HV < 2**31 // max(VP, CHUNK)
     # Rows of the call's own tensors only where no block reaches beyond a sequence, or beyond a head's channels.
