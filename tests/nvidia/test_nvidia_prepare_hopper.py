@@ -275,6 +275,9 @@ def test_padded_slots_of_a_pool():
 
 LENGTHS = [1, 33, 7, 64, 32, 0, 31, 16, 129, 5, 32, 32] * 3
 
+LONGER = [64, 33, 63, 64, 65, 0, 40, 1, 129, 64, 96, 32] * 3
+"""Most have two chunks."""
+
 FORMS = {
     # name: (value heads, value heads a key head, state V first, how a pool is used or "")
     "states in and out": (HV, 1, False, ""),
@@ -285,10 +288,10 @@ FORMS = {
 }
 
 
-def short_request(gate: str, form: str) -> Request:
-    """Sequences most of which have one chunk; packed, three rows behind the last one, unless the form is dense."""
+def short_request(gate: str, form: str, lengths: list[int] = LENGTHS) -> Request:
+    """Packed, three rows behind the last one, unless the form is dense: then with 29 rows."""
     heads, group, v_first, pool = FORMS[form]
-    N, T = (37, 29) if pool == "dense" else (len(LENGTHS), sum(LENGTHS) + 3)
+    N, T = (37, 29) if pool == "dense" else (len(lengths), sum(lengths) + 3)
     arguments = call(gate, B=N if pool == "dense" else 1, T=T, H=HV // group)
     for n in ("q", "k", "v", "g", "beta") if group == 1 else ():
         arguments[n] = arguments[n][:, :, :heads]
@@ -296,7 +299,7 @@ def short_request(gate: str, form: str) -> Request:
     slots = torch.randperm(N + 2, device=DEVICE)[:N].int()
     arguments |= {"state_v_first": v_first, "initial_state": torch.randn(N, heads, 128, 128, device=DEVICE)}
     if pool != "dense":
-        arguments["cu_seqlens"] = torch.tensor([0, *LENGTHS], device=DEVICE).cumsum(0)
+        arguments["cu_seqlens"] = torch.tensor([0, *lengths], device=DEVICE).cumsum(0)
     if pool in ("in place", "served"):
         slots[4] = -1
         pooled = torch.randn(N + 2, heads, 128, 128, device=DEVICE)
@@ -315,7 +318,7 @@ def forward(r: Request, short: bool) -> tuple[torch.Tensor, torch.Tensor]:
     choice = choose_forward(meta, chip(r.device))
     assert choice.finishes
     if not short:
-        prepare = replace(choice.prepare, paired=False, finishes=False)
+        prepare = replace(choice.prepare, paired=False, finishes=False, ahead=False)
         recurrence = hopper_config("recurrence", chip(r.device), 128, 128, r.N * r.HV)
         choice = replace(choice, prepare=prepare, recurrence=recurrence)
     made = run_plan(plan_forward(meta, choice), r)
@@ -323,17 +326,22 @@ def forward(r: Request, short: bool) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @on_hopper
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "lengths"),
+    # Dense sequences of two chunks have the kernels of long ones.
+    [(form, LENGTHS) for form in FORMS] + [(form, LONGER) for form in FORMS if form != "dense"],
+    ids=lambda x: x if isinstance(x, str) else "two chunks" if x is LONGER else "one chunk",
+)
 @pytest.mark.parametrize("gate", GATES)
-def test_short_sequences_have_the_bits_of_long_ones_kernels(gate, form):
+def test_short_sequences_have_the_bits_of_long_ones_kernels(gate, form, lengths):
     """Which kernels run follows from a batch's mean length, which must not show in any of its sequences."""
-    r = short_request(gate, form)
+    r = short_request(gate, form, lengths)
     right = forward(r, False)
     for _ in range(5):
         for x, y in zip(forward(r, True), right, strict=True):
             assert torch.equal(x, y)
     if r.cu_seqlens is not None:
-        assert bool((right[0][:, sum(LENGTHS) :] == 0).all())
+        assert bool((right[0][:, sum(lengths) :] == 0).all())
 
 
 @on_hopper
