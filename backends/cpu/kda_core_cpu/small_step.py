@@ -72,7 +72,7 @@ class _SmallStep:
             self.k_column, self.d_column = self.k.view(N, H, K, 1), self.d.view(N, H, K, 1)
             self.u_row = self.u.view(N, H, 1, V)
             self.weights, self.y_of_lanes = self.kq.view(N * H, 2, K), self.y.view(N * H, 2, V)
-            # What a sum of rows takes besides the states.
+            # Arguments of a sum of rows, besides the states.
             self.flat_weights, self.bags = self.kq.view(-1), bags(N * H, K)
 
     def run(self, r: Request) -> ForwardResult:

@@ -144,7 +144,7 @@ def far_gradients_of_pair(
     raw = tiles_of(columns)
     # Sums of columns, with respect to their tile's end.
     dkc = ()
-    # What passes over a whole tile: from before it to behind it.
+    # Sums that pass over a whole tile: from before it to behind it.
     passing = ()
     for c in gl.static_range(TILES):
         x = raw[c] * gl.expand_dims(_product(wholes, c + 1, TILES) * o_scale, 1)
