@@ -19,6 +19,7 @@ processes and any way of sharing.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -259,6 +260,20 @@ def sum_gradients(model: nn.Module, p: Processes, options: argparse.Namespace) -
             dist.all_reduce(local, group=p.same.get_group())
 
 
+def run(options: argparse.Namespace) -> tuple[int, list[float]]:
+    """``train`` in a process group."""
+    processes = Processes(options.cp, options.tp)
+    try:
+        if options.batch % processes.dp.size():
+            raise SystemExit(f"expected a batch of {options.batch} that {processes.dp.size()} processes divide")
+        done, losses = train(options, processes)
+        if dist.get_rank() == 0 and options.json is not None:
+            options.json.write_text(json.dumps({"losses": losses}) + "\n")
+        return done, losses
+    finally:
+        dist.destroy_process_group()
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--cp", type=int, default=1, help="processes that share the tokens of a sequence")
@@ -274,15 +289,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="write a checkpoint at the end")
     parser.add_argument("--load", type=Path, metavar="FOLDER", help="go on from a checkpoint")
     options = parser.parse_args(arguments)
-    processes = Processes(options.cp, options.tp)
-    try:
-        if options.batch % processes.dp.size():
-            raise SystemExit(f"expected a batch of {options.batch} that {processes.dp.size()} processes divide")
-        done, losses = train(options, processes)
-        if dist.get_rank() == 0 and options.json is not None:
-            options.json.write_text(json.dumps({"losses": losses}) + "\n")
-    finally:
-        dist.destroy_process_group()
+    done, losses = run(options)
+    # Threads of a group that a cycle still holds may abort the interpreter at its end.
+    gc.collect()
     if options.expect is not None:
         expected = json.loads(options.expect.read_text())["losses"][done : done + len(losses)]
         worst = max(abs(a - b) for a, b in zip(losses, expected, strict=True))

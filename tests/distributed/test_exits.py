@@ -54,6 +54,28 @@ kda_core.chunk_kda(q, k, q, -q.detach().abs(), torch.rand(1, 4, 1), cp_context=c
 EXAMPLE = str(ROOT / "examples" / "train_parallel.py"), "--cp", "2", "--steps", "1"
 
 
+HELD = f"""
+import sys, weakref
+sys.path.insert(0, {str(ROOT / "examples")!r})
+import torch.distributed as dist, train_parallel
+groups = []
+class Processes(train_parallel.Processes):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        groups.append(weakref.ref(dist.group.WORLD))
+train_parallel.Processes = Processes
+train_parallel.main(["--cp", "2", "--steps", "1"])
+print([group() for group in groups])
+"""
+
+
+def test_the_example_leaves_no_group_behind():
+    """The threads of a group that lives on may abort the interpreter at its end."""
+    for code, said, errors in ended("-c", HELD):
+        assert said.endswith("[None]\n"), (said, errors)
+        assert code == 0, errors
+
+
 @pytest.mark.parametrize(("program", "share"), [(EXAMPLE, 5), (("-c", BEGIN.replace("SECONDS", "60") + STEP), 1)])
 def test_ranks_end_cleanly_every_time(program, share):
     for run in range(int(os.environ.get("KDA_EXITS", "10")) // share):
