@@ -358,8 +358,10 @@ def cutting_pays(r: Request, count: int) -> bool:
     """Whether a call is faster in so many segments, which the kernels for Hopper join."""
     if count >= LEAST_SEGMENTS:
         return r.T >= LEAST_TOTAL_HOPPER
-    if count < 2 or r.HV <= MOST_HEADS_FEW:
-        return count >= 2 and r.T >= LEAST_TOTAL_FEW
+    if count < 2:
+        return False
+    if r.HV <= MOST_HEADS_FEW:
+        return r.T >= LEAST_TOTAL_FEW
     return r.T >= 2 * LEAST_TOTAL_FEW and not (r.save_for_backward or r.saved)
 
 
