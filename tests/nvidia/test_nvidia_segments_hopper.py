@@ -94,6 +94,22 @@ def test_as_exact_as_a_sequence_that_is_not_cut(kind: str, T: int):
         assert error(cut[name], right) <= 1.1 * error(whole[name], right) + 2e-4, name
 
 
+@pytest.mark.parametrize("kind", ["slow", "strong"])
+@pytest.mark.parametrize(("T", "H"), [(8192, 20), (16500, 32)])
+def test_many_heads_in_two_or_three_segments(T: int, H: int, kind: str):
+    """Prefills of a quarter of the chip and more; the reference and a training forward that is not cut stand beside."""
+    arguments = call(kind, T, H, H)
+    assert kernels(arguments)[1:3] == ("transitions_hopper", "join_hopper")
+    one = {n: x[:, :1] if n == "initial_state" else x[:, :, :1] for n, x in arguments.items() if n in INPUTS}
+    whole = trained(arguments, disable_recompute=True)
+    with torch.no_grad():
+        o, state = kda_core.chunk_kda(**arguments)
+        doubled = {n: x.double().cpu() for n, x in one.items()}
+        exact, last = kda_core.chunk_kda(**(arguments | doubled), backend="reference")
+    assert error(o[:, :, :1], exact) <= 1.1 * error(whole["o"][:, :, :1], exact) + 2e-4
+    assert error(state[:, :1], last) <= 1.1 * error(whole["final_state"][:, :1], last) + 2e-4
+
+
 @pytest.mark.parametrize("T", [EVEN, ODD])
 @pytest.mark.parametrize("kind", KINDS)
 def test_repeats_bitwise(kind: str, T: int):
