@@ -114,13 +114,15 @@ class KDACache:
                 f"length: expected {first} to {self.length} tokens (crop_calls = {self.crop_calls}), got {length}"
             )
         while self.length > length:
-            call = self._calls.pop()
+            call, state, conv = self._calls.pop(), self.state, self.conv
             self.length, self.state, self.conv = call.start, call.state, call.conv
             if call.start < length:
                 self.length, call = length, call.first(length - call.start)
-                _, self.state = chunk_kda(
-                    **call.tensors, **call.options, initial_state=call.state, output_final_state=True
-                )
-                if call.conv is not None:
-                    self.conv = last_inputs(call.conv, call.mixed, call.mask, call.conv.shape[1])
+                # A call without gradients is cropped without, outside of its no_grad or inference_mode as well.
+                with torch.set_grad_enabled(torch.is_grad_enabled() and state is not None and state.requires_grad):
+                    _, self.state = chunk_kda(
+                        **call.tensors, **call.options, initial_state=call.state, output_final_state=True
+                    )
+                    if conv is not None:
+                        self.conv = last_inputs(call.conv, call.mixed, call.mask, conv.shape[1])
                 self._calls.append(call)

@@ -218,6 +218,19 @@ def test_cropping_and_going_on(kind: KimiDeltaAttention):
             cache.crop(wrong)
 
 
+@pytest.mark.parametrize("length", [0, 1, 2, 17])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_cropping_the_first_call(kind: KimiDeltaAttention, length: int, mode):
+    """Outside of the mode in which the call was made: no gradient begins there."""
+    x, cache = tokens(2, 30), KDACache(crop_calls=1)
+    with mode():
+        kind(torch.cat([x[:, :length], tokens(2, 3, seed=9)], 1), cache=cache)
+    cache.crop(length)
+    assert cache.state is None or not cache.state.requires_grad
+    with mode():
+        torch.testing.assert_close(kind(x[:, length:], cache=cache), kind(x)[:, length:])
+
+
 def test_reordering_sequences(kind: KimiDeltaAttention):
     x, index, cache = tokens(3, 20), torch.tensor([2, 0, 2, 1]), KDACache(crop_calls=1)
     with torch.no_grad():
@@ -421,13 +434,16 @@ def test_an_output_gate_without_a_bias():
 
 
 def test_projections_that_are_more_than_a_product():
-    """Hooks, adapters in the place of a projection, and frozen weights."""
+    """Hooks, another forward, adapters in the place of a projection, and frozen weights."""
     m, x = layer(), tokens(1, 20)
     expected = m(x)
     seen = []
     m.q_proj.register_forward_hook(lambda module, args, result: seen.append(result.shape))
     torch.testing.assert_close(m(x), expected)
     assert seen == [(20, 16)]
+    replaced = layer()
+    replaced.v_proj.forward = lambda x: 0 * F.linear(x, replaced.v_proj.weight)  # as accelerate does
+    assert not torch.isclose(replaced(x), expected).any()
     adapted = copy.deepcopy(layer())
     adapted.k_proj = nn.Sequential(adapted.k_proj, nn.Identity())
     torch.testing.assert_close(adapted(x), expected)
