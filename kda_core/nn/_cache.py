@@ -57,6 +57,14 @@ def last_inputs(conv: Tensor | None, mixed: Tensor, mask: Tensor | None, reach: 
     return every.gather(1, rows[..., None].expand(-1, -1, every.shape[2]))
 
 
+def may_write(state: Tensor | None) -> bool:
+    """Whether a call may advance ``state`` in place: autograd knows nothing of it, and the mode allows it."""
+    if state is None or state.requires_grad or torch.is_grad_enabled():
+        return False
+    # Compilers do not trace the other two.
+    return torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not state.is_inference()
+
+
 class KDACache:
     """State of one ``KimiDeltaAttention`` behind the tokens so far; its size does not depend on their number.
 

@@ -189,6 +189,20 @@ def test_a_single_token_advances_the_cache_in_place():
     assert (cache.state is kept[0], cache.conv is kept[1]) == (True, True)
 
 
+@pytest.mark.parametrize("first", [torch.enable_grad, torch.inference_mode])
+def test_a_step_in_another_mode(kind: KimiDeltaAttention, first):
+    """Neither states of autograd's nor those of inference mode are advanced in place under no_grad."""
+    x, cache = tokens(2, 11), KDACache()
+    with first():
+        kind(x[:, :9], cache=cache)
+    state, kept = cache.state, cache.state.detach().clone()
+    with torch.no_grad():
+        actual = torch.cat([kind(x[:, t : t + 1], cache=cache) for t in (9, 10)], 1)
+        torch.testing.assert_close(actual, kind(x)[:, 9:])
+    assert torch.equal(kept, state)
+    assert not cache.state.requires_grad
+
+
 def test_a_cache_differentiates():
     m, x, cache = layer(), tokens(1, 40), KDACache()
     grads = [torch.autograd.grad(torch.cat(y, 1).square().sum(), tuple(m.parameters())) for y in (
