@@ -189,20 +189,6 @@ def test_a_single_token_advances_the_cache_in_place():
     assert (cache.state is kept[0], cache.conv is kept[1]) == (True, True)
 
 
-@pytest.mark.parametrize("first", [torch.enable_grad, torch.inference_mode])
-def test_a_step_in_another_mode(kind: KimiDeltaAttention, first):
-    """Neither states of autograd's nor those of inference mode are advanced in place under no_grad."""
-    x, cache = tokens(2, 11), KDACache()
-    with first():
-        kind(x[:, :9], cache=cache)
-    state, kept = cache.state, cache.state.detach().clone()
-    with torch.no_grad():
-        actual = torch.cat([kind(x[:, t : t + 1], cache=cache) for t in (9, 10)], 1)
-        torch.testing.assert_close(actual, kind(x)[:, 9:])
-    assert torch.equal(kept, state)
-    assert not cache.state.requires_grad
-
-
 def test_a_cache_differentiates():
     m, x, cache = layer(), tokens(1, 40), KDACache()
     grads = [torch.autograd.grad(torch.cat(y, 1).square().sum(), tuple(m.parameters())) for y in (
@@ -230,19 +216,6 @@ def test_cropping_and_going_on(kind: KimiDeltaAttention):
     for wrong in (cache.length + 1, 3):
         with pytest.raises(ValueError, match="length: expected"):
             cache.crop(wrong)
-
-
-@pytest.mark.parametrize("length", [0, 1, 2, 17])
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_cropping_the_first_call(kind: KimiDeltaAttention, length: int, mode):
-    """Outside of the mode in which the call was made: no gradient begins there."""
-    x, cache = tokens(2, 30), KDACache(crop_calls=1)
-    with mode():
-        kind(torch.cat([x[:, :length], tokens(2, 3, seed=9)], 1), cache=cache)
-    cache.crop(length)
-    assert cache.state is None or not cache.state.requires_grad
-    with mode():
-        torch.testing.assert_close(kind(x[:, length:], cache=cache), kind(x)[:, length:])
 
 
 def test_reordering_sequences(kind: KimiDeltaAttention):
