@@ -17,7 +17,7 @@ class ShortConvolutionRequest:
         x: [B, T, D], neither B, T nor D 0; any strides.
         weight: [D, W]; W >= 2.
         bias: [D] or None.
-        initial_state: [N, W - 1, D], contiguous, or None.
+        initial_state: [N, W - 1, D], any strides, or None.
         cu_seqlens: [N + 1] or None.
         silu: whether SiLU follows.
         output_final_state: the final state is asked for.

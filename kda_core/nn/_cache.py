@@ -57,6 +57,14 @@ def last_inputs(conv: Tensor | None, mixed: Tensor, mask: Tensor | None, reach: 
     return every.gather(1, rows[..., None].expand(-1, -1, every.shape[2]))
 
 
+def may_write(state: Tensor | None) -> bool:
+    """Whether a call may advance ``state`` in place: autograd knows nothing of it, and the mode allows it."""
+    if state is None or state.requires_grad or torch.is_grad_enabled():
+        return False
+    # Compilers do not trace the other two.
+    return torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not state.is_inference()
+
+
 class KDACache:
     """State of one ``KimiDeltaAttention`` behind the tokens so far; its size does not depend on their number.
 
@@ -114,13 +122,15 @@ class KDACache:
                 f"length: expected {first} to {self.length} tokens (crop_calls = {self.crop_calls}), got {length}"
             )
         while self.length > length:
-            call = self._calls.pop()
+            call, state, conv = self._calls.pop(), self.state, self.conv
             self.length, self.state, self.conv = call.start, call.state, call.conv
             if call.start < length:
                 self.length, call = length, call.first(length - call.start)
-                _, self.state = chunk_kda(
-                    **call.tensors, **call.options, initial_state=call.state, output_final_state=True
-                )
-                if call.conv is not None:
-                    self.conv = last_inputs(call.conv, call.mixed, call.mask, call.conv.shape[1])
+                # A call without gradients is cropped without, outside of its no_grad or inference_mode as well.
+                with torch.set_grad_enabled(torch.is_grad_enabled() and state is not None and state.requires_grad):
+                    _, self.state = chunk_kda(
+                        **call.tensors, **call.options, initial_state=call.state, output_final_state=True
+                    )
+                    if conv is not None:
+                        self.conv = last_inputs(call.conv, call.mixed, call.mask, conv.shape[1])
                 self._calls.append(call)

@@ -29,3 +29,11 @@ def expect_same_device(x: Tensor, others: Mapping[str, Tensor | None]) -> None:
     for name, value in others.items():
         if value is not None and value.device != x.device:
             raise ValueError(f"{name}: expected {x.device}, the device of x, got {value.device}")
+
+
+def expect_eps(name: str, value: Any) -> None:
+    """A finite number of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"{name}: expected a finite number of at least 0, got {value}")

@@ -10,11 +10,13 @@ from torch import Tensor
 
 from kda_core._bind import by_head
 from kda_core._checks import check, check_values, expect_flag
+from kda_core._expect import expect_no_overlap
+from kda_core._overlaps import share_memory
 from kda_core.api import fused_recurrent_kda
 from kda_core.capabilities import Feature
-from kda_core.nn._checks import expect_same_device, expect_shape, expect_tensor
+from kda_core.nn._checks import expect_eps, expect_same_device, expect_shape, expect_tensor
 from kda_core.nn._convolution import short_convolution
-from kda_core.nn._dispatch import backend_for
+from kda_core.nn._dispatch import backend_for, is_eager
 from kda_core.nn._norm import gated_rms_norm
 from kda_core.request import DecodeStepRequest, Request
 
@@ -23,7 +25,7 @@ FLAGS = (
 )  # fmt: skip
 TENSORS = (
     "x", "g", "beta", "conv_state", "weight", "state", "bias", "A_log", "dt_bias", "norm_gate", "norm_weight",
-    "records", "commit", "commit_inputs",
+    "out", "records", "commit", "commit_inputs",
 )  # fmt: skip
 """Fields of a request that may require gradients."""
 _RECORDS = frozenset({Feature.DRAFT_RECORDS})
@@ -81,7 +83,8 @@ def kda_decode_step(
         norm_weight: [V].
         state_indices: the slots of both states: [N], or [N, T] and more with one for every token, which then holds the
             states behind this token. None: slot n of sequence n. Negative ones, and ``pad_slot_id``, are skipped as in
-            ``fused_recurrent_kda``. Past the end: ValueError on the CPU, skipped on other devices.
+            ``fused_recurrent_kda``; the norm then sees zeros, and ``norm_gate`` there must be finite. Past the end:
+            ValueError on the CPU, skipped on other devices.
         num_accepted_tokens: [N], beside [N, T] slots: sequence n starts from slot [n, accepted - 1].
         norm_eps: as ``eps`` of ``gated_rms_norm``.
         out: [N, HV, V], or [N, T, HV, V], in the dtype of ``mixed_qkv``: written and returned.
@@ -175,6 +178,7 @@ def _check(r: DecodeStepRequest) -> None:
         expect_shape("norm_gate", r.norm_gate, (N, T, HV, r.V))
         expect_tensor("norm_weight", r.norm_weight, 1)
         expect_shape("norm_weight", r.norm_weight, (r.V,))
+        expect_eps("norm_eps", r.norm_eps)
     if r.out is not None:
         expect_shape("out", r.out, (N, T, HV, r.V))
         if r.out.dtype != r.x.dtype:
@@ -201,6 +205,9 @@ def _check(r: DecodeStepRequest) -> None:
         request = _recurrence(r, r.x)
         check(request)
         check_values(request)
+        expect_no_overlap("conv_state", r.conv_state)
+        if is_eager(r.state, r.conv_state) and share_memory(r.state, r.conv_state):
+            raise ValueError("conv_state: expected memory of its own, got memory that state overlaps")
 
 
 def _recurrence(r: DecodeStepRequest, y: Tensor) -> Request:
@@ -245,12 +252,14 @@ def _slots(r: DecodeStepRequest) -> tuple[Tensor, Tensor]:
     unused = (table < 0) | (table == r.pad_slot_id) | (table >= r.state.shape[0])
     skipped = (start < 0) | (start == r.pad_slot_id) | (start >= r.state.shape[0])
     written = table.masked_fill(unused | skipped, -1)
-    return written[:, :T], start.clamp(0, r.state.shape[0] - 1)[:, 0]
+    return written[:, : max(T, 1)], start.clamp(0, r.state.shape[0] - 1)[:, 0]
 
 
 def _keep_inputs(r: DecodeStepRequest, slots: Tensor, before: Tensor) -> None:
     """Write the W - 1 inputs behind each token, or behind the last one, to its slot."""
     reach, T = before.shape[1], r.x.shape[1]
+    if not T:
+        return
     every = torch.cat([before, r.x.to(before.dtype)], dim=1).unfold(1, reach, 1)[:, 1:]  # [N, T, D, W - 1]
     rows = every[:, T - slots.shape[1] :].transpose(2, 3).flatten(0, 1)
     _write(r, slots.flatten(), rows)
@@ -258,6 +267,8 @@ def _keep_inputs(r: DecodeStepRequest, slots: Tensor, before: Tensor) -> None:
 
 def _write(r: DecodeStepRequest, places: Tensor, rows: Tensor) -> None:
     """Write rows [N', W - 1, D] to slots [N'], -1 for none."""
+    if not len(places):
+        return
     # A row without a slot repeats one that has a slot, with the same numbers: writing needs no order, and no wait.
     used = places >= 0
     source = torch.where(used, torch.arange(len(places), device=places.device), used.int().argmax())

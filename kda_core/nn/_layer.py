@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kda_core.api import chunk_kda, fused_recurrent_kda
-from kda_core.nn._cache import Call, KDACache, last_inputs
+from kda_core.nn._cache import Call, KDACache, last_inputs, may_write
 from kda_core.nn._checks import expect_tensor
 from kda_core.nn._convolution import convolve
 from kda_core.nn._dispatch import is_eager
@@ -248,9 +248,7 @@ class KimiDeltaAttention(nn.Module):
         bias = torch.cat([layer.bias for layer in layers]) if self.conv_bias else None
         before = halo if cache is None else cache.conv
         keep = cache is not None and mask is None
-        inplace = keep and before is not None and not torch.is_grad_enabled()
-        if cache is not None and cache.crop_calls:
-            inplace = False
+        inplace = keep and may_write(before) and not cache.crop_calls  # type: ignore[union-attr]
         flags = {"output_final_state": keep, "inplace_final_state": inplace, "silu": True}
         qkv, after = convolve(mixed, weight, bias, before, cu_seqlens, flags, parts, self.backend)
         if cache is not None and mask is not None:
@@ -293,7 +291,7 @@ class KimiDeltaAttention(nn.Module):
         if torch.is_grad_enabled() or (T > SHORT and self.mode == "chunk"):
             o, cache.state = chunk_kda(**tensors, **options, **states, cu_seqlens_cpu=cu_seqlens_cpu)
         else:
-            inplace = cache.state is not None and not cache.crop_calls
+            inplace = may_write(cache.state) and not cache.crop_calls
             o, cache.state = fused_recurrent_kda(**tensors, **options, **states, inplace_final_state=inplace)
         cache.conv, cache.length = conv, cache.length + T
         return o

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kda_core._loaded import Backend
-from kda_core.nn._checks import expect_same_device, expect_shape, expect_tensor
+from kda_core.nn._checks import expect_eps, expect_same_device, expect_shape, expect_tensor
 from kda_core.nn._dispatch import backend_for
 from kda_core.request import GatedNormRequest
 
@@ -54,10 +54,7 @@ def _check(x: Any, gate: Any, weight: Any, eps: Any) -> None:
     expect_shape("gate", gate, x.shape)
     expect_shape("weight", weight, x.shape[-1:])
     expect_same_device(x, {"gate": gate, "weight": weight})
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
-        raise TypeError(f"eps: expected a number, got {type(eps).__name__}")
-    if not 0 <= eps < float("inf"):
-        raise ValueError(f"eps: expected a finite number of at least 0, got {eps}")
+    expect_eps("eps", eps)
 
 
 def _in_torch(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -14,6 +14,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "one token": {},
     "slots": {"slots": [4, 0, 2]},
     "three tokens": {"T": 3},
+    "no slots to pad": {"T": 2, "pad_slot_id": 1},
     "drafts": {
         "H": 1, "T": 3, "v_first": True, "slots": [[1, 5, 2], [6, 0, 9], [3, 4, 8]], "lower_bound": -5.0,
     },
@@ -49,6 +50,8 @@ def step(name: str, N: int = 3, seed: int = 0, **more: Any) -> dict[str, Any]:
         "state": state.to(sizes.get("state_dtype", torch.float32)), "A_log": torch.rand(HV),
         "dt_bias": torch.randn(HV, K), "state_v_first": v_first, "lower_bound": sizes.get("lower_bound"),
     }  # fmt: skip
+    if "pad_slot_id" in sizes:
+        call["pad_slot_id"] = sizes["pad_slot_id"]
     if sizes.get("norm", True):
         call |= {"norm_gate": normal(*tokens, HV, V), "norm_weight": torch.randn(V), "norm_eps": 1e-3}
     return call if slots is None else with_slots(call, slots)

@@ -79,11 +79,13 @@ def convolution_step_kernel(
         window = seen[1:]
         p_x += s_xt
         p_y += D
-        i_last = i_slot
+        # Without a table sequence n has slot n, which pad_slot_id does not skip.
+        i_last, writes = i_slot, t == T - 1
         if EVERY_TOKEN:
             i_last = tl.load(indices + i_n * s_index + t * s_slot).to(tl.int64)
+            writes = not is_padding(i_last, pad_slot_id, slots)
         if KEEPS:  # noqa: SIM102 (known when the kernel is compiled)
-            if (EVERY_TOKEN or t == T - 1) and not is_padding(i_last, pad_slot_id, slots):
+            if writes:
                 # All has been read from the slot before a part of it is written.
                 tl.debug_barrier()
                 p_last = conv_state + i_last * s_cn + o_d * s_cd

@@ -65,7 +65,7 @@ def _convolution_forward(r: ShortConvolutionRequest, lanes: int, warps: int) -> 
     final = None
     shape = named["N"], r.weight.shape[1] - 1, D
     # In place, a program reads the state and another writes it where a sequence may have several slots.
-    direct = r.inplace_final_state and T <= ROWS_OF_SLOT
+    direct = r.inplace_final_state and T <= ROWS_OF_SLOT and r.initial_state.is_contiguous()
     if direct:
         final = r.initial_state
     elif r.inplace_final_state:

@@ -54,10 +54,12 @@ def test_runs_repeat_bitwise(op, layout):
 @pytest.mark.parametrize(
     ("K", "V"), [(12, 10), (64, 64), (1, 1), (1, 17), (3, 5), (4, 2), (6, 9), (16, 1), (17, 10), (33, 5), (33, 1)]
 )
-def test_a_sequence_does_not_depend_on_its_neighbours(op, K, V):
-    r = make_request(op, cu=PACKING, K=K, V=V)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_sequence_does_not_depend_on_its_neighbours(op, K, V, dtype):
+    bounds = [*PACKING, 231, 247]  # 32 and 16 tokens, too
+    r = make_request(op, cu=bounds, K=K, V=V, dtype=dtype)
     packed, packed_grads, backward = gradients(r, ("q", "k", "v", "g", "beta", "initial_state"))
-    for n, (start, end) in enumerate(itertools.pairwise(PACKING)):
+    for n, (start, end) in enumerate(itertools.pairwise(bounds)):
         if start == end:
             continue
         rows = {name: getattr(r, name)[:, start:end] for name in ("q", "k", "v", "g", "beta")}

@@ -117,6 +117,25 @@ def test_meta_tensors_have_a_shape():
     assert kda_decode_step(**call).shape == (3, 3, 2, 32)
 
 
+@pytest.mark.parametrize(("N", "T"), [(0, 1), (0, 2), (3, 0)])
+@pytest.mark.parametrize("slots", [None, [2, 0, 5]])
+def test_nothing_to_do(N: int, T: int, slots: list[int] | None):
+    call = step("one token")
+    for n in ("mixed_qkv", "g", "beta", "norm_gate"):
+        call[n] = call[n][:N, None].expand(N, T, *call[n].shape[1:])
+    kept = {n: call[n].clone() for n in ("state", "conv_state")}
+    call["state_indices"] = None if slots is None else torch.tensor(slots[:N], dtype=torch.int64)
+    assert kda_decode_step(**call).shape == (N, T, 2, 32)
+    if slots is not None:
+        commit = empty_records(N, 2, 2, 32, 32).zero_(), torch.zeros(N, dtype=torch.int64), torch.zeros(N, 2, 192)
+        kda_decode_step(
+            **call, records=empty_records(N, T, 2, 32, 32),
+            **dict(zip(("commit", "num_committed", "commit_inputs"), commit, strict=True)),
+        )  # fmt: skip
+    assert all(torch.equal(t, call[n]) for n, t in kept.items())
+
+
+BLOCK = torch.zeros(7 * 2 * 32 * 32)
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "channels": ({"mixed_qkv": torch.zeros(3, 33)}, ValueError, "mixed_qkv: expected 2 · H"),
     "heads": ({"g": torch.zeros(3, 3, 32)}, ValueError, "mixed_qkv: expected 2 · H"),
@@ -151,6 +170,15 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "inputs' dtype": (RECORDED | COMMIT | {"commit_inputs": torch.zeros(3, 2, 192).half()}, TypeError, "commit_inputs"),
     "too many accepted": (RECORDED | COMMIT | {"num_committed": torch.tensor([0, 3, 1])}, ValueError, "num_committed"),
     "out": ({"out": torch.zeros(3, 2, 32, dtype=torch.bfloat16)}, TypeError, "out: expected"),
+    "out needs a gradient": ({"out": torch.zeros(3, 2, 32, requires_grad=True)}, ValueError, "out: kda_decode_step"),
+    "eps": ({"norm_eps": -1.0}, ValueError, "norm_eps: expected a finite"),
+    "eps is a flag": ({"norm_eps": True}, TypeError, "norm_eps: expected a number"),
+    "conv state's memory": ({"conv_state": torch.zeros(1, 3, 192).expand(7, -1, -1)}, ValueError, "conv_state: exp"),
+    "shared memory": (
+        {"state": BLOCK.view(7, 2, 32, 32), "conv_state": BLOCK[: 7 * 3 * 192].view(7, 3, 192)},
+        ValueError,
+        "conv_state: expected memory of its own",
+    ),
     "a number": ({"mixed_qkv": 3}, TypeError, "mixed_qkv: expected a tensor"),
     "dimensions": ({"mixed_qkv": torch.zeros(192)}, ValueError, "mixed_qkv: expected"),
 }

@@ -421,13 +421,16 @@ def test_an_output_gate_without_a_bias():
 
 
 def test_projections_that_are_more_than_a_product():
-    """Hooks, adapters in the place of a projection, and frozen weights."""
+    """Hooks, another forward, adapters in the place of a projection, and frozen weights."""
     m, x = layer(), tokens(1, 20)
     expected = m(x)
     seen = []
     m.q_proj.register_forward_hook(lambda module, args, result: seen.append(result.shape))
     torch.testing.assert_close(m(x), expected)
     assert seen == [(20, 16)]
+    replaced = layer()
+    replaced.v_proj.forward = lambda x: 0 * F.linear(x, replaced.v_proj.weight)  # as accelerate does
+    assert not torch.isclose(replaced(x), expected).any()
     adapted = copy.deepcopy(layer())
     adapted.k_proj = nn.Sequential(adapted.k_proj, nn.Identity())
     torch.testing.assert_close(adapted(x), expected)

@@ -71,7 +71,8 @@ def rows_per_chunk(request: Request) -> int:
     training = request.save_for_backward or bool(request.saved)
     rows = request.chunk_size if training else min(request.chunk_size, _INFERENCE_CHUNK)
     longest = request.T if request.cu_seqlens is None else int(token_counts(request).amax()) if request.N else 0
-    if training and request.disable_recompute:
+    # In float64 some of MKL's products of fewer rows have other bits, and a sequence's must not depend on its batch.
+    if training and (request.disable_recompute or request.compute_dtype == torch.float64):
         return rows
     return min(rows, max(_MIN_CHUNK, 1 << max(0, longest - 1).bit_length()))
 

@@ -103,10 +103,11 @@ def test_convolution(kda, name: str, dtype: torch.dtype, silu: bool):
     exact = _expect(kda, run, given, dtype)
     if state:
         *others, own = (t if t is None else t.to(kda.device) for t in given)
-        y, final = run(*others, own, kda.name, True)
-        assert final is own
-        _expect_near(y, exact[0], ROUNDING[dtype], "y")
-        _expect_near(own, exact[1], ROUNDING[dtype], "the state")
+        for place in (torch.stack([own, own], -1)[..., 0], own):  # with strides, and contiguous
+            y, final = run(*others, place, kda.name, True)
+            assert final is place
+            _expect_near(y, exact[0], ROUNDING[dtype], "y")
+            _expect_near(place, exact[1], ROUNDING[dtype], "the state")
 
 
 @DTYPES

@@ -1,0 +1,51 @@
+"""A layer's cache across modes of autograd, and cropped within its first call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kda_core.nn import KDACache, KimiDeltaAttention
+
+KINDS = {
+    "plain": {},
+    "convolution's bias": {"conv_bias": True, "conv_size": 3},
+    "no convolution": {"use_short_conv": False},
+}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> KimiDeltaAttention:
+    torch.manual_seed(0)
+    return KimiDeltaAttention(hidden_size=24, head_dim=8, num_heads=2, **KINDS[request.param]).double()
+
+
+def tokens(B: int, T: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(B, T, 24, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("first", [torch.enable_grad, torch.inference_mode])
+def test_a_step_in_another_mode(kind: KimiDeltaAttention, first):
+    """Neither states of autograd's nor those of inference mode are advanced in place under no_grad."""
+    x, cache = tokens(2, 11), KDACache()
+    with first():
+        kind(x[:, :9], cache=cache)
+    state, kept = cache.state, cache.state.detach().clone()
+    with torch.no_grad():
+        actual = torch.cat([kind(x[:, t : t + 1], cache=cache) for t in (9, 10)], 1)
+        torch.testing.assert_close(actual, kind(x)[:, 9:])
+    assert torch.equal(kept, state)
+    assert not cache.state.requires_grad
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 17])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_cropping_the_first_call(kind: KimiDeltaAttention, length: int, mode):
+    """Outside of the mode in which the call was made: no gradient begins there."""
+    x, cache = tokens(2, 30), KDACache(crop_calls=1)
+    with mode():
+        kind(torch.cat([x[:, :length], tokens(2, 3, seed=9)], 1), cache=cache)
+    cache.crop(length)
+    assert cache.state is None or not cache.state.requires_grad
+    with mode():
+        torch.testing.assert_close(kind(x[:, length:], cache=cache), kind(x)[:, length:])
