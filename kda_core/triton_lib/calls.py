@@ -30,15 +30,12 @@ from kda_core.request import (
 )
 from kda_core.triton_lib.describe import describe
 from kda_core.triton_lib.layout import intermediate_states_shape
-from kda_core.triton_lib.lengths import Noted, family, lengths_of, with_numbers
+from kda_core.triton_lib.lengths import Family, Noted, family, lengths_of, with_numbers
 from kda_core.triton_lib.plan import Plan
 from kda_core.triton_lib.run import PublicPlan, Results, on_device
 
 MAX_PLANS = 1024
 """Plans that are kept, of some 20 KB each; the oldest is dropped first."""
-
-MOST_NOTED = 24
-"""Plans with numbers that are made for calls that differ in their lengths alone: one for each set of decisions."""
 
 _CHUNK = (
     *("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "ssm_state_indices", "out"),
@@ -121,8 +118,7 @@ class Calls:
         self._plan_of, self._chip, self._bind, self._most = plan_of, chip, bind, most
         self._chips, self._saved_specs = chips, saved_specs
         self._holders: deque[tuple[dict[Any, Any], Hashable]] = deque()
-        # Plans with numbers in the place of lengths, by all else that they follow from; None: one that was not ready.
-        self._families: dict[Hashable, list[Noted | None]] = {}
+        self._families: dict[Hashable, Family] = {}
 
     def run(
         self, request: AnyRequest | LayerRequest, key: Hashable, names: Sequence[str], inputs: Sequence[Tensor | None],
@@ -161,24 +157,21 @@ class Calls:
         misaligned = frozenset(n for n, place in zip(names, places, strict=True) if place & 15)
         lengths = None if half else lengths_of(request)
         if lengths is not None:
+
+            def noted() -> Noted | None:
+                r, notes = with_numbers(request, lengths, misaligned, self._saved_specs)
+                plan = self._bind(self._plan_of(r, chip, misaligned), names, device)
+                return Noted(notes, names, r, plan) if plan.ready else None
+
             name = key, family(request)
             known = self._families.get(name)
             if known is None:
                 # Programs with one length pay for no notes.
                 if len(self._families) >= self._most:
                     self._families.clear()
-                self._families[name] = []
-            else:
-                for noted in known:
-                    if noted is not None and (found := noted.bound(lengths, inputs)) is not None:
-                        return found
-                if len(known) < MOST_NOTED:
-                    r, notes = with_numbers(request, lengths, misaligned, self._saved_specs)
-                    plan = self._bind(self._plan_of(r, chip, misaligned), names, device)
-                    noted = Noted(notes, names, r, plan) if plan.ready else None
-                    known.append(noted)
-                    if noted is not None and (found := noted.bound(lengths, inputs)) is not None:
-                        return found
+                self._families[name] = Family()
+            elif (found := known.bound(lengths, inputs, noted)) is not None:
+                return found
         planned = request if saved is None else replace(request, saved=saved)
         return self._bind(self._plan_of(planned, chip, misaligned, *half), names, device)
 

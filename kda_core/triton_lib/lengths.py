@@ -106,10 +106,9 @@ class Notes:
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self._values: list[Any] = list(lengths)
-        self._count = len(lengths)
         self.lengths = tuple(Number(self, i, x) for i, x in enumerate(lengths))
         self._known: dict[Any, Any] = {}
-        self._steps: list[tuple[Callable[[Any, Any], Any], int, int, int, bool]] = []
+        self.steps: list[tuple[Callable[[Any, Any], Any], int, int, int, bool]] = []
 
     def place(self, x: Any) -> int:
         """The place of a number, which may be a constant."""
@@ -129,7 +128,7 @@ class Notes:
             value = function(self._values[places[0]], self._values[places[1]])
             found = self._known[key] = len(self._values), value
             self._values.append(value)
-            self._steps.append((function, *places, found[0], asked))
+            self.steps.append((function, *places, found[0], asked))
         return found
 
     def take(self, function: Callable[[Any, Any], Any], a: Any, b: Any) -> Number:
@@ -138,17 +137,25 @@ class Notes:
     def ask(self, function: Callable[[Any, Any], bool], a: Any, b: Any) -> bool:
         return self._step(function, a, b, True)[1]
 
-    def followed(self, lengths: Sequence[int]) -> list[Any] | None:
-        """All numbers by place for other lengths; None where an answer is another."""
-        values = self._values.copy()
-        values[: self._count] = lengths
-        for function, a, b, place, asked in self._steps:
+    def at(self, lengths: Sequence[int]) -> list[Any]:
+        """Numbers by place, before the first step."""
+        return [*lengths, *self._values[len(self.lengths) :]]
+
+    def follow(self, values: list[Any], step: int = 0) -> int | None:
+        """Fill in numbers from a step on; the step whose answer is another, or None."""
+        for i in range(step, len(self.steps)):
+            function, a, b, place, asked = self.steps[i]
             value = function(values[a], values[b])
             if not asked:
                 values[place] = value
             elif value is not values[place]:
-                return None
-        return values
+                return i
+        return None
+
+    def followed(self, lengths: Sequence[int]) -> list[Any] | None:
+        """All numbers by place for other lengths; None where an answer is another."""
+        values = self.at(lengths)
+        return values if self.follow(values) is None else None
 
 
 def picker(xs: Sequence[Any]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
@@ -175,6 +182,9 @@ def filled(x: Any, values: Sequence[Any]) -> Any:
     return x
 
 
+MOST_NOTED = 32
+"""Plans with numbers that are made of calls that differ in their lengths alone: one for each set of decisions."""
+
 _FIRST = {Request: "q", GateRequest: "g", ShortConvolutionRequest: "x", GatedNormRequest: "x"}
 """Kinds of calls whose plans are noted, and the tensor whose first sizes are the lengths."""
 
@@ -188,8 +198,14 @@ _BY_SEQUENCE = frozenset(
     {
         *("initial_state", "grad_final_state", "ssm_state_indices", "has_initial_state", "final_state_indices"),
         *("checkpoint_indices", "num_accepted_tokens", "commit", "num_committed", "parents", "commit_path"),
+        "cu_seqlens",
     }
 )
+
+
+def _is_by_sequence(name: str, request: Any) -> bool:
+    is_pool = name == "initial_state" and getattr(request, "ssm_state_indices", None) is not None
+    return name in _BY_SEQUENCE and not is_pool
 
 
 def lengths_of(request: Any) -> tuple[int, int, int] | None:
@@ -204,14 +220,23 @@ def lengths_of(request: Any) -> tuple[int, int, int] | None:
 
 
 def family(request: Any) -> tuple[Any, ...]:
-    """All that a plan follows from, apart from lengths and strides."""
+    """All that a plan follows from, lengths apart."""
     found: list[Any] = [type(request), request.device]
     for name, x in vars(request).items():
-        if isinstance(x, Tensor):
-            found.append((name, x.dtype, x.shape[2 if name in _BY_TOKEN else 1 :]))
-        elif name not in ("memo", "saved"):
-            found.append((name, x))
+        if not isinstance(x, Tensor):
+            if name not in ("memo", "saved"):
+                found.append((name, x))
+        elif name in _BY_TOKEN:
+            found.append((name, x.dtype, x.shape[2:], x.is_contiguous() or _rows(x.shape[1], x.stride())))
+        else:
+            own = x.shape[_is_by_sequence(name, request) :]
+            found.append((name, x.dtype, own, x.is_contiguous() or x.stride()))
     return tuple(found)
+
+
+def _rows(T: int, strides: tuple[int, ...]) -> tuple[bool, tuple[int, ...]]:
+    """Strides by token and so on, and whether batches lie one behind the other."""
+    return strides[0] == T * strides[1], strides[1:]
 
 
 def with_numbers(
@@ -234,15 +259,11 @@ def with_numbers(
         if not isinstance(x, View):
             continue
         if name in _BY_TOKEN:
-            s_b, s_t, *others = x.strides
-            strides = (T * s_t if s_b == lengths[1] * s_t else s_b, s_t, *others)
+            dense, others = _rows(lengths[1], x.strides)
+            strides = (T * others[0] if dense else x.strides[0], *others)
             views[name] = x._replace(shape=(B, T, *x.shape[2:]), strides=strides)
-        elif name == "cu_seqlens":
-            views[name] = x._replace(shape=(N + 1,))
-        elif name in _BY_SEQUENCE and not (
-            name == "initial_state" and getattr(r, "ssm_state_indices", None) is not None
-        ):
-            views[name] = x._replace(shape=(N, *x.shape[1:]))
+        elif _is_by_sequence(name, r):
+            views[name] = x._replace(shape=(N + 1 if name == "cu_seqlens" else N, *x.shape[1:]))
     r = changed(r, **views)
     if has_saved:
         r.__dict__["saved"] = tuple(
@@ -255,6 +276,10 @@ def with_numbers(
 class Noted:
     """A plan with numbers, bound, and the notes that it was made with.
 
+    Attributes:
+        branches: plans for another answer to one of the notes' questions, by its step. Plans are made in one way, so
+            that the notes of both are the same up to there.
+
     Args:
         names: of the inputs.
         r: the request that it was made of.
@@ -266,13 +291,57 @@ class Noted:
         views = input_layouts(r)
         found = [views.get(n) for n in names]
         self._layouts = tuple(None if x is None else picker((*x.shape, *x.strides)) for x in found)
+        self.branches: dict[int, Noted] = {}
 
-    def bound(self, lengths: Sequence[int], inputs: Sequence[Tensor | None]) -> Any:
-        """The plan for other lengths; None where it would be another, or the inputs lie in another way."""
-        values = self._notes.followed(lengths)
-        if values is None:
-            return None
+    def look(self, lengths: Sequence[int]) -> tuple[Noted, list[Any], int | None]:
+        """The plan for other lengths and its numbers; or the last one, and the step whose answer has no branch."""
+        noted, values = self, self._notes.at(lengths)
+        step = noted._notes.follow(values)
+        while step is not None and step in noted.branches:
+            before, noted = noted, noted.branches[step]
+            new = noted._notes.at(lengths)
+            for *_, place, asked in before._notes.steps[:step]:
+                if not asked:
+                    new[place] = values[place]
+            values, step = new, noted._notes.follow(new, step)
+        return noted, values, step
+
+    def add(self, other: Noted, step: int) -> None:
+        """A plan for lengths for which ``look`` gave this one and a step."""
+        if self._notes.steps[:step] == other._notes.steps[:step]:
+            self.branches[step] = other
+
+    def bound(self, values: list[Any], inputs: Sequence[Tensor | None]) -> Any:
+        """The plan with these numbers; None where inputs lie in another way."""
         for x, layout in zip(inputs, self._layouts, strict=True):
             if x is not None and (layout is None or (*x.shape, *x.stride()) != layout(values)):
                 return None
         return self._plan.at(values)
+
+
+class Family:
+    """Plans with numbers of calls that differ in their lengths alone: a tree of decisions."""
+
+    def __init__(self) -> None:
+        self._root: Noted | None = None
+        self._made = 0
+
+    def bound(self, lengths: Sequence[int], inputs: Sequence[Tensor | None], make: Callable[[], Noted | None]) -> Any:
+        """The plan of a call, bound; None where it has to be made for the call alone.
+
+        Args:
+            make: makes it, for any lengths with the same decisions.
+        """
+        last, values, step = (None, [], 0) if self._root is None else self._root.look(lengths)
+        if step is not None:
+            self._made += 1
+            new = make() if self._made <= MOST_NOTED else None
+            if new is None:
+                return None
+            if last is None:
+                self._root = new
+            else:
+                last.add(new, step)
+            last, values, _ = new.look(lengths)
+        assert last is not None
+        return last.bound(values, inputs)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kda_core.triton_lib.lengths import Notes, Number, filled, picker
+from kda_core.request import Request
+from kda_core.triton_lib.lengths import Family, Noted, Notes, Number, filled, picker
 
 OTHERS = [(0, 1), (1, 1), (3, 2), (40, 2), (63, 5), (64, 5), (65, 5), (500, 7), (2**40, 3)]
 
@@ -49,6 +50,41 @@ def test_a_decision_that_is_the_same_is_no_hindrance():
     assert filled(made, values) == sizes(501, 9)
     assert notes.followed((20, 7)) is None
     assert notes.followed((512, 7)) is None
+
+
+class Held:
+    """Stands for a plan that is bound."""
+
+    def __init__(self, made: Any) -> None:
+        self.made, self.ready = made, True
+
+    def at(self, values: Any) -> Any:
+        return filled(self.made, values)
+
+
+def test_plans_are_made_once_for_each_set_of_decisions():
+    """Branches are found by their answers, whichever came first, and followed with their own constants."""
+    made, family = [], Family()
+
+    def function(T: Any, N: Any) -> Any:
+        if N == 3:
+            return "three", T * 7, T // 5
+        size = T * 11 + 1 if T < 64 else T * 13
+        return size, (N + size) * (2 if T % 2 else 3), int(N > 9)
+
+    def ask(*lengths: int) -> Any:
+        def make() -> Noted:
+            made.append(lengths)
+            notes = Notes(lengths)
+            return Noted(notes, (), Request(**request), Held(function(*notes.lengths)))
+
+        return family.bound(lengths, (), make)
+
+    request = dict.fromkeys("qkvg") | {"op": "chunk_kda", "beta": None, "scale": 1.0}
+    every = [(T, N) for T in (3, 200, 64, 65, 2, 63, 90) for N in (4, 3, 12, 1)]
+    for _ in range(2):
+        assert [ask(*x) for x in every] == [function(*x) for x in every]
+    assert len(made) == 1 + 2 * 2 * 2
 
 
 def test_numbers_are_picked_in_one_step():
