@@ -36,6 +36,14 @@ def share_memory(a: Tensor, b: Tensor) -> bool:
 def meets_itself(t: Tensor) -> bool:
     """Whether two elements lie in the same place."""
     steps = _steps(t) if t.numel() else ()
+    reach = 0
+    for step, most in sorted(steps):
+        if step <= reach:
+            break
+        reach += step * most
+    else:
+        # Every step leaves what smaller ones reach behind it, as those of most tensors do.
+        return False
     # Two places are equal where a sum of steps, each times a difference of two indices, is zero. Take the first of the
     # differences that are not zero as positive; all are shifted so that none is negative.
     for i, (step, most) in enumerate(steps):

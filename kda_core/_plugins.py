@@ -326,7 +326,8 @@ class Registry:
 
     def _chosen_anew(self, request: AnyRequest, name: str | None, key: tuple | None) -> Backend:
         """The backend of a call with a new signature, or without one (``key`` is None)."""
-        if _checks.convert_scalars(request) | _checks.resolve_signs(request):
+        # A call with a signature has no tensor with a sign of its own.
+        if _checks.convert_scalars(request) | (key is None and _checks.resolve_signs(request)):
             return self._backend_of(request, name)
         self.load()
         _checks.check(request)

@@ -64,7 +64,14 @@ def check_gradients(backend: str, r: Request | GateRequest, result: Any, memo: d
         raise ContractViolation(f"backend {backend!r} returned no gradient of {', '.join(missing)}")
     for name in r.needs_grad:
         like = getattr(r, name)
-        _expect(backend, f"d{name}", result.grads[name], like.shape, like.dtype, like.device)
+        found = result.grads[name]
+        # Names are put together for a refusal alone.
+        if not isinstance(found, Tensor) or (found.shape, found.dtype, found.device) != (
+            like.shape,
+            like.dtype,
+            like.device,
+        ):
+            _fail(backend, f"d{name}", _text(like.shape, like.dtype, like.device), found)
     if memo is not None:
         memo[BackwardResult, r.needs_grad] = True
 

@@ -30,6 +30,7 @@ from kda_core.request import (
 )
 from kda_core.triton_lib.describe import describe
 from kda_core.triton_lib.layout import intermediate_states_shape
+from kda_core.triton_lib.lengths import Family, Noted, family, lengths_of, with_numbers
 from kda_core.triton_lib.plan import Plan
 from kda_core.triton_lib.run import PublicPlan, Results, on_device
 
@@ -117,6 +118,7 @@ class Calls:
         self._plan_of, self._chip, self._bind, self._most = plan_of, chip, bind, most
         self._chips, self._saved_specs = chips, saved_specs
         self._holders: deque[tuple[dict[Any, Any], Hashable]] = deque()
+        self._families: dict[Hashable, Family] = {}
 
     def run(
         self, request: AnyRequest | LayerRequest, key: Hashable, names: Sequence[str], inputs: Sequence[Tensor | None],
@@ -137,10 +139,7 @@ class Calls:
         with on_device(request.device):
             bound = None if memo is None else memo.get(key)
             if bound is None:
-                misaligned = frozenset(n for n, place in zip(names, places, strict=True) if place & 15)
-                planned = request if saved is None else replace(request, saved=saved)
-                plan = self._plan_of(planned, self._chip(request.device), misaligned, *half)
-                bound = self._bind(plan, names, request.device)
+                bound = self._bound(request, key, names, inputs, places, saved, half)
                 if memo is not None:
                     memo[key] = bound
                     self._holders.append((memo, key))
@@ -148,6 +147,33 @@ class Calls:
                         old, name = self._holders.popleft()
                         old.pop(name, None)
             return bound(inputs, places)
+
+    def _bound(
+        self, request: Any, key: Hashable, names: Sequence[str], inputs: Sequence[Tensor | None],
+        places: Sequence[int], saved: tuple[Tensor, ...] | None, half: tuple[str, ...],
+    ) -> Callable[..., Results]:  # fmt: skip
+        """The plan of a call, bound: that of a call with other lengths where one is noted; arguments as of ``run``."""
+        device, chip = request.device, self._chip(request.device)
+        misaligned = frozenset(n for n, place in zip(names, places, strict=True) if place & 15)
+        lengths = None if half else lengths_of(request)
+        if lengths is not None:
+
+            def noted() -> Noted | None:
+                r, notes = with_numbers(request, lengths, misaligned, self._saved_specs)
+                plan = self._bind(self._plan_of(r, chip, misaligned), names, device)
+                return Noted(notes, names, r, plan) if plan.ready else None
+
+            name = key, family(request)
+            known = self._families.get(name)
+            if known is None:
+                # Programs with one length pay for no notes.
+                if len(self._families) >= self._most:
+                    self._families.clear()
+                self._families[name] = Family()
+            elif (found := known.bound(lengths, inputs, noted)) is not None:
+                return found
+        planned = request if saved is None else replace(request, saved=saved)
+        return self._bind(self._plan_of(planned, chip, misaligned, *half), names, device)
 
     def chunk_forward(self, request: Request) -> ForwardResult:
         """Run ``chunk_kda`` for a call that the plugin accepted."""

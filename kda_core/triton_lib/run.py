@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kda_core._torch_private import empty_strided_on
+from kda_core.triton_lib.lengths import filled
 from kda_core.triton_lib.plan import Launch, Plan, Step, Tile, View, contiguous_strides
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
@@ -46,11 +47,13 @@ def launch_publicly(launch: Launch, arguments: Sequence[Any], options: Mapping[s
     launch.kernel[launch.grid](*arguments, **options)
 
 
-def maker(shape: tuple[int, ...], dtype: torch.dtype, zeros: bool, device: torch.device) -> Callable[[], Tensor]:
-    """A function that makes a contiguous tensor, while ``device`` is current."""
+def maker(
+    shape: tuple[int, ...], dtype: torch.dtype, zeros: bool, device: torch.device, strides: tuple[int, ...]
+) -> Callable[[], Tensor]:
+    """A function that makes a contiguous tensor, while ``device`` is current; ``strides``: its."""
     if zeros:
         return partial(torch.zeros, shape, dtype=dtype, device=device)
-    return partial(empty_strided_on(device.type), shape, contiguous_strides(shape), dtype)
+    return partial(empty_strided_on(device.type), shape, strides, dtype)
 
 
 def part(base: Tensor, x: View) -> Tensor:
@@ -65,11 +68,16 @@ class PublicPlan:
 
     It holds no tensor, and threads share it.
 
+    Attributes:
+        ready: whether ``at`` is of use.
+
     Args:
         names: of the inputs, in the order in which calls give them.
         launch: launches a kernel with the values of its parameters, constants apart, and the compiler's options.
         descriptor: makes triton's descriptor of a tile and the tensor that it begins in.
     """
+
+    ready = True
 
     def __init__(
         self,
@@ -80,16 +88,21 @@ class PublicPlan:
         descriptor: Callable[[Tile, Tensor], Any] | None = None,
     ) -> None:
         self._launch, self._descriptor = launch, descriptor
+        self._plan, self._rest = plan, (names, device, launch, descriptor)
         numbers = {n: i for i, n in enumerate(names)}
         epochs = []
         for n, steps in enumerate(plan.epochs):
             begun = [b for b in plan.buffers.values() if b.epochs[0] == n]
             numbers |= {b.name: len(numbers) + i for i, b in enumerate(begun)}
             ended = [b.name for b in plan.buffers.values() if b.role == "scratch" and b.epochs[1] == n]
-            makers = [maker(b.shape, b.dtype, b.zeros, device) for b in begun]
+            makers = [maker(b.shape, b.dtype, b.zeros, device, contiguous_strides(b.shape)) for b in begun]
             epochs.append((makers, [self._step(s, plan, numbers) for s in steps], [numbers[x] for x in ended]))
         self._epochs = tuple(epochs)
         self._results = tuple((n, x if x is None else numbers[x]) for n, x in plan.results.items())
+
+    def at(self, values: Sequence[Any]) -> PublicPlan:
+        """The same for a plan with ``Number``, with these values."""
+        return PublicPlan(filled(self._plan, values), *self._rest)
 
     def __call__(self, inputs: Sequence[Tensor | None], places: Sequence[int] = ()) -> Results:
         """Run for ``inputs``; the results by name. Addresses (``places``) are not looked at."""

@@ -15,13 +15,15 @@ installed.need_package("triton")
 
 from kda_core_nvidia.calls import plan_of
 from kda_core_nvidia.choose import CHIPS
+from kda_core_nvidia.plans.forward import saved_specs
 from kda_core_nvidia.plugin import BACKEND
 from planned_backend import PlannedBackend
 
-from kda_core import _autograd, chunk_kda, fused_recurrent_kda
+from kda_core import _autograd, chunk_kda, fused_recurrent_kda, kda_gate
 from kda_core._plugins import registry
 from kda_core.request import Request
 from kda_core.triton_lib.calls import Calls
+from kda_core.triton_lib.lengths import filled
 from kda_core.triton_lib.plan import Plan
 
 
@@ -31,7 +33,10 @@ class Noted:
     calls: ClassVar[list[tuple[Plan, tuple[torch.Tensor | None, ...], bool]]] = []
 
     def __init__(self, plan: Plan, names: Any, device: torch.device) -> None:
-        self.plan, self.names, self.new = plan, names, True
+        self.plan, self.names, self.device, self.new, self.ready = plan, names, device, True, True
+
+    def at(self, values: Any) -> Any:
+        return Noted(filled(self.plan, values), self.names, self.device)
 
     def __call__(self, inputs: Any, places: Any) -> dict[str, torch.Tensor | None]:
         Noted.calls.append((self.plan, tuple(inputs), self.new))
@@ -53,7 +58,7 @@ class NotedCalls(Calls):
     """
 
     def __init__(self) -> None:
-        super().__init__(plan_of, lambda device: CHIPS[90], bind=Noted, most=MOST_PLANS)
+        super().__init__(plan_of, lambda device: CHIPS[90], saved_specs=saved_specs, bind=Noted, most=MOST_PLANS)
         self.pairs: list[tuple[Plan, Plan, bool]] = []
         self.memos: list[Any] = []
 
@@ -227,6 +232,55 @@ def test_the_plan_that_is_found_is_the_plan_of_the_call(calls):
                 assert repr(used) == repr(expected), name
                 assert used == expected, name
                 assert not (turn and new), name
+
+
+def of_lengths() -> dict[str, Any]:
+    """Calls by batch, tokens and sequences."""
+
+    def bounds(T: int, N: int) -> torch.Tensor:
+        return torch.linspace(0, T, N + 1).int()
+
+    def prompts(B: int, T: int, N: int) -> Any:
+        pool, bits = torch.zeros(40, 2, 64, 64), torch.ones(N, dtype=torch.bool)
+        slots = {"ssm_state_indices": torch.arange(N), "has_initial_state": bits, "initial_state": pool}
+        out = torch.empty(1, T, 2, 64).bfloat16()
+        return chunk(inputs(1, T), cu_seqlens=bounds(T, N), **slots, **parameters(), out=out)
+
+    def state(N: int) -> dict[str, Any]:
+        return {"initial_state": torch.zeros(N, 2, 64, 64), "output_final_state": True}
+
+    def sliced(B: int, T: int, N: int) -> Any:
+        a = inputs(B, T)
+        q, k, v = torch.cat([a["q"], a["k"], a["v"]], -1).chunk(3, -1)
+        return chunk({**a, "q": q, "k": k, "v": v})
+
+    return {
+        "plain": lambda B, T, N: chunk(inputs(B, T)),
+        "sliced": sliced,
+        "prompts": prompts,
+        "packed": lambda B, T, N: chunk(inputs(1, T), cu_seqlens=bounds(T, N), **state(N)),
+        "training": lambda B, T, N: chunk(inputs(B, T), True, **parameters(), **NORM),
+        "training, packed": lambda B, T, N: chunk(inputs(1, T), True, cu_seqlens=bounds(T, N), **state(N)),
+        "training, all kept": lambda B, T, N: chunk(inputs(B, T), True, disable_recompute=True),
+        "training, cut": lambda B, T, N: chunk(inputs(1, 40 * T, 2, 128), True),
+        "token by token": lambda B, T, N: fused_recurrent_kda(**inputs(B, T), **state(B)),
+        "gate": lambda B, T, N: kda_gate(inputs(B, T)["g"], lower_bound=-5.0),
+    }
+
+
+@pytest.mark.parametrize("kind", of_lengths())
+def test_the_plan_for_other_lengths_is_the_plan_of_the_call(calls, monkeypatch, kind: str):
+    """Lengths at which decisions change as well; most plans are found, not made."""
+    made = []
+    monkeypatch.setattr(calls, "_plan_of", lambda *of: made.append(of) or plan_of(*of))
+    lengths = [(2, 64, 3), (2, 65, 3), (1, 64, 1), (3, 1, 1), (2, 130, 2), (1, 33, 4), (2, 96, 2), (1, 500, 2)]
+    lengths += [(2, T, N) for T, N in zip(range(100, 130), range(2, 32), strict=True)]
+    for call in lengths:
+        calls.pairs.clear()
+        of_lengths()[kind](*call)
+        assert all(used == expected for used, expected, _ in calls.pairs), call
+    assert len(made) < (2 if "training" in kind else 1) * len(lengths) / 2
+    assert any(calls._families.values())
 
 
 def test_the_plan_of_a_half_is_that_of_the_half():

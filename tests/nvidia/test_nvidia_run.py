@@ -24,6 +24,7 @@ installed.need_package("triton")
 import triton
 from kda_core_nvidia import run, triton_private
 
+from kda_core.triton_lib.lengths import Notes
 from kda_core.triton_lib.plan import Builder, Copy, Launch, Plan, View, layout, matrix_tile
 
 
@@ -135,6 +136,49 @@ def test_what_is_compiled_is_found_for_other_lengths(fake):
     assert [way for way, *_ in fake] == ["triton"] * 2
 
 
+@pytest.mark.parametrize("tile", [False, True])
+def test_a_plan_with_numbers_launches_what_a_plan_of_its_lengths_launches(fake, tile: bool):
+    """Grids, numbers and parts of buffers follow lengths; it is bound once, where its kernels are compiled."""
+
+    def plan_of(rows: Any) -> Plan:
+        b = Builder(small=2**20)
+        own = View("x", (rows, 32), (32, 1), torch.float32)
+        y, u = (b.scratch(n, (2 * rows, 32), torch.float32) for n in "yu")
+        z = b.result("z", (rows, 32), torch.float32)
+        shared = {"s_x": 32, "n": 3 * rows + 1}
+        launch(b, (-(-rows // 16), 2, 1), x=matrix_tile(own, 4, 32) if tile else own, y=u, **shared)
+        launch(b, (rows, 1, 1), x=u, y=y, **shared)
+        half = b.scratch("half", (rows, 32), torch.float32)
+        b.step(Copy(half, own))
+        launch(b, (rows, 1, 1), x=y, y=z, **shared)
+        return b.plan({"x": own}, {"z": z})
+
+    def launches(bound: Any, x: torch.Tensor) -> list[Any]:
+        fake.clear()
+        z = bound([x], [x.data_ptr()])["z"]
+        names = {x.data_ptr(): "x", z.data_ptr(): "z"}
+        assert z.shape == x.shape
+        first = fake[0][2][1]
+        return [(way, grid, [names.get(a, a - first if a > 2**20 else a) for a in given]) for way, grid, given in fake]
+
+    notes = Notes((40,))
+    assert not fake.bind(plan_of(*notes.lengths), ("x",), CPU).ready
+    launches(fake.bind(plan_of(40), ("x",), CPU), torch.randn(40, 32))
+    notes = Notes((40,))
+    noted = fake.bind(plan_of(*notes.lengths), ("x",), CPU)
+    assert noted.ready
+    for rows in (40, 41, 7, 300):
+        x = torch.randn(rows, 32)
+        found = noted.at(notes.followed((rows,)))
+        expected = launches(fake.bind(plan_of(rows), ("x",), CPU), x)
+        assert launches(found, x) == launches(found, x) == expected
+        assert {way for way, *_ in expected} == {"again"}
+        assert found.plan == plan_of(rows)
+    # Scratch of another size takes other epochs, and numbers of 64 bits another kernel.
+    assert notes.followed((2**20,)) is None
+    assert notes.followed((2**31,)) is None
+
+
 def test_a_kernel_is_compiled_for_what_triton_looks_at(fake):
     x = View("x", (4, 32), (32, 1), torch.float32)
 
@@ -143,14 +187,14 @@ def test_a_kernel_is_compiled_for_what_triton_looks_at(fake):
         launch(b, (1, 1, 1), warps, K, x=x, y=None, s_x=s_x, n=n)
         return run._compiled_for(b.plan({"x": View("x", (), (), torch.float32)}, {}).launches[0], device)
 
-    assert kind() == kind(n=6) == kind(x.cut(0, slice(1, 2)))
+    assert kind() == kind(n=6) == kind(s_x=8) == kind(x.cut(0, slice(1, 2)))
     others = [
         kind(x._replace(aligned=False)), kind(x._replace(dtype=torch.bfloat16)), kind(None),
-        kind(matrix_tile(x, 2, 32)), kind(s_x=8), kind(n=2**31), kind(n=-(2**31) - 1), kind(K=32), kind(warps=8),
-        kind(device=1),
+        kind(matrix_tile(x, 2, 32)), kind(s_x=16), kind(s_x=1), kind(s_x=2**31 + 1), kind(n=2**31),
+        kind(n=-(2**31) - 1), kind(K=32), kind(warps=8), kind(device=1),
     ]  # fmt: skip
     # Numbers of 64 bits are alike, above and below.
-    assert len({kind(), *others}) == 10
+    assert len({kind(), *others}) == 12
 
 
 def test_scratch_is_one_allocation_where_it_lasts_alike_and_is_given_back(fake):

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kda_core.triton_lib.plan import ALIGNMENT, Buffer, Launch, Plan, Step, Tile, View
+from kda_core.triton_lib.lengths import Number, filled, picker
+from kda_core.triton_lib.plan import ALIGNMENT, Buffer, Launch, Plan, Step, Tile, View, contiguous_strides
 from kda_core.triton_lib.run import INTERPRET, PublicPlan, Results, maker, part
 from kda_core.triton_lib.run import run_plan as run_plan_with
 from kda_core_nvidia import triton_private
@@ -47,8 +48,8 @@ def _specialised(kernel: Any) -> frozenset[str]:
 def _compiled_for(launch: Launch, device: int | None) -> Hashable:
     """The key for which triton compiles a kernel, by triton's own rules.
 
-    They are: dtypes, 16-byte alignment of tensors, the values of integers that may be specialised, whether other
-    integers need 64 bits, and constants. Strides (s_...) are the only integers that the kernels let triton specialise.
+    They are: dtypes, 16-byte alignment of tensors, whether integers need 64 bits, and those that may be specialised are
+    1 or multiples of 16, and constants. Strides (s_...) are the only integers that the kernels let triton specialise.
     """
     kinds: list[Any] = []
     special = _specialised(launch.kernel)
@@ -57,19 +58,24 @@ def _compiled_for(launch: Launch, device: int | None) -> Hashable:
             kinds.append((name, x.dtype, x.aligned))
         elif isinstance(x, Tile):
             kinds.append((name, x.base.dtype, *x.block))
-        elif isinstance(x, int):
-            kinds.append((name, x if name in special else -(2**31) <= x < 2**31))
+        elif isinstance(x, (int, Number)):
+            kinds.append((name, name in special and (x == 1, x % 16 == 0), -(2**31) <= x < 2**31))
         else:
             kinds.append((name, x is None))
     return device, id(launch.kernel), launch.num_warps, tuple(launch.constants.items()), tuple(kinds)
 
 
+_Pick = Callable[[Sequence[Any]], tuple[Any, ...]]
+"""Of ``picker``."""
+
+
 class _Map(NamedTuple):
-    """A descriptor of a launch: its place, the slot of its address, what encodes it, and what has been encoded."""
+    """A descriptor of a launch: its place, the slot of its address, what encodes its shape there, and what it has."""
 
     place: int
     slot: int
-    encode: Callable[[int], Any]
+    encode: Callable[[Sequence[int], int], Any]
+    shape: tuple[int, int]
     known: dict[int, Any]
 
 
@@ -93,6 +99,70 @@ class _Epoch(NamedTuple):
     calls: tuple[_Call, ...]
     ended: tuple[int, ...]
     """Numbers of allocations."""
+
+
+class _Launch(NamedTuple):
+    """A launch as a ``_Call`` for any lengths.
+
+    Attributes:
+        numbers: places of arguments that are a ``Number``, and theirs among all numbers.
+        tiles: place and slot of each descriptor, what encodes it, and what gives its shape.
+    """
+
+    entry: Entry
+    arguments: list[Any]
+    numbers: tuple[tuple[int, int], ...]
+    moves: tuple[tuple[int, int], ...]
+    tiles: tuple[tuple[int, int, Callable[[Sequence[int], int], Any], _Pick], ...]
+
+    def at(self, values: Sequence[Any]) -> _Call:
+        arguments = self.arguments.copy()
+        for place, number in self.numbers:
+            arguments[place] = values[number]
+        maps = tuple([_Map(place, slot, encode, shape(values), {}) for place, slot, encode, shape in self.tiles])
+        return _Call(maps, self.entry.call, arguments, self.moves)
+
+
+class _TorchStep(NamedTuple):
+    """A step of torch for any lengths: the numbers of its tensors, and whether they are parts of these."""
+
+    step: Any
+    numbers: tuple[int, ...]
+    parts: bool
+
+    def at(self, values: Sequence[Any]) -> _Call:
+        step = filled(self.step, values)
+        if not self.parts:
+            first, second = self.numbers
+            return _Call((), lambda held: step.run(held[first], held[second]), None)
+        found = tuple(zip(self.numbers, step.views(), strict=True))
+        return _Call((), lambda held: step.run(*(part(held[n], x) for n, x in found)), None)
+
+
+class _Allocation(NamedTuple):
+    """An allocation for any lengths, and the slots and byte offsets of its parts."""
+
+    shape: _Pick
+    strides: _Pick
+    dtype: torch.dtype
+    zeros: bool
+    slots: tuple[int, ...]
+    offsets: _Pick
+
+
+class _Draft(NamedTuple):
+    """An epoch for any lengths."""
+
+    allocations: tuple[_Allocation, ...]
+    steps: tuple[_Launch | _TorchStep, ...]
+    ended: tuple[int, ...]
+
+    def at(self, values: Sequence[Any], device: torch.device) -> _Epoch:
+        made = []
+        for x in self.allocations:
+            parts = tuple(zip(x.slots, x.offsets(values), strict=True))
+            made.append((maker(x.shape(values), x.dtype, x.zeros, device, x.strides(values)), parts))
+        return _Epoch(tuple(made), tuple(s.at(values) for s in self.steps), self.ended)
 
 
 class _Again(NamedTuple):
@@ -143,7 +213,8 @@ class _Binder:
 
     def _place(self, x: View) -> int:
         """The slot of a view's address."""
-        offset = x.offset * x.itemsize
+        # For the few that are a ``Number``: each has plans of its own.
+        offset = int(x.offset * x.itemsize)
         number = self.inputs.get(x.source)
         if number is not None and not offset:
             return 1 + number
@@ -156,25 +227,26 @@ class _Binder:
                 self.derived.append((found, 1 + number, offset))
         return found
 
-    def _launch(self, launch: Launch, again: _Again) -> _Call:
+    def _launch(self, launch: Launch, again: _Again) -> _Launch:
         # The grid comes first, then the stream.
         arguments, moves = again.arguments.copy(), [(3, 0)]
         arguments[:3] = launch.grid
-        maps: list[_Map] = []
+        tiles = []
         for name, place in again.places:
             x = launch.arguments[name]
             if isinstance(x, View):
                 moves.append((place, self._place(x)))
             elif isinstance(x, Tile):
-                encode = triton_private.encoder(again.entry, len(maps), x)
-                maps.append(_Map(place, self._place(x.base), encode, {}))
+                encode = triton_private.encoder(again.entry, len(tiles), x)
+                tiles.append((place, self._place(x.base), encode, picker(x.shape)))
                 if again.entry.flat:
                     arguments[place + 1 : place + 5] = (*x.shape, x.stride, 1)
             else:
                 arguments[place] = x
-        return _Call(tuple(maps), again.entry.call, arguments, tuple(moves))
+        numbers = tuple((i, x.place) for i, x in enumerate(arguments) if type(x) is Number)
+        return _Launch(again.entry, arguments, numbers, tuple(moves), tuple(tiles))
 
-    def epochs(self, entries: dict[int, _Again]) -> tuple[tuple[_Epoch, ...], dict[str, int]]:
+    def epochs(self, entries: dict[int, _Again]) -> tuple[tuple[_Draft, ...], dict[str, int]]:
         """The epochs, and the number of each result that is a buffer of its own; ``entries``: by id of the launch."""
         plan = self.plan
         calls = [
@@ -197,31 +269,29 @@ class _Binder:
         found = []
         for n, (here, steps) in enumerate(zip(made, calls, strict=True)):
             ended = [len(self.inputs) + i for i, b in enumerate(sizes) if b is not None and b.epochs[1] == n]
-            bound = tuple(s if isinstance(s, _Call) else _Call((), _torch_step(s, plan, numbers), None) for s in steps)
-            found.append(_Epoch(here, bound, tuple(ended)))
+            bound = tuple(s if isinstance(s, _Launch) else _torch_step(s, plan, numbers) for s in steps)
+            found.append(_Draft(here, bound, tuple(ended)))
         return tuple(found), numbers
 
-    def _allocation(self, group: list[Buffer]) -> tuple[Callable[[], Tensor], tuple[tuple[int, int], ...]]:
-        """A function that allocates these buffers as one, and the slots and offsets of their parts."""
-        first = group[0]
-        if len(group) == 1:
-            return maker(first.shape, first.dtype, first.zeros, self.device), tuple(self._parts[first.name])
-        size, parts = 0, []
-        for b in group:
-            parts += [(slot, size + offset) for slot, offset in self._parts[b.name]]
-            size += -(-b.nbytes // ALIGNMENT) * ALIGNMENT
-        return maker((size,), torch.uint8, False, self.device), tuple(parts)
+    def _allocation(self, group: list[Buffer]) -> _Allocation:
+        """One allocation for these buffers."""
+        shape, dtype = group[0].shape, group[0].dtype
+        parts = self._parts[group[0].name]
+        if len(group) > 1:
+            size, parts, dtype = 0, [], torch.uint8
+            for b in group:
+                parts += [(slot, size + offset) for slot, offset in self._parts[b.name]]
+                size += -(-b.nbytes // ALIGNMENT) * ALIGNMENT
+            shape = (size,)
+        slots, offsets = tuple(slot for slot, _ in parts), picker([offset for _, offset in parts])
+        return _Allocation(picker(shape), picker(contiguous_strides(shape)), dtype, group[0].zeros, slots, offsets)
 
 
-def _torch_step(step: Step, plan: Plan, numbers: dict[str, int]) -> Callable[[list[Any]], None]:
-    """A function of the tensors that are held, for a step of torch."""
+def _torch_step(step: Step, plan: Plan, numbers: dict[str, int]) -> _TorchStep:
     views = tuple(step.views())
-    found = [numbers[x.source] for x in views]
     wholes = [b.shape if (b := plan.buffers.get(x.source)) else None for x in views]
-    if all(x.shape == whole and not x.offset for x, whole in zip(views, wholes, strict=True)) and len(found) == 2:
-        first, second = found
-        return lambda held: step.run(held[first], held[second])
-    return lambda held: step.run(*(part(held[n], x) for n, x in zip(found, views, strict=True)))
+    parts = not all(x.shape == whole and not x.offset for x, whole in zip(views, wholes, strict=True))
+    return _TorchStep(step, tuple(numbers[x.source] for x in views), parts or len(views) != 2)
 
 
 class Bound:
@@ -238,32 +308,59 @@ class Bound:
         self, plan: Plan, names: Sequence[str], device: torch.device, private: Any = triton_private,
         entries: dict[Any, _Again | None] = _entries,
     ) -> None:  # fmt: skip
-        self.plan, self._names, self._device = plan, tuple(names), device
+        self._plan, self._names, self._device = plan, tuple(names), device
         self._private, self._entries = private, entries
+        self._values: Sequence[Any] = ()
+        self._drafts: tuple[_Draft, ...] | None = None
         self._epochs: tuple[_Epoch, ...] | None = None
-        # A kernel that is compiled already, for other lengths, need not be looked for by triton.
-        self._bind()
+
+    @property
+    def plan(self) -> Plan:
+        return filled(self._plan, self._values) if self._values else self._plan
 
     @cached_property
     def _publicly(self) -> PublicPlan:
         """Runs the plan through triton; few plans need it."""
         return PublicPlan(self.plan, self._names, self._device, self._launch_publicly, triton_private.descriptor)
 
-    def _bind(self) -> None:
+    def _draft(self) -> None:
         if INTERPRET:
             return
-        entries = {id(x): self._entries.get(_compiled_for(x, self._device.index)) for x in self.plan.launches}
+        entries = {id(x): self._entries.get(_compiled_for(x, self._device.index)) for x in self._plan.launches}
         if all(entries.values()):
-            binder = _Binder(self.plan, self._names, self._device)
-            epochs, numbers = binder.epochs(entries)
+            binder = _Binder(self._plan, self._names, self._device)
+            drafts, numbers = binder.epochs(entries)
             self._empty, self._derived = (0,) * binder.filled_in, tuple(binder.derived)
-            results = {n: x if x is None else numbers[x] for n, x in self.plan.results.items()}
+            results = {n: x if x is None else numbers[x] for n, x in self._plan.results.items()}
             self._results = tuple(results.items())
             self._stream = self._private.current_stream()
-            self._epochs = epochs
+            # Last: other threads look at it.
+            self._drafts = drafts
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``at`` is of use: what it gives would else be launched through triton for ever."""
+        self._draft()
+        return INTERPRET or self._drafts is not None
+
+    def at(self, values: Sequence[Any]) -> Bound:
+        """The same for a plan with ``Number``, with these values."""
+        new = object.__new__(Bound)
+        new.__dict__ |= vars(self)
+        new._values = values
+        return new
+
+    def _bind(self) -> None:
+        if self._drafts is None:
+            self._draft()
+        if self._drafts is not None:
+            self._epochs = tuple(x.at(self._values, self._device) for x in self._drafts)
 
     def __call__(self, inputs: Sequence[Tensor | None], places: Sequence[int]) -> Results:
         """Run for ``inputs``, which are at ``places``; the results by name."""
+        if self._epochs is None:
+            # A kernel that is compiled already, for other lengths, need not be looked for by triton.
+            self._bind()
         if self._epochs is None or triton_private.watched():
             made = self._publicly(inputs)
             if self._epochs is None:
@@ -290,11 +387,11 @@ class Bound:
                 arguments = arguments.copy()
                 for place, slot in moves:
                     arguments[place] = values[slot]
-                for place, slot, encode, known in maps:
+                for place, slot, encode, shape, known in maps:
                     address = values[slot]
                     found = known.get(address)
                     if found is None:
-                        found = encode(address)
+                        found = encode(shape, address)
                         if len(known) >= self.most_encoded:
                             known.clear()
                         known[address] = found

@@ -7,7 +7,7 @@ KNOWN; any other version is launched by ``CompiledKernel.run``, as triton launch
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -127,17 +127,18 @@ def _checked(dtype: torch.dtype, block: tuple[int, int], stride: int, swizzled: 
     return descriptor(Tile(base, block, block, stride, swizzled, by_rows), base)
 
 
-def encoder(found: Entry, number: int, tile: Tile) -> Callable[[int], Any]:
-    """A function that makes a launch's argument of an address, for a descriptor of ``tile``.
+def encoder(found: Entry, number: int, tile: Tile) -> Callable[[Sequence[int], int], Any]:
+    """A function that makes a launch's argument of a shape and an address, for a descriptor of ``tile``.
 
     The constructor checks the same blocks and strides again, which takes longer than the rest: it is left out.
     """
-    like = _checked(tile.base.dtype, tile.block, tile.stride, tile.swizzled, tile.by_rows)
-    kind, fields = type(like), {**vars(like), "shape": list(tile.shape), "base": None}
+    # No ``Number`` belongs into a cache.
+    like = _checked(tile.base.dtype, tile.block, int(tile.stride), tile.swizzled, tile.by_rows)
+    kind, fields = type(like), vars(like)
 
-    def encode(address: int) -> Any:
+    def encode(shape: Sequence[int], address: int) -> Any:
         new = object.__new__(kind)
-        new.__dict__ = {**fields, "base": _Place(address)}
+        new.__dict__ = {**fields, "shape": list(shape), "base": _Place(address)}
         return found.encode(number, new)
 
     return encode

@@ -377,7 +377,9 @@ def saved_slots(request: Request) -> int:
 
 def most_segments(r: Request) -> int:
     """Segments that the kernels for Hopper join, at most: a step of the join takes as long as two chunks elsewhere."""
-    return min(MOST_PROGRAMS // (2 * r.HV), r.T // LEAST_ROWS_HOPPER, math.isqrt(r.T // (2 * CHUNK)))
+    # Not by a square root, whose argument would have to be known (``triton_lib.lengths``).
+    counts = range(MOST_PROGRAMS // (2 * r.HV), 0, -1)
+    return next((n for n in counts if n * LEAST_ROWS_HOPPER <= r.T and n * n * 2 * CHUNK <= r.T), 0)
 
 
 def starts_shape(r: Request) -> tuple[int, ...]:
