@@ -304,7 +304,8 @@ def test_short_sequences():
 
     two = torch.empty(3, dtype=torch.int64, device="meta")
     assert kinds() == (True, True, True)
-    assert kinds(T=97) == kinds(T=192) == (True, False, True)
+    assert kinds(T=97) == kinds(T=128) == (False, True, True)
+    assert kinds(T=129) == kinds(T=192) == (True, False, True)
     assert kinds(T=193) == (False, False, False)
     # Few heads: the plain prepare, and programs for every multiprocessor.
     assert kinds(H=16) == (False, False, False)
@@ -312,6 +313,13 @@ def test_short_sequences():
     assert kinds(save_for_backward=True) == (True, True, True)
     assert kinds(save_for_backward=True, disable_recompute=True) == (True, False, True)
     assert kinds(V=64) == (True, False, False)
+    # States are fetched ahead where they are float32 and there is room for them.
+    for dtype, gate, ahead in ((FP32, BF16, True), (BF16, BF16, False), (None, BF16, False), (FP32, FP32, False)):
+        state = None if dtype is None else torch.empty(2, 40, 128, 128, dtype=dtype, device="meta")
+        g = torch.empty(1, 96, 40, 128, dtype=gate, device="meta")
+        r = request(T=96, H=40, cu_seqlens=two, initial_state=state, g=g)
+        prepare = choose_forward(metadata(r), CHIPS[90]).prepare
+        assert (prepare.finishes, prepare.ahead, prepare.registers == 255) == (True, ahead, ahead or gate == FP32)
     h = choose_forward(metadata(request(T=96, H=40, cu_seqlens=two, return_intermediate_states=True)), CHIPS[90])
     assert h.prepare.paired
     assert not h.finishes
