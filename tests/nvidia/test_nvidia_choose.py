@@ -313,11 +313,14 @@ def test_short_sequences():
     assert kinds(save_for_backward=True) == (True, True, True)
     assert kinds(save_for_backward=True, disable_recompute=True) == (True, False, True)
     assert kinds(V=64) == (True, False, False)
-    # States are fetched ahead where they are float32 and there is room for them.
-    for dtype, gate, ahead in ((FP32, BF16, True), (BF16, BF16, False), (None, BF16, False), (FP32, FP32, False)):
+    # States are fetched ahead where they are float32, there is room for them, and decays take little arithmetic.
+    for dtype, gate, promised, ahead in (
+        (FP32, BF16, True, True), (FP32, BF16, False, False), (BF16, BF16, True, False), (None, BF16, True, False),
+        (FP32, FP32, True, False),
+    ):  # fmt: skip
         state = None if dtype is None else torch.empty(2, 40, 128, 128, dtype=dtype, device="meta")
         g = torch.empty(1, 96, 40, 128, dtype=gate, device="meta")
-        r = request(T=96, H=40, cu_seqlens=two, initial_state=state, g=g)
+        r = request(T=96, H=40, cu_seqlens=two, initial_state=state, g=g, safe_gate=promised)
         prepare = choose_forward(metadata(r), CHIPS[90]).prepare
         assert (prepare.finishes, prepare.ahead, prepare.registers == 255) == (True, ahead, ahead or gate == FP32)
     h = choose_forward(metadata(request(T=96, H=40, cu_seqlens=two, return_intermediate_states=True)), CHIPS[90])

@@ -353,6 +353,17 @@ def test_short_sequences_have_the_bits_of_long_ones_kernels(gate, form, lengths)
         assert bool((right[0][:, sum(lengths) :] == 0).all())
 
 
+@on_hopper
+def test_few_long_ones_among_many_short_sequences():
+    """More sequences than programs of the recurrence look at once; some are empty, in a pool and not."""
+    lengths = [3] * 1300
+    for n, length in ((0, 65), (1, 0), (510, 100), (511, 65), (512, 300), (513, 0), (1023, 0), (1024, 70), (1299, 80)):
+        lengths[n] = length
+    for form in ("states in and out", "served"):
+        r = short_request("bounded", form, lengths)
+        assert same(forward(r, True), forward(r, False))
+
+
 PLACES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "bfloat16": torch.Tensor.bfloat16,
     "float16": torch.Tensor.half,

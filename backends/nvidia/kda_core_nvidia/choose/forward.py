@@ -68,7 +68,7 @@ class ForwardChoice:
         bounded: decays are known to be at least −5 a row.
         descriptors: the plain recurrence reads keys through descriptors.
         transitions, join_precision: of the kernels that join segments.
-        most_programs: of the recurrence where ``prepare`` finishes most sequences.
+        most_programs: of the recurrence where ``prepare`` finishes most sequences: two rounds.
     """
 
     prepare: PrepareConfig | PrepareHopperConfig
@@ -96,8 +96,11 @@ def finishing(r: Request, prepare: PrepareHopperConfig) -> PrepareHopperConfig:
         return prepare
     prepare = replace(prepare, finishes=True, paired=short(r, MOSTLY_ONE_CHUNK))
     state = r.initial_state
-    # With float32 decays, two programs and their states have no room.
-    if state is None or state.dtype != torch.float32 or state.stride(-1) != 1 or r.g.dtype != torch.bfloat16:
+    # With float32 decays, two programs and their states have no room. Decays without a bound take so much arithmetic
+    # that two programs are slower than three, which wait for states.
+    if not decays_bounded(r) or r.g.dtype != torch.bfloat16:
+        return prepare
+    if state is None or state.dtype != torch.float32 or state.stride(-1) != 1:
         return prepare
     return replace(prepare, ahead=True, registers=255)
 
@@ -130,5 +133,5 @@ def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
         descriptors=chip.descriptors and 0 < count * r.HV * 3 * CHUNK < 2**31,
         transitions=transitions,
         join_precision=join_precision(chip),
-        most_programs=2 * chip.multiprocessors,
+        most_programs=4 * chip.multiprocessors,
     )

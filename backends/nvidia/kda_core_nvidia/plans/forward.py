@@ -183,7 +183,7 @@ def add_recurrence(
         named |= hopper_tiles(keys, P, D) | {"values": token_tile(r.v, CHUNK, config.block_v, swizzled=True)}
         grid = r.N * r.HV * (r.V // config.block_v)
         if choice.finishes:
-            # Each goes on to other sequences, most of which are not its work.
+            # Each finds its work, and few have any.
             grid = min(grid, choice.most_programs)
         b.pick(recurrence_hopper, grid, config.num_warps, named | config.constants, maxnreg=config.registers)
         return
