@@ -324,7 +324,7 @@ def forward(r: Request, short: bool, place: Callable[..., Any] = torch.clone) ->
     choice = choose_forward(meta, chip(r.device))
     assert choice.finishes
     if not short:
-        prepare = replace(choice.prepare, paired=False, finishes=False, ahead=False)
+        prepare = replace(choice.prepare, paired=False, finishes=0, ahead=False)
         recurrence = hopper_config("recurrence", chip(r.device), 128, 128, r.N * r.HV)
         choice = replace(choice, prepare=prepare, recurrence=recurrence)
     made = run_plan(plan_forward(meta, choice), r)

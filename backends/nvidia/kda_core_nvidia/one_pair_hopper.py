@@ -68,7 +68,7 @@ def finish_pair(
     final_state, has_state, final_indices, i_n, i_state, i_h, head1, index0, index1, row0, row1, count0, count1, s_vh,
     s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv, pad_slot_id, s_has, s_final, final_slots, o_scale,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, V_FIRST: gl.constexpr, LAST_CONTIGUOUS: gl.constexpr,
-    AHEAD: gl.constexpr,
+    MOST: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Output and final state of two chunks of a head, or of one chunk of two heads.
 
@@ -82,6 +82,7 @@ def finish_pair(
         o: output of the first row.
         head1: the second slot's head; ``i_h`` where the second slot is the next chunk, or nobody's (``count1`` is 0).
         index0, index1: rows of P, [.., C, C], which this program has stored.
+        MOST: rows of a sequence, at most.
         AHEAD: states have a buffer, for which the first block has been asked.
     """
     dtype: gl.constexpr = k_blocks.dtype
@@ -130,7 +131,9 @@ def finish_pair(
     if has_state is not None:
         starts = starts_from_state(has_state, i_n, s_has)
     heads = 1 + (head1 > i_h).to(gl.int32)
-    chunks = 1 + ((head1 == i_h) & (count1 > 0)).to(gl.int32)
+    chunks = 1
+    if MOST > C:
+        chunks = 1 + ((head1 == i_h) & (count1 > 0)).to(gl.int32)
     for i in range(heads * BLOCKS):
         head = (i_h + i // BLOCKS).to(gl.int64)
         v = i % BLOCKS * BLOCK + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, HALF))

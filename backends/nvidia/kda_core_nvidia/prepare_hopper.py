@@ -105,7 +105,7 @@ def prepare_hopper(
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     V_FIRST: gl.constexpr, LAST_CONTIGUOUS: gl.constexpr,  # as in recurrence_hopper
     PAIRED: gl.constexpr,  # a slot without its second goes with the same slot of the next head
-    FINISHED: gl.constexpr,  # sequences of one pair of chunks are finished here, and their keys are not stored
+    FINISHED: gl.constexpr,  # sequences of so many rows (0, C or 2 C) are finished here, and their keys are not stored
     AHEAD: gl.constexpr,  # states of those, in float32, are fetched ahead
     G_BITS: gl.constexpr,  # of an element of g
     GATE: gl.constexpr, BOUNDED: gl.constexpr, L2NORM: gl.constexpr, SIGMOID: gl.constexpr, NEG_EIGVAL: gl.constexpr,
@@ -156,7 +156,7 @@ def prepare_hopper(
             head1, count1 = i_h + 1, count0
     second = count1 > 0
     tail = (count0 < C) | (count1 < C)
-    alone = length <= 2 * C
+    alone = length <= FINISHED
 
     # Blocks as bulk copies take them, and the same as tensors of three dimensions.
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, 64], q.dtype)
@@ -481,7 +481,8 @@ def prepare_hopper(
             k_blocks, q_blocks, w_blocks, v_blocks, squares, total_buffer, state_buffer, rows_ready, values, P, first,
             initial_state, final_state, has_state, final_indices, i_n, i_state, i_h, head1, slot0 * HV + i_h,
             slot1 * HV + head1, row0, row1, count0, count1, s_vh, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk,
-            s_fv, pad_slot_id, s_has, s_final, final_slots, o_scale, K, V, C, V_FIRST, LAST_CONTIGUOUS, AHEAD,
+            s_fv, pad_slot_id, s_has, s_final, final_slots, o_scale, K, V, C, V_FIRST, LAST_CONTIGUOUS, FINISHED,
+            AHEAD,
         )  # fmt: skip
     else:
         for half in gl.static_range(2):

@@ -388,7 +388,7 @@ def recurrence_hopper(
     LAST_CONTIGUOUS: gl.constexpr,  # the states' last stride is 1
     LAST_STATE: gl.constexpr,  # of final states only the last sequence's is wanted, and stored as the only one
     BV: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr, STORERS: gl.constexpr,
-    FINISHED: gl.constexpr,  # prepare_hopper has finished sequences of one pair of chunks; packed
+    FINISHED: gl.constexpr,  # prepare_hopper has finished sequences of up to so many rows, packed; or 0
 ):  # fmt: skip
     BLOCKS: gl.constexpr = V // BV
     if FINISHED:
@@ -401,7 +401,7 @@ def recurrence_hopper(
             n = first + gl.arange(0, COUNT, layout=LINE)
             bos = gl.load(cu_seqlens + n, mask=n < N, other=0)
             length = gl.load(cu_seqlens + n + 1, mask=n < N, other=0) - bos
-            left = (n < N) & ((length <= 0) | (length > 2 * C))
+            left = (n < N) & ((length <= 0) | (length > FINISHED))
             numbers = gl.associative_scan(left.to(gl.int32), 0, _add)
             items = gl.max(numbers, 0) * (HV * BLOCKS)
             for i in range(item, items, gl.num_programs(0)):

@@ -39,14 +39,15 @@ class PrepareHopperConfig:
     Attributes:
         registers: of a thread.
         paired: for sequences most of which end with the first chunk of a pair: it is paired with that of the next head.
-        finishes: it also does what is left of sequences of one pair of chunks; the recurrence has the others.
+        finishes: it also does what is left of sequences of up to so many rows: of one chunk, or of two. The recurrence
+            has the others.
         ahead: it fetches their states, which are float32, ahead.
     """
 
     registers: int
     num_warps: int = 4
     paired: bool = False
-    finishes: bool = False
+    finishes: int = 0
     ahead: bool = False
 
 

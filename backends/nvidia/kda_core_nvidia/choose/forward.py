@@ -83,22 +83,22 @@ class ForwardChoice:
     most_programs: int
 
     @property
-    def finishes(self) -> bool:
-        """Whether ``prepare_hopper`` finishes sequences of one pair of chunks, and the recurrence leaves them alone."""
-        both = isinstance(self.prepare, PrepareHopperConfig) and isinstance(self.recurrence, HopperConfig)
-        return both and self.prepare.finishes
+    def finishes(self) -> int:
+        """Rows of a sequence up to which ``prepare_hopper`` finishes it and the recurrence leaves it alone, or 0."""
+        return self.prepare.finishes if isinstance(self.prepare, PrepareHopperConfig) else 0
 
 
 def finishing(r: Request, prepare: PrepareHopperConfig) -> PrepareHopperConfig:
     """``prepare_hopper`` for a call whose recurrence has a kernel for Hopper: finishes most sequences where it can."""
+    # Decays without a bound take so much arithmetic that it is slower to finish second chunks.
+    rows, mean = (2 * CHUNK, MOSTLY_ONE_PAIR) if decays_bounded(r) else (CHUNK, MOSTLY_ONE_CHUNK)
     # A training step that keeps everything needs the keys.
-    if (r.save_for_backward and r.disable_recompute) or not short(r, MOSTLY_ONE_PAIR):
+    if (r.save_for_backward and r.disable_recompute) or not short(r, mean):
         return prepare
-    prepare = replace(prepare, finishes=True, paired=short(r, MOSTLY_ONE_CHUNK))
+    prepare = replace(prepare, finishes=rows, paired=short(r, MOSTLY_ONE_CHUNK))
     state = r.initial_state
-    # With float32 decays, two programs and their states have no room. Decays without a bound take so much arithmetic
-    # that two programs are slower than three, which wait for states.
-    if not decays_bounded(r) or r.g.dtype != torch.bfloat16:
+    # With float32 decays, two programs and their states have no room.
+    if rows == CHUNK or r.g.dtype != torch.bfloat16:
         return prepare
     if state is None or state.dtype != torch.float32 or state.stride(-1) != 1:
         return prepare

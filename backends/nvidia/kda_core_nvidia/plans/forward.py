@@ -132,11 +132,11 @@ def add_prepare(
         keep: also return X in float32, and P, X and norms with room for so many slots: results to be saved.
         kept: what an earlier run saved; for a backward.
         new: allocates all that is not saved; scratch when left out.
-        states: of a recurrence (``_states``), where ``prepare_hopper`` finishes sequences of one pair of chunks.
+        states: of a recurrence (``_states``), where ``prepare_hopper`` finishes sequences.
     """
     written, prepared = _prepare_buffers(b, r, new or b.scratch, backward, keep, kept)
     own = {"inverse": None if kept is None else kept.inverse, "o": o, "scale": split_scale(r.scale, r.q.dtype)[0]}
-    named = names(r) | written._asdict() | own | {"BOUNDED": bounded, "FINISHED": states is not None}
+    named = names(r) | written._asdict() | own | {"BOUNDED": bounded}
     if isinstance(config, PrepareHopperConfig):
         launch_prepare_hopper(b, r, config, named, states)
         return prepared
