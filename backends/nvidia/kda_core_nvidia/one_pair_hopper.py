@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kda_core.triton_lib.packing import is_padding, starts_from_state
+from kda_core.triton_lib.packing import is_padding
 from kda_core_nvidia.hopper_squares import seen_as
 from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block
 
@@ -65,8 +65,8 @@ def _columns(first, LAYOUT: gl.constexpr):
 @gluon.jit
 def finish_pair(
     k_blocks, q_blocks, w_blocks, v_blocks, squares, totals, state_buffer, bar, values, P, o, initial_state,
-    final_state, has_state, final_indices, i_n, i_state, i_h, head1, index0, index1, row0, row1, count0, count1, s_vh,
-    s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv, pad_slot_id, s_has, s_final, final_slots, o_scale,
+    final_state, final_indices, starts, i_n, i_state, i_h, head1, index0, index1, row0, row1, count0, count1, s_vh,
+    s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv, pad_slot_id, s_final, final_slots, o_scale,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, V_FIRST: gl.constexpr, LAST_CONTIGUOUS: gl.constexpr,
     MOST: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
@@ -80,10 +80,11 @@ def finish_pair(
         bar: a barrier that has been waited for once.
         values: descriptor of v, whose rows begin with ``row0`` and ``row1``.
         o: output of the first row.
+        starts: the sequence starts from its state, rather than from zero.
         head1: the second slot's head; ``i_h`` where the second slot is the next chunk, or nobody's (``count1`` is 0).
         index0, index1: rows of P, [.., C, C], which this program has stored.
         MOST: rows of a sequence, at most.
-        AHEAD: states have a buffer, for which the first block has been asked.
+        AHEAD: states have a buffer, for which the first block has been asked where the sequence starts from it.
     """
     dtype: gl.constexpr = k_blocks.dtype
     decays = seen_as(totals, gl.float32, [8, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -127,9 +128,6 @@ def finish_pair(
     i_final = i_state
     if final_indices is not None:
         i_final = gl.load(final_indices + i_n * s_final).to(gl.int64)
-    starts = i_n >= 0
-    if has_state is not None:
-        starts = starts_from_state(has_state, i_n, s_has)
     heads = 1 + (head1 > i_h).to(gl.int32)
     chunks = 1
     if MOST > C:
@@ -145,7 +143,7 @@ def finish_pair(
             S0 = _taken(state_buffer.index(0), starts, HALF, V_FIRST)
             S1 = _taken(state_buffer.index(1), starts, HALF, V_FIRST)
             block_barrier()
-            if i + 1 < heads * BLOCKS:
+            if starts & (i + 1 < heads * BLOCKS):
                 ask_for_state(
                     state_buffer, initial_state, i_state, i_h + (i + 1) // BLOCKS, (i + 1) % BLOCKS, s_in, s_ih, s_ik,
                     s_iv, V_FIRST,

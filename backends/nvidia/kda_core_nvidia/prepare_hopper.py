@@ -22,7 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2, tma
 
 from kda_core.triton_lib.gate import gate_rate, write_strength
-from kda_core.triton_lib.packing import is_padding
+from kda_core.triton_lib.packing import is_padding, starts_from_state
 from kda_core_nvidia.hopper_squares import (
     BY_COLUMN,
     BY_ROW,
@@ -157,6 +157,7 @@ def prepare_hopper(
     second = count1 > 0
     tail = (count0 < C) | (count1 < C)
     alone = length <= FINISHED
+    starts = alone & starts_from_state(has_state, i_n, s_has) if FINISHED and has_state is not None else alone
 
     # Blocks as bulk copies take them, and the same as tensors of three dimensions.
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, 64], q.dtype)
@@ -211,7 +212,7 @@ def prepare_hopper(
     state_buffer = None
     if AHEAD:
         state_buffer = gl.allocate_shared_memory(gl.float32, [2, BLOCK, BLOCK], STATE)
-        if alone:
+        if starts:
             ask_for_state(state_buffer, initial_state, i_state, i_h, 0, s_in, s_ih, s_ik, s_iv, V_FIRST)
 
     # A warp's slot, its rows, and which of the slot's tiles is its own where it works on one.
@@ -377,8 +378,7 @@ def prepare_hopper(
     fence_async_shared()
     block_barrier()
     if FINISHED:
-        # Nobody reads tile 0's totals any more.
-        total_buffer.index(0).store(gl.exp2(total0 + total1))
+        total_buffer.index(0).store(gl.exp2(total0 + total1))  # nobody reads tile 0's any more
     out0 = (slot0 * HV + i_h) * (3 * C)
     out1 = (slot1 * HV + head1) * (3 * C)
     if not (FINISHED and alone):
@@ -479,9 +479,9 @@ def prepare_hopper(
         first = o + (i_n.to(gl.int64) * s_ob if cu_seqlens is None else row0.to(gl.int64) * s_ot)
         finish_pair(
             k_blocks, q_blocks, w_blocks, v_blocks, squares, total_buffer, state_buffer, rows_ready, values, P, first,
-            initial_state, final_state, has_state, final_indices, i_n, i_state, i_h, head1, slot0 * HV + i_h,
+            initial_state, final_state, final_indices, starts, i_n, i_state, i_h, head1, slot0 * HV + i_h,
             slot1 * HV + head1, row0, row1, count0, count1, s_vh, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk,
-            s_fv, pad_slot_id, s_has, s_final, final_slots, o_scale, K, V, C, V_FIRST, LAST_CONTIGUOUS, FINISHED,
+            s_fv, pad_slot_id, s_final, final_slots, o_scale, K, V, C, V_FIRST, LAST_CONTIGUOUS, FINISHED,
             AHEAD,
         )  # fmt: skip
     else:
