@@ -121,7 +121,7 @@ def prepare_hopper(
         bos = i_n * T
         length = T
     else:
-        i_n = sequence_of_pair(cu_seqlens, N, i_pair, 2 * C)
+        i_n = sequence_of_pair(cu_seqlens, N, i_pair, 2 * C, BOUNDED)
         bos = gl.load(cu_seqlens + i_n).to(gl.int32)
         eos = T
         if i_n < N:
@@ -377,7 +377,7 @@ def prepare_hopper(
     store_part(k_g1b, w_buffer, 1, 1)
     fence_async_shared()
     block_barrier()
-    if FINISHED:
+    if FINISHED > C:
         total_buffer.index(0).store(gl.exp2(total0 + total1))  # nobody reads tile 0's any more
     out0 = (slot0 * HV + i_h) * (3 * C)
     out1 = (slot1 * HV + head1) * (3 * C)
@@ -478,8 +478,8 @@ def prepare_hopper(
     if FINISHED and alone:
         first = o + (i_n.to(gl.int64) * s_ob if cu_seqlens is None else row0.to(gl.int64) * s_ot)
         finish_pair(
-            k_blocks, q_blocks, w_blocks, v_blocks, squares, total_buffer, state_buffer, rows_ready, values, P, first,
-            initial_state, final_state, final_indices, starts, i_n, i_state, i_h, head1, slot0 * HV + i_h,
+            k_blocks, q_blocks, w_blocks, v_blocks, squares, total_buffer, state_buffer, rows_ready, values, P, D,
+            first, initial_state, final_state, final_indices, starts, i_n, i_state, i_h, head1, slot0 * HV + i_h,
             slot1 * HV + head1, row0, row1, count0, count1, s_vh, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk,
             s_fv, pad_slot_id, s_final, final_slots, o_scale, K, V, C, V_FIRST, LAST_CONTIGUOUS, FINISHED,
             AHEAD,
