@@ -298,20 +298,35 @@ def test_which_calls_the_prepare_for_hopper_takes():
 def test_short_sequences():
     """By their mean length: kernels whose results have the same bits as others'."""
 
-    def kinds(**fields: Any) -> tuple[bool, bool, bool]:
-        choice = choose_forward(metadata(request(**({"T": 96, "H": 40, "cu_seqlens": two} | fields))), CHIPS[90])
+    def kinds(**fields: Any) -> tuple[bool, int, bool]:
+        fields = {"T": 96, "H": 40, "cu_seqlens": two, "safe_gate": True} | fields
+        choice = choose_forward(metadata(request(**fields)), CHIPS[90])
         return getattr(choice.prepare, "paired", False), choice.finishes, choice.recurrence.stages == 3
 
     two = torch.empty(3, dtype=torch.int64, device="meta")
-    assert kinds() == (True, True, True)
-    assert kinds(T=97) == kinds(T=192) == (True, False, True)
-    assert kinds(T=193) == (False, False, False)
+    assert kinds() == (True, 64, True)
+    assert kinds(T=97) == kinds(T=128) == (False, 64, True)
+    assert kinds(T=129) == kinds(T=192) == (True, 0, True)
+    assert kinds(T=193) == (False, 0, False)
+    # Decays without a bound: second chunks are left to the recurrence.
+    assert kinds(safe_gate=False) == (True, 32, True)
+    assert kinds(safe_gate=False, T=97) == (True, 0, True)
     # Few heads: the plain prepare, and programs for every multiprocessor.
-    assert kinds(H=16) == (False, False, False)
+    assert kinds(H=16) == (False, 0, False)
     # Their keys are read by others.
-    assert kinds(save_for_backward=True) == (True, True, True)
-    assert kinds(save_for_backward=True, disable_recompute=True) == (True, False, True)
-    assert kinds(V=64) == (True, False, False)
+    assert kinds(save_for_backward=True) == (True, 64, True)
+    assert kinds(save_for_backward=True, disable_recompute=True) == (True, 0, True)
+    assert kinds(V=64) == (True, 0, False)
+    # States are fetched ahead where they are float32, there is room for them, and decays take little arithmetic.
+    for dtype, gate, promised, ahead in (
+        (FP32, BF16, True, True), (FP32, BF16, False, False), (BF16, BF16, True, False), (None, BF16, True, False),
+        (FP32, FP32, True, False),
+    ):  # fmt: skip
+        state = None if dtype is None else torch.empty(2, 40, 128, 128, dtype=dtype, device="meta")
+        g = torch.empty(1, 96, 40, 128, dtype=gate, device="meta")
+        r = request(T=96, H=40, cu_seqlens=two, initial_state=state, g=g, safe_gate=promised)
+        prepare = choose_forward(metadata(r), CHIPS[90]).prepare
+        assert (prepare.ahead, prepare.registers == 255) == (ahead, ahead or gate == FP32)
     h = choose_forward(metadata(request(T=96, H=40, cu_seqlens=two, return_intermediate_states=True)), CHIPS[90])
     assert h.prepare.paired
     assert not h.finishes

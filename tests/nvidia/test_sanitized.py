@@ -55,6 +55,8 @@ CASES = [
     # As many heads as prepare for Hopper takes; decays that keep and that pass the range of its factors.
     Case(name="20 heads, bounded", dtype=BF16, gate_dtype=BF16, gate="lower bound", **(PACKED | {"HV": 20, "H": 20})),
     Case(name="20 heads, strong decays", dtype=BF16, decay=-20.0, **(PACKED | {"HV": 20, "H": 20})),
+    # Two chunks a sequence, on average.
+    Case(name="20 heads, pairs", T=260, lengths=(64, 0, 66, 63, 65), HV=20, K=128, gate="softplus", **BFLOAT16, **RAW),
     # Whole chunks, whose backward has kernels for many rows, and sequences that are cut into segments.
     Case(name="rows", B=2, T=4100, H=1, K=128, dtype=BF16, state=FP32, backward=True),
     Case(name="rows, K 256", B=2, T=1030, H=1, K=256, dtype=BF16, state=FP32, backward=True),
@@ -69,6 +71,10 @@ CASES = [
 ]
 POOLS = [
     Case(name="pool", T=140, lengths=BOUNDARIES, HV=4, K=128, dtype=BF16, state=FP32),
+    Case(name="pool, 20 heads", T=140, lengths=BOUNDARIES, HV=20, K=128, **BFLOAT16, state=FP32),
+    Case(name="pool, 20 heads, pairs", T=260, lengths=(64, 0, 66, 63, 65), HV=20, K=128, **BFLOAT16, state=FP32).having(
+        options={"state_v_first": True}
+    ),
     Case(name="pool, V first, states", T=140, lengths=BOUNDARIES, HV=4, K=64, dtype=BF16, state=BF16).having(
         options={"state_v_first": True, "return_intermediate_states": True}
     ),

@@ -139,6 +139,9 @@ def short_cases() -> list[Case]:
     found = [chunk_case(BF16, 128, 128, MANY, gate).having(T=32, B=2) for gate in ("given", "softplus")]
     packed = [chunk_case(dtype, 128, 128, MANY, "bounded").having(lengths=(32, 32)) for dtype in (BF16, FP16)]
     found += [*packed, served(packed[0]), packed[0].having(gate="given", gate_dtype=FP32)]
+    # Two chunks a sequence, whose states are fetched ahead, or are no float32.
+    pair = packed[0].having(T=128, lengths=(64, 64), options={"state_v_first": True})
+    found += [pair, pair.having(gate="softplus"), pair.having(state=BF16), pair.having(state=None)]
     return [case.having(name=f"{case.name}, short", tags=case.tags - {"descriptors"}) for case in found]
 
 

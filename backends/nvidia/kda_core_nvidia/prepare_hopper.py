@@ -22,7 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2, tma
 
 from kda_core.triton_lib.gate import gate_rate, write_strength
-from kda_core.triton_lib.packing import is_padding, sequence_of_slot
+from kda_core.triton_lib.packing import is_padding, starts_from_state
 from kda_core_nvidia.hopper_squares import (
     BY_COLUMN,
     BY_ROW,
@@ -60,13 +60,14 @@ from kda_core_nvidia.hopper_tiles import (
     norm_of_rows,
     put_products,
     scaled_rows,
+    sequence_of_pair,
     store_part,
     store_totals,
     store_zeros,
     sums_of_rows,
     tile_decays,
 )
-from kda_core_nvidia.one_chunk_hopper import finish_sequence
+from kda_core_nvidia.one_pair_hopper import BLOCK, STATE, ask_for_state, finish_pair
 from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block
 
 store_block = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
@@ -104,7 +105,8 @@ def prepare_hopper(
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     V_FIRST: gl.constexpr, LAST_CONTIGUOUS: gl.constexpr,  # as in recurrence_hopper
     PAIRED: gl.constexpr,  # a slot without its second goes with the same slot of the next head
-    FINISHED: gl.constexpr,  # sequences of one chunk are finished here, and their keys are not stored
+    FINISHED: gl.constexpr,  # sequences of so many rows (0, C or 2 C) are finished here, and their keys are not stored
+    AHEAD: gl.constexpr,  # states of those, in float32, are fetched ahead
     G_BITS: gl.constexpr,  # of an element of g
     GATE: gl.constexpr, BOUNDED: gl.constexpr, L2NORM: gl.constexpr, SIGMOID: gl.constexpr, NEG_EIGVAL: gl.constexpr,
 ):  # fmt: skip
@@ -119,7 +121,7 @@ def prepare_hopper(
         bos = i_n * T
         length = T
     else:
-        i_n = sequence_of_slot(cu_seqlens, N, i_pair, 2 * C)
+        i_n = sequence_of_pair(cu_seqlens, N, i_pair, 2 * C, BOUNDED)
         bos = gl.load(cu_seqlens + i_n).to(gl.int32)
         eos = T
         if i_n < N:
@@ -154,7 +156,8 @@ def prepare_hopper(
             head1, count1 = i_h + 1, count0
     second = count1 > 0
     tail = (count0 < C) | (count1 < C)
-    alone = length <= C
+    alone = length <= FINISHED
+    starts = alone & starts_from_state(has_state, i_n, s_has) if FINISHED and has_state is not None else alone
 
     # Blocks as bulk copies take them, and the same as tensors of three dimensions.
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, 64], q.dtype)
@@ -206,6 +209,11 @@ def prepare_hopper(
         if i % COPIES == 1:
             row, head = row1, head1
         copy_block(g, [row, head * s_gh + i // COPIES * 64], decays_ready, g_rows.index(i))
+    state_buffer = None
+    if AHEAD:
+        state_buffer = gl.allocate_shared_memory(gl.float32, [2, BLOCK, BLOCK], STATE)
+        if starts:
+            ask_for_state(state_buffer, initial_state, i_state, i_h, 0, s_in, s_ih, s_ik, s_iv, V_FIRST)
 
     # A warp's slot, its rows, and which of the slot's tiles is its own where it works on one.
     warp = gl.arange(0, 4, layout=gl.SliceLayout(1, BY_ROW))
@@ -369,6 +377,8 @@ def prepare_hopper(
     store_part(k_g1b, w_buffer, 1, 1)
     fence_async_shared()
     block_barrier()
+    if FINISHED > C:
+        total_buffer.index(0).store(gl.exp2(total0 + total1))  # nobody reads tile 0's any more
     out0 = (slot0 * HV + i_h) * (3 * C)
     out1 = (slot1 * HV + head1) * (3 * C)
     if not (FINISHED and alone):
@@ -467,11 +477,12 @@ def prepare_hopper(
     block_barrier()
     if FINISHED and alone:
         first = o + (i_n.to(gl.int64) * s_ob if cu_seqlens is None else row0.to(gl.int64) * s_ot)
-        finish_sequence(
-            k_blocks, q_blocks, w_blocks, v_blocks, squares, rows_ready, values, P, D, first, initial_state,
-            final_state, has_state, final_indices, i_n, i_state, i_h, head1, slot0 * HV + i_h, slot1 * HV + head1,
-            row0, count0, s_vh, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv, pad_slot_id, s_has,
-            s_final, final_slots, o_scale, K, V, C, V_FIRST, LAST_CONTIGUOUS,
+        finish_pair(
+            k_blocks, q_blocks, w_blocks, v_blocks, squares, total_buffer, state_buffer, rows_ready, values, P, D,
+            first, initial_state, final_state, final_indices, starts, i_n, i_state, i_h, head1, slot0 * HV + i_h,
+            slot1 * HV + head1, row0, row1, count0, count1, s_vh, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk,
+            s_fv, pad_slot_id, s_final, final_slots, o_scale, K, V, C, V_FIRST, LAST_CONTIGUOUS, FINISHED,
+            AHEAD,
         )  # fmt: skip
     else:
         for half in gl.static_range(2):

@@ -29,9 +29,14 @@ copy_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 block_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 _NUMBERS = [
-    "T", "chunks", "HV", "s_vb", "s_ob", "s_index", "pad_slot_id", "slots", "s_has", "s_final", "final_slots",
+    "T", "N", "chunks", "HV", "s_vb", "s_ob", "s_index", "pad_slot_id", "slots", "s_has", "s_final", "final_slots",
     "o_scale",
 ]  # fmt: skip
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
 
 
 @gluon.jit
@@ -197,6 +202,168 @@ def _multiply(
     return S, n
 
 
+@gluon.jit
+def _sequence(
+    i_n, i_h, i_v,
+    pairs, single, P, decays, values, v, o, initial_state, final_state, cu_seqlens, indices, has_state, final_indices,
+    T, chunks, HV, s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv, s_index,
+    pad_slot_id, slots, s_has, s_final, final_slots, o_scale,
+    K: gl.constexpr, V: gl.constexpr, KP: gl.constexpr, C: gl.constexpr, LIFT: gl.constexpr, UNIT: gl.constexpr,
+    V_FIRST: gl.constexpr, LAST_CONTIGUOUS: gl.constexpr, LAST_STATE: gl.constexpr, BV: gl.constexpr,
+    STAGES: gl.constexpr, OUT: gl.constexpr, STORERS: gl.constexpr, FINISHED: gl.constexpr,
+):  # fmt: skip
+    """A block of value channels of a head of a sequence."""
+    num_warps: gl.constexpr = gl.num_warps()
+    dtype: gl.constexpr = v.dtype.element_ty
+    L_STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KP, 16])
+    L_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [num_warps, 1], [1, 0])
+
+    if cu_seqlens is None:
+        i_b = i_n * UNIT
+        bos = gl.to_tensor(0).to(gl.int64)
+        length = T
+        first_slot = i_n * chunks
+        value_row = (i_n * T).to(gl.int32)
+    else:
+        i_b = gl.to_tensor(0).to(gl.int64)
+        bos = gl.load(cu_seqlens + i_n).to(gl.int64)
+        length = (gl.load(cu_seqlens + i_n + 1).to(gl.int64) - bos).to(gl.int32)
+        first_slot = bos // C + i_n
+        value_row = bos.to(gl.int32)
+    i_state = i_n
+    takes = i_n == i_n
+    if indices is not None:
+        i_state = gl.load(indices + i_n * s_index).to(gl.int64)
+        takes = is_padding(i_state, pad_slot_id, slots) == 0
+    if LAST_CONTIGUOUS:
+        if V_FIRST:
+            s_ik = 1
+            s_fk = 1
+        else:
+            s_iv = 1
+            s_fv = 1
+    if takes:
+        o_sv = (i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, L_STATE))).to(gl.int64)
+        o_sk = gl.arange(0, KP, layout=gl.SliceLayout(0, L_STATE))
+        m_state = ((o_sk < K)[None, :]) & ((o_sv >= 0)[:, None])
+        S = gl.full([BV, KP], 0.0, gl.float32, L_STATE)
+        if initial_state is not None:
+            p_state = initial_state + i_state * s_in + i_h * s_ih
+            p_state = p_state + o_sv[:, None] * s_iv + o_sk[None, :].to(gl.int64) * s_ik
+            if has_state is not None:
+                m_state = m_state & starts_from_state(has_state, i_n, s_has)
+            S = gl.load(p_state, mask=m_state, other=0.0).to(gl.float32)
+        o_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_ROWS))
+        o_v = i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(0, L_ROWS))
+        p_v = v + i_b * s_vb + bos * s_vt + i_h * s_vh + (o_r[:, None].to(gl.int64) * s_vt + o_v[None, :])
+        p_o = o + i_b * s_ob + bos * s_ot + i_h * s_oh
+        rows_o = p_o + (o_r[:, None].to(gl.int64) * s_ot + o_v[None, :])
+        value_column = (i_h * s_vh).to(gl.int32) + i_v * BV
+
+        PAIR: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * C, KP], dtype)
+        SINGLE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, KP], dtype)
+        SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
+        VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BV], dtype)
+        ROW: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+        pair_buffer = gl.allocate_shared_memory(dtype, [STAGES, 2 * C, KP], PAIR)
+        a_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, KP], SINGLE)
+        p_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, C], SQUARE)
+        v_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, BV], VALUES)
+        d_buffer = gl.allocate_shared_memory(gl.float32, [STAGES, 1, KP], ROW)
+        ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        for s in gl.static_range(STAGES):
+            mbarrier.init(ready.index(s), count=1)
+            mbarrier.init(free.index(s), count=1)
+        o_buffer, full, empty = v_buffer, free, free
+        if STORERS > 0:
+            o_buffer = gl.allocate_shared_memory(dtype, [OUT, C, BV], VALUES)
+            full = gl.allocate_shared_memory(gl.int64, [OUT, 1], mbarrier.MBarrierLayout())
+            empty = gl.allocate_shared_memory(gl.int64, [OUT, 1], mbarrier.MBarrierLayout())
+            for s in gl.static_range(OUT):
+                mbarrier.init(full.index(s), count=1)
+                mbarrier.init(empty.index(s), count=1)
+        # −I, times LIFT: as an operand of a product, v needs no change of layout.
+        L_EYE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [num_warps, 1], [1, 0])
+        e_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_EYE))
+        e_c = gl.arange(0, 2 * C, layout=gl.SliceLayout(0, L_EYE))
+        eye = gl.where(e_r[:, None] == e_c[None, :], -LIFT, 0.0).to(dtype)
+        EYE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, 2 * C], dtype)
+        minus_eye = gl.allocate_shared_memory(dtype, [C, 2 * C], EYE, eye)
+        fence_async_shared()
+        block_barrier()
+
+        if STORERS == 0:
+            S, _ = gl.warp_specialize(
+                [
+                    (
+                        _multiply,
+                        (
+                            S, p_v, rows_o, s_vt, s_ot, length, ready, free, full, empty, pair_buffer, a_buffer,
+                            p_buffer, d_buffer, v_buffer, o_buffer, minus_eye, o_scale, L_ROWS, BV, C, KP, LIFT,
+                            STAGES, OUT, STORERS,
+                        ),
+                    ),
+                    (
+                        _load,
+                        (
+                            pairs, single, P, decays, values, value_row, value_column, first_slot, HV, i_h, length,
+                            ready, free, pair_buffer, a_buffer, p_buffer, d_buffer, v_buffer, C, KP, BV, STAGES,
+                        ),
+                    ),
+                ],
+                [1],
+                [40],
+            )  # fmt: skip
+        else:
+            S, _ = gl.warp_specialize(
+                [
+                    (
+                        _multiply,
+                        (
+                            S, p_v, rows_o, s_vt, s_ot, length, ready, free, full, empty, pair_buffer, a_buffer,
+                            p_buffer, d_buffer, v_buffer, o_buffer, minus_eye, o_scale, L_ROWS, BV, C, KP, LIFT,
+                            STAGES, OUT, STORERS,
+                        ),
+                    ),
+                    (
+                        _load,
+                        (
+                            pairs, single, P, decays, values, value_row, value_column, first_slot, HV, i_h, length,
+                            ready, free, pair_buffer, a_buffer, p_buffer, d_buffer, v_buffer, C, KP, BV, STAGES,
+                        ),
+                    ),
+                    (
+                        _store,
+                        (p_o + i_v * BV, s_ot, length, free, full, empty, o_buffer, C, BV, STAGES, OUT, STORERS),
+                    ),
+                ],
+                [1, STORERS],
+                [40, 40],
+            )  # fmt: skip
+
+        writes = i_n >= 0
+        if LAST_STATE:
+            writes = i_n == gl.num_programs(0) // (V // BV) // HV - 1
+            i_state -= i_n
+        if final_indices is not None:
+            i_state = gl.load(final_indices + i_n * s_final).to(gl.int64)
+            writes = is_padding(i_state, pad_slot_id, final_slots) == 0
+        if (has_state is not None) | (final_indices is not None):
+            # A sequence without tokens leaves its slot alone.
+            writes = writes & (length > 0)
+        if final_state is not None:  # noqa: SIM102 (known when the kernel is compiled)
+            if writes:
+                p_final = final_state + i_state * s_fn + i_h * s_fh + i_v.to(gl.int64) * BV * s_fv
+                store_state(p_final, S, s_fv, s_fk, K, BV, KP)
+        if FINISHED:
+            # The next sequence's barriers lie in the same place.
+            block_barrier()
+            for s in gl.static_range(STAGES):
+                mbarrier.invalidate(ready.index(s))
+                mbarrier.invalidate(free.index(s))
+
+
 @gluon.jit(do_not_specialize=_NUMBERS)
 def recurrence_hopper(
     pairs,  # descriptor of keys as [slots · HV · 3 · C, KP] by [2 C, KP]: ke and qg of a chunk
@@ -211,7 +378,7 @@ def recurrence_hopper(
     indices,  # [N] or None
     has_state,  # [N] bool or None
     final_indices,  # [N] slots of final_state, or None: indices
-    T,
+    T, N,
     chunks,  # chunks of a dense sequence
     HV, s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv, s_index, pad_slot_id,
     slots, s_has, s_final, final_slots,
@@ -221,156 +388,43 @@ def recurrence_hopper(
     LAST_CONTIGUOUS: gl.constexpr,  # the states' last stride is 1
     LAST_STATE: gl.constexpr,  # of final states only the last sequence's is wanted, and stored as the only one
     BV: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr, STORERS: gl.constexpr,
-    FINISHED: gl.constexpr,  # prepare_hopper has finished sequences of one chunk
+    FINISHED: gl.constexpr,  # prepare_hopper has finished sequences of up to so many rows, packed; or 0
 ):  # fmt: skip
-    num_warps: gl.constexpr = gl.num_warps()
-    dtype: gl.constexpr = v.dtype.element_ty
-    L_STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KP, 16])
-    L_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [num_warps, 1], [1, 0])
-
     BLOCKS: gl.constexpr = V // BV
-    # Blocks of a head's channels side by side: what they share is read from memory once. A single one is number 0, but
-    # where the compiler knows that, 64 sequences of 128 rows take 4% longer.
-    i_v = gl.program_id(0) % BLOCKS if BLOCKS > 1 else gl.program_id(1)
-    i_h = (gl.program_id(0) // BLOCKS % HV).to(gl.int64)
-    i_n = (gl.program_id(0) // BLOCKS // HV).to(gl.int64)
-    if cu_seqlens is None:
-        i_b = i_n * UNIT
-        bos = gl.to_tensor(0).to(gl.int64)
-        length = T
-        first_slot = i_n * chunks
-        value_row = (i_n * T).to(gl.int32)
+    if FINISHED:
+        # Each program finds the sequences that are left and takes its share of their heads' blocks: to start programs
+        # for all sequences takes longer.
+        LINE: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+        COUNT: gl.constexpr = 128 * gl.num_warps()
+        item = gl.program_id(0)
+        for first in range(0, N, COUNT):
+            n = first + gl.arange(0, COUNT, layout=LINE)
+            bos = gl.load(cu_seqlens + n, mask=n < N, other=0)
+            length = gl.load(cu_seqlens + n + 1, mask=n < N, other=0) - bos
+            left = (n < N) & ((length <= 0) | (length > FINISHED))
+            numbers = gl.associative_scan(left.to(gl.int32), 0, _add)
+            items = gl.max(numbers, 0) * (HV * BLOCKS)
+            for i in range(item, items, gl.num_programs(0)):
+                i_n = first + gl.sum((numbers <= i // BLOCKS // HV).to(gl.int32), 0)
+                _sequence(
+                    i_n.to(gl.int64), (i // BLOCKS % HV).to(gl.int64), i % BLOCKS, pairs, single, P, decays, values, v,
+                    o, initial_state, final_state, cu_seqlens, indices, has_state, final_indices, T, chunks, HV, s_vb,
+                    s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv, s_index, pad_slot_id,
+                    slots, s_has, s_final, final_slots, o_scale, K, V, KP, C, LIFT, UNIT, V_FIRST, LAST_CONTIGUOUS,
+                    LAST_STATE, BV, STAGES, OUT, STORERS, FINISHED,
+                )  # fmt: skip
+            # Its next block, counted from the end of these.
+            programs = gl.num_programs(0)
+            item += gl.maximum(items - item + programs - 1, 0) // programs * programs - items
     else:
-        i_b = gl.to_tensor(0).to(gl.int64)
-        bos = gl.load(cu_seqlens + i_n).to(gl.int64)
-        length = (gl.load(cu_seqlens + i_n + 1).to(gl.int64) - bos).to(gl.int32)
-        first_slot = bos // C + i_n
-        value_row = bos.to(gl.int32)
-    if FINISHED:  # noqa: SIM102 (known when the kernel is compiled)
-        if (length > 0) & (length <= C):
-            return
-    i_state = i_n
-    if indices is not None:
-        i_state = gl.load(indices + i_n * s_index).to(gl.int64)
-        if is_padding(i_state, pad_slot_id, slots):
-            return
-
-    if LAST_CONTIGUOUS:
-        if V_FIRST:
-            s_ik = 1
-            s_fk = 1
-        else:
-            s_iv = 1
-            s_fv = 1
-    o_sv = (i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, L_STATE))).to(gl.int64)
-    o_sk = gl.arange(0, KP, layout=gl.SliceLayout(0, L_STATE))
-    m_state = ((o_sk < K)[None, :]) & ((o_sv >= 0)[:, None])
-    S = gl.full([BV, KP], 0.0, gl.float32, L_STATE)
-    if initial_state is not None:
-        p_state = initial_state + i_state * s_in + i_h * s_ih
-        p_state = p_state + o_sv[:, None] * s_iv + o_sk[None, :].to(gl.int64) * s_ik
-        if has_state is not None:
-            m_state = m_state & starts_from_state(has_state, i_n, s_has)
-        S = gl.load(p_state, mask=m_state, other=0.0).to(gl.float32)
-    o_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_ROWS))
-    o_v = i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(0, L_ROWS))
-    p_v = v + i_b * s_vb + bos * s_vt + i_h * s_vh + (o_r[:, None].to(gl.int64) * s_vt + o_v[None, :])
-    p_o = o + i_b * s_ob + bos * s_ot + i_h * s_oh
-    rows_o = p_o + (o_r[:, None].to(gl.int64) * s_ot + o_v[None, :])
-    value_column = (i_h * s_vh).to(gl.int32) + i_v * BV
-
-    PAIR: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * C, KP], dtype)
-    SINGLE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, KP], dtype)
-    SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
-    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BV], dtype)
-    ROW: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    pair_buffer = gl.allocate_shared_memory(dtype, [STAGES, 2 * C, KP], PAIR)
-    a_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, KP], SINGLE)
-    p_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, C], SQUARE)
-    v_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, BV], VALUES)
-    d_buffer = gl.allocate_shared_memory(gl.float32, [STAGES, 1, KP], ROW)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(ready.index(s), count=1)
-        mbarrier.init(free.index(s), count=1)
-    o_buffer, full, empty = v_buffer, free, free
-    if STORERS > 0:
-        o_buffer = gl.allocate_shared_memory(dtype, [OUT, C, BV], VALUES)
-        full = gl.allocate_shared_memory(gl.int64, [OUT, 1], mbarrier.MBarrierLayout())
-        empty = gl.allocate_shared_memory(gl.int64, [OUT, 1], mbarrier.MBarrierLayout())
-        for s in gl.static_range(OUT):
-            mbarrier.init(full.index(s), count=1)
-            mbarrier.init(empty.index(s), count=1)
-    # −I, times LIFT: as an operand of a product, v needs no change of layout.
-    L_EYE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [num_warps, 1], [1, 0])
-    e_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_EYE))
-    e_c = gl.arange(0, 2 * C, layout=gl.SliceLayout(0, L_EYE))
-    eye = gl.where(e_r[:, None] == e_c[None, :], -LIFT, 0.0).to(dtype)
-    EYE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, 2 * C], dtype)
-    minus_eye = gl.allocate_shared_memory(dtype, [C, 2 * C], EYE, eye)
-    fence_async_shared()
-    block_barrier()
-
-    if STORERS == 0:
-        S, _ = gl.warp_specialize(
-            [
-                (
-                    _multiply,
-                    (
-                        S, p_v, rows_o, s_vt, s_ot, length, ready, free, full, empty, pair_buffer, a_buffer, p_buffer,
-                        d_buffer, v_buffer, o_buffer, minus_eye, o_scale, L_ROWS, BV, C, KP, LIFT, STAGES, OUT, STORERS,
-                    ),
-                ),
-                (
-                    _load,
-                    (
-                        pairs, single, P, decays, values, value_row, value_column, first_slot, HV, i_h, length, ready,
-                        free, pair_buffer, a_buffer, p_buffer, d_buffer, v_buffer, C, KP, BV, STAGES,
-                    ),
-                ),
-            ],
-            [1],
-            [40],
+        # Blocks of a head's channels side by side: what they share is read from memory once. A single one is number 0,
+        # but where the compiler knows that, 64 sequences of 128 rows take 4% longer.
+        i_v = gl.program_id(0) % BLOCKS if BLOCKS > 1 else gl.program_id(1)
+        i_h = (gl.program_id(0) // BLOCKS % HV).to(gl.int64)
+        i_n = (gl.program_id(0) // BLOCKS // HV).to(gl.int64)
+        _sequence(
+            i_n, i_h, i_v, pairs, single, P, decays, values, v, o, initial_state, final_state, cu_seqlens, indices,
+            has_state, final_indices, T, chunks, HV, s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn,
+            s_fh, s_fk, s_fv, s_index, pad_slot_id, slots, s_has, s_final, final_slots, o_scale, K, V, KP, C, LIFT,
+            UNIT, V_FIRST, LAST_CONTIGUOUS, LAST_STATE, BV, STAGES, OUT, STORERS, FINISHED,
         )  # fmt: skip
-    else:
-        S, _ = gl.warp_specialize(
-            [
-                (
-                    _multiply,
-                    (
-                        S, p_v, rows_o, s_vt, s_ot, length, ready, free, full, empty, pair_buffer, a_buffer, p_buffer,
-                        d_buffer, v_buffer, o_buffer, minus_eye, o_scale, L_ROWS, BV, C, KP, LIFT, STAGES, OUT, STORERS,
-                    ),
-                ),
-                (
-                    _load,
-                    (
-                        pairs, single, P, decays, values, value_row, value_column, first_slot, HV, i_h, length, ready,
-                        free, pair_buffer, a_buffer, p_buffer, d_buffer, v_buffer, C, KP, BV, STAGES,
-                    ),
-                ),
-                (
-                    _store,
-                    (p_o + i_v * BV, s_ot, length, free, full, empty, o_buffer, C, BV, STAGES, OUT, STORERS),
-                ),
-            ],
-            [1, STORERS],
-            [40, 40],
-        )  # fmt: skip
-
-    if LAST_STATE:
-        if i_n < gl.num_programs(0) // BLOCKS // HV - 1:
-            return
-        i_state -= i_n
-    if final_indices is not None:
-        i_state = gl.load(final_indices + i_n * s_final).to(gl.int64)
-        if is_padding(i_state, pad_slot_id, final_slots):
-            return
-    if (has_state is not None) | (final_indices is not None):  # noqa: SIM102 (known when the kernel is compiled)
-        # A sequence without tokens leaves its slot alone.
-        if length <= 0:
-            return
-    if final_state is not None:
-        p_state = final_state + i_state * s_fn + i_h * s_fh + i_v.to(gl.int64) * BV * s_fv
-        store_state(p_state, S, s_fv, s_fk, K, BV, KP)

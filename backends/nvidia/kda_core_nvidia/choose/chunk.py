@@ -39,13 +39,16 @@ class PrepareHopperConfig:
     Attributes:
         registers: of a thread.
         paired: for sequences most of which end with the first chunk of a pair: it is paired with that of the next head.
-        finishes: it also does what is left of sequences of one chunk; the recurrence has the others.
+        finishes: it also does what is left of sequences of up to so many rows: of one chunk, or of two. The recurrence
+            has the others.
+        ahead: it fetches their states, which are float32, ahead.
     """
 
     registers: int
     num_warps: int = 4
     paired: bool = False
-    finishes: bool = False
+    finishes: int = 0
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +180,10 @@ SHORT = 96
 
 
 MOSTLY_ONE_CHUNK = 48
-"""The same for kernels that finish sequences of one chunk apart: of 64 rows each there are none."""
+"""The same for kernels that pair heads where others finish what they prepare."""
+
+MOSTLY_ONE_PAIR = 64
+"""The same for kernels that finish sequences of one pair of chunks."""
 
 
 def short(r: Request, rows: int = SHORT) -> bool:

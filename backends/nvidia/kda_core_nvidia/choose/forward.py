@@ -12,6 +12,7 @@ from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core_nvidia.choose.chip import Chip
 from kda_core_nvidia.choose.chunk import (
     MOSTLY_ONE_CHUNK,
+    MOSTLY_ONE_PAIR,
     BlockConfig,
     HopperConfig,
     Precision,
@@ -67,6 +68,7 @@ class ForwardChoice:
         bounded: decays are known to be at least −5 a row.
         descriptors: the plain recurrence reads keys through descriptors.
         transitions, join_precision: of the kernels that join segments.
+        most_programs: of the recurrence where ``prepare`` finishes most sequences: two rounds.
     """
 
     prepare: PrepareConfig | PrepareHopperConfig
@@ -78,12 +80,29 @@ class ForwardChoice:
     descriptors: bool
     transitions: BlockConfig | TransitionsHopperConfig
     join_precision: str
+    most_programs: int
 
     @property
-    def finishes(self) -> bool:
-        """Whether ``prepare_hopper`` finishes sequences of one chunk, and the recurrence leaves them alone."""
-        both = isinstance(self.prepare, PrepareHopperConfig) and isinstance(self.recurrence, HopperConfig)
-        return both and self.prepare.finishes
+    def finishes(self) -> int:
+        """Rows of a sequence up to which ``prepare_hopper`` finishes it and the recurrence leaves it alone, or 0."""
+        return self.prepare.finishes if isinstance(self.prepare, PrepareHopperConfig) else 0
+
+
+def finishing(r: Request, prepare: PrepareHopperConfig) -> PrepareHopperConfig:
+    """``prepare_hopper`` for a call whose recurrence has a kernel for Hopper: finishes most sequences where it can."""
+    # Decays without a bound take so much arithmetic that it is slower to finish second chunks.
+    rows, mean = (2 * CHUNK, MOSTLY_ONE_PAIR) if decays_bounded(r) else (CHUNK, MOSTLY_ONE_CHUNK)
+    # A training step that keeps everything needs the keys.
+    if (r.save_for_backward and r.disable_recompute) or not short(r, mean):
+        return prepare
+    prepare = replace(prepare, finishes=rows, paired=short(r, MOSTLY_ONE_CHUNK))
+    state = r.initial_state
+    # With float32 decays, two programs and their states have no room.
+    if rows == CHUNK or r.g.dtype != torch.bfloat16:
+        return prepare
+    if state is None or state.dtype != torch.float32 or state.stride(-1) != 1:
+        return prepare
+    return replace(prepare, ahead=True, registers=255)
 
 
 def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
@@ -100,9 +119,7 @@ def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
     hopper = not h and serves(chip, dtype, count, r.HV, KP, V, v)
     prepare = choose_prepare(r, chip, cut=fragments or bool(rows))
     if isinstance(prepare, PrepareHopperConfig) and hopper and V == K and not (fragments or rows):
-        # A training step that keeps everything needs the keys.
-        everything = r.save_for_backward and r.disable_recompute
-        prepare = replace(prepare, finishes=short(r, MOSTLY_ONE_CHUNK) and not everything)
+        prepare = finishing(r, prepare)
     return ForwardChoice(
         prepare=prepare,
         recurrence=hopper_config("recurrence", chip, KP, V, heads, short(r))
@@ -116,4 +133,5 @@ def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
         descriptors=chip.descriptors and 0 < count * r.HV * 3 * CHUNK < 2**31,
         transitions=transitions,
         join_precision=join_precision(chip),
+        most_programs=4 * chip.multiprocessors,
     )

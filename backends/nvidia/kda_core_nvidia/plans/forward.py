@@ -132,11 +132,11 @@ def add_prepare(
         keep: also return X in float32, and P, X and norms with room for so many slots: results to be saved.
         kept: what an earlier run saved; for a backward.
         new: allocates all that is not saved; scratch when left out.
-        states: of a recurrence (``_states``), where ``prepare_hopper`` finishes sequences of one chunk.
+        states: of a recurrence (``_states``), where ``prepare_hopper`` finishes sequences.
     """
     written, prepared = _prepare_buffers(b, r, new or b.scratch, backward, keep, kept)
     own = {"inverse": None if kept is None else kept.inverse, "o": o, "scale": split_scale(r.scale, r.q.dtype)[0]}
-    named = names(r) | written._asdict() | own | {"BOUNDED": bounded, "FINISHED": states is not None}
+    named = names(r) | written._asdict() | own | {"BOUNDED": bounded}
     if isinstance(config, PrepareHopperConfig):
         launch_prepare_hopper(b, r, config, named, states)
         return prepared
@@ -182,6 +182,9 @@ def add_recurrence(
     if isinstance(config, HopperConfig):
         named |= hopper_tiles(keys, P, D) | {"values": token_tile(r.v, CHUNK, config.block_v, swizzled=True)}
         grid = r.N * r.HV * (r.V // config.block_v)
+        if choice.finishes:
+            # Each finds its work, and few have any.
+            grid = min(grid, choice.most_programs)
         b.pick(recurrence_hopper, grid, config.num_warps, named | config.constants, maxnreg=config.registers)
         return
     named |= {"keys": keys, "P": P, "D": D, "h": h, "H_EVERY": r.chunk_size // CHUNK, "DOT": choice.precision.dot}

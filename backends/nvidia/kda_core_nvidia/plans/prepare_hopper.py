@@ -42,7 +42,7 @@ def launch_prepare_hopper(
 
     Args:
         named: what it takes, by its names, tiles apart.
-        states: the same of a recurrence, where sequences of one chunk are finished.
+        states: the same of a recurrence, where sequences are finished.
     """
     q, k, g = (aligned(b, x) for x in (r.q, r.k, r.g))
     beta, o = one_token_axis(b, r.beta), named["o"]
@@ -61,5 +61,6 @@ def launch_prepare_hopper(
         states |= {"V_FIRST": False, "LAST_CONTIGUOUS": True}
     else:
         tiles["values"] = _chunks(r.v, 1)
-    named = {**named, **states, **strides, **tiles, "beta": beta, "G_BITS": 8 * g.itemsize, "PAIRED": config.paired}
+    named = {**named, **states, **strides, **tiles, "beta": beta, "G_BITS": 8 * g.itemsize}
+    named |= {"PAIRED": config.paired, "FINISHED": config.finishes, "AHEAD": config.ahead}
     b.pick(prepare_hopper, pairs * r.HV, config.num_warps, named, maxnreg=config.registers)
