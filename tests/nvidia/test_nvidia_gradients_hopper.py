@@ -241,7 +241,7 @@ def test_a_sequence_in_pairs_is_its_own(name: str):
 def test_a_packed_sequence_in_pairs_is_its_own(name: str, count: int):
     """Packed between others that hold NaN it has the bits that it has alone; rows behind the last one have zeros.
 
-    Dense calls of whole pairs have a form of their own, which adds and multiplies at once where the other rounds.
+    A dense call of whole pairs is compiled apart and may have other last bits.
     """
     request = request_of(case(name))
     first, end = 102, 102 + count

@@ -70,7 +70,7 @@ def _store_for_reverse(
         mbarrier.arrive(free.index((j + STAGES - 1) % STAGES), count=1, pred=j > 0)
         if EVERY_SECOND:
             place = (place0 + i) // 2 * HV + i_h
-        # The end of a pair, or with ODD the sequence's: one comparison, or the loop's first turn would be peeled.
+        # The end of a pair, or with ODD the sequence's.
         ends = i % 2 == 1
         if ODD:
             ends = gl.minimum(i | 1, n - 1) == i

@@ -228,8 +228,8 @@ def _gradients(
             block_barrier()
             mbarrier.arrive(values_free, count=1)
         else:
-            again = None
-            if TAILS:
+            again = there
+            if TAILS and not EARLY:
                 # Read again rather than kept: registers are few.
                 _, _, _, again, _ = place_of(table, pair, C)
             new_q, new_k, dg, sums_q, sums_k, sums_b = near_gradients_of_pair(
