@@ -52,11 +52,11 @@ def padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def slots(request: Request) -> int:
-    """Number of chunk slots of a call: exact when dense, a bound when packed."""
+def slots(request: Request, rows: int = CHUNK) -> int:
+    """Number of slots of so many rows, those of chunks as a rule: exact when dense, a bound when packed."""
     if request.cu_seqlens is None:
-        return request.B * -(-request.T // CHUNK)
-    return request.T // CHUNK + request.N + 1
+        return request.B * -(-request.T // rows)
+    return request.T // rows + request.N + 1
 
 
 def intermediate_states_shape(request: Request) -> tuple[int, ...]:

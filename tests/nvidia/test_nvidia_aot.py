@@ -33,7 +33,7 @@ KERNELS = {
 }  # fmt: skip
 HOPPER = {
     "gradients_hopper", "gradients_hopper_persistent", "join_hopper", "prepare_hopper", "recurrence_hopper",
-    "recurrences_hopper", "recurrent_step", "reverse_transitions_hopper", "transitions_hopper",
+    "pairs_kernel", "recurrences_hopper", "recurrent_step", "reverse_transitions_hopper", "transitions_hopper",
 }  # fmt: skip
 
 

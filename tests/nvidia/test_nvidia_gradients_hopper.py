@@ -15,12 +15,10 @@ installed.need_backend("nvidia")
 
 from kda_core_nvidia.choose import choose_backward
 from kda_core_nvidia.choose.backward import (
-    LEAST_FAR,
     WHOLE,
     GradientsHopperConfig,
     GradientsPersistentConfig,
     backward_config,
-    gradients_persistent,
     gradients_persistent_config,
     heads_of,
 )
@@ -39,6 +37,9 @@ DEVICE = torch.device("cuda")
 DRAWS = 24
 
 LENGTHS = (1, 33, 0, 64, 70, 2, 31)
+
+IN_PAIRS: dict[str, Any] = {"T": 460, "lengths": (1, 31, 0, 32, 33, 63, 64, 65, 150, 0)}
+"""Every kind of a sequence's last pair, and rows behind the last sequence."""
 
 PROMISED: dict[str, Any] = {"options": {"safe_gate": True}}
 BOUNDED = SOFTPLUS | {"gate": "lower bound"}
@@ -81,6 +82,12 @@ CASES = {
     "pairs, given, isolated": {"T": 256, "gate_dtype": BF16, "decay": "isolated"},
     "pairs, given, -8": {"T": 256, "gate_dtype": BF16, "decay": -8.0},
     "pairs, given, -14": {"T": 256, "gate_dtype": BF16, "decay": -14.0, "l2norm": True},
+    "pairs, packed": BOUNDED | BFLOAT16 | IN_PAIRS,
+    "pairs, packed, states": BOUNDED | BFLOAT16 | IN_PAIRS | {"state": FP32},
+    "pairs, packed, promised": PROMISED | IN_PAIRS | {"gate_dtype": BF16, "decay": "bounded", "state": FP32},
+    "pairs, packed, V first": BOUNDED | BFLOAT16 | IN_PAIRS | {"state": BF16, "options": {"state_v_first": True}},
+    "pairs, tails": BOUNDED | BFLOAT16 | {"B": 3, "T": 77, "state": FP32},
+    "pairs, tails, one chunk": BOUNDED | BFLOAT16 | {"B": 4, "T": 31, "state": FP32},
     "equal keys": BFLOAT16 | {"keys": "equal", "beta": 1.0, "decay": "slow"},
 }
 WIDE = (
@@ -110,17 +117,17 @@ def request_of(drawn: Case, device: torch.device = DEVICE) -> Request:
     return replace(request, **tensors, **given, needs_grad=frozenset(n for n in DIFFERENTIABLE if n in tensors))
 
 
-def gradients(request: Request, hopper: bool = True, programs: int = 0) -> dict[str, Tensor]:
+def gradients(request: Request, kind: str = "", hopper: bool = True, programs: int = 0) -> dict[str, Tensor]:
     """Gradients by name, with a kernel for Hopper or with Triton's.
 
     Args:
+        kind: "pairs.." for the persistent kernel, which longer sequences take.
         programs: of the persistent kernel; 0: as many as are chosen.
     """
     r = metadata(request)
     choice = choose_backward(r, chip(DEVICE))
     assert isinstance(choice.gradients, (GradientsHopperConfig, GradientsPersistentConfig))
-    if gradients_persistent(r, LEAST_FAR):
-        # As in longer sequences, where decays are not bounded.
+    if kind.startswith("pairs"):
         choice = replace(choice, gradients=gradients_persistent_config(chip(DEVICE)))
     if programs:
         choice = replace(choice, gradients=replace(choice.gradients, programs=programs))
@@ -154,7 +161,7 @@ def test_as_exact_as_the_triton_kernel(name: str):
     for draw in range(DRAWS):
         drawn = case(name, draw)
         request, exact = request_of(drawn), exact_gradients(drawn)
-        both = gradients(request), gradients(request, hopper=False)
+        both = gradients(request, name), gradients(request, hopper=False)
         for n, right in exact.items():
             for i, found in enumerate(both):
                 squares[n][i] += error(found[n], right) ** 2 / DRAWS
@@ -167,18 +174,20 @@ def test_as_exact_as_the_triton_kernel(name: str):
 @pytest.mark.parametrize("name", CASES)
 def test_repeats_bitwise(name: str):
     request = request_of(case(name))
-    first = gradients(request)
+    first = gradients(request, name)
     for _ in range(4):
-        for n, x in gradients(request).items():
+        for n, x in gradients(request, name).items():
             assert torch.equal(first[n], x), n
 
 
-@pytest.mark.parametrize("K", [128, 256])
-@pytest.mark.parametrize("hopper", [True, False])
-def test_a_lone_row_without_a_state_has_no_decay_gradient(hopper: bool, K: int):
+@pytest.mark.parametrize(("kind", "K", "hopper"), [
+    ("", 128, True), ("", 256, True), ("pairs", 128, True), ("", 128, False), ("", 256, False),
+])  # fmt: skip
+def test_a_lone_row_without_a_state_has_no_decay_gradient(kind: str, K: int, hopper: bool):
     """Not even a rounding error: there is nothing that its decay acts on."""
-    drawn = Case(name="lone rows", T=40, lengths=(1,) * 40, H=4, K=K, dtype=BF16, backward=True, **BOUNDED)
-    found = gradients(request_of(drawn), hopper)
+    fields = {"dtype": BF16} | BOUNDED | (BFLOAT16 if kind else {})
+    drawn = Case(name="lone rows", T=40, lengths=(1,) * 40, H=4, K=K, backward=True, **fields)
+    found = gradients(request_of(drawn), kind, hopper)
     assert all(not found[n].any() for n in ("g", "A_log", "dt_bias"))
 
 
@@ -202,38 +211,64 @@ def test_a_sequence_is_its_own(name: str):
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "grad_o"])
-@pytest.mark.parametrize("kind", ["bounded", "tails", "pairs, batch", "bounded, 256 channels"])
+@pytest.mark.parametrize("kind", ["bounded", "tails", "pairs, batch", "pairs, tails", "bounded, 256 channels"])
 def test_bits_do_not_depend_on_strides(kind: str, name: str):
     """Rows that bulk copies cannot take are copied: of wider tensors, between others of a batch, heads first."""
     request = request_of(case(kind))
-    x, right = getattr(request, name), gradients(request)
+    x, right = getattr(request, name), gradients(request, kind)
     wider = torch.zeros(*x.shape[:-1], x.shape[-1] + 1, device=DEVICE, dtype=x.dtype)[..., 1:].copy_(x)
     longer = torch.full((x.shape[0], x.shape[1] + 3, *x.shape[2:]), float("nan"), device=DEVICE, dtype=x.dtype)
     longer = longer[:, : x.shape[1]].copy_(x)
     heads_first = x.transpose(1, 2).contiguous().transpose(1, 2)
     for strided in (wider, longer, heads_first):
-        for n, found in gradients(replace(request, **{name: strided})).items():
+        for n, found in gradients(replace(request, **{name: strided}), kind).items():
             assert torch.equal(found, right[n]), n
 
 
-@pytest.mark.parametrize("name", ["pairs, batch", "pairs, states"])
+@pytest.mark.parametrize("name", ["pairs, batch", "pairs, states", "pairs, tails", "pairs, tails, one chunk"])
 def test_a_sequence_in_pairs_is_its_own(name: str):
     """A batch row has the bits that it has without the others."""
     request = request_of(case(name))
-    together = gradients(request)
+    together = gradients(request, name)
     rows = ("q", "k", "v", "g", "beta", "grad_o", "initial_state", "grad_final_state")
-    alone = gradients(replace(request, **{n: getattr(request, n)[1:2].contiguous() for n in rows}))
+    alone = gradients(replace(request, **{n: getattr(request, n)[1:2].contiguous() for n in rows}), name)
     for n in ("q", "k", "v", "g", "beta"):
         assert torch.equal(together[n][1:2], alone[n]), n
 
 
-@pytest.mark.parametrize("name", ["pairs", "pairs, promised", "pairs, softplus, strong"])
+@pytest.mark.parametrize("count", [1, 31, 32, 33, 63, 64, 65, 96, 97])
+@pytest.mark.parametrize("name", ["pairs, states", "pairs, promised"])
+def test_a_packed_sequence_in_pairs_is_its_own(name: str, count: int):
+    """Packed between others that hold NaN it has the bits that it has alone; rows behind the last one have zeros.
+
+    A dense call of whole pairs is compiled apart and may have other last bits.
+    """
+    request = request_of(case(name))
+    first, end = 102, 102 + count
+    bounds = torch.tensor([0, 33, 33, first, end, 200], device=DEVICE, dtype=torch.int32)
+    own = {n: getattr(request, n)[:1, first:end].contiguous() for n in ("q", "k", "v", "g", "beta", "grad_o")}
+    parts = {n: torch.full_like(getattr(request, n)[:1], float("nan")) for n in own}
+    for n, x in parts.items():
+        x[:, first:end] = own[n]
+    states = {n: x[:1] for n in ("initial_state", "grad_final_state") if (x := getattr(request, n)) is not None}
+    spread = {n: torch.full((5, *x.shape[1:]), float("nan"), device=DEVICE) for n, x in states.items()}
+    for n, x in spread.items():
+        x[3] = states[n][0]
+    packed = gradients(replace(request, **parts, **spread, cu_seqlens=bounds), name)
+    alone_bounds = bounds[3:5] - first if count % 64 == 0 else None
+    alone = gradients(replace(request, **own, **states, cu_seqlens=alone_bounds), name)
+    for n in ("q", "k", "v", "g", "beta"):
+        assert torch.equal(packed[n][:, first:end], alone[n]), n
+        assert not packed[n][:, 200:].any(), n
+
+
+@pytest.mark.parametrize("name", ["pairs", "pairs, promised", "pairs, softplus, strong", "pairs, packed, states"])
 def test_bits_do_not_depend_on_the_number_of_programs(name: str):
     """A program of many pairs uses every place in shared memory again."""
     request = request_of(case(name))
-    right = gradients(request)
+    right = gradients(request, name)
     for programs in (1, 3, 7):
-        for n, found in gradients(request, programs=programs).items():
+        for n, found in gradients(request, name, programs=programs).items():
             assert torch.equal(found, right[n]), n
 
 

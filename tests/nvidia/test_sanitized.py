@@ -54,6 +54,12 @@ CASES = [
     Case(name="packed, everything saved", dtype=FP16, options={"disable_recompute": True}, **PACKED),
     # As many heads as prepare for Hopper takes; decays that keep and that pass the range of its factors.
     Case(name="20 heads, bounded", dtype=BF16, gate_dtype=BF16, gate="lower bound", **(PACKED | {"HV": 20, "H": 20})),
+    Case(
+        name="in pairs",
+        gate="lower bound",
+        **BFLOAT16,
+        **(PACKED | {"H": 80, "HV": 80, "T": 420, "lengths": (33, 65, 300)}),
+    ),
     Case(name="20 heads, strong decays", dtype=BF16, decay=-20.0, **(PACKED | {"HV": 20, "H": 20})),
     # Two chunks a sequence, on average.
     Case(name="20 heads, pairs", T=260, lengths=(64, 0, 66, 63, 65), HV=20, K=128, gate="softplus", **BFLOAT16, **RAW),

@@ -134,6 +134,12 @@ def chunk_case(dtype: torch.dtype, K: int, V: int, H: int, gate: str, everything
     return case.having(tags=case.tags | {"pool"}, lengths=(T,), index_dtype=torch.int64, options=options)
 
 
+def paired_case(gate: str) -> Case:
+    """A packed call whose backward takes pairs of chunks."""
+    case = chunk_case(BF16, 128, 128, MANY, gate, T=1000)
+    return case.having(name=f"{case.name}, in pairs", lengths=(900, 100), gate_dtype=BF16, tags=frozenset())
+
+
 def short_cases() -> list[Case]:
     """Calls of ``chunk_kda`` whose sequences are short: packed, and dense ones, which need no recurrence."""
     found = [chunk_case(BF16, 128, 128, MANY, gate).having(T=32, B=2) for gate in ("given", "softplus")]
@@ -194,6 +200,7 @@ def cases(quick: bool = False) -> list[Case]:
         found = [chunk_case(BF16, 128, 128, MANY, "bounded"), chunk_case(FP32, 64, 64, FEW, "softplus")]
         found += [chunk_case(BF16, 128, 128, MANY, "softplus"), chunk_case(BF16, 128, 128, FEW, "bounded", T=ODD)]
         found += [chunk_case(dtype, 128, 128, 4, "given", T=LONG) for dtype in (BF16, FP16)]
+        found += [paired_case("bounded")]
         steps = ((1, 1, FP32), (8, 1, BF16), (8, 64, FP32))
         return [*found, *(step_case(N, T, False, state) for N, T, state in steps)]
     sizes = itertools.product((BF16, FP32), (64, 128, 256), (FEW, MANY))
@@ -202,6 +209,7 @@ def cases(quick: bool = False) -> list[Case]:
     found += [chunk_case(BF16, 100, 60, FEW, "given"), chunk_case(BF16, 128, 128, FEW, "promised")]
     found += [chunk_case(BF16, 128, 128, FEW, gate, T=ODD) for gate in ("bounded", "promised")]
     found += [chunk_case(BF16, 128, 128, MANY, "softplus", T=4096)]
+    found += [paired_case(gate) for gate in ("bounded", "promised")]
     found += [chunk_case(BF16, 128, 128, heads, "given", True) for heads in (FEW, MANY)]
     found += [chunk_case(BF16, K, K, 4, "given", T=LONG) for K in (64, 128, 256)]
     # Segments of one length (above) have other constants than packed ones.

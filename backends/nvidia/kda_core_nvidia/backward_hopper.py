@@ -15,7 +15,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kda_core_nvidia.backward_states_hopper import load_state, rows_of, states_of_sequence, store_state_block
+from kda_core_nvidia.backward_states_hopper import (
+    load_state,
+    place_of,
+    rows_of,
+    states_of_sequence,
+    store_state_block,
+)
 from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block, halves, store_state
 from kda_core_nvidia.transitions_hopper import pair_of_barriers
 
@@ -46,9 +52,9 @@ def _load_for_reverse(
 
 @gluon.jit
 def _store_for_reverse(
-    state_grads, p_dv, slot0, i_h, i_v, length, free, full, empty, s_buffer, v_buffer,
+    state_grads, p_dv, place0, i_h, i_v, length, free, full, empty, s_buffer, v_buffer,
     HV: gl.constexpr, V: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
-    OUT: gl.constexpr, STORERS: gl.constexpr, EVERY_SECOND: gl.constexpr,
+    OUT: gl.constexpr, STORERS: gl.constexpr, EVERY_SECOND: gl.constexpr, ODD: gl.constexpr,
 ):  # fmt: skip
     """The warps that store for reverse: the gradient of the state at the end of chunk i, dv of i + 1."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [STORERS, 1], [1, 0])
@@ -59,13 +65,17 @@ def _store_for_reverse(
     for j in range(n + (n > 0).to(gl.int32)):
         i = n - 1 - j
         out = j % OUT
-        slot = (slot0 + i) * HV + i_h
+        place = (place0 + i) * HV + i_h
         mbarrier.wait(full.index(out), (j // OUT) & 1)
         mbarrier.arrive(free.index((j + STAGES - 1) % STAGES), count=1, pred=j > 0)
         if EVERY_SECOND:
-            slot = (slot0 + i) // 2 * HV + i_h
-        if (j < n) & ((i % 2 == 1) | (not EVERY_SECOND)):
-            store_state_block(state_grads + (slot * V + i_v * BV) * KP, s_buffer.index(out), BV, KP, STORERS)
+            place = (place0 + i) // 2 * HV + i_h
+        # The end of a pair, or with ODD the sequence's.
+        ends = i % 2 == 1
+        if ODD:
+            ends = gl.minimum(i | 1, n - 1) == i
+        if (j < n) & (ends | (not EVERY_SECOND)):
+            store_state_block(state_grads + (place * V + i_v * BV) * KP, s_buffer.index(out), BV, KP, STORERS)
         if j > 0:
             at = p_dv + rows_of_chunk * (i + 1) * (HV * V) + (row[:, None] * (HV * V) + column[None, :])
             mask = (row < length - (i + 1) * C)[:, None] & (column >= 0)[None, :]
@@ -152,7 +162,7 @@ def _reverse_of_sequence(
     s_ob, s_ot, s_oh, T, T_row, NT, o_scale,
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, LIFT: gl.constexpr, KP: gl.constexpr,
     BV: gl.constexpr, V_FIRST: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr, STORERS: gl.constexpr,
-    EVERY_SECOND: gl.constexpr,
+    EVERY_SECOND: gl.constexpr, ODD: gl.constexpr,
 ):  # fmt: skip
     num_warps: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = dv.dtype.element_ty
@@ -170,6 +180,7 @@ def _reverse_of_sequence(
     i_nh = program // NV
     i_h = i_nh % HV
     slot0, length, first, row0 = rows_of(i_nh // HV, cu_seqlens, T, T_row, NT, s_ob, s_ot, C)
+    place0 = place_of(slot0, i_nh // HV, cu_seqlens, row0, NT, C, ODD)
     o_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_ROWS))
     o_v = i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(0, L_ROWS))
     p_do = do + first + i_h.to(gl.int64) * s_oh + (o_r[:, None].to(gl.int64) * s_ot + o_v[None, :])
@@ -211,8 +222,8 @@ def _reverse_of_sequence(
             (
                 _store_for_reverse,
                 (
-                    state_grads, p_dv, slot0, i_h, i_v, length, free, full, empty, s_buffer, v_buffer, HV, V, C, KP, BV,
-                    STAGES, OUT, STORERS, EVERY_SECOND,
+                    state_grads, p_dv, place0, i_h, i_v, length, free, full, empty, s_buffer, v_buffer, HV, V, C, KP,
+                    BV, STAGES, OUT, STORERS, EVERY_SECOND, ODD,
                 ),
             ),
         ],
@@ -245,15 +256,16 @@ def recurrences_hopper(
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, LIFT: gl.constexpr, KP: gl.constexpr,
     BV: gl.constexpr, V_FIRST: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr, STAGES_REVERSE: gl.constexpr,
     OUT_REVERSE: gl.constexpr, STORERS: gl.constexpr, EVERY_SECOND: gl.constexpr,
+    ODD: gl.constexpr,  # with EVERY_SECOND: a sequence may have an odd number of chunks
 ):  # fmt: skip
     if gl.program_id(0) < programs:
         states_of_sequence(
             gl.program_id(0), values, v, single, X, decays, initial_state, z, states, cu_seqlens, s_vb, s_vt, s_vh,
-            T, T_row, NT, HV, K, V, C, LIFT, KP, BV, V_FIRST, STAGES, OUT, STORERS, EVERY_SECOND,
+            T, T_row, NT, HV, K, V, C, LIFT, KP, BV, V_FIRST, STAGES, OUT, STORERS, EVERY_SECOND, ODD,
         )  # fmt: skip
     else:
         _reverse_of_sequence(
             gl.program_id(0) - programs, gradients, pairs, single, P, decays, do, grad_final_state, dv, state_grads,
             grad_initial_state, cu_seqlens, s_ob, s_ot, s_oh, T, T_row, NT, o_scale,
-            HV, K, V, C, LIFT, KP, BV, V_FIRST, STAGES_REVERSE, OUT_REVERSE, STORERS, EVERY_SECOND,
+            HV, K, V, C, LIFT, KP, BV, V_FIRST, STAGES_REVERSE, OUT_REVERSE, STORERS, EVERY_SECOND, ODD,
         )  # fmt: skip

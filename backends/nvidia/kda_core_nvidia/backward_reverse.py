@@ -9,7 +9,8 @@ LIFT, as qg and ke come, and stored without it.
 Grid: N · HV · VP / BV, as in backward_states; dS is held transposed, [BV, KP], and ends as the gradient of the
 initial state. dv: [B, T, HV, V] in v's dtype, finished; state_grads: [slots, HV, VP, KP].
 
-With EVERY_SECOND only the gradient at the end of every pair of chunks is stored, [pairs, HV, VP, KP].
+With EVERY_SECOND only the gradient at the end of every pair of chunks is stored, [pairs, HV, VP, KP], and at the end of
+a last chunk that is alone in its pair.
 """
 
 import triton
@@ -32,6 +33,7 @@ def reverse_of_sequence(
     i_h = i_nh % HV
     dt = keys.dtype.element_ty
     slot0, length, first, row = rows_of(i_nh // HV, cu_seqlens, T, T_row, NT, s_ob, s_ot, C)
+    pair0, _, _, _ = rows_of(i_nh // HV, cu_seqlens, T, T_row, (NT + 1) // 2, s_ob, s_ot, 2 * C)
     if do is not None:
         do += first + i_h.to(tl.int64) * s_oh
     dv += (row * HV + i_h) * V
@@ -57,8 +59,10 @@ def reverse_of_sequence(
         m_cv = (i * C + o_c < length)[:, None] & (o_v < V)[None, :]
         b_sh = (b_s * (1 / LIFT)).to(dt)
         if EVERY_SECOND:
-            pair = (slot0 + i) // 2 * HV + i_h
-            tl.store(state_grads + pair * (KP * VP) + o_s, b_sh, mask=(tl.full([BV], i % 2, tl.int32) == 1)[:, None])
+            pair = (pair0 + i // 2) * HV + i_h
+            chunk = tl.full([BV], i, tl.int32)
+            ends_pair = (chunk % 2 == 1) | (chunk == last)
+            tl.store(state_grads + pair * (KP * VP) + o_s, b_sh, mask=ends_pair[:, None])
         else:
             tl.store(state_grads + block * (KP * VP) + o_s, b_sh)
         b_dv = tl.dot(b_sh, tl.trans(b_ka), input_precision=PRECISION)

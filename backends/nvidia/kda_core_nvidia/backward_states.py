@@ -7,8 +7,8 @@ one program runs a head's sequence for BV value channels. The state is held tran
 the A operand of both products, and A operands need not pass through shared memory. Inputs: ``triton_lib.layout``.
 z: [slots, HV, C, VP]; states: [slots, HV, VP, KP].
 
-With EVERY_SECOND, sequences have even numbers of chunks, and only the state at the start of every pair of chunks is
-stored: states and z are numbered by pairs, z: [pairs, HV, 2 C, VP].
+With EVERY_SECOND only the state at the start of every pair of chunks is stored: states and z are numbered by pairs, as
+slots of 2 C rows, z: [pairs, HV, 2 C, VP]. The last pair of a sequence may have one chunk.
 """
 
 import triton
@@ -60,6 +60,7 @@ def states_of_sequence(
     i_h = i_nh % HV
     dt = keys.dtype.element_ty
     slot0, length, first, _ = rows_of(i_nh // HV, cu_seqlens, T, T_row, NT, s_vb, s_vt, C)
+    pair0, _, _, _ = rows_of(i_nh // HV, cu_seqlens, T, T_row, (NT + 1) // 2, s_vb, s_vt, 2 * C)
     v += first + i_h.to(tl.int64) * s_vh
     o_k = tl.arange(0, KP)
     o_v = i_v * BV + tl.arange(0, BV)
@@ -84,7 +85,7 @@ def states_of_sequence(
         b_sh = b_s.to(dt)
         if EVERY_SECOND:
             # Predicated, not a branch: the loop's loads run ahead of it.
-            pair = (slot0 + i) // 2 * HV + i_h
+            pair = (pair0 + i // 2) * HV + i_h
             tl.store(states + pair * (KP * VP) + o_s, b_sh, mask=(tl.full([BV], i % 2, tl.int32) == 0)[:, None])
             p_z = z + pair * (2 * C * VP) + i % 2 * (C * VP)
         else:

@@ -6,8 +6,9 @@ than what is loaded. The warps that multiply only put it into shared memory, whi
 the rows of the chunk before it; from there others copy it, whole rows at a time. (Copies through descriptors would need
 a fence of the warps that multiply, which waits for all that they have under way.)
 
-With EVERY_SECOND, sequences have even numbers of chunks, and only every second state is stored: the one at the start of
-a pair of chunks. States and z are numbered by pairs then, [pairs, HV, ..]; z has 2 C rows.
+With EVERY_SECOND only every second state is stored: the one at the start of a pair of chunks. States and z are numbered
+by pairs then, as slots of 2 C rows, [pairs, HV, ..]. Where numbers of chunks may be ODD, a sequence's last pair may
+have one chunk.
 """
 
 from triton.experimental import gluon
@@ -38,6 +39,18 @@ def rows_of(i_n, cu_seqlens, T, T_row, NT, s_b, s_t, C: gl.constexpr):
         length = (gl.load(cu_seqlens + i_n + 1).to(gl.int64) - bos).to(gl.int32)
         first = bos * s_t
     return slot0, length, first, bos
+
+
+@gluon.jit
+def place_of(slot0, i_n, cu_seqlens, row0, NT, C: gl.constexpr, ODD: gl.constexpr):
+    """Twice the first pair of sequence ``i_n``, whose first slot is ``slot0``: the same unless slots may be ODD."""
+    place = slot0
+    if ODD:
+        if cu_seqlens is None:
+            place = i_n.to(gl.int64) * (NT + NT % 2)
+        else:
+            place = (row0 // (2 * C) + i_n) * 2
+    return place
 
 
 @gluon.jit
@@ -90,27 +103,31 @@ def store_state_block(at, block, BV: gl.constexpr, KP: gl.constexpr, STORERS: gl
 
 @gluon.jit
 def _store_for_states(
-    states, z, slot0, i_h, i_v, length, free, full, empty, s_buffer, z_buffer,
+    states, z, place0, i_h, i_v, length, free, full, empty, s_buffer, z_buffer,
     HV: gl.constexpr, V: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
     OUT: gl.constexpr, STORERS: gl.constexpr, EVERY_SECOND: gl.constexpr,
 ):  # fmt: skip
-    """The warps that store for states: the state at the start of chunk i, and z of chunk i - 1."""
+    """The warps that store for states: the state at the start of chunk i, and z of chunk i - 1.
+
+    Args:
+        place0: the first slot, or twice the first pair.
+    """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [STORERS, 1], [1, 0])
     row = gl.arange(0, C, layout=gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, BV, layout=gl.SliceLayout(0, LAYOUT))
     n = (length + C - 1) // C
     for i in range(n + (n > 0).to(gl.int32)):
         out = i % OUT
-        slot = (slot0 + i) * HV + i_h
+        place = (place0 + i) * HV + i_h
         mbarrier.wait(full.index(out), (i // OUT) & 1)
         # The warps that hand over chunk i have done with what was loaded for the one before.
         mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
-        before = (slot - HV) * C
+        before = (place - HV) * C
         if EVERY_SECOND:
-            slot = (slot0 + i) // 2 * HV + i_h
-            before = ((slot0 + i - 1) // 2 * HV + i_h) * (2 * C) + (i - 1) % 2 * C
+            place = (place0 + i) // 2 * HV + i_h
+            before = ((place0 + i - 1) // 2 * HV + i_h) * (2 * C) + (i - 1) % 2 * C
         if (i < n) & ((i % 2 == 0) | (not EVERY_SECOND)):
-            store_state_block(states + (slot * V + i_v * BV) * KP, s_buffer.index(out), BV, KP, STORERS)
+            store_state_block(states + (place * V + i_v * BV) * KP, s_buffer.index(out), BV, KP, STORERS)
         if i > 0:
             at = z + before * V + i_v * BV + (row[:, None] * V + column[None, :])
             gl.store(at, z_buffer.index(out).load(LAYOUT))
@@ -199,7 +216,7 @@ def states_of_sequence(
     program, values, v, single, X, decays, initial_state, z, states, cu_seqlens, s_vb, s_vt, s_vh, T, T_row, NT,
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, LIFT: gl.constexpr, KP: gl.constexpr,
     BV: gl.constexpr, V_FIRST: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr, STORERS: gl.constexpr,
-    EVERY_SECOND: gl.constexpr,
+    EVERY_SECOND: gl.constexpr, ODD: gl.constexpr,
 ):  # fmt: skip
     num_warps: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = v.dtype.element_ty
@@ -216,6 +233,7 @@ def states_of_sequence(
     i_nh = program // NV
     i_h = i_nh % HV
     slot0, length, first, row0 = rows_of(i_nh // HV, cu_seqlens, T, T_row, NT, s_vb, s_vt, C)
+    place0 = place_of(slot0, i_nh // HV, cu_seqlens, row0, NT, C, ODD)
     o_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_ROWS))
     o_v = i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(0, L_ROWS))
     p_v = v + first + i_h.to(gl.int64) * s_vh + (o_r[:, None].to(gl.int64) * s_vt + o_v[None, :])
@@ -260,8 +278,8 @@ def states_of_sequence(
             (
                 _store_for_states,
                 (
-                    states, z, slot0, i_h, i_v, length, free, full, empty, s_buffer, z_buffer, HV, V, C, KP, BV, STAGES,
-                    OUT, STORERS, EVERY_SECOND,
+                    states, z, place0, i_h, i_v, length, free, full, empty, s_buffer, z_buffer, HV, V, C, KP, BV,
+                    STAGES, OUT, STORERS, EVERY_SECOND,
                 ),
             ),
         ],

@@ -18,8 +18,12 @@ Where decays are not bounded, pairs whose decays are beyond one reference point 
 launch takes them (FAR) and writes their results once more. In one kernel with the others they have 304 bytes of stack
 and more.
 
-Grid: a program a multiprocessor; the pairs of all heads, heads fastest, in turn. It takes dense calls of whole pairs,
-bfloat16 gates and heads that are not grouped (``choose.backward.gradients_persistent``).
+Where sequences end within pairs, ``table`` says which rows a pair has (``gradients_pairs``). Rows of its blocks that
+are another sequence's, or nothing's, become zero as soon as they are there, and the warps that multiply store what is
+left of the pair's results. Calls of whole pairs have neither, nor have calls whose decays are not bounded.
+
+Grid: a program a multiprocessor; the pairs of all heads, heads fastest, in turn. It takes bfloat16 gates and heads that
+are not grouped (``choose.backward.gradients_persistent``).
 """
 
 # ruff: noqa: RUF005 (no starred tuples in Triton)
@@ -29,12 +33,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from kda_core.triton_lib.gate import rate_of, sigmoid
+from kda_core_nvidia.gradients_persistent_loads import load_and_store, load_numbers, pair_of, place_of
 from kda_core_nvidia.gradients_persistent_pairs import far_gradients_of_pair, near_gradients_of_pair
 from kda_core_nvidia.gradients_persistent_tiles import (
     BY_CHANNEL,
@@ -56,125 +60,30 @@ from kda_core_nvidia.gradients_persistent_tiles import (
     store_sums,
     store_tiles,
 )
-from kda_core_nvidia.gradients_tiles import LEAST_HALF, last_row, log2_decays, selected_sums
+from kda_core_nvidia.gradients_tiles import (
+    LEAST_HALF,
+    clear_rows,
+    last_row,
+    log2_decays,
+    selected_sums,
+    store_rows,
+    sum_of_ends,
+)
 from kda_core_nvidia.hopper_squares import seen_as
 from kda_core_nvidia.hopper_tiles import exp2
-from kda_core_nvidia.prepare_hopper import store_block
-from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block
+from kda_core_nvidia.recurrence_hopper import block_barrier
 
 _NUMBERS = ["scale", "o_scale", "lower_bound", "HV", "blocks"]
 
 
 @gluon.jit
-def _pair_of(far_pairs, i, count, FAR: gl.constexpr):
-    """The i-th of the pairs that a launch takes."""
-    return gl.load(far_pairs + i, mask=i < count, other=0) if FAR else i
-
-
-@gluon.jit
-def _load_rows(q, k, g, block, HV, s_qh, s_kh, s_gh, bar, q_rows, k_rows, g_rows, C: gl.constexpr, pred):
-    """Begin to load a pair's rows of g, k and q."""
-    row = block // HV * C
-    i_h = block % HV
-    mbarrier.expect(bar, 3 * C * 128 * 2, pred=pred)
-    copy_block(g, [row, i_h * s_gh], bar, g_rows, pred=pred)
-    copy_block(k, [row, i_h * s_kh], bar, k_rows, pred=pred)
-    copy_block(q, [row, i_h * s_qh], bar, q_rows, pred=pred)
-
-
-@gluon.jit
-def _store_rows(dq, dk, dg, block, HV, q_rows, k_rows, g_rows, K: gl.constexpr, C: gl.constexpr):
-    """Store a pair's gradients, and wait until their place is free."""
-    row = block // HV * C
-    column = block % HV * K
-    store_block(dq, [row, column], q_rows)
-    store_block(dk, [row, column], k_rows)
-    store_block(dg, [row, column], g_rows)
-    tma.store_wait(0)
-
-
-@gluon.jit
-def _load_and_store(
-    q, k, g, do, dv, z, states, state_grads, dq, dk, dg, far_pairs, HV, blocks, s_qh, s_kh, s_gh, s_oh,
-    values_ready, values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1, o_0, o_1, s, ds,
-    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, FAR: gl.constexpr,
-):  # fmt: skip
-    """The warp that loads, and that stores the gradients of rows."""
-    first = gl.program_id(0)
-    step = gl.num_programs(0)
-    count = (blocks - first + step - 1) // step
-    for i in gl.static_range(2):
-        there = first + i * step < blocks
-        _load_rows(
-            q, k, g, _pair_of(far_pairs, first + i * step, blocks, FAR), HV, s_qh, s_kh, s_gh, rows_ready.index(i),
-            q_places.index(i), k_places.index(i), g_places.index(i), C, there,
-        )  # fmt: skip
-    before = 0
-    for n in range(count):
-        block = _pair_of(far_pairs, first + n * step, blocks, FAR)
-        row = block // HV * C
-        i_h = block % HV
-        mbarrier.wait(values_free, (n & 1) ^ 1)
-        mbarrier.expect(values_ready, (3 * C * V + 2 * V * K) * 2)
-        copy_block(z, [block * C, 0], values_ready, z_0)
-        copy_block(z, [block * C, 64], values_ready, z_1)
-        copy_block(do, [row, i_h * s_oh], values_ready, o_0.index(0))
-        copy_block(do, [row, i_h * s_oh + 64], values_ready, o_1.index(0))
-        copy_block(states, [block * V, 0], values_ready, s)
-        copy_block(dv, [row, i_h * V], values_ready, o_0.index(1))
-        copy_block(dv, [row, i_h * V + 64], values_ready, o_1.index(1))
-        copy_block(state_grads, [block * V, 0], values_ready, ds)
-        if n > 0:
-            place = (n - 1) & 1
-            q_rows, k_rows, g_rows = q_places.index(place), k_places.index(place), g_places.index(place)
-            mbarrier.wait(rows_done.index(place), ((n - 1) >> 1) & 1)
-            _store_rows(dq, dk, dg, before, HV, q_rows, k_rows, g_rows, K, C)
-            following = first + (n + 1) * step
-            _load_rows(
-                q, k, g, _pair_of(far_pairs, following, blocks, FAR), HV, s_qh, s_kh, s_gh, rows_ready.index(place),
-                q_rows, k_rows, g_rows, C, following < blocks,
-            )  # fmt: skip
-        before = block
-    if count > 0:
-        place = (count - 1) & 1
-        mbarrier.wait(rows_done.index(place), ((count - 1) >> 1) & 1)
-        _store_rows(dq, dk, dg, before, HV, q_places.index(place), k_places.index(place), g_places.index(place), K, C)
-
-
-@gluon.jit
-def _load_numbers(beta, A_log, dt_bias, D, norms, pair, i_h, HV, s_bt, s_bh, K: gl.constexpr, C: gl.constexpr):
-    """Begin to load a pair's numbers for channels and rows: A_log, dt_bias, decays of its slots, beta, norms.
-
-    As they are in memory; zeros stand for those that do not exist. A thread has one row.
-    """
-    c = gl.arange(0, 128, layout=BY_CHANNEL)
-    r = gl.arange(0, 256, layout=LANES) % 64
-    a = 0.0
-    if A_log is not None:
-        a = gl.load(A_log + i_h)
-    bias = gl.full([128], 0.0, gl.float32, BY_CHANNEL)
-    if dt_bias is not None:
-        bias = gl.load(dt_bias + i_h * K + c)
-    p_decay = D + (2 * pair * HV + i_h).to(gl.int64) * K + c
-    decay = gl.load(p_decay)
-    second_decay = gl.load(p_decay + HV * K)
-    b_beta = gl.load(beta + (pair * C).to(gl.int64) * s_bt + i_h.to(gl.int64) * s_bh + r * s_bt)
-    nq = gl.full([256], 0.0, gl.float32, LANES)
-    nk = nq
-    if norms is not None:
-        p_norms = norms + ((2 * pair + r // 32).to(gl.int64) * HV + i_h) * C + r % 32
-        nq = gl.load(p_norms)
-        nk = gl.load(p_norms + C // 2)
-    return a, bias, decay, second_decay, b_beta, nq, nk
-
-
-@gluon.jit
 def _gradients(
-    beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, far_pairs, far_count, s_bt, s_bh, scale, o_scale,
-    lower_bound, HV, blocks, values_ready, values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1,
-    o_0, o_1, s, ds, pairs, numbers, own_products,
+    beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, table, dq_rows, dk_rows, dg_rows, initial_state,
+    grad_final_state, far_pairs, far_count, s_bt, s_bh, scale, o_scale, lower_bound, HV, blocks, values_ready,
+    values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1, o_0, o_1, s, ds, pairs, numbers,
+    own_products,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BOUNDED: gl.constexpr,
-    FAR: gl.constexpr, BETA_SIGMOID: gl.constexpr, BETA_SCALE: gl.constexpr,
+    FAR: gl.constexpr, BETA_SIGMOID: gl.constexpr, BETA_SCALE: gl.constexpr, V_FIRST: gl.constexpr,
 ):  # fmt: skip
     """The warps that multiply."""
     dtype: gl.constexpr = q_places.dtype
@@ -199,19 +108,24 @@ def _gradients(
         seen_as(z_0, gl.float32, [1, 16, 128], HIGH).index(0),
         seen_as(z_1, gl.float32, [1, 16, 128], HIGH).index(0),
     )
+    TAILS: gl.constexpr = table is not None
+    # A warp has whole rows.
+    BY_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
+    BY_HALF_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     # Later, in the place of the pairs.
     sums_by_warp = seen_as(pairs, gl.float32, [2, WARPS, 256], PLAIN).index(0)
     first = gl.program_id(0)
     step = gl.num_programs(0)
     # A program without pairs loads, too.
-    block = gl.where(first < blocks, _pair_of(far_pairs, first, blocks, FAR), 0)
+    block = gl.where(first < blocks, pair_of(far_pairs, first, blocks, FAR), 0)
     pair = block // HV
     i_h = block % HV
-    a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = _load_numbers(
-        beta, A_log, dt_bias, D, norms, pair, i_h, HV, s_bt, s_bh, K, C
+    a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = load_numbers(
+        beta, A_log, dt_bias, D, norms, table, pair, i_h, HV, s_bt, s_bh, K, C
     )
     for n in range((blocks - first + step - 1) // step):
-        row = pair * C
+        row, _, _, count, alone = place_of(table, pair, C)
+        there = count if TAILS else None
         place = n & 1
         phase = n & 1
         rows_phase = (n >> 1) & 1
@@ -234,6 +148,18 @@ def _gradients(
 
         mbarrier.wait(values_ready, phase)
         mbarrier.wait(rows_ready.index(place), rows_phase)
+        if TAILS:  # noqa: SIM102
+            if count < C:
+                clear_rows(q_rows, count, BY_ROWS)
+                clear_rows(k_rows, count, BY_ROWS)
+                clear_rows(g_rows, count, BY_ROWS)
+                clear_rows(z_0, count, BY_HALF_ROWS)
+                clear_rows(z_1, count, BY_HALF_ROWS)
+                for i in gl.static_range(2):
+                    clear_rows(o_0.index(i), count, BY_HALF_ROWS)
+                    clear_rows(o_1.index(i), count, BY_HALF_ROWS)
+                fence_async_shared()
+                block_barrier()
         m = gl.full([128, 64], 0.0, gl.float32, M64)
         rows = gl.full([128, 128], 0.0, gl.float32, M128)
         columns = gl.full([128, 64], 0.0, gl.float32, M64)
@@ -251,7 +177,7 @@ def _gradients(
         # Meanwhile the decays, and the sums over v of S ⊙ dS.
         ys = ()
         for t in gl.static_range(TILES):
-            ys = ys + (log2_decays(g_rows, bias, rate, lower_bound, None, t, GATE, BOUNDED, TILE),)
+            ys = ys + (log2_decays(g_rows, bias, rate, lower_bound, there, t, GATE, BOUNDED, TILE),)
         slope = gl.full([256], 1.0, gl.float32, LANES)
         if BETA_SIGMOID:
             slope = sigmoid(-b_beta)
@@ -286,6 +212,10 @@ def _gradients(
                 gl.store(far_pairs + gl.atomic_add(far_count, 1), block)
         rows, columns = warpgroup_mma_wait(0, deps=(rows, columns))
         block_barrier()
+        if initial_state is not None:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
+            if alone >= 0:
+                # A sequence of one chunk reads the caller's states, not their 16-bit copies.
+                sums = decay * sum_of_ends(initial_state, grad_final_state, alone * HV + i_h, 0, K, V, V_FIRST, TILE)
         if not FAR:
             mbarrier.arrive(values_free, count=1)
 
@@ -298,8 +228,12 @@ def _gradients(
             block_barrier()
             mbarrier.arrive(values_free, count=1)
         else:
+            again = there
+            if TAILS and not EARLY:
+                # Read again rather than kept: registers are few.
+                _, _, _, again, _ = place_of(table, pair, C)
             new_q, new_k, dg, sums_q, sums_k, sums_b = near_gradients_of_pair(
-                rows, columns, sums, rise, halves, o_scale, q_rows, k_rows, numbers, own_products, pairs
+                rows, columns, sums, rise, halves, o_scale, q_rows, k_rows, numbers, own_products, pairs, again
             )
         sum_q = merged_sums(sums_q[0], sums_q[1], 2)
         sum_k = merged_sums(sums_k[0], sums_k[1], 2)
@@ -308,15 +242,15 @@ def _gradients(
         store_sums(sums_by_warp, sum_q, sum_k, sum_b)
         # The next pair's numbers, which arrive behind what is left of this one; the last one loads its own again.
         i = first + (n + 1) * step
-        following = gl.where(i < blocks, _pair_of(far_pairs, i, blocks, FAR), block)
+        following = gl.where(i < blocks, pair_of(far_pairs, i, blocks, FAR), block)
         next_pair = following // HV
         next_h = following % HV
         if EARLY:
-            a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = _load_numbers(
-                beta, A_log, dt_bias, D, norms, next_pair, next_h, HV, s_bt, s_bh, K, C
+            a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = load_numbers(
+                beta, A_log, dt_bias, D, norms, table, next_pair, next_h, HV, s_bt, s_bh, K, C
             )
         if GATE != "none":
-            dg, summands, totals = gradients_of_gate(g_rows, bias, rate, lower_bound, dg, GATE)
+            dg, summands, totals = gradients_of_gate(g_rows, bias, rate, lower_bound, dg, there, GATE)
             if dbias_partial is not None:
                 c = gl.arange(0, 128, layout=BY_CHANNEL)
                 gl.store(dbias_partial + block.to(gl.int64) * K + c, gl.sum(totals, axis=1))
@@ -328,8 +262,14 @@ def _gradients(
         block_barrier()
         total = gl.sum(sums_by_warp.load(BY_WARP), axis=0) * factor
         r_lane = gl.arange(0, 256, layout=LANES) % 64
+        if TAILS:
+            # Once more: registers are few.
+            row, _, _, count, _ = place_of(table, pair, C)
         p_dbeta = dbeta + (row.to(gl.int64) * HV + i_h) + r_lane * HV
-        gl.store(p_dbeta, total.to(dbeta.dtype.element_ty), mask=kind == 2)
+        own_row = kind == 2
+        if TAILS:
+            own_row = own_row & (r_lane < count)
+        gl.store(p_dbeta, total.to(dbeta.dtype.element_ty), mask=own_row)
         if norms is not None:
             numbers.store(total)
             block_barrier()
@@ -343,8 +283,8 @@ def _gradients(
             dq = new_q
             dk = new_k
         if not EARLY:
-            a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = _load_numbers(
-                beta, A_log, dt_bias, D, norms, next_pair, next_h, HV, s_bt, s_bh, K, C
+            a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = load_numbers(
+                beta, A_log, dt_bias, D, norms, table, next_pair, next_h, HV, s_bt, s_bh, K, C
             )
         block_barrier()
         store_tiles(q_rows, dq)
@@ -352,6 +292,13 @@ def _gradients(
         store_tiles(g_rows, dg)
         fence_async_shared()
         block_barrier()
+        if TAILS:  # noqa: SIM102
+            if count < C:
+                out = (row.to(gl.int64) * HV + i_h) * K
+                store_rows(dq_rows + out, HV * K, q_rows, count, BY_ROWS, 64)
+                store_rows(dk_rows + out, HV * K, k_rows, count, BY_ROWS, 64)
+                store_rows(dg_rows + out, HV * K, g_rows, count, BY_ROWS, 64)
+                block_barrier()
         mbarrier.arrive(rows_done.index(place), count=1)
         block, pair, i_h = following, next_pair, next_h
 
@@ -360,8 +307,8 @@ def _gradients(
 def gradients_hopper_persistent(
     q, k, g,  # descriptors of [B · T, ..] by [C, K]
     do, dv,  # descriptors of [B · T, ..] by [C, 64]
-    z,  # descriptor of [pairs · HV · C, V] by [C, 64]
-    states, state_grads,  # descriptors of [pairs · HV · V, K] by [V, K]
+    z,  # descriptor of [places · HV · C, V] by [C, 64]
+    states, state_grads,  # descriptors of [places · HV · V, K] by [V, K]
     dq, dk, dg,  # descriptors of results [B · T, HV · K] by [C, K]
     beta,  # [B, T, HV], rows at s_bt
     A_log, dt_bias,  # [HV] and [HV, K], or None
@@ -370,17 +317,22 @@ def gradients_hopper_persistent(
     dbeta,  # [B · T, HV]
     dA_partial,  # [pairs, HV, warps] or None
     dbias_partial,  # [pairs, HV, K] or None
+    table, pair_count,  # as ``gradients_pairs`` writes them; or None where every pair is whole
+    dq_rows, dk_rows, dg_rows,  # tensors of dq, dk, dg, or None there
+    initial_state, grad_final_state,  # [N, HV, K, V], or None where no sequence is of one chunk
     far_pairs,  # [pairs · HV]: pairs with decays beyond one reference point a tile, in any order; or None
     far_count,  # [1]: how many they are
     s_qh, s_kh, s_gh, s_oh, s_bt, s_bh,
     scale, o_scale, lower_bound,
-    HV, blocks,  # value heads; pairs · HV
+    HV, blocks,  # value heads; pairs · HV, with a table at most
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BOUNDED: gl.constexpr,
     FAR: gl.constexpr,  # the launch takes those pairs; else it takes all, and writes down which they are
-    BETA_SIGMOID: gl.constexpr, BETA_SCALE: gl.constexpr,
+    BETA_SIGMOID: gl.constexpr, BETA_SCALE: gl.constexpr, V_FIRST: gl.constexpr,
 ):  # fmt: skip
     if FAR:
         blocks = gl.load(far_count)
+    elif table is not None:
+        blocks = gl.load(pair_count) * HV
     dtype: gl.constexpr = q.dtype
 
     ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 128], dtype)
@@ -416,18 +368,19 @@ def gradients_hopper_persistent(
             (
                 _gradients,
                 (
-                    beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, far_pairs, far_count, s_bt, s_bh,
-                    scale, o_scale, lower_bound, HV, blocks, values_ready, values_free, rows_ready, rows_done,
-                    q_places, k_places, g_places, z_0, z_1, o_0, o_1, s, ds, pairs, numbers, own_products, K, V, C,
-                    GATE, BOUNDED, FAR, BETA_SIGMOID, BETA_SCALE,
+                    beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, table, dq_rows, dk_rows, dg_rows,
+                    initial_state, grad_final_state, far_pairs, far_count, s_bt, s_bh, scale, o_scale, lower_bound, HV,
+                    blocks, values_ready, values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1,
+                    o_0, o_1, s, ds, pairs, numbers, own_products, K, V, C, GATE, BOUNDED, FAR, BETA_SIGMOID,
+                    BETA_SCALE, V_FIRST,
                 ),
             ),
             (
-                _load_and_store,
+                load_and_store,
                 (
-                    q, k, g, do, dv, z, states, state_grads, dq, dk, dg, far_pairs, HV, blocks, s_qh, s_kh, s_gh,
-                    s_oh, values_ready, values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1,
-                    o_0, o_1, s, ds, K, V, C, FAR,
+                    q, k, g, do, dv, z, states, state_grads, dq, dk, dg, table, far_pairs, HV, blocks, s_qh, s_kh,
+                    s_gh, s_oh, values_ready, values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0,
+                    z_1, o_0, o_1, s, ds, K, V, C, FAR,
                 ),
             ),
         ],

@@ -31,7 +31,7 @@ from kda_core_nvidia.hopper_tiles import exp2, reciprocal
 
 @gluon.jit
 def near_gradients_of_pair(
-    rows, columns, sums, rise, halves, o_scale, q_rows, k_rows, numbers, own_products, pairs,
+    rows, columns, sums, rise, halves, o_scale, q_rows, k_rows, numbers, own_products, pairs, count,
 ):  # fmt: skip
     """Gradients of a pair's rows by tile, but for what their norms take away, and of its decays; sums over a warp's
     channels of a row's product with its gradient, of q and of k, and of the gradient of β, for two tiles each.
@@ -40,7 +40,12 @@ def near_gradients_of_pair(
         rows, columns: products of the rows of do and dv, and of z, with the states, without any decay.
         sums: over v of S ⊙ dS, decayed over the pair, [128].
         rise, halves: 2^x of each tile, and half of its log2 decay.
+        count: rows of the pair; None: all.
     """
+    others = None
+    if count is not None:
+        # One row alone has no pairs. In its decay gradient the column part cancels against ``ends``: here exactly.
+        others = count > 1
     e_r = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, RIGHT)), 1)
     e_c = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, RIGHT)), 0)
     between = ()
@@ -69,6 +74,8 @@ def near_gradients_of_pair(
     from_row = gl.where(e_r >= e_c, 1.0, 0.0).to(gl.bfloat16)
     everywhere = gl.full([16, 16], 1.0, gl.bfloat16, RIGHT)
     ends = gl.convert_layout(gl.sum(ends, axis=1), BY_CHANNEL, assert_trivial=True)
+    if others is not None:
+        ends = gl.where(others, ends, 0.0)
     later = gl.expand_dims(ends + sums, 1) + gl.full([128, 16], 0.0, gl.float32, TILE)
     new_q = ()
     new_k = ()
@@ -88,8 +95,9 @@ def near_gradients_of_pair(
         else:
             dkc = add_rows(dkc, qr, kr, pairs, between[t], t)
         dq_t, dk_t, p, sum_q, sum_k, sum_b = own_gradients(
-            dq[t] * q_rise, dk[t] * k_rise, dkc[t] * reciprocal(rise[t]), q_tile, k_tile, numbers, own_products, t
-        )
+            dq[t] * q_rise, dk[t] * k_rise, dkc[t] * reciprocal(rise[t]), q_tile, k_tile, numbers, own_products,
+            others, t,
+        )  # fmt: skip
         dg = (mma_v2(p[0], from_row, mma_v2(p[1], from_row, later)),) + dg
         later = mma_v2(p[0], everywhere, mma_v2(p[1], everywhere, later))
         new_q = (dq_t,) + new_q
@@ -214,7 +222,9 @@ def far_gradients_of_pair(
             b = b * 2
         of_q = of_q * numbers_of(numbers, 1, c)
         of_k = of_k * -numbers_of(numbers, 2, c)
-        of_q, of_k, _, sum_q, sum_k, sum_b = own_gradients(of_q, of_k, z, q_tile, k_tile, numbers, own_products, c)
+        of_q, of_k, _, sum_q, sum_k, sum_b = own_gradients(
+            of_q, of_k, z, q_tile, k_tile, numbers, own_products, None, c
+        )
         sums_q = with_sums(sums_q, sum_q, c)
         sums_k = with_sums(sums_k, sum_k, c)
         sums_b = with_sums(sums_b, sum_b, c)

@@ -94,9 +94,9 @@ def last_row(x):
 
 
 @gluon.jit
-def inside(count, tile: gl.constexpr):
+def inside(count, tile: gl.constexpr, LAYOUT: gl.constexpr = TILE):
     """Which rows of a tile belong to the sequence, [1, 16]."""
-    return gl.expand_dims(gl.arange(0, 16, layout=BY_ROW) + 16 * tile < count, 0)
+    return gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, LAYOUT)) + 16 * tile < count, 0)
 
 
 @gluon.jit
@@ -121,7 +121,7 @@ def log2_decays(
         # A broken promise costs accuracy, never a NaN.
         y = gl.maximum(y, BOUNDED_LOG2_DECAY, propagate_nan=PROPAGATE)
     if count is not None:
-        y = gl.where(inside(count, tile), y, 0.0)
+        y = gl.where(inside(count, tile, LAYOUT), y, 0.0)
     return y
 
 
@@ -220,18 +220,18 @@ def copy_values(
 @gluon.jit
 def clear_rows(buffer, count, LAYOUT: gl.constexpr):
     """Rows from ``count`` on become zero: they belong to another sequence."""
-    o_r = gl.arange(0, 32, layout=gl.SliceLayout(1, LAYOUT))
+    o_r = gl.arange(0, buffer.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     x = buffer.load(LAYOUT)
     buffer.store(gl.where((o_r < count)[:, None], x, gl.full(x.shape, 0.0, buffer.dtype, LAYOUT)))
 
 
 @gluon.jit
-def store_rows(p, stride, buffer, count, LAYOUT: gl.constexpr):
-    """Store the first ``count`` rows of a block [32, 128]; zeros for a buffer of None."""
-    o_r = gl.arange(0, 32, layout=gl.SliceLayout(1, LAYOUT))
+def store_rows(p, stride, buffer, count, LAYOUT: gl.constexpr, ROWS: gl.constexpr = 32):
+    """Store the first ``count`` rows of a block [ROWS, 128]; zeros for a buffer of None."""
+    o_r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     o_k = gl.arange(0, 128, layout=gl.SliceLayout(0, LAYOUT))
     if buffer is None:
-        x = gl.full([32, 128], 0.0, p.dtype.element_ty, LAYOUT)
+        x = gl.full([ROWS, 128], 0.0, p.dtype.element_ty, LAYOUT)
     else:
         x = buffer.load(LAYOUT)
     at = p + (o_r.to(gl.int64)[:, None] * stride + o_k[None, :])
@@ -240,16 +240,17 @@ def store_rows(p, stride, buffer, count, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def sum_of_ends(
-    initial_state, grad_final_state, i_nh, channel, K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr
-):
+    initial_state, grad_final_state, i_nh, channel, K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr,
+    LAYOUT: gl.constexpr = TILE,
+):  # fmt: skip
     """Σ_v of a sequence's initial state times the gradient of its final one, as the caller gave them, [128].
 
     Args:
         channel: the first key channel.
     """
-    o_k = channel + gl.expand_dims(gl.arange(0, 128, layout=BY_CHANNEL), 1)
-    o_v = gl.expand_dims(gl.arange(0, 16, layout=BY_ROW), 0)
-    sums = gl.full([128, 16], 0.0, gl.float32, TILE)
+    o_k = channel + gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(1, LAYOUT)), 1)
+    o_v = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    sums = gl.full([128, 16], 0.0, gl.float32, LAYOUT)
     base = i_nh.to(gl.int64) * (K * V)
     for first in range(0, V, 16):
         at = (first + o_v) * K + o_k if V_FIRST else o_k * V + (first + o_v)

@@ -185,15 +185,27 @@ LEAST_FAR = 65536
 which a shorter one does not save."""
 
 
-def gradients_persistent(r: Request, rows: int) -> bool:
+LEAST_PAIRED = 128
+"""Rows of a sequence, at least on average, whose last pair of chunks may be half empty: those of 96 rows lose 2%."""
+
+LEAST_TAILS = 32000
+"""Rows times heads of a call, at least, whose pairs need a table: 290 rows of 32 heads lose 2 µs of 88."""
+
+
+def gradients_persistent(r: Request, rows: int, cut: bool) -> bool:
     """Whether ``gradients_hopper_persistent`` serves a call that ``gradients_hopper`` serves.
 
-    Segments are packed sequences here. Only calls of fewer pairs than multiprocessors lose, 3 µs of 100.
+    Dense calls of whole pairs lose only where they have fewer than there are
+    multiprocessors, 3 µs of 100. Lengths of packed sequences are on the device, their average is known here.
 
     Args:
-        rows: of a sequence, whose segments ``r`` may have, times heads.
+        rows: of a sequence, whose segments ``r`` may have, or of all that are packed, times heads.
+        cut: sequences are segments or fragments; packed ones have not been run in pairs.
     """
-    pairs = r.cu_seqlens is None and r.T % (2 * CHUNK) == 0 and (decays_bounded(r) or rows >= LEAST_FAR)
+    if r.cu_seqlens is None and r.T % (2 * CHUNK) == 0:
+        pairs = decays_bounded(r) or rows >= LEAST_FAR
+    else:
+        pairs = not cut and decays_bounded(r) and rows >= LEAST_TAILS and r.B * r.T >= LEAST_PAIRED * r.N
     return pairs and r.K == 128 and r.g.dtype == r.q.dtype and r.H == r.HV
 
 
@@ -264,7 +276,8 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
         states, reverse = (hopper_config(n, chip, KP, V, N * HV) for n in ("states", "reverse"))
     gradients = config.gradients
     if gradients_on_hopper(changed(r, grad_o=do), chip):
-        gradients = gradients_persistent_config(chip) if gradients_persistent(r, request.T * HV) else _GRADIENTS_HOPPER
+        paired = gradients_persistent(r, request.T * HV, bool(fragments or rows))
+        gradients = gradients_persistent_config(chip) if paired else _GRADIENTS_HOPPER
     # Products on scalar units spill more with them. Rows of a descriptor are counted in 32 bits.
     descriptors = chip.descriptors and dtype.itemsize == 2 and many <= most * HV < 2**31 // max(VP, CHUNK)
     # Rows of the call's own tensors only where no block reaches beyond a sequence, or beyond a head's channels.

@@ -194,9 +194,10 @@ class _Backward:
         self.kp, self.vp = padded(self.K), padded(self.V)
         self.NT, self.slots = -(-self.T // CHUNK), slots(r)
         self.o_scale = split_scale(r.scale, self.dtype)[1]
-        # Whether ``gradients`` takes pairs of slots; how many slots have one state then.
+        # Whether ``gradients`` takes pairs of slots, of which each has one state then; those are never in turns.
         self.paired = isinstance(choice.gradients, GradientsPersistentConfig)
         self.of_state = 2 if self.paired else 1
+        self.states = slots(r, CHUNK * self.of_state)
         # Channel blocks whose parts of dβ are summed afterwards.
         self.hopper = self.paired or isinstance(choice.gradients, GradientsHopperConfig)
         self.blocks = self.kp // (CHANNELS if self.hopper else choice.gradients.block_k)
@@ -283,10 +284,10 @@ class _Backward:
     def finish(self, prepared: Prepared, dv: View, states: _States) -> Grads:
         """The recurrences and ``gradients`` for the sequences of each turn, and ``finish``."""
         b, r, turns = self.b, self.r, self.choice.turns
-        most = self.slots if turns == WHOLE else max(turn.stop - turn.start for turn in turns) * self.NT
+        most = self.states if turns == WHOLE else max(turn.stop - turn.start for turn in turns) * self.NT
         z = (CHUNK * self.of_state, self.vp)
         shapes = {"z": z, "states": (self.vp, self.kp), "state_grads": (self.vp, self.kp)}
-        own = {n: b.scratch(n, (most // self.of_state, self.HV, *shape), self.dtype) for n, shape in shapes.items()}
+        own = {n: b.scratch(n, (most, self.HV, *shape), self.dtype) for n, shape in shapes.items()}
         out: dict[str, View | None] = {}
         for turn in turns:
             self._add_recurrences(turn, prepared, states, dv, own)
@@ -309,7 +310,8 @@ class _Backward:
         exact, r = self.dtype == torch.float32, self.r
         own = {"T_row": self.T_row, "o_scale": self.o_scale, "rows": self.B * self.T, "HO": self._wider()}
         own |= {"LIFT": lift(self.dtype, r.use_qk_l2norm_in_kernel), "PRECISION": "ieee" if exact else "tf32"}
-        return names(r) | own | {"EVERY_SECOND": self.paired}
+        odd = self.paired and (r.cu_seqlens is not None or self.NT % 2 == 1)
+        return names(r) | own | {"EVERY_SECOND": self.paired, "ODD": odd}
 
     def _add_recurrences(
         self, turn: slice | None, prepared: Prepared, states: _States, dv: View, own: dict[str, View]
@@ -355,7 +357,7 @@ class _Backward:
         else:
             found["dbeta"] = b.scratch("dbeta by channel block", (blocks, *shape[:3]), torch.float32)
         # Slots that hold nothing write no summand; only packed calls have such.
-        count, packed = self.slots // self.of_state, r.cu_seqlens is not None
+        count, packed = self.states, r.cu_seqlens is not None
         if self.paired:
             blocks = self.choice.gradients.num_warps
         sums = {"A_log": ("dA_partial", blocks), "dt_bias": ("dbias_partial", self.K)}

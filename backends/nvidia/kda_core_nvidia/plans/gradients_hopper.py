@@ -1,4 +1,4 @@
-"""The launches of ``gradients_hopper`` and ``gradients_hopper_persistent``."""
+"""The launches of ``gradients_hopper``, and of ``gradients_hopper_persistent`` with its table of pairs."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from kda_core.triton_lib.plan import Builder, matrix_tile, token_tile
 from kda_core_nvidia.choose.backward import GradientsHopperConfig, GradientsPersistentConfig
 from kda_core_nvidia.gradients_hopper import gradients_hopper
 from kda_core_nvidia.gradients_hopper_persistent import gradients_hopper_persistent
+from kda_core_nvidia.gradients_pairs import pairs_kernel
 from kda_core_nvidia.plans.prepare_hopper import aligned, one_token_axis
 
 VALUES = 64
@@ -21,6 +22,9 @@ VALUES = 64
 
 CHANNELS = 128
 """Key channels of a program."""
+
+BEHIND = 128
+"""Programs for rows behind the last sequence."""
 
 
 def launch_gradients_hopper(
@@ -45,9 +49,19 @@ def launch_gradients_hopper(
 def launch_gradients_persistent(
     b: Builder, r: Request, config: GradientsPersistentConfig, bounded: bool, named: Mapping[str, Any]
 ) -> None:
-    """Add a launch of ``gradients_hopper_persistent``; z and the states are by pairs of slots."""
-    blocks = slots(r) // 2 * r.HV
-    named = {**named, **_tiles(b, r, 2 * CHUNK, r.V, named), "C": 2 * CHUNK, "blocks": blocks}
+    """Add launches of ``gradients_hopper_persistent``; z and the states are by pairs of slots."""
+    pairs = slots(r, 2 * CHUNK)
+    blocks = pairs * r.HV
+    own = {"table": None, "pair_count": None, "dq_rows": None, "dk_rows": None, "dg_rows": None}
+    if r.cu_seqlens is None and r.T % (2 * CHUNK) == 0:
+        own |= {"initial_state": None, "grad_final_state": None}
+    else:
+        own = {"table": b.scratch("pairs", (pairs, 5), torch.int32)}
+        own["pair_count"] = b.scratch("pairs, number", (1,), torch.int32)
+        own |= {f"{n}_rows": named[n] for n in ("dq", "dk", "dg")}
+        programs = r.N + (1 if r.cu_seqlens is None else BEHIND)
+        b.pick(pairs_kernel, programs, 4, {**named, **own, "N": r.N, "ROWS": CHANNELS})
+    named = {**named, **own, **_tiles(b, r, 2 * CHUNK, r.V, named), "C": 2 * CHUNK, "blocks": blocks}
     named["BOUNDED"] = bounded
     far = {"far_pairs": None, "far_count": None}
     if not bounded:

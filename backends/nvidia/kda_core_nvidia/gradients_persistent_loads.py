@@ -1,0 +1,144 @@
+"""The rows of a pair of ``gradients_hopper_persistent``, its numbers, and the warp that loads and stores them."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from kda_core_nvidia.gradients_persistent_tiles import BY_CHANNEL, LANES
+from kda_core_nvidia.prepare_hopper import store_block
+from kda_core_nvidia.recurrence_hopper import copy_block
+
+
+@gluon.jit
+def pair_of(far_pairs, i, count, FAR: gl.constexpr):
+    """The i-th of the pairs that a launch takes."""
+    return gl.load(far_pairs + i, mask=i < count, other=0) if FAR else i
+
+
+@gluon.jit
+def place_of(table, pair, C: gl.constexpr):
+    """First row of a pair, its first slot, where its states are, its rows, and its sequence if that has one chunk."""
+    if table is None:
+        row, slot, place, count, alone = pair * C, pair * 2, pair, C, -1
+    else:
+        at = table + pair.to(gl.int64) * 5
+        row, slot, place, count, alone = gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4)
+    return row, slot, place, count, alone
+
+
+@gluon.jit
+def _load_rows(q, k, g, table, block, HV, s_qh, s_kh, s_gh, bar, q_rows, k_rows, g_rows, C: gl.constexpr, pred):
+    """Begin to load a pair's rows of g, k and q."""
+    if table is not None:
+        # It has no entry for a pair that is not there.
+        block = gl.where(pred, block, 0)
+    row, _, _, _, _ = place_of(table, block // HV, C)
+    i_h = block % HV
+    mbarrier.expect(bar, 3 * C * 128 * 2, pred=pred)
+    copy_block(g, [row, i_h * s_gh], bar, g_rows, pred=pred)
+    copy_block(k, [row, i_h * s_kh], bar, k_rows, pred=pred)
+    copy_block(q, [row, i_h * s_qh], bar, q_rows, pred=pred)
+
+
+@gluon.jit
+def _store_rows(dq, dk, dg, table, block, HV, q_rows, k_rows, g_rows, K: gl.constexpr, C: gl.constexpr):
+    """Store a whole pair's gradients, and wait until their place is free."""
+    row, _, _, count, _ = place_of(table, block // HV, C)
+    column = block % HV * K
+    if count == C:
+        store_block(dq, [row, column], q_rows)
+        store_block(dk, [row, column], k_rows)
+        store_block(dg, [row, column], g_rows)
+        tma.store_wait(0)
+
+
+@gluon.jit
+def load_and_store(
+    q, k, g, do, dv, z, states, state_grads, dq, dk, dg, table, far_pairs, HV, blocks, s_qh, s_kh, s_gh, s_oh,
+    values_ready, values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1, o_0, o_1, s, ds,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, FAR: gl.constexpr,
+):  # fmt: skip
+    """The warp that loads, and that stores the gradients of rows."""
+    first = gl.program_id(0)
+    step = gl.num_programs(0)
+    count = (blocks - first + step - 1) // step
+    for i in gl.static_range(2):
+        there = first + i * step < blocks
+        _load_rows(
+            q, k, g, table, pair_of(far_pairs, first + i * step, blocks, FAR), HV, s_qh, s_kh, s_gh,
+            rows_ready.index(i), q_places.index(i), k_places.index(i), g_places.index(i), C, there,
+        )  # fmt: skip
+    before = 0
+    for n in range(count):
+        block = pair_of(far_pairs, first + n * step, blocks, FAR)
+        row, _, place, _, _ = place_of(table, block // HV, C)
+        i_h = block % HV
+        of_states = block
+        if table is not None:
+            of_states = place * HV + i_h
+        mbarrier.wait(values_free, (n & 1) ^ 1)
+        mbarrier.expect(values_ready, (3 * C * V + 2 * V * K) * 2)
+        copy_block(z, [of_states * C, 0], values_ready, z_0)
+        copy_block(z, [of_states * C, 64], values_ready, z_1)
+        copy_block(do, [row, i_h * s_oh], values_ready, o_0.index(0))
+        copy_block(do, [row, i_h * s_oh + 64], values_ready, o_1.index(0))
+        copy_block(states, [of_states * V, 0], values_ready, s)
+        copy_block(dv, [row, i_h * V], values_ready, o_0.index(1))
+        copy_block(dv, [row, i_h * V + 64], values_ready, o_1.index(1))
+        copy_block(state_grads, [of_states * V, 0], values_ready, ds)
+        if n > 0:
+            place = (n - 1) & 1
+            q_rows, k_rows, g_rows = q_places.index(place), k_places.index(place), g_places.index(place)
+            mbarrier.wait(rows_done.index(place), ((n - 1) >> 1) & 1)
+            _store_rows(dq, dk, dg, table, before, HV, q_rows, k_rows, g_rows, K, C)
+            following = first + (n + 1) * step
+            _load_rows(
+                q, k, g, table, pair_of(far_pairs, following, blocks, FAR), HV, s_qh, s_kh, s_gh,
+                rows_ready.index(place), q_rows, k_rows, g_rows, C, following < blocks,
+            )  # fmt: skip
+        before = block
+    if count > 0:
+        place = (count - 1) & 1
+        mbarrier.wait(rows_done.index(place), ((count - 1) >> 1) & 1)
+        _store_rows(
+            dq, dk, dg, table, before, HV, q_places.index(place), k_places.index(place), g_places.index(place), K, C
+        )
+
+
+@gluon.jit
+def load_numbers(beta, A_log, dt_bias, D, norms, table, pair, i_h, HV, s_bt, s_bh, K: gl.constexpr, C: gl.constexpr):
+    """Begin to load a pair's numbers for channels and rows: A_log, dt_bias, decays of its slots, beta, norms.
+
+    As they are in memory; zeros stand for those that do not exist. A thread has one row.
+    """
+    c = gl.arange(0, 128, layout=BY_CHANNEL)
+    r = gl.arange(0, 256, layout=LANES) % 64
+    a = 0.0
+    if A_log is not None:
+        a = gl.load(A_log + i_h)
+    bias = gl.full([128], 0.0, gl.float32, BY_CHANNEL)
+    if dt_bias is not None:
+        bias = gl.load(dt_bias + i_h * K + c)
+    nq = gl.full([256], 0.0, gl.float32, LANES)
+    nk = nq
+    if table is None:
+        p_decay = D + (2 * pair * HV + i_h).to(gl.int64) * K + c
+        decay = gl.load(p_decay)
+        second_decay = gl.load(p_decay + HV * K)
+        b_beta = gl.load(beta + (pair * C).to(gl.int64) * s_bt + i_h.to(gl.int64) * s_bh + r * s_bt)
+        if norms is not None:
+            p_norms = norms + ((2 * pair + r // 32).to(gl.int64) * HV + i_h) * C + r % 32
+            nq = gl.load(p_norms)
+            nk = gl.load(p_norms + C // 2)
+    else:
+        row, slot, _, count, _ = place_of(table, pair, C)
+        p_decay = D + (slot * HV + i_h).to(gl.int64) * K + c
+        decay = gl.load(p_decay)
+        second_decay = gl.load(p_decay + HV * K, mask=(count > C // 2) & (c >= 0), other=1.0)
+        p_beta = beta + row.to(gl.int64) * s_bt + i_h.to(gl.int64) * s_bh + r * s_bt
+        b_beta = gl.load(p_beta, mask=r < count, other=0.0)
+        if norms is not None:
+            p_norms = norms + ((slot + r // 32).to(gl.int64) * HV + i_h) * C + r % 32
+            nq = gl.load(p_norms, mask=r < count, other=0.0)
+            nk = gl.load(p_norms + C // 2, mask=r < count, other=0.0)
+    return a, bias, decay, second_decay, b_beta, nq, nk

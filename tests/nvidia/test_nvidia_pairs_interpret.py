@@ -1,0 +1,134 @@
+"""Pairs of slots in Triton's interpreter: which there are, and the states that the recurrences store of them.
+
+The interpreter must be chosen before triton is imported, so one child process (this file, run as a script) computes
+everything.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import installed
+import interpreted
+import pytest
+import torch
+
+installed.need_backend("nvidia")
+installed.need_package("triton")
+
+C, HV, K = 32, 2, 16
+
+CALLS = {
+    # name: (B, T, boundaries)
+    "dense, half a pair left": (3, 77, None),
+    "dense, many pairs": (2, 1300, None),
+    "packed": (1, 460, [0, 1, 32, 32, 64, 97, 160, 224, 289, 439, 439]),
+    "packed, one sequence": (1, 128, [0, 128]),
+    "packed, nothing in it": (1, 40, [0, 0, 0]),
+    "no sequence": (1, 7, [0]),
+}
+
+
+def sequences(name: str) -> list[tuple[int, int, int, int]]:
+    """Of each sequence: first row, rows, first slot, first place among the states of pairs."""
+    B, T, bounds = CALLS[name]
+    if bounds is None:
+        return [(n * T, T, n * -(-T // C), n * -(-T // (2 * C))) for n in range(B)]
+    parts = enumerate(itertools.pairwise(bounds))
+    return [(b, e - b, b // C + n, b // (2 * C) + n) for n, (b, e) in parts]
+
+
+def listed(name: str) -> list[list[int]]:
+    """The table of pairs as ``pairs_kernel`` writes it, and how many it says there are; checks rows behind the last."""
+    from kda_core_nvidia.gradients_pairs import pairs_kernel
+
+    B, T, bounds = CALLS[name]
+    N = len(sequences(name))
+    most = B * -(-T // (2 * C)) if bounds is None else T // (2 * C) + N + 1
+    table, count = torch.full((most, 5), -7, dtype=torch.int32), torch.full((1,), -7, dtype=torch.int32)
+    grads = [torch.full((B * T, HV, K), torch.nan) for _ in range(4)] + [torch.full((B * T, HV), torch.nan)]
+    cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
+    pairs_kernel[(N + (1 if bounds is None else 5),)](table, count, *grads, cu_seqlens, T, N, -(-T // C), HV, K, C, 16)
+    end = B * T if bounds is None else bounds[-1]
+    for x in grads:
+        assert x[:end].isnan().all()
+        assert torch.equal(x[end:], torch.zeros_like(x[end:]))
+    assert (table[:, 2] < most).all()
+    return [count.tolist(), *table[: max(1, int(count))].tolist()]
+
+
+def stored(name: str, every_second: bool) -> dict[str, torch.Tensor]:
+    """What ``recurrences_kernel`` writes, for inputs that the call's name is the seed of."""
+    from kda_core_nvidia.backward_recurrences import recurrences_kernel
+
+    torch.manual_seed(len(name))
+    B, T, bounds = CALLS[name]
+    N, NT, count = len(sequences(name)), -(-T // C), 0
+    slots, places = (B * -(-T // n) if bounds is None else T // n + N + 1 for n in (C, 2 * C))
+    v, do = torch.randn(B, T, HV, K), torch.randn(B, T, HV, K)
+    keys, D = 0.1 * torch.randn(slots, HV, 3, C, K), torch.rand(slots, HV, K)
+    X, P = (0.1 * torch.randn(slots, HV, C, C) for _ in range(2))
+    initial, final = torch.randn(N, HV, K, K), torch.randn(N, HV, K, K)
+    count, rows = (places, 2 * C) if every_second else (slots, C)
+    z = torch.full((count, HV, rows, K), torch.nan)
+    states, state_grads = (torch.full((count, HV, K, K), torch.nan) for _ in range(2))
+    dv, grad = torch.full_like(v, torch.nan), torch.full_like(initial, torch.nan)
+    cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
+    strides = (T * HV * K, HV * K, K)
+    recurrences_kernel[(2 * N * HV,)](
+        v, do, keys, X, P, D, initial, final, z, states, state_grads, dv, grad, cu_seqlens, *strides, *strides,
+        T, 0, NT, 0.5, N * HV, HV, K, K, C, 1.0, K, K, K, False, False, "ieee", 1, every_second, num_warps=1,
+    )  # fmt: skip
+    return {"z": z, "states": states, "state_grads": state_grads, "dv": dv, "grad": grad}
+
+
+def check_states(name: str) -> None:
+    """Pairs have the states at their starts, their gradients at their ends, and z of their rows."""
+    every, second = stored(name, False), stored(name, True)
+    for n in ("dv", "grad"):
+        assert torch.equal(every[n].nan_to_num(7.0), second[n].nan_to_num(7.0)), n
+    for _, rows, slot, place in sequences(name):
+        chunks = -(-rows // C)
+        for i in range(chunks):
+            pair = place + i // 2
+            assert torch.equal(every["z"][slot + i], second["z"][pair][:, i % 2 * C : (i % 2 + 1) * C]), (name, i)
+            if i % 2 == 0:
+                assert torch.equal(every["states"][slot + i], second["states"][pair]), (name, i)
+            if i % 2 == 1 or i == chunks - 1:
+                assert torch.equal(every["state_grads"][slot + i], second["state_grads"][pair]), (name, i)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return interpreted.printed(__file__)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_pairs_of_a_call(found, name: str):
+    """Without gaps, each with its rows, its slot and its states; a sequence of one chunk is named."""
+    expected = [
+        [row + 2 * C * j, slot + 2 * j, place + j, min(rows - 2 * C * j, 2 * C), n if rows <= C else -1]
+        for n, (row, rows, slot, place) in enumerate(sequences(name))
+        for j in range(-(-rows // (2 * C)))
+    ]
+    (count,), *table = found[name]
+    assert count == len(expected)
+    assert table == (expected or [[0] * 5])
+
+
+@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if call[2] != [0]])
+def test_states_of_pairs(found, name: str):
+    assert f"{name}, states" in found
+
+
+if __name__ == "__main__":
+    from kda_core.testing.interpreter import improve
+
+    improve()
+    answer: dict[str, object] = {name: listed(name) for name in CALLS}
+    for name, call in CALLS.items():
+        if call[2] != [0]:
+            check_states(name)
+            answer[f"{name}, states"] = True
+    print(json.dumps(answer))
