@@ -256,7 +256,7 @@ def test_gradients_take_pairs_of_slots():
     for taken in ({"T": 4096 + 32}, {"T": 8200}, {"cu_seqlens": packed[:2]}, {"cu_seqlens": packed}):
         assert kind(safe_gate=True, H=8, **taken) is GradientsPersistentConfig, taken
         assert kind(H=64, **taken) is GradientsHopperConfig, "decays of any strength"
-    assert kind(T=8200, safe_gate=True) is GradientsPersistentConfig, "in segments, packed"
+    assert kind(T=8200, safe_gate=True) is GradientsHopperConfig, "in segments, packed"
     wide_gate = torch.empty(1, 4096, 4, 128, dtype=FP32, device="meta")
     few_heads = torch.empty(1, 4096, 2, 128, dtype=BF16, device="meta")
     others: list[dict[str, Any]] = [
