@@ -254,7 +254,7 @@ def test_gradients_take_pairs_of_slots():
     assert kind(K=64) is GradientsConfig
     packed = torch.empty(33, dtype=torch.int32, device="meta")
     for taken in ({"T": 4096 + 32}, {"T": 8200}, {"cu_seqlens": packed[:2]}, {"cu_seqlens": packed}):
-        assert kind(safe_gate=True, H=8, **taken) is GradientsPersistentConfig, taken
+        assert kind(safe_gate=True, H=32, **taken) is GradientsPersistentConfig, taken
         assert kind(H=64, **taken) is GradientsHopperConfig, "decays of any strength"
     assert kind(T=8200, safe_gate=True) is GradientsHopperConfig, "in segments, packed"
     wide_gate = torch.empty(1, 4096, 4, 128, dtype=FP32, device="meta")
@@ -262,7 +262,7 @@ def test_gradients_take_pairs_of_slots():
     others: list[dict[str, Any]] = [
         {"T": 290, "H": 32},
         {"T": 127, "H": 256},
-        {"H": 8, "cu_seqlens": torch.empty(34, dtype=torch.int32, device="meta")},
+        {"H": 32, "cu_seqlens": torch.empty(34, dtype=torch.int32, device="meta")},
         {"g": wide_gate},
         {"q": few_heads, "k": few_heads},
     ]
