@@ -198,7 +198,7 @@ _BY_SEQUENCE = frozenset(
     {
         *("initial_state", "grad_final_state", "ssm_state_indices", "has_initial_state", "final_state_indices"),
         *("checkpoint_indices", "num_accepted_tokens", "commit", "num_committed", "parents", "commit_path"),
-        "cu_seqlens",
+        *("cu_seqlens", "cu_seqlens_cpu"),
     }
 )
 
@@ -263,7 +263,7 @@ def with_numbers(
             strides = (T * others[0] if dense else x.strides[0], *others)
             views[name] = x._replace(shape=(B, T, *x.shape[2:]), strides=strides)
         elif _is_by_sequence(name, r):
-            views[name] = x._replace(shape=(N + 1 if name == "cu_seqlens" else N, *x.shape[1:]))
+            views[name] = x._replace(shape=(N + 1 if name.startswith("cu_seqlens") else N, *x.shape[1:]))
     r = changed(r, **views)
     if has_saved:
         r.__dict__["saved"] = tuple(

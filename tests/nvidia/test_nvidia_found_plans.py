@@ -259,6 +259,9 @@ def of_lengths() -> dict[str, Any]:
         "sliced": sliced,
         "prompts": prompts,
         "packed": lambda B, T, N: chunk(inputs(1, T), cu_seqlens=bounds(T, N), **state(N)),
+        "packed, lengths on the host": lambda B, T, N: chunk(
+            inputs(1, T), cu_seqlens=(x := bounds(T, N)), cu_seqlens_cpu=x.clone()
+        ),
         "training": lambda B, T, N: chunk(inputs(B, T), True, **parameters(), **NORM),
         "training, packed": lambda B, T, N: chunk(inputs(1, T), True, cu_seqlens=bounds(T, N), **state(N)),
         "training, all kept": lambda B, T, N: chunk(inputs(B, T), True, disable_recompute=True),
