@@ -97,7 +97,7 @@ def _shaped(
 
 def product_weight(layer: Any, biased: bool = False) -> Tensor | None:
     """The weight of a layer whose call is nothing but a product with it, with a bias or without; None of others."""
-    if type(layer) is not nn.Linear or "forward" in vars(layer):  # accelerate's hooks replace it
+    if type(layer) is not nn.Linear or "forward" in layer.__dict__:  # accelerate's hooks replace it
         return None
     if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
         return None
