@@ -102,7 +102,7 @@ for _function in (operator.eq, operator.ne, operator.lt, operator.le, operator.g
 
 
 class Notes:
-    """What becomes of lengths."""
+    """Numbers that follow from lengths, and how."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self._values: list[Any] = list(lengths)

@@ -31,7 +31,7 @@ CALLS = {
 
 
 def sequences(name: str) -> list[tuple[int, int, int, int]]:
-    """Of each sequence: first row, rows, first slot, first place among the states of pairs."""
+    """First row of each sequence, its rows, first slot, first place among the states of pairs."""
     B, T, bounds = CALLS[name]
     if bounds is None:
         return [(n * T, T, n * -(-T // C), n * -(-T // (2 * C))) for n in range(B)]
