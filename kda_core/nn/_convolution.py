@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
@@ -69,6 +69,13 @@ def short_convolution(
             raise ValueError("inplace_final_state: is not differentiable; detach the inputs, or use torch.no_grad()")
     (y,), final = convolve(x, weight, bias, initial_state, cu_seqlens, flags, (x.shape[2:],), backend)
     return y, final
+
+
+class ShortConvolution(nn.Conv1d):
+    """``short_convolution`` as a module. A layer calls it where hooks wait for that, and otherwise reads its weight."""
+
+    def forward(self, x: Tensor, initial_state: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        return short_convolution(x, self.weight, self.bias, initial_state, **options)
 
 
 MAX_TAPS = 8

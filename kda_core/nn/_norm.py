@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from kda_core._loaded import Backend
@@ -43,6 +43,13 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-5, b
         return NormedProduct.apply(own, memo, eps, x, gate, weight, None)
     request = GatedNormRequest(x=x, gate=gate, weight=weight, eps=eps, memo=memo)
     return own.result("kda_core_gated_rms_norm_forward", request)
+
+
+class GatedRMSNorm(nn.RMSNorm):
+    """``gated_rms_norm`` as a module. A layer calls it where hooks wait for that, and otherwise reads its weight."""
+
+    def forward(self, x: Tensor, gate: Tensor, backend: str | None = None) -> Tensor:  # type: ignore[override]
+        return gated_rms_norm(x, gate, self.weight, 1e-5 if self.eps is None else self.eps, backend)
 
 
 def _check(x: Any, gate: Any, weight: Any, eps: Any) -> None:
