@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kda_core._checks import python_value
 from kda_core.distributed._cells import GRID, Cells, cut_of, moved, on_grid, table
 from kda_core.distributed._exchange import resolve_group
 from kda_core.distributed._layout import Layout, Range, joined, split
@@ -208,6 +209,8 @@ def build_cp_context(
         return from_fla(cu_seqlens)
     process_group = _process_group(group)
     ranks = dist.get_world_size(process_group)
+    given = (batch, tokens, fragments, conv1d_kernel_size, grid)
+    batch, tokens, fragments, conv1d_kernel_size, grid = map(python_value, given)
     sizes = {"batch": batch, "tokens": tokens, "fragments": fragments, "conv1d_kernel_size": conv1d_kernel_size}
     sizes["grid"] = grid
     for name, value in sizes.items():

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kda_core._checks import python_value
 from kda_core.api import chunk_kda, fused_recurrent_kda
 from kda_core.nn._cache import Call, KDACache, last_inputs, may_write
 from kda_core.nn._checks import expect_tensor
@@ -99,7 +100,7 @@ class KimiDeltaAttention(nn.Module):
         self.mode, self.use_short_conv, self.allow_neg_eigval = mode, use_short_conv, allow_neg_eigval
         self.safe_gate, self.lower_bound = safe_gate, lower_bound
         self.conv_size, self.conv_bias, self.layer_idx, self.backend = conv_size, conv_bias, layer_idx, backend
-        self.norm_eps = norm_eps
+        self.norm_eps = python_value(norm_eps)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
 
         def linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:

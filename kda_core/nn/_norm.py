@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from kda_core._checks import python_value
 from kda_core._loaded import Backend
 from kda_core.nn._checks import expect_eps, expect_same_device, expect_shape, expect_tensor
 from kda_core.nn._dispatch import backend_for
@@ -35,6 +36,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-5, b
         ValueError, TypeError: a wrong shape, device, value or type.
         UnsupportedCall, BackendNotFound, BrokenBackend: as ``chunk_kda``, for a backend that was asked for.
     """
+    eps = python_value(eps)
     _check(x, gate, weight, eps)
     own, memo = backend_for("gated_rms_norm", x, (gate, weight), (eps,), backend) if x.numel() else (None, None)
     if own is None:

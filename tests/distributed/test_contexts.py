@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -43,6 +44,10 @@ def alone():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def test_numpys_integers_are_taken_for_sizes(alone):
+    assert build_cp_context(tokens=np.int64(4), batch=np.int32(2), conv1d_kernel_size=np.int64(3)).rows == 4
 
 
 def test_a_context_does_not_keep_its_group_alive(alone):
