@@ -83,12 +83,12 @@ class ContextParallel:
             received = [[none] * (n - len(c)) + c for n, c in zip(lengths, (ahead, behind), strict=True)]
             columns.append([last, first, *into, *received[0], *received[1]])
         rows = zip(*columns, strict=True)
-        values = torch.tensor([*table(cut, F, N), *(x for row in rows for x in row), *tails[0], *tails[1]])
+        values = [*table(cut, F, N), *(x for row in rows for x in row), *tails[0], *tails[1]]
         self.before = lengths[0]
         # Chains of other boundaries may be shorter.
         self.padded = not self.dense or any(none in column[4:] for column in columns)
-        self.cu_seqlens_cpu = values[: F + 1]
-        self._values = moved(values, getattr(self, "_values", None), device)
+        host, self._values = moved(values, getattr(self, "_values", None), device)
+        self.cu_seqlens_cpu = host[: F + 1]
         sizes = [3 * (F + 1), sum(map(len, columns)), len(tails[0]), len(tails[1])]
         fragments, slots, own, sources = self._values.split(sizes)
         self.fragments, self.slots = fragments.view(3, F + 1), slots.view(-1, len(chains))
