@@ -42,6 +42,7 @@ from kda_core.request import AnyRequest, CommitRequest, GateRequest, Request
 CHUNK_SIZES = (32, 64)
 FLAGS = tuple(f.name for f in fields(Request) if f.type == "bool")
 NUMBERS = ("scale", "lower_bound")
+PYTHON = (bool, int, float, type(None))
 OPTIONS = {
     Request: (*FLAGS, *NUMBERS, "chunk_size", "pad_slot_id", "checkpoint_every"), GateRequest: ("lower_bound",),
     CommitRequest: ("state_v_first", "pad_slot_id"),
@@ -132,7 +133,7 @@ def resolve_signs(r: AnyRequest) -> bool:
 
 def python_value(value: Any) -> Any:
     """A NumPy scalar as the Python value that it stands for; anything else as it came."""
-    if not _is_numpy_scalar(value):
+    if type(value) in PYTHON or not _is_numpy_scalar(value):
         return value
     found = value.item()
     # NumPy's long double has no Python type of its own.

@@ -62,21 +62,22 @@ class Cells:
         through = [int(all(len(s) == 1 and not (s[0].begins or s[0].ends) for s in of)) for of in each]
         tables = [x for t in cut for x in t], [x for row in zip(*columns, strict=True) for x in row]
         chain = [*(place[c] for c in range(count)), *through]
-        values = torch.tensor([*tables[0], *tables[1], *chain])
         cells = len(self.own)
-        self.cu_seqlens_cpu = values[: len(tables[0])].view(cells, 3, F + 1)[:, 0]
-        self._values = moved(values, self._values, device)
+        host, self._values = moved([*tables[0], *tables[1], *chain], self._values, device)
+        self.cu_seqlens_cpu = host[: len(tables[0])].view(cells, 3, F + 1)[:, 0]
         first, second, last = self._values.split([*map(len, tables), len(chain)])
         self.fragments, self.slots, self.chain = first.view(cells, 3, F + 1), second.view(4, -1), last.view(2, count)
 
 
-def moved(values: Tensor, into: Tensor | None, device: torch.device) -> Tensor:
-    """Values on the device, by one transfer; a refreshed context keeps its memory, which graphs read."""
+@torch.inference_mode(False)  # a context that is made in inference mode may serve training, too
+def moved(values: list[int], into: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Values on the host, and by one transfer on the device; a refreshed context keeps the memory that graphs read."""
+    host = torch.tensor(values, device="cpu")
     if device.type == "cuda":
-        values = values.pin_memory()
+        host = host.pin_memory()
     if into is None:
-        into = torch.empty_like(values, device=device)
-    return into.copy_(values, non_blocking=True)
+        into = torch.empty_like(host, device=device)
+    return host, into.copy_(host, non_blocking=True)
 
 
 def table(cut: Sequence[tuple[int, int, int]], most: int, N: int) -> list[int]:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kda_core._checks import python_value
 from kda_core.distributed._cells import GRID, Cells, cut_of, moved, on_grid, table
 from kda_core.distributed._exchange import resolve_group
 from kda_core.distributed._layout import Layout, Range, joined, split
@@ -82,12 +83,12 @@ class ContextParallel:
             received = [[none] * (n - len(c)) + c for n, c in zip(lengths, (ahead, behind), strict=True)]
             columns.append([last, first, *into, *received[0], *received[1]])
         rows = zip(*columns, strict=True)
-        values = torch.tensor([*table(cut, F, N), *(x for row in rows for x in row), *tails[0], *tails[1]])
+        values = [*table(cut, F, N), *(x for row in rows for x in row), *tails[0], *tails[1]]
         self.before = lengths[0]
         # Chains of other boundaries may be shorter.
         self.padded = not self.dense or any(none in column[4:] for column in columns)
-        self.cu_seqlens_cpu = values[: F + 1]
-        self._values = moved(values, getattr(self, "_values", None), device)
+        host, self._values = moved(values, getattr(self, "_values", None), device)
+        self.cu_seqlens_cpu = host[: F + 1]
         sizes = [3 * (F + 1), sum(map(len, columns)), len(tails[0]), len(tails[1])]
         fragments, slots, own, sources = self._values.split(sizes)
         self.fragments, self.slots = fragments.view(3, F + 1), slots.view(-1, len(chains))
@@ -208,6 +209,8 @@ def build_cp_context(
         return from_fla(cu_seqlens)
     process_group = _process_group(group)
     ranks = dist.get_world_size(process_group)
+    given = (batch, tokens, fragments, conv1d_kernel_size, grid)
+    batch, tokens, fragments, conv1d_kernel_size, grid = map(python_value, given)
     sizes = {"batch": batch, "tokens": tokens, "fragments": fragments, "conv1d_kernel_size": conv1d_kernel_size}
     sizes["grid"] = grid
     for name, value in sizes.items():

@@ -6,7 +6,9 @@ chain of their transitions, and the sums of the gradients of ``A_log`` and ``dt_
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from kda_core.distributed._halves import Chosen
 from kda_core.distributed._steps import BackwardStep, Forward, ForwardStep, Shared, k_first, like_callers
 from kda_core.request import DATA, ForwardResult, Request
 
+F = TypeVar("F", bound=Callable[..., Any])
 PARAMETERS = ("A_log", "dt_bias")
 ALIGNED = 64
 """Bytes: matrix libraries may round otherwise at other addresses."""
@@ -146,6 +149,21 @@ def _total(r: Request, s: Shared, states: list[Tensor]) -> Tensor:
     return total
 
 
+def _without_autocast(step: F) -> F:
+    """Autocast would round the states that ranks exchange, on some ranks perhaps, which then wait for each other."""
+
+    @functools.wraps(step)
+    def function(r: Request, *args: Any) -> Any:
+        kind = r.device.type
+        if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+            return step(r, *args)
+        with torch.autocast(kind, enabled=False):
+            return step(r, *args)
+
+    return cast(F, function)
+
+
+@_without_autocast
 def forward(r: Request, s: Shared, name: str | None) -> Forward:
     """Run a call whose tensors are the caller's."""
     if s.grid:
@@ -160,6 +178,7 @@ def forward(r: Request, s: Shared, name: str | None) -> Forward:
     return found._replace(result=ForwardResult(found.result.o, states, found.result.h))
 
 
+@_without_autocast
 def backward(
     r: Request, s: Shared, name: str | None, matrices: Tensor, known: Chosen | None = None
 ) -> dict[str, Tensor]:

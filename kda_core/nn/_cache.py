@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kda_core._checks import python_value
 from kda_core.api import chunk_kda
 
 
@@ -79,6 +80,7 @@ class KDACache:
     """
 
     def __init__(self, crop_calls: int = 0) -> None:
+        crop_calls = python_value(crop_calls)
         if isinstance(crop_calls, bool) or not isinstance(crop_calls, int):
             raise TypeError(f"crop_calls: expected an int, got {type(crop_calls).__name__}")
         if crop_calls < 0:
@@ -114,6 +116,7 @@ class KDACache:
             TypeError, ValueError: ``length`` is no int, is more than ``self.length``, or lies before the last
                 ``crop_calls`` calls.
         """
+        length = python_value(length)
         if isinstance(length, bool) or not isinstance(length, int):
             raise TypeError(f"length: expected an int, got {type(length).__name__}")
         first = self._calls[0].start if self._calls else self.length

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from kda_core._checks import python_value
 from kda_core._expect import expect_flag
 from kda_core._loaded import Backend
 from kda_core.nn._checks import expect_same_device, expect_shape, expect_tensor
@@ -57,18 +58,26 @@ def short_convolution(
         UnsupportedCall, BackendNotFound, BrokenBackend: as ``chunk_kda``, for a backend that was asked for.
     """
     flags = {"output_final_state": output_final_state, "inplace_final_state": inplace_final_state, "silu": silu}
+    flags = {name: python_value(value) for name, value in flags.items()}
     for name, value in flags.items():
         expect_flag(name, value)
     if isinstance(weight, Tensor) and weight.dim() == 3:
         weight = weight.squeeze(1)
     _check(x, weight, bias, initial_state, cu_seqlens)
-    if inplace_final_state:
+    if flags["inplace_final_state"]:
         if initial_state is None:
             raise ValueError("inplace_final_state: needs an initial_state")
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias, initial_state)):
             raise ValueError("inplace_final_state: is not differentiable; detach the inputs, or use torch.no_grad()")
     (y,), final = convolve(x, weight, bias, initial_state, cu_seqlens, flags, (x.shape[2:],), backend)
     return y, final
+
+
+class ShortConvolution(nn.Conv1d):
+    """``short_convolution`` as a module. A layer calls it where hooks wait for that, and otherwise reads its weight."""
+
+    def forward(self, x: Tensor, initial_state: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        return short_convolution(x, self.weight, self.bias, initial_state, **options)
 
 
 MAX_TAPS = 8

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import re
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kda_core._bind import by_head
-from kda_core._checks import check, check_values, expect_flag
+from kda_core._checks import PYTHON, check, check_values, expect_flag, python_value
 from kda_core._expect import expect_no_overlap
 from kda_core._overlaps import share_memory
 from kda_core.api import fused_recurrent_kda
@@ -29,6 +31,8 @@ TENSORS = (
 )  # fmt: skip
 """Fields of a request that may require gradients."""
 _RECORDS = frozenset({Feature.DRAFT_RECORDS})
+_OWN_NAMES = {"q": "mixed_qkv", "initial_state": "state", "ssm_state_indices": "state_indices"}
+"""Arguments of ``fused_recurrent_kda`` that have another name here."""
 _ARGUMENTS = tuple(inspect.signature(fused_recurrent_kda).parameters.keys() - {"backend"})
 
 
@@ -133,6 +137,7 @@ def kda_decode_step(
         "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel, "allow_neg_eigval": allow_neg_eigval,
         "state_v_first": state_v_first, "pad_slot_id": pad_slot_id,
     }  # fmt: skip
+    options = {n: value if type(value) in PYTHON else python_value(value) for n, value in options.items()}
     x, *others = tensors.values()
     own, memo = None, None
     if x.numel():
@@ -203,8 +208,11 @@ def _check(r: DecodeStepRequest) -> None:
     if not torch.compiler.is_compiling():
         # A compiled call's operator makes these checks itself, before anything is written.
         request = _recurrence(r, r.x)
-        check(request)
-        check_values(request)
+        try:
+            check(request)
+            check_values(request)
+        except (TypeError, ValueError) as error:
+            raise type(error)(re.sub(r"\w+", lambda word: _OWN_NAMES.get(word[0], word[0]), str(error))) from None
         expect_no_overlap("conv_state", r.conv_state)
         if is_eager(r.state, r.conv_state) and share_memory(r.state, r.conv_state):
             raise ValueError("conv_state: expected memory of its own, got memory that state overlaps")
@@ -220,6 +228,8 @@ def _recurrence(r: DecodeStepRequest, y: Tensor) -> Request:
 
 def _in_parts(r: DecodeStepRequest, backend: str | None) -> Tensor:
     """The step in three calls; without a synchronisation, so that a CUDA graph can hold it."""
+    if not r.conv_state.shape[0]:  # all sequences are skipped: a row to read and write in their place
+        r = replace(r, conv_state=r.conv_state.new_zeros(1, *r.conv_state.shape[1:]))
     slots, first = _slots(r)
     before = r.conv_state[first]
     if r.commit_inputs is not None and r.num_committed is not None:

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kda_core._checks import python_value
 from kda_core.api import chunk_kda, fused_recurrent_kda
 from kda_core.nn._cache import Call, KDACache, last_inputs, may_write
 from kda_core.nn._checks import expect_tensor
-from kda_core.nn._convolution import convolve
+from kda_core.nn._convolution import ShortConvolution, convolve
 from kda_core.nn._dispatch import is_eager
-from kda_core.nn._projections import Convolutions, Projections, normed_projection, project
+from kda_core.nn._norm import GatedRMSNorm
+from kda_core.nn._projections import Convolutions, Projections, is_bare, normed_projection, project
 
 RATES = (1.0, 16.0)
 """Range of exp(A_log) in a new layer, as in fla and Mamba."""
@@ -98,15 +100,15 @@ class KimiDeltaAttention(nn.Module):
         self.mode, self.use_short_conv, self.allow_neg_eigval = mode, use_short_conv, allow_neg_eigval
         self.safe_gate, self.lower_bound = safe_gate, lower_bound
         self.conv_size, self.conv_bias, self.layer_idx, self.backend = conv_size, conv_bias, layer_idx, backend
-        self.norm_eps = norm_eps
+        self.norm_eps = python_value(norm_eps)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
 
         def linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=bias, **factory)
 
         def convolution(channels: int) -> nn.Conv1d:
-            # Holds and initialises the weights; ``forward`` convolves q, k and v at once.
-            return nn.Conv1d(channels, channels, conv_size, groups=channels, bias=conv_bias, **factory)
+            # Holds and initialises the weights; ``forward`` convolves q, k and v at once, unless one has hooks.
+            return ShortConvolution(channels, channels, conv_size, groups=channels, bias=conv_bias, **factory)
 
         self.q_proj = linear(hidden_size, self.key_dim)
         self.k_proj = linear(hidden_size, self.key_dim)
@@ -123,7 +125,7 @@ class KimiDeltaAttention(nn.Module):
         for parameter in (self.A_log, self.dt_bias):
             parameter._no_weight_decay = True  # type: ignore[attr-defined]
         self.g_proj = nn.Sequential(linear(hidden_size, head_v_dim), linear(head_v_dim, self.value_dim, bias=True))
-        self.o_norm = nn.RMSNorm(head_v_dim, eps=norm_eps, **factory)
+        self.o_norm = GatedRMSNorm(head_v_dim, eps=norm_eps, **factory)
         self.o_proj = linear(self.value_dim, hidden_size)
         self.reset_parameters()
 
@@ -225,13 +227,16 @@ class KimiDeltaAttention(nn.Module):
         return mask
 
     def _convolutions(self, cu_seqlens: Tensor | None) -> Convolutions | None:
-        """The convolutions where they have neither bias nor state."""
-        if not self.use_short_conv or self.conv_bias:
+        """The convolutions where they have neither bias nor state nor hooks."""
+        if not self.use_short_conv or self.conv_bias or not self._are_bare():
             return None
         weights = self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight
         widths = self.head_k_dim, self.head_k_dim, self.head_v_dim
         parts = tuple((w.shape[0] // n, n) for w, n in zip(weights, widths, strict=True))
         return Convolutions(weights, parts, cu_seqlens, self.backend)
+
+    def _are_bare(self) -> bool:
+        return all(is_bare(m, ShortConvolution) for m in (self.q_conv1d, self.k_conv1d, self.v_conv1d))
 
     def _convolve(
         self, mixed: Tensor, HV: int, mask: Tensor | None, cache: KDACache | None, cu_seqlens: Tensor | None,
@@ -244,13 +249,23 @@ class KimiDeltaAttention(nn.Module):
         if not self.use_short_conv:
             return [t.unflatten(-1, s) for t, s in zip(F.silu(mixed).split((K, K, V), -1), parts, strict=True)], None
         layers: tuple[Any, ...] = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-        weight = torch.cat([layer.weight for layer in layers]).squeeze(1)
-        bias = torch.cat([layer.bias for layer in layers]) if self.conv_bias else None
         before = halo if cache is None else cache.conv
         keep = cache is not None and mask is None
         inplace = keep and may_write(before) and not cache.crop_calls  # type: ignore[union-attr]
-        flags = {"output_final_state": keep, "inplace_final_state": inplace, "silu": True}
-        qkv, after = convolve(mixed, weight, bias, before, cu_seqlens, flags, parts, self.backend)
+        qkv: Sequence[Tensor]
+        if self._are_bare():
+            weight = torch.cat([layer.weight for layer in layers]).squeeze(1)
+            bias = torch.cat([layer.bias for layer in layers]) if self.conv_bias else None
+            flags = {"output_final_state": keep, "inplace_final_state": inplace, "silu": True}
+            qkv, after = convolve(mixed, weight, bias, before, cu_seqlens, flags, parts, self.backend)
+        else:
+            options = {"output_final_state": keep, "cu_seqlens": cu_seqlens, "backend": self.backend}
+            states = (None,) * 3 if before is None else before.split((K, K, V), -1)
+            rows = zip(layers, mixed.split((K, K, V), -1), states, strict=True)
+            found = [layer(x, state, **options) for layer, x, state in rows]
+            qkv = [y.unflatten(-1, part) for (y, _), part in zip(found, parts, strict=True)]
+            after = torch.cat([state for _, state in found], -1) if keep else None
+            after = before.copy_(after) if inplace else after  # type: ignore[union-attr, arg-type]
         if cache is not None and mask is not None:
             after = last_inputs(before, mixed, mask, self.conv_size - 1)
         return qkv, after

@@ -6,9 +6,10 @@ import itertools
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from kda_core._checks import python_value
 from kda_core._loaded import Backend
 from kda_core.nn._checks import expect_eps, expect_same_device, expect_shape, expect_tensor
 from kda_core.nn._dispatch import backend_for
@@ -35,6 +36,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-5, b
         ValueError, TypeError: a wrong shape, device, value or type.
         UnsupportedCall, BackendNotFound, BrokenBackend: as ``chunk_kda``, for a backend that was asked for.
     """
+    eps = python_value(eps)
     _check(x, gate, weight, eps)
     own, memo = backend_for("gated_rms_norm", x, (gate, weight), (eps,), backend) if x.numel() else (None, None)
     if own is None:
@@ -43,6 +45,13 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-5, b
         return NormedProduct.apply(own, memo, eps, x, gate, weight, None)
     request = GatedNormRequest(x=x, gate=gate, weight=weight, eps=eps, memo=memo)
     return own.result("kda_core_gated_rms_norm_forward", request)
+
+
+class GatedRMSNorm(nn.RMSNorm):
+    """``gated_rms_norm`` as a module. A layer calls it where hooks wait for that, and otherwise reads its weight."""
+
+    def forward(self, x: Tensor, gate: Tensor, backend: str | None = None) -> Tensor:  # type: ignore[override]
+        return gated_rms_norm(x, gate, self.weight, 1e-5 if self.eps is None else self.eps, backend)
 
 
 def _check(x: Any, gate: Any, weight: Any, eps: Any) -> None:

@@ -13,7 +13,7 @@ from kda_core._loaded import Backend
 from kda_core._signature import is_plain
 from kda_core.nn._convolution import GRADIENTS, in_parts
 from kda_core.nn._dispatch import backend_for, is_eager
-from kda_core.nn._norm import NormedProduct, gated_rms_norm
+from kda_core.nn._norm import GatedRMSNorm, NormedProduct, gated_rms_norm
 from kda_core.request import ShortConvolutionRequest
 
 
@@ -95,11 +95,16 @@ def _shaped(
     return mixed, decay.view(*batch, HV, K), beta, gate.view(*batch, HV, V)
 
 
+def is_bare(layer: Any, kind: type[nn.Module]) -> bool:
+    """Whether a call of a layer runs the forward of that class and nothing else, no hook."""
+    if type(layer) is not kind or "forward" in layer.__dict__:  # accelerate's hooks replace it
+        return False
+    return not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
+
+
 def product_weight(layer: Any, biased: bool = False) -> Tensor | None:
     """The weight of a layer whose call is nothing but a product with it, with a bias or without; None of others."""
-    if type(layer) is not nn.Linear or "forward" in layer.__dict__:  # accelerate's hooks replace it
-        return None
-    if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
+    if not is_bare(layer, nn.Linear):
         return None
     own = layer._parameters
     return own.get("weight") if (own.get("bias") is not None) == biased else None
@@ -229,12 +234,13 @@ def _of_weights(grad: Tensor, rows: Tensor, sizes: list[int], needs: Sequence[bo
     return [torch.mm(part.t(), rows) if wanted else None for part, wanted in zip(parts, needs, strict=True)]
 
 
-def normed_projection(x: Tensor, gate: Tensor, norm: nn.RMSNorm, eps: float, layer: Any, backend: str | None) -> Tensor:
+def normed_projection(x: Tensor, gate: Tensor, norm: Any, eps: float, layer: Any, backend: str | None) -> Tensor:
     """``gated_rms_norm`` of x [B, T, HV, V], and a layer's projection of all its channels: [B, T, D].
 
     Where a backend serves the norm and a gradient is needed, both are one node of autograd.
     """
-    weight = None if torch.compiler.is_compiling() else product_weight(layer)
+    bare = is_bare(norm, GatedRMSNorm)
+    weight = product_weight(layer) if bare and not torch.compiler.is_compiling() else None
     if x.numel() and weight is not None and is_plain(weight) and torch.is_grad_enabled():
         weight = weight.to(_autocast_dtype(x) or weight.dtype)
         given = x, gate, norm.weight, weight
@@ -242,5 +248,5 @@ def normed_projection(x: Tensor, gate: Tensor, norm: nn.RMSNorm, eps: float, lay
             own, memo = backend_for("gated_rms_norm", x, given[1:3], (eps,), backend)
             if own is not None:
                 return NormedProduct.apply(own, memo, eps, *given)
-    y = gated_rms_norm(x, gate, norm.weight, eps, backend)
+    y = gated_rms_norm(x, gate, norm.weight, eps, backend) if bare else norm(x, gate, backend=backend)
     return layer(y.flatten(2).flatten(0, 1)).unflatten(0, x.shape[:2])

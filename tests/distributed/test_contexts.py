@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import sys
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from whole_calls import RAW, assembled, inputs, oracle, worst
 
+import kda_core
 from kda_core.distributed import build_cp_context
 from kda_core.distributed._layout import Layout
 
@@ -45,6 +47,10 @@ def alone():
     dist.destroy_process_group()
 
 
+def test_numpys_integers_are_taken_for_sizes(alone):
+    assert build_cp_context(tokens=np.int64(4), batch=np.int32(2), conv1d_kernel_size=np.int64(3)).rows == 4
+
+
 def test_a_context_does_not_keep_its_group_alive(alone):
     """A group's threads end with it: one that is left when Python ends may end the process with an abort."""
     group = dist.group.WORLD
@@ -52,6 +58,27 @@ def test_a_context_does_not_keep_its_group_alive(alone):
     context = build_cp_context(tokens=4)
     assert context.group is group
     assert sys.getrefcount(group) == before
+
+
+def bits_of_a_step(context) -> list[torch.Tensor]:
+    leaves = {n: t.float().requires_grad_() for n, t in inputs(70).items()}
+    o, state = kda_core.chunk_kda(**leaves, **RAW, output_final_state=True, cp_context=context)
+    (o.sum() + state.sum()).backward()
+    return [o.detach(), state.detach(), *(t.grad for t in leaves.values())]
+
+
+@pytest.mark.parametrize("more", [{}, {"deterministic_degree": True, "grid": 5}], ids=["", "cells"])
+@pytest.mark.parametrize("mode", [torch.inference_mode(), torch.device("meta"), torch.autocast("cpu", torch.bfloat16)])
+def test_a_mode_changes_no_bit(alone, mode, more):
+    """The context is made in it; with autocast the call and its backward are made in it, too."""
+    arguments = {"tokens": 70, "layout": [[(35, 70), (20, 35), (0, 20)]], **more}
+    expected = bits_of_a_step(build_cp_context(**arguments))
+    with mode:
+        context = build_cp_context(**arguments)
+        found = bits_of_a_step(context) if isinstance(mode, torch.autocast) else None
+    found = found or bits_of_a_step(context)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    context.verify()
 
 
 @pytest.mark.parametrize(

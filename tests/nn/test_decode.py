@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -59,6 +60,25 @@ def test_all_sequences_skipped():
     assert not kda_decode_step(**call).any()
     assert torch.equal(call["state"], kept[0])
     assert torch.equal(call["conv_state"], kept[1])
+
+
+def test_a_pool_without_slots():
+    call = step("one token") | {"state_indices": torch.tensor([-1, -1, -1])}
+    for name in ("state", "conv_state"):
+        call[name] = call[name][:0]
+    assert not kda_decode_step(**call).any()
+    assert not kda_decode_step(**call | {"records": empty_records(3, 1, 2, 32, 32)} | COMMIT).any()
+    with pytest.raises(ValueError, match=r"^state_indices: expected slots below 0"):
+        kda_decode_step(**call | SLOTS)
+
+
+def test_numpys_scalars_are_taken_for_pythons():
+    given = {"scale": np.float32(0.5), "norm_eps": np.float32(0.25), "lower_bound": np.float64(-2), "pad_slot_id": np.int32(2)}  # fmt: skip # noqa: E501
+    given |= {"allow_neg_eigval": np.True_, "state_v_first": np.False_}
+    call, other = step("one token") | SLOTS, step("one token") | SLOTS
+    o = kda_decode_step(**call | {name: value.item() for name, value in given.items()})
+    assert torch.equal(kda_decode_step(**other | given), o)
+    assert torch.equal(call["state"], other["state"])
 
 
 def test_drafts_continue_from_the_accepted_token():
@@ -145,15 +165,17 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "half a norm": ({"norm_weight": None}, ValueError, "both or neither"),
     "gate's shape": ({"norm_gate": torch.zeros(3, 2, 31)}, ValueError, "norm_gate: expected shape"),
     "slots": ({"state_indices": torch.tensor([0, 1, 7])}, ValueError, "slots below 7"),
-    "a slot twice": ({"state_indices": torch.tensor([0, 1, 1])}, ValueError, "one sequence only"),
-    "float slots": ({"state_indices": torch.zeros(3)}, TypeError, "state_indices"),
+    "a slot twice": ({"state_indices": torch.tensor([0, 1, 1])}, ValueError, "^state_indices: .* one sequence only"),
+    "float slots": ({"state_indices": torch.zeros(3)}, TypeError, "^state_indices: expected dtype"),
+    "states of 64 bits": ({"state": torch.zeros(7, 2, 32, 32).double()}, TypeError, "^state: expected dtype"),
+    "inputs of 8 bits": ({"mixed_qkv": torch.zeros(3, 192).to(torch.float8_e5m2)}, TypeError, "^mixed_qkv: expected"),
     "few states": (
         {"state": torch.zeros(2, 2, 32, 32), "conv_state": torch.zeros(2, 3, 192)},
         ValueError,
         "a slot for",
     ),
     "gradients": ({"conv_bias": torch.zeros(192, requires_grad=True)}, ValueError, "not differentiable"),
-    "records without slots": ({"records": empty_records(3, 1, 2, 32, 32)}, ValueError, "ssm_state_indices"),
+    "records without slots": ({"records": empty_records(3, 1, 2, 32, 32)}, ValueError, "^state_indices"),
     "records' shape": ({"records": empty_records(3, 2, 2, 32, 32), **SLOTS}, ValueError, "records: expected shape"),
     "records and slots of tokens": (
         {"records": empty_records(3, 1, 2, 32, 32), "state_indices": torch.arange(6).view(3, 2)},

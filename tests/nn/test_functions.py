@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -12,7 +13,7 @@ from toys import Toy, installed
 from kda_core.capabilities import Unavailable
 from kda_core.errors import BackendNotFound, UnsupportedCall
 from kda_core.hookspecs import hookimpl
-from kda_core.nn import gated_rms_norm, short_convolution
+from kda_core.nn import KDACache, gated_rms_norm, short_convolution
 from kda_core.request import BackwardResult, ForwardResult
 
 DOUBLE = {"dtype": torch.float64}
@@ -150,6 +151,16 @@ def test_writing_a_state_is_not_differentiable():
 def test_bad_arguments_of_the_norm(changes: dict, error: type, text: str):
     with pytest.raises(error, match=text):
         gated_rms_norm(**({"x": torch.ones(2, 4), "gate": torch.ones(2, 4), "weight": torch.ones(4)} | changes))
+
+
+def test_numpys_scalars_are_taken_for_pythons():
+    x, weight, state = drawn((1, 4, 6), (6, 4), (1, 3, 6))
+    flags = {"output_final_state": np.True_, "inplace_final_state": np.True_, "silu": np.False_}
+    y, final = short_convolution(x, weight, initial_state=state.clone(), **{n: bool(flag) for n, flag in flags.items()})
+    torch.testing.assert_close(short_convolution(x, weight, initial_state=state, **flags), (y, final))
+    eps = np.float32(0.25)
+    assert torch.equal(gated_rms_norm(x, x, weight[:, 0], eps), gated_rms_norm(x, x, weight[:, 0], 0.25))
+    KDACache(crop_calls=np.int64(1)).crop(np.int64(0))
 
 
 class Layered(Toy):

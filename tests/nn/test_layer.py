@@ -59,7 +59,7 @@ def by_hand(m: KimiDeltaAttention, x: torch.Tensor) -> torch.Tensor:
         rows = getattr(m, f"{name}_proj")(x)
         if m.use_short_conv:
             convolution = getattr(m, f"{name}_conv1d")
-            rows = convolution(F.pad(rows.mT, (m.conv_size - 1, 0))).mT
+            rows = nn.Conv1d.forward(convolution, F.pad(rows.mT, (m.conv_size - 1, 0))).mT
         return F.silu(rows).unflatten(-1, (-1, m.head_v_dim if name == "v" else m.head_k_dim))
 
     g = kda_core.kda_gate(
@@ -68,7 +68,8 @@ def by_hand(m: KimiDeltaAttention, x: torch.Tensor) -> torch.Tensor:
     beta = m.b_proj(x).sigmoid() * (2 if m.allow_neg_eigval else 1)
     q, k = (t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt() for t in map(convolved, "qk"))
     o, _ = kda_core.chunk_kda(q, k, convolved("v"), g, beta, backend="reference")
-    return m.o_proj((m.o_norm(o) * m.g_proj(x).unflatten(-1, o.shape[-2:]).sigmoid()).flatten(-2))
+    normed = nn.RMSNorm.forward(m.o_norm, o)
+    return m.o_proj((normed * m.g_proj(x).unflatten(-1, o.shape[-2:]).sigmoid()).flatten(-2))
 
 
 def test_the_layer_is_what_it_is_made_of(kind: KimiDeltaAttention):

@@ -1,0 +1,92 @@
+"""Hooks on a layer's short convolutions and norm, which no product calls: as on its projections, they run."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize, prune
+
+from kda_core.nn import KDACache, KimiDeltaAttention
+
+SUBMODULES = ("q_proj", "k_proj", "v_proj", "q_conv1d", "k_conv1d", "v_conv1d", "b_proj", "o_norm", "o_proj")
+KINDS = {"plain": {}, "bias": {"conv_bias": True, "num_v_heads": 4, "expand_v": 2}}
+
+
+@pytest.fixture(params=KINDS)
+def pair(request: pytest.FixtureRequest) -> tuple[KimiDeltaAttention, KimiDeltaAttention]:
+    """Two layers of the same weights."""
+    torch.manual_seed(0)
+    layer = KimiDeltaAttention(24, head_dim=8, num_heads=2, **KINDS[request.param])
+    return layer, copy.deepcopy(layer)
+
+
+def watch(layer: nn.Module) -> list[str]:
+    """The names of the submodules that hooks have seen."""
+    seen: list[str] = []
+    for name in SUBMODULES:
+        layer.get_submodule(name).register_forward_hook(lambda module, args, result, name=name: seen.append(name))
+    return seen
+
+
+def outputs(layer: KimiDeltaAttention, how: str) -> list[Tensor]:
+    x = torch.randn(2, 20, 24, generator=torch.Generator().manual_seed(1))
+    if how == "mask":
+        return [layer(x, attention_mask=torch.arange(20).expand(2, 20) >= torch.tensor([[3], [0]]))]
+    if how == "packed":
+        return [layer(x[:1], cu_seqlens=torch.tensor([0, 7, 7, 15]))]
+    if how == "cache":
+        cache = KDACache()
+        with torch.no_grad():
+            found = [layer(part, cache=cache) for part in x.split([17, 1, 1, 1], 1)]
+        return [*found, cache.conv, cache.state]
+    if how == "compiled":
+        torch.compiler.reset()  # its guards do not look at hooks
+        return [torch.compile(layer, backend="aot_eager", fullgraph=True)(x)]
+    return [layer(x)]
+
+
+@pytest.mark.parametrize("how", ["dense", "mask", "packed", "cache", "compiled"])
+def test_hooks_run_and_change_nothing(pair: tuple[KimiDeltaAttention, KimiDeltaAttention], how: str):
+    plain, hooked = pair
+    seen = watch(hooked)
+    expected, found = outputs(plain, how), outputs(hooked, how)
+    assert {*seen} == {*SUBMODULES}
+    torch.testing.assert_close(found, expected)
+    if how != "cache":
+        for one, other in zip(*(torch.autograd.grad(o[0].sum(), [*m.parameters()])
+                                for m, o in ((plain, expected), (hooked, found))), strict=True):  # fmt: skip
+            torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5)
+
+
+def test_a_hook_replaces_a_result():
+    layer = KimiDeltaAttention(24, head_dim=8, num_heads=2)
+    for name, change in (("o_norm", torch.zeros_like), ("v_conv1d", lambda r: (torch.zeros_like(r[0]), r[1]))):
+        handle = layer.get_submodule(name).register_forward_hook(lambda module, args, result, f=change: f(result))
+        assert not layer(torch.randn(1, 5, 24)).any()
+        handle.remove()
+        assert layer(torch.randn(1, 5, 24)).all()
+
+
+def test_weights_that_hooks_compute_are_computed_at_every_call():
+    """``prune`` sets the weight in a hook before each call: a stale one belongs to a graph that has been freed."""
+    layer = KimiDeltaAttention(24, head_dim=8, num_heads=2)
+    for name in ("q_conv1d", "o_norm"):
+        prune.l1_unstructured(layer.get_submodule(name), "weight", 0.5)
+    for _ in range(2):
+        layer(torch.randn(1, 5, 24)).sum().backward()
+    assert (layer.q_conv1d.weight_orig.grad[layer.q_conv1d.weight_mask == 0] == 0).all()
+
+
+def test_parametrised_weights(pair: tuple[KimiDeltaAttention, KimiDeltaAttention]):
+    class Double(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * x
+
+    plain, other = pair
+    for name in ("k_conv1d", "o_norm"):
+        parametrize.register_parametrization(other.get_submodule(name), "weight", Double())
+        plain.get_submodule(name).weight.data *= 2
+    torch.testing.assert_close(outputs(other, "cache"), outputs(plain, "cache"))
