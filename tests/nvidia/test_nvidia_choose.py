@@ -282,7 +282,7 @@ def test_bounded_decays():
 
 
 def test_which_calls_the_prepare_for_hopper_takes():
-    """By dtypes, head dimension and heads; from a sequence's company and from strides nothing follows."""
+    """By dtypes and head dimension; from a sequence's company, from heads and from strides nothing follows."""
 
     def hopper(arch: int = 90, **fields: Any) -> bool:
         first = choose_forward(metadata(request(**fields)), CHIPS[arch]).prepare
@@ -293,9 +293,10 @@ def test_which_calls_the_prepare_for_hopper_takes():
 
     g = torch.empty(1, 64, 17, 128, dtype=FP32, device="meta")
     bounds = torch.empty(9, dtype=torch.int64, device="meta")
-    for taken in ({}, {"g": g}, {"B": 3}, {"T": 1}, {"T": 100_000}, {"V": 64}, {"cu_seqlens": bounds}, {"H": 500}):
+    shapes = {"B": 3}, {"T": 1}, {"T": 100_000}, {"V": 64}, {"H": 1}, {"H": 500}
+    for taken in ({}, {"g": g}, {"cu_seqlens": bounds}, *shapes):
         assert hopper(**({"H": 17} | taken)), taken
-    for plain in ({"H": 16}, {"K": 64}, {"K": 256}, {"dtype": FP16}, {"dtype": FP32}, {"T": 0}, {"arch": 100}):
+    for plain in ({"K": 64}, {"K": 256}, {"dtype": FP16}, {"dtype": FP32}, {"T": 0}, {"arch": 100}):
         assert not hopper(**({"H": 17} | plain)), plain
     assert not isinstance(choose_forward(metadata(request(H=17)), INTERPRETED).prepare, PrepareHopperConfig)
 
@@ -304,20 +305,26 @@ def test_short_sequences():
     """By their mean length: kernels whose results have the same bits as others'."""
 
     def kinds(**fields: Any) -> tuple[bool, int, bool]:
-        fields = {"T": 96, "H": 40, "cu_seqlens": two, "safe_gate": True} | fields
+        fields = {"T": 48 * N, "H": 40, "cu_seqlens": bounds, "safe_gate": True} | fields
         choice = choose_forward(metadata(request(**fields)), CHIPS[90])
         return getattr(choice.prepare, "paired", False), choice.finishes, choice.recurrence.stages == 3
 
-    two = torch.empty(3, dtype=torch.int64, device="meta")
+    N = 60
+    bounds = torch.empty(N + 1, dtype=torch.int64, device="meta")
     assert kinds() == (True, 64, True)
-    assert kinds(T=97) == kinds(T=128) == (False, 64, True)
-    assert kinds(T=129) == kinds(T=192) == (True, 0, True)
-    assert kinds(T=193) == (False, 0, False)
+    assert kinds(T=48 * N + 1) == kinds(T=64 * N) == (False, 64, True)
+    assert kinds(T=64 * N + 1) == kinds(T=96 * N) == (True, 0, True)
+    assert kinds(T=96 * N + 1) == (False, 0, False)
     # Decays without a bound: second chunks are left to the recurrence.
     assert kinds(safe_gate=False) == (True, 32, True)
-    assert kinds(safe_gate=False, T=97) == (True, 0, True)
-    # Few heads: the plain prepare, and programs for every multiprocessor.
-    assert kinds(H=16) == (False, 0, False)
+    assert kinds(safe_gate=False, T=48 * N + 1) == (True, 0, True)
+    # Few sequences and heads: a recurrence with its programs finishes them.
+    assert kinds(H=4) == (True, 0, True)
+    assert kinds(H=5) == (True, 64, True)
+    assert kinds(H=2, T=64 * N) == (True, 0, True)
+    assert kinds(H=3, T=64 * N) == (False, 64, True)
+    assert kinds(H=35, safe_gate=False) == (True, 0, True)
+    assert kinds(H=36, safe_gate=False) == (True, 32, True)
     # Their keys are read by others.
     assert kinds(save_for_backward=True) == (True, 64, True)
     assert kinds(save_for_backward=True, disable_recompute=True) == (True, 0, True)
@@ -327,16 +334,19 @@ def test_short_sequences():
         (FP32, BF16, True, True), (FP32, BF16, False, False), (BF16, BF16, True, False), (None, BF16, True, False),
         (FP32, FP32, True, False),
     ):  # fmt: skip
-        state = None if dtype is None else torch.empty(2, 40, 128, 128, dtype=dtype, device="meta")
-        g = torch.empty(1, 96, 40, 128, dtype=gate, device="meta")
-        r = request(T=96, H=40, cu_seqlens=two, initial_state=state, g=g, safe_gate=promised)
+        state = None if dtype is None else torch.empty(N, 40, 128, 128, dtype=dtype, device="meta")
+        g = torch.empty(1, 48 * N, 40, 128, dtype=gate, device="meta")
+        r = request(T=48 * N, H=40, cu_seqlens=bounds, initial_state=state, g=g, safe_gate=promised)
         prepare = choose_forward(metadata(r), CHIPS[90]).prepare
         assert (prepare.ahead, prepare.registers == 255) == (ahead, ahead or gate == FP32)
-    h = choose_forward(metadata(request(T=96, H=40, cu_seqlens=two, return_intermediate_states=True)), CHIPS[90])
+    h = request(T=48 * N, H=40, cu_seqlens=bounds, return_intermediate_states=True)
+    h = choose_forward(metadata(h), CHIPS[90])
     assert h.prepare.paired
     assert not h.finishes
-    kernels = [plan_of(request(B=2, T=T, H=40), CHIPS[90]).kernels for T in (32, 33)]
-    assert kernels == [("prepare_hopper",), ("prepare_hopper", "recurrence_hopper")]
+    dense = [{"T": 32}, {"T": 33}, {"T": 32, "H": 33}]
+    kernels = [plan_of(request(**({"B": 8, "H": 34} | fields)), CHIPS[90]).kernels for fields in dense]
+    both = ("prepare_hopper", "recurrence_hopper")
+    assert kernels == [("prepare_hopper",), both, both]
 
 
 @pytest.mark.parametrize("name", ["q", "k", "g", "beta"])

@@ -274,7 +274,7 @@ def test_padded_slots_of_a_pool():
     assert bool((o[1] == 0).all())
 
 
-LENGTHS = [1, 33, 7, 64, 32, 0, 31, 16, 129, 5, 32, 32] * 3
+LENGTHS = [1, 33, 7, 64, 32, 0, 31, 16, 129, 5, 32, 32] * 10
 
 LONGER = [64, 33, 63, 64, 65, 0, 40, 1, 129, 64, 96, 32] * 3
 """Most have two chunks."""

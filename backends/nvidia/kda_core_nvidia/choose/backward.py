@@ -290,7 +290,7 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
         segment_rows=rows,
         bounded=decays_bounded(r),
         precision=precision(dtype, chip),
-        prepare=choose_prepare(r, chip, again=bool(r.saved), cut=fragments or bool(rows)),
+        prepare=choose_prepare(r, chip, again=bool(r.saved)),
         turns=turns,
         states=states,
         reverse=reverse,

@@ -191,21 +191,12 @@ def short(r: Request, rows: int = SHORT) -> bool:
     return r.T <= CHUNK if r.cu_seqlens is None else r.T <= rows * r.N
 
 
-LEAST_HEADS = 17
-"""Value heads from which ``prepare_hopper`` was measured to gain with the host."""
-
-
-def choose_prepare(
-    r: Request, chip: Chip, again: bool = False, cut: bool = False
-) -> PrepareConfig | PrepareHopperConfig:
+def choose_prepare(r: Request, chip: Chip, again: bool = False) -> PrepareConfig | PrepareHopperConfig:
     """The kernel that prepares a call, by its configuration; ``again`` as for ``prepare_config``.
 
-    The results of the two kernels differ in their last bits. Dtypes, head dimensions and the number of heads therefore
-    decide, and neither strides nor the number and lengths of the sequences: a sequence's bits do not depend on its
-    company. (More slots than 32 bits count are more than any memory holds.)
-
-    Args:
-        cut: the call is one long sequence of few heads, cut into segments. It has bits of its own, and work enough.
+    The results of the two kernels differ in their last bits. Dtypes and head dimensions therefore decide, and neither
+    strides nor the number and lengths of the sequences: a sequence's bits do not depend on its company. (More slots
+    than 32 bits count are more than any memory holds.)
     """
     hopper = (
         chip.capability == (9, 0)
@@ -213,7 +204,6 @@ def choose_prepare(
         and r.q.dtype == torch.bfloat16
         and r.g.dtype in _PREPARE_HOPPER
         and r.K == 128
-        and (cut or r.HV >= LEAST_HEADS)
         and r.B * r.T > 0
         # Rows of a descriptor and programs are counted in 32 bits.
         and slots(r) * r.HV * 3 * CHUNK < 2**31

@@ -88,14 +88,20 @@ class ForwardChoice:
         return self.prepare.finishes if isinstance(self.prepare, PrepareHopperConfig) else 0
 
 
-def finishing(r: Request, prepare: PrepareHopperConfig) -> PrepareHopperConfig:
-    """``prepare_hopper`` for a call whose recurrence has a kernel for Hopper: finishes most sequences where it can."""
+def finishing(r: Request, prepare: PrepareHopperConfig, chip: Chip) -> PrepareHopperConfig:
+    """``prepare_hopper`` for a call whose recurrence has a kernel for Hopper: finishes most sequences where it pays."""
     # Decays without a bound take so much arithmetic that it is slower to finish second chunks.
     rows, mean = (2 * CHUNK, MOSTLY_ONE_PAIR) if decays_bounded(r) else (CHUNK, MOSTLY_ONE_CHUNK)
     # A training step that keeps everything needs the keys.
     if (r.save_for_backward and r.disable_recompute) or not short(r, mean):
         return prepare
-    prepare = replace(prepare, finishes=rows, paired=short(r, MOSTLY_ONE_CHUNK))
+    paired = short(r, MOSTLY_ONE_CHUNK)
+    # With a program to a multiprocessor at most, a recurrence, which has two programs for each of its, is faster. Where
+    # it must be launched in any case, it is so with more programs that take much arithmetic.
+    each = 8 if rows == CHUNK and r.cu_seqlens is not None else 1
+    if r.N * r.HV <= (1 + paired) * each * chip.multiprocessors:
+        return prepare
+    prepare = replace(prepare, finishes=rows, paired=paired)
     state = r.initial_state
     # With float32 decays, two programs and their states have no room.
     if rows == CHUNK or r.g.dtype != torch.bfloat16:
@@ -117,9 +123,9 @@ def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
     if (fragments or rows) and isinstance(transitions, TransitionsHopperConfig):
         v = as_copied(v)
     hopper = not h and serves(chip, dtype, count, r.HV, KP, V, v)
-    prepare = choose_prepare(r, chip, cut=fragments or bool(rows))
+    prepare = choose_prepare(r, chip)
     if isinstance(prepare, PrepareHopperConfig) and hopper and V == K and not (fragments or rows):
-        prepare = finishing(r, prepare)
+        prepare = finishing(r, prepare, chip)
     return ForwardChoice(
         prepare=prepare,
         recurrence=hopper_config("recurrence", chip, KP, V, heads, short(r))
