@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kda_core._checks import python_value
+from kda_core._expect import expect_flag
 from kda_core.distributed._cells import GRID, Cells, cut_of, moved, on_grid, table
 from kda_core.distributed._exchange import resolve_group
 from kda_core.distributed._layout import Layout, Range, joined, split
@@ -216,6 +218,9 @@ def build_cp_context(
     for name, value in sizes.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < (name != "tokens")):
             raise ValueError(f"{name}: expected a number of at least {int(name != 'tokens')}, got {value!r}")
+    gather, deterministic_degree = map(python_value, (gather, deterministic_degree))
+    expect_flag("gather", gather)
+    expect_flag("deterministic_degree", deterministic_degree)
     if grid is not None and not deterministic_degree:
         raise ValueError(f"grid: expected None without deterministic_degree=True, got {grid}")
     if cu_seqlens is None:
@@ -276,7 +281,15 @@ def _bounds(cu_seqlens: Any) -> list[int]:
         return cu_seqlens.tolist()
     if not isinstance(cu_seqlens, Sequence) or isinstance(cu_seqlens, str):
         raise TypeError(f"cu_seqlens: expected a tensor or integers, got {type(cu_seqlens).__name__}")
-    return [int(x) for x in cu_seqlens]
+    return [_integer("cu_seqlens", x) for x in cu_seqlens]
+
+
+def _integer(name: str, value: Any) -> int:
+    """Not ``int``, which cuts a fraction off."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected integers, got {value!r}") from None
 
 
 def _ranges(layout: Any, rows: int, ranks: int) -> Sequence[Sequence[Range]]:
@@ -287,7 +300,7 @@ def _ranges(layout: Any, rows: int, ranks: int) -> Sequence[Sequence[Range]]:
     if not isinstance(layout, Sequence) or len(layout) != ranks:
         found = f"{len(layout)}" if isinstance(layout, Sequence) else f"{layout!r}"
         raise ValueError(f"layout: expected a list of ranges for each of {ranks} ranks, got {found}")
-    ranges = [[(int(a), int(b)) for a, b in own] for own in layout]
+    ranges = [[(_integer("layout", a), _integer("layout", b)) for a, b in own] for own in layout]
     end = max((b for own in ranges for _, b in own), default=0)
     if end != rows and rows:
         raise ValueError(f"layout: expected ranges of {rows} rows, got ranges that end at {end}")

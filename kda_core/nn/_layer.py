@@ -29,6 +29,11 @@ SHORT = 16
 """Tokens of a call with a cache up to which the recurrent function runs."""
 
 
+def _two_layers(both: Any) -> Any:
+    """The layers of a low-rank projection; where hooks wait for its call, that is the second one."""
+    return both if is_bare(both, nn.Sequential) else (lambda x: x, both)
+
+
 class KimiDeltaAttention(nn.Module):
     """A KDA layer: [B, T, hidden_size] to the same, causal.
 
@@ -174,7 +179,7 @@ class KimiDeltaAttention(nn.Module):
         if mask is not None:
             # The convolutions see zeros, and nothing of what stands there, NaN too, reaches a gradient.
             hidden_states = hidden_states.masked_fill(~mask[..., None], 0)
-        (f_in, f_out), (g_in, g_out) = self.f_proj, self.g_proj
+        (f_in, f_out), (g_in, g_out) = map(_two_layers, (self.f_proj, self.g_proj))
         linears = Projections(self.q_proj, self.k_proj, self.v_proj, f_in, g_in, self.b_proj, f_out, g_out)
         channels = self.head_k_dim, self.head_v_dim
         alone = cache is None and cp_context is None

@@ -213,6 +213,17 @@ def test_drafts_leave_the_pool_and_fill_the_buffer(kernel, dtype):
         )
 
 
+def test_a_buffer_of_states_that_would_be_copied_is_refused(kernel):
+    """The states went to the copy, and were lost."""
+    x, buffer = draw(3), torch.zeros(4, 5, HV, D, D)[:, :3]
+    with pytest.raises(RuntimeError, match="view size"):
+        kernel.target_verify(
+            x["A_log"], x["dt_bias"], x["q"], x["k"], x["v"], x["a"], x["b"], ssm_states=x["pool"],
+            cache_indices=torch.tensor([5]), query_start_loc=torch.tensor([0, 3]), intermediate_states_buffer=buffer,
+            intermediate_state_indices=torch.tensor([2]), cache_steps=3, retrieve_parent_token=None, lower_bound=-5.0,
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("method", ["extend", "packed_decode", "target_verify"])
 def test_what_kda_core_cannot_say_goes_to_sglangs_own_kernels(kernel, method, monkeypatch):
     seen = []

@@ -230,6 +230,18 @@ def test_every_function_comes_back(name):
     assert all(now is stock for now, stock in zip(functions(name), before, strict=True))
 
 
+def test_a_module_that_has_transformers_functions_again_is_bound_anew():
+    """As after a reload: ``install`` said that its functions were in use, and they were not."""
+    stock = functions("kimi_linear")
+    assert kda_core_transformers.install("kimi_linear")
+    for name, function in zip(kda_core_transformers.OPERATORS, stock, strict=True):
+        setattr(module_of("kimi_linear"), name, function)
+    assert kda_core_transformers.install("kimi_linear")
+    assert not any(now is own for now, own in zip(functions("kimi_linear"), stock, strict=True))
+    kda_core_transformers.uninstall()
+    assert functions("kimi_linear") == stock
+
+
 def test_what_is_not_served_is_refused_before_anything_changes(tmp_path, monkeypatch):
     before = functions("kimi_linear")
     with pytest.raises(UnsupportedStack, match=r"model 'qwen3_next' is not served; .* kimi_linear, glm5_next"):

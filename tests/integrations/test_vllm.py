@@ -106,8 +106,11 @@ def test_a_model_that_took_the_functions_by_name_is_bound_anew(monkeypatch):
     stock = home.chunk_kda
     assert kda_core_vllm.install()
     assert user.chunk_kda is home.chunk_kda is not stock
+    later = type(home)("vllm.model_executor.models.bailing_moe_v4")
+    later.chunk_kda = home.chunk_kda
+    monkeypatch.setitem(sys.modules, later.__name__, later)
     kda_core_vllm.uninstall()
-    assert user.chunk_kda is home.chunk_kda is stock
+    assert user.chunk_kda is later.chunk_kda is home.chunk_kda is stock
 
 
 @pytest.mark.parametrize("lower_bound", [None, -5.0])

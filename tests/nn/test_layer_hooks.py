@@ -11,7 +11,10 @@ from torch.nn.utils import parametrize, prune
 
 from kda_core.nn import KDACache, KimiDeltaAttention
 
-SUBMODULES = ("q_proj", "k_proj", "v_proj", "q_conv1d", "k_conv1d", "v_conv1d", "b_proj", "o_norm", "o_proj")
+SUBMODULES = (
+    *("q_proj", "k_proj", "v_proj", "f_proj", "f_proj.0", "b_proj", "g_proj", "g_proj.1"),
+    *("q_conv1d", "k_conv1d", "v_conv1d", "o_norm", "o_proj"),
+)
 KINDS = {"plain": {}, "bias": {"conv_bias": True, "num_v_heads": 4, "expand_v": 2}}
 
 
@@ -63,7 +66,11 @@ def test_hooks_run_and_change_nothing(pair: tuple[KimiDeltaAttention, KimiDeltaA
 
 def test_a_hook_replaces_a_result():
     layer = KimiDeltaAttention(24, head_dim=8, num_heads=2)
-    for name, change in (("o_norm", torch.zeros_like), ("v_conv1d", lambda r: (torch.zeros_like(r[0]), r[1]))):
+    for name, change in (
+        ("g_proj", lambda r: torch.full_like(r, -1e9)),
+        ("o_norm", torch.zeros_like),
+        ("v_conv1d", lambda r: (torch.zeros_like(r[0]), r[1])),
+    ):
         handle = layer.get_submodule(name).register_forward_hook(lambda module, args, result, f=change: f(result))
         assert not layer(torch.randn(1, 5, 24)).any()
         handle.remove()

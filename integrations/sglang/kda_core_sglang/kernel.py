@@ -78,8 +78,8 @@ class KdaCoreKernel(TritonKDAKernel):
         first = call["intermediate_state_indices"][: len(cache_indices), None].long() * buffer.shape[1]
         o, _ = kda_core.fused_recurrent_kda(
             q, k, v, a.reshape(1, T, HV, K), b.reshape(1, T, HV), initial_state=ssm_states, cu_seqlens=query_start_loc,
-            ssm_state_indices=cache_indices, final_state_pool=buffer.flatten(0, 1), A_log=A_log, dt_bias=dt_bias,
-            final_state_indices=first + torch.arange(buffer.shape[1], device=q.device),
+            ssm_state_indices=cache_indices, final_state_pool=buffer.view(-1, *buffer.shape[2:]),
+            final_state_indices=first + torch.arange(buffer.shape[1], device=q.device), A_log=A_log, dt_bias=dt_bias,
             lower_bound=call.get("lower_bound"), **RAW,
         )  # fmt: skip
         return o

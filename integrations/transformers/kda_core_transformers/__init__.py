@@ -37,7 +37,8 @@ OPERATORS = {
 UPDATE = "causal_conv1d_update"
 """Their short convolution of one token."""
 
-_stock: dict[tuple[Any, str], Callable] = {}
+_bound: dict[tuple[Any, str], tuple[Callable, Callable]] = {}
+"""Their functions and ours, by module and name."""
 
 
 def install(*models: str) -> bool:
@@ -63,17 +64,18 @@ def install(*models: str) -> bool:
     modules = [importlib.import_module(f"transformers.models.{name}.modeling_{name}") for name in models or there]
     found = {(module, name): getattr(module, name) for module in modules for name in (*OPERATORS, UPDATE)}
     for (module, name), stock in found.items():
-        if (module, name) not in _stock:
-            _stock[module, name] = stock
+        if stock is not _bound.get((module, name), (None, None))[1]:  # a reloaded module has transformers' again
             operator = OPERATORS.get(name)
-            setattr(module, name, _update(stock) if operator is None else _as_layers_call(operator, stock))
+            function = _update(stock) if operator is None else _as_layers_call(operator, stock)
+            _bound[module, name] = stock, function
+            setattr(module, name, function)
     return True
 
 
 def uninstall() -> None:
     """Give the models back the functions that they had."""
-    while _stock:
-        (module, name), stock = _stock.popitem()
+    while _bound:
+        (module, name), (stock, _) = _bound.popitem()
         setattr(module, name, stock)
 
 

@@ -21,7 +21,7 @@ __version__ = "0.1.0"
 RENAMED = {"raw_g": "g", "raw_beta": "beta", "g_bias": "dt_bias", "a_log": "A_log"}
 RENAMED |= {"compute_gate": "use_gate_in_kernel", "sigmoid_beta": "use_beta_sigmoid_in_kernel"}
 RENAMED |= dict.fromkeys(("chunk_indices", "chunk_offsets", "uniform_sequence_length", "fuse_gate"), "hint")
-_stock: dict = {}
+_bound: list = []
 
 
 class Rows:
@@ -135,16 +135,20 @@ def install(*models: str) -> bool:
     places = [*map(MODELS.get, models), *COPIES]
     vendor = "amd" if current_platform.is_rocm() else "nvidia"
     for home, makers in [(importlib.import_module("vllm." + home.format(vendor)), makers) for home, makers in places]:
-        for name, stock in [(name, getattr(home, name)) for name in makers if (home, name) not in _stock]:
-            function = makers[name](stock)
-            for module in [m for m in list(sys.modules.values()) if getattr(m, "__dict__", {}).get(name) is stock]:
-                _stock[module, name] = stock
-                setattr(module, name, function)
+        for name, stock in [(name, getattr(home, name)) for name in makers]:
+            if not any(stock is function for _, _, function in _bound):
+                _bound.append((name, stock, makers[name](stock)))
+                _bind(*_bound[-1])
     return True
 
 
 def uninstall() -> None:
-    """Give the modules back the functions that they had."""
-    while _stock:
-        (module, name), stock = _stock.popitem()
-        setattr(module, name, stock)
+    """Give the modules back the functions that they had, those also that were imported since."""
+    while _bound:
+        name, stock, function = _bound.pop()
+        _bind(name, function, stock)
+
+
+def _bind(name, old, new):
+    for module in [m for m in list(sys.modules.values()) if getattr(m, "__dict__", {}).get(name) is old]:
+        setattr(module, name, new)
