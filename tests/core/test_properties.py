@@ -5,8 +5,6 @@ float64 leaves no room for a tolerance to hide in: what is not rounding is a bug
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -142,58 +140,6 @@ def test_gradients_equal_the_oracles(call):
         grads.append(torch.autograd.grad(loss, list(leaves.values()), allow_unused=True))
     for name, found, expected in zip(names, *grads, strict=True):
         close(found, expected, f"d{name}")
-
-
-@given(calls(), st.integers(0, 140))
-@SETTINGS
-def test_a_sequence_in_two_pieces_equals_the_whole(call, cut):
-    """The final state of the first piece is the initial state of the second, through either operator."""
-    op, tensors, options = call
-    T = tensors["q"].shape[1]
-    if "cu_seqlens" in options or cut > T:
-        return
-    data = {n: t for n, t in tensors.items() if n in ("q", "k", "v", "g", "beta")}
-    other = {n: t for n, t in tensors.items() if n in ("A_log", "dt_bias")}
-    options = options | {"output_final_state": True}
-    recurrent = {n: v for n, v in options.items() if n not in ("chunk_size", "disable_recompute", "safe_gate")}
-    if not recurrent["use_gate_in_kernel"]:
-        recurrent["lower_bound"] = None
-    with torch.no_grad():
-        o, state = getattr(kda_core, op)(**tensors, **options)
-        head, middle = kda_core.fused_recurrent_kda(
-            **{n: t[:, :cut] for n, t in data.items()}, **other, initial_state=tensors.get("initial_state"), **recurrent
-        )
-        tail, last = getattr(kda_core, op)(
-            **{n: t[:, cut:] for n, t in data.items()}, **other, initial_state=middle, **options
-        )
-    close(torch.cat([head, tail], 1), o, "o")
-    close(last, state, "final_state")
-
-
-@given(calls())
-@SETTINGS
-def test_packed_sequences_equal_each_sequence_alone(call):
-    op, tensors, options = call
-    if "cu_seqlens" not in options:
-        return
-    options = options | {"output_final_state": True}
-    cuts = options.pop("cu_seqlens").tolist()
-    data = {n: t for n, t in tensors.items() if n in ("q", "k", "v", "g", "beta")}
-    other = {n: t for n, t in tensors.items() if n in ("A_log", "dt_bias")}
-    state = tensors.get("initial_state")
-    function = getattr(kda_core, op)
-    with torch.no_grad():
-        o, final = function(**tensors, **options, cu_seqlens=torch.tensor(cuts))
-        for n, (start, end) in enumerate(itertools.pairwise(cuts)):
-            alone, last = function(
-                **{name: t[:, start:end] for name, t in data.items()},
-                **other,
-                initial_state=None if state is None else state[n : n + 1],
-                **options,
-            )
-            close(o[:, start:end], alone, "o")
-            close(final[n : n + 1], last, "final_state")
-    assert not o[:, cuts[-1] :].any()
 
 
 @given(st.sampled_from(["cpu", "reference"]), st.integers(-2, 3))
