@@ -53,30 +53,6 @@ def test_float64_agrees_with_the_oracle_to_rounding(op, layout):
         assert found[name].is_contiguous()
 
 
-def test_gradcheck_of_every_differentiable_input():
-    r = make_request(B=1, T=3, H=1, HV=2, K=3, V=2, dtype=torch.float64)
-    names = [name for name in DIFFERENTIABLE if getattr(r, name) is not None]
-    inputs = [getattr(r, name).clone().requires_grad_() for name in names]
-
-    def call(function, *tensors):
-        return function(
-            **dict(zip(names, tensors, strict=True)), use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True, output_final_state=True, backend="cpu",
-        )  # fmt: skip
-
-    for function in (kda_core.chunk_kda, kda_core.fused_recurrent_kda):
-        assert torch.autograd.gradcheck(lambda *x, f=function: call(f, *x), inputs, fast_mode=True)
-
-
-@pytest.mark.parametrize("lower_bound", [None, -5.0])
-def test_gradcheck_of_the_gate(lower_bound):
-    r = make_request(T=3, HV=4, K=3, dtype=torch.float64)
-    inputs = [x.clone().requires_grad_() for x in (r.g, r.A_log, r.dt_bias)]
-    assert torch.autograd.gradcheck(
-        lambda g, A_log, bias: kda_core.kda_gate(g, A_log, bias, lower_bound, backend="cpu"), inputs
-    )
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("disable_recompute", [False, True])
 @pytest.mark.parametrize("op", [CHUNK, RECURRENT])
