@@ -12,8 +12,16 @@ from torch import Tensor
 from kda_core.capabilities import Feature
 
 
+class Remembering:
+    """A request with a memo."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All fields but the memo, which calls of this process share: a copy or a pickle has none."""
+        return {name: value for name, value in vars(self).items() if name != "memo"}
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
-class CommitRequest:
+class CommitRequest(Remembering):
     """One checked call of ``commit_kda``: ``S <- D * S + k u^T`` for some tokens of each sequence.
 
     Attributes:
@@ -39,10 +47,6 @@ class CommitRequest:
     path: Tensor | None = None
     op: Literal["commit_kda"] = "commit_kda"
     memo: dict[Any, Any] | None = field(default=None, init=False)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """All fields but the memo, which calls of this process share: a copy or a pickle has none."""
-        return {name: value for name, value in vars(self).items() if name != "memo"}
 
     save_for_backward = False
 

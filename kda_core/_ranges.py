@@ -12,16 +12,13 @@ from typing import Any
 
 from torch.autograd import profiler
 
+from kda_core._schemas import NAMESPACE, OPERATORS
 from kda_core.request import AnyRequest, CommitRequest, GateRequest
 
 ROWS = {
-    "kda_core_chunk_forward": "kda_core::chunk_kda",
-    "kda_core_chunk_backward": "kda_core::chunk_kda_backward",
-    "kda_core_recurrent_forward": "kda_core::fused_recurrent_kda",
-    "kda_core_recurrent_backward": "kda_core::fused_recurrent_kda_backward",
-    "kda_core_commit": "kda_core::commit_kda",
-    "kda_core_gate_forward": "kda_core::kda_gate",
-    "kda_core_gate_backward": "kda_core::kda_gate_backward",
+    hook: f"{NAMESPACE}::{row.op}{direction}"
+    for row in OPERATORS.values()
+    for hook, direction in zip(row.hooks, ("", "_backward"), strict=False)
 }
 """Hooks that compute, with the operator that each one serves."""
 

@@ -5,6 +5,9 @@ implementations take the documented arguments by name and without defaults: plug
 silence, an argument that has a default in an implementation.
 """
 
+# Specifications have a text and no body.
+# mypy: disable-error-code="empty-body"
+
 from __future__ import annotations
 
 import pluggy
@@ -52,7 +55,6 @@ def kda_core_backend() -> BackendInfo:
 
     Fires once, when the wheel is loaded. Data only: it touches no device and imports no kernel.
     """
-    raise AssertionError("specification only")
 
 
 @hookspec(firstresult=True)
@@ -61,7 +63,6 @@ def kda_core_availability(device: torch.device) -> Available | Unavailable:
 
     Fires once for each device that a call or ``info`` asks about; the answer is cached.
     """
-    raise AssertionError("specification only")
 
 
 @hookspec(firstresult=True)
@@ -77,7 +78,6 @@ def kda_core_reject(request: AnyRequest) -> str | None:
     ``request.cp_context`` True: a reason then refuses the hooks in halves alone. The core serves the call by plain
     calls of the same backend, and ``explain`` shows the reason.
     """
-    raise AssertionError("specification only")
 
 
 @hookspec(firstresult=True)
@@ -89,19 +89,16 @@ def kda_core_saved_spec(request: Request) -> tuple[TensorSpec, ...]:
     More tensors than MAX_SAVED_TENSORS are a ContractViolation. With ``request.cp_context`` it announces what
     ``kda_core_chunk_finish`` saves, which may be other tensors than those of a plain call.
     """
-    raise AssertionError("specification only")
 
 
 @hookspec(firstresult=True)
 def kda_core_chunk_forward(request: Request) -> ForwardResult:
     """Run ``chunk_kda``. Fires once for each call."""
-    raise AssertionError("specification only")
 
 
 @hookspec(firstresult=True)
 def kda_core_chunk_backward(request: Request) -> BackwardResult:
     """Run the backward of ``chunk_kda`` for ``request.needs_grad``. Fires once for each backward pass."""
-    raise AssertionError("specification only")
 
 
 @hookspec(firstresult=True)
@@ -111,7 +108,6 @@ def kda_core_chunk_begin(request: Request) -> Begun:
     Everything that needs no state at the fragments' starts. Since 1.2, with CONTEXT_PARALLEL. Fires once for each call;
     the core then exchanges matrices and additions between devices and calls ``kda_core_chunk_finish``.
     """
-    raise AssertionError("specification only")
 
 
 @hookspec(firstresult=True)
@@ -122,7 +118,6 @@ def kda_core_chunk_finish(request: Request, kept: tuple[Tensor, ...], starts: Te
     contiguous. The result is that of a forward: ``final_state`` holds the state at the end of each fragment, and with
     ``save_for_backward`` ``saved`` is as ``kda_core_saved_spec`` announced. Fires once after each first half.
     """
-    raise AssertionError("specification only")
 
 
 @hookspec(firstresult=True)
@@ -132,7 +127,6 @@ def kda_core_chunk_begin_backward(request: Request) -> Begun:
     ``request`` has ``saved``, from ``kda_core_chunk_finish``, and ``grad_o``, or None where only states have gradients.
     Fires once for each backward pass.
     """
-    raise AssertionError("specification only")
 
 
 @hookspec(firstresult=True)
@@ -143,19 +137,16 @@ def kda_core_chunk_finish_backward(request: Request, kept: tuple[Tensor, ...], e
     ends, [F, HV, K, V] in ``compute_dtype``, contiguous, that of a final state included. A gradient of A_log or dt_bias
     is the sum over the fragments of this request. Fires once after each first half.
     """
-    raise AssertionError("specification only")
 
 
 @hookspec(firstresult=True)
 def kda_core_recurrent_forward(request: Request) -> ForwardResult:
     """Run ``fused_recurrent_kda``. Fires once for each call."""
-    raise AssertionError("specification only")
 
 
 @hookspec(firstresult=True)
 def kda_core_recurrent_backward(request: Request) -> BackwardResult:
     """Run the backward of ``fused_recurrent_kda``. Fires once for each backward pass."""
-    raise AssertionError("specification only")
 
 
 @hookspec(firstresult=True)
@@ -165,19 +156,16 @@ def kda_core_commit(request: CommitRequest) -> Tensor:
     The records are those that this backend's ``kda_core_recurrent_forward`` wrote to ``request.records``. Read by
     ``CommitRequest``'s rule they say what any other backend would: the core compares with the reference by it.
     """
-    raise AssertionError("specification only")
 
 
 @hookspec(firstresult=True)
 def kda_core_gate_forward(request: GateRequest) -> Tensor:
     """Run ``kda_gate``: the log decay, shape of g, float32 (float64 for float64 g). Fires once for each call."""
-    raise AssertionError("specification only")
 
 
 @hookspec(firstresult=True)
 def kda_core_gate_backward(request: GateRequest) -> BackwardResult:
     """Run the backward of ``kda_gate``. Fires once for each backward pass."""
-    raise AssertionError("specification only")
 
 
 @hookspec(firstresult=True)
@@ -187,25 +175,21 @@ def kda_core_short_convolution_forward(request: ShortConvolutionRequest) -> Forw
     Optional, together with its backward; since 1.1. Fires once for each eager call on a device that the backend serves,
     in a dtype that it declares. Without the hook the core's torch code runs, which compiled calls use as well.
     """
-    raise AssertionError("specification only")
 
 
 @hookspec(firstresult=True)
 def kda_core_short_convolution_backward(request: ShortConvolutionRequest) -> BackwardResult:
     """Run its backward for ``request.needs_grad``. Optional. Fires once for each backward pass."""
-    raise AssertionError("specification only")
 
 
 @hookspec(firstresult=True)
 def kda_core_gated_rms_norm_forward(request: GatedNormRequest) -> Tensor:
     """Run ``kda_core.nn.gated_rms_norm``: shape and dtype of x. Optional, as its backward. Fires as the other does."""
-    raise AssertionError("specification only")
 
 
 @hookspec(firstresult=True)
 def kda_core_gated_rms_norm_backward(request: GatedNormRequest) -> BackwardResult:
     """Run its backward for ``request.needs_grad``. Optional. Fires once for each backward pass."""
-    raise AssertionError("specification only")
 
 
 @hookspec(firstresult=True)
@@ -216,7 +200,6 @@ def kda_core_decode_step(request: DecodeStepRequest) -> Tensor:
     declares; with ``records`` or ``commit`` only where it declares DRAFT_RECORDS. Without the hook the convolution, the
     recurrence and the norm are calls of their own.
     """
-    raise AssertionError("specification only")
 
 
 @hookspec(firstresult=True)
@@ -227,11 +210,18 @@ def kda_core_plan(request: AnyRequest, chip: str | None) -> tuple[CallPlan, ...]
     device: ``chip`` names the chip to plan for, as the backend spells it, or is None for the request's device.
     Raises ValueError for a chip that the backend does not know.
     """
-    raise AssertionError("specification only")
 
 
 REQUIRED_HOOKS = ("kda_core_backend", "kda_core_availability", "kda_core_reject")
 """Hooks that every backend implements."""
+
+HALVES = (
+    "kda_core_chunk_begin",
+    "kda_core_chunk_finish",
+    "kda_core_chunk_begin_backward",
+    "kda_core_chunk_finish_backward",
+)
+"""Hooks that come with CONTEXT_PARALLEL."""
 
 OPTIONAL_HOOKS = (
     "kda_core_plan",
@@ -240,12 +230,9 @@ OPTIONAL_HOOKS = (
     "kda_core_gated_rms_norm_forward",
     "kda_core_gated_rms_norm_backward",
     "kda_core_decode_step",
-    "kda_core_chunk_begin",
-    "kda_core_chunk_finish",
-    "kda_core_chunk_begin_backward",
-    "kda_core_chunk_finish_backward",
+    *HALVES,
 )
-"""Hooks that a backend may leave out; the last four come with CONTEXT_PARALLEL."""
+"""Hooks that a backend may leave out."""
 
 HOOKS_OF_FEATURE: dict[Feature, tuple[str, ...]] = {
     Feature.CHUNK: ("kda_core_chunk_forward",),
@@ -256,13 +243,7 @@ HOOKS_OF_FEATURE: dict[Feature, tuple[str, ...]] = {
     Feature.DRAFT_TREES: ("kda_core_recurrent_forward", "kda_core_commit"),
     Feature.GATE: ("kda_core_gate_forward",),
     Feature.GATE_BACKWARD: ("kda_core_gate_backward",),
-    Feature.CONTEXT_PARALLEL: (
-        "kda_core_chunk_begin",
-        "kda_core_chunk_finish",
-        "kda_core_chunk_begin_backward",
-        "kda_core_chunk_finish_backward",
-        "kda_core_saved_spec",
-    ),
+    Feature.CONTEXT_PARALLEL: (*HALVES, "kda_core_saved_spec"),
 }
 """Hooks that a backend implements because it declares a feature.
 

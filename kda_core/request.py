@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kda_core._commit_request import STATES, CommitRequest, is_power_of_two
+from kda_core._commit_request import STATES, CommitRequest, Remembering, is_power_of_two
 from kda_core._layer_requests import GatedNormRequest, ShortConvolutionRequest
 from kda_core.capabilities import Feature
 
@@ -22,7 +22,7 @@ Op = Literal["chunk_kda", "fused_recurrent_kda"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Request:
+class Request(Remembering):
     """One checked call of ``chunk_kda`` or ``fused_recurrent_kda``, forward or backward.
 
     The fields from ``q`` to ``save_for_backward`` are the table of the arguments, in the order of
@@ -124,10 +124,6 @@ class Request:
     grad_final_state: Tensor | None = None
     needs_grad: frozenset[str] = frozenset()
     memo: dict[Any, Any] | None = field(default=None, init=False)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """All fields but the memo, which calls of this process share: a copy or a pickle has none."""
-        return {name: value for name, value in vars(self).items() if name != "memo"}
 
     @property
     def device(self) -> torch.device:
@@ -268,7 +264,7 @@ GATE_DIFFERENTIABLE = ("g", "A_log", "dt_bias")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class GateRequest:
+class GateRequest(Remembering):
     """One checked call of ``kda_gate``, forward or backward.
 
     Attributes:
@@ -291,10 +287,6 @@ class GateRequest:
     needs_grad: frozenset[str] = frozenset()
     op: Literal["kda_gate"] = "kda_gate"
     memo: dict[Any, Any] | None = field(default=None, init=False)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """All fields but the memo, which calls of this process share: a copy or a pickle has none."""
-        return {name: value for name, value in vars(self).items() if name != "memo"}
 
     @property
     def device(self) -> torch.device:

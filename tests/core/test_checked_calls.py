@@ -29,8 +29,8 @@ NAN = float("nan")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def states(n, HV=4, K=16, V=8):
-    return torch.randn(n, HV, K, V, generator=torch.Generator().manual_seed(1))
+def states(n, K=16, V=8):
+    return torch.randn(n, 4, K, V, generator=torch.Generator().manual_seed(1))
 
 
 def failure_of(call, **settings):

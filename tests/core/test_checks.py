@@ -23,10 +23,9 @@ from example_arguments import (
     speculative,
 )
 from torch import tensor, zeros
+from toys import Watcher
 
 import kda_core
-from kda_core._plugins import registry
-from kda_core.hookspecs import hookimpl
 
 
 def snapshots(**changes):
@@ -215,47 +214,17 @@ def case_id(case):
     return f"{case[2]}-{case[0]}-{case[1].__name__}"
 
 
-class Watcher:
-    """Sees every hook that runs a call."""
-
-    def __init__(self):
-        self.calls = []
-
-    @hookimpl(wrapper=True)
-    def kda_core_chunk_forward(self, request):
-        self.calls.append(request)
-        return (yield)
-
-    @hookimpl(wrapper=True)
-    def kda_core_recurrent_forward(self, request):
-        self.calls.append(request)
-        return (yield)
-
-    @hookimpl(wrapper=True)
-    def kda_core_gate_forward(self, request):
-        self.calls.append(request)
-        return (yield)
-
-
-@pytest.fixture
-def watcher():
-    plugin = Watcher()
-    registry.add_wrapper(plugin)
-    yield plugin
-    registry.remove_wrapper(plugin)
-
-
 @pytest.mark.parametrize(("argument", "error", "op", "make"), BAD_CALLS, ids=map(case_id, BAD_CALLS))
-def test_bad_input_is_refused_before_any_backend_runs(argument, error, op, make, watcher):
+def test_bad_input_is_refused_before_any_backend_runs(argument, error, op, make):
     """FAILURES 30: shapes are checked before the choice; nothing is written."""
     arguments = make()
     before = {
         name: t.clone() for name, t in arguments.items() if isinstance(t, torch.Tensor) and t.device.type == "cpu"
     }
-    with pytest.raises(error, match=rf"^{argument}: expected .*, got ") as caught:
+    with Watcher() as calls, pytest.raises(error, match=rf"^{argument}: expected .*, got ") as caught:
         getattr(kda_core, op)(**arguments)
     assert type(caught.value) is error
-    assert watcher.calls == []
+    assert calls == []
     for name, t in before.items():
         torch.testing.assert_close(
             arguments[name].to_dense() if t.is_sparse else arguments[name], t.to_dense() if t.is_sparse else t

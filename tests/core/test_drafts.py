@@ -22,9 +22,9 @@ def draft(**more) -> dict:
     return made | {"initial_state": pool, "ssm_state_indices": torch.tensor([4, 0, 2]), "scale": 0.3} | more
 
 
-def verified(x: dict, records: torch.Tensor, counts: torch.Tensor, backend: str | None = None) -> torch.Tensor:
-    o, _ = kda_core.fused_recurrent_kda(**x, use_qk_l2norm_in_kernel=True, records=records, backend=backend)
-    kda_core.commit_kda(x["initial_state"], records, counts, x["ssm_state_indices"], backend=backend)
+def verified(x: dict, records: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    o, _ = kda_core.fused_recurrent_kda(**x, use_qk_l2norm_in_kernel=True, records=records)
+    kda_core.commit_kda(x["initial_state"], records, counts, x["ssm_state_indices"])
     return o
 
 
@@ -62,7 +62,7 @@ def test_compiled_trees_have_the_bits_of_eager_ones():
     assert all(map(torch.equal, *found))
 
 
-@pytest.mark.parametrize("wrong", [draft_mutants.TreesAreChains, draft_mutants.PathIgnored])
+@pytest.mark.parametrize("wrong", [draft_mutants.trees_are_chains, draft_mutants.path_ignored])
 def test_checked_trees(wrong):
     """KDA_CHECK finds a tree that was taken for a chain, and a path that was not."""
     x, records, subject = draft(), kda_core.empty_records(N, T, H, K, V), wrong()
@@ -170,7 +170,7 @@ def test_checked_commits(v_first: bool, dtype: torch.dtype):
     with kda_core.checked_calls():
         kda_core.fused_recurrent_kda(**x, use_qk_l2norm_in_kernel=True, records=records)
         kda_core.commit_kda(*arguments)
-        for wrong in (draft_mutants.CommitOfOneTooMany, draft_mutants.CommitOfRowsOfTheBatch):
+        for wrong in (draft_mutants.commit_of_one_too_many, draft_mutants.commit_of_rows_of_the_batch):
             found = pytest.raises(CheckFailed, match=r"commit_kda on backend .*\n  pool: ")
             with installed(wrong()) as name, found:
                 kda_core.commit_kda(*arguments, backend=name)

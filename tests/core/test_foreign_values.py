@@ -37,8 +37,8 @@ FOREIGN = {
 }
 
 
-def gated(make=call_arguments, **changes):
-    return make(A_log=torch.zeros(HV), dt_bias=torch.zeros(HV, K), **gate, **changes)
+def gated(**changes):
+    return call_arguments(A_log=torch.zeros(HV), dt_bias=torch.zeros(HV, K), **gate, **changes)
 
 
 # A call for every tensor argument of every function.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,10 +12,9 @@ import torch.utils.checkpoint
 from op_calls import OPS, make, run
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from toys import Watcher
 
 import kda_core
-from kda_core._plugins import registry
-from kda_core.hookspecs import hookimpl
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -65,34 +64,16 @@ class Deferred(torch.Tensor):
         return function(*args, **kwargs)
 
 
-@contextmanager
-def seen(*hooks: str):
-    """The tensors that a hook of any backend is given, by name."""
-    found: dict[str, torch.Tensor] = {}
-
-    def watch(self, request):
-        found.update((n, t) for n, t in vars(request).items() if isinstance(t, torch.Tensor))
-        return (yield)
-
-    methods = {hook: hookimpl(wrapper=True)(lambda self, request: (yield from watch(self, request))) for hook in hooks}
-    watcher = type("Watcher", (), methods)()
-    registry.add_wrapper(watcher)
-    try:
-        yield found
-    finally:
-        registry.remove_wrapper(watcher)
-
-
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state"])
 def test_a_wrapped_tensor_reaches_no_backend(op: str, name: str):
     """Whichever argument it is, in calls that have been seen, too: what it wraps does."""
     arguments = make(5)
     expected = run(arguments, op)
-    with seen("kda_core_chunk_forward", "kda_core_recurrent_forward") as found:
+    with Watcher() as requests:
         for _ in range(2):
             results = run(arguments | {name: Deferred(arguments[name])}, op)
-            assert type(found[name]) is torch.Tensor
+            assert type(getattr(requests[-1], name)) is torch.Tensor
             assert all(map(torch.equal, results, expected))
 
 
@@ -100,9 +81,9 @@ def test_a_wrapped_tensor_reaches_no_backend(op: str, name: str):
 def test_a_wrapped_tensor_reaches_no_gate(name: str):
     arguments = {n: t for n, t in make(5).items() if n in ("g", "A_log", "dt_bias")}
     expected = kda_core.kda_gate(**arguments)
-    with seen("kda_core_gate_forward") as found:
+    with Watcher() as requests:
         result = kda_core.kda_gate(**arguments | {name: Deferred(arguments[name])})
-    assert type(found[name]) is torch.Tensor
+    assert type(getattr(requests[-1], name)) is torch.Tensor
     assert torch.equal(result, expected)
 
 
@@ -122,35 +103,24 @@ class Late(torch.autograd.Function):
 def test_a_wrapped_gradient_reaches_no_backend(late):
     arguments = make(5, grad=True)
     expected = torch.autograd.grad([x.sum() for x in run(arguments)], list(arguments.values()))
-    with seen("kda_core_chunk_backward") as found:
+    with Watcher() as requests:
         outputs = [Late.apply(x) if wrapped else x for x, wrapped in zip(run(arguments), late, strict=True)]
         grads = torch.autograd.grad([x.sum() for x in outputs], list(arguments.values()))
-    assert type(found["grad_o"]) is type(found["grad_final_state"]) is torch.Tensor
+    assert type(requests[-1].grad_o) is type(requests[-1].grad_final_state) is torch.Tensor
     assert all(map(torch.equal, grads, expected))
 
 
 def test_a_memo_is_not_that_of_tensors_that_came_back_with_other_strides():
     """Hooks of saved tensors offload slices of a projection, and bring contiguous tensors back."""
-    memos = []
-
-    class Watcher:
-        @hookimpl(wrapper=True)
-        def kda_core_chunk_backward(self, request):
-            memos.append((request.memo, request.q.stride()))
-            return (yield)
-
     arguments = make(5)
     qk = torch.cat([arguments["q"], arguments["k"]], -1)
     arguments["q"], arguments["k"] = (x.detach().requires_grad_() for x in qk.chunk(2, -1))
-    registry.add_wrapper(watcher := Watcher())
-    try:
+    with Watcher() as requests:
         run(arguments)[0].sum().backward()
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x.contiguous(), lambda x: x):
             o = run(arguments)[0]
         o.sum().backward()
-    finally:
-        registry.remove_wrapper(watcher)
-    (own, sliced), (offloaded, contiguous) = memos
+    (own, sliced), (offloaded, contiguous) = ((r.memo, r.q.stride()) for r in requests if r.needs_grad)
     assert sliced != contiguous
     assert own is not None
     assert offloaded is None
@@ -158,30 +128,14 @@ def test_a_memo_is_not_that_of_tensors_that_came_back_with_other_strides():
 
 def test_a_gate_has_one_memo_forward_and_backward():
     """As long as its tensors come back with the strides that they had."""
-    memos = []
-
-    class Watcher:
-        @hookimpl(wrapper=True)
-        def kda_core_gate_forward(self, request):
-            memos.append(request.memo)
-            return (yield)
-
-        @hookimpl(wrapper=True)
-        def kda_core_gate_backward(self, request):
-            memos.append(request.memo)
-            return (yield)
-
     g = torch.randn(5, 2, 32)[..., ::2].requires_grad_()
     A_log = torch.zeros(2, requires_grad=True)
-    registry.add_wrapper(watcher := Watcher())
-    try:
+    with Watcher() as requests:
         kda_core.kda_gate(g, A_log).sum().backward()
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x.contiguous(), lambda x: x):
             log_decay = kda_core.kda_gate(g, A_log)
         log_decay.sum().backward()
-    finally:
-        registry.remove_wrapper(watcher)
-    forward, backward, again, offloaded = memos
+    forward, backward, again, offloaded = (r.memo for r in requests)
     assert forward is backward is again
     assert forward is not None
     assert offloaded is None

@@ -409,12 +409,6 @@ def test_double_backward_of_operators(op: str):
         first_grad.sum().backward()
 
 
-def test_batched_gradients_of_autograd_point_to_torch_func():
-    of, g = first("chunk_kda")
-    with pytest.raises(RuntimeError, match=r"chunk_kda: batched gradients .* are not supported; use torch.func"):
-        torch.autograd.functional.jacobian(lambda g: of(g) * torch.ones(2), g, vectorize=True)
-
-
 COMPILED = {
     "compiled grad": lambda of, dims: grad(lambda a: of({k: t[0] if dims[k] == 0 else t for k, t in a.items()})),
     "compiled vmap": lambda of, dims: vmap(of, in_dims=(dims,)),

@@ -53,30 +53,6 @@ def test_float64_agrees_with_the_oracle_to_rounding(op, layout):
         assert found[name].is_contiguous()
 
 
-def test_gradcheck_of_every_differentiable_input():
-    r = make_request(B=1, T=3, H=1, HV=2, K=3, V=2, dtype=torch.float64)
-    names = [name for name in DIFFERENTIABLE if getattr(r, name) is not None]
-    inputs = [getattr(r, name).clone().requires_grad_() for name in names]
-
-    def call(function, *tensors):
-        return function(
-            **dict(zip(names, tensors, strict=True)), use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True, output_final_state=True, backend="cpu",
-        )  # fmt: skip
-
-    for function in (kda_core.chunk_kda, kda_core.fused_recurrent_kda):
-        assert torch.autograd.gradcheck(lambda *x, f=function: call(f, *x), inputs, fast_mode=True)
-
-
-@pytest.mark.parametrize("lower_bound", [None, -5.0])
-def test_gradcheck_of_the_gate(lower_bound):
-    r = make_request(T=3, HV=4, K=3, dtype=torch.float64)
-    inputs = [x.clone().requires_grad_() for x in (r.g, r.A_log, r.dt_bias)]
-    assert torch.autograd.gradcheck(
-        lambda g, A_log, bias: kda_core.kda_gate(g, A_log, bias, lower_bound, backend="cpu"), inputs
-    )
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("disable_recompute", [False, True])
 @pytest.mark.parametrize("op", [CHUNK, RECURRENT])
@@ -96,27 +72,6 @@ def test_saved_spec_is_symbolic_in_length(packed):
     specs = plugin.kda_core_saved_spec(replace(r, q=q))
     assert all(isinstance(spec.shape[1], torch.SymInt) for spec in specs)
     assert not shapes.guards
-
-
-@pytest.mark.parametrize("op", [CHUNK, RECURRENT])
-def test_neither_pass_modifies_an_input(op):
-    r = make_request(op, cu=PACKING, HV=4)
-    wide = {name: torch.randn(1, 199, *getattr(r, name).shape[2:-1], 40) for name in ("q", "k", "v", "g")}
-    r = replace(r, **{name: x[..., 3 : 3 + getattr(r, name).shape[-1]] for name, x in wide.items()})
-    tensors = [x for x in vars(r).values() if isinstance(x, torch.Tensor)] + list(wide.values())
-    before = [x.clone() for x in tensors]
-    gradients(r)
-    assert all(torch.equal(x, y) for x, y in zip(tensors, before, strict=True))
-
-
-def test_results_alias_nothing():
-    r = make_request(T=64, in_kernel=False, dtype=torch.float32)
-    result, grads, backward = gradients(r)
-    theirs = {x.untyped_storage().data_ptr() for x in vars(backward).values() if isinstance(x, torch.Tensor)}
-    ours = [result.o, result.final_state, *grads.values()]
-    pointers = [x.untyped_storage().data_ptr() for x in ours]
-    assert len(set(pointers)) == len(pointers)
-    assert not theirs & set(pointers)
 
 
 def _peak_bytes(call):
@@ -246,16 +201,6 @@ def test_a_strided_pool_is_advanced_where_it_lies(op, T, v_first):
     assert relative_error(pool[used], expected.initial_state[used]) < 1e-6
     untouched[:, :HV, : last[0], ::2][used] = pool[used]
     assert torch.equal(untouched.nan_to_num(7.0), memory.nan_to_num(7.0))
-
-
-@pytest.mark.parametrize("op", [CHUNK, RECURRENT])
-def test_out_is_written_in_full_whatever_it_held(op):
-    expected = forward(make_request(op, cu=[0, 0, 40, 41], T=45)).o
-    out = torch.full((1, 45, 2, 20), float("nan"))[..., ::2]
-    result = forward(make_request(op, cu=[0, 0, 40, 41], T=45, out=out))
-    assert result.o is out
-    assert torch.equal(out, expected)
-    assert not out[:, 41:].any()
 
 
 def test_float64_states_and_half_inputs():

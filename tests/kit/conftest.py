@@ -8,6 +8,8 @@ import io
 import pytest
 from toys import installed
 
+from kda_core._plugins import registry
+from kda_core.hookspecs import hookimpl
 from kda_core.testing.plugin import MODE_VARIABLE
 
 
@@ -16,6 +18,22 @@ def registered():
     """Registers backends for one test; answers the name of each."""
     with contextlib.ExitStack() as stack:
         yield lambda backend: stack.enter_context(installed(backend))
+
+
+@pytest.fixture
+def altered():
+    """Alters what some hooks of every backend answer, for one test."""
+    with contextlib.ExitStack() as stack:
+
+        def alter(change, *hooks: str) -> None:
+            def wrapper(self, request):
+                return change(request, (yield))
+
+            plugin = type("Alteration", (), {hook: hookimpl(wrapper=True)(wrapper) for hook in hooks})()
+            registry.add_wrapper(plugin)
+            stack.callback(registry.remove_wrapper, plugin)
+
+        yield alter
 
 
 @pytest.fixture

@@ -121,33 +121,15 @@ def test_a_few_fast_cases_run_the_backward():
 # Subject: what it finds
 
 
-class Wrapped:
-    """Alters what the reference backend returns, through a hook wrapper."""
-
-    def __init__(self, change):
-        from kda_core.hookspecs import hookimpl
-
-        def kda_core_chunk_forward(request):
-            return change(request, (yield))
-
-        self.kda_core_chunk_forward = hookimpl(wrapper=True)(kda_core_chunk_forward)
-
-
 @pytest.fixture
-def altered():
+def altered_subject(altered):
     """Subject of the reference backend whose forward results are altered."""
-    from kda_core._plugins import registry
-
-    added = []
 
     def alter(change) -> Subject:
-        added.append(Wrapped(change))
-        registry.add_wrapper(added[-1])
+        altered(change, "kda_core_chunk_forward")
         return Subject(Target("reference", CPU))
 
-    yield alter
-    for plugin in added:
-        registry.remove_wrapper(plugin)
+    return alter
 
 
 def _write(t: Tensor, value: float) -> None:
@@ -165,13 +147,13 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("message", FAULTS)
-def test_subject_finds(altered, message: str):
-    subject = altered(FAULTS[message])
+def test_subject_finds(altered_subject, message: str):
+    subject = altered_subject(FAULTS[message])
     with pytest.raises(Mismatch, match=message):
         subject.check(named("past a chunk").call())
 
 
-def test_a_mismatch_says_where_with_four_digits(altered):
+def test_a_mismatch_says_where_with_four_digits(altered_subject):
     def one_row(r, y):
         y.o[0, 20, 1] = 1 / 3
         return y
@@ -180,20 +162,20 @@ def test_a_mismatch_says_where_with_four_digits(altered):
     with pytest.raises(
         Mismatch, match=r"at token 16 of sequence 2 \(row 20\), head 1: got \[0\.3333, 0\.3333, 0\.3333\]"
     ):
-        altered(one_row).check(case)
+        altered_subject(one_row).check(case)
 
 
-def test_subject_finds_writes_round_a_tensor(altered):
+def test_subject_finds_writes_round_a_tensor(altered_subject):
     def write_behind(r, y):
         r.g.as_strided((1,), (1,), r.g.storage_offset() + r.g.numel()).fill_(0)
         return y
 
     with pytest.raises(Mismatch, match="memory round it"):
-        altered(write_behind).check(named("past a chunk").call())
+        altered_subject(write_behind).check(named("past a chunk").call())
 
 
 @pytest.mark.parametrize("times", [2, 3])
-def test_subject_finds_bits_that_differ_when_a_call_is_made_again(altered, times: int):
+def test_subject_finds_bits_that_differ_when_a_call_is_made_again(altered_subject, times: int):
     """On devices every small call is made three times: what is kept of the first ones serves the last."""
     count = []
 
@@ -205,7 +187,7 @@ def test_subject_finds_bits_that_differ_when_a_call_is_made_again(altered, times
         def calls(self, call):
             return times
 
-    altered(third)
+    altered_subject(third)
     found = pytest.raises(Mismatch, match="o: other bits when the call was made again")
     with found if times == 3 else contextlib.nullcontext():
         Repeating(Target("reference", CPU)).run(named("past a chunk").call())

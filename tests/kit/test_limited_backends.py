@@ -15,9 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kda_core._plugins import registry
 from kda_core.capabilities import Feature
-from kda_core.hookspecs import hookimpl
 from kda_core.testing import budgets, references, verify
 from kda_core.testing.cases import BF16, FP32, Case
 from kda_core.testing.subject import Refused, Subject
@@ -98,22 +96,6 @@ FAULTS = [
 ]
 
 
-class Fault:
-    """Alters the results of every forward, as a wrapper of its hooks."""
-
-    def __init__(self, change) -> None:
-        @hookimpl(wrapper=True)
-        def kda_core_chunk_forward(request):
-            return change(request, (yield))
-
-        @hookimpl(wrapper=True)
-        def kda_core_recurrent_forward(request):
-            return change(request, (yield))
-
-        self.kda_core_chunk_forward = kda_core_chunk_forward
-        self.kda_core_recurrent_forward = kda_core_recurrent_forward
-
-
 @pytest.fixture
 def limited(registered):
     """Registers the backend of a module of the folder, for one test; answers its name."""
@@ -171,15 +153,11 @@ def test_kit_refuses_and_serves_as_declared(limited):
         for i, fault in enumerate(FAULTS)
     ],
 )
-def test_kit_finds_a_fault(limited, module: str, fault, tests: str):
+def test_kit_finds_a_fault(limited, altered, module: str, fault, tests: str):
     """Green means something: the same backends with a fault in what they serve."""
     name = limited(module)
-    wrapper = Fault(fault)
-    registry.add_wrapper(wrapper)
-    try:
-        status, text = run_kit_here(tests, f"--backend={name}", "-x")
-    finally:
-        registry.remove_wrapper(wrapper)
+    altered(fault, "kda_core_chunk_forward", "kda_core_recurrent_forward")
+    status, text = run_kit_here(tests, f"--backend={name}", "-x")
     assert status == pytest.ExitCode.TESTS_FAILED
     assert "Mismatch" in text
 
@@ -247,20 +225,10 @@ def test_verify_of_a_limited_backend(limited, module: str):
     assert any("does not take float32" in row.note for row in rows)
 
 
-class Rejecting:
-    """Lets every backend reject what it does not like."""
-
-    @hookimpl(wrapper=True)
-    def kda_core_reject(self, request):
-        reason = yield
-        return "K = 32 only" if request.K == 16 else reason
-
-
-def test_a_complete_backend_has_no_nearest_case(limited, request):
+def test_a_complete_backend_has_no_nearest_case(limited, altered):
     """It turns nothing down by its own word: such a call stands as a failure of the tests that look for it."""
-    case, rejecting = Case(name="turned down", T=5, K=16), Rejecting()
-    registry.add_wrapper(rejecting)
-    request.addfinalizer(lambda: registry.remove_wrapper(rejecting))
+    case = Case(name="turned down", T=5, K=16)
+    altered(lambda request, reason: "K = 32 only" if request.K == 16 else reason, "kda_core_reject")
     for name, complete in (("reference", True), (limited("forward_only"), False)):
         subject = subject_of(name)
         assert subject.is_complete is complete

@@ -21,8 +21,8 @@ BOUNDS = [0, 0, 1, 3, 9, 9, 14]
 """Sequences shorter than the filter, longer ones, and empty ones; two rows stand behind the last."""
 
 
-def drawn(*shapes, seed: int = 0, **options):
-    generator = torch.Generator().manual_seed(seed)
+def drawn(*shapes, **options):
+    generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=generator, **options) for shape in shapes]
 
 

@@ -111,7 +111,7 @@ HALVES = ("halves of the heads", "halves of the heads, packed")
 
 def request(
     B=1, T=70, H=1, HV=None, K=16, V=16, dtype=torch.float32, decay=lambda s: -torch.rand(s), gate=False,
-    equal_keys=False, zero_beta=False, cu_seqlens=None, state=True, final=True, output=True, strided=False, **options,
+    zero_beta=False, cu_seqlens=None, state=True, final=True, output=True, strided=False, **options,
 ):  # fmt: skip
     from kda_core.request import Request
 
@@ -122,8 +122,6 @@ def request(
     v, grad_o = torch.randn(B, T, HV, V), torch.randn(B, T, HV, V)
     g = torch.randn(B, T, HV, K) if gate else decay((B, T, HV, K))
     beta = torch.randn(B, T, HV) if options.get("use_beta_sigmoid_in_kernel") else torch.rand(B, T, HV)
-    if equal_keys:
-        k, beta = k[:, :1].expand_as(k).contiguous(), torch.ones_like(beta)
     if zero_beta:
         beta[:, ::3] = 0
     tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "grad_o": grad_o if output else None}

@@ -122,7 +122,9 @@ def _fault_in(method: str) -> Callable[[Callable[..., Any]], type[Mutant]]:
     return mutant
 
 
-asked, differentiated, answered, gradients = map(_fault_in, ("asked", "differentiated", "answered", "gradients"))
+asked, differentiated, answered, committed, gradients = map(
+    _fault_in, ("asked", "differentiated", "answered", "committed", "gradients")
+)
 
 
 class Faultless(Mutant):

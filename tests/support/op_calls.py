@@ -14,8 +14,8 @@ HV, K, V = 4, 8, 6
 OPS = ("chunk_kda", "fused_recurrent_kda")
 
 
-def make(T=70, B=2, H=2, dtype=torch.float32, grad=False, seed=0):
-    case = Case(name=f"made {seed}", B=B, T=T, H=H, HV=HV, K=K, V=V, dtype=dtype, state=torch.float32, **SOFTPLUS)
+def make(T=70, B=2, H=2, dtype=torch.float32, grad=False):
+    case = Case(name="made 0", B=B, T=T, H=H, HV=HV, K=K, V=V, dtype=dtype, state=torch.float32, **SOFTPLUS)
     return {name: t.requires_grad_() if grad else t for name, t in case.call().tensors.items()}
 
 

@@ -119,7 +119,7 @@ class Watcher:
         return (yield)
 
     kda_core_chunk_backward = kda_core_recurrent_forward = kda_core_recurrent_backward = kda_core_chunk_forward
-    kda_core_gate_forward = kda_core_short_convolution_forward = kda_core_chunk_forward
+    kda_core_gate_forward = kda_core_gate_backward = kda_core_short_convolution_forward = kda_core_chunk_forward
 
 
 def inputs(T=3, dtype=torch.float32, K=4):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from packaging.specifiers import SpecifierSet
-from torch import Tensor
 
 from kda_core.capabilities import FEATURES_1_2, Available, BackendInfo, Capabilities, Feature, Unavailable
 from kda_core.hookspecs import hookimpl
-from kda_core.request import AnyRequest, BackwardResult, CommitRequest, ForwardResult, GateRequest, Request, TensorSpec
+from kda_core.request import AnyRequest, Request, TensorSpec
 from kda_core_cpu import __version__, chunk_backward, chunk_forward, commit, gate, recurrent
 from kda_core_cpu.results import saved_spec
 
@@ -44,6 +43,16 @@ def _without_autograd(compute: Callable[[Call], Result], request: Call) -> Resul
     return compute(request)
 
 
+def _served_by(compute: Callable[[Any], Result]) -> Callable[[Any], Result]:
+    """The hook that runs this computation."""
+
+    @hookimpl
+    def hook(request: Any) -> Result:
+        return _without_autograd(compute, request)
+
+    return hook
+
+
 @hookimpl
 def kda_core_backend() -> BackendInfo:
     return _INFO
@@ -66,36 +75,10 @@ def kda_core_saved_spec(request: Request) -> tuple[TensorSpec, ...]:
     return saved_spec(request) if request.op == "chunk_kda" else ()
 
 
-@hookimpl
-def kda_core_chunk_forward(request: Request) -> ForwardResult:
-    return _without_autograd(chunk_forward.chunk_forward, request)
-
-
-@hookimpl
-def kda_core_chunk_backward(request: Request) -> BackwardResult:
-    return _without_autograd(chunk_backward.chunk_backward, request)
-
-
-@hookimpl
-def kda_core_recurrent_forward(request: Request) -> ForwardResult:
-    return _without_autograd(recurrent.recurrent_forward, request)
-
-
-@hookimpl
-def kda_core_recurrent_backward(request: Request) -> BackwardResult:
-    return _without_autograd(chunk_backward.recurrent_backward, request)
-
-
-@hookimpl
-def kda_core_commit(request: CommitRequest) -> Tensor:
-    return _without_autograd(commit.commit, request)
-
-
-@hookimpl
-def kda_core_gate_forward(request: GateRequest) -> Tensor:
-    return _without_autograd(gate.gate_forward, request)
-
-
-@hookimpl
-def kda_core_gate_backward(request: GateRequest) -> BackwardResult:
-    return _without_autograd(gate.gate_backward, request)
+kda_core_chunk_forward = _served_by(chunk_forward.chunk_forward)
+kda_core_chunk_backward = _served_by(chunk_backward.chunk_backward)
+kda_core_recurrent_forward = _served_by(recurrent.recurrent_forward)
+kda_core_recurrent_backward = _served_by(chunk_backward.recurrent_backward)
+kda_core_commit = _served_by(commit.commit)
+kda_core_gate_forward = _served_by(gate.gate_forward)
+kda_core_gate_backward = _served_by(gate.gate_backward)

@@ -76,7 +76,7 @@ def turned(x):
 
 
 @gluon.jit
-def square_of_slot(block, dtype: gl.constexpr = gl.float32):
+def square_of_slot(block):
     """[2, 16, 16] in shared memory, a matrix a slot, in both of its warps."""
     x = gl.expand_dims(block.load(gl.SliceLayout(0, PAIR)), 0).broadcast_to([2, 2, 16, 16])
     return gl.convert_layout(x.reshape([4, 16, 16]), MMA, assert_trivial=True)

@@ -296,21 +296,14 @@ def _sequence(
         if STORERS == 0:
             S, _ = gl.warp_specialize(
                 [
-                    (
-                        _multiply,
-                        (
-                            S, p_v, rows_o, s_vt, s_ot, length, ready, free, full, empty, pair_buffer, a_buffer,
-                            p_buffer, d_buffer, v_buffer, o_buffer, minus_eye, o_scale, L_ROWS, BV, C, KP, LIFT,
-                            STAGES, OUT, STORERS,
-                        ),
-                    ),
-                    (
-                        _load,
-                        (
-                            pairs, single, P, decays, values, value_row, value_column, first_slot, HV, i_h, length,
-                            ready, free, pair_buffer, a_buffer, p_buffer, d_buffer, v_buffer, C, KP, BV, STAGES,
-                        ),
-                    ),
+                    (_multiply, (
+                        S, p_v, rows_o, s_vt, s_ot, length, ready, free, full, empty, pair_buffer, a_buffer, p_buffer,
+                        d_buffer, v_buffer, o_buffer, minus_eye, o_scale, L_ROWS, BV, C, KP, LIFT, STAGES, OUT, STORERS,
+                    )),
+                    (_load, (
+                        pairs, single, P, decays, values, value_row, value_column, first_slot, HV, i_h, length, ready,
+                        free, pair_buffer, a_buffer, p_buffer, d_buffer, v_buffer, C, KP, BV, STAGES,
+                    )),
                 ],
                 [1],
                 [40],
@@ -318,25 +311,15 @@ def _sequence(
         else:
             S, _ = gl.warp_specialize(
                 [
-                    (
-                        _multiply,
-                        (
-                            S, p_v, rows_o, s_vt, s_ot, length, ready, free, full, empty, pair_buffer, a_buffer,
-                            p_buffer, d_buffer, v_buffer, o_buffer, minus_eye, o_scale, L_ROWS, BV, C, KP, LIFT,
-                            STAGES, OUT, STORERS,
-                        ),
-                    ),
-                    (
-                        _load,
-                        (
-                            pairs, single, P, decays, values, value_row, value_column, first_slot, HV, i_h, length,
-                            ready, free, pair_buffer, a_buffer, p_buffer, d_buffer, v_buffer, C, KP, BV, STAGES,
-                        ),
-                    ),
-                    (
-                        _store,
-                        (p_o + i_v * BV, s_ot, length, free, full, empty, o_buffer, C, BV, STAGES, OUT, STORERS),
-                    ),
+                    (_multiply, (
+                        S, p_v, rows_o, s_vt, s_ot, length, ready, free, full, empty, pair_buffer, a_buffer, p_buffer,
+                        d_buffer, v_buffer, o_buffer, minus_eye, o_scale, L_ROWS, BV, C, KP, LIFT, STAGES, OUT, STORERS,
+                    )),
+                    (_load, (
+                        pairs, single, P, decays, values, value_row, value_column, first_slot, HV, i_h, length, ready,
+                        free, pair_buffer, a_buffer, p_buffer, d_buffer, v_buffer, C, KP, BV, STAGES,
+                    )),
+                    (_store, (p_o + i_v * BV, s_ot, length, free, full, empty, o_buffer, C, BV, STAGES, OUT, STORERS)),
                 ],
                 [1, STORERS],
                 [40, 40],

@@ -202,20 +202,14 @@ def reverse_transitions_hopper(
     a = gl.full([BR, V], 0.0, gl.float32, L_A)
     W, a, gone = gl.warp_specialize(
         [
-            (
-                _multiply_forwards,
-                (
-                    W, a, n, length, ready, free, stop, pair_buffer, ka_buffer, p_buffer, o_buffer, d_buffer, BR, C, KP,
-                    V, STAGES, UNROLL, EVERY,
-                ),
-            ),
-            (
-                _load_forwards,
-                (
-                    pairs, single, P, decays, gradients, row0, i_h * s_oh, slot0, i_h, n, ready, free, stop,
-                    pair_buffer, ka_buffer, p_buffer, o_buffer, d_buffer, HV, C, KP, V, STAGES,
-                ),
-            ),
+            (_multiply_forwards, (
+                W, a, n, length, ready, free, stop, pair_buffer, ka_buffer, p_buffer, o_buffer, d_buffer, BR, C, KP, V,
+                STAGES, UNROLL, EVERY,
+            )),
+            (_load_forwards, (
+                pairs, single, P, decays, gradients, row0, i_h * s_oh, slot0, i_h, n, ready, free, stop, pair_buffer,
+                ka_buffer, p_buffer, o_buffer, d_buffer, HV, C, KP, V, STAGES,
+            )),
         ],
         [1],
         [40],

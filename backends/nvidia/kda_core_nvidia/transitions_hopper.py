@@ -277,20 +277,14 @@ def transitions_hopper(
     b = gl.full([BR, V], 0.0, gl.float32, L_B)
     X, b, gone = gl.warp_specialize(
         [
-            (
-                _multiply,
-                (
-                    X, b, n, length, ready, free, stop, ka_buffer, ke_buffer, v_buffer, d_buffer, BR, C, KP, V, STAGES,
-                    UNROLL, EVERY,
-                ),
-            ),
-            (
-                _load,
-                (
-                    single, decays, values, row0, i_h * s_vh, slot0, i_h, n, ready, free, stop, ka_buffer,
-                    ke_buffer, v_buffer, d_buffer, HV, C, KP, V, STAGES,
-                ),
-            ),
+            (_multiply, (
+                X, b, n, length, ready, free, stop, ka_buffer, ke_buffer, v_buffer, d_buffer, BR, C, KP, V, STAGES,
+                UNROLL, EVERY,
+            )),
+            (_load, (
+                single, decays, values, row0, i_h * s_vh, slot0, i_h, n, ready, free, stop, ka_buffer, ke_buffer,
+                v_buffer, d_buffer, HV, C, KP, V, STAGES,
+            )),
         ],
         [1],
         [40],

@@ -176,11 +176,3 @@ def test_backward_packed_neighbours(kda):
     for name in DIFFERENTIABLE[:5]:
         a, b = (r[f"d{name}"][:, 40:75] for r in (first, second))
         assert same_bits(a, b), f"d{name} of the middle sequence changed with its neighbours"
-
-
-@requires(Feature.CHUNK, Feature.BACKWARD, Feature.VARLEN)
-def test_backward_behind_the_last_sequence(kda):
-    """Tokens behind the end of the last sequence have no influence: their gradients are zero."""
-    results = kda.check(Case(name="gradients behind the end", T=90, lengths=(30, 40), state=FP32, backward=True))
-    for name in DIFFERENTIABLE[:5]:
-        assert not results[f"d{name}"][:, 70:].any(), f"d{name} behind the end"

@@ -31,8 +31,7 @@ def _check_repeats(kda, call, first, count: int) -> None:
 def test_forward_repeats(kda):
     """FAILURES 19: 30 forwards, bit for bit."""
     call = Case(name="repeated", B=2, T=130, H=3, state=None).call()
-    first = kda.run(call)
-    _check_repeats(kda, call, first, REPEATS)
+    _check_repeats(kda, call, kda.run(call), REPEATS)
 
 
 @requires(Feature.CHUNK, Feature.BACKWARD)
@@ -40,8 +39,7 @@ def test_backward_repeats(kda):
     """FAILURES 19: 30 backwards, bit for bit, reductions over tokens included."""
     case = Case(name="repeated gradients", B=2, T=70, HV=6, final_state=False, backward=True, **SOFTPLUS)
     call = case.call()
-    first = kda.run(call)
-    _check_repeats(kda, call, first, REPEATS)
+    _check_repeats(kda, call, kda.run(call), REPEATS)
 
 
 @requires(Feature.CHUNK, Feature.BACKWARD)
@@ -61,8 +59,7 @@ def test_backward_twice_of_one_forward(kda):
 def test_recurrent_repeats(kda):
     """FAILURES 19: 30 decoding steps from the same state, bit for bit."""
     call = Case(name="repeated step", op="fused_recurrent_kda", B=4, T=1, state=FP32).call()
-    first = kda.run(call)
-    _check_repeats(kda, call, first, REPEATS)
+    _check_repeats(kda, call, kda.run(call), REPEATS)
 
 
 @slow
@@ -73,8 +70,7 @@ def test_forward_repeats_at_length(kda, dtype: torch.dtype, C: int):
     """FAILURES 2: T = 4096, 50 runs, bit for bit."""
     case = Case(name=f"repeated at length {dtype} {C}", T=4096, H=2, K=64, dtype=dtype, options={"chunk_size": C})
     call = case.call()
-    first = kda.check(call)
-    _check_repeats(kda, call, first, 50)
+    _check_repeats(kda, call, kda.check(call), 50)
 
 
 @slow
@@ -88,8 +84,7 @@ def test_backward_repeats_at_length(kda, dtype: torch.dtype, K: int):
         backward=True, **SOFTPLUS,
     )  # fmt: skip
     call = case.call()
-    first = kda.check(call)
-    _check_repeats(kda, call, first, REPEATS)
+    _check_repeats(kda, call, kda.check(call), REPEATS)
 
 
 @requires(Feature.CHUNK)

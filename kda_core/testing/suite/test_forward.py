@@ -39,15 +39,3 @@ def test_forward_no_tokens(kda):
     results = kda.run(call)
     assert results["o"].shape[1] == 0
     assert not results["final_state"].any()
-
-
-@requires(Feature.CHUNK, Feature.SAFE_GATE)
-def test_forward_safe_gate_is_a_hint(kda):
-    """With decays in the promised range, safe_gate may only change the speed."""
-    kda.check(Case(name="hint", T=100, decay="bounded").call().having(safe_gate=True))
-
-
-@requires(Feature.CHUNK, Feature.DISABLE_RECOMPUTE)
-def test_forward_without_recompute(kda):
-    """disable_recompute changes no result of a forward."""
-    kda.check(Case(name="without recompute", T=70).call().having(disable_recompute=True))

@@ -65,28 +65,23 @@ def _bias_cancels(T: int, **fields) -> Call:
     return replace(call, tensors=call.tensors | {"dt_bias": bias, "g": 0.05 * g - bias.view(1, 1, *g.shape[2:])})
 
 
-SHORT_AND_LONG = pytest.mark.parametrize("T", [1, 12, 40])
-
-
-@requires(Feature.CHUNK, Feature.LOWER_BOUND_GATE, Feature.INITIAL_STATE, Feature.FINAL_STATE)
-@SHORT_AND_LONG
-def test_lower_bound_gate_where_the_bias_cancels(kda, T: int):
+@requires(Feature.LOWER_BOUND_GATE)
+@pytest.mark.parametrize("T", [1, 12, 40])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({}, marks=requires(Feature.CHUNK, Feature.INITIAL_STATE, Feature.FINAL_STATE), id="forward"),
+        pytest.param({"backward": True}, marks=requires(Feature.BACKWARD, Feature.STATE_GRADIENT), id="backward"),
+        pytest.param(
+            {"op": "fused_recurrent_kda"},
+            marks=requires(Feature.RECURRENT, Feature.INITIAL_STATE, Feature.FINAL_STATE),
+            id="recurrent",
+        ),
+    ],
+)
+def test_lower_bound_gate_where_the_bias_cancels(kda, T: int, fields: dict):
     """g + dt_bias comes before the rate."""
-    kda.check(_bias_cancels(T))
-
-
-@requires(Feature.BACKWARD, Feature.LOWER_BOUND_GATE, Feature.STATE_GRADIENT)
-@SHORT_AND_LONG
-def test_lower_bound_gate_backward_where_the_bias_cancels(kda, T: int):
-    """The same for gradients."""
-    kda.check(_bias_cancels(T, backward=True))
-
-
-@requires(Feature.RECURRENT, Feature.LOWER_BOUND_GATE, Feature.INITIAL_STATE, Feature.FINAL_STATE)
-@SHORT_AND_LONG
-def test_recurrent_lower_bound_gate_where_the_bias_cancels(kda, T: int):
-    """One token, and prompts."""
-    kda.check(_bias_cancels(T, op="fused_recurrent_kda"))
+    kda.check(_bias_cancels(T, **fields))
 
 
 @requires(Feature.CHUNK, Feature.SOFTPLUS_GATE)

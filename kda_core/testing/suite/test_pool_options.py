@@ -36,12 +36,12 @@ def _call(kda, op: str, T: int, N: int = 3, **fields) -> Call:
     return kda.near(case, lambda near: near.call().in_pool(torch.arange(N, dtype=torch.int32), N)).call()
 
 
-def _draft(kda, T: int = 3, **fields) -> Call:
-    """Three requests of T tokens that have a slot each."""
+def _draft(kda, **fields) -> Call:
+    """Three requests of three tokens that have a slot each."""
     name = " ".join(["pool options, draft", *sorted(fields)])
-    case = Case(name=name, op="fused_recurrent_kda", B=3, T=T, state=FP32, final_state=False).having(**fields)
-    slots = torch.arange(3 * T, dtype=torch.int32).view(3, T)
-    return kda.near(case, lambda near: near.call().in_pool(slots, 3 * T)).call()
+    case = Case(name=name, op="fused_recurrent_kda", B=3, T=3, state=FP32, final_state=False).having(**fields)
+    slots = torch.arange(9, dtype=torch.int32).view(3, 3)
+    return kda.near(case, lambda near: near.call().in_pool(slots, 9)).call()
 
 
 def _indices(*slots: int) -> torch.Tensor:

@@ -163,16 +163,22 @@ def test_recurrent_equals_chunk(kda):
 
 
 @requires(Feature.RECURRENT, Feature.INITIAL_STATE, Feature.FINAL_STATE)
-def test_recurrent_drift(kda):
-    """FAILURES 23: an error in every step (beta rounded to bfloat16, say) adds up: 200 steps against the oracle."""
-    _drift(kda, 200)
-
-
-@slow
-@requires(Feature.RECURRENT, Feature.INITIAL_STATE, Feature.FINAL_STATE)
-def test_recurrent_drift_of_a_long_decode(kda):
-    """FAILURES 23: the same over 100,000 steps."""
-    _drift(kda, 100_000)
+@pytest.mark.parametrize("steps", [200, pytest.param(100_000, marks=slow)])
+@pytest.mark.parametrize("gate_dtype", [FP32, BF16], ids=["float32", "bfloat16"])
+def test_recurrent_drift(kda, steps: int, gate_dtype: torch.dtype):
+    """FAILURES 23: an error in every step (beta rounded to bfloat16, say) adds up against the oracle."""
+    case = Case(name=f"drift {steps}", op=R, T=steps, decay="slow", gate_dtype=gate_dtype, state=FP32)
+    whole = case.call()
+    kda.check(whole.slice_tokens(0, 1))
+    tokens = {n: whole.tensors[n].to(kda.device).unbind(1) for n in ("q", "k", "v", "g", "beta")}
+    state = whole.tensors["initial_state"].to(kda.device)
+    with torch.no_grad():
+        for t in range(steps):
+            inputs = {n: x[t][:, None] for n, x in tokens.items()}
+            _, state = kda_core.fused_recurrent_kda(
+                **inputs, initial_state=state, output_final_state=True, backend=kda.name
+            )
+    kda.expect(whole, "final_state", state.cpu(), references.results(whole)["final_state"], f"after {steps} steps")
 
 
 @requires(Feature.RECURRENT, Feature.INITIAL_STATE, Feature.FINAL_STATE)
@@ -192,20 +198,6 @@ def test_recurrent_reads_what_it_wrote(kda, dtype: torch.dtype, beta: float, T: 
     call = Case(name=name, op=R, T=T, decay=decay, beta=beta, keys="equal", **PLAIN[dtype]).call()
     state, v = 40 * call.tensors["initial_state"], call.tensors["v"] / 20
     kda.check(call.having(q=call.tensors["k"].clone(), initial_state=state, v=v))
-
-
-def _drift(kda, steps: int) -> None:
-    whole = Case(name=f"drift {steps}", op=R, T=steps, decay="slow", state=FP32).call()
-    kda.check(whole.slice_tokens(0, 1))
-    tokens = {n: whole.tensors[n].to(kda.device).unbind(1) for n in ("q", "k", "v", "g", "beta")}
-    state = whole.tensors["initial_state"].to(kda.device)
-    with torch.no_grad():
-        for t in range(steps):
-            inputs = {n: x[t][:, None] for n, x in tokens.items()}
-            _, state = kda_core.fused_recurrent_kda(
-                **inputs, initial_state=state, output_final_state=True, backend=kda.name
-            )
-    kda.expect(whole, "final_state", state.cpu(), references.results(whole)["final_state"], f"after {steps} steps")
 
 
 @requires(Feature.RECURRENT, Feature.PAGED_STATE)
