@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from kda_core._checks import python_value
 from kda_core.api import chunk_kda, fused_recurrent_kda
 from kda_core.nn._cache import Call, KDACache, last_inputs, may_write
-from kda_core.nn._checks import expect_tensor
+from kda_core.nn._checks import expect_eps, expect_tensor
 from kda_core.nn._convolution import ShortConvolution, convolve
 from kda_core.nn._dispatch import is_eager
 from kda_core.nn._norm import GatedRMSNorm
@@ -32,6 +32,10 @@ SHORT = 16
 def _two_layers(both: Any) -> Any:
     """The layers of a low-rank projection; where hooks wait for its call, that is the second one."""
     return both if is_bare(both, nn.Sequential) else (lambda x: x, both)
+
+
+def _are_bare(convolutions: Sequence[Any]) -> bool:
+    return all(is_bare(layer, ShortConvolution) for layer in convolutions)
 
 
 class KimiDeltaAttention(nn.Module):
@@ -105,7 +109,8 @@ class KimiDeltaAttention(nn.Module):
         self.mode, self.use_short_conv, self.allow_neg_eigval = mode, use_short_conv, allow_neg_eigval
         self.safe_gate, self.lower_bound = safe_gate, lower_bound
         self.conv_size, self.conv_bias, self.layer_idx, self.backend = conv_size, conv_bias, layer_idx, backend
-        self.norm_eps = python_value(norm_eps)
+        expect_eps("norm_eps", norm_eps := python_value(norm_eps))
+        self.norm_eps = norm_eps
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
 
         def linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
@@ -233,15 +238,15 @@ class KimiDeltaAttention(nn.Module):
 
     def _convolutions(self, cu_seqlens: Tensor | None) -> Convolutions | None:
         """The convolutions where they have neither bias nor state nor hooks."""
-        if not self.use_short_conv or self.conv_bias or not self._are_bare():
+        if not self.use_short_conv or self.conv_bias:
             return None
-        weights = self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight
+        layers = self.q_conv1d, self.k_conv1d, self.v_conv1d
+        if not _are_bare(layers):
+            return None
+        weights = tuple([layer.weight for layer in layers])
         widths = self.head_k_dim, self.head_k_dim, self.head_v_dim
         parts = tuple((w.shape[0] // n, n) for w, n in zip(weights, widths, strict=True))
         return Convolutions(weights, parts, cu_seqlens, self.backend)
-
-    def _are_bare(self) -> bool:
-        return all(is_bare(m, ShortConvolution) for m in (self.q_conv1d, self.k_conv1d, self.v_conv1d))
 
     def _convolve(
         self, mixed: Tensor, HV: int, mask: Tensor | None, cache: KDACache | None, cu_seqlens: Tensor | None,
@@ -258,7 +263,7 @@ class KimiDeltaAttention(nn.Module):
         keep = cache is not None and mask is None
         inplace = keep and may_write(before) and not cache.crop_calls  # type: ignore[union-attr]
         qkv: Sequence[Tensor]
-        if self._are_bare():
+        if _are_bare(layers):
             weight = torch.cat([layer.weight for layer in layers]).squeeze(1)
             bias = torch.cat([layer.bias for layer in layers]) if self.conv_bias else None
             flags = {"output_final_state": keep, "inplace_final_state": inplace, "silu": True}

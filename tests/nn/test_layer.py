@@ -450,6 +450,7 @@ def test_projections_that_are_more_than_a_product():
         ({"num_v_heads": 3}, "num_v_heads: expected a multiple of num_heads = 2"),
         ({"expand_v": 1.3}, "expand_v: expected a whole number"),
         ({"safe_gate": True}, "safe_gate: needs lower_bound"),
+        ({"norm_eps": -1.0}, "norm_eps: expected a finite number"),
     ],
 )
 def test_bad_sizes(options: dict, text: str):
