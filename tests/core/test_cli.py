@@ -153,17 +153,11 @@ def test_explain_exits_with_0_when_the_call_is_served():
     assert {"backend": "reference", "status": "chosen", "reason": ""} in found["verdicts"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (("--backend", "nochip"), "backend 'nochip' is not installed"),
-    ],
-)
-def test_explain_exits_with_1_when_the_call_is_not_served(arguments, reason, monkeypatch):
+def test_explain_exits_with_1_when_the_call_is_not_served(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    result = run("explain", "--device", "cpu", *arguments)
+    result = run("explain", "--device", "cpu", "--backend", "nochip")
     assert result.exit_code == 1
-    assert reason in result.output
+    assert "backend 'nochip' is not installed" in result.output
 
 
 def test_explain_says_what_ranks_send():
