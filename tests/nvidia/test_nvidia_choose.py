@@ -405,7 +405,7 @@ def test_steps_of_many_states():
 
 
 def test_drafts_with_records():
-    """sm_90 has a kernel for chains of up to eight tokens with aligned rows; V first only for many states."""
+    """sm_90 has a kernel for chains of up to eight tokens with aligned rows."""
 
     def draft(N: int = 3, T: int = 4, **options: Any) -> Request:
         records = torch.empty(N, T, 32, 384, device="meta")
@@ -418,10 +418,10 @@ def test_drafts_with_records():
     committed = {"num_committed": torch.empty(3, dtype=torch.int32, device="meta")}
     many = committed | {"commit": torch.empty(3, 9, 32, 384, device="meta")}
     few = committed | {"commit": many["commit"][:, :8]}
-    for r in (draft(), draft(T=1), draft(T=8), draft(5, state_v_first=True), draft(**few)):
+    for r in (draft(), draft(T=1), draft(T=8), draft(state_v_first=True), draft(**few)):
         assert recurrent_on(90, r).draft
         assert recurrent_on(90, r).short is None
-    others = draft(T=9), draft(parents=parents), draft(initial_state=half), draft(**many), draft(4, state_v_first=True)
+    others = draft(T=9), draft(parents=parents), draft(initial_state=half), draft(**many)
     for r in others:
         assert not recurrent_on(90, r).draft
         assert recurrent_on(90, r).short is not None

@@ -12,7 +12,7 @@ from torch import Tensor
 installed.need_backend("nvidia")
 
 from kda_core_nvidia.choose import choose_recurrent
-from kda_core_nvidia.choose.recurrent import draft_serves, recurrent_config
+from kda_core_nvidia.choose.recurrent import recurrent_config
 from kda_core_nvidia.plans.recurrent import plan_recurrent
 from kda_core_nvidia.run import chip, run_plan
 
@@ -70,11 +70,10 @@ def both(call: dict, takes: bool = True) -> tuple[list[Tensor], list[Tensor]]:
         made_of = Request(op="fused_recurrent_kda", **(call | fields))
         misaligned = frozenset(n for n, x in vars(made_of).items() if isinstance(x, Tensor) and x.data_ptr() & 15)
         r, on = metadata(made_of, misaligned), chip(made_of.device)
-        # Few states V first, too.
-        choice = replace(choose_recurrent(r, on), draft=drafting and draft_serves(r, on, least=0), short=None)
-        if not choice.draft:
+        choice = choose_recurrent(r, on)
+        if not drafting:
             short = recurrent_config(r.N * r.HV, r.K, r.V, r.state_v_first, r.state_dtype)
-            choice = replace(choice, short=short)
+            choice = replace(choice, draft=False, short=short)
         plan = plan_recurrent(r, choice)
         assert plan.kernels == ("recurrent_draft" if drafting and takes else "recurrent",)
         found.append([run_plan(plan, made_of)["o"], records, own])

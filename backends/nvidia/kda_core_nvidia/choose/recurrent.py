@@ -85,9 +85,6 @@ STEP_CONFIGS = ((256, StepConfig(80, 0)), (8192, StepConfig(80, 4)))
 DRAFT_TOKENS = 8
 """Tokens of a draft, and of one that is committed, that ``recurrent_draft`` takes at most."""
 
-DRAFT_STATES = 129
-"""States N · HV from which it takes drafts V first: at 32 ``recurrent`` is 1 to 10% faster, at 256 up to 25% slower."""
-
 
 @dataclass(frozen=True, slots=True)
 class BlocksConfig:
@@ -171,8 +168,8 @@ def step_serves(r: Request, chip: Chip, least: int) -> bool:
     )
 
 
-def draft_serves(r: Request, chip: Chip, least: int) -> bool:
-    """Whether ``recurrent_draft`` takes a call (V first: of ``least`` states); it has the bits of ``recurrent``."""
+def draft_serves(r: Request, chip: Chip) -> bool:
+    """Whether ``recurrent_draft`` takes a call; its results are the bits of ``recurrent``."""
     state, indices = r.initial_state, r.ssm_state_indices
     return (
         r.records is not None
@@ -180,7 +177,6 @@ def draft_serves(r: Request, chip: Chip, least: int) -> bool:
         and r.T > 0
         and state is not None
         and state.dtype in (torch.float32, torch.bfloat16)
-        and (not r.state_v_first or r.N * r.HV >= least)
         and r.K == r.V == SIZE.value
         and r.T <= DRAFT_TOKENS
         and (r.commit is None or r.commit.shape[1] <= DRAFT_TOKENS)
@@ -244,7 +240,7 @@ def choose_recurrent(r: Request, chip: Chip) -> RecurrentChoice:
     draft = r.writes_every_token or r.num_accepted_tokens is not None or r.records is not None
     long = r.T > SHORT.value and not draft
     step = short = None
-    taken = draft_serves(r, chip, DRAFT_STATES)
+    taken = draft_serves(r, chip)
     if step_serves(r, chip, STEP_CONFIGS[0][0]):
         step = [c for least, c in STEP_CONFIGS if states >= least][-1]
     elif not taken and (r.cu_seqlens is not None or not long):
