@@ -15,7 +15,7 @@ from kda_core_nvidia import aot
 from kda_core_nvidia.aot import TOOL, step_case
 from kda_core_nvidia.calls import plan_of
 from kda_core_nvidia.choose import CHIPS
-from kda_core_nvidia.choose.recurrent import RECURRENT_CONFIGS, STEP_CONFIGS
+from kda_core_nvidia.choose.recurrent import DRAFT_TOKENS, RECURRENT_CONFIGS, STEP_CONFIGS
 from kda_core_nvidia.machine_code import uses_stack_pointer
 from triton._C.libtriton import ir
 from triton.compiler.compiler import make_backend
@@ -33,7 +33,8 @@ KERNELS = {
 }  # fmt: skip
 HOPPER = {
     "gradients_hopper", "gradients_hopper_persistent", "join_hopper", "prepare_hopper", "recurrence_hopper",
-    "pairs_kernel", "recurrences_hopper", "recurrent_step", "reverse_transitions_hopper", "transitions_hopper",
+    "pairs_kernel", "recurrences_hopper", "recurrent_draft", "recurrent_step", "reverse_transitions_hopper",
+    "transitions_hopper",
 }  # fmt: skip
 
 
@@ -49,7 +50,7 @@ def test_every_kernel_is_compiled(arch: int):
 def test_fusion_is_stated(arch: int):
     """Triton's defaults differ from version to version, and bits of results with it."""
     stated = {job.launch.name: TOOL.source(job)[1].get("enable_fp_fusion") for job in TOOL.shipped(str(arch))}
-    exact = {"recurrent", "recurrent_step", "blocks_prepare", "blocks_recurrence", "commit_kernel"}
+    exact = {"recurrent", "recurrent_draft", "recurrent_step", "blocks_prepare", "blocks_recurrence", "commit_kernel"}
     assert stated == {name: name not in exact for name in stated}
 
 
@@ -92,9 +93,11 @@ def test_rows_of_a_tile_are_summed_alike_in_tiles_of_any_size(state: torch.dtype
 
 
 def summed_layouts(tags: set[str], N: int, v_first: bool, state: torch.dtype) -> list[str]:
-    """The layout of every operand of a sum in a draft's kernel, in order."""
-    case = step_case(N, 3, v_first, state, tags=frozenset(tags))
-    code = TOOL.compile(Job(plan_of(inference(case), CHIPS[90]).launches[0], "90")).asm["ttgir"]
+    """The layout of every operand of a sum in ``recurrent`` for a draft, in order."""
+    case = step_case(N, DRAFT_TOKENS + 1, v_first, state, tags=frozenset(tags))
+    one = Job(plan_of(inference(case), CHIPS[90]).launches[0], "90")
+    assert one.launch.name == "recurrent"
+    code = TOOL.compile(one).asm["ttgir"]
     kinds = dict(re.findall(r"^(#\w+) = (#ttg\.\w+<{.*}>)", code, re.MULTILINE))
     operands = re.findall(r"^ *}\) : \((tensor<.*?>)\) ->", code, re.MULTILINE)
     return [re.sub(r"#\w+", lambda name: kinds.get(name[0], name[0]), operand) for operand in operands]

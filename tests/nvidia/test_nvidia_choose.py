@@ -404,6 +404,33 @@ def test_steps_of_many_states():
     assert recurrent_on(90, decode(), "v").step is not None
 
 
+def test_drafts_with_records():
+    """sm_90 has a kernel for chains of up to eight tokens with aligned rows."""
+
+    def draft(N: int = 3, T: int = 4, **options: Any) -> Request:
+        records = torch.empty(N, T, 32, 384, device="meta")
+        slots = torch.empty(N, dtype=torch.int32, device="meta")
+        fields = {"update_state": False, "records": records, "ssm_state_indices": slots}
+        return decode(N, T, **(fields | options))
+
+    parents = torch.empty(3, 4, dtype=torch.int32, device="meta")
+    half = torch.empty(3, 32, 128, 128, dtype=torch.float16, device="meta")
+    committed = {"num_committed": torch.empty(3, dtype=torch.int32, device="meta")}
+    many = committed | {"commit": torch.empty(3, 9, 32, 384, device="meta")}
+    few = committed | {"commit": many["commit"][:, :8]}
+    for r in (draft(), draft(T=1), draft(T=8), draft(state_v_first=True), draft(**few)):
+        assert recurrent_on(90, r).draft
+        assert recurrent_on(90, r).short is None
+    others = draft(T=9), draft(parents=parents), draft(initial_state=half), draft(**many)
+    for r in others:
+        assert not recurrent_on(90, r).draft
+        assert recurrent_on(90, r).short is not None
+    assert not recurrent_on(100, draft()).draft
+    for name in ("q", "k", "g", "initial_state"):
+        assert not recurrent_on(90, draft(), name).draft
+    assert recurrent_on(90, draft(), "v").draft
+
+
 def test_tiles_of_decoding_do_not_depend_on_the_number_of_states():
     """With another tile sums are taken in another order, and a sequence's bits would show its company (FAILURES 28)."""
     for v_first, dtype in itertools.product((False, True), (FP32, BF16)):

@@ -202,7 +202,8 @@ def cases(quick: bool = False) -> list[Case]:
         found += [chunk_case(dtype, 128, 128, 4, "given", T=LONG) for dtype in (BF16, FP16)]
         found += [paired_case("bounded")]
         steps = ((1, 1, FP32), (8, 1, BF16), (8, 64, FP32))
-        return [*found, *(step_case(N, T, False, state) for N, T, state in steps)]
+        found += [step_case(N, T, False, state) for N, T, state in steps]
+        return [*found, step_case(8, 4, False, FP32, tags=frozenset({"pool", "records", "commits"}), name="commits")]
     sizes = itertools.product((BF16, FP32), (64, 128, 256), (FEW, MANY))
     found = [chunk_case(dtype, K, K, heads, gate) for dtype, K, heads in sizes for gate in ("bounded", "softplus")]
     found += [chunk_case(FP16, 128, 128, heads, "softplus") for heads in (FEW, MANY)]

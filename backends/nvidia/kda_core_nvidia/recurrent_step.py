@@ -32,7 +32,7 @@ COLUMNS = gl.constexpr(32)
 
 
 @gluon.jit
-def _widen(x):
+def widen(x):
     """bfloat16 in float32, an instruction for each element."""
     return gl.inline_asm_elementwise(
         "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2
@@ -120,7 +120,7 @@ def recurrent_step(
     k_d = gl.convert_layout(decayed(b_k, factor), KEYS)[:, None]
     q_d = gl.convert_layout(decayed(b_q, factor), KEYS)[:, None]
     async_copy.wait_group(0)
-    S = _widen(tile.load(L))
+    S = widen(tile.load(L))
     u = b_beta * (b_v - r_k * gl.sum(S * k_d, 0))
     b_o = r_q * gl.sum(S * q_d, 0) + qk * u
     gl.store(p_o, b_o.to(o.dtype.element_ty))
@@ -131,7 +131,7 @@ def recurrent_step(
             block_barrier()
             factor = gl.convert_layout(factor, KEYS)
             b_k = gl.convert_layout(b_k, KEYS)
-            S = _widen(tile.load(L))
+            S = widen(tile.load(L))
             S = decayed(S, factor[:, None])
             S = gl.fma((r_k * u)[None, :], b_k[:, None], S)
             o_row = gl.arange(0, SIZE, layout=KEYS).to(gl.int64)[:, None]
@@ -143,7 +143,7 @@ def recurrent_step(
             block_barrier()
             for i in gl.static_range(PARTS):
                 part = tile.slice(i * PART, PART)
-                S = _widen(part.load(L))
+                S = widen(part.load(L))
                 S = decayed(S, factors.slice(i * PART, PART).load(KEYS)[:, None])
                 S = gl.fma((r_k * u)[None, :], keys.slice(i * PART, PART).load(KEYS)[:, None], S)
                 part.store(S.to(final_state.dtype.element_ty))

@@ -82,6 +82,10 @@ STEP_CONFIGS = ((256, StepConfig(80, 0)), (8192, StepConfig(80, 4)))
 """(the least states N · HV for it, the configuration), by number of states."""
 
 
+DRAFT_TOKENS = 8
+"""Tokens of a draft, and of one that is committed, that ``recurrent_draft`` takes at most."""
+
+
 @dataclass(frozen=True, slots=True)
 class BlocksConfig:
     """Launch configuration of ``blocks_recurrence``: value channels of a program, and its warps."""
@@ -124,9 +128,9 @@ def recurrent_config(
 
 
 def _rows_aligned(x: View) -> bool:
-    """Whether triton sees that rows of ``x`` [N, 1, H, K] begin at multiples of 16 bytes: its layout goes by that."""
-    s_n, _, s_h, _ = x.strides
-    return x.aligned and not (s_n & 15 or s_h & 15)
+    """Whether triton sees that rows of ``x`` [N, T, H, K] begin at multiples of 16 bytes: its layout goes by that."""
+    s_n, s_t, s_h, _ = x.strides
+    return x.aligned and not (s_n & 15 or s_h & 15 or (x.shape[1] > 1 and s_t & 15))
 
 
 def _tiles_aligned(state: View | None) -> bool:
@@ -164,6 +168,32 @@ def step_serves(r: Request, chip: Chip, least: int) -> bool:
     )
 
 
+def draft_serves(r: Request, chip: Chip) -> bool:
+    """Whether ``recurrent_draft`` takes a call; its results are the bits of ``recurrent``."""
+    state, indices = r.initial_state, r.ssm_state_indices
+    return (
+        r.records is not None
+        and not r.update_state
+        and r.T > 0
+        and state is not None
+        and state.dtype in (torch.float32, torch.bfloat16)
+        and r.K == r.V == SIZE.value
+        and r.T <= DRAFT_TOKENS
+        and (r.commit is None or r.commit.shape[1] <= DRAFT_TOKENS)
+        and r.commit_path is None
+        and r.parents is None
+        and r.cu_seqlens is None
+        and r.num_accepted_tokens is None
+        and r.has_initial_state is None
+        and indices is not None
+        and (r.out is None or r.out.strides[3] == 1)
+        and all(_rows_aligned(x) for x in (r.q, r.k, r.g))
+        and _tiles_aligned(state)
+        and chip.major == 9
+        and not chip.interpreted
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Prompts:
     """How sequences of more than SHORT tokens run.
@@ -190,6 +220,7 @@ class RecurrentChoice:
 
     Attributes:
         step: ``recurrent_step`` takes it; None: it does not.
+        draft: ``recurrent_draft`` takes it.
         short: ``recurrent`` takes its short sequences, or all; None: it has no work.
         prompts: the kernels for long sequences; None: they have no work.
         overlap: kernels of the call may start before the one ahead of them ends.
@@ -199,6 +230,7 @@ class RecurrentChoice:
     short: RecurrentConfig | None
     prompts: Prompts | None
     overlap: bool
+    draft: bool = False
 
 
 def choose_recurrent(r: Request, chip: Chip) -> RecurrentChoice:
@@ -208,11 +240,12 @@ def choose_recurrent(r: Request, chip: Chip) -> RecurrentChoice:
     draft = r.writes_every_token or r.num_accepted_tokens is not None or r.records is not None
     long = r.T > SHORT.value and not draft
     step = short = None
+    taken = draft_serves(r, chip)
     if step_serves(r, chip, STEP_CONFIGS[0][0]):
         step = [c for least, c in STEP_CONFIGS if states >= least][-1]
-    elif r.cu_seqlens is not None or not long:
+    elif not taken and (r.cu_seqlens is not None or not long):
         short = recurrent_config(states, r.K, r.V, r.state_v_first, r.state_dtype, r.initial_state is not None)
-    return RecurrentChoice(step, short, _prompts(r, chip) if long else None, chip.overlaps)
+    return RecurrentChoice(step, short, _prompts(r, chip) if long else None, chip.overlaps, taken)
 
 
 def _prompts(r: Request, chip: Chip) -> Prompts:

@@ -4,7 +4,8 @@ Sequences of at most SHORT tokens, and all drafts, are one launch of ``recurrent
 prompts. Dense sequences are all of one kind. Packed ones may be of both, and only the device knows: where they have
 more than SHORT tokens together, all three kernels are launched, and each skips sequences that it does not own. In
 decoding the last two have no work: they start before the first one ends, and the last one has no more programs than run
-at once. Dense steps with many states in bfloat16, stored K first, are one launch of ``recurrent_step`` on Hopper.
+at once. Dense steps with many states in bfloat16, stored K first, are one launch of ``recurrent_step`` on Hopper, and
+drafts that leave records one of ``recurrent_draft``.
 
 Nothing waits for the device, so that a call can be captured in a CUDA graph whose replays read whatever the indices
 hold by then. Inputs are read where they lie, at any stride of batch, token and head; an input whose last dimension is
@@ -27,10 +28,14 @@ from kda_core_nvidia.recurrent import recurrent
 from kda_core_nvidia.recurrent_blocks import PLANES, ROWS, SHORT
 from kda_core_nvidia.recurrent_blocks_prepare import blocks_prepare
 from kda_core_nvidia.recurrent_blocks_recurrence import blocks_recurrence
+from kda_core_nvidia.recurrent_draft import DRAFT_COLUMNS, recurrent_draft
 from kda_core_nvidia.recurrent_step import COLUMNS, SIZE, recurrent_step
 
 STEP_WARPS = 4
 """Warps of ``recurrent_step``: together they load whole rows of a state."""
+
+DRAFT_WARPS, DRAFT_REGISTERS = 4, 128
+"""Warps of ``recurrent_draft``, and registers of a thread, so that four programs run on a multiprocessor."""
 
 PREPARE_STAGES, RECURRENCE_STAGES = 4, 2
 """Depths of the pipelines of loads of ``blocks_prepare`` (which has one warp) and ``blocks_recurrence``."""
@@ -53,6 +58,8 @@ def add_recurrent(
     named = _names(r, final_state, o) | {"LEADS": choice.overlap and (leads or choice.prompts is not None)}
     if choice.step is not None:
         _add_step(b, r, choice.step, named)
+    if choice.draft:
+        _add_draft(b, r, named)
     if choice.short is not None:
         _add_short(b, r, choice, choice.short, named)
     if choice.prompts is not None:
@@ -84,6 +91,16 @@ def _add_step(b: Builder, r: Request, config: StepConfig, named: dict[str, Any])
     programs = r.N * r.HV * (SIZE.value // (STEP_WARPS * COLUMNS.value))
     own = {"I_ROW": named["I_K"], "F_ROW": named["F_K"], "PARTS": config.parts}
     b.pick(recurrent_step, programs, STEP_WARPS, named | own, enable_fp_fusion=False, maxnreg=config.registers)
+
+
+def _add_draft(b: Builder, r: Request, named: dict[str, Any]) -> None:
+    own = {
+        **_records(b, r), "I_ROW": named["I_V" if r.state_v_first else "I_K"], "TP": power_of_two(r.T),
+        "CP": 0 if r.commit is None else power_of_two(max(1, r.commit.shape[1])),
+    }  # fmt: skip
+    programs = r.N * r.HV * (SIZE.value // (DRAFT_WARPS * DRAFT_COLUMNS.value))
+    options = {"maxnreg": DRAFT_REGISTERS, "enable_fp_fusion": False}
+    b.pick(recurrent_draft, programs, DRAFT_WARPS, named | own, **options)
 
 
 def _columns(table: View | None) -> tuple[int, int]:

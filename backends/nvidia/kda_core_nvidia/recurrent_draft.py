@@ -1,0 +1,260 @@
+"""``recurrent`` for drafts that leave records, written in Gluon: the same sums. K = V = 128.
+
+What a token needs and its state does not decide over is computed once a program, a warp for each token, while the state
+comes from memory, and lies in shared memory when the tokens are computed: their loop has no barrier, and warps share no
+sum. Records that are committed first lie beside it.
+
+Threads take every sum in the order in which those of ``recurrent`` take it: not a bit of a result shows which of the
+two kernels it came from. Float32 states stored K first lie in two warps there, which are added last.
+
+Grid: (N · HV · V / value channels of a program), value blocks fastest, then heads.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kda_core.triton_lib.factor import decay_factor, decayed
+from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
+from kda_core.triton_lib.packing import is_padding
+from kda_core_nvidia.recurrent_step import SIZE, block_barrier, widen
+
+DRAFT_COLUMNS = gl.constexpr(16)
+"""Value channels of a warp: half of what a warp of ``recurrent`` holds K first, so that twice as many run."""
+
+# Later versions of triton renamed it.
+_RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+
+@gluon.jit
+def _viewed(buffer, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """float32 in shared memory in another shape."""
+    if _RENAMED:
+        return buffer.reinterpret(gl.float32, SHAPE, LAYOUT)
+    else:
+        return buffer._reinterpret(gl.float32, SHAPE, LAYOUT)
+
+
+@gluon.jit
+def _narrow(x):
+    """float32 in bfloat16, an instruction for two elements."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def _whole(x):
+    """Sums of rows [T, parts, K / parts]."""
+    return gl.sum(gl.sum(x, 2), 1)
+
+
+@gluon.jit
+def _keep(x, T: gl.constexpr, PARTS: gl.constexpr, KEPT: gl.constexpr, V_FIRST: gl.constexpr):
+    """Rows of key channels in shared memory, those of a thread side by side."""
+    if not V_FIRST:
+        x = x.reshape([T, SIZE // PARTS, PARTS]).permute([0, 2, 1])
+    x = x.reshape([T * PARTS, SIZE // PARTS])
+    return gl.allocate_shared_memory(gl.float32, x.shape, KEPT, x)
+
+
+@gluon.jit
+def _kept(buffer, t, T: gl.constexpr, PARTS: gl.constexpr, KEPT: gl.constexpr, KEYS: gl.constexpr,
+          V_FIRST: gl.constexpr):  # fmt: skip
+    """A row of them against a tile."""
+    row = _viewed(buffer, [T, PARTS, SIZE // PARTS], KEPT).index(t)
+    return row.load(KEYS)[None, :, :] if V_FIRST else row.permute([1, 0]).load(KEYS)[:, :, None]
+
+
+@gluon.jit
+def _number(buffer, t, T: gl.constexpr, FLAT: gl.constexpr, VALUES: gl.constexpr):
+    """A token's number beside value channels."""
+    return _viewed(buffer, [T, 1], FLAT).index(t).load(VALUES)
+
+
+@gluon.jit
+def _along_v(x, V_FIRST: gl.constexpr):
+    """Value channels against a tile."""
+    return x[:, None, None] if V_FIRST else x[None, None, :]
+
+
+@gluon.jit
+def _contract(x, BV: gl.constexpr, HALVES: gl.constexpr, VALUES: gl.constexpr, V_FIRST: gl.constexpr):
+    """Sum of a tile over its key channels."""
+    AXIS: gl.constexpr = 1 if V_FIRST else 0
+    x = gl.sum(x, AXIS)
+    if HALVES == 2:
+        x = gl.sum(x.reshape([2, 2, BV]), 1)
+    return gl.convert_layout(gl.sum(x, AXIS), VALUES)
+
+
+@gluon.jit(
+    do_not_specialize=["scale", "lower_bound", "T", "C", "pad_slot_id", "slots"],
+    do_not_specialize_on_alignment=["indices", "committed"],
+)
+def recurrent_draft(
+    q, k,  # [N, T, H, K]
+    v,  # [N, T, HV, V]
+    g,  # [N, T, HV, K]
+    beta,  # [N, T, HV]
+    A_log,  # [HV] or None
+    dt_bias,  # [HV, K] or None
+    initial_state,  # [slots of a pool, HV, K, V] (or [..., V, K]), rows aligned to 16 bytes
+    o,  # [N, T, HV, V]
+    indices,  # [N] slots
+    records,  # [N, T, HV, 2K + V]
+    commit,  # [N, C, HV, 2K + V] or None: records that come first
+    committed,  # [N], how many of them, or None
+    scale, lower_bound, T, C,
+    # strides by sequence, token, head
+    s_qn, s_qt, s_qh, s_kn, s_kt, s_kh, s_vn, s_vt, s_vh, s_gn, s_gt, s_gh, s_bn, s_bt, s_bh, s_on, s_ot, s_oh,
+    s_rn, s_rt, s_rh, s_cn, s_ct, s_ch, s_committed: gl.int64, s_in, s_ih, s_index: gl.int64, pad_slot_id: gl.int64,
+    slots,
+    HV: gl.constexpr,
+    GROUP: gl.constexpr,  # value heads a key head
+    I_ROW: gl.constexpr,  # stride of a state's rows
+    TP: gl.constexpr, CP: gl.constexpr,  # T and C, or more
+    GATE: gl.constexpr, L2NORM: gl.constexpr, SIGMOID: gl.constexpr, NEG_EIGVAL: gl.constexpr, V_FIRST: gl.constexpr,
+):  # fmt: skip
+    W: gl.constexpr = gl.num_warps()
+    BV: gl.constexpr = DRAFT_COLUMNS * W
+    BLOCKS: gl.constexpr = SIZE // BV
+    WIDE: gl.constexpr = initial_state.dtype.element_ty == gl.float32
+    HALVES: gl.constexpr = 2 if WIDE and not V_FIRST else 1
+    # A tile as it lies in memory, and with its key channels in PARTS.
+    if V_FIRST:
+        PARTS: gl.constexpr = 2
+        LANES: gl.constexpr = 16 if WIDE else 8
+        # Of its value channels, which are neighbours, a thread's inputs and results are read and written at once.
+        OWN: gl.constexpr = DRAFT_COLUMNS * LANES // 32
+        TILE: gl.constexpr = gl.BlockedLayout([OWN, 64 // LANES], [32 // LANES, LANES], [W, 1], [1, 0])
+        SHAPE: gl.constexpr = (BV, SIZE)
+        L: gl.constexpr = gl.BlockedLayout([OWN, 1, 64 // LANES], [32 // LANES, 1, LANES], [W, 1, 1], [2, 1, 0])
+        PARTED: gl.constexpr = (BV, 2, 64)
+        KEYS: gl.constexpr = gl.SliceLayout(0, L)
+        VALUES: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, L))
+    else:
+        PARTS: gl.constexpr = 4 if WIDE else 8
+        LANES: gl.constexpr = 32 // PARTS
+        TILE: gl.constexpr = gl.BlockedLayout([1, DRAFT_COLUMNS // LANES], [PARTS, LANES], [1, W], [1, 0])
+        SHAPE: gl.constexpr = (SIZE, BV)
+        L: gl.constexpr = gl.BlockedLayout([1, 1, DRAFT_COLUMNS // LANES], [1, PARTS, LANES], [1, 1, W], [2, 1, 0])
+        PARTED: gl.constexpr = (SIZE // PARTS, PARTS, BV)
+        KEYS: gl.constexpr = gl.SliceLayout(2, L)
+        VALUES: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, L))
+    ROWS: gl.constexpr = gl.BlockedLayout([1, HALVES, 4 // HALVES], [1, 1, 32], [W, 1, 1], [2, 1, 0])
+    TOKENS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, ROWS))
+    # Lanes read different banks.
+    KEPT: gl.constexpr = gl.SwizzledSharedLayout(4, max(1, PARTS // 4), min(PARTS, 4), [1, 0])
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    pid = gl.program_id(0)
+    i_v = pid % BLOCKS * BV
+    i_h = (pid // BLOCKS % HV).to(gl.int64)
+    i_n = (pid // (BLOCKS * HV)).to(gl.int64)
+    i_state = gl.load(indices + i_n * s_index).to(gl.int64)
+
+    # On their way while the slot is, which the state has to wait for.
+    HALF: gl.constexpr = SIZE // HALVES
+    o_k = gl.arange(0, HALVES, layout=gl.SliceLayout(0, gl.SliceLayout(2, ROWS)))[None, :, None] * HALF
+    o_k += gl.arange(0, HALF, layout=gl.SliceLayout(0, gl.SliceLayout(1, ROWS)))[None, None, :]
+    o_t = gl.arange(0, TP, layout=TOKENS)
+    rows = o_t.to(gl.int64)[:, None, None]
+    m_t = (o_t < T)[:, None, None]
+    b_q = gl.load(q + i_n * s_qn + i_h // GROUP * s_qh + (rows * s_qt + o_k), mask=m_t, other=0.0).to(gl.float32)
+    b_k = gl.load(k + i_n * s_kn + i_h // GROUP * s_kh + (rows * s_kt + o_k), mask=m_t, other=0.0).to(gl.float32)
+    b_g = gl.load(g + i_n * s_gn + i_h * s_gh + (rows * s_gt + o_k), mask=m_t, other=0.0).to(gl.float32)
+    b_beta = gl.load(beta + i_n * s_bn + i_h * s_bh + o_t.to(gl.int64) * s_bt, mask=o_t < T, other=0.0)
+    rate = gate_rate(A_log, i_h)
+    bias = 0.0
+    if dt_bias is not None:
+        bias = gl.load(dt_bias + i_h * SIZE + o_k).to(gl.float32)
+    o_v = gl.arange(0, BV, layout=VALUES)
+    p_v = v + i_n * s_vn + i_h * s_vh + (i_v + o_v)
+    next_v = gl.load(p_v)
+    if commit is not None:
+        # The lines of ``recurrent``. A count out of range is clamped.
+        count = gl.minimum(gl.maximum(gl.load(committed + i_n * s_committed), 0), C).to(gl.int32)
+        o_c = gl.arange(0, CP, layout=TOKENS)
+        p_u = commit + i_n * s_cn + i_h * s_ch
+        p_rows = p_u + (o_c.to(gl.int64)[:, None, None] * s_ct + o_k)
+        m_c = (o_c < count)[:, None, None]
+        earlier_k = gl.load(p_rows, mask=m_c, other=0.0)
+        earlier_d = gl.load(p_rows + SIZE, mask=m_c, other=0.0)
+        p_u += 2 * SIZE + i_v + o_v
+        next_u = gl.load(p_u, mask=o_v < gl.where(count > 0, BV, 0), other=0.0)
+
+    p_o = o + i_n * s_on + i_h * s_oh + (i_v + o_v)
+    if is_padding(i_state, pad_slot_id, slots):
+        for _ in range(0, T):
+            gl.store(p_o, gl.full([BV], 0.0, o.dtype.element_ty, VALUES))
+            p_o += s_ot
+        return
+    o_row = gl.arange(0, SHAPE[0], layout=gl.SliceLayout(1, TILE)).to(gl.int64)[:, None]
+    o_column = gl.arange(0, SHAPE[1], layout=gl.SliceLayout(0, TILE))[None, :]
+    p_state = initial_state + i_state * s_in + i_h * s_ih + (i_v * I_ROW if V_FIRST else i_v)
+    p_state += o_row * I_ROW + o_column
+    S = gl.load(p_state)
+
+    y = log2_decay(b_g, rate, bias, lower_bound, GATE)
+    r_q = gl.full([TP], 1.0, gl.float32, TOKENS) * scale
+    r_k = gl.full([TP], 1.0, gl.float32, TOKENS)
+    if L2NORM:
+        r_q *= gl.rsqrt(_whole(b_q * b_q) + NORM_EPS)
+        r_k *= gl.rsqrt(_whole(b_k * b_k) + NORM_EPS)
+    qk = _whole(b_q * b_k) * (r_q * r_k)
+    factor = decay_factor(y)
+    p_record = records + i_n * s_rn + i_h * s_rh
+    p_rows = p_record + (rows * s_rt + o_k)
+    m_own = m_t & (o_k < gl.where(i_v == 0, SIZE, 0))
+    gl.store(p_rows, b_k, mask=m_own)
+    gl.store(p_rows + SIZE, factor, mask=m_own)
+    all_r_q = gl.allocate_shared_memory(gl.float32, [TP], FLAT, r_q)
+    all_r_k = gl.allocate_shared_memory(gl.float32, [TP], FLAT, r_k)
+    all_qk = gl.allocate_shared_memory(gl.float32, [TP], FLAT, qk)
+    strengths = gl.allocate_shared_memory(gl.float32, [TP], FLAT, write_strength(b_beta, SIGMOID, NEG_EIGVAL))
+    all_k = _keep(b_k, TP, PARTS, KEPT, V_FIRST)
+    factors = _keep(factor, TP, PARTS, KEPT, V_FIRST)
+    all_k_d = _keep(decayed(b_k, factor), TP, PARTS, KEPT, V_FIRST)
+    all_q_d = _keep(decayed(b_q, factor), TP, PARTS, KEPT, V_FIRST)
+    if commit is not None:
+        all_earlier_k = _keep(earlier_k, CP, PARTS, KEPT, V_FIRST)
+        all_earlier_d = _keep(earlier_d, CP, PARTS, KEPT, V_FIRST)
+    block_barrier()
+
+    if not WIDE:
+        S = widen(S)
+    S = gl.convert_layout(S.reshape(PARTED), L)
+    if commit is not None:
+        for m in range(0, count):
+            b_u = next_u
+            p_u += s_ct
+            next_u = gl.load(p_u, mask=o_v < gl.where(m + 1 < count, BV, 0), other=0.0)
+            S = decayed(S, _kept(all_earlier_d, m, CP, PARTS, KEPT, KEYS, V_FIRST))
+            S = gl.fma(_along_v(b_u, V_FIRST), _kept(all_earlier_k, m, CP, PARTS, KEPT, KEYS, V_FIRST), S)
+        if count > 0:
+            written = gl.convert_layout(S.reshape(SHAPE), TILE)
+            if WIDE:
+                gl.store(p_state, written)
+            else:
+                written = _narrow(written)
+                gl.store(p_state, written)
+                S = gl.convert_layout(widen(written).reshape(PARTED), L)
+
+    p_u = p_record + (2 * SIZE + i_v + o_v)
+    for t in range(0, T):
+        b_v = next_v.to(gl.float32)
+        p_v += s_vt
+        next_v = gl.load(p_v, mask=o_v < gl.where(t + 1 < T, BV, 0), other=0.0)
+        b_r = _number(all_r_k, t, TP, FLAT, VALUES)
+        y_k = _contract(S * _kept(all_k_d, t, TP, PARTS, KEPT, KEYS, V_FIRST), BV, HALVES, VALUES, V_FIRST)
+        y_q = _contract(S * _kept(all_q_d, t, TP, PARTS, KEPT, KEYS, V_FIRST), BV, HALVES, VALUES, V_FIRST)
+        u = _number(strengths, t, TP, FLAT, VALUES) * (b_v - b_r * y_k)
+        b_o = _number(all_r_q, t, TP, FLAT, VALUES) * y_q + _number(all_qk, t, TP, FLAT, VALUES) * u
+        u *= b_r
+        gl.store(p_o, b_o.to(o.dtype.element_ty))
+        gl.store(p_u, u)
+        p_o += s_ot
+        p_u += s_rt
+        # The last state is nobody's.
+        if t + 1 < T:
+            S = decayed(S, _kept(factors, t, TP, PARTS, KEPT, KEYS, V_FIRST))
+            S = gl.fma(_along_v(u, V_FIRST), _kept(all_k, t, TP, PARTS, KEPT, KEYS, V_FIRST), S)
