@@ -32,8 +32,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kda_core.triton_lib.gate import gate_rate, sigmoid
-from kda_core.triton_lib.packing import rows_of_slot
+from kda_core.triton_lib.packing import rows_of_sequence, rows_of_slot
 from kda_core_nvidia.gradients_decays import far_gradients, near_gradients, take
+from kda_core_nvidia.gradients_persistent_tiles import WARPS as PAIR_WARPS
 from kda_core_nvidia.gradients_tiles import (
     BY_CHANNEL,
     BY_ROW,
@@ -133,6 +134,7 @@ def gradients_hopper(
     group,  # value heads of a key head
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BOUNDED: gl.constexpr,
     BETA_SIGMOID: gl.constexpr, BETA_SCALE: gl.constexpr, V_FIRST: gl.constexpr,
+    LAST: gl.constexpr,  # take what ``gradients_hopper_persistent`` leaves; z, states and partial sums are by pairs
 ):  # fmt: skip
     BLOCKS: gl.constexpr = K // 128
     i_k = gl.program_id(0) % BLOCKS
@@ -154,7 +156,20 @@ def gradients_hopper(
     count = C
     length = T
     i_n = i_slot
-    if TAILS:
+    of_state = block
+    Z_ROWS: gl.constexpr = 2 * C if LAST else C
+    if LAST:
+        # The last chunk of a sequence, if it is in no pair.
+        i_b, bos, length, slot = rows_of_sequence(cu_seqlens, i_slot.to(gl.int64), T, chunks, C)
+        _, _, _, place = rows_of_sequence(cu_seqlens, i_slot.to(gl.int64), T, (chunks + 1) // 2, 2 * C)
+        before = (length + C - 1) // C - 1
+        if before % 2 != 0:
+            return
+        block = ((slot + before) * HV + i_h).to(gl.int32)
+        of_state = ((place + before // 2) * HV + i_h).to(gl.int32)
+        count = length - before * C
+        row = (i_b * T + bos).to(gl.int32) + before * C
+    elif TAILS:
         i_n, i_b, start, eos = rows_of_slot(cu_seqlens, i_slot, T, N, chunks, C)
         if start >= eos:
             return
@@ -162,6 +177,7 @@ def gradients_hopper(
         row = i_b * T + start
         if cu_seqlens is not None:
             length = eos - gl.load(cu_seqlens + i_n).to(gl.int32)
+    if TAILS:
         out = row.to(gl.int64) * HV + i_h
         heads_g = HV if HO is None else HO
         out_g = out if HO is None else row.to(gl.int64) * HO + i_h
@@ -170,7 +186,7 @@ def gradients_hopper(
         dq_rows += out_qk * K + channel
         dk_rows += out_qk * K + channel
         dg_rows += out_g * K + channel
-        if i_n >= N:
+        if not LAST and i_n >= N:
             # Rows behind the last sequence: their gradients are zero.
             store_rows(dq_rows, heads_qk * K, None, count, BY_ROWS)
             store_rows(dk_rows, heads_qk * K, None, count, BY_ROWS)
@@ -241,7 +257,7 @@ def gradients_hopper(
     mbarrier.expect(q_bar, C * 128 * 2)
     expect_values(value_bars, C)
     copy_block(g, [row, i_h * s_gh + channel], g_bar, g_rows)
-    copy_values(z, do, states, state_grads, block, row, i_h, s_oh, channel, value_blocks, value_bars, C, V, 0)
+    copy_values(z, do, states, state_grads, of_state, row, i_h, s_oh, channel, value_blocks, value_bars, Z_ROWS, V, 0)
     if not WIDE_G:
         copy_block(k, [row, i_kh * s_kh + channel], k_bar, k_rows)
         copy_block(q, [row, i_kh * s_qh + channel], q_bar, q_rows)
@@ -289,8 +305,9 @@ def gradients_hopper(
             block_barrier()
             expect_values(value_bars, C)
             copy_values(
-                z, do, states, state_grads, block, row, i_h, s_oh, channel, value_blocks, value_bars, C, V, 128 * half
-            )
+                z, do, states, state_grads, of_state, row, i_h, s_oh, channel, value_blocks, value_bars, Z_ROWS, V,
+                128 * half,
+            )  # fmt: skip
             copy_block(dv, [row, i_h * V + 128 * half], value_bars[2], o_0.index(1))
             copy_block(dv, [row, i_h * V + 128 * half + 64], value_bars[3], o_1.index(1))
         if half == V // 128 - 1:
@@ -460,9 +477,14 @@ def gradients_hopper(
         dg0, summand0 = gate_gradients(x0, a, lower_bound, dg0, GATE)
         dg1, summand1 = gate_gradients(x1, a, lower_bound, dg1, GATE)
         if dbias_partial is not None:
-            gl.store(dbias_partial + (block.to(gl.int64) * K + channel + c), gl.sum(dg0 + dg1, axis=1))
+            gl.store(dbias_partial + (of_state.to(gl.int64) * K + channel + c), gl.sum(dg0 + dg1, axis=1))
         if A_log is not None:
-            gl.store(dA_partial + (block * BLOCKS + i_k), gl.sum(gl.sum(summand0 + summand1, axis=1), axis=0))
+            summand = gl.sum(gl.sum(summand0 + summand1, axis=1), axis=0)
+            PARTS: gl.constexpr = PAIR_WARPS if LAST else BLOCKS
+            gl.store(dA_partial + (of_state * PARTS + i_k), summand)
+            if LAST:
+                for i in gl.static_range(1, PARTS):
+                    gl.store(dA_partial + (of_state * PARTS + i), 0.0)
     store_tiles(dg_block, dg0, dg1)
     fence_async_shared()
     block_barrier()

@@ -20,7 +20,8 @@ and more.
 
 Where sequences end within pairs, ``table`` says which rows a pair has (``gradients_pairs``). Rows of its blocks that
 are another sequence's, or nothing's, become zero as soon as they are there, and the warps that multiply store what is
-left of the pair's results. Calls of whole pairs have neither, nor have calls whose decays are not bounded.
+left of the pair's results. Calls of whole pairs have neither. Pairs of one chunk would take as long as others do:
+``gradients_hopper`` has them, with all that is special of short sequences.
 
 Grid: a program a multiprocessor; the pairs of all heads, heads fastest, in turn. It takes bfloat16 gates and heads that
 are not grouped (``choose.backward.gradients_persistent``).
@@ -67,7 +68,6 @@ from kda_core_nvidia.gradients_tiles import (
     log2_decays,
     selected_sums,
     store_rows,
-    sum_of_ends,
 )
 from kda_core_nvidia.hopper_squares import seen_as
 from kda_core_nvidia.hopper_tiles import exp2
@@ -78,12 +78,12 @@ _NUMBERS = ["scale", "o_scale", "lower_bound", "HV", "blocks"]
 
 @gluon.jit
 def _gradients(
-    beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, table, dq_rows, dk_rows, dg_rows, initial_state,
-    grad_final_state, far_pairs, far_count, s_bt, s_bh, scale, o_scale, lower_bound, HV, blocks, values_ready,
+    beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, table, dq_rows, dk_rows, dg_rows,
+    far_pairs, far_count, s_bt, s_bh, scale, o_scale, lower_bound, HV, blocks, values_ready,
     values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1, o_0, o_1, s, ds, pairs, numbers,
     own_products,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BOUNDED: gl.constexpr,
-    FAR: gl.constexpr, BETA_SIGMOID: gl.constexpr, BETA_SCALE: gl.constexpr, V_FIRST: gl.constexpr,
+    FAR: gl.constexpr, BETA_SIGMOID: gl.constexpr, BETA_SCALE: gl.constexpr,
 ):  # fmt: skip
     """The warps that multiply."""
     dtype: gl.constexpr = q_places.dtype
@@ -124,7 +124,7 @@ def _gradients(
         beta, A_log, dt_bias, D, norms, table, pair, i_h, HV, s_bt, s_bh, K, C
     )
     for n in range((blocks - first + step - 1) // step):
-        row, _, _, count, alone = place_of(table, pair, C)
+        row, _, _, count = place_of(table, pair, C)
         there = count if TAILS else None
         place = n & 1
         phase = n & 1
@@ -206,34 +206,33 @@ def _gradients(
             rise = rise + (exp2(x),)
         sums = products_of_channels(s, ds) * (decay * second_decay * o_scale)
         if not (BOUNDED or FAR):
-            least = gl.minimum(gl.minimum(halves[0], halves[1]), gl.minimum(halves[2], halves[3]))
+            low = halves
+            if TAILS:
+                # Allow less decay over fewer rows; otherwise terms that cancel exceed the result.
+                low = halves[:2]
+                for t in gl.static_range(2, TILES):
+                    missing = gl.minimum(gl.maximum(16 * t + 16 - count, 0), 16) / 16
+                    low = low + (halves[t] + LEAST_HALF * missing,)
+            least = gl.minimum(gl.minimum(low[0], low[1]), gl.minimum(low[2], low[3]))
             if gl.min(least, axis=0) < LEAST_HALF:
                 # Another launch writes all of this pair's results once more.
                 gl.store(far_pairs + gl.atomic_add(far_count, 1), block)
         rows, columns = warpgroup_mma_wait(0, deps=(rows, columns))
         block_barrier()
-        if initial_state is not None:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
-            if alone >= 0:
-                # A sequence of one chunk reads the caller's states, not their 16-bit copies.
-                sums = decay * sum_of_ends(initial_state, grad_final_state, alone * HV + i_h, 0, K, V, V_FIRST, TILE)
         if not FAR:
             mbarrier.arrive(values_free, count=1)
 
         if FAR:
             new_q, new_k, dg, sums_q, sums_k, sums_b = far_gradients_of_pair(
                 rows, columns, sums, halves, bias, rate, lower_bound, o_scale, g_rows, q_rows, k_rows, numbers,
-                own_products, pairs, dq_far, dk_far, dg_far, dkc_far, GATE,
+                own_products, pairs, dq_far, dk_far, dg_far, dkc_far, there, GATE,
             )  # fmt: skip
             fence_async_shared()
             block_barrier()
             mbarrier.arrive(values_free, count=1)
         else:
-            again = there
-            if TAILS and not EARLY:
-                # Read again rather than kept: registers are few.
-                _, _, _, again, _ = place_of(table, pair, C)
             new_q, new_k, dg, sums_q, sums_k, sums_b = near_gradients_of_pair(
-                rows, columns, sums, rise, halves, o_scale, q_rows, k_rows, numbers, own_products, pairs, again
+                rows, columns, sums, rise, halves, o_scale, q_rows, k_rows, numbers, own_products, pairs
             )
         sum_q = merged_sums(sums_q[0], sums_q[1], 2)
         sum_k = merged_sums(sums_k[0], sums_k[1], 2)
@@ -250,7 +249,7 @@ def _gradients(
                 beta, A_log, dt_bias, D, norms, table, next_pair, next_h, HV, s_bt, s_bh, K, C
             )
         if GATE != "none":
-            dg, summands, totals = gradients_of_gate(g_rows, bias, rate, lower_bound, dg, there, GATE)
+            dg, summands, totals = gradients_of_gate(g_rows, bias, rate, lower_bound, dg, None if FAR else there, GATE)
             if dbias_partial is not None:
                 c = gl.arange(0, 128, layout=BY_CHANNEL)
                 gl.store(dbias_partial + block.to(gl.int64) * K + c, gl.sum(totals, axis=1))
@@ -264,7 +263,7 @@ def _gradients(
         r_lane = gl.arange(0, 256, layout=LANES) % 64
         if TAILS:
             # Once more: registers are few.
-            row, _, _, count, _ = place_of(table, pair, C)
+            row, _, _, count = place_of(table, pair, C)
         p_dbeta = dbeta + (row.to(gl.int64) * HV + i_h) + r_lane * HV
         own_row = kind == 2
         if TAILS:
@@ -319,7 +318,6 @@ def gradients_hopper_persistent(
     dbias_partial,  # [pairs, HV, K] or None
     table, pair_count,  # as ``gradients_pairs`` writes them; or None where every pair is whole
     dq_rows, dk_rows, dg_rows,  # tensors of dq, dk, dg, or None there
-    initial_state, grad_final_state,  # [N, HV, K, V], or None where no sequence is of one chunk
     far_pairs,  # [pairs · HV]: pairs with decays beyond one reference point a tile, in any order; or None
     far_count,  # [1]: how many they are
     s_qh, s_kh, s_gh, s_oh, s_bt, s_bh,
@@ -327,7 +325,7 @@ def gradients_hopper_persistent(
     HV, blocks,  # value heads; pairs · HV, with a table at most
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BOUNDED: gl.constexpr,
     FAR: gl.constexpr,  # the launch takes those pairs; else it takes all, and writes down which they are
-    BETA_SIGMOID: gl.constexpr, BETA_SCALE: gl.constexpr, V_FIRST: gl.constexpr,
+    BETA_SIGMOID: gl.constexpr, BETA_SCALE: gl.constexpr,
 ):  # fmt: skip
     if FAR:
         blocks = gl.load(far_count)
@@ -369,10 +367,10 @@ def gradients_hopper_persistent(
                 _gradients,
                 (
                     beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, table, dq_rows, dk_rows, dg_rows,
-                    initial_state, grad_final_state, far_pairs, far_count, s_bt, s_bh, scale, o_scale, lower_bound, HV,
+                    far_pairs, far_count, s_bt, s_bh, scale, o_scale, lower_bound, HV,
                     blocks, values_ready, values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1,
                     o_0, o_1, s, ds, pairs, numbers, own_products, K, V, C, GATE, BOUNDED, FAR, BETA_SIGMOID,
-                    BETA_SCALE, V_FIRST,
+                    BETA_SCALE,
                 ),
             ),
             (

@@ -17,13 +17,13 @@ def pair_of(far_pairs, i, count, FAR: gl.constexpr):
 
 @gluon.jit
 def place_of(table, pair, C: gl.constexpr):
-    """First row of a pair, its first slot, where its states are, its rows, and its sequence if that has one chunk."""
+    """First row of a pair, its first slot, where its states are, and its rows, which are more than a chunk's."""
     if table is None:
-        row, slot, place, count, alone = pair * C, pair * 2, pair, C, -1
+        row, slot, place, count = pair * C, pair * 2, pair, C
     else:
-        at = table + pair.to(gl.int64) * 5
-        row, slot, place, count, alone = gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4)
-    return row, slot, place, count, alone
+        at = table + pair.to(gl.int64) * 4
+        row, slot, place, count = gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
+    return row, slot, place, count
 
 
 @gluon.jit
@@ -32,7 +32,7 @@ def _load_rows(q, k, g, table, block, HV, s_qh, s_kh, s_gh, bar, q_rows, k_rows,
     if table is not None:
         # It has no entry for a pair that is not there.
         block = gl.where(pred, block, 0)
-    row, _, _, _, _ = place_of(table, block // HV, C)
+    row, _, _, _ = place_of(table, block // HV, C)
     i_h = block % HV
     mbarrier.expect(bar, 3 * C * 128 * 2, pred=pred)
     copy_block(g, [row, i_h * s_gh], bar, g_rows, pred=pred)
@@ -43,7 +43,7 @@ def _load_rows(q, k, g, table, block, HV, s_qh, s_kh, s_gh, bar, q_rows, k_rows,
 @gluon.jit
 def _store_rows(dq, dk, dg, table, block, HV, q_rows, k_rows, g_rows, K: gl.constexpr, C: gl.constexpr):
     """Store a whole pair's gradients, and wait until their place is free."""
-    row, _, _, count, _ = place_of(table, block // HV, C)
+    row, _, _, count = place_of(table, block // HV, C)
     column = block % HV * K
     if count == C:
         store_block(dq, [row, column], q_rows)
@@ -71,7 +71,7 @@ def load_and_store(
     before = 0
     for n in range(count):
         block = pair_of(far_pairs, first + n * step, blocks, FAR)
-        row, _, place, _, _ = place_of(table, block // HV, C)
+        row, _, place, _ = place_of(table, block // HV, C)
         i_h = block % HV
         of_states = block
         if table is not None:
@@ -131,10 +131,10 @@ def load_numbers(beta, A_log, dt_bias, D, norms, table, pair, i_h, HV, s_bt, s_b
             nq = gl.load(p_norms)
             nk = gl.load(p_norms + C // 2)
     else:
-        row, slot, _, count, _ = place_of(table, pair, C)
+        row, slot, _, count = place_of(table, pair, C)
         p_decay = D + (slot * HV + i_h).to(gl.int64) * K + c
         decay = gl.load(p_decay)
-        second_decay = gl.load(p_decay + HV * K, mask=(count > C // 2) & (c >= 0), other=1.0)
+        second_decay = gl.load(p_decay + HV * K)
         p_beta = beta + row.to(gl.int64) * s_bt + i_h.to(gl.int64) * s_bh + r * s_bt
         b_beta = gl.load(p_beta, mask=r < count, other=0.0)
         if norms is not None:

@@ -161,11 +161,8 @@ def add_rows(column_grads, q_rise, k_rise, pairs, factor, tile: gl.constexpr):
 
 
 @gluon.jit
-def own_gradients(dq, dk, dkc, q, k, numbers, own_products, others, tile: gl.constexpr):
+def own_gradients(dq, dk, dkc, q, k, numbers, own_products, tile: gl.constexpr):
     """A tile's gradients of rows of q and k, but for what their norms take away, of sums over other rows' pairs.
-
-    Args:
-        others: whether rows have pairs; None: they have.
 
     Returns:
         the two gradients; summands of the decay gradient as parts of a left operand; sums over a warp's channels of a
@@ -174,10 +171,7 @@ def own_gradients(dq, dk, dkc, q, k, numbers, own_products, others, tile: gl.con
     k_beta = numbers_of(numbers, 0, tile)
     q_scale = numbers_of(numbers, 1, tile)
     own = q_scale * gl.expand_dims(own_products.slice(16 * tile, 16).load(BY_ROW), 0)
-    without_column = dk - k_beta * dkc
-    if others is not None:
-        without_column = gl.where(others, without_column, dk)
-    p = left_parts(q * dq + k * without_column)
+    p = left_parts(q * dq + k * (dk - k_beta * dkc))
     dq += k * (own * k_beta)
     dkc += q * own
     dk += k_beta * dkc

@@ -202,14 +202,14 @@ def expect_values(bars, C: gl.constexpr):
 @gluon.jit
 def copy_values(
     z, do, states, state_grads, block, row, i_h, s_oh, channel, blocks, bars,
-    C: gl.constexpr, V: gl.constexpr, first: gl.constexpr,
+    Z_ROWS: gl.constexpr, V: gl.constexpr, first: gl.constexpr,
 ):  # fmt: skip
-    """Begin to copy them from value channel ``first`` on, all but dv."""
+    """Begin to copy them from value channel ``first`` on, all but dv; a block of z has Z_ROWS rows."""
     z_0, z_1, o_0, o_1, s_0, s_1, ds_0, ds_1 = blocks
     z0_bar, z1_bar, o0_bar, o1_bar, s0_bar, s1_bar, ds0_bar, ds1_bar = bars
-    copy_block(z, [block * C, first], z0_bar, z_0)
+    copy_block(z, [block * Z_ROWS, first], z0_bar, z_0)
     copy_block(do, [row, i_h * s_oh + first], o0_bar, o_0.index(0))
-    copy_block(z, [block * C, first + 64], z1_bar, z_1)
+    copy_block(z, [block * Z_ROWS, first + 64], z1_bar, z_1)
     copy_block(do, [row, i_h * s_oh + (first + 64)], o1_bar, o_1.index(0))
     copy_block(states, [block * V + first, channel], s0_bar, s_0)
     copy_block(states, [block * V + (first + 64), channel], s1_bar, s_1)
