@@ -32,7 +32,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kda_core.triton_lib.gate import gate_rate, sigmoid
-from kda_core.triton_lib.packing import rows_of_sequence, rows_of_slot
+from kda_core.triton_lib.packing import rows_of_slot
+from kda_core_nvidia.backward_states_hopper import place_of, rows_of
 from kda_core_nvidia.gradients_decays import far_gradients, near_gradients, take
 from kda_core_nvidia.gradients_persistent_tiles import WARPS as PAIR_WARPS
 from kda_core_nvidia.gradients_tiles import (
@@ -56,9 +57,10 @@ from kda_core_nvidia.gradients_tiles import (
     halves_of,
     inside,
     last_row,
-    left_parts,
     log2_decays,
     numbers_of_rows,
+    of_raw,
+    own_gradients,
     products_of_channels,
     rows_of_tile,
     selected_sums,
@@ -70,40 +72,6 @@ from kda_core_nvidia.hopper_squares import seen_as
 from kda_core_nvidia.hopper_tiles import exp2
 from kda_core_nvidia.prepare_hopper import store_block
 from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block
-
-
-@gluon.jit
-def _own_gradients(dq, dk, dkc, q_rows, k_rows, numbers, own_products, columns, tile: gl.constexpr):
-    """A tile's gradients of raw rows of q and k, except for what their norms take away.
-
-    Returns:
-        the two gradients; summands of the decay gradient as parts of a left operand; summands of a row's product with
-        its gradient, of q and of k, and of the gradient of β.
-    """
-    k = rows_of_tile(k_rows, tile)
-    q = rows_of_tile(q_rows, tile)
-    k_beta = numbers_of_rows(numbers, 0, tile)
-    q_scale = numbers_of_rows(numbers, 1, tile)
-    own = q_scale * gl.expand_dims(own_products.slice(80 * tile, 16).load(BY_ROW), 0)
-    dq = dq * q_scale
-    dk = dk * -numbers_of_rows(numbers, 2, tile)
-    of_column = k_beta * dkc
-    if columns is not None:
-        of_column = of_column * columns
-    summands = left_parts(q * dq + k * (dk - of_column))
-    # The diagonal of M has no decay.
-    dq += k * (own * k_beta)
-    dkc += q * own
-    dk += k_beta * dkc
-    return dq, dk, summands, q * dq, k * dk, k * dkc
-
-
-@gluon.jit
-def _of_raw(d, x_rows, projected, numbers, norm: gl.constexpr, tile: gl.constexpr):
-    """The gradient of a tile's raw rows: without the part along the row."""
-    n = numbers_of_rows(numbers, norm, tile)
-    return d - rows_of_tile(x_rows, tile) * (n * n * gl.expand_dims(projected, 0))
-
 
 _NUMBERS = ["scale", "o_scale", "lower_bound", "tokens", "T", "N", "chunks", "HV", "HO", "group"]
 
@@ -159,16 +127,15 @@ def gradients_hopper(
     of_state = block
     Z_ROWS: gl.constexpr = 2 * C if LAST else C
     if LAST:
-        # The last chunk of a sequence, if it is in no pair.
-        i_b, bos, length, slot = rows_of_sequence(cu_seqlens, i_slot.to(gl.int64), T, chunks, C)
-        _, _, _, place = rows_of_sequence(cu_seqlens, i_slot.to(gl.int64), T, (chunks + 1) // 2, 2 * C)
+        # A sequence's last chunk, if it is in no pair.
+        slot0, length, _, row0 = rows_of(i_n, cu_seqlens, T, 0, chunks, 0, 0, C)
         before = (length + C - 1) // C - 1
         if before % 2 != 0:
             return
-        block = ((slot + before) * HV + i_h).to(gl.int32)
-        of_state = ((place + before // 2) * HV + i_h).to(gl.int32)
         count = length - before * C
-        row = (i_b * T + bos).to(gl.int32) + before * C
+        row = row0.to(gl.int32) + before * C
+        block = ((slot0 + before) * HV + i_h).to(gl.int32)
+        of_state = ((place_of(slot0, i_n, cu_seqlens, row0, chunks, C, True) + before) // 2 * HV + i_h).to(gl.int32)
     elif TAILS:
         i_n, i_b, start, eos = rows_of_slot(cu_seqlens, i_slot, T, N, chunks, C)
         if start >= eos:
@@ -426,9 +393,9 @@ def gradients_hopper(
         ends = ends * columns
 
     block_barrier()
-    dq0, dk0, p0, tq0, tk0, tb0 = _own_gradients(dq0, dk0, dkc0, q_rows, k_rows, numbers, own_products, columns, 0)
+    dq0, dk0, p0, tq0, tk0, tb0 = own_gradients(dq0, dk0, dkc0, q_rows, k_rows, numbers, own_products, columns, 0)
     block_barrier()
-    dq1, dk1, p1, tq1, tk1, tb1 = _own_gradients(dq1, dk1, dkc1, q_rows, k_rows, numbers, own_products, columns, 1)
+    dq1, dk1, p1, tq1, tk1, tb1 = own_gradients(dq1, dk1, dkc1, q_rows, k_rows, numbers, own_products, columns, 1)
     if BLOCKS > 1:
         tb0 = gl.sum(tb0, axis=0)
         tb1 = gl.sum(tb1, axis=0)
@@ -460,10 +427,10 @@ def gradients_hopper(
         dk0 = dk0 * numbers_of_rows(numbers, 5, 0)
         dk1 = dk1 * numbers_of_rows(numbers, 5, 1)
     elif norms is not None:
-        dq0 = _of_raw(dq0, q_rows, tq0, numbers, 3, 0)
-        dq1 = _of_raw(dq1, q_rows, tq1, numbers, 3, 1)
-        dk0 = _of_raw(dk0, k_rows, tk0, numbers, 2, 0)
-        dk1 = _of_raw(dk1, k_rows, tk1, numbers, 2, 1)
+        dq0 = of_raw(dq0, q_rows, tq0, numbers, 3, 0)
+        dq1 = of_raw(dq1, q_rows, tq1, numbers, 3, 1)
+        dk0 = of_raw(dk0, k_rows, tk0, numbers, 2, 0)
+        dk1 = of_raw(dk1, k_rows, tk1, numbers, 2, 1)
     store_tiles(dq_block, dq0, dq1)
     store_tiles(dk_block, dk0, dk1)
     if GATE != "none":

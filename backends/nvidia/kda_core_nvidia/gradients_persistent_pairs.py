@@ -215,9 +215,7 @@ def far_gradients_of_pair(
             b = b * 2
         of_q = of_q * numbers_of(numbers, 1, c)
         of_k = of_k * -numbers_of(numbers, 2, c)
-        of_q, of_k, _, sum_q, sum_k, sum_b = own_gradients(
-            of_q, of_k, z, q_tile, k_tile, numbers, own_products, c
-        )
+        of_q, of_k, _, sum_q, sum_k, sum_b = own_gradients(of_q, of_k, z, q_tile, k_tile, numbers, own_products, c)
         sums_q = with_sums(sums_q, sum_q, c)
         sums_k = with_sums(sums_k, sum_k, c)
         sums_b = with_sums(sums_b, sum_b, c)

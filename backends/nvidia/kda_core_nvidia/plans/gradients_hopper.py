@@ -45,7 +45,8 @@ def launch_gradients_hopper(
     rows = {f"{n}_rows": None if whole else named[n] for n in ("dq", "dk", "dg", "dv")}
     one = {"tokens": None, "HO": None} if blocks == 1 else {"tokens": tokens}
     named = {**named, **_tiles(b, r, CHUNK, VALUES, named), **rows, **one, "BOUNDED": bounded, "LAST": last}
-    b.pick(gradients_hopper, (r.N if last else slots(r)) * r.HV * blocks, config.num_warps, named, maxnreg=config.registers)
+    grid = (r.N if last else slots(r)) * r.HV * blocks
+    b.pick(gradients_hopper, grid, config.num_warps, named, maxnreg=config.registers)
 
 
 def launch_gradients_persistent(
