@@ -55,6 +55,7 @@ from kda_core_nvidia.gradients_persistent_tiles import (
     WARPS,
     gradients_of_gate,
     in_order,
+    log2_decays_of,
     merged_sums,
     of_raw,
     products_of_channels,
@@ -65,7 +66,6 @@ from kda_core_nvidia.gradients_tiles import (
     LEAST_HALF,
     clear_rows,
     last_row,
-    log2_decays,
     selected_sums,
     store_rows,
 )
@@ -73,13 +73,13 @@ from kda_core_nvidia.hopper_squares import seen_as
 from kda_core_nvidia.hopper_tiles import exp2
 from kda_core_nvidia.recurrence_hopper import block_barrier
 
-_NUMBERS = ["scale", "o_scale", "lower_bound", "HV", "blocks"]
+_NUMBERS = ["scale", "o_scale", "lower_bound", "first_block", "HV", "blocks"]
 
 
 @gluon.jit
 def _gradients(
     beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, table, dq_rows, dk_rows, dg_rows,
-    far_pairs, far_count, s_bt, s_bh, scale, o_scale, lower_bound, HV, blocks, values_ready,
+    far_pairs, far_count, first_block, s_bt, s_bh, scale, o_scale, lower_bound, HV, blocks, values_ready,
     values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1, o_0, o_1, s, ds, pairs, numbers,
     own_products,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BOUNDED: gl.constexpr,
@@ -108,7 +108,7 @@ def _gradients(
         seen_as(z_0, gl.float32, [1, 16, 128], HIGH).index(0),
         seen_as(z_1, gl.float32, [1, 16, 128], HIGH).index(0),
     )
-    TAILS: gl.constexpr = table is not None
+    TAILS: gl.constexpr = dq_rows is not None
     # A warp has whole rows.
     BY_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
     BY_HALF_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
@@ -117,7 +117,7 @@ def _gradients(
     first = gl.program_id(0)
     step = gl.num_programs(0)
     # A program without pairs loads, too.
-    block = gl.where(first < blocks, pair_of(far_pairs, first, blocks, FAR), 0)
+    block = gl.where(first < blocks, pair_of(far_pairs, first_block, first, blocks, FAR), 0)
     pair = block // HV
     i_h = block % HV
     a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = load_numbers(
@@ -150,14 +150,15 @@ def _gradients(
         mbarrier.wait(rows_ready.index(place), rows_phase)
         if TAILS:  # noqa: SIM102
             if count < C:
-                clear_rows(q_rows, count, BY_ROWS)
-                clear_rows(k_rows, count, BY_ROWS)
-                clear_rows(g_rows, count, BY_ROWS)
-                clear_rows(z_0, count, BY_HALF_ROWS)
-                clear_rows(z_1, count, BY_HALF_ROWS)
+                behind = count - C // 2
+                clear_rows(q_rows.slice(C // 2, C // 2), behind, BY_ROWS)
+                clear_rows(k_rows.slice(C // 2, C // 2), behind, BY_ROWS)
+                clear_rows(g_rows.slice(C // 2, C // 2), behind, BY_ROWS)
+                clear_rows(z_0.slice(C // 2, C // 2), behind, BY_HALF_ROWS)
+                clear_rows(z_1.slice(C // 2, C // 2), behind, BY_HALF_ROWS)
                 for i in gl.static_range(2):
-                    clear_rows(o_0.index(i), count, BY_HALF_ROWS)
-                    clear_rows(o_1.index(i), count, BY_HALF_ROWS)
+                    clear_rows(o_0.index(i).slice(C // 2, C // 2), behind, BY_HALF_ROWS)
+                    clear_rows(o_1.index(i).slice(C // 2, C // 2), behind, BY_HALF_ROWS)
                 fence_async_shared()
                 block_barrier()
         m = gl.full([128, 64], 0.0, gl.float32, M64)
@@ -177,7 +178,7 @@ def _gradients(
         # Meanwhile the decays, and the sums over v of S ⊙ dS.
         ys = ()
         for t in gl.static_range(TILES):
-            ys = ys + (log2_decays(g_rows, bias, rate, lower_bound, there, t, GATE, BOUNDED, TILE),)
+            ys = ys + (log2_decays_of(g_rows, bias, rate, lower_bound, there, t, GATE, BOUNDED),)
         slope = gl.full([256], 1.0, gl.float32, LANES)
         if BETA_SIGMOID:
             slope = sigmoid(-b_beta)
@@ -241,7 +242,7 @@ def _gradients(
         store_sums(sums_by_warp, sum_q, sum_k, sum_b)
         # The next pair's numbers, which arrive behind what is left of this one; the last one loads its own again.
         i = first + (n + 1) * step
-        following = gl.where(i < blocks, pair_of(far_pairs, i, blocks, FAR), block)
+        following = gl.where(i < blocks, pair_of(far_pairs, first_block, i, blocks, FAR), block)
         next_pair = following // HV
         next_h = following % HV
         if EARLY:
@@ -249,20 +250,26 @@ def _gradients(
                 beta, A_log, dt_bias, D, norms, table, next_pair, next_h, HV, s_bt, s_bh, K, C
             )
         if GATE != "none":
+            of_sums = block
+            if table is not None:
+                # Once more: registers are few.
+                _, _, state, again = place_of(table, pair, C)
+                of_sums = state * HV + i_h
+                if TAILS:
+                    there = again
             dg, summands, totals = gradients_of_gate(g_rows, bias, rate, lower_bound, dg, None if FAR else there, GATE)
             if dbias_partial is not None:
                 c = gl.arange(0, 128, layout=BY_CHANNEL)
-                gl.store(dbias_partial + block.to(gl.int64) * K + c, gl.sum(totals, axis=1))
+                gl.store(dbias_partial + of_sums.to(gl.int64) * K + c, gl.sum(totals, axis=1))
             if A_log is not None:
                 # A number a warp.
                 summand = gl.sum(gl.sum(summands.reshape([WARPS, 16, 16]), axis=2), axis=1)
                 warp = gl.arange(0, WARPS, layout=summand.type.layout)
-                gl.store(dA_partial + block.to(gl.int64) * WARPS + warp, summand)
+                gl.store(dA_partial + of_sums.to(gl.int64) * WARPS + warp, summand)
         block_barrier()
         total = gl.sum(sums_by_warp.load(BY_WARP), axis=0) * factor
         r_lane = gl.arange(0, 256, layout=LANES) % 64
-        if TAILS:
-            # Once more: registers are few.
+        if table is not None:
             row, _, _, count = place_of(table, pair, C)
         p_dbeta = dbeta + (row.to(gl.int64) * HV + i_h) + r_lane * HV
         own_row = kind == 2
@@ -314,12 +321,13 @@ def gradients_hopper_persistent(
     D,  # [slots, HV, K]
     norms,  # [slots, HV, 2, C / 2] or None
     dbeta,  # [B · T, HV]
-    dA_partial,  # [pairs, HV, warps] or None
-    dbias_partial,  # [pairs, HV, K] or None
-    table, pair_count,  # as ``gradients_pairs`` writes them; or None where every pair is whole
-    dq_rows, dk_rows, dg_rows,  # tensors of dq, dk, dg, or None there
+    dA_partial,  # [places, HV, warps] or None
+    dbias_partial,  # [places, HV, K] or None
+    table, pair_count,  # as ``gradients_pairs`` writes them; or None where every pair of the call is whole
+    dq_rows, dk_rows, dg_rows,  # tensors of dq, dk, dg, or None where every pair of the launch is whole
     far_pairs,  # [pairs · HV]: pairs with decays beyond one reference point a tile, in any order; or None
     far_count,  # [1]: how many they are
+    first_block,  # HV times the first pair of the table that is not whole, if the launch takes those; or None
     s_qh, s_kh, s_gh, s_oh, s_bt, s_bh,
     scale, o_scale, lower_bound,
     HV, blocks,  # value heads; pairs · HV, with a table at most
@@ -330,7 +338,7 @@ def gradients_hopper_persistent(
     if FAR:
         blocks = gl.load(far_count)
     elif table is not None:
-        blocks = gl.load(pair_count) * HV
+        blocks = gl.load(pair_count + (0 if first_block is None else 1)) * HV
     dtype: gl.constexpr = q.dtype
 
     ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 128], dtype)
@@ -367,7 +375,7 @@ def gradients_hopper_persistent(
                 _gradients,
                 (
                     beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, table, dq_rows, dk_rows, dg_rows,
-                    far_pairs, far_count, s_bt, s_bh, scale, o_scale, lower_bound, HV,
+                    far_pairs, far_count, first_block, s_bt, s_bh, scale, o_scale, lower_bound, HV,
                     blocks, values_ready, values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1,
                     o_0, o_1, s, ds, pairs, numbers, own_products, K, V, C, GATE, BOUNDED, FAR, BETA_SIGMOID,
                     BETA_SCALE,
@@ -376,9 +384,9 @@ def gradients_hopper_persistent(
             (
                 load_and_store,
                 (
-                    q, k, g, do, dv, z, states, state_grads, dq, dk, dg, table, far_pairs, HV, blocks, s_qh, s_kh,
-                    s_gh, s_oh, values_ready, values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0,
-                    z_1, o_0, o_1, s, ds, K, V, C, FAR,
+                    q, k, g, do, dv, z, states, state_grads, dq, dk, dg, table, far_pairs, first_block, HV, blocks,
+                    s_qh, s_kh, s_gh, s_oh, values_ready, values_free, rows_ready, rows_done, q_places, k_places,
+                    g_places, z_0, z_1, o_0, o_1, s, ds, K, V, C, FAR, dq_rows is not None,
                 ),
             ),
         ],

@@ -17,6 +17,7 @@ from kda_core_nvidia.gradients_persistent_tiles import (
     add_columns,
     add_rows,
     in_order,
+    log2_decays_of,
     numbers_of,
     own_gradients,
     rows_of,
@@ -25,7 +26,7 @@ from kda_core_nvidia.gradients_persistent_tiles import (
     tiles_of_stacked,
     with_sums,
 )
-from kda_core_nvidia.gradients_tiles import add_product, inside, left_parts, log2_decays, selected_sums
+from kda_core_nvidia.gradients_tiles import add_product, inside, left_parts, selected_sums
 from kda_core_nvidia.hopper_tiles import exp2, reciprocal
 
 
@@ -156,7 +157,7 @@ def far_gradients_of_pair(
         passing = passing + (sums,)
     left_kb = ()
     for r in gl.static_range(TILES):
-        y = log2_decays(g_rows, bias, rate, lower_bound, count, r, GATE, False, TILE)
+        y = log2_decays_of(g_rows, bias, rate, lower_bound, count, r, GATE, False)
         kb = rows_of(k_rows, r) * exp2(selected_sums(y, s > t, (1.0, 0.0), zero)) * numbers_of(numbers, 0, r)
         left_kb = left_kb + (left_parts(kb),)
         if r < 2:
@@ -195,7 +196,7 @@ def far_gradients_of_pair(
     sums_k = ()
     sums_b = ()
     for c in gl.static_range(TILES - 1, -1, -1):
-        y = log2_decays(g_rows, bias, rate, lower_bound, count, c, GATE, False, TILE)
+        y = log2_decays_of(g_rows, bias, rate, lower_bound, count, c, GATE, False)
         if c < 2:
             z = dkc_rows[c].permute((1, 0)).load(TILE)
         else:
@@ -221,7 +222,7 @@ def far_gradients_of_pair(
         sums_b = with_sums(sums_b, sum_b, c)
         _tile(dq_rows, c).store(of_q)
         _tile(dk_rows, c).store(of_k)
-        if count is not None:
+        if count is not None and c >= TILES // 2:
             # The other form has no registers for it here: its gate does the same.
             dg = gl.where(inside(count, c, TILE), dg, 0.0)
         _tile(dg_rows, c).store(dg)

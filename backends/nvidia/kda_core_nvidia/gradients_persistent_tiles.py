@@ -17,6 +17,7 @@ from kda_core_nvidia.gradients_tiles import (
     halves_of,
     inside,
     left_parts,
+    log2_decays,
     numbers_of_rows,
     rows_of_tile,
 )
@@ -222,19 +223,29 @@ def of_raw(d, x_rows, numbers, kind: gl.constexpr, tile: gl.constexpr):
 
 
 @gluon.jit
+def log2_decays_of(
+    g_rows, bias, rate, lower_bound, count, tile: gl.constexpr, GATE: gl.constexpr, BOUNDED: gl.constexpr
+):
+    """Log2 decays of a tile's rows. Rows behind ``count``, if it is not None, are zeros in the last two tiles."""
+    if tile < TILES // 2 or GATE == "none":
+        count = None
+    return log2_decays(g_rows, bias, rate, lower_bound, count, tile, GATE, BOUNDED, TILE)
+
+
+@gluon.jit
 def gradients_of_gate(g_rows, bias, rate, lower_bound, grads, count, GATE: gl.constexpr):
     """Gradients of the gate's input, and the sum of the summands of A_log's and of dt_bias's by channel.
 
     Args:
         grads: of tiles of log decays; of no meaning behind the pair's rows.
-        count: rows of the pair; None: all.
+        count: rows of the pair, more than those of two tiles; None: all.
     """
     found = ()
     summands = gl.full([128, 16], 0.0, gl.float32, TILE)
     totals = summands
     for t in gl.static_range(TILES):
         grad = grads[t]
-        if count is not None:
+        if count is not None and t >= TILES // 2:
             grad = gl.where(inside(count, t, TILE), grad, 0.0)
         dx, summand = gate_gradients(rows_of(g_rows, t) + bias, rate, lower_bound, grad, GATE)
         found = found + (dx,)

@@ -59,24 +59,34 @@ def launch_gradients_persistent(
     r = changed(r, **{n: aligned(b, getattr(r, n)) for n in ("q", "k", "g", "grad_o")}, beta=one_token_axis(b, r.beta))
     pairs = slots(r, 2 * CHUNK)
     blocks = pairs * r.HV
-    own = {"table": None, "pair_count": None, "dq_rows": None, "dk_rows": None, "dg_rows": None}
-    if r.cu_seqlens is not None or r.T % (2 * CHUNK) > 0:
-        own = {"table": b.scratch("pairs", (pairs, 4), torch.int32)}
-        own["pair_count"] = b.scratch("pairs, number", (1,), torch.int32)
-        own |= {f"{n}_rows": named[n] for n in ("dq", "dk", "dg")}
-        programs = r.N + (1 if r.cu_seqlens is None else BEHIND)
-        b.pick(pairs_kernel, programs, 4, {**named, **own, "N": r.N, "ROWS": CHANNELS})
-    if r.cu_seqlens is not None or 0 < r.T % (2 * CHUNK) <= CHUNK:
+    own = {"table": None, "pair_count": None}
+    packed, behind = r.cu_seqlens is not None, r.T % (2 * CHUNK)
+    if packed or behind > 0:
+        own = {"table": b.scratch("pairs", (2 * pairs, 4), torch.int32)}
+        own["pair_count"] = b.scratch("pairs, numbers", (2,), torch.int32)
+        programs = r.N + (BEHIND if packed else 1)
+        b.pick(pairs_kernel, programs, 4, {**named, **own, "N": r.N, "pairs": pairs, "ROWS": CHANNELS})
+    if packed or 0 < behind <= CHUNK:
         launch_gradients_hopper(b, r, config.last, bounded, {**named, "N": r.N}, 0, last=True)
+    rows = {f"{n}_rows": named[n] for n in ("dq", "dk", "dg")}
     named = {**named, **own, **_tiles(b, r, 2 * CHUNK, r.V, named), "C": 2 * CHUNK, "blocks": blocks}
     named["BOUNDED"] = bounded
     far = {"far_pairs": None, "far_count": None}
     if not bounded:
         far = {"far_pairs": b.scratch("far pairs", (blocks,), torch.int32)}
         far["far_count"] = b.scratch("far pairs, number", (1,), torch.int32, True)
-    for again in (False,) if bounded else (False, True):
-        launch = {**named, **far, "FAR": again}
-        b.pick(gradients_hopper_persistent, min(blocks, config.programs), config.num_warps, launch)
+    whole = dict.fromkeys(("dq_rows", "dk_rows", "dg_rows", "first_block"))
+    some = packed or behind > CHUNK
+    others = whole | rows
+    launches = [(blocks, whole | {"FAR": False})]
+    if some:
+        # A sequence has at most one.
+        launches.append((r.N * r.HV, others | {"first_block": blocks, "FAR": False}))
+    if not bounded:
+        launches.append((blocks, (others if some else whole) | {"FAR": True}))
+    for count, launch in launches:
+        programs = min(count, config.programs)
+        b.pick(gradients_hopper_persistent, programs, config.num_warps, {**named, **far, **launch})
 
 
 def _tiles(b: Builder, r: Request, rows: int, block_v: int, named: Mapping[str, Any]) -> dict[str, Any]:
