@@ -237,6 +237,11 @@ def gradients_hopper(
     if dt_bias is not None:
         bias = gl.expand_dims(gl.load(dt_bias + i_h * K + channel + c).to(gl.float32), 1)
     decay = gl.load(D + (block.to(gl.int64) * K + channel) + c)
+    if LAST and initial_state is not None:
+        # Early: later there are no registers for it.
+        own_sums = decay
+        if length <= C:
+            own_sums = decay * sum_of_ends(initial_state, grad_final_state, i_n * HV + i_h, channel, K, V, V_FIRST)
     # A row a lane, a kind of number a warp.
     LANES: gl.constexpr = gl.BlockedLayout([256 // (32 * WARPS)], [32], [WARPS], [0])
     kind = gl.arange(0, 256, layout=LANES) // 32
@@ -339,6 +344,8 @@ def gradients_hopper(
             sums = gl.convert_layout(diagonals(squares), BY_CHANNEL) * (decay * o_scale)
         else:
             sums += gl.convert_layout(diagonals(squares), BY_CHANNEL) * (decay * o_scale)
+        if LAST and initial_state is not None:
+            sums = gl.where(length <= C, own_sums, sums)
         m, rows, dkc = warpgroup_mma_wait(0, deps=(m, rows, dkc))
     s_0._keep_alive()
     s_1._keep_alive()
@@ -348,7 +355,7 @@ def gradients_hopper(
     if WIDE_G and GATE != "none":
         mbarrier.expect(g_bar, C * 128 * 4)
         copy_block(g, [row, i_h * s_gh + channel], g_bar, g_again)
-    if initial_state is not None:  # noqa: SIM102
+    if initial_state is not None and not LAST:  # noqa: SIM102
         if length <= C:
             # A sequence of one chunk reads the caller's states, not their 16-bit copies.
             sums = decay * sum_of_ends(initial_state, grad_final_state, i_n * HV + i_h, channel, K, V, V_FIRST)

@@ -189,25 +189,25 @@ LEAST_FAR = 65536
 """Rows times heads of a sequence, at least, whose decays are not bounded: the second launch takes 60 µs for one pair,
 which a shorter one does not save."""
 
-
-LEAST_TAILS = 32000
-"""Rows times heads of a dense call, at least, whose pairs need a table: 290 rows of 32 heads lose 2 µs of 88."""
+LEAST_TAILS, LEAST_FAR_TAILS = 32000, 131072
+"""The same where sequences end within pairs, with bounded decays and with others: that takes two or three launches
+more, of which each has its own last round of programs."""
 
 
 def gradients_persistent(r: Request, rows: int) -> bool:
     """Whether ``gradients_hopper_persistent`` serves a call that ``gradients_hopper`` serves.
 
-    Dense calls of whole pairs lose only where they have fewer than there are multiprocessors, 3 µs of 100. Packed ones
-    with bounded decays have pairs whatever their size: bits of a sequence do not depend on its company.
+    Dense calls of whole pairs lose only where they have fewer than there are multiprocessors, 3 µs of 100.
 
     Args:
         rows: of a sequence, whose segments ``r`` may have, or of all that are packed, times heads.
     """
-    pairs = rows >= LEAST_FAR
-    if decays_bounded(r):
-        pairs = r.cu_seqlens is not None or r.T % (2 * CHUNK) == 0 or (rows >= LEAST_TAILS and r.T > CHUNK)
-    # One sequence, at least: a program without pairs reads two slots.
-    return pairs and r.N > 0 and r.K == 128 and r.g.dtype == r.q.dtype and r.H == r.HV
+    whole = r.cu_seqlens is None and r.T % (2 * CHUNK) == 0
+    bounded = decays_bounded(r)
+    least = (0 if bounded else LEAST_FAR) if whole else (LEAST_TAILS if bounded else LEAST_FAR_TAILS)
+    # There is a pair, or a sequence at least: a program without pairs reads two slots.
+    some = r.T > CHUNK if r.cu_seqlens is None else r.N > 0
+    return some and rows >= least and r.K == 128 and r.g.dtype == r.q.dtype and r.H == r.HV
 
 
 @dataclass(frozen=True, slots=True)
