@@ -93,6 +93,7 @@ CASES = {
     "pairs, packed, given, -14": IN_PAIRS | {"gate_dtype": BF16, "decay": -14.0, "l2norm": True},
     "pairs, short tails, given, -8": {"gate_dtype": BF16, "decay": -8.0, "B": 2, "T": 102},
     "pairs, tails": BOUNDED | BFLOAT16 | {"B": 3, "T": 77, "state": FP32},
+    "pairs, tails, a whole chunk": BOUNDED | BFLOAT16 | {"B": 3, "T": 96, "state": FP32},
     "pairs, tails, two chunks": BOUNDED | BFLOAT16 | {"B": 3, "T": 104, "state": FP32},
     "pairs, tails, softplus, strong": SOFTPLUS | BFLOAT16 | {"B": 3, "T": 104, "rate": 200.0},
     "equal keys": BFLOAT16 | {"keys": "equal", "beta": 1.0, "decay": "slow"},
@@ -232,7 +233,9 @@ def test_bits_do_not_depend_on_strides(kind: str, name: str):
             assert torch.equal(found, right[n]), n
 
 
-@pytest.mark.parametrize("name", ["pairs, batch", "pairs, states", "pairs, tails", "pairs, tails, two chunks"])
+@pytest.mark.parametrize(
+    "name", ["pairs, batch", "pairs, states", "pairs, tails", "pairs, tails, two chunks", "pairs, tails, a whole chunk"]
+)
 def test_a_sequence_in_pairs_is_its_own(name: str):
     """A batch row has the bits that it has without the others."""
     request = request_of(case(name))

@@ -17,6 +17,9 @@ Two programs share a multiprocessor: 113 KiB of shared memory each at most. Resu
 need, therefore lie in the place of blocks that are no longer read. Sums over 256 value channels take the halves of
 these in turn, in the same place.
 
+Where chunks are in pairs that ``gradients_hopper_persistent`` takes, this kernel takes the last chunk of every sequence
+with an odd number of them: a program a sequence and head.
+
 Grid: slots · HV · K / 128 programs, channel blocks fastest, which share do, dv and z, then heads. Addresses: rows of
 descriptors in 32 bits, pointers in int64.
 """

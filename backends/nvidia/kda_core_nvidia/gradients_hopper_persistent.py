@@ -18,10 +18,10 @@ Where decays are not bounded, pairs whose decays are beyond one reference point 
 launch takes them (FAR) and writes their results once more. In one kernel with the others they have 304 bytes of stack
 and more.
 
-Where sequences end within pairs, ``table`` says which rows a pair has (``gradients_pairs``). Rows of its blocks that
-are another sequence's, or nothing's, become zero as soon as they are there, and the warps that multiply store what is
-left of the pair's results. Calls of whole pairs have neither. Pairs of one chunk would take as long as others do:
-``gradients_hopper`` has them, with all that is special of short sequences.
+Where sequences end within pairs, ``table`` says which rows a pair has (``gradients_pairs``). Whole pairs and others have
+launches of their own: the others' rows that belong to another sequence, or to none, become zero as soon as they are
+there, their decays are masked, and the warps that multiply store their results, which makes 15% of a pair's time. Pairs
+of one chunk would take as long as whole ones: ``gradients_hopper`` has them, with all that is special of short sequences.
 
 Grid: a program a multiprocessor; the pairs of all heads, heads fastest, in turn. It takes bfloat16 gates and heads that
 are not grouped (``choose.backward.gradients_persistent``).
@@ -162,7 +162,7 @@ def _gradients(
                 fence_async_shared()
                 block_barrier()
         if table is not None and not (TAILS or EARLY) and BOUNDED:  # noqa: SIM102
-            # Never taken. Without it 600 bytes of registers are spilled.
+            # Never taken. Without a branch here later versions of triton spill 600 bytes.
             if count < C:
                 block_barrier()
         m = gl.full([128, 64], 0.0, gl.float32, M64)

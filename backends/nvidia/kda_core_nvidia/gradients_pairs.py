@@ -2,8 +2,9 @@
 dense ones whose sequences do not fill their last pair.
 
 A pair begins with its sequence or with a pair's rows behind another, so that a sequence's bits are its own. Pairs are
-counted without gaps, those of a sequence in turn. Their states and slots are where the recurrences and ``prepare`` have
-them. The last chunk of a sequence that has an odd number of them is in no pair: ``gradients_hopper`` takes it.
+counted without gaps, those of a sequence in turn: whole ones, and apart from them those that end with their sequence.
+Their states and slots are where the recurrences and ``prepare`` have them. The last chunk of a sequence that has an odd
+number of them is in no pair: ``gradients_hopper`` takes it.
 
 Rows behind the last sequence get gradients of zero.
 

@@ -11,7 +11,7 @@ from kda_core_nvidia.recurrence_hopper import copy_block
 
 @gluon.jit
 def pair_of(far_pairs, first_block, i, count, FAR: gl.constexpr):
-    """The i-th of the pairs that a launch takes."""
+    """The i-th of the pairs that a launch takes: of those written down, or from ``first_block`` on."""
     if FAR:
         block = gl.load(far_pairs + i, mask=i < count, other=0)
     elif first_block is not None:
@@ -110,19 +110,9 @@ def load_and_store(
         place = (count - 1) & 1
         mbarrier.wait(rows_done.index(place), ((count - 1) >> 1) & 1)
         _store_rows(
-            dq,
-            dk,
-            dg,
-            table,
-            before,
-            HV,
-            q_places.index(place),
-            k_places.index(place),
-            g_places.index(place),
-            K,
-            C,
+            dq, dk, dg, table, before, HV, q_places.index(place), k_places.index(place), g_places.index(place), K, C,
             TAILS,
-        )
+        )  # fmt: skip
 
 
 @gluon.jit
