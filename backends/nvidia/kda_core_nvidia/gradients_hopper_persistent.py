@@ -18,10 +18,10 @@ Where decays are not bounded, pairs whose decays are beyond one reference point 
 launch takes them (FAR) and writes their results once more. In one kernel with the others they have 304 bytes of stack
 and more.
 
-Where sequences end within pairs, ``table`` says which rows a pair has (``gradients_pairs``). Whole pairs and others have
-launches of their own: the others' rows that belong to another sequence, or to none, become zero as soon as they are
-there, their decays are masked, and the warps that multiply store their results, which makes 15% of a pair's time. Pairs
-of one chunk would take as long as whole ones: ``gradients_hopper`` has them, with all that is special of short sequences.
+Where sequences end within pairs, ``table`` says which rows a pair has (``gradients_pairs``). Pairs that are not whole
+have a launch of their own, for it takes 9 to 16% longer. There rows that are another sequence's, or nothing's, become
+zero as soon as they are there, decays are masked, and the warps that multiply store their results. Pairs of one chunk
+would take as long as whole ones: ``gradients_hopper`` has them, with all that is special of short sequences.
 
 Grid: a program a multiprocessor; the pairs of all heads, heads fastest, in turn. It takes bfloat16 gates and heads that
 are not grouped (``choose.backward.gradients_persistent``).
