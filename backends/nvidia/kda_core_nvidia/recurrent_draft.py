@@ -17,6 +17,7 @@ from kda_core.triton_lib.factor import decay_factor, decayed
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
 from kda_core.triton_lib.packing import is_padding
 from kda_core_nvidia.recurrent_step import SIZE, block_barrier, widen
+from kda_core_nvidia.transitions_hopper import rounded
 
 DRAFT_COLUMNS = gl.constexpr(16)
 """Value channels of a warp: half of what a warp of ``recurrent`` holds K first, so that twice as many run."""
@@ -32,14 +33,6 @@ def _viewed(buffer, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
         return buffer.reinterpret(gl.float32, SHAPE, LAYOUT)
     else:
         return buffer._reinterpret(gl.float32, SHAPE, LAYOUT)
-
-
-@gluon.jit
-def _narrow(x):
-    """float32 in bfloat16, an instruction for two elements."""
-    return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
-    )
 
 
 @gluon.jit
@@ -124,7 +117,7 @@ def recurrent_draft(
     if V_FIRST:
         PARTS: gl.constexpr = 2
         LANES: gl.constexpr = 16 if WIDE else 8
-        # Of its value channels, which are neighbours, a thread's inputs and results are read and written at once.
+        # A thread reads inputs and writes results of all its value channels at once: they are neighbours.
         OWN: gl.constexpr = DRAFT_COLUMNS * LANES // 32
         TILE: gl.constexpr = gl.BlockedLayout([OWN, 64 // LANES], [32 // LANES, LANES], [W, 1], [1, 0])
         SHAPE: gl.constexpr = (BV, SIZE)
@@ -235,7 +228,7 @@ def recurrent_draft(
             if WIDE:
                 gl.store(p_state, written)
             else:
-                written = _narrow(written)
+                written = rounded(written)
                 gl.store(p_state, written)
                 S = gl.convert_layout(widen(written).reshape(PARTED), L)
 

@@ -96,10 +96,11 @@ def finishing(r: Request, prepare: PrepareHopperConfig, chip: Chip) -> PrepareHo
     if (r.save_for_backward and r.disable_recompute) or not short(r, mean):
         return prepare
     paired = short(r, MOSTLY_ONE_CHUNK)
-    # With a program to a multiprocessor at most, a recurrence, which has two programs for each of its, is faster. Where
-    # it must be launched in any case, it is so with more programs that take much arithmetic.
-    each = 8 if rows == CHUNK and r.cu_seqlens is not None else 1
-    if r.N * r.HV <= (1 + paired) * each * chip.multiprocessors:
+    # Up to one program for each multiprocessor the recurrence is faster, since it has two where prepare has one. With
+    # Up to one program for each multiprocessor the recurrence is faster, since it has two where prepare has one. With
+    # much arithmetic it is faster up to eight, unless it would be launched for these sequences alone.
+    programs = 8 if rows == CHUNK and r.cu_seqlens is not None else 1
+    if r.N * r.HV <= (1 + paired) * programs * chip.multiprocessors:
         return prepare
     prepare = replace(prepare, finishes=rows, paired=paired)
     state = r.initial_state
