@@ -97,7 +97,6 @@ def finishing(r: Request, prepare: PrepareHopperConfig, chip: Chip) -> PrepareHo
         return prepare
     paired = short(r, MOSTLY_ONE_CHUNK)
     # Up to one program for each multiprocessor the recurrence is faster, since it has two where prepare has one. With
-    # Up to one program for each multiprocessor the recurrence is faster, since it has two where prepare has one. With
     # much arithmetic it is faster up to eight, unless it would be launched for these sequences alone.
     programs = 8 if rows == CHUNK and r.cu_seqlens is not None else 1
     if r.N * r.HV <= (1 + paired) * programs * chip.multiprocessors:
