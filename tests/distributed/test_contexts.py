@@ -78,7 +78,6 @@ def test_a_mode_changes_no_bit(alone, mode, more):
         found = bits_of_a_step(context) if isinstance(mode, torch.autocast) else None
     found = found or bits_of_a_step(context)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    context.verify()
 
 
 @pytest.mark.parametrize(
