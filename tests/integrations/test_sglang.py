@@ -17,6 +17,7 @@ from torch import Tensor
 
 installed.need_backend("cpu")
 installed.need_package("kda_core_sglang", "./integrations/sglang")
+installed.need_package("sglang")
 
 import kda_core_sglang
 import sglang

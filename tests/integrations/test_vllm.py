@@ -17,6 +17,7 @@ from torch import Tensor
 
 installed.need_backend("cpu")
 installed.need_package("kda_core_vllm", "./integrations/vllm")
+installed.need_package("vllm")
 
 import kda_core_vllm
 
