@@ -262,8 +262,7 @@ def test_a_call_after_one_in_inference_mode_can_be_differentiated():
     assert torch.autograd.grad(o.sum(), q)[0].isfinite().all()
 
 
-@pytest.mark.parametrize("H", [33, 65])
-@pytest.mark.parametrize("lengths", [None, [0, 1, 1, 2, 3]], ids=["dense", "packed"])
+@pytest.mark.parametrize(("H", "lengths"), [(33, None), (65, [0, 1, 1, 2, 3])], ids=["dense", "packed"])
 def test_step_with_a_table_of_slots_in_blocks_of_heads(H, lengths):
     """A state of few heads was written to all of them where a step takes its heads in blocks."""
     torch.manual_seed(0)
