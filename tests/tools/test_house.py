@@ -19,7 +19,6 @@ FOLDERS = ("kda_core", "backends", "integrations", "benchmarks", "tools", "examp
 FILES = sorted(
     file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py") if "build" not in file.relative_to(ROOT).parts
 )
-TREES = {file: ast.parse(file.read_text(encoding="utf-8")) for file in FILES}
 HERE = Path(__file__)
 BACKENDS = ("cpu", "nvidia", "amd")
 
@@ -27,6 +26,11 @@ FILE_LINES, FUNCTION_LINES = 500, 80
 
 
 Graph = dict[Path, set[Path]]
+
+
+@functools.cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
 
 
 def module_name(file: Path) -> str:
@@ -65,7 +69,7 @@ def imports(file: Path) -> dict[str, bool]:
         for child in node.orelse if typing_only else ast.iter_child_nodes(node):
             visit(child, at_once and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
 
-    visit(TREES.get(file) or ast.parse(file.read_text(encoding="utf-8")), at_once=True)
+    visit(tree_of(file), at_once=True)
     return found
 
 
@@ -111,8 +115,8 @@ def lines_of(function: ast.FunctionDef) -> int:
 
 def test_host_functions_are_short():
     found = {}
-    for file, tree in TREES.items():
-        for node in ast.walk(tree):
+    for file in FILES:
+        for node in ast.walk(tree_of(file)):
             if isinstance(node, ast.FunctionDef) and not is_kernel(node):
                 found[f"{name(file)}: {node.name}"] = lines_of(node)
     check(found, FUNCTION_LINES)
@@ -184,8 +188,8 @@ REPLACING = {"setattr", "setitem", "delattr", "delitem", "patch", "patch.object"
 
 def programs(file: Path) -> Iterator[ast.AST]:
     """A test's own code, and that of the programs which it holds in strings and runs."""
-    yield TREES[file]
-    for node in ast.walk(TREES[file]):
+    yield tree_of(file)
+    for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and "import kda_core" in node.value:
             with contextlib.suppress(SyntaxError):
                 yield ast.parse(node.value)
