@@ -267,7 +267,19 @@ class Boundaries(NamedTuple):
         target.clamp_(max=self.total)
 
 
-Step = Launch | Copy | Sum | Boundaries
+class Release(NamedTuple):
+    """Give back the memory of an input that nothing reads afterwards, whoever else holds the tensor."""
+
+    target: View
+
+    def views(self) -> Iterator[View]:
+        yield self.target
+
+    def run(self, target: Tensor) -> None:
+        target.untyped_storage().resize_(0)
+
+
+Step = Launch | Copy | Sum | Boundaries | Release
 
 
 @dataclass(frozen=True)
@@ -328,7 +340,8 @@ class Plan:
         A kernel that reads a tensor again (a recurrence reads the keys once for each block of value channels) reads it
         from the cache at best.
         """
-        return sum(x.nbytes for step in self.steps for x in {(x.source, x.offset): x for x in step.views()}.values())
+        steps = [step for step in self.steps if not isinstance(step, Release)]
+        return sum(x.nbytes for step in steps for x in {(x.source, x.offset): x for x in step.views()}.values())
 
     @property
     def bytes_floor(self) -> int:
@@ -374,6 +387,12 @@ class Builder:
         if ended:
             now = len(self._epochs) - 1
             self._buffers |= {b.name: b._replace(epochs=(b.epochs[0], now)) for b in ended}
+            self._epochs.append([])
+
+    def release(self, *inputs: View) -> None:
+        """End an epoch, and with it the memory of inputs that the first half of a call made for this one."""
+        if inputs:
+            self._epochs[-1] += [Release(x) for x in inputs]
             self._epochs.append([])
 
     def step(self, step: Step) -> None:

@@ -19,7 +19,7 @@ from kda_core_nvidia.triton_private import shared_layout
 from triton.experimental.gluon import language as gl
 
 from kda_core.request import GateRequest, Request
-from kda_core.triton_lib.plan import Boundaries, Builder, Copy, Launch, Plan, Sum, Tile, View, metadata
+from kda_core.triton_lib.plan import Boundaries, Builder, Copy, Launch, Plan, Release, Sum, Tile, View, metadata
 
 BF16 = torch.bfloat16
 
@@ -93,6 +93,25 @@ def test_what_a_backward_holds_ends_as_early_as_it_can():
         "dbeta by channel block": (1, 2),
     }  # fmt: skip
     assert plan.buffers["dg"].epochs[0] == 1
+
+
+def test_the_second_half_of_a_backward_gives_back_what_the_first_made():
+    """The keys are as large as the gradients of q, k and g, which are allocated next."""
+    r = replace(backward(B=1, T=2**17), cp_context=True)
+    r = replace(r, saved=(*r.saved, torch.empty(1, 2, 64, 64, device="meta")))
+    begin = plan_of(r, CHIPS[90], half="begin_backward")
+    made = [begin.whole(x) for x in list(begin.results.values())[2:] if x]
+    more = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in made]
+    states = torch.empty(1, 2, 64, 64, device="meta")
+    plan = plan_of(replace(r, saved=(*r.saved, *more, states)), CHIPS[90], half="finish_backward")
+    steps = plan.epochs[plan.buffers["dg"].epochs[0] - 1]
+    given = [x.target for x in steps if isinstance(x, Release)]
+    assert [x.shape for x in given] == [begin.whole(n).shape for n in ("keys", "X")]
+    later = [x.source for epoch in plan.epochs[plan.buffers["dg"].epochs[0] :] for s in epoch for x in s.views()]
+    assert not {x.source for x in given} & {*later}
+    tensor = torch.ones(3)
+    Release(View("x", (3,), (1,), torch.float32)).run(tensor[:2])
+    assert not tensor.untyped_storage().nbytes()
 
 
 def test_a_backward_of_all_that_the_forward_made_launches_no_prepare():

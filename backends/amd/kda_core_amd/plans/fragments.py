@@ -114,5 +114,6 @@ def plan_finish_backward(r: Request, chip: Architecture) -> Plan:
     _add_chain(f, r, transitions, additions, given=ends, states=last)
     f.r = replace(f.r, initial_state=starts, grad_final_state=last)
     add_recurrences(f, None)
+    b.release(keys, P, D, X)
     grads = add_gradients(f)
     return b.plan(input_layouts(r), {n: x for n, x in grads.items() if x is not None})

@@ -103,7 +103,7 @@ def plan_finish_backward(call: Request, choice: BackwardChoice) -> Plan:
     r, (prepared, starts) = w.with_do(), _prepared_before(w.r)
     if not call.disable_recompute:
         keys, D, X, *segments = segments
-        prepared = prepared._replace(keys=keys, D=D, X=X)
+        prepared, w.own = prepared._replace(keys=keys, D=D, X=X), (keys, X)
     last = b.scratch("gradients at ends", (r.N, r.HV, r.V, r.K), torch.float32)
     add_chain(b, w.whole, r, choice, tuple(segments), reverse=True, given=ends, states=last)
     exact = (starts, last) if r.cu_seqlens is not None or r.T <= CHUNK else (None, None)
@@ -179,6 +179,8 @@ class _Backward:
         self.b, self.call, self.choice, self.into = b, call, choice, into
         self.whole = call
         self.part = "q" in into
+        # Inputs of a second half that its first half made: the recurrences are the last that read them.
+        self.own: tuple[View, ...] = ()
         if call.cp_context:
             self.whole = changed(call, cu_seqlens=b.dense(call.cu_seqlens))
         cut = call.cp_context or choice.segment_rows
@@ -293,6 +295,7 @@ class _Backward:
             self._add_recurrences(turn, prepared, states, dv, own)
             if turn is turns[-1]:
                 b.free(prepared.keys, prepared.P, prepared.X)
+                b.release(*self.own)
             out = out or self._outputs()
             self._add_gradients(turn, prepared, states, dv, own, out)
         b.free(*own.values(), prepared.D, prepared.norms)
