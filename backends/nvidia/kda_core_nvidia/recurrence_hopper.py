@@ -119,6 +119,25 @@ def _store(
 
 
 @gluon.jit
+def _values(
+    i, n, p_v, s_vt, length, ready, v_buffer, L_ROWS: gl.constexpr, BV: gl.constexpr, C: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Wait for chunk i, if there is one; its values, transposed."""
+    stage = i % STAGES
+    mbarrier.wait(ready.index(stage), (i // STAGES) & 1, pred=i < n)
+    if (i < n) & (length < (i + 1) * C):
+        # The last rows of a sequence: what follows them is another's, and not to be read.
+        o_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_ROWS))
+        every_v = (gl.arange(0, BV, layout=gl.SliceLayout(0, L_ROWS)) >= 0)[None, :]
+        m_v = (o_r < length - i * C)[:, None] & every_v
+        v_buffer.index(stage).store(gl.load(p_v + (gl.to_tensor(C).to(gl.int64) * i) * s_vt, mask=m_v, other=0.0))
+        fence_async_shared()
+        block_barrier()
+    return v_buffer.index(stage).permute((1, 0))
+
+
+@gluon.jit
 def _multiply(
     S, p_v, p_o, s_vt, s_ot, length, ready, free, full, empty,
     pair_buffer, a_buffer, p_buffer, d_buffer, v_buffer, o_buffer, minus_eye, o_scale,
@@ -142,6 +161,11 @@ def _multiply(
     # Accumulators of products that start from nothing are given those of the previous chunk, which are not read:
     # registers set to zero here would make the compiler wait for every product in flight.
     both = gl.full([BV, 2 * C], 0.0, gl.float32, L_PAIR)
+    # Values of the next chunk are a product ahead of the state where a stage more is loaded.
+    AHEAD: gl.constexpr = STAGES > 3
+    if AHEAD:
+        v_block = _values(0, n, p_v, s_vt, length, ready, v_buffer, L_ROWS, BV, C, STAGES)
+        both = warpgroup_mma(v_block, minus_eye, both, use_acc=False, is_async=True)
     for i in range(n):
         stage = i % STAGES
         if WIDE:
@@ -150,19 +174,14 @@ def _multiply(
             part = S
         left = gl.convert_layout(part.to(dtype), L_LEFT)
         rows = (out * o_scale).to(dtype)
-        mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
-        if length < (i + 1) * C:
-            # The last rows of a sequence: what follows them is another's, and not to be read.
-            m_v = (o_r < length - i * C)[:, None] & every_v
-            v_buffer.index(stage).store(gl.load(p_v + (rows_of_chunk * i) * s_vt, mask=m_v, other=0.0))
-            fence_async_shared()
-            block_barrier()
+        if not AHEAD:
+            v_block = _values(i, n, p_v, s_vt, length, ready, v_buffer, L_ROWS, BV, C, STAGES)
         if not WIDE:
             S = S * d_buffer.index(stage).load(L_STATE)
         # [ke S − v | qg S], times LIFT
-        v_block = v_buffer.index(stage).permute((1, 0))
+        if not AHEAD:
+            both = warpgroup_mma(v_block, minus_eye, both, use_acc=False, is_async=True)
         pair = pair_buffer.index(stage)
-        both = warpgroup_mma(v_block, minus_eye, both, use_acc=False, is_async=True)
         both = warpgroup_mma(left, pair.slice(0, PART, dim=1).permute((1, 0)), both, is_async=True)
         # Meanwhile the previous chunk's output is stored, or handed to the warps that store.
         if STORERS == 0:
@@ -188,8 +207,16 @@ def _multiply(
         out = gl.convert_layout(out, L_SMALL) * (1 / LIFT)
         S = warpgroup_mma(residual, a_buffer.index(stage), S, is_async=True)
         out = warpgroup_mma(residual, p_buffer.index(stage).permute((1, 0)), out, is_async=True)
-        S, residual = warpgroup_mma_wait(1, deps=(S, residual))
-        out, residual = warpgroup_mma_wait(0, deps=(out, residual))
+        if AHEAD:
+            v_block = _values(i + 1, n, p_v, s_vt, length, ready, v_buffer, L_ROWS, BV, C, STAGES)
+            both = warpgroup_mma(v_block, minus_eye, both, use_acc=False, is_async=True)
+            S, residual = warpgroup_mma_wait(2, deps=(S, residual))
+            out, residual = warpgroup_mma_wait(1, deps=(out, residual))
+        else:
+            S, residual = warpgroup_mma_wait(1, deps=(S, residual))
+            out, residual = warpgroup_mma_wait(0, deps=(out, residual))
+    if AHEAD:
+        both = warpgroup_mma_wait(0, deps=(both,))
     rows = (out * o_scale).to(dtype)
     if STORERS == 0:
         m_o = (o_r < length - (n - 1) * C)[:, None] & ((n - 1) + every_v.to(gl.int32) > 0)
