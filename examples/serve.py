@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from byte_lm import ByteLM, ModelConfig
@@ -427,27 +427,57 @@ def plot(seconds: list[float], file: Path) -> None:
     pyplot.savefig(file)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=40)
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of an option that is a whole number from ``least`` on."""
+
+    def number(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"expected {least} at least, got {text}")
+        return int(text)
+
+    return number
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def options_of(arguments: list[str] | None) -> argparse.Namespace:
+    """The options, ``device`` as a torch.device; exits where nothing could be served or written."""
+    parser = Parser(prog="serve.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=at_least(1), default=40)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--slots", type=int, default=48, help="of each layer's pool")
-    parser.add_argument("--batch", type=int, default=12, help="requests that run at a time")
-    parser.add_argument("--drafts", type=int, default=3, help="tokens drafted a step")
+    parser.add_argument("--slots", type=at_least(1), default=48, help="of each layer's pool")
+    parser.add_argument("--batch", type=at_least(1), default=12, help="requests that run at a time")
+    parser.add_argument("--drafts", type=at_least(0), default=3, help="tokens drafted a step")
     parser.add_argument("--drafter", choices=DRAFTERS, default="ngram")
-    parser.add_argument("--train", type=int, default=60, metavar="STEPS", help="of the model, before it serves")
-    parser.add_argument("--piece", type=int, default=256, help="tokens of prompts a step")
+    parser.add_argument("--train", type=at_least(0), default=60, metavar="STEPS", help="of the model, before it serves")
+    parser.add_argument("--piece", type=at_least(BLOCK), default=256, help="tokens of prompts a step")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--plot", type=Path, help="write a histogram of the steps' latencies to this file")
     options = parser.parse_args(arguments)
-    if min(options.requests, options.slots, options.batch) < 1 or options.drafts < 0 or options.piece < BLOCK:
-        parser.error(f"expected a request, a slot, a row and pieces of {BLOCK} tokens at least")
-    torch.manual_seed(options.seed)
+    if options.plot and options.plot.suffix not in (".png", ".pdf", ".svg"):
+        parser.error(f"--plot: expected a .png, .pdf or .svg file, got {options.plot}")
+    try:
+        torch.manual_seed(options.seed)
+        options.device = torch.empty(0, device=options.device).device
+        for file in filter(None, (options.json, options.plot)):
+            file.open("a").close()  # before the minutes of work
+    except (OSError, ValueError, RuntimeError, AssertionError) as error:
+        parser.error(str(error).split("\n")[0])
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = options_of(arguments)
     rng = random.Random(options.seed)
     text, config = python_help_text(), TrainingConfig(steps=options.train, seed=options.seed)
     model = ByteLM(ModelConfig())
-    trainer = Trainer(model, config, Text.of(text, config.context), torch.device(options.device))
+    trainer = Trainer(model, config, Text.of(text, config.context), options.device)
     for _ in track(trainer.train(), "training", config.steps):
         pass
     model.eval()

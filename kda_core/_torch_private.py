@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 from torch.nn import Parameter
+from torch.nn.modules import module as modules
 from torch.utils import _python_dispatch
 
 MISSING: list[str] = []
@@ -78,6 +79,10 @@ def needs_operator(*values: Any) -> bool:
             return True
     return in_mode() or in_forward_mode()
 
+
+# Without it a layer calls each of its parts, which is right and slow.
+has_global_hooks: Callable[[], Any] = _found(modules, "_has_any_global_hook", lambda: True)
+"""Whether hooks wait for the calls of every module (``torch.nn.modules.module.register_module_forward_hook``)."""
 
 # Tensors that transforms wrap.
 is_batched: Callable[[Tensor], bool] = _found(torch._C, "_functorch.is_batchedtensor", lambda t: False)

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from kda_core._loaded import Backend
 from kda_core._signature import is_plain
+from kda_core._torch_private import has_global_hooks
 from kda_core.nn._convolution import GRADIENTS, in_parts
 from kda_core.nn._dispatch import backend_for, is_eager
 from kda_core.nn._norm import GatedRMSNorm, NormedProduct, gated_rms_norm
@@ -96,8 +97,8 @@ def _shaped(
 
 
 def is_bare(layer: Any, kind: type[nn.Module]) -> bool:
-    """Whether a call of a layer runs the forward of that class and nothing else, no hook."""
-    if type(layer) is not kind or "forward" in layer.__dict__:  # accelerate's hooks replace it
+    """Whether a call of a layer runs the forward of that class and nothing else, no hook of its own or of all."""
+    if type(layer) is not kind or "forward" in layer.__dict__ or has_global_hooks():  # accelerate's replace forward
         return False
     return not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
 

@@ -1,7 +1,8 @@
-"""Patches Triton's interpreter: 40% less time, and a device's arithmetic.
+"""Patches Triton's interpreter: a third of the time, and a device's arithmetic.
 
 Time: the interpreter prepares ``triton.language`` (hundreds of attributes) at every launch, and again at every call of
-a device function within a launch, where it is prepared already. ``quicken`` skips the second preparation.
+a device function within a launch, where it is prepared already; and it builds the type of every value anew, which takes
+longer than numpy's arithmetic. ``quicken`` skips the second preparation and remembers types.
 
 Arithmetic (triton 3.6 to 3.9): the interpreter stores bfloat16 as 16-bit integers, multiplies and adds these integers,
 and truncates float32 to bfloat16. Its float32 products are those of numpy's BLAS, which rounds differently on every
@@ -25,7 +26,8 @@ def improve() -> None:
 
 
 def quicken() -> bool:
-    """Let device functions skip the preparation that their launch has done.
+    """Let device functions skip the preparation that their launch has done, and values of a type share it.
+
     Returns:
         whether there is a triton that prepares in this way.
     """
@@ -41,16 +43,70 @@ def quicken() -> bool:
         return True
     language = interpreter.tl
 
+    @functools.cache
+    def used_by(function: Any) -> list[Any]:
+        return [m for m in function.__globals__.values() if inspect.ismodule(m) and m in (language, language.core)]
+
     @functools.wraps(prepare)
     def prepare_once(function: Any) -> Any:
-        used = [m for m in function.__globals__.values() if inspect.ismodule(m) and m in (language, language.core)]
+        used = used_by(function)
         # A prepared function of the language is no longer a built-in one.
         if used and not any(language.core.is_builtin(module.load) for module in used):
             return scope()
         return prepare(function)
 
     interpreter._patch_lang = prepare_once
+    _remember_types(interpreter)
     return True
+
+
+def _remember_types(interpreter: Any) -> None:
+    """Make each block type, each shape of a tensor and each numpy type once; nothing changes them later."""
+    core, semantic = interpreter.tl.core, interpreter.interpreter_semantic
+    make_type, make_tensor, numpy_type = core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype
+    equal, broadcast = core.tuple.__eq__, type(semantic).broadcast_impl_value
+    types: dict[Any, dict[str, Any]] = {}
+    shapes: dict[str, tuple[Any, Any]] = {}
+    numpy_types: dict[str, Any] = {}
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *[getattr(size, "value", size) for size in shape])
+        known = types.get(key)
+        if known is None:
+            make_type(self, element_ty, shape)
+            types[key] = dict(vars(self))
+        else:
+            vars(self).update(known, element_ty=element_ty)  # a pointer's name leaves its address space out
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        known = shapes.get(type.name)
+        if known is None:
+            make_tensor(self, handle, type)
+            shapes[type.name] = self.shape, self.numel
+        else:
+            self.handle, self.type, self.dtype = handle, type, type.scalar
+            self.shape, self.numel = known
+
+    def numpy_type_of(type: Any) -> Any:
+        name = type.scalar.name
+        if name not in numpy_types:
+            numpy_types[name] = numpy_type(type)
+        return numpy_types[name]
+
+    def equal_tuples(self: Any, other: Any) -> Any:
+        if isinstance(other, list) and all(isinstance(x, int) for x in other):
+            return core.constexpr(self.values == other)
+        return equal(self, other)
+
+    def broadcast_unless_equal(self: Any, a: Any, b: Any) -> Any:
+        if a.type.is_block() and b.type.is_block() and a.type.shape.values == b.type.shape.values:
+            return a, b
+        return broadcast(self, a, b)
+
+    core.block_type.__init__, core.tensor.__init__ = block_type, tensor
+    core.tuple.__eq__ = equal_tuples
+    interpreter._get_np_dtype = numpy_type_of
+    type(semantic).broadcast_impl_value = broadcast_unless_equal
 
 
 DEPTH = 16

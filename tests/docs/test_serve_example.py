@@ -120,12 +120,36 @@ def test_a_wrong_server_is_found(fault: str):
     assert served(requests, 40, 4, 2, 256, Wrong)["mismatched"] > 0
 
 
-def test_command_line(tmp_path, capsys):
+def test_command_line(tmp_path):
     file = tmp_path / "served.json"
     assert serve.main(["--requests", "4", "--train", "1", "--json", str(file)]) == 0
     found = json.loads(file.read_text())
     names = ("mismatched", "leaked_slots", "cache_hits", "preempted", "accepted_drafts", "tokens_per_second")
     assert set(names) <= found.keys()
-    with pytest.raises(SystemExit):
-        serve.main(["--requests", "0"])
-    assert "expected a request" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--requests", "-1"], "argument --requests: expected 1 at least, got -1"),
+        (["--requests", "some"], "argument --requests: invalid number value: 'some'"),
+        (["--piece", "63"], "argument --piece: expected 64 at least, got 63"),
+        (["--train", "-1"], "argument --train: expected 0 at least, got -1"),
+        (["--seed", "9" * 20], "Overflow"),
+        (["--device", "nowhere"], "Expected one of cpu"),
+        (["--json", "/nowhere/served.json"], "No such file or directory: '/nowhere/served.json'"),
+        (["--json", "/"], "Is a directory: '/'"),
+        (["--plot", "/nowhere/served.png"], "No such file or directory: '/nowhere/served.png'"),
+        (["--plot", "served.what"], "--plot: expected a .png, .pdf or .svg file, got served.what"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_option_is_one_line(arguments: list[str], message: str, capsys):
+    """It comes before the training."""
+    with pytest.raises(SystemExit) as ended:
+        serve.main(arguments)
+    output = capsys.readouterr()
+    (line,) = output.err.splitlines()
+    assert (ended.value.code, output.out) == (2, "")
+    assert line.startswith("serve.py: ")
+    assert message in line

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+from importlib.util import find_spec
 
 import installed
 import pages
@@ -45,6 +46,15 @@ def layers(other: str) -> list[str]:
 def switched_off_at_the_end():
     yield
     kda_core_transformers.uninstall()
+
+
+@pytest.fixture(autouse=True)
+def their_torch_code(monkeypatch: pytest.MonkeyPatch):
+    """Where fla or causal_conv1d is installed transformers calls their GPU kernels, with tensors on a CPU, too."""
+    if find_spec("fla") or find_spec("causal_conv1d"):
+        for model in MODELS:
+            for name in (*kda_core_transformers.OPERATORS, kda_core_transformers.UPDATE):
+                monkeypatch.setattr(module_of(model), name, inspect.unwrap(getattr(module_of(model), name)))
 
 
 def module_of(model: str):
@@ -112,11 +122,9 @@ def test_training_steps_agree(model, text):
 @pytest.mark.parametrize("activation", ["silu", None, "gelu"])
 @pytest.mark.parametrize("tokens", [1, 2])
 @pytest.mark.parametrize("bias", [True, False])
-def test_the_convolution_of_a_token(monkeypatch, dtype, activation, tokens, bias):
+def test_the_convolution_of_a_token(dtype, activation, tokens, bias):
     """Results and states are transformers' own; calls that are not served are transformers' own, too."""
     module = module_of("kimi_linear")
-    # With fla or causal_conv1d installed transformers wraps their GPU kernels.
-    monkeypatch.setattr(module, kda_core_transformers.UPDATE, inspect.unwrap(module.causal_conv1d_update))
     x, state, weight = torch.randn(3, 20, tokens), torch.randn(3, 20, 4), torch.randn(20, 4)
     given = (x.to(dtype), weight.to(dtype), torch.randn(20, dtype=dtype) if bias else None, activation)
     found = []
@@ -267,7 +275,9 @@ def test_the_line_of_the_page(page):
 
 def test_the_example():
     options = ("--tokens=20", "--repeats=1", "--device=cpu")
-    shown = run(sys.executable, pages.ROOT / "examples/kimi_linear.py", *options, timeout=300)
+    # "without fla", as it asks for.
+    code = "import runpy, sys; sys.modules['fla'] = None; sys.argv.pop(0); runpy.run_path(sys.argv[0], {}, '__main__')"
+    shown = run(sys.executable, "-c", code, pages.ROOT / "examples/kimi_linear.py", *options, timeout=300)
     for action in ("training step", "prefill", "32 tokens"):
         assert action in shown
     assert "0.0e+00" in shown  # the same text

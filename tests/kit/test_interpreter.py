@@ -22,44 +22,48 @@ from triton.runtime import interpreter
 from kda_core import chunk_kda
 from kda_core.testing.interpreter import quicken
 
-count = 0
-scan = interpreter._patch_builtin
-def counted(*args):
-    global count
-    count += 1
-    return scan(*args)
-interpreter._patch_builtin = counted
+counts = {}
+def count(owner, name):
+    function = getattr(owner, name)
+    def counted(*args):
+        counts[name] = counts.get(name, 0) + 1
+        return function(*args)
+    setattr(owner, name, counted)
+count(interpreter, "_patch_builtin")
+count(interpreter.tl.core, "validate_block_shape")
 if sys.argv[1] == "quicken":
     assert quicken() and quicken()
 found = {}
 for backend in sys.argv[2:]:
-    count = 0
+    counts.clear()
     torch.manual_seed(0)
     q, k, v, g = (torch.randn(1, 20, 1, 16, requires_grad=True) for _ in range(4))
     o, _ = chunk_kda(q, k, v, -g.abs(), torch.rand(1, 20, 1), backend=backend, use_qk_l2norm_in_kernel=True)
     grads = torch.autograd.grad(o, (q, k, v, g), o.detach())
     bits = b"".join(t.detach().numpy().tobytes() for t in (o, *grads))
-    found[backend] = [hashlib.sha256(bits).hexdigest(), count]
+    found[backend] = [hashlib.sha256(bits).hexdigest(), *counts.values()]
 print(json.dumps(found))
 """
 BACKENDS = ("nvidia", "amd")
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, dict[str, tuple[str, int]]]:
-    """Digest of the results and number of preparations, by way ("plain", "quicken") and backend."""
+def found() -> dict[str, dict[str, tuple[str, int, int]]]:
+    """Digest of the results, preparations and types made, by way ("plain", "quicken") and backend."""
     backends = [name for name in BACKENDS if find_spec(f"kda_core_{name}") is not None]
     return {how: interpreted.printed("-c", CODE, how, *backends) for how in ("plain", "quicken")}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_quickened_interpreter_gives_the_same_bits(found, backend: str):
-    """The same results, and a fraction of the preparations: a few for every launch."""
+    """The same results, and a fraction of the preparations, a few for every launch, and of the types."""
     installed.need_backend(backend)
-    plain, preparations = found["plain"][backend]
-    bits, fewer = found["quicken"][backend]
+    plain, *made = found["plain"][backend]
+    bits, *fewer = found["quicken"][backend]
     assert bits == plain
-    assert 0 < 10 * fewer < preparations
+    assert len(made) == len(fewer) == 2
+    # Every backend has types of its own; those that the first one made need not be made again.
+    assert all(10 * few < many for few, many in zip(fewer, made, strict=True))
 
 
 def results() -> dict[str, bool]:

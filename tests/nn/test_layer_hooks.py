@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as modules
 from torch.nn.utils import parametrize, prune
 
 from kda_core.nn import KDACache, KimiDeltaAttention
@@ -55,13 +56,36 @@ def outputs(layer: KimiDeltaAttention, how: str) -> list[Tensor]:
 def test_hooks_run_and_change_nothing(pair: tuple[KimiDeltaAttention, KimiDeltaAttention], how: str):
     plain, hooked = pair
     seen = watch(hooked)
-    expected, found = outputs(plain, how), outputs(hooked, how)
+    # What a compiler makes of a layer with hooks computes what the layer computes without either.
+    expected, found = outputs(plain, "dense" if how == "compiled" else how), outputs(hooked, how)
     assert {*seen} == {*SUBMODULES}
     torch.testing.assert_close(found, expected)
     if how != "cache":
         for one, other in zip(*(torch.autograd.grad(o[0].sum(), [*m.parameters()])
                                 for m, o in ((plain, expected), (hooked, found))), strict=True):  # fmt: skip
             torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("when", "how"),
+    [(when, how) for when in ("forward_pre", "forward") for how in ("dense", "packed", "cache")]
+    + [(when, how) for when in ("full_backward_pre", "full_backward") for how in ("dense", "packed")],
+)
+def test_hooks_on_every_module_run(pair: tuple[KimiDeltaAttention, KimiDeltaAttention], when: str, how: str):
+    """Those of ``torch.nn.modules.module`` see what those of each submodule see."""
+    plain, hooked = pair
+    expected = outputs(plain, how)
+    names = {hooked.get_submodule(name): name for name in SUBMODULES}
+    seen: set[str] = set()
+    handle = getattr(modules, f"register_module_{when}_hook")(lambda module, *_: seen.add(names.get(module, "")))
+    try:
+        found = outputs(hooked, how)
+        if "backward" in when:
+            found[0].sum().backward()
+    finally:
+        handle.remove()
+    assert seen - {""} == {*SUBMODULES}
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_hook_replaces_a_result():

@@ -52,10 +52,11 @@ class StopTesting:
             self.found.setdefault(self._backend(item), item.name)
 
 
-# Cheap modules that tell much go first; the long ones are left for what only they can find.
+# Cheap modules that tell much go first, then every other one that is the first to find something.
 FIRST = (
-    "test_options", "test_backward", "test_gates", "test_spec_decode", "test_state", "test_paged_pool",
-    "test_pool_options", "test_packing",
+    "test_options", "test_trees", "test_records", "test_spec_decode", "test_intermediate_states", "test_layer",
+    "test_paged_pool", "test_gates", "test_backward", "test_compile", "test_packing", "test_determinism",
+    "test_extremes", "test_state", "test_pool_options",
 )  # fmt: skip
 SKIPS = (pytest.skip.Exception, Refused)
 OPTIONS = (
