@@ -135,8 +135,8 @@ def kda_core_chunk_finish_backward(request: Request, kept: tuple[Tensor, ...], e
 
     ``request`` is that of the first half, ``kept`` its result's, ``ends`` the gradients of the states at the fragments'
     ends, [F, HV, K, V] in ``compute_dtype``, contiguous, that of a final state included. A gradient of A_log or dt_bias
-    is the sum over the fragments of this request. Fires once after each first half; nobody reads ``kept`` again, so that
-    its memory may be given back on the way.
+    is the sum over the fragments of this request. Fires once after each first half; nobody reads ``kept`` again, so
+    that its memory may be given back on the way.
     """
 
 
