@@ -69,6 +69,9 @@ def test_every_configuration_of_decoding_is_compiled():
             assert (dtype, v_first, c.block_v, share, c.eviction, c.num_warps) in compiled, f"{dtype}, {v_first}, {c}"
     steps = {(x.arguments["maxnreg"], x.arguments["PARTS"]) for x in TOOL.shipped("90", "recurrent_step recurrent")}
     assert steps == {(c.registers, c.parts) for _, c in STEP_CONFIGS}
+    names = ("V_FIRST", "maxnreg", "STAGED")
+    drafts = {tuple(x.arguments[n] for n in names) for x in TOOL.shipped("90", "recurrent_draft")}
+    assert drafts == {(False, 128, True), (False, 96, True), (False, 128, False), (True, 128, False)}
 
 
 @pytest.mark.end_to_end

@@ -73,7 +73,7 @@ def both(call: dict, takes: bool = True) -> tuple[list[Tensor], list[Tensor]]:
         choice = choose_recurrent(r, on)
         if not drafting:
             short = recurrent_config(r.N * r.HV, r.K, r.V, r.state_v_first, r.state_dtype)
-            choice = replace(choice, draft=False, short=short)
+            choice = replace(choice, draft=None, short=short)
         plan = plan_recurrent(r, choice)
         assert plan.kernels == ("recurrent_draft" if drafting and takes else "recurrent",)
         found.append([run_plan(plan, made_of)["o"], records, own])
@@ -105,6 +105,11 @@ def test_drafts_of_any_length(v_first, state):
         same(draft(3, T, v_first, state, torch.bfloat16, "bounded"))
     for C in (1, 8):
         same(draft(9, 3, v_first, state, torch.bfloat16, "bounded") | committed(9, C))
+
+
+@pytest.mark.parametrize(("v_first", "state"), KINDS)
+def test_drafts_of_many_states(v_first, state):
+    same(draft(130, 4, v_first, state, torch.bfloat16, "bounded") | committed(130, 4))
 
 
 @pytest.mark.parametrize(("v_first", "state"), KINDS)

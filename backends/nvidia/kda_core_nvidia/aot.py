@@ -183,6 +183,7 @@ def _steps() -> Iterator[Case]:
     for kind in ("records", "commits"):
         tags = frozenset({"pool", "records", kind})
         yield from (step_case(N, 4, *x, tags=tags, name=f"{kind}, {N}, {x}") for x in layouts for N in (1, 8, 64))
+        yield step_case(8, 8, False, FP32, tags=tags, name=f"{kind} of 8 tokens")
     tags = frozenset({"pool", "records", "commits", "trees"})
     yield from (step_case(N, 8, *x, tags=tags, name=f"trees, {N}, {x}") for x in layouts for N in (1, 64))
     yield step_case(2, 3, False, FP32, name="softplus gate, states in and out", gate="softplus", **own)

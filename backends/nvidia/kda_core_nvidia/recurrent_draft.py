@@ -1,8 +1,8 @@
 """``recurrent`` for drafts that leave records, written in Gluon: the same sums. K = V = 128.
 
 What a token needs and its state does not decide over is computed once a program, a warp for each token, while the state
-comes from memory, and lies in shared memory when the tokens are computed: their loop has no barrier, and warps share no
-sum. Records that are committed first lie beside it.
+comes from memory, and lies in shared memory when the tokens are computed: their loop has no barrier, waits for no load,
+and warps share no sum. Records that are committed first lie beside it.
 
 Threads take every sum in the order in which those of ``recurrent`` take it: not a bit of a result shows which of the
 two kernels it came from. Float32 states stored K first lie in two warps there, which are added last.
@@ -12,11 +12,12 @@ Grid: (N · HV · V / value channels of a program), value blocks fastest, then h
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from kda_core.triton_lib.factor import decay_factor, decayed
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
 from kda_core.triton_lib.packing import is_padding
-from kda_core_nvidia.recurrent_step import SIZE, block_barrier, widen
+from kda_core_nvidia.recurrent_step import SIZE, block_barrier, copy_tile, widen
 from kda_core_nvidia.transitions_hopper import rounded
 
 DRAFT_COLUMNS = gl.constexpr(16)
@@ -65,6 +66,12 @@ def _number(buffer, t, T: gl.constexpr, FLAT: gl.constexpr, VALUES: gl.constexpr
 
 
 @gluon.jit
+def _row(buffer, i, ROWS: gl.constexpr, BV: gl.constexpr, FLAT: gl.constexpr, VALUES: gl.constexpr):
+    """A row of value channels."""
+    return _viewed(buffer, [ROWS, BV], FLAT).index(i).load(VALUES)
+
+
+@gluon.jit
 def _along_v(x, V_FIRST: gl.constexpr):
     """Value channels against a tile."""
     return x[:, None, None] if V_FIRST else x[None, None, :]
@@ -106,6 +113,7 @@ def recurrent_draft(
     GROUP: gl.constexpr,  # value heads a key head
     I_ROW: gl.constexpr,  # stride of a state's rows
     TP: gl.constexpr, CP: gl.constexpr,  # T and C, or more
+    STAGED: gl.constexpr,  # K first: states come by way of shared memory, in whole lines
     GATE: gl.constexpr, L2NORM: gl.constexpr, SIGMOID: gl.constexpr, NEG_EIGVAL: gl.constexpr, V_FIRST: gl.constexpr,
 ):  # fmt: skip
     W: gl.constexpr = gl.num_warps()
@@ -139,6 +147,7 @@ def recurrent_draft(
     # Lanes read different banks.
     KEPT: gl.constexpr = gl.SwizzledSharedLayout(4, max(1, PARTS // 4), min(PARTS, 4), [1, 0])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    COLUMNS: gl.constexpr = gl.BlockedLayout([1, BV // 32], [1, 32], [W, 1], [1, 0])
     pid = gl.program_id(0)
     i_v = pid % BLOCKS * BV
     i_h = (pid // BLOCKS % HV).to(gl.int64)
@@ -161,8 +170,9 @@ def recurrent_draft(
     if dt_bias is not None:
         bias = gl.load(dt_bias + i_h * SIZE + o_k).to(gl.float32)
     o_v = gl.arange(0, BV, layout=VALUES)
-    p_v = v + i_n * s_vn + i_h * s_vh + (i_v + o_v)
-    next_v = gl.load(p_v)
+    o_column = i_v + gl.arange(0, BV, layout=gl.SliceLayout(0, COLUMNS))[None, :]
+    o_t = gl.arange(0, TP, layout=gl.SliceLayout(1, COLUMNS))[:, None]
+    value = gl.load(v + i_n * s_vn + i_h * s_vh + (o_t.to(gl.int64) * s_vt + o_column), mask=o_t < T, other=0.0)
     if commit is not None:
         # The lines of ``recurrent``. A count out of range is clamped.
         count = gl.minimum(gl.maximum(gl.load(committed + i_n * s_committed), 0), C).to(gl.int32)
@@ -172,20 +182,30 @@ def recurrent_draft(
         m_c = (o_c < count)[:, None, None]
         earlier_k = gl.load(p_rows, mask=m_c, other=0.0)
         earlier_d = gl.load(p_rows + SIZE, mask=m_c, other=0.0)
-        p_u += 2 * SIZE + i_v + o_v
-        next_u = gl.load(p_u, mask=o_v < gl.where(count > 0, BV, 0), other=0.0)
+        o_c = gl.arange(0, CP, layout=gl.SliceLayout(1, COLUMNS))[:, None]
+        p_u += 2 * SIZE
+        earlier_u = gl.load(p_u + (o_c.to(gl.int64) * s_ct + o_column), mask=o_c < count, other=0.0)
 
-    p_o = o + i_n * s_on + i_h * s_oh + (i_v + o_v)
     if is_padding(i_state, pad_slot_id, slots):
-        for _ in range(0, T):
-            gl.store(p_o, gl.full([BV], 0.0, o.dtype.element_ty, VALUES))
-            p_o += s_ot
+        zeros = gl.full([TP, BV], 0.0, o.dtype.element_ty, COLUMNS)
+        gl.store(o + i_n * s_on + i_h * s_oh + (o_t.to(gl.int64) * s_ot + o_column), zeros, mask=o_t < T)
         return
+    p_state = initial_state + i_state * s_in + i_h * s_ih + (i_v * I_ROW if V_FIRST else i_v)
+    if STAGED:
+        # A warp reads DRAFT_COLUMNS of rows that must lie in different banks.
+        LAID: gl.constexpr = gl.SwizzledSharedLayout(DRAFT_COLUMNS, 1, W, [1, 0])
+        VECTOR: gl.constexpr = 4 if WIDE else 8
+        LINES: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 * VECTOR // BV, BV // VECTOR], [W, 1], [1, 0])
+        tile = gl.allocate_shared_memory(initial_state.dtype.element_ty, [SIZE, BV], LAID)
+        o_row = gl.arange(0, SIZE, layout=gl.SliceLayout(1, LINES)).to(gl.int64)[:, None]
+        o_column = gl.arange(0, BV, layout=gl.SliceLayout(0, LINES))[None, :]
+        copy_tile(tile, p_state + (o_row * I_ROW + o_column))
+        async_copy.commit_group()
     o_row = gl.arange(0, SHAPE[0], layout=gl.SliceLayout(1, TILE)).to(gl.int64)[:, None]
     o_column = gl.arange(0, SHAPE[1], layout=gl.SliceLayout(0, TILE))[None, :]
-    p_state = initial_state + i_state * s_in + i_h * s_ih + (i_v * I_ROW if V_FIRST else i_v)
     p_state += o_row * I_ROW + o_column
-    S = gl.load(p_state)
+    if not STAGED:
+        S = gl.load(p_state)
 
     y = log2_decay(b_g, rate, bias, lower_bound, GATE)
     r_q = gl.full([TP], 1.0, gl.float32, TOKENS) * scale
@@ -204,6 +224,7 @@ def recurrent_draft(
     all_r_k = gl.allocate_shared_memory(gl.float32, [TP], FLAT, r_k)
     all_qk = gl.allocate_shared_memory(gl.float32, [TP], FLAT, qk)
     strengths = gl.allocate_shared_memory(gl.float32, [TP], FLAT, write_strength(b_beta, SIGMOID, NEG_EIGVAL))
+    all_v = gl.allocate_shared_memory(gl.float32, [TP * BV], FLAT, value.to(gl.float32).reshape([TP * BV]))
     all_k = _keep(b_k, TP, PARTS, KEPT, V_FIRST)
     factors = _keep(factor, TP, PARTS, KEPT, V_FIRST)
     all_k_d = _keep(decayed(b_k, factor), TP, PARTS, KEPT, V_FIRST)
@@ -211,32 +232,32 @@ def recurrent_draft(
     if commit is not None:
         all_earlier_k = _keep(earlier_k, CP, PARTS, KEPT, V_FIRST)
         all_earlier_d = _keep(earlier_d, CP, PARTS, KEPT, V_FIRST)
+        all_u = gl.allocate_shared_memory(gl.float32, [CP * BV], FLAT, earlier_u.reshape([CP * BV]))
+    if STAGED:
+        async_copy.wait_group(0)
     block_barrier()
 
+    p_o = o + i_n * s_on + i_h * s_oh + (i_v + o_v)
+    p_u = p_record + (2 * SIZE + i_v + o_v)
+    if STAGED:
+        S = tile.load(TILE)
     if not WIDE:
         S = widen(S)
     S = gl.convert_layout(S.reshape(PARTED), L)
     if commit is not None:
         for m in range(0, count):
-            b_u = next_u
-            p_u += s_ct
-            next_u = gl.load(p_u, mask=o_v < gl.where(m + 1 < count, BV, 0), other=0.0)
+            b_u = _row(all_u, m, CP, BV, FLAT, VALUES)
             S = decayed(S, _kept(all_earlier_d, m, CP, PARTS, KEPT, KEYS, V_FIRST))
             S = gl.fma(_along_v(b_u, V_FIRST), _kept(all_earlier_k, m, CP, PARTS, KEPT, KEYS, V_FIRST), S)
         if count > 0:
             written = gl.convert_layout(S.reshape(SHAPE), TILE)
-            if WIDE:
-                gl.store(p_state, written)
-            else:
+            if not WIDE:
                 written = rounded(written)
-                gl.store(p_state, written)
                 S = gl.convert_layout(widen(written).reshape(PARTED), L)
+            gl.store(p_state, written)
 
-    p_u = p_record + (2 * SIZE + i_v + o_v)
     for t in range(0, T):
-        b_v = next_v.to(gl.float32)
-        p_v += s_vt
-        next_v = gl.load(p_v, mask=o_v < gl.where(t + 1 < T, BV, 0), other=0.0)
+        b_v = _row(all_v, t, TP, BV, FLAT, VALUES)
         b_r = _number(all_r_k, t, TP, FLAT, VALUES)
         y_k = _contract(S * _kept(all_k_d, t, TP, PARTS, KEPT, KEYS, V_FIRST), BV, HALVES, VALUES, V_FIRST)
         y_q = _contract(S * _kept(all_q_d, t, TP, PARTS, KEPT, KEYS, V_FIRST), BV, HALVES, VALUES, V_FIRST)

@@ -23,7 +23,7 @@ from kda_core.triton_lib.arguments import state_strides
 from kda_core.triton_lib.frame import names, outputs, readable
 from kda_core.triton_lib.plan import Builder, Plan, View, input_layouts
 from kda_core_nvidia.choose import RecurrentChoice
-from kda_core_nvidia.choose.recurrent import Prompts, RecurrentConfig, StepConfig, power_of_two
+from kda_core_nvidia.choose.recurrent import DraftConfig, Prompts, RecurrentConfig, StepConfig, power_of_two
 from kda_core_nvidia.recurrent import recurrent
 from kda_core_nvidia.recurrent_blocks import PLANES, ROWS, SHORT
 from kda_core_nvidia.recurrent_blocks_prepare import blocks_prepare
@@ -34,8 +34,8 @@ from kda_core_nvidia.recurrent_step import COLUMNS, SIZE, recurrent_step
 STEP_WARPS = 4
 """Warps of ``recurrent_step``: together they load whole rows of a state."""
 
-DRAFT_WARPS, DRAFT_REGISTERS = 4, 128
-"""Warps of ``recurrent_draft``, and registers of a thread, so that four programs run on a multiprocessor."""
+DRAFT_WARPS = 4
+"""Warps of ``recurrent_draft``."""
 
 PREPARE_STAGES, RECURRENCE_STAGES = 4, 2
 """Depths of the pipelines of loads of ``blocks_prepare`` (which has one warp) and ``blocks_recurrence``."""
@@ -58,8 +58,8 @@ def add_recurrent(
     named = _names(r, final_state, o) | {"LEADS": choice.overlap and (leads or choice.prompts is not None)}
     if choice.step is not None:
         _add_step(b, r, choice.step, named)
-    if choice.draft:
-        _add_draft(b, r, named)
+    if choice.draft is not None:
+        _add_draft(b, r, choice.draft, named)
     if choice.short is not None:
         _add_short(b, r, choice, choice.short, named)
     if choice.prompts is not None:
@@ -93,13 +93,13 @@ def _add_step(b: Builder, r: Request, config: StepConfig, named: dict[str, Any])
     b.pick(recurrent_step, programs, STEP_WARPS, named | own, enable_fp_fusion=False, maxnreg=config.registers)
 
 
-def _add_draft(b: Builder, r: Request, named: dict[str, Any]) -> None:
+def _add_draft(b: Builder, r: Request, config: DraftConfig, named: dict[str, Any]) -> None:
     own = {
         **_records(b, r), "I_ROW": named["I_V" if r.state_v_first else "I_K"], "TP": power_of_two(r.T),
-        "CP": 0 if r.commit is None else power_of_two(max(1, r.commit.shape[1])),
+        "CP": 0 if r.commit is None else power_of_two(max(1, r.commit.shape[1])), "STAGED": config.staged,
     }  # fmt: skip
     programs = r.N * r.HV * (SIZE.value // (DRAFT_WARPS * DRAFT_COLUMNS.value))
-    options = {"maxnreg": DRAFT_REGISTERS, "enable_fp_fusion": False}
+    options = {"maxnreg": config.registers, "enable_fp_fusion": False}
     b.pick(recurrent_draft, programs, DRAFT_WARPS, named | own, **options)
 
 
