@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import installed
@@ -160,6 +161,19 @@ def test_gradients_are_the_same_from_all_that_the_forward_made(name):
         found.append(torch.autograd.grad([o, state], list(leaves.values()), [torch.ones_like(o), state.detach()]))
     for n, made_again, kept in zip(names, *found, strict=True):
         assert torch.equal(made_again, kept), n
+
+
+def test_a_new_thread_s_first_call_may_encode_descriptors():
+    """All is compiled and memory lies ready: nothing else of that thread has called CUDA's runtime before."""
+    options = arguments("packed", torch.bfloat16)
+    again = {n: x.clone() if n in ("q", "k", "v", "g") else x for n, x in options.items()}
+    expected, _ = kda_core.chunk_kda(**options)
+    kda_core.chunk_kda(**options)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(kda_core.chunk_kda(**again)[0]))
+    thread.start()
+    thread.join()
+    assert torch.equal(found[0], expected)
 
 
 def test_a_sequence_does_not_see_what_follows_it():

@@ -270,6 +270,25 @@ def test_threads_that_run_the_same_plan_use_their_own_tensors(fake):
     assert sorted(seen) == sorted([x.data_ptr() for x in given] * 50)
 
 
+def test_a_thread_that_has_no_context_yet_gets_one():
+    """The driver encodes descriptors; seen where the backward was the first thing that autograd's thread did."""
+    begun: list[int] = []
+
+    def encode(x: int) -> int:
+        if not begun:
+            raise RuntimeError("Triton Error [CUDA]: Failed to create tensor map descriptor: invalid device context")
+        return x
+
+    assert triton_private.in_context(encode, 3, begin=lambda: begun.append(1)) == 3
+    assert begun == [1]
+
+    def full() -> None:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        triton_private.in_context(full)
+
+
 def test_descriptors_stay_bounded(fake):
     """One for every address that comes again, and not for every address that ever was."""
     given = [torch.randn(4, 32) for _ in range(9)]

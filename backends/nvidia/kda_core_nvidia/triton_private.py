@@ -88,9 +88,27 @@ def entry(compiled: Any, descriptors: int, version: str = VERSION) -> Entry | No
     return Entry(inner.cell_contents, (*head, *_NO_HOOKS), True, lambda n, x: make_tensordesc_arg(x, kinds[n])[0])
 
 
+def _begin() -> None:
+    torch.zeros((), device="cuda")
+
+
+def in_context(function: Callable[..., Any], *args: Any, begin: Callable[[], None] = _begin) -> Any:
+    """``function(*args)``, which may encode descriptors.
+
+    The driver encodes them, and a thread has no context of the driver before it first calls CUDA's runtime.
+    """
+    try:
+        return function(*args)
+    except RuntimeError as error:
+        if "invalid device context" not in str(error):
+            raise
+    begin()
+    return function(*args)
+
+
 def launch(kernel: Any, grid: tuple[int, int, int], arguments: list[Any], options: dict[str, Any]) -> Any:
     """Launch through triton's public interface, compiling where that is needed; the compiled kernel."""
-    return kernel[grid](*arguments, **options)
+    return in_context(lambda: kernel[grid](*arguments, **options))
 
 
 class _Place:
@@ -139,6 +157,6 @@ def encoder(found: Entry, number: int, tile: Tile) -> Callable[[Sequence[int], i
     def encode(shape: Sequence[int], address: int) -> Any:
         new = object.__new__(kind)
         new.__dict__ = {**fields, "shape": list(shape), "base": _Place(address)}
-        return found.encode(number, new)
+        return in_context(found.encode, number, new)
 
     return encode
