@@ -154,7 +154,7 @@ def test_hopper_joins_shorter_segments():
     """
 
     def rows(T: int, H: int = 4) -> int:
-        both = forward_on(90, request(T=T, H=H)), backward_on(90, backward(T=T, H=H))
+        both = forward_on(90, request(T=T, H=H, save_for_backward=True)), backward_on(90, backward(T=T, H=H))
         assert both[0].segment_rows == both[1].segment_rows
         assert {isinstance(x.transitions, TransitionsHopperConfig) for x in both} == {True}
         if both[0].segment_rows:
@@ -175,6 +175,13 @@ def test_hopper_joins_shorter_segments():
     for arch, r in ((100, request(T=8192)), (90, request(T=8192, dtype=FP16)), (90, request(T=8192, K=64))):
         assert not isinstance(forward_on(arch, r).transitions, TransitionsHopperConfig)
     assert not isinstance(choose_forward(metadata(request(T=8192)), INTERPRETED).transitions, TransitionsHopperConfig)
+
+
+def test_a_prefill_is_cut_from_fewer_rows_on_than_a_training_step():
+    assert [forward_on(90, request(T=T)).segment_rows for T in (3071, 3072, 3100)] == [0, 512, 544]
+    assert [forward_on(90, request(T=3072, H=H)).segment_rows for H in (8, 12, 16, 17)] == [512, 768, 768, 0]
+    assert forward_on(90, request(T=4095, save_for_backward=True)).segment_rows == 0
+    assert backward_on(90, backward(T=4095)).segment_rows == 0
 
 
 def test_segments_of_one_length_are_a_batch():

@@ -304,8 +304,9 @@ LEAST_SEGMENTS = 4
 LEAST_ROWS_HOPPER = 512
 """The same with ``transitions_hopper``, whose programs are half as many and take a third of the time."""
 
-LEAST_TOTAL_HOPPER = 4096
-"""Rows of a sequence, at least, that is cut then: of shorter ones the launches cost what the recurrence saves."""
+LEAST_TOTAL_HOPPER, LEAST_TOTAL_PREFILL = 4096, 3072
+"""Rows of a sequence, at least, that is cut then, and where no backward follows: of shorter ones the launches cost what
+the recurrence saves."""
 
 LEAST_TOTAL_FEW, MOST_HEADS_FEW = 8192, 24
 """The same where two or three segments fill the chip, up to so many value heads. With more a forward alone gains, of
@@ -339,7 +340,8 @@ def segment_rows(request: Request, chip: Chip) -> int:
     hopper = cut_on_hopper(r, chip)
     programs = r.HV * -(-padded(r.V) // 64)
     count = min(chip.multiprocessors // programs, most_segments(r) if hopper else r.T // LEAST_ROWS)
-    if not (cutting_pays(r, count) if hopper else count >= LEAST_SEGMENTS):
+    prefill = not (r.save_for_backward or r.saved or r.needs_grad)
+    if not (cutting_pays(r, count, prefill) if hopper else count >= LEAST_SEGMENTS):
         return 0
     if hopper:
         # Segments of one length are a batch, and their boundaries need not be written.
@@ -350,10 +352,14 @@ def segment_rows(request: Request, chip: Chip) -> int:
     return -(-rows // CHUNK) * CHUNK
 
 
-def cutting_pays(r: Request, count: int) -> bool:
-    """Whether a call is faster in so many segments, which the kernels for Hopper join."""
+def cutting_pays(r: Request, count: int, prefill: bool = False) -> bool:
+    """Whether a call is faster in so many segments, which the kernels for Hopper join.
+
+    Args:
+        prefill: no backward follows.
+    """
     if count >= LEAST_SEGMENTS:
-        return r.T >= LEAST_TOTAL_HOPPER
+        return r.T >= (LEAST_TOTAL_PREFILL if prefill else LEAST_TOTAL_HOPPER)
     if count < 2:
         return False
     if r.HV <= MOST_HEADS_FEW:
