@@ -86,8 +86,16 @@ CASES = {
     "pairs, packed, states": BOUNDED | BFLOAT16 | IN_PAIRS | {"state": FP32},
     "pairs, packed, promised": PROMISED | IN_PAIRS | {"gate_dtype": BF16, "decay": "bounded", "state": FP32},
     "pairs, packed, V first": BOUNDED | BFLOAT16 | IN_PAIRS | {"state": BF16, "options": {"state_v_first": True}},
+    "pairs, packed, softplus": SOFTPLUS | BFLOAT16 | IN_PAIRS | {"rate": 3.0, "state": FP32},
+    "pairs, packed, softplus, strong": SOFTPLUS | BFLOAT16 | IN_PAIRS | {"rate": 200.0},
+    "pairs, packed, given": IN_PAIRS | {"gate_dtype": BF16, "state": FP32},
+    "pairs, packed, given, -8": IN_PAIRS | {"gate_dtype": BF16, "decay": -8.0},
+    "pairs, packed, given, -14": IN_PAIRS | {"gate_dtype": BF16, "decay": -14.0, "l2norm": True},
+    "pairs, short tails, given, -8": {"gate_dtype": BF16, "decay": -8.0, "B": 2, "T": 102},
     "pairs, tails": BOUNDED | BFLOAT16 | {"B": 3, "T": 77, "state": FP32},
-    "pairs, tails, one chunk": BOUNDED | BFLOAT16 | {"B": 4, "T": 31, "state": FP32},
+    "pairs, tails, a whole chunk": BOUNDED | BFLOAT16 | {"B": 3, "T": 96, "state": FP32},
+    "pairs, tails, two chunks": BOUNDED | BFLOAT16 | {"B": 3, "T": 104, "state": FP32},
+    "pairs, tails, softplus, strong": SOFTPLUS | BFLOAT16 | {"B": 3, "T": 104, "rate": 200.0},
     "equal keys": BFLOAT16 | {"keys": "equal", "beta": 1.0, "decay": "slow"},
 }
 WIDE = (
@@ -204,7 +212,7 @@ def test_a_sequence_is_its_own(name: str):
     state[3] = request.grad_final_state[0]
     packed = gradients(replace(request, **parts, cu_seqlens=bounds, grad_final_state=state))
     own = {n: x[:, 102:165].contiguous() for n, x in parts.items()}
-    alone = gradients(replace(request, **own))
+    alone = gradients(replace(request, **own, cu_seqlens=bounds[3:5] - 102))
     for n in ("q", "k", "v", "g", "beta"):
         assert torch.equal(packed[n][:, 102:165], alone[n]), n
         assert not packed[n][:, 200:].any(), n
@@ -225,7 +233,9 @@ def test_bits_do_not_depend_on_strides(kind: str, name: str):
             assert torch.equal(found, right[n]), n
 
 
-@pytest.mark.parametrize("name", ["pairs, batch", "pairs, states", "pairs, tails", "pairs, tails, one chunk"])
+@pytest.mark.parametrize(
+    "name", ["pairs, batch", "pairs, states", "pairs, tails", "pairs, tails, two chunks", "pairs, tails, a whole chunk"]
+)
 def test_a_sequence_in_pairs_is_its_own(name: str):
     """A batch row has the bits that it has without the others."""
     request = request_of(case(name))
@@ -237,11 +247,11 @@ def test_a_sequence_in_pairs_is_its_own(name: str):
 
 
 @pytest.mark.parametrize("count", [1, 31, 32, 33, 63, 64, 65, 96, 97])
-@pytest.mark.parametrize("name", ["pairs, states", "pairs, promised"])
+@pytest.mark.parametrize("name", ["pairs, states", "pairs, promised", "pairs, softplus, strong"])
 def test_a_packed_sequence_in_pairs_is_its_own(name: str, count: int):
     """Packed between others that hold NaN it has the bits that it has alone; rows behind the last one have zeros.
 
-    A dense call of whole pairs is compiled apart and may have other last bits.
+    A dense call is compiled apart and may have other last bits.
     """
     request = request_of(case(name))
     first, end = 102, 102 + count
@@ -255,8 +265,7 @@ def test_a_packed_sequence_in_pairs_is_its_own(name: str, count: int):
     for n, x in spread.items():
         x[3] = states[n][0]
     packed = gradients(replace(request, **parts, **spread, cu_seqlens=bounds), name)
-    alone_bounds = bounds[3:5] - first if count % 64 == 0 else None
-    alone = gradients(replace(request, **own, **states, cu_seqlens=alone_bounds), name)
+    alone = gradients(replace(request, **own, **states, cu_seqlens=bounds[3:5] - first), name)
     for n in ("q", "k", "v", "g", "beta"):
         assert torch.equal(packed[n][:, first:end], alone[n]), n
         assert not packed[n][:, 200:].any(), n
