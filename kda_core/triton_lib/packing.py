@@ -24,11 +24,14 @@ def sequence_of_slot(cu_seqlens, N, i_slot, C):
 
 
 @triton.jit
-def chunks_before(cu_seqlens, i_n, length, ROWS: tl.constexpr):
-    """Chunks of ROWS rows of the sequences before ``i_n``: where its first intermediate state lies."""
+def chunks_before(cu_seqlens, i_n, length, ROWS: tl.constexpr, LEAST: tl.constexpr = 1):
+    """Chunks of ROWS rows of the sequences before ``i_n``, but for those of fewer than LEAST rows.
+
+    With all of them counted it is where the sequence's first intermediate state lies.
+    """
     # One exit: Triton 3.6 compiles what follows a return in a branch that is known at compile time.
     if cu_seqlens is None:
-        before = i_n * ((length + ROWS - 1) // ROWS)
+        before = i_n * ((length + ROWS - LEAST) // ROWS)
     else:
         before = tl.zeros_like(i_n)
         for first in range(0, i_n, 64):
@@ -36,7 +39,7 @@ def chunks_before(cu_seqlens, i_n, length, ROWS: tl.constexpr):
             m_n = o_n < i_n
             begin = tl.load(cu_seqlens + o_n, mask=m_n, other=0).to(tl.int64)
             end = tl.load(cu_seqlens + o_n + 1, mask=m_n, other=0).to(tl.int64)
-            before += tl.sum((end - begin + ROWS - 1) // ROWS)
+            before += tl.sum((end - begin + ROWS - LEAST) // ROWS)
     return before
 
 

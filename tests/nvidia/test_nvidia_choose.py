@@ -246,7 +246,7 @@ def test_gradients_read_large_calls_through_descriptors():
 
 
 def test_gradients_take_pairs_of_slots():
-    """Sequences of whole pairs, or long on average, with a bfloat16 gate and heads that are not grouped."""
+    """With a bfloat16 gate and heads that are not grouped, where there are enough of them."""
 
     def kind(arch: int = 90, **fields: Any) -> type:
         return type(backward_on(arch, backward(**({"T": 4096} | fields))).gradients)
@@ -259,17 +259,21 @@ def test_gradients_take_pairs_of_slots():
     assert kind(T=16384) is GradientsPersistentConfig, "in segments, of one length"
     assert kind(80) is GradientsConfig
     assert kind(K=64) is GradientsConfig
-    packed = torch.empty(33, dtype=torch.int32, device="meta")
-    for taken in ({"T": 4096 + 32}, {"T": 8200}, {"cu_seqlens": packed[:2]}, {"cu_seqlens": packed}):
+    packed = torch.empty(129, dtype=torch.int32, device="meta")
+    for taken in ({"T": 4096 + 32}, {"T": 8200}, {"cu_seqlens": packed[:2]}, {"cu_seqlens": packed[:33]}):
         assert kind(safe_gate=True, H=32, **taken) is GradientsPersistentConfig, taken
-        assert kind(H=64, **taken) is GradientsHopperConfig, "decays of any strength"
-    assert kind(T=8200, safe_gate=True) is GradientsHopperConfig, "in segments, packed"
+        assert kind(H=64, **taken) is GradientsPersistentConfig, taken
+        assert kind(H=8, **taken) is GradientsHopperConfig, "decays of any strength"
+    assert kind(T=8200, H=16) is GradientsPersistentConfig, "in segments, packed"
+    assert kind(T=8192, H=96, cu_seqlens=packed) is GradientsPersistentConfig
     wide_gate = torch.empty(1, 4096, 4, 128, dtype=FP32, device="meta")
     few_heads = torch.empty(1, 4096, 2, 128, dtype=BF16, device="meta")
     others: list[dict[str, Any]] = [
-        {"T": 290, "H": 32},
-        {"T": 127, "H": 256},
-        {"H": 32, "cu_seqlens": torch.empty(34, dtype=torch.int32, device="meta")},
+        {"T": 1000, "H": 32},
+        {"H": 64, "cu_seqlens": packed},
+        {"T": 31, "H": 2048},
+        {"H": 4, "cu_seqlens": packed[:2]},
+        {"H": 32, "cu_seqlens": packed[:1]},
         {"g": wide_gate},
         {"q": few_heads, "k": few_heads},
     ]

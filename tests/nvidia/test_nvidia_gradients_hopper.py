@@ -86,8 +86,16 @@ CASES = {
     "pairs, packed, states": BOUNDED | BFLOAT16 | IN_PAIRS | {"state": FP32},
     "pairs, packed, promised": PROMISED | IN_PAIRS | {"gate_dtype": BF16, "decay": "bounded", "state": FP32},
     "pairs, packed, V first": BOUNDED | BFLOAT16 | IN_PAIRS | {"state": BF16, "options": {"state_v_first": True}},
+    "pairs, packed, softplus": SOFTPLUS | BFLOAT16 | IN_PAIRS | {"rate": 3.0, "state": FP32},
+    "pairs, packed, softplus, strong": SOFTPLUS | BFLOAT16 | IN_PAIRS | {"rate": 200.0},
+    "pairs, packed, given": IN_PAIRS | {"gate_dtype": BF16, "state": FP32},
+    "pairs, packed, given, -8": IN_PAIRS | {"gate_dtype": BF16, "decay": -8.0},
+    "pairs, packed, given, -14": IN_PAIRS | {"gate_dtype": BF16, "decay": -14.0, "l2norm": True},
+    "pairs, short tails, given, -8": {"gate_dtype": BF16, "decay": -8.0, "B": 2, "T": 102},
     "pairs, tails": BOUNDED | BFLOAT16 | {"B": 3, "T": 77, "state": FP32},
-    "pairs, tails, one chunk": BOUNDED | BFLOAT16 | {"B": 4, "T": 31, "state": FP32},
+    "pairs, tails, a whole chunk": BOUNDED | BFLOAT16 | {"B": 3, "T": 96, "state": FP32},
+    "pairs, tails, two chunks": BOUNDED | BFLOAT16 | {"B": 3, "T": 104, "state": FP32},
+    "pairs, tails, softplus, strong": SOFTPLUS | BFLOAT16 | {"B": 3, "T": 104, "rate": 200.0},
     "equal keys": BFLOAT16 | {"keys": "equal", "beta": 1.0, "decay": "slow"},
 }
 WIDE = (
@@ -106,6 +114,13 @@ def case(name: str, draw: int = 0) -> Case:
     """The name of a case is its seed."""
     fields = {"T": 224, "H": 4, "HV": 4, "K": 128, "dtype": BF16, "backward": True} | CASES[name]
     return Case(name=f"{name} {draw}", **fields)
+
+
+def of_many_heads(name: str, draw: int) -> Case:
+    """A case of four times the heads, short enough for the oracle's float64 states of each token on the device."""
+    drawn = case(name, draw)
+    rows = {"T": 130, "lengths": (1, 33, 0, 64, 24)} if drawn.lengths else {"T": min(drawn.T, 128)}
+    return replace(drawn, name=f"{drawn.name}, many heads", B=1, H=4 * drawn.H, HV=4 * drawn.HV, **rows)
 
 
 def request_of(drawn: Case, device: torch.device = DEVICE) -> Request:
@@ -137,13 +152,11 @@ def gradients(request: Request, kind: str = "", hopper: bool = True, programs: i
     return run_plan(plan_backward(r, choice), request)
 
 
-def exact_gradients(drawn: Case) -> dict[str, Tensor]:
-    call = drawn.call()
-    request = call.request()
+def exact_gradients(request: Request) -> dict[str, Tensor]:
     inputs = {n: x for n in DIFFERENTIABLE if (x := getattr(request, n)) is not None}
     leaves = {n: x.double().requires_grad_() for n, x in inputs.items()}
     found = reference.oracle(request, inputs=leaves)
-    given = [call.grads["o"].double(), call.grads["final_state"].double()]
+    given = [request.grad_o.double(), request.grad_final_state.double()]
     grads = torch.autograd.grad([found.o, found.final_state], list(leaves.values()), given)
     return dict(zip(leaves, grads, strict=True))
 
@@ -160,15 +173,31 @@ def test_as_exact_as_the_triton_kernel(name: str):
     squares: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for draw in range(DRAWS):
         drawn = case(name, draw)
-        request, exact = request_of(drawn), exact_gradients(drawn)
+        request, exact = request_of(drawn), exact_gradients(request_of(drawn, torch.device("cpu")))
         both = gradients(request, name), gradients(request, hopper=False)
         for n, right in exact.items():
             for i, found in enumerate(both):
                 squares[n][i] += error(found[n], right) ** 2 / DRAWS
+    squares.pop("A_log", None)
     for n, (ours, before) in squares.items():
-        # A draw has four numbers of dA_log: even of 24 draws the ratio varies by a tenth.
-        wider = EDGE.get((name, n), 1.15 if n == "A_log" else 1.05)
-        assert ours**0.5 <= wider * before**0.5 + 2e-5, n
+        assert ours**0.5 <= EDGE.get((name, n), 1.05) * before**0.5 + 2e-5, n
+
+
+@pytest.mark.parametrize("name", [name for name, fields in CASES.items() if "gate" in fields])
+def test_gradients_of_rates_are_as_exact_as_the_triton_kernels(name: str):
+    """One number a head, whose errors differ by more than its size does from draw to draw: sums of squares over many.
+
+    As the test above takes them, of four heads, two kernels with errors of one size fail in a fifth of the series.
+    """
+    squares = [0.0, 0.0, 0.0]
+    for draw in range(DRAWS):
+        request = request_of(of_many_heads(name, draw))
+        right = exact_gradients(request)["A_log"]
+        both = gradients(request, name)["A_log"], gradients(request, hopper=False)["A_log"]
+        for i, x in enumerate((right, *(found - right for found in both))):
+            squares[i] += float(x.square().sum())
+    size, ours, before = (x**0.5 for x in squares)
+    assert ours <= 1.15 * before + 2e-5 * size
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -204,7 +233,7 @@ def test_a_sequence_is_its_own(name: str):
     state[3] = request.grad_final_state[0]
     packed = gradients(replace(request, **parts, cu_seqlens=bounds, grad_final_state=state))
     own = {n: x[:, 102:165].contiguous() for n, x in parts.items()}
-    alone = gradients(replace(request, **own))
+    alone = gradients(replace(request, **own, cu_seqlens=bounds[3:5] - 102))
     for n in ("q", "k", "v", "g", "beta"):
         assert torch.equal(packed[n][:, 102:165], alone[n]), n
         assert not packed[n][:, 200:].any(), n
@@ -225,7 +254,9 @@ def test_bits_do_not_depend_on_strides(kind: str, name: str):
             assert torch.equal(found, right[n]), n
 
 
-@pytest.mark.parametrize("name", ["pairs, batch", "pairs, states", "pairs, tails", "pairs, tails, one chunk"])
+@pytest.mark.parametrize(
+    "name", ["pairs, batch", "pairs, states", "pairs, tails", "pairs, tails, two chunks", "pairs, tails, a whole chunk"]
+)
 def test_a_sequence_in_pairs_is_its_own(name: str):
     """A batch row has the bits that it has without the others."""
     request = request_of(case(name))
@@ -237,11 +268,11 @@ def test_a_sequence_in_pairs_is_its_own(name: str):
 
 
 @pytest.mark.parametrize("count", [1, 31, 32, 33, 63, 64, 65, 96, 97])
-@pytest.mark.parametrize("name", ["pairs, states", "pairs, promised"])
+@pytest.mark.parametrize("name", ["pairs, states", "pairs, promised", "pairs, softplus, strong"])
 def test_a_packed_sequence_in_pairs_is_its_own(name: str, count: int):
     """Packed between others that hold NaN it has the bits that it has alone; rows behind the last one have zeros.
 
-    A dense call of whole pairs is compiled apart and may have other last bits.
+    A dense call is compiled apart and may have other last bits.
     """
     request = request_of(case(name))
     first, end = 102, 102 + count
@@ -255,8 +286,7 @@ def test_a_packed_sequence_in_pairs_is_its_own(name: str, count: int):
     for n, x in spread.items():
         x[3] = states[n][0]
     packed = gradients(replace(request, **parts, **spread, cu_seqlens=bounds), name)
-    alone_bounds = bounds[3:5] - first if count % 64 == 0 else None
-    alone = gradients(replace(request, **own, **states, cu_seqlens=alone_bounds), name)
+    alone = gradients(replace(request, **own, **states, cu_seqlens=bounds[3:5] - first), name)
     for n in ("q", "k", "v", "g", "beta"):
         assert torch.equal(packed[n][:, first:end], alone[n]), n
         assert not packed[n][:, 200:].any(), n

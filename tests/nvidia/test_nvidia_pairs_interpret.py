@@ -23,6 +23,7 @@ CALLS = {
     # name: (B, T, boundaries)
     "dense, half a pair left": (3, 77, None),
     "dense, many pairs": (2, 1300, None),
+    "dense, no pair": (2, 32, None),
     "packed": (1, 460, [0, 1, 32, 32, 64, 97, 160, 224, 289, 439, 439]),
     "packed, one sequence": (1, 128, [0, 128]),
     "packed, nothing in it": (1, 40, [0, 0, 0]),
@@ -39,23 +40,24 @@ def sequences(name: str) -> list[tuple[int, int, int, int]]:
     return [(b, e - b, b // C + n, b // (2 * C) + n) for n, (b, e) in parts]
 
 
-def listed(name: str) -> list[list[int]]:
-    """The table of pairs as ``pairs_kernel`` writes it, and how many it says there are; checks rows behind the last."""
+def listed(name: str) -> list[list[list[int]]]:
+    """The tables of pairs that ``pairs_kernel`` writes, as far as it says; checks rows behind the last sequence."""
     from kda_core_nvidia.gradients_pairs import pairs_kernel
 
     B, T, bounds = CALLS[name]
     N = len(sequences(name))
     most = B * -(-T // (2 * C)) if bounds is None else T // (2 * C) + N + 1
-    table, count = torch.full((most, 5), -7, dtype=torch.int32), torch.full((1,), -7, dtype=torch.int32)
+    table, count = torch.full((2, most, 4), -7, dtype=torch.int32), torch.full((2,), -7, dtype=torch.int32)
     grads = [torch.full((B * T, HV, K), torch.nan) for _ in range(4)] + [torch.full((B * T, HV), torch.nan)]
     cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
-    pairs_kernel[(N + (1 if bounds is None else 5),)](table, count, *grads, cu_seqlens, T, N, -(-T // C), HV, K, C, 16)
+    grid, sizes = (N + (1 if bounds is None else 5),), (T, N, -(-T // C), most, HV, K, C, 16)
+    pairs_kernel[grid](table, count, *grads, cu_seqlens, *sizes)
     end = B * T if bounds is None else bounds[-1]
     for x in grads:
         assert x[:end].isnan().all()
         assert torch.equal(x[end:], torch.zeros_like(x[end:]))
-    assert (table[:, 2] < most).all()
-    return [count.tolist(), *table[: max(1, int(count))].tolist()]
+    assert (table[..., 2] < most).all()
+    return [x[: max(1, n)].tolist() for x, n in zip(table, count.tolist(), strict=True)]
 
 
 def stored(name: str, every_second: bool) -> dict[str, torch.Tensor]:
@@ -106,15 +108,14 @@ def found():
 
 @pytest.mark.parametrize("name", CALLS)
 def test_pairs_of_a_call(found, name: str):
-    """Without gaps, each with its rows, its slot and its states; a sequence of one chunk is named."""
-    expected = [
-        [row + 2 * C * j, slot + 2 * j, place + j, min(rows - 2 * C * j, 2 * C), n if rows <= C else -1]
-        for n, (row, rows, slot, place) in enumerate(sequences(name))
-        for j in range(-(-rows // (2 * C)))
+    """Without gaps, each with its rows, its slot and its states: whole ones, and others. A chunk alone is in none."""
+    pairs = [
+        [row + 2 * C * j, slot + 2 * j, place + j, min(rows - 2 * C * j, 2 * C)]
+        for row, rows, slot, place in sequences(name)
+        for j in range(-(-(rows - C) // (2 * C)))
     ]
-    (count,), *table = found[name]
-    assert count == len(expected)
-    assert table == (expected or [[0] * 5])
+    whole, others = ([pair for pair in pairs if (pair[-1] == 2 * C) == kind] for kind in (True, False))
+    assert found[name] == [whole or [[0] * 4], others or [[0] * 4]]
 
 
 @pytest.mark.parametrize("name", [name for name, call in CALLS.items() if call[2] != [0]])

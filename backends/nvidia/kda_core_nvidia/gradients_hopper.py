@@ -17,6 +17,9 @@ Two programs share a multiprocessor: 113 KiB of shared memory each at most. Resu
 need, therefore lie in the place of blocks that are no longer read. Sums over 256 value channels take the halves of
 these in turn, in the same place.
 
+Where chunks are in pairs that ``gradients_hopper_persistent`` takes, this kernel takes the last chunk of every sequence
+with an odd number of them: a program a sequence and head.
+
 Grid: slots · HV · K / 128 programs, channel blocks fastest, which share do, dv and z, then heads. Addresses: rows of
 descriptors in 32 bits, pointers in int64.
 """
@@ -33,7 +36,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kda_core.triton_lib.gate import gate_rate, sigmoid
 from kda_core.triton_lib.packing import rows_of_slot
+from kda_core_nvidia.backward_states_hopper import place_of, rows_of
 from kda_core_nvidia.gradients_decays import far_gradients, near_gradients, take
+from kda_core_nvidia.gradients_persistent_tiles import WARPS as PAIR_WARPS
 from kda_core_nvidia.gradients_tiles import (
     BY_CHANNEL,
     BY_ROW,
@@ -55,9 +60,10 @@ from kda_core_nvidia.gradients_tiles import (
     halves_of,
     inside,
     last_row,
-    left_parts,
     log2_decays,
     numbers_of_rows,
+    of_raw,
+    own_gradients,
     products_of_channels,
     rows_of_tile,
     selected_sums,
@@ -69,40 +75,6 @@ from kda_core_nvidia.hopper_squares import seen_as
 from kda_core_nvidia.hopper_tiles import exp2
 from kda_core_nvidia.prepare_hopper import store_block
 from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block
-
-
-@gluon.jit
-def _own_gradients(dq, dk, dkc, q_rows, k_rows, numbers, own_products, columns, tile: gl.constexpr):
-    """A tile's gradients of raw rows of q and k, except for what their norms take away.
-
-    Returns:
-        the two gradients; summands of the decay gradient as parts of a left operand; summands of a row's product with
-        its gradient, of q and of k, and of the gradient of β.
-    """
-    k = rows_of_tile(k_rows, tile)
-    q = rows_of_tile(q_rows, tile)
-    k_beta = numbers_of_rows(numbers, 0, tile)
-    q_scale = numbers_of_rows(numbers, 1, tile)
-    own = q_scale * gl.expand_dims(own_products.slice(80 * tile, 16).load(BY_ROW), 0)
-    dq = dq * q_scale
-    dk = dk * -numbers_of_rows(numbers, 2, tile)
-    of_column = k_beta * dkc
-    if columns is not None:
-        of_column = of_column * columns
-    summands = left_parts(q * dq + k * (dk - of_column))
-    # The diagonal of M has no decay.
-    dq += k * (own * k_beta)
-    dkc += q * own
-    dk += k_beta * dkc
-    return dq, dk, summands, q * dq, k * dk, k * dkc
-
-
-@gluon.jit
-def _of_raw(d, x_rows, projected, numbers, norm: gl.constexpr, tile: gl.constexpr):
-    """The gradient of a tile's raw rows: without the part along the row."""
-    n = numbers_of_rows(numbers, norm, tile)
-    return d - rows_of_tile(x_rows, tile) * (n * n * gl.expand_dims(projected, 0))
-
 
 _NUMBERS = ["scale", "o_scale", "lower_bound", "tokens", "T", "N", "chunks", "HV", "HO", "group"]
 
@@ -133,6 +105,7 @@ def gradients_hopper(
     group,  # value heads of a key head
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BOUNDED: gl.constexpr,
     BETA_SIGMOID: gl.constexpr, BETA_SCALE: gl.constexpr, V_FIRST: gl.constexpr,
+    LAST: gl.constexpr,  # take what ``gradients_hopper_persistent`` leaves; z, states and partial sums are by pairs
 ):  # fmt: skip
     BLOCKS: gl.constexpr = K // 128
     i_k = gl.program_id(0) % BLOCKS
@@ -154,7 +127,19 @@ def gradients_hopper(
     count = C
     length = T
     i_n = i_slot
-    if TAILS:
+    of_state = block
+    Z_ROWS: gl.constexpr = 2 * C if LAST else C
+    if LAST:
+        # A sequence's last chunk, if it is in no pair.
+        slot0, length, _, row0 = rows_of(i_n, cu_seqlens, T, 0, chunks, 0, 0, C)
+        before = (length + C - 1) // C - 1
+        if before % 2 != 0:
+            return
+        count = length - before * C
+        row = row0.to(gl.int32) + before * C
+        block = ((slot0 + before) * HV + i_h).to(gl.int32)
+        of_state = ((place_of(slot0, i_n, cu_seqlens, row0, chunks, C, True) + before) // 2 * HV + i_h).to(gl.int32)
+    elif TAILS:
         i_n, i_b, start, eos = rows_of_slot(cu_seqlens, i_slot, T, N, chunks, C)
         if start >= eos:
             return
@@ -162,6 +147,7 @@ def gradients_hopper(
         row = i_b * T + start
         if cu_seqlens is not None:
             length = eos - gl.load(cu_seqlens + i_n).to(gl.int32)
+    if TAILS:
         out = row.to(gl.int64) * HV + i_h
         heads_g = HV if HO is None else HO
         out_g = out if HO is None else row.to(gl.int64) * HO + i_h
@@ -170,7 +156,7 @@ def gradients_hopper(
         dq_rows += out_qk * K + channel
         dk_rows += out_qk * K + channel
         dg_rows += out_g * K + channel
-        if i_n >= N:
+        if not LAST and i_n >= N:
             # Rows behind the last sequence: their gradients are zero.
             store_rows(dq_rows, heads_qk * K, None, count, BY_ROWS)
             store_rows(dk_rows, heads_qk * K, None, count, BY_ROWS)
@@ -241,7 +227,7 @@ def gradients_hopper(
     mbarrier.expect(q_bar, C * 128 * 2)
     expect_values(value_bars, C)
     copy_block(g, [row, i_h * s_gh + channel], g_bar, g_rows)
-    copy_values(z, do, states, state_grads, block, row, i_h, s_oh, channel, value_blocks, value_bars, C, V, 0)
+    copy_values(z, do, states, state_grads, of_state, row, i_h, s_oh, channel, value_blocks, value_bars, Z_ROWS, V, 0)
     if not WIDE_G:
         copy_block(k, [row, i_kh * s_kh + channel], k_bar, k_rows)
         copy_block(q, [row, i_kh * s_qh + channel], q_bar, q_rows)
@@ -254,6 +240,11 @@ def gradients_hopper(
     if dt_bias is not None:
         bias = gl.expand_dims(gl.load(dt_bias + i_h * K + channel + c).to(gl.float32), 1)
     decay = gl.load(D + (block.to(gl.int64) * K + channel) + c)
+    if LAST and initial_state is not None:
+        # Early: later there are no registers for it.
+        own_sums = decay
+        if length <= C:
+            own_sums = decay * sum_of_ends(initial_state, grad_final_state, i_n * HV + i_h, channel, K, V, V_FIRST)
     # A row a lane, a kind of number a warp.
     LANES: gl.constexpr = gl.BlockedLayout([256 // (32 * WARPS)], [32], [WARPS], [0])
     kind = gl.arange(0, 256, layout=LANES) // 32
@@ -289,8 +280,9 @@ def gradients_hopper(
             block_barrier()
             expect_values(value_bars, C)
             copy_values(
-                z, do, states, state_grads, block, row, i_h, s_oh, channel, value_blocks, value_bars, C, V, 128 * half
-            )
+                z, do, states, state_grads, of_state, row, i_h, s_oh, channel, value_blocks, value_bars, Z_ROWS, V,
+                128 * half,
+            )  # fmt: skip
             copy_block(dv, [row, i_h * V + 128 * half], value_bars[2], o_0.index(1))
             copy_block(dv, [row, i_h * V + 128 * half + 64], value_bars[3], o_1.index(1))
         if half == V // 128 - 1:
@@ -355,6 +347,8 @@ def gradients_hopper(
             sums = gl.convert_layout(diagonals(squares), BY_CHANNEL) * (decay * o_scale)
         else:
             sums += gl.convert_layout(diagonals(squares), BY_CHANNEL) * (decay * o_scale)
+        if LAST and initial_state is not None:
+            sums = gl.where(length <= C, own_sums, sums)
         m, rows, dkc = warpgroup_mma_wait(0, deps=(m, rows, dkc))
     s_0._keep_alive()
     s_1._keep_alive()
@@ -364,7 +358,7 @@ def gradients_hopper(
     if WIDE_G and GATE != "none":
         mbarrier.expect(g_bar, C * 128 * 4)
         copy_block(g, [row, i_h * s_gh + channel], g_bar, g_again)
-    if initial_state is not None:  # noqa: SIM102
+    if initial_state is not None and not LAST:  # noqa: SIM102
         if length <= C:
             # A sequence of one chunk reads the caller's states, not their 16-bit copies.
             sums = decay * sum_of_ends(initial_state, grad_final_state, i_n * HV + i_h, channel, K, V, V_FIRST)
@@ -409,9 +403,9 @@ def gradients_hopper(
         ends = ends * columns
 
     block_barrier()
-    dq0, dk0, p0, tq0, tk0, tb0 = _own_gradients(dq0, dk0, dkc0, q_rows, k_rows, numbers, own_products, columns, 0)
+    dq0, dk0, p0, tq0, tk0, tb0 = own_gradients(dq0, dk0, dkc0, q_rows, k_rows, numbers, own_products, columns, 0)
     block_barrier()
-    dq1, dk1, p1, tq1, tk1, tb1 = _own_gradients(dq1, dk1, dkc1, q_rows, k_rows, numbers, own_products, columns, 1)
+    dq1, dk1, p1, tq1, tk1, tb1 = own_gradients(dq1, dk1, dkc1, q_rows, k_rows, numbers, own_products, columns, 1)
     if BLOCKS > 1:
         tb0 = gl.sum(tb0, axis=0)
         tb1 = gl.sum(tb1, axis=0)
@@ -443,10 +437,10 @@ def gradients_hopper(
         dk0 = dk0 * numbers_of_rows(numbers, 5, 0)
         dk1 = dk1 * numbers_of_rows(numbers, 5, 1)
     elif norms is not None:
-        dq0 = _of_raw(dq0, q_rows, tq0, numbers, 3, 0)
-        dq1 = _of_raw(dq1, q_rows, tq1, numbers, 3, 1)
-        dk0 = _of_raw(dk0, k_rows, tk0, numbers, 2, 0)
-        dk1 = _of_raw(dk1, k_rows, tk1, numbers, 2, 1)
+        dq0 = of_raw(dq0, q_rows, tq0, numbers, 3, 0)
+        dq1 = of_raw(dq1, q_rows, tq1, numbers, 3, 1)
+        dk0 = of_raw(dk0, k_rows, tk0, numbers, 2, 0)
+        dk1 = of_raw(dk1, k_rows, tk1, numbers, 2, 1)
     store_tiles(dq_block, dq0, dq1)
     store_tiles(dk_block, dk0, dk1)
     if GATE != "none":
@@ -460,9 +454,14 @@ def gradients_hopper(
         dg0, summand0 = gate_gradients(x0, a, lower_bound, dg0, GATE)
         dg1, summand1 = gate_gradients(x1, a, lower_bound, dg1, GATE)
         if dbias_partial is not None:
-            gl.store(dbias_partial + (block.to(gl.int64) * K + channel + c), gl.sum(dg0 + dg1, axis=1))
+            gl.store(dbias_partial + (of_state.to(gl.int64) * K + channel + c), gl.sum(dg0 + dg1, axis=1))
         if A_log is not None:
-            gl.store(dA_partial + (block * BLOCKS + i_k), gl.sum(gl.sum(summand0 + summand1, axis=1), axis=0))
+            summand = gl.sum(gl.sum(summand0 + summand1, axis=1), axis=0)
+            PARTS: gl.constexpr = PAIR_WARPS if LAST else BLOCKS
+            gl.store(dA_partial + (of_state * PARTS + i_k), summand)
+            if LAST:
+                for i in gl.static_range(1, PARTS):
+                    gl.store(dA_partial + (of_state * PARTS + i), 0.0)
     store_tiles(dg_block, dg0, dg1)
     fence_async_shared()
     block_barrier()

@@ -18,9 +18,10 @@ Where decays are not bounded, pairs whose decays are beyond one reference point 
 launch takes them (FAR) and writes their results once more. In one kernel with the others they have 304 bytes of stack
 and more.
 
-Where sequences end within pairs, ``table`` says which rows a pair has (``gradients_pairs``). Rows of its blocks that
-are another sequence's, or nothing's, become zero as soon as they are there, and the warps that multiply store what is
-left of the pair's results. Calls of whole pairs have neither, nor have calls whose decays are not bounded.
+Where sequences end within pairs, ``table`` says which rows a pair has (``gradients_pairs``). Pairs that are not whole
+have a launch of their own, for it takes 9 to 16% longer. There rows that are another sequence's, or nothing's, become
+zero as soon as they are there, decays are masked, and the warps that multiply store their results. Pairs of one chunk
+would take as long as whole ones: ``gradients_hopper`` has them, with all that is special of short sequences.
 
 Grid: a program a multiprocessor; the pairs of all heads, heads fastest, in turn. It takes bfloat16 gates and heads that
 are not grouped (``choose.backward.gradients_persistent``).
@@ -54,6 +55,7 @@ from kda_core_nvidia.gradients_persistent_tiles import (
     WARPS,
     gradients_of_gate,
     in_order,
+    log2_decays_of,
     merged_sums,
     of_raw,
     products_of_channels,
@@ -64,26 +66,24 @@ from kda_core_nvidia.gradients_tiles import (
     LEAST_HALF,
     clear_rows,
     last_row,
-    log2_decays,
     selected_sums,
     store_rows,
-    sum_of_ends,
 )
 from kda_core_nvidia.hopper_squares import seen_as
 from kda_core_nvidia.hopper_tiles import exp2
 from kda_core_nvidia.recurrence_hopper import block_barrier
 
-_NUMBERS = ["scale", "o_scale", "lower_bound", "HV", "blocks"]
+_NUMBERS = ["scale", "o_scale", "lower_bound", "first_block", "HV", "blocks"]
 
 
 @gluon.jit
 def _gradients(
-    beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, table, dq_rows, dk_rows, dg_rows, initial_state,
-    grad_final_state, far_pairs, far_count, s_bt, s_bh, scale, o_scale, lower_bound, HV, blocks, values_ready,
+    beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, table, dq_rows, dk_rows, dg_rows,
+    far_pairs, far_count, first_block, s_bt, s_bh, scale, o_scale, lower_bound, HV, blocks, values_ready,
     values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1, o_0, o_1, s, ds, pairs, numbers,
     own_products,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BOUNDED: gl.constexpr,
-    FAR: gl.constexpr, BETA_SIGMOID: gl.constexpr, BETA_SCALE: gl.constexpr, V_FIRST: gl.constexpr,
+    FAR: gl.constexpr, BETA_SIGMOID: gl.constexpr, BETA_SCALE: gl.constexpr,
 ):  # fmt: skip
     """The warps that multiply."""
     dtype: gl.constexpr = q_places.dtype
@@ -108,7 +108,7 @@ def _gradients(
         seen_as(z_0, gl.float32, [1, 16, 128], HIGH).index(0),
         seen_as(z_1, gl.float32, [1, 16, 128], HIGH).index(0),
     )
-    TAILS: gl.constexpr = table is not None
+    TAILS: gl.constexpr = dq_rows is not None
     # A warp has whole rows.
     BY_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
     BY_HALF_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
@@ -117,14 +117,14 @@ def _gradients(
     first = gl.program_id(0)
     step = gl.num_programs(0)
     # A program without pairs loads, too.
-    block = gl.where(first < blocks, pair_of(far_pairs, first, blocks, FAR), 0)
+    block = gl.where(first < blocks, pair_of(far_pairs, first_block, first, blocks, FAR), 0)
     pair = block // HV
     i_h = block % HV
     a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = load_numbers(
         beta, A_log, dt_bias, D, norms, table, pair, i_h, HV, s_bt, s_bh, K, C
     )
     for n in range((blocks - first + step - 1) // step):
-        row, _, _, count, alone = place_of(table, pair, C)
+        row, _, _, count = place_of(table, pair, C)
         there = count if TAILS else None
         place = n & 1
         phase = n & 1
@@ -150,15 +150,20 @@ def _gradients(
         mbarrier.wait(rows_ready.index(place), rows_phase)
         if TAILS:  # noqa: SIM102
             if count < C:
-                clear_rows(q_rows, count, BY_ROWS)
-                clear_rows(k_rows, count, BY_ROWS)
-                clear_rows(g_rows, count, BY_ROWS)
-                clear_rows(z_0, count, BY_HALF_ROWS)
-                clear_rows(z_1, count, BY_HALF_ROWS)
+                behind = count - C // 2
+                clear_rows(q_rows.slice(C // 2, C // 2), behind, BY_ROWS)
+                clear_rows(k_rows.slice(C // 2, C // 2), behind, BY_ROWS)
+                clear_rows(g_rows.slice(C // 2, C // 2), behind, BY_ROWS)
+                clear_rows(z_0.slice(C // 2, C // 2), behind, BY_HALF_ROWS)
+                clear_rows(z_1.slice(C // 2, C // 2), behind, BY_HALF_ROWS)
                 for i in gl.static_range(2):
-                    clear_rows(o_0.index(i), count, BY_HALF_ROWS)
-                    clear_rows(o_1.index(i), count, BY_HALF_ROWS)
+                    clear_rows(o_0.index(i).slice(C // 2, C // 2), behind, BY_HALF_ROWS)
+                    clear_rows(o_1.index(i).slice(C // 2, C // 2), behind, BY_HALF_ROWS)
                 fence_async_shared()
+                block_barrier()
+        if table is not None and not (TAILS or EARLY) and BOUNDED:  # noqa: SIM102
+            # Never taken. Without a branch here later versions of triton spill 600 bytes.
+            if count < C:
                 block_barrier()
         m = gl.full([128, 64], 0.0, gl.float32, M64)
         rows = gl.full([128, 128], 0.0, gl.float32, M128)
@@ -177,7 +182,7 @@ def _gradients(
         # Meanwhile the decays, and the sums over v of S ⊙ dS.
         ys = ()
         for t in gl.static_range(TILES):
-            ys = ys + (log2_decays(g_rows, bias, rate, lower_bound, there, t, GATE, BOUNDED, TILE),)
+            ys = ys + (log2_decays_of(g_rows, bias, rate, lower_bound, there, t, GATE, BOUNDED),)
         slope = gl.full([256], 1.0, gl.float32, LANES)
         if BETA_SIGMOID:
             slope = sigmoid(-b_beta)
@@ -206,34 +211,33 @@ def _gradients(
             rise = rise + (exp2(x),)
         sums = products_of_channels(s, ds) * (decay * second_decay * o_scale)
         if not (BOUNDED or FAR):
-            least = gl.minimum(gl.minimum(halves[0], halves[1]), gl.minimum(halves[2], halves[3]))
+            low = halves
+            if TAILS:
+                # Allow less decay over fewer rows; otherwise terms that cancel exceed the result.
+                low = halves[:2]
+                for t in gl.static_range(2, TILES):
+                    missing = gl.minimum(gl.maximum(16 * t + 16 - count, 0), 16) / 16
+                    low = low + (halves[t] + LEAST_HALF * missing,)
+            least = gl.minimum(gl.minimum(low[0], low[1]), gl.minimum(low[2], low[3]))
             if gl.min(least, axis=0) < LEAST_HALF:
                 # Another launch writes all of this pair's results once more.
                 gl.store(far_pairs + gl.atomic_add(far_count, 1), block)
         rows, columns = warpgroup_mma_wait(0, deps=(rows, columns))
         block_barrier()
-        if initial_state is not None:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
-            if alone >= 0:
-                # A sequence of one chunk reads the caller's states, not their 16-bit copies.
-                sums = decay * sum_of_ends(initial_state, grad_final_state, alone * HV + i_h, 0, K, V, V_FIRST, TILE)
         if not FAR:
             mbarrier.arrive(values_free, count=1)
 
         if FAR:
             new_q, new_k, dg, sums_q, sums_k, sums_b = far_gradients_of_pair(
                 rows, columns, sums, halves, bias, rate, lower_bound, o_scale, g_rows, q_rows, k_rows, numbers,
-                own_products, pairs, dq_far, dk_far, dg_far, dkc_far, GATE,
+                own_products, pairs, dq_far, dk_far, dg_far, dkc_far, there, GATE,
             )  # fmt: skip
             fence_async_shared()
             block_barrier()
             mbarrier.arrive(values_free, count=1)
         else:
-            again = there
-            if TAILS and not EARLY:
-                # Read again rather than kept: registers are few.
-                _, _, _, again, _ = place_of(table, pair, C)
             new_q, new_k, dg, sums_q, sums_k, sums_b = near_gradients_of_pair(
-                rows, columns, sums, rise, halves, o_scale, q_rows, k_rows, numbers, own_products, pairs, again
+                rows, columns, sums, rise, halves, o_scale, q_rows, k_rows, numbers, own_products, pairs
             )
         sum_q = merged_sums(sums_q[0], sums_q[1], 2)
         sum_k = merged_sums(sums_k[0], sums_k[1], 2)
@@ -242,7 +246,7 @@ def _gradients(
         store_sums(sums_by_warp, sum_q, sum_k, sum_b)
         # The next pair's numbers, which arrive behind what is left of this one; the last one loads its own again.
         i = first + (n + 1) * step
-        following = gl.where(i < blocks, pair_of(far_pairs, i, blocks, FAR), block)
+        following = gl.where(i < blocks, pair_of(far_pairs, first_block, i, blocks, FAR), block)
         next_pair = following // HV
         next_h = following % HV
         if EARLY:
@@ -250,21 +254,27 @@ def _gradients(
                 beta, A_log, dt_bias, D, norms, table, next_pair, next_h, HV, s_bt, s_bh, K, C
             )
         if GATE != "none":
-            dg, summands, totals = gradients_of_gate(g_rows, bias, rate, lower_bound, dg, there, GATE)
+            if TAILS and EARLY:
+                # Once more: registers are few.
+                _, _, _, there = place_of(table, pair, C)
+            dg, summands, totals = gradients_of_gate(g_rows, bias, rate, lower_bound, dg, None if FAR else there, GATE)
+            of_sums = block
+            if table is not None:
+                _, _, state, _ = place_of(table, pair, C)
+                of_sums = state * HV + i_h
             if dbias_partial is not None:
                 c = gl.arange(0, 128, layout=BY_CHANNEL)
-                gl.store(dbias_partial + block.to(gl.int64) * K + c, gl.sum(totals, axis=1))
+                gl.store(dbias_partial + of_sums.to(gl.int64) * K + c, gl.sum(totals, axis=1))
             if A_log is not None:
                 # A number a warp.
                 summand = gl.sum(gl.sum(summands.reshape([WARPS, 16, 16]), axis=2), axis=1)
                 warp = gl.arange(0, WARPS, layout=summand.type.layout)
-                gl.store(dA_partial + block.to(gl.int64) * WARPS + warp, summand)
+                gl.store(dA_partial + of_sums.to(gl.int64) * WARPS + warp, summand)
         block_barrier()
         total = gl.sum(sums_by_warp.load(BY_WARP), axis=0) * factor
         r_lane = gl.arange(0, 256, layout=LANES) % 64
-        if TAILS:
-            # Once more: registers are few.
-            row, _, _, count, _ = place_of(table, pair, C)
+        if table is not None:
+            row, _, _, count = place_of(table, pair, C)
         p_dbeta = dbeta + (row.to(gl.int64) * HV + i_h) + r_lane * HV
         own_row = kind == 2
         if TAILS:
@@ -315,24 +325,24 @@ def gradients_hopper_persistent(
     D,  # [slots, HV, K]
     norms,  # [slots, HV, 2, C / 2] or None
     dbeta,  # [B · T, HV]
-    dA_partial,  # [pairs, HV, warps] or None
-    dbias_partial,  # [pairs, HV, K] or None
-    table, pair_count,  # as ``gradients_pairs`` writes them; or None where every pair is whole
-    dq_rows, dk_rows, dg_rows,  # tensors of dq, dk, dg, or None there
-    initial_state, grad_final_state,  # [N, HV, K, V], or None where no sequence is of one chunk
+    dA_partial,  # [places, HV, warps] or None
+    dbias_partial,  # [places, HV, K] or None
+    table, pair_count,  # as ``gradients_pairs`` writes them; or None where every pair of the call is whole
+    dq_rows, dk_rows, dg_rows,  # tensors of dq, dk, dg, or None where every pair of the launch is whole
     far_pairs,  # [pairs · HV]: pairs with decays beyond one reference point a tile, in any order; or None
     far_count,  # [1]: how many they are
+    first_block,  # HV times the first pair of the table that is not whole, if the launch takes those; or None
     s_qh, s_kh, s_gh, s_oh, s_bt, s_bh,
     scale, o_scale, lower_bound,
     HV, blocks,  # value heads; pairs · HV, with a table at most
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BOUNDED: gl.constexpr,
     FAR: gl.constexpr,  # the launch takes those pairs; else it takes all, and writes down which they are
-    BETA_SIGMOID: gl.constexpr, BETA_SCALE: gl.constexpr, V_FIRST: gl.constexpr,
+    BETA_SIGMOID: gl.constexpr, BETA_SCALE: gl.constexpr,
 ):  # fmt: skip
     if FAR:
         blocks = gl.load(far_count)
     elif table is not None:
-        blocks = gl.load(pair_count) * HV
+        blocks = gl.load(pair_count + (0 if first_block is None else 1)) * HV
     dtype: gl.constexpr = q.dtype
 
     ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 128], dtype)
@@ -369,18 +379,18 @@ def gradients_hopper_persistent(
                 _gradients,
                 (
                     beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, table, dq_rows, dk_rows, dg_rows,
-                    initial_state, grad_final_state, far_pairs, far_count, s_bt, s_bh, scale, o_scale, lower_bound, HV,
+                    far_pairs, far_count, first_block, s_bt, s_bh, scale, o_scale, lower_bound, HV,
                     blocks, values_ready, values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1,
                     o_0, o_1, s, ds, pairs, numbers, own_products, K, V, C, GATE, BOUNDED, FAR, BETA_SIGMOID,
-                    BETA_SCALE, V_FIRST,
+                    BETA_SCALE,
                 ),
             ),
             (
                 load_and_store,
                 (
-                    q, k, g, do, dv, z, states, state_grads, dq, dk, dg, table, far_pairs, HV, blocks, s_qh, s_kh,
-                    s_gh, s_oh, values_ready, values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0,
-                    z_1, o_0, o_1, s, ds, K, V, C, FAR,
+                    q, k, g, do, dv, z, states, state_grads, dq, dk, dg, table, far_pairs, first_block, HV, blocks,
+                    s_qh, s_kh, s_gh, s_oh, values_ready, values_free, rows_ready, rows_done, q_places, k_places,
+                    g_places, z_0, z_1, o_0, o_1, s, ds, K, V, C, FAR, dq_rows is not None,
                 ),
             ),
         ],

@@ -2,8 +2,9 @@
 dense ones whose sequences do not fill their last pair.
 
 A pair begins with its sequence or with a pair's rows behind another, so that a sequence's bits are its own. Pairs are
-counted without gaps, those of a sequence in turn. Their states and slots are where the recurrences and ``prepare`` have
-them.
+counted without gaps, those of a sequence in turn: whole ones, and apart from them those that end with their sequence.
+Their states and slots are where the recurrences and ``prepare`` have them. The last chunk of a sequence that has an odd
+number of them is in no pair: ``gradients_hopper`` takes it.
 
 Rows behind the last sequence get gradients of zero.
 
@@ -16,37 +17,39 @@ import triton.language as tl
 from kda_core.triton_lib.packing import chunks_before, rows_of_sequence
 
 
-@triton.jit(do_not_specialize=["T", "N", "chunks", "HV"])
+@triton.jit(do_not_specialize=["T", "N", "chunks", "pairs", "HV"])
 def pairs_kernel(
-    table,  # [pairs, 5]: first row, slot, place among the states, rows, sequence if its rows are all in one chunk or -1
-    pair_count,  # [1]
+    table,  # [2, pairs, 4]: first row, slot, place among the states, rows; whole pairs, then others
+    pair_count,  # [2]
     dq, dk, dg, dv,  # [B · T, HV, K]
     dbeta,  # [B · T, HV]
     cu_seqlens,  # [N + 1] or None
-    T, N, chunks, HV, K: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
+    T, N, chunks, pairs, HV, K: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     i_n = tl.program_id(0).to(tl.int64)
     if i_n < N:
         i_b, bos, length, slot0 = rows_of_sequence(cu_seqlens, i_n, T, chunks, C)
         _, _, _, place0 = rows_of_sequence(cu_seqlens, i_n, T, (chunks + 1) // 2, 2 * C)
-        before = chunks_before(cu_seqlens, i_n, T, 2 * C)
-        count = tl.cdiv(length, 2 * C)
+        before = chunks_before(cu_seqlens, i_n, T, 2 * C, 2 * C)
+        others_before = chunks_before(cu_seqlens, i_n, T, 2 * C, C + 1) - before + pairs
+        count = (length + C - 1) // (2 * C)
         for first in range(0, count, ROWS):
             j = first + tl.arange(0, ROWS)
             there = j < count
-            at = table + (before + j) * 5
+            at = table + tl.where(j < length // (2 * C), before + j, others_before) * 4
             tl.store(at, (i_b * T + bos + j * 2 * C).to(tl.int32), mask=there)
             tl.store(at + 1, (slot0 + 2 * j).to(tl.int32), mask=there)
             tl.store(at + 2, (place0 + j).to(tl.int32), mask=there)
             tl.store(at + 3, tl.minimum(length - j * 2 * C, 2 * C).to(tl.int32), mask=there)
-            tl.store(at + 4, tl.where(length <= C, i_n, -1).to(tl.int32), mask=there)
     if i_n == N:
-        total = chunks_before(cu_seqlens, i_n, T, 2 * C)
-        tl.store(pair_count, total.to(tl.int32))
-        if cu_seqlens is not None:
-            # Programs without pairs read the first one.
-            o = tl.arange(0, 8)
-            tl.store(table + o, tl.zeros([8], tl.int32), mask=o < tl.where(total == 0, 5, 0))
+        whole = chunks_before(cu_seqlens, i_n, T, 2 * C, 2 * C)
+        others = chunks_before(cu_seqlens, i_n, T, 2 * C, C + 1) - whole
+        tl.store(pair_count, whole.to(tl.int32))
+        tl.store(pair_count + 1, others.to(tl.int32))
+        # Programs without pairs read the first one.
+        o = tl.arange(0, 4)
+        tl.store(table + o, tl.zeros([4], tl.int32), mask=o < tl.where(whole == 0, 4, 0))
+        tl.store(table + pairs * 4 + o, tl.zeros([4], tl.int32), mask=o < tl.where(others == 0, 4, 0))
     if cu_seqlens is not None and i_n >= N:
         end = tl.load(cu_seqlens + N).to(tl.int64)
         o_k = tl.arange(0, K)

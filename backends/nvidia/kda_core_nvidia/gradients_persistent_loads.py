@@ -10,20 +10,26 @@ from kda_core_nvidia.recurrence_hopper import copy_block
 
 
 @gluon.jit
-def pair_of(far_pairs, i, count, FAR: gl.constexpr):
-    """The i-th of the pairs that a launch takes."""
-    return gl.load(far_pairs + i, mask=i < count, other=0) if FAR else i
+def pair_of(far_pairs, first_block, i, count, FAR: gl.constexpr):
+    """The i-th of the pairs that a launch takes: of those written down, or from ``first_block`` on."""
+    if FAR:
+        block = gl.load(far_pairs + i, mask=i < count, other=0)
+    elif first_block is not None:
+        block = first_block + i
+    else:
+        block = i
+    return block
 
 
 @gluon.jit
 def place_of(table, pair, C: gl.constexpr):
-    """First row of a pair, its first slot, where its states are, its rows, and its sequence if that has one chunk."""
+    """First row of a pair, its first slot, where its states are, and its rows, which are more than a chunk's."""
     if table is None:
-        row, slot, place, count, alone = pair * C, pair * 2, pair, C, -1
+        row, slot, place, count = pair * C, pair * 2, pair, C
     else:
-        at = table + pair.to(gl.int64) * 5
-        row, slot, place, count, alone = gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4)
-    return row, slot, place, count, alone
+        at = table + pair.to(gl.int64) * 4
+        row, slot, place, count = gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
+    return row, slot, place, count
 
 
 @gluon.jit
@@ -32,7 +38,7 @@ def _load_rows(q, k, g, table, block, HV, s_qh, s_kh, s_gh, bar, q_rows, k_rows,
     if table is not None:
         # It has no entry for a pair that is not there.
         block = gl.where(pred, block, 0)
-    row, _, _, _, _ = place_of(table, block // HV, C)
+    row, _, _, _ = place_of(table, block // HV, C)
     i_h = block % HV
     mbarrier.expect(bar, 3 * C * 128 * 2, pred=pred)
     copy_block(g, [row, i_h * s_gh], bar, g_rows, pred=pred)
@@ -41,11 +47,13 @@ def _load_rows(q, k, g, table, block, HV, s_qh, s_kh, s_gh, bar, q_rows, k_rows,
 
 
 @gluon.jit
-def _store_rows(dq, dk, dg, table, block, HV, q_rows, k_rows, g_rows, K: gl.constexpr, C: gl.constexpr):
+def _store_rows(
+    dq, dk, dg, table, block, HV, q_rows, k_rows, g_rows, K: gl.constexpr, C: gl.constexpr, TAILS: gl.constexpr
+):
     """Store a whole pair's gradients, and wait until their place is free."""
-    row, _, _, count, _ = place_of(table, block // HV, C)
+    row, _, _, count = place_of(table, block // HV, C)
     column = block % HV * K
-    if count == C:
+    if not TAILS or count == C:
         store_block(dq, [row, column], q_rows)
         store_block(dk, [row, column], k_rows)
         store_block(dg, [row, column], g_rows)
@@ -54,9 +62,10 @@ def _store_rows(dq, dk, dg, table, block, HV, q_rows, k_rows, g_rows, K: gl.cons
 
 @gluon.jit
 def load_and_store(
-    q, k, g, do, dv, z, states, state_grads, dq, dk, dg, table, far_pairs, HV, blocks, s_qh, s_kh, s_gh, s_oh,
+    q, k, g, do, dv, z, states, state_grads, dq, dk, dg, table, far_pairs, first_block, HV, blocks, s_qh, s_kh, s_gh,
+    s_oh,
     values_ready, values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1, o_0, o_1, s, ds,
-    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, FAR: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, FAR: gl.constexpr, TAILS: gl.constexpr,
 ):  # fmt: skip
     """The warp that loads, and that stores the gradients of rows."""
     first = gl.program_id(0)
@@ -65,13 +74,13 @@ def load_and_store(
     for i in gl.static_range(2):
         there = first + i * step < blocks
         _load_rows(
-            q, k, g, table, pair_of(far_pairs, first + i * step, blocks, FAR), HV, s_qh, s_kh, s_gh,
+            q, k, g, table, pair_of(far_pairs, first_block, first + i * step, blocks, FAR), HV, s_qh, s_kh, s_gh,
             rows_ready.index(i), q_places.index(i), k_places.index(i), g_places.index(i), C, there,
         )  # fmt: skip
     before = 0
     for n in range(count):
-        block = pair_of(far_pairs, first + n * step, blocks, FAR)
-        row, _, place, _, _ = place_of(table, block // HV, C)
+        block = pair_of(far_pairs, first_block, first + n * step, blocks, FAR)
+        row, _, place, _ = place_of(table, block // HV, C)
         i_h = block % HV
         of_states = block
         if table is not None:
@@ -90,10 +99,10 @@ def load_and_store(
             place = (n - 1) & 1
             q_rows, k_rows, g_rows = q_places.index(place), k_places.index(place), g_places.index(place)
             mbarrier.wait(rows_done.index(place), ((n - 1) >> 1) & 1)
-            _store_rows(dq, dk, dg, table, before, HV, q_rows, k_rows, g_rows, K, C)
+            _store_rows(dq, dk, dg, table, before, HV, q_rows, k_rows, g_rows, K, C, TAILS)
             following = first + (n + 1) * step
             _load_rows(
-                q, k, g, table, pair_of(far_pairs, following, blocks, FAR), HV, s_qh, s_kh, s_gh,
+                q, k, g, table, pair_of(far_pairs, first_block, following, blocks, FAR), HV, s_qh, s_kh, s_gh,
                 rows_ready.index(place), q_rows, k_rows, g_rows, C, following < blocks,
             )  # fmt: skip
         before = block
@@ -101,8 +110,9 @@ def load_and_store(
         place = (count - 1) & 1
         mbarrier.wait(rows_done.index(place), ((count - 1) >> 1) & 1)
         _store_rows(
-            dq, dk, dg, table, before, HV, q_places.index(place), k_places.index(place), g_places.index(place), K, C
-        )
+            dq, dk, dg, table, before, HV, q_places.index(place), k_places.index(place), g_places.index(place), K, C,
+            TAILS,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -131,10 +141,10 @@ def load_numbers(beta, A_log, dt_bias, D, norms, table, pair, i_h, HV, s_bt, s_b
             nq = gl.load(p_norms)
             nk = gl.load(p_norms + C // 2)
     else:
-        row, slot, _, count, _ = place_of(table, pair, C)
+        row, slot, _, count = place_of(table, pair, C)
         p_decay = D + (slot * HV + i_h).to(gl.int64) * K + c
         decay = gl.load(p_decay)
-        second_decay = gl.load(p_decay + HV * K, mask=(count > C // 2) & (c >= 0), other=1.0)
+        second_decay = gl.load(p_decay + HV * K)
         p_beta = beta + row.to(gl.int64) * s_bt + i_h.to(gl.int64) * s_bh + r * s_bt
         b_beta = gl.load(p_beta, mask=r < count, other=0.0)
         if norms is not None:

@@ -17,6 +17,7 @@ from kda_core_nvidia.gradients_persistent_tiles import (
     add_columns,
     add_rows,
     in_order,
+    log2_decays_of,
     numbers_of,
     own_gradients,
     rows_of,
@@ -25,13 +26,13 @@ from kda_core_nvidia.gradients_persistent_tiles import (
     tiles_of_stacked,
     with_sums,
 )
-from kda_core_nvidia.gradients_tiles import add_product, left_parts, log2_decays, selected_sums
+from kda_core_nvidia.gradients_tiles import add_product, inside, left_parts, selected_sums
 from kda_core_nvidia.hopper_tiles import exp2, reciprocal
 
 
 @gluon.jit
 def near_gradients_of_pair(
-    rows, columns, sums, rise, halves, o_scale, q_rows, k_rows, numbers, own_products, pairs, count,
+    rows, columns, sums, rise, halves, o_scale, q_rows, k_rows, numbers, own_products, pairs,
 ):  # fmt: skip
     """Gradients of a pair's rows by tile, but for what their norms take away, and of its decays; sums over a warp's
     channels of a row's product with its gradient, of q and of k, and of the gradient of β, for two tiles each.
@@ -40,12 +41,7 @@ def near_gradients_of_pair(
         rows, columns: products of the rows of do and dv, and of z, with the states, without any decay.
         sums: over v of S ⊙ dS, decayed over the pair, [128].
         rise, halves: 2^x of each tile, and half of its log2 decay.
-        count: rows of the pair; None: all.
     """
-    others = None
-    if count is not None:
-        # One row alone has no pairs. In its decay gradient the column part cancels against ``ends``: here exactly.
-        others = count > 1
     e_r = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, RIGHT)), 1)
     e_c = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, RIGHT)), 0)
     between = ()
@@ -74,8 +70,6 @@ def near_gradients_of_pair(
     from_row = gl.where(e_r >= e_c, 1.0, 0.0).to(gl.bfloat16)
     everywhere = gl.full([16, 16], 1.0, gl.bfloat16, RIGHT)
     ends = gl.convert_layout(gl.sum(ends, axis=1), BY_CHANNEL, assert_trivial=True)
-    if others is not None:
-        ends = gl.where(others, ends, 0.0)
     later = gl.expand_dims(ends + sums, 1) + gl.full([128, 16], 0.0, gl.float32, TILE)
     new_q = ()
     new_k = ()
@@ -95,9 +89,8 @@ def near_gradients_of_pair(
         else:
             dkc = add_rows(dkc, qr, kr, pairs, between[t], t)
         dq_t, dk_t, p, sum_q, sum_k, sum_b = own_gradients(
-            dq[t] * q_rise, dk[t] * k_rise, dkc[t] * reciprocal(rise[t]), q_tile, k_tile, numbers, own_products,
-            others, t,
-        )  # fmt: skip
+            dq[t] * q_rise, dk[t] * k_rise, dkc[t] * reciprocal(rise[t]), q_tile, k_tile, numbers, own_products, t
+        )
         dg = (mma_v2(p[0], from_row, mma_v2(p[1], from_row, later)),) + dg
         later = mma_v2(p[0], everywhere, mma_v2(p[1], everywhere, later))
         new_q = (dq_t,) + new_q
@@ -127,7 +120,7 @@ def _product(wholes, first: gl.constexpr, end: gl.constexpr):
 @gluon.jit
 def far_gradients_of_pair(
     rows, columns, sums, halves, bias, rate, lower_bound, o_scale, g_rows, q_rows, k_rows, numbers, own_products, pairs,
-    dq_rows, dk_rows, dg_rows, dkc_rows, GATE: gl.constexpr,
+    dq_rows, dk_rows, dg_rows, dkc_rows, count, GATE: gl.constexpr,
 ):  # fmt: skip
     """Gradients of a pair's rows, of its decays, and sums over channels, as the other form returns them.
 
@@ -138,6 +131,7 @@ def far_gradients_of_pair(
         halves: half of each tile's log2 decay.
         dq_rows, dk_rows, dg_rows: two float32 blocks [32, 128] each that nothing else uses, where results wait.
         dkc_rows: two of [16, 128].
+        count: rows of the pair; None: all.
     """
     zero = gl.full([128, 16], 0.0, gl.float32, TILE)
     s = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, RIGHT)), 1)
@@ -163,7 +157,7 @@ def far_gradients_of_pair(
         passing = passing + (sums,)
     left_kb = ()
     for r in gl.static_range(TILES):
-        y = log2_decays(g_rows, bias, rate, lower_bound, None, r, GATE, False, TILE)
+        y = log2_decays_of(g_rows, bias, rate, lower_bound, count, r, GATE, False)
         kb = rows_of(k_rows, r) * exp2(selected_sums(y, s > t, (1.0, 0.0), zero)) * numbers_of(numbers, 0, r)
         left_kb = left_kb + (left_parts(kb),)
         if r < 2:
@@ -202,7 +196,7 @@ def far_gradients_of_pair(
     sums_k = ()
     sums_b = ()
     for c in gl.static_range(TILES - 1, -1, -1):
-        y = log2_decays(g_rows, bias, rate, lower_bound, None, c, GATE, False, TILE)
+        y = log2_decays_of(g_rows, bias, rate, lower_bound, count, c, GATE, False)
         if c < 2:
             z = dkc_rows[c].permute((1, 0)).load(TILE)
         else:
@@ -222,14 +216,15 @@ def far_gradients_of_pair(
             b = b * 2
         of_q = of_q * numbers_of(numbers, 1, c)
         of_k = of_k * -numbers_of(numbers, 2, c)
-        of_q, of_k, _, sum_q, sum_k, sum_b = own_gradients(
-            of_q, of_k, z, q_tile, k_tile, numbers, own_products, None, c
-        )
+        of_q, of_k, _, sum_q, sum_k, sum_b = own_gradients(of_q, of_k, z, q_tile, k_tile, numbers, own_products, c)
         sums_q = with_sums(sums_q, sum_q, c)
         sums_k = with_sums(sums_k, sum_k, c)
         sums_b = with_sums(sums_b, sum_b, c)
         _tile(dq_rows, c).store(of_q)
         _tile(dk_rows, c).store(of_k)
+        if count is not None and c >= TILES // 2:
+            # The other form has no registers for it here: its gate does the same.
+            dg = gl.where(inside(count, c, TILE), dg, 0.0)
         _tile(dg_rows, c).store(dg)
         in_order()
     new_q = ()

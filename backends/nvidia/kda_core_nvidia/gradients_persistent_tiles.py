@@ -17,6 +17,7 @@ from kda_core_nvidia.gradients_tiles import (
     halves_of,
     inside,
     left_parts,
+    log2_decays,
     numbers_of_rows,
     rows_of_tile,
 )
@@ -161,11 +162,8 @@ def add_rows(column_grads, q_rise, k_rise, pairs, factor, tile: gl.constexpr):
 
 
 @gluon.jit
-def own_gradients(dq, dk, dkc, q, k, numbers, own_products, others, tile: gl.constexpr):
+def own_gradients(dq, dk, dkc, q, k, numbers, own_products, tile: gl.constexpr):
     """A tile's gradients of rows of q and k, but for what their norms take away, of sums over other rows' pairs.
-
-    Args:
-        others: whether rows have pairs; None: they have.
 
     Returns:
         the two gradients; summands of the decay gradient as parts of a left operand; sums over a warp's channels of a
@@ -174,10 +172,7 @@ def own_gradients(dq, dk, dkc, q, k, numbers, own_products, others, tile: gl.con
     k_beta = numbers_of(numbers, 0, tile)
     q_scale = numbers_of(numbers, 1, tile)
     own = q_scale * gl.expand_dims(own_products.slice(16 * tile, 16).load(BY_ROW), 0)
-    without_column = dk - k_beta * dkc
-    if others is not None:
-        without_column = gl.where(others, without_column, dk)
-    p = left_parts(q * dq + k * without_column)
+    p = left_parts(q * dq + k * (dk - k_beta * dkc))
     dq += k * (own * k_beta)
     dkc += q * own
     dk += k_beta * dkc
@@ -228,19 +223,29 @@ def of_raw(d, x_rows, numbers, kind: gl.constexpr, tile: gl.constexpr):
 
 
 @gluon.jit
+def log2_decays_of(
+    g_rows, bias, rate, lower_bound, count, tile: gl.constexpr, GATE: gl.constexpr, BOUNDED: gl.constexpr
+):
+    """Log2 decays of a tile's rows. Rows behind ``count``, if it is not None, are zeros in the last two tiles."""
+    if tile < TILES // 2 or GATE == "none":
+        count = None
+    return log2_decays(g_rows, bias, rate, lower_bound, count, tile, GATE, BOUNDED, TILE)
+
+
+@gluon.jit
 def gradients_of_gate(g_rows, bias, rate, lower_bound, grads, count, GATE: gl.constexpr):
     """Gradients of the gate's input, and the sum of the summands of A_log's and of dt_bias's by channel.
 
     Args:
         grads: of tiles of log decays; of no meaning behind the pair's rows.
-        count: rows of the pair; None: all.
+        count: rows of the pair, more than those of two tiles; None: all.
     """
     found = ()
     summands = gl.full([128, 16], 0.0, gl.float32, TILE)
     totals = summands
     for t in gl.static_range(TILES):
         grad = grads[t]
-        if count is not None:
+        if count is not None and t >= TILES // 2:
             grad = gl.where(inside(count, t, TILE), grad, 0.0)
         dx, summand = gate_gradients(rows_of(g_rows, t) + bias, rate, lower_bound, grad, GATE)
         found = found + (dx,)

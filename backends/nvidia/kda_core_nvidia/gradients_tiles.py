@@ -162,6 +162,39 @@ def add_each(a0, a1, b0, b1, c0, c1, x0, x1, y0, y1, z0, z1):
 
 
 @gluon.jit
+def own_gradients(dq, dk, dkc, q_rows, k_rows, numbers, own_products, columns, tile: gl.constexpr):
+    """A tile's gradients of raw rows of q and k, except for what their norms take away.
+
+    Returns:
+        the two gradients; summands of the decay gradient as parts of a left operand; summands of a row's product with
+        its gradient, of q and of k, and of the gradient of β.
+    """
+    k = rows_of_tile(k_rows, tile)
+    q = rows_of_tile(q_rows, tile)
+    k_beta = numbers_of_rows(numbers, 0, tile)
+    q_scale = numbers_of_rows(numbers, 1, tile)
+    own = q_scale * gl.expand_dims(own_products.slice(80 * tile, 16).load(BY_ROW), 0)
+    dq = dq * q_scale
+    dk = dk * -numbers_of_rows(numbers, 2, tile)
+    of_column = k_beta * dkc
+    if columns is not None:
+        of_column = of_column * columns
+    summands = left_parts(q * dq + k * (dk - of_column))
+    # The diagonal of M has no decay.
+    dq += k * (own * k_beta)
+    dkc += q * own
+    dk += k_beta * dkc
+    return dq, dk, summands, q * dq, k * dk, k * dkc
+
+
+@gluon.jit
+def of_raw(d, x_rows, projected, numbers, norm: gl.constexpr, tile: gl.constexpr):
+    """The gradient of a tile's raw rows: without the part along the row."""
+    n = numbers_of_rows(numbers, norm, tile)
+    return d - rows_of_tile(x_rows, tile) * (n * n * gl.expand_dims(projected, 0))
+
+
+@gluon.jit
 def store_tiles(buffer, first, last):
     """Two tiles as 32 rows of a block in shared memory."""
     x = gl.join(first, last).permute([0, 2, 1]).reshape([128, 32])
@@ -202,14 +235,14 @@ def expect_values(bars, C: gl.constexpr):
 @gluon.jit
 def copy_values(
     z, do, states, state_grads, block, row, i_h, s_oh, channel, blocks, bars,
-    C: gl.constexpr, V: gl.constexpr, first: gl.constexpr,
+    Z_ROWS: gl.constexpr, V: gl.constexpr, first: gl.constexpr,
 ):  # fmt: skip
-    """Begin to copy them from value channel ``first`` on, all but dv."""
+    """Begin to copy them from value channel ``first`` on, all but dv; a block of z has Z_ROWS rows."""
     z_0, z_1, o_0, o_1, s_0, s_1, ds_0, ds_1 = blocks
     z0_bar, z1_bar, o0_bar, o1_bar, s0_bar, s1_bar, ds0_bar, ds1_bar = bars
-    copy_block(z, [block * C, first], z0_bar, z_0)
+    copy_block(z, [block * Z_ROWS, first], z0_bar, z_0)
     copy_block(do, [row, i_h * s_oh + first], o0_bar, o_0.index(0))
-    copy_block(z, [block * C, first + 64], z1_bar, z_1)
+    copy_block(z, [block * Z_ROWS, first + 64], z1_bar, z_1)
     copy_block(do, [row, i_h * s_oh + (first + 64)], o1_bar, o_1.index(0))
     copy_block(states, [block * V + first, channel], s0_bar, s_0)
     copy_block(states, [block * V + (first + 64), channel], s1_bar, s_1)

@@ -55,15 +55,20 @@ _GRADIENTS_HOPPER = GradientsHopperConfig(4, 255)
 
 @dataclass(frozen=True, slots=True)
 class GradientsPersistentConfig:
-    """Launch configuration of ``gradients_hopper_persistent``: warps that multiply, and programs at most."""
+    """Launch configuration of ``gradients_hopper_persistent``: warps that multiply, and programs at most.
+
+    Attributes:
+        last: of ``gradients_hopper`` for chunks that are in no pair.
+    """
 
     num_warps: int
     programs: int
+    last: GradientsHopperConfig
 
 
 def gradients_persistent_config(chip: Chip) -> GradientsPersistentConfig:
     """A program for every multiprocessor, whose registers and shared memory it takes."""
-    return GradientsPersistentConfig(8, chip.multiprocessors)
+    return GradientsPersistentConfig(8, chip.multiprocessors, _GRADIENTS_HOPPER)
 
 
 MILD = {torch.bfloat16: 160.0, torch.float16: 12.0, torch.float32: 0.0}
@@ -184,29 +189,30 @@ LEAST_FAR = 65536
 """Rows times heads of a sequence, at least, whose decays are not bounded: the second launch takes 60 µs for one pair,
 which a shorter one does not save."""
 
+LEAST_TAILS, LEAST_FAR_TAILS = 64000, 131072
+"""The same where sequences end within pairs, with bounded decays and with others: that takes two or three launches
+more, of which each has its own last round of programs."""
 
-LEAST_PAIRED = 128
-"""Rows of a sequence, at least on average, whose last pair of chunks may be half empty: those of 96 rows lose 2%."""
-
-LEAST_TAILS = 32000
-"""Rows times heads of a call, at least, whose pairs need a table: 290 rows of 32 heads lose 2 µs of 88."""
+LEAST_PAIRED, LEAST_SHORT = 128, 786432
+"""The same where sequences have fewer rows than that on average: 8,192 rows of 16 heads lose 3%, of 96 gain 3 to 11."""
 
 
-def gradients_persistent(r: Request, rows: int, cut: bool) -> bool:
+def gradients_persistent(r: Request, rows: int) -> bool:
     """Whether ``gradients_hopper_persistent`` serves a call that ``gradients_hopper`` serves.
 
-    Dense calls of whole pairs lose only where they have fewer than there are
-    multiprocessors, 3 µs of 100. Lengths of packed sequences are on the device, their average is known here.
+    Dense calls of whole pairs lose only where they have fewer than there are multiprocessors, 3 µs of 100.
 
     Args:
         rows: of a sequence, whose segments ``r`` may have, or of all that are packed, times heads.
-        cut: sequences are segments or fragments; packed ones have not been run in pairs.
     """
-    if r.cu_seqlens is None and r.T % (2 * CHUNK) == 0:
-        pairs = decays_bounded(r) or rows >= LEAST_FAR
-    else:
-        pairs = not cut and decays_bounded(r) and rows >= LEAST_TAILS and r.B * r.T >= LEAST_PAIRED * r.N
-    return pairs and r.K == 128 and r.g.dtype == r.q.dtype and r.H == r.HV
+    whole = r.cu_seqlens is None and r.T % (2 * CHUNK) == 0
+    bounded = decays_bounded(r)
+    least = (0 if bounded else LEAST_FAR) if whole else (LEAST_TAILS if bounded else LEAST_FAR_TAILS)
+    if not whole and r.B * r.T < LEAST_PAIRED * r.N:
+        least = LEAST_SHORT
+    # There is a pair, or a sequence at least: a program without pairs reads two slots.
+    some = r.T > CHUNK if r.cu_seqlens is None else r.N > 0
+    return some and rows >= least and r.K == 128 and r.g.dtype == r.q.dtype and r.H == r.HV
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +282,7 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
         states, reverse = (hopper_config(n, chip, KP, V, N * HV) for n in ("states", "reverse"))
     gradients = config.gradients
     if gradients_on_hopper(changed(r, grad_o=do), chip):
-        paired = gradients_persistent(r, request.T * HV, bool(fragments or rows))
+        paired = gradients_persistent(r, request.T * HV)
         gradients = gradients_persistent_config(chip) if paired else _GRADIENTS_HOPPER
     # Products on scalar units spill more with them. Rows of a descriptor are counted in 32 bits.
     descriptors = chip.descriptors and dtype.itemsize == 2 and many <= most * HV < 2**31 // max(VP, CHUNK)

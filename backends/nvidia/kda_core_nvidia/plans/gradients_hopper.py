@@ -10,7 +10,7 @@ import torch
 from kda_core.request import Request
 from kda_core.triton_lib.arguments import row_strides
 from kda_core.triton_lib.layout import CHUNK, slots
-from kda_core.triton_lib.plan import Builder, matrix_tile, token_tile
+from kda_core.triton_lib.plan import Builder, changed, matrix_tile, token_tile
 from kda_core_nvidia.choose.backward import GradientsHopperConfig, GradientsPersistentConfig
 from kda_core_nvidia.gradients_hopper import gradients_hopper
 from kda_core_nvidia.gradients_hopper_persistent import gradients_hopper_persistent
@@ -28,8 +28,9 @@ BEHIND = 128
 
 
 def launch_gradients_hopper(
-    b: Builder, r: Request, config: GradientsHopperConfig, bounded: bool, named: Mapping[str, Any], tokens: int
-) -> None:
+    b: Builder, r: Request, config: GradientsHopperConfig, bounded: bool, named: Mapping[str, Any], tokens: int,
+    last: bool = False,
+) -> None:  # fmt: skip
     """Add a launch of ``gradients_hopper``.
 
     Args:
@@ -37,39 +38,55 @@ def launch_gradients_hopper(
         bounded: whether each row's log decay is at least −5.
         named: what the kernel reads and writes, by its names.
         tokens: rows of dβ of the whole call.
+        last: of each sequence its last chunk alone, where the others are in pairs.
     """
     blocks = r.K // CHANNELS
     whole = r.cu_seqlens is None and r.T % CHUNK == 0
     rows = {f"{n}_rows": None if whole else named[n] for n in ("dq", "dk", "dg", "dv")}
     one = {"tokens": None, "HO": None} if blocks == 1 else {"tokens": tokens}
-    named = {**named, **_tiles(b, r, CHUNK, VALUES, named), **rows, **one, "BOUNDED": bounded}
-    b.pick(gradients_hopper, slots(r) * r.HV * blocks, config.num_warps, named, maxnreg=config.registers)
+    named = {**named, **_tiles(b, r, CHUNK, VALUES, named), **rows, **one, "BOUNDED": bounded, "LAST": last}
+    grid = (r.N if last else slots(r)) * r.HV * blocks
+    b.pick(gradients_hopper, grid, config.num_warps, named, maxnreg=config.registers)
 
 
 def launch_gradients_persistent(
     b: Builder, r: Request, config: GradientsPersistentConfig, bounded: bool, named: Mapping[str, Any]
 ) -> None:
-    """Add launches of ``gradients_hopper_persistent``; z and the states are by pairs of slots."""
+    """Add launches of ``gradients_hopper_persistent``, and of ``gradients_hopper`` for chunks that are in no pair.
+
+    z and the states are by pairs of slots.
+    """
+    r = changed(r, **{n: aligned(b, getattr(r, n)) for n in ("q", "k", "g", "grad_o")}, beta=one_token_axis(b, r.beta))
     pairs = slots(r, 2 * CHUNK)
     blocks = pairs * r.HV
-    own = {"table": None, "pair_count": None, "dq_rows": None, "dk_rows": None, "dg_rows": None}
-    if r.cu_seqlens is None and r.T % (2 * CHUNK) == 0:
-        own |= {"initial_state": None, "grad_final_state": None}
-    else:
-        own = {"table": b.scratch("pairs", (pairs, 5), torch.int32)}
-        own["pair_count"] = b.scratch("pairs, number", (1,), torch.int32)
-        own |= {f"{n}_rows": named[n] for n in ("dq", "dk", "dg")}
-        programs = r.N + (1 if r.cu_seqlens is None else BEHIND)
-        b.pick(pairs_kernel, programs, 4, {**named, **own, "N": r.N, "ROWS": CHANNELS})
+    own = {"table": None, "pair_count": None}
+    packed, behind = r.cu_seqlens is not None, r.T % (2 * CHUNK)
+    if packed or behind > 0:
+        own = {"table": b.scratch("pairs", (2 * pairs, 4), torch.int32)}
+        own["pair_count"] = b.scratch("pairs, numbers", (2,), torch.int32)
+        programs = r.N + (BEHIND if packed else 1)
+        b.pick(pairs_kernel, programs, 4, {**named, **own, "N": r.N, "pairs": pairs, "ROWS": CHANNELS})
+    if packed or 0 < behind <= CHUNK:
+        launch_gradients_hopper(b, r, config.last, bounded, {**named, "N": r.N}, 0, last=True)
+    rows = {f"{n}_rows": named[n] for n in ("dq", "dk", "dg")}
     named = {**named, **own, **_tiles(b, r, 2 * CHUNK, r.V, named), "C": 2 * CHUNK, "blocks": blocks}
     named["BOUNDED"] = bounded
     far = {"far_pairs": None, "far_count": None}
     if not bounded:
         far = {"far_pairs": b.scratch("far pairs", (blocks,), torch.int32)}
         far["far_count"] = b.scratch("far pairs, number", (1,), torch.int32, True)
-    for again in (False,) if bounded else (False, True):
-        launch = {**named, **far, "FAR": again}
-        b.pick(gradients_hopper_persistent, min(blocks, config.programs), config.num_warps, launch)
+    whole = dict.fromkeys(("dq_rows", "dk_rows", "dg_rows", "first_block"))
+    some = packed or behind > CHUNK
+    others = whole | rows
+    launches = [(blocks, whole | {"FAR": False})]
+    if some:
+        # A sequence has at most one.
+        launches.append((r.N * r.HV, others | {"first_block": blocks, "FAR": False}))
+    if not bounded:
+        launches.append((blocks, (others if some else whole) | {"FAR": True}))
+    for count, launch in launches:
+        programs = min(count, config.programs)
+        b.pick(gradients_hopper_persistent, programs, config.num_warps, {**named, **far, **launch})
 
 
 def _tiles(b: Builder, r: Request, rows: int, block_v: int, named: Mapping[str, Any]) -> dict[str, Any]:
