@@ -58,7 +58,7 @@ CASES = [
         name="in pairs",
         gate="lower bound",
         **BFLOAT16,
-        **(PACKED | {"H": 80, "HV": 80, "T": 420, "lengths": (33, 65, 300)}),
+        **(PACKED | {"H": 80, "HV": 80, "T": 820, "lengths": (33, 65, 300, 400)}),
     ),
     Case(name="20 heads, strong decays", dtype=BF16, decay=-20.0, **(PACKED | {"HV": 20, "H": 20})),
     # Two chunks a sequence, on average.
