@@ -80,9 +80,17 @@ def needs_operator(*values: Any) -> bool:
     return in_mode() or in_forward_mode()
 
 
-# Without it a layer calls each of its parts, which is right and slow.
-has_global_hooks: Callable[[], Any] = _found(modules, "_has_any_global_hook", lambda: True)
-"""Whether hooks wait for the calls of every module (``torch.nn.modules.module.register_module_forward_hook``)."""
+# Without them a layer calls each of its parts, which is right and slow.
+_forward_pre, _forward, _backward_pre, _backward = (
+    _found(modules, f"_global_{when}_hooks", {0: None})
+    for when in ("forward_pre", "forward", "backward_pre", "backward")
+)
+
+
+def has_global_hooks() -> bool:
+    """Whether hooks wait for the calls of every module (``torch.nn.modules.module.register_module_forward_hook``)."""
+    return bool(_forward_pre or _forward or _backward_pre or _backward)
+
 
 # Tensors that transforms wrap.
 is_batched: Callable[[Tensor], bool] = _found(torch._C, "_functorch.is_batchedtensor", lambda t: False)

@@ -139,7 +139,10 @@ FUNCTORCH, NONE = torch._C._functorch, torch.ones(2)
     [
         (FUNCTORCH, "maybe_current_level", lambda module: module.in_mode() is True),
         (torch._C, "_get_tracing_state", lambda module: module.in_mode() is True),
-        (torch.nn.modules.module, "_has_any_global_hook", lambda module: module.has_global_hooks() is True),
+        *(
+            (torch.nn.modules.module, f"_global_{when}_hooks", lambda module: module.has_global_hooks() is True)
+            for when in ("forward_pre", "forward", "backward_pre", "backward")
+        ),
         (torch.utils._python_dispatch, "is_in_torch_dispatch_mode", lambda module: module.in_mode() is True),
         (forward_ad, "_current_level", lambda module: module.in_forward_mode() is True),
         (profiler, "_is_profiler_enabled", lambda module: module.profiling._is_profiler_enabled is False),
