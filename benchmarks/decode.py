@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from inputs import draw_gate, log_decay
-from measuring import OURS, Parser, Row, Rows, capture, copy_bandwidth, count, median, number, summary
+from measuring import OURS, Parser, Row, Rows, capture, copy_bandwidth, count, median, number, positive, summary
 from peers import KIMI_LINEAR, add_peers, imported, load_peers
 from torch import Tensor
 
@@ -56,6 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, nargs="*", metavar="T", help="tokens of a prompt; default: 2, 4, ... 64")
     parser.add_argument("--drafts", type=count, nargs="*", metavar="T", help="only drafts of T tokens, and trees")
     parser.add_argument("--cold", type=count, default=COLD, metavar="BYTES", help="least size of a pool")
+    parser.add_argument("--seconds", type=positive, default=0.5, help="for each row, on a CPU; default: 0.5")
     options = parser.parse(arguments)
     gpu = options.device.type == "cuda"
     functions, versions = load_peers(parser, options)
@@ -188,7 +189,8 @@ def measure(N: int, T: int, state: str, layout: str, peers: list[str], options: 
                     if name in (OURS, CHUNK):
                         raise
                     row["left_out"][name] = reason(error)
-            times = (times_on_gpu if options.device.type == "cuda" else times_on_cpu)(steps, work, T)
+            on_gpu = options.device.type == "cuda"
+            times = times_on_gpu(steps, work) if on_gpu else times_on_cpu(steps, work, T, options.seconds)
         row["implementations"] = {name: {"ms": summary(ms)} for name, ms in times.items()}
     # Go on with the next row.
     except Exception as error:
@@ -196,7 +198,7 @@ def measure(N: int, T: int, state: str, layout: str, peers: list[str], options: 
     return row
 
 
-def times_on_gpu(steps: dict[str, Step], work: Work, T: int) -> dict[str, list[float]]:
+def times_on_gpu(steps: dict[str, Step], work: Work) -> dict[str, list[float]]:
     """Milliseconds of a step, graphs replayed by turns."""
     device, graphs = work.pool.device, {}
     calls = max(FEWEST_STEPS, min(-(-COLD // (work.N * work.pool[0].nbytes)), len(work.pool) // work.N))
@@ -216,11 +218,11 @@ def times_on_gpu(steps: dict[str, Step], work: Work, T: int) -> dict[str, list[f
     return times
 
 
-def times_on_cpu(steps: dict[str, Step], work: Work, T: int) -> dict[str, list[float]]:
+def times_on_cpu(steps: dict[str, Step], work: Work, T: int, seconds: float) -> dict[str, list[float]]:
     """Milliseconds of a step, several in a row as in a loop."""
     slots, stretch = work.slots(), STRETCH if T == 1 else 1
     runs = {name: lambda step=step: [step(next(slots)) for _ in range(stretch)] for name, step in steps.items()}
-    times = take_turns(runs, work.pool.device, 0.5)
+    times = take_turns(runs, work.pool.device, seconds)
     return {name: [ms / stretch for ms in found] for name, found in times.items()}
 
 

@@ -153,7 +153,7 @@ def test_beside_torch_code(tmp_path, capsys):
 
 def test_decode(tmp_path, capsys):
     arguments = ("--sizes", "1", "2", "--heads", "2", "--channels", "32", "--prompts", "3", "--cold", "1")
-    rows = rows_of(decode, tmp_path, *arguments, "--peers", "none")
+    rows = rows_of(decode, tmp_path, *arguments, "--seconds", "0.01", "--peers", "none")
     steps = [row for row in rows if row["sizes"]["T"] == 1]
     kinds = {(state, layout) for state in ("float32", "bfloat16") for layout in ("K first", "V first")}
     assert {(row["state"], row["layout"]) for row in steps} == kinds
@@ -169,7 +169,7 @@ def test_decode(tmp_path, capsys):
 def test_drafts(tmp_path):
     """No other rows; the commits are of none, some and all tokens."""
     arguments = ("--drafts", "3", "--sizes", "2", "--heads", "2", "--channels", "8", "--layouts", "V first")
-    rows = rows_of(decode, tmp_path, *arguments, "--cold", "1", "--peers", "none")
+    rows = rows_of(decode, tmp_path, *arguments, "--cold", "1", "--seconds", "0.01", "--peers", "none")
     assert [row["sizes"]["T"] for row in rows] == [3, 3]
     names = ["kda_core", "records", *(f"commit of {n}" for n in (0, 1, 2, 3)), "tree"]
     assert all(list(row["implementations"]) == names for row in rows)
