@@ -56,7 +56,7 @@ def outputs(layer: KimiDeltaAttention, how: str) -> list[Tensor]:
 def test_hooks_run_and_change_nothing(pair: tuple[KimiDeltaAttention, KimiDeltaAttention], how: str):
     plain, hooked = pair
     seen = watch(hooked)
-    # What a compiler makes of a layer with hooks computes what the layer computes without either.
+    # A compiled layer with hooks computes what the layer computes without either.
     expected, found = outputs(plain, "dense" if how == "compiled" else how), outputs(hooked, how)
     assert {*seen} == {*SUBMODULES}
     torch.testing.assert_close(found, expected)
