@@ -161,7 +161,7 @@ def _multiply(
     # Accumulators of products that start from nothing are given those of the previous chunk, which are not read:
     # registers set to zero here would make the compiler wait for every product in flight.
     both = gl.full([BV, 2 * C], 0.0, gl.float32, L_PAIR)
-    # Values of the next chunk are a product ahead of the state where a stage more is loaded.
+    # Where a stage more is loaded, the next chunk's product with v begins before its state is known.
     AHEAD: gl.constexpr = STAGES > 3
     if AHEAD:
         v_block = _values(0, n, p_v, s_vt, length, ready, v_buffer, L_ROWS, BV, C, STAGES)

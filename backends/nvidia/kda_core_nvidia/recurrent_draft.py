@@ -1,6 +1,6 @@
 """``recurrent`` for drafts that leave records, written in Gluon: the same sums. K = V = 128.
 
-What a token needs and its state does not decide over is computed once a program, a warp for each token, while the state
+All that a token needs without its state is computed once a program, a warp for each token, while the state
 comes from memory, and lies in shared memory when the tokens are computed: their loop has no barrier, waits for no load,
 and warps share no sum. Records that are committed first lie beside it.
 

@@ -207,9 +207,12 @@ def gradients_persistent(r: Request, rows: int) -> bool:
     """
     whole = r.cu_seqlens is None and r.T % (2 * CHUNK) == 0
     bounded = decays_bounded(r)
-    least = (0 if bounded else LEAST_FAR) if whole else (LEAST_TAILS if bounded else LEAST_FAR_TAILS)
-    if not whole and r.B * r.T < LEAST_PAIRED * r.N:
+    if whole:
+        least = 0 if bounded else LEAST_FAR
+    elif r.B * r.T < LEAST_PAIRED * r.N:
         least = LEAST_SHORT
+    else:
+        least = LEAST_TAILS if bounded else LEAST_FAR_TAILS
     # There is a pair, or a sequence at least: a program without pairs reads two slots.
     some = r.T > CHUNK if r.cu_seqlens is None else r.N > 0
     return some and rows >= least and r.K == 128 and r.g.dtype == r.q.dtype and r.H == r.HV

@@ -100,14 +100,14 @@ def plan_finish_backward(call: Request, choice: BackwardChoice) -> Plan:
     count = (5 if call.disable_recompute else 3) + call.use_qk_l2norm_in_kernel
     saved, (dv, *segments, ends) = call.saved[:count], call.saved[count:]
     w = _Backward(b, changed(call, saved=saved), choice, _sums(b, call))
-    r, (prepared, starts) = w.with_do(), _prepared_before(w.r)
+    r, (prepared, starts), given = w.with_do(), _prepared_before(w.r), ()
     if not call.disable_recompute:
         keys, D, X, *segments = segments
-        prepared, w.own = prepared._replace(keys=keys, D=D, X=X), (keys, X)
+        prepared, given = prepared._replace(keys=keys, D=D, X=X), (keys, X)
     last = b.scratch("gradients at ends", (r.N, r.HV, r.V, r.K), torch.float32)
     add_chain(b, w.whole, r, choice, tuple(segments), reverse=True, given=ends, states=last)
     exact = (starts, last) if r.cu_seqlens is not None or r.T <= CHUNK else (None, None)
-    grads = w.finish(prepared, like_segments(dv, r), _States(starts, last, None, exact))
+    grads = w.finish(prepared, like_segments(dv, r), _States(starts, last, None, exact), given)
     return b.plan(input_layouts(call), {n: x for n, x in grads.items() if x is not None})
 
 
@@ -179,8 +179,6 @@ class _Backward:
         self.b, self.call, self.choice, self.into = b, call, choice, into
         self.whole = call
         self.part = "q" in into
-        # Inputs of a second half that its first half made: the recurrences are the last that read them.
-        self.own: tuple[View, ...] = ()
         if call.cp_context:
             self.whole = changed(call, cu_seqlens=b.dense(call.cu_seqlens))
         cut = call.cp_context or choice.segment_rows
@@ -283,8 +281,12 @@ class _Backward:
             return kept.cut(0, slice(0, r.N)), None
         return add_starts(b, r, choice, r.v, prepared.keys, prepared.D, call)
 
-    def finish(self, prepared: Prepared, dv: View, states: _States) -> Grads:
-        """The recurrences and ``gradients`` for the sequences of each turn, and ``finish``."""
+    def finish(self, prepared: Prepared, dv: View, states: _States, given: tuple[View, ...] = ()) -> Grads:
+        """The recurrences and ``gradients`` for the sequences of each turn, and ``finish``.
+
+        Args:
+            given: inputs that a first half made for this one, which the recurrences are the last to read.
+        """
         b, r, turns = self.b, self.r, self.choice.turns
         most = self.states if turns == WHOLE else max(turn.stop - turn.start for turn in turns) * self.NT
         z = (CHUNK * self.of_state, self.vp)
@@ -295,7 +297,7 @@ class _Backward:
             self._add_recurrences(turn, prepared, states, dv, own)
             if turn is turns[-1]:
                 b.free(prepared.keys, prepared.P, prepared.X)
-                b.release(*self.own)
+                b.release(*given)
             out = out or self._outputs()
             self._add_gradients(turn, prepared, states, dv, own, out)
         b.free(*own.values(), prepared.D, prepared.norms)
