@@ -6,6 +6,7 @@ import importlib
 import inspect
 import sys
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import installed
 import pages
@@ -146,6 +147,34 @@ def test_the_convolution_of_a_token(dtype, activation, tokens, bias):
         exact = (wide * given[1].double()).sum(-1, keepdim=True) + (given[2].double()[:, None] if bias else 0)
         exact = torch.nn.functional.silu(exact) if activation else exact
         assert apart(y.double(), exact) < (1e-6 if dtype == torch.float32 else 4e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("name", "bound"), [("kimi_linear", None), ("glm5_next", None), ("glm5_next", -5.0)])
+def test_the_decay_of_a_gate(name, bound, dtype):
+    """Values and gradients are transformers' own; those of large gates are finite, where transformers' are NaN."""
+    (kind,) = {*vars(module_of(name))}.intersection(kda_core_transformers.GATES)
+    config = SimpleNamespace(hidden_size=24, linear_num_heads=3, linear_head_dim=8, linear_lower_bound=bound)
+    gate = getattr(module_of(name), kind)(config)
+    for p in gate.parameters():
+        torch.nn.init.normal_(p, std=0.5)
+    gate.to(dtype)
+    stock, x, given = type(gate).forward, torch.randn(2, 5, 24), torch.randn(2, 5, 3, 8)
+
+    def decays(scale):
+        inputs = (scale * x).to(dtype).requires_grad_()
+        decay = gate(inputs)
+        return [decay, *torch.autograd.grad(decay, [inputs, *gate.parameters()], given)]
+
+    expected, large = decays(1), decays(1e4)
+    assert kda_core_transformers.install(name)
+    for own, theirs in zip(decays(1), expected, strict=True):
+        assert own.dtype == theirs.dtype
+        assert apart(own.float(), theirs.float()) < (1e-6 if dtype == torch.float32 else 1e-2)
+    assert large[1].isnan().any() == (bound is None)
+    assert all(t.isfinite().all() for t in decays(1e4))
+    kda_core_transformers.uninstall()
+    assert type(gate).forward is stock
 
 
 def test_a_token_advances_the_caches_state_in_place():

@@ -2,8 +2,8 @@
 
 A model's module chooses its KDA functions once, when it is imported: a kernel of the Hub, fla's or its own torch code.
 No registry can be entered before that, so that ``install`` binds the module's names anew, for models that are built
-already, too: two operators and, for one token on a CPU, the short convolution before them. ``KDA_TRANSFORMERS=0``
-switches it off.
+already, too: two operators, for one token on a CPU the short convolution before them, and the gate's decay.
+``KDA_TRANSFORMERS=0`` switches it off.
 """
 
 from __future__ import annotations
@@ -37,8 +37,11 @@ OPERATORS = {
 UPDATE = "causal_conv1d_update"
 """Their short convolution of one token."""
 
+GATES = ("KimiLinearForgetGate", "Glm5NextTextForgetGate")
+"""Their modules of the decay that compute softplus as log(1 + exp(x))."""
+
 _bound: dict[tuple[Any, str], tuple[Callable, Callable]] = {}
-"""Their functions and ours, by module and name."""
+"""Their functions and ours, by module or class, and name."""
 
 
 def install(*models: str) -> bool:
@@ -62,21 +65,23 @@ def install(*models: str) -> bool:
                 f"transformers: model {name!r} is not served; leave it out, or take {', '.join(there)}"
             )
     modules = [importlib.import_module(f"transformers.models.{name}.modeling_{name}") for name in models or there]
-    found = {(module, name): getattr(module, name) for module in modules for name in (*OPERATORS, UPDATE)}
-    for (module, name), stock in found.items():
-        if stock is not _bound.get((module, name), (None, None))[1]:  # a reloaded module has transformers' again
-            operator = OPERATORS.get(name)
-            function = _update(stock) if operator is None else _as_layers_call(operator, stock)
-            _bound[module, name] = stock, function
-            setattr(module, name, function)
+    places = [(module, name) for module in modules for name in (*OPERATORS, UPDATE)]
+    places += [(vars(module)[name], "forward") for module in modules for name in GATES if name in vars(module)]
+    found = {(owner, name): getattr(owner, name) for owner, name in places}
+    for (owner, name), stock in found.items():
+        if stock is not _bound.get((owner, name), (None, None))[1]:  # a reloaded module has transformers' again
+            make = {UPDATE: _update, "forward": _decay}.get(name) or functools.partial(_as_layers_call, OPERATORS[name])
+            function = make(stock)
+            _bound[owner, name] = stock, function
+            setattr(owner, name, function)
     return True
 
 
 def uninstall() -> None:
     """Give the models back the functions that they had."""
     while _bound:
-        (module, name), (stock, _) = _bound.popitem()
-        setattr(module, name, stock)
+        (owner, name), (stock, _) = _bound.popitem()
+        setattr(owner, name, stock)
 
 
 def _as_layers_call(operator: Callable, stock: Callable) -> Callable:
@@ -123,3 +128,16 @@ def _update(stock: Callable) -> Callable:
         return (F.silu(y) if activation else y).to(x.dtype)
 
     return update
+
+
+def _decay(stock: Callable) -> Callable:
+    """The gate's log decays in half of their operations. Above 88 the gradients of log(1 + exp(x)) are NaN."""
+
+    @functools.wraps(stock)
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        x = self.f_b_proj(self.f_a_proj(hidden_states)).float() + self.dt_bias.float()
+        x = x.unflatten(-1, (-1, self.head_dim))
+        rate, bound = self.A_log.float().exp().view(-1, 1), getattr(self, "safe_gate_lower_bound", None)
+        return -rate * F.softplus(x) if bound is None else bound * torch.sigmoid(rate * x)
+
+    return forward
