@@ -9,6 +9,7 @@ stack or an adapter.
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -57,6 +58,13 @@ def admit(name: str) -> bool:
                 raise UnsupportedStack(f"{name}: {found.reason}")
             return found.state == "ready"
     raise UnsupportedStack(f"{name}: no adapter is installed: pip install ./integrations/{name} in a checkout")
+
+
+def expect_models(stack: str, models: Collection[str], served: Collection[str]) -> None:
+    """Raise UnsupportedStack for a name among ``models`` that an adapter does not serve."""
+    for name in models:
+        if name not in served:
+            raise UnsupportedStack(f"{stack}: model {name!r} is not served; take {', '.join(served)}")
 
 
 def _integration(entry_point: metadata.EntryPoint) -> Integration:

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from kda_core import _commands
 from kda_core.errors import UnsupportedStack
-from kda_core.integrations import admit, integrations
+from kda_core.integrations import admit, expect_models, integrations
 
 
 @pytest.fixture
@@ -82,3 +82,9 @@ def test_switched_off(install, monkeypatch):
 def test_an_adapter_that_is_no_wheel():
     with pytest.raises(UnsupportedStack, match=r"no adapter is installed: pip install \./integrations/nothere"):
         admit("nothere")
+
+
+def test_models_that_are_not_served():
+    expect_models("stackery", ("one",), ["one", "two"])
+    with pytest.raises(UnsupportedStack, match=r"^stackery: model 'three' is not served; take one, two$"):
+        expect_models("stackery", ("one", "three"), ["one", "two"])

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import kda_core
-from kda_core.errors import UnsupportedStack
-from kda_core.integrations import admit
+from kda_core.integrations import admit, expect_models
 
 __version__ = "0.1.0"
 
@@ -59,11 +58,7 @@ def install(*models: str) -> bool:
     if not admit("transformers"):
         return False
     there = [name for name in MODELS if find_spec(f"transformers.models.{name}")]
-    for name in models:
-        if name not in there:
-            raise UnsupportedStack(
-                f"transformers: model {name!r} is not served; leave it out, or take {', '.join(there)}"
-            )
+    expect_models("transformers", models, there)
     modules = [importlib.import_module(f"transformers.models.{name}.modeling_{name}") for name in models or there]
     places = [(module, name) for module in modules for name in (*OPERATORS, UPDATE)]
     places += [(vars(module)[name], "forward") for module in modules for name in GATES if name in vars(module)]

@@ -14,7 +14,7 @@ from inspect import Parameter, signature
 from torch import Tensor
 
 import kda_core
-from kda_core.integrations import admit
+from kda_core.integrations import admit, expect_models
 
 __version__ = "0.1.0"
 
@@ -84,11 +84,9 @@ def decode(q, initial_state, ssm_state_indices, cu_seqlens=None, num_accepted_to
     if not given.pop("inplace_final_state", True):
         raise ValueError("inplace_final_state: expected True, kda_core advances a pool in place only")
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    o, _ = kda_core.fused_recurrent_kda(
-        q, initial_state=initial_state, cu_seqlens=cu_seqlens, ssm_state_indices=ssm_state_indices[:N], pad_slot_id=0,
-        num_accepted_tokens=None if num_accepted_tokens is None else num_accepted_tokens[:N], **given,
-    )  # fmt: skip
-    return o, initial_state
+    given |= {"initial_state": initial_state, "ssm_state_indices": ssm_state_indices[:N], "cu_seqlens": cu_seqlens}
+    given["num_accepted_tokens"] = None if num_accepted_tokens is None else num_accepted_tokens[:N]
+    return kda_core.fused_recurrent_kda(q, pad_slot_id=0, **given)[0], initial_state
 
 
 def packed_decode(mixed_qkv, g, beta, initial_state, state_indices, out=None, **given):
@@ -128,8 +126,7 @@ def install(*models: str) -> bool:
     if not admit("vllm"):
         return False
     models = models or tuple(filter(None, os.environ.get("KDA_VLLM", "").split(","))) or tuple(MODELS)[:2]
-    if unknown := [name for name in models if name not in MODELS]:
-        raise kda_core.errors.UnsupportedStack(f"vllm: model {unknown[0]!r} is not served; take {', '.join(MODELS)}")
+    expect_models("vllm", models, MODELS)
     from vllm.platforms import current_platform
 
     places = [*map(MODELS.get, models), *COPIES]
@@ -137,7 +134,7 @@ def install(*models: str) -> bool:
     for home, makers in [(importlib.import_module("vllm." + home.format(vendor)), makers) for home, makers in places]:
         for name, stock in [(name, getattr(home, name)) for name in makers]:
             if not any(stock is function for _, _, function in _bound):
-                _bound.append((name, stock, makers[name](stock)))
+                _bound.append((stock, name, makers[name](stock)))
                 _bind(*_bound[-1])
     return True
 
@@ -145,10 +142,9 @@ def install(*models: str) -> bool:
 def uninstall() -> None:
     """Give the modules back the functions that they had, those also that were imported since."""
     while _bound:
-        name, stock, function = _bound.pop()
-        _bind(name, function, stock)
+        _bind(*reversed(_bound.pop()))
 
 
-def _bind(name, old, new):
+def _bind(old, name, new):
     for module in [m for m in list(sys.modules.values()) if getattr(m, "__dict__", {}).get(name) is old]:
         setattr(module, name, new)
