@@ -36,7 +36,7 @@ from kda_core._bench import reason
 from kda_core._cli import version_of
 from kda_core.testing.inputs import Call
 
-COLD, COMPARED_HEADS, STRETCH, WARM_TURNS, TURNS = 256 * 2**20, 2, 10, 2, 15
+COLD, COMPARED_HEADS, STRETCH, WARM_TURNS = 256 * 2**20, 2, 10, 2
 CASES = ("1x1", "8x1", "64x1", "64x4", "1x8192", "8x1024")
 """Sequences and tokens of each: decoding, a token with three drafts, prompts."""
 FLAGS = "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "use_qk_l2norm_in_kernel", "state_v_first"
@@ -52,6 +52,7 @@ def main(arguments: list[str] | None = None, stacks: Mapping[str, Stack] | None 
     parser.add_argument("--gates", nargs="+", choices=("softplus", "bounded"), default=["softplus"])
     parser.add_argument("--heads", type=count, default=32)
     parser.add_argument("--channels", type=count, default=128, help="K = V")
+    parser.add_argument("--turns", type=count, default=15, help="of each side, in a row; the median counts")
     options = parser.parse(arguments)
     if options.backend:  # the adapters name none
         os.environ["KDA_BACKEND"] = options.backend
@@ -62,7 +63,9 @@ def main(arguments: list[str] | None = None, stacks: Mapping[str, Stack] | None 
             row: Row = {"suite": "stacks", "shape": f"{stack} {case}", "gate": gate}
             try:
                 with torch.inference_mode():
-                    row["implementations"] = measure(Work(*map(int, case.split("x")), gate, options), sides)
+                    row["implementations"] = measure(
+                        Work(*map(int, case.split("x")), gate, options), sides, options.turns
+                    )
             # Go on with the next row.
             except Exception as error:
                 row["failed"] = reason(error)
@@ -228,7 +231,7 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
-def measure(x: Work, sides: dict[str, Side]) -> dict[str, Any]:
+def measure(x: Work, sides: dict[str, Side], turns: int) -> dict[str, Any]:
     """Errors, and milliseconds of a call by turns, by side."""
     device, expected, found, replays = x.q.device, x.expected(), {}, {}
     first, before = x.slots[0].long(), x.pool[x.slots[0].long()]
@@ -243,7 +246,7 @@ def measure(x: Work, sides: dict[str, Side]) -> dict[str, Any]:
     if device.type == "cuda":
         replays = {name: capture(run, device) for name, run in runs.items()}
     graph, eager = ({name: [] for name in sides} for _ in range(2))
-    for turn in range(WARM_TURNS + TURNS):
+    for turn in range(WARM_TURNS + turns):
         for name, side in sides.items():
             x.refresh()
             ms = stretch(lambda i, side=side: side(x, i % len(x.slots)), device)

@@ -27,6 +27,7 @@ def call(x: stacks.Work, i: int, wrong: bool = False):
 def rows(tmp_path, theirs) -> list[dict]:
     file = tmp_path / "found.json"
     sizes = ("--heads", "2", "--channels", "16", "--cases", "2x1", "2x3", "1x70", "--gates", "softplus", "bounded")
+    sizes += ("--turns", "1")
     status = stacks.main(["--device", "cpu", *sizes, "--json", str(file)], {"other": lambda device: (call, theirs)})
     found = json.loads(file.read_text())["rows"]
     assert status == any("failed" in row for row in found)
@@ -62,6 +63,6 @@ def test_states_and_values_are_those_of_the_first_call_again():
 
     options = stacks.Namespace(heads=2, channels=16, device=torch.device("cpu"))
     x = stacks.Work(2, 70, "bounded", options)
-    found = stacks.measure(x, {"first": writes, "second": writes})
+    found = stacks.measure(x, {"first": writes, "second": writes}, turns=1)
     assert found["first"]["errors"] == found["second"]["errors"]
     assert found["first"]["errors"]["final_state"] < 1e-6
