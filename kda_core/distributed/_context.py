@@ -34,8 +34,8 @@ class ContextParallel:
         conv1d_kernel_size: as given, or None.
         gather: whether every rank gets every final state.
         dense: F where all fragments have the same number of rows for good, or 0.
-        fragments: [3, F + 1] int64 on the device: ``cu_seqlens``; the sequence that a fragment begins; the one that it
-            ends, or N.
+        fragments: [5, F + 1] int64 on the device: ``cu_seqlens``; the sequence that a fragment begins; the one that it
+            ends, or N; the slot that it receives from, in chains of one, forward and backward.
         padded: whether a chain of slots may be shorter than the longest.
         slots: int64 on the device, a column for each range of the rank that has most: the fragment that is sent forward
             and backward; the one that is received for, or F; ``before`` rows of slots to join forward, from the
@@ -78,23 +78,26 @@ class ContextParallel:
             tails: what ``Layout.tails`` gives.
         """
         N, F, none = self.sequences, most, self.size * len(chains)
-        columns = []
+        columns, sources = [], [[none] * (F + 1) for _ in lengths]
         for chain in chains:
             first, last, ahead, behind = chain or (0, 0, [], [])
             into = (first if ahead else F, last if behind else F)
             received = [[none] * (n - len(c)) + c for n, c in zip(lengths, (ahead, behind), strict=True)]
             columns.append([last, first, *into, *received[0], *received[1]])
+            for found, place, slots in zip(sources, into, received, strict=True):
+                found[place] = slots[-1] if slots and place < F else none
         rows = zip(*columns, strict=True)
-        values = [*table(cut, F, N), *(x for row in rows for x in row), *tails[0], *tails[1]]
+        by_fragment = [*table(cut, F, N), *sources[0], *sources[1]]
+        values = [*by_fragment, *(x for row in rows for x in row), *tails[0], *tails[1]]
         self.before = lengths[0]
         # Chains of other boundaries may be shorter.
         self.padded = not self.dense or any(none in column[4:] for column in columns)
         host, self._values = moved(values, getattr(self, "_values", None), device)
         self.cu_seqlens_cpu = host[: F + 1]
-        sizes = [3 * (F + 1), sum(map(len, columns)), len(tails[0]), len(tails[1])]
-        fragments, slots, own, sources = self._values.split(sizes)
-        self.fragments, self.slots = fragments.view(3, F + 1), slots.view(-1, len(chains))
-        self.tails, self.sources = own.view(len(chains), -1), sources.view(none, -1)
+        sizes = [len(by_fragment), sum(map(len, columns)), len(tails[0]), len(tails[1])]
+        fragments, places, own, ahead = self._values.split(sizes)
+        self.fragments, self.slots = fragments.view(5, F + 1), places.view(-1, len(chains))
+        self.tails, self.sources = own.view(len(chains), -1), ahead.view(none, -1)
 
     @property
     def cu_seqlens(self) -> Tensor:

@@ -10,8 +10,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# The newer name, where torch has it: the older one warns there.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_NAME = "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
+_waiting = dist.distributed_c10d.AllgatherOptions()
+_waiting.asyncOp = False
+
+
+def all_gather(every: Tensor, own: Tensor, group: Any) -> None:
+    """``torch.distributed.all_gather_into_tensor`` without what it does on the host around the group's own method.
+
+    That takes longer than a launch. The method is private in torch up to 2.12.
+    """
+    work = getattr(group, _NAME)(every, own, _waiting)
+    if work is not None:
+        work.wait()
+
 
 resolve_group: Any = dist.distributed_c10d._resolve_process_group
 """Private in torch (2.7 to 2.13): a process group by its name, which is a constant of a compiled graph."""
@@ -26,41 +38,43 @@ def gathered(own: Tensor, group: Any, padded: bool) -> Tensor:
         into = every[:-1]
         every[-1].zero_()
     if ranks > 1:
-        _all_gather(into, own, group=group)
+        all_gather(into, own, group)
     else:
         into.copy_(own)
     return every
 
 
-def join(matrices: Tensor, additions: Tensor, received: Tensor, group: Any, padded: bool) -> Tensor | None:
-    """The states that this rank's slots need, from the transitions of all ranks' slots.
+def join(
+    matrices: Tensor, additions: Tensor, received: Tensor, sources: Tensor, group: Any, padded: bool
+) -> tuple[Tensor | None, bool]:
+    """The states that this rank receives, from the transitions of all ranks' slots.
 
     Args:
         matrices, additions: [S, HV, K, K] and [S, HV, K, V]: what this rank's slots do to a state.
         received: [L, S] slots of all ranks to join for each of ours, from the farthest on; W S stands for none. A chain
             that is shorter than L begins with those.
-        padded: whether any chain is.
+        sources: [F] the same for L = 1 by fragments.
+        padded: whether any chain is shorter.
         group: the process group.
 
     Returns:
-        [S, HV, K, V], or None where no slot ever receives anything (L = 0).
+        Of our slots [S, HV, K, V] and False; for L = 1 of our fragments [F, HV, K, V] and True; for L = 0 None.
     """
     K, steps = matrices.shape[-1], received.shape[0]
-    own = torch.cat([matrices, additions], -1)
     # One more slot, of zeros: S = 0 stays 0 there, and no other sequence's NaN is multiplied by 0.
-    slots, every = own.shape[0], gathered(own, group, padded)
+    every = gathered(torch.cat([matrices, additions], -1), group, padded)
     if not steps:
-        return None
+        return None, True
     # The farthest slot needs its additions alone.
-    state = every[..., K:].index_select(0, received[0])
+    state = every[..., K:].index_select(0, sources if steps == 1 else received[0])
     if steps == 1:
-        return state
-    state = state.flatten(0, 1)
-    chain = every.index_select(0, received[1:].flatten()).view(steps - 1, -1, *own.shape[2:])
+        return state, True
+    chain = every.index_select(0, received[1:].flatten()).view(steps - 1, -1, *every.shape[2:])
+    shape, state = state.shape, state.flatten(0, 1)
     with full_precision(state.device):
         for step in chain:
             state = torch.baddbmm(step[..., K:], step[..., :K], state)
-    return state.view(slots, -1, *state.shape[1:])
+    return state.view(shape), False
 
 
 def applied(matrices: Tensor, states: Tensor, additions: Tensor) -> Tensor:
@@ -88,11 +102,11 @@ def full_precision(device: torch.device) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-def at(states: Tensor | None, index: Tensor, like: Tensor) -> Tensor:
-    """states[index], zeros where an index is past the last state; the shape and dtype of ``like``."""
-    if states is None or not states.shape[0]:
-        return torch.zeros_like(like)
+def at(states: Tensor, index: Tensor) -> Tensor:
+    """states[index], zeros where an index is past the last state."""
     last = states.shape[0] - 1
+    if last < 0:
+        return states.new_zeros(index.shape[0], *states.shape[1:])
     found = states.index_select(0, index.clamp(max=last))
     return found.masked_fill_((index > last)[:, None, None, None], 0)
 

@@ -7,7 +7,7 @@ chain of their transitions, and the sums of the gradients of ``A_log`` and ``dt_
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -53,9 +53,10 @@ def transfers(r: Request, s: Shared) -> tuple[Transfer, ...]:
 
 
 def _joined(s: Shared, sent: tuple[Tensor, Tensor], backward: bool) -> Tensor | None:
-    """The states that the slots receive; one collective."""
+    """The states that our fragments receive; one collective."""
     received = s.slots[4 + s.before :] if backward else s.slots[4 : 4 + s.before]
-    return join(*sent, received, s.group, s.padded)
+    state, placed = join(*sent, received, s.fragments[3 + backward, :-1], s.group, s.padded)
+    return state if placed else s.spread(state, backward)
 
 
 def _aligned(r: Request) -> Request:
@@ -68,16 +69,16 @@ def _aligned(r: Request) -> Request:
     return build_request({**vars(r), **rows, "saved": tuple(map(moved, r.saved))})
 
 
-def _chained(r: Request, s: Shared, sent: list[tuple[Tensor, Tensor]], backward: bool) -> list[Tensor]:
-    """The states that the slots of our cells receive; one collective, and products in the order of all cells.
+def _chained(r: Request, s: Shared, steps: Sequence[ForwardStep | BackwardStep], backward: bool) -> list[Tensor]:
+    """The states that the fragments of our cells receive; one collective, and products in the order of all cells.
 
     Every rank makes the same products of the same shapes.
     """
     assert s.chain is not None
     n, places = s.dense or 1, s.slots.shape[1]
     own = r.q.new_zeros(places, r.HV, r.K, r.K + r.V, dtype=r.compute_dtype)
-    for i, both in enumerate(sent):
-        torch.cat(both, -1, out=own[i * n : (i + 1) * n])
+    for i, step in enumerate(steps):
+        torch.cat(step.begin(), -1, out=own[i * n : (i + 1) * n])
     every = gathered(own, s.group, False).view(-1, n * r.HV, r.K, r.K + r.V)
     order, goes_on = s.chain[0], s.chain[1].bool()
     state = own.new_zeros(n * r.HV, r.K, r.V)
@@ -89,16 +90,17 @@ def _chained(r: Request, s: Shared, sent: list[tuple[Tensor, Tensor]], backward:
                 found[cell] = state
             if len(found) == len(s.cells):
                 break
-            step = every.index_select(0, order[cell : cell + 1])[0]
-            passed = torch.baddbmm(step[..., r.K :], step[..., : r.K], state)
+            both = every.index_select(0, order[cell : cell + 1])[0]
+            passed = torch.baddbmm(both[..., r.K :], both[..., : r.K], state)
             # Not a product with zero: it would carry another sequence's NaN.
-            state = torch.where(goes_on[cell], passed, step[..., r.K :])
-    return [found[cell].view(n, r.HV, r.K, r.V) for cell in s.cells]
+            state = torch.where(goes_on[cell], passed, both[..., r.K :])
+    each = zip(steps, s.cells, strict=True)
+    return [step.s.spread(found[cell].view(n, r.HV, r.K, r.V), backward) for step, cell in each]
 
 
 def _forward_of_cells(r: Request, s: Shared, name: str | None) -> Forward:
     steps = [ForwardStep(_aligned(q), t, name) for q, t in s.parts(r)]
-    came = _chained(r, s, [step.begin() for step in steps], False)
+    came = _chained(r, s, steps, False)
     parts = [step.finish(states) for step, states in zip(steps, came, strict=True)]
     o = torch.cat([r.v.new_empty(r.B, 0, r.HV, r.V), *(p.result.o for p in parts)], 1)
     final = h = None
@@ -118,7 +120,7 @@ def _backward_of_cells(
     parts = s.parts(r)
     each = matrices.chunk(len(parts)) if parts else ()
     steps = [BackwardStep(_aligned(q), t, name, m, given, None) for (q, t), m in zip(parts, each, strict=True)]
-    came = _chained(r, s, [step.begin() for step in steps], True)
+    came = _chained(r, s, steps, True)
     found = [step.finish(states) for step, states in zip(steps, came, strict=True)]
     grads = {
         n: torch.cat([torch.empty_like(getattr(r, n)[:, :0]), *(g[n] for g in found)], 1)

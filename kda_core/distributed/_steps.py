@@ -79,21 +79,43 @@ class Shared(NamedTuple):
         """The values of the fragment that each slot sends, out of those of all fragments."""
         return t if self.dense else t.index_select(0, self.slots[int(backward)])
 
-    def placed(self, r: Request, came: Tensor | None, own: Tensor | None, backward: bool) -> Tensor:
+    def spread(self, came: Tensor, backward: bool) -> Tensor:
+        """What came for the slots [S, HV, K, V], at the starts (ends) of the fragments [F, HV, K, V], else zeros."""
+        if self.dense:
+            return came
+        return scattered(came, self.slots[3 if backward else 2], self.fragments.shape[1] - 1)
+
+    def placed(self, r: Request, came: Tensor | None, own: Tensor | None) -> Tensor:
         """The states at the fragments' starts (gradients at their ends), [F, HV, K, V].
 
         Args:
-            came: what came for the slots from other ranges, [S, HV, K, V], or None.
-            own: [F, HV, K, V], given initial states (gradients of final states) where a fragment begins (ends) its
-                sequence, otherwise zeros; None: none is given.
+            came: what came from other ranges, or None.
+            own: given initial states (gradients of final states) where a fragment begins (ends) its sequence, otherwise
+                zeros; None: none is given.
         """
         if came is None:
             return self.states(r) if own is None else own
-        if self.dense:
-            return came if own is None else came.add_(own)
-        found = self.states(r) if own is None else own
-        padded = torch.cat([found, found[:1]])  # the last place takes what no fragment needs
-        return padded.index_copy_(0, self.slots[3 if backward else 2], came)[:-1]
+        return came if own is None else came.add_(own)
+
+    def _all_or_none(self, ends: bool) -> bool | None:
+        """Whether every fragment f begins (ends) sequence f, or none does; None: the tables say which."""
+        if self.grid or self.dense != self.sequences or self.slots.shape[1] != self.dense:
+            return None
+        return self.slots.shape[0] - self.before == 4 if ends else not self.before
+
+    def of_sequences(self, states: Tensor, ends: bool) -> Tensor | None:
+        """States of all sequences [N, HV, K, V] at the fragments that begin (end) them, else zeros; None: all zeros."""
+        known = self._all_or_none(ends)
+        if known is None:
+            return at(states, self.fragments[1 + ends, :-1])
+        return states.clone(memory_format=torch.contiguous_format) if known else None
+
+    def to_sequences(self, states: Tensor, ends: bool) -> Tensor:
+        """The inverse: zeros for sequences that begin (end) elsewhere."""
+        known = self._all_or_none(ends)
+        if known is None:
+            return scattered(states, self.fragments[1 + ends, :-1], self.sequences)
+        return states if known else torch.zeros_like(states)
 
     def summed(self, states: Tensor) -> Tensor:
         """The sum over ranks, where every rank has every final state."""
@@ -132,9 +154,8 @@ class ForwardStep:
     def __init__(self, r: Request, s: Shared, name: str | None) -> None:
         self.r, self.s = r, s
         self.chosen = choose(s.local(r), name, s.is_alone())
-        self.own = (
-            None if r.initial_state is None else at(k_first(r, r.initial_state), s.fragments[1, :-1], s.states(r))
-        )
+        given = k_first(r, r.initial_state)
+        self.own = None if given is None else s.of_sequences(given, False)
         self.matrices: Tensor | None = None
         self.kept: tuple[Tensor, ...] = ()
 
@@ -151,10 +172,10 @@ class ForwardStep:
         """This call's part, with the final states of all sequences that end in it, [N, HV, K, V]."""
         r, s = self.r, self.s
         call = self.chosen.request
-        found = self.chosen.halves.finish(call, self.kept, s.placed(r, came, self.own, False))
+        found = self.chosen.halves.finish(call, self.kept, s.placed(r, came, self.own))
         o, final, h = found.o, found.final_state, found.h
         if final is not None:
-            final = scattered(final, s.fragments[2, :-1], s.sequences)
+            final = s.to_sequences(final, True)
         if h is not None:
             h = like_callers(r, h.reshape(r.B, -1, *h.shape[2:]), r.h_dtype)
         if call.B != r.B:
@@ -189,7 +210,7 @@ class BackwardStep:
         self.r, self.s, self.matrices = r, s, matrices
         call = s.local(r)
         self.chosen = choose(call, name, s.is_alone()) if known is None else known.again(call)
-        self.own = None if given is None else at(given, s.fragments[2, :-1], s.states(r))
+        self.own = None if given is None else s.of_sequences(given, True)
         self.additions: Tensor | None = None
         self.kept: tuple[Tensor, ...] = ()
 
@@ -204,13 +225,13 @@ class BackwardStep:
     def finish(self, came: Tensor | None) -> dict[str, Tensor]:
         """This call's part of the gradients, that of the initial states for all sequences, [N, HV, K, V]."""
         r, s = self.r, self.s
-        states = s.placed(r, came, self.own, True)
+        states = s.placed(r, came, self.own)
         grads = dict(self.chosen.halves.finish_backward(self.chosen.request, self.kept, states))
         if "initial_state" in r.needs_grad:
             found = grads.get("initial_state")
             if found is None:
                 found = applied(self.matrices, states, cast(Tensor, self.additions))
-            grads["initial_state"] = scattered(found, s.fragments[1, :-1], s.sequences)
+            grads["initial_state"] = s.to_sequences(found, False)
         if self.chosen.request.B != r.B:
             grads |= {n: grads[n].view(getattr(r, n).shape) for n in r.needs_grad.intersection(DATA)}
         return grads

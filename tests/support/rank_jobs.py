@@ -163,7 +163,7 @@ def explained(group: Any, rank: int, inputs: dict, context: dict, options: dict)
     said = kda_core.explain(**leaves, **options, cp_context=c).transfers
     seen: list[tuple] = []
     # By the collective's code: its name, and the place of the tensor among its arguments.
-    collectives = {_exchange._all_gather: ("all_gather", 1), dist.all_reduce: ("all_reduce", 0)}
+    collectives = {_exchange.all_gather: ("all_gather", 1), dist.all_reduce: ("all_reduce", 0)}
     watched = {inspect.unwrap(function).__code__: found for function, found in collectives.items()}
 
     def note(frame: Any, event: str, argument: Any) -> None:
