@@ -81,6 +81,9 @@ def check_begun(backend: str, r: Request, begun: Any) -> None:
     if not isinstance(begun, Begun):
         raise ContractViolation(f"backend {backend!r} returned {type(begun).__name__}, expected Begun")
     lead, dtype = (r.N, r.HV, r.K), r.compute_dtype
+    if begun.additions is None and not r.needs_grad:
+        _expect(backend, "matrices", begun.matrices, (*lead, r.K + r.V), dtype, r.device)
+        return
     if begun.matrices is not None or not r.needs_grad:
         _expect(backend, "matrices", begun.matrices, (*lead, r.K), dtype, r.device)
     _expect(backend, "additions", begun.additions, (*lead, r.V), dtype, r.device)

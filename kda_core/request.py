@@ -433,12 +433,13 @@ class Begun(NamedTuple):
     Attributes:
         matrices: M [F, HV, K, K], contiguous. Forward: S_end = M @ S_start + b. Backward: dS_start = M @ dS_end + b,
             and None stands for the transposed matrices of the forward of the same fragments, which the core has kept.
-        additions: b [F, HV, K, V], contiguous. A fragment without rows has M = I and b = 0.
+        additions: b [F, HV, K, V], contiguous. A fragment without rows has M = I and b = 0. A forward may give None,
+            and [M | b] as ``matrices``, [F, HV, K, K + V], which needs no copy before it is sent.
         kept: for the second half of the same direction, which may write into these tensors and return them.
     """
 
     matrices: Tensor | None
-    additions: Tensor
+    additions: Tensor | None
     kept: tuple[Tensor, ...]
 
 

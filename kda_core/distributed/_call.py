@@ -231,6 +231,7 @@ def _operator(*args: Any) -> tuple[Tensor, ...]:
     _autograd.refuse_tangents("chunk_kda", *args)
     r, s, name = _take(_FORWARD.bind(args, {}))
     result, matrices, saved, _ = forward(r, s, name)
+    matrices = matrices[..., : r.K].contiguous()
     return _results(r, result.o, result.final_state, result.h, matrices, _flat(saved, s))
 
 

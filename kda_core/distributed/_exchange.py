@@ -44,13 +44,11 @@ def gathered(own: Tensor, group: Any, padded: bool) -> Tensor:
     return every
 
 
-def join(
-    matrices: Tensor, additions: Tensor, received: Tensor, sources: Tensor, group: Any, padded: bool
-) -> tuple[Tensor | None, bool]:
+def join(own: Tensor, received: Tensor, sources: Tensor, group: Any, padded: bool) -> tuple[Tensor | None, bool]:
     """The states that this rank receives, from the transitions of all ranks' slots.
 
     Args:
-        matrices, additions: [S, HV, K, K] and [S, HV, K, V]: what this rank's slots do to a state.
+        own: [S, HV, K, K + V]: what this rank's slots do to a state, matrices and additions.
         received: [L, S] slots of all ranks to join for each of ours, from the farthest on; W S stands for none. A chain
             that is shorter than L begins with those.
         sources: [F] the same for L = 1 by fragments.
@@ -60,9 +58,9 @@ def join(
     Returns:
         Of our slots [S, HV, K, V] and False; for L = 1 of our fragments [F, HV, K, V] and True; for L = 0 None.
     """
-    K, steps = matrices.shape[-1], received.shape[0]
+    K, steps = own.shape[-2], received.shape[0]
     # One more slot, of zeros: S = 0 stays 0 there, and no other sequence's NaN is multiplied by 0.
-    every = gathered(torch.cat([matrices, additions], -1), group, padded)
+    every = gathered(own, group, padded)
     if not steps:
         return None, True
     # The farthest slot needs its additions alone.
@@ -77,12 +75,11 @@ def join(
     return state.view(shape), False
 
 
-def applied(matrices: Tensor, states: Tensor, additions: Tensor) -> Tensor:
-    """matrices @ states + additions, [..., K, V] in full precision."""
+def apply(matrices: Tensor, states: Tensor, additions: Tensor) -> Tensor:
+    """additions += matrices @ states, [F, HV, K, V] in full precision."""
     with full_precision(states.device):
-        lead = states.shape[:-2]
-        flat = [t.flatten(0, -3) for t in (additions, matrices, states)]
-        return torch.baddbmm(*flat).unflatten(0, lead)
+        additions.flatten(0, 1).baddbmm_(matrices.flatten(0, 1), states.flatten(0, 1))
+    return additions
 
 
 @contextmanager

@@ -52,11 +52,11 @@ def transfers(r: Request, s: Shared) -> tuple[Transfer, ...]:
     return tuple(found)
 
 
-def _joined(s: Shared, sent: tuple[Tensor, Tensor], backward: bool) -> Tensor | None:
+def _joined(s: Shared, sent: Tensor, backward: bool) -> Tensor | None:
     """The states that our fragments receive; one collective."""
     received = s.slots[4 + s.before :] if backward else s.slots[4 : 4 + s.before]
-    state, placed = join(*sent, received, s.fragments[3 + backward, :-1], s.group, s.padded)
-    return state if placed else s.spread(state, backward)
+    state, placed = join(sent, received, s.fragments[3 + backward, :-1], s.group, s.padded)
+    return state if state is None or placed else s.spread(state, backward)
 
 
 def _aligned(r: Request) -> Request:
@@ -78,7 +78,7 @@ def _chained(r: Request, s: Shared, steps: Sequence[ForwardStep | BackwardStep],
     n, places = s.dense or 1, s.slots.shape[1]
     own = r.q.new_zeros(places, r.HV, r.K, r.K + r.V, dtype=r.compute_dtype)
     for i, step in enumerate(steps):
-        torch.cat(step.begin(), -1, out=own[i * n : (i + 1) * n])
+        own[i * n : (i + 1) * n] = step.begin()
     every = gathered(own, s.group, False).view(-1, n * r.HV, r.K, r.K + r.V)
     order, goes_on = s.chain[0], s.chain[1].bool()
     state = own.new_zeros(n * r.HV, r.K, r.V)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kda_core._bind import build_request
-from kda_core.distributed._exchange import applied, at, resolve_group, scattered
+from kda_core.distributed._exchange import apply, at, resolve_group, scattered
 from kda_core.distributed._halves import Chosen, choose
 from kda_core.request import DATA, ForwardResult, Request
 
@@ -159,14 +159,17 @@ class ForwardStep:
         self.matrices: Tensor | None = None
         self.kept: tuple[Tensor, ...] = ()
 
-    def begin(self) -> tuple[Tensor, Tensor]:
-        """The slots' transitions: matrices and additions, with the given states in them."""
+    def begin(self) -> Tensor:
+        """The slots' transitions, [S, HV, K, K + V]: matrices, and additions with the given states in them."""
         r, s = self.r, self.s
         every, additions, self.kept = self.chosen.halves.begin(self.chosen.request)
-        every = cast(Tensor, every)
-        if r.save_for_backward:
-            self.matrices = (every if keeps_all(r, s) else s.of_slots(every, True)).contiguous()
-        return _sent(s, s.of_slots(every, False), s.of_slots(additions, False), self.own, False)
+        every = cast(Tensor, every) if additions is None else torch.cat([cast(Tensor, every), additions], -1)
+        if s.dense and r.save_for_backward:
+            self.matrices = every  # few: additions as well
+        elif r.save_for_backward:
+            matrices = every[..., : r.K]
+            self.matrices = matrices.contiguous() if keeps_all(r, s) else s.of_slots(matrices, True)
+        return _sent(s, s.of_slots(every, False), self.own, False)
 
     def finish(self, came: Tensor | None) -> Forward:
         """This call's part, with the final states of all sequences that end in it, [N, HV, K, V]."""
@@ -184,10 +187,12 @@ class ForwardStep:
         return Forward(ForwardResult(o, final, h), matrices, found.saved, self.chosen)
 
 
-def _sent(s: Shared, matrices: Tensor, additions: Tensor, own: Tensor | None, backward: bool) -> tuple[Tensor, Tensor]:
+def _sent(s: Shared, both: Tensor, own: Tensor | None, backward: bool) -> Tensor:
+    """The matrices and additions of our slots, with given states in these."""
     if own is not None:
-        additions = applied(matrices, s.of_slots(own, backward), additions)
-    return matrices, additions
+        K = both.shape[-2]
+        apply(both[..., :K], s.of_slots(own, backward), both[..., K:])
+    return both
 
 
 def keeps_all(r: Request, s: Shared) -> bool:
@@ -214,13 +219,14 @@ class BackwardStep:
         self.additions: Tensor | None = None
         self.kept: tuple[Tensor, ...] = ()
 
-    def begin(self) -> tuple[Tensor, Tensor]:
+    def begin(self) -> Tensor:
+        """The same backwards."""
         r, s = self.r, self.s
         every, self.additions, self.kept = self.chosen.halves.begin_backward(self.chosen.request)
         whole = every is not None or keeps_all(r, s)
-        self.matrices = self.matrices.mT if every is None else every
+        self.matrices = self.matrices[..., : r.K].mT if every is None else every
         sent = s.of_slots(self.matrices, True) if whole else self.matrices
-        return _sent(s, sent, s.of_slots(self.additions, True), self.own, True)
+        return _sent(s, torch.cat([sent, s.of_slots(cast(Tensor, self.additions), True)], -1), self.own, True)
 
     def finish(self, came: Tensor | None) -> dict[str, Tensor]:
         """This call's part of the gradients, that of the initial states for all sequences, [N, HV, K, V]."""
@@ -230,7 +236,7 @@ class BackwardStep:
         if "initial_state" in r.needs_grad:
             found = grads.get("initial_state")
             if found is None:
-                found = applied(self.matrices, states, cast(Tensor, self.additions))
+                found = apply(self.matrices, states, cast(Tensor, self.additions))
             grads["initial_state"] = s.to_sequences(found, False)
         if self.chosen.request.B != r.B:
             grads |= {n: grads[n].view(getattr(r, n).shape) for n in r.needs_grad.intersection(DATA)}

@@ -142,7 +142,7 @@ class _Run:
     def _begin(self, hook: str, r: Request) -> Begun:
         begun = self.backend.call(hook, request=r)
         _results.check_begun(self.backend.info.name, r, begun)
-        return begun
+        return begun if begun.additions is not None else Begun(*begun.matrices.split((r.K, r.V), -1), begun.kept)
 
     def _finish(self, r: Request, begun: Begun, starts: Tensor) -> ForwardResult:
         result = self.backend.call("kda_core_chunk_finish", request=r, kept=begun.kept, starts=starts)

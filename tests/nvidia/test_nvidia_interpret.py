@@ -190,10 +190,11 @@ def chains(found):
     additions = torch.randn(11, HV, K, V, generator=generator)
     given = torch.randn(4, HV, K, V, generator=generator)
     for parts, reverse in ((False, False), (False, True), (True, False), (True, True)):
-        summary, sums = torch.empty(4, HV, K, K), torch.empty(4, HV, K, V)
+        summary, sums = torch.empty(4, HV, K, K + V), torch.empty(4, HV, K, V)
         states, ends = torch.empty(11, HV, V, K), torch.empty(4, HV, K, V)
         run = partial(launch_chain, matrices, parts, additions, bounds, rows, reverse)
-        run(summary=summary, sums=sums)
+        run(summary=summary)
+        run(sums=sums)
         run(given=given, states=states, ends=ends)
         for f in range(4):
             order = [first[f] + i for i in range(count[f])]
@@ -203,7 +204,8 @@ def chains(found):
                 found.close(f"{name}: state", states[s].mT, x, 1e-5)
                 product, x = matrices[s].double() @ product, matrices[s].double() @ x + additions[s].double()
             name = f"chain, parts {parts}, reverse {reverse}, fragment {f}"
-            found.close(f"{name}: matrix", summary[f], product, 1e-5)
+            found.close(f"{name}: matrix", summary[f, ..., :K], product, 1e-5)
+            found.true(f"{name}: beside it", torch.equal(summary[f, ..., K:], sums[f]))
             found.close(f"{name}: end", ends[f], x, 1e-5)
             found.close(f"{name}: sum", sums[f], x - product @ given[f].double(), 1e-5)
 

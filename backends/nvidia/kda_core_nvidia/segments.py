@@ -164,7 +164,7 @@ def chain_kernel(
     given,  # [F, HV, K, V] float32: states at the starts of fragments (reverse: their gradients at the ends)
     states,  # [segments, HV, V, K] float32: the same for segments, written; or None
     ends,  # states at the ends of fragments [F, HV, K, V] (or [F, HV, V, K]), any dtype, written; or None
-    summary,  # float32 [F, HV, K, K]: the product of the matrices of a fragment, written; or None
+    summary,  # float32 [F, HV, K, K + V]: the product of the matrices of a fragment | sums, written; or None
     sums,  # float32 [F, HV, K, V]: what a fragment adds to a state of zeros, written; or None
     cu_seqlens,  # [F + 1]: boundaries of fragments in segments of ``rows`` rows (``bounds_kernel``); or None
     rows,
@@ -177,8 +177,8 @@ def chain_kernel(
 ):  # fmt: skip
     """x ← M x + b over the segments of each fragment, transposed, products in float32.
 
-    From ``given``: ``states`` at each step, and ``ends``. Or from [I | 0]: ``summary`` and ``sums``; where ``summary``
-    is None, from zeros ``sums`` alone. Grid: (columns / BV, HV, F) with columns V, or padded K and V.
+    From ``given``: ``states`` at each step, and ``ends``. Or from [I | 0] ``summary``, or from zeros ``sums``.
+    Grid: (columns / BV, HV, F) with columns V, or padded K and V.
     """
     i_h = tl.program_id(1)
     i_f = tl.program_id(2)
@@ -227,8 +227,8 @@ def chain_kernel(
         else:
             tl.store(p_e + at, x, mask=m_v & m_k)
     if summary is not None:
-        o_c = o_v + KP
-        at_m = o_k[None, :] * K + o_c[:, None]
-        tl.store(summary + i_fh * (K * K) + at_m, x, mask=(o_c < K)[:, None] & m_k)
+        o_c = tl.where(o_v < 0, o_v + KP, o_v + K)
+        at_m = o_k[None, :] * (K + V) + o_c[:, None]
+        tl.store(summary + i_fh * (K * (K + V)) + at_m, x, mask=(m_v | (o_v + KP < K)[:, None]) & m_k)
     if sums is not None:
         tl.store(sums + i_fh * (K * V) + at, x, mask=m_v & m_k)

@@ -70,7 +70,7 @@ def add_chain(
 
 
 def plan_begin(request: Request, choice: ForwardChoice) -> Plan:
-    """The first half of a forward; results: matrices, additions, then what the second half is given.
+    """The first half of a forward; results: matrices and additions in one, then what the second half is given.
 
     That is o, of which rows behind the last fragment are written, everything that ``prepare`` wrote, and the segments'
     own transitions.
@@ -86,11 +86,9 @@ def plan_begin(request: Request, choice: ForwardChoice) -> Plan:
     named = add_transitions(b, cut, choice, _rows(b, cut.v, choice), prepared.keys, prepared.D)
     hopper = isinstance(choice.transitions, TransitionsHopperConfig)
     segments = (named["matrices"], named["additions"]) if hopper else (named["transitions"],)
-    lead = (r.N, r.HV, r.K)
-    summary = b.result("matrices", (*lead, r.K), torch.float32)
-    sums = b.result("additions", (*lead, r.V), torch.float32)
-    add_chain(b, r, cut, choice, segments, summary=summary, sums=sums)
-    results = {"matrices": summary, "additions": sums, "o": o, **prepared._asdict()}
+    summary = b.result("matrices | additions", (r.N, r.HV, r.K, r.K + r.V), torch.float32)
+    add_chain(b, r, cut, choice, segments, summary=summary)
+    results = {"matrices": summary, "additions": None, "o": o, **prepared._asdict()}
     return b.plan(input_layouts(request), results | {f"segments {i}": x for i, x in enumerate(segments)})
 
 
