@@ -34,7 +34,7 @@ PLACES = MAX_SAVED_TENSORS + 1
 """Saved tensors of a forward: a backend's, and the states at the fragments' starts."""
 
 
-_options_of = attrgetter(*_schemas.OPTION_NAMES)
+_NO_TENSORS = dict.fromkeys((*_schemas.OPERATORS["chunk_kda"].tensors, "cp_context"))
 
 
 class _Call(torch.autograd.Function):
@@ -46,8 +46,7 @@ class _Call(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *s[:3], matrices, *saved)
         # Not the request: it holds the tensors, and autograd decides how long they live.
-        options = dict(zip(_schemas.OPTION_NAMES, _options_of(r), strict=True))
-        options.update({"op": r.op, "save_for_backward": True})
+        options = {**vars(r), **_NO_TENSORS}
         ctx.call = options, s[3:], name, chosen and chosen.without_tensors(), _autograd.strides_of(tensors)
         return result.o, result.final_state
 
@@ -61,16 +60,16 @@ class _Call(torch.autograd.Function):
         needed = frozenset(n for n, wanted in zip(DIFFERENTIABLE, ctx.needs_input_grad[3:], strict=True) if wanted)
         if not needed or (grad_o is None and grad_final_state is None):
             return (None,) * (3 + count)
-        values = {**options, **dict(zip(DIFFERENTIABLE, kept[:count], strict=True))}
         asked = {"saved": tuple(saved), "grad_o": grad_o, "grad_final_state": grad_final_state, "needs_grad": needed}
+        values = {**options, **dict(zip(DIFFERENTIABLE, kept[:count], strict=True)), **asked}
         s = Shared(fragments, slots, chain, *rest)
         if torch.compiler.is_compiling():
             places = dict(zip(_SAVED, _flat(saved, s), strict=False))
             more = {"needs": [n in needed for n in DIFFERENTIABLE], "backend": name or "", "matrices": matrices}
-            grads = _autograd.call_backward(_OPERATOR, {**values, **asked, **_named(s), **places, **more})
+            grads = _autograd.call_backward(_OPERATOR, {**values, **_named(s), **places, **more})
         else:
             same = strides == _autograd.strides_of(kept[:count])  # hooks of saved tensors may return others
-            grads = backward(build_request({**values, **asked}), s, name, matrices, known if same else None)
+            grads = backward(build_request(values), s, name, matrices, known if same else None)
         return (None, None, None, *(grads[n] if n in needed else None for n in DIFFERENTIABLE))
 
 

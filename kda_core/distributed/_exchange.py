@@ -44,35 +44,24 @@ def gathered(own: Tensor, group: Any, padded: bool) -> Tensor:
     return every
 
 
-def join(own: Tensor, received: Tensor, sources: Tensor, group: Any, padded: bool) -> tuple[Tensor | None, bool]:
-    """The states that this rank receives, from the transitions of all ranks' slots.
+def join(every: Tensor, received: Tensor) -> Tensor:
+    """The states that this rank's slots need, [S, HV, K, V], from the transitions of all ranks' slots.
 
     Args:
-        own: [S, HV, K, K + V]: what this rank's slots do to a state, matrices and additions.
+        every: [W S, HV, K, K + V]: what a slot does to a state, matrices and additions; then one of zeros where a chain
+            is shorter than L: S = 0 stays 0 there, and no other sequence's NaN is multiplied by 0.
         received: [L, S] slots of all ranks to join for each of ours, from the farthest on; W S stands for none. A chain
             that is shorter than L begins with those.
-        sources: [F] the same for L = 1 by fragments.
-        padded: whether any chain is shorter.
-        group: the process group.
-
-    Returns:
-        Of our slots [S, HV, K, V] and False; for L = 1 of our fragments [F, HV, K, V] and True; for L = 0 None.
     """
-    K, steps = own.shape[-2], received.shape[0]
-    # One more slot, of zeros: S = 0 stays 0 there, and no other sequence's NaN is multiplied by 0.
-    every = gathered(own, group, padded)
-    if not steps:
-        return None, True
+    K, steps = every.shape[-2], received.shape[0]
     # The farthest slot needs its additions alone.
-    state = every[..., K:].index_select(0, sources if steps == 1 else received[0])
-    if steps == 1:
-        return state, True
+    state = every[..., K:].index_select(0, received[0])
     chain = every.index_select(0, received[1:].flatten()).view(steps - 1, -1, *every.shape[2:])
     shape, state = state.shape, state.flatten(0, 1)
     with full_precision(state.device):
         for step in chain:
             state = torch.baddbmm(step[..., K:], step[..., :K], state)
-    return state.view(shape), False
+    return state.view(shape)
 
 
 def apply(matrices: Tensor, states: Tensor, additions: Tensor) -> Tensor:

@@ -54,9 +54,13 @@ def transfers(r: Request, s: Shared) -> tuple[Transfer, ...]:
 
 def _joined(s: Shared, sent: Tensor, backward: bool) -> Tensor | None:
     """The states that our fragments receive; one collective."""
-    received = s.slots[4 + s.before :] if backward else s.slots[4 : 4 + s.before]
-    state, placed = join(sent, received, s.fragments[3 + backward, :-1], s.group, s.padded)
-    return state if state is None or placed else s.spread(state, backward)
+    every = gathered(sent, s.group, s.padded)
+    steps = s.slots.shape[0] - 4 - s.before if backward else s.before
+    if not steps:
+        return None
+    if steps == 1:  # the additions alone
+        return every[..., sent.shape[-2] :].index_select(0, s.fragments[3 + backward, :-1])
+    return s.spread(join(every, s.slots[4 + s.before :] if backward else s.slots[4 : 4 + s.before]), backward)
 
 
 def _aligned(r: Request) -> Request:

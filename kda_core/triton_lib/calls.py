@@ -229,9 +229,11 @@ class Calls:
         return BackwardResult(grads=self._half_of_backward(request, key, (*request.saved, *kept, ends)))
 
     def _half_of_backward(self, request: Request, key: tuple[str, Any], more: tuple[Tensor, ...]) -> dict[str, Any]:
-        with torch.no_grad():
-            inputs = (*_backward_inputs(request), *more)
-            return self.run(request, _kind(request, key), _SAVED[len(more)], inputs, more, key[:1])
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self._half_of_backward(request, key, more)
+        inputs = (*_backward_inputs(request), *more)
+        return self.run(request, _kind(request, key), _SAVED[len(more)], inputs, more, key[:1])
 
     def recurrent_forward(self, request: Request) -> ForwardResult:
         """Run ``fused_recurrent_kda`` for a call that the plugin accepted."""
