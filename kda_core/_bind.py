@@ -122,12 +122,17 @@ def by_head(t: Tensor | None, g: Tensor, dims: int) -> Tensor | None:
         return t
     if is_sharded(t) and not is_sharded(g):  # of tensor parallelism, beside local rows
         return by_head(t.to_local(), g, dims)  # type: ignore[attr-defined]
-    if len(shape) == 1:  # flat, as most layers keep it
-        return t.reshape(expected) if shape[0] == math.prod(expected) else t
-    # The checks refuse other shapes: as many elements in another order would be taken for right.
-    if _long(shape) in (_long(expected), _long((math.prod(expected),))):
+    count = math.prod(expected)
+    # Most layers keep it flat. The checks refuse other shapes: as many elements in another order would be taken for
+    # right.
+    if shape[0] != count if len(shape) == 1 else _long(shape) not in (_long(expected), _long((count,))):
+        return t
+    if not is_sharded(t):
         return t.reshape(expected)
-    return t
+    try:
+        return t.reshape(expected)
+    except RuntimeError:  # cut within a head, which the checks refuse by name
+        return t
 
 
 def _long(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -75,8 +75,9 @@ def local(r: Request | GateRequest) -> tuple[dict[str, Any], list[Kind], Any]:
                 f"{list(t.placements)} on {t.device_mesh}; redistribute it"
             )
         _check_even(name, t, placements)
-        # Every rank has a part of the gradient of what all ranks have.
-        grads = [Partial() if isinstance(p, Replicate) else p for p in placements] if name in PARAMETERS else placements
+        # Ranks with sequences of their own have each a part of a parameter's gradient.
+        parts = [kind == "batch" and name in PARAMETERS for kind in kinds]
+        grads = [Partial() if part else p for part, p in zip(parts, placements, strict=True)]
         found[name] = t.to_local(grad_placements=grads)
     return found, kinds, mesh
 

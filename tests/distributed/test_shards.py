@@ -22,6 +22,8 @@ def normal(*shape, seed=3):
     ("kinds", "how"),
     [
         *((kinds, "eager") for kinds in (["batch"], ["heads"], ["batch", "heads"], ["heads", "heads"])),
+        # Gradients of parameters were summed over ranks that all had the whole.
+        *((kinds, "eager") for kinds in (["nothing"], ["nothing", "batch"], ["heads", "nothing"])),
         (["heads"], "compiled"),
     ],
 )
@@ -63,6 +65,15 @@ def shards(mesh, placement=None, **changes):
 def test_everything_else_is_refused_by_name(mesh, call, error, message):
     with pytest.raises(error, match=f"^{message}"):
         kda_core.chunk_kda(**call(mesh))
+
+
+def test_a_flat_parameter_that_is_cut_within_a_head(ranks):
+    """torch cannot view it by heads, and said so."""
+    tensors = inputs(6, H=3, HV=3) | {"dt_bias": normal(3 * 8)}
+    for ok, text in ranks.attempt(2, JOBS + "sharded_step", tensors, {}, ["heads"], RAW, "eager"):
+        assert not ok
+        assert "ValueError: q: expected a size of dimension 2 that 2 ranks divide" in text
+        ranks.broken = False  # nothing was sent
 
 
 def test_the_recurrent_function_and_the_gate(mesh):

@@ -295,7 +295,7 @@ def sharded_step(group: Any, rank: int, inputs: dict, grads: dict, kinds: list[s
     """A training step of DTensors over a mesh of as many dimensions as ``kinds``; whole results.
 
     Args:
-        kinds: what each dimension of the mesh, of two ranks, shards: "batch" or "heads".
+        kinds: what each dimension of the mesh, of two ranks, shards: "batch", "heads" or "nothing".
         how: "eager" or "compiled".
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -306,7 +306,7 @@ def sharded_step(group: Any, rank: int, inputs: dict, grads: dict, kinds: list[s
     batch = {**dict.fromkeys(ROWS, 0), "initial_state": 0, "o": 0, "final_state": 0}
 
     def placements(name: str) -> list:
-        dims = [{"batch": batch, "heads": heads}[kind].get(name) for kind in kinds]
+        dims = [{"batch": batch, "heads": heads, "nothing": {}}[kind].get(name) for kind in kinds]
         return [Replicate() if dim is None else Shard(dim) for dim in dims]
 
     def spread(name: str, t: torch.Tensor) -> torch.Tensor:
