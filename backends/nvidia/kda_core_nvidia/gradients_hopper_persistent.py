@@ -81,7 +81,7 @@ def _gradients(
     beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, table, dq_rows, dk_rows, dg_rows,
     far_pairs, far_count, first_block, s_bt, s_bh, scale, o_scale, lower_bound, HV, blocks, values_ready,
     values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1, o_0, o_1, s, ds, pairs, numbers,
-    own_products,
+    own_products, least_of_warps,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BOUNDED: gl.constexpr,
     FAR: gl.constexpr, BETA_SIGMOID: gl.constexpr, BETA_SCALE: gl.constexpr,
 ):  # fmt: skip
@@ -112,6 +112,8 @@ def _gradients(
     # A warp has whole rows.
     BY_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
     BY_HALF_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    # A thread has the numbers of all warps.
+    EACH: gl.constexpr = gl.BlockedLayout([WARPS], [32], [WARPS], [0])
     # Later, in the place of the pairs.
     sums_by_warp = seen_as(pairs, gl.float32, [2, WARPS, 256], PLAIN).index(0)
     first = gl.program_id(0)
@@ -219,11 +221,13 @@ def _gradients(
                     missing = gl.minimum(gl.maximum(16 * t + 16 - count, 0), 16) / 16
                     low = low + (halves[t] + LEAST_HALF * missing,)
             least = gl.minimum(gl.minimum(low[0], low[1]), gl.minimum(low[2], low[3]))
-            if gl.min(least, axis=0) < LEAST_HALF:
-                # Another launch writes all of this pair's results once more.
-                gl.store(far_pairs + gl.atomic_add(far_count, 1), block)
+            least_of_warps.store(gl.min(least.reshape([WARPS, 16]), axis=1))
         rows, columns = warpgroup_mma_wait(0, deps=(rows, columns))
         block_barrier()
+        if not (BOUNDED or FAR):  # noqa: SIM102
+            if gl.min(least_of_warps.load(EACH), axis=0) < LEAST_HALF:
+                # Another launch writes all of this pair's results once more.
+                gl.store(far_pairs + gl.atomic_add(far_count, 1), block)
         if not FAR:
             mbarrier.arrive(values_free, count=1)
 
@@ -362,6 +366,7 @@ def gradients_hopper_persistent(
     pairs = gl.allocate_shared_memory(dtype, [32, 16, 16], NARROW)
     numbers = gl.allocate_shared_memory(gl.float32, [256], PLAIN)
     own_products = gl.allocate_shared_memory(gl.float32, [128], PLAIN)
+    least_of_warps = gl.allocate_shared_memory(gl.float32, [WARPS], PLAIN)
     values_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     values_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     rows_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -381,8 +386,8 @@ def gradients_hopper_persistent(
                     beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, table, dq_rows, dk_rows, dg_rows,
                     far_pairs, far_count, first_block, s_bt, s_bh, scale, o_scale, lower_bound, HV,
                     blocks, values_ready, values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1,
-                    o_0, o_1, s, ds, pairs, numbers, own_products, K, V, C, GATE, BOUNDED, FAR, BETA_SIGMOID,
-                    BETA_SCALE,
+                    o_0, o_1, s, ds, pairs, numbers, own_products, least_of_warps, K, V, C, GATE, BOUNDED, FAR,
+                    BETA_SIGMOID, BETA_SCALE,
                 ),
             ),
             (

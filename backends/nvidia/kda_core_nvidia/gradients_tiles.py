@@ -112,7 +112,8 @@ def log2_decays(
     if GATE == "bounded":
         y = reciprocal(1.0 + exp2(x * (a * -LOG2_E))) * (lower_bound * LOG2_E)
     elif GATE == "softplus":
-        y = softplus(x * LOG2_E) * -a
+        z = x * LOG2_E
+        y = softplus(z, exp2(-gl.abs(z))) * -a
     else:
         y = x * LOG2_E
     if not BOUNDED:
@@ -135,10 +136,11 @@ def gate_gradients(x, a, lower_bound, grad, GATE: gl.constexpr):
         summand = gl.where(dx == 0.0, 0.0, x * dx)
     else:
         z = x * LOG2_E
-        s = reciprocal(1.0 + exp2(-z))
+        e = exp2(-gl.abs(z))
+        s = reciprocal(1.0 + e) * gl.where(z < 0.0, e, 1.0)
         grad = grad * -a
         dx = s * grad
-        summand = gl.where(grad == 0.0, 0.0, softplus(z) * (grad * LN_2))
+        summand = gl.where(grad == 0.0, 0.0, softplus(z, e) * (grad * LN_2))
     return dx, summand
 
 
