@@ -101,7 +101,8 @@ CASES = {
 WIDE = (
     "bounded", "bounded, float32", "softplus", "softplus, strong", "softplus, strong, float32, grouped",
     "given, float32", "given, slow", "promised, float32", "given, -14", "tails", "tails, softplus, grouped", "packed",
-    "packed, states V first", "packed, grouped", "one chunk, states", "negative eigenvalues",
+    "packed, states V first", "packed, grouped", "one chunk, states", "negative eigenvalues", "pairs, states",
+    "pairs, promised", "pairs, negative eigenvalues",
 )  # fmt: skip
 CASES |= {f"{name}, 256 channels": CASES[name] | {"K": 256, "V": 256} for name in WIDE}
 
@@ -255,8 +256,12 @@ def test_bits_do_not_depend_on_strides(kind: str, name: str):
 
 
 @pytest.mark.parametrize(
-    "name", ["pairs, batch", "pairs, states", "pairs, tails", "pairs, tails, two chunks", "pairs, tails, a whole chunk"]
-)
+    "name",
+    [
+        "pairs, batch", "pairs, states", "pairs, tails", "pairs, tails, two chunks", "pairs, tails, a whole chunk",
+        "pairs, states, 256 channels",
+    ],
+)  # fmt: skip
 def test_a_sequence_in_pairs_is_its_own(name: str):
     """A batch row has the bits that it has without the others."""
     request = request_of(case(name))
@@ -292,7 +297,9 @@ def test_a_packed_sequence_in_pairs_is_its_own(name: str, count: int):
         assert not packed[n][:, 200:].any(), n
 
 
-@pytest.mark.parametrize("name", ["pairs", "pairs, promised", "pairs, softplus, strong", "pairs, packed, states"])
+@pytest.mark.parametrize("name", [
+    "pairs", "pairs, promised", "pairs, softplus, strong", "pairs, packed, states", "pairs, states, 256 channels",
+])  # fmt: skip
 def test_bits_do_not_depend_on_the_number_of_programs(name: str):
     """A program of many pairs uses every place in shared memory again."""
     request = request_of(case(name))
@@ -302,7 +309,7 @@ def test_bits_do_not_depend_on_the_number_of_programs(name: str):
             assert torch.equal(found, right[n]), n
 
 
-@pytest.mark.parametrize("T", [64, 70])
+@pytest.mark.parametrize("T", [96, 70])  # of whole pairs it would be all at once
 @pytest.mark.parametrize("H", [17, 34])
 @pytest.mark.parametrize("kind", ["turns", "halves", "halves, packed"])
 def test_turns_and_halves_have_the_bits_of_the_whole(kind: str, H: int, T: int):

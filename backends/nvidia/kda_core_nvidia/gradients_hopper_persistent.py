@@ -39,7 +39,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kda_core.triton_lib.gate import rate_of, sigmoid
-from kda_core_nvidia.gradients_persistent_loads import load_and_store, load_numbers, pair_of, place_of
+from kda_core_nvidia.gradients_persistent_loads import (
+    first_channel,
+    load_and_store,
+    load_numbers,
+    pair_of,
+    parts_of,
+    place_of,
+)
 from kda_core_nvidia.gradients_persistent_pairs import far_gradients_of_pair, near_gradients_of_pair
 from kda_core_nvidia.gradients_persistent_tiles import (
     BY_CHANNEL,
@@ -57,6 +64,7 @@ from kda_core_nvidia.gradients_persistent_tiles import (
     in_order,
     log2_decays_of,
     merged_sums,
+    numbers_of,
     of_raw,
     products_of_channels,
     store_sums,
@@ -73,13 +81,20 @@ from kda_core_nvidia.hopper_squares import seen_as
 from kda_core_nvidia.hopper_tiles import exp2
 from kda_core_nvidia.recurrence_hopper import block_barrier
 
-_NUMBERS = ["scale", "o_scale", "lower_bound", "first_block", "HV", "blocks"]
+_NUMBERS = ["scale", "o_scale", "lower_bound", "first_block", "tokens", "HV", "blocks"]
+
+
+@gluon.jit
+def write_down_far(least, far_pairs, far_count, block):
+    """Another launch writes all results of a pair once more where half of a tile's log2 decay is too low."""
+    if least < LEAST_HALF:
+        gl.store(far_pairs + gl.atomic_add(far_count, 1), block)
 
 
 @gluon.jit
 def _gradients(
     beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, table, dq_rows, dk_rows, dg_rows,
-    far_pairs, far_count, first_block, s_bt, s_bh, scale, o_scale, lower_bound, HV, blocks, values_ready,
+    far_pairs, far_count, first_block, s_bt, s_bh, scale, o_scale, lower_bound, tokens, HV, blocks, values_ready,
     values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1, o_0, o_1, s, ds, pairs, numbers,
     own_products, least_of_warps,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BOUNDED: gl.constexpr,
@@ -112,6 +127,7 @@ def _gradients(
     # A warp has whole rows.
     BY_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
     BY_HALF_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    BLOCKS: gl.constexpr = K // 128
     # A thread has the numbers of all warps.
     EACH: gl.constexpr = gl.BlockedLayout([WARPS], [32], [WARPS], [0])
     # Later, in the place of the pairs.
@@ -120,16 +136,15 @@ def _gradients(
     step = gl.num_programs(0)
     # A program without pairs loads, too.
     block = gl.where(first < blocks, pair_of(far_pairs, first_block, first, blocks, FAR), 0)
-    pair = block // HV
-    i_h = block % HV
+    pair, i_h, _ = parts_of(block, HV, K)
     a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = load_numbers(
-        beta, A_log, dt_bias, D, norms, table, pair, i_h, HV, s_bt, s_bh, K, C
+        beta, A_log, dt_bias, D, norms, table, pair, i_h, first_channel(block, K), HV, s_bt, s_bh, K, C
     )
     for n in range((blocks - first + step - 1) // step):
         row, _, _, count = place_of(table, pair, C)
         there = count if TAILS else None
         place = n & 1
-        phase = n & 1
+        phase = n * (V // 128) & 1
         rows_phase = (n >> 1) & 1
         q_rows = q_places.index(place)
         k_rows = k_places.index(place)
@@ -171,15 +186,33 @@ def _gradients(
         rows = gl.full([128, 128], 0.0, gl.float32, M128)
         columns = gl.full([128, 64], 0.0, gl.float32, M64)
         m, rows, columns = warpgroup_mma_wait(0, deps=(m, rows, columns))
-        m = warpgroup_mma(stacked_0, z_0.permute((1, 0)), m, use_acc=False, is_async=True)
+        LATER: gl.constexpr = V > 128
+        if LATER:
+            # The first half of the value channels: all is read before the others take its place.
+            m = warpgroup_mma(stacked_0, z_0.permute((1, 0)), m, use_acc=False, is_async=True)
+            m = warpgroup_mma(stacked_1, z_1.permute((1, 0)), m, is_async=True)
+            s_0 = s.slice(0, 64).permute((1, 0))
+            s_1 = s.slice(64, 64).permute((1, 0))
+            rows = warpgroup_mma(s_0, stacked_0.permute((1, 0)), rows, use_acc=False, is_async=True)
+            rows = warpgroup_mma(s_1, stacked_1.permute((1, 0)), rows, is_async=True)
+            ds_0 = ds.slice(0, 64).permute((1, 0))
+            ds_1 = ds.slice(64, 64).permute((1, 0))
+            columns = warpgroup_mma(ds_0, z_0.permute((1, 0)), columns, use_acc=False, is_async=True)
+            columns = warpgroup_mma(ds_1, z_1.permute((1, 0)), columns, is_async=True)
+            first_sums = products_of_channels(s, ds)
+            m, rows, columns = warpgroup_mma_wait(0, deps=(m, rows, columns))
+            block_barrier()
+            mbarrier.arrive(values_free, count=1)
+            mbarrier.wait(values_ready, 1)
+        m = warpgroup_mma(stacked_0, z_0.permute((1, 0)), m, use_acc=LATER, is_async=True)
         m = warpgroup_mma(stacked_1, z_1.permute((1, 0)), m, is_async=True)
         s_0 = s.slice(0, 64).permute((1, 0))
         s_1 = s.slice(64, 64).permute((1, 0))
-        rows = warpgroup_mma(s_0, stacked_0.permute((1, 0)), rows, use_acc=False, is_async=True)
+        rows = warpgroup_mma(s_0, stacked_0.permute((1, 0)), rows, use_acc=LATER, is_async=True)
         rows = warpgroup_mma(s_1, stacked_1.permute((1, 0)), rows, is_async=True)
         ds_0 = ds.slice(0, 64).permute((1, 0))
         ds_1 = ds.slice(64, 64).permute((1, 0))
-        columns = warpgroup_mma(ds_0, z_0.permute((1, 0)), columns, use_acc=False, is_async=True)
+        columns = warpgroup_mma(ds_0, z_0.permute((1, 0)), columns, use_acc=LATER, is_async=True)
         columns = warpgroup_mma(ds_1, z_1.permute((1, 0)), columns, is_async=True)
         # Meanwhile the decays, and the sums over v of S ⊙ dS.
         ys = ()
@@ -211,7 +244,10 @@ def _gradients(
             x = selected_sums(ys[t], e_r <= e_c, (0.5, -0.5), zero)
             halves = halves + (last_row(x),)
             rise = rise + (exp2(x),)
-        sums = products_of_channels(s, ds) * (decay * second_decay * o_scale)
+        sums = products_of_channels(s, ds)
+        if LATER:
+            sums += first_sums
+        sums = sums * (decay * second_decay * o_scale)
         if not (BOUNDED or FAR):
             low = halves
             if TAILS:
@@ -221,13 +257,15 @@ def _gradients(
                     missing = gl.minimum(gl.maximum(16 * t + 16 - count, 0), 16) / 16
                     low = low + (halves[t] + LEAST_HALF * missing,)
             least = gl.minimum(gl.minimum(low[0], low[1]), gl.minimum(low[2], low[3]))
-            least_of_warps.store(gl.min(least.reshape([WARPS, 16]), axis=1))
+            if TAILS:
+                write_down_far(gl.min(least, axis=0), far_pairs, far_count, block)
+            else:
+                least_of_warps.store(gl.min(least.reshape([WARPS, 16]), axis=1))
         rows, columns = warpgroup_mma_wait(0, deps=(rows, columns))
         block_barrier()
-        if not (BOUNDED or FAR):  # noqa: SIM102
-            if gl.min(least_of_warps.load(EACH), axis=0) < LEAST_HALF:
-                # Another launch writes all of this pair's results once more.
-                gl.store(far_pairs + gl.atomic_add(far_count, 1), block)
+        if not (BOUNDED or FAR or TAILS):
+            # Behind a barrier that is there anyway; with tails there are no registers for it.
+            write_down_far(gl.min(least_of_warps.load(EACH), axis=0), far_pairs, far_count, block)
         if not FAR:
             mbarrier.arrive(values_free, count=1)
 
@@ -251,54 +289,64 @@ def _gradients(
         # The next pair's numbers, which arrive behind what is left of this one; the last one loads its own again.
         i = first + (n + 1) * step
         following = gl.where(i < blocks, pair_of(far_pairs, first_block, i, blocks, FAR), block)
-        next_pair = following // HV
-        next_h = following % HV
+        next_pair, next_h, next_channel = parts_of(following, HV, K)
         if EARLY:
             a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = load_numbers(
-                beta, A_log, dt_bias, D, norms, table, next_pair, next_h, HV, s_bt, s_bh, K, C
+                beta, A_log, dt_bias, D, norms, table, next_pair, next_h, next_channel, HV, s_bt, s_bh, K, C
             )
         if GATE != "none":
             if TAILS and EARLY:
                 # Once more: registers are few.
                 _, _, _, there = place_of(table, pair, C)
             dg, summands, totals = gradients_of_gate(g_rows, bias, rate, lower_bound, dg, None if FAR else there, GATE)
-            of_sums = block
+            of_sums = block // BLOCKS
             if table is not None:
                 _, _, state, _ = place_of(table, pair, C)
                 of_sums = state * HV + i_h
             if dbias_partial is not None:
-                c = gl.arange(0, 128, layout=BY_CHANNEL)
+                c = first_channel(block, K) + gl.arange(0, 128, layout=BY_CHANNEL)
                 gl.store(dbias_partial + of_sums.to(gl.int64) * K + c, gl.sum(totals, axis=1))
             if A_log is not None:
                 # A number a warp.
                 summand = gl.sum(gl.sum(summands.reshape([WARPS, 16, 16]), axis=2), axis=1)
                 warp = gl.arange(0, WARPS, layout=summand.type.layout)
-                gl.store(dA_partial + of_sums.to(gl.int64) * WARPS + warp, summand)
+                gl.store(
+                    dA_partial + of_sums.to(gl.int64) * (BLOCKS * WARPS) + (block % BLOCKS * WARPS + warp), summand
+                )
         block_barrier()
         total = gl.sum(sums_by_warp.load(BY_WARP), axis=0) * factor
         r_lane = gl.arange(0, 256, layout=LANES) % 64
         if table is not None:
             row, _, _, count = place_of(table, pair, C)
         p_dbeta = dbeta + (row.to(gl.int64) * HV + i_h) + r_lane * HV
+        if BLOCKS > 1:
+            p_dbeta += (block % BLOCKS).to(gl.int64) * tokens * HV
         own_row = kind == 2
         if TAILS:
             own_row = own_row & (r_lane < count)
         gl.store(p_dbeta, total.to(dbeta.dtype.element_ty), mask=own_row)
         if norms is not None:
+            if BLOCKS > 1:
+                # With respect to the normalised rows: ``finish`` has all of their channels.
+                total = 1.0 / gl.where(kind == 0, nq, nk)
             numbers.store(total)
             block_barrier()
             dq = ()
             dk = ()
             for t in gl.static_range(TILES):
-                dq = dq + (of_raw(new_q[t], q_rows, numbers, 0, t),)
-                dk = dk + (of_raw(new_k[t], k_rows, numbers, 1, t),)
+                if BLOCKS > 1:
+                    dq = dq + (new_q[t] * numbers_of(numbers, 0, t),)
+                    dk = dk + (new_k[t] * numbers_of(numbers, 1, t),)
+                else:
+                    dq = dq + (of_raw(new_q[t], q_rows, numbers, 0, t),)
+                    dk = dk + (of_raw(new_k[t], k_rows, numbers, 1, t),)
             in_order()
         else:
             dq = new_q
             dk = new_k
         if not EARLY:
             a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = load_numbers(
-                beta, A_log, dt_bias, D, norms, table, next_pair, next_h, HV, s_bt, s_bh, K, C
+                beta, A_log, dt_bias, D, norms, table, next_pair, next_h, next_channel, HV, s_bt, s_bh, K, C
             )
         block_barrier()
         store_tiles(q_rows, dq)
@@ -308,7 +356,7 @@ def _gradients(
         block_barrier()
         if TAILS:  # noqa: SIM102
             if count < C:
-                out = (row.to(gl.int64) * HV + i_h) * K
+                out = (row.to(gl.int64) * HV + i_h) * K + first_channel(block, K)
                 store_rows(dq_rows + out, HV * K, q_rows, count, BY_ROWS, 64)
                 store_rows(dk_rows + out, HV * K, k_rows, count, BY_ROWS, 64)
                 store_rows(dg_rows + out, HV * K, g_rows, count, BY_ROWS, 64)
@@ -319,17 +367,17 @@ def _gradients(
 
 @gluon.jit(do_not_specialize=_NUMBERS)
 def gradients_hopper_persistent(
-    q, k, g,  # descriptors of [B · T, ..] by [C, K]
+    q, k, g,  # descriptors of [B · T, ..] by [C, 128]
     do, dv,  # descriptors of [B · T, ..] by [C, 64]
     z,  # descriptor of [places · HV · C, V] by [C, 64]
-    states, state_grads,  # descriptors of [places · HV · V, K] by [V, K]
-    dq, dk, dg,  # descriptors of results [B · T, HV · K] by [C, K]
+    states, state_grads,  # descriptors of [places · HV · V, K] by [128, 128]
+    dq, dk, dg,  # descriptors of results [B · T, HV · K] by [C, 128]
     beta,  # [B, T, HV], rows at s_bt
     A_log, dt_bias,  # [HV] and [HV, K], or None
     D,  # [slots, HV, K]
     norms,  # [slots, HV, 2, C / 2] or None
-    dbeta,  # [B · T, HV]
-    dA_partial,  # [places, HV, warps] or None
+    dbeta,  # [K / 128, B · T, HV]
+    dA_partial,  # [places, HV, K / 128 · warps] or None
     dbias_partial,  # [places, HV, K] or None
     table, pair_count,  # as ``gradients_pairs`` writes them; or None where every pair of the call is whole
     dq_rows, dk_rows, dg_rows,  # tensors of dq, dk, dg, or None where every pair of the launch is whole
@@ -338,7 +386,8 @@ def gradients_hopper_persistent(
     first_block,  # HV times the first pair of the table that is not whole, if the launch takes those; or None
     s_qh, s_kh, s_gh, s_oh, s_bt, s_bh,
     scale, o_scale, lower_bound,
-    HV, blocks,  # value heads; pairs · HV, with a table at most
+    tokens,  # rows of dbeta; None where K is 128
+    HV, blocks,  # value heads; pairs · HV · K / 128, with a table at most
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BOUNDED: gl.constexpr,
     FAR: gl.constexpr,  # the launch takes those pairs; else it takes all, and writes down which they are
     BETA_SIGMOID: gl.constexpr, BETA_SCALE: gl.constexpr,
@@ -384,7 +433,7 @@ def gradients_hopper_persistent(
                 _gradients,
                 (
                     beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, table, dq_rows, dk_rows, dg_rows,
-                    far_pairs, far_count, first_block, s_bt, s_bh, scale, o_scale, lower_bound, HV,
+                    far_pairs, far_count, first_block, s_bt, s_bh, scale, o_scale, lower_bound, tokens, HV,
                     blocks, values_ready, values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1,
                     o_0, o_1, s, ds, pairs, numbers, own_products, least_of_warps, K, V, C, GATE, BOUNDED, FAR,
                     BETA_SIGMOID, BETA_SCALE,

@@ -33,17 +33,31 @@ def place_of(table, pair, C: gl.constexpr):
 
 
 @gluon.jit
-def _load_rows(q, k, g, table, block, HV, s_qh, s_kh, s_gh, bar, q_rows, k_rows, g_rows, C: gl.constexpr, pred):
+def first_channel(block, K: gl.constexpr):
+    return block % (K // 128) * 128
+
+
+@gluon.jit
+def parts_of(block, HV, K: gl.constexpr):
+    """The pair, the head and the first channel of a program's block: channel blocks fastest, then heads."""
+    of_head = block // (K // 128)
+    return of_head // HV, of_head % HV, first_channel(block, K)
+
+
+@gluon.jit
+def _load_rows(
+    q, k, g, table, block, HV, s_qh, s_kh, s_gh, bar, q_rows, k_rows, g_rows, K: gl.constexpr, C: gl.constexpr, pred
+):
     """Begin to load a pair's rows of g, k and q."""
     if table is not None:
         # It has no entry for a pair that is not there.
         block = gl.where(pred, block, 0)
-    row, _, _, _ = place_of(table, block // HV, C)
-    i_h = block % HV
+    pair, i_h, channel = parts_of(block, HV, K)
+    row, _, _, _ = place_of(table, pair, C)
     mbarrier.expect(bar, 3 * C * 128 * 2, pred=pred)
-    copy_block(g, [row, i_h * s_gh], bar, g_rows, pred=pred)
-    copy_block(k, [row, i_h * s_kh], bar, k_rows, pred=pred)
-    copy_block(q, [row, i_h * s_qh], bar, q_rows, pred=pred)
+    copy_block(g, [row, i_h * s_gh + channel], bar, g_rows, pred=pred)
+    copy_block(k, [row, i_h * s_kh + channel], bar, k_rows, pred=pred)
+    copy_block(q, [row, i_h * s_qh + channel], bar, q_rows, pred=pred)
 
 
 @gluon.jit
@@ -51,8 +65,9 @@ def _store_rows(
     dq, dk, dg, table, block, HV, q_rows, k_rows, g_rows, K: gl.constexpr, C: gl.constexpr, TAILS: gl.constexpr
 ):
     """Store a whole pair's gradients, and wait until their place is free."""
-    row, _, _, count = place_of(table, block // HV, C)
-    column = block % HV * K
+    pair, i_h, channel = parts_of(block, HV, K)
+    row, _, _, count = place_of(table, pair, C)
+    column = i_h * K + channel
     if not TAILS or count == C:
         store_block(dq, [row, column], q_rows)
         store_block(dk, [row, column], k_rows)
@@ -75,26 +90,27 @@ def load_and_store(
         there = first + i * step < blocks
         _load_rows(
             q, k, g, table, pair_of(far_pairs, first_block, first + i * step, blocks, FAR), HV, s_qh, s_kh, s_gh,
-            rows_ready.index(i), q_places.index(i), k_places.index(i), g_places.index(i), C, there,
+            rows_ready.index(i), q_places.index(i), k_places.index(i), g_places.index(i), K, C, there,
         )  # fmt: skip
     before = 0
     for n in range(count):
         block = pair_of(far_pairs, first_block, first + n * step, blocks, FAR)
-        row, _, place, _ = place_of(table, block // HV, C)
-        i_h = block % HV
-        of_states = block
+        pair, i_h, channel = parts_of(block, HV, K)
+        row, _, place, _ = place_of(table, pair, C)
+        of_states = block // (K // 128)
         if table is not None:
             of_states = place * HV + i_h
-        mbarrier.wait(values_free, (n & 1) ^ 1)
-        mbarrier.expect(values_ready, (3 * C * V + 2 * V * K) * 2)
-        copy_block(z, [of_states * C, 0], values_ready, z_0)
-        copy_block(z, [of_states * C, 64], values_ready, z_1)
-        copy_block(do, [row, i_h * s_oh], values_ready, o_0.index(0))
-        copy_block(do, [row, i_h * s_oh + 64], values_ready, o_1.index(0))
-        copy_block(states, [of_states * V, 0], values_ready, s)
-        copy_block(dv, [row, i_h * V], values_ready, o_0.index(1))
-        copy_block(dv, [row, i_h * V + 64], values_ready, o_1.index(1))
-        copy_block(state_grads, [of_states * V, 0], values_ready, ds)
+        for half in gl.static_range(V // 128):
+            mbarrier.wait(values_free, ((n * (V // 128) + half) & 1) ^ 1)
+            mbarrier.expect(values_ready, (3 * C * 128 + 2 * 128 * 128) * 2)
+            copy_block(z, [of_states * C, 128 * half], values_ready, z_0)
+            copy_block(z, [of_states * C, 128 * half + 64], values_ready, z_1)
+            copy_block(do, [row, i_h * s_oh + 128 * half], values_ready, o_0.index(0))
+            copy_block(do, [row, i_h * s_oh + 128 * half + 64], values_ready, o_1.index(0))
+            copy_block(states, [of_states * V + 128 * half, channel], values_ready, s)
+            copy_block(dv, [row, i_h * V + 128 * half], values_ready, o_0.index(1))
+            copy_block(dv, [row, i_h * V + 128 * half + 64], values_ready, o_1.index(1))
+            copy_block(state_grads, [of_states * V + 128 * half, channel], values_ready, ds)
         if n > 0:
             place = (n - 1) & 1
             q_rows, k_rows, g_rows = q_places.index(place), k_places.index(place), g_places.index(place)
@@ -103,7 +119,7 @@ def load_and_store(
             following = first + (n + 1) * step
             _load_rows(
                 q, k, g, table, pair_of(far_pairs, first_block, following, blocks, FAR), HV, s_qh, s_kh, s_gh,
-                rows_ready.index(place), q_rows, k_rows, g_rows, C, following < blocks,
+                rows_ready.index(place), q_rows, k_rows, g_rows, K, C, following < blocks,
             )  # fmt: skip
         before = block
     if count > 0:
@@ -116,12 +132,14 @@ def load_and_store(
 
 
 @gluon.jit
-def load_numbers(beta, A_log, dt_bias, D, norms, table, pair, i_h, HV, s_bt, s_bh, K: gl.constexpr, C: gl.constexpr):
+def load_numbers(
+    beta, A_log, dt_bias, D, norms, table, pair, i_h, channel, HV, s_bt, s_bh, K: gl.constexpr, C: gl.constexpr
+):
     """Begin to load a pair's numbers for channels and rows: A_log, dt_bias, decays of its slots, beta, norms.
 
     As they are in memory; zeros stand for those that do not exist. A thread has one row.
     """
-    c = gl.arange(0, 128, layout=BY_CHANNEL)
+    c = channel + gl.arange(0, 128, layout=BY_CHANNEL)
     r = gl.arange(0, 256, layout=LANES) % 64
     a = 0.0
     if A_log is not None:

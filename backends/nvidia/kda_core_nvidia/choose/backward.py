@@ -215,7 +215,8 @@ def gradients_persistent(r: Request, rows: int) -> bool:
         least = LEAST_TAILS if bounded else LEAST_FAR_TAILS
     # There is a pair, or a sequence at least: a program without pairs reads two slots.
     some = r.T > CHUNK if r.cu_seqlens is None else r.N > 0
-    return some and rows >= least and r.K == 128 and r.g.dtype == r.q.dtype and r.H == r.HV
+    fits = r.K == 128 or (r.K == 256 and whole and bounded)
+    return some and rows >= least and fits and r.g.dtype == r.q.dtype and r.H == r.HV
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,15 +264,19 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
     transitions = fragment_transitions(r, chip) if fragments else transitions_of(r, chip)
     K, V, HV, T, dtype = r.K, r.V, r.HV, r.T, r.q.dtype
     KP, VP = padded(K), padded(V)
-    turns = WHOLE if fragments else turns_of(r, chip)
+    do = _as_read(r.grad_o)
+    if do is None and (fragments or rows):
+        # Zeros stand for it there.
+        do = _dv(r)
+    on_hopper = gradients_on_hopper(changed(r, grad_o=do), chip)
+    paired = on_hopper and gradients_persistent(r, request.T * HV)
+    # States of pairs take half of the memory.
+    turns = WHOLE if fragments or paired else turns_of(r, chip)
     most, N = slots(r), r.N
     if turns != WHOLE:
         N = max(turn.stop - turn.start for turn in turns)
         most = N * -(-T // CHUNK)
-    v, do = (_as_read(x) for x in (r.v, r.grad_o))
-    if do is None and (fragments or rows):
-        # Zeros stand for it there.
-        do = _dv(r)
+    v = _as_read(r.v)
     if (fragments or rows) and isinstance(transitions, TransitionsHopperConfig):
         v, do = as_copied(v), as_copied(do)
     config = backward_config(chip, dtype, KP, VP, r.N * HV)
@@ -284,8 +289,7 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
         # Both are one launch.
         states, reverse = (hopper_config(n, chip, KP, V, N * HV) for n in ("states", "reverse"))
     gradients = config.gradients
-    if gradients_on_hopper(changed(r, grad_o=do), chip):
-        paired = gradients_persistent(r, request.T * HV)
+    if on_hopper:
         gradients = gradients_persistent_config(chip) if paired else _GRADIENTS_HOPPER
     # Products on scalar units spill more with them. Rows of a descriptor are counted in 32 bits.
     descriptors = chip.descriptors and dtype.itemsize == 2 and many <= most * HV < 2**31 // max(VP, CHUNK)
@@ -294,7 +298,7 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
     tokens = tokens and do.dtype == dtype and all(row_aligned(x.cut(0, t)) for t in turns for x in (do, _dv(r)))
     return BackwardChoice(
         halves=tuple(choose_backward(heads_of(request, i), chip, half=True, many=many) for i in (0, 1))
-        if not (half or fragments) and halved(request, chip)
+        if not (half or fragments or paired) and halved(request, chip)
         else (),
         segment_rows=rows,
         bounded=decays_bounded(r),

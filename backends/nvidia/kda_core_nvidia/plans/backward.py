@@ -364,7 +364,7 @@ class _Backward:
         # Slots that hold nothing write no summand; only packed calls have such.
         count, packed = self.states, r.cu_seqlens is not None
         if self.paired:
-            blocks = self.choice.gradients.num_warps
+            blocks *= self.choice.gradients.num_warps
         sums = {"A_log": ("dA_partial", blocks), "dt_bias": ("dbias_partial", self.K)}
         for name, (parameter, size) in sums.items():
             found[parameter] = None

@@ -58,7 +58,7 @@ def launch_gradients_persistent(
     """
     r = changed(r, **{n: aligned(b, getattr(r, n)) for n in ("q", "k", "g", "grad_o")}, beta=one_token_axis(b, r.beta))
     pairs = slots(r, 2 * CHUNK)
-    blocks = pairs * r.HV
+    blocks = pairs * r.HV * (r.K // CHANNELS)
     own = {"table": None, "pair_count": None}
     packed, behind = r.cu_seqlens is not None, r.T % (2 * CHUNK)
     if packed or behind > 0:
@@ -69,7 +69,8 @@ def launch_gradients_persistent(
     if packed or 0 < behind <= CHUNK:
         launch_gradients_hopper(b, r, config.last, bounded, {**named, "N": r.N}, 0, last=True)
     rows = {f"{n}_rows": named[n] for n in ("dq", "dk", "dg")}
-    named = {**named, **own, **_tiles(b, r, 2 * CHUNK, r.V, named), "C": 2 * CHUNK, "blocks": blocks}
+    named = {**named, **own, **_tiles(b, r, 2 * CHUNK, CHANNELS, named), "C": 2 * CHUNK, "blocks": blocks}
+    named["tokens"] = r.B * r.T if r.K > CHANNELS else None
     named["BOUNDED"] = bounded
     far = {"far_pairs": None, "far_count": None}
     if not bounded:
