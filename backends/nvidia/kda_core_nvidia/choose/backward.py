@@ -215,7 +215,7 @@ def gradients_persistent(r: Request, rows: int) -> bool:
         least = LEAST_TAILS if bounded else LEAST_FAR_TAILS
     # There is a pair, or a sequence at least: a program without pairs reads two slots.
     some = r.T > CHUNK if r.cu_seqlens is None else r.N > 0
-    fits = r.K == 128 or (r.K == 256 and whole and bounded)
+    fits = r.K == 128 or (r.K == 256 and whole)
     return some and rows >= least and fits and r.g.dtype == r.q.dtype and r.H == r.HV
 
 
