@@ -102,7 +102,7 @@ WIDE = (
     "bounded", "bounded, float32", "softplus", "softplus, strong", "softplus, strong, float32, grouped",
     "given, float32", "given, slow", "promised, float32", "given, -14", "tails", "tails, softplus, grouped", "packed",
     "packed, states V first", "packed, grouped", "one chunk, states", "negative eigenvalues", "pairs, states",
-    "pairs, promised", "pairs, negative eigenvalues",
+    "pairs, promised", "pairs, negative eigenvalues", "pairs, softplus", "pairs, softplus, strong",
 )  # fmt: skip
 CASES |= {f"{name}, 256 channels": CASES[name] | {"K": 256, "V": 256} for name in WIDE}
 
