@@ -14,6 +14,9 @@ The gate runs beside the asynchronous products, which ptxas then still leaves in
 WARPGROUP.DEPBAR); it waits for nothing there, or ptxas would run them one after another. Products of a warp come last:
 the matrix unit is busy.
 
+With 256 channels a program takes 128 key channels of a pair and the halves of the value channels in turn; ``finish``
+does what needs whole rows, as for ``gradients_hopper``.
+
 Where decays are not bounded, pairs whose decays are beyond one reference point a tile are written down, and a second
 launch takes them (FAR) and writes their results once more. In one kernel with the others they have 304 bytes of stack
 and more.
