@@ -12,7 +12,7 @@ from kda_core.triton_lib.decay import BOUNDED_LOG2_DECAY
 from kda_core.triton_lib.gate import LN_2, LOG2_E
 from kda_core_nvidia.backward_levels import rounded
 from kda_core_nvidia.hopper_squares import seen_as
-from kda_core_nvidia.hopper_tiles import FLOOR, PROPAGATE, exp2, reciprocal, softplus
+from kda_core_nvidia.hopper_tiles import FLOOR, PROPAGATE, exp2, log2_of_one_and, reciprocal, softplus
 from kda_core_nvidia.recurrence_hopper import copy_block
 
 _WARPS = 4
@@ -112,8 +112,7 @@ def log2_decays(
     if GATE == "bounded":
         y = reciprocal(1.0 + exp2(x * (a * -LOG2_E))) * (lower_bound * LOG2_E)
     elif GATE == "softplus":
-        z = x * LOG2_E
-        y = softplus(z, exp2(-gl.abs(z))) * -a
+        y = softplus(x * LOG2_E) * -a
     else:
         y = x * LOG2_E
     if not BOUNDED:
@@ -136,11 +135,11 @@ def gate_gradients(x, a, lower_bound, grad, GATE: gl.constexpr):
         summand = gl.where(dx == 0.0, 0.0, x * dx)
     else:
         z = x * LOG2_E
-        e = exp2(-gl.abs(z))
-        s = reciprocal(1.0 + e) * gl.where(z < 0.0, e, 1.0)
+        more = log2_of_one_and(exp2(-gl.abs(z)))
+        s = exp2(gl.minimum(z, 0.0) - more)
         grad = grad * -a
         dx = s * grad
-        summand = gl.where(grad == 0.0, 0.0, softplus(z, e) * (grad * LN_2))
+        summand = gl.where(grad == 0.0, 0.0, (gl.maximum(z, 0.0) + more) * (grad * LN_2))
     return dx, summand
 
 
