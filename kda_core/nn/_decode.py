@@ -70,7 +70,7 @@ def kda_decode_step(
 
     ``short_convolution`` of q, k and v side by side, ``fused_recurrent_kda``, ``gated_rms_norm``, for one token of each
     of N sequences, or for T of each (drafts), with both states advanced in place. Not differentiable. The GPU backends
-    take it as one call of three launches; elsewhere it is these three calls.
+    take it as one call of one to three launches; elsewhere it is these three calls.
     Symbols as in ``chunk_kda``; D = 2·H·K + HV·V channels, W taps.
 
     Args:

@@ -339,21 +339,25 @@ def layer_calls(quick: bool = False) -> Iterator[tuple[str, LayerRequest]]:
 
 def _decode_steps(quick: bool) -> Iterator[tuple[str, LayerRequest]]:
     empty, HV = partial(torch.empty, device="meta"), 8
-    slots = torch.zeros(2, 3, dtype=torch.int32, device="meta")
-    drafts = {"indices": slots, "accepted": slots[:, 0], "lower_bound": -5.0}
-    kinds: list[tuple[torch.dtype, int, int, dict[str, Any]]] = [(torch.float32, 1, 4, {"indices": slots[:, 0]})]
+    kinds = [(torch.float32, 1, H, False) for H in (4, HV)]
     if not quick:
-        kinds += [(torch.float32, 3, 4, drafts), (torch.bfloat16, 1, HV, {"state_v_first": True})]
-    for dtype, T, H, more in kinds:
-        D = (2 * H + HV) * 128
-        g = empty(2, T, HV, 128, dtype=torch.bfloat16)
-        x, conv_state = empty(2, T, D, dtype=torch.bfloat16), empty(6, 3, D, dtype=torch.bfloat16)
+        kinds += [(torch.float32, 3, 4, False), (torch.bfloat16, 1, HV, False)]
+        kinds += [(dtype, 1, HV, True) for dtype in (torch.float32, torch.bfloat16)]
+    for dtype, T, H, v_first in kinds:
+        D, slots = (2 * H + HV) * 128, torch.zeros(2, 3, dtype=torch.int32, device="meta")
+        g = empty(2, 4, HV, 128, dtype=torch.bfloat16)
+        x, conv_state = empty(2, 4, D, dtype=torch.bfloat16), empty(6, 3, D, dtype=torch.bfloat16)
         call = DecodeStepRequest(
             x=x, g=g, beta=g[..., 0], conv_state=conv_state, weight=empty(D, 4), norm_gate=g, norm_weight=empty(128),
-            state=empty(6, HV, 128, 128, dtype=dtype), A_log=empty(HV), dt_bias=empty(HV, 128), **more,
+            state=empty(6, HV, 128, 128, dtype=dtype), A_log=empty(HV), dt_bias=empty(HV, 128), indices=slots[:, 0],
+            state_v_first=v_first,
         )  # fmt: skip
+        kind = f"H {H}, states {TYPES[dtype]}{', V first' * v_first}"
         if T == 1:
-            records = empty(2, 1, HV, 384)
+            records = empty(2, 4, HV, 384)
             more = {"records": records, "commit": records, "num_committed": slots[:, 0], "commit_inputs": x}
-            yield f"draft of a layer, H {H}, states {TYPES[dtype]}", replace(call, indices=slots[:, 0], **more)
-        yield f"step of a layer, T {T}, H {H}, states {TYPES[dtype]}", call
+            yield f"draft of a layer, {kind}", replace(call, **more)
+        else:
+            call = replace(call, indices=slots, accepted=slots[:, 0], lower_bound=-5.0)
+        rows = {n: getattr(call, n)[:, :T] for n in ("x", "g", "beta", "norm_gate")}
+        yield f"step of a layer, T {T}, {kind}", replace(call, **rows)

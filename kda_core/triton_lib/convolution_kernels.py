@@ -70,9 +70,10 @@ def _window(p_x, state, i_n, begin, first, o_d, real, s_xt, D: tl.constexpr, end
 
 @triton.jit
 def convolved(window, taps, b_bias, W: tl.constexpr):
+    """The sum of one row; fused here, for kernels that are compiled without fusion."""
     b_z = b_bias
     for j in tl.static_range(W):
-        b_z += taps[j] * window[j]
+        b_z = tl.fma(taps[j], window[j], b_z)
     return b_z
 
 

@@ -133,14 +133,14 @@ def _norm(r: GatedNormRequest, lanes: int, warps: int) -> Plan:
 
 
 def plan_decode_step(
-    r: DecodeStepRequest, add_recurrence: Callable[[Builder, Request], object], lanes: int, overlap: bool = False
+    r: DecodeStepRequest, add_recurrence: Callable[[Builder, Request], object], lanes: int, **options: Any
 ) -> Plan:
     """The plan of ``kda_decode_step``; the request is metadata alone.
 
     Args:
         add_recurrence: adds the launches of ``fused_recurrent_kda`` for its request, which has ``out``.
         lanes: of a warp.
-        overlap: the norm may start before the recurrence ends.
+        options: further ones of the norm's launch; with ``launch_pdl`` it may start before the recurrence ends.
     """
     b = Builder()
     N, T, D = r.x.shape
@@ -173,11 +173,11 @@ def plan_decode_step(
         gate, VP, R = b.rows(r.norm_gate), padded(V), N * T * HV
         of_program = max(1, lanes * STEP_WARPS * STEP_ELEMENTS // VP)
         strides = {f"s_{n}{i}": s for n, t in (("a", gate), ("o", o)) for i, s in zip("nth", t.strides, strict=False)}
+        overlap = options.get("launch_pdl", False)
         named = strides | {
             "rows": rows, "gate": gate, "weight": b.dense(r.norm_weight), "o": o, "R": R, "T": T,
             "eps": float(r.norm_eps), "HV": HV, "V": V, "VP": VP, "ROWS": of_program, "OVERLAP": overlap,
         }  # fmt: skip
-        options = {"launch_pdl": True} if overlap else {}
         b.pick(norm_step_kernel, -(-R // of_program), STEP_WARPS, named, **options)
     if r.out is not None and o is not r.out:
         b.step(Copy(r.out, o))

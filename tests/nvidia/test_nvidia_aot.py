@@ -32,9 +32,9 @@ KERNELS = {
     "sums_kernel",
 }  # fmt: skip
 HOPPER = {
-    "gradients_hopper", "gradients_hopper_persistent", "join_hopper", "prepare_hopper", "recurrence_hopper",
-    "pairs_kernel", "recurrences_hopper", "recurrent_draft", "recurrent_step", "reverse_transitions_hopper",
-    "transitions_hopper",
+    "gradients_hopper", "gradients_hopper_persistent", "join_hopper", "layer_step", "prepare_hopper",
+    "recurrence_hopper", "pairs_kernel", "recurrences_hopper", "recurrent_draft", "recurrent_step",
+    "reverse_transitions_hopper", "transitions_hopper",
 }  # fmt: skip
 
 
@@ -51,6 +51,7 @@ def test_fusion_is_stated(arch: int):
     """Triton's defaults differ from version to version, and bits of results with it."""
     stated = {job.launch.name: TOOL.source(job)[1].get("enable_fp_fusion") for job in TOOL.shipped(str(arch))}
     exact = {"recurrent", "recurrent_draft", "recurrent_step", "blocks_prepare", "blocks_recurrence", "commit_kernel"}
+    exact |= {"layer_step", "norm_step_kernel"}
     assert stated == {name: name not in exact for name in stated}
 
 
@@ -72,6 +73,8 @@ def test_every_configuration_of_decoding_is_compiled():
     names = ("V_FIRST", "maxnreg", "STAGED")
     drafts = {tuple(x.arguments[n] for n in names) for x in TOOL.shipped("90", "recurrent_draft")}
     assert drafts == {(False, 128, True), (False, 96, True), (False, 128, False), (True, 128, False)}
+    steps = {tuple(x.arguments[n] for n in names) for x in TOOL.shipped("90", "layer_step")}
+    assert steps == {(False, 80, True), (True, 80, True), (True, 128, False)}
 
 
 @pytest.mark.end_to_end

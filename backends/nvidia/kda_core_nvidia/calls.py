@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from kda_core.request import AnyRequest, CommitRequest, DecodeStepRequest, GateRequest, LayerRequest
+from kda_core.request import AnyRequest, CommitRequest, DecodeStepRequest, GateRequest, LayerRequest, Request
 from kda_core.triton_lib.calls import Calls, h_shape
 from kda_core.triton_lib.commit_kernels import plan_commit
 from kda_core.triton_lib.gate_kernels import plan_gate
 from kda_core.triton_lib.layer_plans import plan_decode_step, plan_of_layer
-from kda_core.triton_lib.plan import Plan, changed, metadata
+from kda_core.triton_lib.plan import Builder, Plan, changed, metadata
 from kda_core_nvidia.choose import CHIPS, Chip, choose_backward, choose_forward, choose_recurrent
+from kda_core_nvidia.choose.recurrent import choose_layer_step
 from kda_core_nvidia.plans.backward import plan_backward, plan_begin_backward, plan_finish_backward
 from kda_core_nvidia.plans.forward import plan_forward, saved_specs
 from kda_core_nvidia.plans.fragments import plan_begin, plan_finish
+from kda_core_nvidia.plans.layer_step import plan_layer_step
 from kda_core_nvidia.plans.recurrent import add_recurrent, plan_recurrent
 from kda_core_nvidia.run import Bound, chip
 
@@ -26,6 +28,16 @@ _HALVES = {
     "begin_backward": (plan_begin_backward, choose_backward),
     "finish_backward": (plan_finish_backward, choose_backward),
 }  # fmt: skip
+
+
+def plan_in_three(r: DecodeStepRequest, on: Chip) -> Plan:
+    """The plan of ``kda_decode_step`` with a launch for each of its parts; the request is metadata alone."""
+
+    def add(b: Builder, x: Request) -> object:
+        return add_recurrent(b, x, choose_recurrent(x, on), True)
+
+    # Sums without fused multiplications, as ``layer_step`` takes them.
+    return plan_decode_step(r, add, 32, launch_pdl=on.overlaps, enable_fp_fusion=False)
 
 
 def plan_of(
@@ -43,7 +55,8 @@ def plan_of(
         plan, choose = _HALVES[half]
         return plan(r, choose(r, on))
     if isinstance(r, DecodeStepRequest):
-        return plan_decode_step(r, lambda b, x: add_recurrent(b, x, choose_recurrent(x, on), True), 32, on.overlaps)
+        config = choose_layer_step(r, on)
+        return plan_in_three(r, on) if config is None else plan_layer_step(r, config)
     if isinstance(r, LayerRequest):
         return plan_of_layer(r, 32, LAYER_WARPS)
     if isinstance(r, CommitRequest):

@@ -7,6 +7,9 @@ and warps share no sum. Records that are committed first lie beside it.
 Threads take every sum in the order in which those of ``recurrent`` take it: not a bit of a result shows which of the
 two kernels it came from. Float32 states stored K first lie in two warps there, which are added last.
 
+In a decoding step of a layer (``TAPS``) a program has a whole head. It convolves the head's channels of q, k and v, and
+norms the rows of o that it has written.
+
 Grid: (N · HV · V / value channels of a program), value blocks fastest, then heads.
 """
 
@@ -17,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from kda_core.triton_lib.factor import decay_factor, decayed
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
 from kda_core.triton_lib.packing import is_padding
+from kda_core_nvidia.layer_rows import convolved_row, head_filter, normed
 from kda_core_nvidia.recurrent_step import SIZE, block_barrier, copy_tile, widen
 from kda_core_nvidia.transitions_hopper import rounded
 
@@ -28,7 +32,7 @@ _RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 @gluon.jit
-def _viewed(buffer, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+def viewed(buffer, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
     """float32 in shared memory in another shape."""
     if _RENAMED:
         return buffer.reinterpret(gl.float32, SHAPE, LAYOUT)
@@ -43,7 +47,7 @@ def _whole(x):
 
 
 @gluon.jit
-def _keep(x, T: gl.constexpr, PARTS: gl.constexpr, KEPT: gl.constexpr, V_FIRST: gl.constexpr):
+def keep(x, T: gl.constexpr, PARTS: gl.constexpr, KEPT: gl.constexpr, V_FIRST: gl.constexpr):
     """Rows of key channels in shared memory, those of a thread side by side."""
     if not V_FIRST:
         x = x.reshape([T, SIZE // PARTS, PARTS]).permute([0, 2, 1])
@@ -52,33 +56,42 @@ def _keep(x, T: gl.constexpr, PARTS: gl.constexpr, KEPT: gl.constexpr, V_FIRST: 
 
 
 @gluon.jit
-def _kept(buffer, t, T: gl.constexpr, PARTS: gl.constexpr, KEPT: gl.constexpr, KEYS: gl.constexpr,
+def kept(buffer, t, T: gl.constexpr, PARTS: gl.constexpr, KEPT: gl.constexpr, KEYS: gl.constexpr,
           V_FIRST: gl.constexpr):  # fmt: skip
     """A row of them against a tile."""
-    row = _viewed(buffer, [T, PARTS, SIZE // PARTS], KEPT).index(t)
+    row = viewed(buffer, [T, PARTS, SIZE // PARTS], KEPT).index(t)
     return row.load(KEYS)[None, :, :] if V_FIRST else row.permute([1, 0]).load(KEYS)[:, :, None]
 
 
 @gluon.jit
 def _number(buffer, t, T: gl.constexpr, FLAT: gl.constexpr, VALUES: gl.constexpr):
     """A token's number beside value channels."""
-    return _viewed(buffer, [T, 1], FLAT).index(t).load(VALUES)
+    return viewed(buffer, [T, 1], FLAT).index(t).load(VALUES)
 
 
 @gluon.jit
 def _row(buffer, i, ROWS: gl.constexpr, BV: gl.constexpr, FLAT: gl.constexpr, VALUES: gl.constexpr):
     """A row of value channels."""
-    return _viewed(buffer, [ROWS, BV], FLAT).index(i).load(VALUES)
+    return viewed(buffer, [ROWS, BV], FLAT).index(i).load(VALUES)
 
 
 @gluon.jit
-def _along_v(x, V_FIRST: gl.constexpr):
+def _part(buffer, i, T: gl.constexpr, HALVES: gl.constexpr, ROWS: gl.constexpr):
+    """One of four parts of rows of convolutions, [T, HALVES, K / HALVES]."""
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    WHOLE: gl.constexpr = gl.BlockedLayout([1, 4 // HALVES], [1, 32], [gl.num_warps(), 1], [1, 0])
+    x = viewed(buffer, [T, 4 * SIZE], PLAIN).slice(i * SIZE, SIZE, dim=1).load(WHOLE)
+    return gl.convert_layout(x.reshape([T, HALVES, SIZE // HALVES]), ROWS)
+
+
+@gluon.jit
+def along_v(x, V_FIRST: gl.constexpr):
     """Value channels against a tile."""
     return x[:, None, None] if V_FIRST else x[None, None, :]
 
 
 @gluon.jit
-def _contract(x, BV: gl.constexpr, HALVES: gl.constexpr, VALUES: gl.constexpr, V_FIRST: gl.constexpr):
+def contract(x, BV: gl.constexpr, HALVES: gl.constexpr, VALUES: gl.constexpr, V_FIRST: gl.constexpr):
     """Sum of a tile over its key channels."""
     AXIS: gl.constexpr = 1 if V_FIRST else 0
     x = gl.sum(x, AXIS)
@@ -88,7 +101,7 @@ def _contract(x, BV: gl.constexpr, HALVES: gl.constexpr, VALUES: gl.constexpr, V
 
 
 @gluon.jit(
-    do_not_specialize=["scale", "lower_bound", "T", "C", "pad_slot_id", "slots"],
+    do_not_specialize=["scale", "lower_bound", "eps", "T", "C", "pad_slot_id", "slots"],
     do_not_specialize_on_alignment=["indices", "committed"],
 )
 def recurrent_draft(
@@ -104,17 +117,26 @@ def recurrent_draft(
     records,  # [N, T, HV, 2K + V]
     commit,  # [N, C, HV, 2K + V] or None: records that come first
     committed,  # [N], how many of them, or None
-    scale, lower_bound, T, C,
+    # around it, in a layer, or None: with them there is no q, k and v, and a program has a whole head. HV = H
+    x,  # [N, T, 3 · H · 128], the last stride 1
+    weight,  # [D, TAPS]
+    bias,  # [D] or None
+    conv_state,  # [slots, TAPS - 1, D]
+    inputs,  # [N, C, D] behind which the records are, the last stride 1; or None
+    gate,  # [N, T, HV, V], the last stride 1, or None
+    norm_weight,  # [V] or None
+    scale, lower_bound, eps, T, C,
     # strides by sequence, token, head
     s_qn, s_qt, s_qh, s_kn, s_kt, s_kh, s_vn, s_vt, s_vh, s_gn, s_gt, s_gh, s_bn, s_bt, s_bh, s_on, s_ot, s_oh,
     s_rn, s_rt, s_rh, s_cn, s_ct, s_ch, s_committed: gl.int64, s_in, s_ih, s_index: gl.int64, pad_slot_id: gl.int64,
-    slots,
+    slots, s_xn, s_xt, s_xi, s_ti, s_cs, s_cr, s_cd, s_an, s_at, s_ah,
     HV: gl.constexpr,
     GROUP: gl.constexpr,  # value heads a key head
     I_ROW: gl.constexpr,  # stride of a state's rows
     TP: gl.constexpr, CP: gl.constexpr,  # T and C, or more
     STAGED: gl.constexpr,  # K first: states come by way of shared memory, in whole lines
     GATE: gl.constexpr, L2NORM: gl.constexpr, SIGMOID: gl.constexpr, NEG_EIGVAL: gl.constexpr, V_FIRST: gl.constexpr,
+    TAPS: gl.constexpr,  # of the convolution; 0: q, k and v are given
 ):  # fmt: skip
     W: gl.constexpr = gl.num_warps()
     BV: gl.constexpr = DRAFT_COLUMNS * W
@@ -161,18 +183,28 @@ def recurrent_draft(
     o_t = gl.arange(0, TP, layout=TOKENS)
     rows = o_t.to(gl.int64)[:, None, None]
     m_t = (o_t < T)[:, None, None]
-    b_q = gl.load(q + i_n * s_qn + i_h // GROUP * s_qh + (rows * s_qt + o_k), mask=m_t, other=0.0).to(gl.float32)
-    b_k = gl.load(k + i_n * s_kn + i_h // GROUP * s_kh + (rows * s_kt + o_k), mask=m_t, other=0.0).to(gl.float32)
+    if TAPS:
+        o_d, o_part, taps, b_bias = head_filter(weight, bias, pid % HV, HV, TAPS)
+        p_x = x + i_n * s_xn + o_d
+        given = ()
+        for t in gl.static_range(TP):
+            # Rows behind the last are not looked at.
+            given += (gl.load(p_x, mask=o_part < gl.where(t < T, 3, 0), other=0.0),)
+            p_x += s_xt
+    else:
+        b_q = gl.load(q + i_n * s_qn + i_h // GROUP * s_qh + (rows * s_qt + o_k), mask=m_t, other=0.0).to(gl.float32)
+        b_k = gl.load(k + i_n * s_kn + i_h // GROUP * s_kh + (rows * s_kt + o_k), mask=m_t, other=0.0).to(gl.float32)
     b_g = gl.load(g + i_n * s_gn + i_h * s_gh + (rows * s_gt + o_k), mask=m_t, other=0.0).to(gl.float32)
     b_beta = gl.load(beta + i_n * s_bn + i_h * s_bh + o_t.to(gl.int64) * s_bt, mask=o_t < T, other=0.0)
     rate = gate_rate(A_log, i_h)
-    bias = 0.0
+    dt = 0.0
     if dt_bias is not None:
-        bias = gl.load(dt_bias + i_h * SIZE + o_k).to(gl.float32)
+        dt = gl.load(dt_bias + i_h * SIZE + o_k).to(gl.float32)
     o_v = gl.arange(0, BV, layout=VALUES)
     o_column = i_v + gl.arange(0, BV, layout=gl.SliceLayout(0, COLUMNS))[None, :]
     o_t = gl.arange(0, TP, layout=gl.SliceLayout(1, COLUMNS))[:, None]
-    value = gl.load(v + i_n * s_vn + i_h * s_vh + (o_t.to(gl.int64) * s_vt + o_column), mask=o_t < T, other=0.0)
+    if not TAPS:
+        value = gl.load(v + i_n * s_vn + i_h * s_vh + (o_t.to(gl.int64) * s_vt + o_column), mask=o_t < T, other=0.0)
     if commit is not None:
         # The lines of ``recurrent``. A count out of range is clamped.
         count = gl.minimum(gl.maximum(gl.load(committed + i_n * s_committed), 0), C).to(gl.int32)
@@ -190,6 +222,20 @@ def recurrent_draft(
         zeros = gl.full([TP, BV], 0.0, o.dtype.element_ty, COLUMNS)
         gl.store(o + i_n * s_on + i_h * s_oh + (o_t.to(gl.int64) * s_ot + o_column), zeros, mask=o_t < T)
         return
+    if TAPS:
+        p_first = conv_state + i_state * s_cs + o_d.to(gl.int64) * s_cd
+        p_row = p_first
+        window = ()
+        for j in gl.static_range(TAPS - 1):
+            if inputs is None:
+                window += (gl.load(p_row, mask=o_part < 3, other=0.0),)
+                p_row += s_cr
+            else:
+                behind = count.to(gl.int64) + (j - (TAPS - 1))
+                m_old, m_new = o_part < gl.where(behind < 0, 3, 0), o_part < gl.where(behind < 0, 0, 3)
+                b_old = gl.load(p_first + (behind + (TAPS - 1)) * s_cr, mask=m_old, other=0.0)
+                b_new = gl.load(inputs + i_n * s_xi + behind * s_ti + o_d, mask=m_new, other=0.0)
+                window += (gl.where(behind < 0, b_old, b_new.to(b_old.dtype)),)
     p_state = initial_state + i_state * s_in + i_h * s_ih + (i_v * I_ROW if V_FIRST else i_v)
     if STAGED:
         # A warp reads DRAFT_COLUMNS of rows that must lie in different banks.
@@ -207,7 +253,22 @@ def recurrent_draft(
     if not STAGED:
         S = gl.load(p_state)
 
-    y = log2_decay(b_g, rate, bias, lower_bound, GATE)
+    if TAPS:
+        if inputs is not None:
+            p_row = p_first
+            for j in gl.static_range(TAPS - 1):
+                gl.store(p_row, window[j], mask=o_part < 3)
+                p_row += s_cr
+        convolutions = gl.allocate_shared_memory(gl.float32, [TP * 4 * BV], FLAT)
+        for t in gl.static_range(TP):
+            y = convolved_row(window, given[t], taps, b_bias, TAPS)
+            window += (given[t],)
+            viewed(convolutions, [TP, 4 * BV], FLAT).index(t).store(y.reshape([4 * BV]))
+            window = window[1:]
+        block_barrier()
+        b_q = _part(convolutions, 0, TP, HALVES, ROWS)
+        b_k = _part(convolutions, 1, TP, HALVES, ROWS)
+    y = log2_decay(b_g, rate, dt, lower_bound, GATE)
     r_q = gl.full([TP], 1.0, gl.float32, TOKENS) * scale
     r_k = gl.full([TP], 1.0, gl.float32, TOKENS)
     if L2NORM:
@@ -224,14 +285,15 @@ def recurrent_draft(
     all_r_k = gl.allocate_shared_memory(gl.float32, [TP], FLAT, r_k)
     all_qk = gl.allocate_shared_memory(gl.float32, [TP], FLAT, qk)
     strengths = gl.allocate_shared_memory(gl.float32, [TP], FLAT, write_strength(b_beta, SIGMOID, NEG_EIGVAL))
-    all_v = gl.allocate_shared_memory(gl.float32, [TP * BV], FLAT, value.to(gl.float32).reshape([TP * BV]))
-    all_k = _keep(b_k, TP, PARTS, KEPT, V_FIRST)
-    factors = _keep(factor, TP, PARTS, KEPT, V_FIRST)
-    all_k_d = _keep(decayed(b_k, factor), TP, PARTS, KEPT, V_FIRST)
-    all_q_d = _keep(decayed(b_q, factor), TP, PARTS, KEPT, V_FIRST)
+    if not TAPS:
+        all_v = gl.allocate_shared_memory(gl.float32, [TP * BV], FLAT, value.to(gl.float32).reshape([TP * BV]))
+    all_k = keep(b_k, TP, PARTS, KEPT, V_FIRST)
+    factors = keep(factor, TP, PARTS, KEPT, V_FIRST)
+    all_k_d = keep(decayed(b_k, factor), TP, PARTS, KEPT, V_FIRST)
+    all_q_d = keep(decayed(b_q, factor), TP, PARTS, KEPT, V_FIRST)
     if commit is not None:
-        all_earlier_k = _keep(earlier_k, CP, PARTS, KEPT, V_FIRST)
-        all_earlier_d = _keep(earlier_d, CP, PARTS, KEPT, V_FIRST)
+        all_earlier_k = keep(earlier_k, CP, PARTS, KEPT, V_FIRST)
+        all_earlier_d = keep(earlier_d, CP, PARTS, KEPT, V_FIRST)
         all_u = gl.allocate_shared_memory(gl.float32, [CP * BV], FLAT, earlier_u.reshape([CP * BV]))
     if STAGED:
         async_copy.wait_group(0)
@@ -247,8 +309,8 @@ def recurrent_draft(
     if commit is not None:
         for m in range(0, count):
             b_u = _row(all_u, m, CP, BV, FLAT, VALUES)
-            S = decayed(S, _kept(all_earlier_d, m, CP, PARTS, KEPT, KEYS, V_FIRST))
-            S = gl.fma(_along_v(b_u, V_FIRST), _kept(all_earlier_k, m, CP, PARTS, KEPT, KEYS, V_FIRST), S)
+            S = decayed(S, kept(all_earlier_d, m, CP, PARTS, KEPT, KEYS, V_FIRST))
+            S = gl.fma(along_v(b_u, V_FIRST), kept(all_earlier_k, m, CP, PARTS, KEPT, KEYS, V_FIRST), S)
         if count > 0:
             written = gl.convert_layout(S.reshape(SHAPE), TILE)
             if not WIDE:
@@ -257,10 +319,13 @@ def recurrent_draft(
             gl.store(p_state, written)
 
     for t in range(0, T):
-        b_v = _row(all_v, t, TP, BV, FLAT, VALUES)
+        if TAPS:
+            b_v = _row(convolutions, 4 * t + 2, 4 * TP, BV, FLAT, VALUES)
+        else:
+            b_v = _row(all_v, t, TP, BV, FLAT, VALUES)
         b_r = _number(all_r_k, t, TP, FLAT, VALUES)
-        y_k = _contract(S * _kept(all_k_d, t, TP, PARTS, KEPT, KEYS, V_FIRST), BV, HALVES, VALUES, V_FIRST)
-        y_q = _contract(S * _kept(all_q_d, t, TP, PARTS, KEPT, KEYS, V_FIRST), BV, HALVES, VALUES, V_FIRST)
+        y_k = contract(S * kept(all_k_d, t, TP, PARTS, KEPT, KEYS, V_FIRST), BV, HALVES, VALUES, V_FIRST)
+        y_q = contract(S * kept(all_q_d, t, TP, PARTS, KEPT, KEYS, V_FIRST), BV, HALVES, VALUES, V_FIRST)
         u = _number(strengths, t, TP, FLAT, VALUES) * (b_v - b_r * y_k)
         b_o = _number(all_r_q, t, TP, FLAT, VALUES) * y_q + _number(all_qk, t, TP, FLAT, VALUES) * u
         u *= b_r
@@ -270,5 +335,19 @@ def recurrent_draft(
         p_u += s_rt
         # The last state is nobody's.
         if t + 1 < T:
-            S = decayed(S, _kept(factors, t, TP, PARTS, KEPT, KEYS, V_FIRST))
-            S = gl.fma(_along_v(u, V_FIRST), _kept(all_k, t, TP, PARTS, KEPT, KEYS, V_FIRST), S)
+            S = decayed(S, kept(factors, t, TP, PARTS, KEPT, KEYS, V_FIRST))
+            S = gl.fma(along_v(u, V_FIRST), kept(all_k, t, TP, PARTS, KEPT, KEYS, V_FIRST), S)
+
+    if gate is not None:
+        # Rows that this program has just written.
+        block_barrier()
+        OWN_ROW: gl.constexpr = 4 if x.dtype.element_ty == gl.float32 else 8
+        NORM: gl.constexpr = gl.BlockedLayout([1, OWN_ROW], [OWN_ROW // 4, 128 // OWN_ROW], [W, 1], [1, 0])
+        o_row = gl.arange(0, TP, layout=gl.SliceLayout(1, NORM)).to(gl.int64)[:, None]
+        o_column = gl.arange(0, BV, layout=gl.SliceLayout(0, NORM))[None, :]
+        m_row = o_row < T
+        p_rows = o + i_n * s_on + i_h * s_oh + (o_row * s_ot + o_column)
+        b_o = gl.load(p_rows, mask=m_row, other=0.0).to(gl.float32)
+        b_gate = gl.load(gate + i_n * s_an + i_h * s_ah + (o_row * s_at + o_column), mask=m_row, other=0.0)
+        b_o = normed(b_o, b_gate, gl.load(norm_weight + o_column), eps)
+        gl.store(p_rows, b_o.to(o.dtype.element_ty), mask=m_row)

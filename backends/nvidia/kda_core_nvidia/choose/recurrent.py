@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kda_core.request import Request
+from kda_core.request import DecodeStepRequest, Request
 from kda_core.triton_lib.arguments import LEAST_BOUNDED_DECAY, gate_kind
 from kda_core.triton_lib.layout import padded
 from kda_core.triton_lib.plan import View
@@ -88,7 +88,7 @@ DRAFT_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class DraftConfig:
-    """Launch configuration of ``recurrent_draft``.
+    """Launch configuration of ``recurrent_draft`` and ``layer_step``.
 
     Attributes:
         registers: most of a thread: four programs run on a multiprocessor with 128, five with 96.
@@ -97,6 +97,10 @@ class DraftConfig:
 
     registers: int
     staged: bool
+
+
+MOST_LAYER_DRAFTS = 1024
+"""States N · HV in bfloat16, K first, whose drafts one launch takes: for more, programs of half a head are faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +221,38 @@ def draft_serves(r: Request, chip: Chip) -> bool:
         and chip.major == 9
         and not chip.interpreted
     )
+
+
+def choose_layer_step(r: DecodeStepRequest, chip: Chip) -> DraftConfig | None:
+    """How one kernel takes a call of ``kda_decode_step``, ``layer_step`` or ``recurrent_draft``; None: neither does.
+
+    Measured on an H100 at H = 32, N = 1 to 256; no bit of a result shows it. Where a warp reads whole rows of float32,
+    registers for two programs a multiprocessor are faster than shared memory for three.
+    """
+    state, indices = r.state, r.indices
+    N, T, HV, K = r.g.shape
+    serves = (
+        r.H == HV
+        and r.V == K == SIZE.value
+        and 2 <= r.weight.shape[1] <= 4
+        and r.accepted is None
+        and (indices is None or indices.dim() == 1 or indices.shape[1] == 1)
+        and state.dtype in (torch.float32, torch.bfloat16)
+        and _tiles_aligned(state)
+        and chip.major == 9
+        and not chip.interpreted
+    )
+    if not serves:
+        return None
+    half = state.dtype.itemsize == 2
+    if r.records is None:
+        rows = r.state_v_first and not half
+        return DraftConfig(128 if rows else 80, not rows) if T == 1 else None
+    if max(T, 0 if r.commit is None else r.commit.shape[1]) > DRAFT_TOKENS:
+        return None
+    if half and not r.state_v_first and N * HV > MOST_LAYER_DRAFTS:
+        return None
+    return DraftConfig(128, not r.state_v_first)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,14 @@ STEP_WARPS = 4
 DRAFT_WARPS = 4
 """Warps of ``recurrent_draft``."""
 
+WITHOUT_LAYER: dict[str, Any] = {
+    **dict.fromkeys(("x", "weight", "bias", "conv_state", "inputs", "gate", "norm_weight")), "eps": 0.0,
+    **dict.fromkeys(
+        ("s_xn", "s_xt", "s_xi", "s_ti", "s_cs", "s_cr", "s_cd", "s_an", "s_at", "s_ah", "TAPS"), 0
+    ),
+}  # fmt: skip
+"""Arguments of ``recurrent_draft`` for what is around it in a layer."""
+
 PREPARE_STAGES, RECURRENCE_STAGES = 4, 2
 """Depths of the pipelines of loads of ``blocks_prepare`` (which has one warp) and ``blocks_recurrence``."""
 
@@ -97,6 +105,7 @@ def _add_draft(b: Builder, r: Request, config: DraftConfig, named: dict[str, Any
     own = {
         **_records(b, r), "I_ROW": named["I_V" if r.state_v_first else "I_K"], "TP": power_of_two(r.T),
         "CP": 0 if r.commit is None else power_of_two(max(1, r.commit.shape[1])), "STAGED": config.staged,
+        **WITHOUT_LAYER,
     }  # fmt: skip
     programs = r.N * r.HV * (SIZE.value // (DRAFT_WARPS * DRAFT_COLUMNS.value))
     options = {"maxnreg": config.registers, "enable_fp_fusion": False}

@@ -1,0 +1,63 @@
+"""Which kernels a decoding step of a layer gets, without a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import installed
+import torch
+
+installed.need_backend("nvidia")
+installed.need_package("triton")
+
+from kda_core_nvidia.calls import plan_of
+from kda_core_nvidia.choose import CHIPS
+
+from kda_core.request import DecodeStepRequest
+
+
+def layer_step(N: int = 3, T: int = 1, H: int = 4, W: int = 4, **options: Any) -> DecodeStepRequest:
+    """A step of a layer of four heads on a pool in float32."""
+    D = (2 * H + 4) * 128
+    g, slots = torch.empty(N, T, 4, 128, device="meta"), torch.empty(N, dtype=torch.int32, device="meta")
+    fields = {
+        "x": torch.empty(N, T, D, device="meta"), "g": g, "beta": g[..., 0], "weight": torch.empty(D, W, device="meta"),
+        "conv_state": torch.empty(9, W - 1, D, device="meta"), "state": torch.empty(9, 4, 128, 128, device="meta"),
+        "norm_gate": g, "norm_weight": g[0, 0, 0], "indices": slots, "use_gate_in_kernel": False,
+    }  # fmt: skip
+    return DecodeStepRequest(**(fields | options))
+
+
+def layer_kernels(r: DecodeStepRequest, arch: int = 90, *misaligned: str) -> tuple[str, ...]:
+    return plan_of(r, CHIPS[arch], frozenset(misaligned)).kernels
+
+
+def test_steps_of_layers():
+    """sm_90 has one kernel for tokens, and for drafts that are recorded, where v has as many heads as q and k."""
+    records = torch.empty(3, 2, 4, 384, device="meta")
+    many = torch.empty(3, 9, 4, 384, device="meta")
+    inputs = torch.empty(3, 9, 1536, device="meta")
+    slots = torch.empty(3, dtype=torch.int32, device="meta")
+    for r in (
+        layer_step(),
+        layer_step(W=2),
+        layer_step(indices=None),
+        layer_step(state_v_first=True, out=layer_step().g),
+    ):
+        assert layer_kernels(r) == ("layer_step",)
+    few = {"commit": many[:, :8], "num_committed": slots, "commit_inputs": inputs[:, :8]}
+    for r in (layer_step(T=2, records=records), layer_step(T=2, records=records, **few)):
+        assert layer_kernels(r) == ("recurrent_draft",)
+    half = torch.empty(9, 4, 128, 128, dtype=torch.float16, device="meta")
+    table = torch.empty(3, 2, dtype=torch.int32, device="meta")
+    more = few | {"commit": many, "commit_inputs": inputs}
+    others = [layer_step(T=2), layer_step(H=2), layer_step(W=5), layer_step(state=half), layer_step(T=2, indices=table)]
+    others += [layer_step(T=9, records=many), layer_step(T=2, records=records, **more)]
+    for r in others:
+        assert len(layer_kernels(r)) == 3
+    pool = torch.empty(600, 4, 128, 128, dtype=torch.bfloat16, device="meta")
+    many = layer_step(300, 2, records=torch.empty(300, 2, 4, 384, device="meta"), state=pool)
+    assert len(layer_kernels(many)) == 3
+    assert layer_kernels(replace(many, state=pool.float())) == ("recurrent_draft",)
+    assert len(layer_kernels(layer_step(), 100)) == len(layer_kernels(layer_step(), 90, "state")) == 3
