@@ -34,6 +34,9 @@ sums of products of the former with rows that have no shift."""
 LEAST_TOTAL = gl.constexpr(-126.0)
 """Least log2 decay of a tile whose pairs are products of such factors."""
 
+SMALL = gl.constexpr(2.0**-5)
+"""log(1 + e) of a smaller e is its series: a sum of 1 and e keeps too little of e."""
+
 PROPAGATE = gl.constexpr(tl.PropagateNan.ALL)
 """minimum and maximum return NaN where an operand is NaN."""
 
@@ -52,30 +55,24 @@ def exp2(x):
 
 
 @gluon.jit
+def log2(x):
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def reciprocal(x):
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def log2_of_one_and(e):
-    """log2(1 + e) for e in [0, 1], with an error of 2^-21.7 of the result.
-
-    The fast logarithm would be one more of the special functions, which limit a gate, and lose weak decays' digits.
-    """
-    x = 0.0636073377 - 0.0123193144 * e
-    x = x * e - 0.155351114
-    x = x * e + 0.256009205
-    x = x * e - 0.35339465
-    x = x * e + 0.480063668
-    x = x * e - 0.721310087
-    x = x * e + 1.44269476
-    return x * e
-
-
-@gluon.jit
 def softplus(z):
-    """log2(1 + 2^z)."""
-    return gl.maximum(z, 0.0) + log2_of_one_and(exp2(-gl.abs(z)))
+    """log2(1 + 2^z).
+
+    The fast logarithm has an error of 2^-22. Its series serves below SMALL, so that weak decays keep their digits.
+    """
+    e = exp2(-gl.abs(z))
+    series = e * (LOG2_E - e * (LOG2_E / 2 - e * (LOG2_E / 3)))
+    return gl.maximum(z, 0.0, propagate_nan=PROPAGATE) + gl.where(e < SMALL, series, log2(1.0 + e))
 
 
 @gluon.jit
