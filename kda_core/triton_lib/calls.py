@@ -101,7 +101,7 @@ class Calls:
             For a half of a call it is also told which: "begin", "finish", "begin_backward" or "finish_backward".
         chip: facts of a device.
         chips: facts of chips by their names, for ``describe``.
-        saved_specs: of what a forward of ``chunk_kda`` saves for its backward.
+        saved_specs: of what a forward of ``chunk_kda`` saves for its backward, for a chip.
         bind: makes, of a plan, the names of inputs and a device, a function of inputs and their addresses.
         most: plans that are kept.
     """
@@ -111,7 +111,7 @@ class Calls:
         plan_of: Callable[..., Plan],
         chip: Callable[[torch.device], Any],
         chips: Mapping[str, Any] = MappingProxyType({}),
-        saved_specs: Callable[[Request], tuple[TensorSpec, ...]] = lambda request: (),
+        saved_specs: Callable[[Request, Any], tuple[TensorSpec, ...]] = lambda request, chip: (),
         bind: Callable[[Plan, Sequence[str], torch.device], Callable[..., Results]] = PublicPlan,
         most: int = MAX_PLANS,
     ) -> None:
@@ -159,7 +159,7 @@ class Calls:
         if lengths is not None:
 
             def noted() -> Noted | None:
-                r, notes = with_numbers(request, lengths, misaligned, self._saved_specs)
+                r, notes = with_numbers(request, lengths, misaligned, lambda r: self._saved_specs(r, chip))
                 plan = self._bind(self._plan_of(r, chip, misaligned), names, device)
                 return Noted(notes, names, r, plan) if plan.ready else None
 
@@ -286,6 +286,10 @@ class Calls:
         made = self.run(request, "step", _DECODE_STEP, _decode_step_inputs(request))["o"]
         return made if request.out is None else request.out
 
+    def saved_specs(self, request: Request) -> tuple[TensorSpec, ...]:
+        """Of what a forward saves on the request's device."""
+        return self._saved_specs(request, self._chip(request.device)) if request.op == "chunk_kda" else ()
+
     def describe(self, request: AnyRequest, chip: str | None) -> tuple[CallPlan, ...]:
         """The plans of a call, for the chip of this name or, when it is None, for the request's device.
 
@@ -295,4 +299,4 @@ class Calls:
         if chip is not None and chip not in self._chips:
             raise ValueError(f"chip: expected one of {', '.join(self._chips)}, got {chip!r}")
         facts = self._chip(request.device) if chip is None else self._chips[chip]
-        return describe(request, facts, self._plan_of, self._saved_specs)
+        return describe(request, facts, self._plan_of, lambda r: self._saved_specs(r, facts))

@@ -30,7 +30,7 @@ def _served_by(method: str) -> Any:
 
 
 class TritonBackend:
-    """A backend's plugin. A subclass has ``kda_core_saved_spec``, and says where it runs and what else it rejects.
+    """A backend's plugin. A subclass says where it runs and what else it rejects.
 
     Args:
         module: the module whose ``CALLS``, a ``triton_lib.calls.Calls``, serves the calls.
@@ -100,6 +100,7 @@ class TritonBackend:
             return f"K = {request.g.shape[-1]} is above {MAX_HEAD_DIM}"
         return None
 
+    kda_core_saved_spec = _served_by("saved_specs")
     kda_core_chunk_forward = _served_by("chunk_forward")
     kda_core_chunk_backward = _served_by("chunk_backward")
     kda_core_chunk_begin = _served_by("chunk_begin")

@@ -127,6 +127,7 @@ def checks(architecture: str) -> None:
     """Print what went wrong with every call of an architecture, by name; "" where nothing did."""
     from kda_core_amd.calls import plan_of
     from kda_core_amd.choose import ARCHITECTURES
+    from kda_core_amd.plans.fragments import saved_specs
     from kda_core_amd.plugin import BACKEND
     from planned_backend import PlannedBackend
 
@@ -138,7 +139,7 @@ def checks(architecture: str) -> None:
 
     def subject(name: str, rows: int) -> Subject:
         """The backend as on this architecture, with segments of so many rows."""
-        calls = Calls(partial(plan_of, rows=rows), lambda device: ARCHITECTURES[architecture])
+        calls = Calls(partial(plan_of, rows=rows), lambda device: ARCHITECTURES[architecture], saved_specs=saved_specs)
         assert registry.register(PlannedBackend(BACKEND, calls, name=name)).state == "loaded"
         return Subject(find_target(name, interpret=True))
 

@@ -265,6 +265,9 @@ def of_lengths() -> dict[str, Any]:
         "training": lambda B, T, N: chunk(inputs(B, T), True, **parameters(), **NORM),
         "training, packed": lambda B, T, N: chunk(inputs(1, T), True, cu_seqlens=bounds(T, N), **state(N)),
         "training, all kept": lambda B, T, N: chunk(inputs(B, T), True, disable_recompute=True),
+        "training, states kept": lambda B, T, N: chunk(
+            inputs(1, 64 * (2 + T % 16), 32, 128), True, safe_gate=True, disable_recompute=True
+        ),
         "training, cut": lambda B, T, N: chunk(inputs(1, 40 * T, 2, 128), True),
         "token by token": lambda B, T, N: fused_recurrent_kda(**inputs(B, T), **state(B)),
         "gate": lambda B, T, N: kda_gate(inputs(B, T)["g"], lower_bound=-5.0),

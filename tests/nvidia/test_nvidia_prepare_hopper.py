@@ -136,7 +136,7 @@ def error(x: torch.Tensor, exact: torch.Tensor) -> float:
 def test_only_prepare_differs(gate):
     """Planned for an H100, without a GPU."""
     r = replace(request_of(call(gate, device="cpu")), save_for_backward=True)
-    saved = tuple(torch.empty(spec.shape, dtype=spec.dtype) for spec in saved_specs(r))
+    saved = tuple(torch.empty(spec.shape, dtype=spec.dtype) for spec in saved_specs(r, CHIPS[90]))
     grads = {"grad_o": r.v, "grad_final_state": torch.empty(2, HV, 128, 128)}
     for step in (r, replace(r, saved=saved, needs_grad=frozenset({"q", "k", "v", "g", "beta"}), **grads)):
         plain, ours = (plan(step, CHIPS[90]).kernels for plan in (plain_plan, plan_of))

@@ -13,7 +13,7 @@ class PlannedBackend:
     """A backend whose calls are those of a ``Calls`` object, on any device.
 
     Args:
-        plugin: the installed backend's plugin, which says what it declares and saves.
+        plugin: the installed backend's plugin, which says what it declares.
         calls: a ``Calls``.
         info: fields of its ``BackendInfo`` that differ.
     """
@@ -32,10 +32,6 @@ class PlannedBackend:
     @hookimpl
     def kda_core_reject(self, request: Any) -> Any:
         return self.plugin.kda_core_reject(request)
-
-    @hookimpl
-    def kda_core_saved_spec(self, request: Any) -> Any:
-        return self.plugin.kda_core_saved_spec(request)
 
     @hookimpl
     def kda_core_chunk_finish(self, request: Any, kept: Any, starts: Any) -> Any:
@@ -60,6 +56,6 @@ def _passed_on(name: str) -> Any:
 
 for _name in (
     "chunk_forward", "chunk_backward", "chunk_begin", "chunk_begin_backward", "recurrent_forward",
-    "recurrent_backward", "gate_forward", "gate_backward",
+    "recurrent_backward", "gate_forward", "gate_backward", "saved_specs",
 ):  # fmt: skip
-    setattr(PlannedBackend, f"kda_core_{_name}", _passed_on(_name))
+    setattr(PlannedBackend, f"kda_core_{_name.removesuffix('s')}", _passed_on(_name))

@@ -197,7 +197,7 @@ class _Tool(Tool):
     def plans(self, chip: Architecture, quick: bool) -> Iterator[tuple[str, Plan]]:
         yield from ((name, plan_of(call, chip)) for name, call in _calls(quick))
         for case in fragments(quick):
-            yield from halves(case, lambda r, half: plan_of(r, chip, half=half), saved_specs)
+            yield from halves(case, lambda r, half: plan_of(r, chip, half=half), lambda r: saved_specs(r, chip))
 
     def of_tensor(self, x: View, job: Job) -> tuple[str, list[list[Any]]]:
         # As triton's ROCm launcher tells the compiler of tensors below 2 GiB.

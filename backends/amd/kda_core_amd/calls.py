@@ -26,7 +26,13 @@ from kda_core_amd.choose import (
 )
 from kda_core_amd.plans.backward import plan_backward
 from kda_core_amd.plans.forward import plan_forward
-from kda_core_amd.plans.fragments import plan_begin, plan_begin_backward, plan_finish, plan_finish_backward
+from kda_core_amd.plans.fragments import (
+    plan_begin,
+    plan_begin_backward,
+    plan_finish,
+    plan_finish_backward,
+    saved_specs,
+)
 from kda_core_amd.plans.recurrent import add_recurrent, plan_recurrent
 
 LAYER_LANES = 128
@@ -84,4 +90,4 @@ def plan_of(
     return plan_backward(r, on, rows) if r.needs_grad else plan_forward(r, on, rows, h_shape(request))
 
 
-CALLS = Calls(plan_of, chip, ARCHITECTURES)
+CALLS = Calls(plan_of, chip, ARCHITECTURES, saved_specs)

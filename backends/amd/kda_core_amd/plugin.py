@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from kda_core.capabilities import FOREIGN_VARIABLE, Available, Unavailable
-from kda_core.hookspecs import hookimpl
-from kda_core.request import AnyRequest, CommitRequest, Request, TensorSpec
+from kda_core.request import AnyRequest, CommitRequest
 from kda_core.triton_lib.hooks import TritonBackend
 from kda_core_amd import __version__
 from kda_core_amd.choose import FOREIGN, halves_rejected
@@ -46,16 +45,6 @@ class AmdBackend(TritonBackend):
             rows, columns = request.B * request.T * request.HV, request.N * request.HV * request.V
             return f"B · T · HV = {rows} or N · HV · V = {columns} is more than one launch holds; split the batch"
         return halves_rejected(request) if request.cp_context else None
-
-    @hookimpl
-    def kda_core_saved_spec(self, request: Request) -> tuple[TensorSpec, ...]:
-        """Nothing, with ``disable_recompute`` as well: the backward computes everything again from the inputs. A call
-        in halves saves states."""
-        if not request.cp_context:
-            return ()
-        from kda_core_amd.plans.fragments import saved_specs
-
-        return saved_specs(request)
 
 
 BACKEND = AmdBackend(

@@ -140,6 +140,14 @@ def paired_case(gate: str) -> Case:
     return case.having(name=f"{case.name}, in pairs", lengths=(900, 100), gate_dtype=BF16, tags=frozenset())
 
 
+def kept_cases() -> list[Case]:
+    """Training steps whose forward also stores the states of the backward."""
+    found = [chunk_case(BF16, 128, 128, heads, "bounded") for heads in (MANY // 4, MANY)] + [paired_case("bounded")]
+    return [
+        case.having(name=f"{case.name}, kept", options={"disable_recompute": True}, tags=frozenset()) for case in found
+    ]
+
+
 def short_cases() -> list[Case]:
     """Calls of ``chunk_kda`` whose sequences are short: packed, and dense ones, which need no recurrence."""
     found = [chunk_case(BF16, 128, 128, MANY, gate).having(T=32, B=2) for gate in ("given", "softplus")]
@@ -219,7 +227,7 @@ def cases(quick: bool = False) -> list[Case]:
     found += [chunk_case(dtype, K, K, FEW, "given", T=ODD) for dtype, K in ((BF16, 128), (FP16, 128), (BF16, 256))]
     found += [chunk_case(BF16, 256, 256, MANY, "given", True), chunk_case(FP32, 64, 64, FEW, "given", True)]
     found += [served(chunk_case(BF16, 128, 128, heads, "bounded")) for heads in (FEW, MANY)]
-    found += short_cases()
+    found += short_cases() + kept_cases()
     found += [served(chunk_case(BF16, 256, 256, FEW, "bounded")), served(chunk_case(FP32, 64, 64, FEW, "softplus"))]
     found += [served(chunk_case(dtype, 128, 128, MANY, "softplus"), "checkpoints") for dtype in (BF16, FP32)]
     return [*found, *_steps()]
@@ -230,7 +238,7 @@ def trained(case: Case) -> tuple[Request, Request]:
     if "pool" in case.tags:
         case = case.having(H=case.H // 2, HV=case.H)
     forward = training(case)
-    return forward, gradients(case, saved_specs(forward))
+    return forward, gradients(case, saved_specs(forward, CHIPS[90]))
 
 
 @cache
@@ -271,7 +279,7 @@ class _Tool(Tool):
 
     def plans(self, chip: Chip, quick: bool) -> Iterator[tuple[str, Plan]]:
         for case in fragments(quick):
-            yield from halves(case, lambda r, half: plan_of(r, chip, half=half), saved_specs)
+            yield from halves(case, lambda r, half: plan_of(r, chip, half=half), lambda r: saved_specs(r, chip))
         for case, name, call in _calls(quick):
             yield name, plan_of(call, chip)
             if case is not None and call.needs_grad and "descriptors" in case.tags:

@@ -243,13 +243,19 @@ def recurrences_hopper(
     dv, grad_initial_state, cu_seqlens,
     s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, T, T_row, NT,
     o_scale,  # as for backward_reverse
-    programs,  # of states; as many of reverse follow
+    programs,  # of states; as many of reverse follow. Or None: the forward has stored states and z
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, LIFT: gl.constexpr, KP: gl.constexpr,
     BV: gl.constexpr, V_FIRST: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr, STAGES_REVERSE: gl.constexpr,
     OUT_REVERSE: gl.constexpr, STORERS: gl.constexpr, EVERY_SECOND: gl.constexpr,
     ODD: gl.constexpr,  # with EVERY_SECOND: a sequence may have an odd number of chunks
 ):  # fmt: skip
-    if gl.program_id(0) < programs:
+    if programs is None:
+        _reverse_of_sequence(
+            gl.program_id(0), gradients, pairs, single, P, decays, do, grad_final_state, dv, state_grads,
+            grad_initial_state, cu_seqlens, s_ob, s_ot, s_oh, T, T_row, NT, o_scale,
+            HV, K, V, C, LIFT, KP, BV, V_FIRST, STAGES_REVERSE, OUT_REVERSE, STORERS, EVERY_SECOND, ODD,
+        )  # fmt: skip
+    elif gl.program_id(0) < programs:
         states_of_sequence(
             gl.program_id(0), values, v, single, X, decays, initial_state, z, states, cu_seqlens, s_vb, s_vt, s_vh,
             T, T_row, NT, HV, K, V, C, LIFT, KP, BV, V_FIRST, STAGES, OUT, STORERS, EVERY_SECOND, ODD,

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block, halves
+from kda_core_nvidia.recurrence_stores_hopper import block_barrier, copy_block, halves, place_of, store_state_block
 from kda_core_nvidia.transitions_hopper import pair_of_barriers
 
 
@@ -39,18 +39,6 @@ def rows_of(i_n, cu_seqlens, T, T_row, NT, s_b, s_t, C: gl.constexpr):
         length = (gl.load(cu_seqlens + i_n + 1).to(gl.int64) - bos).to(gl.int32)
         first = bos * s_t
     return slot0, length, first, bos
-
-
-@gluon.jit
-def place_of(slot0, i_n, cu_seqlens, row0, NT, C: gl.constexpr, ODD: gl.constexpr):
-    """Twice the first pair of sequence ``i_n``, whose first slot is ``slot0``: the same unless slots may be ODD."""
-    place = slot0
-    if ODD:
-        if cu_seqlens is None:
-            place = i_n.to(gl.int64) * (NT + NT % 2)
-        else:
-            place = (row0 // (2 * C) + i_n) * 2
-    return place
 
 
 @gluon.jit
@@ -89,16 +77,6 @@ def _load_for_states(
         copy_block(values, [value_row + i * C, value_column], bar, v_buffer.index(stage), pred=whole)
         copy_block(pairs, [slot * (3 * C) + 2 * C, 0], bar, ka_buffer.index(stage))
         copy_block(X, [slot * C, 0], bar, x_buffer.index(stage))
-
-
-@gluon.jit
-def store_state_block(at, block, BV: gl.constexpr, KP: gl.constexpr, STORERS: gl.constexpr):
-    """Copy a block [BV, KP] from shared memory to ``at``, sixteen rows at a time: these warps have few registers."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // KP, KP // 8], [STORERS, 1], [1, 0])
-    row = gl.arange(0, 16, layout=gl.SliceLayout(1, LAYOUT))
-    column = gl.arange(0, KP, layout=gl.SliceLayout(0, LAYOUT))
-    for first in gl.static_range(0, BV, 16):
-        gl.store(at + first * KP + (row[:, None] * KP + column[None, :]), block.slice(first, 16).load(LAYOUT))
 
 
 @gluon.jit

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from kda_core.capabilities import Available, Unavailable
-from kda_core.hookspecs import hookimpl
-from kda_core.request import AnyRequest, Request, TensorSpec
+from kda_core.request import AnyRequest, Request
 from kda_core.triton_lib.hooks import TritonBackend
 from kda_core.triton_lib.run import INTERPRET
 from kda_core_nvidia import __version__
@@ -36,14 +35,6 @@ class NvidiaBackend(TritonBackend):
 
             return rejected(request)
         return None
-
-    @hookimpl
-    def kda_core_saved_spec(self, request: Request) -> tuple[TensorSpec, ...]:
-        if request.op != "chunk_kda":
-            return ()
-        from kda_core_nvidia.plans.forward import saved_specs
-
-        return saved_specs(request)
 
 
 BACKEND = NvidiaBackend(

@@ -6,7 +6,9 @@ unit kept busy.
 Triton waits for every product before it starts the next one, and the warps that multiply also start the loads, with a
 barrier for each. Here one more warp loads, a few chunks ahead. The products of a chunk are ke S and qg S at once (of 64
 columns, which takes the unit as long as 32), then the new state and P r; while they run, the previous chunk's output is
-stored. Where 256 key channels leave the multiplying warps no registers for that, others store it (STORERS).
+stored. Where 256 key channels leave the multiplying warps no registers for that, others store it (STORERS), and also
+where a backward is to have more: z = X r and the states at the starts of pairs of chunks, of the same sums as
+``backward_states_hopper`` has.
 
 The state is held transposed, Sᵀ [BV, KP], as there. Every block of value channels is whole (V is a multiple of BV) and
 rows of v are 16-byte aligned; other calls take ``recurrence``.
@@ -17,16 +19,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-# Later versions of triton renamed these.
 from kda_core.triton_lib.packing import is_padding, starts_from_state
-
-copy_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-block_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+from kda_core_nvidia.recurrence_stores_hopper import block_barrier, copy_block, halves, place_of, store_chunks
 
 _NUMBERS = [
     "T", "N", "chunks", "HV", "s_vb", "s_ob", "s_index", "pad_slot_id", "slots", "s_has", "s_final", "final_slots",
@@ -37,14 +35,6 @@ _NUMBERS = [
 @gluon.jit
 def _add(a, b):
     return a + b
-
-
-@gluon.jit
-def halves(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """The first and the last half of the columns."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, COLUMNS // 2, 16])
-    first, last = x.reshape([ROWS, 2, COLUMNS // 2]).permute([0, 2, 1]).split()
-    return gl.convert_layout(first, LAYOUT), gl.convert_layout(last, LAYOUT)
 
 
 @gluon.jit
@@ -74,48 +64,27 @@ def store_state(p_state, S, s_v, s_k, K: gl.constexpr, BV: gl.constexpr, KP: gl.
 
 @gluon.jit
 def _load(
-    pairs, single, P, decays, values, value_row, value_column, first_slot, HV, i_h, length, ready, free,
-    pair_buffer, a_buffer, p_buffer, d_buffer, v_buffer,
+    pairs, single, P, X, decays, values, value_row, value_column, first_slot, HV, i_h, length, ready, free,
+    pair_buffer, a_buffer, p_buffer, x_buffer, d_buffer, v_buffer,
     C: gl.constexpr, KP: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The warp that loads: chunk by chunk into free stages; values only where all rows of a chunk exist."""
+    SQUARES: gl.constexpr = C * C if X is None else 2 * C * C
     for i in range((length + C - 1) // C):
         stage = i % STAGES
         slot = ((first_slot + i) * HV + i_h).to(gl.int32)
         whole = length >= (i + 1) * C
         bar = ready.index(stage)
         mbarrier.wait(free.index(stage), ((i // STAGES) & 1) ^ 1)
-        mbarrier.expect(bar, (3 * C * KP + C * C + C * BV) * 2 + KP * 4, pred=whole)
-        mbarrier.expect(bar, (3 * C * KP + C * C) * 2 + KP * 4, pred=whole == 0)
+        mbarrier.expect(bar, (3 * C * KP + SQUARES + C * BV) * 2 + KP * 4, pred=whole)
+        mbarrier.expect(bar, (3 * C * KP + SQUARES) * 2 + KP * 4, pred=whole == 0)
         copy_block(pairs, [slot * (3 * C), 0], bar, pair_buffer.index(stage))
         copy_block(decays, [slot, 0], bar, d_buffer.index(stage))
         copy_block(values, [value_row + i * C, value_column], bar, v_buffer.index(stage), pred=whole)
         copy_block(single, [slot * (3 * C) + 2 * C, 0], bar, a_buffer.index(stage))
         copy_block(P, [slot * C, 0], bar, p_buffer.index(stage))
-
-
-@gluon.jit
-def _store(
-    p_o, s_ot, length, free, full, empty, o_buffer,
-    C: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr, STORERS: gl.constexpr,
-):  # fmt: skip
-    """Warps that store: the output of chunk i - 1 when chunk i's first products have begun."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [STORERS, 1], [1, 0])
-    row = gl.arange(0, C, layout=gl.SliceLayout(1, LAYOUT))
-    column = gl.arange(0, BV, layout=gl.SliceLayout(0, LAYOUT))
-    rows_of_chunk = gl.to_tensor(C).to(gl.int64)
-    n = (length + C - 1) // C
-    for i in range(n + (n > 0).to(gl.int32)):
-        out = i % OUT
-        mbarrier.wait(full.index(out), (i // OUT) & 1)
-        # The warps that hand over have done with what was loaded for the chunk before.
-        mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
-        if i > 0:
-            at = p_o + rows_of_chunk * (i - 1) * s_ot + (row[:, None] * s_ot + column[None, :])
-            mask = (row < length - (i - 1) * C)[:, None] & (column >= 0)[None, :]
-            gl.store(at, o_buffer.index(out).load(LAYOUT), mask=mask)
-        block_barrier()
-        mbarrier.arrive(empty.index(out), count=1)
+        if X is not None:
+            copy_block(X, [slot * C, 0], bar, x_buffer.index(stage))
 
 
 @gluon.jit
@@ -140,11 +109,15 @@ def _values(
 @gluon.jit
 def _multiply(
     S, p_v, p_o, s_vt, s_ot, length, ready, free, full, empty,
-    pair_buffer, a_buffer, p_buffer, d_buffer, v_buffer, o_buffer, minus_eye, o_scale,
+    pair_buffer, a_buffer, p_buffer, x_buffer, d_buffer, v_buffer, o_buffer, z_buffer, s_buffer, minus_eye, o_scale,
     L_ROWS: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, LIFT: gl.constexpr,
     STAGES: gl.constexpr, OUT: gl.constexpr, STORERS: gl.constexpr,
 ):  # fmt: skip
-    """The warps that multiply; answers the final state."""
+    """The warps that multiply; answers the final state.
+
+    Args:
+        x_buffer: None: neither z nor states are wanted.
+    """
     num_warps: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = p_v.dtype.element_ty
     L_SMALL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, C, 16])
@@ -161,6 +134,9 @@ def _multiply(
     # Accumulators of products that start from nothing are given those of the previous chunk, which are not read:
     # registers set to zero here would make the compiler wait for every product in flight.
     both = gl.full([BV, 2 * C], 0.0, gl.float32, L_PAIR)
+    scaled = gl.full([BV, C], 0.0, gl.float32, L_SMALL)
+    # Products behind the new state's.
+    MORE: gl.constexpr = 1 if x_buffer is None else 2
     # Where a stage more is loaded, the next chunk's product with v begins before its state is known.
     AHEAD: gl.constexpr = STAGES > 3
     if AHEAD:
@@ -172,8 +148,10 @@ def _multiply(
             part, rest = halves(S, BV, KP)
         else:
             part = S
-        left = gl.convert_layout(part.to(dtype), L_LEFT)
+        rounded = part.to(dtype)
+        left = gl.convert_layout(rounded, L_LEFT)
         rows = (out * o_scale).to(dtype)
+        z_rows = scaled.to(dtype)
         if not AHEAD:
             v_block = _values(i, n, p_v, s_vt, length, ready, v_buffer, L_ROWS, BV, C, STAGES)
         if not WIDE:
@@ -193,6 +171,10 @@ def _multiply(
         else:
             mbarrier.wait(empty.index(i % OUT), ((i // OUT) & 1) ^ 1)
             o_buffer.index(i % OUT).permute((1, 0)).store(rows)
+            if x_buffer is not None:
+                z_buffer.index(i % OUT).permute((1, 0)).store(z_rows)
+                if i % 2 == 0:
+                    s_buffer.index(0).store(rounded)
             block_barrier()
             mbarrier.arrive(full.index(i % OUT), count=1)
         if WIDE:
@@ -207,14 +189,21 @@ def _multiply(
         out = gl.convert_layout(out, L_SMALL) * (1 / LIFT)
         S = warpgroup_mma(residual, a_buffer.index(stage), S, is_async=True)
         out = warpgroup_mma(residual, p_buffer.index(stage).permute((1, 0)), out, is_async=True)
+        if x_buffer is not None:
+            x_block = x_buffer.index(stage).permute((1, 0))
+            scaled = warpgroup_mma(residual, x_block, scaled, use_acc=False, is_async=True)
         if AHEAD:
             v_block = _values(i + 1, n, p_v, s_vt, length, ready, v_buffer, L_ROWS, BV, C, STAGES)
             both = warpgroup_mma(v_block, minus_eye, both, use_acc=False, is_async=True)
-            S, residual = warpgroup_mma_wait(2, deps=(S, residual))
-            out, residual = warpgroup_mma_wait(1, deps=(out, residual))
+            S, residual = warpgroup_mma_wait(MORE + 1, deps=(S, residual))
+            out, residual = warpgroup_mma_wait(MORE, deps=(out, residual))
+            if x_buffer is not None:
+                scaled, residual = warpgroup_mma_wait(1, deps=(scaled, residual))
         else:
-            S, residual = warpgroup_mma_wait(1, deps=(S, residual))
-            out, residual = warpgroup_mma_wait(0, deps=(out, residual))
+            S, residual = warpgroup_mma_wait(MORE, deps=(S, residual))
+            out, residual = warpgroup_mma_wait(MORE - 1, deps=(out, residual))
+            if x_buffer is not None:
+                scaled, residual = warpgroup_mma_wait(0, deps=(scaled, residual))
     if AHEAD:
         both = warpgroup_mma_wait(0, deps=(both,))
     rows = (out * o_scale).to(dtype)
@@ -224,6 +213,8 @@ def _multiply(
     elif n > 0:
         mbarrier.wait(empty.index(n % OUT), ((n // OUT) & 1) ^ 1)
         o_buffer.index(n % OUT).permute((1, 0)).store(rows)
+        if x_buffer is not None:
+            z_buffer.index(n % OUT).permute((1, 0)).store(scaled.to(dtype))
         block_barrier()
         mbarrier.arrive(full.index(n % OUT), count=1)
     return S, n
@@ -232,12 +223,12 @@ def _multiply(
 @gluon.jit
 def _sequence(
     i_n, i_h, i_v,
-    pairs, single, P, decays, values, v, o, initial_state, final_state, cu_seqlens, indices, has_state, final_indices,
-    T, chunks, HV, s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv, s_index,
-    pad_slot_id, slots, s_has, s_final, final_slots, o_scale,
+    pairs, single, P, X, decays, values, v, o, z, states, initial_state, final_state, cu_seqlens, indices, has_state,
+    final_indices, T, chunks, HV, s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv,
+    s_index, pad_slot_id, slots, s_has, s_final, final_slots, o_scale,
     K: gl.constexpr, V: gl.constexpr, KP: gl.constexpr, C: gl.constexpr, LIFT: gl.constexpr, UNIT: gl.constexpr,
     V_FIRST: gl.constexpr, LAST_CONTIGUOUS: gl.constexpr, LAST_STATE: gl.constexpr, BV: gl.constexpr,
-    STAGES: gl.constexpr, OUT: gl.constexpr, STORERS: gl.constexpr, FINISHED: gl.constexpr,
+    STAGES: gl.constexpr, OUT: gl.constexpr, STORERS: gl.constexpr, FINISHED: gl.constexpr, ODD: gl.constexpr,
 ):  # fmt: skip
     """A block of value channels of a head of a sequence."""
     num_warps: gl.constexpr = gl.num_warps()
@@ -303,6 +294,8 @@ def _sequence(
             mbarrier.init(ready.index(s), count=1)
             mbarrier.init(free.index(s), count=1)
         o_buffer, full, empty = v_buffer, free, free
+        x_buffer, z_buffer, s_buffer = None, None, None
+        p_states, p_z, place0, heads = None, None, None, None
         if STORERS > 0:
             o_buffer = gl.allocate_shared_memory(dtype, [OUT, C, BV], VALUES)
             full = gl.allocate_shared_memory(gl.int64, [OUT, 1], mbarrier.MBarrierLayout())
@@ -310,6 +303,17 @@ def _sequence(
             for s in gl.static_range(OUT):
                 mbarrier.init(full.index(s), count=1)
                 mbarrier.init(empty.index(s), count=1)
+        if states is not None:
+            x_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, C], SQUARE)
+            z_buffer = gl.allocate_shared_memory(dtype, [OUT, C, BV], VALUES)
+            # Two chunks wait to be stored, of which one begins a pair.
+            gl.static_assert(OUT == 2)
+            STATE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BV, KP], dtype)
+            s_buffer = gl.allocate_shared_memory(dtype, [1, BV, KP], STATE)
+            p_states = states + (i_h * V + i_v * BV) * KP
+            p_z = z + i_h * (2 * C * V) + i_v * BV
+            place0 = place_of(first_slot, i_n, cu_seqlens, bos, chunks, C, ODD)
+            heads = HV
         # −I, times LIFT: as an operand of a product, v needs no change of layout.
         L_EYE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [num_warps, 1], [1, 0])
         e_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_EYE))
@@ -325,11 +329,12 @@ def _sequence(
                 [
                     (_multiply, (
                         S, p_v, rows_o, s_vt, s_ot, length, ready, free, full, empty, pair_buffer, a_buffer, p_buffer,
-                        d_buffer, v_buffer, o_buffer, minus_eye, o_scale, L_ROWS, BV, C, KP, LIFT, STAGES, OUT, STORERS,
+                        x_buffer, d_buffer, v_buffer, o_buffer, z_buffer, s_buffer, minus_eye, o_scale, L_ROWS, BV, C,
+                        KP, LIFT, STAGES, OUT, STORERS,
                     )),
                     (_load, (
-                        pairs, single, P, decays, values, value_row, value_column, first_slot, HV, i_h, length, ready,
-                        free, pair_buffer, a_buffer, p_buffer, d_buffer, v_buffer, C, KP, BV, STAGES,
+                        pairs, single, P, X, decays, values, value_row, value_column, first_slot, HV, i_h, length,
+                        ready, free, pair_buffer, a_buffer, p_buffer, x_buffer, d_buffer, v_buffer, C, KP, BV, STAGES,
                     )),
                 ],
                 [1],
@@ -340,13 +345,17 @@ def _sequence(
                 [
                     (_multiply, (
                         S, p_v, rows_o, s_vt, s_ot, length, ready, free, full, empty, pair_buffer, a_buffer, p_buffer,
-                        d_buffer, v_buffer, o_buffer, minus_eye, o_scale, L_ROWS, BV, C, KP, LIFT, STAGES, OUT, STORERS,
+                        x_buffer, d_buffer, v_buffer, o_buffer, z_buffer, s_buffer, minus_eye, o_scale, L_ROWS, BV, C,
+                        KP, LIFT, STAGES, OUT, STORERS,
                     )),
                     (_load, (
-                        pairs, single, P, decays, values, value_row, value_column, first_slot, HV, i_h, length, ready,
-                        free, pair_buffer, a_buffer, p_buffer, d_buffer, v_buffer, C, KP, BV, STAGES,
+                        pairs, single, P, X, decays, values, value_row, value_column, first_slot, HV, i_h, length,
+                        ready, free, pair_buffer, a_buffer, p_buffer, x_buffer, d_buffer, v_buffer, C, KP, BV, STAGES,
                     )),
-                    (_store, (p_o + i_v * BV, s_ot, length, free, full, empty, o_buffer, C, BV, STAGES, OUT, STORERS)),
+                    (store_chunks, (
+                        p_o + i_v * BV, p_states, p_z, place0, heads, s_ot, length, free, full, empty, o_buffer,
+                        z_buffer, s_buffer, V, C, KP, BV, STAGES, OUT, STORERS,
+                    )),
                 ],
                 [1, STORERS],
                 [40, 40],
@@ -381,7 +390,9 @@ def recurrence_hopper(
     P,  # descriptor of [slots · HV · C, C] by [C, C]
     decays,  # descriptor of D as [slots · HV, KP] by [1, KP]
     values,  # descriptor of v as a matrix with a row for each of B · T, by [C, BV]
+    X,  # as P, or None: of what follows only o is wanted
     v, o,  # [B, T, HV, V]
+    z, states,  # for a backward by pairs of chunks, as in ``backward_hopper``, or None
     initial_state,  # [N or slots of a pool, HV, K, V] (or [..., V, K]) or None
     final_state,  # likewise; the pool itself when indices is given
     cu_seqlens,  # [N + 1] or None
@@ -399,6 +410,7 @@ def recurrence_hopper(
     LAST_STATE: gl.constexpr,  # of final states only the last sequence's is wanted, and stored as the only one
     BV: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr, STORERS: gl.constexpr,
     FINISHED: gl.constexpr,  # prepare_hopper has finished sequences of up to so many rows, packed; or 0
+    ODD: gl.constexpr,  # a sequence may have an odd number of chunks
 ):  # fmt: skip
     BLOCKS: gl.constexpr = V // BV
     if FINISHED:
@@ -417,11 +429,11 @@ def recurrence_hopper(
             for i in range(item, items, gl.num_programs(0)):
                 i_n = first + gl.sum((numbers <= i // BLOCKS // HV).to(gl.int32), 0)
                 _sequence(
-                    i_n.to(gl.int64), (i // BLOCKS % HV).to(gl.int64), i % BLOCKS, pairs, single, P, decays, values, v,
-                    o, initial_state, final_state, cu_seqlens, indices, has_state, final_indices, T, chunks, HV, s_vb,
-                    s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv, s_index, pad_slot_id,
-                    slots, s_has, s_final, final_slots, o_scale, K, V, KP, C, LIFT, UNIT, V_FIRST, LAST_CONTIGUOUS,
-                    LAST_STATE, BV, STAGES, OUT, STORERS, FINISHED,
+                    i_n.to(gl.int64), (i // BLOCKS % HV).to(gl.int64), i % BLOCKS, pairs, single, P, X, decays, values,
+                    v, o, z, states, initial_state, final_state, cu_seqlens, indices, has_state, final_indices, T,
+                    chunks, HV, s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv,
+                    s_index, pad_slot_id, slots, s_has, s_final, final_slots, o_scale, K, V, KP, C, LIFT, UNIT, V_FIRST,
+                    LAST_CONTIGUOUS, LAST_STATE, BV, STAGES, OUT, STORERS, FINISHED, ODD,
                 )  # fmt: skip
             # Its next block, counted from the end of these.
             programs = gl.num_programs(0)
@@ -433,8 +445,8 @@ def recurrence_hopper(
         i_h = (gl.program_id(0) // BLOCKS % HV).to(gl.int64)
         i_n = (gl.program_id(0) // BLOCKS // HV).to(gl.int64)
         _sequence(
-            i_n, i_h, i_v, pairs, single, P, decays, values, v, o, initial_state, final_state, cu_seqlens, indices,
-            has_state, final_indices, T, chunks, HV, s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn,
-            s_fh, s_fk, s_fv, s_index, pad_slot_id, slots, s_has, s_final, final_slots, o_scale, K, V, KP, C, LIFT,
-            UNIT, V_FIRST, LAST_CONTIGUOUS, LAST_STATE, BV, STAGES, OUT, STORERS, FINISHED,
+            i_n, i_h, i_v, pairs, single, P, X, decays, values, v, o, z, states, initial_state, final_state, cu_seqlens,
+            indices, has_state, final_indices, T, chunks, HV, s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih, s_ik,
+            s_iv, s_fn, s_fh, s_fk, s_fv, s_index, pad_slot_id, slots, s_has, s_final, final_slots, o_scale, K, V, KP,
+            C, LIFT, UNIT, V_FIRST, LAST_CONTIGUOUS, LAST_STATE, BV, STAGES, OUT, STORERS, FINISHED, ODD,
         )  # fmt: skip

@@ -23,8 +23,13 @@ from kda_core_amd.plans.segments import add_reverse_transitions, add_transitions
 from kda_core_amd.segments import chain_kernel
 
 
-def saved_specs(r: Request) -> tuple[TensorSpec, ...]:
-    """The states at the starts of segments, which the second half of a forward saves."""
+def saved_specs(r: Request, chip: Architecture) -> tuple[TensorSpec, ...]:
+    """The states at the starts of segments, which the second half of a forward saves.
+
+    A whole call saves nothing, with ``disable_recompute`` as well: its backward computes all again from the inputs.
+    """
+    if not r.cp_context:
+        return ()
     return (TensorSpec((segments_of(r, fragment_rows(r)), r.HV, r.K, r.V), torch.float32),)
 
 

@@ -221,6 +221,11 @@ _HOPPER_CONFIGS = {
     ("states", 256, 64): HopperConfig(64, 3, 4, 2, 168),
     ("reverse", 128, 64): HopperConfig(64, 5, 2, 2, 160),
     ("reverse", 256, 64): HopperConfig(64, 3, 4, 1, 168),
+    # Where the forward stores z and states, and reverse runs without states.
+    ("kept", 128, 64): HopperConfig(64, 4, 2, 2, 168),
+    ("kept", 128, 128): HopperConfig(128, 4, 2, 2, 168),
+    ("alone", 128, 64): HopperConfig(64, 5, 2, 2, 160),
+    ("alone", 128, 128): HopperConfig(128, 4, 2, 2, 168),
 }
 
 
@@ -244,13 +249,13 @@ def hopper_config(kernel: str, chip: Chip, KP: int, V: int, heads: int, short: b
     of pairs; short sequences need pairs, whose starts overlap.
 
     Args:
-        kernel: recurrence, states or reverse.
+        kernel: recurrence, states or reverse; kept and alone: the first and the last where a forward keeps states.
         short: of a call for which ``short`` is true.
     """
     if kernel in _SHARING and KP == 128 and math.ceil(chip.load(2 * heads * (V // 64))) not in (1, 3):
         return _SHARING[kernel]
-    wide = kernel == "recurrence" and V % 128 == 0 and chip.load(heads * (V // 64)) > 1
-    if wide and short and KP == 128:
+    wide = kernel in ("recurrence", "kept", "alone") and V % 128 == 0 and chip.load(heads * (V // 64)) > 1
+    if kernel == "recurrence" and wide and short and KP == 128:
         return _MANY
     return _HOPPER_CONFIGS[kernel, KP, 128 if wide else 64]
 

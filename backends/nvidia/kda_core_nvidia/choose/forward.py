@@ -9,6 +9,7 @@ import torch
 from kda_core.request import Request
 from kda_core.triton_lib.arguments import decays_bounded, has_contiguous_rows
 from kda_core.triton_lib.layout import CHUNK, padded, slots
+from kda_core_nvidia.choose.backward import keeps_states
 from kda_core_nvidia.choose.chip import Chip
 from kda_core_nvidia.choose.chunk import (
     MOSTLY_ONE_CHUNK,
@@ -68,6 +69,7 @@ class ForwardChoice:
         bounded: decays are known to be at least −5 a row.
         descriptors: the plain recurrence reads keys through descriptors.
         transitions, join_precision: of the kernels that join segments.
+        keeps_states: the recurrence stores z and states for a backward.
         most_programs: of the recurrence where ``prepare`` finishes most sequences: two rounds.
     """
 
@@ -80,6 +82,7 @@ class ForwardChoice:
     descriptors: bool
     transitions: BlockConfig | TransitionsHopperConfig
     join_precision: str
+    keeps_states: bool
     most_programs: int
 
     @property
@@ -120,7 +123,8 @@ def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
     K, V, dtype, h = r.K, r.V, r.q.dtype, r.return_intermediate_states or r.checkpoint_indices is not None
     KP, count, heads = padded(K), slots(r), r.N * r.HV
     v = r.v if has_contiguous_rows(r.v) else r.v.contiguous()
-    if (fragments or rows) and isinstance(transitions, TransitionsHopperConfig):
+    keeps = r.save_for_backward and keeps_states(request, chip)
+    if keeps or ((fragments or rows) and isinstance(transitions, TransitionsHopperConfig)):
         v = as_copied(v)
     hopper = not h and serves(chip, dtype, count, r.HV, KP, V, v)
     prepare = choose_prepare(r, chip)
@@ -128,7 +132,7 @@ def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
         prepare = finishing(r, prepare, chip)
     return ForwardChoice(
         prepare=prepare,
-        recurrence=hopper_config("recurrence", chip, KP, V, heads, short(r))
+        recurrence=hopper_config("kept" if keeps else "recurrence", chip, KP, V, heads, short(r))
         if hopper
         else recurrence_config(chip, dtype, K, V, heads, h),
         precision=precision(dtype, chip),
@@ -139,5 +143,6 @@ def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
         descriptors=chip.descriptors and 0 < count * r.HV * 3 * CHUNK < 2**31,
         transitions=transitions,
         join_precision=join_precision(chip),
+        keeps_states=keeps,
         most_programs=4 * chip.multiprocessors,
     )

@@ -2,8 +2,8 @@
 chunk-parallel kernel.
 
 1. prepare: what the recurrences need of every chunk, from the inverses that the forward saved (prepare);
-2. recurrences: forward, for residuals and the state of every slot (backward_states), and at the same time backward, for
-   dv and the state gradient of every slot (backward_reverse);
+2. recurrences: forward, for residuals and the state of every slot (backward_states; not if the forward saved them), and
+   at the same time backward, for dv and the state gradient of every slot (backward_reverse);
 3. gradients: dq, dk, dg, dβ and partial sums for A_log and dt_bias (backward_gradients);
 4. finish: sums over channel blocks and grouped heads, the gradient of the row norms (backward_finish);
 5. sums: those of A_log and dt_bias over the slots (backward_sums).
@@ -232,12 +232,13 @@ class _Backward:
         """Add all launches; the gradients by input."""
         b, r, call, dtype = self.b, self.r, self.call, self.dtype
         dv = self.new("dv", (self.B, self.T, self.HV, self.V), dtype)
-        prepared = Prepared(*r.saved) if r.saved and r.disable_recompute else self.prepare(dv)
+        everything, count = r.saved if r.disable_recompute else (), 4 + r.use_qk_l2norm_in_kernel
+        prepared = Prepared(*everything[:count]) if everything else self.prepare(dv)
         want = call.initial_state is not None and "initial_state" in call.needs_grad
         make = b.scratch if self.part else b.result
         grad_state = make("dinitial_state", call.state_shape, call.state_dtype) if want else None
         states = self._states(prepared, grad_state)
-        grads = self.finish(prepared, dv, states)
+        grads = self.finish(prepared, dv, states, kept=everything[count:] if self.choice.kept else ())
         if states.grad_initial is not grad_state:
             first = states.grad_initial.cut(0, slice(0, 1))
             b.step(Copy(grad_state, first if call.state_v_first else first.mT))
@@ -281,17 +282,21 @@ class _Backward:
             return kept.cut(0, slice(0, r.N)), None
         return add_starts(b, r, choice, r.v, prepared.keys, prepared.D, call)
 
-    def finish(self, prepared: Prepared, dv: View, states: _States, given: tuple[View, ...] = ()) -> Grads:
+    def finish(
+        self, prepared: Prepared, dv: View, states: _States, given: tuple[View, ...] = (), kept: tuple[View, ...] = ()
+    ) -> Grads:
         """The recurrences and ``gradients`` for the sequences of each turn, and ``finish``.
 
         Args:
             given: inputs that a first half made for this one, which the recurrences are the last to read.
+            kept: z and states, if the forward has stored them.
         """
         b, r, turns = self.b, self.r, self.choice.turns
         most = self.states if turns == WHOLE else max(turn.stop - turn.start for turn in turns) * self.NT
         z = (CHUNK * self.of_state, self.vp)
         shapes = {"z": z, "states": (self.vp, self.kp), "state_grads": (self.vp, self.kp)}
-        own = {n: b.scratch(n, (most, self.HV, *shape), self.dtype) for n, shape in shapes.items()}
+        own = dict(zip(("z", "states"), kept, strict=False))
+        own |= {n: b.scratch(n, (most, self.HV, *shapes[n]), self.dtype) for n in shapes if n not in own}
         out: dict[str, View | None] = {}
         for turn in turns:
             self._add_recurrences(turn, prepared, states, dv, own)
@@ -321,7 +326,7 @@ class _Backward:
     def _add_recurrences(
         self, turn: slice | None, prepared: Prepared, states: _States, dv: View, own: dict[str, View]
     ) -> None:
-        """States and reverse, in one launch."""
+        """States and reverse, in one launch; reverse alone where the forward has stored states and z."""
         choice, r, slots_of = self.choice, self.r, self._slots_of(turn)
         keys, X, P, D = (x.cut(0, slots_of) for x in (prepared.keys, prepared.X, prepared.P, prepared.D))
         v, do = r.v.cut(0, turn), r.grad_o and r.grad_o.cut(0, turn)
@@ -337,13 +342,16 @@ class _Backward:
             named |= first.constants | {"STAGES_REVERSE": last.stages, "OUT_REVERSE": last.out}
             named |= hopper_tiles(keys, P, D) | {"X": matrix_tile(X, CHUNK, CHUNK, swizzled=True)}
             tiles = {"values": v, "gradients": do}
+            if choice.kept:
+                named |= {"X": None, "values": None, "programs": None}
+                del tiles["values"]
             named |= {n: token_tile(x, CHUNK, first.block_v, swizzled=True) for n, x in tiles.items()}
             options = {"maxnreg": first.registers}
         else:
             kernel, options = recurrences_kernel, {}
             named |= {"BV": first.block_v, "STAGES": first.stages, "V_AS_OPERAND": choice.operand}
             named |= {"keys": keys, "X": X, "P": P, "D": D}
-        self.b.pick(kernel, 2 * programs, first.num_warps, named, **options)
+        self.b.pick(kernel, programs if choice.kept else 2 * programs, first.num_warps, named, **options)
 
     def _outputs(self) -> dict[str, View | None]:
         """Outputs of ``gradients``: dq and dk by value heads, and partial sums."""

@@ -5,7 +5,8 @@ The layout of what passes between them, and the equations, are in ``kda_core.tri
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,8 @@ from kda_core.triton_lib.frame import finish_output, names, outputs, readable
 from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.lift import lift
 from kda_core.triton_lib.plan import Builder, Plan, View, changed, input_layouts, matrix_tile, token_tile
-from kda_core_nvidia.choose import ForwardChoice
+from kda_core_nvidia.choose import Chip, ForwardChoice
+from kda_core_nvidia.choose.backward import keeps_states
 from kda_core_nvidia.choose.chunk import (
     HopperConfig,
     Precision,
@@ -73,10 +75,17 @@ def _prepared_shapes(count: int, HV: int, KP: int) -> tuple[tuple[int, ...], ...
     return (count, HV, 3, CHUNK, KP), square, (count, HV, KP), square, (count, HV, 2, CHUNK)
 
 
-def saved_specs(request: Request) -> tuple[TensorSpec, ...]:
+def kept_shapes(r: Request) -> dict[str, tuple[int, ...]]:
+    """Shapes of z and the states that a forward saves, by pairs of chunks."""
+    lead = slots(r, 2 * CHUNK), r.HV
+    return {"z": (*lead, 2 * CHUNK, r.V), "states": (*lead, r.V, r.K)}
+
+
+def saved_specs(request: Request, on: Chip) -> tuple[TensorSpec, ...]:
     """Shapes and dtypes of what a forward saves for its backward.
 
-    With ``disable_recompute``: everything that ``prepare`` wrote, in the order of ``Prepared``. Without: P, the inverse
+    With ``disable_recompute``: everything that ``prepare`` wrote, in the order of ``Prepared``, and where
+    ``keeps_states`` says so z and states. Without: P, the inverse
     in float32 and the norms, from which a second ``prepare`` need not multiply pairs nor invert, and the states at the
     starts of segments.
     """
@@ -94,7 +103,8 @@ def saved_specs(request: Request) -> tuple[TensorSpec, ...]:
         specs.append(TensorSpec(norms, torch.float32))
     if starts and (request.cp_context or not everything):
         specs.append(TensorSpec(starts, torch.float32))
-    return tuple(specs)
+    kept = kept_shapes(request) if keeps_states(request, on) else {}
+    return *specs, *(TensorSpec(shape, dtype) for shape in kept.values())
 
 
 def _prepare_buffers(
@@ -167,12 +177,13 @@ def _states(r: Request, o: View, final_state: View | None, whole: Request | None
 
 def add_recurrence(
     b: Builder, r: Request, choice: ForwardChoice, prepared: Prepared, o: View, final_state: View | None,
-    h: View | None, whole: Request | None = None,
+    h: View | None, whole: Request | None = None, kept: Mapping[str, View] = MappingProxyType({}),
 ) -> None:  # fmt: skip
     """Add a launch of ``recurrence``, which writes ``o``, ``final_state`` and ``h``.
 
     Args:
         whole: the call of which ``r`` has the segments; ``final_state`` is its.
+        kept: z and states, to be written as well.
     """
     config, (keys, P, D, *_) = choice.recurrence, prepared
     named = names(r) | _states(r, o, final_state, whole) | {
@@ -181,6 +192,10 @@ def add_recurrence(
     }  # fmt: skip
     if isinstance(config, HopperConfig):
         named |= hopper_tiles(keys, P, D) | {"values": token_tile(r.v, CHUNK, config.block_v, swizzled=True)}
+        named |= {"X": None, "z": None, "states": None, "ODD": False}
+        if kept:
+            odd = r.cu_seqlens is not None or -(-r.T // CHUNK) % 2 == 1
+            named |= {"X": matrix_tile(prepared.X, CHUNK, CHUNK, swizzled=True), "ODD": odd, **kept}
         grid = r.N * r.HV * (r.V // config.block_v)
         if choice.finishes:
             # Each finds its work, and few have any.
@@ -222,9 +237,12 @@ def plan_forward(request: Request, choice: ForwardChoice, h_shape: tuple[int, ..
         # Sequences that are skipped have no state of their own: zeros.
         zeros = r.ssm_state_indices is not None
         h = b.result("h", h_shape, r.h_dtype, zeros)
+    if choice.keeps_states:
+        r = changed(r, v=aligned(b, r.v))
     training, everything = r.save_for_backward, r.disable_recompute and r.save_for_backward
     keep = choice.saved_slots if training and not everything else 0
     starts = b.result("starts", starts_shape(r), torch.float32) if keep and starts_shape(r) else None
+    kept = {n: b.result(n, shape, r.q.dtype) for n, shape in kept_shapes(r).items()} if choice.keeps_states else {}
     if choice.segment_rows:
         prepared = _add_segments(b, r, choice, o, final_state, keep, starts)
     else:
@@ -233,10 +251,10 @@ def plan_forward(request: Request, choice: ForwardChoice, h_shape: tuple[int, ..
         states = _states(r, o, final_state) if choice.finishes else None
         prepared = add_prepare(b, r, *how, o, everything, keep, new=new, states=states)
         if not (choice.finishes and r.cu_seqlens is None):
-            add_recurrence(b, r, choice, prepared, o, final_state, h)
+            add_recurrence(b, r, choice, prepared, o, final_state, h, kept=kept)
     results: dict[str, View | None] = {"o": finish_output(b, r, o), "final_state": final_state, "h": h}
     if everything:
-        results |= prepared._asdict()
+        results |= prepared._asdict() | kept
     elif training:
         results |= {"P": prepared.P, "X": prepared.X, "norms": prepared.norms, "starts": starts}
     return b.plan(input_layouts(request), results)

@@ -1,0 +1,75 @@
+"""What the recurrences for Hopper share, and how the forward's hands over what it computes to warps that store."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+# Later versions of triton renamed these.
+copy_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+block_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+@gluon.jit
+def halves(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """The first and the last half of the columns."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, COLUMNS // 2, 16])
+    first, last = x.reshape([ROWS, 2, COLUMNS // 2]).permute([0, 2, 1]).split()
+    return gl.convert_layout(first, LAYOUT), gl.convert_layout(last, LAYOUT)
+
+
+@gluon.jit
+def place_of(slot0, i_n, cu_seqlens, row0, NT, C: gl.constexpr, ODD: gl.constexpr):
+    """Twice the first pair of sequence ``i_n``, whose first slot is ``slot0``: the same unless slots may be ODD."""
+    place = slot0
+    if ODD:
+        if cu_seqlens is None:
+            place = i_n.to(gl.int64) * (NT + NT % 2)
+        else:
+            place = (row0 // (2 * C) + i_n) * 2
+    return place
+
+
+@gluon.jit
+def store_state_block(at, block, BV: gl.constexpr, KP: gl.constexpr, STORERS: gl.constexpr):
+    """Copy a block [BV, KP] from shared memory to ``at``, sixteen rows at a time: these warps have few registers."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // KP, KP // 8], [STORERS, 1], [1, 0])
+    row = gl.arange(0, 16, layout=gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, KP, layout=gl.SliceLayout(0, LAYOUT))
+    for first in gl.static_range(0, BV, 16):
+        gl.store(at + first * KP + (row[:, None] * KP + column[None, :]), block.slice(first, 16).load(LAYOUT))
+
+
+@gluon.jit
+def store_chunks(
+    p_o, p_states, p_z, place0, HV, s_ot, length, free, full, empty, o_buffer, z_buffer, s_buffer,
+    V: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr,
+    STORERS: gl.constexpr,
+):  # fmt: skip
+    """Warps that store: the output of chunk i - 1 when chunk i's first products have begun.
+
+    For a backward also z of chunk i - 1, and the state at the start of chunk i where that begins a pair.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [STORERS, 1], [1, 0])
+    row = gl.arange(0, C, layout=gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, BV, layout=gl.SliceLayout(0, LAYOUT))
+    rows_of_chunk = gl.to_tensor(C).to(gl.int64)
+    n = (length + C - 1) // C
+    for i in range(n + (n > 0).to(gl.int32)):
+        out = i % OUT
+        mbarrier.wait(full.index(out), (i // OUT) & 1)
+        # The warps that hand over have done with what was loaded for the chunk before.
+        mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
+        if p_states is not None:  # noqa: SIM102 (known when the kernel is compiled)
+            if (i < n) & (i % 2 == 0):
+                place = (place0 + i) // 2 * HV
+                store_state_block(p_states + place * (V * KP), s_buffer.index(0), BV, KP, STORERS)
+        if i > 0:
+            at = p_o + rows_of_chunk * (i - 1) * s_ot + (row[:, None] * s_ot + column[None, :])
+            mask = (row < length - (i - 1) * C)[:, None] & (column >= 0)[None, :]
+            gl.store(at, o_buffer.index(out).load(LAYOUT), mask=mask)
+            if p_states is not None:
+                before = (place0 + i - 1) // 2 * HV * (2 * C) + (i - 1) % 2 * C
+                at = p_z + before * V + (row[:, None] * V + column[None, :])
+                gl.store(at, z_buffer.index(out).load(LAYOUT))
+        block_barrier()
+        mbarrier.arrive(empty.index(out), count=1)
