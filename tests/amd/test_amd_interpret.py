@@ -132,7 +132,6 @@ def checks(architecture: str) -> None:
     from planned_backend import PlannedBackend
 
     from kda_core._plugins import registry
-    from kda_core.testing.interpreter import improve
     from kda_core.testing.subject import Subject
     from kda_core.testing.targets import find_target
     from kda_core.triton_lib.calls import Calls
@@ -143,7 +142,6 @@ def checks(architecture: str) -> None:
         assert registry.register(PlannedBackend(BACKEND, calls, name=name)).state == "loaded"
         return Subject(find_target(name, interpret=True))
 
-    improve()
     torch.set_num_threads(1)
     whole, cut = subject("amd_whole", 0), subject("amd_cut", 64)
     work = {name: (check_kernels, whole, _other(x)) for (a, name), x in KERNELS.items() if a == architecture}

@@ -291,7 +291,4 @@ def test_sums_over_slots(found):
 
 
 if __name__ == "__main__":
-    from kda_core.testing.interpreter import improve
-
-    improve()
     print(json.dumps(errors()))

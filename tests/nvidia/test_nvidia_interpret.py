@@ -238,9 +238,6 @@ sys.exit("triton" in sys.modules)
 
 
 if __name__ == "__main__":
-    from kda_core.testing.interpreter import improve
-
-    improve()
     torch.set_num_threads(1)
     results = {name: Found() for name in PARTS}
     for name, part in PARTS.items():

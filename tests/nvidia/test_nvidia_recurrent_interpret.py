@@ -322,9 +322,6 @@ def decay_keeps_its_digits() -> None:
 
 
 def main() -> None:
-    from kda_core.testing.interpreter import improve
-
-    improve()
     torch.set_num_threads(1)
     failures = {}
     for name, function in CHECKS.items():
