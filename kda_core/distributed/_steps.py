@@ -80,7 +80,7 @@ class Shared(NamedTuple):
         return t if self.dense else t.index_select(0, self.slots[int(backward)])
 
     def spread(self, came: Tensor, backward: bool) -> Tensor:
-        """What came for the slots [S, HV, K, V], at the starts (ends) of the fragments [F, HV, K, V], else zeros."""
+        """States that came for the slots [S, HV, K, V], at the starts (ends) of fragments [F, HV, K, V], else zeros."""
         if self.dense:
             return came
         return scattered(came, self.slots[3 if backward else 2], self.fragments.shape[1] - 1)

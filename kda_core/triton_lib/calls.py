@@ -292,7 +292,7 @@ class Calls:
         return made if request.out is None else request.out
 
     def saved_specs(self, request: Request) -> tuple[TensorSpec, ...]:
-        """Of what a forward saves on the request's device."""
+        """Shapes and dtypes of what a forward saves on the request's device."""
         return self._saved_specs(request, self._chip(request.device)) if request.op == "chunk_kda" else ()
 
     def describe(self, request: AnyRequest, chip: str | None) -> tuple[CallPlan, ...]:

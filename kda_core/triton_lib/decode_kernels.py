@@ -45,7 +45,7 @@ def convolution_step_kernel(
         i_first = 0
         if accepted is not None:
             # Out of range is clamped: the device has nobody to tell, and must not read past the table.
-            i_first = tl.minimum(tl.maximum(tl.load(accepted + i_n).to(tl.int32) - 1, 0), width - 1)
+            i_first = tl.minimum(tl.maximum(tl.load(accepted + i_n).to(tl.int64), 1), width) - 1
         i_slot = tl.load(indices + i_n * s_index + i_first * s_slot).to(tl.int64)
         if is_padding(i_slot, pad_slot_id, slots):
             return

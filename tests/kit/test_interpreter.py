@@ -20,8 +20,10 @@ import hashlib, json, sys
 import torch
 from triton.runtime import interpreter
 from kda_core import chunk_kda
-from kda_core.testing.interpreter import quicken
+from kda_core.testing import interpreter as mended
 
+# Backends of Triton kernels call it.
+mended.improve = mended.quicken if sys.argv[1] == "quicken" else lambda: None
 counts = {}
 def count(owner, name):
     function = getattr(owner, name)
@@ -32,7 +34,7 @@ def count(owner, name):
 count(interpreter, "_patch_builtin")
 count(interpreter.tl.core, "validate_block_shape")
 if sys.argv[1] == "quicken":
-    assert quicken() and quicken()
+    assert mended.quicken() and mended.quicken()
 found = {}
 for backend in sys.argv[2:]:
     counts.clear()

@@ -93,7 +93,7 @@ def test_a_backward_without_do_computes_states_again():
 
 
 def test_other_strides_of_v_are_no_other_choice():
-    """What is saved must have been written, whatever the backward gets for v."""
+    """The forward must have written all that it saves, whatever the backward gets for v."""
     forward = next(iter(STEPS.values()))[0]
     B, T, H, V = forward.v.shape
     v = torch.empty(B, T, H, V + 1, dtype=forward.v.dtype, device=forward.v.device)[..., :V]

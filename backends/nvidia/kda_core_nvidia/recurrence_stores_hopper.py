@@ -1,4 +1,4 @@
-"""What the recurrences for Hopper share, and how the forward's hands over what it computes to warps that store."""
+"""Shared parts of the recurrences for Hopper, and the warps that store what the forward's hands over."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
