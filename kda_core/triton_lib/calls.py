@@ -28,7 +28,6 @@ from kda_core.request import (
     ShortConvolutionRequest,
     TensorSpec,
 )
-from kda_core.testing.interpreter import improve
 from kda_core.triton_lib.describe import describe
 from kda_core.triton_lib.layout import intermediate_states_shape
 from kda_core.triton_lib.lengths import Family, Noted, family, lengths_of, with_numbers
@@ -36,6 +35,8 @@ from kda_core.triton_lib.plan import Plan
 from kda_core.triton_lib.run import INTERPRET, PublicPlan, Results, on_device
 
 if INTERPRET:
+    from kda_core.testing.interpreter import improve
+
     # As it comes, triton's interpreter multiplies bfloat16 numbers as integers: gradients were NaN.
     improve()
 

@@ -95,6 +95,22 @@ def write_down_far(least, far_pairs, far_count, block):
 
 
 @gluon.jit
+def _products_of_values(m, rows, columns, stacked_0, stacked_1, z_0, z_1, s, ds, ADD: gl.constexpr):
+    """Begin the products over 128 value channels; ADD: to the sums over those before."""
+    m = warpgroup_mma(stacked_0, z_0.permute((1, 0)), m, use_acc=ADD, is_async=True)
+    m = warpgroup_mma(stacked_1, z_1.permute((1, 0)), m, is_async=True)
+    s_0 = s.slice(0, 64).permute((1, 0))
+    s_1 = s.slice(64, 64).permute((1, 0))
+    rows = warpgroup_mma(s_0, stacked_0.permute((1, 0)), rows, use_acc=ADD, is_async=True)
+    rows = warpgroup_mma(s_1, stacked_1.permute((1, 0)), rows, is_async=True)
+    ds_0 = ds.slice(0, 64).permute((1, 0))
+    ds_1 = ds.slice(64, 64).permute((1, 0))
+    columns = warpgroup_mma(ds_0, z_0.permute((1, 0)), columns, use_acc=ADD, is_async=True)
+    columns = warpgroup_mma(ds_1, z_1.permute((1, 0)), columns, is_async=True)
+    return m, rows, columns
+
+
+@gluon.jit
 def _gradients(
     beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, table, dq_rows, dk_rows, dg_rows,
     far_pairs, far_count, first_block, s_bt, s_bh, scale, o_scale, lower_bound, tokens, HV, blocks, values_ready,
@@ -192,31 +208,13 @@ def _gradients(
         LATER: gl.constexpr = V > 128
         if LATER:
             # The first half of the value channels: all is read before the others take its place.
-            m = warpgroup_mma(stacked_0, z_0.permute((1, 0)), m, use_acc=False, is_async=True)
-            m = warpgroup_mma(stacked_1, z_1.permute((1, 0)), m, is_async=True)
-            s_0 = s.slice(0, 64).permute((1, 0))
-            s_1 = s.slice(64, 64).permute((1, 0))
-            rows = warpgroup_mma(s_0, stacked_0.permute((1, 0)), rows, use_acc=False, is_async=True)
-            rows = warpgroup_mma(s_1, stacked_1.permute((1, 0)), rows, is_async=True)
-            ds_0 = ds.slice(0, 64).permute((1, 0))
-            ds_1 = ds.slice(64, 64).permute((1, 0))
-            columns = warpgroup_mma(ds_0, z_0.permute((1, 0)), columns, use_acc=False, is_async=True)
-            columns = warpgroup_mma(ds_1, z_1.permute((1, 0)), columns, is_async=True)
+            m, rows, columns = _products_of_values(m, rows, columns, stacked_0, stacked_1, z_0, z_1, s, ds, False)
             first_sums = products_of_channels(s, ds)
             m, rows, columns = warpgroup_mma_wait(0, deps=(m, rows, columns))
             block_barrier()
             mbarrier.arrive(values_free, count=1)
             mbarrier.wait(values_ready, 1)
-        m = warpgroup_mma(stacked_0, z_0.permute((1, 0)), m, use_acc=LATER, is_async=True)
-        m = warpgroup_mma(stacked_1, z_1.permute((1, 0)), m, is_async=True)
-        s_0 = s.slice(0, 64).permute((1, 0))
-        s_1 = s.slice(64, 64).permute((1, 0))
-        rows = warpgroup_mma(s_0, stacked_0.permute((1, 0)), rows, use_acc=LATER, is_async=True)
-        rows = warpgroup_mma(s_1, stacked_1.permute((1, 0)), rows, is_async=True)
-        ds_0 = ds.slice(0, 64).permute((1, 0))
-        ds_1 = ds.slice(64, 64).permute((1, 0))
-        columns = warpgroup_mma(ds_0, z_0.permute((1, 0)), columns, use_acc=LATER, is_async=True)
-        columns = warpgroup_mma(ds_1, z_1.permute((1, 0)), columns, is_async=True)
+        m, rows, columns = _products_of_values(m, rows, columns, stacked_0, stacked_1, z_0, z_1, s, ds, LATER)
         # Meanwhile the decays, and the sums over v of S ⊙ dS.
         ys = ()
         for t in gl.static_range(TILES):

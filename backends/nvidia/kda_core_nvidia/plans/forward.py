@@ -85,9 +85,8 @@ def saved_specs(request: Request, on: Chip) -> tuple[TensorSpec, ...]:
     """Shapes and dtypes of what a forward saves for its backward.
 
     With ``disable_recompute``: everything that ``prepare`` wrote, in the order of ``Prepared``, and where
-    ``keeps_states`` says so z and states. Without: P, the inverse
-    in float32 and the norms, from which a second ``prepare`` need not multiply pairs nor invert, and the states at the
-    starts of segments.
+    ``keeps_states`` says so z and states. Without: P, the inverse in float32 and the norms, from which a second
+    ``prepare`` need not multiply pairs nor invert, and the states at the starts of segments.
     """
     everything = request.disable_recompute
     rows = slots(request) if everything else saved_slots(request)
