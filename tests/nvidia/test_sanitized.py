@@ -63,9 +63,17 @@ CASES = [
     Case(name="20 heads, strong decays", dtype=BF16, decay=-20.0, **(PACKED | {"HV": 20, "H": 20})),
     # Two chunks a sequence, on average.
     Case(name="20 heads, pairs", T=260, lengths=(64, 0, 66, 63, 65), HV=20, K=128, gate="softplus", **BFLOAT16, **RAW),
+    Case(
+        name="states kept",
+        gate="lower bound",
+        options={"disable_recompute": True},
+        **BFLOAT16,
+        **(PACKED | {"H": 80, "HV": 80, "T": 820, "lengths": (33, 65, 300, 400)}),
+    ),
     # Whole chunks, whose backward has kernels for many rows, and sequences that are cut into segments.
     Case(name="rows", B=2, T=4100, H=1, K=128, dtype=BF16, state=FP32, backward=True),
     Case(name="rows, K 256", B=2, T=1030, H=1, K=256, dtype=BF16, state=FP32, backward=True),
+    Case(name="in pairs, K 256", B=2, T=128, H=3, K=256, gate="lower bound", **BFLOAT16, **RAW),
     Case(name="whole chunks", B=2, T=2048, H=4, K=128, dtype=BF16, state=FP32, backward=True),
     Case(name="segments, float16", T=8300, H=1, K=128, dtype=FP16, decay="slow", state=FP32, backward=True),
     Case(name="segments", T=4130, H=2, K=128, dtype=BF16, decay="slow", state=FP32, backward=True),
