@@ -35,7 +35,7 @@ from .kda_core import chunk_kda, fused_recurrent_kda, kda_gate
 from .kda_core._plugins import registry
 from .kda_core_{backend} import plugin
 
-registry.register(plugin)
+registry.register(getattr(plugin, "BACKEND", plugin))
 BACKEND = "{backend}"
 
 from . import layers  # noqa: E402

@@ -48,7 +48,7 @@ class AmdBackend(TritonBackend):
 
 
 BACKEND = AmdBackend(
-    "kda_core_amd.calls",
+    f"{__package__}.calls",
     # Names of ROCm builds of torch come after the plain one.
     distributions=("triton", "triton-rocm", "pytorch-triton-rocm"),
     name="amd",

@@ -38,7 +38,7 @@ class NvidiaBackend(TritonBackend):
 
 
 BACKEND = NvidiaBackend(
-    "kda_core_nvidia.calls",
+    f"{__package__}.calls",
     name="nvidia",
     version=__version__,
     # How much of the conformance kit has passed on an H200, with which code, and what has not: docs/notes/nvidia.md.
