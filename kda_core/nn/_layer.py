@@ -61,6 +61,7 @@ class KimiDeltaAttention(nn.Module):
         conv_bias: whether the convolution has a bias.
         layer_idx: kept for models that number their layers.
         norm_eps: of the gated norm.
+        disable_recompute: as in ``chunk_kda``: training takes more memory and less time.
         backend: name of a backend for every call; None: as ``chunk_kda`` chooses.
         device: of the parameters.
         dtype: of the parameters; ``A_log`` and ``dt_bias`` are float32.
@@ -86,6 +87,7 @@ class KimiDeltaAttention(nn.Module):
         layer_idx: int | None = None,
         norm_eps: float = 1e-5,
         *,
+        disable_recompute: bool = False,
         backend: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -107,7 +109,7 @@ class KimiDeltaAttention(nn.Module):
         self.key_dim, self.value_dim = num_heads * head_dim, num_v_heads * head_v_dim
         self.gate_dim = num_v_heads * head_dim
         self.mode, self.use_short_conv, self.allow_neg_eigval = mode, use_short_conv, allow_neg_eigval
-        self.safe_gate, self.lower_bound = safe_gate, lower_bound
+        self.safe_gate, self.lower_bound, self.disable_recompute = safe_gate, lower_bound, disable_recompute
         self.conv_size, self.conv_bias, self.layer_idx, self.backend = conv_size, conv_bias, layer_idx, backend
         expect_eps("norm_eps", norm_eps := python_value(norm_eps))
         self.norm_eps = norm_eps
@@ -307,14 +309,15 @@ class KimiDeltaAttention(nn.Module):
             "safe_gate": self.safe_gate, "lower_bound": self.lower_bound, "state_v_first": True,
             "cu_seqlens": cu_seqlens, "backend": self.backend,
         }  # fmt: skip
+        chunked: dict[str, Any] = {"cu_seqlens_cpu": cu_seqlens_cpu, "disable_recompute": self.disable_recompute}
         if cache is None:
-            return chunk_kda(**tensors, **options, cu_seqlens_cpu=cu_seqlens_cpu)[0]
+            return chunk_kda(**tensors, **options, **chunked)[0]
         T = tensors["q"].shape[1]
         if cache.crop_calls:
             cache.record(Call(cache.length, cache.state, cache.conv, mixed, mask, tensors, options))
         states: dict[str, Any] = {"initial_state": cache.state, "output_final_state": True}
         if torch.is_grad_enabled() or (T > SHORT and self.mode == "chunk"):
-            o, cache.state = chunk_kda(**tensors, **options, **states, cu_seqlens_cpu=cu_seqlens_cpu)
+            o, cache.state = chunk_kda(**tensors, **options, **states, **chunked)
         else:
             inplace = may_write(cache.state) and not cache.crop_calls
             o, cache.state = fused_recurrent_kda(**tensors, **options, **states, inplace_final_state=inplace)

@@ -34,6 +34,7 @@ class KimiDeltaAttention(BaseAttention):
         allow_neg_eigval: bool = False
         safe_gate: bool = False
         lower_bound: float | None = None
+        disable_recompute: bool = False
         backend: str | None = None
         n_kv_heads: int | None = None
         inner_attention: Module.Config
@@ -48,6 +49,7 @@ class KimiDeltaAttention(BaseAttention):
             allow_neg_eigval=config.allow_neg_eigval,
             safe_gate=config.safe_gate,
             lower_bound=config.lower_bound,
+            disable_recompute=config.disable_recompute,
             backend=config.backend,
         )
 
