@@ -18,7 +18,9 @@ from kda_core_nvidia.choose import CHIPS
 from kda_core_nvidia.choose.recurrent import DRAFT_TOKENS, RECURRENT_CONFIGS, STEP_CONFIGS
 from kda_core_nvidia.machine_code import uses_stack_pointer
 from triton._C.libtriton import ir
+from triton.backends.compiler import BaseBackend
 from triton.compiler.compiler import make_backend
+from triton.runtime.jit import native_specialize_impl
 
 from kda_core.triton_lib.addresses import hazards
 from kda_core.triton_lib.ahead_of_time import Job, inference
@@ -234,6 +236,18 @@ def test_one_kernel_compiles():
     found = TOOL.compiled(launch)
     assert 16 < found.registers < 255
     assert found.problems(launch) == []
+
+
+@pytest.mark.parametrize("kernel", ["convolution_step_kernel", "recurrent_draft", "recurrence_hopper"])
+def test_numbers_have_the_types_of_a_launch(kernel: str):
+    """A number of 1 is a constant to triton where the kernel does not name its type."""
+    for one in TOOL.shipped("90", kernel):
+        signature = TOOL.source(one)[0].signature
+        for parameter in one.kernel.params:
+            value = one.arguments[parameter.name]
+            if isinstance(value, int) and not parameter.is_constexpr:
+                kind = native_specialize_impl(BaseBackend, value, False, not parameter.do_not_specialize, True)[0]
+                assert signature[parameter.name] == (parameter.annotation_type or kind), parameter.name
 
 
 def _as_emitted(one: Job) -> str:
