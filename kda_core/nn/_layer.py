@@ -14,7 +14,7 @@ from kda_core._checks import python_value
 from kda_core.api import chunk_kda, fused_recurrent_kda
 from kda_core.nn._cache import Call, KDACache, last_inputs, may_write
 from kda_core.nn._checks import expect_eps, expect_tensor
-from kda_core.nn._convolution import ShortConvolution, convolve
+from kda_core.nn._convolution import ShortConvolution, convolve, sequences
 from kda_core.nn._dispatch import is_eager
 from kda_core.nn._norm import GatedRMSNorm
 from kda_core.nn._projections import Convolutions, Projections, is_bare, normed_projection, project
@@ -36,6 +36,12 @@ def _two_layers(both: Any) -> Any:
 
 def _are_bare(convolutions: Sequence[Any]) -> bool:
     return all(is_bare(layer, ShortConvolution) for layer in convolutions)
+
+
+def _mark(layer: Any, *_: Any) -> None:
+    """Ask for no weight decay: copies, ``to_empty`` and ``load_state_dict(assign=True)`` make parameters anew."""
+    for parameter in (layer.A_log, layer.dt_bias):
+        parameter._no_weight_decay = True
 
 
 class KimiDeltaAttention(nn.Module):
@@ -134,12 +140,15 @@ class KimiDeltaAttention(nn.Module):
         self.b_proj = linear(hidden_size, num_v_heads)
         self.A_log = nn.Parameter(torch.empty(num_v_heads, dtype=torch.float32, device=device))
         self.dt_bias = nn.Parameter(torch.empty(self.gate_dim, dtype=torch.float32, device=device))
-        for parameter in (self.A_log, self.dt_bias):
-            parameter._no_weight_decay = True  # type: ignore[attr-defined]
         self.g_proj = nn.Sequential(linear(hidden_size, head_v_dim), linear(head_v_dim, self.value_dim, bias=True))
         self.o_norm = GatedRMSNorm(head_v_dim, eps=norm_eps, **factory)
         self.o_proj = linear(self.value_dim, hidden_size)
+        self.register_load_state_dict_post_hook(_mark)
         self.reset_parameters()
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        _mark(self)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -150,6 +159,7 @@ class KimiDeltaAttention(nn.Module):
             self.A_log.uniform_(*RATES).log_()
         step = torch.empty_like(self.dt_bias).uniform_(*map(math.log, STEPS)).exp_()
         self.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
+        _mark(self)
 
     def forward(
         self,
@@ -222,10 +232,13 @@ class KimiDeltaAttention(nn.Module):
             raise TypeError(f"cache: expected a KDACache, got {type(cache).__name__}")
         if cache is not None and cache.crop_calls and cu_seqlens is not None:
             raise ValueError("cache: crop_calls does not go with cu_seqlens")
+        if attention_mask is not None and cu_seqlens is not None:
+            raise ValueError("attention_mask: does not go with cu_seqlens")
+        N = x.shape[0] if cu_seqlens is None else sequences(cu_seqlens, *x.shape[:2])
+        if cache is not None and cache.state is not None and cache.state.shape[0] != N:
+            raise ValueError(f"cache: expected one of {N} sequences, as in this call, got {cache.state.shape[0]}")
         if attention_mask is None:
             return None
-        if cu_seqlens is not None:
-            raise ValueError("attention_mask: does not go with cu_seqlens")
         if not isinstance(attention_mask, Tensor):
             raise TypeError(f"attention_mask: expected a tensor, got {type(attention_mask).__name__}")
         B, T, _ = x.shape

@@ -49,3 +49,22 @@ def test_cropping_the_first_call(kind: KimiDeltaAttention, length: int, mode):
     assert cache.state is None or not cache.state.requires_grad
     with mode():
         torch.testing.assert_close(kind(x[:, length:], cache=cache), kind(x)[:, length:])
+
+
+@pytest.mark.parametrize(
+    ("bounds", "text"),
+    [
+        (None, "cache: expected one of 1 sequences, as in this call, got 3"),
+        ([0, 1], "cache: expected one of 1 sequences, as in this call, got 3"),
+        ([0, 1, 1, 9], "cu_seqlens: expected boundaries from 0 to at most T = 1"),
+    ],
+)
+def test_a_refused_call_leaves_the_cache_alone(kind: KimiDeltaAttention, bounds: list[int] | None, text: str):
+    """The convolution, which comes first, would write its state."""
+    cache = KDACache()
+    with torch.no_grad():
+        kind(tokens(3, 5), cache=cache)
+        kept = [None if t is None else t.clone() for t in (cache.state, cache.conv)]
+        with pytest.raises(ValueError, match=text):
+            kind(tokens(1, 1), cache=cache, cu_seqlens=None if bounds is None else torch.tensor(bounds))
+    torch.testing.assert_close([cache.length, cache.state, cache.conv], [5, *kept], rtol=0, atol=0)

@@ -471,6 +471,8 @@ def test_bad_sizes(options: dict, text: str):
         ({"attention_mask": torch.ones(2, 5), "cu_seqlens": torch.tensor([0, 5])}, ValueError, "attention_mask: does"),
         ({"cache": {}}, TypeError, "cache: expected a KDACache, got dict"),
         ({"cache": KDACache(1), "cu_seqlens": torch.tensor([0, 5])}, ValueError, "cache: crop_calls does not go"),
+        ({"cu_seqlens": [0, 5]}, TypeError, "cu_seqlens: expected an int32 or int64 tensor, got list"),
+        ({"cu_seqlens": torch.tensor([0, 5])}, ValueError, r"cu_seqlens: expected \[N \+ 1\] with B = 1"),
     ],
 )
 def test_bad_arguments(arguments: dict, error: type, text: str):
