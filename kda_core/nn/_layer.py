@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from kda_core._checks import python_value
 from kda_core.api import chunk_kda, fused_recurrent_kda
-from kda_core.nn._cache import Call, KDACache, last_inputs, may_write
+from kda_core.nn._cache import Call, KDACache, first_token, last_inputs, may_write
 from kda_core.nn._checks import expect_eps, expect_tensor
 from kda_core.nn._convolution import ShortConvolution, convolve, sequences
 from kda_core.nn._dispatch import is_eager
@@ -275,6 +275,11 @@ class KimiDeltaAttention(nn.Module):
             return [t.unflatten(-1, s) for t, s in zip(F.silu(mixed).split((K, K, V), -1), parts, strict=True)], None
         layers: tuple[Any, ...] = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         before = halo if cache is None else cache.conv
+        T, shift, inputs = mixed.shape[1], None, mixed
+        if mask is not None and before is not None and T > 1:
+            # The inputs before this call are followed by a row's first token, not by the padding ahead of it.
+            shift = torch.arange(T, device=mask.device) + first_token(mask)
+            mixed = torch.take_along_dim(mixed, (shift % T)[:, :, None], 1)
         keep = cache is not None and mask is None
         inplace = keep and may_write(before) and not cache.crop_calls  # type: ignore[union-attr]
         qkv: Sequence[Tensor]
@@ -292,7 +297,10 @@ class KimiDeltaAttention(nn.Module):
             after = torch.cat([state for _, state in found], -1) if keep else None
             after = before.copy_(after) if inplace else after  # type: ignore[union-attr, arg-type]
         if cache is not None and mask is not None:
-            after = last_inputs(before, mixed, mask, self.conv_size - 1)
+            after = last_inputs(before, inputs, mask, self.conv_size - 1)
+        if shift is not None:
+            back = (2 * torch.arange(T, device=shift.device) - shift) % T
+            qkv = [torch.take_along_dim(t, back[:, :, None, None], 1) for t in qkv]
         return qkv, after
 
     def _convolve_fragments(self, mixed: Tensor, HV: int, context: Any) -> Sequence[Tensor]:
