@@ -100,8 +100,15 @@ class KimiDeltaAttention(nn.Module):
     ) -> None:
         super().__init__()
         num_v_heads = num_heads if num_v_heads is None else num_v_heads
+        sizes = {
+            "hidden_size": hidden_size, "head_dim": head_dim, "num_heads": num_heads, "num_v_heads": num_v_heads,
+            "conv_size": conv_size,
+        }  # fmt: skip
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name}: expected at least 1, got {size}")
         head_v_dim = round(head_dim * expand_v)
-        if not math.isclose(head_dim * expand_v, head_v_dim, rel_tol=1e-5):
+        if not math.isclose(head_dim * expand_v, head_v_dim, rel_tol=1e-5) or head_v_dim < 1:
             raise ValueError(f"expand_v: expected a whole number of value channels, got {head_dim} * {expand_v}")
         if num_v_heads % num_heads:
             raise ValueError(f"num_v_heads: expected a multiple of num_heads = {num_heads}, got {num_v_heads}")

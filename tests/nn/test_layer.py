@@ -449,6 +449,8 @@ def test_projections_that_are_more_than_a_product():
         ({"mode": "parallel"}, "mode: expected 'chunk' or 'fused_recurrent'"),
         ({"num_v_heads": 3}, "num_v_heads: expected a multiple of num_heads = 2"),
         ({"expand_v": 1.3}, "expand_v: expected a whole number"),
+        ({"expand_v": 0}, "expand_v: expected a whole number"),
+        ({"num_heads": 0}, "num_heads: expected at least 1, got 0"),
         ({"safe_gate": True}, "safe_gate: needs lower_bound"),
         ({"norm_eps": -1.0}, "norm_eps: expected a finite number"),
     ],
