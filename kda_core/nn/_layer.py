@@ -253,6 +253,8 @@ class KimiDeltaAttention(nn.Module):
             raise ValueError(f"attention_mask: expected [{B}, at least {T}], got {list(attention_mask.shape)}")
         mask = attention_mask[:, attention_mask.shape[1] - T :] != 0
         if mask.device.type == "cpu" and is_eager(mask) and T:
+            if attention_mask.is_floating_point() and (attention_mask < 0).any():
+                raise ValueError("attention_mask: expected 0 and 1, got negative numbers, as of a mask to be added")
             begins = mask[:, 0] + (mask[:, 1:] & ~mask[:, :-1]).sum(1)
             if (begins > 1).any():
                 raise ValueError("attention_mask: expected the tokens of a row side by side, got a mask with holes")

@@ -470,6 +470,7 @@ def test_bad_sizes(options: dict, text: str):
         ({"attention_mask": torch.ones(2, 1, 5, 5)}, ValueError, "attention_mask: expected"),
         ({"attention_mask": [1]}, TypeError, "attention_mask: expected a tensor"),
         ({"attention_mask": torch.tensor([[1, 0, 1, 1, 0], [1] * 5])}, ValueError, "got a mask with holes"),
+        ({"attention_mask": torch.full((2, 5), -torch.inf)}, ValueError, "attention_mask: expected 0 and 1, got neg"),
         ({"attention_mask": torch.ones(2, 5), "cu_seqlens": torch.tensor([0, 5])}, ValueError, "attention_mask: does"),
         ({"cache": {}}, TypeError, "cache: expected a KDACache, got dict"),
         ({"cache": KDACache(1), "cu_seqlens": torch.tensor([0, 5])}, ValueError, "cache: crop_calls does not go"),
