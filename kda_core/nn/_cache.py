@@ -52,10 +52,15 @@ def last_inputs(conv: Tensor | None, mixed: Tensor, mask: Tensor | None, reach: 
     every = F.pad(mixed, (0, 0, reach, 0)) if conv is None else torch.cat([conv.to(mixed.dtype), mixed], dim=1)
     if mask is None:
         return every[:, mixed.shape[1] :].clone()
-    T = mask.shape[1]
-    end = (mask * torch.arange(1, T + 1, device=mask.device)).amax(1) if T else mask.new_zeros(mask.shape[0]).long()
-    rows = end[:, None] + torch.arange(reach, device=mask.device)
+    rows = mask.sum(1)[:, None] + torch.arange(reach, device=mask.device)
+    if mask.shape[1]:
+        rows += first_token(mask) * (rows >= reach)  # padding lies between the inputs before and these
     return every.gather(1, rows[..., None].expand(-1, -1, every.shape[2]))
+
+
+def first_token(mask: Tensor) -> Tensor:
+    """[B, 1]: how many tokens of padding are ahead of a row's own, for a mask [B, T]."""
+    return mask.int().argmax(1, keepdim=True)
 
 
 def may_write(state: Tensor | None) -> bool:

@@ -15,7 +15,7 @@ from kda_core._checks import python_value
 from kda_core._expect import expect_flag
 from kda_core._loaded import Backend
 from kda_core.nn._checks import expect_same_device, expect_shape, expect_tensor
-from kda_core.nn._dispatch import backend_for
+from kda_core.nn._dispatch import backend_for, is_eager
 from kda_core.request import ShortConvolutionRequest
 
 
@@ -103,11 +103,10 @@ def convolve(
     inplace = flags["inplace_final_state"]
     final: Tensor | None
     if own is None:
-        y, last = _in_torch(*tensors, flags["silu"])
-        last = last.to(x.dtype if state is None else state.dtype)
-        if inplace and state is not None:
-            last = state.copy_(last)
-        final = last if flags["output_final_state"] else None
+        y, final = _in_torch(*tensors, flags["silu"], flags["output_final_state"] or inplace)
+        if final is not None:
+            final = final.to(x.dtype) if state is None else state.copy_(final) if inplace else final.to(state.dtype)
+            final = final if flags["output_final_state"] else None
     elif not inplace and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         *found, final = _Convolution.apply(own, memo, flags, parts, *tensors)
         return found, final
@@ -130,18 +129,7 @@ def _check(x: Any, weight: Any, bias: Any, state: Any, cu_seqlens: Any) -> None:
     expect_shape("weight", weight, (D, weight.shape[1]))
     if weight.shape[1] < 2:
         raise ValueError(f"weight: expected at least two taps, got {weight.shape[1]}")
-    N = B
-    if cu_seqlens is not None:
-        if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-            found = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-            raise TypeError(f"cu_seqlens: expected an int32 or int64 tensor, got {found}")
-        if B != 1 or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-            raise ValueError(f"cu_seqlens: expected [N + 1] with B = 1, got {list(cu_seqlens.shape)} with B = {B}")
-        N = cu_seqlens.shape[0] - 1
-        if type(cu_seqlens) is Tensor and cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
-            bounds = cu_seqlens.tolist()
-            if bounds != sorted(bounds) or bounds[0] != 0 or bounds[-1] > T:
-                raise ValueError(f"cu_seqlens: expected boundaries from 0 to at most T = {T}, not decreasing")
+    N = B if cu_seqlens is None else sequences(cu_seqlens, B, T)
     if bias is not None:
         expect_tensor("bias", bias, 1)
         expect_shape("bias", bias, (D,))
@@ -151,10 +139,25 @@ def _check(x: Any, weight: Any, bias: Any, state: Any, cu_seqlens: Any) -> None:
     expect_same_device(x, {"weight": weight, "bias": bias, "initial_state": state, "cu_seqlens": cu_seqlens})
 
 
+def sequences(cu_seqlens: Any, B: int, T: int) -> int:
+    """The number of packed sequences; raises for boundaries that are none."""
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        found = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise TypeError(f"cu_seqlens: expected an int32 or int64 tensor, got {found}")
+    if B != 1 or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"cu_seqlens: expected [N + 1] with B = 1, got {list(cu_seqlens.shape)} with B = {B}")
+    if cu_seqlens.device.type == "cpu" and is_eager(cu_seqlens):
+        bounds = cu_seqlens.tolist()
+        if bounds != sorted(bounds) or bounds[0] != 0 or bounds[-1] > T:
+            raise ValueError(f"cu_seqlens: expected boundaries from 0 to at most T = {T}, not decreasing")
+    return cu_seqlens.shape[0] - 1
+
+
 def _in_torch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, cu_seqlens: Tensor | None, silu: bool
-) -> tuple[Tensor, Tensor]:
-    """``short_convolution`` in torch, for any device: y, and the final state in the compute dtype."""
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, cu_seqlens: Tensor | None, silu: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """``short_convolution`` in torch, for any device: y, and with ``keep`` the final state in the compute dtype."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     reach, T = weight.shape[1] - 1, x.shape[1]
     taps, inputs = weight.to(wide).unbind(1), x.to(wide)
@@ -162,18 +165,20 @@ def _in_torch(
     if cu_seqlens is None:
         padded = F.pad(inputs, (0, 0, reach, 0)) if state is None else torch.cat([state, inputs], dim=1)
         seen = [padded[:, j : j + T] for j in range(reach + 1)]
-        final, real = padded[:, T:], None
+        final, real = padded[:, T:].clone() if keep else None, None
     else:
-        seen, final, real = _packed(inputs[0], state, cu_seqlens, reach)
+        seen, final, real = _packed(inputs[0], state, cu_seqlens, reach, keep)
     z = seen[0] * taps[0]
     for rows, tap in zip(seen[1:], taps[1:], strict=True):
         z = torch.addcmul(z, rows, tap)
     z = z if bias is None else z + bias.to(wide)
     y = (F.silu(z) if silu else z).to(x.dtype)
-    return y if real is None else y.where(real[:, None], 0), final.clone()
+    return y if real is None else y.where(real[:, None], 0), final
 
 
-def _packed(x: Tensor, state: Tensor | None, cu_seqlens: Tensor, reach: int) -> tuple[list[Tensor], Tensor, Tensor]:
+def _packed(
+    x: Tensor, state: Tensor | None, cu_seqlens: Tensor, reach: int, keep: bool
+) -> tuple[list[Tensor], Tensor | None, Tensor]:
     """Rows ``reach``, ..., 1 and 0 before each row of its sequence, each [1, T, D]; the final state; rows in use."""
     T, N = x.shape[0], cu_seqlens.shape[0] - 1
     bounds = cu_seqlens.long()
@@ -191,6 +196,8 @@ def _packed(x: Tensor, state: Tensor | None, cu_seqlens: Tensor, reach: int) -> 
         before = F.pad(x, (0, 0, lag, 0))[:T]
         outside = 0 if state is None else state[owner, (position - lag + reach).clamp(0, reach - 1)]
         seen.append(before.where((position >= lag)[:, None], outside)[None])
+    if not keep:
+        return [*seen, x[None]], None, real  # what a compiler need not see puts no limits on N
     # Numbers into the initial state's rows followed by the sequence's.
     places = (bounds.diff()[:, None] + torch.arange(reach, device=x.device)).long()
     within = F.pad(x, (0, 0, 0, 1))[(bounds[:-1, None] + places - reach).clamp(0, T)]

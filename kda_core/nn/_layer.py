@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from kda_core._checks import python_value
 from kda_core.api import chunk_kda, fused_recurrent_kda
-from kda_core.nn._cache import Call, KDACache, last_inputs, may_write
+from kda_core.nn._cache import Call, KDACache, first_token, last_inputs, may_write
 from kda_core.nn._checks import expect_eps, expect_tensor
-from kda_core.nn._convolution import ShortConvolution, convolve
+from kda_core.nn._convolution import ShortConvolution, convolve, sequences
 from kda_core.nn._dispatch import is_eager
 from kda_core.nn._norm import GatedRMSNorm
 from kda_core.nn._projections import Convolutions, Projections, is_bare, normed_projection, project
@@ -36,6 +36,12 @@ def _two_layers(both: Any) -> Any:
 
 def _are_bare(convolutions: Sequence[Any]) -> bool:
     return all(is_bare(layer, ShortConvolution) for layer in convolutions)
+
+
+def _mark(layer: Any, *_: Any) -> None:
+    """Ask for no weight decay: copies, ``to_empty`` and ``load_state_dict(assign=True)`` make parameters anew."""
+    for parameter in (layer.A_log, layer.dt_bias):
+        parameter._no_weight_decay = True
 
 
 class KimiDeltaAttention(nn.Module):
@@ -94,8 +100,15 @@ class KimiDeltaAttention(nn.Module):
     ) -> None:
         super().__init__()
         num_v_heads = num_heads if num_v_heads is None else num_v_heads
+        sizes = {
+            "hidden_size": hidden_size, "head_dim": head_dim, "num_heads": num_heads, "num_v_heads": num_v_heads,
+            "conv_size": conv_size,
+        }  # fmt: skip
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name}: expected at least 1, got {size}")
         head_v_dim = round(head_dim * expand_v)
-        if not math.isclose(head_dim * expand_v, head_v_dim, rel_tol=1e-5):
+        if not math.isclose(head_dim * expand_v, head_v_dim, rel_tol=1e-5) or head_v_dim < 1:
             raise ValueError(f"expand_v: expected a whole number of value channels, got {head_dim} * {expand_v}")
         if num_v_heads % num_heads:
             raise ValueError(f"num_v_heads: expected a multiple of num_heads = {num_heads}, got {num_v_heads}")
@@ -134,12 +147,15 @@ class KimiDeltaAttention(nn.Module):
         self.b_proj = linear(hidden_size, num_v_heads)
         self.A_log = nn.Parameter(torch.empty(num_v_heads, dtype=torch.float32, device=device))
         self.dt_bias = nn.Parameter(torch.empty(self.gate_dim, dtype=torch.float32, device=device))
-        for parameter in (self.A_log, self.dt_bias):
-            parameter._no_weight_decay = True  # type: ignore[attr-defined]
         self.g_proj = nn.Sequential(linear(hidden_size, head_v_dim), linear(head_v_dim, self.value_dim, bias=True))
         self.o_norm = GatedRMSNorm(head_v_dim, eps=norm_eps, **factory)
         self.o_proj = linear(self.value_dim, hidden_size)
+        self.register_load_state_dict_post_hook(_mark)
         self.reset_parameters()
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        _mark(self)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -150,6 +166,7 @@ class KimiDeltaAttention(nn.Module):
             self.A_log.uniform_(*RATES).log_()
         step = torch.empty_like(self.dt_bias).uniform_(*map(math.log, STEPS)).exp_()
         self.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
+        _mark(self)
 
     def forward(
         self,
@@ -222,10 +239,13 @@ class KimiDeltaAttention(nn.Module):
             raise TypeError(f"cache: expected a KDACache, got {type(cache).__name__}")
         if cache is not None and cache.crop_calls and cu_seqlens is not None:
             raise ValueError("cache: crop_calls does not go with cu_seqlens")
+        if attention_mask is not None and cu_seqlens is not None:
+            raise ValueError("attention_mask: does not go with cu_seqlens")
+        N = x.shape[0] if cu_seqlens is None else sequences(cu_seqlens, *x.shape[:2])
+        if cache is not None and cache.state is not None and cache.state.shape[0] != N:
+            raise ValueError(f"cache: expected one of {N} sequences, as in this call, got {cache.state.shape[0]}")
         if attention_mask is None:
             return None
-        if cu_seqlens is not None:
-            raise ValueError("attention_mask: does not go with cu_seqlens")
         if not isinstance(attention_mask, Tensor):
             raise TypeError(f"attention_mask: expected a tensor, got {type(attention_mask).__name__}")
         B, T, _ = x.shape
@@ -233,6 +253,8 @@ class KimiDeltaAttention(nn.Module):
             raise ValueError(f"attention_mask: expected [{B}, at least {T}], got {list(attention_mask.shape)}")
         mask = attention_mask[:, attention_mask.shape[1] - T :] != 0
         if mask.device.type == "cpu" and is_eager(mask) and T:
+            if attention_mask.is_floating_point() and (attention_mask < 0).any():
+                raise ValueError("attention_mask: expected 0 and 1, got negative numbers, as of a mask to be added")
             begins = mask[:, 0] + (mask[:, 1:] & ~mask[:, :-1]).sum(1)
             if (begins > 1).any():
                 raise ValueError("attention_mask: expected the tokens of a row side by side, got a mask with holes")
@@ -262,6 +284,11 @@ class KimiDeltaAttention(nn.Module):
             return [t.unflatten(-1, s) for t, s in zip(F.silu(mixed).split((K, K, V), -1), parts, strict=True)], None
         layers: tuple[Any, ...] = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         before = halo if cache is None else cache.conv
+        T, shift, inputs = mixed.shape[1], None, mixed
+        if mask is not None and before is not None and T > 1:
+            # The inputs before this call are followed by a row's first token, not by the padding ahead of it.
+            shift = torch.arange(T, device=mask.device) + first_token(mask)
+            mixed = torch.take_along_dim(mixed, (shift % T)[:, :, None], 1)
         keep = cache is not None and mask is None
         inplace = keep and may_write(before) and not cache.crop_calls  # type: ignore[union-attr]
         qkv: Sequence[Tensor]
@@ -279,7 +306,10 @@ class KimiDeltaAttention(nn.Module):
             after = torch.cat([state for _, state in found], -1) if keep else None
             after = before.copy_(after) if inplace else after  # type: ignore[union-attr, arg-type]
         if cache is not None and mask is not None:
-            after = last_inputs(before, mixed, mask, self.conv_size - 1)
+            after = last_inputs(before, inputs, mask, self.conv_size - 1)
+        if shift is not None:
+            back = (2 * torch.arange(T, device=shift.device) - shift) % T
+            qkv = [torch.take_along_dim(t, back[:, :, None, None], 1) for t in qkv]
         return qkv, after
 
     def _convolve_fragments(self, mixed: Tensor, HV: int, context: Any) -> Sequence[Tensor]:

@@ -132,7 +132,7 @@ class Tool:
                 kind = "fp32"
             elif not isinstance(value, int):
                 kind, known = self.of_tensor(value, job)
-            elif parameter.do_not_specialize or value != 1:
+            elif parameter.do_not_specialize or parameter.annotation_type or value != 1:
                 kind = parameter.annotation_type or "i32"
                 known = [DIVISIBLE] if value % 16 == 0 and not parameter.do_not_specialize else []
             signature[parameter.name] = kind

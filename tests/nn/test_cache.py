@@ -49,3 +49,41 @@ def test_cropping_the_first_call(kind: KimiDeltaAttention, length: int, mode):
     assert cache.state is None or not cache.state.requires_grad
     with mode():
         torch.testing.assert_close(kind(x[:, length:], cache=cache), kind(x)[:, length:])
+
+
+@pytest.mark.parametrize(
+    ("bounds", "text"),
+    [
+        (None, "cache: expected one of 1 sequences, as in this call, got 3"),
+        ([0, 1], "cache: expected one of 1 sequences, as in this call, got 3"),
+        ([0, 1, 1, 9], "cu_seqlens: expected boundaries from 0 to at most T = 1"),
+    ],
+)
+def test_a_refused_call_leaves_the_cache_alone(kind: KimiDeltaAttention, bounds: list[int] | None, text: str):
+    """The convolution, which comes first, would write its state."""
+    cache = KDACache()
+    with torch.no_grad():
+        kind(tokens(3, 5), cache=cache)
+        kept = [None if t is None else t.clone() for t in (cache.state, cache.conv)]
+        with pytest.raises(ValueError, match=text):
+            kind(tokens(1, 1), cache=cache, cu_seqlens=None if bounds is None else torch.tensor(bounds))
+    torch.testing.assert_close([cache.length, cache.state, cache.conv], [5, *kept], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_padding_ahead_of_later_tokens(kind: KimiDeltaAttention, hooked: bool):
+    """A second turn whose prompts are padded on the left: its first tokens follow the last of the turn before."""
+    if hooked and kind.use_short_conv:
+        kind.q_conv1d.register_forward_hook(lambda *_: None)
+    x, cache = tokens(3, 14), KDACache(crop_calls=2)
+    mask = torch.ones(3, 14, dtype=torch.bool)
+    mask[0, 5:7] = mask[1, 5:9] = mask[2, 5:] = False  # three tokens follow, one, and none
+    with torch.no_grad():
+        for begin, end in ((0, 5), (5, 10), (9, 10), (10, 14)):
+            cache.crop(begin)
+            given = x[:, begin:end].masked_fill(~mask[:, begin:end, None], torch.nan)
+            part = kind(given, mask[:, :end], cache)
+            for row in range(3):
+                found = part[row][mask[row, begin:end]]
+                whole = kind(x[row, :end][mask[row, :end]][None])[0]
+                torch.testing.assert_close(found, whole[len(whole) - len(found) :])

@@ -449,6 +449,8 @@ def test_projections_that_are_more_than_a_product():
         ({"mode": "parallel"}, "mode: expected 'chunk' or 'fused_recurrent'"),
         ({"num_v_heads": 3}, "num_v_heads: expected a multiple of num_heads = 2"),
         ({"expand_v": 1.3}, "expand_v: expected a whole number"),
+        ({"expand_v": 0}, "expand_v: expected a whole number"),
+        ({"num_heads": 0}, "num_heads: expected at least 1, got 0"),
         ({"safe_gate": True}, "safe_gate: needs lower_bound"),
         ({"norm_eps": -1.0}, "norm_eps: expected a finite number"),
     ],
@@ -468,9 +470,12 @@ def test_bad_sizes(options: dict, text: str):
         ({"attention_mask": torch.ones(2, 1, 5, 5)}, ValueError, "attention_mask: expected"),
         ({"attention_mask": [1]}, TypeError, "attention_mask: expected a tensor"),
         ({"attention_mask": torch.tensor([[1, 0, 1, 1, 0], [1] * 5])}, ValueError, "got a mask with holes"),
+        ({"attention_mask": torch.full((2, 5), -torch.inf)}, ValueError, "attention_mask: expected 0 and 1, got neg"),
         ({"attention_mask": torch.ones(2, 5), "cu_seqlens": torch.tensor([0, 5])}, ValueError, "attention_mask: does"),
         ({"cache": {}}, TypeError, "cache: expected a KDACache, got dict"),
         ({"cache": KDACache(1), "cu_seqlens": torch.tensor([0, 5])}, ValueError, "cache: crop_calls does not go"),
+        ({"cu_seqlens": [0, 5]}, TypeError, "cu_seqlens: expected an int32 or int64 tensor, got list"),
+        ({"cu_seqlens": torch.tensor([0, 5])}, ValueError, r"cu_seqlens: expected \[N \+ 1\] with B = 1"),
     ],
 )
 def test_bad_arguments(arguments: dict, error: type, text: str):

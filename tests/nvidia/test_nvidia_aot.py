@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import installed
 import pytest
@@ -18,7 +19,9 @@ from kda_core_nvidia.choose import CHIPS
 from kda_core_nvidia.choose.recurrent import DRAFT_TOKENS, RECURRENT_CONFIGS, STEP_CONFIGS
 from kda_core_nvidia.machine_code import uses_stack_pointer
 from triton._C.libtriton import ir
+from triton.backends.compiler import BaseBackend
 from triton.compiler.compiler import make_backend
+from triton.runtime.jit import native_specialize_impl
 
 from kda_core.triton_lib.addresses import hazards
 from kda_core.triton_lib.ahead_of_time import Job, inference
@@ -236,8 +239,20 @@ def test_one_kernel_compiles():
     assert found.problems(launch) == []
 
 
-def _as_emitted(one: Job) -> str:
-    """A kernel's IR as triton emits it."""
+@pytest.mark.parametrize("kernel", ["convolution_step_kernel", "recurrent_draft", "recurrence_hopper"])
+def test_numbers_have_the_types_of_a_launch(kernel: str):
+    """A number of 1 is a constant to triton where the kernel does not name its type."""
+    for one in TOOL.shipped("90", kernel):
+        signature = TOOL.source(one)[0].signature
+        for parameter in one.kernel.params:
+            value = one.arguments[parameter.name]
+            if isinstance(value, int) and not parameter.is_constexpr:
+                kind = native_specialize_impl(BaseBackend, value, False, not parameter.do_not_specialize, True)[0]
+                assert signature[parameter.name] == (parameter.annotation_type or kind), parameter.name
+
+
+def _as_emitted(one: Job, passes: bool = True) -> str:
+    """A kernel's IR as triton emits it, or before any pass."""
     src, options = TOOL.source(one)
     target = TOOL.target(one)
     context = ir.context()
@@ -247,7 +262,28 @@ def _as_emitted(one: Job) -> str:
     options = backend.parse_options(options)
     given = options, backend.get_codegen_implementation(options), backend.get_module_map(), context
     module = src.make_ir(target, *given)
-    return str(backend.make_ttir(module, {}, options, target.arch))
+    return str(backend.make_ttir(module, {}, options, target.arch) if passes else module)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "v_first"), [("recurrent_step", False), ("recurrent_draft", False), ("recurrent_draft", True)]
+)
+def test_rows_of_states_may_lie_far_apart(kernel: str, v_first: bool):
+    """A pool may hold a row of every state side by side: 64 rows of 2^25 elements are 2^31."""
+    drafts = kernel == "recurrent_draft"
+    tags = frozenset({"pool", "records"} if drafts else {"pool"})
+    r = inference(step_case(129, 3 if drafts else 1, v_first, torch.bfloat16, tags=tags))
+    strides = (128, 128 * len(r.initial_state), 1 << 25, 1)
+    far = torch.empty_strided(r.initial_state.shape, strides, dtype=torch.bfloat16, device="meta")
+    one = Job(plan_of(replace(r, initial_state=far), CHIPS[90]).launches[0], "90")
+    assert one.launch.name == kernel
+    emitted = _as_emitted(one, passes=False)
+    # A constant of 32 bits is one where a product takes it; triton 3.6 widens others first.
+    given = re.findall(rf"(%\w+) = arith.constant {1 << 25} : i32", emitted)
+    products = re.findall(r"arith.muli (%\w+), (%\w+) .*: i32", emitted)
+    assert str(1 << 25) in emitted
+    assert products
+    assert not {name for pair in products for name in pair} & set(given)
 
 
 @pytest.mark.parametrize("kernel", sorted(KERNELS))

@@ -236,7 +236,7 @@ def recurrent_draft(
                 b_old = gl.load(p_first + (behind + (TAPS - 1)) * s_cr, mask=m_old, other=0.0)
                 b_new = gl.load(inputs + i_n * s_xi + behind * s_ti + o_d, mask=m_new, other=0.0)
                 window += (gl.where(behind < 0, b_old, b_new.to(b_old.dtype)),)
-    p_state = initial_state + i_state * s_in + i_h * s_ih + (i_v * I_ROW if V_FIRST else i_v)
+    p_state = initial_state + i_state * s_in + i_h * s_ih + (i_v.to(gl.int64) * I_ROW if V_FIRST else i_v)
     if STAGED:
         # A warp reads DRAFT_COLUMNS of rows that must lie in different banks.
         LAID: gl.constexpr = gl.SwizzledSharedLayout(DRAFT_COLUMNS, 1, W, [1, 0])
