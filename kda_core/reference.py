@@ -107,12 +107,13 @@ def recurrence(
         o [N, L, HV, V] (without the scale) and the list of the L + 1 states.
     """
     outputs, states = [], [state]
-    for t in range(q.shape[1]):
-        decayed = log_decay[:, t].exp()[..., None] * _before(states, t, parents)
-        k_t = k[:, t][..., None]
-        error = v[:, t] - (k_t * decayed).sum(-2)
-        state = decayed + k_t * (beta[:, t][..., None] * error)[..., None, :]
-        outputs.append((q[:, t][..., None] * state).sum(-2))
+    # The gradient of a row taken by its index would fill a tensor of all rows.
+    rows = (x.unbind(1) for x in (q[..., None], k[..., None], v, log_decay.exp()[..., None], beta[..., None]))
+    for t, (q_t, k_t, v_t, decay, beta_t) in enumerate(zip(*rows, strict=True)):
+        decayed = decay * _before(states, t, parents)
+        error = v_t - (k_t * decayed).sum(-2)
+        state = decayed + k_t * (beta_t * error)[..., None, :]
+        outputs.append((q_t * state).sum(-2))
         states.append(state)
     o = torch.stack(outputs, 1) if outputs else v[:, :0]
     return o, states

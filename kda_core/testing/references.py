@@ -25,6 +25,8 @@ MAX_GRAPH_BYTES = 2**30
 _KEPT_STATES = 5
 
 _cache: OrderedDict[str, Results] = OrderedDict()
+_bytes: dict[str, int] = {}
+"""How large each cached result is."""
 
 
 @contextmanager
@@ -36,10 +38,6 @@ def single_threaded() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def _bytes(results: Results) -> int:
-    return sum(t.numel() * t.element_size() for t in results.values())
 
 
 def results(call: Call) -> Results:
@@ -60,8 +58,9 @@ def results(call: Call) -> Results:
         found["pool"] = getattr(r, r.written_states or "initial_state")
         found["final_state"] = found["pool"][call.written_slots()]
     _cache[key] = found
-    while len(_cache) > 1 and sum(map(_bytes, _cache.values())) > MAX_CACHED_BYTES:
-        _cache.popitem(last=False)
+    _bytes[key] = sum(t.numel() * t.element_size() for t in found.values())
+    while len(_cache) > 1 and sum(_bytes.values()) > MAX_CACHED_BYTES:
+        del _bytes[_cache.popitem(last=False)[0]]
     return found
 
 

@@ -108,10 +108,10 @@ class Noise:
         """``step`` inside the gate, whose input and result may be infinite, and then have no error."""
         return torch.where(x.isinf(), x, self.step(x))
 
-    def product(self, a: Tensor, b: Tensor) -> Tensor:
-        """a @ b of rounded operands."""
+    def product(self, a: Tensor, b: Tensor, terms: int = 0) -> Tensor:
+        """a @ b of rounded operands; ``terms``: how many a kernel adds, where some that are zero are left out."""
         out = a @ b
-        return self._summed(out, a.square() @ b.square(), a.shape[-1]) if self.fine else out
+        return self._summed(out, a.square() @ b.square(), terms or a.shape[-1]) if self.fine else out
 
     def inner_product(self, a: Tensor, b: Tensor) -> Tensor:
         """a · b of rounded operands along the last axis, which the result keeps with one element."""
@@ -139,21 +139,24 @@ class _Rounded(torch.autograd.Function):
 
 
 class _Product(torch.autograd.Function):
-    """A product with rounded operands; the two products of its backward round theirs too."""
+    """A product with rounded operands; the two products of its backward round theirs too.
+
+    ``inner`` and ``rows``: terms of the product, and rows of ``a``, before padding was cut; 0: none was.
+    """
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, noise: Noise) -> Tensor:
+    def forward(ctx: Any, a: Tensor, b: Tensor, noise: Noise, inner: int = 0, rows: int = 0) -> Tensor:
         a, b = noise.rounded(a), noise.rounded(b)
         ctx.save_for_backward(a, b)
-        ctx.noise = noise
-        return noise.product(a, b)
+        ctx.noise, ctx.rows = noise, rows
+        return noise.product(a, b, inner)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b = ctx.saved_tensors
         noise = ctx.noise
         grad = noise.rounded(grad)
-        return noise.product(grad, b.mT), noise.product(a.mT, grad), None
+        return noise.product(grad, b.mT), noise.product(a.mT, grad, ctx.rows), None, None, None
 
 
 class _Exp(torch.autograd.Function):
@@ -225,45 +228,44 @@ def _pairs(left: Tensor, right: Tensor, log_decay: Tensor, noise: Noise) -> Tens
         return _Product.apply(left, right.mT.expand(2, *right.mT.shape), noise)
     half = length // 2
     halves = [t.unflatten(-2, (2, half)) for t in (left, right, log_decay)]
-    inner = _pairs(*halves, noise)
-    second, first = halves[2][..., 1, :, :], halves[2][..., 0, :, :]
+    inner = _pairs(*halves, noise).unbind(-3)
+    (_, left), (right, _), (first, second) = (t.unbind(-3) for t in halves)
     after = first.flip(-2).cumsum(-2).flip(-2)
     after = torch.cat([after[..., 1:, :], torch.zeros_like(after[..., :1, :])], -2)
-    reach = halves[0][..., 1, :, :] * _Exp.apply(second.cumsum(-2), half, noise)
-    source = halves[1][..., 0, :, :] * _Exp.apply(after, half, noise)
+    reach = left * _Exp.apply(second.cumsum(-2), half, noise)
+    source = right * _Exp.apply(after, half, noise)
     across = _Product.apply(reach, source.mT.expand(2, *source.mT.shape), noise)
     zero = torch.zeros_like(across)
-    top = torch.cat([inner[..., 0, :, :], zero], -1)
-    return torch.cat([top, torch.cat([across, inner[..., 1, :, :]], -1)], -2)
+    return torch.cat([torch.cat([inner[0], zero], -1), torch.cat([across, inner[1]], -1)], -2)
 
 
 def _recurrence(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, kept: Tensor, noise: Noise
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, kept: Tensor, noise: Noise, C: int
 ) -> tuple[Tensor, list[Tensor]]:
-    """The chunk form over [..., NT, C, .]: o (without the scale) and the NT + 1 states at chunk starts and end.
+    """The chunk form over [..., NT, rows, .]: o (without the scale) and the NT + 1 states at chunk starts and end.
 
-    ``kept`` as in ``_Through``.
+    ``kept`` as in ``_Through``. ``C``: rows of a kernel's chunk, some of which may be left out as padding.
     """
-    C = q.shape[-2]
     step = noise.step
     into = _Exp.apply(log_decay.cumsum(-2), C, noise)
     after = log_decay.flip(-2).cumsum(-2).flip(-2)
     after = torch.cat([after[..., 1:, :], torch.zeros_like(after[..., :1, :])], -2)
     qk, kk = _pairs(torch.stack([q, k]), k, log_decay, noise)
     L = step((beta * kk).tril(-1))
-    eye = torch.eye(C, dtype=L.dtype, device=L.device)
+    eye = torch.eye(q.shape[-2], dtype=L.dtype, device=L.device)
     A = torch.linalg.solve_triangular(L + eye, eye.expand_as(L), upper=False)
-    u = _Rounded.apply(_Product.apply(A, step(beta * v), noise), noise.operand, noise)
-    w = _Product.apply(A, step(step(beta * k) * into), noise)
+    u = _Rounded.apply(_Product.apply(A, step(beta * v), noise, C, C), noise.operand, noise)
+    w = _Product.apply(A, step(step(beta * k) * into), noise, C, C)
     q_in, k_out, through = step(q * into), step(k * _Exp.apply(after, C, noise)), into[..., -1, :, None]
     # A state sums C rank-one updates in float32, in any order.
     state_unit = noise.accumulate * math.sqrt(C)
     outputs, states = [], [state]
-    for i in range(q.shape[-3]):
-        at = (..., i, slice(None), slice(None))
-        v_new = step(u[at] - _Product.apply(w[at], state, noise))
-        outputs.append(step(_Product.apply(q_in[at], state, noise) + _Product.apply(qk[at], v_new, noise)))
-        state = step(_Through.apply(through[at], state, kept, noise)) + _Product.apply(k_out[at].mT, v_new, noise)
+    chunks = (x.unbind(-3) for x in (u, w, q_in, qk, k_out, through))
+    for u_i, w_i, q_i, qk_i, k_i, through_i in zip(*chunks, strict=True):
+        v_new = step(u_i - _Product.apply(w_i, state, noise, 0, C))
+        o = _Product.apply(q_i, state, noise, 0, C) + _Product.apply(qk_i, v_new, noise, C, C)
+        outputs.append(step(o))
+        state = step(_Through.apply(through_i, state, kept, noise)) + _Product.apply(k_i.mT, v_new, noise, C)
         state = _Rounded.apply(state, state_unit, noise)
         states.append(state)
     return torch.stack(outputs, -3), states
@@ -324,6 +326,11 @@ def _chunks(length: int, C: int) -> int:
     return -(-length // C)
 
 
+def _power_of_2(n: int) -> int:
+    """The least power of 2 from n on; 0 for 0."""
+    return 1 << (n - 1).bit_length() if n else 0
+
+
 def _forward(r: Request, x: dict[str, Tensor], noise: Noise) -> tuple[Tensor, list[Tensor]]:
     """o [S, B, T, HV, V] and the list of the states [S, N, HV, K, V] at every chunk."""
     q, k, v, g, beta = (x[n] for n in ("q", "k", "v", "g", "beta"))
@@ -337,21 +344,29 @@ def _forward(r: Request, x: dict[str, Tensor], noise: Noise) -> tuple[Tensor, li
     q, k = (t.repeat_interleave(r.HV // r.H, dim=3) for t in (q, k))
     bounds = reference.sequence_bounds(r)
     longest = max((e - s for _, s, e in bounds), default=0)
-    # Cut the padding behind a few tokens: it costs much and changes nothing.
-    C = min(r.chunk_size, 1 << max(longest - 1, 0).bit_length())
-    length = C * _chunks(longest, C)
+    C = min(r.chunk_size, _power_of_2(longest))
 
-    def rows(t: Tensor) -> Tensor:
-        """[S, B, T, HV, D] as [S, N, HV, NT, C, D], short sequences padded."""
-        cut = [F.pad(t[:, b, s:e], (0, 0, 0, 0, 0, length - (e - s))) for b, s, e in bounds]
+    def rows(t: Tensor, start: int, length: int, C: int) -> Tensor:
+        """Rows of [S, B, T, HV, D] as [S, N, HV, NT, C, D], short sequences padded."""
+        cut = [t[:, b, min(s + start, e) : min(s + start + length, e)] for b, s, e in bounds]
+        cut = [F.pad(t, (0, 0, 0, 0, 0, length - t.shape[1])) for t in cut]
         return torch.stack(cut, 1).unflatten(2, (-1, C)).movedim(4, 2)
 
-    state = x["initial_state"]
-    if length == 0:
-        return 0 * v, [state]
+    states = [x["initial_state"]]
+    if longest == 0:
+        return 0 * v, states
     kept = torch.tensor([e - s > SMALLEST_CHUNK for _, s, e in bounds]).view(-1, 1, 1, 1)
-    o_rows, states = _recurrence(*(rows(t) for t in (q, k, v, g, beta[..., None])), state, kept, noise)
-    o_rows = noise.step(r.scale * o_rows).movedim(2, 4).flatten(2, 3)
+    # The padding behind a few tokens is cut: it costs much and changes nothing.
+    whole = longest // C * C
+    last = _power_of_2(longest - whole)
+    pieces = []
+    for start, length, rows_of_chunk in ((0, whole, C), (whole, last, last)):
+        if length:
+            tensors = (rows(t, start, length, rows_of_chunk) for t in (q, k, v, g, beta[..., None]))
+            o_rows, more = _recurrence(*tensors, states[-1], kept, noise, C)
+            pieces.append(o_rows.movedim(2, 4).flatten(2, 3))
+            states += more[1:]
+    o_rows = noise.step(r.scale * torch.cat(pieces, 2))
     o = torch.zeros_like(v)
     for n, (b, s, e) in enumerate(bounds):
         o[:, b, s:e] = o_rows[:, n, : e - s]

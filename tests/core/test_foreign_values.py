@@ -69,25 +69,22 @@ def test_every_tensor_argument_is_tried():
     assert len(names) == len(ARGUMENTS) == 12 + 12 + 3
 
 
-@pytest.mark.parametrize("kind", FOREIGN)
 @pytest.mark.parametrize(("op", "name", "make"), ARGUMENTS, ids=[f"{op}-{name}" for op, name, _ in ARGUMENTS])
-def test_a_tensor_that_no_operator_takes_is_refused_by_name(op, name, make, kind):
-    """With and without a call before it whose choice is cached; ``explain`` refuses the same."""
-    convert, called = FOREIGN[kind]
-    arguments = make()
-    if name == "num_accepted_tokens" and kind in ("mkldnn", "quantized"):
-        arguments[name] = torch.ones(2)
-    before = {n: t.clone() for n, t in arguments.items() if isinstance(t, torch.Tensor) and n != name}
-    function = getattr(kda_core, op)
+def test_a_tensor_that_no_operator_takes_is_refused_by_name(op, name, make):
+    """After a call whose choice is cached; ``explain`` refuses the same."""
+    arguments, function = make(), getattr(kda_core, op)
+    before = {n: t.clone() for n, t in arguments.items() if isinstance(t, torch.Tensor)}
     with torch.no_grad():
         for _ in range(3):  # from the second call on the router knows calls like it
             function(**make())
-    foreign = convert(arguments[name])
     choices = dict(registry._choices)
-    for call in (function, lambda **given: kda_core.explain(**given, op=op)):
-        with pytest.raises(TypeError, match=rf"^{name}: expected a .*tensor, got {re.escape(called)}") as caught:
-            call(**{**arguments, name: foreign})
-        assert type(caught.value) is TypeError
+    for kind, (convert, called) in FOREIGN.items():
+        counts = name == "num_accepted_tokens" and kind in ("mkldnn", "quantized")
+        foreign = convert(torch.ones(2) if counts else before[name].clone())
+        for call in (function, lambda **given: kda_core.explain(**given, op=op)):
+            with pytest.raises(TypeError, match=rf"^{name}: expected a .*tensor, got {re.escape(called)}") as caught:
+                call(**{**arguments, name: foreign})
+            assert type(caught.value) is TypeError
     assert registry._choices == choices
     for n, t in before.items():
         assert torch.equal(arguments[n], t), n
