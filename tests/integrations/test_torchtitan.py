@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import installed
 import pages
@@ -19,6 +20,7 @@ from ranks import Ranks
 from torchtitan.config.override import OverrideConfig, apply_overrides
 from torchtitan.models.common.attention import GQAttention, create_varlen_metadata_for_document
 from torchtitan.models.llama3 import llama3_configs
+from torchtitan.models.llama3.parallelize import parallelize_llama
 
 from kda_core import nn
 from kda_core.errors import UnsupportedStack
@@ -53,6 +55,20 @@ def test_another_version_is_refused(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UnsupportedStack, match=r"torchtitan 0\.2\.2 is installed; pip install 'torchtitan==0\.3\.0'"):
         attention_after("kimi_delta_attention")
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+def test_shards_of_heads_and_rows_are_refused(axis):
+    """torchtitan's own words would be of missing attributes and mixed tensors."""
+    model = titan_steps.build("kimi_delta_attention")
+    dims = SimpleNamespace(tp_enabled=axis == "tp", cp_enabled=axis == "cp", get_mesh=lambda name: None)
+    refused = pytest.raises(UnsupportedStack, match=r"set parallelism\.tensor_parallel_degree")
+    with refused:
+        model.layers["0"].attention.parallelize(dims)
+    if axis == "cp":
+        named = {"training": None, "compile_config": None, "ac_config": None, "dump_folder": ""}
+        with refused:
+            parallelize_llama(model, parallel_dims=dims, parallelism=SimpleNamespace(spmd_backend="default"), **named)
 
 
 def test_options_are_the_layers_own():

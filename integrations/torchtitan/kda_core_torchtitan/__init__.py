@@ -13,9 +13,15 @@ from torchtitan.models.common.rope import RoPE
 from torchtitan.protocols.module import Module
 
 from kda_core import nn
+from kda_core.errors import UnsupportedStack
 from kda_core.integrations import admit
 
 __version__ = "0.1.0"
+
+SHARDED = (
+    "torchtitan: kda_core_torchtitan has data parallelism and FSDP: set parallelism.tensor_parallel_degree and "
+    "parallelism.context_parallel_degree to 1"
+)
 
 
 class KimiDeltaAttention(BaseAttention):
@@ -57,6 +63,16 @@ class KimiDeltaAttention(BaseAttention):
         for module in self.layer.modules():
             if hasattr(module, "reset_parameters"):
                 module.reset_parameters()
+
+    def parallelize(self, parallel_dims) -> None:
+        if parallel_dims.tp_enabled or parallel_dims.cp_enabled:
+            raise UnsupportedStack(SHARDED)
+        super().parallelize(parallel_dims)
+
+    @property
+    def inner_attention(self):
+        """torchtitan asks for it where it is about to share rows among ranks (context parallelism)."""
+        raise UnsupportedStack(SHARDED)
 
     def forward(self, x_BLD, attention_masks, positions=None):
         if attention_masks is None:
