@@ -103,10 +103,12 @@ def convolve(
     inplace = flags["inplace_final_state"]
     final: Tensor | None
     if own is None:
-        y, final = _in_torch(*tensors, flags["silu"], flags["output_final_state"] or inplace)
-        if final is not None:
-            final = final.to(x.dtype) if state is None else state.copy_(final) if inplace else final.to(state.dtype)
-            final = final if flags["output_final_state"] else None
+        y, last = _in_torch(*tensors, flags["silu"], flags["output_final_state"] or inplace)
+        if last is not None:
+            last = last.to(x.dtype if state is None else state.dtype)
+            if inplace and state is not None:
+                last = state.copy_(last)
+        final = last if flags["output_final_state"] else None
     elif not inplace and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         *found, final = _Convolution.apply(own, memo, flags, parts, *tensors)
         return found, final

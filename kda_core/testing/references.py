@@ -24,9 +24,8 @@ MAX_GRAPH_BYTES = 2**30
 # Per token autograd keeps the decayed and the new state, and the products of both with k and with q.
 _KEPT_STATES = 5
 
-_cache: OrderedDict[str, Results] = OrderedDict()
-_bytes: dict[str, int] = {}
-"""How large each cached result is."""
+_cache: OrderedDict[str, tuple[Results, int]] = OrderedDict()
+"""Results and how many bytes they take, by the call's digest."""
 
 
 @contextmanager
@@ -50,17 +49,16 @@ def results(call: Call) -> Results:
     key = call.digest()
     if key in _cache:
         _cache.move_to_end(key)
-        return _cache[key]
+        return _cache[key][0]
     r = in_float64(call.request())
     with single_threaded():
         found = _backward(r, call.grads) if call.grads else _forward(r)
     if call.has_pool:
         found["pool"] = getattr(r, r.written_states or "initial_state")
         found["final_state"] = found["pool"][call.written_slots()]
-    _cache[key] = found
-    _bytes[key] = sum(t.numel() * t.element_size() for t in found.values())
-    while len(_cache) > 1 and sum(_bytes.values()) > MAX_CACHED_BYTES:
-        del _bytes[_cache.popitem(last=False)[0]]
+    _cache[key] = found, sum(t.numel() * t.element_size() for t in found.values())
+    while len(_cache) > 1 and sum(size for _, size in _cache.values()) > MAX_CACHED_BYTES:
+        _cache.popitem(last=False)
     return found
 
 

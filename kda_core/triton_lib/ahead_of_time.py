@@ -11,7 +11,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -103,6 +103,10 @@ class Tool:
         """
         raise NotImplementedError
 
+    @cache  # noqa: B019 - a tool lives as long as its module
+    def _planned(self, arch: str, quick: bool) -> tuple[tuple[str, Plan], ...]:
+        return tuple(self.plans(self.chips[arch], quick))
+
     def of_tensor(self, x: Any, job: Job) -> tuple[str, list[list[Any]]]:
         """Triton's type of a tensor or a tile, and its attributes."""
         raise NotImplementedError
@@ -160,7 +164,7 @@ class Tool:
             large: for tensors of 2 GiB and more.
         """
         found: dict[Any, Job] = {}
-        for name, plan in self.plans(self.chips[arch], quick):
+        for name, plan in self._planned(arch, quick):
             for launch in plan.launches:
                 if only not in f"{launch.name} {name}":
                     continue

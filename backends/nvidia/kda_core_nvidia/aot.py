@@ -272,27 +272,20 @@ def fragments(quick: bool = False) -> list[Case]:
     return found + [case.having(options={"state_v_first": True}) for case in packed]
 
 
-@cache
-def _plans(chip: Chip, quick: bool) -> list[tuple[str, Plan]]:
-    found: list[tuple[str, Plan]] = []
-    for case in fragments(quick):
-        found += halves(case, lambda r, half: plan_of(r, chip, half=half), lambda r: saved_specs(r, chip))
-    for case, name, call in _calls(quick):
-        found.append((name, plan_of(call, chip)))
-        if case is not None and call.needs_grad and "descriptors" in case.tags:
-            # The backward as calls with many slots have it.
-            r = metadata(call)
-            found.append((f"{name}, descriptors", plan_backward(r, choose_backward(r, chip, many=0))))
-    return found
-
-
 class _Tool(Tool):
     package, description = "kda_core_nvidia", "Compile for NVIDIA GPUs: registers, stack, shared memory."
     chips = MappingProxyType({str(arch): chip for arch, chip in CHIPS.items()})
     usual = ("80", "89", "90", "100", "120")
 
-    def plans(self, chip: Chip, quick: bool) -> list[tuple[str, Plan]]:
-        return _plans(chip, quick)
+    def plans(self, chip: Chip, quick: bool) -> Iterator[tuple[str, Plan]]:
+        for case in fragments(quick):
+            yield from halves(case, lambda r, half: plan_of(r, chip, half=half), lambda r: saved_specs(r, chip))
+        for case, name, call in _calls(quick):
+            yield name, plan_of(call, chip)
+            if case is not None and call.needs_grad and "descriptors" in case.tags:
+                # The backward as calls with many slots have it.
+                r = metadata(call)
+                yield f"{name}, descriptors", plan_backward(r, choose_backward(r, chip, many=0))
 
     def of_tensor(self, x: Any, job: Job) -> tuple[str, list[list[Any]]]:
         if isinstance(x, View):
