@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from kda_core.errors import ContractViolation
-from kda_core.request import AnyRequest, BackwardResult, Begun, CommitRequest, ForwardResult, GateRequest, Request
+from kda_core.request import (
+    AnyRequest,
+    BackwardResult,
+    Begun,
+    CommitRequest,
+    Edges,
+    ForwardResult,
+    GateRequest,
+    Request,
+)
 
 
 def chunks_of(r: Request) -> int:
@@ -46,7 +55,8 @@ def _check_call(backend: str, r: Request, result: Any) -> None:
     if r.out is not None and result.o is not r.out:
         raise ContractViolation(f"backend {backend!r} returned another tensor as o, expected the call's out")
     if r.output_final_state and not r.inplace_final_state:
-        _expect(backend, "final_state", result.final_state, r.state_shape, r.state_dtype, r.device)
+        shape = _of_sequences(r, *r.state_shape[2:])
+        _expect(backend, "final_state", result.final_state, shape, r.state_dtype, r.device)
     elif result.final_state is not None:
         _fail(backend, "final_state", "None, because the call asks for none", result.final_state)
     if r.return_intermediate_states:
@@ -54,6 +64,11 @@ def _check_call(backend: str, r: Request, result: Any) -> None:
         _expect(backend, "h", result.h, shape, r.h_dtype, r.device)
     elif result.h is not None:
         _fail(backend, "h", "None, because the call asks for none", result.h)
+
+
+def _of_sequences(r: Request, *last: int) -> tuple[int, ...]:
+    edges = r.cp_context
+    return (edges.sequences if isinstance(edges, Edges) else r.N, r.HV, *last)
 
 
 def check_gradients(backend: str, r: Request | GateRequest, result: Any, memo: dict | None) -> None:
@@ -65,6 +80,9 @@ def check_gradients(backend: str, r: Request | GateRequest, result: Any, memo: d
     for name in r.needs_grad:
         like = getattr(r, name)
         found = result.grads[name]
+        if like is None and isinstance(r, Request):  # of ``Edges``
+            _expect(backend, f"d{name}", found, _of_sequences(r, r.K, r.V), r.compute_dtype, r.device)
+            continue
         # Names are put together for a refusal alone.
         if not isinstance(found, Tensor) or (found.shape, found.dtype, found.device) != (
             like.shape,
@@ -80,8 +98,10 @@ def check_begun(backend: str, r: Request, begun: Any) -> None:
     """The same for a first half; ``matrices`` may be None where the request is for a backward."""
     if not isinstance(begun, Begun):
         raise ContractViolation(f"backend {backend!r} returned {type(begun).__name__}, expected Begun")
-    lead, dtype = (r.N, r.HV, r.K), r.compute_dtype
-    if begun.additions is None and not r.needs_grad:
+    edges = r.cp_context if isinstance(r.cp_context, Edges) else None
+    count = r.N if edges is None or edges.sends is None else edges.sends.shape[0]
+    lead, dtype = (count, r.HV, r.K), r.compute_dtype
+    if edges is not None or (begun.additions is None and not r.needs_grad):
         _expect(backend, "matrices", begun.matrices, (*lead, r.K + r.V), dtype, r.device)
         return
     if begun.matrices is not None or not r.needs_grad:

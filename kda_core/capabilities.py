@@ -90,6 +90,7 @@ class Capabilities:
         max_head_dim_k: largest K, or None for any.
         max_head_dim_v: largest V, or None for any.
         closed: for features that are left out on purpose, the reason that users are given.
+        edges: with ``Feature.CONTEXT_PARALLEL``, hooks in halves take ``kda_core.request.Edges``.
     """
 
     features: frozenset[Feature]
@@ -97,6 +98,7 @@ class Capabilities:
     max_head_dim_k: int | None = None
     max_head_dim_v: int | None = None
     closed: Mapping[Feature, str] = field(default_factory=dict)
+    edges: bool = False
 
     def __post_init__(self) -> None:
         # Copy into a dictionary: backends may give a view of one, which can be neither pickled nor copied.

@@ -66,7 +66,8 @@ class Request(Remembering):
         grad_o: backward only: [B, T, HV, V] or None.
         grad_final_state: backward only: shape of the final state, or None.
         needs_grad: backward only: names of the inputs whose gradient is asked for.
-        cp_context: hooks are given None, or True in a call in two halves (``Begun`` says which fields that has).
+        cp_context: hooks are given None, or in a call in two halves (``Begun`` says which fields that has) True, or
+            ``Edges``.
         memo: None, or a dictionary for values that a backend derives from options and tensor metadata (shapes, strides,
             dtypes, device). All calls with the same ones share it, forward and backward, in all threads. It may be
             dropped at any time. A copy of a request (``replace``) has none.
@@ -441,6 +442,35 @@ class Begun(NamedTuple):
     matrices: Tensor | None
     additions: Tensor | None
     kept: tuple[Tensor, ...]
+
+
+class Edges(NamedTuple):
+    """Where the states at the edges of fragments lie, so that hooks in halves read and write them in their places.
+
+    Backends that declare ``Capabilities.edges`` get it as ``cp_context``, in the place of True. For a backward read end
+    for start, start for end, and gradients for states.
+
+    Attributes:
+        given: states at the starts of all N sequences, [N, HV, K, V] of any dtype and strides; None: zeros.
+        places: [F] int64, the sequence that a fragment starts, or N.
+        sends: [P] int64, the fragments whose [M | M S + b] the first half returns as ``matrices``, [P, HV, K, K + V],
+            with S the given state of a fragment that starts its sequence, or 0; None: all.
+        sources: [F] int64, where ``starts`` of the second half has the state of a fragment: [C, HV, K, V or more], the
+            last V columns; C and more: nowhere. None: at its number. ``starts`` may be None: there are only given ones.
+        results: [F] int64, the sequence that a fragment ends, or N. The final states, and in a backward the gradient of
+            "initial_state" (float32) where it is needed, are those of sequences, [N, ...], zeros where no fragment has
+            the end. None: fragment f ends sequence f.
+        sequences: N.
+        matrices: in a backward M of the fragments of ``sends``, [P, HV, K, K or more], the first K columns.
+    """
+
+    given: Tensor | None
+    places: Tensor | None
+    sends: Tensor | None
+    sources: Tensor | None
+    results: Tensor | None
+    sequences: int
+    matrices: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from kda_core._torch_private import needs_operator
 from kda_core.distributed._context import ContextParallel, from_fla, is_fla_context
 from kda_core.distributed._halves import Chosen, choose
 from kda_core.distributed._passes import backward, forward, transfers
-from kda_core.distributed._steps import Shared, keeps_all
+from kda_core.distributed._steps import Shared
 from kda_core.errors import UnsupportedCall
 from kda_core.hookspecs import MAX_SAVED_TENSORS
 from kda_core.request import DIFFERENTIABLE, ForwardResult, Request, TensorSpec
@@ -103,9 +103,11 @@ def run(r: Request, name: str | None) -> ForwardResult:
 
 def _named(s: Shared) -> dict[str, Any]:
     """``s._asdict()``, which compilers of torch 2.7 do not look into."""
-    return dict(zip(Shared._fields, s, strict=True))
+    return dict(zip(_ARGUMENTS, s, strict=False))
 
 
+_ARGUMENTS = Shared._fields[:-1]
+"""Of the operators; tables follow from the others."""
 _differentiable_of = attrgetter(*DIFFERENTIABLE)
 _FIELDS = tuple(f.name for f in fields(Request) if f.init)
 
@@ -114,8 +116,9 @@ def shared(c: ContextParallel) -> Shared:
     g = c.cells
     if g is None:
         return Shared(
-            c.fragments, c.slots, None, c.group_name, c.before, c.sequences, c.dense, c.gather, c.padded, 0, ()
-        )
+            c.fragments, c.slots, None, c.group_name, c.before, c.sequences, c.dense, c.gather, c.padded, 0, (),
+            None if torch.compiler.is_compiling() else c.tables,
+        )  # fmt: skip
     return Shared(g.fragments, g.slots, g.chain, c.group_name, 0, c.sequences, g.dense, c.gather, True, g.grid, g.own)
 
 
@@ -221,7 +224,7 @@ _library = torch.library.Library(NAMESPACE, "DEF")
 
 
 def _take(values: dict[str, Any]) -> tuple[Request, Shared, str | None]:
-    s = Shared(*(values.pop(n) for n in Shared._fields))
+    s = Shared(*(values.pop(n) for n in _ARGUMENTS))
     r, name = _ops.request_of(_PLAIN, values)
     return r, s, name
 
@@ -230,7 +233,7 @@ def _operator(*args: Any) -> tuple[Tensor, ...]:
     _autograd.refuse_tangents("chunk_kda", *args)
     r, s, name = _take(_FORWARD.bind(args, {}))
     result, matrices, saved, _ = forward(r, s, name)
-    matrices = matrices[..., : r.K].contiguous()
+    matrices = r.q.new_empty(0) if matrices is None else matrices[..., : r.K].contiguous()
     return _results(r, result.o, result.final_state, result.h, matrices, _flat(saved, s))
 
 
@@ -254,7 +257,7 @@ def _saved_of(flat: Sequence[Tensor], parts: Sequence[Chosen]) -> tuple[Tensor, 
 
 
 def _chosen(r: Request, s: Shared, name: str | None) -> list[Chosen]:
-    return [choose(t.local(q), name, t.is_alone()) for q, t in s.parts(r)]
+    return [choose(t.local(q), name, t.is_alone(), not s.grid) for q, t in s.parts(r)]
 
 
 def _results(r: Request, o: Tensor, final: Any, h: Any, matrices: Tensor, saved: list[Tensor]) -> tuple[Tensor, ...]:
@@ -278,7 +281,7 @@ def _fake_operator(*args: Any) -> tuple[Tensor, ...]:
         specs = [*zip(*(c.halves.saved_spec(c.request) for c in parts), strict=True)]
         if parts and not parts[0].alone:
             slots = (s.dense or 1) if s.grid else s.slots.shape[1]
-            count = s.fragments.shape[-1] - 1 if keeps_all(r, s) else slots
+            count = s.fragments.shape[-1] - 1 if parts[0].keeps_all(r, s.dense) else slots
             matrices = r.q.new_empty(len(parts) * count, r.HV, r.K, r.K, dtype=r.compute_dtype)
     saved = [r.v.new_empty(sum(math.prod(p.shape) for p in each), dtype=each[0].dtype) for each in specs]
     return _results(r, _meta.empty_o(r), final, h, matrices, saved)

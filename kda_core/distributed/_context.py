@@ -16,6 +16,7 @@ from kda_core._expect import expect_flag
 from kda_core.distributed._cells import GRID, Cells, cut_of, moved, on_grid, table
 from kda_core.distributed._exchange import resolve_group
 from kda_core.distributed._layout import Layout, Range, joined, split
+from kda_core.distributed._steps import tables
 
 LAYOUTS = ("contiguous", "zigzag")
 
@@ -35,7 +36,8 @@ class ContextParallel:
         gather: whether every rank gets every final state.
         dense: F where all fragments have the same number of rows for good, or 0.
         fragments: [5, F + 1] int64 on the device: ``cu_seqlens``; the sequence that a fragment begins; the one that it
-            ends, or N; the slot that it receives from, in chains of one, forward and backward.
+            ends, or N; the slot that it receives from, or where chains may be longer than one its own, forward and
+            backward.
         padded: whether a chain of slots may be shorter than the longest.
         slots: int64 on the device, a column for each range of the rank that has most: the fragment that is sent forward
             and backward; the one that is received for, or F; ``before`` rows of slots to join forward, from the
@@ -85,7 +87,8 @@ class ContextParallel:
             received = [[none] * (n - len(c)) + c for n, c in zip(lengths, (ahead, behind), strict=True)]
             columns.append([last, first, *into, *received[0], *received[1]])
             for found, place, slots in zip(sources, into, received, strict=True):
-                found[place] = slots[-1] if slots and place < F else none
+                if slots and place < F:
+                    found[place] = slots[0] if len(slots) == 1 else len(columns) - 1
         rows = zip(*columns, strict=True)
         by_fragment = [*table(cut, F, N), *sources[0], *sources[1]]
         values = [*by_fragment, *(x for row in rows for x in row), *tails[0], *tails[1]]
@@ -97,6 +100,7 @@ class ContextParallel:
         sizes = [len(by_fragment), sum(map(len, columns)), len(tails[0]), len(tails[1])]
         fragments, places, own, ahead = self._values.split(sizes)
         self.fragments, self.slots = fragments.view(5, F + 1), places.view(-1, len(chains))
+        self.tables = tables(self.fragments, self.slots)
         self.tails, self.sources = own.view(len(chains), -1), ahead.view(none, -1)
 
     @property

@@ -13,7 +13,7 @@ from kda_core._loaded import Backend
 from kda_core._plugins import registry
 from kda_core.capabilities import Feature
 from kda_core.errors import UnsupportedCall
-from kda_core.request import BackwardResult, Begun, ForwardResult, Request, TensorSpec
+from kda_core.request import BackwardResult, Begun, Edges, ForwardResult, Request, TensorSpec
 
 
 def changed(r: Request, **values: Any) -> Request:
@@ -36,20 +36,20 @@ class Halves:
     def saved_spec(self, r: Request) -> tuple[TensorSpec, ...]:
         return self.backend.saved_specs(hook_request(r))
 
-    def begin(self, r: Request) -> Begun:
-        return self._begun("kda_core_chunk_begin", r)
+    def begin(self, r: Request, edges: Edges | None = None) -> Begun:
+        return self._begun("kda_core_chunk_begin", r, edges)
 
-    def finish(self, r: Request, kept: tuple[Tensor, ...], starts: Tensor) -> ForwardResult:
+    def finish(self, r: Request, kept: tuple[Tensor, ...], starts: Tensor | None) -> ForwardResult:
         asked = self._asked or hook_request(r)
         result = self.backend.call("kda_core_chunk_finish", request=asked, kept=kept, starts=starts)
         if asked.memo is None or ForwardResult not in asked.memo or type(result) is not ForwardResult:
             _results.check_forward(self.backend.info.name, asked, result)
         return result
 
-    def begin_backward(self, r: Request) -> Begun:
-        return self._begun("kda_core_chunk_begin_backward", r)
+    def begin_backward(self, r: Request, edges: Edges | None = None) -> Begun:
+        return self._begun("kda_core_chunk_begin_backward", r, edges)
 
-    def finish_backward(self, r: Request, kept: tuple[Tensor, ...], ends: Tensor) -> dict[str, Tensor]:
+    def finish_backward(self, r: Request, kept: tuple[Tensor, ...], ends: Tensor | None) -> dict[str, Tensor]:
         asked = self._asked or hook_request(r)
         result = self.backend.call("kda_core_chunk_finish_backward", request=asked, kept=kept, ends=ends)
         seen = asked.memo is not None and (BackwardResult, asked.needs_grad) in asked.memo
@@ -57,8 +57,8 @@ class Halves:
             _results.check_gradients(self.backend.info.name, asked, result, asked.memo)
         return result.grads
 
-    def _begun(self, hook: str, plain: Request) -> Begun:
-        r = self._asked = hook_request(plain)
+    def _begun(self, hook: str, plain: Request, edges: Edges | None) -> Begun:
+        r = self._asked = hook_request(plain, edges)
         begun = self.backend.result(hook, r)
         if r.memo is None or hook not in r.memo:
             _results.check_begun(self.backend.info.name, r, begun)
@@ -80,7 +80,7 @@ class PlainCalls:
         states = TensorSpec((r.N, r.HV, r.K, r.V), r.compute_dtype)
         return (*self.backend.saved_specs(r), states)
 
-    def begin(self, r: Request) -> Begun:
+    def begin(self, r: Request, edges: Edges | None = None) -> Begun:
         lead = (r.N, r.HV, r.K)
         unit = torch.eye(r.K, dtype=r.compute_dtype, device=r.device).expand(*lead, r.K)
         zeros = unit.new_zeros(*lead, r.V)
@@ -98,13 +98,13 @@ class PlainCalls:
         asked = build_request({**vars(r), **given, **options})
         return cast(Tensor, registry.choose(asked, self.backend.info.name).forward(asked).final_state)
 
-    def finish(self, r: Request, kept: tuple[Tensor, ...], starts: Tensor) -> ForwardResult:
+    def finish(self, r: Request, kept: tuple[Tensor, ...], starts: Tensor | None) -> ForwardResult:
         found = self.backend.forward(changed(r, initial_state=starts))
         if not r.save_for_backward:
             return found
-        return ForwardResult(found.o, found.final_state, found.h, (*found.saved, starts))
+        return ForwardResult(found.o, found.final_state, found.h, (*found.saved, cast(Tensor, starts)))
 
-    def begin_backward(self, r: Request) -> Begun:
+    def begin_backward(self, r: Request, edges: Edges | None = None) -> Begun:
         *saved, starts = r.saved
         if r.grad_o is None:
             return Begun(None, torch.zeros_like(starts), ())
@@ -113,17 +113,21 @@ class PlainCalls:
         )
         return Begun(None, self.backend.backward(asked)["initial_state"], ())
 
-    def finish_backward(self, r: Request, kept: tuple[Tensor, ...], ends: Tensor) -> dict[str, Tensor]:
+    def finish_backward(self, r: Request, kept: tuple[Tensor, ...], ends: Tensor | None) -> dict[str, Tensor]:
         *saved, starts = r.saved
         return self.backend.backward(changed(r, saved=tuple(saved), initial_state=starts, grad_final_state=ends))
 
 
-def hook_request(r: Request) -> Request:
+def hook_request(r: Request, edges: Edges | None = None) -> Request:
     """The request that hooks in halves are given: without states, marked, with a memo of its own."""
-    # A backward that is asked for the states' gradients alone still says that it is one.
-    needs = r.needs_grad and (r.needs_grad - {"initial_state"} or frozenset({"beta"}))
-    found = build_request({**vars(r), "initial_state": None, "cp_context": True, "needs_grad": needs})
-    found.__dict__["memo"] = None if r.memo is None else r.memo.setdefault(Halves, {})
+    needs = r.needs_grad
+    if edges is None and "initial_state" in needs:
+        # A backward that is asked for the states' gradients alone still says that it is one.
+        needs = needs - {"initial_state"} or frozenset({"beta"})
+    values = {**vars(r), "initial_state": None, "cp_context": edges or True, "needs_grad": needs}
+    found = build_request(values)
+    found.__dict__["memo"] = None if r.memo is None else r.memo.setdefault(Halves if edges is None else Edges, {})
+    return found
     return found
 
 
@@ -134,26 +138,38 @@ class Chosen(NamedTuple):
         halves: hooks or plain calls.
         request: the plain call, with its memo.
         alone: whether nothing has to be exchanged, so that plain calls serve without a first half.
+        by_edges: whether hooks are given ``Edges``.
     """
 
     halves: Halves | PlainCalls
     request: Request
     alone: bool
+    by_edges: bool = False
+
+    def keeps_all(self, r: Request, dense: int) -> bool:
+        """Whether the backward needs the matrices of all fragments: for the gradient of the initial states."""
+        return bool(dense) or (r.initial_state is not None and not self.by_edges)
 
     def again(self, call: Request) -> Chosen:
         """The same for a call of the same signature."""
         if isinstance(self.halves, PlainCalls):
             call = _with_states(call)
         call.__dict__["memo"] = self.request.memo
-        return Chosen(type(self.halves)(self.halves.backend), call, self.alone)
+        return self._replace(halves=type(self.halves)(self.halves.backend), request=call)
 
     def without_tensors(self) -> Chosen:
         """The same, with a request that holds nothing but the memo."""
-        return Chosen(type(self.halves)(self.halves.backend), build_request({"memo": self.request.memo}), self.alone)
+        return self._replace(
+            halves=type(self.halves)(self.halves.backend), request=build_request({"memo": self.request.memo})
+        )
 
 
-def choose(call: Request, name: str | None, alone: bool) -> Chosen:
-    """The backend of a plain call without states, and whether its hooks or plain calls serve it."""
+def choose(call: Request, name: str | None, alone: bool, edges: bool) -> Chosen:
+    """The backend of a plain call without states, and whether its hooks or plain calls serve it.
+
+    Args:
+        edges: whether hooks that take ``Edges`` are to be given them.
+    """
     if not alone:
         backend = registry.choose(call, name)
         known = None if call.memo is None else call.memo.get(PlainCalls)
@@ -163,7 +179,7 @@ def choose(call: Request, name: str | None, alone: bool) -> Chosen:
             if call.memo is not None:
                 call.memo[PlainCalls] = known
         if known:
-            return Chosen(Halves(backend), call, False)
+            return Chosen(Halves(backend), call, False, edges and backend.info.capabilities.edges)
     call = _with_states(call)
     return Chosen(PlainCalls(registry.choose(call, name)), call, alone)
 

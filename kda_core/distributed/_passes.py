@@ -52,15 +52,19 @@ def transfers(r: Request, s: Shared) -> tuple[Transfer, ...]:
     return tuple(found)
 
 
-def _joined(s: Shared, sent: Tensor, backward: bool) -> Tensor | None:
-    """The states that our fragments receive; one collective."""
-    every = gathered(sent, s.group, s.padded)
+def _joined(s: Shared, step: ForwardStep | BackwardStep, backward: bool) -> Tensor | None:
+    """The states that our fragments receive, or where ``Edges`` find them; one collective."""
+    if step.chosen.alone:
+        return None
+    sent, by_edges = step.begin(), step.edges is not None
     steps = s.slots.shape[0] - 4 - s.before if backward else s.before
+    every = gathered(sent, s.group, s.padded and steps > by_edges)
     if not steps:
         return None
     if steps == 1:  # the additions alone
-        return every[..., sent.shape[-2] :].index_select(0, s.fragments[3 + backward, :-1])
-    return s.spread(join(every, s.slots[4 + s.before :] if backward else s.slots[4 : 4 + s.before]), backward)
+        return every if by_edges else every[..., sent.shape[-2] :].index_select(0, s.fragments[3 + backward, :-1])
+    found = join(every, s.slots[4 + s.before :] if backward else s.slots[4 : 4 + s.before])
+    return found if by_edges else s.spread(found, backward)
 
 
 def _aligned(r: Request) -> Request:
@@ -114,12 +118,12 @@ def _forward_of_cells(r: Request, s: Shared, name: str | None) -> Forward:
         shape = (r.V, r.K) if r.state_v_first else (r.K, r.V)
         absent = r.q.new_empty(r.B, 0, r.HV, *shape, dtype=r.h_dtype)
         h = torch.cat([absent, *(p.result.h for p in parts if p.result.h is not None)], 1)
-    matrices = torch.cat([p.matrices for p in parts]) if parts else r.q.new_empty(0)
+    matrices = torch.cat([m for p in parts if (m := p.matrices) is not None]) if r.save_for_backward and parts else None
     return Forward(ForwardResult(o, final, h), matrices, tuple(t for p in parts for t in p.saved), None)
 
 
 def _backward_of_cells(
-    r: Request, s: Shared, name: str | None, matrices: Tensor, given: Tensor | None
+    r: Request, s: Shared, name: str | None, matrices: Any, given: Tensor | None
 ) -> dict[str, Tensor]:
     parts = s.parts(r)
     each = matrices.chunk(len(parts)) if parts else ()
@@ -176,7 +180,7 @@ def forward(r: Request, s: Shared, name: str | None) -> Forward:
         found = _forward_of_cells(r, s, name)
     else:
         step = ForwardStep(r, s, name)
-        found = step.finish(None if step.chosen.alone else _joined(s, step.begin(), False))
+        found = step.finish(_joined(s, step, False))
     final = found.result.final_state
     if final is None:
         return found
@@ -186,22 +190,22 @@ def forward(r: Request, s: Shared, name: str | None) -> Forward:
 
 @_without_autocast
 def backward(
-    r: Request, s: Shared, name: str | None, matrices: Tensor, known: Chosen | None = None
+    r: Request, s: Shared, name: str | None, matrices: Tensor | None, known: Chosen | None = None
 ) -> dict[str, Tensor]:
     """Run its backward: ``r`` has ``saved``, ``grad_o``, ``grad_final_state`` and ``needs_grad``.
 
     Args:
         known: what the forward chose, for tensors of the same metadata.
     """
-    given = k_first(r, r.grad_final_state)
+    given = None if r.grad_final_state is None else k_first(r, r.grad_final_state)
     if s.gather and r.output_final_state:
         zeros = None if given is not None else r.q.new_zeros(s.sequences, r.HV, r.K, r.V, dtype=r.compute_dtype)
-        given = s.summed(given.clone() if zeros is None else zeros)  # type: ignore[union-attr]
+        given = s.summed(given.to(r.compute_dtype, copy=True) if zeros is None else zeros)  # type: ignore[union-attr]
     if s.grid:
         grads = _backward_of_cells(r, s, name, matrices, given)
     else:
         step = BackwardStep(r, s, name, matrices, given, known)
-        grads = step.finish(None if step.chosen.alone else _joined(s, step.begin(), True))
+        grads = step.finish(_joined(s, step, True))
     if "initial_state" in r.needs_grad:
         grads["initial_state"] = like_callers(r, grads["initial_state"], r.initial_state.dtype)  # type: ignore[union-attr]
     return grads

@@ -12,11 +12,34 @@ from torch import Tensor
 from kda_core._bind import build_request
 from kda_core.distributed._exchange import apply, at, resolve_group, scattered
 from kda_core.distributed._halves import Chosen, choose
-from kda_core.request import DATA, ForwardResult, Request
+from kda_core.request import DATA, Edges, ForwardResult, Request
+
+
+class Tables(NamedTuple):
+    """Rows of a context's tables, as ``Edges`` takes them; pairs are for a forward and a backward.
+
+    Attributes:
+        sends: also for a forward whose backward is to come: then the fragments whose matrices it needs come behind.
+    """
+
+    bounds: Tensor
+    places: tuple[Tensor, Tensor]
+    sources: tuple[Tensor, Tensor]
+    sends: tuple[Tensor, Tensor, Tensor]
+
+
+def tables(fragments: Tensor, slots: Tensor) -> Tables:
+    rows = fragments[:, :-1].unbind()
+    both = slots[:2]
+    return Tables(fragments[0], (rows[1], rows[2]), (rows[3], rows[4]), (both[0], both[1], both.flatten()))
 
 
 class Shared(NamedTuple):
-    """A context as operators take it; the names are those of ``ContextParallel``, or of its ``Cells``."""
+    """A context as operators take it; the names are those of ``ContextParallel``, or of its ``Cells``.
+
+    Attributes:
+        tables: where a context has made them for all calls.
+    """
 
     fragments: Tensor
     slots: Tensor
@@ -29,6 +52,7 @@ class Shared(NamedTuple):
     padded: bool
     grid: int
     cells: Sequence[int]
+    tables: Tables | None = None
 
     @property
     def group(self) -> Any:
@@ -66,7 +90,8 @@ class Shared(NamedTuple):
             T = r.B * r.T // B
             rows = {n: t.reshape(B, T, *t.shape[2:]) for n in (*DATA, "grad_o") if (t := getattr(r, n)) is not None}
         own: dict[str, Any] = {"initial_state": None, "grad_final_state": None, "state_v_first": False}
-        own |= {"cu_seqlens": None if self.dense else self.fragments[0], "cp_context": None}
+        bounds = None if self.dense else self.fragments[0] if self.tables is None else self.tables.bounds
+        own |= {"cu_seqlens": bounds, "cp_context": None}
         if self.dense or not r.return_intermediate_states:
             own["cu_seqlens_cpu"] = None
         return build_request({**vars(r), **rows, **own})
@@ -117,6 +142,15 @@ class Shared(NamedTuple):
             return scattered(states, self.fragments[1 + ends, :-1], self.sequences)
         return states if known else torch.zeros_like(states)
 
+    def edges(self, r: Request, given: Tensor | None, backward: bool, matrices: Tensor | None = None) -> Edges:
+        """How hooks are told of all that this class does otherwise; ``given``: states of all sequences, K first."""
+        t = self.tables or tables(self.fragments, self.slots)
+        if given is not None and self._all_or_none(backward) is False:
+            given = None
+        results = None if self._all_or_none(not backward) else t.places[not backward]
+        sends = None if self.dense else t.sends[1 if backward else 2 * r.save_for_backward]
+        return Edges(given, t.places[backward], sends, t.sources[backward], results, self.sequences, matrices)
+
     def summed(self, states: Tensor) -> Tensor:
         """The sum over ranks, where every rank has every final state."""
         if self.gather:
@@ -128,20 +162,18 @@ class Forward(NamedTuple):
     """A forward's results: this rank's part, and tensors for the backward; ``chosen`` of calls of cells is None."""
 
     result: ForwardResult
-    matrices: Tensor
+    matrices: Tensor | None
     saved: tuple[Tensor, ...]
     chosen: Chosen | None
 
 
-def k_first(r: Request, states: Tensor | None) -> Tensor | None:
-    """A caller's states as [N, HV, K, V] in the dtype of state arithmetic."""
-    if states is None:
-        return None
-    return (states.mT if r.state_v_first else states).to(r.compute_dtype)
+def k_first(r: Request, states: Tensor) -> Tensor:
+    """A caller's states as [N, HV, K, V]."""
+    return states.mT if r.state_v_first else states
 
 
 def like_callers(r: Request, states: Tensor, dtype: torch.dtype) -> Tensor:
-    return (states.mT if r.state_v_first else states).to(dtype).contiguous()
+    return k_first(r, states).to(dtype).contiguous()
 
 
 class ForwardStep:
@@ -153,38 +185,43 @@ class ForwardStep:
 
     def __init__(self, r: Request, s: Shared, name: str | None) -> None:
         self.r, self.s = r, s
-        self.chosen = choose(s.local(r), name, s.is_alone())
-        given = k_first(r, r.initial_state)
-        self.own = None if given is None else s.of_sequences(given, False)
+        self.chosen = choose(s.local(r), name, s.is_alone(), not s.grid)
+        given = None if r.initial_state is None else k_first(r, r.initial_state)
+        self.edges = s.edges(r, given, False) if self.chosen.by_edges else None
+        self.own = None
+        if given is not None and self.edges is None:
+            self.own = s.of_sequences(given.to(r.compute_dtype), False)
         self.matrices: Tensor | None = None
         self.kept: tuple[Tensor, ...] = ()
 
     def begin(self) -> Tensor:
         """The slots' transitions, [S, HV, K, K + V]: matrices, and additions with the given states in them."""
         r, s = self.r, self.s
-        every, additions, self.kept = self.chosen.halves.begin(self.chosen.request)
+        every, additions, self.kept = self.chosen.halves.begin(self.chosen.request, self.edges)
         every = cast(Tensor, every) if additions is None else torch.cat([cast(Tensor, every), additions], -1)
         if s.dense and r.save_for_backward:
             self.matrices = every  # few: additions as well
+        elif self.edges is not None and r.save_for_backward:
+            every, self.matrices = every.chunk(2)
         elif r.save_for_backward:
             matrices = every[..., : r.K]
-            self.matrices = matrices.contiguous() if keeps_all(r, s) else s.of_slots(matrices, True)
-        return _sent(s, s.of_slots(every, False), self.own, False)
+            self.matrices = matrices.contiguous() if self.chosen.keeps_all(r, s.dense) else s.of_slots(matrices, True)
+        return every if self.edges is not None else _sent(s, s.of_slots(every, False), self.own, False)
 
     def finish(self, came: Tensor | None) -> Forward:
         """This call's part, with the final states of all sequences that end in it, [N, HV, K, V]."""
         r, s = self.r, self.s
         call = self.chosen.request
-        found = self.chosen.halves.finish(call, self.kept, s.placed(r, came, self.own))
+        starts = came if self.edges is not None else s.placed(r, came, self.own)
+        found = self.chosen.halves.finish(call, self.kept, starts)
         o, final, h = found.o, found.final_state, found.h
-        if final is not None:
+        if final is not None and self.edges is None:
             final = s.to_sequences(final, True)
         if h is not None:
             h = like_callers(r, h.reshape(r.B, -1, *h.shape[2:]), r.h_dtype)
         if call.B != r.B:
             o = o.view(r.B, r.T, r.HV, r.V)
-        matrices = r.q.new_empty(0) if self.matrices is None else self.matrices
-        return Forward(ForwardResult(o, final, h), matrices, found.saved, self.chosen)
+        return Forward(ForwardResult(o, final, h), self.matrices, found.saved, self.chosen)
 
 
 def _sent(s: Shared, both: Tensor, own: Tensor | None, backward: bool) -> Tensor:
@@ -193,11 +230,6 @@ def _sent(s: Shared, both: Tensor, own: Tensor | None, backward: bool) -> Tensor
         K = both.shape[-2]
         apply(both[..., :K], s.of_slots(own, backward), both[..., K:])
     return both
-
-
-def keeps_all(r: Request, s: Shared) -> bool:
-    """Whether the backward needs the matrices of all fragments: for the gradient of the initial states."""
-    return bool(s.dense) or r.initial_state is not None
 
 
 class BackwardStep:
@@ -210,20 +242,25 @@ class BackwardStep:
     """
 
     def __init__(
-        self, r: Request, s: Shared, name: str | None, matrices: Tensor, given: Tensor | None, known: Chosen | None
+        self, r: Request, s: Shared, name: str | None, matrices: Any, given: Tensor | None, known: Chosen | None
     ) -> None:
         self.r, self.s, self.matrices = r, s, matrices
         call = s.local(r)
-        self.chosen = choose(call, name, s.is_alone()) if known is None else known.again(call)
-        self.own = None if given is None else s.of_sequences(given, True)
+        self.chosen = choose(call, name, s.is_alone(), not s.grid) if known is None else known.again(call)
+        self.edges = s.edges(r, given, True, matrices) if self.chosen.by_edges else None
+        self.own = None
+        if given is not None and self.edges is None:
+            self.own = s.of_sequences(given.to(r.compute_dtype), True)
         self.additions: Tensor | None = None
         self.kept: tuple[Tensor, ...] = ()
 
     def begin(self) -> Tensor:
         """The same backwards."""
         r, s = self.r, self.s
-        every, self.additions, self.kept = self.chosen.halves.begin_backward(self.chosen.request)
-        whole = every is not None or keeps_all(r, s)
+        every, self.additions, self.kept = self.chosen.halves.begin_backward(self.chosen.request, self.edges)
+        if self.edges is not None:
+            return cast(Tensor, every)
+        whole = every is not None or self.chosen.keeps_all(r, s.dense)
         self.matrices = self.matrices[..., : r.K].mT if every is None else every
         sent = s.of_slots(self.matrices, True) if whole else self.matrices
         return _sent(s, torch.cat([sent, s.of_slots(cast(Tensor, self.additions), True)], -1), self.own, True)
@@ -231,12 +268,12 @@ class BackwardStep:
     def finish(self, came: Tensor | None) -> dict[str, Tensor]:
         """This call's part of the gradients, that of the initial states for all sequences, [N, HV, K, V]."""
         r, s = self.r, self.s
-        states = s.placed(r, came, self.own)
+        states = came if self.edges is not None else s.placed(r, came, self.own)
         grads = dict(self.chosen.halves.finish_backward(self.chosen.request, self.kept, states))
-        if "initial_state" in r.needs_grad:
+        if "initial_state" in r.needs_grad and self.edges is None:
             found = grads.get("initial_state")
             if found is None:
-                found = apply(self.matrices, states, cast(Tensor, self.additions))
+                found = apply(self.matrices, cast(Tensor, states), cast(Tensor, self.additions))
             grads["initial_state"] = s.to_sequences(found, False)
         if self.chosen.request.B != r.B:
             grads |= {n: grads[n].view(getattr(r, n).shape) for n in r.needs_grad.intersection(DATA)}

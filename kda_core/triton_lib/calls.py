@@ -31,7 +31,7 @@ from kda_core.request import (
 from kda_core.triton_lib.describe import describe
 from kda_core.triton_lib.layout import intermediate_states_shape
 from kda_core.triton_lib.lengths import Family, Noted, family, lengths_of, with_numbers
-from kda_core.triton_lib.plan import Plan
+from kda_core.triton_lib.plan import EDGE_NAMES, EDGES, Plan
 from kda_core.triton_lib.run import INTERPRET, PublicPlan, Results, on_device
 
 if INTERPRET:
@@ -54,8 +54,12 @@ _BACKWARD = (
 _backward_inputs = attrgetter(*_BACKWARD)
 _MORE = tuple(tuple(f"saved[{i}]" for i in range(n)) for n in range(20))
 """Names of tensors that are handed on from an earlier part of a call, by their number."""
+_edges_of = attrgetter(*EDGES)
 _SAVED = tuple((*_BACKWARD, *more) for more in _MORE)
 """Names of a backward's inputs, by the number of tensors that are handed on."""
+_NO_EDGES = (None,) * len(EDGES)
+_HALF = tuple((*_CHUNK, *more, *EDGE_NAMES) for more in _MORE)
+_HALF_OF_BACKWARD = tuple((*_BACKWARD, *more, *EDGE_NAMES) for more in _MORE)
 _RECURRENT = (*_CHUNK, "num_accepted_tokens", "records", "commit", "num_committed", "parents", "commit_path")
 _recurrent_inputs = attrgetter(*_RECURRENT)
 _COMMIT = ("pool", "records", "num_accepted", "state_indices", "cu_seqlens", "path")
@@ -88,6 +92,10 @@ def _kind(request: Request, name: Hashable) -> Hashable:
 def _gradient_kind(x: Tensor | None) -> Any:
     """The part of a plan's key that stands for a given gradient: its shape follows from the call's."""
     return None if x is None else (x.is_contiguous() or x.stride(), x.dtype)
+
+
+def _layout(x: Tensor | None) -> Any:
+    return None if x is None else (x.shape, x.stride(), x.dtype)
 
 
 def _begun(made: dict[str, Any]) -> Begun:
@@ -128,7 +136,7 @@ class Calls:
 
     def run(
         self, request: AnyRequest | LayerRequest, key: Hashable, names: Sequence[str], inputs: Sequence[Tensor | None],
-        saved: tuple[Tensor, ...] | None = None, half: tuple[str, ...] = (),
+        saved: tuple[Any, ...] | None = None, half: tuple[str, ...] = (),
     ) -> dict[str, Any]:  # fmt: skip
         """Run a call; its results by name.
 
@@ -156,7 +164,7 @@ class Calls:
 
     def _bound(
         self, request: Any, key: Hashable, names: Sequence[str], inputs: Sequence[Tensor | None],
-        places: Sequence[int], saved: tuple[Tensor, ...] | None, half: tuple[str, ...],
+        places: Sequence[int], saved: tuple[Any, ...] | None, half: tuple[str, ...],
     ) -> Callable[..., Results]:  # fmt: skip
         """The plan of a call, bound: that of a call with other lengths where one is noted; arguments as of ``run``."""
         device, chip = request.device, self._chip(request.device)
@@ -213,33 +221,33 @@ class Calls:
 
     def chunk_begin(self, request: Request) -> Begun:
         """The first half of ``chunk_kda`` for fragments of sequences that several devices share."""
-        made = self.run(request, _kind(request, "begin"), _CHUNK, _chunk_inputs(request), half=("begin",))
-        return _begun(made)
+        return _begun(self._half(request, "begin", ()))
 
-    def chunk_finish(self, request: Request, kept: tuple[Tensor, ...], starts: Tensor) -> ForwardResult:
+    def chunk_finish(self, request: Request, kept: tuple[Tensor, ...], starts: Tensor | None) -> ForwardResult:
         """The second half."""
-        more = (*kept, starts)
-        names, inputs = (*_CHUNK, *_MORE[len(more)]), (*_chunk_inputs(request), *more)
-        made = self.run(request, _kind(request, "finish"), names, inputs, more, ("finish",))
-        o, final_state, h, *saved = made.values()
+        o, final_state, h, *saved = self._half(request, "finish", (*kept, starts)).values()
         return ForwardResult(o, final_state, h, tuple([x for x in saved if x is not None]))
 
     def chunk_begin_backward(self, request: Request) -> Begun:
         """The first half of the backward."""
-        key = "begin_backward", _gradient_kind(request.grad_o)
-        return _begun(self._half_of_backward(request, key, request.saved))
+        return _begun(self._half(request, "begin_backward", request.saved))
 
-    def chunk_finish_backward(self, request: Request, kept: tuple[Tensor, ...], ends: Tensor) -> BackwardResult:
+    def chunk_finish_backward(self, request: Request, kept: tuple[Tensor, ...], ends: Tensor | None) -> BackwardResult:
         """The second half."""
-        key = "finish_backward", _gradient_kind(request.grad_o)
-        return BackwardResult(grads=self._half_of_backward(request, key, (*request.saved, *kept, ends)))
+        return BackwardResult(grads=self._half(request, "finish_backward", (*request.saved, *kept, ends)))
 
-    def _half_of_backward(self, request: Request, key: tuple[str, Any], more: tuple[Tensor, ...]) -> dict[str, Any]:
+    def _half(self, request: Request, half: str, more: tuple[Any, ...]) -> dict[str, Any]:
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return self._half_of_backward(request, key, more)
-        inputs = (*_backward_inputs(request), *more)
-        return self.run(request, _kind(request, key), _SAVED[len(more)], inputs, more, key[:1])
+                return self._half(request, half, more)
+        key: tuple[Any, ...] = half, _gradient_kind(request.grad_o), "initial_state" in request.needs_grad
+        edges, tensors = request.cp_context, _NO_EDGES
+        if edges is not True:
+            tensors = _edges_of(edges)
+            key = *key, edges.sequences, *map(_layout, tensors), _layout(more[-1]) if more else None
+        names, own = (_HALF_OF_BACKWARD, _backward_inputs) if request.needs_grad else (_HALF, _chunk_inputs)
+        inputs = (*own(request), *more, *tensors)
+        return self.run(request, _kind(request, key), names[len(more)], inputs, more, (half,))
 
     def recurrent_forward(self, request: Request) -> ForwardResult:
         """Run ``fused_recurrent_kda`` for a call that the plugin accepted."""

@@ -48,6 +48,7 @@ class TritonBackend:
                 dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
                 max_head_dim_k=MAX_HEAD_DIM,
                 max_head_dim_v=MAX_HEAD_DIM,
+                edges=True,
             ),
             **info,
         )
@@ -117,12 +118,12 @@ class TritonBackend:
     kda_core_decode_step = _served_by("decode_step")
 
     @hookimpl
-    def kda_core_chunk_finish(self, request: Request, kept: tuple[Tensor, ...], starts: Tensor) -> ForwardResult:
+    def kda_core_chunk_finish(self, request: Request, kept: tuple[Tensor, ...], starts: Tensor | None) -> ForwardResult:
         return self.calls.chunk_finish(request, kept, starts)
 
     @hookimpl
     def kda_core_chunk_finish_backward(
-        self, request: Request, kept: tuple[Tensor, ...], ends: Tensor
+        self, request: Request, kept: tuple[Tensor, ...], ends: Tensor | None
     ) -> BackwardResult:
         return self.calls.chunk_finish_backward(request, kept, ends)
 

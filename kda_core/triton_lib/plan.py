@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from kda_core.request import Edges
 from kda_core.triton_lib.arguments import has_contiguous_rows
 
 ALIGNMENT = 512
@@ -442,6 +443,12 @@ class Builder:
         return Plan(inputs, buffers, tuple(epochs), {n: x and x.source for n, x in results.items()})
 
 
+EDGES = ("given", "places", "sends", "sources", "results", "matrices")
+"""Tensors of ``Edges``."""
+EDGE_NAMES = tuple(f"edges.{n}" for n in EDGES)
+"""Their names as inputs of plans."""
+
+
 def layout(name: str, x: Tensor, aligned: bool = True) -> View:
     """The layout of the input ``name``."""
     return View(name, tuple(x.shape), tuple(x.stride()), x.dtype, aligned=aligned)
@@ -460,7 +467,13 @@ def metadata(request: Any, misaligned: frozenset[str] = frozenset()) -> Any:
             found[name] = layout(name, value, name not in misaligned)
         elif name == "saved":
             names = [f"saved[{i}]" for i in range(len(value))]
-            found[name] = tuple(layout(n, x, n not in misaligned) for n, x in zip(names, value, strict=True))
+            views = [x if x is None else layout(n, x, n not in misaligned) for n, x in zip(names, value, strict=True)]
+            found[name] = tuple(views)
+        elif isinstance(value, Edges):
+            tensors = [
+                (e, n, x) for e, n in zip(EDGES, EDGE_NAMES, strict=True) if (x := getattr(value, e)) is not None
+            ]
+            found[name] = value._replace(**{e: layout(n, x, n not in misaligned) for e, n, x in tensors})
     return changed(request, **found)
 
 
@@ -480,5 +493,5 @@ def changed(request: R, /, **values: Any) -> R:
 def input_layouts(request: Any) -> dict[str, View]:
     """The layouts in what ``metadata`` returned, by name."""
     values = vars(request).values()
-    views = [x for value in values for x in (value if type(value) is tuple else (value,))]
+    views = [x for value in values for x in (value if type(value) in (tuple, Edges) else (value,))]
     return {x.source: x for x in views if isinstance(x, View)}

@@ -18,9 +18,12 @@ and batched sequences keep their bits whatever they travel with, and the host ne
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from kda_core.request import Request
+from kda_core.request import Edges, Request
+from kda_core.triton_lib.arguments import named_state_strides
 from kda_core.triton_lib.plan import Boundaries, Builder, View, changed
 
 
@@ -29,6 +32,40 @@ def segments_of(r: Request, rows: int) -> int:
     if not rows:
         return r.N
     return -(-r.T // rows) if r.cu_seqlens is None else r.T // rows + r.N
+
+
+def edges_of(r: Request) -> Edges:
+    """Those of a call in halves; without any, states lie as fragments do."""
+    return r.cp_context if isinstance(r.cp_context, Edges) else Edges(None, None, None, None, None, r.N)
+
+
+def edge_arguments(r: Request, starts: View | None, summary: View | None) -> dict[str, Any]:
+    """Arguments of a chain of segments, by the kernels' names."""
+    e = edges_of(r)
+    found = {n: getattr(e, n) for n in ("given", "places", "sources", "results")}
+    found |= {"sends": summary and e.sends, "whole": summary and e.matrices, "starts": starts}
+    s_sk, s_wk = (x.shape[3] if x else 0 for x in (starts, e.matrices))
+    numbers = {"sequences": e.sequences, "count_starts": starts.shape[0] if starts else 0, "s_sk": s_sk, "s_wk": s_wk}
+    return found | numbers | named_state_strides("g", e.given, False)
+
+
+def sent(b: Builder, r: Request) -> View:
+    """The result of a first half."""
+    sends = edges_of(r).sends
+    return b.result("matrices | additions", (sends.shape[0] if sends else r.N, r.HV, r.K, r.K + r.V), torch.float32)
+
+
+def sent_back(b: Builder, r: Request) -> tuple[View | None, View | None]:
+    """The same of a backward: matrices and additions, or additions alone."""
+    if edges_of(r).matrices is not None:
+        return sent(b, r), None
+    return None, b.result("additions", (r.N, r.HV, r.K, r.V), torch.float32)
+
+
+def ends_of(b: Builder, r: Request, name: str, dtype: torch.dtype) -> View:
+    """A result of the second half: the states at the ends."""
+    edges = edges_of(r)
+    return b.result(name, (edges.sequences, *r.state_shape[1:]), dtype, edges.results is not None)
 
 
 def packed_segments(r: Request, rows: int, v_first: bool) -> Request:

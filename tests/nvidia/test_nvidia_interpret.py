@@ -171,7 +171,9 @@ def launch_chain(matrices, parts, additions, bounds, rows, reverse, **tensors):
         first = matrices.bfloat16()
         matrices = torch.stack([first, (matrices - first.float()).bfloat16()], 2)
         strides |= {"s_m": 2 * K * K, "s_part": K * K}
-    named = dict.fromkeys(("given", "states", "ends", "summary", "sums")) | tensors | strides
+    edges = ("given", "places", "starts", "sources", "results", "sends", "whole", "states", "ends", "summary", "sums")
+    numbers = dict.fromkeys(("sequences", "count_starts", "s_gn", "s_gh", "s_gk", "s_gv", "s_wk"), 0)
+    named = dict.fromkeys(edges) | numbers | {"s_sk": V} | tensors | strides
     F, columns = len(bounds) - 1, V if named["summary"] is None else K + V
     chain_kernel[columns // 16, HV, F](
         matrices, additions, cu_seqlens=bounds, rows=rows, per=1, HV=HV, K=K, V=V, KP=K, BV=16, V_FIRST=False,
@@ -195,7 +197,7 @@ def chains(found):
         run = partial(launch_chain, matrices, parts, additions, bounds, rows, reverse)
         run(summary=summary)
         run(sums=sums)
-        run(given=given, states=states, ends=ends)
+        run(starts=given, states=states, ends=ends)
         for f in range(4):
             order = [first[f] + i for i in range(count[f])]
             product, x = torch.eye(K, dtype=torch.float64).expand(HV, K, K), given[f].double()

@@ -222,18 +222,26 @@ def _step(
     return following
 
 
-@triton.jit(do_not_specialize=["rows", "per", "HV", "programs"])
+@triton.jit(do_not_specialize=["rows", "per", "HV", "programs", "sequences", "count_starts"])
 def chain_kernel(
     transitions,  # [segments, HV, VP + KP, KP]
     additions,  # [segments, HV, VP, KP], in reverse; else None
-    given,  # [F, HV, K, V]: states at the starts of fragments (reverse: their gradients at the ends), or None
+    given,  # states at the starts of sequences (reverse: gradients at the ends), any dtype and strides; or None
+    places,  # [F]: of fragments, in ``given``, ``sequences`` for none
+    starts,  # [.., HV, K, s_sk]: other states at the starts of fragments, in the last V columns; or None
+    sources,  # [F]: of fragments, in ``starts``, ``count_starts`` and more for none; or None
     states,  # [segments, HV, K, V]: the same for segments, written; or None
     ends,  # states at the ends of fragments, written; or None
-    summary,  # [F, HV, K, K]: the product of the matrices of a fragment, written; or None
+    results,  # [F]: of fragments, in ``ends``, ``sequences`` for none; or None
+    sends,  # [P]: the fragments of ``summary``; or None
+    whole,  # [P, HV, K, s_wk]: the matrices whose transposes are those of ``summary``; or None
+    summary,  # [P, HV, K, K + V]: the product of the matrices of a fragment | sums, written; or None
     sums,  # [F, HV, K, V]: what a fragment adds to a state of zeros, written; or None
     cu_seqlens,  # [F + 1]: boundaries of fragments in segments of ``rows`` rows (``bounds_kernel``); or None
     rows, per,  # segments of each fragment, without cu_seqlens
-    HV, programs,  # F · HV
+    HV, programs,  # F · HV, or P · HV
+    sequences, count_starts,
+    s_gn, s_gh, s_gk, s_gv, s_sk, s_wk,
     s_en, s_eh, s_ek, s_ev,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr,
     BK: tl.constexpr,  # key channels of a block of a state
@@ -241,15 +249,16 @@ def chain_kernel(
     IN_TURN: tl.constexpr,  # blocks of the new state one after another
     STAGES: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """x ← M x + b over the segments of each fragment: from ``given``, or from [I | 0] into ``summary`` and ``sums``
-    (from zeros into ``sums`` alone where there is no ``summary``). One program a fragment, head and BV columns, of V
-    columns, or of KP and VP.
+    """x ← M x + b over the segments of each fragment, from ``given`` and ``starts``, or from [I | given] into
+    ``summary``. One program a fragment, head and BV columns, of V columns, or of KP and VP.
     """
     SIZE: tl.constexpr = (VP + KP) * KP
     pid = tl.program_id(0).to(tl.int64)
-    i_fh = pid % programs
-    i_f = i_fh // HV
-    i_h = i_fh % HV
+    i_ph = pid % programs
+    i_f = i_ph // HV
+    i_h = i_ph % HV
+    if sends is not None:
+        i_f = tl.load(sends + i_f).to(tl.int64)
     o_k = tl.arange(0, BK)
     o_v = pid // programs * BV + tl.arange(0, BV)
     if summary is not None:
@@ -263,15 +272,39 @@ def chain_kernel(
         begin = tl.load(cu_seqlens + i_f).to(tl.int64)
         first = begin // rows + i_f
         count = (tl.load(cu_seqlens + i_f + 1).to(tl.int64) - begin + rows - 1) // rows
-    p_given = given
+    source, m_starts, p_starts = i_f, m_v, starts
+    if starts is not None:
+        if sources is not None:
+            source = tl.load(sources + i_f).to(tl.int64)
+            m_starts = m_v & (o_v < tl.where(source < count_starts, V, 0))
+        p_starts += ((source * HV + i_h) * K + 1) * s_sk - V
+    x = load_state(p_starts, o_v, m_starts, s_sk, 1, K, KP, BV, BK)
     if given is not None:
-        p_given += i_fh * (K * V)
-    x = load_state(p_given, o_v, m_v, V, 1, K, KP, BV, BK)
+        place = tl.load(places + i_f).to(tl.int64)
+        m_given = m_v & (o_v < tl.where(place < sequences, V, 0))
+        own = load_state(given + place * s_gn + i_h * s_gh, o_v, m_given, s_gk, s_gv, K, KP, BV, BK)
+        if starts is not None:
+            both = ()
+            for i_k in tl.static_range(KP // BK):
+                both += (x[i_k] + own[i_k],)
+            own = both
+        x = own
     if summary is not None:
+        # Columns of the identity, or of matrices that are known.
+        o_c = o_v + KP
+        p_whole = whole
+        if whole is not None:
+            p_whole += i_ph * K * s_wk
+        known = load_state(p_whole, o_c, o_c < K, 1, s_wk, K, KP, BV, BK)
         unit = ()
         for i_k in tl.static_range(KP // BK):
-            unit += (tl.where((o_v + KP)[:, None] == (i_k * BK + o_k)[None, :], 1.0, x[i_k]),)
+            if whole is None:
+                unit += (tl.where(o_c[:, None] == (i_k * BK + o_k)[None, :], 1.0, x[i_k]),)
+            else:
+                unit += (tl.where((o_c < KP)[:, None], known[i_k], x[i_k]),)
         x = unit
+        if whole is not None:
+            count *= (pid // programs * BV >= KP).to(tl.int64)
     o_xx = o_k[:, None] * KP + o_k[None, :]
     if REVERSE:
         o_xx = o_k[:, None] + o_k[None, :] * KP
@@ -287,9 +320,13 @@ def chain_kernel(
             own = additions + (i * HV + i_h) * (VP * KP)
         x = _step(x, own, matrix, o_v, m_all, o_xx, KP, BV, BK, REVERSE, IN_TURN, DOT)
     if ends is not None:
-        store_state(ends + i_f * s_en + i_h * s_eh, x, o_v, m_v, s_ek, s_ev, K, KP, BK)
+        result, m_ends = i_f, m_v
+        if results is not None:
+            result = tl.load(results + i_f).to(tl.int64)
+            m_ends = m_v & (o_v < tl.where(result < sequences, V, 0))
+        store_state(ends + result * s_en + i_h * s_eh, x, o_v, m_ends, s_ek, s_ev, K, KP, BK)
     if summary is not None:
-        o_c = o_v + KP
-        store_state(summary + i_fh * (K * K), x, o_c, o_c < K, K, 1, K, KP, BK)
+        o_s = tl.where(o_v < 0, o_v + KP, o_v + K)
+        store_state(summary + i_ph * (K * (K + V)), x, o_s, m_v | (o_v + KP < K), K + V, 1, K, KP, BK)
     if sums is not None:
-        store_state(sums + i_fh * (K * V), x, o_v, m_v, V, 1, K, KP, BK)
+        store_state(sums + i_ph * (K * V), x, o_v, m_v, V, 1, K, KP, BK)

@@ -157,18 +157,26 @@ def join_kernel(
         tl.store(at + i * step, b_x, mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows", "per"])
+@triton.jit(do_not_specialize=["rows", "per", "sequences", "count_starts"])
 def chain_kernel(
     matrices,  # of segments: M (reverse: Mᵀ) in float32, or as two parts in bfloat16
     additions,  # of segments, float32
-    given,  # [F, HV, K, V] float32: states at the starts of fragments (reverse: their gradients at the ends)
+    given,  # states at the starts of sequences (reverse: gradients at the ends), any dtype and strides; or None
+    places,  # [F]: of fragments, in ``given``, ``sequences`` for none
+    starts,  # [.., HV, K, s_sk] float32: other states at the starts of fragments, in the last V columns; or None
+    sources,  # [F]: of fragments, in ``starts``, ``count_starts`` and more for none; or None
     states,  # [segments, HV, V, K] float32: the same for segments, written; or None
     ends,  # states at the ends of fragments [F, HV, K, V] (or [F, HV, V, K]), any dtype, written; or None
-    summary,  # float32 [F, HV, K, K + V]: the product of the matrices of a fragment | sums, written; or None
+    results,  # [F]: of fragments, in ``ends``, ``sequences`` for none; or None
+    sends,  # [P]: the fragments of ``summary``; or None
+    whole,  # [P, HV, K, s_wk] float32: the matrices whose transposes are those of ``summary``; or None
+    summary,  # float32 [P, HV, K, K + V]: the product of the matrices of a fragment | sums, written; or None
     sums,  # float32 [F, HV, K, V]: what a fragment adds to a state of zeros, written; or None
     cu_seqlens,  # [F + 1]: boundaries of fragments in segments of ``rows`` rows (``bounds_kernel``); or None
     rows,
     per,  # segments of each fragment, without cu_seqlens
+    sequences, count_starts,
+    s_gn, s_gh, s_gk, s_gv, s_sk, s_wk,
     s_m, s_mi, s_mo,  # strides of matrices by segment and head, and by channels of what they multiply and of the result
     s_part,  # from the first part to the second
     s_a, s_ak, s_av,  # strides of additions by segment and head, and by channels
@@ -177,11 +185,14 @@ def chain_kernel(
 ):  # fmt: skip
     """x ← M x + b over the segments of each fragment, transposed, products in float32.
 
-    From ``given``: ``states`` at each step, and ``ends``. Or from [I | 0] ``summary``, or from zeros ``sums``.
-    Grid: (columns / BV, HV, F) with columns V, or padded K and V.
+    From ``given`` and ``starts``: ``states`` at each step, and ``ends``, and ``sums``. Or from [I | given] ``summary``.
+    Grid: (columns / BV, HV, F or P) with columns V, or padded K and V.
     """
     i_h = tl.program_id(1)
-    i_f = tl.program_id(2)
+    i_p = tl.program_id(2)
+    i_f = i_p
+    if sends is not None:
+        i_f = tl.load(sends + i_p).to(tl.int32)
     o_k = tl.arange(0, KP)
     o_v = tl.program_id(0) * BV + tl.arange(0, BV)
     if cu_seqlens is None:
@@ -196,14 +207,32 @@ def chain_kernel(
         # Columns of the identity come first.
         o_v -= KP
     m_v = ((o_v >= 0) & (o_v < V))[:, None]
+    i_ph = (i_p * HV + i_h).to(tl.int64)
     i_fh = (i_f * HV + i_h).to(tl.int64)
     at = o_k[None, :] * V + o_v[:, None]
+    x = tl.zeros([BV, KP], tl.float32)
+    if starts is not None:
+        source, known = i_f.to(tl.int64), m_v & m_k
+        if sources is not None:
+            source = tl.load(sources + i_f).to(tl.int64)
+            known &= (o_v < tl.where(source < count_starts, V, 0))[:, None]
+        p_s = starts + ((source * HV + i_h) * K + 1) * s_sk - V
+        x = tl.load(p_s + o_k[None, :] * s_sk + o_v[:, None], mask=known, other=0.0)
     if given is not None:
-        x = tl.load(given + i_fh * (K * V) + at, mask=m_v & m_k, other=0.0)
-    elif summary is not None:
-        x = tl.where((o_v + KP)[:, None] == o_k[None, :], 1.0, 0.0)
-    else:
-        x = tl.zeros([BV, KP], tl.float32)
+        place = tl.load(places + i_f).to(tl.int64)
+        p_g = given + place * s_gn + i_h * s_gh
+        m_g = m_v & m_k & (o_v < tl.where(place < sequences, V, 0))[:, None]
+        own = tl.load(p_g + o_k[None, :] * s_gk + o_v[:, None] * s_gv, mask=m_g, other=0.0).to(tl.float32)
+        x = own if starts is None else x + own
+    if summary is not None:
+        # Columns of the identity, or of matrices that are known.
+        m_i = (o_v < 0)[:, None]
+        if whole is None:
+            x = tl.where((o_v + KP)[:, None] == o_k[None, :], 1.0, x)
+        else:
+            p_w = whole + i_ph * K * s_wk + (o_v + KP)[:, None] * s_wk + o_k[None, :]
+            x = tl.where(m_i, tl.load(p_w, mask=m_i & (o_v + KP < K)[:, None] & m_k, other=0.0), x)
+            count *= (tl.program_id(0) * BV >= KP).to(tl.int32)
     m_square = (o_k < K)[:, None] & m_k
     p_m = matrices + o_k[:, None] * s_mi + o_k[None, :] * s_mo
     p_a = additions + o_v[:, None] * s_av + o_k[None, :] * s_ak
@@ -220,15 +249,19 @@ def chain_kernel(
         b = tl.load(p_a + i_sh * s_a, mask=m_v & m_k, other=0.0)
         x = tl.dot(x, m, b, input_precision=PRECISION)
     if ends is not None:
-        p_e = ends + i_fh * (K * V)
+        result, m_e = i_f.to(tl.int64), m_v & m_k
+        if results is not None:
+            result = tl.load(results + i_f).to(tl.int64)
+            m_e &= (o_v < tl.where(result < sequences, V, 0))[:, None]
+        p_e = ends + (result * HV + i_h) * (K * V)
         x = x.to(ends.dtype.element_ty)
         if V_FIRST:
-            tl.store(p_e + o_v[:, None] * K + o_k[None, :], x, mask=m_v & m_k)
+            tl.store(p_e + o_v[:, None] * K + o_k[None, :], x, mask=m_e)
         else:
-            tl.store(p_e + at, x, mask=m_v & m_k)
+            tl.store(p_e + at, x, mask=m_e)
     if summary is not None:
         o_c = tl.where(o_v < 0, o_v + KP, o_v + K)
         at_m = o_k[None, :] * (K + V) + o_c[:, None]
-        tl.store(summary + i_fh * (K * (K + V)) + at_m, x, mask=(m_v | (o_v + KP < K)[:, None]) & m_k)
+        tl.store(summary + i_ph * (K * (K + V)) + at_m, x, mask=(m_v | (o_v + KP < K)[:, None]) & m_k)
     if sums is not None:
         tl.store(sums + i_fh * (K * V) + at, x, mask=m_v & m_k)

@@ -14,7 +14,15 @@ import torch
 from kda_core.request import Request, TensorSpec
 from kda_core.triton_lib.arguments import named_state_strides
 from kda_core.triton_lib.plan import Builder, Plan, View, input_layouts
-from kda_core.triton_lib.segments import packed_segments, segments_of, write_bounds
+from kda_core.triton_lib.segments import (
+    edge_arguments,
+    ends_of,
+    packed_segments,
+    segments_of,
+    sent,
+    sent_back,
+    write_bounds,
+)
 from kda_core_amd.choose import Architecture, dot_widths, fragment_rows
 from kda_core_amd.plans.backward import add_gradients, add_recurrences
 from kda_core_amd.plans.forward import add_prepare, add_recurrence
@@ -43,16 +51,17 @@ def _frame(b: Builder, r: Request, chip: Architecture) -> Frame:
 
 
 def _add_chain(
-    f: Frame, call: Request, transitions: View, additions: View | None = None, given: View | None = None,
+    f: Frame, call: Request, transitions: View, additions: View | None = None, starts: View | None = None,
     states: View | None = None, ends: View | None = None, summary: View | None = None, sums: View | None = None,
 ) -> None:  # fmt: skip
     """Add a launch of ``chain_kernel``; ``call``: with its fragments, of which ``f`` has the segments."""
-    names, chosen, programs = f.names, f.config("join", torch.float32), call.N * call.HV
+    names, chosen, edges = f.names, f.config("join", torch.float32), edge_arguments(call, starts, summary)
+    programs = call.HV * (call.N if summary is None else summary.shape[0])
     columns = names["VP"] + (0 if summary is None else names["KP"])
     bounds = f.b.dense(call.cu_seqlens)
     f.launch(
         chain_kernel, chosen, columns // chosen.block * programs, transitions=transitions, additions=additions,
-        given=given, states=states, ends=ends, summary=summary, sums=sums, cu_seqlens=bounds,
+        states=states, ends=ends, summary=summary, sums=sums, cu_seqlens=bounds, **edges,
         # Where fragments are not cut, each is one segment, of more rows than there are.
         rows=fragment_rows(call) or call.T + 1, per=f.r.N // call.N, programs=programs, BV=chosen.block,
         BK=min(chosen.keys, names["KP"]), REVERSE=additions is not None, IN_TURN=chosen.level_loop,
@@ -67,11 +76,10 @@ def plan_begin(r: Request, chip: Architecture) -> Plan:
     f = _frame(b, r, chip)
     add_prepare(f, o, new=b.result)
     transitions = add_transitions(f)
-    summary = b.result("matrices", (r.N, r.HV, r.K, r.K), torch.float32)
-    sums = b.result("additions", (r.N, r.HV, r.K, r.V), torch.float32)
-    _add_chain(f, r, transitions, summary=summary, sums=sums)
+    summary = sent(b, r)
+    _add_chain(f, r, transitions, summary=summary)
     kept = {"o": o, **{n: f.names[n] for n in ("keys", "P", "D")}, "transitions": transitions}
-    return b.plan(input_layouts(r), {"matrices": summary, "additions": sums, **kept})
+    return b.plan(input_layouts(r), {"matrices": summary, "additions": None, **kept})
 
 
 def plan_finish(r: Request, chip: Architecture) -> Plan:
@@ -81,8 +89,8 @@ def plan_finish(r: Request, chip: Architecture) -> Plan:
     f = _frame(b, r, chip)
     f.names |= {"keys": keys, "P": P, "D": D}
     states = (b.result if r.save_for_backward else b.scratch)("starts", (f.r.N, r.HV, r.K, r.V), torch.float32)
-    final_state = b.result("final_state", r.state_shape, r.state_dtype) if r.output_final_state else None
-    _add_chain(f, r, transitions, given=starts, states=states, ends=final_state)
+    final_state = ends_of(b, r, "final_state", r.state_dtype) if r.output_final_state else None
+    _add_chain(f, r, transitions, starts=starts, states=states, ends=final_state)
     add_recurrence(f, o, states, None)
     results = {"o": o, "final_state": final_state, "h": None}
     return b.plan(input_layouts(r), results | ({"starts": states} if r.save_for_backward else {}))
@@ -101,10 +109,10 @@ def plan_begin_backward(r: Request, chip: Architecture) -> Plan:
     dv = b.result("dv", r.v.shape, r.v.dtype)
     add_prepare(f, dv, backward=True, new=b.result)
     transitions, additions = add_transitions(f), add_reverse_transitions(f)
-    sums = b.result("additions", (r.N, r.HV, r.K, r.V), torch.float32)
-    _add_chain(f, r, transitions, additions, sums=sums)
+    summary, sums = sent_back(b, r)
+    _add_chain(f, r, transitions, additions, summary=summary, sums=sums)
     kept = {"dv": dv, **{n: f.names[n] for n in ("keys", "P", "D", "X")}, "transitions": transitions}
-    return b.plan(input_layouts(r), {"matrices": None, "additions": sums, **kept, "of segments": additions})
+    return b.plan(input_layouts(r), {"matrices": summary, "additions": sums, **kept, "of segments": additions})
 
 
 def plan_finish_backward(r: Request, chip: Architecture) -> Plan:
@@ -116,9 +124,10 @@ def plan_finish_backward(r: Request, chip: Architecture) -> Plan:
     f = _backward(b, r, chip)
     f.names |= {"dv": dv, "keys": keys, "P": P, "D": D, "X": X}
     last = b.scratch("gradients at ends", starts.shape, torch.float32)
-    _add_chain(f, r, transitions, additions, given=ends, states=last)
+    grad_starts = ends_of(b, r, "dinitial_state", torch.float32) if "initial_state" in r.needs_grad else None
+    _add_chain(f, r, transitions, additions, starts=ends, states=last, ends=grad_starts)
     f.r = replace(f.r, initial_state=starts, grad_final_state=last)
     add_recurrences(f, None)
     b.release(keys, P, D, X)
-    grads = add_gradients(f)
+    grads = add_gradients(f) | {"initial_state": grad_starts}
     return b.plan(input_layouts(r), {n: x for n, x in grads.items() if x is not None})

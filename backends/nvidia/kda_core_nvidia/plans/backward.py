@@ -26,6 +26,7 @@ from kda_core.triton_lib.frame import gate_parameters, names
 from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.lift import lift
 from kda_core.triton_lib.plan import Builder, Copy, Plan, View, changed, input_layouts, matrix_tile, token_tile
+from kda_core.triton_lib.segments import ends_of, sent_back
 from kda_core_nvidia.backward_finish import finish_kernel
 from kda_core_nvidia.backward_gradients import gradients_kernel
 from kda_core_nvidia.backward_hopper import recurrences_hopper
@@ -86,9 +87,9 @@ def plan_begin_backward(call: Request, choice: BackwardChoice) -> Plan:
         prepared = w.prepare(dv, b.result)
         new = {"keys": prepared.keys, "D": prepared.D, "X": prepared.X}
     segments = reverse_segments(b, w.with_do(), choice, prepared)
-    sums = b.result("additions", (call.N, call.HV, call.K, call.V), torch.float32)
-    add_chain(b, w.whole, w.r, choice, segments, reverse=True, sums=sums)
-    results = {"matrices": None, "additions": sums, "dv": dv, **new}
+    summary, sums = sent_back(b, call)
+    add_chain(b, w.whole, w.r, choice, segments, reverse=True, summary=summary, sums=sums)
+    results = {"matrices": summary, "additions": sums, "dv": dv, **new}
     return b.plan(input_layouts(call), results | {f"segments {i}": x for i, x in enumerate(segments)})
 
 
@@ -105,9 +106,11 @@ def plan_finish_backward(call: Request, choice: BackwardChoice) -> Plan:
         keys, D, X, *segments = segments
         prepared, given = prepared._replace(keys=keys, D=D, X=X), (keys, X)
     last = b.scratch("gradients at ends", (r.N, r.HV, r.V, r.K), torch.float32)
-    add_chain(b, w.whole, r, choice, tuple(segments), reverse=True, given=ends, states=last)
+    grad_starts = ends_of(b, call, "dinitial_state", torch.float32) if "initial_state" in call.needs_grad else None
+    add_chain(b, w.whole, r, choice, tuple(segments), reverse=True, starts=ends, states=last, ends=grad_starts)
     exact = (starts, last) if r.cu_seqlens is not None or r.T <= CHUNK else (None, None)
     grads = w.finish(prepared, like_segments(dv, r), _States(starts, last, None, exact), given)
+    grads |= {"initial_state": grad_starts}
     return b.plan(input_layouts(call), {n: x for n, x in grads.items() if x is not None})
 
 

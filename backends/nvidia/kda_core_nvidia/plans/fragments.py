@@ -14,6 +14,7 @@ from kda_core.request import Request
 from kda_core.triton_lib.frame import names, readable
 from kda_core.triton_lib.layout import padded
 from kda_core.triton_lib.plan import Builder, Plan, View, changed, input_layouts
+from kda_core.triton_lib.segments import edge_arguments, ends_of, sent
 from kda_core_nvidia.choose import BackwardChoice, ForwardChoice
 from kda_core_nvidia.choose.chunk import TransitionsHopperConfig, in_parts
 from kda_core_nvidia.choose.fragments import CHAIN_COLUMNS, CHAIN_WARPS
@@ -41,7 +42,7 @@ def reverse_segments(b: Builder, r: Request, choice: Choice, prepared: Prepared)
 
 def add_chain(
     b: Builder, r: Request, cut: Request, choice: Choice, segments: tuple[View, ...], reverse: bool = False,
-    given: View | None = None, states: View | None = None, ends: View | None = None, summary: View | None = None,
+    starts: View | None = None, states: View | None = None, ends: View | None = None, summary: View | None = None,
     sums: View | None = None,
 ) -> None:  # fmt: skip
     """Add a launch of ``chain_kernel``.
@@ -60,13 +61,14 @@ def add_chain(
         own = (1, KP) if reverse else (KP, 1)
         strides = (step, *own, 0, VP * KP if reverse else step, 1, KP)
     named = names(r) | dict(zip(("s_m", "s_mi", "s_mo", "s_part", "s_a", "s_ak", "s_av"), strides, strict=True)) | {
-        "matrices": matrices, "additions": additions, "given": given, "states": states, "ends": ends,
-        "summary": summary, "sums": sums, "REVERSE": reverse, "PRECISION": choice.join_precision, "STAGES": 1,
+        "matrices": matrices, "additions": additions, "states": states, "ends": ends,
+        **edge_arguments(r, starts, summary), "summary": summary, "sums": sums, "REVERSE": reverse, "STAGES": 1,
+        "PRECISION": choice.join_precision,
         # Where fragments are not cut, each is one segment, of more rows than there are.
         "rows": choice.segment_rows or r.T + 1, "per": cut.N // r.N if r.N else 0, "BV": CHAIN_COLUMNS,
     }  # fmt: skip
-    columns = VP if summary is None else KP + VP
-    b.pick(chain_kernel, (columns // CHAIN_COLUMNS, r.HV, r.N), CHAIN_WARPS, named)
+    columns, count = (VP, r.N) if summary is None else (KP + VP, summary.shape[0])
+    b.pick(chain_kernel, (columns // CHAIN_COLUMNS, r.HV, count), CHAIN_WARPS, named)
 
 
 def plan_begin(request: Request, choice: ForwardChoice) -> Plan:
@@ -86,7 +88,7 @@ def plan_begin(request: Request, choice: ForwardChoice) -> Plan:
     named = add_transitions(b, cut, choice, _rows(b, cut.v, choice), prepared.keys, prepared.D)
     hopper = isinstance(choice.transitions, TransitionsHopperConfig)
     segments = (named["matrices"], named["additions"]) if hopper else (named["transitions"],)
-    summary = b.result("matrices | additions", (r.N, r.HV, r.K, r.K + r.V), torch.float32)
+    summary = sent(b, r)
     add_chain(b, r, cut, choice, segments, summary=summary)
     results = {"matrices": summary, "additions": None, "o": o, **prepared._asdict()}
     return b.plan(input_layouts(request), results | {f"segments {i}": x for i, x in enumerate(segments)})
@@ -105,8 +107,8 @@ def plan_finish(request: Request, choice: ForwardChoice) -> Plan:
     cut = cut_into_segments(b, r, choice.segment_rows)
     make = b.result if r.save_for_backward else b.scratch
     states = make("states at starts", (cut.N, r.HV, r.V, r.K), torch.float32)
-    final_state = b.result("final_state", r.state_shape, r.state_dtype) if r.output_final_state else None
-    add_chain(b, r, cut, choice, tuple(rest), given=starts, states=states, ends=final_state)
+    final_state = ends_of(b, r, "final_state", r.state_dtype) if r.output_final_state else None
+    add_chain(b, r, cut, choice, tuple(rest), starts=starts, states=states, ends=final_state)
     cut = changed(cut, v=_rows(b, cut.v, choice), initial_state=states)
     add_recurrence(b, cut, choice, Prepared(keys, P, D), like_segments(o, cut), None, None)
     results = {"o": o, "final_state": final_state, "h": None}
