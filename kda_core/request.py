@@ -448,7 +448,7 @@ class Edges(NamedTuple):
     """Where the states at the edges of fragments lie, so that hooks in halves read and write them in their places.
 
     Backends that declare ``Capabilities.edges`` get it as ``cp_context``, in the place of True. For a backward read end
-    for start, start for end, and gradients for states.
+    for start, start for end, and gradients for states. Tables, ``matrices`` and ``starts`` are contiguous.
 
     Attributes:
         given: states at the starts of all N sequences, [N, HV, K, V] of any dtype and strides; None: zeros.

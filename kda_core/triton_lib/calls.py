@@ -244,7 +244,10 @@ class Calls:
         edges, tensors = request.cp_context, _NO_EDGES
         if edges is not True:
             tensors = _edges_of(edges)
-            key = *key, edges.sequences, *map(_layout, tensors), _layout(more[-1]) if more else None
+            lengths = edges.sequences, None if edges.sends is None else edges.sends.shape[0]
+            # The other tables have a place for each fragment.
+            key = *key, *lengths, edges.sources is None, edges.results is None, _layout(edges.given)
+            key = *key, _layout(edges.matrices), _layout(more[-1]) if more else None
         names, own = (_HALF_OF_BACKWARD, _backward_inputs) if request.needs_grad else (_HALF, _chunk_inputs)
         inputs = (*own(request), *more, *tensors)
         return self.run(request, _kind(request, key), names[len(more)], inputs, more, (half,))
