@@ -24,6 +24,7 @@ from kda_core.request import (
     AnyRequest,
     CommitRequest,
     DecodeStepRequest,
+    Edges,
     GatedNormRequest,
     GateRequest,
     LayerRequest,
@@ -280,14 +281,18 @@ def halves(
         found = [plan.whole(x) for x in list(plan.results.values())[2:] if x is not None]
         return tuple(torch.empty(x.shape, dtype=x.dtype, device="meta") for x in found)
 
-    none = {"initial_state": None, "cp_context": True}
-    forward = replace(training(case), **none)
-    states = torch.empty((forward.N, forward.HV, forward.K, forward.V), device="meta")
+    forward = training(case)
+    states = torch.empty((forward.N, forward.HV, forward.K, forward.K + forward.V), device="meta")
+    none: dict[str, Any] = {"initial_state": None, "cp_context": True}
+    if case.lengths:
+        table = torch.empty(forward.N, dtype=torch.int64, device="meta")
+        none["cp_context"] = Edges(states[..., forward.K :], *(table,) * 4, forward.N, states)
+    forward = replace(forward, **none)
     begin = plan_of(forward, "begin")
     yield f"{case.name}, begin", begin
     yield f"{case.name}, finish", plan_of(replace(forward, saved=(*made(begin), states)), "finish")
     backward = gradients(case, saved_specs(forward))
-    needs = backward.needs_grad - {"initial_state"}
+    needs = backward.needs_grad if case.lengths else backward.needs_grad - {"initial_state"}
     backward = replace(backward, **none, grad_final_state=None, needs_grad=needs)
     begin = plan_of(backward, "begin_backward")
     yield f"{case.name}, begin backward", begin

@@ -282,13 +282,13 @@ def chain_kernel(
     if given is not None:
         place = tl.load(places + i_f).to(tl.int64)
         m_given = m_v & (o_v < tl.where(place < sequences, V, 0))
-        own = load_state(given + place * s_gn + i_h * s_gh, o_v, m_given, s_gk, s_gv, K, KP, BV, BK)
+        y = load_state(given + place * s_gn + i_h * s_gh, o_v, m_given, s_gk, s_gv, K, KP, BV, BK)
         if starts is not None:
             both = ()
             for i_k in tl.static_range(KP // BK):
-                both += (x[i_k] + own[i_k],)
-            own = both
-        x = own
+                both += (x[i_k] + y[i_k],)
+            y = both
+        x = y
     if summary is not None:
         # Columns of the identity, or of matrices that are known.
         o_c = o_v + KP

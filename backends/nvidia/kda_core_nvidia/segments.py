@@ -220,9 +220,10 @@ def chain_kernel(
         x = tl.load(p_s + o_k[None, :] * s_sk + o_v[:, None], mask=known, other=0.0)
     if given is not None:
         place = tl.load(places + i_f).to(tl.int64)
-        p_g = given + place * s_gn + i_h * s_gh
+        p_g = given + place * s_gn + i_h.to(tl.int64) * s_gh
         m_g = m_v & m_k & (o_v < tl.where(place < sequences, V, 0))[:, None]
-        own = tl.load(p_g + o_k[None, :] * s_gk + o_v[:, None] * s_gv, mask=m_g, other=0.0).to(tl.float32)
+        at_g = o_k[None, :].to(tl.int64) * s_gk + o_v[:, None].to(tl.int64) * s_gv
+        own = tl.load(p_g + at_g, mask=m_g, other=0.0).to(tl.float32)
         x = own if starts is None else x + own
     if summary is not None:
         # Columns of the identity, or of matrices that are known.
