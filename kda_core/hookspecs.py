@@ -105,13 +105,14 @@ def kda_core_chunk_backward(request: Request) -> BackwardResult:
 def kda_core_chunk_begin(request: Request) -> Begun:
     """Run the first half of ``chunk_kda`` for fragments of sequences that several devices share (``Begun`` says how).
 
-    Everything that needs no state at the fragments' starts. Since 1.2, with CONTEXT_PARALLEL. Fires once for each call;
+    Everything that needs no state at the fragments' starts. Since 1.2, with CONTEXT_PARALLEL. ``Edges`` says what is
+    other for a backend that declares ``Capabilities.edges``, here and in the hooks behind. Fires once for each call;
     the core then exchanges matrices and additions between devices and calls ``kda_core_chunk_finish``.
     """
 
 
 @hookspec(firstresult=True)
-def kda_core_chunk_finish(request: Request, kept: tuple[Tensor, ...], starts: Tensor) -> ForwardResult:
+def kda_core_chunk_finish(request: Request, kept: tuple[Tensor, ...], starts: Tensor | None) -> ForwardResult:
     """Run the second half from the states at the fragments' starts.
 
     ``request`` is that of the first half, ``kept`` its result's, ``starts`` is [F, HV, K, V] in ``compute_dtype``,
@@ -130,7 +131,7 @@ def kda_core_chunk_begin_backward(request: Request) -> Begun:
 
 
 @hookspec(firstresult=True)
-def kda_core_chunk_finish_backward(request: Request, kept: tuple[Tensor, ...], ends: Tensor) -> BackwardResult:
+def kda_core_chunk_finish_backward(request: Request, kept: tuple[Tensor, ...], ends: Tensor | None) -> BackwardResult:
     """Run the second half of the backward for ``request.needs_grad``.
 
     ``request`` is that of the first half, ``kept`` its result's, ``ends`` the gradients of the states at the fragments'

@@ -17,7 +17,7 @@ from kda_core import _results
 from kda_core._loaded import Backend
 from kda_core._plugins import registry
 from kda_core.reference import DIFFERENTIABLE
-from kda_core.request import BackwardResult, Begun, ForwardResult, Request
+from kda_core.request import BackwardResult, Begun, Edges, ForwardResult, Request
 from kda_core.testing.axes import DTYPES, axes
 from kda_core.testing.inputs import Call, placed, same_bits
 from kda_core.testing.subject import Mismatch, Record, Results, Subject, undeclared
@@ -199,3 +199,72 @@ def _scan(
         given[i][f] = states[n]
         states[n] = matrices[i][f].double().cpu() @ states[n] + begun[i].additions[f].double().cpu()
     return [x.to(b.additions) for x, b in zip(given, begun, strict=True)], states
+
+
+def compare_edges(kda: Subject, call: Call) -> None:
+    """Run the halves of a call with ``Edges``, and with states that lie as its fragments do.
+
+    Raises:
+        Mismatch: a result has other bits; or is another, where the given states meet the matrices.
+    """
+    r, backend = processes(kda, call, ())[0].request, registry.named(kda.name)
+    F, lead, rows, device = r.N, (r.HV, r.K), r.cu_seqlens is not None, r.device
+    N, C = (F + 2, 3) if rows else (F, F)
+    random = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return placed(torch.randn(shape, generator=random), device)
+
+    def table(*values: int) -> Tensor:
+        return placed(torch.tensor(values), device)
+
+    # Every second fragment has its state among the given ones, the others what came.
+    places = table(*(F - f if f % 2 else N for f in range(F)))
+    sources = table(*(C if f % 2 else f % C for f in range(F)))
+    results = table(*((f + 2) % (N + 1) for f in range(F))) if rows else None
+    sends = table(F - 1, 0) if rows else None
+    given, came = normal(N, r.HV, r.V, r.K).mT, normal(C, *lead, r.K + r.V)
+    zeros = came.new_zeros(1, *lead, r.V)
+    own = torch.cat([given.float(), zeros])[places]
+    starts = own + torch.cat([came[..., r.K :], zeros])[sources]
+
+    def same(name: str, found: Tensor, expected: Tensor, close: bool = False) -> None:
+        right = torch.allclose(found, expected, 1e-3, 1e-3) if close else same_bits(found, expected)
+        if not right:
+            raise Mismatch(f"{name}: not as without edges")
+
+    def sent(name: str, found: Tensor, matrices: Tensor, additions: Tensor) -> None:
+        asked = slice(None) if sends is None else sends
+        same(f"{name}, matrices", found[..., : r.K], matrices[asked])
+        same(f"{name}, additions", found[..., r.K :], (additions + matrices @ own)[asked], True)
+        none = places[asked] == N
+        same(f"{name}, additions alone", found[none][..., r.K :], additions[asked][none])
+
+    def of_sequences(states: Tensor) -> Tensor:
+        if results is None:
+            return states
+        return states.new_zeros(N + 1, *states.shape[1:]).index_copy_(0, results, states)[:N]
+
+    run = _Run(backend, call, [])
+    edges = Edges(given, places, sends, sources, results, N)
+    by_edges = replace(r, cp_context=edges)
+    plain, begun = run._begin("kda_core_chunk_begin", r), run._begin("kda_core_chunk_begin", by_edges)
+    both = torch.cat([begun.matrices, begun.additions], -1)
+    sent("begin", both, plain.matrices, plain.additions)
+    done, found = run._finish(r, plain, starts), run._finish(by_edges, begun, came)
+    same("o", found.o, done.o)
+    same("final_state", found.final_state, of_sequences(done.final_state))
+    needs = frozenset(n for n in DIFFERENTIABLE if getattr(call.request(), n) is not None)
+    r = replace(r, saved=done.saved, grad_o=placed(call.grads["o"], device), needs_grad=needs - {"initial_state"})
+    kept = both if sends is not None else torch.cat([plain.matrices, plain.additions], -1)
+    by_edges = replace(r, needs_grad=needs, cp_context=edges._replace(matrices=kept))
+    back, begun = (run._begin("kda_core_chunk_begin_backward", q) for q in (r, by_edges))
+    sent("begin_backward", torch.cat([begun.matrices, begun.additions], -1), plain.matrices.mT, back.additions)
+    hook = "kda_core_chunk_finish_backward"
+    expected = backend.call(hook, request=r, kept=back.kept, ends=starts).grads
+    grads = backend.call(hook, request=by_edges, kept=begun.kept, ends=came)
+    _results.check_gradients(backend.info.name, by_edges, grads, None)
+    for n in needs - {"initial_state"}:
+        same(f"d{n}", grads.grads[n], expected[n])
+    first = of_sequences(plain.matrices.mT @ starts + back.additions)
+    same("dinitial_state", grads.grads["initial_state"], first, True)

@@ -30,6 +30,7 @@ CASES = [
     (Case(name="long fragments, packed", T=1120, H=1, lengths=(7, 500, 613), decay="slow", **HALF | {"K": 16}), (5,)),
     (Case(name="fragments, promised decays", T=64, decay="bounded", options={"safe_gate": True}, **HALF), (32,)),
 ]  # fmt: skip
+EDGES = "fragments of packed sequences", "fragments of a batch", "fragments of bfloat16", "long fragments, packed"
 CUTS = {case.name: cuts for case, cuts in CASES}
 
 
@@ -56,3 +57,12 @@ def test_fragments_backward_from_one_output(kda, output: str):
     call = Case(name=f"fragments, gradient of {output}", T=70, decay="slow", backward=True, **HALF).call()
     call = replace(call, grads={output: call.grads[output]})
     kda.compare(call, fragments.run(kda, call, (30,)))
+
+
+@requires(Feature.CHUNK, Feature.BACKWARD, Feature.STATE_GRADIENT, Feature.CONTEXT_PARALLEL)
+@each([case.having(backward=True) for case, _ in CASES if case.name in EDGES])
+def test_edges(kda, case: Case):
+    """States at the edges of fragments are read and written where tables say, without other bits."""
+    if not kda.info.capabilities.edges:
+        pytest.skip("does not declare edges")
+    fragments.compare_edges(kda, case.call())
