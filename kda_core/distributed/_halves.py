@@ -124,10 +124,8 @@ def hook_request(r: Request, edges: Edges | None = None) -> Request:
     if edges is None and "initial_state" in needs:
         # A backward that is asked for the states' gradients alone still says that it is one.
         needs = needs - {"initial_state"} or frozenset({"beta"})
-    values = {**vars(r), "initial_state": None, "cp_context": edges or True, "needs_grad": needs}
-    found = build_request(values)
+    found = build_request({**vars(r), "initial_state": None, "cp_context": edges or True, "needs_grad": needs})
     found.__dict__["memo"] = None if r.memo is None else r.memo.setdefault(Halves if edges is None else Edges, {})
-    return found
     return found
 
 
