@@ -30,7 +30,10 @@ CASES = [
     (Case(name="long fragments, packed", T=1120, H=1, lengths=(7, 500, 613), decay="slow", **HALF | {"K": 16}), (5,)),
     (Case(name="fragments, promised decays", T=64, decay="bounded", options={"safe_gate": True}, **HALF), (32,)),
 ]  # fmt: skip
-EDGES = "fragments of packed sequences", "fragments of a batch", "fragments of bfloat16", "long fragments, packed"
+EDGES = (
+    "fragments of packed sequences", "fragments of a batch", "fragments of bfloat16", "fragments, all in kernel",
+    "long fragments, packed",
+)  # fmt: skip
 CUTS = {case.name: cuts for case, cuts in CASES}
 
 
