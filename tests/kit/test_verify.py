@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,29 +11,42 @@ import torch
 from kda_core.capabilities import Feature
 from kda_core.request import BackwardResult, GateRequest
 from kda_core.testing import gate, verify
-from kda_core.testing.cases import named
+from kda_core.testing.cases import Case, named
+from kda_core.testing.nearby import Build
 
 CPU = torch.device("cpu")
 
 
-def features_of(check: verify.Check | verify.GateCheck) -> frozenset[Feature]:
-    if isinstance(check, verify.GateCheck):
-        given = {n: t for n, t in gate.arguments().items() if n not in check.absent}
-        given = {n: t.reshape(given["g"].shape[-2:]) if n == "dt_bias" else t for n, t in given.items()}
-        return GateRequest(**given, lower_bound=check.lower_bound, save_for_backward=check.backward).features
-    call = check.build(check.case)
-    extra = {Feature.OUT} if call.given_out else set()
-    return call.request().features | extra | ({Feature.STRIDED_INPUT} if call.strided else set())
+@pytest.fixture
+def needs(monkeypatch) -> list[tuple[frozenset[Feature], torch.dtype]]:
+    """The features and the dtype of every check's call, none of which is made."""
+    found = []
+
+    def note(case: Case, build: Build, about: frozenset[Feature]) -> None:
+        call = build(case)
+        extra = {Feature.OUT} if call.given_out else set()
+        extra |= {Feature.STRIDED_INPUT} if call.strided else set()
+        found.append((call.request().features | extra, case.dtype))
+
+    def note_gate(subject: object, tensors: dict[str, torch.Tensor], bound: float | None, backward: bool) -> None:
+        given = {n: t.reshape(tensors["g"].shape[-2:]) if n == "dt_bias" else t for n, t in tensors.items()}
+        request = GateRequest(**given, lower_bound=bound, save_for_backward=backward)
+        found.append((request.features, request.g.dtype))
+
+    monkeypatch.setattr(gate, "check", note_gate)
+    for _, check in verify.checks():
+        check(SimpleNamespace(check=note))
+    return found
 
 
-def test_checks_cover_every_feature():
+def test_checks_cover_every_feature(needs):
     """Every function, forward and gradients, pools and drafts: all that one device can be asked for."""
-    covered = frozenset().union(*map(features_of, verify.checks()))
+    covered = frozenset().union(*(features for features, _ in needs))
     assert set(Feature) - covered == {Feature.CONTEXT_PARALLEL}
 
 
 def test_checks_have_names_of_their_own():
-    names = [verify._name(check) for check in verify.checks()]
+    names = [name for name, _ in verify.checks()]
     assert len(set(names)) == len(names)
 
 
@@ -102,7 +116,6 @@ def test_verify_says_what_it_did_not_test():
     assert all(row.passed and not row.output and row.note for row in rows if row.verdict == "untested")
 
 
-def test_verify_leaves_nothing_untested_where_all_is_checked():
+def test_verify_leaves_nothing_untested_where_all_is_checked(needs):
     """By the dtypes of its cases; their features are above."""
-    dtypes = {check.case.dtype for check in verify.checks() if isinstance(check, verify.Check)}
-    assert dtypes == {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+    assert {dtype for _, dtype in needs} == {torch.float16, torch.bfloat16, torch.float32, torch.float64}
