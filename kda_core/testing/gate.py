@@ -92,10 +92,10 @@ def check(
         if got[name].shape != expected.shape or got[name].dtype != dtype:
             raise Mismatch(f"{name}: expected {list(expected.shape)} {dtype}, got {got[name].shape} {got[name].dtype}")
         by_head = (_by_head(name, t, g) for t in (got[name], expected))
-        found = compare(name, *by_head, dtype, budget, _place)
-        record.note(name, found.error, budget)
-        if found.problem:
-            raise Mismatch(f"kda_gate: {found.problem}")
+        error, _, problem = compare(name, *by_head, dtype, budget, _place)
+        record.note(name, error, budget)
+        if problem:
+            raise Mismatch(f"kda_gate: {problem}")
 
 
 def _cotangent(shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -177,7 +177,7 @@ def by_case(backend: str, device: torch.device | None = None, names: Collection[
         yield [row]
 
 
-def _rows(subject: Subject, name: str, check: Callable[[], None]) -> Iterator[Row]:
+def _rows(subject: Subject, name: str, check: Callable[[], object]) -> Iterator[Row]:
     before = len(subject.records)
     wrong = ""
     try:
