@@ -3,46 +3,43 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kda_core.capabilities import Feature
-from kda_core.request import BackwardResult, GateRequest
-from kda_core.testing import gate, verify
+from kda_core.request import BackwardResult
+from kda_core.testing import verify
+from kda_core.testing.axes import DTYPES
 from kda_core.testing.cases import Case, named
 from kda_core.testing.nearby import Build
+from kda_core.testing.subject import Record, Subject
+from kda_core.testing.targets import Target
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def needs(monkeypatch) -> list[tuple[frozenset[Feature], torch.dtype]]:
-    """The features and the dtype of every check's call, none of which is made."""
-    found = []
+class Noted(Subject):
+    """Notes the features and dtypes of all calls; makes those of ``kda_gate`` alone."""
 
-    def note(case: Case, build: Build, about: frozenset[Feature]) -> None:
+    def check(self, case: Case, build: Build, about: object) -> None:
         call = build(case)
-        extra = {Feature.OUT} if call.given_out else set()
-        extra |= {Feature.STRIDED_INPUT} if call.strided else set()
-        found.append((call.request().features | extra, case.dtype))
+        features = sorted(f.name for f in self._features(call.request(), call))
+        self.records.append(Record(self.name, {}, DTYPES[case.dtype], features, case.name))
 
-    def note_gate(subject: object, tensors: dict[str, torch.Tensor], bound: float | None, backward: bool) -> None:
-        given = {n: t.reshape(tensors["g"].shape[-2:]) if n == "dt_bias" else t for n, t in tensors.items()}
-        request = GateRequest(**given, lower_bound=bound, save_for_backward=backward)
-        found.append((request.features, request.g.dtype))
 
-    monkeypatch.setattr(gate, "check", note_gate)
+@pytest.fixture(scope="module")
+def records() -> list[Record]:
+    subject = Noted(Target("reference", CPU))
     for _, check in verify.checks():
-        check(SimpleNamespace(check=note))
-    return found
+        check(subject)
+    return subject.records
 
 
-def test_checks_cover_every_feature(needs):
+def test_checks_cover_every_feature(records):
     """Every function, forward and gradients, pools and drafts: all that one device can be asked for."""
-    covered = frozenset().union(*(features for features, _ in needs))
-    assert set(Feature) - covered == {Feature.CONTEXT_PARALLEL}
+    covered = {name for record in records for name in record.features}
+    assert {f.name for f in Feature} - covered == {"CONTEXT_PARALLEL"}
 
 
 def test_checks_have_names_of_their_own():
@@ -116,6 +113,6 @@ def test_verify_says_what_it_did_not_test():
     assert all(row.passed and not row.output and row.note for row in rows if row.verdict == "untested")
 
 
-def test_verify_leaves_nothing_untested_where_all_is_checked(needs):
+def test_verify_leaves_nothing_untested_where_all_is_checked(records):
     """By the dtypes of its cases; their features are above."""
-    assert {dtype for _, dtype in needs} == {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+    assert {record.dtype for record in records} == {"float16", "bfloat16", "float32", "float64"}
