@@ -155,8 +155,7 @@ def gradients_on_hopper(r: Request, chip: Chip) -> bool:
     (More slots than 32 bits count are more than any memory holds.)
     """
     return (
-        chip.capability == (9, 0)
-        and not chip.interpreted
+        chip.hopper
         and r.q.dtype == torch.bfloat16
         and r.g.dtype in (torch.bfloat16, torch.float32)
         and r.K == r.V
@@ -214,8 +213,7 @@ def keeps_states(r: Request, chip: Chip) -> bool:
     """
     return (
         r.disable_recompute
-        and chip.capability == (9, 0)
-        and not chip.interpreted
+        and chip.hopper
         and not (r.cp_context or r.return_intermediate_states or r.checkpoint_indices is not None)
         and r.q.dtype == torch.bfloat16
         and r.K == r.V == 128

@@ -71,8 +71,7 @@ def fragment_starts_shape(r: Request) -> tuple[int, ...]:
 def fragment_transitions(r: Request, chip: Chip) -> chunk.BlockConfig | chunk.TransitionsHopperConfig:
     """The kernels of the transitions, by their configuration; ``r``: the call in segments."""
     hopper = (
-        chip.capability == (9, 0)
-        and not chip.interpreted
+        chip.hopper
         and r.q.dtype == torch.bfloat16
         and r.K == r.V == 128
         # Rows of a descriptor are counted in 32 bits.
