@@ -42,7 +42,6 @@ ORACLE = "reference"
 EMPTY_TIERS = "kda_core_empty_tiers"
 
 TARGETS = pytest.StashKey[list[Target]]()
-GATHERED = pytest.StashKey[dict[str, BackendReport]]()
 SUBJECT = pytest.StashKey[Subject]()
 TIERS = pytest.StashKey[TierCount]()
 POSITION = pytest.StashKey[int]()
@@ -83,7 +82,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[TARGETS] = _targets(config)
     if config.getoption("interpret"):
         improve()
-    config.stash[GATHERED] = {}
     config.stash[TIERS] = TierCount(config)
     config.pluginmanager.register(config.stash[TIERS], "kda_core_tiers")
 

@@ -260,13 +260,13 @@ class Subject:
         try:
             results = self._differentiated(call, tensors, wrt) if call.grads else self._plain(call, request, tensors)
         except UnsupportedCall as error:
-            self._expect_untouched(before, tensors, frozenset())
+            self.expect_untouched(before, tensors, frozenset())
             raise record.refused(error, reasons) from None
         except ContractViolation as error:
             raise Mismatch(str(error)) from None
         if reasons:
             raise Mismatch(f"served a call that it does not declare: {'; '.join(reasons)}")
-        self._expect_untouched(before, tensors, call.written_names())
+        self.expect_untouched(before, tensors, call.written_names())
         self._expect_pool(call, before, tensors)
         return results
 
@@ -451,7 +451,7 @@ class Subject:
         found = torch.autograd.grad(
             [outputs[n] for n in given], [tensors[n] for n in names], list(given.values()), allow_unused=True
         )
-        self._expect_untouched(before, given, frozenset())
+        self.expect_untouched(before, given, frozenset())
         results = {n: t.detach().to("cpu", copy=True) for n, t in outputs.items()}
         for n, grad in zip(names, found, strict=True):
             like = tensors[n]
@@ -465,7 +465,7 @@ class Subject:
             like.requires_grad_(False)
         return results
 
-    def _expect_untouched(self, before: dict[str, Tensor], now: dict[str, Tensor], written: frozenset[str]) -> None:
+    def expect_untouched(self, before: dict[str, Tensor], now: dict[str, Tensor], written: frozenset[str]) -> None:
         for name, old in before.items():
             if name not in written and not torch.equal(guards(now[name]), old):
                 raise Mismatch(f"{name} was modified, or memory round it was")
