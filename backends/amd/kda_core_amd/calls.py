@@ -43,20 +43,10 @@ _HALVES = {
 
 
 def plan_of(
-    request: AnyRequest | LayerRequest,
-    on: choose.Architecture,
-    misaligned: frozenset[str] = frozenset(),
-    half: str = "",
-    rows: int | None = None,
+    request: AnyRequest | LayerRequest, on: choose.Architecture, misaligned: frozenset[str] = frozenset(),
+    half: str = "", rows: int | None = None,
 ) -> Plan:  # fmt: skip
-    """The plan of a call; pure, of the call's metadata and the chip.
-
-    Args:
-        request: forward, or backward where it has ``needs_grad``; its tensors may be fake.
-        misaligned: names of the tensors whose addresses are not multiples of 16 bytes.
-        half: of a call in two halves.
-        rows: of a segment, 0 for none; ``segment_rows`` decides when it is None.
-    """
+    """The plan of a call, as ``Calls`` asks for it. ``rows``: of a segment, 0 for none; None: ``segment_rows``."""
     r = metadata(request, misaligned)
     if half:
         return _HALVES[half](r, on)

@@ -43,13 +43,7 @@ def plan_in_three(r: DecodeStepRequest, on: Chip) -> Plan:
 def plan_of(
     request: AnyRequest | LayerRequest, on: Chip, misaligned: frozenset[str] = frozenset(), half: str = ""
 ) -> Plan:
-    """The plan of a call; pure, of the call's metadata and the chip.
-
-    Args:
-        request: forward, or backward where it has ``needs_grad``; its tensors may be fake.
-        misaligned: names of the tensors whose addresses are not multiples of 16 bytes.
-        half: of a call in two halves.
-    """
+    """The plan of a call, as ``Calls`` asks for it."""
     r = metadata(request, misaligned)
     if half:
         plan, choose = _HALVES[half]
