@@ -99,12 +99,8 @@ def versions() -> dict[str, str | None]:
 
 def _entry_points() -> list[dict[str, str | None]]:
     return [
-        {
-            "name": e.name,
-            "value": e.value,
-            "group": e.group,
-            "distribution": f"{e.dist.name} {e.dist.version}" if e.dist else None,
-        }
+        {n: getattr(e, n) for n in ("name", "value", "group")}
+        | {"distribution": f"{e.dist.name} {e.dist.version}" if e.dist else None}
         for e in found_entry_points()
     ]
 
@@ -114,15 +110,8 @@ def _found_backends(registry: _plugins.Registry, devices: list[torch.device]) ->
     for entry in registry.ledger:
         backend = loaded.get(entry.name) if entry.state == "loaded" else None
         answers = [] if backend is None else [_availability(backend, d) for d in backend.devices_among(devices)]
-        yield {
-            "name": entry.name,
-            "state": entry.state,
-            "reason": entry.reason,
-            "distribution": entry.distribution,
-            "entry_point": entry.entry_point,
-            **(_identity(entry.info) if entry.info is not None else {}),
-            "availability": answers,
-        }
+        found = {n: getattr(entry, n) for n in ("name", "state", "reason", "distribution", "entry_point")}
+        yield found | ({} if entry.info is None else _identity(entry.info)) | {"availability": answers}
 
 
 def _availability(backend: _plugins.Backend, device: torch.device) -> dict[str, Any]:
@@ -131,12 +120,8 @@ def _availability(backend: _plugins.Backend, device: torch.device) -> dict[str, 
     # The hook may return anything.
     except Exception as error:
         answer = Unavailable(f"kda_core_availability failed: {type(error).__name__}: {error}")
-    available = isinstance(answer, Available)
-    return {
-        "device": str(device),
-        "available": available,
-        "detail": answer.detail if isinstance(answer, Available) else answer.reason,
-    }
+    detail = answer.detail if isinstance(answer, Available) else answer.reason
+    return {"device": str(device), "available": isinstance(answer, Available), "detail": detail}
 
 
 def _identity(card: BackendInfo) -> dict[str, Any]:
@@ -153,12 +138,7 @@ def _identity(card: BackendInfo) -> dict[str, Any]:
         "features": sorted(f.name for f in c.features),
         "closed": {f.name: reason for f, reason in c.closed.items()},
         "slack": [
-            {
-                "output": s.output,
-                "dtype": None if s.dtype is None else str(s.dtype).removeprefix("torch."),
-                "factor": s.factor,
-                "reason": s.reason,
-            }
+            dataclasses.asdict(s) | {"dtype": None if s.dtype is None else str(s.dtype).removeprefix("torch.")}
             for s in card.slack
         ],
     }

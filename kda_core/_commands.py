@@ -115,14 +115,9 @@ def _backend_rows(backend: dict[str, Any]) -> list[tuple[str, ...]]:
     if backend["state"] != "loaded":
         return [(title, "", backend["state"], "", backend["reason"])]
     priority = "if named" if backend["priority"] is None else str(backend["priority"])
+    state = {True: "available", False: "unavailable"}
     return [
-        (
-            title,
-            answer["device"],
-            "available" if answer["available"] else "unavailable",
-            priority,
-            answer["detail"] or backend["summary"],
-        )
+        (title, answer["device"], state[answer["available"]], priority, answer["detail"] or backend["summary"])
         for answer in backend["availability"]
     ]
 
