@@ -18,23 +18,9 @@ from kda_core.triton_lib.gate import LOG2_E, NORM_EPS, gate_rate, log2_decay, wr
 from kda_core.triton_lib.inverse import inverse_16
 from kda_core.triton_lib.packing import is_padding
 from kda_core.triton_lib.parts import split, two_parts
+from kda_core_nvidia import recurrent_blocks as common
 from kda_core_nvidia.prepare import _widen
 from kda_core_nvidia.recurrent import zero_rows
-from kda_core_nvidia.recurrent_blocks import (
-    PLANES,
-    ROWS,
-    TOP,
-    bounded_decay,
-    exponent,
-    level,
-    locate,
-    of_level,
-    pairs,
-    power,
-    power_of,
-    product,
-    scaled,
-)
 
 _NUMBERS = ["scale", "lower_bound", "T", "N", "blocks", "s_index", "pad_slot_id", "slots"]
 
@@ -68,23 +54,23 @@ def blocks_prepare(
     pid = tl.program_id(0).to(tl.int64)
     i_slot = pid // HV
     i_h = pid % HV
-    r = tl.arange(0, ROWS)
+    r = tl.arange(0, common.ROWS)
     if cu_seqlens is None:
         i_n = i_slot // blocks
         row = i_n
-        start = ((i_slot % blocks) * ROWS).to(tl.int32)
+        start = ((i_slot % blocks) * common.ROWS).to(tl.int32)
         length = T
     else:
         if OVERLAP:  # noqa: SIM102 (known when the kernel is compiled)
             # Begun before ``recurrent`` ended: one program waits, so that no kernel behind this one finds that running.
             if pid == 0:
                 gdc_wait()
-        n, before = locate(cu_seqlens, N, i_slot, True)
+        n, before = common.locate(cu_seqlens, N, i_slot, True)
         if n == N:
             return
         i_n = n.to(tl.int64)
         row = tl.load(cu_seqlens + i_n).to(tl.int64)
-        start = ((i_slot - before) * ROWS).to(tl.int32)
+        start = ((i_slot - before) * common.ROWS).to(tl.int32)
         length = (tl.load(cu_seqlens + i_n + 1).to(tl.int64) - row).to(tl.int32)
     rows = start + r
     valid = rows < length
@@ -93,7 +79,7 @@ def blocks_prepare(
         i_state = tl.load(indices + i_n * s_index).to(tl.int64)
         if is_padding(i_state, pad_slot_id, slots):
             p_o = o + row * s_on + i_h * s_oh
-            zero_rows(p_o, s_ot, s_ov, start, tl.minimum(length, start + ROWS), 0, 1, V, VP)
+            zero_rows(p_o, s_ot, s_ov, start, tl.minimum(length, start + common.ROWS), 0, 1, V, VP)
             return
 
     p_q = q + row * s_qn + i_h // GROUP * s_qh + rows[:, None] * s_qt
@@ -104,8 +90,8 @@ def blocks_prepare(
     rate = gate_rate(A_log, i_h)
 
     # Rows of q and k at a norm of 2^TOP; factors hold what their results are to be multiplied with.
-    q_squares = tl.zeros([ROWS, 16], tl.float32)
-    k_squares = tl.zeros([ROWS, 16], tl.float32)
+    q_squares = tl.zeros([common.ROWS, 16], tl.float32)
+    k_squares = tl.zeros([common.ROWS, 16], tl.float32)
     for i_k in tl.range(0, KP // 16, num_stages=STAGES):
         o_k = i_k * 16 + r
         mask = valid[:, None] & (o_k < K)[None, :]
@@ -115,17 +101,17 @@ def blocks_prepare(
         k_squares = tl.fma(b_k, b_k, k_squares)
     q_square = tl.sum(q_squares, 1)
     k_square = tl.sum(k_squares, 1)
-    q_e = (exponent(q_square) >> 1) - (TOP - 1)
-    k_e = (exponent(k_square) >> 1) - (TOP - 1)
-    q_factor = power(q_e) * scale
-    k_factor = power(k_e)
+    q_e = (common.exponent(q_square) >> 1) - (common.TOP - 1)
+    k_e = (common.exponent(k_square) >> 1) - (common.TOP - 1)
+    q_factor = common.power(q_e) * scale
+    k_factor = common.power(k_e)
     if L2NORM:
         q_factor *= tl.rsqrt(q_square + NORM_EPS)
         k_factor *= tl.rsqrt(k_square + NORM_EPS)
-    q_scale = power(-q_e)[:, None]
-    k_scale = power(-k_e)
+    q_scale = common.power(-q_e)[:, None]
+    k_scale = common.power(-k_e)
 
-    diagonal = tl.zeros([ROWS, ROWS], tl.float32)
+    diagonal = tl.zeros([common.ROWS, common.ROWS], tl.float32)
     m8 = diagonal
     m4 = diagonal
     m2 = diagonal
@@ -134,7 +120,7 @@ def blocks_prepare(
     l4 = diagonal
     l2 = diagonal
     l1 = diagonal
-    p_factor = factors + pid * (3 * ROWS + KP)
+    p_factor = factors + pid * (3 * common.ROWS + KP)
     slope = tl.full([], -LOG2_E, tl.float32) * rate
     reach = tl.where(valid, lower_bound * LOG2_E, 0.0)[:, None]
     for i_k in tl.range(0, KP // 16, num_stages=STAGES):
@@ -143,72 +129,74 @@ def blocks_prepare(
         # Not by way of a product, as q and k: what is done to it is done where products take their right operands.
         b_g = tl.load(p_g + o_k[None, :], mask=mask, other=0.0).to(tl.float32)
         b_q = _widen(tl.load(p_q + o_k[None, :], mask=mask, other=0.0), 16) * q_scale
-        b_k = scaled(tl.load(p_k + o_k[None, :], mask=mask, other=0.0), k_scale)
+        b_k = common.scaled(tl.load(p_k + o_k[None, :], mask=mask, other=0.0), k_scale)
         bias = 0.0
         if dt_bias is not None:
             bias = tl.load(dt_bias + i_h * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)[None, :]
         if GATE == "bounded":
-            y = bounded_decay(b_g, slope, bias, reach)
+            y = common.bounded_decay(b_g, slope, bias, reach)
         else:
             y = tl.where(mask, log2_decay(b_g, rate, bias, lower_bound, GATE), 0.0)
         parts = split(y, TERMS)
-        p_plane = planes + pid * (PLANES * ROWS * KP) + r[:, None] * KP + o_k[None, :]
+        p_plane = planes + pid * (common.PLANES * common.ROWS * KP) + r[:, None] * KP + o_k[None, :]
         total = selected_sum(through(r, r), parts, TERMS)
-        tl.store(p_factor + 3 * ROWS + o_k[None, :] + r[:, None] * 0, total, mask=r[:, None] == ROWS - 1)
-        decay = power_of(total)
+        tl.store(p_factor + 3 * common.ROWS + o_k[None, :] + r[:, None] * 0, total, mask=r[:, None] == common.ROWS - 1)
+        decay = common.power_of(total)
         high, low = two_parts(b_k * decay, tl.float16)
         tl.store(p_plane, high)
-        tl.store(p_plane + 2 * ROWS * KP, low)
+        tl.store(p_plane + 2 * common.ROWS * KP, low)
         high, low = two_parts(b_q * decay, tl.float16)
-        tl.store(p_plane + ROWS * KP, high)
-        tl.store(p_plane + 3 * ROWS * KP, low)
-        decay = power_of(selected_sum(after(r, r), parts, TERMS))
+        tl.store(p_plane + common.ROWS * KP, high)
+        tl.store(p_plane + 3 * common.ROWS * KP, low)
+        decay = common.power_of(selected_sum(after(r, r), parts, TERMS))
         high, low = two_parts(b_k * decay, tl.float16)
-        tl.store(p_plane + 4 * ROWS * KP, high)
-        tl.store(p_plane + 5 * ROWS * KP, low)
+        tl.store(p_plane + 4 * common.ROWS * KP, high)
+        tl.store(p_plane + 5 * common.ROWS * KP, low)
         diagonal = tl.fma(b_q, b_k, diagonal)
         # M and L.
         if BOUNDED:
-            m8, l8 = pairs(b_q, b_k, parts, m8, l8, TERMS, EXACT_OUT)
+            m8, l8 = common.pairs(b_q, b_k, parts, m8, l8, TERMS, EXACT_OUT)
         else:
             # Hierarchical reference points: no exponent is ever positive.
-            m8, l8 = level(b_q, b_k, parts, m8, l8, 3, TERMS, EXACT_OUT)
-            m4, l4 = level(b_q, b_k, parts, m4, l4, 2, TERMS, EXACT_OUT)
-            m2, l2 = level(b_q, b_k, parts, m2, l2, 1, TERMS, EXACT_OUT)
-            m1, l1 = level(b_q, b_k, parts, m1, l1, 0, TERMS, EXACT_OUT)
+            m8, l8 = common.level(b_q, b_k, parts, m8, l8, 3, TERMS, EXACT_OUT)
+            m4, l4 = common.level(b_q, b_k, parts, m4, l4, 2, TERMS, EXACT_OUT)
+            m2, l2 = common.level(b_q, b_k, parts, m2, l2, 1, TERMS, EXACT_OUT)
+            m1, l1 = common.level(b_q, b_k, parts, m1, l1, 0, TERMS, EXACT_OUT)
     if BOUNDED:
         below = r[:, None] > r[None, :]
         M = tl.where(below, m8, 0.0)
         L = tl.where(below, l8, 0.0)
     else:
-        M = of_level(m8, m4, m2, m1)
-        L = of_level(l8, l4, l2, l1)
+        M = common.of_level(m8, m4, m2, m1)
+        L = common.of_level(l8, l4, l2, l1)
     M = tl.where(r[:, None] == r[None, :], tl.sum(diagonal, 1)[:, None], M)
     L *= k_factor[:, None] * (b_beta * k_factor)[None, :]
     A = inverse_16(L, r, r, "ieee" if TERMS == 1 else "exact") * (b_beta * k_factor)[:, None]
     # Columns of A at a sum of 2^0: kA, sums of rows of a norm of 2^TOP, is then of at most that norm.
-    a_e = exponent(tl.sum(tl.abs(A), 0)) + 1
-    A *= power(-a_e)[None, :]
-    p_square = squares + pid * (2 * ROWS * ROWS) + r[:, None] * ROWS + r[None, :]
+    a_e = common.exponent(tl.sum(tl.abs(A), 0)) + 1
+    A *= common.power(-a_e)[None, :]
+    p_square = squares + pid * (2 * common.ROWS * common.ROWS) + r[:, None] * common.ROWS + r[None, :]
     # Norms of 2^TOP each: |M| <= 2^(2 TOP), and |P| likewise.
-    P = tl.dot(M * 2.0**-TOP, A, input_precision="tf32x3")
+    P = tl.dot(M * 2.0**-common.TOP, A, input_precision="tf32x3")
     p_high, p_low = two_parts(P, tl.float16)
     tl.store(p_square, p_high)
-    tl.store(p_square + ROWS * ROWS, p_low)
+    tl.store(p_square + common.ROWS * common.ROWS, p_low)
     tl.store(p_factor + r, k_factor)
-    tl.store(p_factor + ROWS + r, power(a_e))
-    tl.store(p_factor + 2 * ROWS + r, q_factor)
+    tl.store(p_factor + common.ROWS + r, common.power(a_e))
+    tl.store(p_factor + 2 * common.ROWS + r, q_factor)
 
     # kg was written by other threads of this program, and so were the sums of decays.
     tl.debug_barrier()
-    a_high, a_low = two_parts(tl.trans(A) * 2.0**TOP, tl.float16)
+    a_high, a_low = two_parts(tl.trans(A) * 2.0**common.TOP, tl.float16)
     for i_k in tl.range(0, KP // 16, num_stages=STAGES):
         o_k = i_k * 16 + r
-        p_plane = planes + pid * (PLANES * ROWS * KP) + 4 * ROWS * KP + r[:, None] * KP + o_k[None, :]
+        p_plane = (
+            planes + pid * (common.PLANES * common.ROWS * KP) + 4 * common.ROWS * KP + r[:, None] * KP + o_k[None, :]
+        )
         kg_high = tl.load(p_plane)
-        kg_low = tl.load(p_plane + ROWS * KP)
-        high, low = two_parts(product(a_high, a_low, kg_high, kg_low, None, True) * 2.0**-TOP, tl.float16)
+        kg_low = tl.load(p_plane + common.ROWS * KP)
+        high, low = two_parts(common.product(a_high, a_low, kg_high, kg_low, None, True) * 2.0**-common.TOP, tl.float16)
         tl.store(p_plane, high)
-        tl.store(p_plane + ROWS * KP, low)
-    p_total = p_factor + 3 * ROWS + tl.arange(0, KP)
+        tl.store(p_plane + common.ROWS * KP, low)
+    p_total = p_factor + 3 * common.ROWS + tl.arange(0, KP)
     tl.store(p_total, decay_factor(tl.load(p_total)))
