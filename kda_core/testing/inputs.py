@@ -25,6 +25,11 @@ INDEX_POISON = 2**30
 POISON = {torch.int32: INDEX_POISON, torch.int64: INDEX_POISON}
 
 
+def indices(*values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
+    """Slots, counts or rows of them."""
+    return torch.tensor(values, dtype=dtype)
+
+
 @dataclass(frozen=True, eq=False)
 class Call:
     """One call of a public function, with its tensors on the CPU.

@@ -10,7 +10,7 @@ import torch
 from kda_core._plugins import registry
 from kda_core.capabilities import Feature
 from kda_core.testing.cases import BF16, FP16, FP32, FP64, Case
-from kda_core.testing.inputs import Call, same_bits
+from kda_core.testing.inputs import Call, indices, same_bits
 from kda_core.testing.marks import requires
 
 FUNCTIONS = pytest.mark.parametrize(
@@ -44,10 +44,6 @@ def _draft(kda, **fields) -> Call:
     return kda.near(case, lambda near: near.call().in_pool(slots, 9)).call()
 
 
-def _indices(*slots: int) -> torch.Tensor:
-    return torch.tensor(slots, dtype=torch.int32)
-
-
 def _flags(*given: bool) -> torch.Tensor:
     return torch.tensor(given)
 
@@ -57,14 +53,14 @@ def _flags(*given: bool) -> torch.Tensor:
 def test_fresh_sequences(kda, op: str, T: int):
     """False starts from zero, whatever the slot holds (NaN here); the slot is written as usual."""
     call = _call(kda, op, T).having(has_initial_state=_flags(False, True, False))
-    kda.check(call.in_pool(_indices(4, 0, 2), 6))
+    kda.check(call.in_pool(indices(4, 0, 2), 6))
 
 
 @FUNCTIONS
 @FRESH
 def test_fresh_sequences_have_the_bits_of_a_zero_slot(kda, op: str, T: int):
     """As servers do it without has_initial_state: they zero the slot first."""
-    call = _call(kda, op, T).in_pool(_indices(4, 0, 2), 6)
+    call = _call(kda, op, T).in_pool(indices(4, 0, 2), 6)
     pool = call.tensors["initial_state"].clone()
     pool[4] = 0
     expected = kda.run(call.having(initial_state=pool))
@@ -77,7 +73,7 @@ def test_fresh_sequences_have_the_bits_of_a_zero_slot(kda, op: str, T: int):
 def test_fresh_sequences_in_a_bfloat16_pool(kda, op: str, T: int):
     """V first, a bfloat16 pool, flags that are a column of a matrix, and a sequence that is skipped as well."""
     call = _call(kda, op, T, state=BF16, V=64, options={"state_v_first": True})
-    call = call.having(has_initial_state=_flags(False, False, True)).in_pool(_indices(-1, 3, 0), 5)
+    call = call.having(has_initial_state=_flags(False, False, True)).in_pool(indices(-1, 3, 0), 5)
     kda.check(replace(call, strided=call.strided | {"has_initial_state"}))
 
 
@@ -87,8 +83,8 @@ def test_fresh_sequence_without_tokens(kda):
     """It writes nothing: its slot keeps what it held (NaN here), bit for bit."""
     call = Case(name="fresh and empty", T=40, lengths=(20, 0, 20), state=FP32, final_state=False).call()
     call = call.having(has_initial_state=_flags(True, False, False))
-    kda.check(call.in_pool(_indices(1, 4, 0), 5))
-    kda.check(call.decoding().in_pool(_indices(1, 4, 0), 5))
+    kda.check(call.in_pool(indices(1, 4, 0), 5))
+    kda.check(call.decoding().in_pool(indices(1, 4, 0), 5))
 
 
 @DRAFTS
@@ -96,8 +92,8 @@ def test_fresh_sequence_without_tokens(kda):
 def test_fresh_drafts(kda):
     """A draft that starts from zero does not read the slot of its last accepted token."""
     call = _draft(kda).having(has_initial_state=_flags(True, False, False))
-    counts = torch.tensor([2, 1, 3], dtype=torch.int32)
-    kda.check(call.in_pool(torch.tensor([[8, 1, 2], [0, 4, 9], [6, -1, 7]], dtype=torch.int32), 11, counts))
+    counts = indices(2, 1, 3)
+    kda.check(call.in_pool(indices([8, 1, 2], [0, 4, 9], [6, -1, 7]), 11, counts))
 
 
 @FUNCTIONS
@@ -105,10 +101,10 @@ def test_fresh_drafts(kda):
 def test_outputs_alone(kda, op: str, T: int):
     """update_state=False: the pool stays as it was, bit for bit; two sequences may read one slot."""
     call = _call(kda, op, T).having(update_state=False)
-    kda.check(call.in_pool(_indices(4, -1, 2), 6))
-    call = call.in_pool(_indices(4, 4, 2), 6)
+    kda.check(call.in_pool(indices(4, -1, 2), 6))
+    call = call.in_pool(indices(4, 4, 2), 6)
     pool = call.tensors["initial_state"].nan_to_num(0.25)
-    expected = kda.run(_call(kda, op, T).in_pool(_indices(4, 0, 2), 6).having(initial_state=pool))
+    expected = kda.run(_call(kda, op, T).in_pool(indices(4, 0, 2), 6).having(initial_state=pool))
     found = kda.check(call.having(initial_state=pool))
     tokens = found["o"].reshape(3, T, *found["o"].shape[2:])
     assert same_bits(tokens[::2], expected["o"].reshape(tokens.shape)[::2])
@@ -119,8 +115,8 @@ def test_outputs_alone(kda, op: str, T: int):
 def test_outputs_of_drafts_alone(kda):
     """No slot of the table is written; they need not differ."""
     call = _draft(kda).having(update_state=False)
-    counts = torch.tensor([2, 1, 3], dtype=torch.int32)
-    kda.check(call.in_pool(torch.tensor([[8, 1, 1], [0, 4, 9], [1, 6, 7]], dtype=torch.int32), 11, counts))
+    counts = indices(2, 1, 3)
+    kda.check(call.in_pool(indices([8, 1, 1], [0, 4, 9], [1, 6, 7]), 11, counts))
 
 
 @FUNCTIONS
@@ -129,26 +125,26 @@ def test_outputs_of_drafts_alone(kda):
 def test_outputs_of_fresh_sequences_alone(kda, op: str, T: int):
     """Both: a sequence that starts from zero leaves its slot as it was."""
     call = _call(kda, op, T).having(update_state=False, has_initial_state=_flags(False, True, False))
-    kda.check(call.in_pool(_indices(4, 0, 2), 6))
+    kda.check(call.in_pool(indices(4, 0, 2), 6))
 
 
 @FUNCTIONS
 @ELSEWHERE
 def test_written_elsewhere(kda, op: str, T: int):
     """Slots that are read stay as they were, bit for bit, and two sequences may read one: copy on write."""
-    call = _call(kda, op, T).in_pool(_indices(4, 4, 2), 8)
-    kda.check(call.written_elsewhere(_indices(0, 7, 3)))
-    kda.check(call.written_elsewhere(_indices(0, -1, 3)[:, None]))
+    call = _call(kda, op, T).in_pool(indices(4, 4, 2), 8)
+    kda.check(call.written_elsewhere(indices(0, 7, 3)))
+    kda.check(call.written_elsewhere(indices(0, -1, 3)[:, None]))
 
 
 @FUNCTIONS
 @ELSEWHERE
 def test_written_elsewhere_with_the_bits_of_a_copy(kda, op: str, T: int):
     """As servers do it without final_state_indices: they copy the slot first."""
-    call = _call(kda, op, T).in_pool(_indices(4, 0, 2), 8)
+    call = _call(kda, op, T).in_pool(indices(4, 0, 2), 8)
     copied = call.tensors["initial_state"][[0, 1, 2, 3, 4, 4, 0, 7]]
-    expected = kda.run(call.having(initial_state=copied, ssm_state_indices=_indices(5, 6, 2)))
-    found = kda.run(call.written_elsewhere(_indices(5, 6, 2)))
+    expected = kda.run(call.having(initial_state=copied, ssm_state_indices=indices(5, 6, 2)))
+    found = kda.run(call.written_elsewhere(indices(5, 6, 2)))
     assert all(same_bits(found[name], expected[name]) for name in ("o", "final_state"))
 
 
@@ -156,18 +152,18 @@ def test_written_elsewhere_with_the_bits_of_a_copy(kda, op: str, T: int):
 @ELSEWHERE
 def test_written_to_another_pool(kda, op: str, T: int):
     """The pool that is read stays as it was; slots of both may have the same numbers, and dtypes may differ."""
-    call = _call(kda, op, T, final_state=True).in_pool(_indices(4, -1, 4), 6)
-    kda.check(call.written_elsewhere(_indices(4, 0, 1), 5))
+    call = _call(kda, op, T, final_state=True).in_pool(indices(4, -1, 4), 6)
+    kda.check(call.written_elsewhere(indices(4, 0, 1), 5))
     for state, written in ((FP32, BF16), (BF16, FP32)):
-        call = _call(kda, op, T, V=64, state=state, options={"state_v_first": True}).in_pool(_indices(4, 0, 2), 6)
-        kda.check(call.written_elsewhere(_indices(1, 3, 0), 4, written))
+        call = _call(kda, op, T, V=64, state=state, options={"state_v_first": True}).in_pool(indices(4, 0, 2), 6)
+        kda.check(call.written_elsewhere(indices(1, 3, 0), 4, written))
 
 
 @FUNCTIONS
 @ELSEWHERE
 def test_written_elsewhere_strided(kda, op: str, T: int):
     """Both tables are columns of block tables, both pools slices of wider ones."""
-    call = _call(kda, op, T).in_pool(_indices(4, 0, 2), 6).written_elsewhere(_indices(3, 1, 4), 5)
+    call = _call(kda, op, T).in_pool(indices(4, 0, 2), 6).written_elsewhere(indices(3, 1, 4), 5)
     names = {"ssm_state_indices", "final_state_indices", "initial_state", "final_state_pool"}
     kda.check(replace(call, strided=frozenset(names)))
 
@@ -177,8 +173,8 @@ def test_written_elsewhere_strided(kda, op: str, T: int):
 @FRESH
 def test_fresh_sequences_written_elsewhere(kda, op: str, T: int):
     """Both: a sequence that starts from zero leaves the slot that it does not read as it was."""
-    call = _call(kda, op, T).having(has_initial_state=_flags(False, True, False)).in_pool(_indices(4, 0, 2), 8)
-    kda.check(call.written_elsewhere(_indices(6, 7, 3)))
+    call = _call(kda, op, T).having(has_initial_state=_flags(False, True, False)).in_pool(indices(4, 0, 2), 8)
+    kda.check(call.written_elsewhere(indices(6, 7, 3)))
 
 
 @requires(Feature.CHUNK, Feature.PAGED_STATE)
@@ -187,7 +183,7 @@ def test_written_elsewhere_without_tokens(kda):
     """A sequence without tokens writes nothing: no copy of what it starts from."""
     call = Case(name="elsewhere and empty", T=40, lengths=(20, 0, 20), state=FP32, final_state=False).call()
     for empty in (call, call.decoding()):
-        kda.check(empty.in_pool(_indices(1, 4, 0), 8).written_elsewhere(_indices(5, 6, 7)))
+        kda.check(empty.in_pool(indices(1, 4, 0), 8).written_elsewhere(indices(5, 6, 7)))
 
 
 @DRAFTS
@@ -195,14 +191,14 @@ def test_written_elsewhere_without_tokens(kda):
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
 def test_drafts_written_elsewhere(kda, dtype: torch.dtype):
     """From a committed pool into a buffer of the states after every token, which may have another dtype."""
-    table = torch.tensor([[8, 1, -1], [0, 4, 9], [6, 3, 7]], dtype=torch.int32)
-    call = _draft(kda).in_pool(_indices(2, -1, 2), 4)
+    table = indices([8, 1, -1], [0, 4, 9], [6, 3, 7])
+    call = _draft(kda).in_pool(indices(2, -1, 2), 4)
     kda.check(call.written_elsewhere(table, 10, dtype))
     # A slot for every token is read as well: the last accepted one.
-    counts = torch.tensor([3, 1, 2], dtype=torch.int32)
-    call = _draft(kda).in_pool(torch.tensor([[5, 6, 7], [0, 1, 2], [3, 4, 8]], dtype=torch.int32), 20, counts)
+    counts = indices(3, 1, 2)
+    call = _draft(kda).in_pool(indices([5, 6, 7], [0, 1, 2], [3, 4, 8]), 20, counts)
     kda.check(call.written_elsewhere(table + 9))
-    kda.check(call.written_elsewhere(_indices(9, 12, -1)))
+    kda.check(call.written_elsewhere(indices(9, 12, -1)))
 
 
 @FUNCTIONS
@@ -211,10 +207,10 @@ def test_what_may_not_be_written(kda, op: str, T: int):
     """A slot that another sequence reads or writes, or past the pool: refused on the CPU, and nothing is written."""
     if kda.device.type != "cpu":
         pytest.skip("values on a device are not read back")
-    call = _call(kda, op, T).in_pool(_indices(4, 0, 2), 8)
-    kda.run(call.written_elsewhere(_indices(5, 6, 7)))
+    call = _call(kda, op, T).in_pool(indices(4, 0, 2), 8)
+    kda.run(call.written_elsewhere(indices(5, 6, 7)))
     for slots in ((0, 6, 7), (5, 5, 7), (5, 6, 8)):
-        tensors = {n: t.clone() for n, t in call.written_elsewhere(_indices(*slots)).tensors.items()}
+        tensors = {n: t.clone() for n, t in call.written_elsewhere(indices(*slots)).tensors.items()}
         with pytest.raises(ValueError, match=r"^final_state_indices: expected"):
             call(tensors, kda.name)
         assert same_bits(tensors["initial_state"], call.tensors["initial_state"])
@@ -236,13 +232,13 @@ def test_index_past_the_pool(kda, op: str, T: int, far: int):
     """It counts as padding where no check can read it: no memory outside of the pool is read or written."""
     if kda.device.type == "cpu" and not kda.target.interpreted:
         pytest.skip("indices on the CPU are checked before any backend sees them")
-    call = _call(kda, op, T).in_pool(_indices(4, -1, 2), 6)
-    elsewhere = _call(kda, op, T).in_pool(_indices(4, 0, 2), 9).written_elsewhere(_indices(3, -1, 1), 6)
+    call = _call(kda, op, T).in_pool(indices(4, -1, 2), 6)
+    elsewhere = _call(kda, op, T).in_pool(indices(4, 0, 2), 9).written_elsewhere(indices(3, -1, 1), 6)
     calls = [(call, "ssm_state_indices", 1), (elsewhere, "final_state_indices", 1)]
     if T == 1:
-        table = torch.tensor([[4, 1, -1], [0, 5, 3], [-1, 2, 2]], dtype=torch.int32)
+        table = indices([4, 1, -1], [0, 5, 3], [-1, 2, 2])
         calls += [(_draft(kda).in_pool(table, 6), "ssm_state_indices", 2)]
-        calls += [(_draft(kda).in_pool(_indices(2, 0, 1), 9).written_elsewhere(table, 6), "final_state_indices", 2)]
+        calls += [(_draft(kda).in_pool(indices(2, 0, 1), 9).written_elsewhere(table, 6), "final_state_indices", 2)]
     for padded, name, dims in calls:
         slots = padded.tensors[name]
         assert slots.dim() == dims
@@ -254,33 +250,33 @@ def test_index_past_the_pool(kda, op: str, T: int, far: int):
 def test_null_slot(kda, op: str, T: int):
     """pad_slot_id=0, as vLLM counts: slot 0 is nobody's. It holds NaN here, and keeps it."""
     call = _call(kda, op, T).having(pad_slot_id=0)
-    results = kda.check(call.in_pool(_indices(0, 4, 0), 6))
+    results = kda.check(call.in_pool(indices(0, 4, 0), 6))
     assert not results["o"].reshape(3, -1)[::2].any()
-    kda.check(call.in_pool(_indices(5, -1, 2), 6))
+    kda.check(call.in_pool(indices(5, -1, 2), 6))
 
 
 @FUNCTIONS
 @ELSEWHERE
 def test_null_slot_written_elsewhere(kda, op: str, T: int):
     """It drops a state that would be written, and skips a row that would read it."""
-    call = _call(kda, op, T).having(pad_slot_id=0).in_pool(_indices(4, 4, 0), 6)
-    kda.check(call.written_elsewhere(_indices(0, 1, 2)))
-    kda.check(call.written_elsewhere(_indices(0, 1, 2), 4))
+    call = _call(kda, op, T).having(pad_slot_id=0).in_pool(indices(4, 4, 0), 6)
+    kda.check(call.written_elsewhere(indices(0, 1, 2)))
+    kda.check(call.written_elsewhere(indices(0, 1, 2), 4))
 
 
 @FUNCTIONS
 @requires(Feature.FP16_STATE)
 def test_pool_float16(kda, op: str, T: int):
     """A pool in float16, in both layouts."""
-    kda.check(_call(kda, op, T, state=FP16).in_pool(_indices(1, -1, 0), 5))
-    kda.check(_call(kda, op, T, state=FP16, V=64, options={"state_v_first": True}).in_pool(_indices(1, 3, 0), 5))
+    kda.check(_call(kda, op, T, state=FP16).in_pool(indices(1, -1, 0), 5))
+    kda.check(_call(kda, op, T, state=FP16, V=64, options={"state_v_first": True}).in_pool(indices(1, 3, 0), 5))
 
 
 @DRAFTS
 @requires(Feature.FP16_STATE)
 def test_drafts_in_a_float16_pool(kda):
     """Half inputs and a float16 pool; then states in another dtype."""
-    table = torch.tensor([[8, 1, 2], [0, 4, 9], [6, 3, 7]], dtype=torch.int32)
+    table = indices([8, 1, 2], [0, 4, 9], [6, 3, 7])
     kda.check(_draft(kda, state=FP16, dtype=FP16, gate_dtype=FP16).in_pool(table, 10, torch.tensor([2, 1, 3])))
 
 
@@ -288,9 +284,9 @@ def test_drafts_in_a_float16_pool(kda):
 def test_null_slot_in_drafts(kda):
     """In later tokens, too: their states are dropped."""
     call = _draft(kda).having(pad_slot_id=0)
-    table = torch.tensor([[8, 0, 2], [0, 4, 9], [6, 3, 0]], dtype=torch.int32)
+    table = indices([8, 0, 2], [0, 4, 9], [6, 3, 0])
     kda.check(call.in_pool(table, 10))
-    kda.check(call.in_pool(table, 10, torch.tensor([1, 2, 3], dtype=torch.int32)))
+    kda.check(call.in_pool(table, 10, indices(1, 2, 3)))
 
 
 def _kept(call: Call, table: torch.Tensor, every: int, slots: int = 0, dtype: torch.dtype | None = None) -> Call:
@@ -301,7 +297,7 @@ def _kept(call: Call, table: torch.Tensor, every: int, slots: int = 0, dtype: to
 
 
 CHECKPOINTED = {"T": 330, "lengths": (128, 0, 65, 137), "state": FP32, "final_state": False}
-TABLE = torch.tensor([[7, 8], [9, 9], [10, 9], [-1, 11]], dtype=torch.int32)
+TABLE = indices([7, 8], [9, 9], [10, 9], [-1, 11])
 
 
 @CHECKPOINTS
@@ -309,7 +305,7 @@ TABLE = torch.tensor([[7, 8], [9, 9], [10, 9], [-1, 11]], dtype=torch.int32)
 def test_checkpoints(kda, C: int):
     """States after every 64 tokens; at the end of a sequence its final state, to the bit; dropped ones are nowhere."""
     case = Case(name=f"checkpoints {C}", options={"chunk_size": C}, **CHECKPOINTED)
-    call = case.call().in_pool(_indices(4, 0, 2, 5), 12)
+    call = case.call().in_pool(indices(4, 0, 2, 5), 12)
     results = kda.check(_kept(call, TABLE, 64))
     first, last, third, fourth = results["checkpoints"]
     assert same_bits(last, results["final_state"][0])
@@ -325,7 +321,7 @@ def test_checkpoints(kda, C: int):
 @CHECKPOINTS
 def test_checkpoints_change_nothing_else(kda):
     """In another pool and dtype, strided, without an update; other columns of a table are not looked at."""
-    call = Case(name="checkpoints elsewhere", V=64, **CHECKPOINTED).call().in_pool(_indices(4, 0, -1, 5), 6)
+    call = Case(name="checkpoints elsewhere", V=64, **CHECKPOINTED).call().in_pool(indices(4, 0, -1, 5), 6)
     plain = kda.check(_kept(call, torch.full((4, 2), -1), 64))
     table = torch.tensor([[7, 8, 2**20], [9, 9, 9], [1, 9, 9], [0, 11, 2**20]])
     found = kda.check(replace(_kept(call, table, 64, 12, BF16), strided=frozenset({"checkpoint_indices", "v"})))
@@ -342,12 +338,12 @@ def test_a_checkpoint_is_gone_on_from_with_the_same_bits(kda):
     dtype = FP64 if kda.name == "reference" else FP32  # in which the state is advanced
     case = Case(name="checkpoint and on", T=200, lengths=(200,), dtype=dtype, gate_dtype=dtype, state=dtype)
     case = case.having(final_state=False)
-    call = kda.near(case, lambda near: near.call().in_pool(_indices(0), 3)).call().in_pool(_indices(0), 3)
+    call = kda.near(case, lambda near: near.call().in_pool(indices(0), 3)).call().in_pool(indices(0), 3)
     nowhere = torch.full((1, 1), -1, dtype=torch.int32)
-    whole = kda.run(_kept(call, torch.tensor([[1]], dtype=torch.int32), 128))
+    whole = kda.run(_kept(call, indices([1]), 128))
     rest = {n: call.tensors[n][:, 128:].contiguous() for n in ("q", "k", "v", "g", "beta")}
-    bounds = {"cu_seqlens": torch.tensor([0, 72], dtype=torch.int32), "initial_state": whole["pool"]}
-    second = replace(call, tensors=call.tensors | rest | bounds).having(ssm_state_indices=_indices(1))
+    bounds = {"cu_seqlens": indices(0, 72), "initial_state": whole["pool"]}
+    second = replace(call, tensors=call.tensors | rest | bounds).having(ssm_state_indices=indices(1))
     found = kda.run(_kept(second, nowhere, 128))
     assert same_bits(found["o"], whole["o"][:, 128:])
     assert same_bits(found["pool"][1], whole["pool"][0])

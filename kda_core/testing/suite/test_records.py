@@ -11,7 +11,7 @@ from torch import Tensor
 import kda_core
 from kda_core.capabilities import Feature
 from kda_core.testing.cases import BF16, FP16, FP32, Case
-from kda_core.testing.inputs import Call, guards, placed, same_bits
+from kda_core.testing.inputs import Call, guards, indices, placed, same_bits
 from kda_core.testing.marks import requires
 from kda_core.testing.subject import Subject
 
@@ -20,10 +20,6 @@ TABLES = requires(Feature.SPEC_DECODE, Feature.FINAL_STATE_INDICES)
 """Today's drafts, which records are compared with."""
 
 SLOTS = 6
-
-
-def indices(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def draft(kda: Subject, slots: Tensor, T: int = 4, **fields) -> Call:
@@ -120,7 +116,7 @@ def test_rows_of_skipped_sequences_are_not_recorded(kda):
 def test_records_from_the_slot_of_the_last_accepted_token(kda):
     """A table of slots is read as in other drafts, and not written."""
     call = draft(kda, indices(0, 1, 2))
-    table = torch.tensor([[0, 4], [5, 1], [2, 3]], dtype=torch.int32)
+    table = indices([0, 4], [5, 1], [2, 3])
     kda.check(call.in_pool(table, SLOTS, indices(2, 1, 2)).recorded())
 
 

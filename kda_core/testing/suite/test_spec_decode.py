@@ -10,7 +10,7 @@ import torch
 from kda_core.capabilities import Feature
 from kda_core.testing import references
 from kda_core.testing.cases import BF16, FP32, Case
-from kda_core.testing.inputs import Call, same_bits
+from kda_core.testing.inputs import Call, indices, same_bits
 from kda_core.testing.marks import requires
 
 SPEC = requires(Feature.RECURRENT, Feature.PAGED_STATE, Feature.SPEC_DECODE)
@@ -24,34 +24,26 @@ def _call(kda, T: int = 3, **fields) -> Call:
     return kda.near(case, lambda near: near.call().in_pool(slots, 3 * T)).call()
 
 
-def _table(*rows: list[int]) -> torch.Tensor:
-    return torch.tensor(rows, dtype=torch.int32)
-
-
 @SPEC
 @pytest.mark.parametrize("accepted", [None, [1, 2, 3], [3, 3, 1]], ids=["from the first", "mixed", "other"])
 def test_draft(kda, accepted: list[int] | None):
     """Slot [n, i] holds the state after token i; the start is slot [n, accepted - 1]."""
     counts = None if accepted is None else torch.tensor(accepted, dtype=torch.int32)
-    kda.check(_call(kda).in_pool(_table([8, 1, 2], [0, 4, 9], [6, 3, 7]), 11, counts))
+    kda.check(_call(kda).in_pool(indices([8, 1, 2], [0, 4, 9], [6, 3, 7]), 11, counts))
 
 
 @SPEC
 def test_draft_shorter_than_its_slots(kda):
     """Fewer tokens than slots: the slots behind stay as they are."""
-    kda.check(
-        _call(kda, T=2).in_pool(
-            _table([8, 1, 2, 5], [0, 4, 9, 10], [6, 3, 7, 11]), 12, torch.tensor([1, 4, 2], dtype=torch.int32)
-        )
-    )
+    kda.check(_call(kda, T=2).in_pool(indices([8, 1, 2, 5], [0, 4, 9, 10], [6, 3, 7, 11]), 12, indices(1, 4, 2)))
 
 
 @SPEC
 def test_draft_skips_padding(kda):
     """FAILURES 8: a row that starts at a negative index is skipped; a negative index later drops that token's state."""
-    results = kda.check(_call(kda).in_pool(_table([-1, -1, -1], [0, 4, -1], [6, -1, 7]), 9))
+    results = kda.check(_call(kda).in_pool(indices([-1, -1, -1], [0, 4, -1], [6, -1, 7]), 9))
     assert not results["o"][0].any()
-    own = kda.check(_call(kda).having(pad_slot_id=5).in_pool(_table([5, 5, 5], [0, 4, 5], [6, 5, 7]), 9))
+    own = kda.check(_call(kda).having(pad_slot_id=5).in_pool(indices([5, 5, 5], [0, 4, 5], [6, 5, 7]), 9))
     assert not own["o"][0].any()
 
 
@@ -59,7 +51,7 @@ def test_draft_skips_padding(kda):
 def test_draft_packed(kda):
     """Packed drafts of different lengths; boundaries, slots and counts are slices of wider tensors."""
     case = Case(name="packed drafts", op="fused_recurrent_kda", T=6, lengths=(3, 1, 2), state=FP32)
-    call = case.call().in_pool(_table([8, 1, 2], [0, 4, 9], [6, 3, 7]), 10, torch.tensor([2, 1, 3]))
+    call = case.call().in_pool(indices([8, 1, 2], [0, 4, 9], [6, 3, 7]), 10, torch.tensor([2, 1, 3]))
     kda.check(replace(call, strided=frozenset({"cu_seqlens", "ssm_state_indices", "num_accepted_tokens"})))
 
 
@@ -68,7 +60,7 @@ def test_draft_all_in_kernel(kda):
     """Half inputs, gate, beta and l2norm in the operator, V first, bfloat16 pool."""
     fields = {"dtype": BF16, "gate_dtype": BF16, "gate": "softplus", "beta": "sigmoid", "l2norm": True, "HV": 6}
     call = _call(kda, **fields, state=BF16, V=64, options={"state_v_first": True})
-    kda.check(call.in_pool(_table([8, 1, 2], [0, 4, 9], [6, 3, 7]), 10, torch.tensor([2, 1, 3])))
+    kda.check(call.in_pool(indices([8, 1, 2], [0, 4, 9], [6, 3, 7]), 10, torch.tensor([2, 1, 3])))
 
 
 @SPEC
@@ -76,7 +68,7 @@ def test_draft_all_in_kernel(kda):
 def test_draft_accepted_out_of_range(kda, accepted: int):
     """FAILURES 11: a count outside [1, 1 + S]: ValueError on the CPU, clamped elsewhere; other slots stay."""
     counts = torch.tensor([1, accepted, 2], dtype=torch.int32)
-    call = _call(kda).in_pool(_table([8, 1, 2], [0, 4, 9], [6, 3, 7]), 10, counts.clamp(1, 3))
+    call = _call(kda).in_pool(indices([8, 1, 2], [0, 4, 9], [6, 3, 7]), 10, counts.clamp(1, 3))
     kda.check(call)
     tensors = {n: t.to(kda.device) for n, t in call.tensors.items()} | {"num_accepted_tokens": counts.to(kda.device)}
     pool, before = tensors["initial_state"], call.tensors["initial_state"]
