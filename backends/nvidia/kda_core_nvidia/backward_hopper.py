@@ -15,13 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kda_core_nvidia.backward_states_hopper import (
-    load_state,
-    place_of,
-    rows_of,
-    states_of_sequence,
-    store_state_block,
-)
+from kda_core_nvidia.backward_states_hopper import load_state, place_of, rows_of, states_of_sequence, store_state_block
 from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block, halves, store_state
 from kda_core_nvidia.transitions_hopper import pair_of_barriers
 
