@@ -20,31 +20,15 @@ class chunk_kimi_delta_attention(torch.nn.Module):
     has_backward = True
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        chunk_size: int = 64,
-        initial_state: Tensor | None = None,
-        output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False,
+        self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunk_size: int = 64,
+        initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
         **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         return chunk_kda(
-            query,
-            key,
-            value,
-            g,
-            beta,
-            initial_state=initial_state,
-            output_final_state=output_final_state,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            query, key, value, g, beta, initial_state=initial_state, output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, chunk_size=chunk_size, backend=BACKEND,
             cu_seqlens=kwargs.get("cu_seqlens", kwargs.get("cu_seq_lens_q")),
-            backend=BACKEND,
-            chunk_size=chunk_size,
-        )
+        )  # fmt: skip
 
 
 class recurrent_kimi_delta_attention(torch.nn.Module):
@@ -54,26 +38,11 @@ class recurrent_kimi_delta_attention(torch.nn.Module):
     has_backward = True
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        initial_state: Tensor | None,
-        output_final_state: bool,
-        use_qk_l2norm_in_kernel: bool = False,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
+        self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None,
+        output_final_state: bool, use_qk_l2norm_in_kernel: bool = False, **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         return fused_recurrent_kda(
-            query,
-            key,
-            value,
-            g,
-            beta,
-            initial_state=initial_state,
-            output_final_state=output_final_state,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            query, key, value, g, beta, initial_state=initial_state, output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, backend=BACKEND,
             cu_seqlens=kwargs.get("cu_seqlens", kwargs.get("cu_seq_lens_q")),
-            backend=BACKEND,
-        )
+        )  # fmt: skip
