@@ -226,14 +226,9 @@ HALVES = (
 """Hooks that come with CONTEXT_PARALLEL."""
 
 OPTIONAL_HOOKS = (
-    "kda_core_plan",
-    "kda_core_short_convolution_forward",
-    "kda_core_short_convolution_backward",
-    "kda_core_gated_rms_norm_forward",
-    "kda_core_gated_rms_norm_backward",
-    "kda_core_decode_step",
-    *HALVES,
-)
+    "kda_core_plan", "kda_core_short_convolution_forward", "kda_core_short_convolution_backward",
+    "kda_core_gated_rms_norm_forward", "kda_core_gated_rms_norm_backward", "kda_core_decode_step", *HALVES,
+)  # fmt: skip
 """Hooks that a backend may leave out."""
 
 HOOKS_OF_FEATURE: dict[Feature, tuple[str, ...]] = {

@@ -48,16 +48,10 @@ class KimiDeltaAttention(BaseAttention):
 
     def __init__(self, config: Config):
         super().__init__()
-        self.layer = nn.KimiDeltaAttention(
-            config.dim,
-            head_dim=config.head_dim or config.dim // config.n_heads,
-            num_heads=config.n_heads,
-            allow_neg_eigval=config.allow_neg_eigval,
-            safe_gate=config.safe_gate,
-            lower_bound=config.lower_bound,
-            disable_recompute=config.disable_recompute,
-            backend=config.backend,
-        )
+        same = ("allow_neg_eigval", "safe_gate", "lower_bound", "disable_recompute", "backend")
+        options = {name: getattr(config, name) for name in same}
+        head_dim = config.head_dim or config.dim // config.n_heads
+        self.layer = nn.KimiDeltaAttention(config.dim, head_dim=head_dim, num_heads=config.n_heads, **options)
 
     def _init_self_parameters(self) -> None:
         for module in self.layer.modules():
