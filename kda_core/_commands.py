@@ -209,8 +209,9 @@ def explain(
         call_shape = CallShape(
             sizes=_sizes(shape), HV=hv, dtype=dtype, gate_dtype=gate_dtype, state_dtype=state_dtype,
             device=_planned_device(backend) if chip and backend and device is None else _device(device, backend),
-            bounds=None if varlen is None else _integers(varlen, "--varlen"), slots=slots, slots_per_sequence=slots_per_sequence,
-            strided=strided, backward=backward, present=frozenset(n for n, given in passed.items() if given),
+            bounds=None if varlen is None else _integers(varlen, "--varlen"), slots=slots,
+            slots_per_sequence=slots_per_sequence, strided=strided, backward=backward,
+            present=frozenset(n for n, given in passed.items() if given),
         )  # fmt: skip
         call = example_call(OPS[op], call_shape, written)
         with contextlib.ExitStack() as ranks:
@@ -294,8 +295,8 @@ def verify(
     """Compare a backend with the float64 oracle: every function, pools, drafts, the gate, forward and gradients.
 
     Prints a line for each case when it ends, and failures in full. Without --backend and KDA_BACKEND: every installed
-    backend that can run on the device. Exit status: 0 when every output is within its budget, 1 when one is not or nothing could
-    be run, 2 for bad arguments.
+    backend that can run on the device. Exit status: 0 when every output is within its budget, 1 when one is not or
+    nothing could be run, 2 for bad arguments.
     """
     started = time.perf_counter()
     rows: dict[str, list[Any]] = {}
