@@ -62,6 +62,10 @@ def test_a_wheel_must_hold_its_package_and_nothing_else(tree: Path):
             release.check_contents(wheel, "kda_core", tree)
 
 
+def test_every_package_has_its_types():
+    assert all((folder / package / "py.typed").is_file() for package, folder in release.packages().items())
+
+
 def test_every_package_has_the_licence():
     """Its wheel takes the file from its own folder, as its sdist does."""
     texts = {(folder / "LICENSE").read_bytes() for folder in release.packages().values()}
