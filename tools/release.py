@@ -106,24 +106,30 @@ def build() -> list[Path]:
     return sorted(OUT.iterdir())
 
 
-def verify_installed(wheels: dict[str, Path], torch: str) -> None:
-    """Install all wheels in a clean environment and compare the CPU backend with the oracle there.
+def installations(wheels: dict[str, Path], root: Path = ROOT) -> tuple[list[str], list[str]]:
+    """What pip is given to install wheels (by the name of what they install), in two runs.
 
-    Args:
-        wheels: by the name of what they install. torch: what to install as torch.
+    First the core and the backends with all that they need. Then the adapters without their stacks: vLLM and SGLang
+    each need one version of torch, and not the same one.
     """
+    adapters = {f"kda_core_{path.name}" for path in (root / "integrations").glob("*")}
+    core, *backends = (str(wheel) for name, wheel in wheels.items() if name not in adapters)
+    alone = [str(wheel) for name, wheel in wheels.items() if name in adapters]
+    return [f"{core}[cli]", *backends], ["--no-deps", *alone]
+
+
+def verify_installed(wheels: dict[str, Path], torch: str) -> None:
+    """Install all wheels in a clean environment and compare the CPU backend with the oracle there."""
     shutil.rmtree(CLEAN, ignore_errors=True)
     run(sys.executable, "-I", "-m", "venv", CLEAN)
     pip = [CLEAN / "bin" / "python", "-I", "-m", "pip", "--disable-pip-version-check"]
     install = [*pip, "install", "--quiet", "--no-compile", "--constraint", CONSTRAINTS]
     # Install torch first and alone: a plain requirement of it may fetch another build, of several gigabytes.
     run(*install, torch)
-    adapters = {f"kda_core_{path.name}" for path in (ROOT / "integrations").iterdir()}
-    core, *backends = (wheel for name, wheel in wheels.items() if name not in adapters)
-    run(*install, f"{core}[cli]", *backends)
+    with_needs, alone = installations(wheels)
+    run(*install, *with_needs)
     run(*pip, "check")
-    # Without the stacks: vLLM and SGLang each need one version of torch, and not the same one.
-    run(*install, "--no-deps", *(wheel for name, wheel in wheels.items() if name in adapters))
+    run(*install, *alone)
     # Outside the checkout, whose kda_core would hide the wheel's.
     for command in ("info", "verify"):
         run(CLEAN / "bin" / "kda", command, cwd=CLEAN)
