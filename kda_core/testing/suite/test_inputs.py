@@ -69,7 +69,7 @@ GATED = (
     ],
 )
 def test_inputs_changed_in_place(kda, op: str):
-    """FAILURES 37: the same call again after each input was changed in place: what is kept by address would be old."""
+    """The same call again after each input was changed in place: what is kept by address would be old."""
     if op == "chunk_kda":
         call = ALL.call()
     else:
