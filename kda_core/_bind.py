@@ -102,7 +102,10 @@ def default_scale(q: Tensor) -> float:
         shape: tuple[int, ...] = getattr(q, "shape", ())
     except RuntimeError:  # nested tensors of the strided layout have none
         shape = ()
-    return shape[3] ** -0.5 if len(shape) == 4 and shape[3] else 1.0
+    if len(shape) != 4 or not shape[3]:
+        return 1.0
+    # Under torch.jit.trace a size is a tensor.
+    return (int(shape[3]) if isinstance(shape[3], Tensor) else shape[3]) ** -0.5
 
 
 def is_sharded(t: Any) -> bool:

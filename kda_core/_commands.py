@@ -204,8 +204,9 @@ def explain(
         call_shape = CallShape(
             sizes=_sizes(shape), HV=hv, dtype=dtype, gate_dtype=gate_dtype, state_dtype=state_dtype,
             device=_planned_device(backend) if chip and backend and device is None else _device(device, backend),
-            bounds=None if varlen is None else _integers(varlen), slots=slots, slots_per_sequence=slots_per_sequence,
-            strided=strided, backward=backward, present=frozenset(n for n, given in passed.items() if given),
+            bounds=None if varlen is None else _integers(varlen, "--varlen"), slots=slots,
+            slots_per_sequence=slots_per_sequence, strided=strided, backward=backward,
+            present=frozenset(n for n, given in passed.items() if given),
         )  # fmt: skip
         call = example_call(OPS[op], call_shape, written)
         with contextlib.ExitStack() as ranks:
@@ -288,14 +289,14 @@ def verify(
 ) -> None:
     """Compare a backend with the float64 oracle: every function, pools, drafts, the gate, forward and gradients.
 
-    Prints a line for each case when it ends, and failures in full. Without --backend: every installed backend that
-    can run on the device. Exit status: 0 when every output is within its budget, 1 when one is not or nothing could
-    be run, 2 for bad arguments.
+    Prints a line for each case when it ends, and failures in full. Without --backend and KDA_BACKEND: every installed
+    backend that can run on the device. Exit status: 0 when every output is within its budget, 1 when one is not or
+    nothing could be run, 2 for bad arguments.
     """
     started = time.perf_counter()
     rows: dict[str, list[Any]] = {}
     try:
-        names, where = _to_verify(backend, device)
+        names, where = _to_verify(_plugins.requested_name(backend), device)
         for name in names:
             if not as_json:
                 typer.echo(f"{name} on {where}, against the float64 oracle")
@@ -423,19 +424,16 @@ def _is_written(ctx: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _integers(text: str) -> tuple[int, ...]:
+def _integers(text: str, option: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ValueError(f"expected whole numbers with commas between them, got {text!r}") from None
+        raise ValueError(f"{option}: expected whole numbers with commas between them, got {text!r}") from None
 
 
 def _sizes(text: str, fewest: int = 5, least: int = 0) -> tuple[int, int, int, int, int]:
     """B, T, H, K, V; V may be left out where four sizes are enough, and is K then."""
-    try:
-        numbers = _integers(text)
-    except ValueError as error:
-        raise ValueError(f"--shape: {error}") from None
+    numbers = _integers(text, "--shape")
     if not fewest <= len(numbers) <= 5 or min(numbers) < least or max(numbers) >= MOST_BYTES:
         count = "five" if fewest == 5 else "four or five"
         raise ValueError(f"--shape: expected {count} sizes B,T,H,K,V from {least} to below 2**62, got {text!r}")

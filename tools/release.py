@@ -3,9 +3,10 @@
     python tools/release.py [--torch torch==2.13.0] [--final]
 
 In this order: the versions of all packages agree; sdists and, from these, wheels are built in ``build/release``; every
-wheel holds what its package has in the checkout; ``twine check --strict`` passes; all wheels install together in a
-clean environment, where ``kda verify`` compares the CPU backend with the oracle. ``--final`` also asks for a clean
-working tree and a dated section of the version in CHANGELOG.md.
+wheel holds what its package has in the checkout, and the licence; ``twine check --strict`` passes; the core and the
+backends install together in a clean environment, then the adapters without their stacks, and ``kda verify`` compares
+the CPU backend with the oracle. ``--final`` also asks for a clean working tree and a dated section of the version in
+CHANGELOG.md.
 """
 
 from __future__ import annotations
@@ -75,15 +76,19 @@ def check_contents(wheel: Path, package: str, sources: Path) -> None:
     """Compare a wheel with its package in the checkout; a sdist that leaves files out makes such a wheel.
 
     Raises:
-        ReleaseError: files of the package that are not in the wheel, or files beside it that do not belong there.
+        ReleaseError: files of the package that are not in the wheel, files beside it that do not belong there, or a
+            wheel without the licence, whose text every copy must have.
     """
     files = [path for path in (sources / package).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     expected = {path.relative_to(sources).as_posix() for path in files}
     with zipfile.ZipFile(wheel) as archive:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}
+        licences = [archive.read(name) for name in archive.namelist() if name.endswith(".dist-info/licenses/LICENSE")]
     if found != expected:
         missing, beside = (sorted(names) or "nothing" for names in (expected - found, found - expected))
         raise ReleaseError(f"{wheel.name}: missing {missing}, unexpected {beside}")
+    if licences != [(ROOT / "LICENSE").read_bytes()]:
+        raise ReleaseError(f"{wheel.name}: expected the text of LICENSE, found {len(licences) or 'no'} other")
 
 
 def run(*command: object, cwd: Path = ROOT) -> None:
@@ -101,7 +106,19 @@ def build() -> list[Path]:
     return sorted(OUT.iterdir())
 
 
-def verify_installed(wheels: list[Path], torch: str) -> None:
+def installations(wheels: dict[str, Path], root: Path = ROOT) -> tuple[list[str], list[str]]:
+    """What pip is given to install wheels (by the name of what they install), in two runs.
+
+    First the core and the backends with all that they need. Then the adapters without their stacks: vLLM and SGLang
+    each need one version of torch, and not the same one.
+    """
+    adapters = {f"kda_core_{path.name}" for path in (root / "integrations").glob("*")}
+    core, *backends = (str(wheel) for name, wheel in wheels.items() if name not in adapters)
+    alone = [str(wheel) for name, wheel in wheels.items() if name in adapters]
+    return [f"{core}[cli]", *backends], ["--no-deps", *alone]
+
+
+def verify_installed(wheels: dict[str, Path], torch: str) -> None:
     """Install all wheels in a clean environment and compare the CPU backend with the oracle there."""
     shutil.rmtree(CLEAN, ignore_errors=True)
     run(sys.executable, "-I", "-m", "venv", CLEAN)
@@ -109,9 +126,10 @@ def verify_installed(wheels: list[Path], torch: str) -> None:
     install = [*pip, "install", "--quiet", "--no-compile", "--constraint", CONSTRAINTS]
     # Install torch first and alone: a plain requirement of it may fetch another build, of several gigabytes.
     run(*install, torch)
-    core, *others = wheels
-    run(*install, f"{core}[cli]", *others)
+    with_needs, alone = installations(wheels)
+    run(*install, *with_needs)
     run(*pip, "check")
+    run(*install, *alone)
     # Outside the checkout, whose kda_core would hide the wheel's.
     for command in ("info", "verify"):
         run(CLEAN / "bin" / "kda", command, cwd=CLEAN)
@@ -134,7 +152,7 @@ def main() -> int:
         for name, folder in packages().items():
             check_contents(wheels[name], name, folder)
         run(sys.executable, "-I", "-m", "twine", "check", "--strict", *files)
-        verify_installed(list(wheels.values()), options.torch)
+        verify_installed(wheels, options.torch)
     except (ReleaseError, subprocess.CalledProcessError) as error:
         print(f"not ready: {error}", file=sys.stderr)
         return 1

@@ -460,6 +460,8 @@ class Subject:
             if grad.shape != like.shape or grad.dtype != like.dtype or grad.device != like.device:
                 got = f"{list(grad.shape)} {grad.dtype} on {grad.device}"
                 raise Mismatch(f"d{n}: expected {list(like.shape)} {like.dtype} on {like.device}, got {got}")
+            if not grad.is_contiguous():
+                raise Mismatch(f"d{n}: expected a contiguous tensor, got strides {grad.stride()}")
             expected = call.request_shape(n)
             results[f"d{n}"] = grad.to("cpu", copy=True).reshape(expected)
             like.requires_grad_(False)

@@ -421,6 +421,18 @@ def test_verify_says_why_it_cannot_run(arguments, status, message):
     assert message in result.output
 
 
+def test_verify_takes_the_backend_that_the_environment_names(monkeypatch):
+    """As every call does: otherwise a GPU's backend would seem to pass where the CPU's was compared."""
+    monkeypatch.setenv("KDA_BACKEND", "reference")
+    result = verify()
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("reference on cpu")
+    monkeypatch.setenv("KDA_BACKEND", "nochip")
+    assert verify().exit_code == 1
+    assert "backend 'nochip' is not installed" in verify().output
+    assert verify("--backend", "reference").exit_code == 0
+
+
 @pytest.mark.parametrize("package", ["typer", "rich"])
 def test_without_the_extra_it_says_which_one_to_install(package, monkeypatch, capsys):
     for module in [m for m in sys.modules if m.startswith(f"{package}.")]:

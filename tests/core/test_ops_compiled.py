@@ -178,3 +178,17 @@ def test_a_traced_step_reads_its_slots_when_it_runs():
     pool = torch.zeros(6, HV, K, V)
     traced(pool, torch.tensor([4, 0]))
     assert pool.flatten(1).any(1).nonzero().flatten().tolist() == [0, 4]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("op", ["chunk_kda", "fused_recurrent_kda"])
+def test_a_traced_call_has_the_default_scale(op):
+    """Sizes are tensors while torch.jit.trace looks on, and a scale must be none."""
+    arguments = make(1)
+    names = ("q", "k", "v", "g", "beta")
+
+    def call(*tensors):
+        return getattr(kda_core, op)(*tensors)[0]
+
+    given = tuple(arguments[n].detach() for n in names)
+    assert torch.equal(torch.jit.trace(call, given)(*given), call(*given))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import draft_mutants
 import layer_mutants
+import memory_mutants
 import mutants
 import pytest
 import quiet_mutants
@@ -64,7 +65,7 @@ OPTIONS = (
 )  # fmt: skip
 
 
-MODULES = (mutants, quiet_mutants, rare_mutants, stride_mutants, draft_mutants, layer_mutants)
+MODULES = (mutants, quiet_mutants, rare_mutants, stride_mutants, memory_mutants, draft_mutants, layer_mutants)
 
 
 def every_mutant() -> list[type[Mutant]]:

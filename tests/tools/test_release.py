@@ -38,11 +38,14 @@ def test_versions_must_agree(tree: Path):
 
 def test_a_wheel_must_hold_its_package_and_nothing_else(tree: Path):
     wheel = tree / "kda_core-1.2.3-py3-none-any.whl"
+    licence = (release.ROOT / "LICENSE").read_text()
 
-    def write(*names: str) -> None:
+    def write(*names: str, licence: str | None = licence) -> None:
         with zipfile.ZipFile(wheel, "w") as archive:
             for name in names:
                 archive.writestr(name, "")
+            if licence is not None:
+                archive.writestr("kda_core-1.2.3.dist-info/licenses/LICENSE", licence)
 
     write("kda_core/__init__.py", "kda_core-1.2.3.dist-info/METADATA")
     release.check_contents(wheel, "kda_core", tree)
@@ -53,6 +56,28 @@ def test_a_wheel_must_hold_its_package_and_nothing_else(tree: Path):
     write("kda_core/__init__.py")
     with pytest.raises(release.ReleaseError, match=r"missing \['kda_core/py.typed'\]"):
         release.check_contents(wheel, "kda_core", tree)
+    for text in (None, "another"):
+        write("kda_core/__init__.py", "kda_core/py.typed", licence=text)
+        with pytest.raises(release.ReleaseError, match="expected the text of LICENSE"):
+            release.check_contents(wheel, "kda_core", tree)
+
+
+def test_every_package_has_its_types():
+    assert all((folder / package / "py.typed").is_file() for package, folder in release.packages().items())
+
+
+def test_every_package_has_the_licence():
+    """Its wheel takes the file from its own folder, as its sdist does."""
+    texts = {(folder / "LICENSE").read_bytes() for folder in release.packages().values()}
+    assert texts == {(release.ROOT / "LICENSE").read_bytes()}
+
+
+def test_adapters_are_installed_without_their_stacks():
+    """vLLM and SGLang need other versions of torch each: pip can install no environment with all of them."""
+    with_needs, alone = release.installations({name: Path(name) for name in release.packages()})
+    assert with_needs == ["kda_core[cli]", *(f"kda_core_{name}" for name in ("amd", "cpu", "nvidia"))]
+    adapters = ("fla", "sglang", "torchtitan", "transformers", "vllm")
+    assert alone == ["--no-deps", *(f"kda_core_{name}" for name in adapters)]
 
 
 def test_a_release_needs_a_clean_tree_and_a_dated_section():

@@ -55,6 +55,28 @@ def test_backward_twice_of_one_forward(kda):
     assert all(same_bits(a, b) for a, b in zip(first, second, strict=True))
 
 
+@requires(Feature.CHUNK, Feature.BACKWARD)
+@pytest.mark.parametrize("saving", [False, pytest.param(True, marks=requires(Feature.DISABLE_RECOMPUTE))])
+def test_two_forwards_before_their_backwards(kda, saving: bool):
+    """Layers of one shape: the second leaves what the first saved for its backward, and its gradients, as they are."""
+    options = {"disable_recompute": True} if saving else {}
+    call = Case(name="two layers", T=70, final_state=False, backward=True, options=options).call()
+    kda.run(call)
+    grad = call.grads["o"].to(kda.device)
+    first = {n: t.to(kda.device) for n, t in call.tensors.items()}
+    layers = [{n: t.requires_grad_() for n, t in x.items()} for x in (first, {n: t.flip(1) for n, t in first.items()})]
+
+    def gradients(o: torch.Tensor, leaves: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(o, list(leaves.values()), grad)
+
+    alone = [[t.clone() for t in gradients(call(leaves, kda.name)[0], leaves)] for leaves in layers]
+    outputs = [call(leaves, kda.name)[0] for leaves in layers]
+    found = [gradients(o, leaves) for o, leaves in zip(outputs, layers, strict=True)]
+    for here, expected in zip(found, alone, strict=True):
+        for name, a, b in zip(first, here, expected, strict=True):
+            assert same_bits(a, b), f"d{name} differs where another layer's forward lies between"
+
+
 @requires(Feature.RECURRENT)
 def test_recurrent_repeats(kda):
     """FAILURES 19: 30 decoding steps from the same state, bit for bit."""

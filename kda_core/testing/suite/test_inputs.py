@@ -37,9 +37,10 @@ def test_inputs_unchanged_by_a_step(kda):
 
 
 @requires(Feature.CHUNK, Feature.INITIAL_STATE, Feature.FINAL_STATE)
-def test_results_alias_nothing(kda):
+@pytest.mark.parametrize("T", [1, 0])
+def test_results_alias_nothing(kda, T: int):
     """Results are tensors of their own: writing to them, and other calls, change no input and no other result."""
-    call = Case(name="aliases", T=1, state=torch.float32).call()
+    call = Case(name="aliases", T=T, state=torch.float32).call()
     kda.run(call)
     tensors = {n: t.to(kda.device) for n, t in call.tensors.items()}
     with torch.no_grad():
@@ -52,6 +53,39 @@ def test_results_alias_nothing(kda):
     assert same_bits(o, before["o"])
     o.fill_(float("nan"))
     assert all(same_bits(t, before[n]) for n, t in tensors.items())
+
+
+GATED = (
+    Feature.GVA, Feature.SOFTPLUS_GATE, Feature.QK_L2NORM, Feature.NEG_EIGVAL, Feature.BETA_SIGMOID,
+    Feature.INITIAL_STATE,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        pytest.param("chunk_kda", marks=requires(Feature.CHUNK, Feature.VARLEN, *GATED)),
+        pytest.param("fused_recurrent_kda", marks=requires(Feature.RECURRENT, Feature.PAGED_STATE, *GATED)),
+    ],
+)
+def test_inputs_changed_in_place(kda, op: str):
+    """The same call again after each input was changed in place: what is kept by address would be old."""
+    if op == "chunk_kda":
+        call = ALL.call()
+    else:
+        step = ALL.having(name="changed step", op=op, B=3, T=1, lengths=())
+        call = step.call().in_pool(torch.tensor([4, 0, 2], dtype=torch.int32), 5)
+    kda.run(call)
+    tensors = {n: t if n == "cu_seqlens_cpu" else t.to(kda.device, copy=True) for n, t in call.tensors.items()}
+    tensors |= {n: torch.ones_like(t) for n, t in tensors.items() if n == "initial_state"}
+    with torch.no_grad():
+        call(tensors, kda.name)
+        for name, t in tensors.items():
+            turned = t.flip(1 if t.dim() > 1 and t.shape[0] == 1 else 0)
+            t.copy_(turned[0] - turned if name.startswith("cu_seqlens") else turned)
+        others = {n: t.clone() for n, t in tensors.items()}
+        again, expected = call(tensors, kda.name), call(others, kda.name)
+    assert all(same_bits(a, b) for a, b in zip(again, expected, strict=True) if a is not None)
 
 
 @requires(Feature.CHUNK, Feature.BACKWARD, Feature.RECURRENT, Feature.RECURRENT_BACKWARD)
