@@ -8,8 +8,7 @@ training step half a millisecond, which is longer than the kernels of a small la
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,55 +16,55 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from kda_core import _torch_private
-from kda_core._bind import build_request
+from kda_core._kinds import Kind, Repeated
 from kda_core._loaded import Backend
 from kda_core._schemas import NAMESPACE, OPERATORS, Operator
+from kda_core._signature import is_own
 from kda_core._torch_private import needs_operator
 from kda_core.errors import NO_DOUBLE_BACKWARD, NO_FORWARD_MODE, ContractViolation
 from kda_core.request import ForwardResult, GateRequest, Request
 
 
-class _Kind:
-    """Values that all calls of one signature share.
+def _given(r: Request | GateRequest, arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors that the function depends on: the caller's own, rather than views of them in the request's shapes.
 
-    Attributes:
-        operator: the row of the function.
-        names: of the tensors that are given.
-        tensors: takes them from a request.
-        values: the request's other values, as those of a backward.
-        needed: by what autograd asks for (``needs_input_grad``), the names.
-        checked: whether the backend has been seen to save what it announces.
+    A view is a node of the graph. Repeated calls save the same tensors, as activation checkpointing demands.
     """
-
-    def __init__(self, r: Request | GateRequest) -> None:
-        self.operator = OPERATORS[r.op]
-        self.names = tuple(name for name in self.operator.tensors if getattr(r, name) is not None)
-        # attrgetter returns no tuple for a single name.
-        self.tensors = attrgetter(*self.names) if len(self.names) > 1 else lambda r: (getattr(r, self.names[0]),)
-        options = {name: getattr(r, name) for name in self.operator.options}
-        self.values = {"op": r.op, "save_for_backward": True, **options}
-        self.needed: dict[tuple[bool, ...], frozenset[str]] = {}
-        self.checked = not self.operator.saved
+    found = {n: t for n in OPERATORS[r.op].tensors if (t := getattr(r, n)) is not None}
+    for name, t in found.items():
+        own = t if r.memo is None else arguments[name]
+        if own is not t and is_own(own):
+            found[name] = own
+    return found
 
 
-def _kind(r: Request | GateRequest) -> _Kind:
-    if r.memo is None:
-        return _Kind(r)
-    kind = r.memo.get(_Kind)
+def _kind(r: Request | GateRequest, given: dict[str, Tensor] | None = None) -> Kind:
+    """The kind of a request's calls with these tensors; None: its own."""
+    given = _given(r, vars(r)) if given is None else given
+    memo = {} if r.memo is None else r.memo
+    key = (Kind, *[t.shape for n, t in given.items() if t is not getattr(r, n)])
+    kind = memo.get(key)
     if kind is None:
-        kind = r.memo[_Kind] = _Kind(r)
+        kind = memo[key] = Kind(r, tuple(given), tuple(given.values()))
     return kind
 
 
-def call(backend: Backend, r: Request | GateRequest) -> tuple[Tensor, ...]:
-    """The differentiable results of a request whose inputs require gradients: (o, final_state), or (log_decay,)."""
-    kind = _kind(r)
-    return _CALLS[r.op].apply(backend, r, kind, *kind.tensors(r))
+def call(backend: Backend, r: Request | GateRequest, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
+    """The differentiable results of a call whose inputs require gradients: (o, final_state), or (log_decay,)."""
+    given = _given(r, arguments)
+    strides = None if r.memo is None else strides_of(given.values())
+    return _CALLS[r.op].apply(backend, r, _kind(r, given), strides, *given.values())
 
 
-def _check_gradients(name: str, grads: Sequence[Tensor | None]) -> None:
+def repeat(known: Repeated, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The same for a call that repeats an earlier one: of the arguments' own tensors."""
+    return _APPLY[known.operator.op](known.backend, None, known, known.strides, *tensors)
+
+
+def _check_gradients(name: str, grads: Sequence[Tensor | None], watched: bool) -> None:
     """Refuse gradients that a backend cannot read."""
-    refuse_tangents(name, *grads)
+    if watched:
+        refuse_tangents(name, *grads)
     for grad in grads:
         if grad is not None and _torch_private.is_legacy_batched(grad):
             raise RuntimeError(
@@ -74,11 +73,11 @@ def _check_gradients(name: str, grads: Sequence[Tensor | None]) -> None:
             )
 
 
-_BEFORE = 3
+_BEFORE = 4
 """Arguments of ``_Call`` ahead of the tensors."""
 
 
-def strides_of(tensors: Sequence[Tensor | None]) -> list[tuple[int, ...] | None]:
+def strides_of(tensors: Iterable[Tensor | None]) -> list[tuple[int, ...] | None]:
     """The part of saved tensors that a memo depends on: their hooks may return others, e.g. from the CPU."""
     return [None if t is None else t.stride() for t in tensors]
 
@@ -87,7 +86,9 @@ class _Call(torch.autograd.Function):
     """A call of the tensors that it has."""
 
     @staticmethod
-    def forward(ctx: Any, backend: Backend, r: Any, kind: _Kind, *tensors: Tensor) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, backend: Backend, r: Any, kind: Kind, strides: Any, *tensors: Tensor) -> tuple:
+        if r is None:
+            r = kind.request(kind.values(tensors), kind.memo)
         result = backend.forward(r)
         saved = result.saved if kind.operator.saved else ()
         if not kind.checked:
@@ -96,39 +97,45 @@ class _Call(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *saved)
         # Not the request: it holds the tensors, and autograd decides how long they live.
-        ctx.call = backend, kind, r.memo, None if r.memo is None else strides_of(tensors)
+        ctx.call = backend, kind, strides
         return (result.o, result.final_state) if type(result) is ForwardResult else (result,)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         # Read once: under activation checkpointing a second look at saved tensors is an error.
         kept = ctx.saved_tensors
-        backend, kind, memo, strides = ctx.call
-        names, needs, operator = kind.names, ctx.needs_input_grad[_BEFORE:], kind.operator
-        if all(grad is None for grad in grads):
+        backend, kind, strides = ctx.call
+        names, needs, operator = kind.names, ctx.needs_input_grad, kind.operator
+        if grads[0] is None and grads[-1] is None:
             return (None,) * (_BEFORE + len(names))
         given = kept[: len(names)]
         saved = kept[len(names) :]
         # The compiler of torch 2.7 zips equal lengths only.
-        tensors = dict(zip(names, given, strict=True))
         asked = dict(zip(operator.grads, grads, strict=True))
         compiling = torch.compiler.is_compiling()
+        watched = compiling or torch.is_grad_enabled() or needs_operator(*grads)
         if not compiling:
-            _check_gradients(operator.op, grads)
-        needed = kind.needed.get(needs)
+            _check_gradients(operator.op, grads, watched)
+        # The compiler of torch 2.7 makes no frozenset.
+        needed: Any = None if compiling else kind.needed.get(needs)
         if needed is None:
-            needed = kind.needed[needs] = frozenset(n for n, wanted in zip(names, needs, strict=True) if wanted)
-        if compiling or torch.is_grad_enabled() or needs_operator(*grads):
+            needed = [n for n, wanted in zip(names, needs[_BEFORE:], strict=True) if wanted]
+            if not compiling:
+                needed = kind.needed[needs] = frozenset(needed)
+        if watched:
             flat = dict(zip(operator.saved[: len(saved)], [t.reshape(-1) for t in saved], strict=True))
             more = {"needs": [n in needed for n in operator.differentiable], "backend": backend.info.name}
-            found = call_backward(operator, {**kind.values, **tensors, **flat, **asked, **more})
+            found = call_backward(operator, {**kind.values(given), **flat, **asked, **more})
         else:
             more = {"saved": saved, "needs_grad": needed} if operator.saved else {"needs_grad": needed}
-            r = build_request({**kind.values, **tensors, **asked, **more}, operator.request)
-            if strides == strides_of(given):
-                r.__dict__["memo"] = memo
-            found = backend.backward(r)
-        return (None, None, None, *(found[name] if name in needed else None for name in names))
+            values = kind.values(given)
+            values |= asked
+            values |= more
+            found = backend.backward(kind.request(values, kind.memo if strides == strides_of(given) else None))
+        for name, _, shape in kind.shaped:
+            if name in needed:
+                found = {**found, name: found[name].reshape(shape)}
+        return (None,) * _BEFORE + tuple([found[name] if name in needed else None for name in names])
 
 
 _CALLS: dict[str, Any] = {
@@ -139,6 +146,10 @@ _CALLS: dict[str, Any] = {
     for op, row in OPERATORS.items()
     if row.differentiable
 }  # fmt: skip
+
+
+# Without torch's search for wrappers of transforms that are over, which tensors of repeated calls are not.
+_APPLY = {op: super(torch.autograd.Function, function).apply for op, function in _CALLS.items()}
 
 
 def _check_saved(backend: Backend, r: Request, saved: tuple[Tensor, ...]) -> None:

@@ -19,6 +19,7 @@ import pluggy
 
 from kda_core import _checks, _meta, _torch_private, hookspecs, platforms
 from kda_core._contract import contract_problem, found_entry_points, mismatch, read_info
+from kda_core._kinds import Repeated
 from kda_core._ledger import Explanation, LedgerEntry, State, Status, Verdict
 from kda_core._loaded import Backend
 from kda_core._signature import Asked, Like, is_plain, signature
@@ -57,6 +58,8 @@ class Registry:
         self._choices: dict[tuple, tuple[Backend | str, dict]] = {}
         # By operator, a fast match with the last call, and its choice.
         self._latest: dict[str, tuple[Like, tuple[Backend | str, dict]]] = {}
+        # By public function, its last calls that may be repeated.
+        self.repeated: dict[str, tuple[Repeated, ...]] = {}
         # Answers of ``supports``, by ``_question``.
         self._asked: dict[tuple, Asked] = {}
 
@@ -172,6 +175,7 @@ class Registry:
 
     def _forget_choices(self) -> None:
         self._latest.clear()
+        self.repeated.clear()
         self._choices.clear()
         self._asked.clear()
         for backend in self._backends.values():
@@ -268,11 +272,7 @@ class Registry:
             UnsupportedCall: no installed backend, or not the named one, can serve the call.
         """
         backend = self._backend_of(request, name)
-        r: Any = request
-        # Most calls have no values to be checked, and pay no call for it.
-        if r.op == "commit_kda" or (
-            r.op != "kda_gate" and (r.cu_seqlens is not None or r.inplace_final_state or r.out is not None)
-        ):
+        if _checks.has_values(request):
             _check_values(request)
         return backend
 

@@ -5,7 +5,7 @@ Every call passes by here: fields are read by ``attrgetter``, or one by one, bec
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -18,6 +18,8 @@ from kda_core import _torch_private
 from kda_core.request import DATA, AnyRequest, CommitRequest, GateRequest, Request
 
 _PLAIN = frozenset({Tensor, Parameter})
+_PRIMITIVE = frozenset({bool, int, float, str, type(None), torch.dtype})
+_is_nested = attrgetter("is_nested")
 
 BACKWARD_ONLY = frozenset({"saved", "grad_o", "grad_final_state", "grad_output", "needs_grad"})
 """Fields that the choice does not depend on: a backward runs where its forward ran."""
@@ -74,14 +76,64 @@ _options_of = attrgetter(*_OPTIONS[Request])
 _optional_tensors_of = attrgetter(*(n for n in _TENSORS[Request] if n not in DATA))
 
 
-class Like:
-    """Fast match with an earlier call, in half the time of the key; False means unknown.
+class Same:
+    """Tells whether values of a call are those of an earlier one, in half the time of the key; None means unknown.
 
-    It compares more than the key does: all strides, ``requires_grad`` and the mode.
+    It compares more than the key does: all strides, ``requires_grad`` and inference mode, but not the gradient mode.
+
+    Args:
+        values: of the earlier call.
+        given: keys of those that are tensors.
+        rest: keys of all others.
+        getter: ``itemgetter`` or ``attrgetter``, by which keys find values.
+        guards: gives torch's class for comparisons, or None.
+    """
+
+    def __init__(
+        self, values: Any, given: Sequence[Any], rest: Sequence[Any], getter: Any = itemgetter,
+        guards: Callable[[], Any] = _torch_private.tensor_guards,
+    ) -> None:  # fmt: skip
+        self.tensors, self._rest = _getter(given, getter), _getter(rest, getter)
+        self.rest = self._rest(values)
+        self._types = tuple(map(type, self.rest))
+        tensors = self.tensors(values)
+        self._check: Any = None if any(map(_is_nested, tensors)) else _comparison(tensors, guards())
+
+    @classmethod
+    def of(cls, values: Any, keys: Iterable[Any]) -> Same:
+        """That of values by their keys, which says itself which are tensors."""
+        given = [k for k in keys if isinstance(values[k], Tensor)]
+        rest = [k for k in keys if k not in given]
+        # Other options may change between two calls, or hold values of tensors.
+        simple = _PRIMITIVE.issuperset([type(values[k]) for k in rest]) and all(is_own(values[k]) for k in given)
+        return cls(values, given, rest, guards=_torch_private.tensor_guards if simple else lambda: None)
+
+    @property
+    def can_match(self) -> bool:
+        """Whether any values will be known as the same."""
+        return self._check is not None
+
+    def __call__(self, values: Any) -> tuple[Tensor, ...] | None:
+        """The tensors of a call that has the same values."""
+        try:
+            rest = self._rest(values)
+            # Types first: values of different types may not be comparable.
+            if tuple(map(type, rest)) != self._types or rest != self.rest:
+                return None
+            tensors = self.tensors(values)
+            # torch's check ends the process where a tensor is nested: it has no sizes to compare.
+            nested = any(map(_is_nested, tensors))
+        except (AttributeError, KeyError):  # something is no tensor, or has another name
+            return None
+        return None if nested or self._check is None or not self._check(*tensors) else tensors
+
+
+class Like:
+    """Fast match of a request with an earlier one.
 
     Args:
         request, name: the call that was seen, one with a key.
-        guards: gives torch's class for comparisons, or None.
+        guards: as of ``Same``.
     """
 
     def __init__(
@@ -90,25 +142,10 @@ class Like:
         kind = type(request)
         given = [n for n in _TENSORS[kind] if getattr(request, n) is not None]
         absent = [n for n in _TENSORS[kind] if n not in given]
-        # torch's check ends the process where a tensor is nested: it has no sizes to compare.
-        self._rest = attrgetter(*_OPTIONS[kind], *absent, *(f"{n}.is_nested" for n in given))
-        self._name, self._values = name, self._rest(request)
-        self._types = tuple(map(type, self._values))
-        # attrgetter returns no tuple for a single name.
-        self._tensors = attrgetter(*given) if len(given) > 1 else lambda r: (getattr(r, given[0]),)
-        self._check = _comparison(self._tensors(request), guards())
+        self._name, self._same = name, Same(request, given, (*_OPTIONS[kind], *absent), attrgetter, guards)
 
     def __call__(self, request: AnyRequest, name: str | None) -> bool:
-        if self._check is None or name != self._name:
-            return False
-        try:
-            rest = self._rest(request)
-        except AttributeError:  # something is no tensor
-            return False
-        # Types first: values of different types may not be comparable.
-        if tuple(map(type, rest)) != self._types or rest != self._values:
-            return False
-        return self._check(*self._tensors(request))
+        return name == self._name and self._same(request) is not None
 
 
 def _comparison(tensors: tuple[Tensor, ...], guards: Any) -> Any:
@@ -122,10 +159,6 @@ def _comparison(tensors: tuple[Tensor, ...], guards: Any) -> Any:
     return guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
-_is_nested = attrgetter("is_nested")
-_PRIMITIVE = frozenset({bool, int, float, str, type(None), torch.dtype})
-
-
 class Asked:
     """A question of ``supports`` and its answer: it meets the same question without a request.
 
@@ -136,44 +169,28 @@ class Asked:
 
     def __init__(self, args: tuple, kwargs: dict[str, Any], name: str | None, answer: tuple[bool, str]) -> None:
         self.answer = answer
-        given = [n for n, value in kwargs.items() if isinstance(value, Tensor)]
-        rest = [n for n in kwargs if n not in given]
-        tensors = (*args, *map(kwargs.__getitem__, given))
-        self._count, self._name, self._grad = len(kwargs), name, torch.is_grad_enabled()
-        self._given = _getter(given)
-        self._rest = _getter(rest)
-        self._values = self._rest(kwargs)
-        self._types = tuple(map(type, self._values))
-        # Other options may change between two questions, or hold values of tensors.
-        simple = _PRIMITIVE.issuperset(self._types) and all(map(is_plain, tensors))
-        comparable = simple and not any(map(_is_nested, tensors))
-        self._check: Any = _comparison(tensors, _torch_private.tensor_guards()) if comparable else None
+        values = dict(enumerate(args)) | kwargs  # type: ignore[operator]
+        self._count, self._name, self._grad = len(values), name, torch.is_grad_enabled()
+        self._same = Same.of(values, values)
 
     @property
     def can_match(self) -> bool:
         """Whether any question will be known as the same."""
-        return self._check is not None
+        return self._same.can_match
 
     def __call__(self, args: tuple, kwargs: dict[str, Any], name: str | None) -> bool:
         """Whether this question is the same; False means unknown."""
-        if len(kwargs) != self._count or name != self._name:
+        values = dict(enumerate(args)) | kwargs  # type: ignore[operator]
+        if len(values) != self._count or name != self._name or torch.is_grad_enabled() != self._grad:
             return False
-        try:
-            rest = self._rest(kwargs)
-            tensors = args + self._given(kwargs)
-            if tuple(map(type, rest)) != self._types or rest != self._values or any(map(_is_nested, tensors)):
-                return False
-        except (KeyError, AttributeError):  # other names, or something is no tensor
-            return False
-        return torch.is_grad_enabled() == self._grad and self._check(*tensors)
+        return self._same(values) is not None
 
 
-def _getter(names: list[str]) -> Any:
-    """The values of these keys of a dictionary, as a tuple."""
-    if len(names) > 1:
-        return itemgetter(*names)
-    # itemgetter returns no tuple for a single name.
-    return (lambda values: (values[names[0]],)) if names else lambda values: ()
+def _getter(keys: Sequence[Any], getter: Any) -> Any:
+    """The values of these keys, as a tuple."""
+    found: Any = getter(*keys) if keys else None
+    # A getter returns no tuple for a single key.
+    return found if len(keys) > 1 else lambda values: (found(values),) if keys else ()
 
 
 def _of_gate(r: Any, name: str | None) -> tuple:
@@ -204,3 +221,8 @@ def _metadata(t: Tensor) -> tuple:
 def is_plain(t: Any) -> bool:
     """Whether ``t`` is a tensor with values, rather than a fake or wrapped one."""
     return type(t) in _PLAIN
+
+
+def is_own(t: Any) -> bool:
+    """Whether ``t`` is a plain tensor that holds its own values: no view with another sign, nothing of a transform."""
+    return is_plain(t) and not t.is_neg() and not _torch_private.may_be_wrapped(t)

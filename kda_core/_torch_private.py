@@ -77,7 +77,10 @@ def needs_operator(*values: Any) -> bool:
     for t in values:
         if type(t) is not Tensor and type(t) is not Parameter and isinstance(t, Tensor):
             return True
-    return in_mode() or in_forward_mode()
+    # As ``in_mode`` and ``in_forward_mode``, written out: every call passes by here.
+    if _in_dispatch_mode() or _transform_level() is not None or _tracing_state() is not None:
+        return True
+    return _forward_mode is None or _forward_mode._current_level >= 0
 
 
 # Without them a layer calls each of its parts, which is right and slow.
@@ -99,6 +102,8 @@ is_legacy_batched: Callable[[Tensor], bool] = _found(torch._C, "_functorch.is_le
 is_wrapped: Callable[[Tensor], bool] = _found(torch._C, "_functorch.is_functorch_wrapped_tensor", _refuse)
 is_tracking_gradient: Callable[[Tensor], bool] = _found(torch._C, "_functorch.is_gradtrackingtensor", _refuse)
 unwrapped: Callable[[Tensor], Tensor] = _found(torch._C, "_functorch.get_unwrapped", _refuse)
+
+may_be_wrapped: Callable[[Tensor], bool] = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda t: True)
 
 TRANSFORMS_KEY = "FuncTorchDynamicLayerFrontMode"
 """Dispatch key that ``torch.func`` asks first."""

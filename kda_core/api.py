@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
@@ -9,8 +10,10 @@ from torch import Tensor
 
 from kda_core import _autograd, _checks, _ops, _plugins
 from kda_core._bind import bind, is_sharded
+from kda_core._kinds import note, to_front
 from kda_core._ledger import LedgerEntry
 from kda_core._plugins import registry
+from kda_core._signature import Like
 from kda_core._torch_private import needs_operator
 from kda_core.request import GateRequest, Request
 
@@ -189,21 +192,14 @@ def chunk_kda(
         BackendNotFound, BrokenBackend: the named backend is not installed, or could not be loaded.
     """
     # Written out: compilers do not know ``locals()``.
-    arguments = {
-        "q": q, "k": k, "v": v, "g": g, "beta": beta, "scale": scale, "initial_state": initial_state,
-        "output_final_state": output_final_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
-        "use_gate_in_kernel": use_gate_in_kernel, "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
-        "allow_neg_eigval": allow_neg_eigval, "safe_gate": safe_gate, "lower_bound": lower_bound,
-        "disable_recompute": disable_recompute, "return_intermediate_states": return_intermediate_states,
-        "state_v_first": state_v_first, "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu,
-        "cp_context": cp_context, "A_log": A_log, "dt_bias": dt_bias, "chunk_size": chunk_size,
-        "ssm_state_indices": ssm_state_indices, "pad_slot_id": pad_slot_id, "out": out,
-        "has_initial_state": has_initial_state, "update_state": update_state,
-        "final_state_indices": final_state_indices, "final_state_pool": final_state_pool,
-        "intermediate_states_dtype": intermediate_states_dtype, "checkpoint_indices": checkpoint_indices,
-        "checkpoint_every": checkpoint_every, "checkpoint_pool": checkpoint_pool,
-    }  # fmt: skip
-    return call("chunk_kda", arguments, backend)
+    values = (
+        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate, lower_bound, disable_recompute,
+        return_intermediate_states, state_v_first, cu_seqlens, cu_seqlens_cpu, cp_context, A_log, dt_bias, chunk_size,
+        ssm_state_indices, pad_slot_id, out, has_initial_state, update_state, final_state_indices, final_state_pool,
+        intermediate_states_dtype, checkpoint_indices, checkpoint_every, checkpoint_pool,
+    )  # fmt: skip
+    return call("chunk_kda", values, backend)
 
 
 def fused_recurrent_kda(
@@ -282,19 +278,13 @@ def fused_recurrent_kda(
     Raises:
         ValueError, TypeError, UnsupportedCall, BackendNotFound, BrokenBackend: as ``chunk_kda``.
     """
-    arguments = {
-        "q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias, "scale": scale,
-        "initial_state": initial_state, "output_final_state": output_final_state,
-        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "use_gate_in_kernel": use_gate_in_kernel,
-        "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel, "allow_neg_eigval": allow_neg_eigval,
-        "lower_bound": lower_bound, "state_v_first": state_v_first, "cu_seqlens": cu_seqlens,
-        "ssm_state_indices": ssm_state_indices, "num_accepted_tokens": num_accepted_tokens,
-        "inplace_final_state": inplace_final_state, "pad_slot_id": pad_slot_id, "out": out, "safe_gate": safe_gate,
-        "has_initial_state": has_initial_state, "update_state": update_state,
-        "final_state_indices": final_state_indices, "final_state_pool": final_state_pool, "records": records,
-        "commit": commit, "num_committed": num_committed, "parents": parents, "commit_path": commit_path,
-    }  # fmt: skip
-    return call("fused_recurrent_kda", arguments, backend)
+    values = (
+        q, k, v, g, beta, A_log, dt_bias, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+        use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, state_v_first, cu_seqlens,
+        ssm_state_indices, num_accepted_tokens, inplace_final_state, pad_slot_id, out, safe_gate, has_initial_state,
+        update_state, final_state_indices, final_state_pool, records, commit, num_committed, parents, commit_path,
+    )  # fmt: skip
+    return call("fused_recurrent_kda", values, backend)
 
 
 def kda_gate(
@@ -322,7 +312,7 @@ def kda_gate(
     Raises:
         ValueError, TypeError, UnsupportedCall: as ``chunk_kda``.
     """
-    return call("kda_gate", {"g": g, "A_log": A_log, "dt_bias": dt_bias, "lower_bound": lower_bound}, backend)
+    return call("kda_gate", (g, A_log, dt_bias, lower_bound), backend)
 
 
 def commit_kda(
@@ -363,11 +353,10 @@ def commit_kda(
         ValueError, TypeError: a wrong shape, dtype, device or value; nothing has been written.
         UnsupportedCall, BackendNotFound, BrokenBackend: as ``chunk_kda``.
     """
-    arguments = {
-        "pool": pool, "records": records, "num_accepted": num_accepted, "state_indices": state_indices,
-        "cu_seqlens": cu_seqlens, "state_v_first": state_v_first, "pad_slot_id": pad_slot_id, "path": path,
-    }  # fmt: skip
-    call("commit_kda", arguments, backend)
+    values = (
+        pool, records, num_accepted, state_indices, cu_seqlens, state_v_first, pad_slot_id, path,
+    )  # fmt: skip
+    call("commit_kda", values, backend)
 
 
 def empty_records(
@@ -408,12 +397,51 @@ def backends() -> tuple[LedgerEntry, ...]:
     return registry.ledger
 
 
-def call(op: str, arguments: dict[str, Any], backend: str | None) -> Any:
-    """Make a call of the function ``op``; keeps its arguments."""
-    r = bind(op, arguments)
-    if torch.compiler.is_compiling() or arguments.get("cp_context") is not None:
+_NAMES = {
+    f.__name__: tuple(n for n in f.__code__.co_varnames[: f.__code__.co_argcount] if n != "backend")
+    for f in (chunk_kda, fused_recurrent_kda, kda_gate, commit_kda)
+}
+
+
+def call(op: str, values: tuple[Any, ...], backend: str | None) -> Any:
+    """Make a call of the function ``op``; ``values``: its arguments in their order, without ``backend``."""
+    if torch.compiler.is_compiling() or needs_operator():
+        return call_bound(bind(op, dict(zip(_NAMES[op], values, strict=True))), backend)
+    name = _plugins.requested_name(backend)
+    latest, asked = registry.repeated.get(op, ()), (name, torch.is_grad_enabled())
+    for known in latest:
+        if known.asked == asked and (tensors := known.same(values)) is not None:
+            if known is not latest[0]:
+                to_front(registry.repeated, known)
+            break
+    else:
+        r = bind(op, dict(zip(_NAMES[op], values, strict=True)))
+        result = call_bound(r, backend, dict(zip(_NAMES[op], values, strict=True)))
+        # A first call pays for nothing more.
+        if r.memo is not None and Like in r.memo:
+            note(registry.repeated, r, asked, values, _NAMES[op], partial(registry.choose, r, name))
+        return result
+    if known.has_values or not known.saves:
+        r = known.request(known.values(tensors), known.memo)
+        if known.has_values:
+            _checks.check_values(r)
+    if known.saves:
+        return _differentiable(known.output_final_state, *_autograd.repeat(known, tensors))
+    result = known.backend.forward(r)
+    if known.has_values:
+        _ops.count_writes(r)
+    return (result.o, result.final_state) if known.is_plain else _outputs(r, result)
+
+
+def _differentiable(output_final_state: bool, o: Tensor, *states: Tensor) -> Any:
+    return (o, states[0] if output_final_state else None) if states else o
+
+
+def call_bound(r: Any, backend: str | None, arguments: dict[str, Any] | None = None) -> Any:
+    """Make the call of a request as ``bind`` gives it; ``arguments``: that it was made of, None: its own values."""
+    if torch.compiler.is_compiling() or (isinstance(r, Request) and r.cp_context is not None):
         return _watched(r, backend)
-    if needs_operator(*((arguments["q"],) if "q" in arguments else arguments.values())):
+    if needs_operator(*((r.q,) if isinstance(r, Request) else vars(r).values())):
         return _watched(r, backend)
     chosen = registry.choose(r, _plugins.requested_name(backend))
     # A call without a signature has no memo: one of its other tensors may be a wrapped one.
@@ -423,8 +451,7 @@ def call(op: str, arguments: dict[str, Any], backend: str | None) -> Any:
         result = chosen.forward(r)
         _ops.count_writes(r)
         return _outputs(r, result)
-    o, *states = _autograd.call(chosen, r)
-    return (o, states[0] if r.output_final_state else None) if states else o
+    return _differentiable(getattr(r, "output_final_state", False), *_autograd.call(chosen, r, arguments or vars(r)))
 
 
 def _watched(r: Any, backend: str | None) -> Any:
@@ -433,7 +460,7 @@ def _watched(r: Any, backend: str | None) -> Any:
     if is_sharded(getattr(r, "q", getattr(r, "g", None))):
         from kda_core.distributed import _shards
 
-        return _shards.run(r, lambda local: call(r.op, local, backend))
+        return _shards.run(r, lambda local: call_bound(bind(r.op, local), backend))
     name = _plugins.traced_name(backend) if compiling else _plugins.requested_name(backend)
     # Traced tensors have lost their tangents: refuse every call under forward mode.
     _autograd.refuse_tangents(r.op, *(() if compiling else vars(r).values()))

@@ -32,7 +32,7 @@ from kda_core.triton_lib.describe import describe
 from kda_core.triton_lib.layout import intermediate_states_shape
 from kda_core.triton_lib.lengths import Family, Noted, family, lengths_of, with_numbers
 from kda_core.triton_lib.plan import EDGE_NAMES, EDGES, Plan
-from kda_core.triton_lib.run import INTERPRET, PublicPlan, Results, on_device
+from kda_core.triton_lib.run import INTERPRET, PublicPlan, Results, is_current
 
 if INTERPRET:
     from kda_core.testing.interpreter import improve
@@ -146,21 +146,23 @@ class Calls:
             saved: what the plan reads in the place of the request's.
             half: the half of a call, for ``plan_of``; () for all of it.
         """
-        memo = request.memo
+        device, memo = request.device, request.memo
+        if not is_current(device):
+            with torch.cuda.device(device):
+                return self.run(request, key, names, inputs, saved, half)
         places = [0 if x is None else x.data_ptr() for x in inputs]
         if reduce(or_, places) & 15:
             key = key, tuple(place & 15 == 0 for place in places)
-        with on_device(request.device):
-            bound = None if memo is None else memo.get(key)
-            if bound is None:
-                bound = self._bound(request, key, names, inputs, places, saved, half)
-                if memo is not None:
-                    memo[key] = bound
-                    self._holders.append((memo, key))
-                    if len(self._holders) > self._most:
-                        old, name = self._holders.popleft()
-                        old.pop(name, None)
-            return bound(inputs, places)
+        bound = None if memo is None else memo.get(key)
+        if bound is None:
+            bound = self._bound(request, key, names, inputs, places, saved, half)
+            if memo is not None:
+                memo[key] = bound
+                self._holders.append((memo, key))
+                if len(self._holders) > self._most:
+                    old, name = self._holders.popleft()
+                    old.pop(name, None)
+        return bound(inputs, places)
 
     def _bound(
         self, request: Any, key: Hashable, names: Sequence[str], inputs: Sequence[Tensor | None],

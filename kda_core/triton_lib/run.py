@@ -22,15 +22,14 @@ INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
 Results = dict[str, Tensor | None]
 
-_NOTHING_TO_DO = nullcontext()
+# Without torch's question whether CUDA has begun, which takes longer than the answer: there are tensors on the device.
+_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
-def on_device(device: torch.device) -> Any:
-    """Make ``device`` current for launches, at no cost when it already is."""
+def is_current(device: torch.device) -> bool:
+    """Whether launches go to ``device`` as it is."""
     index = device.index
-    if index is None or device.type != "cuda" or index == torch.cuda.current_device():
-        return _NOTHING_TO_DO
-    return torch.cuda.device(device)
+    return index is None or device.type != "cuda" or index == _current_device()
 
 
 def compile_options(launch: Launch) -> dict[str, Any]:
@@ -148,5 +147,5 @@ def run_plan(plan: Plan, request: Any, bind: Callable[..., Callable[..., Results
     tensors = {n: x for n, x in vars(request).items() if isinstance(x, Tensor)}
     tensors |= {f"saved[{i}]": x for i, x in enumerate(getattr(request, "saved", ()))}
     inputs = [tensors[n] for n in plan.inputs]
-    with on_device(request.device):
+    with nullcontext() if is_current(request.device) else torch.cuda.device(request.device):
         return bind(plan, tuple(plan.inputs), request.device)(inputs, [x.data_ptr() for x in inputs])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import kda_core
-from kda_core import _explain, _schemas
+from kda_core import _explain, _schemas, api
 from kda_core._bind import bind
 from kda_core.capabilities import Feature
 from kda_core.request import Request
@@ -68,10 +68,11 @@ def test_the_gate_takes_its_arguments_as_the_other_functions_do():
 
 @pytest.mark.parametrize("op", [*NOT_TAKEN, "kda_gate", "commit_kda"])
 def test_the_functions_pass_every_argument_on_under_its_name(op: str):
-    tree = ast.parse(inspect.getsource(getattr(kda_core, op)))
-    (passed,) = [node for node in ast.walk(tree) if isinstance(node, ast.Dict)]
+    (function,) = ast.parse(inspect.getsource(getattr(kda_core, op))).body
+    (passed,) = [node for line in function.body for node in ast.walk(line) if isinstance(node, ast.Tuple)]
     names = [name for name in parameters(op) if name != "backend"]
-    assert [key.value for key in passed.keys] == [value.id for value in passed.values] == names
+    assert [value.id for value in passed.elts] == names
+    assert api._NAMES[op] == tuple(names)
 
 
 @pytest.mark.parametrize("op", NOT_TAKEN)

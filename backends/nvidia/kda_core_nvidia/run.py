@@ -69,14 +69,32 @@ _Pick = Callable[[Sequence[Any]], tuple[Any, ...]]
 """Of ``picker``."""
 
 
+class Encoded(dict[int, Any]):
+    """The descriptors of a tile by their addresses, encoded when they are first asked for.
+
+    Attributes:
+        most: descriptors that are kept, of 0.4 KB: a model's next step brings the same again.
+    """
+
+    most = 64
+
+    def __init__(self, encode: Callable[[Sequence[int], int], Any], shape: tuple[int, int]) -> None:
+        self._encode, self._shape = encode, shape
+
+    def __missing__(self, address: int) -> Any:
+        found = self._encode(self._shape, address)
+        if len(self) >= self.most:
+            self.clear()
+        self[address] = found
+        return found
+
+
 class _Map(NamedTuple):
-    """A descriptor of a launch: its place, the slot of its address, what encodes its shape there, and what it has."""
+    """A descriptor of a launch: its place, the slot of its address, and those that are known."""
 
     place: int
     slot: int
-    encode: Callable[[Sequence[int], int], Any]
-    shape: tuple[int, int]
-    known: dict[int, Any]
+    known: Encoded
 
 
 class _Call(NamedTuple):
@@ -119,7 +137,7 @@ class _Launch(NamedTuple):
         arguments = self.arguments.copy()
         for place, number in self.numbers:
             arguments[place] = values[number]
-        maps = tuple([_Map(place, slot, encode, shape(values), {}) for place, slot, encode, shape in self.tiles])
+        maps = tuple([_Map(place, slot, Encoded(encode, shape(values))) for place, slot, encode, shape in self.tiles])
         return _Call(maps, self.entry.call, arguments, self.moves)
 
 
@@ -295,14 +313,7 @@ def _torch_step(step: Step, plan: Plan, numbers: dict[str, int]) -> _TorchStep:
 
 
 class Bound:
-    """A plan that runs for calls of one kind on one device.
-
-    Attributes:
-        most_encoded: addresses for which a launch keeps each of its descriptors, of 0.4 KB: a model's next step brings
-            the same again.
-    """
-
-    most_encoded = 64
+    """A plan that runs for calls of one kind on one device."""
 
     def __init__(
         self, plan: Plan, names: Sequence[str], device: torch.device, private: Any = triton_private,
@@ -333,7 +344,7 @@ class Bound:
             self._empty, self._derived = (0,) * binder.filled_in, tuple(binder.derived)
             results = {n: x if x is None else numbers[x] for n, x in self._plan.results.items()}
             self._results = tuple(results.items())
-            self._stream = self._private.current_stream()
+            self._stream, self._index = self._private.current_stream(), self._device.index
             # Last: other threads look at it.
             self._drafts = drafts
 
@@ -366,7 +377,7 @@ class Bound:
             if self._epochs is None:
                 self._bind()
             return made
-        values = [self._stream(self._device.index), *places, *self._empty]
+        values = [self._stream(self._index), *places, *self._empty]
         for slot, place, offset in self._derived:
             values[slot] = values[place] + offset
         held: list[Tensor | None] = list(inputs)
@@ -387,15 +398,8 @@ class Bound:
                 arguments = arguments.copy()
                 for place, slot in moves:
                     arguments[place] = values[slot]
-                for place, slot, encode, shape, known in maps:
-                    address = values[slot]
-                    found = known.get(address)
-                    if found is None:
-                        found = encode(shape, address)
-                        if len(known) >= self.most_encoded:
-                            known.clear()
-                        known[address] = found
-                    arguments[place] = found
+                for place, slot, known in maps:
+                    arguments[place] = known[values[slot]]
                 function(*arguments)
             for n in ended:
                 held[n] = None

@@ -36,10 +36,12 @@ def current_stream() -> Callable[[int], int]:
     return driver.active.get_current_stream
 
 
+_runtime = triton.knobs.runtime
+
+
 def watched() -> bool:
     """Whether hooks are set on triton's launches (profilers set them)."""
-    runtime = triton.knobs.runtime
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
     # Hook chains (empty by default), or a user's replacement.
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
