@@ -123,12 +123,12 @@ def put_products(q_block, k_block, own_sum, q_sum, k_sum, zero, L2NORM: gl.const
 
 
 @gluon.jit
-def norm_of_rows(square, kept, offset: gl.constexpr, there, L2NORM: gl.constexpr):
+def norm_of_rows(square, kept, offset: gl.constexpr, there, L2NORM: gl.constexpr, WHOLE: gl.constexpr):
     """Reciprocal norms of a tile's rows: those ``kept`` at an offset, or from squares; ones without L2NORM."""
     if kept is not None:
         norm = gl.load(kept + offset, mask=there, other=1.0)
     elif L2NORM:
-        norm = _rsqrt(take_rows(square) + NORM_EPS)
+        norm = _rsqrt(take_rows(square, WHOLE) + NORM_EPS)
     else:
         norm = gl.full([4, 16], 1.0, gl.float32, BY_ROW)
     return norm

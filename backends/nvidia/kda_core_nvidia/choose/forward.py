@@ -128,7 +128,7 @@ def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
         v = as_copied(v)
     hopper = not h and serves(chip, dtype, count, r.HV, KP, V, v)
     prepare = choose_prepare(r, chip)
-    if isinstance(prepare, PrepareHopperConfig) and hopper and V == K and not (fragments or rows):
+    if isinstance(prepare, PrepareHopperConfig) and hopper and V == K == 128 and not (fragments or rows):
         prepare = finishing(r, prepare, chip)
     return ForwardChoice(
         prepare=prepare,
