@@ -10,10 +10,11 @@ from kda_core_nvidia.recurrence_hopper import copy_block
 
 
 @gluon.jit
-def pair_of(far_pairs, first_block, i, count, FAR: gl.constexpr):
-    """The i-th of the pairs that a launch takes: of those written down, or from ``first_block`` on."""
+def block_of(far_pairs, first_block, i, count, K: gl.constexpr, FAR: gl.constexpr):
+    """The i-th of the blocks that a launch takes: of pairs written down, or from ``first_block`` on."""
+    BLOCKS: gl.constexpr = K // 128
     if FAR:
-        block = gl.load(far_pairs + i, mask=i < count, other=0)
+        block = gl.load(far_pairs + i // BLOCKS, mask=i < count, other=0) * BLOCKS + i % BLOCKS
     elif first_block is not None:
         block = first_block + i
     else:
@@ -89,12 +90,12 @@ def load_and_store(
     for i in gl.static_range(2):
         there = first + i * step < blocks
         _load_rows(
-            q, k, g, table, pair_of(far_pairs, first_block, first + i * step, blocks, FAR), HV, s_qh, s_kh, s_gh,
+            q, k, g, table, block_of(far_pairs, first_block, first + i * step, blocks, K, FAR), HV, s_qh, s_kh, s_gh,
             rows_ready.index(i), q_places.index(i), k_places.index(i), g_places.index(i), K, C, there,
         )  # fmt: skip
     before = 0
     for n in range(count):
-        block = pair_of(far_pairs, first_block, first + n * step, blocks, FAR)
+        block = block_of(far_pairs, first_block, first + n * step, blocks, K, FAR)
         pair, i_h, channel = parts_of(block, HV, K)
         row, _, place, _ = place_of(table, pair, C)
         of_states = block // (K // 128)
@@ -118,7 +119,7 @@ def load_and_store(
             _store_rows(dq, dk, dg, table, before, HV, q_rows, k_rows, g_rows, K, C, TAILS)
             following = first + (n + 1) * step
             _load_rows(
-                q, k, g, table, pair_of(far_pairs, first_block, following, blocks, FAR), HV, s_qh, s_kh, s_gh,
+                q, k, g, table, block_of(far_pairs, first_block, following, blocks, K, FAR), HV, s_qh, s_kh, s_gh,
                 rows_ready.index(place), q_rows, k_rows, g_rows, K, C, following < blocks,
             )  # fmt: skip
         before = block
