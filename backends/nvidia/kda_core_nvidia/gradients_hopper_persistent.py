@@ -51,6 +51,8 @@ from kda_core_nvidia.gradients_persistent_loads import (
     load_numbers,
     parts_of,
     place_of,
+    receive,
+    send,
 )
 from kda_core_nvidia.gradients_persistent_pairs import far_gradients_of_pair, near_gradients_of_pair
 from kda_core_nvidia.gradients_persistent_tiles import (
@@ -93,35 +95,6 @@ def write_down_far(least, far_pairs, far_count, block):
     """Another launch writes all results of a pair once more where half of a tile's log2 decay is too low."""
     if least < LEAST_HALF:
         gl.store(far_pairs + gl.atomic_add(far_count, 1), block)
-
-
-@gluon.jit
-def send(p, x, tag):
-    """Store words of a float32 number and a tag, which are read as a whole (``receive``)."""
-    gl.inline_asm_elementwise(
-        "{ .reg .b64 word; mov.b64 word, {$2, $3}; st.relaxed.gpu.global.b64 [$1], word; mov.b32 $0, 0; }",
-        "=r,l,r,r", [p.to(gl.int64), x, tag], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def receive(p, tag):
-    """Wait for words with this tag; their numbers."""
-    return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .pred late;
-        .reg .b64 word;
-        .reg .b32 found;
-        again:
-        ld.relaxed.gpu.global.b64 word, [$1];
-        mov.b64 {$0, found}, word;
-        setp.ne.b32 late, found, $2;
-        @late bra again;
-        }
-        """,
-        "=r,l,r", [p.to(gl.int64), tag], dtype=gl.float32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -359,8 +332,9 @@ def _gradients(
             if not (BOUNDED or FAR):
                 least = gl.minimum(total, other)
                 far = (gl.arange(0, 256, layout=LANES) == 192 + block % BLOCKS * 256) & (least < LEAST_HALF)
-                at = gl.atomic_add(far_count + gl.zeros_like(kind), 1, mask=far)
-                gl.store(far_pairs + at, gl.zeros_like(kind) + block // BLOCKS, mask=far)
+                none = gl.zeros_like(kind)
+                at = gl.atomic_add(far_count + none, none + 1, mask=far)
+                gl.store(far_pairs + at, none + block // BLOCKS, mask=far)
             total += other
         else:
             total = gl.sum(sums_by_warp.load(BY_WARP), axis=0) * factor

@@ -1,4 +1,6 @@
-"""The rows of a pair of ``gradients_hopper_persistent``, its numbers, and the warp that loads and stores them."""
+"""The rows of a pair of ``gradients_hopper_persistent``, its numbers, the warp that loads and stores them, and what
+programs tell each other.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -171,3 +173,32 @@ def load_numbers(
             nq = gl.load(p_norms, mask=r < count, other=0.0)
             nk = gl.load(p_norms + C // 2, mask=r < count, other=0.0)
     return a, bias, decay, second_decay, b_beta, nq, nk
+
+
+@gluon.jit
+def send(p, x, tag):
+    """Store words of a float32 number and a tag, which are read as a whole (``receive``)."""
+    gl.inline_asm_elementwise(
+        "{ .reg .b64 word; mov.b64 word, {$2, $3}; st.relaxed.gpu.global.b64 [$1], word; mov.b32 $0, 0; }",
+        "=r,l,r,r", [p.to(gl.int64), x, tag], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def receive(p, tag):
+    """Wait for words with this tag; their numbers."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred late;
+        .reg .b64 word;
+        .reg .b32 found;
+        again:
+        ld.relaxed.gpu.global.b64 word, [$1];
+        mov.b64 {$0, found}, word;
+        setp.ne.b32 late, found, $2;
+        @late bra again;
+        }
+        """,
+        "=r,l,r", [p.to(gl.int64), tag], dtype=gl.float32, is_pure=False, pack=1,
+    )  # fmt: skip

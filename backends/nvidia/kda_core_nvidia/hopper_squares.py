@@ -100,16 +100,10 @@ def give_square(x, buffer):
 
 
 @gluon.jit
-def _in_all(x):
-    """A vector or a matrix in every warp, as one of four."""
-    return gl.expand_dims(x, 0).broadcast_to([4] + x.shape)
-
-
-@gluon.jit
 def take_square(buffer, WHOLE: gl.constexpr):
     if WHOLE:
         quarters = seen_as(buffer, gl.float32, [4, 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-        return _in_all(_sum_of_quarters(quarters, gl.SliceLayout(0, MMA)))
+        return gl.expand_dims(_sum_of_quarters(quarters, gl.SliceLayout(0, MMA)), 0).broadcast_to([4, 16, 16])
     halves = seen_as(buffer, gl.float32, [2, 2, 16, 16], ROWS_FIRST)
     return square_of_slot(halves.index(0)) + square_of_slot(halves.index(1))
 
@@ -144,7 +138,7 @@ def take_rows(buffer, WHOLE: gl.constexpr):
     """The sum of what a slot's two warps ``_put_row``, [4, 16], in both of them."""
     if WHOLE:
         quarters = seen_as(buffer, gl.float32, [4, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        return _in_all(_sum_of_quarters(quarters, gl.SliceLayout(0, BY_ROW)))
+        return gl.expand_dims(_sum_of_quarters(quarters, gl.SliceLayout(0, BY_ROW)), 0).broadcast_to([4, 16])
     halves = seen_as(buffer, gl.float32, [2, 2, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(3, PAIR))
     x = halves.index(0).load(LAYOUT) + halves.index(1).load(LAYOUT)

@@ -50,6 +50,17 @@ def _add(a, b):
 
 
 @gluon.jit
+def fill_behind(buffer, count0, count1, value: gl.constexpr):
+    """Give a value to rows behind the ends of the sequences of both slots: there they belong to another one."""
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 4, 8], [4, 1, 1], [2, 1, 0])
+    w = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, LOAD)))
+    r = gl.arange(0, buffer.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, LOAD)))
+    inside = by_row(gl.expand_dims(r, 0) < gl.expand_dims(gl.where(w % 2 == 1, count1, count0), 1))
+    x = buffer.load(LOAD)
+    buffer.store(gl.where(inside, x, gl.full(buffer.shape, value, buffer.dtype, LOAD)))
+
+
+@gluon.jit
 def exp2(x):
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
 

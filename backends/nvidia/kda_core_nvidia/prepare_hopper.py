@@ -1,11 +1,13 @@
-"""``prepare`` for Hopper, written in Gluon: the same equations and outputs for bfloat16 rows of 128 or 256 key channels.
+"""``prepare`` for Hopper, written in Gluon: the same equations and outputs for bfloat16 rows of 128 or 256 channels.
 
 A program takes two chunk slots of one value head or, where a sequence ends with the first of a pair, that slot of two
 heads. Each of its four warps takes 64 channels of one slot and head (called a slot below), and products of pairs are
-summed over a slot's two warps afterwards. With 256 channels a program takes one slot: what is a second slot's below are
-then its channels from 128 on, sums are over all four warps, and two warps each have the same tile. Rows, decays and results pass through shared memory by bulk
+summed over a slot's two warps afterwards. Rows, decays and results pass through shared memory by bulk
 copies. Log decays are summed where a thread holds 16 rows of two channels, so that a sum is one addition an element.
 The factors 2^G are formed where the matrix unit takes its operands, which therefore never leave the registers.
+
+With 256 channels (WHOLE) a program takes one slot. The second slot is then its channels from 128 on: sums are over all
+four warps, and two warps each compute and store the same tile.
 
 A tile's own pairs are products of factors from and to its start, in the range of bfloat16, as in ``prepare`` for
 bounded decays. Without a bound each warp decides from the decays of its own tile and channels whether they allow that
@@ -56,6 +58,7 @@ from kda_core_nvidia.hopper_tiles import (
     allows_factors,
     column_factors,
     decay_unit,
+    fill_behind,
     left_rows,
     levels,
     norm_of_rows,
@@ -257,15 +260,8 @@ def prepare_hopper(
 
     mbarrier.wait(rows_ready, 0)
     if tail:
-        # Rows behind a sequence's end belong to another one.
-        LOAD: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 4, 8], [4, 1, 1], [2, 1, 0])
-        l_w = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, LOAD)))
-        l_r = gl.arange(0, C, layout=gl.SliceLayout(0, gl.SliceLayout(2, LOAD)))
-        inside = by_row(gl.expand_dims(l_r, 0) < gl.expand_dims(gl.where(l_w % 2 == 1, count1, count0), 1))
-        x = q_buffer.load(LOAD)
-        q_buffer.store(gl.where(inside, x, gl.full([4, C, 64], 0.0, q.dtype, LOAD)))
-        x = k_buffer.load(LOAD)
-        k_buffer.store(gl.where(inside, x, gl.full([4, C, 64], 0.0, q.dtype, LOAD)))
+        fill_behind(q_buffer, count0, count1, 0.0)
+        fill_behind(k_buffer, count0, count1, 0.0)
 
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     if FINISHED:
@@ -303,14 +299,9 @@ def prepare_hopper(
 
     mbarrier.wait(decays_ready, 0)
     if tail:
-        G_LOAD: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 4, 8], [4, 1, 1], [2, 1, 0])
-        g_w = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, G_LOAD)))
-        g_r = gl.arange(0, C, layout=gl.SliceLayout(0, gl.SliceLayout(2, G_LOAD)))
-        g_inside = by_row(gl.expand_dims(g_r, 0) < gl.expand_dims(gl.where(g_w % 2 == 1, count1, count0), 1))
         # The gate makes 0 of it.
         NO_DECAY: gl.constexpr = 0.0 if GATE == "none" else float("-inf")
-        x = g_buffer.load(G_LOAD)
-        g_buffer.store(gl.where(g_inside, x, gl.full([4, C, 64], NO_DECAY, g.dtype, G_LOAD)))
+        fill_behind(g_buffer, count0, count1, NO_DECAY)
     # Factors from a tile's start are 2^SHIFT times themselves, and so are whole decays with BOUNDED.
     DOWN: gl.constexpr = 2.0**-SHIFT
     TOTAL_DOWN: gl.constexpr = DOWN if BOUNDED else 1.0
