@@ -114,6 +114,29 @@ def _products_of_values(m, rows, columns, stacked_0, stacked_1, z_0, z_1, s, ds,
 
 
 @gluon.jit
+def _decays_of_tiles(g_rows, bias, rate, lower_bound, count, GATE: gl.constexpr, BOUNDED: gl.constexpr):
+    ys = ()
+    for t in gl.static_range(TILES):
+        ys = ys + (log2_decays_of(g_rows, bias, rate, lower_bound, count, t, GATE, BOUNDED),)
+    return ys
+
+
+@gluon.jit
+def _factors_of_tiles(ys):
+    """2^x of each tile, and half of its log2 decay."""
+    e_r = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, RIGHT)), 1)
+    e_c = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, RIGHT)), 0)
+    zero = gl.full([128, 16], 0.0, gl.float32, TILE)
+    halves = ()
+    rise = ()
+    for t in gl.static_range(TILES):
+        x = selected_sums(ys[t], e_r <= e_c, (0.5, -0.5), zero)
+        halves = halves + (last_row(x),)
+        rise = rise + (exp2(x),)
+    return rise, halves
+
+
+@gluon.jit
 def _gradients(
     beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, table, dq_rows, dk_rows, dg_rows,
     far_pairs, far_count, first_block, exchange, s_bt, s_bh, scale, o_scale, lower_bound, HV, blocks, values_ready,
@@ -216,12 +239,14 @@ def _gradients(
             m, rows, columns = warpgroup_mma_wait(0, deps=(m, rows, columns))
             block_barrier()
             mbarrier.arrive(values_free, count=1)
+            # The gate runs while the others are on their way.
+            ys = _decays_of_tiles(g_rows, bias, rate, lower_bound, there, GATE, BOUNDED)
+            rise, halves = _factors_of_tiles(ys)
             mbarrier.wait(values_ready, 1)
         m, rows, columns = _products_of_values(m, rows, columns, stacked_0, stacked_1, z_0, z_1, s, ds, LATER)
         # Meanwhile the decays, and the sums over v of S ⊙ dS.
-        ys = ()
-        for t in gl.static_range(TILES):
-            ys = ys + (log2_decays_of(g_rows, bias, rate, lower_bound, there, t, GATE, BOUNDED),)
+        if not LATER:
+            ys = _decays_of_tiles(g_rows, bias, rate, lower_bound, there, GATE, BOUNDED)
         slope = gl.full([256], 1.0, gl.float32, LANES)
         if BETA_SIGMOID:
             slope = sigmoid(-b_beta)
@@ -239,15 +264,8 @@ def _gradients(
         own_products.store(own)
         all_pairs.store(m.reshape([128, 4, 16]).permute((1, 0, 2)).reshape([512, 16]))
         numbers.store(number)
-        e_r = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, RIGHT)), 1)
-        e_c = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, RIGHT)), 0)
-        zero = gl.full([128, 16], 0.0, gl.float32, TILE)
-        halves = ()
-        rise = ()
-        for t in gl.static_range(TILES):
-            x = selected_sums(ys[t], e_r <= e_c, (0.5, -0.5), zero)
-            halves = halves + (last_row(x),)
-            rise = rise + (exp2(x),)
+        if not LATER:
+            rise, halves = _factors_of_tiles(ys)
         sums = products_of_channels(s, ds)
         if LATER:
             sums += first_sums
