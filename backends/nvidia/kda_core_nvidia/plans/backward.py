@@ -204,7 +204,7 @@ class _Backward:
         # Channel blocks whose parts of dβ are summed afterwards.
         self.hopper = self.paired or isinstance(choice.gradients, GradientsHopperConfig)
         self.blocks = self.kp // (CHANNELS if self.hopper else choice.gradients.block_k)
-        # The kernels for Hopper do the gradients of norms where they have, or are told, sums over all channels of a row.
+        # The kernels for Hopper do the gradients of norms where they know sums over a row's channels.
         self.whole_rows = self.paired or (self.hopper and self.blocks == 1)
         # Batch and token strides of one long token axis.
         views = [getattr(r, n) for n in names]
