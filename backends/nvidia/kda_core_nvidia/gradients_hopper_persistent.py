@@ -15,9 +15,9 @@ WARPGROUP.DEPBAR); it waits for nothing there, or ptxas would run them one after
 the matrix unit is busy.
 
 With 256 channels a program takes 128 key channels of a pair and the halves of the value channels in turn. Its
-neighbour has the other key channels. They tell each other their sums over a row's channels while their gates run, in
-words of a value and a tag that no one has to wait for elsewhere (``send``). A program waits for one that is its equal
-in everything, and programs start in order: where only some find a multiprocessor, pairs of them end and make room.
+neighbour has the other key channels. They tell each other their sums over a row's channels (``send``), and the gates
+run while these are on their way. A program so waits for another one, which must be running. Programs start in order:
+where only some find a multiprocessor, they are whole couples but for one program, and those that end make room for it.
 
 Where decays are not bounded, pairs whose decays are beyond one reference point a tile are written down, and a second
 launch takes them (FAR) and writes their results once more. In one kernel with the others they have 304 bytes of stack
