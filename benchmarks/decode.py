@@ -22,6 +22,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import measuring
 import torch
 from inputs import draw_gate, log_decay
 from measuring import OURS, Parser, Row, Rows, capture, copy_bandwidth, count, median, number, positive, summary
@@ -207,15 +208,10 @@ def times_on_gpu(steps: dict[str, Step], work: Work) -> dict[str, list[float]]:
         step(indices[0])
         graphs[name] = capture(lambda step=step, indices=indices: [step(i) for i in indices], device)
     times: dict[str, list[float]] = {name: [] for name in graphs}
-    for turn in range(WARM_TURNS + TURNS):
+    for _ in range(WARM_TURNS + TURNS):
         for name, replay in graphs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            replay()
-            end.record()
-            end.synchronize()
-            times[name] += [start.elapsed_time(end) / calls] if turn >= WARM_TURNS else []
-    return times
+            times[name].append(measuring.elapsed(replay) / calls)
+    return {name: found[WARM_TURNS:] for name, found in times.items()}
 
 
 def times_on_cpu(steps: dict[str, Step], work: Work, T: int, seconds: float) -> dict[str, list[float]]:

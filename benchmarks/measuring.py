@@ -214,6 +214,16 @@ def capture(run: Callable[[], Any], device: torch.device) -> Run:
     return replay
 
 
+def elapsed(run: Run) -> float:
+    """Milliseconds of a run on a GPU, which is waited for."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
 def copy_bandwidth(device: torch.device) -> float:
     """Bytes a second, read and written, of a large copy: the faster of a memcpy and an elementwise kernel."""
     source = torch.ones((2**31 if device.type == "cuda" else 2**25) // 4, device=device)

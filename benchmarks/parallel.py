@@ -15,22 +15,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import importlib.metadata
 import importlib.util
-import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from measuring import Parser, Rows, elapsed
 from torch import Tensor
 
 import kda_core
+from kda_core._cli import version_of
 from kda_core.distributed import ContextParallel, build_cp_context
 
 SHAPES = {"cuda": ("32768x32x128", "131072x32x128", "32768x8x128", "262144x8x128"), "cpu": ("256x4x16", "512x2x16")}
@@ -49,18 +48,20 @@ class Ranks:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.device, self.rounds = options.device, options.rounds
-        self.end, self.file = time.monotonic() + options.seconds, options.json
-        self.rows: list[dict[str, Any]] = []
+        self.device, self.rounds, self.end = options.device, options.rounds, time.monotonic() + options.seconds
+        versions = {"fla": version_of("flash-linear-attention")}
+        self.rows = None if self.rank else Rows(options, versions, ranks=self.size)
 
     def add(self, text: str, **row: Any) -> None:
         """Print a row on the first rank and write the file."""
-        if self.rank:
-            return
-        print(text, flush=True)
-        self.rows.append(row)
-        if self.file is not None:
-            self.file.write_text(json.dumps({"environment": environment(self), "rows": self.rows}, indent=1) + "\n")
+        if self.rows is not None:
+            self.rows.add({"suite": "parallel", "case": f"{row['mode']} {row['way']}", **row}, text)
+
+    def ideal(self, shape: str, mode: str) -> float | None:
+        """Milliseconds of one device on its share, where they are known."""
+        rows = [] if self.rows is None else self.rows.rows
+        found = (row["ms"] for row in rows if (row.get("shape"), row["case"]) == (shape, f"{mode} ideal"))
+        return next(found, None)
 
     def worst(self, value: float) -> float:
         """The largest of all ranks' values."""
@@ -96,12 +97,7 @@ class Ranks:
                 run()
                 took = 1e3 * (time.perf_counter() - began)
             else:
-                first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                first.record()
-                run()
-                last.record()
-                torch.cuda.synchronize()
-                took = first.elapsed_time(last)
+                took = elapsed(run)
             if i >= 2:
                 times.append(self.worst(took))
         return statistics.median(times)
@@ -204,8 +200,7 @@ def measure_shape(T: int, heads: int, K: int, ranks: Ranks, peers: bool) -> None
                 grad = torch.randn_like(tensors["v"])
                 ranks.forget_peak()
                 took = ranks.milliseconds(lambda f=function, m=more, r=run, t=tensors, g=grad: r(f, t, g, **m))
-                ideals = [r["ms"] for r in ranks.rows if (r.get("shape"), r["mode"], r["way"]) == (name, mode, "ideal")]
-                share = (ideals or [took])[0] / took
+                share = (ranks.ideal(name, mode) or took) / took
                 nbytes, peak = 0 if peers else sent(run, tensors, **more), ranks.peak()
                 text = f"{name} {mode:8} {way:8} {took:8.3f} ms  {100 * share:3.0f}% of ideal"
                 text += f", peak {peak / 2**30:.2f} GiB, sent {nbytes / 2**20:.1f} MiB"
@@ -336,15 +331,6 @@ def measure_graph(T: int, heads: int, K: int, ranks: Ranks) -> None:
             del graph, results
 
 
-def environment(ranks: Ranks) -> dict[str, Any]:
-    device = "CPU" if ranks.device.type == "cpu" else torch.cuda.get_device_name()
-    versions = {"torch": torch.__version__, "kda_core": kda_core.__version__}
-    for package in ("triton", "flash-linear-attention"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return {"device": device, "ranks": ranks.size, "versions": versions}
-
-
 def shape(text: str) -> tuple[int, int, int]:
     sizes = tuple(int(n) for n in text.split("x"))
     if len(sizes) != 3 or min(sizes) < 1:
@@ -353,8 +339,7 @@ def shape(text: str) -> tuple[int, int, int]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    parser = Parser(__file__, __doc__)
     parser.add_argument("--shapes", type=shape, nargs="+", metavar="TxHxK", help="T over all ranks")
     parser.add_argument(
         "--whole", type=int, default=262144, metavar="T", help="tokens, at most, of a call on one device"
@@ -362,12 +347,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=280, help="rows that would begin later are left out")
     parser.add_argument("--peers", choices=("auto", "none"), default="auto", help="time fla where it is installed")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    options = parser.parse_args(arguments)
+    options = parser.parse(arguments)
     if "RANK" not in os.environ:
         parser.error("start it with torchrun --nproc-per-node W")
-    kind = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    options.device = torch.device(kind)
+    if options.backend:
+        os.environ["KDA_BACKEND"] = options.backend
+    kind = options.device.type
     if kind == "cuda":
         options.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(options.device)
@@ -377,8 +362,6 @@ def main(arguments: list[str] | None = None) -> int:
         dist.init_process_group("gloo")
     ranks = Ranks(options)
     shapes = options.shapes or [shape(text) for text in SHAPES[kind]]
-    facts = environment(ranks)
-    ranks.add(f"{facts['ranks']} x {facts['device']}, {facts['versions']}", mode="environment", way="", **facts)
     for heads in {heads for _, heads, _ in shapes}:
         measure_exchange(heads, shapes[0][2], ranks)
     for T, heads, K in shapes:

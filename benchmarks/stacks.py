@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from inputs import draw_gate, errors, oracle
-from measuring import OURS, Parser, Row, Rows, capture, count, median, number, summary
+from measuring import OURS, Parser, Row, Rows, capture, count, elapsed, median, number, summary
 from torch import Tensor
 
 from kda_core._bench import reason
@@ -246,21 +246,17 @@ def measure(x: Work, sides: dict[str, Side], turns: int) -> dict[str, Any]:
     if device.type == "cuda":
         replays = {name: capture(run, device) for name, run in runs.items()}
     graph, eager = ({name: [] for name in sides} for _ in range(2))
-    for turn in range(WARM_TURNS + turns):
+    for _ in range(WARM_TURNS + turns):
         for name, side in sides.items():
             x.refresh()
-            ms = stretch(lambda i, side=side: side(x, i % len(x.slots)), device)
-            eager[name] += [ms] if turn >= WARM_TURNS else []
+            eager[name].append(stretch(lambda i, side=side: side(x, i % len(x.slots)), device))
             if replays:
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 x.refresh()
-                start.record()
-                replays[name]()
-                end.record()
-                end.synchronize()
-                graph[name] += [start.elapsed_time(end) / len(x.slots)] if turn >= WARM_TURNS else []
+                graph[name].append(elapsed(replays[name]) / len(x.slots))
     for name in sides:
-        found[name] |= {"ms": summary(eager[name])} | ({"device_ms": summary(graph[name])} if replays else {})
+        found[name]["ms"] = summary(eager[name][WARM_TURNS:])
+        if replays:
+            found[name]["device_ms"] = summary(graph[name][WARM_TURNS:])
     return found
 
 

@@ -20,23 +20,7 @@ from kda_core.errors import (
 _checked.check_as_environment_says()
 
 __all__ = [
-    "BackendNotFound",
-    "BrokenBackend",
-    "CheckFailed",
-    "CheckWarning",
-    "ContractViolation",
-    "KdaError",
-    "UnsupportedCall",
-    "__version__",
-    "backends",
-    "checked_calls",
-    "chunk_kda",
-    "commit_kda",
-    "default_device",
-    "empty_records",
-    "explain",
-    "fused_recurrent_kda",
-    "kda_gate",
-    "supports",
-    "use_backend",
-]
+    "BackendNotFound", "BrokenBackend", "CheckFailed", "CheckWarning", "ContractViolation", "KdaError",
+    "UnsupportedCall", "__version__", "backends", "checked_calls", "chunk_kda", "commit_kda", "default_device",
+    "empty_records", "explain", "fused_recurrent_kda", "kda_gate", "supports", "use_backend",
+]  # fmt: skip

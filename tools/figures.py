@@ -178,62 +178,53 @@ def headline_figures() -> str:
     return "\n".join([f"**{first} in {shares} of the memory.**", "", *lines])
 
 
-def speed(name: str, suite: str) -> str:
-    """Times and memory of every shape."""
-    rows = rows_of(name, suite)
-    peers = others(rows)
-    body = []
-    for row in rows:
-        peaks = [row["implementations"].get(n, {}).get("peak_bytes") for n in (OURS, FLA)]
-        body.append(
-            [
-                label(row),
-                f"{row['gate']}, {row['decay']}" if row["gate"] in RAW_GATES else "given",
-                *(digits(median(row, n)) for n in (OURS, *peers)),
-                *(times(ratio(row, n)) for n in peers),
-                *(digits(median(row, n, "device_ms")) for n in (OURS, *peers)),
-                digits(row.get("floor_ms")),
-                *(f"{size / GIB:.2f}" if size else "" for size in peaks),
-            ]
-        )
-    header = ["B, T, H, K", "gate, decays", *(f"{n} ms" for n in (OURS, *peers)), *(f"{n} / {OURS}" for n in peers)]
-    header += [f"{n} replayed ms" for n in (OURS, *peers)]
-    return table([*header, "floor ms", f"{OURS} GiB", "fla GiB"], body)
+Cells = tuple[list[str], list[list[str]]]
+"""The header of a table, and its rows."""
 
 
-def headline() -> str:
-    """A training step and a prefill with everything in the operator."""
-    rows = headline_rows()
+def beside(rows: list[Row], first: dict[str, Callable[[Row], str]], spelled: Callable[..., str], unit: str) -> Cells:
+    """What tells the rows, the times of all implementations, and the peers' over ours."""
     peers = others(rows)
     body = [
         [
-            f"{CALLS[row['suite']]}, {row['gate']} gate, {row['decay']} decays",
-            *(short(median(row, n)) for n in (OURS, *peers)),
+            *(cell(row) for cell in first.values()),
+            *(spelled(median(row, n)) for n in (OURS, *peers)),
             *(times(ratio(row, n)) for n in peers),
         ]
         for row in rows
     ]
-    return table(["call", *(f"{n} ms" for n in (OURS, *peers)), *(f"{n} / {OURS}" for n in peers)], body)
+    return [*first, *(f"{n} {unit}" for n in (OURS, *peers)), *(f"{n} / {OURS}" for n in peers)], body
+
+
+def speed(name: str, suite: str) -> str:
+    """Times and memory of every shape."""
+    rows = rows_of(name, suite)
+    gates = {gate: f"{gate}, {{decay}}" for gate in RAW_GATES}
+    first = {"B, T, H, K": label, "gate, decays": lambda row: gates.get(row["gate"], "given").format(**row)}
+    header, body = beside(rows, first, digits, "ms")
+    names = (OURS, *others(rows))
+    for row, cells in zip(rows, body, strict=True):
+        peaks = [row["implementations"].get(n, {}).get("peak_bytes") for n in (OURS, FLA)]
+        cells += [digits(median(row, n, "device_ms")) for n in names]
+        cells += [digits(row.get("floor_ms")), *(f"{size / GIB:.2f}" if size else "" for size in peaks)]
+    return table([*header, *(f"{n} replayed ms" for n in names), "floor ms", f"{OURS} GiB", "fla GiB"], body)
+
+
+def headline() -> str:
+    """A training step and a prefill with everything in the operator."""
+    first = {"call": lambda row: f"{CALLS[row['suite']]}, {row['gate']} gate, {row['decay']} decays"}
+    return table(*beside(headline_rows(), first, short, "ms"))
 
 
 def decoding(name: str) -> str:
     """Steps over a pool."""
     rows = [row for row in rows_of(name, "decode") if row["sizes"]["T"] == 1]
-    peers = others(rows)
     copy = read(name).get("copy_bytes_per_second")
-    body = []
-    for row in rows:
-        share = f"{1e3 * row['bytes'] / (median(row, OURS) or 0.0) / copy:.0%}" if copy and "bytes" in row else ""
-        body.append(
-            [
-                f"{row['state']}, {row['layout']}",
-                str(row["sizes"]["N"]),
-                *(microseconds(median(row, n)) for n in (OURS, *peers)),
-                *(times(ratio(row, n)) for n in peers),
-                share,
-            ]
-        )
-    header = ["pool", "sequences", *(f"{n} µs" for n in (OURS, *peers)), *(f"{n} / {OURS}" for n in peers)]
+    first = {"pool": lambda row: f"{row['state']}, {row['layout']}", "sequences": lambda row: str(row["sizes"]["N"])}
+    header, body = beside(rows, first, microseconds, "µs")
+    for row, cells in zip(rows, body, strict=True):
+        known = copy and "bytes" in row
+        cells.append(f"{1e3 * row['bytes'] / (median(row, OURS) or 0.0) / copy:.0%}" if known else "")
     return table([*header, "of a copy's bandwidth"], body)
 
 

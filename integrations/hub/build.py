@@ -23,7 +23,7 @@ VARIANTS = {"cpu": "cpu", "cuda": "nvidia", "rocm": "amd"}
 VENDORED = ("pluggy", "packaging")
 LEFT_OUT = (
     *("__main__.py", "_cli.py", "_commands.py", "_bench.py", "integrations.py"),
-    *(f"testing/{name}" for name in ("suite", "plugin.py", "marks.py", "order.py", "tiers.py")),
+    *(f"testing/{name}" for name in ("suite", "plugin.py", "marks.py", "tiers.py")),
 )
 """Parts of the core for the command line and for pytest."""
 

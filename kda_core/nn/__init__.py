@@ -8,11 +8,6 @@ from kda_core.nn._norm import gated_rms_norm
 from kda_core.nn._transformers import from_transformers, to_transformers
 
 __all__ = [
-    "KDACache",
-    "KimiDeltaAttention",
-    "from_transformers",
-    "gated_rms_norm",
-    "kda_decode_step",
-    "short_convolution",
+    "KDACache", "KimiDeltaAttention", "from_transformers", "gated_rms_norm", "kda_decode_step", "short_convolution",
     "to_transformers",
-]
+]  # fmt: skip

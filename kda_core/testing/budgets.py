@@ -25,7 +25,6 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -250,25 +249,11 @@ def slack_of(slack: tuple[Slack, ...], output: str, dtype: torch.dtype | None) -
     return max(fitting, key=lambda s: s.factor, default=None)
 
 
-class Comparison(NamedTuple):
-    """A result beside the oracle's.
-
-    Attributes:
-        error: of the result.
-        slack: declared factor of the budget.
-        problem: a sentence where the error is outside the budget, otherwise "".
-    """
-
-    error: Error
-    slack: float
-    problem: str
-
-
 def compare(
     name: str, got: Tensor, expected: Tensor, dtype: torch.dtype, budget: Budget,
     place: Callable[[str, tuple[int, ...]], str], slack: tuple[Slack, ...] = (), inputs: torch.dtype | None = None,
-) -> Comparison:  # fmt: skip
-    """Compare a result with the oracle's.
+) -> tuple[Error, float, str]:  # fmt: skip
+    """The error of a result beside the oracle's, the declared slack, and a sentence where it is outside its budget.
 
     Args:
         name, got, expected, dtype: as for ``measure``.
@@ -278,8 +263,8 @@ def compare(
     error, declared = measure(name, got, expected, dtype), slack_of(slack, name, inputs)
     factor = 1.0 if declared is None else declared.factor
     if error.share(budget) <= factor:
-        return Comparison(error, factor, "")
-    return Comparison(error, factor, _sentence(name, got, expected, error, budget, factor, place(name, error.where)))
+        return error, factor, ""
+    return error, factor, _sentence(name, got, expected, error, budget, factor, place(name, error.where))
 
 
 def _sentence(name: str, got: Tensor, expected: Tensor, error: Error, budget: Budget, slack: float, at: str) -> str:

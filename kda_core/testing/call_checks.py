@@ -170,7 +170,7 @@ class _Check(ABC):
         for name, found in got.items():
             exact, stored, budget = expected[name]
             slack = self.backend.info.slack
-            problems.append(budgets.compare(name, found, exact, stored, budget, place, slack, dtype).problem)
+            problems.append(budgets.compare(name, found, exact, stored, budget, place, slack, dtype)[2])
         return list(filter(None, problems))
 
     def report(self, problems: list[str], result: Any) -> None:

@@ -114,14 +114,12 @@ class Failures:
 
     def as_json(self) -> dict[str, Any]:
         """The failures as JSON values."""
-        if not self.failed:
-            return {"count": 0, "tests": [], "functions": [], "involve": [], "rerun": None}
         return {
             "count": len(self.failed),
             "tests": [o.test for o in self.failed],
             "functions": self.functions(),
             "involve": self.involve(),
-            "rerun": self.rerun(),
+            "rerun": self.rerun() if self.failed else None,
         }
 
     def lines(self) -> Iterator[str]:

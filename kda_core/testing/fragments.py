@@ -108,7 +108,7 @@ def run(kda: Subject, call: Call, cuts: Sequence[int]) -> Results:
     for p, kept in zip(own, before, strict=True):
         if changed := [n for n in ROWS if not same_bits(kept[n], getattr(p.request, n))]:
             raise Mismatch(f"{', '.join(changed)}: modified by a half of the call")
-    return Results(found)
+    return found
 
 
 class _Run:

@@ -83,19 +83,17 @@ def check(
         raise Mismatch(str(error)) from None
     if reasons:
         raise Mismatch(f"served a call that it does not declare: {'; '.join(reasons)}")
-    for name, old in before.items():
-        if not torch.equal(guards(there[name].detach()), old):
-            raise Mismatch(f"{name} was modified, or memory round it was")
+    subject.expect_untouched(before, there, frozenset())
     for name, (expected, dtype, budget) in expectations(tensors, lower_bound, request.output_dtype, cotangent).items():
         if name not in got:
             continue
         if got[name].shape != expected.shape or got[name].dtype != dtype:
             raise Mismatch(f"{name}: expected {list(expected.shape)} {dtype}, got {got[name].shape} {got[name].dtype}")
         by_head = (_by_head(name, t, g) for t in (got[name], expected))
-        found = compare(name, *by_head, dtype, budget, _place)
-        record.note(name, found.error, budget)
-        if found.problem:
-            raise Mismatch(f"kda_gate: {found.problem}")
+        error, _, problem = compare(name, *by_head, dtype, budget, _place)
+        record.note(name, error, budget)
+        if problem:
+            raise Mismatch(f"kda_gate: {problem}")
 
 
 def _cotangent(shape: torch.Size, dtype: torch.dtype) -> Tensor:

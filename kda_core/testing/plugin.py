@@ -30,20 +30,18 @@ from kda_core._plugins import registry  # noqa: E402
 from kda_core.capabilities import FOREIGN_VARIABLE, Feature  # noqa: E402
 from kda_core.errors import KdaError, UnsupportedCall  # noqa: E402
 from kda_core.hookspecs import CONTRACT_VERSION  # noqa: E402
-from kda_core.testing import order  # noqa: E402
 from kda_core.testing.failures import Failures, Outcome, outcome_of  # noqa: E402
 from kda_core.testing.interpreter import improve  # noqa: E402
 from kda_core.testing.report import BackendReport  # noqa: E402
 from kda_core.testing.subject import Refused, Subject  # noqa: E402
 from kda_core.testing.targets import Target, find_target  # noqa: E402
-from kda_core.testing.tiers import MODE_VARIABLE, MODES, TierCount, is_slow, mode  # noqa: E402
+from kda_core.testing.tiers import MODE_VARIABLE, MODES, TierCount, is_slow, mode, module_of, simplest_first  # noqa: E402
 
 INTERPRETER_VARIABLE = "TRITON_INTERPRET"
 ORACLE = "reference"
 EMPTY_TIERS = "kda_core_empty_tiers"
 
 TARGETS = pytest.StashKey[list[Target]]()
-GATHERED = pytest.StashKey[dict[str, BackendReport]]()
 SUBJECT = pytest.StashKey[Subject]()
 TIERS = pytest.StashKey[TierCount]()
 POSITION = pytest.StashKey[int]()
@@ -84,7 +82,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[TARGETS] = _targets(config)
     if config.getoption("interpret"):
         improve()
-    config.stash[GATHERED] = {}
     config.stash[TIERS] = TierCount(config)
     config.pluginmanager.register(config.stash[TIERS], "kda_core_tiers")
 
@@ -220,7 +217,7 @@ def pytest_pycollect_makeitem(collector: pytest.Collector) -> Iterator[Any]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items[:] = order.simplest_first(items)
+    items[:] = simplest_first(items)
     for position, item in enumerate(items):
         item.stash[POSITION] = position
     if mode() == "all" or "slow" in (config.getoption("markexpr") or ""):
@@ -267,7 +264,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
 
 def _name_for_pytest(item: pytest.Item) -> str:
     """The argument that runs a test again; for the kit's tests it works from any folder."""
-    module = order.module_of(item)
+    module = module_of(item)
     return f"{module}::{item.name}" if module.startswith("kda_core.testing.suite.") else item.nodeid
 
 

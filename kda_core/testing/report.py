@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,25 +35,24 @@ class BackendReport:
 
     info: BackendInfo
     device: str
-    coverage: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
+    coverage: dict[str, dict[str, Counter[str]]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(Counter))
+    )
     worst: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
-    reasons: dict[str, dict[str, int]] = field(default_factory=dict)
-    features: dict[str, set[str]] = field(default_factory=dict)
-    outcomes: dict[str, int] = field(default_factory=dict)
+    reasons: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    features: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    outcomes: Counter[str] = field(default_factory=Counter)
 
     def add(self, outcome: str, records: list[dict[str, Any]]) -> None:
         """Add one test."""
-        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
+        self.outcomes[outcome] += 1
         for record in records:
             status = record["status"]
             for axis, values in record["axes"].items():
                 for value in values:
-                    counts = self.coverage.setdefault(axis, {}).setdefault(value, {})
-                    counts[status] = counts.get(status, 0) + 1
-            self.features.setdefault(status, set()).update(record["features"])
-            for reason in record["reasons"]:
-                counts = self.reasons.setdefault(status, {})
-                counts[reason] = counts.get(reason, 0) + 1
+                    self.coverage[axis][value][status] += 1
+            self.features[status].update(record["features"])
+            self.reasons[status].update(record["reasons"])
             for error in record["errors"]:
                 key = (error["output"], error["input_dtype"])
                 if key not in self.worst or error["share"] > self.worst[key]["share"]:
@@ -61,12 +61,11 @@ class BackendReport:
     def never_served(self) -> list[str]:
         """Declared features whose every call the backend rejected."""
         declared = {f.name for f in self.info.capabilities.features}
-        return sorted((self.features.get("rejected", set()) & declared) - self.features.get("served", set()))
+        return sorted((self.features["rejected"] & declared) - self.features["served"])
 
     def state_of(self, axis: str, value: str) -> str:
         """ "covered", "refused", "rejected", "left out" or "not covered"."""
-        counts = self.coverage.get(axis, {}).get(value, {})
-        found = [status for status in STATUSES if counts.get(status)]
+        found = [status for status in STATUSES if self.coverage[axis][value][status]]
         return "not covered" if not found else "covered" if found[0] == "served" else found[0]
 
     def slack_used(self) -> list[dict[str, Any]]:
@@ -93,7 +92,7 @@ class BackendReport:
             "outcomes": self.outcomes,
             "features": {f.name: f in self.info.capabilities.features for f in Feature},
             "coverage": {
-                axis: {v: {"state": self.state_of(axis, v), **self.coverage.get(axis, {}).get(v, {})} for v in values}
+                axis: {v: {"state": self.state_of(axis, v), **self.coverage[axis][v]} for v in values}
                 for axis, values in AXES.items()
             },
             "reasons": self.reasons,
@@ -110,13 +109,12 @@ class BackendReport:
         for axis, values in AXES.items():
             by_state: dict[str, list[str]] = {}
             for value in values:
-                count = self.coverage.get(axis, {}).get(value, {}).get("served", 0)
-                state = self.state_of(axis, value)
+                count, state = self.coverage[axis][value]["served"], self.state_of(axis, value)
                 by_state.setdefault(state, []).append(f"{value} {count}" if state == "covered" else value)
             parts = [", ".join(by_state.pop("covered", []))] + [f"{s}: {', '.join(v)}" for s, v in by_state.items()]
             yield f"  {axis:<{width}}  " + " | ".join(p for p in parts if p)
         for status, meaning in MEANING.items():
-            for reason, count in sorted(self.reasons.get(status, {}).items(), key=lambda item: -item[1]):
+            for reason, count in self.reasons[status].most_common():
                 yield f"  {meaning} ({count} calls): {reason}"
         if self.worst:
             yield "  largest error as a share of its budget (slack aside):"

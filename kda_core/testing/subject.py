@@ -67,14 +67,8 @@ class Mismatch(AssertionError):
     """A result, or memory after a call, breaks the contract."""
 
 
-@dataclass(frozen=True)
-class Results:
-    """Results of a call on the CPU, by name ("o", "final_state", "h", "pool", "dq", ...)."""
-
-    tensors: dict[str, Tensor]
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.tensors[name]
+Results = dict[str, Tensor]
+"""Results of a call on the CPU, by name ("o", "final_state", "h", "pool", "dq", ...)."""
 
 
 @dataclass
@@ -247,7 +241,7 @@ class Subject:
             other = [n for n, x in results.items() if not same_bits(x, again[n])]
             if other:
                 raise Mismatch(f"{', '.join(other)}: other bits when the call was made again")
-        return Results(results)
+        return results
 
     def calls(self, call: Call) -> int:
         """How often ``run`` makes a call: repeated calls show errors of state that a backend keeps between calls.
@@ -257,9 +251,7 @@ class Subject:
         small = sum(t.numel() * t.element_size() for t in call.tensors.values()) <= MOST_BYTES_OF_REPEATED_CALLS
         return CALLS if small and self.device.type != "cpu" else 1
 
-    def _made(
-        self, call: Call, wrt: Collection[str], request: Request, record: Record, reasons: list[str]
-    ) -> dict[str, Tensor]:
+    def _made(self, call: Call, wrt: Collection[str], request: Request, record: Record, reasons: list[str]) -> Results:
         """Make the call once on new copies of its tensors, with the checks of ``run``."""
         tensors = {n: self._place(n, t, call) for n, t in call.tensors.items()}
         if call.given_out:
@@ -268,13 +260,13 @@ class Subject:
         try:
             results = self._differentiated(call, tensors, wrt) if call.grads else self._plain(call, request, tensors)
         except UnsupportedCall as error:
-            self._expect_untouched(before, tensors, frozenset())
+            self.expect_untouched(before, tensors, frozenset())
             raise record.refused(error, reasons) from None
         except ContractViolation as error:
             raise Mismatch(str(error)) from None
         if reasons:
             raise Mismatch(f"served a call that it does not declare: {'; '.join(reasons)}")
-        self._expect_untouched(before, tensors, call.written_names())
+        self.expect_untouched(before, tensors, call.written_names())
         self._expect_pool(call, before, tensors)
         return results
 
@@ -348,7 +340,7 @@ class Subject:
         request = call.request()
         dtypes = budgets.result_dtypes(request)
         wrong = []
-        for name, got in results.tensors.items():
+        for name, got in results.items():
             # Written slots of a pool are compared as final states, all others bit for bit.
             if name in ("pool", "checkpoints", "records"):
                 continue
@@ -376,10 +368,11 @@ class Subject:
         def place(*where: Any) -> str:
             return whole(r).place(*where)
 
-        found = budgets.compare(name, got, expected, dtype, budget, place, self.info.slack, r.q.dtype)
+        slack = self.info.slack
+        error, factor, problem = budgets.compare(name, got, expected, dtype, budget, place, slack, r.q.dtype)
         if self.records:
-            self.records[-1].note(name, found.error, budget, found.slack)
-        return [found.problem] if found.problem else []
+            self.records[-1].note(name, error, budget, factor)
+        return [problem] if problem else []
 
     def _features(self, r: Request, call: Call) -> set[Feature]:
         strided = {Feature.STRIDED_INPUT} if _is_strided(call) else set()
@@ -403,7 +396,7 @@ class Subject:
     def _o_shape(self, r: Request) -> tuple[int, ...]:
         return (r.B, r.T, r.HV, r.V)
 
-    def _plain(self, call: Call, r: Request, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _plain(self, call: Call, r: Request, tensors: dict[str, Tensor]) -> Results:
         with torch.no_grad():
             answer = call(tensors, self.name)
         results = self._named(call, r, answer)
@@ -424,7 +417,7 @@ class Subject:
             moved["final_state"] = moved["pool"][call.written_slots()]
         return moved
 
-    def _named(self, call: Call, r: Request, answer: tuple) -> dict[str, Tensor]:
+    def _named(self, call: Call, r: Request, answer: tuple) -> Results:
         """The results by name, their presence, shapes, dtypes and device checked."""
         expected = {"o": (self._o_shape(r), r.q.dtype)}
         if r.output_final_state:
@@ -448,7 +441,7 @@ class Subject:
                 raise Mismatch(f"{name}: expected a contiguous tensor, got strides {t.stride()}")
         return results
 
-    def _differentiated(self, call: Call, tensors: dict[str, Tensor], wrt: Collection[str]) -> dict[str, Tensor]:
+    def _differentiated(self, call: Call, tensors: dict[str, Tensor], wrt: Collection[str]) -> Results:
         names = [n for n in DIFFERENTIABLE if n in tensors and n in wrt]
         for n in names:
             tensors[n].requires_grad_()
@@ -458,7 +451,7 @@ class Subject:
         found = torch.autograd.grad(
             [outputs[n] for n in given], [tensors[n] for n in names], list(given.values()), allow_unused=True
         )
-        self._expect_untouched(before, given, frozenset())
+        self.expect_untouched(before, given, frozenset())
         results = {n: t.detach().to("cpu", copy=True) for n, t in outputs.items()}
         for n, grad in zip(names, found, strict=True):
             like = tensors[n]
@@ -472,7 +465,7 @@ class Subject:
             like.requires_grad_(False)
         return results
 
-    def _expect_untouched(self, before: dict[str, Tensor], now: dict[str, Tensor], written: frozenset[str]) -> None:
+    def expect_untouched(self, before: dict[str, Tensor], now: dict[str, Tensor], written: frozenset[str]) -> None:
         for name, old in before.items():
             if name not in written and not torch.equal(guards(now[name]), old):
                 raise Mismatch(f"{name} was modified, or memory round it was")

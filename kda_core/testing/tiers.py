@@ -1,4 +1,4 @@
-"""The fast and the slow tier of tests, and a warning for arguments that have no test in the chosen tier."""
+"""The order of the kit's tests, and their tiers, with a warning for arguments that have no test in the chosen one."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from kda_core.testing import suite
 
 MODE_VARIABLE = "KDA_TEST_MODE"
 MODES = ("fast", "slow", "all")
@@ -83,3 +85,29 @@ def _places_of_package(name: str) -> Iterator[Path]:
     if spec is not None:
         found = spec.submodule_search_locations or ([spec.origin] if spec.origin else [])
         yield from map(Path, found)
+
+
+MODULES = (
+    "test_forward", "test_state", "test_backward", "test_packing", "test_beta", "test_gates", "test_options",
+    "test_intermediate_states", "test_recurrent", "test_paged_pool", "test_spec_decode", "test_pool_options",
+    "test_records", "test_trees", "test_layer", "test_inputs", "test_addressing", "test_rejections", "test_determinism",
+    "test_compile", "test_graphs", "test_context_parallel", "test_extremes", "test_random",
+)  # fmt: skip
+"""Modules of the suite, the simplest first."""
+
+_PLACE = {f"{suite.__name__}.{name}": place for place, name in enumerate(MODULES)}
+
+
+def module_of(item: pytest.Item) -> str:
+    """The module that defines a test, wherever it was imported to; "" for an item that is no function."""
+    module = getattr(getattr(item, "function", None), "__module__", "")
+    # With --import-mode=importlib pytest 8.0 prefixes the package's name with folders.
+    _, package, name = module.rpartition("kda_core.testing.suite.")
+    return package + name
+
+
+def simplest_first(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Sort the kit's items among the places that they hold; other items keep theirs."""
+    kit = sorted((item for item in items if module_of(item) in _PLACE), key=lambda item: _PLACE[module_of(item)])
+    following = iter(kit)
+    return [next(following) if module_of(item) in _PLACE else item for item in items]

@@ -52,123 +52,93 @@ class Row:
         return self.verdict != "FAILED"
 
 
-@dataclass(frozen=True)
-class Check:
-    """One check: a case, and a change to its call.
-    Attributes:
-        about: features that the nearest call of a limited backend must still need.
-    """
-
-    case: Case
-    build: Build = Case.call
-    about: frozenset[Feature] = frozenset()
-
-    def run(self, subject: Subject) -> None:
-        subject.check(self.case, self.build, self.about)
-
-
-@dataclass(frozen=True)
-class GateCheck:
-    """A call of ``kda_gate``.
-
-    Attributes:
-        name: for the table.
-        lower_bound, backward: as in ``gate.check``.
-        absent: arguments that are left out.
-    """
-
-    name: str
-    lower_bound: float | None = None
-    backward: bool = False
-    absent: frozenset[str] = frozenset()
-
-    def run(self, subject: Subject) -> None:
-        given = {n: n not in self.absent for n in ("A_log", "dt_bias")}
-        gate.check(subject, gate.arguments(**given), self.lower_bound, self.backward)
-
-
-def _pooled(case: Case, slots: list, accepted: list[int] | None = None, more: Any = None, **changes: Any) -> Check:
-    """The case on slots of a pool; ``more``: further arguments."""
-    table = torch.tensor(slots, dtype=torch.int32)
-
-    def build(case: Case) -> Call:
-        counts = None if accepted is None else torch.tensor(accepted, dtype=torch.int32)
-        return replace(case.call().having(**more or {}).in_pool(table, int(table.max()) + 2, counts), **changes)
-
-    return Check(case, build, build(case).request().features & _POOLS)
-
+Check = tuple[str, Callable[[Subject], object]]
+"""The name of a case, and what checks it."""
 
 _POOLS = FEATURES_1_2 - FEATURES_1_0 | {Feature.PAGED_STATE, Feature.SPEC_DECODE}
 _HALF: dict[str, Any] = {"K": 64} | BFLOAT16
 
 
-def checks() -> list[Check | GateCheck]:
+def _check(case: Case, build: Build = Case.call, about: Collection[Feature] = ()) -> Check:
+    """``about``: what the nearest call of a limited backend must still need."""
+    return case.name, lambda subject: subject.check(case, build, about)
+
+
+def _pooled(case: Case, slots: list, accepted: list[int] | None = None, out: bool = False, **more: Any) -> Check:
+    """The case on slots of a pool; ``more``: further arguments."""
+    table = torch.tensor(slots, dtype=torch.int32)
+
+    def build(case: Case) -> Call:
+        counts = None if accepted is None else torch.tensor(accepted, dtype=torch.int32)
+        return replace(case.call().having(**more).in_pool(table, int(table.max()) + 2, counts), given_out=out)
+
+    return _check(case, build, build(case).request().features & _POOLS)
+
+
+def _gate(name: str, bound: float | None = None, backward: bool = False, A_log: bool = True) -> Check:
+    """A call of ``kda_gate``."""
+    return name, lambda subject: gate.check(subject, gate.arguments(A_log=A_log), bound, backward)
+
+
+def checks() -> list[Check]:
     """All checks, in the order of the table."""
     step = Case(name="decoding step", op=R, B=3, T=1, state=FP32)
     prefill = Case(name="prefill in a pool", T=70, lengths=(5, 0, 65), state=FP32)
     draft = Case(name="draft", op=R, B=3, T=3, state=FP32)
+    elsewhere = torch.tensor([[1, 2, 3], [4, 5, -1], [6, 7, 9]])
+    recorded = frozenset({Feature.DRAFT_RECORDS, Feature.PAGED_STATE})
+    kept = {"return_intermediate_states": True}
+    in_float32 = kept | {"intermediate_states_dtype": FP32}
+
+    def leaves_records(case: Case) -> Call:
+        return case.call().in_pool(torch.tensor([1, -1, 0]), 3).recorded()
+
     return [
-        *(Check(case) for case in (*select("verify"), named("float64"))),
-        Check(Case(name="intermediate states", T=130, state=FP32, options={"return_intermediate_states": True})),
-        Check(
-            Case(
-                name="float16 states, intermediate states in float32",
-                T=130,
-                state=FP16,
-                options={"return_intermediate_states": True, "intermediate_states_dtype": FP32},
-            )
-        ),
-        Check(Case(name="strided inputs", T=70, strided=frozenset({"q", "g", "beta"}))),
-        Check(Case(name="output buffer", T=70), lambda case: replace(case.call(), given_out=True)),
-        Check(Case(name="gradients without recompute", T=70, backward=True, options={"disable_recompute": True})),
-        Check(step),
-        Check(step.having(name="decoding step bfloat16", HV=4, **_HALF, **BOUNDED)),
-        Check(step.having(name="several tokens, softplus gate", T=7, V=16, gate="softplus")),
-        Check(Case(name="packed steps", op=R, T=7, lengths=(1, 0, 3, 1, 2), state=FP32)),
-        Check(Case(name="gradients of steps", op=R, T=12, K=16, state=FP32, backward=True)),
-        Check(Case(name="gradients of steps, all in kernel", op=R, T=12, K=16, HV=4, backward=True, **BOUNDED)),
+        *(_check(case) for case in (*select("verify"), named("float64"))),
+        _check(Case(name="intermediate states", T=130, state=FP32, options=kept)),
+        _check(Case(name="float16 states, intermediate states in float32", T=130, state=FP16, options=in_float32)),
+        _check(Case(name="strided inputs", T=70, strided=frozenset({"q", "g", "beta"}))),
+        _check(Case(name="output buffer", T=70), lambda case: replace(case.call(), given_out=True)),
+        _check(Case(name="gradients without recompute", T=70, backward=True, options={"disable_recompute": True})),
+        _check(step),
+        _check(step.having(name="decoding step bfloat16", HV=4, **_HALF, **BOUNDED)),
+        _check(step.having(name="several tokens, softplus gate", T=7, V=16, gate="softplus")),
+        _check(Case(name="packed steps", op=R, T=7, lengths=(1, 0, 3, 1, 2), state=FP32)),
+        _check(Case(name="gradients of steps", op=R, T=12, K=16, state=FP32, backward=True)),
+        _check(Case(name="gradients of steps, all in kernel", op=R, T=12, K=16, HV=4, backward=True, **BOUNDED)),
         _pooled(prefill, [3, 0, 1]),
         _pooled(step.having(name="step in a pool, one skipped"), [4, -1, 2]),
-        _pooled(step.having(name="step in a bfloat16 pool", state=BF16, **_HALF), [4, 0, 2], given_out=True),
-        Check(
-            draft.having(name="draft that leaves records", final_state=False),
-            lambda case: case.call().in_pool(torch.tensor([1, -1, 0]), 3).recorded(),
-            frozenset({Feature.DRAFT_RECORDS, Feature.PAGED_STATE}),
-        ),
-        Check(
+        _pooled(step.having(name="step in a bfloat16 pool", state=BF16, **_HALF), [4, 0, 2], out=True),
+        _check(draft.having(name="draft that leaves records", final_state=False), leaves_records, recorded),
+        _check(
             draft.having(name="tree of draft tokens", final_state=False),
-            lambda case: case.call().in_pool(torch.tensor([1, -1, 0]), 3).recorded().having(parents=TREES),
-            frozenset({Feature.DRAFT_TREES, Feature.DRAFT_RECORDS, Feature.PAGED_STATE}),
+            lambda case: leaves_records(case).having(parents=TREES),
+            recorded | {Feature.DRAFT_TREES},
         ),
         _pooled(draft, [[8, 1, 2], [0, 4, 9], [6, 3, 7]]),
         _pooled(draft.having(name="draft, some accepted"), [[8, 1, 2], [0, 4, 9], [6, 3, 7]], [2, 1, 3]),
         _pooled(
             prefill.having(name="prefill in a pool, one from zero"),
             [3, 0, 1],
-            more={"has_initial_state": torch.tensor([True, False, False])},
+            has_initial_state=torch.tensor([True, False, False]),
         ),
-        _pooled(
-            step.having(name="outputs of a pool alone", final_state=False), [2, 2, 1], more={"update_state": False}
-        ),
+        _pooled(step.having(name="outputs of a pool alone", final_state=False), [2, 2, 1], update_state=False),
         _pooled(
             prefill.having(name="prefill in a pool, copy on write"),
             [3, 1, 3],
-            more={"final_state_indices": torch.tensor([0, 2, 4])},
+            final_state_indices=torch.tensor([0, 2, 4]),
         ),
         _pooled(
             prefill.having(name="prefill in a pool, checkpoints"),
             [3, 1, 0],
-            more={"checkpoint_indices": torch.tensor([[2], [2], [4]]), "checkpoint_every": 64},
+            checkpoint_indices=torch.tensor([[2], [2], [4]]),
+            checkpoint_every=64,
         ),
-        _pooled(
-            draft.having(name="draft, states elsewhere"),
-            [[8], [0], [8]],
-            more={"final_state_indices": torch.tensor([[1, 2, 3], [4, 5, -1], [6, 7, 9]])},
-        ),
-        GateCheck("softplus gate"),
-        GateCheck("lower-bound gate without A_log", -5.0, absent=frozenset({"A_log"})),
-        GateCheck("gradients of the softplus gate", backward=True),
-        GateCheck("gradients of the lower-bound gate", -5.0, backward=True),
+        _pooled(draft.having(name="draft, states elsewhere"), [[8], [0], [8]], final_state_indices=elsewhere),
+        _gate("softplus gate"),
+        _gate("lower-bound gate without A_log", -5.0, A_log=False),
+        _gate("gradients of the softplus gate", backward=True),
+        _gate("gradients of the lower-bound gate", -5.0, backward=True),
     ]
 
 
@@ -194,7 +164,7 @@ def by_case(backend: str, device: torch.device | None = None, names: Collection[
         UnsupportedCall: it cannot run here.
         ValueError: no case has one of the names.
     """
-    chosen = {_name(check): check for check in checks()}
+    chosen = dict(checks())
     unknown = [name for name in names if name not in chosen]
     if unknown:
         raise ValueError(f"case: expected names of cases, e.g. {next(iter(chosen))!r}, got {unknown[0]!r}")
@@ -202,16 +172,12 @@ def by_case(backend: str, device: torch.device | None = None, names: Collection[
     there = None if device is None else torch.empty(0, device=device).device
     subject = Subject(find_target(backend) if there is None else Target(backend, there))
     for name in names or chosen:
-        yield list(_rows(subject, name, partial(chosen[name].run, subject)))
+        yield list(_rows(subject, name, partial(chosen[name], subject)))
     for row in _untested(subject):
         yield [row]
 
 
-def _name(check: Check | GateCheck) -> str:
-    return check.name if isinstance(check, GateCheck) else check.case.name
-
-
-def _rows(subject: Subject, name: str, check: Callable[[], None]) -> Iterator[Row]:
+def _rows(subject: Subject, name: str, check: Callable[[], object]) -> Iterator[Row]:
     before = len(subject.records)
     wrong = ""
     try:

@@ -111,14 +111,14 @@ def check_segments(subject, case: Case, whole, forward: bool, apart: float | Non
     found = subject.check(call)
     if apart is not None:
         again = subject.run(call)
-        assert all(torch.equal(x, again[name]) for name, x in found.tensors.items())
+        assert all(torch.equal(x, again[name]) for name, x in found.items())
     if forward:
         plain = replace(call, grads={}, given_out=True)
-        assert all(torch.equal(x, found[name]) for name, x in subject.run(plain).tensors.items())
+        assert all(torch.equal(x, found[name]) for name, x in subject.run(plain).items())
     if apart is not None:
         uncut = whole.run(call)
-        assert found.tensors.keys() == uncut.tensors.keys()
-        for name, x in uncut.tensors.items():
+        assert found.keys() == uncut.keys()
+        for name, x in uncut.items():
             distance = (found[name].double() - x.double()).norm() / x.double().norm().clamp_min(1e-30)
             assert distance < apart, (name, distance)
 

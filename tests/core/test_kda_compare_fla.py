@@ -195,7 +195,7 @@ def test_forward_and_states(kda, fla, case, op):
     call = call_of(case, kda.device)
     if op == "fused_recurrent_kda":
         call = call.decoding()
-    assert_agree(call, kda.run(call).tensors, run_fla(fla, call, kda.device))
+    assert_agree(call, kda.run(call), run_fla(fla, call, kda.device))
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if "mild" in c.tags], ids=lambda c: c.name)
@@ -204,13 +204,13 @@ def test_flas_chunk_reference(kda, fla, case):
     if kda.device.type != "cpu":
         pytest.skip("fla's naive references are compared on the CPU")
     call = case.call()
-    assert_agree(call, kda.run(call).tensors, run_fla(fla, call, kda.device, fla.naive_chunk_kda))
+    assert_agree(call, kda.run(call), run_fla(fla, call, kda.device, fla.naive_chunk_kda))
 
 
 @pytest.mark.parametrize("case", DIFFERENTIATED, ids=lambda c: c.name)
 def test_gradients(kda, fla, case):
     call = call_of(case, kda.device)
-    assert_agree(call, kda.run(call).tensors, run_fla(fla, call, kda.device))
+    assert_agree(call, kda.run(call), run_fla(fla, call, kda.device))
 
 
 @pytest.mark.slow
@@ -219,9 +219,9 @@ def test_sweep(kda, fla, swept):
     """The forward alone, whose backend may take other kernels, then results and every gradient."""
     call = swept.call() if kda.device.type == "cpu" else call_of(swept.case, kda.device)
     theirs = run_fla(fla, call, kda.device)
-    forward = kda.run(call.forward_only()).tensors
+    forward = kda.run(call.forward_only())
     assert_agree(call, forward, {name: theirs[name] for name in forward})
-    assert_agree(call, kda.run(call).tensors, theirs)
+    assert_agree(call, kda.run(call), theirs)
 
 
 def test_sweep_is_broad_and_of_its_own():
@@ -246,9 +246,9 @@ def test_prefill_then_decode(kda, fla):
     """A state that one function hands to the other, on both sides."""
     call = call_of(Case(name="fla prefill and decode", T=66, K=32, V=16, state=FP32, l2norm=True), kda.device)
     both = run_fla(fla, call, kda.device)
-    prompt = kda.run(call.slice_tokens(0, 64)).tensors
+    prompt = kda.run(call.slice_tokens(0, 64))
     step = call.slice_tokens(64, 66).having(initial_state=prompt["final_state"]).decoding()
-    decoded = kda.run(step).tensors
+    decoded = kda.run(step)
     ours = {"o": torch.cat([prompt["o"], decoded["o"]], 1), "final_state": decoded["final_state"]}
     assert_agree(call, ours, both)
 

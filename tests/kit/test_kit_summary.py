@@ -10,7 +10,7 @@ import mutants
 import pytest
 from installed import need_package
 
-from kda_core.testing import order, suite
+from kda_core.testing import suite, tiers
 from kda_core.testing.failures import Failures, Outcome
 
 CASES = """
@@ -156,7 +156,7 @@ def test_slow_and_interpreted_failures_are_run_again_as_such():
 
 
 def test_order_knows_every_module_of_the_suite():
-    assert sorted(order.MODULES) == sorted(file.stem for file in Path(suite.__file__).parent.glob("test_*.py"))
+    assert sorted(tiers.MODULES) == sorted(file.stem for file in Path(suite.__file__).parent.glob("test_*.py"))
 
 
 @pytest.mark.parametrize(

@@ -8,31 +8,42 @@ import pytest
 import torch
 
 from kda_core.capabilities import Feature
-from kda_core.request import BackwardResult, GateRequest
-from kda_core.testing import gate, verify
-from kda_core.testing.cases import named
+from kda_core.request import BackwardResult
+from kda_core.testing import verify
+from kda_core.testing.axes import DTYPES
+from kda_core.testing.cases import Case, named
+from kda_core.testing.nearby import Build
+from kda_core.testing.subject import Record, Subject
+from kda_core.testing.targets import Target
 
 CPU = torch.device("cpu")
 
 
-def features_of(check: verify.Check | verify.GateCheck) -> frozenset[Feature]:
-    if isinstance(check, verify.GateCheck):
-        given = {n: t for n, t in gate.arguments().items() if n not in check.absent}
-        given = {n: t.reshape(given["g"].shape[-2:]) if n == "dt_bias" else t for n, t in given.items()}
-        return GateRequest(**given, lower_bound=check.lower_bound, save_for_backward=check.backward).features
-    call = check.build(check.case)
-    extra = {Feature.OUT} if call.given_out else set()
-    return call.request().features | extra | ({Feature.STRIDED_INPUT} if call.strided else set())
+class Noted(Subject):
+    """Notes the features and dtypes of all calls; makes those of ``kda_gate`` alone."""
+
+    def check(self, case: Case, build: Build, about: object) -> None:
+        call = build(case)
+        features = sorted(f.name for f in self._features(call.request(), call))
+        self.records.append(Record(self.name, {}, DTYPES[case.dtype], features, case.name))
 
 
-def test_checks_cover_every_feature():
+@pytest.fixture(scope="module")
+def records() -> list[Record]:
+    subject = Noted(Target("reference", CPU))
+    for _, check in verify.checks():
+        check(subject)
+    return subject.records
+
+
+def test_checks_cover_every_feature(records):
     """Every function, forward and gradients, pools and drafts: all that one device can be asked for."""
-    covered = frozenset().union(*map(features_of, verify.checks()))
-    assert set(Feature) - covered == {Feature.CONTEXT_PARALLEL}
+    covered = {name for record in records for name in record.features}
+    assert {f.name for f in Feature} - covered == {"CONTEXT_PARALLEL"}
 
 
 def test_checks_have_names_of_their_own():
-    names = [verify._name(check) for check in verify.checks()]
+    names = [name for name, _ in verify.checks()]
     assert len(set(names)) == len(names)
 
 
@@ -102,7 +113,6 @@ def test_verify_says_what_it_did_not_test():
     assert all(row.passed and not row.output and row.note for row in rows if row.verdict == "untested")
 
 
-def test_verify_leaves_nothing_untested_where_all_is_checked():
+def test_verify_leaves_nothing_untested_where_all_is_checked(records):
     """By the dtypes of its cases; their features are above."""
-    dtypes = {check.case.dtype for check in verify.checks() if isinstance(check, verify.Check)}
-    assert dtypes == {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+    assert {record.dtype for record in records} == {"float16", "bfloat16", "float32", "float64"}

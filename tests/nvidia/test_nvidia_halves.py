@@ -73,7 +73,7 @@ def test_as_exact_as_a_plain_call(kind: str):
     call, cuts = made(kind)
     exact, whole, halves = references.results(call), subject().run(call), fragments.run(subject(), call, cuts)
     subject().compare(call, halves)
-    for name, x in halves.tensors.items():
+    for name, x in halves.items():
         right = exact[name]
 
         def error(y: torch.Tensor, right: torch.Tensor = right) -> float:
@@ -89,7 +89,7 @@ def test_repeats_bitwise(kind: str):
     call, cuts = made(kind)
     first = fragments.run(subject(), call, cuts)
     for _ in range(5):
-        for name, x in fragments.run(subject(), call, cuts).tensors.items():
+        for name, x in fragments.run(subject(), call, cuts).items():
             assert same_bits(first[name], x), name
 
 

@@ -19,19 +19,8 @@ from triton.backends.compiler import GPUTarget
 
 from kda_core.request import AnyRequest
 from kda_core.testing.cases import BF16, FP16, FP32, Case
+from kda_core.triton_lib import ahead_of_time as tool
 from kda_core.triton_lib.addresses import Hazard, hazards
-from kda_core.triton_lib.ahead_of_time import (
-    DIVISIBLE,
-    TYPES,
-    Job,
-    Tool,
-    commit_calls,
-    gate_calls,
-    gradients,
-    halves,
-    inference,
-    layer_calls,
-)
 from kda_core.triton_lib.plan import Plan, View
 from kda_core_amd.calls import plan_of
 from kda_core_amd.choose import ARCHITECTURES, FOREIGN_ARCHITECTURE, LEAST_ROWS, MOST_KEYS, MOST_SEGMENTS, Architecture
@@ -82,7 +71,7 @@ class Resources:
         registers = f"{self.vgprs:3d} VGPRs {self.vgpr_spills:3d} spilled {self.stack:4d} B stack"
         return f"{registers} {self.lds / 1024:5.1f} KiB LDS {self.waves:5g} waves a SIMD unit"
 
-    def problems(self, job: Job) -> list[str]:
+    def problems(self, job: tool.Job) -> list[str]:
         """Why a configuration must not be shipped."""
         found = []
         operand = next(job.launch.views()).itemsize
@@ -134,21 +123,21 @@ def cases(quick: bool = False) -> Iterator[Case]:
         for gate in gates:
             trained = "safe" not in gate
             case = Case(
-                name=f"{TYPES[dtype]} K {K} {gate}", T=64, lengths=(32, 32), H=2, HV=4, K=K, dtype=dtype,
+                name=f"{tool.TYPES[dtype]} K {K} {gate}", T=64, lengths=(32, 32), H=2, HV=4, K=K, dtype=dtype,
                 gate_dtype=dtype, state=FP32, l2norm=True, beta="sigmoid", backward=trained, **_GATES[gate],
             )  # fmt: skip
             yield case
             if gate == "given":
                 options = {"return_intermediate_states": True}
-                yield case.having(name=f"{TYPES[dtype]} K {K} states", backward=False, options=options)
+                yield case.having(name=f"{tool.TYPES[dtype]} K {K} states", backward=False, options=options)
             if gate == gates[0]:
                 tags = frozenset({"pool", "served", "checkpoints"})
-                yield case.having(name=f"{TYPES[dtype]} K {K}, served", backward=False, tags=tags)
+                yield case.having(name=f"{tool.TYPES[dtype]} K {K}, served", backward=False, tags=tags)
                 # The layout of states changes the same code for every gate.
-                yield case.having(name=f"{TYPES[dtype]} K {K}, V first", backward=False, **_V_FIRST)
+                yield case.having(name=f"{tool.TYPES[dtype]} K {K}, V first", backward=False, **_V_FIRST)
             if gate == "bounded" and dtype.itemsize == 2 and K == MOST_KEYS:
                 # One long sequence, which is cut.
-                yield case.having(name=f"{TYPES[dtype]} K {K} segments", lengths=(), T=LEAST_ROWS * MOST_SEGMENTS)
+                yield case.having(name=f"{tool.TYPES[dtype]} K {K} segments", lengths=(), T=LEAST_ROWS * MOST_SEGMENTS)
             if trained:
                 drafts = case.having(op="fused_recurrent_kda", tags=frozenset({"drafts"}), backward=False)
                 yield drafts
@@ -176,11 +165,11 @@ def _calls(quick: bool) -> list[tuple[str, AnyRequest]]:
     """Names and requests."""
     found: list[Any] = []
     for case in cases(quick):
-        found.append((case.name, inference(case)))
+        found.append((case.name, tool.inference(case)))
         if case.backward:
-            found.append((case.name, gradients(case)))
-    gates = [call for bound in (None, -5.0) for call in gate_calls(BF16, bound)]
-    return [*found, *gates, *commit_calls(), *layer_calls(quick)]
+            found.append((case.name, tool.gradients(case)))
+    gates = [call for bound in (None, -5.0) for call in tool.gate_calls(BF16, bound)]
+    return [*found, *gates, *tool.commit_calls(), *tool.layer_calls(quick)]
 
 
 def address_hazards(ir: str) -> list[Hazard]:
@@ -188,7 +177,7 @@ def address_hazards(ir: str) -> list[Hazard]:
     return hazards(ir, ("amdg.buffer_", "amdgpu.buffer_"), ("amdg.buffer_load",))
 
 
-class _Tool(Tool):
+class _Tool(tool.Tool):
     package, description = "kda_core_amd", "Compile for AMD GPUs: registers, spills, local data share."
     chips = MappingProxyType({name: chip for name, chip in ARCHITECTURES.items() if name != FOREIGN_ARCHITECTURE})
     usual = tuple(chips)
@@ -197,16 +186,16 @@ class _Tool(Tool):
     def plans(self, chip: Architecture, quick: bool) -> Iterator[tuple[str, Plan]]:
         yield from ((name, plan_of(call, chip)) for name, call in _calls(quick))
         for case in fragments(quick):
-            yield from halves(case, lambda r, half: plan_of(r, chip, half=half), lambda r: saved_specs(r, chip))
+            yield from tool.halves(case, lambda r, half: plan_of(r, chip, half=half), lambda r: saved_specs(r, chip))
 
-    def of_tensor(self, x: View, job: Job) -> tuple[str, list[list[Any]]]:
+    def of_tensor(self, x: View, job: tool.Job) -> tuple[str, list[list[Any]]]:
         # As triton's ROCm launcher tells the compiler of tensors below 2 GiB.
-        return "*" + TYPES[x.dtype], [DIVISIBLE] + [["tt.pointer_range", POINTER_RANGE]] * (not job.large)
+        return "*" + tool.TYPES[x.dtype], [tool.DIVISIBLE] + [["tt.pointer_range", POINTER_RANGE]] * (not job.large)
 
-    def target(self, job: Job) -> Any:
+    def target(self, job: tool.Job) -> Any:
         return GPUTarget("hip", job.arch, ARCHITECTURES[job.arch].wave)
 
-    def resources(self, job: Job, kernel: Any) -> Resources:
+    def resources(self, job: tool.Job, kernel: Any) -> Resources:
         text, lds = kernel.asm["amdgcn"], kernel.metadata.shared
         names = ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
         numbers = [int(re.search(rf"\.{name}:\s*(\d+)", text)[1]) for name in names]

@@ -13,26 +13,10 @@ from kda_core.triton_lib.gate_kernels import plan_gate
 from kda_core.triton_lib.layer_plans import plan_decode_step, plan_of_layer
 from kda_core.triton_lib.plan import Plan, metadata
 from kda_core.triton_lib.run import INTERPRET
-from kda_core_amd.choose import (
-    ARCHITECTURES,
-    COMMIT,
-    FOREIGN,
-    FOREIGN_ARCHITECTURE,
-    GATE,
-    INTERPRETED,
-    Architecture,
-    compile_options,
-    segment_rows,
-)
+from kda_core_amd import choose
+from kda_core_amd.plans import fragments
 from kda_core_amd.plans.backward import plan_backward
 from kda_core_amd.plans.forward import plan_forward
-from kda_core_amd.plans.fragments import (
-    plan_begin,
-    plan_begin_backward,
-    plan_finish,
-    plan_finish_backward,
-    saved_specs,
-)
 from kda_core_amd.plans.recurrent import add_recurrent, plan_recurrent
 
 LAYER_LANES = 128
@@ -40,27 +24,27 @@ LAYER_LANES = 128
 
 
 @cache
-def chip(device: torch.device) -> Architecture:
+def chip(device: torch.device) -> choose.Architecture:
     """Facts of ``device``."""
     if INTERPRET:
-        return ARCHITECTURES[INTERPRETED]
+        return choose.ARCHITECTURES[choose.INTERPRETED]
     properties = torch.cuda.get_device_properties(device)
-    foreign = FOREIGN and torch.version.hip is None
-    name = FOREIGN_ARCHITECTURE if foreign else properties.gcnArchName.split(":")[0]
-    return ARCHITECTURES[name].having(properties.multi_processor_count)
+    foreign = choose.FOREIGN and torch.version.hip is None
+    name = choose.FOREIGN_ARCHITECTURE if foreign else properties.gcnArchName.split(":")[0]
+    return choose.ARCHITECTURES[name].having(properties.multi_processor_count)
 
 
 _HALVES = {
-    "begin": plan_begin,
-    "finish": plan_finish,
-    "begin_backward": plan_begin_backward,
-    "finish_backward": plan_finish_backward,
+    "begin": fragments.plan_begin,
+    "finish": fragments.plan_finish,
+    "begin_backward": fragments.plan_begin_backward,
+    "finish_backward": fragments.plan_finish_backward,
 }
 
 
 def plan_of(
     request: AnyRequest | LayerRequest,
-    on: Architecture,
+    on: choose.Architecture,
     misaligned: frozenset[str] = frozenset(),
     half: str = "",
     rows: int | None = None,
@@ -81,13 +65,13 @@ def plan_of(
     if isinstance(r, LayerRequest):
         return plan_of_layer(r, on.wave, LAYER_LANES // on.wave)
     if isinstance(r, CommitRequest):
-        return plan_commit(r, COMMIT.num_warps, False, **compile_options(COMMIT, on))
+        return plan_commit(r, choose.COMMIT.num_warps, False, **choose.compile_options(choose.COMMIT, on))
     if isinstance(r, GateRequest):
-        return plan_gate(r, GATE.num_warps, **compile_options(GATE, on))
+        return plan_gate(r, choose.GATE.num_warps, **choose.compile_options(choose.GATE, on))
     if not r.needs_grad and r.op == "fused_recurrent_kda":
         return plan_recurrent(r, on)
-    rows = segment_rows(r, on) if rows is None else rows
+    rows = choose.segment_rows(r, on) if rows is None else rows
     return plan_backward(r, on, rows) if r.needs_grad else plan_forward(r, on, rows, h_shape(request))
 
 
-CALLS = Calls(plan_of, chip, ARCHITECTURES, saved_specs)
+CALLS = Calls(plan_of, chip, choose.ARCHITECTURES, fragments.saved_specs)

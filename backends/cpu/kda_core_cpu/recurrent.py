@@ -19,21 +19,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kda_core.request import ForwardResult, Request
+from kda_core.request import DATA, ForwardResult, Request
 from kda_core_cpu.choose import group_lanes, run_lanes, run_tokens, sums_rows, updates_slot_in_place
 from kda_core_cpu.commit import commit
 from kda_core_cpu.inputs import RowInputs
 from kda_core_cpu.results import empty_output
-from kda_core_cpu.row_sums import row_sums
 from kda_core_cpu.sequences import Sequences, lane_groups
-from kda_core_cpu.small_step import small_step
+from kda_core_cpu.small_step import row_sums, small_step
 from kda_core_cpu.states import PoolRows, States
-from kda_core_cpu.trees import as_branches
 from kda_core_cpu.windows import TokenWindow, Window
 from kda_core_cpu.workspace import Workspace
 
@@ -57,6 +56,27 @@ def tree_forward(request: Request) -> ForwardResult:
     row, sequence, token = (x[live] for x in (row, sequence, token))
     request.records[sequence, token] = packed.records[0, row]  # type: ignore[index]
     return ForwardResult(o=o)
+
+
+def as_branches(r: Request) -> tuple[Request, tuple[Tensor, ...]]:
+    """Trees as packed sequences, one from the root to each leaf; (row, sequence, token) of each token of the trees.
+
+    A token that branches share is computed once for each of them, with the same bits: those of a draft of its ancestors
+    alone. The records are a fresh buffer.
+    """
+    branches = r.branches()
+    owner = torch.tensor([n for n, _ in branches], dtype=torch.long, device="cpu")
+    lengths = torch.tensor([0, *(len(tokens) for _, tokens in branches)], device="cpu")
+    rows = [(n, t) for n, tokens in branches for t in tokens]
+    first = {row: i for i, row in reversed(list(enumerate(rows)))}
+    sequence, token = torch.tensor(rows, dtype=torch.long, device="cpu").reshape(-1, 2).unbind(1)
+    data = {name: getattr(r, name)[sequence, token][None] for name in DATA}
+    by_sequence = ("ssm_state_indices", "num_accepted_tokens", "has_initial_state")
+    given = {n: t[owner] for n in by_sequence if (t := getattr(r, n)) is not None}
+    records = r.records.new_empty(1, len(rows), *r.records.shape[2:])  # type: ignore[union-attr]
+    packed = replace(r, **data, **given, cu_seqlens=lengths.cumsum(0), records=records, parents=None, out=None)
+    places = torch.tensor([(i, *row) for row, i in first.items()], dtype=torch.long, device="cpu")
+    return packed, places.reshape(-1, 3).unbind(1)
 
 
 def general_forward(request: Request) -> ForwardResult:

@@ -6,14 +6,16 @@ of the last shapes is kept, with every view of it.
 
 from __future__ import annotations
 
+import functools
+
 import torch
+from torch import Tensor
 
 from kda_core.request import ForwardResult, Request
 from kda_core_cpu.choose import is_small_step, sums_rows
 from kda_core_cpu.gate import hold_rate, log_decay
 from kda_core_cpu.inputs import norm_constants
 from kda_core_cpu.results import empty_output
-from kda_core_cpu.row_sums import bags, sums_of_bags
 from kda_core_cpu.workspace import Workspace, with_slack
 
 MAX_KEPT = 16
@@ -120,3 +122,23 @@ class _SmallStep:
         else:
             o = torch.addcmul(along_q, self.qk, u, out=empty_output(r))
         return ForwardResult(o, S if r.output_final_state and not r.inplace_final_state else None)
+
+
+def row_sums(weights: Tensor, S: Tensor) -> Tensor:
+    """``weights`` [lanes, 2, K] times S [lanes, K, V]: [2·lanes, V], by an embedding bag (``choose.sums_rows``)."""
+    lanes, K, V = S.shape
+    return sums_of_bags(weights.reshape(-1), S.view(-1, V), *bags(lanes, K))
+
+
+def sums_of_bags(weights: Tensor, states: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+    """The same of ``weights`` [lanes·2·K] and ``states`` [lanes·K, V], with ``bags``."""
+    return torch.embedding_bag(states, rows, offsets, False, 0, False, weights)[0]
+
+
+@functools.lru_cache(maxsize=8)
+def bags(lanes: int, K: int) -> tuple[Tensor, Tensor]:
+    """State rows of every bag and the bags' offsets; two bags a lane."""
+    # The cache outlives the call: made in inference mode these would stay inference tensors.
+    with torch.inference_mode(False):
+        rows = torch.arange(lanes * K, device="cpu").view(lanes, 1, K).expand(lanes, 2, K).reshape(-1)
+        return rows, torch.arange(0, 2 * lanes * K, K, device="cpu")

@@ -27,19 +27,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from kda_core.request import Request
 from kda_core.testing.cases import BF16, FP16, FP32, Case
-from kda_core.triton_lib.ahead_of_time import (
-    DIVISIBLE,
-    TYPES,
-    Job,
-    Tool,
-    commit_calls,
-    gate_calls,
-    gradients,
-    halves,
-    inference,
-    layer_calls,
-    training,
-)
+from kda_core.triton_lib import ahead_of_time as tool
 from kda_core.triton_lib.plan import Plan, View, metadata
 from kda_core_nvidia.calls import plan_of
 from kda_core_nvidia.choose import CHIPS, SHARED_LIMIT, Chip, choose_backward
@@ -82,7 +70,7 @@ class Resources:
     def __str__(self) -> str:
         return f"{self.registers:3d} registers {self.stack:5d} B stack {self.shared / 1024:6.1f} KiB shared"
 
-    def problems(self, job: Job) -> list[str]:
+    def problems(self, job: tool.Job) -> list[str]:
         """Why the configuration must not be shipped."""
         found, arch = [], int(job.arch)
         limit = stack_limit(job)
@@ -95,7 +83,7 @@ class Resources:
         return found
 
 
-def stack_limit(job: Job) -> int:
+def stack_limit(job: tool.Job) -> int:
     """Bytes of stack that a thread may use."""
     return STACK_LIMITS[next(job.launch.views()).itemsize, job.arguments.get("K", 0) > 128]
 
@@ -123,7 +111,7 @@ def chunk_case(dtype: torch.dtype, K: int, V: int, H: int, gate: str, everything
     """
     extra = " packed, pool, h" if everything else f" T {T}" if T > 64 else ""
     case = Case(
-        name=f"{TYPES[dtype]} K {K} V {V} H {H} {gate}{extra}", T=T, H=H, K=K, V=V, dtype=dtype, l2norm=True,
+        name=f"{tool.TYPES[dtype]} K {K} V {V} H {H} {gate}{extra}", T=T, H=H, K=K, V=V, dtype=dtype, l2norm=True,
         beta="sigmoid", state=FP32, backward=True, **({"gate_dtype": dtype} | _GATES[gate]),
     )  # fmt: skip
     if gate in ("bounded", "promised") or everything:
@@ -237,8 +225,8 @@ def trained(case: Case) -> tuple[Request, Request]:
     """The forward and the backward of a training step; heads are grouped where the call is packed."""
     if "pool" in case.tags:
         case = case.having(H=case.H // 2, HV=case.H)
-    forward = training(case)
-    return forward, gradients(case, saved_specs(forward, CHIPS[90]))
+    forward = tool.training(case)
+    return forward, tool.gradients(case, saved_specs(forward, CHIPS[90]))
 
 
 @cache
@@ -246,7 +234,7 @@ def _calls(quick: bool) -> list[tuple[Case | None, str, Any]]:
     """Cases, names and requests."""
     found: list[Any] = []
     for case in cases(quick):
-        found.append((case, case.name, inference(case)))
+        found.append((case, case.name, tool.inference(case)))
         if case.backward:
             forward, backward = trained(case)
             found += [(case, case.name, forward), (case, case.name, backward)]
@@ -255,8 +243,8 @@ def _calls(quick: bool) -> list[tuple[Case | None, str, Any]]:
             if case.gate == "lower bound":
                 # The plain kernels, where those for Hopper serve the rest.
                 found.append((None, f"{case.name}, no do", replace(backward, grad_o=None)))
-    gates = [call for gate in ((BF16, -5.0), (FP32, None)) for call in gate_calls(*gate)]
-    return found + [(None, *call) for call in (*gates, *commit_calls(), *layer_calls(quick))]
+    gates = [call for gate in ((BF16, -5.0), (FP32, None)) for call in tool.gate_calls(*gate)]
+    return found + [(None, *call) for call in (*gates, *tool.commit_calls(), *tool.layer_calls(quick))]
 
 
 def fragments(quick: bool = False) -> list[Case]:
@@ -272,14 +260,14 @@ def fragments(quick: bool = False) -> list[Case]:
     return found + [case.having(options={"state_v_first": True}) for case in packed]
 
 
-class _Tool(Tool):
+class _Tool(tool.Tool):
     package, description = "kda_core_nvidia", "Compile for NVIDIA GPUs: registers, stack, shared memory."
     chips = MappingProxyType({str(arch): chip for arch, chip in CHIPS.items()})
     usual = ("80", "89", "90", "100", "120")
 
     def plans(self, chip: Chip, quick: bool) -> Iterator[tuple[str, Plan]]:
         for case in fragments(quick):
-            yield from halves(case, lambda r, half: plan_of(r, chip, half=half), lambda r: saved_specs(r, chip))
+            yield from tool.halves(case, lambda r, half: plan_of(r, chip, half=half), lambda r: saved_specs(r, chip))
         for case, name, call in _calls(quick):
             yield name, plan_of(call, chip)
             if case is not None and call.needs_grad and "descriptors" in case.tags:
@@ -287,20 +275,20 @@ class _Tool(Tool):
                 r = metadata(call)
                 yield f"{name}, descriptors", plan_backward(r, choose_backward(r, chip, many=0))
 
-    def of_tensor(self, x: Any, job: Job) -> tuple[str, list[list[Any]]]:
+    def of_tensor(self, x: Any, job: tool.Job) -> tuple[str, list[list[Any]]]:
         if isinstance(x, View):
-            return "*" + TYPES[x.dtype], [DIVISIBLE] * x.aligned
+            return "*" + tool.TYPES[x.dtype], [tool.DIVISIBLE] * x.aligned
         stated = x.swizzled or x.by_rows
         layout = f",{shared_layout(x.base.dtype, x.block, x.by_rows)!r}" if stated else ""
-        return f"tensordesc<{TYPES[x.base.dtype]}{list(x.block)}{layout}>", []
+        return f"tensordesc<{tool.TYPES[x.base.dtype]}{list(x.block)}{layout}>", []
 
-    def source_type(self, job: Job) -> Any:
+    def source_type(self, job: tool.Job) -> Any:
         return GluonASTSource if job.kernel.is_gluon() else ASTSource
 
-    def target(self, job: Job) -> Any:
+    def target(self, job: tool.Job) -> Any:
         return GPUTarget("cuda", int(job.arch), 32)
 
-    def resources(self, job: Job, kernel: Any) -> Resources:
+    def resources(self, job: tool.Job, kernel: Any) -> Resources:
         cubin = kernel.asm["cubin"]
         usage = _tool("--dump-resource-usage", cubin)
         registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))

@@ -12,30 +12,19 @@ A row of tile 1 reaches those of tile 0 through the boundary between them in bot
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kda_core_nvidia.gradients_tiles import (
-    RIGHT,
-    TILE,
-    add_product,
-    halves_of,
-    last_row,
-    left_parts,
-    log2_decays,
-    numbers_of_rows,
-    rows_of_tile,
-    selected_sums,
-)
+from kda_core_nvidia import gradients_tiles as tiles
 from kda_core_nvidia.hopper_tiles import exp2, reciprocal
 from kda_core_nvidia.recurrence_hopper import block_barrier
 
 
 @gluon.jit
-def rows_by_columns(pairs, block: gl.constexpr, LAYOUT: gl.constexpr = RIGHT):
+def rows_by_columns(pairs, block: gl.constexpr, LAYOUT: gl.constexpr = tiles.RIGHT):
     """A 16×16 block of pairs as a right operand [s, r], to sum over s."""
     return pairs.index(block).permute((1, 0)).load(LAYOUT)
 
 
 @gluon.jit
-def columns_by_rows(pairs, block: gl.constexpr, LAYOUT: gl.constexpr = RIGHT):
+def columns_by_rows(pairs, block: gl.constexpr, LAYOUT: gl.constexpr = tiles.RIGHT):
     """The same as [r, s], to sum over r."""
     return pairs.index(block).load(LAYOUT)
 
@@ -57,32 +46,32 @@ def near_gradients(dq, dk, dkc, rise0, rise1, half0, half1, o_scale, q_rows, k_r
     from_start = gl.expand_dims(exp2(half0), 1)
     to_end = gl.expand_dims(exp2(half1) * o_scale, 1)
     between = gl.expand_dims(exp2(half0 + half1), 1)
-    dq0, dq1 = halves_of(dq, 32, TILE)
-    dk0, dk1 = halves_of(dk, 32, TILE)
-    dkc0, dkc1 = halves_of(dkc, 32, TILE)
+    dq0, dq1 = tiles.halves_of(dq, 32, tiles.TILE)
+    dk0, dk1 = tiles.halves_of(dk, 32, tiles.TILE)
+    dkc0, dkc1 = tiles.halves_of(dkc, 32, tiles.TILE)
     dkc0 = dkc0 * to_end
     dkc1 = dkc1 * to_end
-    kb0 = rows_of_tile(k_rows, 0) * reciprocal(rise0) * numbers_of_rows(numbers, 0, 0)
-    kb1 = rows_of_tile(k_rows, 1) * reciprocal(rise1) * numbers_of_rows(numbers, 0, 1)
+    kb0 = tiles.rows_of_tile(k_rows, 0) * reciprocal(rise0) * tiles.numbers_of_rows(numbers, 0, 0)
+    kb1 = tiles.rows_of_tile(k_rows, 1) * reciprocal(rise1) * tiles.numbers_of_rows(numbers, 0, 1)
     ends = gl.sum(kb0 * (dkc0 * between) + kb1 * dkc1, axis=1)
-    kb0 = left_parts(kb0)
-    dq0 = add_product(kb0, rows_by_columns(pairs, 0), dq0 * from_start)
-    dq1 = add_product(kb0, rows_by_columns(pairs, 1), dq1 * from_start)
-    dk0 = add_product(kb0, rows_by_columns(pairs, 2), dk0 * from_start)
-    dk1 = add_product(kb0, rows_by_columns(pairs, 3), dk1 * from_start)
-    kb1 = left_parts(kb1)
-    dq1 = add_product(kb1, rows_by_columns(pairs, 5), dq1 * between)
-    dk1 = add_product(kb1, rows_by_columns(pairs, 7), dk1 * between)
+    kb0 = tiles.left_parts(kb0)
+    dq0 = tiles.add_product(kb0, rows_by_columns(pairs, 0), dq0 * from_start)
+    dq1 = tiles.add_product(kb0, rows_by_columns(pairs, 1), dq1 * from_start)
+    dk0 = tiles.add_product(kb0, rows_by_columns(pairs, 2), dk0 * from_start)
+    dk1 = tiles.add_product(kb0, rows_by_columns(pairs, 3), dk1 * from_start)
+    kb1 = tiles.left_parts(kb1)
+    dq1 = tiles.add_product(kb1, rows_by_columns(pairs, 5), dq1 * between)
+    dk1 = tiles.add_product(kb1, rows_by_columns(pairs, 7), dk1 * between)
     # Without a barrier the compiler loads the operands of all products first, and spills.
     block_barrier()
-    qr = left_parts(rows_of_tile(q_rows, 1) * rise1 * numbers_of_rows(numbers, 1, 1))
-    kr = left_parts(rows_of_tile(k_rows, 1) * rise1 * -numbers_of_rows(numbers, 2, 1))
-    dkc0 = add_product(kr, columns_by_rows(pairs, 3), add_product(qr, columns_by_rows(pairs, 1), dkc0))
-    dkc1 = add_product(kr, columns_by_rows(pairs, 7), add_product(qr, columns_by_rows(pairs, 5), dkc1))
-    qr = left_parts(rows_of_tile(q_rows, 0) * rise0 * numbers_of_rows(numbers, 1, 0))
-    kr = left_parts(rows_of_tile(k_rows, 0) * rise0 * -numbers_of_rows(numbers, 2, 0))
+    qr = tiles.left_parts(tiles.rows_of_tile(q_rows, 1) * rise1 * tiles.numbers_of_rows(numbers, 1, 1))
+    kr = tiles.left_parts(tiles.rows_of_tile(k_rows, 1) * rise1 * -tiles.numbers_of_rows(numbers, 2, 1))
+    dkc0 = tiles.add_product(kr, columns_by_rows(pairs, 3), tiles.add_product(qr, columns_by_rows(pairs, 1), dkc0))
+    dkc1 = tiles.add_product(kr, columns_by_rows(pairs, 7), tiles.add_product(qr, columns_by_rows(pairs, 5), dkc1))
+    qr = tiles.left_parts(tiles.rows_of_tile(q_rows, 0) * rise0 * tiles.numbers_of_rows(numbers, 1, 0))
+    kr = tiles.left_parts(tiles.rows_of_tile(k_rows, 0) * rise0 * -tiles.numbers_of_rows(numbers, 2, 0))
     dkc0 = dkc0 * between
-    dkc0 = add_product(kr, columns_by_rows(pairs, 2), add_product(qr, columns_by_rows(pairs, 0), dkc0))
+    dkc0 = tiles.add_product(kr, columns_by_rows(pairs, 2), tiles.add_product(qr, columns_by_rows(pairs, 0), dkc0))
     fall0 = reciprocal(rise0)
     fall1 = reciprocal(rise1)
     return dq0 * rise0, dk0 * rise0, dkc0 * fall0, dq1 * rise1, dk1 * rise1, dkc1 * fall1, ends
@@ -91,7 +80,7 @@ def near_gradients(dq, dk, dkc, rise0, rise1, half0, half1, o_scale, q_rows, k_r
 @gluon.jit
 def add_sums(summands, select, acc):
     """Add to each row t the sum of the summands of rows s where ``select``."""
-    return add_product(left_parts(summands), gl.where(select, 1.0, 0.0).to(gl.bfloat16), acc)
+    return tiles.add_product(tiles.left_parts(summands), gl.where(select, 1.0, 0.0).to(gl.bfloat16), acc)
 
 
 @gluon.jit
@@ -108,19 +97,24 @@ def add_level(
     same = s // b == t // b
     second = (t // b) % 2 == 1
     # From a row of a block's first half to the middle, and from there to one of its second half.
-    e = exp2(selected_sums(y, same & (second == (s <= t)), (1.0, 0.0), zero))
+    e = exp2(tiles.selected_sums(y, same & (second == (s <= t)), (1.0, 0.0), zero))
     block = s // (2 * b) == t // (2 * b)
     below = block & (s // b < t // b)
     above = block & (s // b > t // b)
     none = gl.full([16, 16], 0.0, gl.bfloat16, RIGHT)
-    q = rows_of_tile(q_rows, tile, LAYOUT) * numbers_of_rows(numbers, 1, tile, ROWS, LAYOUT)
-    k = rows_of_tile(k_rows, tile, LAYOUT) * -numbers_of_rows(numbers, 2, tile, ROWS, LAYOUT)
-    kb = rows_of_tile(k_rows, tile, LAYOUT) * numbers_of_rows(numbers, 0, tile, ROWS, LAYOUT)
-    left = left_parts(kb * e)
-    of_q = add_product(left, gl.where(below, rows_by_columns(pairs, MU, RIGHT), none), zero) * e
-    of_k = add_product(left, gl.where(below, rows_by_columns(pairs, LU, RIGHT), none), zero) * e
-    of_column = add_product(left_parts(q * e), gl.where(above, columns_by_rows(pairs, MU, RIGHT), none), zero)
-    of_column = add_product(left_parts(k * e), gl.where(above, columns_by_rows(pairs, LU, RIGHT), none), of_column) * e
+    q = tiles.rows_of_tile(q_rows, tile, LAYOUT) * tiles.numbers_of_rows(numbers, 1, tile, ROWS, LAYOUT)
+    k = tiles.rows_of_tile(k_rows, tile, LAYOUT) * -tiles.numbers_of_rows(numbers, 2, tile, ROWS, LAYOUT)
+    kb = tiles.rows_of_tile(k_rows, tile, LAYOUT) * tiles.numbers_of_rows(numbers, 0, tile, ROWS, LAYOUT)
+    left = tiles.left_parts(kb * e)
+    of_q = tiles.add_product(left, gl.where(below, rows_by_columns(pairs, MU, RIGHT), none), zero) * e
+    of_k = tiles.add_product(left, gl.where(below, rows_by_columns(pairs, LU, RIGHT), none), zero) * e
+    of_column = tiles.add_product(
+        tiles.left_parts(q * e), gl.where(above, columns_by_rows(pairs, MU, RIGHT), none), zero
+    )
+    of_column = (
+        tiles.add_product(tiles.left_parts(k * e), gl.where(above, columns_by_rows(pairs, LU, RIGHT), none), of_column)
+        * e
+    )
     # A pair's product decays in all rows behind its column, up to its row. A row of a second half has no column part
     # here, one of a first half no row part.
     dg = add_sums(q * of_q + k * of_k + kb * of_column, same & (second == (s >= t)), dg)
@@ -135,7 +129,7 @@ def _put(buffer, x, tile: gl.constexpr):
 @gluon.jit
 def take(buffer, tile: gl.constexpr):
     """A tile of a float32 block [32, 128]."""
-    return buffer.slice(16 * tile, 16, dim=0).permute((1, 0)).load(TILE)
+    return buffer.slice(16 * tile, 16, dim=0).permute((1, 0)).load(tiles.TILE)
 
 
 @gluon.jit
@@ -144,7 +138,7 @@ def _add_levels(
     tile: gl.constexpr, MU: gl.constexpr, LU: gl.constexpr, GATE: gl.constexpr,
 ):  # fmt: skip
     """Add a tile's own pairs to dkc and, in shared memory, to dq, dk and dg."""
-    y = log2_decays(g_rows, bias, a, lower_bound, count, tile, GATE, False)
+    y = tiles.log2_decays(g_rows, bias, a, lower_bound, count, tile, GATE, False)
     dq, dk, dg = take(dq_rows, tile), take(dk_rows, tile), take(dg_rows, tile)
     b = 1
     while b < 16:
@@ -171,50 +165,50 @@ def far_gradients(
         sums: Σ_v of S ⊙ dS, decayed over the chunk, [128].
         dq_rows, dk_rows, dg_rows: float32 blocks [32, 128] that nothing else uses.
     """
-    zero = gl.full([128, 16], 0.0, gl.float32, TILE)
-    s = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, RIGHT)), 1)
-    t = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, RIGHT)), 0)
-    dq0, dq1 = halves_of(dq, 32, TILE)
-    dk0, dk1 = halves_of(dk, 32, TILE)
-    dkc0, dkc1 = halves_of(dkc, 32, TILE)
+    zero = gl.full([128, 16], 0.0, gl.float32, tiles.TILE)
+    s = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, tiles.RIGHT)), 1)
+    t = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, tiles.RIGHT)), 0)
+    dq0, dq1 = tiles.halves_of(dq, 32, tiles.TILE)
+    dk0, dk1 = tiles.halves_of(dk, 32, tiles.TILE)
+    dkc0, dkc1 = tiles.halves_of(dkc, 32, tiles.TILE)
     # Tile 0 from the chunk's start and to the boundary, tile 1 from there and to the chunk's end.
-    y = log2_decays(g_rows, bias, a, lower_bound, count, 0, GATE, False)
-    x = selected_sums(y, s <= t, (1.0, 0.0), zero)
-    whole = gl.expand_dims(exp2(last_row(x)), 1)
+    y = tiles.log2_decays(g_rows, bias, a, lower_bound, count, 0, GATE, False)
+    x = tiles.selected_sums(y, s <= t, (1.0, 0.0), zero)
+    whole = gl.expand_dims(exp2(tiles.last_row(x)), 1)
     since = exp2(x)
-    until0 = exp2(selected_sums(y, s > t, (1.0, 0.0), zero))
+    until0 = exp2(tiles.selected_sums(y, s > t, (1.0, 0.0), zero))
     dq0 = dq0 * since
     dk0 = dk0 * since
-    q = rows_of_tile(q_rows, 0) * numbers_of_rows(numbers, 1, 0)
-    k = rows_of_tile(k_rows, 0) * -numbers_of_rows(numbers, 2, 0)
+    q = tiles.rows_of_tile(q_rows, 0) * tiles.numbers_of_rows(numbers, 1, 0)
+    k = tiles.rows_of_tile(k_rows, 0) * -tiles.numbers_of_rows(numbers, 2, 0)
     dg0 = add_sums(q * dq0 + k * dk0, s >= t, gl.expand_dims(sums, 1) + zero)
     _put(dq_rows, dq0, 0)
     _put(dk_rows, dk0, 0)
     dq1 = dq1 * whole
     dk1 = dk1 * whole
-    y = log2_decays(g_rows, bias, a, lower_bound, count, 1, GATE, False)
-    x = selected_sums(y, s <= t, (1.0, 0.0), zero)
-    whole = gl.expand_dims(exp2(last_row(x)), 1)
+    y = tiles.log2_decays(g_rows, bias, a, lower_bound, count, 1, GATE, False)
+    x = tiles.selected_sums(y, s <= t, (1.0, 0.0), zero)
+    whole = gl.expand_dims(exp2(tiles.last_row(x)), 1)
     since = exp2(x)
-    dkc1 = dkc1 * (exp2(selected_sums(y, s > t, (1.0, 0.0), zero)) * o_scale)
-    q = rows_of_tile(q_rows, 1) * since * numbers_of_rows(numbers, 1, 1)
-    k = rows_of_tile(k_rows, 1) * since * -numbers_of_rows(numbers, 2, 1)
+    dkc1 = dkc1 * (exp2(tiles.selected_sums(y, s > t, (1.0, 0.0), zero)) * o_scale)
+    q = tiles.rows_of_tile(q_rows, 1) * since * tiles.numbers_of_rows(numbers, 1, 1)
+    k = tiles.rows_of_tile(k_rows, 1) * since * -tiles.numbers_of_rows(numbers, 2, 1)
     # The state reaches the rows of tile 1 through all of tile 0.
     dg0 += gl.expand_dims(gl.sum(q * dq1 + k * dk1, axis=1), 1)
-    kb = rows_of_tile(k_rows, 0) * until0 * numbers_of_rows(numbers, 0, 0)
-    left = left_parts(kb)
-    dq1 = add_product(left, rows_by_columns(pairs, 1), dq1)
-    dk1 = add_product(left, rows_by_columns(pairs, 3), dk1)
+    kb = tiles.rows_of_tile(k_rows, 0) * until0 * tiles.numbers_of_rows(numbers, 0, 0)
+    left = tiles.left_parts(kb)
+    dq1 = tiles.add_product(left, rows_by_columns(pairs, 1), dq1)
+    dk1 = tiles.add_product(left, rows_by_columns(pairs, 3), dk1)
     # The columns of tile 0 reach the chunk's end through all of tile 1.
     dkc0 = dkc0 * (whole * o_scale)
     dg1 = gl.expand_dims(gl.sum(kb * dkc0, axis=1) + sums, 1) + zero
     dg1 = add_sums(q * dq1 + k * dk1, s >= t, dg1)
-    dg1 = add_sums(rows_of_tile(k_rows, 1) * dkc1 * numbers_of_rows(numbers, 0, 1), s < t, dg1)
+    dg1 = add_sums(tiles.rows_of_tile(k_rows, 1) * dkc1 * tiles.numbers_of_rows(numbers, 0, 1), s < t, dg1)
     _put(dq_rows, dq1 * since, 1)
     _put(dk_rows, dk1 * since, 1)
     _put(dg_rows, dg1, 1)
-    dkc0 = add_product(left_parts(q), columns_by_rows(pairs, 1), dkc0)
-    dkc0 = add_product(left_parts(k), columns_by_rows(pairs, 3), dkc0)
+    dkc0 = tiles.add_product(tiles.left_parts(q), columns_by_rows(pairs, 1), dkc0)
+    dkc0 = tiles.add_product(tiles.left_parts(k), columns_by_rows(pairs, 3), dkc0)
     _put(dg_rows, add_sums(kb * dkc0, s < t, dg0), 0)
     dkc0 = _add_levels(
         dkc0 * until0, bias, a, lower_bound, count, g_rows, q_rows, k_rows, numbers, pairs, dq_rows, dk_rows, dg_rows,

@@ -36,41 +36,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kda_core.triton_lib.gate import gate_rate, sigmoid
 from kda_core.triton_lib.packing import rows_of_slot
+from kda_core_nvidia import gradients_tiles as tiles
 from kda_core_nvidia.backward_states_hopper import place_of, rows_of
 from kda_core_nvidia.gradients_decays import far_gradients, near_gradients, take
 from kda_core_nvidia.gradients_persistent_tiles import WARPS as PAIR_WARPS
-from kda_core_nvidia.gradients_tiles import (
-    BY_CHANNEL,
-    BY_ROW,
-    LEAST_HALF,
-    M32,
-    M64,
-    OWN,
-    PAIRS,
-    RIGHT,
-    TILE,
-    WARPS,
-    add_each,
-    add_product,
-    clear_rows,
-    copy_values,
-    diagonals,
-    expect_values,
-    gate_gradients,
-    halves_of,
-    inside,
-    last_row,
-    log2_decays,
-    numbers_of_rows,
-    of_raw,
-    own_gradients,
-    products_of_channels,
-    rows_of_tile,
-    selected_sums,
-    store_rows,
-    store_tiles,
-    sum_of_ends,
-)
 from kda_core_nvidia.hopper_squares import seen_as
 from kda_core_nvidia.hopper_tiles import exp2
 from kda_core_nvidia.prepare_hopper import store_block
@@ -121,8 +90,8 @@ def gradients_hopper(
     WIDE_G: gl.constexpr = g.dtype == gl.float32
     GROUPED: gl.constexpr = dq.dtype == gl.float32
     # A warp has whole rows.
-    BY_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
-    BY_HALF_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    BY_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [tiles.WARPS, 1], [1, 0])
+    BY_HALF_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [tiles.WARPS, 1], [1, 0])
     row = i_slot * C
     count = C
     length = T
@@ -158,11 +127,11 @@ def gradients_hopper(
         dg_rows += out_g * K + channel
         if not LAST and i_n >= N:
             # Rows behind the last sequence: their gradients are zero.
-            store_rows(dq_rows, heads_qk * K, None, count, BY_ROWS)
-            store_rows(dk_rows, heads_qk * K, None, count, BY_ROWS)
-            store_rows(dg_rows, heads_g * K, None, count, BY_ROWS)
+            tiles.store_rows(dq_rows, heads_qk * K, None, count, BY_ROWS)
+            tiles.store_rows(dk_rows, heads_qk * K, None, count, BY_ROWS)
+            tiles.store_rows(dg_rows, heads_g * K, None, count, BY_ROWS)
             # There are as many value channels.
-            store_rows(dv_rows + (out * V + channel), HV * V, None, count, BY_ROWS)
+            tiles.store_rows(dv_rows + (out * V + channel), HV * V, None, count, BY_ROWS)
             r = gl.arange(0, 32, layout=gl.SliceLayout(1, BY_ROWS))
             none = gl.full([32], 0.0, dbeta.dtype.element_ty, gl.SliceLayout(1, BY_ROWS))
             gl.store(dbeta + out + r * HV, none, mask=r < count)
@@ -225,9 +194,11 @@ def gradients_hopper(
     mbarrier.expect(g_bar, C * 128 * (4 if WIDE_G else 2))
     mbarrier.expect(k_bar, C * 128 * 2)
     mbarrier.expect(q_bar, C * 128 * 2)
-    expect_values(value_bars, C)
+    tiles.expect_values(value_bars, C)
     copy_block(g, [row, i_h * s_gh + channel], g_bar, g_rows)
-    copy_values(z, do, states, state_grads, of_state, row, i_h, s_oh, channel, value_blocks, value_bars, Z_ROWS, V, 0)
+    tiles.copy_values(
+        z, do, states, state_grads, of_state, row, i_h, s_oh, channel, value_blocks, value_bars, Z_ROWS, V, 0
+    )
     if not WIDE_G:
         copy_block(k, [row, i_kh * s_kh + channel], k_bar, k_rows)
         copy_block(q, [row, i_kh * s_qh + channel], q_bar, q_rows)
@@ -235,8 +206,8 @@ def gradients_hopper(
     copy_block(dv, [row, i_h * V + 64], value_bars[3], o_1.index(1))
 
     a = gate_rate(A_log, i_h)
-    c = gl.arange(0, 128, layout=BY_CHANNEL)
-    bias = gl.full([128, 1], 0.0, gl.float32, TILE)
+    c = gl.arange(0, 128, layout=tiles.BY_CHANNEL)
+    bias = gl.full([128, 1], 0.0, gl.float32, tiles.TILE)
     if dt_bias is not None:
         bias = gl.expand_dims(gl.load(dt_bias + i_h * K + channel + c).to(gl.float32), 1)
     decay = gl.load(D + (block.to(gl.int64) * K + channel) + c)
@@ -244,9 +215,11 @@ def gradients_hopper(
         # Early: later there are no registers for it.
         own_sums = decay
         if length <= C:
-            own_sums = decay * sum_of_ends(initial_state, grad_final_state, i_n * HV + i_h, channel, K, V, V_FIRST)
+            own_sums = decay * tiles.sum_of_ends(
+                initial_state, grad_final_state, i_n * HV + i_h, channel, K, V, V_FIRST
+            )
     # A row a lane, a kind of number a warp.
-    LANES: gl.constexpr = gl.BlockedLayout([256 // (32 * WARPS)], [32], [WARPS], [0])
+    LANES: gl.constexpr = gl.BlockedLayout([256 // (32 * tiles.WARPS)], [32], [tiles.WARPS], [0])
     kind = gl.arange(0, 256, layout=LANES) // 32
     r_lane = gl.arange(0, 256, layout=LANES) % 32
     p_beta = beta + (row.to(gl.int64) * s_bt + i_h.to(gl.int64) * s_bh + r_lane * s_bt)
@@ -278,8 +251,8 @@ def gradients_hopper(
         if half > 0:
             # All warps have read the first value channels. Others take their place.
             block_barrier()
-            expect_values(value_bars, C)
-            copy_values(
+            tiles.expect_values(value_bars, C)
+            tiles.copy_values(
                 z, do, states, state_grads, of_state, row, i_h, s_oh, channel, value_blocks, value_bars, Z_ROWS, V,
                 128 * half,
             )  # fmt: skip
@@ -287,15 +260,15 @@ def gradients_hopper(
             copy_block(dv, [row, i_h * V + 128 * half + 64], value_bars[3], o_1.index(1))
         if half == V // 128 - 1:
             mbarrier.wait(g_bar, 0)
-            s = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, RIGHT)), 1)
-            t = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, RIGHT)), 0)
-            zero = gl.full([128, 16], 0.0, gl.float32, TILE)
-            y0 = log2_decays(g_rows, bias, a, lower_bound, rows_there, 0, GATE, BOUNDED)
-            y1 = log2_decays(g_rows, bias, a, lower_bound, rows_there, 1, GATE, BOUNDED)
-            x0 = selected_sums(y0, s <= t, (0.5, -0.5), zero)
-            x1 = selected_sums(y1, s <= t, (0.5, -0.5), zero)
-            half0 = last_row(x0)
-            half1 = last_row(x1)
+            s = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, tiles.RIGHT)), 1)
+            t = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, tiles.RIGHT)), 0)
+            zero = gl.full([128, 16], 0.0, gl.float32, tiles.TILE)
+            y0 = tiles.log2_decays(g_rows, bias, a, lower_bound, rows_there, 0, GATE, BOUNDED)
+            y1 = tiles.log2_decays(g_rows, bias, a, lower_bound, rows_there, 1, GATE, BOUNDED)
+            x0 = tiles.selected_sums(y0, s <= t, (0.5, -0.5), zero)
+            x1 = tiles.selected_sums(y1, s <= t, (0.5, -0.5), zero)
+            half0 = tiles.last_row(x0)
+            half1 = tiles.last_row(x1)
             rise0 = exp2(x0)
             rise1 = exp2(x1)
             if WIDE_G:
@@ -305,22 +278,22 @@ def gradients_hopper(
             far = False
             if not BOUNDED:
                 # Allow less decay over fewer rows; otherwise terms that cancel exceed the result.
-                excess0 = half0 - LEAST_HALF * (gl.minimum(count, 16) / 16)
-                excess1 = half1 - LEAST_HALF * (gl.maximum(count - 16, 0) / 16)
+                excess0 = half0 - tiles.LEAST_HALF * (gl.minimum(count, 16) / 16)
+                excess1 = half1 - tiles.LEAST_HALF * (gl.maximum(count - 16, 0) / 16)
                 far = gl.min(gl.minimum(excess0, excess1), axis=0) < 0.0
         for i in gl.static_range(8):
             mbarrier.wait(value_bars[i], half)
         if TAILS:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
             if tail:
                 for i in gl.static_range(2):
-                    clear_rows(o_0.index(i), count, BY_HALF_ROWS)
-                    clear_rows(o_1.index(i), count, BY_HALF_ROWS)
+                    tiles.clear_rows(o_0.index(i), count, BY_HALF_ROWS)
+                    tiles.clear_rows(o_1.index(i), count, BY_HALF_ROWS)
                 fence_async_shared()
                 block_barrier()
         if half == 0:
-            m = gl.full([64, 32], 0.0, gl.float32, PAIRS)
-            rows = gl.full([128, 64], 0.0, gl.float32, M64)
-            dkc = gl.full([128, 32], 0.0, gl.float32, M32)
+            m = gl.full([64, 32], 0.0, gl.float32, tiles.PAIRS)
+            rows = gl.full([128, 64], 0.0, gl.float32, tiles.M64)
+            dkc = gl.full([128, 32], 0.0, gl.float32, tiles.M32)
             m, rows, dkc = warpgroup_mma_wait(0, deps=(m, rows, dkc))
         if half > 0:
             # They do not move. A compiler that knew would keep the first addresses of all operands in local memory.
@@ -340,13 +313,13 @@ def gradients_hopper(
         dkc = warpgroup_mma(ds_0.permute((1, 0)), z_0.permute((1, 0)), dkc, use_acc=half > 0, is_async=True)
         dkc = warpgroup_mma(ds_1.permute((1, 0)), z_1.permute((1, 0)), dkc, is_async=True)
         # Meanwhile the sums over v of S ⊙ dS: diagonals of products of blocks of 16 channels.
-        squares = gl.full([8, 16, 16], 0.0, gl.float32, OWN)
-        squares = products_of_channels(s_0, ds_0, squares)
-        squares = products_of_channels(s_1, ds_1, squares)
+        squares = gl.full([8, 16, 16], 0.0, gl.float32, tiles.OWN)
+        squares = tiles.products_of_channels(s_0, ds_0, squares)
+        squares = tiles.products_of_channels(s_1, ds_1, squares)
         if half == 0:
-            sums = gl.convert_layout(diagonals(squares), BY_CHANNEL) * (decay * o_scale)
+            sums = gl.convert_layout(tiles.diagonals(squares), tiles.BY_CHANNEL) * (decay * o_scale)
         else:
-            sums += gl.convert_layout(diagonals(squares), BY_CHANNEL) * (decay * o_scale)
+            sums += gl.convert_layout(tiles.diagonals(squares), tiles.BY_CHANNEL) * (decay * o_scale)
         if LAST and initial_state is not None:
             sums = gl.where(length <= C, own_sums, sums)
         m, rows, dkc = warpgroup_mma_wait(0, deps=(m, rows, dkc))
@@ -361,11 +334,11 @@ def gradients_hopper(
     if initial_state is not None and not LAST:  # noqa: SIM102
         if length <= C:
             # A sequence of one chunk reads the caller's states, not their 16-bit copies.
-            sums = decay * sum_of_ends(initial_state, grad_final_state, i_n * HV + i_h, channel, K, V, V_FIRST)
+            sums = decay * tiles.sum_of_ends(initial_state, grad_final_state, i_n * HV + i_h, channel, K, V, V_FIRST)
 
     # The place of do, dv and z is free.
-    pr = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, PAIRS)), 1)
-    pc = gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(0, PAIRS)), 0)
+    pr = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, tiles.PAIRS)), 1)
+    pc = gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(0, tiles.PAIRS)), 0)
     own = gl.sum(gl.where(pc == pr, m, 0.0).reshape([64, 2, 16]), axis=2)
     own_products.store(own.permute((1, 0)).reshape([128]))
     m = gl.where(pc < pr % 32, m, 0.0).to(dtype)
@@ -376,11 +349,11 @@ def gradients_hopper(
     mbarrier.wait(q_bar, 0)
     if TAILS:  # noqa: SIM102
         if tail:
-            clear_rows(q_rows, count, BY_ROWS)
-            clear_rows(k_rows, count, BY_ROWS)
+            tiles.clear_rows(q_rows, count, BY_ROWS)
+            tiles.clear_rows(k_rows, count, BY_ROWS)
     block_barrier()
 
-    dq_part, dk_part = halves_of(rows, 64, M32)
+    dq_part, dk_part = tiles.halves_of(rows, 64, tiles.M32)
     if far:
         if WIDE_G and GATE != "none":
             mbarrier.wait(g_bar, 1)
@@ -403,28 +376,28 @@ def gradients_hopper(
         ends = ends * columns
 
     block_barrier()
-    dq0, dk0, p0, tq0, tk0, tb0 = own_gradients(dq0, dk0, dkc0, q_rows, k_rows, numbers, own_products, columns, 0)
+    dq0, dk0, p0, tq0, tk0, tb0 = tiles.own_gradients(dq0, dk0, dkc0, q_rows, k_rows, numbers, own_products, columns, 0)
     block_barrier()
-    dq1, dk1, p1, tq1, tk1, tb1 = own_gradients(dq1, dk1, dkc1, q_rows, k_rows, numbers, own_products, columns, 1)
+    dq1, dk1, p1, tq1, tk1, tb1 = tiles.own_gradients(dq1, dk1, dkc1, q_rows, k_rows, numbers, own_products, columns, 1)
     if BLOCKS > 1:
         tb0 = gl.sum(tb0, axis=0)
         tb1 = gl.sum(tb1, axis=0)
     else:
-        tq0, tq1, tk0, tk1, tb0, tb1 = gl.reduce((tq0, tq1, tk0, tk1, tb0, tb1), 0, add_each)
+        tq0, tq1, tk0, tk1, tb0, tb1 = gl.reduce((tq0, tq1, tk0, tk1, tb0, tb1), 0, tiles.add_each)
     from_row = gl.where(s >= t, 1.0, 0.0).to(dtype)
-    everywhere = gl.full([16, 16], 1.0, dtype, RIGHT)
+    everywhere = gl.full([16, 16], 1.0, dtype, tiles.RIGHT)
     if far:
         dg0 = take(dg_far, 0)
         dg1 = take(dg_far, 1)
     else:
         start_sums = gl.expand_dims(ends + sums, 1) + zero
-        dg0 = add_product(p1, everywhere, start_sums)
-        dg0 = add_product(p0, from_row, dg0)
-        dg1 = add_product(p1, from_row, start_sums)
-    r = gl.arange(0, 16, layout=BY_ROW)
+        dg0 = tiles.add_product(p1, everywhere, start_sums)
+        dg0 = tiles.add_product(p0, from_row, dg0)
+        dg1 = tiles.add_product(p1, from_row, start_sums)
+    r = gl.arange(0, 16, layout=tiles.BY_ROW)
     p_dbeta = dbeta + (row.to(gl.int64) * HV + i_h)
-    tb0 = (tb0 * numbers.slice(128, 16).load(BY_ROW)).to(dbeta.dtype.element_ty)
-    tb1 = (tb1 * numbers.slice(144, 16).load(BY_ROW)).to(dbeta.dtype.element_ty)
+    tb0 = (tb0 * numbers.slice(128, 16).load(tiles.BY_ROW)).to(dbeta.dtype.element_ty)
+    tb1 = (tb1 * numbers.slice(144, 16).load(tiles.BY_ROW)).to(dbeta.dtype.element_ty)
     if TAILS:
         gl.store(p_dbeta + r * HV, tb0, mask=r < count)
         gl.store(p_dbeta + (r + 16) * HV, tb1, mask=r + 16 < count)
@@ -432,27 +405,27 @@ def gradients_hopper(
         gl.store(p_dbeta + r * HV, tb0)
         gl.store(p_dbeta + (r + 16) * HV, tb1)
     if norms is not None and BLOCKS > 1:
-        dq0 = dq0 * numbers_of_rows(numbers, 6, 0)
-        dq1 = dq1 * numbers_of_rows(numbers, 6, 1)
-        dk0 = dk0 * numbers_of_rows(numbers, 5, 0)
-        dk1 = dk1 * numbers_of_rows(numbers, 5, 1)
+        dq0 = dq0 * tiles.numbers_of_rows(numbers, 6, 0)
+        dq1 = dq1 * tiles.numbers_of_rows(numbers, 6, 1)
+        dk0 = dk0 * tiles.numbers_of_rows(numbers, 5, 0)
+        dk1 = dk1 * tiles.numbers_of_rows(numbers, 5, 1)
     elif norms is not None:
-        dq0 = of_raw(dq0, q_rows, tq0, numbers, 3, 0)
-        dq1 = of_raw(dq1, q_rows, tq1, numbers, 3, 1)
-        dk0 = of_raw(dk0, k_rows, tk0, numbers, 2, 0)
-        dk1 = of_raw(dk1, k_rows, tk1, numbers, 2, 1)
-    store_tiles(dq_block, dq0, dq1)
-    store_tiles(dk_block, dk0, dk1)
+        dq0 = tiles.of_raw(dq0, q_rows, tq0, numbers, 3, 0)
+        dq1 = tiles.of_raw(dq1, q_rows, tq1, numbers, 3, 1)
+        dk0 = tiles.of_raw(dk0, k_rows, tk0, numbers, 2, 0)
+        dk1 = tiles.of_raw(dk1, k_rows, tk1, numbers, 2, 1)
+    tiles.store_tiles(dq_block, dq0, dq1)
+    tiles.store_tiles(dk_block, dk0, dk1)
     if GATE != "none":
         if WIDE_G:
             mbarrier.wait(g_bar, 1)
-        x0 = rows_of_tile(g_again, 0) + bias
-        x1 = rows_of_tile(g_again, 1) + bias
+        x0 = tiles.rows_of_tile(g_again, 0) + bias
+        x1 = tiles.rows_of_tile(g_again, 1) + bias
         if TAILS:
-            dg0, x0 = gl.where(inside(count, 0), dg0, 0.0), gl.where(inside(count, 0), x0, 0.0)
-            dg1, x1 = gl.where(inside(count, 1), dg1, 0.0), gl.where(inside(count, 1), x1, 0.0)
-        dg0, summand0 = gate_gradients(x0, a, lower_bound, dg0, GATE)
-        dg1, summand1 = gate_gradients(x1, a, lower_bound, dg1, GATE)
+            dg0, x0 = gl.where(tiles.inside(count, 0), dg0, 0.0), gl.where(tiles.inside(count, 0), x0, 0.0)
+            dg1, x1 = gl.where(tiles.inside(count, 1), dg1, 0.0), gl.where(tiles.inside(count, 1), x1, 0.0)
+        dg0, summand0 = tiles.gate_gradients(x0, a, lower_bound, dg0, GATE)
+        dg1, summand1 = tiles.gate_gradients(x1, a, lower_bound, dg1, GATE)
         if dbias_partial is not None:
             gl.store(dbias_partial + (of_state.to(gl.int64) * K + channel + c), gl.sum(dg0 + dg1, axis=1))
         if A_log is not None:
@@ -462,14 +435,14 @@ def gradients_hopper(
             if LAST:
                 for i in gl.static_range(1, PARTS):
                     gl.store(dA_partial + (of_state * PARTS + i), 0.0)
-    store_tiles(dg_block, dg0, dg1)
+    tiles.store_tiles(dg_block, dg0, dg1)
     fence_async_shared()
     block_barrier()
     if tail:
         if TAILS:
-            store_rows(dq_rows, heads_qk * K, dq_block, count, BY_ROWS)
-            store_rows(dk_rows, heads_qk * K, dk_block, count, BY_ROWS)
-            store_rows(dg_rows, heads_g * K, dg_block, count, BY_ROWS)
+            tiles.store_rows(dq_rows, heads_qk * K, dq_block, count, BY_ROWS)
+            tiles.store_rows(dk_rows, heads_qk * K, dk_block, count, BY_ROWS)
+            tiles.store_rows(dg_rows, heads_g * K, dg_block, count, BY_ROWS)
     else:
         store_block(dq, [row, i_h * K + channel], dq_block)
         store_block(dk, [row, i_h * K + channel], dk_block)

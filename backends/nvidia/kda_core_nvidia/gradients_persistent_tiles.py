@@ -10,17 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
-from kda_core_nvidia.gradients_tiles import (
-    add_product,
-    diagonals,
-    gate_gradients,
-    halves_of,
-    inside,
-    left_parts,
-    log2_decays,
-    numbers_of_rows,
-    rows_of_tile,
-)
+from kda_core_nvidia import gradients_tiles as tiles
 from kda_core_nvidia.hopper_squares import seen_as
 from kda_core_nvidia.recurrence_hopper import block_barrier
 from kda_core_nvidia.triton_private import VERSION
@@ -91,28 +81,28 @@ def in_order():
 @gluon.jit
 def rows_of(buffer, tile: gl.constexpr):
     """Rows of a tile, transposed, in float32."""
-    return rows_of_tile(buffer, tile, TILE)
+    return tiles.rows_of_tile(buffer, tile, TILE)
 
 
 @gluon.jit
 def numbers_of(buffer, kind: gl.constexpr, tile: gl.constexpr):
     """A number for each row of a tile, [1, 16]."""
-    return numbers_of_rows(buffer, kind, tile, 64, TILE)
+    return tiles.numbers_of_rows(buffer, kind, tile, 64, TILE)
 
 
 @gluon.jit
 def tiles_of(x):
     """Columns of [128, 64] by tiles."""
-    first, last = halves_of(x, 64, M32)
-    x0, x1 = halves_of(first, 32, TILE)
-    x2, x3 = halves_of(last, 32, TILE)
+    first, last = tiles.halves_of(x, 64, M32)
+    x0, x1 = tiles.halves_of(first, 32, TILE)
+    x2, x3 = tiles.halves_of(last, 32, TILE)
     return x0, x1, x2, x3
 
 
 @gluon.jit
 def tiles_of_stacked(x):
     """Columns of [128, 128] by tiles: those of the first 64, and those of the last."""
-    first, last = halves_of(x, 128, M64)
+    first, last = tiles.halves_of(x, 128, M64)
     return tiles_of(first), tiles_of(last)
 
 
@@ -128,7 +118,7 @@ def products_of_channels(s, ds):
     left = seen_as(s, s.dtype, [8, 16, 128], BLOCKS).load(OWN_LEFT)
     right = seen_as(ds, s.dtype, [8, 16, 128], BLOCKS).permute((0, 2, 1)).load(OWN_RIGHT)
     squares = mma_v2(left, right, gl.full([8, 16, 16], 0.0, gl.float32, OWN))
-    return gl.convert_layout(diagonals(squares), BY_CHANNEL, assert_trivial=True)
+    return gl.convert_layout(tiles.diagonals(squares), BY_CHANNEL, assert_trivial=True)
 
 
 @gluon.jit
@@ -145,9 +135,9 @@ def add_columns(q_grads, k_grads, k_beta, pairs, factor, tile: gl.constexpr):
     new_k = k_grads[:tile]
     for t in gl.static_range(tile, TILES):
         of_do = pairs.index(8 * tile + t).permute((1, 0)).load(RIGHT)
-        new_q = new_q + (add_product(k_beta, of_do, q_grads[t] * factor),)
+        new_q = new_q + (tiles.add_product(k_beta, of_do, q_grads[t] * factor),)
         of_dv = pairs.index(8 * tile + 4 + t).permute((1, 0)).load(RIGHT)
-        new_k = new_k + (add_product(k_beta, of_dv, k_grads[t] * factor),)
+        new_k = new_k + (tiles.add_product(k_beta, of_dv, k_grads[t] * factor),)
     return new_q, new_k
 
 
@@ -156,8 +146,8 @@ def add_rows(column_grads, q_rise, k_rise, pairs, factor, tile: gl.constexpr):
     """Add what the rows of ``tile`` give as rows of pairs to the columns up to it, as ``add_columns``."""
     found = ()
     for t in gl.static_range(tile + 1):
-        x = add_product(q_rise, pairs.index(8 * t + tile).load(RIGHT), column_grads[t] * factor)
-        found = found + (add_product(k_rise, pairs.index(8 * t + 4 + tile).load(RIGHT), x),)
+        x = tiles.add_product(q_rise, pairs.index(8 * t + tile).load(RIGHT), column_grads[t] * factor)
+        found = found + (tiles.add_product(k_rise, pairs.index(8 * t + 4 + tile).load(RIGHT), x),)
     return found
 
 
@@ -172,7 +162,7 @@ def own_gradients(dq, dk, dkc, q, k, numbers, own_products, tile: gl.constexpr):
     k_beta = numbers_of(numbers, 0, tile)
     q_scale = numbers_of(numbers, 1, tile)
     own = q_scale * gl.expand_dims(own_products.slice(16 * tile, 16).load(BY_ROW), 0)
-    p = left_parts(q * dq + k * (dk - k_beta * dkc))
+    p = tiles.left_parts(q * dq + k * (dk - k_beta * dkc))
     dq += k * (own * k_beta)
     dkc += q * own
     dk += k_beta * dkc
@@ -229,7 +219,7 @@ def log2_decays_of(
     """Log2 decays of a tile's rows. Rows behind ``count``, if it is not None, are zeros in the last two tiles."""
     if tile < TILES // 2 or GATE == "none":
         count = None
-    return log2_decays(g_rows, bias, rate, lower_bound, count, tile, GATE, BOUNDED, TILE)
+    return tiles.log2_decays(g_rows, bias, rate, lower_bound, count, tile, GATE, BOUNDED, TILE)
 
 
 @gluon.jit
@@ -246,8 +236,8 @@ def gradients_of_gate(g_rows, bias, rate, lower_bound, grads, count, GATE: gl.co
     for t in gl.static_range(TILES):
         grad = grads[t]
         if count is not None and t >= TILES // 2:
-            grad = gl.where(inside(count, t, TILE), grad, 0.0)
-        dx, summand = gate_gradients(rows_of(g_rows, t) + bias, rate, lower_bound, grad, GATE)
+            grad = gl.where(tiles.inside(count, t, TILE), grad, 0.0)
+        dx, summand = tiles.gate_gradients(rows_of(g_rows, t) + bias, rate, lower_bound, grad, GATE)
         found = found + (dx,)
         summands += summand
         totals += dx

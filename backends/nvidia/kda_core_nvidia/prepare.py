@@ -20,16 +20,7 @@ Grid: slots · HV programs, heads fastest. Index arithmetic is int64 from the sl
 import triton
 import triton.language as tl
 
-from kda_core.triton_lib.decay import (
-    BOUNDED_LOG2_DECAY,
-    BOUNDED_SCALE,
-    BOUNDED_SHIFT,
-    FLOAT16_UNIT,
-    after,
-    selected_sum,
-    through,
-    whole_sum,
-)
+from kda_core.triton_lib import decay
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
 from kda_core.triton_lib.inverse import inverse_16
 from kda_core.triton_lib.levels import straddles, to_reference
@@ -145,7 +136,7 @@ def _pairs(left_q, left_k, right, m, el, DOT: tl.constexpr):
 def _level(b_q, b_k, parts, m, el, j: tl.constexpr, TERMS: tl.constexpr, DOT: tl.constexpr, dtype: tl.constexpr):
     """Add the pairs of a tile that straddle the middle of a block of 2^(j + 1) rows."""
     r = tl.arange(0, 16)
-    e = tl.exp2(selected_sum(to_reference(r[:, None], r[None, :], j), parts, TERMS))
+    e = tl.exp2(decay.selected_sum(to_reference(r[:, None], r[None, :], j), parts, TERMS))
     k_e = (b_k * e).to(dtype)
     right = tl.trans(k_e)
     pairs = straddles(r[:, None], r[None, :], j)
@@ -292,7 +283,7 @@ def prepare(
     p_chunk = (i_slot * HV + i_h) * (3 * C * KP)
     o_tile = r[:, None] * KP
     # Two float16 parts hold all but a float32's last bit, where two of bfloat16 hold 16.
-    Y_UNIT: tl.constexpr = FLOAT16_UNIT if TERMS == 2 else 1.0
+    Y_UNIT: tl.constexpr = decay.FLOAT16_UNIT if TERMS == 2 else 1.0
     for i_k in tl.range(0, KP // BK, num_stages=STAGES):
         o_k = i_k * BK + tl.arange(0, BK)
         m_k = o_k < K
@@ -316,21 +307,21 @@ def prepare(
         y1 = log2_decay(b_g1, a, bias, bound1, GATE, Y_UNIT, not BOUNDED)
         if BOUNDED and GATE != "bounded":
             # A broken promise costs accuracy, never a NaN.
-            y0 = tl.maximum(y0, BOUNDED_LOG2_DECAY * Y_UNIT)
-            y1 = tl.maximum(y1, BOUNDED_LOG2_DECAY * Y_UNIT)
+            y0 = tl.maximum(y0, decay.BOUNDED_LOG2_DECAY * Y_UNIT)
+            y1 = tl.maximum(y1, decay.BOUNDED_LOG2_DECAY * Y_UNIT)
         if GATE == "softplus" or (GATE == "bounded" and K < KP):
             y0 = tl.where(mask0, y0, 0.0)
             y1 = tl.where(mask1, y1, 0.0)
         parts0 = split(y0, TERMS, Y_UNIT)
         parts1 = split(y1, TERMS, Y_UNIT)
         # A tile's whole decay, the same in each of 16 rows: cheaper from the matrix unit than by shuffles.
-        total0 = tl.exp2(whole_sum(parts0, TERMS))
-        total1 = tl.exp2(whole_sum(parts1, TERMS))
+        total0 = tl.exp2(decay.whole_sum(parts0, TERMS))
+        total1 = tl.exp2(decay.whole_sum(parts1, TERMS))
         tl.store(D + (i_slot * HV + i_h) * KP + o_k[None, :] + r[:, None] * 0, total0 * total1, mask=r[:, None] == 0)
         p_block = keys + p_chunk + o_tile + o_k[None, :]
         if BOUNDED:
-            x0 = selected_sum(through(r, r), parts0, TERMS, BOUNDED_SHIFT)
-            x1 = selected_sum(through(r, r), parts1, TERMS, BOUNDED_SHIFT)
+            x0 = decay.selected_sum(decay.through(r, r), parts0, TERMS, decay.BOUNDED_SHIFT)
+            x1 = decay.selected_sum(decay.through(r, r), parts1, TERMS, decay.BOUNDED_SHIFT)
             e0 = tl.exp2(x0)
             e1 = tl.exp2(x1)
             q_e0 = b_q0 * e0
@@ -345,10 +336,10 @@ def prepare(
             k_f0 *= total0
             if inverse is None:
                 m10, l10 = _pairs(q_e1.to(dtype), k_e1.to(dtype), k_f0.to(dtype), m10, l10, DOT)
-            to_start = total0 * (1.0 / BOUNDED_SCALE)
-            to_end = total1 * BOUNDED_SCALE
-            q_e0 *= 1.0 / BOUNDED_SCALE
-            k_e0 *= 1.0 / BOUNDED_SCALE
+            to_start = total0 * (1.0 / decay.BOUNDED_SCALE)
+            to_end = total1 * decay.BOUNDED_SCALE
+            q_e0 *= 1.0 / decay.BOUNDED_SCALE
+            k_e0 *= 1.0 / decay.BOUNDED_SCALE
             q_e1 *= to_start
             k_e1 *= to_start
             k_g0 = k_f0 * to_end
@@ -357,14 +348,14 @@ def prepare(
             if inverse is None:
                 m00, l00 = _tile_any(b_q0, b_k0, parts0, m00, l00, TERMS, DOT, dtype)
                 m11, l11 = _tile_any(b_q1, b_k1, parts1, m11, l11, TERMS, DOT, dtype)
-            e0 = tl.exp2(selected_sum(through(r, r), parts0, TERMS))
-            e1 = tl.exp2(selected_sum(through(r, r), parts1, TERMS))
+            e0 = tl.exp2(decay.selected_sum(decay.through(r, r), parts0, TERMS))
+            e1 = tl.exp2(decay.selected_sum(decay.through(r, r), parts1, TERMS))
             q_e0 = b_q0 * e0
             k_e0 = b_k0 * e0
             q_e1 = b_q1 * e1
             k_e1 = b_k1 * e1
-            k_g0 = b_k0 * tl.exp2(selected_sum(after(r, r), parts0, TERMS))
-            k_g1 = b_k1 * tl.exp2(selected_sum(after(r, r), parts1, TERMS))
+            k_g0 = b_k0 * tl.exp2(decay.selected_sum(decay.after(r, r), parts0, TERMS))
+            k_g1 = b_k1 * tl.exp2(decay.selected_sum(decay.after(r, r), parts1, TERMS))
             if inverse is None:
                 m10, l10 = _pairs(q_e1.to(dtype), k_e1.to(dtype), k_g0.to(dtype), m10, l10, DOT)
             q_e1 *= total0

@@ -15,18 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kda_core_nvidia import transitions_hopper as transitions
 from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block
-from kda_core_nvidia.transitions_hopper import (
-    drain,
-    keep_rows,
-    minus_rounded,
-    pair_of_barriers,
-    rounded,
-    rows_of_segment,
-    store_parts,
-    vanished,
-    without_forgotten,
-)
 
 
 @gluon.jit
@@ -56,7 +46,7 @@ def _load_forwards(
             # Rows past the end of the tensor arrive as zeros.
             copy_block(gradients, [row0 + j * C, column], bar, o_buffer.index(stage))
             j += 1
-    drain(ready, j, STAGES)
+    transitions.drain(ready, j, STAGES)
 
 
 @gluon.jit
@@ -68,7 +58,7 @@ def _step_forwards(
     """One chunk; ``rows`` are what the outputs of the one before it see of the start, which a still lacks."""
     stage = j % STAGES
     before = (j + STAGES - 1) % STAGES
-    left = gl.convert_layout(rounded(W), L_LEFT)
+    left = gl.convert_layout(transitions.rounded(W), L_LEFT)
     mbarrier.wait(ready.index(stage), (j // STAGES) & 1)
     # [ke W | qg W]
     both = warpgroup_mma(left, pair_buffer.index(stage).permute((1, 0)), both, use_acc=False, is_async=True)
@@ -76,11 +66,11 @@ def _step_forwards(
     a = warpgroup_mma(rows, o_buffer.index(behind), a, is_async=True)
     gone = gl.to_tensor(False)
     if CHECK:
-        gone = vanished(W)
+        gone = transitions.vanished(W)
     W = W * d_buffer.index(stage).load(L_W)
     both, left = warpgroup_mma_wait(1, deps=(both, left))
     r, out = both.reshape([BR, 2, C]).permute([0, 2, 1]).split()
-    r = gl.convert_layout(minus_rounded(gl.convert_layout(r, L_SMALL, assert_trivial=True)), L_LEFT)
+    r = gl.convert_layout(transitions.minus_rounded(gl.convert_layout(r, L_SMALL, assert_trivial=True)), L_LEFT)
     out = gl.convert_layout(out, L_SMALL, assert_trivial=True)
     out = warpgroup_mma(r, p_buffer.index(stage).permute((1, 0)), out, is_async=True)
     W = warpgroup_mma(r, ka_buffer.index(stage), W, is_async=True)
@@ -89,7 +79,7 @@ def _step_forwards(
     block_barrier()
     mbarrier.arrive(free.index(before), count=1, pred=j > 0)
     out, r = warpgroup_mma_wait(1, deps=(out, r))
-    new = gl.convert_layout(rounded(out), L_LEFT)
+    new = gl.convert_layout(transitions.rounded(out), L_LEFT)
     W, r = warpgroup_mma_wait(0, deps=(W, r))
     return W, a, both, new, gone
 
@@ -133,7 +123,7 @@ def _multiply_forwards(
     last = (j + STAGES - 1) % STAGES
     if EVERY:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
         if length < j * C:
-            keep_rows(o_buffer.index(last), length - (n - 1) * C, C, V)
+            transitions.keep_rows(o_buffer.index(last), length - (n - 1) * C, C, V)
     a = warpgroup_mma(rows, o_buffer.index(last), a, is_async=True)
     a, rows = warpgroup_mma_wait(0, deps=(a, rows))
     block_barrier()
@@ -175,7 +165,7 @@ def reverse_transitions_hopper(
     i_nh = gl.program_id(1)
     i_h = i_nh % HV
     if EVERY:
-        row0, length, slot0 = rows_of_segment(i_nh // HV, cu_seqlens, T, chunks, C)
+        row0, length, slot0 = transitions.rows_of_segment(i_nh // HV, cu_seqlens, T, chunks, C)
         n = (length + C - 1) // C
     else:
         i_n = i_nh // HV + 1
@@ -191,7 +181,7 @@ def reverse_transitions_hopper(
     o_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, V], VALUES)
     d_buffer = gl.allocate_shared_memory(gl.float32, [STAGES, 1, KP], ROW)
     stop = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    ready, free = pair_of_barriers(STAGES)
+    ready, free = transitions.pair_of_barriers(STAGES)
     stop.store(gl.full([1], 0, gl.int32, ONE))
     fence_async_shared()
     block_barrier()
@@ -216,10 +206,10 @@ def reverse_transitions_hopper(
     )  # fmt: skip
     at = i_nh.to(gl.int64)
     if EVERY:
-        W = without_forgotten(W, gone)
+        W = transitions.without_forgotten(W, gone)
         a = gl.where(n > 0, a, 0.0)
     # A row of Mᵀ is a column of W.
-    store_parts(matrices + at * (2 * KP * KP) + (o_r[:, None] * KP + o_k[None, :]), W, KP * KP)
+    transitions.store_parts(matrices + at * (2 * KP * KP) + (o_r[:, None] * KP + o_k[None, :]), W, KP * KP)
     o_a = i_part * BR + gl.arange(0, BR, layout=gl.SliceLayout(1, L_A))
     o_v = gl.arange(0, V, layout=gl.SliceLayout(0, L_A))
     gl.store(additions + at * (KP * V) + (o_a[:, None] * V + o_v[None, :]), a * o_scale)

@@ -12,7 +12,6 @@ from kda_core.capabilities import Feature
 from kda_core.reference import DIFFERENTIABLE
 from kda_core.testing.cases import BF16, FP32, PLAIN, Case
 from kda_core.testing.marks import requires
-from kda_core.testing.subject import Results
 
 
 @requires(Feature.CHUNK, Feature.BACKWARD)
@@ -34,4 +33,4 @@ def test_compiled_training_step(kda, lengths: tuple[int, ...]):
     grads = torch.autograd.grad([o, final_state], leaves, [call.grads[n].to(kda.device) for n in ("o", "final_state")])
     found = {"o": o.detach(), "final_state": final_state.detach()}
     found |= {f"d{n}": grad.reshape(call.request_shape(n)) for n, grad in zip(names, grads, strict=True)}
-    kda.compare(call, Results({n: t.cpu() for n, t in found.items()}))
+    kda.compare(call, {n: t.cpu() for n, t in found.items()})

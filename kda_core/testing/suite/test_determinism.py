@@ -22,7 +22,7 @@ def _check_repeats(kda, call, first, count: int) -> None:
     """Make a call ``count`` times more: every tensor is the same bits as in ``first``."""
     for _ in range(kda.repeats(count)):
         again = kda.run(call)
-        for name, t in first.tensors.items():
+        for name, t in first.items():
             assert same_bits(t, again[name]), f"{name} differs from one run to the next"
         del kda.records[1:]
 

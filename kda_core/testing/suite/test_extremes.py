@@ -252,7 +252,7 @@ def test_very_long_sequence(kda, decay):
     """FAILURES 31: T = 300,000: finite, and the state is that of a prefill in pieces."""
     call = Case(name=f"very long {decay}", T=300_000, H=1, K=16, decay=decay, final_state=True).call()
     whole = kda.run(call)
-    assert all(t.isfinite().all() for t in whole.tensors.values())
+    assert all(t.isfinite().all() for t in whole.values())
     state = None
     for start in range(0, 300_000, 30_000):
         piece = call.slice_tokens(start, start + 30_000).having(initial_state=state)

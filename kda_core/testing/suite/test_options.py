@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from kda_core.testing import budgets, references
 from kda_core.testing.cases import Case
 from kda_core.testing.inputs import Call
 from kda_core.testing.marks import requires
+from kda_core.testing.subject import Subject
 
 # An option's effect on its test case must be at least this many budgets, or the test could not see it.
 POWER = 50.0
@@ -82,36 +84,28 @@ def _calls(option: Option) -> tuple[Call, Call]:
     return base, base.having(**changes)
 
 
-@requires(Feature.CHUNK)
-@pytest.mark.parametrize(
-    "option", [pytest.param(o, id=n, marks=requires(o.feature) if o.feature else ()) for n, o in OPTIONS.items()]
-)
-def test_option(kda, option: Option):
-    """The result with the option is the oracle's, which is far from the one without it."""
-    base, call = _calls(option)
+def _each(names: Collection[str]) -> pytest.MarkDecorator:
+    options = [(n, OPTIONS[n].feature) for n in names]
+    return pytest.mark.parametrize("name", [pytest.param(n, marks=requires(f) if f else ()) for n, f in options])
+
+
+def _check(kda: Subject, base: Call, call: Call, effect: bool) -> None:
     kda.check(call)
-    if option.effect:
-        _expect_effect(base, call)
+    if effect:
+        without, expected = references.results(base)["o"], references.results(call)["o"]
+        error = budgets.measure("o", without, expected, torch.float32)
+        assert error.share(budgets.budgets(call)["o"]) > POWER, "the case does not show whether the option is honoured"
+
+
+@requires(Feature.CHUNK)
+@_each(OPTIONS)
+def test_option(kda, name: str):
+    """The result with the option is the oracle's, which is far from the one without it."""
+    _check(kda, *_calls(OPTIONS[name]), OPTIONS[name].effect)
 
 
 @requires(Feature.RECURRENT)
-@pytest.mark.parametrize(
-    "option",
-    [
-        pytest.param(o, id=n, marks=requires(o.feature) if o.feature else ())
-        for n, o in OPTIONS.items()
-        if n not in _NOT_FOR_DECODING
-    ],
-)
-def test_option_of_recurrent(kda, option: Option):
+@_each([name for name in OPTIONS if name not in _NOT_FOR_DECODING])
+def test_option_of_recurrent(kda, name: str):
     """The same for fused_recurrent_kda."""
-    base, call = (c.slice_tokens(0, 6).decoding() for c in _calls(option))
-    kda.check(call)
-    if option.effect:
-        _expect_effect(base, call)
-
-
-def _expect_effect(base: Call, call: Call) -> None:
-    without, expected = references.results(base)["o"], references.results(call)["o"]
-    error = budgets.measure("o", without, expected, torch.float32)
-    assert error.share(budgets.budgets(call)["o"]) > POWER, "the case does not show whether the option is honoured"
+    _check(kda, *(c.slice_tokens(0, 6).decoding() for c in _calls(OPTIONS[name])), OPTIONS[name].effect)

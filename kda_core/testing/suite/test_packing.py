@@ -92,7 +92,7 @@ def test_packed_in_any_company(kda, op: str, dtype: torch.dtype):
         at = 0
         for i, n in enumerate(chosen):
             start, rows = sum(lengths[:n]), lengths[n]
-            for name, got in found.tensors.items():
+            for name, got in found.items():
                 by_sequence = name.endswith("state")
                 own = got[i] if by_sequence else got[:, at : at + rows]
                 expected = many[name][n] if by_sequence else many[name][:, start : start + rows]
@@ -120,7 +120,7 @@ def test_packed_anything_behind_the_end(kda, raw: bool, value: float):
     for x in rows.values():
         x[:, 71:] = value
     results = kda.run(call.having(**rows))
-    for name, got in results.tensors.items():
+    for name, got in results.items():
         assert same_bits(got, expected[name]), name
     for name in rows:
         assert not results[f"d{name}"][:, 71:].any()

@@ -12,7 +12,7 @@ compile every smaller one.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,22 +31,11 @@ LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65)
 """Lengths at the edges of tiles and chunks; half of all sequences have one of them."""
 
 
-@dataclass(frozen=True)
-class Draws:
-    """How many kinds of calls a part draws, and how many calls of each."""
-
-    kinds: int
-    calls: int
-
-    @property
-    def total(self) -> int:
-        return self.kinds * self.calls
-
-
-FAST = Draws(1, 6)
-BACKWARD = Draws(1, 4)
-THOROUGH = Draws(2, 6)
-THOROUGH_BACKWARD = Draws(2, 5)
+# How many kinds of calls a part draws, and how many calls of each.
+FAST = (1, 6)
+BACKWARD = (1, 4)
+THOROUGH = (2, 6)
+THOROUGH_BACKWARD = (2, 5)
 
 in_parts = pytest.mark.parametrize("part", range(5))
 in_many_parts = pytest.mark.parametrize("part", range(30))
@@ -188,14 +177,14 @@ def drawn(
     return case, build
 
 
-def _check_part(kda: Subject, name: str, part: int, draws: Draws, **kinds: Any) -> None:
+def _check_part(kda: Subject, name: str, part: int, draws: tuple[int, int], **kinds: Any) -> None:
     """Check the calls that a part of a test draws: the first of every kind, then the second of every kind, ...
 
     A backend refuses calls that it does not declare; ``run`` compares the reasons. It may reject combinations of
     declared features, unless it declares every feature.
     """
-    numbers = [(of, number) for number in range(draws.calls) for of in range(draws.kinds)]
-    for of, number in numbers[: kda.draws(draws.total)]:
+    numbers = [(of, number) for number in range(draws[1]) for of in range(draws[0])]
+    for of, number in numbers[: kda.draws(len(numbers))]:
         case, build = drawn(name, part, of, number, **kinds)
         refusal = refusal_of(partial(kda.check, case, build))
         assert refusal is None or refusal.status != "rejected" or not kda.is_complete, f"{case.name}: {refusal}"

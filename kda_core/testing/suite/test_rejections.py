@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +12,6 @@ import kda_core
 from kda_core.capabilities import Feature
 from kda_core.testing import gate
 from kda_core.testing.cases import BF16, FP16, FP32, FP64, Case
-from kda_core.testing.inputs import Call
 from kda_core.testing.nearby import Build
 from kda_core.testing.subject import Refused, Subject, refusal_of, undeclared
 
@@ -23,49 +22,46 @@ def _case(**fields) -> Case:
     return Case(name="rejection", **({"T": 5} | fields))
 
 
-@dataclass(frozen=True)
-class Smallest:
-    """The smallest call that needs a feature: a case, and a change to its call."""
-
-    case: Case
-    build: Build = Case.call
-
-    def call(self) -> Call:
-        return self.build(self.case)
+Smallest = tuple[Case, Build]
+"""The smallest call that needs a feature: a case, and what makes its call."""
 
 
-def _pooled(case: Case, indices: list) -> Smallest:
-    return Smallest(case, lambda near: near.call().in_pool(torch.tensor(indices, dtype=torch.int32), 8))
+def _smallest(build: Build = Case.call, **fields) -> Smallest:
+    return _case(**fields), build
+
+
+def _pooled(indices: list, **fields) -> Smallest:
+    return _smallest(lambda near: near.call().in_pool(torch.tensor(indices, dtype=torch.int32), 8), **fields)
 
 
 # A call of the other function when only that one is served.
 CALLS: dict[Feature, Callable[[str], Smallest]] = {
-    Feature.CHUNK: lambda op: Smallest(_case()),
-    Feature.RECURRENT: lambda op: Smallest(_case(op=R)),
-    Feature.BACKWARD: lambda op: Smallest(_case(backward=True)),
-    Feature.RECURRENT_BACKWARD: lambda op: Smallest(_case(op=R, backward=True)),
-    Feature.VARLEN: lambda op: Smallest(_case(op=op, lengths=(2, 3))),
-    Feature.GVA: lambda op: Smallest(_case(op=op, HV=6)),
-    Feature.UNEQUAL_HEAD_DIMS: lambda op: Smallest(_case(op=op, V=64)),
-    Feature.ODD_HEAD_DIMS: lambda op: Smallest(_case(op=op, K=20)),
-    Feature.INITIAL_STATE: lambda op: Smallest(_case(op=op, state=FP32)),
-    Feature.FINAL_STATE: lambda op: Smallest(_case(op=op)),
-    Feature.STATE_GRADIENT: lambda op: Smallest(_case(op=op, backward=True)),
-    Feature.STATE_V_FIRST: lambda op: Smallest(_case(op=op, options={"state_v_first": True})),
-    Feature.BF16_STATE: lambda op: Smallest(_case(op=op, state=BF16)),
-    Feature.INTERMEDIATE_STATES: lambda op: Smallest(_case(options={"return_intermediate_states": True})),
-    Feature.PAGED_STATE: lambda op: _pooled(_case(op=op, state=FP32), [3]),
-    Feature.SPEC_DECODE: lambda op: _pooled(_case(op=R, state=FP32), [[1, 2, 3, 4, 5]]),
-    Feature.QK_L2NORM: lambda op: Smallest(_case(op=op, l2norm=True)),
-    Feature.SOFTPLUS_GATE: lambda op: Smallest(_case(op=op, gate="softplus")),
-    Feature.LOWER_BOUND_GATE: lambda op: Smallest(_case(op=op, gate="lower bound")),
-    Feature.BETA_SIGMOID: lambda op: Smallest(_case(op=op, beta="sigmoid")),
-    Feature.NEG_EIGVAL: lambda op: Smallest(_case(op=op, beta="negative eigenvalues")),
-    Feature.SAFE_GATE: lambda op: Smallest(_case(decay="bounded", options={"safe_gate": True})),
-    Feature.CHUNK_32: lambda op: Smallest(_case(options={"chunk_size": 32})),
-    Feature.DISABLE_RECOMPUTE: lambda op: Smallest(_case(options={"disable_recompute": True})),
-    Feature.OUT: lambda op: Smallest(_case(op=op), lambda near: replace(near.call(), given_out=True)),
-    Feature.STRIDED_INPUT: lambda op: Smallest(_case(op=op, strided=frozenset({"q"}))),
+    Feature.CHUNK: lambda op: _smallest(),
+    Feature.RECURRENT: lambda op: _smallest(op=R),
+    Feature.BACKWARD: lambda op: _smallest(backward=True),
+    Feature.RECURRENT_BACKWARD: lambda op: _smallest(op=R, backward=True),
+    Feature.VARLEN: lambda op: _smallest(op=op, lengths=(2, 3)),
+    Feature.GVA: lambda op: _smallest(op=op, HV=6),
+    Feature.UNEQUAL_HEAD_DIMS: lambda op: _smallest(op=op, V=64),
+    Feature.ODD_HEAD_DIMS: lambda op: _smallest(op=op, K=20),
+    Feature.INITIAL_STATE: lambda op: _smallest(op=op, state=FP32),
+    Feature.FINAL_STATE: lambda op: _smallest(op=op),
+    Feature.STATE_GRADIENT: lambda op: _smallest(op=op, backward=True),
+    Feature.STATE_V_FIRST: lambda op: _smallest(op=op, options={"state_v_first": True}),
+    Feature.BF16_STATE: lambda op: _smallest(op=op, state=BF16),
+    Feature.INTERMEDIATE_STATES: lambda op: _smallest(options={"return_intermediate_states": True}),
+    Feature.PAGED_STATE: lambda op: _pooled([3], op=op, state=FP32),
+    Feature.SPEC_DECODE: lambda op: _pooled([[1, 2, 3, 4, 5]], op=R, state=FP32),
+    Feature.QK_L2NORM: lambda op: _smallest(op=op, l2norm=True),
+    Feature.SOFTPLUS_GATE: lambda op: _smallest(op=op, gate="softplus"),
+    Feature.LOWER_BOUND_GATE: lambda op: _smallest(op=op, gate="lower bound"),
+    Feature.BETA_SIGMOID: lambda op: _smallest(op=op, beta="sigmoid"),
+    Feature.NEG_EIGVAL: lambda op: _smallest(op=op, beta="negative eigenvalues"),
+    Feature.SAFE_GATE: lambda op: _smallest(decay="bounded", options={"safe_gate": True}),
+    Feature.CHUNK_32: lambda op: _smallest(options={"chunk_size": 32}),
+    Feature.DISABLE_RECOMPUTE: lambda op: _smallest(options={"disable_recompute": True}),
+    Feature.OUT: lambda op: _smallest(lambda near: replace(near.call(), given_out=True), op=op),
+    Feature.STRIDED_INPUT: lambda op: _smallest(op=op, strided=frozenset({"q"})),
 }
 
 
@@ -76,8 +72,7 @@ def _function(kda: Subject) -> str:
 @pytest.mark.parametrize("feature", CALLS, ids=lambda f: f.name)
 def test_feature_is_served_or_refused(kda, feature: Feature):
     """Every feature: right when it is declared, refused with the declared reason when it is not."""
-    smallest = CALLS[feature](_function(kda))
-    refusal = refusal_of(lambda: kda.check(smallest.case, smallest.build, about={feature}))
+    refusal = refusal_of(lambda: kda.check(*CALLS[feature](_function(kda)), about={feature}))
     assert refusal is None or refusal.status != "rejected", f"declares all that the call needs, and says: {refusal}"
 
 
@@ -119,8 +114,8 @@ def test_what_is_no_context_is_refused(kda):
 @pytest.mark.parametrize("feature", CALLS, ids=lambda f: f.name)
 def test_explanation_agrees(kda, feature: Feature):
     """explain says what the call would do, with the same reason, and runs nothing."""
-    smallest = CALLS[feature](_function(kda))
-    call = smallest.build(kda.near(smallest.case, smallest.build, about={feature}))
+    case, build = CALLS[feature](_function(kda))
+    call = build(kda.near(case, build, about={feature}))
     if call.grads or call.given_out or call.strided:
         call = replace(call, grads={}, given_out=False, strided=frozenset())
     reasons = undeclared(kda.info, call.request())

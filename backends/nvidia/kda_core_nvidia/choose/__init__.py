@@ -10,14 +10,6 @@ from kda_core_nvidia.choose.forward import ForwardChoice, choose_forward
 from kda_core_nvidia.choose.recurrent import RecurrentChoice, choose_recurrent
 
 __all__ = [
-    "CHIPS",
-    "INTERPRETED",
-    "SHARED_LIMIT",
-    "BackwardChoice",
-    "Chip",
-    "ForwardChoice",
-    "RecurrentChoice",
-    "choose_backward",
-    "choose_forward",
-    "choose_recurrent",
-]
+    "CHIPS", "INTERPRETED", "SHARED_LIMIT", "BackwardChoice", "Chip", "ForwardChoice", "RecurrentChoice",
+    "choose_backward", "choose_forward", "choose_recurrent",
+]  # fmt: skip

@@ -10,25 +10,8 @@ from kda_core.request import Request
 from kda_core.triton_lib.arguments import decays_bounded, has_contiguous_rows
 from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.plan import View, changed, contiguous_strides
+from kda_core_nvidia.choose import chunk
 from kda_core_nvidia.choose.chip import Chip
-from kda_core_nvidia.choose.chunk import (
-    BlockConfig,
-    HopperConfig,
-    Precision,
-    PrepareConfig,
-    PrepareHopperConfig,
-    TransitionsHopperConfig,
-    as_copied,
-    choose_prepare,
-    hopper_config,
-    join_precision,
-    precision,
-    row_aligned,
-    segment_rows,
-    serves,
-    short,
-    transitions_of,
-)
 from kda_core_nvidia.choose.fragments import as_fragments, fragment_rows, fragment_transitions
 
 
@@ -92,7 +75,7 @@ def rows_readable(x: View) -> bool:
 class BackwardConfig:
     """Tiles of the backward's plain kernels for one shape class; both recurrences are one launch."""
 
-    recurrences: BlockConfig
+    recurrences: chunk.BlockConfig
     gradients: GradientsConfig
 
 
@@ -101,7 +84,7 @@ def backward_config(chip: Chip, dtype: torch.dtype, kp: int, vp: int, heads: int
     arch = chip.arch
     if dtype == torch.float32:
         # Products in full precision run on scalar units: small tiles, many warps.
-        small = BlockConfig(16 if kp > 128 else min(vp, 32), 8, 1)
+        small = chunk.BlockConfig(16 if kp > 128 else min(vp, 32), 8, 1)
         return BackwardConfig(small, GradientsConfig(16, min(vp, 32), 4, 1))
     bv = min(vp, 64)
     # A warp holds 16 channels of the transposed blocks. Two warps, so that the products stay with mma.sync: with wgmma
@@ -111,14 +94,14 @@ def backward_config(chip: Chip, dtype: torch.dtype, kp: int, vp: int, heads: int
     if arch not in (90, 100, 103):
         # Products take both operands from registers there: less of the state to a warp, or nothing in flight.
         if kp > 128:
-            return BackwardConfig(BlockConfig(16, 4, 2), gradients)
-        return BackwardConfig(BlockConfig(bv, bv // 16, 1), gradients)
+            return BackwardConfig(chunk.BlockConfig(16, 4, 2), gradients)
+        return BackwardConfig(chunk.BlockConfig(bv, bv // 16, 1), gradients)
     if kp > 128:
-        return BackwardConfig(BlockConfig(bv, 8, 2), gradients)
-    recurrence = BlockConfig(bv, bv // 16, 3)
+        return BackwardConfig(chunk.BlockConfig(bv, 8, 2), gradients)
+    recurrence = chunk.BlockConfig(bv, bv // 16, 3)
     if kp == 128 and vp >= 128 and chip.load(heads * (vp // 128)) >= _FULL_BACKWARD:
         # Enough programs to fill the chip with 128 value channels each.
-        recurrence = BlockConfig(128, 8, 3)
+        recurrence = chunk.BlockConfig(128, 8, 3)
     return BackwardConfig(recurrence, gradients)
 
 
@@ -172,8 +155,7 @@ def gradients_on_hopper(r: Request, chip: Chip) -> bool:
     (More slots than 32 bits count are more than any memory holds.)
     """
     return (
-        chip.capability == (9, 0)
-        and not chip.interpreted
+        chip.hopper
         and r.q.dtype == torch.bfloat16
         and r.g.dtype in (torch.bfloat16, torch.float32)
         and r.K == r.V
@@ -231,13 +213,12 @@ def keeps_states(r: Request, chip: Chip) -> bool:
     """
     return (
         r.disable_recompute
-        and chip.capability == (9, 0)
-        and not chip.interpreted
+        and chip.hopper
         and not (r.cp_context or r.return_intermediate_states or r.checkpoint_indices is not None)
         and r.q.dtype == torch.bfloat16
         and r.K == r.V == 128
         and r.N * r.HV >= LEAST_KEPT
-        and not short(r)
+        and not chunk.short(r)
         and r.B * r.T > 0
         # Rows of a descriptor are counted in 32 bits.
         and slots(r) * r.HV * 128 < 2**31
@@ -264,17 +245,17 @@ class BackwardChoice:
     halves: tuple[BackwardChoice, ...]
     segment_rows: int
     bounded: bool
-    precision: Precision
-    prepare: PrepareConfig | PrepareHopperConfig
+    precision: chunk.Precision
+    prepare: chunk.PrepareConfig | chunk.PrepareHopperConfig
     turns: Turns
-    states: BlockConfig | HopperConfig
-    reverse: BlockConfig | HopperConfig
+    states: chunk.BlockConfig | chunk.HopperConfig
+    reverse: chunk.BlockConfig | chunk.HopperConfig
     kept: bool
     gradients: GradientsConfig | GradientsHopperConfig | GradientsPersistentConfig
     operand: bool
     descriptors: bool
     tokens: bool
-    transitions: BlockConfig | TransitionsHopperConfig
+    transitions: chunk.BlockConfig | chunk.TransitionsHopperConfig
     join_precision: str
 
 
@@ -287,9 +268,9 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
         many: slots times heads from which ``gradients`` reads through descriptors.
     """
     fragments = bool(request.cp_context)
-    rows = fragment_rows(request) if fragments else segment_rows(request, chip)
+    rows = fragment_rows(request) if fragments else chunk.segment_rows(request, chip)
     r = as_fragments(request, rows) if fragments or rows else request
-    transitions = fragment_transitions(r, chip) if fragments else transitions_of(r, chip)
+    transitions = fragment_transitions(r, chip) if fragments else chunk.transitions_of(r, chip)
     K, V, HV, T, dtype = r.K, r.V, r.HV, r.T, r.q.dtype
     KP, VP = padded(K), padded(V)
     do = _as_read(r.grad_o)
@@ -305,20 +286,20 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
         N = max(turn.stop - turn.start for turn in turns)
         most = N * -(-T // CHUNK)
     v = _as_read(r.v)
-    if (fragments or rows) and isinstance(transitions, TransitionsHopperConfig):
-        v, do = as_copied(v), as_copied(do)
+    if (fragments or rows) and isinstance(transitions, chunk.TransitionsHopperConfig):
+        v, do = chunk.as_copied(v), chunk.as_copied(do)
     config = backward_config(chip, dtype, KP, VP, r.N * HV)
 
     def hopper(x: View | None) -> bool:
-        return VP == V and x is not None and all(serves(chip, dtype, most, HV, KP, V, x.cut(0, t)) for t in turns)
+        return VP == V and x is not None and all(chunk.serves(chip, dtype, most, HV, KP, V, x.cut(0, t)) for t in turns)
 
     states = reverse = config.recurrences
     if hopper(v) and hopper(do):
         # Both are one launch.
-        states, reverse = (hopper_config(n, chip, KP, V, N * HV) for n in ("states", "reverse"))
+        states, reverse = (chunk.hopper_config(n, chip, KP, V, N * HV) for n in ("states", "reverse"))
     kept = bool(r.saved) and paired and keeps_states(request, chip) and hopper(do)
     if kept:
-        states = reverse = hopper_config("alone", chip, KP, V, N * HV)
+        states = reverse = chunk.hopper_config("alone", chip, KP, V, N * HV)
     gradients = config.gradients
     if on_hopper:
         gradients = gradients_persistent_config(chip) if paired else _GRADIENTS_HOPPER
@@ -326,15 +307,15 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
     descriptors = chip.descriptors and dtype.itemsize == 2 and many <= most * HV < 2**31 // max(VP, CHUNK)
     # Rows of the call's own tensors only where no block reaches beyond a sequence, or beyond a head's channels.
     tokens = descriptors and r.cu_seqlens is None and do is not None and T % CHUNK == 0 and VP == V
-    tokens = tokens and do.dtype == dtype and all(row_aligned(x.cut(0, t)) for t in turns for x in (do, _dv(r)))
+    tokens = tokens and do.dtype == dtype and all(chunk.row_aligned(x.cut(0, t)) for t in turns for x in (do, _dv(r)))
     return BackwardChoice(
         halves=tuple(choose_backward(heads_of(request, i), chip, half=True, many=many) for i in (0, 1))
         if not (half or fragments or paired) and halved(request, chip)
         else (),
         segment_rows=rows,
         bounded=decays_bounded(r),
-        precision=precision(dtype, chip),
-        prepare=choose_prepare(r, chip, again=bool(r.saved)),
+        precision=chunk.precision(dtype, chip),
+        prepare=chunk.choose_prepare(r, chip, again=bool(r.saved)),
         turns=turns,
         states=states,
         reverse=reverse,
@@ -344,7 +325,7 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
         descriptors=descriptors,
         tokens=tokens,
         transitions=transitions,
-        join_precision=join_precision(chip),
+        join_precision=chunk.join_precision(chip),
     )
 
 

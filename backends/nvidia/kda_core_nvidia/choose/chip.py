@@ -39,6 +39,11 @@ class Chip:
         return self.capability >= (9, 0)
 
     @property
+    def hopper(self) -> bool:
+        """Whether kernels written in Gluon for Hopper run."""
+        return self.capability == (9, 0) and not self.interpreted
+
+    @property
     def overlaps(self) -> bool:
         """Whether a kernel may start before the one ahead of it ends (programmatic dependent launch)."""
         return self.descriptors and not self.interpreted

@@ -199,8 +199,7 @@ def choose_prepare(r: Request, chip: Chip, again: bool = False) -> PrepareConfig
     than 32 bits count are more than any memory holds.)
     """
     hopper = (
-        chip.capability == (9, 0)
-        and not chip.interpreted
+        chip.hopper
         and r.q.dtype == torch.bfloat16
         and r.g.dtype in _PREPARE_HOPPER
         and r.K in (128, 256)
@@ -292,8 +291,7 @@ def serves(chip: Chip, dtype: torch.dtype, count: int, HV: int, KP: int, V: int,
         rows: what it reads of every token.
     """
     return (
-        chip.capability == (9, 0)
-        and not chip.interpreted
+        chip.hopper
         and dtype.itemsize == 2
         and KP in (128, 256)
         and V in (64, 128, 256)
@@ -326,8 +324,7 @@ MOST_PROGRAMS = 132
 def cut_on_hopper(r: Request, chip: Chip) -> bool:
     """Whether the kernels for Hopper join the segments of a call, by dtype and head dimensions."""
     return (
-        chip.capability == (9, 0)
-        and not chip.interpreted
+        chip.hopper
         and r.q.dtype == torch.bfloat16
         and r.K == r.V == 128
         # Rows of a descriptor are counted in 32 bits.

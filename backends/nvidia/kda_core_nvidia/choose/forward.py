@@ -9,32 +9,13 @@ import torch
 from kda_core.request import Request
 from kda_core.triton_lib.arguments import decays_bounded, has_contiguous_rows
 from kda_core.triton_lib.layout import CHUNK, padded, slots
+from kda_core_nvidia.choose import chunk
 from kda_core_nvidia.choose.backward import keeps_states
 from kda_core_nvidia.choose.chip import Chip
-from kda_core_nvidia.choose.chunk import (
-    MOSTLY_ONE_CHUNK,
-    MOSTLY_ONE_PAIR,
-    BlockConfig,
-    HopperConfig,
-    Precision,
-    PrepareConfig,
-    PrepareHopperConfig,
-    TransitionsHopperConfig,
-    as_copied,
-    choose_prepare,
-    hopper_config,
-    join_precision,
-    precision,
-    saved_slots,
-    segment_rows,
-    serves,
-    short,
-    transitions_of,
-)
 from kda_core_nvidia.choose.fragments import as_fragments, fragment_rows, fragment_slots, fragment_transitions
 
 
-def recurrence_config(chip: Chip, dtype: torch.dtype, K: int, V: int, heads: int, h: bool = False) -> BlockConfig:
+def recurrence_config(chip: Chip, dtype: torch.dtype, K: int, V: int, heads: int, h: bool = False) -> chunk.BlockConfig:
     """Configuration of ``recurrence``.
 
     Blocks of 128 value channels read the keys' tiles half as often. Only wgmma holds their state without spills, and
@@ -46,17 +27,17 @@ def recurrence_config(chip: Chip, dtype: torch.dtype, K: int, V: int, heads: int
     """
     wide = padded(K) > 128
     if dtype == torch.float32:
-        return BlockConfig(16, 8, 1) if wide else BlockConfig(16, 4, 2)
+        return chunk.BlockConfig(16, 8, 1) if wide else chunk.BlockConfig(16, 4, 2)
     if chip.major == 10:
         # Fewer warps spill there, and so do blocks of 64 where the state takes all of them.
-        return BlockConfig(32, 8, 2) if wide else BlockConfig(min(padded(V), 64), 8, 3)
+        return chunk.BlockConfig(32, 8, 2) if wide else chunk.BlockConfig(min(padded(V), 64), 8, 3)
     if wide:
         # wgmma holds the state of 128 channels, and each tile of keys is read half as often.
         many = chip.major == 9 and padded(V) >= 128 and not h
-        return BlockConfig(128, 8, 3) if many else BlockConfig(min(padded(V), 64), 8, 2)
+        return chunk.BlockConfig(128, 8, 3) if many else chunk.BlockConfig(min(padded(V), 64), 8, 2)
     if chip.major == 9 and padded(V) >= 128 and chip.load(heads * -(-V // 128)) > 0.6:
-        return BlockConfig(128, 8, 3)
-    return BlockConfig(min(padded(V), 64), 4, 3)
+        return chunk.BlockConfig(128, 8, 3)
+    return chunk.BlockConfig(min(padded(V), 64), 4, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +54,14 @@ class ForwardChoice:
         most_programs: of the recurrence where ``prepare`` finishes most sequences: two rounds.
     """
 
-    prepare: PrepareConfig | PrepareHopperConfig
-    recurrence: BlockConfig | HopperConfig
-    precision: Precision
+    prepare: chunk.PrepareConfig | chunk.PrepareHopperConfig
+    recurrence: chunk.BlockConfig | chunk.HopperConfig
+    precision: chunk.Precision
     segment_rows: int
     saved_slots: int
     bounded: bool
     descriptors: bool
-    transitions: BlockConfig | TransitionsHopperConfig
+    transitions: chunk.BlockConfig | chunk.TransitionsHopperConfig
     join_precision: str
     keeps_states: bool
     most_programs: int
@@ -88,17 +69,17 @@ class ForwardChoice:
     @property
     def finishes(self) -> int:
         """Rows of a sequence up to which ``prepare_hopper`` finishes it and the recurrence leaves it alone, or 0."""
-        return self.prepare.finishes if isinstance(self.prepare, PrepareHopperConfig) else 0
+        return self.prepare.finishes if isinstance(self.prepare, chunk.PrepareHopperConfig) else 0
 
 
-def finishing(r: Request, prepare: PrepareHopperConfig, chip: Chip) -> PrepareHopperConfig:
+def finishing(r: Request, prepare: chunk.PrepareHopperConfig, chip: Chip) -> chunk.PrepareHopperConfig:
     """``prepare_hopper`` for a call whose recurrence has a kernel for Hopper: finishes most sequences where it pays."""
     # Decays without a bound take so much arithmetic that it is slower to finish second chunks.
-    rows, mean = (2 * CHUNK, MOSTLY_ONE_PAIR) if decays_bounded(r) else (CHUNK, MOSTLY_ONE_CHUNK)
+    rows, mean = (2 * CHUNK, chunk.MOSTLY_ONE_PAIR) if decays_bounded(r) else (CHUNK, chunk.MOSTLY_ONE_CHUNK)
     # A training step that keeps everything needs the keys.
-    if (r.save_for_backward and r.disable_recompute) or not short(r, mean):
+    if (r.save_for_backward and r.disable_recompute) or not chunk.short(r, mean):
         return prepare
-    paired = short(r, MOSTLY_ONE_CHUNK)
+    paired = chunk.short(r, chunk.MOSTLY_ONE_CHUNK)
     # Up to one program for each multiprocessor the recurrence is faster, since it has two where prepare has one. With
     # much arithmetic it is faster up to eight, unless it would be launched for these sequences alone.
     programs = 8 if rows == CHUNK and r.cu_seqlens is not None else 1
@@ -117,32 +98,32 @@ def finishing(r: Request, prepare: PrepareHopperConfig, chip: Chip) -> PrepareHo
 def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
     """How a forward of ``chunk_kda`` runs on ``chip``; ``request`` is metadata alone."""
     fragments = bool(request.cp_context)
-    rows = fragment_rows(request) if fragments else segment_rows(request, chip)
+    rows = fragment_rows(request) if fragments else chunk.segment_rows(request, chip)
     r = as_fragments(request, rows) if fragments or rows else request
-    transitions = fragment_transitions(r, chip) if fragments else transitions_of(r, chip)
+    transitions = fragment_transitions(r, chip) if fragments else chunk.transitions_of(r, chip)
     K, V, dtype, h = r.K, r.V, r.q.dtype, r.return_intermediate_states or r.checkpoint_indices is not None
     KP, count, heads = padded(K), slots(r), r.N * r.HV
     v = r.v if has_contiguous_rows(r.v) else r.v.contiguous()
     keeps = r.save_for_backward and keeps_states(request, chip)
-    if keeps or ((fragments or rows) and isinstance(transitions, TransitionsHopperConfig)):
-        v = as_copied(v)
-    hopper = not h and serves(chip, dtype, count, r.HV, KP, V, v)
-    prepare = choose_prepare(r, chip)
-    if isinstance(prepare, PrepareHopperConfig) and hopper and V == K == 128 and not (fragments or rows):
+    if keeps or ((fragments or rows) and isinstance(transitions, chunk.TransitionsHopperConfig)):
+        v = chunk.as_copied(v)
+    hopper = not h and chunk.serves(chip, dtype, count, r.HV, KP, V, v)
+    prepare = chunk.choose_prepare(r, chip)
+    if isinstance(prepare, chunk.PrepareHopperConfig) and hopper and V == K == 128 and not (fragments or rows):
         prepare = finishing(r, prepare, chip)
     return ForwardChoice(
         prepare=prepare,
-        recurrence=hopper_config("kept" if keeps else "recurrence", chip, KP, V, heads, short(r))
+        recurrence=chunk.hopper_config("kept" if keeps else "recurrence", chip, KP, V, heads, chunk.short(r))
         if hopper
         else recurrence_config(chip, dtype, K, V, heads, h),
-        precision=precision(dtype, chip),
+        precision=chunk.precision(dtype, chip),
         segment_rows=rows,
-        saved_slots=fragment_slots(request) if fragments else saved_slots(request),
+        saved_slots=fragment_slots(request) if fragments else chunk.saved_slots(request),
         bounded=decays_bounded(r),
         # Rows of a descriptor are counted in 32 bits.
         descriptors=chip.descriptors and 0 < count * r.HV * 3 * CHUNK < 2**31,
         transitions=transitions,
-        join_precision=join_precision(chip),
+        join_precision=chunk.join_precision(chip),
         keeps_states=keeps,
         most_programs=4 * chip.multiprocessors,
     )

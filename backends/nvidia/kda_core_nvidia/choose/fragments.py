@@ -11,14 +11,8 @@ from kda_core.request import Request
 from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.plan import changed
 from kda_core.triton_lib.segments import IN_HALVES, rejected_in_halves, segments_of
+from kda_core_nvidia.choose import chunk
 from kda_core_nvidia.choose.chip import Chip
-from kda_core_nvidia.choose.chunk import (
-    BlockConfig,
-    TransitionsHopperConfig,
-    as_segments,
-    most_segments,
-    transitions_config,
-)
 
 MOST_CHANNELS = 128
 """Key channels, at most: ``chain_kernel`` holds a matrix [KP, KP] in float32."""
@@ -46,7 +40,7 @@ def fragment_rows(r: Request) -> int:
 
     As many segments as fill the largest chip with programs of the transitions, of which a segment and head has two.
     """
-    count = most_segments(r) if r.B == 1 else 1
+    count = chunk.most_segments(r) if r.B == 1 else 1
     if count < 2:
         return 0
     if r.cu_seqlens is None:
@@ -58,7 +52,7 @@ def fragment_rows(r: Request) -> int:
 
 def as_fragments(r: Request, rows: int) -> Request:
     """``as_segments``; the call itself, states V first, without ``rows``."""
-    return as_segments(r, rows) if rows else changed(r, state_v_first=True)
+    return chunk.as_segments(r, rows) if rows else changed(r, state_v_first=True)
 
 
 def fragment_slots(r: Request) -> int:
@@ -74,15 +68,14 @@ def fragment_starts_shape(r: Request) -> tuple[int, ...]:
     return (segments_of(r, fragment_rows(r)), r.HV, r.V, r.K)
 
 
-def fragment_transitions(r: Request, chip: Chip) -> BlockConfig | TransitionsHopperConfig:
+def fragment_transitions(r: Request, chip: Chip) -> chunk.BlockConfig | chunk.TransitionsHopperConfig:
     """The kernels of the transitions, by their configuration; ``r``: the call in segments."""
     hopper = (
-        chip.capability == (9, 0)
-        and not chip.interpreted
+        chip.hopper
         and r.q.dtype == torch.bfloat16
         and r.K == r.V == 128
         # Rows of a descriptor are counted in 32 bits.
         and 0 < slots(r) * r.HV * 3 * CHUNK < 2**31
         and 0 < r.B * r.T < 2**31
     )
-    return TransitionsHopperConfig() if hopper else transitions_config(chip, padded(r.K), padded(r.V))
+    return chunk.TransitionsHopperConfig() if hopper else chunk.transitions_config(chip, padded(r.K), padded(r.V))

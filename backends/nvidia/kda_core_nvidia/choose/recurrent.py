@@ -170,6 +170,20 @@ def _tiles_aligned(state: View | None) -> bool:
     return s_last == 1 and state.aligned and not (s_n & 15 or s_h & 15 or s_row & 7)
 
 
+def _dense_on_hopper(r: Request, chip: Chip) -> bool:
+    """What the kernels for steps and drafts ask of a call beside its states' dtype and slots."""
+    return (
+        chip.hopper
+        and r.K == r.V == SIZE.value
+        and r.cu_seqlens is None
+        and r.num_accepted_tokens is None
+        and r.has_initial_state is None
+        and (r.out is None or r.out.strides[3] == 1)
+        and all(_rows_aligned(x) for x in (r.q, r.k, r.g))
+        and _tiles_aligned(r.initial_state)
+    )
+
+
 def step_serves(r: Request, chip: Chip, least: int) -> bool:
     """Whether ``recurrent_step`` takes a call of at least ``least`` states; its results are the bits of ``recurrent``.
 
@@ -181,45 +195,29 @@ def step_serves(r: Request, chip: Chip, least: int) -> bool:
         and state is not None
         and state.dtype == torch.bfloat16
         and not r.state_v_first
-        and r.K == r.V == SIZE.value
         and r.N * r.HV >= least
-        and r.cu_seqlens is None
-        and r.num_accepted_tokens is None
-        and r.has_initial_state is None
         and r.final_state_indices is None
         and r.records is None
         and (indices is None or indices.dim() == 1 or indices.shape[1] == 1)
-        and (r.out is None or r.out.strides[3] == 1)
-        and all(_rows_aligned(x) for x in (r.q, r.k, r.g))
-        and _tiles_aligned(state)
-        and chip.major == 9
-        and not chip.interpreted
+        and _dense_on_hopper(r, chip)
     )
 
 
 def draft_serves(r: Request, chip: Chip) -> bool:
     """Whether ``recurrent_draft`` takes a call; its results are the bits of ``recurrent``."""
-    state, indices = r.initial_state, r.ssm_state_indices
+    state = r.initial_state
     return (
         r.records is not None
         and not r.update_state
         and r.T > 0
         and state is not None
         and state.dtype in (torch.float32, torch.bfloat16)
-        and r.K == r.V == SIZE.value
         and r.T <= DRAFT_TOKENS
         and (r.commit is None or r.commit.shape[1] <= DRAFT_TOKENS)
         and r.commit_path is None
         and r.parents is None
-        and r.cu_seqlens is None
-        and r.num_accepted_tokens is None
-        and r.has_initial_state is None
-        and indices is not None
-        and (r.out is None or r.out.strides[3] == 1)
-        and all(_rows_aligned(x) for x in (r.q, r.k, r.g))
-        and _tiles_aligned(state)
-        and chip.major == 9
-        and not chip.interpreted
+        and r.ssm_state_indices is not None
+        and _dense_on_hopper(r, chip)
     )
 
 
@@ -239,8 +237,7 @@ def choose_layer_step(r: DecodeStepRequest, chip: Chip) -> DraftConfig | None:
         and (indices is None or indices.dim() == 1 or indices.shape[1] == 1)
         and state.dtype in (torch.float32, torch.bfloat16)
         and _tiles_aligned(state)
-        and chip.major == 9
-        and not chip.interpreted
+        and chip.hopper
     )
     if not serves:
         return None

@@ -17,19 +17,8 @@ from kda_core.triton_lib.frame import finish_output, names, outputs, readable
 from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.lift import lift
 from kda_core.triton_lib.plan import Builder, Plan, View, changed, input_layouts, matrix_tile, token_tile
-from kda_core_nvidia.choose import Chip, ForwardChoice
+from kda_core_nvidia.choose import Chip, ForwardChoice, chunk
 from kda_core_nvidia.choose.backward import keeps_states
-from kda_core_nvidia.choose.chunk import (
-    HopperConfig,
-    Precision,
-    PrepareConfig,
-    PrepareHopperConfig,
-    TransitionsHopperConfig,
-    in_parts,
-    saved_slots,
-    split_scale,
-    starts_shape,
-)
 from kda_core_nvidia.choose.fragments import fragment_slots, fragment_starts_shape
 from kda_core_nvidia.plans.prepare_hopper import aligned, launch_prepare_hopper
 from kda_core_nvidia.plans.segments import add_starts, cut_into_segments
@@ -89,8 +78,8 @@ def saved_specs(request: Request, on: Chip) -> tuple[TensorSpec, ...]:
     ``prepare`` need not multiply pairs nor invert, and the states at the starts of segments.
     """
     everything = request.disable_recompute
-    rows = slots(request) if everything else saved_slots(request)
-    starts = starts_shape(request)
+    rows = slots(request) if everything else chunk.saved_slots(request)
+    starts = chunk.starts_shape(request)
     if request.cp_context:
         rows, starts = fragment_slots(request), fragment_starts_shape(request)
     keys, square, decay, _, norms = _prepared_shapes(rows, request.HV, padded(request.K))
@@ -129,9 +118,9 @@ def _prepare_buffers(
 
 
 def add_prepare(
-    b: Builder, r: Request, config: PrepareConfig | PrepareHopperConfig, precision: Precision, bounded: bool, o: View,
-    backward: bool = False, keep: int = 0, kept: Kept | None = None, new: Callable[..., View] | None = None,
-    states: dict[str, Any] | None = None,
+    b: Builder, r: Request, config: chunk.PrepareConfig | chunk.PrepareHopperConfig, precision: chunk.Precision,
+    bounded: bool, o: View, backward: bool = False, keep: int = 0, kept: Kept | None = None,
+    new: Callable[..., View] | None = None, states: dict[str, Any] | None = None,
 ) -> Prepared:  # fmt: skip
     """Add a launch of ``prepare``, or of ``prepare_hopper``.
 
@@ -144,9 +133,9 @@ def add_prepare(
         states: of a recurrence (``_states``), where ``prepare_hopper`` finishes sequences.
     """
     written, prepared = _prepare_buffers(b, r, new or b.scratch, backward, keep, kept)
-    own = {"inverse": None if kept is None else kept.inverse, "o": o, "scale": split_scale(r.scale, r.q.dtype)[0]}
+    own = {"inverse": None if kept is None else kept.inverse, "o": o, "scale": chunk.split_scale(r.scale, r.q.dtype)[0]}
     named = names(r) | written._asdict() | own | {"BOUNDED": bounded}
-    if isinstance(config, PrepareHopperConfig):
+    if isinstance(config, chunk.PrepareHopperConfig):
         launch_prepare_hopper(b, r, config, named, states)
         return prepared
     unit, strides = row_strides(q=r.q, k=r.k, g=r.g, b=r.beta, o=o)
@@ -170,7 +159,7 @@ def _states(r: Request, o: View, final_state: View | None, whole: Request | None
     given = [state_strides(x, first) for x, first in states if x is not None]
     return strides | named_state_strides("i", r.initial_state, v_first) | {
         **named_state_strides("f", final_state, final_v_first), "final_state": final_state, "UNIT": unit,
-        "o_scale": split_scale(r.scale, r.v.dtype)[1], "LAST_CONTIGUOUS": all(s[last] == 1 for s in given),
+        "o_scale": chunk.split_scale(r.scale, r.v.dtype)[1], "LAST_CONTIGUOUS": all(s[last] == 1 for s in given),
     }  # fmt: skip
 
 
@@ -189,7 +178,7 @@ def add_recurrence(
         "o": o, "LIFT": lift(r.v.dtype, r.use_qk_l2norm_in_kernel), "LAST_STATE": whole is not None,
         "BV": config.block_v, "STAGES": config.stages, "FINISHED": choice.finishes,
     }  # fmt: skip
-    if isinstance(config, HopperConfig):
+    if isinstance(config, chunk.HopperConfig):
         named |= hopper_tiles(keys, P, D) | {"values": token_tile(r.v, CHUNK, config.block_v, swizzled=True)}
         named |= {"X": None, "z": None, "states": None, "ODD": False}
         if kept:
@@ -240,7 +229,7 @@ def plan_forward(request: Request, choice: ForwardChoice, h_shape: tuple[int, ..
         r = changed(r, v=aligned(b, r.v))
     training, everything = r.save_for_backward, r.disable_recompute and r.save_for_backward
     keep = choice.saved_slots if training and not everything else 0
-    starts = b.result("starts", starts_shape(r), torch.float32) if keep and starts_shape(r) else None
+    starts = b.result("starts", chunk.starts_shape(r), torch.float32) if keep and chunk.starts_shape(r) else None
     kept = {n: b.result(n, shape, r.q.dtype) for n, shape in kept_shapes(r).items()} if choice.keeps_states else {}
     if choice.segment_rows:
         prepared = _add_segments(b, r, choice, o, final_state, keep, starts)
@@ -269,9 +258,9 @@ def _add_segments(
     """
     cut = cut_into_segments(b, r, choice.segment_rows)
     if cut.cu_seqlens is None:
-        o = in_parts(o, cut.N)
+        o = chunk.in_parts(o, cut.N)
     prepared = add_prepare(b, cut, choice.prepare, choice.precision, choice.bounded, o, keep=keep)
-    hopper = isinstance(choice.transitions, TransitionsHopperConfig)
+    hopper = isinstance(choice.transitions, chunk.TransitionsHopperConfig)
     if hopper:
         cut = changed(cut, v=aligned(b, cut.v))
     own = starts.cut(0, slice(0, cut.N)) if starts and hopper else None
