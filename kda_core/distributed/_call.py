@@ -103,7 +103,7 @@ def run(r: Request, name: str | None) -> ForwardResult:
 
 def _named(s: Shared) -> dict[str, Any]:
     """``s._asdict()``, which compilers of torch 2.7 do not look into."""
-    return dict(zip(_ARGUMENTS, s, strict=False))
+    return {n: getattr(s, n) for n in _ARGUMENTS}
 
 
 _ARGUMENTS = Shared._fields[:-1]
