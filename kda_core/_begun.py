@@ -1,4 +1,4 @@
-"""What hooks in halves give and are told; ``request`` has it for backends."""
+"""Results and tables of hooks in halves; ``request`` has them for backends."""
 
 from __future__ import annotations
 

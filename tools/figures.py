@@ -183,7 +183,7 @@ Cells = tuple[list[str], list[list[str]]]
 
 
 def beside(rows: list[Row], first: dict[str, Callable[[Row], str]], spelled: Callable[..., str], unit: str) -> Cells:
-    """What tells the rows, the times of all implementations, and the peers' over ours."""
+    """The rows' names, the times of all implementations, and the peers' over ours."""
     peers = others(rows)
     body = [
         [

@@ -107,7 +107,7 @@ def build() -> list[Path]:
 
 
 def installations(wheels: dict[str, Path], root: Path = ROOT) -> tuple[list[str], list[str]]:
-    """What pip is given to install wheels (by the name of what they install), in two runs.
+    """Arguments of pip that install wheels (by the name of what they install), in two runs.
 
     First the core and the backends with all that they need. Then the adapters without their stacks: vLLM and SGLang
     each need one version of torch, and not the same one.

@@ -107,7 +107,7 @@ def _named(s: Shared) -> dict[str, Any]:
 
 
 _ARGUMENTS = Shared._fields[:-1]
-"""Of the operators; tables follow from the others."""
+"""The operators' arguments; tables follow from the others."""
 _differentiable_of = attrgetter(*DIFFERENTIABLE)
 _FIELDS = tuple(f.name for f in fields(Request) if f.init)
 

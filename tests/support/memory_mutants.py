@@ -27,7 +27,7 @@ class _Keeping(Mutant):
 
 
 class SavedInAWorkspace(_Keeping):
-    """What a forward saves lies in the memory of an earlier one's of the same shapes."""
+    """A forward's saved tensors lie in the memory of an earlier one's of the same shapes."""
 
     def answered(self, r: Request, result: ForwardResult) -> ForwardResult:
         saved = [self.in_workspace((r.op, n), t) for n, t in enumerate(result.saved or ())]

@@ -171,7 +171,7 @@ def _tiles_aligned(state: View | None) -> bool:
 
 
 def _dense_on_hopper(r: Request, chip: Chip) -> bool:
-    """What the kernels for steps and drafts ask of a call beside its states' dtype and slots."""
+    """Whether a call is one for steps and drafts, but for its states' dtype and slots."""
     return (
         chip.hopper
         and r.K == r.V == SIZE.value
