@@ -145,6 +145,8 @@ class _Reader:
             kind = kind.split(" to ")[-1]
         if "->" in kind:
             kind = kind.split("->")[-1]
+        if op == "tt.load":  # its type is the address's
+            kind = kind.replace("!tt.ptr<", "")
         found = _INTEGER.match(kind.strip().lstrip("("))
         if "," in names or re.search(r":\d+$", names):
             self._several(names, rest, op)

@@ -148,6 +148,17 @@ def _wide(x, s, n):
         tl.store(x + pid * s + i.to(tl.int64) * 32 + rows * s, 1.0)
 
 
+@triton.jit
+def _loaded(x, s, n):
+    place = tl.load(x.to(tl.pointer_type(tl.int64)))
+    tl.store(x + tl.load(x.to(tl.pointer_type(tl.int64)) + place), 1.0)
+
+
+@triton.jit
+def _loaded_times_stride(x, s, n):
+    tl.store(x + tl.load(x.to(tl.pointer_type(tl.int32))) * s, 1.0)
+
+
 def _hazards(kernel, stage: str) -> int:
     source = ASTSource(kernel, {"x": "*fp32", "s": "i32", "n": "i32"}, {})
     target, options = GPUTarget("hip", "gfx942", 64), {"enable_fp_fusion": True}
@@ -157,7 +168,14 @@ def _hazards(kernel, stage: str) -> int:
 @pytest.mark.parametrize("stage", ["ttir", "ttgir"])
 @pytest.mark.parametrize(
     "kernel",
-    [_program_times_stride, _widened_too_late, _loop_times_chunk, _carried_offset, _cut_to_32_bits],
+    [
+        _program_times_stride,
+        _widened_too_late,
+        _loop_times_chunk,
+        _carried_offset,
+        _cut_to_32_bits,
+        _loaded_times_stride,
+    ],
     ids=lambda kernel: kernel.fn.__name__,
 )
 def test_32_bit_addresses_are_found(kernel, stage: str):
@@ -166,9 +184,10 @@ def test_32_bit_addresses_are_found(kernel, stage: str):
 
 
 @pytest.mark.parametrize("stage", ["ttir", "ttgir"])
-def test_64_bit_addresses_pass(stage: str):
-    """And passes on the same arithmetic done in 64 bits."""
-    assert _hazards(_wide, stage) == 0
+@pytest.mark.parametrize("kernel", [_wide, _loaded], ids=lambda kernel: kernel.fn.__name__)
+def test_64_bit_addresses_pass(kernel, stage: str):
+    """And passes on the same arithmetic done in 64 bits, and on numbers of 64 bits that a table holds."""
+    assert _hazards(kernel, stage) == 0
 
 
 @pytest.mark.parametrize("package", [kda_core_amd, triton_lib], ids=lambda package: package.__name__)
