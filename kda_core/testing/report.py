@@ -95,7 +95,7 @@ class BackendReport:
                 axis: {v: {"state": self.state_of(axis, v), **self.coverage[axis][v]} for v in values}
                 for axis, values in AXES.items()
             },
-            "reasons": self.reasons,
+            "reasons": {status: counts for status, counts in self.reasons.items() if counts},
             "never_served": self.never_served(),
             "worst": [{n: _finite(v) for n, v in e.items()} for _, e in sorted(self.worst.items())],
             "slack": self.slack_used(),

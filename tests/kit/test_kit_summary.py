@@ -10,8 +10,10 @@ import mutants
 import pytest
 from installed import need_package
 
+from kda_core._plugins import registry
 from kda_core.testing import suite, tiers
 from kda_core.testing.failures import Failures, Outcome
+from kda_core.testing.report import BackendReport
 
 CASES = """
 import pytest
@@ -221,3 +223,11 @@ def test_workers_tell_of_a_tier_without_tests(run_inner):
     status, text = run_inner("-n", "2", "test_fast.py", mode="slow")
     assert status == pytest.ExitCode.TESTS_FAILED, text
     assert "no tests in tier slow of test_fast.py" in text
+
+
+def test_a_report_has_no_reasons_where_there_are_none():
+    report = BackendReport(registry.named("reference").info, "cpu")
+    record = {"status": "served", "axes": {}, "features": [], "reasons": [], "errors": []}
+    report.add("passed", [record, record | {"status": "refused", "reasons": ["too long"]}])
+    list(report.lines())
+    assert report.as_json()["reasons"] == {"refused": {"too long": 1}}
