@@ -353,9 +353,7 @@ def commit_kda(
         ValueError, TypeError: a wrong shape, dtype, device or value; nothing has been written.
         UnsupportedCall, BackendNotFound, BrokenBackend: as ``chunk_kda``.
     """
-    values = (
-        pool, records, num_accepted, state_indices, cu_seqlens, state_v_first, pad_slot_id, path,
-    )  # fmt: skip
+    values = (pool, records, num_accepted, state_indices, cu_seqlens, state_v_first, pad_slot_id, path)
     call("commit_kda", values, backend)
 
 
@@ -415,8 +413,9 @@ def call(op: str, values: tuple[Any, ...], backend: str | None) -> Any:
                 to_front(registry.repeated, known)
             break
     else:
-        r = bind(op, dict(zip(_NAMES[op], values, strict=True)))
-        result = call_bound(r, backend, dict(zip(_NAMES[op], values, strict=True)))
+        arguments = dict(zip(_NAMES[op], values, strict=True))
+        r = bind(op, arguments.copy())
+        result = call_bound(r, backend, arguments)
         # A first call pays for nothing more.
         if r.memo is not None and Like in r.memo:
             note(registry.repeated, r, asked, values, _NAMES[op], partial(registry.choose, r, name))

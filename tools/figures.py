@@ -199,8 +199,11 @@ def beside(rows: list[Row], first: dict[str, Callable[[Row], str]], spelled: Cal
 def speed(name: str, suite: str) -> str:
     """Times and memory of every shape."""
     rows = rows_of(name, suite)
-    gates = {gate: f"{gate}, {{decay}}" for gate in RAW_GATES}
-    first = {"B, T, H, K": label, "gate, decays": lambda row: gates.get(row["gate"], "given").format(**row)}
+
+    def gate(row: Row) -> str:
+        return f"{row['gate']}, {row['decay']}" if row["gate"] in RAW_GATES else "given"
+
+    first = {"B, T, H, K": label, "gate, decays": gate}
     header, body = beside(rows, first, digits, "ms")
     names = (OURS, *others(rows))
     for row, cells in zip(rows, body, strict=True):

@@ -22,7 +22,7 @@ from kda_core._bind import build_request
 from kda_core._ledger import Explanation
 from kda_core._torch_private import needs_operator
 from kda_core.distributed._context import ContextParallel, from_fla, is_fla_context
-from kda_core.distributed._halves import Chosen, choose
+from kda_core.distributed._halves import Chosen
 from kda_core.distributed._passes import backward, forward, transfers
 from kda_core.distributed._steps import Shared
 from kda_core.errors import UnsupportedCall
@@ -64,7 +64,9 @@ class _Call(torch.autograd.Function):
         values = {**options, **dict(zip(DIFFERENTIABLE, kept[:count], strict=True)), **asked}
         s = Shared(fragments, slots, chain, *rest)
         if torch.compiler.is_compiling():
-            places = dict(zip(_SAVED, _flat(saved, s), strict=False))
+            flat = _flat(saved, s)
+            # The compiler of torch 2.7 zips equal lengths only.
+            places = dict(zip(_SAVED[: len(flat)], flat, strict=True))
             more = {"needs": [n in needed for n in DIFFERENTIABLE], "backend": name or "", "matrices": matrices}
             grads = _autograd.call_backward(_OPERATOR, {**values, **_named(s), **places, **more})
         else:
@@ -257,7 +259,7 @@ def _saved_of(flat: Sequence[Tensor], parts: Sequence[Chosen]) -> tuple[Tensor, 
 
 
 def _chosen(r: Request, s: Shared, name: str | None) -> list[Chosen]:
-    return [choose(t.local(q), name, t.is_alone(), not s.grid) for q, t in s.parts(r)]
+    return [t.chosen(q, name) for q, t in s.parts(r)]
 
 
 def _results(r: Request, o: Tensor, final: Any, h: Any, matrices: Tensor, saved: list[Tensor]) -> tuple[Tensor, ...]:

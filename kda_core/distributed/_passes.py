@@ -58,7 +58,8 @@ def _joined(s: Shared, step: ForwardStep | BackwardStep, backward: bool) -> Tens
         return None
     sent, by_edges = step.begin(), step.edges is not None
     steps = s.slots.shape[0] - 4 - s.before if backward else s.before
-    every = gathered(sent, s.group, s.padded and steps > by_edges)
+    # A place of zeros is for chains that are shorter; ``Edges`` say themselves where nothing comes.
+    every = gathered(sent, s.group, s.padded and steps > (1 if by_edges else 0))
     if not steps:
         return None
     if steps == 1:  # the additions alone

@@ -96,6 +96,18 @@ class Shared(NamedTuple):
             own["cu_seqlens_cpu"] = None
         return build_request({**vars(r), **rows, **own})
 
+    def chosen(self, r: Request, name: str | None) -> Chosen:
+        """Who serves the call of this rank's fragments; ``name``: the backend that was asked for, or None."""
+        return choose(self.local(r), name, self.is_alone(), not self.grid)
+
+    def entering(
+        self, r: Request, chosen: Chosen, given: Tensor | None, backward: bool, matrices: Tensor | None = None
+    ) -> tuple[Edges | None, Tensor | None]:
+        """How given states of all sequences enter: by ``Edges``, or as ``placed`` takes them."""
+        if chosen.by_edges:
+            return self.edges(r, given, backward, matrices), None
+        return None, None if given is None else self.of_sequences(given.to(r.compute_dtype), backward)
+
     def states(self, r: Request) -> Tensor:
         """[F, HV, K, V], zeros."""
         return r.q.new_zeros(self.fragments.shape[1] - 1, r.HV, r.K, r.V, dtype=r.compute_dtype)
@@ -185,12 +197,9 @@ class ForwardStep:
 
     def __init__(self, r: Request, s: Shared, name: str | None) -> None:
         self.r, self.s = r, s
-        self.chosen = choose(s.local(r), name, s.is_alone(), not s.grid)
+        self.chosen = s.chosen(r, name)
         given = None if r.initial_state is None else k_first(r, r.initial_state)
-        self.edges = s.edges(r, given, False) if self.chosen.by_edges else None
-        self.own = None
-        if given is not None and self.edges is None:
-            self.own = s.of_sequences(given.to(r.compute_dtype), False)
+        self.edges, self.own = s.entering(r, self.chosen, given, False)
         self.matrices: Tensor | None = None
         self.kept: tuple[Tensor, ...] = ()
 
@@ -245,12 +254,8 @@ class BackwardStep:
         self, r: Request, s: Shared, name: str | None, matrices: Any, given: Tensor | None, known: Chosen | None
     ) -> None:
         self.r, self.s, self.matrices = r, s, matrices
-        call = s.local(r)
-        self.chosen = choose(call, name, s.is_alone(), not s.grid) if known is None else known.again(call)
-        self.edges = s.edges(r, given, True, matrices) if self.chosen.by_edges else None
-        self.own = None
-        if given is not None and self.edges is None:
-            self.own = s.of_sequences(given.to(r.compute_dtype), True)
+        self.chosen = s.chosen(r, name) if known is None else known.again(s.local(r))
+        self.edges, self.own = s.entering(r, self.chosen, given, True, matrices)
         self.additions: Tensor | None = None
         self.kept: tuple[Tensor, ...] = ()
 

@@ -443,7 +443,7 @@ class Builder:
         return Plan(inputs, buffers, tuple(epochs), {n: x and x.source for n, x in results.items()})
 
 
-EDGES = ("given", "places", "sends", "sources", "results", "matrices")
+EDGES = tuple(n for n in Edges._fields if n != "sequences")
 """Tensors of ``Edges``."""
 EDGE_NAMES = tuple(f"edges.{n}" for n in EDGES)
 """Their names as inputs of plans."""
