@@ -305,9 +305,9 @@ def test_which_calls_the_prepare_for_hopper_takes():
     g = torch.empty(1, 64, 17, 128, dtype=FP32, device="meta")
     bounds = torch.empty(9, dtype=torch.int64, device="meta")
     shapes = {"B": 3}, {"T": 1}, {"T": 100_000}, {"V": 64}, {"H": 1}, {"H": 500}
-    for taken in ({}, {"g": g}, {"cu_seqlens": bounds}, *shapes):
+    for taken in ({}, {"g": g}, {"cu_seqlens": bounds}, {"K": 256}, *shapes):
         assert hopper(**({"H": 17} | taken)), taken
-    for plain in ({"K": 64}, {"K": 256}, {"dtype": FP16}, {"dtype": FP32}, {"T": 0}, {"arch": 100}):
+    for plain in ({"K": 64}, {"K": 192}, {"dtype": FP16}, {"dtype": FP32}, {"T": 0}, {"arch": 100}):
         assert not hopper(**({"H": 17} | plain)), plain
     assert not isinstance(choose_forward(metadata(request(H=17)), INTERPRETED).prepare, PrepareHopperConfig)
 

@@ -215,6 +215,19 @@ def test_pairs_of_slots_have_one_state():
     assert gradients.grid == (132, 1, 1)
 
 
+@pytest.mark.parametrize(("multiprocessors", "programs"), [(132, 132), (7, 6), (1, 2)])
+def test_neighbours_share_the_key_channels_of_a_row(multiprocessors: int, programs: int):
+    """Programs of 256 channels come in twos, which tell each other their sums: nothing is left for ``finish``."""
+    r = metadata(trained(chunk_case(BF16, 256, 256, 256, "bounded"))[1])
+    plan = plan_of(r, replace(CHIPS[90], multiprocessors=multiprocessors))
+    assert "finish_kernel" not in plan.kernels
+    gradients = launch_of(plan, "gradients_hopper_persistent")
+    assert gradients.grid == (programs, 1, 1)
+    exchange = gradients.arguments["exchange"]
+    assert exchange.shape == (programs, 2, 256)
+    assert plan.buffers[exchange.source].zeros
+
+
 @pytest.mark.parametrize(("lengths", "T", "pairs"), [((900, 100), 1000, 18), ((), 1000, 16), ((), 990, 16)])
 def test_sequences_that_end_within_pairs_have_a_table(lengths: tuple[int, ...], T: int, pairs: int):
     """Its size is known to the host. A chunk that is in no pair has a launch of its own, and the caller's states where

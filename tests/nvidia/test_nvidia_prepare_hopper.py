@@ -48,8 +48,14 @@ GATES = {
 }
 
 
+KINDS = (
+    {}, {"H": 4, "T": 97}, {"B": 1, "T": 31, "use_qk_l2norm_in_kernel": False},
+    {"K": 256}, {"K": 256, "B": 1, "T": 65, "use_qk_l2norm_in_kernel": False},
+)  # fmt: skip
+
+
 def call(
-    gate: str = "bounded", B: int = 2, T: int = 200, H: int = HV, device: str = DEVICE, **more: Any
+    gate: str = "bounded", B: int = 2, T: int = 200, H: int = HV, K: int = 128, device: str = DEVICE, **more: Any
 ) -> dict[str, Any]:
     options, scale, dtype = GATES[gate]
     torch.manual_seed(len(gate) + T)
@@ -57,11 +63,11 @@ def call(
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=device)
 
-    g = normal(B, T, HV, 128)
+    g = normal(B, T, HV, K)
     found = {
-        "q": normal(B, T, H, 128).bfloat16(),
-        "k": normal(B, T, H, 128).bfloat16(),
-        "v": normal(B, T, HV, 128).bfloat16(),
+        "q": normal(B, T, H, K).bfloat16(),
+        "k": normal(B, T, H, K).bfloat16(),
+        "v": normal(B, T, HV, K).bfloat16(),
         "g": (g * scale if options.get("use_gate_in_kernel") else g.abs() * scale).to(dtype),
         "beta": normal(B, T, HV).bfloat16(),
         "use_qk_l2norm_in_kernel": True,
@@ -70,14 +76,18 @@ def call(
         **options,
     }
     if options.get("use_gate_in_kernel"):
-        found |= {"A_log": torch.rand(HV, device=device), "dt_bias": normal(HV, 128)}
-    return found | more
+        found |= {"A_log": torch.rand(HV, device=device), "dt_bias": normal(HV, K)}
+    found |= more
+    if not found["use_qk_l2norm_in_kernel"]:
+        # Longer keys let the state grow from token to token.
+        found |= {n: found[n] / K**0.5 for n in ("q", "k")}
+    return found
 
 
 def plain_plan(request: Request, on: Chip, misaligned: frozenset[str] = frozenset()) -> Plan:
     """The plan of a call with the plain kernel in the place of ``prepare_hopper``."""
     r = metadata(request, misaligned)
-    plain = prepare_config(128, torch.bfloat16, again=bool(r.saved))
+    plain = prepare_config(r.K, torch.bfloat16, again=bool(r.saved))
     if r.needs_grad:
         return plan_backward(r, replace(choose_backward(r, on), prepare=plain))
     return plan_forward(r, replace(choose_forward(r, on), prepare=plain), h_shape(request))
@@ -132,12 +142,13 @@ def error(x: torch.Tensor, exact: torch.Tensor) -> float:
     return float((x.double() - exact.double()).norm() / exact.double().norm())
 
 
+@pytest.mark.parametrize("K", [128, 256])
 @pytest.mark.parametrize("gate", GATES)
-def test_only_prepare_differs(gate):
+def test_only_prepare_differs(gate, K):
     """Planned for an H100, without a GPU."""
-    r = replace(request_of(call(gate, device="cpu")), save_for_backward=True)
+    r = replace(request_of(call(gate, K=K, device="cpu")), save_for_backward=True)
     saved = tuple(torch.empty(spec.shape, dtype=spec.dtype) for spec in saved_specs(r, CHIPS[90]))
-    grads = {"grad_o": r.v, "grad_final_state": torch.empty(2, HV, 128, 128)}
+    grads = {"grad_o": r.v, "grad_final_state": torch.empty(2, HV, K, K)}
     for step in (r, replace(r, saved=saved, needs_grad=frozenset({"q", "k", "v", "g", "beta"}), **grads)):
         plain, ours = (plan(step, CHIPS[90]).kernels for plan in (plain_plan, plan_of))
         differ = [pair for pair in zip(plain, ours, strict=True) if pair[0] != pair[1]]
@@ -145,13 +156,11 @@ def test_only_prepare_differs(gate):
 
 
 @on_hopper
-@pytest.mark.parametrize("more", [{}, {"H": 4, "T": 97}, {"B": 1, "T": 31, "use_qk_l2norm_in_kernel": False}], ids=str)
+@pytest.mark.parametrize("more", KINDS, ids=str)
 @pytest.mark.parametrize("gate", GATES)
 def test_as_exact_as_the_plain_kernel(gate, more):
     """5%: operands are rounded to 16 bits in either, but not the same ones. The kit holds both to its budgets."""
     arguments = call(gate, **more)
-    if not arguments["use_qk_l2norm_in_kernel"]:
-        arguments |= {n: arguments[n] / 11 for n in ("q", "k")}
     plain, ours = run_plain(arguments), run(arguments)
     cpu = {n: x.cpu() if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}
     exact = kda_core.chunk_kda(**cpu, backend="reference")
@@ -161,12 +170,13 @@ def test_as_exact_as_the_plain_kernel(gate, more):
 
 
 @on_hopper
+@pytest.mark.parametrize("K", [128, 256])
 @pytest.mark.parametrize("gate", GATES)
-def test_gradients_as_exact_as_the_plain_kernels(gate):
+def test_gradients_as_exact_as_the_plain_kernels(gate, K):
     """In the root mean square of four draws (a length is a seed): dA_log has 20 numbers, and one draw says little."""
     squares: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for T in (97, 98, 99, 100):
-        arguments = call(gate, B=1, T=T)
+        arguments = call(gate, B=1, T=T, K=K)
         both = trained_plain(arguments), trained(arguments)
         exact = {n: x.cpu() if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}
         names = inputs_of(exact)
@@ -181,7 +191,7 @@ def test_gradients_as_exact_as_the_plain_kernels(gate):
 
 
 @on_hopper
-@pytest.mark.parametrize("more", [{}, {"H": 4, "T": 97}, {"B": 1, "T": 31, "use_qk_l2norm_in_kernel": False}], ids=str)
+@pytest.mark.parametrize("more", KINDS, ids=str)
 @pytest.mark.parametrize("gate", GATES)
 def test_the_second_run_of_a_step_gives_the_first_one_s_bits(gate, more):
     """A training step keeps some of its forward, or everything: the factors come out the same."""
@@ -192,9 +202,10 @@ def test_the_second_run_of_a_step_gives_the_first_one_s_bits(gate, more):
 
 
 @on_hopper
+@pytest.mark.parametrize("K", [128, 256])
 @pytest.mark.parametrize("gate", ["bounded", "softplus, strong", "given"])
-def test_repeats_bitwise(gate):
-    arguments = call(gate, B=8, T=1000)
+def test_repeats_bitwise(gate, K):
+    arguments = call(gate, B=8, T=1000, K=K)
     first = trained(arguments)
     for _ in range(5):
         for name, x in trained(arguments).items():
@@ -202,10 +213,11 @@ def test_repeats_bitwise(gate):
 
 
 @on_hopper
+@pytest.mark.parametrize("K", [128, 256])
 @pytest.mark.parametrize("gate", GATES)
-def test_a_sequence_is_its_own(gate):
+def test_a_sequence_is_its_own(gate, K):
     """Packed with others, which hold NaN, its bits are those that it has alone; rows behind the last one are zero."""
-    arguments = call(gate, B=1, T=500)
+    arguments = call(gate, B=1, T=500, K=K)
     rows = ("q", "k", "v", "g", "beta")
     bounds = [0, 33, 33, 97, 161, 400]
     for n in rows:
@@ -221,10 +233,11 @@ def test_a_sequence_is_its_own(gate):
 
 
 @on_hopper
+@pytest.mark.parametrize("K", [128, 256])
 @pytest.mark.parametrize("gate", GATES)
-def test_a_chunk_does_not_see_the_next_one(gate):
+def test_a_chunk_does_not_see_the_next_one(gate, K):
     """Both chunks of a program, the second with decays of another kind."""
-    arguments = call(gate, B=1, T=64)
+    arguments = call(gate, B=1, T=64, K=K)
     rows = ("q", "k", "v", "g", "beta")
     for strength in (0.0, 1.0, 1000.0):
         whole = arguments | {"g": arguments["g"].clone()}
@@ -265,8 +278,9 @@ def test_rows_of_any_size(gate, size):
 
 
 @on_hopper
-def test_padded_slots_of_a_pool():
-    arguments = call(B=3, T=80, initial_state=torch.zeros(4, HV, 128, 128, device=DEVICE))
+@pytest.mark.parametrize("K", [128, 256])
+def test_padded_slots_of_a_pool(K):
+    arguments = call(B=3, T=80, K=K, initial_state=torch.zeros(4, HV, K, K, device=DEVICE))
     whole, _ = run(arguments | {"initial_state": None})
     indices = torch.tensor([2, -1, 0], device=DEVICE, dtype=torch.int32)
     o, _ = run(arguments | {"ssm_state_indices": indices, "output_final_state": False})

@@ -206,7 +206,7 @@ def cases(quick: bool = False) -> list[Case]:
     found += [chunk_case(FP16, 128, 128, heads, "softplus") for heads in (FEW, MANY)]
     found += [chunk_case(BF16, 100, 60, FEW, "given"), chunk_case(BF16, 128, 128, FEW, "promised")]
     found += [chunk_case(BF16, 128, 128, FEW, gate, T=ODD) for gate in ("bounded", "promised")]
-    found += [chunk_case(BF16, 128, 128, MANY, "softplus", T=4096)]
+    found += [chunk_case(BF16, K, K, MANY, "softplus", T=4096) for K in (128, 256)]
     found += [paired_case(gate) for gate in ("bounded", "promised", "softplus", "given")]
     found += [chunk_case(BF16, 128, 128, heads, "given", True) for heads in (FEW, MANY)]
     found += [chunk_case(BF16, K, K, 4, "given", T=LONG) for K in (64, 128, 256)]

@@ -14,8 +14,10 @@ The gate runs beside the asynchronous products, which ptxas then still leaves in
 WARPGROUP.DEPBAR); it waits for nothing there, or ptxas would run them one after another. Products of a warp come last:
 the matrix unit is busy.
 
-With 256 channels a program takes 128 key channels of a pair and the halves of the value channels in turn; ``finish``
-does what needs whole rows, as for ``gradients_hopper``.
+With 256 channels a program takes 128 key channels of a pair and the halves of the value channels in turn. Its
+neighbour has the other key channels. They tell each other their sums over a row's channels (``send``), and the gates
+run while these are on their way. A program so waits for another one, which must be running. Programs start in order:
+where only some find a multiprocessor, they are whole couples but for one program, and those that end make room for it.
 
 Where decays are not bounded, pairs whose decays are beyond one reference point a tile are written down, and a second
 launch takes them (FAR) and writes their results once more. In one kernel with the others they have 304 bytes of stack
@@ -43,12 +45,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kda_core.triton_lib.gate import rate_of, sigmoid
 from kda_core_nvidia.gradients_persistent_loads import (
+    block_of,
     first_channel,
     load_and_store,
     load_numbers,
-    pair_of,
     parts_of,
     place_of,
+    receive,
+    send,
 )
 from kda_core_nvidia.gradients_persistent_pairs import far_gradients_of_pair, near_gradients_of_pair
 from kda_core_nvidia.gradients_persistent_tiles import (
@@ -67,7 +71,6 @@ from kda_core_nvidia.gradients_persistent_tiles import (
     in_order,
     log2_decays_of,
     merged_sums,
-    numbers_of,
     of_raw,
     products_of_channels,
     store_sums,
@@ -84,7 +87,7 @@ from kda_core_nvidia.hopper_squares import seen_as
 from kda_core_nvidia.hopper_tiles import exp2
 from kda_core_nvidia.recurrence_hopper import block_barrier
 
-_NUMBERS = ["scale", "o_scale", "lower_bound", "first_block", "tokens", "HV", "blocks"]
+_NUMBERS = ["scale", "o_scale", "lower_bound", "first_block", "HV", "blocks"]
 
 
 @gluon.jit
@@ -111,9 +114,32 @@ def _products_of_values(m, rows, columns, stacked_0, stacked_1, z_0, z_1, s, ds,
 
 
 @gluon.jit
+def _decays_of_tiles(g_rows, bias, rate, lower_bound, count, GATE: gl.constexpr, BOUNDED: gl.constexpr):
+    ys = ()
+    for t in gl.static_range(TILES):
+        ys = ys + (log2_decays_of(g_rows, bias, rate, lower_bound, count, t, GATE, BOUNDED),)
+    return ys
+
+
+@gluon.jit
+def _factors_of_tiles(ys):
+    """2^x of each tile, and half of its log2 decay."""
+    e_r = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, RIGHT)), 1)
+    e_c = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, RIGHT)), 0)
+    zero = gl.full([128, 16], 0.0, gl.float32, TILE)
+    halves = ()
+    rise = ()
+    for t in gl.static_range(TILES):
+        x = selected_sums(ys[t], e_r <= e_c, (0.5, -0.5), zero)
+        halves = halves + (last_row(x),)
+        rise = rise + (exp2(x),)
+    return rise, halves
+
+
+@gluon.jit
 def _gradients(
     beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, table, dq_rows, dk_rows, dg_rows,
-    far_pairs, far_count, first_block, s_bt, s_bh, scale, o_scale, lower_bound, tokens, HV, blocks, values_ready,
+    far_pairs, far_count, first_block, exchange, s_bt, s_bh, scale, o_scale, lower_bound, HV, blocks, values_ready,
     values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1, o_0, o_1, s, ds, pairs, numbers,
     own_products, least_of_warps,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BOUNDED: gl.constexpr,
@@ -154,7 +180,7 @@ def _gradients(
     first = gl.program_id(0)
     step = gl.num_programs(0)
     # A program without pairs loads, too.
-    block = gl.where(first < blocks, pair_of(far_pairs, first_block, first, blocks, FAR), 0)
+    block = gl.where(first < blocks, block_of(far_pairs, first_block, first, blocks, K, FAR), 0)
     pair, i_h, _ = parts_of(block, HV, K)
     a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = load_numbers(
         beta, A_log, dt_bias, D, norms, table, pair, i_h, first_channel(block, K), HV, s_bt, s_bh, K, C
@@ -213,12 +239,14 @@ def _gradients(
             m, rows, columns = warpgroup_mma_wait(0, deps=(m, rows, columns))
             block_barrier()
             mbarrier.arrive(values_free, count=1)
+            # The gate runs while the others are on their way.
+            ys = _decays_of_tiles(g_rows, bias, rate, lower_bound, there, GATE, BOUNDED)
+            rise, halves = _factors_of_tiles(ys)
             mbarrier.wait(values_ready, 1)
         m, rows, columns = _products_of_values(m, rows, columns, stacked_0, stacked_1, z_0, z_1, s, ds, LATER)
         # Meanwhile the decays, and the sums over v of S ⊙ dS.
-        ys = ()
-        for t in gl.static_range(TILES):
-            ys = ys + (log2_decays_of(g_rows, bias, rate, lower_bound, there, t, GATE, BOUNDED),)
+        if not LATER:
+            ys = _decays_of_tiles(g_rows, bias, rate, lower_bound, there, GATE, BOUNDED)
         slope = gl.full([256], 1.0, gl.float32, LANES)
         if BETA_SIGMOID:
             slope = sigmoid(-b_beta)
@@ -236,15 +264,8 @@ def _gradients(
         own_products.store(own)
         all_pairs.store(m.reshape([128, 4, 16]).permute((1, 0, 2)).reshape([512, 16]))
         numbers.store(number)
-        e_r = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, RIGHT)), 1)
-        e_c = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, RIGHT)), 0)
-        zero = gl.full([128, 16], 0.0, gl.float32, TILE)
-        halves = ()
-        rise = ()
-        for t in gl.static_range(TILES):
-            x = selected_sums(ys[t], e_r <= e_c, (0.5, -0.5), zero)
-            halves = halves + (last_row(x),)
-            rise = rise + (exp2(x),)
+        if not LATER:
+            rise, halves = _factors_of_tiles(ys)
         sums = products_of_channels(s, ds)
         if LATER:
             sums += first_sums
@@ -264,7 +285,7 @@ def _gradients(
                 least_of_warps.store(gl.min(least.reshape([WARPS, 16]), axis=1))
         rows, columns = warpgroup_mma_wait(0, deps=(rows, columns))
         block_barrier()
-        if not (BOUNDED or FAR or TAILS):
+        if not (BOUNDED or FAR or TAILS or BLOCKS > 1):
             # Behind a barrier that is there anyway; with tails there are no registers for it.
             write_down_far(gl.min(least_of_warps.load(EACH), axis=0), far_pairs, far_count, block)
         if not FAR:
@@ -289,12 +310,21 @@ def _gradients(
         store_sums(sums_by_warp, sum_q, sum_k, sum_b)
         # The next pair's numbers, which arrive behind what is left of this one; the last one loads its own again.
         i = first + (n + 1) * step
-        following = gl.where(i < blocks, pair_of(far_pairs, first_block, i, blocks, FAR), block)
+        following = gl.where(i < blocks, block_of(far_pairs, first_block, i, blocks, K, FAR), block)
         next_pair, next_h, next_channel = parts_of(following, HV, K)
         if EARLY:
             a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = load_numbers(
                 beta, A_log, dt_bias, D, norms, table, next_pair, next_h, next_channel, HV, s_bt, s_bh, K, C
             )
+        if BLOCKS > 1:
+            # The other program needs them behind its gate.
+            block_barrier()
+            total = gl.sum(sums_by_warp.load(BY_WARP), axis=0) * factor
+            if not (BOUNDED or FAR):
+                total = gl.where(kind == 3, gl.min(least_of_warps.load(EACH), axis=0), total)
+            p_words = exchange + gl.arange(0, 256, layout=LANES) + (n & 1) * 256
+            tag = gl.full([256], n + (1 << 30 if FAR else 1), gl.int32, LANES)
+            send(p_words + first * 512, total, tag)
         if GATE != "none":
             if TAILS and EARLY:
                 # Once more: registers are few.
@@ -315,32 +345,35 @@ def _gradients(
                     dA_partial + of_sums.to(gl.int64) * (BLOCKS * WARPS) + (block % BLOCKS * WARPS + warp), summand
                 )
         block_barrier()
-        total = gl.sum(sums_by_warp.load(BY_WARP), axis=0) * factor
+        if BLOCKS > 1:
+            other = receive(p_words + (first ^ 1) * 512, tag)
+            if not (BOUNDED or FAR):
+                least = gl.minimum(total, other)
+                far = (gl.arange(0, 256, layout=LANES) == 192 + block % BLOCKS * 256) & (least < LEAST_HALF)
+                none = gl.zeros_like(kind)
+                at = gl.atomic_add(far_count + none, none + 1, mask=far)
+                gl.store(far_pairs + at, none + block // BLOCKS, mask=far)
+            total += other
+        else:
+            total = gl.sum(sums_by_warp.load(BY_WARP), axis=0) * factor
         r_lane = gl.arange(0, 256, layout=LANES) % 64
         if table is not None:
             row, _, _, count = place_of(table, pair, C)
         p_dbeta = dbeta + (row.to(gl.int64) * HV + i_h) + r_lane * HV
-        if BLOCKS > 1:
-            p_dbeta += (block % BLOCKS).to(gl.int64) * tokens * HV
         own_row = kind == 2
+        if BLOCKS > 1:
+            own_row = own_row & (block % BLOCKS == 0)
         if TAILS:
             own_row = own_row & (r_lane < count)
         gl.store(p_dbeta, total.to(dbeta.dtype.element_ty), mask=own_row)
         if norms is not None:
-            if BLOCKS > 1:
-                # With respect to the normalised rows: ``finish`` has all of their channels.
-                total = 1.0 / gl.where(kind == 0, nq, nk)
             numbers.store(total)
             block_barrier()
             dq = ()
             dk = ()
             for t in gl.static_range(TILES):
-                if BLOCKS > 1:
-                    dq = dq + (new_q[t] * numbers_of(numbers, 0, t),)
-                    dk = dk + (new_k[t] * numbers_of(numbers, 1, t),)
-                else:
-                    dq = dq + (of_raw(new_q[t], q_rows, numbers, 0, t),)
-                    dk = dk + (of_raw(new_k[t], k_rows, numbers, 1, t),)
+                dq = dq + (of_raw(new_q[t], q_rows, numbers, 0, t),)
+                dk = dk + (of_raw(new_k[t], k_rows, numbers, 1, t),)
             in_order()
         else:
             dq = new_q
@@ -377,24 +410,24 @@ def gradients_hopper_persistent(
     A_log, dt_bias,  # [HV] and [HV, K], or None
     D,  # [slots, HV, K]
     norms,  # [slots, HV, 2, C / 2] or None
-    dbeta,  # [K / 128, B · T, HV]
+    dbeta,  # [B · T, HV]
     dA_partial,  # [places, HV, K / 128 · warps] or None
     dbias_partial,  # [places, HV, K] or None
     table, pair_count,  # as ``gradients_pairs`` writes them; or None where every pair of the call is whole
     dq_rows, dk_rows, dg_rows,  # tensors of dq, dk, dg, or None where every pair of the launch is whole
-    far_pairs,  # [pairs · HV]: pairs with decays beyond one reference point a tile, in any order; or None
+    far_pairs,  # [pairs · HV]: pairs and heads with decays beyond one reference point a tile, in any order; or None
     far_count,  # [1]: how many they are
     first_block,  # HV times the first pair of the table that is not whole, if the launch takes those; or None
+    exchange,  # [programs, 2, 256] words of 64 bits, zeros before the first launch; None where K is 128
     s_qh, s_kh, s_gh, s_oh, s_bt, s_bh,
     scale, o_scale, lower_bound,
-    tokens,  # rows of dbeta; None where K is 128
     HV, blocks,  # value heads; pairs · HV · K / 128, with a table at most
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BOUNDED: gl.constexpr,
     FAR: gl.constexpr,  # the launch takes those pairs; else it takes all, and writes down which they are
     BETA_SIGMOID: gl.constexpr, BETA_SCALE: gl.constexpr,
 ):  # fmt: skip
     if FAR:
-        blocks = gl.load(far_count)
+        blocks = gl.load(far_count) * (K // 128)
     elif table is not None:
         blocks = gl.load(pair_count + (0 if first_block is None else 1)) * HV
     dtype: gl.constexpr = q.dtype
@@ -434,7 +467,7 @@ def gradients_hopper_persistent(
                 _gradients,
                 (
                     beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, table, dq_rows, dk_rows, dg_rows,
-                    far_pairs, far_count, first_block, s_bt, s_bh, scale, o_scale, lower_bound, tokens, HV,
+                    far_pairs, far_count, first_block, exchange, s_bt, s_bh, scale, o_scale, lower_bound, HV,
                     blocks, values_ready, values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1,
                     o_0, o_1, s, ds, pairs, numbers, own_products, least_of_warps, K, V, C, GATE, BOUNDED, FAR,
                     BETA_SIGMOID, BETA_SCALE,

@@ -1,4 +1,6 @@
-"""The rows of a pair of ``gradients_hopper_persistent``, its numbers, and the warp that loads and stores them."""
+"""The rows of a pair of ``gradients_hopper_persistent``, its numbers, the warp that loads and stores them, and what
+programs tell each other.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,10 +12,11 @@ from kda_core_nvidia.recurrence_hopper import copy_block
 
 
 @gluon.jit
-def pair_of(far_pairs, first_block, i, count, FAR: gl.constexpr):
-    """The i-th of the pairs that a launch takes: of those written down, or from ``first_block`` on."""
+def block_of(far_pairs, first_block, i, count, K: gl.constexpr, FAR: gl.constexpr):
+    """The i-th of the blocks that a launch takes: of pairs written down, or from ``first_block`` on."""
+    BLOCKS: gl.constexpr = K // 128
     if FAR:
-        block = gl.load(far_pairs + i, mask=i < count, other=0)
+        block = gl.load(far_pairs + i // BLOCKS, mask=i < count, other=0) * BLOCKS + i % BLOCKS
     elif first_block is not None:
         block = first_block + i
     else:
@@ -89,12 +92,12 @@ def load_and_store(
     for i in gl.static_range(2):
         there = first + i * step < blocks
         _load_rows(
-            q, k, g, table, pair_of(far_pairs, first_block, first + i * step, blocks, FAR), HV, s_qh, s_kh, s_gh,
+            q, k, g, table, block_of(far_pairs, first_block, first + i * step, blocks, K, FAR), HV, s_qh, s_kh, s_gh,
             rows_ready.index(i), q_places.index(i), k_places.index(i), g_places.index(i), K, C, there,
         )  # fmt: skip
     before = 0
     for n in range(count):
-        block = pair_of(far_pairs, first_block, first + n * step, blocks, FAR)
+        block = block_of(far_pairs, first_block, first + n * step, blocks, K, FAR)
         pair, i_h, channel = parts_of(block, HV, K)
         row, _, place, _ = place_of(table, pair, C)
         of_states = block // (K // 128)
@@ -118,7 +121,7 @@ def load_and_store(
             _store_rows(dq, dk, dg, table, before, HV, q_rows, k_rows, g_rows, K, C, TAILS)
             following = first + (n + 1) * step
             _load_rows(
-                q, k, g, table, pair_of(far_pairs, first_block, following, blocks, FAR), HV, s_qh, s_kh, s_gh,
+                q, k, g, table, block_of(far_pairs, first_block, following, blocks, K, FAR), HV, s_qh, s_kh, s_gh,
                 rows_ready.index(place), q_rows, k_rows, g_rows, K, C, following < blocks,
             )  # fmt: skip
         before = block
@@ -170,3 +173,32 @@ def load_numbers(
             nq = gl.load(p_norms, mask=r < count, other=0.0)
             nk = gl.load(p_norms + C // 2, mask=r < count, other=0.0)
     return a, bias, decay, second_decay, b_beta, nq, nk
+
+
+@gluon.jit
+def send(p, x, tag):
+    """Store words of a float32 number and a tag, which are read as a whole (``receive``)."""
+    gl.inline_asm_elementwise(
+        "{ .reg .b64 word; mov.b64 word, {$2, $3}; st.relaxed.gpu.global.b64 [$1], word; mov.b32 $0, 0; }",
+        "=r,l,r,r", [p.to(gl.int64), x, tag], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def receive(p, tag):
+    """Wait for words with this tag; their numbers."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred late;
+        .reg .b64 word;
+        .reg .b32 found;
+        again:
+        ld.relaxed.gpu.global.b64 word, [$1];
+        mov.b64 {$0, found}, word;
+        setp.ne.b32 late, found, $2;
+        @late bra again;
+        }
+        """,
+        "=r,l,r", [p.to(gl.int64), tag], dtype=gl.float32, is_pure=False, pack=1,
+    )  # fmt: skip

@@ -3,6 +3,9 @@
 A program has two chunk slots and four warps, numbered [half of the channels, slot]. Products over channels are summed
 over a slot's two warps through shared memory. After that a warp has one of its slot's tiles for its own: the first two
 warps tile 0, the last two tile 1. Matrices that both tiles need are in both of a slot's warps.
+
+WHOLE: a program has one slot, its four warps are quarters of the channels, and what is of a slot is the same in both
+warps that would have different ones.
 """
 
 from triton.experimental import gluon
@@ -76,6 +79,14 @@ def turned(x):
 
 
 @gluon.jit
+def _sum_of_quarters(quarters, LAYOUT: gl.constexpr):
+    """The sum of what four warps have put into shared memory."""
+    return (quarters.index(0).load(LAYOUT) + quarters.index(1).load(LAYOUT)) + (
+        quarters.index(2).load(LAYOUT) + quarters.index(3).load(LAYOUT)
+    )
+
+
+@gluon.jit
 def square_of_slot(block):
     """[2, 16, 16] in shared memory, a matrix a slot, in both of its warps."""
     x = gl.expand_dims(block.load(gl.SliceLayout(0, PAIR)), 0).broadcast_to([2, 2, 16, 16])
@@ -89,23 +100,31 @@ def give_square(x, buffer):
 
 
 @gluon.jit
-def take_square(buffer):
+def take_square(buffer, WHOLE: gl.constexpr):
+    if WHOLE:
+        quarters = seen_as(buffer, gl.float32, [4, 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+        return gl.expand_dims(_sum_of_quarters(quarters, gl.SliceLayout(0, MMA)), 0).broadcast_to([4, 16, 16])
     halves = seen_as(buffer, gl.float32, [2, 2, 16, 16], ROWS_FIRST)
     return square_of_slot(halves.index(0)) + square_of_slot(halves.index(1))
 
 
 @gluon.jit
-def give_tiles(x, buffer):
+def give_tiles(x, buffer, WHOLE: gl.constexpr):
     """Put sums over a warp's channels of both of a slot's tiles, [4, 16, 16, 2], where ``_own`` finds them."""
-    BY_TILE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 1, 2, 0])
+    BY_TILE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0] if WHOLE else [4, 3, 1, 2, 0])
     x = x.permute((0, 3, 1, 2)).reshape([2, 2, 2, 16, 16])
     seen_as(buffer, gl.float32, [2, 2, 2, 16, 16], BY_TILE).store(x)
 
 
 @gluon.jit
-def take_own(buffer, TRANSPOSED: gl.constexpr):
+def take_own(buffer, TRANSPOSED: gl.constexpr, WHOLE: gl.constexpr):
     """A warp's own tile's matrices, [4, 16, 16], summed over all channels."""
-    halves = seen_as(buffer, gl.float32, [2, 4, 16, 16], COLUMNS_FIRST if TRANSPOSED else ROWS_FIRST)
+    LAYOUT: gl.constexpr = COLUMNS_FIRST if TRANSPOSED else ROWS_FIRST
+    if WHOLE:
+        quarters = seen_as(buffer, gl.float32, [4, 2, 16, 16], LAYOUT)
+        x = gl.expand_dims(_sum_of_quarters(quarters, gl.SliceLayout(1, PAIR)), 1).broadcast_to([2, 2, 16, 16])
+        return gl.convert_layout(x.reshape([4, 16, 16]), MMA, assert_trivial=True)
+    halves = seen_as(buffer, gl.float32, [2, 4, 16, 16], LAYOUT)
     return halves.index(0).load(MMA) + halves.index(1).load(MMA)
 
 
@@ -115,8 +134,11 @@ def give_rows(x, buffer):
 
 
 @gluon.jit
-def take_rows(buffer):
+def take_rows(buffer, WHOLE: gl.constexpr):
     """The sum of what a slot's two warps ``_put_row``, [4, 16], in both of them."""
+    if WHOLE:
+        quarters = seen_as(buffer, gl.float32, [4, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        return gl.expand_dims(_sum_of_quarters(quarters, gl.SliceLayout(0, BY_ROW)), 0).broadcast_to([4, 16])
     halves = seen_as(buffer, gl.float32, [2, 2, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(3, PAIR))
     x = halves.index(0).load(LAYOUT) + halves.index(1).load(LAYOUT)

@@ -50,6 +50,17 @@ def _add(a, b):
 
 
 @gluon.jit
+def fill_behind(buffer, count0, count1, value: gl.constexpr):
+    """Give a value to rows behind the ends of the sequences of both slots: there they belong to another one."""
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 4, 8], [4, 1, 1], [2, 1, 0])
+    w = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, LOAD)))
+    r = gl.arange(0, buffer.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, LOAD)))
+    inside = by_row(gl.expand_dims(r, 0) < gl.expand_dims(gl.where(w % 2 == 1, count1, count0), 1))
+    x = buffer.load(LOAD)
+    buffer.store(gl.where(inside, x, gl.full(buffer.shape, value, buffer.dtype, LOAD)))
+
+
+@gluon.jit
 def exp2(x):
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
 
@@ -123,12 +134,12 @@ def put_products(q_block, k_block, own_sum, q_sum, k_sum, zero, L2NORM: gl.const
 
 
 @gluon.jit
-def norm_of_rows(square, kept, offset: gl.constexpr, there, L2NORM: gl.constexpr):
+def norm_of_rows(square, kept, offset: gl.constexpr, there, L2NORM: gl.constexpr, WHOLE: gl.constexpr):
     """Reciprocal norms of a tile's rows: those ``kept`` at an offset, or from squares; ones without L2NORM."""
     if kept is not None:
         norm = gl.load(kept + offset, mask=there, other=1.0)
     elif L2NORM:
-        norm = _rsqrt(take_rows(square) + NORM_EPS)
+        norm = _rsqrt(take_rows(square, WHOLE) + NORM_EPS)
     else:
         norm = gl.full([4, 16], 1.0, gl.float32, BY_ROW)
     return norm

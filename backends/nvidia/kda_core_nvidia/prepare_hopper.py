@@ -1,10 +1,13 @@
-"""``prepare`` for Hopper, written in Gluon: the same equations and outputs for bfloat16 rows of 128 key channels.
+"""``prepare`` for Hopper, written in Gluon: the same equations and outputs for bfloat16 rows of 128 or 256 channels.
 
 A program takes two chunk slots of one value head or, where a sequence ends with the first of a pair, that slot of two
 heads. Each of its four warps takes 64 channels of one slot and head (called a slot below), and products of pairs are
 summed over a slot's two warps afterwards. Rows, decays and results pass through shared memory by bulk
 copies. Log decays are summed where a thread holds 16 rows of two channels, so that a sum is one addition an element.
 The factors 2^G are formed where the matrix unit takes its operands, which therefore never leave the registers.
+
+With 256 channels (WHOLE) a program takes one slot. The second slot is then its channels from 128 on: sums are over all
+four warps, and two warps each compute and store the same tile.
 
 A tile's own pairs are products of factors from and to its start, in the range of bfloat16, as in ``prepare`` for
 bounded decays. Without a bound each warp decides from the decays of its own tile and channels whether they allow that
@@ -55,6 +58,7 @@ from kda_core_nvidia.hopper_tiles import (
     allows_factors,
     column_factors,
     decay_unit,
+    fill_behind,
     left_rows,
     levels,
     norm_of_rows,
@@ -113,20 +117,22 @@ def prepare_hopper(
     i_h = gl.program_id(0) % HV
     i_pair = gl.program_id(0) // HV
     i_kh = i_h // group
+    WHOLE: gl.constexpr = K == 256
+    CHUNKS: gl.constexpr = 1 if WHOLE else 2
     if cu_seqlens is None:
-        pairs = (chunks + 1) // 2
+        pairs = (chunks + (CHUNKS - 1)) // CHUNKS
         i_n = i_pair // pairs
-        i_chunk = (i_pair % pairs) * 2
+        i_chunk = (i_pair % pairs) * CHUNKS
         slot0 = i_n * chunks + i_chunk
         bos = i_n * T
         length = T
     else:
-        i_n = sequence_of_pair(cu_seqlens, N, i_pair, 2 * C, BOUNDED)
+        i_n = sequence_of_pair(cu_seqlens, N, i_pair, CHUNKS * C, BOUNDED)
         bos = gl.load(cu_seqlens + i_n).to(gl.int32)
         eos = T
         if i_n < N:
             eos = gl.load(cu_seqlens + i_n + 1).to(gl.int32)
-        i_chunk = (i_pair - bos // (2 * C) - i_n) * 2
+        i_chunk = (i_pair - bos // (CHUNKS * C) - i_n) * CHUNKS
         slot0 = bos // C + i_n + i_chunk
         length = eos - bos
         if i_chunk * C >= length:
@@ -154,6 +160,9 @@ def prepare_hopper(
         slot1, row1 = slot0, row0
         if i_h + 1 < HV:
             head1, count1 = i_h + 1, count0
+    SECOND: gl.constexpr = 128 if WHOLE else 0
+    if WHOLE:
+        slot1, row1, count1 = slot0, row0, count0
     second = count1 > 0
     tail = (count0 < C) | (count1 < C)
     alone = length <= FINISHED
@@ -171,7 +180,7 @@ def prepare_hopper(
     q_buffer = seen_as(q_blocks, q.dtype, [4, C, 64], TILES)
     k_buffer = seen_as(k_blocks, q.dtype, [4, C, 64], TILES)
     # The place of g holds kg and kA later.
-    ROWS: gl.constexpr = C if PAIRED else 2 * C
+    ROWS: gl.constexpr = C if PAIRED or WHOLE else 2 * C
     q_rows = seen_as(q_blocks, q.dtype, [4 * C // ROWS, ROWS, 64], TILE)
     k_rows = seen_as(k_blocks, q.dtype, [4 * C // ROWS, ROWS, 64], TILE)
     g_rows = seen_as(w_blocks, g.dtype, [4 * C // ROWS, ROWS, 64], G_TILE)
@@ -202,13 +211,13 @@ def prepare_hopper(
         row, kh = row0, i_kh
         if i % COPIES == 1:
             row, kh = row1, head1 // group
-        copy_block(k, [row, kh * s_kh + i // COPIES * 64], rows_ready, k_rows.index(i))
-        copy_block(q, [row, kh * s_qh + i // COPIES * 64], rows_ready, q_rows.index(i))
+        copy_block(k, [row, kh * s_kh + (i // COPIES * 64 + i % COPIES * SECOND)], rows_ready, k_rows.index(i))
+        copy_block(q, [row, kh * s_qh + (i // COPIES * 64 + i % COPIES * SECOND)], rows_ready, q_rows.index(i))
     for i in gl.static_range(2 * COPIES):
         row, head = row0, i_h
         if i % COPIES == 1:
             row, head = row1, head1
-        copy_block(g, [row, head * s_gh + i // COPIES * 64], decays_ready, g_rows.index(i))
+        copy_block(g, [row, head * s_gh + (i // COPIES * 64 + i % COPIES * SECOND)], decays_ready, g_rows.index(i))
     state_buffer = None
     if AHEAD:
         state_buffer = gl.allocate_shared_memory(gl.float32, [2, BLOCK, BLOCK], STATE)
@@ -227,6 +236,8 @@ def prepare_hopper(
     there = ((of_second == 0) | second) & (r >= 0)
     cw = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(1, COLUMNS))), 1)
     cc = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, COLUMNS))), 0) + (cw // 2) * 64
+    if WHOLE:
+        cc += cw % 2 * SECOND
     # Heads of rows and of channels: one number, unless heads are paired.
     r_head, c_head = i_h, i_h
     if PAIRED:
@@ -249,15 +260,8 @@ def prepare_hopper(
 
     mbarrier.wait(rows_ready, 0)
     if tail:
-        # Rows behind a sequence's end belong to another one.
-        LOAD: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 4, 8], [4, 1, 1], [2, 1, 0])
-        l_w = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, LOAD)))
-        l_r = gl.arange(0, C, layout=gl.SliceLayout(0, gl.SliceLayout(2, LOAD)))
-        inside = by_row(gl.expand_dims(l_r, 0) < gl.expand_dims(gl.where(l_w % 2 == 1, count1, count0), 1))
-        x = q_buffer.load(LOAD)
-        q_buffer.store(gl.where(inside, x, gl.full([4, C, 64], 0.0, q.dtype, LOAD)))
-        x = k_buffer.load(LOAD)
-        k_buffer.store(gl.where(inside, x, gl.full([4, C, 64], 0.0, q.dtype, LOAD)))
+        fill_behind(q_buffer, count0, count1, 0.0)
+        fill_behind(k_buffer, count0, count1, 0.0)
 
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     if FINISHED:
@@ -288,21 +292,16 @@ def prepare_hopper(
         if norms is not None:
             p_norms = norms + (slot * HV + r_head) * (2 * C) + r
             once = there & (odd == 0)
-            gl.store(p_norms, norm_of_rows(q_sum0, kept, 0, there, L2NORM), mask=once)
-            gl.store(p_norms + 16, norm_of_rows(q_sum1, kept, 16, there, L2NORM), mask=once)
-            gl.store(p_norms + C, norm_of_rows(k_sum0, kept, C, there, L2NORM), mask=once)
-            gl.store(p_norms + C + 16, norm_of_rows(k_sum1, kept, C + 16, there, L2NORM), mask=once)
+            gl.store(p_norms, norm_of_rows(q_sum0, kept, 0, there, L2NORM, WHOLE), mask=once)
+            gl.store(p_norms + 16, norm_of_rows(q_sum1, kept, 16, there, L2NORM, WHOLE), mask=once)
+            gl.store(p_norms + C, norm_of_rows(k_sum0, kept, C, there, L2NORM, WHOLE), mask=once)
+            gl.store(p_norms + C + 16, norm_of_rows(k_sum1, kept, C + 16, there, L2NORM, WHOLE), mask=once)
 
     mbarrier.wait(decays_ready, 0)
     if tail:
-        G_LOAD: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 4, 8], [4, 1, 1], [2, 1, 0])
-        g_w = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, G_LOAD)))
-        g_r = gl.arange(0, C, layout=gl.SliceLayout(0, gl.SliceLayout(2, G_LOAD)))
-        g_inside = by_row(gl.expand_dims(g_r, 0) < gl.expand_dims(gl.where(g_w % 2 == 1, count1, count0), 1))
         # The gate makes 0 of it.
         NO_DECAY: gl.constexpr = 0.0 if GATE == "none" else float("-inf")
-        x = g_buffer.load(G_LOAD)
-        g_buffer.store(gl.where(g_inside, x, gl.full([4, C, 64], NO_DECAY, g.dtype, G_LOAD)))
+        fill_behind(g_buffer, count0, count1, NO_DECAY)
     # Factors from a tile's start are 2^SHIFT times themselves, and so are whole decays with BOUNDED.
     DOWN: gl.constexpr = 2.0**-SHIFT
     TOTAL_DOWN: gl.constexpr = DOWN if BOUNDED else 1.0
@@ -321,8 +320,8 @@ def prepare_hopper(
         near, far = allows_factors(total0)
         if far > 0:
             m00, l00 = levels(g_tile, a, bias, lower_bound, q_buffer, k_buffer, x_buffer, 0, near, zero, GATE)
-    q_rows = left_rows(norm_of_rows(q_sum0, kept, 0, there, L2NORM) * (scale * DOWN))
-    k_rows = left_rows(norm_of_rows(k_sum0, kept, C, there, L2NORM) * DOWN)
+    q_rows = left_rows(norm_of_rows(q_sum0, kept, 0, there, L2NORM, WHOLE) * (scale * DOWN))
+    k_rows = left_rows(norm_of_rows(k_sum0, kept, C, there, L2NORM, WHOLE) * DOWN)
     q_e, k_e, k_f, k_g0a = scaled_rows(q_buffer, k_buffer, x_buffer, total_buffer, unit, 0, 0, BOUNDED)
     if not AGAIN:
         m00, l00 = add_pairs(q_e, k_e, k_f, near, m00, l00)
@@ -354,8 +353,8 @@ def prepare_hopper(
         near, far = allows_factors(total1)
         if far > 0:
             m11, l11 = levels(g_tile, a, bias, lower_bound, q_buffer, k_buffer, x_buffer, 1, near, zero, GATE)
-    q_rows = left_rows(norm_of_rows(q_sum1, kept, 16, there, L2NORM) * (scale * DOWN))
-    k_rows = left_rows(norm_of_rows(k_sum1, kept, C + 16, there, L2NORM) * DOWN)
+    q_rows = left_rows(norm_of_rows(q_sum1, kept, 16, there, L2NORM, WHOLE) * (scale * DOWN))
+    k_rows = left_rows(norm_of_rows(k_sum1, kept, C + 16, there, L2NORM, WHOLE) * DOWN)
     q_e, k_e, k_f, k_g1a = scaled_rows(q_buffer, k_buffer, x_buffer, total_buffer, unit, 1, 0, BOUNDED)
     if not AGAIN:
         m11, l11 = add_pairs(q_e, k_e, k_f, near, m11, l11)
@@ -387,8 +386,8 @@ def prepare_hopper(
             store_block(keys, [out0 + C, half * 64], q_blocks.index(2 * half))
         if second:
             for half in gl.static_range(2):
-                store_block(keys, [out1, half * 64], k_blocks.index(2 * half + 1))
-                store_block(keys, [out1 + C, half * 64], q_blocks.index(2 * half + 1))
+                store_block(keys, [out1, half * 64 + SECOND], k_blocks.index(2 * half + 1))
+                store_block(keys, [out1 + C, half * 64 + SECOND], q_blocks.index(2 * half + 1))
 
     # From here on a warp has one tile of a slot for its own.
     p_square = by_row((slot * HV + r_head) * (C * C))
@@ -399,30 +398,30 @@ def prepare_hopper(
     upper = own & (odd2 == 0)
     corner = gl.where(odd2, 16 * C + 16, 0)
     # Reading these here makes room for other sums.
-    k_norm0 = norm_of_rows(k_sum0, kept, C, there, L2NORM)
-    k_norm1 = norm_of_rows(k_sum1, kept, C + 16, there, L2NORM)
+    k_norm0 = norm_of_rows(k_sum0, kept, C, there, L2NORM, WHOLE)
+    k_norm1 = norm_of_rows(k_sum1, kept, C + 16, there, L2NORM, WHOLE)
     if AGAIN:
         xt00 = load_transposed(inverse + p_square, r, c, own, C)
         xt10 = load_transposed(inverse + p_square + 16 * C, r, c, own, C)
         xt11 = load_transposed(inverse + p_square + (16 * C + 16), r, c, own, C)
     else:
-        q_norm1 = norm_of_rows(q_sum1, kept, 16, there, L2NORM) * scale
-        q_norm = gl.where(odd, q_norm1, norm_of_rows(q_sum0, kept, 0, there, L2NORM) * scale)
-        own_product = gl.where(odd, take_rows(own_sum1), take_rows(own_sum0))
+        q_norm1 = norm_of_rows(q_sum1, kept, 16, there, L2NORM, WHOLE) * scale
+        q_norm = gl.where(odd, q_norm1, norm_of_rows(q_sum0, kept, 0, there, L2NORM, WHOLE) * scale)
+        own_product = gl.where(odd, take_rows(own_sum1, WHOLE), take_rows(own_sum0, WHOLE))
         m_sums = seen_as(work.index(0), gl.float32, [8, 16, 16], ROWS_FIRST)
         l_sums = seen_as(work.index(1), gl.float32, [8, 16, 16], ROWS_FIRST)
         x_sums = seen_as(work.index(1), gl.float32, [4, 16, 16], ROWS_FIRST)
-        give_tiles(gl.join(m00, m11), m_sums)
-        give_tiles(gl.join(l00, l11), l_sums)
+        give_tiles(gl.join(m00, m11), m_sums, WHOLE)
+        give_tiles(gl.join(l00, l11), l_sums, WHOLE)
         give_square(m10, m10_sum)
         give_square(l10, l10_sum)
         k_norm = gl.where(odd, k_norm1, k_norm0)
         b_beta = gl.where(odd, beta1, beta0)
-        l_own = take_own(l_sums, False)
-        lt_own = take_own(l_sums, True)
-        m_own = take_own(m_sums, False)
-        m10 = take_square(m10_sum)
-        l10 = take_square(l10_sum)
+        l_own = take_own(l_sums, False, WHOLE)
+        lt_own = take_own(l_sums, True, WHOLE)
+        m_own = take_own(m_sums, False, WHOLE)
+        m10 = take_square(m10_sum, WHOLE)
+        l10 = take_square(l10_sum, WHOLE)
         k_column = gl.convert_layout(k_norm, BY_COLUMN)
         k_beta_column = gl.convert_layout(k_norm * b_beta, BY_COLUMN)
         k_column0 = gl.convert_layout(k_norm0, BY_COLUMN)
@@ -489,7 +488,7 @@ def prepare_hopper(
             store_block(keys, [out0 + 2 * C, half * 64], w_blocks.index(2 * half))
         if second:
             for half in gl.static_range(2):
-                store_block(keys, [out1 + 2 * C, half * 64], w_blocks.index(2 * half + 1))
+                store_block(keys, [out1 + 2 * C, half * 64 + SECOND], w_blocks.index(2 * half + 1))
         tma.store_wait(0)
     # The compiler gives away memory after its last use, but bulk copies still read blocks, and warps still wait at
     # barriers that others have passed.

@@ -202,12 +202,14 @@ def choose_prepare(r: Request, chip: Chip, again: bool = False) -> PrepareConfig
         chip.hopper
         and r.q.dtype == torch.bfloat16
         and r.g.dtype in _PREPARE_HOPPER
-        and r.K == 128
+        and r.K in (128, 256)
         and r.B * r.T > 0
         # Rows of a descriptor and programs are counted in 32 bits.
         and slots(r) * r.HV * 3 * CHUNK < 2**31
     )
-    return replace(_PREPARE_HOPPER[r.g.dtype], paired=short(r)) if hopper else prepare_config(r.K, r.q.dtype, again)
+    if not hopper:
+        return prepare_config(r.K, r.q.dtype, again)
+    return replace(_PREPARE_HOPPER[r.g.dtype], paired=r.K == 128 and short(r))
 
 
 _HOPPER_CONFIGS = {

@@ -109,7 +109,7 @@ def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
         v = chunk.as_copied(v)
     hopper = not h and chunk.serves(chip, dtype, count, r.HV, KP, V, v)
     prepare = chunk.choose_prepare(r, chip)
-    if isinstance(prepare, chunk.PrepareHopperConfig) and hopper and V == K and not (fragments or rows):
+    if isinstance(prepare, chunk.PrepareHopperConfig) and hopper and V == K == 128 and not (fragments or rows):
         prepare = finishing(r, prepare, chip)
     return ForwardChoice(
         prepare=prepare,

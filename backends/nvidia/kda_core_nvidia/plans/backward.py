@@ -204,8 +204,8 @@ class _Backward:
         # Channel blocks whose parts of dβ are summed afterwards.
         self.hopper = self.paired or isinstance(choice.gradients, GradientsHopperConfig)
         self.blocks = self.kp // (CHANNELS if self.hopper else choice.gradients.block_k)
-        # The kernels for Hopper do the gradients of norms where they have all channels of a row.
-        self.whole_rows = self.hopper and self.blocks == 1
+        # The kernels for Hopper do the gradients of norms where they know sums over a row's channels.
+        self.whole_rows = self.paired or (self.hopper and self.blocks == 1)
         # Batch and token strides of one long token axis.
         views = [getattr(r, n) for n in names]
         self.collapsed = self.B == 1 or all(x.strides[0] == x.strides[1] * self.T for x in views)

@@ -70,7 +70,11 @@ def launch_gradients_persistent(
         launch_gradients_hopper(b, r, config.last, bounded, {**named, "N": r.N}, 0, last=True)
     rows = {f"{n}_rows": named[n] for n in ("dq", "dk", "dg")}
     named = {**named, **own, **_tiles(b, r, 2 * CHUNK, CHANNELS, named), "C": 2 * CHUNK, "blocks": blocks}
-    named["tokens"] = r.B * r.T if r.K > CHANNELS else None
+    # Neighbours have the halves of a pair's key channels.
+    most, named["exchange"] = config.programs, None
+    if r.K > CHANNELS:
+        most = max(2, most - most % 2)
+        named["exchange"] = b.scratch("sums of neighbours", (most, 2, 256), torch.int64, True)
     named["BOUNDED"] = bounded
     far = {"far_pairs": None, "far_count": None}
     if not bounded:
@@ -86,7 +90,7 @@ def launch_gradients_persistent(
     if not bounded:
         launches.append((blocks, (others if some else whole) | {"FAR": True}))
     for count, launch in launches:
-        programs = min(count, config.programs)
+        programs = min(count, most)
         b.pick(gradients_hopper_persistent, programs, config.num_warps, {**named, **far, **launch})
 
 

@@ -46,8 +46,10 @@ def launch_prepare_hopper(
     """
     q, k, g = (aligned(b, x) for x in (r.q, r.k, r.g))
     beta, o = one_token_axis(b, r.beta), named["o"]
-    count = 1 if config.paired else 2
-    pairs = r.B * -(-named["chunks"] // 2) if r.cu_seqlens is None else r.T // (2 * CHUNK) + r.N + 1
+    # Chunks of a program, and of a block that is copied.
+    chunks = 2 if r.K == 128 else 1
+    count = 1 if config.paired else chunks
+    pairs = r.B * -(-named["chunks"] // chunks) if r.cu_seqlens is None else r.T // (chunks * CHUNK) + r.N + 1
     strides = row_strides(q=q, k=k, g=g, b=beta, o=o)[1] | {"s_ob": o.stride(0) if r.B > 1 else 0}
     tiles = {
         "q": _chunks(q, count), "k": _chunks(k, count), "g": _chunks(g, count, by_rows=True),
