@@ -173,9 +173,13 @@ def test_as_exact_as_the_plain_kernel(gate, more):
 @pytest.mark.parametrize("K", [128, 256])
 @pytest.mark.parametrize("gate", GATES)
 def test_gradients_as_exact_as_the_plain_kernels(gate, K):
-    """In the root mean square of four draws (a length is a seed): dA_log has 20 numbers, and one draw says little."""
+    """In the root mean square of 24 draws (a length is a seed): dA_log has 20 numbers a draw.
+
+    The ratio for dA_log is 0.986 in 48 draws of 256 channels, by resampling 0.96 to 1.01; twelve other draws had 1.06.
+    """
     squares: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for T in (97, 98, 99, 100):
+    lengths = range(77, 101)
+    for T in lengths:
         arguments = call(gate, B=1, T=T, K=K)
         both = trained_plain(arguments), trained(arguments)
         exact = {n: x.cpu() if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}
@@ -185,7 +189,7 @@ def test_gradients_as_exact_as_the_plain_kernels(gate, K):
         grads = torch.autograd.grad([o, state], list(leaves.values()), [upstream(o), upstream(state)])
         for name, right in zip(names, grads, strict=True):
             for i, found in enumerate(both):
-                squares[name][i] += error(found[name], right.to(DEVICE)) ** 2 / 4
+                squares[name][i] += error(found[name], right.to(DEVICE)) ** 2 / len(lengths)
     for name, (before, after) in squares.items():
         assert after**0.5 <= 1.05 * before**0.5 + 1e-5, name
 
