@@ -178,7 +178,7 @@ def test_gradients_as_exact_as_the_plain_kernels(gate, K):
     The ratio for dA_log is 0.986 in 48 draws of 256 channels, by resampling 0.96 to 1.01; twelve other draws had 1.06.
     """
     squares: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    lengths = range(77, 101)
+    lengths = (*range(33, 53), 97, 98, 99, 100)
     for T in lengths:
         arguments = call(gate, B=1, T=T, K=K)
         both = trained_plain(arguments), trained(arguments)
