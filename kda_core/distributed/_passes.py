@@ -7,8 +7,9 @@ chain of their transitions, and the sums of the gradients of ``A_log`` and ``dt_
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,6 @@ from kda_core.distributed._halves import Chosen
 from kda_core.distributed._steps import BackwardStep, Forward, ForwardStep, Shared, k_first, like_callers
 from kda_core.request import DATA, ForwardResult, Request
 
-F = TypeVar("F", bound=Callable[..., Any])
 PARAMETERS = ("A_log", "dt_bias")
 ALIGNED = 64
 """Bytes: matrix libraries may round otherwise at other addresses."""
@@ -52,11 +52,12 @@ def transfers(r: Request, s: Shared) -> tuple[Transfer, ...]:
     return tuple(found)
 
 
-def _joined(s: Shared, step: ForwardStep | BackwardStep, backward: bool) -> Tensor | None:
+def _joined(step: ForwardStep | BackwardStep) -> Tensor | None:
     """The states that our fragments receive, or where ``Edges`` find them; one collective."""
     if step.chosen.alone:
         return None
-    sent, by_edges = step.begin(), step.edges is not None
+    s, backward, by_edges = step.s, step.backward, step.edges is not None
+    sent = step.begin()
     steps = s.slots.shape[0] - 4 - s.before if backward else s.before
     # A place of zeros is for chains that are shorter; ``Edges`` say themselves where nothing comes.
     every = gathered(sent, s.group, s.padded and steps > (1 if by_edges else 0))
@@ -154,42 +155,31 @@ def _backward_of_cells(
 
 def _total(r: Request, s: Shared, states: list[Tensor]) -> Tensor:
     """[N, HV, K, V] with the states of every cell, which lie at places of their own."""
-    total = r.q.new_zeros(s.sequences, r.HV, r.K, r.V, dtype=r.compute_dtype)
-    for t in states:
-        total += t
-    return total
+    return functools.reduce(Tensor.add_, states, s.no_states(r))
 
 
-def _without_autocast(step: F) -> F:
+def _without_autocast(r: Request) -> AbstractContextManager:
     """Autocast would round the states that ranks exchange, on some ranks perhaps, which then wait for each other."""
-
-    @functools.wraps(step)
-    def function(r: Request, *args: Any) -> Any:
-        kind = r.device.type
-        if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
-            return step(r, *args)
-        with torch.autocast(kind, enabled=False):
-            return step(r, *args)
-
-    return cast(F, function)
+    kind = r.device.type
+    active = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if active else nullcontext()
 
 
-@_without_autocast
 def forward(r: Request, s: Shared, name: str | None) -> Forward:
     """Run a call whose tensors are the caller's."""
-    if s.grid:
-        found = _forward_of_cells(r, s, name)
-    else:
-        step = ForwardStep(r, s, name)
-        found = step.finish(_joined(s, step, False))
-    final = found.result.final_state
-    if final is None:
-        return found
-    states = like_callers(r, s.summed(final), r.state_dtype)
-    return found._replace(result=ForwardResult(found.result.o, states, found.result.h))
+    with _without_autocast(r):
+        if s.grid:
+            found = _forward_of_cells(r, s, name)
+        else:
+            step = ForwardStep(r, s, name)
+            found = step.finish(_joined(step))
+        final = found.result.final_state
+        if final is None:
+            return found
+        states = like_callers(r, s.summed(final), r.state_dtype)
+        return found._replace(result=ForwardResult(found.result.o, states, found.result.h))
 
 
-@_without_autocast
 def backward(
     r: Request, s: Shared, name: str | None, matrices: Tensor | None, known: Chosen | None = None
 ) -> dict[str, Tensor]:
@@ -198,15 +188,16 @@ def backward(
     Args:
         known: what the forward chose, for tensors of the same metadata.
     """
-    given = None if r.grad_final_state is None else k_first(r, r.grad_final_state)
-    if s.gather and r.output_final_state:
-        zeros = None if given is not None else r.q.new_zeros(s.sequences, r.HV, r.K, r.V, dtype=r.compute_dtype)
-        given = s.summed(given.to(r.compute_dtype, copy=True) if zeros is None else zeros)  # type: ignore[union-attr]
-    if s.grid:
-        grads = _backward_of_cells(r, s, name, matrices, given)
-    else:
-        step = BackwardStep(r, s, name, matrices, given, known)
-        grads = step.finish(_joined(s, step, True))
-    if "initial_state" in r.needs_grad:
-        grads["initial_state"] = like_callers(r, grads["initial_state"], r.initial_state.dtype)  # type: ignore[union-attr]
-    return grads
+    with _without_autocast(r):
+        given = None if r.grad_final_state is None else k_first(r, r.grad_final_state)
+        if s.gather and r.output_final_state:
+            given = s.summed(s.no_states(r) if given is None else given.to(r.compute_dtype, copy=True))
+        if s.grid:
+            grads = _backward_of_cells(r, s, name, matrices, given)
+        else:
+            step = BackwardStep(r, s, name, matrices, given, known)
+            grads = step.finish(_joined(step))
+        if "initial_state" in r.needs_grad:
+            dtype = r.initial_state.dtype  # type: ignore[union-attr]
+            grads["initial_state"] = like_callers(r, grads["initial_state"], dtype)
+        return grads
