@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -30,26 +29,22 @@ def transfers(r: Request, s: Shared) -> tuple[Transfer, ...]:
     """The collectives of a call, and of its backward where an input requires a gradient."""
     if s.is_alone():
         return ()
-    W, itemsize = s.group.size(), r.compute_dtype.itemsize
-    found: list[Transfer] = []
-
-    def sent(direction: Any, collective: Any, numbers: int, tensors: str) -> None:
-        found.append(Transfer(direction, collective, W, numbers * itemsize, tensors))
-
-    for direction in ("forward", "backward") if r.save_for_backward else ("forward",):
-        gathers = s.gather and r.output_final_state
-        states = s.sequences * r.HV * r.K * r.V
-        if gathers and direction == "backward":
-            sent(direction, "all_reduce", states, "gradients of all final states")
-        what = "M and b of every cell" if s.grid else "M and b of the fragments at the ranges' edges"
-        sent(direction, "all_gather", s.slots.shape[1] * r.HV * r.K * (r.K + r.V), what)
-        if gathers and direction == "forward":
-            sent(direction, "all_reduce", states, "all final states")
-    names = [n for n in PARAMETERS if (t := getattr(r, n)) is not None and t.requires_grad]
-    if s.grid and names and r.save_for_backward:
-        numbers = s.slots.shape[1] // (s.dense or 1) * sum(getattr(r, n).numel() for n in names)
-        sent("backward", "all_gather", numbers, f"gradients of {' and '.join(names)} of every cell")
-    return tuple(found)
+    W, itemsize, states = s.group.size(), r.compute_dtype.itemsize, s.sequences * r.HV * r.K * r.V
+    gathers = s.gather and r.output_final_state
+    what = "M and b of every cell" if s.grid else "M and b of the fragments at the ranges' edges"
+    summaries = "all_gather", s.slots.shape[1] * r.HV * r.K * (r.K + r.V), what
+    found: list[tuple[Any, Any, int, str]] = [("forward", *summaries)]
+    if gathers:
+        found.append(("forward", "all_reduce", states, "all final states"))
+    if r.save_for_backward:
+        if gathers:
+            found.append(("backward", "all_reduce", states, "gradients of all final states"))
+        found.append(("backward", *summaries))
+        names = [n for n in PARAMETERS if (t := getattr(r, n)) is not None and t.requires_grad]
+        if s.grid and names:
+            numbers = s.slots.shape[1] // (s.dense or 1) * sum(getattr(r, n).numel() for n in names)
+            found.append(("backward", "all_gather", numbers, f"gradients of {' and '.join(names)} of every cell"))
+    return tuple(Transfer(way, collective, W, n * itemsize, text) for way, collective, n, text in found)
 
 
 def _joined(step: ForwardStep | BackwardStep) -> Tensor | None:
@@ -158,26 +153,27 @@ def _total(r: Request, s: Shared, states: list[Tensor]) -> Tensor:
     return functools.reduce(Tensor.add_, states, s.no_states(r))
 
 
-def _without_autocast(r: Request) -> AbstractContextManager:
-    """Autocast would round the states that ranks exchange, on some ranks perhaps, which then wait for each other."""
+def _autocasts(r: Request) -> bool:
+    """Whether autocast would round the states that ranks exchange: on some ranks perhaps, whose others wait then."""
     kind = r.device.type
-    active = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.autocast(kind, enabled=False) if active else nullcontext()
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def forward(r: Request, s: Shared, name: str | None) -> Forward:
     """Run a call whose tensors are the caller's."""
-    with _without_autocast(r):
-        if s.grid:
-            found = _forward_of_cells(r, s, name)
-        else:
-            step = ForwardStep(r, s, name)
-            found = step.finish(_joined(step))
-        final = found.result.final_state
-        if final is None:
-            return found
-        states = like_callers(r, s.summed(final), r.state_dtype)
-        return found._replace(result=ForwardResult(found.result.o, states, found.result.h))
+    if _autocasts(r):
+        with torch.autocast(r.device.type, enabled=False):
+            return forward(r, s, name)
+    if s.grid:
+        found = _forward_of_cells(r, s, name)
+    else:
+        step = ForwardStep(r, s, name)
+        found = step.finish(_joined(step))
+    final = found.result.final_state
+    if final is None:
+        return found
+    states = like_callers(r, s.summed(final), r.state_dtype)
+    return found._replace(result=ForwardResult(found.result.o, states, found.result.h))
 
 
 def backward(
@@ -188,16 +184,18 @@ def backward(
     Args:
         known: what the forward chose, for tensors of the same metadata.
     """
-    with _without_autocast(r):
-        given = None if r.grad_final_state is None else k_first(r, r.grad_final_state)
-        if s.gather and r.output_final_state:
-            given = s.summed(s.no_states(r) if given is None else given.to(r.compute_dtype, copy=True))
-        if s.grid:
-            grads = _backward_of_cells(r, s, name, matrices, given)
-        else:
-            step = BackwardStep(r, s, name, matrices, given, known)
-            grads = step.finish(_joined(step))
-        if "initial_state" in r.needs_grad:
-            dtype = r.initial_state.dtype  # type: ignore[union-attr]
-            grads["initial_state"] = like_callers(r, grads["initial_state"], dtype)
-        return grads
+    if _autocasts(r):
+        with torch.autocast(r.device.type, enabled=False):
+            return backward(r, s, name, matrices, known)
+    given = None if r.grad_final_state is None else k_first(r, r.grad_final_state)
+    if s.gather and r.output_final_state:
+        given = s.summed(s.no_states(r) if given is None else given.to(r.compute_dtype, copy=True))
+    if s.grid:
+        grads = _backward_of_cells(r, s, name, matrices, given)
+    else:
+        step = BackwardStep(r, s, name, matrices, given, known)
+        grads = step.finish(_joined(step))
+    if "initial_state" in r.needs_grad:
+        dtype = r.initial_state.dtype  # type: ignore[union-attr]
+        grads["initial_state"] = like_callers(r, grads["initial_state"], dtype)
+    return grads

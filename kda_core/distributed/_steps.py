@@ -100,6 +100,9 @@ class Shared(NamedTuple):
         """Who serves the call of this rank's fragments; ``name``: the backend that was asked for, or None."""
         return choose(self.local(r), name, self.is_alone(), not self.grid)
 
+    def chosen_parts(self, r: Request, name: str | None) -> list[Chosen]:
+        return [s.chosen(q, name) for q, s in self.parts(r)]
+
     def no_states(self, r: Request) -> Tensor:
         """[N, HV, K, V], zeros."""
         return r.q.new_zeros(self.sequences, r.HV, r.K, r.V, dtype=r.compute_dtype)
