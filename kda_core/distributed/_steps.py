@@ -177,6 +177,7 @@ class _Step:
     Attributes:
         matrices: what a forward keeps for its backward.
         edges: what hooks are told of given states and tables, if they take it.
+        request: what hooks or plain calls get.
         own: otherwise given states (gradients of final states) where a fragment begins (ends) its sequence, else zeros;
             None: none is given.
     """
@@ -191,6 +192,7 @@ class _Step:
             self.edges = s.edges(r, given, self.backward, matrices)
         elif given is not None:
             self.own = s.of_sequences(given.to(r.compute_dtype), self.backward)
+        self.request = chosen.halves.request(chosen.request, self.edges)
 
     def sent(self, both: Tensor) -> Tensor:
         """The matrices and additions of our slots, with given states in these."""
@@ -220,7 +222,7 @@ class ForwardStep(_Step):
     def begin(self) -> Tensor:
         """The slots' transitions, [S, HV, K, K + V]: matrices, and additions with the given states in them."""
         r, s = self.r, self.s
-        every, additions, self.kept = self.chosen.halves.begin(self.chosen.request, self.edges)
+        every, additions, self.kept = self.chosen.halves.begin(self.request)
         every = cast(Tensor, every) if additions is None else torch.cat([cast(Tensor, every), additions], -1)
         if s.dense and r.save_for_backward:
             self.matrices = every  # few: additions as well
@@ -234,15 +236,14 @@ class ForwardStep(_Step):
     def finish(self, came: Tensor | None) -> Forward:
         """This call's part, with the final states of all sequences that end in it, [N, HV, K, V]."""
         r, s = self.r, self.s
-        call = self.chosen.request
         starts = came if self.edges is not None else self.placed(came)
-        found = self.chosen.halves.finish(call, self.kept, starts)
+        found = self.chosen.halves.finish(self.request, self.kept, starts)
         o, final, h = found.o, found.final_state, found.h
         if final is not None and self.edges is None:
             final = s.to_sequences(final, True)
         if h is not None:
             h = like_callers(r, h.reshape(r.B, -1, *h.shape[2:]), r.h_dtype)
-        if call.B != r.B:
+        if self.request.B != r.B:
             o = o.view(r.B, r.T, r.HV, r.V)
         return Forward(ForwardResult(o, final, h), self.matrices, found.saved, self.chosen)
 
@@ -267,7 +268,7 @@ class BackwardStep(_Step):
     def begin(self) -> Tensor:
         """The same backwards."""
         r, s = self.r, self.s
-        every, self.additions, self.kept = self.chosen.halves.begin_backward(self.chosen.request, self.edges)
+        every, self.additions, self.kept = self.chosen.halves.begin_backward(self.request)
         if self.edges is not None:
             return cast(Tensor, every)
         whole = every is not None or self.chosen.keeps_all(r, s.dense)
@@ -279,12 +280,12 @@ class BackwardStep(_Step):
         """This call's part of the gradients, that of the initial states for all sequences, [N, HV, K, V]."""
         r, s = self.r, self.s
         states = came if self.edges is not None else self.placed(came)
-        grads = dict(self.chosen.halves.finish_backward(self.chosen.request, self.kept, states))
+        grads = dict(self.chosen.halves.finish_backward(self.request, self.kept, states))
         if "initial_state" in r.needs_grad and self.edges is None:
             found = grads.get("initial_state")
             if found is None:
                 found = apply(self.matrices, cast(Tensor, states), cast(Tensor, self.additions))
             grads["initial_state"] = s.to_sequences(found, False)
-        if self.chosen.request.B != r.B:
+        if self.request.B != r.B:
             grads |= {n: grads[n].view(getattr(r, n).shape) for n in r.needs_grad.intersection(DATA)}
         return grads
