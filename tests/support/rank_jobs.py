@@ -19,8 +19,7 @@ ROWS = ("q", "k", "v", "g", "beta")
 def training_step(group: Any, rank: int, inputs: dict, grads: dict, context: dict, options: dict) -> dict[str, Any]:
     """A forward and, with ``grads``, a backward of this rank's rows; all tensors come whole."""
     c = build_cp_context(group=group, **context)
-    tensors = {n: c.local(t) if n in ROWS else t for n, t in inputs.items()}
-    leaves = {n: t.detach().clone().requires_grad_(bool(grads)) for n, t in tensors.items()}
+    leaves = _local(c, inputs, bool(grads))
     o, state, *h = kda_core.chunk_kda(**leaves, **options, cp_context=c)
     found = {"o": o.detach(), "final_state": None if state is None else state.detach(), "ranges": c.ranges}
     if h:

@@ -14,6 +14,10 @@ ROWS = ("q", "k", "v", "g", "beta")
 RAW = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
 
 
+def normal(*shape: int, seed: int = 3) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
 def inputs(
     T: int, N: int = 0, *, B: int = 1, H: int = 2, HV: int = 4, K: int = 8, V: int = 6, seed: int = 0, gate: bool = True
 ) -> dict[str, Tensor]:
@@ -72,3 +76,9 @@ def worst(found: dict[str, Any], expected: dict[str, Any]) -> tuple[float, str]:
         return float("nan"), str({n: e for n, e in errors.items() if e != e})
     name = max(errors, key=lambda n: errors[n])
     return errors[name], name
+
+
+def assert_close(parts: list[dict[str, Any]], expected: dict[str, Any], limit: float) -> None:
+    """Check that all ranks together have the expected results; ``limit``: above the largest relative error."""
+    error, name = worst(assembled(parts, expected), expected)
+    assert error < limit, name
