@@ -101,6 +101,7 @@ class Shared(NamedTuple):
         return choose(self.local(r), name, self.is_alone(), not self.grid)
 
     def chosen_parts(self, r: Request, name: str | None) -> list[Chosen]:
+        """The same for each call of ``parts``."""
         return [s.chosen(q, name) for q, s in self.parts(r)]
 
     def no_states(self, r: Request) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from whole_calls import RAW, assembled, inputs, normal, oracle, worst
+from whole_calls import RAW, ROWS, assembled, inputs, normal, oracle, worst
 
 
 def in_float32(tensors):
@@ -26,8 +26,7 @@ def test_a_compiled_backward_may_depend_on_any_output(ranks, context, loss):
 def test_gradients_of_16_bit_calls_are_as_exact_as_one_processs(ranks, size):
     """The products of transitions were stored in bfloat16: dA_log was off by 5e-3, dinitial_state by 2.6e-3."""
     tensors = inputs(256, 1, K=16, V=16)
-    rows = ("q", "k", "v", "g", "beta")
-    tensors = {n: t.bfloat16() if n in rows else t.float() for n, t in tensors.items()}
+    tensors = {n: t.bfloat16() if n in ROWS else t.float() for n, t in tensors.items()}
     grads = {"o": normal(1, 256, 4, 16).bfloat16(), "final_state": normal(1, 4, 16, 16).float()}
     options = {**RAW, "output_final_state": True}
     expected = oracle(tensors, grads, None, options)

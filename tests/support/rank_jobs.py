@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 import kda_core
 from kda_core.distributed import build_cp_context
-
-ROWS = ("q", "k", "v", "g", "beta")
+from kda_core.request import DATA as ROWS
 
 
 def training_step(group: Any, rank: int, inputs: dict, grads: dict, context: dict, options: dict) -> dict[str, Any]:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 import kda_core
+from kda_core.request import DATA as ROWS
 from kda_core.testing.cases import FP64, SOFTPLUS, Case
 
-ROWS = ("q", "k", "v", "g", "beta")
 RAW = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
 
 
