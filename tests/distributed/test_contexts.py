@@ -122,10 +122,11 @@ def test_a_refreshed_context_serves_other_lengths(ranks, size, more):
 
 @pytest.mark.parametrize(
     ("size", "context", "N"),
-    [(2, {"tokens": 70}, 1), (3, {"tokens": 70, "layout": "zigzag"}, 1), (2, {"cu_seqlens": [0, 5, 5, 60]}, 3)],
+    [(2, {"tokens": 70}, 1), (3, {"tokens": 70, "layout": "zigzag"}, 1), (3, {"cu_seqlens": [0, 25, 25, 35, 60]}, 4)],
 )
 @pytest.mark.parametrize("outputs", ["o", "final_state", "both"])
-def test_hooks_in_halves(ranks, size, context, N, outputs):
+@pytest.mark.parametrize("backend", ["halves", "edges"])
+def test_hooks_in_halves(ranks, size, context, N, outputs, backend):
     """Each runs once a direction, with requests as ``Begun`` says, and results are the oracle's."""
     T = context.get("tokens", 60)
     tensors = inputs(T, N)
@@ -135,6 +136,7 @@ def test_hooks_in_halves(ranks, size, context, N, outputs):
         tensors, grads if outputs == "both" else {outputs: grads[outputs]}, context.get("cu_seqlens"), options
     )
     asked = {"both": grads, "o": {"o": grads["o"]}, "final_state": {**grads, "without o": None}}[outputs]
+    options["backend"] = backend
     parts, counts = zip(*ranks.run(size, "step_by_hooks", tensors, asked, context, options), strict=True)
     assert_close(parts, expected, 1e-12)
     assert all(set(count.values()) == {1} for count in counts)

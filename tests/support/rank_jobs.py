@@ -191,12 +191,13 @@ def step_by_hooks(group: Any, rank: int, *arguments: Any) -> tuple[dict[str, Any
 
     from kda_core._plugins import registry
 
-    if all(b.info.name != halves_backend.NAME for b in registry.backends):
-        entry = registry.register(halves_backend.HalvesBackend())
-        assert entry.state == "loaded", entry
+    for backend in (halves_backend.HalvesBackend(), halves_backend.EdgesBackend()):
+        if all(b.info.name != backend.name for b in registry.backends):
+            entry = registry.register(backend)
+            assert entry.state == "loaded", entry
     halves_backend.COUNT.update(dict.fromkeys(halves_backend.COUNT, 0))
     *others, options = arguments
-    found = training_step(group, rank, *others, {**options, "backend": halves_backend.NAME})
+    found = training_step(group, rank, *others, {"backend": "halves", **options})
     return found, dict(halves_backend.COUNT)
 
 
