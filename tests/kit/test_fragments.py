@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kda_core.capabilities import BackendInfo, Feature
 from kda_core.hookspecs import hookimpl
-from kda_core.request import BackwardResult, Begun, ForwardResult, Request, TensorSpec
+from kda_core.request import DATA, BackwardResult, Begun, ForwardResult, Request, TensorSpec
 from kda_core.testing import fragments
 from kda_core.testing.cases import FP32, Case
 from kda_core.testing.subject import Mismatch, Refused, Subject
@@ -99,7 +99,7 @@ class OneSegmentTooFew(Halved):
     def begun(self, r: Request, begun: Begun) -> Begun:
         if r.cu_seqlens is not None or r.T < 2:
             return begun
-        short = replace(r, **{n: getattr(r, n)[:, :-1] for n in fragments.ROWS})
+        short = replace(r, **{n: getattr(r, n)[:, :-1] for n in DATA})
         return Begun(*self.summary(short), ())
 
 
