@@ -129,20 +129,13 @@ def answered(r: Request, answer: Callable[[Request], Any]) -> Any:
 
     A value that is no context is left to the router.
     """
-    if not is_context(r.cp_context):
+    if not isinstance(r.cp_context, ContextParallel) and not is_fla_context(r.cp_context):
         return answer(r)
     c = context_of(r)
-    found = answer(_part(r, c))
-    return replace(found, transfers=transfers(r, shared(c))) if isinstance(found, Explanation) else found
-
-
-def _part(r: Request, c: ContextParallel) -> Request:
-    parts = shared(c).parts(build_request({**vars(r), "cu_seqlens_cpu": c.call_cu_seqlens_cpu}))
-    return parts[0][1].local(parts[0][0]) if parts else build_request({**vars(r), "cp_context": None})
-
-
-def is_context(value: Any) -> bool:
-    return isinstance(value, ContextParallel) or is_fla_context(value)
+    s = shared(c)
+    parts = s.parts(build_request({**vars(r), "cu_seqlens_cpu": c.call_cu_seqlens_cpu}))
+    found = answer(parts[0][1].local(parts[0][0]) if parts else build_request({**vars(r), "cp_context": None}))
+    return replace(found, transfers=transfers(r, s)) if isinstance(found, Explanation) else found
 
 
 def context_of(r: Request) -> ContextParallel:
@@ -172,11 +165,6 @@ def context_of(r: Request) -> ContextParallel:
                 raise ValueError(f"{name}: expected [B, T, …] = [{c.batch}, {c.rows}, …], as q, got {list(rows)} …")
     if r.q.device != c.device:
         raise ValueError(f"cp_context: expected tables on {r.q.device}, where q is, got {c.device}; give device=")
-    _check_states(c, r)
-    return c
-
-
-def _check_states(c: ContextParallel, r: Request) -> None:
     state = r.initial_state
     if not c.states and (state is not None or r.output_final_state):
         raise UnsupportedCall(
@@ -192,6 +180,7 @@ def _check_states(c: ContextParallel, r: Request) -> None:
         torch.compiler.is_compiling() or not _same_memory(given, getattr(r.cp_context, "cu_seqlens", None))
     ):
         raise ValueError("cu_seqlens: expected None with cp_context, which holds the boundaries, got others")
+    return c
 
 
 def _same_memory(a: Any, b: Any) -> bool:
@@ -258,10 +247,6 @@ def _saved_of(flat: Sequence[Tensor], parts: Sequence[Chosen]) -> tuple[Tensor, 
     return tuple(found)
 
 
-def _chosen(r: Request, s: Shared, name: str | None) -> list[Chosen]:
-    return [t.chosen(q, name) for q, t in s.parts(r)]
-
-
 def _results(r: Request, o: Tensor, final: Any, h: Any, matrices: Tensor, saved: list[Tensor]) -> tuple[Tensor, ...]:
     absent = [r.v.new_empty(0) for _ in range(PLACES - len(saved))]
     return o, _ops.or_absent(final, r.v), _ops.or_absent(h, r.v), matrices, *saved, *absent
@@ -269,7 +254,7 @@ def _results(r: Request, o: Tensor, final: Any, h: Any, matrices: Tensor, saved:
 
 def _fake_operator(*args: Any) -> tuple[Tensor, ...]:
     r, s, name = _take(_FORWARD.bind(args, {}))
-    parts = _chosen(r, s, name)
+    parts = s.chosen_parts(r, name)
     final = h = None
     shape = (s.sequences, *r.state_shape[1:])
     if r.output_final_state:
@@ -293,7 +278,7 @@ def _differentiated(values: dict[str, Any], needed: frozenset[str]) -> dict[str,
     flat, matrices = [values.pop(n) for n in _SAVED], values.pop("matrices")
     more = {n: values.pop(n) for n in _OPERATOR.grads}
     r, s, name = _take({**values, "save_for_backward": True})
-    saved = _saved_of(flat, _chosen(r, s, name))
+    saved = _saved_of(flat, s.chosen_parts(r, name))
     return backward(build_request({**vars(r), "saved": saved, "needs_grad": needed, **more}), s, name, matrices)
 
 

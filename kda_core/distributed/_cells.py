@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from kda_core.distributed._layout import Fragment, Layout, Range, short
+from kda_core.distributed._layout import Layout, Range, edges, short, table
 
 GRID = 4096
 """Rows of a cell: summaries of 32 heads of 128 channels are then 1 KiB a row."""
@@ -43,10 +42,11 @@ class Cells:
 
     def fill(self, bounds: Sequence[int], device: torch.device) -> None:
         """Set the tables for boundaries."""
-        N, n, rows = len(bounds) - 1, self.dense or 1, self.rows
+        N, n = len(bounds) - 1, self.dense or 1
         count, places = sum(map(len, self.numbers)), max(map(len, self.numbers))
-        starts = [(c * self.grid, min((c + 1) * self.grid, rows)) for c in range(count)]
-        ranges = [(a + rows * b, e + rows * b) for a, e in starts for b in range(self.batch if rows else 1)]
+        starts = [(c * self.grid, min((c + 1) * self.grid, self.rows)) for c in range(count)]
+        batch = range(self.batch if self.rows else 1)
+        ranges = [(a + self.rows * b, e + self.rows * b) for a, e in starts for b in batch]
         slots = Layout(bounds, [ranges], 0).of_slot
         each = [slots[c * n : (c + 1) * n] for c in range(count)]
         largest = max(sum(map(len, of)) for of in each)
@@ -55,18 +55,18 @@ class Cells:
         F = self.most
         if largest > F:
             raise ValueError(f"fragments: expected at least {largest} for a cell of {self.grid} rows, got {F}")
-        cut = [table(cut_of([f for slot in each[c] for f in slot], N), F, N) for c in self.own]
-        columns = [column for c in self.own for column in _edges(each[c], F)]
+        cut = [x for c in self.own for x in table(each[c], F, N)]
+        columns = [column for c in self.own for column in edges(each[c], F)]
         columns += [(0, 0, F, F)] * (places * n - len(columns))
         place = {c: r * places + i for r, own in enumerate(self.numbers) for i, c in enumerate(own)}
         through = [int(all(len(s) == 1 and not (s[0].begins or s[0].ends) for s in of)) for of in each]
-        tables = [x for t in cut for x in t], [x for row in zip(*columns, strict=True) for x in row]
+        rows = [x for row in zip(*columns, strict=True) for x in row]
         chain = [*(place[c] for c in range(count)), *through]
-        cells = len(self.own)
-        host, self._values = moved([*tables[0], *tables[1], *chain], self._values, device)
-        self.cu_seqlens_cpu = host[: len(tables[0])].view(cells, 3, F + 1)[:, 0]
-        first, second, last = self._values.split([*map(len, tables), len(chain)])
-        self.fragments, self.slots, self.chain = first.view(cells, 3, F + 1), second.view(4, -1), last.view(2, count)
+        host, self._values = moved([*cut, *rows, *chain], self._values, device)
+        shape = len(self.own), 3, F + 1
+        self.cu_seqlens_cpu = host[: len(cut)].view(shape)[:, 0]
+        first, second, last = self._values.split([len(cut), len(rows), len(chain)])
+        self.fragments, self.slots, self.chain = first.view(shape), second.view(4, -1), last.view(2, count)
 
 
 @torch.inference_mode(False)  # a context that is made in inference mode may serve training, too
@@ -78,38 +78,6 @@ def moved(values: list[int], into: Tensor | None, device: torch.device) -> tuple
     if into is None:
         into = torch.empty_like(host, device=device)
     return host, into.copy_(host, non_blocking=True)
-
-
-def table(cut: Sequence[tuple[int, int, int]], most: int, N: int) -> list[int]:
-    """Three rows of F + 1: boundaries of fragments, sequences that they begin, and that they end; empty ones up to F.
-
-    Args:
-        cut: (rows, sequence that it begins or N, sequence that it ends or N) of each fragment.
-        most: F.
-        N: number of sequences.
-    """
-    rest = most - len(cut)
-    cu = [*itertools.accumulate((rows for rows, _, _ in cut), initial=0)]
-    begins, ends = ([f[i] for f in cut] + [N] * (rest + 1) for i in (1, 2))
-    return [*cu, *cu[-1:] * rest, *begins, *ends]
-
-
-def cut_of(fragments: Sequence[Fragment], N: int) -> list[tuple[int, int, int]]:
-    """Fragments as ``table`` takes them."""
-    return [(f.end - f.start, f.sequence if f.begins else N, f.sequence if f.ends else N) for f in fragments]
-
-
-def _edges(slots: Sequence[Sequence[Fragment]], none: int) -> list[tuple[int, int, int, int]]:
-    """For each slot of a cell: its last and first fragment, and those that need received states, or ``none``."""
-    found, at = [], 0
-    for cut in slots:
-        first, last = at, at + len(cut) - 1
-        at += len(cut)
-        if cut:
-            found.append((last, first, none if cut[0].begins else first, none if cut[-1].ends else last))
-        else:
-            found.append((0, 0, none, none))
-    return found
 
 
 def on_grid(ranges: Sequence[Sequence[Range]], rows: int, grid: int) -> list[list[int]]:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from kda_core._checks import python_value
 from kda_core._expect import expect_flag
-from kda_core.distributed._cells import GRID, Cells, cut_of, moved, on_grid, table
+from kda_core.distributed._cells import GRID, Cells, moved, on_grid
 from kda_core.distributed._exchange import resolve_group
-from kda_core.distributed._layout import Layout, Range, joined, split
+from kda_core.distributed._layout import Fragment, Layout, Range, edges, joined, split, table
 from kda_core.distributed._steps import tables
 
 LAYOUTS = ("contiguous", "zigzag")
@@ -67,41 +67,39 @@ class ContextParallel:
         return resolve_group(self.group_name)
 
     def fill(
-        self, cut: list[tuple], chains: list[tuple], lengths: tuple[int, int], most: int, device: Any,
-        tails: tuple[list[int], list[int]] = ([], []),
+        self, slots: list[list[Fragment]], chains: list[tuple[list[int], list[int]]], longest: tuple[int, int],
+        most: int, device: Any, tails: tuple[list[int], list[int]] = ([], []),
     ) -> None:  # fmt: skip
         """Set the tables.
 
         Args:
-            cut: (rows, sequence that it begins or N, sequence that it ends or N) of each fragment.
-            chains: (first fragment, last one, slots ahead, slots behind) of each slot, or None for an empty one.
-            lengths: of the longest chains ahead and behind.
+            slots: the fragments of each slot.
+            chains: slots ahead and behind of each slot, as ``Layout`` gives them.
+            longest: lengths of the longest chains ahead and behind.
             most: F, at least the number of fragments.
             tails: what ``Layout.tails`` gives.
         """
-        N, F, none = self.sequences, most, self.size * len(chains)
-        columns, sources = [], [[none] * (F + 1) for _ in lengths]
-        for chain in chains:
-            first, last, ahead, behind = chain or (0, 0, [], [])
-            into = (first if ahead else F, last if behind else F)
-            received = [[none] * (n - len(c)) + c for n, c in zip(lengths, (ahead, behind), strict=True)]
-            columns.append([last, first, *into, *received[0], *received[1]])
-            for found, place, slots in zip(sources, into, received, strict=True):
-                if slots and place < F:
-                    found[place] = slots[0] if len(slots) == 1 else len(columns) - 1
+        F, none = most, self.size * len(slots)
+        columns, sources = [], [[none] * (F + 1) for _ in longest]
+        for edge, chain in zip(edges(slots, F), chains, strict=True):
+            received = [[none] * (n - len(c)) + c for n, c in zip(longest, chain, strict=True)]
+            columns.append([*edge, *received[0], *received[1]])
+            for found, place, own in zip(sources, edge[2:], received, strict=True):
+                if own and place < F:
+                    found[place] = own[0] if len(own) == 1 else len(columns) - 1
         rows = zip(*columns, strict=True)
-        by_fragment = [*table(cut, F, N), *sources[0], *sources[1]]
+        by_fragment = [*table(slots, F, self.sequences), *sources[0], *sources[1]]
         values = [*by_fragment, *(x for row in rows for x in row), *tails[0], *tails[1]]
-        self.before = lengths[0]
+        self.before = longest[0]
         # Chains of other boundaries may be shorter.
         self.padded = not self.dense or any(none in column[4:] for column in columns)
         host, self._values = moved(values, getattr(self, "_values", None), device)
         self.cu_seqlens_cpu = host[: F + 1]
         sizes = [len(by_fragment), sum(map(len, columns)), len(tails[0]), len(tails[1])]
         fragments, places, own, ahead = self._values.split(sizes)
-        self.fragments, self.slots = fragments.view(5, F + 1), places.view(-1, len(chains))
+        self.fragments, self.slots = fragments.view(5, F + 1), places.view(-1, len(slots))
         self.tables = tables(self.fragments, self.slots)
-        self.tails, self.sources = own.view(len(chains), -1), ahead.view(none, -1)
+        self.tails, self.sources = own.view(len(slots), -1), ahead.view(none, -1)
 
     @property
     def cu_seqlens(self) -> Tensor:
@@ -218,13 +216,8 @@ def build_cp_context(
         return from_fla(cu_seqlens)
     process_group = _process_group(group)
     ranks = dist.get_world_size(process_group)
-    given = (batch, tokens, fragments, conv1d_kernel_size, grid)
-    batch, tokens, fragments, conv1d_kernel_size, grid = map(python_value, given)
-    sizes = {"batch": batch, "tokens": tokens, "fragments": fragments, "conv1d_kernel_size": conv1d_kernel_size}
-    sizes["grid"] = grid
-    for name, value in sizes.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < (name != "tokens")):
-            raise ValueError(f"{name}: expected a number of at least {int(name != 'tokens')}, got {value!r}")
+    batch, tokens, fragments = _size("batch", batch), _size("tokens", tokens, 0), _size("fragments", fragments)
+    conv1d_kernel_size, grid = _size("conv1d_kernel_size", conv1d_kernel_size), _size("grid", grid)
     gather, deterministic_degree = map(python_value, (gather, deterministic_degree))
     expect_flag("gather", gather)
     expect_flag("deterministic_degree", deterministic_degree)
@@ -264,19 +257,22 @@ def build_cp_context(
 
 
 def _fill(c: ContextParallel, layout: Layout, most: int, device: torch.device) -> None:
-    slots = range(layout.slots)
     if len(layout.fragments) > most:
         raise ValueError(f"fragments: expected at least {len(layout.fragments)} for rank {c.rank}, got {most}")
-    chains = []
-    for s in slots:
-        edges = layout.edges(s)
-        chains.append(edges and (*edges, layout.ahead(s), layout.behind(s)))
-    # The longest chain that any boundaries may make, so that other boundaries give tables of the same size.
-    longest = tuple(max(len(of(s, not c.dense)) for s in slots) for of in (layout.ahead, layout.behind))
+    chains = [(layout.ahead(s), layout.behind(s)) for s in range(layout.slots)]
+    longest = layout.longest()  # so that other boundaries give tables of the same size
+    if c.dense:
+        longest = max(len(ahead) for ahead, _ in chains), max(len(behind) for _, behind in chains)
     c.layout = layout
     taps = c.conv1d_kernel_size
-    cut, tails = cut_of(layout.fragments, c.sequences), layout.tails(taps - 1) if taps else ([], [])
-    c.fill(cut, chains, longest, most, device, tails)  # type: ignore[arg-type]
+    c.fill(layout.of_slot, chains, longest, most, device, layout.tails(taps - 1) if taps else ([], []))
+
+
+def _size(name: str, value: Any, least: int = 1) -> Any:
+    value = python_value(value)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        raise ValueError(f"{name}: expected a number of at least {least}, got {value!r}")
+    return value
 
 
 def _bounds(cu_seqlens: Any) -> list[int]:
@@ -353,24 +349,23 @@ def from_fla(theirs: Any) -> ContextParallel:
     bounds = (theirs.cu_seqlens if theirs.cu_seqlens_cpu is None else theirs.cu_seqlens_cpu).tolist()
     c = ContextParallel(group, 1, bounds[-1], 0, False)
     c.conv1d_kernel_size, c.states = theirs.conv1d_kernel_size, False
-    count, W, r = len(bounds) - 1, c.size, c.rank
+    W, r = c.size, c.rank
+    rows = [*itertools.pairwise(bounds)]
     if theirs.layout == "contiguous":
-        edges, places = [(0, count - 1)], [r]
+        ranges, places = [rows], [r]
         pre, post = [theirs.pre_num_ranks], [theirs.post_num_ranks]
     else:
         front = theirs.front_num_seqs
-        edges, places = [(0, front - 1), (front, count - 1)], [r, 2 * W - 1 - r]
+        ranges, places = [rows[:front], rows[front:]], [r, 2 * W - 1 - r]
         pre, post = theirs.pre_num_ranks_by_part, theirs.post_num_ranks_by_part
-    parts = len(edges)
+    parts = len(places)
 
     def slots(places: range) -> list[int]:
         return [p * parts if p < W else (2 * W - 1 - p) * parts + 1 for p in places]
 
-    chains = [
-        (*edge, slots(range(p - n, p)), slots(range(p + m, p, -1)))
-        for edge, p, n, m in zip(edges, places, pre, post, strict=True)
-    ]
-    longest = max(places), W * parts - 1 - min(places)
-    cut = [(b - a, 0, 0) for a, b in itertools.pairwise(bounds)]
-    c.fill(cut, chains, longest, count, theirs.cu_seqlens.device)
+    every = [*zip(ranges, places, pre, post, strict=True)]
+    chains = [(slots(range(p - n, p)), slots(range(p + m, p, -1))) for _, p, n, m in every]
+    # Read of these: whether the first one begins its sequence, and whether the last one ends it.
+    cut = [[Fragment(0, a, b, not n, not m) for a, b in own] for own, _, n, m in every]
+    c.fill(cut, chains, (max(places), W * parts - 1 - min(places)), len(rows), theirs.cu_seqlens.device)
     return c

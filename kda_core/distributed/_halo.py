@@ -66,16 +66,6 @@ def _halo_backward(
     return found[:-1].view(batch, rows, every.shape[1])
 
 
-def _fake_halo(x: Tensor, tails: Tensor, sources: Tensor, slots: Tensor, fragments: Tensor, group_name: str) -> Tensor:
-    return x.new_empty(fragments.shape[1] - 1, tails.shape[1], x.shape[2])
-
-
-def _fake_backward(
-    grad: Tensor, tails: Tensor, sources: Tensor, slots: Tensor, batch: int, rows: int, group_name: str
-) -> Tensor:
-    return grad.new_empty(batch, rows, grad.shape[2])
-
-
 def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
     x, tails, sources, slots, _, ctx.group_name = inputs
     ctx.save_for_backward(tails, sources, slots)
@@ -88,9 +78,14 @@ def _apply_backward(ctx: Any, grad: Tensor) -> tuple:
 
 
 _TABLES = "Tensor tails, Tensor sources, Tensor slots"
-define(f"halo(Tensor x, {_TABLES}, Tensor fragments, str group_name) -> Tensor", _halo, _fake_halo, _library)
 define(
-    f"halo_backward(Tensor grad, {_TABLES}, SymInt batch, SymInt rows, str group_name) -> Tensor",
-    _halo_backward, _fake_backward, _library,
+    f"halo(Tensor x, {_TABLES}, Tensor fragments, str group_name) -> Tensor", _halo,
+    lambda x, tails, sources, slots, fragments, group_name: x.new_empty(
+        fragments.shape[1] - 1, tails.shape[1], x.shape[2]
+    ), _library,
+)  # fmt: skip
+define(
+    f"halo_backward(Tensor grad, {_TABLES}, SymInt batch, SymInt rows, str group_name) -> Tensor", _halo_backward,
+    lambda grad, tails, sources, slots, batch, rows, group_name: grad.new_empty(batch, rows, grad.shape[2]), _library,
 )  # fmt: skip
 torch.library.register_autograd(f"{NAMESPACE}::halo", _apply_backward, setup_context=_setup_context, lib=_library)

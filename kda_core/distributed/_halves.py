@@ -23,42 +23,48 @@ def changed(r: Request, **values: Any) -> Request:
     return found
 
 
-class Halves:
-    """The hooks of a backend that declares ``Feature.CONTEXT_PARALLEL``; one object for a forward or a backward.
+def hook_request(r: Request, edges: Edges | None = None) -> Request:
+    """The request that hooks in halves are given: without states, marked, with a memo of its own."""
+    needs = r.needs_grad
+    if edges is None and "initial_state" in needs:
+        # A backward that is asked for the states' gradients alone still says that it is one.
+        needs = needs - {"initial_state"} or frozenset({"beta"})
+    found = build_request({**vars(r), "initial_state": None, "cp_context": edges or True, "needs_grad": needs})
+    found.__dict__["memo"] = None if r.memo is None else r.memo.setdefault(Halves if edges is None else Edges, {})
+    return found
 
-    Requests are those of the plain call, with any initial state of the right shape; ``hook_request`` is what hooks get.
-    """
+
+class Halves:
+    """The hooks of a backend that declares ``Feature.CONTEXT_PARALLEL``; they get what ``request`` makes of a call."""
+
+    request = staticmethod(hook_request)
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self._asked: Request | None = None
 
     def saved_spec(self, r: Request) -> tuple[TensorSpec, ...]:
         return self.backend.saved_specs(hook_request(r))
 
-    def begin(self, r: Request, edges: Edges | None = None) -> Begun:
-        return self._begun("kda_core_chunk_begin", r, edges)
+    def begin(self, r: Request) -> Begun:
+        return self._begun("kda_core_chunk_begin", r)
 
     def finish(self, r: Request, kept: tuple[Tensor, ...], starts: Tensor | None) -> ForwardResult:
-        asked = self._asked or hook_request(r)
-        result = self.backend.call("kda_core_chunk_finish", request=asked, kept=kept, starts=starts)
-        if asked.memo is None or ForwardResult not in asked.memo or type(result) is not ForwardResult:
-            _results.check_forward(self.backend.info.name, asked, result)
+        result = self.backend.call("kda_core_chunk_finish", request=r, kept=kept, starts=starts)
+        if r.memo is None or ForwardResult not in r.memo or type(result) is not ForwardResult:
+            _results.check_forward(self.backend.info.name, r, result)
         return result
 
-    def begin_backward(self, r: Request, edges: Edges | None = None) -> Begun:
-        return self._begun("kda_core_chunk_begin_backward", r, edges)
+    def begin_backward(self, r: Request) -> Begun:
+        return self._begun("kda_core_chunk_begin_backward", r)
 
     def finish_backward(self, r: Request, kept: tuple[Tensor, ...], ends: Tensor | None) -> dict[str, Tensor]:
-        asked = self._asked or hook_request(r)
-        result = self.backend.call("kda_core_chunk_finish_backward", request=asked, kept=kept, ends=ends)
-        seen = asked.memo is not None and (BackwardResult, asked.needs_grad) in asked.memo
-        if not seen or type(result) is not BackwardResult or not asked.needs_grad <= result.grads.keys():
-            _results.check_gradients(self.backend.info.name, asked, result, asked.memo)
+        result = self.backend.call("kda_core_chunk_finish_backward", request=r, kept=kept, ends=ends)
+        seen = r.memo is not None and (BackwardResult, r.needs_grad) in r.memo
+        if not seen or type(result) is not BackwardResult or not r.needs_grad <= result.grads.keys():
+            _results.check_gradients(self.backend.info.name, r, result, r.memo)
         return result.grads
 
-    def _begun(self, hook: str, plain: Request, edges: Edges | None) -> Begun:
-        r = self._asked = hook_request(plain, edges)
+    def _begun(self, hook: str, r: Request) -> Begun:
         begun = self.backend.result(hook, r)
         if r.memo is None or hook not in r.memo:
             _results.check_begun(self.backend.info.name, r, begun)
@@ -70,17 +76,22 @@ class Halves:
 class PlainCalls:
     """The same by plain calls: a forward for the transitions, one for the results; two backwards.
 
-    Nothing but final states, which backends keep in float32, tells what a fragment does to a state.
+    Nothing but final states, which backends keep in float32, tells what a fragment does to a state. Requests have any
+    initial state of the right shape.
     """
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
 
+    @staticmethod
+    def request(r: Request, edges: Edges | None = None) -> Request:
+        return r
+
     def saved_spec(self, r: Request) -> tuple[TensorSpec, ...]:
         states = TensorSpec((r.N, r.HV, r.K, r.V), r.compute_dtype)
         return (*self.backend.saved_specs(r), states)
 
-    def begin(self, r: Request, edges: Edges | None = None) -> Begun:
+    def begin(self, r: Request) -> Begun:
         lead = (r.N, r.HV, r.K)
         unit = torch.eye(r.K, dtype=r.compute_dtype, device=r.device).expand(*lead, r.K)
         zeros = unit.new_zeros(*lead, r.V)
@@ -104,7 +115,7 @@ class PlainCalls:
             return found
         return ForwardResult(found.o, found.final_state, found.h, (*found.saved, cast(Tensor, starts)))
 
-    def begin_backward(self, r: Request, edges: Edges | None = None) -> Begun:
+    def begin_backward(self, r: Request) -> Begun:
         *saved, starts = r.saved
         if r.grad_o is None:
             return Begun(None, torch.zeros_like(starts), ())
@@ -116,17 +127,6 @@ class PlainCalls:
     def finish_backward(self, r: Request, kept: tuple[Tensor, ...], ends: Tensor | None) -> dict[str, Tensor]:
         *saved, starts = r.saved
         return self.backend.backward(changed(r, saved=tuple(saved), initial_state=starts, grad_final_state=ends))
-
-
-def hook_request(r: Request, edges: Edges | None = None) -> Request:
-    """The request that hooks in halves are given: without states, marked, with a memo of its own."""
-    needs = r.needs_grad
-    if edges is None and "initial_state" in needs:
-        # A backward that is asked for the states' gradients alone still says that it is one.
-        needs = needs - {"initial_state"} or frozenset({"beta"})
-    found = build_request({**vars(r), "initial_state": None, "cp_context": edges or True, "needs_grad": needs})
-    found.__dict__["memo"] = None if r.memo is None else r.memo.setdefault(Halves if edges is None else Edges, {})
-    return found
 
 
 class Chosen(NamedTuple):
@@ -153,13 +153,11 @@ class Chosen(NamedTuple):
         if isinstance(self.halves, PlainCalls):
             call = _with_states(call)
         call.__dict__["memo"] = self.request.memo
-        return self._replace(halves=type(self.halves)(self.halves.backend), request=call)
+        return self._replace(request=call)
 
     def without_tensors(self) -> Chosen:
         """The same, with a request that holds nothing but the memo."""
-        return self._replace(
-            halves=type(self.halves)(self.halves.backend), request=build_request({"memo": self.request.memo})
-        )
+        return self._replace(request=build_request({"memo": self.request.memo}))
 
 
 def choose(call: Request, name: str | None, alone: bool, edges: bool) -> Chosen:

@@ -47,7 +47,7 @@ class Layout:
     Attributes:
         bounds, ranges, rank: as given.
         slots: ranges of the rank that has most of them.
-        of_slot: this rank's fragments of each of its ranges.
+        of_slot: this rank's fragments of each slot.
         fragments: of this rank, in the order of its rows.
     """
 
@@ -59,6 +59,7 @@ class Layout:
         self.rows = sum(b - a for a, b in self.ranges[rank])
         self._check()
         self.of_slot = [self._cut(a, b) for a, b in self.ranges[rank]]
+        self.of_slot += [[] for _ in range(self.slots - len(self.of_slot))]
         if not self._places and not rank:  # no rows at all: the first rank has the sequences
             self.of_slot = [[Fragment(n, 0, 0, True, True) for n in range(len(self.bounds) - 1)]]
         self.fragments = [f for found in self.of_slot for f in found]
@@ -99,33 +100,27 @@ class Layout:
                 found.append(Fragment(n, low, high, low == a, high == b))
         return found
 
-    def ahead(self, slot: int, all_of_them: bool = False) -> list[int]:
-        """Slots of all ranks, counted through, whose ranges lie before a slot's in its first fragment's sequence."""
-        return self._neighbours(slot, -1, all_of_them)
-
-    def behind(self, slot: int, all_of_them: bool = False) -> list[int]:
-        """The same behind its last fragment; the farthest comes first in both."""
-        return self._neighbours(slot, 1, all_of_them)
-
-    def _neighbours(self, slot: int, step: int, all_of_them: bool) -> list[int]:
-        if slot >= len(self.ranges[self.rank]):
+    def ahead(self, slot: int) -> list[int]:
+        """Slots of all ranks, counted through, with the rows before a slot's first fragment in its sequence."""
+        cut = self.of_slot[slot]
+        if not cut or cut[0].begins:
             return []
-        here = self._places.index((*self.ranges[self.rank][slot], self.rank, slot))
-        others = self._places[here + 1 :] if step > 0 else self._places[:here][::-1]
-        if not all_of_them:
-            fragments = self.of_slot[slot]
-            edge = fragments[-1 if step > 0 else 0] if fragments else None
-            if edge is None or (edge.ends if step > 0 else edge.begins):
-                return []
-            low, high = self.bounds[edge.sequence], self.bounds[edge.sequence + 1]
-            others = [p for p in others if p[0] < high and p[1] > low]
-        return [r * self.slots + s for _, _, r, s in others][::-1]
+        low = self.bounds[cut[0].sequence]
+        return [r * self.slots + s for a, b, r, s in self._places if low < b and a < cut[0].start]
 
-    def edges(self, slot: int) -> tuple[int, int] | None:
-        """Numbers of a slot's first and last fragment, or None."""
-        before = sum(len(found) for found in self.of_slot[:slot])
-        count = len(self.of_slot[slot]) if slot < len(self.of_slot) else 0
-        return (before, before + count - 1) if count else None
+    def behind(self, slot: int) -> list[int]:
+        """The same behind its last fragment; the farthest comes first in both."""
+        cut = self.of_slot[slot]
+        if not cut or cut[-1].ends:
+            return []
+        high = self.bounds[cut[-1].sequence + 1]
+        return [r * self.slots + s for a, _, r, s in reversed(self._places) if cut[-1].end <= a < high]
+
+    def longest(self) -> tuple[int, int]:
+        """Lengths of the longest chains ahead and behind that any boundaries make."""
+        last = len(self._places) - 1
+        own = [i for i, place in enumerate(self._places) if place[2] == self.rank]
+        return max(own, default=0), last - min(own, default=last)
 
     def tails(self, width: int) -> tuple[list[int], list[int]]:
         """The rows ahead of each range within its first row's sequence, for short convolutions.
@@ -172,6 +167,35 @@ def joined(ranges: Sequence[Range]) -> list[Range]:
         elif a < b:
             found.append((a, b))
     return found
+
+
+def edges(slots: Sequence[Sequence[Fragment]], none: int) -> list[tuple[int, int, int, int]]:
+    """For each slot: its last and first fragment, and those that need received states, or ``none``."""
+    found, at = [], 0
+    for cut in slots:
+        first, last = at, at + len(cut) - 1
+        at += len(cut)
+        if cut:
+            found.append((last, first, none if cut[0].begins else first, none if cut[-1].ends else last))
+        else:
+            found.append((0, 0, none, none))
+    return found
+
+
+def table(slots: Sequence[Sequence[Fragment]], most: int, N: int) -> list[int]:
+    """Three rows of F + 1: boundaries of fragments, sequences that they begin, and that they end; empty ones up to F.
+
+    Args:
+        slots: fragments of each slot.
+        most: F.
+        N: number of sequences; it also stands for none.
+    """
+    cut = [f for own in slots for f in own]
+    rest = most - len(cut)
+    cu = [*itertools.accumulate((f.end - f.start for f in cut), initial=0)]
+    begins, ends = [f.sequence if f.begins else N for f in cut], [f.sequence if f.ends else N for f in cut]
+    none = [N] * (rest + 1)
+    return [*cu, *cu[-1:] * rest, *begins, *none, *ends, *none]
 
 
 def short(values: Sequence) -> str:

@@ -7,8 +7,8 @@ chain of their transitions, and the sums of the gradients of ``A_log`` and ``dt_
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from kda_core.distributed._halves import Chosen
 from kda_core.distributed._steps import BackwardStep, Forward, ForwardStep, Shared, k_first, like_callers
 from kda_core.request import DATA, ForwardResult, Request
 
-F = TypeVar("F", bound=Callable[..., Any])
 PARAMETERS = ("A_log", "dt_bias")
 ALIGNED = 64
 """Bytes: matrix libraries may round otherwise at other addresses."""
@@ -30,33 +29,30 @@ def transfers(r: Request, s: Shared) -> tuple[Transfer, ...]:
     """The collectives of a call, and of its backward where an input requires a gradient."""
     if s.is_alone():
         return ()
-    W, itemsize = s.group.size(), r.compute_dtype.itemsize
-    found: list[Transfer] = []
-
-    def sent(direction: Any, collective: Any, numbers: int, tensors: str) -> None:
-        found.append(Transfer(direction, collective, W, numbers * itemsize, tensors))
-
-    for direction in ("forward", "backward") if r.save_for_backward else ("forward",):
-        gathers = s.gather and r.output_final_state
-        states = s.sequences * r.HV * r.K * r.V
-        if gathers and direction == "backward":
-            sent(direction, "all_reduce", states, "gradients of all final states")
-        what = "M and b of every cell" if s.grid else "M and b of the fragments at the ranges' edges"
-        sent(direction, "all_gather", s.slots.shape[1] * r.HV * r.K * (r.K + r.V), what)
-        if gathers and direction == "forward":
-            sent(direction, "all_reduce", states, "all final states")
-    names = [n for n in PARAMETERS if (t := getattr(r, n)) is not None and t.requires_grad]
-    if s.grid and names and r.save_for_backward:
-        numbers = s.slots.shape[1] // (s.dense or 1) * sum(getattr(r, n).numel() for n in names)
-        sent("backward", "all_gather", numbers, f"gradients of {' and '.join(names)} of every cell")
-    return tuple(found)
+    W, itemsize, states = s.group.size(), r.compute_dtype.itemsize, s.sequences * r.HV * r.K * r.V
+    gathers = s.gather and r.output_final_state
+    what = "M and b of every cell" if s.grid else "M and b of the fragments at the ranges' edges"
+    summaries = "all_gather", s.slots.shape[1] * r.HV * r.K * (r.K + r.V), what
+    found: list[tuple[Any, Any, int, str]] = [("forward", *summaries)]
+    if gathers:
+        found.append(("forward", "all_reduce", states, "all final states"))
+    if r.save_for_backward:
+        if gathers:
+            found.append(("backward", "all_reduce", states, "gradients of all final states"))
+        found.append(("backward", *summaries))
+        names = [n for n in PARAMETERS if (t := getattr(r, n)) is not None and t.requires_grad]
+        if s.grid and names:
+            numbers = s.slots.shape[1] // (s.dense or 1) * sum(getattr(r, n).numel() for n in names)
+            found.append(("backward", "all_gather", numbers, f"gradients of {' and '.join(names)} of every cell"))
+    return tuple(Transfer(way, collective, W, n * itemsize, text) for way, collective, n, text in found)
 
 
-def _joined(s: Shared, step: ForwardStep | BackwardStep, backward: bool) -> Tensor | None:
+def _joined(step: ForwardStep | BackwardStep) -> Tensor | None:
     """The states that our fragments receive, or where ``Edges`` find them; one collective."""
     if step.chosen.alone:
         return None
-    sent, by_edges = step.begin(), step.edges is not None
+    s, backward, by_edges = step.s, step.backward, step.edges is not None
+    sent = step.begin()
     steps = s.slots.shape[0] - 4 - s.before if backward else s.before
     # A place of zeros is for chains that are shorter; ``Edges`` say themselves where nothing comes.
     every = gathered(sent, s.group, s.padded and steps > (1 if by_edges else 0))
@@ -154,34 +150,25 @@ def _backward_of_cells(
 
 def _total(r: Request, s: Shared, states: list[Tensor]) -> Tensor:
     """[N, HV, K, V] with the states of every cell, which lie at places of their own."""
-    total = r.q.new_zeros(s.sequences, r.HV, r.K, r.V, dtype=r.compute_dtype)
-    for t in states:
-        total += t
-    return total
+    return functools.reduce(Tensor.add_, states, s.no_states(r))
 
 
-def _without_autocast(step: F) -> F:
-    """Autocast would round the states that ranks exchange, on some ranks perhaps, which then wait for each other."""
-
-    @functools.wraps(step)
-    def function(r: Request, *args: Any) -> Any:
-        kind = r.device.type
-        if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
-            return step(r, *args)
-        with torch.autocast(kind, enabled=False):
-            return step(r, *args)
-
-    return cast(F, function)
+def _autocasts(r: Request) -> bool:
+    """Whether autocast would round the states that ranks exchange: on some ranks perhaps, whose others wait then."""
+    kind = r.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
-@_without_autocast
 def forward(r: Request, s: Shared, name: str | None) -> Forward:
     """Run a call whose tensors are the caller's."""
+    if _autocasts(r):
+        with torch.autocast(r.device.type, enabled=False):
+            return forward(r, s, name)
     if s.grid:
         found = _forward_of_cells(r, s, name)
     else:
         step = ForwardStep(r, s, name)
-        found = step.finish(_joined(s, step, False))
+        found = step.finish(_joined(step))
     final = found.result.final_state
     if final is None:
         return found
@@ -189,7 +176,6 @@ def forward(r: Request, s: Shared, name: str | None) -> Forward:
     return found._replace(result=ForwardResult(found.result.o, states, found.result.h))
 
 
-@_without_autocast
 def backward(
     r: Request, s: Shared, name: str | None, matrices: Tensor | None, known: Chosen | None = None
 ) -> dict[str, Tensor]:
@@ -198,15 +184,18 @@ def backward(
     Args:
         known: what the forward chose, for tensors of the same metadata.
     """
+    if _autocasts(r):
+        with torch.autocast(r.device.type, enabled=False):
+            return backward(r, s, name, matrices, known)
     given = None if r.grad_final_state is None else k_first(r, r.grad_final_state)
     if s.gather and r.output_final_state:
-        zeros = None if given is not None else r.q.new_zeros(s.sequences, r.HV, r.K, r.V, dtype=r.compute_dtype)
-        given = s.summed(given.to(r.compute_dtype, copy=True) if zeros is None else zeros)  # type: ignore[union-attr]
+        given = s.summed(s.no_states(r) if given is None else given.to(r.compute_dtype, copy=True))
     if s.grid:
         grads = _backward_of_cells(r, s, name, matrices, given)
     else:
         step = BackwardStep(r, s, name, matrices, given, known)
-        grads = step.finish(_joined(s, step, True))
+        grads = step.finish(_joined(step))
     if "initial_state" in r.needs_grad:
-        grads["initial_state"] = like_callers(r, grads["initial_state"], r.initial_state.dtype)  # type: ignore[union-attr]
+        dtype = r.initial_state.dtype  # type: ignore[union-attr]
+        grads["initial_state"] = like_callers(r, grads["initial_state"], dtype)
     return grads

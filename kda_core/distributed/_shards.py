@@ -66,7 +66,9 @@ def local(r: Request | GateRequest) -> tuple[dict[str, Any], list[Kind], Any]:
         if not isinstance(t, DTensor):
             if name not in PARAMETERS:
                 raise TypeError(f"{name}: expected a DTensor, as {rows[0]} is, got {type(t).__name__}")
-            found[name] = _slice(name, t, kinds, mesh)
+            for i, kind in enumerate(kinds):  # a parameter that all ranks have
+                t = t.chunk(mesh.size(i))[mesh.get_local_rank(i)] if kind == "heads" else t
+            found[name] = t
             continue
         placements = [_placement(name, kind, r) for kind in kinds]
         if t.device_mesh != mesh or list(t.placements) != placements:
@@ -117,14 +119,6 @@ def _check_even(name: str, t: DTensor, placements: list[Placement]) -> None:
             raise ValueError(
                 f"{name}: expected a size of dimension {dim} that {ranks} ranks divide, got {list(t.shape)}"
             )
-
-
-def _slice(name: str, t: Tensor, kinds: list[Kind], mesh: Any) -> Tensor:
-    """This rank's heads of a parameter that all ranks have."""
-    for i, kind in enumerate(kinds):
-        if kind == "heads":
-            t = t.chunk(mesh.size(i), 0)[mesh.get_local_rank(i)]
-    return t
 
 
 def _global(name: str, t: Tensor, kinds: list[Kind], mesh: Any, r: Any) -> DTensor:

@@ -100,17 +100,13 @@ class Shared(NamedTuple):
         """Who serves the call of this rank's fragments; ``name``: the backend that was asked for, or None."""
         return choose(self.local(r), name, self.is_alone(), not self.grid)
 
-    def entering(
-        self, r: Request, chosen: Chosen, given: Tensor | None, backward: bool, matrices: Tensor | None = None
-    ) -> tuple[Edges | None, Tensor | None]:
-        """How given states of all sequences enter: by ``Edges``, or as ``placed`` takes them."""
-        if chosen.by_edges:
-            return self.edges(r, given, backward, matrices), None
-        return None, None if given is None else self.of_sequences(given.to(r.compute_dtype), backward)
+    def chosen_parts(self, r: Request, name: str | None) -> list[Chosen]:
+        """The same for each call of ``parts``."""
+        return [s.chosen(q, name) for q, s in self.parts(r)]
 
-    def states(self, r: Request) -> Tensor:
-        """[F, HV, K, V], zeros."""
-        return r.q.new_zeros(self.fragments.shape[1] - 1, r.HV, r.K, r.V, dtype=r.compute_dtype)
+    def no_states(self, r: Request) -> Tensor:
+        """[N, HV, K, V], zeros."""
+        return r.q.new_zeros(self.sequences, r.HV, r.K, r.V, dtype=r.compute_dtype)
 
     def of_slots(self, t: Tensor, backward: bool) -> Tensor:
         """The values of the fragment that each slot sends, out of those of all fragments."""
@@ -121,18 +117,6 @@ class Shared(NamedTuple):
         if self.dense:
             return came
         return scattered(came, self.slots[3 if backward else 2], self.fragments.shape[1] - 1)
-
-    def placed(self, r: Request, came: Tensor | None, own: Tensor | None) -> Tensor:
-        """The states at the fragments' starts (gradients at their ends), [F, HV, K, V].
-
-        Args:
-            came: what came from other ranges, or None.
-            own: given initial states (gradients of final states) where a fragment begins (ends) its sequence, otherwise
-                zeros; None: none is given.
-        """
-        if came is None:
-            return self.states(r) if own is None else own
-        return came if own is None else came.add_(own)
 
     def _all_or_none(self, ends: bool) -> bool | None:
         """Whether every fragment f begins (ends) sequence f, or none does; None: the tables say which."""
@@ -188,25 +172,58 @@ def like_callers(r: Request, states: Tensor, dtype: torch.dtype) -> Tensor:
     return k_first(r, states).to(dtype).contiguous()
 
 
-class ForwardStep:
-    """A forward of one call, on the backend of that name or the one that is chosen.
+class _Step:
+    """One call's forward or backward.
 
     Attributes:
-        own: given initial states, as ``Shared.placed`` takes them.
+        matrices: what a forward keeps for its backward.
+        edges: what hooks are told of given states and tables, if they take it.
+        request: what hooks or plain calls get.
+        own: otherwise given states (gradients of final states) where a fragment begins (ends) its sequence, else zeros;
+            None: none is given.
     """
 
-    def __init__(self, r: Request, s: Shared, name: str | None) -> None:
-        self.r, self.s = r, s
-        self.chosen = s.chosen(r, name)
-        given = None if r.initial_state is None else k_first(r, r.initial_state)
-        self.edges, self.own = s.entering(r, self.chosen, given, False)
-        self.matrices: Tensor | None = None
+    backward: bool
+
+    def __init__(self, r: Request, s: Shared, chosen: Chosen, given: Tensor | None, matrices: Any = None) -> None:
+        self.r, self.s, self.chosen, self.matrices = r, s, chosen, matrices
         self.kept: tuple[Tensor, ...] = ()
+        self.edges = self.own = None
+        if chosen.by_edges:
+            self.edges = s.edges(r, given, self.backward, matrices)
+        elif given is not None:
+            self.own = s.of_sequences(given.to(r.compute_dtype), self.backward)
+        self.request = chosen.halves.request(chosen.request, self.edges)
+
+    def sent(self, both: Tensor) -> Tensor:
+        """The matrices and additions of our slots, with given states in these."""
+        if self.own is not None:
+            K = both.shape[-2]
+            apply(both[..., :K], self.s.of_slots(self.own, self.backward), both[..., K:])
+        return both
+
+    def placed(self, came: Tensor | None) -> Tensor:
+        """The states at the fragments' starts (gradients at their ends), [F, HV, K, V]: what came, and the given."""
+        r = self.r
+        if came is not None:
+            return came if self.own is None else came.add_(self.own)
+        if self.own is not None:
+            return self.own
+        return r.q.new_zeros(self.s.fragments.shape[1] - 1, r.HV, r.K, r.V, dtype=r.compute_dtype)
+
+
+class ForwardStep(_Step):
+    """A forward of one call, on the backend of that name or the one that is chosen."""
+
+    backward = False
+
+    def __init__(self, r: Request, s: Shared, name: str | None) -> None:
+        super().__init__(r, s, s.chosen(r, name), None if r.initial_state is None else k_first(r, r.initial_state))
 
     def begin(self) -> Tensor:
         """The slots' transitions, [S, HV, K, K + V]: matrices, and additions with the given states in them."""
         r, s = self.r, self.s
-        every, additions, self.kept = self.chosen.halves.begin(self.chosen.request, self.edges)
+        every, additions, self.kept = self.chosen.halves.begin(self.request)
         every = cast(Tensor, every) if additions is None else torch.cat([cast(Tensor, every), additions], -1)
         if s.dense and r.save_for_backward:
             self.matrices = every  # few: additions as well
@@ -215,33 +232,24 @@ class ForwardStep:
         elif r.save_for_backward:
             matrices = every[..., : r.K]
             self.matrices = matrices.contiguous() if self.chosen.keeps_all(r, s.dense) else s.of_slots(matrices, True)
-        return every if self.edges is not None else _sent(s, s.of_slots(every, False), self.own, False)
+        return every if self.edges is not None else self.sent(s.of_slots(every, False))
 
     def finish(self, came: Tensor | None) -> Forward:
         """This call's part, with the final states of all sequences that end in it, [N, HV, K, V]."""
         r, s = self.r, self.s
-        call = self.chosen.request
-        starts = came if self.edges is not None else s.placed(r, came, self.own)
-        found = self.chosen.halves.finish(call, self.kept, starts)
+        starts = came if self.edges is not None else self.placed(came)
+        found = self.chosen.halves.finish(self.request, self.kept, starts)
         o, final, h = found.o, found.final_state, found.h
         if final is not None and self.edges is None:
             final = s.to_sequences(final, True)
         if h is not None:
             h = like_callers(r, h.reshape(r.B, -1, *h.shape[2:]), r.h_dtype)
-        if call.B != r.B:
+        if self.request.B != r.B:
             o = o.view(r.B, r.T, r.HV, r.V)
         return Forward(ForwardResult(o, final, h), self.matrices, found.saved, self.chosen)
 
 
-def _sent(s: Shared, both: Tensor, own: Tensor | None, backward: bool) -> Tensor:
-    """The matrices and additions of our slots, with given states in these."""
-    if own is not None:
-        K = both.shape[-2]
-        apply(both[..., :K], s.of_slots(own, backward), both[..., K:])
-    return both
-
-
-class BackwardStep:
+class BackwardStep(_Step):
     """A backward of one call; ``r`` has ``saved``, ``grad_o`` and ``needs_grad``.
 
     Args:
@@ -250,36 +258,35 @@ class BackwardStep:
         known: what the forward chose, for tensors of the same metadata.
     """
 
+    backward = True
+
     def __init__(
         self, r: Request, s: Shared, name: str | None, matrices: Any, given: Tensor | None, known: Chosen | None
     ) -> None:
-        self.r, self.s, self.matrices = r, s, matrices
-        self.chosen = s.chosen(r, name) if known is None else known.again(s.local(r))
-        self.edges, self.own = s.entering(r, self.chosen, given, True, matrices)
+        super().__init__(r, s, s.chosen(r, name) if known is None else known.again(s.local(r)), given, matrices)
         self.additions: Tensor | None = None
-        self.kept: tuple[Tensor, ...] = ()
 
     def begin(self) -> Tensor:
         """The same backwards."""
         r, s = self.r, self.s
-        every, self.additions, self.kept = self.chosen.halves.begin_backward(self.chosen.request, self.edges)
+        every, self.additions, self.kept = self.chosen.halves.begin_backward(self.request)
         if self.edges is not None:
             return cast(Tensor, every)
         whole = every is not None or self.chosen.keeps_all(r, s.dense)
         self.matrices = self.matrices[..., : r.K].mT if every is None else every
         sent = s.of_slots(self.matrices, True) if whole else self.matrices
-        return _sent(s, torch.cat([sent, s.of_slots(cast(Tensor, self.additions), True)], -1), self.own, True)
+        return self.sent(torch.cat([sent, s.of_slots(cast(Tensor, self.additions), True)], -1))
 
     def finish(self, came: Tensor | None) -> dict[str, Tensor]:
         """This call's part of the gradients, that of the initial states for all sequences, [N, HV, K, V]."""
         r, s = self.r, self.s
-        states = came if self.edges is not None else s.placed(r, came, self.own)
-        grads = dict(self.chosen.halves.finish_backward(self.chosen.request, self.kept, states))
+        states = came if self.edges is not None else self.placed(came)
+        grads = dict(self.chosen.halves.finish_backward(self.request, self.kept, states))
         if "initial_state" in r.needs_grad and self.edges is None:
             found = grads.get("initial_state")
             if found is None:
                 found = apply(self.matrices, cast(Tensor, states), cast(Tensor, self.additions))
             grads["initial_state"] = s.to_sequences(found, False)
-        if self.chosen.request.B != r.B:
+        if self.request.B != r.B:
             grads |= {n: grads[n].view(getattr(r, n).shape) for n in r.needs_grad.intersection(DATA)}
         return grads

@@ -16,14 +16,10 @@ from torch import Tensor
 from kda_core import _results
 from kda_core._loaded import Backend
 from kda_core._plugins import registry
-from kda_core.reference import DIFFERENTIABLE
-from kda_core.request import BackwardResult, Begun, Edges, ForwardResult, Request
+from kda_core.request import DATA, DIFFERENTIABLE, BackwardResult, Begun, Edges, ForwardResult, Request
 from kda_core.testing.axes import DTYPES, axes
 from kda_core.testing.inputs import Call, placed, same_bits
 from kda_core.testing.subject import Mismatch, Record, Results, Subject, undeclared
-
-ROWS = ("q", "k", "v", "g", "beta")
-"""Inputs that are cut."""
 
 
 @dataclass
@@ -64,7 +60,7 @@ def _process(kda: Subject, r: Request, call: Call, rows: slice) -> Process:
         sequences, lengths = [n for n, _ in fragments], [length for _, length in fragments]
         if lengths == [rows.stop - rows.start]:
             lengths = None
-    parts = {n: placed(getattr(r, n)[:, rows].contiguous(), kda.device) for n in ROWS}
+    parts = {n: placed(getattr(r, n)[:, rows].contiguous(), kda.device) for n in DATA}
     parts |= {n: placed(x, kda.device) for n in ("A_log", "dt_bias") if (x := getattr(r, n)) is not None}
     parts["cu_seqlens"] = None
     if lengths is not None:
@@ -103,10 +99,10 @@ def run(kda: Subject, call: Call, cuts: Sequence[int]) -> Results:
     for p in own:
         if reason := backend.rejection(p.request):
             raise record.turned_down("rejected", reason)
-    before = [{n: getattr(p.request, n).clone() for n in ROWS} for p in own]
+    before = [{n: getattr(p.request, n).clone() for n in DATA} for p in own]
     found = _Run(backend, call, own).results()
     for p, kept in zip(own, before, strict=True):
-        if changed := [n for n in ROWS if not same_bits(kept[n], getattr(p.request, n))]:
+        if changed := [n for n in DATA if not same_bits(kept[n], getattr(p.request, n))]:
             raise Mismatch(f"{', '.join(changed)}: modified by a half of the call")
     return found
 
@@ -176,7 +172,7 @@ class _Run:
             assert isinstance(result, BackwardResult)
             for n in needs:
                 found[n].append(result.grads[n].cpu())
-        joined = {f"d{n}": torch.cat(x, 1) if n in ROWS else sum(x) for n, x in found.items()}
+        joined = {f"d{n}": torch.cat(x, 1) if n in DATA else sum(x) for n, x in found.items()}
         if "initial_state" in names:
             first = first.mT if r.state_v_first else first
             joined["dinitial_state"] = first.to(r.initial_state.dtype).contiguous()

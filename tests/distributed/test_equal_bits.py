@@ -6,8 +6,7 @@ import pytest
 import torch
 from whole_calls import RAW, assembled, inputs, oracle, worst
 
-JOBS = "rank_jobs:"
-STEP = JOBS + "training_step"
+STEP = "training_step"
 ONE = {"tokens": 128}
 PACKED = {"cu_seqlens": [0, 0, 21, 80, 80, 120], "tokens": 120}
 PADDED = {"cu_seqlens": [0, 5, 125], "tokens": 128}
@@ -54,7 +53,7 @@ def test_every_number_of_ranks_has_the_bits_of_one(ranks, context, layout, job):
     for size in (1, 2, 4):
         ranges = "contiguous" if size == 1 else SCATTERED[size] if layout == "scattered" else layout
         asked = {**context, "layout": ranges, "deterministic_degree": True, "grid": 16}
-        parts = ranks.run(size, JOBS + job, tensors, grads, asked, options)
+        parts = ranks.run(size, job, tensors, grads, asked, options)
         if job == "step_by_hooks":
             parts, counts = zip(*parts, strict=True)
             assert all(len(set(count.values())) == 1 for count in counts)
@@ -81,7 +80,7 @@ def test_compiled_calls_have_the_same_bits(ranks):
     tensors, grads = drawn(PACKED)
     asked = {**PACKED, "layout": SCATTERED[2], "deterministic_degree": True, "grid": 16}
     options = {**RAW, "output_final_state": True}
-    assert all(ranks.run(2, JOBS + "compiled_step", tensors, grads["o"], asked, options, "both"))
+    assert all(ranks.run(2, "compiled_step", tensors, grads["o"], asked, options, "both"))
 
 
 @pytest.mark.parametrize("context", [ONE | {"batch": 2}, PACKED])
@@ -103,23 +102,6 @@ def test_states_of_chunks_count_from_a_cells_first_row(ranks, context):
     if "batch" in context:
         whole = oracle(tensors, {}, None, {**options, "output_final_state": False})["h"]
         assert worst({"h": one["h"]}, {"h": whole})[0] < 1e-5
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_sequences_without_rows(ranks, size):
-    tensors = inputs(0, 3)
-    grads = {"o": torch.zeros(1, 0, 4, 6), "final_state": torch.ones(3, 4, 8, 6)}
-    context = {"cu_seqlens": [0, 0, 0, 0], "deterministic_degree": True}
-    parts = ranks.run(
-        size, STEP, tensors, {n: t.double() for n, t in grads.items()}, context, {**RAW, "output_final_state": True}
-    )
-    assert torch.equal(sum(p["final_state"] for p in parts), tensors["initial_state"])
-    assert sum(p["dinitial_state"] for p in parts).eq(1).all()
-
-
-def test_a_refreshed_context(ranks):
-    cells = {"deterministic_degree": True, "grid": 15}
-    assert all(ranks.run(2, JOBS + "refreshed", inputs(60), [0, 7, 30, 60], [0, 0, 44, 59], RAW, cells))
 
 
 @pytest.mark.parametrize(
@@ -144,7 +126,7 @@ def test_a_refreshed_context(ranks):
 )
 def test_cuts_off_the_grid_are_refused_with_the_ranges(ranks, arguments, message):
     """They were accepted, and bits differed in silence."""
-    for text in ranks.run(2, JOBS + "verified", [{"tokens": 128, "deterministic_degree": True, **arguments}]):
+    for text in ranks.run(2, "verified", [{"tokens": 128, "deterministic_degree": True, **arguments}]):
         assert message in text
         assert bool(message) == bool(text)
 
@@ -152,10 +134,10 @@ def test_cuts_off_the_grid_are_refused_with_the_ranges(ranks, arguments, message
 def test_ranks_with_other_grids_are_told_by_verify(ranks):
     asked = [{"tokens": 128, "deterministic_degree": True, "grid": grid} for grid in (32, 64)]
     message = "grid: expected the same on all ranks, got 32 on rank 0 and 64 on rank 1"
-    assert ranks.run(2, JOBS + "verified", asked) == [message] * 2
+    assert ranks.run(2, "verified", asked) == [message] * 2
 
 
 def test_rows_that_do_not_fit_are_refused_before_they_are_cut(ranks):
     asked = {"tokens": 128, "deterministic_degree": True, "grid": 16}
-    found = ranks.run(2, JOBS + "bad_call", inputs(128, gate=False), asked, {"beta": "short"})
+    found = ranks.run(2, "bad_call", inputs(128, gate=False), asked, {"beta": "short"})
     assert all("beta: expected [B, T, …] = [1, 64, …]" in text for text, _ in found)

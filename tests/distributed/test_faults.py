@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from whole_calls import RAW, assembled, inputs, oracle, worst
-
-JOBS = "rank_jobs:"
-
-
-def normal(*shape, seed=3):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+from whole_calls import RAW, ROWS, assembled, inputs, normal, oracle, worst
 
 
 def in_float32(tensors):
@@ -25,21 +19,19 @@ def test_a_compiled_backward_may_depend_on_any_output(ranks, context, loss):
     """A compiler moved the exchange of a rank whose share depended on no gradient into the forward: ranks hung."""
     tensors = in_float32(inputs(40))
     options = {**RAW, "output_final_state": True}
-    assert all(ranks.run(2, JOBS + "compiled_step", tensors, normal(1, 40, 4, 6), context, options, loss))
+    assert all(ranks.run(2, "compiled_step", tensors, normal(1, 40, 4, 6).float(), context, options, loss))
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_gradients_of_16_bit_calls_are_as_exact_as_one_processs(ranks, size):
     """The products of transitions were stored in bfloat16: dA_log was off by 5e-3, dinitial_state by 2.6e-3."""
     tensors = inputs(256, 1, K=16, V=16)
-    rows = ("q", "k", "v", "g", "beta")
-    tensors = {n: t.bfloat16() if n in rows else t.float() for n, t in tensors.items()}
-    grads = {"o": normal(1, 256, 4, 16).bfloat16(), "final_state": normal(1, 4, 16, 16)}
+    tensors = {n: t.bfloat16() if n in ROWS else t.float() for n, t in tensors.items()}
+    grads = {"o": normal(1, 256, 4, 16).bfloat16(), "final_state": normal(1, 4, 16, 16).float()}
     options = {**RAW, "output_final_state": True}
     expected = oracle(tensors, grads, None, options)
     found, alone = (
-        assembled(ranks.run(n, JOBS + "training_step", tensors, grads, {"tokens": 256}, options), expected)
-        for n in (size, 1)
+        assembled(ranks.run(n, "training_step", tensors, grads, {"tokens": 256}, options), expected) for n in (size, 1)
     )
     for name in ("final_state", "dA_log", "ddt_bias", "dinitial_state"):
         ours, theirs = (worst({name: x[name]}, {name: expected[name]})[0] for x in (found, alone))
@@ -48,12 +40,13 @@ def test_gradients_of_16_bit_calls_are_as_exact_as_one_processs(ranks, size):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_sequences_without_rows_pass_their_states_through(ranks, size):
+@pytest.mark.parametrize("cells", [False, True])
+def test_sequences_without_rows_pass_their_states_through(ranks, size, cells):
     """The final state had no gradient function where all sequences were empty."""
     tensors = inputs(0, 3)
-    grads = {"o": torch.zeros(1, 0, 4, 6, dtype=torch.float64), "final_state": normal(3, 4, 8, 6).double()}
-    context = {"cu_seqlens": [0, 0, 0, 0]}
-    parts = ranks.run(size, JOBS + "training_step", tensors, grads, context, {**RAW, "output_final_state": True})
+    grads = {"o": torch.zeros(1, 0, 4, 6, dtype=torch.float64), "final_state": normal(3, 4, 8, 6)}
+    context = {"cu_seqlens": [0, 0, 0, 0], "deterministic_degree": cells}
+    parts = ranks.run(size, "training_step", tensors, grads, context, {**RAW, "output_final_state": True})
     assert torch.equal(sum(p["final_state"] for p in parts), tensors["initial_state"])
     assert torch.equal(sum(p["dinitial_state"] for p in parts), grads["final_state"])
 
@@ -65,7 +58,7 @@ def test_packings_that_change_need_few_graphs(ranks):
     packings += [{"cu_seqlens": cu} for cu in ([0, 1, 2, 64], [0, 20, 20, 60], [0, 32, 33, 64], [0, 0, 64, 64])]
     for packing in packings:
         packing |= {"tokens": 64, "fragments": 4}
-    for graphs, same in ranks.run(2, JOBS + "packings", tensors, packings, RAW):
+    for graphs, same in ranks.run(2, "packings", tensors, packings, RAW):
         assert same
         assert graphs == 1
 
@@ -74,14 +67,14 @@ def test_packings_of_other_sizes_need_a_few_more(ranks):
     """Tables grow by powers of two."""
     tensors = in_float32(inputs(64))
     bounds = [[0, *range(1, 2 + i), 64] for i in range(14)]
-    for graphs, same in ranks.run(2, JOBS + "packings", tensors, [{"cu_seqlens": b} for b in bounds], RAW):
+    for graphs, same in ranks.run(2, "packings", tensors, [{"cu_seqlens": b} for b in bounds], RAW):
         assert same
         assert graphs <= 4
 
 
 def test_a_context_is_made_without_the_other_ranks(ranks):
     """Each context took a collective, and a wait for the device."""
-    assert len(ranks.run(1, JOBS + "made_alone", 2)) == 1
+    assert len(ranks.run(1, "made_alone", 2)) == 1
 
 
 BAD = {
@@ -103,12 +96,12 @@ BAD = {
 def test_bad_input_raises_on_all_ranks_before_they_wait(ranks, what):
     changes, message = BAD[what]
     tensors = inputs(64, gate=False)
-    found = ranks.run(2, JOBS + "bad_call", tensors, {"tokens": 64, "layout": "zigzag"}, changes)
+    found = ranks.run(2, "bad_call", tensors, {"tokens": 64, "layout": "zigzag"}, changes)
     for text, seconds in found:
         assert text.startswith(message)
         assert seconds < 0.3
     # The group is as good as before.
-    assert [text for text, _ in ranks.run(2, JOBS + "bad_call", tensors, {"tokens": 64}, {})] == ["", ""]
+    assert [text for text, _ in ranks.run(2, "bad_call", tensors, {"tokens": 64}, {})] == ["", ""]
 
 
 CELLS = {"tokens": 2048, "deterministic_degree": True, "grid": 256}
@@ -118,10 +111,10 @@ CELLS = {"tokens": 2048, "deterministic_degree": True, "grid": 256}
 def test_memory_for_the_backward_is_that_of_one_call(ranks, context):
     """It was 1.25 to 1.5 times as much."""
     tensors = in_float32(inputs(2048, H=4, K=16, V=16))
-    for ours, plain in ranks.run(2, JOBS + "saved_bytes", tensors, context, RAW):
+    for ours, plain in ranks.run(2, "saved_bytes", tensors, context, RAW):
         assert ours <= 1.05 * plain
 
 
 def test_activation_checkpointing(ranks):
     tensors = in_float32(inputs(64))
-    assert all(ranks.run(3, JOBS + "checkpointed", tensors, normal(1, 64, 4, 6), {"tokens": 64}, RAW))
+    assert all(ranks.run(3, "checkpointed", tensors, normal(1, 64, 4, 6).float(), {"tokens": 64}, RAW))

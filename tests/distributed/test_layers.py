@@ -6,17 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import SIZES
-from whole_calls import assembled, worst
+from whole_calls import assembled, assert_close, normal, worst
 
 from kda_core.distributed import build_cp_context
 from kda_core.nn import KDACache, KimiDeltaAttention, short_convolution
-
-JOBS = "rank_jobs:"
-
-
-def normal(*shape, seed=3):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
 
 SHORT_ONES = [[(0, 1)], [(1, 2)], [(2, 3), (7, 9)], [(3, 7)]]
 CONTEXTS = [
@@ -35,18 +28,17 @@ def test_a_convolution_reads_the_rows_ahead(ranks, size, context):
     cu = context.get("cu_seqlens")
     if cu is not None:
         grad[:, cu[-1] :] = 0
-    parts = ranks.run(size, JOBS + "convolution_step", x, weight, grad, context, False)
+    parts = ranks.run(size, "convolution_step", x, weight, grad, context, False)
     leaf, taps = x.clone().requires_grad_(), weight.clone().requires_grad_()
     y = short_convolution(leaf, taps, cu_seqlens=None if cu is None else torch.tensor(cu))[0]
     y.backward(grad)
     expected = {"o": y.detach(), "dq": leaf.grad, "dA_log": taps.grad}
-    error, name = worst(assembled(parts, expected), expected)
-    assert error < 1e-13, name
+    assert_close(parts, expected, 1e-13)
 
 
 def test_a_compiled_convolution(ranks):
     x, weight, grad = normal(1, 20, 5), normal(5, 4, seed=4), normal(1, 20, 5, seed=5)
-    both = [ranks.run(2, JOBS + "convolution_step", x, weight, grad, {"tokens": 20}, how) for how in (False, True)]
+    both = [ranks.run(2, "convolution_step", x, weight, grad, {"tokens": 20}, how) for how in (False, True)]
     for a, b in zip(*both, strict=True):
         assert worst(b, {n: a[n] for n in ("o", "dq", "dA_log")})[0] < 1e-14
 
@@ -63,14 +55,13 @@ def test_a_layer(ranks, size, context, options):
     B, T = context.get("batch", 1), context.get("tokens", 38)
     cu = context.get("cu_seqlens")
     x, grad, options = normal(B, T, 12), normal(B, T, 12, seed=5), {**LAYER, **options}
-    parts = ranks.run(size, JOBS + "layer_step", x, grad, context, options)
+    parts = ranks.run(size, "layer_step", x, grad, context, options)
     torch.manual_seed(0)
     layer, leaf = KimiDeltaAttention(**options).double(), x.clone().requires_grad_()
     y = layer(leaf, cu_seqlens=None if cu is None else torch.tensor(cu))
     y.backward(grad)
     expected = {"o": y.detach(), "dq": leaf.grad} | {f"d {n}": p.grad for n, p in layer.named_parameters()}
-    error, name = worst(assembled(parts, expected), expected)
-    assert error < 1e-12, name
+    assert_close(parts, expected, 1e-12)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.end_to_end)])
@@ -86,11 +77,11 @@ def test_fsdp_in_mixed_precision_with_activation_checkpointing(ranks, size):
     expected = {"o": y.detach(), "dq": leaf.grad}
     for i, layer in enumerate(layers):
         expected |= {f"d {i} {n}": p.grad for n, p in layer.named_parameters()}
-    both = [ranks.run(size, JOBS + "fsdp_step", x, grad, context, LAYER, how) for how in (False, True)]
+    both = [ranks.run(size, "fsdp_step", x, grad, context, LAYER, how) for how in (False, True)]
     for a, b in zip(*both, strict=True):
         assert a.keys() == b.keys() == {*expected, "ranges"}
         assert all(torch.equal(a[n], b[n]) for n in expected)
-    alone = ranks.run(1, JOBS + "fsdp_step", x, grad, context, LAYER, True)
+    alone = ranks.run(1, "fsdp_step", x, grad, context, LAYER, True)
     for name, t in expected.items():
         ours, theirs = (worst(assembled(parts, {name: t}), {name: t})[0] for parts in (both[1], alone))
         assert ours < 2 * theirs + 2**-8, name

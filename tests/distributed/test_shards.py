@@ -7,15 +7,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from whole_calls import RAW, inputs, oracle, worst
+from whole_calls import RAW, inputs, normal, oracle, worst
 
 import kda_core
-
-JOBS = "rank_jobs:"
-
-
-def normal(*shape, seed=3):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +25,7 @@ def test_shards_are_the_whole(ranks, kinds, how):
     tensors = inputs(20, 4, B=4, H=4, HV=8)
     grads = {"o": normal(4, 20, 8, 6), "final_state": normal(4, 8, 8, 6, seed=4)}
     expected = oracle(tensors, grads, None, {**RAW, "output_final_state": True})
-    for found in ranks.run(2 ** len(kinds), JOBS + "sharded_step", tensors, grads, kinds, RAW, how):
+    for found in ranks.run(2 ** len(kinds), "sharded_step", tensors, grads, kinds, RAW, how):
         error, name = worst(found, expected)
         assert error < 1e-12, name
 
@@ -70,7 +64,7 @@ def test_everything_else_is_refused_by_name(mesh, call, error, message):
 def test_a_flat_parameter_that_is_cut_within_a_head(ranks):
     """torch cannot view it by heads, and said so."""
     tensors = inputs(6, H=3, HV=3) | {"dt_bias": normal(3 * 8)}
-    for ok, text in ranks.attempt(2, JOBS + "sharded_step", tensors, {}, ["heads"], RAW, "eager"):
+    for ok, text in ranks.attempt(2, "sharded_step", tensors, {}, ["heads"], RAW, "eager"):
         assert not ok
         assert "ValueError: q: expected a size of dimension 2 that 2 ranks divide" in text
         ranks.broken = False  # nothing was sent
@@ -104,7 +98,7 @@ def test_questions_are_about_the_shards(mesh):
 def test_parameters_of_tensor_parallelism_beside_local_rows(ranks):
     tensors = inputs(6)
     whole = oracle(tensors, {}, None, RAW)["o"]
-    parts = ranks.run(2, JOBS + "local_rows", tensors, RAW)
+    parts = ranks.run(2, "local_rows", tensors, RAW)
     torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=1e-12, atol=1e-12)
 
 
@@ -118,7 +112,7 @@ def test_one_compiled_function_for_shards_of_either_kind(ranks):
     for B, dim in ((2, 2), (2, 0), (4, 0)):
         tensors = inputs(6, B=B, gate=False, seed=B)
         calls.append((tensors | {"g": -tensors["g"].abs()}, dim))
-    for found in ranks.run(2, JOBS + "sharded_one_after_another", calls, options):
+    for found in ranks.run(2, "sharded_one_after_another", calls, options):
         for (tensors, _), (shape, o, grad) in zip(calls, found, strict=True):
             expected = oracle(tensors, {"o": torch.ones_like(tensors["v"])}, None, options)
             assert shape == tuple(expected["o"].shape)

@@ -9,10 +9,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import SIZES
-from whole_calls import RAW, assembled, inputs, oracle, worst
+from whole_calls import RAW, assert_close, inputs, oracle, worst
 
 CLOSE = 1e-12
-STEP = "rank_jobs:training_step"
+STEP = "training_step"
 
 
 def gradients(tensors, N, *, V_first=False, seed=1):
@@ -29,8 +29,7 @@ def gradients(tensors, N, *, V_first=False, seed=1):
 def check(ranks, size, tensors, grads, context, options, close=CLOSE):
     parts = ranks.run(size, STEP, tensors, grads, context, options)
     expected = oracle(tensors, grads, context.get("cu_seqlens"), options)
-    error, name = worst(assembled(parts, expected), expected)
-    assert error < close, name
+    assert_close(parts, expected, close)
     return parts, expected
 
 
@@ -85,7 +84,7 @@ def problems(draw):
     state=st.booleans(), grouped=st.sampled_from([(2, 4), (2, 2), (1, 3)]), gather=st.booleans(),
     negative=st.booleans(), seed=st.integers(0, 9),
 )  # fmt: skip
-def test_any_fragments(pool, problem, gate, bound, v_first, state, grouped, gather, negative, seed):
+def test_any_fragments(ranks, problem, gate, bound, v_first, state, grouped, gather, negative, seed):
     size, T, cu, layout = problem
     N = len(cu) - 1
     H, HV = grouped
@@ -101,7 +100,6 @@ def test_any_fragments(pool, problem, gate, bound, v_first, state, grouped, gath
     grads = gradients(tensors, N, V_first=v_first, seed=seed)
     grads["o"][:, cu[-1] :] = 0
     context = {"cu_seqlens": cu, "tokens": T, "layout": layout, "gather": gather}
-    ranks = pool()
     if not gather:
         check(ranks, size, tensors, grads, context, options)
         return
@@ -112,8 +110,7 @@ def test_any_fragments(pool, problem, gate, bound, v_first, state, grouped, gath
     assert all(torch.equal(s, states[0]) for s in states)
     final = expected.pop("final_state")
     assert worst({"final_state": states[0]}, {"final_state": final})[0] < CLOSE
-    error, name = worst(assembled(parts, expected), expected)
-    assert error < CLOSE, name
+    assert_close(parts, expected, CLOSE)
 
 
 def test_a_final_state_lies_where_its_sequence_ends(ranks):

@@ -10,9 +10,8 @@ import torch
 
 from kda_core.capabilities import Feature
 from kda_core.hookspecs import hookimpl
-from kda_core.request import BackwardResult, Begun, ForwardResult, Request, TensorSpec
+from kda_core.request import BackwardResult, Begun, Edges, ForwardResult, Request, TensorSpec
 
-NAME = "halves"
 COUNT = {"begin": 0, "finish": 0, "begin_backward": 0, "finish_backward": 0}
 
 
@@ -30,12 +29,14 @@ def _states(r: Request, width: int) -> torch.Tensor:
 class HalvesBackend:
     """Serves by its hooks what has no intermediate states; says otherwise that it does not."""
 
+    name = "halves"
+
     @hookimpl
     def kda_core_backend(self):
         info = cpu.kda_core_backend()
         features = info.capabilities.features | {Feature.CONTEXT_PARALLEL}
         return replace(
-            info, name=NAME, priority=None, capabilities=replace(info.capabilities, features=features, closed={})
+            info, name=self.name, priority=None, capabilities=replace(info.capabilities, features=features, closed={})
         )
 
     @hookimpl
@@ -84,6 +85,79 @@ class HalvesBackend:
         (starts,) = kept
         asked = _plain(request, saved=request.saved[1:], initial_state=starts, grad_final_state=ends)
         return BackwardResult(cpu.kda_core_chunk_backward(asked).grads)
+
+
+def _padded(t: torch.Tensor) -> torch.Tensor:
+    """States of every number, zeros at the last one more."""
+    return torch.cat([t, t.new_zeros(1, *t.shape[1:])])
+
+
+def _own(e: Edges, like: torch.Tensor) -> torch.Tensor:
+    """The given states where fragments start their sequences."""
+    return torch.zeros_like(like) if e.given is None else _padded(e.given.to(like))[e.places]
+
+
+def _entered(e: Edges, came: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    states = _own(e, like)
+    if came is None:
+        return states
+    came = came[..., -like.shape[-1] :]
+    return states + (came if e.sources is None else _padded(came)[e.sources.clamp(max=len(came))])
+
+
+def _of_sequences(e: Edges, states: torch.Tensor) -> torch.Tensor:
+    if e.results is None:
+        return states
+    return states.new_zeros(e.sequences + 1, *states.shape[1:]).index_copy_(0, e.results, states)[:-1]
+
+
+class EdgesBackend(HalvesBackend):
+    """The same with ``Edges``, done as ``kda_core.request.Edges`` says."""
+
+    name = "edges"
+
+    @hookimpl
+    def kda_core_backend(self):
+        info = super().kda_core_backend()
+        return replace(info, name=self.name, capabilities=replace(info.capabilities, edges=True))
+
+    @hookimpl
+    def kda_core_chunk_begin(self, request):
+        e = request.cp_context
+        matrices, additions, kept = super().kda_core_chunk_begin(replace(request, cp_context=True))
+        both = torch.cat([matrices, additions + matrices @ _own(e, additions)], -1)
+        return Begun(both if e.sends is None else both[e.sends], None, kept)
+
+    @hookimpl
+    def kda_core_chunk_finish(self, request, kept, starts):
+        e = request.cp_context
+        starts = _entered(e, starts, _states(request, request.V))
+        found = super().kda_core_chunk_finish(replace(request, cp_context=True), kept, starts)
+        final = found.final_state
+        return replace(found, final_state=None if final is None else _of_sequences(e, final))
+
+    @hookimpl
+    def kda_core_chunk_begin_backward(self, request):
+        e, needs = request.cp_context, request.needs_grad - {"initial_state"}
+        asked = replace(request, cp_context=True, needs_grad=needs)
+        _, additions, kept = super().kda_core_chunk_begin_backward(asked)
+        matrices, own = e.matrices[..., : request.K].mT, _own(e, additions)
+        sent = slice(None) if e.sends is None else e.sends
+        return Begun(torch.cat([matrices, additions[sent] + matrices @ own[sent]], -1), None, kept)
+
+    @hookimpl
+    def kda_core_chunk_finish_backward(self, request, kept, ends):
+        e = request.cp_context
+        COUNT["finish_backward"] += 1
+        (starts,) = kept
+        asked = replace(
+            request, cp_context=None, saved=request.saved[1:], initial_state=starts,
+            grad_final_state=_entered(e, ends, starts),
+        )  # fmt: skip
+        grads = dict(cpu.kda_core_chunk_backward(asked).grads)
+        if "initial_state" in grads:
+            grads["initial_state"] = _of_sequences(e, grads["initial_state"])
+        return BackwardResult(grads)
 
 
 # Everything else is the CPU backend's; pluggy finds what a class has.

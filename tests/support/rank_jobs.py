@@ -12,15 +12,13 @@ import torch.distributed as dist
 
 import kda_core
 from kda_core.distributed import build_cp_context
-
-ROWS = ("q", "k", "v", "g", "beta")
+from kda_core.request import DATA as ROWS
 
 
 def training_step(group: Any, rank: int, inputs: dict, grads: dict, context: dict, options: dict) -> dict[str, Any]:
     """A forward and, with ``grads``, a backward of this rank's rows; all tensors come whole."""
     c = build_cp_context(group=group, **context)
-    tensors = {n: c.local(t) if n in ROWS else t for n, t in inputs.items()}
-    leaves = {n: t.detach().clone().requires_grad_(bool(grads)) for n, t in tensors.items()}
+    leaves = _local(c, inputs, bool(grads))
     o, state, *h = kda_core.chunk_kda(**leaves, **options, cp_context=c)
     found = {"o": o.detach(), "final_state": None if state is None else state.detach(), "ranges": c.ranges}
     if h:
@@ -193,12 +191,13 @@ def step_by_hooks(group: Any, rank: int, *arguments: Any) -> tuple[dict[str, Any
 
     from kda_core._plugins import registry
 
-    if all(b.info.name != halves_backend.NAME for b in registry.backends):
-        entry = registry.register(halves_backend.HalvesBackend())
-        assert entry.state == "loaded", entry
+    for backend in (halves_backend.HalvesBackend(), halves_backend.EdgesBackend()):
+        if all(b.info.name != backend.name for b in registry.backends):
+            entry = registry.register(backend)
+            assert entry.state == "loaded", entry
     halves_backend.COUNT.update(dict.fromkeys(halves_backend.COUNT, 0))
     *others, options = arguments
-    found = training_step(group, rank, *others, {**options, "backend": halves_backend.NAME})
+    found = training_step(group, rank, *others, {"backend": "halves", **options})
     return found, dict(halves_backend.COUNT)
 
 

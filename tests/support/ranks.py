@@ -29,13 +29,20 @@ class RankFailed(Exception):
 
 
 class Ranks:
-    """Processes of ranks 0 to 7, with a group of the first W for each W of ``SIZES``."""
+    """Processes of ranks 0 to 7, with a group of the first W for each W of ``SIZES``.
+
+    They start with the first job, and again after one that has failed.
+    """
 
     def __init__(self) -> None:
+        self._pipes: list[Any] = []
+        self._processes: list[Any] = []
+        self.broken = False
+
+    def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch._dynamo", "kda_core.distributed", "kda_core_cpu.plugin"])
         self._folder = tempfile.TemporaryDirectory()
-        self._pipes, self._processes = [], []
         for rank in range(max(SIZES)):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self._folder.name, theirs), daemon=True)
@@ -43,10 +50,12 @@ class Ranks:
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
-        self.broken = False
 
     def run(self, size: int, job: str, *arguments: Any) -> list[Any]:
-        """Run ``job`` ("module:function") on ranks 0 to size - 1; function(group, rank, *arguments) of each.
+        """Run ``job`` (a function of rank_jobs, or "module:function") on ranks 0 to size - 1.
+
+        Returns:
+            function(group, rank, *arguments) of each.
 
         Raises:
             RankFailed: with the tracebacks of the ranks that raised.
@@ -59,6 +68,10 @@ class Ranks:
 
     def attempt(self, size: int, job: str, *arguments: Any) -> list[tuple[bool, Any]]:
         """The same; for each rank (True, result) or (False, traceback)."""
+        if self.broken:
+            self.close()
+        if not self._processes:
+            self._start()
         for pipe in self._pipes[:size]:
             pipe.send_bytes(pickle.dumps((size, job, arguments)))
         found = []
@@ -71,16 +84,15 @@ class Ranks:
         self.broken = self.broken or not all(ok for ok, _ in found)
         return found
 
-    def close(self) -> list[int | None]:
-        """End the processes; their exit codes."""
+    def close(self) -> None:
+        """End the processes."""
         for pipe in self._pipes:
             pipe.send_bytes(pickle.dumps(None))
         for process in self._processes:
             process.join(10)
             if process.is_alive():
                 process.kill()
-        self._folder.cleanup()
-        return [process.exitcode for process in self._processes]
+        self._pipes, self._processes, self.broken = [], [], False
 
 
 def _serve(rank: int, folder: str, pipe: Any) -> None:
@@ -99,9 +111,9 @@ def _serve(rank: int, folder: str, pipe: Any) -> None:
         if asked is None:
             break
         size, job, arguments = asked
-        module, _, name = job.partition(":")
+        module, _, name = job.rpartition(":")
         try:
-            answer = True, getattr(importlib.import_module(module), name)(groups[size], rank, *arguments)
+            answer = True, getattr(importlib.import_module(module or "rank_jobs"), name)(groups[size], rank, *arguments)
         except BaseException:  # the parent raises it, SystemExit too: a rank without an answer would hang it
             answer = False, traceback.format_exc()
         pipe.send_bytes(pickle.dumps(answer))

@@ -8,10 +8,14 @@ import torch
 from torch import Tensor
 
 import kda_core
+from kda_core.request import DATA as ROWS
 from kda_core.testing.cases import FP64, SOFTPLUS, Case
 
-ROWS = ("q", "k", "v", "g", "beta")
 RAW = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+
+
+def normal(*shape: int, seed: int = 3) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def inputs(
@@ -72,3 +76,9 @@ def worst(found: dict[str, Any], expected: dict[str, Any]) -> tuple[float, str]:
         return float("nan"), str({n: e for n, e in errors.items() if e != e})
     name = max(errors, key=lambda n: errors[n])
     return errors[name], name
+
+
+def assert_close(parts: list[dict[str, Any]], expected: dict[str, Any], limit: float) -> None:
+    """Check that all ranks together have the expected results; ``limit``: above the largest relative error."""
+    error, name = worst(assembled(parts, expected), expected)
+    assert error < limit, name
