@@ -134,6 +134,14 @@ def test_a_flag_may_be_numpys(ranks):
     assert [text for text, _ in ranks.run(2, JOBS + "bad_call", tensors, {"tokens": 32}, flag)] == ["", ""]
 
 
+@pytest.mark.parametrize("more", [{}, {"deterministic_degree": True, "grid": 16}])
+def test_backends_never_see_a_negative_view(ranks, more):
+    """Kernels that read memory took gradients, and in a backward all rows, with the wrong sign."""
+    tensors = in_float32(inputs(64, gate=False))
+    found = ranks.run(2, JOBS + "negative_views", tensors, normal(1, 64, 4, 6), {"tokens": 64, **more})
+    assert found == [[], []]
+
+
 CELLS = {"tokens": 2048, "deterministic_degree": True, "grid": 256}
 
 
