@@ -114,9 +114,9 @@ def test_bad_input_raises_on_a_rank_without_cells(ranks, what):
     tensors = inputs(32, gate=False)
     if what == "heads":
         tensors["beta"], changes = tensors["beta"][..., :3], {}
-    found = ranks.run(2, JOBS + "bad_call", tensors, context, changes)
+    found = ranks.run(2, "bad_call", tensors, context, changes)
     assert all(text.startswith(message) for text, _ in found)
-    assert [text for text, _ in ranks.run(2, JOBS + "bad_call", inputs(32, gate=False), context, {})] == ["", ""]
+    assert [text for text, _ in ranks.run(2, "bad_call", inputs(32, gate=False), context, {})] == ["", ""]
 
 
 def test_a_flag_may_be_numpys(ranks):
@@ -124,14 +124,14 @@ def test_a_flag_may_be_numpys(ranks):
     tensors = inputs(32, gate=False)
     tensors["initial_state"] = torch.zeros(1, 4, 6, 8)
     flag = {"state_v_first": np.True_}
-    assert [text for text, _ in ranks.run(2, JOBS + "bad_call", tensors, {"tokens": 32}, flag)] == ["", ""]
+    assert [text for text, _ in ranks.run(2, "bad_call", tensors, {"tokens": 32}, flag)] == ["", ""]
 
 
 @pytest.mark.parametrize("more", [{}, {"deterministic_degree": True, "grid": 16}])
 def test_backends_never_see_a_negative_view(ranks, more):
     """Kernels that read memory took gradients, and in a backward all rows, with the wrong sign."""
     tensors = in_float32(inputs(64, gate=False))
-    found = ranks.run(2, JOBS + "negative_views", tensors, normal(1, 64, 4, 6), {"tokens": 64, **more})
+    found = ranks.run(2, "negative_views", tensors, normal(1, 64, 4, 6), {"tokens": 64, **more})
     assert found == [[], []]
 
 
