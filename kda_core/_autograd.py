@@ -110,9 +110,10 @@ class _Call(torch.autograd.Function):
             return (None,) * (_BEFORE + len(names))
         given = kept[: len(names)]
         saved = kept[len(names) :]
-        # The compiler of torch 2.7 zips equal lengths only.
-        asked = dict(zip(operator.grads, grads, strict=True))
         compiling = torch.compiler.is_compiling()
+        own: Any = grads if compiling else [None if grad is None else grad.resolve_neg() for grad in grads]
+        # The compiler of torch 2.7 zips equal lengths only.
+        asked = dict(zip(operator.grads, own, strict=True))
         watched = compiling or torch.is_grad_enabled() or needs_operator(*grads)
         if not compiling:
             _check_gradients(operator.op, grads, watched)

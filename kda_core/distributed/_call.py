@@ -60,6 +60,8 @@ class _Call(torch.autograd.Function):
         needed = frozenset(n for n, wanted in zip(DIFFERENTIABLE, ctx.needs_input_grad[3:], strict=True) if wanted)
         if not needed or (grad_o is None and grad_final_state is None):
             return (None,) * (3 + count)
+        if not torch.compiler.is_compiling():
+            grad_o, grad_final_state = (t if t is None else t.resolve_neg() for t in (grad_o, grad_final_state))
         asked = {"saved": tuple(saved), "grad_o": grad_o, "grad_final_state": grad_final_state, "needs_grad": needed}
         values = {**options, **dict(zip(DIFFERENTIABLE, kept[:count], strict=True)), **asked}
         s = Shared(fragments, slots, chain, *rest)
@@ -71,6 +73,7 @@ class _Call(torch.autograd.Function):
             grads = _autograd.call_backward(_OPERATOR, {**values, **_named(s), **places, **more})
         else:
             same = strides == _autograd.strides_of(kept[:count])  # hooks of saved tensors may return others
+            same = same and not any(t is not None and t.is_neg() for t in kept[:count])  # a choice resolves signs
             grads = backward(build_request(values), s, name, matrices, known if same else None)
         return (None, None, None, *(grads[n] if n in needed else None for n in DIFFERENTIABLE))
 
@@ -170,9 +173,11 @@ def context_of(r: Request) -> ContextParallel:
         raise UnsupportedCall(
             "chunk_kda: a context of fla's has neither initial nor final states; use kda_core.distributed's own"
         )
+    v_first = _checks.python_value(r.state_v_first)
+    _expect.expect_flag("state_v_first", v_first)  # fragments are called with K first
     if state is not None:
         _expect.expect_tensor("initial_state", state, (*_expect.STATE_DTYPES, r.compute_dtype), r.q.device)
-        shape = (c.sequences, r.HV, *((r.V, r.K) if r.state_v_first is True else (r.K, r.V)))
+        shape = (c.sequences, r.HV, *((r.V, r.K) if v_first else (r.K, r.V)))
         _expect.expect_shape("initial_state", state, shape, "[N, HV, K, V], the states of all sequences,")
     # fla's callers pass the context's own.
     given = r.cu_seqlens

@@ -105,6 +105,8 @@ def _chained(r: Request, s: Shared, steps: Sequence[ForwardStep | BackwardStep],
 
 def _forward_of_cells(r: Request, s: Shared, name: str | None) -> Forward:
     steps = [ForwardStep(_aligned(q), t, name) for q, t in s.parts(r)]
+    if not steps:
+        _refuse_without_cells(r, s, name)
     came = _chained(r, s, steps, False)
     parts = [step.finish(states) for step, states in zip(steps, came, strict=True)]
     o = torch.cat([r.v.new_empty(r.B, 0, r.HV, r.V), *(p.result.o for p in parts)], 1)
@@ -117,6 +119,12 @@ def _forward_of_cells(r: Request, s: Shared, name: str | None) -> Forward:
         h = torch.cat([absent, *(p.result.h for p in parts if p.result.h is not None)], 1)
     matrices = torch.cat([m for p in parts if (m := p.matrices) is not None]) if r.save_for_backward and parts else None
     return Forward(ForwardResult(o, final, h), matrices, tuple(t for p in parts for t in p.saved), None)
+
+
+def _refuse_without_cells(r: Request, s: Shared, name: str | None) -> None:
+    """Refuse what ranks with cells refuse: they do not come to the exchange."""
+    none, cpu = (torch.zeros(s.fragments.shape[1:], dtype=torch.int64, device=d) for d in (r.device, "cpu"))
+    s._replace(fragments=none).chosen(build_request({**vars(r), "cu_seqlens_cpu": cpu[0]}), name)
 
 
 def _backward_of_cells(

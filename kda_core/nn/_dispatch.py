@@ -28,10 +28,10 @@ HOOKS = {
 
 
 def is_eager(*tensors: Tensor | None) -> bool:
-    """Whether a call is eager, and all tensors are plain ones."""
+    """Whether a call is eager, and all tensors are plain ones that lie in memory with their own signs."""
     if torch.compiler.is_compiling():
         return False
-    plain = all(t is None or is_plain(t) for t in tensors)
+    plain = all(t is None or (is_plain(t) and not t.is_neg()) for t in tensors)
     return plain and not _torch_private.in_mode() and not _torch_private.in_forward_mode()
 
 

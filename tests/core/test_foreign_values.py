@@ -145,6 +145,23 @@ def test_backends_never_see_a_negative_view(op, name):
     assert not any(t.is_neg() for t in seen)
 
 
+@pytest.mark.parametrize("op", ["chunk_kda", "fused_recurrent_kda", "kda_gate"])
+def test_backends_never_see_a_negative_gradient(op):
+    """Kernels that read memory took it with the wrong sign, in first and in repeated calls."""
+    arguments = gated() if op != "kda_gate" else {"g": torch.randn(T, HV, K), "lower_bound": -4.0}
+    arguments["g"].requires_grad_()
+    with Watcher() as requests:
+        for _ in range(4):
+            results = getattr(kda_core, op)(**arguments)
+            o = results if op == "kda_gate" else results[0]
+            gradient = torch.randn_like(o)
+            (wanted,) = torch.autograd.grad(o, arguments["g"], gradient, retain_graph=True)
+            (found,) = torch.autograd.grad(o, arguments["g"], negative_view(gradient))
+            assert torch.equal(found, wanted)
+    seen = [t for request in requests for t in vars(request).values() if isinstance(t, torch.Tensor)]
+    assert not any(t.is_neg() for t in seen)
+
+
 def test_the_gate_of_a_negative_view():
     raw = torch.randn(T, HV, K)
     for _ in range(3):

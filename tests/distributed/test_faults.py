@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from whole_calls import RAW, ROWS, assembled, inputs, normal, oracle, worst
@@ -88,6 +89,7 @@ BAD = {
     "state": ({"initial_state": torch.zeros(2, 4, 8, 6).double()}, "ValueError: initial_state: expected shape [N, HV"),
     "bounds": ({"cu_seqlens": torch.tensor([0, 31, 32])}, "ValueError: cu_seqlens: expected None with cp_context"),
     "gate": ({"A_log": torch.zeros(4).double()}, "ValueError: A_log: expected use_gate_in_kernel=True"),
+    "flag": ({"state_v_first": 1}, "TypeError: state_v_first: expected True or False, got 1"),
     "backend": ({"backend": "nowhere"}, "BackendNotFound: backend 'nowhere' is not installed"),
 }  # fmt: skip
 
@@ -102,6 +104,35 @@ def test_bad_input_raises_on_all_ranks_before_they_wait(ranks, what):
         assert seconds < 0.3
     # The group is as good as before.
     assert [text for text, _ in ranks.run(2, "bad_call", tensors, {"tokens": 64}, {})] == ["", ""]
+
+
+@pytest.mark.parametrize("what", ["heads", "option", "backend"])
+def test_bad_input_raises_on_a_rank_without_cells(ranks, what):
+    """It went to the exchange, and waited for ranks that had refused the call."""
+    changes, message = BAD[what]
+    context = {"tokens": 32, "deterministic_degree": True, "grid": 16, "layout": [[(0, 32)], []]}
+    tensors = inputs(32, gate=False)
+    if what == "heads":
+        tensors["beta"], changes = tensors["beta"][..., :3], {}
+    found = ranks.run(2, "bad_call", tensors, context, changes)
+    assert all(text.startswith(message) for text, _ in found)
+    assert [text for text, _ in ranks.run(2, "bad_call", inputs(32, gate=False), context, {})] == ["", ""]
+
+
+def test_a_flag_may_be_numpys(ranks):
+    """Initial states were expected with K first where it said V."""
+    tensors = inputs(32, gate=False)
+    tensors["initial_state"] = torch.zeros(1, 4, 6, 8)
+    flag = {"state_v_first": np.True_}
+    assert [text for text, _ in ranks.run(2, "bad_call", tensors, {"tokens": 32}, flag)] == ["", ""]
+
+
+@pytest.mark.parametrize("more", [{}, {"deterministic_degree": True, "grid": 16}])
+def test_backends_never_see_a_negative_view(ranks, more):
+    """Kernels that read memory took gradients, and in a backward all rows, with the wrong sign."""
+    tensors = in_float32(inputs(64, gate=False))
+    found = ranks.run(2, "negative_views", tensors, normal(1, 64, 4, 6), {"tokens": 64, **more})
+    assert found == [[], []]
 
 
 CELLS = {"tokens": 2048, "deterministic_degree": True, "grid": 256}

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from toys import HalvesWatcher
 
 import kda_core
 from kda_core.distributed import build_cp_context
@@ -109,6 +110,22 @@ def bad_call(group: Any, rank: int, inputs: dict, context: dict, changes: dict) 
     except Exception as error:
         return f"{type(error).__name__}: {error}", time.perf_counter() - began
     return "", time.perf_counter() - began
+
+
+def negative_views(group: Any, rank: int, inputs: dict, grad: Any, context: dict) -> list[str]:
+    """Names of tensors that hooks saw as negative views, of a call whose every row and gradient is one."""
+    c = build_cp_context(group=group, **context)
+
+    def negative(t: torch.Tensor) -> torch.Tensor:
+        return torch.complex(t, -t).conj().imag
+
+    with HalvesWatcher() as requests:
+        leaves = _local(c, inputs)
+        o, _ = kda_core.chunk_kda(**{n: negative(t) if n in ROWS else t for n, t in leaves.items()}, cp_context=c)
+        torch.autograd.backward(o, negative(c.local(grad)))
+    assert len(requests) >= 4
+    named = [(n, t) for r in requests for n, t in vars(r).items() if isinstance(t, torch.Tensor)]
+    return sorted({n for n, t in named if t.is_neg()})
 
 
 def verified(group: Any, rank: int, contexts: list[dict]) -> str:

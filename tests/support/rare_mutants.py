@@ -21,6 +21,14 @@ def absolute_scale(r):
     return replace(r, scale=abs(r.scale))
 
 
+@asked
+def bound_without_a_promise(r):
+    """Given decays keep to lower_bound without safe_gate, too."""
+    if r.use_gate_in_kernel or r.lower_bound is None or r.safe_gate:
+        return r
+    return replace(r, g=r.g.clamp(min=r.lower_bound))
+
+
 class GroupsOfFourAtMost(Mutant):
     """With HV > 4 H, dq and dk add up the first four heads of each group."""
 

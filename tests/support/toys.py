@@ -122,6 +122,22 @@ class Watcher:
     kda_core_gate_forward = kda_core_gate_backward = kda_core_short_convolution_forward = kda_core_chunk_forward
 
 
+class HalvesWatcher(Watcher):
+    """The same for the hooks of calls in two halves."""
+
+    kda_core_chunk_begin = kda_core_chunk_begin_backward = Watcher.kda_core_chunk_forward
+
+    @hookimpl(wrapper=True)
+    def kda_core_chunk_finish(self, request, kept, starts):
+        self.requests.append(request)
+        return (yield)
+
+    @hookimpl(wrapper=True)
+    def kda_core_chunk_finish_backward(self, request, kept, ends):
+        self.requests.append(request)
+        return (yield)
+
+
 def inputs(T=3, dtype=torch.float32, K=4):
     q, k, v = torch.randn(3, 1, T, 2, K, dtype=dtype)
     return q, k, v, -q.abs(), torch.rand(1, T, 2, dtype=dtype)

@@ -57,6 +57,18 @@ def test_lower_bound_gate_of_a_bound_far_away(kda, bound: float, shift: float, d
     kda.check(call.having(lower_bound=bound, g=call.tensors["g"] - shift))
 
 
+@pytest.mark.parametrize(
+    "op",
+    [
+        pytest.param("chunk_kda", marks=requires(Feature.CHUNK), id="chunk"),
+        pytest.param("fused_recurrent_kda", marks=requires(Feature.RECURRENT), id="recurrent"),
+    ],
+)
+def test_bound_without_a_promise(kda, op: str):
+    """Beside given decays and without safe_gate, lower_bound changes nothing: many lie below it."""
+    kda.check(Case(name=f"no promise {op}", op=op, T=40).call().having(lower_bound=-0.25))
+
+
 def _bias_cancels(T: int, **fields) -> Call:
     """g and dt_bias are large and their sum is small: multiplying each by the rate would leave rounding errors."""
     case = Case(name=f"bias cancels {T}", T=T, HV=6, state=FP32, **SOFTPLUS | {"gate": "lower bound"} | fields)
