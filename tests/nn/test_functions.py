@@ -13,7 +13,7 @@ from toys import Toy, installed
 from kda_core.capabilities import Unavailable
 from kda_core.errors import BackendNotFound, UnsupportedCall
 from kda_core.hookspecs import hookimpl
-from kda_core.nn import KDACache, _dispatch, gated_rms_norm, short_convolution
+from kda_core.nn import KDACache, gated_rms_norm, short_convolution
 from kda_core.request import BackwardResult, ForwardResult
 
 DOUBLE = {"dtype": torch.float64}
@@ -207,13 +207,15 @@ def test_a_backend_that_cannot_serve_the_device_is_refused():
         short_convolution(x, weight, backend="layered")
 
 
-def test_hooks_are_not_given_negative_views(monkeypatch):
+def test_hooks_are_not_given_negative_views(layered: Layered):
     """Decoding kernels took beta and the states of the convolution with the wrong sign."""
-    monkeypatch.setattr(_dispatch, "_choose", lambda *_: "a backend")
-    monkeypatch.setattr(_dispatch.registry, "_choices", {})
-    x = torch.randn(2, 13)
-    negative = torch.complex(x, -x).conj().imag
-    assert torch.equal(negative, x)
-    assert _dispatch.backend_for("decode_step", x, (x, None), (), None)[0] == "a backend"
-    assert _dispatch.backend_for("decode_step", x, (negative, None), (), None) == (None, None)
-    assert _dispatch.backend_for("decode_step", negative, (x, None), (), None) == (None, None)
+    x, weight = drawn((1, 4, 6), (6, 4))
+
+    def negative(t: torch.Tensor) -> torch.Tensor:
+        return torch.complex(t, -t).conj().imag
+
+    expected, _ = short_convolution(x, weight, backend="cpu")
+    for given in ((negative(x), weight), (x, negative(weight))):
+        y, _ = short_convolution(*given, backend="layered")
+        torch.testing.assert_close(y, expected)
+    assert not layered.requests
