@@ -1,0 +1,567 @@
+"""``recurrent`` for drafts that leave records, written in Gluon: the same sums. K = V = 128.
+
+All that a token needs without its state is computed once a program, a warp for each token, while the state
+comes from memory, and lies in shared memory when the tokens are computed: their loop has no barrier, waits for no load,
+and warps share no sum. Records that are committed first lie beside it.
+
+Threads take every sum in the order in which those of ``recurrent`` take it: not a bit of a result shows which of the
+two kernels it came from. Float32 states stored K first lie in two warps there, which are added last.
+
+In a decoding step of a layer (``TAPS``) a program has a whole head. It convolves the head's channels of q, k and v, and
+norms the rows of o that it has written.
+
+Grid: (N · HV · V / value channels of a program), value blocks fastest, then heads.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from kda_core.triton_lib.factor import decay_factor, decayed
+from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
+from kda_core.triton_lib.packing import is_padding
+from kda_core_nvidia.layer_rows import convolved_row, head_filter, normed
+from kda_core_nvidia.recurrent_step import SIZE, block_barrier, copy_tile, widen
+from kda_core_nvidia.transitions_hopper import rounded
+
+DRAFT_COLUMNS = gl.constexpr(16)
+"""Value channels of a warp: half of what a warp of ``recurrent`` holds K first, so that twice as many run."""
+EARLY = gl.constexpr(1)
+MASKS = gl.constexpr(1)
+SCATTER = gl.constexpr(1)
+UNROLL = gl.constexpr(0)
+ONE = gl.constexpr(0)
+LEAN = gl.constexpr(1)
+
+# Later versions of triton renamed it.
+_RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+
+@gluon.jit
+def viewed(buffer, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """float32 in shared memory in another shape."""
+    if _RENAMED:
+        return buffer.reinterpret(gl.float32, SHAPE, LAYOUT)
+    else:
+        return buffer._reinterpret(gl.float32, SHAPE, LAYOUT)
+
+
+@gluon.jit
+def _whole(x):
+    """Sums of rows [T, parts, K / parts]."""
+    return gl.sum(gl.sum(x, 2), 1)
+
+
+@gluon.jit
+def keep(x, T: gl.constexpr, PARTS: gl.constexpr, KEPT: gl.constexpr, V_FIRST: gl.constexpr):
+    """Rows of key channels in shared memory, those of a thread side by side."""
+    if not V_FIRST:
+        x = x.reshape([T, SIZE // PARTS, PARTS]).permute([0, 2, 1])
+    x = x.reshape([T * PARTS, SIZE // PARTS])
+    return gl.allocate_shared_memory(gl.float32, x.shape, KEPT, x)
+
+
+@gluon.jit
+def kept(buffer, t, T: gl.constexpr, PARTS: gl.constexpr, KEPT: gl.constexpr, KEYS: gl.constexpr,
+          V_FIRST: gl.constexpr):  # fmt: skip
+    """A row of them against a tile."""
+    row = viewed(buffer, [T, PARTS, SIZE // PARTS], KEPT).index(t)
+    return row.load(KEYS)[None, :, :] if V_FIRST else row.permute([1, 0]).load(KEYS)[:, :, None]
+
+
+@gluon.jit
+def _number(buffer, t, T: gl.constexpr, FLAT: gl.constexpr, VALUES: gl.constexpr):
+    """A token's number beside value channels."""
+    return viewed(buffer, [T, 1], FLAT).index(t).load(VALUES)
+
+
+@gluon.jit
+def _row(buffer, i, ROWS: gl.constexpr, BV: gl.constexpr, FLAT: gl.constexpr, VALUES: gl.constexpr):
+    """A row of value channels."""
+    return viewed(buffer, [ROWS, BV], FLAT).index(i).load(VALUES)
+
+
+@gluon.jit
+def _part(buffer, i, T: gl.constexpr, HALVES: gl.constexpr, ROWS: gl.constexpr):
+    """One of four parts of rows of convolutions, [T, HALVES, K / HALVES]."""
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    WHOLE: gl.constexpr = gl.BlockedLayout([1, 4 // HALVES], [1, 32], [gl.num_warps(), 1], [1, 0])
+    x = viewed(buffer, [T, 4 * SIZE], PLAIN).slice(i * SIZE, SIZE, dim=1).load(WHOLE)
+    return gl.convert_layout(x.reshape([T, HALVES, SIZE // HALVES]), ROWS)
+
+
+@gluon.jit
+def along_v(x, V_FIRST: gl.constexpr):
+    """Value channels against a tile."""
+    return x[:, None, None] if V_FIRST else x[None, None, :]
+
+
+@gluon.jit
+def contract(x, BV: gl.constexpr, HALVES: gl.constexpr, VALUES: gl.constexpr, V_FIRST: gl.constexpr):
+    """Sum of a tile over its key channels."""
+    AXIS: gl.constexpr = 1 if V_FIRST else 0
+    x = gl.sum(x, AXIS)
+    if HALVES == 2:
+        x = gl.sum(x.reshape([2, 2, BV]), 1)
+    return gl.convert_layout(gl.sum(x, AXIS), VALUES)
+
+
+@gluon.jit
+def _exchanged(x, BIT: gl.constexpr, V_FIRST: gl.constexpr):
+    """The number of the lane whose part differs in a bit."""
+    LANE: gl.constexpr = BIT if V_FIRST else 4 * BIT
+    ASM: gl.constexpr = f"shfl.sync.bfly.b32 $0, $1, {LANE}, 0x1f, 0xffffffff;"
+    return gl.inline_asm_elementwise(ASM, "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _handed(x, j: gl.constexpr, V_FIRST: gl.constexpr):
+    """The number of the lane that has value channel j of a thread's four."""
+    LANE: gl.constexpr = j if V_FIRST else 4 * j
+    SEGMENT: gl.constexpr = 0x181F if V_FIRST else 0x031F
+    ASM: gl.constexpr = f"shfl.sync.idx.b32 $0, $1, {LANE}, {SEGMENT}, 0xffffffff;"
+    return gl.inline_asm_elementwise(ASM, "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _halved(a, b, second, BIT: gl.constexpr, V_FIRST: gl.constexpr):
+    """Each lane keeps one of two sums, to which it adds that of the other lane."""
+    return gl.where(second, b, a) + _exchanged(gl.where(second, a, b), BIT, V_FIRST)
+
+
+@gluon.jit
+def _four(x, BV: gl.constexpr, PLACE: gl.constexpr, V_FIRST: gl.constexpr):
+    """Sums of a thread's own key channels, one tensor [8, BV / 4] for each of its four value channels."""
+    if V_FIRST:
+        x = gl.sum(x, 1)
+        x = gl.sum(x.reshape([BV, 8, 8]), 2).permute([1, 0])
+    else:
+        x = gl.sum(x, 0)
+    even, odd = gl.split(x.reshape([8, BV // 4, 2, 2]))
+    v0, v2 = gl.split(even)
+    v1, v3 = gl.split(odd)
+    return (gl.convert_layout(v0, PLACE), gl.convert_layout(v1, PLACE), gl.convert_layout(v2, PLACE),
+            gl.convert_layout(v3, PLACE))  # fmt: skip
+
+
+@gluon.jit
+def _scattered(x, y, BV: gl.constexpr, PLACE: gl.constexpr, V_FIRST: gl.constexpr):
+    """Sums of two tiles over their key channels, x and y, each lane with one: [8, BV / 4], by (of y, value channel)."""
+    k0, k1, k2, k3 = _four(x, BV, PLACE, V_FIRST)
+    q0, q1, q2, q3 = _four(y, BV, PLACE, V_FIRST)
+    part = gl.arange(0, 8, layout=gl.SliceLayout(1, PLACE))[:, None]
+    b2, b1, b0 = (part & 4) != 0, (part & 2) != 0, (part & 1) != 0
+    k0 = _halved(k0, q0, b2, 4, V_FIRST)
+    k1 = _halved(k1, q1, b2, 4, V_FIRST)
+    k2 = _halved(k2, q2, b2, 4, V_FIRST)
+    k3 = _halved(k3, q3, b2, 4, V_FIRST)
+    k0 = _halved(k0, k2, b1, 2, V_FIRST)
+    k1 = _halved(k1, k3, b1, 2, V_FIRST)
+    return _halved(k0, k1, b0, 1, V_FIRST)
+
+
+@gluon.jit
+def masked_decayed(x, factor, mask):
+    """``decayed``, whose choice is in the bits of a mask."""
+    chosen = (x.to(gl.int32, bitcast=True) & mask.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
+    return gl.fma(x, factor, chosen)
+
+
+@gluon.jit
+def mask_of(factor):
+    return gl.where(factor < 0.0, -1, 0).to(gl.int32).to(gl.float32, bitcast=True)
+
+
+@gluon.jit(
+    do_not_specialize=["scale", "lower_bound", "eps", "T", "C", "pad_slot_id", "slots"],
+    do_not_specialize_on_alignment=["indices", "committed"],
+)
+def recurrent_draft(
+    q, k,  # [N, T, H, K]
+    v,  # [N, T, HV, V]
+    g,  # [N, T, HV, K]
+    beta,  # [N, T, HV]
+    A_log,  # [HV] or None
+    dt_bias,  # [HV, K] or None
+    initial_state,  # [slots of a pool, HV, K, V] (or [..., V, K]), rows aligned to 16 bytes
+    o,  # [N, T, HV, V]
+    indices,  # [N] slots
+    records,  # [N, T, HV, 2K + V]
+    commit,  # [N, C, HV, 2K + V] or None: records that come first
+    committed,  # [N], how many of them, or None
+    # around it, in a layer, or None: with them there is no q, k and v, and a program has a whole head. HV = H
+    x,  # [N, T, 3 · H · 128], the last stride 1
+    weight,  # [D, TAPS]
+    bias,  # [D] or None
+    conv_state,  # [slots, TAPS - 1, D]
+    inputs,  # [N, C, D] behind which the records are, the last stride 1; or None
+    gate,  # [N, T, HV, V], the last stride 1, or None
+    norm_weight,  # [V] or None
+    scale, lower_bound, eps, T, C,
+    # strides by sequence, token, head
+    s_qn, s_qt, s_qh, s_kn, s_kt, s_kh, s_vn, s_vt, s_vh, s_gn, s_gt, s_gh, s_bn, s_bt, s_bh, s_on, s_ot, s_oh,
+    s_rn, s_rt, s_rh, s_cn, s_ct, s_ch, s_committed: gl.int64, s_in, s_ih, s_index: gl.int64, pad_slot_id: gl.int64,
+    slots, s_xn, s_xt, s_xi, s_ti, s_cs, s_cr, s_cd, s_an, s_at, s_ah,
+    HV: gl.constexpr,
+    GROUP: gl.constexpr,  # value heads a key head
+    I_ROW: gl.constexpr,  # stride of a state's rows
+    TP: gl.constexpr, CP: gl.constexpr,  # T and C, or more
+    STAGED: gl.constexpr,  # K first: states come by way of shared memory, in whole lines
+    GATE: gl.constexpr, L2NORM: gl.constexpr, SIGMOID: gl.constexpr, NEG_EIGVAL: gl.constexpr, V_FIRST: gl.constexpr,
+    TAPS: gl.constexpr,  # of the convolution; 0: q, k and v are given
+):  # fmt: skip
+    W: gl.constexpr = gl.num_warps()
+    BV: gl.constexpr = DRAFT_COLUMNS * W
+    BLOCKS: gl.constexpr = SIZE // BV
+    WIDE: gl.constexpr = initial_state.dtype.element_ty == gl.float32
+    HALVES: gl.constexpr = 2 if WIDE and not V_FIRST else 1
+    # A tile as it lies in memory, and with its key channels in PARTS.
+    if V_FIRST:
+        PARTS: gl.constexpr = 2
+        LANES: gl.constexpr = 16 if WIDE else 8
+        # A thread reads inputs and writes results of all its value channels at once: they are neighbours.
+        OWN: gl.constexpr = DRAFT_COLUMNS * LANES // 32
+        TILE: gl.constexpr = gl.BlockedLayout([OWN, 64 // LANES], [32 // LANES, LANES], [W, 1], [1, 0])
+        SHAPE: gl.constexpr = (BV, SIZE)
+        L: gl.constexpr = gl.BlockedLayout([OWN, 1, 64 // LANES], [32 // LANES, 1, LANES], [W, 1, 1], [2, 1, 0])
+        PARTED: gl.constexpr = (BV, 2, 64)
+        KEYS: gl.constexpr = gl.SliceLayout(0, L)
+        VALUES: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, L))
+    else:
+        PARTS: gl.constexpr = 4 if WIDE else 8
+        LANES: gl.constexpr = 32 // PARTS
+        TILE: gl.constexpr = gl.BlockedLayout([1, DRAFT_COLUMNS // LANES], [PARTS, LANES], [1, W], [1, 0])
+        SHAPE: gl.constexpr = (SIZE, BV)
+        L: gl.constexpr = gl.BlockedLayout([1, 1, DRAFT_COLUMNS // LANES], [1, PARTS, LANES], [1, 1, W], [2, 1, 0])
+        PARTED: gl.constexpr = (SIZE // PARTS, PARTS, BV)
+        KEYS: gl.constexpr = gl.SliceLayout(2, L)
+        VALUES: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, L))
+    ROWS: gl.constexpr = gl.BlockedLayout([1, HALVES, 4 // HALVES], [1, 1, 32], [W, 1, 1], [2, 1, 0])
+    TOKENS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, ROWS))
+    # Lanes read different banks.
+    KEPT: gl.constexpr = gl.SwizzledSharedLayout(4, max(1, PARTS // 4), min(PARTS, 4), [1, 0])
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    COLUMNS: gl.constexpr = gl.BlockedLayout([1, BV // 32], [1, 32], [W, 1], [1, 0])
+    if LEAN:
+        gl.assume(s_qn >= 0)
+        gl.assume(s_qt >= 0)
+        gl.assume(s_qh >= 0)
+        gl.assume(s_kn >= 0)
+        gl.assume(s_kt >= 0)
+        gl.assume(s_kh >= 0)
+        gl.assume(s_vn >= 0)
+        gl.assume(s_vt >= 0)
+        gl.assume(s_vh >= 0)
+        gl.assume(s_gn >= 0)
+        gl.assume(s_gt >= 0)
+        gl.assume(s_gh >= 0)
+        gl.assume(s_bn >= 0)
+        gl.assume(s_bt >= 0)
+        gl.assume(s_bh >= 0)
+        gl.assume(s_on >= 0)
+        gl.assume(s_ot >= 0)
+        gl.assume(s_oh >= 0)
+        gl.assume(s_rn >= 0)
+        gl.assume(s_rt >= 0)
+        gl.assume(s_rh >= 0)
+        gl.assume(s_cn >= 0)
+        gl.assume(s_ct >= 0)
+        gl.assume(s_ch >= 0)
+        gl.assume(s_in >= 0)
+        gl.assume(s_ih >= 0)
+        gl.assume(s_committed >= 0)
+        gl.assume(s_index >= 0)
+    pid = gl.program_id(0)
+    i_v = pid % BLOCKS * BV
+    i_h = (pid // BLOCKS % HV).to(gl.int64)
+    i_n = (pid // (BLOCKS * HV)).to(gl.int64)
+    i_state = gl.load(indices + i_n * s_index).to(gl.int64)
+
+    if EARLY:
+        if commit is not None:
+            count = gl.minimum(gl.maximum(gl.load(committed + i_n * s_committed), 0), C).to(gl.int32)
+        o_column = i_v + gl.arange(0, BV, layout=gl.SliceLayout(0, COLUMNS))[None, :]
+        o_t = gl.arange(0, TP, layout=gl.SliceLayout(1, COLUMNS))[:, None]
+        if is_padding(i_state, pad_slot_id, slots):
+            zeros = gl.full([TP, BV], 0.0, o.dtype.element_ty, COLUMNS)
+            gl.store(o + i_n * s_on + i_h * s_oh + (o_t.to(gl.int64) * s_ot + o_column), zeros, mask=o_t < T)
+            return
+        p_state = initial_state + (i_state * s_in + i_h * s_ih + (i_v.to(gl.int64) * I_ROW if V_FIRST else i_v))
+        if STAGED:
+            # A warp reads DRAFT_COLUMNS of rows that must lie in different banks.
+            LAID: gl.constexpr = gl.SwizzledSharedLayout(DRAFT_COLUMNS, 1, W, [1, 0])
+            VECTOR: gl.constexpr = 4 if WIDE else 8
+            LINES: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 * VECTOR // BV, BV // VECTOR], [W, 1], [1, 0])
+            tile = gl.allocate_shared_memory(initial_state.dtype.element_ty, [SIZE, BV], LAID)
+            o_row = gl.arange(0, SIZE, layout=gl.SliceLayout(1, LINES)).to(gl.int64)[:, None]
+            o_column = gl.arange(0, BV, layout=gl.SliceLayout(0, LINES))[None, :]
+            copy_tile(tile, p_state + (o_row * I_ROW + o_column))
+            async_copy.commit_group()
+        o_row = gl.arange(0, SHAPE[0], layout=gl.SliceLayout(1, TILE)).to(gl.int64)[:, None]
+        o_column = gl.arange(0, SHAPE[1], layout=gl.SliceLayout(0, TILE))[None, :]
+        p_state += o_row * I_ROW + o_column
+        if not STAGED:
+            S = gl.load(p_state)
+        if EARLY == 2:
+            block_barrier()
+    # On their way while the slot is, which the state has to wait for.
+    HALF: gl.constexpr = SIZE // HALVES
+    o_k = gl.arange(0, HALVES, layout=gl.SliceLayout(0, gl.SliceLayout(2, ROWS)))[None, :, None] * HALF
+    o_k += gl.arange(0, HALF, layout=gl.SliceLayout(0, gl.SliceLayout(1, ROWS)))[None, None, :]
+    o_t = gl.arange(0, TP, layout=TOKENS)
+    rows = o_t.to(gl.int64)[:, None, None]
+    m_t = (o_t < T)[:, None, None]
+    if TAPS:
+        o_d, o_part, taps, b_bias = head_filter(weight, bias, pid % HV, HV, TAPS)
+        p_x = x + i_n * s_xn + o_d
+        given = ()
+        for t in gl.static_range(TP):
+            # Rows behind the last are not looked at.
+            given += (gl.load(p_x, mask=o_part < gl.where(t < T, 3, 0), other=0.0),)
+            p_x += s_xt
+    else:
+        b_q = gl.load(q + (i_n * s_qn + i_h // GROUP * s_qh + rows * s_qt + o_k), mask=m_t, other=0.0).to(gl.float32)
+        b_k = gl.load(k + (i_n * s_kn + i_h // GROUP * s_kh + rows * s_kt + o_k), mask=m_t, other=0.0).to(gl.float32)
+    b_g = gl.load(g + (i_n * s_gn + i_h * s_gh + rows * s_gt + o_k), mask=m_t, other=0.0).to(gl.float32)
+    b_beta = gl.load(beta + (i_n * s_bn + i_h * s_bh + o_t.to(gl.int64) * s_bt), mask=o_t < T, other=0.0)
+    rate = gate_rate(A_log, i_h)
+    dt = 0.0
+    if dt_bias is not None:
+        dt = gl.load(dt_bias + i_h * SIZE + o_k).to(gl.float32)
+    o_v = gl.arange(0, BV, layout=VALUES)
+    o_column = i_v + gl.arange(0, BV, layout=gl.SliceLayout(0, COLUMNS))[None, :]
+    o_t = gl.arange(0, TP, layout=gl.SliceLayout(1, COLUMNS))[:, None]
+    if not TAPS:
+        value = gl.load(v + (i_n * s_vn + i_h * s_vh + o_t.to(gl.int64) * s_vt + o_column), mask=o_t < T, other=0.0)
+    if commit is not None:
+        # The lines of ``recurrent``. A count out of range is clamped.
+        if not EARLY:
+            count = gl.minimum(gl.maximum(gl.load(committed + i_n * s_committed), 0), C).to(gl.int32)
+        o_c = gl.arange(0, CP, layout=TOKENS)
+        p_u = commit + (i_n * s_cn + i_h * s_ch)
+        p_rows = p_u + (o_c.to(gl.int64)[:, None, None] * s_ct + o_k)
+        m_c = (o_c < count)[:, None, None]
+        earlier_k = gl.load(p_rows, mask=m_c, other=0.0)
+        earlier_d = gl.load(p_rows + SIZE, mask=m_c, other=0.0)
+        o_c = gl.arange(0, CP, layout=gl.SliceLayout(1, COLUMNS))[:, None]
+        p_u += 2 * SIZE
+        earlier_u = gl.load(p_u + (o_c.to(gl.int64) * s_ct + o_column), mask=o_c < count, other=0.0)
+
+    if not EARLY:
+        if is_padding(i_state, pad_slot_id, slots):
+            zeros = gl.full([TP, BV], 0.0, o.dtype.element_ty, COLUMNS)
+            gl.store(o + i_n * s_on + i_h * s_oh + (o_t.to(gl.int64) * s_ot + o_column), zeros, mask=o_t < T)
+            return
+    if TAPS:
+        p_first = conv_state + i_state * s_cs + o_d.to(gl.int64) * s_cd
+        p_row = p_first
+        window = ()
+        for j in gl.static_range(TAPS - 1):
+            if inputs is None:
+                window += (gl.load(p_row, mask=o_part < 3, other=0.0),)
+                p_row += s_cr
+            else:
+                behind = count.to(gl.int64) + (j - (TAPS - 1))
+                m_old, m_new = o_part < gl.where(behind < 0, 3, 0), o_part < gl.where(behind < 0, 0, 3)
+                b_old = gl.load(p_first + (behind + (TAPS - 1)) * s_cr, mask=m_old, other=0.0)
+                b_new = gl.load(inputs + i_n * s_xi + behind * s_ti + o_d, mask=m_new, other=0.0)
+                window += (gl.where(behind < 0, b_old, b_new.to(b_old.dtype)),)
+    if not EARLY:
+        p_state = initial_state + (i_state * s_in + i_h * s_ih + (i_v.to(gl.int64) * I_ROW if V_FIRST else i_v))
+        if STAGED:
+            # A warp reads DRAFT_COLUMNS of rows that must lie in different banks.
+            LAID: gl.constexpr = gl.SwizzledSharedLayout(DRAFT_COLUMNS, 1, W, [1, 0])
+            VECTOR: gl.constexpr = 4 if WIDE else 8
+            LINES: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 * VECTOR // BV, BV // VECTOR], [W, 1], [1, 0])
+            tile = gl.allocate_shared_memory(initial_state.dtype.element_ty, [SIZE, BV], LAID)
+            o_row = gl.arange(0, SIZE, layout=gl.SliceLayout(1, LINES)).to(gl.int64)[:, None]
+            o_column = gl.arange(0, BV, layout=gl.SliceLayout(0, LINES))[None, :]
+            copy_tile(tile, p_state + (o_row * I_ROW + o_column))
+            async_copy.commit_group()
+        o_row = gl.arange(0, SHAPE[0], layout=gl.SliceLayout(1, TILE)).to(gl.int64)[:, None]
+        o_column = gl.arange(0, SHAPE[1], layout=gl.SliceLayout(0, TILE))[None, :]
+        p_state += o_row * I_ROW + o_column
+        if not STAGED:
+            S = gl.load(p_state)
+
+    if TAPS:
+        if inputs is not None:
+            p_row = p_first
+            for j in gl.static_range(TAPS - 1):
+                gl.store(p_row, window[j], mask=o_part < 3)
+                p_row += s_cr
+        convolutions = gl.allocate_shared_memory(gl.float32, [TP * 4 * BV], FLAT)
+        for t in gl.static_range(TP):
+            y = convolved_row(window, given[t], taps, b_bias, TAPS)
+            window += (given[t],)
+            viewed(convolutions, [TP, 4 * BV], FLAT).index(t).store(y.reshape([4 * BV]))
+            window = window[1:]
+        block_barrier()
+        b_q = _part(convolutions, 0, TP, HALVES, ROWS)
+        b_k = _part(convolutions, 1, TP, HALVES, ROWS)
+    y = log2_decay(b_g, rate, dt, lower_bound, GATE)
+    r_q = gl.full([TP], 1.0, gl.float32, TOKENS) * scale
+    r_k = gl.full([TP], 1.0, gl.float32, TOKENS)
+    if L2NORM:
+        r_q *= gl.rsqrt(_whole(b_q * b_q) + NORM_EPS)
+        r_k *= gl.rsqrt(_whole(b_k * b_k) + NORM_EPS)
+    qk = _whole(b_q * b_k) * (r_q * r_k)
+    factor = decay_factor(y)
+    p_record = records + (i_n * s_rn + i_h * s_rh)
+    p_rows = p_record + (rows * s_rt + o_k)
+    m_own = m_t & (o_k < gl.where(i_v == 0, SIZE, 0))
+    gl.store(p_rows, b_k, mask=m_own)
+    gl.store(p_rows + SIZE, factor, mask=m_own)
+    all_r_q = gl.allocate_shared_memory(gl.float32, [TP], FLAT, r_q)
+    all_r_k = gl.allocate_shared_memory(gl.float32, [TP], FLAT, r_k)
+    all_qk = gl.allocate_shared_memory(gl.float32, [TP], FLAT, qk)
+    strengths = gl.allocate_shared_memory(gl.float32, [TP], FLAT, write_strength(b_beta, SIGMOID, NEG_EIGVAL))
+    if not TAPS:
+        all_v = gl.allocate_shared_memory(gl.float32, [TP * BV], FLAT, value.to(gl.float32).reshape([TP * BV]))
+    all_k = keep(b_k, TP, PARTS, KEPT, V_FIRST)
+    factors = keep(factor, TP, PARTS, KEPT, V_FIRST)
+    all_k_d = keep(decayed(b_k, factor), TP, PARTS, KEPT, V_FIRST)
+    all_q_d = keep(decayed(b_q, factor), TP, PARTS, KEPT, V_FIRST)
+    if MASKS:
+        all_m = keep(mask_of(factor), TP, PARTS, KEPT, V_FIRST)
+        if commit is not None:
+            all_earlier_m = keep(mask_of(earlier_d), CP, PARTS, KEPT, V_FIRST)
+    if commit is not None:
+        all_earlier_k = keep(earlier_k, CP, PARTS, KEPT, V_FIRST)
+        all_earlier_d = keep(earlier_d, CP, PARTS, KEPT, V_FIRST)
+        all_u = gl.allocate_shared_memory(gl.float32, [CP * BV], FLAT, earlier_u.reshape([CP * BV]))
+    if STAGED:
+        async_copy.wait_group(0)
+    block_barrier()
+
+    p_o = o + (i_n * s_on + i_h * s_oh + (i_v + o_v))
+    p_u = p_record + (2 * SIZE + i_v + o_v)
+    if STAGED:
+        S = tile.load(TILE)
+    if not WIDE:
+        S = widen(S)
+    S = gl.convert_layout(S.reshape(PARTED), L)
+    if commit is not None:
+        for m in range(0, count):
+            b_u = _row(all_u, m, CP, BV, FLAT, VALUES)
+            if MASKS:
+                S = masked_decayed(S, kept(all_earlier_d, m, CP, PARTS, KEPT, KEYS, V_FIRST),
+                    kept(all_earlier_m, m, CP, PARTS, KEPT, KEYS, V_FIRST))
+            else:
+                S = decayed(S, kept(all_earlier_d, m, CP, PARTS, KEPT, KEYS, V_FIRST))
+            S = gl.fma(along_v(b_u, V_FIRST), kept(all_earlier_k, m, CP, PARTS, KEPT, KEYS, V_FIRST), S)
+        if count > 0:
+            written = gl.convert_layout(S.reshape(SHAPE), TILE)
+            if not WIDE:
+                written = rounded(written)
+                S = gl.convert_layout(widen(written).reshape(PARTED), L)
+            gl.store(p_state, written)
+
+    SPREAD: gl.constexpr = SCATTER and not WIDE
+    if SPREAD:
+        if V_FIRST:
+            PLACE: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [1, W], [0, 1])
+            ITEM: gl.constexpr = gl.BlockedLayout([1, 1, 1], [4, 2, 4], [W, 1, 1], [2, 1, 0])
+            MINE: gl.constexpr = gl.SliceLayout(1, ITEM)
+            ITEMS: gl.constexpr = (BV // 4, 2, 4)
+            SPLIT: gl.constexpr = gl.BlockedLayout([4, 1, 1, 8], [4, 1, 8, 1], [W, 1, 1, 1], [3, 2, 1, 0])
+            of_q = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, ITEM)))[None, :, None] == 1
+            own = 4 * gl.arange(0, BV // 4, layout=gl.SliceLayout(1, MINE))[:, None]
+            own = (own + gl.arange(0, 4, layout=gl.SliceLayout(0, MINE))[None, :])[:, None, :]
+            ONE_L: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, ITEM))
+        else:
+            PLACE: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [1, W], [1, 0])
+            ITEM: gl.constexpr = gl.BlockedLayout([1, 1, 1], [2, 4, 4], [1, 1, W], [2, 1, 0])
+            MINE: gl.constexpr = gl.SliceLayout(0, ITEM)
+            ITEMS: gl.constexpr = (2, 4, BV // 4)
+            of_q = gl.arange(0, 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, ITEM)))[:, None, None] == 1
+            own = gl.arange(0, 4, layout=gl.SliceLayout(1, MINE))[:, None]
+            own = (own + 4 * gl.arange(0, BV // 4, layout=gl.SliceLayout(0, MINE))[None, :])[None, :, :]
+            ONE_L: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, ITEM))
+        own = own + gl.zeros(ITEMS, gl.int32, ITEM)
+        m_q = of_q & (own >= 0)
+        m_k = (of_q == 0) & (own >= 0)
+        p_o = o + (i_n * s_on + i_h * s_oh + (i_v + own))
+        p_u = p_record + (2 * SIZE + i_v + own)
+    for t in range(0, T):
+        if SPREAD:
+            if TAPS:
+                row = viewed(convolutions, [4 * TP, BV // 4, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).index(4 * t + 2)
+            else:
+                row = viewed(all_v, [TP, BV // 4, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).index(t)
+            b_v = row.load(MINE)[:, None, :] if V_FIRST else row.permute([1, 0]).load(MINE)[None, :, :]
+            b_r = _number(all_r_k, t, TP, FLAT, ONE_L)[None, None, :]
+            sums = _scattered(
+                S * kept(all_k_d, t, TP, PARTS, KEPT, KEYS, V_FIRST),
+                S * kept(all_q_d, t, TP, PARTS, KEPT, KEYS, V_FIRST), BV, PLACE, V_FIRST,
+            )
+            sums = gl.convert_layout((sums.permute([1, 0]) if V_FIRST else sums).reshape(ITEMS), ITEM)
+            u = _number(strengths, t, TP, FLAT, ONE_L)[None, None, :] * (b_v - b_r * sums)
+            u_q = _exchanged(u, 4, V_FIRST)
+            b_o = _number(all_r_q, t, TP, FLAT, ONE_L)[None, None, :] * sums + _number(all_qk, t, TP, FLAT, ONE_L)[None, None, :] * u_q
+            u *= b_r
+            gl.store(p_o, b_o.to(o.dtype.element_ty), mask=m_q)
+            gl.store(p_u, u, mask=m_k)
+            p_o += s_ot
+            p_u += s_rt
+            if t + 1 < T:
+                all_u_ = gl.join(gl.join(_handed(u, 0, V_FIRST), _handed(u, 2, V_FIRST)),
+                                gl.join(_handed(u, 1, V_FIRST), _handed(u, 3, V_FIRST)))
+                if V_FIRST:
+                    S4 = gl.convert_layout(S.reshape([BV, 2, 8, 8]), SPLIT)
+                    all_u_ = all_u_.permute([0, 3, 4, 1, 2]).reshape([BV, 8])
+                    all_u_ = gl.convert_layout(all_u_, gl.SliceLayout(1, gl.SliceLayout(3, SPLIT)))[:, None, :, None]
+                    D4 = gl.convert_layout(S4, SPLIT)
+                    key = gl.convert_layout(kept(all_k, t, TP, PARTS, KEPT, KEYS, V_FIRST).reshape([1, 2, 8, 8]), SPLIT)
+                    f = kept(factors, t, TP, PARTS, KEPT, KEYS, V_FIRST)
+                    if MASKS:
+                        S = masked_decayed(S, f, kept(all_m, t, TP, PARTS, KEPT, KEYS, V_FIRST))
+                    else:
+                        S = decayed(S, f)
+                    S4 = gl.fma(all_u_, key, gl.convert_layout(S.reshape([BV, 2, 8, 8]), SPLIT))
+                    S = gl.convert_layout(S4.reshape(PARTED), L)
+                else:
+                    all_u_ = gl.convert_layout(all_u_.reshape([8, BV]), gl.SliceLayout(0, L))[None, :, :]
+                    f = kept(factors, t, TP, PARTS, KEPT, KEYS, V_FIRST)
+                    if MASKS:
+                        S = masked_decayed(S, f, kept(all_m, t, TP, PARTS, KEPT, KEYS, V_FIRST))
+                    else:
+                        S = decayed(S, f)
+                    S = gl.fma(all_u_, kept(all_k, t, TP, PARTS, KEPT, KEYS, V_FIRST), S)
+        else:
+            if TAPS:
+                b_v = _row(convolutions, 4 * t + 2, 4 * TP, BV, FLAT, VALUES)
+            else:
+                b_v = _row(all_v, t, TP, BV, FLAT, VALUES)
+            b_r = _number(all_r_k, t, TP, FLAT, VALUES)
+            y_k = contract(S * kept(all_k_d, t, TP, PARTS, KEPT, KEYS, V_FIRST), BV, HALVES, VALUES, V_FIRST)
+            y_q = contract(S * kept(all_q_d, t, TP, PARTS, KEPT, KEYS, V_FIRST), BV, HALVES, VALUES, V_FIRST)
+            u = _number(strengths, t, TP, FLAT, VALUES) * (b_v - b_r * y_k)
+            b_o = _number(all_r_q, t, TP, FLAT, VALUES) * y_q + _number(all_qk, t, TP, FLAT, VALUES) * u
+            u *= b_r
+            gl.store(p_o, b_o.to(o.dtype.element_ty))
+            gl.store(p_u, u)
+            p_o += s_ot
+            p_u += s_rt
+            # The last state is nobody's.
+            if t + 1 < T:
+                if MASKS:
+                    S = masked_decayed(S, kept(factors, t, TP, PARTS, KEPT, KEYS, V_FIRST),
+                        kept(all_m, t, TP, PARTS, KEPT, KEYS, V_FIRST))
+                else:
+                    S = decayed(S, kept(factors, t, TP, PARTS, KEPT, KEYS, V_FIRST))
+                S = gl.fma(along_v(u, V_FIRST), kept(all_k, t, TP, PARTS, KEPT, KEYS, V_FIRST), S)
+
+    if gate is not None:
+        # Rows that this program has just written.
+        block_barrier()
+        OWN_ROW: gl.constexpr = 4 if x.dtype.element_ty == gl.float32 else 8
+        NORM: gl.constexpr = gl.BlockedLayout([1, OWN_ROW], [OWN_ROW // 4, 128 // OWN_ROW], [W, 1], [1, 0])
+        o_row = gl.arange(0, TP, layout=gl.SliceLayout(1, NORM)).to(gl.int64)[:, None]
+        o_column = gl.arange(0, BV, layout=gl.SliceLayout(0, NORM))[None, :]
+        m_row = o_row < T
+        p_rows = o + i_n * s_on + i_h * s_oh + (o_row * s_ot + o_column)
+        b_o = gl.load(p_rows, mask=m_row, other=0.0).to(gl.float32)
+        b_gate = gl.load(gate + i_n * s_an + i_h * s_ah + (o_row * s_at + o_column), mask=m_row, other=0.0)
+        b_o = normed(b_o, b_gate, gl.load(norm_weight + o_column), eps)
+        gl.store(p_rows, b_o.to(o.dtype.element_ty), mask=m_row)
