@@ -23,6 +23,7 @@ begins with its sequence.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2, tma
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from kda_core.triton_lib.gate import gate_rate, write_strength
 from kda_core.triton_lib.packing import is_padding, starts_from_state
@@ -114,6 +115,7 @@ def prepare_hopper(
     G_BITS: gl.constexpr,  # of an element of g
     GATE: gl.constexpr, BOUNDED: gl.constexpr, L2NORM: gl.constexpr, SIGMOID: gl.constexpr, NEG_EIGVAL: gl.constexpr,
 ):  # fmt: skip
+    gdc_launch_dependents()
     i_h = gl.program_id(0) % HV
     i_pair = gl.program_id(0) // HV
     i_kh = i_h // group

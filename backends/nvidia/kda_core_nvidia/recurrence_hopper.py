@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_wait
 
 from kda_core.triton_lib.packing import is_padding, starts_from_state
 from kda_core_nvidia.recurrence_stores_hopper import block_barrier, copy_block, halves, place_of, store_chunks
@@ -264,6 +265,9 @@ def _sequence(
         o_sv = (i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, L_STATE))).to(gl.int64)
         o_sk = gl.arange(0, KP, layout=gl.SliceLayout(0, L_STATE))
         m_state = ((o_sk < K)[None, :]) & ((o_sv >= 0)[:, None])
+        if LAST_STATE:
+            # The kernel ahead writes the initial states.
+            gdc_wait()
         S = gl.full([BV, KP], 0.0, gl.float32, L_STATE)
         if initial_state is not None:
             p_state = initial_state + i_state * s_in + i_h * s_ih
@@ -323,6 +327,7 @@ def _sequence(
         minus_eye = gl.allocate_shared_memory(dtype, [C, 2 * C], EYE, eye)
         fence_async_shared()
         block_barrier()
+        gdc_wait()
 
         if STORERS == 0:
             S, _ = gl.warp_specialize(
@@ -413,6 +418,9 @@ def recurrence_hopper(
     ODD: gl.constexpr,  # a sequence may have an odd number of chunks
 ):  # fmt: skip
     BLOCKS: gl.constexpr = V // BV
+    if FINISHED or indices is not None:
+        # Programs without work must not end before the kernel ahead does, either.
+        gdc_wait()
     if FINISHED:
         # Each program finds the sequences that are left and takes its share of their heads' blocks: to start programs
         # for all sequences takes longer.

@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block
 
@@ -239,6 +240,7 @@ def transitions_hopper(
     EVERY: gl.constexpr,  # the last segment as well, and segments of any number of rows
 ):  # fmt: skip
     """Grid: (KP / BR, (count - 1) · HV); with EVERY count · HV, where a forgotten row of M is zero."""
+    gdc_launch_dependents()
     num_warps: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = single.dtype
     L_X: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KP, 16])
@@ -275,6 +277,7 @@ def transitions_hopper(
     o_k = gl.arange(0, KP, layout=gl.SliceLayout(0, L_X))
     X = gl.where(o_r[:, None] == o_k[None, :], 1.0, 0.0)
     b = gl.full([BR, V], 0.0, gl.float32, L_B)
+    gdc_wait()
     X, b, gone = gl.warp_specialize(
         [
             (_multiply, (

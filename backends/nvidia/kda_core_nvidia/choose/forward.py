@@ -51,6 +51,7 @@ class ForwardChoice:
         descriptors: the plain recurrence reads keys through descriptors.
         transitions, join_precision: of the kernels that join segments.
         keeps_states: the recurrence stores z and states for a backward.
+        overlap: kernels for Hopper behind ``prepare`` start before the one ahead of them ends.
         most_programs: of the recurrence where ``prepare`` finishes most sequences: two rounds.
     """
 
@@ -64,6 +65,7 @@ class ForwardChoice:
     transitions: chunk.BlockConfig | chunk.TransitionsHopperConfig
     join_precision: str
     keeps_states: bool
+    overlap: bool
     most_programs: int
 
     @property
@@ -125,5 +127,7 @@ def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
         transitions=transitions,
         join_precision=chunk.join_precision(chip),
         keeps_states=keeps,
+        # Fragments have other kernels ahead.
+        overlap=chip.overlaps and not fragments,
         most_programs=4 * chip.multiprocessors,
     )

@@ -188,7 +188,8 @@ def add_recurrence(
         if choice.finishes:
             # Each finds its work, and few have any.
             grid = min(grid, choice.most_programs)
-        b.pick(recurrence_hopper, grid, config.num_warps, named | config.constants, maxnreg=config.registers)
+        options = {"maxnreg": config.registers, "launch_pdl": choice.overlap}
+        b.pick(recurrence_hopper, grid, config.num_warps, named | config.constants, **options)
         return
     named |= {"keys": keys, "P": P, "D": D, "h": h, "H_EVERY": r.chunk_size // CHUNK, "DOT": choice.precision.dot}
     named["DESCRIPTORS"] = choice.descriptors
