@@ -44,6 +44,7 @@ def _store_columns(p_state, x, first, s_v, s_k, K: gl.constexpr, BV: gl.constexp
     # An offset that the compiler cannot know before: it would keep registers for the addresses of all parts, or for
     # those of the state at the other end of the recurrence.
     first = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [first], dtype=gl.int32, is_pure=False, pack=1)
+    first = gl.multiple_of(first, 8)
     o_v = gl.arange(0, BV, layout=gl.SliceLayout(1, LAYOUT))
     o_k = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
     at = p_state + o_v[:, None].to(gl.int64) * s_v + o_k[None, :].to(gl.int64) * s_k
@@ -71,6 +72,7 @@ def _load(
 ):  # fmt: skip
     """The warp that loads: chunk by chunk into free stages; values only where all rows of a chunk exist."""
     SQUARES: gl.constexpr = C * C if X is None else 2 * C * C
+    gdc_wait()
     for i in range((length + C - 1) // C):
         stage = i % STAGES
         slot = ((first_slot + i) * HV + i_h).to(gl.int32)
@@ -109,7 +111,7 @@ def _values(
 
 @gluon.jit
 def _multiply(
-    S, p_v, p_o, s_vt, s_ot, length, ready, free, full, empty,
+    p_state, given, s_iv, s_ik, K: gl.constexpr, LATE: gl.constexpr, p_v, p_o, s_vt, s_ot, length, ready, free, full, empty,
     pair_buffer, a_buffer, p_buffer, x_buffer, d_buffer, v_buffer, o_buffer, z_buffer, s_buffer, minus_eye, o_scale,
     L_ROWS: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, LIFT: gl.constexpr,
     STAGES: gl.constexpr, OUT: gl.constexpr, STORERS: gl.constexpr,
@@ -117,6 +119,10 @@ def _multiply(
     """The warps that multiply; answers the final state.
 
     Args:
+        p_state: the initial state, or None. It is loaded here, and not before the warps part: those that load would
+            wait for it.
+        given: whether to start from it, not from zero.
+        LATE: the kernel ahead writes it.
         x_buffer: None: neither z nor states are wanted.
     """
     num_warps: gl.constexpr = gl.num_warps()
@@ -127,6 +133,14 @@ def _multiply(
     WIDE: gl.constexpr = KP > 128
     PART: gl.constexpr = KP // 2 if WIDE else KP
     L_LEFT: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, PART, 16]), 2)
+    S = gl.full([BV, KP], 0.0, gl.float32, L_STATE)
+    if LATE:
+        gdc_wait()
+    if p_state is not None:
+        o_sv = gl.arange(0, BV, layout=gl.SliceLayout(1, L_STATE))
+        o_sk = gl.arange(0, KP, layout=gl.SliceLayout(0, L_STATE))
+        at = p_state + o_sv[:, None].to(gl.int64) * s_iv + o_sk[None, :].to(gl.int64) * s_ik
+        S = gl.load(at, mask=((o_sk < K)[None, :]) & ((o_sv >= 0)[:, None]) & given, other=0.0).to(gl.float32)
     o_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_ROWS))
     every_v = (gl.arange(0, BV, layout=gl.SliceLayout(0, L_ROWS)) >= 0)[None, :]
     rows_of_chunk = gl.to_tensor(C).to(gl.int64)
@@ -262,19 +276,11 @@ def _sequence(
             s_iv = 1
             s_fv = 1
     if takes:
-        o_sv = (i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, L_STATE))).to(gl.int64)
-        o_sk = gl.arange(0, KP, layout=gl.SliceLayout(0, L_STATE))
-        m_state = ((o_sk < K)[None, :]) & ((o_sv >= 0)[:, None])
-        if LAST_STATE:
-            # The kernel ahead writes the initial states.
-            gdc_wait()
-        S = gl.full([BV, KP], 0.0, gl.float32, L_STATE)
+        p_state, given = None, True
         if initial_state is not None:
-            p_state = initial_state + i_state * s_in + i_h * s_ih
-            p_state = p_state + o_sv[:, None] * s_iv + o_sk[None, :].to(gl.int64) * s_ik
+            p_state = initial_state + i_state * s_in + i_h * s_ih + i_v.to(gl.int64) * BV * s_iv
             if has_state is not None:
-                m_state = m_state & starts_from_state(has_state, i_n, s_has)
-            S = gl.load(p_state, mask=m_state, other=0.0).to(gl.float32)
+                given = starts_from_state(has_state, i_n, s_has)
         o_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_ROWS))
         o_v = i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(0, L_ROWS))
         p_v = v + i_b * s_vb + bos * s_vt + i_h * s_vh + (o_r[:, None].to(gl.int64) * s_vt + o_v[None, :])
@@ -327,13 +333,12 @@ def _sequence(
         minus_eye = gl.allocate_shared_memory(dtype, [C, 2 * C], EYE, eye)
         fence_async_shared()
         block_barrier()
-        gdc_wait()
 
         if STORERS == 0:
             S, _ = gl.warp_specialize(
                 [
                     (_multiply, (
-                        S, p_v, rows_o, s_vt, s_ot, length, ready, free, full, empty, pair_buffer, a_buffer, p_buffer,
+                        p_state, given, s_iv, s_ik, K, LAST_STATE, p_v, rows_o, s_vt, s_ot, length, ready, free, full, empty, pair_buffer, a_buffer, p_buffer,
                         x_buffer, d_buffer, v_buffer, o_buffer, z_buffer, s_buffer, minus_eye, o_scale, L_ROWS, BV, C,
                         KP, LIFT, STAGES, OUT, STORERS,
                     )),
@@ -349,7 +354,7 @@ def _sequence(
             S, _ = gl.warp_specialize(
                 [
                     (_multiply, (
-                        S, p_v, rows_o, s_vt, s_ot, length, ready, free, full, empty, pair_buffer, a_buffer, p_buffer,
+                        p_state, given, s_iv, s_ik, K, LAST_STATE, p_v, rows_o, s_vt, s_ot, length, ready, free, full, empty, pair_buffer, a_buffer, p_buffer,
                         x_buffer, d_buffer, v_buffer, o_buffer, z_buffer, s_buffer, minus_eye, o_scale, L_ROWS, BV, C,
                         KP, LIFT, STAGES, OUT, STORERS,
                     )),

@@ -59,6 +59,7 @@ def _load(
 ):  # fmt: skip
     """The warp that loads, last chunk first, until all is loaded or the others ``stop``."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    gdc_wait()
     j = gl.to_tensor(0)
     limit = n
     while j < limit:
@@ -277,7 +278,6 @@ def transitions_hopper(
     o_k = gl.arange(0, KP, layout=gl.SliceLayout(0, L_X))
     X = gl.where(o_r[:, None] == o_k[None, :], 1.0, 0.0)
     b = gl.full([BR, V], 0.0, gl.float32, L_B)
-    gdc_wait()
     X, b, gone = gl.warp_specialize(
         [
             (_multiply, (
