@@ -111,7 +111,8 @@ def _values(
 
 @gluon.jit
 def _multiply(
-    p_state, given, s_iv, s_ik, K: gl.constexpr, LATE: gl.constexpr, p_v, p_o, s_vt, s_ot, length, ready, free, full, empty,
+    p_state, given, s_iv, s_ik, K: gl.constexpr, LATE: gl.constexpr,
+    p_v, p_o, s_vt, s_ot, length, ready, free, full, empty,
     pair_buffer, a_buffer, p_buffer, x_buffer, d_buffer, v_buffer, o_buffer, z_buffer, s_buffer, minus_eye, o_scale,
     L_ROWS: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, LIFT: gl.constexpr,
     STAGES: gl.constexpr, OUT: gl.constexpr, STORERS: gl.constexpr,
@@ -248,7 +249,6 @@ def _sequence(
     """A block of value channels of a head of a sequence."""
     num_warps: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = v.dtype.element_ty
-    L_STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KP, 16])
     L_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [num_warps, 1], [1, 0])
 
     if cu_seqlens is None:
@@ -338,7 +338,8 @@ def _sequence(
             S, _ = gl.warp_specialize(
                 [
                     (_multiply, (
-                        p_state, given, s_iv, s_ik, K, LAST_STATE, p_v, rows_o, s_vt, s_ot, length, ready, free, full, empty, pair_buffer, a_buffer, p_buffer,
+                        p_state, given, s_iv, s_ik, K, LAST_STATE,
+                        p_v, rows_o, s_vt, s_ot, length, ready, free, full, empty, pair_buffer, a_buffer, p_buffer,
                         x_buffer, d_buffer, v_buffer, o_buffer, z_buffer, s_buffer, minus_eye, o_scale, L_ROWS, BV, C,
                         KP, LIFT, STAGES, OUT, STORERS,
                     )),
@@ -354,7 +355,8 @@ def _sequence(
             S, _ = gl.warp_specialize(
                 [
                     (_multiply, (
-                        p_state, given, s_iv, s_ik, K, LAST_STATE, p_v, rows_o, s_vt, s_ot, length, ready, free, full, empty, pair_buffer, a_buffer, p_buffer,
+                        p_state, given, s_iv, s_ik, K, LAST_STATE,
+                        p_v, rows_o, s_vt, s_ot, length, ready, free, full, empty, pair_buffer, a_buffer, p_buffer,
                         x_buffer, d_buffer, v_buffer, o_buffer, z_buffer, s_buffer, minus_eye, o_scale, L_ROWS, BV, C,
                         KP, LIFT, STAGES, OUT, STORERS,
                     )),
