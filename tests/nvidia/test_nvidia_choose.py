@@ -184,6 +184,15 @@ def test_a_prefill_is_cut_from_fewer_rows_on_than_a_training_step():
     assert backward_on(90, backward(T=4095)).segment_rows == 0
 
 
+@pytest.mark.parametrize(("T", "H", "overlaps"), [(2048, 12, True), (8192, 32, True), (8192, 4, False)])
+def test_the_recurrence_overlaps_prepare_alone(T: int, H: int, overlaps: bool):
+    """It reads initial states before it waits; of segments another kernel writes them."""
+    launches = plan_of(request(T=T, H=H), CHIPS[90]).launches
+    assert [x.kernel.__name__ for x in launches if x.constants.get("launch_pdl")] == ["recurrence_hopper"] * overlaps
+    assert launches[-1].kernel.__name__ == "recurrence_hopper"
+    assert (launches[-2].kernel.__name__ == "prepare_hopper") == overlaps
+
+
 def test_segments_of_one_length_are_a_batch():
     """Others are packed sequences, whose boundaries are written."""
     even, odd = (as_segments(metadata(request(T=T)), 512) for T in (4096, 4100))

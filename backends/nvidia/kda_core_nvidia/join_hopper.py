@@ -21,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block
 
@@ -57,8 +56,6 @@ def join_hopper(
     i_h = gl.program_id(1)
     i_s = gl.program_id(2)
     last = count - 1
-    gdc_launch_dependents()
-    gdc_wait()
     # Step t leads from the t-th state that is known to the next one. Its matrix lies at t, in reverse from the end.
     o_t = gl.arange(0, MOST, layout=FLAGS)
     if REVERSE:

@@ -169,7 +169,6 @@ def prepare_hopper(
     tail = (count0 < C) | (count1 < C)
     alone = length <= FINISHED
     starts = alone & starts_from_state(has_state, i_n, s_has) if FINISHED and has_state is not None else alone
-
     # Blocks as bulk copies take them, and the same as tensors of three dimensions.
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, 64], q.dtype)
     TILES: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])

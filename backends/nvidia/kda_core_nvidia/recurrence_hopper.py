@@ -111,7 +111,7 @@ def _values(
 
 @gluon.jit
 def _multiply(
-    p_state, given, s_iv, s_ik, K: gl.constexpr, LATE: gl.constexpr,
+    p_state, given, s_iv, s_ik, K: gl.constexpr,
     p_v, p_o, s_vt, s_ot, length, ready, free, full, empty,
     pair_buffer, a_buffer, p_buffer, x_buffer, d_buffer, v_buffer, o_buffer, z_buffer, s_buffer, minus_eye, o_scale,
     L_ROWS: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, LIFT: gl.constexpr,
@@ -123,7 +123,6 @@ def _multiply(
         p_state: the initial state, or None. It is loaded here, and not before the warps part: those that load would
             wait for it.
         given: whether to start from it, not from zero.
-        LATE: the kernel ahead writes it.
         x_buffer: None: neither z nor states are wanted.
     """
     num_warps: gl.constexpr = gl.num_warps()
@@ -135,8 +134,6 @@ def _multiply(
     PART: gl.constexpr = KP // 2 if WIDE else KP
     L_LEFT: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, PART, 16]), 2)
     S = gl.full([BV, KP], 0.0, gl.float32, L_STATE)
-    if LATE:
-        gdc_wait()
     if p_state is not None:
         o_sv = gl.arange(0, BV, layout=gl.SliceLayout(1, L_STATE))
         o_sk = gl.arange(0, KP, layout=gl.SliceLayout(0, L_STATE))
@@ -338,7 +335,7 @@ def _sequence(
             S, _ = gl.warp_specialize(
                 [
                     (_multiply, (
-                        p_state, given, s_iv, s_ik, K, LAST_STATE,
+                        p_state, given, s_iv, s_ik, K,
                         p_v, rows_o, s_vt, s_ot, length, ready, free, full, empty, pair_buffer, a_buffer, p_buffer,
                         x_buffer, d_buffer, v_buffer, o_buffer, z_buffer, s_buffer, minus_eye, o_scale, L_ROWS, BV, C,
                         KP, LIFT, STAGES, OUT, STORERS,
@@ -355,7 +352,7 @@ def _sequence(
             S, _ = gl.warp_specialize(
                 [
                     (_multiply, (
-                        p_state, given, s_iv, s_ik, K, LAST_STATE,
+                        p_state, given, s_iv, s_ik, K,
                         p_v, rows_o, s_vt, s_ot, length, ready, free, full, empty, pair_buffer, a_buffer, p_buffer,
                         x_buffer, d_buffer, v_buffer, o_buffer, z_buffer, s_buffer, minus_eye, o_scale, L_ROWS, BV, C,
                         KP, LIFT, STAGES, OUT, STORERS,

@@ -24,7 +24,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block
 
@@ -59,7 +58,6 @@ def _load(
 ):  # fmt: skip
     """The warp that loads, last chunk first, until all is loaded or the others ``stop``."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    gdc_wait()
     j = gl.to_tensor(0)
     limit = n
     while j < limit:
@@ -241,7 +239,6 @@ def transitions_hopper(
     EVERY: gl.constexpr,  # the last segment as well, and segments of any number of rows
 ):  # fmt: skip
     """Grid: (KP / BR, (count - 1) · HV); with EVERY count · HV, where a forgotten row of M is zero."""
-    gdc_launch_dependents()
     num_warps: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = single.dtype
     L_X: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KP, 16])

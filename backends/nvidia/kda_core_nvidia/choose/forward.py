@@ -51,7 +51,7 @@ class ForwardChoice:
         descriptors: the plain recurrence reads keys through descriptors.
         transitions, join_precision: of the kernels that join segments.
         keeps_states: the recurrence stores z and states for a backward.
-        overlap: kernels for Hopper behind ``prepare`` start before the one ahead of them ends.
+        overlap: the recurrence for Hopper may start before ``prepare`` ends.
         most_programs: of the recurrence where ``prepare`` finishes most sequences: two rounds.
     """
 
@@ -127,7 +127,7 @@ def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
         transitions=transitions,
         join_precision=chunk.join_precision(chip),
         keeps_states=keeps,
-        # Fragments have other kernels ahead.
-        overlap=chip.overlaps and not fragments,
+        # Others have another kernel ahead, which writes the initial states.
+        overlap=chip.overlaps and not (fragments or rows),
         most_programs=4 * chip.multiprocessors,
     )

@@ -27,11 +27,6 @@ JOIN_ROWS = 16
 Choice = ForwardChoice | BackwardChoice
 
 
-def overlaps(choice: Choice) -> bool:
-    """Whether launches start before the one ahead of them ends."""
-    return isinstance(choice, ForwardChoice) and choice.overlap
-
-
 def cut_into_segments(b: Builder, r: Request, rows: int) -> Request:
     """``as_fragments``, with boundaries that the plan writes where it has them."""
     return write_bounds(b, r, as_fragments(r, rows), rows)
@@ -85,8 +80,7 @@ def add_transitions(
     if isinstance(config, TransitionsHopperConfig):
         own = {"values": token_tile(v, CHUNK, r.V, swizzled=True), "s_vh": v.stride(2)}
         grid = (r.K // config.rows, count * r.HV)
-        options = {"maxnreg": config.registers, "launch_pdl": overlaps(choice)}
-        b.pick(transitions_hopper, grid, config.num_warps, named | own, **options)
+        b.pick(transitions_hopper, grid, config.num_warps, named | own, maxnreg=config.registers)
         return named
     rows, new = named["VP"] + named["KP"], b.result if call is None else b.scratch
     named["transitions"] = new("transitions", (count, r.HV, rows, named["KP"]), torch.float32)
@@ -139,22 +133,22 @@ def add_starts(
         states = b.scratch("states at starts", (r.N, r.HV, r.V, r.K), torch.float32)
     named = add_transitions(b, r, choice, v, keys, D, call)
     if isinstance(choice.transitions, TransitionsHopperConfig):
-        _add_join_hopper(b, r, choice, named, call.initial_state, states, reverse=False)
+        _add_join_hopper(b, r, choice.transitions, named, call.initial_state, states, reverse=False)
         return states, None
     _add_join(b, choice, named, call.initial_state, named["transitions"], None, states)
     return states, named["transitions"]
 
 
 def _add_join_hopper(
-    b: Builder, r: Request, choice: Choice, named: dict[str, Any], given: View | None, states: View, reverse: bool
-) -> None:
-    config = choice.transitions
+    b: Builder, r: Request, config: TransitionsHopperConfig, named: dict[str, Any], given: View | None, states: View,
+    reverse: bool,
+) -> None:  # fmt: skip
     own = {
         "matrices": matrix_tile(named["matrices"], r.K, r.K, swizzled=True), "given": given, "states": states,
         "BV": config.join_block, "PARTS": r.K // config.rows, "MOST": max(32, padded(r.N - 1)), "REVERSE": reverse,
         "STAGES": config.join_stages,
     }  # fmt: skip
-    b.pick(join_hopper, (r.V // config.join_block, r.HV, r.N), 8, named | own, launch_pdl=overlaps(choice))
+    b.pick(join_hopper, (r.V // config.join_block, r.HV, r.N), 8, named | own)
 
 
 def add_ends(
@@ -172,7 +166,7 @@ def add_ends(
     states = b.scratch("gradients at ends", (r.N, r.HV, r.V, r.K), torch.float32)
     named = add_reverse_transitions(b, r, choice, do, *prepared, call)
     if isinstance(choice.transitions, TransitionsHopperConfig):
-        _add_join_hopper(b, r, choice, named, call.grad_final_state, states, reverse=True)
+        _add_join_hopper(b, r, choice.transitions, named, call.grad_final_state, states, reverse=True)
         return states
     _add_join(b, choice, named, call.grad_final_state, transitions, named["additions"], states)
     b.free(named["additions"])
