@@ -100,6 +100,10 @@ class ContextParallel:
         self.fragments, self.slots = fragments.view(5, F + 1), places.view(-1, len(slots))
         self.tables = tables(self.fragments, self.slots)
         self.tails, self.sources = own.view(len(slots), -1), ahead.view(none, -1)
+        # All that the checks and the choice of a call ask of a context, without states and with them. Memos keep it.
+        tables_are = tuple(self.fragments.shape), tuple(self.slots.shape), self.dense, str(self.device)
+        asked = self.size, self.batch, self.rows, self.states, tables_are
+        self._kinds = None if self.cells else (str(asked), str((asked, self.sequences)))
 
     @property
     def cu_seqlens(self) -> Tensor:

@@ -132,7 +132,7 @@ def _backward_of_cells(
 ) -> dict[str, Tensor]:
     parts = s.parts(r)
     each = matrices.chunk(len(parts)) if parts else ()
-    steps = [BackwardStep(_aligned(q), t, name, m, given, None) for (q, t), m in zip(parts, each, strict=True)]
+    steps = [BackwardStep(_aligned(q), t, name, None, given, m) for (q, t), m in zip(parts, each, strict=True)]
     came = _chained(r, s, steps, True)
     found = [step.finish(states) for step, states in zip(steps, came, strict=True)]
     grads = {
@@ -167,15 +167,15 @@ def _autocasts(r: Request) -> bool:
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
-def forward(r: Request, s: Shared, name: str | None) -> Forward:
-    """Run a call whose tensors are the caller's."""
+def forward(r: Request, s: Shared, name: str | None, known: Chosen | None = None) -> Forward:
+    """Run a call whose tensors are the caller's; ``known``: what an earlier one chose, for the same metadata."""
     if _autocasts(r):
         with torch.autocast(r.device.type, enabled=False):
-            return forward(r, s, name)
+            return forward(r, s, name, known)
     if s.grid:
         found = _forward_of_cells(r, s, name)
     else:
-        step = ForwardStep(r, s, name)
+        step = ForwardStep(r, s, name, known)
         found = step.finish(_joined(step))
     final = found.result.final_state
     if final is None:
@@ -201,7 +201,7 @@ def backward(
     if s.grid:
         grads = _backward_of_cells(r, s, name, matrices, given)
     else:
-        step = BackwardStep(r, s, name, matrices, given, known)
+        step = BackwardStep(r, s, name, known, given, matrices)
         grads = step.finish(_joined(step))
     if "initial_state" in r.needs_grad:
         dtype = r.initial_state.dtype  # type: ignore[union-attr]
