@@ -41,7 +41,7 @@ class Ranks:
         known: what an earlier call of the same metadata chose.
     """
 
-    def __init__(self, s: Shared | None, name: str | None, known: Chosen | None) -> None:
+    def __init__(self, s: Any, name: str | None, known: Chosen | None) -> None:
         self.s, self.name, self.known = s, name, known
 
     def on(self, c: ContextParallel) -> Ranks:
@@ -50,11 +50,12 @@ class Ranks:
 
     def forward(self, r: Request) -> ForwardResult:
         s = self.s
-        found, matrices, saved, _ = forward(r, s, self.name, self._known(r))
+        # A choice resolves signs, which a repeated call has none of.
+        found, matrices, saved, _ = forward(r, s, self.name, self.known)
         if not r.save_for_backward:
             return found
         # The tables, too: they must not change before the backward.
-        return ForwardResult(found.o, found.final_state, None, (*s[:3], matrices, *saved))
+        return ForwardResult(found.o, found.final_state, None, (*s[:3], matrices, *saved))  # type: ignore[arg-type]
 
     def check_saved(self, r: Request, saved: Any) -> None:
         """Nothing is announced."""
@@ -62,12 +63,8 @@ class Ranks:
     def backward(self, r: Request) -> dict[str, Tensor]:
         s, matrices, *saved = self._shared(r.saved)
         r.__dict__["saved"] = tuple(saved)
-        return backward(r, s, self.name, matrices, self._known(r))
-
-    def _known(self, r: Request) -> Chosen | None:
-        # A choice resolves signs. Hooks of saved tensors may return others.
-        is_new = r.memo is None or any(t is not None and t.is_neg() for t in _differentiable_of(r))
-        return None if is_new else self.known
+        # Hooks of saved tensors may return others.
+        return backward(r, s, self.name, matrices, None if r.memo is None or _has_signs(r) else self.known)
 
     def traced(self, row: _schemas.Operator, saved: Any) -> tuple[_schemas.Operator, dict[str, Any]]:
         """As of ``Backend``."""
@@ -107,10 +104,19 @@ def run(r: Request, name: str | None, arguments: dict[str, Any]) -> ForwardResul
         r = build_request({**vars(r), "cu_seqlens_cpu": c.call_cu_seqlens_cpu})
     known = None
     if not s.grid:
-        known, call = s.chosen(r, name)
-        r.__dict__["memo"] = call.memo
+        known = s.chosen(r, name)[0]
+        r.__dict__["memo"] = known.memo
+        known = None if _has_signs(r) else known
     ranks = Ranks(s, name, known)
-    return ranks.forward(r) if not r.save_for_backward else ForwardResult(*_autograd.call(ranks, r, arguments))
+    if not r.save_for_backward:
+        return ranks.forward(r)
+    o, final = _autograd.call(ranks, r, arguments)
+    return ForwardResult(o, final)
+
+
+def _has_signs(r: Request) -> bool:
+    """Whether a choice must be made anew, because it resolves signs."""
+    return any(t is not None and t.is_neg() for t in _differentiable_of(r))
 
 
 def serving(r: Request, name: str | None) -> Ranks:
@@ -131,11 +137,12 @@ _FIELDS = tuple(f.name for f in fields(Request) if f.init)
 
 def shared(c: ContextParallel) -> Shared:
     g = c.cells
+    if g is None and not torch.compiler.is_compiling():
+        return c.shared
     if g is None:
         return Shared(
-            c.fragments, c.slots, None, c.group_name, c.before, c.sequences, c.dense, c.gather, c.padded, 0, (),
-            None if torch.compiler.is_compiling() else c.tables,
-        )  # fmt: skip
+            c.fragments, c.slots, None, c.group_name, c.before, c.sequences, c.dense, c.gather, c.padded, 0, ()
+        )
     return Shared(g.fragments, g.slots, g.chain, c.group_name, 0, c.sequences, g.dense, c.gather, True, g.grid, g.own)
 
 

@@ -156,6 +156,10 @@ class Shared(NamedTuple):
         sends = None if self.dense else t.sends[1 if backward else 2 * r.save_for_backward]
         return Edges(given, t.places[backward], sends, t.sources[backward], results, self.sequences, matrices)
 
+    def final(self, r: Request, states: Tensor) -> Tensor:
+        """Final states as the caller wants them, of this rank's."""
+        return like_callers(r, self.summed(states), r.state_dtype)
+
     def summed(self, states: Tensor) -> Tensor:
         """The sum over ranks, where every rank has every final state."""
         if self.gather:
@@ -256,8 +260,9 @@ class ForwardStep(_Step):
         starts = came if self.edges is not None else self.placed(came)
         found = self.chosen.halves.finish(self.request, self.kept, starts)
         o, final, h = found.o, found.final_state, found.h
-        if final is not None and self.edges is None:
-            final = s.to_sequences(final, True)
+        if final is not None:
+            final = final if self.edges is not None else s.to_sequences(final, True)
+            final = final if s.grid else s.final(r, final)  # cells have parts of it
         if h is not None:
             h = like_callers(r, h.reshape(r.B, -1, *h.shape[2:]), r.h_dtype)
         if self.request.B != r.B:
