@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kda_core import _autograd, _checks, _ops, _plugins
 from kda_core._bind import bind, is_sharded
-from kda_core._kinds import note, to_front
+from kda_core._kinds import note, to_front, with_kind
 from kda_core._ledger import LedgerEntry
 from kda_core._plugins import registry
 from kda_core._signature import Like
@@ -401,32 +401,17 @@ _NAMES = {
 }
 
 
-_CONTEXT, _BOUNDS, _STATE, _H = map(
-    _NAMES["chunk_kda"].index, ("cp_context", "cu_seqlens", "initial_state", "return_intermediate_states")
-)
+_BY_CONTEXT = ("cp_context", "cu_seqlens", "initial_state", "return_intermediate_states")
+_PLACES = tuple(map(_NAMES["chunk_kda"].index, _BY_CONTEXT))
 
 
-def _kind_of(context: Any, values: tuple[Any, ...]) -> str | None:
-    """All that checks and choices ask of a call's context; None: the call may be no repeated one."""
-    if values[_BOUNDS] is not None or values[_H] is not False:
-        return None
-    kinds = getattr(context, "_kinds", None)  # fla's contexts have none
-    return kinds and kinds[values[_STATE] is not None]
-
-
-def call(op: str, values: tuple[Any, ...], backend: str | None, context: Any = None) -> Any:
-    """Make a call of the function ``op``.
-
-    Args:
-        values: its arguments in their order, without ``backend``.
-        context: its ``cp_context``.
-    """
-    own = values
-    kind = None if context is None or torch.compiler.is_compiling() else _kind_of(context, values)
-    if torch.compiler.is_compiling() or needs_operator() or (context is not None and kind is None):
-        return call_bound(bind(op, dict(zip(_NAMES[op], values, strict=True))), backend)
-    if context is not None:  # which no memo holds
-        values = (*values[:_CONTEXT], kind, *values[_CONTEXT + 1 :])
+def call(op: str, given: tuple[Any, ...], backend: str | None, context: Any = None) -> Any:
+    """Make a call of the function ``op``; ``given``: its arguments in their order, without ``backend``."""
+    values = None
+    if not (torch.compiler.is_compiling() or needs_operator()):
+        values = given if context is None else with_kind(given, *_PLACES)
+    if values is None:
+        return call_bound(bind(op, dict(zip(_NAMES[op], given, strict=True))), backend)
     name = _plugins.requested_name(backend)
     latest, asked = registry.repeated.get(op, ()), (name, torch.is_grad_enabled())
     for known in latest:
@@ -435,12 +420,15 @@ def call(op: str, values: tuple[Any, ...], backend: str | None, context: Any = N
                 to_front(registry.repeated, known)
             break
     else:
-        arguments = dict(zip(_NAMES[op], own, strict=True))
+        arguments = dict(zip(_NAMES[op], given, strict=True))
         r = bind(op, arguments.copy())
         result = call_bound(r, backend, arguments)
         # A first call pays for nothing more.
         if r.memo is not None and Like in r.memo:
-            note(registry.repeated, r, asked, values, _NAMES[op], partial(_serving, r, name))
+            choose: Any = registry.choose
+            if context is not None:
+                from kda_core.distributed._call import serving as choose
+            note(registry.repeated, r, asked, values, _NAMES[op], partial(choose, r, name))
         return result
     serving = known.backend if context is None else known.backend.on(context)
     if known.has_values or not known.saves:
@@ -453,15 +441,6 @@ def call(op: str, values: tuple[Any, ...], backend: str | None, context: Any = N
     if known.has_values:
         _ops.count_writes(r)
     return (result.o, result.final_state) if known.is_plain else _outputs(r, result)
-
-
-def _serving(r: Any, name: str | None) -> Any:
-    """What serves later calls of a call's metadata."""
-    if getattr(r, "cp_context", None) is None:
-        return registry.choose(r, name)
-    from kda_core.distributed import _call
-
-    return _call.serving(r, name)
 
 
 def _differentiable(output_final_state: bool, o: Tensor, *states: Tensor) -> Any:

@@ -106,7 +106,7 @@ class ContextParallel:
         # All that the checks and the choice of a call ask of a context, without states and with them. Memos keep it.
         tables_are = tuple(self.fragments.shape), tuple(self.slots.shape), self.dense, str(self.device)
         asked = self.size, self.batch, self.rows, self.states, tables_are
-        self._kinds = None if self.cells else (str(asked), str((asked, self.sequences)))
+        self.kinds = None if self.cells else (str(asked), str((asked, self.sequences)))
 
     @property
     def cu_seqlens(self) -> Tensor:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -20,6 +21,23 @@ from kda_core.testing import call_checks
 T = 64
 
 
+@contextmanager
+def counted(*functions: Callable[..., Any]) -> Iterator[list[str]]:
+    """The names of these functions, each as often as it is called."""
+    codes, found = {f.__code__: f.__name__ for f in functions}, []
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code in codes:
+            found.append(codes[frame.f_code])
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield found
+    finally:
+        sys.setprofile(before)
+
+
 class Calls:
     """Calls of this rank with a context, and how many of them were repeated ones."""
 
@@ -28,7 +46,9 @@ class Calls:
         registry._forget_choices()
         self.group, self.repeated = group, 0
         self.context = build_cp_context([0, 10, T], group, tokens=T, fragments=2)
-        self.given: dict[str, Any] = {n: self.context.local(t) if t.shape[1:2] == (T,) else t for n, t in inputs.items()}
+        self.given: dict[str, Any] = {
+            n: self.context.local(t) if t.shape[1:2] == (T,) else t for n, t in inputs.items()
+        }
         self.given |= {"cp_context": self.context, "backend": backend, "output_final_state": True, **options}
 
     def __call__(self, **changes: Any) -> Any:
@@ -36,16 +56,13 @@ class Calls:
         given = self.given | changes
         leaves = {n: t for n, t in given.items() if isinstance(t, torch.Tensor) and t.requires_grad}
 
-        def on(ranks: Any, context: Any) -> Any:
-            self.repeated += 1
-            return own(ranks, context)
-
-        own = _call.Ranks.on
-        with mock.patch.object(_call.Ranks, "on", on):
+        with counted(_call.Ranks.on) as seen:
             try:
                 results = kda_core.chunk_kda(**given)
             except (ValueError, TypeError, RuntimeError) as error:
                 return type(error).__name__, str(error)
+            finally:
+                self.repeated += len(seen)
         if not results[0].requires_grad:
             return [t.clone() for t in results]
         loss = sum((t * (1 + i)).square().sum() for i, t in enumerate(results))
@@ -75,8 +92,10 @@ def _other(what: str, calls: Calls) -> dict[str, Any]:
         return build_cp_context(bounds, group, **{"tokens": T, "fragments": 2, **more})
 
     changes: dict[str, Callable[[], dict[str, Any]]] = {
-        "values": lambda: {n: t.detach() + 0.25 for n, t in g.items() if isinstance(t, torch.Tensor)}
-        | {n: (t.detach() + 0.25).requires_grad_() for n, t in g.items() if getattr(t, "requires_grad", False)},
+        "values": lambda: (
+            {n: t.detach() + 0.25 for n, t in g.items() if isinstance(t, torch.Tensor)}
+            | {n: (t.detach() + 0.25).requires_grad_() for n, t in g.items() if getattr(t, "requires_grad", False)}
+        ),
         "boundaries": lambda: {"cp_context": context([0, 50, T])},
         "cut elsewhere": lambda: {"cp_context": context([0, 10, T], layout=[[(32, T)], [(0, 32)]])},
         "sequences": lambda: {"cp_context": context([0, T])},
@@ -85,7 +104,7 @@ def _other(what: str, calls: Calls) -> dict[str, Any]:
         "dense": lambda: {"cp_context": build_cp_context(tokens=T, group=group), "initial_state": None},
         "gathered": lambda: {"cp_context": context([0, 10, T], gather=True)},
         "no context": lambda: {"cp_context": "a context"},
-        "its name": lambda: {"cp_context": c._kinds[1]},
+        "its name": lambda: {"cp_context": c.kinds[1]},
         "shape": lambda: {"beta": g["beta"][..., :3]},
         "rows": lambda: {n: g[n][:, 1:] for n in ("q", "k", "v", "g", "beta")},
         "dtype": lambda: {"k": g["k"].float()},
@@ -145,19 +164,18 @@ def changed_mode(group: Any, rank: int, inputs: dict, backend: str | None) -> No
         assert [t.requires_grad for t in found] == [t.requires_grad for t in expected]
 
 
-def checked(group: Any, rank: int, inputs: dict) -> tuple[int, int]:
-    """Results that were compared with the oracle while calls were checked: of a repeated call, and of a first one."""
-    calls, seen = Calls(group, inputs, "cpu"), []
+def checked(group: Any, rank: int, inputs: dict) -> tuple[list[str], list[str]]:
+    """Functions that ran while calls were checked: in a repeated call, and in a first one."""
+    calls = Calls(group, inputs, "cpu")
     calls.warm()
-    own = call_checks.run_checked
-    with mock.patch.object(call_checks, "run_checked", lambda *a: seen.append(a[1]) or own(*a)):
-        with kda_core.checked_calls():
-            calls()
-            assert calls.repeated
-            count = len(seen)
-            registry._forget_choices()
-            calls()
-    return count, len(seen) - count
+    given = calls.given
+    with kda_core.checked_calls():
+        with counted(call_checks.run_checked, _call.Ranks.on) as repeated:
+            kda_core.chunk_kda(**given)
+        registry._forget_choices()
+        with counted(call_checks.run_checked, _call.Ranks.on) as first:
+            kda_core.chunk_kda(**given)
+    return repeated, first
 
 
 def refreshed_between(group: Any, rank: int, inputs: dict, backend: str | None, grad: bool) -> str:
