@@ -477,7 +477,7 @@ def _watched(r: Any, backend: str | None, arguments: dict[str, Any] | None) -> A
     if isinstance(r, Request) and r.cp_context is not None:
         from kda_core.distributed import _call
 
-        return _outputs(r, _call.run(r, name, arguments or vars(r)))
+        return _outputs(r, _call.run(r, name, arguments))
     if not compiling:
         # The dispatcher runs before an operator's own checks, and its errors name no argument.
         _checks.convert_scalars(r)

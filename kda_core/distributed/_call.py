@@ -79,7 +79,7 @@ class Ranks:
         return Shared(fragments, slots, chain, *self.s[3:]), *others
 
 
-def run(r: Request, name: str | None, arguments: dict[str, Any]) -> ForwardResult:
+def run(r: Request, name: str | None, arguments: dict[str, Any] | None) -> ForwardResult:
     """Serve ``chunk_kda`` with a context; every rank of its group makes the call.
 
     Raises:
@@ -110,7 +110,7 @@ def run(r: Request, name: str | None, arguments: dict[str, Any]) -> ForwardResul
     ranks = Ranks(s, name, known)
     if not r.save_for_backward:
         return ranks.forward(r)
-    o, final = _autograd.call(ranks, r, arguments)
+    o, final = _autograd.call(ranks, r, arguments or vars(r))
     return ForwardResult(o, final)
 
 

@@ -22,6 +22,11 @@ def test_a_call_that_differs_answers_as_it_would_by_itself(ranks, what):
         assert found == [what in MAY_REPEAT] * 2
 
 
+@pytest.mark.parametrize("backend", BACKENDS[:2])
+def test_calls_that_are_never_repeated(ranks, backend):
+    assert ranks.run(2, "repeated_jobs:never_repeated", given(), backend) == [[], []]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_modes_are_part_of_a_call(ranks, backend):
     ranks.run(2, "repeated_jobs:changed_mode", given(), backend)

@@ -150,6 +150,27 @@ def changed_call(group: Any, rank: int, inputs: dict, backend: str | None, what:
     return repeated
 
 
+def never_repeated(group: Any, rank: int, inputs: dict, backend: str | None) -> list[str]:
+    """Calls that none repeats: their checks ask for values, or a context is told by more than its kind."""
+    found = []
+    for what in ("its own boundaries", "h", "cells", "NumPy's", "a negative view"):
+        calls = Calls(group, inputs, backend)
+        changes = _other(what, calls)
+        for _ in range(4):
+            calls(**changes)
+        found += [what] * (calls.repeated > 0)
+        if what == "its own boundaries":
+            error = calls(cu_seqlens=calls.context.cu_seqlens + 0)
+            assert error[1].startswith("cu_seqlens: expected None with cp_context"), error
+    one = {"cp_context": build_cp_context([0, T], group, tokens=T, fragments=1), "initial_state": None}
+    for _ in range(3):
+        calls(**one)
+    assert calls.repeated
+    calls.repeated = 0
+    calls(**_other("dense", calls))
+    return found + ["dense"] * (calls.repeated > 0)
+
+
 def changed_mode(group: Any, rank: int, inputs: dict, backend: str | None) -> None:
     """Bits under other modes are those of a first call, and so is what is recorded."""
     calls = Calls(group, {n: t.requires_grad_() for n, t in inputs.items()}, backend)
