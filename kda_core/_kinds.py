@@ -93,17 +93,17 @@ class Repeated(Kind):
         self.is_plain = isinstance(r, Request) and not (r.return_intermediate_states or r.inplace_final_state)
 
 
-def with_kind(values: tuple[Any, ...], at: int, bounds: int, state: int, h: int) -> tuple[Any, ...] | None:
+def with_kind(values: tuple[Any, ...], at: int, bounds: int, state: int) -> tuple[Any, ...] | None:
     """A call's values with all that checks and choices ask of its context in its place, since memos hold no context.
 
     Args:
-        at, bounds, state, h: places of the context and of arguments.
+        at, bounds, state: places of the context, of ``cu_seqlens`` and of the initial state.
 
     Returns:
         None where the call may be no repeated one.
     """
     kinds = getattr(values[at], "kinds", None)  # fla's contexts have none
-    if kinds is None or values[bounds] is not None or values[h] is not False:
+    if kinds is None or values[bounds] is not None:
         return None
     return (*values[:at], kinds[values[state] is not None], *values[at + 1 :])
 

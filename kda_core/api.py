@@ -401,8 +401,7 @@ _NAMES = {
 }
 
 
-_BY_CONTEXT = ("cp_context", "cu_seqlens", "initial_state", "return_intermediate_states")
-_PLACES = tuple(map(_NAMES["chunk_kda"].index, _BY_CONTEXT))
+_PLACES = tuple(map(_NAMES["chunk_kda"].index, ("cp_context", "cu_seqlens", "initial_state")))
 
 
 def call(op: str, given: tuple[Any, ...], backend: str | None, context: Any = None) -> Any:

@@ -100,7 +100,10 @@ def _other(what: str, calls: Calls) -> dict[str, Any]:
         "cut elsewhere": lambda: {"cp_context": context([0, 10, T], layout=[[(32, T)], [(0, 32)]])},
         "sequences": lambda: {"cp_context": context([0, T])},
         "rows of the context": lambda: {"cp_context": context([0, 10, 2 * T], tokens=2 * T)},
-        "cells": lambda: {"cp_context": context([0, 10, T], deterministic_degree=True, grid=16), "backend": None},
+        "cells": lambda: {
+            "cp_context": context([0, 16, T], deterministic_degree=True, grid=16, fragments=1),
+            **({"backend": None} if g["backend"] == "edges" else {}),
+        },
         "dense": lambda: {"cp_context": build_cp_context(tokens=T, group=group), "initial_state": None},
         "gathered": lambda: {"cp_context": context([0, 10, T], gather=True)},
         "no context": lambda: {"cp_context": "a context"},
