@@ -21,7 +21,7 @@ from kda_core._loaded import Backend
 from kda_core._schemas import NAMESPACE, OPERATORS, Operator
 from kda_core._signature import is_own
 from kda_core._torch_private import needs_operator
-from kda_core.errors import NO_DOUBLE_BACKWARD, NO_FORWARD_MODE, ContractViolation
+from kda_core.errors import NO_DOUBLE_BACKWARD, NO_FORWARD_MODE
 from kda_core.request import ForwardResult, GateRequest, Request
 
 
@@ -41,7 +41,8 @@ def _given(r: Request | GateRequest, arguments: dict[str, Any]) -> dict[str, Ten
 def _kind(r: Request | GateRequest, given: dict[str, Tensor] | None = None) -> Kind:
     """The kind of a request's calls with these tensors; None: its own."""
     given = _given(r, vars(r)) if given is None else given
-    memo = {} if r.memo is None else r.memo
+    # A context's calls have the memo of a plain one.
+    memo = {} if r.memo is None or getattr(r, "cp_context", None) is not None else r.memo
     key = (Kind, *[t.shape for n, t in given.items() if t is not getattr(r, n)])
     kind = memo.get(key)
     if kind is None:
@@ -49,16 +50,20 @@ def _kind(r: Request | GateRequest, given: dict[str, Tensor] | None = None) -> K
     return kind
 
 
-def call(backend: Backend, r: Request | GateRequest, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
-    """The differentiable results of a call whose inputs require gradients: (o, final_state), or (log_decay,)."""
+def call(backend: Any, r: Request | GateRequest, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
+    """The differentiable results of a call whose inputs require gradients: (o, final_state), or (log_decay,).
+
+    Args:
+        backend: a ``Backend``, or what serves a call with a context.
+    """
     given = _given(r, arguments)
     strides = None if r.memo is None else strides_of(given.values())
     return _CALLS[r.op].apply(backend, r, _kind(r, given), strides, *given.values())
 
 
-def repeat(known: Repeated, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def repeat(known: Repeated, backend: Any, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The same for a call that repeats an earlier one: of the arguments' own tensors."""
-    return _APPLY[known.operator.op](known.backend, None, known, known.strides, *tensors)
+    return _APPLY[known.operator.op](backend, None, known, known.strides, *tensors)
 
 
 def _check_gradients(name: str, grads: Sequence[Tensor | None], watched: bool) -> None:
@@ -92,7 +97,7 @@ class _Call(torch.autograd.Function):
         result = backend.forward(r)
         saved = result.saved if kind.operator.saved else ()
         if not kind.checked:
-            _check_saved(backend, r, saved)
+            backend.check_saved(r, saved)
             kind.checked = True
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *saved)
@@ -124,9 +129,9 @@ class _Call(torch.autograd.Function):
             if not compiling:
                 needed = kind.needed[needs] = frozenset(needed)
         if watched:
-            flat = dict(zip(operator.saved[: len(saved)], [t.reshape(-1) for t in saved], strict=True))
-            more = {"needs": [n in needed for n in operator.differentiable], "backend": backend.info.name}
-            found = call_backward(operator, {**kind.values(given), **flat, **asked, **more})
+            row, more = backend.traced(operator, saved)
+            more["needs"] = [n in needed for n in operator.differentiable]
+            found = call_backward(row, {**kind.values(given), **asked, **more})
         else:
             more = {"saved": saved, "needs_grad": needed} if operator.saved else {"needs_grad": needed}
             values = kind.values(given)
@@ -151,16 +156,6 @@ _CALLS: dict[str, Any] = {
 
 # Without torch's search for wrappers of transforms that are over, which tensors of repeated calls are not.
 _APPLY = {op: super(torch.autograd.Function, function).apply for op, function in _CALLS.items()}
-
-
-def _check_saved(backend: Backend, r: Request, saved: tuple[Tensor, ...]) -> None:
-    """Raise if the saved tensors differ from ``kda_core_saved_spec``, on which compiled graphs rely."""
-    specs = backend.saved_specs(r)
-    found, expected = [(tuple(t.shape), t.dtype) for t in saved], [(tuple(s.shape), s.dtype) for s in specs]
-    if found != expected:
-        raise ContractViolation(
-            f"backend {backend.info.name!r} saved tensors of {found}, kda_core_saved_spec says {expected}"
-        )
 
 
 def setup_context(row: Operator, ctx: Any, inputs: tuple, output: Any) -> None:

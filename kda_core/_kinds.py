@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from kda_core import _checks
-from kda_core._loaded import Backend
 from kda_core._schemas import OPERATORS
 from kda_core._signature import Same
 from kda_core.request import AnyRequest, Request
@@ -34,9 +33,9 @@ class Kind:
 
     def __init__(self, r: AnyRequest, names: tuple[str, ...], tensors: tuple[Tensor, ...]) -> None:
         self.operator, self.names, self.memo = OPERATORS[r.op], names, r.memo
-        # The class has the defaults.
+        # The class has the defaults. A context is told anew in every call.
         default = vars(type(r)).get
-        own = [n for n, x in vars(r).items() if n not in names and n != "memo" and x is not default(n, r)]
+        own = [n for n, x in vars(r).items() if n not in (*names, "memo", "cp_context") and x is not default(n, r)]
         self.fields = {n: getattr(r, n) for n in (*self.operator.options, *own)}
         bound = zip(names, [getattr(r, n) for n in names], tensors, strict=True)
         self.shaped = tuple((n, tuple(x.shape), tuple(t.shape)) for n, x, t in bound if x is not t)
@@ -64,7 +63,7 @@ _new, _set = object.__new__, object.__setattr__
 
 
 class Repeated(Kind):
-    """A call that was seen, with its backend.
+    """A call that was seen, with its backend, or what serves calls with a context.
 
     Attributes:
         same: whether values are those of the call.
@@ -79,7 +78,7 @@ class Repeated(Kind):
     """
 
     def __init__(
-        self, backend: Backend, asked: tuple[str | None, bool], r: AnyRequest, values: tuple[Any, ...],
+        self, backend: Any, asked: tuple[str | None, bool], r: AnyRequest, values: tuple[Any, ...],
         names: tuple[str, ...],
     ) -> None:  # fmt: skip
         # In the order in which a first call saves them.
@@ -94,9 +93,24 @@ class Repeated(Kind):
         self.is_plain = isinstance(r, Request) and not (r.return_intermediate_states or r.inplace_final_state)
 
 
+def with_kind(values: tuple[Any, ...], at: int, bounds: int, state: int) -> tuple[Any, ...] | None:
+    """A call's values with all that checks and choices ask of its context in its place, since memos hold no context.
+
+    Args:
+        at, bounds, state: places of the context, of ``cu_seqlens`` and of the initial state.
+
+    Returns:
+        None where the call may be no repeated one.
+    """
+    kinds = getattr(values[at], "kinds", None)  # fla's contexts have none
+    if kinds is None or values[bounds] is not None:
+        return None
+    return (*values[:at], kinds[values[state] is not None], *values[at + 1 :])
+
+
 def note(
     recent: dict[str, tuple[Repeated, ...]], r: Any, asked: tuple[str | None, bool], values: tuple[Any, ...],
-    names: tuple[str, ...], choose: Callable[[], Backend],
+    names: tuple[str, ...], choose: Callable[[], Any],
 ) -> None:  # fmt: skip
     """Keep a call with its signature, and as the last one of its function; arguments as of ``Repeated``."""
     kinds = r.memo.setdefault(Repeated, [])

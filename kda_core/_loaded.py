@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kda_core import _ranges, _results
-from kda_core._schemas import OPERATORS
+from kda_core._schemas import OPERATORS, Operator
 from kda_core._torch_private import profiling
 from kda_core.capabilities import Available, BackendInfo, Unavailable
 from kda_core.errors import ContractViolation
@@ -100,6 +100,21 @@ class Backend:
         specs = self.result("kda_core_saved_spec", r)
         self.check_number_of_saved(len(specs))
         return specs
+
+    def check_saved(self, r: Request, saved: tuple[Tensor, ...]) -> None:
+        """Raise if the saved tensors differ from ``kda_core_saved_spec``, on which compiled graphs rely."""
+        specs = self.saved_specs(r)
+        found, expected = [(tuple(t.shape), t.dtype) for t in saved], [(tuple(s.shape), s.dtype) for s in specs]
+        if found != expected:
+            raise ContractViolation(
+                f"backend {self.info.name!r} saved tensors of {found}, kda_core_saved_spec says {expected}"
+            )
+
+    def traced(self, row: Operator, saved: tuple[Tensor, ...]) -> tuple[Operator, dict[str, Any]]:
+        """The row of the operators by which compilers see a call, and values that its backward takes of this one."""
+        # The compiler of torch 2.7 zips equal lengths only.
+        flat = dict(zip(row.saved[: len(saved)], [t.reshape(-1) for t in saved], strict=True))
+        return row, {**flat, "backend": self.info.name}
 
     def check_number_of_saved(self, found: int) -> None:
         if found > MAX_SAVED_TENSORS:

@@ -59,6 +59,9 @@ if not hasattr(forward_ad, "_current_level"):
     _forward_mode = None
 
 
+any_autocast: Callable[[], bool] = _found(torch._C, "_is_any_autocast_enabled", lambda: True)
+
+
 def in_forward_mode() -> bool:
     """Whether a level of forward-mode differentiation is open.
 

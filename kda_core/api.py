@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kda_core import _autograd, _checks, _ops, _plugins
 from kda_core._bind import bind, is_sharded
-from kda_core._kinds import note, to_front
+from kda_core._kinds import note, to_front, with_kind
 from kda_core._ledger import LedgerEntry
 from kda_core._plugins import registry
 from kda_core._signature import Like
@@ -199,7 +199,7 @@ def chunk_kda(
         ssm_state_indices, pad_slot_id, out, has_initial_state, update_state, final_state_indices, final_state_pool,
         intermediate_states_dtype, checkpoint_indices, checkpoint_every, checkpoint_pool,
     )  # fmt: skip
-    return call("chunk_kda", values, backend)
+    return call("chunk_kda", values, backend, cp_context)
 
 
 def fused_recurrent_kda(
@@ -401,10 +401,16 @@ _NAMES = {
 }
 
 
-def call(op: str, values: tuple[Any, ...], backend: str | None) -> Any:
-    """Make a call of the function ``op``; ``values``: its arguments in their order, without ``backend``."""
-    if torch.compiler.is_compiling() or needs_operator():
-        return call_bound(bind(op, dict(zip(_NAMES[op], values, strict=True))), backend)
+_PLACES = tuple(map(_NAMES["chunk_kda"].index, ("cp_context", "cu_seqlens", "initial_state")))
+
+
+def call(op: str, given: tuple[Any, ...], backend: str | None, context: Any = None) -> Any:
+    """Make a call of the function ``op``; ``given``: its arguments in their order, without ``backend``."""
+    values = None
+    if not (torch.compiler.is_compiling() or needs_operator()):
+        values = given if context is None else with_kind(given, *_PLACES)
+    if values is None:
+        return call_bound(bind(op, dict(zip(_NAMES[op], given, strict=True))), backend)
     name = _plugins.requested_name(backend)
     latest, asked = registry.repeated.get(op, ()), (name, torch.is_grad_enabled())
     for known in latest:
@@ -413,20 +419,24 @@ def call(op: str, values: tuple[Any, ...], backend: str | None) -> Any:
                 to_front(registry.repeated, known)
             break
     else:
-        arguments = dict(zip(_NAMES[op], values, strict=True))
+        arguments = dict(zip(_NAMES[op], given, strict=True))
         r = bind(op, arguments.copy())
         result = call_bound(r, backend, arguments)
         # A first call pays for nothing more.
         if r.memo is not None and Like in r.memo:
-            note(registry.repeated, r, asked, values, _NAMES[op], partial(registry.choose, r, name))
+            choose: Any = registry.choose
+            if context is not None:
+                from kda_core.distributed._call import serving as choose
+            note(registry.repeated, r, asked, values, _NAMES[op], partial(choose, r, name))
         return result
+    serving = known.backend if context is None else known.backend.on(context)
     if known.has_values or not known.saves:
         r = known.request(known.values(tensors), known.memo)
         if known.has_values:
             _checks.check_values(r)
     if known.saves:
-        return _differentiable(known.output_final_state, *_autograd.repeat(known, tensors))
-    result = known.backend.forward(r)
+        return _differentiable(known.output_final_state, *_autograd.repeat(known, serving, tensors))
+    result = serving.forward(r)
     if known.has_values:
         _ops.count_writes(r)
     return (result.o, result.final_state) if known.is_plain else _outputs(r, result)
@@ -439,13 +449,13 @@ def _differentiable(output_final_state: bool, o: Tensor, *states: Tensor) -> Any
 def call_bound(r: Any, backend: str | None, arguments: dict[str, Any] | None = None) -> Any:
     """Make the call of a request as ``bind`` gives it; ``arguments``: that it was made of, None: its own values."""
     if torch.compiler.is_compiling() or (isinstance(r, Request) and r.cp_context is not None):
-        return _watched(r, backend)
+        return _watched(r, backend, arguments)
     if needs_operator(*((r.q,) if isinstance(r, Request) else vars(r).values())):
-        return _watched(r, backend)
+        return _watched(r, backend, arguments)
     chosen = registry.choose(r, _plugins.requested_name(backend))
     # A call without a signature has no memo: one of its other tensors may be a wrapped one.
     if r.memo is None and needs_operator(*vars(r).values()):
-        return _watched(r, backend)
+        return _watched(r, backend, arguments)
     if not r.save_for_backward:
         result = chosen.forward(r)
         _ops.count_writes(r)
@@ -453,7 +463,7 @@ def call_bound(r: Any, backend: str | None, arguments: dict[str, Any] | None = N
     return _differentiable(getattr(r, "output_final_state", False), *_autograd.call(chosen, r, arguments or vars(r)))
 
 
-def _watched(r: Any, backend: str | None) -> Any:
+def _watched(r: Any, backend: str | None, arguments: dict[str, Any] | None) -> Any:
     """The same where a compiler, a mode or a transform must see the call, or several devices make it."""
     compiling = torch.compiler.is_compiling()
     if is_sharded(getattr(r, "q", getattr(r, "g", None))):
@@ -466,7 +476,7 @@ def _watched(r: Any, backend: str | None) -> Any:
     if isinstance(r, Request) and r.cp_context is not None:
         from kda_core.distributed import _call
 
-        return _outputs(r, _call.run(r, name))
+        return _outputs(r, _call.run(r, name, arguments))
     if not compiling:
         # The dispatcher runs before an operator's own checks, and its errors name no argument.
         _checks.convert_scalars(r)

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from kda_core import _autograd, _checks, _expect, _meta, _ops, _schemas
 from kda_core._bind import build_request
@@ -34,51 +33,53 @@ PLACES = MAX_SAVED_TENSORS + 1
 """Saved tensors of a forward: a backend's, and the states at the fragments' starts."""
 
 
-_NO_TENSORS = dict.fromkeys((*_schemas.OPERATORS["chunk_kda"].tensors, "cp_context"))
+class Ranks:
+    """Serves calls with a context as a ``Backend`` serves plain ones.
+
+    Args:
+        s: the context; None for ``on``.
+        known: what an earlier call of the same metadata chose.
+    """
+
+    def __init__(self, s: Any, name: str | None, known: Chosen | None) -> None:
+        self.s, self.name, self.known = s, name, known
+
+    def on(self, c: ContextParallel) -> Ranks:
+        """The same for another context."""
+        return Ranks(shared(c), self.name, self.known)
+
+    def forward(self, r: Request) -> ForwardResult:
+        s = self.s
+        # A choice resolves signs, which a repeated call has none of.
+        found, matrices, saved, _ = forward(r, s, self.name, self.known)
+        if not r.save_for_backward:
+            return found
+        # The tables, too: they must not change before the backward.
+        return ForwardResult(found.o, found.final_state, None, (*s[:3], matrices, *saved))  # type: ignore[arg-type]
+
+    def check_saved(self, r: Request, saved: Any) -> None:
+        """Nothing is announced."""
+
+    def backward(self, r: Request) -> dict[str, Tensor]:
+        s, matrices, *saved = self._shared(r.saved)
+        r.__dict__["saved"] = tuple(saved)
+        # Hooks of saved tensors may return others.
+        return backward(r, s, self.name, matrices, None if r.memo is None or _has_signs(r) else self.known)
+
+    def traced(self, row: _schemas.Operator, saved: Any) -> tuple[_schemas.Operator, dict[str, Any]]:
+        """As of ``Backend``."""
+        s, matrices, *saved = self._shared(saved)
+        flat = _flat(saved, s)
+        # The compiler of torch 2.7 zips equal lengths only.
+        places = dict(zip(_SAVED[: len(flat)], flat, strict=True))
+        return _OPERATOR, {**_named(s), **places, "matrices": matrices, "backend": self.name or ""}
+
+    def _shared(self, saved: Any) -> tuple:
+        fragments, slots, chain, *others = saved
+        return Shared(fragments, slots, chain, *self.s[3:]), *others
 
 
-class _Call(torch.autograd.Function):
-    """An eager call whose inputs require gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, r: Request, s: Shared, name: str | None, *tensors: Tensor | None) -> tuple:
-        result, matrices, saved, chosen = forward(r, s, name)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *s[:3], matrices, *saved)
-        # Not the request: it holds the tensors, and autograd decides how long they live.
-        options = {**vars(r), **_NO_TENSORS}
-        ctx.call = options, s[3:], name, chosen and chosen.without_tensors(), _autograd.strides_of(tensors)
-        return result.o, result.final_state
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_o: Tensor | None, grad_final_state: Tensor | None) -> tuple:
-        kept = ctx.saved_tensors
-        count = len(DIFFERENTIABLE)
-        fragments, slots, chain, matrices, *saved = kept[count:]
-        options, rest, name, known, strides = ctx.call
-        needed = frozenset(n for n, wanted in zip(DIFFERENTIABLE, ctx.needs_input_grad[3:], strict=True) if wanted)
-        if not needed or (grad_o is None and grad_final_state is None):
-            return (None,) * (3 + count)
-        if not torch.compiler.is_compiling():
-            grad_o, grad_final_state = (t if t is None else t.resolve_neg() for t in (grad_o, grad_final_state))
-        asked = {"saved": tuple(saved), "grad_o": grad_o, "grad_final_state": grad_final_state, "needs_grad": needed}
-        values = {**options, **dict(zip(DIFFERENTIABLE, kept[:count], strict=True)), **asked}
-        s = Shared(fragments, slots, chain, *rest)
-        if torch.compiler.is_compiling():
-            flat = _flat(saved, s)
-            # The compiler of torch 2.7 zips equal lengths only.
-            places = dict(zip(_SAVED[: len(flat)], flat, strict=True))
-            more = {"needs": [n in needed for n in DIFFERENTIABLE], "backend": name or "", "matrices": matrices}
-            grads = _autograd.call_backward(_OPERATOR, {**values, **_named(s), **places, **more})
-        else:
-            same = strides == _autograd.strides_of(kept[:count])  # hooks of saved tensors may return others
-            same = same and not any(t is not None and t.is_neg() for t in kept[:count])  # a choice resolves signs
-            grads = backward(build_request(values), s, name, matrices, known if same else None)
-        return (None, None, None, *(grads[n] if n in needed else None for n in DIFFERENTIABLE))
-
-
-def run(r: Request, name: str | None) -> ForwardResult:
+def run(r: Request, name: str | None, arguments: dict[str, Any] | None) -> ForwardResult:
     """Serve ``chunk_kda`` with a context; every rank of its group makes the call.
 
     Raises:
@@ -101,9 +102,26 @@ def run(r: Request, name: str | None) -> ForwardResult:
         return ForwardResult(o, final if r.output_final_state else None, h if r.return_intermediate_states else None)
     if r.return_intermediate_states:
         r = build_request({**vars(r), "cu_seqlens_cpu": c.call_cu_seqlens_cpu})
+    known = None
+    if not s.grid:
+        known = s.chosen(r, name)[0]
+        r.__dict__["memo"] = known.memo
+        known = None if _has_signs(r) else known
+    ranks = Ranks(s, name, known)
     if not r.save_for_backward:
-        return forward(r, s, name).result
-    return ForwardResult(*_Call.apply(r, s, name, *_differentiable_of(r)))
+        return ranks.forward(r)
+    o, final = _autograd.call(ranks, r, arguments or vars(r))
+    return ForwardResult(o, final)
+
+
+def _has_signs(r: Request) -> bool:
+    """Whether a choice must be made anew, because it resolves signs."""
+    return any(t is not None and t.is_neg() for t in _differentiable_of(r))
+
+
+def serving(r: Request, name: str | None) -> Ranks:
+    """What serves later calls of a call's metadata."""
+    return Ranks(None, name, shared(r.cp_context).chosen(r, name)[0])
 
 
 def _named(s: Shared) -> dict[str, Any]:
@@ -119,11 +137,12 @@ _FIELDS = tuple(f.name for f in fields(Request) if f.init)
 
 def shared(c: ContextParallel) -> Shared:
     g = c.cells
+    if g is None and not torch.compiler.is_compiling():
+        return c.shared
     if g is None:
         return Shared(
-            c.fragments, c.slots, None, c.group_name, c.before, c.sequences, c.dense, c.gather, c.padded, 0, (),
-            None if torch.compiler.is_compiling() else c.tables,
-        )  # fmt: skip
+            c.fragments, c.slots, None, c.group_name, c.before, c.sequences, c.dense, c.gather, c.padded, 0, ()
+        )
     return Shared(g.fragments, g.slots, g.chain, c.group_name, 0, c.sequences, g.dense, c.gather, True, g.grid, g.own)
 
 
@@ -241,11 +260,11 @@ def _flat(saved: Sequence[Tensor], s: Shared) -> list[Tensor]:
     return [torch.cat([t.reshape(-1) for t in saved[i::each]]) for i in range(each)]
 
 
-def _saved_of(flat: Sequence[Tensor], parts: Sequence[Chosen]) -> tuple[Tensor, ...]:
+def _saved_of(flat: Sequence[Tensor], parts: Sequence[tuple[Chosen, Request]]) -> tuple[Tensor, ...]:
     """The inverse."""
     found, at = [], [0] * len(flat)
-    for chosen in parts:
-        for i, spec in enumerate(chosen.halves.saved_spec(chosen.request)):
+    for chosen, call in parts:
+        for i, spec in enumerate(chosen.halves.saved_spec(call)):
             count = math.prod(spec.shape)
             found.append(flat[i].narrow(0, at[i], count).view(spec.shape))
             at[i] += count
@@ -270,10 +289,10 @@ def _fake_operator(*args: Any) -> tuple[Tensor, ...]:
     specs: list[tuple[TensorSpec, ...]] = []
     if r.save_for_backward:
         # Each saved tensor of all parts, one behind the other.
-        specs = [*zip(*(c.halves.saved_spec(c.request) for c in parts), strict=True)]
-        if parts and not parts[0].alone:
+        specs = [*zip(*(c.halves.saved_spec(call) for c, call in parts), strict=True)]
+        if parts and not parts[0][0].alone:
             slots = (s.dense or 1) if s.grid else s.slots.shape[1]
-            count = s.fragments.shape[-1] - 1 if parts[0].keeps_all(r, s.dense) else slots
+            count = s.fragments.shape[-1] - 1 if parts[0][0].keeps_all(r, s.dense) else slots
             matrices = r.q.new_empty(len(parts) * count, r.HV, r.K, r.K, dtype=r.compute_dtype)
     saved = [r.v.new_empty(sum(math.prod(p.shape) for p in each), dtype=each[0].dtype) for each in specs]
     return _results(r, _meta.empty_o(r), final, h, matrices, saved)

@@ -16,7 +16,7 @@ from kda_core._expect import expect_flag
 from kda_core.distributed._cells import GRID, Cells, moved, on_grid
 from kda_core.distributed._exchange import resolve_group
 from kda_core.distributed._layout import Fragment, Layout, Range, edges, joined, split, table
-from kda_core.distributed._steps import tables
+from kda_core.distributed._steps import Shared, tables
 
 LAYOUTS = ("contiguous", "zigzag")
 
@@ -98,8 +98,15 @@ class ContextParallel:
         sizes = [len(by_fragment), sum(map(len, columns)), len(tails[0]), len(tails[1])]
         fragments, places, own, ahead = self._values.split(sizes)
         self.fragments, self.slots = fragments.view(5, F + 1), places.view(-1, len(slots))
-        self.tables = tables(self.fragments, self.slots)
+        self.shared = Shared(
+            self.fragments, self.slots, None, self.group_name, self.before, self.sequences, self.dense, self.gather,
+            self.padded, 0, (), tables(self.fragments, self.slots),
+        )  # fmt: skip
         self.tails, self.sources = own.view(len(slots), -1), ahead.view(none, -1)
+        # All that the checks and the choice of a call ask of a context, without states and with them. Memos keep it.
+        tables_are = tuple(self.fragments.shape), tuple(self.slots.shape), self.dense, str(self.device)
+        asked = self.size, self.batch, self.rows, self.states, tables_are
+        self.kinds = None if self.cells else (str(asked), str((asked, self.sequences)))
 
     @property
     def cu_seqlens(self) -> Tensor:

@@ -24,14 +24,14 @@ def changed(r: Request, **values: Any) -> Request:
 
 
 def hook_request(r: Request, edges: Edges | None = None) -> Request:
-    """The request that hooks in halves are given: without states, marked, with a memo of its own."""
-    needs = r.needs_grad
+    """The request that hooks in halves are given: without states, marked, with a memo of its own; it becomes ``r``."""
+    needs, memo = r.needs_grad, r.memo
     if edges is None and "initial_state" in needs:
         # A backward that is asked for the states' gradients alone still says that it is one.
         needs = needs - {"initial_state"} or frozenset({"beta"})
-    found = build_request({**vars(r), "initial_state": None, "cp_context": edges or True, "needs_grad": needs})
-    found.__dict__["memo"] = None if r.memo is None else r.memo.setdefault(Halves if edges is None else Edges, {})
-    return found
+    memo = None if memo is None else memo.setdefault(Halves if edges is None else Edges, {})
+    r.__dict__.update(initial_state=None, cp_context=edges or True, needs_grad=needs, memo=memo)
+    return r
 
 
 class Halves:
@@ -43,7 +43,7 @@ class Halves:
         self.backend = backend
 
     def saved_spec(self, r: Request) -> tuple[TensorSpec, ...]:
-        return self.backend.saved_specs(hook_request(r))
+        return self.backend.saved_specs(hook_request(changed(r)))
 
     def begin(self, r: Request) -> Begun:
         return self._begun("kda_core_chunk_begin", r)
@@ -134,13 +134,13 @@ class Chosen(NamedTuple):
 
     Attributes:
         halves: hooks or plain calls.
-        request: the plain call, with its memo.
+        memo: of the plain call.
         alone: whether nothing has to be exchanged, so that plain calls serve without a first half.
         by_edges: whether hooks are given ``Edges``.
     """
 
     halves: Halves | PlainCalls
-    request: Request
+    memo: dict[Any, Any] | None
     alone: bool
     by_edges: bool = False
 
@@ -148,20 +148,17 @@ class Chosen(NamedTuple):
         """Whether the backward needs the matrices of all fragments: for the gradient of the initial states."""
         return bool(dense) or (r.initial_state is not None and not self.by_edges)
 
-    def again(self, call: Request) -> Chosen:
-        """The same for a call of the same signature."""
+    def again(self, call: Request) -> None:
+        """Make a call of the same signature what ``choose`` makes of it."""
         if isinstance(self.halves, PlainCalls):
-            call = _with_states(call)
-        call.__dict__["memo"] = self.request.memo
-        return self._replace(request=call)
-
-    def without_tensors(self) -> Chosen:
-        """The same, with a request that holds nothing but the memo."""
-        return self._replace(request=build_request({"memo": self.request.memo}))
+            _add_states(call)
+        call.__dict__["memo"] = self.memo
 
 
 def choose(call: Request, name: str | None, alone: bool, edges: bool) -> Chosen:
     """The backend of a plain call without states, and whether its hooks or plain calls serve it.
+
+    The call gets its memo, and states of the right metadata if plain calls serve it, which replace them.
 
     Args:
         edges: whether hooks that take ``Edges`` are to be given them.
@@ -171,16 +168,17 @@ def choose(call: Request, name: str | None, alone: bool, edges: bool) -> Chosen:
         known = None if call.memo is None else call.memo.get(PlainCalls)
         if known is None:
             declared = Feature.CONTEXT_PARALLEL in backend.info.capabilities.features
-            known = declared and backend.rejection(hook_request(call)) is None
+            known = declared and backend.rejection(hook_request(changed(call))) is None
             if call.memo is not None:
                 call.memo[PlainCalls] = known
         if known:
-            return Chosen(Halves(backend), call, False, edges and backend.info.capabilities.edges)
-    call = _with_states(call)
-    return Chosen(PlainCalls(registry.choose(call, name)), call, alone)
+            return Chosen(Halves(backend), call.memo, False, edges and backend.info.capabilities.edges)
+    _add_states(call)
+    call.__dict__["memo"] = None
+    backend = registry.choose(call, name)
+    return Chosen(PlainCalls(backend), call.memo, alone)
 
 
-def _with_states(call: Request) -> Request:
-    """The call with an initial state of the right metadata, which plain calls replace."""
+def _add_states(call: Request) -> None:
     states = call.q.new_empty(call.N, call.HV, call.K, call.V, dtype=call.compute_dtype)
-    return build_request({**vars(call), "initial_state": states})
+    call.__dict__["initial_state"] = states

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kda_core._bind import build_request
 from kda_core._ledger import Transfer
+from kda_core._torch_private import any_autocast
 from kda_core.distributed._exchange import full_precision, gathered, join
 from kda_core.distributed._halves import Chosen
 from kda_core.distributed._steps import BackwardStep, Forward, ForwardStep, Shared, k_first, like_callers
@@ -112,7 +113,7 @@ def _forward_of_cells(r: Request, s: Shared, name: str | None) -> Forward:
     o = torch.cat([r.v.new_empty(r.B, 0, r.HV, r.V), *(p.result.o for p in parts)], 1)
     final = h = None
     if r.output_final_state:
-        final = _total(r, s, [p.result.final_state for p in parts if p.result.final_state is not None])
+        final = s.final(r, _total(r, s, [p.result.final_state for p in parts if p.result.final_state is not None]))
     if r.return_intermediate_states:
         shape = (r.V, r.K) if r.state_v_first else (r.K, r.V)
         absent = r.q.new_empty(r.B, 0, r.HV, *shape, dtype=r.h_dtype)
@@ -132,7 +133,7 @@ def _backward_of_cells(
 ) -> dict[str, Tensor]:
     parts = s.parts(r)
     each = matrices.chunk(len(parts)) if parts else ()
-    steps = [BackwardStep(_aligned(q), t, name, m, given, None) for (q, t), m in zip(parts, each, strict=True)]
+    steps = [BackwardStep(_aligned(q), t, name, None, given, m) for (q, t), m in zip(parts, each, strict=True)]
     came = _chained(r, s, steps, True)
     found = [step.finish(states) for step, states in zip(steps, came, strict=True)]
     grads = {
@@ -163,25 +164,21 @@ def _total(r: Request, s: Shared, states: list[Tensor]) -> Tensor:
 
 def _autocasts(r: Request) -> bool:
     """Whether autocast would round the states that ranks exchange: on some ranks perhaps, whose others wait then."""
+    if not any_autocast():
+        return False
     kind = r.device.type
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
-def forward(r: Request, s: Shared, name: str | None) -> Forward:
-    """Run a call whose tensors are the caller's."""
+def forward(r: Request, s: Shared, name: str | None, known: Chosen | None = None) -> Forward:
+    """Run a call whose tensors are the caller's; ``known``: what an earlier one chose, for the same metadata."""
     if _autocasts(r):
         with torch.autocast(r.device.type, enabled=False):
-            return forward(r, s, name)
+            return forward(r, s, name, known)
     if s.grid:
-        found = _forward_of_cells(r, s, name)
-    else:
-        step = ForwardStep(r, s, name)
-        found = step.finish(_joined(step))
-    final = found.result.final_state
-    if final is None:
-        return found
-    states = like_callers(r, s.summed(final), r.state_dtype)
-    return found._replace(result=ForwardResult(found.result.o, states, found.result.h))
+        return _forward_of_cells(r, s, name)
+    step = ForwardStep(r, s, name, known)
+    return step.finish(_joined(step))
 
 
 def backward(
@@ -201,7 +198,7 @@ def backward(
     if s.grid:
         grads = _backward_of_cells(r, s, name, matrices, given)
     else:
-        step = BackwardStep(r, s, name, matrices, given, known)
+        step = BackwardStep(r, s, name, known, given, matrices)
         grads = step.finish(_joined(step))
     if "initial_state" in r.needs_grad:
         dtype = r.initial_state.dtype  # type: ignore[union-attr]

@@ -96,11 +96,20 @@ class Shared(NamedTuple):
             own["cu_seqlens_cpu"] = None
         return build_request({**vars(r), **rows, **own})
 
-    def chosen(self, r: Request, name: str | None) -> Chosen:
-        """Who serves the call of this rank's fragments; ``name``: the backend that was asked for, or None."""
-        return choose(self.local(r), name, self.is_alone(), not self.grid)
+    def chosen(self, r: Request, name: str | None, known: Chosen | None = None) -> tuple[Chosen, Request]:
+        """Who serves the call of this rank's fragments, and that call.
 
-    def chosen_parts(self, r: Request, name: str | None) -> list[Chosen]:
+        Args:
+            name: the backend that was asked for, or None.
+            known: who served a call of the same metadata.
+        """
+        call = self.local(r)
+        if known is None:
+            return choose(call, name, self.is_alone(), not self.grid), call
+        known.again(call)
+        return known, call
+
+    def chosen_parts(self, r: Request, name: str | None) -> list[tuple[Chosen, Request]]:
         """The same for each call of ``parts``."""
         return [s.chosen(q, name) for q, s in self.parts(r)]
 
@@ -147,6 +156,10 @@ class Shared(NamedTuple):
         sends = None if self.dense else t.sends[1 if backward else 2 * r.save_for_backward]
         return Edges(given, t.places[backward], sends, t.sources[backward], results, self.sequences, matrices)
 
+    def final(self, r: Request, states: Tensor) -> Tensor:
+        """Final states as the caller wants them, of this rank's."""
+        return like_callers(r, self.summed(states), r.state_dtype)
+
     def summed(self, states: Tensor) -> Tensor:
         """The sum over ranks, where every rank has every final state."""
         if self.gather:
@@ -173,7 +186,11 @@ def like_callers(r: Request, states: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Step:
-    """One call's forward or backward.
+    """One call's forward or backward, on the backend of that name or the one that is chosen.
+
+    Args:
+        known: what was chosen, for tensors of the same metadata.
+        given: states (gradients of final states), [N, HV, K, V], or None.
 
     Attributes:
         matrices: what a forward keeps for its backward.
@@ -185,7 +202,10 @@ class _Step:
 
     backward: bool
 
-    def __init__(self, r: Request, s: Shared, chosen: Chosen, given: Tensor | None, matrices: Any = None) -> None:
+    def __init__(
+        self, r: Request, s: Shared, name: str | None, known: Chosen | None, given: Tensor | None, matrices: Any = None
+    ) -> None:
+        chosen, call = s.chosen(r, name, known)
         self.r, self.s, self.chosen, self.matrices = r, s, chosen, matrices
         self.kept: tuple[Tensor, ...] = ()
         self.edges = self.own = None
@@ -193,7 +213,7 @@ class _Step:
             self.edges = s.edges(r, given, self.backward, matrices)
         elif given is not None:
             self.own = s.of_sequences(given.to(r.compute_dtype), self.backward)
-        self.request = chosen.halves.request(chosen.request, self.edges)
+        self.request = chosen.halves.request(call, self.edges)
 
     def sent(self, both: Tensor) -> Tensor:
         """The matrices and additions of our slots, with given states in these."""
@@ -213,12 +233,12 @@ class _Step:
 
 
 class ForwardStep(_Step):
-    """A forward of one call, on the backend of that name or the one that is chosen."""
+    """A forward of one call."""
 
     backward = False
 
-    def __init__(self, r: Request, s: Shared, name: str | None) -> None:
-        super().__init__(r, s, s.chosen(r, name), None if r.initial_state is None else k_first(r, r.initial_state))
+    def __init__(self, r: Request, s: Shared, name: str | None, known: Chosen | None = None) -> None:
+        super().__init__(r, s, name, known, None if r.initial_state is None else k_first(r, r.initial_state))
 
     def begin(self) -> Tensor:
         """The slots' transitions, [S, HV, K, K + V]: matrices, and additions with the given states in them."""
@@ -240,8 +260,9 @@ class ForwardStep(_Step):
         starts = came if self.edges is not None else self.placed(came)
         found = self.chosen.halves.finish(self.request, self.kept, starts)
         o, final, h = found.o, found.final_state, found.h
-        if final is not None and self.edges is None:
-            final = s.to_sequences(final, True)
+        if final is not None:
+            final = final if self.edges is not None else s.to_sequences(final, True)
+            final = final if s.grid else s.final(r, final)  # cells have parts of it
         if h is not None:
             h = like_callers(r, h.reshape(r.B, -1, *h.shape[2:]), r.h_dtype)
         if self.request.B != r.B:
@@ -250,21 +271,10 @@ class ForwardStep(_Step):
 
 
 class BackwardStep(_Step):
-    """A backward of one call; ``r`` has ``saved``, ``grad_o`` and ``needs_grad``.
-
-    Args:
-        matrices: what the forward kept.
-        given: gradients of final states, [N, HV, K, V], or None.
-        known: what the forward chose, for tensors of the same metadata.
-    """
+    """A backward of one call; ``r`` has ``saved``, ``grad_o`` and ``needs_grad``."""
 
     backward = True
-
-    def __init__(
-        self, r: Request, s: Shared, name: str | None, matrices: Any, given: Tensor | None, known: Chosen | None
-    ) -> None:
-        super().__init__(r, s, s.chosen(r, name) if known is None else known.again(s.local(r)), given, matrices)
-        self.additions: Tensor | None = None
+    additions: Tensor | None = None
 
     def begin(self) -> Tensor:
         """The same backwards."""

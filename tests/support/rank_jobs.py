@@ -202,8 +202,8 @@ def made_alone(group: Any, rank: int, size: int) -> bool:
     return c.size > 1
 
 
-def step_by_hooks(group: Any, rank: int, *arguments: Any) -> tuple[dict[str, Any], dict[str, int]]:
-    """``training_step`` on a backend with hooks in halves, and how often each was called."""
+def register_halves() -> None:
+    """Let this process have the backends of ``halves_backend``."""
     import halves_backend
 
     from kda_core._plugins import registry
@@ -212,6 +212,13 @@ def step_by_hooks(group: Any, rank: int, *arguments: Any) -> tuple[dict[str, Any
         if all(b.info.name != backend.name for b in registry.backends):
             entry = registry.register(backend)
             assert entry.state == "loaded", entry
+
+
+def step_by_hooks(group: Any, rank: int, *arguments: Any) -> tuple[dict[str, Any], dict[str, int]]:
+    """``training_step`` on a backend with hooks in halves, and how often each was called."""
+    import halves_backend
+
+    register_halves()
     halves_backend.COUNT.update(dict.fromkeys(halves_backend.COUNT, 0))
     *others, options = arguments
     found = training_step(group, rank, *others, {"backend": "halves", **options})
