@@ -136,7 +136,10 @@ def _multiply(
     S = gl.full([BV, KP], 0.0, gl.float32, L_STATE)
     if p_state is not None:
         o_sv = gl.arange(0, BV, layout=gl.SliceLayout(1, L_STATE))
-        o_sk = gl.arange(0, KP, layout=gl.SliceLayout(0, L_STATE))
+        # As in ``_store_columns``.
+        zero = gl.to_tensor(0)
+        zero = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [zero], dtype=gl.int32, is_pure=False, pack=1)
+        o_sk = gl.multiple_of(zero, 8) + gl.arange(0, KP, layout=gl.SliceLayout(0, L_STATE))
         at = p_state + o_sv[:, None].to(gl.int64) * s_iv + o_sk[None, :].to(gl.int64) * s_ik
         S = gl.load(at, mask=((o_sk < K)[None, :]) & ((o_sv >= 0)[:, None]) & given, other=0.0).to(gl.float32)
     o_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_ROWS))
