@@ -348,10 +348,7 @@ def prepare_hopper(
     c_slot = gl.where(cw % 2 == 1, slot1, slot0).to(gl.int64)
     gl.store(D + (c_slot * HV + c_head) * K + cc, gl.exp2(total0 + total1), mask=((cw % 2 == 0) | second) & (cc >= 0))
     total_buffer.index(1).store(gl.exp2(total1 + SHIFT))
-    m11 = zero
-    l11 = zero
-    m10 = zero
-    l10 = zero
+    m11, l11, m10, l10 = zero, zero, zero, zero
     store_last_factors(total1, last_buffer, 1)
     if not (BOUNDED or AGAIN):
         near, far = allows_factors(total1)
