@@ -262,13 +262,13 @@ def test_a_changed_measurement_makes_pages_and_plots_stale(copied: ModuleType):
 
 
 def test_figures_take_several_peers_and_leave_out_what_failed(tmp_path: Path):
-    content = figures.read("speed")
+    content = figures.read("given")
     row, *_ = content["rows"]
     more = copy.deepcopy(row)
     more["implementations"]["other"] = {"ms": {"median": 2 * more["implementations"]["kda_core"]["ms"]["median"]}}
     failed = {n: x for n, x in row.items() if n != "implementations"} | {"failed": "OutOfMemoryError"}
-    (tmp_path / "speed.json").write_text(json.dumps(content | {"rows": [more, failed]}), encoding="utf-8")
-    header, _, line = figures.speed(str(tmp_path / "speed"), "training").splitlines()
+    (tmp_path / "given.json").write_text(json.dumps(content | {"rows": [more, failed]}), encoding="utf-8")
+    header, _, line = figures.speed(str(tmp_path / "given"), "training").splitlines()
     assert "| kda_core ms | fla ms | other ms | fla / kda_core | other / kda_core |" in header
     assert "| 2.0× |" in line
 
