@@ -96,9 +96,21 @@ def _shaped(
     return mixed, decay.view(*batch, HV, K), beta, gate.view(*batch, HV, V)
 
 
+_READ = ("__call__", "forward", "weight", "bias")
+
+
 def is_bare(layer: Any, kind: type[nn.Module]) -> bool:
-    """Whether a call of a layer runs the forward of that class and nothing else, no hook of its own or of all."""
-    if type(layer) is not kind or "forward" in layer.__dict__ or has_global_hooks():  # accelerate's replace forward
+    """Whether a call of a layer runs the forward of that class and nothing else, no hook of its own or of all.
+
+    A subclass may change anything but the call and the parameters, as those of torchtitan do.
+    """
+    own = type(layer)
+    same = own is kind or (
+        issubclass(own, kind) and all(getattr(own, n, None) is getattr(kind, n, None) for n in _READ)
+    )
+    if not same:
+        return False
+    if "forward" in layer.__dict__ or has_global_hooks():  # accelerate's replace forward
         return False
     return not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
 

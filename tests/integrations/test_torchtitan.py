@@ -57,23 +57,29 @@ def test_another_version_is_refused(tmp_path, monkeypatch):
         attention_after("kimi_delta_attention")
 
 
-@pytest.mark.parametrize("axis", ["tp", "cp"])
-def test_shards_of_heads_and_rows_are_refused(axis):
-    """torchtitan's own words would be of missing attributes and mixed tensors."""
-    model = titan_steps.build("kimi_delta_attention")
-    dims = SimpleNamespace(tp_enabled=axis == "tp", cp_enabled=axis == "cp", get_mesh=lambda name: None)
-    refused = pytest.raises(UnsupportedStack, match=r"set parallelism\.tensor_parallel_degree")
-    with refused:
-        model.layers["0"].attention.parallelize(dims)
-    if axis == "cp":
-        named = {"training": None, "compile_config": None, "ac_config": None, "dump_folder": ""}
-        with refused:
-            parallelize_llama(model, parallel_dims=dims, parallelism=SimpleNamespace(spmd_backend="default"), **named)
+def test_the_oldest_backend_shares_no_rows():
+    """torchtitan's own words would be of missing attributes."""
+    model = titan_steps.build("kimi_delta_attention", layers=1)
+    dims = SimpleNamespace(tp_enabled=False, cp_enabled=True, get_mesh=lambda name: None)
+    named = {"training": None, "compile_config": None, "ac_config": None, "dump_folder": ""}
+    with pytest.raises(
+        UnsupportedStack, match=r"context parallelism with parallelism\.spmd_backend spmd_types or full"
+    ):
+        parallelize_llama(
+            model, parallel_dims=dims, parallelism=SimpleNamespace(spmd_backend="partial_dtensor"), **named
+        )
+
+
+def test_products_in_kernels_of_collectives_are_refused():
+    config = llama3_configs["debugmodel"]("flex", tp_gemm_backend="dist_gemm")
+    apply_overrides(OverrideConfig(imports=["kda_core_torchtitan.kimi_delta_attention"]), config)
+    with pytest.raises(UnsupportedStack, match="no dist_gemm"):
+        config.layers[0].attention.build().parallelize(SimpleNamespace(spmd_backend="spmd_types"))
 
 
 def test_options_are_the_layers_own():
     model = titan_steps.build("kimi_delta_attention", safe_gate=True, lower_bound=-5.0, head_dim=32)
-    layer = model.layers["0"].attention.layer
+    layer = model.layers["0"].attention
     assert isinstance(layer, nn.KimiDeltaAttention)
     assert (layer.safe_gate, layer.lower_bound, layer.head_dim) == (True, -5.0, 32)
     with pytest.raises(ValueError, match="conv_sizes"):
@@ -93,19 +99,66 @@ def test_documents_of_a_row_share_no_state(masks):
     torch.testing.assert_close(together, torch.cat(apart, 1), atol=1e-5, rtol=1e-5)
 
 
-def test_a_debug_model_trains_for_a_few_steps_on_gloo():
-    """Two ranks with half of the batch and of the parameters each have the losses of one process."""
+@pytest.fixture(scope="module")
+def ranks():
+    found = Ranks("titan_steps", size=4, patience=300)
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def tokens():
     torch.manual_seed(1)
-    tokens = torch.randint(0, 2048, (2, 65))
-    whole = titan_steps.losses(titan_steps.build("kimi_delta_attention"), tokens, 3)
-    ranks = Ranks()
-    try:
-        ranks.run(2, "titan_steps:ready")
-        parts = ranks.run(2, "titan_steps:sharded", tokens)
-    finally:
-        ranks.close()
+    return torch.randint(0, 2048, (2, 513))
+
+
+@pytest.mark.parametrize(
+    ("backend", "dp", "cp", "tp", "balancer", "sp", "first"),
+    [
+        # DTensors of three axes take minutes to find their way.
+        ("full_dtensor", 1, 4, 1, "headtail", True, 40),
+        ("full_dtensor", 2, 2, 1, None, True, 0),
+        ("full_dtensor", 2, 1, 2, None, False, 40),
+        ("partial_dtensor", 2, 1, 2, None, True, 40),
+        ("partial_dtensor", 4, 1, 1, None, True, 40),
+    ],
+)
+def test_a_debug_model_trains_on_gloo(ranks, tokens, backend, dp, cp, tp, balancer, sp, first):
+    """Four ranks that share rows, documents, heads and parameters have the losses of one process."""
+    tokens = tokens.repeat(max(1, dp // 2), 1)
+    whole = titan_steps.losses(titan_steps.build("kimi_delta_attention", layers=titan_steps.LAYERS), tokens, 3, first)
+    parts = ranks.run(4, "titan_steps:trained", tokens, first, backend, (dp, cp, tp), balancer, sp)
     assert whole[0] > whole[1] > whole[2]
-    assert torch.tensor(parts).mean(0).tolist() == pytest.approx(whole, rel=1e-4)
+    # Ranks that share heads have the same loss.
+    assert (torch.tensor(parts).sum(0) / tp).tolist() == pytest.approx(whole, rel=1e-4)
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_gradients_of_torchtitans_default_backend(ranks, tokens, sp):
+    model = titan_steps.build("kimi_delta_attention", layers=titan_steps.LAYERS)
+    cp, tp = 2, 2
+    positions = titan_steps.documents(tokens[:, :-1], 40)
+    logits = model(tokens[:, :-1], positions, model.get_attention_masks(positions))
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+    parts = ranks.run(4, "titan_steps:gradients", tokens, (1, cp, tp), sp)
+    assert sum(part for part, _ in parts) / tp == pytest.approx(loss.item(), rel=1e-5)
+    for name, t in model.layers["0"].attention.named_parameters():
+        of_rank = [grads[name] for _, grads in parts]
+        rows = [sum(of_rank[heads::tp]) for heads in range(tp)]
+        along = 1 if name == "o_proj.weight" else 0
+        shared = any(name.startswith(part) for part in kda_core_torchtitan.SHARED)
+        found = sum(rows) if shared else torch.cat(rows, along)
+        torch.testing.assert_close(found, t.grad, atol=1e-6, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_rows_in_an_order_that_nobody_knows_are_refused(tokens):
+    context = kda_core_torchtitan.ordered
+    whole = torch.arange(64).view(2, 32)
+    assert context(whole.view(2, 2, 16).transpose(0, 1))[0] == "contiguous"
+    shuffled = whole.view(2, 8, 4)[:, [0, 2, 4, 6, 1, 3, 5, 7]].reshape(2, 2, 16).transpose(0, 1)
+    with pytest.raises(UnsupportedStack, match="context_parallel_load_balancer headtail"):
+        context(shuffled)
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/integrations/torchtitan.md"])

@@ -11,6 +11,7 @@ from torch.nn.modules import module as modules
 from torch.nn.utils import parametrize, prune
 
 from kda_core.nn import KDACache, KimiDeltaAttention
+from kda_core.nn._projections import is_bare
 
 SUBMODULES = (
     *("q_proj", "k_proj", "v_proj", "f_proj", "f_proj.0", "b_proj", "g_proj", "g_proj.1"),
@@ -121,3 +122,40 @@ def test_parametrised_weights(pair: tuple[KimiDeltaAttention, KimiDeltaAttention
         parametrize.register_parametrization(other.get_submodule(name), "weight", Double())
         plain.get_submodule(name).weight.data *= 2
     torch.testing.assert_close(outputs(other, "cache"), outputs(plain, "cache"))
+
+
+class Marked(nn.Linear):
+    """Of another framework, which asks for a class of its own."""
+
+    def more(self) -> int:
+        return 1
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Frozen(nn.Linear):
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        return self._parameters["weight"].detach()
+
+
+def test_a_subclass_that_changes_no_product_runs_as_fast():
+    assert is_bare(Marked(2, 2), nn.Linear) and is_bare(nn.Linear(2, 2), nn.Linear)
+    assert not is_bare(Doubled(2, 2), nn.Linear) and not is_bare(nn.Conv1d(2, 2, 1), nn.Linear)
+    layer = Marked(2, 2)
+    layer.__class__ = Frozen
+    assert not is_bare(layer, nn.Linear)
+    assert not is_bare(parametrize.register_parametrization(Marked(2, 2), "weight", nn.Tanh()), nn.Linear)
+
+
+def test_a_layer_of_doubled_products_computes_them():
+    torch.manual_seed(0)
+    layer, x = KimiDeltaAttention(24, head_dim=8, num_heads=2), torch.randn(1, 9, 24)
+    expected = layer(x)
+    layer.o_proj.__class__ = Marked
+    assert torch.equal(layer(x), expected)
+    layer.o_proj.__class__ = Doubled
+    torch.testing.assert_close(layer(x), 2 * expected)

@@ -34,18 +34,22 @@ class Ranks:
     They start with the first job, and again after one that has failed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *modules: str, size: int = max(SIZES), patience: float = TIMEOUT) -> None:
+        """``modules`` are imported once for all ``size`` processes, which answer within ``patience`` seconds."""
+        self._modules, self._size, self._patience = modules, size, patience
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
         self.broken = False
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch._dynamo", "kda_core.distributed", "kda_core_cpu.plugin"])
+        context.set_forkserver_preload(["torch._dynamo", "kda_core.distributed", "kda_core_cpu.plugin", *self._modules])
         self._folder = tempfile.TemporaryDirectory()
-        for rank in range(max(SIZES)):
+        for rank in range(self._size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self._folder.name, theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self._size, self._patience, self._folder.name, theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -76,7 +80,7 @@ class Ranks:
             pipe.send_bytes(pickle.dumps((size, job, arguments)))
         found = []
         for rank, pipe in enumerate(self._pipes[:size]):
-            if not pipe.poll(TIMEOUT + 15):
+            if not pipe.poll(self._patience + 15):
                 self.broken = True
                 raise RankFailed(f"rank {rank} of {size} did not answer in {job}")
             found.append(pickle.loads(pipe.recv_bytes()))
@@ -95,15 +99,15 @@ class Ranks:
         self._pipes, self._processes, self.broken = [], [], False
 
 
-def _serve(rank: int, folder: str, pipe: Any) -> None:
+def _serve(rank: int, ranks: int, patience: float, folder: str, pipe: Any) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
-    timeout = timedelta(seconds=TIMEOUT)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=max(SIZES), timeout=timeout)
-    groups = {size: dist.new_group(list(range(size))) for size in SIZES}
+    timeout = timedelta(seconds=patience)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timeout)
+    groups = {size: dist.new_group(list(range(size))) for size in SIZES if size <= ranks}
     for pair in MESH:
         PAIRS[pair] = dist.new_group(list(pair))
     while True:

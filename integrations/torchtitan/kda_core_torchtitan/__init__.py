@@ -4,30 +4,44 @@
 ``kda_core_torchtitan.kimi_delta_attention`` all. ``KDA_TORCHTITAN=0`` switches both off: the layers stay as they are.
 """
 
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
 
+import spmd_types as spmd
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
+from torch.utils.weak import WeakIdKeyDictionary
 from torchtitan.config import derive, override
 from torchtitan.models.common.attention import BaseAttention, GQAttention, VarlenMetadata
+from torchtitan.models.common.decoder_sharding import dense_param_placement
 from torchtitan.models.common.rope import RoPE
 from torchtitan.protocols.module import Module
+from torchtitan.protocols.sharding import ShardingConfig
 
 from kda_core import nn
+from kda_core.distributed import build_cp_context
 from kda_core.errors import UnsupportedStack
 from kda_core.integrations import admit
 
 __version__ = "0.1.0"
 
-SHARDED = (
-    "torchtitan: kda_core_torchtitan has data parallelism and FSDP: set parallelism.tensor_parallel_degree and "
-    "parallelism.context_parallel_degree to 1"
+SHARED = ("f_proj.0", "g_proj.0", "o_norm")
+"""Parameters that all heads use: ranks that share heads hold them whole, and have parts of their gradients."""
+SUPPORTED = (
+    "torchtitan: kda_core_torchtitan has context parallelism with parallelism.spmd_backend spmd_types or full_dtensor, "
+    "and no dist_gemm"
 )
+_CONTEXTS = WeakIdKeyDictionary()  # the layers of a step have the same tensor of positions
 
 
-class KimiDeltaAttention(BaseAttention):
+class KimiDeltaAttention(nn.KimiDeltaAttention, BaseAttention):
     """``kda_core.nn.KimiDeltaAttention`` in a torchtitan block. Its weights start as fla's do.
 
     Documents of a packed row share no state where the model keeps them apart: with ``varlen`` and ``flex`` attention.
+    Tensor parallelism shares the heads of a layer among ranks, context parallelism the rows.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -47,45 +61,145 @@ class KimiDeltaAttention(BaseAttention):
         rope: RoPE.Config
 
     def __init__(self, config: Config):
-        super().__init__()
         same = ("allow_neg_eigval", "safe_gate", "lower_bound", "disable_recompute", "backend")
         options = {name: getattr(config, name) for name in same}
         head_dim = config.head_dim or config.dim // config.n_heads
-        self.layer = nn.KimiDeltaAttention(config.dim, head_dim=head_dim, num_heads=config.n_heads, **options)
-
-    def _init_self_parameters(self) -> None:
-        for module in self.layer.modules():
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
+        super().__init__(config.dim, head_dim=head_dim, num_heads=config.n_heads, **options)
+        self.group = None
+        for module in self.modules():
+            if not isinstance(module, Module):  # torchtitan accepts its own kind alone
+                module.__class__ = _as_module(type(module))
 
     def parallelize(self, parallel_dims) -> None:
-        if parallel_dims.tp_enabled or parallel_dims.cp_enabled:
-            raise UnsupportedStack(SHARDED)
+        if self._sharding_config is None:
+            raise UnsupportedStack(SUPPORTED)
+        for name, module in self.named_modules():
+            if name and module._parameters:
+                along = spmd.R if name in SHARED else spmd.S(1) if name == "o_proj" else spmd.S(0)
+                module._sharding_config = _states(module._parameters, along)
+                module._distribute_states(parallel_dims)
+                module._sharding_config = None  # its forward stays as it is: the layer may run several as one
+        self.group = parallel_dims.get_mesh("cp").get_group() if parallel_dims.cp_enabled else None
         super().parallelize(parallel_dims)
 
     @property
     def inner_attention(self):
-        """torchtitan asks for it where it is about to share rows among ranks (context parallelism)."""
-        raise UnsupportedStack(SHARDED)
+        """torchtitan's oldest backend, partial_dtensor, asks for it where it is about to share rows."""
+        raise UnsupportedStack(SUPPORTED)
 
     def forward(self, x_BLD, attention_masks, positions=None):
-        if attention_masks is None:
-            return self.layer(x_BLD)
-        rows, host = x_BLD.flatten(0, 1).unsqueeze(0), None
-        if isinstance(attention_masks, VarlenMetadata):
-            bounds = attention_masks.cu_seq_q
-            host = None if attention_masks.cu_seq_q_host is None else torch.tensor(attention_masks.cu_seq_q_host)
-        else:
-            starts = (positions.expand(x_BLD.shape[:2]).flatten() == 0).nonzero().flatten()
-            bounds = torch.cat([starts, starts.new_tensor([rows.shape[1]])])
-        return self.layer(rows, cu_seqlens=bounds, cu_seqlens_cpu=host).view(x_BLD.shape)
+        if isinstance(x_BLD, DTensor):
+            with _own_parts(self):
+                o = type(self).forward(self, _local(x_BLD), attention_masks, positions)
+            return DTensor.from_local(o, x_BLD.device_mesh, _parts(x_BLD), run_check=False)
+        packed, options = attention_masks is not None, {}
+        if self.group is not None:
+            packed, options["cp_context"] = _context(self.group, self.conv_size, positions, packed)
+        elif isinstance(attention_masks, VarlenMetadata):
+            host = attention_masks.cu_seq_q_host
+            options["cu_seqlens"] = attention_masks.cu_seq_q
+            options["cu_seqlens_cpu"] = None if host is None else torch.tensor(host)
+        elif packed:
+            starts = (_local(positions).expand(x_BLD.shape[:2]).flatten() == 0).nonzero().flatten()
+            options["cu_seqlens"] = torch.cat([starts, starts.new_tensor([x_BLD[..., 0].numel()])])
+        rows = x_BLD.flatten(0, 1).unsqueeze(0) if packed else x_BLD
+        return super().forward(rows, **options).view(x_BLD.shape)
+
+
+def _parts(t: DTensor) -> list:
+    """The placements of what ranks with the same rows and parameters compute from their heads, results or gradients."""
+    sizes = zip(t.placements, t.device_mesh.shape, strict=True)
+    return [Partial() if place.is_replicate() and size > 1 else place for place, size in sizes]
+
+
+def _local(t: Tensor) -> Tensor:
+    return t.to_local(grad_placements=_parts(t)) if isinstance(t, DTensor) else t
+
+
+@contextmanager
+def _own_parts(layer: torch.nn.Module):
+    """Local tensors in the place of parameters that ranks share."""
+    kept = [(m._parameters, n, t) for m in layer.modules() for n, t in m._parameters.items() if isinstance(t, DTensor)]
+    for parameters, name, t in kept:
+        parameters[name] = _local(t)
+    try:
+        yield
+    finally:
+        for parameters, name, t in kept:
+            parameters[name] = t
+
+
+@cache
+def _as_module(kind: type) -> type:
+    return type(kind.__name__, (kind, Module), {})
+
+
+def _states(names, along) -> ShardingConfig:
+    return ShardingConfig(state_shardings=dict.fromkeys(names, dense_param_placement(tp=along)))
+
+
+def _context(group, taps: int, positions: Tensor, apart: bool):
+    """The context of this step's rows, and whether its documents are packed; asks the other ranks once a step."""
+    own, key = _CONTEXTS.setdefault(positions, {}), (group, taps, apart)
+    if key not in own:
+        own[key] = _built(group, taps, _local(positions), apart)
+    return own[key]
+
+
+def _built(group, taps: int, positions: Tensor, apart: bool):
+    B, own = positions.shape
+    every = positions.new_empty((group.size() * B, own))
+    dist.all_gather_into_tensor(every, positions.contiguous(), group=group)
+    layout, parts, starts = ordered(every.cpu().view(-1, B, own))
+    B, T = starts.shape
+    if not apart or not bool(starts[:, 1:].any()):
+        return False, _whole_rows(group, taps, layout, T, B, positions.device)
+    bounds = [*starts.flatten().nonzero().flatten().tolist(), B * T]
+    rows = [[(b * T + a, b * T + e) for b in range(B) for a, e in own] for own in parts]
+    return True, build_cp_context(bounds, group, taps, layout=rows, device=positions.device)
+
+
+def ordered(every: Tensor):
+    """How ranks share rows, by the positions [ranks, B, T / ranks] of their tokens.
+
+    Returns:
+        The layout's name, for each rank its parts of a row, and [B, T]: whether a document starts at a token.
+    """
+    ranks, B, own = every.shape
+    half = own // 2
+    parts = {"contiguous": [[(r * own, r * own + own)] for r in range(ranks)]}
+    if own == 2 * half:
+        ends = [(r, 2 * ranks - 1 - r) for r in range(ranks)]
+        parts["zigzag"] = [[(i * half, i * half + half) for i in pair] for pair in ends]
+    found = every.transpose(0, 1).reshape(B, ranks * own)
+    for layout, rows in parts.items():
+        at = torch.cat([torch.arange(a, e) for own_parts in rows for a, e in own_parts])
+        whole = torch.empty_like(found).index_copy_(1, at, found)
+        starts = whole == 0
+        starts[:, 0] = True
+        # Both may hold, where documents end with all parts: then both are right.
+        if bool((starts[:, 1:] | (whole[:, 1:] == whole[:, :-1] + 1)).all()):
+            return layout, rows, starts
+    raise UnsupportedStack(
+        "torchtitan: kda_core_torchtitan needs the rows' order of parallelism.context_parallel_load_balancer headtail "
+        "(torchtitan's default) or None"
+    )
+
+
+@cache
+def _whole_rows(group, taps: int, layout: str, tokens: int, batch: int, device: torch.device):
+    return build_cp_context(None, group, taps, layout=layout, tokens=tokens, batch=batch, device=device)
 
 
 def _replace(config: GQAttention.Config, options: dict) -> BaseAttention.Config:
     if not admit("torchtitan"):
         return config
-    # The layer starts its weights itself, and they are not sharded as those of attention.
-    return derive(config, KimiDeltaAttention.Config, param_init=None, sharding_config=None, **options)
+    own, out = config.sharding_config, config.wo.sharding_config
+    if own is not None:  # the layer's rows come and go as those of attention, whose last projection sums over ranks
+        ends = {"out_src_shardings": out.out_src_shardings, "out_dst_shardings": out.out_dst_shardings}
+        own = replace(own, state_shardings=_states(("A_log", "dt_bias"), spmd.S(0)).state_shardings, **ends)
+    # The layer starts its weights itself.
+    return derive(config, KimiDeltaAttention.Config, param_init=None, sharding_config=own, **options)
 
 
 @override(target=GQAttention.Config, description="Kimi Delta Attention in every layer")
