@@ -48,6 +48,9 @@ BY_WARP = gl.constexpr(_BY_WARP)
 LANES = gl.constexpr(gl.SliceLayout(0, _BY_WARP))
 """256 numbers, four kinds for each of 64 rows: one a thread, a kind two warps."""
 
+FAR_HALF = gl.constexpr(-72.0)
+"""Half of a tile's log2 decay from which on a channel has another form: 2^±72 times rows of 2^40 are in range."""
+
 BLOCKS = gl.constexpr(
     gl.SharedLinearLayout(
         [
@@ -223,6 +226,32 @@ def log2_decays_of(
 
 
 @gluon.jit
+def least_halves(halves):
+    """The least half of a tile's log2 decay in each warp's channels, [warps]; FAR_HALF and less: they are far.
+
+    Factors of a channel may be far beyond LEAST_HALF if a neighbour's are not. Terms that cancel leave 2^-17 of
+    themselves in the gradient of a decay, which is as small as the decay: that shows where no channel of the row has a
+    larger one.
+    """
+    by_warp = halves.reshape([WARPS, 16])
+    return gl.where(gl.max(by_warp, axis=1) < tiles.LEAST_HALF, FAR_HALF, gl.min(by_warp, axis=1))
+
+
+@gluon.jit
+def write_down_far(least, once, far_pairs, far_count, pair):
+    """Another launch writes all results of a pair once more whose least half is too low.
+
+    Args:
+        least: a number a thread.
+        once: the thread that writes.
+    """
+    far = once & (least <= FAR_HALF)
+    none = gl.zeros_like(once).to(gl.int32)
+    at = gl.atomic_add(far_count + none, none + 1, mask=far)
+    gl.store(far_pairs + at, none + pair, mask=far)
+
+
+@gluon.jit
 def gradients_of_gate(g_rows, bias, rate, lower_bound, grads, count, GATE: gl.constexpr):
     """Gradients of the gate's input, and the sum of the summands of A_log's and of dt_bias's by channel.
 
@@ -241,7 +270,7 @@ def gradients_of_gate(g_rows, bias, rate, lower_bound, grads, count, GATE: gl.co
         found = found + (dx,)
         summands += summand
         totals += dx
-    return found, summands, totals
+    return found, summands * tiles.unit_of_summands(GATE), totals
 
 
 @gluon.jit
