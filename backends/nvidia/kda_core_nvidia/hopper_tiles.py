@@ -101,7 +101,7 @@ def tile_decays(block, a, bias, lower_bound, GATE: gl.constexpr, BOUNDED: gl.con
             # A broken promise costs accuracy, never a NaN.
             y = gl.where(y < BOUNDED_LOG2_DECAY, BOUNDED_LOG2_DECAY, y)
         else:
-            y = gl.where(y < FLOOR, FLOOR, y)
+            y = gl.maximum(y, FLOOR, propagate_nan=PROPAGATE)
     return y
 
 
@@ -184,7 +184,7 @@ def _level(since, until, whole, m, el, q_buffer, k_buffer, buffer, tile: gl.cons
         e = gl.exp2(buffer.slice(part * 32, 32, dim=2).load(LEFT))
         q_e = part_of(q_buffer, tile, part).load(LEFT).to(gl.float32) * e
         k_e = part_of(k_buffer, tile, part).load(LEFT).to(gl.float32) * e
-        m_b, l_b = add_pairs(q_e, k_e, k_e, None, m_b, l_b)
+        m_b, l_b = add_pairs(q_e, k_e, k_e, m_b, l_b)
     pairs = pairs_of("straddle", b)
     m = gl.where(pairs, m_b, m)
     el = gl.where(pairs, l_b, el)
@@ -212,9 +212,14 @@ def levels(
 
 
 @gluon.jit
+def warps_near(total):
+    return gl.min(total, axis=1) > LEAST_TOTAL
+
+
+@gluon.jit
 def allows_factors(total):
     """Whether the pairs of each warp's tile are products of factors (``LEAST_TOTAL``), [4]; how many warps' are not."""
-    near = gl.min(total, axis=1) > LEAST_TOTAL
+    near = warps_near(total)
     return near, gl.sum(gl.where(near, 0, 1), axis=0)
 
 
@@ -226,18 +231,9 @@ def of_warps(near, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def store_totals(total, buffer, BOUNDED: gl.constexpr):
-    """A tile's whole log2 decay; with BOUNDED 2^40 times the decay."""
-    if BOUNDED:
-        total = gl.exp2(total + SHIFT)
-    buffer.store(total)
-
-
-@gluon.jit
-def column_factors(total_buffer, tile: gl.constexpr, part: gl.constexpr, BOUNDED: gl.constexpr):
-    """A tile's whole decay (with BOUNDED 2^40 times that), for 32 channels of a left operand."""
-    x = total_buffer.index(tile).slice(part * 32, 32, dim=1).load(gl.SliceLayout(1, LEFT))
-    return by_column(x if BOUNDED else gl.exp2(x))
+def column_factors(total_buffer, tile: gl.constexpr, part: gl.constexpr):
+    """2^40 times a tile's whole decay, for 32 channels of a left operand."""
+    return by_column(total_buffer.index(tile).slice(part * 32, 32, dim=1).load(gl.SliceLayout(1, LEFT)))
 
 
 @gluon.jit
@@ -251,24 +247,44 @@ def store_part(x, buffer, tile: gl.constexpr, part: gl.constexpr):
 
 
 @gluon.jit
+def store_last_factors(total, buffer, tile: gl.constexpr):
+    """For ``scaled_rows``: what a channel's exponents begin with, and a factor for what they give."""
+    if buffer is not None:
+        near = gl.expand_dims(warps_near(total), 1)
+        buffer.index(2 * tile).store(gl.where(near, 0.0, total + SHIFT))
+        buffer.index(2 * tile + 1).store(gl.where(near, gl.exp2(total + SHIFT), 1.0))
+
+
+@gluon.jit
 def scaled_rows(
-    q_buffer, k_buffer, x_buffer, total_buffer, unit, tile: gl.constexpr, part: gl.constexpr, BOUNDED: gl.constexpr
+    q_buffer, k_buffer, x_buffer, total_buffer, last_buffer, unit, near, far, tile: gl.constexpr, part: gl.constexpr
 ):
     """Factors of pairs in a tile's rows.
 
-    Returns 2^40 times q and k times the decay since the tile's start; 2^-40 times k divided by that decay, infinite or
-    NaN where the decay is too strong for it; and k times the decay to the tile's end, in 16 bits.
+    Returns 2^40 times q and k times the decay since the tile's start; 2^-40 times k divided by that decay, zeros in
+    warps that are not ``near``; and k times the decay to the tile's end, in 16 bits.
+
+    Args:
+        last_buffer: of ``store_last_factors``, where no pairs are wanted and decays have no bound; or None.
+        near, far: else as ``allows_factors`` gives them; None with decays that are bounded.
     """
     b_q = part_of(q_buffer, tile, part).load(LEFT).to(gl.float32)
     b_k = part_of(k_buffer, tile, part).load(LEFT).to(gl.float32)
     x = x_buffer.slice(part * 32, 32, dim=2).load(LEFT) * unit + SHIFT
     e = gl.exp2(x)
-    k_f = b_k * gl.exp2(-x)
-    if BOUNDED:
-        k_g = k_f * column_factors(total_buffer, tile, part, True)
+    if last_buffer is not None:
+        # The other form's bits, without a branch.
+        k_f = b_k * gl.exp2(column_factors(last_buffer, 2 * tile, part) - x)
+        k_g = k_f * column_factors(last_buffer, 2 * tile + 1, part)
     else:
-        total = total_buffer.index(tile).slice(part * 32, 32, dim=1).load(gl.SliceLayout(1, LEFT))
-        k_g = b_k * gl.exp2(by_column(total + SHIFT) - x)
+        k_f = b_k * gl.exp2(-x)
+        k_g = k_f * column_factors(total_buffer, tile, part)
+        if near is not None:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
+            if far > 0:
+                # There k_f may be infinite or NaN. A tile's last row has the sum of all.
+                allowed = of_warps(near, LEFT)
+                k_g = gl.where(allowed, k_g, b_k * gl.exp2(by_column(gl.min(x, axis=1)) - x))
+                k_f = gl.where(allowed, k_f, 0.0)
     return b_q * e, b_k * e, k_f, k_g.to(q_buffer.dtype)
 
 
@@ -283,10 +299,8 @@ def add_crossing_pairs(q_e, k_e, k_g0, w_buffer, part: gl.constexpr, KEPT: gl.co
 
 
 @gluon.jit
-def add_pairs(q_e, k_e, right, near, m, el):
-    """m + q_e · rightᵀ and el + k_e · rightᵀ, in warps that are ``near`` (None: in all)."""
-    if near is not None:
-        right = gl.where(of_warps(near, LEFT), right, 0.0)
+def add_pairs(q_e, k_e, right, m, el):
+    """m + q_e · rightᵀ and el + k_e · rightᵀ."""
     right = turned(right.to(gl.bfloat16))
     return mma_v2(q_e.to(gl.bfloat16), right, m), mma_v2(k_e.to(gl.bfloat16), right, el)
 

@@ -65,8 +65,8 @@ from kda_core_nvidia.hopper_tiles import (
     put_products,
     scaled_rows,
     sequence_of_pair,
+    store_last_factors,
     store_part,
-    store_totals,
     store_zeros,
     sums_of_rows,
     tile_decays,
@@ -280,6 +280,9 @@ def prepare_hopper(
     k_sum0 = gl.allocate_shared_memory(gl.float32, [4, 16], VECTOR)
     k_sum1 = gl.allocate_shared_memory(gl.float32, [4, 16], VECTOR)
     AGAIN: gl.constexpr = inverse is not None
+    last_buffer = None
+    if AGAIN and not BOUNDED:
+        last_buffer = gl.allocate_shared_memory(gl.float32, [4, 4, 64], PLAIN)
     # Where a forward kept norms they are read again; else they are sums over a slot's warps.
     kept = None
     if AGAIN and L2NORM:
@@ -302,9 +305,8 @@ def prepare_hopper(
         # The gate makes 0 of it.
         NO_DECAY: gl.constexpr = 0.0 if GATE == "none" else float("-inf")
         fill_behind(g_buffer, count0, count1, NO_DECAY)
-    # Factors from a tile's start are 2^SHIFT times themselves, and so are whole decays with BOUNDED.
+    # Factors from a tile's start are 2^SHIFT times themselves, and so are whole decays.
     DOWN: gl.constexpr = 2.0**-SHIFT
-    TOTAL_DOWN: gl.constexpr = DOWN if BOUNDED else 1.0
 
     unit = decay_unit(lower_bound, GATE, BOUNDED)
 
@@ -312,24 +314,24 @@ def prepare_hopper(
     g_tile = g_buffer.slice(0, 16, dim=1)
     x, total0 = sums_of_rows(tile_decays(g_tile, a, bias, lower_bound, GATE, BOUNDED), unit)
     x_buffer.store(x)
-    store_totals(total0, total_buffer.index(0), BOUNDED)
-    near = None
-    m00 = zero
-    l00 = zero
+    total_buffer.index(0).store(gl.exp2(total0 + SHIFT))
+    near, far = None, None
+    m00, l00 = zero, zero
+    store_last_factors(total0, last_buffer, 0)
     if not (BOUNDED or AGAIN):
         near, far = allows_factors(total0)
         if far > 0:
             m00, l00 = levels(g_tile, a, bias, lower_bound, q_buffer, k_buffer, x_buffer, 0, near, zero, GATE)
     q_rows = left_rows(norm_of_rows(q_sum0, kept, 0, there, L2NORM, WHOLE) * (scale * DOWN))
     k_rows = left_rows(norm_of_rows(k_sum0, kept, C, there, L2NORM, WHOLE) * DOWN)
-    q_e, k_e, k_f, k_g0a = scaled_rows(q_buffer, k_buffer, x_buffer, total_buffer, unit, 0, 0, BOUNDED)
+    q_e, k_e, k_f, k_g0a = scaled_rows(q_buffer, k_buffer, x_buffer, total_buffer, last_buffer, unit, near, far, 0, 0)
     if not AGAIN:
-        m00, l00 = add_pairs(q_e, k_e, k_f, near, m00, l00)
+        m00, l00 = add_pairs(q_e, k_e, k_f, m00, l00)
     store_part(k_e * k_rows, k_buffer, 0, 0)
     store_part(q_e * q_rows, q_buffer, 0, 0)
-    q_e, k_e, k_f, k_g0b = scaled_rows(q_buffer, k_buffer, x_buffer, total_buffer, unit, 0, 1, BOUNDED)
+    q_e, k_e, k_f, k_g0b = scaled_rows(q_buffer, k_buffer, x_buffer, total_buffer, last_buffer, unit, near, far, 0, 1)
     if not AGAIN:
-        m00, l00 = add_pairs(q_e, k_e, k_f, near, m00, l00)
+        m00, l00 = add_pairs(q_e, k_e, k_f, m00, l00)
     store_part(k_e * k_rows, k_buffer, 0, 1)
     store_part(q_e * q_rows, q_buffer, 0, 1)
     WIDE: gl.constexpr = G_PARTS > 1
@@ -344,29 +346,30 @@ def prepare_hopper(
     x_buffer.store(x)
     c_slot = gl.where(cw % 2 == 1, slot1, slot0).to(gl.int64)
     gl.store(D + (c_slot * HV + c_head) * K + cc, gl.exp2(total0 + total1), mask=((cw % 2 == 0) | second) & (cc >= 0))
-    store_totals(total1, total_buffer.index(1), BOUNDED)
+    total_buffer.index(1).store(gl.exp2(total1 + SHIFT))
     m11 = zero
     l11 = zero
     m10 = zero
     l10 = zero
+    store_last_factors(total1, last_buffer, 1)
     if not (BOUNDED or AGAIN):
         near, far = allows_factors(total1)
         if far > 0:
             m11, l11 = levels(g_tile, a, bias, lower_bound, q_buffer, k_buffer, x_buffer, 1, near, zero, GATE)
     q_rows = left_rows(norm_of_rows(q_sum1, kept, 16, there, L2NORM, WHOLE) * (scale * DOWN))
     k_rows = left_rows(norm_of_rows(k_sum1, kept, C + 16, there, L2NORM, WHOLE) * DOWN)
-    q_e, k_e, k_f, k_g1a = scaled_rows(q_buffer, k_buffer, x_buffer, total_buffer, unit, 1, 0, BOUNDED)
+    q_e, k_e, k_f, k_g1a = scaled_rows(q_buffer, k_buffer, x_buffer, total_buffer, last_buffer, unit, near, far, 1, 0)
     if not AGAIN:
-        m11, l11 = add_pairs(q_e, k_e, k_f, near, m11, l11)
+        m11, l11 = add_pairs(q_e, k_e, k_f, m11, l11)
         m10, l10 = add_crossing_pairs(q_e, k_e, k_g0a, w_buffer, 0, WIDE, m10, l10)
-    to_start = column_factors(total_buffer, 0, 0, BOUNDED) * TOTAL_DOWN
+    to_start = column_factors(total_buffer, 0, 0) * DOWN
     store_part(k_e * to_start * k_rows, k_buffer, 1, 0)
     store_part(q_e * to_start * q_rows, q_buffer, 1, 0)
-    q_e, k_e, k_f, k_g1b = scaled_rows(q_buffer, k_buffer, x_buffer, total_buffer, unit, 1, 1, BOUNDED)
+    q_e, k_e, k_f, k_g1b = scaled_rows(q_buffer, k_buffer, x_buffer, total_buffer, last_buffer, unit, near, far, 1, 1)
     if not AGAIN:
-        m11, l11 = add_pairs(q_e, k_e, k_f, near, m11, l11)
+        m11, l11 = add_pairs(q_e, k_e, k_f, m11, l11)
         m10, l10 = add_crossing_pairs(q_e, k_e, k_g0b, w_buffer, 1, WIDE, m10, l10)
-    to_start = column_factors(total_buffer, 0, 1, BOUNDED) * TOTAL_DOWN
+    to_start = column_factors(total_buffer, 0, 1) * DOWN
     store_part(k_e * to_start * k_rows, k_buffer, 1, 1)
     store_part(q_e * to_start * q_rows, q_buffer, 1, 1)
     if WIDE:
@@ -458,15 +461,13 @@ def prepare_hopper(
     # kA = Aᵀ kg
     k_column1 = by_column(gl.convert_layout(k_norm1, BY_COLUMN))
     k_column0 = by_column(gl.convert_layout(k_norm0, BY_COLUMN))
-    a00, a00_rest = two_parts(at00 * (k_column0 * TOTAL_DOWN))
+    a00, a00_rest = two_parts(at00 * (k_column0 * DOWN))
     a10, a10_rest = two_parts(at10 * k_column1)
     a11, a11_rest = two_parts(at11 * k_column1)
     k_g0 = w_buffer.slice(0, 16, dim=1).load(RIGHT)
     k_g1 = w_buffer.slice(16, 16, dim=1).load(RIGHT)
     wide = gl.full([4, 16, 64], 0.0, gl.float32, MMA)
     to_end = by_column(total_buffer.index(1).load(gl.SliceLayout(1, MMA)))
-    if BOUNDED == 0:
-        to_end = gl.exp2(to_end)
     k_a0 = mma_v2(a00, k_g0, mma_v2(a00_rest, k_g0, wide)) * to_end
     k_a0 = mma_v2(a10, k_g1, mma_v2(a10_rest, k_g1, k_a0))
     k_a1 = mma_v2(a11, k_g1, mma_v2(a11_rest, k_g1, wide))
