@@ -273,12 +273,11 @@ def _gradients(
                 for t in gl.static_range(2, TILES):
                     missing = gl.minimum(gl.maximum(16 * t + 16 - count, 0), 16) / 16
                     low = low + (halves[t] + LEAST_HALF * missing,)
-            least = gl.minimum(gl.minimum(low[0], low[1]), gl.minimum(low[2], low[3]))
             if TAILS:
-                least = gl.min(least_halves(least), axis=0)
+                least = gl.min(least_halves(low), axis=0)
                 write_down_far(least, gl.arange(0, 256, layout=LANES) == 0, far_pairs, far_count, block)
             else:
-                least_of_warps.store(least_halves(least))
+                least_of_warps.store(least_halves(low))
         rows, columns = warpgroup_mma_wait(0, deps=(rows, columns))
         block_barrier()
         if not (BOUNDED or FAR or TAILS or BLOCKS > 1):

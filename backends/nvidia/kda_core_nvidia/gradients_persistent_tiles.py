@@ -51,6 +51,9 @@ LANES = gl.constexpr(gl.SliceLayout(0, _BY_WARP))
 FAR_HALF = gl.constexpr(-72.0)
 """Half of a tile's log2 decay from which on a channel has another form: 2^±72 times rows of 2^40 are in range."""
 
+LEAST_BETWEEN = gl.constexpr(-124.0)
+"""Least log2 decay between the middles of two tiles: 2^-126 and less is zero for special functions."""
+
 BLOCKS = gl.constexpr(
     gl.SharedLinearLayout(
         [
@@ -226,15 +229,20 @@ def log2_decays_of(
 
 
 @gluon.jit
-def least_halves(halves):
+def least_halves(low):
     """The least half of a tile's log2 decay in each warp's channels, [warps]; FAR_HALF and less: they are far.
 
-    Factors of a channel may be far beyond LEAST_HALF if a neighbour's are not. Terms that cancel leave 2^-17 of
-    themselves in the gradient of a decay, which is as small as the decay: that shows where no channel of the row has a
-    larger one.
+    Factors of a channel may be beyond LEAST_HALF if a neighbour's are not: terms that cancel show in the gradients of a
+    row whose decays are all strong. The decay between two tiles' reference points must not vanish.
+
+    Args:
+        low: halves of a pair's tiles, [128] each.
     """
-    by_warp = halves.reshape([WARPS, 16])
-    return gl.where(gl.max(by_warp, axis=1) < tiles.LEAST_HALF, FAR_HALF, gl.min(by_warp, axis=1))
+    least = gl.minimum(gl.minimum(low[0], low[1]), gl.minimum(low[2], low[3]))
+    between = gl.minimum(gl.minimum(low[0] + low[1], low[1] + low[2]), low[2] + low[3])
+    mildest = gl.max(least.reshape([WARPS, 16]), axis=1)
+    least = gl.minimum(least, between + (FAR_HALF - LEAST_BETWEEN))
+    return gl.where(mildest < tiles.LEAST_HALF, FAR_HALF, gl.min(least.reshape([WARPS, 16]), axis=1))
 
 
 @gluon.jit
