@@ -77,6 +77,8 @@ CASES = {
     "pairs, promised": PROMISED | {"T": 256, "gate_dtype": BF16, "decay": "bounded"},
     "pairs, promised softplus": SOFTPLUS | PROMISED | BFLOAT16 | {"T": 256, "rate": 1.0, "raw_scale": 0.25},
     "pairs, softplus": SOFTPLUS | BFLOAT16 | {"T": 256, "rate": 3.0},
+    # Some channels of e⁻⁵ to e⁻⁶ a row beside milder ones, which have the near form.
+    "pairs, softplus, mixed": SOFTPLUS | BFLOAT16 | {"T": 256, "rate": 2.0},
     "pairs, softplus, strong": SOFTPLUS | BFLOAT16 | {"T": 256, "rate": 200.0, "state": FP32},
     "pairs, given": {"T": 256, "gate_dtype": BF16},
     "pairs, given, isolated": {"T": 256, "gate_dtype": BF16, "decay": "isolated"},
@@ -87,6 +89,7 @@ CASES = {
     "pairs, packed, promised": PROMISED | IN_PAIRS | {"gate_dtype": BF16, "decay": "bounded", "state": FP32},
     "pairs, packed, V first": BOUNDED | BFLOAT16 | IN_PAIRS | {"state": BF16, "options": {"state_v_first": True}},
     "pairs, packed, softplus": SOFTPLUS | BFLOAT16 | IN_PAIRS | {"rate": 3.0, "state": FP32},
+    "pairs, packed, softplus, mixed": SOFTPLUS | BFLOAT16 | IN_PAIRS | {"rate": 2.0, "state": FP32},
     "pairs, packed, softplus, strong": SOFTPLUS | BFLOAT16 | IN_PAIRS | {"rate": 200.0},
     "pairs, packed, given": IN_PAIRS | {"gate_dtype": BF16, "state": FP32},
     "pairs, packed, given, -8": IN_PAIRS | {"gate_dtype": BF16, "decay": -8.0},
@@ -102,7 +105,8 @@ WIDE = (
     "bounded", "bounded, float32", "softplus", "softplus, strong", "softplus, strong, float32, grouped",
     "given, float32", "given, slow", "promised, float32", "given, -14", "tails", "tails, softplus, grouped", "packed",
     "packed, states V first", "packed, grouped", "one chunk, states", "negative eigenvalues", "pairs, states",
-    "pairs, promised", "pairs, negative eigenvalues", "pairs, softplus", "pairs, softplus, strong",
+    "pairs, promised", "pairs, negative eigenvalues", "pairs, softplus", "pairs, softplus, mixed",
+    "pairs, softplus, strong",
 )  # fmt: skip
 CASES |= {f"{name}, 256 channels": CASES[name] | {"K": 256, "V": 256} for name in WIDE}
 

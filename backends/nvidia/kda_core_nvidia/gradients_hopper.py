@@ -429,7 +429,7 @@ def gradients_hopper(
         if dbias_partial is not None:
             gl.store(dbias_partial + (of_state.to(gl.int64) * K + channel + c), gl.sum(dg0 + dg1, axis=1))
         if A_log is not None:
-            summand = gl.sum(gl.sum(summand0 + summand1, axis=1), axis=0)
+            summand = gl.sum(gl.sum(summand0 + summand1, axis=1), axis=0) * tiles.unit_of_summands(GATE)
             PARTS: gl.constexpr = PAIR_WARPS if LAST else BLOCKS
             gl.store(dA_partial + (of_state * PARTS + i_k), summand)
             if LAST:

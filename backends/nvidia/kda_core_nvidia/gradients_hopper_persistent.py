@@ -69,12 +69,14 @@ from kda_core_nvidia.gradients_persistent_tiles import (
     WARPS,
     gradients_of_gate,
     in_order,
+    least_halves,
     log2_decays_of,
     merged_sums,
     of_raw,
     products_of_channels,
     store_sums,
     store_tiles,
+    write_down_far,
 )
 from kda_core_nvidia.gradients_tiles import (
     LEAST_HALF,
@@ -88,13 +90,6 @@ from kda_core_nvidia.hopper_tiles import exp2
 from kda_core_nvidia.recurrence_hopper import block_barrier
 
 _NUMBERS = ["scale", "o_scale", "lower_bound", "first_block", "HV", "blocks"]
-
-
-@gluon.jit
-def write_down_far(least, far_pairs, far_count, block):
-    """Another launch writes all results of a pair once more where half of a tile's log2 decay is too low."""
-    if least < LEAST_HALF:
-        gl.store(far_pairs + gl.atomic_add(far_count, 1), block)
 
 
 @gluon.jit
@@ -278,16 +273,17 @@ def _gradients(
                 for t in gl.static_range(2, TILES):
                     missing = gl.minimum(gl.maximum(16 * t + 16 - count, 0), 16) / 16
                     low = low + (halves[t] + LEAST_HALF * missing,)
-            least = gl.minimum(gl.minimum(low[0], low[1]), gl.minimum(low[2], low[3]))
             if TAILS:
-                write_down_far(gl.min(least, axis=0), far_pairs, far_count, block)
+                least = gl.min(least_halves(low), axis=0)
+                write_down_far(least, gl.arange(0, 256, layout=LANES) == 0, far_pairs, far_count, block)
             else:
-                least_of_warps.store(gl.min(least.reshape([WARPS, 16]), axis=1))
+                least_of_warps.store(least_halves(low))
         rows, columns = warpgroup_mma_wait(0, deps=(rows, columns))
         block_barrier()
         if not (BOUNDED or FAR or TAILS or BLOCKS > 1):
             # Behind a barrier that is there anyway; with tails there are no registers for it.
-            write_down_far(gl.min(least_of_warps.load(EACH), axis=0), far_pairs, far_count, block)
+            least = gl.min(least_of_warps.load(EACH), axis=0)
+            write_down_far(least, gl.arange(0, 256, layout=LANES) == 0, far_pairs, far_count, block)
         if not FAR:
             mbarrier.arrive(values_free, count=1)
 
@@ -348,11 +344,8 @@ def _gradients(
         if BLOCKS > 1:
             other = receive(p_words + (first ^ 1) * 512, tag)
             if not (BOUNDED or FAR):
-                least = gl.minimum(total, other)
-                far = (gl.arange(0, 256, layout=LANES) == 192 + block % BLOCKS * 256) & (least < LEAST_HALF)
-                none = gl.zeros_like(kind)
-                at = gl.atomic_add(far_count + none, none + 1, mask=far)
-                gl.store(far_pairs + at, none + block // BLOCKS, mask=far)
+                once = gl.arange(0, 256, layout=LANES) == 192 + block % BLOCKS * 256
+                write_down_far(gl.minimum(total, other), once, far_pairs, far_count, block // BLOCKS)
             total += other
         else:
             total = gl.sum(sums_by_warp.load(BY_WARP), axis=0) * factor
@@ -428,6 +421,8 @@ def gradients_hopper_persistent(
 ):  # fmt: skip
     if FAR:
         blocks = gl.load(far_count) * (K // 128)
+        if gl.program_id(0) >= blocks:
+            return
     elif table is not None:
         blocks = gl.load(pair_count + (0 if first_block is None else 1)) * HV
     dtype: gl.constexpr = q.dtype
