@@ -120,7 +120,7 @@ def _has_signs(r: Request) -> bool:
 
 
 def serving(r: Request, name: str | None) -> Ranks:
-    """What serves later calls of a call's metadata."""
+    """The server of later calls of a call's metadata."""
     return Ranks(None, name, shared(r.cp_context).chosen(r, name)[0])
 
 

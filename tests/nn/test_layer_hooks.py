@@ -125,7 +125,7 @@ def test_parametrised_weights(pair: tuple[KimiDeltaAttention, KimiDeltaAttention
 
 
 class Marked(nn.Linear):
-    """Of another framework, which asks for a class of its own."""
+    """A class of another framework, which asks for its own."""
 
     def more(self) -> int:
         return 1
