@@ -50,7 +50,6 @@ class Ranks:
 
     def forward(self, r: Request) -> ForwardResult:
         s = self.s
-        # A choice resolves signs, which a repeated call has none of.
         found, matrices, saved, _ = forward(r, s, self.name, self.known)
         if not r.save_for_backward:
             return found
@@ -137,12 +136,8 @@ _FIELDS = tuple(f.name for f in fields(Request) if f.init)
 
 def shared(c: ContextParallel) -> Shared:
     g = c.cells
-    if g is None and not torch.compiler.is_compiling():
-        return c.shared
     if g is None:
-        return Shared(
-            c.fragments, c.slots, None, c.group_name, c.before, c.sequences, c.dense, c.gather, c.padded, 0, ()
-        )
+        return c.shared
     return Shared(g.fragments, g.slots, g.chain, c.group_name, 0, c.sequences, g.dense, c.gather, True, g.grid, g.own)
 
 

@@ -68,6 +68,10 @@ class Calls:
         loss = sum((t * (1 + i)).square().sum() for i, t in enumerate(results))
         return [*(t.detach() for t in results), *torch.autograd.grad(loss, list(leaves.values()))]
 
+    def other(self, bounds: list[int], **more: Any) -> Any:
+        """Another context."""
+        return build_cp_context(bounds, self.group, **{"tokens": T, "fragments": 2, **more})
+
     def warm(self) -> None:
         """The third call of a kind is a repeated one."""
         for _ in range(2):
@@ -84,60 +88,47 @@ class Calls:
         return found, repeated, self(**changes)
 
 
-def _other(what: str, calls: Calls) -> dict[str, Any]:
-    g, c, group = calls.given, calls.context, calls.group
-    rows = g["q"].shape
-
-    def context(bounds: list[int], **more: Any) -> Any:
-        return build_cp_context(bounds, group, **{"tokens": T, "fragments": 2, **more})
-
-    changes: dict[str, Callable[[], dict[str, Any]]] = {
-        "values": lambda: (
-            {n: t.detach() + 0.25 for n, t in g.items() if isinstance(t, torch.Tensor)}
-            | {n: (t.detach() + 0.25).requires_grad_() for n, t in g.items() if getattr(t, "requires_grad", False)}
-        ),
-        "boundaries": lambda: {"cp_context": context([0, 50, T])},
-        "cut elsewhere": lambda: {"cp_context": context([0, 10, T], layout=[[(32, T)], [(0, 32)]])},
-        "sequences": lambda: {"cp_context": context([0, T])},
-        "rows of the context": lambda: {"cp_context": context([0, 10, 2 * T], tokens=2 * T)},
-        "cells": lambda: {
-            "cp_context": context([0, 16, T], deterministic_degree=True, grid=16, fragments=1),
-            **({"backend": None} if g["backend"] == "edges" else {}),
-        },
-        "dense": lambda: {"cp_context": build_cp_context(tokens=T, group=group), "initial_state": None},
-        "gathered": lambda: {"cp_context": context([0, 10, T], gather=True)},
-        "no context": lambda: {"cp_context": "a context"},
-        "its name": lambda: {"cp_context": c.kinds[1]},
-        "shape": lambda: {"beta": g["beta"][..., :3]},
-        "rows": lambda: {n: g[n][:, 1:] for n in ("q", "k", "v", "g", "beta")},
-        "dtype": lambda: {"k": g["k"].float()},
-        "dtype of states": lambda: {"initial_state": g["initial_state"].bfloat16()},
-        "states": lambda: {"initial_state": g["initial_state"][:1]},
-        "strides": lambda: {"v": g["v"].detach().transpose(1, 2).contiguous().transpose(1, 2)},
-        "a negative view": lambda: {"g": torch.randn(rows, dtype=torch.cdouble).conj().imag[..., : g["g"].shape[-1]]},
-        "device": lambda: {"k": g["k"].to("meta")},
-        "gradients": lambda: {"q": g["q"].detach().requires_grad_(not g["q"].requires_grad)},
-        "an option": lambda: {"scale": 2.0},
-        "a wrong option": lambda: {"chunk_size": 48},
-        "NumPy's": lambda: {"output_final_state": np.True_},
-        "boundaries beside it": lambda: {"cu_seqlens": torch.tensor([0, 9, rows[1]])},
-        "its own boundaries": lambda: {"cu_seqlens": c.cu_seqlens},
-        "out": lambda: {"out": torch.empty_like(g["v"])},
-        "h": lambda: {"return_intermediate_states": True},
-        "backend": lambda: {"backend": "reference"},
-        "v first": lambda: {"state_v_first": True, "initial_state": g["initial_state"].mT.contiguous()},
-    }
-    return changes[what]()
-
-
+CHANGES: dict[str, Callable[[Calls], dict[str, Any]]] = {
+    "values": lambda k: (
+        {n: t.detach() + 0.25 for n, t in k.given.items() if isinstance(t, torch.Tensor)}
+        | {n: (t.detach() + 0.25).requires_grad_() for n, t in k.given.items() if getattr(t, "requires_grad", False)}
+    ),
+    "boundaries": lambda k: {"cp_context": k.other([0, 50, T])},
+    "cut elsewhere": lambda k: {"cp_context": k.other([0, 10, T], layout=[[(32, T)], [(0, 32)]])},
+    "sequences": lambda k: {"cp_context": k.other([0, T])},
+    "rows of the context": lambda k: {"cp_context": k.other([0, 10, 2 * T], tokens=2 * T)},
+    "cells": lambda k: {
+        "cp_context": k.other([0, 16, T], deterministic_degree=True, grid=16, fragments=1),
+        **({"backend": None} if k.given["backend"] == "edges" else {}),
+    },
+    "dense": lambda k: {"cp_context": build_cp_context(tokens=T, group=k.group), "initial_state": None},
+    "gathered": lambda k: {"cp_context": k.other([0, 10, T], gather=True)},
+    "no context": lambda k: {"cp_context": "a context"},
+    "its name": lambda k: {"cp_context": k.context.kinds[1]},
+    "shape": lambda k: {"beta": k.given["beta"][..., :3]},
+    "rows": lambda k: {n: k.given[n][:, 1:] for n in ("q", "k", "v", "g", "beta")},
+    "dtype": lambda k: {"k": k.given["k"].float()},
+    "dtype of states": lambda k: {"initial_state": k.given["initial_state"].bfloat16()},
+    "states": lambda k: {"initial_state": k.given["initial_state"][:1]},
+    "strides": lambda k: {"v": k.given["v"].detach().transpose(1, 2).contiguous().transpose(1, 2)},
+    "a negative view": lambda k: {
+        "g": torch.randn(k.given["q"].shape, dtype=torch.cdouble).conj().imag[..., : k.given["g"].shape[-1]]
+    },
+    "device": lambda k: {"k": k.given["k"].to("meta")},
+    "gradients": lambda k: {"q": k.given["q"].detach().requires_grad_(not k.given["q"].requires_grad)},
+    "an option": lambda k: {"scale": 2.0},
+    "a wrong option": lambda k: {"chunk_size": 48},
+    "NumPy's": lambda k: {"output_final_state": np.True_},
+    "boundaries beside it": lambda k: {"cu_seqlens": torch.tensor([0, 9, k.given["q"].shape[1]])},
+    "its own boundaries": lambda k: {"cu_seqlens": k.context.cu_seqlens},
+    "out": lambda k: {"out": torch.empty_like(k.given["v"])},
+    "h": lambda k: {"return_intermediate_states": True},
+    "backend": lambda k: {"backend": "reference"},
+    "v first": lambda k: {"state_v_first": True, "initial_state": k.given["initial_state"].mT.contiguous()},
+}
+"""Arguments of a call that differs in one thing, for some calls."""
 MAY_REPEAT = ("values", "boundaries", "gathered", "cut elsewhere")
 """Changes that checks and choices ask nothing of."""
-CHANGES = (
-    "values", "boundaries", "cut elsewhere", "sequences", "rows of the context", "cells", "dense", "gathered",
-    "no context", "its name", "shape", "rows", "dtype", "dtype of states", "states", "strides", "a negative view",
-    "device", "gradients", "an option", "a wrong option", "NumPy's", "boundaries beside it", "its own boundaries",
-    "out", "h", "backend", "v first",
-)  # fmt: skip
 
 
 def changed_call(group: Any, rank: int, inputs: dict, backend: str | None, what: str, grad: bool) -> bool:
@@ -146,7 +137,7 @@ def changed_call(group: Any, rank: int, inputs: dict, backend: str | None, what:
     calls = Calls(group, {n: t.requires_grad_(grad) for n, t in inputs.items()}, backend)
     calls.given |= {n: calls.given[n].detach().requires_grad_(grad) for n in inputs}
     calls.warm()
-    found, repeated, expected = calls.both(**_other(what, calls))
+    found, repeated, expected = calls.both(**CHANGES[what](calls))
     assert len(found) == len(expected), (found, expected)
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, (what, a, b)
@@ -158,7 +149,7 @@ def never_repeated(group: Any, rank: int, inputs: dict, backend: str | None) -> 
     found = []
     for what in ("its own boundaries", "h", "cells", "NumPy's", "a negative view"):
         calls = Calls(group, inputs, backend)
-        changes = _other(what, calls)
+        changes = CHANGES[what](calls)
         for _ in range(4):
             calls(**changes)
         found += [what] * (calls.repeated > 0)
@@ -170,7 +161,7 @@ def never_repeated(group: Any, rank: int, inputs: dict, backend: str | None) -> 
         calls(**one)
     assert calls.repeated
     calls.repeated = 0
-    calls(**_other("dense", calls))
+    calls(**CHANGES["dense"](calls))
     return found + ["dense"] * (calls.repeated > 0)
 
 

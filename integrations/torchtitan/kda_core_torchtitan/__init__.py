@@ -76,7 +76,7 @@ class KimiDeltaAttention(nn.KimiDeltaAttention, BaseAttention):
         for name, module in self.named_modules():
             if name and module._parameters:
                 along = spmd.R if name in SHARED else spmd.S(1) if name == "o_proj" else spmd.S(0)
-                module._sharding_config = _states(module._parameters, along)
+                module._sharding_config = ShardingConfig(state_shardings=_states(module._parameters, along))
                 module._distribute_states(parallel_dims)
                 module._sharding_config = None  # its forward stays as it is: the layer may run several as one
         self.group = parallel_dims.get_mesh("cp").get_group() if parallel_dims.cp_enabled else None
@@ -134,8 +134,8 @@ def _as_module(kind: type) -> type:
     return type(kind.__name__, (kind, Module), {})
 
 
-def _states(names, along) -> ShardingConfig:
-    return ShardingConfig(state_shardings=dict.fromkeys(names, dense_param_placement(tp=along)))
+def _states(names, along) -> dict:
+    return dict.fromkeys(names, dense_param_placement(tp=along))
 
 
 def _context(group, taps: int, positions: Tensor, apart: bool):
@@ -153,7 +153,8 @@ def _built(group, taps: int, positions: Tensor, apart: bool):
     layout, parts, starts = ordered(every.cpu().view(-1, B, own))
     B, T = starts.shape
     if not apart or not bool(starts[:, 1:].any()):
-        return False, _whole_rows(group, taps, layout, T, B, positions.device)
+        whole = {"layout": layout, "tokens": T, "batch": B}
+        return False, build_cp_context(None, group, taps, device=positions.device, **whole)
     bounds = [*starts.flatten().nonzero().flatten().tolist(), B * T]
     rows = [[(b * T + a, b * T + e) for b in range(B) for a, e in own] for own in parts]
     return True, build_cp_context(bounds, group, taps, layout=rows, device=positions.device)
@@ -186,18 +187,13 @@ def ordered(every: Tensor):
     )
 
 
-@cache
-def _whole_rows(group, taps: int, layout: str, tokens: int, batch: int, device: torch.device):
-    return build_cp_context(None, group, taps, layout=layout, tokens=tokens, batch=batch, device=device)
-
-
 def _replace(config: GQAttention.Config, options: dict) -> BaseAttention.Config:
     if not admit("torchtitan"):
         return config
     own, out = config.sharding_config, config.wo.sharding_config
     if own is not None:  # the layer's rows come and go as those of attention, whose last projection sums over ranks
         ends = {"out_src_shardings": out.out_src_shardings, "out_dst_shardings": out.out_dst_shardings}
-        own = replace(own, state_shardings=_states(("A_log", "dt_bias"), spmd.S(0)).state_shardings, **ends)
+        own = replace(own, state_shardings=_states(("A_log", "dt_bias"), spmd.S(0)), **ends)
     # The layer starts its weights itself.
     return derive(config, KimiDeltaAttention.Config, param_init=None, sharding_config=own, **options)
 
