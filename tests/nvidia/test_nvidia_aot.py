@@ -151,6 +151,21 @@ def test_products_of_transitions_are_under_way_together(name: str, most: int):
         assert 20 < len(re.findall(r"\bWARPGROUP\.", code)) < most, one.name
 
 
+@pytest.mark.end_to_end
+@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_neighbouring_channels_of_a_finished_state_are_stored_together(state: torch.dtype):
+    """States V first, of sequences that ``prepare_hopper`` finishes: in single numbers a batch of short prompts took a
+    third longer.
+    """
+    case = aot.chunk_case(torch.bfloat16, 128, 128, aot.MANY, "bounded")
+    case = case.having(T=128, lengths=(64, 64), state=state, options={"state_v_first": True}, tags=frozenset())
+    launch = next(x for x in plan_of(inference(case), CHIPS[90]).launches if x.name == "prepare_hopper")
+    code = aot._tool("-sass", TOOL.compiled(Job(launch, "90")).machine_code)
+    # A thread has 64 numbers of a block of a state.
+    wide = re.findall(r"STG\.E\.64 " if state.itemsize == 4 else r"STG\.E ", code)
+    assert len(wide) >= 32
+
+
 def test_descriptors_only_where_the_chip_has_them():
     """TensorDescriptor from sm_90 on, pointers before."""
 

@@ -59,6 +59,7 @@ def _taken(buffer, starts, HALF: gl.constexpr, V_FIRST: gl.constexpr):
 def _columns(first, LAYOUT: gl.constexpr):
     """Key channels of a half, int64. The compiler must not know the first one: it would keep offsets of all."""
     first = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [first], dtype=gl.int32, is_pure=False, pack=1)
+    first = gl.multiple_of(first, 8)
     return (first + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, LAYOUT)))[None, :].to(gl.int64)
 
 
