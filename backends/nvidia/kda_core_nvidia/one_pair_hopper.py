@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kda_core.triton_lib.packing import is_padding
 from kda_core_nvidia.hopper_squares import seen_as
-from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block
+from kda_core_nvidia.recurrence_stores_hopper import block_barrier, copy_block, unknown
 
 # Later versions of triton renamed it.
 copy_elements = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -57,10 +57,8 @@ def _taken(buffer, starts, HALF: gl.constexpr, V_FIRST: gl.constexpr):
 
 @gluon.jit
 def _columns(first, LAYOUT: gl.constexpr):
-    """Key channels of a half, int64. The compiler must not know the first one: it would keep offsets of all."""
-    first = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [first], dtype=gl.int32, is_pure=False, pack=1)
-    first = gl.multiple_of(first, 8)
-    return (first + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, LAYOUT)))[None, :].to(gl.int64)
+    """Key channels of a half, int64."""
+    return (unknown(first) + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, LAYOUT)))[None, :].to(gl.int64)
 
 
 @gluon.jit

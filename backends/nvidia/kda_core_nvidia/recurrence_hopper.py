@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from kda_core.triton_lib.packing import is_padding, starts_from_state
-from kda_core_nvidia.recurrence_stores_hopper import block_barrier, copy_block, halves, place_of, store_chunks
+from kda_core_nvidia.recurrence_stores_hopper import block_barrier, copy_block, halves, place_of, store_chunks, unknown
 
 _NUMBERS = [
     "T", "N", "chunks", "HV", "s_vb", "s_ob", "s_index", "pad_slot_id", "slots", "s_has", "s_final", "final_slots",
@@ -41,12 +41,8 @@ def _add(a, b):
 @gluon.jit
 def _store_columns(p_state, x, first, s_v, s_k, K: gl.constexpr, BV: gl.constexpr, COLUMNS: gl.constexpr):
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, COLUMNS, 16])
-    # An offset that the compiler cannot know before: it would keep registers for the addresses of all parts, or for
-    # those of the state at the other end of the recurrence.
-    first = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [first], dtype=gl.int32, is_pure=False, pack=1)
-    first = gl.multiple_of(first, 8)
     o_v = gl.arange(0, BV, layout=gl.SliceLayout(1, LAYOUT))
-    o_k = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
+    o_k = unknown(first) + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
     at = p_state + o_v[:, None].to(gl.int64) * s_v + o_k[None, :].to(gl.int64) * s_k
     gl.store(at, x.to(p_state.dtype.element_ty), mask=(o_v >= 0)[:, None] & (o_k < K)[None, :])
 
@@ -136,10 +132,7 @@ def _multiply(
     S = gl.full([BV, KP], 0.0, gl.float32, L_STATE)
     if p_state is not None:
         o_sv = gl.arange(0, BV, layout=gl.SliceLayout(1, L_STATE))
-        # As in ``_store_columns``.
-        zero = gl.to_tensor(0)
-        zero = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [zero], dtype=gl.int32, is_pure=False, pack=1)
-        o_sk = gl.multiple_of(zero, 8) + gl.arange(0, KP, layout=gl.SliceLayout(0, L_STATE))
+        o_sk = unknown(gl.to_tensor(0)) + gl.arange(0, KP, layout=gl.SliceLayout(0, L_STATE))
         at = p_state + o_sv[:, None].to(gl.int64) * s_iv + o_sk[None, :].to(gl.int64) * s_ik
         S = gl.load(at, mask=((o_sk < K)[None, :]) & ((o_sv >= 0)[:, None]) & given, other=0.0).to(gl.float32)
     o_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_ROWS))

@@ -10,6 +10,17 @@ block_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @gluon.jit
+def unknown(first):
+    """A multiple of 8 that the compiler cannot know before.
+
+    It would keep registers for the addresses of all parts of a state, or for those of the state at the other end of the
+    recurrence.
+    """
+    first = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [first], dtype=gl.int32, is_pure=False, pack=1)
+    return gl.multiple_of(first, 8)
+
+
+@gluon.jit
 def halves(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """The first and the last half of the columns."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, COLUMNS // 2, 16])
