@@ -59,7 +59,12 @@ if not hasattr(forward_ad, "_current_level"):
     _forward_mode = None
 
 
-any_autocast: Callable[[], bool] = _found(torch._C, "_is_any_autocast_enabled", lambda: True)
+_any_autocast: Callable[[], bool] = _found(torch._C, "_is_any_autocast_enabled", lambda: True)
+
+
+def autocasts(kind: str) -> bool:
+    """Whether autocast is on for devices of this kind."""
+    return _any_autocast() and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def in_forward_mode() -> bool:

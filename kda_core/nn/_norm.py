@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from kda_core._checks import python_value
 from kda_core._loaded import Backend
 from kda_core.nn._checks import expect_eps, expect_same_device, expect_shape, expect_tensor
-from kda_core.nn._dispatch import backend_for
+from kda_core.nn._dispatch import backend_for, in_own_dtypes
 from kda_core.request import GatedNormRequest
 
 
@@ -92,6 +92,7 @@ class NormedProduct(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @in_own_dtypes
     def backward(ctx: Any, grad: Tensor) -> tuple:
         x, gate, norm, *product = ctx.saved_tensors
         own, memo, eps = ctx.call

@@ -11,9 +11,9 @@ from torch.autograd.function import once_differentiable
 
 from kda_core._loaded import Backend
 from kda_core._signature import is_plain
-from kda_core._torch_private import has_global_hooks
+from kda_core._torch_private import autocasts, has_global_hooks
 from kda_core.nn._convolution import GRADIENTS, in_parts
-from kda_core.nn._dispatch import backend_for, is_eager
+from kda_core.nn._dispatch import backend_for, in_own_dtypes, is_eager
 from kda_core.nn._norm import GatedRMSNorm, NormedProduct, gated_rms_norm
 from kda_core.request import ShortConvolutionRequest
 
@@ -126,9 +126,7 @@ def product_weight(layer: Any, biased: bool = False) -> Tensor | None:
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype in which a product of x runs where autocast is on."""
     kind = x.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
-        return torch.get_autocast_dtype(kind)
-    return None
+    return torch.get_autocast_dtype(kind) if x.dtype != torch.float64 and autocasts(kind) else None
 
 
 class _Served(NamedTuple):
@@ -200,6 +198,7 @@ class _Project(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @in_own_dtypes
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         rows, decay, gate, cat, *kept = ctx.saved_tensors
         w = Projections(*kept[:COUNT])
