@@ -6,10 +6,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import toys
+from layer_hooks import Hooked
 
 from kda_core.nn import KimiDeltaAttention
-from tests.nn.test_layer import Hooked
-from tests.support import toys
 
 
 @pytest.mark.parametrize("hooked", [False, True])
