@@ -7,9 +7,6 @@ torch code, which they differentiate and fuse.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -36,18 +33,6 @@ def is_eager(*tensors: Tensor | None) -> bool:
         return False
     plain = all(t is None or (is_plain(t) and not t.is_neg()) for t in tensors)
     return plain and not _torch_private.in_mode() and not _torch_private.in_forward_mode()
-
-
-def in_own_dtypes(backward: Callable[..., tuple]) -> Callable[..., tuple]:
-    """A backward whose products run in the dtypes of the forward's, in a region of autocast as well."""
-
-    @functools.wraps(backward)
-    def run(ctx: Any, grad: Tensor, *grads: Tensor) -> tuple:
-        kind = grad.device.type
-        with torch.autocast(kind, enabled=False) if _torch_private.autocasts(kind) else nullcontext():
-            return backward(ctx, grad, *grads)
-
-    return run
 
 
 def backend_for(

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from kda_core._checks import python_value
 from kda_core._loaded import Backend
 from kda_core.nn._checks import expect_eps, expect_same_device, expect_shape, expect_tensor
-from kda_core.nn._dispatch import backend_for, in_own_dtypes
+from kda_core.nn._dispatch import backend_for
+from kda_core.nn._once import differentiable_once
 from kda_core.request import GatedNormRequest
 
 
@@ -91,10 +92,9 @@ class NormedProduct(torch.autograd.Function):
         return torch.mm(rows, weight.t()).view(*x.shape[:2], -1)
 
     @staticmethod
-    @once_differentiable
-    @in_own_dtypes
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        x, gate, norm, *product = ctx.saved_tensors
+    @differentiable_once("gated_rms_norm")
+    def backward(ctx: Any, saved: Sequence[Tensor], grad: Tensor) -> tuple:
+        x, gate, norm, *product = saved
         own, memo, eps = ctx.call
         *needed, of_weight = ctx.needs_input_grad[3:]
         names = ("x", "gate", "weight")

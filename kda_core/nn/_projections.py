@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from kda_core._loaded import Backend
 from kda_core._signature import is_plain
 from kda_core._torch_private import autocasts, has_global_hooks
 from kda_core.nn._convolution import GRADIENTS, in_parts
-from kda_core.nn._dispatch import backend_for, in_own_dtypes, is_eager
+from kda_core.nn._dispatch import backend_for, is_eager
 from kda_core.nn._norm import GatedRMSNorm, NormedProduct, gated_rms_norm
+from kda_core.nn._once import differentiable_once
 from kda_core.request import ShortConvolutionRequest
 
 
@@ -197,10 +197,9 @@ class _Project(torch.autograd.Function):
         return results
 
     @staticmethod
-    @once_differentiable
-    @in_own_dtypes
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
-        rows, decay, gate, cat, *kept = ctx.saved_tensors
+    @differentiable_once("KimiDeltaAttention")
+    def backward(ctx: Any, saved: Sequence[Tensor], *grads: Tensor) -> tuple:
+        rows, decay, gate, cat, *kept = saved
         w = Projections(*kept[:COUNT])
         of_x, of_bias, *needed = ctx.needs_input_grad[2:]
         needs = Projections(*needed[:COUNT])
