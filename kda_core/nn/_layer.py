@@ -39,7 +39,7 @@ def _are_bare(convolutions: Sequence[Any]) -> bool:
 
 
 def _mark(layer: Any, *_: Any) -> None:
-    """Ask for no weight decay: copies, ``to_empty`` and ``load_state_dict(assign=True)`` make parameters anew."""
+    """Ask for no weight decay: copies, conversions and ``load_state_dict(assign=True)`` may make parameters anew."""
     for parameter in (layer.A_log, layer.dt_bias):
         parameter._no_weight_decay = True
 
@@ -125,7 +125,6 @@ class KimiDeltaAttention(nn.Module):
         self.safe_gate, self.lower_bound, self.disable_recompute = safe_gate, lower_bound, disable_recompute
         self.conv_size, self.conv_bias, self.layer_idx, self.backend = conv_size, conv_bias, layer_idx, backend
         expect_eps("norm_eps", norm_eps := python_value(norm_eps))
-        self.norm_eps = norm_eps
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
 
         def linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
@@ -152,6 +151,16 @@ class KimiDeltaAttention(nn.Module):
         self.o_proj = linear(self.value_dim, hidden_size)
         self.register_load_state_dict_post_hook(_mark)
         self.reset_parameters()
+
+    @property
+    def norm_eps(self) -> float:
+        """Of the gated norm."""
+        return self.o_norm.eps
+
+    def _apply(self, *args: Any, **options: Any) -> KimiDeltaAttention:
+        super()._apply(*args, **options)
+        _mark(self)
+        return self
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
@@ -227,7 +236,7 @@ class KimiDeltaAttention(nn.Module):
         if cp_context is not None:
             tensors["cp_context"] = cp_context
         o = self._attend(tensors, mixed, mask, conv, cache, cu_seqlens, cu_seqlens_cpu)
-        o = normed_projection(o, gate, self.o_norm, self.norm_eps, self.o_proj, self.backend)
+        o = normed_projection(o, gate, self.o_norm, self.o_proj, self.backend)
         return o if mask is None else o.masked_fill(~mask[..., None], 0)
 
     def _check(self, x: Any, attention_mask: Any, cache: Any, cu_seqlens: Any) -> Tensor | None:

@@ -51,8 +51,13 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-5, b
 class GatedRMSNorm(nn.RMSNorm):
     """``gated_rms_norm`` as a module. A layer calls it where hooks wait for that, and otherwise reads its weight."""
 
+    eps: float
+
+    def __init__(self, channels: int, eps: float = 1e-5, **factory: Any) -> None:
+        super().__init__(channels, eps, **factory)
+
     def forward(self, x: Tensor, gate: Tensor, backend: str | None = None) -> Tensor:  # type: ignore[override]
-        return gated_rms_norm(x, gate, self.weight, 1e-5 if self.eps is None else self.eps, backend)
+        return gated_rms_norm(x, gate, self.weight, self.eps, backend)
 
 
 def _check(x: Any, gate: Any, weight: Any, eps: Any) -> None:

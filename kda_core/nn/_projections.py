@@ -245,7 +245,7 @@ def _of_weights(grad: Tensor, rows: Tensor, sizes: list[int], needs: Sequence[bo
     return [torch.mm(part.t(), rows) if wanted else None for part, wanted in zip(parts, needs, strict=True)]
 
 
-def normed_projection(x: Tensor, gate: Tensor, norm: Any, eps: float, layer: Any, backend: str | None) -> Tensor:
+def normed_projection(x: Tensor, gate: Tensor, norm: Any, layer: Any, backend: str | None) -> Tensor:
     """``gated_rms_norm`` of x [B, T, HV, V], and a layer's projection of all its channels: [B, T, D].
 
     Where a backend serves the norm and a gradient is needed, both are one node of autograd.
@@ -256,8 +256,8 @@ def normed_projection(x: Tensor, gate: Tensor, norm: Any, eps: float, layer: Any
         weight = weight.to(_autocast_dtype(x) or weight.dtype)
         given = x, gate, norm.weight, weight
         if weight.dtype == x.dtype and any(t.requires_grad for t in given):
-            own, memo = backend_for("gated_rms_norm", x, given[1:3], (eps,), backend)
+            own, memo = backend_for("gated_rms_norm", x, given[1:3], (norm.eps,), backend)
             if own is not None:
-                return NormedProduct.apply(own, memo, eps, *given)
-    y = gated_rms_norm(x, gate, norm.weight, eps, backend) if bare else norm(x, gate, backend=backend)
+                return NormedProduct.apply(own, memo, norm.eps, *given)
+    y = gated_rms_norm(x, gate, norm.weight, norm.eps, backend) if bare else norm(x, gate, backend=backend)
     return layer(y.flatten(2).flatten(0, 1)).unflatten(0, x.shape[:2])
