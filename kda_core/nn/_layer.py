@@ -105,8 +105,9 @@ class KimiDeltaAttention(nn.Module):
             "conv_size": conv_size,
         }  # fmt: skip
         for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name}: expected at least 1, got {size}")
+            least = 2 if name == "conv_size" and use_short_conv else 1
+            if size < least:
+                raise ValueError(f"{name}: expected at least {least}, got {size}")
         head_v_dim = round(head_dim * expand_v)
         if not math.isclose(head_dim * expand_v, head_v_dim, rel_tol=1e-5) or head_v_dim < 1:
             raise ValueError(f"expand_v: expected a whole number of value channels, got {head_dim} * {expand_v}")

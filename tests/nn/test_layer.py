@@ -401,6 +401,7 @@ def test_projections_that_are_more_than_a_product():
         ({"expand_v": 1.3}, "expand_v: expected a whole number"),
         ({"expand_v": 0}, "expand_v: expected a whole number"),
         ({"num_heads": 0}, "num_heads: expected at least 1, got 0"),
+        ({"conv_size": 1}, "conv_size: expected at least 2, got 1"),
         ({"safe_gate": True}, "safe_gate: needs lower_bound"),
         ({"norm_eps": -1.0}, "norm_eps: expected a finite number"),
     ],
