@@ -194,7 +194,8 @@ class KimiDeltaAttention(nn.Module):
             attention_mask: [B, at least T], 0 where a token is padding; the last T columns are read. The tokens of a
                 row stand side by side, with padding before or behind them. Padding changes no state, its output is 0.
             cache: a ``KDACache``. Calls of few tokens without gradients advance it in place.
-            cu_seqlens: boundaries of packed sequences (B = 1), as in ``chunk_kda``.
+            cu_seqlens: boundaries of packed sequences (B = 1), as in ``chunk_kda``. Rows behind the last one must be
+                finite, because the projections read them; their output is 0.
             cu_seqlens_cpu: a copy of them on the CPU.
             cp_context: from ``kda_core.distributed.build_cp_context`` with ``conv1d_kernel_size=conv_size``: the tokens
                 are this rank's, of sequences that several ranks share. It goes with neither of the above.
