@@ -32,10 +32,12 @@ def differentiable_once(name: str) -> Callable[[Callable[..., tuple]], Callable[
                 check_gradients(name, grads, True)
             own: Sequence[Any] = [None if grad is None else grad.resolve_neg() for grad in grads]
             kind = own[0].device.type
-            as_forward = torch.autocast(kind, enabled=False) if _torch_private.autocasts(kind) else nullcontext()
-            with torch.no_grad(), as_forward:
+            watched, autocasts = torch.is_grad_enabled(), _torch_private.autocasts(kind)
+            if not watched and not autocasts:  # as in most steps, which the host limits
+                return backward(ctx, kept, *own)
+            with torch.no_grad(), torch.autocast(kind, enabled=False) if autocasts else nullcontext():
                 found = backward(ctx, kept, *own)
-            if not torch.is_grad_enabled():
+            if not watched:
                 return found
             results = iter(_Once.apply(name, len(found), *found, *kept, *grads))
             return tuple([None if t is None else next(results) for t in found])
