@@ -66,7 +66,7 @@ def repeat(known: Repeated, backend: Any, tensors: tuple[Tensor, ...]) -> tuple[
     return _APPLY[known.operator.op](backend, None, known, known.strides, *tensors)
 
 
-def _check_gradients(name: str, grads: Sequence[Tensor | None], watched: bool) -> None:
+def check_gradients(name: str, grads: Sequence[Tensor | None], watched: bool) -> None:
     """Refuse gradients that a backend cannot read."""
     if watched:
         refuse_tangents(name, *grads)
@@ -121,7 +121,7 @@ class _Call(torch.autograd.Function):
         asked = dict(zip(operator.grads, own, strict=True))
         watched = compiling or torch.is_grad_enabled() or needs_operator(*grads)
         if not compiling:
-            _check_gradients(operator.op, grads, watched)
+            check_gradients(operator.op, grads, watched)
         # The compiler of torch 2.7 makes no frozenset.
         needed: Any = None if compiling else kind.needed.get(needs)
         if needed is None:

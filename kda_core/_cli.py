@@ -14,6 +14,7 @@ import torch
 from kda_core import _checked, _plugins, hookspecs, platforms
 from kda_core._contract import found_entry_points
 from kda_core._devices import default_device
+from kda_core._ledger import said_by
 from kda_core.capabilities import FOREIGN_VARIABLE, Available, BackendInfo, Unavailable
 from kda_core.errors import BackendNotFound, BrokenBackend, UnsupportedCall
 from kda_core.integrations import integrations
@@ -83,7 +84,7 @@ def _default_device() -> tuple[str | None, str]:
         return None, str(error)
     # It asks the backends' hooks, which may raise anything; a report on what is wrong must survive that and say so.
     except Exception as error:
-        return None, f"a backend failed when it was asked: {type(error).__name__}: {error}"
+        return None, f"a backend failed when it was asked: {said_by(error)}"
 
 
 def versions() -> dict[str, str | None]:
@@ -119,7 +120,7 @@ def _availability(backend: _plugins.Backend, device: torch.device) -> dict[str, 
         answer: Available | Unavailable = backend.availability(device)
     # The hook may return anything.
     except Exception as error:
-        answer = Unavailable(f"kda_core_availability failed: {type(error).__name__}: {error}")
+        answer = Unavailable(f"kda_core_availability failed: {said_by(error)}")
     detail = answer.detail if isinstance(answer, Available) else answer.reason
     return {"device": str(device), "available": isinstance(answer, Available), "detail": detail}
 

@@ -11,6 +11,7 @@ import inspect
 import json
 import math
 import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -78,6 +79,13 @@ def _print_table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str,
     for row in rows:
         table.add_row(*(f"[{STYLES[cell]}]{cell}[/]" if cell in STYLES else escape(cell) for cell in row))
     Console().print(table)
+
+
+@app.callback()
+def load() -> None:
+    """Load the backends: what a wheel prints when it is imported is no part of a command's output."""
+    with contextlib.redirect_stdout(sys.stderr):
+        kda_core.backends()
 
 
 @app.command()

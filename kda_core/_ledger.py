@@ -11,6 +11,14 @@ State = Literal["loaded", "broken", "incompatible", "conflict"]
 Status = Literal["chosen", "accepted", "refused", "unavailable", "not installed", "broken"]
 
 
+def said_by(error: BaseException) -> str:
+    """The type and text of an error of a backend's, whose text may be an error, too."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
+
+
 @dataclass(frozen=True, slots=True)
 class LedgerEntry:
     """The outcome of loading one entry point, or of registering one plugin by hand.

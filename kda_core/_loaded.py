@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kda_core import _ranges, _results
+from kda_core._ledger import said_by
 from kda_core._schemas import OPERATORS, Operator
 from kda_core._torch_private import profiling
 from kda_core.capabilities import Available, BackendInfo, Unavailable
@@ -139,7 +140,7 @@ class Backend:
                     known = self.call("kda_core_availability", device=device)
                 # Foreign code that may raise anything: the backend is out on this device, and others go on.
                 except Exception as error:
-                    known = Unavailable(f"kda_core_availability failed: {type(error).__name__}: {error}")
+                    known = Unavailable(f"kda_core_availability failed: {said_by(error)}")
                 if not isinstance(known, (Available, Unavailable)):
                     raise ContractViolation(
                         f"backend {self.info.name!r} returned {known!r} from kda_core_availability, "
@@ -154,9 +155,7 @@ class Backend:
             reason = self.call("kda_core_reject", request=request)
         # Say whose error it is. It is never a refusal: the call would go to another backend in silence.
         except Exception as error:
-            raise ContractViolation(
-                f"backend {self.info.name!r}: kda_core_reject failed: {type(error).__name__}: {error}"
-            ) from error
+            raise ContractViolation(f"backend {self.info.name!r}: kda_core_reject failed: {said_by(error)}") from error
         if reason is not None and not isinstance(reason, str):
             raise ContractViolation(f"backend {self.info.name!r} returned {reason!r} from kda_core_reject")
         return reason

@@ -20,7 +20,7 @@ import pluggy
 from kda_core import _checks, _meta, _torch_private, hookspecs, platforms
 from kda_core._contract import contract_problem, found_entry_points, mismatch, read_info
 from kda_core._kinds import Repeated
-from kda_core._ledger import Explanation, LedgerEntry, State, Status, Verdict
+from kda_core._ledger import Explanation, LedgerEntry, State, Status, Verdict, said_by
 from kda_core._loaded import Backend
 from kda_core._signature import Asked, Like, is_plain, signature
 from kda_core._version import __version__
@@ -105,7 +105,7 @@ class Registry:
             raise
         # A wheel may fail to import in any way, and must not take the others down; the ledger keeps its reason.
         except BaseException as error:
-            reason = f"import failed: {type(error).__name__}: {error}"
+            reason = f"import failed: {said_by(error)}"
             self._ledger.append(LedgerEntry(entry_point.name, distribution, entry_point.value, "broken", reason))
             return
         self.register(plugin, fallback_name=entry_point.name, distribution=distribution, entry_point=entry_point.value)
@@ -133,7 +133,7 @@ class Registry:
                 raise
             # The hook is foreign code that may raise anything; the ledger keeps its reason.
             except BaseException as error:
-                return record("broken", f"kda_core_backend failed: {type(error).__name__}: {error}")
+                return record("broken", f"kda_core_backend failed: {said_by(error)}")
             if isinstance(info, str):
                 return record("broken", info)
             version = hookspecs.CONTRACT_VERSION

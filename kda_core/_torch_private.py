@@ -48,6 +48,11 @@ _transform_level = _found(torch._C, "_functorch.maybe_current_level", lambda: 0)
 _tracing_state = _found(torch._C, "_get_tracing_state", lambda: True)
 
 
+def in_transform() -> bool:
+    """Whether a transform of ``torch.func`` watches the operators."""
+    return _transform_level() is not None
+
+
 def in_mode() -> bool:
     """Whether a dispatch mode, a transform of ``torch.func`` or ``torch.jit.trace`` watches the operators."""
     return _in_dispatch_mode() or _transform_level() is not None or _tracing_state() is not None
@@ -59,7 +64,12 @@ if not hasattr(forward_ad, "_current_level"):
     _forward_mode = None
 
 
-any_autocast: Callable[[], bool] = _found(torch._C, "_is_any_autocast_enabled", lambda: True)
+_any_autocast: Callable[[], bool] = _found(torch._C, "_is_any_autocast_enabled", lambda: True)
+
+
+def autocasts(kind: str) -> bool:
+    """Whether autocast is on for devices of this kind."""
+    return _any_autocast() and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def in_forward_mode() -> bool:

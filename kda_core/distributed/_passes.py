@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kda_core._bind import build_request
 from kda_core._ledger import Transfer
-from kda_core._torch_private import any_autocast
+from kda_core._torch_private import autocasts
 from kda_core.distributed._exchange import full_precision, gathered, join
 from kda_core.distributed._halves import Chosen
 from kda_core.distributed._steps import BackwardStep, Forward, ForwardStep, Shared, k_first, like_callers
@@ -162,17 +162,10 @@ def _total(r: Request, s: Shared, states: list[Tensor]) -> Tensor:
     return functools.reduce(Tensor.add_, states, s.no_states(r))
 
 
-def _autocasts(r: Request) -> bool:
-    """Whether autocast would round the states that ranks exchange: on some ranks perhaps, whose others wait then."""
-    if not any_autocast():
-        return False
-    kind = r.device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-
-
 def forward(r: Request, s: Shared, name: str | None, known: Chosen | None = None) -> Forward:
     """Run a call whose tensors are the caller's; ``known``: what an earlier one chose, for the same metadata."""
-    if _autocasts(r):
+    if autocasts(r.device.type):
+        # It would round the states that ranks exchange: on some ranks perhaps, whose others wait then.
         with torch.autocast(r.device.type, enabled=False):
             return forward(r, s, name, known)
     if s.grid:
@@ -189,7 +182,7 @@ def backward(
     Args:
         known: what the forward chose, for tensors of the same metadata.
     """
-    if _autocasts(r):
+    if autocasts(r.device.type):
         with torch.autocast(r.device.type, enabled=False):
             return backward(r, s, name, matrices, known)
     given = None if r.grad_final_state is None else k_first(r, r.grad_final_state)

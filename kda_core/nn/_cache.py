@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kda_core._checks import python_value
+from kda_core._torch_private import in_transform
 from kda_core.api import chunk_kda
 
 
@@ -64,11 +65,12 @@ def first_token(mask: Tensor) -> Tensor:
 
 
 def may_write(state: Tensor | None) -> bool:
-    """Whether a call may advance ``state`` in place: autograd knows nothing of it, and the mode allows it."""
+    """Whether a call may advance ``state`` in place: autograd knows nothing of it, and mode and transforms allow it."""
     if state is None or state.requires_grad or torch.is_grad_enabled():
         return False
-    # Compilers do not trace the other two.
-    return torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not state.is_inference()
+    if torch.compiler.is_compiling():  # compilers do not trace the other three
+        return True
+    return not in_transform() and (torch.is_inference_mode_enabled() or not state.is_inference())
 
 
 class KDACache:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from kda_core._checks import python_value
@@ -16,6 +15,7 @@ from kda_core._expect import expect_flag
 from kda_core._loaded import Backend
 from kda_core.nn._checks import expect_same_device, expect_shape, expect_tensor
 from kda_core.nn._dispatch import backend_for, is_eager
+from kda_core.nn._once import differentiable_once
 from kda_core.request import ShortConvolutionRequest
 
 
@@ -231,8 +231,8 @@ class _Convolution(torch.autograd.Function):
         return *in_parts(result.o, parts), result.final_state
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple:
+    @differentiable_once("short_convolution")
+    def backward(ctx: Any, saved: Sequence[Tensor | None], *grads: Any) -> tuple:
         backend, memo, flags, parts = ctx.call
         *given, grad_final = grads
         needed = ctx.needs_input_grad[_BEFORE:]
@@ -240,6 +240,6 @@ class _Convolution(torch.autograd.Function):
         gradients = dict(zip(GRADIENTS, [grad.flatten(2) for grad in given], strict=False))
         sizes = tuple(map(math.prod, parts)) if len(parts) > 1 else ()
         more = {"parts": sizes, **gradients, "grad_final_state": grad_final, "needs_grad": needs}
-        request = _request(ctx.saved_tensors, flags, memo, **more)
+        request = _request(saved, flags, memo, **more)
         found = backend.result("kda_core_short_convolution_backward", request).grads
         return (*[None] * _BEFORE, *(found[n] if n in needs else None for n in _DIFFERENTIABLE), None)

@@ -39,7 +39,7 @@ def _are_bare(convolutions: Sequence[Any]) -> bool:
 
 
 def _mark(layer: Any, *_: Any) -> None:
-    """Ask for no weight decay: copies, ``to_empty`` and ``load_state_dict(assign=True)`` make parameters anew."""
+    """Ask for no weight decay: copies, conversions and ``load_state_dict(assign=True)`` may make parameters anew."""
     for parameter in (layer.A_log, layer.dt_bias):
         parameter._no_weight_decay = True
 
@@ -105,8 +105,9 @@ class KimiDeltaAttention(nn.Module):
             "conv_size": conv_size,
         }  # fmt: skip
         for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name}: expected at least 1, got {size}")
+            least = 2 if name == "conv_size" and use_short_conv else 1
+            if size < least:
+                raise ValueError(f"{name}: expected at least {least}, got {size}")
         head_v_dim = round(head_dim * expand_v)
         if not math.isclose(head_dim * expand_v, head_v_dim, rel_tol=1e-5) or head_v_dim < 1:
             raise ValueError(f"expand_v: expected a whole number of value channels, got {head_dim} * {expand_v}")
@@ -125,7 +126,6 @@ class KimiDeltaAttention(nn.Module):
         self.safe_gate, self.lower_bound, self.disable_recompute = safe_gate, lower_bound, disable_recompute
         self.conv_size, self.conv_bias, self.layer_idx, self.backend = conv_size, conv_bias, layer_idx, backend
         expect_eps("norm_eps", norm_eps := python_value(norm_eps))
-        self.norm_eps = norm_eps
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
 
         def linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
@@ -152,6 +152,16 @@ class KimiDeltaAttention(nn.Module):
         self.o_proj = linear(self.value_dim, hidden_size)
         self.register_load_state_dict_post_hook(_mark)
         self.reset_parameters()
+
+    @property
+    def norm_eps(self) -> float:
+        """Of the gated norm."""
+        return self.o_norm.eps
+
+    def _apply(self, *args: Any, **options: Any) -> KimiDeltaAttention:
+        super()._apply(*args, **options)
+        _mark(self)
+        return self
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
@@ -184,7 +194,8 @@ class KimiDeltaAttention(nn.Module):
             attention_mask: [B, at least T], 0 where a token is padding; the last T columns are read. The tokens of a
                 row stand side by side, with padding before or behind them. Padding changes no state, its output is 0.
             cache: a ``KDACache``. Calls of few tokens without gradients advance it in place.
-            cu_seqlens: boundaries of packed sequences (B = 1), as in ``chunk_kda``.
+            cu_seqlens: boundaries of packed sequences (B = 1), as in ``chunk_kda``. Rows behind the last one must be
+                finite, because the projections read them; their output is 0.
             cu_seqlens_cpu: a copy of them on the CPU.
             cp_context: from ``kda_core.distributed.build_cp_context`` with ``conv1d_kernel_size=conv_size``: the tokens
                 are this rank's, of sequences that several ranks share. It goes with neither of the above.
@@ -227,7 +238,7 @@ class KimiDeltaAttention(nn.Module):
         if cp_context is not None:
             tensors["cp_context"] = cp_context
         o = self._attend(tensors, mixed, mask, conv, cache, cu_seqlens, cu_seqlens_cpu)
-        o = normed_projection(o, gate, self.o_norm, self.norm_eps, self.o_proj, self.backend)
+        o = normed_projection(o, gate, self.o_norm, self.o_proj, self.backend)
         return o if mask is None else o.masked_fill(~mask[..., None], 0)
 
     def _check(self, x: Any, attention_mask: Any, cache: Any, cu_seqlens: Any) -> Tensor | None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from kda_core._checks import python_value
 from kda_core._loaded import Backend
 from kda_core.nn._checks import expect_eps, expect_same_device, expect_shape, expect_tensor
 from kda_core.nn._dispatch import backend_for
+from kda_core.nn._once import differentiable_once
 from kda_core.request import GatedNormRequest
 
 
@@ -50,8 +51,13 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-5, b
 class GatedRMSNorm(nn.RMSNorm):
     """``gated_rms_norm`` as a module. A layer calls it where hooks wait for that, and otherwise reads its weight."""
 
+    eps: float
+
+    def __init__(self, channels: int, eps: float = 1e-5, **factory: Any) -> None:
+        super().__init__(channels, eps, **factory)
+
     def forward(self, x: Tensor, gate: Tensor, backend: str | None = None) -> Tensor:  # type: ignore[override]
-        return gated_rms_norm(x, gate, self.weight, 1e-5 if self.eps is None else self.eps, backend)
+        return gated_rms_norm(x, gate, self.weight, self.eps, backend)
 
 
 def _check(x: Any, gate: Any, weight: Any, eps: Any) -> None:
@@ -91,9 +97,9 @@ class NormedProduct(torch.autograd.Function):
         return torch.mm(rows, weight.t()).view(*x.shape[:2], -1)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        x, gate, norm, *product = ctx.saved_tensors
+    @differentiable_once("gated_rms_norm")
+    def backward(ctx: Any, saved: Sequence[Tensor], grad: Tensor) -> tuple:
+        x, gate, norm, *product = saved
         own, memo, eps = ctx.call
         *needed, of_weight = ctx.needs_input_grad[3:]
         names = ("x", "gate", "weight")

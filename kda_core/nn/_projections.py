@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from kda_core._loaded import Backend
 from kda_core._signature import is_plain
-from kda_core._torch_private import has_global_hooks
+from kda_core._torch_private import autocasts, has_global_hooks
 from kda_core.nn._convolution import GRADIENTS, in_parts
 from kda_core.nn._dispatch import backend_for, is_eager
 from kda_core.nn._norm import GatedRMSNorm, NormedProduct, gated_rms_norm
+from kda_core.nn._once import differentiable_once
 from kda_core.request import ShortConvolutionRequest
 
 
@@ -126,9 +126,7 @@ def product_weight(layer: Any, biased: bool = False) -> Tensor | None:
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype in which a product of x runs where autocast is on."""
     kind = x.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
-        return torch.get_autocast_dtype(kind)
-    return None
+    return torch.get_autocast_dtype(kind) if x.dtype != torch.float64 and autocasts(kind) else None
 
 
 class _Served(NamedTuple):
@@ -199,9 +197,9 @@ class _Project(torch.autograd.Function):
         return results
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
-        rows, decay, gate, cat, *kept = ctx.saved_tensors
+    @differentiable_once("KimiDeltaAttention")
+    def backward(ctx: Any, saved: Sequence[Tensor], *grads: Tensor) -> tuple:
+        rows, decay, gate, cat, *kept = saved
         w = Projections(*kept[:COUNT])
         of_x, of_bias, *needed = ctx.needs_input_grad[2:]
         needs = Projections(*needed[:COUNT])
@@ -247,7 +245,7 @@ def _of_weights(grad: Tensor, rows: Tensor, sizes: list[int], needs: Sequence[bo
     return [torch.mm(part.t(), rows) if wanted else None for part, wanted in zip(parts, needs, strict=True)]
 
 
-def normed_projection(x: Tensor, gate: Tensor, norm: Any, eps: float, layer: Any, backend: str | None) -> Tensor:
+def normed_projection(x: Tensor, gate: Tensor, norm: Any, layer: Any, backend: str | None) -> Tensor:
     """``gated_rms_norm`` of x [B, T, HV, V], and a layer's projection of all its channels: [B, T, D].
 
     Where a backend serves the norm and a gradient is needed, both are one node of autograd.
@@ -258,8 +256,8 @@ def normed_projection(x: Tensor, gate: Tensor, norm: Any, eps: float, layer: Any
         weight = weight.to(_autocast_dtype(x) or weight.dtype)
         given = x, gate, norm.weight, weight
         if weight.dtype == x.dtype and any(t.requires_grad for t in given):
-            own, memo = backend_for("gated_rms_norm", x, given[1:3], (eps,), backend)
+            own, memo = backend_for("gated_rms_norm", x, given[1:3], (norm.eps,), backend)
             if own is not None:
-                return NormedProduct.apply(own, memo, eps, *given)
-    y = gated_rms_norm(x, gate, norm.weight, eps, backend) if bare else norm(x, gate, backend=backend)
+                return NormedProduct.apply(own, memo, norm.eps, *given)
+    y = gated_rms_norm(x, gate, norm.weight, norm.eps, backend) if bare else norm(x, gate, backend=backend)
     return layer(y.flatten(2).flatten(0, 1)).unflatten(0, x.shape[:2])

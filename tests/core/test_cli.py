@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -95,6 +96,19 @@ def test_info_as_json(monkeypatch):
     assert oracle["availability"] == [{"device": "cpu", "available": True, "detail": ""}]
     assert set(oracle["features"]) == {f.name for f in Feature} - {"CONTEXT_PARALLEL"}
     assert list(oracle["closed"]) == ["CONTEXT_PARALLEL"]
+
+
+def test_what_a_wheel_prints_when_it_is_imported_is_no_json(tmp_path):
+    (tmp_path / "loud.py").write_text("print('hello')")
+    facts = tmp_path / "loud-1.0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: loud\nVersion: 1.0\n")
+    (facts / "entry_points.txt").write_text("[kda_core.backends.v1]\nloud = loud\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "kda_core", "info", "--json"]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True)
+    assert "loud" in [b["name"] for b in json.loads(done.stdout)["backends"]]
+    assert done.stderr.startswith("hello")
 
 
 def test_versions_come_from_the_distributions():

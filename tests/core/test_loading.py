@@ -178,6 +178,19 @@ def test_a_wheel_that_asks_for_backends_while_it_is_loaded_harms_nobody_else(fou
     assert "asked for backends by one that is being loaded" in broken.reason
 
 
+def test_an_error_that_cannot_be_printed_harms_nobody_else(found):
+    class Mute(Exception):
+        def __str__(self):
+            return self.text
+
+    def fail():
+        raise Mute
+
+    found.import_by(fail)
+    assert {b.info.name for b in found.backends} == {"last", "toy", "reference"}
+    assert [e.reason for e in found.ledger if e.state != "loaded"] == ["import failed: Mute"]
+
+
 @pytest.mark.parametrize("error", [SystemExit("needs libfoo"), GeneratorExit("needs libfoo"), BaseException("needs")])
 @pytest.mark.parametrize("where", ["import", "hook"])
 def test_a_wheel_that_exits_when_it_is_loaded_harms_nobody_else(found, error, where):

@@ -38,6 +38,17 @@ def test_a_step_in_another_mode(kind: KimiDeltaAttention, first):
     assert not cache.state.requires_grad
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_cache_of_each_sample_of_vmap(kind: KimiDeltaAttention, mode):
+    def decoded(x: torch.Tensor) -> torch.Tensor:
+        cache = KDACache()
+        return torch.cat([kind(piece[None], cache=cache)[0] for piece in x.split([9, 1, 1])])
+
+    x = tokens(3, 11)
+    with mode():
+        torch.testing.assert_close(torch.func.vmap(decoded)(x), kind(x))
+
+
 @pytest.mark.parametrize("length", [0, 1, 2, 17])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_cropping_the_first_call(kind: KimiDeltaAttention, length: int, mode):

@@ -5,27 +5,18 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from dataclasses import replace
 from itertools import pairwise
 
 import installed
 import pytest
 import torch
 import toys
+from layer_hooks import Hooked
 from torch import nn
 from torch.nn import functional as F
 
 import kda_core
-from kda_core.hookspecs import hookimpl
-from kda_core.nn import (
-    KDACache,
-    KimiDeltaAttention,
-    from_transformers,
-    gated_rms_norm,
-    short_convolution,
-    to_transformers,
-)
-from kda_core.request import BackwardResult, ForwardResult
+from kda_core.nn import KDACache, KimiDeltaAttention, from_transformers, to_transformers
 
 SIZES = {"hidden_size": 24, "head_dim": 8, "num_heads": 2}
 EVERYTHING = {
@@ -81,49 +72,6 @@ def test_the_layer_is_what_it_is_made_of(kind: KimiDeltaAttention):
     grad = tokens(2, 70, seed=2)
     found, wanted = (torch.autograd.grad(y, parameters.values(), grad) for y in (actual, expected))
     torch.testing.assert_close(dict(zip(parameters, found, strict=True)), dict(zip(parameters, wanted, strict=True)))
-
-
-class Hooked(toys.Toy):
-    """A backend with nothing but the hooks of a layer: the core's torch code, counted."""
-
-    calls = ()
-
-    @hookimpl
-    def kda_core_short_convolution_forward(self, request):
-        self.calls += ("convolution",)
-        return ForwardResult(*self._convolved(request))
-
-    @hookimpl
-    def kda_core_short_convolution_backward(self, request):
-        self.calls += ("convolution backward",)
-        leaves = [t.detach().requires_grad_() for t in (request.x, request.weight)]
-        grads = request.grad_output, request.grad_second, request.grad_third
-        assert tuple(t.shape[2] for t in grads) == request.parts
-        with torch.enable_grad():
-            y, _ = self._convolved(replace(request, x=leaves[0], weight=leaves[1]))
-        return BackwardResult(
-            dict(zip(("x", "weight"), torch.autograd.grad(y, leaves, torch.cat(grads, -1)), strict=True))
-        )
-
-    def _convolved(self, r):
-        return short_convolution(r.x, r.weight, cu_seqlens=r.cu_seqlens, backend="reference")
-
-    @hookimpl
-    def kda_core_gated_rms_norm_forward(self, request):
-        self.calls += ("norm",)
-        return self._normed(request)
-
-    @hookimpl
-    def kda_core_gated_rms_norm_backward(self, request):
-        self.calls += ("norm backward",)
-        leaves = {n: getattr(request, n).detach().requires_grad_() for n in ("x", "gate", "weight")}
-        with torch.enable_grad():
-            y = self._normed(replace(request, **leaves))
-        grads = torch.autograd.grad(y, leaves.values(), request.grad_output)
-        return BackwardResult(dict(zip(leaves, grads, strict=True)))
-
-    def _normed(self, r):
-        return gated_rms_norm(r.x, r.gate, r.weight, r.eps, "reference")
 
 
 @pytest.mark.parametrize("frozen", [(), ("k_proj.weight", "q_conv1d.weight", "b_proj.weight", "g_proj.1.bias")])
@@ -453,6 +401,7 @@ def test_projections_that_are_more_than_a_product():
         ({"expand_v": 1.3}, "expand_v: expected a whole number"),
         ({"expand_v": 0}, "expand_v: expected a whole number"),
         ({"num_heads": 0}, "num_heads: expected at least 1, got 0"),
+        ({"conv_size": 1}, "conv_size: expected at least 2, got 1"),
         ({"safe_gate": True}, "safe_gate: needs lower_bound"),
         ({"norm_eps": -1.0}, "norm_eps: expected a finite number"),
     ],

@@ -17,12 +17,22 @@ def layer(**options) -> KimiDeltaAttention:
 
 
 def test_new_parameters_ask_for_no_weight_decay():
-    """torch makes parameters anew in these, without their attributes."""
+    """torch makes parameters anew in these, without their attributes; some conversions do so on request."""
     assigned = layer()
     assigned.load_state_dict(layer().state_dict(), assign=True)
     empty = layer().to("meta").to_empty(device="cpu")
     empty.reset_parameters()
-    for m in (layer(), copy.deepcopy(layer()), pickle.loads(pickle.dumps(layer())), assigned, empty):
+    converted = []
+    for how in (
+        torch.__future__.set_swap_module_params_on_conversion,
+        torch.__future__.set_overwrite_module_params_on_conversion,
+    ):
+        how(True)
+        try:
+            converted.append(layer().double())
+        finally:
+            how(False)
+    for m in (layer(), copy.deepcopy(layer()), pickle.loads(pickle.dumps(layer())), assigned, empty, *converted):
         assert [n for n, p in m.named_parameters() if hasattr(p, "_no_weight_decay")] == ["A_log", "dt_bias"]
 
 

@@ -161,3 +161,15 @@ def test_a_layer_of_doubled_products_computes_them():
     assert torch.equal(layer(x), expected)
     layer.o_proj.__class__ = Doubled
     torch.testing.assert_close(layer(x), 2 * expected)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_the_norm_has_its_own_eps(pair: tuple[KimiDeltaAttention, KimiDeltaAttention], hooked: bool):
+    """A layer that calls no norm read the number that it was made with."""
+    before, changed = pair
+    if hooked:
+        watch(changed)
+    x = torch.randn(2, 20, 24)
+    changed.o_norm.eps = 3.0
+    assert changed.norm_eps == 3.0
+    assert not torch.isclose(changed(x), before(x)).any()
