@@ -13,6 +13,13 @@ from .kda_core import chunk_kda, fused_recurrent_kda
 # name the backend: KDA_BACKEND is for an installed kda_core, and amd serves only calls that name it.
 
 
+def bounds(given: dict[str, Any]) -> Tensor | None:
+    found = given.get("cu_seqlens", given.get("cu_seq_lens_q"))
+    if found is None and given.get("seq_idx") is not None:
+        raise ValueError("seq_idx: packed documents need their boundaries, too: expected cu_seq_lens_q")
+    return found
+
+
 class chunk_kimi_delta_attention(torch.nn.Module):
     """For prompts and training."""
 
@@ -27,7 +34,7 @@ class chunk_kimi_delta_attention(torch.nn.Module):
         return chunk_kda(
             query, key, value, g, beta, initial_state=initial_state, output_final_state=output_final_state,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, chunk_size=chunk_size, backend=BACKEND,
-            cu_seqlens=kwargs.get("cu_seqlens", kwargs.get("cu_seq_lens_q")),
+            cu_seqlens=bounds(kwargs),
         )  # fmt: skip
 
 
@@ -44,5 +51,5 @@ class recurrent_kimi_delta_attention(torch.nn.Module):
         return fused_recurrent_kda(
             query, key, value, g, beta, initial_state=initial_state, output_final_state=output_final_state,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, backend=BACKEND,
-            cu_seqlens=kwargs.get("cu_seqlens", kwargs.get("cu_seq_lens_q")),
+            cu_seqlens=bounds(kwargs),
         )  # fmt: skip

@@ -184,7 +184,7 @@ def test_refused_calls_go_on_to_fla():
         chunk_kda(**{**draw(), "q": torch.randn(2, 70, 16)})
 
 
-@pytest.mark.parametrize("case", ["RMSNorm", "LayerNorm", "residual", "gated", "swiglu", "entropy"])
+@pytest.mark.parametrize("case", ["RMSNorm", "LayerNorm", "residual", "gated", "swish", "powlu", "entropy"])
 def test_modules_agree_with_torch(case):
     """Values and gradients; an epsilon that counts."""
     x, other = (torch.randn(3, 5, 16, requires_grad=True) for _ in range(2))
@@ -195,9 +195,14 @@ def test_modules_agree_with_torch(case):
         expected = F.cross_entropy(x.view(15, 16) @ weight.T, labels, label_smoothing=0.1)
         compare(found, expected, (x, weight))
         return
-    if case == "swiglu":
-        mlp = GatedMLP(16, intermediate_size=24)
-        compare(mlp(x), mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x)), (x, *mlp.parameters()))
+    if case in ("swish", "powlu"):
+        for fuse in (True, False):
+            mlp = GatedMLP(16, intermediate_size=24, hidden_act=case, fuse_swiglu=fuse)
+            gate = mlp.gate_proj(x)
+            above = gate.clamp(min=1e-9)
+            powered = torch.where(gate > 0, above ** (3 / (above.sqrt() + 1)), gate) * gate.sigmoid()
+            expected = mlp.down_proj((F.silu(gate) if case == "swish" else powered) * mlp.up_proj(x))
+            compare(mlp(x), expected, (x, *mlp.parameters()))
         return
     norm = {"LayerNorm": LayerNorm, "gated": FusedRMSNormGated}.get(case, RMSNorm)(16, eps=0.3)
     torch.nn.init.normal_(norm.weight)
@@ -257,22 +262,30 @@ def test_a_process_group_is_refused_on_a_cpu():
         {"allow_neg_eigval": True},
         {"use_short_conv": False},
         {"num_v_heads": 2},
+        {"fuse_swiglu": False, "fuse_norm": False},
+        {"hidden_act": "powlu", "fuse_swiglu": False},
+        {"attnres_block_size": 2},
     ],
     ids=lambda changes: "-".join(changes) or "defaults",
 )
 def test_a_model_trains_and_writes(changes):
     """Packed documents have the gradients of separate ones; a prompt in pieces, the logits of the whole."""
     model = small_model(**changes)
+    for name, p in model.named_parameters():
+        if "res_proj" in name:  # zero at first
+            torch.nn.init.normal_(p)
     text = torch.randint(3, 99, (1, 110))
     loss = model(text, labels=text).loss
     loss.backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    # Before the first layer there is one residual, and nothing to choose.
+    used = [p for n, p in model.named_parameters() if "layers.0.attn_res" not in n and not n.startswith("lm_head")]
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in (*used, model.lm_head.weight))
     model.zero_grad()
     model.model(text, cu_seqlens=torch.tensor([0, 40, 110])).last_hidden_state.square().sum().backward()
-    together = [p.grad for p in model.model.parameters()]
+    together = [p.grad for p in used]
     model.zero_grad()
     sum(model.model(part).last_hidden_state.square().sum() for part in text.split([40, 70], 1)).backward()
-    for a, b in zip(together, (p.grad for p in model.model.parameters()), strict=True):
+    for a, b in zip(together, (p.grad for p in used), strict=True):
         close(a, b, 1e-5)
     model.eval()
     with torch.no_grad():

@@ -72,6 +72,16 @@ def test_a_local_kernel_computes_what_kda_core_does(repository):
     torch.testing.assert_close(wrapped[0], found.chunk_kda(*inputs)[0])
 
 
+def test_packed_documents_without_boundaries_are_refused(repository):
+    q, k, v, g, beta = draw()
+    chunk = kernels.get_local_kernel(repository).layers.chunk_kimi_delta_attention()
+    documents = {"seq_idx": torch.arange(70)[None] // 40}
+    with pytest.raises(ValueError, match="seq_idx: packed documents need their boundaries, too"):
+        chunk(q, k, v, g, beta, **documents)
+    o, _ = chunk(q, k, v, g, beta, **documents, cu_seq_lens_q=torch.tensor([0, 40, 70]))
+    torch.testing.assert_close(o[:, 40:], chunk(*(t[:, 40:] for t in (q, k, v, g, beta)))[0])
+
+
 @pytest.mark.parametrize("check", ["0", "1"])
 def test_a_name_of_the_hub_loads_it_without_kda_core(repository, tmp_path, check):
     """Also where calls are compared with the float64 oracle."""

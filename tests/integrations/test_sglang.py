@@ -194,6 +194,26 @@ def test_steps(kernel, lower_bound, packed):
     close(pool, expected)
 
 
+@pytest.mark.parametrize("method", ["extend", "decode"])
+def test_rows_that_pad_a_batch_share_slot_0(kernel, method):
+    """As SGLang pads eager batches (``MambaAttnBackendBase._forward_metadata``): the slot is left alone."""
+    x, slots = draw(4), torch.tensor([3, 8, 0, 0], dtype=torch.int32)
+    pool = x["pool"].clone()
+    pool[0] = torch.nan
+    lengths = [1, 3, 0, 0] if method == "extend" else [1, 1, 1, 1]
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    rows = x["q"], x["k"], x["v"], x["a"], x["b"]
+    common = {"ssm_states": pool, "cache_indices": slots, "A_log": x["A_log"], "dt_bias": x["dt_bias"]}
+    more = {"extend_seq_lens_cpu": lengths, "beta_is_raw": True} if method == "extend" else {}
+    o = getattr(kernel, method)(*rows, query_start_loc=bounds, **common, **more)
+    assert o.isfinite().all()
+    assert pool[0].isnan().all()
+    for n, slot in enumerate([3, 8]):
+        own, after = recur(x, None, slice(bounds[n], bounds[n + 1]), x["pool"][slot])
+        close(o[0, bounds[n] : bounds[n + 1]], own)
+        close(pool[slot], after[-1])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_drafts_leave_the_pool_and_fill_the_buffer(kernel, dtype):
     x, slots = draw(6), torch.tensor([5, 2, -1], dtype=torch.int32)

@@ -254,6 +254,18 @@ def test_packed_documents_share_no_state(bounds):
         torch.testing.assert_close(own, alone)
 
 
+def test_packed_documents_without_boundaries_are_refused():
+    """As transformers' collator gives them with ``return_seq_idx`` alone: states would go on across documents."""
+    assert kda_core_transformers.install("kimi_linear")
+    q, rate, documents = torch.randn(1, 50, 2, 16), torch.rand(1, 50, 2), torch.arange(50)[None] // 20
+    chunk, _ = functions("kimi_linear")
+    with pytest.raises(ValueError, match="seq_idx: packed documents need their boundaries, too"):
+        chunk(q, q, q, g=-q.abs(), beta=rate, seq_idx=documents)
+    bounds = torch.tensor([0, 20, 40, 50], dtype=torch.int32)
+    o, _ = chunk(q, q, q, g=-q.abs(), beta=rate, seq_idx=documents, cu_seq_lens_q=bounds)
+    torch.testing.assert_close(o[:, 20:40], chunk(*[q[:, 20:40]] * 3, g=-q[:, 20:40].abs(), beta=rate[:, 20:40])[0])
+
+
 def test_every_function_comes_back(name):
     before = functions(name)
     assert kda_core_transformers.install()

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from fla.backends import BaseBackend, _function_registries, _operation_registries
 from fla.modules.norm.layernorm import group_norm_ref
+from fla.ops.attnres.naive import naive_attnres
 from fla.ops.kda import chunk, fused_recurrent, gate
 
 import kda_core
@@ -51,6 +52,16 @@ def gradients(f, inputs, given):
         pairs = [pair for pair in zip(f(*leaves), given, strict=True) if pair[1] is not None]
     torch.autograd.backward(*zip(*pairs, strict=True))
     return tuple(t if t is None else t.grad for t in leaves)
+
+
+def glu(x, y, power=None):
+    """SwiGLU; with a power fla's PowGLU, whose gates above 0 grow less."""
+    rows = x.float()
+    gate = F.silu(rows)
+    if power is not None:
+        above = rows.where(rows > 0, 1)
+        gate = gate.where(rows <= 0, above ** (power / (above.sqrt() + 1)) * rows.sigmoid())
+    return (gate * y.float()).to(x.dtype)
 
 
 class KdaCore(BaseBackend):
@@ -120,11 +131,31 @@ class KdaCore(BaseBackend):
         (found,) = gradients(forward, (logits,), (dloss,))
         return logits.copy_(found) if inplace_backward else found
 
+    def swiglu_fwd(self, x, y, output_contiguous=False):
+        return glu(x, y)
+
+    def swiglu_fwdbwd(self, x, y, g, use_weight=False, output_contiguous=False):
+        return self.powglu_fwdbwd(x, y, g, None, use_weight)
+
     def swiglu_linear(self, x, y, weight, bias):
-        return F.linear((F.silu(x.float()) * y.float()).to(x.dtype), weight, bias)
+        return F.linear(glu(x, y), weight, bias)
+
+    def powglu_fwd(self, x, y, power=3.0, output_contiguous=False):
+        return glu(x, y, power)
+
+    def powglu_fwdbwd(self, x, y, g, power=3.0, use_weight=False, output_contiguous=False):
+        found = gradients(lambda *rows: (glu(*rows, power),), (x, y), (g,))
+        return (*found, glu(x, y, power)) if use_weight else found
+
+    def powglu_linear(self, x, y, weight, bias, power=3.0):
+        return F.linear(glu(x, y, power), weight, bias)
+
+    def fused_attnres(self, *args, checkpoint_level=1, **given):
+        return naive_attnres(*args[:7], **given)
 
     def fused_linear_cross_entropy_bwd(self, do, dx, dw, db):
         return tuple(t if t is None else t * do for t in (dx, dw, db))
 
 
-REGISTRIES = _operation_registries["kda"], *(r for f, r in _function_registries.items() if hasattr(KdaCore, f.__name__))
+REGISTRIES = _operation_registries["kda"], _operation_registries["attnres"]
+REGISTRIES += (*(r for f, r in _function_registries.items() if hasattr(KdaCore, f.__name__)),)

@@ -1,7 +1,8 @@
 """SGLang's kernels for KDA with kda_core's operators inside.
 
-States are stored V first, in a pool that calls read and advance in place; slots below 0 are padding. SGLang's own
-kernels keep trees of drafts, rings of their records, and states at chunks of prompts whose lengths are not on the host.
+States are stored V first, in a pool that calls read and advance in place. Slots below 0 are padding. So is slot 0: no
+request has it, and all rows that pad an eager batch share it. SGLang's own kernels keep trees of drafts, rings of their
+records, and states at chunks of prompts whose lengths are not on the host.
 """
 
 import torch
@@ -41,7 +42,7 @@ class KdaCoreKernel(TritonKDAKernel):
             options["intermediate_states_dtype"] = track.dtype
         o, _, *h = kda_core.chunk_kda(
             q, k, v, g, beta, initial_state=ssm_states, ssm_state_indices=cache_indices, cu_seqlens=query_start_loc,
-            **options,
+            pad_slot_id=0, **options,
         )  # fmt: skip
         if track is not None:
             chunks = (query_start_loc.diff() + CHUNK - 1) // CHUNK
@@ -65,7 +66,7 @@ class KdaCoreKernel(TritonKDAKernel):
         o, _ = kda_core.fused_recurrent_kda(
             q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), a.reshape(N, 1, HV, K), b.reshape(N, 1, HV),
             scale=scale, initial_state=ssm_states, ssm_state_indices=cache_indices, A_log=A_log, dt_bias=dt_bias,
-            lower_bound=lower_bound, **RAW,
+            lower_bound=lower_bound, pad_slot_id=0, **RAW,
         )  # fmt: skip
         return o.transpose(0, 1)
 

@@ -92,6 +92,8 @@ def _as_layers_call(operator: Callable, stock: Callable) -> Callable:
         # The layers pass on every argument of the model's call besides these. transformers renamed the boundaries of
         # packed documents in 5.23. Only prompts and training have any.
         bounds = given.get("cu_seqlens", given.get("cu_seq_lens_q"))
+        if bounds is None and given.get("seq_idx") is not None:
+            raise ValueError("seq_idx: packed documents need their boundaries, too: expected cu_seq_lens_q")
         return operator(
             query, key, value, g, beta, initial_state=initial_state, output_final_state=output_final_state,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=bounds, **more,
