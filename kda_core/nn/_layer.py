@@ -155,7 +155,7 @@ class KimiDeltaAttention(nn.Module):
 
     @property
     def norm_eps(self) -> float:
-        """Of the gated norm."""
+        """The eps of the gated norm."""
         return self.o_norm.eps
 
     def _apply(self, *args: Any, **options: Any) -> KimiDeltaAttention:
