@@ -1,5 +1,7 @@
 """The entry point of the command line, ``kda`` or ``python -m kda_core``; its commands need the extra ``cli``."""
 
+import errno
+import os
 import sys
 from importlib import import_module
 
@@ -17,7 +19,15 @@ def main() -> None:
             raise
         print(f'The command line needs {missing}: pip install ".[cli]" in a checkout of kda-core', file=sys.stderr)
         sys.exit(EXIT_BAD_ARGUMENTS)
-    app(prog_name="kda")
+    try:
+        app(prog_name="kda")
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        # Python would write the rest at its exit, and fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"kda: {error.strerror}", file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":
