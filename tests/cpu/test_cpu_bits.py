@@ -173,6 +173,8 @@ STEPS = {
     "negative eigenvalues": {"allow_neg_eigval": True}, "no final state": {"output_final_state": False},
     "in place": {"inplace_final_state": True, "output_final_state": False},
     "pool": {"pooled": True}, "half pool call": {"pooled": True, "dtype": torch.float16},
+    "V first": {"state_v_first": True}, "V first, in place": {"state_v_first": True, "inplace_final_state": True},
+    "V first, pool": {"state_v_first": True, "pooled": True},
 }  # fmt: skip
 
 
@@ -184,7 +186,8 @@ def test_a_small_step_has_the_bits_of_the_general_path(layout, options, H, K, V)
     pooled, removed = options.pop("pooled", False), {n: options.pop(n) for n in ("A_log",) if n in options}
     if pooled:
         wide = torch.float32 if options.get("dtype") != torch.float64 else torch.float64
-        options |= {"initial_state": torch.randn(7, H, K, V, dtype=wide), "output_final_state": False}
+        sizes = (V, K) if options.get("state_v_first") else (K, V)
+        options |= {"initial_state": torch.randn(7, H, *sizes, dtype=wide), "output_final_state": False}
         options |= {"inplace_final_state": True, "ssm_state_indices": torch.tensor([6, 0, 3])}
 
     def run(compute):
@@ -205,7 +208,7 @@ def test_a_small_step_has_the_bits_of_the_general_path(layout, options, H, K, V)
 @pytest.mark.parametrize(
     "options",
     [
-        {"T": 2}, {"HV": 4}, {"state": False}, {"state_v_first": True}, {"K": 512, "V": 512},
+        {"T": 2}, {"HV": 4}, {"state": False}, {"state_v_first": True, "K": 11}, {"K": 512, "V": 512},
         {"B": 1, "cu": [0, 0, 2]}, {"slots": [0, -1, 2]}, {"slots": [0, 5, 2]},
     ],
     ids=str,

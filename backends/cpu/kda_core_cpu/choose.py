@@ -51,7 +51,7 @@ _BAG = 1 << 13
 def is_small_step(r: Request) -> bool:
     """Whether a call may be one token for each of a few states, which are together or in slots of a pool."""
     states, slots = r.initial_state, r.ssm_state_indices
-    if states is None or states.dtype != r.compute_dtype or r.state_v_first or r.H != r.HV:
+    if states is None or states.dtype != r.compute_dtype or r.H != r.HV or r.state_v_first != walks_v_first(r):
         return False
     if not 0 < r.B * r.T == r.N <= _SMALL_STEP // (r.HV * r.K * r.V):
         return False

@@ -30,7 +30,8 @@ def small_step(request: Request) -> ForwardResult | None:
     key = memo.get(small_step)
     if key is None:
         r = request
-        key = memo[small_step] = (r.q.shape, r.V, r.compute_dtype, r.scale) if is_small_step(r) else ()
+        known = (r.q.shape, r.V, r.compute_dtype, r.scale, r.state_v_first)
+        key = memo[small_step] = known if is_small_step(r) else ()
     if not key or not _has_one_token_each(request):
         return None
     # Another thread that runs a step of this shape meanwhile finds nothing, and makes its own.
@@ -53,12 +54,12 @@ def _has_one_token_each(r: Request) -> bool:
 
 
 class _SmallStep:
-    """The scratch memory of a step with the shapes, compute dtype and scale of ``request``."""
+    """The scratch memory of a step with the shapes, compute dtype, scale and layout of states of ``request``."""
 
     def __init__(self, request: Request) -> None:
         N, H, K, V = request.N, request.H, request.K, request.V
         rows, dtype = request.q.shape[:3], request.compute_dtype
-        self.shape, self.sums_rows = (N * H, K, V), sums_rows(dtype, K, V, False)
+        self.shape, self.sums_rows = (N * H, K, V), sums_rows(dtype, K, V, request.state_v_first)
         # Kept beyond the call: made in inference mode these would stay inference tensors.
         with torch.inference_mode(False):
             new = Workspace(dtype)
@@ -104,9 +105,10 @@ class _SmallStep:
         states, slots = r.initial_state, r.ssm_state_indices
         if slots is not None:
             slots = slots.flatten()
-            S = states.index_select(0, slots).mul_(self.d_column)
-        else:
-            S = states.mul_(self.d_column) if r.inplace_final_state else states * self.d_column
+            states = states.index_select(0, slots)
+        # [N, H, K, V], as a view where they are stored V first.
+        S = states.mT if r.state_v_first else states
+        S = S.mul_(self.d_column) if r.inplace_final_state or slots is not None else S * self.d_column
         if self.sums_rows:
             sums = sums_of_bags(self.flat_weights, S.view(-1, self.shape[2]), *self.bags)
             along_k, along_q = sums.view_as(self.y).unbind(-2)
@@ -116,12 +118,14 @@ class _SmallStep:
         torch.mul(r.v, beta, out=u).addcmul_(beta, along_k, value=-1)
         S.addcmul_(self.k_column, self.u_row)
         if slots is not None:
-            states.index_copy_(0, slots.long(), S)
+            r.initial_state.index_copy_(0, slots.long(), states)
         if r.out is None and r.v.dtype == u.dtype:
             o = torch.addcmul(along_q, self.qk, u)
         else:
             o = torch.addcmul(along_q, self.qk, u, out=empty_output(r))
-        return ForwardResult(o, S if r.output_final_state and not r.inplace_final_state else None)
+        if not r.output_final_state or r.inplace_final_state:
+            return ForwardResult(o, None)
+        return ForwardResult(o, S.mT if r.state_v_first else S)
 
 
 def row_sums(weights: Tensor, S: Tensor) -> Tensor:
