@@ -15,6 +15,7 @@ def said_by(error: BaseException) -> str:
     """The type and text of an error of a backend's, whose text may be an error, too."""
     try:
         return f"{type(error).__name__}: {error}"
+    # Its __str__ is foreign code that may raise anything; the type alone says enough.
     except Exception:
         return type(error).__name__
 
