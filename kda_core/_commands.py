@@ -22,6 +22,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typer.core import TyperCommand
 
 import kda_core
 from kda_core import _cli, _explain, _plugins, platforms
@@ -33,6 +34,8 @@ from kda_core.errors import BackendNotFound, BrokenBackend, KdaError, Unsupporte
 from kda_core.request import Request
 
 EXIT_NOT_SERVED = 1
+NARROWEST = 40
+"""Columns of a table on a narrower terminal, which breaks its lines."""
 CPU_WHEEL = platforms.WHEEL_OF_RUNTIME["cpu"]
 OPS: dict[str, Any] = {
     "chunk_kda": kda_core.chunk_kda,
@@ -78,17 +81,27 @@ def _print_table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str,
         table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*(f"[{STYLES[cell]}]{cell}[/]" if cell in STYLES else escape(cell) for cell in row))
-    Console().print(table)
+    _print(table)
 
 
-@app.callback()
-def load() -> None:
-    """Load the backends: what a wheel prints when it is imported is no part of a command's output."""
-    with contextlib.redirect_stdout(sys.stderr):
-        kda_core.backends()
+def _print(shown: Table | str) -> None:
+    console = Console()
+    # Narrower tables lose cells: a COLUMNS of 0 is taken for a width.
+    console.width = max(console.width, NARROWEST)
+    console.print(shown)
 
 
-@app.command()
+class Command(TyperCommand):
+    """A command that loads the backends before it runs, and does not for its help."""
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
+        # What a wheel prints when it is imported is no part of a command's output.
+        with contextlib.redirect_stdout(sys.stderr):
+            kda_core.backends()
+        return super().invoke(ctx)
+
+
+@app.command(cls=Command)
 def info(as_json: AsJson = False) -> None:
     """Show versions, devices, every backend with its state and reason, entry points and environment variables."""
     found = _cli.info()
@@ -100,7 +113,7 @@ def info(as_json: AsJson = False) -> None:
     devices = [(d["device"], d["name"], "default" if d["device"] == default else "") for d in found["devices"]]
     _print_table("Devices", ("device", "name", ""), devices)
     if default is None:
-        Console().print(escape(found["default_device_reason"]))
+        _print(escape(found["default_device_reason"]))
     backends = [row for backend in found["backends"] for row in _backend_rows(backend)]
     _print_table("Backends", ("backend", "device", "state", "priority", "about"), backends)
     entry_points = [(e["name"], e["value"], e["distribution"] or "") for e in found["entry_points"]]
@@ -114,7 +127,7 @@ def info(as_json: AsJson = False) -> None:
     ]
     _print_table("Environment", ("variable", "value", "meaning"), environment)
     flags = ", ".join(name for name, value in found["platform"].items() if value)
-    Console().print(f"Platform flags that are set: {flags or 'none'}")
+    _print(f"Platform flags that are set: {flags or 'none'}")
 
 
 def _backend_rows(backend: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -156,7 +169,7 @@ def _with_call_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-@app.command()
+@app.command(cls=Command)
 @_with_call_options
 def explain(
     ctx: typer.Context,
@@ -285,7 +298,7 @@ def _show_plans(plans: tuple[CallPlan, ...], as_json: bool) -> None:
         )
 
 
-@app.command()
+@app.command(cls=Command)
 def verify(
     backend: BackendName = None,
     device: DeviceName = None,
@@ -337,7 +350,7 @@ def verify(
         raise typer.Exit(EXIT_NOT_SERVED)
 
 
-@app.command()
+@app.command(cls=Command)
 def bench(
     shape: Annotated[str, typer.Option(metavar="B,T,H,K[,V]", help="Sizes of the call.")] = "1,2048,16,128",
     dtype: Annotated[str | None, typer.Option(help="Dtype of all inputs; bfloat16, on a CPU float32.")] = None,

@@ -83,6 +83,15 @@ def test_info_shows_every_part_as_tables(monkeypatch):
         assert text in result.stdout
 
 
+@pytest.mark.parametrize("columns", ["0", "1"])
+def test_no_cell_is_lost_on_a_narrow_terminal(columns, monkeypatch):
+    def letters(width):
+        monkeypatch.setenv("COLUMNS", width)
+        return sorted(run("info").stdout.translate(dict.fromkeys(map(ord, " \n|+-━─┃│┏┓┡┩┳╇└┘┴┼┌┐├┤┬╋"))))
+
+    assert letters(columns) == letters("300")
+
+
 def test_info_as_json(monkeypatch):
     monkeypatch.setenv("KDA_BACKEND", "reference")
     found = run_json("info")
@@ -115,9 +124,14 @@ def test_what_a_wheel_prints_when_it_is_imported_is_no_json(tmp_path):
     (facts / "entry_points.txt").write_text("[kda_core.backends.v1]\nloud = loud\n")
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "kda_core", "info", "--json"]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True)
+    options = {"env": os.environ | {"PYTHONPATH": path}, "capture_output": True, "text": True, "check": True}
+    done = subprocess.run(command, **options)
     assert "loud" in [b["name"] for b in json.loads(done.stdout)["backends"]]
     assert done.stderr.startswith("hello")
+    # A help text loads no backend.
+    done = subprocess.run([*command[:-1], "--help"], **options)
+    assert "--json" in done.stdout
+    assert done.stderr == ""
 
 
 def test_versions_come_from_the_distributions():
