@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from kda_core._checks import python_value
 from kda_core._torch_private import in_transform
 from kda_core.api import chunk_kda
+from kda_core.nn._convolution import cat
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Call:
 
 def last_inputs(conv: Tensor | None, mixed: Tensor, mask: Tensor | None, reach: int) -> Tensor:
     """The last ``reach`` inputs [B, reach, D] behind ``conv`` and ``mixed`` [B, T, D]; ``mask``: those that count."""
-    every = F.pad(mixed, (0, 0, reach, 0)) if conv is None else torch.cat([conv.to(mixed.dtype), mixed], dim=1)
+    every = F.pad(mixed, (0, 0, reach, 0)) if conv is None else cat([conv.to(mixed.dtype), mixed], dim=1)
     if mask is None:
         return every[:, mixed.shape[1] :].clone()
     rows = mask.sum(1)[:, None] + torch.arange(reach, device=mask.device)

@@ -17,7 +17,7 @@ from kda_core._overlaps import share_memory
 from kda_core.api import fused_recurrent_kda
 from kda_core.capabilities import Feature
 from kda_core.nn._checks import expect_eps, expect_same_device, expect_shape, expect_tensor
-from kda_core.nn._convolution import short_convolution
+from kda_core.nn._convolution import cat, short_convolution
 from kda_core.nn._dispatch import backend_for, is_eager
 from kda_core.nn._norm import gated_rms_norm
 from kda_core.request import DecodeStepRequest, Request
@@ -233,7 +233,7 @@ def _in_parts(r: DecodeStepRequest, backend: str | None) -> Tensor:
     slots, first = _slots(r)
     before = r.conv_state[first]
     if r.commit_inputs is not None and r.num_committed is not None:
-        every = torch.cat([before, r.commit_inputs.to(before.dtype)], 1)
+        every = cat([before, r.commit_inputs.to(before.dtype)], 1)
         count = r.num_committed.long().clamp(0, r.commit_inputs.shape[1])
         taken = count[:, None] + torch.arange(before.shape[1], device=count.device)
         before = every.gather(1, taken[:, :, None].expand(-1, -1, every.shape[2]))
@@ -270,7 +270,7 @@ def _keep_inputs(r: DecodeStepRequest, slots: Tensor, before: Tensor) -> None:
     reach, T = before.shape[1], r.x.shape[1]
     if not T:
         return
-    every = torch.cat([before, r.x.to(before.dtype)], dim=1).unfold(1, reach, 1)[:, 1:]  # [N, T, D, W - 1]
+    every = cat([before, r.x.to(before.dtype)], dim=1).unfold(1, reach, 1)[:, 1:]  # [N, T, D, W - 1]
     rows = every[:, T - slots.shape[1] :].transpose(2, 3).flatten(0, 1)
     _write(r, slots.flatten(), rows)
 

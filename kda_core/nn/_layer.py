@@ -14,7 +14,7 @@ from kda_core._checks import python_value
 from kda_core.api import chunk_kda, fused_recurrent_kda
 from kda_core.nn._cache import Call, KDACache, first_token, last_inputs, may_write
 from kda_core.nn._checks import expect_eps, expect_tensor
-from kda_core.nn._convolution import ShortConvolution, convolve, sequences
+from kda_core.nn._convolution import ShortConvolution, cat, convolve, sequences
 from kda_core.nn._dispatch import is_eager
 from kda_core.nn._norm import GatedRMSNorm
 from kda_core.nn._projections import Convolutions, Projections, is_bare, normed_projection, project
@@ -304,8 +304,8 @@ class KimiDeltaAttention(nn.Module):
         inplace = keep and may_write(before) and not cache.crop_calls  # type: ignore[union-attr]
         qkv: Sequence[Tensor]
         if _are_bare(layers):
-            weight = torch.cat([layer.weight for layer in layers]).squeeze(1)
-            bias = torch.cat([layer.bias for layer in layers]) if self.conv_bias else None
+            weight = cat([layer.weight for layer in layers]).squeeze(1)
+            bias = cat([layer.bias for layer in layers]) if self.conv_bias else None
             flags = {"output_final_state": keep, "inplace_final_state": inplace, "silu": True}
             qkv, after = convolve(mixed, weight, bias, before, cu_seqlens, flags, parts, self.backend)
         else:
@@ -314,7 +314,7 @@ class KimiDeltaAttention(nn.Module):
             rows = zip(layers, mixed.split((K, K, V), -1), states, strict=True)
             found = [layer(x, state, **options) for layer, x, state in rows]
             qkv = [y.unflatten(-1, part) for (y, _), part in zip(found, parts, strict=True)]
-            after = torch.cat([state for _, state in found], -1) if keep else None
+            after = cat([state for _, state in found], -1) if keep else None
             after = before.copy_(after) if inplace else after  # type: ignore[union-attr, arg-type]
         if cache is not None and mask is not None:
             after = last_inputs(before, inputs, mask, self.conv_size - 1)

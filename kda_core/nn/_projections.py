@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kda_core._loaded import Backend
 from kda_core._signature import is_plain
 from kda_core._torch_private import autocasts, has_global_hooks
-from kda_core.nn._convolution import GRADIENTS, in_parts
+from kda_core.nn._convolution import GRADIENTS, cat, in_parts
 from kda_core.nn._dispatch import backend_for, is_eager
 from kda_core.nn._norm import GatedRMSNorm, NormedProduct, gated_rms_norm
 from kda_core.nn._once import differentiable_once
@@ -187,7 +187,7 @@ class _Project(torch.autograd.Function):
         else:
             results, low = _products(rows, bias, w, small, own.mixed.flatten(0, 1))
             _, *others = _shaped(results, x.shape[:2], channels)
-            weight = torch.cat([*own.weights]).squeeze(1)
+            weight = cat(own.weights).squeeze(1)
             found = own.backend.result("kda_core_short_convolution_forward", own.request(own.mixed, weight))
             ctx.save_for_backward(rows, *low, small, *w, own.mixed, weight)
             results = (*in_parts(found.o, own.parts), *others)
@@ -199,7 +199,7 @@ class _Project(torch.autograd.Function):
     @staticmethod
     @differentiable_once("KimiDeltaAttention")
     def backward(ctx: Any, saved: Sequence[Tensor], *grads: Tensor) -> tuple:
-        rows, decay, gate, cat, *kept = saved
+        rows, decay, gate, narrow_weights, *kept = saved
         w = Projections(*kept[:COUNT])
         of_x, of_bias, *needed = ctx.needs_input_grad[2:]
         needs = Projections(*needed[:COUNT])
@@ -223,7 +223,7 @@ class _Project(torch.autograd.Function):
         low_beta.copy_(grad_beta.flatten(0, 1))
         grad = None
         if of_x:
-            grad = torch.mm(small, cat)
+            grad = torch.mm(small, narrow_weights)
             for part, weight in zip(grad_mixed.split_with_sizes(large, 1), w, strict=False):
                 grad.addmm_(part, weight)
             grad = grad.view(ctx.shape)

@@ -132,6 +132,18 @@ def test_one_graph_of_a_compiler(name: str):
     assert torch.equal(own["conv_state"], call["conv_state"])
 
 
+@pytest.mark.parametrize("name", ["one token", "records"])
+def test_autocast_of_another_16_bit_dtype_changes_nothing(name: str):
+    def bits(enabled: bool) -> list[torch.Tensor]:
+        call = step("one token") | (RECORDED | COMMIT if name == "records" else {})
+        halved = ("mixed_qkv", "conv_state", "commit_inputs")
+        call |= {n: call[n].bfloat16() for n in halved if n in call}
+        with torch.autocast("cpu", torch.float16, enabled=enabled):
+            return [kda_decode_step(**call), call["state"], call["conv_state"]]
+
+    assert all(map(torch.equal, bits(True), bits(False)))
+
+
 def test_meta_tensors_have_a_shape():
     call = {n: t.to("meta") if isinstance(t, torch.Tensor) else t for n, t in step("drafts").items()}
     assert kda_decode_step(**call).shape == (3, 3, 2, 32)

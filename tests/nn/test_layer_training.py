@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import toys
 from layer_hooks import Hooked
 
-from kda_core.nn import KimiDeltaAttention, gated_rms_norm, short_convolution
+from kda_core.nn import KDACache, KimiDeltaAttention, gated_rms_norm, short_convolution
 
 
 @pytest.mark.parametrize("hooked", [False, True])
@@ -27,6 +28,34 @@ def test_a_backward_in_autocast_of_a_forward_outside(hooked: bool):
             found = torch.autograd.grad(loss, leaves)
     for ours, wanted in zip(found, expected, strict=True):
         assert (ours - wanted).norm() <= (0 if hooked else 2**-7) * wanted.norm()
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_weights_of_another_16_bit_dtype_than_autocast(hooked: bool):
+    """In it torch's ``cat`` takes such tensors neither alone nor together."""
+    torch.manual_seed(0)
+    layer = KimiDeltaAttention(24, head_dim=8, num_heads=2, conv_bias=not hooked, dtype=torch.bfloat16)
+    exact, x = copy.deepcopy(layer).float(), torch.randn(2, 20, 24)
+    expected = exact(x)
+    expected.square().sum().backward()
+    toy = Hooked("hooked", priority=1, features=(), dtypes=(torch.float16,))
+    cache = KDACache(crop_calls=1)
+    with torch.autocast("cpu", torch.float16):
+        with toys.installed(toy) if hooked else nullcontext():
+            y = layer(x)
+            y.float().square().sum().backward()
+        with torch.no_grad():
+            first = [layer(x[:, :12], cache=cache), layer(x[:, 12:], cache=cache)]
+            cache.crop(15)
+            cached = torch.cat([*first, layer(x[:, 15:], cache=cache)], 1)
+    # Some ten roundings to float16 in a row.
+    bound = 10 * 2**-12
+    for found in (y, cached[:, :20], cached[:, 20:]):
+        wanted = expected[:, -found.shape[1] :]
+        assert (found - wanted).norm() < bound * wanted.norm()
+    for (name, ours), theirs in zip(layer.named_parameters(), exact.parameters(), strict=True):
+        # The gradient of a bfloat16 weight is bfloat16.
+        assert (ours.grad - theirs.grad).norm() < (bound + 2**-9) * theirs.grad.norm(), name
 
 
 @pytest.mark.parametrize("hooked", [False, True])
