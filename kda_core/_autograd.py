@@ -43,7 +43,7 @@ def _kind(r: Request | GateRequest, given: dict[str, Tensor] | None = None) -> K
     given = _given(r, vars(r)) if given is None else given
     # A context's calls have the memo of a plain one.
     memo = {} if r.memo is None or getattr(r, "cp_context", None) is not None else r.memo
-    key = (Kind, *[t.shape for n, t in given.items() if t is not getattr(r, n)])
+    key = (Kind, *[(n, t.shape) for n, t in given.items() if t is not getattr(r, n)])
     kind = memo.get(key)
     if kind is None:
         kind = memo[key] = Kind(r, tuple(given), tuple(given.values()))

@@ -277,3 +277,15 @@ def test_no_tensor_outlives_its_call(grad, repeats):
     given.clear()
     gc.collect()
     assert [t for t in left if t() is not None] == []
+
+
+def test_two_parameters_of_the_same_given_shape_are_told_apart():
+    """For K = 1 either may come as [1, 1, HV, 1]; the request has both in shapes of its own."""
+    torch.manual_seed(0)
+    g, rate, bias = torch.randn(2, 3, 4, 1), torch.randn(4), torch.randn(4, 1)
+    leaves = [t.requires_grad_() for t in (g, rate, bias)]
+    for _ in range(2):
+        for of_rate, of_bias in ((rate, bias), (rate, bias[None, None]), (rate[None, None, :, None], bias)):
+            found = torch.autograd.grad(kda_core.kda_gate(g, of_rate, of_bias).square().sum(), leaves)
+            exact = -rate.exp()[:, None] * torch.nn.functional.softplus(g + bias)
+            torch.testing.assert_close(found, torch.autograd.grad(exact.square().sum(), leaves))
