@@ -210,6 +210,8 @@ class KimiDeltaAttention(nn.Module):
         for name, value in others.items():
             if cp_context is not None and value is not None:
                 raise ValueError(f"{name}: does not go with cp_context")
+        if cu_seqlens_cpu is not None and cu_seqlens is None and cp_context is None:  # short calls would not see it
+            raise ValueError("cu_seqlens_cpu: expected cu_seqlens beside it, got None")
         mask = self._check(hidden_states, attention_mask, cache, cu_seqlens)
         if mask is not None:
             # The convolutions see zeros, and nothing of what stands there, NaN too, reaches a gradient.
@@ -295,6 +297,9 @@ class KimiDeltaAttention(nn.Module):
             return [t.unflatten(-1, s) for t, s in zip(F.silu(mixed).split((K, K, V), -1), parts, strict=True)], None
         layers: tuple[Any, ...] = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         before = halo if cache is None else cache.conv
+        if before is not None and tuple(before.shape[1:]) != (self.conv_size - 1, mixed.shape[2]):
+            expected = f"[N, {self.conv_size - 1}, {mixed.shape[2]}]"
+            raise ValueError(f"cache: expected one of this layer, with conv {expected}, got {list(before.shape)}")
         T, shift, inputs = mixed.shape[1], None, mixed
         if mask is not None and before is not None and T > 1:
             # The inputs before this call are followed by a row's first token, not by the padding ahead of it.

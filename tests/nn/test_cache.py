@@ -81,6 +81,18 @@ def test_a_refused_call_leaves_the_cache_alone(kind: KimiDeltaAttention, bounds:
     torch.testing.assert_close([cache.length, cache.state, cache.conv], [5, *kept], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("other", [{"conv_size": 3}, {"num_heads": 3}])
+def test_a_cache_of_another_layer_is_refused(other: dict):
+    """Its rows would stand at other taps."""
+    cache, x = KDACache(), tokens(2, 5)
+    with torch.no_grad():
+        KimiDeltaAttention(24, **{"head_dim": 8, "num_heads": 2} | other).double()(x, cache=cache)
+        kept = cache.conv.clone()
+        with pytest.raises(ValueError, match=r"cache: expected one of this layer, with conv \[N, 3, 48\], got"):
+            KimiDeltaAttention(24, head_dim=8, num_heads=2).double()(x, cache=cache)
+    assert torch.equal(cache.conv, kept)
+
+
 @pytest.mark.parametrize("hooked", [False, True])
 def test_padding_ahead_of_later_tokens(kind: KimiDeltaAttention, hooked: bool):
     """A second turn whose prompts are padded on the left: its first tokens follow the last of the turn before."""

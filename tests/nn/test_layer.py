@@ -425,14 +425,19 @@ def test_bad_sizes(options: dict, text: str):
         ({"attention_mask": torch.ones(2, 5), "cu_seqlens": torch.tensor([0, 5])}, ValueError, "attention_mask: does"),
         ({"cache": {}}, TypeError, "cache: expected a KDACache, got dict"),
         ({"cache": KDACache(1), "cu_seqlens": torch.tensor([0, 5])}, ValueError, "cache: crop_calls does not go"),
+        ({"cu_seqlens_cpu": torch.tensor([0, 5])}, ValueError, "cu_seqlens_cpu: expected cu_seqlens beside it"),
         ({"cu_seqlens": [0, 5]}, TypeError, "cu_seqlens: expected an int32 or int64 tensor, got list"),
         ({"cu_seqlens": torch.tensor([0, 5])}, ValueError, r"cu_seqlens: expected \[N \+ 1\] with B = 1"),
     ],
 )
 def test_bad_arguments(arguments: dict, error: type, text: str):
+    """A short call with a cache, without gradients, takes another function of the operator."""
     m = layer(dtype=torch.float32)
+    given = {"hidden_states": torch.ones(2, 5, 24)} | arguments
     with pytest.raises(error, match=text):
-        m(**({"hidden_states": torch.ones(2, 5, 24)} | arguments))
+        m(**given)
+    with torch.no_grad(), pytest.raises(error, match=text):
+        m(**{"cache": KDACache()} | given)
 
 
 @pytest.mark.parametrize(
