@@ -14,11 +14,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from kda_core import _expect, _loaded
 from kda_core._check_settings import DEFAULT_ELEMENTS, CheckSettings
 from kda_core._loaded import Backend
 from kda_core._plugins import registry
 from kda_core._ranges import ROWS
+from kda_core._torch_private import autocasts
 
 COMMIT = "kda_core_commit"
 VARIABLE = "KDA_CHECK"
@@ -122,6 +125,15 @@ def _watch(backend: Backend, hook: str, caller: Callable[..., Any]) -> Callable[
             backend.result(COMMIT, request.committing())
             request = request.after_commit()
         check = run_checked_commit if hook == COMMIT else run_checked
-        return check(backend, hook, caller, request, settings[0])
+        kind = request.device.type
+        if not autocasts(kind):
+            return check(backend, hook, caller, request, settings[0])
+
+        def as_called(request: Any) -> Any:
+            with torch.autocast(kind, dtype=torch.get_autocast_dtype(kind)):
+                return caller(request=request)
+
+        with torch.autocast(kind, enabled=False):  # in it torch refuses to put some dtypes together
+            return check(backend, hook, as_called, request, settings[0])
 
     return checked

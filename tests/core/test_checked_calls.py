@@ -340,6 +340,11 @@ def test_modes_strides_and_dtypes_of_the_caller_make_no_difference():
         x = {name: t.transpose(0, 1).contiguous().transpose(0, 1) for name, t in inputs(T=9).items()}
         with torch.device("meta"), torch.autocast("cpu", dtype=torch.bfloat16):
             kda_core.chunk_kda(**x, backend="cpu")
+        for dtype in (torch.bfloat16, torch.float16):
+            x = {name: t.to(dtype).requires_grad_() for name, t in inputs(B=1, T=9).items()}
+            with torch.autocast("cpu", dtype=torch.float16 if dtype == torch.bfloat16 else torch.bfloat16):
+                o, _ = kda_core.chunk_kda(**x, cu_seqlens=torch.tensor([0, 4, 8]))
+                o.sum().backward()
         for dtype in (torch.bfloat16, torch.float16, torch.float64):
             x = inputs(T=9)
             x |= {name: x[name].to(dtype).requires_grad_() for name in ("q", "k", "v")}
