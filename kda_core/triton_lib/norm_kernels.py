@@ -22,7 +22,8 @@ def _rows(x, gate, weight, R, eps, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.c
     b_x = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
     b_s = sigmoid(tl.load(gate + offsets, mask=mask, other=0.0).to(tl.float32), False)
     b_w = tl.load(weight + o_d, mask=o_d < D, other=0.0).to(tl.float32)[None, :]
-    b_r = tl.rsqrt(tl.sum(b_x * b_x, 1) / D + eps)[:, None]
+    # Rows behind the last one, which are zeros, need a norm where eps is 0.
+    b_r = tl.rsqrt(tl.sum(b_x * b_x, 1) / D + tl.where(rows < R, eps, 1.0))[:, None]
     return offsets, mask, b_r, b_x * b_r, b_s, b_w
 
 

@@ -127,14 +127,15 @@ def test_convolution_into_parts(kda, dtype: torch.dtype):
 
 
 @DTYPES
+@pytest.mark.parametrize("eps", [0.01, 0.0])
 @pytest.mark.parametrize("shape", [(3, 5, 128), (70, 33), (2, 20, 2, 200)], ids=str)
-def test_gated_norm(kda, shape: tuple[int, ...], dtype: torch.dtype):
-    """Results and gradients; the gate with other strides than x."""
+def test_gated_norm(kda, shape: tuple[int, ...], eps: float, dtype: torch.dtype):
+    """Results and gradients; the gate with other strides than x. Without eps a row of zeros has no norm."""
     _needs_hook(kda, "gated_rms_norm", dtype)
     torch.manual_seed(0)
     x, gate = torch.randn(2, *shape).to(dtype)
     given = [x, gate.mT.contiguous().mT, torch.randn(shape[-1])]
-    _expect(kda, lambda x, gate, weight, backend: [gated_rms_norm(x, gate, weight, 0.01, backend)], given, dtype)
+    _expect(kda, lambda x, gate, weight, backend: [gated_rms_norm(x, gate, weight, eps, backend)], given, dtype)
 
 
 @pytest.mark.parametrize("name", STEPS)
