@@ -34,8 +34,9 @@ def _two_layers(both: Any) -> Any:
     return both if is_bare(both, nn.Sequential) else (lambda x: x, both)
 
 
-def _are_bare(convolutions: Sequence[Any]) -> bool:
-    return all(is_bare(layer, ShortConvolution) for layer in convolutions)
+def _are_bare(convolutions: Sequence[Any], biased: bool) -> bool:
+    """Whether the calls of all are nothing but convolutions, with a bias or without."""
+    return all(is_bare(layer, ShortConvolution) and (layer.bias is not None) == biased for layer in convolutions)
 
 
 def _mark(layer: Any, *_: Any) -> None:
@@ -278,7 +279,7 @@ class KimiDeltaAttention(nn.Module):
         if not self.use_short_conv or self.conv_bias:
             return None
         layers = self.q_conv1d, self.k_conv1d, self.v_conv1d
-        if not _are_bare(layers):
+        if not _are_bare(layers, biased=False):
             return None
         weights = tuple([layer.weight for layer in layers])
         widths = self.head_k_dim, self.head_k_dim, self.head_v_dim
@@ -308,7 +309,7 @@ class KimiDeltaAttention(nn.Module):
         keep = cache is not None and mask is None
         inplace = keep and may_write(before) and not cache.crop_calls  # type: ignore[union-attr]
         qkv: Sequence[Tensor]
-        if _are_bare(layers):
+        if _are_bare(layers, self.conv_bias):
             weight = cat([layer.weight for layer in layers]).squeeze(1)
             bias = cat([layer.bias for layer in layers]) if self.conv_bias else None
             flags = {"output_final_state": keep, "inplace_final_state": inplace, "silu": True}

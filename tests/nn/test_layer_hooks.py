@@ -173,3 +173,19 @@ def test_the_norm_has_its_own_eps(pair: tuple[KimiDeltaAttention, KimiDeltaAtten
     changed.o_norm.eps = 3.0
     assert changed.norm_eps == 3.0
     assert not torch.isclose(changed(x), before(x)).any()
+
+
+@pytest.mark.parametrize("how", ["dense", "cache"])
+def test_a_bias_that_one_convolution_has_is_added(how: str):
+    """Whatever the layer was made with."""
+    torch.manual_seed(0)
+    full = KimiDeltaAttention(24, head_dim=8, num_heads=2, conv_bias=True)
+    for name in ("q_conv1d", "v_conv1d"):
+        nn.init.zeros_(full.get_submodule(name).bias)
+    bare = KimiDeltaAttention(24, head_dim=8, num_heads=2)
+    bare.load_state_dict(full.state_dict(), strict=False)
+    bare.k_conv1d.bias = nn.Parameter(full.k_conv1d.bias.detach().clone())
+    partial = copy.deepcopy(full)
+    partial.q_conv1d.bias = None
+    for layer in (bare, partial):
+        torch.testing.assert_close(outputs(layer, how), outputs(full, how))
