@@ -74,7 +74,7 @@ class KimiDeltaAttention(nn.Module):
         dtype: of the parameters; ``A_log`` and ``dt_bias`` are float32.
 
     Raises:
-        ValueError: sizes that do not fit, or another mode.
+        TypeError, ValueError: sizes that are no integers or do not fit, or another mode.
     """
 
     def __init__(
@@ -106,10 +106,12 @@ class KimiDeltaAttention(nn.Module):
             "conv_size": conv_size,
         }  # fmt: skip
         for name, size in sizes.items():
+            if isinstance(size, bool) or not isinstance(python_value(size), int):
+                raise TypeError(f"{name}: expected an int, got {type(size).__name__}")
             least = 2 if name == "conv_size" and use_short_conv else 1
             if size < least:
                 raise ValueError(f"{name}: expected at least {least}, got {size}")
-        head_v_dim = round(head_dim * expand_v)
+        head_v_dim = round(head_dim * expand_v) if math.isfinite(expand_v) else 0
         if not math.isclose(head_dim * expand_v, head_v_dim, rel_tol=1e-5) or head_v_dim < 1:
             raise ValueError(f"expand_v: expected a whole number of value channels, got {head_dim} * {expand_v}")
         if num_v_heads % num_heads:

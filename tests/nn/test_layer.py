@@ -8,6 +8,7 @@ import math
 from itertools import pairwise
 
 import installed
+import numpy as np
 import pytest
 import torch
 import toys
@@ -400,6 +401,7 @@ def test_projections_that_are_more_than_a_product():
         ({"num_v_heads": 3}, "num_v_heads: expected a multiple of num_heads = 2"),
         ({"expand_v": 1.3}, "expand_v: expected a whole number"),
         ({"expand_v": 0}, "expand_v: expected a whole number"),
+        ({"expand_v": math.inf}, "expand_v: expected a whole number"),
         ({"num_heads": 0}, "num_heads: expected at least 1, got 0"),
         ({"conv_size": 1}, "conv_size: expected at least 2, got 1"),
         ({"safe_gate": True}, "safe_gate: needs lower_bound"),
@@ -409,6 +411,14 @@ def test_projections_that_are_more_than_a_product():
 def test_bad_sizes(options: dict, text: str):
     with pytest.raises(ValueError, match=text):
         KimiDeltaAttention(**(SIZES | options))
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "head_dim", "num_heads", "num_v_heads", "conv_size"])
+def test_sizes_are_integers(name: str):
+    KimiDeltaAttention(**(SIZES | {name: np.int64(4)}))
+    for size in (4.0, "4", True):
+        with pytest.raises(TypeError, match=f"{name}: expected an int, got {type(size).__name__}"):
+            KimiDeltaAttention(**(SIZES | {name: size}))
 
 
 @pytest.mark.parametrize(
